@@ -1,0 +1,6 @@
+"""`python -m mlakit` is the `mlakit` command."""
+
+from mlakit.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""Argument checks that explain themselves: `<op>: <argument> must <requirement>, got <value>`.
+
+Shapes, dtypes, devices and strides are facts of the host and are always checked. Values inside
+tensors are checked by `Dims.value` rules only where `values_visible` says reading them is free
+(CPU tensors) or asked for (`knobs.check_values`).
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from mlakit import knobs
+
+INTEGERS = (torch.int32, torch.int64, torch.uint32)
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+E4M3 = torch.float8_e4m3fn
+
+
+class UnsupportedError(NotImplementedError):
+    """The call is well formed, but nothing here can carry it out; the message says why."""
+
+
+def values_visible(tensor: Tensor) -> bool:
+    """May the values of `tensor` be read without a hidden synchronisation?"""
+    return tensor.device.type == "cpu" or (tensor.device.type != "meta" and knobs.check_values())
+
+
+def as_signed(tensor: Tensor) -> Tensor:
+    """`tensor` with uint32 seen as int32: torch on CPU has no comparisons for uint32."""
+    return tensor.view(torch.int32) if tensor.dtype == torch.uint32 else tensor
+
+
+def _names(dtypes: Iterable[torch.dtype]) -> str:
+    return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def _whole_number(value: object) -> int | None:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:  # every tensor has __index__, but only one integer of it answers
+        return None
+
+
+class Dims:
+    """Names the axes of one op's arguments and reports the first two that disagree."""
+
+    def __init__(self, op: str, **known: int) -> None:
+        self.op = op
+        self._bound = {axis: (size, f"{axis} of the call") for axis, size in known.items()}
+        self._device: tuple[torch.device, str] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """The device all tensors matched so far are on."""
+        if self._device is None:
+            raise LookupError(f"{self.op}: no tensor has been matched yet")
+        return self._device[0]
+
+    def __getitem__(self, axis: str) -> int:
+        return self._bound[axis][0]
+
+    def bind(self, axis: str, size: int, source: str) -> None:
+        """Fix `axis` to a size that comes from somewhere else than a matched tensor."""
+        want, known = self._bound.setdefault(axis, (size, source))
+        self.require(size == want, source, f"equal {known}, {want}", size)
+
+    def fail(self, arg: str, must: str, got: object) -> NoReturn:
+        raise ValueError(f"{self.op}: {arg} must {must}, got {got}")
+
+    def require(self, condition: bool, arg: str, must: str, got: object) -> None:
+        if not condition:
+            self.fail(arg, must, got)
+
+    def tensor(self, arg: str, value: object) -> Tensor:
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{self.op}: {arg} must be a tensor, got {type(value).__name__}")
+        return value
+
+    def integer(self, arg: str, value: object, minimum: int) -> int:
+        """A whole number of at least `minimum`: an int, or what can stand for one exactly."""
+        number = _whole_number(value)
+        if number is None:
+            raise TypeError(f"{self.op}: {arg} must be an integer, got {type(value).__name__}")
+        self.require(number >= minimum, arg, f"be at least {minimum}", number)
+        return number
+
+    def finite(self, arg: str, value: object) -> float:
+        """A finite real number on the host."""
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"{self.op}: {arg} must be a number, got {type(value).__name__}")
+        self.require(math.isfinite(value), arg, "be finite", value)
+        return float(value)
+
+    def dtype(self, arg: str, tensor: Tensor, *allowed: torch.dtype) -> None:
+        if tensor.dtype not in allowed:
+            got = str(tensor.dtype).removeprefix("torch.")
+            raise TypeError(f"{self.op}: {arg} must be {_names(allowed)}, got {got}")
+
+    def match(
+        self, arg: str, value: object, *axes: str, dtypes: Iterable[torch.dtype] = ()
+    ) -> Tensor:
+        """Check a tensor argument's rank, axis sizes, dtype and device; bind axes not yet known."""
+        tensor = self.tensor(arg, value)
+        if tensor.ndim != len(axes):
+            self.fail(arg, f"have axes ({', '.join(axes)})", f"shape {tuple(tensor.shape)}")
+        allowed = tuple(dtypes)
+        if allowed:
+            self.dtype(arg, tensor, *allowed)
+        for i, (axis, size) in enumerate(zip(axes, tensor.shape, strict=True)):
+            want, source = self._bound.setdefault(axis, (size, f"{arg}.shape[{i}]"))
+            if size != want:
+                self.fail(f"{arg}.shape[{i}] ({axis})", f"equal {source}, {want}", size)
+        self.same_device(arg, tensor)
+        return tensor
+
+    def same_device(self, arg: str, tensor: Tensor) -> None:
+        if tensor.device.type == "meta":
+            self.fail(arg, "be on a device that holds data", "a meta tensor")
+        if self._device is None:
+            self._device = (tensor.device, arg)
+        device, source = self._device
+        if tensor.device != device:
+            self.fail(arg, f"be on the device of {source}, {device}", tensor.device)
+
+    def rows_contiguous(self, arg: str, tensor: Tensor) -> None:
+        """Other axes may have any stride; a row is read as one piece."""
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            self.fail(arg, "have a contiguous last axis", f"strides {tensor.stride()}")
+
+    def writable(self, arg: str, tensor: Tensor) -> None:
+        """An expanded tensor has many elements at one address: a write there is lost."""
+        self.rows_contiguous(arg, tensor)
+        for i, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+            if size > 1 and stride == 0:
+                self.fail(arg, "be writable", f"stride 0 on axis {i} (an expanded tensor)")
+
+    def starts(self, arg: str, offsets: Tensor, total: int | None, total_name: str = "") -> None:
+        """Row offsets begin at 0, never decrease, and end at `total` where one is given."""
+        if offsets.shape[0] < 1:
+            self.fail(arg, "have batch + 1 entries", "none")
+        if not values_visible(offsets):
+            return
+        host = as_signed(offsets).tolist()
+        self.require(host[0] == 0, f"{arg}[0]", "be 0", host[0])
+        for i, (low, high) in enumerate(pairwise(host)):
+            self.require(high >= low, f"{arg}[{i + 1}]", f"not be below {arg}[{i}] = {low}", high)
+        if total is not None:
+            self.require(host[-1] == total, f"{arg}[-1]", f"equal {total_name}, {total}", host[-1])
+
+    def lengths(self, arg: str, lengths: Tensor, maximum: int, maximum_name: str) -> None:
+        """Every entry of `lengths` lies between 0 and `maximum`."""
+        if not values_visible(lengths):
+            return
+        for i, length in enumerate(as_signed(lengths).tolist()):
+            self.require(length >= 0, f"{arg}[{i}]", "not be negative", length)
+            self.require(
+                length <= maximum, f"{arg}[{i}]", f"not exceed {maximum_name}, {maximum}", length
+            )

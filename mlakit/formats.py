@@ -1,0 +1,397 @@
+"""How one cache row is stored: a codec per format, in plain torch.
+
+A row has D_C latent columns, then D_R rotated ones (`RowShape`). Sizes for 512 + 64 columns, except
+`fp8_block64`, which is for 448 + 64:
+
+    name           payload of one row                               scales beside it   bytes/token
+    bf16, fp16     D_C + D_R halves                                 none               1152
+    fp32           D_C + D_R floats                                 none               2304
+    fp8            D_C + D_R e4m3                                   one per tensor     576
+    fp8_token      D_C e4m3 | D_R bf16, both divided by the scale   1 f32              640 + 4
+    fp8_block128   D_C e4m3 | ceil(D_C/128) f32 scales | D_R bf16   none               656
+    fp8_block64    D_C e4m3 | D_R bf16                              8 bytes e8m0       576 + 8
+
+A scale multiplies on reading: value = stored · scale. Scales are float32 and are never rounded to a
+half type; `power_of_two=True` asks the encoder for scales that are powers of two (always so in
+`fp8_block64`, which stores exponents only). Numbers among bytes are little endian.
+
+NaN and infinity. A NaN never turns into a number: its scale group (its element, where there is no
+group) comes back NaN. An infinity makes the scale of its group infinite, and the group comes back
+NaN. Where there is no group it comes back as itself, except in `fp8`, whose writes saturate.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from mlakit.checks import E4M3, Dims
+from mlakit.geometry import RowShape
+
+E4M3_MAX = 448.0
+LARGEST_SCALE = torch.finfo(torch.float32).max
+SMALLEST_SCALE = torch.finfo(torch.float32).smallest_normal
+"""Least scale of a block or tensor: some devices flush a subnormal one to 0, and 0/0 is NaN."""
+SMALLEST_TOKEN_SCALE = 2.0**-33
+"""Least scale of `fp8_token`, about 1.2e-10. The rotated columns are divided by the scale of the
+latent ones, which may all be zero: at this scale every |rope| up to 3.9e28 is finite in bf16. What
+it costs lies below half a step of e4m3, 2**-43 or 1.1e-13, in rows that stay below 5.2e-8."""
+
+
+def saturating_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` rounded to nearest even in `dtype`; e4m3 clamps to ±448 first. NaN stays NaN.
+
+    Other dtypes are a plain cast. Torch takes float64 to e4m3 by way of float32.
+    """
+    if dtype == E4M3:
+        x = x.clamp(-E4M3_MAX, E4M3_MAX)
+    return x.to(dtype)
+
+
+def round_up_power_of_two(x: Tensor) -> Tensor:
+    """The least power of two ≥ x, exactly, for float x ≥ 0; 0, inf and NaN stay as they are."""
+    mantissa, _ = torch.frexp(x)  # x = mantissa · 2**exponent, 1/2 ≤ mantissa < 1
+    # the quotient is 2**exponent, which is representable, so the division does not round
+    rounded = torch.where(mantissa == 0.5, x, x / mantissa)
+    return torch.where((x > 0) & x.isfinite(), rounded, x)
+
+
+def _amax(x: Tensor, group: int) -> Tensor:
+    """Largest magnitude of each group of columns; the last group may be short."""
+    return torch.stack([columns.abs().amax(-1) for columns in torch.split(x, group, -1)], -1)
+
+
+def _scales_for(amax: Tensor, smallest: float, power_of_two: bool) -> Tensor:
+    """max(amax / 448, smallest) float32, so that a group fills the range of e4m3."""
+    # by a tensor: CUDA turns division by a number into multiplication by its rounded reciprocal
+    scales = (amax / torch.full_like(amax, E4M3_MAX)).clamp_min(smallest)
+    return round_up_power_of_two(scales) if power_of_two else scales
+
+
+def _quantise(x: Tensor, scales: Tensor, group: int) -> Tensor:
+    """e4m3(x / scale) as bytes, one scale per `group` columns."""
+    groups = enumerate(torch.split(x, group, -1))
+    quotients = [columns / scales[..., g : g + 1] for g, columns in groups]
+    return saturating_cast(torch.cat(quotients, -1), E4M3).view(torch.uint8)
+
+
+def _dequantise(stored: Tensor, scales: Tensor, group: int, dtype: torch.dtype) -> Tensor:
+    """stored · scale in `dtype`, one scale per `group` columns."""
+    values = stored.view(E4M3).to(dtype)
+    for g, columns in enumerate(torch.split(values, group, -1)):
+        columns.mul_(scales[..., g : g + 1])
+    return values
+
+
+def _to_bytes(x: Tensor) -> Tensor:
+    """The bytes of a tensor, along its last axis."""
+    return x.flatten().view(torch.uint8).view(*x.shape[:-1], x.shape[-1] * x.element_size())
+
+
+def _from_bytes(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes along the last axis seen as `dtype`; they may have any stride and alignment."""
+    elements = stored.shape[-1] // dtype.itemsize
+    aligned = stored.clone(memory_format=torch.contiguous_format)
+    return aligned.flatten().view(dtype).view(*stored.shape[:-1], elements)
+
+
+@dataclass(frozen=True)
+class RowCodec(ABC):
+    """One format for rows of one shape: sizes, and the way there and back.
+
+    payload_dtype, payload_elements   what one row is stored as
+    scale_dtype, scale_elements       scales of one row kept beside the payload; None and 0 if none
+    has_tensor_scale                  one scale for the whole tensor, given to `encode` and `decode`
+    """
+
+    name: str
+    row: RowShape
+    payload_dtype: torch.dtype
+    payload_elements: int
+    scale_dtype: torch.dtype | None = None
+    scale_elements: int = 0
+    has_tensor_scale: bool = False
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Payload and side scales of one token."""
+        scale_bytes = self.scale_dtype.itemsize if self.scale_dtype else 0
+        return (
+            self.payload_elements * self.payload_dtype.itemsize + self.scale_elements * scale_bytes
+        )
+
+    def encode(
+        self, rows: Tensor, *, tensor_scale: float | Tensor = 1.0, power_of_two: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Store rows: x -> (payload, scales) with payload · scale ≈ x, computed in float32.
+
+        rows          [..., row.width] any float dtype
+        tensor_scale  the scale of the whole tensor, rounded to float32 (`has_tensor_scale` only)
+        power_of_two  make the scales found here powers of two; no effect where none is found
+        Returns payload [..., payload_elements] and scales [..., scale_elements] or None. Formats
+        without scales may return `rows` itself.
+        """
+        dims = Dims(f"{self.name} encode")
+        dims.tensor("rows", rows)
+        if not rows.is_floating_point():
+            got = str(rows.dtype).removeprefix("torch.")
+            raise TypeError(f"{dims.op}: rows must be of a floating-point dtype, got {got}")
+        _last_axis(dims, "rows", rows, self.row.width)
+        scale = self._tensor_scale(dims, tensor_scale, rows.device)
+        return self._encode(rows.detach(), scale, power_of_two)
+
+    def decode(
+        self,
+        payload: Tensor,
+        scales: Tensor | None,
+        *,
+        tensor_scale: float | Tensor = 1.0,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
+        """Read rows back: payload · scale, in float32 and then rounded to `dtype`.
+
+        payload  [..., payload_elements] payload_dtype, any strides
+        scales   [..., scale_elements] scale_dtype; None where the format keeps none beside rows
+        With dtype=float64 the product is exact. Returns rows [..., row.width]; formats without
+        scales may return `payload` itself.
+        """
+        dims = Dims(f"{self.name} decode")
+        dims.tensor("payload", payload)
+        dims.dtype("payload", payload, self.payload_dtype)
+        _last_axis(dims, "payload", payload, self.payload_elements)
+        self._check_scales(dims, payload, scales)
+        scale = self._tensor_scale(dims, tensor_scale, payload.device)
+        compute = torch.float64 if dtype == torch.float64 else torch.float32
+        return self._decode(payload, scale if scales is None else scales, compute).to(dtype)
+
+    @abstractmethod
+    def _encode(
+        self, rows: Tensor, tensor_scale: Tensor | None, power_of_two: bool
+    ) -> tuple[Tensor, Tensor | None]: ...
+
+    @abstractmethod
+    def _decode(self, payload: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """`scales` are those beside the rows, or the tensor's one, or None: what the format has."""
+
+    def _tensor_scale(
+        self, dims: Dims, scale: float | Tensor, device: torch.device
+    ) -> Tensor | None:
+        """The tensor's scale as a float32 number on `device`; None where the format has none."""
+        if not self.has_tensor_scale:
+            if isinstance(scale, Tensor) or scale != 1.0:
+                dims.fail("tensor_scale", "be left at 1.0 (the format has no tensor scale)", scale)
+            return None
+        if isinstance(scale, Tensor):
+            if scale.numel() != 1:
+                dims.fail("tensor_scale", "have one element", f"shape {tuple(scale.shape)}")
+            return scale.detach().to(device, torch.float32).reshape(())
+        usable = SMALLEST_SCALE <= scale <= LARGEST_SCALE
+        dims.require(usable, "tensor_scale", "be finite and positive in float32", scale)
+        return torch.full((), scale, dtype=torch.float32, device=device)
+
+    def _check_scales(self, dims: Dims, payload: Tensor, scales: Tensor | None) -> None:
+        if self.scale_dtype is None:
+            if scales is not None:
+                dims.fail("scales", "be None (the format keeps none beside the rows)", "a tensor")
+            return
+        scales = dims.tensor("scales", scales)
+        dims.dtype("scales", scales, self.scale_dtype)
+        expected = (*payload.shape[:-1], self.scale_elements)
+        if scales.shape != expected:
+            dims.fail("scales", f"have shape {expected}", tuple(scales.shape))
+
+
+def _last_axis(dims: Dims, arg: str, tensor: Tensor, size: int) -> None:
+    if tensor.ndim < 1 or tensor.shape[-1] != size:
+        dims.fail(arg, f"have a last axis of {size}", f"shape {tuple(tensor.shape)}")
+
+
+class PlainCodec(RowCodec):
+    """Every column in one float dtype."""
+
+    def _encode(
+        self, rows: Tensor, tensor_scale: Tensor | None, power_of_two: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        return rows.to(self.payload_dtype), None
+
+    def _decode(self, payload: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+        return payload
+
+
+class TensorScaleCodec(RowCodec):
+    """Every column e4m3(x / s), s one scale for the tensor; beyond ±448 · s a value saturates."""
+
+    def _encode(
+        self, rows: Tensor, tensor_scale: Tensor | None, power_of_two: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        assert tensor_scale is not None
+        return saturating_cast(rows.to(torch.float32) / tensor_scale, self.payload_dtype), None
+
+    def _decode(self, payload: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+        assert scales is not None
+        return payload.to(dtype) * scales.to(dtype)
+
+
+class TokenScaleCodec(RowCodec):
+    """e4m3(c / σ) | bf16(r / σ), σ = max(amax(c) / 448, 2**-33) beside the row.
+
+    A score over a row is then one sum times σ. Readers take max(σ, 0), so a negative scale left in
+    an unused slot is a zero row; a NaN stays one.
+    """
+
+    def _encode(
+        self, rows: Tensor, tensor_scale: Tensor | None, power_of_two: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        latent, rope = _split_columns(self.row, rows.to(torch.float32))
+        d_c = self.row.kv_lora_rank
+        scales = _scales_for(_amax(latent, d_c), SMALLEST_TOKEN_SCALE, power_of_two)
+        stored_rope = _to_bytes((rope / scales).to(torch.bfloat16))
+        return torch.cat([_quantise(latent, scales, d_c), stored_rope], -1), scales
+
+    def _decode(self, payload: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+        assert scales is not None
+        d_c = self.row.kv_lora_rank
+        scales = scales.to(dtype).clamp_min(0)
+        latent = _dequantise(payload[..., :d_c], scales, d_c, dtype)
+        rope = _from_bytes(payload[..., d_c:], torch.bfloat16).to(dtype) * scales
+        return torch.cat([latent, rope], -1)
+
+
+class BlockScaleCodec(RowCodec):
+    """e4m3(c / s_g) | s_g | bf16(r), s_g = max(amax_g / 448, smallest normal) per 128 columns."""
+
+    group = 128
+
+    def _encode(
+        self, rows: Tensor, tensor_scale: Tensor | None, power_of_two: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        latent, rope = _split_columns(self.row, rows.to(torch.float32))
+        scales = _scales_for(_amax(latent, self.group), SMALLEST_SCALE, power_of_two)
+        stored = _quantise(latent, scales, self.group)
+        return torch.cat([stored, _to_bytes(scales), _to_bytes(rope.to(torch.bfloat16))], -1), None
+
+    def _decode(self, payload: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+        d_c = self.row.kv_lora_rank
+        rope_at = self.payload_elements - 2 * self.row.qk_rope_head_dim
+        scales = _from_bytes(payload[..., d_c:rope_at], torch.float32).to(dtype)
+        latent = _dequantise(payload[..., :d_c], scales, self.group, dtype)
+        rope = _from_bytes(payload[..., rope_at:], torch.bfloat16).to(dtype)
+        return torch.cat([latent, rope], -1)
+
+
+class PageFooterCodec(RowCodec):
+    """e4m3(c / 2**e_g) | bf16(r), and beside the row the bytes e_g + 127 per 64 columns.
+
+    2**e_g is the least power of two ≥ max(amax_g / 448, smallest normal). Byte 255 is NaN: the
+    group held a NaN or an infinity, for which e8m0 has no code. Unused scale bytes are 0.
+    """
+
+    group = 64
+    footer_bytes = 8
+
+    def page_bytes(self, page_size: int) -> int:
+        """Stride of a page: its rows, then the scales of its rows, padded to a multiple of a row.
+
+        Row t starts at t · payload_elements, its scales at page_size · payload_elements + 8 · t.
+        """
+        if page_size < 1:
+            raise ValueError(
+                f"{self.name} page_bytes: page_size must be at least 1, got {page_size}"
+            )
+        rows = ceil(page_size * self.bytes_per_token / self.payload_elements)
+        return rows * self.payload_elements
+
+    def _encode(
+        self, rows: Tensor, tensor_scale: Tensor | None, power_of_two: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        latent, rope = _split_columns(self.row, rows.to(torch.float32))
+        scales = _scales_for(_amax(latent, self.group), SMALLEST_SCALE, power_of_two=True)
+        payload = torch.cat(
+            [_quantise(latent, scales, self.group), _to_bytes(rope.to(torch.bfloat16))], -1
+        )
+        # the exponent field of a float32 power of two, of inf and of NaN is its e8m0 byte
+        exponents = (scales.view(torch.int32) >> 23 & 0xFF).to(torch.uint8)
+        footer = exponents.new_zeros(*exponents.shape[:-1], self.footer_bytes)
+        footer[..., : exponents.shape[-1]] = exponents
+        return payload, footer
+
+    def _decode(self, payload: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+        assert scales is not None
+        d_c = self.row.kv_lora_rank
+        scales = scales.view(torch.float8_e8m0fnu).to(dtype)
+        latent = _dequantise(payload[..., :d_c], scales, self.group, dtype)
+        rope = _from_bytes(payload[..., d_c:], torch.bfloat16).to(dtype)
+        return torch.cat([latent, rope], -1)
+
+
+def _split_columns(row: RowShape, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The latent and the rotated columns of rows."""
+    return rows[..., : row.kv_lora_rank], rows[..., row.kv_lora_rank :]
+
+
+def _require_aligned(name: str, row: RowShape) -> None:
+    if row.kv_lora_rank % 4:
+        raise ValueError(
+            f"{name}: kv_lora_rank must be a multiple of 4 (float32 scales and bf16 columns follow "
+            f"the latent bytes and must be aligned), got {row.kv_lora_rank}"
+        )
+
+
+def _plain(dtype: torch.dtype) -> Callable[[str, RowShape], RowCodec]:
+    return lambda name, row: PlainCodec(name, row, dtype, row.width)
+
+
+def _tensor_scaled(name: str, row: RowShape) -> RowCodec:
+    return TensorScaleCodec(name, row, E4M3, row.width, has_tensor_scale=True)
+
+
+def _token_scaled(name: str, row: RowShape) -> RowCodec:
+    _require_aligned(name, row)
+    payload_bytes = row.kv_lora_rank + 2 * row.qk_rope_head_dim
+    return TokenScaleCodec(name, row, torch.uint8, payload_bytes, torch.float32, 1)
+
+
+def _block_scaled(name: str, row: RowShape) -> RowCodec:
+    _require_aligned(name, row)
+    scale_bytes = 4 * ceil(row.kv_lora_rank / BlockScaleCodec.group)
+    payload_bytes = row.kv_lora_rank + scale_bytes + 2 * row.qk_rope_head_dim
+    return BlockScaleCodec(name, row, torch.uint8, payload_bytes)
+
+
+def _page_footer(name: str, row: RowShape) -> RowCodec:
+    _require_aligned(name, row)
+    footer_bytes = PageFooterCodec.footer_bytes
+    widest = PageFooterCodec.group * footer_bytes
+    if row.kv_lora_rank > widest:
+        raise ValueError(
+            f"{name}: kv_lora_rank must not exceed {widest} ({footer_bytes} scale bytes per token, "
+            f"one per {PageFooterCodec.group} columns), got {row.kv_lora_rank}"
+        )
+    payload_bytes = row.kv_lora_rank + 2 * row.qk_rope_head_dim
+    return PageFooterCodec(name, row, torch.uint8, payload_bytes, torch.uint8, footer_bytes)
+
+
+_BUILDERS: dict[str, Callable[[str, RowShape], RowCodec]] = {
+    "bf16": _plain(torch.bfloat16),
+    "fp16": _plain(torch.float16),
+    "fp32": _plain(torch.float32),
+    "fp8": _tensor_scaled,
+    "fp8_token": _token_scaled,
+    "fp8_block128": _block_scaled,
+    "fp8_block64": _page_footer,
+}
+FORMATS = tuple(_BUILDERS)
+
+
+@lru_cache(maxsize=256)
+def row_codec(name: str, row: RowShape) -> RowCodec:
+    """The codec of a format for rows of one shape; ValueError if there is none."""
+    if name not in _BUILDERS:
+        raise ValueError(f"unknown cache format {name!r}; choose from {', '.join(FORMATS)}")
+    return _BUILDERS[name](name, row)

@@ -1,0 +1,113 @@
+"""Every environment variable mlakit reads: its name, type, default and meaning, in one place.
+
+A knob is a function: `knobs.check_values()` gives the value in force. `with knobs.override(
+check_values=True): …` changes it for a scope (per thread and per async task). A value that does not
+parse is an error that names the variable, never a silent default.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+_OVERRIDES: ContextVar[Mapping[str, object] | None] = ContextVar("mlakit_knobs", default=None)
+REGISTRY: dict[str, Knob[object]] = {}
+
+
+@dataclass(frozen=True)
+class Knob(Generic[T]):
+    """One setting. Calling it gives the scoped override, else the environment, else the default."""
+
+    name: str
+    default: T
+    parse: Callable[[str], T]
+    meaning: str
+
+    @property
+    def variable(self) -> str:
+        return f"MLAKIT_{self.name.upper()}"
+
+    def __call__(self) -> T:
+        overrides = _OVERRIDES.get()
+        if overrides is not None and self.name in overrides:
+            return overrides[self.name]  # type: ignore[return-value]  # override() checked it
+        text = os.environ.get(self.variable)
+        if text is None:
+            return self.default
+        try:
+            return self.parse(text)
+        except ValueError as error:
+            raise ValueError(f"{self.variable} {error}, got {text!r}") from None
+
+
+def _boolean(text: str) -> bool:
+    words = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
+    if text.lower() not in words:
+        raise ValueError("must be one of 1, 0, true, false, on, off")
+    return words[text.lower()]
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError("must be a whole number of at least 1")
+    return int(text)
+
+
+def _backend(text: str) -> str:
+    if text not in ("auto", "hopper", "triton", "cpu"):
+        raise ValueError("must be one of auto, hopper, triton, cpu")
+    return text
+
+
+def _knob(name: str, default: T, parse: Callable[[str], T], meaning: str) -> Knob[T]:
+    knob = Knob(name, default, parse, meaning)
+    REGISTRY[name] = knob  # type: ignore[assignment]  # a registry of knobs of every type
+    return knob
+
+
+check_values = _knob(
+    "check_values",
+    False,
+    _boolean,
+    "Check lengths, page ids and positions of GPU tensors too (costs a synchronisation per call).",
+)
+backend = _knob(
+    "backend",
+    "auto",
+    _backend,
+    "Backend that backend='auto' stands for: auto, hopper, triton or cpu.",
+)
+workspace_mib = _knob(
+    "workspace_mib",
+    64,
+    _positive,
+    "Upper bound in MiB on the scratch memory of one CPU kernel call.",
+)
+
+
+@contextmanager
+def override(**values: object) -> Iterator[None]:
+    """Set knobs for the scope of a `with` block."""
+    for name, value in values.items():
+        if name not in REGISTRY:
+            raise ValueError(f"unknown knob {name!r}; choose from {sorted(REGISTRY)}")
+        default = REGISTRY[name].default
+        if type(value) is not type(default):
+            raise TypeError(
+                f"knob {name} must be {type(default).__name__}, got {type(value).__name__}"
+            )
+        try:
+            REGISTRY[name].parse(str(value))
+        except ValueError as error:
+            raise ValueError(f"knob {name} {error}, got {value!r}") from None
+    token = _OVERRIDES.set({**(_OVERRIDES.get() or {}), **values})
+    try:
+        yield
+    finally:
+        _OVERRIDES.reset(token)

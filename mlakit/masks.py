@@ -1,0 +1,102 @@
+"""Which keys a query sees: one description for every backend.
+
+Every mask here lets a query at position q see one interval of key positions [first, last). An
+oracle reads it as a boolean, a kernel as two loop bounds: no backend has its own idea of a mask.
+
+    null                       [0, N)
+    causal                     [0, q + 1)
+    sliding_window_causal      [q - W + 1, q + 1)
+    sliding_window_noncausal   [q - W + 1, N)
+    chunked                    [C, C + W)     C = W * (q // W)
+    chunked_causal             [C, q + 1)
+
+N is the number of keys of the request; every interval is cut to [0, N).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+WINDOWED = (
+    "sliding_window_causal",
+    "sliding_window_noncausal",
+    "chunked",
+    "chunked_causal",
+)
+KINDS = ("null", "causal", *WINDOWED)
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A mask by name; `window` is W, 0 for the masks that have none."""
+
+    kind: str
+    window: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"mask kind must be one of {', '.join(KINDS)}, got {self.kind!r}")
+        if self.kind in WINDOWED and self.window < 1:
+            raise ValueError(f"mask {self.kind}: window must be at least 1, got {self.window}")
+        if self.kind not in WINDOWED and self.window != 0:
+            raise ValueError(f"mask {self.kind}: window must be 0, got {self.window}")
+
+    @property
+    def is_causal(self) -> bool:
+        """No query sees a key after itself."""
+        return self.kind in ("causal", "sliding_window_causal", "chunked_causal")
+
+    def interval(self, position: int, num_keys: int) -> tuple[int, int]:
+        """The keys [first, last) that the query at `position` sees among `num_keys`."""
+        first, last = 0, num_keys
+        if self.kind.startswith("sliding_window"):
+            first = position - self.window + 1
+        elif self.kind.startswith("chunked"):
+            first = position // self.window * self.window
+            last = first + self.window
+        if self.is_causal:
+            last = position + 1
+        first = max(first, 0)
+        return first, max(min(last, num_keys), first)
+
+    def visible(self, positions: Tensor, keys: Tensor) -> Tensor:
+        """Boolean [len(positions), len(keys)]: does the query there see the key there?"""
+        q, k = positions[:, None], keys[None, :]
+        seen = (k >= 0).expand(len(positions), len(keys))
+        if self.is_causal:
+            seen = seen & (k <= q)
+        if self.kind.startswith("sliding_window"):
+            seen = seen & (k > q - self.window)
+        elif self.kind.startswith("chunked"):
+            seen = seen & (
+                torch.div(k, self.window, rounding_mode="floor")
+                == torch.div(q, self.window, rounding_mode="floor")
+            )
+        return seen
+
+
+NULL = Mask("null")
+CAUSAL = Mask("causal")
+
+
+def sliding_window_causal(window: int) -> Mask:
+    """The `window` newest keys, the query's own included."""
+    return Mask("sliding_window_causal", window)
+
+
+def sliding_window_noncausal(window: int) -> Mask:
+    """As `sliding_window_causal`, and every later key."""
+    return Mask("sliding_window_noncausal", window)
+
+
+def chunked(window: int) -> Mask:
+    """The keys of the query's own chunk of `window` positions."""
+    return Mask("chunked", window)
+
+
+def chunked_causal(window: int) -> Mask:
+    """The keys of the query's own chunk up to itself."""
+    return Mask("chunked_causal", window)

@@ -1,0 +1,74 @@
+"""What a kernel says it can take, and what it is asked to take.
+
+A `Problem` is a plain description of one call: names and numbers, no tensors. A `KernelSpec` holds
+a `why_not` predicate over problems that returns the reason of a refusal, or None. Adding a kernel
+is adding a spec; nothing else decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from mlakit.geometry import RowShape
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call of an op. Fields an op has no use for keep their defaults."""
+
+    device: str  # "cpu", "cuda"
+    arch: int = 0  # compute capability as 90 for sm_90; 0 off CUDA
+    dtype: str = ""  # of the queries or activations
+    format: str = ""  # of the cache rows
+    heads: int = 0
+    page_size: int = 0
+    row: RowShape | None = None
+    head_widths: tuple[int, int, int] | None = None  # (D_N, D_R, D_V) of the expanded form
+    mask: str = ""
+
+    def __str__(self) -> str:
+        where = self.device + (f" sm_{self.arch}" if self.arch else "")
+        facts = {
+            "dtype": self.dtype,
+            "format": self.format,
+            "heads": self.heads,
+            "page_size": self.page_size,
+            "row": f"{self.row.width}/{self.row.v_width}" if self.row else "",
+            "widths": "+".join(map(str, self.head_widths or ())),
+            "mask": self.mask,
+        }
+        return ", ".join([where, *(f"{name}={fact}" for name, fact in facts.items() if fact)])
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One kernel: which op it serves on which backend, where its launcher is, what it refuses."""
+
+    backend: str
+    op: str
+    launcher: str  # "module:function", imported at the first call
+    why_not: Callable[[Problem], str | None]
+
+    def __str__(self) -> str:
+        return f"{self.backend}-{self.op}"
+
+    @cached_property
+    def launch(self) -> Callable[..., Any]:
+        """The launcher itself."""
+        module, function = self.launcher.split(":")
+        launcher: Callable[..., Any] = getattr(import_module(module), function)
+        return launcher
+
+
+def device_facts(device: torch.device) -> tuple[str, int]:
+    """(device type, arch) of a torch device, as `Problem` wants them."""
+    if device.type != "cuda":
+        return device.type, 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return "cuda", 10 * major + minor

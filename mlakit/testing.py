@@ -1,0 +1,304 @@
+"""How a result is judged here: against a float64 oracle, row by row, with a budget that is derived.
+
+A row is the last axis. A norm over the whole tensor forgives: of 32 768 rows, six may be zero and a
+cosine still looks perfect. So every row has its own budget, made from what a plain run in the same
+precision loses on that row. Helpers for the other half of a good test are here too: poison for all
+that must not be read, shuffled page tables, and proof that nothing else was written.
+
+Nothing here imports pytest; a failure is an AssertionError that names the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+# A correct kernel rounds twice in the type it stores: the probabilities, then the result.
+STORED_ROUNDINGS = 2.0
+# It accumulates in float32: a sum of about a thousand terms and an exponential of a score of a few
+# tens lose some tens of roundings. TF32 loses 8192, bfloat16 65 536: both stay visible.
+ACCUMULATED_ROUNDINGS = 256.0
+
+NEVER_A_PAGE = torch.iinfo(torch.int32).max
+
+
+def assert_matches(
+    name: str, actual: Tensor, exact: Tensor, naive: Tensor, *, factor: float = 2.0
+) -> None:
+    """Assert that `actual` is `exact` up to what a run in its precision may lose, on every row.
+
+        |actual - exact| ≤ max(factor · |naive - exact| + |store(exact) - exact|, floor)   per row
+
+    in two norms over the row: the largest element finds one wrong number, the root mean square
+    finds a small error common to the row (all of it 1 % too large), which hides below the rounding
+    of the largest element.
+
+    actual [..., D] floating, the result to judge
+    exact  [..., D] float64, the oracle's result, not rounded
+    naive  [..., D] floating, the oracle run in the precision the kernel computes in (float32 for
+           one that accumulates in float32); rounded to the type of `actual` here. The rougher it
+           is, the more passes: a softmax all in bfloat16 is wrong by 1 to 2 %.
+
+    NaN, +inf and -inf stand exactly where they stand in `exact`. A row that is 0 in `exact` and in
+    `naive` is exactly 0 (nothing was attended).
+
+    `floor` is there because `naive` may hit a row by luck, and then a budget made from it alone
+    would fail a correct kernel:
+
+        floor = 2 u · |row|  +  256 u32 · max(|row|, |typical row|)         0 for a row of zeros
+
+    with u the unit roundoff of the type of `actual`, u32 that of the accumulator (float32, or
+    float64 for a float64 result), |row| the norm of this row in `exact` and |typical row| the
+    median over the rows. The first term is the two roundings a kernel cannot avoid. The second is
+    its accumulation, whose error follows the size of what was summed: a row that is small because
+    terms cancel (an lse near 0) keeps the absolute error of its neighbours.
+
+    A row of fewer than 64 columns is too small a sample to be judged by its own luck alone: there
+    |naive - exact| also counts a share of the median over all rows, 4 times it for one column,
+    half of it for 32, none from 64 on.
+    """
+    _check_arguments(name, actual, exact, naive)
+    if actual.numel() == 0:
+        return
+    want = _rows(exact.detach())
+    got = _rows(actual.detach().to(want.device, torch.float64))
+    plain = _rows(naive.detach().to(actual.dtype).to(want.device, torch.float64))
+    _check_patterns(name, got, want, exact.shape)
+    _check_patterns(f"the naive run of {name}", plain, want, exact.shape)
+
+    finite = want.isfinite()
+    largest = torch.finfo(actual.dtype).max
+    stored = want.clamp(-largest, largest).to(actual.dtype).double()
+    zero = torch.zeros((), dtype=torch.float64, device=want.device)
+    size = torch.where(finite, want, zero)
+    error = torch.where(finite, got - want, zero)
+    plain_error = torch.where(finite, plain - want, zero)
+    store_error = torch.where(finite, stored - want, zero)
+    judged = []
+    for label, norm in (("largest", _largest), ("root mean square", _root_mean_square)):
+        plain_loss = _without_luck(norm(plain_error), norm(size) > 0, columns=want.shape[-1])
+        budget = factor * plain_loss + norm(store_error)
+        budget = torch.maximum(budget, _floor(norm(size), actual.dtype))
+        judged.append((label, norm(error), budget))
+    _check_rows(name, judged, exact.shape)
+
+
+def _check_arguments(name: str, actual: Tensor, exact: Tensor, naive: Tensor) -> None:
+    for role, tensor in (("actual", actual), ("naive", naive)):
+        if not tensor.is_floating_point():
+            raise TypeError(
+                f"{name}: {role} must be floating, got {tensor.dtype}; "
+                "compare integers with assert_same_bits"
+            )
+    if exact.dtype != torch.float64:
+        raise TypeError(f"{name}: exact must be float64, an oracle never rounds, got {exact.dtype}")
+    for role, tensor in (("actual", actual), ("naive", naive)):
+        if tensor.shape != exact.shape:
+            raise AssertionError(
+                f"{name}: {role} has shape {tuple(tensor.shape)}, the oracle {tuple(exact.shape)}"
+            )
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """[rows, columns]; a scalar is one row of one column."""
+    return tensor.reshape(-1, tensor.shape[-1]) if tensor.ndim else tensor.reshape(1, 1)
+
+
+def _largest(rows: Tensor) -> Tensor:
+    return rows.abs().amax(-1)
+
+
+def _root_mean_square(rows: Tensor) -> Tensor:
+    # dividing by the largest first: the squares of subnormal results would be 0
+    largest = _largest(rows)
+    scaled = rows / torch.where(largest > 0, largest, 1.0)[:, None]
+    return largest * scaled.square().mean(-1).sqrt()
+
+
+def _without_luck(loss: Tensor, filled: Tensor, *, columns: int) -> Tensor:
+    """The naive run's loss per row, for narrow rows joined by what it typically loses on a row."""
+    share = 0.5 * sqrt(max(64 / columns - 1, 0.0))
+    if share == 0 or not bool(filled.any()):
+        return loss
+    return torch.where(filled, torch.hypot(loss, share * loss[filled].median()), loss)
+
+
+def _floor(size: Tensor, dtype: torch.dtype) -> Tensor:
+    """What any correct kernel may lose on rows of these sizes, however well `naive` did."""
+    info = torch.finfo(dtype)
+    accumulator = torch.float64 if dtype == torch.float64 else torch.float32
+    smallest_step = info.smallest_normal * info.eps
+    filled = size[size > 0]
+    if filled.numel() == 0:
+        return torch.zeros_like(size)
+    storing = STORED_ROUNDINGS * (info.eps * size).clamp_min(smallest_step) / 2
+    summing = (
+        ACCUMULATED_ROUNDINGS * torch.finfo(accumulator).eps / 2 * size.clamp_min(filled.median())
+    )
+    return torch.where(size > 0, storing + summing, 0.0)
+
+
+def _check_patterns(name: str, got: Tensor, want: Tensor, shape: torch.Size) -> None:
+    kinds: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (
+        ("NaN", torch.isnan),
+        ("+inf", torch.isposinf),
+        ("-inf", torch.isneginf),
+    )
+    for label, is_kind in kinds:
+        differs = is_kind(got) != is_kind(want)
+        if bool(differs.any()):
+            row, column = (int(i) for i in differs.nonzero()[0])
+            raise AssertionError(
+                f"{name}: the {label} pattern differs from the oracle's in {int(differs.sum())} "
+                f"elements, first at {_index(row, shape)} column {column}: "
+                f"got {float(got[row, column])}, want {float(want[row, column])}"
+            )
+
+
+def _check_rows(name: str, judged: list[tuple[str, Tensor, Tensor]], shape: torch.Size) -> None:
+    """`judged` holds a norm's name and the rows' errors and budgets in it."""
+    # not `error > budget`: whatever became NaN fails
+    fails = torch.stack([~(error <= budget) for _, error, budget in judged])
+    if not bool(fails.any()):
+        return
+    excess = torch.stack([error / budget for _, error, budget in judged])
+    excess = torch.where(fails, excess.nan_to_num(nan=torch.inf), 0.0)
+    norm, worst = divmod(int(excess.argmax()), fails.shape[1])
+    label, error, budget = judged[norm]
+    raise AssertionError(
+        f"{name}: {int(fails.any(0).sum())} of {len(error)} rows are wrong, "
+        f"worst {_index(worst, shape)}: {label} error {float(error[worst]):.3e} exceeds its "
+        f"budget {float(budget[worst]):.3e}"
+    )
+
+
+def _index(row: int, shape: torch.Size) -> str:
+    """Row number `row` as an index into the leading axes of a tensor of `shape`."""
+    index: list[int] = []
+    for size in reversed(shape[:-1]):
+        row, place = divmod(row, size)
+        index.insert(0, place)
+    return f"row {index}"
+
+
+def poison(tensor: Tensor, keep: Tensor | None = None) -> Tensor:
+    """Fill `tensor` in place with what must never reach a result, but for the rows in `keep`.
+
+    Floats become NaN, bytes 0xFF (NaN for whoever reads them as e4m3, bfloat16 or float32), other
+    integers their largest value, which is no page, row or position.
+
+    tensor [*leading, ...]
+    keep   [*leading] bool, the rows to leave alone; None poisons everything
+    """
+    bits = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+    if tensor.dtype.itemsize == 1:
+        worst: float = 0xFF
+    elif tensor.is_floating_point():
+        worst = torch.nan
+    else:
+        worst = torch.iinfo(tensor.dtype).max
+    if keep is None:
+        bits.fill_(worst)
+        return tensor
+    kept = _over_leading_axes("poison", keep, tensor)
+    bits.copy_(torch.where(kept, bits, torch.full_like(bits, worst)))
+    return tensor
+
+
+def _over_leading_axes(caller: str, rows: Tensor, tensor: Tensor) -> Tensor:
+    """`rows`, bool over the leading axes of `tensor`, in a shape that broadcasts over all of it."""
+    if rows.dtype != torch.bool or rows.shape != tensor.shape[: rows.ndim]:
+        raise ValueError(
+            f"{caller}: rows must be bool over the leading axes of {tuple(tensor.shape)}, "
+            f"got {rows.dtype} {tuple(rows.shape)}"
+        )
+    return rows.reshape(rows.shape + (1,) * (tensor.ndim - rows.ndim)).to(tensor.device)
+
+
+def shuffled_pages(
+    batch: int,
+    pages_per_request: int | Sequence[int],
+    num_pages: int,
+    generator: torch.Generator,
+) -> Tensor:
+    """A page table int32 [batch, max_pages] of distinct random pages out of `num_pages`.
+
+    With one count per request, the entries past a request's last page are `NEVER_A_PAGE`.
+    """
+    counts = (
+        [pages_per_request] * batch
+        if isinstance(pages_per_request, int)
+        else list(pages_per_request)
+    )
+    if len(counts) != batch:
+        raise ValueError(f"shuffled_pages: {len(counts)} page counts for a batch of {batch}")
+    if sum(counts) > num_pages:
+        raise ValueError(f"shuffled_pages: {sum(counts)} pages asked of a pool of {num_pages}")
+    pages = torch.randperm(num_pages, generator=generator, device=generator.device).int()
+    table = pages.new_full((batch, max([0, *counts])), NEVER_A_PAGE)
+    taken = 0
+    for request, count in enumerate(counts):
+        table[request, :count] = pages[taken : taken + count]
+        taken += count
+    return table
+
+
+def _differing_elements(a: Tensor, b: Tensor) -> Tensor:
+    """Bool in the shape of `a`; by their bits, so NaN equals itself and -0 differs from 0."""
+    a_bytes, b_bytes = (
+        tensor.detach().contiguous().unsqueeze(-1).view(torch.uint8) for tensor in (a, b)
+    )
+    return (a_bytes != b_bytes.to(a_bytes.device)).any(-1)
+
+
+def _check_bits(name: str, differs: Tensor) -> None:
+    if bool(differs.any()):
+        rows = _rows(differs).any(-1)
+        first = _index(int(rows.nonzero()[0]), differs.shape)
+        raise AssertionError(f"{name}: {int(rows.sum())} of {len(rows)} rows differ, first {first}")
+
+
+def assert_same_bits(name: str, actual: Tensor, expected: Tensor) -> None:
+    """Assert equal shape, type and bits: for two runs of one kernel, for copies, for integers."""
+    if actual.dtype != expected.dtype or actual.shape != expected.shape:
+        raise AssertionError(
+            f"{name}: got {actual.dtype} {tuple(actual.shape)}, "
+            f"want {expected.dtype} {tuple(expected.shape)}"
+        )
+    _check_bits(name, _differing_elements(actual, expected))
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Tensors and what they held when `snapshot` saw them."""
+
+    tensors: Mapping[str, Tensor]
+    copies: Mapping[str, Tensor]
+
+
+def snapshot(**tensors: Tensor) -> Snapshot:
+    """Remember the bits of `tensors` for `assert_unchanged`.
+
+    Of a view only its own elements are seen: to see between its strides, pass its base.
+    """
+    return Snapshot(tensors, {name: tensor.detach().clone() for name, tensor in tensors.items()})
+
+
+def assert_unchanged(before: Snapshot, *, written: Mapping[str, Tensor] | None = None) -> None:
+    """Assert that nothing was written since `before`, except to the rows given in `written`.
+
+    written  by name, bool over the leading axes of that tensor: rows that may have changed
+    """
+    written = written or {}
+    unknown = [name for name in written if name not in before.tensors]
+    if unknown:
+        raise ValueError(f"assert_unchanged: the snapshot has no {unknown[0]}")
+    for name, tensor in before.tensors.items():
+        differs = _differing_elements(tensor, before.copies[name])
+        if name in written:
+            differs &= ~_over_leading_axes("assert_unchanged", written[name], tensor)
+        _check_bits(f"{name} was written to", differs)

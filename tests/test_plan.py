@@ -1,0 +1,375 @@
+"""Schedules are functions of lengths: every key once, loads even, nothing read from elsewhere."""
+
+from __future__ import annotations
+
+from math import ceil
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlakit.plan import (
+    DecodePlan,
+    PrefillPlan,
+    WorkItem,
+    partition_ranges,
+    plan_decode,
+    plan_prefill,
+)
+
+properties = settings(max_examples=150, deadline=None)
+
+lengths = st.lists(st.integers(0, 700), max_size=12)
+workers = st.integers(1, 40)
+tiles = st.integers(1, 80)
+
+
+def loads(plan: DecodePlan) -> list[int]:
+    """Tiles of each worker."""
+    return [
+        sum(
+            -(-(item.last_key - item.first_key) // plan.tile)
+            for item in plan.items[plan.worker_starts[w] : plan.worker_starts[w + 1]]
+        )
+        for w in range(plan.num_workers)
+    ]
+
+
+def ranges_of(plan: DecodePlan, request: int) -> list[tuple[int, int]]:
+    return [(item.first_key, item.last_key) for item in plan.items if item.request == request]
+
+
+def total_tiles(plan: DecodePlan) -> int:
+    return sum(-(-kv_len // plan.tile) for kv_len in plan.kv_lens)
+
+
+def assert_well_formed(plan: DecodePlan) -> None:
+    for request, kv_len in enumerate(plan.kv_lens):
+        keys = [k for first, last in ranges_of(plan, request) for k in range(first, last)]
+        assert keys == list(range(kv_len))
+    assert all(item.first_key < item.last_key for item in plan.items)
+    assert all(item.first_key % plan.tile == 0 for item in plan.items)
+    assert list(plan.items) == sorted(plan.items)
+    assert len(plan.worker_starts) == plan.num_workers + 1
+    assert plan.worker_starts[0] == 0
+    assert plan.worker_starts[-1] == len(plan.items)
+    for worker in range(plan.num_workers):
+        own = plan.items[plan.worker_starts[worker] : plan.worker_starts[worker + 1]]
+        assert all(item.worker == worker for item in own)
+    empty = tuple(b for b, kv_len in enumerate(plan.kv_lens) if kv_len == 0)
+    assert plan.empty_requests == empty
+
+
+def assert_slots_belong_to_split_requests(plan: DecodePlan) -> None:
+    assert len(plan.partial_starts) == len(plan.kv_lens) + 1
+    assert plan.partial_starts[0] == 0
+    for request in range(len(plan.kv_lens)):
+        slots = [item.partial_slot for item in plan.items if item.request == request]
+        first, last = plan.partial_starts[request : request + 2]
+        if len(slots) > 1:
+            assert slots == list(range(first, last))
+        else:
+            assert slots in ([], [-1])
+            assert first == last
+    assert plan.num_partials == plan.partial_starts[-1]
+
+
+@properties
+@given(lengths, workers, tiles)
+def test_decode_plan_covers_every_key_once(kv_lens, num_workers, tile):
+    plan = plan_decode(kv_lens, num_workers=num_workers, tile=tile)
+    assert_well_formed(plan)
+    assert_slots_belong_to_split_requests(plan)
+
+
+@properties
+@given(lengths, workers, tiles)
+def test_decode_plan_loads_differ_by_at_most_one_tile(kv_lens, num_workers, tile):
+    plan = plan_decode(kv_lens, num_workers=num_workers, tile=tile)
+    total = total_tiles(plan)
+    assert sum(loads(plan)) == total
+    assert max(loads(plan)) == -(-total // num_workers)
+    assert min(loads(plan)) == total // num_workers
+
+
+@properties
+@given(lengths, workers, tiles)
+def test_decode_plan_scratch_is_bounded_by_two_slots_a_worker(kv_lens, num_workers, tile):
+    plan = plan_decode(kv_lens, num_workers=num_workers, tile=tile)
+    for worker in range(num_workers):
+        own = plan.items[plan.worker_starts[worker] : plan.worker_starts[worker + 1]]
+        assert sum(item.partial_slot >= 0 for item in own) <= 2
+    assert len(plan.items) <= num_workers + max(len(kv_lens) - 1, 0)
+
+
+@properties
+@given(lengths, workers, st.integers(1, 32), st.integers(1, 6))
+def test_fixed_split_depends_on_the_own_length_only(kv_lens, num_workers, tile, split_tiles):
+    split = tile * split_tiles
+    plan = plan_decode(kv_lens, num_workers=num_workers, tile=tile, fixed_split=split)
+    assert_well_formed(plan)
+    assert_slots_belong_to_split_requests(plan)
+    for request, kv_len in enumerate(kv_lens):
+        own = [(k, min(k + split, kv_len)) for k in range(0, kv_len, split)]
+        alone = plan_decode([kv_len], num_workers=1, tile=tile, fixed_split=split)
+        assert ranges_of(plan, request) == ranges_of(alone, 0) == own
+
+
+@properties
+@given(lengths, workers, st.integers(1, 32), st.integers(1, 6))
+def test_fixed_split_loads_are_within_one_split_of_the_even_share(
+    kv_lens, num_workers, tile, split_tiles
+):
+    plan = plan_decode(kv_lens, num_workers=num_workers, tile=tile, fixed_split=tile * split_tiles)
+    even = total_tiles(plan) / num_workers
+    assert all(abs(load - even) < split_tiles for load in loads(plan))
+
+
+@properties
+@given(lengths, workers)
+def test_decode_plan_is_deterministic(kv_lens, num_workers):
+    plan = plan_decode(kv_lens, num_workers=num_workers)
+    again = plan_decode(tuple(kv_lens), num_workers=num_workers)
+    assert plan == again
+    assert hash(plan) == hash(again)
+
+
+def test_decode_plan_example():
+    plan = plan_decode([200, 0, 64, 10], num_workers=3, tile=64)
+    assert plan.items == (
+        WorkItem(worker=0, request=0, first_key=0, last_key=128, partial_slot=0),
+        WorkItem(worker=1, request=0, first_key=128, last_key=200, partial_slot=1),
+        WorkItem(worker=2, request=2, first_key=0, last_key=64, partial_slot=-1),
+        WorkItem(worker=2, request=3, first_key=0, last_key=10, partial_slot=-1),
+    )
+    assert plan.worker_starts == (0, 1, 2, 4)
+    assert plan.partial_starts == (0, 2, 2, 2, 2)
+    assert plan.empty_requests == (1,)
+    assert plan.num_partials == 2
+
+
+def test_fixed_split_example():
+    plan = plan_decode([200, 0, 64], num_workers=2, tile=64, fixed_split=128)
+    assert plan.items == (
+        WorkItem(worker=0, request=0, first_key=0, last_key=128, partial_slot=0),
+        WorkItem(worker=0, request=0, first_key=128, last_key=200, partial_slot=1),
+        WorkItem(worker=1, request=2, first_key=0, last_key=64, partial_slot=-1),
+    )
+    assert plan.worker_starts == (0, 2, 3)
+    assert plan.partial_starts == (0, 2, 2, 2)
+
+
+def test_decode_plan_tensors_hold_the_plan():
+    plan = plan_decode([200, 0, 64, 10], num_workers=3)
+    tensors = plan.tensors("cpu")
+    assert all(tensor.dtype == torch.int32 for tensor in tensors)
+    assert tensors.items.tolist() == [list(item[1:]) for item in plan.items]
+    assert tensors.worker_starts.tolist() == list(plan.worker_starts)
+    assert tensors.partial_starts.tolist() == list(plan.partial_starts)
+    assert tensors.empty_requests.tolist() == list(plan.empty_requests)
+
+
+@pytest.mark.parametrize("kv_lens", [[], [0], [0, 0, 0]], ids=str)
+def test_decode_plan_without_keys_has_no_items(kv_lens):
+    plan = plan_decode(kv_lens, num_workers=4)
+    assert plan.items == ()
+    assert plan.worker_starts == (0, 0, 0, 0, 0)
+    assert plan.empty_requests == tuple(range(len(kv_lens)))
+    assert plan.tensors().items.shape == (0, 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_workers": 0}, "num_workers must be at least 1, got 0"),
+        ({"num_workers": 1, "tile": 0}, "tile must be at least 1, got 0"),
+        (
+            {"num_workers": 1, "fixed_split": 96},
+            "fixed_split must be a multiple of tile, 64, got 96",
+        ),
+        ({"num_workers": 1, "fixed_split": 0}, "fixed_split must be a multiple of tile, 64, got 0"),
+    ],
+    ids=str,
+)
+def test_plan_decode_refuses_sizes(arguments, message):
+    with pytest.raises(ValueError, match=f"^plan_decode: {message}$"):
+        plan_decode([5], **arguments)
+
+
+def test_plan_decode_refuses_lengths_that_are_none():
+    with pytest.raises(
+        ValueError, match=r"^plan_decode: kv_lens\[1\] must not be negative, got -2$"
+    ):
+        plan_decode([3, -2], num_workers=1)
+    with pytest.raises(TypeError):
+        plan_decode([3.5], num_workers=1)
+
+
+@properties
+@given(st.integers(0, 3000), st.integers(1, 80), st.integers(1, 200))
+def test_partitions_cover_every_key_once_in_whole_pages(kv_len, num_partitions, granularity):
+    ranges = partition_ranges(kv_len, num_partitions, granularity)
+    assert len(ranges) == num_partitions
+    assert [k for first, last in ranges for k in range(first, last)] == list(range(kv_len))
+    pages = ceil(kv_len / granularity)
+    per = ceil(pages / num_partitions) * granularity
+    for first, last in ranges:
+        if first == last:
+            assert (first, last) == (kv_len, kv_len)
+        else:
+            assert first % granularity == 0
+            assert last - first == per or last == kv_len
+
+
+def test_partition_examples():
+    assert partition_ranges(300, 2, 128) == [(0, 256), (256, 300)]
+    # 3 pages in 5 parts: one page each, then nothing
+    assert partition_ranges(300, 5, 128) == [
+        (0, 128),
+        (128, 256),
+        (256, 300),
+        (300, 300),
+        (300, 300),
+    ]
+    # 5 pages in 4 parts: ceil gives two pages each, and the last part nothing
+    assert partition_ranges(5, 4, 1) == [(0, 2), (2, 4), (4, 5), (5, 5)]
+    assert partition_ranges(0, 2, 64) == [(0, 0), (0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((-1, 1, 1), "kv_len must not be negative, got -1"),
+        ((1, 0, 1), "num_partitions must be at least 1, got 0"),
+        ((1, 1, 0), "granularity must be at least 1, got 0"),
+    ],
+    ids=str,
+)
+def test_partition_ranges_refuses_sizes(arguments, message):
+    with pytest.raises(ValueError, match=f"^partition_ranges: {message}$"):
+        partition_ranges(*arguments)
+
+
+def walk_the_line(
+    num_rows: list[int], buffer_size: int, max_chunks: int
+) -> tuple[list[list[int]], list[list[int]], list[int]]:
+    """The prefill plan by moving one row at a time into the chunk that has room."""
+    batch = len(num_rows)
+    held = [[0] * batch for _ in range(max_chunks)]  # rows of request b in chunk c
+    chunk, room = 0, buffer_size
+    for request, count in enumerate(num_rows):
+        for _ in range(count):
+            if room == 0:
+                chunk, room = chunk + 1, buffer_size
+            held[chunk][request] += 1
+            room -= 1
+    row_offsets = [[sum(held[c][:b]) for b in range(batch + 1)] for c in range(max_chunks)]
+    consumed = [
+        [sum(held[earlier][b] for earlier in range(c)) for b in range(batch)] + [0]
+        for c in range(max_chunks)
+    ]
+    lengths = [sum(held[c]) if c <= chunk else -1 for c in range(max_chunks)]
+    return row_offsets, consumed, lengths
+
+
+def starts_of(q_lens: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.tensor([0, *torch.tensor(q_lens, dtype=torch.int64).cumsum(0).tolist()]).to(dtype)
+
+
+def as_lists(plan: PrefillPlan) -> tuple[list[list[int]], list[list[int]], list[int]]:
+    for tensor in (plan.buffer_row_offsets, plan.cache_offsets, plan.buffer_lengths):
+        assert tensor.dtype == torch.int32
+    assert plan.buffer_lengths.device.type == "cpu"
+    return (
+        plan.buffer_row_offsets.tolist(),
+        plan.cache_offsets.tolist(),
+        plan.buffer_lengths.tolist(),
+    )
+
+
+@properties
+@given(
+    st.lists(st.tuples(st.integers(0, 12), st.integers(0, 30)), min_size=1, max_size=8),
+    st.integers(1, 60),
+    st.integers(1, 9),
+    st.sampled_from([torch.int32, torch.int64, torch.uint32]),
+    st.integers(0, 3),
+)
+def test_prefill_plan_is_the_walk_along_the_line(requests, buffer_size, page_size, dtype, spare):
+    q_lens, cache_lens = [q for q, _ in requests], [cached for _, cached in requests]
+    rows = [-(-(q + cached) // page_size) * page_size for q, cached in requests]
+    max_chunks = max(-(-sum(rows) // buffer_size), 1) + spare
+    plan = plan_prefill(
+        starts_of(q_lens, dtype),
+        torch.tensor(cache_lens).to(dtype),
+        buffer_size,
+        page_size=page_size,
+        max_chunks=max_chunks,
+    )
+    assert as_lists(plan) == walk_the_line(rows, buffer_size, max_chunks)
+
+
+def test_prefill_plan_example_of_the_documentation():
+    plan = plan_prefill(
+        starts_of([160, 200]), torch.tensor([0, 0], dtype=torch.int32), 256, page_size=128
+    )
+    row_offsets, cache_offsets, buffer_lengths = as_lists(plan)
+    assert row_offsets == [[0, 256, 256], [0, 0, 256]] + [[0, 0, 0]] * 14
+    assert cache_offsets == [[0, 0, 0], [256, 0, 0]] + [[256, 256, 0]] * 14
+    assert buffer_lengths == [256, 256] + [-1] * 14
+
+
+def test_prefill_plan_of_no_requests_is_zero():
+    none = torch.zeros(0, dtype=torch.int32)
+    plan = plan_prefill(starts_of([]), none, 64, page_size=16, max_chunks=3)
+    assert as_lists(plan) == ([[0]] * 3, [[0]] * 3, [0, 0, 0])
+
+
+def test_prefill_plan_of_empty_requests_has_one_empty_chunk():
+    plan = plan_prefill(starts_of([0, 0]), torch.tensor([0, 0]), 64, page_size=16, max_chunks=3)
+    assert as_lists(plan) == ([[0, 0, 0]] * 3, [[0, 0, 0]] * 3, [0, -1, -1])
+
+
+def test_prefill_plan_sums_past_int32():
+    cache_lens = torch.full((6,), 2**30, dtype=torch.int32)
+    plan = plan_prefill(starts_of([0] * 6), cache_lens, 2**31 - 1, page_size=64, max_chunks=4)
+    row_offsets, cache_offsets, buffer_lengths = as_lists(plan)
+    size, row = 2**31 - 1, 2**30
+    assert buffer_lengths == [size, size, size, 3]
+    for c in range(4):
+        assert row_offsets[c] == [min(max(b * row - c * size, 0), size) for b in range(7)]
+        assert cache_offsets[c] == [min(max(c * size - b * row, 0), row) for b in range(6)] + [0]
+
+
+def test_prefill_plan_needs_its_chunks():
+    arguments = (starts_of([160, 200]), torch.tensor([0, 0]), 100)
+    plan_prefill(*arguments, page_size=128, max_chunks=6)
+    message = (
+        r"^mla_prefill_plan: the batch needs 6 chunks "
+        r"\(512 rows in whole pages, buffer_size 100\), but max_chunks is 5$"
+    )
+    with pytest.raises(ValueError, match=message):
+        plan_prefill(*arguments, page_size=128, max_chunks=5, op="mla_prefill_plan")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((0, 64, 1), "buffer_size must be between 1 and 2147483647, got 0"),
+        ((2**31, 64, 1), "buffer_size must be between 1 and 2147483647, got 2147483648"),
+        ((64, 0, 1), "page_size must be at least 1, got 0"),
+        ((64, 64, 0), "max_chunks must be at least 1, got 0"),
+    ],
+    ids=str,
+)
+def test_plan_prefill_refuses_sizes(sizes, message):
+    buffer_size, page_size, max_chunks = sizes
+    with pytest.raises(ValueError, match=f"^plan_prefill: {message}$"):
+        plan_prefill(
+            starts_of([1]),
+            torch.tensor([0]),
+            buffer_size,
+            page_size=page_size,
+            max_chunks=max_chunks,
+        )
