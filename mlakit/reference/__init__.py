@@ -1,0 +1,47 @@
+"""The oracles: what every kernel of this package is judged by.
+
+Plain torch in float64, one request and one token at a time, the equation in each docstring. Pass a
+kernel's own `dtype` instead of float64 and the same code is the naive run an error budget is made
+from. An oracle takes dequantised inputs, reads nothing that is not attended, and never rounds its
+result; the `*_stepwise` functions, which exist to pin down documented roundings, are the exception.
+
+Everywhere: `lse` is natural log; where nothing is attended it is -inf and the output is 0. A `sink`
+[heads] is one more natural-log logit per head in the denominator of the output: it has no value,
+and neither `lse` nor `max_logits` knows of it.
+"""
+
+from __future__ import annotations
+
+from mlakit.reference.decode import mla_decode
+from mlakit.reference.fp8 import dequantize_fp8, quantize_fp8, scaled_mm_fp8
+from mlakit.reference.indexer import indexer_logits, indexer_topk
+from mlakit.reference.merge import merge_states
+from mlakit.reference.norm_rope_quant import (
+    norm_rope_quant,
+    norm_rope_quant_stepwise,
+    rms_norm,
+    rms_norm_stepwise,
+    rotate,
+    rotate_stepwise,
+)
+from mlakit.reference.prefill import alibi_slopes, mla_prefill
+from mlakit.reference.sparse import sparse_mla
+
+__all__ = [
+    "alibi_slopes",
+    "dequantize_fp8",
+    "indexer_logits",
+    "indexer_topk",
+    "merge_states",
+    "mla_decode",
+    "mla_prefill",
+    "norm_rope_quant",
+    "norm_rope_quant_stepwise",
+    "quantize_fp8",
+    "rms_norm",
+    "rms_norm_stepwise",
+    "rotate",
+    "rotate_stepwise",
+    "scaled_mm_fp8",
+    "sparse_mla",
+]

@@ -1,0 +1,53 @@
+"""Oracle of decode: absorbed (multi-query) MLA attention over cache rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mlakit.masks import CAUSAL, Mask
+from mlakit.reference.softmax import attention_weights
+
+
+def mla_decode(
+    q: Tensor,  # [tokens, heads, width]: absorbed latent part, then rotated part
+    rows: Sequence[Tensor],  # per request [kv_len, width], dequantised, in order
+    q_lens: Sequence[int],
+    *,
+    softmax_scale: float,
+    v_width: int,
+    mask: Mask = CAUSAL,
+    sink: Tensor | None = None,  # [heads]
+    key_positions: Sequence[Tensor] | None = None,  # per request int [kv_len]
+    query_positions: Sequence[Tensor] | None = None,  # per request int [q_len]
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]:
+    """Absorbed MLA attention, one request and one query token at a time.
+
+        score[h, j] = q[h]·row[j] · softmax_scale
+        out[h]      = Σ_j softmax_j(score[h]) row[j, :v_width]     lse[h] = log Σ_j exp score[h, j]
+
+    The last q_len rows of a request are its own queries: query i is at position kv_len − q_len + i,
+    row j at position j. Where `rows` are only one rank's share of the context, both kinds of
+    positions are given instead. Returns out [tokens, heads, v_width] and lse [tokens, heads].
+    """
+    if (key_positions is None) != (query_positions is None):
+        raise ValueError("mla_decode: key_positions and query_positions must be given together")
+    tokens, heads, _ = q.shape
+    out = torch.zeros(tokens, heads, v_width, dtype=dtype, device=q.device)
+    lse = torch.full((tokens, heads), -torch.inf, dtype=dtype, device=q.device)
+    token = 0
+    for request, (cached, q_len) in enumerate(zip(rows, q_lens, strict=True)):
+        keys = torch.arange(cached.shape[0], device=q.device)
+        queries = torch.arange(q_len, device=q.device) + cached.shape[0] - q_len
+        if key_positions is not None and query_positions is not None:
+            keys, queries = key_positions[request], query_positions[request]
+        for seen in mask.visible(queries, keys):
+            attended = cached[seen].to(dtype)
+            score = q[token].to(dtype) @ attended.T * softmax_scale
+            weights, lse[token] = attention_weights(score, sink)
+            out[token] = weights @ attended[:, :v_width]
+            token += 1
+    return out, lse

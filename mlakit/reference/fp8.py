@@ -1,0 +1,78 @@
+"""Oracles of FP8 activations: group quantisation and the block-scaled matrix product.
+
+Quantisation is defined by its float32 steps, so `quantize_fp8` follows those and is exact to the
+bit; what is made from the quantised numbers is computed in float64.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+import torch
+from torch import Tensor
+
+from mlakit.formats import E4M3_MAX, saturating_cast
+
+E4M3 = torch.float8_e4m3fn
+SCALE_ALIGNMENT = 4  # a row of float32 scales is a whole number of 16-byte pieces
+
+
+def quantize_fp8(x: Tensor, group: int, *, scale_ub: float = inf) -> tuple[Tensor, Tensor]:
+    """Quantise [M, K] with one scale for every `group` columns of a row; a last group may be short.
+
+        scale = min(max|x|, scale_ub) / 448            over one row's group
+        q     = e4m3(clamp(x · (1 / scale), ±448))     0 where 1 / scale is not finite
+
+    `scale_ub` bounds the maximum, not the scale: what lies above it saturates. Returns q e4m3
+    [M, K] and scales float32 [ceil(K / group), M rounded up to 4]: transposed, zeros as padding.
+    """
+    rows, columns = x.shape
+    x = x.float()
+    largest = x.new_tensor(E4M3_MAX)
+    q = torch.empty(rows, columns, dtype=E4M3, device=x.device)
+    padded = -(-rows // SCALE_ALIGNMENT) * SCALE_ALIGNMENT
+    scales = torch.zeros(-(-columns // group), padded, dtype=torch.float32, device=x.device)
+    for row in range(rows):
+        for g, first in enumerate(range(0, columns, group)):
+            part = x[row, first : first + group]
+            # by a tensor: CUDA turns division by a number into a product with its reciprocal
+            scale = part.abs().amax().clamp(max=scale_ub) / largest
+            inverse = 1.0 / scale
+            if not inverse.isfinite():
+                inverse = torch.zeros_like(scale)
+            q[row, first : first + group] = saturating_cast(part * inverse, E4M3)
+            scales[g, row] = scale
+    return q, scales
+
+
+def dequantize_fp8(
+    q: Tensor,  # e4m3 [M, K]
+    scales: Tensor,  # [ceil(K / group), >= M]
+    group: int,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """x[m, k] = q[m, k] · scales[k // group, m]; the padding of `scales` is not read."""
+    rows, columns = q.shape
+    per_column = scales[:, :rows].repeat_interleave(group, dim=0)[:columns]
+    return q.to(dtype) * per_column.T.to(dtype)
+
+
+def scaled_mm_fp8(
+    a: Tensor,  # e4m3 [M, K]
+    a_scale: Tensor,  # [ceil(K / k_group), >= M]
+    b: Tensor,  # e4m3 [N, K]
+    b_scale: Tensor,  # [ceil(N / n_group), ceil(K / k_group)]
+    *,
+    n_group: int,
+    k_group: int,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """Block-scaled product [M, N] with the weight given as rows of outputs.
+
+    out[m, n] = Σ_k a[m, k] · a_scale[k // k_group, m]
+                  · b[n, k] · b_scale[n // n_group, k // k_group]
+    """
+    n, k = b.shape
+    per_weight = b_scale.repeat_interleave(n_group, dim=0).repeat_interleave(k_group, dim=1)
+    weight = b.to(dtype) * per_weight[:n, :k].to(dtype)
+    return dequantize_fp8(a, a_scale, k_group, dtype) @ weight.T

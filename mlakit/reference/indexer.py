@@ -1,0 +1,70 @@
+"""Oracle of the lightning indexer: which tokens sparse attention reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf, isnan
+
+import torch
+from torch import Tensor
+
+from mlakit.masks import CAUSAL, Mask
+
+
+def indexer_logits(
+    q: Tensor,  # [tokens, index_heads, D]
+    weights: Tensor,  # [tokens, index_heads], every scale folded in
+    keys: Sequence[Tensor],  # per request [kv_len, D], dequantised
+    q_lens: Sequence[int],
+    *,
+    mask: Mask = CAUSAL,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """Index score of every visible key, one query token at a time.
+
+        logits[t, j] = Σ_h weights[t, h] · relu(q[t, h]·key[j])
+
+    relu comes before the weight, which may be negative. The queries are the newest tokens of their
+    request, as in `mla_decode`. Returns [tokens, longest kv_len], -inf where j is not visible.
+    """
+    longest = max((request.shape[0] for request in keys), default=0)
+    logits = torch.full((q.shape[0], longest), -torch.inf, dtype=dtype, device=q.device)
+    token = 0
+    for request, q_len in zip(keys, q_lens, strict=True):
+        kv_len = request.shape[0]
+        for position in range(kv_len - q_len, kv_len):
+            first, last = mask.interval(position, kv_len)
+            dots = q[token].to(dtype) @ request[first:last].to(dtype).T
+            logits[token, first:last] = weights[token].to(dtype) @ dots.relu()
+            token += 1
+    return logits
+
+
+def indexer_topk(
+    logits: Tensor,  # [tokens, columns]
+    k: int,
+    *,
+    row_starts: Sequence[int] | Tensor | None = None,  # [tokens]
+    row_ends: Sequence[int] | Tensor | None = None,  # [tokens]
+) -> Tensor:
+    """The columns of the k largest logits of every row, int32 [tokens, k].
+
+    Row t takes part with columns row_starts[t]:row_ends[t], and its result counts from
+    row_starts[t]. Best first; of equal logits the lower column; NaN ranks above every number, so
+    that it is seen; -inf is never selected; slots left over hold -1.
+    """
+    tokens, columns = logits.shape
+    selected = torch.full((tokens, k), -1, dtype=torch.int32, device=logits.device)
+    for token in range(tokens):
+        start = 0 if row_starts is None else int(row_starts[token])
+        end = columns if row_ends is None else int(row_ends[token])
+        row = logits[token, start:end].tolist()
+        candidates = [column for column, logit in enumerate(row) if logit != -inf]
+        best = sorted(candidates, key=lambda column: _rank(row[column]))[:k]
+        selected[token, : len(best)] = torch.tensor(best, dtype=torch.int32)
+    return selected
+
+
+def _rank(logit: float) -> tuple[bool, float]:
+    """Ascending from best to worst; `sorted` is stable, so equal logits keep their order."""
+    return (False, 0.0) if isnan(logit) else (True, -logit)

@@ -1,0 +1,70 @@
+"""Oracle of dense prefill: expanded (multi-head) MLA attention over a ragged batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from mlakit.masks import CAUSAL, Mask
+from mlakit.reference.softmax import attention_weights
+
+
+def mla_prefill(
+    q: Tensor,  # [tokens, heads, D_N + D_R]
+    k_nope: Tensor,  # [keys, heads, D_N]
+    k_rope: Tensor,  # [keys, D_R], one for all heads
+    v: Tensor,  # [keys, heads, D_V]
+    q_starts: Sequence[int],
+    kv_starts: Sequence[int],
+    *,
+    softmax_scale: float,
+    mask: Mask = CAUSAL,
+    alibi_slopes: Tensor | None = None,  # [heads]
+    sink: Tensor | None = None,  # [heads]
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]:
+    """Expanded MLA attention, one request and one query token at a time.
+
+        score[h, j] = (q[h, :D_N]·k_nope[j, h] + q[h, D_N:]·k_rope[j]) · softmax_scale
+                      + alibi_slopes[h] · (j − p)
+        out[h]      = Σ_j softmax_j(score[h]) v[j, h]        lse[h] = log Σ_j exp score[h, j]
+
+    Request b owns queries q_starts[b]:q_starts[b + 1] and keys kv_starts[b]:kv_starts[b + 1]. Its
+    queries are its newest tokens: query i is at position p = kv_len − q_len + i, and sees the keys
+    that `mask` shows to p. Returns out [tokens, heads, D_V] and lse [tokens, heads].
+    """
+    tokens, heads, _ = q.shape
+    out = torch.zeros(tokens, heads, v.shape[-1], dtype=dtype, device=q.device)
+    lse = torch.full((tokens, heads), -torch.inf, dtype=dtype, device=q.device)
+    requests = zip(pairwise(q_starts), pairwise(kv_starts), strict=True)
+    for (q_start, q_end), (kv_start, kv_end) in requests:
+        shared = k_rope[kv_start:kv_end, None].expand(-1, heads, -1)
+        keys = torch.cat([k_nope[kv_start:kv_end].to(dtype), shared.to(dtype)], dim=-1)
+        values = v[kv_start:kv_end].to(dtype)
+        for token in range(q_start, q_end):
+            position = kv_end - kv_start - (q_end - token)
+            first, last = mask.interval(position, kv_end - kv_start)
+            score = torch.einsum("hd,jhd->hj", q[token].to(dtype), keys[first:last])
+            score = score * softmax_scale
+            if alibi_slopes is not None:
+                distance = torch.arange(first, last, device=q.device) - position
+                score = score + alibi_slopes.to(dtype)[:, None] * distance.to(dtype)
+            weights, lse[token] = attention_weights(score, sink)
+            out[token] = torch.einsum("hj,jhd->hd", weights, values[first:last])
+    return out, lse
+
+
+def alibi_slopes(num_heads: int) -> Tensor:
+    """The ALiBi slope of every head, float64 [heads].
+
+        slope[h] = 2^(−8 (h + 1) / H)                                  for H a power of two
+
+    Otherwise the slopes of the power of two P below H, then every other slope of 2P.
+    """
+    power = 1 << (num_heads.bit_length() - 1)
+    slopes = [2.0 ** (-8 * (h + 1) / power) for h in range(power)]
+    slopes += [2.0 ** (-8 * (h + 1) / (2 * power)) for h in range(0, 2 * power, 2)]
+    return torch.tensor(slopes[:num_heads], dtype=torch.float64)
