@@ -1,0 +1,1 @@
+"""Every topic in vectorised torch, for tensors in host memory."""

@@ -1,0 +1,85 @@
+"""The lightning indexer's scores and its top-k, in host memory.
+
+Maths      logits[t, j] = Σ_h weights[t, h] · relu(q[t, h]·key[j]), −inf where j is not visible
+Work       one request at a time, in tiles of queries and keys that fit the workspace
+Order      top-k: best first, ties to the lower column, −inf never, NaN above every number
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from mlakit.cache import CacheLayer, PageTable, request_slots
+from mlakit.kernels.cpu.workspace import rows_that_fit
+from mlakit.masks import Mask
+
+KEY_TILE = 1024
+
+
+def indexer_logits(
+    q: Tensor,  # [tokens, index_heads, D]
+    weights: Tensor,  # [tokens, index_heads] float32
+    layer: CacheLayer,
+    page_table: PageTable,
+    kv_lens: Tensor,  # [batch]
+    q_starts: Tensor,  # [batch + 1]
+    *,
+    mask: Mask,
+    out: Tensor,  # [tokens, columns] float32
+) -> None:
+    out.fill_(-torch.inf)
+    requests = zip(kv_lens.tolist(), pairwise(q_starts.tolist()), strict=True)
+    for request, (kv_len, (start, end)) in enumerate(requests):
+        if end == start:
+            continue
+        positions = torch.arange(start, end) - end + kv_len
+        first = mask.interval(int(positions[0]), kv_len)[0]
+        last = mask.interval(int(positions[-1]), kv_len)[1]
+        for low in range(first, last, KEY_TILE):
+            high = min(low + KEY_TILE, last)
+            slots = request_slots(page_table, layer.page_size, request, low, high)
+            scores = _scores(q[start:end], weights[start:end], layer.read(slots))
+            seen = mask.visible(positions, torch.arange(low, high))
+            out[start:end, low:high] = scores.masked_fill_(~seen, -torch.inf)
+
+
+def _scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+    """[queries, keys] float32, for as many queries at a time as fit the workspace."""
+    num_queries, heads, _ = q.shape
+    scores = torch.empty(num_queries, len(keys))
+    tile = rows_that_fit(4 * heads * (2 * len(keys) + q.shape[2]))
+    for start in range(0, num_queries, tile):
+        block = slice(start, start + tile)
+        dots = (q[block].float() @ keys.T).relu_()
+        scores[block] = (weights[block, None, :] @ dots).squeeze(1)
+    return scores
+
+
+def indexer_topk(
+    logits: Tensor,  # [tokens, columns] float32
+    row_starts: Tensor | None,  # [tokens]
+    row_ends: Tensor | None,  # [tokens]
+    *,
+    out: Tensor,  # [tokens, k] int32
+) -> None:
+    tokens, columns = logits.shape
+    out.fill_(-1)
+    column = torch.arange(columns)
+    tile = rows_that_fit(columns * (4 + 8 + 4 + 1))
+    for start in range(0, tokens, tile):
+        block = slice(start, min(start + tile, tokens))
+        candidates = logits[block]
+        if row_starts is not None:
+            candidates = candidates.masked_fill(column < row_starts[block, None], -torch.inf)
+        if row_ends is not None:
+            candidates = candidates.masked_fill(column >= row_ends[block, None], -torch.inf)
+        # a stable sort keeps equal logits in the order of their columns, which topk does not
+        ordered, order = candidates.sort(dim=-1, descending=True, stable=True)
+        best = order[:, : out.shape[1]]
+        if row_starts is not None:
+            best = best - row_starts[block, None]
+        found = ordered[:, : out.shape[1]] != -torch.inf
+        out[block, : best.shape[1]] = torch.where(found, best, -1).int()

@@ -1,0 +1,64 @@
+"""RoPE on queries and keys, RMSNorm on the latent, quantise, append: one step's new tokens.
+
+Maths      y0 = x0·cos − x1·sin, y1 = x0·sin + x1·cos ;  c = x · rsqrt(mean x² + ε) · γ
+Rounding   the rotation rounds its second product, then the fused sum, to the dtype of `freqs`; the
+           result to the dtype of its input. The norm is float32, rounded to γ's dtype before γ.
+Writes     q_rope_out [tokens, heads, D_R] and the tokens' cache rows, nothing else
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mlakit.cache import CacheLayer, token_requests, token_slots
+from mlakit.formats import saturating_cast
+
+
+def rotate(x: Tensor, cos_sin: Tensor, *, rope: str) -> Tensor:
+    """Rotate the pairs of x [..., D_R] by cos_sin [..., D_R] (cos0, sin0, cos1, …) in its dtype."""
+    # products of two halves or floats are exact in float64, so each fused sum is rounded once
+    cos, sin = cos_sin.double().unflatten(-1, (-1, 2)).unbind(-1)
+    pairs = (-1, 2) if rope == "interleaved" else (2, -1)
+    pair_axis = -1 if rope == "interleaved" else -2
+    x0, x1 = x.to(cos_sin.dtype).double().unflatten(-1, pairs).unbind(pair_axis)
+    y0 = x0 * cos - (x1 * sin).to(cos_sin.dtype).double()
+    y1 = x0 * sin + (x1 * cos).to(cos_sin.dtype).double()
+    y = torch.stack([y0, y1], dim=pair_axis).flatten(-2)
+    return y.to(cos_sin.dtype).to(x.dtype)
+
+
+def rms_norm(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
+    """x [tokens, D_C] normalised in float32, rounded to γ's dtype, then times γ in that dtype."""
+    x = x.float()
+    normalised = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
+    return normalised.to(gamma.dtype) * gamma
+
+
+def norm_rope_quant_append(
+    q_rope: Tensor,  # [tokens, heads, D_R]
+    kv: Tensor,  # [tokens, D_C + D_R] raw latents
+    freqs: Tensor,  # [positions, D_R]
+    gamma: Tensor,  # [D_C]
+    layer: CacheLayer,
+    page_table: Tensor,  # [batch, max_pages]
+    kv_lens: Tensor,  # [batch] tokens cached before this step
+    q_starts: Tensor,  # [batch + 1]
+    *,
+    epsilon: float,
+    rope: str,
+    power_of_two_scales: bool,
+    q_rope_out: Tensor,  # [tokens, heads, D_R], may alias q_rope
+) -> None:
+    request, index = token_requests(q_starts, len(kv))
+    positions = kv_lens.long()[request] + index
+    cos_sin = freqs[positions]
+    rotated_q = rotate(q_rope, cos_sin[:, None, :], rope=rope)
+    latent = rms_norm(kv[:, : gamma.shape[0]], gamma, epsilon)
+    rotated_k = rotate(kv[:, gamma.shape[0] :], cos_sin, rope=rope).to(q_rope.dtype)
+    layer.write(
+        token_slots(page_table, layer.page_size, request, positions),
+        torch.cat([latent.float(), rotated_k.float()], dim=-1),
+        power_of_two_scales=power_of_two_scales,
+    )
+    q_rope_out.copy_(saturating_cast(rotated_q, q_rope_out.dtype))

@@ -1,0 +1,72 @@
+"""Absorbed MLA attention over per-token lists of cache rows.
+
+Maths      s = q·row · softmax_scale over the token's valid slots;  out = softmax(s) @ row
+Valid      slot < topk_len and 0 ≤ row id < num_rows; an invalid slot's row never reaches a sum
+Memory     rows are gathered for as many tokens at a time as fit the workspace
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mlakit.cache import CacheLayer
+from mlakit.kernels.cpu.softmax import OnlineSoftmax
+from mlakit.kernels.cpu.workspace import rows_that_fit
+
+
+@dataclass(frozen=True)
+class RowList:
+    """What one cache contributes: its rows chosen for each token."""
+
+    layer: CacheLayer
+    rows: Tensor
+    lens: Tensor | None
+
+    def gather(self, tokens: slice) -> tuple[Tensor, Tensor]:
+        """(rows [tokens, topk, width] float32, zeros in invalid slots; valid [tokens, topk])."""
+        chosen = self.rows[tokens].long()
+        valid = (chosen >= 0) & (chosen < self.layer.num_slots)
+        if self.lens is not None:
+            slot = torch.arange(chosen.shape[1])
+            valid &= slot < self.lens[tokens, None]
+        gathered = torch.zeros(*chosen.shape, self.layer.codec.row.width)
+        gathered[valid] = self.layer.read(chosen[valid])
+        return gathered, valid
+
+
+def sparse_mla(
+    q: Tensor,  # [tokens, heads, width]
+    layer: CacheLayer,
+    rows: Tensor,  # [tokens, topk] slots, any integer dtype
+    topk_lens: Tensor | None,  # [tokens]: slots from here on do not count
+    *,
+    extra: tuple[CacheLayer, Tensor, Tensor | None] | None,  # a second cache with its own lists
+    softmax_scale: float,
+    sink: Tensor | None,  # [heads] float32
+    out: Tensor,  # [tokens, heads, v_width]
+    lse: Tensor,  # [tokens, heads] float32
+    max_logits: Tensor,  # [tokens, heads] float32
+) -> None:
+    lists = [RowList(layer, rows, topk_lens)]
+    if extra is not None:
+        lists.append(RowList(*extra))
+    tokens, heads, width = q.shape
+    v_width = out.shape[-1]
+    widest = max(each.rows.shape[1] for each in lists)
+    tile = rows_that_fit(4 * widest * (2 * width + 3 * heads))
+    for start in range(0, tokens, tile):
+        block = slice(start, min(start + tile, tokens))
+        scaled = q[block].float() * softmax_scale
+        softmax = OnlineSoftmax((len(scaled), heads), v_width)
+        for each in lists:
+            if each.rows.shape[1] == 0:
+                continue
+            keys, valid = each.gather(block)
+            scores = (scaled @ keys.transpose(1, 2)).masked_fill(~valid[:, None, :], -torch.inf)
+            softmax.add(scores, keys[..., :v_width])
+        block_out, lse[block] = softmax.finish(sink)
+        out[block] = block_out.to(out.dtype)
+        max_logits[block] = softmax.peak

@@ -1,0 +1,24 @@
+"""What the CPU kernels take: every problem whose tensors are in host memory."""
+
+from __future__ import annotations
+
+from mlakit.specs import KernelSpec, Problem
+
+
+def _why_not(problem: Problem) -> str | None:
+    return None if problem.device == "cpu" else f"needs CPU tensors, got {problem.device}"
+
+
+def _spec(op: str, topic: str) -> KernelSpec:
+    return KernelSpec("cpu", op, f"mlakit.kernels.cpu.{topic}:{op}", _why_not)
+
+
+SPECS = (
+    _spec("norm_rope_quant_append", "norm_rope_quant"),
+    _spec("quantize_fp8", "fp8"),
+    _spec("scaled_mm_fp8", "fp8"),
+    _spec("mla_prefill", "prefill"),
+    _spec("mla_decode", "decode"),
+    _spec("sparse_mla", "sparse"),
+    _spec("merge_states", "merge"),
+)

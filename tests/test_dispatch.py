@@ -1,0 +1,146 @@
+"""Which kernel a call gets, and what the error says when there is none."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mlakit import dispatch, knobs
+from mlakit.checks import UnsupportedError
+from mlakit.geometry import RowShape
+from mlakit.specs import KernelSpec, Problem, device_facts
+
+CPU = Problem("cpu", dtype="torch.bfloat16", format="bf16", heads=16, page_size=64)
+HOPPER = replace(CPU, device="cuda", arch=90, row=RowShape(512, 64), mask="causal")
+
+
+def needs_sm90(problem: Problem) -> str | None:
+    return None if problem.arch == 90 else f"needs sm_90, got {problem.device} sm_{problem.arch}"
+
+
+def needs_cuda(problem: Problem) -> str | None:
+    return None if problem.device == "cuda" else f"needs CUDA tensors, got {problem.device}"
+
+
+def needs_cpu(problem: Problem) -> str | None:
+    return None if problem.device == "cpu" else f"needs CPU tensors, got {problem.device}"
+
+
+@pytest.fixture
+def three_backends(monkeypatch):
+    """One op with a kernel per backend, fastest first, in place of the real ones."""
+    predicates = {"hopper": needs_sm90, "triton": needs_cuda, "cpu": needs_cpu}
+    specs = tuple(
+        KernelSpec(backend, "attend", f"nowhere.{backend}:attend", why_not)
+        for backend, why_not in predicates.items()
+    )
+    monkeypatch.setattr(dispatch, "SPECS", specs)
+    monkeypatch.setattr(dispatch, "OPS", ("attend",))
+    monkeypatch.setattr(dispatch, "BACKENDS", tuple(predicates))
+    dispatch._select.cache_clear()
+    yield
+    dispatch._select.cache_clear()
+
+
+@pytest.mark.parametrize("op", dispatch.OPS)
+def test_every_op_runs_on_the_cpu(op):
+    assert dispatch.select(op, CPU).backend == "cpu"
+    assert dispatch.select(op, CPU, backend="cpu").op == op
+    assert dispatch.explain(op, CPU)["cpu"] is None
+
+
+@pytest.mark.parametrize("op", dispatch.OPS)
+def test_no_call_falls_from_the_gpu_to_the_cpu(op):
+    assert dispatch.explain(op, HOPPER)["cpu"] == "needs CPU tensors, got cuda"
+    with pytest.raises(UnsupportedError, match=re.escape("cpu: needs CPU tensors, got cuda")):
+        dispatch.select(op, HOPPER, backend="cpu")
+
+
+@pytest.mark.parametrize("spec", dispatch.SPECS, ids=str)
+def test_launchers_exist_and_are_named_like_their_op(spec):
+    module, function = spec.launcher.split(":")
+    assert function == spec.op
+    assert module.startswith(f"mlakit.kernels.{spec.backend}.")
+    assert inspect.isfunction(spec.launch)
+    assert (spec.launch.__name__, spec.launch.__module__) == (spec.op, module)
+    assert str(spec) == f"{spec.backend}-{spec.op}"
+
+
+def test_backends_serve_an_op_once_each():
+    served = [(spec.backend, spec.op) for spec in dispatch.SPECS]
+    assert len(served) == len(set(served))
+
+
+def test_auto_takes_the_first_kernel_without_an_objection(three_backends):
+    blackwell = replace(HOPPER, arch=100)
+    chosen = [dispatch.select("attend", p).backend for p in (HOPPER, blackwell, CPU)]
+    assert chosen == ["hopper", "triton", "cpu"]
+
+
+def test_a_backend_asked_for_by_name_is_the_only_candidate(three_backends):
+    assert dispatch.select("attend", HOPPER, backend="triton").backend == "triton"
+    with pytest.raises(UnsupportedError) as error:
+        dispatch.select("attend", CPU, backend="triton")
+    assert str(error.value).endswith("\n  triton: needs CUDA tensors, got cpu")
+    assert "hopper" not in str(error.value)
+
+
+def test_unsupported_lists_the_reason_of_every_backend(three_backends):
+    problem = Problem("mps", dtype="torch.bfloat16", heads=16, row=RowShape(512, 64))
+    with pytest.raises(UnsupportedError) as error:
+        dispatch.select("attend", problem)
+    assert str(error.value).splitlines() == [
+        "attend: no kernel for mps, dtype=torch.bfloat16, heads=16, row=576/512",
+        "  hopper: needs sm_90, got mps sm_0",
+        "  triton: needs CUDA tensors, got mps",
+        "  cpu: needs CPU tensors, got mps",
+    ]
+    assert isinstance(error.value, NotImplementedError)
+
+
+def test_explain_gives_every_backends_reason_or_none(three_backends):
+    assert dispatch.explain("attend", HOPPER) == {
+        "hopper": None,
+        "triton": None,
+        "cpu": "needs CPU tensors, got cuda",
+    }
+    assert list(dispatch.explain("attend", CPU)) == ["hopper", "triton", "cpu"]
+
+
+def test_unknown_op_and_backend_are_named_with_the_choices(three_backends):
+    with pytest.raises(ValueError, match=re.escape("unknown op 'atend'; choose from attend")):
+        dispatch.select("atend", CPU)
+    with pytest.raises(ValueError, match=re.escape("unknown op 'atend'; choose from attend")):
+        dispatch.explain("atend", CPU)
+    message = "attend: backend must be one of auto, hopper, triton, cpu, got 'cuda'"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        dispatch.select("attend", CPU, backend="cuda")
+
+
+def test_the_knob_says_what_auto_stands_for(three_backends, monkeypatch):
+    with knobs.override(backend="triton"):
+        assert dispatch.select("attend", HOPPER).backend == "triton"
+        assert dispatch.select("attend", HOPPER, backend="hopper").backend == "hopper"
+        with pytest.raises(UnsupportedError, match="triton: needs CUDA tensors, got cpu"):
+            dispatch.select("attend", CPU)
+    assert dispatch.select("attend", HOPPER).backend == "hopper"
+    monkeypatch.setenv("MLAKIT_BACKEND", "triton")
+    assert dispatch.select("attend", HOPPER).backend == "triton"
+
+
+def test_a_problem_says_only_what_it_knows():
+    assert str(Problem("cpu")) == "cpu"
+    assert str(HOPPER) == (
+        "cuda sm_90, dtype=torch.bfloat16, format=bf16, heads=16, page_size=64, row=576/512, "
+        "mask=causal"
+    )
+
+
+def test_device_facts(monkeypatch):
+    assert device_facts(torch.device("cpu")) == ("cpu", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 1))
+    assert device_facts(torch.device("cuda:1")) == ("cuda", 121)
