@@ -1,0 +1,1 @@
+"""Other libraries' MLA functions under their own names and argument orders."""

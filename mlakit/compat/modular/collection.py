@@ -1,0 +1,169 @@
+"""The paged cache object of the documented functions: 6-D blocks, a lookup table, lengths."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mlakit.cache import CacheLayer, PagedLatentCache
+from mlakit.checks import E4M3, FLOATS, INTEGERS, Dims, as_signed
+from mlakit.formats import row_codec
+from mlakit.geometry import RowShape
+
+
+@dataclass(frozen=True, eq=False)
+class KeyCache:
+    """One layer of a `KVCollection`, as `get_key_cache` gives it."""
+
+    layer: CacheLayer
+    lookup_table: Tensor  # [batch, columns] int32 or int64
+    cache_lengths: Tensor  # [batch] tokens cached before this step
+    scales_lookup_table: Tensor | None = None
+    max_prompt_length: int | None = None
+
+    @property
+    def row(self) -> RowShape:
+        return self.layer.codec.row
+
+    @property
+    def page_size(self) -> int:
+        return self.layer.page_size
+
+    def with_scales_by_page(self, first: Tensor, last: Tensor) -> CacheLayer:
+        """The layer with the scales of tokens [first, last) brought to the pages of their rows.
+
+        Where scales live in a page pool of their own, `scales_lookup_table` names their pages.
+        Moving the 4 bytes of each cached token lets every kernel use one page table.
+        """
+        if self.scales_lookup_table is None or self.layer.scales is None:
+            return self.layer
+        num_pages, page_size = self.layer.payload.shape[:2]
+        start = torch.arange(self.lookup_table.shape[1], device=last.device) * page_size
+        used = (start < last[:, None]) & (start + page_size > first[:, None])
+        used &= (first < last)[:, None]
+        # unused table entries may be anything: they read page 0 and write a page past the last
+        source = torch.where(used, self.scales_lookup_table, 0).long()
+        target = torch.where(used, self.lookup_table, num_pages).long()
+        moved = self.layer.scales.new_zeros(num_pages + 1, *self.layer.scales.shape[1:])
+        moved[target] = self.layer.scales[source]
+        return CacheLayer(self.layer.codec, self.layer.payload, moved[:num_pages])
+
+
+class KVCollection:
+    """A paged latent cache of several layers and the requests of one step in it.
+
+    blocks         [pages, 1, layers, page_size, 1, head_size] bf16, f16, f32 or float8_e4m3fn.
+                   float8 without `scales` is unit scale; with `scales` a row is `kv_lora_rank`
+                   bytes of content, then the rope part as bf16 (640 for 512 + 64)
+    lookup_table   [batch, columns]: physical page of each logical page; unused entries are not read
+    cache_lengths  [batch]: tokens cached before this step
+    scales         [pages, 1, layers, page_size, 1, 1] float32, one per token
+    """
+
+    def __init__(
+        self,
+        blocks: Tensor,
+        lookup_table: Tensor,
+        cache_lengths: Tensor,
+        *,
+        scales: Tensor | None = None,
+        scales_lookup_table: Tensor | None = None,
+        max_prompt_length: int | None = None,
+        max_cache_length: int | None = None,
+        kv_lora_rank: int = 512,
+    ) -> None:
+        dims = Dims("KVCollection")
+        axes = ("pages", "kv", "layers", "page_size", "kv_heads")
+        dims.bind("kv", 1, "the one latent row of MLA")
+        dims.bind("kv_heads", 1, "the one KV head of MLA")
+        dims.match("blocks", blocks, *axes, "head_size", dtypes=[*FLOATS, E4M3])
+        dims.writable("blocks", blocks)
+        dims.require(blocks.shape[2] >= 1, "blocks", "have at least one layer", 0)
+        dims.require(blocks.shape[3] >= 1, "blocks", "have a page_size of at least 1", 0)
+        dims.match("lookup_table", lookup_table, "batch", "columns", dtypes=INTEGERS)
+        dims.match("cache_lengths", cache_lengths, "batch", dtypes=INTEGERS)
+        capacity = dims["columns"] * dims["page_size"]
+        dims.lengths("cache_lengths", cache_lengths, capacity, "what the lookup_table holds")
+        if scales is not None:
+            dims.require(
+                blocks.dtype == E4M3,
+                "scales",
+                "be None unless blocks are float8_e4m3fn",
+                f"scales for {blocks.dtype}",
+            )
+            pages = "pages" if scales_lookup_table is None else "scale_pages"
+            dims.bind("groups", 1, "one scale per token")
+            dims.match("scales", scales, pages, *axes[1:], "groups", dtypes=[torch.float32])
+            dims.writable("scales", scales)
+        if scales_lookup_table is not None:
+            dims.require(scales is not None, "scales_lookup_table", "come with scales", "no scales")
+            dims.match(
+                "scales_lookup_table", scales_lookup_table, "batch", "columns", dtypes=INTEGERS
+            )
+            scales_lookup_table = as_signed(scales_lookup_table)
+        for name, maximum in (
+            ("max_prompt_length", max_prompt_length),
+            ("max_cache_length", max_cache_length),
+        ):
+            if maximum is not None:
+                dims.integer(name, maximum, 0)
+
+        self.lookup_table = as_signed(lookup_table)
+        self.cache_lengths = as_signed(cache_lengths)
+        self.scales_lookup_table = scales_lookup_table
+        self.max_prompt_length = max_prompt_length
+        self.max_cache_length = max_cache_length
+        self.cache = _pool(dims, blocks, scales, kv_lora_rank)
+
+    @property
+    def num_layers(self) -> int:
+        return self.cache.num_layers
+
+    def get_key_cache(self, layer_idx: int) -> KeyCache:
+        """The cache of one layer, sharing memory with `blocks`."""
+        return self.key_cache(Dims("KVCollection.get_key_cache"), layer_idx)
+
+    def key_cache(self, dims: Dims, layer_idx: int) -> KeyCache:
+        """As `get_key_cache`; a wrong index is reported under the name of `dims`."""
+        index = dims.integer("layer_idx", layer_idx, 0)
+        dims.require(
+            index < self.num_layers, "layer_idx", f"be below the {self.num_layers} layers", index
+        )
+        return KeyCache(
+            self.cache.layer(index),
+            self.lookup_table,
+            self.cache_lengths,
+            self.scales_lookup_table,
+            self.max_prompt_length,
+        )
+
+
+def _pool(dims: Dims, blocks: Tensor, scales: Tensor | None, kv_lora_rank: int) -> PagedLatentCache:
+    """The blocks as a pool. Scales may count other pages than the rows (`scales_lookup_table`)."""
+    head_size = dims["head_size"]
+    rank = dims.integer("kv_lora_rank", kv_lora_rank, 1)
+    dims.require(rank <= head_size, "kv_lora_rank", f"not exceed head_size {head_size}", rank)
+    rope_elements = head_size - rank
+    if scales is None:
+        return PagedLatentCache.wrap(blocks, _row_shape(dims, rank, rope_elements))
+    dims.require(
+        rope_elements % 2 == 0,
+        "blocks",
+        f"have rows of {rank} content bytes and whole bf16 rope values",
+        f"head_size {head_size}",
+    )
+    dims.require(rank % 4 == 0, "kv_lora_rank", "be a multiple of 4 where there are scales", rank)
+    codec = row_codec("fp8_token", _row_shape(dims, rank, rope_elements // 2))
+    return PagedLatentCache(codec, _by_layer(blocks).view(torch.uint8), _by_layer(scales))
+
+
+def _row_shape(dims: Dims, kv_lora_rank: int, rope_width: int) -> RowShape:
+    dims.require(rope_width % 2 == 0, "blocks", "have an even number of rope columns", rope_width)
+    return RowShape(kv_lora_rank, rope_width)
+
+
+def _by_layer(blocks: Tensor) -> Tensor:
+    """[layers, pages, page_size, columns] of 6-D blocks."""
+    return blocks[:, 0, :, :, 0].transpose(0, 1)

@@ -1,0 +1,266 @@
+"""`mla_prefill_branch_fp8`: dense prefill with an FP8 block-scaled up-projection."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from mlakit import dispatch
+from mlakit.cache import token_requests, token_slots
+from mlakit.checks import E4M3, FLOATS, INTEGERS, Dims, as_signed, values_visible
+from mlakit.compat.modular.arguments import (
+    check_collection,
+    check_target,
+    check_used_pages,
+    first_visible_keys,
+    step_lengths,
+)
+from mlakit.compat.modular.collection import KeyCache, KVCollection
+from mlakit.compat.modular.masks import mask_from_name
+from mlakit.compat.modular.rope_norm import append_step, check_step
+from mlakit.compat.modular.score_mods import slopes_from_name
+from mlakit.masks import Mask
+from mlakit.specs import KernelSpec, Problem, device_facts
+
+GRANULARITIES = (64, 128)
+SCALE_UB = 1200.0  # bound on the amax of an activation group; entries above it saturate
+
+
+def mla_prefill_branch_fp8(
+    output: Tensor,
+    q: Tensor,
+    input_row_offsets: Tensor,
+    freqs_cis: Tensor,
+    kv_norm_gamma: Tensor,
+    kv_collection: KVCollection,
+    layer_idx: int,
+    scale: float,
+    epsilon: float,
+    buffer_row_offsets: Tensor,
+    cache_offsets: Tensor,
+    buffer_length: int,
+    kv_b_proj: Tensor,
+    kv_b_proj_scale: Tensor,
+    *,
+    m_scale_granularity: int = 1,
+    n_scale_granularity: int = 128,
+    k_scale_granularity: int = 128,
+    mask_str: str = "causal",
+    local_window_size: int | None = None,
+    score_mod_str: str = "no_pos",
+    target: str | None = None,
+) -> Tensor:
+    """Prefill of new tokens whose raw latents already lie in the cache.
+
+    1. Rotates q's rope part in place; rotates and normalises the new tokens' cache rows in place.
+    2. Quantises the latents of all keys per token and group, and up-projects them to K and V.
+    3. Attends: expanded attention, K's rope part straight from the cache.
+
+    output             [tokens, heads, D_V] in q's dtype, written
+    q                  [tokens, heads, D_N + D_R]; columns D_N onwards are overwritten
+    buffer_row_offsets [batch + 1] rows of each request in the latent buffer (`mla_prefill_plan`)
+    cache_offsets      [batch] or [batch + 1]: the first key of each request in the buffer
+    buffer_length      rows of the buffer; 0 changes nothing at all
+    kv_b_proj          [heads · (D_N + D_V), D_C] e4m3; per head D_N rows of K, then D_V rows of V
+    kv_b_proj_scale    [ceil(rows / n), ceil(D_C / k)] float32, n = k = 64 or 128
+
+    The buffer must hold every key that a request's queries see; one too small is a ValueError.
+    Returns `output`.
+    """
+    dims = Dims("mla_prefill_branch_fp8")
+    cache = check_collection(dims, kv_collection, layer_idx)
+    dims.match("q", q, "tokens", "heads", "qk", dtypes=FLOATS)
+    dims.writable("q", q)
+    dims.match("output", output, "tokens", "heads", "v", dtypes=[q.dtype])
+    dims.writable("output", output)
+    check_target(dims, target, q)
+    _check_cache(dims, cache, q)
+    rope = dims["rope"]
+    dims.require(dims["heads"] >= 1, "q", "have at least one head", 0)
+    dims.require(rope < dims["qk"], "q", f"have more columns than its {rope} rope ones", dims["qk"])
+    scale = dims.finite("scale", scale)
+    mask = mask_from_name(dims, mask_str, local_window_size)
+    slopes = slopes_from_name(dims, score_mod_str, mask, dims["heads"], q.device)
+    group = _check_weight(
+        dims,
+        kv_b_proj,
+        kv_b_proj_scale,
+        cache,
+        (m_scale_granularity, n_scale_granularity, k_scale_granularity),
+    )
+    offsets = check_step(
+        dims, cache, input_row_offsets, freqs_cis, kv_norm_gamma, epsilon, "kv_norm_gamma"
+    )
+    length = dims.integer("buffer_length", buffer_length, 0)
+    _check_buffer(dims, cache, offsets, mask, buffer_row_offsets, cache_offsets, length)
+    if length == 0 or dims["tokens"] == 0:
+        return output
+
+    # every kernel is chosen before the first write: a call that none takes changes nothing
+    attend = dispatch.select("mla_prefill", _problem(q, cache, mask))
+    up_projection = _select_up_projection(q)
+    q_rope = q[..., dims["qk"] - rope :]
+    raw = _raw_latents(cache, offsets, dims["tokens"]).to(q.dtype)
+    append_step(cache, q_rope, q_rope, raw, offsets, freqs_cis, kv_norm_gamma, epsilon)
+    rows, kv_starts = _visible_rows(cache, offsets, mask)
+    latent, k_rope = rows.to(q.dtype).split([cache.row.kv_lora_rank, rope], dim=-1)
+    expanded = _up_project(up_projection, latent, kv_b_proj, kv_b_proj_scale, group)
+    k_nope, v = expanded.unflatten(1, (dims["heads"], -1)).split(
+        [dims["qk"] - rope, dims["v"]], dim=-1
+    )
+    attend.launch(
+        q,
+        k_nope,
+        k_rope,
+        v,
+        offsets,
+        kv_starts,
+        softmax_scale=scale,
+        mask=mask,
+        alibi_slopes=slopes,
+        sink=None,
+        out=output,
+        lse=torch.empty(q.shape[:2], dtype=torch.float32, device=q.device),
+    )
+    return output
+
+
+def _problem(q: Tensor, cache: KeyCache, mask: Mask) -> Problem:
+    device, arch = device_facts(q.device)
+    return Problem(
+        device, arch, dtype=str(q.dtype), heads=q.shape[1], row=cache.row, mask=mask.kind
+    )
+
+
+def _check_cache(dims: Dims, cache: KeyCache, q: Tensor) -> None:
+    payload = cache.layer.payload
+    dims.require(
+        cache.layer.codec.name == "fp8" or payload.dtype == q.dtype,
+        "kv_collection",
+        f"hold rows of q's dtype, {q.dtype}, or unit-scale float8_e4m3fn",
+        f"format {cache.layer.codec.name}",
+    )
+
+
+def _check_weight(
+    dims: Dims, weight: Tensor, scale: Tensor, cache: KeyCache, granularity: tuple[int, int, int]
+) -> int:
+    """The scale granularity along D_C (and along the weight's rows: they are equal)."""
+    for axis, size in zip("mnk", granularity, strict=True):
+        dims.integer(f"{axis}_scale_granularity", size, 1)
+    m, n, k = granularity
+    dims.require(m == 1, "m_scale_granularity", "be 1", m)
+    dims.require(n in GRANULARITIES, "n_scale_granularity", "be 64 or 128", n)
+    dims.require(k == n, "k_scale_granularity", f"equal n_scale_granularity, {n}", k)
+    outputs = dims["heads"] * (dims["qk"] - dims["rope"] + dims["v"])
+    dims.bind("heads · (D_N + D_V)", outputs, "what q, the cache and output need")
+    dims.match("kv_b_proj", weight, "heads · (D_N + D_V)", "latent", dtypes=[E4M3])
+    dims.bind("row groups", -(-outputs // n), f"the rows of kv_b_proj / {n}, rounded up")
+    dims.bind("column groups", -(-cache.row.kv_lora_rank // k), f"kv_lora_rank / {k}, rounded up")
+    axes = ("row groups", "column groups")
+    dims.match("kv_b_proj_scale", scale, *axes, dtypes=[torch.float32])
+    dims.rows_contiguous("kv_b_proj", weight)
+    dims.rows_contiguous("kv_b_proj_scale", scale)
+    return n
+
+
+def _check_buffer(
+    dims: Dims,
+    cache: KeyCache,
+    row_offsets: Tensor,
+    mask: Mask,
+    buffer_row_offsets: Tensor,
+    cache_offsets: Tensor,
+    buffer_length: int,
+) -> None:
+    """Every key that a new token sees has a row in the buffer, and a page in the cache."""
+    batch = dims["batch"]
+    dims.match("buffer_row_offsets", buffer_row_offsets, "batch + 1", dtypes=INTEGERS)
+    dims.match("cache_offsets", cache_offsets, "cache offsets", dtypes=INTEGERS)
+    entries = len(cache_offsets)
+    dims.require(
+        entries in (batch, batch + 1),
+        "cache_offsets",
+        f"have {batch} or {batch + 1} entries",
+        entries,
+    )
+    lengths = step_lengths(dims, cache, row_offsets)
+    if lengths is None or not values_visible(buffer_row_offsets):
+        return
+    dims.starts("buffer_row_offsets", buffer_row_offsets, None)
+    starts = as_signed(buffer_row_offsets).tolist()
+    dims.require(
+        starts[-1] <= buffer_length,
+        "buffer_length",
+        f"not be below buffer_row_offsets[-1], {starts[-1]}",
+        buffer_length,
+    )
+    if buffer_length == 0:
+        return
+    before, after = lengths
+    first = first_visible_keys(mask, before, after)
+    check_used_pages(dims, cache, first, after, "cache_lengths + new tokens")
+    for request, skipped in enumerate(as_signed(cache_offsets[:batch]).tolist()):
+        if after[request] == before[request]:
+            continue
+        dims.require(skipped >= 0, f"cache_offsets[{request}]", "not be negative", skipped)
+        dims.require(
+            skipped <= first[request],
+            f"cache_offsets[{request}]",
+            f"not skip key {first[request]}, which the queries see",
+            skipped,
+        )
+        rows = starts[request + 1] - starts[request]
+        dims.require(
+            rows >= after[request] - skipped,
+            f"buffer_row_offsets of request {request}",
+            f"leave room for its {after[request] - skipped} keys",
+            f"{rows} rows",
+        )
+
+
+def _raw_latents(cache: KeyCache, row_offsets: Tensor, num_tokens: int) -> Tensor:
+    request, index = token_requests(row_offsets, num_tokens)
+    position = cache.cache_lengths.long()[request] + index
+    return cache.layer.read(token_slots(cache.lookup_table, cache.page_size, request, position))
+
+
+def _visible_rows(cache: KeyCache, row_offsets: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+    """(cache rows [keys, width] float32 of the keys any query sees, kv_starts [batch + 1]).
+
+    A window lets the oldest keys go; the rest keep their distances to the queries, and a chunk mask
+    drops whole chunks, so the mask means the same over what is left.
+    """
+    new = row_offsets.diff().tolist()
+    before = cache.cache_lengths.tolist()
+    after = [low + tokens for low, tokens in zip(before, new, strict=True)]
+    first = first_visible_keys(mask, before, after)
+    counts = [high - low for low, high in zip(first, after, strict=True)]
+    kv_starts = torch.tensor([0, *accumulate(counts)], device=row_offsets.device)
+    request, index = token_requests(kv_starts, sum(counts))
+    position = torch.tensor(first, device=row_offsets.device)[request] + index
+    slots = token_slots(cache.lookup_table, cache.page_size, request, position)
+    return cache.layer.read(slots), kv_starts
+
+
+def _select_up_projection(q: Tensor) -> tuple[KernelSpec, KernelSpec]:
+    device, arch = device_facts(q.device)
+    problem = Problem(device, arch, dtype=str(q.dtype))
+    return dispatch.select("quantize_fp8", problem), dispatch.select("scaled_mm_fp8", problem)
+
+
+def _up_project(
+    kernels: tuple[KernelSpec, KernelSpec],
+    latent: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    group: int,
+) -> Tensor:
+    """latent [keys, D_C] through the e4m3 weight [rows, D_C], in latent's dtype."""
+    quantize, matmul = kernels
+    quantised, scales = quantize.launch(latent, group, scale_ub=SCALE_UB)
+    out = latent.new_empty(len(latent), len(weight))
+    matmul.launch(quantised, scales, weight, weight_scale, n_group=group, k_group=group, out=out)
+    return out

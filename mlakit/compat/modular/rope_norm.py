@@ -1,0 +1,194 @@
+"""`fused_rope_rmsnorm_quantization_kernel`, `mla_fused_rope_rmsnorm_quantization`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from mlakit import dispatch
+from mlakit.checks import E4M3, FLOATS, Dims
+from mlakit.compat.modular.arguments import (
+    check_collection,
+    check_key_cache,
+    check_row_offsets,
+    check_used_pages,
+    step_lengths,
+)
+from mlakit.compat.modular.collection import KeyCache, KVCollection
+from mlakit.specs import Problem, device_facts
+
+KVInput: TypeAlias = "Tensor | Callable[[Tensor, Tensor], Tensor]"
+"""Raw latents: a tensor [tokens, width], or a function (rows, columns) -> [rows, columns]."""
+
+
+def fused_rope_rmsnorm_quantization_kernel(
+    q_rope_output: Tensor,
+    q_rope: Tensor,
+    kv: Tensor,
+    input_row_offsets: Tensor,
+    freqs_cis: Tensor,
+    gamma: Tensor,
+    k_cache: KeyCache,
+    epsilon: float,
+    *,
+    block_size: int = 128,
+    n_rope_blocks: int | None = None,
+    n_rms_blocks: int = 1,
+) -> Tensor:
+    """Rotate the queries, rotate and normalise the new tokens' latents, store them in the cache.
+
+    q_rope_output      [tokens, heads, D_R] in q_rope's dtype or e4m3, written; may alias q_rope or
+                       be a strided slice
+    q_rope             [tokens, heads, D_R]
+    kv                 [tokens, D_C + D_R] raw latents
+    input_row_offsets  [batch + 1]; the tokens of request b are rows [b] to [b + 1]
+    freqs_cis          [positions, D_R] cos0, sin0, cos1, …; the rotation rounds in this dtype
+    gamma              [D_C] weight of the RMSNorm, which rounds to this dtype before the product
+    k_cache            written at the tokens' positions; unit-scale float8 blocks saturate at ±448
+
+    Token i of request b stands at position cache_lengths[b] + i. The launch shape (`block_size`,
+    `n_rope_blocks`, `n_rms_blocks`) never changes a result. Returns `q_rope_output`.
+    """
+    dims = Dims("fused_rope_rmsnorm_quantization_kernel")
+    for name, count in (
+        ("block_size", block_size),
+        ("n_rope_blocks", 1 if n_rope_blocks is None else n_rope_blocks),
+        ("n_rms_blocks", n_rms_blocks),
+    ):
+        dims.integer(name, count, 1)
+    cache = check_key_cache(dims, "k_cache", k_cache)
+    _check_query(dims, q_rope)
+    _check_output_and_latents(dims, cache, q_rope_output, q_rope, kv, "kv")
+    offsets = check_step(dims, cache, input_row_offsets, freqs_cis, gamma, epsilon)
+    append_step(cache, q_rope_output, q_rope, kv, offsets, freqs_cis, gamma, epsilon)
+    return q_rope_output
+
+
+def mla_fused_rope_rmsnorm_quantization(
+    q_rope_output: Tensor,
+    q_rope: Tensor,
+    input_row_offsets: Tensor,
+    freqs_cis: Tensor,
+    gamma: Tensor,
+    kv_collection: KVCollection,
+    layer_idx: int,
+    epsilon: float,
+    *,
+    kv_input: KVInput,
+) -> Tensor:
+    """`fused_rope_rmsnorm_quantization_kernel` on one layer of a collection.
+
+    `kv_input` is the raw latents [tokens, D_C + D_R], or a function that gives them: it is called
+    with two int64 vectors, rows and columns, and returns [rows, columns].
+    """
+    dims = Dims("mla_fused_rope_rmsnorm_quantization")
+    cache = check_collection(dims, kv_collection, layer_idx)
+    _check_query(dims, q_rope)
+    offsets = check_step(dims, cache, input_row_offsets, freqs_cis, gamma, epsilon)
+    kv = _load(kv_input, len(q_rope), cache) if callable(kv_input) else kv_input
+    _check_output_and_latents(dims, cache, q_rope_output, q_rope, kv, "kv_input")
+    append_step(cache, q_rope_output, q_rope, kv, offsets, freqs_cis, gamma, epsilon)
+    return q_rope_output
+
+
+def check_step(
+    dims: Dims,
+    cache: KeyCache,
+    row_offsets: Tensor,
+    freqs_cis: Tensor,
+    gamma: Tensor,
+    epsilon: float,
+    gamma_name: str = "gamma",
+) -> Tensor:
+    """Check what every append needs ("tokens" is bound); gives signed offsets."""
+    dims.match("freqs_cis", freqs_cis, "positions", "rope", dtypes=FLOATS)
+    dims.rows_contiguous("freqs_cis", freqs_cis)
+    dims.match(gamma_name, gamma, "latent", dtypes=FLOATS)
+    dims.rows_contiguous(gamma_name, gamma)
+    dims.require(dims.finite("epsilon", epsilon) >= 0, "epsilon", "not be negative", epsilon)
+    offsets = check_row_offsets(dims, "input_row_offsets", row_offsets, dims["tokens"])
+    lengths = step_lengths(dims, cache, offsets)
+    if lengths is not None:
+        before, after = lengths
+        check_used_pages(dims, cache, before, after, "cache_lengths + new tokens")
+        furthest = max(
+            (high for low, high in zip(before, after, strict=True) if high > low), default=0
+        )
+        dims.require(
+            furthest <= dims["positions"],
+            "freqs_cis",
+            f"have a row for position {furthest - 1}",
+            f"{dims['positions']} rows",
+        )
+    return offsets
+
+
+def append_step(
+    cache: KeyCache,
+    q_rope_output: Tensor,
+    q_rope: Tensor,
+    kv: Tensor,
+    row_offsets: Tensor,
+    freqs_cis: Tensor,
+    gamma: Tensor,
+    epsilon: float,
+) -> None:
+    """Launch the fused step on checked arguments; no tokens means nothing to do."""
+    if len(q_rope) == 0:
+        return
+    device, arch = device_facts(q_rope.device)
+    problem = Problem(
+        device,
+        arch,
+        dtype=str(q_rope.dtype),
+        format=cache.layer.codec.name,
+        heads=q_rope.shape[1],
+        page_size=cache.page_size,
+        row=cache.row,
+    )
+    spec = dispatch.select("norm_rope_quant_append", problem)
+    spec.launch(
+        q_rope,
+        kv,
+        freqs_cis,
+        gamma,
+        cache.layer,
+        cache.lookup_table,
+        cache.cache_lengths,
+        row_offsets,
+        epsilon=float(epsilon),
+        rope="interleaved",
+        power_of_two_scales=False,
+        q_rope_out=q_rope_output,
+    )
+
+
+def _load(kv_input: Callable[[Tensor, Tensor], Tensor], num_tokens: int, cache: KeyCache) -> Tensor:
+    device = cache.lookup_table.device
+    rows = torch.arange(num_tokens, device=device)
+    return kv_input(rows, torch.arange(cache.row.width, device=device))
+
+
+def _check_query(dims: Dims, q_rope: Tensor) -> None:
+    dims.match("q_rope", q_rope, "tokens", "heads", "rope", dtypes=FLOATS)
+    dims.rows_contiguous("q_rope", q_rope)
+
+
+def _check_output_and_latents(
+    dims: Dims, cache: KeyCache, q_rope_output: Tensor, q_rope: Tensor, kv: Tensor, kv_name: str
+) -> None:
+    axes = ("tokens", "heads", "rope")
+    dims.match("q_rope_output", q_rope_output, *axes, dtypes=[q_rope.dtype, E4M3])
+    dims.writable("q_rope_output", q_rope_output)
+    dims.bind("row", cache.row.width, "the cache's row width")
+    dims.match(kv_name, kv, "tokens", "row", dtypes=FLOATS)
+    dims.rows_contiguous(kv_name, kv)
+    dims.require(
+        cache.scales_lookup_table is None,
+        "scales_lookup_table",
+        "be None for a cache that is written",
+        "a tensor",
+    )

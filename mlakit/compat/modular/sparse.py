@@ -1,0 +1,117 @@
+"""`mla_sm100_prefill_sparse`: absorbed attention over an explicit list of keys per query."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mlakit import dispatch
+from mlakit.checks import FLOATS, INTEGERS, Dims, as_signed
+from mlakit.compat.modular.arguments import check_key_cache
+from mlakit.compat.modular.collection import KeyCache
+from mlakit.specs import Problem, device_facts
+
+QK_DEPTH, V_DEPTH = 576, 512
+
+
+def mla_sm100_prefill_sparse(
+    output: Tensor,
+    q: Tensor,
+    kv_cache: KeyCache,
+    indices: Tensor,
+    topk_lengths: Tensor,
+    attn_sink: Tensor | None,
+    scale: float,
+    *,
+    num_q_heads: int,
+    qk_depth: int,
+    v_depth: int,
+    indices_stride: int,
+) -> Tensor:
+    """Attention of every query token over the cache rows its own list names.
+
+    output        [tokens, heads, 512] in q's dtype, written
+    q             [tokens, heads, 576], absorbed and rotated
+    kv_cache      a KeyCache of 576-wide rows
+    indices       tokens × indices_stride physical rows, page · page_size + offset; negative or too
+                  large ones do not count. There is no mask: causality is the list's affair
+    topk_lengths  [tokens]: list entries from here on do not count
+    attn_sink     [heads] float32 logits (natural log) that join the denominator only, or None
+
+    A row that counts twice weighs twice; a query with no row that counts gives zeros, sink or not.
+    Runs on every device and head count. Returns `output`.
+    """
+    dims = Dims("mla_sm100_prefill_sparse")
+    cache = check_key_cache(dims, "kv_cache", kv_cache)
+    for name, depth, documented in (
+        ("qk_depth", qk_depth, QK_DEPTH),
+        ("v_depth", v_depth, V_DEPTH),
+    ):
+        dims.require(dims.integer(name, depth, 1) == documented, name, f"be {documented}", depth)
+    widths = (cache.row.width, cache.row.v_width)
+    dims.require(
+        widths == (QK_DEPTH, V_DEPTH), "kv_cache", "have rows of 576 with 512 value columns", widths
+    )
+    dims.require(
+        cache.scales_lookup_table is None,
+        "kv_cache",
+        "hold scales in the pages of its rows (indices name one page only)",
+        "a scales_lookup_table",
+    )
+    dims.bind("heads", dims.integer("num_q_heads", num_q_heads, 1), "num_q_heads")
+    dims.bind("qk", QK_DEPTH, "qk_depth")
+    dims.bind("v", V_DEPTH, "v_depth")
+    dims.match("q", q, "tokens", "heads", "qk", dtypes=FLOATS)
+    dims.rows_contiguous("q", q)
+    dims.match("output", output, "tokens", "heads", "v", dtypes=[q.dtype])
+    dims.writable("output", output)
+    rows = _check_indices(dims, indices, indices_stride)
+    dims.match("topk_lengths", topk_lengths, "tokens", dtypes=INTEGERS)
+    dims.lengths("topk_lengths", topk_lengths, rows.shape[1], "indices_stride")
+    if attn_sink is not None:
+        dims.match("attn_sink", attn_sink, "heads", dtypes=[torch.float32])
+    scale = dims.finite("scale", scale)
+    if len(q) == 0:
+        return output
+
+    device, arch = device_facts(q.device)
+    problem = Problem(
+        device,
+        arch,
+        dtype=str(q.dtype),
+        format=cache.layer.codec.name,
+        heads=q.shape[1],
+        page_size=cache.page_size,
+        row=cache.row,
+    )
+    lse, max_logits = torch.empty(2, *q.shape[:2], dtype=torch.float32, device=q.device)
+    dispatch.select("sparse_mla", problem).launch(
+        q,
+        cache.layer,
+        rows,
+        as_signed(topk_lengths),
+        extra=None,
+        softmax_scale=scale,
+        sink=attn_sink,
+        out=output,
+        lse=lse,
+        max_logits=max_logits,
+    )
+    return output
+
+
+def _check_indices(dims: Dims, indices: Tensor, indices_stride: int) -> Tensor:
+    """The row lists as [tokens, indices_stride], signed."""
+    stride = dims.integer("indices_stride", indices_stride, 1)
+    tensor = dims.tensor("indices", indices)
+    dims.dtype("indices", tensor, *INTEGERS)
+    dims.same_device("indices", tensor)
+    tokens = dims["tokens"]
+    shape = tuple(tensor.shape)
+    dims.require(
+        shape in ((tokens * stride,), (tokens, stride)),
+        "indices",
+        f"have {tokens} tokens × {stride} entries, in one axis or two",
+        f"shape {shape}",
+    )
+    return as_signed(tensor).view(tokens, stride) if tensor.ndim == 1 else as_signed(tensor)
