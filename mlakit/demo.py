@@ -1,0 +1,459 @@
+"""`mlakit demo`: one serving step through the documented functions, each held to its oracle.
+
+A ragged batch (a new prompt, two decoding requests, one with drafted tokens, an idle one) of one
+rank of DeepSeek-V3 goes through every documented function on the CPU. Pages are shuffled, and all
+of the cache that holds no token holds NaN: what must not be read would show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from time import perf_counter
+
+import torch
+import typer
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from mlakit import reference
+from mlakit.cache import token_requests, token_slots
+from mlakit.checks import E4M3
+from mlakit.compat import modular
+from mlakit.formats import row_codec, saturating_cast
+from mlakit.geometry import MLAGeometry
+from mlakit.testing import STORED_ROUNDINGS, poison, shuffled_pages
+
+MODEL = "deepseek-v3"
+RANKS = 8
+GEOMETRY = MLAGeometry.preset(MODEL)
+HEADS = GEOMETRY.num_heads // RANKS
+D_C, D_R = GEOMETRY.kv_lora_rank, GEOMETRY.qk_rope_head_dim
+D_N, D_V = GEOMETRY.qk_nope_head_dim, GEOMETRY.v_head_dim
+WIDTH = GEOMETRY.row.width
+
+CACHED = (0, 64, 130, 10, 191)  # tokens of each request before this step
+NEW = (17, 1, 4, 0, 1)  # a prompt, a last page of one token, drafts, an idle request, one token
+TOTALS = tuple(before + new for before, new in zip(CACHED, NEW, strict=True))
+PAGE_SIZE = 64
+NUM_PAGES = 16
+NUM_LAYERS, LAYER = 2, 1
+TOPK = 32
+GROUP = 128  # columns of kv_b_proj that share a scale
+EPSILON = 1e-6
+FORMATS = ("bf16", "fp8", "fp8_token", "fp8_block128")
+DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Check:
+    """One function against its oracle; the row that came nearest to its budget, or went past."""
+
+    function: str
+    shapes: str
+    seconds: float
+    error: float
+    budget: float
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.budget  # an error of NaN does not pass
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """What the functions of one step share: requests, their pages, the model's tables."""
+
+    generator: torch.Generator
+    page_table: Tensor  # [batch, max_pages] int32, shuffled
+    row_offsets: Tensor  # [batch + 1] int32
+    cached: Tensor  # [batch] int32
+    freqs: Tensor  # [positions, D_R]
+    gamma: Tensor  # [D_C]
+
+    @classmethod
+    def make(cls, seed: int = 0) -> Batch:
+        generator = torch.Generator().manual_seed(seed)
+        pages = [-(-total // PAGE_SIZE) for total in TOTALS]
+        return cls(
+            generator,
+            shuffled_pages(len(pages), pages, NUM_PAGES, generator),
+            torch.tensor([0, *accumulate(NEW)], dtype=torch.int32),
+            torch.tensor(CACHED, dtype=torch.int32),
+            rope_table(max(TOTALS), D_R).to(DTYPE),
+            (1 + 0.1 * torch.randn(D_C, generator=generator)).to(DTYPE),
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(NEW)
+
+    @property
+    def new_positions(self) -> list[int]:
+        request, index = token_requests(self.row_offsets, self.num_tokens)
+        positions: list[int] = (self.cached[request] + index).tolist()
+        return positions
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator).to(DTYPE)
+
+    def append_arguments(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q_rope, the raw latents kv, and an output for the rotated queries."""
+        q_rope = self.normal(self.num_tokens, HEADS, D_R)
+        return q_rope, self.normal(self.num_tokens, WIDTH), unwritten(*q_rope.shape)
+
+    def slots(self, counts: Sequence[int], first: Tensor) -> Tensor:
+        """Slots of `counts[b]` tokens of each request b, from position `first[b]` on."""
+        starts = torch.tensor([0, *accumulate(counts)])
+        request, index = token_requests(starts, sum(counts))
+        return token_slots(self.page_table, PAGE_SIZE, request, first[request] + index)
+
+    @property
+    def cached_slots(self) -> Tensor:
+        return self.slots(CACHED, torch.zeros_like(self.cached))
+
+    @property
+    def new_slots(self) -> Tensor:
+        return self.slots(NEW, self.cached)
+
+    def request_rows(self, collection: modular.KVCollection) -> list[Tensor]:
+        """The dequantised rows of each request, its new tokens included, float64."""
+        slots = self.slots(TOTALS, torch.zeros_like(self.cached))
+        rows = collection.cache.layer(LAYER).read(slots, torch.float64)
+        return list(rows.split(TOTALS))
+
+    def collection(self, dtype: torch.dtype) -> modular.KVCollection:
+        """A cache that holds the context of every request, and NaN everywhere else."""
+        shape = (NUM_PAGES, 1, NUM_LAYERS, PAGE_SIZE, 1, WIDTH)
+        blocks = poison(torch.empty(shape, dtype=dtype))
+        collection = modular.KVCollection(blocks, self.page_table, self.cached)
+        context = self.normal(sum(CACHED), WIDTH)
+        collection.cache.layer(LAYER).write(self.cached_slots, context)
+        return collection
+
+
+def rope_table(positions: int, width: int) -> Tensor:
+    """cos0, sin0, cos1, … of each position, float32 [positions, width]."""
+    frequency = 10_000.0 ** (-torch.arange(0, width, 2) / width)
+    angle = torch.arange(positions)[:, None] * frequency
+    return torch.stack([angle.cos(), angle.sin()], dim=-1).flatten(1)
+
+
+def unwritten(*shape: int) -> Tensor:
+    """An output full of NaN: what a function forgets to write fails its check."""
+    return poison(torch.empty(shape, dtype=DTYPE))
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Seconds of one call, imports of its kernel included."""
+    start = perf_counter()
+    call()
+    return perf_counter() - start
+
+
+def in_both_precisions(oracle: Callable[[torch.dtype], Tensor]) -> tuple[Tensor, Tensor]:
+    """(exact, naive): the oracle in float64, and in the float32 the CPU kernels compute in."""
+    return oracle(torch.float64), oracle(torch.float32)
+
+
+def row_errors(actual: Tensor, exact: Tensor, naive: Tensor) -> tuple[Tensor, Tensor]:
+    """(error, budget) of every row, in the max norm.
+
+    budget = 2 · |naive − exact| + 2 u · |exact|
+
+    `naive` is rounded to the dtype of `actual`, whose unit roundoff is u.
+    """
+    plain = saturating_cast(naive.double(), actual.dtype)
+    rounding = STORED_ROUNDINGS * torch.finfo(actual.dtype).eps / 2
+
+    def per_row(x: Tensor) -> Tensor:
+        return x.abs().amax(-1).flatten()
+
+    budget = 2 * per_row(plain.double() - exact) + rounding * per_row(exact)
+    return per_row(actual.double() - exact), budget
+
+
+def check(
+    function: str, shapes: str, seconds: float, *results: tuple[Tensor, Tensor, Tensor]
+) -> Check:
+    """The worst row of all results (actual, exact, naive) of one call."""
+    error, budget = (
+        torch.cat(rows) for rows in zip(*(row_errors(*r) for r in results), strict=True)
+    )
+    used = error / budget.clamp_min(torch.finfo(torch.float64).tiny)
+    # NaN compares with nothing: here it is the worst there is
+    worst = int(used.nan_to_num(nan=torch.inf).argmax())
+    return Check(function, shapes, seconds, float(error[worst]), float(budget[worst]))
+
+
+def appended(
+    batch: Batch, collection: modular.KVCollection, q_rope: Tensor, kv: Tensor, q_out: Tensor
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """What a fused append wrote, with what it should have: rotated queries, then cache rows."""
+    layer = collection.cache.layer(LAYER)
+    rows = layer.read(batch.new_slots).to(layer.payload.dtype)
+    step = (q_rope, kv, batch.freqs, batch.gamma, batch.new_positions)
+    exact_q, exact_rows = reference.norm_rope_quant(*step, epsilon=EPSILON)
+    naive_q, naive_rows = reference.norm_rope_quant_stepwise(
+        *step, epsilon=EPSILON, out_dtype=q_out.dtype, cache_dtype=rows.dtype
+    )
+    return [(q_out, exact_q, naive_q), (rows, exact_rows, naive_rows)]
+
+
+def check_append_kernel(batch: Batch, collection: modular.KVCollection) -> Check:
+    q_rope, kv, q_out = batch.append_arguments()
+    seconds = timed(
+        lambda: modular.fused_rope_rmsnorm_quantization_kernel(
+            q_out,
+            q_rope,
+            kv,
+            batch.row_offsets,
+            batch.freqs,
+            batch.gamma,
+            collection.get_key_cache(LAYER),
+            EPSILON,
+        )
+    )
+    results = appended(batch, collection, q_rope, kv, q_out)
+    shapes = f"kv {shape_of(kv)} into {collection.cache.format} pages"
+    return check("fused_rope_rmsnorm_quantization_kernel", shapes, seconds, *results)
+
+
+def check_append_layer(batch: Batch, collection: modular.KVCollection) -> Check:
+    q_rope, kv, q_out = batch.append_arguments()
+    seconds = timed(
+        lambda: modular.mla_fused_rope_rmsnorm_quantization(
+            q_out,
+            q_rope,
+            batch.row_offsets,
+            batch.freqs,
+            batch.gamma,
+            collection,
+            LAYER,
+            EPSILON,
+            kv_input=lambda rows, columns: kv[rows][:, columns],
+        )
+    )
+    results = appended(batch, collection, q_rope, kv, q_out)
+    shapes = f"kv {shape_of(kv)} into {collection.cache.format} pages"
+    return check("mla_fused_rope_rmsnorm_quantization", shapes, seconds, *results)
+
+
+def check_decode(batch: Batch, collection: modular.KVCollection) -> Check:
+    q = batch.normal(batch.num_tokens, HEADS, WIDTH)
+    out = unwritten(batch.num_tokens, HEADS, D_C)
+    seconds = timed(
+        lambda: modular.flare_mla_decoding(
+            out,
+            q,
+            collection.get_key_cache(LAYER),
+            modular.CausalMask(),
+            batch.row_offsets,
+            GEOMETRY.softmax_scale,
+            ragged=True,
+            num_partitions=3,
+        )
+    )
+    rows = batch.request_rows(collection)
+    oracles = in_both_precisions(
+        lambda dtype: reference.mla_decode(
+            q, rows, NEW, softmax_scale=GEOMETRY.softmax_scale, v_width=D_C, dtype=dtype
+        )[0]
+    )
+    shapes = f"q {shape_of(q)} over {collection.cache.format} pages"
+    return check("flare_mla_decoding", shapes, seconds, (out, *oracles))
+
+
+def check_sparse(batch: Batch, collection: modular.KVCollection) -> Check:
+    q = batch.normal(batch.num_tokens, HEADS, WIDTH)
+    sink = torch.randn(HEADS, generator=batch.generator)
+    rows, lengths = row_lists(batch)
+    out = unwritten(batch.num_tokens, HEADS, D_C)
+    seconds = timed(
+        lambda: modular.mla_sm100_prefill_sparse(
+            out,
+            q,
+            collection.get_key_cache(LAYER),
+            rows,
+            lengths,
+            sink,
+            GEOMETRY.softmax_scale,
+            num_q_heads=HEADS,
+            qk_depth=WIDTH,
+            v_depth=D_C,
+            indices_stride=TOPK,
+        )
+    )
+    layer = collection.cache.layer(LAYER)
+    pool = layer.read(torch.arange(layer.num_slots), torch.float64)
+    oracles = in_both_precisions(
+        lambda dtype: reference.sparse_mla(
+            q,
+            pool,
+            rows,
+            softmax_scale=GEOMETRY.softmax_scale,
+            v_width=D_C,
+            topk_lens=lengths,
+            sink=sink,
+            dtype=dtype,
+        )[0]
+    )
+    shapes = f"q {shape_of(q)}, {TOPK} rows per token"
+    return check("mla_sm100_prefill_sparse", shapes, seconds, (out, *oracles))
+
+
+def row_lists(batch: Batch) -> tuple[Tensor, Tensor]:
+    """For every new token up to TOPK rows it may see, in random order, padded with −1."""
+    rows = torch.full((batch.num_tokens, TOPK), -1, dtype=torch.int32)
+    lengths = torch.empty(batch.num_tokens, dtype=torch.int32)
+    request, _ = token_requests(batch.row_offsets, batch.num_tokens)
+    for token, position in enumerate(batch.new_positions):
+        seen = torch.randperm(position + 1, generator=batch.generator)[:TOPK]
+        own = request[token].expand(len(seen))
+        rows[token, : len(seen)] = token_slots(batch.page_table, PAGE_SIZE, own, seen).int()
+        lengths[token] = len(seen)
+    return rows, lengths
+
+
+def check_prefill(batch: Batch, collection: modular.KVCollection) -> Check:
+    q = batch.normal(batch.num_tokens, HEADS, D_N + D_R)
+    q_rope, raw = q[..., D_N:].clone(), batch.normal(batch.num_tokens, WIDTH)
+    collection.cache.layer(LAYER).write(batch.new_slots, raw)
+    weight, weight_scale = up_projection(batch)
+    buffer_row_offsets, cache_offsets, buffer_lengths = modular.mla_prefill_plan(
+        batch.row_offsets, batch.cached, NUM_PAGES * PAGE_SIZE, page_size=PAGE_SIZE, max_chunks=1
+    )
+    out = unwritten(batch.num_tokens, HEADS, D_V)
+    seconds = timed(
+        lambda: modular.mla_prefill_branch_fp8(
+            out,
+            q,
+            batch.row_offsets,
+            batch.freqs,
+            batch.gamma,
+            collection,
+            LAYER,
+            GEOMETRY.softmax_scale,
+            EPSILON,
+            buffer_row_offsets[0],
+            cache_offsets[0],
+            int(buffer_lengths[0]),
+            weight,
+            weight_scale,
+        )
+    )
+    oracles = in_both_precisions(prefill_oracle(batch, collection, q, weight, weight_scale))
+    results = appended(batch, collection, q_rope, raw, q[..., D_N:])
+    shapes = f"q {shape_of(q)}, kv_b_proj {shape_of(weight)} e4m3"
+    return check("mla_prefill_branch_fp8", shapes, seconds, (out, *oracles), *results)
+
+
+def up_projection(batch: Batch) -> tuple[Tensor, Tensor]:
+    """kv_b_proj [heads · (D_N + D_V), D_C] e4m3, and a scale for every GROUP × GROUP of it."""
+    weight = saturating_cast(batch.normal(HEADS * (D_N + D_V), D_C), E4M3)
+    blocks = (len(weight) // GROUP, D_C // GROUP)
+    return weight, (0.5 + torch.rand(blocks, generator=batch.generator)) / D_C**0.5
+
+
+def prefill_oracle(
+    batch: Batch,
+    collection: modular.KVCollection,
+    q: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+) -> Callable[[torch.dtype], Tensor]:
+    """Expanded attention over the rows that the prefill branch left in the cache."""
+    rows = batch.request_rows(collection)
+    latent, k_rope = torch.cat(rows).split([D_C, D_R], dim=-1)
+    quantised, scales = reference.quantize_fp8(latent, GROUP)
+
+    def attend(dtype: torch.dtype) -> Tensor:
+        expanded = reference.scaled_mm_fp8(
+            quantised, scales, weight, weight_scale, n_group=GROUP, k_group=GROUP, dtype=dtype
+        )
+        if dtype != torch.float64:
+            expanded = expanded.to(q.dtype)  # K and V are stored in it
+        k_nope, v = expanded.unflatten(1, (HEADS, D_N + D_V)).split([D_N, D_V], dim=-1)
+        return reference.mla_prefill(
+            q,
+            k_nope,
+            k_rope,
+            v,
+            batch.row_offsets.tolist(),
+            [0, *accumulate(len(each) for each in rows)],
+            softmax_scale=GEOMETRY.softmax_scale,
+            dtype=dtype,
+        )[0]
+
+    return attend
+
+
+def all_checks() -> list[Check]:
+    """One step of the batch: append to a cache, then attend over what was appended."""
+    batch = Batch.make()
+    bf16, fp8 = batch.collection(DTYPE), batch.collection(E4M3)
+    return [
+        check_append_kernel(batch, bf16),
+        check_append_layer(batch, fp8),
+        check_decode(batch, bf16),
+        check_decode(batch, fp8),
+        check_sparse(batch, bf16),
+        check_prefill(batch, batch.collection(DTYPE)),
+    ]
+
+
+def shape_of(tensor: Tensor) -> str:
+    return "×".join(str(size) for size in tensor.shape)
+
+
+def check_table(checks: Sequence[Check]) -> Table:
+    title = "The worst row of each result against its float64 oracle"
+    table = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0))  # fits 80 columns
+    table.add_column("function", no_wrap=True)
+    for column in ("time", "error", "budget"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
+    for each in checks:
+        verdict = "[green]ok[/green]" if each.passed else "[bold red]WRONG[/bold red]"
+        numbers = (f"{1000 * each.seconds:.1f} ms", f"{each.error:.1e}", f"{each.budget:.1e}")
+        table.add_row(f"{each.function}\n  [dim]{each.shapes}[/dim]", *numbers, verdict)
+    return table
+
+
+def memory_table() -> Table:
+    """Bytes per token and layer of the whole model, against a K and V of every head."""
+    expanded = GEOMETRY.expanded_elements_per_token * DTYPE.itemsize
+    title = f"Cache bytes per token and layer, {GEOMETRY.num_heads} heads"
+    table = Table(title=title, box=SIMPLE)
+    table.add_column("cache")
+    table.add_column("bytes", justify="right")
+    table.add_column("smaller by", justify="right")
+    table.add_row("K and V of every head, bf16", f"{expanded}", "")
+    for name in FORMATS:
+        size = row_codec(name, GEOMETRY.row).bytes_per_token
+        table.add_row(f"latent row, {name}", f"{size}", f"{expanded / size:.0f}×")
+    return table
+
+
+def run() -> None:
+    """Run the step, print what came out; raise `typer.Exit(1)` if any result is wrong."""
+    console = Console()
+    console.print(
+        f"{MODEL}, one rank of {RANKS} ({HEADS} heads), on the CPU: {len(NEW)} requests with "
+        f"{sum(CACHED)} cached and {sum(NEW)} new tokens, pages of {PAGE_SIZE}."
+    )
+    start = perf_counter()
+    checks = all_checks()
+    seconds = perf_counter() - start
+    console.print(check_table(checks), memory_table())
+    wrong = [each.function for each in checks if not each.passed]
+    if wrong:
+        console.print(f"[bold red]FAIL[/bold red]: {', '.join(wrong)}")
+        raise typer.Exit(1)
+    console.print(
+        f"[bold green]PASS[/bold green]: {len(checks)} of {len(checks)} checks within budget "
+        f"({seconds:.1f} s, most of it the oracles)"
+    )

@@ -1,0 +1,230 @@
+"""Registration with torch.library, and how objects travel through an op that takes tensors only.
+
+Each public function has one body that validates, selects, allocates and launches. Called eagerly it
+runs that body as it is: going through the dispatcher would cost a decode call microseconds and
+give nothing. Under torch.compile it emits `torch.ops.mlakit.<name>`, whose implementation unpacks
+its tensors, numbers and strings and runs the same body: a compiled call is checked like any other.
+
+The arguments of a body are the fields of a frozen dataclass. Their types say how they are packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeAlias, get_type_hints
+
+import torch
+from torch import Tensor
+
+from mlakit.cache import CacheLayer, KVShard, PageTable
+from mlakit.checks import UnsupportedError
+from mlakit.formats import row_codec
+from mlakit.geometry import RowShape
+from mlakit.masks import Mask
+from mlakit.plan import DecodePlanTensors, EvenSplit
+
+Splits: TypeAlias = DecodePlanTensors | EvenSplit | None
+Results: TypeAlias = tuple[Tensor, ...]
+
+_LIBRARY = torch.library.Library("mlakit", "DEF")
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How one type of argument becomes tensors, numbers and strings, and back."""
+
+    schema: tuple[str, ...]  # "Tensor? {}_scales": a type, and a name made from the argument's
+    pack: Callable[[Any], Sequence[Any]]
+    unpack: Callable[..., Any]
+
+
+def _as_it_is(kind: str) -> Packing:
+    return Packing((kind + " {}",), lambda value: (value,), lambda value: value)
+
+
+def _pack_layer(layer: CacheLayer | None) -> Sequence[Any]:
+    if layer is None:
+        return (None, None, 1.0, None, "", 0, 0, 0)
+    row, scale = layer.codec.row, layer.tensor_scale
+    number, tensor = (1.0, scale) if isinstance(scale, Tensor) else (scale, None)
+    widths = (row.kv_lora_rank, row.qk_rope_head_dim, row.v_width)
+    return (layer.payload, layer.scales, number, tensor, layer.codec.name, *widths)
+
+
+def _unpack_layer(
+    payload: Tensor | None,
+    scales: Tensor | None,
+    number: float,
+    tensor: Tensor | None,
+    format: str,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    v_width: int,
+) -> CacheLayer | None:
+    if payload is None:
+        return None
+    codec = row_codec(format, RowShape(kv_lora_rank, qk_rope_head_dim, v_width))
+    return CacheLayer(codec, payload, scales, number if tensor is None else tensor)
+
+
+def _layer_packing(payload: str, scales: str) -> Packing:
+    schema = (
+        payload + " {}",
+        scales + " {}_scales",
+        "float {}_tensor_scale",
+        "Tensor? {}_tensor_scale_on_device",
+        "str {}_format",
+        "int {}_kv_lora_rank",
+        "int {}_qk_rope_head_dim",
+        "int {}_v_width",
+    )
+    return Packing(schema, _pack_layer, _unpack_layer)
+
+
+def _pack_splits(splits: Splits) -> Sequence[Any]:
+    if isinstance(splits, EvenSplit):
+        return (splits.num_splits, [])
+    return (0, [] if splits is None else list(splits))
+
+
+def _unpack_splits(num_splits: int, plan: list[Tensor]) -> Splits:
+    if plan:
+        return DecodePlanTensors(*plan)
+    return EvenSplit(num_splits) if num_splits else None
+
+
+PACKINGS: dict[Any, Packing] = {
+    Tensor: _as_it_is("Tensor"),
+    Tensor | None: _as_it_is("Tensor?"),
+    list[Tensor]: _as_it_is("Tensor[]"),
+    float: _as_it_is("float"),
+    int: _as_it_is("int"),
+    bool: _as_it_is("bool"),
+    str: _as_it_is("str"),
+    torch.dtype: _as_it_is("ScalarType"),
+    CacheLayer: _layer_packing("Tensor", "Tensor?"),
+    CacheLayer | None: _layer_packing("Tensor?", "Tensor?"),
+    PageTable: Packing(
+        ("Tensor {}", "Tensor? {}_slots"),
+        lambda table: table if isinstance(table, tuple) else (table, None),
+        lambda table, slots: table if slots is None else (table, slots),
+    ),
+    Mask: Packing(
+        ("str {}", "int {}_window"),
+        lambda mask: (mask.kind, mask.window),
+        Mask,
+    ),
+    KVShard: Packing(("int[] {}",), lambda shard: (list(shard),), lambda shard: KVShard(*shard)),
+    Splits: Packing(("int {}_count", "Tensor[] {}_plan"), _pack_splits, _unpack_splits),
+}
+WRITTEN_LAYER = _layer_packing("Tensor(p!)", "Tensor(s!)?")
+
+
+class Op:
+    """A public op: its eager body, `mlakit::<name>`, and `mlakit::<name>_out` that writes results.
+
+    arguments  frozen dataclass, the first parameter of `body`; a field with metadata
+               {"written": True} is a cache layer that the op writes to
+    body       body(arguments, *results) -> results, each given or None
+    fake       fake(arguments) -> new tensors in the shapes and dtypes of the results
+    results    their names; with several, `body` and `fake` give a tuple of them
+    """
+
+    def __init__(
+        self,
+        name: str,
+        arguments: type[Any],
+        body: Callable[..., Results],
+        fake: Callable[[Any], Results],
+        results: Sequence[str],
+    ) -> None:
+        self.arguments, self.body, self.fake, self.results = arguments, body, fake, results
+        hints = get_type_hints(arguments)
+        self._packings = [
+            (
+                field.name,
+                WRITTEN_LAYER if field.metadata.get("written") else PACKINGS[hints[field.name]],
+            )
+            for field in fields(arguments)
+        ]
+        inputs = [part.format(name) for name, each in self._packings for part in each.schema]
+        outs = [f"Tensor(r{i}!) {result}" for i, result in enumerate(results)]
+        returned = ", ".join(["Tensor"] * len(results))
+        self.functional = self._define(name, inputs, f"({returned})", self._run, self._fake)
+        self.writing = self._define(
+            f"{name}_out", [*inputs, *outs], "()", self._run_out, lambda *flat: None
+        )
+
+    def _define(
+        self,
+        name: str,
+        schema: list[str],
+        returns: str,
+        implementation: Callable[..., Any],
+        fake: Callable[..., Any],
+    ) -> Callable[..., Any]:
+        _LIBRARY.define(f"{name}({', '.join(schema)}) -> {returns}")
+        _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"mlakit::{name}", fake, lib=_LIBRARY)
+        overload: Callable[..., Any] = getattr(torch.ops.mlakit, name).default
+        return overload
+
+    def __call__(self, results: Sequence[Tensor | None], **arguments: Any) -> Results:
+        """Run with the caller's `results` where given; all of them come back."""
+        if not torch.compiler.is_compiling():
+            return self.body(self.arguments(**arguments), *results)
+        flat = self.pack(**arguments)
+        if all(result is None for result in results):
+            return _as_tuple(self.functional(*flat))
+        fresh = self._fake(*flat)
+        given = tuple(
+            new if result is None else result
+            for result, new in zip(results, _as_tuple(fresh), strict=True)
+        )
+        self.writing(*flat, *given)
+        return given
+
+    def pack(self, **arguments: Any) -> list[Any]:
+        """The arguments as `torch.ops.mlakit.<name>` takes them."""
+        return [
+            value for name, packing in self._packings for value in packing.pack(arguments[name])
+        ]
+
+    def _unpack(self, flat: Sequence[Any]) -> Any:
+        values = iter(flat)
+        return self.arguments(
+            **{
+                name: packing.unpack(*(next(values) for _ in packing.schema))
+                for name, packing in self._packings
+            }
+        )
+
+    def _run(self, *flat: Any) -> Any:
+        return self._bare(self.body(self._unpack(flat), *[None] * len(self.results)))
+
+    def _run_out(self, *flat: Any) -> None:
+        results = flat[len(flat) - len(self.results) :]
+        self.body(self._unpack(flat[: len(flat) - len(self.results)]), *results)
+
+    def _fake(self, *flat: Any) -> Any:
+        return self._bare(self.fake(self._unpack(flat)))
+
+    def _bare(self, results: Results) -> Any:
+        return results[0] if len(self.results) == 1 else results
+
+
+def _as_tuple(results: Any) -> Results:
+    return results if isinstance(results, tuple) else (results,)
+
+
+def refuse_grad(op: str, **tensors: Tensor | None) -> None:
+    """There is no backward: a graph that would end here silently is refused."""
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.requires_grad:
+            raise UnsupportedError(
+                f"{op}: {name} must not require grad, for there is no backward; "
+                "call it under torch.no_grad() or torch.inference_mode()"
+            )

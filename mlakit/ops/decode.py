@@ -1,0 +1,209 @@
+"""Absorbed attention of each request's newest tokens over its paged latent cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from mlakit import dispatch
+from mlakit.cache import WHOLE, CacheLayer, KVShard, PagedLatentCache, PageTable
+from mlakit.checks import Dims
+from mlakit.masks import CAUSAL, Mask
+from mlakit.ops._arguments import (
+    check_absorbed_query,
+    check_kv_lens,
+    check_layer,
+    check_page_table,
+    check_query_starts,
+    check_result,
+    check_sink,
+    check_used_rows,
+    result_dtype,
+)
+from mlakit.ops._library import Op, Splits, refuse_grad
+from mlakit.plan import DecodePlan, DecodePlanTensors, EvenSplit
+from mlakit.specs import Problem, device_facts
+
+NAME = "mla_decode"
+
+
+def mla_decode(
+    q: Tensor,
+    cache: PagedLatentCache,
+    page_table: PageTable,
+    kv_lens: Tensor,
+    *,
+    softmax_scale: float,
+    q_rope: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    q_starts: Tensor | None = None,
+    layer: int = 0,
+    mask: Mask = CAUSAL,
+    sink: Tensor | None = None,
+    kv_shard: tuple[int, int, int] | None = None,
+    plan: DecodePlan | EvenSplit | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    deterministic: bool = False,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Attention of the newest tokens of each request over its cached rows.
+
+        score = q·row · softmax_scale    out = softmax(score) @ row[:v_width]
+
+    q          [tokens, heads, D_C + D_R] absorbed and rotated, or [tokens, heads, D_C] with
+    q_rope     [tokens, heads, D_R]
+    q_scale    [tokens] float32, multiplies q (for e4m3 queries)
+    page_table [batch, max_pages] int32, or (kv_starts [batch + 1], slots); entries past a request's
+               last page are not read
+    kv_lens    [batch] int32 cached tokens, these queries included
+    q_starts   [batch + 1] int32 rows of q per request; None means one query each
+    sink       [heads] float32 logit that joins out's denominator only
+    kv_shard   (rank, world, interleave): the cache holds only this rank's tokens of each request,
+               those at positions p with (p // interleave) % world == rank; kv_lens stays global
+    plan       how the keys are split (`plan_decode`, `EvenSplit`); never changes a result beyond
+               float32 rounding
+
+    Query i of a request with q_len queries sees keys 0 … kv_len − q_len + i (causal mask). Returns
+    out [tokens, heads, v_width] in q's dtype (bf16 for e4m3) and lse [tokens, heads] float32; where
+    nothing was attended, out is 0 and lse −inf.
+    """
+    out, lse = _OP(
+        (out, lse),
+        q=q,
+        layer=check_layer(Dims(NAME), cache, layer),
+        page_table=page_table,
+        kv_lens=kv_lens,
+        q_rope=q_rope,
+        q_scale=q_scale,
+        q_starts=q_starts,
+        softmax_scale=softmax_scale,
+        mask=mask,
+        sink=sink,
+        shard=WHOLE if kv_shard is None else KVShard(*kv_shard),
+        splits=plan.tensors(q.device) if isinstance(plan, DecodePlan) else plan,
+        deterministic=deterministic,
+        backend=backend,
+    )
+    return out, lse
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeArguments:
+    q: Tensor
+    layer: CacheLayer
+    page_table: PageTable
+    kv_lens: Tensor
+    q_rope: Tensor | None
+    q_scale: Tensor | None
+    q_starts: Tensor | None
+    softmax_scale: float
+    mask: Mask
+    sink: Tensor | None
+    shard: KVShard
+    splits: Splits
+    deterministic: bool
+    backend: str
+
+
+def _decode(a: DecodeArguments, out: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor]:
+    dims = Dims(NAME)
+    refuse_grad(NAME, q=a.q, q_rope=a.q_rope, sink=a.sink)
+    q_latent, q_rope = check_absorbed_query(dims, a.q, a.q_rope, a.layer)
+    dims.same_device("cache", a.layer.payload)
+    if a.q_scale is not None:
+        dims.match("q_scale", a.q_scale, "tokens", dtypes=[torch.float32])
+    lengths = check_kv_lens(dims, a.kv_lens)
+    starts = check_query_starts(dims, a.q_starts, dims["tokens"], dims["batch"])
+    check_page_table(dims, a.page_table, dims["batch"])
+    check_sink(dims, a.sink)
+    scale = dims.finite("softmax_scale", a.softmax_scale)
+    _check_shard(dims, a.shard)
+    if lengths is not None:
+        _check_rows(dims, a, starts, lengths)
+        _check_splits(dims, a, lengths)
+    dims.bind("v_width", a.layer.codec.row.v_width, "the cache's value width")
+    axes = ("tokens", "heads", "v_width")
+    out = check_result(dims, "out", out, *axes, dtype=result_dtype(a.q))
+    lse = check_result(dims, "lse", lse, *axes[:2], dtype=torch.float32)
+
+    spec = dispatch.select(NAME, _problem(a), a.backend)
+    spec.launch(
+        q_latent,
+        q_rope,
+        a.q_scale,
+        a.layer,
+        a.page_table,
+        starts,
+        a.kv_lens,
+        shard=a.shard,
+        splits=a.splits,
+        softmax_scale=scale,
+        mask=a.mask,
+        sink=a.sink,
+        deterministic=a.deterministic,
+        out=out,
+        lse=lse,
+    )
+    return out, lse
+
+
+def _empty(a: DecodeArguments) -> tuple[Tensor, Tensor]:
+    out = a.q.new_empty(*a.q.shape[:2], a.layer.codec.row.v_width, dtype=result_dtype(a.q))
+    return out, a.q.new_empty(a.q.shape[:2], dtype=torch.float32)
+
+
+_OP = Op(NAME, DecodeArguments, _decode, _empty, ("out", "lse"))
+
+
+def _problem(a: DecodeArguments) -> Problem:
+    return Problem(
+        *device_facts(a.q.device),
+        dtype=str(a.q.dtype),
+        format=a.layer.codec.name,
+        heads=a.q.shape[1],
+        page_size=a.layer.page_size,
+        row=a.layer.codec.row,
+        mask=a.mask.kind,
+    )
+
+
+def _check_shard(dims: Dims, shard: KVShard) -> None:
+    dims.integer("kv_shard world", shard.world, 1)
+    dims.integer("kv_shard interleave", shard.interleave, 1)
+    rank = dims.integer("kv_shard rank", shard.rank, 0)
+    dims.require(rank < shard.world, "kv_shard rank", f"be below world, {shard.world}", rank)
+
+
+def _check_rows(dims: Dims, a: DecodeArguments, q_starts: Tensor, kv_lens: list[int]) -> None:
+    """Every row that some query sees is in the page table, and inside the pool."""
+    first, last = [], []
+    for kv_len, (start, end) in zip(kv_lens, pairwise(q_starts.tolist()), strict=True):
+        low, high = kv_len, kv_len
+        if end > start:
+            low = a.mask.interval(kv_len - (end - start), kv_len)[0]
+            high = max(low, a.mask.interval(kv_len - 1, kv_len)[1])
+        first.append(a.shard.local_count(low))
+        last.append(a.shard.local_count(high))
+    check_used_rows(dims, a.page_table, a.layer, first, last)
+
+
+def _check_splits(dims: Dims, a: DecodeArguments, kv_lens: list[int]) -> None:
+    """A plan is for the lengths it was made from: a stale one would leave keys out."""
+    if not isinstance(a.splits, DecodePlanTensors):
+        return
+    planned = [0] * len(kv_lens)
+    for request, first, last, _ in a.splits.items.tolist():
+        dims.require(request < len(kv_lens), "plan", "be made for this batch", "another batch size")
+        planned[request] += last - first
+    for request, kv_len in enumerate(kv_lens):
+        local = a.shard.local_count(kv_len)
+        dims.require(
+            planned[request] == local,
+            "plan",
+            f"be made for kv_lens[{request}] = {local} keys",
+            planned[request],
+        )

@@ -1,0 +1,177 @@
+"""Group quantisation to e4m3 and the block-scaled matmul over it, plain and batched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+import torch
+from torch import Tensor
+
+from mlakit import dispatch
+from mlakit.checks import E4M3, FLOATS, Dims
+from mlakit.ops._arguments import check_result
+from mlakit.ops._library import Op, refuse_grad
+from mlakit.specs import Problem, device_facts
+
+QUANTIZE = "quantize_fp8"
+MATMUL = "scaled_mm_fp8"
+SCALE_ALIGNMENT = 4  # float32 entries, 16 bytes: what a scaled GEMM loads at once
+
+
+def quantize_fp8(
+    x: Tensor,
+    group: int,
+    *,
+    scale_ub: float = inf,
+    out: Tensor | None = None,
+    scales: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """x as e4m3 with one scale per row and `group` columns.
+
+        s = min(amax, scale_ub) / 448        q = e4m3(clamp(x · 1/s, ±448))
+
+    x  [M, K] or [batch, M, K]; its rows may be strided
+
+    Returns q in x's shape and scales [ceil(K / group), M rounded up to 4] float32 (after the batch
+    axis): transposed, as `scaled_mm_fp8` reads them. `scale_ub` bounds amax; entries beyond it
+    saturate. A group of zeros has scale 0. The last group may be short. Padding entries are 0.
+    """
+    q, scales = _QUANTIZE_OP(
+        (out, scales), x=x, group=group, scale_ub=float(scale_ub), backend=backend
+    )
+    return q, scales
+
+
+def scaled_mm_fp8(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    *,
+    n_group: int = 128,
+    k_group: int = 128,
+    out_dtype: torch.dtype = torch.bfloat16,
+    out: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """a @ bᵀ of block-scaled e4m3 matrices, accumulated in float32 and rounded once.
+
+        out[m, n] = Σ_k a[m, k] · a_scale[k / g, m] · b[n, k] · b_scale[n / h, k / g]
+
+    with g = k_group, h = n_group.
+
+    a        [M, K] e4m3, a_scale [ceil(K / k_group), at least M] float32 (`quantize_fp8`)
+    b        [N, K] e4m3, b_scale [ceil(N / n_group), ceil(K / k_group)] float32
+    out      [M, N] in `out_dtype`, any strides with a contiguous last axis; e4m3 saturates
+
+    All of them may have a leading batch axis.
+    """
+    (result,) = _MATMUL_OP(
+        (out,),
+        a=a,
+        a_scale=a_scale,
+        b=b,
+        b_scale=b_scale,
+        n_group=n_group,
+        k_group=k_group,
+        out_dtype=out_dtype if out is None else out.dtype,
+        backend=backend,
+    )
+    return result
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizeArguments:
+    x: Tensor
+    group: int
+    scale_ub: float
+    backend: str
+
+
+@dataclass(frozen=True, eq=False)
+class MatmulArguments:
+    a: Tensor
+    a_scale: Tensor
+    b: Tensor
+    b_scale: Tensor
+    n_group: int
+    k_group: int
+    out_dtype: torch.dtype
+    backend: str
+
+
+def _batch_axes(dims: Dims, arg: str, tensor: Tensor) -> tuple[str, ...]:
+    dims.require(tensor.ndim in (2, 3), arg, "have 2 axes, or 3 with a batch", tensor.ndim)
+    return ("batch",) if tensor.ndim == 3 else ()
+
+
+def _quantize(
+    args: QuantizeArguments, q: Tensor | None, scales: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    dims = Dims(QUANTIZE)
+    x = dims.tensor("x", args.x)
+    refuse_grad(QUANTIZE, x=x)
+    batch = _batch_axes(dims, "x", x)
+    dims.match("x", x, *batch, "M", "K", dtypes=FLOATS)
+    dims.rows_contiguous("x", x)
+    group = dims.integer("group", args.group, 1)
+    dims.require(args.scale_ub > 0, "scale_ub", "be positive", args.scale_ub)
+    dims.bind("groups", -(-dims["K"] // group), "K / group, rounded up")
+    dims.bind("padded M", -(-dims["M"] // SCALE_ALIGNMENT) * SCALE_ALIGNMENT, "M, rounded up to 4")
+    q = check_result(dims, "out", q, *batch, "M", "K", dtype=E4M3)
+    scales = check_result(dims, "scales", scales, *batch, "groups", "padded M", dtype=torch.float32)
+    problem = Problem(*device_facts(x.device), dtype=str(x.dtype))
+    dispatch.select(QUANTIZE, problem, args.backend).launch(
+        x, group, scale_ub=args.scale_ub, out=q, scales=scales
+    )
+    return q, scales
+
+
+def _matmul(args: MatmulArguments, out: Tensor | None) -> tuple[Tensor]:
+    dims = Dims(MATMUL)
+    a = dims.tensor("a", args.a)
+    batch = _batch_axes(dims, "a", a)
+    n_group = dims.integer("n_group", args.n_group, 1)
+    k_group = dims.integer("k_group", args.k_group, 1)
+    dims.match("a", a, *batch, "M", "K", dtypes=[E4M3])
+    dims.match("b", args.b, *batch, "N", "K", dtypes=[E4M3])
+    dims.rows_contiguous("a", a)
+    dims.rows_contiguous("b", args.b)
+    dims.bind("K groups", -(-dims["K"] // k_group), "K / k_group, rounded up")
+    dims.bind("N groups", -(-dims["N"] // n_group), "N / n_group, rounded up")
+    axes = (*batch, "K groups", "columns of a_scale")
+    dims.match("a_scale", args.a_scale, *axes, dtypes=[torch.float32])
+    dims.require(
+        dims["columns of a_scale"] >= dims["M"],
+        "a_scale",
+        f"have a column for each of {dims['M']} rows",
+        dims["columns of a_scale"],
+    )
+    dims.match("b_scale", args.b_scale, *batch, "N groups", "K groups", dtypes=[torch.float32])
+    if args.out_dtype not in (*FLOATS, E4M3):
+        got = str(args.out_dtype).removeprefix("torch.")
+        raise TypeError(f"{MATMUL}: out_dtype must be a float or float8_e4m3fn, got {got}")
+    out = check_result(dims, "out", out, *batch, "M", "N", dtype=args.out_dtype)
+    problem = Problem(*device_facts(a.device), dtype=str(args.out_dtype))
+    dispatch.select(MATMUL, problem, args.backend).launch(
+        a, args.a_scale, args.b, args.b_scale, n_group=n_group, k_group=k_group, out=out
+    )
+    return (out,)
+
+
+def _empty_quantized(args: QuantizeArguments) -> tuple[Tensor, Tensor]:
+    *batch, rows, columns = args.x.shape
+    padded = (rows + SCALE_ALIGNMENT - 1) // SCALE_ALIGNMENT * SCALE_ALIGNMENT
+    groups = (columns + args.group - 1) // args.group
+    scales = args.x.new_empty(*batch, groups, padded, dtype=torch.float32)
+    return args.x.new_empty(args.x.shape, dtype=E4M3), scales
+
+
+def _empty_product(args: MatmulArguments) -> tuple[Tensor]:
+    return (args.a.new_empty(*args.a.shape[:-1], args.b.shape[-2], dtype=args.out_dtype),)
+
+
+_QUANTIZE_OP = Op(QUANTIZE, QuantizeArguments, _quantize, _empty_quantized, ("out", "scales"))
+_MATMUL_OP = Op(MATMUL, MatmulArguments, _matmul, _empty_product, ("out",))

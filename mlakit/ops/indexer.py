@@ -1,0 +1,187 @@
+"""The lightning indexer: a score for every cached token, and the best of them per query."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from mlakit import dispatch
+from mlakit.cache import CacheLayer, PagedLatentCache, PageTable
+from mlakit.checks import E4M3, FLOATS, Dims, values_visible
+from mlakit.masks import CAUSAL, Mask
+from mlakit.ops._arguments import (
+    INTEGERS,
+    check_kv_lens,
+    check_layer,
+    check_page_table,
+    check_query_starts,
+    check_result,
+    check_used_rows,
+)
+from mlakit.ops._library import Op, refuse_grad
+from mlakit.specs import Problem, device_facts
+
+LOGITS = "indexer_logits"
+TOPK = "indexer_topk"
+
+
+def indexer_logits(
+    q: Tensor,
+    weights: Tensor,
+    cache: PagedLatentCache,
+    page_table: PageTable,
+    kv_lens: Tensor,
+    *,
+    q_starts: Tensor | None = None,
+    layer: int = 0,
+    mask: Mask = CAUSAL,
+    max_kv_len: int | None = None,
+    out: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Index score of every cached token for every query.
+
+        logits[t, j] = Σ_h weights[t, h] · relu(q[t, h]·key[j])
+
+    q           [tokens, index_heads, D]; for e4m3 its scale goes into `weights`
+    weights     [tokens, index_heads] float32
+    cache       index keys, rows of D columns (format fp8_index, bf16, …)
+    page_table, kv_lens, q_starts, mask   as in `mla_decode`
+    max_kv_len  columns of the result, at least every kv_len; None: what the page table can hold
+
+    Returns float32 [tokens, max_kv_len], −inf where a key is not visible.
+    """
+    cache_layer = check_layer(Dims(LOGITS), cache, layer)
+    (logits,) = _LOGITS_OP(
+        (out,),
+        q=q,
+        weights=weights,
+        layer=cache_layer,
+        page_table=page_table,
+        kv_lens=kv_lens,
+        q_starts=q_starts,
+        mask=mask,
+        columns=_capacity(page_table, cache_layer) if max_kv_len is None else max_kv_len,
+        backend=backend,
+    )
+    return logits
+
+
+def indexer_topk(
+    logits: Tensor,
+    k: int,
+    *,
+    row_starts: Tensor | None = None,
+    row_ends: Tensor | None = None,
+    out: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """The columns of the k largest logits of every row, int32 [tokens, k].
+
+    logits      [tokens, columns] float32
+    row_starts  [tokens] int32: a row's first column, and what its result counts from; None: 0
+    row_ends    [tokens] int32: one past its last column; None: all columns
+
+    Best first; of equal logits the lower column comes first; −inf is never selected; NaN ranks
+    above every number, so that it is seen; slots left over hold −1.
+    """
+    (selected,) = _TOPK_OP(
+        (out,), logits=logits, k=k, row_starts=row_starts, row_ends=row_ends, backend=backend
+    )
+    return selected
+
+
+@dataclass(frozen=True, eq=False)
+class LogitsArguments:
+    q: Tensor
+    weights: Tensor
+    layer: CacheLayer
+    page_table: PageTable
+    kv_lens: Tensor
+    q_starts: Tensor | None
+    mask: Mask
+    columns: int
+    backend: str
+
+
+@dataclass(frozen=True, eq=False)
+class TopkArguments:
+    logits: Tensor
+    k: int
+    row_starts: Tensor | None
+    row_ends: Tensor | None
+    backend: str
+
+
+def _capacity(page_table: PageTable, layer: CacheLayer) -> int:
+    if isinstance(page_table, tuple):
+        return page_table[1].shape[0]
+    return page_table.shape[1] * layer.page_size
+
+
+def _logits(a: LogitsArguments, out: Tensor | None) -> tuple[Tensor]:
+    dims = Dims(LOGITS)
+    refuse_grad(LOGITS, q=a.q, weights=a.weights)
+    dims.bind("D", a.layer.codec.row.width, "the row width of the cache")
+    dims.match("q", a.q, "tokens", "index_heads", "D", dtypes=(*FLOATS, E4M3))
+    dims.rows_contiguous("q", a.q)
+    dims.match("weights", a.weights, "tokens", "index_heads", dtypes=[torch.float32])
+    dims.same_device("cache", a.layer.payload)
+    lengths = check_kv_lens(dims, a.kv_lens)
+    starts = check_query_starts(dims, a.q_starts, dims["tokens"], dims["batch"])
+    check_page_table(dims, a.page_table, dims["batch"])
+    columns = dims.integer("max_kv_len", a.columns, 0)
+    if lengths is not None:
+        dims.lengths("kv_lens", a.kv_lens, columns, "max_kv_len")
+        used = [
+            kv_len if end > start else 0
+            for kv_len, (start, end) in zip(lengths, pairwise(starts.tolist()), strict=True)
+        ]
+        check_used_rows(dims, a.page_table, a.layer, [0] * len(used), used)
+    dims.bind("columns", columns, "max_kv_len")
+    out = check_result(dims, "out", out, "tokens", "columns", dtype=torch.float32)
+    problem = Problem(
+        *device_facts(a.q.device),
+        dtype=str(a.q.dtype),
+        format=a.layer.codec.name,
+        heads=dims["index_heads"],
+        page_size=a.layer.page_size,
+        row=a.layer.codec.row,
+        mask=a.mask.kind,
+    )
+    dispatch.select(LOGITS, problem, a.backend).launch(
+        a.q, a.weights, a.layer, a.page_table, a.kv_lens, starts, mask=a.mask, out=out
+    )
+    return (out,)
+
+
+def _topk(a: TopkArguments, out: Tensor | None) -> tuple[Tensor]:
+    dims = Dims(TOPK)
+    refuse_grad(TOPK, logits=a.logits)
+    dims.match("logits", a.logits, "tokens", "columns", dtypes=[torch.float32])
+    dims.rows_contiguous("logits", a.logits)
+    dims.bind("k", dims.integer("k", a.k, 1), "k")
+    for name, bounds in (("row_starts", a.row_starts), ("row_ends", a.row_ends)):
+        if bounds is not None:
+            dims.match(name, bounds, "tokens", dtypes=INTEGERS)
+            if values_visible(bounds):
+                dims.lengths(name, bounds, dims["columns"], "the columns of logits")
+    out = check_result(dims, "out", out, "tokens", "k", dtype=torch.int32)
+    problem = Problem(*device_facts(a.logits.device), dtype=str(a.logits.dtype))
+    dispatch.select(TOPK, problem, a.backend).launch(a.logits, a.row_starts, a.row_ends, out=out)
+    return (out,)
+
+
+def _empty_logits(a: LogitsArguments) -> tuple[Tensor]:
+    return (a.q.new_empty(a.q.shape[0], a.columns, dtype=torch.float32),)
+
+
+def _empty_topk(a: TopkArguments) -> tuple[Tensor]:
+    return (a.logits.new_empty(a.logits.shape[0], a.k, dtype=torch.int32),)
+
+
+_LOGITS_OP = Op(LOGITS, LogitsArguments, _logits, _empty_logits, ("out",))
+_TOPK_OP = Op(TOPK, TopkArguments, _topk, _empty_topk, ("out",))

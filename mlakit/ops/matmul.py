@@ -1,0 +1,54 @@
+"""Products with the up-projection weights, one matrix per head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mlakit import dispatch
+from mlakit.checks import E4M3, FLOATS, Dims
+from mlakit.ops._arguments import check_result
+from mlakit.ops._library import Op, refuse_grad
+from mlakit.specs import Problem, device_facts
+
+NAME = "batched_matmul"
+
+
+def batched_matmul(
+    a: Tensor, b: Tensor, *, out: Tensor | None = None, backend: str = "auto"
+) -> Tensor:
+    """a [batch, M, K] @ b [batch, N, K]ᵀ, accumulated in float32 and rounded once.
+
+    All three may have any strides; `out` [batch, M, N] is in a's dtype, or given in any other.
+    """
+    (result,) = _OP((out,), a=a, b=b, backend=backend)
+    return result
+
+
+@dataclass(frozen=True, eq=False)
+class MatmulArguments:
+    a: Tensor
+    b: Tensor
+    backend: str
+
+
+def _matmul(args: MatmulArguments, out: Tensor | None) -> tuple[Tensor]:
+    dims = Dims(NAME)
+    refuse_grad(NAME, a=args.a, b=args.b)
+    dims.match("a", args.a, "batch", "M", "K", dtypes=FLOATS)
+    dims.match("b", args.b, "batch", "N", "K", dtypes=[args.a.dtype])
+    if out is not None:
+        dims.dtype("out", dims.tensor("out", out), *FLOATS, E4M3)
+    dtype = args.a.dtype if out is None else out.dtype
+    out = check_result(dims, "out", out, "batch", "M", "N", dtype=dtype)
+    problem = Problem(*device_facts(args.a.device), dtype=str(args.a.dtype))
+    dispatch.select(NAME, problem, args.backend).launch(args.a, args.b, out=out)
+    return (out,)
+
+
+def _empty(args: MatmulArguments) -> tuple[Tensor]:
+    return (args.a.new_empty(*args.a.shape[:2], args.b.shape[1]),)
+
+
+_OP = Op(NAME, MatmulArguments, _matmul, _empty, ("out",))

@@ -1,0 +1,77 @@
+"""Combining partial attention results over disjoint keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mlakit import dispatch
+from mlakit.checks import FLOATS, Dims
+from mlakit.ops._arguments import check_result, check_sink
+from mlakit.ops._library import Op, refuse_grad
+from mlakit.specs import Problem, device_facts
+
+NAME = "merge_states"
+
+
+def merge_states(
+    outs: Sequence[Tensor],
+    lses: Sequence[Tensor],
+    *,
+    sink: Tensor | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """The attention over all keys, from attentions over parts of them.
+
+        lse = log Σ_p exp lse_p        out = Σ_p exp(lse_p − lse) out_p
+
+    outs  one [tokens, heads, v_width] per part; not read where the part's lse is −inf
+    lses  one [tokens, heads] float32 per part, natural log
+    sink  [heads] float32 logit that joins out's denominator only
+
+    Returns out in the dtype of the parts, and lse float32; 0 and −inf where every part is empty.
+    """
+    out, lse = _OP((out, lse), outs=list(outs), lses=list(lses), sink=sink, backend=backend)
+    return out, lse
+
+
+@dataclass(frozen=True, eq=False)
+class MergeArguments:
+    outs: list[Tensor]
+    lses: list[Tensor]
+    sink: Tensor | None
+    backend: str
+
+
+def _merge(a: MergeArguments, out: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor]:
+    dims = Dims(NAME)
+    dims.require(len(a.outs) >= 1, "outs", "hold at least one part", 0)
+    dims.require(
+        len(a.lses) == len(a.outs), "lses", f"hold one per part, {len(a.outs)}", len(a.lses)
+    )
+    axes = ("tokens", "heads", "v_width")
+    dtypes: tuple[torch.dtype, ...] = FLOATS
+    for i, (part, part_lse) in enumerate(zip(a.outs, a.lses, strict=True)):
+        dims.match(f"outs[{i}]", part, *axes, dtypes=dtypes)
+        dims.rows_contiguous(f"outs[{i}]", part)
+        dims.match(f"lses[{i}]", part_lse, *axes[:2], dtypes=[torch.float32])
+        refuse_grad(NAME, **{f"outs[{i}]": part})
+        dtypes = (part.dtype,)
+    check_sink(dims, a.sink)
+    out = check_result(dims, "out", out, *axes, dtype=a.outs[0].dtype)
+    lse = check_result(dims, "lse", lse, *axes[:2], dtype=torch.float32)
+    problem = Problem(*device_facts(dims.device), dtype=str(out.dtype), heads=dims["heads"])
+    dispatch.select(NAME, problem, a.backend).launch(a.outs, a.lses, a.sink, out=out, lse=lse)
+    return out, lse
+
+
+def _empty(a: MergeArguments) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(a.outs[0]), torch.empty_like(a.lses[0])
+
+
+_OP = Op(NAME, MergeArguments, _merge, _empty, ("out", "lse"))

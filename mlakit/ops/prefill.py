@@ -1,0 +1,145 @@
+"""Expanded attention over ragged batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mlakit import dispatch
+from mlakit.checks import FLOATS, Dims
+from mlakit.masks import CAUSAL, Mask
+from mlakit.ops._arguments import INTEGERS, check_result, check_sink
+from mlakit.ops._library import Op, refuse_grad
+from mlakit.plan import PrefillPlan
+from mlakit.specs import Problem, device_facts
+
+NAME = "mla_prefill"
+
+
+def mla_prefill(
+    q: Tensor,
+    k_nope: Tensor,
+    k_rope: Tensor,
+    v: Tensor,
+    q_starts: Tensor,
+    kv_starts: Tensor,
+    *,
+    softmax_scale: float,
+    mask: Mask = CAUSAL,
+    alibi_slopes: Tensor | None = None,
+    sink: Tensor | None = None,
+    plan: PrefillPlan | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Multi-head attention with keys [k_nope of the head, k_rope shared by all heads].
+
+        score = (q_n·k_n + q_r·k_r) · softmax_scale [+ slope · (key − query)]
+        out   = softmax(score) @ v                                 lse = log Σ exp score
+
+    q            [tokens, heads, D_N + D_R]
+    k_nope       [keys, heads, D_N], v [keys, heads, D_V], k_rope [keys, D_R]: as they are, strided
+                 and apart; nothing is concatenated
+    q_starts     [batch + 1] int32: request b has queries q_starts[b] to q_starts[b + 1]
+    kv_starts    [batch + 1] int32: and these keys, of which its queries are the newest
+    alibi_slopes [heads] float32
+    sink         [heads] float32 logit that joins out's denominator only
+
+    Query i of q_len stands at position kv_len − q_len + i among kv_len keys. Returns
+    out [tokens, heads, D_V] in q's dtype and lse [tokens, heads] float32; where nothing was
+    attended, out is 0 and lse −inf. `plan` may be handed along; it never changes a result.
+    """
+    out, lse = _OP(
+        (out, lse),
+        q=q,
+        k_nope=k_nope,
+        k_rope=k_rope,
+        v=v,
+        q_starts=q_starts,
+        kv_starts=kv_starts,
+        softmax_scale=softmax_scale,
+        mask=mask,
+        alibi_slopes=alibi_slopes,
+        sink=sink,
+        backend=backend,
+    )
+    return out, lse
+
+
+@dataclass(frozen=True, eq=False)
+class PrefillArguments:
+    q: Tensor
+    k_nope: Tensor
+    k_rope: Tensor
+    v: Tensor
+    q_starts: Tensor
+    kv_starts: Tensor
+    softmax_scale: float
+    mask: Mask
+    alibi_slopes: Tensor | None
+    sink: Tensor | None
+    backend: str
+
+
+def _prefill(a: PrefillArguments, out: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor]:
+    dims = Dims(NAME)
+    refuse_grad(NAME, q=a.q, k_nope=a.k_nope, k_rope=a.k_rope, v=a.v, sink=a.sink)
+    dims.match("q", a.q, "tokens", "heads", "D_N + D_R", dtypes=FLOATS)
+    dtype = (a.q.dtype,)
+    dims.match("k_nope", a.k_nope, "keys", "heads", "D_N", dtypes=dtype)
+    dims.match("k_rope", a.k_rope, "keys", "D_R", dtypes=dtype)
+    dims.match("v", a.v, "keys", "heads", "D_V", dtypes=dtype)
+    widths = dims["D_N"] + dims["D_R"]
+    dims.require(
+        widths == dims["D_N + D_R"],
+        "q.shape[2]",
+        f"equal the widths of k_nope and k_rope together, {widths}",
+        dims["D_N + D_R"],
+    )
+    for name, tensor in (("q", a.q), ("k_nope", a.k_nope), ("k_rope", a.k_rope), ("v", a.v)):
+        dims.rows_contiguous(name, tensor)
+    dims.match("q_starts", a.q_starts, "batch + 1", dtypes=INTEGERS)
+    dims.match("kv_starts", a.kv_starts, "batch + 1", dtypes=INTEGERS)
+    dims.starts("q_starts", a.q_starts, dims["tokens"], "the number of query tokens")
+    dims.starts("kv_starts", a.kv_starts, dims["keys"], "the number of keys")
+    if a.alibi_slopes is not None:
+        dims.match("alibi_slopes", a.alibi_slopes, "heads", dtypes=[torch.float32])
+    check_sink(dims, a.sink)
+    scale = dims.finite("softmax_scale", a.softmax_scale)
+    axes = ("tokens", "heads", "D_V")
+    out = check_result(dims, "out", out, *axes, dtype=a.q.dtype)
+    lse = check_result(dims, "lse", lse, *axes[:2], dtype=torch.float32)
+
+    problem = Problem(
+        *device_facts(a.q.device),
+        dtype=str(a.q.dtype),
+        heads=dims["heads"],
+        head_widths=(dims["D_N"], dims["D_R"], dims["D_V"]),
+        mask=a.mask.kind,
+    )
+    dispatch.select(NAME, problem, a.backend).launch(
+        a.q,
+        a.k_nope,
+        a.k_rope,
+        a.v,
+        a.q_starts,
+        a.kv_starts,
+        softmax_scale=scale,
+        mask=a.mask,
+        alibi_slopes=a.alibi_slopes,
+        sink=a.sink,
+        out=out,
+        lse=lse,
+    )
+    return out, lse
+
+
+def _empty(a: PrefillArguments) -> tuple[Tensor, Tensor]:
+    out = a.q.new_empty(*a.q.shape[:2], a.v.shape[2])
+    return out, a.q.new_empty(a.q.shape[:2], dtype=torch.float32)
+
+
+_OP = Op(NAME, PrefillArguments, _prefill, _empty, ("out", "lse"))

@@ -1,0 +1,168 @@
+"""Absorbed attention over an explicit list of cache rows per query token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mlakit import dispatch
+from mlakit.cache import CacheLayer, PagedLatentCache
+from mlakit.checks import Dims, values_visible
+from mlakit.ops._arguments import (
+    INTEGERS,
+    check_absorbed_query,
+    check_layer,
+    check_result,
+    check_sink,
+    result_dtype,
+)
+from mlakit.ops._library import Op, Splits, refuse_grad
+from mlakit.plan import EvenSplit
+from mlakit.specs import Problem, device_facts
+
+NAME = "sparse_mla"
+
+
+class ExtraRows(NamedTuple):
+    """A second cache that every query attends to as well, with row lists of its own."""
+
+    cache: PagedLatentCache
+    rows: Tensor  # [tokens, extra_topk]
+    topk_lens: Tensor | None = None  # [tokens]
+    layer: int = 0
+
+
+def sparse_mla(
+    q: Tensor,
+    cache: PagedLatentCache,
+    rows: Tensor,
+    *,
+    softmax_scale: float,
+    topk_lens: Tensor | None = None,
+    sink: Tensor | None = None,
+    extra: ExtraRows | tuple[PagedLatentCache, Tensor] | None = None,
+    layer: int = 0,
+    plan: EvenSplit | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    max_logits: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention of every query token over the rows its own list names; prefill and decode alike.
+
+    q          [tokens, heads, D_C + D_R] absorbed and rotated
+    rows       [tokens, topk] int32 physical rows, page · page_size + offset; a negative or too
+               large one does not count, a repeated one counts each time
+    topk_lens  [tokens] int32: list entries from here on do not count; None: all may
+    sink       [heads] float32 logit that joins out's denominator only
+    extra      a second cache with its own lists, attended together with the first
+    plan       how many parts a list is attended in; never changes a result beyond rounding
+
+    Returns out [tokens, heads, v_width] in q's dtype (bf16 for e4m3), lse and max_logits
+    [tokens, heads] float32; where nothing counts, out is 0 and both others −inf.
+    """
+    dims = Dims(NAME)
+    second = None if extra is None else ExtraRows(*extra)
+    extra_layer = None if second is None else check_layer(dims, second.cache, second.layer)
+    out, lse, max_logits = _OP(
+        (out, lse, max_logits),
+        q=q,
+        layer=check_layer(dims, cache, layer),
+        rows=rows,
+        topk_lens=topk_lens,
+        extra=extra_layer,
+        extra_rows=None if second is None else second.rows,
+        extra_topk_lens=None if second is None else second.topk_lens,
+        splits=plan,
+        softmax_scale=softmax_scale,
+        sink=sink,
+        backend=backend,
+    )
+    return out, lse, max_logits
+
+
+@dataclass(frozen=True, eq=False)
+class SparseArguments:
+    q: Tensor
+    layer: CacheLayer
+    rows: Tensor
+    topk_lens: Tensor | None
+    extra: CacheLayer | None
+    extra_rows: Tensor | None
+    extra_topk_lens: Tensor | None
+    splits: Splits
+    softmax_scale: float
+    sink: Tensor | None
+    backend: str
+
+
+def _sparse(
+    a: SparseArguments, out: Tensor | None, lse: Tensor | None, max_logits: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    dims = Dims(NAME)
+    refuse_grad(NAME, q=a.q, sink=a.sink)
+    check_absorbed_query(dims, a.q, None, a.layer)
+    dims.same_device("cache", a.layer.payload)
+    _check_lists(dims, "rows", a.rows, "topk_lens", a.topk_lens)
+    extra = None
+    if a.extra is not None:
+        dims.same_device("extra.cache", a.extra.payload)
+        row, main = a.extra.codec.row, a.layer.codec.row
+        dims.require(row == main, "extra.cache", f"have rows like the cache's, {main}", row)
+        rows = dims.tensor("extra.rows", a.extra_rows)
+        _check_lists(dims, "extra.rows", rows, "extra.topk_lens", a.extra_topk_lens)
+        extra = (a.extra, rows, a.extra_topk_lens)
+    check_sink(dims, a.sink)
+    scale = dims.finite("softmax_scale", a.softmax_scale)
+    dims.bind("v_width", a.layer.codec.row.v_width, "the cache's value width")
+    axes = ("tokens", "heads", "v_width")
+    out = check_result(dims, "out", out, *axes, dtype=result_dtype(a.q))
+    lse = check_result(dims, "lse", lse, *axes[:2], dtype=torch.float32)
+    max_logits = check_result(dims, "max_logits", max_logits, *axes[:2], dtype=torch.float32)
+
+    problem = Problem(
+        *device_facts(a.q.device),
+        dtype=str(a.q.dtype),
+        format=a.layer.codec.name,
+        heads=dims["heads"],
+        page_size=a.layer.page_size,
+        row=a.layer.codec.row,
+    )
+    dispatch.select(NAME, problem, a.backend).launch(
+        a.q,
+        a.layer,
+        a.rows,
+        a.topk_lens,
+        extra=extra,
+        splits=a.splits,
+        softmax_scale=scale,
+        sink=a.sink,
+        out=out,
+        lse=lse,
+        max_logits=max_logits,
+    )
+    return out, lse, max_logits
+
+
+def _check_lists(
+    dims: Dims, rows_name: str, rows: Tensor, lens_name: str, lens: Tensor | None
+) -> None:
+    topk = f"entries of {rows_name}"
+    dims.match(rows_name, rows, "tokens", topk, dtypes=INTEGERS)
+    if lens is not None:
+        dims.match(lens_name, lens, "tokens", dtypes=INTEGERS)
+        if values_visible(lens):
+            dims.lengths(lens_name, lens, dims[topk], f"the {topk}")
+
+
+def _empty(a: SparseArguments) -> tuple[Tensor, Tensor, Tensor]:
+    shape = a.q.shape[:2]
+    out = a.q.new_empty(*shape, a.layer.codec.row.v_width, dtype=result_dtype(a.q))
+    lse, max_logits = (a.q.new_empty(shape, dtype=torch.float32) for _ in range(2))
+    return out, lse, max_logits
+
+
+_OP = Op(NAME, SparseArguments, _sparse, _empty, ("out", "lse", "max_logits"))

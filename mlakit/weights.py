@@ -1,0 +1,128 @@
+"""The latent up-projection W_UK, W_UV of one layer, in the forms the two branches use.
+
+A checkpoint has one matrix `kv_b_proj` [heads · (D_N + D_V), D_C]: per head D_N rows of W_UK, then
+D_V rows of W_UV. Its products are
+
+    expanded   k_nope = c W_UKᵀ,  v = c W_UVᵀ                         [tokens, heads, D_N | D_V]
+    absorbed   q_latent = q_nope W_UK,   result = latent_out W_UVᵀ    [tokens, heads, D_C | D_V]
+
+An e4m3 matrix comes with one float32 scale per 128 × 128 block; activations are then quantised per
+token and group before the product.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from mlakit.checks import E4M3, FLOATS, Dims
+from mlakit.geometry import MLAGeometry
+from mlakit.ops import batched_matmul, quantize_fp8, scaled_mm_fp8
+
+CHECKPOINT_BLOCK = 128
+SCALE_UB = 1200.0  # bound on the amax of an activation group; entries above it saturate
+
+
+@dataclass(frozen=True, eq=False)
+class HeadMatrices:
+    """One matrix per head, [heads, outputs, inputs]; e4m3 ones with a scale per `group`² block."""
+
+    weight: Tensor
+    scale: Tensor | None = None  # [heads, ceil(outputs / group), ceil(inputs / group)] float32
+    group: int = 0
+
+    def apply(self, x: Tensor, *, out: Tensor, backend: str = "auto") -> Tensor:
+        """x [tokens, heads, inputs] → out [tokens, heads, outputs], written through its strides."""
+        by_head, out_by_head = x.transpose(0, 1), out.transpose(0, 1)
+        if self.scale is None:
+            batched_matmul(by_head, self.weight, out=out_by_head, backend=backend)
+            return out
+        quantised, scales = quantize_fp8(by_head, self.group, scale_ub=SCALE_UB, backend=backend)
+        scaled_mm_fp8(
+            quantised,
+            scales,
+            self.weight,
+            self.scale,
+            n_group=self.group,
+            k_group=self.group,
+            out=out_by_head,
+            backend=backend,
+        )
+        return out
+
+
+@dataclass(frozen=True, eq=False)
+class UpProjection:
+    """`kv_b_proj` of one layer, cut up once for expanding and absorbing."""
+
+    geometry: MLAGeometry
+    joint: HeadMatrices  # all of it as one matrix, [1, heads · (D_N + D_V), D_C]
+    absorb: HeadMatrices  # W_UKᵀ by head, [heads, D_C, D_N]: takes q_nope to the latent
+    values: HeadMatrices  # W_UV by head, [heads, D_V, D_C]: takes the latent result to the value
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.joint.scale is not None
+
+    def expand(self, latent: Tensor, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
+        """(k_nope [tokens, heads, D_N], v [tokens, heads, D_V]) of latent [tokens, D_C]."""
+        g = self.geometry
+        out = latent.new_empty(len(latent), 1, self.joint.weight.shape[1])
+        self.joint.apply(latent[:, None], out=out, backend=backend)
+        by_head = out.view(len(latent), g.num_heads, g.qk_nope_head_dim + g.v_head_dim)
+        k_nope, v = by_head.split([g.qk_nope_head_dim, g.v_head_dim], dim=-1)
+        return k_nope, v
+
+    @classmethod
+    def from_checkpoint(
+        cls, kv_b_proj: Tensor, geometry: MLAGeometry, scale: Tensor | None = None
+    ) -> UpProjection:
+        """Of the checkpoint's matrix; e4m3 comes with its scales [ceil(rows/128), ceil(D_C/128)].
+
+        A float matrix is only viewed. An e4m3 one is transposed for absorbing once, here.
+        """
+        dims = Dims("UpProjection.from_checkpoint")
+        g = geometry
+        per_head = g.qk_nope_head_dim + g.v_head_dim
+        dims.bind("heads · (D_N + D_V)", g.num_heads * per_head, "what the geometry needs")
+        dims.bind("D_C", g.kv_lora_rank, "the geometry's kv_lora_rank")
+        axes = ("heads · (D_N + D_V)", "D_C")
+        dims.match("kv_b_proj", kv_b_proj, *axes, dtypes=[*FLOATS] if scale is None else [E4M3])
+        by_head = kv_b_proj.unflatten(0, (g.num_heads, per_head))
+        keys, values = by_head.split([g.qk_nope_head_dim, g.v_head_dim], dim=1)
+        if scale is None:
+            joint = HeadMatrices(kv_b_proj[None])
+            return cls(g, joint, HeadMatrices(keys.transpose(1, 2)), HeadMatrices(values))
+        block = CHECKPOINT_BLOCK
+        dims.bind("row blocks", -(-kv_b_proj.shape[0] // block), "the rows of kv_b_proj / 128")
+        dims.bind("column blocks", -(-g.kv_lora_rank // block), "kv_lora_rank / 128")
+        dims.match("scale", scale, "row blocks", "column blocks", dtypes=[torch.float32])
+        group = _head_group(g)
+        key_scale = _head_scales(scale, g, 0, g.qk_nope_head_dim, group)
+        value_scale = _head_scales(scale, g, g.qk_nope_head_dim, g.v_head_dim, group)
+        return cls(
+            g,
+            HeadMatrices(kv_b_proj[None], scale[None], block),
+            HeadMatrices(
+                keys.transpose(1, 2).contiguous(), key_scale.transpose(1, 2).contiguous(), group
+            ),
+            HeadMatrices(values, value_scale, group),
+        )
+
+
+def _head_group(g: MLAGeometry) -> int:
+    """The largest block that no boundary of a head cuts: 128, or 64 for GLM's 192 + 256."""
+    return gcd(g.qk_nope_head_dim, g.v_head_dim, CHECKPOINT_BLOCK)
+
+
+def _head_scales(scale: Tensor, g: MLAGeometry, first_row: int, rows: int, group: int) -> Tensor:
+    """Scales [heads, rows / group, ceil(D_C / group)] of `rows` rows of each head's block."""
+    per_head = g.qk_nope_head_dim + g.v_head_dim
+    head = torch.arange(g.num_heads, device=scale.device)[:, None]
+    row = torch.arange(0, rows, group, device=scale.device)
+    by_row = scale[(head * per_head + first_row + row) // CHECKPOINT_BLOCK]
+    columns = -(-g.kv_lora_rank // group)
+    return by_row.repeat_interleave(CHECKPOINT_BLOCK // group, dim=-1)[..., :columns].contiguous()

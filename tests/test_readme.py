@@ -1,0 +1,151 @@
+"""The README is true: its examples run, its tables and commands are those of the code."""
+
+from __future__ import annotations
+
+import io
+import re
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from mlakit import cli, knobs
+from mlakit.compat import modular
+from mlakit.formats import FORMATS, row_codec
+from mlakit.geometry import MLAGeometry, RowShape
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
+BLOCKS = [(match[1], match[2]) for match in FENCE.finditer(README)]
+
+
+def examples() -> dict[str, tuple[str, str | None]]:
+    """Python examples by their last heading, each with the output shown below it, if any."""
+    found: dict[str, tuple[str, str | None]] = {}
+    for match in FENCE.finditer(README):
+        heading = re.findall(r"^#+ (.*)$", README[: match.start()], flags=re.MULTILINE)[-1]
+        if match[1] == "python":
+            assert heading not in found, f"two examples under {heading!r}"
+            found[heading] = (match[2], None)
+        elif match[1] == "text":
+            found[heading] = (found[heading][0], match[2])
+    return found
+
+
+EXAMPLES = examples()
+
+
+def table(header: str) -> list[list[str]]:
+    """The rows of the table whose first column is `header`, as cells without backticks."""
+    _, _, rest = README.partition(f"\n| {header} |")
+    assert rest, f"the README has no table of {header}"
+    lines = rest.split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip().replace("`", "") for cell in line.split("|")[1:-1]] for line in lines]
+
+
+def numbers(cell: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", cell)]
+
+
+@pytest.mark.parametrize("heading", EXAMPLES)
+def test_examples_run_and_print_what_they_say(heading):
+    code, expected = EXAMPLES[heading]
+    torch.manual_seed(0)
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        exec(compile(code, f"README.md, {heading}", "exec"), {"__name__": "readme"})
+    assert printed.getvalue() == (expected or "")
+
+
+@pytest.mark.parametrize("heading", EXAMPLES)
+def test_examples_end_in_a_check_or_a_printed_value(heading):
+    code, expected = EXAMPLES[heading]
+    last = code.rstrip().splitlines()[-1]
+    assert ("print" in last and expected) or "assert" in last
+    assert len(code.splitlines()) <= 20
+
+
+def test_there_are_examples_of_decode_append_and_a_foreign_cache():
+    code = "\n".join(code for code, _ in EXAMPLES.values())
+    for call in ("flare_mla_decoding(", "mla_fused_rope_rmsnorm_quantization(", ".wrap("):
+        assert call in code
+
+
+def test_format_table_gives_the_bytes_of_the_code():
+    found = {}
+    for names, columns, size, _ in table("format"):
+        for name in names.split(", "):
+            row = RowShape(*numbers(columns))
+            assert sum(numbers(size)) == row_codec(name, row).bytes_per_token, name
+            found[name] = numbers(size)
+            codec = row_codec(name, row)
+            if codec.scale_dtype is not None:
+                beside = codec.scale_elements * codec.scale_dtype.itemsize
+                assert numbers(size) == [codec.bytes_per_token - beside, beside]
+    assert tuple(found) == FORMATS
+
+
+def test_the_saving_of_the_first_lines_is_that_of_the_geometry():
+    model = MLAGeometry.preset("deepseek-v3")
+    row = row_codec("bf16", model.row).bytes_per_token
+    first_lines = README.partition("```")[0]
+    assert f"{row} bytes in bf16" in first_lines
+    assert f"{model.num_heads} heads take {2 * model.expanded_elements_per_token}" in first_lines
+
+
+def test_knob_table_gives_the_defaults_and_meanings_of_the_code():
+    shown = {True: "on", False: "off"}
+    expected = [
+        [knob.variable, shown.get(knob.default, str(knob.default)), knob.meaning]
+        for knob in knobs.REGISTRY.values()
+    ]
+    assert table("variable") == expected
+    for row in table("variable"):
+        knob = next(knob for knob in knobs.REGISTRY.values() if knob.variable == row[0])
+        assert knob.parse(row[1]) == knob.default
+
+
+def test_function_table_names_all_of_the_documented_functions_and_nothing_else():
+    names = [name for row in table("name") for name in row[0].split(", ")]
+    assert sorted(names) == sorted(modular.__all__)
+
+
+def shell_commands() -> list[list[str]]:
+    blocks = "".join(code for language, code in BLOCKS if language == "sh")
+    inline = "\n".join(re.findall(r"`((?:make|pip|mlakit) [^`]*)`", README))
+    lines = (blocks + inline).splitlines()
+    return [line.partition("#")[0].split() for line in lines if line.strip()]
+
+
+def make_targets() -> set[str]:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    phony = re.findall(r"^\.PHONY: (.*)$", makefile, flags=re.MULTILINE)
+    targets = set(re.findall(r"^([a-z]+):", makefile, flags=re.MULTILINE))
+    return targets & set(" ".join(phony).split())
+
+
+def test_shell_commands_exist():
+    commands = shell_commands()
+    assert ["make", "demo"] in commands
+    assert ["make", "test"] in commands
+    assert ["pip", "install", "."] in commands
+    for program, *arguments in commands:
+        if program == "make":
+            assert set(arguments) <= make_targets()
+        elif program == "mlakit":
+            assert CliRunner().invoke(cli.app, [*arguments, "--help"]).exit_code == 0
+        else:
+            assert (program, arguments) == ("pip", ["install", "."])
+
+
+def test_links_lead_somewhere():
+    for target in re.findall(r"\]\(([^)]+)\)", README):
+        assert (ROOT / target).exists(), target
+
+
+def test_the_readme_keeps_to_what_was_measured():
+    boasts = ("fastest", "blazing", "state-of-the-art", "speedup", "faster than", "best-in-class")
+    assert [word for word in boasts if word in README.lower()] == []
