@@ -40,6 +40,12 @@ class CacheLayer:
         return self.payload.shape[1]
 
     @property
+    def alone(self) -> PagedLatentCache:
+        """A pool of this layer only, sharing its memory."""
+        scales = None if self.scales is None else self.scales[None]
+        return PagedLatentCache(self.codec, self.payload[None], scales, self.tensor_scale)
+
+    @property
     def num_slots(self) -> int:
         return self.payload.shape[0] * self.payload.shape[1]
 
@@ -50,6 +56,24 @@ class CacheLayer:
         return self.codec.decode(
             self.payload[page, offset], scales, tensor_scale=self.tensor_scale, dtype=dtype
         )
+
+    def read_tokens(self, page_table: PageTable, request: int, first: int, last: int) -> Tensor:
+        """Rows [last − first, width] float32 of tokens [first, last) of one request, dequantised.
+
+        Whole pages are gathered at a time; tokens of a single page are not copied to be read.
+        """
+        if isinstance(page_table, tuple):
+            return self.read(request_slots(page_table, self.page_size, request, first, last))
+        pages = page_table[request, first // self.page_size : -(-last // self.page_size)]
+        offset = first % self.page_size
+
+        def tokens(pool: Tensor) -> Tensor:
+            if len(pages) == 1:
+                return pool[int(pages), offset : offset + last - first]
+            return pool.index_select(0, pages).flatten(0, 1)[offset : offset + last - first]
+
+        scales = None if self.scales is None else tokens(self.scales)
+        return self.codec.decode(tokens(self.payload), scales, tensor_scale=self.tensor_scale)
 
     def write(self, slots: Tensor, rows: Tensor, *, power_of_two_scales: bool = False) -> None:
         """Quantise `rows` [n, width] into int64 `slots` [n]."""
@@ -102,6 +126,14 @@ class PagedLatentCache:
             )
         scales = None if self.scales is None else self.scales[index]
         return CacheLayer(self.codec, self.payload[index], scales, self.tensor_scale)
+
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy whole pages in every layer: what `PageAllocator` asks for before a shared page is
+        written (`copy_pages([c.source for c in copies], [c.target for c in copies])`)."""
+        source, target = (torch.tensor(list(ids), device=self.device) for ids in (sources, targets))
+        for pool in (self.payload, self.scales):
+            if pool is not None and len(source):
+                pool[:, target] = pool[:, source]
 
     @classmethod
     def allocate(
@@ -176,6 +208,41 @@ class PagedLatentCache:
         axes = ("layers", "pages", "page_size", "scale")
         dims.match("scales", side, *axes, dtypes=[codec.scale_dtype])
         return cls(codec, nominal, side, tensor_scale)
+
+    @classmethod
+    def wrap_index_keys(cls, blocks: Tensor) -> PagedLatentCache:
+        """See an indexer's key cache as a pool, sharing its memory.
+
+        blocks  [pages, page, D + 4] or [pages, page, 1, D + 4] bytes, contiguous pages: the D e4m3
+                of every row of a page first, then a float32 scale for each (vLLM, DeepGEMM)
+
+        The pool has format "fp8_token" and rows of D columns, none of them rotated.
+        """
+        dims = Dims("PagedLatentCache.wrap_index_keys")
+        dims.dtype("blocks", dims.tensor("blocks", blocks), *_BYTE_TYPES)
+        nominal = _four_axes(dims, "blocks", blocks.view(torch.uint8))
+        layers, pages, page_size, width = nominal.shape
+        dims.require(
+            width > 4 and width % 4 == 0, "blocks", "have rows of D + 4 bytes, D % 4 == 0", width
+        )
+        dims.require(
+            nominal.stride(3) == 1 and (page_size == 1 or nominal.stride(2) == width),
+            "blocks",
+            "have contiguous pages",
+            f"strides {blocks.stride()}",
+        )
+        start, by_page = nominal.storage_offset(), nominal.stride()[:2]
+        dims.require(
+            start % 4 == 0 and all(stride % 4 == 0 for stride in by_page),
+            "blocks",
+            "have pages aligned to 4 bytes",
+            f"strides {blocks.stride()} at offset {start}",
+        )
+        d = width - 4
+        payload = nominal.as_strided((layers, pages, page_size, d), (*by_page, d, 1), start)
+        run = nominal.as_strided((layers, pages, page_size * width), (*by_page, 1), start)
+        scales = run.view(torch.float32)[..., page_size * d // 4 :].unsqueeze(-1)
+        return cls(row_codec("fp8_token", RowShape(d, 0)), payload, scales)
 
 
 class KVShard(NamedTuple):
@@ -350,6 +417,26 @@ def token_requests(q_starts: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
     # the last start not above the token: empty requests before it are passed over
     request = torch.searchsorted(starts, token, right=True) - 1
     return request, token - starts[request]
+
+
+def physical_rows(
+    tokens: Tensor, page_table: Tensor, page_size: int, q_starts: Tensor | None = None
+) -> Tensor:
+    """int32 rows for `sparse_mla` of the token positions an indexer chose.
+
+    tokens  [queries, topk] positions within the query's request; negative ones become −1, and so do
+            positions beyond the page table
+    """
+    request = (
+        torch.arange(len(tokens), device=tokens.device)
+        if q_starts is None
+        else token_requests(q_starts, len(tokens))[0]
+    )
+    column = torch.div(tokens, page_size, rounding_mode="floor").long()
+    inside = (tokens >= 0) & (column < page_table.shape[1])
+    page = page_table[request[:, None], torch.where(inside, column, 0)]
+    row = page * page_size + tokens % page_size
+    return torch.where(inside & (page >= 0), row, -1).int()
 
 
 def gather_rows(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from modular_cases import (
@@ -12,6 +14,7 @@ from modular_cases import (
     SCALE,
     SMALL_ROW,
     DecodeCase,
+    PagedStep,
     PrefillCase,
     RopeCase,
     SparseCase,
@@ -21,22 +24,22 @@ from modular_cases import (
     to_e4m3,
 )
 
-from mlakit import dispatch, reference
+from mlakit import dispatch, ops, reference
 from mlakit.compat import modular
 from mlakit.compat.modular.split_policy import BUCKETS, num_partitions
+from mlakit.geometry import RowShape
 from mlakit.specs import Problem
 from mlakit.testing import assert_matches, assert_same_bits, poison
 
 B200_SMS = 148
 
 
-ON_CPU = Problem("cpu", dtype=str(F32))
 QUANTISERS = [
     pytest.param(reference.quantize_fp8, id="oracle"),
     *(
-        pytest.param(spec.launch, id=str(spec))
+        pytest.param(partial(ops.quantize_fp8, backend=spec.backend), id=str(spec))
         for spec in dispatch.specs("quantize_fp8")
-        if spec.why_not(ON_CPU) is None
+        if spec.why_not(Problem("cpu", dtype=str(F32))) is None
     ),
 ]
 
@@ -333,22 +336,42 @@ def test_15_rope_aware_rows_with_a_scale_per_token(generator):
 def test_16_the_indexer(generator):
     """relu comes before the weight, so a negative weight can only lower a score; slots without a
     key hold −1; no query is given a key after itself."""
+    step = Step((5, 2), (4, 1))
+    paged = PagedStep(step, [0, 0], generator, page_size=4, row=RowShape(32, 0), dtype=F32)
     q, weights = normal(generator, 5, 4, 32), normal(generator, 5, 4)
-    keys = [normal(generator, 9, 32), normal(generator, 3, 32)]
-    logits = reference.indexer_logits(q, weights, keys, [4, 1])
-    dots = (q[2].double() @ keys[0].double().T).clamp_min(0)
-    by_hand = (weights[2].double()[:, None] * dots).sum(0)
-    torch.testing.assert_close(logits[2, :8], by_hand[:8])
-    lowered = reference.indexer_logits(q, -weights.abs(), keys, [4, 1])
+
+    def logits_with(weights):
+        return ops.indexer_logits(
+            q,
+            weights,
+            paged.collection().cache,
+            paged.table,
+            integers(step.after),
+            q_starts=paged.row_offsets,
+            layer=paged.layer,
+            max_kv_len=9,
+        )
+
+    logits = logits_with(weights)
+    visible = [6, 7, 8, 9, 3]
+    owner = [0, 0, 0, 0, 1]
+    for token, count in enumerate(visible):
+        dots = (q[token].double() @ paged.rows[owner[token]].T).clamp_min(0)
+        by_hand = (weights[token].double()[:, None] * dots).sum(0)[:count]
+        torch.testing.assert_close(logits[token, :count].double(), by_hand, rtol=1e-4, atol=1e-4)
+        assert bool((logits[token, count:] == -torch.inf).all())
+    exact, naive = (
+        reference.indexer_logits(q, weights, paged.rows, step.new, dtype=dtype)
+        for dtype in (torch.float64, F32)
+    )
+    assert_matches("logits", logits, exact, naive)
+    lowered = logits_with(-weights.abs())
     assert bool((lowered[logits.isfinite()] <= 0).all())
 
-    visible = [6, 7, 8, 9, 3]
-    chosen = reference.indexer_topk(logits, 7)
-    for token, count in enumerate(visible):
-        assert bool(logits[token, :count].isfinite().all())
-        assert bool((logits[token, count:] == -torch.inf).all())
-        best = logits[token, :count].argsort(descending=True)[:7].tolist()
-        assert chosen[token].tolist() == best + [-1] * (7 - len(best))
+    for chosen in (ops.indexer_topk(logits, 7), reference.indexer_topk(logits, 7)):
+        for token, count in enumerate(visible):
+            best = logits[token, :count].argsort(descending=True)[:7].tolist()
+            assert chosen[token].tolist() == best + [-1] * (7 - len(best))
 
 
 def test_17_absorbed_and_expanded_attention_agree():

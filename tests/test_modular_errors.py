@@ -91,7 +91,7 @@ class Call:
     def storages(self) -> dict[str, Tensor]:
         """Their bytes, those between the strides of a view too."""
         return {
-            name: torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+            name: tensor.new_empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
             for name, tensor in self.tensors().items()
             if tensor.device.type != "meta"
         }
@@ -231,6 +231,16 @@ def rope_aware_decode() -> Call:
     return Call(flare_mla_decoding, arguments, scaled_cache_parts(), "k")
 
 
+def padded_rope_aware_decode() -> Call:
+    batch, q_len = len(NEW), max(NEW)
+    arguments = padded_decode().arguments | {
+        "q": drawn(batch, q_len, HEADS, RANK + 2 * ROPE, dtype=E4M3),
+        "q_scale": torch.full((batch * q_len,), 0.5),
+        "per_token_scale_rope_aware": True,
+    }
+    return Call(flare_mla_decoding, arguments, scaled_cache_parts(), "k")
+
+
 def contiguous_decode() -> Call:
     arguments = {
         "output": unwritten(2, 2, HEADS, 512),
@@ -304,8 +314,15 @@ def causal() -> Call:
 
 Make = Callable[[], Call]
 
-PAGED_DECODES: tuple[Make, ...] = (ragged_decode, padded_decode, rope_aware_decode)
-PAGED: tuple[Make, ...] = (fused_kernel, fused, prefill, *PAGED_DECODES)
+PAGED: tuple[Make, ...] = (
+    fused_kernel,
+    fused,
+    prefill,
+    ragged_decode,
+    padded_decode,
+    rope_aware_decode,
+    padded_rope_aware_decode,
+)
 WRITERS: tuple[Make, ...] = (*PAGED, contiguous_decode, sparse)
 MAKERS: tuple[Make, ...] = (
     *WRITERS,
@@ -718,6 +735,16 @@ WRONG: dict[Make, list[Wrong]] = {
             k_scale_granularity=64,
         ),
         Wrong(
+            "kv_b_proj_scale.shape[1] (column groups) must equal ... / 128, rounded up, 1, got 2",
+            kv_b_proj_scale=doubled(1),
+        ),
+        Wrong(
+            f"kv_b_proj_scale {LAST_AXIS} (4, 2)",
+            cache=cache_parts(width=140) | {"kv_lora_rank": 136},
+            kv_b_proj=drawn(160, 136, dtype=E4M3),
+            kv_b_proj_scale=torch.ones(2, 4)[:, ::2],
+        ),
+        Wrong(
             "TypeError: kv_b_proj_scale must be float32, got bfloat16",
             kv_b_proj_scale=of(torch.bfloat16),
         ),
@@ -806,6 +833,10 @@ WRONG: dict[Make, list[Wrong]] = {
             cache={"scales_lookup_table": torch.full_like(TABLE_OF_ZEROS, PAGES)},
         ),
     ],
+    padded_rope_aware_decode: [
+        Wrong("q_scale.shape[0] (tokens) must equal batch · q_len, 6, got 5", q_scale=shortened(0)),
+        Wrong("q_scale must have axes (tokens), got shape (1, 6)", q_scale=RANK_ABOVE),
+    ],
     contiguous_decode: [
         *a_decode(),
         *an_output("output", contiguous_decode(), "q.shape[2]"),
@@ -834,6 +865,7 @@ WRONG: dict[Make, list[Wrong]] = {
     ],
     sparse: [
         *an_output("output", sparse(), "num_q_heads"),
+        Wrong("output.shape[2] (v) must equal v_depth, 512, got 511", output=shortened(2)),
         Wrong("TypeError: kv_cache must be a KeyCache, got NoneType", kv_cache=None),
         Wrong(
             "kv_cache must have rows of 576 with 512 value columns, got (20, 16)",
@@ -979,6 +1011,19 @@ def test_no_argument_takes_what_is_nothing_it_could_mean(make):
             with pytest.raises((TypeError, ValueError), match=rf"^{re.escape(call.name)}(:|\(\)) "):
                 call()
             assert_unchanged(before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", [*WRITERS, plan], ids=name_of)
+def test_tensors_of_two_devices_are_refused(make):
+    names = [name for name, value in make().arguments.items() if isinstance(value, Tensor)]
+    for name in names:
+        call = spoil(make(), {name: Edit(lambda tensor: tensor.to("cuda"))})
+        before = snapshot(**call.storages())
+        two_devices = rf"^{call.name}: \w+ must be on the device of \w+, (cpu|cuda:0), got "
+        with pytest.raises(ValueError, match=two_devices):
+            call()
+        assert_unchanged(before)
 
 
 def refusal(call: Call) -> str | None:
@@ -1186,6 +1231,7 @@ WINDOW = {"mask_str": "sliding_window_causal", "local_window_size": 2}
         (ragged_decode, {"mask_functor": SlidingWindowCausalMask(2)}),
         (padded_decode, {"mask_functor": ChunkedMask(4)}),
         (rope_aware_decode, {"mask_functor": SlidingWindowCausalMask(2)}),
+        (padded_rope_aware_decode, {"mask_functor": ChunkedCausalMask(4)}),
     ],
     ids=name_of,
 )
@@ -1232,14 +1278,17 @@ def no_tokens(make: Make, requests: int) -> Call:
         cache_lengths=int32(*CACHED[:requests]),
     )
     offsets = torch.zeros(requests + 1, dtype=torch.int32)
+    is_padded = make in (padded_decode, padded_rope_aware_decode)
     counts_tokens = ("q_rope_output", "q_rope", "kv", "kv_input", "output", "q", "q_scale")
     for name, value in call.arguments.items():
         if name in counts_tokens:
-            call.arguments[name] = value[: 0 if make is not padded_decode else requests]
+            call.arguments[name] = value[: requests if is_padded else 0]
         elif name.endswith("offsets") or name == "valid_length":
             call.arguments[name] = offsets
-    if make is padded_decode:
+    if is_padded:
         call.arguments["valid_length"] = offsets[:-1]
+        if "q_scale" in call.arguments:
+            call.arguments["q_scale"] = torch.ones(requests * max(NEW))
     return call
 
 

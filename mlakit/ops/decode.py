@@ -71,7 +71,7 @@ def mla_decode(
     out [tokens, heads, v_width] in q's dtype (bf16 for e4m3) and lse [tokens, heads] float32; where
     nothing was attended, out is 0 and lse −inf.
     """
-    out, lse = _OP(
+    out, lse = OP(
         (out, lse),
         q=q,
         layer=check_layer(Dims(NAME), cache, layer),
@@ -156,7 +156,7 @@ def _empty(a: DecodeArguments) -> tuple[Tensor, Tensor]:
     return out, a.q.new_empty(a.q.shape[:2], dtype=torch.float32)
 
 
-_OP = Op(NAME, DecodeArguments, _decode, _empty, ("out", "lse"))
+OP = Op(NAME, DecodeArguments, _decode, _empty, ("out", "lse"))
 
 
 def _problem(a: DecodeArguments) -> Problem:

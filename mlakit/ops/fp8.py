@@ -38,7 +38,7 @@ def quantize_fp8(
     axis): transposed, as `scaled_mm_fp8` reads them. `scale_ub` bounds amax; entries beyond it
     saturate. A group of zeros has scale 0. The last group may be short. Padding entries are 0.
     """
-    q, scales = _QUANTIZE_OP(
+    q, scales = QUANTIZE_OP(
         (out, scales), x=x, group=group, scale_ub=float(scale_ub), backend=backend
     )
     return q, scales
@@ -68,7 +68,7 @@ def scaled_mm_fp8(
 
     All of them may have a leading batch axis.
     """
-    (result,) = _MATMUL_OP(
+    (result,) = MATMUL_OP(
         (out,),
         a=a,
         a_scale=a_scale,
@@ -173,5 +173,5 @@ def _empty_product(args: MatmulArguments) -> tuple[Tensor]:
     return (args.a.new_empty(*args.a.shape[:-1], args.b.shape[-2], dtype=args.out_dtype),)
 
 
-_QUANTIZE_OP = Op(QUANTIZE, QuantizeArguments, _quantize, _empty_quantized, ("out", "scales"))
-_MATMUL_OP = Op(MATMUL, MatmulArguments, _matmul, _empty_product, ("out",))
+QUANTIZE_OP = Op(QUANTIZE, QuantizeArguments, _quantize, _empty_quantized, ("out", "scales"))
+MATMUL_OP = Op(MATMUL, MatmulArguments, _matmul, _empty_product, ("out",))

@@ -48,14 +48,15 @@ def indexer_logits(
 
     q           [tokens, index_heads, D]; for e4m3 its scale goes into `weights`
     weights     [tokens, index_heads] float32
-    cache       index keys, rows of D columns (format fp8_index, bf16, …)
+    cache       index keys, rows of D columns in any format; `PagedLatentCache.wrap_index_keys`
+                sees the 132-byte pages of vLLM and DeepGEMM as one
     page_table, kv_lens, q_starts, mask   as in `mla_decode`
     max_kv_len  columns of the result, at least every kv_len; None: what the page table can hold
 
     Returns float32 [tokens, max_kv_len], −inf where a key is not visible.
     """
     cache_layer = check_layer(Dims(LOGITS), cache, layer)
-    (logits,) = _LOGITS_OP(
+    (logits,) = LOGITS_OP(
         (out,),
         q=q,
         weights=weights,
@@ -88,7 +89,7 @@ def indexer_topk(
     Best first; of equal logits the lower column comes first; −inf is never selected; NaN ranks
     above every number, so that it is seen; slots left over hold −1.
     """
-    (selected,) = _TOPK_OP(
+    (selected,) = TOPK_OP(
         (out,), logits=logits, k=k, row_starts=row_starts, row_ends=row_ends, backend=backend
     )
     return selected
@@ -183,5 +184,5 @@ def _empty_topk(a: TopkArguments) -> tuple[Tensor]:
     return (a.logits.new_empty(a.logits.shape[0], a.k, dtype=torch.int32),)
 
 
-_LOGITS_OP = Op(LOGITS, LogitsArguments, _logits, _empty_logits, ("out",))
-_TOPK_OP = Op(TOPK, TopkArguments, _topk, _empty_topk, ("out",))
+LOGITS_OP = Op(LOGITS, LogitsArguments, _logits, _empty_logits, ("out",))
+TOPK_OP = Op(TOPK, TopkArguments, _topk, _empty_topk, ("out",))

@@ -22,7 +22,7 @@ def batched_matmul(
 
     All three may have any strides; `out` [batch, M, N] is in a's dtype, or given in any other.
     """
-    (result,) = _OP((out,), a=a, b=b, backend=backend)
+    (result,) = OP((out,), a=a, b=b, backend=backend)
     return result
 
 
@@ -51,4 +51,4 @@ def _empty(args: MatmulArguments) -> tuple[Tensor]:
     return (args.a.new_empty(*args.a.shape[:2], args.b.shape[1]),)
 
 
-_OP = Op(NAME, MatmulArguments, _matmul, _empty, ("out",))
+OP = Op(NAME, MatmulArguments, _matmul, _empty, ("out",))

@@ -36,7 +36,7 @@ def merge_states(
 
     Returns out in the dtype of the parts, and lse float32; 0 and −inf where every part is empty.
     """
-    out, lse = _OP((out, lse), outs=list(outs), lses=list(lses), sink=sink, backend=backend)
+    out, lse = OP((out, lse), outs=list(outs), lses=list(lses), sink=sink, backend=backend)
     return out, lse
 
 
@@ -74,4 +74,4 @@ def _empty(a: MergeArguments) -> tuple[Tensor, Tensor]:
     return torch.empty_like(a.outs[0]), torch.empty_like(a.lses[0])
 
 
-_OP = Op(NAME, MergeArguments, _merge, _empty, ("out", "lse"))
+OP = Op(NAME, MergeArguments, _merge, _empty, ("out", "lse"))

@@ -58,7 +58,7 @@ def norm_rope_quant_append(
 
     Returns the rotated queries. Nothing but them and the new tokens' cache rows is written.
     """
-    (result,) = _OP(
+    (result,) = OP(
         (q_rope_out,),
         q_rope=q_rope,
         kv=kv,
@@ -162,4 +162,4 @@ def _empty(a: AppendArguments) -> tuple[Tensor]:
     return (torch.empty_like(a.q_rope),)
 
 
-_OP = Op(NAME, AppendArguments, _append, _empty, ("q_rope_out",))
+OP = Op(NAME, AppendArguments, _append, _empty, ("q_rope_out",))

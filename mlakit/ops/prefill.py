@@ -52,7 +52,7 @@ def mla_prefill(
     out [tokens, heads, D_V] in q's dtype and lse [tokens, heads] float32; where nothing was
     attended, out is 0 and lse −inf. `plan` may be handed along; it never changes a result.
     """
-    out, lse = _OP(
+    out, lse = OP(
         (out, lse),
         q=q,
         k_nope=k_nope,
@@ -142,4 +142,4 @@ def _empty(a: PrefillArguments) -> tuple[Tensor, Tensor]:
     return out, a.q.new_empty(a.q.shape[:2], dtype=torch.float32)
 
 
-_OP = Op(NAME, PrefillArguments, _prefill, _empty, ("out", "lse"))
+OP = Op(NAME, PrefillArguments, _prefill, _empty, ("out", "lse"))

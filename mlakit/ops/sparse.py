@@ -67,7 +67,7 @@ def sparse_mla(
     dims = Dims(NAME)
     second = None if extra is None else ExtraRows(*extra)
     extra_layer = None if second is None else check_layer(dims, second.cache, second.layer)
-    out, lse, max_logits = _OP(
+    out, lse, max_logits = OP(
         (out, lse, max_logits),
         q=q,
         layer=check_layer(dims, cache, layer),
@@ -165,4 +165,4 @@ def _empty(a: SparseArguments) -> tuple[Tensor, Tensor, Tensor]:
     return out, lse, max_logits
 
 
-_OP = Op(NAME, SparseArguments, _sparse, _empty, ("out", "lse", "max_logits"))
+OP = Op(NAME, SparseArguments, _sparse, _empty, ("out", "lse", "max_logits"))

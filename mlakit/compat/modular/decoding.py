@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlakit import dispatch
 from mlakit.cache import CacheLayer, PagedLatentCache, token_requests
 from mlakit.checks import E4M3, FLOATS, INTEGERS, Dims, as_signed
 from mlakit.compat.modular.arguments import (
@@ -22,7 +21,8 @@ from mlakit.compat.modular.arguments import (
 from mlakit.compat.modular.collection import KeyCache
 from mlakit.geometry import RowShape
 from mlakit.masks import Mask
-from mlakit.specs import Problem, device_facts
+from mlakit.ops import mla_decode
+from mlakit.plan import EvenSplit
 
 NAME = "flare_mla_decoding"
 CONTIGUOUS_ROW = RowShape(512, 64)  # the contiguous overload is documented for 576 / 512 only
@@ -332,30 +332,17 @@ def _launch(
     scale: float,
     num_splits: int,
 ) -> None:
-    device, arch = device_facts(q.device)
-    problem = Problem(
-        device,
-        arch,
-        dtype=str(q.dtype),
-        format=layer.codec.name,
-        heads=q.shape[1],
-        page_size=layer.page_size,
-        row=layer.codec.row,
-        mask=mask.kind,
-    )
     q_latent, q_rope = _split_query(q, layer)
-    dispatch.select("mla_decode", problem).launch(
+    mla_decode(
         q_latent,
-        q_rope,
-        q_scale,
-        layer,
+        layer.alone,
         page_table,
-        q_starts,
         kv_lens,
-        num_splits=num_splits,
         softmax_scale=scale,
+        q_rope=q_rope,
+        q_scale=q_scale,
+        q_starts=q_starts,
         mask=mask,
-        sink=None,
+        plan=EvenSplit(num_splits),
         out=output,
-        lse=torch.empty(q.shape[:2], dtype=torch.float32, device=q.device),
     )

@@ -30,7 +30,6 @@ def mla_prefill_plan(
     """
     dims = Dims("mla_prefill_plan")
     dims.match("cache_lengths", cache_lengths, "batch", dtypes=INTEGERS)
-    dims.tensor("input_row_offsets", input_row_offsets)
     offsets = check_row_offsets(dims, "input_row_offsets", input_row_offsets, None)
     dims.lengths("cache_lengths", cache_lengths, 2**31 - 1, "what int32 holds")
     plan = plan_prefill(

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 import torch
 from torch import Tensor
 
 from mlakit import dispatch
-from mlakit.cache import token_requests, token_slots
+from mlakit.cache import gather_rows, token_requests, token_slots
 from mlakit.checks import E4M3, FLOATS, INTEGERS, Dims, as_signed, values_visible
 from mlakit.compat.modular.arguments import (
     check_collection,
@@ -22,7 +20,8 @@ from mlakit.compat.modular.masks import mask_from_name
 from mlakit.compat.modular.rope_norm import append_step, check_step
 from mlakit.compat.modular.score_mods import slopes_from_name
 from mlakit.masks import Mask
-from mlakit.specs import KernelSpec, Problem, device_facts
+from mlakit.ops import mla_prefill, quantize_fp8, scaled_mm_fp8
+from mlakit.specs import Problem, device_facts
 
 GRANULARITIES = (64, 128)
 SCALE_UB = 1200.0  # bound on the amax of an activation group; entries above it saturate
@@ -98,19 +97,26 @@ def mla_prefill_branch_fp8(
     if length == 0 or dims["tokens"] == 0:
         return output
 
-    # every kernel is chosen before the first write: a call that none takes changes nothing
-    attend = dispatch.select("mla_prefill", _problem(q, cache, mask))
-    up_projection = _select_up_projection(q)
+    _select_kernels(q, cache, (dims["qk"] - rope, rope, dims["v"]), mask)
     q_rope = q[..., dims["qk"] - rope :]
     raw = _raw_latents(cache, offsets, dims["tokens"]).to(q.dtype)
     append_step(cache, q_rope, q_rope, raw, offsets, freqs_cis, kv_norm_gamma, epsilon)
-    rows, kv_starts = _visible_rows(cache, offsets, mask)
-    latent, k_rope = rows.to(q.dtype).split([cache.row.kv_lora_rank, rope], dim=-1)
-    expanded = _up_project(up_projection, latent, kv_b_proj, kv_b_proj_scale, group)
+    rows, kv_starts = _visible_rows(cache, offsets, mask, q.dtype)
+    latent, k_rope = rows.split([cache.row.kv_lora_rank, rope], dim=-1)
+    quantised, scales = quantize_fp8(latent, group, scale_ub=SCALE_UB)
+    expanded = scaled_mm_fp8(
+        quantised,
+        scales,
+        kv_b_proj,
+        kv_b_proj_scale,
+        n_group=group,
+        k_group=group,
+        out_dtype=q.dtype,
+    )
     k_nope, v = expanded.unflatten(1, (dims["heads"], -1)).split(
         [dims["qk"] - rope, dims["v"]], dim=-1
     )
-    attend.launch(
+    mla_prefill(
         q,
         k_nope,
         k_rope,
@@ -120,18 +126,25 @@ def mla_prefill_branch_fp8(
         softmax_scale=scale,
         mask=mask,
         alibi_slopes=slopes,
-        sink=None,
         out=output,
-        lse=torch.empty(q.shape[:2], dtype=torch.float32, device=q.device),
     )
     return output
 
 
-def _problem(q: Tensor, cache: KeyCache, mask: Mask) -> Problem:
-    device, arch = device_facts(q.device)
-    return Problem(
-        device, arch, dtype=str(q.dtype), heads=q.shape[1], row=cache.row, mask=mask.kind
+def _select_kernels(
+    q: Tensor, cache: KeyCache, head_widths: tuple[int, int, int], mask: Mask
+) -> None:
+    """Have every kernel chosen before the first write: a call that none takes changes nothing."""
+    problem = Problem(
+        *device_facts(q.device),
+        dtype=str(q.dtype),
+        heads=q.shape[1],
+        row=cache.row,
+        head_widths=head_widths,
+        mask=mask.kind,
     )
+    for op in ("quantize_fp8", "scaled_mm_fp8", "mla_prefill"):
+        dispatch.select(op, problem)
 
 
 def _check_cache(dims: Dims, cache: KeyCache, q: Tensor) -> None:
@@ -227,40 +240,15 @@ def _raw_latents(cache: KeyCache, row_offsets: Tensor, num_tokens: int) -> Tenso
     return cache.layer.read(token_slots(cache.lookup_table, cache.page_size, request, position))
 
 
-def _visible_rows(cache: KeyCache, row_offsets: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-    """(cache rows [keys, width] float32 of the keys any query sees, kv_starts [batch + 1]).
+def _visible_rows(
+    cache: KeyCache, row_offsets: Tensor, mask: Mask, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """(cache rows [keys, width] of the keys any query sees, kv_starts [batch + 1]).
 
     A window lets the oldest keys go; the rest keep their distances to the queries, and a chunk mask
     drops whole chunks, so the mask means the same over what is left.
     """
-    new = row_offsets.diff().tolist()
     before = cache.cache_lengths.tolist()
-    after = [low + tokens for low, tokens in zip(before, new, strict=True)]
+    after = (cache.cache_lengths + row_offsets.diff()).tolist()
     first = first_visible_keys(mask, before, after)
-    counts = [high - low for low, high in zip(first, after, strict=True)]
-    kv_starts = torch.tensor([0, *accumulate(counts)], device=row_offsets.device)
-    request, index = token_requests(kv_starts, sum(counts))
-    position = torch.tensor(first, device=row_offsets.device)[request] + index
-    slots = token_slots(cache.lookup_table, cache.page_size, request, position)
-    return cache.layer.read(slots), kv_starts
-
-
-def _select_up_projection(q: Tensor) -> tuple[KernelSpec, KernelSpec]:
-    device, arch = device_facts(q.device)
-    problem = Problem(device, arch, dtype=str(q.dtype))
-    return dispatch.select("quantize_fp8", problem), dispatch.select("scaled_mm_fp8", problem)
-
-
-def _up_project(
-    kernels: tuple[KernelSpec, KernelSpec],
-    latent: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    group: int,
-) -> Tensor:
-    """latent [keys, D_C] through the e4m3 weight [rows, D_C], in latent's dtype."""
-    quantize, matmul = kernels
-    quantised, scales = quantize.launch(latent, group, scale_ub=SCALE_UB)
-    out = latent.new_empty(len(latent), len(weight))
-    matmul.launch(quantised, scales, weight, weight_scale, n_group=group, k_group=group, out=out)
-    return out
+    return gather_rows(cache.layer, cache.lookup_table, first, after, dtype)

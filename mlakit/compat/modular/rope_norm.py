@@ -8,7 +8,6 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from mlakit import dispatch
 from mlakit.checks import E4M3, FLOATS, Dims
 from mlakit.compat.modular.arguments import (
     check_collection,
@@ -18,7 +17,7 @@ from mlakit.compat.modular.arguments import (
     step_lengths,
 )
 from mlakit.compat.modular.collection import KeyCache, KVCollection
-from mlakit.specs import Problem, device_facts
+from mlakit.ops import norm_rope_quant_append
 
 KVInput: TypeAlias = "Tensor | Callable[[Tensor, Tensor], Tensor]"
 """Raw latents: a tensor [tokens, width], or a function (rows, columns) -> [rows, columns]."""
@@ -139,29 +138,16 @@ def append_step(
     """Launch the fused step on checked arguments; no tokens means nothing to do."""
     if len(q_rope) == 0:
         return
-    device, arch = device_facts(q_rope.device)
-    problem = Problem(
-        device,
-        arch,
-        dtype=str(q_rope.dtype),
-        format=cache.layer.codec.name,
-        heads=q_rope.shape[1],
-        page_size=cache.page_size,
-        row=cache.row,
-    )
-    spec = dispatch.select("norm_rope_quant_append", problem)
-    spec.launch(
+    norm_rope_quant_append(
         q_rope,
         kv,
         freqs_cis,
         gamma,
-        cache.layer,
+        cache.layer.alone,
         cache.lookup_table,
         cache.cache_lengths,
         row_offsets,
         epsilon=float(epsilon),
-        rope="interleaved",
-        power_of_two_scales=False,
         q_rope_out=q_rope_output,
     )
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mlakit import dispatch
 from mlakit.checks import FLOATS, INTEGERS, Dims, as_signed
 from mlakit.compat.modular.arguments import check_key_cache
 from mlakit.compat.modular.collection import KeyCache
-from mlakit.specs import Problem, device_facts
+from mlakit.ops import sparse_mla
 
 QK_DEPTH, V_DEPTH = 576, 512
 
@@ -61,7 +60,9 @@ def mla_sm100_prefill_sparse(
     dims.bind("heads", dims.integer("num_q_heads", num_q_heads, 1), "num_q_heads")
     dims.bind("qk", QK_DEPTH, "qk_depth")
     dims.bind("v", V_DEPTH, "v_depth")
-    dims.match("q", q, "tokens", "heads", "qk", dtypes=FLOATS)
+    stored = cache.layer.payload.dtype
+    dtypes = (stored,) if stored in FLOATS else FLOATS
+    dims.match("q", q, "tokens", "heads", "qk", dtypes=dtypes)
     dims.rows_contiguous("q", q)
     dims.match("output", output, "tokens", "heads", "v", dtypes=[q.dtype])
     dims.writable("output", output)
@@ -74,28 +75,14 @@ def mla_sm100_prefill_sparse(
     if len(q) == 0:
         return output
 
-    device, arch = device_facts(q.device)
-    problem = Problem(
-        device,
-        arch,
-        dtype=str(q.dtype),
-        format=cache.layer.codec.name,
-        heads=q.shape[1],
-        page_size=cache.page_size,
-        row=cache.row,
-    )
-    lse, max_logits = torch.empty(2, *q.shape[:2], dtype=torch.float32, device=q.device)
-    dispatch.select("sparse_mla", problem).launch(
+    sparse_mla(
         q,
-        cache.layer,
+        cache.layer.alone,
         rows,
-        as_signed(topk_lengths),
-        extra=None,
         softmax_scale=scale,
+        topk_lens=as_signed(topk_lengths),
         sink=attn_sink,
         out=output,
-        lse=lse,
-        max_logits=max_logits,
     )
     return output
 

@@ -1,23 +1,28 @@
 """Absorbed MLA attention of each request's newest tokens over its cached rows.
 
 Maths      s = q·row · softmax_scale [· q_scale];  out = softmax(s) @ row[:, :v_width]
-Work       one request and one span of keys at a time; every cached row is read once per span
-Memory     rows are dequantised to float32 block by block, within the workspace
+Work       one request at a time, its keys in tiles; all its queries share the tile
+Memory     a tile is gathered by whole pages and widened to float32; it serves as K and as V
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
-from mlakit.cache import CacheLayer, PageTable, request_slots
-from mlakit.kernels.cpu.merge import merge_states
+from mlakit.cache import CacheLayer, KVShard, PageTable
+from mlakit.kernels.cpu.merge import merge_parts
 from mlakit.kernels.cpu.softmax import OnlineSoftmax
 from mlakit.kernels.cpu.workspace import rows_that_fit
 from mlakit.masks import Mask
-from mlakit.plan import partition_ranges
+from mlakit.plan import DecodePlanTensors, EvenSplit, partition_ranges
 
-SPLIT_GRANULARITY = 64  # keys; splits begin at multiples of it
+KEY_TILE = 512  # rows: 1.2 MB of float32, small enough to stay in cache between its two products
+QUERY_ROWS = 2048  # queries × heads attended at a time: 4 MB of state at 512 columns
+SPLIT_GRANULARITY = 64  # keys; an even split cuts at multiples of it
 
 
 def mla_decode(
@@ -27,29 +32,56 @@ def mla_decode(
     layer: CacheLayer,
     page_table: PageTable,
     q_starts: Tensor,  # [batch + 1]
-    kv_lens: Tensor,  # [batch] cached tokens, these queries included
+    kv_lens: Tensor,  # [batch] cached tokens, these queries included, on all ranks together
     *,
-    num_splits: int,  # parts a request's keys are attended in, then merged
+    shard: KVShard,
+    splits: DecodePlanTensors | EvenSplit | None,
     softmax_scale: float,
     mask: Mask,
     sink: Tensor | None,  # [heads] float32
+    deterministic: bool,  # always so here: a request's result depends on nothing else
     out: Tensor,  # [tokens, heads, v_width]
     lse: Tensor,  # [tokens, heads] float32
 ) -> None:
-    starts = q_starts.tolist()
-    for request, kv_len in enumerate(kv_lens.tolist()):
-        rows = slice(starts[request], starts[request + 1])
-        q = torch.cat([q_latent[rows].float(), q_rope[rows].float()], dim=-1)
+    requests = zip(kv_lens.tolist(), pairwise(q_starts.tolist()), strict=True)
+    spans = _spans(splits, [shard.local_count(kv_len) for kv_len in kv_lens.tolist()])
+    for request, (kv_len, (first, last)) in enumerate(requests):
+        if first == last:
+            continue
+        rows = slice(first, last)
+        q = torch.cat([q_latent[rows].float(), q_rope[rows].float()], dim=-1) * softmax_scale
         if q_scale is not None:
-            q = q * q_scale[rows, None, None]
-        parts = [
-            _attend_span(q * softmax_scale, layer, page_table, request, kv_len, span, mask)
-            for span in partition_ranges(kv_len, num_splits, SPLIT_GRANULARITY)
+            q *= q_scale[rows, None, None]
+        seen = [
+            tuple(map(shard.local_count, mask.interval(position, kv_len)))
+            for position in range(kv_len - (last - first), kv_len)
         ]
-        outs, lses = (torch.stack(part) for part in zip(*parts, strict=True))
-        request_out, request_lse = merge_states(outs, lses, sink)
-        out[rows] = request_out.to(out.dtype)
-        lse[rows] = request_lse
+        tile = max(1, QUERY_ROWS // q.shape[1])
+        for start in range(0, len(q), tile):
+            block = slice(start, start + tile)
+            parts = [
+                _attend_span(q[block], layer, page_table, request, span, seen[block])
+                for span in spans[request]
+            ]
+            block_out, lse[rows][block] = (
+                parts[0].finish(sink)
+                if len(parts) == 1
+                else merge_parts([part.finish() for part in parts], sink)
+            )
+            out[rows][block] = block_out.to(out.dtype)
+
+
+def _spans(
+    splits: DecodePlanTensors | EvenSplit | None, lengths: Sequence[int]
+) -> list[list[tuple[int, int]]]:
+    """Per request, the ranges of its local keys that are attended apart."""
+    if isinstance(splits, DecodePlanTensors):
+        spans: list[list[tuple[int, int]]] = [[] for _ in lengths]
+        for request, first, last, _ in splits.items.tolist():
+            spans[request].append((first, last))
+        return [each or [(0, 0)] for each in spans]
+    num_splits = 1 if splits is None else splits.num_splits
+    return [partition_ranges(length, num_splits, SPLIT_GRANULARITY) for length in lengths]
 
 
 def _attend_span(
@@ -57,29 +89,37 @@ def _attend_span(
     layer: CacheLayer,
     page_table: PageTable,
     request: int,
-    kv_len: int,
     span: tuple[int, int],
-    mask: Mask,
-) -> tuple[Tensor, Tensor]:
-    """(out [q_len, heads, v_width], lse [q_len, heads]) over the keys of one span."""
+    seen: Sequence[tuple[int, ...]],  # per query, the local keys [low, high) it sees
+) -> OnlineSoftmax:
+    """The softmax state of every query over the keys of one span."""
     q_len, heads, width = q.shape
     v_width = layer.codec.row.v_width
-    seen = [mask.interval(kv_len - q_len + i, kv_len) for i in range(q_len)]
-    states = [OnlineSoftmax((heads,), v_width) for _ in range(q_len)]
-    first = max(span[0], min((low for low, _ in seen), default=0))
-    last = min(span[1], max((high for _, high in seen), default=0))
-    tile = rows_that_fit(4 * (2 * width + 3 * heads), at_least=16)
-    for start in range(first, last, tile):
-        stop = min(start + tile, last)
-        slots = request_slots(page_table, layer.page_size, request, start, stop)
-        keys = layer.read(slots)
-        for query, (low, high), state in zip(q, seen, states, strict=True):
+    state = OnlineSoftmax.over(q_len, heads, v_width=v_width)
+    first = max(span[0], min(low for low, _ in seen))
+    last = min(span[1], max(high for _, high in seen))
+    common = (max(low for low, _ in seen), min(high for _, high in seen))
+    tile = min(KEY_TILE, rows_that_fit(4 * (2 * width + 2 * q_len * heads), at_least=16))
+    for start, stop in _tiles(first, last, tile, layer.page_size):
+        keys = layer.read_tokens(page_table, request, start, stop)
+        if common[0] <= start and stop <= common[1]:
+            state.add(q @ keys.T, keys[:, :v_width])
+            continue
+        for i, (low, high) in enumerate(seen):
             # a slice, not a mask: what this query does not see may hold NaN
             block = keys[max(low - start, 0) : max(high - start, 0)]
             if len(block):
-                state.add(query @ block.T, block[:, :v_width])
-    finished = [state.finish() for state in states]
-    if not finished:
-        return q.new_empty(0, heads, v_width), q.new_empty(0, heads)
-    outs, lses = zip(*finished, strict=True)
-    return torch.stack(outs), torch.stack(lses)
+                state[i].add(q[i] @ block.T, block[:, :v_width])
+    return state
+
+
+def _tiles(first: int, last: int, tile: int, page_size: int) -> Iterator[tuple[int, int]]:
+    """Ranges of about `tile` keys that hold whole pages, or lie in one page if that is larger."""
+    step = max(tile // page_size * page_size, 1) if page_size <= tile else tile
+    start = first
+    while start < last:
+        stop = start - start % step + step
+        if page_size > tile:
+            stop = min(stop, start - start % page_size + page_size)
+        yield start, min(stop, last)
+        start = min(stop, last)

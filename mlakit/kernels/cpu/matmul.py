@@ -1,16 +1,24 @@
 """Batched products of half-precision matrices on the CPU, accumulated in float32.
 
 Many CPUs have no bf16 or fp16 matrix units, and torch's products of such matrices are then far
-slower than float32 ones. Blocks of the right operand are widened instead, as many rows at a time
-as fit the workspace.
+slower than float32 ones. Tiles of both operands are widened instead.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from torch import Tensor
 
 from mlakit.formats import saturating_cast
 from mlakit.kernels.cpu.workspace import rows_that_fit
+
+
+def matmul_tiles(rows: int, *, bytes_per_row: int, multiple: int = 1) -> Iterator[slice]:
+    """Slices of `rows`, each a multiple of rows long and within half of the workspace."""
+    tile = rows_that_fit(2 * bytes_per_row * multiple) * multiple
+    for start in range(0, rows, tile):
+        yield slice(start, min(start + tile, rows))
 
 
 def batched_matmul(
@@ -21,10 +29,10 @@ def batched_matmul(
 ) -> None:
     """out = a @ bᵀ, rounded once."""
     _, rows, depth = a.shape
-    tile = rows_that_fit(4 * (depth + rows))
-    for i, (left, right) in enumerate(zip(a, b, strict=True)):
-        wide = left.float()
-        for start in range(0, len(right), tile):
-            block = slice(start, start + tile)
-            product = wide @ right[block].float().T
-            out[i, :, block] = saturating_cast(product, out.dtype)
+    for left, right, result in zip(a, b, out, strict=True):
+        for columns in matmul_tiles(len(right), bytes_per_row=4 * depth):
+            weight = right[columns].float().T
+            width = columns.stop - columns.start
+            for tile in matmul_tiles(rows, bytes_per_row=4 * (depth + width)):
+                product = left[tile].float() @ weight
+                result[tile, columns] = saturating_cast(product, out.dtype)

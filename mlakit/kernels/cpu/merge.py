@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 
 def merge_states(
-    outs: Tensor,  # [parts, ..., v_width]; what a part with lse = −inf holds is not looked at
-    lses: Tensor,  # [parts, ...] float32
+    outs: Sequence[Tensor],  # [tokens, heads, v_width] each
+    lses: Sequence[Tensor],  # [tokens, heads] float32 each
+    sink: Tensor | None,  # [heads] float32
+    *,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    merged, merged_lse = merge_parts(list(zip(outs, lses, strict=True)), sink)
+    out.copy_(merged)
+    lse.copy_(merged_lse)
+
+
+def merge_parts(
+    parts: Sequence[tuple[Tensor, Tensor]],  # (out [..., v_width], lse [...])
     sink: Tensor | None,  # broadcasts over [...]
 ) -> tuple[Tensor, Tensor]:
-    """out = Σ_p exp(lse_p − lse) out_p, lse = log Σ_p exp(lse_p); a sink joins out's divisor."""
-    lse = lses.logsumexp(0)
+    """out = Σ_p exp(lse_p − lse) out_p, lse = log Σ_p exp(lse_p); a sink joins out's divisor.
+
+    What a part holds where its lse is −inf is not looked at.
+    """
+    lse = torch.stack([part_lse for _, part_lse in parts]).logsumexp(0)
     empty = lse == -torch.inf
-    divisor = torch.where(empty, 0.0, lse)
+    divisor = lse.masked_fill(empty, 0.0)
     if sink is not None:
         divisor = torch.logaddexp(divisor, sink.expand_as(divisor))
-    weights = (lses - divisor).exp()
-    parts = torch.where((lses == -torch.inf)[..., None], 0.0, outs.float())
-    out = (weights[..., None] * parts).sum(0)
-    return torch.where(empty[..., None], 0.0, out), lse
+    merged = torch.zeros(parts[0][0].shape)
+    for part, part_lse in parts:
+        weight = (part_lse - divisor).exp()[..., None]
+        merged += torch.where((part_lse == -torch.inf)[..., None], 0.0, weight * part.float())
+    return merged.masked_fill_(empty[..., None], 0.0), lse

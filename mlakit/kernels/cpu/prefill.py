@@ -74,7 +74,7 @@ def _attend(
     q_nope, q_rope = q.float().transpose(0, 1).split([d_n, k_rope.shape[1]], dim=-1)
     first = mask.interval(int(positions[0]), num_keys)[0]
     last = mask.interval(int(positions[-1]), num_keys)[1]
-    softmax = OnlineSoftmax((heads, num_queries), d_v)
+    softmax = OnlineSoftmax.over(heads, num_queries, v_width=d_v)
     tile = rows_that_fit(4 * heads * (d_n + d_v + 3 * num_queries), at_least=16)
     for start in range(first, last, tile):
         block = slice(start, min(start + tile, last))

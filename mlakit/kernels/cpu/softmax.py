@@ -2,37 +2,49 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 
+@dataclass(frozen=True, eq=False)
 class OnlineSoftmax:
-    """Running (peak, total, weighted sum) of query rows [..., rows] over blocks of keys.
+    """Running (peak, total, weighted sum) of query rows over blocks of keys, updated in place.
 
     out = Σ_j exp(s_j − peak) v_j / (total + exp(sink − peak))       lse = peak + log(total)
     """
 
-    def __init__(self, rows: tuple[int, ...], v_width: int) -> None:
-        self.peak = torch.full(rows, -torch.inf)
-        self.total = torch.zeros(rows)
-        self.weighted = torch.zeros(*rows, v_width)
+    peak: Tensor  # [..., rows]
+    total: Tensor  # [..., rows]
+    weighted: Tensor  # [..., rows, v_width]
+
+    @classmethod
+    def over(cls, *rows: int, v_width: int) -> OnlineSoftmax:
+        """Nothing seen yet."""
+        return cls(torch.full(rows, -torch.inf), torch.zeros(rows), torch.zeros(*rows, v_width))
+
+    def __getitem__(self, index: int | slice) -> OnlineSoftmax:
+        """The same state seen from a part of the leading axis."""
+        return OnlineSoftmax(self.peak[index], self.total[index], self.weighted[index])
 
     def add(self, scores: Tensor, values: Tensor, visible: Tensor | None = None) -> None:
-        """Take in scores [..., rows, keys] and values [..., keys, v_width].
+        """Take in scores [..., rows, keys] (overwritten) and values [..., keys, v_width].
 
         `visible` [rows, keys] leaves keys out row by row; what it hides may be NaN.
         """
         if visible is not None:
-            scores = scores.masked_fill(~visible, -torch.inf)
+            scores.masked_fill_(~visible, -torch.inf)
         peak = torch.maximum(self.peak, scores.amax(-1))
-        anchor = _finite_peak(peak)
-        weights = (scores - anchor[..., None]).exp_()
+        # where nothing was seen yet the peak is −inf, and −inf − (−inf) would be NaN
+        anchor = peak.masked_fill(peak == -torch.inf, 0.0)
+        weights = scores.sub_(anchor[..., None]).exp_()
         decay = (self.peak - anchor).exp_()
-        self.peak = peak
-        self.total = self.total * decay + weights.sum(-1)
-        self.weighted = self.weighted * decay[..., None]
+        self.peak.copy_(peak)
+        self.total.mul_(decay).add_(weights.sum(-1))
+        self.weighted.mul_(decay[..., None])
         if visible is None or bool(values.isfinite().all()):
-            self.weighted += weights @ values
+            self.weighted.add_(weights @ values)
         else:
             # 0 · NaN is NaN: a key hidden from some rows must be left out, not weighted by 0
             for row, seen in enumerate(visible):
@@ -43,14 +55,8 @@ class OnlineSoftmax:
     def finish(self, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(out, lse); `sink`, broadcast over rows, only enlarges the denominator of out."""
         lse = self.peak + self.total.log()
+        empty = self.peak == -torch.inf
         denominator = self.total
         if sink is not None:
-            denominator = denominator + (sink - _finite_peak(self.peak)).exp()
-        empty = self.peak == -torch.inf
-        out = self.weighted / torch.where(empty, 1.0, denominator)[..., None]
-        return out, lse
-
-
-def _finite_peak(peak: Tensor) -> Tensor:
-    """Where nothing was seen yet the peak is −inf, and −inf − (−inf) would be NaN."""
-    return torch.where(peak == -torch.inf, 0.0, peak)
+            denominator = denominator + (sink - self.peak.masked_fill(empty, 0.0)).exp()
+        return self.weighted / denominator.masked_fill(empty, 1.0)[..., None], lse

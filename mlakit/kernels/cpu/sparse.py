@@ -2,7 +2,7 @@
 
 Maths      s = q·row · softmax_scale over the token's valid slots;  out = softmax(s) @ row
 Valid      slot < topk_len and 0 ≤ row id < num_rows; an invalid slot's row never reaches a sum
-Memory     rows are gathered for as many tokens at a time as fit the workspace
+Memory     parts of the lists are gathered, for as many tokens at a time as fit the workspace
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from torch import Tensor
 from mlakit.cache import CacheLayer
 from mlakit.kernels.cpu.softmax import OnlineSoftmax
 from mlakit.kernels.cpu.workspace import rows_that_fit
+from mlakit.plan import EvenSplit
+
+LIST_TILE = 256  # list entries gathered at a time for each token
 
 
 @dataclass(frozen=True)
@@ -25,13 +28,13 @@ class RowList:
     rows: Tensor
     lens: Tensor | None
 
-    def gather(self, tokens: slice) -> tuple[Tensor, Tensor]:
-        """(rows [tokens, topk, width] float32, zeros in invalid slots; valid [tokens, topk])."""
-        chosen = self.rows[tokens].long()
+    def gather(self, tokens: slice, entries: slice) -> tuple[Tensor, Tensor]:
+        """(rows [tokens, entries, width] float32, zeros where invalid; valid [tokens, entries])."""
+        chosen = self.rows[tokens, entries].long()
         valid = (chosen >= 0) & (chosen < self.layer.num_slots)
         if self.lens is not None:
-            slot = torch.arange(chosen.shape[1])
-            valid &= slot < self.lens[tokens, None]
+            entry = torch.arange(entries.start, entries.start + chosen.shape[1])
+            valid &= entry < self.lens[tokens, None]
         gathered = torch.zeros(*chosen.shape, self.layer.codec.row.width)
         gathered[valid] = self.layer.read(chosen[valid])
         return gathered, valid
@@ -44,6 +47,7 @@ def sparse_mla(
     topk_lens: Tensor | None,  # [tokens]: slots from here on do not count
     *,
     extra: tuple[CacheLayer, Tensor, Tensor | None] | None,  # a second cache with its own lists
+    splits: EvenSplit | None,  # parts are for parallel workers: here they are taken in turn
     softmax_scale: float,
     sink: Tensor | None,  # [heads] float32
     out: Tensor,  # [tokens, heads, v_width]
@@ -55,18 +59,16 @@ def sparse_mla(
         lists.append(RowList(*extra))
     tokens, heads, width = q.shape
     v_width = out.shape[-1]
-    widest = max(each.rows.shape[1] for each in lists)
-    tile = rows_that_fit(4 * widest * (2 * width + 3 * heads))
+    tile = rows_that_fit(4 * LIST_TILE * (3 * width + 3 * heads))
     for start in range(0, tokens, tile):
         block = slice(start, min(start + tile, tokens))
         scaled = q[block].float() * softmax_scale
-        softmax = OnlineSoftmax((len(scaled), heads), v_width)
+        state = OnlineSoftmax.over(len(scaled), heads, v_width=v_width)
         for each in lists:
-            if each.rows.shape[1] == 0:
-                continue
-            keys, valid = each.gather(block)
-            scores = (scaled @ keys.transpose(1, 2)).masked_fill(~valid[:, None, :], -torch.inf)
-            softmax.add(scores, keys[..., :v_width])
-        block_out, lse[block] = softmax.finish(sink)
+            for first in range(0, each.rows.shape[1], LIST_TILE):
+                keys, valid = each.gather(block, slice(first, first + LIST_TILE))
+                scores = (scaled @ keys.mT).masked_fill_(~valid[:, None, :], -torch.inf)
+                state.add(scores, keys[..., :v_width])
+        block_out, lse[block] = state.finish(sink)
         out[block] = block_out.to(out.dtype)
-        max_logits[block] = softmax.peak
+        max_logits[block] = state.peak

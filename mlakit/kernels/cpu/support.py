@@ -15,10 +15,13 @@ def _spec(op: str, topic: str) -> KernelSpec:
 
 SPECS = (
     _spec("norm_rope_quant_append", "norm_rope_quant"),
+    _spec("batched_matmul", "matmul"),
     _spec("quantize_fp8", "fp8"),
     _spec("scaled_mm_fp8", "fp8"),
     _spec("mla_prefill", "prefill"),
     _spec("mla_decode", "decode"),
     _spec("sparse_mla", "sparse"),
+    _spec("indexer_logits", "indexer"),
+    _spec("indexer_topk", "indexer"),
     _spec("merge_states", "merge"),
 )
