@@ -324,10 +324,11 @@ def _check_prefill(dims: Dims, buffer_size: int, page_size: int, max_chunks: int
 
 def _chunk_lengths(op: str, total: int, buffer_size: int, max_chunks: int) -> Tensor:
     num_chunks = max(_ceil_div(total, buffer_size), 1)
-    if num_chunks > max_chunks:
-        raise ValueError(
-            f"{op}: the batch needs {num_chunks} chunks ({total} rows in whole pages, buffer_size "
-            f"{buffer_size}), but max_chunks is {max_chunks}"
-        )
+    Dims(op).require(
+        num_chunks <= max_chunks,
+        "max_chunks",
+        f"be at least {num_chunks} for {total} rows in whole pages and buffer_size {buffer_size}",
+        max_chunks,
+    )
     lengths = [min(total - chunk * buffer_size, buffer_size) for chunk in range(num_chunks)]
     return torch.tensor(lengths + [-1] * (max_chunks - num_chunks), dtype=torch.int32)

@@ -346,8 +346,8 @@ def test_prefill_plan_needs_its_chunks():
     arguments = (starts_of([160, 200]), torch.tensor([0, 0]), 100)
     plan_prefill(*arguments, page_size=128, max_chunks=6)
     message = (
-        r"^mla_prefill_plan: the batch needs 6 chunks "
-        r"\(512 rows in whole pages, buffer_size 100\), but max_chunks is 5$"
+        r"^mla_prefill_plan: max_chunks must be at least 6 "
+        r"for 512 rows in whole pages and buffer_size 100, got 5$"
     )
     with pytest.raises(ValueError, match=message):
         plan_prefill(*arguments, page_size=128, max_chunks=5, op="mla_prefill_plan")
