@@ -1,5 +1,59 @@
-"""Multi-head Latent Attention (MLA) for PyTorch, for inference."""
+"""Multi-head Latent Attention (MLA) for PyTorch, for inference.
+
+The ops take tensors and a paged latent cache; the branches compose them into the steps of a serving
+layer. `mlakit.compat.modular` has the documented functions of Modular's MAX under their own names.
+"""
 
 from mlakit._version import __version__
+from mlakit.branches import CachedBatch, LayerWeights, decode_branch, mla_step, prefill_branch
+from mlakit.cache import PagedLatentCache, physical_rows
+from mlakit.checks import UnsupportedError
+from mlakit.geometry import MLAGeometry, RowShape
+from mlakit.masks import CAUSAL, NULL, Mask
+from mlakit.ops import (
+    ExtraRows,
+    indexer_logits,
+    indexer_topk,
+    merge_states,
+    mla_decode,
+    mla_prefill,
+    norm_rope_quant_append,
+    quantize_fp8,
+    scaled_mm_fp8,
+    sparse_mla,
+)
+from mlakit.pages import PageAllocator
+from mlakit.plan import EvenSplit, plan_context, plan_decode
+from mlakit.weights import UpProjection
 
-__all__ = ["__version__"]
+__all__ = [
+    "CAUSAL",
+    "NULL",
+    "CachedBatch",
+    "EvenSplit",
+    "ExtraRows",
+    "LayerWeights",
+    "MLAGeometry",
+    "Mask",
+    "PageAllocator",
+    "PagedLatentCache",
+    "RowShape",
+    "UnsupportedError",
+    "UpProjection",
+    "__version__",
+    "decode_branch",
+    "indexer_logits",
+    "indexer_topk",
+    "merge_states",
+    "mla_decode",
+    "mla_prefill",
+    "mla_step",
+    "norm_rope_quant_append",
+    "physical_rows",
+    "plan_context",
+    "plan_decode",
+    "prefill_branch",
+    "quantize_fp8",
+    "scaled_mm_fp8",
+    "sparse_mla",
+]

@@ -2,21 +2,39 @@
 
 `prefill_branch` expands latents and attends in the expanded form, `decode_branch` absorbs the
 up-projection into the query and attends to the cache itself, `mla_step` sends each request of a
-mixed batch to the one that suits it. All of them append the step's new tokens to the cache first.
+mixed batch to the one that suits it. All of them append the step's new tokens to the cache first,
+and attend to them as the cache holds them.
+
+Whatever can be known to be wrong beforehand is found before anything is written: a step that was
+refused can be mended and made again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from mlakit.cache import PagedLatentCache, PageTable, gather_rows, select_requests
-from mlakit.checks import Dims, values_visible
+from mlakit.checks import FLOATS, Dims, values_visible
 from mlakit.masks import CAUSAL, NULL, Mask
 from mlakit.ops import merge_states, mla_decode, mla_prefill, norm_rope_quant_append, sparse_mla
+from mlakit.ops._arguments import (
+    check_kv_lens,
+    check_layer,
+    check_mask,
+    check_page_table,
+    check_query_starts,
+    check_result,
+    check_row_lists,
+    check_seen_rows,
+)
+from mlakit.ops._library import refuse_grad
+from mlakit.ops.norm_rope_quant import check_rope
 from mlakit.plan import ContextPlan, DecodePlan, EvenSplit, plan_context
 from mlakit.weights import UpProjection
 
@@ -34,20 +52,75 @@ class LayerWeights:
     epsilon: float = 1e-6
     rope: str = "interleaved"
 
+    def __post_init__(self) -> None:
+        dims = Dims("LayerWeights")
+        g = self.up.geometry
+        dims.bind("D_C", g.kv_lora_rank, "the geometry's kv_lora_rank")
+        dims.bind("D_R", g.qk_rope_head_dim, "the geometry's qk_rope_head_dim")
+        dims.match("gamma", self.gamma, "D_C", dtypes=FLOATS)
+        dims.match("freqs", self.freqs, "positions", "D_R", dtypes=FLOATS)
+        dims.finite("softmax_scale", self.softmax_scale)
+        check_rope(dims, self.rope, self.epsilon)
+
 
 @dataclass(frozen=True, eq=False)
 class CachedBatch:
     """The requests of a step, and where their tokens are cached."""
 
     cache: PagedLatentCache
-    page_table: PageTable
+    page_table: PageTable  # with room for the new tokens
     kv_lens: Tensor  # [batch] int32 tokens cached before this step
-    q_starts: Tensor  # [batch + 1] int32
+    q_starts: Tensor  # [batch + 1] int32 rows of q and kv per request
     layer: int = 0
 
     @property
     def kv_lens_after(self) -> Tensor:
         return self.kv_lens + self.q_starts.diff()
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Which requests of a mixed batch decode and which prefill, to share among layers.
+
+    kv_lens  tokens cached before the step, per request
+    q_lens   new tokens of the step, per request
+    decode   the requests that decode; those without new tokens are in neither list
+    prefill  the requests that prefill
+    context  how the prefilling ones go through their cached context
+    """
+
+    kv_lens: tuple[int, ...]
+    q_lens: tuple[int, ...]
+    decode: tuple[int, ...]
+    prefill: tuple[int, ...]
+    context: ContextPlan
+
+
+def plan_step(
+    kv_lens: Sequence[int],
+    q_lens: Sequence[int],
+    *,
+    decode_up_to: int = DECODE_UP_TO,
+    max_context_rows: int | None = None,
+) -> StepPlan:
+    """Send requests with up to `decode_up_to` new tokens to the decode branch, others to prefill.
+
+    The choice is made for each request alone: a long prompt does not drag the others along.
+    """
+    dims = Dims("plan_step")
+    limit = dims.integer("decode_up_to", decode_up_to, 0)
+    whole = plan_context(kv_lens, q_lens)  # for its checks
+    before, new = whole.kv_lens, whole.q_lens
+    prefill = tuple(b for b, n in enumerate(new) if n > limit)
+    return StepPlan(
+        kv_lens=before,
+        q_lens=new,
+        decode=tuple(b for b, n in enumerate(new) if 0 < n <= limit),
+        prefill=prefill,
+        context=plan_context(
+            [before[b] for b in prefill], [new[b] for b in prefill], max_rows=max_context_rows
+        ),
+    )
 
 
 def prefill_branch(
@@ -64,23 +137,28 @@ def prefill_branch(
 ) -> Tensor:
     """Append the new tokens, expand the keys they see, attend.
 
+        [k_nope | v] = c W_UKVᵀ      out = softmax([q_nope | q_rope]·[k_nope | k_rope] · scale) v
+
     q                [tokens, heads, D_N + D_R]; its rope columns are rotated in place
     kv               [tokens, D_C + D_R] raw latents
     plan             `plan_context` of the step, to share among layers; required on a GPU, where
                      making one here would wait for the lengths
-    max_context_rows cached keys expanded at a time; partial results are merged. A window or chunk
-                     mask needs no more than its own keys and takes them in one piece
+    max_context_rows cached keys expanded at a time, for a plan made here; None: all of them. The
+                     results over the new tokens and over each such chunk, in q's dtype, are merged
+                     in float32. A window or chunk mask needs no more than its own keys and takes
+                     them in one piece
 
-    Returns out [tokens, heads, D_V].
+    Returns out [tokens, heads, D_V] in q's dtype; 0 where the mask shows a query nothing.
     """
     dims = Dims("prefill_branch")
-    g = weights.up.geometry
-    dims.bind("heads", g.num_heads, "the geometry's num_heads")
-    dims.bind("D_N + D_R", g.qk_head_dim, "the geometry's qk_head_dim")
-    dims.match("q", q, "tokens", "heads", "D_N + D_R")
-    plan = _context_plan(dims, batch, plan, max_context_rows)
-    _append(q[..., g.qk_nope_head_dim :], q[..., g.qk_nope_head_dim :], kv, weights, batch, backend)
-    return _attend_expanded(q, weights, batch, plan, mask, out, backend)
+    check_mask(dims, mask)
+    lengths = _check_step(dims, q, kv, weights, batch, mask)
+    plan = _context_plan(dims, batch, plan, max_context_rows, lengths)
+    out = check_result(dims, "out", out, "tokens", "heads", "D_V", dtype=q.dtype)
+    q_rope = q[..., weights.up.geometry.qk_nope_head_dim :]
+    _append(q_rope, kv, weights, batch, q_rope_out=q_rope, backend=backend)
+    _attend_expanded(q, weights, batch, plan, mask, out, backend)
+    return out
 
 
 def decode_branch(
@@ -98,46 +176,30 @@ def decode_branch(
 ) -> Tensor:
     """Append the new tokens, absorb the up-projection, attend to the cache, project up.
 
-    q     [tokens, heads, D_N + D_R], not modified
-    kv    [tokens, D_C + D_R] raw latents
-    rows  [tokens, topk] physical rows: attend to these only (`sparse_mla`), `mask` aside
+        out = (softmax([q_nope W_UK | q_rope]·row · scale) c) W_UVᵀ
 
-    Returns out [tokens, heads, D_V].
+    q          [tokens, heads, D_N + D_R], not modified
+    kv         [tokens, D_C + D_R] raw latents
+    rows       [tokens, topk] physical rows: attend to these only (`sparse_mla`), in which case the
+               lists decide what a query sees and `mask` must be left alone
+    topk_lens  [tokens] int32 entries of `rows` that count
+    plan       as in `mla_decode`, for the lengths after this step; with `rows` an `EvenSplit`
+
+    Returns out [tokens, heads, D_V] in q's dtype; 0 where nothing was attended.
     """
     dims = Dims("decode_branch")
+    check_mask(dims, mask)
+    lengths = _check_step(dims, q, kv, weights, batch, mask if rows is None else None)
+    _check_absorbed(dims, q, batch, lengths, rows, topk_lens, mask, plan)
+    out = check_result(dims, "out", out, "tokens", "heads", "D_V", dtype=q.dtype)
     g = weights.up.geometry
-    dims.bind("heads", g.num_heads, "the geometry's num_heads")
-    dims.bind("D_N + D_R", g.qk_head_dim, "the geometry's qk_head_dim")
-    dims.match("q", q, "tokens", "heads", "D_N + D_R")
     q_nope, q_rope = q.split([g.qk_nope_head_dim, g.qk_rope_head_dim], dim=-1)
     absorbed = q.new_empty(*q.shape[:2], g.row.width)
-    _append(q_rope, absorbed[..., g.kv_lora_rank :], kv, weights, batch, backend)
-    weights.up.absorb.apply(q_nope, out=absorbed[..., : g.kv_lora_rank], backend=backend)
-    if rows is None:
-        latent, _ = mla_decode(
-            absorbed,
-            batch.cache,
-            batch.page_table,
-            batch.kv_lens_after,
-            q_starts=batch.q_starts,
-            layer=batch.layer,
-            softmax_scale=weights.softmax_scale,
-            mask=mask,
-            plan=plan,
-            backend=backend,
-        )
-    else:
-        latent, _, _ = sparse_mla(
-            absorbed,
-            batch.cache,
-            rows,
-            topk_lens=topk_lens,
-            layer=batch.layer,
-            softmax_scale=weights.softmax_scale,
-            backend=backend,
-        )
-    out = q.new_empty(*q.shape[:2], g.v_head_dim) if out is None else out
-    return weights.up.values.apply(latent, out=out, backend=backend)
+    latent, rotated = absorbed.split([g.kv_lora_rank, g.qk_rope_head_dim], dim=-1)
+    weights.up.absorb.apply(q_nope, out=latent, backend=backend)
+    _append(q_rope, kv, weights, batch, q_rope_out=rotated, backend=backend)
+    attended = _attend_absorbed(absorbed, weights, batch, rows, topk_lens, mask, plan, backend)
+    return weights.up.values.apply(attended, out=out, backend=backend)
 
 
 def mla_step(
@@ -146,33 +208,184 @@ def mla_step(
     weights: LayerWeights,
     batch: CachedBatch,
     *,
-    q_lens: Sequence[int] | None = None,
-    decode_up_to: int = DECODE_UP_TO,
+    plan: StepPlan | None = None,
+    decode_up_to: int | None = None,
     max_context_rows: int | None = None,
+    out: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """One causal step over a mixed batch: short requests decode, long ones prefill.
 
-    A request with up to `decode_up_to` new tokens takes the decode branch whatever else is in the
-    batch. q and kv as in `prefill_branch`; `q_lens` are the new tokens of each request on the host,
-    required on a GPU. Returns out [tokens, heads, D_V].
+    q     [tokens, heads, D_N + D_R], not modified
+    kv    [tokens, D_C + D_R] raw latents
+    plan  `plan_step` of the step, to share among layers; required on a GPU. Without one,
+          `decode_up_to` (8 if not given) and `max_context_rows` go into the plan made here
+
+    Returns out [tokens, heads, D_V] in q's dtype.
     """
     dims = Dims("mla_step")
-    if q_lens is None:
-        dims.require(values_visible(batch.q_starts), "q_lens", "be given on a GPU", None)
-        q_lens = batch.q_starts.diff().tolist()
-    short = [b for b, n in enumerate(q_lens) if 0 < n <= decode_up_to]
-    long = [b for b, n in enumerate(q_lens) if n > decode_up_to]
-    out = q.new_empty(*q.shape[:2], weights.up.geometry.v_head_dim)
-    if short:
-        tokens, part = _subset(batch, short, q_lens)
+    lengths = _check_step(dims, q, kv, weights, batch, CAUSAL)
+    plan = _step_plan(dims, batch, plan, decode_up_to, max_context_rows, lengths)
+    if plan.decode:
+        _check_absorbed(dims, q, batch, lengths, None, None, CAUSAL, None)
+    out = check_result(dims, "out", out, "tokens", "heads", "D_V", dtype=q.dtype)
+    if not plan.prefill:
+        return decode_branch(q, kv, weights, batch, out=out, backend=backend)
+    if plan.decode:
+        tokens, part = _subset(batch, plan.decode, plan.q_lens)
         out[tokens] = decode_branch(q[tokens], kv[tokens], weights, part, backend=backend)
-    if long:
-        tokens, part = _subset(batch, long, q_lens)
-        out[tokens] = prefill_branch(
-            q[tokens], kv[tokens], weights, part, max_context_rows=max_context_rows, backend=backend
-        )
+    tokens, part = _subset(batch, plan.prefill, plan.q_lens)
+    out[tokens] = prefill_branch(
+        q[tokens], kv[tokens], weights, part, plan=plan.context, backend=backend
+    )
     return out
+
+
+class _Lengths(NamedTuple):
+    """A step's lengths on the host: tokens cached before it and new ones, per request."""
+
+    before: tuple[int, ...]
+    new: tuple[int, ...]
+
+
+def _check_step(
+    dims: Dims,
+    q: Tensor,
+    kv: Tensor,
+    weights: LayerWeights,
+    batch: CachedBatch,
+    mask: Mask | None,
+) -> _Lengths | None:
+    """Everything about a step that its ops would find wrong only after some of them have written.
+
+    Binds tokens, heads and D_V. `mask` None: the cached context is not read by page table. Returns
+    the lengths where they may be read.
+    """
+    for name, value, kind in (("weights", weights, LayerWeights), ("batch", batch, CachedBatch)):
+        if not isinstance(value, kind):
+            got = type(value).__name__
+            raise TypeError(f"{dims.op}: {name} must be {kind.__name__}, got {got}")
+    up, g = weights.up, weights.up.geometry
+    layer = check_layer(dims, batch.cache, batch.layer)
+    dims.bind("heads", g.num_heads, "the geometry's num_heads")
+    dims.bind("D_N + D_R", g.qk_head_dim, "the geometry's qk_head_dim")
+    dims.bind("D_C + D_R", g.row.width, "the geometry's row width")
+    dims.bind("D_V", g.v_head_dim, "the geometry's v_head_dim")
+    dims.match("q", q, "tokens", "heads", "D_N + D_R", dtypes=FLOATS)
+    dims.match("kv", kv, "tokens", "D_C + D_R", dtypes=FLOATS)
+    dims.same_device("weights", up.joint.weight)
+    dims.same_device("cache", layer.payload)
+    row = layer.codec.row
+    dims.require(row == g.row, "cache", f"have rows like the geometry's, {g.row}", row)
+    dims.require(
+        row.v_width == g.kv_lora_rank,
+        "cache",
+        "have its latent columns as values, which are what W_UV takes",
+        f"values of {row.v_width} columns",
+    )
+    if not up.is_fp8:
+        dims.dtype("q", q, up.joint.weight.dtype)
+    refuse_grad(dims.op, q=q, kv=kv, kv_b_proj=up.joint.weight, gamma=weights.gamma)
+    before = check_kv_lens(dims, batch.kv_lens)
+    starts = check_query_starts(dims, batch.q_starts, dims["tokens"], dims["batch"])
+    check_page_table(dims, batch.page_table, dims["batch"])
+    if before is None or not values_visible(starts):
+        return None
+    new = starts.diff().tolist()
+    if mask is not None:
+        after = [low + count for low, count in zip(before, new, strict=True)]
+        check_seen_rows(dims, batch.page_table, layer, mask, starts, after)
+    return _Lengths(tuple(before), tuple(new))
+
+
+def _check_absorbed(
+    dims: Dims,
+    q: Tensor,
+    batch: CachedBatch,
+    lengths: _Lengths | None,
+    rows: Tensor | None,
+    topk_lens: Tensor | None,
+    mask: Mask,
+    plan: DecodePlan | EvenSplit | None,
+) -> None:
+    """What the attention of the decode branch would refuse."""
+    stored = batch.cache.payload.dtype
+    if stored in FLOATS:
+        dims.dtype("q", q, stored)
+    if rows is not None:
+        check_row_lists(dims, "rows", rows, "topk_lens", topk_lens)
+        dims.require(mask == CAUSAL, "mask", "be left alone with rows, which decide", mask)
+        dims.require(
+            not isinstance(plan, DecodePlan), "plan", "be an EvenSplit with rows", "a DecodePlan"
+        )
+        return
+    dims.require(topk_lens is None, "topk_lens", "come with rows", "none")
+    if isinstance(plan, DecodePlan) and lengths is not None:
+        after = tuple(low + new for low, new in zip(*lengths, strict=True))
+        dims.require(plan.kv_lens == after, "plan", f"be made for kv_lens {after}", plan.kv_lens)
+
+
+def _context_plan(
+    dims: Dims,
+    batch: CachedBatch,
+    plan: ContextPlan | None,
+    max_rows: int | None,
+    lengths: _Lengths | None,
+) -> ContextPlan:
+    """The caller's plan, checked as far as lengths are known; or one made from them."""
+    if plan is not None:
+        dims.require(max_rows is None, "max_context_rows", "be left to the plan given", max_rows)
+        _check_plan(dims, plan.kv_lens, plan.q_lens, batch, lengths)
+        return plan
+    if lengths is None:
+        dims.fail("plan", "be given where lengths are not on the host (plan_context)", None)
+    return plan_context(*lengths, max_rows=max_rows)
+
+
+def _step_plan(
+    dims: Dims,
+    batch: CachedBatch,
+    plan: StepPlan | None,
+    decode_up_to: int | None,
+    max_rows: int | None,
+    lengths: _Lengths | None,
+) -> StepPlan:
+    """As `_context_plan`, for a mixed batch."""
+    if plan is not None:
+        choices = {"decode_up_to": decode_up_to, "max_context_rows": max_rows}
+        for name, choice in choices.items():
+            dims.require(choice is None, name, "be left to the plan given", choice)
+        _check_plan(dims, plan.kv_lens, plan.q_lens, batch, lengths)
+        dims.require(
+            sum(plan.q_lens) == dims["tokens"],
+            "plan",
+            f"be made for {dims['tokens']} new tokens",
+            sum(plan.q_lens),
+        )
+        return plan
+    if lengths is None:
+        dims.fail("plan", "be given where lengths are not on the host (plan_step)", None)
+    limit = DECODE_UP_TO if decode_up_to is None else decode_up_to
+    return plan_step(*lengths, decode_up_to=limit, max_context_rows=max_rows)
+
+
+def _check_plan(
+    dims: Dims,
+    kv_lens: tuple[int, ...],
+    q_lens: tuple[int, ...],
+    batch: CachedBatch,
+    lengths: _Lengths | None,
+) -> None:
+    """A plan is for the lengths it was made from: a stale one would leave keys out."""
+    size = len(batch.kv_lens)
+    dims.require(len(kv_lens) == size, "plan", f"be made for a batch of {size}", len(kv_lens))
+    if lengths is not None:
+        dims.require(
+            (kv_lens, q_lens) == tuple(lengths),
+            "plan",
+            f"be made for cached lengths {lengths.before} and new ones {lengths.new}",
+            f"{kv_lens} and {q_lens}",
+        )
 
 
 def _subset(
@@ -180,18 +393,13 @@ def _subset(
 ) -> tuple[Tensor, CachedBatch]:
     """(token indices, batch) of some requests."""
     device = batch.q_starts.device
-    starts = [0]
-    for length in q_lens:
-        starts.append(starts[-1] + length)
-    tokens = torch.cat([torch.arange(starts[b], starts[b + 1], device=device) for b in requests])
-    chosen = torch.tensor(requests, device=device)
-    own = [0]
-    for b in requests:
-        own.append(own[-1] + q_lens[b])
+    ranges = list(pairwise(accumulate(q_lens, initial=0)))
+    tokens = torch.cat([torch.arange(*ranges[b], device=device) for b in requests])
+    own = list(accumulate((q_lens[b] for b in requests), initial=0))
     return tokens, CachedBatch(
         batch.cache,
         select_requests(batch.page_table, requests),
-        batch.kv_lens[chosen],
+        batch.kv_lens[torch.tensor(requests, device=device)],
         torch.tensor(own, dtype=batch.q_starts.dtype, device=device),
         batch.layer,
     )
@@ -199,10 +407,11 @@ def _subset(
 
 def _append(
     q_rope: Tensor,
-    q_rope_out: Tensor,
     kv: Tensor,
     weights: LayerWeights,
     batch: CachedBatch,
+    *,
+    q_rope_out: Tensor,
     backend: str,
 ) -> None:
     norm_rope_quant_append(
@@ -222,24 +431,41 @@ def _append(
     )
 
 
-def _context_plan(
-    dims: Dims, batch: CachedBatch, plan: ContextPlan | None, max_rows: int | None
-) -> ContextPlan:
-    """The caller's plan, checked where that is free; or one made from lengths in host memory."""
-    if not (values_visible(batch.kv_lens) and values_visible(batch.q_starts)):
-        dims.require(plan is not None, "plan", "be given on a GPU", None)
-    if plan is not None and batch.kv_lens.device.type != "cpu":
-        return plan
-    kv_lens, q_lens = tuple(batch.kv_lens.tolist()), tuple(batch.q_starts.diff().tolist())
-    if plan is None:
-        return plan_context(kv_lens, q_lens, max_rows=max_rows)
-    dims.require(
-        (plan.kv_lens, plan.q_lens) == (kv_lens, q_lens),
-        "plan",
-        f"be made for cached lengths {kv_lens} and new ones {q_lens}",
-        (plan.kv_lens, plan.q_lens),
-    )
-    return plan
+def _attend_absorbed(
+    q: Tensor,
+    weights: LayerWeights,
+    batch: CachedBatch,
+    rows: Tensor | None,
+    topk_lens: Tensor | None,
+    mask: Mask,
+    plan: DecodePlan | EvenSplit | None,
+    backend: str,
+) -> Tensor:
+    """Attention of absorbed, rotated q over the cache, [tokens, heads, D_C]."""
+    if rows is None:
+        return mla_decode(
+            q,
+            batch.cache,
+            batch.page_table,
+            batch.kv_lens_after,
+            q_starts=batch.q_starts,
+            layer=batch.layer,
+            softmax_scale=weights.softmax_scale,
+            mask=mask,
+            plan=plan,
+            backend=backend,
+        )[0]
+    assert not isinstance(plan, DecodePlan)
+    return sparse_mla(
+        q,
+        batch.cache,
+        rows,
+        topk_lens=topk_lens,
+        layer=batch.layer,
+        softmax_scale=weights.softmax_scale,
+        plan=plan,
+        backend=backend,
+    )[0]
 
 
 def _attend_expanded(
@@ -248,25 +474,31 @@ def _attend_expanded(
     batch: CachedBatch,
     plan: ContextPlan,
     mask: Mask,
-    out: Tensor | None,
+    out: Tensor,
     backend: str,
-) -> Tensor:
-    """Attention of rotated q over keys expanded from the cache, chunk by chunk, then merged."""
+) -> None:
+    """Attention of rotated q over keys expanded from the cache, chunk by chunk, into `out`."""
     before = plan.kv_lens
     after = [low + new for low, new in zip(before, plan.q_lens, strict=True)]
     if mask not in (CAUSAL, NULL):
+        # such a mask goes by distance or by whole chunks, so it may be moved to the first key seen
         first = [
             mask.interval(low, high)[0] if high > low else high
             for low, high in zip(before, after, strict=True)
         ]
-        return _attend_rows(q, weights, batch, first, after, mask, out, backend)[0]
+        _attend_rows(q, weights, batch, first, after, mask, out, backend)
+        return
+    if not plan.chunks:
+        _attend_rows(q, weights, batch, before, after, mask, out, backend)
+        return
     # the new tokens see each other through the mask, and all of the context
-    out, lse = _attend_rows(q, weights, batch, before, after, mask, out, backend)
+    new, lse = _attend_rows(q, weights, batch, before, after, mask, None, backend)
+    merged = new.float()  # rounded to q's dtype once, however many chunks there are
     for chunk in plan.chunks:
         lows, highs = zip(*chunk, strict=True)
-        part_out, part_lse = _attend_rows(q, weights, batch, lows, highs, NULL, None, backend)
-        merge_states([out, part_out], [lse, part_lse], out=out, lse=lse, backend=backend)
-    return out
+        part, part_lse = _attend_rows(q, weights, batch, lows, highs, NULL, None, backend)
+        merge_states([merged, part.float()], [lse, part_lse], out=merged, lse=lse, backend=backend)
+    out.copy_(merged)
 
 
 def _attend_rows(

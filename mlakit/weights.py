@@ -7,7 +7,8 @@ D_V rows of W_UV. Its products are
     absorbed   q_latent = q_nope W_UK,   result = latent_out W_UVᵀ    [tokens, heads, D_C | D_V]
 
 An e4m3 matrix comes with one float32 scale per 128 × 128 block; activations are then quantised per
-token and group before the product.
+token and group of columns before the product. Blocks are laid over the whole matrix: where a head
+does not begin or end on one, its own matrices have smaller blocks, and the same values.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from mlakit.checks import E4M3, FLOATS, Dims
 from mlakit.geometry import MLAGeometry
 from mlakit.ops import batched_matmul, quantize_fp8, scaled_mm_fp8
 
-CHECKPOINT_BLOCK = 128
+BLOCK = 128  # rows and columns of a checkpoint's e4m3 matrix that share a scale
 SCALE_UB = 1200.0  # bound on the amax of an activation group; entries above it saturate
 
 
@@ -80,7 +81,10 @@ class UpProjection:
     def from_checkpoint(
         cls, kv_b_proj: Tensor, geometry: MLAGeometry, scale: Tensor | None = None
     ) -> UpProjection:
-        """Of the checkpoint's matrix; e4m3 comes with its scales [ceil(rows/128), ceil(D_C/128)].
+        """Of the checkpoint's matrix [heads · (D_N + D_V), D_C].
+
+        scale  [ceil(rows / 128), ceil(D_C / 128)] float32 of an e4m3 matrix: value = stored · scale
+               (checkpoints call it `weight_scale_inv` all the same)
 
         A float matrix is only viewed. An e4m3 one is transposed for absorbing once, here.
         """
@@ -90,32 +94,34 @@ class UpProjection:
         dims.bind("heads · (D_N + D_V)", g.num_heads * per_head, "what the geometry needs")
         dims.bind("D_C", g.kv_lora_rank, "the geometry's kv_lora_rank")
         axes = ("heads · (D_N + D_V)", "D_C")
-        dims.match("kv_b_proj", kv_b_proj, *axes, dtypes=[*FLOATS] if scale is None else [E4M3])
+        dims.match("kv_b_proj", kv_b_proj, *axes, dtypes=[*FLOATS, E4M3])
         by_head = kv_b_proj.unflatten(0, (g.num_heads, per_head))
         keys, values = by_head.split([g.qk_nope_head_dim, g.v_head_dim], dim=1)
-        if scale is None:
+        if kv_b_proj.dtype != E4M3:
+            dims.require(scale is None, "scale", "be None for a matrix that is not e4m3", "one")
             joint = HeadMatrices(kv_b_proj[None])
             return cls(g, joint, HeadMatrices(keys.transpose(1, 2)), HeadMatrices(values))
-        block = CHECKPOINT_BLOCK
-        dims.bind("row blocks", -(-kv_b_proj.shape[0] // block), "the rows of kv_b_proj / 128")
-        dims.bind("column blocks", -(-g.kv_lora_rank // block), "kv_lora_rank / 128")
+        if scale is None:
+            dims.fail("scale", "be given for an e4m3 matrix", None)
+        dims.rows_contiguous("kv_b_proj", kv_b_proj)
+        dims.bind("row blocks", -(-kv_b_proj.shape[0] // BLOCK), "the rows of kv_b_proj / 128")
+        dims.bind("column blocks", -(-g.kv_lora_rank // BLOCK), "kv_lora_rank / 128")
         dims.match("scale", scale, "row blocks", "column blocks", dtypes=[torch.float32])
         group = _head_group(g)
         key_scale = _head_scales(scale, g, 0, g.qk_nope_head_dim, group)
         value_scale = _head_scales(scale, g, g.qk_nope_head_dim, g.v_head_dim, group)
+        absorb, absorb_scale = (x.transpose(1, 2).contiguous() for x in (keys, key_scale))
         return cls(
             g,
-            HeadMatrices(kv_b_proj[None], scale[None], block),
-            HeadMatrices(
-                keys.transpose(1, 2).contiguous(), key_scale.transpose(1, 2).contiguous(), group
-            ),
+            HeadMatrices(kv_b_proj[None], scale[None], BLOCK),
+            HeadMatrices(absorb, absorb_scale, group),
             HeadMatrices(values, value_scale, group),
         )
 
 
 def _head_group(g: MLAGeometry) -> int:
     """The largest block that no boundary of a head cuts: 128, or 64 for GLM's 192 + 256."""
-    return gcd(g.qk_nope_head_dim, g.v_head_dim, CHECKPOINT_BLOCK)
+    return gcd(g.qk_nope_head_dim, g.v_head_dim, BLOCK)
 
 
 def _head_scales(scale: Tensor, g: MLAGeometry, first_row: int, rows: int, group: int) -> Tensor:
@@ -123,6 +129,6 @@ def _head_scales(scale: Tensor, g: MLAGeometry, first_row: int, rows: int, group
     per_head = g.qk_nope_head_dim + g.v_head_dim
     head = torch.arange(g.num_heads, device=scale.device)[:, None]
     row = torch.arange(0, rows, group, device=scale.device)
-    by_row = scale[(head * per_head + first_row + row) // CHECKPOINT_BLOCK]
+    by_row = scale[(head * per_head + first_row + row) // BLOCK]
     columns = -(-g.kv_lora_rank // group)
-    return by_row.repeat_interleave(CHECKPOINT_BLOCK // group, dim=-1)[..., :columns].contiguous()
+    return by_row.repeat_interleave(BLOCK // group, dim=-1)[..., :columns].contiguous()

@@ -416,6 +416,7 @@ class RopeCase:
     heads: int = 3
     row: RowShape = ROW
     dtype: torch.dtype = BF16
+    kv_dtype: torch.dtype | None = None
     cache_dtype: torch.dtype = BF16
     freqs_dtype: torch.dtype = F32
     gamma_dtype: torch.dtype = BF16
@@ -446,7 +447,7 @@ class RopeCase:
         self.paged.pages.clear()
         q_rope = normal(g, tokens, self.heads, d_r, std=self.std).to(self.dtype)
         self.q_rope = Padded.holding(q_rope, gaps=(1, 1, 6))
-        kv = normal(g, tokens, self.row.width, std=2 * self.std).to(self.dtype)
+        kv = normal(g, tokens, self.row.width, std=2 * self.std).to(self.kv_dtype or self.dtype)
         self.kv = Padded.holding(kv, gaps=(1, 8))
         self.freqs = rope_table(g, step, d_r, self.freqs_dtype)
         self.gamma = (1 + normal(g, d_c, std=0.3)).to(self.gamma_dtype)

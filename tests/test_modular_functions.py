@@ -56,6 +56,12 @@ windowed_masks = pytest.mark.parametrize(
 )
 
 
+def replace_launcher(monkeypatch, op, make):
+    """Every kernel of `op` becomes make(kernel)."""
+    for spec in dispatch.specs(op):
+        monkeypatch.setitem(spec.__dict__, "launch", make(spec.launch))
+
+
 @windowed_masks
 def test_a_mask_shows_what_is_documented(mask, window):
     functor, num_keys = make_mask(mask, window), 50
@@ -105,6 +111,18 @@ def test_rope_norm_rounds_as_documented_in_every_type(dtype, freqs, gamma, cache
     case = RopeCase(dtype=dtype, freqs_dtype=freqs, gamma_dtype=gamma, cache_dtype=cache)
     case.run()
     case.check()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv"), [(BF16, F32), (F16, BF16), (F32, BF16), (BF16, F16)], ids=str
+)
+def test_rotated_keys_pass_through_the_types_of_the_latents_and_the_queries(dtype, kv):
+    case = RopeCase(dtype=dtype, kv_dtype=kv, cache_dtype=F32)
+    case.run()
+    case.check()
+    rotated = case.paged.pages.stored(case.paged.new_slots)[:, 512:]
+    for passed in (kv, dtype):
+        assert torch.equal(rotated.to(passed).float(), rotated)
 
 
 @pytest.mark.parametrize("cache", [BF16, E4M3], ids=str)
@@ -334,6 +352,26 @@ def test_decoding_in_parts_matches_the_oracle(parts):
     by_buffer.run(torch.tensor([5, 3, parts]))
     by_buffer.check()
     assert_same_bits("output", by_buffer.output.base, by_argument.output.base)
+
+
+@pytest.mark.parametrize(
+    ("num_partitions", "buffer", "parts"),
+    [(None, None, 1), (None, (5, 4, 9), 9), (3, None, 3), (3, (5, 4, 9), 3)],
+)
+def test_decoding_is_split_as_asked(num_partitions, buffer, parts, monkeypatch):
+    asked = []
+
+    def spy(launch):
+        def launched(*args, splits, **kwargs):
+            asked.append(splits.num_splits)
+            launch(*args, splits=splits, **kwargs)
+
+        return launched
+
+    replace_launcher(monkeypatch, "mla_decode", spy)
+    scalars = None if buffer is None else torch.tensor(buffer)
+    DecodeCase().run(scalars, num_partitions=num_partitions)
+    assert asked == [parts]
 
 
 def test_decoding_twice_gives_the_same_bits():
@@ -932,8 +970,7 @@ FAULTS = [
     ids=[f"{op}-{make.__name__}-{fault.__name__}" for op, make, fault in FAULTS],
 )
 def test_a_faulty_kernel_is_found(op, make_case, fault, monkeypatch):
-    for spec in dispatch.specs(op):
-        monkeypatch.setitem(spec.__dict__, "launch", fault(spec.launch))
+    replace_launcher(monkeypatch, op, fault)
     case = make_case()
     case.run()
     with pytest.raises(AssertionError):

@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
-from mlakit.cache import CacheLayer, PagedLatentCache, PageTable
+from mlakit.cache import WHOLE, CacheLayer, KVShard, PagedLatentCache, PageTable
 from mlakit.checks import E4M3, FLOATS, Dims, values_visible
+from mlakit.masks import Mask
 
 INTEGERS = (torch.int32, torch.int64)
 
 
-def check_layer(dims: Dims, cache: object, layer: int) -> CacheLayer:
-    """The layer of a cache that a public function was given."""
+def check_layer(dims: Dims, cache: object, layer: int, *, owner: str = "") -> CacheLayer:
+    """The layer of a cache that a public function was given, itself or as part of `owner`."""
     if not isinstance(cache, PagedLatentCache):
         got = type(cache).__name__
-        raise TypeError(f"{dims.op}: cache must be a PagedLatentCache, got {got}")
-    index = dims.integer("layer", layer, 0)
-    dims.require(
-        index < cache.num_layers, "layer", f"be below the cache's {cache.num_layers} layers", index
-    )
+        raise TypeError(f"{dims.op}: {owner}cache must be a PagedLatentCache, got {got}")
+    index = dims.integer(f"{owner}layer", layer, 0)
+    below = f"be below the cache's {cache.num_layers} layers"
+    dims.require(index < cache.num_layers, f"{owner}layer", below, index)
     return cache.layer(index)
 
 
 def check_query_starts(dims: Dims, q_starts: Tensor | None, num_tokens: int, batch: int) -> Tensor:
     """`q_starts` [batch + 1], made here where every request has one query."""
     if q_starts is None:
+        dims.require(
+            num_tokens == batch,
+            "q_starts",
+            f"be given for {num_tokens} query tokens of {batch} requests",
+            None,
+        )
         return torch.arange(batch + 1, dtype=torch.int32, device=dims.device)
-    dims.bind("batch + 1", batch + 1, f"batch + 1 with a batch of {batch}")
+    dims.bind("batch + 1", batch + 1, "one more than the batch")
     dims.match("q_starts", q_starts, "batch + 1", dtypes=INTEGERS)
     dims.starts("q_starts", q_starts, num_tokens, "the number of query tokens")
     return q_starts
@@ -38,13 +46,20 @@ def check_page_table(dims: Dims, page_table: PageTable, batch: int) -> None:
     dims.bind("batch", batch, f"the batch of kv_lens, {batch}")
     if isinstance(page_table, tuple):
         dims.require(
-            len(page_table) == 2, "page_table", "be a tensor or (kv_starts, slots)", len(page_table)
+            len(page_table) == 2,
+            "page_table",
+            "be a tensor or (kv_starts, slots)",
+            f"a tuple of {len(page_table)}",
         )
         starts, slots = page_table
-        dims.bind("batch + 1", batch + 1, f"batch + 1 with a batch of {batch}")
+        dims.bind("batch + 1", batch + 1, "one more than the batch")
         dims.match("page_table[0]", starts, "batch + 1", dtypes=INTEGERS)
         dims.match("page_table[1]", slots, "slots", dtypes=INTEGERS)
         dims.starts("page_table[0]", starts, None)
+        if values_visible(starts):
+            last = int(starts[-1])
+            held = f"not exceed the {len(slots)} slots of page_table[1]"
+            dims.require(last <= len(slots), "page_table[0][-1]", held, last)
     else:
         dims.match("page_table", page_table, "batch", "max_pages", dtypes=INTEGERS)
 
@@ -54,29 +69,50 @@ def check_used_rows(
 ) -> None:
     """Tokens [first, last) of every request have an entry in the table that is inside the pool."""
     for request, (low, high) in enumerate(zip(first, last, strict=True)):
+        if low == high:
+            continue
         if isinstance(page_table, tuple):
             begin, end = page_table[0][request : request + 2].tolist()
-            capacity, per_entry, limit = end - begin, 1, layer.num_slots
-            entries, name = (
-                page_table[1][begin + low : begin + high],
-                f"page_table[1][{begin + low} +",
-            )
+            entries, tokens_per_entry, limit = page_table[1][begin:end], 1, layer.num_slots
         else:
-            per_entry, limit = layer.page_size, layer.payload.shape[0]
-            capacity = page_table.shape[1] * per_entry
-            used = slice(low // per_entry, -(-high // per_entry))
-            entries, name = page_table[request, used], f"page_table[{request}, {used.start} +"
+            begin, entries, tokens_per_entry = 0, page_table[request], layer.page_size
+            limit = layer.payload.shape[0]
+        capacity = len(entries) * tokens_per_entry
         dims.require(
             high <= capacity,
             f"kv_lens[{request}]",
             f"not exceed the {capacity} tokens its page table holds",
             high,
         )
-        if low < high:
-            outside = (entries < 0) | (entries >= limit)
-            if bool(outside.any()):
-                place = int(outside.nonzero()[0])
-                dims.fail(f"{name} {place}]", f"be in [0, {limit})", int(entries[place]))
+        used = slice(low // tokens_per_entry, -(-high // tokens_per_entry))
+        outside = ((entries[used] < 0) | (entries[used] >= limit)).nonzero()
+        if len(outside):
+            wrong = used.start + int(outside[0])
+            column = (
+                f"1][{begin + wrong}" if isinstance(page_table, tuple) else f"{request}, {wrong}"
+            )
+            dims.fail(f"page_table[{column}]", f"be in [0, {limit})", int(entries[wrong]))
+
+
+def check_seen_rows(
+    dims: Dims,
+    page_table: PageTable,
+    layer: CacheLayer,
+    mask: Mask,
+    q_starts: Tensor,
+    kv_lens: list[int],
+    shard: KVShard = WHOLE,
+) -> None:
+    """Every row that some query sees is in the page table, and inside the pool."""
+    first, last = [], []
+    for kv_len, (start, end) in zip(kv_lens, pairwise(q_starts.tolist()), strict=True):
+        low, high = kv_len, kv_len
+        if end > start:
+            low = mask.interval(kv_len - (end - start), kv_len)[0]
+            high = max(low, mask.interval(kv_len - 1, kv_len)[1])
+        first.append(shard.local_count(low))
+        last.append(shard.local_count(high))
+    check_used_rows(dims, page_table, layer, first, last)
 
 
 def check_kv_lens(dims: Dims, kv_lens: Tensor) -> list[int] | None:
@@ -114,6 +150,22 @@ def check_absorbed_query(
 def result_dtype(q: Tensor) -> torch.dtype:
     """What attention over q is stored as: q's dtype, bf16 for e4m3."""
     return torch.bfloat16 if q.dtype == E4M3 else q.dtype
+
+
+def check_mask(dims: Dims, mask: object) -> None:
+    if not isinstance(mask, Mask):
+        raise TypeError(f"{dims.op}: mask must be a Mask, got {type(mask).__name__}")
+
+
+def check_row_lists(
+    dims: Dims, rows_name: str, rows: Tensor, lens_name: str, lens: Tensor | None
+) -> None:
+    """Physical rows [tokens, topk] for every query, of which the first `lens` [tokens] count."""
+    topk = f"entries of {rows_name}"
+    dims.match(rows_name, rows, "tokens", topk, dtypes=INTEGERS)
+    if lens is not None:
+        dims.match(lens_name, lens, "tokens", dtypes=INTEGERS)
+        dims.lengths(lens_name, lens, dims[topk], f"the {topk}")
 
 
 def check_sink(dims: Dims, sink: Tensor | None) -> None:

@@ -10,7 +10,7 @@ The arguments of a body are the fields of a frozen dataclass. Their types say ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias, get_type_hints
 
@@ -139,7 +139,8 @@ class Op:
         fake: Callable[[Any], Results],
         results: Sequence[str],
     ) -> None:
-        self.arguments, self.body, self.fake, self.results = arguments, body, fake, results
+        self.name, self.arguments, self.results = name, arguments, results
+        self.body, self.fake = body, fake
         hints = get_type_hints(arguments)
         self._packings = [
             (
@@ -173,17 +174,25 @@ class Op:
     def __call__(self, results: Sequence[Tensor | None], **arguments: Any) -> Results:
         """Run with the caller's `results` where given; all of them come back."""
         if not torch.compiler.is_compiling():
-            return self.body(self.arguments(**arguments), *results)
+            return self._run_body(self.arguments(**arguments), *results)
+        self._refuse_grad(arguments, results)
         flat = self.pack(**arguments)
         if all(result is None for result in results):
             return _as_tuple(self.functional(*flat))
-        fresh = self._fake(*flat)
+        fresh = self.fake(self.arguments(**arguments))
         given = tuple(
-            new if result is None else result
-            for result, new in zip(results, _as_tuple(fresh), strict=True)
+            new if result is None else result for result, new in zip(results, fresh, strict=True)
         )
         self.writing(*flat, *given)
         return given
+
+    def _run_body(self, arguments: Any, *results: Tensor | None) -> Results:
+        self._refuse_grad(vars(arguments), results)
+        return self.body(arguments, *results)
+
+    def _refuse_grad(self, arguments: Mapping[str, Any], results: Sequence[Tensor | None]) -> None:
+        if torch.is_grad_enabled():
+            refuse_grad(self.name, **arguments, **dict(zip(self.results, results, strict=True)))
 
     def pack(self, **arguments: Any) -> list[Any]:
         """The arguments as `torch.ops.mlakit.<name>` takes them."""
@@ -201,11 +210,11 @@ class Op:
         )
 
     def _run(self, *flat: Any) -> Any:
-        return self._bare(self.body(self._unpack(flat), *[None] * len(self.results)))
+        return self._bare(self._run_body(self._unpack(flat), *[None] * len(self.results)))
 
     def _run_out(self, *flat: Any) -> None:
         results = flat[len(flat) - len(self.results) :]
-        self.body(self._unpack(flat[: len(flat) - len(self.results)]), *results)
+        self._run_body(self._unpack(flat[: len(flat) - len(self.results)]), *results)
 
     def _fake(self, *flat: Any) -> Any:
         return self._bare(self.fake(self._unpack(flat)))
@@ -218,13 +227,24 @@ def _as_tuple(results: Any) -> Results:
     return results if isinstance(results, tuple) else (results,)
 
 
-def refuse_grad(op: str, **tensors: Tensor | None) -> None:
+def refuse_grad(op: str, **arguments: Any) -> None:
     """There is no backward: a graph that would end here silently is refused."""
     if not torch.is_grad_enabled():
         return
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.requires_grad:
-            raise UnsupportedError(
-                f"{op}: {name} must not require grad, for there is no backward; "
-                "call it under torch.no_grad() or torch.inference_mode()"
-            )
+    for argument, value in arguments.items():
+        for name, tensor in _tensors(argument, value):
+            if tensor.requires_grad:
+                raise UnsupportedError(
+                    f"{op}: {name} must not require grad, for there is no backward; "
+                    "call it under torch.no_grad() or torch.inference_mode()"
+                )
+
+
+def _tensors(name: str, value: Any) -> list[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        return [(name, value)]
+    if isinstance(value, CacheLayer):
+        return [(f"the payload of {name}", value.payload)]
+    if isinstance(value, list):
+        return [found for i, each in enumerate(value) for found in _tensors(f"{name}[{i}]", each)]
+    return []

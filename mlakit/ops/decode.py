@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -16,14 +15,15 @@ from mlakit.ops._arguments import (
     check_absorbed_query,
     check_kv_lens,
     check_layer,
+    check_mask,
     check_page_table,
     check_query_starts,
     check_result,
+    check_seen_rows,
     check_sink,
-    check_used_rows,
     result_dtype,
 )
-from mlakit.ops._library import Op, Splits, refuse_grad
+from mlakit.ops._library import Op, Splits
 from mlakit.plan import DecodePlan, DecodePlanTensors, EvenSplit
 from mlakit.specs import Problem, device_facts
 
@@ -44,7 +44,7 @@ def mla_decode(
     mask: Mask = CAUSAL,
     sink: Tensor | None = None,
     kv_shard: tuple[int, int, int] | None = None,
-    plan: DecodePlan | EvenSplit | None = None,
+    plan: DecodePlan | DecodePlanTensors | EvenSplit | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
     deterministic: bool = False,
@@ -64,17 +64,20 @@ def mla_decode(
     sink       [heads] float32 logit that joins out's denominator only
     kv_shard   (rank, world, interleave): the cache holds only this rank's tokens of each request,
                those at positions p with (p // interleave) % world == rank; kv_lens stays global
-    plan       how the keys are split (`plan_decode`, `EvenSplit`); never changes a result beyond
-               float32 rounding
+    plan       how the keys are split (`plan_decode`, its `tensors`, `EvenSplit`); never changes a
+               result beyond float32 rounding
 
     Query i of a request with q_len queries sees keys 0 … kv_len − q_len + i (causal mask). Returns
     out [tokens, heads, v_width] in q's dtype (bf16 for e4m3) and lse [tokens, heads] float32; where
     nothing was attended, out is 0 and lse −inf.
     """
+    dims = Dims(NAME)
+    cache_layer = check_layer(dims, cache, layer)
+    check_mask(dims, mask)
     out, lse = OP(
         (out, lse),
         q=q,
-        layer=check_layer(Dims(NAME), cache, layer),
+        layer=cache_layer,
         page_table=page_table,
         kv_lens=kv_lens,
         q_rope=q_rope,
@@ -83,8 +86,8 @@ def mla_decode(
         softmax_scale=softmax_scale,
         mask=mask,
         sink=sink,
-        shard=WHOLE if kv_shard is None else KVShard(*kv_shard),
-        splits=plan.tensors(q.device) if isinstance(plan, DecodePlan) else plan,
+        shard=_shard(kv_shard),
+        splits=_splits(plan, cache_layer.payload.device),
         deterministic=deterministic,
         backend=backend,
     )
@@ -111,7 +114,6 @@ class DecodeArguments:
 
 def _decode(a: DecodeArguments, out: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor]:
     dims = Dims(NAME)
-    refuse_grad(NAME, q=a.q, q_rope=a.q_rope, sink=a.sink)
     q_latent, q_rope = check_absorbed_query(dims, a.q, a.q_rope, a.layer)
     dims.same_device("cache", a.layer.payload)
     if a.q_scale is not None:
@@ -123,7 +125,7 @@ def _decode(a: DecodeArguments, out: Tensor | None, lse: Tensor | None) -> tuple
     scale = dims.finite("softmax_scale", a.softmax_scale)
     _check_shard(dims, a.shard)
     if lengths is not None:
-        _check_rows(dims, a, starts, lengths)
+        check_seen_rows(dims, a.page_table, a.layer, a.mask, starts, lengths, a.shard)
         _check_splits(dims, a, lengths)
     dims.bind("v_width", a.layer.codec.row.v_width, "the cache's value width")
     axes = ("tokens", "heads", "v_width")
@@ -171,24 +173,31 @@ def _problem(a: DecodeArguments) -> Problem:
     )
 
 
+def _shard(shard: tuple[int, int, int] | None) -> KVShard:
+    if shard is None:
+        return WHOLE
+    if not isinstance(shard, tuple) or len(shard) not in (2, 3):
+        raise TypeError(f"{NAME}: kv_shard must be (rank, world, interleave), got {shard!r}")
+    return KVShard(*shard)
+
+
+def _splits(
+    plan: DecodePlan | DecodePlanTensors | EvenSplit | None, device: torch.device
+) -> Splits:
+    if isinstance(plan, DecodePlan):
+        return plan.tensors(device)
+    if plan is None or isinstance(plan, (DecodePlanTensors, EvenSplit)):
+        return plan
+    raise TypeError(
+        f"{NAME}: plan must be a DecodePlan, its tensors or an EvenSplit, got {type(plan).__name__}"
+    )
+
+
 def _check_shard(dims: Dims, shard: KVShard) -> None:
     dims.integer("kv_shard world", shard.world, 1)
     dims.integer("kv_shard interleave", shard.interleave, 1)
     rank = dims.integer("kv_shard rank", shard.rank, 0)
     dims.require(rank < shard.world, "kv_shard rank", f"be below world, {shard.world}", rank)
-
-
-def _check_rows(dims: Dims, a: DecodeArguments, q_starts: Tensor, kv_lens: list[int]) -> None:
-    """Every row that some query sees is in the page table, and inside the pool."""
-    first, last = [], []
-    for kv_len, (start, end) in zip(kv_lens, pairwise(q_starts.tolist()), strict=True):
-        low, high = kv_len, kv_len
-        if end > start:
-            low = a.mask.interval(kv_len - (end - start), kv_len)[0]
-            high = max(low, a.mask.interval(kv_len - 1, kv_len)[1])
-        first.append(a.shard.local_count(low))
-        last.append(a.shard.local_count(high))
-    check_used_rows(dims, a.page_table, a.layer, first, last)
 
 
 def _check_splits(dims: Dims, a: DecodeArguments, kv_lens: list[int]) -> None:

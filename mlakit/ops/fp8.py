@@ -11,7 +11,7 @@ from torch import Tensor
 from mlakit import dispatch
 from mlakit.checks import E4M3, FLOATS, Dims
 from mlakit.ops._arguments import check_result
-from mlakit.ops._library import Op, refuse_grad
+from mlakit.ops._library import Op
 from mlakit.specs import Problem, device_facts
 
 QUANTIZE = "quantize_fp8"
@@ -38,9 +38,7 @@ def quantize_fp8(
     axis): transposed, as `scaled_mm_fp8` reads them. `scale_ub` bounds amax; entries beyond it
     saturate. A group of zeros has scale 0. The last group may be short. Padding entries are 0.
     """
-    q, scales = QUANTIZE_OP(
-        (out, scales), x=x, group=group, scale_ub=float(scale_ub), backend=backend
-    )
+    q, scales = QUANTIZE_OP((out, scales), x=x, group=group, scale_ub=scale_ub, backend=backend)
     return q, scales
 
 
@@ -68,6 +66,8 @@ def scaled_mm_fp8(
 
     All of them may have a leading batch axis.
     """
+    if out is not None:
+        out_dtype = Dims(MATMUL).tensor("out", out).dtype
     (result,) = MATMUL_OP(
         (out,),
         a=a,
@@ -76,7 +76,7 @@ def scaled_mm_fp8(
         b_scale=b_scale,
         n_group=n_group,
         k_group=k_group,
-        out_dtype=out_dtype if out is None else out.dtype,
+        out_dtype=out_dtype,
         backend=backend,
     )
     return result
@@ -112,11 +112,13 @@ def _quantize(
 ) -> tuple[Tensor, Tensor]:
     dims = Dims(QUANTIZE)
     x = dims.tensor("x", args.x)
-    refuse_grad(QUANTIZE, x=x)
     batch = _batch_axes(dims, "x", x)
     dims.match("x", x, *batch, "M", "K", dtypes=FLOATS)
     dims.rows_contiguous("x", x)
     group = dims.integer("group", args.group, 1)
+    if isinstance(args.scale_ub, bool) or not isinstance(args.scale_ub, (int, float)):
+        got = type(args.scale_ub).__name__
+        raise TypeError(f"{QUANTIZE}: scale_ub must be a number, got {got}")
     dims.require(args.scale_ub > 0, "scale_ub", "be positive", args.scale_ub)
     dims.bind("groups", -(-dims["K"] // group), "K / group, rounded up")
     dims.bind("padded M", -(-dims["M"] // SCALE_ALIGNMENT) * SCALE_ALIGNMENT, "M, rounded up to 4")
@@ -124,7 +126,7 @@ def _quantize(
     scales = check_result(dims, "scales", scales, *batch, "groups", "padded M", dtype=torch.float32)
     problem = Problem(*device_facts(x.device), dtype=str(x.dtype))
     dispatch.select(QUANTIZE, problem, args.backend).launch(
-        x, group, scale_ub=args.scale_ub, out=q, scales=scales
+        x, group, scale_ub=float(args.scale_ub), out=q, scales=scales
     )
     return q, scales
 
@@ -152,7 +154,8 @@ def _matmul(args: MatmulArguments, out: Tensor | None) -> tuple[Tensor]:
     dims.match("b_scale", args.b_scale, *batch, "N groups", "K groups", dtypes=[torch.float32])
     if args.out_dtype not in (*FLOATS, E4M3):
         got = str(args.out_dtype).removeprefix("torch.")
-        raise TypeError(f"{MATMUL}: out_dtype must be a float or float8_e4m3fn, got {got}")
+        arg = "out_dtype" if out is None else "out"
+        raise TypeError(f"{MATMUL}: {arg} must be a float or float8_e4m3fn, got {got}")
     out = check_result(dims, "out", out, *batch, "M", "N", dtype=args.out_dtype)
     problem = Problem(*device_facts(a.device), dtype=str(args.out_dtype))
     dispatch.select(MATMUL, problem, args.backend).launch(

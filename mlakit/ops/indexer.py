@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -16,12 +15,13 @@ from mlakit.ops._arguments import (
     INTEGERS,
     check_kv_lens,
     check_layer,
+    check_mask,
     check_page_table,
     check_query_starts,
     check_result,
-    check_used_rows,
+    check_seen_rows,
 )
-from mlakit.ops._library import Op, refuse_grad
+from mlakit.ops._library import Op
 from mlakit.specs import Problem, device_facts
 
 LOGITS = "indexer_logits"
@@ -55,7 +55,9 @@ def indexer_logits(
 
     Returns float32 [tokens, max_kv_len], −inf where a key is not visible.
     """
-    cache_layer = check_layer(Dims(LOGITS), cache, layer)
+    dims = Dims(LOGITS)
+    cache_layer = check_layer(dims, cache, layer)
+    check_mask(dims, mask)
     (logits,) = LOGITS_OP(
         (out,),
         q=q,
@@ -65,7 +67,7 @@ def indexer_logits(
         kv_lens=kv_lens,
         q_starts=q_starts,
         mask=mask,
-        columns=_capacity(page_table, cache_layer) if max_kv_len is None else max_kv_len,
+        columns=_capacity(dims, page_table, cache_layer) if max_kv_len is None else max_kv_len,
         backend=backend,
     )
     return logits
@@ -117,15 +119,15 @@ class TopkArguments:
     backend: str
 
 
-def _capacity(page_table: PageTable, layer: CacheLayer) -> int:
+def _capacity(dims: Dims, page_table: PageTable, layer: CacheLayer) -> int:
     if isinstance(page_table, tuple):
-        return page_table[1].shape[0]
-    return page_table.shape[1] * layer.page_size
+        return dims.match("page_table[1]", page_table[-1], "slots").shape[0]
+    table = dims.match("page_table", page_table, "batch", "max_pages")
+    return table.shape[1] * layer.page_size
 
 
 def _logits(a: LogitsArguments, out: Tensor | None) -> tuple[Tensor]:
     dims = Dims(LOGITS)
-    refuse_grad(LOGITS, q=a.q, weights=a.weights)
     dims.bind("D", a.layer.codec.row.width, "the row width of the cache")
     dims.match("q", a.q, "tokens", "index_heads", "D", dtypes=(*FLOATS, E4M3))
     dims.rows_contiguous("q", a.q)
@@ -137,11 +139,7 @@ def _logits(a: LogitsArguments, out: Tensor | None) -> tuple[Tensor]:
     columns = dims.integer("max_kv_len", a.columns, 0)
     if lengths is not None:
         dims.lengths("kv_lens", a.kv_lens, columns, "max_kv_len")
-        used = [
-            kv_len if end > start else 0
-            for kv_len, (start, end) in zip(lengths, pairwise(starts.tolist()), strict=True)
-        ]
-        check_used_rows(dims, a.page_table, a.layer, [0] * len(used), used)
+        check_seen_rows(dims, a.page_table, a.layer, a.mask, starts, lengths)
     dims.bind("columns", columns, "max_kv_len")
     out = check_result(dims, "out", out, "tokens", "columns", dtype=torch.float32)
     problem = Problem(
@@ -161,7 +159,6 @@ def _logits(a: LogitsArguments, out: Tensor | None) -> tuple[Tensor]:
 
 def _topk(a: TopkArguments, out: Tensor | None) -> tuple[Tensor]:
     dims = Dims(TOPK)
-    refuse_grad(TOPK, logits=a.logits)
     dims.match("logits", a.logits, "tokens", "columns", dtypes=[torch.float32])
     dims.rows_contiguous("logits", a.logits)
     dims.bind("k", dims.integer("k", a.k, 1), "k")

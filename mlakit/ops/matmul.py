@@ -9,7 +9,7 @@ from torch import Tensor
 from mlakit import dispatch
 from mlakit.checks import E4M3, FLOATS, Dims
 from mlakit.ops._arguments import check_result
-from mlakit.ops._library import Op, refuse_grad
+from mlakit.ops._library import Op
 from mlakit.specs import Problem, device_facts
 
 NAME = "batched_matmul"
@@ -35,7 +35,6 @@ class MatmulArguments:
 
 def _matmul(args: MatmulArguments, out: Tensor | None) -> tuple[Tensor]:
     dims = Dims(NAME)
-    refuse_grad(NAME, a=args.a, b=args.b)
     dims.match("a", args.a, "batch", "M", "K", dtypes=FLOATS)
     dims.match("b", args.b, "batch", "N", "K", dtypes=[args.a.dtype])
     if out is not None:

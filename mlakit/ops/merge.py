@@ -11,7 +11,7 @@ from torch import Tensor
 from mlakit import dispatch
 from mlakit.checks import FLOATS, Dims
 from mlakit.ops._arguments import check_result, check_sink
-from mlakit.ops._library import Op, refuse_grad
+from mlakit.ops._library import Op
 from mlakit.specs import Problem, device_facts
 
 NAME = "merge_states"
@@ -60,7 +60,6 @@ def _merge(a: MergeArguments, out: Tensor | None, lse: Tensor | None) -> tuple[T
         dims.match(f"outs[{i}]", part, *axes, dtypes=dtypes)
         dims.rows_contiguous(f"outs[{i}]", part)
         dims.match(f"lses[{i}]", part_lse, *axes[:2], dtypes=[torch.float32])
-        refuse_grad(NAME, **{f"outs[{i}]": part})
         dtypes = (part.dtype,)
     check_sink(dims, a.sink)
     out = check_result(dims, "out", out, *axes, dtype=a.outs[0].dtype)
@@ -71,7 +70,8 @@ def _merge(a: MergeArguments, out: Tensor | None, lse: Tensor | None) -> tuple[T
 
 
 def _empty(a: MergeArguments) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(a.outs[0]), torch.empty_like(a.lses[0])
+    part, lse = a.outs[0], a.lses[0]
+    return part.new_empty(part.shape), lse.new_empty(lse.shape)
 
 
 OP = Op(NAME, MergeArguments, _merge, _empty, ("out", "lse"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from mlakit import dispatch
@@ -18,7 +17,7 @@ from mlakit.ops._arguments import (
     check_result,
     check_used_rows,
 )
-from mlakit.ops._library import Op, refuse_grad
+from mlakit.ops._library import Op
 from mlakit.specs import Problem, device_facts
 
 NAME = "norm_rope_quant_append"
@@ -94,7 +93,6 @@ class AppendArguments:
 
 def _append(a: AppendArguments, q_rope_out: Tensor | None) -> tuple[Tensor]:
     dims = Dims(NAME)
-    refuse_grad(NAME, q_rope=a.q_rope, kv=a.kv, gamma=a.gamma)
     row = a.layer.codec.row
     dims.bind("rope", row.qk_rope_head_dim, "the cache's qk_rope_head_dim")
     dims.bind("latent", row.kv_lora_rank, "the cache's kv_lora_rank")
@@ -107,8 +105,7 @@ def _append(a: AppendArguments, q_rope_out: Tensor | None) -> tuple[Tensor]:
     dims.match("freqs", a.freqs, "positions", "rope", dtypes=FLOATS)
     dims.match("gamma", a.gamma, "latent", dtypes=FLOATS)
     dims.same_device("cache", a.layer.payload)
-    dims.require(dims.finite("epsilon", a.epsilon) >= 0, "epsilon", "not be negative", a.epsilon)
-    dims.require(a.rope in ROPES, "rope", f"be one of {', '.join(ROPES)}", repr(a.rope))
+    check_rope(dims, a.rope, a.epsilon)
     lengths = check_kv_lens(dims, a.kv_lens)
     starts = check_query_starts(dims, a.q_starts, dims["tokens"], dims["batch"])
     check_page_table(dims, a.page_table, dims["batch"])
@@ -145,6 +142,12 @@ def _append(a: AppendArguments, q_rope_out: Tensor | None) -> tuple[Tensor]:
     return (q_rope_out,)
 
 
+def check_rope(dims: Dims, rope: str, epsilon: float) -> None:
+    """The choices that go with a layer's weights."""
+    dims.require(dims.finite("epsilon", epsilon) >= 0, "epsilon", "not be negative", epsilon)
+    dims.require(rope in ROPES, "rope", f"be one of {', '.join(ROPES)}", repr(rope))
+
+
 def _check_positions(dims: Dims, a: AppendArguments, q_starts: Tensor, before: list[int]) -> None:
     """Every new token has a row in the page table and an angle in freqs."""
     after = [low + new for low, new in zip(before, q_starts.diff().tolist(), strict=True)]
@@ -159,7 +162,7 @@ def _check_positions(dims: Dims, a: AppendArguments, q_starts: Tensor, before: l
 
 
 def _empty(a: AppendArguments) -> tuple[Tensor]:
-    return (torch.empty_like(a.q_rope),)
+    return (a.q_rope.new_empty(a.q_rope.shape),)
 
 
 OP = Op(NAME, AppendArguments, _append, _empty, ("q_rope_out",))

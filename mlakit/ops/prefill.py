@@ -10,8 +10,8 @@ from torch import Tensor
 from mlakit import dispatch
 from mlakit.checks import FLOATS, Dims
 from mlakit.masks import CAUSAL, Mask
-from mlakit.ops._arguments import INTEGERS, check_result, check_sink
-from mlakit.ops._library import Op, refuse_grad
+from mlakit.ops._arguments import INTEGERS, check_mask, check_result, check_sink
+from mlakit.ops._library import Op
 from mlakit.plan import PrefillPlan
 from mlakit.specs import Problem, device_facts
 
@@ -52,6 +52,7 @@ def mla_prefill(
     out [tokens, heads, D_V] in q's dtype and lse [tokens, heads] float32; where nothing was
     attended, out is 0 and lse −inf. `plan` may be handed along; it never changes a result.
     """
+    check_mask(Dims(NAME), mask)
     out, lse = OP(
         (out, lse),
         q=q,
@@ -86,7 +87,6 @@ class PrefillArguments:
 
 def _prefill(a: PrefillArguments, out: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor]:
     dims = Dims(NAME)
-    refuse_grad(NAME, q=a.q, k_nope=a.k_nope, k_rope=a.k_rope, v=a.v, sink=a.sink)
     dims.match("q", a.q, "tokens", "heads", "D_N + D_R", dtypes=FLOATS)
     dtype = (a.q.dtype,)
     dims.match("k_nope", a.k_nope, "keys", "heads", "D_N", dtypes=dtype)

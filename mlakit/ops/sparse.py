@@ -10,16 +10,16 @@ from torch import Tensor
 
 from mlakit import dispatch
 from mlakit.cache import CacheLayer, PagedLatentCache
-from mlakit.checks import Dims, values_visible
+from mlakit.checks import Dims
 from mlakit.ops._arguments import (
-    INTEGERS,
     check_absorbed_query,
     check_layer,
     check_result,
+    check_row_lists,
     check_sink,
     result_dtype,
 )
-from mlakit.ops._library import Op, Splits, refuse_grad
+from mlakit.ops._library import Op, Splits
 from mlakit.plan import EvenSplit
 from mlakit.specs import Problem, device_facts
 
@@ -65,8 +65,12 @@ def sparse_mla(
     [tokens, heads] float32; where nothing counts, out is 0 and both others −inf.
     """
     dims = Dims(NAME)
-    second = None if extra is None else ExtraRows(*extra)
-    extra_layer = None if second is None else check_layer(dims, second.cache, second.layer)
+    if not (plan is None or isinstance(plan, EvenSplit)):
+        raise TypeError(f"{NAME}: plan must be an EvenSplit, got {type(plan).__name__}")
+    second = None if extra is None else _extra_rows(extra)
+    extra_layer = (
+        None if second is None else check_layer(dims, second.cache, second.layer, owner="extra.")
+    )
     out, lse, max_logits = OP(
         (out, lse, max_logits),
         q=q,
@@ -82,6 +86,13 @@ def sparse_mla(
         backend=backend,
     )
     return out, lse, max_logits
+
+
+def _extra_rows(extra: object) -> ExtraRows:
+    if not isinstance(extra, tuple) or not 2 <= len(extra) <= 4:
+        got = type(extra).__name__
+        raise TypeError(f"{NAME}: extra must be ExtraRows or (cache, rows, …), got {got}")
+    return ExtraRows(*extra)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,17 +114,16 @@ def _sparse(
     a: SparseArguments, out: Tensor | None, lse: Tensor | None, max_logits: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     dims = Dims(NAME)
-    refuse_grad(NAME, q=a.q, sink=a.sink)
     check_absorbed_query(dims, a.q, None, a.layer)
     dims.same_device("cache", a.layer.payload)
-    _check_lists(dims, "rows", a.rows, "topk_lens", a.topk_lens)
+    check_row_lists(dims, "rows", a.rows, "topk_lens", a.topk_lens)
     extra = None
     if a.extra is not None:
         dims.same_device("extra.cache", a.extra.payload)
         row, main = a.extra.codec.row, a.layer.codec.row
         dims.require(row == main, "extra.cache", f"have rows like the cache's, {main}", row)
         rows = dims.tensor("extra.rows", a.extra_rows)
-        _check_lists(dims, "extra.rows", rows, "extra.topk_lens", a.extra_topk_lens)
+        check_row_lists(dims, "extra.rows", rows, "extra.topk_lens", a.extra_topk_lens)
         extra = (a.extra, rows, a.extra_topk_lens)
     check_sink(dims, a.sink)
     scale = dims.finite("softmax_scale", a.softmax_scale)
@@ -145,17 +155,6 @@ def _sparse(
         max_logits=max_logits,
     )
     return out, lse, max_logits
-
-
-def _check_lists(
-    dims: Dims, rows_name: str, rows: Tensor, lens_name: str, lens: Tensor | None
-) -> None:
-    topk = f"entries of {rows_name}"
-    dims.match(rows_name, rows, "tokens", topk, dtypes=INTEGERS)
-    if lens is not None:
-        dims.match(lens_name, lens, "tokens", dtypes=INTEGERS)
-        if values_visible(lens):
-            dims.lengths(lens_name, lens, dims[topk], f"the {topk}")
 
 
 def _empty(a: SparseArguments) -> tuple[Tensor, Tensor, Tensor]:

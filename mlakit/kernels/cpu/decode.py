@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 
 from mlakit.cache import CacheLayer, KVShard, PageTable
+from mlakit.geometry import RowShape
 from mlakit.kernels.cpu.merge import merge_parts
 from mlakit.kernels.cpu.softmax import OnlineSoftmax
 from mlakit.kernels.cpu.workspace import rows_that_fit
 from mlakit.masks import Mask
 from mlakit.plan import DecodePlanTensors, EvenSplit, partition_ranges
 
-KEY_TILE = 512  # rows: 1.2 MB of float32, small enough to stay in cache between its two products
-QUERY_ROWS = 2048  # queries × heads attended at a time: 4 MB of state at 512 columns
+KEY_TILE = 4096  # rows: every tile costs some twenty calls of torch (docs/measured.md, CPU)
+QUERY_ROWS = 512  # queries × heads attended at a time: 1 MB of state at 512 columns
 SPLIT_GRANULARITY = 64  # keys; an even split cuts at multiples of it
 
 
@@ -46,29 +47,31 @@ def mla_decode(
     requests = zip(kv_lens.tolist(), pairwise(q_starts.tolist()), strict=True)
     spans = _spans(splits, [shard.local_count(kv_len) for kv_len in kv_lens.tolist()])
     for request, (kv_len, (first, last)) in enumerate(requests):
-        if first == last:
-            continue
-        rows = slice(first, last)
-        q = torch.cat([q_latent[rows].float(), q_rope[rows].float()], dim=-1) * softmax_scale
-        if q_scale is not None:
-            q *= q_scale[rows, None, None]
-        seen = [
-            tuple(map(shard.local_count, mask.interval(position, kv_len)))
-            for position in range(kv_len - (last - first), kv_len)
-        ]
-        tile = max(1, QUERY_ROWS // q.shape[1])
-        for start in range(0, len(q), tile):
-            block = slice(start, start + tile)
-            parts = [
-                _attend_span(q[block], layer, page_table, request, span, seen[block])
-                for span in spans[request]
+        tile = _query_tile(q_latent.shape[1], layer.codec.row, len(spans[request]))
+        for start in range(first, last, tile):
+            block = slice(start, min(start + tile, last))
+            q = torch.cat([q_latent[block].float(), q_rope[block].float()], -1).mul_(softmax_scale)
+            if q_scale is not None:
+                q *= q_scale[block, None, None]
+            seen = [
+                tuple(map(shard.local_count, mask.interval(kv_len - last + token, kv_len)))
+                for token in range(block.start, block.stop)
             ]
-            block_out, lse[rows][block] = (
-                parts[0].finish(sink)
-                if len(parts) == 1
-                else merge_parts([part.finish() for part in parts], sink)
+            states = (
+                _attend_span(q, layer, page_table, request, span, seen) for span in spans[request]
             )
-            out[rows][block] = block_out.to(out.dtype)
+            block_out, lse[block] = (
+                next(states).finish(sink)
+                if len(spans[request]) == 1
+                else merge_parts([state.finish() for state in states], sink)
+            )
+            out[block] = block_out.to(out.dtype)
+
+
+def _query_tile(heads: int, row: RowShape, num_spans: int) -> int:
+    """Queries attended at a time: with their state and results per span half of the scratch."""
+    bytes_per_query = 4 * heads * (row.width + (3 + num_spans) * row.v_width)
+    return min(max(1, QUERY_ROWS // heads), rows_that_fit(2 * bytes_per_query))
 
 
 def _spans(
@@ -95,31 +98,46 @@ def _attend_span(
     """The softmax state of every query over the keys of one span."""
     q_len, heads, width = q.shape
     v_width = layer.codec.row.v_width
-    state = OnlineSoftmax.over(q_len, heads, v_width=v_width)
     first = max(span[0], min(low for low, _ in seen))
     last = min(span[1], max(high for _, high in seen))
     common = (max(low for low, _ in seen), min(high for _, high in seen))
-    tile = min(KEY_TILE, rows_that_fit(4 * (2 * width + 2 * q_len * heads), at_least=16))
-    for start, stop in _tiles(first, last, tile, layer.page_size):
+    # in the other half: a tile as it is stored, decoded and joined, and its scores
+    tile = min(KEY_TILE, rows_that_fit(2 * 4 * (3 * width + 2 * q_len * heads), at_least=16))
+    tiles = list(_tiles(first, last, common, tile, layer.page_size))
+    # keys on the left: with a transposed right side a product takes up to 3 times as long
+    columns = q.flatten(0, 1).T.contiguous()
+    if tiles == [(first, last)] and common[0] <= first and last <= common[1]:
+        keys = layer.read_tokens(page_table, request, first, last)
+        state = OnlineSoftmax.of((keys @ columns).T, keys[:, :v_width])
+        return state.unflatten(q_len, heads)
+    state = OnlineSoftmax.over(q_len * heads, v_width=v_width)
+    for start, stop in tiles:
         keys = layer.read_tokens(page_table, request, start, stop)
         if common[0] <= start and stop <= common[1]:
-            state.add(q @ keys.T, keys[:, :v_width])
+            state.add((keys @ columns).T, keys[:, :v_width])
             continue
         for i, (low, high) in enumerate(seen):
             # a slice, not a mask: what this query does not see may hold NaN
             block = keys[max(low - start, 0) : max(high - start, 0)]
             if len(block):
-                state[i].add(q[i] @ block.T, block[:, :v_width])
-    return state
+                own = slice(i * heads, (i + 1) * heads)
+                state[own].add((block @ columns[:, own]).T, block[:, :v_width])
+    return state.unflatten(q_len, heads)
 
 
-def _tiles(first: int, last: int, tile: int, page_size: int) -> Iterator[tuple[int, int]]:
-    """Ranges of about `tile` keys that hold whole pages, or lie in one page if that is larger."""
+def _tiles(
+    first: int, last: int, cuts: Sequence[int], tile: int, page_size: int
+) -> Iterator[tuple[int, int]]:
+    """Ranges of about `tile` keys that hold whole pages, or lie in one page if that is larger.
+
+    No range has one of the `cuts` inside.
+    """
     step = max(tile // page_size * page_size, 1) if page_size <= tile else tile
     start = first
     while start < last:
         stop = start - start % step + step
         if page_size > tile:
             stop = min(stop, start - start % page_size + page_size)
-        yield start, min(stop, last)
-        start = min(stop, last)
+        stop = min(stop, last, *(cut for cut in cuts if cut > start))
+        yield start, stop
+        start = stop

@@ -62,12 +62,13 @@ def scaled_mm_fp8(
         """quantised [rows, K] · scale [rows, groups], each group of columns by its own."""
         return quantised.float() * scale.repeat_interleave(k_group, 1)[:, :depth]
 
-    # tiles of output columns hold whole groups, so that each has its own rows of b_scale
-    for right in matmul_tiles(columns, bytes_per_row=4 * 2 * depth, multiple=n_group):
+    # tiles of output columns hold whole groups, so that each has its own rows of b_scale; while one
+    # is widened (its numbers, scales and products) the one before is still there
+    for right in matmul_tiles(columns, bytes_per_row=4 * 4 * depth, multiple=n_group):
         groups = b_scale[right.start // n_group : -(-right.stop // n_group)]
         by_row = groups.repeat_interleave(n_group, 0)[: right.stop - right.start]
         weight = widened(b[right], by_row)
         width = right.stop - right.start
-        for left in matmul_tiles(rows, bytes_per_row=4 * (2 * depth + width)):
+        for left in matmul_tiles(rows, bytes_per_row=4 * (3 * depth + 2 * width)):
             product = widened(a[left], a_scale[:, left].T) @ weight.T
             out[left, right] = saturating_cast(product, out.dtype)

@@ -31,6 +31,8 @@ def indexer_logits(
     out: Tensor,  # [tokens, columns] float32
 ) -> None:
     out.fill_(-torch.inf)
+    # half of the scratch for a tile of keys as stored, decoded and joined, half for their scores
+    tile = min(KEY_TILE, rows_that_fit(2 * 4 * 3 * q.shape[2], at_least=16))
     requests = zip(kv_lens.tolist(), pairwise(q_starts.tolist()), strict=True)
     for request, (kv_len, (start, end)) in enumerate(requests):
         if end == start:
@@ -38,24 +40,38 @@ def indexer_logits(
         positions = torch.arange(start, end) - end + kv_len
         first = mask.interval(int(positions[0]), kv_len)[0]
         last = mask.interval(int(positions[-1]), kv_len)[1]
-        for low in range(first, last, KEY_TILE):
-            high = min(low + KEY_TILE, last)
+        for low in range(first, last, tile):
+            high = min(low + tile, last)
             slots = request_slots(page_table, layer.page_size, request, low, high)
-            scores = _scores(q[start:end], weights[start:end], layer.read(slots))
-            seen = mask.visible(positions, torch.arange(low, high))
-            out[start:end, low:high] = scores.masked_fill_(~seen, -torch.inf)
+            _score(
+                q[start:end],
+                weights[start:end],
+                layer.read(slots),
+                mask,
+                positions,
+                torch.arange(low, high),
+                out[start:end, low:high],
+            )
 
 
-def _scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
-    """[queries, keys] float32, for as many queries at a time as fit the workspace."""
-    num_queries, heads, _ = q.shape
-    scores = torch.empty(num_queries, len(keys))
-    tile = rows_that_fit(4 * heads * (2 * len(keys) + q.shape[2]))
+def _score(
+    q: Tensor,
+    weights: Tensor,
+    keys: Tensor,  # [keys, D] float32
+    mask: Mask,
+    positions: Tensor,  # [queries]
+    key_positions: Tensor,  # [keys]
+    out: Tensor,  # [queries, keys]
+) -> None:
+    """One tile of keys, for as many queries at a time as fit the workspace."""
+    num_queries, heads, width = q.shape
+    tile = rows_that_fit(2 * 4 * (heads * (len(keys) + width) + 2 * len(keys)))
     for start in range(0, num_queries, tile):
         block = slice(start, start + tile)
         dots = (q[block].float() @ keys.T).relu_()
-        scores[block] = (weights[block, None, :] @ dots).squeeze(1)
-    return scores
+        scores = (weights[block, None, :] @ dots).squeeze(1)
+        seen = mask.visible(positions[block], key_positions)
+        out[block] = scores.masked_fill_(~seen, -torch.inf)
 
 
 def indexer_topk(
@@ -68,7 +84,7 @@ def indexer_topk(
     tokens, columns = logits.shape
     out.fill_(-1)
     column = torch.arange(columns)
-    tile = rows_that_fit(columns * (4 + 8 + 4 + 1))
+    tile = rows_that_fit(columns * (2 * 4 + 2 * 8 + 4 + 1))
     for start in range(0, tokens, tile):
         block = slice(start, min(start + tile, tokens))
         candidates = logits[block]

@@ -30,9 +30,10 @@ def batched_matmul(
     """out = a @ bᵀ, rounded once."""
     _, rows, depth = a.shape
     for left, right, result in zip(a, b, out, strict=True):
-        for columns in matmul_tiles(len(right), bytes_per_row=4 * depth):
+        # while a tile is widened the one before is still there
+        for columns in matmul_tiles(len(right), bytes_per_row=2 * 4 * depth):
             weight = right[columns].float().T
             width = columns.stop - columns.start
-            for tile in matmul_tiles(rows, bytes_per_row=4 * (depth + width)):
+            for tile in matmul_tiles(rows, bytes_per_row=4 * (depth + 2 * width)):
                 product = left[tile].float() @ weight
                 result[tile, columns] = saturating_cast(product, out.dtype)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mlakit.kernels.cpu.workspace import rows_that_fit
+
 
 def merge_states(
     outs: Sequence[Tensor],  # [tokens, heads, v_width] each
@@ -16,9 +18,13 @@ def merge_states(
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    merged, merged_lse = merge_parts(list(zip(outs, lses, strict=True)), sink)
-    out.copy_(merged)
-    lse.copy_(merged_lse)
+    tokens, heads, v_width = out.shape
+    tile = rows_that_fit(4 * heads * (4 * v_width + len(outs) + 4))
+    for start in range(0, tokens, tile):
+        block = slice(start, start + tile)
+        parts = [(part[block], part_lse[block]) for part, part_lse in zip(outs, lses, strict=True)]
+        merged, lse[block] = merge_parts(parts, sink)
+        out[block] = merged.to(out.dtype)
 
 
 def merge_parts(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mlakit.cache import CacheLayer, token_requests, token_slots
 from mlakit.formats import saturating_cast
+from mlakit.kernels.cpu.workspace import rows_that_fit
 
 
 def rotate(x: Tensor, cos_sin: Tensor, *, rope: str) -> Tensor:
@@ -52,13 +53,18 @@ def norm_rope_quant_append(
 ) -> None:
     request, index = token_requests(q_starts, len(kv))
     positions = kv_lens.long()[request] + index
-    cos_sin = freqs[positions]
-    rotated_q = rotate(q_rope, cos_sin[:, None, :], rope=rope)
-    latent = rms_norm(kv[:, : gamma.shape[0]], gamma, epsilon)
-    rotated_k = rotate(kv[:, gamma.shape[0] :], cos_sin, rope=rope).to(q_rope.dtype)
-    layer.write(
-        token_slots(page_table, layer.page_size, request, positions),
-        torch.cat([latent.float(), rotated_k.float()], dim=-1),
-        power_of_two_scales=power_of_two_scales,
-    )
-    q_rope_out.copy_(saturating_cast(rotated_q, q_rope_out.dtype))
+    tokens, heads, d_r = q_rope.shape
+    # the rotation is in float64, with about six numbers for each of its inputs
+    tile = rows_that_fit(8 * 6 * (heads * d_r + kv.shape[1]))
+    for start in range(0, tokens, tile):
+        block = slice(start, start + tile)
+        cos_sin = freqs[positions[block]]
+        latent = rms_norm(kv[block, : gamma.shape[0]], gamma, epsilon)
+        rotated_k = rotate(kv[block, gamma.shape[0] :], cos_sin, rope=rope).to(q_rope.dtype)
+        layer.write(
+            token_slots(page_table, layer.page_size, request[block], positions[block]),
+            torch.cat([latent.float(), rotated_k.float()], dim=-1),
+            power_of_two_scales=power_of_two_scales,
+        )
+        rotated_q = rotate(q_rope[block], cos_sin[:, None, :], rope=rope)
+        q_rope_out[block] = saturating_cast(rotated_q, q_rope_out.dtype)

@@ -1,13 +1,17 @@
 """Expanded MLA attention over ragged batches.
 
 Maths      s = (q_n·k_n + q_r·k_r) · softmax_scale [+ slope · (key − query)];  out = softmax(s) v
-Work       one request at a time, in tiles of queries and keys that fit the workspace
-Memory     the shared rope part of K is read as it is, never repeated per head
+Work       one request at a time; as many heads as fit the workspace share every call of torch;
+           a block of queries against a tile of keys, in tiles of queries
+Memory     a tile of keys is widened to float32 once for a block of queries, its K transposed
+Measured   docs/measured.md, CPU
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
+from math import ceil
 
 import torch
 from torch import Tensor
@@ -16,7 +20,9 @@ from mlakit.kernels.cpu.softmax import OnlineSoftmax
 from mlakit.kernels.cpu.workspace import rows_that_fit
 from mlakit.masks import Mask
 
+QUERY_BLOCK = 512  # queries that share a copy of their keys
 QUERY_TILE = 128
+KEY_TILE = 512  # with QUERY_TILE: 256 kB of scores of each head
 
 
 def mla_prefill(
@@ -34,26 +40,53 @@ def mla_prefill(
     out: Tensor,  # [tokens, heads, D_V]
     lse: Tensor,  # [tokens, heads] float32
 ) -> None:
+    tiling = _tiling(q, v)
     q_ranges, kv_ranges = pairwise(q_starts.tolist()), pairwise(kv_starts.tolist())
     for (q_first, q_last), (kv_first, kv_last) in zip(q_ranges, kv_ranges, strict=True):
-        num_keys = kv_last - kv_first
         keys = slice(kv_first, kv_last)
-        for first in range(q_first, q_last, QUERY_TILE):
-            rows = slice(first, min(first + QUERY_TILE, q_last))
-            positions = torch.arange(rows.start, rows.stop) - q_last + num_keys
-            tile_out, tile_lse = _attend(
-                q[rows],
-                k_nope[keys],
-                k_rope[keys],
-                v[keys],
-                positions,
-                softmax_scale=softmax_scale,
-                mask=mask,
-                alibi_slopes=alibi_slopes,
-                sink=sink,
-            )
-            out[rows] = tile_out.transpose(0, 1).to(out.dtype)
-            lse[rows] = tile_lse.T
+        for heads in _slices(0, q.shape[1], tiling.heads):
+            for rows in _slices(q_first, q_last, tiling.block):
+                block_out, block_lse = _attend(
+                    q[rows, heads],
+                    k_nope[keys, heads],
+                    k_rope[keys],
+                    v[keys, heads],
+                    torch.arange(rows.start, rows.stop) - q_last + (kv_last - kv_first),
+                    tiling,
+                    softmax_scale=softmax_scale,
+                    mask=mask,
+                    alibi_slopes=None if alibi_slopes is None else alibi_slopes[heads],
+                    sink=None if sink is None else sink[heads],
+                )
+                out[rows, heads] = block_out.transpose(0, 1).to(out.dtype)
+                lse[rows, heads] = block_lse.T
+
+
+@dataclass(frozen=True)
+class _Tiling:
+    """How much is worked on at a time: heads, queries that share keys, queries, keys."""
+
+    heads: int
+    block: int
+    queries: int
+    keys: int
+
+
+def _tiling(q: Tensor, v: Tensor) -> _Tiling:
+    """Half of the scratch for a block of queries with its state, half for a tile of keys."""
+    width, d_v = q.shape[2], v.shape[2]
+    bytes_per_query = 4 * (width + 4 * d_v)  # of each head
+    num_groups = ceil(q.shape[1] / rows_that_fit(2 * QUERY_BLOCK * bytes_per_query))
+    heads = ceil(q.shape[1] / num_groups)
+    block = min(QUERY_BLOCK, rows_that_fit(2 * heads * bytes_per_query))
+    queries = min(QUERY_TILE, block)
+    bytes_per_key = 4 * (width + 2 * d_v + 2 * queries)
+    return _Tiling(
+        heads=heads,
+        block=block,
+        queries=queries,
+        keys=min(KEY_TILE, rows_that_fit(2 * heads * bytes_per_key, at_least=16)),
+    )
 
 
 def _attend(
@@ -62,30 +95,58 @@ def _attend(
     k_rope: Tensor,
     v: Tensor,
     positions: Tensor,  # [queries] int64
+    tiling: _Tiling,
     *,
     softmax_scale: float,
     mask: Mask,
     alibi_slopes: Tensor | None,
     sink: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """(out [heads, queries, D_V], lse [heads, queries]) of one tile of queries."""
-    num_queries, heads, _ = q.shape
-    d_n, d_v, num_keys = k_nope.shape[2], v.shape[2], k_nope.shape[0]
-    q_nope, q_rope = q.float().transpose(0, 1).split([d_n, k_rope.shape[1]], dim=-1)
-    first = mask.interval(int(positions[0]), num_keys)[0]
-    last = mask.interval(int(positions[-1]), num_keys)[1]
-    softmax = OnlineSoftmax.over(heads, num_queries, v_width=d_v)
-    tile = rows_that_fit(4 * heads * (d_n + d_v + 3 * num_queries), at_least=16)
-    for start in range(first, last, tile):
-        block = slice(start, min(start + tile, last))
-        keys = torch.arange(block.start, block.stop)
-        scores = q_nope @ k_nope[block].float().permute(1, 2, 0)
-        scores += q_rope @ k_rope[block].float().T
-        scores *= softmax_scale
-        if alibi_slopes is not None:
-            scores += alibi_slopes[:, None, None] * (keys - positions[:, None])
-        visible = mask.visible(positions, keys)
-        softmax.add(
-            scores, v[block].float().transpose(0, 1), None if bool(visible.all()) else visible
-        )
-    return softmax.finish(None if sink is None else sink[:, None])
+    """(out [heads, queries, D_V], lse [heads, queries]) of one block of queries."""
+    (num_queries, heads, width), d_v, num_keys = q.shape, v.shape[2], v.shape[0]
+    scaled = torch.empty(heads, num_queries, width).copy_(q.transpose(0, 1)).mul_(softmax_scale)
+    state = OnlineSoftmax.over(heads, num_queries, v_width=d_v)
+    first, last = _seen(mask, positions, num_keys)[0]
+    for start in range(first, last, tiling.keys):
+        stop = min(start + tiling.keys, last)
+        k, values = _widened(k_nope[start:stop], k_rope[start:stop], v[start:stop])
+        for rows in _slices(0, num_queries, tiling.queries):
+            by_any, by_all = _seen(mask, positions[rows], num_keys)
+            low, high = max(start, by_any[0]), min(stop, by_any[1])
+            if low >= high:
+                continue
+            block, keys = slice(low - start, high - start), torch.arange(low, high)
+            scores = scaled[:, rows] @ k[:, :, block]
+            if alibi_slopes is not None:
+                scores += alibi_slopes[:, None, None] * (keys - positions[rows, None])
+            is_full = by_all[0] <= low and high <= by_all[1]
+            visible = None if is_full else mask.visible(positions[rows], keys)
+            state[:, rows].add(scores, values[:, block], visible)
+    return state.finish(None if sink is None else sink[:, None])
+
+
+def _slices(first: int, last: int, step: int) -> list[slice]:
+    return [slice(start, min(start + step, last)) for start in range(first, last, step)]
+
+
+def _seen(mask: Mask, positions: Tensor, num_keys: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The keys that any, and those that all of the queries at `positions` see.
+
+    Both ends of an interval grow with the position, so the first and the last query decide.
+    """
+    first, common_last = mask.interval(int(positions[0]), num_keys)
+    common_first, last = mask.interval(int(positions[-1]), num_keys)
+    return (first, last), (common_first, common_last)
+
+
+def _widened(k_nope: Tensor, k_rope: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """(K [heads, D_N + D_R, keys], V [heads, keys, D_V]) float32.
+
+    Right sides that need no transposing: a product with K [keys, D_N + D_R] transposed on the fly
+    takes up to twice as long.
+    """
+    keys, heads, d_n = k_nope.shape
+    k = torch.empty(heads, d_n + k_rope.shape[1], keys)
+    k[:, :d_n] = k_nope.permute(1, 2, 0)
+    k[:, d_n:] = k_rope.T
+    return k, torch.empty(heads, keys, v.shape[2]).copy_(v.transpose(0, 1))

@@ -59,14 +59,17 @@ def sparse_mla(
         lists.append(RowList(*extra))
     tokens, heads, width = q.shape
     v_width = out.shape[-1]
-    tile = rows_that_fit(4 * LIST_TILE * (3 * width + 3 * heads))
+    bytes_per_entry = 4 * (4 * width + 2 * heads)
+    entries = min(LIST_TILE, rows_that_fit(2 * bytes_per_entry, at_least=16))
+    bytes_per_token = 4 * heads * (width + 4 * v_width) + entries * bytes_per_entry
+    tile = rows_that_fit(bytes_per_token)
     for start in range(0, tokens, tile):
         block = slice(start, min(start + tile, tokens))
         scaled = q[block].float() * softmax_scale
         state = OnlineSoftmax.over(len(scaled), heads, v_width=v_width)
         for each in lists:
-            for first in range(0, each.rows.shape[1], LIST_TILE):
-                keys, valid = each.gather(block, slice(first, first + LIST_TILE))
+            for first in range(0, each.rows.shape[1], entries):
+                keys, valid = each.gather(block, slice(first, first + entries))
                 scores = (scaled @ keys.mT).masked_fill_(~valid[:, None, :], -torch.inf)
                 state.add(scores, keys[..., :v_width])
         block_out, lse[block] = state.finish(sink)
