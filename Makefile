@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test venv lint types unit format clean
+.PHONY: demo test venv lint types unit mutants format clean
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
@@ -25,6 +25,10 @@ types: $(INSTALLED)
 
 unit: $(INSTALLED)
 	$(BIN)/pytest -n auto
+
+# breaks the CPU kernels one line at a time; every break must be noticed
+mutants: $(INSTALLED)
+	$(BIN)/python scripts/mutate.py
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .

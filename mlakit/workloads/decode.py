@@ -1,0 +1,311 @@
+"""Cases of `mla_decode`, whole and context parallel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mlakit import reference
+from mlakit.cache import PageTable, select_requests
+from mlakit.masks import Mask
+from mlakit.ops import merge_states, mla_decode
+from mlakit.plan import DecodePlan, EvenSplit, plan_decode
+from mlakit.testing import assert_matches, assert_same_bits
+from mlakit.workloads.case import Results, Trial, assert_given, assert_logits_match
+from mlakit.workloads.paged import (
+    PagedCase,
+    Pool,
+    map_tokens,
+    num_pages_for,
+    seen_tokens,
+    starts_of,
+)
+from mlakit.workloads.stage import DTYPES, Stage
+
+
+@dataclass(frozen=True, eq=False)
+class Rank:
+    """What one rank of a context-parallel group caches; the only one holds everything."""
+
+    pool: Pool
+    page_table: PageTable
+    positions: list[Tensor]  # per request, of the tokens cached here
+    rows: list[Tensor]  # per request [tokens, width] float64 as stored, NaN where never seen
+    plan: DecodePlan | EvenSplit | None
+    given: dict[str, Tensor]  # results to write to
+
+
+@dataclass(frozen=True, eq=False)
+class Query:
+    """The arguments that say what is asked, and the same numbers for the oracle."""
+
+    arguments: dict[str, Any]
+    exact: Tensor  # [tokens, heads, width] float64, scaled by q_scale
+    sink: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class DecodeCase(PagedCase):
+    """One call of `mla_decode`; with `world` > 1 one per rank, and the merge of their results.
+
+    kv_lens        cached tokens of each request, its q_lens queries included
+    dtype          of q; `q_rope_dtype`, if any, of a q_rope that comes apart from it
+    sharpness      standard deviation of the scores of a head of middling size
+    sink           "", "finite" or "mixed" (with ±inf)
+    num_splits     an EvenSplit; num_workers, tile and fixed_split make a plan of `plan_decode`
+    deterministic  asked for; then, as with a fixed_split, a request alone gives the same bits
+    given_results  have out and lse written to the caller's tensors
+    """
+
+    op = "mla_decode"
+
+    kv_lens: tuple[int, ...] = (33, 0, 17)
+    q_lens: tuple[int, ...] = (1, 1, 1)
+    implicit_starts: bool = False
+    heads: int = 4
+    dtype: str = "bf16"
+    q_rope_dtype: str = ""
+    q_scaled: bool = False
+    mask: str = "causal"
+    window: int = 0
+    sharpness: float = 2.0
+    sink: str = ""
+    flat_table: bool = False
+    world: int = 1
+    interleave: int = 1
+    num_splits: int = 0
+    num_workers: int = 0
+    tile: int = 16
+    fixed_split: int = 0
+    deterministic: bool = False
+    given_results: bool = False
+
+    @property
+    def softmax_scale(self) -> float:
+        return self.sharpness / sqrt(self.row.width)
+
+    def trial(self, device: torch.device | str) -> Trial:
+        stage = Stage(device, self.seed, padded=self.padded)
+        query = self._query(stage)
+        whole = [stage.normal(kv_len, self.row.width) for kv_len in self.kv_lens]
+        ranks = [self._rank(stage, rank, whole) for rank in range(self.world)]
+        kv_lens = stage.place_ints("kv_lens", self.kv_lens, wide=self.wide_indices)
+
+        def call(backend: str) -> Results:
+            sink = query.sink if self.world == 1 else None
+            results = [
+                self._attend(query.arguments, kv_lens, rank, index, sink, backend)
+                for index, rank in enumerate(ranks)
+            ]
+            if self.world > 1:
+                outs, lses = zip(*results, strict=True)
+                results.append(merge_states(outs, lses, sink=query.sink))
+            if self._is_independent:
+                results.append(self._attend_alone(query, kv_lens, ranks[0], sink, backend))
+            return tuple(result for pair in results for result in pair)
+
+        return Trial(stage, call, lambda results: self._check(query, ranks, results))
+
+    def _query(self, stage: Stage) -> Query:
+        tokens, row = sum(self.q_lens), self.row
+        q = stage.queries(tokens, self.heads, row.width)
+        arguments: dict[str, Any] = {"q_starts": None}
+        if not self.implicit_starts:
+            starts = starts_of(self.q_lens)
+            arguments["q_starts"] = stage.place_ints("q_starts", starts, wide=self.wide_indices)
+        if self.q_rope_dtype:
+            latent, rope = q.split([row.kv_lora_rank, row.qk_rope_head_dim], dim=-1)
+            arguments["q"] = stage.place("q", latent, self.dtype)
+            arguments["q_rope"] = stage.place("q_rope", rope, self.q_rope_dtype)
+        else:
+            arguments["q"] = stage.place("q", q, self.dtype)
+        stored = [arguments[name].cpu().double() for name in ("q", "q_rope") if name in arguments]
+        exact = torch.cat(stored, dim=-1)
+        if self.q_scaled:
+            arguments["q_scale"] = stage.place("q_scale", stage.uniform(0.5, 1.5, tokens))
+            exact = exact * arguments["q_scale"].cpu().double()[:, None, None]
+        return Query(arguments, exact, stage.sink(self.sink, self.heads))
+
+    def _rank(self, stage: Stage, rank: int, whole: Sequence[Tensor]) -> Rank:
+        mask = Mask(self.mask, self.window)
+        positions, seen = [], []
+        for kv_len, q_len in zip(self.kv_lens, self.q_lens, strict=True):
+            position = torch.arange(kv_len)
+            position = position[position // self.interleave % self.world == rank]
+            positions.append(position)
+            seen.append(seen_tokens(mask, kv_len, q_len)[position])
+        counts = [len(position) for position in positions]
+        name = f"cache of rank {rank}"
+        pool = self.pool(stage, name, num_pages_for(counts, self.page_size))
+        table, slots = map_tokens(pool, seen, flat=self.flat_table, wide=self.wide_indices)
+        stored = [torch.full((count, self.row.width), torch.nan).double() for count in counts]
+        for request, used in enumerate(seen):
+            rows = whole[request][positions[request][used]]
+            stored[request][used] = pool.write(
+                slots[request][used], rows, power_of_two=self.power_of_two
+            )
+        return Rank(pool, table, positions, stored, self._plan(counts), self._given(stage, rank))
+
+    def _plan(self, counts: Sequence[int]) -> DecodePlan | EvenSplit | None:
+        if self.num_splits:
+            return EvenSplit(self.num_splits)
+        if self.num_workers:
+            split = self.fixed_split or None
+            return plan_decode(
+                counts, num_workers=self.num_workers, tile=self.tile, fixed_split=split
+            )
+        return None
+
+    def _given(self, stage: Stage, rank: int) -> dict[str, Tensor]:
+        if not self.given_results:
+            return {}
+        shape = (sum(self.q_lens), self.heads)
+        dtype = torch.bfloat16 if self.dtype == "e4m3" else DTYPES[self.dtype]
+        return {
+            "out": stage.result(f"out of rank {rank}", (*shape, self.row.v_width), dtype),
+            "lse": stage.result(f"lse of rank {rank}", shape, torch.float32),
+        }
+
+    def _attend(
+        self,
+        query: dict[str, Any],
+        kv_lens: Tensor,
+        rank: Rank,
+        index: int,
+        sink: Tensor | None,
+        backend: str,
+    ) -> tuple[Tensor, Tensor]:
+        return mla_decode(
+            query["q"],
+            rank.pool.cache,
+            rank.page_table,
+            kv_lens,
+            softmax_scale=self.softmax_scale,
+            layer=rank.pool.layer_index,
+            mask=Mask(self.mask, self.window),
+            sink=sink,
+            kv_shard=(index, self.world, self.interleave) if self.world > 1 else None,
+            plan=rank.plan,
+            deterministic=self.deterministic,
+            backend=backend,
+            **{name: value for name, value in query.items() if name != "q"},
+            **rank.given,
+        )
+
+    @property
+    def _is_independent(self) -> bool:
+        """Does a request's result depend on nothing else in the batch?"""
+        fixed = bool(self.fixed_split) or (self.deterministic and not self.num_workers)
+        return fixed and len(self.kv_lens) > 0
+
+    @property
+    def _alone(self) -> tuple[int, slice]:
+        """The request that is run again by itself, and its query tokens."""
+        request = self.seed % len(self.kv_lens)
+        ends = list(accumulate(self.q_lens))
+        return request, slice(ends[request] - self.q_lens[request], ends[request])
+
+    def _attend_alone(
+        self, query: Query, kv_lens: Tensor, rank: Rank, sink: Tensor | None, backend: str
+    ) -> tuple[Tensor, Tensor]:
+        request, tokens = self._alone
+        arguments = {
+            name: value[tokens] for name, value in query.arguments.items() if name != "q_starts"
+        }
+        lengths = [0, tokens.stop - tokens.start]
+        arguments["q_starts"] = torch.tensor(lengths, dtype=torch.int32, device=kv_lens.device)
+        counts = [len(rank.positions[request])]
+        table = select_requests(rank.page_table, [request])
+        single = Rank(rank.pool, table, [], [], self._plan(counts), {})
+        lens = kv_lens[request : request + 1]
+        return self._attend(arguments, lens, single, 0, sink, backend)
+
+    def _check(self, query: Query, ranks: Sequence[Rank], results: Results) -> None:
+        pairs = list(zip(results[::2], results[1::2], strict=True))
+        if self._is_independent:
+            _, tokens = self._alone
+            for name, alone, batched in zip(("out", "lse"), pairs.pop(), pairs[0], strict=True):
+                assert_same_bits(f"{name} of a request alone", alone.cpu(), batched[tokens].cpu())
+        partials = [
+            self._check_rank(f" of rank {index}" if self.world > 1 else "", query, rank, pair)
+            for index, (rank, pair) in enumerate(zip(ranks, pairs, strict=False))
+        ]
+        if self.world > 1:
+            self._check_merged(query, ranks, partials, pairs[-1])
+
+    def _check_rank(
+        self, label: str, query: Query, rank: Rank, results: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """The rank's exact results, which its results match."""
+        sink = query.sink if self.world == 1 else None
+        exact = self._oracle(query, rank.rows, rank.positions, sink, torch.float64)
+        naive = self._oracle(query, rank.rows, rank.positions, sink, torch.float32)
+        for name, result in zip(("out", "lse"), results, strict=True):
+            assert_given(f"{name}{label}", result, rank.given.get(name))
+        out, lse = results
+        assert_matches(f"out{label}", out.cpu(), exact[0], naive[0])
+        assert_logits_match(
+            f"lse{label}", lse, exact[1], naive[1], self._largest_score(query, rank.rows)
+        )
+        return exact
+
+    def _check_merged(
+        self,
+        query: Query,
+        ranks: Sequence[Rank],
+        partials: Sequence[tuple[Tensor, Tensor]],
+        merged: tuple[Tensor, Tensor],
+    ) -> None:
+        """All ranks together attended as one; rounding the parts is what a merge may lose."""
+        positions = [torch.cat(each) for each in zip(*(r.positions for r in ranks), strict=True)]
+        rows = [torch.cat(each) for each in zip(*(r.rows for r in ranks), strict=True)]
+        exact = self._oracle(query, rows, positions, query.sink, torch.float64)
+        out, lse = merged
+        outs, lses = (torch.stack(part) for part in zip(*partials, strict=True))
+        naive = reference.merge_states(
+            outs.to(out.dtype), lses.float(), sink=_on_cpu(query.sink), dtype=torch.float32
+        )
+        assert_matches("merged out", out.cpu(), exact[0], naive[0])
+        assert_logits_match("merged lse", lse, exact[1], naive[1], self._largest_score(query, rows))
+
+    def _oracle(
+        self,
+        query: Query,
+        rows: Sequence[Tensor],
+        positions: Sequence[Tensor],
+        sink: Tensor | None,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:
+        queries = [
+            torch.arange(kv_len - q_len, kv_len)
+            for kv_len, q_len in zip(self.kv_lens, self.q_lens, strict=True)
+        ]
+        return reference.mla_decode(
+            query.exact,
+            rows,
+            self.q_lens,
+            softmax_scale=self.softmax_scale,
+            v_width=self.row.v_width,
+            mask=Mask(self.mask, self.window),
+            sink=_on_cpu(sink),
+            key_positions=positions,
+            query_positions=queries,
+            dtype=dtype,
+        )
+
+    def _largest_score(self, query: Query, rows: Sequence[Tensor]) -> Tensor:
+        """|q| · max |row| · softmax_scale, [tokens, heads]."""
+        sizes = [part.norm(dim=-1).nan_to_num().amax() for part in rows if len(part)]
+        largest = torch.stack([torch.zeros((), dtype=torch.float64), *sizes]).amax()
+        size: Tensor = query.exact.norm(dim=-1)
+        return size * largest * self.softmax_scale
+
+
+def _on_cpu(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.cpu()

@@ -1,0 +1,156 @@
+"""Cases of `indexer_logits` and `indexer_topk`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mlakit import reference
+from mlakit.masks import Mask
+from mlakit.ops import indexer_logits, indexer_topk
+from mlakit.testing import assert_same_bits
+from mlakit.workloads.case import Case, Results, Trial, assert_given, assert_logits_match
+from mlakit.workloads.paged import PagedCase, map_tokens, num_pages_for, seen_tokens, starts_of
+from mlakit.workloads.stage import Stage
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class IndexerLogitsCase(PagedCase):
+    """One call of `indexer_logits`; a key is a whole row of the cache.
+
+    kv_lens        cached tokens of each request, its q_lens queries included
+    spare_columns  columns of the result beyond the longest kv_len; None: max_kv_len is not given
+    given_results  have the logits written to the caller's tensor
+    """
+
+    op = "indexer_logits"
+
+    kv_lens: tuple[int, ...] = (33, 0, 17)
+    q_lens: tuple[int, ...] = (1, 1, 2)
+    implicit_starts: bool = False
+    heads: int = 4
+    dtype: str = "bf16"
+    mask: str = "causal"
+    window: int = 0
+    flat_table: bool = False
+    spare_columns: int | None = 3
+    given_results: bool = False
+
+    def trial(self, device: torch.device | str) -> Trial:
+        stage = Stage(device, self.seed, padded=self.padded)
+        mask, tokens, wide = Mask(self.mask, self.window), sum(self.q_lens), self.wide_indices
+        q = stage.place("q", stage.queries(tokens, self.heads, self.row.width), self.dtype)
+        weights = stage.place("weights", stage.normal(tokens, self.heads))
+        seen = [seen_tokens(mask, *each) for each in zip(self.kv_lens, self.q_lens, strict=True)]
+        pool = self.pool(stage, "cache", num_pages_for(self.kv_lens, self.page_size))
+        table, slots = map_tokens(pool, seen, flat=self.flat_table, wide=wide)
+        keys = []
+        for own, used in zip(slots, seen, strict=True):
+            stored = torch.full((len(used), self.row.width), torch.nan, dtype=torch.float64)
+            rows = stage.normal(int(used.sum()), self.row.width)
+            stored[used] = pool.write(own[used], rows, power_of_two=self.power_of_two)
+            keys.append(stored)
+        kv_lens = stage.place_ints("kv_lens", self.kv_lens, wide=wide)
+        starts = None
+        if not self.implicit_starts:
+            starts = stage.place_ints("q_starts", starts_of(self.q_lens), wide=wide)
+        columns = None
+        if self.spare_columns is not None:
+            columns = max(self.kv_lens, default=0) + self.spare_columns
+        out = None
+        if self.given_results and columns is not None:
+            out = stage.result("out", (tokens, columns), torch.float32)
+
+        def call(backend: str) -> Results:
+            logits = indexer_logits(
+                q,
+                weights,
+                pool.cache,
+                table,
+                kv_lens,
+                q_starts=starts,
+                layer=pool.layer_index,
+                mask=mask,
+                max_kv_len=columns,
+                out=out,
+                backend=backend,
+            )
+            return (logits,)
+
+        def check(results: Results) -> None:
+            assert_given("logits", results[0], out)
+            self._check(q.cpu(), weights.cpu(), keys, results[0].cpu())
+
+        return Trial(stage, call, check)
+
+    def _check(self, q: Tensor, weights: Tensor, keys: list[Tensor], logits: Tensor) -> None:
+        def oracle(dtype: torch.dtype) -> Tensor:
+            mask = Mask(self.mask, self.window)
+            seen = reference.indexer_logits(q, weights, keys, self.q_lens, mask=mask, dtype=dtype)
+            beyond = logits.shape[1] - seen.shape[1]
+            return torch.nn.functional.pad(seen, (0, beyond), value=-torch.inf)
+
+        longest = max([0.0, *(float(row.norm()) for part in keys for row in part.nan_to_num())])
+        sizes = (weights.double().abs() * q.double().norm(dim=-1)).sum(-1, keepdim=True)
+        exact, naive = oracle(torch.float64), oracle(torch.float32)
+        assert_logits_match("logits", logits, exact, naive, sizes * longest)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class IndexerTopkCase(Case):
+    """One call of `indexer_topk`.
+
+    with_starts, with_ends  bound the rows; what lies outside is NaN, which would rank first
+    levels                  how many different finite logits there are; 0 for no repetition
+    specials                share of −inf, +inf, NaN, 0 and −0 among the logits
+    given_results           have the columns written to the caller's tensor
+    """
+
+    op = "indexer_topk"
+
+    num_tokens: int = 4
+    num_columns: int = 40
+    k: int = 8
+    with_starts: bool = False
+    with_ends: bool = False
+    levels: int = 0
+    specials: float = 0.0
+    wide_indices: bool = False
+    given_results: bool = False
+
+    def trial(self, device: torch.device | str) -> Trial:
+        stage = Stage(device, self.seed, padded=self.padded)
+        shape = (self.num_tokens, self.num_columns)
+        logits = stage.normal(*shape)
+        if self.levels:
+            logits = stage.integers(0, self.levels, *shape) - self.levels / 2
+        kinds = torch.tensor([-torch.inf, torch.inf, torch.nan, 0.0, -0.0])
+        special = kinds[stage.integers(0, len(kinds), *shape)]
+        logits = torch.where(stage.chance(self.specials, *shape), special, logits)
+        bounds = {}
+        column = torch.arange(self.num_columns)
+        for name, asked in (("row_starts", self.with_starts), ("row_ends", self.with_ends)):
+            if asked:
+                bound = stage.integers(0, self.num_columns + 1, self.num_tokens)
+                outside = (
+                    column < bound[:, None] if name == "row_starts" else column >= bound[:, None]
+                )
+                logits = logits.masked_fill(outside, torch.nan)
+                bounds[name] = stage.place_ints(name, bound.tolist(), wide=self.wide_indices)
+        placed = stage.place("logits", logits)
+        out = None
+        if self.given_results:
+            out = stage.result("out", (self.num_tokens, self.k), torch.int32)
+
+        def call(backend: str) -> Results:
+            return (indexer_topk(placed, self.k, out=out, backend=backend, **bounds),)
+
+        def check(results: Results) -> None:
+            assert_given("columns", results[0], out)
+            on_cpu = {name: bound.cpu() for name, bound in bounds.items()}
+            expected = reference.indexer_topk(logits, self.k, **on_cpu)
+            assert_same_bits("columns", results[0].cpu(), expected)
+
+        return Trial(stage, call, check)

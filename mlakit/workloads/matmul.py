@@ -1,0 +1,74 @@
+"""Cases of `batched_matmul`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from mlakit.formats import saturating_cast
+from mlakit.ops import batched_matmul
+from mlakit.testing import assert_matches
+from mlakit.workloads.case import Case, Results, Trial, assert_given
+from mlakit.workloads.stage import DTYPES, Stage
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class BatchedMatmulCase(Case):
+    """One call of `batched_matmul`: a [batch, M, K] with b [batch, N, K].
+
+    a_batch_second, b_transposed  a laid out as [M, batch, K], b as [batch, K, N]
+    out_dtype                     of a result the caller gives; "": in a's dtype, made by the op
+    out_batch_second              that result laid out as [M, batch, N]
+    """
+
+    op = "batched_matmul"
+
+    batch: int = 3
+    m: int = 5
+    n: int = 8
+    k: int = 16
+    dtype: str = "bf16"
+    out_dtype: str = ""
+    a_batch_second: bool = False
+    b_transposed: bool = False
+    out_batch_second: bool = False
+
+    def trial(self, device: torch.device | str) -> Trial:
+        stage = Stage(device, self.seed, padded=self.padded)
+        # rows of all sizes: none is mistaken for another, and the largest saturate e4m3
+        a_values = stage.normal(self.batch, self.m, self.k) * stage.uniform(0, 9, self.m, 1).exp2()
+        b_values = stage.normal(self.batch, self.n, self.k) / sqrt(max(self.k, 1))
+        a = _place_swapped(stage, "a", a_values, self.dtype, (0, 1), self.a_batch_second)
+        b = _place_swapped(stage, "b", b_values, self.dtype, (1, 2), self.b_transposed)
+        out = None
+        if self.out_dtype:
+            shape = [self.batch, self.m, self.n]
+            if self.out_batch_second:
+                shape[0], shape[1] = shape[1], shape[0]
+            out = stage.result("out", shape, DTYPES[self.out_dtype])
+            out = out.transpose(0, 1) if self.out_batch_second else out
+
+        def call(backend: str) -> Results:
+            return (batched_matmul(a, b, out=out, backend=backend),)
+
+        def check(results: Results) -> None:
+            result = results[0].cpu()
+            assert_given("out", results[0], out)
+            left, right = a.cpu(), b.cpu()
+            exact = left.double() @ right.double().mT
+            naive = left.float() @ right.float().mT
+            assert_matches("out", result, exact, saturating_cast(naive, result.dtype))
+
+        return Trial(stage, call, check)
+
+
+def _place_swapped(
+    stage: Stage, name: str, values: Tensor, dtype: str, axes: tuple[int, int], swapped: bool
+) -> Tensor:
+    """`values`, in memory with two of its axes swapped if asked."""
+    if not swapped:
+        return stage.place(name, values, dtype)
+    return stage.place(name, values.transpose(*axes), dtype).transpose(*axes)

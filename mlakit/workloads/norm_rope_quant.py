@@ -1,0 +1,193 @@
+"""Cases of `norm_rope_quant_append`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mlakit import reference
+from mlakit.formats import RowCodec
+from mlakit.ops import norm_rope_quant_append
+from mlakit.testing import assert_matches
+from mlakit.workloads.case import Results, Trial, assert_given
+from mlakit.workloads.paged import PagedCase, Pool, map_tokens, num_pages_for, starts_of
+from mlakit.workloads.stage import DTYPES, Stage
+
+E4M3 = torch.float8_e4m3fn
+SPARE_POSITIONS = 2  # rows of the rope table beyond the last position
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """The new tokens of a step for the oracle, in memory that the op does not see."""
+
+    q_rope: Tensor
+    kv: Tensor
+    freqs: Tensor
+    gamma: Tensor
+    positions: Sequence[int]
+    slots: Tensor  # int64 [tokens]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class AppendCase(PagedCase):
+    """One call of `norm_rope_quant_append` on a cache that is all poison.
+
+    kv_lens   tokens cached before the step, q_lens the new ones
+    dtype     of q_rope and kv; freqs_dtype and gamma_dtype of the tables
+    q_out     where the rotated queries go: "" a new tensor, "in_place", or a given tensor of q's
+              dtype ("given") or of e4m3 ("e4m3")
+    """
+
+    op = "norm_rope_quant_append"
+
+    kv_lens: tuple[int, ...] = (15, 0, 4)
+    q_lens: tuple[int, ...] = (2, 3, 0)
+    implicit_starts: bool = False
+    heads: int = 3
+    dtype: str = "bf16"
+    freqs_dtype: str = "fp32"
+    gamma_dtype: str = "bf16"
+    epsilon: float = 1e-3
+    rope: str = "interleaved"
+    flat_table: bool = False
+    q_out: str = ""
+
+    def trial(self, device: torch.device | str) -> Trial:
+        stage = Stage(device, self.seed, padded=self.padded)
+        tokens, row = sum(self.q_lens), self.row
+        # tokens of all sizes: next to the smallest epsilon matters, the largest saturate e4m3
+        size = stage.uniform(-6, 11, tokens, 1).exp2()
+        q_rope = stage.normal(tokens, self.heads, row.qk_rope_head_dim) * size[:, None]
+        kv = stage.normal(tokens, row.width) * size
+        inputs = {
+            "q_rope": stage.place("q_rope", q_rope, self.dtype),
+            "kv": stage.place("kv", kv, self.dtype),
+            "freqs": stage.place("freqs", self._freqs(), self.freqs_dtype),
+            "gamma": stage.place(
+                "gamma", stage.uniform(0.5, 2.0, row.kv_lora_rank), self.gamma_dtype
+            ),
+        }
+        pool, table, slots = self._cache(stage)
+        step = Step(
+            **{name: tensor.cpu().clone() for name, tensor in inputs.items()},
+            positions=self._positions,
+            slots=slots,
+        )
+        kv_lens = stage.place_ints("kv_lens", self.kv_lens, wide=self.wide_indices)
+        starts = None
+        if not self.implicit_starts:
+            starts = stage.place_ints("q_starts", starts_of(self.q_lens), wide=self.wide_indices)
+        q_out = self._q_out(stage, inputs["q_rope"])
+
+        def call(backend: str) -> Results:
+            rotated = norm_rope_quant_append(
+                **inputs,
+                cache=pool.cache,
+                page_table=table,
+                kv_lens=kv_lens,
+                q_starts=starts,
+                epsilon=self.epsilon,
+                layer=pool.layer_index,
+                rope=self.rope,
+                q_rope_out=q_out,
+                power_of_two_scales=self.power_of_two,
+                backend=backend,
+            )
+            return (rotated,)
+
+        def check(results: Results) -> None:
+            assert_given("q_rope_out", results[0], q_out)
+            self._check(step, pool, results[0].cpu())
+
+        return Trial(stage, call, check)
+
+    @property
+    def _positions(self) -> list[int]:
+        lengths = zip(self.kv_lens, self.q_lens, strict=True)
+        return [kv_len + i for kv_len, q_len in lengths for i in range(q_len)]
+
+    def _freqs(self) -> Tensor:
+        """[positions, D_R] float32, NaN for the positions of no new token."""
+        d_r = self.row.qk_rope_head_dim
+        used = sorted(set(self._positions))
+        freqs = torch.full((max(used, default=0) + 1 + SPARE_POSITIONS, d_r), torch.nan)
+        angle = torch.tensor(used)[:, None] * 100.0 ** (-torch.arange(0, d_r, 2) / max(d_r, 1))
+        freqs[used] = torch.stack([angle.cos(), angle.sin()], dim=-1).flatten(1)
+        return freqs
+
+    def _cache(self, stage: Stage) -> tuple[Pool, Tensor | tuple[Tensor, Tensor], Tensor]:
+        """The pool, its page table, and the slots of the new tokens, which may be written."""
+        lengths = list(zip(self.kv_lens, self.q_lens, strict=True))
+        new = [torch.arange(kv_len + q_len) >= kv_len for kv_len, q_len in lengths]
+        pool = self.pool(stage, "cache", num_pages_for(list(map(len, new)), self.page_size))
+        table, slots = map_tokens(pool, new, flat=self.flat_table, wide=self.wide_indices)
+        written = [own[tokens] for own, tokens in zip(slots, new, strict=True)]
+        new_slots = torch.cat([torch.empty(0, dtype=torch.int64), *written])
+        pool.allow(new_slots)
+        return pool, table, new_slots
+
+    def _q_out(self, stage: Stage, q_rope: Tensor) -> Tensor | None:
+        if not self.q_out:
+            return None
+        if self.q_out == "in_place":
+            stage.allow("q_rope", q_rope)
+            return q_rope
+        dtype = E4M3 if self.q_out == "e4m3" else DTYPES[self.dtype]
+        return stage.result("q_rope_out", q_rope.shape, dtype)
+
+    def _check(self, step: Step, pool: Pool, rotated: Tensor) -> None:
+        inputs = (step.q_rope, step.kv, step.freqs, step.gamma, step.positions)
+        exact_q, exact_rows = reference.norm_rope_quant(
+            *inputs, epsilon=self.epsilon, rope=self.rope
+        )
+        q, rows = reference.norm_rope_quant_stepwise(
+            *inputs,
+            epsilon=self.epsilon,
+            rope=self.rope,
+            out_dtype=rotated.dtype,
+            cache_dtype=torch.float32,
+        )
+        assert_matches("q_rope_out", rotated, exact_q, q)
+        codec, scale = pool.cache.codec, self.tensor_scale
+        stored = codec.decode(
+            *codec.encode(rows, tensor_scale=scale, power_of_two=self.power_of_two),
+            tensor_scale=scale,
+        )
+        actual = pool.read(step.slots)
+        assert_matches("cache rows", actual, exact_rows, stored)
+        assert_quantised_alike(codec, actual, stored)
+
+
+def assert_quantised_alike(codec: RowCodec, actual: Tensor, expected: Tensor) -> None:
+    """Assert that rows read from a cache are the `expected` ones but for stray rounding flips.
+
+    A norm summed in another order differs in the last bit of float32. Where the next rounding was a
+    near tie, the element lands one step of its stored type away; two such in a row are too many. An
+    error common to the row, as small as it may be, moves every element or flips many.
+    """
+    halves = codec.payload_dtype in (torch.bfloat16, torch.float16, torch.float32)
+    latent = codec.payload_dtype if halves else E4M3
+    rope = torch.bfloat16 if codec.payload_dtype == torch.uint8 else latent
+    row = codec.row
+    epsilon = torch.tensor(
+        [torch.finfo(latent).eps] * row.kv_lora_rank
+        + [torch.finfo(rope).eps] * row.qk_rope_head_dim
+    )
+    size = expected.abs()
+    # the subnormals of e4m3 are 2**-18 of its largest number apart
+    step = torch.maximum(epsilon * size, size.amax(-1, keepdim=True) * 2.0**-17)
+    error = (actual - expected).abs()
+    flipped = error > 32 * torch.finfo(torch.float32).eps * size
+    for label, wrong in (
+        ("is more than one step off", (error > step).any(-1)),
+        ("has several elements rounded elsewhere", flipped.sum(-1) > 1 + row.width // 64),
+    ):
+        if bool(wrong.any()):
+            where = int(wrong.nonzero()[0])
+            raise AssertionError(
+                f"cache rows: {int(wrong.sum())} of {len(wrong)} wrong, the first, {where}, {label}"
+            )

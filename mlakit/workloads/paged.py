@@ -1,0 +1,225 @@
+"""Poisoned caches and page tables for the ops that read or write one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from mlakit.cache import CacheLayer, PagedLatentCache, PageTable
+from mlakit.formats import PageFooterCodec, RowCodec, row_codec
+from mlakit.geometry import RowShape
+from mlakit.masks import Mask
+from mlakit.testing import NEVER_A_PAGE, poison, shuffled_pages
+from mlakit.workloads.case import Case
+from mlakit.workloads.stage import GUARD, PAD_BYTES, Stage
+
+SPARE_PAGES = 3  # pages of a pool that no request owns
+SPARE_COLUMNS = 2  # columns of a page table that no request reaches
+
+
+@dataclass(frozen=True, eq=False)
+class Pool:
+    """One layer of a cache that is poison but for the rows written to it."""
+
+    stage: Stage
+    name: str
+    cache: PagedLatentCache
+    layer_index: int
+
+    @property
+    def layer(self) -> CacheLayer:
+        return self.cache.layer(self.layer_index)
+
+    def write(self, slots: Tensor, rows: Tensor, *, power_of_two: bool = False) -> Tensor:
+        """Store `rows` [n, width] at `slots` int64 [n]; returns what was stored, float64."""
+        codec, scale = self.cache.codec, self.cache.tensor_scale
+        payload, scales = codec.encode(rows, tensor_scale=scale, power_of_two=power_of_two)
+        for stored, values in ((self.layer.payload, payload), (self.layer.scales, scales)):
+            if stored is not None and values is not None:
+                _bytes(stored)[self._place(slots)] = _bytes(values).to(stored.device)
+        return codec.decode(payload, scales, tensor_scale=scale, dtype=torch.float64)
+
+    def read(self, slots: Tensor) -> Tensor:
+        """Rows [n, width] float32 on the CPU."""
+        payload, scales = (
+            None if stored is None else _bytes(stored)[self._place(slots)].cpu().view(stored.dtype)
+            for stored in (self.layer.payload, self.layer.scales)
+        )
+        assert payload is not None
+        return self.cache.codec.decode(payload, scales, tensor_scale=self.cache.tensor_scale)
+
+    def allow(self, slots: Tensor) -> None:
+        """Let the op write to these rows."""
+        for name, stored in ((self.name, self.layer.payload), (self._scales, self.layer.scales)):
+            if stored is not None:
+                page, offset = self._place(slots)
+                self.stage.allow(name, stored, (page.cpu(), offset.cpu()))
+
+    @property
+    def _scales(self) -> str:
+        """The memory that holds the scales: the pages themselves where they end in a footer."""
+        return self.name if isinstance(self.cache.codec, PageFooterCodec) else f"{self.name} scales"
+
+    def _place(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        slots = slots.to(self.stage.device)
+        return slots // self.cache.page_size, slots % self.cache.page_size
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """e4m3 as uint8: not every device can gather and scatter e4m3."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PagedCase(Case):
+    """A case with a cache.
+
+    num_layers              the last one is used, the others are poison
+    tensor_scale            of format "fp8"; a tensor if `tensor_scale_on_device`
+    power_of_two            scales of the rows
+    wide_indices            int64 instead of int32 for tables, lengths and offsets
+    """
+
+    kv_lora_rank: int = 32
+    qk_rope_head_dim: int = 8
+    v_width: int = 0
+    format: str = "bf16"
+    page_size: int = 16
+    num_layers: int = 1
+    tensor_scale: float = 1.0
+    tensor_scale_on_device: bool = False
+    power_of_two: bool = False
+    wide_indices: bool = False
+
+    @property
+    def row(self) -> RowShape:
+        return RowShape(self.kv_lora_rank, self.qk_rope_head_dim, self.v_width)
+
+    def pool(
+        self,
+        stage: Stage,
+        name: str,
+        num_pages: int,
+        *,
+        format: str | None = None,
+        page_size: int | None = None,
+    ) -> Pool:
+        """A pool that is all poison."""
+        codec = row_codec(format or self.format, self.row)
+        shape = (num_pages, self.num_layers, page_size or self.page_size)
+        footer = isinstance(codec, PageFooterCodec)
+        columns = codec.bytes_per_token if footer else codec.payload_elements
+        blocks = _blocks(stage, name, codec, shape, columns, codec.payload_dtype)
+        scales = None
+        if codec.scale_dtype is not None and not footer:
+            axes = (shape, codec.scale_elements, codec.scale_dtype)
+            scales = _blocks(stage, f"{name} scales", codec, *axes)
+        scale: float | Tensor = self.tensor_scale if codec.has_tensor_scale else 1.0
+        if codec.has_tensor_scale and self.tensor_scale_on_device:
+            scale = stage.place(f"{name} tensor_scale", torch.tensor([self.tensor_scale]))
+        cache = PagedLatentCache.wrap(
+            blocks, self.row, format=codec.name, scales=scales, tensor_scale=scale
+        )
+        return Pool(stage, name, cache, self.num_layers - 1)
+
+
+def _blocks(
+    stage: Stage,
+    name: str,
+    codec: RowCodec,
+    shape: tuple[int, int, int],
+    columns: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Poisoned [pages, 1, layers, page_size, 1, columns] for `PagedLatentCache.wrap`.
+
+    Packed, layer by layer; or, on a padded stage, page by page, rows and pages apart.
+    """
+    pages, layers, page_size = shape
+    pad = max(PAD_BYTES // dtype.itemsize, 1) if stage.padded else 0
+    if isinstance(codec, PageFooterCodec):
+        by_row, by_page = columns, codec.page_bytes(page_size) + bool(pad) * codec.payload_elements
+    else:
+        by_row = columns + pad
+        by_page = page_size * by_row + pad
+    page_stride, layer_stride = (
+        (layers * by_page, by_page) if stage.padded else (by_page, pages * by_page)
+    )
+    memory = torch.empty(2 * GUARD + pages * layers * by_page, dtype=dtype, device=stage.device)
+    stage.watch(name, poison(memory))
+    return memory.as_strided(
+        (pages, 1, layers, page_size, 1, columns),
+        (page_stride, by_page, layer_stride, by_row, by_row, 1),
+        GUARD,
+    )
+
+
+def num_pages_for(counts: Sequence[int], page_size: int) -> int:
+    """Pages for requests of so many tokens, and a few spare ones."""
+    return sum(-(-count // page_size) for count in counts) + SPARE_PAGES
+
+
+def map_tokens(
+    pool: Pool, used: Sequence[Tensor], *, flat: bool, wide: bool
+) -> tuple[PageTable, list[Tensor]]:
+    """(page table on the device, per request int64 [tokens]: the slots of its tokens).
+
+    used  per request, bool [tokens]: tokens the op may look up; the entries of others are garbage
+    """
+    make = _flat_table if flat else _paged_table
+    return make(pool, used, torch.int64 if wide else torch.int32)
+
+
+def _garbage(pool: Pool, *shape: int) -> Tensor:
+    """What a table may hold where it must not be read: no page at all, or a poisoned one."""
+    return pool.stage.any_of([NEVER_A_PAGE, -1, pool.cache.layer(0).num_slots, 0], *shape)
+
+
+def _paged_table(
+    pool: Pool, used: Sequence[Tensor], dtype: torch.dtype
+) -> tuple[PageTable, list[Tensor]]:
+    page_size, stage = pool.cache.page_size, pool.stage
+    counts = [-(-len(tokens) // page_size) for tokens in used]
+    pages = shuffled_pages(len(used), counts, pool.cache.num_pages, stage.generator).long()
+    table = _garbage(pool, len(used), pages.shape[1] + SPARE_COLUMNS)
+    slots = []
+    for request, tokens in enumerate(used):
+        token = torch.arange(len(tokens))
+        slots.append(pages[request, token // page_size] * page_size + token % page_size)
+        looked_up = (token[tokens] // page_size).unique()
+        table[request, looked_up] = pages[request, looked_up]
+    return stage.place(f"{pool.name} page_table", table.to(dtype)), slots
+
+
+def _flat_table(
+    pool: Pool, used: Sequence[Tensor], dtype: torch.dtype
+) -> tuple[PageTable, list[Tensor]]:
+    stage = pool.stage
+    free = torch.randperm(pool.cache.layer(0).num_slots, generator=stage.generator)
+    slots = list(free[: sum(map(len, used))].split([len(tokens) for tokens in used]))
+    lists = []
+    for tokens, own in zip(used, slots, strict=True):
+        room = _garbage(pool, len(own) + int(stage.integers(0, 3)))
+        room[: len(own)][tokens] = own[tokens]
+        lists.append(room)
+    starts = torch.tensor([0, *accumulate(map(len, lists))]).to(dtype)
+    flat = torch.cat([torch.empty(0, dtype=torch.int64), *lists]).to(dtype)
+    names = (f"{pool.name} kv_starts", f"{pool.name} slots")
+    return (stage.place(names[0], starts), stage.place(names[1], flat)), slots
+
+
+def seen_tokens(mask: Mask, kv_len: int, q_len: int) -> Tensor:
+    """bool [kv_len]: the tokens that some of a request's newest q_len queries sees."""
+    seen = torch.zeros(kv_len, dtype=torch.bool)
+    for position in range(kv_len - q_len, kv_len):
+        first, last = mask.interval(position, kv_len)
+        seen[first:last] = True
+    return seen
+
+
+def starts_of(lengths: Sequence[int]) -> list[int]:
+    return [0, *accumulate(lengths)]

@@ -1,0 +1,151 @@
+"""Cases of `mla_prefill`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mlakit import reference
+from mlakit.masks import Mask
+from mlakit.ops import mla_prefill
+from mlakit.testing import assert_matches
+from mlakit.workloads.case import Case, Results, Trial, assert_given, assert_logits_match
+from mlakit.workloads.paged import seen_tokens, starts_of
+from mlakit.workloads.stage import DTYPES, Stage
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PrefillCase(Case):
+    """One call of `mla_prefill`.
+
+    kv_lens        keys of each request, of which its q_lens queries are the newest
+    expanded       k_nope and v as halves of one tensor, as an up-projection leaves them
+    sharpness      standard deviation of the scores of a head of middling size
+    sink           "", "finite" or "mixed" (with ±inf)
+    given_results  have out and lse written to the caller's tensors
+    """
+
+    op = "mla_prefill"
+
+    kv_lens: tuple[int, ...] = (9, 0, 21)
+    q_lens: tuple[int, ...] = (9, 0, 4)
+    heads: int = 3
+    qk_nope_head_dim: int = 16
+    qk_rope_head_dim: int = 8
+    v_head_dim: int = 16
+    dtype: str = "bf16"
+    mask: str = "causal"
+    window: int = 0
+    alibi: bool = False
+    sharpness: float = 2.0
+    sink: str = ""
+    expanded: bool = False
+    wide_indices: bool = False
+    given_results: bool = False
+
+    @property
+    def softmax_scale(self) -> float:
+        return self.sharpness / sqrt(self.qk_nope_head_dim + self.qk_rope_head_dim)
+
+    def trial(self, device: torch.device | str) -> Trial:
+        stage = Stage(device, self.seed, padded=self.padded)
+        tokens, width = sum(self.q_lens), self.qk_nope_head_dim + self.qk_rope_head_dim
+        q = stage.place("q", stage.queries(tokens, self.heads, width), self.dtype)
+        k_nope, k_rope, v = self._keys(stage)
+        starts = (
+            stage.place_ints("q_starts", starts_of(self.q_lens), wide=self.wide_indices),
+            stage.place_ints("kv_starts", starts_of(self.kv_lens), wide=self.wide_indices),
+        )
+        slopes = None
+        if self.alibi:
+            slopes = stage.place("alibi_slopes", reference.alibi_slopes(self.heads).float())
+        sink = stage.sink(self.sink, self.heads)
+        given = self._given(stage)
+
+        def call(backend: str) -> Results:
+            return mla_prefill(
+                q,
+                k_nope,
+                k_rope,
+                v,
+                *starts,
+                softmax_scale=self.softmax_scale,
+                mask=Mask(self.mask, self.window),
+                alibi_slopes=slopes,
+                sink=sink,
+                out=given.get("out"),
+                lse=given.get("lse"),
+                backend=backend,
+            )
+
+        def check(results: Results) -> None:
+            inputs = tuple(tensor.cpu() for tensor in (q, k_nope, k_rope, v))
+            extras = {
+                name: None if tensor is None else tensor.cpu()
+                for name, tensor in (("alibi_slopes", slopes), ("sink", sink))
+            }
+            exact = self._oracle(inputs, extras, torch.float64)
+            naive = self._oracle(inputs, extras, torch.float32)
+            for name, result in zip(("out", "lse"), results, strict=True):
+                assert_given(name, result, given.get(name))
+            out, lse = results
+            assert_matches("out", out.cpu(), exact[0], naive[0])
+            assert_logits_match("lse", lse, exact[1], naive[1], self._largest_score(*inputs[:3]))
+
+        return Trial(stage, call, check)
+
+    def _keys(self, stage: Stage) -> tuple[Tensor, Tensor, Tensor]:
+        """k_nope, k_rope and v, poison where no query of the request sees the key."""
+        mask, keys = Mask(self.mask, self.window), sum(self.kv_lens)
+        seen = [seen_tokens(mask, *each) for each in zip(self.kv_lens, self.q_lens, strict=True)]
+        unseen = ~torch.cat([torch.empty(0, dtype=torch.bool), *seen])
+        widths = [self.qk_nope_head_dim, self.v_head_dim]
+        per_head = stage.normal(keys, self.heads, sum(widths))
+        k_rope = stage.normal(keys, self.qk_rope_head_dim)
+        per_head[unseen], k_rope[unseen] = torch.nan, torch.nan
+        if self.expanded:
+            halves = stage.place("k_nope and v", per_head, self.dtype).split(widths, dim=-1)
+        else:
+            halves = tuple(
+                stage.place(name, half, self.dtype)
+                for name, half in zip(("k_nope", "v"), per_head.split(widths, dim=-1), strict=True)
+            )
+        return halves[0], stage.place("k_rope", k_rope, self.dtype), halves[1]
+
+    def _given(self, stage: Stage) -> dict[str, Tensor]:
+        if not self.given_results:
+            return {}
+        shape = (sum(self.q_lens), self.heads)
+        return {
+            "out": stage.result("out", (*shape, self.v_head_dim), DTYPES[self.dtype]),
+            "lse": stage.result("lse", shape, torch.float32),
+        }
+
+    def _oracle(
+        self, inputs: tuple[Tensor, ...], extras: dict[str, Any], dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        q, k_nope, k_rope, v = inputs
+        return reference.mla_prefill(
+            q,
+            k_nope,
+            k_rope,
+            v,
+            starts_of(self.q_lens),
+            starts_of(self.kv_lens),
+            softmax_scale=self.softmax_scale,
+            mask=Mask(self.mask, self.window),
+            dtype=dtype,
+            **extras,
+        )
+
+    def _largest_score(self, q: Tensor, k_nope: Tensor, k_rope: Tensor) -> Tensor:
+        """|q| · max |key| · softmax_scale + the largest bias, [tokens, heads]."""
+        squares = k_nope.double().square().sum(-1) + k_rope.double().square().sum(-1)[:, None]
+        largest: float = max([0.0, *squares.sqrt().nan_to_num().flatten().tolist()])
+        bias = max(self.kv_lens, default=0) if self.alibi else 0
+        size: Tensor = q.double().norm(dim=-1)
+        return size * largest * self.softmax_scale + bias

@@ -1,0 +1,169 @@
+"""Cases of `sparse_mla`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from mlakit import reference
+from mlakit.ops import ExtraRows, sparse_mla
+from mlakit.plan import EvenSplit
+from mlakit.testing import NEVER_A_PAGE, assert_matches
+from mlakit.workloads.case import Results, Trial, assert_given, assert_logits_match
+from mlakit.workloads.paged import PagedCase, Pool
+from mlakit.workloads.stage import DTYPES, Stage
+
+
+@dataclass(frozen=True, eq=False)
+class Lists:
+    """One cache's share of a call: a pool half of whose rows are poison, and the rows listed."""
+
+    pool: Pool
+    stored: Tensor  # [num_slots, width] float64, NaN where poison
+    rows: Tensor  # [tokens, topk]
+    lens: Tensor | None
+
+    @property
+    def on_cpu(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """As the oracle takes them."""
+        return self.stored, self.rows.cpu(), None if self.lens is None else self.lens.cpu()
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class SparseCase(PagedCase):
+    """One call of `sparse_mla`. Lists hold repeated rows, invalid ones and, past their end, traps.
+
+    topk           entries of a list; `with_lens` bounds each, `extra_with_lens` those of the extra
+    extra_format   of a second cache, "" for none, with pages of extra_page_size
+    sharpness      standard deviation of the scores of a head of middling size
+    sink           "", "finite" or "mixed" (with ±inf)
+    num_splits     an EvenSplit
+    given_results  have out, lse and max_logits written to the caller's tensors
+    """
+
+    op = "sparse_mla"
+
+    num_pages: int = 4
+    num_tokens: int = 5
+    topk: int = 12
+    with_lens: bool = True
+    heads: int = 4
+    dtype: str = "bf16"
+    sharpness: float = 2.0
+    sink: str = ""
+    extra_format: str = ""
+    extra_page_size: int = 4
+    extra_topk: int = 7
+    extra_with_lens: bool = True
+    num_splits: int = 0
+    given_results: bool = False
+
+    @property
+    def softmax_scale(self) -> float:
+        return self.sharpness / sqrt(self.row.width)
+
+    def trial(self, device: torch.device | str) -> Trial:
+        stage = Stage(device, self.seed, padded=self.padded)
+        q_values = stage.queries(self.num_tokens, self.heads, self.row.width)
+        q = stage.place("q", q_values, self.dtype)
+        main = self._lists(stage, "cache", self.format, self.page_size, self.topk, self.with_lens)
+        extra = None
+        if self.extra_format:
+            sizes = (self.extra_page_size, self.extra_topk, self.extra_with_lens)
+            extra = self._lists(stage, "extra", self.extra_format, *sizes)
+        sink = stage.sink(self.sink, self.heads)
+        given = self._given(stage)
+
+        def call(backend: str) -> Results:
+            second = None
+            if extra is not None:
+                pool = extra.pool
+                second = ExtraRows(pool.cache, extra.rows, extra.lens, pool.layer_index)
+            return sparse_mla(
+                q,
+                main.pool.cache,
+                main.rows,
+                softmax_scale=self.softmax_scale,
+                topk_lens=main.lens,
+                sink=sink,
+                extra=second,
+                layer=main.pool.layer_index,
+                plan=EvenSplit(self.num_splits) if self.num_splits else None,
+                backend=backend,
+                **given,
+            )
+
+        def check(results: Results) -> None:
+            for name, result in zip(("out", "lse", "max_logits"), results, strict=True):
+                assert_given(name, result, given.get(name))
+            self._check(q.cpu(), main, extra, None if sink is None else sink.cpu(), results)
+
+        return Trial(stage, call, check)
+
+    def _lists(
+        self, stage: Stage, name: str, format: str, page_size: int, topk: int, with_lens: bool
+    ) -> Lists:
+        pool = self.pool(stage, name, self.num_pages, format=format, page_size=page_size)
+        num_slots = pool.layer.num_slots
+        shuffled = torch.randperm(num_slots, generator=stage.generator)
+        live, dead = shuffled[: -(-num_slots // 2)], shuffled[num_slots // 2 :]
+        stored = torch.full((num_slots, self.row.width), torch.nan, dtype=torch.float64)
+        values = stage.normal(len(live), self.row.width)
+        stored[live] = pool.write(live, values, power_of_two=self.power_of_two)
+
+        shape = (self.num_tokens, topk)
+        rows = live[stage.integers(0, len(live), *shape)]
+        invalid = [-1, -2, -num_slots, num_slots, num_slots + 5, NEVER_A_PAGE]
+        rows = torch.where(stage.chance(0.2, *shape), stage.any_of(invalid, *shape), rows)
+        lens = None
+        if with_lens:
+            lens = stage.integers(0, topk + 1, self.num_tokens)
+            past = torch.arange(topk) >= lens[:, None]
+            traps = stage.any_of(dead.tolist(), *shape)
+            rows = torch.where(past & stage.chance(0.7, *shape), traps, rows)
+        dtype = torch.int64 if self.wide_indices else torch.int32
+        return Lists(
+            pool,
+            stored,
+            stage.place(f"{name} rows", rows.to(dtype)),
+            None if lens is None else stage.place(f"{name} topk_lens", lens.to(dtype)),
+        )
+
+    def _given(self, stage: Stage) -> dict[str, Tensor]:
+        if not self.given_results:
+            return {}
+        shape = (self.num_tokens, self.heads)
+        dtype = torch.bfloat16 if self.dtype == "e4m3" else DTYPES[self.dtype]
+        return {
+            "out": stage.result("out", (*shape, self.row.v_width), dtype),
+            "lse": stage.result("lse", shape, torch.float32),
+            "max_logits": stage.result("max_logits", shape, torch.float32),
+        }
+
+    def _check(
+        self, q: Tensor, main: Lists, extra: Lists | None, sink: Tensor | None, results: Results
+    ) -> None:
+        def oracle(dtype: torch.dtype) -> Results:
+            pool, rows, lens = main.on_cpu
+            return reference.sparse_mla(
+                q,
+                pool,
+                rows,
+                softmax_scale=self.softmax_scale,
+                v_width=self.row.v_width,
+                topk_lens=lens,
+                sink=sink,
+                extra=None if extra is None else extra.on_cpu,
+                dtype=dtype,
+            )
+
+        exact, naive = oracle(torch.float64), oracle(torch.float32)
+        assert_matches("out", results[0].cpu(), exact[0], naive[0])
+        pools = [main.stored] if extra is None else [main.stored, extra.stored]
+        longest = torch.cat(pools).norm(dim=-1).nan_to_num().amax()
+        largest = q.double().norm(dim=-1) * longest * self.softmax_scale
+        for i, name in ((1, "lse"), (2, "max_logits")):
+            assert_logits_match(name, results[i], exact[i], naive[i], largest)

@@ -1,0 +1,122 @@
+"""Where the tensors of a trial stand: drawn from a seed, surrounded by poison, watched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mlakit.formats import saturating_cast
+from mlakit.testing import Snapshot, assert_unchanged, poison, snapshot
+
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "e4m3": torch.float8_e4m3fn,
+}
+GUARD = 64  # elements of poison before and after a packed tensor
+PAD_BYTES = 16  # poison between the rows of a padded one
+
+
+class Stage:
+    """Draws on the CPU, so that every device sees the same numbers, and places on `device`.
+
+    A tensor placed here lies in memory of its own that is poison everywhere else: before and after
+    it and, when `padded`, between its rows. `assert_only_written` compares all of that memory.
+    """
+
+    def __init__(self, device: torch.device | str, seed: int, *, padded: bool) -> None:
+        self.device = torch.device(device)
+        self.padded = padded
+        self.generator = torch.Generator().manual_seed(seed)
+        self._memory: dict[str, Tensor] = {}
+        self._writable: dict[str, Tensor] = {}
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator)
+
+    def uniform(self, low: float, high: float, *shape: int) -> Tensor:
+        return low + (high - low) * torch.rand(shape, generator=self.generator)
+
+    def integers(self, low: int, high: int, *shape: int) -> Tensor:
+        """int64 in [low, high)."""
+        return torch.randint(low, high, shape, generator=self.generator)
+
+    def chance(self, probability: float, *shape: int) -> Tensor:
+        return torch.rand(shape, generator=self.generator) < probability
+
+    def any_of(self, values: Sequence[int], *shape: int) -> Tensor:
+        """int64, each element one of `values`."""
+        return torch.tensor(values)[self.integers(0, len(values), *shape)]
+
+    def queries(self, tokens: int, heads: int, width: int) -> Tensor:
+        """Normal numbers; heads differ in size, so that some attend broadly and some sharply."""
+        return self.normal(tokens, heads, width) * self.uniform(-2, 1, heads, 1).exp2()
+
+    def sink(self, kind: str, heads: int) -> Tensor | None:
+        """ "": none. "finite": logits that matter. "mixed": some heads have -inf, some +inf."""
+        if not kind:
+            return None
+        sink = 2 * self.normal(heads) + 2
+        if kind == "mixed":
+            extreme = self.integers(0, 3, heads)
+            sink[extreme == 1], sink[extreme == 2] = -torch.inf, torch.inf
+        return self.place("sink", sink)
+
+    def place(self, name: str, values: Tensor, dtype: str | torch.dtype | None = None) -> Tensor:
+        """`values` on the device, in `dtype` where one is given."""
+        kind = DTYPES[dtype] if isinstance(dtype, str) else dtype or values.dtype
+        view = self._enclosed(name, values.shape, kind)
+        view.copy_(saturating_cast(values, kind) if kind != values.dtype else values)
+        return view
+
+    def place_ints(self, name: str, values: Sequence[int], *, wide: bool = False) -> Tensor:
+        """int32 [n], or int64 if `wide`."""
+        dtype = torch.int64 if wide else torch.int32
+        return self.place(name, torch.tensor(list(values), dtype=dtype))
+
+    def result(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A poisoned tensor that the op is given to write to."""
+        view = self._enclosed(name, shape, dtype)
+        self.allow(name, view)
+        return view
+
+    def watch(self, name: str, memory: Tensor) -> None:
+        """Have `memory`, contiguous, compared after the call."""
+        if name in self._memory:
+            raise ValueError(f"Stage: there is a {name} already")
+        self._memory[name] = memory
+
+    def allow(self, name: str, view: Tensor, rows: tuple[Tensor | int, ...] = ()) -> None:
+        """Let the op write to `view`, a view of the memory of `name`: to all of it, or to `rows`.
+
+        rows  an index into the leading axes of `view`
+        """
+        memory = self._memory[name]
+        writable = self._writable.setdefault(name, torch.zeros(memory.shape, dtype=torch.bool))
+        seen = writable.as_strided(view.shape, view.stride(), view.storage_offset())
+        seen[rows or ...] = True
+
+    def snapshot(self) -> Snapshot:
+        return snapshot(**self._memory)
+
+    def assert_only_written(self, before: Snapshot) -> None:
+        """Assert that since `before` only what `allow` names was written to."""
+        assert_unchanged(before, written=self._writable)
+
+    def _enclosed(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A view of `shape` into poisoned memory on the device."""
+        *leading, columns = shape
+        if self.padded and leading:
+            pad = max(PAD_BYTES // dtype.itemsize, 1)
+            sizes = [*(size + 2 for size in leading), columns + 2 * pad]
+            memory = torch.empty(sizes, dtype=dtype, device=self.device)
+            view = memory[(*(slice(1, -1) for _ in leading), slice(pad, pad + columns))]
+        else:
+            elements = torch.Size(shape).numel()
+            memory = torch.empty(elements + 2 * GUARD, dtype=dtype, device=self.device)
+            view = memory[GUARD : GUARD + elements].view(*shape)
+        self.watch(name, poison(memory))
+        return view

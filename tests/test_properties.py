@@ -1,0 +1,780 @@
+"""Every public op on random problems, on every backend that takes them; and proof that this sees.
+
+The examples are the same in every run; with `--hypothesis-seed=random` (or a number) pytest looks
+at others, and at more of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import e, log2
+from pathlib import Path
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+from mlakit import dispatch
+from mlakit.cache import WHOLE
+from mlakit.checks import UnsupportedError
+from mlakit.formats import FORMATS
+from mlakit.masks import CAUSAL, KINDS, NULL, WINDOWED, Mask
+from mlakit.plan import DecodePlanTensors
+from mlakit.specs import KernelSpec
+from mlakit.workloads import (
+    CASES,
+    AppendCase,
+    BatchedMatmulCase,
+    Case,
+    DecodeCase,
+    IndexerLogitsCase,
+    IndexerTopkCase,
+    MergeCase,
+    PrefillCase,
+    QuantizeCase,
+    ScaledMatmulCase,
+    SparseCase,
+)
+
+PLAIN = ("bf16", "fp16", "fp32")
+SINKS = ("", "finite", "mixed")
+REAL_ROWS = ((512, 64, 0), (448, 64, 512), (256, 64, 0), (256, 32, 0), (512, 0, 0))
+
+booleans = st.booleans()
+seeds = st.integers(0, 2**31)
+dtypes = st.sampled_from(PLAIN)
+# 64 MiB hold all of a small problem; with 1 MiB kernels have to work in tiles
+workspaces = st.sampled_from((1, 64))
+
+
+def common(draw: Callable[..., Any]) -> dict[str, Any]:
+    return {"seed": draw(seeds), "padded": draw(booleans), "workspace_mib": draw(workspaces)}
+
+
+def cached(draw: Callable[..., Any], format: str) -> dict[str, Any]:
+    """Rows of any shape that the format can hold."""
+    if draw(st.sampled_from((False,) * 7 + (True,))):
+        rank, rope, v_width = draw(st.sampled_from(REAL_ROWS))
+    else:
+        step = 1 if format in (*PLAIN, "fp8") else 4  # scales and halves among bytes are aligned
+        rank = draw(
+            st.one_of(
+                st.sampled_from((16, 28, 32, 132)), st.integers(1, 10).map(lambda n: n * step)
+            )
+        )
+        rope = 2 * draw(st.integers(0, 4))
+        v_width = draw(st.sampled_from((0, rank + rope, max(rank // 2, 1))))
+    return {
+        **common(draw),
+        "kv_lora_rank": rank,
+        "qk_rope_head_dim": rope,
+        "v_width": v_width,
+        "format": format,
+        "page_size": draw(st.one_of(st.sampled_from((1, 16, 64)), st.integers(1, 130))),
+        "num_layers": draw(st.integers(1, 2)),
+        "tensor_scale": draw(st.sampled_from((0.03, 0.01, 1.0))) if format == "fp8" else 1.0,
+        "tensor_scale_on_device": format == "fp8" and draw(booleans),
+        "power_of_two": draw(booleans),
+        "wide_indices": draw(booleans),
+    }
+
+
+def query_dtype(draw: Callable[..., Any], format: str) -> str:
+    return draw(st.sampled_from((format, "e4m3") if format in PLAIN else (*PLAIN, "e4m3")))
+
+
+def lengths(
+    draw: Callable[..., Any], page_size: int = 1, longest: int = 200, most_queries: int = 5
+) -> dict[str, Any]:
+    """kv_lens and q_lens; often a last page that is full or has one token, at times none at all."""
+    pages = draw(st.integers(1, max(longest // page_size, 1)))
+    some = st.integers(1, longest)
+    known = st.sampled_from((1, pages * page_size, pages * page_size + 1, 0))
+    queries = st.sampled_from((1, 1, 1, 2, most_queries, 0))
+    batch = draw(st.sampled_from((1, 2, 3, 4, 3, 2, 0)))
+    return {
+        "kv_lens": tuple(draw(known if draw(booleans) else some) for _ in range(batch)),
+        "q_lens": tuple(draw(queries) for _ in range(batch)),
+    }
+
+
+def masked(draw: Callable[..., Any]) -> dict[str, Any]:
+    kind = draw(st.sampled_from(("causal", "causal", *KINDS)))
+    window = draw(st.sampled_from((1, 7, 16, 50, 90))) if kind in WINDOWED else 0
+    return {"mask": kind, "window": window}
+
+
+def attending(draw: Callable[..., Any]) -> dict[str, Any]:
+    return {
+        "heads": draw(st.integers(1, 20)),
+        "sharpness": draw(st.sampled_from((0.5, 1.5, 4.0))),
+        "sink": draw(st.sampled_from(SINKS)),
+        "given_results": draw(booleans),
+    }
+
+
+@st.composite
+def append_cases(draw: Callable[..., Any], format: str) -> AppendCase:
+    shape = cached(draw, format)
+    steps = lengths(draw, shape["page_size"])
+    return AppendCase(
+        **shape,
+        **steps,
+        implicit_starts=all(q_len == 1 for q_len in steps["q_lens"]) and draw(booleans),
+        heads=draw(st.integers(1, 20)),
+        dtype=draw(dtypes),
+        freqs_dtype=draw(dtypes),
+        gamma_dtype=draw(dtypes),
+        epsilon=draw(st.sampled_from((0.0, 1e-6, 1e-3))),
+        rope=draw(st.sampled_from(("interleaved", "half"))),
+        flat_table=draw(booleans),
+        q_out=draw(st.sampled_from(("", "in_place", "given", "e4m3"))),
+    )
+
+
+@st.composite
+def prefill_cases(draw: Callable[..., Any]) -> PrefillCase:
+    return PrefillCase(
+        **common(draw),
+        **lengths(draw, longest=60, most_queries=30),
+        **masked(draw),
+        **attending(draw),
+        qk_nope_head_dim=draw(st.integers(1, 40)),
+        qk_rope_head_dim=draw(st.integers(0, 12)),
+        v_head_dim=draw(st.integers(1, 40)),
+        dtype=draw(dtypes),
+        alibi=draw(booleans),
+        expanded=draw(booleans),
+        wide_indices=draw(booleans),
+    )
+
+
+def scheduled(draw: Callable[..., Any]) -> dict[str, Any]:
+    plan = draw(st.sampled_from(("none", "even", "balanced", "fixed")))
+    tile = draw(st.sampled_from((1, 16, 64)))
+    return {
+        "none": {},
+        "even": {"num_splits": draw(st.integers(1, 5))},
+        "balanced": {"num_workers": draw(st.integers(1, 7)), "tile": tile},
+        "fixed": {"num_workers": draw(st.integers(1, 7)), "tile": tile, "fixed_split": 2 * tile},
+    }[plan]
+
+
+@st.composite
+def decode_cases(draw: Callable[..., Any], format: str) -> DecodeCase:
+    shape = cached(draw, format)
+    requests = lengths(draw, shape["page_size"])
+    dtype = query_dtype(draw, format)
+    return DecodeCase(
+        **shape,
+        **requests,
+        **masked(draw),
+        **attending(draw),
+        **scheduled(draw),
+        implicit_starts=all(q_len == 1 for q_len in requests["q_lens"]) and draw(booleans),
+        dtype=dtype,
+        q_rope_dtype=draw(st.sampled_from(("", "", *PLAIN, "e4m3"))),
+        q_scaled=draw(booleans),
+        flat_table=draw(booleans),
+        world=draw(st.sampled_from((1, 1, 2, 3))),
+        interleave=draw(st.sampled_from((1, 3, 16))),
+        deterministic=draw(booleans),
+    )
+
+
+@st.composite
+def sparse_cases(draw: Callable[..., Any], format: str) -> SparseCase:
+    shape = cached(draw, format)
+    return SparseCase(
+        **shape,
+        **attending(draw),
+        num_pages=draw(st.integers(1, 5)),
+        num_tokens=draw(st.integers(0, 12)),
+        topk=draw(st.integers(0, 60)),
+        with_lens=draw(booleans),
+        dtype=query_dtype(draw, format),
+        extra_format=draw(st.sampled_from(("", format, "fp32", "fp8"))),
+        extra_page_size=draw(st.integers(1, 20)),
+        extra_topk=draw(st.integers(0, 30)),
+        extra_with_lens=draw(booleans),
+        num_splits=draw(st.integers(0, 4)),
+    )
+
+
+@st.composite
+def indexer_logits_cases(draw: Callable[..., Any], format: str) -> IndexerLogitsCase:
+    shape = cached(draw, format)
+    requests = lengths(draw, shape["page_size"])
+    return IndexerLogitsCase(
+        **shape,
+        **requests,
+        **masked(draw),
+        implicit_starts=all(q_len == 1 for q_len in requests["q_lens"]) and draw(booleans),
+        heads=draw(st.integers(1, 20)),
+        dtype=draw(st.sampled_from((*PLAIN, "e4m3"))),
+        flat_table=draw(booleans),
+        spare_columns=draw(st.one_of(st.none(), st.integers(0, 9))),
+        given_results=draw(booleans),
+    )
+
+
+@st.composite
+def merge_cases(draw: Callable[..., Any]) -> MergeCase:
+    return MergeCase(
+        **common(draw),
+        num_parts=draw(st.integers(1, 6)),
+        num_tokens=draw(st.integers(0, 12)),
+        heads=draw(st.integers(1, 20)),
+        v_width=draw(st.one_of(st.integers(1, 64), st.just(512))),
+        dtype=draw(dtypes),
+        empty=draw(st.sampled_from((0.0, 0.3, 0.8))),
+        spread=draw(st.sampled_from((0.5, 3.0, 30.0))),
+        sink=draw(st.sampled_from(SINKS)),
+        given_results=draw(booleans),
+    )
+
+
+topk_cases = st.builds(
+    IndexerTopkCase,
+    seed=seeds,
+    padded=booleans,
+    num_tokens=st.integers(0, 12),
+    num_columns=st.integers(0, 80),
+    k=st.integers(1, 90),
+    with_starts=booleans,
+    with_ends=booleans,
+    levels=st.sampled_from((0, 2, 9)),
+    specials=st.sampled_from((0.0, 0.1, 0.7)),
+    wide_indices=booleans,
+    given_results=booleans,
+)
+quantize_cases = st.builds(
+    QuantizeCase,
+    seed=seeds,
+    padded=booleans,
+    workspace_mib=workspaces,
+    batch=st.integers(0, 3),
+    m=st.integers(0, 9),
+    k=st.integers(0, 70),
+    group=st.integers(1, 40),
+    dtype=dtypes,
+    scale_ub=st.sampled_from((None, 30.0, 1200.0)),
+    given_results=booleans,
+)
+scaled_matmul_cases = st.builds(
+    ScaledMatmulCase,
+    seed=seeds,
+    padded=booleans,
+    workspace_mib=workspaces,
+    batch=st.integers(0, 3),
+    m=st.integers(0, 9),
+    n=st.integers(0, 40),
+    k=st.integers(0, 70),
+    n_group=st.integers(1, 20),
+    k_group=st.integers(1, 40),
+    spare_columns=st.integers(0, 3),
+    out_dtype=st.sampled_from((*PLAIN, "e4m3")),
+    given_results=booleans,
+)
+matmul_cases = st.builds(
+    BatchedMatmulCase,
+    seed=seeds,
+    padded=booleans,
+    workspace_mib=workspaces,
+    batch=st.integers(0, 4),
+    m=st.integers(0, 9),
+    n=st.integers(0, 40),
+    k=st.integers(0, 40),
+    dtype=dtypes,
+    out_dtype=st.sampled_from(("", *PLAIN, "e4m3")),
+    a_batch_second=booleans,
+    b_transposed=booleans,
+    out_batch_second=booleans,
+)
+# ops with a cache: how to make a strategy for one format of it
+CACHED: dict[type[Case], Callable[[str], st.SearchStrategy[Any]]] = {
+    AppendCase: append_cases,
+    DecodeCase: decode_cases,
+    SparseCase: sparse_cases,
+    IndexerLogitsCase: indexer_logits_cases,
+}
+UNCACHED: dict[type[Case], st.SearchStrategy[Any]] = {
+    PrefillCase: prefill_cases(),
+    IndexerTopkCase: topk_cases,
+    MergeCase: merge_cases(),
+    QuantizeCase: quantize_cases,
+    ScaledMatmulCase: scaled_matmul_cases,
+    BatchedMatmulCase: matmul_cases,
+}
+PROPERTIES = [
+    *(
+        pytest.param(spec, make(format), 15, id=f"{spec}-{format}")
+        for case, make in CACHED.items()
+        for spec in dispatch.specs(case.op)
+        for format in FORMATS
+    ),
+    *(
+        pytest.param(spec, strategy, 40, id=str(spec))
+        for case, strategy in UNCACHED.items()
+        for spec in dispatch.specs(case.op)
+    ),
+]
+# what random problems of this size do not reach: every tile boundary of the kernels, real widths
+LARGE = [
+    AppendCase(kv_lora_rank=512, qk_rope_head_dim=64, kv_lens=(500, 0), q_lens=(3, 40), heads=16),
+    PrefillCase(kv_lens=(300, 129), q_lens=(290, 129), heads=2, workspace_mib=1, padded=True),
+    PrefillCase(kv_lens=(1100,), q_lens=(600,), heads=1),
+    PrefillCase(
+        kv_lens=(150,),
+        q_lens=(20,),
+        heads=8,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        sink="finite",
+        expanded=True,
+    ),
+    DecodeCase(kv_lens=(8300, 4097), q_lens=(1, 1), page_size=48, sharpness=4.0, sink="finite"),
+    DecodeCase(kv_lens=(1300, 513, 512), page_size=48, sharpness=4.0, workspace_mib=1),
+    DecodeCase(
+        kv_lens=(2700,), q_lens=(2,), page_size=2000, num_splits=3, padded=True, workspace_mib=1
+    ),
+    DecodeCase(kv_lens=(1100, 64), page_size=1, flat_table=True, q_lens=(3, 1), num_workers=5),
+    DecodeCase(kv_lens=(90, 40), q_lens=(64, 33), heads=40, mask="sliding_window_causal", window=9),
+    DecodeCase(
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        kv_lens=(130, 65, 1),
+        heads=20,
+        page_size=64,
+        format="fp8_block128",
+        workspace_mib=1,
+    ),
+    SparseCase(topk=600, num_pages=50, num_tokens=3, extra_format="fp8_token", extra_topk=300),
+    SparseCase(
+        kv_lora_rank=448,
+        qk_rope_head_dim=64,
+        v_width=512,
+        format="fp8_block64",
+        topk=300,
+        num_pages=30,
+        num_tokens=20,
+        workspace_mib=1,
+    ),
+    IndexerLogitsCase(kv_lens=(2100, 1024), q_lens=(2, 1), page_size=64, heads=8),
+    IndexerLogitsCase(kv_lens=(1500,), q_lens=(40,), heads=16, workspace_mib=1, format="fp8"),
+    IndexerTopkCase(num_columns=5000, k=2048, num_tokens=20, workspace_mib=1, levels=9),
+    MergeCase(num_parts=40, v_width=512),
+    QuantizeCase(m=300, k=512, group=128, workspace_mib=1),
+    ScaledMatmulCase(m=200, n=700, k=512, n_group=128, k_group=128, workspace_mib=1),
+    BatchedMatmulCase(batch=2, m=200, n=900, k=512, workspace_mib=1),
+]
+
+
+class Exploration:
+    """Random cases for one kernel; those it refuses are passed over, and counted."""
+
+    def __init__(self, spec: KernelSpec, device: torch.device | str) -> None:
+        self.spec, self.device = spec, device
+        self.num_taken = 0
+        self.refusal = f"{spec} was given nothing"
+
+    def run(self, case: Case) -> None:
+        try:
+            case.run(self.device, self.spec.backend)
+        except UnsupportedError as refusal:
+            self.refusal = str(refusal)
+        else:
+            self.num_taken += 1
+
+    def over(
+        self, strategy: st.SearchStrategy[Any], *, examples_of: str | None, **options: Any
+    ) -> None:
+        """Explore `strategy`; always the same examples for one name, others without one."""
+
+        @settings(deadline=None, database=None, suppress_health_check=list(HealthCheck), **options)
+        @given(strategy)
+        def explore(case: Case) -> None:
+            self.run(case)
+
+        if examples_of is not None:
+            seed(crc32(examples_of.encode()))(explore)
+        explore()
+
+
+@pytest.mark.parametrize(("spec", "strategy", "examples"), PROPERTIES)
+def test_random_problems_match_the_oracle(spec, strategy, examples, device, pytestconfig, request):
+    exploration = Exploration(spec, device)
+    if pytestconfig.getoption("--hypothesis-seed") is None:
+        exploration.over(strategy, examples_of=request.node.callspec.id, max_examples=examples)
+    else:
+        exploration.over(strategy, examples_of=None)
+    if exploration.num_taken == 0:
+        pytest.skip(exploration.refusal)
+
+
+@pytest.mark.parametrize(
+    ("spec", "case"),
+    [
+        pytest.param(spec, case, id=f"{spec}-{i}")
+        for i, case in enumerate(LARGE)
+        for spec in dispatch.specs(case.op)
+    ],
+)
+def test_large_problems_match_the_oracle(spec, case, device):
+    try:
+        case.run(device, spec.backend)
+    except UnsupportedError as refusal:
+        pytest.skip(str(refusal))
+
+
+def test_every_op_has_a_case():
+    assert {case.op for case in CASES} == set(dispatch.OPS)
+    assert set(CASES) == {*CACHED, *UNCACHED}
+
+
+class Sabotage(NamedTuple):
+    """A kernel made wrong: its named arguments changed before it runs, or its results after."""
+
+    case: type[Case]
+    name: str
+    before: Callable[[dict[str, Any]], dict[str, Any]] = lambda a: {}
+    after: Callable[[dict[str, Any]], object] = lambda a: None
+    formats: tuple[str, ...] = FORMATS
+
+    def __call__(self, launch: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(launch)
+
+        def wrong(*args: Any, **kwargs: Any) -> None:
+            arguments = signature.bind(*args, **kwargs).arguments
+            arguments.update(self.before(arguments))
+            launch(**arguments)
+            self.after(arguments)
+
+        return wrong
+
+
+class LooseMask(Mask):
+    """Shows every query one key too many."""
+
+    def interval(self, position, num_keys):
+        first, last = super().interval(position, num_keys)
+        return first, min(last + 1, num_keys)
+
+    def visible(self, positions, keys):
+        return super().visible(positions, keys) | (keys[None, :] == positions[:, None] + 1)
+
+
+def keyless(a: dict[str, Any]) -> dict[str, Any]:
+    return {"kv_lens": (a["kv_lens"] - 1).clamp_min(0)}
+
+
+def rescaled(a: dict[str, Any]) -> dict[str, Any]:
+    return {"softmax_scale": 1.02 * a["softmax_scale"]}
+
+
+def loosened(a: dict[str, Any]) -> dict[str, Any]:
+    return {"mask": LooseMask(a["mask"].kind, a["mask"].window)}
+
+
+def unmasked(a: dict[str, Any]) -> dict[str, Any]:
+    return {"mask": NULL}
+
+
+def unwindowed(a: dict[str, Any]) -> dict[str, Any]:
+    return {"mask": CAUSAL if a["mask"].is_causal else a["mask"]}
+
+
+def without(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda a: {name: None}
+
+
+def with_pages_swapped(a: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(a["page_table"], tuple):
+        starts, slots = a["page_table"]
+        return {"page_table": (starts, slots.flip(0))}
+    swapped = a["page_table"].clone()
+    swapped[:, :2] = a["page_table"][:, :2].flip(1)
+    return {"page_table": swapped}
+
+
+def with_binary_lse(a: dict[str, Any]) -> None:
+    a["lse"].mul_(log2(e))
+
+
+def with_a_row_missing(a: dict[str, Any]) -> None:
+    a["out"][-1:] = 0
+
+
+def averaged(a: dict[str, Any]) -> dict[str, Any]:
+    return {"softmax_scale": 0.0}
+
+
+def with_a_stray_write(a: dict[str, Any]) -> None:
+    a["layer"].payload[-1, -1].view(torch.uint8)[-1] ^= 1
+
+
+def with_overflow(name: str) -> Callable[[dict[str, Any]], object]:
+    """e4m3 that goes to NaN where it should saturate."""
+
+    def overflow(a: dict[str, Any]) -> None:
+        if a[name].dtype == torch.float8_e4m3fn:
+            stored = a[name].view(torch.uint8)
+            stored[stored & 0x7F == 0x7E] |= 1
+
+    return overflow
+
+
+def with_last_column_dropped(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    def drop(a: dict[str, Any]) -> dict[str, Any]:
+        changed = a[name].clone()
+        changed[..., -1:] = 0
+        return {name: changed}
+
+    return drop
+
+
+def scaled(name: str, factor: float) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda a: {name: (a[name].float() * factor).to(a[name].dtype)}
+
+
+def rolled(name: str, axis: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda a: {name: a[name].roll(1, axis)}
+
+
+def with_unit_scale(a: dict[str, Any]) -> dict[str, Any]:
+    return {"layer": replace(a["layer"], tensor_scale=1.0)}
+
+
+def with_a_split_left_out(a: dict[str, Any]) -> dict[str, Any]:
+    plan = a["splits"]
+    return (
+        {"splits": plan._replace(items=plan.items[:-1])}
+        if isinstance(plan, DecodePlanTensors)
+        else {}
+    )
+
+
+def with_negative_rows_wrapped(a: dict[str, Any]) -> dict[str, Any]:
+    num_slots = a["layer"].num_slots
+    rows = a["rows"]
+    return {"rows": torch.where((rows < 0) & (rows >= -num_slots), rows + num_slots, rows)}
+
+
+def with_ties_reversed(a: dict[str, Any]) -> None:
+    columns = a["logits"].shape[1]
+    if a["row_starts"] is None and a["row_ends"] is None and columns:
+        order = a["logits"].flip(1).sort(dim=1, descending=True, stable=True)
+        best = (columns - 1 - order.indices).masked_fill(order.values == -torch.inf, -1)
+        kept = min(columns, a["out"].shape[1])
+        a["out"][:, :kept] = best[:, :kept].int()
+
+
+def with_equal_weights(a: dict[str, Any]) -> dict[str, Any]:
+    return {"lses": [lse.clamp(max=0.0) for lse in a["lses"]]}
+
+
+def with_empty_parts_read(a: dict[str, Any]) -> dict[str, Any]:
+    return {"lses": [lse.clamp(min=-1e30) for lse in a["lses"]]}
+
+
+SABOTAGES = [
+    Sabotage(DecodeCase, "drops the last key", keyless),
+    Sabotage(DecodeCase, "reads past the end", lambda a: {"kv_lens": a["kv_lens"] + 1}),
+    Sabotage(DecodeCase, "scales scores by 1.02", rescaled),
+    Sabotage(DecodeCase, "weighs all keys alike", averaged),
+    Sabotage(DecodeCase, "is causal but for one key", loosened),
+    Sabotage(DecodeCase, "does not mask the tail", unmasked),
+    Sabotage(DecodeCase, "has no window", unwindowed),
+    Sabotage(DecodeCase, "ignores the sink", without("sink")),
+    Sabotage(DecodeCase, "swaps two pages", with_pages_swapped),
+    Sabotage(DecodeCase, "ignores q_scale", without("q_scale")),
+    Sabotage(DecodeCase, "ignores the tensor scale", with_unit_scale, formats=("fp8",)),
+    Sabotage(DecodeCase, "ignores the shard", lambda a: {"shard": WHOLE}),
+    Sabotage(DecodeCase, "leaves a split out", with_a_split_left_out),
+    Sabotage(DecodeCase, "drops a column of the rope", with_last_column_dropped("q_rope")),
+    Sabotage(DecodeCase, "gives lse in base 2", after=with_binary_lse),
+    Sabotage(DecodeCase, "leaves a row unwritten", after=with_a_row_missing),
+    Sabotage(DecodeCase, "writes to the cache", after=with_a_stray_write),
+    Sabotage(PrefillCase, "scales scores by 1.02", rescaled),
+    Sabotage(PrefillCase, "weighs all keys alike", averaged),
+    Sabotage(PrefillCase, "is causal but for one key", loosened),
+    Sabotage(PrefillCase, "does not mask the tail", unmasked),
+    Sabotage(PrefillCase, "has no window", unwindowed),
+    Sabotage(PrefillCase, "ignores the sink", without("sink")),
+    Sabotage(PrefillCase, "ignores the slopes", without("alibi_slopes")),
+    Sabotage(PrefillCase, "drops a column of the rope", with_last_column_dropped("k_rope")),
+    Sabotage(PrefillCase, "mixes up the heads", rolled("v", 1)),
+    Sabotage(PrefillCase, "gives lse in base 2", after=with_binary_lse),
+    Sabotage(PrefillCase, "leaves a row unwritten", after=with_a_row_missing),
+    Sabotage(SparseCase, "scales scores by 1.02", rescaled),
+    Sabotage(SparseCase, "weighs all keys alike", averaged),
+    Sabotage(SparseCase, "ignores the lengths", without("topk_lens")),
+    Sabotage(SparseCase, "drops the last entry", lambda a: {"rows": a["rows"][:, :-1]}),
+    Sabotage(SparseCase, "takes negative rows from the end", with_negative_rows_wrapped),
+    Sabotage(SparseCase, "clamps rows", lambda a: {"rows": a["rows"].clamp(0)}),
+    Sabotage(SparseCase, "ignores the extra cache", without("extra")),
+    Sabotage(SparseCase, "ignores the sink", without("sink")),
+    Sabotage(
+        SparseCase, "gives lse for max_logits", after=lambda a: a["max_logits"].copy_(a["lse"])
+    ),
+    Sabotage(SparseCase, "writes to the cache", after=with_a_stray_write),
+    Sabotage(IndexerLogitsCase, "drops the last key", keyless),
+    Sabotage(IndexerLogitsCase, "is causal but for one key", loosened),
+    Sabotage(IndexerLogitsCase, "has no window", unwindowed),
+    Sabotage(IndexerLogitsCase, "swaps two pages", with_pages_swapped),
+    Sabotage(IndexerLogitsCase, "scales weights by 1.001", scaled("weights", 1.001)),
+    Sabotage(
+        IndexerLogitsCase, "drops the sign of weights", lambda a: {"weights": a["weights"].abs()}
+    ),
+    Sabotage(
+        IndexerLogitsCase,
+        "leaves 0 where nothing is seen",
+        after=lambda a: a["out"].nan_to_num_(neginf=0.0),
+    ),
+    Sabotage(IndexerTopkCase, "ignores row_ends", without("row_ends")),
+    Sabotage(IndexerTopkCase, "ignores row_starts", without("row_starts")),
+    Sabotage(IndexerTopkCase, "selects -inf", lambda a: {"logits": a["logits"].clamp_min(-1e38)}),
+    Sabotage(
+        IndexerTopkCase, "ranks NaN last", lambda a: {"logits": a["logits"].nan_to_num(nan=-1e38)}
+    ),
+    Sabotage(IndexerTopkCase, "prefers the later of equals", after=with_ties_reversed),
+    Sabotage(MergeCase, "ignores the sink", without("sink")),
+    Sabotage(MergeCase, "weighs the parts alike", with_equal_weights),
+    Sabotage(MergeCase, "reads empty parts", with_empty_parts_read),
+    Sabotage(
+        MergeCase,
+        "loses a part",
+        lambda a: {"outs": a["outs"][1:] or a["outs"], "lses": a["lses"][1:] or a["lses"]},
+    ),
+    Sabotage(QuantizeCase, "ignores the bound", lambda a: {"scale_ub": torch.inf}),
+    Sabotage(QuantizeCase, "takes wider groups", lambda a: {"x": a["x"].roll(1, -1)}),
+    Sabotage(
+        QuantizeCase, "leaves the padding unwritten", after=lambda a: a["scales"][..., -1:].fill_(1)
+    ),
+    Sabotage(ScaledMatmulCase, "scales by 1.02", scaled("b_scale", 1.02)),
+    Sabotage(ScaledMatmulCase, "does not saturate", after=with_overflow("out")),
+    Sabotage(ScaledMatmulCase, "drops the last product", with_last_column_dropped("a")),
+    Sabotage(ScaledMatmulCase, "mixes up the groups", rolled("b_scale", -2)),
+    Sabotage(
+        ScaledMatmulCase, "reads padding of a_scale", lambda a: {"a_scale": a["a_scale"].flip(-1)}
+    ),
+    Sabotage(BatchedMatmulCase, "does not saturate", after=with_overflow("out")),
+    Sabotage(BatchedMatmulCase, "drops the last product", with_last_column_dropped("a")),
+    Sabotage(BatchedMatmulCase, "scales by 1.02", scaled("b", 1.02)),
+    Sabotage(BatchedMatmulCase, "mixes up the batch", rolled("b", 0)),
+    Sabotage(AppendCase, "appends one position late", lambda a: {"kv_lens": a["kv_lens"] + 1}),
+    Sabotage(AppendCase, "swaps two pages", with_pages_swapped),
+    Sabotage(AppendCase, "scales gamma by 1.02", scaled("gamma", 1.02)),
+    Sabotage(AppendCase, "doubles epsilon", lambda a: {"epsilon": 2 * a["epsilon"]}),
+    Sabotage(
+        AppendCase,
+        "rotates the other way",
+        lambda a: {
+            "freqs": torch.stack([a["freqs"][:, 0::2], -a["freqs"][:, 1::2]], -1).flatten(1)
+        },
+    ),
+    Sabotage(AppendCase, "has one rope", lambda a: {"rope": "half"}),
+    Sabotage(AppendCase, "has scales of one kind", lambda a: {"power_of_two_scales": True}),
+    Sabotage(AppendCase, "does not saturate", after=with_overflow("q_rope_out")),
+    Sabotage(AppendCase, "writes to another row", after=with_a_stray_write),
+]
+
+
+def any_case(case: type[Case], formats: Sequence[str] = FORMATS) -> st.SearchStrategy[Any]:
+    if case in UNCACHED:
+        return UNCACHED[case]
+    return st.sampled_from(formats).flatmap(CACHED[case])
+
+
+@pytest.mark.parametrize(
+    "sabotage", [pytest.param(each, id=f"{each.case.op} {each.name}") for each in SABOTAGES]
+)
+def test_a_wrong_kernel_is_found(sabotage, monkeypatch):
+    (spec,) = (each for each in dispatch.specs(sabotage.case.op) if each.backend == "cpu")
+    monkeypatch.setitem(spec.__dict__, "launch", sabotage(spec.launch))
+    with pytest.raises(AssertionError, match=r'^python -c "from mlakit.workloads import'):
+        Exploration(spec, "cpu").over(
+            any_case(sabotage.case, sabotage.formats),
+            examples_of=sabotage.name,
+            max_examples=150,
+            phases=[Phase.generate],
+        )
+
+
+def case_of(line: str) -> Case:
+    """The case that a reproduction line runs."""
+    python, option, code = shlex.split(line)
+    assert (python, option) == ("python", "-c")
+    imports, expression = code.split("; ")
+    scope: dict[str, Any] = {}
+    exec(imports, scope)
+    constructor, _, arguments = expression.rpartition(".run(")
+    assert arguments.endswith(")")
+    case = eval(constructor, scope)
+    assert isinstance(case, Case)
+    return case
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_reproduction_line_is_the_case(case):
+    @settings(
+        deadline=None, derandomize=True, max_examples=25, suppress_health_check=list(HealthCheck)
+    )
+    @given(any_case(case))
+    def explore(drawn: Case) -> None:
+        assert case_of(drawn.reproduction()) == drawn
+        assert case_of(drawn.reproduction("cuda", "triton")) == drawn
+
+    explore()
+
+
+def test_the_reproduction_line_names_device_and_backend():
+    assert MergeCase(seed=3).reproduction("cuda", "triton") == (
+        'python -c "from mlakit.workloads import MergeCase; '
+        "MergeCase(seed=3).run(device='cuda', backend='triton')\""
+    )
+
+
+def test_the_reproduction_line_runs(monkeypatch):
+    (spec,) = (each for each in dispatch.specs("mla_decode") if each.backend == "cpu")
+    case = DecodeCase(format="fp8_block64", kv_lens=(17, 0, 40), sink="mixed", seed=7, world=2)
+    monkeypatch.setitem(spec.__dict__, "launch", Sabotage(DecodeCase, "", keyless)(spec.launch))
+    with pytest.raises(AssertionError) as failure:
+        case.run(backend="cpu")
+    line = str(failure.value).splitlines()[0]
+    assert case_of(line) == case
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        line,
+        shell=True,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr  # nothing is wrong with the kernel over there
+
+
+def test_an_exception_of_the_op_carries_the_reproduction_line():
+    case = AppendCase(format="fp8_token", kv_lora_rank=7)
+    with pytest.raises(AssertionError, match=r"^python -c .*\nValueError: fp8_token"):
+        case.run()
+
+
+def test_a_refusal_stays_a_refusal(monkeypatch):
+    def refuse(*_: object) -> None:
+        raise UnsupportedError("no kernel")
+
+    monkeypatch.setattr(dispatch, "select", refuse)
+    with pytest.raises(UnsupportedError, match=r"^no kernel$"):
+        MergeCase().run()
