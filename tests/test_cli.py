@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 import mlakit
 from mlakit import cli
+from mlakit.geometry import MLAGeometry
 
 
 def test_version():
@@ -25,14 +26,19 @@ def test_help_names_the_commands_and_gives_an_example(arguments):
     assert "Example: mlakit demo" in output
 
 
-def test_demo_runs_the_demo(monkeypatch):
+@pytest.mark.parametrize(("passed", "exit_code"), [(True, 0), (False, 1)])
+def test_demo_runs_the_demo(monkeypatch, passed, exit_code):
     calls = []
     stand_in = types.ModuleType("mlakit.demo")
-    stand_in.run = lambda: calls.append("ran")
+    stand_in.make_settings = lambda geometry, **options: options
+    stand_in.run = lambda *args, **kwargs: calls.append((args, kwargs)) or passed
     monkeypatch.setitem(sys.modules, "mlakit.demo", stand_in)
-    result = CliRunner().invoke(cli.app, ["demo"])
-    assert result.exit_code == 0, result.output
-    assert calls == ["ran"]
+    arguments = ["--model", "kimi-k2", "--prompt", "9", "--device", "cpu", "--no-documented"]
+    result = CliRunner().invoke(cli.app, ["demo", *arguments])
+    assert result.exit_code == exit_code, result.output
+    options = {"prompt": 9, "tokens": 8, "format": "fp8_block128", "device": "cpu", "seed": 0}
+    expected = ("kimi-k2", MLAGeometry.preset("kimi-k2"), options)
+    assert calls == [(expected, {"with_documented": False})]
 
 
 def test_an_unknown_command_is_a_usage_error():

@@ -2,49 +2,214 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from time import process_time
 
 import pytest
 import torch
+from rich.console import Console
+from rich.progress import Progress
 from typer.testing import CliRunner
 
 from mlakit import cli, demo, dispatch
+from mlakit.cache import PagedLatentCache
+from mlakit.checks import UnsupportedError
 from mlakit.compat import modular
+from mlakit.demo import Settings, documented
+from mlakit.demo.model import RandomModel, make_model
+from mlakit.demo.oracles import prefill_heads
+from mlakit.demo.serving import Transcript, serve
+from mlakit.demo.verdict import Result, judge, row_errors
+from mlakit.formats import FORMATS, row_codec
+from mlakit.geometry import PRESETS, MLAGeometry
 from mlakit.masks import NULL
 from mlakit.specs import Problem
+from mlakit.testing import assert_matches
+
+TINY = MLAGeometry(
+    num_heads=4,
+    kv_lora_rank=128,
+    qk_nope_head_dim=64,
+    qk_rope_head_dim=32,
+    v_head_dim=64,
+    hidden_size=256,
+    q_lora_rank=96,
+    attention_mscale=1.2,
+    index_n_heads=4,
+    index_head_dim=64,
+    index_topk=16,
+)
+SMALL = ("--prompt", "70", "--tokens", "2", "--device", "cpu")
 
 APPENDS = {"fused_rope_rmsnorm_quantization_kernel", "mla_fused_rope_rmsnorm_quantization"}
-PREFILL = {"mla_prefill_branch_fp8"}
-DECODE = {"flare_mla_decoding"}
-SPARSE = {"mla_sm100_prefill_sparse"}
-DOCUMENTED = APPENDS | PREFILL | DECODE | SPARSE
+PREFILL_FP8 = {"mla_prefill_branch_fp8"}
+FLARE = {"flare_mla_decoding"}
+SPARSE_PREFILL = {"mla_sm100_prefill_sparse"}
+DOCUMENTED = APPENDS | PREFILL_FP8 | FLARE | SPARSE_PREFILL
 
 
-def run_command() -> tuple[int, str]:
-    result = CliRunner().invoke(cli.app, ["demo"])
+@pytest.fixture(autouse=True)
+def _tiny_model(monkeypatch):
+    monkeypatch.setitem(PRESETS, "tiny", TINY)
+
+
+@pytest.fixture
+def _small_batch(monkeypatch):
+    """Few heads and short contexts, in the same five kinds of requests."""
+    cached = (0, 64, 66, 10, 1)
+    totals = tuple(before + new for before, new in zip(cached, documented.NEW, strict=True))
+    for name, value in {"HEADS": 2, "CACHED": cached, "TOTALS": totals}.items():
+        monkeypatch.setattr(documented, name, value)
+
+
+def run_command(*arguments: str, model: str = "tiny") -> tuple[int, str]:
+    result = CliRunner().invoke(cli.app, ["demo", "--model", model, *SMALL, *arguments])
     return result.exit_code, result.output
 
 
-def last_line(output: str) -> str:
-    """The last sentence, which may be wrapped over lines."""
-    return " ".join(output.rstrip().splitlines()).rpartition("FAIL: ")[2]
+def serve_only(*arguments: str, model: str = "tiny") -> tuple[int, str]:
+    return run_command("--no-documented", *arguments, model=model)
 
 
-def test_demo_passes_and_says_so():
-    start = process_time()
+def failed_stages(output: str) -> set[str]:
+    return set(output.rstrip().splitlines()[-1].removeprefix("FAIL: ").split(", "))
+
+
+def table_rows(output: str) -> dict[str, list[str]]:
+    """The cells of the lines that end in a verdict, by what stands before the first number."""
+    found = {}
+    for line in output.splitlines():
+        if line.rstrip().endswith(("ok", "WRONG")):
+            label, *cells = re.split(r"\s{2,}", line.strip())
+            found[label] = cells
+    return found
+
+
+def served(settings: Settings, geometry: MLAGeometry = TINY) -> tuple[RandomModel, Transcript]:
+    model = make_model(
+        geometry,
+        positions=settings.positions,
+        dtype=demo.activation_dtype(settings.format, geometry),
+        device=settings.device,
+        generator=torch.Generator().manual_seed(settings.seed),
+    )
+    return model, serve(model, settings, Progress(disable=True))
+
+
+def test_it_passes_and_says_so():
     exit_code, output = run_command()
     assert exit_code == 0, output
-    assert process_time() - start < 15
-    assert "PASS: 6 of 6 checks within budget" in output
+    assert re.fullmatch(r"PASS: 12 of 12 checks within budget \(\d+ s\)", output.splitlines()[-1])
     assert "FAIL" not in output
     assert "WRONG" not in output
+    assert max(map(len, output.splitlines())) <= 80
     for function in DOCUMENTED:
         assert function in output
         assert callable(getattr(modular, function))
-    for size in ("81920", "1152", "576", "644", "656"):  # 81920 = 128 · (192 + 128) · 2
-        assert size in output.split()
+
+
+def test_the_table_gives_tokens_times_errors_and_budgets():
+    exit_code, output = serve_only()
+    assert exit_code == 0, output
+    assert "PASS: 6 of 6 checks" in output
+    rows = table_rows(output)
+    tokens = {
+        "prefill": 46,
+        "prefill on 46 cached": 24,
+        "decode": 4,
+        "index, top 16": 2,
+        "sparse, 16 of 73 rows": 2,
+        "cached rows": 146,
+    }
+    assert {label: int(cells[0]) for label, cells in rows.items()} == tokens
+    for label, (_, *times, error, budget, verdict) in rows.items():
+        assert len(times) == {"index, top 16": 1, "cached rows": 0}.get(label, 2)
+        assert all(re.fullmatch(r"\d+\.\d ms", time) for time in times)
+        assert 0 < float(error) <= float(budget)
+        assert verdict == "ok"
+
+
+def test_it_tells_the_bytes_of_the_cache_and_the_pages_saved():
+    _, output = serve_only("--format", "fp8_token")
+    words = output.replace(",", " ").split()
+    # 128 e4m3 + 32 bf16 + a scale; in bf16; 4 heads · (96 + 64) halves; 64 e4m3 + a scale
+    for size in ("196", "320", "1280", "68"):
+        assert size in words
+    told = " ".join(output.split())
+    assert f"1280 as K and V of 4 heads: {1280 / 196:.0f} times more" in told
+    assert "3 of 64 tokens, 1 shared, 1 copied before a write; 4 without sharing" in told
+
+
+@pytest.mark.parametrize(
+    ("prompt", "used", "shared", "copied", "unshared"),
+    [(90, 3, 1, 1, 4), (128, 4, 2, 0, 6), (126, 5, 1, 1, 6)],
+)
+def test_continuations_share_the_pages_of_the_prompt(prompt, used, shared, copied, unshared):
+    _, transcript = served(Settings(prompt=prompt, tokens=3))
+    pages = transcript.pages
+    assert (pages.used, pages.shared, pages.copied) == (used, shared, copied)
+    assert pages.unshared == unshared
+    one, other = transcript.rows
+    assert torch.equal(one[:prompt], other[:prompt])
+    assert not torch.equal(one[prompt:], other[prompt:])  # sampled apart
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_cache_format_passes(format):
+    exit_code, output = serve_only("--format", format)
+    assert exit_code == 0, output
+    assert f"({format})" in output
+
+
+def test_a_model_without_indexer_or_query_latent_passes(monkeypatch):
+    plain = replace(TINY, q_lora_rank=None, index_n_heads=0, index_head_dim=0, index_topk=0)
+    monkeypatch.setitem(PRESETS, "plain", plain)
+    exit_code, output = serve_only(model="plain")
+    assert exit_code == 0, output
+    assert "PASS: 4 of 4 checks" in output
+    assert "left out: this model has no indexer" in output
+
+
+def test_more_heads_than_are_checked_in_prefill_pass(monkeypatch):
+    monkeypatch.setitem(PRESETS, "wide", TINY.with_heads(40))
+    exit_code, output = serve_only(model="wide")
+    assert exit_code == 0, output
+    checked = [list(range(40))[heads] for heads in prefill_heads(TINY.with_heads(40))]
+    assert [len(heads) for heads in checked] == [14, 13]
+    assert not set(checked[0]) & set(checked[1])
+    assert "14 of 40 heads" in " ".join(output.split())
+
+
+@pytest.mark.parametrize("prompt", ["2", "64"])
+def test_short_prompts_pass(prompt):
+    exit_code, output = serve_only("--prompt", prompt, "--tokens", "1")
+    assert exit_code == 0, output
+
+
+def test_a_seed_decides_everything():
+    settings = Settings(prompt=20, tokens=2)
+    first, again, other = (served(replace(settings, seed=seed))[1] for seed in (3, 3, 4))
+    assert torch.equal(first.decode.out, again.decode.out)
+    assert not torch.equal(first.decode.out, other.decode.out)
+
+
+def test_a_query_attends_to_some_keys_neither_to_one_nor_to_all():
+    _, transcript = served(Settings(prompt=300, tokens=1, format="fp32"))
+    # a mean of n values of unit variance has variance 1/n
+    attended = 1 / transcript.decode.out.double().square().mean()
+    assert 3 < attended < 75
+
+
+@pytest.mark.usefixtures("_small_batch")
+def test_every_progress_bar_is_finished(monkeypatch):
+    bars = Progress(console=Console(quiet=True))
+    monkeypatch.setattr(demo, "_progress_bars", lambda console: bars)
+    assert demo.run("tiny", TINY, Settings(prompt=20, tokens=2))
+    names = ["random weights", "prefill", "decode", "sparse", "float64 oracles"]
+    assert [task.description for task in bars.tasks] == [*names, "documented functions"]
+    assert bars.finished
 
 
 def does_nothing(right: Callable, *args, **kwargs):
@@ -56,17 +221,30 @@ def ignores_the_newest_key(right, *args, **kwargs):
     right(*before, kv_lens - 1, **kwargs)
 
 
-def shifts_the_pages(right, *args, **kwargs):
+def reads_one_page_for_all(right, *args, **kwargs):
     q_latent, q_rope, q_scale, layer, page_table, *lengths = args
-    right(q_latent, q_rope, q_scale, layer, (page_table + 1) % demo.NUM_PAGES, *lengths, **kwargs)
+    right(
+        q_latent,
+        q_rope,
+        q_scale,
+        layer,
+        page_table[:, :1].expand_as(page_table),
+        *lengths,
+        **kwargs,
+    )
 
 
 def spoils_one_number(value: float) -> Callable:
     def wrong(right, *args, out, **kwargs):
         right(*args, out=out, **kwargs)
-        out[7, 3, 100] = value
+        out[1, 1, 50] = value
 
     return wrong
+
+
+def spoils_the_last_number(right, *args, out):
+    right(*args, out=out)
+    out[-1, -1, -1] = 3.0
 
 
 def with_options(**changed: object) -> Callable:
@@ -91,39 +269,233 @@ def without_weight_scales(right, a, a_scale, b, b_scale, **kwargs):
     right(a, a_scale, b, torch.full_like(b_scale, float(b_scale.mean())), **kwargs)
 
 
+def leaves_out_an_entry(right, q, layer, rows, topk_lens, **kwargs):
+    right(q, layer, rows[:, 1:], topk_lens, **kwargs)
+
+
+def takes_the_first_part_only(right, outs, lses, sink, *, out, lse):
+    right(outs[:1], lses[:1], sink, out=out, lse=lse)
+
+
+def without_head_weights(right, q, weights, *args, **kwargs):
+    right(q, torch.ones_like(weights), *args, **kwargs)
+
+
+def takes_the_worst(right, logits, *args, **kwargs):
+    right(-logits, *args, **kwargs)
+
+
+ATTENTION = {"prefill", "prefill on 46 cached", "decode", "sparse"}
+ANYTHING = ATTENTION | {"index", "cached rows"}
+
 FAULTS = {
-    "decode-does-nothing": ("mla_decode", does_nothing, DECODE),
-    "decode-newest-key": ("mla_decode", ignores_the_newest_key, DECODE),
-    "decode-pages": ("mla_decode", shifts_the_pages, DECODE),
-    "decode-scale": ("mla_decode", with_scale_off, DECODE),
-    "decode-one-number": ("mla_decode", spoils_one_number(1.0), DECODE),
-    "decode-one-nan": ("mla_decode", spoils_one_number(torch.nan), DECODE),
-    "sparse-does-nothing": ("sparse_mla", does_nothing, SPARSE),
-    "sparse-sink": ("sparse_mla", with_options(sink=None), SPARSE),
-    "append-does-nothing": ("norm_rope_quant_append", does_nothing, APPENDS | PREFILL),
-    "append-rope": ("norm_rope_quant_append", with_options(rope="half"), APPENDS | PREFILL),
-    "append-gamma": ("norm_rope_quant_append", without_gamma, APPENDS | PREFILL),
-    "append-position": ("norm_rope_quant_append", one_position_late, APPENDS | PREFILL),
-    "prefill-does-nothing": ("mla_prefill", does_nothing, PREFILL),
-    "prefill-mask": ("mla_prefill", with_options(mask=NULL), PREFILL),
-    "prefill-weight-scales": ("scaled_mm_fp8", without_weight_scales, PREFILL),
-    "prefill-quantiser": ("quantize_fp8", with_options(scale_ub=2.0), PREFILL),
+    "decode-does-nothing": ("mla_decode", does_nothing, {"decode"}),
+    "decode-newest-key": ("mla_decode", ignores_the_newest_key, {"decode"}),
+    "decode-pages": ("mla_decode", reads_one_page_for_all, {"decode"}),
+    "decode-one-number": ("mla_decode", spoils_one_number(1.0), {"decode"}),
+    "decode-one-nan": ("mla_decode", spoils_one_number(torch.nan), {"decode"}),
+    "sparse-does-nothing": ("sparse_mla", does_nothing, {"sparse"}),
+    "sparse-entry": ("sparse_mla", leaves_out_an_entry, {"sparse"}),
+    "prefill-does-nothing": ("mla_prefill", does_nothing, {"prefill", "prefill on 46 cached"}),
+    "prefill-mask": ("mla_prefill", with_options(mask=NULL), {"prefill", "prefill on 46 cached"}),
+    "prefill-scale": ("mla_prefill", with_scale_off, {"prefill", "prefill on 46 cached"}),
+    "merge-first-part": ("merge_states", takes_the_first_part_only, {"prefill on 46 cached"}),
+    "matmul-does-nothing": ("batched_matmul", does_nothing, ATTENTION),
+    "matmul-one-number": ("batched_matmul", spoils_the_last_number, ATTENTION),
+    "index-scores": ("indexer_logits", without_head_weights, {"index"}),
+    "index-worst": ("indexer_topk", takes_the_worst, {"index"}),
+    "append-does-nothing": ("norm_rope_quant_append", does_nothing, ATTENTION | {"cached rows"}),
+    "append-rope": ("norm_rope_quant_append", with_options(rope="half"), {"cached rows"}),
+    "append-gamma": ("norm_rope_quant_append", without_gamma, {"cached rows"}),
+    "append-position": ("norm_rope_quant_append", one_position_late, {"cached rows"}),
 }
+
+
+def sabotage(monkeypatch: pytest.MonkeyPatch, op: str, wrong: Callable) -> None:
+    spec = dispatch.select(op, Problem("cpu"))
+    # the dictionary is where cached_property keeps the launcher
+    monkeypatch.setitem(spec.__dict__, "launch", partial(wrong, spec.launch))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_kernel_fails_the_demo(fault, monkeypatch):
     op, wrong, culprits = FAULTS[fault]
-    spec = dispatch.select(op, Problem("cpu"))
-    right = spec.launch
-    # the dictionary is where cached_property keeps the launcher
-    monkeypatch.setitem(spec.__dict__, "launch", partial(wrong, right))
-    exit_code, output = run_command()
+    sabotage(monkeypatch, op, wrong)
+    exit_code, output = serve_only()
     assert exit_code == 1, output
     assert "PASS" not in output
     assert "WRONG" in output
-    named = set(last_line(output).replace(",", " ").split())
+    assert culprits <= failed_stages(output) <= ANYTHING, output
+    if not op.startswith(("norm_rope", "batched", "indexer")):  # whose results others use
+        assert failed_stages(output) == culprits, output
+
+
+def test_a_wrong_selection_is_told_in_words(monkeypatch):
+    sabotage(monkeypatch, "indexer_topk", takes_the_worst)
+    assert "index selection: 2 of 2 rows differ" in serve_only()[1]
+
+
+def test_a_failure_is_told_in_words(monkeypatch):
+    sabotage(monkeypatch, "mla_decode", spoils_one_number(1.0))
+    _, output = serve_only()
+    assert re.search(r"decode: \d+ of 16 rows are wrong, worst row \[\d+, 1\]: .* budget", output)
+
+
+def test_pages_that_are_not_copied_before_a_write_fail_the_demo(monkeypatch):
+    monkeypatch.setattr(PagedLatentCache, "copy_pages", does_nothing)
+    exit_code, output = serve_only()
+    assert exit_code == 1, output
+    assert "cached rows" in failed_stages(output)
+
+
+DOCUMENTED_FAULTS = {
+    "decode-pages": ("mla_decode", reads_one_page_for_all, FLARE),
+    "sparse-sink": ("sparse_mla", with_options(sink=None), SPARSE_PREFILL),
+    "append-does-nothing": ("norm_rope_quant_append", does_nothing, APPENDS | PREFILL_FP8),
+    "append-gamma": ("norm_rope_quant_append", without_gamma, APPENDS | PREFILL_FP8),
+    "prefill-mask": ("mla_prefill", with_options(mask=NULL), PREFILL_FP8),
+    "prefill-weight-scales": ("scaled_mm_fp8", without_weight_scales, PREFILL_FP8),
+    "prefill-quantiser": ("quantize_fp8", with_options(scale_ub=2.0), PREFILL_FP8),
+}
+
+
+@pytest.mark.usefixtures("_small_batch")
+@pytest.mark.parametrize("fault", DOCUMENTED_FAULTS)
+def test_a_wrong_kernel_fails_the_documented_functions(fault, monkeypatch):
+    op, wrong, culprits = DOCUMENTED_FAULTS[fault]
+    sabotage(monkeypatch, op, wrong)
+    checks = [call.check for call in documented.all_calls(Progress(disable=True))]
+    failed = {check.name for check in checks if not check.passed}
     # a wrong append leaves NaN or other rows for those that follow
-    assert culprits <= named <= DOCUMENTED
+    assert culprits <= failed <= DOCUMENTED
     if op != "norm_rope_quant_append":
-        assert named == culprits
+        assert failed == culprits
+
+
+@pytest.mark.usefixtures("_small_batch")
+def test_a_wrong_documented_function_fails_the_command(monkeypatch):
+    sabotage(monkeypatch, "quantize_fp8", with_options(scale_ub=2.0))
+    exit_code, output = run_command("--prompt", "2")
+    assert exit_code == 1
+    assert failed_stages(output) == PREFILL_FP8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model", "gpt-2"], "unknown model 'gpt-2'; choose from deepseek-v2-lite"),
+        (["--format", "fp7"], "unknown cache format 'fp7'; choose from bf16"),
+        (["--device", "tpu"], "unknown device 'tpu'; choose from auto, cpu, cuda"),
+        (["--prompt", "1"], "--prompt"),
+        (["--tokens", "0"], "--tokens"),
+        (["--tokens", "many"], "--tokens"),
+        (["--seed", "-1"], "--seed"),
+    ],
+    ids=str,
+)
+def test_a_wrong_option_is_a_usage_error_that_explains_itself(arguments, said):
+    exit_code, output = run_command(*arguments)
+    assert exit_code == 2
+    assert said in " ".join(output.replace("│", " ").split())
+
+
+def test_a_format_that_cannot_hold_the_rows_is_a_usage_error(monkeypatch):
+    monkeypatch.setitem(PRESETS, "odd", replace(TINY, kv_lora_rank=130))
+    exit_code, output = run_command("--format", "fp8_token", model="odd")
+    assert exit_code == 2
+    assert "kv_lora_rank must be a multiple of 4" in " ".join(output.split())
+
+
+def test_help_names_every_format_and_model():
+    output = CliRunner().invoke(cli.app, ["demo", "--help"], terminal_width=200).output
+    words = re.split(r"[\s,.│]+", re.sub(r"\.(?=\d)", "·", output))
+    for name in (*FORMATS, *(name for name in PRESETS if name != "tiny")):
+        assert name.replace(".", "·") in words
+
+
+def only_on_the_cpu(op: str, problem: Problem, backend: str = "auto") -> None:
+    if problem.device != "cpu":
+        raise UnsupportedError(f"{op}: no kernel for it")
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+
+@pytest.mark.usefixtures("cuda")
+def test_auto_is_a_gpu_only_where_every_op_has_a_kernel(monkeypatch):
+    asked = []
+    monkeypatch.setattr(dispatch, "select", lambda op, problem: asked.append((op, problem)))
+    assert demo.choose_device("auto", TINY, "fp8").type == "cuda"
+    assert {problem.device for _, problem in asked} == {"cuda"}
+
+    monkeypatch.setattr(dispatch, "select", only_on_the_cpu)
+    assert demo.choose_device("auto", TINY, "fp8").type == "cpu"
+    with pytest.raises(ValueError, match="device cuda: norm_rope_quant_append: no kernel"):
+        demo.choose_device("cuda", TINY, "fp8")
+
+
+def test_a_device_is_asked_for_the_kernels_that_run(monkeypatch):
+    select, ops = dispatch.select, []
+    monkeypatch.setattr(dispatch, "select", lambda op, *rest: ops.append(op) or select(op, *rest))
+    demo.choose_device("cpu", TINY, "fp8")
+    asked = set(ops)
+    ops.clear()
+    served(Settings(prompt=20, tokens=1, format="fp8"))
+    assert set(ops) == asked
+
+
+def test_auto_without_a_gpu_is_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert demo.choose_device("auto", TINY, "bf16").type == "cpu"
+    with pytest.raises(ValueError, match="device cuda: torch sees no CUDA device"):
+        demo.choose_device("cuda", TINY, "bf16")
+
+
+def test_a_backend_that_is_not_there_is_a_usage_error(monkeypatch):
+    monkeypatch.setenv("MLAKIT_BACKEND", "hopper")
+    exit_code, output = run_command()
+    assert exit_code == 2
+    assert "backend" in output or "no kernel" in output
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_numbers_shown_are_those_of_the_rule(dtype, generator):
+    """The shown budget is where `assert_matches` turns, on a result that is wrong in one number."""
+    exact = torch.randn(50, 96, generator=generator, dtype=torch.float64)
+    exact *= torch.logspace(-3, 3, 50, dtype=torch.float64)[:, None]
+    naive = exact * (1 + 1e-3 * torch.randn(exact.shape, generator=generator).double())
+    budget = row_errors(Result(exact.to(dtype), exact, naive))[1]
+    for row in range(len(exact)):
+        for share in (0.8, 1.25):
+            actual = exact.to(dtype)
+            actual[row, 5] = exact[row, 5] + share * budget[row]
+            result = Result(actual, exact, naive)
+            error, same_budget = row_errors(result)
+            within = bool((error <= same_budget).all())
+            assert within == (share < 1), "rounding moved the result across the budget"
+            assert judge("one", result).passed == within
+            if within:
+                assert_matches("one", *result)
+
+
+def test_what_is_not_finite_never_passes():
+    nan = torch.full((2, 64), torch.nan)
+    check = judge("both", Result(nan, nan.double(), nan))
+    assert not check.passed
+    assert "oracle is not finite" in check.objection
+
+
+def test_rows_are_checked_in_the_format_they_are_stored_in():
+    model, transcript = served(Settings(prompt=20, tokens=1, format="fp8_block128"))
+    codec = row_codec("fp8_block128", model.geometry.row)
+    stages = demo.judged_stages(transcript, model, codec, Progress(disable=True))
+    assert all(stage.check.passed for stage in stages)
+    spoiled = [rows.clone() for rows in transcript.rows]
+    spoiled[1][7] *= 1.15  # more than e4m3 loses
+    wrong = demo.judged_stages(
+        replace(transcript, rows=spoiled), model, codec, Progress(disable=True)
+    )
+    assert not wrong[-1].check.passed

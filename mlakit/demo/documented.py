@@ -1,4 +1,4 @@
-"""`mlakit demo`: one serving step through the documented functions, each held to its oracle.
+"""One serving step through the functions that Modular documents, each held to its oracle.
 
 A ragged batch (a new prompt, two decoding requests, one with drafted tokens, an idle one) of one
 rank of DeepSeek-V3 goes through every documented function on the CPU. Pages are shuffled, and all
@@ -13,19 +13,18 @@ from itertools import accumulate
 from time import perf_counter
 
 import torch
-import typer
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Table
+from rich.progress import Progress
 from torch import Tensor
 
 from mlakit import reference
 from mlakit.cache import token_requests, token_slots
 from mlakit.checks import E4M3
 from mlakit.compat import modular
-from mlakit.formats import row_codec, saturating_cast
+from mlakit.demo.model import rope_table
+from mlakit.demo.verdict import Check, Result, judge
+from mlakit.formats import saturating_cast
 from mlakit.geometry import MLAGeometry
-from mlakit.testing import STORED_ROUNDINGS, poison, shuffled_pages
+from mlakit.testing import poison, shuffled_pages
 
 MODEL = "deepseek-v3"
 RANKS = 8
@@ -44,23 +43,16 @@ NUM_LAYERS, LAYER = 2, 1
 TOPK = 32
 GROUP = 128  # columns of kv_b_proj that share a scale
 EPSILON = 1e-6
-FORMATS = ("bf16", "fp8", "fp8_token", "fp8_block128")
 DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True)
-class Check:
-    """One function against its oracle; the row that came nearest to its budget, or went past."""
+class Call:
+    """One call of a documented function, judged."""
 
-    function: str
     shapes: str
     seconds: float
-    error: float
-    budget: float
-
-    @property
-    def passed(self) -> bool:
-        return self.error <= self.budget  # an error of NaN does not pass
+    check: Check
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,13 +127,6 @@ class Batch:
         return collection
 
 
-def rope_table(positions: int, width: int) -> Tensor:
-    """cos0, sin0, cos1, … of each position, float32 [positions, width]."""
-    frequency = 10_000.0 ** (-torch.arange(0, width, 2) / width)
-    angle = torch.arange(positions)[:, None] * frequency
-    return torch.stack([angle.cos(), angle.sin()], dim=-1).flatten(1)
-
-
 def unwritten(*shape: int) -> Tensor:
     """An output full of NaN: what a function forgets to write fails its check."""
     return poison(torch.empty(shape, dtype=DTYPE))
@@ -159,39 +144,9 @@ def in_both_precisions(oracle: Callable[[torch.dtype], Tensor]) -> tuple[Tensor,
     return oracle(torch.float64), oracle(torch.float32)
 
 
-def row_errors(actual: Tensor, exact: Tensor, naive: Tensor) -> tuple[Tensor, Tensor]:
-    """(error, budget) of every row, in the max norm.
-
-    budget = 2 · |naive − exact| + 2 u · |exact|
-
-    `naive` is rounded to the dtype of `actual`, whose unit roundoff is u.
-    """
-    plain = saturating_cast(naive.double(), actual.dtype)
-    rounding = STORED_ROUNDINGS * torch.finfo(actual.dtype).eps / 2
-
-    def per_row(x: Tensor) -> Tensor:
-        return x.abs().amax(-1).flatten()
-
-    budget = 2 * per_row(plain.double() - exact) + rounding * per_row(exact)
-    return per_row(actual.double() - exact), budget
-
-
-def check(
-    function: str, shapes: str, seconds: float, *results: tuple[Tensor, Tensor, Tensor]
-) -> Check:
-    """The worst row of all results (actual, exact, naive) of one call."""
-    error, budget = (
-        torch.cat(rows) for rows in zip(*(row_errors(*r) for r in results), strict=True)
-    )
-    used = error / budget.clamp_min(torch.finfo(torch.float64).tiny)
-    # NaN compares with nothing: here it is the worst there is
-    worst = int(used.nan_to_num(nan=torch.inf).argmax())
-    return Check(function, shapes, seconds, float(error[worst]), float(budget[worst]))
-
-
 def appended(
     batch: Batch, collection: modular.KVCollection, q_rope: Tensor, kv: Tensor, q_out: Tensor
-) -> list[tuple[Tensor, Tensor, Tensor]]:
+) -> list[Result]:
     """What a fused append wrote, with what it should have: rotated queries, then cache rows."""
     layer = collection.cache.layer(LAYER)
     rows = layer.read(batch.new_slots).to(layer.payload.dtype)
@@ -200,10 +155,10 @@ def appended(
     naive_q, naive_rows = reference.norm_rope_quant_stepwise(
         *step, epsilon=EPSILON, out_dtype=q_out.dtype, cache_dtype=rows.dtype
     )
-    return [(q_out, exact_q, naive_q), (rows, exact_rows, naive_rows)]
+    return [Result(q_out, exact_q, naive_q), Result(rows, exact_rows, naive_rows)]
 
 
-def check_append_kernel(batch: Batch, collection: modular.KVCollection) -> Check:
+def call_append_kernel(batch: Batch, collection: modular.KVCollection) -> Call:
     q_rope, kv, q_out = batch.append_arguments()
     seconds = timed(
         lambda: modular.fused_rope_rmsnorm_quantization_kernel(
@@ -219,10 +174,10 @@ def check_append_kernel(batch: Batch, collection: modular.KVCollection) -> Check
     )
     results = appended(batch, collection, q_rope, kv, q_out)
     shapes = f"kv {shape_of(kv)} into {collection.cache.format} pages"
-    return check("fused_rope_rmsnorm_quantization_kernel", shapes, seconds, *results)
+    return Call(shapes, seconds, judge("fused_rope_rmsnorm_quantization_kernel", *results))
 
 
-def check_append_layer(batch: Batch, collection: modular.KVCollection) -> Check:
+def call_append_layer(batch: Batch, collection: modular.KVCollection) -> Call:
     q_rope, kv, q_out = batch.append_arguments()
     seconds = timed(
         lambda: modular.mla_fused_rope_rmsnorm_quantization(
@@ -239,10 +194,10 @@ def check_append_layer(batch: Batch, collection: modular.KVCollection) -> Check:
     )
     results = appended(batch, collection, q_rope, kv, q_out)
     shapes = f"kv {shape_of(kv)} into {collection.cache.format} pages"
-    return check("mla_fused_rope_rmsnorm_quantization", shapes, seconds, *results)
+    return Call(shapes, seconds, judge("mla_fused_rope_rmsnorm_quantization", *results))
 
 
-def check_decode(batch: Batch, collection: modular.KVCollection) -> Check:
+def call_decode(batch: Batch, collection: modular.KVCollection) -> Call:
     q = batch.normal(batch.num_tokens, HEADS, WIDTH)
     out = unwritten(batch.num_tokens, HEADS, D_C)
     seconds = timed(
@@ -264,10 +219,10 @@ def check_decode(batch: Batch, collection: modular.KVCollection) -> Check:
         )[0]
     )
     shapes = f"q {shape_of(q)} over {collection.cache.format} pages"
-    return check("flare_mla_decoding", shapes, seconds, (out, *oracles))
+    return Call(shapes, seconds, judge("flare_mla_decoding", Result(out, *oracles)))
 
 
-def check_sparse(batch: Batch, collection: modular.KVCollection) -> Check:
+def call_sparse(batch: Batch, collection: modular.KVCollection) -> Call:
     q = batch.normal(batch.num_tokens, HEADS, WIDTH)
     sink = torch.randn(HEADS, generator=batch.generator)
     rows, lengths = row_lists(batch)
@@ -302,7 +257,7 @@ def check_sparse(batch: Batch, collection: modular.KVCollection) -> Check:
         )[0]
     )
     shapes = f"q {shape_of(q)}, {TOPK} rows per token"
-    return check("mla_sm100_prefill_sparse", shapes, seconds, (out, *oracles))
+    return Call(shapes, seconds, judge("mla_sm100_prefill_sparse", Result(out, *oracles)))
 
 
 def row_lists(batch: Batch) -> tuple[Tensor, Tensor]:
@@ -318,7 +273,7 @@ def row_lists(batch: Batch) -> tuple[Tensor, Tensor]:
     return rows, lengths
 
 
-def check_prefill(batch: Batch, collection: modular.KVCollection) -> Check:
+def call_prefill(batch: Batch, collection: modular.KVCollection) -> Call:
     q = batch.normal(batch.num_tokens, HEADS, D_N + D_R)
     q_rope, raw = q[..., D_N:].clone(), batch.normal(batch.num_tokens, WIDTH)
     collection.cache.layer(LAYER).write(batch.new_slots, raw)
@@ -348,7 +303,7 @@ def check_prefill(batch: Batch, collection: modular.KVCollection) -> Check:
     oracles = in_both_precisions(prefill_oracle(batch, collection, q, weight, weight_scale))
     results = appended(batch, collection, q_rope, raw, q[..., D_N:])
     shapes = f"q {shape_of(q)}, kv_b_proj {shape_of(weight)} e4m3"
-    return check("mla_prefill_branch_fp8", shapes, seconds, (out, *oracles), *results)
+    return Call(shapes, seconds, judge("mla_prefill_branch_fp8", Result(out, *oracles), *results))
 
 
 def up_projection(batch: Batch) -> tuple[Tensor, Tensor]:
@@ -391,69 +346,24 @@ def prefill_oracle(
     return attend
 
 
-def all_checks() -> list[Check]:
+def all_calls(progress: Progress) -> list[Call]:
     """One step of the batch: append to a cache, then attend over what was appended."""
     batch = Batch.make()
     bf16, fp8 = batch.collection(DTYPE), batch.collection(E4M3)
+    unwritten_bf16 = batch.collection(DTYPE)
+    calls = [
+        (call_append_kernel, bf16),
+        (call_append_layer, fp8),
+        (call_decode, bf16),
+        (call_decode, fp8),
+        (call_sparse, bf16),
+        (call_prefill, unwritten_bf16),
+    ]
     return [
-        check_append_kernel(batch, bf16),
-        check_append_layer(batch, fp8),
-        check_decode(batch, bf16),
-        check_decode(batch, fp8),
-        check_sparse(batch, bf16),
-        check_prefill(batch, batch.collection(DTYPE)),
+        call(batch, collection)
+        for call, collection in progress.track(calls, description="documented functions")
     ]
 
 
 def shape_of(tensor: Tensor) -> str:
     return "×".join(str(size) for size in tensor.shape)
-
-
-def check_table(checks: Sequence[Check]) -> Table:
-    title = "The worst row of each result against its float64 oracle"
-    table = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0))  # fits 80 columns
-    table.add_column("function", no_wrap=True)
-    for column in ("time", "error", "budget"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
-    for each in checks:
-        verdict = "[green]ok[/green]" if each.passed else "[bold red]WRONG[/bold red]"
-        numbers = (f"{1000 * each.seconds:.1f} ms", f"{each.error:.1e}", f"{each.budget:.1e}")
-        table.add_row(f"{each.function}\n  [dim]{each.shapes}[/dim]", *numbers, verdict)
-    return table
-
-
-def memory_table() -> Table:
-    """Bytes per token and layer of the whole model, against a K and V of every head."""
-    expanded = GEOMETRY.expanded_elements_per_token * DTYPE.itemsize
-    title = f"Cache bytes per token and layer, {GEOMETRY.num_heads} heads"
-    table = Table(title=title, box=SIMPLE)
-    table.add_column("cache")
-    table.add_column("bytes", justify="right")
-    table.add_column("smaller by", justify="right")
-    table.add_row("K and V of every head, bf16", f"{expanded}", "")
-    for name in FORMATS:
-        size = row_codec(name, GEOMETRY.row).bytes_per_token
-        table.add_row(f"latent row, {name}", f"{size}", f"{expanded / size:.0f}×")
-    return table
-
-
-def run() -> None:
-    """Run the step, print what came out; raise `typer.Exit(1)` if any result is wrong."""
-    console = Console()
-    console.print(
-        f"{MODEL}, one rank of {RANKS} ({HEADS} heads), on the CPU: {len(NEW)} requests with "
-        f"{sum(CACHED)} cached and {sum(NEW)} new tokens, pages of {PAGE_SIZE}."
-    )
-    start = perf_counter()
-    checks = all_checks()
-    seconds = perf_counter() - start
-    console.print(check_table(checks), memory_table())
-    wrong = [each.function for each in checks if not each.passed]
-    if wrong:
-        console.print(f"[bold red]FAIL[/bold red]: {', '.join(wrong)}")
-        raise typer.Exit(1)
-    console.print(
-        f"[bold green]PASS[/bold green]: {len(checks)} of {len(checks)} checks within budget "
-        f"({seconds:.1f} s, most of it the oracles)"
-    )

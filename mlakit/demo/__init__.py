@@ -1,0 +1,114 @@
+"""`mlakit demo`: one attention layer of a model at full size, served and held to its oracles."""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from mlakit import dispatch
+from mlakit.checks import FLOATS, UnsupportedError
+from mlakit.demo import documented, report
+from mlakit.demo.model import make_model
+from mlakit.demo.oracles import judged_stages
+from mlakit.demo.serving import PAGE_SIZE, Settings, serve
+from mlakit.formats import row_codec
+from mlakit.geometry import MLAGeometry, RowShape
+from mlakit.masks import CAUSAL
+from mlakit.specs import Problem, device_facts
+
+DEVICES = ("auto", "cpu", "cuda")
+
+
+def run(
+    name: str, geometry: MLAGeometry, settings: Settings, *, with_documented: bool = True
+) -> bool:
+    """Serve, judge, print; was every result within its budget?"""
+    console = Console()
+    start = perf_counter()
+    codec = row_codec(settings.format, geometry.row)
+    with _progress_bars(console) as progress:
+        task = progress.add_task("random weights", total=None)
+        model = make_model(
+            geometry,
+            positions=settings.positions,
+            dtype=activation_dtype(settings.format, geometry),
+            device=settings.device,
+            generator=torch.Generator().manual_seed(settings.seed),
+        )
+        progress.update(task, total=1, completed=1)
+        console.print(report.introduction(name, model, settings))
+        if settings.device.type == "cuda":
+            serve(model, settings, progress)  # kernels are compiled at their first call
+        transcript = serve(model, settings, progress)
+        stages = judged_stages(transcript, model, codec, progress)
+        calls = documented.all_calls(progress) if with_documented else []
+    console.print(report.stage_table(stages, geometry))
+    console.print("", report.facts(geometry, settings, transcript.pages), sep="\n")
+    if calls:
+        console.print(report.call_table(calls))
+    checks = [*(stage.check for stage in stages), *(call.check for call in calls)]
+    console.print("", report.verdict(checks, perf_counter() - start), sep="\n", soft_wrap=True)
+    return all(check.passed for check in checks)
+
+
+def make_settings(
+    geometry: MLAGeometry, *, prompt: int, tokens: int, format: str, device: str, seed: int
+) -> Settings:
+    """The settings of a run; ValueError for a format or a device that there is none of."""
+    row_codec(format, geometry.row)  # says what is wrong with a format
+    return Settings(prompt, tokens, format, choose_device(device, geometry, format), seed)
+
+
+def activation_dtype(format: str, geometry: MLAGeometry) -> torch.dtype:
+    """bf16, or what the rows themselves are where they are not quantised."""
+    stored = row_codec(format, geometry.row).payload_dtype
+    return stored if stored in FLOATS else torch.bfloat16
+
+
+def choose_device(wanted: str, geometry: MLAGeometry, format: str) -> torch.device:
+    """The device called `wanted`; "auto" is a GPU if there is one with a kernel for every op."""
+    if wanted not in DEVICES:
+        raise ValueError(f"unknown device {wanted!r}; choose from {', '.join(DEVICES)}")
+    objections = []
+    for name in ("cuda", "cpu") if wanted == "auto" else (wanted,):
+        if (objection := _why_not(torch.device(name), geometry, format)) is None:
+            return torch.device(name)
+        objections.append(f"device {name}: {objection}")
+    raise ValueError("\n".join(objections))
+
+
+def _why_not(device: torch.device, geometry: MLAGeometry, format: str) -> str | None:
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    try:
+        _require_kernels(device, geometry, format)
+    except UnsupportedError as unsupported:
+        return str(unsupported)
+    return None
+
+
+def _require_kernels(device: torch.device, geometry: MLAGeometry, format: str) -> None:
+    """Raise `UnsupportedError` unless every op of the demo has a kernel for it."""
+    g, where = geometry, device_facts(device)
+    dtype = str(activation_dtype(format, geometry))
+    widths = (g.qk_nope_head_dim, g.qk_rope_head_dim, g.v_head_dim)
+    attention = Problem(*where, dtype, format, g.num_heads, PAGE_SIZE, g.row, widths, CAUSAL.kind)
+    ops = ["norm_rope_quant_append", "batched_matmul", "mla_prefill", "merge_states", "mla_decode"]
+    for op in ops:
+        dispatch.select(op, attention)
+    if g.has_indexer:
+        keys = RowShape(g.index_head_dim, 0)
+        index = Problem(
+            *where, dtype, "fp8_token", g.index_n_heads, PAGE_SIZE, keys, mask=CAUSAL.kind
+        )
+        dispatch.select("sparse_mla", attention)
+        dispatch.select("indexer_logits", index)
+        dispatch.select("indexer_topk", Problem(*where, dtype=str(torch.float32)))
+
+
+def _progress_bars(console: Console) -> Progress:
+    columns = (TextColumn("{task.description:<20}"), BarColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True)
