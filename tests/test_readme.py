@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mlakit import cli, knobs
+from mlakit import cli, knobs, ops
 from mlakit.compat import modular
 from mlakit.formats import FORMATS, row_codec
 from mlakit.geometry import MLAGeometry, RowShape
@@ -70,8 +70,14 @@ def test_examples_end_in_a_check_or_a_printed_value(heading):
 
 def test_there_are_examples_of_decode_append_and_a_foreign_cache():
     code = "\n".join(code for code, _ in EXAMPLES.values())
-    for call in ("flare_mla_decoding(", "mla_fused_rope_rmsnorm_quantization(", ".wrap("):
+    documented = ("flare_mla_decoding(", "mla_fused_rope_rmsnorm_quantization(")
+    for call in ("mla_decode(", "mla_step(", *documented, ".wrap("):
         assert call in code
+
+
+def test_op_table_names_every_op():
+    public = {name for name in ops.__all__ if name.islower()}
+    assert {name for name, _ in table("op")} == public
 
 
 def test_format_table_gives_the_bytes_of_the_code():
