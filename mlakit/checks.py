@@ -28,7 +28,12 @@ class UnsupportedError(NotImplementedError):
 
 
 def values_visible(tensor: Tensor) -> bool:
-    """May the values of `tensor` be read without a hidden synchronisation?"""
+    """May the values of `tensor` be read without a hidden synchronisation?
+
+    Not while a graph is traced, which is for every value; its ops look when they run.
+    """
+    if torch.compiler.is_compiling():
+        return False
     return tensor.device.type == "cpu" or (tensor.device.type != "meta" and knobs.check_values())
 
 
@@ -42,7 +47,11 @@ def _names(dtypes: Iterable[torch.dtype]) -> str:
 
 
 def _whole_number(value: object) -> int | None:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int):  # first, because torch.compile may ask a symbolic int no more
+        return value
+    if not hasattr(value, "__index__"):
         return None
     try:
         return operator.index(value)

@@ -12,7 +12,7 @@ from mlakit.specs import KernelSpec, Problem
 # fastest first: `auto` takes the first kernel that has no objection
 SPECS: tuple[KernelSpec, ...] = (*cpu.SPECS,)
 OPS: tuple[str, ...] = tuple(dict.fromkeys(spec.op for spec in SPECS))
-BACKENDS: tuple[str, ...] = tuple(dict.fromkeys(spec.backend for spec in SPECS))
+BACKENDS = ("hopper", "triton", "cpu")
 
 
 def specs(op: str) -> list[KernelSpec]:
@@ -35,10 +35,13 @@ def select(op: str, problem: Problem, backend: str = "auto") -> KernelSpec:
 @lru_cache(maxsize=1024)
 def _select(op: str, problem: Problem, backend: str) -> KernelSpec:
     candidates = [spec for spec in specs(op) if backend in ("auto", spec.backend)]
-    if not candidates:
+    if backend not in ("auto", *BACKENDS):
         raise ValueError(
             f"{op}: backend must be one of auto, {', '.join(BACKENDS)}, got {backend!r}"
         )
+    if not candidates:
+        have = ", ".join(spec.backend for spec in specs(op))
+        raise UnsupportedError(f"{op}: no kernel for backend {backend!r}, only for {have}")
     objections = [spec.why_not(problem) for spec in candidates]
     for spec, objection in zip(candidates, objections, strict=True):
         if objection is None:

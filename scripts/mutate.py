@@ -72,7 +72,11 @@ MUTATIONS = [
             "block = keys[max(low - start, 0) :]",
         ),
         ("ignores q_scale", "if q_scale is not None:", "if False:"),
-        ("value one column off", "keys[:, :v_width])", "keys[:, -v_width:])"),
+        (
+            "values one column off",
+            "OnlineSoftmax.of((keys @ columns).T, keys[:, :v_width])",
+            "OnlineSoftmax.of((keys @ columns).T, keys[:, -v_width:])",
+        ),
     ),
     *_of(
         "softmax",

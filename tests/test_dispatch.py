@@ -144,3 +144,9 @@ def test_device_facts(monkeypatch):
     assert device_facts(torch.device("cpu")) == ("cpu", 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 1))
     assert device_facts(torch.device("cuda:1")) == ("cuda", 121)
+
+
+def test_a_known_backend_without_the_kernel_is_unsupported():
+    message = "^mla_decode: no kernel for backend 'hopper', only for cpu$"
+    with pytest.raises(UnsupportedError, match=message):
+        dispatch.select("mla_decode", CPU, backend="hopper")

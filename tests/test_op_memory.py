@@ -99,14 +99,16 @@ def test_a_strided_pool_is_used_where_it_lies(make, format):
 
 
 LONG = 20_000
-NARROW = RowShape(48, 16)
+NARROW, WIDE = RowShape(48, 16), RowShape(240, 16)
 
 
-def long_decode(q_len: int, kv_len: int, format: str, page_size: int) -> Call:
+def long_decode(
+    q_len: int, kv_len: int, format: str, page_size: int, row: RowShape = NARROW
+) -> Call:
     pages = -(-kv_len // page_size)
-    cache = PagedLatentCache.allocate(NARROW, format, num_pages=pages, page_size=page_size)
+    cache = PagedLatentCache.allocate(row, format, num_pages=pages, page_size=page_size)
     arguments = {
-        "q": torch.zeros(q_len, 8, NARROW.width, dtype=BF16),
+        "q": torch.zeros(q_len, 8, row.width, dtype=BF16),
         "cache": cache,
         "page_table": torch.arange(pages, dtype=torch.int32)[None],
         "kv_lens": int32([kv_len]),
@@ -116,12 +118,12 @@ def long_decode(q_len: int, kv_len: int, format: str, page_size: int) -> Call:
     return Call(ops.mla_decode, arguments)
 
 
-def long_prefill(q_len: int, kv_len: int, heads: int) -> Call:
+def long_prefill(q_len: int, kv_len: int, heads: int, width: int = 16) -> Call:
     arguments = {
-        "q": torch.zeros(q_len, heads, 24, dtype=BF16),
-        "k_nope": torch.zeros(kv_len, heads, 16, dtype=BF16),
+        "q": torch.zeros(q_len, heads, width + 8, dtype=BF16),
+        "k_nope": torch.zeros(kv_len, heads, width, dtype=BF16),
         "k_rope": torch.zeros(kv_len, 8, dtype=BF16),
-        "v": torch.zeros(kv_len, heads, 16, dtype=BF16),
+        "v": torch.zeros(kv_len, heads, width, dtype=BF16),
         "q_starts": int32([0, q_len]),
         "kv_starts": int32([0, kv_len]),
         "softmax_scale": SCALE,
@@ -179,9 +181,10 @@ LONG_CALLS: dict[str, Callable[[], Call]] = {
     "decode-long-context": lambda: long_decode(2, LONG, "fp8_token", 64),
     "decode-page-1": lambda: long_decode(1, LONG, "bf16", 1),
     "decode-one-page": lambda: long_decode(1, LONG, "fp8_block128", LONG),
-    "decode-many-queries": lambda: long_decode(300, 320, "bf16", 64),
+    "decode-many-queries": lambda: long_decode(150, 160, "bf16", 64, WIDE),
     "prefill-long-context": lambda: long_prefill(40, LONG, 2),
     "prefill-many-heads": lambda: long_prefill(100, 200, 64),
+    "prefill-one-wide-head": lambda: long_prefill(600, 600, 1, 128),
     "sparse-long-lists": lambda: long_sparse(1, LONG, "fp8_token"),
     "sparse-many-tokens": lambda: long_sparse(100, 300, "bf16"),
     "logits-long-context": lambda: long_logits(4, LONG),
@@ -203,9 +206,7 @@ def test_scratch_stays_within_the_workspace(name):
     given = dict(zip(call.results, call.empty_results(), strict=True))
     with knobs.override(workspace_mib=1), Scratch() as scratch:
         call.run(**given)
-    # what a call does not make in pieces (positions, starts) is 16 bytes a token
-    assert scratch.peak <= (1 << 20) + 16 * LONG
-    assert scratch.peak > 0
+    assert 0 < scratch.peak <= 1 << 20
 
 
 def test_the_workspace_is_used_when_there_is_one():

@@ -216,6 +216,7 @@ def two_layers(arguments: dict[str, Any], scale: float) -> tuple[Tensor, ...]:
         ("inductor", "fp8_token"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
 def test_one_graph_writes_two_layers_of_a_pool_and_reads_them(backend, format):
     call, eager = append_call(format), append_call(format)
     before = snapshot(payload=call.arguments["cache"].payload)

@@ -499,12 +499,14 @@ def without(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
 
 
 def with_pages_swapped(a: dict[str, Any]) -> dict[str, Any]:
-    if isinstance(a["page_table"], tuple):
-        starts, slots = a["page_table"]
-        return {"page_table": (starts, slots.flip(0))}
-    swapped = a["page_table"].clone()
-    swapped[:, :2] = a["page_table"][:, :2].flip(1)
-    return {"page_table": swapped}
+    """The first and the last entry of every request that name something, exchanged."""
+    is_flat = isinstance(a["page_table"], tuple)
+    entries = (a["page_table"][1] if is_flat else a["page_table"]).clone()
+    limit = a["layer"].num_slots if is_flat else len(a["layer"].payload)
+    for request in entries[None] if is_flat else entries:
+        used = ((request >= 0) & (request < limit)).nonzero().flatten()
+        request[used[:1]], request[used[-1:]] = request[used[-1:]], request[used[:1]]
+    return {"page_table": (a["page_table"][0], entries) if is_flat else entries}
 
 
 def with_binary_lse(a: dict[str, Any]) -> None:

@@ -28,12 +28,13 @@ def geometry(heads: int, d_n: int, d_v: int, d_c: int) -> MLAGeometry:
     )
 
 
-# a head of the first is two blocks of a checkpoint; heads of the others begin, change from keys to
-# values, and end inside blocks; latents end inside one in all but the first
+# a head of the first is two blocks of a checkpoint; heads of the others begin or end inside blocks,
+# or change from keys to values there; latents end inside one in all but the first
 GEOMETRIES = {
     "v3 128+128": (geometry(3, 128, 128, 256), 128),
     "glm 192+256": (geometry(3, 192, 256, 160), 64),
     "96+128": (geometry(4, 96, 128, 200), 32),
+    "minicpm3 64+64": (geometry(3, 64, 64, 100), 64),
     "48+40": (geometry(5, 48, 40, 72), 8),
 }
 every_geometry = pytest.mark.parametrize(("g", "group"), GEOMETRIES.values(), ids=list(GEOMETRIES))
@@ -118,7 +119,7 @@ def test_the_matrices_of_heads_are_those_of_the_checkpoint(g, group, dtype, gene
 
 
 @pytest.mark.parametrize(
-    ("d_n", "d_v", "group"), [(128, 128, 128), (192, 256, 64), (256, 512, 128), (64, 96, 32)]
+    ("d_n", "d_v", "group"), [(128, 128, 128), (192, 256, 64), (256, 512, 128), (64, 64, 64)]
 )
 def test_heads_get_the_largest_blocks_that_fit_them(d_n, d_v, group, generator):
     g = geometry(2, d_n, d_v, 16)

@@ -191,7 +191,7 @@ class Op:
         return self.body(arguments, *results)
 
     def _refuse_grad(self, arguments: Mapping[str, Any], results: Sequence[Tensor | None]) -> None:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and _requires_grad([*arguments.values(), *results]):
             refuse_grad(self.name, **arguments, **dict(zip(self.results, results, strict=True)))
 
     def pack(self, **arguments: Any) -> list[Any]:
@@ -232,19 +232,25 @@ def refuse_grad(op: str, **arguments: Any) -> None:
     if not torch.is_grad_enabled():
         return
     for argument, value in arguments.items():
-        for name, tensor in _tensors(argument, value):
-            if tensor.requires_grad:
+        for name, part in _parts(argument, value):
+            if _requires_grad(part):
                 raise UnsupportedError(
                     f"{op}: {name} must not require grad, for there is no backward; "
                     "call it under torch.no_grad() or torch.inference_mode()"
                 )
 
 
-def _tensors(name: str, value: Any) -> list[tuple[str, Tensor]]:
+def _requires_grad(value: Any) -> bool:
+    """Of a tensor, a cache layer or a list; the answer is nearly always no, and must be quick."""
     if isinstance(value, Tensor):
-        return [(name, value)]
+        return value.requires_grad
     if isinstance(value, CacheLayer):
-        return [(f"the payload of {name}", value.payload)]
+        return value.payload.requires_grad
+    return isinstance(value, list) and any(map(_requires_grad, value))
+
+
+def _parts(name: str, value: Any) -> list[tuple[str, Any]]:
+    """What an argument consists of, by name."""
     if isinstance(value, list):
-        return [found for i, each in enumerate(value) for found in _tensors(f"{name}[{i}]", each)]
-    return []
+        return [(f"{name}[{i}]", each) for i, each in enumerate(value)]
+    return [(f"the payload of {name}" if isinstance(value, CacheLayer) else name, value)]

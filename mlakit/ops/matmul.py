@@ -20,7 +20,8 @@ def batched_matmul(
 ) -> Tensor:
     """a [batch, M, K] @ b [batch, N, K]ᵀ, accumulated in float32 and rounded once.
 
-    All three may have any strides; `out` [batch, M, N] is in a's dtype, or given in any other.
+    a and b may have any strides; `out` [batch, M, N] is in a's dtype, or given in any other, with a
+    contiguous last axis.
     """
     (result,) = OP((out,), a=a, b=b, backend=backend)
     return result

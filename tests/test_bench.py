@@ -1,0 +1,359 @@
+"""The benchmark: its arithmetic, its gate, what it times, what it prints and writes."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from mlakit import cli, dispatch
+from mlakit.bench import environment, suite
+from mlakit.bench.cpu import WORKLOADS, Decode, Prefill
+from mlakit.bench.measure import (
+    LEAST_ROUNDS,
+    MOST_ROUNDS,
+    Spread,
+    paired_ratio,
+    rounds_within,
+    take_turns,
+)
+from mlakit.bench.suite import Baseline, Contest, Workload
+
+SMALL = list(dict.fromkeys(workload.small for workload in WORKLOADS))
+ROW_KEYS = {
+    "workload": str,
+    "op": str,
+    "contender": str,
+    "rounds": int,
+    "p20_us": float,
+    "p50_us": float,
+    "p80_us": float,
+    "flops": int,
+    "gflops": float,
+    "ratio_p20": float,
+    "ratio_p50": float,
+    "ratio_p80": float,
+    "limit": float,
+}
+
+
+class FakeMachine:
+    """Calls that take as long as they are told to, on a clock that only they move."""
+
+    def __init__(self, **seconds: float) -> None:
+        self.now = 0.0
+        self.called: list[str] = []
+        self.calls = {name: self._call(name, duration) for name, duration in seconds.items()}
+
+    def _call(self, name: str, duration: float):
+        def call() -> None:
+            self.called.append(name)
+            self.now += duration
+
+        return call
+
+    def clock(self) -> float:
+        return self.now
+
+
+def sabotage(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
+    """Make the CPU kernel of an op scale its scores by 1.02."""
+    (spec,) = (each for each in dispatch.specs(op) if each.backend == "cpu")
+    launch = spec.launch
+
+    def wrong(*args, softmax_scale, **kwargs):
+        launch(*args, softmax_scale=1.02 * softmax_scale, **kwargs)
+
+    monkeypatch.setitem(spec.__dict__, "launch", wrong)
+
+
+def test_a_spread_is_three_quantiles():
+    assert Spread.of([5.0, 1.0, 3.0, 2.0, 4.0, 0.0]) == Spread(1.0, 2.5, 4.0)
+    assert Spread.of([7.0]) == Spread(7.0, 7.0, 7.0)
+
+
+def test_a_ratio_is_taken_round_by_round():
+    # the quotient of the medians is 2; in most rounds ours was the faster one
+    assert paired_ratio([1.0, 30.0, 20.0], [2.0, 10.0, 100.0]).p50 == pytest.approx(0.5)
+    # a machine that slows down tenfold in mid-run changes times, not the ratio
+    assert paired_ratio([1.0, 10.0], [4.0, 40.0]) == Spread(0.25, 0.25, 0.25)
+
+
+def test_a_ratio_needs_equal_rounds():
+    with pytest.raises(ValueError, match="zip"):
+        paired_ratio([1.0], [1.0, 2.0])
+
+
+def test_contenders_take_turns():
+    machine = FakeMachine(a=1.0, b=2.0, c=3.0)
+    seconds = take_turns(machine.calls, budget_s=60.0, clock=machine.clock)
+    assert seconds == {"a": [1.0] * 10, "b": [2.0] * 10, "c": [3.0] * 10}
+    warm_up, rounds = machine.called[:3], machine.called[3:]
+    assert warm_up == ["a", "b", "c"]
+    orders = {tuple(rounds[i : i + 3]) for i in range(0, len(rounds), 3)}
+    assert all(set(order) == {"a", "b", "c"} for order in orders)
+    assert len(orders) > 1
+
+
+def test_progress_is_told_after_every_round():
+    machine, told = FakeMachine(a=1.0), []
+    take_turns(
+        machine.calls,
+        budget_s=4.0,
+        clock=machine.clock,
+        after_round=lambda done, rounds: told.append((done, rounds, len(machine.called))),
+    )
+    assert told == [(1, 4, 2), (2, 4, 3), (3, 4, 4), (4, 4, 5)]
+
+
+@pytest.mark.parametrize(
+    ("budget_s", "round_s", "rounds"),
+    [
+        (10.0, 1.0, 10),
+        (10.0, 0.9, 11),
+        (10.0, 9.0, LEAST_ROUNDS),
+        (10.0, 1e-4, MOST_ROUNDS),
+        (0.0, 0.0, LEAST_ROUNDS),
+    ],
+)
+def test_rounds_follow_the_budget(budget_s, round_s, rounds):
+    assert rounds_within(budget_s, round_s) == rounds
+
+
+@dataclass(frozen=True)
+class Stub(Workload):
+    """A workload that takes no time: `suite.take_turns` is replaced where it is used."""
+
+    op = "stub"
+    name = "stub-large"
+    flops = 3_000_000
+    limit = 1.5
+
+    @property
+    def small(self) -> Workload:
+        return Stub()
+
+    def contest(self) -> Contest:
+        baselines = [
+            Baseline("slow", str),
+            Baseline("fast", str),
+            Baseline("other", str, is_limit=False),
+            Baseline("hopeless", str, is_limit=False),
+        ]
+        return Contest(str, baselines, gate=lambda: None)
+
+
+@pytest.fixture
+def stub_times(monkeypatch) -> dict[str, list[float]]:
+    times = {
+        "mlakit": [3e-3, 3e-3, 6e-3],
+        "slow": [4e-3, 4e-3, 4e-3],
+        "fast": [2e-3, 2e-3, 2e-3],
+        "other": [1e-3, 1e-3, 1e-3],
+        "hopeless": [1e-2, 1.1e-2, 1e-2],
+    }
+    monkeypatch.setattr(
+        suite, "take_turns", lambda calls, **_: {name: times[name] for name in calls}
+    )
+    return times
+
+
+def test_the_limit_is_set_by_the_fastest_baseline_it_is_said_of(stub_times):
+    report = suite.run("stub", [Stub()], command="")
+    limits = {row.contender: row.limit for row in report.rows}
+    assert limits == {"mlakit": None, "slow": None, "fast": 1.5, "other": None, "hopeless": None}
+
+
+def test_rows_hold_times_ratios_and_rates(stub_times):
+    report = suite.run("stub", [Stub()], command="")
+    ours, slow = report.rows[:2]
+    assert (ours.contender, ours.us.p50, ours.rounds, ours.ratio) == ("mlakit", 3000.0, 3, None)
+    assert ours.gflops == pytest.approx(1.0)
+    assert slow.ratio.p50 == pytest.approx(0.75)
+    assert slow.ratio.p80 == pytest.approx(0.75 + 0.6 * 0.75)
+
+
+def test_a_hopeless_baseline_is_left_out_and_named(stub_times, capsys):
+    stub_times["hopeless"] = [9.0, 1.7e-2, 1.8e-2]
+    stub_times["slow"] = [9.0] * 3  # but the limit is said of it
+    report = suite.run("stub", [Stub()], command="")
+    assert [row.contender for row in report.rows] == ["mlakit", "slow", "fast", "other"]
+    (left_out,) = report.left_out
+    assert left_out.reason == "17 times as slow as other on stub-large"
+    assert "stub-large: hopeless not timed, 17 times as slow as other" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("ours", "said"), [(2.9e-3, "≤ 1.5"), (3.1e-3, "over 1.5")])
+def test_the_table_says_whether_the_limit_is_kept(stub_times, capsys, ours, said):
+    stub_times["mlakit"] = [ours] * 3
+    suite.run("stub", [Stub()], command="")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.strip().endswith(said) for line in lines if "fast " in line] == [True]
+
+
+def test_the_suite_measures_what_is_promised():
+    assert Decode("bf16", "bf16", batch=4, heads=16, tokens=4096, page_size=64) in WORKLOADS
+    limits = {(type(each), each.limit) for each in WORKLOADS}
+    assert limits == {(Decode, 1.5), (Decode, None), (Prefill, 1.3)}
+    assert len({each.name for each in WORKLOADS}) == len(WORKLOADS)
+
+
+def test_flops_count_the_keys_that_are_seen():
+    pairs = 2 * 50 * 51 // 2
+    assert Prefill("fp32", 2, 50, heads=3).flops == 2 * 3 * pairs * (192 + 128)
+    assert Decode("fp32", "fp32", 2, 3, 7).flops == 2 * (2 * 3 * 7) * (576 + 512)
+
+
+@pytest.mark.parametrize("workload", SMALL, ids=lambda each: each.name)
+def test_a_wrong_kernel_does_not_pass_the_gate(workload, monkeypatch):
+    contest = workload.contest()
+    contest.gate()
+    sabotage(monkeypatch, workload.op)
+    with pytest.raises(AssertionError, match="exceeds its budget"):
+        contest.gate()
+
+
+@pytest.mark.parametrize("row", [0, -1])
+def test_the_prefill_gate_sees_one_wrong_row(row, monkeypatch):
+    (spec,) = (each for each in dispatch.specs("mla_prefill") if each.backend == "cpu")
+    launch = spec.launch
+
+    def wrong(*args, out, **kwargs):
+        launch(*args, out=out, **kwargs)
+        out[row] = 0
+
+    contest = Prefill("fp32", 2, 300, heads=2).contest()
+    monkeypatch.setitem(spec.__dict__, "launch", wrong)
+    with pytest.raises(AssertionError, match=r"^token (0|599): out"):
+        contest.gate()
+
+
+def test_the_matmul_baselines_compute_the_attention():
+    workload = Decode("fp32", "fp32", batch=3, heads=2, tokens=70)
+    contest = workload.contest()
+    out = contest.ours()[0]
+    batched, keys_first, by_request = (each.call() for each in contest.baselines)
+    scores = [batched[0], keys_first[0].mT, torch.stack([each[0] for each in by_request])]
+    values = [batched[1], keys_first[1], torch.stack([each[1] for each in by_request])]
+    for own_scores, own_values in zip(scores, values, strict=True):
+        torch.testing.assert_close(own_scores, scores[0])
+        torch.testing.assert_close(own_values, out)
+
+
+def test_the_sdpa_baselines_compute_the_attention():
+    workload = Prefill("fp32", 2, 40, heads=3)
+    contest = workload.contest()
+    out = contest.ours()[0].view(2, 40, 3, 128).transpose(1, 2)
+    plain, padded = (each.call() for each in contest.baselines)
+    torch.testing.assert_close(plain, out)
+    assert padded.shape[-1] == 192
+    torch.testing.assert_close(padded[..., :128], out)
+
+
+def test_decode_is_timed_on_shuffled_pages(monkeypatch):
+    (spec,) = (each for each in dispatch.specs("mla_decode") if each.backend == "cpu")
+    tables = []
+
+    def note(q_latent, q_rope, q_scale, layer, page_table, *args, **kwargs):
+        tables.append(page_table)
+
+    monkeypatch.setitem(spec.__dict__, "launch", note)
+    Decode("fp32", "fp32", batch=2, heads=1, tokens=640).contest().ours()
+    assert sorted(tables[0].flatten().tolist()) == list(range(20))
+    assert tables[0].flatten().tolist() != list(range(20))
+
+
+@pytest.fixture(scope="module")
+def quick_run(tmp_path_factory):
+    """One quick run: (result of the command, what it wrote, threads of torch afterwards)."""
+    file = tmp_path_factory.mktemp("bench") / "cpu.json"
+    arguments = ["bench", "cpu", "--quick", "--threads", "1", "--json", str(file)]
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        result = CliRunner().invoke(cli.app, arguments)
+        threads = torch.get_num_threads()
+    finally:
+        torch.set_num_threads(before)
+    return result, json.loads(file.read_text(encoding="utf-8")), threads
+
+
+def test_the_command_prints_a_table(quick_run):
+    result, _, _ = quick_run
+    assert result.exit_code == 0, result.output
+    for workload in SMALL:
+        assert workload.name in result.output
+    for contender in ("mlakit", "matmul q·Kᵀ", "matmul K·qᵀ", "matmul by request", "SDPA"):
+        assert contender in result.output
+    assert "ratio" in result.output
+    assert not re.search(r"(≤|over) 1\.[35]", result.output)  # tiny problems judge nothing
+
+
+def test_the_command_prints_the_environment(quick_run):
+    result, written, _ = quick_run
+    first, second = result.output.splitlines()[:2]
+    assert first.startswith(written["environment"]["cpu"])
+    assert f"1 of {written['environment']['cores']} threads" in first
+    assert f"torch {torch.__version__}" in second
+
+
+def test_the_json_has_its_schema(quick_run):
+    _, written, _ = quick_run
+    assert set(written) == {"schema", "suite", "command", "environment", "rows", "left_out"}
+    assert (written["schema"], written["suite"]) == (1, "cpu")
+    assert written["environment"]["threads"] == 1
+    assert {row["workload"] for row in written["rows"]} == {each.name for each in SMALL}
+    for row in written["rows"]:
+        assert set(row) == set(ROW_KEYS)
+        is_ours = row["contender"] == "mlakit"
+        optional = {"limit", *(key for key in row if is_ours and key.startswith("ratio"))}
+        for key, kind in ROW_KEYS.items():
+            assert type(row[key]) is kind or (key in optional and row[key] is None), (key, row)
+        assert 0 < row["p20_us"] <= row["p50_us"] <= row["p80_us"]
+        assert row["gflops"] == pytest.approx(row["flops"] / row["p50_us"] / 1e3)
+
+
+def test_the_threads_are_given_back(quick_run):
+    assert quick_run[2] == 2
+
+
+def test_a_red_gate_ends_the_command_with_status_1(monkeypatch, tmp_path):
+    sabotage(monkeypatch, "mla_decode")
+    file = tmp_path / "cpu.json"
+    result = CliRunner().invoke(cli.app, ["bench", "cpu", "--quick", "--json", str(file)])
+    assert result.exit_code == 1
+    assert f"{SMALL[0].name} is wrong: out:" in result.output
+    assert "ratio" not in result.output
+    assert not file.exists()
+
+
+def test_a_json_file_that_cannot_be_written_is_found_before_the_run(tmp_path):
+    arguments = ["bench", "cpu", "--json", str(tmp_path / "nowhere" / "cpu.json")]
+    result = CliRunner().invoke(cli.app, arguments)
+    assert result.exit_code == 2
+    # the message is folded into a box, and the path with it
+    assert "nowhere" in re.sub(r"[│\s]", "", result.output)
+
+
+def test_the_suites_have_names():
+    output = CliRunner().invoke(cli.app, ["bench"]).output
+    assert "cpu" in output
+    assert CliRunner().invoke(cli.app, ["bench", "gpus"]).exit_code == 2
+    assert "--json" in CliRunner().invoke(cli.app, ["bench", "cpu", "--help"]).output
+
+
+X86 = "processor\t: 0\nmodel name\t: Intel(R) Xeon(R)\nflags\t\t: fpu avx2 amx_bf16 avx512f\n"
+ARM = "processor\t: 0\nBogoMIPS\t: 243.75\nFeatures\t: fp asimd asimdhp\nCPU part\t: 0xd0c\n"
+
+
+def test_the_processor_is_named():
+    assert environment.cpu_model(X86) == "Intel(R) Xeon(R)"
+    assert environment.cpu_model(ARM) is None
+    assert environment.cpu_features(X86) == ["avx2", "avx512f", "amx_bf16"]
+    assert environment.cpu_features(ARM) == ["asimd", "asimdhp"]
+    assert environment.cpu_features("") == []
+    assert environment.describe()["cpu"]
