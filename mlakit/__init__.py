@@ -5,7 +5,14 @@ layer. `mlakit.compat.modular` has the documented functions of Modular's MAX und
 """
 
 from mlakit._version import __version__
-from mlakit.branches import CachedBatch, LayerWeights, decode_branch, mla_step, prefill_branch
+from mlakit.branches import (
+    CachedBatch,
+    LayerWeights,
+    decode_branch,
+    mla_step,
+    plan_step,
+    prefill_branch,
+)
 from mlakit.cache import PagedLatentCache, physical_rows
 from mlakit.checks import UnsupportedError
 from mlakit.geometry import MLAGeometry, RowShape
@@ -52,6 +59,7 @@ __all__ = [
     "physical_rows",
     "plan_context",
     "plan_decode",
+    "plan_step",
     "prefill_branch",
     "quantize_fp8",
     "scaled_mm_fp8",
