@@ -22,6 +22,7 @@ from mlakit.geometry import MLAGeometry, RowShape
 PageTable: TypeAlias = Tensor | tuple[Tensor, Tensor]
 """int32 [batch, max_pages] page ids; or (kv_starts [batch + 1], slots), one flat list of rows."""
 
+INDEX_SELECT_GRAIN = 2**15  # elements; torch's, for a slice that threads share
 _HALF_FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _BYTE_TYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
 
@@ -70,7 +71,7 @@ class CacheLayer:
         def tokens(pool: Tensor) -> Tensor:
             if len(pages) == 1:
                 return pool[int(pages), offset : offset + last - first]
-            return pool.index_select(0, pages).flatten(0, 1)[offset : offset + last - first]
+            return _gather_pages(pool, pages)[offset : offset + last - first]
 
         scales = None if self.scales is None else tokens(self.scales)
         return self.codec.decode(tokens(self.payload), scales, tensor_scale=self.tensor_scale)
@@ -84,6 +85,23 @@ class CacheLayer:
         self.payload[page, offset] = payload
         if self.scales is not None and scales is not None:
             self.scales[page, offset] = scales
+
+
+def _gather_pages(pool: Tensor, pages: Tensor) -> Tensor:
+    """The rows of `pages`, end to end: [pages · page_size, columns].
+
+    A slice of 2**15 elements or more is copied by one thread (`index_select`); packed pages are
+    therefore gathered in equal pieces that are smaller.
+    """
+    _, page_size, columns = pool.shape
+    sizes = (size for size in range(page_size, 0, -1) if page_size % size == 0)
+    rows = next((size for size in sizes if size * columns < INDEX_SELECT_GRAIN), 1)
+    pieces = page_size // rows
+    if pieces == 1 or not pool.is_contiguous():
+        return pool.index_select(0, pages).flatten(0, 1)
+    index = pages.long()[:, None] * pieces + torch.arange(pieces, device=pages.device)
+    by_piece = pool.view(-1, rows * columns)
+    return by_piece.index_select(0, index.flatten()).view(-1, columns)
 
 
 @dataclass(frozen=True, eq=False)
