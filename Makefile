@@ -5,14 +5,18 @@ BIN := $(VENV)/bin
 # The development environment has one torch; the package itself accepts 2.10 and newer.
 TORCH := torch==2.13.0
 INSTALLED := $(VENV)/.installed
+# The other end of the range of Triton versions; everything else comes from the environment above.
+OLDEST := .venv-oldest
+OLDEST_TRITON := triton==3.6.0
+OLDEST_INSTALLED := $(OLDEST)/.installed
 
-.PHONY: demo test venv lint types unit mutants format clean
+.PHONY: demo test venv lint types unit compile oldest mutants format clean
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
 	$(BIN)/mlakit demo
 
-test: lint types unit
+test: lint types unit compile oldest
 
 venv: $(INSTALLED)
 
@@ -26,6 +30,14 @@ types: $(INSTALLED)
 unit: $(INSTALLED)
 	$(BIN)/pytest -n auto
 
+# GPU kernels for every architecture, without a GPU
+compile: $(INSTALLED)
+	$(BIN)/mlakit support --compile
+
+oldest: $(OLDEST_INSTALLED)
+	$(OLDEST)/bin/python -m pytest -n auto -k triton
+	$(OLDEST)/bin/python -m mlakit support --compile
+
 # breaks the CPU kernels one line at a time; every break must be noticed
 mutants: $(INSTALLED)
 	$(BIN)/python scripts/mutate.py
@@ -35,7 +47,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache dist
+	rm -rf $(VENV) $(OLDEST) .mypy_cache .pytest_cache .ruff_cache dist
 
 # torch goes first so that no later requirement may choose another build of it
 $(INSTALLED): pyproject.toml Makefile mlakit/_version.py
@@ -43,4 +55,14 @@ $(INSTALLED): pyproject.toml Makefile mlakit/_version.py
 	$(BIN)/python -m pip install --upgrade pip
 	$(BIN)/python -m pip install "$(TORCH)"
 	$(BIN)/python -m pip install --editable ".[dev]"
+	touch $@
+
+# its own site-packages come first, then those of $(VENV)
+$(OLDEST_INSTALLED): $(INSTALLED)
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --no-deps "$(OLDEST_TRITON)"
+	$(OLDEST)/bin/python -c "import sysconfig, pathlib; \
+	  own = pathlib.Path(sysconfig.get_path('purelib')); \
+	  shared = own.as_posix().replace('$(OLDEST)', '$(VENV)'); \
+	  (own / 'shared.pth').write_text(shared + '\n$(CURDIR)\n')"
 	touch $@

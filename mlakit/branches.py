@@ -19,7 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mlakit.cache import PagedLatentCache, PageTable, gather_rows, select_requests
+from mlakit import dispatch
+from mlakit.cache import PagedLatentCache, PageTable, from_host, gather_rows, select_requests
 from mlakit.checks import FLOATS, Dims, values_visible
 from mlakit.masks import CAUSAL, NULL, Mask
 from mlakit.ops import merge_states, mla_decode, mla_prefill, norm_rope_quant_append, sparse_mla
@@ -36,6 +37,7 @@ from mlakit.ops._arguments import (
 from mlakit.ops._library import refuse_grad
 from mlakit.ops.norm_rope_quant import check_rope
 from mlakit.plan import ContextPlan, DecodePlan, EvenSplit, plan_context
+from mlakit.specs import Problem, device_facts
 from mlakit.weights import UpProjection
 
 DECODE_UP_TO = 8  # new tokens of a request that still take the decode branch in `mla_step`
@@ -155,6 +157,7 @@ def prefill_branch(
     lengths = _check_step(dims, q, kv, weights, batch, mask)
     plan = _context_plan(dims, batch, plan, max_context_rows, lengths)
     out = check_result(dims, "out", out, "tokens", "heads", "D_V", dtype=q.dtype)
+    _select_kernels(_expanding_ops(weights), q, weights, batch, mask, backend)
     q_rope = q[..., weights.up.geometry.qk_nope_head_dim :]
     _append(q_rope, kv, weights, batch, q_rope_out=q_rope, backend=backend)
     _attend_expanded(q, weights, batch, plan, mask, out, backend)
@@ -197,6 +200,8 @@ def decode_branch(
     absorbed = q.new_empty(*q.shape[:2], g.row.width)
     latent, rotated = absorbed.split([g.kv_lora_rank, g.qk_rope_head_dim], dim=-1)
     weights.up.absorb.apply(q_nope, out=latent, backend=backend)
+    attention = "mla_decode" if rows is None else "sparse_mla"
+    _select_kernels((attention,), q, weights, batch, mask, backend)
     _append(q_rope, kv, weights, batch, q_rope_out=rotated, backend=backend)
     attended = _attend_absorbed(absorbed, weights, batch, rows, topk_lens, mask, plan, backend)
     return weights.up.values.apply(attended, out=out, backend=backend)
@@ -231,10 +236,11 @@ def mla_step(
     out = check_result(dims, "out", out, "tokens", "heads", "D_V", dtype=q.dtype)
     if not plan.prefill:
         return decode_branch(q, kv, weights, batch, out=out, backend=backend)
+    _select_kernels(_expanding_ops(weights), q, weights, batch, CAUSAL, backend)
     if plan.decode:
-        tokens, part = _subset(batch, plan.decode, plan.q_lens)
+        tokens, part = _subset(batch, plan.decode, plan)
         out[tokens] = decode_branch(q[tokens], kv[tokens], weights, part, backend=backend)
-    tokens, part = _subset(batch, plan.prefill, plan.q_lens)
+    tokens, part = _subset(batch, plan.prefill, plan)
     out[tokens] = prefill_branch(
         q[tokens], kv[tokens], weights, part, plan=plan.context, backend=backend
     )
@@ -296,6 +302,38 @@ def _check_step(
         after = [low + count for low, count in zip(before, new, strict=True)]
         check_seen_rows(dims, batch.page_table, layer, mask, starts, after)
     return _Lengths(tuple(before), tuple(new))
+
+
+def _expanding_ops(weights: LayerWeights) -> tuple[str, ...]:
+    """What the prefill branch runs after its append."""
+    products = ("quantize_fp8", "scaled_mm_fp8") if weights.up.is_fp8 else ("batched_matmul",)
+    return (*products, "mla_prefill", "merge_states")
+
+
+def _select_kernels(
+    ops: tuple[str, ...],
+    q: Tensor,
+    weights: LayerWeights,
+    batch: CachedBatch,
+    mask: Mask,
+    backend: str,
+) -> None:
+    """Have the kernels chosen before the first write: a step that none takes changes nothing."""
+    if torch.compiler.is_compiling():
+        return
+    g = weights.up.geometry
+    problem = Problem(
+        *device_facts(q.device),
+        dtype=str(q.dtype),
+        format=batch.cache.format,
+        heads=g.num_heads,
+        page_size=batch.cache.page_size,
+        row=g.row,
+        head_widths=(g.qk_nope_head_dim, g.qk_rope_head_dim, g.v_head_dim),
+        mask=mask.kind,
+    )
+    for op in ops:
+        dispatch.select(op, problem, backend)
 
 
 def _check_absorbed(
@@ -389,18 +427,19 @@ def _check_plan(
 
 
 def _subset(
-    batch: CachedBatch, requests: Sequence[int], q_lens: Sequence[int]
+    batch: CachedBatch, requests: Sequence[int], plan: StepPlan
 ) -> tuple[Tensor, CachedBatch]:
-    """(token indices, batch) of some requests."""
+    """(token indices, batch) of some requests, from the lengths of the plan."""
     device = batch.q_starts.device
-    ranges = list(pairwise(accumulate(q_lens, initial=0)))
-    tokens = torch.cat([torch.arange(*ranges[b], device=device) for b in requests])
-    own = list(accumulate((q_lens[b] for b in requests), initial=0))
-    return tokens, CachedBatch(
+    ranges = list(pairwise(accumulate(plan.q_lens, initial=0)))
+    tokens = torch.cat([torch.arange(*ranges[b]) for b in requests])
+    own = list(accumulate((plan.q_lens[b] for b in requests), initial=0))
+    totals = [plan.kv_lens[b] + plan.q_lens[b] for b in requests]
+    return from_host(tokens, torch.int64, device), CachedBatch(
         batch.cache,
-        select_requests(batch.page_table, requests),
-        batch.kv_lens[torch.tensor(requests, device=device)],
-        torch.tensor(own, dtype=batch.q_starts.dtype, device=device),
+        select_requests(batch.page_table, requests, totals),
+        batch.kv_lens[from_host(list(requests), torch.int64, device)],
+        from_host(own, batch.q_starts.dtype, device),
         batch.layer,
     )
 

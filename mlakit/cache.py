@@ -54,9 +54,8 @@ class CacheLayer:
         """Rows [..., width] at int64 `slots` [...], dequantised."""
         page, offset = slots // self.page_size, slots % self.page_size
         scales = None if self.scales is None else self.scales[page, offset]
-        return self.codec.decode(
-            self.payload[page, offset], scales, tensor_scale=self.tensor_scale, dtype=dtype
-        )
+        payload = _bits(self.payload)[page, offset].view(self.payload.dtype)
+        return self.codec.decode(payload, scales, tensor_scale=self.tensor_scale, dtype=dtype)
 
     def read_tokens(self, page_table: PageTable, request: int, first: int, last: int) -> Tensor:
         """Rows [last − first, width] float32 of tokens [first, last) of one request, dequantised.
@@ -82,9 +81,22 @@ class CacheLayer:
             rows, tensor_scale=self.tensor_scale, power_of_two=power_of_two_scales
         )
         page, offset = slots // self.page_size, slots % self.page_size
-        self.payload[page, offset] = payload
+        _bits(self.payload)[page, offset] = _bits(payload)
         if self.scales is not None and scales is not None:
             self.scales[page, offset] = scales
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """e4m3 as bytes: on CUDA torch indexes those in every version."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+def from_host(values: Sequence[int] | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of numbers known on the host; a GPU fetches it without making the host wait."""
+    host = torch.as_tensor(values, dtype=dtype)
+    if device.type != "cuda" or not len(host):
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)
 
 
 def _gather_pages(pool: Tensor, pages: Tensor) -> Tensor:
@@ -148,10 +160,12 @@ class PagedLatentCache:
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy whole pages in every layer: what `PageAllocator` asks for before a shared page is
         written (`copy_pages([c.source for c in copies], [c.target for c in copies])`)."""
-        source, target = (torch.tensor(list(ids), device=self.device) for ids in (sources, targets))
+        source, target = (
+            from_host(ids, torch.int64, self.device) for ids in (list(sources), list(targets))
+        )
         for pool in (self.payload, self.scales):
             if pool is not None and len(source):
-                pool[:, target] = pool[:, source]
+                _bits(pool)[:, target] = _bits(pool)[:, source]
 
     @classmethod
     def allocate(
@@ -467,20 +481,28 @@ def gather_rows(
     """(rows [n, width] of tokens [first, last) of every request, kv_starts int32 [batch + 1])."""
     device = layer.payload.device
     counts = [high - low for low, high in zip(first, last, strict=True)]
-    kv_starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device)
+    kv_starts = from_host([0, *accumulate(counts)], torch.int32, device)
     request, index = token_requests(kv_starts, sum(counts))
-    position = torch.tensor(first, dtype=torch.int64, device=device)[request] + index
+    position = from_host(list(first), torch.int64, device)[request] + index
     slots = token_slots(page_table, layer.page_size, request, position)
     return layer.read(slots, dtype), kv_starts
 
 
-def select_requests(page_table: PageTable, requests: Sequence[int]) -> PageTable:
-    """The page table of some requests of a batch, in the order given."""
+def select_requests(
+    page_table: PageTable, requests: Sequence[int], tokens: Sequence[int] | None = None
+) -> PageTable:
+    """The page table of some requests of a batch, in the order given.
+
+    tokens  of each of them, all that a flat table then keeps; None keeps all it has, which on a GPU
+            waits for the bounds
+    """
     if not isinstance(page_table, tuple):
-        index = torch.tensor(requests, dtype=torch.int64, device=page_table.device)
+        index = from_host(list(requests), torch.int64, page_table.device)
         return page_table.index_select(0, index)
     starts, slots = page_table
-    bounds = starts.tolist()
-    parts = [slots[bounds[b] : bounds[b + 1]] for b in requests]
-    new_starts = torch.tensor([0, *accumulate(map(len, parts))], dtype=starts.dtype)
-    return new_starts.to(starts.device), torch.cat([slots[:0], *parts])
+    chosen = from_host(list(requests), torch.int64, starts.device)
+    if tokens is None:
+        tokens = starts.diff()[chosen].tolist()
+    new_starts = from_host([0, *accumulate(tokens)], starts.dtype, starts.device)
+    request, index = token_requests(new_starts, sum(tokens))
+    return new_starts, slots[starts.long()[chosen[request]] + index]

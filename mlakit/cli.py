@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mlakit import __version__
 from mlakit.geometry import PRESETS, MLAGeometry
+
+if TYPE_CHECKING:
+    from mlakit.bench.suite import Workload
+
+SUITES = ("cpu", "decode", "norm-rope-quant")
 
 app = typer.Typer(
     name="mlakit",
@@ -70,35 +77,122 @@ def demo(
         raise typer.Exit(1)
 
 
-bench = typer.Typer(no_args_is_help=True, help="Measure this machine, suite by suite.")
-app.add_typer(bench, name="bench")
-
-
-@bench.command(epilog="Example: [bold]mlakit bench cpu --json cpu.json[/bold]")
-def cpu(
+@app.command(epilog="Example: [bold]mlakit bench decode norm-rope-quant --json h200.json[/bold]")
+def bench(
+    suites: Annotated[
+        list[str], typer.Argument(help=f"Of {', '.join(SUITES)}.", metavar="SUITE...")
+    ],
     json_file: str | None = typer.Option(
         None, "--json", help="Write the figures to this file too."
     ),
+    only: str = typer.Option("", help="Of each suite only workloads with this in their names."),
     quick: bool = typer.Option(False, "--quick", help="Tiny problems: only to see that it runs."),
     threads: int | None = typer.Option(None, min=1, help="Threads of torch; else its own choice."),
 ) -> None:
-    """Time the CPU kernels against torch.matmul and scaled_dot_product_attention.
+    """Measure this machine, suite by suite; [bold]cpu[/bold] needs no GPU, the others do.
 
     Every workload is held to its float64 oracle before it is timed; the exit status is 1 if a
-    result is wrong. It takes minutes, most of them where the CPU has no bf16 products.
+    result is wrong. Contenders take turns; on a GPU with a cold L2 and launch costs left out. The
+    suite cpu takes minutes, most of them where the CPU has no bf16 products.
     """
-    from mlakit.bench.cpu import WORKLOADS  # torch takes seconds to import: only here
-    from mlakit.bench.suite import run
+    from mlakit.bench import gpu, suite  # torch takes seconds to import: only here
 
+    for name in suites:
+        if name not in SUITES:
+            raise typer.BadParameter(f"suite must be of {', '.join(SUITES)}, got {name!r}")
+        if name != "cpu" and (reason := gpu.why_not()):
+            raise typer.BadParameter(f"suite {name} {reason}")
     if json_file is not None and not Path(json_file).parent.is_dir():
         raise typer.BadParameter(f"--json: there is no folder {Path(json_file).parent}")
     command = " ".join(["mlakit", *sys.argv[1:]])
-    report = run("cpu", WORKLOADS, command=command, quick=quick, threads=threads)
-    if report is None:
-        raise typer.Exit(1)
+    reports = []
+    for name in suites:
+        workloads = [each for each in _workloads(name) if only in each.name]
+        report = suite.run(
+            name, workloads, command=command, quick=quick, threads=threads, on_gpu=name != "cpu"
+        )
+        if report is None:
+            raise typer.Exit(1)
+        reports.append(report.as_json())
     if json_file is not None:
-        text = json.dumps(report.as_json(), indent=2, ensure_ascii=False)
+        text = json.dumps(reports if len(reports) > 1 else reports[0], indent=2, ensure_ascii=False)
         Path(json_file).write_text(f"{text}\n", encoding="utf-8")
+
+
+def _workloads(suite: str) -> tuple[Workload, ...]:
+    module = import_module(f"mlakit.bench.{suite.replace('-', '_')}")
+    workloads: tuple[Workload, ...] = module.WORKLOADS
+    return workloads
+
+
+@app.command(epilog="Example: [bold]mlakit explain mla_decode --arch 90 --heads 16[/bold]")
+def explain(
+    op: str = typer.Argument(..., help="A public op, such as mla_decode."),
+    arch: int = typer.Option(0, help="Compute capability, 90 for sm_90; 0 is the CPU."),
+    dtype: str = typer.Option("bf16", help="Of queries or activations."),
+    format: str = typer.Option("bf16", help="Of cache rows."),
+    heads: int = typer.Option(128, min=1),
+    page_size: int = typer.Option(64, min=1),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON instead of a table."),
+) -> None:
+    """Say which backend carries out a call, and why not the others. Needs no GPU."""
+    from rich.console import Console
+
+    from mlakit.support import table
+
+    try:
+        facts = {"dtype": dtype, "format": format, "heads": heads, "page_size": page_size}
+        verdict = table.verdict(op, table.problem_of(op, arch or None, **facts))  # type: ignore[arg-type]
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if as_json:
+        typer.echo(json.dumps(verdict.as_json(), indent=2))
+    else:
+        Console().print(table.explanation(verdict))
+    if verdict.chosen is None:
+        raise typer.Exit(1)
+
+
+@app.command(epilog="Example: [bold]mlakit support --compile[/bold]")
+def support(
+    compile_kernels: bool = typer.Option(
+        False, "--compile", help="Compile a list of GPU kernels, for every architecture."
+    ),
+    everything: bool = typer.Option(
+        False, "--all", help="With --compile: every configuration on every architecture."
+    ),
+    only: str = typer.Option("", help="With --compile: configurations with this in their names."),
+    jobs: int = typer.Option(2, min=1, help="With --compile: processes."),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON instead of a table."),
+) -> None:
+    """Show which backend each op has on each architecture, or prove that its kernels compile there.
+
+    Neither needs a GPU. With --compile registers, spills and shared memory are held to the limits
+    of each architecture; the exit status is 1 if a kernel does not compile or breaks one.
+    """
+    from rich.console import Console
+
+    if not compile_kernels:
+        from mlakit.support import table
+
+        rows = table.verdicts()
+        if as_json:
+            typer.echo(json.dumps([[each.as_json() for each in row] for row in rows], indent=2))
+        else:
+            Console().print(table.support_table(rows))
+        return
+    from mlakit.support import compilation
+
+    checks = compilation.all_checks() if everything else compilation.named_checks()
+    kernels = compilation.run_with_progress([each for each in checks if only in each[0]], jobs=jobs)
+    if as_json:
+        typer.echo(json.dumps([each.as_json() for each in kernels], indent=2))
+    else:
+        console = Console(width=None if Console().is_terminal else 150)
+        console.print(compilation.compile_table(kernels))
+        console.print(compilation.summary(kernels))
+    if any(each.fault for each in kernels):
+        raise typer.Exit(1)
 
 
 def main() -> None:

@@ -7,10 +7,12 @@ from functools import lru_cache
 from mlakit import knobs
 from mlakit.checks import UnsupportedError
 from mlakit.kernels.cpu import support as cpu
+from mlakit.kernels.triton import support as triton
 from mlakit.specs import KernelSpec, Problem
 
-# fastest first: `auto` takes the first kernel that has no objection
-SPECS: tuple[KernelSpec, ...] = (*cpu.SPECS,)
+# fastest first: `auto` takes the first kernel that has no objection; in host memory that is `cpu`,
+# where the portable kernels are only ever interpreted
+SPECS: tuple[KernelSpec, ...] = (*cpu.SPECS, *triton.SPECS)
 OPS: tuple[str, ...] = tuple(dict.fromkeys(spec.op for spec in SPECS))
 BACKENDS = ("hopper", "triton", "cpu")
 
@@ -23,8 +25,13 @@ def specs(op: str) -> list[KernelSpec]:
 
 
 def explain(op: str, problem: Problem) -> dict[str, str | None]:
-    """For each backend of `op`: the reason it refuses `problem`, or None if it takes it."""
-    return {spec.backend: spec.why_not(problem) for spec in specs(op)}
+    """For each backend: the reason it refuses `problem`, or None if it takes it.
+
+    Those with a kernel of `op` come first, in the order in which `auto` asks them.
+    """
+    asked = {spec.backend: spec.why_not(problem) for spec in specs(op)}
+    absent = {backend: f"has no kernel of {op}" for backend in BACKENDS if backend not in asked}
+    return asked | absent
 
 
 def select(op: str, problem: Problem, backend: str = "auto") -> KernelSpec:

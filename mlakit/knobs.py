@@ -91,6 +91,11 @@ workspace_mib = _knob(
 )
 
 
+def interpreted() -> bool:
+    """Does Triton run kernels in its interpreter? Its own variable, read as Triton reads it."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+
+
 @contextmanager
 def override(**values: object) -> Iterator[None]:
     """Set knobs for the scope of a `with` block."""

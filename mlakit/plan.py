@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, count
 from operator import index
 from typing import NamedTuple
@@ -98,8 +99,19 @@ class DecodePlan:
         return self.partial_starts[-1]
 
     def tensors(self, device: torch.device | str | None = None) -> DecodePlanTensors:
-        """The plan as int32 tensors on `device`."""
+        """The plan as int32 tensors on `device`, the same ones each time: do not write to them."""
+        if torch.compiler.is_compiling():  # where tensors belong to one graph
+            return self._copied_to(device)
+        where = torch.empty(0, device=device).device
+        if where not in self._on_devices:
+            self._on_devices[where] = self._copied_to(device)
+        return self._on_devices[where]
 
+    @cached_property
+    def _on_devices(self) -> dict[torch.device, DecodePlanTensors]:
+        return {}
+
+    def _copied_to(self, device: torch.device | str | None) -> DecodePlanTensors:
         def int32(values: Iterable[int]) -> Tensor:
             return torch.tensor(list(values), dtype=torch.int32, device=device)
 

@@ -7,7 +7,9 @@ is adding a spec; nothing else decides.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
@@ -66,8 +68,24 @@ class KernelSpec:
         return launcher
 
 
+_PRETENDED_ARCH: ContextVar[int | None] = ContextVar("mlakit_pretended_arch", default=None)
+
+
+@contextmanager
+def pretending(arch: int) -> Iterator[None]:
+    """Have problems in this scope described as if their tensors were on a GPU of `arch`."""
+    token = _PRETENDED_ARCH.set(arch)
+    try:
+        yield
+    finally:
+        _PRETENDED_ARCH.reset(token)
+
+
 def device_facts(device: torch.device) -> tuple[str, int]:
     """(device type, arch) of a torch device, as `Problem` wants them."""
+    pretended = _PRETENDED_ARCH.get()
+    if pretended is not None:
+        return "cuda", pretended
     if device.type != "cuda":
         return device.type, 0
     major, minor = torch.cuda.get_device_capability(device)

@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import NamedTuple
+
 import pytest
 import torch
+import transplant
 
-from mlakit import knobs
+from mlakit import dispatch, knobs
+
+# Triton decides when a kernel is defined: without a GPU the portable kernels run interpreted
+os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
+
+INTERPRETED = ("triton", "cpu")
+
+
+class Place(NamedTuple):
+    """A backend, and the device whose tensors it is given."""
+
+    backend: str
+    device: torch.device
+
+    @property
+    def on_cpu_backend(self) -> bool:
+        return self.backend == "cpu"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -18,15 +40,54 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = True
     for warning in ("does not have a deterministic implementation", "is not deterministic because"):
         config.addinivalue_line("filterwarnings", f"ignore:.*{warning}:UserWarning")
+    config.addinivalue_line(
+        "markers",
+        "interpreted(**values): a `place` may be Triton's interpreter, if parameters have `values`",
+    )
+    config.addinivalue_line("markers", "on_cpu: about what no device changes, so a `place` is one")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test with a `device` runs on the CPU and, marked `gpu`, on CUDA."""
+    """A test with a `device` runs on the CPU and, marked `gpu`, on CUDA; one with a `place` too.
+
+    Marked `interpreted`, the latter also runs the portable kernels on CPU tensors, where there is
+    no GPU: for small cases only.
+    """
+    if "place" in metafunc.fixturenames:
+        metafunc.parametrize("place", _places(metafunc.definition), indirect=True)
     if "device" not in metafunc.fixturenames:
         return
     cuda = pytest.param("cuda", marks=pytest.mark.gpu)
     marked = metafunc.definition.get_closest_marker("gpu") is not None
     metafunc.parametrize("device", [cuda] if marked else ["cpu", cuda], indirect=True)
+
+
+def _places(test: pytest.Item) -> list[object]:
+    places: list[object] = [pytest.param(("cpu", "cpu"), id="cpu")]
+    if test.get_closest_marker("on_cpu"):
+        return places
+    if test.get_closest_marker("gpu"):
+        places = []
+    interpreted = knobs.interpreted() and find_spec("triton") is not None
+    if interpreted and test.get_closest_marker("interpreted"):
+        places.append(pytest.param(INTERPRETED, id="interpreted"))
+    places.append(pytest.param(("auto", "cuda"), id="cuda", marks=pytest.mark.gpu))
+    if {spec.backend for spec in dispatch.SPECS} - {"cpu", "triton"}:
+        # then `auto` is not the portable kernels everywhere
+        places.append(pytest.param(("triton", "cuda"), id="triton-cuda", marks=pytest.mark.gpu))
+    return places
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items[:] = [item for item in items if not _too_slow_interpreted(item)]
+
+
+def _too_slow_interpreted(item: pytest.Item) -> bool:
+    marker = item.get_closest_marker("interpreted")
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    if marker is None or parameters.get("place") != INTERPRETED:
+        return False
+    return any(parameters[name] not in values for name, values in marker.kwargs.items())
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -37,6 +98,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest) -> Iterator[Place]:
+    """Where the test runs: its backend is the one that `auto` means, its device that of calls."""
+    backend, device = request.param
+    here = Place(backend, torch.device(device))
+    with knobs.override(backend=backend), transplant.calls_run_on(here.device):
+        yield here
 
 
 @pytest.fixture

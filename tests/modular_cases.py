@@ -9,17 +9,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from inspect import isfunction
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+from transplant import carried
 
-from mlakit import reference
-from mlakit.compat import modular
+from mlakit import ops, reference
+from mlakit.compat import modular as documented
 from mlakit.geometry import RowShape
 from mlakit.masks import Mask
 from mlakit.testing import assert_matches, assert_same_bits, poison
+
+# their `scalar_args_buf` is made on the CPU and stays there
+HOST_ARGUMENTS = {"flare_mla_decoding": (6, "scalar_args_buf")}
+
+
+def functions_of(module: Any) -> Any:
+    """What a module offers, its functions run on the device of the test."""
+    names = {name: getattr(module, name) for name in module.__all__}
+    return SimpleNamespace(
+        **{
+            name: carried(value, host=HOST_ARGUMENTS.get(name, ())) if isfunction(value) else value
+            for name, value in names.items()
+        }
+    )
+
+
+modular: Any = functions_of(documented)
+ops_there: Any = functions_of(ops)
 
 BF16, F16, F32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 ROW = RowShape(512, 64)
@@ -376,7 +397,7 @@ class PagedStep:
         ends = [s[len(s) - new :] for s, new in zip(self.slots, self.step.new, strict=True)]
         return torch.cat([nowhere, *ends])
 
-    def collection(self) -> modular.KVCollection:
+    def collection(self) -> documented.KVCollection:
         scales = self.pages.scales
         return modular.KVCollection(
             self.pages.blocks.view,
@@ -387,7 +408,7 @@ class PagedStep:
             kv_lora_rank=self.row.kv_lora_rank,
         )
 
-    def key_cache(self) -> modular.KeyCache:
+    def key_cache(self) -> documented.KeyCache:
         return self.collection().get_key_cache(self.layer)
 
 
@@ -721,7 +742,7 @@ class SparseCase:
         """The slots whose rows are not poison."""
         return self.pool.isfinite().all(-1).nonzero().flatten()
 
-    def key_cache(self) -> modular.KeyCache:
+    def key_cache(self) -> documented.KeyCache:
         scales = self.pages.scales
         return modular.KVCollection(
             self.pages.blocks.view,

@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from transplant import Transplant
 
 from mlakit import masks, ops
 from mlakit.cache import PagedLatentCache, PageTable, request_slots
@@ -50,7 +51,8 @@ def normal(generator: torch.Generator, *shape: int, dtype: torch.dtype = BF16) -
 def strided(tensor: Tensor) -> Tensor:
     """The same numbers with poison between the rows and between the planes."""
     *leading, rows, columns = tensor.shape
-    room = poison(torch.empty(*leading, rows + 1, columns + 3, dtype=tensor.dtype))
+    room = tensor.new_empty(*leading, rows + 1, columns + 3)
+    poison(room)
     view = room[..., :rows, :columns]
     _bits(view).copy_(_bits(tensor))
     return view
@@ -76,6 +78,12 @@ class Call:
     def but(self, **others: Any) -> Call:
         """The same call with other arguments."""
         return replace(self, arguments={**self.arguments, **others})
+
+    def on(self, device: torch.device | str) -> Call:
+        """The same call on copies on a device, as strided and shared as they are here."""
+        there = Transplant(device)
+        moved = {name: there.moved(value) for name, value in self.arguments.items()}
+        return replace(self, arguments=moved)
 
     def packed(self) -> tuple[Op, list[Any]]:
         """The op behind the function, and the arguments as `torch.ops.mlakit` takes them."""
@@ -346,7 +354,7 @@ def quantize_call(*batch: int, **options: Any) -> Call:
 
 def scaled_mm_call(*batch: int, **options: Any) -> Call:
     generator = torch.Generator().manual_seed(12)
-    a, a_scale = ops.quantize_fp8(normal(generator, *batch, 5, 20), 8)
+    a, a_scale = ops.quantize_fp8(normal(generator, *batch, 5, 20), 8, backend="cpu")
     arguments = {
         "a": strided(a),
         "a_scale": a_scale,

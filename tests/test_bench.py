@@ -17,6 +17,7 @@ from mlakit.bench.measure import (
     LEAST_ROUNDS,
     MOST_ROUNDS,
     Spread,
+    WallClock,
     paired_ratio,
     rounds_within,
     take_turns,
@@ -33,7 +34,9 @@ ROW_KEYS = {
     "p50_us": float,
     "p80_us": float,
     "flops": int,
+    "bytes": int,
     "gflops": float,
+    "gbytes_per_s": float,
     "ratio_p20": float,
     "ratio_p50": float,
     "ratio_p80": float,
@@ -90,7 +93,7 @@ def test_a_ratio_needs_equal_rounds():
 
 def test_contenders_take_turns():
     machine = FakeMachine(a=1.0, b=2.0, c=3.0)
-    seconds = take_turns(machine.calls, budget_s=60.0, clock=machine.clock)
+    seconds = take_turns(machine.calls, budget_s=60.0, timer=WallClock(machine.clock))
     assert seconds == {"a": [1.0] * 10, "b": [2.0] * 10, "c": [3.0] * 10}
     warm_up, rounds = machine.called[:3], machine.called[3:]
     assert warm_up == ["a", "b", "c"]
@@ -104,7 +107,7 @@ def test_progress_is_told_after_every_round():
     take_turns(
         machine.calls,
         budget_s=4.0,
-        clock=machine.clock,
+        timer=WallClock(machine.clock),
         after_round=lambda done, rounds: told.append((done, rounds, len(machine.called))),
     )
     assert told == [(1, 4, 2), (2, 4, 3), (3, 4, 4), (4, 4, 5)]
@@ -131,6 +134,7 @@ class Stub(Workload):
     op = "stub"
     name = "stub-large"
     flops = 3_000_000
+    bytes = 600_000
     limit = 1.5
 
     @property
@@ -340,10 +344,30 @@ def test_a_json_file_that_cannot_be_written_is_found_before_the_run(tmp_path):
 
 
 def test_the_suites_have_names():
-    output = CliRunner().invoke(cli.app, ["bench"]).output
-    assert "cpu" in output
-    assert CliRunner().invoke(cli.app, ["bench", "gpus"]).exit_code == 2
-    assert "--json" in CliRunner().invoke(cli.app, ["bench", "cpu", "--help"]).output
+    output = CliRunner().invoke(cli.app, ["bench", "--help"]).output
+    assert "--json" in output
+    assert all(name in re.sub(r"[│\s]+", " ", output) for name in cli.SUITES)
+    wrong = CliRunner().invoke(cli.app, ["bench", "gpus"])
+    assert wrong.exit_code == 2
+    assert "got 'gpus'" in re.sub(r"[│\s]+", " ", wrong.output)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_a_suite_for_gpus_says_that_it_needs_one():
+    result = CliRunner().invoke(cli.app, ["bench", "decode"])
+    assert result.exit_code == 2
+    assert "suite decode needs a CUDA device" in re.sub(r"[│\s]+", " ", result.output)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name in cli.SUITES if name != "cpu"])
+def test_a_suite_for_gpus_runs(name, tmp_path):
+    file = tmp_path / "figures.json"
+    result = CliRunner().invoke(cli.app, ["bench", name, "--quick", "--json", str(file)])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    assert {row["contender"] for row in rows} > {"mlakit"}
+    assert all(row["p50_us"] > 0 and row["gbytes_per_s"] > 0 for row in rows)
 
 
 X86 = "processor\t: 0\nmodel name\t: Intel(R) Xeon(R)\nflags\t\t: fpu avx2 amx_bf16 avx512f\n"

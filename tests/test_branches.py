@@ -12,24 +12,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, wraps
 from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transplant import CPU, Transplant, calls_may_not_wait, carried, device_of_calls
 
 from mlakit import branches, dispatch, masks, reference
-from mlakit.branches import (
-    CachedBatch,
-    LayerWeights,
-    StepPlan,
-    decode_branch,
-    mla_step,
-    plan_step,
-    prefill_branch,
-)
+from mlakit.branches import CachedBatch, LayerWeights, StepPlan, plan_step
 from mlakit.cache import PagedLatentCache, PageTable, request_slots, select_requests
 from mlakit.checks import UnsupportedError
 from mlakit.geometry import MLAGeometry, RowShape
@@ -45,6 +38,10 @@ from mlakit.testing import (
     snapshot,
 )
 from mlakit.weights import SCALE_UB, HeadMatrices, UpProjection
+
+pytestmark = pytest.mark.usefixtures("place")
+interpreted = pytest.mark.interpreted
+on_cpu = pytest.mark.on_cpu
 
 BF16, F32, F64, E4M3 = torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn
 GEOMETRY = MLAGeometry(
@@ -68,6 +65,34 @@ MASKS = {
     "chunked": masks.chunked(5),
     "chunked-causal": masks.chunked_causal(5),
 }
+
+
+def planned(branch: Callable[..., Tensor], make: Callable[..., Any], **names: str) -> Any:
+    """`branch` on the device of the test; where that is a GPU, a plan is made as callers make it.
+
+    names  options of the branch, and what `make` calls them
+    """
+    there = carried(branch)
+
+    @wraps(branch)
+    def run(q: Tensor, kv: Tensor, weights: Any, batch: Any, **options: Any) -> Tensor:
+        if device_of_calls() != CPU and "plan" not in options:
+            given = {names[name]: options.pop(name) for name in names if name in options}
+            lengths = batch.kv_lens.tolist(), batch.q_starts.diff().tolist()
+            options["plan"] = make(*lengths, **given)
+        return there(q, kv, weights, batch, **options)
+
+    return run
+
+
+prefill_branch = planned(branches.prefill_branch, plan_context, max_context_rows="max_rows")
+decode_branch = carried(branches.decode_branch)
+mla_step = planned(
+    branches.mla_step,
+    plan_step,
+    decode_up_to="decode_up_to",
+    max_context_rows="max_context_rows",
+)
 
 
 def int32(values: Sequence[int]) -> Tensor:
@@ -374,6 +399,7 @@ every_mask = pytest.mark.parametrize("mask", MASKS.values(), ids=list(MASKS))
 
 
 @every_step
+@interpreted(step=[STEPS["fp8_block128-flat"]])
 def test_prefill(step):
     q, kv, weights, batch = step.arguments()
     out = prefill_branch(q, kv, weights, batch)
@@ -382,6 +408,7 @@ def test_prefill(step):
 
 
 @pytest.mark.parametrize("step", FP8_STEPS.values(), ids=list(FP8_STEPS))
+@interpreted(step=[FP8_STEPS["crossed-blocks"]])
 def test_prefill_with_fp8_weights(step):
     q, kv, weights, batch = step.arguments()
     out = prefill_branch(q, kv, weights, batch)
@@ -401,6 +428,7 @@ def test_prefill_rotates_q_in_place_and_nothing_else_of_it():
 
 @every_mask
 @pytest.mark.parametrize("max_rows", [None, 1, 3, 7, 64])
+@interpreted(mask=[CAUSAL], max_rows=[7])
 def test_prefill_in_chunks_of_context(mask, max_rows):
     step = STEPS["bf16"]
     q, kv, weights, batch = step.arguments()
@@ -474,6 +502,7 @@ def test_prefill_follows_a_plan():
 
 
 @every_step
+@interpreted(step=[STEPS["fp8_token-half"], STEPS["nope"]])
 def test_decode_is_prefill(step):
     """The same oracle, in the expanded form, judges the absorbed form."""
     q, kv, weights, batch = step.arguments()
@@ -502,13 +531,14 @@ def test_decode_follows_a_plan(plan):
 
 
 @pytest.mark.parametrize("step", FP8_STEPS.values(), ids=list(FP8_STEPS))
+@interpreted(step=[FP8_STEPS["crossed-blocks"]])
 def test_decode_with_fp8_weights(step, monkeypatch):
     """In two stages: the result of attention is quantised, so what follows depends on its bits."""
     entered = []
     apply = HeadMatrices.apply
 
     def note(of: HeadMatrices, x: Tensor, **options: Any) -> Tensor:
-        entered.append(x.clone())
+        entered.append(x.clone().cpu())
         return apply(of, x, **options)
 
     monkeypatch.setattr(HeadMatrices, "apply", note)
@@ -553,6 +583,7 @@ def physical(step: Step, lists: list[list[int]]) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("format", ["bf16", "fp8_token"])
 @pytest.mark.parametrize("plan", [None, EvenSplit(2)], ids=["whole", "split"])
+@interpreted(format=["fp8_token"], plan=[None])
 def test_sparse_decode(format, plan):
     step = Step(format=format)
     lists = listed_rows(step, CAUSAL, lambda key: key % 3 != 1)
@@ -627,12 +658,52 @@ def test_twice_the_same_bits(branch):
     assert_same_bits("out", branch(*step.arguments()), branch(*step.arguments()))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("branch", [prefill_branch, decode_branch, mla_step])
+@pytest.mark.parametrize(
+    "step", [STEPS["fp8_block128-flat"], FP8_STEPS["fp8_token"]], ids=["flat", "fp8"]
+)
+def test_no_branch_waits_for_the_gpu(step, branch):
+    branch(*step.arguments())  # compiles
+    with calls_may_not_wait():
+        branch(*step.arguments())
+
+
+@pytest.mark.parametrize("op", ["batched_matmul", "mla_prefill", "merge_states"])
+@pytest.mark.parametrize("branch", [prefill_branch, mla_step])
+def test_a_step_that_has_no_kernel_of_a_later_op_writes_nothing(branch, op, monkeypatch):
+    assert_refused_untouched(branch, op, STEPS["bf16"], monkeypatch)
+
+
+def test_a_decode_without_a_kernel_of_attention_writes_nothing(monkeypatch):
+    assert_refused_untouched(decode_branch, "mla_decode", STEPS["bf16"], monkeypatch)
+
+
+def assert_refused_untouched(
+    branch: Callable[..., Tensor], op: str, step: Step, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    select = dispatch.select
+
+    def refuse(name: str, *arguments: Any) -> Any:
+        if name == op:
+            raise UnsupportedError(f"{name}: no kernel")
+        return select(name, *arguments)
+
+    monkeypatch.setattr(dispatch, "select", refuse)
+    q, kv, weights, batch = step.arguments()
+    before = snapshot(q=q, payload=batch.cache.payload)
+    with pytest.raises(UnsupportedError, match=op):
+        branch(q, kv, weights, batch)
+    assert_unchanged(before)
+
+
 @pytest.mark.parametrize("step", [STEPS["bf16"], FP8_STEPS["fp8_token"]], ids=["bf16", "fp8"])
-def test_decode_compiles_into_one_graph(step):
-    want_arguments, arguments = step.arguments(), step.arguments()
+def test_decode_compiles_into_one_graph(step, place):
+    there = Transplant(place.device)
+    want_arguments, arguments = there.moved(step.arguments()), there.moved(step.arguments())
     torch._dynamo.reset()
-    out = torch.compile(decode_branch, fullgraph=True, backend="aot_eager")(*arguments)
-    assert_same_bits("out", out, decode_branch(*want_arguments))
+    out = torch.compile(branches.decode_branch, fullgraph=True, backend="aot_eager")(*arguments)
+    assert_same_bits("out", out, branches.decode_branch(*want_arguments))
     assert_same_bits("payload", arguments[3].cache.payload, want_arguments[3].cache.payload)
     torch._dynamo.reset()
 
@@ -694,6 +765,7 @@ def test_each_request_of_a_step_gets_what_its_branch_gives_it_alone(step, decode
 
 
 @pytest.mark.parametrize("decode_up_to", [0, 3, 12])
+@interpreted(decode_up_to=[3])
 def test_a_step_meets_the_oracle(decode_up_to):
     step = STEPS["bf16"]
     q, kv, weights, batch = step.arguments()
@@ -732,6 +804,7 @@ def test_a_step_of_long_requests_only_prefills(monkeypatch):
     step.check_prefill(out, batch)
 
 
+@on_cpu
 def test_a_plan_of_a_step_says_who_goes_where():
     plan = plan_step(KV_LENS, Q_LENS, decode_up_to=3, max_context_rows=4)
     assert plan.decode == (0, 2, 4)
@@ -752,6 +825,7 @@ def test_a_step_follows_its_plan(monkeypatch):
 
 @pytest.mark.parametrize("branch", [prefill_branch, decode_branch, mla_step])
 @pytest.mark.parametrize("q_lens", [(0, 0), ()], ids=["no queries", "no requests"])
+@interpreted
 def test_a_step_without_tokens_writes_nothing(branch, q_lens):
     step = Step(kv_lens=(5, 0)[: len(q_lens)], q_lens=q_lens)
     if not q_lens:
@@ -789,6 +863,7 @@ def _lengths_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("branch", "maker"), [(prefill_branch, "plan_context"), (mla_step, "plan_step")]
 )
+@on_cpu
 def test_without_lengths_on_the_host_a_plan_must_be_given(branch, maker):
     q, kv, weights, batch = STEPS["bf16"].arguments()
     before = snapshot(q=q, payload=batch.cache.payload)
@@ -799,6 +874,7 @@ def test_without_lengths_on_the_host_a_plan_must_be_given(branch, maker):
 
 
 @pytest.mark.usefixtures("_lengths_on_a_gpu")
+@on_cpu
 def test_with_plans_lengths_need_not_be_on_the_host():
     step = STEPS["bf16"]
     q, kv, weights, batch = step.arguments()
@@ -815,6 +891,7 @@ def test_with_plans_lengths_need_not_be_on_the_host():
 
 
 @pytest.mark.usefixtures("_lengths_on_a_gpu")
+@on_cpu
 def test_what_can_be_seen_of_a_stale_plan_is_seen():
     step = STEPS["bf16"]
     with pytest.raises(ValueError, match="plan must be made for a batch of 6, got 5"):
@@ -969,6 +1046,7 @@ REFUSALS = [
     REFUSALS,
     ids=[f"{branch.__name__}-{said}" for branch, _, said in REFUSALS],
 )
+@on_cpu
 def test_a_wrong_step_is_refused_and_writes_nothing(branch, change, said):
     """Not even q is rotated: the step may be mended and made again."""
     q, kv, weights, batch = STEPS["bf16"].arguments()
@@ -1046,6 +1124,7 @@ def test_what_requires_grad_is_refused_before_anything_is_written(branch, name):
         ({"rope": "neox"}, "rope must be one of interleaved, half, got 'neox'"),
     ],
 )
+@on_cpu
 def test_weights_of_a_layer_are_checked_when_they_are_made(change, said):
     with pytest.raises((TypeError, ValueError)) as refusal:
         replace(STEPS["bf16"].weights, **change)
@@ -1059,6 +1138,7 @@ def test_weights_of_a_layer_are_checked_when_they_are_made(change, said):
         (((1, -2), (3, 4)), "plan_context: kv_lens[1] must be at least 0, got -2"),
     ],
 )
+@on_cpu
 def test_plans_of_steps_are_checked(arguments, said):
     with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
         plan_step(*arguments)

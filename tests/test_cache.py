@@ -12,7 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlakit.cache import PagedLatentCache, request_slots, token_requests, token_slots
+from mlakit.cache import (
+    PagedLatentCache,
+    request_slots,
+    select_requests,
+    token_requests,
+    token_slots,
+)
 from mlakit.formats import FORMATS, row_codec
 from mlakit.geometry import MLAGeometry, RowShape
 from mlakit.testing import (
@@ -756,6 +762,20 @@ def test_a_flat_table_lists_the_rows_of_all_requests(dtype):
     request, position = torch.tensor([2, 0, 0]), torch.tensor([1, 2, 0])
     slots = token_slots((starts, flat), 1, request, position)
     assert (slots.dtype, slots.tolist()) == (torch.int64, [8, 6, 9])
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_requests_are_selected_from_a_flat_table(dtype, device):
+    starts = torch.tensor([0, 3, 3, 5], dtype=dtype, device=device)
+    flat = torch.tensor([9, 4, 6, 2, 8, NEVER_A_PAGE], dtype=dtype, device=device)
+    for tokens, rows in ((None, [2, 8, 9, 4, 6]), ([1, 0, 2], [2, 9, 4])):
+        new_starts, slots = select_requests((starts, flat), [2, 1, 0], tokens)
+        assert (new_starts.dtype, slots.dtype) == (dtype, dtype)
+        counts = tokens or [2, 0, 3]
+        assert new_starts.diff().tolist() == counts
+        assert slots.tolist() == rows
+    new_starts, slots = select_requests((starts, flat), [])
+    assert (new_starts.tolist(), slots.tolist()) == ([0], [])
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 64])

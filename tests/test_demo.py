@@ -372,6 +372,19 @@ def test_a_wrong_kernel_fails_the_documented_functions(fault, monkeypatch):
         assert failed == culprits
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", FORMATS)
+def test_it_passes_on_a_gpu(format):
+    exit_code, output = serve_only("--format", format, "--device", "cuda")
+    assert exit_code == 0, output
+
+
+@pytest.mark.usefixtures("_small_batch")
+def test_the_documented_functions_run_where_the_demo_does(device):
+    calls = documented.all_calls(Progress(disable=True), device)
+    assert [call.check.objection for call in calls] == [""] * len(calls)
+
+
 @pytest.mark.usefixtures("_small_batch")
 def test_a_wrong_documented_function_fails_the_command(monkeypatch):
     sabotage(monkeypatch, "quantize_fp8", with_options(scale_ub=2.0))

@@ -147,6 +147,6 @@ def test_device_facts(monkeypatch):
 
 
 def test_a_known_backend_without_the_kernel_is_unsupported():
-    message = "^mla_decode: no kernel for backend 'hopper', only for cpu$"
+    message = "^mla_decode: no kernel for backend 'hopper', only for cpu, triton$"
     with pytest.raises(UnsupportedError, match=message):
         dispatch.select("mla_decode", CPU, backend="hopper")

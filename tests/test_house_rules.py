@@ -40,7 +40,7 @@ LAYERS = (
     "layer testing",
     "workloads",
     "__init__",
-    "bench integrations compat",
+    "bench integrations compat support",
     "demo",
     "cli",
     "__main__",

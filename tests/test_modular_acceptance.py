@@ -20,16 +20,19 @@ from modular_cases import (
     SparseCase,
     Step,
     integers,
+    modular,
     normal,
+    ops_there,
     to_e4m3,
 )
 
 from mlakit import dispatch, ops, reference
-from mlakit.compat import modular
 from mlakit.compat.modular.split_policy import BUCKETS, num_partitions
 from mlakit.geometry import RowShape
 from mlakit.specs import Problem
 from mlakit.testing import assert_matches, assert_same_bits, poison
+
+pytestmark = pytest.mark.usefixtures("place")
 
 B200_SMS = 148
 
@@ -88,6 +91,7 @@ def test_02_the_norm_is_rounded_to_gammas_type_before_gamma_multiplies():
     assert float((latent == rounded_once.float()).double().mean()) < 0.9
 
 
+@pytest.mark.interpreted
 def test_03_float8_writes_saturate():
     """10 000 becomes 448 in an FP8 cache, and −10 000 becomes −448; neither becomes NaN."""
     case = RopeCase(cache_dtype=E4M3, out_dtype=E4M3, gamma_dtype=F32)
@@ -112,6 +116,7 @@ def test_04_a_buffer_of_length_0_changes_nothing():
     case.assert_untouched()
 
 
+@pytest.mark.interpreted
 def test_05_prefill_overwrites_only_the_rope_part_of_q():
     """Of q only the columns from D_N on are written, and those are."""
     case = PrefillCase(d_n=40, d_v=16, row=SMALL_ROW)
@@ -121,6 +126,7 @@ def test_05_prefill_overwrites_only_the_rope_part_of_q():
     assert bool(turned.any(-1).all())
 
 
+@pytest.mark.on_cpu
 @pytest.mark.parametrize("quantise", QUANTISERS)
 @pytest.mark.parametrize("group", [64, 128])
 def test_06_a_group_of_zeros_and_a_group_beyond_the_bound(quantise, group):
@@ -141,6 +147,7 @@ def test_06_a_group_of_zeros_and_a_group_beyond_the_bound(quantise, group):
     assert bool(((back / x - 1).abs()[inside] <= 1 / 16).all())
 
 
+@pytest.mark.on_cpu
 @pytest.mark.parametrize("quantise", QUANTISERS)
 def test_07_scales_lie_transposed_and_padded(quantise, generator):
     """Scales are [K / G, M rounded up to 4], the rows of a group side by side."""
@@ -280,6 +287,7 @@ def test_13_sparse_prefill(generator):
         sparse_outputs(layer=layer)
 
 
+@pytest.mark.interpreted
 def test_14_sparse_attention_over_all_keys_is_dense_attention():
     """Lists of all keys give the dense result; lists longer than the keys count what there is."""
     step = Step((40, 0, 16), (1, 1, 1))
@@ -333,6 +341,7 @@ def test_15_rope_aware_rows_with_a_scale_per_token(generator):
     case.check()
 
 
+@pytest.mark.interpreted
 def test_16_the_indexer(generator):
     """relu comes before the weight, so a negative weight can only lower a score; slots without a
     key hold −1; no query is given a key after itself."""
@@ -341,7 +350,7 @@ def test_16_the_indexer(generator):
     q, weights = normal(generator, 5, 4, 32), normal(generator, 5, 4)
 
     def logits_with(weights):
-        return ops.indexer_logits(
+        return ops_there.indexer_logits(
             q,
             weights,
             paged.collection().cache,
@@ -368,7 +377,7 @@ def test_16_the_indexer(generator):
     lowered = logits_with(-weights.abs())
     assert bool((lowered[logits.isfinite()] <= 0).all())
 
-    for chosen in (ops.indexer_topk(logits, 7), reference.indexer_topk(logits, 7)):
+    for chosen in (ops_there.indexer_topk(logits, 7), reference.indexer_topk(logits, 7)):
         for token, count in enumerate(visible):
             best = logits[token, :count].argsort(descending=True)[:7].tolist()
             assert chosen[token].tolist() == best + [-1] * (7 - len(best))
@@ -414,6 +423,7 @@ def test_17_absorbed_and_expanded_attention_agree():
     assert bool((noise <= 0.1 * size).all())
 
 
+@pytest.mark.on_cpu
 def test_18_the_number_of_parts_follows_the_policy():
     """A handful of the pinned values, dense and sparse, on a GPU of 148 SMs."""
     dense = {

@@ -30,17 +30,21 @@ from modular_cases import (
     Step,
     integers,
     make_mask,
+    modular,
     normal,
     store,
     to_e4m3,
     window_of,
 )
+from transplant import calls_may_not_wait
 
-from mlakit import dispatch, knobs, reference
-from mlakit.compat import modular
+from mlakit import checks, dispatch, knobs, reference
+from mlakit.compat.modular import arguments, prefill
 from mlakit.geometry import RowShape
 from mlakit.masks import Mask
 from mlakit.testing import assert_matches, assert_same_bits
+
+pytestmark = pytest.mark.usefixtures("place")
 
 INTEGERS = [torch.int32, torch.int64, torch.uint32]
 NOBODY = Step((), ())
@@ -62,6 +66,7 @@ def replace_launcher(monkeypatch, op, make):
         monkeypatch.setitem(spec.__dict__, "launch", make(spec.launch))
 
 
+@pytest.mark.on_cpu
 @windowed_masks
 def test_a_mask_shows_what_is_documented(mask, window):
     functor, num_keys = make_mask(mask, window), 50
@@ -474,6 +479,14 @@ def test_requests_may_share_pages():
 def test_contiguous_decoding(
     dtype, k_dtype, batch, q_len, num_keys, heads, mask, window, parts, generator
 ):
+    contiguous_decoding(
+        generator, dtype, k_dtype, batch, q_len, num_keys, heads, mask, window, parts=parts
+    )
+
+
+def contiguous_decoding(
+    generator, dtype, k_dtype, batch, q_len, num_keys, heads, mask, window, *, parts
+):
     rows = store(normal(generator, batch, num_keys, 1, 576), k_dtype)
     k = Padded.holding(rows, gaps=(1, 2, 1, 8))
     queries = store(normal(generator, batch, q_len, heads, 576), dtype)
@@ -721,7 +734,10 @@ def test_prefill_branch_with_too_small_a_buffer_says_so_and_changes_nothing():
     case = PrefillCase(d_n=16, d_v=16, row=SMALL_ROW)
     starts, offsets, length = case.buffer()
     starts[-1] -= case.page_size
-    with pytest.raises(ValueError, match="buffer_row_offsets of request 4"):
+    with (
+        knobs.override(check_values=True),
+        pytest.raises(ValueError, match="buffer_row_offsets of request 4"),
+    ):
         case.run((starts, offsets, length))
     case.assert_untouched()
 
@@ -744,6 +760,33 @@ def test_prefill_branch_shows_a_bad_row_only_to_those_who_see_it():
     assert_matches("output", case.output.view, case.oracle(), case.oracle(F32))
 
 
+@pytest.fixture
+def _lengths_on_a_gpu(monkeypatch):
+    """As if the lengths could not be read without waiting."""
+    for module in (checks, arguments, prefill):
+        monkeypatch.setattr(module, "values_visible", lambda tensor: False)
+
+
+@pytest.mark.on_cpu
+@pytest.mark.usefixtures("_lengths_on_a_gpu")
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("skips_hidden", [False, True], ids=["whole-buffer", "visible-buffer"])
+def test_prefill_branch_where_lengths_may_not_be_read(mask, skips_hidden):
+    case = PrefillCase(
+        mask=mask,
+        window=window_of(mask, 6),
+        d_n=16,
+        d_v=24,
+        row=SMALL_ROW,
+        dtype=F32,
+        page_size=7,
+        step=Step((40, 0, 11, 24, 6), (1, 3, 0, 14, 9)),
+        skips_hidden=skips_hidden,
+    )
+    case.run()
+    case.check()
+
+
 # mla_prefill_plan
 
 
@@ -757,6 +800,72 @@ def test_prefill_plan_of_the_documented_example(integer_type):
     assert buffer_lengths.tolist() == [256, 256, *[-1] * 14]
     for tensor in (buffer_row_offsets, cache_offsets, buffer_lengths):
         assert tensor.dtype == torch.int32
+
+
+# every function on every backend
+
+
+TINY_STEP = Step((16, 0, 5, 3), (1, 3, 0, 2))
+TINY_DECODE = {"row": SMALL_ROW, "step": TINY_STEP, "page_size": 7}
+TINY_PREFILL = {"row": SMALL_ROW, "step": TINY_STEP, "d_n": 16, "d_v": 24, "page_size": 7}
+SMALL_CASES = {
+    "rope": lambda: RopeCase(row=SMALL_ROW, step=TINY_STEP, page_size=7),
+    "rope-e4m3-slice": lambda: RopeCase(
+        row=SMALL_ROW, step=TINY_STEP, cache_dtype=E4M3, out_dtype=E4M3, output="slice"
+    ),
+    "decode": lambda: DecodeCase(**TINY_DECODE),
+    "decode-padded-window": lambda: DecodeCase(
+        mask="sliding_window_causal", window=3, is_ragged=False, **TINY_DECODE
+    ),
+    "decode-rope-aware": lambda: DecodeCase(
+        dtype=E4M3, has_token_scales=True, has_scale_pool=True, **TINY_DECODE
+    ),
+    "sparse": lambda: SparseCase(
+        lengths=(5, 0, 3), stride=6, with_invalid=False, sink=torch.ones(3)
+    ),
+    "sparse-scale-per-token": lambda: SparseCase(
+        lengths=(5, 0, 6), stride=6, has_token_scales=True, integers=torch.int64
+    ),
+    "prefill": lambda: PrefillCase(**TINY_PREFILL),
+    "prefill-e4m3-alibi-window": lambda: PrefillCase(
+        cache_dtype=E4M3, mask="sliding_window_causal", window=4, score_mod="alibi", **TINY_PREFILL
+    ),
+}
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("make_case", SMALL_CASES.values(), ids=list(SMALL_CASES))
+def test_a_small_case_on_every_backend(make_case):
+    case = make_case()
+    case.run()
+    case.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make_case", SMALL_CASES.values(), ids=list(SMALL_CASES))
+def test_no_function_waits_for_the_gpu(make_case):
+    make_case().run()  # compiles
+    with calls_may_not_wait():
+        make_case().run()
+
+
+@pytest.mark.interpreted
+def test_the_kernel_itself_on_every_backend():
+    case = RopeCase(row=SMALL_ROW, step=TINY_STEP, cache_dtype=F32, dtype=F32)
+    case.run_kernel()
+    case.check()
+
+
+@pytest.mark.interpreted
+def test_contiguous_decoding_on_every_backend(generator):
+    contiguous_decoding(generator, F32, E4M3, 2, 2, 19, 2, "chunked_causal", 4, parts=2)
+
+
+@pytest.mark.interpreted
+def test_in_parts_on_every_backend():
+    case = DecodeCase(**TINY_DECODE)
+    case.run(torch.tensor([4, 3, 3]))
+    case.check()
 
 
 # a function that does nothing fails
@@ -964,6 +1073,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.on_cpu  # where faults know the arguments of a launcher
 @pytest.mark.parametrize(
     ("op", "make_case", "fault"),
     FAULTS,

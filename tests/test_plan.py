@@ -160,6 +160,12 @@ def test_fixed_split_example():
     assert plan.partial_starts == (0, 2, 2, 2)
 
 
+def test_decode_plan_is_copied_to_a_device_once():
+    plan = plan_decode([5, 0, 9], num_workers=2, tile=2)
+    assert plan.tensors() is plan.tensors("cpu") is plan.tensors(torch.device("cpu"))
+    assert plan == plan_decode([5, 0, 9], num_workers=2, tile=2)
+
+
 def test_decode_plan_tensors_hold_the_plan():
     plan = plan_decode([200, 0, 64, 10], num_workers=3)
     tensors = plan.tensors("cpu")

@@ -23,6 +23,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from mlakit import reference
 from mlakit.bench.suite import Baseline, Contest, Workload
 from mlakit.cache import PagedLatentCache, request_slots
+from mlakit.formats import row_codec
 from mlakit.geometry import MLAGeometry
 from mlakit.ops import mla_decode, mla_prefill
 from mlakit.testing import assert_matches, shuffled_pages
@@ -55,6 +56,12 @@ class Decode(Workload):
     @property
     def flops(self) -> int:
         return 2 * self.batch * self.heads * self.tokens * (ROW.width + ROW.v_width)
+
+    @property
+    def bytes(self) -> int:
+        rows = self.batch * self.tokens * row_codec(self.format, ROW).bytes_per_token
+        elements = self.batch * self.heads * (ROW.width + ROW.v_width)
+        return rows + elements * DTYPES[self.dtype].itemsize
 
     @property
     def limit(self) -> float | None:
@@ -144,6 +151,12 @@ class Prefill(Workload):
     def flops(self) -> int:
         seen = self.tokens * (self.tokens + 1) // 2
         return 2 * self.batch * self.heads * seen * (D_N + D_R + D_V)
+
+    @property
+    def bytes(self) -> int:
+        per_head = (D_N + D_R) + D_N + 2 * D_V
+        elements = self.batch * self.tokens * (self.heads * per_head + D_R)
+        return elements * DTYPES[self.dtype].itemsize
 
     @property
     def limit(self) -> float | None:

@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -38,12 +39,35 @@ def describe() -> dict[str, object]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        **gpu(),
         "torch": torch.__version__,
+        "triton": _version_of("triton"),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "mlakit": __version__,
         "commit": _commit(),
     }
+
+
+def gpu() -> dict[str, object]:
+    """The current CUDA device; nothing where there is none."""
+    if not torch.cuda.is_available():
+        return {}
+    facts = torch.cuda.get_device_properties(torch.cuda.current_device())
+    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return {
+        "gpu": facts.name,
+        "gpu_sms": facts.multi_processor_count,
+        "cuda": torch.version.cuda,
+        "driver": driver.splitlines()[0].strip() if driver else None,
+    }
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def cpu_model(cpuinfo: str) -> str | None:
@@ -57,15 +81,19 @@ def cpu_features(cpuinfo: str) -> list[str]:
 
 
 def summary(facts: Mapping[str, object]) -> str:
-    """Two lines for people."""
+    """A few lines for people."""
     features = facts["cpu_features"]
     assert isinstance(features, Sequence)
     load = "" if facts["load_average"] is None else f", load {facts['load_average']:.1f}"
     commit = f" at {facts['commit']}" if facts["commit"] else ""
+    gpu = ""
+    if "gpu" in facts:
+        gpu = f"{facts['gpu']}, driver {facts['driver']}, CUDA {facts['cuda']}\n"
     return (
-        f"{facts['cpu']} ({', '.join(features) or 'features unknown'}), "
+        f"{gpu}{facts['cpu']} ({', '.join(features) or 'features unknown'}), "
         f"{facts['threads']} of {facts['cores']} threads{load}\n"
-        f"mlakit {facts['mlakit']}{commit}, torch {facts['torch']}, Python {facts['python']}"
+        f"mlakit {facts['mlakit']}{commit}, torch {facts['torch']}, "
+        f"Triton {facts['triton'] or 'absent'}, Python {facts['python']}"
     )
 
 

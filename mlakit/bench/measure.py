@@ -2,6 +2,8 @@
 
 A machine drifts (clocks, neighbours, memory), so two contenders are compared within a round, where
 both met the same machine: a ratio is the median over rounds of the quotients, with its own spread.
+
+A timer says how long one call takes: `WallClock` on the CPU, `ColdGpu` on a GPU.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
+from typing import TypeAlias
 
 import torch
 
@@ -37,23 +40,70 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
     return Spread.of([own / other for own, other in zip(ours, theirs, strict=True)])
 
 
+class WallClock:
+    """Seconds of a call on the host's clock."""
+
+    warm_ups = 1
+
+    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
+        self.clock = clock
+
+    def __call__(self, call: Callable[[], object]) -> float:
+        start = self.clock()
+        call()
+        return self.clock() - start
+
+
+class ColdGpu:
+    """Seconds of a call on the GPU, with a cold L2 and without the host's share.
+
+    Before the call other memory is read, more of it than L2 holds: its lines are clean, so nothing
+    is written back during the call. Then the GPU sleeps for as long as the host may need to launch
+    everything, and what is between the two events is the GPU's work alone.
+    """
+
+    warm_ups = 10
+    FLUSHED_BYTES = 256 << 20
+    SLEEP_CYCLES = 2_000_000  # about 1 ms: time for the host to launch some ten kernels
+
+    def __init__(self) -> None:
+        self.evicting = torch.ones(self.FLUSHED_BYTES // 4, dtype=torch.int32, device="cuda")
+        self.sum = torch.zeros((), dtype=torch.int64, device="cuda")
+
+    def __call__(self, call: Callable[[], object]) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.sum(self.evicting, dim=0, dtype=torch.int64, out=self.sum)
+        torch.cuda._sleep(self.SLEEP_CYCLES)
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+
+
+Timer: TypeAlias = WallClock | ColdGpu
+
+
 def take_turns(
     contenders: Mapping[str, Callable[[], object]],
     *,
     budget_s: float,
     seed: int = 0,
-    clock: Callable[[], float] = perf_counter,
+    timer: Timer | None = None,
     after_round: Callable[[int, int], None] = lambda done, rounds: None,
 ) -> dict[str, list[float]]:
     """Seconds of every contender in every round, in the order of the rounds.
 
-    Each is called once to warm up, which tells how many rounds fit into `budget_s`.
+    Each is called to warm up, and the last of these calls tells how many rounds fit into
+    `budget_s`.
     """
-    rounds = rounds_within(budget_s, sum(_seconds(call, clock) for call in contenders.values()))
+    timer = timer or WallClock()
+    last_s = [[timer(call) for _ in range(timer.warm_ups)][-1] for call in contenders.values()]
+    rounds = rounds_within(budget_s, sum(last_s))
     order, seconds = random.Random(seed), {name: list[float]() for name in contenders}
     for done in range(1, rounds + 1):
         for name in order.sample(list(contenders), len(contenders)):
-            seconds[name].append(_seconds(contenders[name], clock))
+            seconds[name].append(timer(contenders[name]))
         after_round(done, rounds)
     return seconds
 
@@ -61,9 +111,3 @@ def take_turns(
 def rounds_within(budget_s: float, round_s: float) -> int:
     """Rounds of `round_s` seconds within the budget, but neither too few nor needlessly many."""
     return min(max(LEAST_ROUNDS, int(budget_s / max(round_s, 1e-9))), MOST_ROUNDS)
-
-
-def _seconds(call: Callable[[], object], clock: Callable[[], float]) -> float:
-    start = clock()
-    call()
-    return clock() - start

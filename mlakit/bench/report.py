@@ -19,6 +19,7 @@ class Row:
     """One contender on one workload.
 
     us       microseconds of a call
+    bytes    that the call must move at least: each input read once, each result written once
     ratio    mlakit's time over this contender's, round by round; None for mlakit itself
     limit    what `ratio` shall not exceed; only for the fastest of the contenders it is said of
     """
@@ -29,12 +30,17 @@ class Row:
     rounds: int
     us: Spread
     flops: int
+    bytes: int
     ratio: Spread | None
     limit: float | None
 
     @property
     def gflops(self) -> float:
         return self.flops / self.us.p50 / 1e3
+
+    @property
+    def gbytes_per_s(self) -> float:
+        return self.bytes / self.us.p50 / 1e3
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,7 @@ class Report:
     left_out: Sequence[LeftOut]
 
     def as_json(self) -> dict[str, object]:
-        """Plain values; the keys of `rows` are the fields of `Row`, flat, and `gflops`."""
+        """Plain values; the keys of `rows` are the fields of `Row`, flat, and its rates."""
         return {
             "schema": SCHEMA,
             "suite": self.suite,
@@ -77,7 +83,9 @@ def _flat(row: Row) -> dict[str, object]:
         "p50_us": row.us.p50,
         "p80_us": row.us.p80,
         "flops": row.flops,
+        "bytes": row.bytes,
         "gflops": row.gflops,
+        "gbytes_per_s": row.gbytes_per_s,
         "ratio_p20": None if ratio is None else ratio.p20,
         "ratio_p50": None if ratio is None else ratio.p50,
         "ratio_p80": None if ratio is None else ratio.p80,
@@ -85,32 +93,44 @@ def _flat(row: Row) -> dict[str, object]:
     }
 
 
-def table(rows: Iterable[Row]) -> Table:
-    """Times in milliseconds; a ratio below 1 says that mlakit is the faster one."""
+def table(rows: Iterable[Row], unit: str = "ms") -> Table:
+    """Times in `unit`, ms or us; a ratio below 1 says that mlakit is the faster one."""
+    divisor = {"ms": 1e3, "us": 1.0}[unit]
     shown = Table(
         box=SIMPLE,
         padding=(0, 1, 0, 0),
-        caption="ms: median and the range of the middle three fifths of the rounds; "
+        caption=f"{unit}: median and the range of the middle three fifths of the rounds; "
         f"ratio: {OURS} / contender in the same round",
         caption_justify="left",
     )
     shown.add_column("workload", no_wrap=True)
     shown.add_column("contender", no_wrap=True)
-    for heading in ("ms", "from", "to", "GFLOP/s", "rounds", "ratio", "from", "to", "limit"):
+    for heading in (
+        unit,
+        "from",
+        "to",
+        "GFLOP/s",
+        "GB/s",
+        "rounds",
+        "ratio",
+        "from",
+        "to",
+        "limit",
+    ):
         shown.add_column(heading, justify="right", no_wrap=True)
     previous = ""
     for row in rows:
         if previous and row.workload != previous:
             shown.add_section()
         name = "" if row.workload == previous else row.workload
-        times = (_digits(us / 1e3) for us in (row.us.p50, row.us.p20, row.us.p80))
+        times = (_digits(us / divisor) for us in (row.us.p50, row.us.p20, row.us.p80))
         ratio = row.ratio
         ratios = (
             ("", "", "")
             if ratio is None
             else tuple(map(_digits, (ratio.p50, ratio.p20, ratio.p80)))
         )
-        facts = (_digits(row.gflops), str(row.rounds))
+        facts = (_digits(row.gflops), _digits(row.gbytes_per_s), str(row.rounds))
         shown.add_row(name, row.contender, *times, *facts, *ratios, _verdict(row))
         previous = row.workload
     return shown

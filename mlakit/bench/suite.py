@@ -21,7 +21,7 @@ from rich.progress import (
 )
 
 from mlakit.bench import environment
-from mlakit.bench.measure import Spread, paired_ratio, take_turns
+from mlakit.bench.measure import ColdGpu, Spread, Timer, WallClock, paired_ratio, take_turns
 from mlakit.bench.report import OURS, LeftOut, Report, Row, table
 
 BUDGET_S = 10.0  # for the rounds of one workload; a slow one gets its least rounds
@@ -64,6 +64,11 @@ class Workload(ABC):
 
     @property
     @abstractmethod
+    def bytes(self) -> int:
+        """Each input read once, each result written once."""
+
+    @property
+    @abstractmethod
     def limit(self) -> float | None:
         """What mlakit's time over the fastest baseline's shall not exceed."""
 
@@ -84,12 +89,15 @@ def run(
     command: str,
     quick: bool = False,
     threads: int | None = None,
+    on_gpu: bool = False,
 ) -> Report | None:
     """Measure every workload and print the table; None, after saying so, where a result is wrong.
 
     quick    small problems and few rounds: shows that the suite runs, measures nothing
     threads  of torch, for all contenders; None leaves torch's own choice
+    on_gpu   time the GPU's work with a cold L2 (`ColdGpu`) instead of the host's clock
     """
+    timer = ColdGpu() if on_gpu else WallClock()
     console = Console(width=None if Console().is_terminal else WIDE)
     rows: list[Row] = []
     left_out: list[LeftOut] = []
@@ -103,7 +111,7 @@ def run(
             except AssertionError as wrong:
                 console.print(f"[red]{workload.name} is wrong:[/red] {escape(str(wrong))}")
                 return None
-            reasons = _hopeless(workload.small)
+            reasons = {} if on_gpu else _hopeless(workload.small)
             left_out += [LeftOut(workload.name, *each) for each in reasons.items()]
             rows += _measured(
                 workload,
@@ -111,9 +119,10 @@ def run(
                 [each for each in contest.baselines if each.name not in reasons],
                 budget_s=QUICK_BUDGET_S if quick else BUDGET_S,
                 limit=None if quick else workload.limit,
+                timer=timer,
                 progress=progress,
             )
-    console.print(table(rows))
+    console.print(table(rows, unit="us" if on_gpu else "ms"))
     for each in left_out:
         console.print(f"{each.workload}: {each.contender} not timed, {each.reason}")
     return Report(suite, command, facts, rows, left_out)
@@ -142,6 +151,7 @@ def _measured(
     *,
     budget_s: float,
     limit: float | None,
+    timer: Timer,
     progress: Progress,
 ) -> Iterator[Row]:
     """A row for mlakit, then one for each baseline."""
@@ -151,7 +161,7 @@ def _measured(
         progress.update(task, completed=done, total=rounds)
 
     calls = {OURS: ours, **{each.name: each.call for each in baselines}}
-    seconds = take_turns(calls, budget_s=budget_s, after_round=advance)
+    seconds = take_turns(calls, budget_s=budget_s, timer=timer, after_round=advance)
     times = {name: Spread.of([1e6 * each for each in sample]) for name, sample in seconds.items()}
     bounding = [each.name for each in baselines if each.is_limit]
     fastest = min(bounding, key=lambda name: times[name].p50, default=None)
@@ -163,6 +173,7 @@ def _measured(
             rounds=len(seconds[name]),
             us=us,
             flops=workload.flops,
+            bytes=workload.bytes,
             ratio=None if name == OURS else paired_ratio(seconds[OURS], seconds[name]),
             limit=limit if name == fastest else None,
         )

@@ -42,9 +42,11 @@ def run(
         console.print(report.introduction(name, model, settings))
         if settings.device.type == "cuda":
             serve(model, settings, progress)  # kernels are compiled at their first call
+            if with_documented:
+                documented.all_calls(progress, settings.device)
         transcript = serve(model, settings, progress)
         stages = judged_stages(transcript, model, codec, progress)
-        calls = documented.all_calls(progress) if with_documented else []
+        calls = documented.all_calls(progress, settings.device) if with_documented else []
     console.print(report.stage_table(stages, geometry))
     console.print("", report.facts(geometry, settings, transcript.pages), sep="\n")
     if calls:

@@ -1,8 +1,9 @@
 """One serving step through the functions that Modular documents, each held to its oracle.
 
 A ragged batch (a new prompt, two decoding requests, one with drafted tokens, an idle one) of one
-rank of DeepSeek-V3 goes through every documented function on the CPU. Pages are shuffled, and all
-of the cache that holds no token holds NaN: what must not be read would show.
+rank of DeepSeek-V3 goes through every documented function, where the demo runs; its oracles run on
+the CPU. Pages are shuffled, and all of the cache that holds no token holds NaN: what must not be
+read would show.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ TOPK = 32
 GROUP = 128  # columns of kv_b_proj that share a scale
 EPSILON = 1e-6
 DTYPE = torch.bfloat16
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,10 @@ class Call:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """What the functions of one step share: requests, their pages, the model's tables."""
+    """What the functions of one step share: requests, their pages, the model's tables.
+
+    Numbers are drawn on the CPU: every device sees the same ones.
+    """
 
     generator: torch.Generator
     page_table: Tensor  # [batch, max_pages] int32, shuffled
@@ -66,17 +71,21 @@ class Batch:
     freqs: Tensor  # [positions, D_R]
     gamma: Tensor  # [D_C]
 
+    @property
+    def device(self) -> torch.device:
+        return self.page_table.device
+
     @classmethod
-    def make(cls, seed: int = 0) -> Batch:
+    def make(cls, device: torch.device = CPU, seed: int = 0) -> Batch:
         generator = torch.Generator().manual_seed(seed)
         pages = [-(-total // PAGE_SIZE) for total in TOTALS]
         return cls(
             generator,
-            shuffled_pages(len(pages), pages, NUM_PAGES, generator),
-            torch.tensor([0, *accumulate(NEW)], dtype=torch.int32),
-            torch.tensor(CACHED, dtype=torch.int32),
-            rope_table(max(TOTALS), D_R).to(DTYPE),
-            (1 + 0.1 * torch.randn(D_C, generator=generator)).to(DTYPE),
+            shuffled_pages(len(pages), pages, NUM_PAGES, generator).to(device),
+            torch.tensor([0, *accumulate(NEW)], dtype=torch.int32, device=device),
+            torch.tensor(CACHED, dtype=torch.int32, device=device),
+            rope_table(max(TOTALS), D_R).to(device, DTYPE),
+            (1 + 0.1 * torch.randn(D_C, generator=generator)).to(device, DTYPE),
         )
 
     @property
@@ -90,16 +99,32 @@ class Batch:
         return positions
 
     def normal(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self.generator).to(DTYPE)
+        return torch.randn(*shape, generator=self.generator).to(self.device, DTYPE)
+
+    def unwritten(self, *shape: int) -> Tensor:
+        """An output full of NaN: what a function forgets to write fails its check."""
+        return poison(torch.empty(shape, dtype=DTYPE, device=self.device))
+
+    def timed(self, call: Callable[[], object]) -> float:
+        """Seconds of one call, on a CPU imports of its kernel included."""
+        self._finish()
+        start = perf_counter()
+        call()
+        self._finish()
+        return perf_counter() - start
+
+    def _finish(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def append_arguments(self) -> tuple[Tensor, Tensor, Tensor]:
         """q_rope, the raw latents kv, and an output for the rotated queries."""
         q_rope = self.normal(self.num_tokens, HEADS, D_R)
-        return q_rope, self.normal(self.num_tokens, WIDTH), unwritten(*q_rope.shape)
+        return q_rope, self.normal(self.num_tokens, WIDTH), self.unwritten(*q_rope.shape)
 
     def slots(self, counts: Sequence[int], first: Tensor) -> Tensor:
         """Slots of `counts[b]` tokens of each request b, from position `first[b]` on."""
-        starts = torch.tensor([0, *accumulate(counts)])
+        starts = torch.tensor([0, *accumulate(counts)], device=self.device)
         request, index = token_requests(starts, sum(counts))
         return token_slots(self.page_table, PAGE_SIZE, request, first[request] + index)
 
@@ -112,35 +137,23 @@ class Batch:
         return self.slots(NEW, self.cached)
 
     def request_rows(self, collection: modular.KVCollection) -> list[Tensor]:
-        """The dequantised rows of each request, its new tokens included, float64."""
+        """On the CPU the dequantised rows of each request, its new tokens included, float64."""
         slots = self.slots(TOTALS, torch.zeros_like(self.cached))
         rows = collection.cache.layer(LAYER).read(slots, torch.float64)
-        return list(rows.split(TOTALS))
+        return list(rows.cpu().split(TOTALS))
 
     def collection(self, dtype: torch.dtype) -> modular.KVCollection:
         """A cache that holds the context of every request, and NaN everywhere else."""
         shape = (NUM_PAGES, 1, NUM_LAYERS, PAGE_SIZE, 1, WIDTH)
-        blocks = poison(torch.empty(shape, dtype=dtype))
+        blocks = poison(torch.empty(shape, dtype=dtype, device=self.device))
         collection = modular.KVCollection(blocks, self.page_table, self.cached)
         context = self.normal(sum(CACHED), WIDTH)
         collection.cache.layer(LAYER).write(self.cached_slots, context)
         return collection
 
 
-def unwritten(*shape: int) -> Tensor:
-    """An output full of NaN: what a function forgets to write fails its check."""
-    return poison(torch.empty(shape, dtype=DTYPE))
-
-
-def timed(call: Callable[[], object]) -> float:
-    """Seconds of one call, imports of its kernel included."""
-    start = perf_counter()
-    call()
-    return perf_counter() - start
-
-
 def in_both_precisions(oracle: Callable[[torch.dtype], Tensor]) -> tuple[Tensor, Tensor]:
-    """(exact, naive): the oracle in float64, and in the float32 the CPU kernels compute in."""
+    """(exact, naive): the oracle in float64, and in the float32 the kernels compute in."""
     return oracle(torch.float64), oracle(torch.float32)
 
 
@@ -149,8 +162,9 @@ def appended(
 ) -> list[Result]:
     """What a fused append wrote, with what it should have: rotated queries, then cache rows."""
     layer = collection.cache.layer(LAYER)
-    rows = layer.read(batch.new_slots).to(layer.payload.dtype)
-    step = (q_rope, kv, batch.freqs, batch.gamma, batch.new_positions)
+    rows = layer.read(batch.new_slots).to(layer.payload.dtype).cpu()
+    q_out, freqs, gamma = q_out.cpu(), batch.freqs.cpu(), batch.gamma.cpu()
+    step = (q_rope.cpu(), kv.cpu(), freqs, gamma, batch.new_positions)
     exact_q, exact_rows = reference.norm_rope_quant(*step, epsilon=EPSILON)
     naive_q, naive_rows = reference.norm_rope_quant_stepwise(
         *step, epsilon=EPSILON, out_dtype=q_out.dtype, cache_dtype=rows.dtype
@@ -160,7 +174,7 @@ def appended(
 
 def call_append_kernel(batch: Batch, collection: modular.KVCollection) -> Call:
     q_rope, kv, q_out = batch.append_arguments()
-    seconds = timed(
+    seconds = batch.timed(
         lambda: modular.fused_rope_rmsnorm_quantization_kernel(
             q_out,
             q_rope,
@@ -179,7 +193,7 @@ def call_append_kernel(batch: Batch, collection: modular.KVCollection) -> Call:
 
 def call_append_layer(batch: Batch, collection: modular.KVCollection) -> Call:
     q_rope, kv, q_out = batch.append_arguments()
-    seconds = timed(
+    seconds = batch.timed(
         lambda: modular.mla_fused_rope_rmsnorm_quantization(
             q_out,
             q_rope,
@@ -199,8 +213,8 @@ def call_append_layer(batch: Batch, collection: modular.KVCollection) -> Call:
 
 def call_decode(batch: Batch, collection: modular.KVCollection) -> Call:
     q = batch.normal(batch.num_tokens, HEADS, WIDTH)
-    out = unwritten(batch.num_tokens, HEADS, D_C)
-    seconds = timed(
+    out = batch.unwritten(batch.num_tokens, HEADS, D_C)
+    seconds = batch.timed(
         lambda: modular.flare_mla_decoding(
             out,
             q,
@@ -215,19 +229,19 @@ def call_decode(batch: Batch, collection: modular.KVCollection) -> Call:
     rows = batch.request_rows(collection)
     oracles = in_both_precisions(
         lambda dtype: reference.mla_decode(
-            q, rows, NEW, softmax_scale=GEOMETRY.softmax_scale, v_width=D_C, dtype=dtype
+            q.cpu(), rows, NEW, softmax_scale=GEOMETRY.softmax_scale, v_width=D_C, dtype=dtype
         )[0]
     )
     shapes = f"q {shape_of(q)} over {collection.cache.format} pages"
-    return Call(shapes, seconds, judge("flare_mla_decoding", Result(out, *oracles)))
+    return Call(shapes, seconds, judge("flare_mla_decoding", Result(out.cpu(), *oracles)))
 
 
 def call_sparse(batch: Batch, collection: modular.KVCollection) -> Call:
     q = batch.normal(batch.num_tokens, HEADS, WIDTH)
-    sink = torch.randn(HEADS, generator=batch.generator)
+    sink = torch.randn(HEADS, generator=batch.generator).to(batch.device)
     rows, lengths = row_lists(batch)
-    out = unwritten(batch.num_tokens, HEADS, D_C)
-    seconds = timed(
+    out = batch.unwritten(batch.num_tokens, HEADS, D_C)
+    seconds = batch.timed(
         lambda: modular.mla_sm100_prefill_sparse(
             out,
             q,
@@ -243,34 +257,36 @@ def call_sparse(batch: Batch, collection: modular.KVCollection) -> Call:
         )
     )
     layer = collection.cache.layer(LAYER)
-    pool = layer.read(torch.arange(layer.num_slots), torch.float64)
+    slots = torch.arange(layer.num_slots, device=batch.device)
+    pool = layer.read(slots, torch.float64).cpu()
     oracles = in_both_precisions(
         lambda dtype: reference.sparse_mla(
-            q,
+            q.cpu(),
             pool,
-            rows,
+            rows.cpu(),
             softmax_scale=GEOMETRY.softmax_scale,
             v_width=D_C,
-            topk_lens=lengths,
-            sink=sink,
+            topk_lens=lengths.cpu(),
+            sink=sink.cpu(),
             dtype=dtype,
         )[0]
     )
     shapes = f"q {shape_of(q)}, {TOPK} rows per token"
-    return Call(shapes, seconds, judge("mla_sm100_prefill_sparse", Result(out, *oracles)))
+    return Call(shapes, seconds, judge("mla_sm100_prefill_sparse", Result(out.cpu(), *oracles)))
 
 
 def row_lists(batch: Batch) -> tuple[Tensor, Tensor]:
     """For every new token up to TOPK rows it may see, in random order, padded with −1."""
     rows = torch.full((batch.num_tokens, TOPK), -1, dtype=torch.int32)
     lengths = torch.empty(batch.num_tokens, dtype=torch.int32)
-    request, _ = token_requests(batch.row_offsets, batch.num_tokens)
+    request, _ = token_requests(batch.row_offsets.cpu(), batch.num_tokens)
+    page_table = batch.page_table.cpu()
     for token, position in enumerate(batch.new_positions):
         seen = torch.randperm(position + 1, generator=batch.generator)[:TOPK]
         own = request[token].expand(len(seen))
-        rows[token, : len(seen)] = token_slots(batch.page_table, PAGE_SIZE, own, seen).int()
+        rows[token, : len(seen)] = token_slots(page_table, PAGE_SIZE, own, seen).int()
         lengths[token] = len(seen)
-    return rows, lengths
+    return rows.to(batch.device), lengths.to(batch.device)
 
 
 def call_prefill(batch: Batch, collection: modular.KVCollection) -> Call:
@@ -281,8 +297,8 @@ def call_prefill(batch: Batch, collection: modular.KVCollection) -> Call:
     buffer_row_offsets, cache_offsets, buffer_lengths = modular.mla_prefill_plan(
         batch.row_offsets, batch.cached, NUM_PAGES * PAGE_SIZE, page_size=PAGE_SIZE, max_chunks=1
     )
-    out = unwritten(batch.num_tokens, HEADS, D_V)
-    seconds = timed(
+    out = batch.unwritten(batch.num_tokens, HEADS, D_V)
+    seconds = batch.timed(
         lambda: modular.mla_prefill_branch_fp8(
             out,
             q,
@@ -303,14 +319,16 @@ def call_prefill(batch: Batch, collection: modular.KVCollection) -> Call:
     oracles = in_both_precisions(prefill_oracle(batch, collection, q, weight, weight_scale))
     results = appended(batch, collection, q_rope, raw, q[..., D_N:])
     shapes = f"q {shape_of(q)}, kv_b_proj {shape_of(weight)} e4m3"
-    return Call(shapes, seconds, judge("mla_prefill_branch_fp8", Result(out, *oracles), *results))
+    attended = Result(out.cpu(), *oracles)
+    return Call(shapes, seconds, judge("mla_prefill_branch_fp8", attended, *results))
 
 
 def up_projection(batch: Batch) -> tuple[Tensor, Tensor]:
     """kv_b_proj [heads · (D_N + D_V), D_C] e4m3, and a scale for every GROUP × GROUP of it."""
     weight = saturating_cast(batch.normal(HEADS * (D_N + D_V), D_C), E4M3)
     blocks = (len(weight) // GROUP, D_C // GROUP)
-    return weight, (0.5 + torch.rand(blocks, generator=batch.generator)) / D_C**0.5
+    scale = (0.5 + torch.rand(blocks, generator=batch.generator)) / D_C**0.5
+    return weight, scale.to(batch.device)
 
 
 def prefill_oracle(
@@ -322,6 +340,7 @@ def prefill_oracle(
 ) -> Callable[[torch.dtype], Tensor]:
     """Expanded attention over the rows that the prefill branch left in the cache."""
     rows = batch.request_rows(collection)
+    q, weight, weight_scale = (x.cpu() for x in (q, weight, weight_scale))
     latent, k_rope = torch.cat(rows).split([D_C, D_R], dim=-1)
     quantised, scales = reference.quantize_fp8(latent, GROUP)
 
@@ -346,9 +365,9 @@ def prefill_oracle(
     return attend
 
 
-def all_calls(progress: Progress) -> list[Call]:
+def all_calls(progress: Progress, device: torch.device = CPU) -> list[Call]:
     """One step of the batch: append to a cache, then attend over what was appended."""
-    batch = Batch.make()
+    batch = Batch.make(device)
     bf16, fp8 = batch.collection(DTYPE), batch.collection(E4M3)
     unwritten_bf16 = batch.collection(DTYPE)
     calls = [

@@ -140,26 +140,43 @@ class AppendCase(PagedCase):
         return stage.result("q_rope_out", q_rope.shape, dtype)
 
     def _check(self, step: Step, pool: Pool, rotated: Tensor) -> None:
-        inputs = (step.q_rope, step.kv, step.freqs, step.gamma, step.positions)
-        exact_q, exact_rows = reference.norm_rope_quant(
-            *inputs, epsilon=self.epsilon, rope=self.rope
-        )
-        q, rows = reference.norm_rope_quant_stepwise(
-            *inputs,
+        assert_appended(
+            step,
+            rotated,
+            pool.read(step.slots),
+            pool.cache.codec,
             epsilon=self.epsilon,
             rope=self.rope,
-            out_dtype=rotated.dtype,
-            cache_dtype=torch.float32,
+            tensor_scale=self.tensor_scale,
+            power_of_two=self.power_of_two,
         )
-        assert_matches("q_rope_out", rotated, exact_q, q)
-        codec, scale = pool.cache.codec, self.tensor_scale
-        stored = codec.decode(
-            *codec.encode(rows, tensor_scale=scale, power_of_two=self.power_of_two),
-            tensor_scale=scale,
-        )
-        actual = pool.read(step.slots)
-        assert_matches("cache rows", actual, exact_rows, stored)
-        assert_quantised_alike(codec, actual, stored)
+
+
+def assert_appended(
+    step: Step,
+    rotated: Tensor,
+    rows: Tensor,
+    codec: RowCodec,
+    *,
+    epsilon: float,
+    rope: str = "interleaved",
+    tensor_scale: float = 1.0,
+    power_of_two: bool = False,
+) -> None:
+    """Assert that a step rotated its queries and wrote its rows as the oracle says.
+
+    rotated  [tokens, heads, D_R], rows [tokens, width] as read from the cache; both on the CPU
+    """
+    inputs = (step.q_rope, step.kv, step.freqs, step.gamma, step.positions)
+    exact_q, exact_rows = reference.norm_rope_quant(*inputs, epsilon=epsilon, rope=rope)
+    naive_q, naive_rows = reference.norm_rope_quant_stepwise(
+        *inputs, epsilon=epsilon, rope=rope, out_dtype=rotated.dtype, cache_dtype=torch.float32
+    )
+    assert_matches("q_rope_out", rotated, exact_q, naive_q)
+    encoded = codec.encode(naive_rows, tensor_scale=tensor_scale, power_of_two=power_of_two)
+    stored = codec.decode(*encoded, tensor_scale=tensor_scale)
+    assert_matches("cache rows", rows, exact_rows, stored)
+    assert_quantised_alike(codec, rows, stored)
 
 
 def assert_quantised_alike(codec: RowCodec, actual: Tensor, expected: Tensor) -> None:

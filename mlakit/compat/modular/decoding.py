@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -119,23 +119,14 @@ def _paged(
     kv_lens = cache.cache_lengths + offsets.diff()
     first = first_visible_keys_on_device(mask_functor, cache.cache_lengths, kv_lens)
     layer = cache.with_scales_by_page(first, kv_lens)
-    queries, where = (q, None) if ragged else _packed(q, offsets)
-    scales = q_scale if q_scale is None or where is None else q_scale.view(q.shape[:2])[where]
-    results = output if where is None else output.new_empty(len(queries), *output.shape[2:])
-    _launch(
-        results,
-        queries,
-        scales,
-        layer,
-        cache.lookup_table,
-        offsets,
-        kv_lens,
-        mask_functor,
-        scale,
-        splits,
-    )
-    if where is not None:
-        output[where] = results
+    step = _Step(q, q_scale, cache.lookup_table, offsets, kv_lens)
+    if ragged:
+        _launch(output, step, layer, mask_functor, scale, splits)
+        return output
+    packed, rows, is_valid = _packed(step)
+    results = output.new_empty(len(packed.q), *output.shape[2:])
+    _launch(results, packed, layer, mask_functor, scale, splits)
+    output.copy_(torch.where(is_valid[..., None, None], results[rows], output))
     return output
 
 
@@ -171,9 +162,8 @@ def _contiguous(
     table = torch.arange(batch, device=q.device)[:, None]
     kv_lens = torch.full((batch,), keys, device=q.device)
     results = output.new_empty(batch * q_len, *output.shape[2:])
-    _launch(
-        results, q.flatten(0, 1), None, layer, table, offsets, kv_lens, mask_functor, scale, splits
-    )
+    step = _Step(q.flatten(0, 1), None, table, offsets, kv_lens)
+    _launch(results, step, layer, mask_functor, scale, splits)
     output.copy_(results.unflatten(0, (batch, q_len)))
     return output
 
@@ -306,10 +296,47 @@ def _check_scalars(dims: Dims, scalar_args_buf: Tensor, longest: int | None) -> 
     return dims.integer(f"{name}[2]", splits, 1)
 
 
-def _packed(q: Tensor, offsets: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """The valid rows of padded q [batch, q_len, …] one after another, and where they came from."""
-    request, index = token_requests(offsets, int(offsets[-1]))
-    return q[request, index], (request, index)
+class _Step(NamedTuple):
+    """What is attended by whom; q may still be padded, [batch, q_len, …]."""
+
+    q: Tensor
+    q_scale: Tensor | None
+    page_table: Tensor
+    q_starts: Tensor
+    kv_lens: Tensor
+
+
+def _packed(step: _Step) -> tuple[_Step, Tensor, Tensor]:
+    """(a ragged step, rows [batch, q_len], is_valid [batch, q_len]) of a padded one.
+
+    Its valid tokens stand one after another; `rows` says where each token of q went. How many there
+    are may be known to the GPU only: the others follow as those of one more request, without keys.
+    """
+    q, q_scale, table, starts, kv_lens = step
+    batch, q_len = q.shape[:2]
+    column = torch.arange(q_len, device=q.device)
+    is_valid = column < starts.diff()[:, None]
+    rows = torch.where(is_valid, starts[:-1, None] + column, 0)
+    ends = torch.cat([starts, starts.new_full((1,), batch * q_len)])
+    request, index = token_requests(ends, batch * q_len)
+    # tokens of the request without keys may be any: here they are the first
+    source = torch.where(request < batch, request * q_len + index, 0)
+    return (
+        _Step(
+            _bits(q).flatten(0, 1)[source].view(q.dtype),
+            None if q_scale is None else q_scale[source],
+            torch.cat([table, table.new_zeros(1, table.shape[1])]),
+            ends,
+            torch.cat([kv_lens, kv_lens.new_zeros(1)]),
+        ),
+        rows,
+        is_valid,
+    )
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """e4m3 as bytes: on CUDA torch indexes those in every version."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 def _split_query(q: Tensor, layer: CacheLayer) -> tuple[Tensor, Tensor]:
@@ -321,27 +348,18 @@ def _split_query(q: Tensor, layer: CacheLayer) -> tuple[Tensor, Tensor]:
 
 
 def _launch(
-    output: Tensor,
-    q: Tensor,
-    q_scale: Tensor | None,
-    layer: CacheLayer,
-    page_table: Tensor,
-    q_starts: Tensor,
-    kv_lens: Tensor,
-    mask: Mask,
-    scale: float,
-    num_splits: int,
+    output: Tensor, step: _Step, layer: CacheLayer, mask: Mask, scale: float, num_splits: int
 ) -> None:
-    q_latent, q_rope = _split_query(q, layer)
+    q_latent, q_rope = _split_query(step.q, layer)
     mla_decode(
         q_latent,
         layer.alone,
-        page_table,
-        kv_lens,
+        step.page_table,
+        step.kv_lens,
         softmax_scale=scale,
         q_rope=q_rope,
-        q_scale=q_scale,
-        q_starts=q_starts,
+        q_scale=step.q_scale,
+        q_starts=step.q_starts,
         mask=mask,
         plan=EvenSplit(num_splits),
         out=output,

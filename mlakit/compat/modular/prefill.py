@@ -13,6 +13,7 @@ from mlakit.compat.modular.arguments import (
     check_target,
     check_used_pages,
     first_visible_keys,
+    first_visible_keys_on_device,
     step_lengths,
 )
 from mlakit.compat.modular.collection import KeyCache, KVCollection
@@ -101,7 +102,7 @@ def mla_prefill_branch_fp8(
     q_rope = q[..., dims["qk"] - rope :]
     raw = _raw_latents(cache, offsets, dims["tokens"]).to(q.dtype)
     append_step(cache, q_rope, q_rope, raw, offsets, freqs_cis, kv_norm_gamma, epsilon)
-    rows, kv_starts = _visible_rows(cache, offsets, mask, q.dtype)
+    rows, kv_starts = _visible_rows(cache, offsets, mask, length, q.dtype)
     latent, k_rope = rows.split([cache.row.kv_lora_rank, rope], dim=-1)
     quantised, scales = quantize_fp8(latent, group, scale_ub=SCALE_UB)
     expanded = scaled_mm_fp8(
@@ -241,14 +242,29 @@ def _raw_latents(cache: KeyCache, row_offsets: Tensor, num_tokens: int) -> Tenso
 
 
 def _visible_rows(
-    cache: KeyCache, row_offsets: Tensor, mask: Mask, dtype: torch.dtype
+    cache: KeyCache, row_offsets: Tensor, mask: Mask, buffer_length: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """(cache rows [keys, width] of the keys any query sees, kv_starts [batch + 1]).
 
     A window lets the oldest keys go; the rest keep their distances to the queries, and a chunk mask
     drops whole chunks, so the mask means the same over what is left.
     """
-    before = cache.cache_lengths.tolist()
-    after = (cache.cache_lengths + row_offsets.diff()).tolist()
-    first = first_visible_keys(mask, before, after)
-    return gather_rows(cache.layer, cache.lookup_table, first, after, dtype)
+    before, after = cache.cache_lengths, cache.cache_lengths + row_offsets.diff()
+    if values_visible(before) and values_visible(row_offsets):
+        lows, highs = before.tolist(), after.tolist()
+        first = first_visible_keys(mask, lows, highs)
+        return gather_rows(cache.layer, cache.lookup_table, first, highs, dtype)
+    # only the GPU knows how many keys there are; the host knows the buffer that holds them
+    seen_from = first_visible_keys_on_device(mask, before, after)
+    starts = torch.nn.functional.pad((after - seen_from).cumsum(0), (1, 0)).clamp(max=buffer_length)
+    request, index = token_requests(starts, buffer_length)
+    # rows past the last key are nobody's: they are the first row of the cache, and not attended
+    is_key = request < len(before)
+    request = torch.where(is_key, request, 0)
+    slots = token_slots(
+        cache.lookup_table,
+        cache.page_size,
+        request,
+        torch.where(is_key, seen_from.long()[request] + index, 0),
+    )
+    return cache.layer.read(torch.where(is_key, slots, 0), dtype), starts.to(torch.int32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,12 @@ def slopes_from_name(
     if score_mod_str == "no_pos":
         return None
     dims.require(mask.is_causal, "mask_str", "be a causal mask for alibi", repr(mask.kind))
+    return _slopes_on(device, num_heads)
+
+
+@lru_cache(maxsize=64)
+def _slopes_on(device: torch.device, num_heads: int) -> Tensor:
+    """Copied to a device once: the copy waits for the GPU."""
     return torch.tensor(alibi_slopes(num_heads), dtype=torch.float32, device=device)
 
 

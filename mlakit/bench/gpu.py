@@ -1,0 +1,45 @@
+"""What GPU suites measure against besides other libraries: the card itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from mlakit.bench.suite import Baseline
+
+DEVICE = torch.device("cuda")
+
+
+def why_not() -> str | None:
+    """Why nothing can be measured on a GPU here."""
+    return None if torch.cuda.is_available() else "needs a CUDA device, and torch sees none"
+
+
+def reading(num_bytes: int) -> Baseline:
+    """A reduction over so many bytes: the time in which they can be read at all."""
+    words = torch.ones(max(num_bytes // 4, 1), device=DEVICE)
+    return Baseline("reading its bytes", words.sum, is_limit=False)
+
+
+def copying(num_bytes: int) -> Baseline:
+    """A copy that reads half of so many bytes and writes as many."""
+    source = torch.ones(max(num_bytes // 8, 1), dtype=torch.int32, device=DEVICE)
+    target = torch.empty_like(source)
+    return Baseline("copying its bytes", lambda: target.copy_(source), is_limit=False)
+
+
+def launching_nothing() -> Baseline:
+    """A kernel of one block that returns at once, timed like the others."""
+    from mlakit.kernels.triton.nothing import do_nothing  # Triton is not everywhere
+
+    argument = torch.empty(1, device=DEVICE)
+    return Baseline("empty kernel", lambda: do_nothing(argument), is_limit=False)
+
+
+def captured(call: Callable[[], object]) -> Callable[[], None]:
+    """`call` as a CUDA graph; it must have been called before."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay

@@ -1,0 +1,178 @@
+"""The suite `norm-rope-quant`: one step's new tokens into the cache, on a GPU.
+
+Against  copying as many bytes; an empty kernel; the same steps as separate compiled torch functions
+Bytes    q_rope read and written, the raw latents read, the cache rows written
+Gate     the rotated queries and the rows written, against the float64 oracle
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from mlakit.bench import gpu
+from mlakit.bench.suite import Baseline, Contest, Workload
+from mlakit.cache import PagedLatentCache
+from mlakit.formats import row_codec
+from mlakit.geometry import MLAGeometry
+from mlakit.ops import norm_rope_quant_append
+from mlakit.workloads.norm_rope_quant import Step, assert_appended
+
+MODEL = MLAGeometry.preset("deepseek-v3")
+ROW = MODEL.row
+D_C, D_R = ROW.kv_lora_rank, ROW.qk_rope_head_dim
+EPSILON = 1e-6
+SEED = 0
+MOST_JUDGED = 64  # tokens
+
+
+@dataclass(frozen=True)
+class Append(Workload):
+    """`tokens` requests with one new token each, or one request with all of them (`is_prompt`)."""
+
+    tokens: int
+    format: str = "bf16"
+    heads: int = 128
+    is_prompt: bool = False
+    page_size: int = 64
+
+    op = "norm_rope_quant_append"
+
+    @property
+    def name(self) -> str:
+        kind = "prompt" if self.is_prompt else "decode"
+        return f"append-{self.format}-{kind}-{self.tokens}-h{self.heads}"
+
+    @property
+    def flops(self) -> int:
+        return self.tokens * (3 * (self.heads + 1) * D_R + 4 * D_C)
+
+    @property
+    def bytes(self) -> int:
+        queries = 2 * 2 * self.heads * D_R
+        return self.tokens * (queries + 2 * ROW.width + row_codec(self.format, ROW).bytes_per_token)
+
+    @property
+    def limit(self) -> float | None:
+        return 0.5 if self.format == "bf16" else None
+
+    @property
+    def small(self) -> Append:
+        return replace(self, tokens=min(self.tokens, 3))
+
+    def contest(self) -> Contest:
+        generator = torch.Generator(gpu.DEVICE).manual_seed(SEED)
+
+        def normal(*shape: int) -> Tensor:
+            numbers = torch.randn(shape, generator=generator, device=gpu.DEVICE)
+            return numbers.to(torch.bfloat16)
+
+        q_rope, kv = normal(self.tokens, self.heads, D_R), normal(self.tokens, ROW.width)
+        gamma, rotated = normal(D_C), torch.empty_like(q_rope)
+        freqs = _rope_table(self.tokens if self.is_prompt else 1).to(gpu.DEVICE)
+        pages_each = -(-self.tokens // self.page_size) if self.is_prompt else 1
+        batch = 1 if self.is_prompt else self.tokens
+        cache = PagedLatentCache.allocate(
+            ROW,
+            self.format,
+            num_pages=batch * pages_each,
+            page_size=self.page_size,
+            device=gpu.DEVICE,
+        )
+        order = torch.randperm(batch * pages_each, generator=generator, device=gpu.DEVICE)
+        page_table = order.int().view(batch, pages_each)
+        kv_lens = torch.zeros(batch, dtype=torch.int32, device=gpu.DEVICE)
+        starts = torch.arange(batch + 1, dtype=torch.int32, device=gpu.DEVICE)
+        starts = starts * (self.tokens // batch)
+
+        def ours() -> Tensor:
+            return norm_rope_quant_append(
+                q_rope,
+                kv,
+                freqs,
+                gamma,
+                cache,
+                page_table,
+                kv_lens,
+                starts,
+                epsilon=EPSILON,
+                q_rope_out=rotated,
+            )
+
+        token = torch.arange(self.tokens, device=gpu.DEVICE)
+        position = token if self.is_prompt else torch.zeros_like(token)
+        request = torch.zeros_like(token) if self.is_prompt else token
+        page = page_table[request, position // self.page_size].long()
+        slots = page * self.page_size + position % self.page_size
+
+        def gate() -> None:
+            ours()
+            judged = slice(0, self.tokens, max(self.tokens // MOST_JUDGED, 1))
+            step = Step(
+                q_rope=q_rope[judged].cpu(),
+                kv=kv[judged].cpu(),
+                freqs=freqs.cpu(),
+                gamma=gamma.cpu(),
+                positions=position[judged].tolist(),
+                slots=slots[judged].cpu(),
+            )
+            rows = cache.layer(0).read(slots[judged]).cpu()
+            assert_appended(step, rotated[judged].cpu(), rows, cache.codec, epsilon=EPSILON)
+
+        baselines = [gpu.copying(self.bytes), gpu.launching_nothing()]
+        if self.format == "bf16":
+            steps = _separate_steps(q_rope, kv, freqs, gamma, cache, position, slots)
+            baselines.append(Baseline("separate torch.compile", steps))
+        return Contest(ours, baselines, gate)
+
+
+def _rope_table(positions: int) -> Tensor:
+    angle = torch.arange(positions)[:, None] * 10000.0 ** (-torch.arange(0, D_R, 2) / D_R)
+    return torch.stack([angle.cos(), angle.sin()], dim=-1).flatten(1)
+
+
+def _separate_steps(
+    q_rope: Tensor,
+    kv: Tensor,
+    freqs: Tensor,
+    gamma: Tensor,
+    cache: PagedLatentCache,
+    position: Tensor,
+    slots: Tensor,
+) -> Callable[[], None]:
+    """What an engine does without fusion: rotate q, rotate k, normalise, write the row."""
+    rows = cache.payload[0].flatten(0, 1)
+
+    def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
+        cos, sin = cos_sin.unflatten(-1, (-1, 2)).unbind(-1)
+        x0, x1 = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+        y = torch.stack([x0 * cos - x1 * sin, x0 * sin + x1 * cos], dim=-1)
+        return y.flatten(-2).to(x.dtype)
+
+    def norm(x: Tensor) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPSILON)
+        return normed.to(x.dtype) * gamma
+
+    def append(latent: Tensor, rope: Tensor) -> None:
+        rows[slots] = torch.cat([latent, rope], dim=-1)
+
+    rotate_q, rotate_k = torch.compile(rotate), torch.compile(rotate)
+    norm_c, append_row = torch.compile(norm), torch.compile(append)
+
+    def steps() -> None:
+        cos_sin = freqs[position]
+        rotate_q(q_rope, cos_sin[:, None])
+        append_row(norm_c(kv[:, :D_C]), rotate_k(kv[:, D_C:], cos_sin))
+
+    return steps
+
+
+WORKLOADS: tuple[Workload, ...] = (
+    *(Append(tokens) for tokens in (1, 16, 128)),
+    Append(128, "fp8_block128"),
+    *(Append(4096, format, is_prompt=True) for format in ("bf16", "fp8", "fp8_block128")),
+)

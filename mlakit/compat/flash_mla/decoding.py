@@ -1,0 +1,278 @@
+"""`flash_mla_with_kvcache`: attention of new tokens over a paged cache, dense or over listed rows.
+
+A query of the batch is a token of mlakit's ops; a KV head is a multi-query group of its own, whose
+rows are a strided view of the cache. Nothing of a cache is copied.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mlakit.cache import PagedLatentCache
+from mlakit.checks import E4M3, FLOATS, Dims, values_visible
+from mlakit.compat.flash_mla.metadata import FlashMLASchedMeta, check_metadata, remember
+from mlakit.compat.flash_mla.results import Results
+from mlakit.compat.flash_mla.rows import check_rows, wrap
+from mlakit.masks import CAUSAL, NULL
+from mlakit.ops import ExtraRows, mla_decode, sparse_mla
+from mlakit.ops._arguments import INTEGERS
+from mlakit.ops._library import refuse_grad
+
+NAME = "flash_mla_with_kvcache"
+# how the arguments of the first and of the second cache are called
+MAIN = ("k_cache", "indices", "topk_length")
+EXTRA = ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
+
+
+def flash_mla_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    block_table: Tensor | None,
+    cache_seqlens: Tensor | None,
+    head_dim_v: int,
+    tile_scheduler_metadata: object = None,
+    num_splits: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    is_fp8_kvcache: bool = False,
+    indices: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    extra_k_cache: Tensor | None = None,
+    extra_indices_in_kvcache: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    extra_topk_length: Tensor | None = None,
+    out: Tensor | None = None,
+    *,
+    descale_q: float | Tensor | None = None,
+    descale_k: float | Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention over all tokens of each request, or over the rows that `indices` lists.
+
+    q              [b, s_q, h_q, d] bf16, fp16, f32, or e4m3 (the result is then bf16)
+    k_cache        [num_blocks, page_block_size, h_k, d] in q's dtype, or rows of bytes (uint8,
+                   int8, e4m3): 656 for d = 576, 584 or 528 for d = 512, or d of them, all e4m3
+    block_table    [b, max_blocks], dense only; entries past a request's last page are not read
+    cache_seqlens  [b] cached tokens, the queries included, dense only
+    head_dim_v     how many leading columns of a row are the value
+    tile_scheduler_metadata, num_splits
+                   of any version of FlashMLA; accepted, and never change a result
+    softmax_scale  d ** -0.5 if None
+    causal         a query sees no token after its own, the queries being the newest; dense only
+    indices        [b, s_q, topk] rows, block · page_block_size + offset; a negative or too large
+                   one does not count
+    attn_sink      [h_q] float32 logit that joins the denominator of out, not lse
+    extra_k_cache, extra_indices_in_kvcache
+                   a second cache of such rows, with lists of its own
+    topk_length, extra_topk_length
+                   [b]: list entries from here on do not count
+    out            [b, s_q, h_q, head_dim_v] to write to
+    descale_q, descale_k
+                   one scale each, a number or a tensor: e4m3 queries (dense only), and rows that
+                   are all e4m3, stand for themselves times it
+
+    Returns out and lse [b, h_q, s_q] float32, the natural log of Σ exp score. Where nothing was
+    attended, out is 0 and lse is +inf.
+    """
+    dims = Dims(NAME)
+    refuse_grad(NAME, q=q, k_cache=k_cache, extra_k_cache=extra_k_cache, out=out)
+    check_metadata(dims, tile_scheduler_metadata, num_splits)
+    _check_query(dims, q, head_dim_v)
+    if attn_sink is not None:
+        dims.match("attn_sink", attn_sink, "h_q", dtypes=[torch.float32])
+    scale = q.shape[3] ** -0.5
+    if softmax_scale is not None:
+        scale = dims.finite("softmax_scale", softmax_scale)
+    results = Results.of(dims, q, head_dim_v, out)
+    call = _Call(dims, q, head_dim_v, is_fp8_kvcache, descale_k, scale, attn_sink, results)
+    extra = (extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
+    if indices is None:
+        for name, value in zip((MAIN[2], *EXTRA), (topk_length, *extra), strict=True):
+            dims.require(value is None, name, "be None without indices", "a tensor")
+        call.attend_all(k_cache, block_table, cache_seqlens, causal, descale_q)
+    else:
+        dims.require(not causal, "causal", "be False with indices", causal)
+        dims.require(descale_q is None, "descale_q", "be None with indices", "a scale")
+        call.attend_listed((k_cache, indices, topk_length), extra)
+    remember(
+        tile_scheduler_metadata,
+        FlashMLASchedMeta.Config(
+            b=q.shape[0],
+            s_q=q.shape[1],
+            h_q=q.shape[2],
+            page_block_size=k_cache.shape[1],
+            h_k=k_cache.shape[2],
+            causal=causal,
+            is_fp8_kvcache=is_fp8_kvcache,
+            topk=None if indices is None else indices.shape[2],
+            extra_page_block_size=None if extra_k_cache is None else extra_k_cache.shape[1],
+            extra_topk=(
+                None if extra_indices_in_kvcache is None else extra_indices_in_kvcache.shape[2]
+            ),
+        ),
+    )
+    return results.finish()
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """What attention over all rows and over listed rows have in common."""
+
+    dims: Dims
+    q: Tensor  # [b, s_q, h_q, d]
+    head_dim_v: int
+    is_fp8_kvcache: bool
+    descale_k: float | Tensor | None
+    scale: float
+    sink: Tensor | None
+    results: Results
+
+    def attend_all(
+        self,
+        k_cache: Tensor,
+        block_table: Tensor | None,
+        cache_seqlens: Tensor | None,
+        causal: bool,
+        descale_q: float | Tensor | None,
+    ) -> None:
+        pools = self._pools("k_cache", k_cache)
+        dims, (b, s_q, h_q, _) = self.dims, self.q.shape
+        table = dims.match("block_table", block_table, "b", "max_blocks", dtypes=INTEGERS)
+        lengths = dims.match("cache_seqlens", cache_seqlens, "b", dtypes=INTEGERS)
+        _check_blocks(dims, table, lengths, pools[0])
+        dims.require(h_q % len(pools) == 0, "h_q", f"be a multiple of h_k, {len(pools)}", h_q)
+        q_scale = None
+        if descale_q is not None:
+            dims.require(
+                self.q.dtype == E4M3, "descale_q", f"be None for {self.q.dtype} q", descale_q
+            )
+            q_scale = _one_scale(dims, "descale_q", descale_q, self.q.device).expand(b * s_q)
+        if self.q.numel() == 0:
+            return
+        q = self.q.flatten(0, 1)
+        starts = torch.arange(0, (b + 1) * s_q, s_q, dtype=torch.int32, device=q.device)
+        group = h_q // len(pools)
+        for head, pool in enumerate(pools):
+            own = slice(head * group, (head + 1) * group)
+            mla_decode(
+                q[:, own],
+                pool,
+                table,
+                lengths,
+                softmax_scale=self.scale,
+                q_scale=q_scale,
+                q_starts=starts,
+                mask=CAUSAL if causal else NULL,
+                sink=None if self.sink is None else self.sink[own],
+                out=self.results.out_tokens[:, own],
+                lse=self.results.lse_tokens[:, own],
+            )
+
+    def attend_listed(
+        self,
+        main: tuple[Tensor, Tensor, Tensor | None],
+        extra: tuple[Tensor | None, Tensor | None, Tensor | None],
+    ) -> None:
+        pool, rows, topk_lens, _ = self._listed(MAIN, *main)
+        second = None
+        if any(value is not None for value in extra):
+            second = self._listed(EXTRA, *extra)
+            shape, own = second.cache.row, pool.row
+            self.dims.require(shape == own, EXTRA[0], f"have rows like k_cache's, {own}", shape)
+        if self.q.numel() == 0:
+            return
+        sparse_mla(
+            self.q.flatten(0, 1),
+            pool,
+            rows,
+            softmax_scale=self.scale,
+            topk_lens=topk_lens,
+            sink=self.sink,
+            extra=second,
+            out=self.results.out_tokens,
+            lse=self.results.lse_tokens,
+        )
+
+    def _listed(
+        self,
+        names: tuple[str, str, str],
+        cache: Tensor | None,
+        indices: Tensor | None,
+        lengths: Tensor | None,
+    ) -> ExtraRows:
+        """The rows of a cache that each query lists, for tokens instead of requests."""
+        dims, (b, s_q, _, _) = self.dims, self.q.shape
+        pools = self._pools(names[0], dims.tensor(names[0], cache))
+        dims.require(len(pools) == 1, f"{names[0]}.shape[2]", "be one KV head", len(pools))
+        topk = f"entries of {names[1]}"
+        rows = dims.match(names[1], indices, "b", "s_q", topk, dtypes=INTEGERS).flatten(0, 1)
+        topk_lens = None
+        if lengths is not None:
+            dims.match(names[2], lengths, "b", dtypes=INTEGERS)
+            dims.lengths(names[2], lengths, rows.shape[1], f"the {topk}")
+            topk_lens = lengths[:, None].expand(b, s_q).flatten()
+        return ExtraRows(pools[0], rows, topk_lens)
+
+    def _pools(self, arg: str, cache: Tensor) -> list[PagedLatentCache]:
+        """The rows of each KV head of a cache, in its memory."""
+        dims = self.dims
+        axes = ("num_blocks", "page_block_size", "h_k", "row")
+        dims.match(arg, cache, *(f"{axis} of {arg}" for axis in axes))
+        rows = check_rows(dims, arg, cache, self.q, self.head_dim_v)
+        format, heads = rows[0], cache.shape[2]
+        whole = format == "fp8" or cache.dtype in FLOATS
+        dims.require(heads >= 1, f"{arg}.shape[2]", "be at least one KV head", heads)
+        dims.require(heads == 1 or whole, f"{arg}.shape[2]", f"be 1 for {format} rows", heads)
+        # a plain e4m3 cache comes without the flag from callers of the dense FP8 kernels
+        is_fp8 = cache.dtype not in FLOATS
+        dims.require(
+            bool(self.is_fp8_kvcache) == is_fp8 or format == "fp8",
+            "is_fp8_kvcache",
+            f"be {is_fp8} for {arg} of {format} rows",
+            self.is_fp8_kvcache,
+        )
+        scale: float | Tensor = 1.0
+        if self.descale_k is not None:
+            dims.require(format == "fp8", "descale_k", f"be None for {format} rows", "a scale")
+            scale = _one_scale(dims, "descale_k", self.descale_k, cache.device)
+        return [wrap(dims, arg, cache[:, :, head], rows, scale) for head in range(heads)]
+
+
+def _check_query(dims: Dims, q: Tensor, head_dim_v: int) -> None:
+    dims.match("q", q, "b", "s_q", "h_q", "d", dtypes=(*FLOATS, E4M3))
+    dims.rows_contiguous("q", q)
+    dims.require(dims["h_q"] >= 1, "q.shape[2]", "be at least one head", dims["h_q"])
+    d_v, d = dims.integer("head_dim_v", head_dim_v, 1), dims["d"]
+    dims.require(d_v <= d, "head_dim_v", f"not exceed d of q, {d}", d_v)
+
+
+def _check_blocks(
+    dims: Dims, block_table: Tensor, cache_seqlens: Tensor, pool: PagedLatentCache
+) -> None:
+    """Every cached token has a block that exists."""
+    if not (values_visible(block_table) and values_visible(cache_seqlens)):
+        return
+    columns = block_table.shape[1]
+    room = f"the {columns} blocks of {pool.page_size} in block_table"
+    dims.lengths("cache_seqlens", cache_seqlens, columns * pool.page_size, room)
+    first = torch.arange(columns, device=block_table.device) * pool.page_size
+    missing = (block_table < 0) | (block_table >= pool.num_pages)
+    wrong = (missing & (first < cache_seqlens[:, None])).nonzero().tolist()
+    if wrong:
+        request, column = wrong[0]
+        page = int(block_table[request, column])
+        dims.fail(f"block_table[{request}, {column}]", f"be in [0, {pool.num_pages})", page)
+
+
+def _one_scale(dims: Dims, arg: str, scale: float | Tensor, device: torch.device) -> Tensor:
+    """One number for the whole tensor, [1] float32 on its device."""
+    if not isinstance(scale, Tensor):
+        number = dims.finite(arg, scale)
+        dims.require(number > 0, arg, "be positive", number)
+        return torch.full((1,), number, dtype=torch.float32, device=device)
+    dims.dtype(arg, scale, torch.float32)
+    dims.same_device(arg, scale)
+    dims.require(scale.numel() == 1, arg, "have one element", f"shape {tuple(scale.shape)}")
+    return scale.reshape(1)

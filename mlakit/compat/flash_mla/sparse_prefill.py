@@ -1,0 +1,90 @@
+"""`flash_mla_sparse_fwd`: attention of flat query tokens over the rows their own lists name."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mlakit.checks import FLOATS, Dims
+from mlakit.compat.flash_mla.results import positive_where_empty
+from mlakit.compat.flash_mla.rows import check_rows, wrap
+from mlakit.ops import sparse_mla
+from mlakit.ops._arguments import INTEGERS
+from mlakit.ops._library import refuse_grad
+
+NAME = "flash_mla_sparse_fwd"
+
+
+def flash_mla_sparse_fwd(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    sm_scale: float,
+    d_v: int = 512,
+    attn_sink: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+    indexer_topk: int = 0,
+) -> tuple[Tensor, ...]:
+    """Attention of every query over the rows of `kv` its list names; there is no batch.
+
+    q             [s_q, h_q, d_qk] bf16, fp16 or f32
+    kv            [s_kv, 1, d_qk] in q's dtype
+    indices       [s_q, 1, topk]; a negative one, or one of s_kv and more, does not count
+    d_v           how many leading columns of a row are the value
+    attn_sink     [h_q] float32 logit that joins the denominator of out only
+    topk_length   [s_q]: list entries from here on do not count
+    out           [s_q, h_q, d_v] to write to
+    indexer_topk  asks for a fourth result: the lse over the first `indexer_topk` entries only,
+                  [s_q, h_q] (for the loss an indexer is trained with); costs a second pass
+
+    Returns (out [s_q, h_q, d_v], max_logits [s_q, h_q], lse [s_q, h_q]), natural log and float32
+    the last two. Where nothing counts, out is 0, max_logits −inf and lse +inf.
+    """
+    dims = Dims(NAME)
+    refuse_grad(NAME, q=q, kv=kv, out=out)
+    dims.match("q", q, "s_q", "h_q", "d_qk", dtypes=FLOATS)
+    dims.rows_contiguous("q", q)
+    width = dims.integer("d_v", d_v, 1)
+    dims.require(width <= dims["d_qk"], "d_v", f"not exceed d_qk of q, {dims['d_qk']}", width)
+    dims.bind("h_kv", 1, "the one KV head")
+    dims.match("kv", kv, "s_kv", "h_kv", "d_qk", dtypes=[q.dtype])
+    dims.match("indices", indices, "s_q", "h_kv", "topk", dtypes=INTEGERS)
+    scale = dims.finite("sm_scale", sm_scale)
+    if attn_sink is not None:
+        dims.match("attn_sink", attn_sink, "h_q", dtypes=[torch.float32])
+    if topk_length is not None:
+        dims.match("topk_length", topk_length, "s_q", dtypes=INTEGERS)
+        dims.lengths("topk_length", topk_length, dims["topk"], "topk")
+    prefix = dims.integer("indexer_topk", indexer_topk, 0)
+    dims.bind("d_v", width, "d_v")
+    if out is None:
+        out = q.new_empty(*q.shape[:2], width)
+    dims.match("out", out, "s_q", "h_q", "d_v", dtypes=[q.dtype])
+    dims.writable("out", out)
+
+    # pages of one row: a kernel made for one page size then serves every s_kv
+    pool = wrap(dims, "kv", kv, check_rows(dims, "kv", kv, q, width))
+    rows = indices[:, 0]
+    lse, max_logits = (q.new_empty(q.shape[:2], dtype=torch.float32) for _ in range(2))
+    if q.numel() > 0:
+        sparse_mla(
+            q,
+            pool,
+            rows,
+            softmax_scale=scale,
+            topk_lens=topk_length,
+            sink=attn_sink,
+            out=out,
+            lse=lse,
+            max_logits=max_logits,
+        )
+    lse = positive_where_empty(lse)
+    if prefix == 0:
+        return out, max_logits, lse
+    if prefix >= rows.shape[1] or q.numel() == 0:
+        return out, max_logits, lse, lse.clone()
+    counted = None if topk_length is None else topk_length.clamp(max=prefix)
+    _, prefix_lse, _ = sparse_mla(q, pool, rows[:, :prefix], softmax_scale=scale, topk_lens=counted)
+    return out, max_logits, lse, positive_where_empty(prefix_lse)

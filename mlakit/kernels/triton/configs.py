@@ -1,0 +1,405 @@
+"""Tile sizes of the portable kernels: frozen choices, and who picks which from what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PrefillConfig:
+    block_q: int  # queries of a program
+    block_k: int  # keys at a time
+    num_warps: int
+    num_stages: int  # tiles of keys in flight
+    block_masked: int  # keys at a time where a mask hides some of them from some queries
+    head_group: int = 8  # heads that are worked on at the same time
+
+    def shared_bytes(self, qk_width: int, v_width: int, itemsize: int, keeps_queries: bool) -> int:
+        """Every stage's keys and values, and queries where they are not kept in registers."""
+        queries = itemsize * self.block_q * qk_width
+        tiles = itemsize * self.num_stages * self.block_k * (qk_width + v_width)
+        return tiles + queries if keeps_queries else max(tiles, queries) + 8192
+
+
+_SMALLEST_QUERY_TILE = 16
+# by falling size; the first that fits is taken
+_PREFILL_HALF = (
+    PrefillConfig(128, 128, 8, 2, 64),
+    PrefillConfig(128, 64, 8, 3, 32),
+    PrefillConfig(128, 64, 8, 2, 32),
+    PrefillConfig(128, 32, 8, 2, 32),
+    PrefillConfig(64, 64, 4, 2, 32),
+    PrefillConfig(64, 32, 8, 2, 16),
+    PrefillConfig(16, 64, 4, 2, 32),
+    PrefillConfig(16, 32, 4, 2, 16),
+    PrefillConfig(16, 16, 4, 1, 16),
+)
+# without tensor cores a tile lives in registers
+_PREFILL_FLOAT = (
+    PrefillConfig(16, 32, 8, 1, 32),
+    PrefillConfig(16, 16, 8, 1, 16),
+)
+
+
+def pick_prefill_config(
+    *, qk_width: int, v_width: int, itemsize: int, mean_queries: float, arch: int, shared_bytes: int
+) -> PrefillConfig:
+    """Widths are padded ones; `mean_queries` of a request: a tile should not be much larger."""
+    # sm_90 and sm_100 multiply from shared memory; elsewhere q and tiles of keys need registers,
+    # too. Twice as many sums fit on sm_90 without a spill.
+    keeps_queries = arch // 10 in (9, 10)
+    sums_per_warp = 4096 if arch // 10 == 9 else 2048
+    choices = [
+        config
+        for config in (_PREFILL_FLOAT if itemsize == 4 else _PREFILL_HALF)
+        if config.block_q == _SMALLEST_QUERY_TILE
+        or (
+            config.block_q < 2 * mean_queries
+            and config.block_q * v_width <= config.num_warps * sums_per_warp
+            and (keeps_queries or config.block_k <= 64)
+        )
+    ]
+    for config in choices:
+        needed = config.shared_bytes(qk_width, v_width, itemsize, keeps_queries)
+        if needed <= shared_bytes - 1024:
+            return config
+    return choices[-1]
+
+
+@dataclass(frozen=True)
+class QuantizeConfig:
+    rows: int  # of one group of columns, worked on by a program
+    columns: int  # of a group, at a time
+    num_warps: int
+
+
+def pick_quantize_config(*, rows: int, group: int) -> QuantizeConfig:
+    """About 4096 numbers a program; of a wider group the rest is read twice, then from a cache."""
+    columns = min(power_of_two(group), 4096)
+    tile = min(max(4096 // columns, 1), 32, power_of_two(rows))
+    return QuantizeConfig(tile, columns, num_warps=4 if tile * columns > 1024 else 1)
+
+
+@dataclass(frozen=True)
+class MatmulConfig:
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    group_m: int = 8  # tiles of rows that are worked on at the same time
+
+    def shared_bytes(self, itemsize: int) -> int:
+        """Every stage's tiles of both operands."""
+        return self.num_stages * (self.block_m + self.block_n) * self.block_k * itemsize
+
+
+def pick_scaled_matmul_config(
+    *, rows: int, columns: int, k_group: int, is_widened: bool, shared_bytes: int
+) -> MatmulConfig:
+    """A step of K stays within one group of scales; 32 bytes are the least that e4m3 dots take.
+
+    is_widened  operands become halves in registers, of which there are few
+    """
+    block_k = min(max(power_of_two(k_group), 32), 64 if is_widened else 128)
+    block_m = min(max(power_of_two(rows), 16), 64 if is_widened else 128)
+    block_n = min(max(power_of_two(columns), 16), 128 if rows > 64 else 64)
+    stages = 4 if shared_bytes > 128 * 1024 else 3
+    warps = 8 if block_m * block_n > (4096 if is_widened else 8192) else 4
+    return MatmulConfig(block_m, block_n, block_k, warps, stages)
+
+
+def pick_matmul_config(
+    *, rows: int, columns: int, depth: int, itemsize: int, shared_bytes: int
+) -> MatmulConfig:
+    if itemsize == 4:  # without tensor cores a tile lives in registers
+        return MatmulConfig(32, 32, 32, num_warps=4, num_stages=2)
+    block_m = min(max(power_of_two(rows), 16), 128)
+    block_n = min(max(power_of_two(columns), 16), 128)
+    block_k = min(max(power_of_two(depth), 16), 64)
+    stages = 4 if shared_bytes > 128 * 1024 else 3
+    return MatmulConfig(block_m, block_n, block_k, 8 if block_m * block_n > 8192 else 4, stages)
+
+
+@dataclass(frozen=True)
+class AppendConfig:
+    rows: int  # tokens whose cache rows one program makes
+    heads: int  # heads of a token whose queries one program rotates
+    probes: int  # requests at a time that a token is looked for in
+    num_warps: int = 4
+    pdl: bool = False  # start before the kernel in front has ended, wait for it there
+
+
+_APPEND_BYTES = 8192  # of queries in a program: 64 per thread, in pieces of 16
+_APPEND_FEW_BYTES = 2048  # one piece per thread
+_APPEND_LATENT_TILE = 2048  # columns
+
+
+def pick_append_config(
+    *, tokens: int, heads: int, kv_lora_rank: int, rope: int, itemsize: int, num_sms: int
+) -> AppendConfig:
+    """Few tokens are spread over many small programs; of many, each program has much in flight."""
+    few = tokens * (heads * rope + kv_lora_rank) * itemsize < 4 * num_sms * _APPEND_BYTES
+    tile = (_APPEND_FEW_BYTES if few else _APPEND_BYTES) // itemsize
+    columns, rank = power_of_two(max(rope, 2)), power_of_two(kv_lora_rank)
+    rows = 1 if few else min(max(_APPEND_LATENT_TILE // rank, 1), 4)
+    block_heads = min(power_of_two(heads), max(tile // columns, 1))
+    return AppendConfig(rows=rows, heads=block_heads, probes=128 if few else 32)
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two that is not below n."""
+    return 1 << (n - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class TopkConfig:
+    splits: int  # parts of a row that are narrowed down on their own first
+    capacity: int  # candidates kept of a part, at least k of them
+    block: int  # columns at a time
+    select_warps: int
+    placed: int = 64  # candidates whose places one program finds
+    compared: int = 128  # others that it looks at together
+    place_warps: int = 4
+
+
+def pick_topk_config(*, rows: int, columns: int, k: int, num_sms: int) -> TopkConfig:
+    """With room for a few more than k candidates the search for the k-th may end early."""
+    wanted = min(k, columns)
+    capacity = max(wanted + max(wanted // 8, 64), 1)
+    # a part is worth it while it leaves a quarter of what it reads, and while there are idle SMs
+    splits = min(2 * num_sms // max(rows, 1), columns // (4 * capacity))
+    block = min(power_of_two(max(columns, 1)), 4096)
+    return TopkConfig(max(splits, 1), capacity, block, select_warps=8 if block > 1024 else 4)
+
+
+MERGED_PARTS = 8  # partial results that one launch of `merge_states` reads
+
+
+@dataclass(frozen=True)
+class MergeConfig:
+    rows: int  # (token, head) rows of a program
+    num_warps: int
+
+
+def pick_merge_config(*, v_width: int) -> MergeConfig:
+    """About 2048 sums a program."""
+    columns = power_of_two(v_width)
+    rows = min(max(2048 // columns, 1), 64)
+    return MergeConfig(rows, num_warps=4 if rows * columns >= 1024 else 1)
+
+
+@dataclass(frozen=True)
+class RowTiles:
+    """How the columns of cache rows are cut into powers of two."""
+
+    d_c: int
+    d_r: int
+    v_width: int
+    pieces: int  # of the latent columns
+    width: int  # of a piece
+    value_pieces: int  # the first ones, which hold values
+    rope_width: int  # 0 where no columns are rotated
+
+    @classmethod
+    def of(cls, format: str, d_c: int, d_r: int, v_width: int) -> RowTiles:
+        """Every 128 columns apart where they have a scale of their own, else all in one piece."""
+        width = max(power_of_two(d_c), 16)
+        if format == "fp8_block128":
+            width = min(width, 128)
+        pieces, value_pieces = -(-d_c // width), -(-min(v_width, d_c) // width)
+        rope_width = max(power_of_two(d_r), 16) if d_r else 0
+        return cls(d_c, d_r, v_width, pieces, width, value_pieces, rope_width)
+
+    @property
+    def padded_width(self) -> int:
+        return self.pieces * self.width + self.rope_width
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    block_m: int  # rows (queries × heads of a request) of a program
+    block_n: int  # keys at a time
+    num_warps: int
+    num_stages: int  # tiles of keys in flight
+    programs_per_sm: int = 1
+    min_tiles: int = 2  # key tiles that are worth a program
+    is_unchained: bool = False  # scores in another layout than values, see `_softmax_step`
+
+    def shared_bytes(self, tiles: RowTiles, itemsize: int) -> int:
+        """Queries, and the keys of every stage."""
+        rows = self.block_m + max(self.num_stages - 1, 1) * self.block_n
+        return rows * tiles.padded_width * itemsize
+
+
+# by falling speed; the first that fits the shared memory is taken
+_DECODE_HALF = {
+    16: (
+        DecodeConfig(16, 64, num_warps=4, num_stages=3),
+        DecodeConfig(16, 32, num_warps=4, num_stages=3),
+        DecodeConfig(16, 32, num_warps=4, num_stages=2),
+        DecodeConfig(16, 16, num_warps=4, num_stages=2),
+        DecodeConfig(16, 16, num_warps=4, num_stages=1),
+    ),
+    32: (
+        DecodeConfig(32, 64, num_warps=4, num_stages=3),
+        DecodeConfig(32, 32, num_warps=4, num_stages=3),
+        DecodeConfig(32, 32, num_warps=4, num_stages=2),
+        DecodeConfig(16, 16, num_warps=4, num_stages=1),
+    ),
+    64: (
+        DecodeConfig(64, 64, num_warps=8, num_stages=3),
+        DecodeConfig(64, 64, num_warps=8, num_stages=2),
+        DecodeConfig(64, 32, num_warps=8, num_stages=2),
+        DecodeConfig(32, 32, num_warps=4, num_stages=2),
+        DecodeConfig(16, 16, num_warps=4, num_stages=1),
+    ),
+}
+# without tensor cores a tile lives in registers
+_DECODE_FLOAT = (DecodeConfig(16, 16, num_warps=8, num_stages=1),)
+
+
+def pick_decode_config(
+    tiles: RowTiles, *, rows: int, format: str, itemsize: int, shared_bytes: int, arch: int
+) -> DecodeConfig:
+    """`rows` of a request, as far as they are known; `itemsize` of what is multiplied."""
+    block_m = min(max(power_of_two(rows), 16), 64)
+    choices = _DECODE_FLOAT if itemsize == 4 else _DECODE_HALF[block_m]
+    for config in choices:
+        if config.shared_bytes(tiles, itemsize) <= shared_bytes - 8192:
+            return config
+    return choices[-1]
+
+
+@dataclass(frozen=True)
+class SparseConfig:
+    block_h: int  # heads of a program
+    block_n: int  # listed rows at a time
+    num_warps: int
+    num_stages: int  # tiles of rows in flight
+
+    def shared_bytes(self, tiles: RowTiles, itemsize: int) -> int:
+        """Queries, and the rows of every stage."""
+        rows = self.block_h + max(self.num_stages - 1, 1) * self.block_n
+        return rows * tiles.padded_width * itemsize
+
+
+# by tile of heads and falling speed; the first that fits the shared memory is taken
+_SPARSE_HALF = {
+    16: (
+        SparseConfig(16, 64, num_warps=4, num_stages=3),
+        SparseConfig(16, 32, num_warps=4, num_stages=3),
+        SparseConfig(16, 32, num_warps=4, num_stages=2),
+        SparseConfig(16, 16, num_warps=4, num_stages=1),
+    ),
+    32: (
+        SparseConfig(32, 32, num_warps=8, num_stages=3),
+        SparseConfig(32, 32, num_warps=8, num_stages=2),
+        SparseConfig(16, 16, num_warps=4, num_stages=1),
+    ),
+    64: (
+        SparseConfig(64, 32, num_warps=8, num_stages=3),
+        SparseConfig(32, 32, num_warps=8, num_stages=2),
+        SparseConfig(16, 16, num_warps=4, num_stages=1),
+    ),
+}
+# bytes become halves in registers: that leaves room for fewer rows
+_SPARSE_BYTES = {
+    16: (
+        SparseConfig(16, 32, num_warps=8, num_stages=2),
+        SparseConfig(16, 16, num_warps=4, num_stages=1),
+    ),
+    32: (
+        SparseConfig(32, 32, num_warps=8, num_stages=2),
+        SparseConfig(32, 16, num_warps=8, num_stages=2),
+        SparseConfig(16, 16, num_warps=4, num_stages=1),
+    ),
+}
+# without tensor cores a tile lives in registers
+_SPARSE_FLOAT = (SparseConfig(16, 16, num_warps=8, num_stages=1),)
+
+
+def pick_sparse_config(
+    tiles: RowTiles, *, heads: int, itemsize: int, is_bytes: bool, arch: int, shared_bytes: int
+) -> SparseConfig:
+    """`itemsize` of what is multiplied; `is_bytes`: rows are stored in e4m3."""
+    # sums over 64 heads leave registers free only where products are read from shared memory, and
+    # not for rows that are converted
+    most = 64 if arch // 10 in (9, 10) and not is_bytes else 32
+    block_h = min(max(power_of_two(heads), 16), most)
+    choices = _SPARSE_BYTES[block_h] if is_bytes else _SPARSE_HALF[block_h]
+    if itemsize == 4:
+        choices = _SPARSE_FLOAT
+    elif is_bytes and arch < 89 and block_h == 32:
+        choices = choices[1:]  # e4m3 is converted by integer arithmetic, in yet more registers
+    for config in choices:
+        if config.shared_bytes(tiles, itemsize) <= shared_bytes - 8192:
+            return config
+    return choices[-1]
+
+
+MOST_SPARSE_PARTS = 32
+SPARSE_SCRATCH_BYTES = 256 * 2**20
+
+
+def pick_sparse_parts(
+    *, wanted: int | None, rows: int, head_tiles: int, list_tiles: int, num_sms: int, row_bytes: int
+) -> int:
+    """In how many parts lists are attended.
+
+    rows        tokens · heads, of which each part has a partial of `row_bytes`
+    head_tiles  of all tokens together: programs there are without a split
+    list_tiles  of the longest list; a part of less than two is not worth a merge
+    """
+    parts = wanted or min(num_sms // max(head_tiles, 1), list_tiles // 2, MOST_SPARSE_PARTS)
+    return max(min(parts, list_tiles, SPARSE_SCRATCH_BYTES // (rows * row_bytes)), 1)
+
+
+@dataclass(frozen=True)
+class IndexerConfig:
+    queries: int  # of one request, scored together
+    heads: int  # at a time, a power of two of at least 16
+    keys: int  # at a time
+    tiles: int  # of keys that a program looks at, one after the other
+    num_warps: int
+    num_stages: int
+    dot_fp8: bool = False  # e4m3 with e4m3 as they are; sm_89 and sm_90 then keep only 14 bits
+
+    def shared_bytes(self, heads: int, padded_width: int, itemsize: int) -> int:
+        """Queries, and the keys of every stage; of several blocks of heads the queries as well."""
+        rows = self.queries * self.heads
+        blocks = -(-heads // self.heads)
+        if blocks > 1 and self.num_stages > 1:
+            rows *= blocks * self.num_stages
+        return (rows + self.num_stages * self.keys) * padded_width * itemsize
+
+
+def pick_indexer_config(
+    *,
+    heads: int,
+    padded_width: int,
+    itemsize: int,
+    mean_queries: float,
+    arch: int,
+    shared_bytes: int,
+) -> IndexerConfig:
+    """`mean_queries` of a request; one query at a time unless most tiles of them are full."""
+    if itemsize == 4:  # without tensor cores a tile lives in registers
+        return IndexerConfig(1, 16, keys=16, tiles=16, num_warps=8, num_stages=1)
+    block = min(max(power_of_two(heads), 16), 64)
+    together = max(128 // block, 1) if mean_queries >= 2 * (128 // block) else 1
+    # a tile of products, the keys widened and blocks of queries share the registers
+    warps = 8 if together > 1 or heads > block or padded_width > 128 else 4
+    widest = 128 if arch in (90, 100) else 64
+    for queries, keys, stages in (
+        (together, widest, 3),
+        (together, 64, 3),
+        (together, 64, 2),
+        (1, 64, 2),
+        (1, 64, 1),
+        (1, 32, 1),
+    ):
+        config = IndexerConfig(queries, block, keys, 8, warps, stages)
+        if config.shared_bytes(heads, padded_width, itemsize) <= shared_bytes - 8192:
+            return config
+    return IndexerConfig(1, 16, keys=16, tiles=16, num_warps=4, num_stages=1)

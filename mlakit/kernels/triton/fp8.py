@@ -1,0 +1,338 @@
+"""Group quantisation to e4m3 and the block-scaled matmul over it, portable Triton.
+
+Maths      quantise: s = min(amax, bound) / 448, q = e4m3(x · 1/s), 0 where 1/s is not finite
+           matmul: out[m, n] = Σ_g a_scale[g, m] b_scale[n/h, g] Σ_{k in g} a[m, k] b[n, k]
+Work       quantise: a program per (tile of rows, group); matmul: per tile of out. Where torch has
+           the same product (`library_refuses`) cuBLAS makes it
+Memory     x, a and b are read as they lie, every group of x once
+Precision  e4m3 tensor cores of sm_89 and sm_90 keep about 14 bits of a sum: a dot ends with its
+           step of K, steps are added in float32. A float32 result is made of operands widened to
+           fp16, exactly
+Limits     none of its own: any group, any strides with a contiguous last axis
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import isinf
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mlakit.kernels.triton.configs import pick_quantize_config, pick_scaled_matmul_config
+from mlakit.kernels.triton.launch import launch, target
+from mlakit.kernels.triton.matmul import tile_of_program
+from mlakit.kernels.triton.primitives import narrow_e4m3, widen_e4m3
+
+E4M3 = torch.float8_e4m3fn
+LIBRARY_GROUP = 128
+
+
+def quantize_fp8(
+    x: Tensor,  # [M, K] or [batch, M, K]
+    group: int,
+    *,
+    scale_ub: float,
+    out: Tensor,  # like x, e4m3
+    scales: Tensor,  # [..., ceil(K / group), at least M] float32; columns from M on become 0
+) -> None:
+    if x.ndim == 2:
+        x, out, scales = x[None], out[None], scales[None]
+    batch, rows, columns = x.shape
+    groups, padded_rows = scales.shape[1:]
+    config = pick_quantize_config(rows=padded_rows, group=group)
+    launch(
+        _quantize_fp8_kernel,
+        (batch * groups * triton.cdiv(padded_rows, config.rows),),
+        x,
+        out.view(torch.uint8),
+        scales,
+        rows,
+        padded_rows,
+        columns,
+        groups,
+        None if isinf(scale_ub) else scale_ub,
+        *x.stride()[:2],
+        *out.stride()[:2],
+        *scales.stride()[:2],
+        GROUP=group,
+        ROWS=config.rows,
+        COLUMNS=config.columns,
+        HAS_FP8=target(x.device).has_fp8,
+        num_warps=config.num_warps,
+    )
+
+
+@triton.jit(do_not_specialize=["rows", "padded_rows", "scale_ub", "stride_scales_g"])
+def _quantize_fp8_kernel(
+    x,  # [batch, rows, columns]
+    out,  # [batch, rows, columns] bytes
+    scales,  # [batch, groups, padded_rows]
+    rows,
+    padded_rows,
+    columns,
+    groups,
+    scale_ub,  # None: no bound
+    stride_x_b,
+    stride_x_m,
+    stride_out_b,
+    stride_out_m,
+    stride_scales_b,
+    stride_scales_g,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HAS_FP8: tl.constexpr,
+):
+    program = tl.program_id(0)
+    group = program % groups
+    tiles = tl.cdiv(padded_rows, ROWS)
+    batch = (program // groups // tiles).to(tl.int64)
+    row = (program // groups % tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    within = tl.arange(0, COLUMNS)
+    x += batch * stride_x_b + row[:, None] * stride_x_m + group.to(tl.int64) * GROUP
+    out += batch * stride_out_b + row[:, None] * stride_out_m + group.to(tl.int64) * GROUP
+    width = tl.minimum(columns - group * GROUP, GROUP)
+    row_mask = (row < rows)[:, None]
+
+    # the bits of magnitudes are ordered as they are, with NaN above infinity
+    values = _load_group(x, within, row_mask, width)
+    largest = tl.max(_magnitude_bits(values), 1)
+    for start in range(COLUMNS, GROUP, COLUMNS):
+        more = _load_group(x, start + within, row_mask, width)
+        largest = tl.maximum(largest, tl.max(_magnitude_bits(more), 1))
+    amax = largest.to(tl.float32, bitcast=True)  # [ROWS]
+    if scale_ub is not None:
+        amax = tl.where(amax > scale_ub, scale_ub, amax)
+    scale = tl.div_rn(amax, tl.full([ROWS], 448.0, tl.float32))
+    inverse = tl.div_rn(tl.full([ROWS], 1.0, tl.float32), scale)
+    # a group too small to have a reciprocal becomes zeros
+    inverse = tl.where(inverse == float("inf"), 0.0, inverse)
+
+    _store_group(out, values, inverse, within, row_mask, width, HAS_FP8)
+    for start in range(COLUMNS, GROUP, COLUMNS):
+        more = _load_group(x, start + within, row_mask, width)
+        _store_group(out, more, inverse, start + within, row_mask, width, HAS_FP8)
+    # rows from `rows` on were read as zeros: their scale is 0, as padding has to be
+    scales += batch * stride_scales_b + group.to(tl.int64) * stride_scales_g
+    tl.store(scales + row, scale, mask=row < padded_rows)
+
+
+@triton.jit
+def _load_group(x, within, row_mask, width):
+    mask = row_mask & (within < width)[None, :]
+    return tl.load(x + within[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _magnitude_bits(values):
+    return values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _store_group(out, values, inverse, within, row_mask, width, HAS_FP8: tl.constexpr):
+    quantised = narrow_e4m3(values * inverse[:, None], HAS_FP8)
+    tl.store(out + within[None, :], quantised, mask=row_mask & (within < width)[None, :])
+
+
+def scaled_mm_fp8(
+    a: Tensor,  # [M, K] or [batch, M, K] e4m3
+    a_scale: Tensor,  # [..., ceil(K / k_group), at least M] float32
+    b: Tensor,  # [..., N, K] e4m3
+    b_scale: Tensor,  # [..., ceil(N / n_group), ceil(K / k_group)] float32
+    *,
+    n_group: int,
+    k_group: int,
+    out: Tensor,  # [..., M, N]
+) -> None:
+    """out[m, n] = Σ_k a[m, k] b[n, k] a_scale[k/g, m] b_scale[n/g, k/g], float32, rounded once."""
+    gpu = target(a.device)
+    on_cuda = a.device.type == "cuda"
+    groups = {"n_group": n_group, "k_group": k_group, "arch": gpu.arch if on_cuda else 0}
+    if library_refuses(a, a_scale, b, b_scale, out, **groups) is None:
+        _library_scaled_mm(a, a_scale, b, b_scale, out)
+        return
+    if a.ndim == 2:
+        a, a_scale, b, b_scale, out = (each[None] for each in (a, a_scale, b, b_scale, out))
+    (batch, rows, depth), columns = a.shape, b.shape[1]
+    dot_fp8 = gpu.has_fp8 and out.dtype != torch.float32
+    config = pick_scaled_matmul_config(
+        rows=rows,
+        columns=columns,
+        k_group=k_group,
+        is_widened=not dot_fp8,
+        shared_bytes=gpu.shared_bytes,
+    )
+    tiles = triton.cdiv(rows, config.block_m) * triton.cdiv(columns, config.block_n)
+    launch(
+        _scaled_mm_fp8_kernel,
+        (batch * tiles,),
+        a.view(torch.uint8),
+        a_scale,
+        b.view(torch.uint8),
+        b_scale,
+        out.view(torch.uint8) if out.dtype == E4M3 else out,
+        rows,
+        columns,
+        depth,
+        *a.stride()[:2],
+        *a_scale.stride(),
+        *b.stride()[:2],
+        *b_scale.stride(),
+        *out.stride()[:2],
+        N_GROUP=n_group,
+        K_GROUP=k_group,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        GROUP_M=config.group_m,
+        WHOLE_STEPS=depth % config.block_k == 0 and k_group % config.block_k == 0,
+        DOT_FP8=dot_fp8,
+        HAS_FP8=gpu.has_fp8,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+def library_refuses(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    out: Tensor,
+    *,
+    n_group: int,
+    k_group: int,
+    arch: int,
+) -> str | None:
+    """Why torch's block-scaled product cannot write this `out` without a copy; None if it can.
+
+    arch  of the GPU, 90 for sm_90; 0 where there is none
+    """
+    if arch != 90:
+        return f"needs sm_90, got sm_{arch}"
+    if not _library_has_scaled_mm():
+        return "needs a torch with scaled_mm"
+    if a.ndim != 2:
+        return "has no batch"
+    if (n_group, k_group) != (LIBRARY_GROUP, LIBRARY_GROUP):
+        return f"needs groups of {LIBRARY_GROUP}, got {n_group} and {k_group}"
+    if out.dtype != torch.bfloat16:
+        return f"needs a bfloat16 result, got {out.dtype}"
+    (rows, depth), columns = a.shape, b.shape[0]
+    # rows of scales, padded by the library to 16 bytes, are to lie as ours do
+    if rows == 0 or rows % 4 or columns == 0 or columns % 16 or depth == 0 or depth % 512:
+        return f"needs M % 4 = N % 16 = K % 512 = 0, none 0, got {rows}, {columns}, {depth}"
+    tensors = {"a": a, "b": b, "b_scale": b_scale, "out": out, "a_scale": a_scale}
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous() or tensor.data_ptr() % 16:
+            return f"needs a contiguous, aligned {name}"
+    if a_scale.shape[1] != rows:
+        return f"needs one column of a_scale per row, got {a_scale.shape[1]} for {rows}"
+    return None
+
+
+@lru_cache(maxsize=1)
+def _library_has_scaled_mm() -> bool:
+    packet = getattr(torch.ops.aten, "_scaled_mm_v2", None)
+    return packet is not None and "out" in packet.overloads()
+
+
+def _library_scaled_mm(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor) -> None:
+    """`torch.nn.functional.scaled_mm`, which has no `out`."""
+    from torch.nn.functional import ScalingType
+
+    by_row, by_block = ScalingType.BlockWise1x128.value, ScalingType.BlockWise128x128.value
+    torch.ops.aten._scaled_mm_v2.out(
+        a,
+        b.t(),
+        [a_scale.t()],
+        [by_row],
+        [],
+        [b_scale.t()],
+        [by_block],
+        [],
+        None,
+        out.dtype,
+        out=out,
+    )
+
+
+@triton.jit(do_not_specialize=["M", "stride_a_scale_k"])
+def _scaled_mm_fp8_kernel(
+    a,  # [batch, M, K] bytes
+    a_scale,  # [batch, K groups, at least M]
+    b,  # [batch, N, K] bytes
+    b_scale,  # [batch, N groups, K groups]
+    out,  # [batch, M, N]; bytes for e4m3
+    M,
+    N,
+    K,
+    stride_a_b,
+    stride_a_m,
+    stride_a_scale_b,
+    stride_a_scale_k,
+    stride_a_scale_m,
+    stride_b_b,
+    stride_b_n,
+    stride_b_scale_b,
+    stride_b_scale_n,
+    stride_b_scale_k,
+    stride_out_b,
+    stride_out_m,
+    N_GROUP: tl.constexpr,
+    K_GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    WHOLE_STEPS: tl.constexpr,  # no step of K is cut short by the end of a group or of K
+    DOT_FP8: tl.constexpr,  # multiply e4m3 as it is; otherwise widened to fp16
+    HAS_FP8: tl.constexpr,
+):
+    batch, m_tile, n_tile = tile_of_program(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    m = m_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    within = tl.arange(0, BLOCK_K)
+    a += batch * stride_a_b + m[:, None].to(tl.int64) * stride_a_m
+    b += batch * stride_b_b + n[None, :].to(tl.int64) * stride_b_n
+    a_scale += batch * stride_a_scale_b + m.to(tl.int64) * stride_a_scale_m
+    if N_GROUP % BLOCK_N == 0:
+        group_of_n = n_tile * BLOCK_N // N_GROUP  # the whole tile's
+        n_mask = n_tile >= 0
+    else:
+        group_of_n = n // N_GROUP
+        n_mask = n < N
+    b_scale += batch * stride_b_scale_b + group_of_n.to(tl.int64) * stride_b_scale_n
+    if DOT_FP8:
+        a = a.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
+        b = b.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
+
+    STEPS: tl.constexpr = (K_GROUP + BLOCK_K - 1) // BLOCK_K  # within a group
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for step in range(tl.cdiv(K, K_GROUP) * STEPS):
+        group = step // STEPS
+        k = group * K_GROUP + (step % STEPS) * BLOCK_K + within
+        a_mask, b_mask = (m < M)[:, None], (n < N)[None, :]
+        if not WHOLE_STEPS:
+            k_mask = k < tl.minimum((group + 1) * K_GROUP, K)
+            a_mask, b_mask = a_mask & k_mask[None, :], b_mask & k_mask[:, None]
+        left = tl.load(a + k[None, :], mask=a_mask, other=0.0)
+        right = tl.load(b + k[:, None], mask=b_mask, other=0.0)
+        if not DOT_FP8:
+            left = widen_e4m3(left, tl.float16, HAS_FP8)
+            right = widen_e4m3(right, tl.float16, HAS_FP8)
+        by_row = tl.load(a_scale + group.to(tl.int64) * stride_a_scale_k, mask=m < M, other=0.0)
+        by_column = tl.load(b_scale + group.to(tl.int64) * stride_b_scale_k, mask=n_mask, other=0.0)
+        products = tl.dot(left, right) * by_row[:, None]
+        if N_GROUP % BLOCK_N == 0:
+            total += products * by_column
+        else:
+            total += products * by_column[None, :]
+
+    out += batch * stride_out_b + m[:, None].to(tl.int64) * stride_out_m + n[None, :]
+    if out.dtype.element_ty == tl.uint8:
+        total = narrow_e4m3(total, HAS_FP8)
+    tl.store(out, total.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])

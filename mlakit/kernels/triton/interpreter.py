@@ -1,0 +1,93 @@
+"""Triton's interpreter, mended where it gives wrong numbers (Triton 3.6 to 3.9, any numpy).
+
+numpy has no bfloat16 and no 8-bit floats, so the interpreter keeps their bit patterns in integers:
+
+    a dot of bfloat16 multiplies the bit patterns            -> operands are widened first
+    casts to bfloat16 truncate, those to e4m3 round wrongly  -> nearest even, e4m3 saturating
+    a loop bound loaded from memory fails (numpy ≥ 2.4)      -> read as its one element
+
+`repair` is called before any kernel is, wherever kernels are interpreted; calling it again does
+nothing.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+TORCH_TYPES = {
+    tl.float64: torch.float64,
+    tl.float32: torch.float32,
+    tl.float16: torch.float16,
+    tl.bfloat16: torch.bfloat16,
+    tl.float8e4nv: torch.float8_e4m3fn,
+    tl.float8e5: torch.float8_e5m2,
+}
+
+
+@lru_cache(maxsize=1)
+def repair() -> None:
+    _repair_dot()
+    _repair_casts()
+    _repair_loop_bounds()
+
+
+def _repair_dot() -> None:
+    builder = interpreter.InterpreterBuilder
+    create_dot = builder.create_dot
+
+    def mended(self: Any, a: Any, b: Any, d: Any, *args: Any, **kwargs: Any) -> Any:
+        if tl.bfloat16 not in (a.dtype.scalar, b.dtype.scalar):
+            return create_dot(self, a, b, d, *args, **kwargs)
+        product = np.matmul(_widened(a), _widened(b)) + d.data
+        return interpreter.TensorHandle(product.astype(d.data.dtype), d.dtype.scalar)
+
+    builder.create_dot = mended
+
+
+def _widened(operand: Any) -> np.ndarray:
+    if operand.dtype.scalar == tl.bfloat16:
+        return (operand.data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return operand.data.astype(np.float32)
+
+
+def _repair_casts() -> None:
+    convert = interpreter._convert_float
+
+    def mended(x: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
+        known = source in TORCH_TYPES and target in TORCH_TYPES
+        if not known or str(rounding).endswith("RTZ"):
+            return convert(x, source, target, rounding)
+        values = torch.empty(0, dtype=TORCH_TYPES[source])
+        if x.size:
+            values = torch.frombuffer(bytearray(x.tobytes()), dtype=TORCH_TYPES[source])
+        values = values.to(torch.float64 if source == tl.float64 else torch.float32)
+        if target.primitive_bitwidth == 8:
+            largest = torch.finfo(TORCH_TYPES[target]).max
+            values = values.clamp(-largest, largest)  # keeps NaN
+        bits = values.to(TORCH_TYPES[target]).view(torch.uint8).numpy()
+        return bits.view(f"uint{target.primitive_bitwidth}").reshape(x.shape)
+
+    interpreter._convert_float = mended
+
+
+def _repair_loop_bounds() -> None:
+    patch = interpreter._patch_lang_tensor
+
+    def first_element(self: Any) -> int:
+        return int(np.asarray(self.handle.data).reshape(-1)[0])
+
+    def mended(tensor: Any, *scope: Any) -> Any:
+        result = patch(tensor, *scope)
+        if scope and hasattr(scope[0], "set_attr"):
+            scope[0].set_attr(tensor, "__index__", first_element)
+        else:
+            tensor.__index__ = first_element
+        return result
+
+    interpreter._patch_lang_tensor = mended

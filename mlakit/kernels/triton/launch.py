@@ -1,0 +1,121 @@
+"""How every portable kernel is launched, and what it runs on.
+
+A launcher asks `target(device)` for the facts its configuration depends on and starts kernels with
+`launch`. Inside `compiling(target)` both speak of a GPU that need not exist: kernels are compiled
+for it from CPU tensors and collected, and nothing runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from mlakit import knobs
+from mlakit.specs import pretending
+
+if knobs.interpreted():
+    from mlakit.kernels.triton.interpreter import repair
+
+    repair()
+
+
+@dataclass(frozen=True)
+class Target:
+    """A GPU as far as a configuration depends on it."""
+
+    arch: int  # 90 for sm_90
+    num_sms: int
+    shared_bytes: int  # per block
+
+    @property
+    def has_fp8(self) -> bool:
+        """e4m3 conversions in hardware; without them they are integer arithmetic."""
+        return self.arch >= 89
+
+
+# shared memory per block, "Technical Specifications per Compute Capability" of the CUDA manual
+SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+INTERPRETED = Target(arch=90, num_sms=3, shared_bytes=232_448)  # few SMs: work is then split
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """The kernels that launchers asked for, compiled for `target`."""
+
+    target: Target
+    kernels: list[Any] = field(default_factory=list)
+
+
+_COMPILATION: ContextVar[Compilation | None] = ContextVar("mlakit_compilation", default=None)
+
+
+def target(device: torch.device) -> Target:
+    """The GPU that kernels over tensors on `device` run on."""
+    compilation = _COMPILATION.get()
+    if compilation is not None:
+        return compilation.target
+    return _target_of(device.type, device.index)
+
+
+@lru_cache(maxsize=64)
+def _target_of(kind: str, index: int | None) -> Target:
+    if kind != "cuda":
+        return INTERPRETED
+    facts = torch.cuda.get_device_properties(torch.device(kind, index))
+    shared = facts.shared_memory_per_block_optin
+    return Target(10 * facts.major + facts.minor, facts.multi_processor_count, shared)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """Start `kernel`; an empty grid starts nothing."""
+    compilation = _COMPILATION.get()
+    if compilation is not None:
+        compilation.kernels.append(kernel.warmup(*args, grid=grid, **options))
+    elif 0 not in grid:
+        kernel[grid](*args, **options)
+
+
+@contextmanager
+def compiling(target: Target) -> Iterator[Compilation]:
+    """Compile what is launched in this scope for `target` instead of running it.
+
+    Ops called on CPU tensors choose their kernels as they would on such a GPU.
+    """
+    compilation = Compilation(target)
+    token = _COMPILATION.set(compilation)
+    # not `.active`: asking for it looks for a driver, and there may be none
+    driver = triton.runtime.driver._active
+    triton.runtime.driver.set_active(_NoDriver(target.arch))
+    try:
+        with pretending(target.arch):
+            yield compilation
+    finally:
+        _COMPILATION.reset(token)
+        triton.runtime.driver.set_active(driver)
+
+
+class _NoDriver:
+    """Stands in for the CUDA driver where kernels are compiled and not run."""
+
+    def __init__(self, arch: int) -> None:
+        self.target = GPUTarget("cuda", arch, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return self.target.arch  # compiled kernels are kept by device: one per architecture
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")

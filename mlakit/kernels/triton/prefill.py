@@ -1,0 +1,445 @@
+"""Expanded MLA attention over ragged batches, portable Triton.
+
+Maths      s = (q_n·k_n + q_r·k_r) · softmax_scale [+ slope · (key − query)];  out = softmax(s) v
+Work       one program per (query tile of one request, head); the request is found on the device;
+           tiles of keys that every query sees, then those that need the mask
+Memory     q stays on chip; K and V of a head are read once per query tile, k_rope by every head
+Limits     none; widths are cut into powers of two, the rest of a width is padded
+"""
+
+from __future__ import annotations
+
+from math import e, log2
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mlakit.kernels.triton.configs import pick_prefill_config
+from mlakit.kernels.triton.launch import launch, target
+from mlakit.kernels.triton.primitives import is_finite, mask_interval, softmax_step, softmax_totals
+from mlakit.masks import Mask
+
+SMALLEST_SCALE = torch.finfo(torch.float32).smallest_normal
+
+
+def mla_prefill(
+    q: Tensor,  # [tokens, heads, D_N + D_R]
+    k_nope: Tensor,  # [keys, heads, D_N]
+    k_rope: Tensor,  # [keys, D_R]
+    v: Tensor,  # [keys, heads, D_V]
+    q_starts: Tensor,  # [batch + 1]
+    kv_starts: Tensor,  # [batch + 1]
+    *,
+    softmax_scale: float,
+    mask: Mask,
+    alibi_slopes: Tensor | None,  # [heads] float32
+    sink: Tensor | None,  # [heads] float32
+    out: Tensor,  # [tokens, heads, D_V]
+    lse: Tensor,  # [tokens, heads] float32
+) -> None:
+    (tokens, heads, _), batch = q.shape, q_starts.shape[0] - 1
+    if tokens == 0 or heads == 0:
+        return
+    d_n, d_r, d_v = k_nope.shape[2], k_rope.shape[1], v.shape[2]
+    d_a = max(_power_of_two_below(d_n), 16)
+    device = target(q.device)
+    config = pick_prefill_config(
+        qk_width=d_a + _padded(d_n - d_a) + _padded(d_r),
+        v_width=_padded(d_v),
+        itemsize=q.element_size(),
+        mean_queries=tokens / batch,
+        arch=device.arch,
+        shared_bytes=device.shared_bytes,
+    )
+    num_slots = tokens // config.block_q + batch
+    launch(
+        _mla_prefill_kernel,
+        (num_slots * heads,),
+        q,
+        k_nope,
+        k_rope,
+        v,
+        q_starts,
+        kv_starts,
+        alibi_slopes,
+        sink,
+        out,
+        lse,
+        # a scale of 0 would turn the −inf of a hidden key into NaN
+        max(abs(softmax_scale) * log2(e), SMALLEST_SCALE),
+        mask.window,
+        batch,
+        heads,
+        num_slots,
+        *q.stride()[:2],
+        *k_nope.stride()[:2],
+        k_rope.stride(0),
+        *v.stride()[:2],
+        *out.stride()[:2],
+        *lse.stride(),
+        q_starts.stride(0),
+        kv_starts.stride(0),
+        0 if alibi_slopes is None else alibi_slopes.stride(0),
+        0 if sink is None else sink.stride(0),
+        IS_CAUSAL=mask.is_causal,
+        IS_SLIDING=mask.kind.startswith("sliding_window"),
+        IS_CHUNKED=mask.kind.startswith("chunked"),
+        IS_NEGATIVE=softmax_scale < 0,
+        D_N=d_n,
+        D_R=d_r,
+        D_V=d_v,
+        BLOCK_A=d_a,
+        BLOCK_B=_padded(d_n - d_a),
+        BLOCK_R=_padded(d_r),
+        BLOCK_V=_padded(d_v),
+        BLOCK_Q=config.block_q,
+        BLOCK_K=config.block_k,
+        BLOCK_MASKED=config.block_masked,
+        HEAD_GROUP=config.head_group,
+        STAGES=config.num_stages,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+def _power_of_two_below(n: int) -> int:
+    """The largest power of two ≤ n; 0 for 0."""
+    return 1 << (n.bit_length() - 1) if n > 0 else 0
+
+
+def _padded(width: int) -> int:
+    """A width that a dot takes; 0 where there are no columns."""
+    return max(triton.next_power_of_2(width), 16) if width > 0 else 0
+
+
+VARYING = [
+    "window",
+    "batch",
+    "heads",
+    "num_slots",
+    "stride_q_starts",
+    "stride_kv_starts",
+    "stride_slopes",
+    "stride_sink",
+    "stride_lse_token",
+    "stride_lse_head",
+]
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _mla_prefill_kernel(
+    q,  # [tokens, heads, D_N + D_R]
+    k_nope,  # [keys, heads, D_N]
+    k_rope,  # [keys, D_R]
+    v,  # [keys, heads, D_V]
+    q_starts,  # [batch + 1]
+    kv_starts,  # [batch + 1]
+    alibi_slopes,  # [heads] float32 or None
+    sink,  # [heads] float32 or None
+    out,  # [tokens, heads, D_V]
+    lse,  # [tokens, heads] float32
+    scale_log2,
+    window,
+    batch,
+    heads,
+    num_slots,
+    stride_q_token,
+    stride_q_head,
+    stride_kn_token,
+    stride_kn_head,
+    stride_kr_token,
+    stride_v_token,
+    stride_v_head,
+    stride_out_token,
+    stride_out_head,
+    stride_lse_token,
+    stride_lse_head,
+    stride_q_starts,
+    stride_kv_starts,
+    stride_slopes,
+    stride_sink,
+    IS_CAUSAL: tl.constexpr,
+    IS_SLIDING: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
+    IS_NEGATIVE: tl.constexpr,  # the scale is −scale_log2
+    D_N: tl.constexpr,
+    D_R: tl.constexpr,
+    D_V: tl.constexpr,
+    BLOCK_A: tl.constexpr,  # the first columns of D_N, a power of two of them
+    BLOCK_B: tl.constexpr,  # the others, 0 or rounded up to a power of two
+    BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_MASKED: tl.constexpr,  # keys at a time where the mask is looked at
+    HEAD_GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    head, slot = _work_of(tl.program_id(0), heads, num_slots, HEAD_GROUP)
+    request = _request_of(slot, q_starts, stride_q_starts, batch, BLOCK_Q)
+    q_start = tl.load(q_starts + request * stride_q_starts).to(tl.int32)
+    q_len = tl.load(q_starts + (request + 1) * stride_q_starts).to(tl.int32) - q_start
+    first_query = (slot - _first_slot(request, q_start, BLOCK_Q)) * BLOCK_Q
+    if first_query >= q_len:
+        return
+    kv_start = tl.load(kv_starts + request * stride_kv_starts).to(tl.int64)
+    kv_end = tl.load(kv_starts + (request + 1) * stride_kv_starts).to(tl.int64)
+    kv_len = (kv_end - kv_start).to(tl.int32)
+    offset = kv_len - q_len  # of a query's position from its index
+    last_query = tl.minimum(first_query + BLOCK_Q, q_len) - 1
+
+    # both ends of what a query sees grow with its position: the first and the last query decide
+    # which keys [any_first, any_last) some query of the tile sees, and which all of them see
+    any_first, all_last = mask_interval(
+        offset + first_query, kv_len, window, IS_CAUSAL, IS_SLIDING, IS_CHUNKED
+    )
+    all_first, any_last = mask_interval(
+        offset + last_query, kv_len, window, IS_CAUSAL, IS_SLIDING, IS_CHUNKED
+    )
+    head_tiles = tl.cdiv(tl.maximum(tl.minimum(all_first, any_last) - any_first, 0), BLOCK_MASKED)
+    full_first = any_first + head_tiles * BLOCK_MASKED
+    full_last = full_first + tl.maximum(all_last - full_first, 0) // BLOCK_K * BLOCK_K
+    tail_tiles = tl.cdiv(tl.maximum(any_last - full_last, 0), BLOCK_MASKED)
+
+    query = first_query + tl.arange(0, BLOCK_Q)
+    position = offset + query  # [BLOCK_Q]
+    is_query = query < q_len
+    token = (q_start + query).to(tl.int64)
+    q_rows = q + token * stride_q_token + head.to(tl.int64) * stride_q_head
+    q_a, q_b, q_r = _load_parts(
+        q_rows, q_rows, is_query, True, D_N, D_N, D_R, BLOCK_A, BLOCK_B, BLOCK_R
+    )
+    if IS_NEGATIVE:
+        q_a, q_b, q_r = -q_a, -q_b, -q_r
+    slope = 0.0
+    if alibi_slopes is not None:
+        slope = tl.load(alibi_slopes + head * stride_slopes) * 1.4426950408889634  # log2(e)
+
+    k_nope += kv_start * stride_kn_token + head.to(tl.int64) * stride_kn_head
+    k_rope += kv_start * stride_kr_token
+    v += kv_start * stride_v_token + head.to(tl.int64) * stride_v_head
+
+    peak = tl.full([BLOCK_Q], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_Q], tl.float32)
+    acc = tl.zeros([BLOCK_Q, BLOCK_V], tl.float32)
+    tile = tl.arange(0, BLOCK_K)
+    for start in tl.range(full_first, full_last, BLOCK_K, num_stages=STAGES):
+        key = start + tile
+        scores = _scores(
+            q_a, q_b, q_r, k_nope, k_rope, key, tile >= 0, False,
+            stride_kn_token, stride_kr_token, D_N, D_R, BLOCK_A, BLOCK_B, BLOCK_R,
+        )  # fmt: skip
+        if alibi_slopes is not None:
+            scores = scores * scale_log2 + slope * (key[None, :] - position[:, None])
+            probs, decay, peak, total = softmax_step(scores, peak, total, 1.0)
+        else:
+            probs, decay, peak, total = softmax_step(scores, peak, total, scale_log2)
+        values = _load_rows(
+            v + key.to(tl.int64) * stride_v_token, tile >= 0, False, 0, D_V, BLOCK_V
+        )
+        acc = acc * decay[:, None]
+        acc = tl.dot(probs.to(values.dtype), values, acc, input_precision="ieee")
+
+    # made anew, with a 0 that no compiler knows: kept, these would cost the loop its registers
+    query = first_query + tl.where(batch < 0, 1, 0) + tl.arange(0, BLOCK_Q)
+    position = offset + query
+    is_query = query < q_len
+    token = (q_start + query).to(tl.int64)
+    # [BLOCK_Q] each
+    first, last = mask_interval(position, kv_len, window, IS_CAUSAL, IS_SLIDING, IS_CHUNKED)
+    all_numbers = 1
+    for i in tl.range(0, head_tiles + tail_tiles, num_stages=1):
+        at_tail = full_last + (i - head_tiles) * BLOCK_MASKED
+        start = tl.where(i < head_tiles, any_first + i * BLOCK_MASKED, at_tail)
+        key = start + tl.arange(0, BLOCK_MASKED)
+        # what no query of the tile sees is not even looked at
+        is_key = (key >= any_first) & (key < any_last)
+        visible = (key[None, :] >= first[:, None]) & (key[None, :] < last[:, None])
+        scores = _scores(
+            q_a, q_b, q_r, k_nope, k_rope, key, is_key, True,
+            stride_kn_token, stride_kr_token, D_N, D_R, BLOCK_A, BLOCK_B, BLOCK_R,
+        )  # fmt: skip
+        if alibi_slopes is not None:
+            scores = scores * scale_log2 + slope * (key[None, :] - position[:, None])
+            scores = tl.where(visible, scores, -float("inf"))
+            probs, decay, peak, total = softmax_step(scores, peak, total, 1.0)
+        else:
+            scores = tl.where(visible, scores, -float("inf"))
+            probs, decay, peak, total = softmax_step(scores, peak, total, scale_log2)
+        rows = v + key.to(tl.int64) * stride_v_token
+        values = _load_rows(rows, is_key, True, 0, D_V, BLOCK_V)
+        is_number = is_finite(values)
+        all_numbers &= tl.min(is_number.to(tl.int32))
+        acc = acc * decay[:, None]
+        # 0 · NaN is NaN: a value is left out for those who do not see it, not weighted by 0
+        values = tl.where(is_number, values, 0.0)
+        acc = tl.dot(probs.to(values.dtype), values, acc, input_precision="ieee")
+
+    sink_log2 = None
+    if sink is not None:
+        sink_log2 = tl.load(sink + head * stride_sink) * 1.4426950408889634  # log2(e)
+    denominator, row_lse = softmax_totals(peak, total, sink_log2)
+    column = tl.arange(0, BLOCK_V)
+    out_rows = out + token * stride_out_token + head.to(tl.int64) * stride_out_head
+    tl.store(
+        out_rows[:, None] + column[None, :],
+        (acc / denominator[:, None]).to(out.dtype.element_ty),
+        mask=is_query[:, None] & (column < D_V)[None, :],
+    )
+    lse_rows = lse + token * stride_lse_token + head.to(tl.int64) * stride_lse_head
+    tl.store(lse_rows, row_lse, mask=is_query)
+
+    if all_numbers == 0:
+        tl.debug_barrier()  # what other threads wrote to out is read
+        _add_non_finite(
+            out_rows, is_query, denominator, first, last, v, any_first, any_last,
+            stride_v_token, D_V, BLOCK_Q,
+        )  # fmt: skip
+
+
+@triton.jit
+def _work_of(program, heads, num_slots, HEAD_GROUP: tl.constexpr):
+    """(head, slot) of a program.
+
+    Programs start in order. The later queries of a request see more keys, so they come first; and
+    a group of heads is done with before the next, so that its keys stay in the cache of the GPU.
+    """
+    group = program // (num_slots * HEAD_GROUP)
+    within = program - group * num_slots * HEAD_GROUP
+    in_group = tl.minimum(heads - group * HEAD_GROUP, HEAD_GROUP)
+    head = group * HEAD_GROUP + within % in_group
+    return head, num_slots - 1 - within // in_group
+
+
+@triton.jit
+def _first_slot(request, q_start, BLOCK_Q: tl.constexpr):
+    """Slots from here on are the request's, at least as many as it has query tiles."""
+    return q_start // BLOCK_Q + request
+
+
+@triton.jit
+def _request_of(slot, q_starts, stride, batch, BLOCK_Q: tl.constexpr):
+    """The last request whose first slot is not above `slot`, by bisection."""
+    low = 0
+    high = batch
+    while high - low > 1:
+        middle = (low + high) // 2
+        q_start = tl.load(q_starts + middle * stride).to(tl.int32)
+        is_above = _first_slot(middle, q_start, BLOCK_Q) > slot
+        low = tl.where(is_above, low, middle)
+        high = tl.where(is_above, middle, high)
+    return low
+
+
+@triton.jit
+def _load_rows(
+    rows,  # [ROWS] pointers
+    is_row,  # [ROWS]
+    MASKED: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Columns [FIRST, FIRST + BLOCK) of rows, zeros from LAST on and, if MASKED, in other rows."""
+    column = FIRST + tl.arange(0, BLOCK)
+    pointers = rows[:, None] + column[None, :]
+    if FIRST + BLOCK > LAST:
+        columns = tl.load(pointers, mask=is_row[:, None] & (column < LAST)[None, :], other=0.0)
+    elif MASKED:
+        columns = tl.load(pointers, mask=is_row[:, None], other=0.0)
+    else:
+        columns = tl.load(pointers)
+    return columns
+
+
+@triton.jit
+def _load_parts(
+    nope_rows,
+    rope_rows,
+    is_row,
+    MASKED: tl.constexpr,
+    ROPE_AT: tl.constexpr,  # the first rotated column of rope_rows
+    D_N: tl.constexpr,
+    D_R: tl.constexpr,
+    BLOCK_A: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """The columns of rows in three parts; one without columns is a number that nobody uses."""
+    a = _load_rows(nope_rows, is_row, MASKED, 0, D_N, BLOCK_A)
+    b = 0.0
+    if BLOCK_B > 0:
+        b = _load_rows(nope_rows, is_row, MASKED, BLOCK_A, D_N, BLOCK_B)
+    r = 0.0
+    if BLOCK_R > 0:
+        r = _load_rows(rope_rows, is_row, MASKED, ROPE_AT, ROPE_AT + D_R, BLOCK_R)
+    return a, b, r
+
+
+@triton.jit
+def _scores(
+    q_a,
+    q_b,
+    q_r,
+    k_nope,
+    k_rope,
+    key,  # [BLOCK_K]
+    is_key,
+    MASKED: tl.constexpr,
+    stride_kn_token,
+    stride_kr_token,
+    D_N: tl.constexpr,
+    D_R: tl.constexpr,
+    BLOCK_A: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """q·k [BLOCK_Q, BLOCK_K] float32, not scaled."""
+    wide = key.to(tl.int64)
+    k_a, k_b, k_r = _load_parts(
+        k_nope + wide * stride_kn_token, k_rope + wide * stride_kr_token,
+        is_key, MASKED, 0, D_N, D_R, BLOCK_A, BLOCK_B, BLOCK_R,
+    )  # fmt: skip
+    scores = tl.dot(q_a, tl.trans(k_a), input_precision="ieee")
+    if BLOCK_B > 0:
+        scores = tl.dot(q_b, tl.trans(k_b), scores, input_precision="ieee")
+    if BLOCK_R > 0:
+        scores = tl.dot(q_r, tl.trans(k_r), scores, input_precision="ieee")
+    return scores
+
+
+@triton.jit
+def _add_non_finite(
+    out_rows,  # [BLOCK_Q] pointers
+    is_query,  # [BLOCK_Q]
+    denominator,  # [BLOCK_Q]
+    first,  # [BLOCK_Q]: query i sees the keys [first, last)
+    last,
+    v,
+    any_first,
+    any_last,
+    stride_v_token,
+    D_V: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+):
+    """Add the values that are not finite to what the queries that see them have written.
+
+    Whatever their weights: NaN and infinity times a positive number are what they were. This is
+    rare and slow; in memory, so that the registers of the usual case are not laid out for it.
+    """
+    COLUMNS: tl.constexpr = 16
+    for start in tl.range(0, D_V, COLUMNS, num_stages=1):
+        column = start + tl.arange(0, COLUMNS)
+        special = tl.zeros([BLOCK_Q, COLUMNS], tl.float32)
+        for i in tl.range(0, any_last - any_first, num_stages=1):
+            key = any_first + i
+            row = v + key.to(tl.int64) * stride_v_token
+            value = tl.load(row + column, mask=column < D_V, other=0.0).to(tl.float32)
+            counts = ((key >= first) & (key < last))[:, None] & ~is_finite(value)[None, :]
+            special += tl.where(counts, value[None, :] / denominator[:, None], 0.0)
+        pointers = out_rows[:, None] + column[None, :]
+        inside = is_query[:, None] & (column < D_V)[None, :]
+        written = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+        tl.store(pointers, (written + special).to(out_rows.dtype.element_ty), mask=inside)

@@ -1,0 +1,392 @@
+"""Device helpers that several portable kernels share; none of them is a kernel."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def narrow_e4m3(x, HAS_FP8: tl.constexpr):
+    """Float `x` as the bytes of e4m3: to nearest even, ±448 at most, 0x7F (or 0xFF) for NaN."""
+    x = x.to(tl.float32)
+    if HAS_FP8:
+        byte = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        magnitude = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)  # 448.0
+        # 3 of 23 mantissa bits stay; where they round up to 8, the exponent takes the carry
+        rounded = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20
+        normal = rounded - ((127 - 7) << 3)
+        # floats above 2**14 are 2**-9 apart, as the subnormals of e4m3 are: the sum rounds to them
+        shifted = magnitude.to(tl.float32, bitcast=True) + 16384.0
+        subnormal = shifted.to(tl.int32, bitcast=True) - 0x46800000
+        byte = tl.where(magnitude < 0x3C800000, subnormal, normal)  # 2**-6
+        byte = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7F, byte)
+        byte = (byte | ((bits >> 24) & 0x80)).to(tl.uint8)
+    return byte
+
+
+@triton.jit
+def is_finite(x):
+    return tl.abs(x.to(tl.float32)) < float("inf")
+
+
+@triton.jit
+def mask_interval(
+    position,
+    kv_len,
+    window,
+    IS_CAUSAL: tl.constexpr,
+    IS_SLIDING: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
+):
+    """The keys [first, last) that queries at int32 `position`, a number or a block, see."""
+    first = position * 0
+    last = first + kv_len
+    if IS_SLIDING:
+        first = tl.maximum(position - window + 1, 0)
+    if IS_CHUNKED:
+        # `//` truncates; before position 0 there is no chunk, and nothing is seen
+        first = tl.maximum(position, 0) // window * window
+        last = tl.where(position < 0, 0, tl.minimum(first + window, kv_len))
+    if IS_CAUSAL:
+        last = tl.minimum(position + 1, last)
+    return first, tl.maximum(last, first)
+
+
+@triton.jit
+def softmax_step(scores, peak, total, scale_log2):
+    """Take a block of scores into running softmaxes, everything in powers of two.
+
+    scores      [rows, keys] float32; the logit is scores · scale_log2, scale_log2 > 0
+    peak        [rows] largest logit so far, −inf before the first
+    total       [rows] Σ 2^(logit − peak) so far
+    Returns (weights [rows, keys] of these keys, decay [rows] of what was summed before, peak,
+    total).
+    """
+    new_peak = tl.maximum(peak, tl.max(scores, 1) * scale_log2)
+    # where nothing was seen yet the peak is −inf, and −inf − (−inf) would be NaN
+    anchor = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+    weights = tl.exp2(scores * scale_log2 - anchor[:, None])
+    decay = tl.exp2(peak - anchor)
+    return weights, decay, new_peak, total * decay + tl.sum(weights, 1)
+
+
+@triton.jit
+def softmax_totals(peak, total, sink_log2):
+    """(denominator of out, lse in natural logarithms) of running softmaxes; `sink_log2` or None."""
+    anchor = tl.where(peak == -float("inf"), 0.0, peak)
+    denominator = total
+    if sink_log2 is not None:
+        denominator += tl.exp2(sink_log2 - anchor)
+    is_empty = total == 0.0
+    lse = (anchor + tl.log2(tl.where(is_empty, 1.0, total))) * 0.6931471805599453  # log(2)
+    lse = tl.where(is_empty, -float("inf"), lse)
+    # an infinite score: the weights are NaN, the sum of the exponentials is not
+    lse = tl.where(peak == float("inf"), peak, lse)
+    return tl.where(denominator == 0.0, 1.0, denominator), lse
+
+
+@triton.jit
+def widen_e4m3(stored, dtype: tl.constexpr, HAS_FP8: tl.constexpr):
+    """Bytes of e4m3 as floats of `dtype`, exactly; 0x7F and 0xFF are NaN."""
+    if HAS_FP8:
+        return stored.to(tl.float8e4nv, bitcast=True).to(dtype)
+    # the same bits in the fields of a half are 2**8 too small: its exponent is biased by 15, not 7
+    bits = stored.to(tl.uint16)
+    half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
+    return tl.where((bits & 0x7F) == 0x7F, float("nan"), half).to(dtype)
+
+
+# Cache rows. A kernel has `rows`, pointers [keys] to rows of the payload (bytes as uint8), and
+# `scales`, pointers [keys] to what is kept beside them, or None. Latent columns come in PIECES of
+# WIDTH, a power of two; a format with one scale per 128 columns has pieces of (at most) that, so
+# that a piece has one factor per key, which multiplies sums over the piece and never its columns.
+
+
+@triton.jit
+def load_latent(
+    rows,
+    scales,
+    is_read,
+    PIECE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    D_C: tl.constexpr,
+    FORMAT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    HAS_FP8: tl.constexpr,
+):
+    """Latent columns of one piece, [keys, WIDTH] in DTYPE: as stored, to be multiplied by
+    `load_factor`. Only fp8_block64 is decoded, its scales being powers of two.
+
+    is_read  [keys]; rows that are not read, and columns past D_C, are 0
+    """
+    column = PIECE * WIDTH + tl.arange(0, WIDTH)
+    mask = is_read[:, None]
+    if (PIECE + 1) * WIDTH > D_C:
+        mask = mask & (column < D_C)[None, :]
+    stored = tl.load(rows[:, None] + column[None, :], mask=mask, other=0)
+    if FORMAT == "bf16" or FORMAT == "fp16" or FORMAT == "fp32":
+        columns = stored.to(DTYPE)
+    elif FORMAT == "fp8_block64":
+        columns = _times_power_of_two(stored, scales, is_read, PIECE, WIDTH, D_C, DTYPE, HAS_FP8)
+    else:
+        columns = widen_e4m3(stored, DTYPE, HAS_FP8)
+    return columns
+
+
+@triton.jit
+def _times_power_of_two(
+    stored,  # [keys, WIDTH]
+    scales,
+    is_read,
+    PIECE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    D_C: tl.constexpr,
+    DTYPE: tl.constexpr,
+    HAS_FP8: tl.constexpr,
+):
+    GROUP: tl.constexpr = 64 if WIDTH > 64 else WIDTH
+    GROUPS: tl.constexpr = WIDTH // GROUP
+    first = PIECE * WIDTH + GROUP * tl.arange(0, GROUPS)
+    mask = is_read[:, None] & (first < D_C)[None, :]
+    # e8m0, biased as the exponent of a float32 is; 255 is NaN, 0 is 2**-127, a subnormal
+    code = tl.load(scales[:, None] + (first // 64)[None, :], mask=mask, other=127).to(tl.int32)
+    bits = tl.where(code == 0, 0x00400000, tl.where(code == 255, 0x7FC00000, code << 23))
+    scale = bits.to(tl.float32, bitcast=True)  # [keys, GROUPS]
+    KEYS: tl.constexpr = stored.shape[0]
+    grouped = tl.reshape(widen_e4m3(stored, tl.float32, HAS_FP8), [KEYS, GROUPS, GROUP])
+    return tl.reshape((grouped * scale[:, :, None]).to(DTYPE), [KEYS, WIDTH])
+
+
+@triton.jit
+def load_rope(
+    rows,
+    is_read,
+    WIDTH: tl.constexpr,
+    D_C: tl.constexpr,
+    D_R: tl.constexpr,
+    FORMAT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    HAS_FP8: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+):
+    """Rotated columns [keys, WIDTH] in DTYPE as stored; 0 past D_R and for rows that are not read.
+
+    IS_ALIGNED  halves and floats among the bytes of a row lie at multiples of their size
+    """
+    column = tl.arange(0, WIDTH)
+    mask = is_read[:, None]
+    if WIDTH > D_R:
+        mask = mask & (column < D_R)[None, :]
+    if FORMAT == "bf16" or FORMAT == "fp16" or FORMAT == "fp32":
+        return tl.load(rows[:, None] + (D_C + column)[None, :], mask=mask, other=0).to(DTYPE)
+    if FORMAT == "fp8":
+        stored = tl.load(rows[:, None] + (D_C + column)[None, :], mask=mask, other=0)
+        return widen_e4m3(stored, DTYPE, HAS_FP8)
+    AT: tl.constexpr = D_C + (4 * ((D_C + 127) // 128) if FORMAT == "fp8_block128" else 0)
+    if IS_ALIGNED:
+        halves = (rows + AT).to(tl.pointer_type(tl.bfloat16), bitcast=True)
+        return tl.load(halves[:, None] + column[None, :], mask=mask, other=0).to(DTYPE)
+    at = rows[:, None] + (AT + 2 * column)[None, :]
+    low = tl.load(at, mask=mask, other=0).to(tl.uint16)
+    high = tl.load(at + 1, mask=mask, other=0).to(tl.uint16)
+    return (low | (high << 8)).to(tl.bfloat16, bitcast=True).to(DTYPE)
+
+
+@triton.jit
+def load_factor(
+    rows,
+    scales,
+    is_read,
+    PIECE: tl.constexpr,
+    D_C: tl.constexpr,
+    FORMAT: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+):
+    """float32 [keys] that multiplies the columns of a piece; of fp8_token and fp8_block128 only."""
+    if FORMAT == "fp8_token":
+        factor = tl.load(scales, mask=is_read, other=0.0)
+        return tl.where(factor < 0, 0.0, factor)  # a NaN stays one
+    at = rows + (D_C + 4 * PIECE)
+    if IS_ALIGNED:
+        return tl.load(at.to(tl.pointer_type(tl.float32), bitcast=True), mask=is_read, other=0.0)
+    bits = tl.load(at, mask=is_read, other=0).to(tl.int32)
+    for byte in tl.static_range(1, 4):
+        bits |= tl.load(at + byte, mask=is_read, other=0).to(tl.int32) << (8 * byte)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_row_tile(
+    rows,
+    scales,
+    is_read,
+    PIECES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROPE_WIDTH: tl.constexpr,  # 0 where rows have no rotated columns
+    D_C: tl.constexpr,
+    D_R: tl.constexpr,
+    FORMAT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ROPE_DTYPE: tl.constexpr,
+    HAS_FP8: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+):
+    """(latent, rope, factors) of a tile of keys.
+
+    latent   a tuple of PIECES [keys, WIDTH] in DTYPE, as stored
+    rope     [keys, ROPE_WIDTH] in ROPE_DTYPE, as stored; not to be used where that is 0
+    factors  a tuple of float32 [keys]: one per piece (fp8_block128), one (fp8_token), or empty
+    """
+    latent = ()
+    factors = ()
+    for piece in tl.static_range(PIECES):
+        tile = load_latent(rows, scales, is_read, piece, WIDTH, D_C, FORMAT, DTYPE, HAS_FP8)
+        latent += (tile,)
+        if FORMAT == "fp8_block128":
+            factor = load_factor(rows, scales, is_read, piece, D_C, FORMAT, IS_ALIGNED)
+            factors += (factor,)
+    if FORMAT == "fp8_token":
+        factors = (load_factor(rows, scales, is_read, 0, D_C, FORMAT, IS_ALIGNED),)
+    rope = latent[0]  # not None, which no tuple can hold
+    if ROPE_WIDTH > 0:
+        rope = load_rope(
+            rows, is_read, ROPE_WIDTH, D_C, D_R, FORMAT, ROPE_DTYPE, HAS_FP8, IS_ALIGNED
+        )
+    return latent, rope, factors
+
+
+@triton.jit
+def score_keys(
+    q,  # a tuple of PIECES [rows, WIDTH], in the type of `latent`
+    q_rope,  # [rows, ROPE_WIDTH] in the type of `rope`, or None
+    latent,
+    rope,
+    factors,
+    PIECES: tl.constexpr,
+    FORMAT: tl.constexpr,
+    scale=None,
+):
+    """q·row, float32 [rows, keys], with every scale of a row applied; a tensor's one is not.
+
+    With a `scale` the result is multiplied by it; latent and rotated columns are then summed apart.
+    """
+    scores = tl.dot(q[0], tl.trans(latent[0]), input_precision="ieee")
+    if FORMAT == "fp8_block128":
+        scores *= factors[0][None, :]
+    for piece in tl.static_range(1, PIECES):
+        if FORMAT == "fp8_block128":
+            part = tl.dot(q[piece], tl.trans(latent[piece]), input_precision="ieee")
+            scores += part * factors[piece][None, :]
+        else:
+            scores = tl.dot(q[piece], tl.trans(latent[piece]), scores, input_precision="ieee")
+    if q_rope is not None:
+        if scale is None:
+            scores = tl.dot(q_rope, tl.trans(rope), scores, input_precision="ieee")
+        else:
+            # a product on both sides: of a plain sum the compiler makes one chain of dots again
+            rotated = tl.dot(q_rope, tl.trans(rope), input_precision="ieee")
+            scores = scores * scale + rotated * scale
+    elif scale is not None:
+        scores *= scale
+    if FORMAT == "fp8_token":
+        scores *= factors[0][None, :]
+    return scores
+
+
+@triton.jit
+def add_values(
+    weighted,  # a tuple of [rows, WIDTH] float32: Σ weight · columns so far
+    weights,  # [rows, keys] float32
+    decay,  # [rows], of what was summed before
+    latent,
+    factors,
+    VALUE_PIECES: tl.constexpr,
+    FORMAT: tl.constexpr,
+    VALUE_UNIT: tl.constexpr,
+):
+    """The sums with these keys taken in, in units of 1 / VALUE_UNIT.
+
+    Weights are rounded to the type of the columns, once. With factors they may be small: halves
+    then need a VALUE_UNIT above 1 (`value_unit`).
+    """
+    result = ()
+    for piece in tl.static_range(VALUE_PIECES):
+        scaled = weights
+        if FORMAT == "fp8_block128":
+            scaled = weights * (factors[piece] * VALUE_UNIT)[None, :]
+        elif FORMAT == "fp8_token":
+            scaled = weights * (factors[0] * VALUE_UNIT)[None, :]
+        columns = latent[piece]
+        total = weighted[piece] * decay[:, None]
+        total = tl.dot(scaled.to(columns.dtype), columns, total, input_precision="ieee")
+        result += (total,)
+    return result
+
+
+@triton.jit
+def add_rope_values(
+    weighted,  # [rows, ROPE_WIDTH] float32
+    weights,
+    decay,
+    rope,
+    factors,
+    FORMAT: tl.constexpr,
+    DTYPE: tl.constexpr,  # of the weights of latent columns
+    VALUE_UNIT: tl.constexpr,  # of fp8_token only: other formats do not scale these columns
+):
+    """`add_values` for rotated columns; in float32 where their type is another one."""
+    if FORMAT == "fp8_token":
+        weights = weights * (factors[0] * VALUE_UNIT)[None, :]
+    total = weighted * decay[:, None]
+    if rope.dtype == DTYPE:
+        total = tl.dot(weights.to(DTYPE), rope, total, input_precision="ieee")
+    else:
+        total = tl.dot(weights, rope.to(tl.float32), total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def fold_states(peak, total, weighted, part_lse, part):
+    """Take a part, its lse [rows] and out [rows, columns], into a running merge.
+
+    peak [rows] is the largest lse so far, in powers of two; total [rows] and weighted
+    [rows, columns] are Σ 2^(lse − peak) of the parts, alone and times their out.
+    """
+    part_log2 = part_lse * 1.4426950408889634  # log2(e)
+    new_peak = tl.maximum(peak, part_log2)
+    # before the first part that saw a key the peak is −inf, and −inf − (−inf) would be NaN
+    anchor = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+    decay = tl.exp2(peak - anchor)
+    weight = tl.exp2(part_log2 - anchor)
+    weighted = weighted * decay[:, None] + part.to(tl.float32) * weight[:, None]
+    return new_peak, total * decay + weight, weighted
+
+
+@triton.jit
+def merged_state(peak, total, weighted, sink_log2):
+    """(out, lse) of a running merge."""
+    denominator, lse = softmax_totals(peak, total, sink_log2)
+    return weighted / denominator[:, None], lse
+
+
+@triton.jit
+def load_query(
+    rows,  # pointers [rows]
+    is_row,  # [rows]
+    FIRST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LAST: tl.constexpr,
+    DTYPE: tl.constexpr,
+    HAS_FP8: tl.constexpr,
+):
+    """Columns [FIRST, FIRST + WIDTH) of queries in DTYPE, 0 from LAST on; bytes are e4m3."""
+    column = FIRST + tl.arange(0, WIDTH)
+    mask = is_row[:, None]
+    if FIRST + WIDTH > LAST:
+        mask = mask & (column < LAST)[None, :]
+    stored = tl.load(rows[:, None] + column[None, :], mask=mask, other=0)
+    IS_BYTES: tl.constexpr = stored.dtype == tl.uint8
+    return widen_e4m3(stored, DTYPE, HAS_FP8) if IS_BYTES else stored.to(DTYPE)

@@ -1,0 +1,42 @@
+"""What the portable kernels take: every problem on a CUDA device of sm_80 and newer.
+
+Under `TRITON_INTERPRET=1` they run in host memory too, slowly: that is how they are tested without
+a GPU, never what `backend="auto"` picks.
+"""
+
+from __future__ import annotations
+
+from mlakit import knobs
+from mlakit.specs import KernelSpec, Problem
+
+OLDEST_ARCH = 80
+
+
+def _why_not(problem: Problem) -> str | None:
+    if problem.device == "cuda":
+        if problem.arch < OLDEST_ARCH:
+            return f"needs sm_{OLDEST_ARCH} or newer, got sm_{problem.arch}"
+        return None
+    if problem.device == "cpu":
+        if knobs.interpreted():
+            return None
+        return "needs CUDA tensors, got cpu (TRITON_INTERPRET=1 runs it there, to test it)"
+    return f"needs CUDA tensors, got {problem.device}"
+
+
+def _spec(op: str, topic: str) -> KernelSpec:
+    return KernelSpec("triton", op, f"mlakit.kernels.triton.{topic}:{op}", _why_not)
+
+
+SPECS = (
+    _spec("norm_rope_quant_append", "norm_rope_quant"),
+    _spec("batched_matmul", "matmul"),
+    _spec("quantize_fp8", "fp8"),
+    _spec("scaled_mm_fp8", "fp8"),
+    _spec("mla_prefill", "prefill"),
+    _spec("mla_decode", "decode"),
+    _spec("sparse_mla", "sparse"),
+    _spec("indexer_logits", "indexer"),
+    _spec("indexer_topk", "indexer"),
+    _spec("merge_states", "merge"),
+)

@@ -1,0 +1,282 @@
+"""Compiles GPU kernels on a machine without a GPU, and reads what they ask of one.
+
+A check is a case of `mlakit.workloads` with the widths of a real model, and an architecture. The op
+is called as ever, on tensors in host memory; the kernels it would start there are compiled for the
+architecture instead of run. What fails is a kernel that does not compile, asks for more shared
+memory than a block may have, or spills registers.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from mlakit import knobs
+from mlakit.formats import FORMATS
+from mlakit.workloads import (
+    AppendCase,
+    BatchedMatmulCase,
+    Case,
+    DecodeCase,
+    IndexerLogitsCase,
+    IndexerTopkCase,
+    MergeCase,
+    PrefillCase,
+    QuantizeCase,
+    ScaledMatmulCase,
+    SparseCase,
+)
+
+ARCHITECTURES = (80, 89, 90, 100, 120)
+NUM_SMS = {80: 108, 89: 142, 90: 132, 100: 148, 120: 170}
+V3_ROW = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+V4_ROW = {"kv_lora_rank": 448, "qk_rope_head_dim": 64, "v_width": 512}
+
+
+def _row(format: str) -> dict[str, Any]:
+    return {"format": format, "page_size": 64, **(V4_ROW if format == "fp8_block64" else V3_ROW)}
+
+
+def _query(format: str) -> str:
+    return format if format in ("bf16", "fp16", "fp32") else "bf16"
+
+
+def _decode(format: str, heads: int, **more: Any) -> DecodeCase:
+    given = {
+        "dtype": _query(format),
+        "kv_lens": (130, 65),
+        "q_lens": (1, 1),
+        **_row(format),
+        **more,
+    }
+    return DecodeCase(heads=heads, **given)
+
+
+def _sparse(format: str, heads: int, **more: Any) -> SparseCase:
+    given = {"dtype": _query(format), "topk": 128, "num_tokens": 2, **_row(format), **more}
+    return SparseCase(heads=heads, **given)
+
+
+def _append(format: str, **more: Any) -> AppendCase:
+    return AppendCase(**{"heads": 16, "kv_lens": (5,), "q_lens": (2,), **_row(format), **more})
+
+
+def _prefill(nope: int, rope: int, v: int, **more: Any) -> PrefillCase:
+    widths = {"qk_nope_head_dim": nope, "qk_rope_head_dim": rope, "v_head_dim": v}
+    return PrefillCase(**{"heads": 2, "kv_lens": (200,), "q_lens": (130,), **widths, **more})
+
+
+def _index_keys(**more: Any) -> IndexerLogitsCase:
+    row = {"kv_lora_rank": 128, "qk_rope_head_dim": 0, "page_size": 64}
+    return IndexerLogitsCase(**{"heads": 64, "kv_lens": (130,), "q_lens": (2,), **row, **more})
+
+
+CONFIGURATIONS: dict[str, Case] = {
+    **{f"append-{format}": _append(format) for format in FORMATS},
+    "append-half-split-e4m3-q": _append("fp8_block128", rope="half", q_out="e4m3"),
+    "append-flat-table": _append("bf16", flat_table=True),
+    "quantize-128": QuantizeCase(m=130, k=512, group=128),
+    "scaled-mm-128": ScaledMatmulCase(m=130, n=256, k=512, n_group=128, k_group=128),
+    "scaled-mm-64": ScaledMatmulCase(m=130, n=256, k=512, n_group=64, k_group=64, batch=2),
+    "matmul-bf16": BatchedMatmulCase(batch=2, m=130, n=128, k=512),
+    "matmul-fp32": BatchedMatmulCase(batch=2, m=130, n=128, k=512, dtype="fp32"),
+    "prefill-192-128": _prefill(128, 64, 128),
+    "prefill-256-256": _prefill(192, 64, 256),
+    "prefill-128-128": _prefill(128, 0, 128),
+    "prefill-96-64": _prefill(64, 32, 64),
+    "prefill-fp32": _prefill(128, 64, 128, dtype="fp32"),
+    "prefill-window-alibi-sink": _prefill(
+        128, 64, 128, mask="sliding_window_causal", window=50, alibi=True, sink="finite"
+    ),
+    **{f"decode-h16-{format}": _decode(format, 16) for format in FORMATS},
+    **{f"decode-h128-{format}": _decode(format, 128) for format in ("bf16", "fp8", "fp8_block128")},
+    "decode-e4m3-q": _decode("fp8_token", 128, dtype="e4m3", q_scaled=True),
+    "decode-page1": _decode("bf16", 16, flat_table=True),
+    "decode-ragged": _decode("bf16", 20, q_lens=(3, 2), kv_lens=(130, 65), sink="finite"),
+    "decode-even-split": _decode("bf16", 16, num_splits=3),
+    **{f"sparse-h128-{format}": _sparse(format, 128) for format in FORMATS},
+    "sparse-h16-bf16": _sparse("bf16", 16),
+    "sparse-extra": _sparse("bf16", 64, extra_format="fp8_block128", extra_topk=64, sink="finite"),
+    "indexer-e4m3": _index_keys(format="fp8_token", dtype="e4m3"),
+    "indexer-bf16": _index_keys(format="bf16"),
+    "topk-2048": IndexerTopkCase(num_columns=5000, k=2048, num_tokens=2),
+    "topk-64": IndexerTopkCase(num_columns=500, k=64, num_tokens=2),
+    "merge-2": MergeCase(num_parts=2, v_width=512, heads=16),
+    "merge-8-fp32": MergeCase(num_parts=8, v_width=128, heads=16, dtype="fp32", sink="finite"),
+}
+EVERYWHERE = (
+    "append-fp8_block128",
+    "scaled-mm-128",
+    "prefill-192-128",
+    "decode-h16-bf16",
+    "decode-h128-fp8_block128",
+    "sparse-h128-fp8_block128",
+    "indexer-e4m3",
+    "topk-2048",
+)
+
+
+def named_checks() -> list[tuple[str, int]]:
+    """(configuration, architecture): every configuration once, some on every architecture."""
+    others = [name for name in CONFIGURATIONS if name not in EVERYWHERE]
+    # 90 twice: of the architectures the one most users have
+    turns = (90, 80, 100, 90, 89, 120)
+    return [
+        *((name, arch) for name in EVERYWHERE for arch in ARCHITECTURES),
+        *((name, turns[i % len(turns)]) for i, name in enumerate(others)),
+    ]
+
+
+def all_checks() -> list[tuple[str, int]]:
+    return [(name, arch) for name in CONFIGURATIONS for arch in ARCHITECTURES]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel of one check; `error` says why there is none."""
+
+    configuration: str
+    arch: int
+    kernel: str
+    registers: int = 0
+    spilled_bytes: int = 0
+    shared_bytes: int = 0
+    shared_limit: int = 0
+    seconds: float = 0.0
+    error: str = ""
+
+    @property
+    def fault(self) -> str:
+        """What is wrong with it, "" if nothing is."""
+        if self.error:
+            return self.error
+        if self.shared_bytes > self.shared_limit:
+            return f"shared memory exceeds the limit of {self.shared_limit} bytes"
+        return f"spills {self.spilled_bytes} bytes" if self.spilled_bytes else ""
+
+    def as_json(self) -> dict[str, object]:
+        return {**asdict(self), "fault": self.fault}
+
+
+def check(configuration: str, arch: int) -> list[Compiled]:
+    """Compile what the op of a configuration would start on `arch`."""
+    from mlakit.kernels.triton.launch import SHARED_BYTES, Target, compiling
+
+    start = perf_counter()
+    target = Target(arch, NUM_SMS[arch], SHARED_BYTES[arch])
+    trial = CONFIGURATIONS[configuration].trial("cpu")
+    try:
+        with compiling(target) as compilation:
+            trial.call("triton")
+    except Exception as error:  # noqa: BLE001  # whatever a compiler raises is the finding
+        return [Compiled(configuration, arch, "—", error=_innermost(error))]
+    seconds = (perf_counter() - start) / max(len(compilation.kernels), 1)
+    unique = {kernel.hash: kernel for kernel in compilation.kernels}
+    if not unique:
+        return [Compiled(configuration, arch, "—", error="no kernel was started")]
+    return [
+        Compiled(
+            configuration,
+            arch,
+            kernel.metadata.name,
+            *_resources(kernel.asm["cubin"]),
+            shared_bytes=kernel.metadata.shared,
+            shared_limit=target.shared_bytes,
+            seconds=seconds,
+        )
+        for kernel in unique.values()
+    ]
+
+
+def _innermost(error: BaseException) -> str:
+    """The first cause of a compiler's error, in one line; around it are quotes of the kernel."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip("^ ")]
+    return f"{type(error).__name__}: {lines[-1] if lines else ''}"
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """(registers, bytes of stack, which is where registers are spilled to) of a kernel."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    if found is None:
+        raise RuntimeError(f"cuobjdump tells no resource usage:\n{text}")
+    return int(found[1]), int(found[2])
+
+
+def run(
+    checks: Sequence[tuple[str, int]],
+    *,
+    jobs: int,
+    after_each: Callable[[int], None] = lambda done: None,
+) -> Iterator[Compiled]:
+    """Carry out `checks` in `jobs` processes; results come in the order of the checks."""
+    if knobs.interpreted():
+        raise RuntimeError("kernels are interpreted here: unset TRITON_INTERPRET to compile them")
+    results: dict[int, list[Compiled]] = {}
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        futures = {pool.submit(check, *each): place for place, each in enumerate(checks)}
+        for future in as_completed(futures):
+            results[futures[future]] = future.result()
+            after_each(len(results))
+    for place in range(len(checks)):
+        yield from results[place]
+
+
+def run_with_progress(checks: Sequence[tuple[str, int]], *, jobs: int) -> list[Compiled]:
+    columns = (TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=len(checks))
+        advance = partial(progress.update, task)
+        return list(run(checks, jobs=jobs, after_each=lambda done: advance(completed=done)))
+
+
+def summary(kernels: Sequence[Compiled]) -> str:
+    import triton
+
+    faulty = sum(bool(each.fault) for each in kernels)
+    checks = len({(each.configuration, each.arch) for each in kernels})
+    ends = f"[red]{faulty} of them wrong[/red]" if faulty else "[green]all well[/green]"
+    return f"Triton {triton.__version__}: {checks} checks, {len(kernels)} kernels, {ends}"
+
+
+def compile_table(kernels: Sequence[Compiled]) -> Table:
+    shown = Table(title="Kernels compiled", title_justify="left")
+    shown.add_column("configuration", no_wrap=True)
+    shown.add_column("arch", no_wrap=True)
+    shown.add_column("kernel", no_wrap=True)
+    for heading in ("registers", "spilled", "shared", "of", "s"):
+        shown.add_column(heading, justify="right")
+    shown.add_column("")
+    for each in kernels:
+        numbers = (each.registers, each.spilled_bytes, each.shared_bytes, each.shared_limit)
+        shown.add_row(
+            each.configuration,
+            f"sm_{each.arch}",
+            each.kernel,
+            *map(str, numbers),
+            f"{each.seconds:.1f}",
+            f"[red]{each.fault}[/red]" if each.fault else "[green]ok[/green]",
+        )
+    return shown

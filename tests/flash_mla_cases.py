@@ -1,0 +1,727 @@
+"""FlashMLA's test problems written out as data: its shapes, its corner cases, its tolerances.
+
+Everything a call must not read is poison: rows no query attends to, the rest of the last page, page
+ids past a request's end, the padding between strides. The answers come from plain attention over
+dequantised rows, in float64 or as a run in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mlakit.cache import PagedLatentCache
+from mlakit.geometry import RowShape
+from mlakit.testing import poison
+
+NOT_A_BLOCK = 2147480000
+NOT_INDICES = (-(2**31), -123456, -1, 114514, 1919810, NOT_A_BLOCK, 2**31 - 1)
+ROWS = {576: ("fp8_block128", RowShape(512, 64)), 512: ("fp8_block64", RowShape(448, 64, 512))}
+ENTRIES_AT_A_TIME = 2**20  # rows gathered at a time to answer
+
+
+# --- the rule of comparison ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Every element within `absolute` or `relative`, and all of them together within `cosine`."""
+
+    absolute: float
+    relative: float
+    cosine: float = 1e-7
+
+
+DENSE_OUT = Tolerance(8e-4, 2.01 / 128, 5e-6)
+SPARSE_OUT = Tolerance(1e-3, 2.01 / 128, 5e-6)
+PREFILL_OUT = Tolerance(8e-4, 3.01 / 128, 7e-6)
+VARLEN_OUT = Tolerance(1e-3, 8.01 / 128, 7e-6)
+DECODE_LSE = Tolerance(1e-6, 8.01 / 65536)
+PREFILL_LSE = Tolerance(1e-6, 2.01 / 65536)
+
+
+def assert_close(name: str, actual: Tensor, want: Tensor, tolerance: Tolerance) -> None:
+    """FlashMLA's comparison: the same NaN and infinities, elements near, and a small angle.
+
+    |a − w| < absolute  or  |a − w| / (|w| + 1e-6) < relative
+    |1 − 2 Σ a·w / (Σ a² + Σ w²)| ≤ cosine
+    """
+    assert actual.shape == want.shape, f"{name}: {tuple(actual.shape)}, not {tuple(want.shape)}"
+    a, w = actual.double(), want.double()
+    for is_kind in (torch.isnan, torch.isposinf, torch.isneginf):
+        assert torch.equal(is_kind(a), is_kind(w)), f"{name}: {is_kind.__name__} differs"
+    finite = w.isfinite()
+    a, w = a[finite], w[finite]
+    error = (a - w).abs()
+    near = (error < tolerance.absolute) | (error / (w.abs() + 1e-6) < tolerance.relative)
+    assert bool(near.all()), f"{name}: {int((~near).sum())} off, worst {float(error.max()):.3e}"
+    size = float((a * a).sum() + (w * w).sum())
+    angle = abs(1 - 2 * float((a * w).sum()) / size) if size else 0.0
+    assert angle <= tolerance.cosine, f"{name}: cosine difference {angle:.3e}"
+
+
+# --- pieces of problems -------------------------------------------------------------------------
+
+
+def padded(tensor: Tensor) -> Tensor:
+    """The same values with poison between them: every axis has a stride larger than it needs."""
+    *leading, last = tensor.shape
+    base = tensor.new_empty([*(size + 1 for size in leading), last + 128])
+    view = poison(base)[tuple(slice(size) for size in tensor.shape)]
+    view.copy_(tensor)
+    return view
+
+
+def random_lengths(
+    b: int, mean: int, least: int, *, varlen: bool, zeros: bool, generator: torch.Generator
+) -> list[int]:
+    """Lengths around `mean` with half of it as deviation; with `zeros`, about half are 0."""
+    deviation = mean / 2 if varlen else 0.0
+    drawn = mean + deviation * torch.randn(b, generator=generator)
+    lengths = drawn.int().clamp_min(least) if varlen else torch.full((b,), mean)
+    if zeros:
+        lengths = torch.where(torch.randn(b, generator=generator) > 0, 0, lengths)
+    return [int(length) for length in lengths]
+
+
+def scattered_blocks(
+    lengths: Sequence[int], page: int, align: int, generator: torch.Generator
+) -> Tensor:
+    """block_table [b, columns] of shuffled pages; every request has as many as the longest."""
+    columns = max(-(-max([*lengths, 1]) // (align * page)), 1) * align
+    shuffled = torch.randperm(len(lengths) * columns, generator=generator).int()
+    return shuffled.view(len(lengths), columns)
+
+
+def random_lists(limits: Tensor, topk: int, generator: torch.Generator) -> Tensor:
+    """[tokens, topk] distinct numbers below each limit in random order; −1 where there are none."""
+    width = max(topk, int(limits.max()))
+    chance = torch.rand(len(limits), width, generator=generator, device=generator.device)
+    position = torch.arange(width, device=generator.device)
+    chance.masked_fill_(position >= limits[:, None], -1.0)
+    chosen = chance.topk(topk, dim=1).indices
+    return torch.where(chosen < limits[:, None], chosen, -1).int()
+
+
+def random_sink(heads: int, generator: torch.Generator) -> Tensor:
+    """About a third of the heads each: a number, +inf (nothing is left of out), −inf (no sink)."""
+    device = generator.device
+    sink = torch.randn(heads, generator=generator, device=device)
+    kind = torch.randn(heads, generator=generator, device=device)
+    return sink.masked_fill(kind > 0.5, torch.inf).masked_fill(kind < -0.5, -torch.inf)
+
+
+def softmax_over(
+    scores: Tensor,  # [..., queries, keys], −inf where a key is not seen
+    values: Tensor,  # [..., keys, d_v], finite
+    sink: Tensor | None = None,  # [queries]
+) -> tuple[Tensor, Tensor]:
+    """(out [..., queries, d_v], lse [..., queries]); +inf where nothing is seen."""
+    lse = scores.logsumexp(-1)
+    total = lse if sink is None else torch.logaddexp(lse, sink.to(lse.dtype).expand_as(lse))
+    weights = (scores - total.masked_fill(total.isneginf(), 0.0).unsqueeze(-1)).exp()
+    return weights @ values, lse.masked_fill(lse.isneginf(), torch.inf)
+
+
+def listed_attention(
+    q: Tensor,  # [tokens, heads, d]
+    rows: Tensor,  # [tokens, entries, d], anything where not seen
+    seen: Tensor,  # [tokens, entries] bool
+    scale: float,
+    d_v: int,
+    sink: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out [tokens, heads, d_v], lse, max_logits [tokens, heads])."""
+    rows = rows.to(dtype).masked_fill(~seen[:, :, None], 0.0)
+    scores = (q.to(dtype) @ rows.mT) * scale
+    scores = scores.masked_fill(~seen[:, None, :], -torch.inf)
+    return *softmax_over(scores, rows[:, :, :d_v], sink), scores.amax(2)
+
+
+# --- dense decode -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DenseCase:
+    b: int
+    s_q: int
+    s_k: int
+    varlen: bool = False
+    causal: bool = False
+    zeros: bool = False
+    h_q: int = 128
+    h_kv: int = 1
+    page: int = 64
+    d: int = 576
+    d_v: int = 512
+    dtype: torch.dtype = torch.bfloat16
+
+    def make(self, device: torch.device | str, seed: int = 0) -> DenseProblem:
+        generator = torch.Generator().manual_seed(seed)
+        lengths = random_lengths(
+            self.b, self.s_k, self.s_q, varlen=self.varlen, zeros=self.zeros, generator=generator
+        )
+        table = scattered_blocks(lengths, self.page, -(-256 // self.page), generator)
+        drawn = torch.Generator(device).manual_seed(seed)
+        shapes = (
+            (self.b, self.s_q, self.h_q, self.d),
+            (table.numel(), self.page, self.h_kv, self.d),
+        )
+        q, k_cache = (
+            (torch.randn(shape, generator=drawn, device=device) / 10).clamp_(-1, 1).to(self.dtype)
+            for shape in shapes
+        )
+        table = table.to(device)
+        ends = torch.tensor(lengths, dtype=torch.int32, device=device)
+        positions = torch.arange(table.shape[1] * self.page, device=device)
+        used = (positions < ends[:, None]).view(self.b, -1, self.page)
+        keep = torch.zeros(k_cache.shape[:2], dtype=torch.bool, device=device)
+        keep[table.long()] = used
+        poison(k_cache, keep)
+        table = torch.where(used.any(2), table, NOT_A_BLOCK)
+        return DenseProblem(self, padded(q), k_cache, padded(table), ends)
+
+
+@dataclass(frozen=True, eq=False)
+class DenseProblem:
+    case: DenseCase
+    q: Tensor
+    k_cache: Tensor
+    block_table: Tensor
+    cache_seqlens: Tensor
+
+    def answer(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+        """(out [b, s_q, h_q, d_v], lse [b, h_q, s_q])."""
+        case, outs, lses = self.case, [], []
+        for request, length in enumerate(self.cache_seqlens.tolist()):
+            blocks = self.block_table[request, : -(-length // case.page)].long()
+            rows = self.k_cache[blocks].flatten(0, 1)[:length].transpose(0, 1).to(dtype)
+            seen = torch.ones(case.s_q, length, dtype=torch.bool, device=rows.device)
+            if case.causal:
+                seen = seen.tril(length - case.s_q)
+            # the queries of all heads of a group stand below each other: [h_kv, group · s_q, d]
+            queries = self.q[request].transpose(0, 1).reshape(case.h_kv, -1, case.d).to(dtype)
+            scores = (queries @ rows.mT) * case.d**-0.5
+            scores.masked_fill_(~seen.repeat(case.h_q // case.h_kv, 1), -torch.inf)
+            out, lse = softmax_over(scores, rows[:, :, : case.d_v])
+            outs.append(out.reshape(case.h_q, case.s_q, case.d_v).transpose(0, 1))
+            lses.append(lse.reshape(case.h_q, case.s_q))
+        return torch.stack(outs), torch.stack(lses)
+
+
+HEADS = [
+    (h_q, h_kv)
+    for h_q, h_kv in product((1, 3, 9, 63, 64, 126, 128), (1, 2, 3, 8))
+    if h_q % h_kv == 0
+]
+
+
+def dense_cases(h_q: int, h_kv: int) -> Iterator[DenseCase]:
+    """FlashMLA's list for one pair of head counts."""
+    for b, s_q, s_k in product((1, 2, 6, 64), (1, 2, 4), (20, 140, 4096)):
+        for varlen, causal in product((False, True), repeat=2):
+            yield DenseCase(b, s_q, s_k, varlen, causal, h_q=h_q, h_kv=h_kv)
+    for causal in (False, True):
+        yield DenseCase(128, 2, 4096, True, causal, zeros=True, h_q=h_q, h_kv=h_kv)
+
+
+SERVING_DENSE = [
+    DenseCase(128, s_q, s_k, True, causal)
+    for causal, s_q, s_k in product((False, True), (1, 2), (4096, 8192, 16384, 32768))
+]
+FEW_DENSE = [
+    DenseCase(1, 1, 20, h_q=1),
+    DenseCase(2, 2, 140, True, True, h_q=3),
+    DenseCase(6, 4, 20, True, True, h_q=9, h_kv=3),
+    DenseCase(2, 4, 140, True, False, h_q=8, h_kv=8),
+    DenseCase(2, 1, 140, False, True, h_q=63),
+    DenseCase(5, 2, 70, True, True, zeros=True, h_q=6, h_kv=2),
+    DenseCase(4, 2, 70, True, False, zeros=True, h_q=3),
+    DenseCase(2, 2, 140, True, True, h_q=4, dtype=torch.float16),
+    # beyond FlashMLA
+    DenseCase(3, 3, 50, True, True, h_q=5, page=1),
+    DenseCase(3, 2, 70, True, True, h_q=7, page=37),
+    DenseCase(2, 2, 40, True, True, h_q=5, h_kv=5, d=512),
+    DenseCase(2, 2, 40, True, False, h_q=4, d=320, d_v=256),
+    DenseCase(2, 1, 40, True, False, h_q=2, d=33, d_v=20),
+    DenseCase(2, 2, 40, True, True, h_q=4, dtype=torch.float32),
+]
+
+
+# --- sparse decode ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scope:
+    """A cache and the lists into it: its tokens per request, pages, list length and lengths."""
+
+    s_k: int
+    topk: int
+    page: int
+    has_length: bool = False
+
+
+@dataclass(frozen=True)
+class SparseCase:
+    b: int
+    s_q: int
+    main: Scope
+    extra: Scope | None = None
+    h_q: int = 64
+    d: int = 576
+    varlen: bool = True
+    all_invalid: bool = False
+    zeros: bool = False
+    has_sink: bool = True
+    byte_type: torch.dtype = torch.float8_e4m3fn
+
+    def make(self, device: torch.device | str, seed: int = 0) -> SparseProblem:
+        generator = torch.Generator(device).manual_seed(seed)
+        shape = (self.b, self.s_q, self.h_q, self.d)
+        q = torch.randn(shape, generator=generator, device=device).clamp_(-1, 1).bfloat16()
+        sink = random_sink(self.h_q, generator) if self.has_sink else None
+        main = self._source(self.main, generator)
+        extra = None if self.extra is None else self._source(self.extra, generator)
+        return SparseProblem(self, padded(q), sink, main, extra)
+
+    def _source(self, scope: Scope, generator: torch.Generator) -> SparseSource:
+        device, host = generator.device, torch.Generator().manual_seed(generator.initial_seed())
+        lengths = random_lengths(
+            self.b, scope.s_k, self.s_q, varlen=self.varlen, zeros=self.zeros, generator=host
+        )
+        table = scattered_blocks(lengths, scope.page, 4, host).to(device)
+        limits = torch.tensor(lengths, device=device).repeat_interleave(self.s_q)
+        tokens = random_lists(limits, scope.topk, generator)
+        if self.all_invalid:
+            tokens.fill_(-1)
+        blocks = table.repeat_interleave(self.s_q, 0).gather(
+            1, (tokens // scope.page).clamp_min(0).long()
+        )
+        rows = torch.where(tokens >= 0, blocks * scope.page + tokens % scope.page, -1)
+        topk_length = None
+        counts = torch.full((self.b,), scope.topk, device=device)
+        if scope.has_length:
+            topk_length = torch.randint(
+                scope.topk + 1, (self.b,), generator=generator, device=device, dtype=torch.int32
+            )
+            counts = topk_length
+        seen = torch.arange(scope.topk, device=device) < counts.repeat_interleave(self.s_q)[:, None]
+        used = rows[seen & (rows >= 0)].unique().long()
+        cache = self._cache(table.numel(), scope.page, device)
+        pool = PagedLatentCache.wrap(cache, ROWS[self.d][1])
+        values = torch.randn(len(used), self.d, generator=generator, device=device) / 10
+        pool.layer(0).write(used, values.clamp_(-1, 1).bfloat16(), power_of_two_scales=True)
+        indices = padded(rows.view(self.b, self.s_q, scope.topk))
+        return SparseSource(cache, indices, topk_length, used, pool)
+
+    def _cache(self, blocks: int, page: int, device: torch.device) -> Tensor:
+        """Poisoned pages with room between them, in the layouts of FlashMLA's writers."""
+        if self.d == 576:
+            store = torch.empty(blocks, page + 1, 656, dtype=torch.uint8, device=device)
+            cache = poison(store)[:, :page].unsqueeze(2)
+        else:
+            size = -(-page * 584 // 576) * 576
+            store = poison(torch.empty(blocks, size, dtype=torch.uint8, device=device))
+            cache = store[:, : page * 584].unflatten(1, (page, 1, 584))
+        return cache.view(self.byte_type)
+
+
+@dataclass(frozen=True, eq=False)
+class SparseSource:
+    cache: Tensor
+    indices: Tensor
+    topk_length: Tensor | None
+    used: Tensor  # int64, the slots that hold rows
+    pool: PagedLatentCache
+
+    @cached_property
+    def stored(self) -> Tensor:
+        return self.pool.layer(0).read(self.used)
+
+    def gather(self, tokens: slice, s_q: int) -> tuple[Tensor, Tensor]:
+        """(rows [tokens, topk, d] float32, seen [tokens, topk]) of some query tokens."""
+        rows = self.indices.flatten(0, 1)[tokens].long()
+        seen = (rows >= 0) & (rows < self.pool.num_pages * self.pool.page_size)
+        if self.topk_length is not None:
+            counts = self.topk_length.repeat_interleave(s_q)[tokens]
+            seen &= torch.arange(rows.shape[1], device=rows.device) < counts[:, None]
+        if len(self.used) == 0:
+            return self.stored.new_zeros(*rows.shape, self.pool.row.width), seen
+        place = torch.searchsorted(self.used, torch.where(seen, rows, 0)).clamp_max(
+            len(self.used) - 1
+        )
+        return self.stored[place], seen
+
+
+@dataclass(frozen=True, eq=False)
+class SparseProblem:
+    case: SparseCase
+    q: Tensor
+    attn_sink: Tensor | None
+    main: SparseSource
+    extra: SparseSource | None
+    scale: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "scale", self.case.d**-0.55)
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """In the positions of `flash_mla_with_kvcache` from softmax_scale on."""
+        second = (None, None, None)
+        if self.extra is not None:
+            second = (self.extra.cache, self.extra.indices, self.extra.topk_length)
+        return (
+            *(self.scale, False, True, self.main.indices, self.attn_sink),
+            *(*second[:2], self.main.topk_length, second[2]),
+        )
+
+    def answer(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+        """(out [b, s_q, h_q, 512], lse [b, h_q, s_q])."""
+        case = self.case
+        q = self.q.flatten(0, 1)
+        sources = [self.main] if self.extra is None else [self.main, self.extra]
+        entries = sum(source.indices.shape[2] for source in sources)
+        step = max(ENTRIES_AT_A_TIME // entries, 1)
+        parts = []
+        for start in range(0, len(q), step):
+            tokens = slice(start, start + step)
+            rows, seen = zip(*(source.gather(tokens, case.s_q) for source in sources), strict=True)
+            parts.append(
+                listed_attention(
+                    q[tokens],
+                    torch.cat(rows, 1),
+                    torch.cat(seen, 1),
+                    self.scale,
+                    512,
+                    self.attn_sink,
+                    dtype,
+                )[:2]
+            )
+        out, lse = (torch.cat(part) for part in zip(*parts, strict=True))
+        shape = (case.b, case.s_q, case.h_q)
+        return out.view(*shape, 512), lse.view(shape).transpose(1, 2)
+
+
+SCOPES = (
+    (512, 64, 2), (512, 64, 64), (512, 64, 69), (1024, 576, 2),
+    (1024, 576, 61), (2046, 2048, 2), (2046, 2048, 64), (2046, 2048, 576),
+)  # fmt: skip
+CORNER_SCOPES = ((512, 64, 61), (650, 576, 53))
+
+
+@dataclass(frozen=True)
+class SparseGroup:
+    """The cases of FlashMLA's list that share these features."""
+
+    d: int
+    h_q: int
+    has_length: bool = False
+    has_extra: bool = False
+    has_extra_length: bool = False
+
+    def __str__(self) -> str:
+        features = ("has_length", "has_extra", "has_extra_length")
+        return "-".join(
+            [str(self.d), str(self.h_q), *(f[4:] for f in features if getattr(self, f))]
+        )
+
+    def cases(self) -> Iterator[SparseCase]:
+        for (main, extra), b, s_q in product(self._pairs(SCOPES), (4, 74, 321), (1, 3)):
+            for varlen in self._varlen(b):
+                yield SparseCase(b, s_q, main, extra, self.h_q, self.d, varlen)
+        corners = [c for c in product((True, False), repeat=3) if any(c)]
+        for (main, extra), b in product(self._pairs(CORNER_SCOPES), (4, 74, 321)):
+            for varlen, corner in product(self._varlen(b), corners):
+                yield SparseCase(b, 3, main, extra, self.h_q, self.d, varlen, *corner)
+
+    def _pairs(
+        self, scopes: Sequence[tuple[int, int, int]]
+    ) -> Iterator[tuple[Scope, Scope | None]]:
+        for main in scopes:
+            for extra in scopes if self.has_extra else (None,):
+                second = None if extra is None else Scope(*extra, self.has_extra_length)
+                yield Scope(*main, self.has_length), second
+
+    def _varlen(self, b: int) -> tuple[bool, ...]:
+        both = b == 74 and not (self.has_length or self.has_extra_length)
+        return (True, False) if both else (True,)
+
+
+SPARSE_GROUPS = [
+    *(SparseGroup(576, h_q) for h_q in (64, 128)),
+    *(
+        SparseGroup(512, h_q, has_length, has_extra, has_extra_length)
+        for h_q, has_length, has_extra, has_extra_length in product(
+            (64, 128), (False, True), (False, True), (False, True)
+        )
+        if has_extra or not has_extra_length
+    ),
+]
+WINDOW = Scope(16384, 128, 256)
+SERVING_SPARSE = [
+    *(SparseCase(b, 2, Scope(32768, 2048, 64), h_q=128) for b in (2, 64, 74, 128)),
+    *(
+        SparseCase(b, 2, WINDOW, Scope(16384, *extra), h_q=h_q, d=512)
+        for h_q, extra in (
+            (64, (512, 64)),
+            (128, (1024, 64)),
+            (64, (1024, 2, True)),
+            (128, (1024, 2, True)),
+        )
+        for b in (2, 64, 74, 128, 148, 256)
+    ),
+    *(
+        SparseCase(148, 2, Scope(32768, 16384, 64), h_q=h_q, d=d)
+        for h_q, d in product((64, 128), (512, 576))
+    ),
+]
+SMALL = Scope(70, 24, 7)
+FEW_SPARSE = [
+    SparseCase(3, 1, SMALL, h_q=5),
+    SparseCase(2, 3, Scope(40, 64, 2), h_q=3, byte_type=torch.uint8),
+    SparseCase(4, 2, Scope(40, 9, 64), h_q=4, zeros=True),
+    SparseCase(2, 3, SMALL, h_q=2, all_invalid=True),
+    SparseCase(2, 2, SMALL, h_q=3, has_sink=False, varlen=False, byte_type=torch.int8),
+    SparseCase(3, 1, SMALL, h_q=5, d=512),
+    SparseCase(3, 2, Scope(60, 20, 5, True), h_q=3, d=512),
+    SparseCase(3, 3, SMALL, Scope(30, 33, 2), h_q=4, d=512, zeros=True),
+    SparseCase(3, 2, Scope(60, 20, 5, True), Scope(90, 17, 61, True), h_q=3, d=512),
+    SparseCase(2, 3, SMALL, SMALL, h_q=2, d=512, all_invalid=True, zeros=True),
+    SparseCase(
+        2, 2, Scope(50, 13, 6, True), Scope(30, 33, 2, True), h_q=6
+    ),  # FlashMLA: MODEL1 only
+]
+
+
+# --- sparse prefill -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PrefillCase:
+    s_q: int
+    s_kv: int
+    topk: int
+    h_q: int = 128
+    d: int = 576
+    has_sink: bool = False
+    has_length: bool = False
+    some_invalid: bool = False
+    d_v: int = 512
+    dtype: torch.dtype = torch.bfloat16
+
+    def make(self, device: torch.device | str, seed: int = 0) -> PrefillProblem:
+        generator = torch.Generator(device).manual_seed(seed)
+        shift_q, shift_kv = (
+            (torch.rand(2, generator=generator, device=device) - 0.5) / 10
+        ).tolist()
+
+        def draw(shift: float, *shape: int) -> Tensor:
+            values = torch.randn(shape, generator=generator, device=device) / 10 + shift
+            return padded(values.clamp_(-10, 10).to(self.dtype))
+
+        q, kv = draw(shift_q, self.s_q, self.h_q, self.d), draw(shift_kv, self.s_kv, 1, self.d)
+        limits = torch.full((self.s_q,), self.s_kv, device=device)
+        rows = random_lists(limits, self.topk, generator)
+        invalid = torch.tensor((*NOT_INDICES, self.s_kv), dtype=torch.int32, device=device)
+        drawn = torch.randint(len(invalid), rows.shape, generator=generator, device=device)
+        rows = torch.where(rows < 0, invalid[drawn], rows)
+        if self.some_invalid:
+            nothing = torch.randn(self.s_q, generator=generator, device=device) < -0.5
+            rows = torch.where(nothing[:, None], invalid[drawn[:, :1]], rows)
+        topk_length = None
+        if self.has_length:
+            topk_length = torch.randint(
+                max(self.topk + 1, 64), (self.s_q,), generator=generator, device=device
+            ).clamp_max(self.topk).int()  # fmt: skip
+        sink = random_sink(self.h_q, generator) if self.has_sink else None
+        return PrefillProblem(self, q, kv, padded(rows[:, None]), sink, topk_length)
+
+
+@dataclass(frozen=True, eq=False)
+class PrefillProblem:
+    case: PrefillCase
+    q: Tensor
+    kv: Tensor
+    indices: Tensor
+    attn_sink: Tensor | None
+    topk_length: Tensor | None
+    scale: float = 0.5
+
+    def answer(
+        self, dtype: torch.dtype = torch.float64, entries: int | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(out [s_q, h_q, d_v], max_logits, lse [s_q, h_q]) over the first `entries`."""
+        rows = self.indices[:, 0, :entries].long()
+        seen = (rows >= 0) & (rows < self.case.s_kv)
+        if self.topk_length is not None:
+            seen &= torch.arange(rows.shape[1], device=rows.device) < self.topk_length[:, None]
+        pool = self.kv[:, 0]
+        step = max(ENTRIES_AT_A_TIME // rows.shape[1], 1)
+        parts = []
+        for start in range(0, len(rows), step):
+            own = slice(start, start + step)
+            gathered = pool[torch.where(seen[own], rows[own], 0)]
+            parts.append(
+                listed_attention(
+                    self.q[own],
+                    gathered,
+                    seen[own],
+                    self.scale,
+                    self.case.d_v,
+                    self.attn_sink,
+                    dtype,
+                )
+            )
+        out, lse, max_logits = (torch.cat(part) for part in zip(*parts, strict=True))
+        return out, max_logits, lse
+
+
+REGULAR = ((128, 128), (256, 256), (512, 512))
+IRREGULAR = ((592, 128), (1840, 256), (1592, 384), (1521, 512), (95, 128), (153, 256), (114, 384))
+
+
+def prefill_cases(d: int, h_q: int) -> Iterator[PrefillCase]:
+    """FlashMLA's list for one width and head count."""
+    for (s_kv, topk), s_q in product((*REGULAR, *IRREGULAR), (1, 62, 213)):
+        yield PrefillCase(s_q, s_kv, topk, h_q, d)
+    for (s_kv, topk), s_q, features in product(
+        IRREGULAR, (62, 213), product((False, True), repeat=2)
+    ):
+        yield PrefillCase(s_q, s_kv, topk, h_q, d, *features)
+    for s_q, s_kv, topk in (
+        (1, 128, 128),
+        (1, 256, 256),
+        (1234, 4321, 4096),
+        (4096, 2048, 2048),
+    ):
+        yield PrefillCase(s_q, s_kv, topk, h_q, d, True, True, some_invalid=True)
+    for (s_kv, topk), s_q in product(((32, 2048), (64, 8192)), (1, 1024)):
+        yield PrefillCase(s_q, s_kv, topk, h_q, d, True, True)
+
+
+SERVING_PREFILL = [
+    *(PrefillCase(4096, n * 1024, 2048, 128, 576, True) for n in (8, 32, 64, 96, 128)),
+    *(PrefillCase(4096, n * 1024, 512, 64, 512, True) for n in (8, 32, 48, 64)),
+    *(PrefillCase(4096, n * 1024, 1024, 128, 512, True) for n in (8, 32, 48, 64)),
+]
+# FlashMLA has 64 and 128 heads here and does not look at the results
+LONG_PREFILL = PrefillCase(70000, 256, 256, 16, 576, True, True)
+FEW_PREFILL = [
+    PrefillCase(1, 128, 128, 5),
+    PrefillCase(30, 95, 64, 3),
+    PrefillCase(13, 40, 64, 4, 512, True, True),
+    PrefillCase(21, 114, 38, 3, 576, True, False, some_invalid=True),
+    PrefillCase(9, 32, 200, 2, 512, True, True, some_invalid=True),
+    # beyond FlashMLA
+    PrefillCase(5, 50, 1, 1, 576, True, True),
+    PrefillCase(5, 50, 17, 7, 320, True, True, d_v=256),
+    PrefillCase(5, 50, 17, 3, 576, dtype=torch.float16),
+    PrefillCase(5, 50, 17, 3, 576, has_sink=True, dtype=torch.float32),
+]
+
+
+# --- attention over ragged batches --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class VarlenCase:
+    s_q: int
+    s_k: int
+    b: int = 2
+    varlen: bool = True
+    h: int = 128
+    h_k: int = 128
+    d: int = 192
+    d_v: int = 128
+    causal: bool = False
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def scale(self) -> float:
+        return (self.d + 100) ** -0.5
+
+    def make(self, device: torch.device | str, seed: int = 0) -> VarlenProblem:
+        host = torch.Generator().manual_seed(seed)
+        draw = {"varlen": self.varlen, "zeros": False, "generator": host}
+        q_lens = random_lengths(self.b, self.s_q, 1, **draw)
+        k_lens = random_lengths(self.b, self.s_k, 1, **draw)
+        k_lens = [max(pair) for pair in zip(q_lens, k_lens, strict=True)]
+        generator = torch.Generator(device).manual_seed(seed)
+        shapes = (
+            (sum(q_lens), self.h, self.d),
+            (sum(k_lens), self.h_k, self.d),
+            (sum(k_lens), self.h_k, self.d_v),
+        )
+        q, k, v = (
+            padded((torch.randn(shape, generator=generator, device=device) / 10).to(self.dtype))
+            for shape in shapes
+        )
+        starts = [torch.tensor([0, *lens]).cumsum(0).int().to(device) for lens in (q_lens, k_lens)]
+        return VarlenProblem(self, q, k, v, *starts, max(q_lens), max(k_lens))
+
+
+@dataclass(frozen=True, eq=False)
+class VarlenProblem:
+    case: VarlenCase
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cu_seqlens_qo: Tensor
+    cu_seqlens_kv: Tensor
+    max_seqlen_qo: int
+    max_seqlen_kv: int
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """In the positions of `flash_attn_varlen_func`."""
+        return (
+            *(self.q, self.k, self.v, self.cu_seqlens_qo, self.cu_seqlens_kv),
+            *(self.max_seqlen_qo, self.max_seqlen_kv),
+        )
+
+    def answer(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+        """(out [total, h, d_v], lse [total, h])."""
+        case, outs, lses = self.case, [], []
+        group = case.h // case.h_k
+        q_starts, k_starts = self.cu_seqlens_qo.tolist(), self.cu_seqlens_kv.tolist()
+        for request in range(case.b):
+            own = slice(*k_starts[request : request + 2])
+            q = self.q[slice(*q_starts[request : request + 2])].transpose(0, 1)  # [h, s_q, d]
+            k, v = self.k[own].transpose(0, 1), self.v[own].transpose(0, 1)
+            outs.append(q.new_empty(q.shape[1], case.h, case.d_v, dtype=dtype))
+            lses.append(q.new_empty(q.shape[1], case.h, dtype=dtype))
+            for head in range(case.h):  # one at a time: 4096 × 4096 scores of 128 heads are 16 GiB
+                scores = (q[head].to(dtype) @ k[head // group].to(dtype).T) * case.scale
+                if case.causal:
+                    seen = torch.ones_like(scores, dtype=torch.bool).tril(k.shape[1] - q.shape[1])
+                    scores = scores.masked_fill(~seen, -torch.inf)
+                outs[-1][:, head], lses[-1][:, head] = softmax_over(
+                    scores, v[head // group].to(dtype)
+                )
+        return torch.cat(outs), torch.cat(lses)
+
+
+VARLEN_CASES = [
+    VarlenCase(length, length, 2, varlen, h, h_k, d, 128, causal)
+    for length, varlen, (h, h_k), d, causal in product(
+        (4096, 8192), (False, True), ((128, 128), (32, 4)), (128, 192), (False, True)
+    )
+]
+FEW_VARLEN = [
+    VarlenCase(30, 30, varlen=False, h=4, h_k=4),
+    VarlenCase(30, 70, 3, h=3, h_k=3, d=128, causal=True),
+    VarlenCase(20, 50, 3, h=8, h_k=2, causal=True),
+    VarlenCase(20, 20, 3, h=6, h_k=1, d=128),
+    # beyond FlashMLA
+    VarlenCase(20, 30, 3, h=4, h_k=2, d=256, d_v=256, causal=True),
+    VarlenCase(20, 30, 3, h=3, h_k=3, d=40, d_v=24, causal=True, dtype=torch.float16),
+    VarlenCase(20, 30, 3, h=4, h_k=2, causal=True, dtype=torch.float32),
+]

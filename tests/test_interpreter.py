@@ -1,0 +1,77 @@
+"""The mended interpreter: what it would get wrong, held to torch (`triton` runs it here)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from mlakit import knobs
+from mlakit.kernels.triton.launch import launch
+from mlakit.testing import assert_same_bits
+
+pytestmark = pytest.mark.skipif(not knobs.interpreted(), reason="kernels are compiled here")
+
+ROUNDED = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@triton.jit
+def dot_kernel(a, b, out, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+    m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
+    left = tl.load(a + m[:, None] * K + k[None, :])
+    right = tl.load(b + k[:, None] * N + n[None, :])
+    tl.store(out + m[:, None] * N + n[None, :], tl.dot(left, right))
+
+
+@triton.jit
+def cast_kernel(x, out, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    tl.store(out + i, tl.load(x + i).to(out.dtype.element_ty))
+
+
+@triton.jit
+def count_kernel(bound, out):
+    total = 0
+    for i in range(tl.load(bound)):
+        total += i
+    tl.store(out, total)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_triton_dots(dtype, generator):
+    a, b = (torch.randn(shape, generator=generator).to(dtype) for shape in ((16, 64), (64, 32)))
+    out = torch.empty(16, 32)
+    launch(dot_kernel, (1,), a, b, out, M=16, N=32, K=64)
+    torch.testing.assert_close(out, a.float() @ b.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ROUNDED, ids=str)
+def test_triton_casts_round_to_nearest_even(dtype, generator):
+    largest = torch.finfo(dtype).max
+    numbers = torch.randn(1024, generator=generator) * torch.linspace(-20, 8, 1024).exp2()
+    # ties between neighbours of the target type, and what lies beyond it
+    ties = (torch.arange(32).float() * 2 + 1) * torch.finfo(dtype).eps / 2 + 1
+    special = torch.tensor([0.0, -0.0, torch.nan, largest, -largest, 1e-30])
+    x = torch.cat([numbers, ties, special, torch.zeros(2048 - 1024 - 32 - 6)])
+    out = torch.empty(2048, dtype=dtype)
+    launch(cast_kernel, (1,), x, out, SIZE=2048)
+    expected = x.clamp(-largest, largest) if dtype.itemsize == 1 else x
+    assert_same_bits("cast", out.view(torch.uint8), expected.to(dtype).view(torch.uint8))
+
+
+def test_triton_casts_to_e4m3_saturate():
+    x = torch.tensor([1e9, -1e9, 449.0, torch.inf] * 4)
+    out = torch.empty(16, dtype=torch.float8_e4m3fn)
+    launch(cast_kernel, (1,), x, out, SIZE=16)
+    assert out.float().tolist() == [448.0, -448.0, 448.0, 448.0] * 4
+
+
+def test_triton_loops_take_bounds_from_memory():
+    out = torch.zeros(1, dtype=torch.int32)
+    launch(count_kernel, (1,), torch.tensor([5], dtype=torch.int32), out)
+    assert out.item() == 10
+
+
+def test_triton_launches_nothing_for_an_empty_grid():
+    launch(count_kernel, (0,), None, None)

@@ -1,0 +1,296 @@
+"""The portable kernel of `norm_rope_quant_append` writes what the CPU kernel writes, bit for bit.
+
+The sum of squares is the one number whose last bit is a kernel's own affair, because it depends on
+the order of the sum. Latents here are small whole numbers times a power of two, so every partial
+sum is exact in any order; and all that follows (the division by D_C, the square root, its
+reciprocal, both roundings, the scales, the quotients) is rounded to nearest by both kernels. No
+tolerance is left to choose. Only the bits of a NaN may differ: its sign and payload mean nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import pytest
+import torch
+from torch import Tensor
+
+from mlakit import ops
+from mlakit.cache import PagedLatentCache, PageTable, row_codec
+from mlakit.formats import FORMATS
+from mlakit.geometry import RowShape
+from mlakit.kernels.triton.configs import AppendConfig, pick_append_config
+from mlakit.workloads.stage import DTYPES
+
+E4M3 = torch.float8_e4m3fn
+ROPES = ("interleaved", "half")
+BYTES = tuple(name for name in FORMATS if name.startswith("fp8_"))
+POISON = 0xA5
+ODD = RowShape(36, 6)
+
+
+def real_row(format: str) -> RowShape:
+    return RowShape(448, 64, 512) if format == "fp8_block64" else RowShape(512, 64)
+
+
+@dataclass
+class Step:
+    """One call, made anew for each backend from the same numbers."""
+
+    format: str = "bf16"
+    row: RowShape = ODD
+    rope: str = "interleaved"
+    q_out: str = "new"
+    q_dtype: str = "bf16"
+    kv_dtype: str = "bf16"
+    freqs_dtype: str = "fp32"
+    gamma_dtype: str = "bf16"
+    heads: int = 5
+    kv_lens: tuple[int, ...] = (15, 0, 4, 7)
+    q_lens: tuple[int, ...] = (2, 3, 0, 1)
+    page_size: int = 4
+    epsilon: float = 1e-6
+    flat: bool = False
+    strided: bool = False  # every axis of every argument that may have any stride
+    odd_bytes: bool = False  # cache rows that start anywhere
+    power_of_two: bool = False
+    tensor_scale: float | Tensor = 1.0
+    specials: dict[tuple[int, int], float] = field(default_factory=dict)  # of kv
+
+    def run(self, backend: str, device: torch.device) -> tuple[Tensor, PagedLatentCache]:
+        """(the rotated queries, the cache) on the CPU; what was not written is poison."""
+        generator = torch.Generator().manual_seed(7)
+        tokens, batch, d_r = sum(self.q_lens), len(self.q_lens), self.row.qk_rope_head_dim
+        size = torch.randint(-7, 8, (tokens, 1), generator=generator).float().exp2()
+        whole = torch.randint(-15, 16, (tokens, self.row.width), generator=generator).float()
+        q_rope = torch.randn(tokens, self.heads, d_r, generator=generator) * 8 * size[:, None]
+        freqs = torch.randn(64, d_r, generator=generator)
+        gamma = torch.rand(self.row.kv_lora_rank, generator=generator) + 0.5
+        kv = whole * size
+        for place, value in self.specials.items():
+            kv[place] = value
+        q_rope = self._spread(q_rope.to(device, DTYPES[self.q_dtype]), last=False)
+        cache, table = self._cache(device, generator)
+        starts = torch.tensor([0, *accumulate(self.q_lens)], dtype=torch.int32, device=device)
+        kv_lens = torch.tensor(self.kv_lens, dtype=torch.int64, device=device)
+        assert len(kv_lens) == batch
+        rotated = ops.norm_rope_quant_append(
+            q_rope,
+            self._spread(kv.to(device, DTYPES[self.kv_dtype]), last=False),
+            self._spread(freqs.to(device, DTYPES[self.freqs_dtype])),
+            self._spread(gamma.to(device, DTYPES[self.gamma_dtype])),
+            cache,
+            table,
+            self._spread(kv_lens),
+            self._spread(starts),
+            epsilon=self.epsilon,
+            rope=self.rope,
+            q_rope_out=self._q_out(q_rope),
+            power_of_two_scales=self.power_of_two,
+            backend=backend,
+        )
+        return rotated.cpu(), cache
+
+    def _spread(self, tensor: Tensor, *, last: bool = True) -> Tensor:
+        """The same numbers with poison between them."""
+        if not self.strided:
+            return tensor
+        steps = [3] * tensor.ndim if last else [3] * (tensor.ndim - 1) + [1]
+        sizes = [size * step for size, step in zip(tensor.shape, steps, strict=True)]
+        memory = torch.full(sizes, -1 if tensor.dtype in (torch.int32, torch.int64) else torch.nan)
+        spread = memory.to(tensor)[tuple(slice(None, None, step) for step in steps)]
+        return spread.copy_(tensor)
+
+    def _cache(
+        self, device: torch.device, generator: torch.Generator
+    ) -> tuple[PagedLatentCache, PageTable]:
+        counts = [kv + new for kv, new in zip(self.kv_lens, self.q_lens, strict=True)]
+        pages = [-(-count // self.page_size) for count in counts]
+        scale = self.tensor_scale
+        if isinstance(scale, Tensor):
+            scale = scale.to(device)
+        cache = PagedLatentCache.allocate(
+            self.row,
+            self.format,
+            num_pages=sum(pages) + 1,
+            page_size=self.page_size,
+            tensor_scale=scale,
+            device=device,
+        )
+        if self.odd_bytes:
+            payload = cache.payload
+            memory = payload.new_zeros(payload[..., 0].numel() * (payload.shape[-1] + 3) + 1)
+            rows = memory[1:].view(*payload.shape[:-1], -1)[..., : payload.shape[-1]]
+            cache = PagedLatentCache(cache.codec, rows, cache.scales, scale)
+        for part in (cache.payload, cache.scales):
+            if part is not None:
+                part.view(torch.uint8).fill_(POISON)
+        order = torch.randperm(sum(pages) + 1, generator=generator)
+        table = torch.full((len(pages), max(pages) + 1), 2**31 - 1)
+        for request, own in enumerate(order[: sum(pages)].split(pages)):
+            table[request, : len(own)] = own
+        if not self.flat:
+            return cache, self._spread(table.to(device, torch.int32))
+        slots = [
+            table[request, torch.arange(count) // self.page_size] * self.page_size
+            + torch.arange(count) % self.page_size
+            for request, count in enumerate(counts)
+        ]
+        starts = torch.tensor([0, *accumulate(counts)]).to(device)
+        return cache, (self._spread(starts), self._spread(torch.cat(slots).to(device)))
+
+    def _q_out(self, q_rope: Tensor) -> Tensor | None:
+        if self.q_out == "new":
+            return None
+        if self.q_out == "in_place":
+            return q_rope
+        if self.q_out == "e4m3":
+            return torch.empty(q_rope.shape, dtype=E4M3, device=q_rope.device)
+        assert self.q_out == "slice"
+        return q_rope.new_zeros(*q_rope.shape[:2], q_rope.shape[2] + 10)[..., 10:]
+
+
+def parts_of(cache: PagedLatentCache) -> dict[str, Tensor]:
+    """Everything stored, as what it is: e4m3 latents, float scales, bf16 columns."""
+    payload, row = cache.payload.cpu(), cache.row
+    parts = {"payload": payload}
+    if payload.dtype == torch.uint8:
+        rope_at = payload.shape[-1] - 2 * row.qk_rope_head_dim
+        parts = {
+            "latent": viewed(payload[..., : row.kv_lora_rank], E4M3),
+            "inline scales": viewed(payload[..., row.kv_lora_rank : rope_at], torch.float32),
+            "rope": viewed(payload[..., rope_at:], torch.bfloat16),
+        }
+    if cache.scales is not None:
+        parts["scales"] = cache.scales.cpu()
+    return parts
+
+
+def viewed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy of the tensor's bits as another dtype, along the last axis."""
+    copy = tensor.clone(memory_format=torch.contiguous_format)
+    return copy.flatten().view(dtype).view(*tensor.shape[:-1], -1) if copy.numel() else copy
+
+
+def assert_same_bytes(name: str, actual: Tensor, expected: Tensor) -> None:
+    """Equal bits, and NaN for NaN."""
+    differs = viewed(actual, torch.uint8) != viewed(expected, torch.uint8)
+    if expected.is_floating_point():
+        differs = differs.unflatten(-1, (-1, expected.element_size())).any(-1)
+        differs &= ~(actual.float().isnan() & expected.float().isnan())
+    assert not differs.any(), f"{name}: {int(differs.sum())} elements differ: {differs.nonzero()}"
+
+
+def assert_kernels_agree(step: Step, device: torch.device) -> None:
+    rotated, cache = step.run("triton", device)
+    expected_rotated, expected_cache = step.run("cpu", torch.device("cpu"))
+    assert_same_bytes("q_rope_out", rotated, expected_rotated)
+    expected = parts_of(expected_cache)
+    for name, actual in parts_of(cache).items():
+        assert_same_bytes(name, actual, expected[name])
+
+
+@pytest.mark.parametrize("q_out", ["new", "in_place", "slice", "e4m3"])
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_real_row(format, rope, q_out, device):
+    lengths = {"kv_lens": (3, 0, 2), "q_lens": (1, 2, 0)}
+    step = Step(format, real_row(format), rope, q_out, **lengths, flat=q_out == "slice")
+    assert_kernels_agree(step, device)
+
+
+def test_more_heads_than_a_program_takes(device):
+    assert_kernels_agree(Step(row=RowShape(36, 64), heads=20), device)
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("format", FORMATS)
+def test_an_odd_row_among_poison(format, rope, device):
+    assert_kernels_agree(Step(format, ODD, rope, strided=True), device)
+
+
+@pytest.mark.parametrize("gamma_dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("freqs_dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(("q_dtype", "kv_dtype"), [("bf16", "fp16"), ("fp16", "fp32")])
+def test_every_dtype(q_dtype, kv_dtype, freqs_dtype, gamma_dtype, device):
+    dtypes = {"q_dtype": q_dtype, "kv_dtype": kv_dtype}
+    tables = {"freqs_dtype": freqs_dtype, "gamma_dtype": gamma_dtype}
+    for rope in ROPES:
+        assert_kernels_agree(Step("fp32", ODD, rope, **dtypes, **tables), device)
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("format", BYTES)
+def test_scales_of_both_kinds(format, power_of_two, device):
+    assert_kernels_agree(Step(format, real_row(format), power_of_two=power_of_two), device)
+
+
+@pytest.mark.parametrize(
+    "scale", [0.03, torch.tensor(0.07), torch.tensor([[0.3]], dtype=torch.float64)], ids=str
+)
+def test_a_scale_of_the_tensor(scale, device):
+    assert_kernels_agree(Step("fp8", tensor_scale=scale), device)
+
+
+@pytest.mark.parametrize("format", BYTES)
+def test_rows_at_any_byte(format, device):
+    if format == "fp8_block64":
+        pytest.skip("its pages are contiguous")
+    for rope in ROPES:
+        assert_kernels_agree(Step(format, ODD, rope, odd_bytes=True), device)
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # the interpreter's numpy
+@pytest.mark.parametrize("epsilon", [0.0, 1e-3])
+@pytest.mark.parametrize("format", FORMATS)
+def test_nan_infinity_and_zero(format, epsilon, device):
+    row = RowShape(132, 6)  # a second group of 4 columns
+    specials = {(0, 3): torch.nan, (1, 131): torch.inf, (2, 133): torch.nan, (3, 134): -torch.inf}
+    specials |= {(4, column): 0.0 for column in range(132)}  # infinity times 0 without epsilon
+    specials |= {(5, 0): 3e38}  # whose square is infinite
+    step = Step(format, row, epsilon=epsilon, kv_dtype="fp32", specials=specials)
+    assert_kernels_agree(step, device)
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp8_token", "fp8_block128"])
+def test_tiny_rows_have_the_smallest_scale(format, device):
+    zeros = {(token, column): 0.0 for token in range(6) for column in range(36)}
+    tiny = {(token, 5): 2.0**-30 for token in range(3)}
+    step = Step(format, kv_dtype="fp32", epsilon=1.0, specials=zeros | tiny)
+    assert_kernels_agree(step, device)
+
+
+@pytest.mark.parametrize(
+    ("format", "probes", "rows", "heads"),
+    [("bf16", 2, 4, 1), ("fp8_block128", 4, 4, 16), ("bf16", 16, 2, 2)],
+)
+def test_requests_are_found_among_many(format, probes, rows, heads, device, monkeypatch):
+    """Empty ones first, last and in between; programs of several tokens, the last one of fewer."""
+    config = AppendConfig(rows=rows, heads=heads, probes=probes)
+    monkeypatch.setattr(
+        "mlakit.kernels.triton.norm_rope_quant.pick_append_config", lambda **_: config
+    )
+    q_lens = (0, 0, 2, 1, 0, 0, 0, 3, 1, 0, 1, 1, 2, 0) * 3  # 33 tokens
+    kv_lens = tuple((5 * request) % 9 for request in range(len(q_lens)))
+    step = Step(format, q_lens=q_lens, kv_lens=kv_lens, heads=2, flat=format == "bf16")
+    assert_kernels_agree(step, device)
+
+
+def test_no_rope(device):
+    assert_kernels_agree(Step("fp8_block128", RowShape(512, 0)), device)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7, 128, 4096, 100_000])
+@pytest.mark.parametrize(("heads", "rope"), [(1, 0), (3, 6), (16, 64), (128, 64), (128, 256)])
+def test_configs_are_powers_of_two(tokens, heads, rope):
+    config = pick_append_config(
+        tokens=tokens, heads=heads, kv_lora_rank=512, rope=rope, itemsize=2, num_sms=132
+    )
+    for size in (config.rows, config.heads, config.probes, config.num_warps):
+        assert size & (size - 1) == 0 < size
+    assert config.heads * max(rope, 1) <= 8192
+
+
+def test_codecs_of_these_tests_exist():
+    assert all(row_codec(format, ODD).row == ODD for format in FORMATS)

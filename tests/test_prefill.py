@@ -1,0 +1,56 @@
+"""What random problems do not hold: numbers that are not finite in keys that some queries see."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mlakit import dispatch, reference
+from mlakit.checks import UnsupportedError
+from mlakit.masks import CAUSAL, NULL, Mask
+from mlakit.ops import mla_prefill
+from mlakit.testing import assert_matches
+
+NAN, INF = torch.nan, torch.inf
+MASKS = (
+    CAUSAL,
+    NULL,
+    Mask("sliding_window_causal", 30),
+    Mask("sliding_window_noncausal", 20),
+    Mask("chunked", 33),
+    Mask("chunked_causal", 33),
+)
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.kind)
+@pytest.mark.parametrize("spec", dispatch.specs("mla_prefill"), ids=str)
+def test_values_that_are_not_finite_reach_exactly_those_who_see_them(spec, mask, device, generator):
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(torch.bfloat16)
+
+    q, k_nope, k_rope, v = (
+        normal(150, 2, 24),
+        normal(170, 2, 16),
+        normal(170, 8),
+        normal(170, 2, 20),
+    )
+    v[60, 0, 3], v[69, 1, 2], v[100, 1, 2], v[165, 0, 0] = NAN, INF, NAN, INF
+    v[110, 1] = -INF
+    k_nope[90, 1, 0] = NAN
+    starts = [0, 140, 150], [0, 155, 170]
+    arguments = {"softmax_scale": 0.3, "mask": mask, "sink": torch.tensor([0.5, -1.0])}
+    exact = reference.mla_prefill(q, k_nope, k_rope, v, *starts, **arguments)
+    naive = reference.mla_prefill(q, k_nope, k_rope, v, *starts, **arguments, dtype=torch.float32)
+    arguments["sink"] = arguments["sink"].to(device)
+    try:
+        results = mla_prefill(
+            *(tensor.to(device) for tensor in (q, k_nope, k_rope, v)),
+            *(torch.tensor(each, dtype=torch.int32, device=device) for each in starts),
+            **arguments,
+            backend=spec.backend,
+        )
+    except UnsupportedError as refusal:
+        pytest.skip(str(refusal))
+    assert exact[0].isnan().any()
+    for name, result, want, plain in zip(("out", "lse"), results, exact, naive, strict=True):
+        assert_matches(name, result.cpu(), want, plain)

@@ -1,0 +1,137 @@
+"""What runs where: the tables, the explanations, and kernels compiled without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from mlakit import cli, dispatch, knobs
+from mlakit.formats import FORMATS
+from mlakit.support import compilation, table
+from mlakit.support.compilation import Compiled
+
+MERGE = Compiled("merge-2", 90, "_kernel", 32, 0, 512, 1024)
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(cli.app, list(arguments))
+    return result.exit_code, result.output
+
+
+def compile_checks(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """`mlakit support --compile` in a process of its own: in this one kernels are interpreted."""
+    return subprocess.run(
+        [sys.executable, "-m", "mlakit", "support", "--compile", *arguments],
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("op", dispatch.OPS)
+@pytest.mark.parametrize("arch", table.ARCHITECTURES)
+def test_explain_names_triton_on_every_architecture(op, arch):
+    code, output = invoke("explain", op, "--arch", str(arch), "--json")
+    said = json.loads(output)
+    assert code == 0
+    assert said["chosen"] in ("triton", "hopper")
+    assert said["objections"]["triton"] is None
+    assert said["objections"]["cpu"] == "needs CPU tensors, got cuda"
+    assert set(said["objections"]) == set(dispatch.BACKENDS)
+
+
+def test_explain_gives_a_reason_for_every_refusal():
+    code, output = invoke("explain", "mla_decode", "--arch", "75")
+    assert code == 1
+    assert "needs sm_80 or newer, got sm_75" in output
+    assert "needs CPU tensors, got cuda" in output
+
+
+def test_explain_shows_the_problem_and_the_choice():
+    code, output = invoke("explain", "mla_decode", "--heads", "7", "--format", "fp8")
+    assert code == 0
+    assert "heads=7" in output
+    assert re.search(r"cpu +yes, and auto picks it", output)
+
+
+def test_explain_refuses_an_unknown_op():
+    code, output = invoke("explain", "mla_encode")
+    assert code == 2
+    assert "mla_encode" in output
+
+
+def test_triton_is_not_picked_in_host_memory_even_where_it_is_interpreted():
+    problem = table.problem_of("mla_decode", None)
+    assert dispatch.select("mla_decode", problem).backend == "cpu"
+    assert (dispatch.explain("mla_decode", problem)["triton"] is None) == knobs.interpreted()
+
+
+def test_support_has_a_row_for_every_op():
+    code, output = invoke("support")
+    assert code == 0
+    for op in dispatch.OPS:
+        assert re.search(rf"{op} +cpu( +(triton|hopper)){{{len(table.ARCHITECTURES)}}}", output)
+
+
+def test_support_as_json():
+    code, output = invoke("support", "--json")
+    assert code == 0
+    assert [row[0]["op"] for row in json.loads(output)] == list(dispatch.OPS)
+
+
+def test_the_named_checks_leave_nothing_out():
+    checks = compilation.named_checks()
+    assert {arch for _, arch in checks} == set(compilation.ARCHITECTURES)
+    assert {name for name, _ in checks} == set(compilation.CONFIGURATIONS)
+    assert len(checks) == len(set(checks))
+    cases = compilation.CONFIGURATIONS.values()
+    assert {case.op for case in cases} == set(dispatch.OPS)
+    for op in ("norm_rope_quant_append", "mla_decode", "sparse_mla"):
+        assert {case.format for case in cases if case.op == op} == set(FORMATS)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "fault"),
+    [
+        (MERGE, ""),
+        (replace(MERGE, shared_bytes=1024), ""),
+        (replace(MERGE, shared_bytes=1025), "shared memory exceeds the limit of 1024 bytes"),
+        (replace(MERGE, spilled_bytes=8), "spills 8 bytes"),
+        (replace(MERGE, error="no"), "no"),
+    ],
+)
+def test_what_counts_as_a_fault(kernel, fault):
+    assert kernel.fault == fault
+    assert kernel.as_json()["fault"] == fault
+
+
+def test_triton_kernels_compile_without_a_gpu():
+    done = compile_checks("--only", "merge-2", "--json", "--jobs", "1")
+    assert done.returncode == 0, done.stderr
+    (kernel,) = json.loads(done.stdout)
+    assert kernel["configuration"] == "merge-2"
+    assert kernel["registers"] > 0
+    assert kernel["fault"] == ""
+
+
+def test_a_faulty_kernel_fails_the_command(monkeypatch):
+    faulty = replace(MERGE, spilled_bytes=8)
+    monkeypatch.setattr(compilation, "run_with_progress", lambda checks, jobs: [MERGE, faulty])
+    code, output = invoke("support", "--compile")
+    assert code == 1
+    assert "spills 8 bytes" in output
+    assert "1 of them wrong" in output
+
+
+@pytest.mark.skipif(not knobs.interpreted(), reason="kernels are compiled here")
+def test_interpreted_kernels_are_not_compiled():
+    with pytest.raises(RuntimeError, match="unset TRITON_INTERPRET"):
+        list(compilation.run([("merge-2", 90)], jobs=1))

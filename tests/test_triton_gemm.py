@@ -1,0 +1,181 @@
+"""Which products the portable backend leaves to the library, and what its configurations allow."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from mlakit.kernels.triton import configs, fp8, indexer
+from mlakit.kernels.triton.fp8 import library_refuses as scaled_mm_refuses
+from mlakit.kernels.triton.launch import SHARED_BYTES
+from mlakit.kernels.triton.matmul import library_refuses as bmm_refuses
+from mlakit.workloads import IndexerTopkCase
+
+E4M3 = torch.float8_e4m3fn
+
+
+def scaled_operands(m=64, n=256, k=512, dtype=torch.bfloat16, columns=None):
+    return {
+        "a": torch.empty(m, k, dtype=E4M3),
+        "a_scale": torch.empty(k // 128, m if columns is None else columns),
+        "b": torch.empty(n, k, dtype=E4M3),
+        "b_scale": torch.empty(-(-n // 128), k // 128),
+        "out": torch.empty(m, n, dtype=dtype),
+    }
+
+
+def refusal(operands, *, n_group=128, k_group=128, arch=90):
+    return scaled_mm_refuses(**operands, n_group=n_group, k_group=k_group, arch=arch)
+
+
+@pytest.fixture
+def library(monkeypatch):
+    monkeypatch.setattr(fp8, "_library_has_scaled_mm", lambda: True)
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("sizes", [(64, 256, 512), (4096, 32768, 512), (4, 16, 7168)])
+def test_the_library_takes_blocks_of_128(sizes):
+    with torch.device("meta"):
+        operands = scaled_operands(*sizes)
+    assert refusal(operands) is None
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"arch": 100}, "sm_90, got sm_100"),
+        ({"arch": 0}, "sm_90, got sm_0"),
+        ({"n_group": 64}, "groups of 128, got 64 and 128"),
+        ({"k_group": 64}, "groups of 128, got 128 and 64"),
+    ],
+)
+def test_the_library_refuses_other_problems(change, reason):
+    assert reason in refusal(scaled_operands(), **change)
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ({"m": 6}, "M % 4"),
+        ({"m": 0}, "none 0"),
+        ({"n": 24}, "N % 16"),
+        ({"k": 640}, "K % 512"),
+        ({"dtype": torch.float16}, "bfloat16 result"),
+        ({"columns": 68}, "one column of a_scale per row"),
+    ],
+)
+def test_the_library_refuses_other_shapes(sizes, reason):
+    assert reason in refusal(scaled_operands(**sizes))
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("name", ["a", "a_scale", "b", "b_scale", "out"])
+def test_the_library_refuses_what_it_would_copy(name):
+    operands = scaled_operands()
+    shape = operands[name].shape
+    wider = operands[name].new_empty(shape[0], shape[1] + 16)
+    assert f"aligned {name}" in refusal({**operands, name: wider[:, : shape[1]]})
+
+
+def test_the_library_may_be_too_old(monkeypatch):
+    monkeypatch.setattr(fp8, "_library_has_scaled_mm", lambda: False)
+    assert "torch with scaled_mm" in refusal(scaled_operands())
+
+
+@pytest.mark.usefixtures("library")
+def test_the_library_refuses_a_batch():
+    operands = {name: tensor[None] for name, tensor in scaled_operands().items()}
+    assert "no batch" in refusal(operands)
+
+
+def bmm_operands(dtype=torch.bfloat16, out_dtype=None):
+    """The absorb step: slices of [tokens, heads, ...] tensors."""
+    a = torch.empty(6, 4, 192, dtype=dtype)[..., :128].transpose(0, 1)
+    b = torch.empty(4, 128, 512, dtype=dtype).mT
+    out = torch.empty(6, 4, 576, dtype=out_dtype or dtype)[..., :512].transpose(0, 1)
+    return a, b, out
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_bmm_takes_slices_of_halves(dtype):
+    assert bmm_refuses(*bmm_operands(dtype)) is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "out_dtype"),
+    [(torch.float32, None), (torch.bfloat16, torch.float32), (torch.bfloat16, E4M3)],
+)
+def test_bmm_takes_halves_of_one_dtype_only(dtype, out_dtype):
+    assert "halves of one dtype" in bmm_refuses(*bmm_operands(dtype, out_dtype))
+
+
+def test_bmm_refuses_what_it_would_copy():
+    a, b, out = bmm_operands()
+    assert "needs a with" in bmm_refuses(a[..., ::2], b[..., ::2], out)
+    assert "needs out with" in bmm_refuses(a, b, out.mT.contiguous().mT)
+    assert "needs b with" in bmm_refuses(a, b[:1, :1].expand(4, 512, 128), out)
+    assert "not empty" in bmm_refuses(a[:, :0], b, out[:, :0])
+
+
+@pytest.mark.parametrize("shared", sorted(set(SHARED_BYTES.values())))
+@pytest.mark.parametrize("rows", [1, 16, 100, 4096])
+def test_matmul_tiles_fit_shared_memory(shared, rows):
+    for k_group in (16, 64, 128, 512):
+        config = configs.pick_scaled_matmul_config(
+            rows=rows, columns=7168, k_group=k_group, is_widened=False, shared_bytes=shared
+        )
+        assert config.shared_bytes(itemsize=1) <= shared
+    config = configs.pick_matmul_config(
+        rows=rows, columns=512, depth=128, itemsize=2, shared_bytes=shared
+    )
+    assert config.shared_bytes(itemsize=2) <= shared
+
+
+@pytest.mark.parametrize("shared", sorted(set(SHARED_BYTES.values())))
+@pytest.mark.parametrize("heads", [1, 16, 64, 128])
+@pytest.mark.parametrize("mean_queries", [1.0, 512.0])
+def test_indexer_tiles_fit_shared_memory(shared, heads, mean_queries):
+    for width in (128, 576):
+        config = configs.pick_indexer_config(
+            heads=heads,
+            padded_width=width,
+            itemsize=2,
+            mean_queries=mean_queries,
+            arch=90,
+            shared_bytes=shared,
+        )
+        assert config.shared_bytes(heads, width, itemsize=2) <= shared
+
+
+@pytest.mark.parametrize("k", [1, 64, 2048, 4096, 8192])
+def test_topk_keeps_enough_candidates(k):
+    for rows in (1, 64, 4096):
+        config = configs.pick_topk_config(rows=rows, columns=131072, k=k, num_sms=132)
+        assert config.capacity >= k
+        assert config.splits * 4 * config.capacity <= 131072 or config.splits == 1
+        assert config.block < 2**15  # two counts of a block share 32 bits
+
+
+@pytest.mark.parametrize("k", [3, 16, 60])
+@pytest.mark.parametrize("levels", [0, 3])
+def test_topk_in_parts_matches_the_oracle(k, levels, monkeypatch):
+    def in_parts(**problem):
+        whole = configs.pick_topk_config(**problem)
+        return configs.TopkConfig(3, whole.capacity, 32, select_warps=1)
+
+    monkeypatch.setattr(indexer, "pick_topk_config", in_parts)
+    case = IndexerTopkCase(
+        num_tokens=3,
+        num_columns=300,
+        k=k,
+        levels=levels,
+        with_starts=True,
+        with_ends=True,
+        specials=0.1,
+    )
+    case.run(backend="triton")
