@@ -2,6 +2,7 @@
 
 Bytes   the KV rows once, q and out
 FLOPs   2 · batch · q_len · heads · tokens · (576 + 512)
+Plan    made before the clock starts; "planned in the call" has none
 Gate    three requests, all their heads, against the float64 oracle
 """
 
@@ -14,11 +15,12 @@ from torch import Tensor
 
 from mlakit import reference
 from mlakit.bench import gpu
-from mlakit.bench.suite import Contest, Workload
+from mlakit.bench.suite import Baseline, Contest, Workload
 from mlakit.cache import CacheLayer, PagedLatentCache, request_slots
 from mlakit.formats import row_codec
 from mlakit.geometry import MLAGeometry
 from mlakit.ops import mla_decode
+from mlakit.plan import DecodePlanTensors, plan_decode
 from mlakit.testing import assert_matches
 
 MODEL = MLAGeometry.preset("deepseek-v3")
@@ -77,15 +79,18 @@ class Decode(Workload):
         kv_lens = torch.full((self.batch,), self.tokens, dtype=torch.int32, device=gpu.DEVICE)
         starts = self.q_len * torch.arange(self.batch + 1, dtype=torch.int32, device=gpu.DEVICE)
 
-        def ours() -> tuple[Tensor, Tensor]:
+        def attend(plan: DecodePlanTensors | None) -> tuple[Tensor, Tensor]:
             return mla_decode(
-                q,
-                cache,
-                page_table,
-                kv_lens,
-                q_starts=None if self.q_len == 1 else starts,
-                softmax_scale=SCALE,
+                q, cache, page_table, kv_lens, q_starts=starts, softmax_scale=SCALE, plan=plan
             )
+
+        plan = self._plan()
+
+        def ours() -> tuple[Tensor, Tensor]:
+            return attend(plan)
+
+        def unplanned() -> tuple[Tensor, Tensor]:
+            return attend(None)
 
         def gate() -> None:
             out, lse = ours()
@@ -100,7 +105,19 @@ class Decode(Workload):
                 ):
                     assert_matches(f"{label} of request {request}", got[own], *judged)
 
-        return Contest(ours, [gpu.reading(self.bytes)], gate)
+        baselines = [
+            Baseline("planned in the call", unplanned, is_limit=False),
+            gpu.reading(self.bytes),
+        ]
+        return Contest(ours, baselines, gate)
+
+    def _plan(self) -> DecodePlanTensors:
+        """Made once per step and used by all layers: outside of what is timed."""
+        sms = torch.cuda.get_device_properties(gpu.DEVICE).multi_processor_count
+        rows = self.heads * self.q_len
+        together = 2 * sms if rows <= 16 else sms // -(-rows // 64)  # workers that run at once
+        plan = plan_decode([self.tokens] * self.batch, num_workers=max(together, 1), tile=64)
+        return plan.tensors(gpu.DEVICE)
 
     def _cache(self, generator: torch.Generator) -> tuple[PagedLatentCache, Tensor]:
         """A pool filled page by page, and a table of its pages in random order."""

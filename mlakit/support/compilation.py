@@ -8,6 +8,7 @@ memory than a block may have, or spills registers.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import tempfile
@@ -192,7 +193,7 @@ def check(configuration: str, arch: int) -> list[Compiled]:
             configuration,
             arch,
             kernel.metadata.name,
-            *_resources(kernel.asm["cubin"]),
+            *_resources(kernel, arch),
             shared_bytes=kernel.metadata.shared,
             shared_limit=target.shared_bytes,
             seconds=seconds,
@@ -209,20 +210,37 @@ def _innermost(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[-1] if lines else ''}"
 
 
-def _resources(cubin: bytes) -> tuple[int, int]:
-    """(registers, bytes of stack, which is where registers are spilled to) of a kernel."""
+def _resources(kernel: Any, arch: int) -> tuple[int, int]:
+    """(registers, bytes of them that are spilled) of a kernel."""
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(kernel.asm["cubin"])
+        usage = _tool("cuobjdump", "--dump-resource-usage", str(cubin))
+        found = re.search(r"REG:(\d+) STACK:(\d+)", usage or "")
+        if found is None:
+            raise RuntimeError(f"cuobjdump tells no resource usage:\n{usage}")
+        registers, stack = int(found[1]), int(found[2])
+        if stack == 0:
+            return registers, 0
+        # the stack may hold other things: the assembler knows
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(kernel.asm["ptx"], encoding="utf-8")
+        suffix = "a" if arch >= 90 else ""
+        options = ["-v", f"--gpu-name=sm_{arch}{suffix}", str(source), "-o", str(cubin)]
+        for assembler in ("ptxas", "ptxas-blackwell"):  # an older one may not know the version
+            spills = re.search(r"(\d+) bytes spill stores", _tool(assembler, *options) or "")
+            if spills is not None:
+                return registers, int(spills[1])
+        return registers, stack
+
+
+def _tool(name: str, *arguments: str) -> str | None:
+    """What one of the tools that come with Triton prints; None where it fails."""
     import triton
 
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(tool), "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
-    if found is None:
-        raise RuntimeError(f"cuobjdump tells no resource usage:\n{text}")
-    return int(found[1]), int(found[2])
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    done = subprocess.run([str(tool), *arguments], capture_output=True, text=True, check=False)
+    return done.stdout + done.stderr if done.returncode == 0 else None
 
 
 def run(
@@ -235,13 +253,18 @@ def run(
     if knobs.interpreted():
         raise RuntimeError("kernels are interpreted here: unset TRITON_INTERPRET to compile them")
     results: dict[int, list[Compiled]] = {}
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+    spawn = get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=spawn, initializer=_print_to_stderr) as pool:
         futures = {pool.submit(check, *each): place for place, each in enumerate(checks)}
         for future in as_completed(futures):
             results[futures[future]] = future.result()
             after_each(len(results))
     for place in range(len(checks)):
         yield from results[place]
+
+
+def _print_to_stderr() -> None:
+    os.dup2(2, 1)  # what a compiler complains of must not get into the results
 
 
 def run_with_progress(checks: Sequence[tuple[str, int]], *, jobs: int) -> list[Compiled]:

@@ -92,7 +92,8 @@ def softmax_totals(peak, total, sink_log2):
 def widen_e4m3(stored, dtype: tl.constexpr, HAS_FP8: tl.constexpr):
     """Bytes of e4m3 as floats of `dtype`, exactly; 0x7F and 0xFF are NaN."""
     if HAS_FP8:
-        return stored.to(tl.float8e4nv, bitcast=True).to(dtype)
+        # by way of a half: straight to bfloat16 some versions use an instruction of sm_90 on sm_89
+        return stored.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(dtype)
     # the same bits in the fields of a half are 2**8 too small: its exponent is biased by 15, not 7
     bits = stored.to(tl.uint16)
     half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
@@ -363,6 +364,20 @@ def fold_states(peak, total, weighted, part_lse, part):
     weight = tl.exp2(part_log2 - anchor)
     weighted = weighted * decay[:, None] + part.to(tl.float32) * weight[:, None]
     return new_peak, total * decay + weight, weighted
+
+
+@triton.jit
+def fold_parts(peak, total, weighted, part_lse, parts):
+    """`fold_states` for several parts at once: lse [parts, rows], out [parts, rows, columns]."""
+    part_log2 = part_lse * 1.4426950408889634  # log2(e)
+    new_peak = tl.maximum(peak, tl.max(part_log2, 0))
+    anchor = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+    decay = tl.exp2(peak - anchor)
+    weight = tl.exp2(part_log2 - anchor[None, :])
+    # what a part holds that saw nothing is not looked at
+    parts = tl.where((part_lse == -float("inf"))[:, :, None], 0.0, parts)
+    weighted = weighted * decay[:, None] + tl.sum(parts * weight[:, :, None], 0)
+    return new_peak, total * decay + tl.sum(weight, 0), weighted
 
 
 @triton.jit

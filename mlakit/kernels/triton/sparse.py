@@ -25,16 +25,6 @@ from mlakit.kernels.triton.configs import (
     pick_sparse_config,
     pick_sparse_parts,
 )
-from mlakit.kernels.triton.decode import (
-    PLAIN,
-    SMALLEST_SCALE,
-    TRITON_TYPES,
-    ComputeTypes,
-    compute_types,
-    row_tiles,
-    rows_are_aligned,
-    value_unit,
-)
 from mlakit.kernels.triton.launch import launch, target
 from mlakit.kernels.triton.primitives import (
     add_rope_values,
@@ -46,6 +36,16 @@ from mlakit.kernels.triton.primitives import (
     score_keys,
     softmax_step,
     softmax_totals,
+)
+from mlakit.kernels.triton.rows import (
+    PLAIN,
+    SMALLEST_SCALE,
+    TRITON_TYPES,
+    ComputeTypes,
+    compute_types,
+    row_tiles,
+    rows_are_aligned,
+    value_unit,
 )
 from mlakit.plan import EvenSplit
 

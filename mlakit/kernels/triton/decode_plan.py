@@ -1,0 +1,241 @@
+"""Sharing the keys of a decode batch among workers, on the device: `plan_decode` from lengths that
+are there, in one launch and without a look at them from the host.
+
+Maths      requests are laid end to end on a line of key tiles; worker w of W takes its places
+           [w·total/W, (w+1)·total/W), cut where a request ends
+Work       one program, requests × items of each at a time
+Limits     a request with more rows (queries × heads) than a partial has room for is not cut
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mlakit.cache import KVShard
+from mlakit.kernels.triton.launch import launch
+from mlakit.kernels.triton.primitives import mask_interval
+from mlakit.masks import Mask
+from mlakit.plan import DecodePlanTensors
+
+ELEMENTS = 512  # items of requests that are written together
+
+
+def plan_decode(
+    q_starts: Tensor,  # [batch + 1]
+    kv_lens: Tensor,  # [batch]
+    *,
+    shard: KVShard,
+    mask: Mask,
+    heads: int,
+    num_workers: int,
+    tile: int,
+    least_tiles: int,  # that are worth a worker
+    slot_rows: int,  # rows of a partial
+    capacity: int,  # keys that a request may have
+) -> DecodePlanTensors:
+    """As `mlakit.plan.plan_decode`, but that every request with queries has an item."""
+    batch = kv_lens.shape[0]
+    requests = min(triton.next_power_of_2(max(batch, 1)), 128)
+    int32 = {"dtype": torch.int32, "device": kv_lens.device}
+    plan = DecodePlanTensors(
+        items=torch.empty(batch + num_workers, 4, **int32),
+        worker_starts=torch.empty(num_workers + 1, **int32),
+        partial_starts=torch.empty(batch + 1, **int32),
+        empty_requests=torch.empty(0, **int32),
+    )
+    launch(
+        _plan_decode_kernel,
+        (1,),
+        q_starts,
+        kv_lens,
+        plan.items,
+        plan.worker_starts,
+        plan.partial_starts,
+        batch,
+        heads,
+        mask.window,
+        *shard,
+        num_workers,
+        least_tiles,
+        slot_rows,
+        q_starts.stride(0),
+        kv_lens.stride(0),
+        MASK=mask.kind,
+        IS_SHARDED=shard.world > 1,
+        TILE=tile,
+        REQUESTS=requests,
+        ITEMS=ELEMENTS // requests,
+        # places on the line times workers
+        LINE_TYPE=tl.int32 if batch * capacity // tile * num_workers < 2**31 else tl.int64,
+        num_warps=4,
+    )
+    return plan
+
+
+@triton.jit
+def local_count(position, shard, IS_SHARDED: tl.constexpr):
+    """How many of the positions [0, position) are cached here; `shard` is (rank, world, run)."""
+    count = position
+    if IS_SHARDED:
+        rank, world, interleave = shard
+        period = world * interleave
+        rest = tl.maximum(position % period - rank * interleave, 0)
+        count = position // period * interleave + tl.minimum(rest, interleave)
+    return count
+
+
+@triton.jit
+def seen_keys(query, q_len, kv_len, window, shard, MASK: tl.constexpr, IS_SHARDED: tl.constexpr):
+    """Local keys [first, last) that query `query` of a request sees; both grow with `query`."""
+    IS_SLIDING: tl.constexpr = MASK == "sliding_window_causal" or MASK == "sliding_window_noncausal"
+    IS_CHUNKED: tl.constexpr = MASK == "chunked" or MASK == "chunked_causal"
+    IS_CAUSAL: tl.constexpr = (
+        MASK == "causal" or MASK == "sliding_window_causal" or MASK == "chunked_causal"
+    )
+    first, last = mask_interval(
+        kv_len - q_len + query, kv_len, window, IS_CAUSAL, IS_SLIDING, IS_CHUNKED
+    )
+    return local_count(first, shard, IS_SHARDED), local_count(last, shard, IS_SHARDED)
+
+
+@triton.jit
+def load_lengths(q_starts, kv_lens, stride_q_starts, stride_kv_lens, request, mask):
+    """int32 (first query, queries, keys) of requests; nothing outside `mask`."""
+    at = request.to(tl.int64)
+    first = tl.load(q_starts + at * stride_q_starts, mask=mask, other=0).to(tl.int32)
+    last = tl.load(q_starts + (at + 1) * stride_q_starts, mask=mask, other=0).to(tl.int32)
+    kv_len = tl.load(kv_lens + at * stride_kv_lens, mask=mask, other=0).to(tl.int32)
+    return first, last - first, kv_len
+
+
+@triton.jit
+def key_tiles(
+    q_len,
+    kv_len,
+    window,
+    shard,
+    MASK: tl.constexpr,
+    IS_SHARDED: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """(first key tile, number of them) that the queries of a request see.
+
+    One at least where there are queries: rows that see nothing are written, too.
+    """
+    first, _ = seen_keys(q_len * 0, q_len, kv_len, window, shard, MASK, IS_SHARDED)
+    _, last = seen_keys(q_len - 1, q_len, kv_len, window, shard, MASK, IS_SHARDED)
+    first_tile = first // TILE
+    num_tiles = tl.maximum((last + TILE - 1) // TILE - first_tile, 1)
+    return first_tile, tl.where(q_len > 0, num_tiles, 0)
+
+
+@triton.jit
+def _worker_at(place, num_runs, total):
+    """The worker whose run holds a place of the line."""
+    return (((place + 1) * num_runs - 1) // total).to(tl.int32)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "batch",
+        "heads",
+        "window",
+        "rank",
+        "world",
+        "interleave",
+        "num_workers",
+        "least_tiles",
+        "slot_rows",
+        "stride_q_starts",
+        "stride_kv_lens",
+    ]
+)
+def _plan_decode_kernel(
+    q_starts,
+    kv_lens,
+    items,  # [batch + num_workers, 4] int32
+    worker_starts,  # [num_workers + 1] int32
+    partial_starts,  # [batch + 1] int32
+    batch,
+    heads,
+    window,
+    rank,
+    world,
+    interleave,
+    num_workers,
+    least_tiles,
+    slot_rows,
+    stride_q_starts,
+    stride_kv_lens,
+    MASK: tl.constexpr,
+    IS_SHARDED: tl.constexpr,
+    TILE: tl.constexpr,
+    REQUESTS: tl.constexpr,
+    ITEMS: tl.constexpr,
+    LINE_TYPE: tl.constexpr,
+):
+    shard = (rank, world, interleave)
+    total = tl.zeros((), LINE_TYPE)
+    for start in range(0, batch, 128):
+        request = start + tl.arange(0, 128)
+        _, q_len, kv_len = load_lengths(
+            q_starts, kv_lens, stride_q_starts, stride_kv_lens, request, request < batch
+        )
+        _, num_tiles = key_tiles(q_len, kv_len, window, shard, MASK, IS_SHARDED, TILE)
+        total += tl.sum(num_tiles.to(LINE_TYPE), 0)
+    num_runs = tl.minimum(num_workers.to(LINE_TYPE), tl.maximum(total // least_tiles, 1))
+    total = tl.maximum(total, 1)
+
+    line = tl.zeros((), LINE_TYPE)  # places, items and partials of the requests before
+    num_items = tl.zeros((), tl.int32)
+    num_slots = tl.zeros((), tl.int32)
+    tl.store(partial_starts, 0)
+    for start in range(0, batch, REQUESTS):
+        request = start + tl.arange(0, REQUESTS)
+        _, q_len, kv_len = load_lengths(
+            q_starts, kv_lens, stride_q_starts, stride_kv_lens, request, request < batch
+        )
+        first_tile, num_tiles = key_tiles(q_len, kv_len, window, shard, MASK, IS_SHARDED, TILE)
+        wide = num_tiles.to(LINE_TYPE)
+        place = line + tl.cumsum(wide, 0) - wide
+        first_worker = _worker_at(place, num_runs, total)
+        workers = tl.where(
+            num_tiles > 0, _worker_at(place + wide - 1, num_runs, total) - first_worker + 1, 0
+        )
+        has_room = q_len.to(LINE_TYPE) * heads <= slot_rows
+        own_items = tl.where(has_room, workers, tl.minimum(workers, 1))
+        own_slots = tl.where(own_items > 1, own_items, 0)
+        item = num_items + tl.cumsum(own_items, 0) - own_items
+        slots_end = num_slots + tl.cumsum(own_slots, 0)
+        tl.store(partial_starts + 1 + request, slots_end, mask=request < batch)
+        for part_start in range(0, tl.max(workers, 0), ITEMS):
+            part = part_start + tl.arange(0, ITEMS)[None, :]
+            worker = first_worker[:, None] + part
+            begins = tl.maximum(worker * total // num_runs, place[:, None]) - place[:, None]
+            ends = tl.minimum((worker + 1) * total // num_runs - place[:, None], wide[:, None])
+            is_cut = (own_items > 1)[:, None]
+            first = tl.where(is_cut, begins, 0).to(tl.int32)
+            last = tl.where(is_cut, ends, wide[:, None]).to(tl.int32)
+            slot = tl.where(is_cut, (slots_end - own_slots)[:, None] + part, -1)
+            is_item = part < own_items[:, None]
+            at = items + (item[:, None] + part) * 4
+            tl.store(at, request[:, None] + part * 0, mask=is_item)
+            tl.store(at + 1, (first_tile[:, None] + first) * TILE, mask=is_item)
+            tl.store(at + 2, (first_tile[:, None] + last) * TILE, mask=is_item)
+            tl.store(at + 3, slot, mask=is_item)
+            # a worker begins with the item that begins where its run does, or with the next one
+            begins_here = (worker * total // num_runs >= place[:, None]) & (part < workers[:, None])
+            first_item = item[:, None] + tl.minimum(part, own_items[:, None])
+            tl.store(worker_starts + worker, first_item, mask=begins_here)
+        line += tl.sum(wide, 0)
+        num_items += tl.sum(own_items, 0)
+        num_slots += tl.sum(own_slots, 0)
+    if line == 0:
+        num_runs = num_runs * 0
+    for start in range(0, num_workers + 1, 128):
+        worker = start + tl.arange(0, 128)
+        is_idle = (worker >= num_runs) & (worker <= num_workers)
+        tl.store(worker_starts + worker, tl.zeros([128], tl.int32) + num_items, mask=is_idle)
