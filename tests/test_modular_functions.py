@@ -436,6 +436,7 @@ def test_decoding_in_a_small_workspace():
     case.check()
 
 
+@pytest.mark.interpreted
 def test_decoding_shows_a_bad_row_only_to_those_who_see_it():
     case = DecodeCase(step=Step((40, 20), (3, 2)))
     for request in (0, 1):

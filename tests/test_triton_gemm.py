@@ -127,7 +127,7 @@ def test_bmm_refuses_what_it_would_copy():
 def test_matmul_tiles_fit_shared_memory(shared, rows):
     for k_group in (16, 64, 128, 512):
         config = configs.pick_scaled_matmul_config(
-            rows=rows, columns=7168, k_group=k_group, is_widened=False, shared_bytes=shared
+            rows=rows, columns=7168, k_group=k_group, shared_bytes=shared
         )
         assert config.shared_bytes(itemsize=1) <= shared
     config = configs.pick_matmul_config(

@@ -95,18 +95,15 @@ class MatmulConfig:
 
 
 def pick_scaled_matmul_config(
-    *, rows: int, columns: int, k_group: int, is_widened: bool, shared_bytes: int
+    *, rows: int, columns: int, k_group: int, shared_bytes: int
 ) -> MatmulConfig:
-    """A step of K stays within one group of scales; 32 bytes are the least that e4m3 dots take.
-
-    is_widened  operands become halves in registers, of which there are few
-    """
-    block_k = min(max(power_of_two(k_group), 32), 64 if is_widened else 128)
-    block_m = min(max(power_of_two(rows), 16), 64 if is_widened else 128)
+    """A step of K stays within one group of scales; operands become halves in registers, of which
+    there are few."""
+    block_k = min(max(power_of_two(k_group), 32), 64)
+    block_m = min(max(power_of_two(rows), 16), 64)
     block_n = min(max(power_of_two(columns), 16), 128 if rows > 64 else 64)
     stages = 4 if shared_bytes > 128 * 1024 else 3
-    warps = 8 if block_m * block_n > (4096 if is_widened else 8192) else 4
-    return MatmulConfig(block_m, block_n, block_k, warps, stages)
+    return MatmulConfig(block_m, block_n, block_k, 8 if block_m * block_n > 4096 else 4, stages)
 
 
 def pick_matmul_config(
@@ -271,7 +268,7 @@ def pick_decode_config(
     *,
     rows: int,
     page_size: int,
-    is_bytes: bool,
+    format: str,
     itemsize: int,
     arch: int,
     shared_bytes: int,
@@ -279,9 +276,11 @@ def pick_decode_config(
     """`rows` of a request, as far as they are known; `itemsize` of what is multiplied."""
     if itemsize == 4:
         choices: tuple[DecodeConfig, ...] = _DECODE_FLOAT
-    elif is_bytes:
-        # below sm_89 e4m3 is converted by integer arithmetic, in yet more registers
-        choices = _DECODE_BYTES if arch >= 89 else _DECODE_BYTES[1:]
+    elif format.startswith("fp8"):
+        choices = _DECODE_BYTES
+        if arch < 89:  # e4m3 is converted by integer arithmetic, in yet more registers
+            warps = 8 if format == "fp8_block64" else 4
+            choices = (DecodeConfig(16, 16, num_warps=warps, num_stages=1),)
     else:
         choices = _DECODE_MEDIUM if rows > 16 else _DECODE_SMALL
         if rows > 32 and arch in _DECODE_LARGE:

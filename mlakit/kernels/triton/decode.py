@@ -1,17 +1,17 @@
 """Absorbed MLA attention of each request's newest tokens over its paged cache, portable Triton.
 
 Maths      s = q·row · softmax_scale [· q_scale];  out = softmax(s) @ row[:, :v_width]
-Work       queries × heads of a request are packed into tiles of `block_m` rows. A plan deals out
-           items, stretches of one request's keys, to as many workers as run at the same time
-           (`decode_plan` makes one on the device where none is given); a program is a worker and a
-           tile of rows. With an even split or deterministic=True a program is a part of the keys of
-           one tile of rows, and where those are cut depends on the request alone. A second, small
-           kernel merges what was split.
+Work       a tile of rows is `block_m` heads of one query. A plan deals out items, stretches of a
+           request's keys, to as many workers as run at the same time (`decode_plan` makes one on
+           the device where none is given); a program is a worker and a tile of rows. With an even
+           split or deterministic=True a program is a part of the keys of one tile of rows, and
+           where those are cut depends on the request alone. A second, small kernel merges what
+           was split.
 Memory     a tile of keys is read once for all rows of a tile and serves as K and as V. Scratch:
            float32 partials, at most 2 per program; with a given split one per part that a request
            may have
-Limits     none; widths are padded to powers of two. A number that is not finite in a key which only
-           some queries of a request see reaches the others that share its tile of rows
+Limits     none; widths are padded to powers of two, heads to a multiple of `block_m`. Queries share
+           no tile: what a key holds that one of them does not see would reach it as 0 · NaN
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ from mlakit.kernels.triton.primitives import (
     softmax_totals,
 )
 from mlakit.kernels.triton.rows import (
-    PLAIN,
     SMALLEST_SCALE,
     TRITON_TYPES,
     as_bytes,
@@ -53,7 +52,7 @@ from mlakit.kernels.triton.rows import (
 from mlakit.masks import Mask
 from mlakit.plan import DecodePlanTensors, EvenSplit
 
-MERGED_PARTS = 4  # partials that a program of the merge reads together
+MERGED_PARTS = 8  # partials that a program of the merge reads together
 SMALL_SCRATCH_BYTES = 64 * 2**20
 SPLIT_KEYS = 2048  # keys of a part where the result may not depend on the batch
 
@@ -82,28 +81,26 @@ def mla_decode(
     device = target(q_latent.device)
     types = compute_types(q_latent, q_rope, layer)
     batch = kv_lens.shape[0]
-    is_fixed = deterministic or isinstance(splits, DecodePlanTensors)
     config = pick_decode_config(
         row_tiles(layer),
-        # the tile of rows shows in the last bits: a fixed one depends on no other request
-        rows=heads if is_fixed else heads * triton.cdiv(tokens, batch),
+        rows=heads,
         page_size=1 if isinstance(page_table, tuple) else layer.page_size,
-        is_bytes=layer.payload.dtype not in PLAIN,
+        format=layer.codec.name,
         itemsize=types.latent.itemsize,
         shared_bytes=device.shared_bytes,
         arch=device.arch,
     )
     tiles = row_tiles(layer, config.widest)
+    padded_heads = triton.cdiv(heads, config.block_m) * config.block_m
     schedule = _schedule(
         splits,
         deterministic,
         config,
         device,
         capacity=_capacity(page_table, layer),
-        rows=heads * triton.cdiv(tokens, batch),
-        all_rows=heads * tokens,
+        rows=padded_heads * triton.cdiv(tokens, batch),
+        all_rows=padded_heads * tokens,
         v_width=tiles.v_width,
-        batch=batch,
     )
     plan = splits if isinstance(splits, DecodePlanTensors) else None
     if plan is not None and plan.empty_requests.shape[0] > 0:
@@ -115,7 +112,7 @@ def mla_decode(
             kv_lens,
             shard=shard,
             mask=mask,
-            heads=heads,
+            heads=padded_heads,
             num_workers=schedule.grid[1],
             tile=config.block_n,
             least_tiles=config.least_tiles,
@@ -153,6 +150,7 @@ def mla_decode(
         max(abs(softmax_scale) * log2(e) * host_scale, SMALLEST_SCALE),
         host_scale,
         heads,
+        padded_heads,
         mask.window,
         *shard,
         schedule.slot_rows,
@@ -209,6 +207,7 @@ def mla_decode(
         out,
         lse,
         heads,
+        padded_heads,
         mask.window,
         *shard,
         schedule.slot_rows,
@@ -260,7 +259,6 @@ def _schedule(
     rows: int,
     all_rows: int,
     v_width: int,
-    batch: int,
 ) -> Schedule:
     """`capacity` keys a request may have; `rows` it has on average, `all_rows` all of them do."""
     row_tiles = triton.cdiv(rows, config.block_m)
@@ -278,8 +276,7 @@ def _schedule(
             split_tiles = max(SPLIT_KEYS // config.block_n, 1)
             # one tile more: a window may begin inside one
             parts = triton.cdiv(capacity // config.block_n + 2, split_tiles)
-        # a request's last tile may be short
-        num_tiles = min(all_rows // config.block_m + batch, all_rows)
+        num_tiles = all_rows // config.block_m
         slots = num_tiles * parts if parts > 1 else 0
         return Schedule(False, (parts, num_tiles), config.block_m, slots, split_tiles)
     num_workers = max(device.num_sms * config.programs_per_sm // row_tiles, 1)
@@ -295,7 +292,7 @@ def _capacity(page_table: PageTable, layer: CacheLayer) -> int:
 
 
 @triton.jit
-def _find_tile(tile, q_starts, stride_q_starts, batch, heads, BM: tl.constexpr):
+def _find_tile(tile, q_starts, stride_q_starts, batch, padded_heads, BM: tl.constexpr):
     """(request, tile of its rows) of a tile of rows among all; request −1 past the last."""
     request = tl.zeros((), tl.int32) - 1
     row_tile = tile * 0
@@ -306,7 +303,7 @@ def _find_tile(tile, q_starts, stride_q_starts, batch, heads, BM: tl.constexpr):
         is_request = each < batch
         first = tl.load(q_starts + at, mask=is_request, other=0).to(tl.int32)
         last = tl.load(q_starts + at + stride_q_starts, mask=is_request, other=0).to(tl.int32)
-        tiles = ((last - first) * heads + BM - 1) // BM
+        tiles = (last - first) * (padded_heads // BM)
         ends = before + tl.cumsum(tiles, 0)
         is_it = (ends - tiles <= tile) & (tile < ends)
         request += tl.sum(tl.where(is_it, each + 1, 0), 0)
@@ -380,10 +377,10 @@ def _store_columns(
 
 @triton.jit
 def _attend(
-    first_row, row_end, first_key, last_key, is_final, partial_row, request, q_first, q_len, kv_len,
+    first_row, first_key, last_key, is_final, partial_row, request, q_first, q_len, kv_len,
     q_latent, q_rope, q_scale, payload, scales, table, starts, sink, out, lse, partial_out,
-    partial_lse, scale_log2, tensor_scale, heads, window, shard, q_strides, pool_strides,
-    table_strides, stride_sink, result_strides, hidden_zero,
+    partial_lse, scale_log2, tensor_scale, heads, padded_heads, window, shard, q_strides,
+    pool_strides, table_strides, stride_sink, result_strides, hidden_zero,
     IS_GIVEN: tl.constexpr, MASK: tl.constexpr, IS_SHARDED: tl.constexpr, FORMAT: tl.constexpr,
     DTYPE: tl.constexpr, ROPE_DTYPE: tl.constexpr, D_C: tl.constexpr, D_R: tl.constexpr,
     V_WIDTH: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, VALUE_PIECES: tl.constexpr,
@@ -392,7 +389,7 @@ def _attend(
     HAS_FP8: tl.constexpr, IS_ALIGNED: tl.constexpr, IS_UNCHAINED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Rows [first_row, row_end) of a request, BM at most, over its keys [first_key, last_key).
+    """BM rows of a request, heads of one query, over its keys [first_key, last_key).
 
     Writes results if `is_final`, else a partial to the scratch rows from `partial_row` on.
     """
@@ -404,17 +401,11 @@ def _attend(
     # keys may begin inside a tile
     HAS_LOW: tl.constexpr = IS_GIVEN or (MASK != "null" and MASK != "causal")
     ROPE_UNIT: tl.constexpr = VALUE_UNIT if FORMAT == "fp8_token" else 1.0
-    # (query, head) rows; those past the last stand for it and are not written
-    last_row = tl.minimum(first_row + BM, row_end) - 1
-    is_row = first_row + tl.arange(0, BM) <= last_row
-    row = tl.minimum(first_row + tl.arange(0, BM), last_row)
-    token = (q_first + row // heads).to(tl.int64)
-    head = (row % heads).to(tl.int64)
-    low, high = seen_keys(row // heads, q_len, kv_len, window, shard, MASK, IS_SHARDED)
-    low = tl.maximum(low, first_key)  # [BM]
-    high = tl.minimum(high, last_key)
-    begin, _ = seen_keys(first_row // heads, q_len, kv_len, window, shard, MASK, IS_SHARDED)
-    _, end = seen_keys(last_row // heads, q_len, kv_len, window, shard, MASK, IS_SHARDED)
+    query = first_row // padded_heads
+    head = first_row % padded_heads + tl.arange(0, BM)
+    is_row = head < heads
+    token = (q_first + query).to(tl.int64)
+    begin, end = seen_keys(query, q_len, kv_len, window, shard, MASK, IS_SHARDED)
     begin = tl.maximum(begin, first_key)
     end = tl.minimum(end, last_key)
 
@@ -423,16 +414,16 @@ def _attend(
         first_entry = tl.load(starts + request.to(tl.int64) * stride_starts)
         entries = table + first_entry.to(tl.int64) * stride_table_entry
     pages = _load_pages(entries, begin // BN, end, stride_table_entry, BN, PAGE, IS_FLAT)
-    q_rows = q_latent + (token * stride_q_token + head * stride_q_head)
+    q_rows = q_latent + (token * stride_q_token + head.to(tl.int64) * stride_q_head)
     q = ()
     for piece in tl.static_range(PIECES):
         q += (load_query(q_rows, is_row, piece * WIDTH, WIDTH, D_C, DTYPE, HAS_FP8),)
     rotated_q = None
     if ROPE_WIDTH > 0:
-        rope_rows = q_rope + (token * stride_rope_token + head * stride_rope_head)
+        rope_rows = q_rope + (token * stride_rope_token + head.to(tl.int64) * stride_rope_head)
         rotated_q = load_query(rope_rows, is_row, 0, ROPE_WIDTH, D_R, ROPE_DTYPE, HAS_FP8)
     if q_scale is not None:
-        signs = tl.load(q_scale + token * stride_q_scale)[:, None]
+        sign = tl.load(q_scale + token * stride_q_scale)
     peak = tl.full([BM], -float("inf"), tl.float32)
     exp_sum = tl.zeros([BM], tl.float32)
     weighted = ()
@@ -463,13 +454,10 @@ def _attend(
         else:
             scores = score_keys(q, rotated_q, latent, rope, factors, PIECES, FORMAT)
         if q_scale is not None:
-            scores *= signs
+            scores *= sign
         if IS_NEGATIVE:
             scores = -scores
-        is_seen = key[None, :] < high[:, None]
-        if HAS_LOW:
-            is_seen = is_seen & (key[None, :] >= low[:, None])
-        scores = tl.where(is_seen, scores, -float("inf"))
+        scores = tl.where(is_read[None, :], scores, -float("inf"))
         if IS_UNCHAINED:
             # A branch hides from the compiler that these weights feed another dot. It would give
             # every group of four warps all rows of the scores (four warps are what 64 rows can be
@@ -489,15 +477,14 @@ def _attend(
 
     # found again, from numbers the compiler cannot know to be the same: kept through the loop, they
     # would take registers that it needs
-    first_row += hidden_zero
-    is_row = first_row + tl.arange(0, BM) <= last_row
-    row = tl.minimum(first_row + tl.arange(0, BM), last_row)
-    token = (q_first + row // heads).to(tl.int64)
-    head = (row % heads).to(tl.int64)
+    head = (first_row + hidden_zero) % padded_heads + tl.arange(0, BM)
+    is_row = head < heads
+    head = head.to(tl.int64)
     # in a partial there is no sink: it joins the merge, once
     sink_log2 = None
     if sink is not None:
-        sink_log2 = tl.load(sink + head * stride_sink) * 1.4426950408889634  # log2(e)
+        sink_log2 = tl.load(sink + head * stride_sink, mask=is_row, other=0.0)
+        sink_log2 *= 1.4426950408889634  # log2(e)
         sink_log2 = tl.where(is_final, sink_log2, -float("inf"))
     denominator, row_lse = softmax_totals(peak, exp_sum, sink_log2)
     scale = (tensor_scale / denominator)[:, None]
@@ -523,6 +510,7 @@ VARYING = [
     "scale_log2",
     "tensor_scale",
     "heads",
+    "padded_heads",
     "window",
     "rank",
     "world",
@@ -565,6 +553,7 @@ def _mla_decode_kernel(
     scale_log2,
     tensor_scale,
     heads,
+    padded_heads,
     window,
     rank,
     world,
@@ -638,7 +627,7 @@ def _mla_decode_kernel(
                 q_starts, kv_lens, stride_q_starts, stride_kv_lens, request, request >= 0
             )
             row_begin = tl.program_id(0) * BM
-            row_end = q_len * heads
+            row_end = q_len * padded_heads
             row_step = tl.num_programs(0) * BM
             slot_row = slot.to(tl.int64) * slot_rows + row_begin
             if (slot >= 0) & (row_end > slot_rows):
@@ -648,7 +637,7 @@ def _mla_decode_kernel(
                 first_key, last_key, slot = 0, 0x7FFFFFFF, -1
         else:
             request, row_tile = _find_tile(
-                tl.program_id(1), q_starts, stride_q_starts, batch, heads, BM
+                tl.program_id(1), q_starts, stride_q_starts, batch, padded_heads, BM
             )
             q_first, q_len, kv_len = load_lengths(
                 q_starts, kv_lens, stride_q_starts, stride_kv_lens, request, request >= 0
@@ -662,15 +651,15 @@ def _mla_decode_kernel(
             slot = tl.where(num_parts > 1, tl.program_id(1) * tl.num_programs(0) + part, -1)
             slot_row = slot.to(tl.int64) * slot_rows
             row_begin = row_tile * BM
-            row_end = tl.where(is_part, tl.minimum(row_begin + BM, q_len * heads), 0)
+            row_end = tl.where(is_part, row_begin + BM, 0)
             row_step = BM
         for first_row in range(row_begin, row_end, row_step):
             _attend(
-                first_row, row_end, first_key, last_key, slot < 0,
+                first_row, first_key, last_key, slot < 0,
                 slot_row + (first_row - row_begin), request, q_first, q_len, kv_len, q_latent,
                 q_rope, q_scale, payload, scales, table, starts, sink, out, lse, partial_out,
-                partial_lse, scale_log2, tensor_scale, heads, window, shard, q_strides,
-                (stride_page, stride_scales_page),
+                partial_lse, scale_log2, tensor_scale, heads, padded_heads, window, shard,
+                q_strides, (stride_page, stride_scales_page),
                 (stride_table_request, stride_table_entry, stride_starts), stride_sink,
                 (stride_out_token, stride_out_head, stride_lse_token, stride_lse_head), batch >> 31,
                 IS_GIVEN, MASK, IS_SHARDED, FORMAT, DTYPE, ROPE_DTYPE, D_C, D_R, V_WIDTH, PIECES,
@@ -682,6 +671,7 @@ def _mla_decode_kernel(
 @triton.jit(
     do_not_specialize=[
         "heads",
+        "padded_heads",
         "window",
         "rank",
         "world",
@@ -707,6 +697,7 @@ def _merge_partials_kernel(
     out,
     lse,
     heads,
+    padded_heads,
     window,
     rank,
     world,
@@ -743,11 +734,11 @@ def _merge_partials_kernel(
             q_starts, kv_lens, stride_q_starts, stride_kv_lens, request, request >= 0
         )
         first_row = request * 0
-        num_rows = q_len * heads
+        num_rows = q_len * padded_heads
         parts = tl.where(num_rows > slot_rows, 0, parts)
     else:
         request, row_tile = _find_tile(
-            tl.program_id(0), q_starts, stride_q_starts, batch, heads, BM
+            tl.program_id(0), q_starts, stride_q_starts, batch, padded_heads, BM
         )
         q_first, q_len, kv_len = load_lengths(
             q_starts, kv_lens, stride_q_starts, stride_kv_lens, request, request >= 0
@@ -757,10 +748,12 @@ def _merge_partials_kernel(
         _, parts = _part_tiles(num_tiles, split_tiles, max_parts)
         first_slot = tl.program_id(0) * max_parts
         first_row = row_tile * BM
-        num_rows = tl.minimum(q_len * heads - first_row, BM)
+        num_rows = BM
         parts = tl.where((request >= 0) & (parts > 1), parts, 0)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    is_row = row < num_rows
+    token = (q_first + (first_row + row) // padded_heads).to(tl.int64)
+    head = ((first_row + row) % padded_heads).to(tl.int64)
+    is_row = (row < num_rows) & (head < heads)
     if (parts > 0) & (tl.program_id(1) * ROWS < num_rows):
         column = tl.arange(0, COLUMNS)
         in_row = is_row[:, None] & (column < V_WIDTH)[None, :]
@@ -779,8 +772,6 @@ def _merge_partials_kernel(
                 other=0.0,
             )
             peak, total, weighted = fold_parts(peak, total, weighted, part_lse, values)
-        token = (q_first + (first_row + row) // heads).to(tl.int64)
-        head = ((first_row + row) % heads).to(tl.int64)
         sink_log2 = None
         if sink is not None:
             sink_log2 = tl.load(sink + head * stride_sink, mask=is_row, other=0.0)

@@ -5,9 +5,8 @@ Maths      quantise: s = min(amax, bound) / 448, q = e4m3(x · 1/s), 0 where 1/s
 Work       quantise: a program per (tile of rows, group); matmul: per tile of out. Where torch has
            the same product (`library_refuses`) cuBLAS makes it
 Memory     x, a and b are read as they lie, every group of x once
-Precision  e4m3 tensor cores of sm_89 and sm_90 keep about 14 bits of a sum: a dot ends with its
-           step of K, steps are added in float32. A float32 result is made of operands widened to
-           fp16, exactly
+Precision  operands are widened to fp16, exactly, and added in float32: e4m3 tensor cores of sm_90
+           keep about 14 bits of a sum, and steps of 128 of K showed in the rows of a whole layer
 Limits     none of its own: any group, any strides with a contiguous last axis
 """
 
@@ -157,13 +156,8 @@ def scaled_mm_fp8(
     if a.ndim == 2:
         a, a_scale, b, b_scale, out = (each[None] for each in (a, a_scale, b, b_scale, out))
     (batch, rows, depth), columns = a.shape, b.shape[1]
-    dot_fp8 = gpu.has_fp8 and out.dtype != torch.float32
     config = pick_scaled_matmul_config(
-        rows=rows,
-        columns=columns,
-        k_group=k_group,
-        is_widened=not dot_fp8,
-        shared_bytes=gpu.shared_bytes,
+        rows=rows, columns=columns, k_group=k_group, shared_bytes=gpu.shared_bytes
     )
     tiles = triton.cdiv(rows, config.block_m) * triton.cdiv(columns, config.block_n)
     launch(
@@ -189,7 +183,6 @@ def scaled_mm_fp8(
         BLOCK_K=config.block_k,
         GROUP_M=config.group_m,
         WHOLE_STEPS=depth % config.block_k == 0 and k_group % config.block_k == 0,
-        DOT_FP8=dot_fp8,
         HAS_FP8=gpu.has_fp8,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -289,7 +282,6 @@ def _scaled_mm_fp8_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     WHOLE_STEPS: tl.constexpr,  # no step of K is cut short by the end of a group or of K
-    DOT_FP8: tl.constexpr,  # multiply e4m3 as it is; otherwise widened to fp16
     HAS_FP8: tl.constexpr,
 ):
     batch, m_tile, n_tile = tile_of_program(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
@@ -306,9 +298,6 @@ def _scaled_mm_fp8_kernel(
         group_of_n = n // N_GROUP
         n_mask = n < N
     b_scale += batch * stride_b_scale_b + group_of_n.to(tl.int64) * stride_b_scale_n
-    if DOT_FP8:
-        a = a.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
-        b = b.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
 
     STEPS: tl.constexpr = (K_GROUP + BLOCK_K - 1) // BLOCK_K  # within a group
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -319,11 +308,10 @@ def _scaled_mm_fp8_kernel(
         if not WHOLE_STEPS:
             k_mask = k < tl.minimum((group + 1) * K_GROUP, K)
             a_mask, b_mask = a_mask & k_mask[None, :], b_mask & k_mask[:, None]
-        left = tl.load(a + k[None, :], mask=a_mask, other=0.0)
-        right = tl.load(b + k[:, None], mask=b_mask, other=0.0)
-        if not DOT_FP8:
-            left = widen_e4m3(left, tl.float16, HAS_FP8)
-            right = widen_e4m3(right, tl.float16, HAS_FP8)
+        left = tl.load(a + k[None, :], mask=a_mask, other=0)
+        right = tl.load(b + k[:, None], mask=b_mask, other=0)
+        left = widen_e4m3(left, tl.float16, HAS_FP8)
+        right = widen_e4m3(right, tl.float16, HAS_FP8)
         by_row = tl.load(a_scale + group.to(tl.int64) * stride_a_scale_k, mask=m < M, other=0.0)
         by_column = tl.load(b_scale + group.to(tl.int64) * stride_b_scale_k, mask=n_mask, other=0.0)
         products = tl.dot(left, right) * by_row[:, None]
