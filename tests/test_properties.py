@@ -375,6 +375,7 @@ LARGE = [
     IndexerTopkCase(num_columns=5000, k=2048, num_tokens=20, workspace_mib=1, levels=9),
     MergeCase(num_parts=40, v_width=512),
     QuantizeCase(m=300, k=512, group=128, workspace_mib=1),
+    ScaledMatmulCase(m=5, n=8, k=64, n_group=128, k_group=128, padded=True),
     ScaledMatmulCase(m=200, n=700, k=512, n_group=128, k_group=128, workspace_mib=1),
     BatchedMatmulCase(batch=2, m=200, n=900, k=512, workspace_mib=1),
 ]

@@ -182,7 +182,7 @@ def scaled_mm_fp8(
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         GROUP_M=config.group_m,
-        WHOLE_STEPS=depth % config.block_k == 0 and k_group % config.block_k == 0,
+        WHOLE_STEPS=depth % k_group == 0 and k_group % config.block_k == 0,
         HAS_FP8=gpu.has_fp8,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
