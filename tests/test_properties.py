@@ -372,7 +372,7 @@ LARGE = [
     ),
     IndexerLogitsCase(kv_lens=(2100, 1024), q_lens=(2, 1), page_size=64, heads=8),
     IndexerLogitsCase(kv_lens=(1500,), q_lens=(40,), heads=16, workspace_mib=1, format="fp8"),
-    IndexerTopkCase(num_columns=5000, k=2048, num_tokens=20, workspace_mib=1, levels=9),
+    IndexerTopkCase(num_columns=5000, k=2048, num_tokens=9, workspace_mib=1, levels=9),
     MergeCase(num_parts=40, v_width=512),
     QuantizeCase(m=300, k=512, group=128, workspace_mib=1),
     ScaledMatmulCase(m=5, n=8, k=64, n_group=128, k_group=128, padded=True),
