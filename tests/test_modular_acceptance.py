@@ -313,7 +313,9 @@ def test_14_sparse_attention_over_all_keys_is_dense_attention():
             indices_stride=stride,
         )
         assert_matches("sparse", sparse, dense.oracle(), dense.oracle(F32))
-        torch.testing.assert_close(sparse, dense.output.view, rtol=1e-5, atol=1e-6)
+        # float32 sums in another order
+    order = 2.0**-18 * float(dense.output.view.abs().max())
+    torch.testing.assert_close(sparse, dense.output.view, rtol=1e-5, atol=order)
 
 
 def test_15_rope_aware_rows_with_a_scale_per_token(generator):
