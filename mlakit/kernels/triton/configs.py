@@ -259,6 +259,13 @@ _DECODE_BYTES = (
     DecodeConfig(16, 32, num_warps=8, num_stages=3),
     DecodeConfig(16, 16, num_warps=8, num_stages=1),
 )
+# below sm_89 e4m3 is converted by integer arithmetic, in yet more registers
+_DECODE_INTEGERS = {
+    "fp8": DecodeConfig(16, 32, num_warps=8, num_stages=2),
+    "fp8_token": DecodeConfig(16, 16, num_warps=4, num_stages=1),
+    "fp8_block128": DecodeConfig(16, 16, num_warps=4, num_stages=1),
+    "fp8_block64": DecodeConfig(16, 16, num_warps=8, num_stages=1),
+}
 # without tensor cores a tile lives in registers
 _DECODE_FLOAT = (DecodeConfig(16, 16, num_warps=4, num_stages=1),)
 
@@ -277,10 +284,7 @@ def pick_decode_config(
     if itemsize == 4:
         choices: tuple[DecodeConfig, ...] = _DECODE_FLOAT
     elif format.startswith("fp8"):
-        choices = _DECODE_BYTES
-        if arch < 89:  # e4m3 is converted by integer arithmetic, in yet more registers
-            warps = 8 if format == "fp8_block64" else 4
-            choices = (DecodeConfig(16, 16, num_warps=warps, num_stages=1),)
+        choices = _DECODE_BYTES if arch >= 89 else (_DECODE_INTEGERS[format],)
     else:
         choices = _DECODE_MEDIUM if rows > 16 else _DECODE_SMALL
         if rows > 32 and arch in _DECODE_LARGE:
