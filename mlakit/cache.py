@@ -22,7 +22,8 @@ from mlakit.geometry import MLAGeometry, RowShape
 PageTable: TypeAlias = Tensor | tuple[Tensor, Tensor]
 """int32 [batch, max_pages] page ids; or (kv_starts [batch + 1], slots), one flat list of rows."""
 
-INDEX_SELECT_GRAIN = 2**15  # elements; torch's, for a slice that threads share
+# elements; torch has one thread copy a slice of 2**15, and pieces just below that gain less
+PIECE_ELEMENTS = 2**14
 _HALF_FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _BYTE_TYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
 
@@ -102,12 +103,12 @@ def from_host(values: Sequence[int] | Tensor, dtype: torch.dtype, device: torch.
 def _gather_pages(pool: Tensor, pages: Tensor) -> Tensor:
     """The rows of `pages`, end to end: [pages · page_size, columns].
 
-    A slice of 2**15 elements or more is copied by one thread (`index_select`); packed pages are
-    therefore gathered in equal pieces that are smaller.
+    Threads share the work of `index_select` only between slices that are small: packed pages are
+    therefore gathered in equal pieces.
     """
     _, page_size, columns = pool.shape
     sizes = (size for size in range(page_size, 0, -1) if page_size % size == 0)
-    rows = next((size for size in sizes if size * columns < INDEX_SELECT_GRAIN), 1)
+    rows = next((size for size in sizes if size * columns <= PIECE_ELEMENTS), 1)
     pieces = page_size // rows
     if pieces == 1 or not pool.is_contiguous():
         return pool.index_select(0, pages).flatten(0, 1)

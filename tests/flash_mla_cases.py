@@ -725,3 +725,15 @@ FEW_VARLEN = [
     VarlenCase(20, 30, 3, h=3, h_k=3, d=40, d_v=24, causal=True, dtype=torch.float16),
     VarlenCase(20, 30, 3, h=4, h_k=2, causal=True, dtype=torch.float32),
 ]
+
+
+def dense_problem(device: torch.device | str = "cpu", **others: Any) -> DenseProblem:
+    return DenseCase(**{"b": 3, "s_q": 2, "s_k": 50, "varlen": True, "h_q": 4, **others}).make(
+        device
+    )
+
+
+def as_keywords(problem: DenseProblem) -> dict[str, Any]:
+    names = ("q", "k_cache", "block_table", "cache_seqlens")
+    keywords = {name: getattr(problem, name) for name in names}
+    return {**keywords, "head_dim_v": problem.case.d_v, "tile_scheduler_metadata": None}

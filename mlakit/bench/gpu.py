@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from mlakit.bench.suite import Baseline
@@ -35,11 +33,3 @@ def launching_nothing() -> Baseline:
 
     argument = torch.empty(1, device=DEVICE)
     return Baseline("empty kernel", lambda: do_nothing(argument), is_limit=False)
-
-
-def captured(call: Callable[[], object]) -> Callable[[], None]:
-    """`call` as a CUDA graph; it must have been called before."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay

@@ -170,7 +170,7 @@ def pick_topk_config(*, rows: int, columns: int, k: int, num_sms: int) -> TopkCo
     return TopkConfig(max(splits, 1), capacity, block, select_warps=8 if block > 1024 else 4)
 
 
-MERGED_PARTS = 8  # partial results that one launch of `merge_states` reads
+MERGED_PARTS = 8  # partial results that one program of a merge reads together
 
 
 @dataclass(frozen=True)
@@ -387,7 +387,6 @@ class IndexerConfig:
     tiles: int  # of keys that a program looks at, one after the other
     num_warps: int
     num_stages: int
-    dot_fp8: bool = False  # e4m3 with e4m3 as they are; sm_89 and sm_90 then keep only 14 bits
 
     def shared_bytes(self, heads: int, padded_width: int, itemsize: int) -> int:
         """Queries, and the keys of every stage; of several blocks of heads the queries as well."""

@@ -26,7 +26,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from mlakit.cache import CacheLayer, KVShard, PageTable
-from mlakit.kernels.triton.configs import DecodeConfig, pick_decode_config
+from mlakit.formats import SMALLEST_SCALE
+from mlakit.kernels.triton.configs import MERGED_PARTS, DecodeConfig, pick_decode_config
 from mlakit.kernels.triton.decode_plan import key_tiles, load_lengths, plan_decode, seen_keys
 from mlakit.kernels.triton.launch import INTERPRETED, Target, launch, target
 from mlakit.kernels.triton.primitives import (
@@ -35,13 +36,12 @@ from mlakit.kernels.triton.primitives import (
     fold_parts,
     load_query,
     load_row_tile,
-    merged_state,
     score_keys,
     softmax_step,
     softmax_totals,
+    store_merged,
 )
 from mlakit.kernels.triton.rows import (
-    SMALLEST_SCALE,
     TRITON_TYPES,
     as_bytes,
     compute_types,
@@ -52,7 +52,6 @@ from mlakit.kernels.triton.rows import (
 from mlakit.masks import Mask
 from mlakit.plan import DecodePlanTensors, EvenSplit
 
-MERGED_PARTS = 8  # partials that a program of the merge reads together
 SMALL_SCRATCH_BYTES = 64 * 2**20
 SPLIT_KEYS = 2048  # keys of a part where the result may not depend on the batch
 
@@ -756,7 +755,6 @@ def _merge_partials_kernel(
     is_row = (row < num_rows) & (head < heads)
     if (parts > 0) & (tl.program_id(1) * ROWS < num_rows):
         column = tl.arange(0, COLUMNS)
-        in_row = is_row[:, None] & (column < V_WIDTH)[None, :]
         peak = tl.full([ROWS], -float("inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         weighted = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -772,14 +770,15 @@ def _merge_partials_kernel(
                 other=0.0,
             )
             peak, total, weighted = fold_parts(peak, total, weighted, part_lse, values)
-        sink_log2 = None
-        if sink is not None:
-            sink_log2 = tl.load(sink + head * stride_sink, mask=is_row, other=0.0)
-            sink_log2 *= 1.4426950408889634  # log2(e)
-        merged, merged_lse = merged_state(peak, total, weighted, sink_log2)
-        tl.store(
-            out + (token * stride_out_token + head * stride_out_head)[:, None] + column[None, :],
-            merged.to(out.dtype.element_ty),
-            mask=in_row,
+        store_merged(
+            peak,
+            total,
+            weighted,
+            sink,
+            stride_sink,
+            head,
+            out + (token * stride_out_token + head * stride_out_head),
+            lse + token * stride_lse_token + head * stride_lse_head,
+            is_row,
+            V_WIDTH,
         )
-        tl.store(lse + token * stride_lse_token + head * stride_lse_head, merged_lse, mask=is_row)

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from mlakit.cache import CacheLayer, PageTable
 from mlakit.kernels.triton.configs import (
-    RowTiles,
     pick_indexer_config,
     pick_topk_config,
 )
@@ -33,13 +32,9 @@ from mlakit.kernels.triton.primitives import (
     mask_interval,
     widen_e4m3,
 )
+from mlakit.kernels.triton.rows import TRITON_TYPES, as_bytes, row_tiles, rows_are_aligned
 from mlakit.masks import Mask
 
-TRITON_TYPES = {
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-    torch.float32: tl.float32,
-}
 E4M3 = torch.float8_e4m3fn
 
 
@@ -56,8 +51,8 @@ def indexer_logits(
 ) -> None:
     (tokens, heads, _), columns, batch = q.shape, out.shape[1], kv_lens.shape[0]
     gpu = target(q.device)
-    format, row = layer.codec.name, layer.codec.row
-    tiles = RowTiles.of(format, row.kv_lora_rank, row.qk_rope_head_dim, row.v_width)
+    format = layer.codec.name
+    tiles = row_tiles(layer)
     latent, rope = _dot_types(q.dtype, layer)
     itemsize = max(latent.itemsize, rope.itemsize if tiles.rope_width else 0)
     config = pick_indexer_config(
@@ -73,12 +68,11 @@ def indexer_logits(
     runs = triton.cdiv(columns, config.keys * config.tiles)
     is_flat = isinstance(page_table, tuple)
     starts, table = page_table if isinstance(page_table, tuple) else (None, page_table)
-    scale, scales, payload = layer.tensor_scale, layer.scales, _as_bytes(layer.payload)
-    dot_fp8 = config.dot_fp8 and gpu.has_fp8 and q.dtype == E4M3 and format != "fp8_block64"
+    scale, scales, payload = layer.tensor_scale, layer.scales, as_bytes(layer.payload)
     launch(
         _indexer_logits_kernel,
         (query_tiles * runs if batch else 0,),
-        _as_bytes(q),
+        as_bytes(q),
         weights,
         payload,
         payload if scales is None else scales,
@@ -104,9 +98,7 @@ def indexer_logits(
         out.stride(0),
         HEADS=heads,
         FORMAT=format,
-        DTYPE=tl.float8e4nv
-        if dot_fp8 and layer.payload.dtype.itemsize == 1
-        else TRITON_TYPES[latent],
+        DTYPE=TRITON_TYPES[latent],
         ROPE_DTYPE=TRITON_TYPES[rope],
         IS_Q_BYTES=q.dtype == E4M3,
         D_C=tiles.d_c,
@@ -120,7 +112,7 @@ def indexer_logits(
         IS_SLIDING=mask.kind.startswith("sliding_window"),
         IS_CHUNKED=mask.kind.startswith("chunked"),
         HAS_FP8=gpu.has_fp8,
-        IS_ALIGNED=_is_aligned(layer),
+        IS_ALIGNED=rows_are_aligned(layer),
         QUERIES=config.queries,
         HEAD_BLOCK=config.heads,
         HEAD_BLOCKS=triton.cdiv(heads, config.heads),
@@ -150,17 +142,6 @@ def _common_type(*dtypes: torch.dtype) -> torch.dtype:
     """The type that holds numbers of all `dtypes`; e4m3 fits every other one."""
     wide = {dtype for dtype in dtypes if dtype != E4M3} or {torch.bfloat16}
     return wide.pop() if len(wide) == 1 else torch.float32
-
-
-def _is_aligned(layer: CacheLayer) -> bool:
-    """Do halves and floats among the bytes of a row lie at multiples of 4?"""
-    payload = layer.payload
-    places = (payload.data_ptr(), *payload.stride()[:2])
-    return payload.dtype != torch.uint8 or all(place % 4 == 0 for place in places)
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 @triton.jit(

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -26,6 +25,7 @@ from mlakit.formats import SMALLEST_SCALE, SMALLEST_TOKEN_SCALE, BlockScaleCodec
 from mlakit.kernels.triton.configs import pick_append_config
 from mlakit.kernels.triton.launch import launch, target
 from mlakit.kernels.triton.primitives import narrow_e4m3
+from mlakit.kernels.triton.rows import as_bytes, rows_are_aligned
 
 # how the scales of a row are made and where they go
 NO_SCALE = tl.constexpr(0)  # bf16, fp16, fp32
@@ -68,7 +68,7 @@ def norm_rope_quant_append(
         itemsize=q_rope.element_size(),
         num_sms=facts.num_sms,
     )
-    q_rope_out, payload = _as_bytes(q_rope_out), _as_bytes(layer.payload)
+    q_rope_out, payload = as_bytes(q_rope_out), as_bytes(layer.payload)
     flat = isinstance(page_table, tuple)
     kv_starts, pages = page_table if isinstance(page_table, tuple) else (None, page_table)
     scales = layer.scales
@@ -125,7 +125,7 @@ def norm_rope_quant_append(
         GROUP=group,
         POWER_OF_TWO=power_of_two_scales or bool(scaling == FOOTER_SCALES),
         SMALLEST=SMALLEST_TOKEN_SCALE if scaling == TOKEN_SCALE else SMALLEST_SCALE,
-        ALIGNED=bool(scaling < TOKEN_SCALE) or _is_aligned(payload),
+        ALIGNED=rows_are_aligned(layer),
         INTERLEAVED=rope == "interleaved",
         HAS_FP8=facts.has_fp8,
         LATENT_TILE=latent_tile,
@@ -137,11 +137,6 @@ def norm_rope_quant_append(
         num_warps=config.num_warps,
         **options,
     )
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """e4m3 seen as uint8; anything else as it is."""
-    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
 
 
 def _tensor_scale(layer: CacheLayer) -> tuple[float, Tensor | None]:
@@ -160,11 +155,6 @@ def _tile_of_latent(scaling: Any, d_c: int) -> tuple[int, int]:
     if scaling == FOOTER_SCALES:  # as many groups as a footer has bytes
         return PageFooterCodec.group, PageFooterCodec.group * PageFooterCodec.footer_bytes
     return width, width
-
-
-def _is_aligned(payload: Tensor) -> bool:
-    """Do all rows of bytes start where a float32 may?"""
-    return all(start % 4 == 0 for start in (payload.data_ptr(), *payload.stride()[:2]))
 
 
 @triton.jit(

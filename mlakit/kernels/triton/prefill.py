@@ -11,17 +11,15 @@ from __future__ import annotations
 
 from math import e, log2
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from mlakit.formats import SMALLEST_SCALE
 from mlakit.kernels.triton.configs import pick_prefill_config
 from mlakit.kernels.triton.launch import launch, target
 from mlakit.kernels.triton.primitives import is_finite, mask_interval, softmax_step, softmax_totals
 from mlakit.masks import Mask
-
-SMALLEST_SCALE = torch.finfo(torch.float32).smallest_normal
 
 
 def mla_prefill(

@@ -388,6 +388,34 @@ def merged_state(peak, total, weighted, sink_log2):
 
 
 @triton.jit
+def store_merged(
+    peak,
+    total,
+    weighted,  # [rows, COLUMNS]
+    sink,  # [heads] float32, or None
+    stride_sink,
+    head,  # [rows]
+    out_rows,  # pointers [rows]
+    lse_at,  # pointers [rows]
+    is_row,  # [rows]
+    V_WIDTH: tl.constexpr,
+):
+    """Write (out, lse) of a running merge, with the sink of each row's head."""
+    sink_log2 = None
+    if sink is not None:
+        sink_log2 = tl.load(sink + head * stride_sink, mask=is_row, other=0.0)
+        sink_log2 *= 1.4426950408889634  # log2(e)
+    merged, merged_lse = merged_state(peak, total, weighted, sink_log2)
+    column = tl.arange(0, weighted.shape[1])
+    tl.store(
+        out_rows[:, None] + column[None, :],
+        merged.to(out_rows.dtype.element_ty),
+        mask=is_row[:, None] & (column < V_WIDTH)[None, :],
+    )
+    tl.store(lse_at, merged_lse, mask=is_row)
+
+
+@triton.jit
 def load_query(
     rows,  # pointers [rows]
     is_row,  # [rows]

@@ -11,7 +11,6 @@ from torch import Tensor
 from mlakit.cache import CacheLayer
 from mlakit.kernels.triton.configs import RowTiles
 
-SMALLEST_SCALE = torch.finfo(torch.float32).smallest_normal
 TRITON_TYPES = {
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,

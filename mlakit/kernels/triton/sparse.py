@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mlakit.cache import CacheLayer
+from mlakit.formats import SMALLEST_SCALE
 from mlakit.kernels.triton.configs import (
     RowTiles,
     pick_merge_config,
@@ -32,14 +33,13 @@ from mlakit.kernels.triton.primitives import (
     fold_states,
     load_query,
     load_row_tile,
-    merged_state,
     score_keys,
     softmax_step,
     softmax_totals,
+    store_merged,
 )
 from mlakit.kernels.triton.rows import (
     PLAIN,
-    SMALLEST_SCALE,
     TRITON_TYPES,
     ComputeTypes,
     compute_types,
@@ -573,16 +573,17 @@ def _merge_lists_kernel(
         largest = tl.where(part_max > largest, part_max, largest)
     token = (row // heads).to(tl.int64)
     head = (row % heads).to(tl.int64)
-    sink_log2 = None
-    if sink is not None:
-        sink_log2 = tl.load(sink + head * stride_sink, mask=is_row, other=0.0)
-        sink_log2 *= 1.4426950408889634  # log2(e)
-    merged, merged_lse = merged_state(peak, total, weighted, sink_log2)
-    tl.store(
-        out + (token * stride_out_token + head * stride_out_head)[:, None] + column[None, :],
-        merged.to(out.dtype.element_ty),
-        mask=is_row[:, None] & in_row,
+    store_merged(
+        peak,
+        total,
+        weighted,
+        sink,
+        stride_sink,
+        head,
+        out + (token * stride_out_token + head * stride_out_head),
+        lse + token * stride_lse_token + head * stride_lse_head,
+        is_row,
+        V_WIDTH,
     )
-    tl.store(lse + token * stride_lse_token + head * stride_lse_head, merged_lse, mask=is_row)
     largest = tl.where(num_nan > 0, float("nan"), largest)
     tl.store(max_logits + token * stride_max_token + head * stride_max_head, largest, mask=is_row)
