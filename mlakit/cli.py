@@ -80,14 +80,23 @@ def demo(
 @app.command(epilog="Example: [bold]mlakit bench decode norm-rope-quant --json h200.json[/bold]")
 def bench(
     suites: Annotated[
-        list[str], typer.Argument(help=f"Of {', '.join(SUITES)}.", metavar="SUITE...")
-    ],
+        list[str] | None, typer.Argument(help=f"Of {', '.join(SUITES)}.", metavar="SUITE...")
+    ] = None,
     json_file: str | None = typer.Option(
         None, "--json", help="Write the figures to this file too."
     ),
     only: str = typer.Option("", help="Of each suite only workloads with this in their names."),
     quick: bool = typer.Option(False, "--quick", help="Tiny problems: only to see that it runs."),
     threads: int | None = typer.Option(None, min=1, help="Threads of torch; else its own choice."),
+    fetch_peers: bool = typer.Option(
+        False,
+        "--fetch-peers",
+        help="Only download FlashMLA and FA3, 300 MB, into the folder given in place of SUITE; "
+        "else into MLAKIT_PEERS or .peers.",
+    ),
+    platform: str | None = typer.Option(
+        None, help="With --fetch-peers: x86_64, aarch64 or a platform tag; else this machine's."
+    ),
 ) -> None:
     """Measure this machine, suite by suite; [bold]cpu[/bold] needs no GPU, the others do.
 
@@ -95,6 +104,11 @@ def bench(
     result is wrong. Contenders take turns; on a GPU with a cold L2 and launch costs left out. The
     suite cpu takes minutes, most of them where the CPU has no bf16 products.
     """
+    if fetch_peers:
+        _fetch_peers(suites or [], platform)
+        return
+    if not suites:
+        raise typer.BadParameter(f"SUITE is missing; it is of {', '.join(SUITES)}")
     from mlakit.bench import gpu, suite  # torch takes seconds to import: only here
 
     for name in suites:
@@ -117,6 +131,21 @@ def bench(
     if json_file is not None:
         text = json.dumps(reports if len(reports) > 1 else reports[0], indent=2, ensure_ascii=False)
         Path(json_file).write_text(f"{text}\n", encoding="utf-8")
+
+
+def _fetch_peers(folders: list[str], platform: str | None) -> None:
+    from mlakit.bench.peers import fetch, folder
+
+    if len(folders) > 1:
+        raise typer.BadParameter(f"--fetch-peers takes one folder, got {' '.join(folders)}")
+    target = Path(folders[0]) if folders else folder.peers_folder()
+    try:
+        kept = fetch.fetch(target, platform)
+    except fetch.FetchError as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(1) from None
+    for each in kept:
+        typer.echo(f"{each}  {each.stat().st_size:,} bytes")
 
 
 def _workloads(suite: str) -> tuple[Workload, ...]:
