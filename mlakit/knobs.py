@@ -99,7 +99,7 @@ peers = _knob(
     "peers",
     ".peers",
     _folder,
-    "Folder of the rival libraries that `mlakit bench --fetch-peers` fetches.",
+    "Folder of the rival libraries that mlakit bench --fetch-peers fetches.",
 )
 
 
