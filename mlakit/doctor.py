@@ -70,6 +70,7 @@ class Diagnosis:
     settings: dict[str, object]  # environment variables that are not at their defaults
     backends: tuple[BackendHealth, ...]
     peers: dict[str, str | None]  # why each is not here
+    origins: dict[str, str]  # of those that are: which build
 
     @property
     def is_well(self) -> bool:
@@ -82,6 +83,7 @@ class Diagnosis:
             "settings": self.settings,
             "backends": [each.as_json() for each in self.backends],
             "peers": self.peers,
+            "origins": self.origins,
             "is_well": self.is_well,
         }
 
@@ -94,6 +96,7 @@ def examine(seconds: float) -> Diagnosis:
         dict(_changed_settings()),
         tuple(_backend_health(backend, seconds) for backend in dispatch.BACKENDS),
         peers.present(),
+        peers.origins(),
     )
 
 
@@ -164,7 +167,7 @@ def report(diagnosis: Diagnosis) -> RenderableType:
         shown.append(f"{name}={escape(str(value))}")
     if not torch.cuda.is_available():
         shown.append("torch sees no CUDA device.")
-    shown += [_backend_table(diagnosis.backends), _peer_table(diagnosis.peers)]
+    shown += [_backend_table(diagnosis.backends), _peer_table(diagnosis)]
     for each in diagnosis.backends:
         shown += [f"[red]{each.backend}[/red] {escape(fault)}" for fault in each.faults]
     shown.append("Everything that can work here works." if diagnosis.is_well else "Not well.")
@@ -191,10 +194,11 @@ def _backend_line(health: BackendHealth) -> str:
     return line if health.random is None else f"{line}, then {health.random.num_right} random calls"
 
 
-def _peer_table(present: dict[str, str | None]) -> Table:
+def _peer_table(diagnosis: Diagnosis) -> Table:
     shown = Table(box=SIMPLE, padding=(0, 1, 0, 0))
     shown.add_column("peer of bench", no_wrap=True)
     shown.add_column("here")
-    for name, reason in present.items():
-        shown.add_row(name, "yes" if reason is None else escape(f"no: {reason}"))
+    for name, reason in diagnosis.peers.items():
+        line = f"no: {reason}" if reason else f"yes: {diagnosis.origins[name]}"
+        shown.add_row(name, escape(line))
     return shown

@@ -34,7 +34,7 @@ def test_it_says_what_works_and_why_not():
     assert re.search(r"triton +no: needs a card", output)
     assert re.search(r"cpu +works: 10 of 10 ops right in .* s, then [1-9]\d* random calls", output)
     assert re.search(r"flash_mla +no: needs a card", output)
-    assert re.search(r"eager +yes", output)
+    assert re.search(r"eager +yes: torch", output)
     assert output.rstrip().endswith("Everything that can work here works.")
 
 
@@ -45,6 +45,7 @@ def test_json_has_everything():
     assert (code, said["is_well"]) == (0, True)
     assert said["environment"]["torch"] == torch.__version__
     assert set(said["packages"]) == set(doctor.OPTIONAL)
+    assert said["origins"] == {"eager": f"torch {torch.__version__}"}
     assert set(said["peers"]) == {peer.name for peer in peers.PEERS}
     by_name = {each["backend"]: each for each in said["backends"]}
     assert set(by_name) == set(dispatch.BACKENDS)

@@ -490,6 +490,13 @@ def flash_mla_with_kvcache(*args, **kwargs):
     assert ("flash_mla", "RuntimeError: no kernel for this device") in left_out
 
 
+def test_the_build_of_what_is_here_is_named(with_gpu):
+    install(with_gpu, "flash_mla", FLASH_MLA + '__version__ = "1.0.0"')
+    assert peers.origins()["flash_mla"] == "installed, flash_mla 1.0.0"
+    assert peers.origins()["eager"] == f"torch {torch.__version__}"
+    assert "fa3" not in peers.origins()
+
+
 def test_without_a_gpu_only_eager_is_present(monkeypatch):
     monkeypatch.setattr(gpu, "why_not", lambda: "needs a card")
     names = ("flash_mla", "fa3", "flashinfer", "sdpa")
@@ -551,6 +558,7 @@ def test_what_is_fetched_is_used(with_gpu, loaded):
     }
     libraries = [target / folder.FLASH_MLA, target / folder.FA3]
     assert loaded == [(str(path), b"library " * 1000) for path in libraries]
+    assert peers.origins()["fa3"] == f"fetched, {target / folder.FA3_WRAPPER}"
     problem = dense_decode()
     ready, _ = peers.baselines(problem)
     assert [each.name for each in ready] == ["flash_mla", "fa3", "eager"]

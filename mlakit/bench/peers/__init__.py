@@ -1,6 +1,7 @@
 """Rivals that run beside mlakit where they are present. None of them is a dependency.
 
     present()            why each is not here, None if it is
+    origins()            of those that are here, which build
     baselines(problem)   those that can take a problem, ready to be timed, and why not the others
 
 flash_mla, fa3, flashinfer, sdpa, eager   one rival each
@@ -23,6 +24,11 @@ PEERS = (flash_mla.PEER, fa3.PEER, flashinfer.PEER, sdpa.PEER, eager.PEER)
 def present() -> dict[str, str | None]:
     """By name of the peer: why it is not here, None if it is."""
     return {peer.name: peer.why_absent() for peer in PEERS}
+
+
+def origins() -> dict[str, str]:
+    """By name of the peers that are here: which build it is."""
+    return {peer.name: peer.origin() for peer in PEERS if peer.why_absent() is None}
 
 
 def baselines(problem: Problem) -> tuple[list[Baseline], list[tuple[str, str]]]:

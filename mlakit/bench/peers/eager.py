@@ -28,8 +28,9 @@ BYTES_PER_SCORE = 12  # in the dtype of q before and after the softmax, float32 
 BYTES_PER_FP8_ROW = 8 * (LATENT + ROPE)  # bytes, float32 and bf16 at once
 
 
-def load() -> None:
+def load() -> str:
     """It is always here."""
+    return f"torch {torch.__version__}"
 
 
 def prepare(problem: Problem) -> Call:

@@ -37,7 +37,7 @@ def load() -> ModuleType:
 
 def _load_fetched(fetched: Path) -> ModuleType:
     folder.load_packed_library(fetched / folder.FA3_PACKED, fetched / folder.FA3)
-    return folder.load_wrapper(fetched / folder.FA3_WRAPPER, "mlakit_peers_fa3")
+    return folder.load_wrapper(fetched / folder.FA3_WRAPPER, "fa3")
 
 
 def prepare(problem: Problem) -> Call:
@@ -76,7 +76,7 @@ def _sparse_prefill(library: ModuleType, problem: SparsePrefill) -> Call:
 def _vllm_decode(library: ModuleType, problem: DenseDecode) -> Call:
     """The interface of vLLM's build: queries are ragged, `qv` is `q_v`."""
     batch, s_q, heads, _ = problem.q.shape
-    flat = problem.q.flatten(0, 1)
+    q_latent, q_rope = _columns(problem.q.flatten(0, 1))
     latent, rope = _columns(problem.pages.unsqueeze(2))
     starts = s_q * torch.arange(batch + 1, dtype=torch.int32, device=problem.q.device)
     longest = int(problem.kv_lens.max())
@@ -84,10 +84,10 @@ def _vllm_decode(library: ModuleType, problem: DenseDecode) -> Call:
 
     def call() -> Tensor:
         out: Tensor = library.flash_attn_varlen_func(
-            q=flat[..., LATENT:],
+            q=q_rope,
             k=rope,
             v=latent,
-            q_v=flat[..., :LATENT],
+            q_v=q_latent,
             max_seqlen_q=s_q,
             cu_seqlens_q=starts,
             max_seqlen_k=longest,

@@ -32,7 +32,7 @@ def load() -> ModuleType:
 
 
 def _load_fetched(fetched: Path) -> ModuleType:
-    return folder.load_wrapper(fetched / folder.FLASH_MLA_WRAPPER, "mlakit_peers_flash_mla")
+    return folder.load_wrapper(fetched / folder.FLASH_MLA_WRAPPER, "flash_mla")
 
 
 def prepare(problem: Problem) -> Call:

@@ -26,6 +26,7 @@ FLASH_MLA_WRAPPER = Path("flashmla/flash_mla_interface.py")
 FA3 = Path("fa3/_vllm_fa3_C.abi3.so")
 FA3_PACKED = Path("fa3/_vllm_fa3_C.abi3.so.xz")
 FA3_WRAPPER = Path("fa3/flash_attn_interface.py")
+FETCHED = "mlakit_peers_"  # what the names of their modules begin with
 
 
 def peers_folder() -> Path:
@@ -33,8 +34,9 @@ def peers_folder() -> Path:
 
 
 @cache
-def load_wrapper(path: Path, name: str) -> ModuleType:
-    """Execute a fetched source file as the module `name`."""
+def load_wrapper(path: Path, peer: str) -> ModuleType:
+    """Execute a fetched source file as the module of a peer."""
+    name = f"{FETCHED}{peer}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not path.is_file():
         raise FileNotFoundError(f"{path} is missing: fetch the peers again")

@@ -32,13 +32,13 @@ class CannotTake(Exception):
 class Peer:
     """A rival.
 
-    load     raises Absent where it is not here
+    load     the library, or in words what stands for it; raises Absent where it is not here
     prepare  does what is done once per step, and returns what is done once per layer; raises
              CannotTake
     """
 
     name: str
-    load: Callable[[], object]
+    load: Callable[[], ModuleType | str]
     prepare: Callable[[Problem], Call]
 
     def why_absent(self) -> str | None:
@@ -47,6 +47,15 @@ class Peer:
         except Absent as reason:
             return str(reason)
         return None
+
+    def origin(self) -> str:
+        """Which build it is: they differ in speed."""
+        loaded = self.load()
+        if isinstance(loaded, str):
+            return loaded
+        if loaded.__name__.startswith(folder.FETCHED):
+            return f"fetched, {loaded.__file__}"
+        return f"installed, {loaded.__name__} {getattr(loaded, '__version__', '')}".rstrip()
 
 
 def told(error: BaseException) -> str:

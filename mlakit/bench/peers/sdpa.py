@@ -11,10 +11,11 @@ from mlakit.bench.peers.peer import Absent, Call, CannotTake, Peer, require_gpu
 from mlakit.bench.problems import DenseDecode, DensePrefill, Problem, SparseDecode, SparsePrefill
 
 
-def load() -> None:
+def load() -> str:
     require_gpu()
     if not torch.backends.cudnn.is_available():
         raise Absent("this torch has no cuDNN")
+    return f"cuDNN {torch.backends.cudnn.version()}"
 
 
 def prepare(problem: Problem) -> Call:
