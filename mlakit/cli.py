@@ -153,9 +153,17 @@ def _workloads(suite: str) -> tuple[Workload, ...]:
     return workloads
 
 
+def _complete_op(incomplete: str) -> list[str]:
+    from mlakit import dispatch
+
+    return [op for op in dispatch.OPS if op.startswith(incomplete)]
+
+
 @app.command(epilog="Example: [bold]mlakit explain mla_decode --arch 90 --heads 16[/bold]")
 def explain(
-    op: str = typer.Argument(..., help="A public op, such as mla_decode."),
+    op: str = typer.Argument(
+        ..., help="A public op, such as mla_decode.", autocompletion=_complete_op
+    ),
     arch: int = typer.Option(0, help="Compute capability, 90 for sm_90; 0 is the CPU."),
     dtype: str = typer.Option("bf16", help="Of queries or activations."),
     format: str = typer.Option("bf16", help="Of cache rows."),
@@ -246,19 +254,14 @@ def doctor(
 
     from mlakit.doctor import examine, report
 
-    diagnosis = examine(seconds)
+    with Console(stderr=True).status("calling every op"):
+        diagnosis = examine(seconds)
     if as_json:
         typer.echo(json.dumps(diagnosis.as_json(), indent=2))
     else:
         Console().print(report(diagnosis), highlight=False)
     if not diagnosis.is_well:
         raise typer.Exit(1)
-
-
-def _complete_op(incomplete: str) -> list[str]:
-    from mlakit import dispatch
-
-    return [op for op in dispatch.OPS if op.startswith(incomplete)]
 
 
 @app.command(

@@ -44,7 +44,11 @@ def test_demo_runs_the_demo(monkeypatch, passed, exit_code):
 
 @pytest.mark.parametrize(
     ("words", "found"),
-    [("mlakit do", "doctor"), ("mlakit check --op mla_p", "mla_prefill")],
+    [
+        ("mlakit do", "doctor"),
+        ("mlakit check --op mla_p", "mla_prefill"),
+        ("mlakit explain sparse", "sparse_mla"),
+    ],
 )
 def test_shells_complete_commands_and_values(words, found):
     number = str(len(words.split()) - 1)

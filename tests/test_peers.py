@@ -383,8 +383,9 @@ def test_fa3_reads_lists_as_pages_of_one_row(with_gpu):
     fake = install(with_gpu, "flash_attn_interface", FA3_OF_VLLM)
     problem = sparse_prefill()
     assert torch.equal(fa3.prepare(problem)(), problem.q[..., :512])
-    (_, (_, k, v, _), kwargs) = fake.calls[-1]
+    ((_, (_, k, v, _), kwargs),) = fake.calls
     assert (k.shape, v.shape) == ((300, 1, 1, 64), (300, 1, 1, 512))
+    assert kwargs["scheduler_metadata"] is None
     assert kwargs["block_table"] is problem.indices
     assert kwargs["seqused_k"].tolist() == [128] * 5
     problem.indices[0, 0] = -1

@@ -27,8 +27,7 @@ from mlakit.bench.problems import (
     SparsePrefill,
 )
 
-# more requests than this are scheduled inside the call
-MOST_SCHEDULED = 992
+MOST_SCHEDULED = 992  # requests that can be scheduled before the call
 
 
 def load() -> ModuleType:
@@ -131,8 +130,10 @@ def _upstream_decode(library: ModuleType, problem: DenseDecode) -> Call:
 def _schedule(
     library: ModuleType, problem: DenseDecode, longest: int, **ragged: Tensor
 ) -> Tensor | None:
+    """Made before the call, as vLLM does; but not for lists of rows, nor for very many requests."""
     batch, s_q, heads, _ = problem.q.shape
-    if batch > MOST_SCHEDULED:
+    page_size = problem.pages.shape[1]
+    if page_size == 1 or batch > MOST_SCHEDULED:
         return None
     schedule: Tensor = library.get_scheduler_metadata(
         batch_size=batch,
@@ -144,7 +145,7 @@ def _schedule(
         cache_seqlens=problem.kv_lens,
         qkv_dtype=problem.q.dtype,
         headdim_v=LATENT,
-        page_size=problem.pages.shape[1],
+        page_size=page_size,
         causal=problem.causal,
         **ragged,
     )
