@@ -15,7 +15,7 @@ LATENT = 512
 ROPE = 64
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DenseDecode:
     """Absorbed attention of the newest s_q tokens of each request over its cached rows."""
 
@@ -27,7 +27,7 @@ class DenseDecode:
     causal: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SparsePrefill:
     """Absorbed attention of each token over the rows it lists."""
 
@@ -37,7 +37,7 @@ class SparsePrefill:
     softmax_scale: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SparseDecode:
     """The same over a paged cache of 656-byte rows (`fp8_block128`)."""
 
@@ -47,7 +47,7 @@ class SparseDecode:
     softmax_scale: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DensePrefill:
     """Expanded attention of whole prompts; request i owns tokens starts[i]:starts[i + 1]."""
 

@@ -17,7 +17,15 @@ from mlakit.bench.problems import Problem
 
 Call: TypeAlias = Callable[[], Tensor]
 # what imports, compilers and kernels of others raise
-FAILURES = (ImportError, OSError, RuntimeError, TypeError, ValueError, AssertionError)
+FAILURES = (
+    ImportError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    AssertionError,
+)
 
 
 class Absent(Exception):
