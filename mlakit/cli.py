@@ -132,21 +132,6 @@ def bench(
         Path(json_file).write_text(f"{text}\n", encoding="utf-8")
 
 
-def _fetch_peers(folders: list[str], platform: str | None) -> None:
-    from mlakit.bench.peers import fetch, folder
-
-    if len(folders) > 1:
-        raise typer.BadParameter(f"--fetch-peers takes one folder, got {' '.join(folders)}")
-    target = Path(folders[0]) if folders else folder.peers_folder()
-    try:
-        kept = fetch.fetch(target, platform)
-    except fetch.FetchError as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(1) from None
-    for each in kept:
-        typer.echo(f"{each}  {each.stat().st_size:,} bytes")
-
-
 def _workloads(suite: str) -> tuple[Workload, ...]:
     module = import_module(f"mlakit.bench.{suite.replace('-', '_')}")
     workloads: tuple[Workload, ...] = module.WORKLOADS
@@ -317,6 +302,21 @@ def check(
         typer.echo(selfcheck.verdict(outcome))
     if not outcome.is_well:
         raise typer.Exit(1)
+
+
+def _fetch_peers(folders: list[str], platform: str | None) -> None:
+    from mlakit.bench.peers import fetch, folder
+
+    if len(folders) > 1:
+        raise typer.BadParameter(f"--fetch-peers takes one folder, got {' '.join(folders)}")
+    target = Path(folders[0]) if folders else folder.peers_folder()
+    try:
+        kept = fetch.fetch(target, platform)
+    except fetch.FetchError as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(1) from None
+    for each in kept:
+        typer.echo(f"{each}  {each.stat().st_size:,} bytes")
 
 
 def main() -> None:
