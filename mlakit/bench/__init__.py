@@ -5,4 +5,6 @@ environment  what the figures depend on
 report       rows, the table, JSON; runs nothing
 suite        gate, time, report: what every suite does
 cpu          the workloads of the suite `cpu`
+problems     what a contender of the GPU suites is given
+peers        rivals that run beside mlakit where they are present
 """
