@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from mlakit import __version__
+from mlakit.bench import SUITES
 from mlakit.geometry import PRESETS, MLAGeometry
-
-if TYPE_CHECKING:
-    from mlakit.bench.suite import Workload
-
-SUITES = ("cpu", "decode", "norm-rope-quant")
 
 app = typer.Typer(
     name="mlakit",
@@ -77,14 +72,38 @@ def demo(
         raise typer.Exit(1)
 
 
-@app.command(epilog="Example: [bold]mlakit bench decode norm-rope-quant --json h200.json[/bold]")
+@app.command(
+    epilog="Examples: [bold]mlakit bench decode sparse-decode --json h200.json[/bold] · "
+    "[bold]mlakit bench decode --shape 64q1s4k+2q1s64k --heads 16[/bold] · "
+    "[bold]mlakit bench prefill --mode graph[/bold] · [bold]mlakit bench decode --host[/bold]"
+)
 def bench(
     suites: Annotated[
-        list[str], typer.Argument(help=f"Of {', '.join(SUITES)}.", metavar="SUITE...")
-    ],
+        list[str] | None,
+        typer.Argument(
+            help=f"Of {', '.join(SUITES)}. None: all for the GPU, or cpu where there is none.",
+            metavar="[SUITE]...",
+        ),
+    ] = None,
+    shape: str | None = typer.Option(
+        None,
+        help="Instead of a suite's own workloads: requests as COUNTqNEWsCACHED, such as 128q1s8k, "
+        "several joined by +; for fp8 MxNxK.",
+    ),
+    heads: int | None = typer.Option(None, min=1, help="With --shape."),
+    format: str | None = typer.Option(None, help="With --shape: of cache rows."),
+    page_size: int | None = typer.Option(None, min=1, help="With --shape."),
+    topk: int | None = typer.Option(None, min=1, help="With --shape: rows of a list."),
+    causal: bool | None = typer.Option(None, help="With --shape, for prefill."),
+    mode: str = typer.Option(
+        "cold", help="Of a GPU's time: cold L2, b2b (back to back), graph (CUDA graph, cold L2)."
+    ),
+    host: bool = typer.Option(False, "--host", help="Time the host's share of a call instead."),
+    peers: bool = typer.Option(True, help="Time other libraries too, where they are installed."),
     json_file: str | None = typer.Option(
         None, "--json", help="Write the figures to this file too."
     ),
+    csv_file: str | None = typer.Option(None, "--csv", help="The same as a table for programs."),
     only: str = typer.Option("", help="Of each suite only workloads with this in their names."),
     quick: bool = typer.Option(False, "--quick", help="Tiny problems: only to see that it runs."),
     threads: int | None = typer.Option(None, min=1, help="Threads of torch; else its own choice."),
@@ -95,34 +114,38 @@ def bench(
     result is wrong. Contenders take turns; on a GPU with a cold L2 and launch costs left out. The
     suite cpu takes minutes, most of them where the CPU has no bf16 products.
     """
-    from mlakit.bench import gpu, suite  # torch takes seconds to import: only here
+    from mlakit.bench import command  # torch takes seconds to import: only here
+    from mlakit.bench.shapes import Shape
 
-    for name in suites:
-        if name not in SUITES:
-            raise typer.BadParameter(f"suite must be of {', '.join(SUITES)}, got {name!r}")
-        if name != "cpu" and (reason := gpu.why_not()):
-            raise typer.BadParameter(f"suite {name} {reason}")
-    if json_file is not None and not Path(json_file).parent.is_dir():
-        raise typer.BadParameter(f"--json: there is no folder {Path(json_file).parent}")
-    command = " ".join(["mlakit", *sys.argv[1:]])
-    reports = []
-    for name in suites:
-        workloads = [each for each in _workloads(name) if only in each.name]
-        report = suite.run(
-            name, workloads, command=command, quick=quick, threads=threads, on_gpu=name != "cpu"
+    options = {
+        "heads": heads,
+        "format": format,
+        "page_size": page_size,
+        "topk": topk,
+        "causal": causal,
+    }
+    outputs = command.Outputs(
+        json=Path(json_file) if json_file else None, csv=Path(csv_file) if csv_file else None
+    )
+    try:
+        settings = command.Settings(
+            suites=suites or (),
+            command=" ".join(["mlakit", *sys.argv[1:]]),
+            shape=Shape.given(shape, options),
+            only=only,
+            mode=command.checked_mode(mode, host=host),
+            with_peers=peers,
+            quick=quick,
+            threads=threads,
         )
-        if report is None:
-            raise typer.Exit(1)
-        reports.append(report.as_json())
-    if json_file is not None:
-        text = json.dumps(reports if len(reports) > 1 else reports[0], indent=2, ensure_ascii=False)
-        Path(json_file).write_text(f"{text}\n", encoding="utf-8")
-
-
-def _workloads(suite: str) -> tuple[Workload, ...]:
-    module = import_module(f"mlakit.bench.{suite.replace('-', '_')}")
-    workloads: tuple[Workload, ...] = module.WORKLOADS
-    return workloads
+        workloads = command.workloads_of(settings)
+        outputs.check()
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    reports = command.run(settings, workloads)
+    if reports is None:
+        raise typer.Exit(1)
+    outputs.write(reports)
 
 
 @app.command(epilog="Example: [bold]mlakit explain mla_decode --arch 90 --heads 16[/bold]")
