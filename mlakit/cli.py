@@ -75,14 +75,16 @@ def demo(
 @app.command(
     epilog="Examples: [bold]mlakit bench decode sparse-decode --json h200.json[/bold] · "
     "[bold]mlakit bench decode --shape 64q1s4k+2q1s64k --heads 16[/bold] · "
-    "[bold]mlakit bench prefill --mode graph[/bold] · [bold]mlakit bench decode --host[/bold]"
+    "[bold]mlakit bench prefill --mode graph --html page.html[/bold] · "
+    "[bold]mlakit bench decode --host[/bold] · "
+    "[bold]mlakit bench --from h200.json --compare older.json --plot charts[/bold]"
 )
 def bench(
     suites: Annotated[
         list[str] | None,
         typer.Argument(
             help=f"Of {', '.join(SUITES)}. None: all for the GPU, or cpu where there is none.",
-            metavar="[SUITE]...",
+            metavar="SUITE",
         ),
     ] = None,
     shape: str | None = typer.Option(
@@ -104,6 +106,18 @@ def bench(
         None, "--json", help="Write the figures to this file too."
     ),
     csv_file: str | None = typer.Option(None, "--csv", help="The same as a table for programs."),
+    html_file: str | None = typer.Option(
+        None, "--html", help="One page with tables, charts, environment and command."
+    ),
+    plot_folder: str | None = typer.Option(
+        None, "--plot", help="Charts as SVG and PNG into this folder; needs matplotlib."
+    ),
+    earlier: str | None = typer.Option(
+        None, "--compare", help="A file of --json: say what moved since, by more than the spread."
+    ),
+    stored: str | None = typer.Option(
+        None, "--from", help="Measure nothing: take the figures from a file of --json."
+    ),
     only: str = typer.Option("", help="Of each suite only workloads with this in their names."),
     quick: bool = typer.Option(False, "--quick", help="Tiny problems: only to see that it runs."),
     threads: int | None = typer.Option(None, min=1, help="Threads of torch; else its own choice."),
@@ -114,7 +128,7 @@ def bench(
     result is wrong. Contenders take turns; on a GPU with a cold L2 and launch costs left out. The
     suite cpu takes minutes, most of them where the CPU has no bf16 products.
     """
-    from mlakit.bench import command  # torch takes seconds to import: only here
+    from mlakit.bench import command, outputs  # torch takes seconds to import: only here
     from mlakit.bench.shapes import Shape
 
     options = {
@@ -124,10 +138,17 @@ def bench(
         "topk": topk,
         "causal": causal,
     }
-    outputs = command.Outputs(
-        json=Path(json_file) if json_file else None, csv=Path(csv_file) if csv_file else None
-    )
+    files = (json_file, csv_file, html_file, plot_folder, earlier)
+    wanted = outputs.Outputs(*(None if file is None else Path(file) for file in files))
     try:
+        wanted.check()
+        if stored is not None:
+            if suites:
+                raise ValueError("--from measures nothing: name no suite with it")
+            reports = outputs.read_reports("--from", Path(stored))
+            outputs.print_reports(reports)
+            wanted.write(reports)
+            return
         settings = command.Settings(
             suites=suites or (),
             command=" ".join(["mlakit", *sys.argv[1:]]),
@@ -139,13 +160,12 @@ def bench(
             threads=threads,
         )
         workloads = command.workloads_of(settings)
-        outputs.check()
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    reports = command.run(settings, workloads)
-    if reports is None:
+    measured = command.run(settings, workloads)
+    if measured is None:
         raise typer.Exit(1)
-    outputs.write(reports)
+    wanted.write(measured)
 
 
 @app.command(epilog="Example: [bold]mlakit explain mla_decode --arch 90 --heads 16[/bold]")

@@ -8,7 +8,8 @@ problems     what other libraries are handed, `peers` are those libraries
 shapes       batches as they are written on the command line
 ceilings     what the GPU can do at most
 environment  what the figures depend on
-report       rows, JSON, CSV; `tables` for people
+report       rows, JSON, CSV; `tables` and `heatmap` for people, `html` and `charts` for browsers
+compare      what moved since another report
 decode, …    the workloads of the suite of that name
 """
 
@@ -21,5 +22,6 @@ GPU_SUITES = (
     "indexer",
     "branch",
     "fp8",
+    "grid",
 )
 SUITES = (*GPU_SUITES, "cpu")

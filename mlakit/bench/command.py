@@ -1,19 +1,18 @@
-"""What `mlakit bench` does once its options are parsed."""
+"""Which suites `mlakit bench` runs, and how; `outputs` has what becomes of their reports."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 
 from rich.console import Console
 
 from mlakit.bench import GPU_SUITES, SUITES, ceilings, gpu, gpu_timers, peers, suite
 from mlakit.bench.ceilings import Ceilings
+from mlakit.bench.heatmap import heat_maps, heat_table
 from mlakit.bench.progress import progress_bars
-from mlakit.bench.report import WALL, Report, as_csv
+from mlakit.bench.report import WALL, Report
 from mlakit.bench.shapes import Shape
 from mlakit.bench.suite import Workload
 
@@ -44,30 +43,6 @@ class Settings:
     with_peers: bool = True
     quick: bool = False
     threads: int | None = None
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """Files to write; None: not asked for."""
-
-    json: Path | None = None
-    csv: Path | None = None
-
-    def check(self) -> None:
-        """Raises ValueError for what cannot be written: before the run, not after it."""
-        for option, file in (("--json", self.json), ("--csv", self.csv)):
-            if file is not None and not file.parent.is_dir():
-                raise ValueError(f"{option}: there is no folder {file.parent}")
-
-    def write(self, reports: Sequence[Report]) -> None:
-        if self.json is not None:
-            stored = [each.as_json() for each in reports]
-            text = json.dumps(
-                stored if len(stored) > 1 else stored[0], indent=2, ensure_ascii=False
-            )
-            self.json.write_text(f"{text}\n", encoding="utf-8")
-        if self.csv is not None:
-            self.csv.write_text(as_csv(reports), encoding="utf-8")
 
 
 def workloads_of(settings: Settings) -> dict[str, list[Workload]]:
@@ -125,6 +100,8 @@ def run(settings: Settings, workloads: dict[str, list[Workload]]) -> list[Report
         )
         if report is None:
             return None
+        for heat in heat_maps(report.rows):
+            Console().print(heat_table(heat))
         reports.append(report)
     return reports
 

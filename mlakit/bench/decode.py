@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ class Decode(Workload):
     pool: SharedPool | None = field(default=None, compare=False)
 
     op = "mla_decode"
-    rival = RIVAL
+    rival: ClassVar[str | None] = RIVAL
 
     @property
     def name(self) -> str:

@@ -11,6 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from itertools import accumulate
 
+from mlakit.formats import row_codec
+from mlakit.geometry import MLAGeometry
+
 NUMBER = r"(\d+[km]?)"
 GROUP = re.compile(rf"{NUMBER}q{NUMBER}s{NUMBER}")
 UNITS = {"k": 1 << 10, "m": 1 << 20}
@@ -144,6 +147,8 @@ class Shape:
             for each in fields(self)
             if each.name != "text" and (value := getattr(self, each.name)) is not None
         }
+        if self.format is not None:
+            row_codec(self.format, MLAGeometry.preset("deepseek-v3").row)  # raises for no format
         for name in given:
             if name not in options:
                 known = ", ".join(_option(each) for each in options) or "none"

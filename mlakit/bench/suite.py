@@ -73,6 +73,7 @@ class Workload(ABC):
     read_share  of the measured read bandwidth, which keeps the limit too
     products    "bf16" or "fp8", traffic "read" or "copy": which ceilings are its own
     budget_s    for its rounds
+    only_peers  what the names of libraries begin with that are worth their time; None: all
     """
 
     op: ClassVar[str]
@@ -80,6 +81,7 @@ class Workload(ABC):
     products: ClassVar[str] = "bf16"
     traffic: ClassVar[str] = "read"
     budget_s: ClassVar[float] = BUDGET_S
+    only_peers: ClassVar[tuple[str, ...] | None] = None
 
     @property
     @abstractmethod
@@ -147,9 +149,13 @@ def run(
         facts = environment.describe()
         console.print(environment.summary(facts), highlight=False)
         for workload in workloads:
-            contest = workload.contest()
             try:
+                contest = workload.contest()
                 contest.gate()
+            except torch.OutOfMemoryError as error:
+                left_out.append(LeftOut(workload.name, OURS, _first_line(error)))
+                progress.finish_workload()
+                continue
             except AssertionError as wrong:
                 console.print(f"[red]{workload.name} is wrong:[/red] {escape(str(wrong))}")
                 return None
@@ -180,7 +186,7 @@ def _contenders(
     peers_of: PeersOf | None,
 ) -> tuple[list[Baseline], dict[str, str]]:
     """mlakit and those it is compared with, ready to be timed; and why others are not."""
-    peers, reasons = _peers(contest, peers_of)
+    peers, reasons = _peers(contest, peers_of, workload.only_peers)
     ours = Baseline(OURS, contest.ours, is_limit=False)
     found = [ours, *contest.baselines, *peers]
     if mode == WALL:
@@ -198,7 +204,9 @@ def _contenders(
     return ready, reasons
 
 
-def _peers(contest: Contest, peers_of: PeersOf | None) -> tuple[list[Baseline], dict[str, str]]:
+def _peers(
+    contest: Contest, peers_of: PeersOf | None, only: tuple[str, ...] | None
+) -> tuple[list[Baseline], dict[str, str]]:
     """Other libraries whose results are right; and why the others are not there."""
     present: list[Baseline] = []
     absent: list[tuple[str, str]] = []
@@ -206,6 +214,8 @@ def _peers(contest: Contest, peers_of: PeersOf | None) -> tuple[list[Baseline], 
         present, absent = peers_of(contest.problem)
     reasons, right = dict(absent), []
     for peer in (*contest.peers, *present):
+        if only is not None and not peer.name.startswith(only):
+            continue
         try:
             fault = contest.peer_fault(peer.call())
         except PEER_ERRORS as error:
