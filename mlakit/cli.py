@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from mlakit import __version__
+from mlakit.bench import SUITES
 from mlakit.geometry import PRESETS, MLAGeometry
-
-if TYPE_CHECKING:
-    from mlakit.bench.suite import Workload
-
-SUITES = ("cpu", "decode", "norm-rope-quant")
 
 app = typer.Typer(
     name="mlakit",
@@ -76,13 +71,51 @@ def demo(
         raise typer.Exit(1)
 
 
-@app.command(epilog="Example: [bold]mlakit bench decode norm-rope-quant --json h200.json[/bold]")
+@app.command(
+    epilog="Examples: [bold]mlakit bench decode sparse-decode --json h200.json[/bold] · "
+    "[bold]mlakit bench decode --shape 64q1s4k+2q1s64k --heads 16[/bold] · "
+    "[bold]mlakit bench prefill --mode graph --html page.html[/bold] · "
+    "[bold]mlakit bench decode --host[/bold] · "
+    "[bold]mlakit bench --from h200.json --compare older.json --plot charts[/bold]"
+)
 def bench(
     suites: Annotated[
-        list[str] | None, typer.Argument(help=f"Of {', '.join(SUITES)}.", metavar="SUITE...")
+        list[str] | None,
+        typer.Argument(
+            help=f"Of {', '.join(SUITES)}. None: all for the GPU, or cpu where there is none.",
+            metavar="SUITE",
+        ),
     ] = None,
+    shape: str | None = typer.Option(
+        None,
+        help="Instead of a suite's own workloads: requests as COUNTqNEWsCACHED, such as 128q1s8k, "
+        "several joined by +; for fp8 MxNxK.",
+    ),
+    heads: int | None = typer.Option(None, min=1, help="With --shape."),
+    format: str | None = typer.Option(None, help="With --shape: of cache rows."),
+    page_size: int | None = typer.Option(None, min=1, help="With --shape."),
+    topk: int | None = typer.Option(None, min=1, help="With --shape: rows of a list."),
+    causal: bool | None = typer.Option(None, help="With --shape, for prefill."),
+    mode: str = typer.Option(
+        "cold", help="Of a GPU's time: cold L2, b2b (back to back), graph (CUDA graph, cold L2)."
+    ),
+    host: bool = typer.Option(False, "--host", help="Time the host's share of a call instead."),
+    peers: bool = typer.Option(True, help="Time other libraries too, where they are installed."),
     json_file: str | None = typer.Option(
         None, "--json", help="Write the figures to this file too."
+    ),
+    csv_file: str | None = typer.Option(None, "--csv", help="The same as a table for programs."),
+    html_file: str | None = typer.Option(
+        None, "--html", help="One page with tables, charts, environment and command."
+    ),
+    plot_folder: str | None = typer.Option(
+        None, "--plot", help="Charts as SVG and PNG into this folder; needs matplotlib."
+    ),
+    earlier: str | None = typer.Option(
+        None, "--compare", help="A file of --json: say what moved since, by more than the spread."
+    ),
+    stored: str | None = typer.Option(
+        None, "--from", help="Measure nothing: take the figures from a file of --json."
     ),
     only: str = typer.Option("", help="Of each suite only workloads with this in their names."),
     quick: bool = typer.Option(False, "--quick", help="Tiny problems: only to see that it runs."),
@@ -106,36 +139,44 @@ def bench(
     if fetch_peers:
         _fetch_peers(suites or [], platform)
         return
-    if not suites:
-        raise typer.BadParameter(f"SUITE is missing; it is of {', '.join(SUITES)}")
-    from mlakit.bench import gpu, suite  # torch takes seconds to import: only here
+    from mlakit.bench import command, outputs  # torch takes seconds to import: only here
+    from mlakit.bench.shapes import Shape
 
-    for name in suites:
-        if name not in SUITES:
-            raise typer.BadParameter(f"suite must be of {', '.join(SUITES)}, got {name!r}")
-        if name != "cpu" and (reason := gpu.why_not()):
-            raise typer.BadParameter(f"suite {name} {reason}")
-    if json_file is not None and not Path(json_file).parent.is_dir():
-        raise typer.BadParameter(f"--json: there is no folder {Path(json_file).parent}")
-    command = " ".join(["mlakit", *sys.argv[1:]])
-    reports = []
-    for name in suites:
-        workloads = [each for each in _workloads(name) if only in each.name]
-        report = suite.run(
-            name, workloads, command=command, quick=quick, threads=threads, on_gpu=name != "cpu"
+    options = {
+        "heads": heads,
+        "format": format,
+        "page_size": page_size,
+        "topk": topk,
+        "causal": causal,
+    }
+    files = (json_file, csv_file, html_file, plot_folder, earlier)
+    wanted = outputs.Outputs(*(None if file is None else Path(file) for file in files))
+    try:
+        wanted.check()
+        if stored is not None:
+            if suites:
+                raise ValueError("--from measures nothing: name no suite with it")
+            reports = outputs.read_reports("--from", Path(stored))
+            outputs.print_reports(reports)
+            wanted.write(reports)
+            return
+        settings = command.Settings(
+            suites=suites or (),
+            command=" ".join(["mlakit", *sys.argv[1:]]),
+            shape=Shape.given(shape, options),
+            only=only,
+            mode=command.checked_mode(mode, host=host),
+            with_peers=peers,
+            quick=quick,
+            threads=threads,
         )
-        if report is None:
-            raise typer.Exit(1)
-        reports.append(report.as_json())
-    if json_file is not None:
-        text = json.dumps(reports if len(reports) > 1 else reports[0], indent=2, ensure_ascii=False)
-        Path(json_file).write_text(f"{text}\n", encoding="utf-8")
-
-
-def _workloads(suite: str) -> tuple[Workload, ...]:
-    module = import_module(f"mlakit.bench.{suite.replace('-', '_')}")
-    workloads: tuple[Workload, ...] = module.WORKLOADS
-    return workloads
+        workloads = command.workloads_of(settings)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    measured = command.run(settings, workloads)
+    if measured is None:
+        raise typer.Exit(1)
+    wanted.write(measured)
 
 
 def _complete_op(incomplete: str) -> list[str]:

@@ -1,83 +1,87 @@
 """The suite `decode`: absorbed decode on a GPU, at the widths of DeepSeek-V3, pages shuffled.
 
 Bytes   the KV rows once, q and out
-FLOPs   2 · batch · q_len · heads · tokens · (576 + 512)
-Plan    made before the clock starts; "planned in the call" has none
-Gate    three requests, all their heads, against the float64 oracle
+FLOPs   2 · queries · heads · tokens · (576 + 512)
+Plan    made before the clock starts, for peers too; "planned in the call" has none
+Gate    some requests, all their heads, against the float64 oracle
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from mlakit import reference
-from mlakit.bench import gpu
+from mlakit.bench import gate, gpu
+from mlakit.bench.pool import ROW, SCALE, SharedPool, filled_pages
+from mlakit.bench.problems import DenseDecode
+from mlakit.bench.shapes import Batch, Shape
 from mlakit.bench.suite import Baseline, Contest, Workload
-from mlakit.cache import CacheLayer, PagedLatentCache, request_slots
+from mlakit.cache import PagedLatentCache, request_slots
 from mlakit.formats import row_codec
-from mlakit.geometry import MLAGeometry
 from mlakit.ops import mla_decode
 from mlakit.plan import DecodePlanTensors, plan_decode
-from mlakit.testing import assert_matches
 
-MODEL = MLAGeometry.preset("deepseek-v3")
-ROW = MODEL.row
-SCALE = MODEL.softmax_scale
-LATENT_SIZE = 0.3  # standard deviation of cached numbers
-SEED = 0
+RIVAL = "flash_mla"
 
 
 @dataclass(frozen=True)
 class Decode(Workload):
-    """`q_len` new tokens each of `batch` requests, each with `tokens` rows cached."""
+    """The newest tokens of a batch of requests over all that is cached of them.
 
-    batch: int
+    ratio  of mlakit's time to FlashMLA's that is to be reached; None: none is set
+    share  of the read bandwidth that is as good
+    pool   where the pages come from; None: a pool of its own
+    """
+
+    batch: Batch
     heads: int
-    q_len: int
-    tokens: int
     format: str = "bf16"
     page_size: int = 64
+    ratio: float | None = None
+    share: float | None = None
+    pool: SharedPool | None = field(default=None, compare=False)
 
     op = "mla_decode"
+    rival: ClassVar[str | None] = RIVAL
 
     @property
     def name(self) -> str:
-        queries = f"-q{self.q_len}" if self.q_len > 1 else ""
-        return f"decode-{self.format}-b{self.batch}-h{self.heads}{queries}-{self.tokens}"
+        page = f"-page{self.page_size}" if self.page_size != 64 else ""
+        return f"decode-{self.format}-{self.batch.label(self.heads)}{page}"
 
     @property
     def flops(self) -> int:
-        rows = self.batch * self.q_len * self.heads
-        return 2 * rows * self.tokens * (ROW.width + ROW.v_width)
+        lengths = zip(self.batch.q_lens, self.batch.kv_lens, strict=True)
+        pairs = sum(q_len * kv_len for q_len, kv_len in lengths)
+        return 2 * self.heads * pairs * (ROW.width + ROW.v_width)
 
     @property
     def bytes(self) -> int:
-        cached = self.batch * self.tokens * row_codec(self.format, ROW).bytes_per_token
-        return cached + 2 * self.batch * self.q_len * self.heads * (ROW.width + ROW.v_width)
+        cached = sum(self.batch.kv_lens) * row_codec(self.format, ROW).bytes_per_token
+        return cached + 2 * self.batch.tokens * self.heads * (ROW.width + ROW.v_width)
 
     @property
     def limit(self) -> float | None:
-        return None
+        return self.ratio
 
     @property
-    def small(self) -> Decode:
-        return replace(self, batch=3, tokens=200)
+    def read_share(self) -> float | None:
+        return self.share
+
+    @property
+    def small(self) -> Workload:
+        return replace(self, batch=self.batch.small)
 
     def contest(self) -> Contest:
-        generator = torch.Generator(gpu.DEVICE).manual_seed(SEED)
-        cache, page_table = self._cache(generator)
-        q = torch.randn(
-            self.batch * self.q_len,
-            self.heads,
-            ROW.width,
-            generator=generator,
-            device=gpu.DEVICE,
-        ).to(torch.bfloat16)
-        kv_lens = torch.full((self.batch,), self.tokens, dtype=torch.int32, device=gpu.DEVICE)
-        starts = self.q_len * torch.arange(self.batch + 1, dtype=torch.int32, device=gpu.DEVICE)
+        generator = gpu.generator()
+        cache, page_table = self._pages(generator)
+        q = gpu.normal(generator, self.batch.tokens, self.heads, ROW.width)
+        kv_lens, starts = gpu.int32(self.batch.kv_lens), gpu.int32(self.batch.starts)
 
         def attend(plan: DecodePlanTensors | None) -> tuple[Tensor, Tensor]:
             return mla_decode(
@@ -89,75 +93,81 @@ class Decode(Workload):
         def ours() -> tuple[Tensor, Tensor]:
             return attend(plan)
 
-        def unplanned() -> tuple[Tensor, Tensor]:
-            return attend(None)
+        def samples() -> Iterator[gate.Sample]:
+            return self._samples(q, cache, page_table)
 
-        def gate() -> None:
-            out, lse = ours()
-            for request in sorted({0, self.batch // 2, self.batch - 1}):
-                own = slice(request * self.q_len, (request + 1) * self.q_len)
-                exact, naive = (
-                    self._oracle(q[own], cache.layer(0), page_table, request, dtype)
-                    for dtype in (torch.float64, torch.float32)
-                )
-                for label, got, *judged in zip(
-                    ("out", "lse"), (out, lse), exact, naive, strict=True
-                ):
-                    assert_matches(f"{label} of request {request}", got[own], *judged)
+        return Contest(
+            ours,
+            [
+                Baseline("planned in the call", lambda: attend(None), is_limit=False),
+                gpu.reading(self.bytes),
+            ],
+            gate=lambda: gate.hold(("out", "lse"), ours(), samples()),
+            problem=self._problem(q, cache, page_table, kv_lens),
+            peer_fault=lambda output: gate.fault(output, samples()),
+        )
 
-        baselines = [
-            Baseline("planned in the call", unplanned, is_limit=False),
-            gpu.reading(self.bytes),
-        ]
-        return Contest(ours, baselines, gate)
+    def _pages(self, generator: torch.Generator) -> tuple[PagedLatentCache, Tensor]:
+        if self.pool is not None:
+            return self.pool.pages(self.batch.kv_lens, generator)
+        return filled_pages(self.batch.kv_lens, self.page_size, self.format, generator)
+
+    def _problem(
+        self, q: Tensor, cache: PagedLatentCache, page_table: Tensor, kv_lens: Tensor
+    ) -> DenseDecode | None:
+        """For peers: they read bf16 rows, of requests with equally many queries."""
+        if self.format != "bf16" or not self.batch.is_even:
+            return None
+        return DenseDecode(
+            q=q.unflatten(0, (self.batch.size, -1)),
+            pages=cache.payload[0],
+            # beyond a request's last page some of them look at an entry all the same
+            page_table=page_table.clamp(max=cache.num_pages - 1),
+            kv_lens=kv_lens,
+            softmax_scale=SCALE,
+            causal=True,
+        )
 
     def _plan(self) -> DecodePlanTensors:
         """Made once per step and used by all layers: outside of what is timed."""
-        sms = torch.cuda.get_device_properties(gpu.DEVICE).multi_processor_count
-        rows = self.heads * self.q_len
+        sms, rows = gpu.num_sms(), self.heads * max(self.batch.q_lens)
         together = 2 * sms if rows <= 16 else sms // -(-rows // 64)  # workers that run at once
-        plan = plan_decode([self.tokens] * self.batch, num_workers=max(together, 1), tile=64)
+        plan = plan_decode(self.batch.kv_lens, num_workers=max(together, 1), tile=64)
         return plan.tensors(gpu.DEVICE)
 
-    def _cache(self, generator: torch.Generator) -> tuple[PagedLatentCache, Tensor]:
-        """A pool filled page by page, and a table of its pages in random order."""
-        pages = -(-self.tokens // self.page_size)
-        cache = PagedLatentCache.allocate(
-            ROW,
-            self.format,
-            num_pages=self.batch * pages,
-            page_size=self.page_size,
-            device=gpu.DEVICE,
-        )
-        order = torch.randperm(self.batch * pages, generator=generator, device=gpu.DEVICE)
-        page_table = order.int().view(self.batch, pages)
-        layer, slots = cache.layer(0), pages * self.page_size
-        for first in range(0, layer.num_slots, slots):
-            rows = torch.randn(slots, ROW.width, generator=generator, device=gpu.DEVICE)
-            own = torch.arange(first, first + slots, device=gpu.DEVICE)
-            layer.write(own, LATENT_SIZE * rows)
-        return cache, page_table
+    def _samples(
+        self, q: Tensor, cache: PagedLatentCache, page_table: Tensor
+    ) -> Iterator[gate.Sample]:
+        layer, starts = cache.layer(0), self.batch.starts
+        for request in self.batch.judged:
+            own, kv_len = slice(*starts[request : request + 2]), self.batch.kv_lens[request]
+            slots = request_slots(page_table, self.page_size, request, 0, kv_len)
+            rows = layer.read(slots, torch.float64)
+            exact, naive = (
+                reference.mla_decode(
+                    q[own],
+                    [rows],
+                    [self.batch.q_lens[request]],
+                    softmax_scale=SCALE,
+                    v_width=ROW.v_width,
+                    dtype=dtype,
+                )
+                for dtype in (torch.float64, torch.float32)
+            )
+            yield gate.Sample(f"request {request}", own, exact, naive)
 
-    def _oracle(
-        self, q: Tensor, layer: CacheLayer, page_table: Tensor, request: int, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        slots = request_slots(page_table, self.page_size, request, 0, self.tokens)
-        return reference.mla_decode(
-            q,
-            [layer.read(slots, torch.float64)],
-            [self.q_len],
-            softmax_scale=SCALE,
-            v_width=ROW.v_width,
-            dtype=dtype,
-        )
+
+def of_shape(shape: Shape) -> tuple[Workload, ...]:
+    given = {"heads": 128, **shape.accept("decode", "heads", "format", "page_size")}
+    return (Decode(shape.batch, **given),)  # type: ignore[arg-type]  # checked by their options
 
 
 WORKLOADS: tuple[Workload, ...] = (
-    Decode(128, 128, 1, 4096),
-    Decode(128, 128, 2, 4096),
-    Decode(128, 64, 1, 8192),
-    Decode(128, 16, 1, 8192),
-    Decode(32, 16, 1, 16384),
-    Decode(4, 128, 1, 32768),
-    Decode(1, 128, 1, 65536),
+    Decode(Batch.of(128, 1, 4096), 128, ratio=0.85),
+    Decode(Batch.of(128, 2, 4096), 128, ratio=0.855),
+    Decode(Batch.of(128, 1, 8192), 64, ratio=0.92, share=0.985),
+    Decode(Batch.of(128, 1, 8192), 16, ratio=0.92, share=0.985),
+    Decode(Batch.of(32, 1, 16384), 16, ratio=0.825),
+    Decode(Batch.of(4, 1, 32768), 128, ratio=0.68),
+    Decode(Batch.of(1, 1, 65536), 128, ratio=0.56),
 )

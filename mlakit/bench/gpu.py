@@ -14,6 +14,23 @@ def why_not() -> str | None:
     return None if torch.cuda.is_available() else "needs a CUDA device, and torch sees none"
 
 
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator(DEVICE).manual_seed(seed)
+
+
+def normal(own: torch.Generator, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Standard normal numbers on the device."""
+    return torch.randn(shape, generator=own, device=DEVICE).to(dtype)
+
+
+def int32(values: object) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def num_sms() -> int:
+    return torch.cuda.get_device_properties(DEVICE).multi_processor_count
+
+
 def reading(num_bytes: int) -> Baseline:
     """A reduction over so many bytes: the time in which they can be read at all."""
     words = torch.ones(max(num_bytes // 4, 1), device=DEVICE)

@@ -3,7 +3,7 @@
 A machine drifts (clocks, neighbours, memory), so two contenders are compared within a round, where
 both met the same machine: a ratio is the median over rounds of the quotients, with its own spread.
 
-A timer says how long one call takes: `WallClock` on the CPU, `ColdGpu` on a GPU.
+A timer says how long one call takes: `WallClock` here, those of a GPU in `gpu_timers`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
+
+Call: TypeAlias = Callable[[], object]
 
 LEAST_ROUNDS = 3
 MOST_ROUNDS = 50
@@ -40,52 +42,43 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
     return Spread.of([own / other for own, other in zip(ours, theirs, strict=True)])
 
 
+class Timer(Protocol):
+    """Says how many seconds a call takes."""
+
+    @property
+    def warm_ups(self) -> int:
+        """Calls before the first that counts."""
+
+    @property
+    def calls(self) -> int:
+        """How often a turn makes the call."""
+
+    def prepared(self, call: Call) -> Call:
+        """What is to be timed in the place of `call`. Raises RuntimeError if it cannot be."""
+
+    def __call__(self, call: Call) -> float: ...
+
+
 class WallClock:
     """Seconds of a call on the host's clock."""
 
     warm_ups = 1
+    calls = 1
 
     def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
         self.clock = clock
 
-    def __call__(self, call: Callable[[], object]) -> float:
+    def prepared(self, call: Call) -> Call:
+        return call
+
+    def __call__(self, call: Call) -> float:
         start = self.clock()
         call()
         return self.clock() - start
 
 
-class ColdGpu:
-    """Seconds of a call on the GPU, with a cold L2 and without the host's share.
-
-    Before the call other memory is read, more of it than L2 holds: its lines are clean, so nothing
-    is written back during the call. Then the GPU sleeps for as long as the host may need to launch
-    everything, and what is between the two events is the GPU's work alone.
-    """
-
-    warm_ups = 10
-    FLUSHED_BYTES = 256 << 20
-    SLEEP_CYCLES = 2_000_000  # about 1 ms: time for the host to launch some ten kernels
-
-    def __init__(self) -> None:
-        self.evicting = torch.ones(self.FLUSHED_BYTES // 4, dtype=torch.int32, device="cuda")
-        self.sum = torch.zeros((), dtype=torch.int64, device="cuda")
-
-    def __call__(self, call: Callable[[], object]) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.sum(self.evicting, dim=0, dtype=torch.int64, out=self.sum)
-        torch.cuda._sleep(self.SLEEP_CYCLES)
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
-
-
-Timer: TypeAlias = WallClock | ColdGpu
-
-
 def take_turns(
-    contenders: Mapping[str, Callable[[], object]],
+    contenders: Mapping[str, Call],
     *,
     budget_s: float,
     seed: int = 0,
@@ -99,7 +92,7 @@ def take_turns(
     """
     timer = timer or WallClock()
     last_s = [[timer(call) for _ in range(timer.warm_ups)][-1] for call in contenders.values()]
-    rounds = rounds_within(budget_s, sum(last_s))
+    rounds = rounds_within(budget_s, sum(last_s) * timer.calls)
     order, seconds = random.Random(seed), {name: list[float]() for name in contenders}
     for done in range(1, rounds + 1):
         for name in order.sample(list(contenders), len(contenders)):

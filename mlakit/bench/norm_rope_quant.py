@@ -14,18 +14,16 @@ import torch
 from torch import Tensor
 
 from mlakit.bench import gpu
+from mlakit.bench.pool import ROW, rope_table
+from mlakit.bench.shapes import Batch, Shape
 from mlakit.bench.suite import Baseline, Contest, Workload
 from mlakit.cache import PagedLatentCache
 from mlakit.formats import row_codec
-from mlakit.geometry import MLAGeometry
 from mlakit.ops import norm_rope_quant_append
 from mlakit.workloads.norm_rope_quant import Step, assert_appended
 
-MODEL = MLAGeometry.preset("deepseek-v3")
-ROW = MODEL.row
 D_C, D_R = ROW.kv_lora_rank, ROW.qk_rope_head_dim
 EPSILON = 1e-6
-SEED = 0
 MOST_JUDGED = 64  # tokens
 
 
@@ -40,6 +38,7 @@ class Append(Workload):
     page_size: int = 64
 
     op = "norm_rope_quant_append"
+    traffic = "copy"
 
     @property
     def name(self) -> str:
@@ -64,15 +63,11 @@ class Append(Workload):
         return replace(self, tokens=min(self.tokens, 3))
 
     def contest(self) -> Contest:
-        generator = torch.Generator(gpu.DEVICE).manual_seed(SEED)
-
-        def normal(*shape: int) -> Tensor:
-            numbers = torch.randn(shape, generator=generator, device=gpu.DEVICE)
-            return numbers.to(torch.bfloat16)
-
-        q_rope, kv = normal(self.tokens, self.heads, D_R), normal(self.tokens, ROW.width)
-        gamma, rotated = normal(D_C), torch.empty_like(q_rope)
-        freqs = _rope_table(self.tokens if self.is_prompt else 1).to(gpu.DEVICE)
+        generator = gpu.generator()
+        q_rope = gpu.normal(generator, self.tokens, self.heads, D_R)
+        kv = gpu.normal(generator, self.tokens, ROW.width)
+        gamma, rotated = gpu.normal(generator, D_C), torch.empty_like(q_rope)
+        freqs = rope_table(self.tokens if self.is_prompt else 1).to(gpu.DEVICE)
         pages_each = -(-self.tokens // self.page_size) if self.is_prompt else 1
         batch = 1 if self.is_prompt else self.tokens
         cache = PagedLatentCache.allocate(
@@ -129,11 +124,6 @@ class Append(Workload):
         return Contest(ours, baselines, gate)
 
 
-def _rope_table(positions: int) -> Tensor:
-    angle = torch.arange(positions)[:, None] * 10000.0 ** (-torch.arange(0, D_R, 2) / D_R)
-    return torch.stack([angle.cos(), angle.sin()], dim=-1).flatten(1)
-
-
 def _separate_steps(
     q_rope: Tensor,
     kv: Tensor,
@@ -169,6 +159,24 @@ def _separate_steps(
         append_row(norm_c(kv[:, :D_C]), rotate_k(kv[:, D_C:], cos_sin))
 
     return steps
+
+
+def of_shape(shape: Shape) -> tuple[Workload, ...]:
+    given = shape.accept("norm-rope-quant", "heads", "format", "page_size")
+    tokens, is_prompt = _new_tokens(shape.batch)
+    return (Append(tokens, is_prompt=is_prompt, **given),)  # type: ignore[arg-type]
+
+
+def _new_tokens(batch: Batch) -> tuple[int, bool]:
+    """(tokens, are they one prompt's?). Raises ValueError for prompts of several requests."""
+    if batch.is_even and batch.q_lens[0] == 1:
+        return batch.size, False
+    if batch.size == 1:
+        return batch.tokens, True
+    raise ValueError(
+        "--shape must be requests with one new token, such as 128q1s1, or one prompt, such as "
+        f"1q4ks4k, for norm-rope-quant, got {batch}"
+    )
 
 
 WORKLOADS: tuple[Workload, ...] = (

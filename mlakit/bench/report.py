@@ -1,27 +1,31 @@
-"""The figures of a suite: one row per contender, as a table for people and as JSON."""
+"""The figures of a suite: one row per contender, as JSON and CSV. Runs and prints nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import csv
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from io import StringIO
+from typing import Any
 
-from rich.box import SIMPLE
-from rich.table import Table
-
+from mlakit.bench.ceilings import Ceilings
 from mlakit.bench.measure import Spread
 
-SCHEMA = 1
+SCHEMA = 2
 OURS = "mlakit"
+WALL = "wall"  # the mode of a suite without a GPU
 
 
 @dataclass(frozen=True)
 class Row:
     """One contender on one workload.
 
-    us       microseconds of a call
-    bytes    that the call must move at least: each input read once, each result written once
-    ratio    mlakit's time over this contender's, round by round; None for mlakit itself
-    limit    what `ratio` shall not exceed; only for the fastest of the contenders it is said of
+    us        microseconds of a call
+    bytes     that the call must move at least: each input read once, each result written once
+    ratio     mlakit's time over this contender's, round by round; None for mlakit itself
+    limit     what `ratio` shall not exceed; only for the contender it is said of
+    met       is the limit kept? None without one
+    roofline  the least time by the measured ceilings over the time taken; None without ceilings
     """
 
     workload: str
@@ -33,6 +37,8 @@ class Row:
     bytes: int
     ratio: Spread | None
     limit: float | None
+    met: bool | None = None
+    roofline: float | None = None
 
     @property
     def gflops(self) -> float:
@@ -54,11 +60,15 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Report:
+    """mode  how times were taken: wall, or of a GPU cold, b2b, graph, host."""
+
     suite: str
     command: str
     environment: dict[str, object]
     rows: Sequence[Row]
     left_out: Sequence[LeftOut]
+    mode: str = WALL
+    ceilings: Ceilings | None = None
 
     def as_json(self) -> dict[str, object]:
         """Plain values; the keys of `rows` are the fields of `Row`, flat, and its rates."""
@@ -66,82 +76,87 @@ class Report:
             "schema": SCHEMA,
             "suite": self.suite,
             "command": self.command,
+            "mode": self.mode,
             "environment": self.environment,
-            "rows": [_flat(row) for row in self.rows],
+            "ceilings": None if self.ceilings is None else asdict(self.ceilings),
+            "rows": [flat(row) for row in self.rows],
             "left_out": [asdict(each) for each in self.left_out],
         }
 
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any]) -> Report:
+        """What `as_json` made, of this schema or the one before. Raises ValueError otherwise."""
+        if not isinstance(stored, Mapping) or "rows" not in stored:
+            raise ValueError("is no report of mlakit bench")
+        if stored.get("schema") not in (1, SCHEMA):
+            raise ValueError(
+                f"has schema {stored.get('schema')}, this version reads 1 and {SCHEMA}"
+            )
+        ceilings = stored.get("ceilings")
+        return cls(
+            suite=stored["suite"],
+            command=stored["command"],
+            environment=dict(stored["environment"]),
+            rows=[_row(each) for each in stored["rows"]],
+            left_out=[LeftOut(**each) for each in stored["left_out"]],
+            mode=stored.get("mode", WALL if stored["suite"] == "cpu" else "cold"),
+            ceilings=None if ceilings is None else Ceilings(**ceilings),
+        )
 
-def _flat(row: Row) -> dict[str, object]:
-    ratio = row.ratio
+
+def flat(row: Row) -> dict[str, object]:
     return {
         "workload": row.workload,
         "op": row.op,
         "contender": row.contender,
         "rounds": row.rounds,
-        "p20_us": row.us.p20,
-        "p50_us": row.us.p50,
-        "p80_us": row.us.p80,
+        **_quantiles(row.us, "p20_us", "p50_us", "p80_us"),
         "flops": row.flops,
         "bytes": row.bytes,
         "gflops": row.gflops,
         "gbytes_per_s": row.gbytes_per_s,
-        "ratio_p20": None if ratio is None else ratio.p20,
-        "ratio_p50": None if ratio is None else ratio.p50,
-        "ratio_p80": None if ratio is None else ratio.p80,
+        "roofline": row.roofline,
+        **_quantiles(row.ratio, "ratio_p20", "ratio_p50", "ratio_p80"),
         "limit": row.limit,
+        "met": row.met,
     }
 
 
-def table(rows: Iterable[Row], unit: str = "ms") -> Table:
-    """Times in `unit`, ms or us; a ratio below 1 says that mlakit is the faster one."""
-    divisor = {"ms": 1e3, "us": 1.0}[unit]
-    shown = Table(
-        box=SIMPLE,
-        padding=(0, 1, 0, 0),
-        caption=f"{unit}: median and the range of the middle three fifths of the rounds; "
-        f"ratio: {OURS} / contender in the same round",
-        caption_justify="left",
+def _quantiles(spread: Spread | None, *names: str) -> dict[str, float | None]:
+    values = (None,) * 3 if spread is None else (spread.p20, spread.p50, spread.p80)
+    return dict(zip(names, values, strict=True))
+
+
+def _row(stored: Mapping[str, Any]) -> Row:
+    ratio = [stored[f"ratio_{p}"] for p in ("p20", "p50", "p80")]
+    limit, met = stored["limit"], stored.get("met")
+    if met is None and limit is not None and ratio[1] is not None:
+        met = ratio[1] <= limit  # the first schema left it to the reader
+    return Row(
+        workload=stored["workload"],
+        op=stored["op"],
+        contender=stored["contender"],
+        rounds=stored["rounds"],
+        us=Spread(*(stored[f"{p}_us"] for p in ("p20", "p50", "p80"))),
+        flops=stored["flops"],
+        bytes=stored["bytes"],
+        ratio=None if None in ratio else Spread(*ratio),
+        limit=limit,
+        met=met,
+        roofline=stored.get("roofline"),
     )
-    shown.add_column("workload", no_wrap=True)
-    shown.add_column("contender", no_wrap=True)
-    for heading in (
-        unit,
-        "from",
-        "to",
-        "GFLOP/s",
-        "GB/s",
-        "rounds",
-        "ratio",
-        "from",
-        "to",
-        "limit",
-    ):
-        shown.add_column(heading, justify="right", no_wrap=True)
-    previous = ""
-    for row in rows:
-        if previous and row.workload != previous:
-            shown.add_section()
-        name = "" if row.workload == previous else row.workload
-        times = (_digits(us / divisor) for us in (row.us.p50, row.us.p20, row.us.p80))
-        ratio = row.ratio
-        ratios = (
-            ("", "", "")
-            if ratio is None
-            else tuple(map(_digits, (ratio.p50, ratio.p20, ratio.p80)))
-        )
-        facts = (_digits(row.gflops), _digits(row.gbytes_per_s), str(row.rounds))
-        shown.add_row(name, row.contender, *times, *facts, *ratios, _verdict(row))
-        previous = row.workload
-    return shown
 
 
-def _verdict(row: Row) -> str:
-    if row.limit is None or row.ratio is None:
-        return ""
-    return f"{'≤' if row.ratio.p50 <= row.limit else 'over'} {row.limit}"
-
-
-def _digits(value: float) -> str:
-    """Three significant digits, never in exponents."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+def as_csv(reports: Iterable[Report]) -> str:
+    """A line per row, under the keys of the JSON, with suite and mode first."""
+    lines = [
+        {"suite": report.suite, "mode": report.mode, **flat(row)}
+        for report in reports
+        for row in report.rows
+    ]
+    text = StringIO()
+    if lines:
+        writer = csv.DictWriter(text, lines[0].keys(), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(lines)
+    return text.getvalue()

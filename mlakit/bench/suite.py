@@ -7,27 +7,34 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-)
 
-from mlakit.bench import environment
-from mlakit.bench.measure import ColdGpu, Spread, Timer, WallClock, paired_ratio, take_turns
-from mlakit.bench.report import OURS, LeftOut, Report, Row, table
+from mlakit.bench import environment, gpu_timers
+from mlakit.bench.ceilings import Ceilings
+from mlakit.bench.measure import Call, Spread, Timer, WallClock, paired_ratio, take_turns
+from mlakit.bench.problems import Problem
+from mlakit.bench.progress import SuiteProgress, suite_progress
+from mlakit.bench.report import OURS, WALL, LeftOut, Report, Row
+from mlakit.bench.tables import WIDE, left_out_lines, table
 
 BUDGET_S = 10.0  # for the rounds of one workload; a slow one gets its least rounds
 QUICK_BUDGET_S = 0.02
 HOPELESS = 10.0  # times as slow as the fastest baseline on a small problem
-WIDE = 130  # columns for the table where the output is no terminal
+REPLAY = f"{OURS}, graph replay"
+# whatever a library raises for a problem it cannot take after all
+PEER_ERRORS = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    OSError,
+)
 
 
 @dataclass(frozen=True)
@@ -39,19 +46,42 @@ class Baseline:
     is_limit: bool = True
 
 
+PeersOf: TypeAlias = Callable[[Problem], tuple[list[Baseline], list[tuple[str, str]]]]
+
+
 @dataclass(frozen=True)
 class Contest:
-    """A workload made concrete; `gate` raises AssertionError unless `ours` computes the truth."""
+    """A workload made concrete; `gate` raises AssertionError unless `ours` computes the truth.
+
+    problem     the same for other libraries; None where they have nothing like it
+    peers       others that are timed only if they can take it and are right, like those libraries
+    peer_fault  what is wrong with a result of theirs, None if nothing is
+    """
 
     ours: Callable[[], object]
     baselines: Sequence[Baseline]
     gate: Callable[[], None]
+    problem: Problem | None = None
+    peers: Sequence[Baseline] = ()
+    peer_fault: Callable[[object], str | None] = lambda output: None
 
 
 class Workload(ABC):
-    """One problem, described in plain values."""
+    """One problem, described in plain values.
+
+    rival       the contender `limit` is said of; None: the fastest baseline
+    read_share  of the measured read bandwidth, which keeps the limit too
+    products    "bf16" or "fp8", traffic "read" or "copy": which ceilings are its own
+    budget_s    for its rounds
+    only_peers  what the names of libraries begin with that are worth their time; None: all
+    """
 
     op: ClassVar[str]
+    rival: ClassVar[str | None] = None
+    products: ClassVar[str] = "bf16"
+    traffic: ClassVar[str] = "read"
+    budget_s: ClassVar[float] = BUDGET_S
+    only_peers: ClassVar[tuple[str, ...] | None] = None
 
     @property
     @abstractmethod
@@ -70,7 +100,11 @@ class Workload(ABC):
     @property
     @abstractmethod
     def limit(self) -> float | None:
-        """What mlakit's time over the fastest baseline's shall not exceed."""
+        """What mlakit's time over the rival's, or the fastest baseline's, shall not exceed."""
+
+    @property
+    def read_share(self) -> float | None:
+        return None
 
     @property
     @abstractmethod
@@ -89,43 +123,126 @@ def run(
     command: str,
     quick: bool = False,
     threads: int | None = None,
-    on_gpu: bool = False,
+    mode: str = WALL,
+    peers_of: PeersOf | None = None,
+    ceilings: Ceilings | None = None,
 ) -> Report | None:
     """Measure every workload and print the table; None, after saying so, where a result is wrong.
 
-    quick    small problems and few rounds: shows that the suite runs, measures nothing
-    threads  of torch, for all contenders; None leaves torch's own choice
-    on_gpu   time the GPU's work with a cold L2 (`ColdGpu`) instead of the host's clock
+    quick     small problems and few rounds: shows that the suite runs, measures nothing
+    threads   of torch, for all contenders; None leaves torch's own choice
+    mode      how time is taken: `WALL`, or on a GPU one of `gpu_timers.MODES` or its `HOST`
+    peers_of  gives other libraries' calls for a problem; None leaves them out
+    ceilings  of this GPU, for the share of the roofline
     """
-    timer = ColdGpu() if on_gpu else WallClock()
+    timer = WallClock() if mode == WALL else gpu_timers.timer_for(mode)
     console = Console(width=None if Console().is_terminal else WIDE)
     rows: list[Row] = []
     left_out: list[LeftOut] = []
-    with _torch_threads(threads), _no_warnings(), _progress_bars() as progress:
+    if quick:
+        workloads = list(dict.fromkeys(each.small for each in workloads))
+    with (
+        _torch_threads(threads),
+        _no_warnings(),
+        suite_progress(suite, len(workloads)) as progress,
+    ):
         facts = environment.describe()
         console.print(environment.summary(facts), highlight=False)
-        for workload in dict.fromkeys(each.small for each in workloads) if quick else workloads:
-            contest = workload.contest()
+        for workload in workloads:
             try:
+                contest = workload.contest()
                 contest.gate()
+            except torch.OutOfMemoryError as error:
+                left_out.append(LeftOut(workload.name, OURS, _first_line(error)))
+                progress.finish_workload()
+                continue
             except AssertionError as wrong:
                 console.print(f"[red]{workload.name} is wrong:[/red] {escape(str(wrong))}")
                 return None
-            reasons = {} if on_gpu else _hopeless(workload.small)
+            contenders, reasons = _contenders(workload, contest, mode, timer, peers_of)
             left_out += [LeftOut(workload.name, *each) for each in reasons.items()]
-            rows += _measured(
-                workload,
-                contest.ours,
-                [each for each in contest.baselines if each.name not in reasons],
-                budget_s=QUICK_BUDGET_S if quick else BUDGET_S,
-                limit=None if quick else workload.limit,
-                timer=timer,
-                progress=progress,
-            )
-    console.print(table(rows, unit="us" if on_gpu else "ms"))
-    for each in left_out:
-        console.print(f"{each.workload}: {each.contender} not timed, {each.reason}")
-    return Report(suite, command, facts, rows, left_out)
+            if any(each.name == OURS for each in contenders):
+                rows += _measured(
+                    workload,
+                    contenders,
+                    budget_s=QUICK_BUDGET_S if quick else workload.budget_s,
+                    limit=None if quick or mode == gpu_timers.HOST else workload.limit,
+                    ceilings=None if quick or mode == gpu_timers.HOST else ceilings,
+                    timer=timer,
+                    progress=progress,
+                )
+            progress.finish_workload()
+    console.print(table(rows, unit="ms" if mode == WALL else "us"))
+    for line in left_out_lines(left_out):
+        console.print(escape(line))
+    return Report(suite, command, facts, rows, left_out, mode, ceilings)
+
+
+def _contenders(
+    workload: Workload,
+    contest: Contest,
+    mode: str,
+    timer: Timer,
+    peers_of: PeersOf | None,
+) -> tuple[list[Baseline], dict[str, str]]:
+    """mlakit and those it is compared with, ready to be timed; and why others are not."""
+    peers, reasons = _peers(contest, peers_of, workload.only_peers)
+    ours = Baseline(OURS, contest.ours, is_limit=False)
+    found = [ours, *contest.baselines, *peers]
+    if mode == WALL:
+        reasons |= _hopeless(workload.small)
+    elif mode == gpu_timers.HOST:
+        found = [ours, *_replayed(contest.ours, reasons), *peers, _empty_kernel()]
+    ready = []
+    for each in found:
+        if each.name in reasons:
+            continue
+        try:
+            ready.append(Baseline(each.name, timer.prepared(each.call), each.is_limit))
+        except RuntimeError as error:
+            reasons[each.name] = f"cannot be captured: {_first_line(error)}"
+    return ready, reasons
+
+
+def _peers(
+    contest: Contest, peers_of: PeersOf | None, only: tuple[str, ...] | None
+) -> tuple[list[Baseline], dict[str, str]]:
+    """Other libraries whose results are right; and why the others are not there."""
+    present: list[Baseline] = []
+    absent: list[tuple[str, str]] = []
+    if peers_of is not None and contest.problem is not None:
+        present, absent = peers_of(contest.problem)
+    reasons, right = dict(absent), []
+    for peer in (*contest.peers, *present):
+        if only is not None and not peer.name.startswith(only):
+            continue
+        try:
+            fault = contest.peer_fault(peer.call())
+        except PEER_ERRORS as error:
+            fault = f"failed: {_first_line(error)}"
+        if fault is None:
+            right.append(peer)
+        else:
+            reasons[peer.name] = fault
+    return right, reasons
+
+
+def _replayed(ours: Call, reasons: dict[str, str]) -> list[Baseline]:
+    try:
+        return [Baseline(REPLAY, gpu_timers.captured(ours), is_limit=False)]
+    except RuntimeError as error:
+        reasons[REPLAY] = f"cannot be captured: {_first_line(error)}"
+        return []
+
+
+def _empty_kernel() -> Baseline:
+    from mlakit.bench.gpu import launching_nothing  # which knows `Baseline` from here
+
+    return launching_nothing()
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _hopeless(small: Workload) -> dict[str, str]:
@@ -146,26 +263,30 @@ def _hopeless(small: Workload) -> dict[str, str]:
 
 def _measured(
     workload: Workload,
-    ours: Callable[[], object],
-    baselines: Sequence[Baseline],
+    contenders: Sequence[Baseline],
     *,
     budget_s: float,
     limit: float | None,
+    ceilings: Ceilings | None,
     timer: Timer,
-    progress: Progress,
+    progress: SuiteProgress,
 ) -> Iterator[Row]:
-    """A row for mlakit, then one for each baseline."""
-    task = progress.add_task(workload.name, total=None)
-
-    def advance(done: int, rounds: int) -> None:
-        progress.update(task, completed=done, total=rounds)
-
-    calls = {OURS: ours, **{each.name: each.call for each in baselines}}
-    seconds = take_turns(calls, budget_s=budget_s, timer=timer, after_round=advance)
+    """A row for mlakit, then one for each of the others."""
+    progress.begin_workload(workload.name)
+    calls = {each.name: each.call for each in contenders}
+    seconds = take_turns(calls, budget_s=budget_s, timer=timer, after_round=progress.finish_round)
     times = {name: Spread.of([1e6 * each for each in sample]) for name, sample in seconds.items()}
-    bounding = [each.name for each in baselines if each.is_limit]
-    fastest = min(bounding, key=lambda name: times[name].p50, default=None)
+    judged = _judged(workload, contenders, times)
+    least_us = 0.0
+    if ceilings is not None:
+        kind = {"products": workload.products, "traffic": workload.traffic}
+        least_us = ceilings.least_us(workload.flops, workload.bytes, **kind)
     for name, us in times.items():
+        ratio = None if name == OURS else paired_ratio(seconds[OURS], seconds[name])
+        own_limit = limit if name == judged else None
+        met = None
+        if own_limit is not None and ratio is not None:
+            met = ratio.p50 <= own_limit or _reads_enough(workload, times[OURS], ceilings)
         yield Row(
             workload=workload.name,
             op=workload.op,
@@ -174,9 +295,27 @@ def _measured(
             us=us,
             flops=workload.flops,
             bytes=workload.bytes,
-            ratio=None if name == OURS else paired_ratio(seconds[OURS], seconds[name]),
-            limit=limit if name == fastest else None,
+            ratio=ratio,
+            limit=own_limit,
+            met=met,
+            roofline=least_us / us.p50 if ceilings is not None else None,
         )
+
+
+def _judged(
+    workload: Workload, contenders: Sequence[Baseline], times: dict[str, Spread]
+) -> str | None:
+    """The contender the limit is said of; None where it is not there."""
+    if workload.rival is not None:
+        return workload.rival
+    bounding = [each.name for each in contenders if each.is_limit]
+    return min(bounding, key=lambda name: times[name].p50, default=None)
+
+
+def _reads_enough(workload: Workload, ours_us: Spread, ceilings: Ceilings | None) -> bool:
+    if workload.read_share is None or ceilings is None:
+        return False
+    return workload.bytes / ours_us.p50 / 1e3 >= workload.read_share * ceilings.read_gb_s
 
 
 @contextmanager
@@ -195,14 +334,3 @@ def _no_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-def _progress_bars() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )

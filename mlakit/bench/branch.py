@@ -1,0 +1,167 @@
+"""The suite `branch`: whole steps of a layer between its projections, `mla_step`, on a GPU.
+
+Step    append the new tokens, absorb or expand the up-projection, attend, project up
+Bytes   cached rows, weights, q, the raw latents and out once
+FLOPs   those of attention and of the up-projection in the form each request takes
+Gate    some tokens, all their heads, and their own rows against the float64 oracle
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from mlakit.bench import branch_oracle, gate, gpu
+from mlakit.bench.pool import MODEL, ROW, SCALE, filled_pages, rope_table
+from mlakit.bench.shapes import Batch, Shape
+from mlakit.bench.suite import Baseline, Contest, Workload
+from mlakit.branches import CachedBatch, LayerWeights, StepPlan, mla_step, plan_step
+from mlakit.cache import request_slots
+from mlakit.formats import row_codec
+from mlakit.ops import mla_decode
+from mlakit.weights import UpProjection
+
+D_C, D_N, D_R = MODEL.kv_lora_rank, MODEL.qk_nope_head_dim, MODEL.qk_rope_head_dim
+D_V = MODEL.v_head_dim
+MOST_JUDGED = 2  # queries of a request
+
+
+@dataclass(frozen=True)
+class Step(Workload):
+    """One layer's step over a batch of requests."""
+
+    batch: Batch
+    heads: int = 128
+    format: str = "bf16"
+    page_size: int = 64
+
+    op = "mla_step"
+
+    @property
+    def name(self) -> str:
+        page = f"-page{self.page_size}" if self.page_size != 64 else ""
+        return f"step-{self.format}-{self.batch.label(self.heads)}{page}"
+
+    @property
+    def flops(self) -> int:
+        lengths = list(zip(self.batch.q_lens, self.batch.kv_lens, strict=True))
+        decoding = [lengths[b] for b in self._plan.decode]
+        prefilling = [lengths[b] for b in self._plan.prefill]
+        absorbed = sum(new * (D_C * (D_N + D_V) + kv * (ROW.width + D_C)) for new, kv in decoding)
+        seen = sum(new * kv - new * (new - 1) // 2 for new, kv in prefilling)
+        expanded = sum(kv for _, kv in prefilling) * D_C * (D_N + D_V) + seen * (D_N + D_R + D_V)
+        return 2 * self.heads * (absorbed + expanded)
+
+    @property
+    def bytes(self) -> int:
+        cached = sum(self.batch.kv_lens) * row_codec(self.format, ROW).bytes_per_token
+        weights = self.heads * (D_N + D_V) * D_C
+        per_token = self.heads * (D_N + D_R + D_V) + ROW.width
+        return cached + 2 * (weights + self.batch.tokens * per_token)
+
+    @property
+    def limit(self) -> float | None:
+        return None
+
+    @property
+    def small(self) -> Workload:
+        return replace(self, batch=self.batch.small, heads=min(self.heads, 4))
+
+    @property
+    def _before(self) -> list[int]:
+        lengths = zip(self.batch.kv_lens, self.batch.q_lens, strict=True)
+        return [kv_len - q_len for kv_len, q_len in lengths]
+
+    @property
+    def _plan(self) -> StepPlan:
+        return plan_step(self._before, self.batch.q_lens)
+
+    def contest(self) -> Contest:
+        generator, tokens = gpu.generator(), self.batch.tokens
+        weights = self._weights(generator)
+        cache, page_table = filled_pages(self.batch.kv_lens, self.page_size, self.format, generator)
+        batch = CachedBatch(
+            cache, page_table, gpu.int32(self._before), gpu.int32(self.batch.starts)
+        )
+        q = gpu.normal(generator, tokens, self.heads, D_N + D_R)
+        kv = gpu.normal(generator, tokens, ROW.width)
+        plan = self._plan
+
+        def ours() -> Tensor:
+            return mla_step(q, kv, weights, batch, plan=plan)
+
+        def gate_step() -> None:
+            out = ours()
+            for token, query, decodes in self._queries(q, batch, plan):
+                branch_oracle.assert_row_appended(query, kv[token], weights, cache.codec)
+                naive = branch_oracle.naive_decode if decodes else branch_oracle.naive_prefill
+                sample = gate.Sample(
+                    f"token {token}",
+                    slice(token, token + 1),
+                    [branch_oracle.exact(query, weights)],
+                    [naive(query, weights)],
+                )
+                gate.hold(("out",), [out], [sample])
+
+        baselines = [gpu.reading(self.bytes)]
+        if not plan.prefill:
+            attention = _attention_alone(
+                batch, gpu.normal(generator, tokens, self.heads, ROW.width)
+            )
+            baselines.append(Baseline("attention alone", attention, is_limit=False))
+        return Contest(ours, baselines, gate_step)
+
+    def _weights(self, generator: torch.Generator) -> LayerWeights:
+        matrix = gpu.normal(generator, self.heads * (D_N + D_V), D_C, dtype=torch.float32)
+        matrix = (matrix / D_C**0.5).to(torch.bfloat16)
+        return LayerWeights(
+            up=UpProjection.from_checkpoint(matrix, replace(MODEL, num_heads=self.heads)),
+            gamma=gpu.normal(generator, D_C),
+            freqs=rope_table(max(self.batch.kv_lens)).to(gpu.DEVICE),
+            softmax_scale=SCALE,
+        )
+
+    def _queries(
+        self, q: Tensor, batch: CachedBatch, plan: StepPlan
+    ) -> Iterator[tuple[int, branch_oracle.Query, bool]]:
+        """(token, what the oracle needs of it, does its request decode?) of some new tokens."""
+        layer = batch.cache.layer(0)
+        assert isinstance(batch.page_table, Tensor)
+        for request in self.batch.judged:
+            before = self._before[request]
+            for place in gate.spread_out(self.batch.q_lens[request], MOST_JUDGED):
+                token, seen = self.batch.starts[request] + place, before + place + 1
+                slots = request_slots(batch.page_table, self.page_size, request, 0, seen)
+                rows = layer.read(slots, torch.float64)
+                query = branch_oracle.Query(q[token], before + place, rows, before)
+                yield token, query, request in plan.decode
+
+
+def _attention_alone(batch: CachedBatch, q: Tensor) -> Callable[[], object]:
+    after = batch.kv_lens_after
+
+    def attend() -> object:
+        return mla_decode(
+            q, batch.cache, batch.page_table, after, q_starts=batch.q_starts, softmax_scale=SCALE
+        )
+
+    return attend
+
+
+def of_shape(shape: Shape) -> tuple[Workload, ...]:
+    given = shape.accept("branch", "heads", "format", "page_size")
+    return (Step(shape.batch, **given),)  # type: ignore[arg-type]  # checked by their options
+
+
+WORKLOADS: tuple[Workload, ...] = (
+    Step(Batch.of(128, 1, 4096)),
+    Step(Batch.of(128, 1, 4096), format="fp8_block128"),
+    Step(Batch.of(128, 1, 8192), heads=16),
+    Step(Batch.of(1, 1, 65536)),
+    Step(Batch.of(4, 4096, 4096)),
+    Step(Batch.of(1, 2048, 16384)),
+    Step(Batch.parse("64q1s4k+2q1ks2k")),
+)

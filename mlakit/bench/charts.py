@@ -1,0 +1,166 @@
+"""The charts of a report: bars of relative times, the roofline, heat maps of a grid."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from math import ceil, floor, log10
+
+from mlakit.bench.ceilings import Ceilings
+from mlakit.bench.drawing import Dot, Drawing, Line, Rectangle, Text
+from mlakit.bench.heatmap import HeatMap, heat_maps
+from mlakit.bench.report import OURS, Report, Row
+from mlakit.bench.tables import digits
+
+OURS_COLOUR = "#d1495b"
+COLOURS = ("#00798c", "#edae49", "#66a182", "#8d6a9f", "#2e4057", "#a0a0a0", "#b5651d", "#5f9ea0")
+GREY, PALE = "#888888", "#dddddd"
+BAR, GAP = 16, 14
+FULL = 560  # pixels of the widest bar
+LABELS = 200
+LONGEST = 4.0  # times mlakit's; longer bars are cut
+
+
+def charts(report: Report) -> dict[str, Drawing]:
+    """By kind: those that can be drawn from the report."""
+    found: dict[str, Drawing] = {}
+    maps = heat_maps(report.rows)
+    if maps:
+        found["heatmap"] = heat_chart(maps)
+    elif report.rows:
+        found["bars"] = bar_chart(report)
+    if report.ceilings is not None and any(row.flops for row in report.rows):
+        found["roofline"] = roofline_chart(report.rows, report.ceilings)
+    return found
+
+
+def contender_colours(rows: Sequence[Row]) -> dict[str, str]:
+    others = [name for name in dict.fromkeys(row.contender for row in rows) if name != OURS]
+    return {OURS: OURS_COLOUR} | {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(others)}
+
+
+def bar_chart(report: Report) -> Drawing:
+    """Times relative to mlakit's on each workload: a shorter bar is faster."""
+    colours = contender_colours(report.rows)
+    groups = [(name, list(rows)) for name, rows in groupby(report.rows, lambda row: row.workload)]
+    height = 60 + sum(22 + BAR * len(rows) + GAP for _, rows in groups)
+    drawing = Drawing(LABELS + FULL + 140, height)
+    drawing.add(
+        Text(
+            10, 20, f"{report.suite} ({report.mode}): time / {OURS}'s, shorter is faster", bold=True
+        )
+    )
+    y = 44.0
+    for workload, rows in groups:
+        ours = next((row.us.p50 for row in rows if row.contender == OURS), rows[0].us.p50)
+        drawing.add(Text(10, y + 8, workload, bold=True))
+        y += 22
+        for row in rows:
+            _add_bar(drawing, y, row, ours, colours[row.contender])
+            y += BAR
+        y += GAP
+    one = LABELS + FULL / LONGEST
+    drawing.add(Line([(one, 36), (one, height - 10)], GREY, dashed=True))
+    return drawing
+
+
+def _add_bar(drawing: Drawing, y: float, row: Row, ours_us: float, colour: str) -> None:
+    def x(us: float) -> float:
+        return LABELS + FULL * min(us / ours_us, LONGEST) / LONGEST
+
+    middle, end = y + BAR / 2, x(row.us.p50)
+    hint = (
+        f"{row.contender}: {digits(row.us.p50)} us ({digits(row.us.p20)} to {digits(row.us.p80)})"
+    )
+    cut = " →" if row.us.p50 / ours_us > LONGEST else ""
+    drawing.add(
+        Text(LABELS - 8, middle, row.contender, anchor="end", size=11),
+        Rectangle(LABELS, y + 2, end - LABELS, BAR - 4, colour, hint),
+        Line([(x(row.us.p20), middle), (x(row.us.p80), middle)], "#222222"),
+        Text(end + 6, middle, f"{digits(row.us.p50)} us{cut}", size=11),
+    )
+
+
+def roofline_chart(rows: Sequence[Row], ceilings: Ceilings) -> Drawing:
+    """TFLOP/s over FLOPs per byte, both in powers of ten, under the measured ceilings."""
+    shown = [row for row in rows if row.flops]
+    colours = contender_colours(rows)
+    xs = [row.flops / row.bytes for row in shown]
+    ys = [row.gflops / 1e3 for row in shown]
+    peaks = {"bf16": ceilings.bf16_tflops} | (
+        {} if ceilings.fp8_tflops is None else {"fp8": ceilings.fp8_tflops}
+    )
+    left, right = floor(log10(min(xs))), max(ceil(log10(max(xs))), 4)
+    bottom, top = floor(log10(min(ys))), ceil(log10(max(*peaks.values(), *ys)))
+    width, height = 560, 400
+    drawing = Drawing(width + 280, height + 100)
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across = (log10(x) - left) / (right - left)
+        up = (log10(y) - bottom) / max(top - bottom, 1)
+        return 70 + width * across, 40 + height * (1 - up)
+
+    drawing.add(Text(10, 18, "Roofline: ceilings measured in the same run", bold=True))
+    for power in range(left, right + 1):
+        x, y = place(10.0**power, 10.0**bottom)
+        drawing.add(Line([(x, 40), (x, y)], PALE), Text(x, y + 16, f"{10.0**power:g}", "middle"))
+    for power in range(bottom, top + 1):
+        x, y = place(10.0**left, 10.0**power)
+        drawing.add(
+            Line([(x, y), (70 + width, y)], PALE), Text(x - 8, y, f"{10.0**power:g}", "end")
+        )
+    drawing.add(
+        Text(70 + width / 2, height + 78, "FLOPs per byte", "middle"),
+        Text(70, 32, "TFLOP/s", "middle"),
+    )
+    bandwidth = ceilings.read_gb_s / 1e3  # TFLOP/s at one FLOP per byte
+    highest = max(peaks.values())
+    start = max(10.0**left, 10.0**bottom / bandwidth)
+    drawing.add(
+        Line([place(start, start * bandwidth), place(highest / bandwidth, highest)], "#444444", 2)
+    )
+    for kind, peak in peaks.items():
+        first, last = place(peak / bandwidth, peak), place(10.0**right, peak)
+        drawing.add(
+            Line([first, last], "#444444", 2),
+            Text(last[0] + 6, last[1], f"{kind} {peak:.0f} TFLOP/s", size=11),
+        )
+    for row, x, y in zip(shown, xs, ys, strict=True):
+        hint = f"{row.workload}, {row.contender}: {digits(y)} TFLOP/s"
+        drawing.add(Dot(*place(x, y), colours[row.contender], hint))
+    for i, (name, colour) in enumerate(colours.items()):
+        y = height - 10 - 18 * i
+        drawing.add(Dot(70 + width + 20, y, colour), Text(70 + width + 32, y, name, size=11))
+    return drawing
+
+
+def heat_chart(maps: Sequence[HeatMap]) -> Drawing:
+    """The maps side by side; green is good, red is bad."""
+    cell, across = (62, 30), max(len(heat.batches) for heat in maps)
+    down = max(len(heat.lengths) for heat in maps)
+    width, height = 70 + cell[0] * across, 76 + cell[1] * down
+    drawing = Drawing(width + 20, height * len(maps))
+    for i, heat in enumerate(maps):
+        top = i * height + 50
+        drawing.add(Text(10, top - 32, heat.title, bold=True))
+        for column, batch in enumerate(heat.batches):
+            drawing.add(Text(70 + cell[0] * (column + 0.5), top - 12, f"b {batch}", "middle"))
+        for line, length in enumerate(heat.lengths):
+            y = top + cell[1] * line
+            drawing.add(Text(60, y + cell[1] / 2, f"{length}", "end"))
+            for column, batch in enumerate(heat.batches):
+                x, text = 70 + cell[0] * column, heat.text(length, batch)
+                if text:
+                    shade = shade_of(heat.goodness(length, batch))
+                    drawing.add(
+                        Rectangle(x, y, cell[0] - 2, cell[1] - 2, shade),
+                        Text(x + cell[0] / 2 - 1, y + cell[1] / 2 - 1, text, "middle"),
+                    )
+    return drawing
+
+
+def shade_of(goodness: float) -> str:
+    """From red over white to green."""
+    pale = round(255 * (1 - 0.7 * abs(goodness)))
+    red, green = (pale, 235) if goodness > 0 else (245, pale)
+    return "#ffffff" if goodness == 0 else f"#{red:02x}{green:02x}{pale:02x}"

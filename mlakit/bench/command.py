@@ -1,0 +1,114 @@
+"""Which suites `mlakit bench` runs, and how; `outputs` has what becomes of their reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+from rich.console import Console
+
+from mlakit.bench import GPU_SUITES, SUITES, ceilings, gpu, gpu_timers, peers, suite
+from mlakit.bench.ceilings import Ceilings
+from mlakit.bench.heatmap import heat_maps, heat_table
+from mlakit.bench.progress import progress_bars
+from mlakit.bench.report import WALL, Report
+from mlakit.bench.shapes import Shape
+from mlakit.bench.suite import Workload
+
+
+def checked_mode(mode: str, *, host: bool) -> str:
+    """How time is taken. Raises ValueError for a mode there is not, and for two at once."""
+    if mode not in gpu_timers.MODES:
+        raise ValueError(f"--mode must be of {', '.join(gpu_timers.MODES)}, got {mode!r}")
+    if host and mode != "cold":
+        raise ValueError(f"--host times calls as they are, not with --mode {mode}")
+    return gpu_timers.HOST if host else mode
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured, and how.
+
+    command  as it was typed, for the report
+    only     workloads with this in their names
+    mode     of `gpu_timers.MODES`, or its `HOST`; the suite cpu has its own
+    """
+
+    suites: Sequence[str]
+    command: str
+    shape: Shape | None = None
+    only: str = ""
+    mode: str = "cold"
+    with_peers: bool = True
+    quick: bool = False
+    threads: int | None = None
+
+
+def workloads_of(settings: Settings) -> dict[str, list[Workload]]:
+    """By suite. Raises ValueError for suites, shapes and options that do not go together."""
+    names = settings.suites or _default_suites()
+    found = {}
+    for name in names:
+        if name not in SUITES:
+            raise ValueError(f"suite must be of {', '.join(SUITES)}, got {name!r}")
+        if name in GPU_SUITES and (reason := gpu.why_not()):
+            raise ValueError(f"suite {name} {reason}")
+        workloads = [
+            each for each in _workloads(name, settings.shape) if settings.only in each.name
+        ]
+        if not workloads:
+            raise ValueError(
+                f"--only: no workload of suite {name} has {settings.only!r} in its name"
+            )
+        found[name] = workloads
+    return found
+
+
+def _default_suites() -> tuple[str, ...]:
+    return ("cpu",) if gpu.why_not() else GPU_SUITES
+
+
+def _workloads(name: str, shape: Shape | None) -> Sequence[Workload]:
+    module = import_module(f"mlakit.bench.{name.replace('-', '_')}")
+    if shape is None:
+        known: Sequence[Workload] = module.WORKLOADS
+        return known
+    if name == "cpu":
+        raise ValueError("--shape is no option of suite cpu")
+    of_shape: Callable[[Shape], Sequence[Workload]] = module.of_shape
+    return of_shape(shape)
+
+
+def run(settings: Settings, workloads: dict[str, list[Workload]]) -> list[Report] | None:
+    """Measure suite by suite; None, after saying so, where a result is wrong."""
+    reports: list[Report] = []
+    found: Ceilings | None = None
+    for name, own in workloads.items():
+        on_gpu = name in GPU_SUITES
+        if on_gpu and found is None and not settings.quick and settings.mode != gpu_timers.HOST:
+            found = _measured_ceilings()
+        report = suite.run(
+            name,
+            own,
+            command=settings.command,
+            quick=settings.quick,
+            threads=settings.threads,
+            mode=settings.mode if on_gpu else WALL,
+            peers_of=peers.baselines if settings.with_peers and on_gpu else None,
+            ceilings=found if on_gpu else None,
+        )
+        if report is None:
+            return None
+        for heat in heat_maps(report.rows):
+            Console().print(heat_table(heat))
+        reports.append(report)
+    return reports
+
+
+def _measured_ceilings() -> Ceilings:
+    with progress_bars() as bars:
+        task = bars.add_task("ceilings", total=len(ceilings.STEPS))
+        found = ceilings.measure(gpu_timers.timer_for("cold"), lambda: bars.advance(task))
+    Console().print(str(found), highlight=False)
+    return found

@@ -1,0 +1,200 @@
+"""The suite `indexer`: index scores over 132-byte keys and the best of them, on a GPU.
+
+Widths  64 index heads of 128 columns, as in DeepSeek-V3.2; e4m3 queries and keys
+Logits  bytes: the keys once, q, weights and the scores; FLOPs: 2 · queries · keys · heads · 128
+Top-k   bytes: the scores once and the selection; against torch.topk on the same scores
+Gate    some queries against the oracle; of top-k the scores selected in every row too
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from mlakit import reference
+from mlakit.bench import gate, gpu
+from mlakit.bench.pool import fill, page_counts
+from mlakit.bench.shapes import Batch, Shape
+from mlakit.bench.suite import Baseline, Contest, Workload
+from mlakit.cache import PagedLatentCache, request_slots
+from mlakit.geometry import MLAGeometry
+from mlakit.ops import indexer_logits, indexer_topk
+from mlakit.testing import assert_same_bits, shuffled_pages
+from mlakit.workloads.case import assert_logits_match
+
+MODEL = MLAGeometry.preset("deepseek-v3.2")
+WIDTH, TOPK = MODEL.index_head_dim, MODEL.index_topk
+KEY_BYTES = WIDTH + 4
+PAGE_SIZE = 64
+MOST_JUDGED = 3  # queries of a request, rows of a selection
+
+
+@dataclass(frozen=True)
+class Logits(Workload):
+    """Scores of every cached token for the newest tokens of a batch of requests."""
+
+    batch: Batch
+    heads: int = MODEL.index_n_heads
+
+    op = "indexer_logits"
+    products = "fp8"
+
+    @property
+    def name(self) -> str:
+        return f"indexer-logits-{self.batch.label(self.heads)}"
+
+    @property
+    def flops(self) -> int:
+        return 2 * self._pairs * self.heads * WIDTH
+
+    @property
+    def bytes(self) -> int:
+        per_query = self.heads * (WIDTH + 4) + 4 * max(self.batch.kv_lens)
+        return sum(self.batch.kv_lens) * KEY_BYTES + self.batch.tokens * per_query
+
+    @property
+    def limit(self) -> float | None:
+        return None
+
+    @property
+    def small(self) -> Workload:
+        return replace(self, batch=self.batch.small)
+
+    @property
+    def _pairs(self) -> int:
+        return sum(a * b for a, b in zip(self.batch.q_lens, self.batch.kv_lens, strict=True))
+
+    def contest(self) -> Contest:
+        generator, batch = gpu.generator(), self.batch
+        counts = page_counts(batch.kv_lens, PAGE_SIZE)
+        pages = torch.zeros(sum(counts), PAGE_SIZE, KEY_BYTES, dtype=torch.uint8, device=gpu.DEVICE)
+        cache = PagedLatentCache.wrap_index_keys(pages)
+        fill(cache, generator)
+        page_table = shuffled_pages(batch.size, counts, sum(counts), generator)
+        q = gpu.normal(generator, batch.tokens, self.heads, WIDTH, dtype=torch.float8_e4m3fn)
+        weights = gpu.normal(generator, batch.tokens, self.heads, dtype=torch.float32)
+        kv_lens, starts = gpu.int32(batch.kv_lens), gpu.int32(batch.starts)
+        columns = max(batch.kv_lens)
+
+        def ours() -> Tensor:
+            return indexer_logits(
+                q, weights, cache, page_table, kv_lens, q_starts=starts, max_kv_len=columns
+            )
+
+        def gate_logits() -> None:
+            logits, layer = ours(), cache.layer(0)
+            for request in batch.judged:
+                slots = request_slots(page_table, PAGE_SIZE, request, 0, batch.kv_lens[request])
+                keys = layer.read(slots, torch.float64)
+                for place in gate.spread_out(batch.q_lens[request], MOST_JUDGED):
+                    token = batch.starts[request] + place
+                    seen = len(keys) - batch.q_lens[request] + place + 1
+                    own = (logits[token], q[token], weights[token])
+                    _hold_scores(f"logits of query {token}", *own, keys[:seen])
+
+        baselines = [gpu.reading(self.bytes)]
+        if len(batch.groups) == 1 and batch.q_lens[0] == 1:
+            baselines.append(Baseline("torch bf16", _torch_scores(q, weights, cache, page_table)))
+        return Contest(ours, baselines, gate_logits)
+
+
+def _hold_scores(name: str, logits: Tensor, q: Tensor, weights: Tensor, keys: Tensor) -> None:
+    """Assert that the scores of one query are the oracle's, and −inf beyond the keys it sees."""
+    exact, naive = (
+        reference.indexer_logits(q[None], weights[None], [keys], [1], dtype=dtype).cpu()
+        for dtype in (torch.float64, torch.float32)
+    )
+    longest = keys.norm(dim=-1).amax()
+    terms = (weights.double().abs() * q.double().norm(dim=-1)).sum() * longest
+    assert_logits_match(name, logits[None, : len(keys)], exact, naive, terms.cpu())
+    if not bool((logits[len(keys) :] == -torch.inf).all()):
+        raise AssertionError(f"{name}: a key that is not visible has a score")
+
+
+def _torch_scores(
+    q: Tensor, weights: Tensor, cache: PagedLatentCache, page_table: Tensor
+) -> Callable[[], Tensor]:
+    """The same scores by torch, over keys gathered and widened before the clock starts."""
+    slots = page_table.long()[:, :, None] * PAGE_SIZE + torch.arange(PAGE_SIZE, device=gpu.DEVICE)
+    keys = cache.layer(0).read(slots.flatten(1)).to(torch.bfloat16)
+    wide = q.to(torch.bfloat16)
+
+    def scores() -> Tensor:
+        dots = torch.bmm(wide, keys.mT).relu()
+        return torch.bmm(weights[:, None].to(torch.bfloat16), dots)
+
+    return scores
+
+
+@dataclass(frozen=True)
+class TopK(Workload):
+    """The `k` best of every row of scores."""
+
+    rows: int
+    columns: int
+    k: int = TOPK
+
+    op = "indexer_topk"
+
+    @property
+    def name(self) -> str:
+        return f"indexer-topk-{self.rows}x{self.columns}-k{self.k}"
+
+    @property
+    def flops(self) -> int:
+        return 0
+
+    @property
+    def bytes(self) -> int:
+        return 4 * self.rows * (self.columns + self.k)
+
+    @property
+    def limit(self) -> float | None:
+        return 1.0
+
+    @property
+    def small(self) -> Workload:
+        return replace(self, rows=min(self.rows, 3), columns=512, k=64)
+
+    def contest(self) -> Contest:
+        logits = gpu.normal(gpu.generator(), self.rows, self.columns, dtype=torch.float32)
+
+        def ours() -> Tensor:
+            return indexer_topk(logits, self.k)
+
+        def gate_selection() -> None:
+            selected = ours()
+            for row in gate.spread_out(self.rows, MOST_JUDGED):
+                expected = reference.indexer_topk(logits[row : row + 1], self.k)[0]
+                assert_same_bits(f"columns of row {row}", selected[row], expected)
+            scores = logits.gather(1, selected.long())
+            in_order = scores.sort(dim=-1, descending=True).values
+            assert_same_bits("scores selected", in_order, torch.topk(logits, self.k).values)
+
+        by_torch = [
+            Baseline("torch.topk", lambda: torch.topk(logits, self.k)),
+            Baseline("torch.topk, unsorted", lambda: torch.topk(logits, self.k, sorted=False)),
+        ]
+        return Contest(ours, [*by_torch, gpu.reading(self.bytes)], gate_selection)
+
+
+def of_shape(shape: Shape) -> tuple[Workload, ...]:
+    """Both halves of an indexer's step over the batch."""
+    given = shape.accept("indexer", "heads", "topk")
+    batch = shape.batch
+    columns = max(batch.kv_lens)
+    logits = Logits(batch, int(given.get("heads", MODEL.index_n_heads)))
+    return logits, TopK(batch.tokens, columns, min(int(given.get("topk", TOPK)), columns))
+
+
+WORKLOADS: tuple[Workload, ...] = (
+    Logits(Batch.of(64, 1, 8192)),
+    Logits(Batch.of(128, 2, 32768)),
+    Logits(Batch.of(1, 1, 131072)),
+    Logits(Batch.of(1, 2048, 32768)),
+    *(TopK(rows, columns) for rows in (1, 128, 4096) for columns in (4096, 16384, 65536, 131072)),
+    TopK(64, 8192),
+)

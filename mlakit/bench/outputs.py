@@ -1,0 +1,103 @@
+"""What becomes of reports: files of several kinds, and the comparison with an earlier run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from mlakit.bench.charts import charts
+from mlakit.bench.compare import Comparison, compare, comparison_table
+from mlakit.bench.drawing import why_no_png
+from mlakit.bench.heatmap import heat_maps, heat_table
+from mlakit.bench.html import page
+from mlakit.bench.report import WALL, Report, as_csv
+from mlakit.bench.tables import WIDE, left_out_lines, table
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Files to write, and a report to compare with; None: not asked for."""
+
+    json: Path | None = None
+    csv: Path | None = None
+    html: Path | None = None
+    plot: Path | None = None  # a folder
+    earlier: Path | None = None
+
+    def check(self) -> None:
+        """Raises ValueError for what cannot be done: before the run, not after it."""
+        files = {"--json": self.json, "--csv": self.csv, "--html": self.html, "--plot": self.plot}
+        for option, file in files.items():
+            if file is not None and not file.parent.is_dir():
+                raise ValueError(f"{option}: there is no folder {file.parent}")
+        if self.plot is not None and (reason := why_no_png()):
+            raise ValueError(f"--plot {reason}; --html needs no other package")
+        if self.earlier is not None:
+            read_reports("--compare", self.earlier)
+
+    def write(self, reports: Sequence[Report]) -> None:
+        """Write what was asked for, and print the comparison."""
+        comparison = None
+        if self.earlier is not None:
+            comparison = compare(read_reports("--compare", self.earlier), reports)
+            _print_comparison(comparison)
+        if self.json is not None:
+            stored = [each.as_json() for each in reports]
+            found = stored if len(stored) > 1 else stored[0]
+            self.json.write_text(f"{json.dumps(found, indent=2, ensure_ascii=False)}\n", "utf-8")
+        if self.csv is not None:
+            self.csv.write_text(as_csv(reports), "utf-8")
+        if self.html is not None:
+            self.html.write_text(page(reports, comparison), "utf-8")
+        if self.plot is not None:
+            _plot(reports, self.plot)
+
+
+def read_reports(option: str, file: Path) -> list[Report]:
+    """The reports in a file of --json. Raises ValueError, naming `option`, if there are none."""
+    try:
+        stored = json.loads(file.read_text("utf-8"))
+        return [
+            Report.from_json(each) for each in (stored if isinstance(stored, list) else [stored])
+        ]
+    except OSError as error:
+        raise ValueError(f"{option}: {file} cannot be read, {error.strerror}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise ValueError(f"{option}: {file} is not JSON") from None
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{option}: {file} is no report of mlakit bench, {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{option}: {file} {error}") from None
+
+
+def print_reports(reports: Sequence[Report]) -> None:
+    """The tables of stored reports, as the runs that made them printed theirs."""
+    console = Console(width=None if Console().is_terminal else WIDE)
+    for report in reports:
+        console.print(
+            f"{report.suite} ({report.mode}): {report.command}", highlight=False, markup=False
+        )
+        console.print(table(report.rows, unit="ms" if report.mode == WALL else "us"))
+        for line in left_out_lines(report.left_out):
+            console.print(line, markup=False)
+        for heat in heat_maps(report.rows):
+            console.print(heat_table(heat))
+
+
+def _print_comparison(comparison: Comparison) -> None:
+    console = Console(width=None if Console().is_terminal else WIDE)
+    console.print(comparison_table(comparison))
+    console.print(comparison.summary, highlight=False, markup=False)
+
+
+def _plot(reports: Sequence[Report], folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    for report in reports:
+        for kind, drawing in charts(report).items():
+            file = folder / f"{report.suite}-{report.mode}-{kind}"
+            file.with_suffix(".svg").write_text(drawing.svg(), "utf-8")
+            drawing.save_png(file.with_suffix(".png"))

@@ -1,0 +1,84 @@
+"""Paged caches full of random latents, at the widths of DeepSeek-V3."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mlakit.bench import gpu
+from mlakit.cache import PagedLatentCache
+from mlakit.geometry import MLAGeometry
+from mlakit.testing import shuffled_pages
+
+MODEL = MLAGeometry.preset("deepseek-v3")
+ROW = MODEL.row
+SCALE = MODEL.softmax_scale
+LATENT_SIZE = 0.3  # standard deviation of cached numbers
+ROWS_AT_ONCE = 1 << 18
+
+
+def filled_cache(
+    num_pages: int,
+    page_size: int,
+    format: str,
+    generator: torch.Generator,
+) -> PagedLatentCache:
+    cache = PagedLatentCache.allocate(
+        ROW, format, num_pages=num_pages, page_size=page_size, device=gpu.DEVICE
+    )
+    fill(cache, generator)
+    return cache
+
+
+def fill(cache: PagedLatentCache, generator: torch.Generator) -> None:
+    layer = cache.layer(0)
+    for first in range(0, layer.num_slots, ROWS_AT_ONCE):
+        slots = torch.arange(first, min(first + ROWS_AT_ONCE, layer.num_slots), device=gpu.DEVICE)
+        rows = torch.randn(len(slots), cache.row.width, generator=generator, device=gpu.DEVICE)
+        layer.write(slots, LATENT_SIZE * rows)
+
+
+def rope_table(positions: int) -> Tensor:
+    """float32 [positions, D_R]: cos0, sin0, cos1, sin1, …"""
+    width = ROW.qk_rope_head_dim
+    angle = torch.arange(positions)[:, None] * 10000.0 ** (-torch.arange(0, width, 2) / width)
+    return torch.stack([angle.cos(), angle.sin()], dim=-1).flatten(1)
+
+
+def page_counts(kv_lens: Sequence[int], page_size: int) -> list[int]:
+    return [-(-kv_len // page_size) for kv_len in kv_lens]
+
+
+def filled_pages(
+    kv_lens: Sequence[int],
+    page_size: int,
+    format: str,
+    generator: torch.Generator,
+) -> tuple[PagedLatentCache, Tensor]:
+    """A pool with room for all requests, and a table of its pages in random order."""
+    counts = page_counts(kv_lens, page_size)
+    cache = filled_cache(sum(counts), page_size, format, generator)
+    return cache, shuffled_pages(len(counts), counts, sum(counts), generator)
+
+
+@dataclass(eq=False)
+class SharedPool:
+    """A pool that many workloads take their pages from, made when the first one asks for it."""
+
+    num_pages: int
+    page_size: int = 64
+    format: str = "bf16"
+    _made: list[PagedLatentCache] = field(default_factory=list)
+
+    def pages(
+        self, kv_lens: Sequence[int], generator: torch.Generator
+    ) -> tuple[PagedLatentCache, Tensor]:
+        """The pool, and a table of random pages of it."""
+        if not self._made:
+            own = gpu.generator()
+            self._made.append(filled_cache(self.num_pages, self.page_size, self.format, own))
+        counts = page_counts(kv_lens, self.page_size)
+        return self._made[0], shuffled_pages(len(counts), counts, self.num_pages, generator)

@@ -1,0 +1,143 @@
+"""The suite `prefill`: expanded attention of whole prompts on a GPU, heads of 192 and 128 columns.
+
+Keys    for mlakit k_nope and k_rope as they are; peers get them joined before the clock starts
+Bytes   q, k_nope, k_rope, v and out once
+FLOPs   2 · heads · length² · (192 + 128) for every prompt, half of it if causal
+Gate    some tokens, all their heads, against the float64 oracle
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from mlakit import reference
+from mlakit.bench import gate, gpu
+from mlakit.bench.pool import MODEL, SCALE
+from mlakit.bench.problems import DensePrefill
+from mlakit.bench.shapes import Batch, Shape, even_lengths
+from mlakit.bench.suite import Contest, Workload
+from mlakit.masks import CAUSAL, NULL
+from mlakit.ops import mla_prefill
+
+D_N, D_R, D_V = MODEL.qk_nope_head_dim, MODEL.qk_rope_head_dim, MODEL.v_head_dim
+MOST_JUDGED = 4  # tokens of a prompt
+
+
+@dataclass(frozen=True)
+class Prefill(Workload):
+    """Prompts without a past.
+
+    speedup  over FA3 that is to be reached; None: none is set
+    """
+
+    batch: Batch
+    heads: int
+    causal: bool = True
+    speedup: float | None = None
+
+    op = "mla_prefill"
+    rival = "fa3"
+
+    @property
+    def name(self) -> str:
+        mask = "causal" if self.causal else "full"
+        if len(self.batch.groups) > 1:
+            return f"prefill-bf16-{self.batch}-h{self.heads}-{mask}"
+        (group,) = self.batch.groups
+        return f"prefill-bf16-b{group.count}-h{self.heads}-{group.kv_len}-{mask}"
+
+    @property
+    def flops(self) -> int:
+        pairs = sum(length**2 for length in self.batch.kv_lens)
+        return 2 * self.heads * pairs * (D_N + D_R + D_V) // (2 if self.causal else 1)
+
+    @property
+    def bytes(self) -> int:
+        per_head = (D_N + D_R) + D_N + 2 * D_V
+        return 2 * self.batch.tokens * (self.heads * per_head + D_R)
+
+    @property
+    def limit(self) -> float | None:
+        return None if self.speedup is None else round(1 / self.speedup, 4)
+
+    @property
+    def small(self) -> Workload:
+        return replace(self, batch=self.batch.small, heads=min(self.heads, 4))
+
+    def contest(self) -> Contest:
+        generator, tokens = gpu.generator(), self.batch.tokens
+        q = gpu.normal(generator, tokens, self.heads, D_N + D_R)
+        k_nope = gpu.normal(generator, tokens, self.heads, D_N)
+        k_rope = gpu.normal(generator, tokens, D_R)
+        v = gpu.normal(generator, tokens, self.heads, D_V)
+        starts = gpu.int32(self.batch.starts)
+        mask = CAUSAL if self.causal else NULL
+
+        def ours() -> tuple[Tensor, Tensor]:
+            return mla_prefill(q, k_nope, k_rope, v, starts, starts, softmax_scale=SCALE, mask=mask)
+
+        def samples() -> Iterator[gate.Sample]:
+            return self._samples(q, k_nope, k_rope, v)
+
+        joined = torch.cat([k_nope, k_rope[:, None].expand(-1, self.heads, -1)], dim=-1)
+        longest = max(self.batch.kv_lens)
+        return Contest(
+            ours,
+            [],
+            gate=lambda: gate.hold(("out", "lse"), ours(), samples()),
+            problem=DensePrefill(q, joined, v, starts, longest, SCALE, self.causal),
+            peer_fault=lambda output: gate.fault(output, samples()),
+        )
+
+    def _samples(
+        self, q: Tensor, k_nope: Tensor, k_rope: Tensor, v: Tensor
+    ) -> Iterator[gate.Sample]:
+        ends = list(pairwise(self.batch.starts))
+        for request in self.batch.judged:
+            start, end = ends[request]
+            for place in gate.spread_out(end - start, MOST_JUDGED):
+                token = start + place
+                own = slice(token, token + 1)
+                # alone, a token is the newest of the keys it sees
+                keys = slice(start, token + 1 if self.causal else end)
+                exact, naive = (
+                    reference.mla_prefill(
+                        q[own],
+                        k_nope[keys],
+                        k_rope[keys],
+                        v[keys],
+                        [0, 1],
+                        [0, keys.stop - keys.start],
+                        softmax_scale=SCALE,
+                        mask=NULL,
+                        dtype=dtype,
+                    )
+                    for dtype in (torch.float64, torch.float32)
+                )
+                yield gate.Sample(f"token {token}", own, exact, naive)
+
+
+def of_shape(shape: Shape) -> tuple[Workload, ...]:
+    given = {"heads": 128, **shape.accept("prefill", "heads", "causal")}
+    batch = even_lengths("prefill", shape.batch)
+    return (Prefill(batch, **given),)  # type: ignore[arg-type]  # checked by their options
+
+
+def _prompts(count: int, heads: int, length: int, causal: bool, speedup: float) -> Prefill:
+    return Prefill(Batch.of(count, length, length), heads, causal, speedup)
+
+
+WORKLOADS: tuple[Workload, ...] = (
+    _prompts(8, 128, 2048, True, 1.08),
+    _prompts(4, 128, 4096, True, 1.04),
+    _prompts(4, 128, 4096, False, 1.03),
+    _prompts(2, 128, 8192, True, 1.02),
+    _prompts(2, 128, 8192, False, 1.03),
+    _prompts(1, 128, 16384, True, 1.01),
+    _prompts(4, 16, 4096, True, 1.02),
+)

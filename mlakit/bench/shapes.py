@@ -1,0 +1,220 @@
+"""Shapes as they are written on the command line.
+
+A batch is `<count>q<q_len>s<kv_len>`, several of them joined by `+` or `,`; kv_len counts the new
+tokens. Numbers may end in k or m for 1024 and 1024 · 1024: `64q1s4k+2q1s64k`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from itertools import accumulate
+
+from mlakit.formats import row_codec
+from mlakit.geometry import MLAGeometry
+
+NUMBER = r"(\d+[km]?)"
+GROUP = re.compile(rf"{NUMBER}q{NUMBER}s{NUMBER}")
+UNITS = {"k": 1 << 10, "m": 1 << 20}
+TOPK = 2048  # where --topk does not say
+SMALL_COUNT, SMALL_LENGTH = 2, 200
+
+
+@dataclass(frozen=True)
+class Group:
+    """`count` requests with `q_len` new tokens each, which make `kv_len` cached ones."""
+
+    count: int
+    q_len: int
+    kv_len: int
+
+    def __str__(self) -> str:
+        return f"{self.count}q{_short(self.q_len)}s{_short(self.kv_len)}"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The requests of a call, group by group."""
+
+    groups: tuple[Group, ...]
+
+    @classmethod
+    def of(cls, count: int, q_len: int, kv_len: int) -> Batch:
+        return cls((Group(count, q_len, kv_len),))
+
+    @classmethod
+    def parse(cls, text: str) -> Batch:
+        """Raises ValueError, naming --shape, for what is no batch."""
+        return cls(tuple(_group(text, part) for part in re.split(r"[+,]", text.lower())))
+
+    @property
+    def q_lens(self) -> tuple[int, ...]:
+        return tuple(group.q_len for group in self._requests)
+
+    @property
+    def kv_lens(self) -> tuple[int, ...]:
+        return tuple(group.kv_len for group in self._requests)
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Of each request's queries among all of them, and their number."""
+        return tuple(accumulate(self.q_lens, initial=0))
+
+    @property
+    def tokens(self) -> int:
+        return self.starts[-1]
+
+    @property
+    def size(self) -> int:
+        return sum(group.count for group in self.groups)
+
+    @property
+    def is_even(self) -> bool:
+        """Has every request as many queries as the others?"""
+        return len({group.q_len for group in self.groups}) == 1
+
+    @property
+    def small(self) -> Batch:
+        return Batch(
+            tuple(
+                Group(
+                    min(group.count, SMALL_COUNT),
+                    min(group.q_len, SMALL_LENGTH),
+                    min(group.kv_len, SMALL_LENGTH),
+                )
+                for group in self.groups
+            )
+        )
+
+    @property
+    def judged(self) -> list[int]:
+        """Requests to hold to the oracle: the first, middle and last of every group."""
+        found: set[int] = set()
+        first = 0
+        for group in self.groups:
+            found |= {first, first + group.count // 2, first + group.count - 1}
+            first += group.count
+        return sorted(found)
+
+    @property
+    def _requests(self) -> Iterator[Group]:
+        return (group for group in self.groups for _ in range(group.count))
+
+    def label(self, heads: int) -> str:
+        """`b128-h16-q2-8192` where all requests are alike, else the batch as it is written."""
+        if len(self.groups) > 1:
+            return f"{self}-h{heads}"
+        (group,) = self.groups
+        queries = f"-q{group.q_len}" if group.q_len > 1 else ""
+        return f"b{group.count}-h{heads}{queries}-{group.kv_len}"
+
+    def __str__(self) -> str:
+        return "+".join(map(str, self.groups))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """--shape and the options that go with it; None where one was not given."""
+
+    text: str
+    heads: int | None = None
+    format: str | None = None
+    page_size: int | None = None
+    topk: int | None = None
+    causal: bool | None = None
+
+    @classmethod
+    def given(
+        cls, text: str | None, options: Mapping[str, int | str | bool | None]
+    ) -> Shape | None:
+        """None without a --shape. Raises ValueError for options that only go with one."""
+        if text is not None:
+            return cls(text, **options)  # type: ignore[arg-type]  # by name
+        for name, value in options.items():
+            if value is not None:
+                raise ValueError(f"{_option(name)} goes with --shape only")
+        return None
+
+    @property
+    def batch(self) -> Batch:
+        return Batch.parse(self.text)
+
+    def accept(self, suite: str, *options: str) -> dict[str, int | str | bool]:
+        """The options given, by name. Raises ValueError for one that `suite` does not have."""
+        given = {
+            each.name: value
+            for each in fields(self)
+            if each.name != "text" and (value := getattr(self, each.name)) is not None
+        }
+        if self.format is not None:
+            row_codec(self.format, MLAGeometry.preset("deepseek-v3").row)  # raises for no format
+        for name in given:
+            if name not in options:
+                known = ", ".join(_option(each) for each in options) or "none"
+                raise ValueError(f"{_option(name)} is no option of suite {suite}; it has {known}")
+        return given
+
+
+def product_sizes(text: str) -> tuple[int, int, int]:
+    """(M, N, K) of `MxNxK`. Raises ValueError, naming --shape, for anything else."""
+    found = re.fullmatch(rf"{NUMBER}x{NUMBER}x{NUMBER}", text.lower())
+    if found is None:
+        raise ValueError(f"--shape must be MxNxK such as 4096x7168x2048 for fp8, got {text!r}")
+    m, n, k = (_number(digits) for digits in found.groups())
+    if 0 in (m, n, k):
+        raise ValueError(f"--shape must have sizes of at least 1, got {text!r}")
+    return m, n, k
+
+
+def even_lengths(suite: str, batch: Batch) -> Batch:
+    """`batch`, of prompts without a past. Raises ValueError where one has a past."""
+    for group in batch.groups:
+        if group.q_len != group.kv_len:
+            raise ValueError(
+                f"--shape must have as many new tokens as cached ones for {suite}, "
+                f"such as 8q2ks2k, got {group}"
+            )
+    return batch
+
+
+def with_topk(suite: str, batch: Batch, topk: object) -> int:
+    """--topk, or 2048; ValueError for more than the shortest request has: that is no benchmark."""
+    shortest = min(group.kv_len for group in batch.groups)
+    wanted = topk if isinstance(topk, int) else min(TOPK, shortest)
+    if wanted > shortest:
+        raise ValueError(
+            f"--topk must not exceed the cached tokens of a request, {shortest}, for {suite}, "
+            f"got {wanted}"
+        )
+    return wanted
+
+
+def _group(text: str, part: str) -> Group:
+    found = GROUP.fullmatch(part.strip())
+    if found is None:
+        raise ValueError(
+            f"--shape must be <count>q<q_len>s<kv_len> such as 128q1s8k, several joined by +, "
+            f"got {part!r} in {text!r}"
+        )
+    group = Group(*(_number(digits) for digits in found.groups()))
+    if group.count < 1 or group.q_len < 1:
+        raise ValueError(f"--shape must have a count and a q_len of at least 1, got {part!r}")
+    if group.kv_len < group.q_len:
+        raise ValueError(
+            f"--shape must have kv_len, which counts the new tokens, at least q_len, got {part!r}"
+        )
+    return group
+
+
+def _number(digits: str) -> int:
+    unit = UNITS.get(digits[-1], 1)
+    return int(digits.rstrip("km")) * unit
+
+
+def _short(number: int) -> str:
+    return f"{number >> 10}k" if number and number % 1024 == 0 else str(number)
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
