@@ -28,7 +28,7 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> s
 
 def cli_reference() -> str:
     """Every command with what its `--help` prints."""
-    commands = getattr(get_command(cli.app), "commands")  # noqa: B009  # of a group, untyped
+    commands = get_command(cli.app).commands
     runner = CliRunner(env={"COLUMNS": str(HELP_COLUMNS), "NO_COLOR": "1", "TERM": "dumb"})
     sections = []
     for words in ([], *([name] for name in commands)):
@@ -44,7 +44,7 @@ def knob_table() -> str:
     """Every environment variable mlakit reads."""
     shown = {True: "on", False: "off"}
     rows = (
-        (f"`{knob.variable}`", shown.get(knob.default, knob.default), knob.meaning)  # type: ignore[call-overload]
+        (f"`{knob.variable}`", shown.get(knob.default, knob.default), knob.meaning)
         for knob in knobs.REGISTRY.values()
     )
     return markdown_table(("variable", "default", "meaning"), rows)
