@@ -121,11 +121,24 @@ def test_generated_tables_have_a_row_for_everything():
     rows = {
         name: re.findall(r"^\| `([^`]+)`", make(), flags=re.MULTILINE)
         for name, make in generated_parts.GENERATORS.items()
-        if name != "cli"
+        if name not in ("cli", "commands", "suites")
     }
     assert rows["knobs"] == [knob.variable for knob in knobs.REGISTRY.values()]
     assert rows["support"] == list(dispatch.OPS)
     assert rows["models"] == list(PRESETS)
+
+
+def test_every_command_is_in_the_table_and_every_suite_has_its_method():
+    commands = generated_parts.command_table()
+    for name in get_command(cli.app).commands:
+        assert re.search(
+            rf"^\| \[`mlakit {name}`\]\(cli\.md#mlakit-{name}\) \| [A-Z]", commands, re.M
+        )
+    assert "[bold]" not in commands
+    methods = generated_parts.suite_methods()
+    suites = re.findall(r"^### (\S+)$", methods, flags=re.MULTILINE)
+    assert {"cpu", "decode", "norm-rope-quant"} <= set(suites)
+    assert "`Gate`\n:   " in methods
 
 
 DOCSTRING = """Attend.

@@ -6,18 +6,22 @@ functions themselves need no MkDocs.
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
+from docstring_markdown import markdown_of
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from mlakit import cli, knobs
+from mlakit import bench, cli, knobs
 from mlakit.geometry import PRESETS
 from mlakit.support import table
 
 HELP_COLUMNS = 88  # what a page is wide enough for
+SUITE = re.compile(r"The suite `([a-z0-9-]+)`: ")
 MARKER = re.compile(r"^<!-- generated: ([a-z]+) -->$", flags=re.MULTILINE)
 
 
@@ -38,6 +42,32 @@ def cli_reference() -> str:
         text = "\n".join(line.rstrip() for line in shown.output.strip("\n").splitlines())
         sections.append(f"## {' '.join(['mlakit', *words])}\n\n```text\n{text.strip()}\n```")
     return "\n\n".join(sections)
+
+
+def command_table() -> str:
+    """Every command with the first line of its help."""
+    commands = get_command(cli.app).commands
+    rows = (
+        (f"[`mlakit {name}`](cli.md#mlakit-{name})", _plain(command.help).split("\n\n")[0])
+        for name, command in commands.items()
+    )
+    return markdown_table(("command", "what it does"), rows)
+
+
+def _plain(markup: str) -> str:
+    """Help text without the markup of its terminal colours."""
+    return re.sub(r"\[/?[a-z]+\]", "", markup)
+
+
+def suite_methods() -> str:
+    """What each suite of `mlakit bench` says of its workloads, bytes, FLOPs and gate."""
+    found = {}
+    for path in sorted(Path(bench.__path__[0]).glob("*.py")):
+        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        if match := SUITE.match(text):
+            said = text[match.end() :]
+            found[match[1]] = f"### {match[1]}\n\n{markdown_of(said[0].upper() + said[1:])}"
+    return "\n\n".join(found[name] for name in sorted(found))
 
 
 def knob_table() -> str:
@@ -79,6 +109,8 @@ def model_table() -> str:
 
 GENERATORS: dict[str, Callable[[], str]] = {
     "cli": cli_reference,
+    "commands": command_table,
+    "suites": suite_methods,
     "knobs": knob_table,
     "support": support_table,
     "models": model_table,
