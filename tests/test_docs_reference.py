@@ -10,6 +10,7 @@ from pathlib import Path
 import generated_parts
 import pytest
 from docstring_markdown import markdown_of, trailing_comment
+from links import api_entries, linked
 from typer.main import get_command
 
 from mlakit import cli, dispatch, knobs
@@ -180,6 +181,21 @@ def test_no_column_is_left_in_the_text_of_an_entry(entry):
             if re.search(r"\S {2,}\S", line) and not line.startswith(":   ")
         ]
         assert left == [], name
+
+
+def test_names_become_links_outside_code_links_and_headings():
+    names = {"mla_decode": "mlakit.mla_decode"}
+    fenced = "```python\n`mla_decode`\n```\n"
+    text = f"# `mla_decode`\n`mla_decode`, `other`, [`mla_decode`](x.md)\n{fenced}"
+    expected = text.replace("\n`mla_decode`,", "\n[`mla_decode`][mlakit.mla_decode],")
+    assert linked(text, names) == expected
+
+
+def test_a_short_name_is_that_of_the_op_and_every_name_has_an_entry():
+    names = api_entries()
+    assert names["mla_decode"] == names["mlakit.mla_decode"] == "mlakit.mla_decode"
+    assert names["rms_norm"] == "mlakit.reference.rms_norm"
+    assert set(names.values()) == set(ENTRIES)
 
 
 def test_a_field_is_described_by_the_comment_behind_it():

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from docstring_markdown import markdown_of
+from links import api_entries, linked
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -123,5 +124,5 @@ def filled(markdown: str) -> str:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """What MkDocs calls with the text of every page."""
-    return filled(markdown)
+    """What MkDocs calls with the text of every page: markers are filled, names become links."""
+    return linked(filled(markdown), api_entries())
