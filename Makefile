@@ -40,8 +40,8 @@ oldest: $(OLDEST_INSTALLED)
 	  tests/test_decode_plan.py tests/test_properties.py
 	$(OLDEST)/bin/python -m mlakit support --compile
 
-# the pages in docs/ as a site in site/; a warning is an error. The variable silences an announcement
-# about the next major version of MkDocs
+# the pages in docs/ as a site in site/; a warning is an error. The variable keeps the theme from
+# announcing its successor at every build
 docs: $(DOCS_INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "site/index.html"
