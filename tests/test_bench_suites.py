@@ -62,7 +62,6 @@ SMALL = [
 def cpu_as_gpu(monkeypatch):
     """The suites' tensors on the CPU, where the CPU backend takes them."""
     monkeypatch.setattr(gpu, "DEVICE", torch.device("cpu"))
-    monkeypatch.setattr(gpu, "num_sms", lambda: 4)
     nothing = Baseline("empty kernel", lambda: None, is_limit=False)
     monkeypatch.setattr(gpu, "launching_nothing", lambda: nothing)
 
