@@ -35,6 +35,7 @@ from mlakit.ops._arguments import (
     check_seen_rows,
 )
 from mlakit.ops._library import refuse_grad
+from mlakit.ops.decode import check_plan
 from mlakit.ops.norm_rope_quant import check_rope
 from mlakit.plan import ContextPlan, DecodePlan, DecodePlanTensors, EvenSplit, plan_context
 from mlakit.specs import Problem, device_facts
@@ -358,9 +359,13 @@ def _check_absorbed(
         dims.require(not is_of_lengths, "plan", "be an EvenSplit with rows", "a DecodePlan")
         return
     dims.require(topk_lens is None, "topk_lens", "come with rows", "none")
-    if isinstance(plan, DecodePlan) and lengths is not None:
-        after = tuple(low + new for low, new in zip(*lengths, strict=True))
+    if not is_of_lengths or lengths is None:
+        return
+    after = tuple(low + new for low, new in zip(*lengths, strict=True))
+    if isinstance(plan, DecodePlan):
         dims.require(plan.kv_lens == after, "plan", f"be made for kv_lens {after}", plan.kv_lens)
+    elif isinstance(plan, DecodePlanTensors):
+        check_plan(dims, plan, lengths[1], after, mask)
 
 
 def _context_plan(

@@ -521,8 +521,12 @@ def test_decode_under_every_mask(mask):
 
 @pytest.mark.parametrize(
     "plan",
-    [EvenSplit(3), plan_decode(STEPS["bf16"].totals, num_workers=5, tile=2)],
-    ids=["even", "planned"],
+    [
+        EvenSplit(3),
+        plan_decode(STEPS["bf16"].totals, num_workers=5, tile=2),
+        plan_decode(STEPS["bf16"].totals, num_workers=5, tile=2).tensors(),
+    ],
+    ids=["even", "planned", "planned-tensors"],
 )
 def test_decode_follows_a_plan(plan):
     step = STEPS["bf16"]
@@ -998,6 +1002,12 @@ DECODE: list[tuple[Change, str]] = [
         lambda q, kv, w, b: {"plan": plan_decode(KV_LENS, num_workers=2)},
         f"plan must be made for kv_lens (12, 5, 18, 4, 1, 15), got {KV_LENS}",
     ),
+    (
+        lambda q, kv, w, b: {
+            "plan": plan_decode((12, 5, 9, 4, 1, 15), num_workers=2, tile=4).tensors()
+        },
+        "plan must be made for kv_lens[2] = 18 keys, got 9",
+    ),
     (lambda q, kv, w, b: {"topk_lens": int32([1] * 22)}, "topk_lens must come with rows, got none"),
     (
         lambda q, kv, w, b: {"rows": int32([[1]] * 21)},
@@ -1015,6 +1025,13 @@ DECODE: list[tuple[Change, str]] = [
         lambda q, kv, w, b: {
             "rows": int32([[1]] * 22),
             "plan": plan_decode((12, 5, 18, 4, 1, 15), num_workers=2),
+        },
+        "plan must be an EvenSplit with rows, got a DecodePlan",
+    ),
+    (
+        lambda q, kv, w, b: {
+            "rows": int32([[1]] * 22),
+            "plan": plan_decode((12, 5, 18, 4, 1, 15), num_workers=2).tensors(),
         },
         "plan must be an EvenSplit with rows, got a DecodePlan",
     ),

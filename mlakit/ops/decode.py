@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -126,7 +127,8 @@ def _decode(a: DecodeArguments, out: Tensor | None, lse: Tensor | None) -> tuple
     check_shard(dims, a.shard)
     if lengths is not None:
         check_seen_rows(dims, a.page_table, a.layer, a.mask, starts, lengths, a.shard)
-        _check_splits(dims, a, starts, lengths)
+        if isinstance(a.splits, DecodePlanTensors):
+            check_plan(dims, a.splits, starts.diff().tolist(), lengths, a.mask, a.shard)
     dims.bind("v_width", a.layer.codec.row.v_width, "the cache's value width")
     axes = ("tokens", "heads", "v_width")
     out = check_result(dims, "out", out, *axes, dtype=result_dtype(a.q))
@@ -202,23 +204,27 @@ def check_shard(dims: Dims, shard: KVShard) -> None:
     dims.require(rank < shard.world, "kv_shard rank", f"be below world, {shard.world}", rank)
 
 
-def _check_splits(dims: Dims, a: DecodeArguments, q_starts: Tensor, kv_lens: list[int]) -> None:
+def check_plan(
+    dims: Dims,
+    plan: DecodePlanTensors,
+    q_lens: Sequence[int],
+    kv_lens: Sequence[int],
+    mask: Mask,
+    shard: KVShard = WHOLE,
+) -> None:
     """A plan is for the lengths it was made from: a stale one would leave keys out."""
-    if not isinstance(a.splits, DecodePlanTensors):
-        return
     ranges: list[list[tuple[int, int]]] = [[] for _ in kv_lens]
-    for request, first, last, _ in a.splits.host_items():
+    for request, first, last, _ in plan.host_items():
         dims.require(request < len(kv_lens), "plan", "be made for this batch", "another batch size")
         ranges[request].append((first, last))
-    queries = q_starts.diff().tolist()
-    for request, (kv_len, q_len) in enumerate(zip(kv_lens, queries, strict=True)):
+    for request, (kv_len, q_len) in enumerate(zip(kv_lens, q_lens, strict=True)):
         if q_len == 0:
             continue
-        local = a.shard.local_count(kv_len)
+        local = shard.local_count(kv_len)
         # keys that no query sees need no item
-        low = a.shard.local_count(a.mask.interval(kv_len - q_len, kv_len)[0])
+        low = shard.local_count(mask.interval(kv_len - q_len, kv_len)[0])
         end = max((last for _, last in ranges[request]), default=0)
-        whole_tiles = max(-(-local // a.splits.tile), 1) * a.splits.tile
+        whole_tiles = max(-(-local // plan.tile), 1) * plan.tile
         planned = low + sum(
             max(min(last, local) - max(first, low), 0) for first, last in ranges[request]
         )
@@ -226,5 +232,5 @@ def _check_splits(dims: Dims, a: DecodeArguments, q_starts: Tensor, kv_lens: lis
             planned == local and end <= whole_tiles,
             "plan",
             f"be made for kv_lens[{request}] = {local} keys",
-            max(planned, end if end > whole_tiles else 0),
+            end if end > whole_tiles else planned,
         )
