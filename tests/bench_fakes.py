@@ -89,12 +89,12 @@ def solve(problem: Problem) -> torch.Tensor:
     return out.view(*q.shape[:-1], 512)
 
 
-def row(workload: str, contender: str, us: float, **others: object) -> Row:
-    """A row of a report with a spread of ±1 % around `us`."""
+def row(workload: str, contender: str, us: float, share: float = 0.01, **others: object) -> Row:
+    """A row of a report whose rounds lie within `share` around `us`."""
     facts: dict[str, object] = {
         "op": "mla_decode",
         "rounds": 30,
-        "us": around(us),
+        "us": around(us, share),
         "flops": 10**9,
         "bytes": 10**7,
         "ratio": None,
