@@ -16,7 +16,6 @@ from mlakit.geometry import PRESETS, MLAGeometry
 app = typer.Typer(
     name="mlakit",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -121,6 +120,15 @@ def bench(
     only: str = typer.Option("", help="Of each suite only workloads with this in their names."),
     quick: bool = typer.Option(False, "--quick", help="Tiny problems: only to see that it runs."),
     threads: int | None = typer.Option(None, min=1, help="Threads of torch; else its own choice."),
+    fetch_peers: bool = typer.Option(
+        False,
+        "--fetch-peers",
+        help="Only download FlashMLA and FA3, 300 MB, into the folder given in place of SUITE; "
+        "else into MLAKIT_PEERS or .peers.",
+    ),
+    platform: str | None = typer.Option(
+        None, help="With --fetch-peers: x86_64, aarch64 or a platform tag; else this machine's."
+    ),
 ) -> None:
     """Measure this machine, suite by suite; [bold]cpu[/bold] needs no GPU, the others do.
 
@@ -128,6 +136,9 @@ def bench(
     result is wrong. Contenders take turns; on a GPU with a cold L2 and launch costs left out. The
     suite cpu takes minutes, most of them where the CPU has no bf16 products.
     """
+    if fetch_peers:
+        _fetch_peers(suites or [], platform)
+        return
     from mlakit.bench import command, outputs  # torch takes seconds to import: only here
     from mlakit.bench.shapes import Shape
 
@@ -168,9 +179,17 @@ def bench(
     wanted.write(measured)
 
 
+def _complete_op(incomplete: str) -> list[str]:
+    from mlakit import dispatch
+
+    return [op for op in dispatch.OPS if op.startswith(incomplete)]
+
+
 @app.command(epilog="Example: [bold]mlakit explain mla_decode --arch 90 --heads 16[/bold]")
 def explain(
-    op: str = typer.Argument(..., help="A public op, such as mla_decode."),
+    op: str = typer.Argument(
+        ..., help="A public op, such as mla_decode.", autocompletion=_complete_op
+    ),
     arch: int = typer.Option(0, help="Compute capability, 90 for sm_90; 0 is the CPU."),
     dtype: str = typer.Option("bf16", help="Of queries or activations."),
     format: str = typer.Option("bf16", help="Of cache rows."),
@@ -196,7 +215,7 @@ def explain(
         raise typer.Exit(1)
 
 
-@app.command(epilog="Example: [bold]mlakit support --compile[/bold]")
+@app.command(epilog="Examples: [bold]mlakit support --markdown[/bold], mlakit support --compile")
 def support(
     compile_kernels: bool = typer.Option(
         False, "--compile", help="Compile a list of GPU kernels, for every architecture."
@@ -207,6 +226,9 @@ def support(
     only: str = typer.Option("", help="With --compile: configurations with this in their names."),
     jobs: int = typer.Option(2, min=1, help="With --compile: processes."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON instead of a table."),
+    as_markdown: bool = typer.Option(
+        False, "--markdown", help="Print the table as the README has it; not with --compile."
+    ),
 ) -> None:
     """Show which backend each op has on each architecture, or prove that its kernels compile there.
 
@@ -215,11 +237,15 @@ def support(
     """
     from rich.console import Console
 
+    if as_markdown and (compile_kernels or as_json):
+        raise typer.BadParameter("--markdown goes with neither --compile nor --json")
     if not compile_kernels:
         from mlakit.support import table
 
         rows = table.verdicts()
-        if as_json:
+        if as_markdown:
+            typer.echo(table.markdown(rows))
+        elif as_json:
             typer.echo(json.dumps([[each.as_json() for each in row] for row in rows], indent=2))
         else:
             Console().print(table.support_table(rows))
@@ -236,6 +262,102 @@ def support(
         console.print(compilation.summary(kernels))
     if any(each.fault for each in kernels):
         raise typer.Exit(1)
+
+
+@app.command(epilog="Examples: [bold]mlakit doctor[/bold], mlakit doctor --json --seconds 0")
+def doctor(
+    seconds: float = typer.Option(
+        5.0, min=0.0, help="Random calls on each backend, after one of each op."
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON instead of tables."),
+) -> None:
+    """Say what this machine is, which backends work on it and why not, and which peers are here.
+
+    Every op is called on every backend that can work here and held to the oracle; the exit status
+    is 1 if a result is wrong. A GPU compiles its kernels first, which takes a minute.
+    """
+    from rich.console import Console
+
+    from mlakit.doctor import examine, report
+
+    with Console(stderr=True).status("calling every op"):
+        diagnosis = examine(seconds)
+    if as_json:
+        typer.echo(json.dumps(diagnosis.as_json(), indent=2))
+    else:
+        Console().print(report(diagnosis), highlight=False)
+    if not diagnosis.is_well:
+        raise typer.Exit(1)
+
+
+@app.command(
+    epilog="Examples: [bold]mlakit check --minutes 10[/bold], "
+    "mlakit check --op mla_decode --seed 7 --count 1"
+)
+def check(
+    op: Annotated[
+        list[str] | None,
+        typer.Option(help="Only this op; may be repeated.", autocompletion=_complete_op),
+    ] = None,
+    minutes: float | None = typer.Option(
+        None, min=0.0, help="How long; without --count 1 minute, with it as long as it takes."
+    ),
+    count: int | None = typer.Option(None, min=1, help="How many cases."),
+    seed: int | None = typer.Option(None, min=0, help="Of the first case; else a new one."),
+    device: str = typer.Option("auto", help="auto, cpu or cuda; auto is a GPU if there is one."),
+    backend: str = typer.Option("", help="Only hopper, triton or cpu; else each that can."),
+    any_widths: bool = typer.Option(
+        False, "--any-widths", help="Any width and page size: a GPU then compiles all the time."
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON instead of a table."),
+) -> None:
+    """Call the ops with random problems, and hold every result to the float64 oracle.
+
+    Stops at the first wrong result, prints the command that repeats it, and exits with status 1;
+    also where nothing could be checked.
+    """
+    from secrets import randbelow
+
+    from rich.console import Console
+
+    from mlakit import selfcheck
+
+    settings = selfcheck.Settings(
+        selfcheck.all_ops(op or ()),
+        seed=randbelow(2**31) if seed is None else seed,
+        device=device,
+        backend=backend,
+        minutes=selfcheck.DEFAULT_MINUTES if minutes is None and count is None else minutes,
+        count=count,
+        any_widths=any_widths,
+    )
+    try:
+        selfcheck.check_settings(settings)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    outcome = selfcheck.run_with_progress(settings)
+    if as_json:
+        typer.echo(json.dumps(outcome.as_json(), indent=2))
+    else:
+        Console().print(selfcheck.table(outcome))
+        typer.echo(selfcheck.verdict(outcome))
+    if not outcome.is_well:
+        raise typer.Exit(1)
+
+
+def _fetch_peers(folders: list[str], platform: str | None) -> None:
+    from mlakit.bench.peers import fetch, folder
+
+    if len(folders) > 1:
+        raise typer.BadParameter(f"--fetch-peers takes one folder, got {' '.join(folders)}")
+    target = Path(folders[0]) if folders else folder.peers_folder()
+    try:
+        kept = fetch.fetch(target, platform)
+    except fetch.FetchError as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(1) from None
+    for each in kept:
+        typer.echo(f"{each}  {each.stat().st_size:,} bytes")
 
 
 def main() -> None:

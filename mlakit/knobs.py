@@ -65,6 +65,12 @@ def _backend(text: str) -> str:
     return text
 
 
+def _folder(text: str) -> str:
+    if not text:
+        raise ValueError("must name a folder")
+    return text
+
+
 def _knob(name: str, default: T, parse: Callable[[str], T], meaning: str) -> Knob[T]:
     knob = Knob(name, default, parse, meaning)
     REGISTRY[name] = knob  # type: ignore[assignment]  # a registry of knobs of every type
@@ -88,6 +94,12 @@ workspace_mib = _knob(
     64,
     _positive,
     "Upper bound in MiB on the scratch memory of one CPU kernel call.",
+)
+peers = _knob(
+    "peers",
+    ".peers",
+    _folder,
+    "Folder of the rival libraries that mlakit bench --fetch-peers fetches.",
 )
 
 

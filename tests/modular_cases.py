@@ -14,9 +14,10 @@ from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
+import hopper_sums
 import torch
 from torch import Tensor
-from transplant import carried
+from transplant import carried, device_of_calls
 
 from mlakit import ops, reference
 from mlakit.compat import modular as documented
@@ -895,20 +896,27 @@ class PrefillCase:
                 self._quantised.append((rows, *quantised))
         return self._quantised
 
+    def _expanded(self, latent: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+        """The latents times the weight; float32 as exact as what multiplies them on this device."""
+        may_be_by_library = self.group == hopper_sums.GROUP and self.dtype == torch.bfloat16
+        if dtype == F32 and device_of_calls().type == "cuda" and may_be_by_library:
+            return hopper_sums.scaled_mm(latent, scales, self.weight, self.weight_scale)
+        return reference.scaled_mm_fp8(
+            latent,
+            scales,
+            self.weight,
+            self.weight_scale,
+            n_group=self.group,
+            k_group=self.group,
+            dtype=dtype,
+        )
+
     def keys_and_values(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """K, shared K, V of all positions from the rows now cached; NaN where no query looks."""
         all_k, all_shared, all_v = [], [], []
         cached = self.quantised_rows()
         for first, (rows, quantised, scales) in zip(self.paged.first, cached, strict=True):
-            expanded = reference.scaled_mm_fp8(
-                quantised,
-                scales,
-                self.weight,
-                self.weight_scale,
-                n_group=self.group,
-                k_group=self.group,
-                dtype=dtype,
-            ).to(self.dtype)
+            expanded = self._expanded(quantised, scales, dtype).to(self.dtype)
             hidden = expanded.new_full((first, expanded.shape[1]), torch.nan)
             per_head = torch.cat([hidden, expanded]).unflatten(1, (self.heads, -1))
             k, v = per_head.split([self.d_n, self.d_v], -1)

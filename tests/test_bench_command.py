@@ -69,6 +69,7 @@ def test_a_shape_is_measured_beside_its_peers(tmp_path):
     assert contenders == ["mlakit", "planned in the call", "reading its bytes", "flash_mla"]
     assert (written["mode"], written["ceilings"]["read_gb_s"]) == ("cold", 4000.0)
     assert {each["contender"] for each in written["left_out"]} == {"sdpa", "eager", "flashinfer"}
+    assert written["environment"]["peers"] == ["flash_mla: the wheel"]
     ours = written["rows"][0]
     least_us = max(ours["flops"] / 700e6, ours["bytes"] / 4e6)
     assert ours["roofline"] == pytest.approx(least_us / ours["p50_us"])

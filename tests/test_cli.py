@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import types
@@ -39,6 +40,28 @@ def test_demo_runs_the_demo(monkeypatch, passed, exit_code):
     options = {"prompt": 9, "tokens": 8, "format": "fp8_block128", "device": "cpu", "seed": 0}
     expected = ("kimi-k2", MLAGeometry.preset("kimi-k2"), options)
     assert calls == [(expected, {"with_documented": False})]
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("mlakit do", "doctor"),
+        ("mlakit check --op mla_p", "mla_prefill"),
+        ("mlakit explain sparse", "sparse_mla"),
+    ],
+)
+def test_shells_complete_commands_and_values(words, found):
+    number = str(len(words.split()) - 1)
+    wanted = {"_MLAKIT_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": number}
+    result = CliRunner().invoke(cli.app, [], env=wanted, prog_name="mlakit")
+    assert result.output.split() == [found]
+
+
+def test_every_command_has_an_example():
+    for command in cli.app.registered_commands:
+        name = command.callback.__name__
+        output = CliRunner().invoke(cli.app, [name, "--help"]).output
+        assert re.search(rf"Examples?: mlakit {name}\b", output), name
 
 
 def test_an_unknown_command_is_a_usage_error():

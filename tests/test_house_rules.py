@@ -40,8 +40,8 @@ LAYERS = (
     "layer testing",
     "workloads",
     "__init__",
-    "bench integrations compat support",
-    "demo",
+    "bench integrations compat support selfcheck",
+    "demo doctor",
     "cli",
     "__main__",
 )

@@ -27,7 +27,7 @@ from mlakit import dispatch
 from mlakit.cache import WHOLE
 from mlakit.checks import UnsupportedError
 from mlakit.formats import FORMATS
-from mlakit.masks import CAUSAL, KINDS, NULL, WINDOWED, Mask
+from mlakit.masks import CAUSAL, NULL, Mask
 from mlakit.plan import DecodePlanTensors
 from mlakit.specs import KernelSpec
 from mlakit.workloads import (
@@ -44,287 +44,40 @@ from mlakit.workloads import (
     ScaledMatmulCase,
     SparseCase,
 )
-
-PLAIN = ("bf16", "fp16", "fp32")
-SINKS = ("", "finite", "mixed")
-REAL_ROWS = ((512, 64, 0), (448, 64, 512), (256, 64, 0), (256, 32, 0), (512, 0, 0))
-
-booleans = st.booleans()
-seeds = st.integers(0, 2**31)
-dtypes = st.sampled_from(PLAIN)
-# 64 MiB hold all of a small problem; with 1 MiB kernels have to work in tiles
-workspaces = st.sampled_from((1, 64))
+from mlakit.workloads.draw import CACHED, UNCACHED, Draw
 
 
-def common(draw: Callable[..., Any]) -> dict[str, Any]:
-    return {"seed": draw(seeds), "padded": draw(booleans), "workspace_mib": draw(workspaces)}
+class HypothesisDraw(Draw):
+    """Choices that hypothesis makes, and simplifies where one fails."""
 
+    def __init__(self, draw: Callable[..., Any]) -> None:
+        super().__init__()
+        self._draw = draw
 
-def cached(draw: Callable[..., Any], format: str) -> dict[str, Any]:
-    """Rows of any shape that the format can hold."""
-    if draw(st.sampled_from((False,) * 7 + (True,))):
-        rank, rope, v_width = draw(st.sampled_from(REAL_ROWS))
-    else:
-        step = 1 if format in (*PLAIN, "fp8") else 4  # scales and halves among bytes are aligned
-        rank = draw(
-            st.one_of(
-                st.sampled_from((16, 28, 32, 132)), st.integers(1, 10).map(lambda n: n * step)
-            )
-        )
-        rope = 2 * draw(st.integers(0, 4))
-        v_width = draw(st.sampled_from((0, rank + rope, max(rank // 2, 1))))
-    return {
-        **common(draw),
-        "kv_lora_rank": rank,
-        "qk_rope_head_dim": rope,
-        "v_width": v_width,
-        "format": format,
-        "page_size": draw(st.one_of(st.sampled_from((1, 16, 64)), st.integers(1, 130))),
-        "num_layers": draw(st.integers(1, 2)),
-        "tensor_scale": draw(st.sampled_from((0.03, 0.01, 1.0))) if format == "fp8" else 1.0,
-        "tensor_scale_on_device": format == "fp8" and draw(booleans),
-        "power_of_two": draw(booleans),
-        "wide_indices": draw(booleans),
-    }
-
-
-def query_dtype(draw: Callable[..., Any], format: str) -> str:
-    return draw(st.sampled_from((format, "e4m3") if format in PLAIN else (*PLAIN, "e4m3")))
-
-
-def lengths(
-    draw: Callable[..., Any], page_size: int = 1, longest: int = 200, most_queries: int = 5
-) -> dict[str, Any]:
-    """kv_lens and q_lens; often a last page that is full or has one token, at times none at all."""
-    pages = draw(st.integers(1, max(longest // page_size, 1)))
-    some = st.integers(1, longest)
-    known = st.sampled_from((1, pages * page_size, pages * page_size + 1, 0))
-    queries = st.sampled_from((1, 1, 1, 2, most_queries, 0))
-    batch = draw(st.sampled_from((1, 2, 3, 4, 3, 2, 0)))
-    return {
-        "kv_lens": tuple(draw(known if draw(booleans) else some) for _ in range(batch)),
-        "q_lens": tuple(draw(queries) for _ in range(batch)),
-    }
-
-
-def masked(draw: Callable[..., Any]) -> dict[str, Any]:
-    kind = draw(st.sampled_from(("causal", "causal", *KINDS)))
-    window = draw(st.sampled_from((1, 7, 16, 50, 90))) if kind in WINDOWED else 0
-    return {"mask": kind, "window": window}
-
-
-def attending(draw: Callable[..., Any]) -> dict[str, Any]:
-    return {
-        "heads": draw(st.integers(1, 20)),
-        "sharpness": draw(st.sampled_from((0.5, 1.5, 4.0))),
-        "sink": draw(st.sampled_from(SINKS)),
-        "given_results": draw(booleans),
-    }
+    def integer(self, low: int, high: int) -> int:
+        return self._draw(st.integers(low, high))
 
 
 @st.composite
-def append_cases(draw: Callable[..., Any], format: str) -> AppendCase:
-    shape = cached(draw, format)
-    steps = lengths(draw, shape["page_size"])
-    return AppendCase(
-        **shape,
-        **steps,
-        implicit_starts=all(q_len == 1 for q_len in steps["q_lens"]) and draw(booleans),
-        heads=draw(st.integers(1, 20)),
-        dtype=draw(dtypes),
-        freqs_dtype=draw(dtypes),
-        gamma_dtype=draw(dtypes),
-        epsilon=draw(st.sampled_from((0.0, 1e-6, 1e-3))),
-        rope=draw(st.sampled_from(("interleaved", "half"))),
-        flat_table=draw(booleans),
-        q_out=draw(st.sampled_from(("", "in_place", "given", "e4m3"))),
-    )
+def cached_cases(draw: Callable[..., Any], case: type[Case], format: str) -> Case:
+    return CACHED[case](HypothesisDraw(draw), format)
 
 
 @st.composite
-def prefill_cases(draw: Callable[..., Any]) -> PrefillCase:
-    return PrefillCase(
-        **common(draw),
-        **lengths(draw, longest=60, most_queries=30),
-        **masked(draw),
-        **attending(draw),
-        qk_nope_head_dim=draw(st.integers(1, 40)),
-        qk_rope_head_dim=draw(st.integers(0, 12)),
-        v_head_dim=draw(st.integers(1, 40)),
-        dtype=draw(dtypes),
-        alibi=draw(booleans),
-        expanded=draw(booleans),
-        wide_indices=draw(booleans),
-    )
+def uncached_cases(draw: Callable[..., Any], case: type[Case]) -> Case:
+    return UNCACHED[case](HypothesisDraw(draw))
 
 
-def scheduled(draw: Callable[..., Any]) -> dict[str, Any]:
-    plan = draw(st.sampled_from(("none", "even", "balanced", "fixed")))
-    tile = draw(st.sampled_from((1, 16, 64)))
-    return {
-        "none": {},
-        "even": {"num_splits": draw(st.integers(1, 5))},
-        "balanced": {"num_workers": draw(st.integers(1, 7)), "tile": tile},
-        "fixed": {"num_workers": draw(st.integers(1, 7)), "tile": tile, "fixed_split": 2 * tile},
-    }[plan]
-
-
-@st.composite
-def decode_cases(draw: Callable[..., Any], format: str) -> DecodeCase:
-    shape = cached(draw, format)
-    requests = lengths(draw, shape["page_size"])
-    dtype = query_dtype(draw, format)
-    return DecodeCase(
-        **shape,
-        **requests,
-        **masked(draw),
-        **attending(draw),
-        **scheduled(draw),
-        implicit_starts=all(q_len == 1 for q_len in requests["q_lens"]) and draw(booleans),
-        dtype=dtype,
-        q_rope_dtype=draw(st.sampled_from(("", "", *PLAIN, "e4m3"))),
-        q_scaled=draw(booleans),
-        flat_table=draw(booleans),
-        world=draw(st.sampled_from((1, 1, 2, 3))),
-        interleave=draw(st.sampled_from((1, 3, 16))),
-        deterministic=draw(booleans),
-    )
-
-
-@st.composite
-def sparse_cases(draw: Callable[..., Any], format: str) -> SparseCase:
-    shape = cached(draw, format)
-    return SparseCase(
-        **shape,
-        **attending(draw),
-        num_pages=draw(st.integers(1, 5)),
-        num_tokens=draw(st.integers(0, 12)),
-        topk=draw(st.integers(0, 60)),
-        with_lens=draw(booleans),
-        dtype=query_dtype(draw, format),
-        extra_format=draw(st.sampled_from(("", format, "fp32", "fp8"))),
-        extra_page_size=draw(st.integers(1, 20)),
-        extra_topk=draw(st.integers(0, 30)),
-        extra_with_lens=draw(booleans),
-        num_splits=draw(st.integers(0, 4)),
-    )
-
-
-@st.composite
-def indexer_logits_cases(draw: Callable[..., Any], format: str) -> IndexerLogitsCase:
-    shape = cached(draw, format)
-    requests = lengths(draw, shape["page_size"])
-    return IndexerLogitsCase(
-        **shape,
-        **requests,
-        **masked(draw),
-        implicit_starts=all(q_len == 1 for q_len in requests["q_lens"]) and draw(booleans),
-        heads=draw(st.integers(1, 20)),
-        dtype=draw(st.sampled_from((*PLAIN, "e4m3"))),
-        flat_table=draw(booleans),
-        spare_columns=draw(st.one_of(st.none(), st.integers(0, 9))),
-        given_results=draw(booleans),
-    )
-
-
-@st.composite
-def merge_cases(draw: Callable[..., Any]) -> MergeCase:
-    return MergeCase(
-        **common(draw),
-        num_parts=draw(st.integers(1, 6)),
-        num_tokens=draw(st.integers(0, 12)),
-        heads=draw(st.integers(1, 20)),
-        v_width=draw(st.one_of(st.integers(1, 64), st.just(512))),
-        dtype=draw(dtypes),
-        empty=draw(st.sampled_from((0.0, 0.3, 0.8))),
-        spread=draw(st.sampled_from((0.5, 3.0, 30.0))),
-        sink=draw(st.sampled_from(SINKS)),
-        given_results=draw(booleans),
-    )
-
-
-topk_cases = st.builds(
-    IndexerTopkCase,
-    seed=seeds,
-    padded=booleans,
-    num_tokens=st.integers(0, 12),
-    num_columns=st.integers(0, 80),
-    k=st.integers(1, 90),
-    with_starts=booleans,
-    with_ends=booleans,
-    levels=st.sampled_from((0, 2, 9)),
-    specials=st.sampled_from((0.0, 0.1, 0.7)),
-    wide_indices=booleans,
-    given_results=booleans,
-)
-quantize_cases = st.builds(
-    QuantizeCase,
-    seed=seeds,
-    padded=booleans,
-    workspace_mib=workspaces,
-    batch=st.integers(0, 3),
-    m=st.integers(0, 9),
-    k=st.integers(0, 70),
-    group=st.integers(1, 40),
-    dtype=dtypes,
-    scale_ub=st.sampled_from((None, 30.0, 1200.0)),
-    given_results=booleans,
-)
-scaled_matmul_cases = st.builds(
-    ScaledMatmulCase,
-    seed=seeds,
-    padded=booleans,
-    workspace_mib=workspaces,
-    batch=st.integers(0, 3),
-    m=st.integers(0, 9),
-    n=st.integers(0, 40),
-    k=st.integers(0, 70),
-    n_group=st.integers(1, 20),
-    k_group=st.integers(1, 40),
-    spare_columns=st.integers(0, 3),
-    out_dtype=st.sampled_from((*PLAIN, "e4m3")),
-    given_results=booleans,
-)
-matmul_cases = st.builds(
-    BatchedMatmulCase,
-    seed=seeds,
-    padded=booleans,
-    workspace_mib=workspaces,
-    batch=st.integers(0, 4),
-    m=st.integers(0, 9),
-    n=st.integers(0, 40),
-    k=st.integers(0, 40),
-    dtype=dtypes,
-    out_dtype=st.sampled_from(("", *PLAIN, "e4m3")),
-    a_batch_second=booleans,
-    b_transposed=booleans,
-    out_batch_second=booleans,
-)
-# ops with a cache: how to make a strategy for one format of it
-CACHED: dict[type[Case], Callable[[str], st.SearchStrategy[Any]]] = {
-    AppendCase: append_cases,
-    DecodeCase: decode_cases,
-    SparseCase: sparse_cases,
-    IndexerLogitsCase: indexer_logits_cases,
-}
-UNCACHED: dict[type[Case], st.SearchStrategy[Any]] = {
-    PrefillCase: prefill_cases(),
-    IndexerTopkCase: topk_cases,
-    MergeCase: merge_cases(),
-    QuantizeCase: quantize_cases,
-    ScaledMatmulCase: scaled_matmul_cases,
-    BatchedMatmulCase: matmul_cases,
-}
 PROPERTIES = [
     *(
-        pytest.param(spec, make(format), 15, id=f"{spec}-{format}")
-        for case, make in CACHED.items()
+        pytest.param(spec, cached_cases(case, format), 15, id=f"{spec}-{format}")
+        for case in CACHED
         for spec in dispatch.specs(case.op)
         for format in FORMATS
     ),
     *(
-        pytest.param(spec, strategy, 40, id=str(spec))
-        for case, strategy in UNCACHED.items()
+        pytest.param(spec, uncached_cases(case), 40, id=str(spec))
+        for case in UNCACHED
         for spec in dispatch.specs(case.op)
     ),
 ]
@@ -697,8 +450,8 @@ SABOTAGES = [
 
 def any_case(case: type[Case], formats: Sequence[str] = FORMATS) -> st.SearchStrategy[Any]:
     if case in UNCACHED:
-        return UNCACHED[case]
-    return st.sampled_from(formats).flatmap(CACHED[case])
+        return uncached_cases(case)
+    return st.sampled_from(formats).flatmap(lambda format: cached_cases(case, format))
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,11 @@ def test_shell_commands_exist():
             assert (program, arguments) == ("pip", ["install", "."])
 
 
+def test_support_table_is_that_of_the_command():
+    shown = README.partition("<!-- support -->\n")[2].partition("<!-- /support -->")[0]
+    assert shown == CliRunner().invoke(cli.app, ["support", "--markdown"]).output
+
+
 def test_links_lead_somewhere():
     for target in re.findall(r"\]\(([^)]+)\)", README):
         assert (ROOT / target).exists(), target

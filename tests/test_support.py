@@ -81,6 +81,18 @@ def test_support_has_a_row_for_every_op():
         assert re.search(rf"{op} +cpu( +(triton|hopper)){{{len(table.ARCHITECTURES)}}}", output)
 
 
+def test_support_as_markdown():
+    code, output = invoke("support", "--markdown")
+    heading, rule, *rows = output.splitlines()
+    assert code == 0
+    assert heading.startswith("| op | cpu | sm_80 (A100) |")
+    assert rule == "|" + " --- |" * heading.count(" |")
+    assert [row.split("|")[1].strip() for row in rows] == [f"`{op}`" for op in dispatch.OPS]
+    assert all(row.count("|") == heading.count("|") for row in rows)
+    for other in ("--compile", "--json"):
+        assert invoke("support", "--markdown", other)[0] == 2
+
+
 def test_support_as_json():
     code, output = invoke("support", "--json")
     assert code == 0

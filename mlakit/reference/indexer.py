@@ -50,8 +50,8 @@ def indexer_topk(
     """The columns of the k largest logits of every row, int32 [tokens, k].
 
     Row t takes part with columns row_starts[t]:row_ends[t], and its result counts from
-    row_starts[t]. Best first; of equal logits the lower column; NaN ranks above every number, so
-    that it is seen; -inf is never selected; slots left over hold -1.
+    row_starts[t]. In the order of columns; of equal logits the lower columns are taken; NaN ranks
+    above every number, so that it is seen; -inf is never selected; slots left over hold -1.
     """
     tokens, columns = logits.shape
     selected = torch.full((tokens, k), -1, dtype=torch.int32, device=logits.device)
@@ -61,7 +61,7 @@ def indexer_topk(
         row = logits[token, start:end].tolist()
         candidates = [column for column, logit in enumerate(row) if logit != -inf]
         best = sorted(candidates, key=lambda column: _rank(row[column]))[:k]
-        selected[token, : len(best)] = torch.tensor(best, dtype=torch.int32)
+        selected[token, : len(best)] = torch.tensor(sorted(best), dtype=torch.int32)
     return selected
 
 

@@ -114,6 +114,8 @@ CONFIGURATIONS: dict[str, Case] = {
     "indexer-e4m3": _index_keys(format="fp8_token", dtype="e4m3"),
     "indexer-bf16": _index_keys(format="bf16"),
     "topk-2048": IndexerTopkCase(num_columns=5000, k=2048, num_tokens=2),
+    "topk-long": IndexerTopkCase(num_columns=20000, k=2048, num_tokens=200),
+    "topk-many": IndexerTopkCase(num_columns=20000, k=9000, num_tokens=200),
     "topk-64": IndexerTopkCase(num_columns=500, k=64, num_tokens=2),
     "merge-2": MergeCase(num_parts=2, v_width=512, heads=16),
     "merge-8-fp32": MergeCase(num_parts=8, v_width=128, heads=16, dtype="fp32", sink="finite"),

@@ -90,6 +90,14 @@ def support_table(rows: list[list[Verdict]]) -> Table:
     return shown
 
 
+def markdown(rows: list[list[Verdict]]) -> str:
+    """The table as the README has it."""
+    headings = ["op", "cpu", *(f"sm_{arch} ({names})" for arch, names in ARCHITECTURES.items())]
+    lines = [headings, ["---"] * len(headings)]
+    lines += [[f"`{row[0].op}`", *(each.chosen or "—" for each in row)] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def explanation(each: Verdict) -> Table:
     shown = Table(box=SIMPLE, padding=(0, 1, 0, 0))
     shown.add_column("backend", no_wrap=True)

@@ -2,7 +2,7 @@
 
 Maths      logits[t, j] = Σ_h weights[t, h] · relu(q[t, h]·key[j]), −inf where j is not visible
 Work       one request at a time, in tiles of queries and keys that fit the workspace
-Order      top-k: best first, ties to the lower column, −inf never, NaN above every number
+Order      top-k: by column, ties to the lower column, −inf never, NaN above every number
 """
 
 from __future__ import annotations
@@ -94,8 +94,9 @@ def indexer_topk(
             candidates = candidates.masked_fill(column >= row_ends[block, None], -torch.inf)
         # a stable sort keeps equal logits in the order of their columns, which topk does not
         ordered, order = candidates.sort(dim=-1, descending=True, stable=True)
-        best = order[:, : out.shape[1]]
+        found = ordered[:, : out.shape[1]] != -torch.inf
+        best = torch.where(found, order[:, : out.shape[1]], columns).sort(dim=-1).values
+        found = best < columns
         if row_starts is not None:
             best = best - row_starts[block, None]
-        found = ordered[:, : out.shape[1]] != -torch.inf
         out[block, : best.shape[1]] = torch.where(found, best, -1).int()

@@ -149,25 +149,44 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+TOPK_BLOCK = 16384  # columns whose ranks one program keeps in registers
+
+
 @dataclass(frozen=True)
 class TopkConfig:
     splits: int  # parts of a row that are narrowed down on their own first
-    capacity: int  # candidates kept of a part, at least k of them
-    block: int  # columns at a time
-    select_warps: int
-    placed: int = 64  # candidates whose places one program finds
-    compared: int = 128  # others that it looks at together
-    place_warps: int = 4
+    block: int  # columns of a search
+    way: str  # "whole": a block holds a part; "narrow": it will; "again": read for every bit
+    most_programs: int  # where each has a buffer
+
+    @property
+    def step(self) -> int:
+        """Columns at a time where they are only read once, by registers that this takes."""
+        return min(self.block // 2, 2048)
+
+    @property
+    def num_warps(self) -> int:
+        return min(max(self.block // 1024, 4), 16) if self.way == "whole" else 16
+
+    def programs(self, items: int) -> int:
+        """Each takes its items one after the other."""
+        return min(items, self.most_programs) if self.way == "narrow" else items
 
 
 def pick_topk_config(*, rows: int, columns: int, k: int, num_sms: int) -> TopkConfig:
-    """With room for a few more than k candidates the search for the k-th may end early."""
     wanted = min(k, columns)
-    capacity = max(wanted + max(wanted // 8, 64), 1)
-    # a part is worth it while it leaves a quarter of what it reads, and while there are idle SMs
-    splits = min(2 * num_sms // max(rows, 1), columns // (4 * capacity))
-    block = min(power_of_two(max(columns, 1)), 4096)
-    return TopkConfig(max(splits, 1), capacity, block, select_warps=8 if block > 1024 else 4)
+    # a part is worth it while it halves what it reads, while there are idle SMs, and while one
+    # block takes what all parts of a row have found
+    kept = max(wanted, 512)
+    splits = max(min(num_sms // max(rows, 1), columns // (2 * kept), TOPK_BLOCK // kept), 1)
+    longest = max(-(-columns // splits), splits * wanted if splits > 1 else 0, 1)
+    if longest <= TOPK_BLOCK:
+        way, block = "whole", power_of_two(max(longest, 64))
+    elif 2 * wanted <= TOPK_BLOCK:
+        way, block = "narrow", max(power_of_two(2 * wanted), TOPK_BLOCK // 2)
+    else:
+        way, block = "again", TOPK_BLOCK // 4
+    return TopkConfig(splits, block, way, most_programs=4 * num_sms)
 
 
 MERGED_PARTS = 8  # partial results that one program of a merge reads together

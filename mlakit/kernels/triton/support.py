@@ -37,6 +37,6 @@ SPECS = (
     _spec("mla_decode", "decode"),
     _spec("sparse_mla", "sparse"),
     _spec("indexer_logits", "indexer"),
-    _spec("indexer_topk", "indexer"),
+    _spec("indexer_topk", "indexer_topk"),
     _spec("merge_states", "merge"),
 )

@@ -1,0 +1,73 @@
+"""The folder of fetched peers: what lies in it, and how a library in it is loaded.
+
+flashmla/_flashmla_C.abi3.so      registers torch.ops._flashmla_C
+flashmla/flash_mla_interface.py   its wrapper, which loads it
+fa3/_vllm_fa3_C.abi3.so.xz        registers torch.ops._vllm_fa3_C; unpacked at first use
+fa3/flash_attn_interface.py       its wrapper
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import lzma
+import os
+import shutil
+import tempfile
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from mlakit import knobs
+
+FLASH_MLA = Path("flashmla/_flashmla_C.abi3.so")
+FLASH_MLA_WRAPPER = Path("flashmla/flash_mla_interface.py")
+FA3 = Path("fa3/_vllm_fa3_C.abi3.so")
+FA3_PACKED = Path("fa3/_vllm_fa3_C.abi3.so.xz")
+FA3_WRAPPER = Path("fa3/flash_attn_interface.py")
+FETCHED = "mlakit_peers_"  # what the names of their modules begin with
+
+
+def peers_folder() -> Path:
+    return Path(knobs.peers())
+
+
+@cache
+def load_wrapper(path: Path, peer: str) -> ModuleType:
+    """Execute a fetched source file as the module of a peer."""
+    name = f"{FETCHED}{peer}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise FileNotFoundError(f"{path} is missing: fetch the peers again")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@cache
+def load_packed_library(packed: Path, library: Path) -> None:
+    """Load `library`, unpacking it first: beside `packed`, or for this process where that fails."""
+    if not library.is_file():
+        try:
+            unpack(packed, library)
+        except OSError:  # a folder one may only read
+            with tempfile.TemporaryDirectory(prefix="mlakit-peers-") as scratch:
+                unpack(packed, Path(scratch) / library.name)
+                # once loaded it needs no name any more
+                torch.ops.load_library(str(Path(scratch) / library.name))
+            return
+    torch.ops.load_library(str(library))
+
+
+def unpack(packed: Path, library: Path) -> None:
+    """Write the library in one step, so that no other process sees half of it."""
+    partial = library.with_name(f"{library.name}.{os.getpid()}")
+    try:
+        with lzma.open(packed) as source, partial.open("wb") as target:
+            shutil.copyfileobj(source, target, 1 << 20)
+        partial.replace(library)
+    except (lzma.LZMAError, EOFError) as error:
+        raise RuntimeError(f"{packed} is damaged: fetch the peers again") from error
+    finally:
+        partial.unlink(missing_ok=True)

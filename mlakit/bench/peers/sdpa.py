@@ -1,0 +1,52 @@
+"""torch's scaled_dot_product_attention by cuDNN: expanded attention, requests of one length."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from mlakit.bench.peers.peer import Absent, Call, CannotTake, Peer, require_gpu
+from mlakit.bench.problems import DenseDecode, DensePrefill, Problem, SparseDecode, SparsePrefill
+
+
+def load() -> str:
+    require_gpu()
+    if not torch.backends.cudnn.is_available():
+        raise Absent("this torch has no cuDNN")
+    return f"cuDNN {torch.backends.cudnn.version()}"
+
+
+def prepare(problem: Problem) -> Call:
+    match problem:
+        case DensePrefill():
+            load()
+            return dense_prefill(problem, SDPBackend.CUDNN_ATTENTION)
+        case DenseDecode():
+            raise CannotTake("reads no pages")
+        case SparsePrefill() | SparseDecode():
+            raise CannotTake("takes no lists of rows")
+
+
+def dense_prefill(problem: DensePrefill, backend: SDPBackend) -> Call:
+    lengths = set(problem.starts.diff().tolist())
+    if lengths != {problem.max_len}:
+        raise CannotTake(f"wants requests of one length, not of {sorted(lengths)}")
+    batch = len(problem.starts) - 1
+    q, k, v = (
+        each.unflatten(0, (batch, problem.max_len)).transpose(1, 2)
+        for each in (problem.q, problem.k, problem.v)
+    )
+
+    def call() -> Tensor:
+        with sdpa_kernel(backend):
+            out = scaled_dot_product_attention(
+                q, k, v, is_causal=problem.causal, scale=problem.softmax_scale
+            )
+        return out.transpose(1, 2).flatten(0, 1)  # no copy: the result is laid out like q
+
+    return call
+
+
+PEER = Peer("sdpa", load, prepare)

@@ -1,0 +1,284 @@
+"""The k best columns of every row of logits.
+
+Grid       one program per part of a row; parts of one row meet in a second launch
+Search     the k-th best rank is found bit by bit: how many ranks are at least so large? The ranks
+           stay in registers meanwhile; the search ends early where exactly k are
+Long rows  are narrowed down first: what beats the k best seen so far is noted in a buffer, and
+           where that is full, its k best remain
+Order      by column; of equal logits the lower columns are taken; NaN ranks above every number
+Memory     a buffer per program that runs at once, and k candidates per part of a row
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mlakit.kernels.triton.configs import pick_topk_config
+from mlakit.kernels.triton.launch import launch, target
+
+NOTHING = tl.constexpr(-(2**31))  # the rank of −inf, and of no column at all
+
+
+def indexer_topk(
+    logits: Tensor,  # [tokens, columns] float32
+    row_starts: Tensor | None,  # [tokens]
+    row_ends: Tensor | None,  # [tokens]
+    *,
+    out: Tensor,  # [tokens, k] int32
+) -> None:
+    (tokens, columns), k = logits.shape, out.shape[1]
+    if tokens == 0 or k == 0:
+        return
+    config = pick_topk_config(
+        rows=tokens, columns=columns, k=k, num_sms=target(logits.device).num_sms
+    )
+    options = {
+        "WAY": config.way,
+        "BLOCK": config.block,
+        "STEP": config.step,
+        "num_warps": config.num_warps,
+        "maxnreg": 128,  # with a limit of its own choice the compiler may spill a word
+    }
+
+    def buffers(programs: int) -> Tensor | None:
+        """int64 candidates: rank, then column."""
+        if config.way != "narrow":
+            return None
+        return logits.new_empty(programs, config.block, dtype=torch.int64)
+
+    bounds = (row_starts, row_ends)
+    bound_strides = [0 if each is None else each.stride(0) for each in bounds]
+    splits = config.splits
+    found = logits.new_empty(tokens, splits, k, dtype=torch.int64) if splits > 1 else None
+    counts = logits.new_empty(tokens, splits, dtype=torch.int32) if splits > 1 else None
+    programs = config.programs(tokens * splits)
+    launch(
+        _select_kernel,
+        (programs,),
+        logits,
+        None,
+        *bounds,
+        buffers(programs),
+        found,
+        counts,
+        None if splits > 1 else out,
+        tokens,
+        columns,
+        k,
+        splits,
+        logits.stride(0),
+        *bound_strides,
+        out.stride(0),
+        **options,
+    )
+    if found is None:
+        return
+    programs = config.programs(tokens)
+    launch(
+        _select_kernel,
+        (programs,),
+        found,
+        counts,
+        None,
+        None,
+        buffers(programs),
+        None,
+        None,
+        out,
+        tokens,
+        splits * k,
+        k,
+        1,
+        found.stride(0),
+        0,
+        0,
+        out.stride(0),
+        **options,
+    )
+
+
+@triton.jit(do_not_specialize=["tokens", "columns", "k", "splits", "stride_starts", "stride_ends"])
+def _select_kernel(
+    source,  # [tokens, columns] float32 logits; or [tokens, parts, k] int64 candidates
+    source_counts,  # [tokens, parts] of candidates; None: logits
+    row_starts,  # [tokens] or None
+    row_ends,  # [tokens] or None
+    buffers,  # [programs, BLOCK] int64 if WAY is narrow, else None
+    found,  # [tokens, splits, k] int64 candidates; None: this is the last launch
+    counts,  # [tokens, splits]
+    out,  # [tokens, k] int32 columns; None: candidates are written
+    tokens,
+    columns,
+    k,
+    splits,
+    stride_source,
+    stride_starts,
+    stride_ends,
+    stride_out,
+    WAY: tl.constexpr,
+    BLOCK: tl.constexpr,  # columns of a search
+    STEP: tl.constexpr,  # columns of other things
+):
+    for item in range(tl.program_id(0), tokens * splits, tl.num_programs(0)):
+        row = (item // splits).to(tl.int64)
+        row_source = source + row * stride_source
+        row_counts = None
+        if source_counts is not None:
+            row_counts = source_counts + row * (columns // k)
+        row_start, row_end = columns * 0, columns
+        if row_starts is not None:
+            row_start = tl.load(row_starts + row * stride_starts).to(tl.int32)
+        if row_ends is not None:
+            row_end = tl.load(row_ends + row * stride_ends).to(tl.int32)
+        part = tl.cdiv(tl.maximum(row_end - row_start, 0), splits)
+        first = row_start + (item % splits) * part
+        last = tl.minimum(first + part, row_end)
+
+        place = row * splits + item % splits
+        best = found + place * k if out is None else out + row * stride_out
+        if WAY == "narrow":
+            buffer = buffers + tl.program_id(0).to(tl.int64) * BLOCK
+            held = _narrow(row_source, row_counts, first, last, row_start, k, buffer, BLOCK, STEP)
+            floor, spare = _search(buffer, None, 0, held, 0, k, True, BLOCK)
+            taken = _write(buffer, None, 0, held, 0, k, floor, spare, best, STEP)
+            tl.debug_barrier()  # the buffer is the next row's
+        else:
+            FITS: tl.constexpr = WAY == "whole"
+            floor, spare = _search(row_source, row_counts, first, last, row_start, k, FITS, BLOCK)
+            taken = _write(
+                row_source, row_counts, first, last, row_start, k, floor, spare, best, STEP
+            )
+        if out is None:
+            tl.store(counts + place, taken)
+        else:
+            for start in range(taken, k, STEP):
+                slot = start + tl.arange(0, STEP)
+                tl.store(best + slot, -1, mask=slot < k)
+
+
+@triton.jit
+def _narrow(
+    source, counts, first, last, row_start, k, buffer, BLOCK: tl.constexpr, STEP: tl.constexpr
+):  # fmt: skip
+    """Fill the buffer with candidates, the k best of first:last among them; how many they are."""
+    floor = tl.full([], NOTHING, tl.int32)
+    held = k * 0
+    for start in range(first, last, STEP):
+        rank, column = _load_ranked(source, counts, start, last, row_start, k, STEP)
+        # room for a step beside the k best there always is: both are at most half a block
+        if held > BLOCK - STEP:
+            tl.debug_barrier()  # what was noted is there
+            floor, spare = _search(buffer, None, 0, held, 0, k, True, BLOCK)
+            # what is moved goes to where everything has been read
+            held = _write(buffer, None, 0, held, 0, k, floor, spare, buffer, STEP)
+            tl.debug_barrier()
+        # columns only rise: what equals the k-th best comes too late
+        held, _ = _note(rank, column, floor, k * 0, held, buffer)
+    tl.debug_barrier()
+    return held
+
+
+@triton.jit
+def _search(source, counts, first, last, row_start, k, FITS: tl.constexpr, BLOCK: tl.constexpr):
+    """(floor, spare): the k best are those above the floor and the first `spare` that equal it.
+
+    FITS  into one block, whose ranks stay in registers; else they are read again for every bit
+    """
+    ranks = None
+    if FITS:
+        ranks, _ = _load_ranked(source, counts, first, last, row_start, k, BLOCK)
+    known = tl.full([], NOTHING, tl.int32)  # k ranks or more are as large
+    floor = known
+    above = _count_above(ranks, source, counts, first, last, row_start, k, floor, BLOCK)
+    is_exact = above <= k
+    bit = tl.full([], 31, tl.int32)
+    while (bit >= 0) & (not is_exact):
+        bound = known + (tl.full([], 1, tl.int32) << bit)  # of the least number bit 31 makes 0
+        reached = _count_above(ranks, source, counts, first, last, row_start, k, bound - 1, BLOCK)
+        known = tl.where(reached >= k, bound, known)
+        is_exact = reached == k
+        floor = tl.where(is_exact, bound - 1, known)
+        bit -= 1
+    spare = k * 0
+    if not is_exact:
+        above = _count_above(ranks, source, counts, first, last, row_start, k, floor, BLOCK)
+        spare = k - above
+    return floor, spare
+
+
+@triton.jit
+def _count_above(
+    ranks, source, counts, first, last, row_start, k, floor, BLOCK: tl.constexpr
+):  # fmt: skip
+    if ranks is not None:
+        return tl.sum((ranks > floor).to(tl.int32), 0)
+    else:  # noqa: RET505
+        above = k * 0
+        for start in range(first, last, BLOCK):
+            rank, _ = _load_ranked(source, counts, start, last, row_start, k, BLOCK)
+            above += tl.sum((rank > floor).to(tl.int32), 0)
+        return above
+
+
+@triton.jit
+def _write(
+    source, counts, first, last, row_start, k, floor, spare, best, STEP: tl.constexpr
+):  # fmt: skip
+    """Write the k best in their order; how many there are. `best` may be the source itself."""
+    taken = k * 0
+    for start in range(first, last, STEP):
+        rank, column = _load_ranked(source, counts, start, last, row_start, k, STEP)
+        if source.dtype == best.dtype:
+            tl.debug_barrier()  # all have read what may be overwritten
+        taken, spare = _note(rank, column, floor, spare, taken, best)
+    return taken
+
+
+@triton.jit
+def _note(rank, column, floor, spare, taken, best):
+    """Write what is chosen of a block after `taken` others; (taken, spare) afterwards."""
+    is_better = rank > floor
+    is_equal = rank == floor
+    # both counts in one sum: a block has fewer than 2**15 columns
+    packed = is_better.to(tl.int32) + (is_equal.to(tl.int32) << 16)
+    before = tl.cumsum(packed, 0) - packed
+    equals_before = before >> 16
+    place = taken + (before & 0xFFFF) + tl.minimum(equals_before, spare)
+    is_taken = is_better | (is_equal & (equals_before < spare))
+    if best.dtype.element_ty == tl.int64:
+        candidate = (rank.to(tl.int64) << 32) | column.to(tl.int64)
+        tl.store(best + place, candidate, mask=is_taken)
+    else:
+        tl.store(best + place, column, mask=is_taken)
+    total = tl.sum(packed, 0)
+    equals_taken = tl.minimum(total >> 16, spare)
+    return taken + (total & 0xFFFF) + equals_taken, spare - equals_taken
+
+
+@triton.jit
+def _load_ranked(source, counts, start, last, row_start, k, BLOCK: tl.constexpr):
+    """(ranks, columns) int32 [BLOCK] from index `start` on."""
+    index = start + tl.arange(0, BLOCK)
+    exists = index < last
+    if source.dtype.element_ty == tl.float32:
+        logits = tl.load(source + index, mask=exists, other=-float("inf"))
+        return _rank(logits), index - row_start
+    else:  # noqa: RET505
+        if counts is not None:
+            count = tl.load(counts + index // k, mask=exists, other=0)
+            exists = index % k < count
+        candidate = tl.load(source + index, mask=exists, other=0)
+        return tl.where(exists, (candidate >> 32).to(tl.int32), NOTHING), candidate.to(tl.int32)
+
+
+@triton.jit
+def _rank(logits):
+    """int32 in the order of the logits: NaN above all, 0 and −0 alike, NOTHING for −inf only."""
+    bits = logits.to(tl.int32, bitcast=True)
+    bits = tl.where(logits == 0.0, 0, bits)
+    bits = tl.where(logits != logits, 0x7FFFFFFF, bits)
+    rank = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # larger negative numbers have larger magnitudes
+    return tl.where(logits == -float("inf"), NOTHING, rank)

@@ -1,0 +1,336 @@
+"""Random cases of every op, from anything that gives whole numbers: a seed, or a test framework.
+
+Problems are small, and unusual in every way the contract allows. With `model_widths` rows and heads
+have the widths of models and pages usual sizes, so that few kernels have to be compiled; lengths,
+heads, masks, formats and all the rest stay random.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Any, TypeVar
+
+from mlakit.formats import FORMATS
+from mlakit.masks import KINDS, WINDOWED
+from mlakit.workloads.case import Case
+from mlakit.workloads.decode import DecodeCase
+from mlakit.workloads.fp8 import QuantizeCase, ScaledMatmulCase
+from mlakit.workloads.indexer import IndexerLogitsCase, IndexerTopkCase
+from mlakit.workloads.matmul import BatchedMatmulCase
+from mlakit.workloads.merge import MergeCase
+from mlakit.workloads.norm_rope_quant import AppendCase
+from mlakit.workloads.prefill import PrefillCase
+from mlakit.workloads.sparse import SparseCase
+
+T = TypeVar("T")
+
+PLAIN = ("bf16", "fp16", "fp32")
+SINKS = ("", "finite", "mixed")
+# kv_lora_rank, qk_rope_head_dim, v_width of DeepSeek-V3, V4, Mistral, MiniCPM3, and without rope
+MODEL_ROWS = ((512, 64, 0), (448, 64, 512), (256, 64, 0), (256, 32, 0), (512, 0, 0))
+# qk_nope_head_dim, qk_rope_head_dim, v_head_dim of DeepSeek-V3, GLM-5, Mistral, MiniCPM3
+MODEL_HEADS = ((128, 64, 128), (192, 64, 256), (64, 64, 128), (64, 32, 64))
+USUAL_PAGES = (1, 16, 64)
+
+
+class Draw(ABC):
+    """Where choices come from. A low number is the simpler choice."""
+
+    def __init__(self, *, model_widths: bool = False) -> None:
+        self.model_widths = model_widths
+
+    @abstractmethod
+    def integer(self, low: int, high: int) -> int:
+        """Of [low, high], both ends included."""
+
+    def choice(self, options: Sequence[T]) -> T:
+        return options[self.integer(0, len(options) - 1)]
+
+    def flip(self) -> bool:
+        return self.choice((False, True))
+
+
+class SeededDraw(Draw):
+    """The same choices for the same seed, in every process and on every machine."""
+
+    def __init__(self, seed: int | str, *, model_widths: bool = False) -> None:
+        super().__init__(model_widths=model_widths)
+        self._random = Random(seed)
+
+    def integer(self, low: int, high: int) -> int:
+        return self._random.randint(low, high)
+
+
+def draw_case(draw: Draw, kind: type[Case]) -> Case:
+    """A case of `kind`; those with a cache have any format."""
+    if kind in UNCACHED:
+        return UNCACHED[kind](draw)
+    return CACHED[kind](draw, draw.choice(FORMATS))
+
+
+def _common(draw: Draw) -> dict[str, Any]:
+    # 64 MiB hold all of a small problem; with 1 MiB kernels have to work in tiles
+    workspace = draw.choice((1, 64))
+    return {"seed": draw.integer(0, 2**31), "padded": draw.flip(), "workspace_mib": workspace}
+
+
+def _cached(draw: Draw, format: str) -> dict[str, Any]:
+    """Rows of any shape that the format can hold."""
+    if draw.model_widths or draw.integer(0, 7) == 7:
+        rank, rope, v_width = draw.choice(MODEL_ROWS)
+    else:
+        step = 1 if format in (*PLAIN, "fp8") else 4  # scales and halves among bytes are aligned
+        rank = draw.choice((16, 28, 32, 132)) if draw.flip() else step * draw.integer(1, 10)
+        rope = 2 * draw.integer(0, 4)
+        v_width = draw.choice((0, rank + rope, max(rank // 2, 1)))
+    usual_page = draw.model_widths or draw.flip()
+    return {
+        **_common(draw),
+        "kv_lora_rank": rank,
+        "qk_rope_head_dim": rope,
+        "v_width": v_width,
+        "format": format,
+        "page_size": draw.choice(USUAL_PAGES) if usual_page else draw.integer(1, 130),
+        "num_layers": draw.integer(1, 2),
+        "tensor_scale": draw.choice((0.03, 0.01, 1.0)) if format == "fp8" else 1.0,
+        "tensor_scale_on_device": format == "fp8" and draw.flip(),
+        "power_of_two": draw.flip(),
+        "wide_indices": draw.flip(),
+    }
+
+
+def _query_dtype(draw: Draw, format: str) -> str:
+    return draw.choice((format, "e4m3") if format in PLAIN else (*PLAIN, "e4m3"))
+
+
+def _lengths(
+    draw: Draw, page_size: int = 1, longest: int = 200, most_queries: int = 5
+) -> dict[str, Any]:
+    """kv_lens and q_lens; often a last page that is full or has one token, at times none at all."""
+    pages = draw.integer(1, max(longest // page_size, 1))
+    known = (1, pages * page_size, pages * page_size + 1, 0)
+    queries = (1, 1, 1, 2, most_queries, 0)
+    batch = draw.choice((1, 2, 3, 4, 3, 2, 0))
+    return {
+        "kv_lens": tuple(
+            draw.choice(known) if draw.flip() else draw.integer(1, longest) for _ in range(batch)
+        ),
+        "q_lens": tuple(draw.choice(queries) for _ in range(batch)),
+    }
+
+
+def _may_imply_starts(draw: Draw, requests: dict[str, Any]) -> bool:
+    return all(q_len == 1 for q_len in requests["q_lens"]) and draw.flip()
+
+
+def _masked(draw: Draw) -> dict[str, Any]:
+    kind = draw.choice(("causal", "causal", *KINDS))
+    return {"mask": kind, "window": draw.choice((1, 7, 16, 50, 90)) if kind in WINDOWED else 0}
+
+
+def _attending(draw: Draw) -> dict[str, Any]:
+    return {
+        "heads": draw.integer(1, 20),
+        "sharpness": draw.choice((0.5, 1.5, 4.0)),
+        "sink": draw.choice(SINKS),
+        "given_results": draw.flip(),
+    }
+
+
+def _scheduled(draw: Draw) -> dict[str, Any]:
+    tile = draw.choice((1, 16, 64))
+    match draw.choice(("none", "even", "balanced", "fixed")):
+        case "even":
+            return {"num_splits": draw.integer(1, 5)}
+        case "balanced":
+            return {"num_workers": draw.integer(1, 7), "tile": tile}
+        case "fixed":
+            return {"num_workers": draw.integer(1, 7), "tile": tile, "fixed_split": 2 * tile}
+        case _:
+            return {}
+
+
+def append_case(draw: Draw, format: str) -> AppendCase:
+    shape = _cached(draw, format)
+    steps = _lengths(draw, shape["page_size"])
+    return AppendCase(
+        **shape,
+        **steps,
+        implicit_starts=_may_imply_starts(draw, steps),
+        heads=draw.integer(1, 20),
+        dtype=draw.choice(PLAIN),
+        freqs_dtype=draw.choice(PLAIN),
+        gamma_dtype=draw.choice(PLAIN),
+        epsilon=draw.choice((0.0, 1e-6, 1e-3)),
+        rope=draw.choice(("interleaved", "half")),
+        flat_table=draw.flip(),
+        q_out=draw.choice(("", "in_place", "given", "e4m3")),
+    )
+
+
+def prefill_case(draw: Draw) -> PrefillCase:
+    if draw.model_widths:
+        nope, rope, value = draw.choice(MODEL_HEADS)
+    else:
+        nope, rope, value = draw.integer(1, 40), draw.integer(0, 12), draw.integer(1, 40)
+    return PrefillCase(
+        **_common(draw),
+        **_lengths(draw, longest=60, most_queries=30),
+        **_masked(draw),
+        **_attending(draw),
+        qk_nope_head_dim=nope,
+        qk_rope_head_dim=rope,
+        v_head_dim=value,
+        dtype=draw.choice(PLAIN),
+        alibi=draw.flip(),
+        expanded=draw.flip(),
+        wide_indices=draw.flip(),
+    )
+
+
+def decode_case(draw: Draw, format: str) -> DecodeCase:
+    shape = _cached(draw, format)
+    requests = _lengths(draw, shape["page_size"])
+    return DecodeCase(
+        **shape,
+        **requests,
+        **_masked(draw),
+        **_attending(draw),
+        **_scheduled(draw),
+        implicit_starts=_may_imply_starts(draw, requests),
+        dtype=_query_dtype(draw, format),
+        q_rope_dtype=draw.choice(("", "", *PLAIN, "e4m3")),
+        q_scaled=draw.flip(),
+        flat_table=draw.flip(),
+        world=draw.choice((1, 1, 2, 3)),
+        interleave=draw.choice((1, 3, 16)),
+        deterministic=draw.flip(),
+    )
+
+
+def sparse_case(draw: Draw, format: str) -> SparseCase:
+    return SparseCase(
+        **_cached(draw, format),
+        **_attending(draw),
+        num_pages=draw.integer(1, 5),
+        num_tokens=draw.integer(0, 12),
+        topk=draw.integer(0, 60),
+        with_lens=draw.flip(),
+        dtype=_query_dtype(draw, format),
+        extra_format=draw.choice(("", format, "fp32", "fp8")),
+        extra_page_size=draw.choice(USUAL_PAGES) if draw.model_widths else draw.integer(1, 20),
+        extra_topk=draw.integer(0, 30),
+        extra_with_lens=draw.flip(),
+        num_splits=draw.integer(0, 4),
+    )
+
+
+def indexer_logits_case(draw: Draw, format: str) -> IndexerLogitsCase:
+    shape = _cached(draw, format)
+    requests = _lengths(draw, shape["page_size"])
+    return IndexerLogitsCase(
+        **shape,
+        **requests,
+        **_masked(draw),
+        implicit_starts=_may_imply_starts(draw, requests),
+        heads=draw.integer(1, 20),
+        dtype=draw.choice((*PLAIN, "e4m3")),
+        flat_table=draw.flip(),
+        spare_columns=draw.integer(0, 9) if draw.flip() else None,
+        given_results=draw.flip(),
+    )
+
+
+def topk_case(draw: Draw) -> IndexerTopkCase:
+    return IndexerTopkCase(
+        seed=draw.integer(0, 2**31),
+        padded=draw.flip(),
+        num_tokens=draw.integer(0, 12),
+        num_columns=draw.integer(0, 80),
+        k=draw.integer(1, 90),
+        with_starts=draw.flip(),
+        with_ends=draw.flip(),
+        levels=draw.choice((0, 2, 9)),
+        specials=draw.choice((0.0, 0.1, 0.7)),
+        wide_indices=draw.flip(),
+        given_results=draw.flip(),
+    )
+
+
+def merge_case(draw: Draw) -> MergeCase:
+    is_model = draw.model_widths or draw.flip()
+    return MergeCase(
+        **_common(draw),
+        num_parts=draw.integer(1, 6),
+        num_tokens=draw.integer(0, 12),
+        heads=draw.integer(1, 20),
+        v_width=512 if is_model else draw.integer(1, 64),
+        dtype=draw.choice(PLAIN),
+        empty=draw.choice((0.0, 0.3, 0.8)),
+        spread=draw.choice((0.5, 3.0, 30.0)),
+        sink=draw.choice(SINKS),
+        given_results=draw.flip(),
+    )
+
+
+def quantize_case(draw: Draw) -> QuantizeCase:
+    return QuantizeCase(
+        **_common(draw),
+        batch=draw.integer(0, 3),
+        m=draw.integer(0, 9),
+        k=draw.integer(0, 70),
+        group=draw.choice((16, 32)) if draw.model_widths else draw.integer(1, 40),
+        dtype=draw.choice(PLAIN),
+        scale_ub=draw.choice((None, 30.0, 1200.0)),
+        given_results=draw.flip(),
+    )
+
+
+def scaled_matmul_case(draw: Draw) -> ScaledMatmulCase:
+    groups = (16, 32)
+    return ScaledMatmulCase(
+        **_common(draw),
+        batch=draw.integer(0, 3),
+        m=draw.integer(0, 9),
+        n=draw.integer(0, 40),
+        k=draw.integer(0, 70),
+        n_group=draw.choice(groups) if draw.model_widths else draw.integer(1, 20),
+        k_group=draw.choice(groups) if draw.model_widths else draw.integer(1, 40),
+        spare_columns=draw.integer(0, 3),
+        out_dtype=draw.choice((*PLAIN, "e4m3")),
+        given_results=draw.flip(),
+    )
+
+
+def matmul_case(draw: Draw) -> BatchedMatmulCase:
+    return BatchedMatmulCase(
+        **_common(draw),
+        batch=draw.integer(0, 4),
+        m=draw.integer(0, 9),
+        n=draw.integer(0, 40),
+        k=draw.integer(0, 40),
+        dtype=draw.choice(PLAIN),
+        out_dtype=draw.choice(("", *PLAIN, "e4m3")),
+        a_batch_second=draw.flip(),
+        b_transposed=draw.flip(),
+        out_batch_second=draw.flip(),
+    )
+
+
+# ops with a cache: a case for one format of it
+CACHED: dict[type[Case], Callable[[Draw, str], Case]] = {
+    AppendCase: append_case,
+    DecodeCase: decode_case,
+    SparseCase: sparse_case,
+    IndexerLogitsCase: indexer_logits_case,
+}
+UNCACHED: dict[type[Case], Callable[[Draw], Case]] = {
+    PrefillCase: prefill_case,
+    IndexerTopkCase: topk_case,
+    MergeCase: merge_case,
+    QuantizeCase: quantize_case,
+    ScaledMatmulCase: scaled_matmul_case,
+    BatchedMatmulCase: matmul_case,
+}

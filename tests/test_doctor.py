@@ -1,0 +1,128 @@
+"""`mlakit doctor`: what it says of this machine, and that it notices what is broken."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from mlakit import cli, dispatch, doctor, knobs
+from mlakit.bench import gpu, peers
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(cli.app, ["doctor", *arguments])
+    return result.exit_code, result.output
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(gpu, "why_not", lambda: "needs a card")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_it_says_what_works_and_why_not():
+    code, output = invoke("--seconds", "0.1")
+    assert code == 0, output
+    assert f"torch {torch.__version__}" in " ".join(output.split())
+    assert "torch sees no CUDA device." in output
+    assert re.search(r"hopper +no: ", output)
+    assert re.search(r"triton +no: needs a card", output)
+    assert re.search(r"cpu +works: 10 of 10 ops right in .* s, then [1-9]\d* random calls", output)
+    assert re.search(r"flash_mla +no: needs a card", output)
+    assert re.search(r"eager +yes: torch", output)
+    assert output.rstrip().endswith("Everything that can work here works.")
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_json_has_everything():
+    code, output = invoke("--seconds", "0", "--json")
+    said = json.loads(output)
+    assert (code, said["is_well"]) == (0, True)
+    assert said["environment"]["torch"] == torch.__version__
+    assert set(said["packages"]) == set(doctor.OPTIONAL)
+    assert said["origins"] == {"eager": f"torch {torch.__version__}"}
+    assert set(said["peers"]) == {peer.name for peer in peers.PEERS}
+    by_name = {each["backend"]: each for each in said["backends"]}
+    assert set(by_name) == set(dispatch.BACKENDS)
+    assert (by_name["triton"]["works"], by_name["triton"]["why_not"]) == (False, "needs a card")
+    assert {each["op"] for each in by_name["cpu"]["ops"]} == set(dispatch.OPS)
+    assert all(each["error"] is None for each in by_name["cpu"]["ops"])
+    assert by_name["cpu"]["random"] is None
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_broken_op_is_noticed(monkeypatch):
+    (spec,) = (each for each in dispatch.specs("indexer_topk") if each.backend == "cpu")
+
+    def broken(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("no [memory]")
+
+    monkeypatch.setitem(spec.__dict__, "launch", broken)
+    code, output = invoke()
+    assert code == 1
+    assert re.search(r"cpu +broken, see below", output)
+    assert "cpu indexer_topk: python -c" in output
+    assert "RuntimeError: no [memory]" in output
+    assert output.rstrip().endswith("Not well.")
+    assert json.loads(invoke("--json")[1])["is_well"] is False
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_what_only_random_calls_show_is_noticed(monkeypatch):
+    miss = doctor.selfcheck.Miss("mla_decode", "cpu", 7, "out: wrong", "mlakit check …", "python …")
+    monkeypatch.setattr(
+        doctor.selfcheck,
+        "run",
+        lambda settings: doctor.selfcheck.Outcome(settings, {}, 0.0, miss),
+    )
+    code, output = invoke()
+    assert code == 1
+    assert "mla_decode is wrong on cpu, seed 7" in output
+    assert "Again: mlakit check …" in output
+
+
+def test_settings_that_are_not_defaults_are_shown(monkeypatch):
+    monkeypatch.setattr(doctor, "_backend_health", lambda *_: doctor.BackendHealth("x", "y", "no"))
+    assert doctor.examine(0).settings == {}
+    monkeypatch.setenv("MLAKIT_WORKSPACE_MIB", "16")
+    monkeypatch.setenv("MLAKIT_CHECK_VALUES", "maybe")
+    settings = doctor.examine(0).settings
+    assert settings["MLAKIT_WORKSPACE_MIB"] == 16
+    assert "must be one of 1, 0" in settings["MLAKIT_CHECK_VALUES"]
+    assert "MLAKIT_WORKSPACE_MIB=16" in invoke()[1]
+
+
+def test_why_a_backend_does_not_work(monkeypatch):
+    monkeypatch.setattr(gpu, "why_not", lambda: None)
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    assert doctor.why_not("triton") == "needs Triton, which is not installed"
+    monkeypatch.setattr(doctor, "find_spec", lambda name: "a spec")
+    assert doctor.why_not("triton") is None
+    assert doctor.why_not("cpu") is None
+    monkeypatch.setattr(dispatch, "SPECS", ())
+    assert doctor.why_not("triton") == "has no kernels in this version"
+
+
+def test_a_refusal_is_no_fault(monkeypatch):
+    def refuse(*_: object) -> None:
+        raise doctor.UnsupportedError("not here")
+
+    monkeypatch.setattr(dispatch, "select", refuse)
+    health = doctor._op_health("merge_states", "cpu", "cpu")
+    assert (health.refusal, health.error) == ("not here", None)
+
+
+@pytest.mark.gpu
+def test_every_backend_with_kernels_works_on_the_gpu():
+    with knobs.override(peers=".peers"):
+        code, output = invoke("--seconds", "5", "--json")
+    said = json.loads(output)
+    assert code == 0, output
+    works = {each["backend"] for each in said["backends"] if each["works"]}
+    assert {"cpu", "triton"} <= works
+    assert said["environment"]["gpu"]

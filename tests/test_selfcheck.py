@@ -1,0 +1,166 @@
+"""`mlakit check`: it finds what is wrong, says how to see it again, and stops when it should."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from inspect import signature
+from itertools import islice
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from mlakit import cli, dispatch, selfcheck
+from mlakit.formats import FORMATS
+from mlakit.selfcheck import KINDS, Settings, random_cases
+from mlakit.workloads.draw import MODEL_HEADS, MODEL_ROWS, USUAL_PAGES
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(cli.app, ["check", *arguments])
+    return result.exit_code, result.output
+
+
+def merge_at_fault(monkeypatch: pytest.MonkeyPatch, *, from_heads: int) -> None:
+    """Have the CPU kernel of `merge_states` be wrong for so many heads and more."""
+    (spec,) = (each for each in dispatch.specs("merge_states") if each.backend == "cpu")
+    launch = spec.launch
+
+    def wrong(*args, **kwargs):
+        launch(*args, **kwargs)
+        lse = signature(launch).bind(*args, **kwargs).arguments["lse"]
+        if lse.shape[1] >= from_heads:
+            lse.add_(1.0)
+
+    monkeypatch.setitem(spec.__dict__, "launch", wrong)
+
+
+def test_every_op_is_checked_and_the_table_says_how_often():
+    code, output = invoke("--count", "20", "--seed", "1", "--device", "cpu", "--backend", "cpu")
+    assert code == 0, output
+    assert "cpu, seed 1, " in output
+    for op in dispatch.OPS:
+        row = next(line for line in output.splitlines() if line.strip().startswith(op))
+        assert row.split() == [op, "cpu", "2", "0"]
+    assert output.endswith("20 calls, every result right.\n")
+
+
+def test_a_miss_prints_a_command_that_misses_again(monkeypatch):
+    merge_at_fault(monkeypatch, from_heads=12)
+    arguments = ("--op", "merge_states", "--device", "cpu", "--backend", "cpu")
+    code, output = invoke(*arguments, "--seed", "0", "--count", "50")
+    assert code == 1
+    assert "merge_states is wrong on cpu, seed " in output
+    assert "lse: " in output
+    assert "Or: python -c" in output
+    (line,) = (line for line in output.splitlines() if line.startswith("Again: "))
+    command = shlex.split(line.removeprefix("Again: "))
+    assert command[:2] == ["mlakit", "check"]
+    assert command[-4:] == ["--device", "cpu", "--backend", "cpu"]
+    again, repeated = invoke(*command[2:], "--json")
+    assert again == 1
+    miss = json.loads(repeated)["miss"]
+    assert (miss["op"], miss["backend"]) == ("merge_states", "cpu")
+    assert miss["command"] == line.removeprefix("Again: ")
+    monkeypatch.undo()  # over there, where nothing is wrong
+    assert invoke(*command[2:])[0] == 0
+
+
+def test_the_command_names_only_what_was_asked_for():
+    settings = Settings(("mla_decode",), seed=3)
+    assert settings.command("mla_decode", 9) == "mlakit check --op mla_decode --seed 9 --count 1"
+    loose = Settings(("mla_decode",), seed=3, device="cuda", any_widths=True)
+    assert loose.command("x", 9).endswith("--count 1 --device cuda --any-widths")
+
+
+def test_json():
+    arguments = ("--op", "indexer_topk", "--op", "merge_states", "--device", "cpu")
+    code, output = invoke(*arguments, "--backend", "cpu", "--count", "4", "--seed", "5", "--json")
+    said = json.loads(output)
+    assert code == 0
+    assert said["checked"] == [
+        {"op": op, "backend": "cpu", "right": 2, "refused": 0}
+        for op in ("indexer_topk", "merge_states")
+    ]
+    assert (said["device"], said["seed"], said["miss"]) == ("cpu", 5, None)
+
+
+def test_time_ends_it(monkeypatch):
+    clock = iter(range(0, 1000, 7))
+    monkeypatch.setattr(selfcheck, "perf_counter", lambda: float(next(clock)))
+    seen = []
+    settings = Settings(("indexer_topk",), seed=0, device="cpu", backend="cpu", minutes=0.5)
+    outcome = selfcheck.run(settings, lambda done, seconds: seen.append((done, seconds)))
+    assert seen == [(0, 7.0), (1, 14.0), (2, 21.0), (3, 28.0), (4, 35.0)]
+    assert (outcome.num_right, outcome.seconds) == (4, 35.0)
+
+
+def test_without_a_seed_a_new_one_is_drawn_and_shown():
+    arguments = ("--op", "indexer_topk", "--count", "1", "--device", "cpu", "--json")
+    seeds = {json.loads(invoke(*arguments)[1])["seed"] for _ in range(3)}
+    assert len(seeds) == 3
+
+
+def test_nothing_checked_is_no_success():
+    code, output = invoke(
+        "--op", "mla_decode", "--device", "cpu", "--backend", "hopper", "--count", "1"
+    )
+    assert code == 1
+    assert "Nothing was checked: no backend takes these calls on cpu." in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--op", "mla_encode"), "op must be of norm_rope_quant_append,"),
+        (("--device", "tpu"), "device must be of auto, cpu, cuda, got 'tpu'"),
+        (("--backend", "cuda"), "backend must be of hopper, triton, cpu, got 'cuda'"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, message):
+    code, output = invoke(*arguments)
+    assert code == 2
+    assert message in " ".join(output.replace("│", " ").split())
+
+
+def test_without_a_gpu_cuda_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    code, output = invoke("--device", "cuda", "--count", "1")
+    assert code == 2
+    assert "torch sees none" in output
+    assert Settings((), 0).place == "cpu"
+
+
+def test_the_same_seed_draws_the_same_cases():
+    settings = Settings(tuple(KINDS), seed=11)
+    drawn = list(islice(random_cases(settings), 40))
+    assert drawn == list(islice(random_cases(settings), 40))
+    assert [seed for seed, _ in drawn] == [11 + i // 10 for i in range(40)]
+    later = next(islice(random_cases(Settings(tuple(KINDS), seed=13)), 0, None))
+    assert drawn[20] == later
+    (alone,) = islice(random_cases(Settings(("mla_decode",), seed=12)), 1)
+    assert alone in drawn
+
+
+def test_widths_are_those_of_models_unless_any_will_do():
+    ops = ("mla_decode", "mla_prefill")
+    cases = [case for _, case in islice(random_cases(Settings(ops, seed=0)), 200)]
+    decoded = cases[::2]
+    rows = {(each.kv_lora_rank, each.qk_rope_head_dim, each.v_width) for each in decoded}
+    assert rows == set(MODEL_ROWS)
+    assert {each.page_size for each in decoded} == set(USUAL_PAGES)
+    assert {each.format for each in decoded} == set(FORMATS)
+    widths = {
+        (each.qk_nope_head_dim, each.qk_rope_head_dim, each.v_head_dim) for each in cases[1::2]
+    }
+    assert widths == set(MODEL_HEADS)
+    free = [case for _, case in islice(random_cases(Settings(ops, 0, any_widths=True)), 200)]
+    assert len({each.kv_lora_rank for each in free[::2]}) > len(MODEL_ROWS)
+
+
+@pytest.mark.gpu
+def test_every_op_passes_on_the_gpu():
+    code, output = invoke("--device", "cuda", "--seed", "0", "--count", "20")
+    assert code == 0, output
+    assert "20 calls, every result right." in output
