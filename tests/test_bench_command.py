@@ -126,7 +126,7 @@ def test_the_host_is_timed_beside_replay_and_an_empty_kernel(tmp_path):
     written = json.loads(file.read_text("utf-8"))
     assert written["mode"] == "host"
     assert [each["contender"] for each in written["rows"]] == [
-        *("mlakit", "mlakit, graph replay", "flash_mla", "empty kernel"),
+        *("mlakit", "mlakit, graph replay", "planned in the call", "flash_mla", "empty kernel"),
     ]
     assert {each["roofline"] for each in written["rows"]} == {None}
 
@@ -247,7 +247,8 @@ def test_plots_without_matplotlib_are_refused_before_the_run(stored, tmp_path, m
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["decode", "--from", "STORED"], "name no suite with it"),
+        (["decode", "--from", "STORED"], "--from measures nothing, so SUITE has no meaning"),
+        (["--host", "--from", "STORED"], "--from measures nothing, so --host has no meaning"),
         (["--from", "FOLDER/none.json"], "--from: FOLDER/none.json cannot be read, No such file"),
         (["--from", "FOLDER/text"], "--from: FOLDER/text is not JSON"),
         (["--from", "FOLDER/other.json"], "is no report of mlakit bench"),
@@ -290,6 +291,13 @@ def test_the_comparison_says_only_what_moved(stored, tmp_path):
     assert "3 figures: 1 better, 1 worse, 1 within the spread" in result.output
     assert "only before: decode-c" in result.output
     assert '<td class="bad">worse by 25.0%</td>' in page.read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("begun", "found"), [("sp", ["sparse-prefill", "sparse-decode"]), ("x", [])]
+)
+def test_suites_are_completed(begun, found):
+    assert cli._complete_suite(begun) == found
 
 
 def test_examples_are_in_the_help():

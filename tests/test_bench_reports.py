@@ -198,7 +198,7 @@ def test_a_map_is_drawn():
 
 
 @pytest.mark.parametrize(
-    ("goodness", "shade"), [(0.0, "#ffffff"), (1.0, "#4deb4d"), (-1.0, "#f54d4d")]
+    ("goodness", "shade"), [(0.0, "#ffffff"), (1.0, "#50eb50"), (-1.0, "#eb5050")]
 )
 def test_good_is_green_and_bad_is_red(goodness, shade):
     assert charts.shade_of(goodness) == shade
@@ -216,4 +216,5 @@ def test_bars_are_as_long_as_times():
 def test_a_report_without_ceilings_has_no_roofline():
     assert set(charts.charts(report(row("a", "mlakit", 1.0), ceilings=None))) == {"bars"}
     assert set(charts.charts(report(row("a", "mlakit", 1.0, flops=0)))) == {"bars"}
+    assert set(charts.charts(report(row("a", "reading its bytes", 1.0)))) == {"bars"}
     assert set(charts.charts(report())) == set()

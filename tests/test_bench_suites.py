@@ -153,6 +153,7 @@ def break_kernel(monkeypatch, op: str) -> None:
     monkeypatch.setitem(spec.__dict__, "launch", wrong)
 
 
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 @pytest.mark.parametrize("workload", SMALL)
 def test_everyone_else_can_be_called(workload):
     contest = workload.contest()

@@ -18,7 +18,7 @@ from mlakit.bench.ceilings import Ceilings
 from mlakit.bench.measure import Call, Spread, Timer, WallClock, paired_ratio, take_turns
 from mlakit.bench.problems import Problem
 from mlakit.bench.progress import SuiteProgress, suite_progress
-from mlakit.bench.report import OURS, WALL, LeftOut, Report, Row
+from mlakit.bench.report import OURS, WALL, YARDSTICKS, LeftOut, Report, Row
 from mlakit.bench.tables import WIDE, left_out_lines, table
 
 BUDGET_S = 10.0  # for the rounds of one workload; a slow one gets its least rounds
@@ -199,7 +199,8 @@ def _contenders(
     if mode == WALL:
         reasons |= _hopeless(workload.small)
     elif mode == gpu_timers.HOST:
-        found = [ours, *_replayed(contest.ours, reasons), *peers, _empty_kernel()]
+        calling = [each for each in contest.baselines if each.name not in YARDSTICKS]
+        found = [ours, *_replayed(contest.ours, reasons), *calling, *peers, _empty_kernel()]
     ready = []
     for each in found:
         if each.name in reasons:
