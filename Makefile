@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 # The development environment has one torch; the package itself accepts 2.10 and newer.
 TORCH := torch==2.13.0
 INSTALLED := $(VENV)/.installed
+DOCS_INSTALLED := $(VENV)/.docs-installed
 # The other end of the range of Triton versions; everything else comes from the environment above.
 OLDEST := .venv-oldest
 OLDEST_TRITON := triton==3.6.0
 OLDEST_INSTALLED := $(OLDEST)/.installed
 
-.PHONY: demo test venv lint types unit compile oldest mutants format clean
+.PHONY: demo test venv lint types unit compile oldest docs mutants format clean
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
@@ -39,6 +40,12 @@ oldest: $(OLDEST_INSTALLED)
 	  tests/test_decode_plan.py tests/test_properties.py
 	$(OLDEST)/bin/python -m mlakit support --compile
 
+# the pages in docs/ as a site in site/; a warning is an error. The variable keeps the theme from
+# announcing its successor at every build
+docs: $(DOCS_INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html"
+
 # breaks the CPU kernels one line at a time; every break must be noticed
 mutants: $(INSTALLED)
 	$(BIN)/python scripts/mutate.py
@@ -48,7 +55,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(OLDEST) .mypy_cache .pytest_cache .ruff_cache dist
+	rm -rf $(VENV) $(OLDEST) .mypy_cache .pytest_cache .ruff_cache dist site
 
 # torch goes first so that no later requirement may choose another build of it
 $(INSTALLED): pyproject.toml Makefile mlakit/_version.py
@@ -56,6 +63,10 @@ $(INSTALLED): pyproject.toml Makefile mlakit/_version.py
 	$(BIN)/python -m pip install --upgrade pip
 	$(BIN)/python -m pip install "$(TORCH)"
 	$(BIN)/python -m pip install --editable ".[dev]"
+	touch $@
+
+$(DOCS_INSTALLED): $(INSTALLED)
+	$(BIN)/python -m pip install --editable ".[docs]"
 	touch $@
 
 # its own site-packages come first, then those of $(VENV)

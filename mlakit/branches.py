@@ -77,6 +77,7 @@ class CachedBatch:
 
     @property
     def kv_lens_after(self) -> Tensor:
+        """Tokens cached after this step, as `mla_decode` wants them."""
         return self.kv_lens + self.q_starts.diff()
 
 

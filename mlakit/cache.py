@@ -39,6 +39,7 @@ class CacheLayer:
 
     @property
     def page_size(self) -> int:
+        """Rows of a page."""
         return self.payload.shape[1]
 
     @property
@@ -49,6 +50,7 @@ class CacheLayer:
 
     @property
     def num_slots(self) -> int:
+        """Rows of the layer: every slot is below this."""
         return self.payload.shape[0] * self.payload.shape[1]
 
     def read(self, slots: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -128,29 +130,36 @@ class PagedLatentCache:
 
     @property
     def row(self) -> RowShape:
+        """The columns of its rows."""
         return self.codec.row
 
     @property
     def format(self) -> str:
+        """The name of its row format."""
         return self.codec.name
 
     @property
     def num_layers(self) -> int:
+        """Layers that share the page tables."""
         return self.payload.shape[0]
 
     @property
     def num_pages(self) -> int:
+        """Pages of each layer."""
         return self.payload.shape[1]
 
     @property
     def page_size(self) -> int:
+        """Rows of a page."""
         return self.payload.shape[2]
 
     @property
     def device(self) -> torch.device:
+        """Where the rows are."""
         return self.payload.device
 
     def layer(self, index: int) -> CacheLayer:
+        """One layer of the pool, sharing its memory; ValueError if there is no such layer."""
         if not 0 <= index < self.num_layers:
             raise ValueError(
                 f"PagedLatentCache.layer: index must be in [0, {self.num_layers}), got {index}"

@@ -49,6 +49,7 @@ class RowShape:
 
     @property
     def width(self) -> int:
+        """Columns of a row."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
 

@@ -31,6 +31,7 @@ class Knob(Generic[T]):
 
     @property
     def variable(self) -> str:
+        """The environment variable that sets it."""
         return f"MLAKIT_{self.name.upper()}"
 
     def __call__(self) -> T:

@@ -112,14 +112,17 @@ class PageAllocator:
 
     @property
     def num_pages(self) -> int:
+        """Pages of the pool, free or not."""
         return self._num_pages
 
     @property
     def page_size(self) -> int:
+        """Tokens of a page."""
         return self._page_size
 
     @property
     def num_free_pages(self) -> int:
+        """Pages that no live sequence holds."""
         return len(self._free)
 
     def reserve(self, num_tokens: int) -> PagedSequence:

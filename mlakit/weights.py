@@ -66,6 +66,7 @@ class UpProjection:
 
     @property
     def is_fp8(self) -> bool:
+        """Are the matrices e4m3 with block scales?"""
         return self.joint.scale is not None
 
     def expand(self, latent: Tensor, *, backend: str = "auto") -> tuple[Tensor, Tensor]:

@@ -898,8 +898,9 @@ class PrefillCase:
 
     def _expanded(self, latent: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         """The latents times the weight; float32 as exact as what multiplies them on this device."""
-        may_be_by_library = self.group == hopper_sums.GROUP and self.dtype == torch.bfloat16
-        if dtype == F32 and device_of_calls().type == "cuda" and may_be_by_library:
+        is_on_gpu = dtype == F32 and device_of_calls().type == "cuda"
+        takes_library = self.group == hopper_sums.GROUP and latent.shape[1] % 512 == 0
+        if is_on_gpu and takes_library and self.dtype == torch.bfloat16:
             return hopper_sums.scaled_mm(latent, scales, self.weight, self.weight_scale)
         return reference.scaled_mm_fp8(
             latent,

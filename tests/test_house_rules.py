@@ -327,7 +327,7 @@ def test_the_knob_table_is_read_row_by_row():
 
 def test_extras_exist():
     extras = pyproject()["project"]["optional-dependencies"]
-    assert {"plot", "transformers", "test", "dev"} <= set(extras)
+    assert {"docs", "plot", "transformers", "test", "dev"} <= set(extras)
 
 
 def test_run_time_requirements_are_not_pinned():

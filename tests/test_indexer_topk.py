@@ -31,7 +31,7 @@ def test_every_way(config, k, logits, place, monkeypatch):
     if place.on_cpu_backend:
         pytest.skip("has one way")
     monkeypatch.setattr(indexer_topk, "pick_topk_config", lambda **problem: config)
-    case = IndexerTopkCase(num_tokens=7, num_columns=400, k=k, **logits)
+    case = IndexerTopkCase(num_tokens=3, num_columns=200, k=k, **logits)
     trial = case.trial(place.device)
     trial.check(trial.call(place.backend))
 

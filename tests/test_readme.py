@@ -2,87 +2,51 @@
 
 from __future__ import annotations
 
-import io
 import re
-from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
-import torch
+from snippets import FENCE, ends_in_a_check, examples, numbers, output_of, table
 from typer.testing import CliRunner
 
 from mlakit import cli, knobs, ops
-from mlakit.compat import modular
 from mlakit.formats import FORMATS, row_codec
 from mlakit.geometry import MLAGeometry, RowShape
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 BLOCKS = [(match[1], match[2]) for match in FENCE.finditer(README)]
 
 
-def examples() -> dict[str, tuple[str, str | None]]:
-    """Python examples by their last heading, each with the output shown below it, if any."""
-    found: dict[str, tuple[str, str | None]] = {}
-    for match in FENCE.finditer(README):
-        heading = re.findall(r"^#+ (.*)$", README[: match.start()], flags=re.MULTILINE)[-1]
-        if match[1] == "python":
-            assert heading not in found, f"two examples under {heading!r}"
-            found[heading] = (match[2], None)
-        elif match[1] == "text":
-            found[heading] = (found[heading][0], match[2])
-    return found
-
-
-EXAMPLES = examples()
-
-
-def table(header: str) -> list[list[str]]:
-    """The rows of the table whose first column is `header`, as cells without backticks."""
-    _, _, rest = README.partition(f"\n| {header} |")
-    assert rest, f"the README has no table of {header}"
-    lines = rest.split("\n\n")[0].splitlines()[2:]
-    return [[cell.strip().replace("`", "") for cell in line.split("|")[1:-1]] for line in lines]
-
-
-def numbers(cell: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", cell)]
+EXAMPLES = examples(README)
 
 
 @pytest.mark.parametrize("heading", EXAMPLES)
 def test_examples_run_and_print_what_they_say(heading):
     code, expected = EXAMPLES[heading]
-    torch.manual_seed(0)
-    printed = io.StringIO()
-    with redirect_stdout(printed):
-        exec(compile(code, f"README.md, {heading}", "exec"), {"__name__": "readme"})
-    assert printed.getvalue() == (expected or "")
+    assert output_of(code, f"README.md, {heading}") == expected
 
 
 @pytest.mark.parametrize("heading", EXAMPLES)
 def test_examples_end_in_a_check_or_a_printed_value(heading):
-    code, expected = EXAMPLES[heading]
-    last = code.rstrip().splitlines()[-1]
-    assert ("print" in last and expected) or "assert" in last
-    assert len(code.splitlines()) <= 20
+    assert ends_in_a_check(EXAMPLES[heading])
+    assert len(EXAMPLES[heading].code.splitlines()) <= 20
 
 
-def test_there_are_examples_of_decode_append_and_a_foreign_cache():
-    code = "\n".join(code for code, _ in EXAMPLES.values())
-    documented = ("flare_mla_decoding(", "mla_fused_rope_rmsnorm_quantization(")
-    for call in ("mla_decode(", "mla_step(", *documented, ".wrap("):
+def test_there_are_examples_of_decode_a_step_and_a_foreign_cache():
+    code = "\n".join(example.code for example in EXAMPLES.values())
+    for call in ("mla_decode(", "mla_step(", ".wrap("):
         assert call in code
 
 
 def test_op_table_names_every_op():
     public = {name for name in ops.__all__ if name.islower()}
-    assert {name for name, _ in table("op")} == public
+    assert {name for name, _ in table(README, "op")} == public
 
 
 def test_format_table_gives_the_bytes_of_the_code():
     found = {}
-    for names, columns, size, _ in table("format"):
+    for names, columns, size, _ in table(README, "format"):
         for name in names.split(", "):
             row = RowShape(*numbers(columns))
             assert sum(numbers(size)) == row_codec(name, row).bytes_per_token, name
@@ -108,15 +72,10 @@ def test_knob_table_gives_the_defaults_and_meanings_of_the_code():
         [knob.variable, shown.get(knob.default, str(knob.default)), knob.meaning]
         for knob in knobs.REGISTRY.values()
     ]
-    assert table("variable") == expected
-    for row in table("variable"):
+    assert table(README, "variable") == expected
+    for row in table(README, "variable"):
         knob = next(knob for knob in knobs.REGISTRY.values() if knob.variable == row[0])
         assert knob.parse(row[1]) == knob.default
-
-
-def test_function_table_names_all_of_the_documented_functions_and_nothing_else():
-    names = [name for row in table("name") for name in row[0].split(", ")]
-    assert sorted(names) == sorted(modular.__all__)
 
 
 def shell_commands() -> list[list[str]]:

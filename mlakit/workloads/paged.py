@@ -97,6 +97,7 @@ class PagedCase(Case):
 
     @property
     def row(self) -> RowShape:
+        """The columns of the cache's rows."""
         return RowShape(self.kv_lora_rank, self.qk_rope_head_dim, self.v_width)
 
     def pool(

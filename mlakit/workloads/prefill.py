@@ -49,6 +49,7 @@ class PrefillCase(Case):
 
     @property
     def softmax_scale(self) -> float:
+        """Makes scores of standard deviation `sharpness`."""
         return self.sharpness / sqrt(self.qk_nope_head_dim + self.qk_rope_head_dim)
 
     def trial(self, device: torch.device | str) -> Trial:

@@ -63,6 +63,7 @@ class SparseCase(PagedCase):
 
     @property
     def softmax_scale(self) -> float:
+        """Makes scores of standard deviation `sharpness`."""
         return self.sharpness / sqrt(self.row.width)
 
     def trial(self, device: torch.device | str) -> Trial:

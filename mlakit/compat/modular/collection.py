@@ -25,10 +25,12 @@ class KeyCache:
 
     @property
     def row(self) -> RowShape:
+        """The columns of its rows."""
         return self.layer.codec.row
 
     @property
     def page_size(self) -> int:
+        """Rows of a page."""
         return self.layer.page_size
 
     def with_scales_by_page(self, first: Tensor, last: Tensor) -> CacheLayer:
@@ -119,6 +121,7 @@ class KVCollection:
 
     @property
     def num_layers(self) -> int:
+        """Layers of `blocks`."""
         return self.cache.num_layers
 
     def get_key_cache(self, layer_idx: int) -> KeyCache:

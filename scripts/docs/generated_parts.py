@@ -1,0 +1,128 @@
+"""The parts of the documentation that the code writes: tables and help texts, at build time.
+
+A page asks for one with a line `<!-- generated: cli -->`. MkDocs finds `on_page_markdown` here; the
+functions themselves need no MkDocs.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from docstring_markdown import markdown_of
+from links import api_entries, linked
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from mlakit import bench, cli, knobs
+from mlakit.geometry import PRESETS
+from mlakit.support import table
+
+HELP_COLUMNS = 88  # what a page is wide enough for
+SUITE = re.compile(r"The suite `([a-z0-9-]+)`: ")
+MARKER = re.compile(r"^<!-- generated: ([a-z]+) -->$", flags=re.MULTILINE)
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines)
+
+
+def cli_reference() -> str:
+    """Every command with what its `--help` prints."""
+    commands = get_command(cli.app).commands
+    runner = CliRunner(env={"COLUMNS": str(HELP_COLUMNS), "NO_COLOR": "1", "TERM": "dumb"})
+    sections = []
+    for words in ([], *([name] for name in commands)):
+        shown = runner.invoke(cli.app, [*words, "--help"], prog_name="mlakit")
+        if shown.exit_code != 0:
+            raise RuntimeError(f"mlakit {' '.join(words)} --help failed: {shown.output}")
+        text = "\n".join(line.rstrip() for line in shown.output.strip("\n").splitlines())
+        sections.append(f"## {' '.join(['mlakit', *words])}\n\n```text\n{text.strip()}\n```")
+    return "\n\n".join(sections)
+
+
+def command_table() -> str:
+    """Every command with the first line of its help."""
+    commands = get_command(cli.app).commands
+    rows = (
+        (f"[`mlakit {name}`](cli.md#mlakit-{name})", _plain(command.help).split("\n\n")[0])
+        for name, command in commands.items()
+    )
+    return markdown_table(("command", "what it does"), rows)
+
+
+def _plain(markup: str) -> str:
+    """Help text without the markup of its terminal colours."""
+    return re.sub(r"\[/?[a-z]+\]", "", markup)
+
+
+def suite_methods() -> str:
+    """What each suite of `mlakit bench` says of its workloads, bytes, FLOPs and gate."""
+    found = {}
+    for path in sorted(Path(bench.__path__[0]).glob("*.py")):
+        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        if match := SUITE.match(text):
+            said = text[match.end() :]
+            found[match[1]] = f"### {match[1]}\n\n{markdown_of(said[0].upper() + said[1:])}"
+    return "\n\n".join(found[name] for name in sorted(found))
+
+
+def knob_table() -> str:
+    """Every environment variable mlakit reads."""
+    shown = {True: "on", False: "off"}
+    rows = (
+        (f"`{knob.variable}`", shown.get(knob.default, knob.default), knob.meaning)
+        for knob in knobs.REGISTRY.values()
+    )
+    return markdown_table(("variable", "default", "meaning"), rows)
+
+
+def support_table() -> str:
+    """What `mlakit support` shows."""
+    header = ("op", "CPU", *(f"sm_{arch}" for arch in table.ARCHITECTURES))
+    rows = (
+        (f"`{row[0].op}`", *(verdict.chosen or "—" for verdict in row)) for row in table.verdicts()
+    )
+    cards = "; ".join(f"sm_{arch}: {names}" for arch, names in table.ARCHITECTURES.items())
+    return f"{markdown_table(header, rows)}\n\n{cards}."
+
+
+def model_table() -> str:
+    """The geometries that are known by name."""
+    header = ("name", "heads", "cache row", "expanded K, V", "softmax scale", "indexer")
+    rows = (
+        (
+            f"`{name}`",
+            model.num_heads,
+            f"{model.kv_lora_rank} + {model.qk_rope_head_dim}",
+            f"{model.qk_head_dim}, {model.v_head_dim}",
+            f"{model.softmax_scale:.4f}",
+            f"best {model.index_topk}" if model.has_indexer else "—",
+        )
+        for name, model in PRESETS.items()
+    )
+    return markdown_table(header, rows)
+
+
+GENERATORS: dict[str, Callable[[], str]] = {
+    "cli": cli_reference,
+    "commands": command_table,
+    "suites": suite_methods,
+    "knobs": knob_table,
+    "support": support_table,
+    "models": model_table,
+}
+
+
+def filled(markdown: str) -> str:
+    """A page with its markers replaced; KeyError for a marker nobody can fill."""
+    return MARKER.sub(lambda match: GENERATORS[match[1]](), markdown)
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """What MkDocs calls with the text of every page: markers are filled, names become links."""
+    return linked(filled(markdown), api_entries())
