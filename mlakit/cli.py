@@ -86,7 +86,7 @@ def bench(
     suites: Annotated[
         list[str] | None,
         typer.Argument(
-            help=f"Of {', '.join(SUITES)}. None: all for the GPU, or cpu where there is none.",
+            help=f"Of {', '.join(SUITES)}. None: all for the GPU but grid, or cpu without one.",
             metavar="SUITE",
             autocompletion=_complete_suite,
         ),

@@ -96,11 +96,19 @@ def test_every_suite_runs(name, tmp_path, monkeypatch):
     assert {each["limit"] for each in rows} == {""}  # tiny problems judge nothing
 
 
+def test_the_grid_asks_fast_peers_only_and_shows_a_map(monkeypatch):
+    result = bench("grid", "--quick", "--only", "b4-h16-1024")
+    assert result.exit_code == 0, result.output
+    assert "flash_mla" in result.output
+    assert "sdpa" not in result.output
+    assert re.search(r"16 heads: mlakit / fastest peer\s+s_k +b 2\s+─+\s+200 +\d", result.output)
+
+
 def test_without_a_suite_all_for_the_gpu_run(monkeypatch):
     ran = []
     monkeypatch.setattr(suite, "run", lambda name, *_, **__: ran.append(name) or report(suite=name))
     assert bench("--peers").exit_code == 0
-    assert ran == list(GPU_SUITES)
+    assert ran == [name for name in GPU_SUITES if name != "grid"]
 
 
 def test_a_wrong_kernel_ends_the_command_with_status_1(monkeypatch, tmp_path):

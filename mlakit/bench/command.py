@@ -66,7 +66,8 @@ def workloads_of(settings: Settings) -> dict[str, list[Workload]]:
 
 
 def _default_suites() -> tuple[str, ...]:
-    return ("cpu",) if gpu.why_not() else GPU_SUITES
+    """All for the GPU but the grid, which takes as long as the others together."""
+    return ("cpu",) if gpu.why_not() else tuple(name for name in GPU_SUITES if name != "grid")
 
 
 def _workloads(name: str, shape: Shape | None) -> Sequence[Workload]:
