@@ -23,23 +23,28 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
 
 from mlakit.cache import CacheLayer, KVShard, PageTable
 from mlakit.formats import SMALLEST_SCALE
-from mlakit.kernels.triton.configs import MERGED_PARTS, DecodeConfig, pick_decode_config
-from mlakit.kernels.triton.decode_plan import key_tiles, load_lengths, plan_decode, seen_keys
-from mlakit.kernels.triton.launch import INTERPRETED, Target, launch, target
+from mlakit.kernels.triton.configs import DecodeConfig, pick_decode_config
+from mlakit.kernels.triton.decode_merge import RowTileParts, merge_partials
+from mlakit.kernels.triton.decode_plan import (
+    find_tile,
+    key_tiles,
+    load_lengths,
+    part_tiles,
+    plan_decode,
+    seen_keys,
+)
+from mlakit.kernels.triton.launch import Target, launch, target
 from mlakit.kernels.triton.primitives import (
     add_rope_values,
     add_values,
-    fold_parts,
     load_query,
     load_row_tile,
     score_keys,
     softmax_step,
     softmax_totals,
-    store_merged,
 )
 from mlakit.kernels.triton.rows import (
     TRITON_TYPES,
@@ -124,9 +129,6 @@ def mla_decode(
     starts, table = page_table if isinstance(page_table, tuple) else (None, page_table)
     payload, scales, scale = as_bytes(layer.payload), layer.scales, layer.tensor_scale
     host_scale = 1.0 if isinstance(scale, Tensor) else float(scale)
-    lengths = (q_starts, kv_lens)
-    length_strides = (q_starts.stride(0), kv_lens.stride(0))
-    of_mask = {"MASK": mask.kind, "IS_SHARDED": shard.world > 1}
     launch(
         _mla_decode_kernel,
         schedule.grid,
@@ -137,7 +139,8 @@ def mla_decode(
         scales,
         table,
         starts,
-        *lengths,
+        q_starts,
+        kv_lens,
         sink,
         scale.to(payload.device) if isinstance(scale, Tensor) else None,
         out,
@@ -162,11 +165,13 @@ def mla_decode(
         0 if scales is None else scales.stride(0),
         *((0, table.stride(0)) if is_flat else table.stride()),
         0 if starts is None else starts.stride(0),
-        *length_strides,
+        q_starts.stride(0),
+        kv_lens.stride(0),
         0 if sink is None else sink.stride(0),
         *out.stride()[:2],
         *lse.stride(),
-        **of_mask,
+        MASK=mask.kind,
+        IS_SHARDED=shard.world > 1,
         FORMAT=layer.codec.name,
         DTYPE=TRITON_TYPES[types.latent],
         ROPE_DTYPE=TRITON_TYPES[types.rope],
@@ -193,40 +198,22 @@ def mla_decode(
     )
     if schedule.partial_rows == 0:
         return
-    merge_rows = max(1024 // triton.next_power_of_2(tiles.v_width), 1)
-    is_chained = device.arch >= 90 and device is not INTERPRETED
-    launch(
-        _merge_partials_kernel,
-        schedule.merge_grid(batch, merge_rows),
+    merge_partials(
         partial_out,
         partial_lse,
-        plan.partial_starts if plan else None,
-        *lengths,
-        sink,
-        out,
-        lse,
-        heads,
-        padded_heads,
-        mask.window,
-        *shard,
-        schedule.slot_rows,
-        schedule.split_tiles,
-        schedule.grid[0],
-        batch,
-        *length_strides,
-        0 if sink is None else sink.stride(0),
-        *out.stride()[:2],
-        *lse.stride(),
-        **of_mask,
-        V_WIDTH=tiles.v_width,
-        COLUMNS=triton.next_power_of_2(tiles.v_width),
-        BM=config.block_m,
-        BN=config.block_n,
-        ROWS=merge_rows,
-        PARTS=MERGED_PARTS,
-        IS_CHAINED=is_chained,
-        num_warps=4,
-        **({"launch_pdl": True} if is_chained else {}),
+        partial_starts=plan.partial_starts if plan else None,
+        row_tile_parts=None
+        if plan
+        else RowTileParts(
+            *schedule.grid, schedule.split_tiles, config.block_m, config.block_n, mask, shard
+        ),
+        q_starts=q_starts,
+        kv_lens=kv_lens,
+        padded_heads=padded_heads,
+        slot_rows=schedule.slot_rows,
+        sink=sink,
+        out=out,
+        lse=lse,
     )
 
 
@@ -243,9 +230,6 @@ class Schedule:
     @property
     def partial_rows(self) -> int:
         return self.slot_rows * self.num_slots
-
-    def merge_grid(self, batch: int, rows: int) -> tuple[int, int]:
-        return batch if self.is_planned else self.grid[1], triton.cdiv(self.slot_rows, rows)
 
 
 def _schedule(
@@ -288,35 +272,6 @@ def _capacity(page_table: PageTable, layer: CacheLayer) -> int:
     if isinstance(page_table, tuple):
         return page_table[1].shape[0]
     return page_table.shape[1] * layer.page_size
-
-
-@triton.jit
-def _find_tile(tile, q_starts, stride_q_starts, batch, padded_heads, BM: tl.constexpr):
-    """(request, tile of its rows) of a tile of rows among all; request −1 past the last."""
-    request = tl.zeros((), tl.int32) - 1
-    row_tile = tile * 0
-    before = tile * 0
-    for start in range(0, batch, 128):
-        each = start + tl.arange(0, 128)
-        at = each.to(tl.int64) * stride_q_starts
-        is_request = each < batch
-        first = tl.load(q_starts + at, mask=is_request, other=0).to(tl.int32)
-        last = tl.load(q_starts + at + stride_q_starts, mask=is_request, other=0).to(tl.int32)
-        tiles = (last - first) * (padded_heads // BM)
-        ends = before + tl.cumsum(tiles, 0)
-        is_it = (ends - tiles <= tile) & (tile < ends)
-        request += tl.sum(tl.where(is_it, each + 1, 0), 0)
-        row_tile += tl.sum(tl.where(is_it, tile - ends + tiles, 0), 0)
-        before += tl.sum(tiles, 0)
-    return request, row_tile
-
-
-@triton.jit
-def _part_tiles(num_tiles, split_tiles, num_parts):
-    """(key tiles of a part, parts) of a request that is split on its own account."""
-    even = (num_tiles + num_parts - 1) // num_parts
-    tiles = tl.maximum(tl.where(split_tiles > 0, split_tiles, even), 1)
-    return tiles, (num_tiles + tiles - 1) // tiles
 
 
 @triton.jit
@@ -635,17 +590,17 @@ def _mla_decode_kernel(
                 row_end = tl.where(is_first, row_end, 0)
                 first_key, last_key, slot = 0, 0x7FFFFFFF, -1
         else:
-            request, row_tile = _find_tile(
+            request, row_tile = find_tile(
                 tl.program_id(1), q_starts, stride_q_starts, batch, padded_heads, BM
             )
             q_first, q_len, kv_len = load_lengths(
                 q_starts, kv_lens, stride_q_starts, stride_kv_lens, request, request >= 0
             )
             first_tile, num_tiles = key_tiles(q_len, kv_len, window, shard, MASK, IS_SHARDED, BN)
-            part_tiles, num_parts = _part_tiles(num_tiles, split_tiles, tl.num_programs(0))
+            tiles, num_parts = part_tiles(num_tiles, split_tiles, tl.num_programs(0))
             part = tl.program_id(0)
-            first_key = (first_tile + part * part_tiles) * BN
-            last_key = first_key + part_tiles * BN
+            first_key = (first_tile + part * tiles) * BN
+            last_key = first_key + tiles * BN
             is_part = (request >= 0) & (part < num_parts)
             slot = tl.where(num_parts > 1, tl.program_id(1) * tl.num_programs(0) + part, -1)
             slot_row = slot.to(tl.int64) * slot_rows
@@ -665,120 +620,3 @@ def _mla_decode_kernel(
                 WIDTH, VALUE_PIECES, ROPE_WIDTH, VALUE_UNIT, PAGE, STRIDE_ROW, STRIDE_SCALES_ROW,
                 IS_NEGATIVE, HAS_FP8, IS_ALIGNED, IS_UNCHAINED, BM, BN,
             )  # fmt: skip
-
-
-@triton.jit(
-    do_not_specialize=[
-        "heads",
-        "padded_heads",
-        "window",
-        "rank",
-        "world",
-        "interleave",
-        "slot_rows",
-        "split_tiles",
-        "max_parts",
-        "batch",
-        "stride_q_starts",
-        "stride_kv_lens",
-        "stride_sink",
-        "stride_lse_token",
-        "stride_lse_head",
-    ]
-)
-def _merge_partials_kernel(
-    partial_out,  # [slots, slot_rows, V_WIDTH] float32
-    partial_lse,  # [slots, slot_rows] float32
-    partial_starts,  # of a plan; None: parts are those of tiles of rows
-    q_starts,
-    kv_lens,
-    sink,
-    out,
-    lse,
-    heads,
-    padded_heads,
-    window,
-    rank,
-    world,
-    interleave,
-    slot_rows,
-    split_tiles,
-    max_parts,
-    batch,
-    stride_q_starts,
-    stride_kv_lens,
-    stride_sink,
-    stride_out_token,
-    stride_out_head,
-    stride_lse_token,
-    stride_lse_head,
-    MASK: tl.constexpr,
-    IS_SHARDED: tl.constexpr,
-    V_WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-    IS_CHAINED: tl.constexpr,
-):
-    """ROWS rows of one request (of one tile of rows) that was split, in the order of its keys."""
-    if IS_CHAINED:
-        gdc_wait()  # in every program: what follows this kernel relies on the one before it, too
-    if partial_starts is not None:
-        request = tl.program_id(0)
-        first_slot = tl.load(partial_starts + request)
-        parts = tl.load(partial_starts + request + 1) - first_slot
-        q_first, q_len, _ = load_lengths(
-            q_starts, kv_lens, stride_q_starts, stride_kv_lens, request, request >= 0
-        )
-        first_row = request * 0
-        num_rows = q_len * padded_heads
-        parts = tl.where(num_rows > slot_rows, 0, parts)
-    else:
-        request, row_tile = _find_tile(
-            tl.program_id(0), q_starts, stride_q_starts, batch, padded_heads, BM
-        )
-        q_first, q_len, kv_len = load_lengths(
-            q_starts, kv_lens, stride_q_starts, stride_kv_lens, request, request >= 0
-        )
-        shard = (rank, world, interleave)
-        _, num_tiles = key_tiles(q_len, kv_len, window, shard, MASK, IS_SHARDED, BN)
-        _, parts = _part_tiles(num_tiles, split_tiles, max_parts)
-        first_slot = tl.program_id(0) * max_parts
-        first_row = row_tile * BM
-        num_rows = BM
-        parts = tl.where((request >= 0) & (parts > 1), parts, 0)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    token = (q_first + (first_row + row) // padded_heads).to(tl.int64)
-    head = ((first_row + row) % padded_heads).to(tl.int64)
-    is_row = (row < num_rows) & (head < heads)
-    if (parts > 0) & (tl.program_id(1) * ROWS < num_rows):
-        column = tl.arange(0, COLUMNS)
-        peak = tl.full([ROWS], -float("inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        weighted = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for start in range(0, parts, PARTS):
-            part = start + tl.arange(0, PARTS)
-            at = (first_slot + part).to(tl.int64)[:, None] * slot_rows + row[None, :]
-            exists = (part < parts)[:, None] & is_row[None, :]
-            # [PARTS, ROWS], and with columns; read together, for each read takes its time
-            part_lse = tl.load(partial_lse + at, mask=exists, other=-float("inf"))
-            values = tl.load(
-                partial_out + at[:, :, None] * V_WIDTH + column[None, None, :],
-                mask=exists[:, :, None] & (column < V_WIDTH)[None, None, :],
-                other=0.0,
-            )
-            peak, total, weighted = fold_parts(peak, total, weighted, part_lse, values)
-        store_merged(
-            peak,
-            total,
-            weighted,
-            sink,
-            stride_sink,
-            head,
-            out + (token * stride_out_token + head * stride_out_head),
-            lse + token * stride_lse_token + head * stride_lse_head,
-            is_row,
-            V_WIDTH,
-        )

@@ -133,6 +133,35 @@ def key_tiles(
 
 
 @triton.jit
+def find_tile(tile, q_starts, stride_q_starts, batch, padded_heads, BM: tl.constexpr):
+    """(request, tile of its rows) of a tile of rows among all; request −1 past the last."""
+    request = tl.zeros((), tl.int32) - 1
+    row_tile = tile * 0
+    before = tile * 0
+    for start in range(0, batch, 128):
+        each = start + tl.arange(0, 128)
+        at = each.to(tl.int64) * stride_q_starts
+        is_request = each < batch
+        first = tl.load(q_starts + at, mask=is_request, other=0).to(tl.int32)
+        last = tl.load(q_starts + at + stride_q_starts, mask=is_request, other=0).to(tl.int32)
+        tiles = (last - first) * (padded_heads // BM)
+        ends = before + tl.cumsum(tiles, 0)
+        is_it = (ends - tiles <= tile) & (tile < ends)
+        request += tl.sum(tl.where(is_it, each + 1, 0), 0)
+        row_tile += tl.sum(tl.where(is_it, tile - ends + tiles, 0), 0)
+        before += tl.sum(tiles, 0)
+    return request, row_tile
+
+
+@triton.jit
+def part_tiles(num_tiles, split_tiles, num_parts):
+    """(key tiles of a part, parts) of a request that is split on its own account."""
+    even = (num_tiles + num_parts - 1) // num_parts
+    tiles = tl.maximum(tl.where(split_tiles > 0, split_tiles, even), 1)
+    return tiles, (num_tiles + tiles - 1) // tiles
+
+
+@triton.jit
 def _worker_at(place, num_runs, total):
     """The worker whose run holds a place of the line."""
     return (((place + 1) * num_runs - 1) // total).to(tl.int32)

@@ -1,0 +1,219 @@
+"""The second half of a decode that was split over keys: partials become results.
+
+Maths      lse = log Σ_p exp lse_p;  out = Σ_p exp(lse_p − lse) · out_p, a sink in the denominator
+Work       a program is a few rows of a request that a plan cut, or of a tile of rows that was cut
+           on its own account; it reads several of their partials at a time, in the order of keys
+Memory     float32 partials [slots, slot_rows, v_width], read once. Row r of a slot is head
+           r % padded_heads of query r // padded_heads of the request (of the tile of rows)
+Limits     a request with more rows than a slot was not cut, whatever its plan says
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
+
+from mlakit.cache import WHOLE, KVShard
+from mlakit.kernels.triton.configs import MERGED_PARTS
+from mlakit.kernels.triton.decode_plan import find_tile, key_tiles, load_lengths, part_tiles
+from mlakit.kernels.triton.launch import INTERPRETED, launch, target
+from mlakit.kernels.triton.primitives import fold_parts, store_merged
+from mlakit.masks import NULL, Mask
+
+
+@dataclass(frozen=True)
+class RowTileParts:
+    """Every tile of rows cut on its own account: how its parts are found again without a plan."""
+
+    max_parts: int
+    num_tiles: int  # tiles of rows of the batch
+    split_tiles: int  # key tiles of a part; 0: all parts of a request alike
+    block_m: int
+    block_n: int
+    mask: Mask
+    shard: KVShard
+
+
+# with a plan, whose kernel then has no variants for masks and shards
+NO_PARTS = RowTileParts(0, 0, 0, 1, 1, NULL, WHOLE)
+
+
+def merge_partials(
+    partial_out: Tensor,  # [slots · slot_rows, v_width] float32
+    partial_lse: Tensor,  # [slots · slot_rows] float32
+    *,
+    partial_starts: Tensor | None,  # [batch + 1] slots of each request, of a plan
+    row_tile_parts: RowTileParts | None = None,  # where there is no plan
+    q_starts: Tensor,  # [batch + 1]
+    kv_lens: Tensor,  # [batch]
+    padded_heads: int,  # rows of a query in a slot
+    slot_rows: int,
+    sink: Tensor | None,  # [heads] float32
+    out: Tensor,  # [tokens, heads, v_width]
+    lse: Tensor,  # [tokens, heads] float32
+) -> None:
+    """Write the rows of `out` and `lse` that were split; the others are not touched."""
+    heads, v_width = out.shape[1:]
+    batch = kv_lens.shape[0]
+    parts = row_tile_parts or NO_PARTS
+    columns = triton.next_power_of_2(v_width)
+    rows = max(1024 // columns, 1)
+    device = target(out.device)
+    is_chained = device.arch >= 90 and device is not INTERPRETED
+    launch(
+        _merge_partials_kernel,
+        (batch if row_tile_parts is None else parts.num_tiles, triton.cdiv(slot_rows, rows)),
+        partial_out,
+        partial_lse,
+        partial_starts,
+        q_starts,
+        kv_lens,
+        sink,
+        out,
+        lse,
+        heads,
+        padded_heads,
+        parts.mask.window,
+        *parts.shard,
+        slot_rows,
+        parts.split_tiles,
+        parts.max_parts,
+        batch,
+        q_starts.stride(0),
+        kv_lens.stride(0),
+        0 if sink is None else sink.stride(0),
+        *out.stride()[:2],
+        *lse.stride(),
+        MASK=parts.mask.kind,
+        IS_SHARDED=parts.shard.world > 1,
+        V_WIDTH=v_width,
+        COLUMNS=columns,
+        BM=parts.block_m,
+        BN=parts.block_n,
+        ROWS=rows,
+        PARTS=MERGED_PARTS,
+        IS_CHAINED=is_chained,
+        num_warps=4,
+        **({"launch_pdl": True} if is_chained else {}),
+    )
+
+
+@triton.jit(
+    do_not_specialize=[
+        "heads",
+        "padded_heads",
+        "window",
+        "rank",
+        "world",
+        "interleave",
+        "slot_rows",
+        "split_tiles",
+        "max_parts",
+        "batch",
+        "stride_q_starts",
+        "stride_kv_lens",
+        "stride_sink",
+        "stride_lse_token",
+        "stride_lse_head",
+    ]
+)
+def _merge_partials_kernel(
+    partial_out,  # [slots, slot_rows, V_WIDTH] float32
+    partial_lse,  # [slots, slot_rows] float32
+    partial_starts,  # of a plan; None: parts are `RowTileParts`
+    q_starts,
+    kv_lens,
+    sink,
+    out,
+    lse,
+    heads,
+    padded_heads,
+    window,
+    rank,
+    world,
+    interleave,
+    slot_rows,
+    split_tiles,
+    max_parts,
+    batch,
+    stride_q_starts,
+    stride_kv_lens,
+    stride_sink,
+    stride_out_token,
+    stride_out_head,
+    stride_lse_token,
+    stride_lse_head,
+    MASK: tl.constexpr,
+    IS_SHARDED: tl.constexpr,
+    V_WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+    IS_CHAINED: tl.constexpr,
+):
+    """ROWS rows of one request (of one tile of rows) that was split, in the order of its keys."""
+    if IS_CHAINED:
+        gdc_wait()  # in every program: what follows this kernel relies on the one before it, too
+    if partial_starts is not None:
+        request = tl.program_id(0)
+        first_slot = tl.load(partial_starts + request)
+        parts = tl.load(partial_starts + request + 1) - first_slot
+        q_first, q_len, _ = load_lengths(
+            q_starts, kv_lens, stride_q_starts, stride_kv_lens, request, request >= 0
+        )
+        first_row = request * 0
+        num_rows = q_len * padded_heads
+        parts = tl.where(num_rows > slot_rows, 0, parts)
+    else:
+        request, row_tile = find_tile(
+            tl.program_id(0), q_starts, stride_q_starts, batch, padded_heads, BM
+        )
+        q_first, q_len, kv_len = load_lengths(
+            q_starts, kv_lens, stride_q_starts, stride_kv_lens, request, request >= 0
+        )
+        shard = (rank, world, interleave)
+        _, num_tiles = key_tiles(q_len, kv_len, window, shard, MASK, IS_SHARDED, BN)
+        _, parts = part_tiles(num_tiles, split_tiles, max_parts)
+        first_slot = tl.program_id(0) * max_parts
+        first_row = row_tile * BM
+        num_rows = BM
+        parts = tl.where((request >= 0) & (parts > 1), parts, 0)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    token = (q_first + (first_row + row) // padded_heads).to(tl.int64)
+    head = ((first_row + row) % padded_heads).to(tl.int64)
+    is_row = (row < num_rows) & (head < heads)
+    if (parts > 0) & (tl.program_id(1) * ROWS < num_rows):
+        column = tl.arange(0, COLUMNS)
+        peak = tl.full([ROWS], -float("inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        weighted = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for start in range(0, parts, PARTS):
+            part = start + tl.arange(0, PARTS)
+            at = (first_slot + part).to(tl.int64)[:, None] * slot_rows + row[None, :]
+            exists = (part < parts)[:, None] & is_row[None, :]
+            # [PARTS, ROWS], and with columns; read together, for each read takes its time
+            part_lse = tl.load(partial_lse + at, mask=exists, other=-float("inf"))
+            values = tl.load(
+                partial_out + at[:, :, None] * V_WIDTH + column[None, None, :],
+                mask=exists[:, :, None] & (column < V_WIDTH)[None, None, :],
+                other=0.0,
+            )
+            peak, total, weighted = fold_parts(peak, total, weighted, part_lse, values)
+        store_merged(
+            peak,
+            total,
+            weighted,
+            sink,
+            stride_sink,
+            head,
+            out + (token * stride_out_token + head * stride_out_head),
+            lse + token * stride_lse_token + head * stride_lse_head,
+            is_row,
+            V_WIDTH,
+        )
