@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -132,7 +133,7 @@ def _decode(a: DecodeArguments, out: Tensor | None, lse: Tensor | None) -> tuple
     out = check_result(dims, "out", out, *axes, dtype=result_dtype(a.q))
     lse = check_result(dims, "lse", lse, *axes[:2], dtype=torch.float32)
 
-    spec = dispatch.select(NAME, _problem(a), a.backend)
+    spec = dispatch.select(NAME, _problem(a, q_latent, q_rope), a.backend)
     spec.launch(
         q_latent,
         q_rope,
@@ -161,7 +162,7 @@ def _empty(a: DecodeArguments) -> tuple[Tensor, Tensor]:
 OP = Op(NAME, DecodeArguments, _decode, _empty, ("out", "lse"))
 
 
-def _problem(a: DecodeArguments) -> Problem:
+def _problem(a: DecodeArguments, q_latent: Tensor, q_rope: Tensor) -> Problem:
     return Problem(
         *device_facts(a.q.device),
         dtype=str(a.q.dtype),
@@ -170,7 +171,32 @@ def _problem(a: DecodeArguments) -> Problem:
         page_size=a.layer.page_size,
         row=a.layer.codec.row,
         mask=a.mask.kind,
+        uses=tuple(_uses(a, q_latent, q_rope)),
     )
+
+
+def _uses(a: DecodeArguments, q_latent: Tensor, q_rope: Tensor) -> Iterator[str]:
+    if isinstance(a.page_table, tuple):
+        yield "flat page table"
+    if a.shard.world > 1:
+        yield "kv_shard"
+    if a.q_scale is not None:
+        yield "q_scale"
+    if a.deterministic or isinstance(a.splits, EvenSplit):
+        yield "fixed splits"
+    if not all(_lie_evenly(rows) for rows in (q_latent, q_rope, a.layer.payload)):
+        yield "loose rows"
+
+
+def _lie_evenly(rows: Tensor) -> bool:
+    """Are rows [n, m, columns] at one distance, from one n to the next a multiple of it, and each
+    at a multiple of 16 bytes? Then the hardware can copy boxes of them."""
+    apart, distance, _ = rows.stride()
+    if rows.numel() == 0:
+        return False
+    if distance * rows.element_size() % 16 or rows.data_ptr() % 16:
+        return False
+    return rows.shape[0] <= 1 or apart % max(distance, 1) == 0
 
 
 def _shard(shard: tuple[int, int, int] | None) -> KVShard:

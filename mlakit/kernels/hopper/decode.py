@@ -52,6 +52,7 @@ from mlakit.kernels.hopper.primitives import (
     opaque_zero,
     zero_rows,
 )
+from mlakit.kernels.triton.decode_merge import merge_partials
 from mlakit.kernels.triton.decode_plan import plan_decode
 from mlakit.kernels.triton.launch import launch, target
 from mlakit.masks import Mask
@@ -117,11 +118,13 @@ def mla_decode(
     partial_out = out.new_empty(slots * slot_rows, out.shape[-1], dtype=torch.float32)
     partial_lse = lse.new_empty(slots * slot_rows)
     rows, page_rows = _as_rows(layer.payload)
+    q_rows, q_token_rows = _as_rows(q_latent)
+    rope_rows, rope_token_rows = _as_rows(q_rope)
     launch(
         _mla_decode_kernel,
         (units, num_workers),
-        _boxes(q_latent.flatten(0, 1), 256),
-        _boxes(q_rope.flatten(0, 1), 64),
+        _boxes(q_rows, 256),
+        _boxes(rope_rows, 64),
         _boxes(rows, 256),
         _boxes(rows, 64),
         page_table,
@@ -143,6 +146,8 @@ def mla_decode(
         *out.stride()[:2],
         *lse.stride(),
         0 if sink is None else sink.stride(0),
+        q_token_rows,
+        rope_token_rows,
         page_rows,
         rows.shape[0],
         heads,
@@ -154,6 +159,18 @@ def mla_decode(
         HAS_LOW=splits is not None,
         num_warps=4,
     )
+    merge_partials(
+        partial_out,
+        partial_lse,
+        partial_starts=plan.partial_starts,
+        q_starts=q_starts,
+        kv_lens=kv_lens,
+        padded_heads=head_blocks * ROWS,
+        slot_rows=slot_rows,
+        sink=sink,
+        out=out,
+        lse=lse,
+    )
 
 
 def _boxes(rows: Tensor, columns: int) -> TensorDescriptor:
@@ -162,9 +179,10 @@ def _boxes(rows: Tensor, columns: int) -> TensorDescriptor:
 
 
 def _as_rows(pool: Tensor) -> tuple[Tensor, int]:
-    """[pages, page_size, columns] as rows at one distance, and how many of them a page is apart."""
+    """[n, m, columns] as rows at one distance, and how many of them the n are apart."""
     num_pages, page_size, columns = pool.shape
-    apart, distance = pool.stride(0) // pool.stride(1), pool.stride(1)
+    distance = pool.stride(1)
+    apart = pool.stride(0) // distance if num_pages > 1 else page_size
     rows = (num_pages - 1) * apart + page_size if num_pages else 0
     return pool.as_strided((rows, columns), (distance, 1)), apart
 
@@ -177,6 +195,8 @@ class Inputs:
     q_rope: object
     kv: object
     kv_rope: object
+    q_token_rows: object  # rows of a descriptor from a token to the next
+    q_rope_token_rows: object
     table: object
     stride_request: object
     stride_entry: object
@@ -357,11 +377,12 @@ def _load_even(inputs, work, item, index, buffers, arrivals):
     keys = _find_keys(inputs, work, item, index)
     place = _find_place(work, item, index)
     row = _row_of(inputs, keys, keys.first_block)
-    q_row = place.token * work.heads + place.first_head
+    q_row = place.token * inputs.q_token_rows + place.first_head
+    rope_row = place.token * inputs.q_rope_token_rows + place.first_head
     load_box(inputs.kv_rope, row, 512, arrivals.rope_even, buffers.rope.index(0), ROPE_BYTES)
     load_box(inputs.kv, row, 0, arrivals.left_even, buffers.left.index(0), HALF_BYTES)
     mbarrier.expect(arrivals.q, ROPE_BYTES + 2 * HALF_BYTES)
-    tma_load(inputs.q_rope, [q_row, 0], arrivals.q, buffers.p_even)
+    tma_load(inputs.q_rope, [rope_row, 0], arrivals.q, buffers.p_even)
     tma_load(inputs.q, [q_row, 0], arrivals.q, buffers.q_left.index(0))
     tma_load(inputs.q, [q_row, 256], arrivals.q, buffers.q_right.index(0))
     load_box(inputs.kv, row, 256, arrivals.right_even, buffers.right.index(0), HALF_BYTES)
@@ -715,6 +736,8 @@ def _odd_warpgroup(
         "stride_lse_token",
         "stride_lse_head",
         "stride_sink",
+        "q_token_rows",
+        "q_rope_token_rows",
         "page_rows",
         "num_rows",
         "heads",
@@ -748,6 +771,8 @@ def _mla_decode_kernel(
     stride_lse_token,
     stride_lse_head,
     stride_sink,
+    q_token_rows,
+    q_rope_token_rows,
     page_rows,
     num_rows,
     heads,
@@ -763,8 +788,8 @@ def _mla_decode_kernel(
     BOX_LAYOUT: gl.constexpr = kv.layout
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     inputs = Inputs(
-        q, q_rope, kv, kv_rope, table, stride_table_request, stride_table_entry, page_rows,
-        num_rows, PAGE_BLOCKS,
+        q, q_rope, kv, kv_rope, q_token_rows, q_rope_token_rows, table, stride_table_request,
+        stride_table_entry, page_rows, num_rows, PAGE_BLOCKS,
     )  # fmt: skip
     work = Work(
         items, partial_starts, q_starts, kv_lens, stride_q_starts, stride_kv_lens, heads,

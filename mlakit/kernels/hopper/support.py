@@ -27,8 +27,8 @@ def _why_not_decode(problem: Problem) -> str | None:
         return f"needs pages of a multiple of {PAGE_MULTIPLE} rows, got {problem.page_size}"
     if problem.mask not in MASKS:
         return f"needs a mask of {' or '.join(MASKS)}, got {problem.mask}"
-    if problem.layout:
-        return problem.layout
+    if problem.uses:
+        return f"takes no {problem.uses[0]}"
     return None
 
 
