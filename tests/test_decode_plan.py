@@ -1,4 +1,4 @@
-"""Plans that a kernel makes on the device: every key once, everyone's share alike."""
+"""Plans that a kernel makes on the device: every key once, shares alike, cuts that pay."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from mlakit import knobs
 from mlakit.cache import WHOLE
 from mlakit.kernels.triton.decode_plan import plan_decode
 from mlakit.masks import CAUSAL
+from mlakit.plan import DecodePlanTensors
+from mlakit.plan import plan_decode as plan_on_host
 
 pytestmark = pytest.mark.skipif(
     not knobs.interpreted() and not torch.cuda.is_available(), reason="needs a GPU or its stand-in"
@@ -28,19 +30,37 @@ def random_batch(seed: int) -> tuple[list[int], list[int], int, int]:
     return q_lens, kv_lens, draw.choice([1, 3, 7, 40]), draw.choice([4, 8, 64])
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_triton_plans_give_every_key_to_one_worker(seed):
-    q_lens, kv_lens, num_workers, slot_rows = random_batch(seed)
+def make_plan(q_lens: list[int], kv_lens: list[int], **sizes: int) -> DecodePlanTensors:
     device = "cpu" if knobs.interpreted() else "cuda"
-    plan = plan_decode(
+    defaults = {"num_workers": 3, "least_tiles": 2, "slot_rows": HEADS, "capacity": 4096}
+    return plan_decode(
         torch.tensor([0, *accumulate(q_lens)], dtype=torch.int32, device=device),
         torch.tensor(kv_lens, dtype=torch.int32, device=device),
         shard=WHOLE,
         mask=CAUSAL,
         heads=HEADS,
-        num_workers=num_workers,
         tile=TILE,
-        least_tiles=2,
+        **defaults | sizes,
+    )
+
+
+def worker_items(plan: DecodePlanTensors) -> list[list[list[int]]]:
+    """(request, first tile, last tile, slot) of the items of each worker."""
+    items = [[b, first // TILE, last // TILE, slot] for b, first, last, slot in plan.items.tolist()]
+    return [items[begin:end] for begin, end in pairwise(plan.worker_starts.tolist())]
+
+
+def loads(plan: DecodePlanTensors) -> list[int]:
+    return [sum(last - first for _, first, last, _ in own) for own in worker_items(plan)]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_triton_plans_give_every_key_to_one_worker(seed):
+    q_lens, kv_lens, num_workers, slot_rows = random_batch(seed)
+    plan = make_plan(
+        q_lens,
+        kv_lens,
+        num_workers=num_workers,
         slot_rows=slot_rows,
         capacity=3000 if seed % 2 else 2**40,  # the arithmetic is wide where it must be
     )
@@ -50,6 +70,7 @@ def test_triton_plans_give_every_key_to_one_worker(seed):
     assert starts[-1] <= len(kv_lens) + num_workers
     items = plan.items[: starts[-1]].tolist()
     slots = plan.partial_starts.tolist()
+    assert slots[-1] <= 2 * num_workers
     for request, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
         own = [item[1:] for item in items if item[0] == request]
         if q_len == 0:
@@ -67,25 +88,70 @@ def test_triton_plans_give_every_key_to_one_worker(seed):
 
 
 @pytest.mark.parametrize("num_workers", [1, 7, 40])
-def test_triton_plans_are_even(num_workers):
+def test_triton_plans_are_balanced(num_workers):
     kv_lens = [3000, 1, 900, 64, 2000]
-    device = "cpu" if knobs.interpreted() else "cuda"
-    plan = plan_decode(
-        torch.arange(6, dtype=torch.int32, device=device),
-        torch.tensor(kv_lens, dtype=torch.int32, device=device),
-        shard=WHOLE,
-        mask=CAUSAL,
-        heads=HEADS,
-        num_workers=num_workers,
-        tile=TILE,
-        least_tiles=2,
-        slot_rows=HEADS,
-        capacity=4096,
-    )
-    starts, items = plan.worker_starts.tolist(), plan.items.tolist()
-    shares = [
-        sum((last - first) // TILE for _, first, last, _ in items[begin:end])
-        for begin, end in pairwise(starts)
-    ]
+    shares = loads(make_plan([1] * 5, kv_lens, num_workers=num_workers))
     assert sum(shares) == sum(-(-kv_len // TILE) for kv_len in kv_lens)
     assert max(shares) - min(shares) <= 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_triton_plans_are_those_of_the_host(seed):
+    draw = random.Random(seed)
+    num_workers, batch = draw.choice([1, 3, 7, 40, 264]), draw.choice([1, 2, 5, 32, 140])
+    spread = draw.choice([0, 100, 2900])  # equal, nearly equal and unequal lengths
+    kv_lens = [3000 - draw.randint(0, spread) for _ in range(batch)]
+    made = make_plan([1] * batch, kv_lens, num_workers=num_workers, least_tiles=1)
+    expected = plan_on_host(kv_lens, num_workers=num_workers, tile=TILE)
+    assert made.worker_starts.tolist() == list(expected.worker_starts)
+    assert made.partial_starts.tolist() == list(expected.partial_starts)
+    items = [
+        [item.request, item.first_key, -(-item.last_key // TILE) * TILE, item.partial_slot]
+        for item in expected.items
+    ]
+    assert made.items[: len(items)].tolist() == items
+
+
+def test_triton_plans_leave_equal_requests_whole():
+    plan = make_plan([1] * 128, [20 * TILE] * 128, num_workers=132)
+    assert worker_items(plan) == [[[b, 0, 20, -1]] for b in range(128)] + [[]] * 4
+    plan = make_plan([1] * 14, [20 * TILE] * 14, num_workers=5)
+    whole = [[b, 0, 20, -1] for b in range(14)]
+    assert worker_items(plan) == [whole[:3], whole[3:6], whole[6:9], whole[9:12], whole[12:]]
+
+
+def test_triton_plans_cut_equal_requests_alike():
+    plan = make_plan([1] * 32, [64 * TILE] * 32, num_workers=264)
+    assert (
+        worker_items(plan)
+        == [[[worker // 8, worker % 8 * 8, worker % 8 * 8 + 8, worker]] for worker in range(256)]
+        + [[]] * 8
+    )
+
+
+def test_triton_plans_make_no_part_smaller_than_is_worth_a_worker():
+    plan = make_plan([1] * 4, [10 * TILE] * 4, num_workers=32, least_tiles=3)
+    cuts = [(0, 3), (3, 6), (6, 10)]
+    assert [[item[1:3] for item in own] for own in worker_items(plan)] == [
+        [list(cut)] for _ in range(4) for cut in cuts
+    ] + [[]] * 20
+
+
+def test_triton_plans_are_even_but_for_a_request_without_room():
+    plan = make_plan([1, 3, 1, 0, 1], [12 * TILE] * 5, num_workers=8)
+    assert worker_items(plan) == [
+        [[0, 0, 6, 0]],
+        [[0, 6, 12, 1]],
+        [[1, 0, 12, -1]],
+        [[2, 0, 6, 2]],
+        [[2, 6, 12, 3]],
+        [[4, 0, 6, 4]],
+        [[4, 6, 12, 5]],
+        [],
+    ]
+
+
+def test_triton_plans_without_queries_have_no_items():
+    plan = make_plan([0, 0], [5, 100])
+    assert plan.worker_starts.tolist() == [0, 0, 0, 0]
+    assert plan.partial_starts.tolist() == [0, 0, 0]

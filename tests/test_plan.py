@@ -83,14 +83,57 @@ def test_decode_plan_covers_every_key_once(kv_lens, num_workers, tile):
     assert_slots_belong_to_split_requests(plan)
 
 
+def even_load(plan: DecodePlan) -> int:
+    """Tiles of the longest worker if every request had as many parts as there are workers for."""
+    tiles = [ceil(kv_len / plan.tile) for kv_len in plan.kv_lens if kv_len]
+    parts = max(plan.num_workers // len(tiles), 1)
+    return ceil(max(tiles) / parts) * ceil(len(tiles) / plan.num_workers)
+
+
 @properties
 @given(lengths, workers, tiles)
-def test_decode_plan_loads_differ_by_at_most_one_tile(kv_lens, num_workers, tile):
+def test_decode_plan_loads_are_balanced_or_even_within_a_tenth(kv_lens, num_workers, tile):
     plan = plan_decode(kv_lens, num_workers=num_workers, tile=tile)
     total = total_tiles(plan)
+    share = ceil(total / num_workers)
     assert sum(loads(plan)) == total
-    assert max(loads(plan)) == -(-total // num_workers)
-    assert min(loads(plan)) == total // num_workers
+    if total and 10 * even_load(plan) <= 11 * share:
+        assert max(loads(plan)) <= even_load(plan)
+        assert_no_worker_shares_a_cut_request(plan)
+    else:
+        assert max(loads(plan)) == share
+        assert min(loads(plan)) == total // num_workers
+
+
+def assert_no_worker_shares_a_cut_request(plan: DecodePlan) -> None:
+    for worker in range(plan.num_workers):
+        own = plan.items[plan.worker_starts[worker] : plan.worker_starts[worker + 1]]
+        assert len(own) <= 1 or all(item.partial_slot == -1 for item in own)
+
+
+@properties
+@given(st.integers(1, 700), st.integers(1, 40), workers, tiles)
+def test_decode_plan_never_exceeds_the_share_of_equal_requests(kv_len, batch, num_workers, tile):
+    plan = plan_decode([kv_len] * batch, num_workers=num_workers, tile=tile)
+    assert 10 * max(loads(plan)) <= 11 * ceil(total_tiles(plan) / num_workers)
+    if num_workers % batch == 0 or batch % num_workers == 0:
+        cuts = ranges_of(plan, 0)
+        assert all(ranges_of(plan, request) == cuts for request in range(batch))
+        sizes = [ceil((last - first) / tile) for first, last in cuts]
+        assert max(sizes) - min(sizes) <= 1
+
+
+def test_decode_plan_leaves_equal_requests_whole():
+    plan = plan_decode([1280] * 128, num_workers=132)
+    assert [(item.worker, item.request) for item in plan.items] == [(b, b) for b in range(128)]
+    assert plan.num_partials == 0
+
+
+def test_decode_plan_cuts_equal_requests_alike():
+    plan = plan_decode([4096] * 32, num_workers=264)
+    assert [item[:4] for item in plan.items] == [
+        (worker, worker // 8, worker % 8 * 512, worker % 8 * 512 + 512) for worker in range(256)
+    ]
 
 
 @properties

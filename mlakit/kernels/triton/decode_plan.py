@@ -1,7 +1,9 @@
 """Sharing the keys of a decode batch among workers, on the device: `plan_decode` from lengths that
 are there, in one launch and without a look at them from the host.
 
-Maths      requests are laid end to end on a line of key tiles; worker w of W takes its places
+Maths      evenly, where that is nearly as good as balance: every request in as many equal parts as
+           there are workers for each, or whole requests where there are more of them than workers.
+           Else requests are laid end to end on a line of key tiles; worker w of W takes its places
            [w·total/W, (w+1)·total/W), cut where a request ends
 Work       one program, requests × items of each at a time
 Limits     a request with more rows (queries × heads) than a partial has room for is not cut
@@ -18,7 +20,7 @@ from mlakit.cache import KVShard
 from mlakit.kernels.triton.launch import launch
 from mlakit.kernels.triton.primitives import mask_interval
 from mlakit.masks import Mask
-from mlakit.plan import DecodePlanTensors
+from mlakit.plan import EVEN_TENTHS, DecodePlanTensors
 
 ELEMENTS = 512  # items of requests that are written together
 
@@ -68,11 +70,16 @@ def plan_decode(
         TILE=tile,
         REQUESTS=requests,
         ITEMS=ELEMENTS // requests,
-        # places on the line times workers
-        LINE_TYPE=tl.int32 if batch * capacity // tile * num_workers < 2**31 else tl.int64,
+        LINE_TYPE=_line_type(batch * (capacity // tile + 2), num_workers),
+        EVEN_TENTHS=EVEN_TENTHS,
         num_warps=4,
     )
     return plan
+
+
+def _line_type(longest_line: int, num_workers: int) -> tl.dtype:
+    """Holds places on the line times workers, and loads times tenths."""
+    return tl.int32 if longest_line * max(num_workers, EVEN_TENTHS) < 2**31 else tl.int64
 
 
 @triton.jit
@@ -205,9 +212,12 @@ def _plan_decode_kernel(
     REQUESTS: tl.constexpr,
     ITEMS: tl.constexpr,
     LINE_TYPE: tl.constexpr,
+    EVEN_TENTHS: tl.constexpr,
 ):
     shard = (rank, world, interleave)
     total = tl.zeros((), LINE_TYPE)
+    longest = tl.zeros((), LINE_TYPE)
+    active = tl.zeros((), LINE_TYPE)  # requests with queries
     for start in range(0, batch, 128):
         request = start + tl.arange(0, 128)
         _, q_len, kv_len = load_lengths(
@@ -215,7 +225,15 @@ def _plan_decode_kernel(
         )
         _, num_tiles = key_tiles(q_len, kv_len, window, shard, MASK, IS_SHARDED, TILE)
         total += tl.sum(num_tiles.to(LINE_TYPE), 0)
+        longest = tl.maximum(longest, tl.max(num_tiles, 0).to(LINE_TYPE))
+        active += tl.sum((num_tiles > 0).to(LINE_TYPE), 0)
     num_runs = tl.minimum(num_workers.to(LINE_TYPE), tl.maximum(total // least_tiles, 1))
+    most_parts = tl.minimum(num_workers // tl.maximum(active, 1), longest // least_tiles)
+    most_parts = tl.maximum(most_parts, 1)
+    part_tiles = tl.maximum((longest + most_parts - 1) // most_parts, 1)
+    requests_each = (active + num_workers - 1) // num_workers
+    share = (total + num_runs - 1) // num_runs
+    is_even = 10 * part_tiles * requests_each <= EVEN_TENTHS * share
     total = tl.maximum(total, 1)
 
     line = tl.zeros((), LINE_TYPE)  # places, items and partials of the requests before
@@ -231,9 +249,10 @@ def _plan_decode_kernel(
         wide = num_tiles.to(LINE_TYPE)
         place = line + tl.cumsum(wide, 0) - wide
         first_worker = _worker_at(place, num_runs, total)
-        workers = tl.where(
-            num_tiles > 0, _worker_at(place + wide - 1, num_runs, total) - first_worker + 1, 0
-        )
+        last_worker = _worker_at(place + wide - 1, num_runs, total)
+        workers = tl.where(num_tiles > 0, last_worker - first_worker + 1, 0)
+        workers = tl.where(is_even, ((wide + part_tiles - 1) // part_tiles).to(tl.int32), workers)
+        runs = tl.where(is_even, 0, workers)  # that pass through a request
         has_room = q_len.to(LINE_TYPE) * heads <= slot_rows
         own_items = tl.where(has_room, workers, tl.minimum(workers, 1))
         own_slots = tl.where(own_items > 1, own_items, 0)
@@ -245,6 +264,9 @@ def _plan_decode_kernel(
             worker = first_worker[:, None] + part
             begins = tl.maximum(worker * total // num_runs, place[:, None]) - place[:, None]
             ends = tl.minimum((worker + 1) * total // num_runs - place[:, None], wide[:, None])
+            parts = tl.maximum(workers, 1)[:, None]
+            begins = tl.where(is_even, part * wide[:, None] // parts, begins)
+            ends = tl.where(is_even, (part + 1) * wide[:, None] // parts, ends)
             is_cut = (own_items > 1)[:, None]
             first = tl.where(is_cut, begins, 0).to(tl.int32)
             last = tl.where(is_cut, ends, wide[:, None]).to(tl.int32)
@@ -256,15 +278,15 @@ def _plan_decode_kernel(
             tl.store(at + 2, (first_tile[:, None] + last) * TILE, mask=is_item)
             tl.store(at + 3, slot, mask=is_item)
             # a worker begins with the item that begins where its run does, or with the next one
-            begins_here = (worker * total // num_runs >= place[:, None]) & (part < workers[:, None])
+            begins_here = (worker * total // num_runs >= place[:, None]) & (part < runs[:, None])
             first_item = item[:, None] + tl.minimum(part, own_items[:, None])
             tl.store(worker_starts + worker, first_item, mask=begins_here)
         line += tl.sum(wide, 0)
         num_items += tl.sum(own_items, 0)
         num_slots += tl.sum(own_slots, 0)
-    if line == 0:
-        num_runs = num_runs * 0
     for start in range(0, num_workers + 1, 128):
         worker = start + tl.arange(0, 128)
-        is_idle = (worker >= num_runs) & (worker <= num_workers)
-        tl.store(worker_starts + worker, tl.zeros([128], tl.int32) + num_items, mask=is_idle)
+        even_start = tl.minimum(worker * requests_each, num_items).to(tl.int32)
+        first_item = tl.where(is_even, even_start, num_items)
+        is_due = (worker >= tl.where(is_even, 0, num_runs)) & (worker <= num_workers)
+        tl.store(worker_starts + worker, first_item, mask=is_due)
