@@ -151,8 +151,8 @@ def mla_decode(
         page_rows,
         rows.shape[0],
         heads,
-        head_blocks,
         slot_rows,
+        HEAD_BLOCKS=head_blocks,
         PAGE_BLOCKS=layer.page_size // BLOCK,
         IS_CAUSAL=mask.kind == "causal",
         IS_NEGATIVE=softmax_scale < 0,
@@ -216,10 +216,11 @@ class Work:
     stride_q_starts: object
     stride_kv_lens: object
     heads: object
-    head_blocks: object
+    HEAD_BLOCKS: object
     slot_rows: object
     last_item: object
     IS_CAUSAL: object
+    IS_GIVEN: object  # the plan is the caller's
 
 
 @record
@@ -295,8 +296,14 @@ class Place:
 
 @gluon.jit
 def _has_room(work, q_len, slot):
-    """For the partials of a request that is split. Else the first of its items does all of it."""
-    return (slot < 0) | (q_len * work.head_blocks * 64 <= work.slot_rows)
+    """For the partials of a request that is split. Else the first of its items does all of it.
+
+    Plans that are made for this kernel split no request without.
+    """
+    if work.IS_GIVEN:
+        return (slot < 0) | (q_len * work.HEAD_BLOCKS * 64 <= work.slot_rows)
+    else:  # noqa: RET505
+        return slot == slot
 
 
 @gluon.jit
@@ -313,10 +320,10 @@ def _num_units(work, item):
     request = gl.load(work.items + 4 * item)
     slot = gl.load(work.items + 4 * item + 3)
     _, q_len = _load_queries_of(work, request)
-    num_units = q_len * work.head_blocks
-    if not _has_room(work, q_len, slot):
+    num_units = q_len * work.HEAD_BLOCKS
+    if work.IS_GIVEN:
         is_first = slot == gl.load(work.partial_starts + request)
-        num_units = gl.where(is_first, num_units, 0)
+        num_units = gl.where(is_first | _has_room(work, q_len, slot), num_units, 0)
     return num_units
 
 
@@ -345,7 +352,7 @@ def _find_keys(inputs, work, item, index):
     low = gl.where(has_room, low, 0)
     end = gl.where(has_room, gl.minimum(last, kv_len), kv_len)
     if work.IS_CAUSAL:
-        end = gl.minimum(end, kv_len - q_len + index // work.head_blocks + 1)
+        end = gl.minimum(end, kv_len - q_len + index // work.HEAD_BLOCKS + 1)
     entries = inputs.table + request.to(gl.int64) * inputs.stride_request
     return Keys(entries, low // 64, (gl.maximum(end, 0) + 63) // 64, low, end)
 
@@ -356,9 +363,9 @@ def _find_place(work, item, index):
     slot = gl.load(work.items + 4 * item + 3)
     q_first, q_len = _load_queries_of(work, request)
     slot = gl.where(_has_room(work, q_len, slot), slot, -1)
-    token = q_first + index // work.head_blocks
+    token = q_first + index // work.HEAD_BLOCKS
     slot_row = slot.to(gl.int64) * work.slot_rows + index * 64
-    return Place(token, index % work.head_blocks * 64, slot, slot_row)
+    return Place(token, index % work.HEAD_BLOCKS * 64, slot, slot_row)
 
 
 @gluon.jit
@@ -372,13 +379,23 @@ def _row_of(inputs, keys, block):
 
 
 @gluon.jit
-def _load_even(inputs, work, item, index, buffers, arrivals):
+def _find_start(inputs, work, item, index):
+    """Where a unit's operands begin: (token, first head, row of its first block, of its second)."""
+    token, first_head, row, next_row = item * 0, item * 0, item * 0, item * 0
+    if item < work.last_item:
+        keys = _find_keys(inputs, work, item, index)
+        place = _find_place(work, item, index)
+        token, first_head = place.token, place.first_head
+        row = _row_of(inputs, keys, keys.first_block)
+        next_row = _row_of(inputs, keys, keys.first_block + 1)
+    return token, first_head, row, next_row
+
+
+@gluon.jit
+def _load_even(inputs, token, first_head, row, buffers, arrivals):
     """Start with the queries of a unit and its first block."""
-    keys = _find_keys(inputs, work, item, index)
-    place = _find_place(work, item, index)
-    row = _row_of(inputs, keys, keys.first_block)
-    q_row = place.token * inputs.q_token_rows + place.first_head
-    rope_row = place.token * inputs.q_rope_token_rows + place.first_head
+    q_row = token * inputs.q_token_rows + first_head
+    rope_row = token * inputs.q_rope_token_rows + first_head
     load_box(inputs.kv_rope, row, 512, arrivals.rope_even, buffers.rope.index(0), ROPE_BYTES)
     load_box(inputs.kv, row, 0, arrivals.left_even, buffers.left.index(0), HALF_BYTES)
     mbarrier.expect(arrivals.q, ROPE_BYTES + 2 * HALF_BYTES)
@@ -389,18 +406,14 @@ def _load_even(inputs, work, item, index, buffers, arrivals):
 
 
 @gluon.jit
-def _load_odd_left(inputs, work, item, index, buffers, arrivals):
+def _load_odd_left(inputs, row, buffers, arrivals):
     """The left half of a unit's second block: it goes where the even warpgroup's result was."""
-    keys = _find_keys(inputs, work, item, index)
-    row = _row_of(inputs, keys, keys.first_block + 1)
     load_box(inputs.kv, row, 0, arrivals.left_odd, buffers.left.index(1), HALF_BYTES)
 
 
 @gluon.jit
-def _load_odd_right(inputs, work, item, index, buffers, arrivals):
+def _load_odd_right(inputs, row, buffers, arrivals):
     """The rest of the second block."""
-    keys = _find_keys(inputs, work, item, index)
-    row = _row_of(inputs, keys, keys.first_block + 1)
     load_box(inputs.kv_rope, row, 512, arrivals.rope_odd, buffers.rope.index(1), ROPE_BYTES)
     load_box(inputs.kv, row, 256, arrivals.right_odd, buffers.right.index(1), HALF_BYTES)
 
@@ -638,11 +651,12 @@ def _warpgroup(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     SUMS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    token, first_head, row, next_row = _find_start(inputs, work, item, index)
     if IS_EVEN:
-        _load_even(inputs, work, item, index, buffers, arrivals)
-        _load_odd_left(inputs, work, item, index, buffers, arrivals)
+        _load_even(inputs, token, first_head, row, buffers, arrivals)
+        _load_odd_left(inputs, next_row, buffers, arrivals)
     else:
-        _load_odd_right(inputs, work, item, index, buffers, arrivals)
+        _load_odd_right(inputs, next_row, buffers, arrivals)
     pairs_before = item * 0  # its parity is the phase of the barriers
     units_before = item * 0
     while item < work.last_item:
@@ -667,6 +681,9 @@ def _warpgroup(
                     pair, pairs_before, keys, inputs, buffers, arrivals, q_rope, acc, peak, total,
                     scores, next_even, next_odd, scale, False, IS_NEGATIVE, HAS_LOW,
                 )  # fmt: skip
+        # looked up now: the loads that follow this unit then wait for no other load
+        next_item, next_index = _next_unit(work, item, index + gl.num_programs(0))
+        token, first_head, row, next_row = _find_start(inputs, work, next_item, next_index)
         if IS_EVEN:
             acc, peak, total, scores, next_even, next_odd = _even_pair(
                 num_pairs - 1, pairs_before, keys, inputs, buffers, arrivals, q_rope, acc, peak,
@@ -676,17 +693,16 @@ def _warpgroup(
             mbarrier.arrive(arrivals.sum_even, count=1)
             mbarrier.wait(arrivals.sum_odd, units_before & 1)
             total = total + buffers.sum_odd.load(SUMS)
-            # found only now: kept through the loop, it would take registers that that needs
-            place = _find_place(work, item, index)
-            item, index = _next_unit(work, item, index + gl.num_programs(0))
             # queries, keys and weights have all been read: the next loads go on meanwhile
-            if item < work.last_item:
-                _load_even(inputs, work, item, index, buffers, arrivals)
+            if next_item < work.last_item:
+                _load_even(inputs, token, first_head, row, buffers, arrivals)
+            # found again: kept through the loop, it would take registers that that needs
+            place = _find_place(work, item, index)
             _store(
                 place, results, work.heads, buffers.left.index(1), acc, peak, total, True, SCORES
             )
-            if item < work.last_item:
-                _load_odd_left(inputs, work, item, index, buffers, arrivals)
+            if next_item < work.last_item:
+                _load_odd_left(inputs, next_row, buffers, arrivals)
         else:
             acc, peak, total, scores, next_even, next_odd = _odd_pair(
                 num_pairs - 1, pairs_before, keys, inputs, buffers, arrivals, q_rope, acc, peak,
@@ -697,14 +713,15 @@ def _warpgroup(
             mbarrier.wait(arrivals.sum_even, units_before & 1)
             total = total + buffers.sum_even.load(SUMS)
             place = _find_place(work, item, index)
-            item, index = _next_unit(work, item, index + gl.num_programs(0))
             _store(
                 place, results, work.heads, buffers.right.index(1), acc, peak, total, False, SCORES
             )
-            if item < work.last_item:
-                _load_odd_right(inputs, work, item, index, buffers, arrivals)
+            if next_item < work.last_item:
+                _load_odd_right(inputs, next_row, buffers, arrivals)
         pairs_before += num_pairs
         units_before += 1
+        item = next_item
+        index = next_index
 
 
 @gluon.jit
@@ -728,20 +745,15 @@ def _odd_warpgroup(
 
 
 @gluon.jit(
+    # other strides are 1 nearly always, and take no registers then
     do_not_specialize=[
         "stride_table_request",
-        "stride_table_entry",
-        "stride_q_starts",
-        "stride_kv_lens",
         "stride_lse_token",
-        "stride_lse_head",
-        "stride_sink",
         "q_token_rows",
         "q_rope_token_rows",
         "page_rows",
         "num_rows",
         "heads",
-        "head_blocks",
         "slot_rows",
     ]
 )
@@ -776,8 +788,8 @@ def _mla_decode_kernel(
     page_rows,
     num_rows,
     heads,
-    head_blocks,
     slot_rows,
+    HEAD_BLOCKS: gl.constexpr,
     PAGE_BLOCKS: gl.constexpr,
     IS_CAUSAL: gl.constexpr,
     IS_NEGATIVE: gl.constexpr,
@@ -793,7 +805,8 @@ def _mla_decode_kernel(
     )  # fmt: skip
     work = Work(
         items, partial_starts, q_starts, kv_lens, stride_q_starts, stride_kv_lens, heads,
-        head_blocks, slot_rows, gl.load(worker_starts + gl.program_id(1) + 1), IS_CAUSAL,
+        HEAD_BLOCKS, slot_rows, gl.load(worker_starts + gl.program_id(1) + 1), IS_CAUSAL,
+        HAS_LOW,
     )  # fmt: skip
     results = Results(
         out, lse, partial_out, partial_lse, sink, stride_out_token, stride_out_head,

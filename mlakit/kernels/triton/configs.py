@@ -206,6 +206,20 @@ def pick_merge_config(*, v_width: int) -> MergeConfig:
 
 
 @dataclass(frozen=True)
+class DecodeMergeConfig:
+    rows: int  # of a program at a time
+    parts: int  # of each that it reads together
+    num_warps: int
+
+
+def pick_decode_merge_config(*, v_width: int, expected_parts: int) -> DecodeMergeConfig:
+    """Few requests have many parts each: these are then what is read in parallel."""
+    if expected_parts > MERGED_PARTS:
+        return DecodeMergeConfig(1, 4 * MERGED_PARTS, num_warps=8)
+    return DecodeMergeConfig(max(1024 // power_of_two(v_width), 1), MERGED_PARTS, num_warps=4)
+
+
+@dataclass(frozen=True)
 class RowTiles:
     """How the columns of cache rows are cut into powers of two."""
 
