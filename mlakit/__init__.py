@@ -29,6 +29,7 @@ from mlakit.ops import (
     scaled_mm_fp8,
     sparse_mla,
 )
+from mlakit.ops.decode_plan import plan_mla_decode
 from mlakit.pages import PageAllocator
 from mlakit.plan import EvenSplit, plan_context, plan_decode
 from mlakit.weights import UpProjection
@@ -59,6 +60,7 @@ __all__ = [
     "physical_rows",
     "plan_context",
     "plan_decode",
+    "plan_mla_decode",
     "plan_step",
     "prefill_branch",
     "quantize_fp8",

@@ -36,7 +36,7 @@ from mlakit.ops._arguments import (
 )
 from mlakit.ops._library import refuse_grad
 from mlakit.ops.norm_rope_quant import check_rope
-from mlakit.plan import ContextPlan, DecodePlan, EvenSplit, plan_context
+from mlakit.plan import ContextPlan, DecodePlan, DecodePlanTensors, EvenSplit, plan_context
 from mlakit.specs import Problem, device_facts
 from mlakit.weights import UpProjection
 
@@ -174,7 +174,7 @@ def decode_branch(
     rows: Tensor | None = None,
     topk_lens: Tensor | None = None,
     mask: Mask = CAUSAL,
-    plan: DecodePlan | EvenSplit | None = None,
+    plan: DecodePlan | DecodePlanTensors | EvenSplit | None = None,
     out: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
@@ -345,18 +345,17 @@ def _check_absorbed(
     rows: Tensor | None,
     topk_lens: Tensor | None,
     mask: Mask,
-    plan: DecodePlan | EvenSplit | None,
+    plan: DecodePlan | DecodePlanTensors | EvenSplit | None,
 ) -> None:
     """What the attention of the decode branch would refuse."""
+    is_of_lengths = isinstance(plan, (DecodePlan, DecodePlanTensors))
     stored = batch.cache.payload.dtype
     if stored in FLOATS:
         dims.dtype("q", q, stored)
     if rows is not None:
         check_row_lists(dims, "rows", rows, "topk_lens", topk_lens)
         dims.require(mask == CAUSAL, "mask", "be left alone with rows, which decide", mask)
-        dims.require(
-            not isinstance(plan, DecodePlan), "plan", "be an EvenSplit with rows", "a DecodePlan"
-        )
+        dims.require(not is_of_lengths, "plan", "be an EvenSplit with rows", "a DecodePlan")
         return
     dims.require(topk_lens is None, "topk_lens", "come with rows", "none")
     if isinstance(plan, DecodePlan) and lengths is not None:
@@ -478,7 +477,7 @@ def _attend_absorbed(
     rows: Tensor | None,
     topk_lens: Tensor | None,
     mask: Mask,
-    plan: DecodePlan | EvenSplit | None,
+    plan: DecodePlan | DecodePlanTensors | EvenSplit | None,
     backend: str,
 ) -> Tensor:
     """Attention of absorbed, rotated q over the cache, [tokens, heads, D_C]."""
@@ -495,7 +494,7 @@ def _attend_absorbed(
             plan=plan,
             backend=backend,
         )[0]
-    assert not isinstance(plan, DecodePlan)
+    assert not isinstance(plan, (DecodePlan, DecodePlanTensors))
     return sparse_mla(
         q,
         batch.cache,

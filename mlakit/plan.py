@@ -64,12 +64,23 @@ class WorkItem(NamedTuple):
 
 
 class DecodePlanTensors(NamedTuple):
-    """A `DecodePlan` for a kernel, int32. The worker of an item is told by `worker_starts`."""
+    """A plan for a kernel: int32 tensors, and what a launcher must know without looking at them.
 
-    items: Tensor  # [num_items, 4]: request, first_key, last_key, partial_slot
+    The worker of an item is told by `worker_starts`. A plan made on a device may have room for more
+    items than there are, and the last item of a request may end past its keys, with its last tile.
+    """
+
+    items: Tensor  # [max_items, 4]: request, first_key, last_key, partial_slot
     worker_starts: Tensor  # [num_workers + 1] into items
     partial_starts: Tensor  # [batch + 1] into the partial slots
-    empty_requests: Tensor  # [num_empty]
+    empty_requests: Tensor  # [num_empty]: no item is theirs, yet they may have queries
+    tile: int  # items begin at multiples of it
+    max_partials: int  # no slot is beyond: the scratch is max_partials · slot_rows rows of out
+    slot_rows: int = 0  # rows of a partial the plan was made for; 0: what the kernel finds fit
+
+    def host_items(self) -> list[tuple[int, int, int, int]]:
+        """The items there are. Waits for the device."""
+        return [tuple(item) for item in self.items[: int(self.worker_starts[-1])].tolist()]
 
 
 @dataclass(frozen=True)
@@ -125,6 +136,8 @@ class DecodePlan:
             worker_starts=int32(self.worker_starts),
             partial_starts=int32(self.partial_starts),
             empty_requests=int32(self.empty_requests),
+            tile=self.tile,
+            max_partials=self.num_partials,
         )
 
 

@@ -58,6 +58,7 @@ class KernelSpec:
     op: str
     launcher: str  # "module:function", imported at the first call
     why_not: Callable[[Problem], str | None]
+    planner: str = ""  # "module:function" that makes its plans, where they can be made ahead
 
     def __str__(self) -> str:
         return f"{self.backend}-{self.op}"
@@ -65,9 +66,18 @@ class KernelSpec:
     @cached_property
     def launch(self) -> Callable[..., Any]:
         """The launcher itself."""
-        module, function = self.launcher.split(":")
-        launcher: Callable[..., Any] = getattr(import_module(module), function)
-        return launcher
+        return _imported(self.launcher)
+
+    @cached_property
+    def plan(self) -> Callable[..., Any]:
+        """The planner itself."""
+        return _imported(self.planner)
+
+
+def _imported(path: str) -> Callable[..., Any]:
+    module, name = path.split(":")
+    function: Callable[..., Any] = getattr(import_module(module), name)
+    return function
 
 
 _PRETENDED_ARCH: ContextVar[int | None] = ContextVar("mlakit_pretended_arch", default=None)

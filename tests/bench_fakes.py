@@ -25,7 +25,6 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tensors of GPU suites on the CPU, where the CPU backend takes them."""
     monkeypatch.setattr(gpu, "why_not", lambda: None)
     monkeypatch.setattr(gpu, "DEVICE", torch.device("cpu"))
-    monkeypatch.setattr(gpu, "num_sms", lambda: 4)
     nothing = Baseline("empty kernel", lambda: None, is_limit=False)
     monkeypatch.setattr(gpu, "launching_nothing", lambda: nothing)
     monkeypatch.setattr(gpu_timers, "timer_for", lambda mode: WallClock())

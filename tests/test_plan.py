@@ -212,7 +212,9 @@ def test_decode_plan_is_copied_to_a_device_once():
 def test_decode_plan_tensors_hold_the_plan():
     plan = plan_decode([200, 0, 64, 10], num_workers=3)
     tensors = plan.tensors("cpu")
-    assert all(tensor.dtype == torch.int32 for tensor in tensors)
+    assert all(tensor.dtype == torch.int32 for tensor in tensors[:4])
+    assert (tensors.tile, tensors.max_partials) == (64, plan.num_partials)
+    assert tensors.host_items() == [item[1:] for item in plan.items]
     assert tensors.items.tolist() == [list(item[1:]) for item in plan.items]
     assert tensors.worker_starts.tolist() == list(plan.worker_starts)
     assert tensors.partial_starts.tolist() == list(plan.partial_starts)

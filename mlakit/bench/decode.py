@@ -24,7 +24,8 @@ from mlakit.bench.suite import Baseline, Contest, Workload
 from mlakit.cache import PagedLatentCache, request_slots
 from mlakit.formats import row_codec
 from mlakit.ops import mla_decode
-from mlakit.plan import DecodePlanTensors, plan_decode
+from mlakit.ops.decode_plan import plan_mla_decode
+from mlakit.plan import DecodePlanTensors
 
 RIVAL = "flash_mla"
 
@@ -88,7 +89,15 @@ class Decode(Workload):
                 q, cache, page_table, kv_lens, q_starts=starts, softmax_scale=SCALE, plan=plan
             )
 
-        plan = self._plan()
+        # once per step, for all layers: outside of what is timed
+        plan = plan_mla_decode(
+            cache,
+            page_table,
+            kv_lens,
+            heads=self.heads,
+            num_tokens=self.batch.tokens,
+            q_starts=starts,
+        )
 
         def ours() -> tuple[Tensor, Tensor]:
             return attend(plan)
@@ -127,13 +136,6 @@ class Decode(Workload):
             softmax_scale=SCALE,
             causal=True,
         )
-
-    def _plan(self) -> DecodePlanTensors:
-        """Made once per step and used by all layers: outside of what is timed."""
-        sms, rows = gpu.num_sms(), self.heads * max(self.batch.q_lens)
-        together = 2 * sms if rows <= 16 else sms // -(-rows // 64)  # workers that run at once
-        plan = plan_decode(self.batch.kv_lens, num_workers=max(together, 1), tile=64)
-        return plan.tensors(gpu.DEVICE)
 
     def _samples(
         self, q: Tensor, cache: PagedLatentCache, page_table: Tensor

@@ -28,10 +28,6 @@ def int32(values: object) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
-def num_sms() -> int:
-    return torch.cuda.get_device_properties(DEVICE).multi_processor_count
-
-
 def reading(num_bytes: int) -> Baseline:
     """A reduction over so many bytes: the time in which they can be read at all."""
     words = torch.ones(max(num_bytes // 4, 1), device=DEVICE)

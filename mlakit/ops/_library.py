@@ -84,14 +84,15 @@ def _layer_packing(payload: str, scales: str) -> Packing:
 
 def _pack_splits(splits: Splits) -> Sequence[Any]:
     if isinstance(splits, EvenSplit):
-        return (splits.num_splits, [])
-    return (0, [] if splits is None else list(splits))
+        return ([splits.num_splits], [])
+    return ([], []) if splits is None else (list(splits[4:]), list(splits[:4]))
 
 
-def _unpack_splits(num_splits: int, plan: list[Tensor]) -> Splits:
+def _unpack_splits(sizes: list[int], plan: list[Tensor]) -> Splits:
     if plan:
-        return DecodePlanTensors(*plan)
-    return EvenSplit(num_splits) if num_splits else None
+        items, worker_starts, partial_starts, empty_requests = plan
+        return DecodePlanTensors(items, worker_starts, partial_starts, empty_requests, *sizes)
+    return EvenSplit(*sizes) if sizes else None
 
 
 PACKINGS: dict[Any, Packing] = {
@@ -116,7 +117,7 @@ PACKINGS: dict[Any, Packing] = {
         Mask,
     ),
     KVShard: Packing(("int[] {}",), lambda shard: (list(shard),), lambda shard: KVShard(*shard)),
-    Splits: Packing(("int {}_count", "Tensor[] {}_plan"), _pack_splits, _unpack_splits),
+    Splits: Packing(("int[] {}_sizes", "Tensor[] {}_plan"), _pack_splits, _unpack_splits),
 }
 WRITTEN_LAYER = _layer_packing("Tensor(p!)", "Tensor(s!)?")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -65,8 +65,8 @@ def mla_decode(
     sink       [heads] float32 logit that joins out's denominator only
     kv_shard   (rank, world, interleave): the cache holds only this rank's tokens of each request,
                those at positions p with (p // interleave) % world == rank; kv_lens stays global
-    plan       how the keys are split (`plan_decode`, its `tensors`, `EvenSplit`); never changes a
-               result beyond float32 rounding
+    plan       how the keys are split (`plan_mla_decode`, `plan_decode`, its `tensors`,
+               `EvenSplit`); never changes a result beyond float32 rounding
 
     Query i of a request with q_len queries sees keys 0 … kv_len − q_len + i (causal mask). Returns
     out [tokens, heads, v_width] in q's dtype (bf16 for e4m3) and lse [tokens, heads] float32; where
@@ -87,7 +87,7 @@ def mla_decode(
         softmax_scale=softmax_scale,
         mask=mask,
         sink=sink,
-        shard=_shard(kv_shard),
+        shard=as_shard(NAME, kv_shard),
         splits=_splits(plan, cache_layer.payload.device),
         deterministic=deterministic,
         backend=backend,
@@ -124,16 +124,19 @@ def _decode(a: DecodeArguments, out: Tensor | None, lse: Tensor | None) -> tuple
     check_page_table(dims, a.page_table, dims["batch"])
     check_sink(dims, a.sink)
     scale = dims.finite("softmax_scale", a.softmax_scale)
-    _check_shard(dims, a.shard)
+    check_shard(dims, a.shard)
     if lengths is not None:
         check_seen_rows(dims, a.page_table, a.layer, a.mask, starts, lengths, a.shard)
-        _check_splits(dims, a, lengths)
+        _check_splits(dims, a, starts, lengths)
     dims.bind("v_width", a.layer.codec.row.v_width, "the cache's value width")
     axes = ("tokens", "heads", "v_width")
     out = check_result(dims, "out", out, *axes, dtype=result_dtype(a.q))
     lse = check_result(dims, "lse", lse, *axes[:2], dtype=torch.float32)
 
-    spec = dispatch.select(NAME, _problem(a, q_latent, q_rope), a.backend)
+    problem = decode_problem(
+        a.layer, a.page_table, a.shard, a.mask, a.q.dtype, dims["heads"], _uses(a, q_latent, q_rope)
+    )
+    spec = dispatch.select(NAME, problem, a.backend)
     spec.launch(
         q_latent,
         q_rope,
@@ -162,30 +165,43 @@ def _empty(a: DecodeArguments) -> tuple[Tensor, Tensor]:
 OP = Op(NAME, DecodeArguments, _decode, _empty, ("out", "lse"))
 
 
-def _problem(a: DecodeArguments, q_latent: Tensor, q_rope: Tensor) -> Problem:
+def decode_problem(
+    layer: CacheLayer,
+    page_table: PageTable,
+    shard: KVShard,
+    mask: Mask,
+    dtype: torch.dtype,
+    heads: int,
+    uses: Iterable[str] = (),
+) -> Problem:
+    """What dispatch is asked, by a call and by the plan of one."""
+    uses = list(uses)
+    if isinstance(page_table, tuple):
+        uses.append("flat page table")
+    if shard.world > 1:
+        uses.append("kv_shard")
+    if not _lie_evenly(layer.payload):
+        uses.append("loose rows of the cache")
     return Problem(
-        *device_facts(a.q.device),
-        dtype=str(a.q.dtype),
-        format=a.layer.codec.name,
-        heads=a.q.shape[1],
-        page_size=a.layer.page_size,
-        row=a.layer.codec.row,
-        mask=a.mask.kind,
-        uses=tuple(_uses(a, q_latent, q_rope)),
+        *device_facts(layer.payload.device),
+        dtype=str(dtype),
+        format=layer.codec.name,
+        heads=heads,
+        page_size=layer.page_size,
+        row=layer.codec.row,
+        mask=mask.kind,
+        uses=tuple(uses),
     )
 
 
 def _uses(a: DecodeArguments, q_latent: Tensor, q_rope: Tensor) -> Iterator[str]:
-    if isinstance(a.page_table, tuple):
-        yield "flat page table"
-    if a.shard.world > 1:
-        yield "kv_shard"
+    """What a plan need not know."""
     if a.q_scale is not None:
         yield "q_scale"
     if a.deterministic or isinstance(a.splits, EvenSplit):
         yield "fixed splits"
-    if not all(_lie_evenly(rows) for rows in (q_latent, q_rope, a.layer.payload)):
-        yield "loose rows"
+    if not (_lie_evenly(q_latent) and _lie_evenly(q_rope)):
+        yield "loose rows of q"
 
 
 def _lie_evenly(rows: Tensor) -> bool:
@@ -199,11 +215,11 @@ def _lie_evenly(rows: Tensor) -> bool:
     return rows.shape[0] <= 1 or apart % max(distance, 1) == 0
 
 
-def _shard(shard: tuple[int, int, int] | None) -> KVShard:
+def as_shard(op: str, shard: tuple[int, int, int] | None) -> KVShard:
     if shard is None:
         return WHOLE
     if not isinstance(shard, tuple) or len(shard) not in (2, 3):
-        raise TypeError(f"{NAME}: kv_shard must be (rank, world, interleave), got {shard!r}")
+        raise TypeError(f"{op}: kv_shard must be (rank, world, interleave), got {shard!r}")
     return KVShard(*shard)
 
 
@@ -219,26 +235,36 @@ def _splits(
     )
 
 
-def _check_shard(dims: Dims, shard: KVShard) -> None:
+def check_shard(dims: Dims, shard: KVShard) -> None:
     dims.integer("kv_shard world", shard.world, 1)
     dims.integer("kv_shard interleave", shard.interleave, 1)
     rank = dims.integer("kv_shard rank", shard.rank, 0)
     dims.require(rank < shard.world, "kv_shard rank", f"be below world, {shard.world}", rank)
 
 
-def _check_splits(dims: Dims, a: DecodeArguments, kv_lens: list[int]) -> None:
+def _check_splits(dims: Dims, a: DecodeArguments, q_starts: Tensor, kv_lens: list[int]) -> None:
     """A plan is for the lengths it was made from: a stale one would leave keys out."""
     if not isinstance(a.splits, DecodePlanTensors):
         return
-    planned = [0] * len(kv_lens)
-    for request, first, last, _ in a.splits.items.tolist():
+    ranges: list[list[tuple[int, int]]] = [[] for _ in kv_lens]
+    for request, first, last, _ in a.splits.host_items():
         dims.require(request < len(kv_lens), "plan", "be made for this batch", "another batch size")
-        planned[request] += last - first
-    for request, kv_len in enumerate(kv_lens):
+        ranges[request].append((first, last))
+    queries = q_starts.diff().tolist()
+    for request, (kv_len, q_len) in enumerate(zip(kv_lens, queries, strict=True)):
+        if q_len == 0:
+            continue
         local = a.shard.local_count(kv_len)
+        # keys that no query sees need no item
+        low = a.shard.local_count(a.mask.interval(kv_len - q_len, kv_len)[0])
+        end = max((last for _, last in ranges[request]), default=0)
+        whole_tiles = max(-(-local // a.splits.tile), 1) * a.splits.tile
+        planned = low + sum(
+            max(min(last, local) - max(first, low), 0) for first, last in ranges[request]
+        )
         dims.require(
-            planned[request] == local,
+            planned == local and end <= whole_tiles,
             "plan",
             f"be made for kv_lens[{request}] = {local} keys",
-            planned[request],
+            max(planned, end if end > whole_tiles else 0),
         )

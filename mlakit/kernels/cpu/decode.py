@@ -19,7 +19,7 @@ from mlakit.kernels.cpu.merge import merge_parts
 from mlakit.kernels.cpu.softmax import OnlineSoftmax
 from mlakit.kernels.cpu.workspace import rows_that_fit
 from mlakit.masks import Mask
-from mlakit.plan import DecodePlanTensors, EvenSplit, partition_ranges
+from mlakit.plan import DecodePlanTensors, EvenSplit, partition_ranges, plan_decode
 
 KEY_TILE = 4096  # rows: every tile costs some twenty calls of torch (docs/measured.md, CPU)
 QUERY_ROWS = 512  # queries × heads attended at a time: 1 MB of state at 512 columns
@@ -68,6 +68,23 @@ def mla_decode(
             out[block] = block_out.to(out.dtype)
 
 
+def plan_mla_decode(
+    layer: CacheLayer,
+    page_table: PageTable,
+    q_starts: Tensor,
+    kv_lens: Tensor,
+    *,
+    shard: KVShard,
+    mask: Mask,
+    heads: int,
+    num_tokens: int,
+    dtype: torch.dtype,
+) -> DecodePlanTensors:
+    """No request is cut: one is attended after the other."""
+    lengths = [shard.local_count(kv_len) for kv_len in kv_lens.tolist()]
+    return plan_decode(lengths, num_workers=1).tensors(kv_lens.device)
+
+
 def _query_tile(heads: int, row: RowShape, num_spans: int) -> int:
     """Queries attended at a time: with their state and results per span half of the scratch."""
     bytes_per_query = 4 * heads * (row.width + (3 + num_spans) * row.v_width)
@@ -80,7 +97,7 @@ def _spans(
     """Per request, the ranges of its local keys that are attended apart."""
     if isinstance(splits, DecodePlanTensors):
         spans: list[list[tuple[int, int]]] = [[] for _ in lengths]
-        for request, first, last, _ in splits.items.tolist():
+        for request, first, last, _ in splits.host_items():
             spans[request].append((first, last))
         return [each or [(0, 0)] for each in spans]
     num_splits = 1 if splits is None else splits.num_splits

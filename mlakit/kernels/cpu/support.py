@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mlakit.specs import KernelSpec, Problem
 
 
@@ -13,13 +15,16 @@ def _spec(op: str, topic: str) -> KernelSpec:
     return KernelSpec("cpu", op, f"mlakit.kernels.cpu.{topic}:{op}", _why_not)
 
 
+_DECODE_PLANNER = "mlakit.kernels.cpu.decode:plan_mla_decode"
+
+
 SPECS = (
     _spec("norm_rope_quant_append", "norm_rope_quant"),
     _spec("batched_matmul", "matmul"),
     _spec("quantize_fp8", "fp8"),
     _spec("scaled_mm_fp8", "fp8"),
     _spec("mla_prefill", "prefill"),
-    _spec("mla_decode", "decode"),
+    replace(_spec("mla_decode", "decode"), planner=_DECODE_PLANNER),
     _spec("sparse_mla", "sparse"),
     _spec("indexer_logits", "indexer"),
     _spec("indexer_topk", "indexer"),

@@ -93,36 +93,33 @@ def mla_decode(
     (tokens, heads, _), batch = q_latent.shape, kv_lens.shape[0]
     if tokens == 0 or heads == 0:
         return
-    head_blocks = triton.cdiv(heads, ROWS)
-    units = triton.cdiv(tokens, batch) * head_blocks
-    slot_rows = units * ROWS
     plan = splits
     if plan is None:
-        plan = plan_decode(
+        plan = plan_mla_decode(
+            layer,
+            page_table,
             q_starts,
             kv_lens,
             shard=shard,
             mask=mask,
-            heads=head_blocks * ROWS,
-            num_workers=max(target(q_latent.device).num_sms // units, 1),
-            tile=2 * BLOCK,
-            least_tiles=LEAST_TILES,
-            slot_rows=slot_rows,
-            capacity=page_table.shape[1] * layer.page_size,
+            heads=heads,
+            num_tokens=tokens,
+            dtype=q_latent.dtype,
         )
     elif plan.empty_requests.shape[0] > 0:
         out.zero_()  # no item of a plan writes these
         lse.fill_(-torch.inf)
-    num_workers = plan.worker_starts.shape[0] - 1
-    slots = 2 * num_workers if splits is None else plan.items.shape[0]
-    partial_out = out.new_empty(slots * slot_rows, out.shape[-1], dtype=torch.float32)
-    partial_lse = lse.new_empty(slots * slot_rows)
+    head_blocks = triton.cdiv(heads, ROWS)
+    units = triton.cdiv(tokens, batch) * head_blocks
+    slot_rows = plan.slot_rows or units * ROWS
+    partial_out = out.new_empty(plan.max_partials * slot_rows, out.shape[-1], dtype=torch.float32)
+    partial_lse = lse.new_empty(plan.max_partials * slot_rows)
     rows, page_rows = _as_rows(layer.payload)
     q_rows, q_token_rows = _as_rows(q_latent)
     rope_rows, rope_token_rows = _as_rows(q_rope)
     launch(
         _mla_decode_kernel,
-        (units, num_workers),
+        (units, plan.worker_starts.shape[0] - 1),
         _boxes(q_rows, 256),
         _boxes(rope_rows, 64),
         _boxes(rows, 256),
@@ -156,9 +153,11 @@ def mla_decode(
         PAGE_BLOCKS=layer.page_size // BLOCK,
         IS_CAUSAL=mask.kind == "causal",
         IS_NEGATIVE=softmax_scale < 0,
-        HAS_LOW=splits is not None,
+        IS_GIVEN=plan.slot_rows != units * ROWS or plan.tile % BLOCK > 0,
         num_warps=4,
     )
+    if plan.max_partials == 0:
+        return
     merge_partials(
         partial_out,
         partial_lse,
@@ -170,6 +169,35 @@ def mla_decode(
         sink=sink,
         out=out,
         lse=lse,
+    )
+
+
+def plan_mla_decode(
+    layer: CacheLayer,
+    page_table: Tensor,
+    q_starts: Tensor,  # [batch + 1]
+    kv_lens: Tensor,  # [batch]
+    *,
+    shard: KVShard,
+    mask: Mask,
+    heads: int,
+    num_tokens: int,
+    dtype: torch.dtype,  # of the queries, which changes nothing
+) -> DecodePlanTensors:
+    """A plan, made on the device, for as many workers as run at the same time."""
+    padded_heads = triton.cdiv(heads, ROWS) * ROWS
+    rows = triton.cdiv(num_tokens, max(kv_lens.shape[0], 1)) * padded_heads
+    return plan_decode(
+        q_starts,
+        kv_lens,
+        shard=shard,
+        mask=mask,
+        heads=padded_heads,
+        num_workers=max(target(kv_lens.device).num_sms * ROWS // max(rows, ROWS), 1),
+        tile=2 * BLOCK,
+        least_tiles=LEAST_TILES,
+        slot_rows=rows,
+        capacity=page_table.shape[1] * layer.page_size,
     )
 
 
@@ -419,18 +447,18 @@ def _load_odd_right(inputs, row, buffers, arrivals):
 
 
 @gluon.jit
-def _mask(scores, block, keys, IS_NEGATIVE: gl.constexpr, HAS_LOW: gl.constexpr):
+def _mask(scores, block, keys, IS_NEGATIVE: gl.constexpr, IS_GIVEN: gl.constexpr):
     """−inf for keys of a block that are not to be seen."""
     LAYOUT: gl.constexpr = scores.type.layout
     if IS_NEGATIVE:
         scores = -scores
     is_inside = block * 64 + 64 <= keys.end
-    if HAS_LOW:
+    if IS_GIVEN:
         is_inside = is_inside & (block * 64 >= keys.low)
     if not is_inside:
         key = gl.expand_dims(block * 64 + gl.arange(0, 64, gl.SliceLayout(0, LAYOUT)), 0)
         is_seen = key < keys.end
-        if HAS_LOW:
+        if IS_GIVEN:
             is_seen = is_seen & (key >= keys.low)
         scores = gl.where(is_seen, scores, NOTHING)
     return scores
@@ -440,7 +468,7 @@ def _mask(scores, block, keys, IS_NEGATIVE: gl.constexpr, HAS_LOW: gl.constexpr)
 def _even_pair(
     pair, pairs_before, keys, inputs, buffers, arrivals, q_rope, acc, peak, total, scores,
     next_even, next_odd, scale, IS_LAST: gl.constexpr, IS_NEGATIVE: gl.constexpr,
-    HAS_LOW: gl.constexpr,
+    IS_GIVEN: gl.constexpr,
 ):  # fmt: skip
     """The even warpgroup's part of a pair of blocks; `next_*` are the rows of the next pair."""
     SCORES: gl.constexpr = scores.type.layout
@@ -458,7 +486,7 @@ def _even_pair(
         )
         next_even = _row_of(inputs, keys, block + 4)
         next_odd = _row_of(inputs, keys, block + 5)
-    scores = _mask(scores, block, keys, IS_NEGATIVE, HAS_LOW)
+    scores = _mask(scores, block, keys, IS_NEGATIVE, IS_GIVEN)
     own_peak = gl.maximum(peak, gl.max(scores, 1) * scale)
     buffers.max_even.store(own_peak)
     mbarrier.arrive(arrivals.max_even, count=1)
@@ -510,7 +538,7 @@ def _even_pair(
 def _odd_pair(
     pair, pairs_before, keys, inputs, buffers, arrivals, q_rope, acc, peak, total, scores,
     next_even, next_odd, scale, IS_LAST: gl.constexpr, IS_NEGATIVE: gl.constexpr,
-    HAS_LOW: gl.constexpr,
+    IS_GIVEN: gl.constexpr,
 ):  # fmt: skip
     """The odd warpgroup's part of the same pair."""
     SCORES: gl.constexpr = scores.type.layout
@@ -526,7 +554,7 @@ def _odd_pair(
         load_box(inputs.kv_rope, row_odd, 512, arrivals.rope_odd, buffers.rope.index(1), ROPE_BYTES)
         next_even = _row_of(inputs, keys, block + 4)
         next_odd = _row_of(inputs, keys, block + 5)
-    scores = _mask(scores, block + 1, keys, IS_NEGATIVE, HAS_LOW)
+    scores = _mask(scores, block + 1, keys, IS_NEGATIVE, IS_GIVEN)
     largest = gl.max(scores, 1) * scale
     mbarrier.wait(arrivals.max_even, phase)
     new_peak = gl.maximum(buffers.max_even.load(gl.SliceLayout(1, SCORES)), largest)
@@ -646,7 +674,7 @@ def _store_partial(place, results, heads, acc, FIRST: gl.constexpr):
 @gluon.jit
 def _warpgroup(
     IS_EVEN: gl.constexpr, item, index, inputs, work, results, buffers, arrivals, scale,
-    IS_NEGATIVE: gl.constexpr, HAS_LOW: gl.constexpr,
+    IS_NEGATIVE: gl.constexpr, IS_GIVEN: gl.constexpr,
 ):  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
@@ -674,12 +702,12 @@ def _warpgroup(
             if IS_EVEN:
                 acc, peak, total, scores, next_even, next_odd = _even_pair(
                     pair, pairs_before, keys, inputs, buffers, arrivals, q_rope, acc, peak, total,
-                    scores, next_even, next_odd, scale, False, IS_NEGATIVE, HAS_LOW,
+                    scores, next_even, next_odd, scale, False, IS_NEGATIVE, IS_GIVEN,
                 )  # fmt: skip
             else:
                 acc, peak, total, scores, next_even, next_odd = _odd_pair(
                     pair, pairs_before, keys, inputs, buffers, arrivals, q_rope, acc, peak, total,
-                    scores, next_even, next_odd, scale, False, IS_NEGATIVE, HAS_LOW,
+                    scores, next_even, next_odd, scale, False, IS_NEGATIVE, IS_GIVEN,
                 )  # fmt: skip
         # looked up now: the loads that follow this unit then wait for no other load
         next_item, next_index = _next_unit(work, item, index + gl.num_programs(0))
@@ -687,7 +715,7 @@ def _warpgroup(
         if IS_EVEN:
             acc, peak, total, scores, next_even, next_odd = _even_pair(
                 num_pairs - 1, pairs_before, keys, inputs, buffers, arrivals, q_rope, acc, peak,
-                total, scores, next_even, next_odd, scale, True, IS_NEGATIVE, HAS_LOW,
+                total, scores, next_even, next_odd, scale, True, IS_NEGATIVE, IS_GIVEN,
             )  # fmt: skip
             buffers.sum_even.store(total)
             mbarrier.arrive(arrivals.sum_even, count=1)
@@ -706,7 +734,7 @@ def _warpgroup(
         else:
             acc, peak, total, scores, next_even, next_odd = _odd_pair(
                 num_pairs - 1, pairs_before, keys, inputs, buffers, arrivals, q_rope, acc, peak,
-                total, scores, next_even, next_odd, scale, True, IS_NEGATIVE, HAS_LOW,
+                total, scores, next_even, next_odd, scale, True, IS_NEGATIVE, IS_GIVEN,
             )  # fmt: skip
             buffers.sum_odd.store(total)
             mbarrier.arrive(arrivals.sum_odd, count=1)
@@ -727,20 +755,20 @@ def _warpgroup(
 @gluon.jit
 def _even_warpgroup(
     item, index, inputs, work, results, buffers, arrivals, scale, IS_NEGATIVE: gl.constexpr,
-    HAS_LOW: gl.constexpr,
+    IS_GIVEN: gl.constexpr,
 ):  # fmt: skip
     _warpgroup(
-        True, item, index, inputs, work, results, buffers, arrivals, scale, IS_NEGATIVE, HAS_LOW
+        True, item, index, inputs, work, results, buffers, arrivals, scale, IS_NEGATIVE, IS_GIVEN
     )
 
 
 @gluon.jit
 def _odd_warpgroup(
     item, index, inputs, work, results, buffers, arrivals, scale, IS_NEGATIVE: gl.constexpr,
-    HAS_LOW: gl.constexpr,
+    IS_GIVEN: gl.constexpr,
 ):  # fmt: skip
     _warpgroup(
-        False, item, index, inputs, work, results, buffers, arrivals, scale, IS_NEGATIVE, HAS_LOW
+        False, item, index, inputs, work, results, buffers, arrivals, scale, IS_NEGATIVE, IS_GIVEN
     )
 
 
@@ -793,7 +821,7 @@ def _mla_decode_kernel(
     PAGE_BLOCKS: gl.constexpr,
     IS_CAUSAL: gl.constexpr,
     IS_NEGATIVE: gl.constexpr,
-    HAS_LOW: gl.constexpr,  # items may begin inside a block
+    IS_GIVEN: gl.constexpr,  # the plan is not of this kernel: see `_has_room`, `_mask`
 ):
     """grid: (units of a request that are worked on at once, workers of the plan)"""
     DTYPE: gl.constexpr = kv.dtype
@@ -806,7 +834,7 @@ def _mla_decode_kernel(
     work = Work(
         items, partial_starts, q_starts, kv_lens, stride_q_starts, stride_kv_lens, heads,
         HEAD_BLOCKS, slot_rows, gl.load(worker_starts + gl.program_id(1) + 1), IS_CAUSAL,
-        HAS_LOW,
+        IS_GIVEN,
     )  # fmt: skip
     results = Results(
         out, lse, partial_out, partial_lse, sink, stride_out_token, stride_out_head,
@@ -833,7 +861,7 @@ def _mla_decode_kernel(
     item, index = _next_unit(work, gl.load(worker_starts + gl.program_id(1)), gl.program_id(0))
     if item < work.last_item:
         args = (
-            item, index, inputs, work, results, buffers, arrivals, scale_log2, IS_NEGATIVE, HAS_LOW
+            item, index, inputs, work, results, buffers, arrivals, scale_log2, IS_NEGATIVE, IS_GIVEN
         )  # fmt: skip
         gl.warp_specialize(
             [(_even_warpgroup, args), (_odd_warpgroup, args)], [4], [WORKER_REGISTERS]

@@ -33,5 +33,11 @@ def _why_not_decode(problem: Problem) -> str | None:
 
 
 SPECS = (
-    KernelSpec("hopper", "mla_decode", "mlakit.kernels.hopper.decode:mla_decode", _why_not_decode),
+    KernelSpec(
+        "hopper",
+        "mla_decode",
+        "mlakit.kernels.hopper.decode:mla_decode",
+        _why_not_decode,
+        planner="mlakit.kernels.hopper.decode:plan_mla_decode",
+    ),
 )

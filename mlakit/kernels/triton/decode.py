@@ -8,8 +8,8 @@ Work       a tile of rows is `block_m` heads of one query. A plan deals out item
            where those are cut depends on the request alone. A second, small kernel merges what
            was split.
 Memory     a tile of keys is read once for all rows of a tile and serves as K and as V. Scratch:
-           float32 partials, at most 2 per program; with a given split one per part that a request
-           may have
+           float32 partials, with a plan its `max_partials` (2 per worker if made on the device),
+           else one per part that a request may have
 Limits     none; widths are padded to powers of two, heads to a multiple of `block_m`. Queries share
            no tile: what a key holds that one of them does not see would reach it as 0 · NaN
 """
@@ -50,6 +50,7 @@ from mlakit.kernels.triton.rows import (
     TRITON_TYPES,
     as_bytes,
     compute_types,
+    latent_type,
     row_tiles,
     rows_are_aligned,
     value_unit,
@@ -85,24 +86,17 @@ def mla_decode(
     device = target(q_latent.device)
     types = compute_types(q_latent, q_rope, layer)
     batch = kv_lens.shape[0]
-    config = pick_decode_config(
-        row_tiles(layer),
-        rows=heads,
-        page_size=1 if isinstance(page_table, tuple) else layer.page_size,
-        format=layer.codec.name,
-        itemsize=types.latent.itemsize,
-        shared_bytes=device.shared_bytes,
-        arch=device.arch,
-    )
+    config = _config(layer, page_table, heads, q_latent.dtype, device)
     tiles = row_tiles(layer, config.widest)
     padded_heads = triton.cdiv(heads, config.block_m) * config.block_m
+    rows, capacity = padded_heads * triton.cdiv(tokens, batch), _capacity(page_table, layer)
+    if splits is None and not deterministic:
+        splits = _plan(q_starts, kv_lens, shard, mask, config, device, padded_heads, rows, capacity)
     schedule = _schedule(
         splits,
-        deterministic,
         config,
-        device,
-        capacity=_capacity(page_table, layer),
-        rows=padded_heads * triton.cdiv(tokens, batch),
+        capacity=capacity,
+        rows=rows,
         all_rows=padded_heads * tokens,
         v_width=tiles.v_width,
     )
@@ -110,19 +104,6 @@ def mla_decode(
     if plan is not None and plan.empty_requests.shape[0] > 0:
         out.zero_()  # no item of a plan writes these
         lse.fill_(-torch.inf)
-    if plan is None and schedule.is_planned:
-        plan = plan_decode(
-            q_starts,
-            kv_lens,
-            shard=shard,
-            mask=mask,
-            heads=padded_heads,
-            num_workers=schedule.grid[1],
-            tile=config.block_n,
-            least_tiles=config.least_tiles,
-            slot_rows=schedule.slot_rows,
-            capacity=_capacity(page_table, layer),
-        )
     partial_out = out.new_empty(schedule.partial_rows, out.shape[-1], dtype=torch.float32)
     partial_lse = lse.new_empty(schedule.partial_rows)
     is_flat = isinstance(page_table, tuple)
@@ -190,7 +171,7 @@ def mla_decode(
         HAS_FP8=device.has_fp8,
         IS_ALIGNED=rows_are_aligned(layer),
         IS_UNCHAINED=config.is_unchained,
-        IS_GIVEN=isinstance(splits, DecodePlanTensors),
+        CUTS_TILES=plan is not None and plan.tile % config.block_n > 0,
         BM=config.block_m,
         BN=config.block_n,
         num_warps=config.num_warps,
@@ -217,11 +198,71 @@ def mla_decode(
     )
 
 
+def plan_mla_decode(
+    layer: CacheLayer,
+    page_table: PageTable,
+    q_starts: Tensor,  # [batch + 1]
+    kv_lens: Tensor,  # [batch]
+    *,
+    shard: KVShard,
+    mask: Mask,
+    heads: int,
+    num_tokens: int,
+    dtype: torch.dtype,  # of the queries
+) -> DecodePlanTensors:
+    """A plan, made on the device, for as many workers as run at the same time."""
+    device = target(kv_lens.device)
+    config = _config(layer, page_table, heads, dtype, device)
+    padded_heads = triton.cdiv(heads, config.block_m) * config.block_m
+    rows = padded_heads * triton.cdiv(num_tokens, max(kv_lens.shape[0], 1))
+    capacity = _capacity(page_table, layer)
+    return _plan(q_starts, kv_lens, shard, mask, config, device, padded_heads, rows, capacity)
+
+
+def _plan(
+    q_starts: Tensor,
+    kv_lens: Tensor,
+    shard: KVShard,
+    mask: Mask,
+    config: DecodeConfig,
+    device: Target,
+    padded_heads: int,
+    rows: int,  # of a request, on average
+    capacity: int,
+) -> DecodePlanTensors:
+    programs = max(rows // config.block_m, 1)  # of a worker, a tile of rows each
+    return plan_decode(
+        q_starts,
+        kv_lens,
+        shard=shard,
+        mask=mask,
+        heads=padded_heads,
+        num_workers=max(device.num_sms * config.programs_per_sm // programs, 1),
+        tile=config.block_n,
+        least_tiles=config.least_tiles,
+        slot_rows=rows,
+        capacity=capacity,
+    )
+
+
+def _config(
+    layer: CacheLayer, page_table: PageTable, heads: int, q_dtype: torch.dtype, device: Target
+) -> DecodeConfig:
+    return pick_decode_config(
+        row_tiles(layer),
+        rows=heads,
+        page_size=1 if isinstance(page_table, tuple) else layer.page_size,
+        format=layer.codec.name,
+        itemsize=latent_type(q_dtype, layer).itemsize,
+        shared_bytes=device.shared_bytes,
+        arch=device.arch,
+    )
+
+
 @dataclass(frozen=True)
 class Schedule:
     """Who does what, in numbers that are known without looking at the lengths."""
 
-    is_planned: bool  # by items; else a program has a part of a tile of rows
     grid: tuple[int, int]  # (tiles of rows, workers), or (parts, tiles of rows)
     slot_rows: int  # rows of a partial
     num_slots: int
@@ -234,37 +275,36 @@ class Schedule:
 
 def _schedule(
     splits: DecodePlanTensors | EvenSplit | None,
-    deterministic: bool,
     config: DecodeConfig,
-    device: Target,
     *,
     capacity: int,
     rows: int,
     all_rows: int,
     v_width: int,
 ) -> Schedule:
-    """`capacity` keys a request may have; `rows` it has on average, `all_rows` all of them do."""
+    """`capacity` keys a request may have; `rows` it has on average, `all_rows` all of them do.
+
+    Without `splits` the cuts of a request depend on its own length alone.
+    """
     row_tiles = triton.cdiv(rows, config.block_m)
     slot_rows = row_tiles * config.block_m
     if isinstance(splits, DecodePlanTensors):
-        num_workers, num_items = splits.worker_starts.shape[0] - 1, splits.items.shape[0]
+        num_workers, num_slots = splits.worker_starts.shape[0] - 1, splits.max_partials
+        if splits.slot_rows > 0:
+            slot_rows = splits.slot_rows
         # room for a request that has all the queries, while that is little
-        if 4 * num_items * all_rows * v_width <= SMALL_SCRATCH_BYTES:
+        elif 4 * num_slots * all_rows * v_width <= SMALL_SCRATCH_BYTES:
             slot_rows = triton.cdiv(all_rows, config.block_m) * config.block_m
-        return Schedule(True, (row_tiles, num_workers), slot_rows, num_items * (num_items > 1))
-    if isinstance(splits, EvenSplit) or deterministic:
-        if isinstance(splits, EvenSplit):
-            split_tiles, parts = 0, splits.num_splits
-        else:
-            split_tiles = max(SPLIT_KEYS // config.block_n, 1)
-            # one tile more: a window may begin inside one
-            parts = triton.cdiv(capacity // config.block_n + 2, split_tiles)
-        num_tiles = all_rows // config.block_m
-        slots = num_tiles * parts if parts > 1 else 0
-        return Schedule(False, (parts, num_tiles), config.block_m, slots, split_tiles)
-    num_workers = max(device.num_sms * config.programs_per_sm // row_tiles, 1)
-    # every cut makes two partials of what would have been none
-    return Schedule(True, (row_tiles, num_workers), slot_rows, 2 * num_workers)
+        return Schedule((row_tiles, num_workers), slot_rows, num_slots)
+    if isinstance(splits, EvenSplit):
+        split_tiles, parts = 0, splits.num_splits
+    else:
+        split_tiles = max(SPLIT_KEYS // config.block_n, 1)
+        # one tile more: a window may begin inside one
+        parts = triton.cdiv(capacity // config.block_n + 2, split_tiles)
+    num_tiles = all_rows // config.block_m
+    slots = num_tiles * parts if parts > 1 else 0
+    return Schedule((parts, num_tiles), config.block_m, slots, split_tiles)
 
 
 def _capacity(page_table: PageTable, layer: CacheLayer) -> int:
@@ -335,7 +375,7 @@ def _attend(
     q_latent, q_rope, q_scale, payload, scales, table, starts, sink, out, lse, partial_out,
     partial_lse, scale_log2, tensor_scale, heads, padded_heads, window, shard, q_strides,
     pool_strides, table_strides, stride_sink, result_strides, hidden_zero,
-    IS_GIVEN: tl.constexpr, MASK: tl.constexpr, IS_SHARDED: tl.constexpr, FORMAT: tl.constexpr,
+    CUTS_TILES: tl.constexpr, MASK: tl.constexpr, IS_SHARDED: tl.constexpr, FORMAT: tl.constexpr,
     DTYPE: tl.constexpr, ROPE_DTYPE: tl.constexpr, D_C: tl.constexpr, D_R: tl.constexpr,
     V_WIDTH: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, VALUE_PIECES: tl.constexpr,
     ROPE_WIDTH: tl.constexpr, VALUE_UNIT: tl.constexpr, PAGE: tl.constexpr,
@@ -353,7 +393,7 @@ def _attend(
     stride_out_token, stride_out_head, stride_lse_token, stride_lse_head = result_strides
     IS_FLAT: tl.constexpr = starts is not None
     # keys may begin inside a tile
-    HAS_LOW: tl.constexpr = IS_GIVEN or (MASK != "null" and MASK != "causal")
+    HAS_LOW: tl.constexpr = CUTS_TILES or (MASK != "null" and MASK != "causal")
     ROPE_UNIT: tl.constexpr = VALUE_UNIT if FORMAT == "fp8_token" else 1.0
     query = first_row // padded_heads
     head = first_row % padded_heads + tl.arange(0, BM)
@@ -552,7 +592,7 @@ def _mla_decode_kernel(
     HAS_FP8: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
     IS_UNCHAINED: tl.constexpr,
-    IS_GIVEN: tl.constexpr,  # the plan is the caller's: items may begin inside a tile
+    CUTS_TILES: tl.constexpr,  # items may begin inside a tile
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
@@ -616,7 +656,7 @@ def _mla_decode_kernel(
                 q_strides, (stride_page, stride_scales_page),
                 (stride_table_request, stride_table_entry, stride_starts), stride_sink,
                 (stride_out_token, stride_out_head, stride_lse_token, stride_lse_head), batch >> 31,
-                IS_GIVEN, MASK, IS_SHARDED, FORMAT, DTYPE, ROPE_DTYPE, D_C, D_R, V_WIDTH, PIECES,
+                CUTS_TILES, MASK, IS_SHARDED, FORMAT, DTYPE, ROPE_DTYPE, D_C, D_R, V_WIDTH, PIECES,
                 WIDTH, VALUE_PIECES, ROPE_WIDTH, VALUE_UNIT, PAGE, STRIDE_ROW, STRIDE_SCALES_ROW,
                 IS_NEGATIVE, HAS_FP8, IS_ALIGNED, IS_UNCHAINED, BM, BN,
             )  # fmt: skip

@@ -47,6 +47,9 @@ def plan_decode(
         worker_starts=torch.empty(num_workers + 1, **int32),
         partial_starts=torch.empty(batch + 1, **int32),
         empty_requests=torch.empty(0, **int32),
+        tile=tile,
+        max_partials=2 * num_workers,  # every cut makes two partials of what would have been none
+        slot_rows=slot_rows,
     )
     launch(
         _plan_decode_kernel,

@@ -25,14 +25,17 @@ class ComputeTypes:
     rope: torch.dtype
 
 
+def latent_type(q_dtype: torch.dtype, layer: CacheLayer) -> torch.dtype:
+    """The type that queries of `q_dtype` and the latent columns of rows are multiplied in."""
+    latent = layer.payload.dtype if layer.payload.dtype in PLAIN else q_dtype
+    return latent if latent in PLAIN else torch.bfloat16
+
+
 def compute_types(q_latent: Tensor, q_rope: Tensor, layer: CacheLayer) -> ComputeTypes:
     """Types that hold q and the rows exactly; float32 where the two have different halves."""
-    stored = layer.payload.dtype
-    is_bytes = stored not in PLAIN
-    latent = stored if not is_bytes else q_latent.dtype
-    latent = latent if latent in PLAIN else torch.bfloat16
-    stored_rope = stored
-    if is_bytes:
+    latent = latent_type(q_latent.dtype, layer)
+    stored_rope = layer.payload.dtype
+    if stored_rope not in PLAIN:
         stored_rope = torch.float8_e4m3fn if layer.codec.name == "fp8" else torch.bfloat16
     exact = {dtype for dtype in (stored_rope, q_rope.dtype) if dtype in PLAIN} or {latent}
     return ComputeTypes(latent, exact.pop() if len(exact) == 1 else torch.float32)

@@ -6,6 +6,8 @@ a GPU, never what `backend="auto"` picks.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mlakit import knobs
 from mlakit.specs import KernelSpec, Problem
 
@@ -28,13 +30,16 @@ def _spec(op: str, topic: str) -> KernelSpec:
     return KernelSpec("triton", op, f"mlakit.kernels.triton.{topic}:{op}", _why_not)
 
 
+_DECODE_PLANNER = "mlakit.kernels.triton.decode:plan_mla_decode"
+
+
 SPECS = (
     _spec("norm_rope_quant_append", "norm_rope_quant"),
     _spec("batched_matmul", "matmul"),
     _spec("quantize_fp8", "fp8"),
     _spec("scaled_mm_fp8", "fp8"),
     _spec("mla_prefill", "prefill"),
-    _spec("mla_decode", "decode"),
+    replace(_spec("mla_decode", "decode"), planner=_DECODE_PLANNER),
     _spec("sparse_mla", "sparse"),
     _spec("indexer_logits", "indexer"),
     _spec("indexer_topk", "indexer_topk"),

@@ -1,0 +1,86 @@
+"""Plans of `mla_decode`, made by the kernel that will run: once per step, for all layers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mlakit import dispatch
+from mlakit.cache import PagedLatentCache, PageTable
+from mlakit.checks import FLOATS, Dims
+from mlakit.masks import CAUSAL, Mask
+from mlakit.ops._arguments import (
+    check_kv_lens,
+    check_layer,
+    check_mask,
+    check_page_table,
+    check_query_starts,
+)
+from mlakit.ops.decode import NAME as PLANNED_OP
+from mlakit.ops.decode import as_shard, check_shard, decode_problem
+from mlakit.plan import DecodePlanTensors
+
+NAME = "plan_mla_decode"
+
+
+def plan_mla_decode(
+    cache: PagedLatentCache,
+    page_table: PageTable,
+    kv_lens: Tensor,
+    *,
+    heads: int,
+    num_tokens: int | None = None,
+    q_starts: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    mask: Mask = CAUSAL,
+    kv_shard: tuple[int, int, int] | None = None,
+    backend: str = "auto",
+) -> DecodePlanTensors:
+    """The plan that `mla_decode` would make of these lengths, to share among the layers of a step.
+
+    It is made where the lengths are, without waiting for them. Captured in a CUDA graph together
+    with the calls that use it, it is made anew at every replay, from the lengths of then.
+
+    kv_lens    as for `mla_decode`, like all arguments that have a name of its own
+    heads      of the queries
+    num_tokens rows of q, where `q_starts` are given; else one per request
+    dtype      of the queries; None: that of the cache, or bf16 where it is FP8
+    backend    the one that is to run: tiles, workers and rows of a partial are those of its kernel
+
+    Calls that use the plan must have these lengths, this mask and this shard. Other heads, dtypes
+    or backends would get right results, if late ones. Their scratch is `max_partials` partials of
+    `slot_rows` rows each, at most two per worker. Under torch.compile make it outside: its shapes
+    are the kernel's affair.
+    """
+    dims = Dims(NAME)
+    layer = check_layer(dims, cache, 0)
+    dims.same_device("cache", layer.payload)
+    check_mask(dims, mask)
+    heads = dims.integer("heads", heads, 1)
+    check_kv_lens(dims, kv_lens)
+    batch = dims["batch"]
+    check_page_table(dims, page_table, batch)
+    if num_tokens is None:
+        dims.require(q_starts is None, "num_tokens", "be given with q_starts", None)
+        num_tokens = batch
+    tokens = dims.integer("num_tokens", num_tokens, 0)
+    starts = check_query_starts(dims, q_starts, tokens, batch)
+    shard = as_shard(NAME, kv_shard)
+    check_shard(dims, shard)
+    if dtype is None:
+        dtype = layer.payload.dtype if layer.payload.dtype in FLOATS else torch.bfloat16
+
+    problem = decode_problem(layer, page_table, shard, mask, dtype, heads)
+    spec = dispatch.select(PLANNED_OP, problem, backend)
+    plan: DecodePlanTensors = spec.plan(
+        layer,
+        page_table,
+        starts,
+        kv_lens,
+        shard=shard,
+        mask=mask,
+        heads=heads,
+        num_tokens=tokens,
+        dtype=dtype,
+    )
+    return plan
