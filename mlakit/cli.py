@@ -71,6 +71,10 @@ def demo(
         raise typer.Exit(1)
 
 
+def _complete_suite(incomplete: str) -> list[str]:
+    return [suite for suite in SUITES if suite.startswith(incomplete)]
+
+
 @app.command(
     epilog="Examples: [bold]mlakit bench decode sparse-decode --json h200.json[/bold] · "
     "[bold]mlakit bench decode --shape 64q1s4k+2q1s64k --heads 16[/bold] · "
@@ -82,8 +86,9 @@ def bench(
     suites: Annotated[
         list[str] | None,
         typer.Argument(
-            help=f"Of {', '.join(SUITES)}. None: all for the GPU, or cpu where there is none.",
+            help=f"Of {', '.join(SUITES)}. None: all for the GPU but grid, or cpu without one.",
             metavar="SUITE",
+            autocompletion=_complete_suite,
         ),
     ] = None,
     shape: str | None = typer.Option(
@@ -133,7 +138,8 @@ def bench(
     """Measure this machine, suite by suite; [bold]cpu[/bold] needs no GPU, the others do.
 
     Every workload is held to its float64 oracle before it is timed; the exit status is 1 if a
-    result is wrong. Contenders take turns; on a GPU with a cold L2 and launch costs left out. The
+    result is wrong. Contenders, other libraries among them where they are installed, take turns; on
+    a GPU with a cold L2 and launch costs left out, under ceilings measured in the same run. The
     suite cpu takes minutes, most of them where the CPU has no bf16 products.
     """
     if fetch_peers:
@@ -154,8 +160,9 @@ def bench(
     try:
         wanted.check()
         if stored is not None:
-            if suites:
-                raise ValueError("--from measures nothing: name no suite with it")
+            measuring = {"SUITE": suites, "--shape": shape, "--host": host, "--only": only}
+            for option in (name for name, value in measuring.items() if value):
+                raise ValueError(f"--from measures nothing, so {option} has no meaning with it")
             reports = outputs.read_reports("--from", Path(stored))
             outputs.print_reports(reports)
             wanted.write(reports)

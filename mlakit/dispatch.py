@@ -7,12 +7,13 @@ from functools import lru_cache
 from mlakit import knobs
 from mlakit.checks import UnsupportedError
 from mlakit.kernels.cpu import support as cpu
+from mlakit.kernels.hopper import support as hopper
 from mlakit.kernels.triton import support as triton
 from mlakit.specs import KernelSpec, Problem
 
 # fastest first: `auto` takes the first kernel that has no objection; in host memory that is `cpu`,
 # where the portable kernels are only ever interpreted
-SPECS: tuple[KernelSpec, ...] = (*cpu.SPECS, *triton.SPECS)
+SPECS: tuple[KernelSpec, ...] = (*cpu.SPECS, *hopper.SPECS, *triton.SPECS)
 OPS: tuple[str, ...] = tuple(dict.fromkeys(spec.op for spec in SPECS))
 BACKENDS = ("hopper", "triton", "cpu")
 

@@ -33,6 +33,7 @@ class Problem:
     row: RowShape | None = None
     head_widths: tuple[int, int, int] | None = None  # (D_N, D_R, D_V) of the expanded form
     mask: str = ""
+    uses: tuple[str, ...] = ()  # what few kernels take, in words: "kv_shard", "loose rows"
 
     def __str__(self) -> str:
         where = self.device + (f" sm_{self.arch}" if self.arch else "")
@@ -44,6 +45,7 @@ class Problem:
             "row": f"{self.row.width}/{self.row.v_width}" if self.row else "",
             "widths": "+".join(map(str, self.head_widths or ())),
             "mask": self.mask,
+            "uses": " and ".join(self.uses),
         }
         return ", ".join([where, *(f"{name}={fact}" for name, fact in facts.items() if fact)])
 

@@ -31,9 +31,12 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_timers, "captured", lambda call: call)
     monkeypatch.setattr(ceilings, "measure", lambda timer, after_one: CEILINGS)
     monkeypatch.setattr(peers, "baselines", peers_by_oracle)
+    monkeypatch.setattr(peers, "origins", lambda: {"flash_mla": "the wheel"})
 
 
-def peers_by_oracle(problem: Problem) -> tuple[list[Baseline], list[tuple[str, str]]]:
+def peers_by_oracle(
+    problem: Problem, only: tuple[str, ...] | None = None
+) -> tuple[list[Baseline], list[tuple[str, str]]]:
     """A right peer, a wrong one, one that fails when it is called, one that is not there."""
 
     def right() -> torch.Tensor:
@@ -47,7 +50,8 @@ def peers_by_oracle(problem: Problem) -> tuple[list[Baseline], list[tuple[str, s
         Baseline("sdpa", lambda: 1.1 * right()),
         Baseline("eager", failing),
     ]
-    return present, [("flashinfer", "is not installed")]
+    asked = [each for each in present if only is None or each.name in only]
+    return asked, [("flashinfer", "is not installed")]
 
 
 def solve(problem: Problem) -> torch.Tensor:
@@ -88,12 +92,12 @@ def solve(problem: Problem) -> torch.Tensor:
     return out.view(*q.shape[:-1], 512)
 
 
-def row(workload: str, contender: str, us: float, **others: object) -> Row:
-    """A row of a report with a spread of ±1 % around `us`."""
+def row(workload: str, contender: str, us: float, share: float = 0.01, **others: object) -> Row:
+    """A row of a report whose rounds lie within `share` around `us`."""
     facts: dict[str, object] = {
         "op": "mla_decode",
         "rounds": 30,
-        "us": around(us),
+        "us": around(us, share),
         "flops": 10**9,
         "bytes": 10**7,
         "ratio": None,

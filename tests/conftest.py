@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -17,6 +20,7 @@ from mlakit import dispatch, knobs
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
 INTERPRETED = ("triton", "cpu")
+LARGE_AT_ONCE = 2
 
 
 class Place(NamedTuple):
@@ -119,3 +123,21 @@ def generator() -> torch.Generator:
 def _no_knobs_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for knob in knobs.REGISTRY.values():
         monkeypatch.delenv(knob.variable, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def _gpu_memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Workers of xdist share one GPU: large tests take turns, and give back what they held."""
+    if request.node.get_closest_marker("gpu") is None:
+        yield
+        return
+    if request.node.get_closest_marker("large") is None:
+        yield
+    else:
+        lane = hash(os.environ.get("PYTEST_XDIST_WORKER", "")) % LARGE_AT_ONCE
+        with (Path(tempfile.gettempdir()) / f"mlakit-large-{lane}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+            torch.cuda.empty_cache()
+    if torch.cuda.memory_reserved() > 2**30:
+        torch.cuda.empty_cache()

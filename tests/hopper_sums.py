@@ -1,9 +1,9 @@
 """How Hopper's tensor cores add e4m3 products: the naive run for results of torch's FP8 product.
 
 The products of one instruction (32 columns) and the running sum are brought to the largest exponent
-among them and cut off after 13 binary places; sums of 128 columns are then scaled and added in
-float32. A product of the library is as exact as that, and no more: on an H200 98 % of its bfloat16
-results are those of this model, 94 % those of exact sums.
+among them, that of a product being the sum of its factors', and cut off after 13 binary places; the
+new sum keeps 14 bits. Sums of 128 columns are then scaled and added in float32. On an H200 every
+bfloat16 result of the library is that of this model.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ from torch import Tensor
 
 COLUMNS_AT_ONCE = 32
 PLACES = 13
+BITS = 14
 GROUP = 128
+E4M3_LEAST = 2.0**-6  # the least normal number
 SMALLEST = 2.0**-100
+NO_EXPONENT = -100  # of zero
 MOST_TERMS = 2**24  # at once in memory
 
 
@@ -40,8 +43,19 @@ def _sum_of_products(a: Tensor, b: Tensor) -> Tensor:
     total = a.new_zeros(a.shape[0], b.shape[0])
     for first in range(0, a.shape[1], COLUMNS_AT_ONCE):
         together = slice(first, first + COLUMNS_AT_ONCE)
-        terms = torch.cat([total[..., None], a[:, None, together] * b[None, :, together]], -1)
-        _, exponent = torch.frexp(terms.abs().amax(-1, keepdim=True).clamp_min(SMALLEST))
-        place = torch.ldexp(torch.ones_like(terms[..., :1]), exponent - 1 - PLACES)
-        total = (terms / place).trunc().sum(-1) * place[..., 0]
+        products = a[:, None, together] * b[None, :, together]
+        exponents = (
+            _exponent(a, E4M3_LEAST)[:, None, together] + _exponent(b, E4M3_LEAST)[:, together]
+        )
+        exponents = torch.where(products == 0, NO_EXPONENT, exponents).amax(-1)
+        own = torch.where(total == 0, NO_EXPONENT, _exponent(total, SMALLEST))
+        place = torch.ldexp(torch.ones_like(total), torch.maximum(exponents, own) - PLACES)
+        total = (products / place[..., None]).trunc().sum(-1) + (total / place).trunc()
+        mantissa, exponent = torch.frexp(total * place)
+        total = torch.ldexp((mantissa * 2**BITS).trunc() / 2**BITS, exponent)
     return total
+
+
+def _exponent(x: Tensor, least: float) -> Tensor:
+    """Of numbers below `least`, which are denormal, that of `least`."""
+    return torch.frexp(x.abs().clamp_min(least))[1] - 1

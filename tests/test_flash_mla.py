@@ -138,18 +138,21 @@ def test_few_of_its_problems_and_some_beyond(case, device):
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 @pytest.mark.parametrize(("h_q", "h_kv"), cases.HEADS)
 def test_all_of_its_dense_problems(h_q, h_kv, device):
     check_all(cases.dense_cases(h_q, h_kv), device)
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 @pytest.mark.parametrize("group", cases.SPARSE_GROUPS, ids=str)
 def test_all_of_its_sparse_decode_problems(group, device):
     check_all(group.cases(), device)
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 @pytest.mark.parametrize("h_q", [64, 128])
 @pytest.mark.parametrize("d", [512, 576])
 def test_all_of_its_sparse_prefill_problems(d, h_q, device):
@@ -157,12 +160,14 @@ def test_all_of_its_sparse_prefill_problems(d, h_q, device):
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 @pytest.mark.parametrize("case", cases.VARLEN_CASES, ids=str)
 def test_all_of_its_varlen_problems(case, device):
     check_all([case], device)
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 @pytest.mark.parametrize(
     "listed",
     [cases.SERVING_DENSE, cases.SERVING_SPARSE, cases.SERVING_PREFILL],
@@ -173,6 +178,7 @@ def test_the_problems_it_measures_speed_on(listed, device):
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 def test_more_queries_than_a_grid_axis_has(device):
     check_all([cases.LONG_PREFILL], device)
 

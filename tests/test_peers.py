@@ -168,6 +168,12 @@ def test_eager_matches_the_oracle(name, monkeypatch):
     assert_close(baseline.call(), problem)
 
 
+def test_only_the_peers_named_are_asked(monkeypatch):
+    monkeypatch.setattr(gpu, "why_not", lambda: "needs a card")
+    ready, left_out = peers.baselines(dense_decode(), ("fa3", "sdpa"))
+    assert (ready, {name for name, _ in left_out}) == ([], {"fa3", "sdpa"})
+
+
 @pytest.mark.parametrize("make", [sparse_prefill, sparse_decode])
 def test_eager_skips_what_is_no_row(make):
     problem = make()

@@ -4,7 +4,8 @@ command      what the options ask for: which suites, which files are written
 suite        gate, time, report: what every suite does
 measure      the timing protocol; knows no op; `gpu_timers` has a GPU's clocks
 gate         holding results to the oracle
-problems     what other libraries are handed, `peers` are those libraries
+problems     what a contender of the GPU suites is given
+peers        rivals that run beside mlakit where they are present
 shapes       batches as they are written on the command line
 ceilings     what the GPU can do at most
 environment  what the figures depend on

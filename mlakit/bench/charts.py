@@ -9,7 +9,7 @@ from math import ceil, floor, log10
 from mlakit.bench.ceilings import Ceilings
 from mlakit.bench.drawing import Dot, Drawing, Line, Rectangle, Text
 from mlakit.bench.heatmap import HeatMap, heat_maps
-from mlakit.bench.report import OURS, Report, Row
+from mlakit.bench.report import OURS, YARDSTICKS, Report, Row
 from mlakit.bench.tables import digits
 
 OURS_COLOUR = "#d1495b"
@@ -29,8 +29,9 @@ def charts(report: Report) -> dict[str, Drawing]:
         found["heatmap"] = heat_chart(maps)
     elif report.rows:
         found["bars"] = bar_chart(report)
-    if report.ceilings is not None and any(row.flops for row in report.rows):
-        found["roofline"] = roofline_chart(report.rows, report.ceilings)
+    computing = [row for row in report.rows if row.flops and row.contender not in YARDSTICKS]
+    if report.ceilings is not None and computing:
+        found["roofline"] = roofline_chart(computing, report.ceilings)
     return found
 
 
@@ -83,10 +84,9 @@ def _add_bar(drawing: Drawing, y: float, row: Row, ours_us: float, colour: str) 
 
 def roofline_chart(rows: Sequence[Row], ceilings: Ceilings) -> Drawing:
     """TFLOP/s over FLOPs per byte, both in powers of ten, under the measured ceilings."""
-    shown = [row for row in rows if row.flops]
     colours = contender_colours(rows)
-    xs = [row.flops / row.bytes for row in shown]
-    ys = [row.gflops / 1e3 for row in shown]
+    xs = [row.flops / row.bytes for row in rows]
+    ys = [row.gflops / 1e3 for row in rows]
     peaks = {"bf16": ceilings.bf16_tflops} | (
         {} if ceilings.fp8_tflops is None else {"fp8": ceilings.fp8_tflops}
     )
@@ -111,7 +111,7 @@ def roofline_chart(rows: Sequence[Row], ceilings: Ceilings) -> Drawing:
         )
     drawing.add(
         Text(70 + width / 2, height + 78, "FLOPs per byte", "middle"),
-        Text(70, 32, "TFLOP/s", "middle"),
+        Text(76, 32, "TFLOP/s"),
     )
     bandwidth = ceilings.read_gb_s / 1e3  # TFLOP/s at one FLOP per byte
     highest = max(peaks.values())
@@ -125,7 +125,7 @@ def roofline_chart(rows: Sequence[Row], ceilings: Ceilings) -> Drawing:
             Line([first, last], "#444444", 2),
             Text(last[0] + 6, last[1], f"{kind} {peak:.0f} TFLOP/s", size=11),
         )
-    for row, x, y in zip(shown, xs, ys, strict=True):
+    for row, x, y in zip(rows, xs, ys, strict=True):
         hint = f"{row.workload}, {row.contender}: {digits(y)} TFLOP/s"
         drawing.add(Dot(*place(x, y), colours[row.contender], hint))
     for i, (name, colour) in enumerate(colours.items()):
@@ -161,6 +161,7 @@ def heat_chart(maps: Sequence[HeatMap]) -> Drawing:
 
 def shade_of(goodness: float) -> str:
     """From red over white to green."""
-    pale = round(255 * (1 - 0.7 * abs(goodness)))
-    red, green = (pale, 235) if goodness > 0 else (245, pale)
-    return "#ffffff" if goodness == 0 else f"#{red:02x}{green:02x}{pale:02x}"
+    strength = abs(goodness)
+    kept, faded = round(255 - 20 * strength), round(255 - 175 * strength)
+    red, green = (faded, kept) if goodness > 0 else (kept, faded)
+    return f"#{red:02x}{green:02x}{faded:02x}"

@@ -66,7 +66,8 @@ def workloads_of(settings: Settings) -> dict[str, list[Workload]]:
 
 
 def _default_suites() -> tuple[str, ...]:
-    return ("cpu",) if gpu.why_not() else GPU_SUITES
+    """All for the GPU but the grid, which takes as long as the others together."""
+    return ("cpu",) if gpu.why_not() else tuple(name for name in GPU_SUITES if name != "grid")
 
 
 def _workloads(name: str, shape: Shape | None) -> Sequence[Workload]:
@@ -84,6 +85,8 @@ def run(settings: Settings, workloads: dict[str, list[Workload]]) -> list[Report
     """Measure suite by suite; None, after saying so, where a result is wrong."""
     reports: list[Report] = []
     found: Ceilings | None = None
+    with_peers = settings.with_peers and any(name in GPU_SUITES for name in workloads)
+    builds = peers.origins() if with_peers else {}
     for name, own in workloads.items():
         on_gpu = name in GPU_SUITES
         if on_gpu and found is None and not settings.quick and settings.mode != gpu_timers.HOST:
@@ -95,7 +98,8 @@ def run(settings: Settings, workloads: dict[str, list[Workload]]) -> list[Report
             quick=settings.quick,
             threads=settings.threads,
             mode=settings.mode if on_gpu else WALL,
-            peers_of=peers.baselines if settings.with_peers and on_gpu else None,
+            peers_of=peers.baselines if with_peers and on_gpu else None,
+            peer_builds=builds if on_gpu else None,
             ceilings=found if on_gpu else None,
         )
         if report is None:

@@ -76,7 +76,7 @@ class Decode(Workload):
 
     @property
     def small(self) -> Workload:
-        return replace(self, batch=self.batch.small)
+        return replace(self, batch=self.batch.small, ratio=None, share=None)
 
     def contest(self) -> Contest:
         generator = gpu.generator()

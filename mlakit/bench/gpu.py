@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from mlakit.bench.report import COPYING, NOTHING, READING
 from mlakit.bench.suite import Baseline
 
 DEVICE = torch.device("cuda")
@@ -30,14 +31,14 @@ def int32(values: object) -> torch.Tensor:
 def reading(num_bytes: int) -> Baseline:
     """A reduction over so many bytes: the time in which they can be read at all."""
     words = torch.ones(max(num_bytes // 4, 1), device=DEVICE)
-    return Baseline("reading its bytes", words.sum, is_limit=False)
+    return Baseline(READING, words.sum, is_limit=False)
 
 
 def copying(num_bytes: int) -> Baseline:
     """A copy that reads half of so many bytes and writes as many."""
     source = torch.ones(max(num_bytes // 8, 1), dtype=torch.int32, device=DEVICE)
     target = torch.empty_like(source)
-    return Baseline("copying its bytes", lambda: target.copy_(source), is_limit=False)
+    return Baseline(COPYING, lambda: target.copy_(source), is_limit=False)
 
 
 def launching_nothing() -> Baseline:
@@ -45,4 +46,4 @@ def launching_nothing() -> Baseline:
     from mlakit.kernels.triton.nothing import do_nothing  # Triton is not everywhere
 
     argument = torch.empty(1, device=DEVICE)
-    return Baseline("empty kernel", lambda: do_nothing(argument), is_limit=False)
+    return Baseline(NOTHING, lambda: do_nothing(argument), is_limit=False)

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rich.box import SIMPLE
+from rich.console import Group
 from rich.table import Table
 
 from mlakit.bench.report import OURS, Row
@@ -75,8 +76,9 @@ def heat_maps(rows: Iterable[Row]) -> list[HeatMap]:
     ]
 
 
-def heat_table(heat: HeatMap) -> Table:
-    shown = Table(box=SIMPLE, title=heat.title, title_justify="left")
+def heat_table(heat: HeatMap) -> Group:
+    """The map under its title, which may be wider."""
+    shown = Table(box=SIMPLE)
     shown.add_column("s_k", justify="right")
     for batch in heat.batches:
         shown.add_column(f"b {batch}", justify="right")
@@ -86,7 +88,7 @@ def heat_table(heat: HeatMap) -> Table:
             for batch in heat.batches
         )
         shown.add_row(f"{length >> 10}k" if length >= 1024 else str(length), *cells)
-    return shown
+    return Group(heat.title, shown)
 
 
 def _coloured(text: str, goodness: float) -> str:

@@ -26,6 +26,7 @@ from mlakit.ops import mla_prefill
 
 D_N, D_R, D_V = MODEL.qk_nope_head_dim, MODEL.qk_rope_head_dim, MODEL.v_head_dim
 MOST_JUDGED = 4  # tokens of a prompt
+SMALL_LENGTH = 70
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,8 @@ class Prefill(Workload):
 
     @property
     def small(self) -> Workload:
-        return replace(self, batch=self.batch.small, heads=min(self.heads, 4))
+        small = Batch.of(min(self.batch.size, 2), SMALL_LENGTH, SMALL_LENGTH)
+        return replace(self, batch=small, heads=min(self.heads, 4), speedup=None)
 
     def contest(self) -> Contest:
         generator, tokens = gpu.generator(), self.batch.tokens

@@ -13,6 +13,8 @@ from mlakit.bench.measure import Spread
 
 SCHEMA = 2
 OURS = "mlakit"
+READING, COPYING, NOTHING = "reading its bytes", "copying its bytes", "empty kernel"
+YARDSTICKS = (READING, COPYING, NOTHING)  # they compute nothing of the workload
 WALL = "wall"  # the mode of a suite without a GPU
 
 

@@ -18,7 +18,7 @@ NUMBER = r"(\d+[km]?)"
 GROUP = re.compile(rf"{NUMBER}q{NUMBER}s{NUMBER}")
 UNITS = {"k": 1 << 10, "m": 1 << 20}
 TOPK = 2048  # where --topk does not say
-SMALL_COUNT, SMALL_LENGTH = 2, 200
+SMALL_COUNT, SMALL_QUERIES, SMALL_LENGTH = 2, 20, 200
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Batch:
             tuple(
                 Group(
                     min(group.count, SMALL_COUNT),
-                    min(group.q_len, SMALL_LENGTH),
+                    min(group.q_len, SMALL_QUERIES),
                     min(group.kv_len, SMALL_LENGTH),
                 )
                 for group in self.groups

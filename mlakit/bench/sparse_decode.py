@@ -65,7 +65,7 @@ class Sparse(Workload):
 
     @property
     def small(self) -> Workload:
-        return replace(self, batch=self.batch.small, topk=min(self.topk, 128))
+        return replace(self, batch=self.batch.small, topk=min(self.topk, 128), ratio=None)
 
     def contest(self) -> Contest:
         generator = gpu.generator()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
@@ -18,7 +18,7 @@ from mlakit.bench.ceilings import Ceilings
 from mlakit.bench.measure import Call, Spread, Timer, WallClock, paired_ratio, take_turns
 from mlakit.bench.problems import Problem
 from mlakit.bench.progress import SuiteProgress, suite_progress
-from mlakit.bench.report import OURS, WALL, LeftOut, Report, Row
+from mlakit.bench.report import OURS, WALL, YARDSTICKS, LeftOut, Report, Row
 from mlakit.bench.tables import WIDE, left_out_lines, table
 
 BUDGET_S = 10.0  # for the rounds of one workload; a slow one gets its least rounds
@@ -46,7 +46,10 @@ class Baseline:
     is_limit: bool = True
 
 
-PeersOf: TypeAlias = Callable[[Problem], tuple[list[Baseline], list[tuple[str, str]]]]
+# of the libraries named, or of all: their calls, and (name, reason) of those that have none
+PeersOf: TypeAlias = Callable[
+    [Problem, tuple[str, ...] | None], tuple[list[Baseline], list[tuple[str, str]]]
+]
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class Workload(ABC):
     read_share  of the measured read bandwidth, which keeps the limit too
     products    "bf16" or "fp8", traffic "read" or "copy": which ceilings are its own
     budget_s    for its rounds
-    only_peers  what the names of libraries begin with that are worth their time; None: all
+    only_peers  the libraries that are worth their time; None: all
     """
 
     op: ClassVar[str]
@@ -125,15 +128,17 @@ def run(
     threads: int | None = None,
     mode: str = WALL,
     peers_of: PeersOf | None = None,
+    peer_builds: Mapping[str, str] | None = None,
     ceilings: Ceilings | None = None,
 ) -> Report | None:
     """Measure every workload and print the table; None, after saying so, where a result is wrong.
 
-    quick     small problems and few rounds: shows that the suite runs, measures nothing
-    threads   of torch, for all contenders; None leaves torch's own choice
-    mode      how time is taken: `WALL`, or on a GPU one of `gpu_timers.MODES` or its `HOST`
-    peers_of  gives other libraries' calls for a problem; None leaves them out
-    ceilings  of this GPU, for the share of the roofline
+    quick        small problems and few rounds: shows that the suite runs, measures nothing
+    threads      of torch, for all contenders; None leaves torch's own choice
+    mode         how time is taken: `WALL`, or on a GPU one of `gpu_timers.MODES` or its `HOST`
+    peers_of     gives other libraries' calls for a problem; None leaves them out
+    peer_builds  by name, which build of a library this is; for the report
+    ceilings     of this GPU, for the share of the roofline
     """
     timer = WallClock() if mode == WALL else gpu_timers.timer_for(mode)
     console = Console(width=None if Console().is_terminal else WIDE)
@@ -147,6 +152,8 @@ def run(
         suite_progress(suite, len(workloads)) as progress,
     ):
         facts = environment.describe()
+        if peer_builds:
+            facts["peers"] = [f"{name}: {build}" for name, build in peer_builds.items()]
         console.print(environment.summary(facts), highlight=False)
         for workload in workloads:
             try:
@@ -192,7 +199,8 @@ def _contenders(
     if mode == WALL:
         reasons |= _hopeless(workload.small)
     elif mode == gpu_timers.HOST:
-        found = [ours, *_replayed(contest.ours, reasons), *peers, _empty_kernel()]
+        calling = [each for each in contest.baselines if each.name not in YARDSTICKS]
+        found = [ours, *_replayed(contest.ours, reasons), *calling, *peers, _empty_kernel()]
     ready = []
     for each in found:
         if each.name in reasons:
@@ -211,11 +219,9 @@ def _peers(
     present: list[Baseline] = []
     absent: list[tuple[str, str]] = []
     if peers_of is not None and contest.problem is not None:
-        present, absent = peers_of(contest.problem)
+        present, absent = peers_of(contest.problem, only)
     reasons, right = dict(absent), []
     for peer in (*contest.peers, *present):
-        if only is not None and not peer.name.startswith(only):
-            continue
         try:
             fault = contest.peer_fault(peer.call())
         except PEER_ERRORS as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -134,7 +134,9 @@ def _decode(a: DecodeArguments, out: Tensor | None, lse: Tensor | None) -> tuple
     out = check_result(dims, "out", out, *axes, dtype=result_dtype(a.q))
     lse = check_result(dims, "lse", lse, *axes[:2], dtype=torch.float32)
 
-    problem = decode_problem(a.layer, a.q.dtype, dims["heads"], a.mask)
+    problem = decode_problem(
+        a.layer, a.page_table, a.shard, a.mask, a.q.dtype, dims["heads"], _uses(a, q_latent, q_rope)
+    )
     spec = dispatch.select(NAME, problem, a.backend)
     spec.launch(
         q_latent,
@@ -164,8 +166,23 @@ def _empty(a: DecodeArguments) -> tuple[Tensor, Tensor]:
 OP = Op(NAME, DecodeArguments, _decode, _empty, ("out", "lse"))
 
 
-def decode_problem(layer: CacheLayer, dtype: torch.dtype, heads: int, mask: Mask) -> Problem:
+def decode_problem(
+    layer: CacheLayer,
+    page_table: PageTable,
+    shard: KVShard,
+    mask: Mask,
+    dtype: torch.dtype,
+    heads: int,
+    uses: Iterable[str] = (),
+) -> Problem:
     """What dispatch is asked, by a call and by the plan of one."""
+    uses = list(uses)
+    if isinstance(page_table, tuple):
+        uses.append("flat page table")
+    if shard.world > 1:
+        uses.append("kv_shard")
+    if not _lie_evenly(layer.payload):
+        uses.append("loose rows of the cache")
     return Problem(
         *device_facts(layer.payload.device),
         dtype=str(dtype),
@@ -174,7 +191,29 @@ def decode_problem(layer: CacheLayer, dtype: torch.dtype, heads: int, mask: Mask
         page_size=layer.page_size,
         row=layer.codec.row,
         mask=mask.kind,
+        uses=tuple(uses),
     )
+
+
+def _uses(a: DecodeArguments, q_latent: Tensor, q_rope: Tensor) -> Iterator[str]:
+    """What a plan need not know."""
+    if a.q_scale is not None:
+        yield "q_scale"
+    if a.deterministic or isinstance(a.splits, EvenSplit):
+        yield "fixed splits"
+    if not (_lie_evenly(q_latent) and _lie_evenly(q_rope)):
+        yield "loose rows of q"
+
+
+def _lie_evenly(rows: Tensor) -> bool:
+    """Are rows [n, m, columns] at one distance, from one n to the next a multiple of it, and each
+    at a multiple of 16 bytes? Then the hardware can copy boxes of them."""
+    apart, distance, _ = rows.stride()
+    if rows.numel() == 0:
+        return False
+    if distance * rows.element_size() % 16 or rows.data_ptr() % 16:
+        return False
+    return rows.shape[0] <= 1 or apart % max(distance, 1) == 0
 
 
 def as_shard(op: str, shard: tuple[int, int, int] | None) -> KVShard:

@@ -70,7 +70,7 @@ def plan_mla_decode(
     if dtype is None:
         dtype = layer.payload.dtype if layer.payload.dtype in FLOATS else torch.bfloat16
 
-    problem = decode_problem(layer, dtype, heads, mask)
+    problem = decode_problem(layer, page_table, shard, mask, dtype, heads)
     spec = dispatch.select(PLANNED_OP, problem, backend)
     plan: DecodePlanTensors = spec.plan(
         layer,

@@ -114,6 +114,7 @@ CONFIGURATIONS: dict[str, Case] = {
     "indexer-e4m3": _index_keys(format="fp8_token", dtype="e4m3"),
     "indexer-bf16": _index_keys(format="bf16"),
     "topk-2048": IndexerTopkCase(num_columns=5000, k=2048, num_tokens=2),
+    "topk-16384": IndexerTopkCase(num_columns=16384, k=2048, num_tokens=200),
     "topk-long": IndexerTopkCase(num_columns=20000, k=2048, num_tokens=200),
     "topk-many": IndexerTopkCase(num_columns=20000, k=9000, num_tokens=200),
     "topk-64": IndexerTopkCase(num_columns=500, k=64, num_tokens=2),

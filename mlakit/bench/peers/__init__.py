@@ -31,8 +31,12 @@ def origins() -> dict[str, str]:
     return {peer.name: peer.origin() for peer in PEERS if peer.why_absent() is None}
 
 
-def baselines(problem: Problem) -> tuple[list[Baseline], list[tuple[str, str]]]:
+def baselines(
+    problem: Problem, only: tuple[str, ...] | None = None
+) -> tuple[list[Baseline], list[tuple[str, str]]]:
     """Peers that take the problem, each called once already; and (name, reason) of the others.
+
+    only  names of the peers that are asked at all; None: all of them
 
     A baseline's call returns the result: [b, s_q, h, 512], [tokens, h, 512] or [tokens, h, 128].
     What a peer does once per step (schedules, plans, padding) is done here, not in the call.
@@ -40,6 +44,8 @@ def baselines(problem: Problem) -> tuple[list[Baseline], list[tuple[str, str]]]:
     ready: list[Baseline] = []
     left_out: list[tuple[str, str]] = []
     for peer in PEERS:
+        if only is not None and peer.name not in only:
+            continue
         try:
             call = peer.prepare(problem)
             call()  # fills schedules in, compiles what is compiled late, and shows what breaks

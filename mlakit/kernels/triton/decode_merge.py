@@ -18,11 +18,13 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from mlakit.cache import WHOLE, KVShard
-from mlakit.kernels.triton.configs import MERGED_PARTS
+from mlakit.kernels.triton.configs import pick_decode_merge_config
 from mlakit.kernels.triton.decode_plan import find_tile, key_tiles, load_lengths, part_tiles
 from mlakit.kernels.triton.launch import INTERPRETED, launch, target
 from mlakit.kernels.triton.primitives import fold_parts, store_merged
 from mlakit.masks import NULL, Mask
+
+PROGRAMS_PER_SM = 4  # that run at once
 
 
 @dataclass(frozen=True)
@@ -60,13 +62,17 @@ def merge_partials(
     heads, v_width = out.shape[1:]
     batch = kv_lens.shape[0]
     parts = row_tile_parts or NO_PARTS
-    columns = triton.next_power_of_2(v_width)
-    rows = max(1024 // columns, 1)
     device = target(out.device)
+    split = batch if row_tile_parts is None else parts.num_tiles
+    expected_parts = partial_lse.shape[0] // max(slot_rows * split, 1)
+    config = pick_decode_merge_config(v_width=v_width, expected_parts=expected_parts)
+    # of a slot only rows of heads that there are
+    rows = slot_rows // padded_heads * heads if row_tile_parts is None else slot_rows
+    row_groups = triton.cdiv(rows, config.rows)
     is_chained = device.arch >= 90 and device is not INTERPRETED
     launch(
         _merge_partials_kernel,
-        (batch if row_tile_parts is None else parts.num_tiles, triton.cdiv(slot_rows, rows)),
+        (min(split * row_groups, PROGRAMS_PER_SM * device.num_sms),),
         partial_out,
         partial_lse,
         partial_starts,
@@ -75,6 +81,8 @@ def merge_partials(
         sink,
         out,
         lse,
+        split,
+        row_groups,
         heads,
         padded_heads,
         parts.mask.window,
@@ -91,19 +99,21 @@ def merge_partials(
         MASK=parts.mask.kind,
         IS_SHARDED=parts.shard.world > 1,
         V_WIDTH=v_width,
-        COLUMNS=columns,
+        COLUMNS=triton.next_power_of_2(v_width),
         BM=parts.block_m,
         BN=parts.block_n,
-        ROWS=rows,
-        PARTS=MERGED_PARTS,
+        ROWS=config.rows,
+        PARTS=config.parts,
         IS_CHAINED=is_chained,
-        num_warps=4,
+        num_warps=config.num_warps,
         **({"launch_pdl": True} if is_chained else {}),
     )
 
 
 @triton.jit(
     do_not_specialize=[
+        "split",
+        "row_groups",
         "heads",
         "padded_heads",
         "window",
@@ -130,6 +140,8 @@ def _merge_partials_kernel(
     sink,
     out,
     lse,
+    split,
+    row_groups,
     heads,
     padded_heads,
     window,
@@ -157,63 +169,83 @@ def _merge_partials_kernel(
     PARTS: tl.constexpr,
     IS_CHAINED: tl.constexpr,
 ):
-    """ROWS rows of one request (of one tile of rows) that was split, in the order of its keys."""
+    """ROWS rows at a time of the requests (of the tiles of rows) that were split."""
     if IS_CHAINED:
         gdc_wait()  # in every program: what follows this kernel relies on the one before it, too
+    tasks = split * row_groups
     if partial_starts is not None:
-        request = tl.program_id(0)
-        first_slot = tl.load(partial_starts + request)
-        parts = tl.load(partial_starts + request + 1) - first_slot
-        q_first, q_len, _ = load_lengths(
-            q_starts, kv_lens, stride_q_starts, stride_kv_lens, request, request >= 0
-        )
-        first_row = request * 0
-        num_rows = q_len * padded_heads
-        parts = tl.where(num_rows > slot_rows, 0, parts)
-    else:
-        request, row_tile = find_tile(
-            tl.program_id(0), q_starts, stride_q_starts, batch, padded_heads, BM
-        )
-        q_first, q_len, kv_len = load_lengths(
-            q_starts, kv_lens, stride_q_starts, stride_kv_lens, request, request >= 0
-        )
-        shard = (rank, world, interleave)
-        _, num_tiles = key_tiles(q_len, kv_len, window, shard, MASK, IS_SHARDED, BN)
-        _, parts = part_tiles(num_tiles, split_tiles, max_parts)
-        first_slot = tl.program_id(0) * max_parts
-        first_row = row_tile * BM
-        num_rows = BM
-        parts = tl.where((request >= 0) & (parts > 1), parts, 0)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    token = (q_first + (first_row + row) // padded_heads).to(tl.int64)
-    head = ((first_row + row) % padded_heads).to(tl.int64)
-    is_row = (row < num_rows) & (head < heads)
-    if (parts > 0) & (tl.program_id(1) * ROWS < num_rows):
-        column = tl.arange(0, COLUMNS)
-        peak = tl.full([ROWS], -float("inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        weighted = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for start in range(0, parts, PARTS):
-            part = start + tl.arange(0, PARTS)
-            at = (first_slot + part).to(tl.int64)[:, None] * slot_rows + row[None, :]
-            exists = (part < parts)[:, None] & is_row[None, :]
-            # [PARTS, ROWS], and with columns; read together, for each read takes its time
-            part_lse = tl.load(partial_lse + at, mask=exists, other=-float("inf"))
-            values = tl.load(
-                partial_out + at[:, :, None] * V_WIDTH + column[None, None, :],
-                mask=exists[:, :, None] & (column < V_WIDTH)[None, None, :],
-                other=0.0,
+        tasks = tl.where(tl.load(partial_starts + batch) > 0, tasks, 0)
+    for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
+        place = task // row_groups
+        row = task % row_groups * ROWS + tl.arange(0, ROWS)
+        if partial_starts is not None:
+            first_slot = tl.load(partial_starts + place)
+            parts = tl.load(partial_starts + place + 1) - first_slot
+            q_first, q_len, _ = load_lengths(
+                q_starts, kv_lens, stride_q_starts, stride_kv_lens, place, place >= 0
             )
-            peak, total, weighted = fold_parts(peak, total, weighted, part_lse, values)
-        store_merged(
-            peak,
-            total,
-            weighted,
-            sink,
-            stride_sink,
-            head,
-            out + (token * stride_out_token + head * stride_out_head),
-            lse + token * stride_lse_token + head * stride_lse_head,
-            is_row,
-            V_WIDTH,
+            parts = tl.where(q_len * padded_heads > slot_rows, 0, parts)
+            query, head = row // heads, row % heads
+            slot_row = query * padded_heads + head
+            is_row = query < q_len
+        else:
+            request, row_tile = find_tile(place, q_starts, stride_q_starts, batch, padded_heads, BM)
+            q_first, q_len, kv_len = load_lengths(
+                q_starts, kv_lens, stride_q_starts, stride_kv_lens, request, request >= 0
+            )
+            shard = (rank, world, interleave)
+            _, num_tiles = key_tiles(q_len, kv_len, window, shard, MASK, IS_SHARDED, BN)
+            _, parts = part_tiles(num_tiles, split_tiles, max_parts)
+            first_slot = place * max_parts
+            query, head = (
+                (row_tile * BM + row) // padded_heads,
+                (row_tile * BM + row) % padded_heads,
+            )
+            slot_row = row
+            is_row = (row < BM) & (head < heads)
+            parts = tl.where((request >= 0) & (parts > 1), parts, 0)
+        if parts > 0:
+            _merge_rows(
+                partial_out, partial_lse, first_slot, parts, slot_row, slot_rows, q_first + query,
+                head, is_row, sink, out, lse, stride_sink, stride_out_token, stride_out_head,
+                stride_lse_token, stride_lse_head, V_WIDTH, COLUMNS, ROWS, PARTS,
+            )  # fmt: skip
+
+
+@triton.jit
+def _merge_rows(
+    partial_out, partial_lse, first_slot, parts, slot_row, slot_rows, token, head, is_row, sink,
+    out, lse, stride_sink, stride_out_token, stride_out_head, stride_lse_token, stride_lse_head,
+    V_WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Rows `slot_row` of the slots from `first_slot` on, in the order of keys."""
+    column = tl.arange(0, COLUMNS)
+    peak = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    weighted = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, parts, PARTS):
+        part = start + tl.arange(0, PARTS)
+        at = (first_slot + part).to(tl.int64)[:, None] * slot_rows + slot_row[None, :]
+        exists = (part < parts)[:, None] & is_row[None, :]
+        # [PARTS, ROWS], and with columns; read together, for each read takes its time
+        part_lse = tl.load(partial_lse + at, mask=exists, other=-float("inf"))
+        values = tl.load(
+            partial_out + at[:, :, None] * V_WIDTH + column[None, None, :],
+            mask=exists[:, :, None] & (column < V_WIDTH)[None, None, :],
+            other=0.0,
         )
+        peak, total, weighted = fold_parts(peak, total, weighted, part_lse, values)
+    token = token.to(tl.int64)
+    head = head.to(tl.int64)
+    store_merged(
+        peak,
+        total,
+        weighted,
+        sink,
+        stride_sink,
+        head,
+        out + (token * stride_out_token + head * stride_out_head),
+        lse + token * stride_lse_token + head * stride_lse_head,
+        is_row,
+        V_WIDTH,
+    )

@@ -1,0 +1,28 @@
+"""One Gluon for every Triton from 3.6 on: names that moved, under one name each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.language.core import _aggregate, base_value
+
+# 3.6 and 3.7 have only the second name, 3.9 has only the first
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
+
+def record(fields: type) -> Any:
+    """Values inside a kernel, by name: `fields` is a class of annotations, in their order.
+
+    Triton's own aggregate wants types and a constructor; here a field is any value of a kernel.
+    """
+    names = tuple(fields.__annotations__)
+
+    def set_all(self: Any, *values: Any) -> None:
+        for name, value in zip(names, values, strict=True):
+            setattr(self, name, value)
+
+    set_all.__triton_builtin__ = True  # type: ignore[attr-defined]
+    fields.__annotations__ = dict.fromkeys(names, base_value)
+    fields.__init__ = set_all  # type: ignore[method-assign, misc]
+    return _aggregate(fields)

@@ -1,0 +1,60 @@
+"""What Gluon kernels for Hopper share."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+)
+
+from mlakit.kernels.hopper.compat import tma_load
+
+
+@gluon.jit
+def opaque_zero():
+    """A zero the compiler cannot see through: what is indexed with it is not kept in registers.
+
+    The addresses of operands in shared memory never change, so some forty of them would be, and
+    others would be spilled for them.
+    """
+    return gl.inline_asm_elementwise(
+        "mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def new_barrier():
+    """Of its own allocation: between two of them the compiler then needs no block-wide barrier."""
+    barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(barrier, count=1)
+    return barrier
+
+
+@gluon.jit
+def load_box(descriptor, row, column, barrier, buffer, BYTES: gl.constexpr):
+    """Start one TMA load, and tell the barrier to wait for it."""
+    mbarrier.expect(barrier, BYTES)
+    tma_load(descriptor, [row, column], barrier, buffer)
+
+
+@gluon.jit
+def add_scores(q, k, block: gl.constexpr, barrier, phase, zero, scores):
+    """scores + q·kᵀ, begun as soon as the keys have arrived."""
+    mbarrier.wait(barrier, phase)
+    keys = k.index(zero + block).permute((1, 0))
+    return warpgroup_mma(q.index(zero), keys, scores, is_async=True)
+
+
+@gluon.jit
+def zero_rows(values, block: gl.constexpr, first):
+    """Zero the rows from `first` on of a [64, 256] buffer: what lies there may be NaN."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    if first < 64:
+        is_kept = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)), 1) < first
+        for part in gl.static_range(4):
+            columns = values.index(block).slice(part * 64, 64, 1)
+            columns.store(gl.where(is_kept, columns.load(LAYOUT), 0.0))
+        fence_async_shared()

@@ -1,0 +1,43 @@
+"""What the Gluon kernels take; everything else is left to the portable ones."""
+
+from __future__ import annotations
+
+from mlakit.specs import KernelSpec, Problem
+
+ARCH = 90
+PAGE_MULTIPLE = 64
+ROW = (576, 512)
+FORMATS = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
+MASKS = ("causal", "null")
+
+
+def _why_not_decode(problem: Problem) -> str | None:
+    if problem.device != "cuda" or problem.arch != ARCH:
+        where = f"sm_{problem.arch}" if problem.device == "cuda" else problem.device
+        return f"needs sm_{ARCH}, got {where}"
+    if problem.format not in FORMATS:
+        return f"needs rows of {' or '.join(FORMATS)}, got {problem.format}"
+    if problem.dtype != FORMATS[problem.format]:
+        return f"needs queries of the cache's dtype, {problem.format}, got {problem.dtype}"
+    row = problem.row
+    if row is None or (row.width, row.v_width) != ROW:
+        got = "none" if row is None else f"{row.width}/{row.v_width}"
+        return f"needs rows of {ROW[0]}/{ROW[1]}, got {got}"
+    if problem.page_size % PAGE_MULTIPLE:
+        return f"needs pages of a multiple of {PAGE_MULTIPLE} rows, got {problem.page_size}"
+    if problem.mask not in MASKS:
+        return f"needs a mask of {' or '.join(MASKS)}, got {problem.mask}"
+    if problem.uses:
+        return f"takes no {problem.uses[0]}"
+    return None
+
+
+SPECS = (
+    KernelSpec(
+        "hopper",
+        "mla_decode",
+        "mlakit.kernels.hopper.decode:mla_decode",
+        _why_not_decode,
+        planner="mlakit.kernels.hopper.decode:plan_mla_decode",
+    ),
+)

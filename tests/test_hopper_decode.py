@@ -1,0 +1,156 @@
+"""The Gluon decode kernel: what it takes, held to the oracle on poisoned caches."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+
+from mlakit import dispatch
+from mlakit.specs import Problem
+from mlakit.workloads import DecodeCase
+
+ROW = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+LENGTHS = {
+    "one token": ((1,), (1,)),
+    "a block less one, a block, a block and one": ((63, 64, 65), (1, 1, 1)),
+    "pairs of blocks": ((127, 128, 129, 300), (1, 1, 1, 1)),
+    "nothing cached": ((0, 0), (1, 1)),
+    "some empty": ((0, 200, 0, 1), (1, 1, 1, 1)),
+    "long": ((5000, 3), (1, 1)),
+    "queries see different ends": ((130, 64, 2), (3, 2, 2)),
+    "more queries than keys": ((130, 64, 5), (3, 1, 5)),
+    "ragged queries, none of one": ((300, 70, 129), (5, 0, 1)),
+    "a request of many queries": ((700, 90), (40, 1)),
+}
+
+
+def run(**fields: object) -> None:
+    case = DecodeCase(**{**ROW, "page_size": 64, "heads": 16, **fields})
+    trial = case.trial("cuda")
+    trial.check(trial.call("hopper"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize(("kv_lens", "q_lens"), LENGTHS.values(), ids=LENGTHS.keys())
+def test_lengths(kv_lens, q_lens, heads):
+    run(kv_lens=kv_lens, q_lens=q_lens, heads=heads)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [1, 8, 20, 64, 65, 96, 200])
+def test_heads(heads):
+    run(kv_lens=(300, 64, 1), q_lens=(2, 1, 1), heads=heads, sink="finite")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [64, 128, 192, 1024])
+def test_pages(page_size):
+    run(kv_lens=(1500, 130), q_lens=(1, 2), page_size=page_size)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("mask", ["causal", "null"])
+def test_dtypes_and_masks(dtype, mask):
+    run(kv_lens=(500, 65), q_lens=(3, 2), dtype=dtype, format=dtype, mask=mask)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sharpness", [-2.0, 0.0, 0.01, 30.0])
+def test_scales(sharpness):
+    run(kv_lens=(500, 65), q_lens=(1, 2), sharpness=sharpness)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sink", ["finite", "mixed"])
+def test_sinks(sink):
+    run(kv_lens=(4000, 65, 0), q_lens=(1, 2, 1), sink=sink, heads=70)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", [16, 64, 128])
+@pytest.mark.parametrize("num_workers", [1, 3, 50])
+def test_plans(tile, num_workers):
+    run(kv_lens=(900, 65, 0, 130), q_lens=(1, 2, 1, 1), tile=tile, num_workers=num_workers)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_layers": 2},
+        {"wide_indices": True},
+        {"implicit_starts": True, "q_lens": (1, 1)},
+        {"q_rope_dtype": "bf16"},
+        {"given_results": True},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_forms_of_arguments(fields):
+    run(**{"kv_lens": (400, 65), "q_lens": (2, 1), **fields})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(40))
+def test_random_batches(seed):
+    draw = Random(seed)
+    batch = draw.choice([1, 2, 7, 40, 150])
+    most = 200_000 // batch // draw.choice([1, 4])
+    q_lens = tuple(draw.choice([1, 1, 1, 0, 2, 4]) for _ in range(batch))
+    kv_lens = tuple(max(q, draw.randrange(min(most, 9000))) for q in q_lens)
+    run(
+        seed=seed,
+        kv_lens=kv_lens,
+        q_lens=q_lens,
+        heads=draw.choice([1, 16, 32, 64, 128]),
+        sink=draw.choice(["", "finite"]),
+    )
+
+
+def problem(**fields: object) -> Problem:
+    row = DecodeCase(**ROW).row
+    given = {"dtype": "torch.bfloat16", "format": "bf16", "heads": 16, "page_size": 64, "row": row}
+    return Problem("cuda", 90, **{**given, "mask": "causal", **fields})
+
+
+def test_it_is_the_first_choice():
+    assert dispatch.select("mla_decode", problem()).backend == "hopper"
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"format": "fp8"}, "needs rows of bf16 or fp16, got fp8"),
+        ({"dtype": "torch.float16"}, "needs queries of the cache's dtype, bf16, got torch.float16"),
+        ({"row": DecodeCase().row}, "needs rows of 576/512, got 40/32"),
+        ({"page_size": 16}, "needs pages of a multiple of 64 rows, got 16"),
+        ({"mask": "chunked"}, "needs a mask of causal or null, got chunked"),
+        ({"uses": ("kv_shard",)}, "takes no kv_shard"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_it_leaves_to_the_portable_kernel(fields, reason):
+    asked = problem(**fields)
+    assert dispatch.explain("mla_decode", asked)["hopper"] == reason
+    assert dispatch.select("mla_decode", asked).backend == "triton"
+
+
+def test_it_wants_a_hopper():
+    for where, got in ((("cuda", 100), "sm_100"), (("cpu", 0), "cpu")):
+        asked = Problem(*where, dtype="torch.bfloat16", format="bf16")
+        assert dispatch.explain("mla_decode", asked)["hopper"] == f"needs sm_90, got {got}"
+
+
+def test_rows_that_boxes_cannot_be_copied_from_are_said_to_be_loose():
+    from mlakit.ops.decode import _lie_evenly
+
+    rows = torch.zeros(4, 6, 64, dtype=torch.bfloat16)
+    assert _lie_evenly(rows)
+    assert _lie_evenly(rows[:, ::2])
+    assert _lie_evenly(rows[::2])
+    assert not _lie_evenly(rows.flatten()[1:-63].view(-1, 64)[:6].view(2, 3, 64))
+    assert not _lie_evenly(rows.as_strided((2, 3, 8), (100, 12, 1)))
+    assert not _lie_evenly(rows.as_strided((2, 3, 8), (40, 16, 1)))
