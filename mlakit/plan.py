@@ -70,7 +70,7 @@ class DecodePlanTensors(NamedTuple):
     items than there are, and the last item of a request may end past its keys, with its last tile.
     """
 
-    items: Tensor  # [max_items, 4]: request, first_key, last_key, partial_slot
+    items: Tensor  # [max_items, 4 or more]: request, first_key, last_key, partial_slot, …
     worker_starts: Tensor  # [num_workers + 1] into items
     partial_starts: Tensor  # [batch + 1] into the partial slots
     empty_requests: Tensor  # [num_empty]: no item is theirs, yet they may have queries
@@ -80,7 +80,7 @@ class DecodePlanTensors(NamedTuple):
 
     def host_items(self) -> list[tuple[int, int, int, int]]:
         """The items there are. Waits for the device."""
-        return [tuple(item) for item in self.items[: int(self.worker_starts[-1])].tolist()]
+        return [tuple(item) for item in self.items[: int(self.worker_starts[-1]), :4].tolist()]
 
 
 @dataclass(frozen=True)

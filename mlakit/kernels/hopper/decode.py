@@ -70,6 +70,7 @@ LN2 = gl.constexpr(0.6931471805599453)
 LOG2_E = gl.constexpr(1.4426950408889634)
 HALF_BYTES = gl.constexpr(64 * 256 * 2)
 ROPE_BYTES = gl.constexpr(64 * 64 * 2)
+NO_ROW = gl.constexpr(2**30)  # past the end of every cache: reads as zeros
 
 
 def mla_decode(
@@ -145,15 +146,15 @@ def mla_decode(
         0 if sink is None else sink.stride(0),
         q_token_rows,
         rope_token_rows,
-        page_rows,
-        rows.shape[0],
         heads,
         slot_rows,
         HEAD_BLOCKS=head_blocks,
+        PAGE_ROWS=page_rows,
         PAGE_BLOCKS=layer.page_size // BLOCK,
         IS_CAUSAL=mask.kind == "causal",
         IS_NEGATIVE=softmax_scale < 0,
         IS_GIVEN=plan.slot_rows != units * ROWS or plan.tile % BLOCK > 0,
+        ITEM_COLUMNS=plan.items.shape[1],
         num_warps=4,
     )
     if plan.max_partials == 0:
@@ -228,8 +229,7 @@ class Inputs:
     table: object
     stride_request: object
     stride_entry: object
-    page_rows: object  # rows of the cache's descriptor from a page to the next
-    num_rows: object  # of the cache: a block from here on reads as zeros
+    PAGE_ROWS: object  # rows of the cache's descriptor from a page to the next
     PAGE_BLOCKS: object
 
 
@@ -248,7 +248,8 @@ class Work:
     slot_rows: object
     last_item: object
     IS_CAUSAL: object
-    IS_GIVEN: object  # the plan is the caller's
+    IS_GIVEN: object  # the plan is not of this kernel
+    ITEM_COLUMNS: object
 
 
 @record
@@ -323,6 +324,26 @@ class Place:
 
 
 @gluon.jit
+def _load_item(work, item):
+    """(request, first key, last key, slot; of the request: first query, queries, keys)."""
+    at = work.items + work.ITEM_COLUMNS * item
+    request = gl.load(at)
+    first = gl.load(at + 1)
+    last = gl.load(at + 2)
+    slot = gl.load(at + 3)
+    if work.ITEM_COLUMNS > 4:
+        q_first = gl.load(at + 4)
+        q_len = gl.load(at + 5)
+        kv_len = gl.load(at + 6)
+    else:
+        starts = work.q_starts + request.to(gl.int64) * work.stride_q_starts
+        q_first = gl.load(starts).to(gl.int32)
+        q_len = gl.load(starts + work.stride_q_starts).to(gl.int32) - q_first
+        kv_len = gl.load(work.kv_lens + request.to(gl.int64) * work.stride_kv_lens).to(gl.int32)
+    return request, first, last, slot, q_first, q_len, kv_len
+
+
+@gluon.jit
 def _has_room(work, q_len, slot):
     """For the partials of a request that is split. Else the first of its items does all of it.
 
@@ -335,19 +356,9 @@ def _has_room(work, q_len, slot):
 
 
 @gluon.jit
-def _load_queries_of(work, request):
-    """(first query, number of them) of a request."""
-    at = work.q_starts + request.to(gl.int64) * work.stride_q_starts
-    first = gl.load(at).to(gl.int32)
-    return first, gl.load(at + work.stride_q_starts).to(gl.int32) - first
-
-
-@gluon.jit
 def _num_units(work, item):
     """Units of an item, one per block of heads of each query."""
-    request = gl.load(work.items + 4 * item)
-    slot = gl.load(work.items + 4 * item + 3)
-    _, q_len = _load_queries_of(work, request)
+    request, _, _, slot, _, q_len, _ = _load_item(work, item)
     num_units = q_len * work.HEAD_BLOCKS
     if work.IS_GIVEN:
         is_first = slot == gl.load(work.partial_starts + request)
@@ -370,12 +381,7 @@ def _next_unit(work, item, index):
 
 @gluon.jit
 def _find_keys(inputs, work, item, index):
-    request = gl.load(work.items + 4 * item)
-    low = gl.load(work.items + 4 * item + 1)
-    last = gl.load(work.items + 4 * item + 2)
-    slot = gl.load(work.items + 4 * item + 3)
-    _, q_len = _load_queries_of(work, request)
-    kv_len = gl.load(work.kv_lens + request.to(gl.int64) * work.stride_kv_lens).to(gl.int32)
+    request, low, last, slot, _, q_len, kv_len = _load_item(work, item)
     has_room = _has_room(work, q_len, slot)
     low = gl.where(has_room, low, 0)
     end = gl.where(has_room, gl.minimum(last, kv_len), kv_len)
@@ -387,9 +393,7 @@ def _find_keys(inputs, work, item, index):
 
 @gluon.jit
 def _find_place(work, item, index):
-    request = gl.load(work.items + 4 * item)
-    slot = gl.load(work.items + 4 * item + 3)
-    q_first, q_len = _load_queries_of(work, request)
+    _, _, _, slot, q_first, q_len, _ = _load_item(work, item)
     slot = gl.where(_has_room(work, q_len, slot), slot, -1)
     token = q_first + index // work.HEAD_BLOCKS
     slot_row = slot.to(gl.int64) * work.slot_rows + index * 64
@@ -402,8 +406,8 @@ def _row_of(inputs, keys, block):
     exists = block < keys.end_block
     entry = (block // inputs.PAGE_BLOCKS).to(gl.int64) * inputs.stride_entry
     page = gl.load(keys.entries + entry, mask=exists, other=0)
-    row = page * inputs.page_rows + block % inputs.PAGE_BLOCKS * 64
-    return gl.where(exists, row, inputs.num_rows)
+    row = page * inputs.PAGE_ROWS + block % inputs.PAGE_BLOCKS * 64
+    return gl.where(exists, row, NO_ROW)
 
 
 @gluon.jit
@@ -779,8 +783,6 @@ def _odd_warpgroup(
         "stride_lse_token",
         "q_token_rows",
         "q_rope_token_rows",
-        "page_rows",
-        "num_rows",
         "heads",
         "slot_rows",
     ]
@@ -813,15 +815,15 @@ def _mla_decode_kernel(
     stride_sink,
     q_token_rows,
     q_rope_token_rows,
-    page_rows,
-    num_rows,
     heads,
     slot_rows,
     HEAD_BLOCKS: gl.constexpr,
+    PAGE_ROWS: gl.constexpr,
     PAGE_BLOCKS: gl.constexpr,
     IS_CAUSAL: gl.constexpr,
     IS_NEGATIVE: gl.constexpr,
     IS_GIVEN: gl.constexpr,  # the plan is not of this kernel: see `_has_room`, `_mask`
+    ITEM_COLUMNS: gl.constexpr,
 ):
     """grid: (units of a request that are worked on at once, workers of the plan)"""
     DTYPE: gl.constexpr = kv.dtype
@@ -829,12 +831,12 @@ def _mla_decode_kernel(
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     inputs = Inputs(
         q, q_rope, kv, kv_rope, q_token_rows, q_rope_token_rows, table, stride_table_request,
-        stride_table_entry, page_rows, num_rows, PAGE_BLOCKS,
+        stride_table_entry, PAGE_ROWS, PAGE_BLOCKS,
     )  # fmt: skip
     work = Work(
         items, partial_starts, q_starts, kv_lens, stride_q_starts, stride_kv_lens, heads,
         HEAD_BLOCKS, slot_rows, gl.load(worker_starts + gl.program_id(1) + 1), IS_CAUSAL,
-        IS_GIVEN,
+        IS_GIVEN, ITEM_COLUMNS,
     )  # fmt: skip
     results = Results(
         out, lse, partial_out, partial_lse, sink, stride_out_token, stride_out_head,

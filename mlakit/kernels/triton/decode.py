@@ -172,6 +172,7 @@ def mla_decode(
         IS_ALIGNED=rows_are_aligned(layer),
         IS_UNCHAINED=config.is_unchained,
         CUTS_TILES=plan is not None and plan.tile % config.block_n > 0,
+        ITEM_COLUMNS=plan.items.shape[1] if plan else 0,
         BM=config.block_m,
         BN=config.block_n,
         num_warps=config.num_warps,
@@ -593,6 +594,7 @@ def _mla_decode_kernel(
     IS_ALIGNED: tl.constexpr,
     IS_UNCHAINED: tl.constexpr,
     CUTS_TILES: tl.constexpr,  # items may begin inside a tile
+    ITEM_COLUMNS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
@@ -613,10 +615,10 @@ def _mla_decode_kernel(
         last_item = tl.load(worker_starts + tl.program_id(1) + 1)
     for item in range(first_item, last_item):
         if IS_PLANNED:
-            request = tl.load(items + 4 * item)
-            first_key = tl.load(items + 4 * item + 1)
-            last_key = tl.load(items + 4 * item + 2)
-            slot = tl.load(items + 4 * item + 3)
+            request = tl.load(items + ITEM_COLUMNS * item)
+            first_key = tl.load(items + ITEM_COLUMNS * item + 1)
+            last_key = tl.load(items + ITEM_COLUMNS * item + 2)
+            slot = tl.load(items + ITEM_COLUMNS * item + 3)
             q_first, q_len, kv_len = load_lengths(
                 q_starts, kv_lens, stride_q_starts, stride_kv_lens, request, request >= 0
             )

@@ -170,8 +170,6 @@ def _merge_partials_kernel(
     IS_CHAINED: tl.constexpr,
 ):
     """ROWS rows at a time of the requests (of the tiles of rows) that were split."""
-    if IS_CHAINED:
-        gdc_wait()  # in every program: what follows this kernel relies on the one before it, too
     tasks = split * row_groups
     if partial_starts is not None:
         tasks = tl.where(tl.load(partial_starts + batch) > 0, tasks, 0)
@@ -204,12 +202,16 @@ def _merge_partials_kernel(
             slot_row = row
             is_row = (row < BM) & (head < heads)
             parts = tl.where((request >= 0) & (parts > 1), parts, 0)
+        if IS_CHAINED:
+            gdc_wait()  # only now: what the plan says was there before
         if parts > 0:
             _merge_rows(
                 partial_out, partial_lse, first_slot, parts, slot_row, slot_rows, q_first + query,
                 head, is_row, sink, out, lse, stride_sink, stride_out_token, stride_out_head,
                 stride_lse_token, stride_lse_head, V_WIDTH, COLUMNS, ROWS, PARTS,
             )  # fmt: skip
+    if IS_CHAINED:
+        gdc_wait()  # in every program: what follows this kernel relies on the one before it, too
 
 
 @triton.jit

@@ -23,6 +23,9 @@ from mlakit.masks import Mask
 from mlakit.plan import EVEN_TENTHS, DecodePlanTensors
 
 ELEMENTS = 512  # items of requests that are written together
+# as a plan's items have them, then q_first, q_len, kv_len of the request, and one spare: a kernel
+# that reads them here need not wait for the request's number to look them up
+ITEM_COLUMNS = 8
 
 
 def plan_decode(
@@ -43,7 +46,7 @@ def plan_decode(
     requests = min(triton.next_power_of_2(max(batch, 1)), 128)
     int32 = {"dtype": torch.int32, "device": kv_lens.device}
     plan = DecodePlanTensors(
-        items=torch.empty(batch + num_workers, 4, **int32),
+        items=torch.empty(batch + num_workers, ITEM_COLUMNS, **int32),
         worker_starts=torch.empty(num_workers + 1, **int32),
         partial_starts=torch.empty(batch + 1, **int32),
         empty_requests=torch.empty(0, **int32),
@@ -75,6 +78,7 @@ def plan_decode(
         ITEMS=ELEMENTS // requests,
         LINE_TYPE=_line_type(batch * (capacity // tile + 2), num_workers),
         EVEN_TENTHS=EVEN_TENTHS,
+        COLUMNS=ITEM_COLUMNS,
         num_warps=4,
     )
     return plan
@@ -195,7 +199,7 @@ def _worker_at(place, num_runs, total):
 def _plan_decode_kernel(
     q_starts,
     kv_lens,
-    items,  # [batch + num_workers, 4] int32
+    items,  # [batch + num_workers, COLUMNS] int32
     worker_starts,  # [num_workers + 1] int32
     partial_starts,  # [batch + 1] int32
     batch,
@@ -216,6 +220,7 @@ def _plan_decode_kernel(
     ITEMS: tl.constexpr,
     LINE_TYPE: tl.constexpr,
     EVEN_TENTHS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     shard = (rank, world, interleave)
     total = tl.zeros((), LINE_TYPE)
@@ -245,7 +250,7 @@ def _plan_decode_kernel(
     tl.store(partial_starts, 0)
     for start in range(0, batch, REQUESTS):
         request = start + tl.arange(0, REQUESTS)
-        _, q_len, kv_len = load_lengths(
+        q_first, q_len, kv_len = load_lengths(
             q_starts, kv_lens, stride_q_starts, stride_kv_lens, request, request < batch
         )
         first_tile, num_tiles = key_tiles(q_len, kv_len, window, shard, MASK, IS_SHARDED, TILE)
@@ -275,11 +280,14 @@ def _plan_decode_kernel(
             last = tl.where(is_cut, ends, wide[:, None]).to(tl.int32)
             slot = tl.where(is_cut, (slots_end - own_slots)[:, None] + part, -1)
             is_item = part < own_items[:, None]
-            at = items + (item[:, None] + part) * 4
+            at = items + (item[:, None] + part) * COLUMNS
             tl.store(at, request[:, None] + part * 0, mask=is_item)
             tl.store(at + 1, (first_tile[:, None] + first) * TILE, mask=is_item)
             tl.store(at + 2, (first_tile[:, None] + last) * TILE, mask=is_item)
             tl.store(at + 3, slot, mask=is_item)
+            tl.store(at + 4, q_first[:, None] + part * 0, mask=is_item)
+            tl.store(at + 5, q_len[:, None] + part * 0, mask=is_item)
+            tl.store(at + 6, kv_len[:, None] + part * 0, mask=is_item)
             # a worker begins with the item that begins where its run does, or with the next one
             begins_here = (worker * total // num_runs >= place[:, None]) & (part < runs[:, None])
             first_item = item[:, None] + tl.minimum(part, own_items[:, None])

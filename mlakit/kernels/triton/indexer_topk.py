@@ -44,15 +44,15 @@ def indexer_topk(
     }
 
     def buffers(programs: int) -> Tensor | None:
-        """int64 candidates: rank, then column."""
+        """Candidates: their ranks, then their columns."""
         if config.way != "narrow":
             return None
-        return logits.new_empty(programs, config.block, dtype=torch.int64)
+        return logits.new_empty(2, programs, config.block, dtype=torch.int32)
 
     bounds = (row_starts, row_ends)
     bound_strides = [0 if each is None else each.stride(0) for each in bounds]
     splits = config.splits
-    found = logits.new_empty(tokens, splits, k, dtype=torch.int64) if splits > 1 else None
+    found = logits.new_empty(2, tokens, splits, k, dtype=torch.int32) if splits > 1 else None
     counts = logits.new_empty(tokens, splits, dtype=torch.int32) if splits > 1 else None
     programs = config.programs(tokens * splits)
     launch(
@@ -92,7 +92,7 @@ def indexer_topk(
         splits * k,
         k,
         1,
-        found.stride(0),
+        found.stride(1),
         0,
         0,
         out.stride(0),
@@ -102,12 +102,12 @@ def indexer_topk(
 
 @triton.jit(do_not_specialize=["tokens", "columns", "k", "splits", "stride_starts", "stride_ends"])
 def _select_kernel(
-    source,  # [tokens, columns] float32 logits; or [tokens, parts, k] int64 candidates
+    source,  # [tokens, columns] float32 logits; or [2, tokens, parts, k] int32 candidates
     source_counts,  # [tokens, parts] of candidates; None: logits
     row_starts,  # [tokens] or None
     row_ends,  # [tokens] or None
-    buffers,  # [programs, BLOCK] int64 if WAY is narrow, else None
-    found,  # [tokens, splits, k] int64 candidates; None: this is the last launch
+    buffers,  # [2, programs, BLOCK] int32 if WAY is narrow, else None
+    found,  # [2, tokens, splits, k] int32 candidates; None: this is the last launch
     counts,  # [tokens, splits]
     out,  # [tokens, k] int32 columns; None: candidates are written
     tokens,
@@ -139,18 +139,30 @@ def _select_kernel(
 
         place = row * splits + item % splits
         best = found + place * k if out is None else out + row * stride_out
+        # candidates' columns lie so far behind their ranks
+        apart = None if source_counts is None else columns.to(tl.int64) * tokens
+        best_apart = (splits * k).to(tl.int64) * tokens if out is None else None
         if WAY == "narrow":
             buffer = buffers + tl.program_id(0).to(tl.int64) * BLOCK
-            held = _narrow(row_source, row_counts, first, last, row_start, k, buffer, BLOCK, STEP)
-            floor, spare = _search(buffer, None, 0, held, 0, k, True, BLOCK)
-            taken = _write(buffer, None, 0, held, 0, k, floor, spare, best, STEP)
+            buffer_apart = tl.num_programs(0).to(tl.int64) * BLOCK
+            held = _narrow(
+                row_source, apart, row_counts, first, last, row_start, k, buffer, buffer_apart,
+                BLOCK, STEP,
+            )  # fmt: skip
+            floor, spare = _search(buffer, buffer_apart, None, 0, held, 0, k, True, BLOCK)
+            taken = _write(
+                buffer, buffer_apart, None, 0, held, 0, k, floor, spare, best, best_apart, STEP
+            )
             tl.debug_barrier()  # the buffer is the next row's
         else:
             FITS: tl.constexpr = WAY == "whole"
-            floor, spare = _search(row_source, row_counts, first, last, row_start, k, FITS, BLOCK)
-            taken = _write(
-                row_source, row_counts, first, last, row_start, k, floor, spare, best, STEP
+            floor, spare = _search(
+                row_source, apart, row_counts, first, last, row_start, k, FITS, BLOCK
             )
+            taken = _write(
+                row_source, apart, row_counts, first, last, row_start, k, floor, spare, best,
+                best_apart, STEP,
+            )  # fmt: skip
         if out is None:
             tl.store(counts + place, taken)
         else:
@@ -161,85 +173,95 @@ def _select_kernel(
 
 @triton.jit
 def _narrow(
-    source, counts, first, last, row_start, k, buffer, BLOCK: tl.constexpr, STEP: tl.constexpr
+    source, apart, counts, first, last, row_start, k, buffer, buffer_apart, BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
 ):  # fmt: skip
     """Fill the buffer with candidates, the k best of first:last among them; how many they are."""
     floor = tl.full([], NOTHING, tl.int32)
     held = k * 0
     for start in range(first, last, STEP):
-        rank, column = _load_ranked(source, counts, start, last, row_start, k, STEP)
+        rank, column = _load_ranked(source, apart, counts, start, last, row_start, k, STEP)
         # room for a step beside the k best there always is: both are at most half a block
         if held > BLOCK - STEP:
             tl.debug_barrier()  # what was noted is there
-            floor, spare = _search(buffer, None, 0, held, 0, k, True, BLOCK)
-            # what is moved goes to where everything has been read
-            held = _write(buffer, None, 0, held, 0, k, floor, spare, buffer, STEP)
+            floor, spare = _search(buffer, buffer_apart, None, 0, held, 0, k, True, BLOCK)
+            held = _write(
+                buffer, buffer_apart, None, 0, held, 0, k, floor, spare, buffer, buffer_apart, STEP
+            )
             tl.debug_barrier()
         # columns only rise: what equals the k-th best comes too late
-        held, _ = _note(rank, column, floor, k * 0, held, buffer)
+        held, _ = _note(rank, column, floor, k * 0, held, buffer, buffer_apart)
     tl.debug_barrier()
     return held
 
 
 @triton.jit
-def _search(source, counts, first, last, row_start, k, FITS: tl.constexpr, BLOCK: tl.constexpr):
+def _search(
+    source, apart, counts, first, last, row_start, k, FITS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """(floor, spare): the k best are those above the floor and the first `spare` that equal it.
 
     FITS  into one block, whose ranks stay in registers; else they are read again for every bit
     """
     ranks = None
     if FITS:
-        ranks, _ = _load_ranked(source, counts, first, last, row_start, k, BLOCK)
+        ranks, _ = _load_ranked(source, apart, counts, first, last, row_start, k, BLOCK)
     known = tl.full([], NOTHING, tl.int32)  # k ranks or more are as large
     floor = known
-    above = _count_above(ranks, source, counts, first, last, row_start, k, floor, BLOCK)
+    above = _count_above(ranks, source, apart, counts, first, last, row_start, k, floor, BLOCK)
     is_exact = above <= k
     bit = tl.full([], 31, tl.int32)
     while (bit >= 0) & (not is_exact):
         bound = known + (tl.full([], 1, tl.int32) << bit)  # of the least number bit 31 makes 0
-        reached = _count_above(ranks, source, counts, first, last, row_start, k, bound - 1, BLOCK)
+        reached = _count_above(
+            ranks, source, apart, counts, first, last, row_start, k, bound - 1, BLOCK
+        )
         known = tl.where(reached >= k, bound, known)
         is_exact = reached == k
         floor = tl.where(is_exact, bound - 1, known)
         bit -= 1
     spare = k * 0
     if not is_exact:
-        above = _count_above(ranks, source, counts, first, last, row_start, k, floor, BLOCK)
+        above = _count_above(ranks, source, apart, counts, first, last, row_start, k, floor, BLOCK)
         spare = k - above
     return floor, spare
 
 
 @triton.jit
 def _count_above(
-    ranks, source, counts, first, last, row_start, k, floor, BLOCK: tl.constexpr
+    ranks, source, apart, counts, first, last, row_start, k, floor, BLOCK: tl.constexpr
 ):  # fmt: skip
     if ranks is not None:
         return tl.sum((ranks > floor).to(tl.int32), 0)
     else:  # noqa: RET505
         above = k * 0
         for start in range(first, last, BLOCK):
-            rank, _ = _load_ranked(source, counts, start, last, row_start, k, BLOCK)
+            rank, _ = _load_ranked(source, apart, counts, start, last, row_start, k, BLOCK)
             above += tl.sum((rank > floor).to(tl.int32), 0)
         return above
 
 
 @triton.jit
 def _write(
-    source, counts, first, last, row_start, k, floor, spare, best, STEP: tl.constexpr
+    source, apart, counts, first, last, row_start, k, floor, spare, best, best_apart,
+    STEP: tl.constexpr,
 ):  # fmt: skip
     """Write the k best in their order; how many there are. `best` may be the source itself."""
     taken = k * 0
     for start in range(first, last, STEP):
-        rank, column = _load_ranked(source, counts, start, last, row_start, k, STEP)
-        if source.dtype == best.dtype:
+        rank, column = _load_ranked(source, apart, counts, start, last, row_start, k, STEP)
+        if apart is not None:
             tl.debug_barrier()  # all have read what may be overwritten
-        taken, spare = _note(rank, column, floor, spare, taken, best)
+        taken, spare = _note(rank, column, floor, spare, taken, best, best_apart)
     return taken
 
 
 @triton.jit
-def _note(rank, column, floor, spare, taken, best):
-    """Write what is chosen of a block after `taken` others; (taken, spare) afterwards."""
+def _note(rank, column, floor, spare, taken, best, best_apart):
+    """Write what is chosen of a block after `taken` others; (taken, spare) afterwards.
+
+    As candidates, whose columns are `best_apart` behind their ranks; or None: columns only.
+    """
     is_better = rank > floor
     is_equal = rank == floor
     # both counts in one sum: a block has fewer than 2**15 columns
@@ -248,9 +270,9 @@ def _note(rank, column, floor, spare, taken, best):
     equals_before = before >> 16
     place = taken + (before & 0xFFFF) + tl.minimum(equals_before, spare)
     is_taken = is_better | (is_equal & (equals_before < spare))
-    if best.dtype.element_ty == tl.int64:
-        candidate = (rank.to(tl.int64) << 32) | column.to(tl.int64)
-        tl.store(best + place, candidate, mask=is_taken)
+    if best_apart is not None:
+        tl.store(best + place, rank, mask=is_taken)
+        tl.store(best + best_apart + place, column, mask=is_taken)
     else:
         tl.store(best + place, column, mask=is_taken)
     total = tl.sum(packed, 0)
@@ -259,19 +281,19 @@ def _note(rank, column, floor, spare, taken, best):
 
 
 @triton.jit
-def _load_ranked(source, counts, start, last, row_start, k, BLOCK: tl.constexpr):
-    """(ranks, columns) int32 [BLOCK] from index `start` on."""
+def _load_ranked(source, apart, counts, start, last, row_start, k, BLOCK: tl.constexpr):
+    """(ranks, columns) int32 [BLOCK] from index `start` on; of candidates if `apart`."""
     index = start + tl.arange(0, BLOCK)
     exists = index < last
-    if source.dtype.element_ty == tl.float32:
+    if apart is None:
         logits = tl.load(source + index, mask=exists, other=-float("inf"))
         return _rank(logits), index - row_start
     else:  # noqa: RET505
         if counts is not None:
             count = tl.load(counts + index // k, mask=exists, other=0)
             exists = index % k < count
-        candidate = tl.load(source + index, mask=exists, other=0)
-        return tl.where(exists, (candidate >> 32).to(tl.int32), NOTHING), candidate.to(tl.int32)
+        rank = tl.load(source + index, mask=exists, other=NOTHING)
+        return rank, tl.load(source + apart + index, mask=exists, other=0)
 
 
 @triton.jit
