@@ -198,7 +198,7 @@ def explain(
         ..., help="A public op, such as mla_decode.", autocompletion=_complete_op
     ),
     arch: int = typer.Option(0, help="Compute capability, 90 for sm_90; 0 is the CPU."),
-    dtype: str = typer.Option("bf16", help="Of queries or activations."),
+    dtype: str = typer.Option("bf16", help="Of queries or activations: bf16, fp16, fp32 or e4m3."),
     format: str = typer.Option("bf16", help="Of cache rows."),
     heads: int = typer.Option(128, min=1),
     page_size: int = typer.Option(64, min=1),

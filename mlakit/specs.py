@@ -26,7 +26,7 @@ class Problem:
 
     device: str  # "cpu", "cuda"
     arch: int = 0  # compute capability as 90 for sm_90; 0 off CUDA
-    dtype: str = ""  # of the queries or activations
+    dtype: str = ""  # of the queries or activations, as torch prints it
     format: str = ""  # of the cache rows
     heads: int = 0
     page_size: int = 0

@@ -46,7 +46,10 @@ def make_plan(q_lens: list[int], kv_lens: list[int], **sizes: int) -> DecodePlan
 
 def worker_items(plan: DecodePlanTensors) -> list[list[list[int]]]:
     """(request, first tile, last tile, slot) of the items of each worker."""
-    items = [[b, first // TILE, last // TILE, slot] for b, first, last, slot in plan.items.tolist()]
+    items = [
+        [request, first // TILE, last // TILE, slot]
+        for request, first, last, slot in plan.host_items()
+    ]
     return [items[begin:end] for begin, end in pairwise(plan.worker_starts.tolist())]
 
 
@@ -68,7 +71,7 @@ def test_triton_plans_give_every_key_to_one_worker(seed):
     assert starts[0] == 0
     assert starts == sorted(starts)
     assert starts[-1] <= len(kv_lens) + num_workers
-    items = plan.items[: starts[-1]].tolist()
+    items = plan.host_items()
     slots = plan.partial_starts.tolist()
     assert slots[-1] <= 2 * num_workers
     for request, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
@@ -85,6 +88,17 @@ def test_triton_plans_give_every_key_to_one_worker(seed):
         assert [slot for _, _, slot in own] == expected
         if q_len * HEADS > slot_rows:
             assert len(own) == 1
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_triton_plans_have_the_lengths_of_a_request_in_its_items(seed):
+    q_lens, kv_lens, num_workers, slot_rows = random_batch(seed)
+    plan = make_plan(q_lens, kv_lens, num_workers=num_workers, slot_rows=slot_rows)
+    lengths = list(zip(accumulate(q_lens, initial=0), q_lens, kv_lens, strict=False))
+    requests = [request for request, *_ in plan.host_items()]
+    assert set(requests) == {request for request, q_len in enumerate(q_lens) if q_len > 0}
+    beside = plan.items[: len(requests), 4:7].tolist()
+    assert beside == [list(lengths[request]) for request in requests]
 
 
 @pytest.mark.parametrize("num_workers", [1, 7, 40])
@@ -105,11 +119,10 @@ def test_triton_plans_are_those_of_the_host(seed):
     expected = plan_on_host(kv_lens, num_workers=num_workers, tile=TILE)
     assert made.worker_starts.tolist() == list(expected.worker_starts)
     assert made.partial_starts.tolist() == list(expected.partial_starts)
-    items = [
-        [item.request, item.first_key, -(-item.last_key // TILE) * TILE, item.partial_slot]
+    assert made.host_items() == [
+        (item.request, item.first_key, -(-item.last_key // TILE) * TILE, item.partial_slot)
         for item in expected.items
     ]
-    assert made.items[: len(items)].tolist() == items
 
 
 def test_triton_plans_leave_equal_requests_whole():

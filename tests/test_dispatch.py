@@ -147,6 +147,8 @@ def test_device_facts(monkeypatch):
 
 
 def test_a_known_backend_without_the_kernel_is_unsupported():
-    message = "^mla_decode: no kernel for backend 'hopper', only for cpu, triton$"
+    message = "^merge_states: no kernel for backend 'hopper', only for cpu, triton$"
     with pytest.raises(UnsupportedError, match=message):
-        dispatch.select("mla_decode", CPU, backend="hopper")
+        dispatch.select("merge_states", HOPPER, backend="hopper")
+    assert dispatch.explain("merge_states", HOPPER)["hopper"] == "has no kernel of merge_states"
+    assert dispatch.select("merge_states", HOPPER).backend == "triton"

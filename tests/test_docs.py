@@ -19,6 +19,7 @@ from mlakit import cli, dispatch
 from mlakit.compat import flash_mla, modular
 from mlakit.formats import FORMATS, PageFooterCodec, row_codec
 from mlakit.geometry import MLAGeometry, RowShape
+from mlakit.kernels.hopper import support as hopper
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -158,10 +159,29 @@ def test_the_pages_keep_to_what_was_measured():
         assert [word for word in boasts if word in text.lower()] == [], page
 
 
-def test_what_is_said_of_the_hopper_backend_holds():
-    has_kernels = any(spec.backend == "hopper" for spec in dispatch.SPECS)
-    for page in ("index.md", "backends.md"):
-        assert ("yet" in PAGES[page]) != has_kernels, f"{page}: hopper has kernels: {has_kernels}"
+def test_the_ops_that_hopper_is_said_to_have_kernels_of_are_those_it_has():
+    ops = {spec.op for spec in dispatch.SPECS if spec.backend == "hopper"}
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for text in (PAGES["backends.md"], readme):
+        (devices,) = (row[1] for row in table(text, "backend") if row[0] == "hopper")
+        assert {op for op in dispatch.OPS if op in devices} == ops
+    said = PAGES["index.md"].partition("- Only one op has a kernel of its own")[2].partition(".")[0]
+    assert {op for op in dispatch.OPS if f"`{op}`" in said} == ops
+
+
+def test_what_the_hopper_kernel_is_said_to_take_is_what_it_takes():
+    said = dict(table(PAGES["backends.md"], "argument"))
+    columns, values, multiple = numbers(re.sub(r"[a-z]+\d+", "", said["cache"]))
+    assert ((columns, values), multiple) == (hopper.ROW, hopper.PAGE_MULTIPLE)
+    assert said["cache"].startswith(f"rows of {' or '.join(hopper.FORMATS)}, ")
+    assert said["mask"] == " or ".join(hopper.MASKS)
+
+
+def test_the_words_for_what_few_kernels_take_are_those_of_the_code():
+    source = (ROOT / "mlakit" / "ops" / "decode.py").read_text(encoding="utf-8")
+    words = re.findall(r'(?:yield |uses\.append\()"([^"]+)"', source)
+    assert len(words) > 3
+    assert sorted(row[0] for row in table(PAGES["backends.md"], "word")) == sorted(words)
 
 
 def test_the_saving_is_that_of_the_geometry():

@@ -36,13 +36,17 @@ def compile_checks(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+# where `auto` has something better than the portable kernels
+HOPPER_KERNELS = {("mla_decode", 90)}
+
+
 @pytest.mark.parametrize("op", dispatch.OPS)
 @pytest.mark.parametrize("arch", table.ARCHITECTURES)
-def test_explain_names_triton_on_every_architecture(op, arch):
+def test_explain_says_who_takes_an_op_on_every_architecture(op, arch):
     code, output = invoke("explain", op, "--arch", str(arch), "--json")
     said = json.loads(output)
     assert code == 0
-    assert said["chosen"] in ("triton", "hopper")
+    assert said["chosen"] == ("hopper" if (op, arch) in HOPPER_KERNELS else "triton")
     assert said["objections"]["triton"] is None
     assert said["objections"]["cpu"] == "needs CPU tensors, got cuda"
     assert set(said["objections"]) == set(dispatch.BACKENDS)
@@ -62,6 +66,28 @@ def test_explain_shows_the_problem_and_the_choice():
     assert re.search(r"cpu +yes, and auto picks it", output)
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "reason"),
+    [
+        ("--dtype", "fp16", "needs queries of the cache's dtype, bf16, got torch.float16"),
+        ("--format", "fp8_block128", "needs rows of bf16 or fp16, got fp8_block128"),
+        ("--page-size", "16", "needs pages of a multiple of 64 rows, got 16"),
+    ],
+)
+def test_explain_asks_what_a_call_would_ask(option, value, reason):
+    code, output = invoke("explain", "mla_decode", "--arch", "90", option, value, "--json")
+    said = json.loads(output)
+    assert (code, said["chosen"]) == (0, "triton")
+    assert said["objections"]["hopper"] == reason
+
+
+@pytest.mark.parametrize("option", ["--dtype", "--format"])
+def test_explain_refuses_what_no_call_can_have(option):
+    code, output = invoke("explain", "mla_decode", option, "bf17")
+    assert code == 2
+    assert re.search(rf"{option.strip('-')} must be of bf16, .*got", " ".join(output.split()))
+
+
 def test_explain_refuses_an_unknown_op():
     code, output = invoke("explain", "mla_encode")
     assert code == 2
@@ -78,7 +104,10 @@ def test_support_has_a_row_for_every_op():
     code, output = invoke("support")
     assert code == 0
     for op in dispatch.OPS:
-        assert re.search(rf"{op} +cpu( +(triton|hopper)){{{len(table.ARCHITECTURES)}}}", output)
+        cells = [
+            "hopper" if (op, arch) in HOPPER_KERNELS else "triton" for arch in table.ARCHITECTURES
+        ]
+        assert re.search(rf"{op} +cpu +{' +'.join(cells)}", output)
 
 
 def test_support_as_markdown():

@@ -8,8 +8,10 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from mlakit import dispatch
+from mlakit.formats import FORMATS
 from mlakit.geometry import MLAGeometry
 from mlakit.specs import Problem
+from mlakit.workloads.stage import DTYPES
 
 ARCHITECTURES = {
     80: "A100",
@@ -57,6 +59,10 @@ def problem_of(
     mask: str = "causal",
 ) -> Problem:
     """A problem of `op` at the widths of DeepSeek-V3; `arch` None is the CPU."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be of {', '.join(DTYPES)}, got {dtype!r}")
+    if format not in FORMATS:
+        raise ValueError(f"format must be of {', '.join(FORMATS)}, got {format!r}")
     device = {"device": "cpu"} if arch is None else {"device": "cuda", "arch": arch}
     if op in CACHED_OPS:
         facts = {"format": format, "page_size": page_size, "row": MODEL.row}
@@ -65,7 +71,8 @@ def problem_of(
         facts = {"head_widths": widths}
     else:
         facts = {}
-    return Problem(**device, dtype=dtype, heads=heads, mask=mask, **facts)  # type: ignore[arg-type]
+    named = {"dtype": str(DTYPES[dtype]), "heads": heads, "mask": mask}  # as a call names them
+    return Problem(**device, **named, **facts)  # type: ignore[arg-type]
 
 
 def verdict(op: str, problem: Problem) -> Verdict:
