@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from mlakit import cli, dispatch, selfcheck
 from mlakit.formats import FORMATS
-from mlakit.selfcheck import KINDS, Settings, random_cases
+from mlakit.selfcheck import KINDS, Settings, random_cases, run
+from mlakit.specs import Problem
 from mlakit.workloads.draw import MODEL_HEADS, MODEL_ROWS, USUAL_PAGES
 
 
@@ -164,3 +165,27 @@ def test_every_op_passes_on_the_gpu():
     code, output = invoke("--device", "cuda", "--seed", "0", "--count", "20")
     assert code == 0, output
     assert "20 calls, every result right." in output
+
+
+def test_cases_for_the_hopper_kernel_are_ones_it_takes():
+    settings = Settings(("mla_decode",), seed=0, backend="hopper")
+    cases = [case for _, case in islice(random_cases(settings), 60)]
+    for case in cases:
+        problem = Problem(
+            "cuda", 90, "torch.bfloat16", case.format, case.heads, case.page_size, case.row,
+            mask=case.mask,
+        )  # fmt: skip
+        assert dispatch.select("mla_decode", problem).backend == "hopper"
+        assert not case.padded
+        assert case.num_splits == 0
+    assert {bool(case.num_workers) for case in cases} == {True, False}
+    assert {case.heads > 64 for case in cases} == {True, False}
+
+
+@pytest.mark.gpu
+def test_the_hopper_kernel_passes_random_cases():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs sm_90")
+    outcome = run(Settings(("mla_decode",), seed=7, backend="hopper", minutes=None, count=60))
+    assert outcome.miss is None, outcome.miss
+    assert outcome.tallies["mla_decode", "hopper"] == (60, 0)

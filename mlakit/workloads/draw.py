@@ -63,8 +63,13 @@ class SeededDraw(Draw):
         return self._random.randint(low, high)
 
 
-def draw_case(draw: Draw, kind: type[Case]) -> Case:
-    """A case of `kind`; those with a cache have any format."""
+def draw_case(draw: Draw, kind: type[Case], backend: str = "") -> Case:
+    """A case of `kind`; those with a cache have any format.
+
+    backend  with kernels for few problems: the case is one of these
+    """
+    if (backend, kind) in SPECIALISED:
+        return SPECIALISED[backend, kind](draw)
     if kind in UNCACHED:
         return UNCACHED[kind](draw)
     return CACHED[kind](draw, draw.choice(FORMATS))
@@ -320,6 +325,39 @@ def matmul_case(draw: Draw) -> BatchedMatmulCase:
 
 
 # ops with a cache: a case for one format of it
+def hopper_decode_case(draw: Draw) -> DecodeCase:
+    """What the Gluon kernel takes, of few configurations, so that few have to be compiled."""
+    batch = draw.choice((1, 2, 3, 8, 40, 150))
+    longest = draw.choice((130, 700, 3000)) if batch > 3 else draw.choice((130, 3000, 20000))
+    q_lens = tuple(draw.choice((1, 1, 1, 1, 2, 4, 0)) for _ in range(batch))
+    ends = tuple(draw.integer(0, longest) for _ in range(batch))
+    whole = tuple(end // 64 * 64 for end in ends)
+    tile = draw.choice((64, 128))
+    plan = draw.choice(
+        (
+            {},
+            {"num_workers": draw.integer(1, 132), "tile": tile},
+            {"num_workers": draw.integer(1, 132), "tile": tile, "fixed_split": 4 * tile},
+        )
+    )
+    return DecodeCase(
+        seed=draw.integer(0, 2**31),
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        page_size=64,
+        num_layers=draw.integer(1, 2),
+        kv_lens=draw.choice((ends, whole)),
+        q_lens=q_lens,
+        heads=draw.choice((draw.integer(1, 128), 16, 64, 128)) if batch < 40 else 16,
+        sharpness=draw.choice((0.5, 1.5, 4.0)),
+        sink=draw.choice(("", "finite")),
+        **plan,
+    )
+
+
+SPECIALISED: dict[tuple[str, type[Case]], Callable[[Draw], Case]] = {
+    ("hopper", DecodeCase): hopper_decode_case,
+}
 CACHED: dict[type[Case], Callable[[Draw, str], Case]] = {
     AppendCase: append_case,
     DecodeCase: decode_case,
