@@ -333,13 +333,8 @@ def hopper_decode_case(draw: Draw) -> DecodeCase:
     ends = tuple(draw.integer(0, longest) for _ in range(batch))
     whole = tuple(end // 64 * 64 for end in ends)
     tile = draw.choice((64, 128))
-    plan = draw.choice(
-        (
-            {},
-            {"num_workers": draw.integer(1, 132), "tile": tile},
-            {"num_workers": draw.integer(1, 132), "tile": tile, "fixed_split": 4 * tile},
-        )
-    )
+    cut = {"num_workers": draw.integer(1, 132), "tile": tile}
+    plans: tuple[dict[str, Any], ...] = ({}, cut, {**cut, "fixed_split": 4 * tile})
     return DecodeCase(
         seed=draw.integer(0, 2**31),
         kv_lora_rank=512,
@@ -351,7 +346,7 @@ def hopper_decode_case(draw: Draw) -> DecodeCase:
         heads=draw.choice((draw.integer(1, 128), 16, 64, 128)) if batch < 40 else 16,
         sharpness=draw.choice((0.5, 1.5, 4.0)),
         sink=draw.choice(("", "finite")),
-        **plan,
+        **draw.choice(plans),
     )
 
 
