@@ -378,6 +378,8 @@ _SPARSE_BYTES = {
         SparseConfig(16, 16, num_warps=4, num_stages=1),
     ),
 }
+# below sm_89 e4m3 is converted by integer arithmetic, in yet more registers
+_SPARSE_INTEGERS = (SparseConfig(16, 16, num_warps=8, num_stages=1),)
 # without tensor cores a tile lives in registers
 _SPARSE_FLOAT = (SparseConfig(16, 16, num_warps=8, num_stages=1),)
 
@@ -394,7 +396,7 @@ def pick_sparse_config(
     if itemsize == 4:
         choices = _SPARSE_FLOAT
     elif is_bytes and arch < 89 and block_h == 32:
-        choices = choices[1:]  # e4m3 is converted by integer arithmetic, in yet more registers
+        choices = _SPARSE_INTEGERS
     for config in choices:
         if config.shared_bytes(tiles, itemsize) <= shared_bytes - 8192:
             return config
