@@ -177,8 +177,8 @@ def mla_decode(
         BN=config.block_n,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        # on sm_89 the assembler would rather spill than have two programs on an SM
-        **({"maxnreg": 255} if device.arch == 89 else {}),
+        # a pointer per key: on sm_89 the assembler would rather spill than use these registers
+        **({"maxnreg": 255} if device.arch == 89 and is_flat else {}),
     )
     if schedule.partial_rows == 0:
         return
