@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from contextlib import suppress
 from inspect import signature
 from itertools import islice
 
@@ -12,8 +13,10 @@ import torch
 from typer.testing import CliRunner
 
 from mlakit import cli, dispatch, selfcheck
+from mlakit.checks import UnsupportedError
 from mlakit.formats import FORMATS
 from mlakit.selfcheck import KINDS, Settings, random_cases
+from mlakit.specs import pretending
 from mlakit.workloads.draw import MODEL_HEADS, MODEL_ROWS, USUAL_PAGES
 
 
@@ -44,6 +47,20 @@ def test_every_op_is_checked_and_the_table_says_how_often():
         row = next(line for line in output.splitlines() if line.strip().startswith(op))
         assert row.split() == [op, "cpu", "2", "0"]
     assert output.endswith("20 calls, every result right.\n")
+
+
+def test_random_decodes_reach_the_kernel_of_one_architecture(monkeypatch):
+    (spec,) = (each for each in dispatch.specs("mla_decode") if each.backend == "hopper")
+    taken = []
+    monkeypatch.setitem(spec.__dict__, "launch", lambda *args, **kwargs: taken.append(kwargs))
+    cases = random_cases(Settings(("mla_decode",), seed=0))
+    with pretending(90):
+        for _, case in islice(cases, 40):
+            with suppress(UnsupportedError):
+                case.trial("cpu").call("hopper")
+    assert len(taken) >= 5
+    assert {kwargs["mask"].kind for kwargs in taken} == {"causal", "null"}
+    assert {kwargs["splits"] is None for kwargs in taken} == {True, False}
 
 
 def test_a_miss_prints_a_command_that_misses_again(monkeypatch):

@@ -2,7 +2,9 @@
 
 Problems are small, and unusual in every way the contract allows. With `model_widths` rows and heads
 have the widths of models and pages usual sizes, so that few kernels have to be compiled; lengths,
-heads, masks, formats and all the rest stay random.
+heads, masks, formats and all the rest stay random. Half of the decodes then are of the kind that
+engines make: a kernel for one architecture takes no others, and of cases that are unusual in every
+way at once none would be its.
 """
 
 from __future__ import annotations
@@ -191,6 +193,8 @@ def prefill_case(draw: Draw) -> PrefillCase:
 
 
 def decode_case(draw: Draw, format: str) -> DecodeCase:
+    if draw.model_widths and draw.flip():
+        return served_decode_case(draw)
     shape = _cached(draw, format)
     requests = _lengths(draw, shape["page_size"])
     return DecodeCase(
@@ -207,6 +211,30 @@ def decode_case(draw: Draw, format: str) -> DecodeCase:
         world=draw.choice((1, 1, 2, 3)),
         interleave=draw.choice((1, 3, 16)),
         deterministic=draw.flip(),
+    )
+
+
+def served_decode_case(draw: Draw) -> DecodeCase:
+    """Half-precision rows of DeepSeek-V3 in pages of 64, queries of the same dtype, all keys."""
+    (rank, rope, v_width), page_size = MODEL_ROWS[0], USUAL_PAGES[-1]
+    dtype = draw.choice(("bf16", "fp16"))
+    requests = _lengths(draw, page_size, longest=600)
+    return DecodeCase(
+        **_common(draw),
+        **requests,
+        **_scheduled(draw),
+        **{**_attending(draw), "heads": draw.choice((draw.integer(1, 20), 64, 128))},
+        kv_lora_rank=rank,
+        qk_rope_head_dim=rope,
+        v_width=v_width,
+        format=dtype,
+        page_size=page_size,
+        num_layers=draw.integer(1, 2),
+        wide_indices=draw.flip(),
+        implicit_starts=_may_imply_starts(draw, requests),
+        dtype=dtype,
+        q_rope_dtype=draw.choice(("", dtype)),
+        mask=draw.choice(("causal", "null")),
     )
 
 
