@@ -120,7 +120,7 @@ def random_cases(settings: Settings) -> Iterator[tuple[int, Case]]:
     for seed in count(settings.seed):
         for op in settings.ops:
             draw = SeededDraw(f"{op} {seed}", model_widths=not settings.any_widths)
-            yield seed, draw_case(draw, KINDS[op])
+            yield seed, draw_case(draw, KINDS[op], settings.backend)
 
 
 def run(

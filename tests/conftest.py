@@ -20,7 +20,7 @@ from mlakit import dispatch, knobs
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
 INTERPRETED = ("triton", "cpu")
-LARGE_AT_ONCE = 2
+LARGE_AT_ONCE = 4
 
 
 class Place(NamedTuple):

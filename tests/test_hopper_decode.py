@@ -78,6 +78,20 @@ def test_plans(tile, num_workers):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 128])
+def test_fixed_splits_do_not_depend_on_the_batch(heads):
+    """The case asks for the same bits of a request alone."""
+    run(
+        kv_lens=(900, 65, 0, 130),
+        q_lens=(1, 2, 1, 1),
+        heads=heads,
+        num_workers=5,
+        tile=64,
+        fixed_split=256,
+    )
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     "fields",
     [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from contextlib import suppress
 from inspect import signature
 from itertools import islice
 
@@ -13,10 +12,9 @@ import torch
 from typer.testing import CliRunner
 
 from mlakit import cli, dispatch, selfcheck
-from mlakit.checks import UnsupportedError
 from mlakit.formats import FORMATS
-from mlakit.selfcheck import KINDS, Settings, random_cases
-from mlakit.specs import pretending
+from mlakit.selfcheck import KINDS, Settings, random_cases, run
+from mlakit.specs import Problem
 from mlakit.workloads.draw import MODEL_HEADS, MODEL_ROWS, USUAL_PAGES
 
 
@@ -47,20 +45,6 @@ def test_every_op_is_checked_and_the_table_says_how_often():
         row = next(line for line in output.splitlines() if line.strip().startswith(op))
         assert row.split() == [op, "cpu", "2", "0"]
     assert output.endswith("20 calls, every result right.\n")
-
-
-def test_random_decodes_reach_the_kernel_of_one_architecture(monkeypatch):
-    (spec,) = (each for each in dispatch.specs("mla_decode") if each.backend == "hopper")
-    taken = []
-    monkeypatch.setitem(spec.__dict__, "launch", lambda *args, **kwargs: taken.append(kwargs))
-    cases = random_cases(Settings(("mla_decode",), seed=0))
-    with pretending(90):
-        for _, case in islice(cases, 40):
-            with suppress(UnsupportedError):
-                case.trial("cpu").call("hopper")
-    assert len(taken) >= 5
-    assert {kwargs["mask"].kind for kwargs in taken} == {"causal", "null"}
-    assert {kwargs["splits"] is None for kwargs in taken} == {True, False}
 
 
 def test_a_miss_prints_a_command_that_misses_again(monkeypatch):
@@ -181,3 +165,27 @@ def test_every_op_passes_on_the_gpu():
     code, output = invoke("--device", "cuda", "--seed", "0", "--count", "20")
     assert code == 0, output
     assert "20 calls, every result right." in output
+
+
+def test_cases_for_the_hopper_kernel_are_ones_it_takes():
+    settings = Settings(("mla_decode",), seed=0, backend="hopper")
+    cases = [case for _, case in islice(random_cases(settings), 60)]
+    for case in cases:
+        problem = Problem(
+            "cuda", 90, "torch.bfloat16", case.format, case.heads, case.page_size, case.row,
+            mask=case.mask,
+        )  # fmt: skip
+        assert dispatch.select("mla_decode", problem).backend == "hopper"
+        assert not case.padded
+        assert case.num_splits == 0
+    assert {bool(case.num_workers) for case in cases} == {True, False}
+    assert {case.heads > 64 for case in cases} == {True, False}
+
+
+@pytest.mark.gpu
+def test_the_hopper_kernel_passes_random_cases():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs sm_90")
+    outcome = run(Settings(("mla_decode",), seed=7, backend="hopper", minutes=None, count=60))
+    assert outcome.miss is None, outcome.miss
+    assert outcome.tallies["mla_decode", "hopper"] == (60, 0)

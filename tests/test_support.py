@@ -17,7 +17,7 @@ from mlakit.formats import FORMATS
 from mlakit.support import compilation, table
 from mlakit.support.compilation import Compiled
 
-MERGE = Compiled("merge-2", 90, "_kernel", 32, 0, 512, 1024)
+MERGE = Compiled("merge-2", 90, "_kernel", 32, shared_bytes=512, shared_limit=1024)
 
 
 def invoke(*arguments: str) -> tuple[int, str]:
@@ -131,7 +131,9 @@ def test_support_as_json():
 def test_the_named_checks_leave_nothing_out():
     checks = compilation.named_checks()
     assert {arch for _, arch in checks} == set(compilation.ARCHITECTURES)
-    assert {name for name, _ in checks} == set(compilation.CONFIGURATIONS)
+    hopper = set(compilation.HOPPER)
+    assert {name for name, _ in checks} == set(compilation.CONFIGURATIONS) | hopper
+    assert {arch for name, arch in checks if name in hopper} == {90}
     assert len(checks) == len(set(checks))
     cases = compilation.CONFIGURATIONS.values()
     assert {case.op for case in cases} == set(dispatch.OPS)
@@ -146,6 +148,7 @@ def test_the_named_checks_leave_nothing_out():
         (replace(MERGE, shared_bytes=1024), ""),
         (replace(MERGE, shared_bytes=1025), "shared memory exceeds the limit of 1024 bytes"),
         (replace(MERGE, spilled_bytes=8), "spills 8 bytes"),
+        (replace(MERGE, is_serialised=True), "its wgmma are serialised"),
         (replace(MERGE, error="no"), "no"),
     ],
 )

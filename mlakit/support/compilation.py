@@ -121,6 +121,13 @@ CONFIGURATIONS: dict[str, Case] = {
     "merge-2": MergeCase(num_parts=2, v_width=512, heads=16),
     "merge-8-fp32": MergeCase(num_parts=8, v_width=128, heads=16, dtype="fp32", sink="finite"),
 }
+# Gluon kernels, which are for one architecture
+HOPPER = {
+    "hopper-decode-h128-bf16": _decode("bf16", 128, page_size=64),
+    "hopper-decode-h16-fp16": _decode("fp16", 16, page_size=64, sink="finite"),
+    "hopper-decode-given-plan": _decode("bf16", 16, page_size=128, num_workers=3, tile=16),
+}
+HOPPER_ARCH = 90
 EVERYWHERE = (
     "append-fp8_block128",
     "scaled-mm-128",
@@ -141,11 +148,13 @@ def named_checks() -> list[tuple[str, int]]:
     return [
         *((name, arch) for name in EVERYWHERE for arch in ARCHITECTURES),
         *((name, turns[i % len(turns)]) for i, name in enumerate(others)),
+        *((name, HOPPER_ARCH) for name in HOPPER),
     ]
 
 
 def all_checks() -> list[tuple[str, int]]:
-    return [(name, arch) for name in CONFIGURATIONS for arch in ARCHITECTURES]
+    portable = [(name, arch) for name in CONFIGURATIONS for arch in ARCHITECTURES]
+    return [*portable, *((name, HOPPER_ARCH) for name in HOPPER)]
 
 
 @dataclass(frozen=True)
@@ -157,6 +166,7 @@ class Compiled:
     kernel: str
     registers: int = 0
     spilled_bytes: int = 0
+    is_serialised: bool = False  # asynchronous dots that wait for each other
     shared_bytes: int = 0
     shared_limit: int = 0
     seconds: float = 0.0
@@ -169,6 +179,8 @@ class Compiled:
             return self.error
         if self.shared_bytes > self.shared_limit:
             return f"shared memory exceeds the limit of {self.shared_limit} bytes"
+        if self.is_serialised:
+            return "its wgmma are serialised"
         return f"spills {self.spilled_bytes} bytes" if self.spilled_bytes else ""
 
     def as_json(self) -> dict[str, object]:
@@ -181,10 +193,11 @@ def check(configuration: str, arch: int) -> list[Compiled]:
 
     start = perf_counter()
     target = Target(arch, NUM_SMS[arch], SHARED_BYTES[arch])
-    trial = CONFIGURATIONS[configuration].trial("cpu")
+    backend = "hopper" if configuration in HOPPER else "triton"
+    trial = (HOPPER | CONFIGURATIONS)[configuration].trial("cpu")
     try:
         with compiling(target) as compilation:
-            trial.call("triton")
+            trial.call(backend)
     except Exception as error:  # noqa: BLE001  # whatever a compiler raises is the finding
         return [Compiled(configuration, arch, "—", error=_innermost(error))]
     seconds = (perf_counter() - start) / max(len(compilation.kernels), 1)
@@ -213,28 +226,33 @@ def _innermost(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[-1] if lines else ''}"
 
 
-def _resources(kernel: Any, arch: int) -> tuple[int, int]:
-    """(registers, bytes of them that are spilled) of a kernel."""
+def _resources(kernel: Any, arch: int) -> tuple[int, int, bool]:
+    """(registers, bytes of them that are spilled, are its wgmma serialised) of a kernel."""
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(kernel.asm["cubin"])
         usage = _tool("cuobjdump", "--dump-resource-usage", str(cubin))
-        found = re.search(r"REG:(\d+) STACK:(\d+)", usage or "")
-        if found is None:
-            raise RuntimeError(f"cuobjdump tells no resource usage:\n{usage}")
-        registers, stack = int(found[1]), int(found[2])
-        if stack == 0:
-            return registers, 0
-        # the stack may hold other things: the assembler knows
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage or "")
+    if found is None:
+        raise RuntimeError(f"cuobjdump tells no resource usage:\n{usage}")
+    registers, stack = int(found[1]), int(found[2])
+    if stack == 0 and "wgmma" not in kernel.asm["ptx"]:
+        return registers, 0, False
+    # the stack may hold other things, and how wgmma follow each other the assembler only says
+    said = _assembled(kernel.asm["ptx"], arch)
+    spills = re.search(r"(\d+) bytes spill stores", said)
+    return registers, int(spills[1]) if spills else stack, "wgmma" in said and "serializ" in said
+
+
+def _assembled(ptx: str, arch: int) -> str:
+    """What the assembler says of a kernel; "" where none knows this version of PTX."""
+    with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
-        source.write_text(kernel.asm["ptx"], encoding="utf-8")
-        suffix = "a" if arch >= 90 else ""
-        options = ["-v", f"--gpu-name=sm_{arch}{suffix}", str(source), "-o", str(cubin)]
-        for assembler in ("ptxas", "ptxas-blackwell"):  # an older one may not know the version
-            spills = re.search(r"(\d+) bytes spill stores", _tool(assembler, *options) or "")
-            if spills is not None:
-                return registers, int(spills[1])
-        return registers, stack
+        source.write_text(ptx, encoding="utf-8")
+        gpu = f"--gpu-name=sm_{arch}{'a' if arch >= 90 else ''}"
+        options = ["-v", gpu, str(source), "-o", str(source.with_suffix(".cubin"))]
+        said = (_tool(name, *options) for name in ("ptxas", "ptxas-blackwell"))
+        return next((each for each in said if each is not None), "")
 
 
 def _tool(name: str, *arguments: str) -> str | None:

@@ -2,9 +2,7 @@
 
 Problems are small, and unusual in every way the contract allows. With `model_widths` rows and heads
 have the widths of models and pages usual sizes, so that few kernels have to be compiled; lengths,
-heads, masks, formats and all the rest stay random. Half of the decodes then are of the kind that
-engines make: a kernel for one architecture takes no others, and of cases that are unusual in every
-way at once none would be its.
+heads, masks, formats and all the rest stay random.
 """
 
 from __future__ import annotations
@@ -65,8 +63,13 @@ class SeededDraw(Draw):
         return self._random.randint(low, high)
 
 
-def draw_case(draw: Draw, kind: type[Case]) -> Case:
-    """A case of `kind`; those with a cache have any format."""
+def draw_case(draw: Draw, kind: type[Case], backend: str = "") -> Case:
+    """A case of `kind`; those with a cache have any format.
+
+    backend  with kernels for few problems: the case is one of these
+    """
+    if (backend, kind) in SPECIALISED:
+        return SPECIALISED[backend, kind](draw)
     if kind in UNCACHED:
         return UNCACHED[kind](draw)
     return CACHED[kind](draw, draw.choice(FORMATS))
@@ -193,8 +196,6 @@ def prefill_case(draw: Draw) -> PrefillCase:
 
 
 def decode_case(draw: Draw, format: str) -> DecodeCase:
-    if draw.model_widths and draw.flip():
-        return served_decode_case(draw)
     shape = _cached(draw, format)
     requests = _lengths(draw, shape["page_size"])
     return DecodeCase(
@@ -211,30 +212,6 @@ def decode_case(draw: Draw, format: str) -> DecodeCase:
         world=draw.choice((1, 1, 2, 3)),
         interleave=draw.choice((1, 3, 16)),
         deterministic=draw.flip(),
-    )
-
-
-def served_decode_case(draw: Draw) -> DecodeCase:
-    """Half-precision rows of DeepSeek-V3 in pages of 64, queries of the same dtype, all keys."""
-    (rank, rope, v_width), page_size = MODEL_ROWS[0], USUAL_PAGES[-1]
-    dtype = draw.choice(("bf16", "fp16"))
-    requests = _lengths(draw, page_size, longest=600)
-    return DecodeCase(
-        **_common(draw),
-        **requests,
-        **_scheduled(draw),
-        **{**_attending(draw), "heads": draw.choice((draw.integer(1, 20), 64, 128))},
-        kv_lora_rank=rank,
-        qk_rope_head_dim=rope,
-        v_width=v_width,
-        format=dtype,
-        page_size=page_size,
-        num_layers=draw.integer(1, 2),
-        wide_indices=draw.flip(),
-        implicit_starts=_may_imply_starts(draw, requests),
-        dtype=dtype,
-        q_rope_dtype=draw.choice(("", dtype)),
-        mask=draw.choice(("causal", "null")),
     )
 
 
@@ -348,6 +325,34 @@ def matmul_case(draw: Draw) -> BatchedMatmulCase:
 
 
 # ops with a cache: a case for one format of it
+def hopper_decode_case(draw: Draw) -> DecodeCase:
+    """What the Gluon kernel takes, of few configurations, so that few have to be compiled."""
+    batch = draw.choice((1, 2, 3, 8, 40, 150))
+    longest = draw.choice((130, 700, 3000)) if batch > 3 else draw.choice((130, 3000, 20000))
+    q_lens = tuple(draw.choice((1, 1, 1, 1, 2, 4, 0)) for _ in range(batch))
+    ends = tuple(draw.integer(0, longest) for _ in range(batch))
+    whole = tuple(end // 64 * 64 for end in ends)
+    tile = draw.choice((64, 128))
+    cut = {"num_workers": draw.integer(1, 132), "tile": tile}
+    plans: tuple[dict[str, Any], ...] = ({}, cut, {**cut, "fixed_split": 4 * tile})
+    return DecodeCase(
+        seed=draw.integer(0, 2**31),
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        page_size=64,
+        num_layers=draw.integer(1, 2),
+        kv_lens=draw.choice((ends, whole)),
+        q_lens=q_lens,
+        heads=draw.choice((draw.integer(1, 128), 16, 64, 128)) if batch < 40 else 16,
+        sharpness=draw.choice((0.5, 1.5, 4.0)),
+        sink=draw.choice(("", "finite")),
+        **draw.choice(plans),
+    )
+
+
+SPECIALISED: dict[tuple[str, type[Case]], Callable[[Draw], Case]] = {
+    ("hopper", DecodeCase): hopper_decode_case,
+}
 CACHED: dict[type[Case], Callable[[Draw, str], Case]] = {
     AppendCase: append_case,
     DecodeCase: decode_case,

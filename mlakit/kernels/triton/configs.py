@@ -218,8 +218,10 @@ class DecodeMergeConfig:
 
 def pick_decode_merge_config(*, v_width: int, expected_parts: int) -> DecodeMergeConfig:
     """Few requests have many parts each: these are then what is read in parallel."""
-    if expected_parts > MERGED_PARTS:
+    if expected_parts > 4 * MERGED_PARTS:
         return DecodeMergeConfig(1, 4 * MERGED_PARTS, num_warps=8)
+    if expected_parts > MERGED_PARTS:
+        return DecodeMergeConfig(1, 2 * MERGED_PARTS, num_warps=4)
     return DecodeMergeConfig(max(1024 // power_of_two(v_width), 1), MERGED_PARTS, num_warps=4)
 
 

@@ -64,7 +64,8 @@ def merge_partials(
     parts = row_tile_parts or NO_PARTS
     device = target(out.device)
     split = batch if row_tile_parts is None else parts.num_tiles
-    expected_parts = partial_lse.shape[0] // max(slot_rows * split, 1)
+    # there are two slots per worker, for the worst of plans
+    expected_parts = partial_lse.shape[0] // max(2 * slot_rows * split, 1)
     config = pick_decode_merge_config(v_width=v_width, expected_parts=expected_parts)
     # of a slot only rows of heads that there are
     rows = slot_rows // padded_heads * heads if row_tile_parts is None else slot_rows

@@ -1,0 +1,563 @@
+"""Absorbed attention over paged rows of 576 columns, 512 of them values: the seesaw.
+
+Work       a program: 64 heads of one query over a range of its request's keys, 64 keys a block;
+           one such unit after the other, as the plan's items say
+Two warpgroups of four warps, no producer. Each owns half of the value columns of the sum:
+
+             even (columns 0 to 255)                  odd (columns 256 to 511)
+  a pair     S0 = Q·K0ᵀ, begun in the pair before     S1 = Q·K1ᵀ, likewise
+  of blocks  reload K0 rope                           reload K1 rope
+             m0 = max(m, S0)  ------- max_even ---->  m1 = max(m0, S1)
+             P0 = exp2(S0 − m0)   <-- max_odd -----   P1 = exp2(S1 − m1)
+             O = O·a + P0·V0 left                     O = O·a' + P1·V1 right
+             --- p_even = P0·exp2(m0 − m1) ------>    <--- p_odd = P1 ---
+             reload K0 left                           O += P0·V0 right
+             O = O·b + P1·V1 left                     reload K1 right
+             reload K1 left                           reload K0 right
+             S0 = Q·K0ᵀ of the next pair              S1 = Q·K1ᵀ of the next pair
+
+Barriers   one per half of a block and per rope part, counted in pairs. None says that a buffer is
+           free: a warpgroup reloads only what it was the last to read, the exchange of maxima and
+           of P orders the rest
+Memory     231 KB of shared memory, 255 registers; partials of units that do not see all keys of
+           their query go to scratch in float32, `merge_partials` joins them
+Numbers    P is rounded to the cache's dtype, sums are float32; rows past a query's last key are
+           zeroed before they are multiplied, for 0 · NaN is NaN
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from mlakit.kernels.hopper.compat import record, tma_load
+from mlakit.kernels.hopper.decode_work import (
+    Inputs,
+    Work,
+    count_units,
+    find_keys,
+    find_place,
+    find_start,
+    next_unit,
+    row_of,
+)
+from mlakit.kernels.hopper.primitives import (
+    add_scores,
+    load_box,
+    new_barrier,
+    opaque_zero,
+    zero_rows,
+)
+
+WORKER_REGISTERS = gl.constexpr(248)
+NOTHING = gl.constexpr(float("-inf"))
+FIRST_PEAK = gl.constexpr(-1.0e30)  # finite: the difference of two peaks is never inf − inf
+LN2 = gl.constexpr(0.6931471805599453)
+LOG2_E = gl.constexpr(1.4426950408889634)
+HALF_BYTES = gl.constexpr(64 * 256 * 2)
+ROPE_BYTES = gl.constexpr(64 * 64 * 2)
+
+
+@record
+class Results:
+    out: object
+    lse: object
+    partial_out: object
+    partial_lse: object
+    sink: object
+    stride_out_token: object
+    stride_out_head: object
+    stride_lse_token: object
+    stride_lse_head: object
+    stride_sink: object
+
+
+@record
+class Buffers:
+    """Shared memory. `left` and `right` are halves of the 512 latent columns, of two blocks."""
+
+    q_left: object
+    q_right: object
+    left: object
+    right: object
+    rope: object
+    p_even: object  # q's rope part until P0 replaces it
+    p_odd: object
+    max_even: object
+    max_odd: object
+    sum_even: object
+    sum_odd: object
+
+
+@record
+class Arrivals:
+    """Barriers: of loads, then of what one warpgroup tells the other."""
+
+    q: object
+    left_even: object
+    left_odd: object
+    right_even: object
+    right_odd: object
+    rope_even: object
+    rope_odd: object
+    max_even: object
+    max_odd: object
+    p_even: object
+    p_odd: object
+    sum_even: object
+    sum_odd: object
+
+
+@gluon.jit
+def _load_even(inputs, token, first_head, row, buffers, arrivals):
+    """Start with the queries of a unit and its first block."""
+    q_row = token * inputs.q_token_rows + first_head
+    rope_row = token * inputs.q_rope_token_rows + first_head
+    load_box(inputs.kv_rope, row, 512, arrivals.rope_even, buffers.rope.index(0), ROPE_BYTES)
+    load_box(inputs.kv, row, 0, arrivals.left_even, buffers.left.index(0), HALF_BYTES)
+    mbarrier.expect(arrivals.q, ROPE_BYTES + 2 * HALF_BYTES)
+    tma_load(inputs.q_rope, [rope_row, 0], arrivals.q, buffers.p_even)
+    tma_load(inputs.q, [q_row, 0], arrivals.q, buffers.q_left.index(0))
+    tma_load(inputs.q, [q_row, 256], arrivals.q, buffers.q_right.index(0))
+    load_box(inputs.kv, row, 256, arrivals.right_even, buffers.right.index(0), HALF_BYTES)
+
+
+@gluon.jit
+def _load_odd_left(inputs, row, buffers, arrivals):
+    """The left half of a unit's second block: it goes where the even warpgroup's result was."""
+    load_box(inputs.kv, row, 0, arrivals.left_odd, buffers.left.index(1), HALF_BYTES)
+
+
+@gluon.jit
+def _load_odd_right(inputs, row, buffers, arrivals):
+    """The rest of the second block."""
+    load_box(inputs.kv_rope, row, 512, arrivals.rope_odd, buffers.rope.index(1), ROPE_BYTES)
+    load_box(inputs.kv, row, 256, arrivals.right_odd, buffers.right.index(1), HALF_BYTES)
+
+
+@gluon.jit
+def _mask(scores, block, keys, IS_NEGATIVE: gl.constexpr, IS_GIVEN: gl.constexpr):
+    """−inf for keys of a block that are not to be seen."""
+    LAYOUT: gl.constexpr = scores.type.layout
+    if IS_NEGATIVE:
+        scores = -scores
+    is_inside = block * 64 + 64 <= keys.end
+    if IS_GIVEN:
+        is_inside = is_inside & (block * 64 >= keys.low)
+    if not is_inside:
+        key = gl.expand_dims(block * 64 + gl.arange(0, 64, gl.SliceLayout(0, LAYOUT)), 0)
+        is_seen = key < keys.end
+        if IS_GIVEN:
+            is_seen = is_seen & (key >= keys.low)
+        scores = gl.where(is_seen, scores, NOTHING)
+    return scores
+
+
+@gluon.jit
+def _even_pair(
+    pair, pairs_before, keys, inputs, buffers, arrivals, q_rope, acc, peak, total, scores,
+    next_even, next_odd, scale, IS_LAST: gl.constexpr, IS_NEGATIVE: gl.constexpr,
+    IS_GIVEN: gl.constexpr,
+):  # fmt: skip
+    """The even warpgroup's part of a pair of blocks; `next_*` are the rows of the next pair."""
+    SCORES: gl.constexpr = scores.type.layout
+    SUMS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    DTYPE: gl.constexpr = buffers.left.dtype
+    phase = (pairs_before + pair) & 1
+    zero = opaque_zero()
+    block = keys.first_block + 2 * pair
+    row_even = next_even
+    row_odd = next_odd
+    if not IS_LAST:
+        load_box(
+            inputs.kv_rope, row_even, 512, arrivals.rope_even, buffers.rope.index(0), ROPE_BYTES
+        )
+        next_even = row_of(inputs, keys, block + 4)
+        next_odd = row_of(inputs, keys, block + 5)
+    scores = _mask(scores, block, keys, IS_NEGATIVE, IS_GIVEN)
+    own_peak = gl.maximum(peak, gl.max(scores, 1) * scale)
+    buffers.max_even.store(own_peak)
+    mbarrier.arrive(arrivals.max_even, count=1)
+    decay = gl.exp2(peak - own_peak)
+    weights = gl.exp2(scores * scale - gl.expand_dims(own_peak, 1))
+    acc = acc * gl.expand_dims(gl.convert_layout(decay, SUMS), 1)
+    own_weights = gl.convert_layout(weights.to(DTYPE), WEIGHTS)
+    if IS_LAST:
+        zero_rows(buffers.left, 0, keys.end - block * 64)
+    token = warpgroup_mma(own_weights, buffers.left.index(zero), acc, is_async=True)
+    # to the other warpgroup the weights go as of the peak of both blocks
+    mbarrier.wait(arrivals.max_odd, phase)
+    peak = buffers.max_odd.load(gl.SliceLayout(1, SCORES))
+    adjust = gl.exp2(own_peak - peak)
+    buffers.p_even.store((weights * gl.expand_dims(adjust, 1)).to(DTYPE))
+    fence_async_shared()
+    mbarrier.arrive(arrivals.p_even, count=1)
+    total = total * decay + gl.sum(weights, 1)
+    acc, own_weights = warpgroup_mma_wait(0, deps=(token, own_weights))
+    if not IS_LAST:
+        load_box(inputs.kv, row_even, 0, arrivals.left_even, buffers.left.index(0), HALF_BYTES)
+    total = total * adjust
+    acc = acc * gl.expand_dims(gl.convert_layout(adjust, SUMS), 1)
+    mbarrier.wait(arrivals.p_odd, phase)
+    if IS_LAST:
+        zero_rows(buffers.left, 1, keys.end - block * 64 - 64)
+    token = warpgroup_mma(buffers.p_odd, buffers.left.index(zero + 1), acc, is_async=True)
+    if not IS_LAST:
+        nothing = gl.zeros([64, 64], gl.float32, SCORES)
+        mbarrier.wait(arrivals.rope_even, phase ^ 1)
+        rotated = buffers.rope.index(zero).permute((1, 0))
+        dots = warpgroup_mma(q_rope, rotated, nothing, use_acc=False, is_async=True)
+        # the rope part keeps the tensor cores busy while the left half is reloaded
+        acc = warpgroup_mma_wait(1, deps=(token,))
+        load_box(inputs.kv, row_odd, 0, arrivals.left_odd, buffers.left.index(1), HALF_BYTES)
+        dots = add_scores(
+            buffers.q_left, buffers.left, 0, arrivals.left_even, phase ^ 1, zero, dots
+        )
+        dots = add_scores(
+            buffers.q_right, buffers.right, 0, arrivals.right_even, phase ^ 1, zero, dots
+        )
+        scores = warpgroup_mma_wait(0, deps=(dots,))
+    else:
+        acc = warpgroup_mma_wait(0, deps=(token,))
+    return acc, peak, total, scores, next_even, next_odd
+
+
+@gluon.jit
+def _odd_pair(
+    pair, pairs_before, keys, inputs, buffers, arrivals, q_rope, acc, peak, total, scores,
+    next_even, next_odd, scale, IS_LAST: gl.constexpr, IS_NEGATIVE: gl.constexpr,
+    IS_GIVEN: gl.constexpr,
+):  # fmt: skip
+    """The odd warpgroup's part of the same pair."""
+    SCORES: gl.constexpr = scores.type.layout
+    SUMS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    DTYPE: gl.constexpr = buffers.left.dtype
+    phase = (pairs_before + pair) & 1
+    zero = opaque_zero()
+    block = keys.first_block + 2 * pair
+    row_even = next_even
+    row_odd = next_odd
+    if not IS_LAST:
+        load_box(inputs.kv_rope, row_odd, 512, arrivals.rope_odd, buffers.rope.index(1), ROPE_BYTES)
+        next_even = row_of(inputs, keys, block + 4)
+        next_odd = row_of(inputs, keys, block + 5)
+    scores = _mask(scores, block + 1, keys, IS_NEGATIVE, IS_GIVEN)
+    largest = gl.max(scores, 1) * scale
+    mbarrier.wait(arrivals.max_even, phase)
+    new_peak = gl.maximum(buffers.max_even.load(gl.SliceLayout(1, SCORES)), largest)
+    buffers.max_odd.store(new_peak)
+    mbarrier.arrive(arrivals.max_odd, count=1)
+    weights = gl.exp2(scores * scale - gl.expand_dims(new_peak, 1))
+    rounded = weights.to(DTYPE)
+    decay = gl.exp2(peak - new_peak)
+    acc = acc * gl.expand_dims(gl.convert_layout(decay, SUMS), 1)
+    own_weights = gl.convert_layout(rounded, WEIGHTS)
+    if IS_LAST:
+        zero_rows(buffers.right, 1, keys.end - block * 64 - 64)
+    token = warpgroup_mma(own_weights, buffers.right.index(zero + 1), acc, is_async=True)
+    buffers.p_odd.store(rounded)
+    fence_async_shared()
+    mbarrier.arrive(arrivals.p_odd, count=1)
+    mbarrier.wait(arrivals.p_even, phase)
+    if IS_LAST:
+        zero_rows(buffers.right, 0, keys.end - block * 64)
+    token = warpgroup_mma(buffers.p_even, buffers.right.index(zero), token, is_async=True)
+    total = total * decay + gl.sum(weights, 1)
+    if not IS_LAST:
+        nothing = gl.zeros([64, 64], gl.float32, SCORES)
+        token, own_weights = warpgroup_mma_wait(1, deps=(token, own_weights))
+        load_box(inputs.kv, row_odd, 256, arrivals.right_odd, buffers.right.index(1), HALF_BYTES)
+        acc = warpgroup_mma_wait(0, deps=(token,))
+        load_box(inputs.kv, row_even, 256, arrivals.right_even, buffers.right.index(0), HALF_BYTES)
+        mbarrier.wait(arrivals.rope_odd, phase ^ 1)
+        rotated = buffers.rope.index(zero + 1).permute((1, 0))
+        dots = warpgroup_mma(q_rope, rotated, nothing, use_acc=False, is_async=True)
+        dots = add_scores(
+            buffers.q_right, buffers.right, 1, arrivals.right_odd, phase ^ 1, zero, dots
+        )
+        dots = add_scores(buffers.q_left, buffers.left, 1, arrivals.left_odd, phase ^ 1, zero, dots)
+        scores = warpgroup_mma_wait(0, deps=(dots,))
+    else:
+        acc, own_weights = warpgroup_mma_wait(0, deps=(token, own_weights))
+    return acc, new_peak, total, scores, next_even, next_odd
+
+
+@gluon.jit
+def _first_scores(buffers, arrivals, q_rope, phase, IS_EVEN: gl.constexpr, LAYOUT: gl.constexpr):
+    """The scores of a unit's first block, or of its second."""
+    nothing = gl.zeros([64, 64], gl.float32, LAYOUT)
+    zero = opaque_zero()
+    if IS_EVEN:
+        mbarrier.wait(arrivals.rope_even, phase)
+        keys = buffers.rope.index(zero).permute((1, 0))
+        dots = warpgroup_mma(q_rope, keys, nothing, use_acc=False, is_async=True)
+        dots = add_scores(buffers.q_left, buffers.left, 0, arrivals.left_even, phase, zero, dots)
+        dots = add_scores(buffers.q_right, buffers.right, 0, arrivals.right_even, phase, zero, dots)
+    else:
+        mbarrier.wait(arrivals.rope_odd, phase)
+        keys = buffers.rope.index(zero + 1).permute((1, 0))
+        dots = warpgroup_mma(q_rope, keys, nothing, use_acc=False, is_async=True)
+        dots = add_scores(buffers.q_right, buffers.right, 1, arrivals.right_odd, phase, zero, dots)
+        dots = add_scores(buffers.q_left, buffers.left, 1, arrivals.left_odd, phase, zero, dots)
+    return warpgroup_mma_wait(0, deps=(dots,))
+
+
+@gluon.jit
+def _store(
+    place, results, heads, buffer, acc, peak, total, IS_EVEN: gl.constexpr, SCORES: gl.constexpr
+):
+    """Write a warpgroup's half of a unit's result (by way of `buffer`) or of its partial."""
+    SUMS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    FIRST: gl.constexpr = 0 if IS_EVEN else 256
+    row = gl.arange(0, 64, gl.SliceLayout(1, SCORES))
+    head = place.first_head + row
+    is_empty = total == 0.0
+    lse = (peak + gl.log2(gl.where(is_empty, 1.0, total))) * LN2
+    lse = gl.where(is_empty, NOTHING, lse)
+    # an infinite score: the weights are NaN, the sum of the exponentials is not
+    lse = gl.where(peak == float("inf"), peak, lse)
+    denominator = total
+    if results.sink is not None:
+        sink = gl.load(results.sink + head * results.stride_sink, mask=head < heads, other=0.0)
+        with_sink = denominator + gl.exp2(sink * LOG2_E - peak)
+        denominator = gl.where(place.slot < 0, with_sink, denominator)  # a merge adds it once
+    scale = gl.where(is_empty, 0.0, 1.0 / denominator)
+    acc = acc * gl.expand_dims(gl.convert_layout(scale, SUMS), 1)
+    if place.slot < 0:
+        _store_final(place, results, heads, buffer, acc, FIRST)
+        if IS_EVEN:
+            lse_row = results.lse + place.token.to(gl.int64) * results.stride_lse_token
+            gl.store(lse_row + head * results.stride_lse_head, lse, mask=head < heads)
+    else:
+        _store_partial(place, results, heads, acc, FIRST)
+        if IS_EVEN:
+            gl.store(results.partial_lse + place.slot_row + row, lse, mask=head < heads)
+
+
+@gluon.jit
+def _store_final(place, results, heads, buffer, acc, FIRST: gl.constexpr):
+    """By way of shared memory: sixteen bytes a thread."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    buffer.store(acc.to(results.out.dtype.element_ty))
+    head = place.first_head + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    column = FIRST + gl.arange(0, 256, gl.SliceLayout(0, LAYOUT))
+    row = results.out + place.token.to(gl.int64) * results.stride_out_token
+    at = gl.expand_dims(head * results.stride_out_head, 1) + gl.expand_dims(column, 0)
+    gl.store(row + at, buffer.load(LAYOUT), mask=gl.expand_dims(head < heads, 1))
+    fence_async_shared()
+
+
+@gluon.jit
+def _store_partial(place, results, heads, acc, FIRST: gl.constexpr):
+    """In float32; four threads write a sector of 32 bytes."""
+    LAYOUT: gl.constexpr = acc.type.layout
+    row = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    column = FIRST + gl.arange(0, 256, gl.SliceLayout(0, LAYOUT))
+    slot = results.partial_out + place.slot_row * 512
+    at = gl.expand_dims(row * 512, 1) + gl.expand_dims(column, 0)
+    gl.store(slot + at, acc, mask=gl.expand_dims(place.first_head + row < heads, 1))
+
+
+@gluon.jit
+def _warpgroup(
+    IS_EVEN: gl.constexpr, item, index, inputs, work, results, buffers, arrivals, scale,
+    IS_NEGATIVE: gl.constexpr, IS_GIVEN: gl.constexpr,
+):  # fmt: skip
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
+    SUMS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    token, first_head, row, next_row = find_start(inputs, work, item, index)
+    if IS_EVEN:
+        _load_even(inputs, token, first_head, row, buffers, arrivals)
+        _load_odd_left(inputs, next_row, buffers, arrivals)
+    else:
+        _load_odd_right(inputs, next_row, buffers, arrivals)
+    pairs_before = item * 0  # its parity is the phase of the barriers
+    units_before = item * 0
+    # addresses of a thread's elements are found in each turn: kept, they would be spilled
+    for _ in tl.range(0, count_units(work, item, index), disable_licm=True):
+        keys = find_keys(inputs, work, item, index)
+        num_pairs = gl.maximum((keys.end_block - keys.first_block + 1) // 2, 1)
+        next_even = row_of(inputs, keys, keys.first_block + 2)
+        next_odd = row_of(inputs, keys, keys.first_block + 3)
+        mbarrier.wait(arrivals.q, units_before & 1)
+        q_rope = buffers.p_even.load(gl.DotOperandLayout(0, SCORES, 2))
+        acc = gl.zeros([64, 256], gl.float32, VALUES)
+        peak = gl.full([64], FIRST_PEAK, gl.float32, SUMS)
+        total = gl.zeros([64], gl.float32, SUMS)
+        scores = _first_scores(buffers, arrivals, q_rope, pairs_before & 1, IS_EVEN, SCORES)
+        for pair in range(num_pairs - 1):
+            if IS_EVEN:
+                acc, peak, total, scores, next_even, next_odd = _even_pair(
+                    pair, pairs_before, keys, inputs, buffers, arrivals, q_rope, acc, peak, total,
+                    scores, next_even, next_odd, scale, False, IS_NEGATIVE, IS_GIVEN,
+                )  # fmt: skip
+            else:
+                acc, peak, total, scores, next_even, next_odd = _odd_pair(
+                    pair, pairs_before, keys, inputs, buffers, arrivals, q_rope, acc, peak, total,
+                    scores, next_even, next_odd, scale, False, IS_NEGATIVE, IS_GIVEN,
+                )  # fmt: skip
+        # looked up now: the loads that follow this unit then wait for no other load
+        next_item, next_index = next_unit(work, item, index + gl.num_programs(0))
+        token, first_head, row, next_row = find_start(inputs, work, next_item, next_index)
+        if IS_EVEN:
+            acc, peak, total, scores, next_even, next_odd = _even_pair(
+                num_pairs - 1, pairs_before, keys, inputs, buffers, arrivals, q_rope, acc, peak,
+                total, scores, next_even, next_odd, scale, True, IS_NEGATIVE, IS_GIVEN,
+            )  # fmt: skip
+            buffers.sum_even.store(total)
+            mbarrier.arrive(arrivals.sum_even, count=1)
+            mbarrier.wait(arrivals.sum_odd, units_before & 1)
+            total = total + buffers.sum_odd.load(SUMS)
+            # queries, keys and weights have all been read: the next loads go on meanwhile
+            if next_item < work.last_item:
+                _load_even(inputs, token, first_head, row, buffers, arrivals)
+            # found again: kept through the loop, it would take registers that that needs
+            place = find_place(work, item, index)
+            _store(
+                place, results, work.heads, buffers.left.index(1), acc, peak, total, True, SCORES
+            )
+            if next_item < work.last_item:
+                _load_odd_left(inputs, next_row, buffers, arrivals)
+        else:
+            acc, peak, total, scores, next_even, next_odd = _odd_pair(
+                num_pairs - 1, pairs_before, keys, inputs, buffers, arrivals, q_rope, acc, peak,
+                total, scores, next_even, next_odd, scale, True, IS_NEGATIVE, IS_GIVEN,
+            )  # fmt: skip
+            buffers.sum_odd.store(total)
+            mbarrier.arrive(arrivals.sum_odd, count=1)
+            mbarrier.wait(arrivals.sum_even, units_before & 1)
+            total = total + buffers.sum_even.load(SUMS)
+            place = find_place(work, item, index)
+            _store(
+                place, results, work.heads, buffers.right.index(1), acc, peak, total, False, SCORES
+            )
+            if next_item < work.last_item:
+                _load_odd_right(inputs, next_row, buffers, arrivals)
+        pairs_before += num_pairs
+        units_before += 1
+        item = next_item
+        index = next_index
+
+
+@gluon.jit
+def _even_warpgroup(
+    item, index, inputs, work, results, buffers, arrivals, scale, IS_NEGATIVE: gl.constexpr,
+    IS_GIVEN: gl.constexpr,
+):  # fmt: skip
+    _warpgroup(
+        True, item, index, inputs, work, results, buffers, arrivals, scale, IS_NEGATIVE, IS_GIVEN
+    )
+
+
+@gluon.jit
+def _odd_warpgroup(
+    item, index, inputs, work, results, buffers, arrivals, scale, IS_NEGATIVE: gl.constexpr,
+    IS_GIVEN: gl.constexpr,
+):  # fmt: skip
+    _warpgroup(
+        False, item, index, inputs, work, results, buffers, arrivals, scale, IS_NEGATIVE, IS_GIVEN
+    )
+
+
+@gluon.jit(
+    # other strides are 1 nearly always, and take no registers then
+    do_not_specialize=[
+        "stride_table_request",
+        "stride_lse_token",
+        "q_token_rows",
+        "q_rope_token_rows",
+        "heads",
+        "slot_rows",
+    ]
+)
+def mla_decode_kernel(
+    q,  # descriptors: boxes of 64 x 256, of 64 x 64 where rotated
+    q_rope,
+    kv,
+    kv_rope,
+    table,
+    q_starts,
+    kv_lens,
+    sink,
+    out,
+    lse,
+    partial_out,  # [slots, slot_rows, 512] float32
+    partial_lse,  # [slots, slot_rows] float32
+    items,
+    worker_starts,
+    partial_starts,
+    scale_log2,
+    stride_table_request,
+    stride_table_entry,
+    stride_q_starts,
+    stride_kv_lens,
+    stride_out_token,
+    stride_out_head,
+    stride_lse_token,
+    stride_lse_head,
+    stride_sink,
+    q_token_rows,
+    q_rope_token_rows,
+    heads,
+    slot_rows,
+    HEAD_BLOCKS: gl.constexpr,
+    PAGE_ROWS: gl.constexpr,
+    PAGE_BLOCKS: gl.constexpr,
+    IS_CAUSAL: gl.constexpr,
+    IS_NEGATIVE: gl.constexpr,
+    IS_GIVEN: gl.constexpr,  # the plan is not of this kernel: see `_has_room`, `_mask`
+    ITEM_COLUMNS: gl.constexpr,
+):
+    """grid: (units of a request that are worked on at once, workers of the plan)"""
+    DTYPE: gl.constexpr = kv.dtype
+    BOX_LAYOUT: gl.constexpr = kv.layout
+    VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    inputs = Inputs(
+        q, q_rope, kv, kv_rope, q_token_rows, q_rope_token_rows, table, stride_table_request,
+        stride_table_entry, PAGE_ROWS, PAGE_BLOCKS,
+    )  # fmt: skip
+    work = Work(
+        items, partial_starts, q_starts, kv_lens, stride_q_starts, stride_kv_lens, heads,
+        HEAD_BLOCKS, slot_rows, gl.load(worker_starts + gl.program_id(1) + 1), IS_CAUSAL,
+        IS_GIVEN, ITEM_COLUMNS,
+    )  # fmt: skip
+    results = Results(
+        out, lse, partial_out, partial_lse, sink, stride_out_token, stride_out_head,
+        stride_lse_token, stride_lse_head, stride_sink,
+    )  # fmt: skip
+    buffers = Buffers(
+        gl.allocate_shared_memory(DTYPE, [1, 64, 256], BOX_LAYOUT),
+        gl.allocate_shared_memory(DTYPE, [1, 64, 256], BOX_LAYOUT),
+        gl.allocate_shared_memory(DTYPE, [2, 64, 256], BOX_LAYOUT),
+        gl.allocate_shared_memory(DTYPE, [2, 64, 256], BOX_LAYOUT),
+        gl.allocate_shared_memory(DTYPE, [2, 64, 64], BOX_LAYOUT),
+        gl.allocate_shared_memory(DTYPE, [64, 64], BOX_LAYOUT),
+        gl.allocate_shared_memory(DTYPE, [64, 64], BOX_LAYOUT),
+        gl.allocate_shared_memory(gl.float32, [64], VECTOR),
+        gl.allocate_shared_memory(gl.float32, [64], VECTOR),
+        gl.allocate_shared_memory(gl.float32, [64], VECTOR),
+        gl.allocate_shared_memory(gl.float32, [64], VECTOR),
+    )
+    arrivals = Arrivals(
+        new_barrier(), new_barrier(), new_barrier(), new_barrier(), new_barrier(), new_barrier(),
+        new_barrier(), new_barrier(), new_barrier(), new_barrier(), new_barrier(), new_barrier(),
+        new_barrier(),
+    )  # fmt: skip
+    item, index = next_unit(work, gl.load(worker_starts + gl.program_id(1)), gl.program_id(0))
+    if item < work.last_item:
+        args = (
+            item, index, inputs, work, results, buffers, arrivals, scale_log2, IS_NEGATIVE, IS_GIVEN
+        )  # fmt: skip
+        gl.warp_specialize(
+            [(_even_warpgroup, args), (_odd_warpgroup, args)], [4], [WORKER_REGISTERS]
+        )

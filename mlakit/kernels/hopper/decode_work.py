@@ -1,0 +1,181 @@
+"""Which units a program has, and where each one's queries, keys and results are.
+
+A unit is 64 heads of one query over a range of its request's keys. A worker's items come from the
+plan; the programs of a worker share the units of each item among them.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from mlakit.kernels.hopper.compat import record
+
+NO_ROW = gl.constexpr(2**30)  # past the end of every cache: reads as zeros
+
+
+@record
+class Inputs:
+    """Where a unit's operands are."""
+
+    q: object  # descriptors
+    q_rope: object
+    kv: object
+    kv_rope: object
+    q_token_rows: object  # rows of a descriptor from a token to the next
+    q_rope_token_rows: object
+    table: object
+    stride_request: object
+    stride_entry: object
+    PAGE_ROWS: object  # rows of the cache's descriptor from a page to the next
+    PAGE_BLOCKS: object
+
+
+@record
+class Work:
+    """What there is to do."""
+
+    items: object
+    partial_starts: object
+    q_starts: object
+    kv_lens: object
+    stride_q_starts: object
+    stride_kv_lens: object
+    heads: object
+    HEAD_BLOCKS: object
+    slot_rows: object
+    last_item: object
+    IS_CAUSAL: object
+    IS_GIVEN: object  # the plan is not of this kernel
+    ITEM_COLUMNS: object
+
+
+@record
+class Keys:
+    """A unit's keys [low, end)."""
+
+    entries: object  # the request's row of the page table
+    first_block: object
+    end_block: object
+    low: object
+    end: object
+
+
+@record
+class Place:
+    """Where a unit's queries are and its results go."""
+
+    token: object
+    first_head: object
+    slot: object  # −1: the result is final
+    slot_row: object
+
+
+@gluon.jit
+def _load_item(work, item):
+    """(request, first key, last key, slot; of the request: first query, queries, keys)."""
+    at = work.items + work.ITEM_COLUMNS * item
+    request = gl.load(at)
+    first = gl.load(at + 1)
+    last = gl.load(at + 2)
+    slot = gl.load(at + 3)
+    if work.ITEM_COLUMNS > 4:
+        q_first = gl.load(at + 4)
+        q_len = gl.load(at + 5)
+        kv_len = gl.load(at + 6)
+    else:
+        starts = work.q_starts + request.to(gl.int64) * work.stride_q_starts
+        q_first = gl.load(starts).to(gl.int32)
+        q_len = gl.load(starts + work.stride_q_starts).to(gl.int32) - q_first
+        kv_len = gl.load(work.kv_lens + request.to(gl.int64) * work.stride_kv_lens).to(gl.int32)
+    return request, first, last, slot, q_first, q_len, kv_len
+
+
+@gluon.jit
+def _has_room(work, q_len, slot):
+    """For the partials of a request that is split. Else the first of its items does all of it.
+
+    Plans that are made for this kernel split no request without.
+    """
+    if work.IS_GIVEN:
+        return (slot < 0) | (q_len * work.HEAD_BLOCKS * 64 <= work.slot_rows)
+    else:  # noqa: RET505
+        return slot == slot
+
+
+@gluon.jit
+def _num_units(work, item):
+    """Units of an item, one per block of heads of each query."""
+    request, _, _, slot, _, q_len, _ = _load_item(work, item)
+    num_units = q_len * work.HEAD_BLOCKS
+    if work.IS_GIVEN:
+        is_first = slot == gl.load(work.partial_starts + request)
+        num_units = gl.where(is_first | _has_room(work, q_len, slot), num_units, 0)
+    return num_units
+
+
+@gluon.jit
+def next_unit(work, item, index):
+    """The first (item, unit of it) from these on that exists; item is `last_item` past the end."""
+    is_found = item >= work.last_item
+    while not is_found:
+        is_found = index < _num_units(work, item)
+        if not is_found:
+            item += 1
+            index = gl.program_id(0)
+            is_found = item >= work.last_item
+    return item, index
+
+
+@gluon.jit
+def count_units(work, item, index):
+    """Units of this program, from these on."""
+    count = item * 0
+    while item < work.last_item:
+        item, index = next_unit(work, item, index + gl.num_programs(0))
+        count += 1
+    return count
+
+
+@gluon.jit
+def find_keys(inputs, work, item, index):
+    request, low, last, slot, _, q_len, kv_len = _load_item(work, item)
+    has_room = _has_room(work, q_len, slot)
+    low = gl.where(has_room, low, 0)
+    end = gl.where(has_room, gl.minimum(last, kv_len), kv_len)
+    if work.IS_CAUSAL:
+        end = gl.minimum(end, kv_len - q_len + index // work.HEAD_BLOCKS + 1)
+    entries = inputs.table + request.to(gl.int64) * inputs.stride_request
+    return Keys(entries, low // 64, (gl.maximum(end, 0) + 63) // 64, low, end)
+
+
+@gluon.jit
+def find_place(work, item, index):
+    _, _, _, slot, q_first, q_len, _ = _load_item(work, item)
+    slot = gl.where(_has_room(work, q_len, slot), slot, -1)
+    token = q_first + index // work.HEAD_BLOCKS
+    slot_row = slot.to(gl.int64) * work.slot_rows + index * 64
+    return Place(token, index % work.HEAD_BLOCKS * 64, slot, slot_row)
+
+
+@gluon.jit
+def row_of(inputs, keys, block):
+    """The first row of a block in the cache's descriptor; past the last key rows of zeros."""
+    exists = block < keys.end_block
+    entry = (block // inputs.PAGE_BLOCKS).to(gl.int64) * inputs.stride_entry
+    page = gl.load(keys.entries + entry, mask=exists, other=0).to(gl.int32)
+    row = page * inputs.PAGE_ROWS + block % inputs.PAGE_BLOCKS * 64
+    return gl.where(exists, row, NO_ROW)
+
+
+@gluon.jit
+def find_start(inputs, work, item, index):
+    """Where a unit's operands begin: (token, first head, row of its first block, of its second)."""
+    token, first_head, row, next_row = item * 0, item * 0, item * 0, item * 0
+    if item < work.last_item:
+        keys = find_keys(inputs, work, item, index)
+        place = find_place(work, item, index)
+        token, first_head = place.token, place.first_head
+        row = row_of(inputs, keys, keys.first_block)
+        next_row = row_of(inputs, keys, keys.first_block + 1)
+    return token, first_head, row, next_row
