@@ -17,8 +17,10 @@ from rich.table import Table
 from mlakit import dispatch, knobs, selfcheck
 from mlakit.bench import environment, gpu, peers
 from mlakit.checks import UnsupportedError
-from mlakit.workloads import CASES
+from mlakit.workloads import DecodeCase
 
+# where a kernel takes certain widths only; other ops have their smallest case
+WIDE_CASES = {"mla_decode": DecodeCase(kv_lora_rank=512, qk_rope_head_dim=64, page_size=64)}
 OPTIONAL = ("transformers", "matplotlib", "flash_mla", "flash_attn_3", "flashinfer-python", "vllm")
 
 
@@ -41,7 +43,7 @@ class BackendHealth:
 
     backend: str
     device: str
-    why_not: str | None  # no call was made
+    why_not: str | None  # no call was made, or none was taken
     ops: tuple[OpHealth, ...] = ()
     random: selfcheck.Outcome | None = None  # calls after those, where those were right
 
@@ -134,24 +136,28 @@ def _backend_health(backend: str, seconds: float) -> BackendHealth:
     reason = why_not(backend)
     if reason is not None:
         return BackendHealth(backend, device, reason)
-    ops = tuple(_op_health(op, device, backend) for op in selfcheck.KINDS)
+    named = [op for op in selfcheck.KINDS if any(s.backend == backend for s in dispatch.specs(op))]
+    ops = tuple(_op_health(op, device, backend) for op in named)
+    if all(each.refusal for each in ops):
+        return BackendHealth(backend, device, ops[0].refusal, ops)
     random = None
     if seconds > 0 and not any(each.error for each in ops):
         settings = selfcheck.Settings(
-            selfcheck.all_ops(()), seed=0, device=device, backend=backend, minutes=seconds / 60
+            tuple(named), seed=0, device=device, backend=backend, minutes=seconds / 60
         )
         random = selfcheck.run(settings)
     return BackendHealth(backend, device, None, ops, random)
 
 
 def _op_health(op: str, device: str, backend: str) -> OpHealth:
-    case = next(each for each in CASES if each.op == op)()
+    case = WIDE_CASES.get(op) or selfcheck.KINDS[op]()
     start = perf_counter()
     refusal = error = None
     try:
         case.run(device, backend)
     except UnsupportedError as why:
-        refusal = str(why)
+        *_, last_line = str(why).splitlines()  # the backend's own
+        refusal = last_line.strip().removeprefix(f"{backend}: ")
     except AssertionError as wrong:
         error = str(wrong)
     return OpHealth(op, perf_counter() - start, refusal, error)

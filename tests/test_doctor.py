@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from mlakit import cli, dispatch, doctor, knobs
 from mlakit.bench import gpu, peers
+from mlakit.specs import pretending
 
 
 def invoke(*arguments: str) -> tuple[int, str]:
@@ -110,11 +111,32 @@ def test_why_a_backend_does_not_work(monkeypatch):
 
 def test_a_refusal_is_no_fault(monkeypatch):
     def refuse(*_: object) -> None:
-        raise doctor.UnsupportedError("not here")
+        raise doctor.UnsupportedError("merge_states: no kernel for cpu\n  cpu: not here")
 
     monkeypatch.setattr(dispatch, "select", refuse)
     health = doctor._op_health("merge_states", "cpu", "cpu")
     assert (health.refusal, health.error) == ("not here", None)
+
+
+def test_a_backend_that_takes_nothing_here_does_not_count_as_working(monkeypatch):
+    reason = "needs sm_90, got sm_80"
+    monkeypatch.setattr(doctor, "why_not", lambda backend: None)
+    monkeypatch.setattr(doctor, "_op_health", lambda op, *_: doctor.OpHealth(op, 0.0, reason))
+    health = doctor._backend_health("hopper", 1.0)
+    assert [each.op for each in health.ops] == ["mla_decode"]
+    assert health.random is None
+    assert health.as_json()["works"] is False
+    assert doctor._backend_line(health) == f"no: {reason}"
+
+
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+def test_every_decode_kernel_takes_the_case_of_the_doctor(backend, monkeypatch):
+    (spec,) = (each for each in dispatch.specs("mla_decode") if each.backend == backend)
+    launches = []
+    monkeypatch.setitem(spec.__dict__, "launch", lambda *args, **kwargs: launches.append(args))
+    with pretending(90):
+        doctor.WIDE_CASES["mla_decode"].trial("cpu").call(backend)
+    assert len(launches) == 1
 
 
 @pytest.mark.gpu
@@ -124,5 +146,6 @@ def test_every_backend_with_kernels_works_on_the_gpu():
     said = json.loads(output)
     assert code == 0, output
     works = {each["backend"] for each in said["backends"] if each["works"]}
-    assert {"cpu", "triton"} <= works
+    on_hopper = {"hopper"} if torch.cuda.get_device_capability() == (9, 0) else set()
+    assert works == {"cpu", "triton"} | on_hopper
     assert said["environment"]["gpu"]
