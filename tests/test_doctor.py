@@ -117,6 +117,14 @@ def test_a_refusal_is_no_fault(monkeypatch):
     assert (health.refusal, health.error) == ("not here", None)
 
 
+def test_a_backend_that_took_no_call_is_not_said_to_work():
+    refused = doctor.OpHealth("mla_decode", 0.1, refusal="needs sm_90, got sm_80")
+    health = doctor.BackendHealth("hopper", "cuda", None, (refused,))
+    assert health.as_json()["works"] is False
+    assert doctor._backend_line(health) == "not seen at work: it took none of the calls"
+    assert not health.faults
+
+
 @pytest.mark.gpu
 def test_every_backend_with_kernels_works_on_the_gpu():
     with knobs.override(peers=".peers"):
