@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -169,7 +170,7 @@ def bench(
             return
         settings = command.Settings(
             suites=suites or (),
-            command=" ".join(["mlakit", *sys.argv[1:]]),
+            command=shlex.join(["mlakit", *sys.argv[1:]]),
             shape=Shape.given(shape, options),
             only=only,
             mode=command.checked_mode(mode, host=host),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import metadata
 from importlib.util import find_spec
 from time import perf_counter
 
@@ -48,6 +47,11 @@ class BackendHealth:
     random: selfcheck.Outcome | None = None  # calls after those, where those were right
 
     @property
+    def num_right(self) -> int:
+        taken = sum(each.refusal is None and each.error is None for each in self.ops)
+        return taken + (0 if self.random is None else self.random.num_right)
+
+    @property
     def faults(self) -> list[str]:
         wrong = [f"{each.op}: {each.error}" for each in self.ops if each.error]
         if self.random is not None and self.random.miss is not None:
@@ -58,7 +62,7 @@ class BackendHealth:
         return {
             "backend": self.backend,
             "device": self.device,
-            "works": self.why_not is None and not self.faults,
+            "works": self.num_right > 0 and not self.faults,
             "why_not": self.why_not,
             "ops": [each.as_json() for each in self.ops],
             "random": None if self.random is None else self.random.as_json(),
@@ -94,19 +98,12 @@ def examine(seconds: float) -> Diagnosis:
     """Call every op on every backend that can work here, then random cases for `seconds` each."""
     return Diagnosis(
         environment.describe(),
-        {name: _version(name) for name in OPTIONAL},
+        {name: environment.version_of(name) for name in OPTIONAL},
         dict(_changed_settings()),
         tuple(_backend_health(backend, seconds) for backend in dispatch.BACKENDS),
         peers.present(),
         peers.origins(),
     )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _changed_settings() -> Iterator[tuple[str, object]]:
@@ -194,6 +191,8 @@ def _backend_line(health: BackendHealth) -> str:
         return f"no: {health.why_not}"
     if health.faults:
         return "broken, see below"
+    if health.num_right == 0:
+        return "not seen at work: it took none of the calls"
     right = sum(each.refusal is None for each in health.ops)
     taken = sum(each.seconds for each in health.ops)
     line = f"works: {right} of {len(health.ops)} ops right in {taken:.1f} s"

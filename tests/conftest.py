@@ -134,7 +134,8 @@ def _gpu_memory(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.node.get_closest_marker("large") is None:
         yield
     else:
-        lane = hash(os.environ.get("PYTEST_XDIST_WORKER", "")) % LARGE_AT_ONCE
+        worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0")
+        lane = int(worker.removeprefix("gw")) % LARGE_AT_ONCE
         with (Path(tempfile.gettempdir()) / f"mlakit-large-{lane}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield

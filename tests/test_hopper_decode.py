@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from mlakit import dispatch
-from mlakit.specs import Problem
+from mlakit.checks import UnsupportedError
+from mlakit.specs import Problem, pretending
 from mlakit.workloads import DecodeCase
 
 ROW = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
@@ -168,3 +169,11 @@ def test_rows_that_boxes_cannot_be_copied_from_are_said_to_be_loose():
     assert not _lie_evenly(rows.flatten()[1:-63].view(-1, 64)[:6].view(2, 3, 64))
     assert not _lie_evenly(rows.as_strided((2, 3, 8), (100, 12, 1)))
     assert not _lie_evenly(rows.as_strided((2, 3, 8), (40, 16, 1)))
+    assert not _lie_evenly(rows[:, :1].expand(4, 6, 64))
+
+
+@pytest.mark.parametrize("q_rope_dtype", ["fp16", "fp32", "e4m3"])
+def test_a_rope_part_of_another_dtype_is_left_to_the_portable_kernel(q_rope_dtype):
+    trial = DecodeCase(**ROW, page_size=64, q_rope_dtype=q_rope_dtype).trial("cpu")
+    with pretending(90), pytest.raises(UnsupportedError, match="takes no q_rope of another dtype"):
+        trial.call("hopper")

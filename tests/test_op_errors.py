@@ -24,9 +24,11 @@ from op_cases import (
 )
 from torch import Tensor
 
-from mlakit import masks, ops
+from mlakit import checks, masks, ops
 from mlakit.cache import PagedLatentCache
+from mlakit.checks import Dims
 from mlakit.geometry import RowShape
+from mlakit.ops._arguments import check_query_starts
 from mlakit.plan import plan_context, plan_decode
 from mlakit.testing import NEVER_A_PAGE, assert_same_bits, assert_unchanged, snapshot
 
@@ -673,6 +675,15 @@ def test_what_a_page_table_holds_past_the_last_page_is_nobodys_business(unused):
     table[2, 0] = unused
     for result, expected in zip(call.run(page_table=table), want, strict=True):
         assert_same_bits("result", result, expected)
+
+
+def test_queries_of_no_request_are_refused_where_lengths_are_not_read(monkeypatch):
+    monkeypatch.setattr(checks, "values_visible", lambda tensor: False)
+    starts = int32([0])
+    wanted = "op: q_starts must have a request for 5 query tokens, got none"
+    with pytest.raises(ValueError, match=wanted):
+        check_query_starts(Dims("op"), starts, 5, 0)
+    assert check_query_starts(Dims("op"), starts, 0, 0) is starts
 
 
 def test_slots_past_the_flat_list_may_be_anything():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 from inspect import signature
 from itertools import islice
 
@@ -142,6 +143,16 @@ def test_the_same_seed_draws_the_same_cases():
     assert drawn[20] == later
     (alone,) = islice(random_cases(Settings(("mla_decode",), seed=12)), 1)
     assert alone in drawn
+
+
+def test_some_decodes_are_what_kernels_for_one_architecture_take():
+    cases = (case for _, case in islice(random_cases(Settings(("mla_decode",), seed=0)), 200))
+    plain = {"q_rope_dtype": "", "q_scaled": False, "flat_table": False, "world": 1}
+    plain |= {"deterministic": False, "num_splits": 0, "page_size": 64, "padded": False}
+    plain |= {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_width": 0, "window": 0}
+    taken = [case for case in cases if case == replace(case, **plain, dtype=case.format)]
+    assert len({case.mask for case in taken}) == len({case.num_workers > 0 for case in taken}) == 2
+    assert {case.format for case in taken} >= {"bf16", "fp16"}
 
 
 def test_widths_are_those_of_models_unless_any_will_do():

@@ -41,7 +41,7 @@ def describe() -> dict[str, object]:
         "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         **gpu(),
         "torch": torch.__version__,
-        "triton": _version_of("triton"),
+        "triton": version_of("triton"),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "mlakit": __version__,
@@ -63,7 +63,8 @@ def gpu() -> dict[str, object]:
     }
 
 
-def _version_of(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """Of an installed package."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -25,7 +25,7 @@ BUDGET_S = 10.0  # for the rounds of one workload; a slow one gets its least rou
 QUICK_BUDGET_S = 0.02
 HOPELESS = 10.0  # times as slow as the fastest baseline on a small problem
 REPLAY = f"{OURS}, graph replay"
-# whatever a library raises for a problem it cannot take after all
+# what imports, compilers and kernels of others raise
 PEER_ERRORS = (
     RuntimeError,
     ValueError,

@@ -38,6 +38,8 @@ def check_query_starts(dims: Dims, q_starts: Tensor | None, num_tokens: int, bat
     dims.bind("batch + 1", batch + 1, "one more than the batch")
     dims.match("q_starts", q_starts, "batch + 1", dtypes=INTEGERS)
     dims.starts("q_starts", q_starts, num_tokens, "the number of query tokens")
+    known = batch > 0 or num_tokens == 0
+    dims.require(known, "q_starts", f"have a request for {num_tokens} query tokens", "none")
     return q_starts
 
 

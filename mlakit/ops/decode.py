@@ -201,6 +201,8 @@ def _uses(a: DecodeArguments, q_latent: Tensor, q_rope: Tensor) -> Iterator[str]
         yield "q_scale"
     if a.deterministic or isinstance(a.splits, EvenSplit):
         yield "fixed splits"
+    if q_rope.dtype != q_latent.dtype:
+        yield "q_rope of another dtype"
     if not (_lie_evenly(q_latent) and _lie_evenly(q_rope)):
         yield "loose rows of q"
 
@@ -209,11 +211,11 @@ def _lie_evenly(rows: Tensor) -> bool:
     """Are rows [n, m, columns] at one distance, from one n to the next a multiple of it, and each
     at a multiple of 16 bytes? Then the hardware can copy boxes of them."""
     apart, distance, _ = rows.stride()
-    if rows.numel() == 0:
+    if rows.numel() == 0 or distance == 0:
         return False
     if distance * rows.element_size() % 16 or rows.data_ptr() % 16:
         return False
-    return rows.shape[0] <= 1 or apart % max(distance, 1) == 0
+    return rows.shape[0] <= 1 or apart % distance == 0
 
 
 def as_shard(op: str, shard: tuple[int, int, int] | None) -> KVShard:

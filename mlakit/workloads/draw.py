@@ -196,6 +196,8 @@ def prefill_case(draw: Draw) -> PrefillCase:
 
 
 def decode_case(draw: Draw, format: str) -> DecodeCase:
+    if draw.model_widths and format in ("bf16", "fp16") and draw.flip():
+        return _plain_decode_case(draw, format)
     shape = _cached(draw, format)
     requests = _lengths(draw, shape["page_size"])
     return DecodeCase(
@@ -212,6 +214,26 @@ def decode_case(draw: Draw, format: str) -> DecodeCase:
         world=draw.choice((1, 1, 2, 3)),
         interleave=draw.choice((1, 3, 16)),
         deterministic=draw.flip(),
+    )
+
+
+def _plain_decode_case(draw: Draw, format: str) -> DecodeCase:
+    """As engines call it: a kernel for one architecture would hardly meet a case that it takes."""
+    rank, rope, _ = MODEL_ROWS[0]
+    splits: dict[str, Any] = {}
+    if draw.flip():
+        splits = {"num_workers": draw.integer(1, 7), "tile": 64}
+    return DecodeCase(
+        **_common(draw),
+        **_lengths(draw, page_size=64, longest=600),
+        **_attending(draw),
+        **splits,
+        kv_lora_rank=rank,
+        qk_rope_head_dim=rope,
+        format=format,
+        dtype=format,
+        page_size=64,
+        mask=draw.choice(("causal", "null")),
     )
 
 

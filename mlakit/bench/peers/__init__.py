@@ -14,9 +14,9 @@ from __future__ import annotations
 import torch
 
 from mlakit.bench.peers import eager, fa3, flash_mla, flashinfer, sdpa
-from mlakit.bench.peers.peer import FAILURES, Absent, CannotTake, told
+from mlakit.bench.peers.peer import Absent, CannotTake, told
 from mlakit.bench.problems import Problem
-from mlakit.bench.suite import Baseline
+from mlakit.bench.suite import PEER_ERRORS, Baseline
 
 PEERS = (flash_mla.PEER, fa3.PEER, flashinfer.PEER, sdpa.PEER, eager.PEER)
 
@@ -53,7 +53,7 @@ def baselines(
                 torch.cuda.synchronize(problem.q.device)
         except (Absent, CannotTake) as reason:
             left_out.append((peer.name, str(reason)))
-        except FAILURES as error:
+        except PEER_ERRORS as error:
             left_out.append((peer.name, told(error)))
         else:
             ready.append(Baseline(peer.name, call))

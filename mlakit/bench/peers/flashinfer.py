@@ -8,7 +8,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from mlakit.bench.peers.peer import FAILURES, Absent, Call, CannotTake, Peer, require_gpu, told
+from mlakit.bench.peers.peer import Absent, Call, CannotTake, Peer, require_gpu, told
 from mlakit.bench.problems import (
     LATENT,
     ROPE,
@@ -18,6 +18,7 @@ from mlakit.bench.problems import (
     SparseDecode,
     SparsePrefill,
 )
+from mlakit.bench.suite import PEER_ERRORS
 
 WORKSPACE_BYTES = 128 << 20  # what its documentation recommends
 
@@ -27,7 +28,7 @@ def load() -> ModuleType:
     try:
         import_module("flashinfer.mla")
         return import_module("flashinfer")
-    except FAILURES as error:
+    except PEER_ERRORS as error:
         raise Absent(told(error)) from error
 
 

@@ -14,18 +14,9 @@ from torch import Tensor
 from mlakit.bench import gpu
 from mlakit.bench.peers import folder
 from mlakit.bench.problems import Problem
+from mlakit.bench.suite import PEER_ERRORS
 
 Call: TypeAlias = Callable[[], Tensor]
-# what imports, compilers and kernels of others raise
-FAILURES = (
-    ImportError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    AssertionError,
-)
 
 
 class Absent(Exception):
@@ -91,14 +82,14 @@ def installed_or_fetched(
         if not _is_ours(module):
             return module
         missing = f"the {package} here is mlakit's own"
-    except FAILURES as error:
+    except PEER_ERRORS as error:
         missing = told(error)
     fetched = folder.peers_folder()
     if not (fetched / wrapper).is_file():
         raise Absent(f"{missing}, and the folder {fetched} has none: mlakit bench --fetch-peers")
     try:
         return load_fetched(fetched)
-    except FAILURES as error:
+    except PEER_ERRORS as error:
         raise Absent(f"{missing}, and the one in {fetched} does not load: {told(error)}") from error
 
 

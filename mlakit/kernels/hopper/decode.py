@@ -50,8 +50,6 @@ def mla_decode(
     lse: Tensor,  # [tokens, heads] float32
 ) -> None:
     (tokens, heads, _), batch = q_latent.shape, kv_lens.shape[0]
-    if tokens == 0 or heads == 0:
-        return
     plan = splits
     if plan is None:
         plan = plan_mla_decode(

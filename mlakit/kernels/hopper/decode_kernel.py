@@ -327,7 +327,9 @@ def _store(
     lse = gl.where(peak == float("inf"), peak, lse)
     denominator = total
     if results.sink is not None:
-        sink = gl.load(results.sink + head * results.stride_sink, mask=head < heads, other=0.0)
+        sink = gl.load(
+            results.sink + head.to(gl.int64) * results.stride_sink, mask=head < heads, other=0.0
+        )
         with_sink = denominator + gl.exp2(sink * LOG2_E - peak)
         denominator = gl.where(place.slot < 0, with_sink, denominator)  # a merge adds it once
     scale = gl.where(is_empty, 0.0, 1.0 / denominator)
@@ -336,7 +338,8 @@ def _store(
         _store_final(place, results, heads, buffer, acc, FIRST)
         if IS_EVEN:
             lse_row = results.lse + place.token.to(gl.int64) * results.stride_lse_token
-            gl.store(lse_row + head * results.stride_lse_head, lse, mask=head < heads)
+            at = head.to(gl.int64) * results.stride_lse_head
+            gl.store(lse_row + at, lse, mask=head < heads)
     else:
         _store_partial(place, results, heads, acc, FIRST)
         if IS_EVEN:
@@ -351,7 +354,8 @@ def _store_final(place, results, heads, buffer, acc, FIRST: gl.constexpr):
     head = place.first_head + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
     column = FIRST + gl.arange(0, 256, gl.SliceLayout(0, LAYOUT))
     row = results.out + place.token.to(gl.int64) * results.stride_out_token
-    at = gl.expand_dims(head * results.stride_out_head, 1) + gl.expand_dims(column, 0)
+    # int64: where heads come first, each is all tokens apart
+    at = gl.expand_dims(head.to(gl.int64) * results.stride_out_head, 1) + gl.expand_dims(column, 0)
     gl.store(row + at, buffer.load(LAYOUT), mask=gl.expand_dims(head < heads, 1))
     fence_async_shared()
 

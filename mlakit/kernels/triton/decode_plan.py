@@ -41,7 +41,8 @@ def plan_decode(
     slot_rows: int,  # rows of a partial
     capacity: int,  # keys that a request may have
 ) -> DecodePlanTensors:
-    """As `mlakit.plan.plan_decode`, but that every request with queries has an item."""
+    """As `mlakit.plan.plan_decode`, but that every request with queries has an item, whether it has
+    keys or not, and that no more workers are given some than have `least_tiles` each."""
     batch = kv_lens.shape[0]
     requests = min(triton.next_power_of_2(max(batch, 1)), 128)
     int32 = {"dtype": torch.int32, "device": kv_lens.device}

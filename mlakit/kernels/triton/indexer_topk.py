@@ -1,6 +1,7 @@
 """The k best columns of every row of logits.
 
-Grid       one program per part of a row; parts of one row meet in a second launch
+Grid       parts of rows, one per program or, where each has a buffer, one after the other; the
+           parts of a row meet in a second launch
 Search     the k-th best rank is found bit by bit: how many ranks are at least so large? The ranks
            stay in registers meanwhile; the search ends early where exactly k are
 Long rows  are narrowed down first: what beats the k best seen so far is noted in a buffer, and
@@ -120,7 +121,7 @@ def _select_kernel(
     stride_out,
     WAY: tl.constexpr,
     BLOCK: tl.constexpr,  # columns of a search
-    STEP: tl.constexpr,  # columns of other things
+    STEP: tl.constexpr,  # columns of what is read once: narrowing down, writing
 ):
     for item in range(tl.program_id(0), tokens * splits, tl.num_programs(0)):
         row = (item // splits).to(tl.int64)
