@@ -1,7 +1,7 @@
 """The documented functions against float64 oracles, row by row, with poison around what they read.
 
-The cases (`modular_cases`) plant NaN and garbage wherever nothing may be looked at, and their
-`check` compares outputs and asserts that not one other bit was written.
+The cases (`modular_append_cases`, `modular_attention_cases`) plant NaN and garbage wherever nothing
+may be looked at, and their `check` compares outputs and asserts that not one other bit was written.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from itertools import accumulate
 
 import pytest
 import torch
-from modular_cases import (
+from modular_append_cases import RopeCase
+from modular_attention_cases import DecodeCase, PrefillCase, SparseCase
+from modular_inputs import (
     BF16,
     E4M3,
     EPSILON,
@@ -22,11 +24,7 @@ from modular_cases import (
     ROW,
     SEES,
     SMALL_ROW,
-    DecodeCase,
     Padded,
-    PrefillCase,
-    RopeCase,
-    SparseCase,
     Step,
     integers,
     make_mask,
