@@ -16,6 +16,9 @@ import transplant
 
 from mlakit import dispatch, knobs
 
+# an assertion in these shows its values when it fails, as one in a test does
+pytest.register_assert_rewrite("branch_steps", "modular_contiguous_decoding", "reference_inputs")
+
 # Triton decides when a kernel is defined: without a GPU the portable kernels run interpreted
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 

@@ -1,8 +1,4 @@
-"""Cache-row formats: the bytes, the error of a round trip, and what happens to NaN and infinity.
-
-The expected bytes are built here from the definitions of e4m3, bf16 and e8m0 with numpy and struct,
-not with torch's casts.
-"""
+"""Cache-row formats: their sizes, their bytes, and what may not change them."""
 
 from __future__ import annotations
 
@@ -13,12 +9,29 @@ import struct
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
+from format_rows import (
+    E4M3,
+    E4M3_MAGNITUDES,
+    INF,
+    NAN,
+    PARTIAL,
+    SMALLEST_NORMAL,
+    V3,
+    V4,
+    bf16_bytes,
+    e4m3_byte,
+    e4m3_bytes,
+    either_scale,
+    every_format,
+    every_shape,
+    expected_scale,
+    in_groups,
+    random_rows,
+    raw,
+    shape_id,
+)
 
 from mlakit.formats import (
-    FORMATS,
     SMALLEST_TOKEN_SCALE,
     PageFooterCodec,
     round_up_power_of_two,
@@ -26,84 +39,6 @@ from mlakit.formats import (
     saturating_cast,
 )
 from mlakit.geometry import RowShape
-
-E4M3 = torch.float8_e4m3fn
-NAN, INF = math.nan, math.inf
-V3 = RowShape(512, 64)
-V4 = RowShape(448, 64, v_width=512)
-PARTIAL = RowShape(132, 6)
-"""Rows whose last scale group is short: 128 + 4 columns, and 64 + 64 + 4."""
-SHAPES = (V3, V4, RowShape(256, 64), RowShape(256, 32), RowShape(512, 0), PARTIAL)
-SCALED = ("fp8_token", "fp8_block128", "fp8_block64")
-SMALLEST_NORMAL = 2.0**-126
-
-
-def shape_id(row: RowShape) -> str:
-    return f"{row.kv_lora_rank}+{row.qk_rope_head_dim}"
-
-
-every_format = pytest.mark.parametrize("name", FORMATS)
-every_shape = pytest.mark.parametrize("row", SHAPES, ids=shape_id)
-either_scale = pytest.mark.parametrize("power_of_two", [False, True], ids=["any", "pow2"])
-
-
-# e4m3 by its definition: 1 sign bit, 4 exponent bits of bias 7, 3 mantissa bits, one NaN per sign
-E4M3_MAGNITUDES = np.array(
-    [
-        mantissa * 2.0**-9 if exponent == 0 else (8 + mantissa) * 2.0 ** (exponent - 10)
-        for exponent in range(16)
-        for mantissa in range(8)
-    ][:127]
-)
-
-
-def e4m3_byte(value: float) -> int:
-    """The nearest e4m3 code, ties to the even one, beyond ±448 the last one."""
-    if math.isnan(value):
-        return 0x7F
-    sign = 0x80 if math.copysign(1.0, value) < 0 else 0
-    distance = np.abs(E4M3_MAGNITUDES - min(abs(value), 448.0))
-    nearest = np.flatnonzero(distance == distance.min())
-    return sign | int(nearest[nearest % 2 == 0][0] if len(nearest) > 1 else nearest[0])
-
-
-def bf16_bits(value: np.float32) -> int:
-    """A float32 with its low 16 bits rounded away, to nearest even."""
-    (bits,) = struct.unpack("<I", struct.pack("<f", value))
-    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
-
-
-def least_power_of_two(value: float) -> float:
-    mantissa, exponent = math.frexp(value)
-    return 2.0 ** (exponent - 1 if mantissa == 0.5 else exponent)
-
-
-def expected_scale(group: np.ndarray, smallest: float, power_of_two: bool) -> np.float32:
-    scale = max(np.abs(group).max() / np.float32(448), np.float32(smallest))
-    return np.float32(least_power_of_two(float(scale)) if power_of_two else scale)
-
-
-def e4m3_bytes(group: np.ndarray, scale: np.float32) -> bytes:
-    return bytes(e4m3_byte(float(x / scale)) for x in group)
-
-
-def bf16_bytes(values: np.ndarray) -> bytes:
-    return struct.pack(f"<{len(values)}H", *(bf16_bits(x) for x in values))
-
-
-def in_groups(columns: np.ndarray, size: int) -> list[np.ndarray]:
-    return [columns[start : start + size] for start in range(0, len(columns), size)]
-
-
-def random_rows(row: RowShape, n: int = 5, seed: int = 0) -> torch.Tensor:
-    """Rows whose scale groups differ in size by orders of magnitude."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = torch.randn(n, row.width, generator=generator)
-    return rows * torch.exp(2 * torch.randn(n, row.width, generator=generator))
-
-
-def raw(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 @pytest.mark.parametrize(
@@ -314,304 +249,6 @@ def test_block64_reads_every_exponent_exactly():
     assert decoded[255].isnan().all()
 
 
-def e4m3_bound(values: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Half an ulp of a 4-bit significand, or half of the smallest step, 2**-9 · scale."""
-    return np.maximum(np.abs(values) * 2.0**-4, scale * 2.0**-10)
-
-
-def float_bound(values: np.ndarray, significand_bits: int, smallest_step: float) -> np.ndarray:
-    return np.maximum(np.abs(values) * 2.0**-significand_bits, smallest_step / 2)
-
-
-def scale_columns(latent: np.ndarray, group: int, smallest: float, pow2: bool) -> np.ndarray:
-    """The scale of every latent column, from the definition, in float64."""
-    scales = np.empty_like(latent)
-    for scale_row, row in zip(scales, latent, strict=True):
-        for start in range(0, latent.shape[1], group):
-            columns = slice(start, start + group)
-            exact = max(np.abs(row[columns]).max() / 448, smallest)
-            scale_row[columns] = least_power_of_two(exact) if pow2 else exact
-    return scales
-
-
-def round_trip_bound(
-    name: str, row: RowShape, values: np.ndarray, tensor_scale: float, power_of_two: bool
-) -> np.ndarray:
-    """Largest error of each element; the last factor is for quotients rounded to float32."""
-    latent, rope = values[:, : row.kv_lora_rank], values[:, row.kv_lora_rank :]
-    bf16_rope = float_bound(rope, 8, 2.0**-133)
-    if name == "fp32":
-        return np.zeros_like(values)
-    if name in ("bf16", "fp16"):
-        return float_bound(values, *((8, 2.0**-133) if name == "bf16" else (11, 2.0**-24)))
-    if name == "fp8":
-        bound = e4m3_bound(values, np.full_like(values, tensor_scale))
-    elif name == "fp8_token":
-        scale = scale_columns(latent, row.kv_lora_rank, SMALLEST_TOKEN_SCALE, power_of_two)
-        scaled_rope = float_bound(rope, 8, 2.0**-133 * scale[:, :1])
-        bound = np.concatenate([e4m3_bound(latent, scale), scaled_rope], -1)
-    else:
-        group = 128 if name == "fp8_block128" else 64
-        pow2 = power_of_two or name == "fp8_block64"
-        scale = scale_columns(latent, group, SMALLEST_NORMAL, pow2)
-        bound = np.concatenate([e4m3_bound(latent, scale), bf16_rope], -1)
-    return bound * (1 + 2.0**-20)
-
-
-def assert_round_trip(name: str, row: RowShape, rows: torch.Tensor, power_of_two: bool) -> None:
-    codec = row_codec(name, row)
-    exact = rows.double().numpy()
-    tensor_scale = 1.0
-    if codec.has_tensor_scale:
-        tensor_scale = max(float(np.float32(np.abs(exact).max(initial=0) / 448)), SMALLEST_NORMAL)
-    payload, scales = codec.encode(rows, tensor_scale=tensor_scale, power_of_two=power_of_two)
-    decoded = codec.decode(payload, scales, tensor_scale=tensor_scale, dtype=torch.float64).numpy()
-    bound = round_trip_bound(name, row, exact, tensor_scale, power_of_two)
-    error = np.abs(decoded - exact)
-    worst = np.unravel_index(np.argmax(error - bound), error.shape)
-    assert (error <= bound).all(), (
-        f"{name} {shape_id(row)} at {worst}: {exact[worst]} came back {decoded[worst]}, "
-        f"error {error[worst]:.3e} exceeds {bound[worst]:.3e}"
-    )
-
-
-def distribution(kind: str, row: RowShape) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1)
-    rows = torch.randn(8, row.width, generator=generator)
-    if kind == "heavy tail":
-        return (rows / torch.rand(rows.shape, generator=generator)).clamp(-3e4, 3e4)
-    if kind == "tiny":
-        return rows * 1e-30
-    if kind == "subnormal":
-        return rows * 1e-40
-    if kind == "zero":
-        return torch.zeros_like(rows)
-    if kind == "outlier":
-        rows[::2, 3] = 6e4
-        rows[1::2, -1] = -6e4
-    return rows
-
-
-@either_scale
-@pytest.mark.parametrize("kind", ["normal", "heavy tail", "tiny", "subnormal", "zero", "outlier"])
-@every_shape
-@every_format
-def test_round_trip_error(name, row, kind, power_of_two):
-    assert_round_trip(name, row, distribution(kind, row), power_of_two)
-
-
-@pytest.mark.parametrize("name", SCALED)
-@pytest.mark.parametrize("magnitude", [1e30, 3e38])
-def test_round_trip_error_near_the_end_of_float32(name, magnitude):
-    rows = torch.randn(4, PARTIAL.width, generator=torch.Generator().manual_seed(2))
-    rows[:, 1] = magnitude
-    assert_round_trip(name, PARTIAL, rows, power_of_two=False)
-
-
-@st.composite
-def rows_of_some_shape(draw: st.DrawFn) -> tuple[RowShape, torch.Tensor]:
-    row = RowShape(4 * draw(st.integers(1, 70)), 2 * draw(st.integers(0, 8)))
-    finite = st.floats(-3e4, 3e4, width=32)
-    shape = (draw(st.integers(1, 3)), row.width)
-    values = draw(hnp.arrays(np.float32, shape, elements=finite))
-    return row, torch.from_numpy(values)
-
-
-@pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=40, deadline=None)
-@given(case=rows_of_some_shape(), power_of_two=st.booleans())
-def test_round_trip_error_of_any_rows(name, case, power_of_two):
-    row, rows = case
-    assert_round_trip(name, row, rows, power_of_two)
-
-
-def topped_rows(quotient: float) -> torch.Tensor:
-    """Rows whose groups of 64 columns have `quotient` times a power of two as their largest."""
-    rows = random_rows(V4, n=10)
-    for row in rows:
-        for group in row[:448].split(64):
-            group[0] = quotient * least_power_of_two(float(group.abs().max()) / quotient)
-    return rows
-
-
-@every_format
-def test_a_second_round_trip_changes_no_value(name):
-    codec = row_codec(name, V4)
-    once = codec.decode(*codec.encode(random_rows(V4, n=40), power_of_two=True))
-    twice = codec.decode(*codec.encode(once, power_of_two=True))
-    assert torch.equal(once, twice)
-
-
-@every_format
-def test_a_second_round_trip_changes_no_byte(name):
-    """Except where a group's largest code came out as 224: half the scale holds the same values."""
-    codec = row_codec(name, V4)
-    rows = topped_rows(300) if name in SCALED else random_rows(V4)
-    payload, scales = codec.encode(rows, power_of_two=True)
-    again, scales_again = codec.encode(codec.decode(payload, scales), power_of_two=True)
-    assert raw(again) == raw(payload)
-    if scales is not None:
-        assert raw(scales_again) == raw(scales)
-
-
-@pytest.mark.parametrize("name", SCALED)
-def test_a_group_topped_by_224_settles_at_half_the_scale(name):
-    codec = row_codec(name, V4)
-    first = codec.encode(topped_rows(225), power_of_two=True)
-    once = codec.decode(*first)
-    second = codec.encode(once, power_of_two=True)
-    assert raw(second[0]) != raw(first[0])
-    third = codec.encode(codec.decode(*second), power_of_two=True)
-    assert raw(second[0]) == raw(third[0])
-    assert torch.equal(codec.decode(*second), once)
-
-
-@pytest.mark.parametrize("name", SCALED)
-def test_power_of_two_scales_are_the_least_that_hold_the_group(name):
-    rows = random_rows(V4, n=40)
-    rows[:8, :64] *= 1e-20
-    codec = row_codec(name, V4)
-    payload, scales = codec.encode(rows, power_of_two=True)
-    if name == "fp8_block64":
-        group, found = 64, 2.0 ** (scales[:, :7].double() - 127)
-    elif name == "fp8_block128":
-        group, found = 128, payload[:, 448:464].clone().view(torch.float32).double()
-    else:
-        group, found = 448, scales.double()
-    mantissa, _ = torch.frexp(found)
-    assert (mantissa == 0.5).all()
-    amax = torch.stack([g.abs().amax(-1) for g in rows[:, :448].split(group, -1)], -1).double()
-    assert (amax <= 448 * found).all()
-    assert (amax > 448 * found / 2).all()
-
-
-def test_arbitrary_scales_are_not_rounded():
-    """A scale with all 24 bits set comes back whole, and so does its product in float64."""
-    scale = float(np.nextafter(np.float32(2), np.float32(0)))
-    rows = torch.zeros(1, 576)
-    rows[0, 0] = 448 * scale
-    rows[0, 1] = 3 * scale
-    for name in ("fp8_token", "fp8_block128"):
-        codec = row_codec(name, V3)
-        decoded = codec.decode(*codec.encode(rows), dtype=torch.float64)
-        assert decoded[0, :3].tolist() == [448 * scale, 3 * scale, 0.0], name
-    payload, _ = row_codec("fp8", V3).encode(rows, tensor_scale=scale)
-    decoded = row_codec("fp8", V3).decode(payload, None, tensor_scale=scale, dtype=torch.float64)
-    assert decoded[0, :3].tolist() == [448 * scale, 3 * scale, 0.0]
-
-
-@every_format
-def test_decoding_to_other_dtypes_rounds_the_exact_product(name):
-    codec = row_codec(name, V4)
-    options = {"tensor_scale": 0.37} if codec.has_tensor_scale else {}
-    stored = codec.encode(random_rows(V4), **options)
-    exact = codec.decode(*stored, dtype=torch.float64, **options)
-    single = codec.decode(*stored, dtype=torch.float32, **options)
-    assert torch.equal(single, exact.float())
-    for dtype in (torch.bfloat16, torch.float16):
-        assert torch.equal(codec.decode(*stored, dtype=dtype, **options), single.to(dtype))
-
-
-@pytest.mark.parametrize("scale", [1.0, 0.5])
-def test_fp8_saturates(scale):
-    codec = row_codec("fp8", V3)
-    rows = torch.zeros(1, 576)
-    rows[0, :6] = torch.tensor([1e4, -1e4, INF, -INF, 448 * scale, NAN])
-    payload, _ = codec.encode(rows, tensor_scale=scale)
-    decoded = codec.decode(payload, None, tensor_scale=scale)
-    top = 448 * scale
-    assert decoded[0, :5].tolist() == [top, -top, top, -top, top]
-    assert decoded[0, 5].isnan()
-
-
-def poisoned_columns(name: str, row: RowShape, column: int) -> slice:
-    """The columns that share a scale with `column`, or the column alone."""
-    if name == "fp8_token" and column < row.kv_lora_rank:
-        return slice(0, row.width)
-    group = {"fp8_block128": 128, "fp8_block64": 64}.get(name)
-    if group is None or column >= row.kv_lora_rank:
-        return slice(column, column + 1)
-    start = column // group * group
-    return slice(start, min(start + group, row.kv_lora_rank))
-
-
-@either_scale
-@pytest.mark.parametrize("column", [0, 130, 131, 132, 137])
-@every_format
-def test_nan_comes_back_nan_and_harms_only_its_group(name, column, power_of_two):
-    codec = row_codec(name, PARTIAL)
-    rows = random_rows(PARTIAL)
-    clean = codec.decode(*codec.encode(rows, power_of_two=power_of_two))
-    rows[2, column] = NAN
-    decoded = codec.decode(*codec.encode(rows, power_of_two=power_of_two))
-    harmed = torch.zeros(rows.shape, dtype=torch.bool)
-    harmed[2, poisoned_columns(name, PARTIAL, column)] = True
-    assert torch.equal(decoded.isnan(), harmed)
-    assert torch.equal(decoded[~harmed], clean[~harmed])
-
-
-@either_scale
-@pytest.mark.parametrize("column", [0, 131])
-@pytest.mark.parametrize("infinity", [INF, -INF])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", SCALED)
-def test_an_infinite_latent_makes_its_group_nan(name, dtype, infinity, column, power_of_two):
-    codec = row_codec(name, PARTIAL)
-    rows = random_rows(PARTIAL)
-    clean = codec.decode(*codec.encode(rows, power_of_two=power_of_two), dtype=dtype)
-    rows[2, column] = infinity
-    decoded = codec.decode(*codec.encode(rows, power_of_two=power_of_two), dtype=dtype)
-    harmed = torch.zeros(rows.shape, dtype=torch.bool)
-    harmed[2, poisoned_columns(name, PARTIAL, column)] = True
-    assert torch.equal(decoded.isnan(), harmed)
-    assert torch.equal(decoded[~harmed], clean[~harmed])
-
-
-@pytest.mark.parametrize("infinity", [INF, -INF])
-@pytest.mark.parametrize("name", [name for name in FORMATS if name != "fp8"])
-def test_an_infinity_outside_a_group_comes_back_as_itself(name, infinity):
-    codec = row_codec(name, PARTIAL)
-    rows = random_rows(PARTIAL)
-    rows[2, -1] = infinity
-    decoded = codec.decode(*codec.encode(rows))
-    assert decoded[2, -1] == infinity
-    assert decoded.isfinite().sum() == decoded.numel() - 1
-
-
-def test_block64_writes_255_only_for_nan_and_infinity():
-    rows = torch.zeros(4, 512)
-    rows[0, 64] = NAN
-    rows[1, 128] = INF
-    rows[2, 192] = torch.finfo(torch.float32).max
-    _, scales = row_codec("fp8_block64", V4).encode(rows)
-    zero = 1  # the smallest normal scale, 2**-126
-    expected = torch.tensor([[zero] * 7 + [0]] * 4, dtype=torch.uint8)
-    expected[0, 1] = expected[1, 2] = 255
-    expected[2, 3] = 127 + 120
-    assert torch.equal(scales, expected)
-
-
-def test_token_rope_stays_finite_over_a_zero_latent():
-    codec = row_codec("fp8_token", V3)
-    rows = torch.zeros(3, 576)
-    rows[:, 512:] = torch.tensor([1e-4, 1e4, 1e28])[:, None]
-    decoded = codec.decode(*codec.encode(rows), dtype=torch.float64)
-    assert torch.equal(decoded[:, :512], torch.zeros(3, 512, dtype=torch.float64))
-    exact = rows[:, 512:].double()
-    assert ((decoded[:, 512:] - exact).abs() <= exact * 2.0**-8).all()
-
-
-def test_token_scales_below_zero_read_as_zero_and_nan_as_nan():
-    codec = row_codec("fp8_token", V3)
-    payload, scales = codec.encode(random_rows(V3, n=3))
-    clean = codec.decode(payload, scales)
-    scales[0], scales[1] = -2.0, NAN
-    decoded = codec.decode(payload, scales)
-    assert (decoded[0] == 0).all()
-    assert decoded[1].isnan().all()
-    assert torch.equal(decoded[2], clean[2])
-
-
 @every_format
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_encode_takes_any_float_dtype_and_computes_in_float32(name, dtype):
@@ -703,80 +340,3 @@ def test_cuda_gives_what_the_cpu_gives(name, power_of_two):
     torch.testing.assert_close(cuda_decoded.cpu(), decoded, rtol=0, atol=0, equal_nan=True)
     if scales is not None:
         torch.testing.assert_close(cuda_scales.cpu(), scales, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize(
-    ("name", "row", "message"),
-    [
-        ("fp8_block32", V3, r"unknown cache format 'fp8_block32'; choose from bf16, .*fp8_block64"),
-        ("fp8_block128", RowShape(130, 64), r"^fp8_block128: kv_lora_rank .* 4 .*, got 130"),
-        ("fp8_block64", RowShape(66, 0), r"^fp8_block64: kv_lora_rank .* 4 .*, got 66"),
-        ("fp8_token", RowShape(513, 64), r"^fp8_token: kv_lora_rank .* 4 .*, got 513"),
-        ("fp8_block64", RowShape(516, 64), r"^fp8_block64: kv_lora_rank must not exceed 512 .*516"),
-    ],
-)
-def test_formats_that_do_not_exist_or_do_not_fit(name, row, message):
-    with pytest.raises(ValueError, match=message):
-        row_codec(name, row)
-
-
-@pytest.mark.parametrize("name", ["bf16", "fp16", "fp32", "fp8"])
-def test_formats_without_bytes_take_any_rank(name):
-    row = RowShape(513, 64)
-    codec = row_codec(name, row)
-    assert codec.decode(*codec.encode(random_rows(row))).shape == (5, 577)
-
-
-def test_encode_errors():
-    codec = row_codec("fp8_block128", V3)
-    with pytest.raises(TypeError, match=r"^fp8_block128 encode: rows must be a tensor, got list"):
-        codec.encode([[0.0] * 576])
-    with pytest.raises(TypeError, match=r"^fp8_block128 encode: rows must be of a floating.*int64"):
-        codec.encode(torch.zeros(1, 576, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"encode: rows must have a last axis of 576, got .*512"):
-        codec.encode(torch.zeros(1, 512))
-    for scale in (0.5, torch.ones(())):
-        with pytest.raises(ValueError, match=r"encode: tensor_scale must be left at 1\.0"):
-            codec.encode(torch.zeros(1, 576), tensor_scale=scale)
-
-
-@pytest.mark.parametrize("scale", [0.0, -1.0, NAN, INF, 1e-46, 1e39])
-def test_tensor_scale_must_be_finite_and_positive(scale):
-    codec = row_codec("fp8", V3)
-    with pytest.raises(ValueError, match=r"^fp8 encode: tensor_scale must be finite and positive"):
-        codec.encode(torch.zeros(1, 576), tensor_scale=scale)
-    payload, _ = codec.encode(torch.zeros(1, 576))
-    with pytest.raises(ValueError, match=r"^fp8 decode: tensor_scale must be finite and positive"):
-        codec.decode(payload, None, tensor_scale=scale)
-
-
-def test_tensor_scale_must_be_one_number():
-    with pytest.raises(ValueError, match=r"tensor_scale must have one element, got shape \(2,\)"):
-        row_codec("fp8", V3).encode(torch.zeros(1, 576), tensor_scale=torch.ones(2))
-
-
-def test_decode_errors():
-    codec = row_codec("fp8_token", V3)
-    payload, scales = codec.encode(torch.zeros(3, 576))
-    with pytest.raises(
-        TypeError, match=r"^fp8_token decode: scales must be a tensor, got NoneType"
-    ):
-        codec.decode(payload, None)
-    with pytest.raises(TypeError, match=r"decode: scales must be float32, got float64"):
-        codec.decode(payload, scales.double())
-    with pytest.raises(ValueError, match=r"decode: scales must have shape \(3, 1\), got \(2, 1\)"):
-        codec.decode(payload, scales[:2])
-    with pytest.raises(TypeError, match=r"decode: payload must be uint8, got float8_e4m3fn"):
-        codec.decode(payload.view(E4M3), scales)
-    with pytest.raises(ValueError, match=r"payload must have a last axis of 640, got .*\(3, 639\)"):
-        codec.decode(payload[:, 1:], scales)
-    inline = row_codec("fp8_block128", V3)
-    with pytest.raises(ValueError, match=r"^fp8_block128 decode: scales must be None"):
-        inline.decode(inline.encode(torch.zeros(3, 576))[0], scales)
-
-
-def test_page_bytes_error():
-    codec = row_codec("fp8_block64", V4)
-    assert isinstance(codec, PageFooterCodec)
-    with pytest.raises(ValueError, match=r"^fp8_block64 page_bytes: page_size .* 1, got 0"):
-        codec.page_bytes(0)

@@ -6,18 +6,16 @@ from functools import partial
 
 import pytest
 import torch
-from modular_cases import (
+from modular_append_cases import RopeCase
+from modular_attention_cases import DecodeCase, PrefillCase, SparseCase
+from modular_inputs import (
     BF16,
     E4M3,
     EPSILON,
     F32,
     SCALE,
     SMALL_ROW,
-    DecodeCase,
     PagedStep,
-    PrefillCase,
-    RopeCase,
-    SparseCase,
     Step,
     integers,
     modular,
