@@ -83,8 +83,8 @@ def test_plans(tile, num_workers):
 def test_fixed_splits_do_not_depend_on_the_batch(heads):
     """The case asks for the same bits of a request alone."""
     run(
-        kv_lens=(900, 65, 0, 130),
-        q_lens=(1, 2, 1, 1),
+        kv_lens=(900, 65, 0, 130, 700),
+        q_lens=(1, 2, 1, 1, 9),
         heads=heads,
         num_workers=5,
         tile=64,

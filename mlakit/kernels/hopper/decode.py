@@ -19,7 +19,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from mlakit.cache import CacheLayer, KVShard
 from mlakit.formats import SMALLEST_SCALE
 from mlakit.kernels.hopper.decode_kernel import mla_decode_kernel
-from mlakit.kernels.triton.decode_merge import merge_partials
+from mlakit.kernels.triton.decode_merge import merge_partials, rows_per_slot
 from mlakit.kernels.triton.decode_plan import plan_decode
 from mlakit.kernels.triton.launch import launch, target
 from mlakit.masks import Mask
@@ -68,7 +68,8 @@ def mla_decode(
         lse.fill_(-torch.inf)
     head_blocks = triton.cdiv(heads, ROWS)
     units = triton.cdiv(tokens, batch) * head_blocks
-    slot_rows = plan.slot_rows or units * ROWS
+    all_rows = tokens * head_blocks * ROWS
+    slot_rows = rows_per_slot(plan, rows=units * ROWS, all_rows=all_rows, v_width=out.shape[-1])
     partial_out = out.new_empty(plan.max_partials * slot_rows, out.shape[-1], dtype=torch.float32)
     partial_lse = lse.new_empty(plan.max_partials * slot_rows)
     rows, page_rows = _as_rows(layer.payload)

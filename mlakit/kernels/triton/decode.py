@@ -27,7 +27,7 @@ from torch import Tensor
 from mlakit.cache import CacheLayer, KVShard, PageTable
 from mlakit.formats import SMALLEST_SCALE
 from mlakit.kernels.triton.configs import DecodeConfig, pick_decode_config
-from mlakit.kernels.triton.decode_merge import RowTileParts, merge_partials
+from mlakit.kernels.triton.decode_merge import RowTileParts, merge_partials, rows_per_slot
 from mlakit.kernels.triton.decode_plan import (
     find_tile,
     key_tiles,
@@ -58,7 +58,6 @@ from mlakit.kernels.triton.rows import (
 from mlakit.masks import Mask
 from mlakit.plan import DecodePlanTensors, EvenSplit
 
-SMALL_SCRATCH_BYTES = 64 * 2**20
 SPLIT_KEYS = 2048  # keys of a part where the result may not depend on the batch
 
 
@@ -292,13 +291,9 @@ def _schedule(
     row_tiles = triton.cdiv(rows, config.block_m)
     slot_rows = row_tiles * config.block_m
     if isinstance(splits, DecodePlanTensors):
-        num_workers, num_slots = splits.worker_starts.shape[0] - 1, splits.max_partials
-        if splits.slot_rows > 0:
-            slot_rows = splits.slot_rows
-        # room for a request that has all the queries, while that is little
-        elif 4 * num_slots * all_rows * v_width <= SMALL_SCRATCH_BYTES:
-            slot_rows = triton.cdiv(all_rows, config.block_m) * config.block_m
-        return Schedule((row_tiles, num_workers), slot_rows, num_slots)
+        num_workers = splits.worker_starts.shape[0] - 1
+        slot_rows = rows_per_slot(splits, rows=slot_rows, all_rows=all_rows, v_width=v_width)
+        return Schedule((row_tiles, num_workers), slot_rows, splits.max_partials)
     if isinstance(splits, EvenSplit):
         split_tiles, parts = 0, splits.num_splits
     else:

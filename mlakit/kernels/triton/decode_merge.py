@@ -23,6 +23,7 @@ from mlakit.kernels.triton.decode_plan import find_tile, key_tiles, load_lengths
 from mlakit.kernels.triton.launch import INTERPRETED, launch, target
 from mlakit.kernels.triton.primitives import fold_parts, store_merged
 from mlakit.masks import NULL, Mask
+from mlakit.plan import DecodePlanTensors
 
 PROGRAMS_PER_SM = 4  # that run at once
 
@@ -42,6 +43,18 @@ class RowTileParts:
 
 # with a plan, whose kernel then has no variants for masks and shards
 NO_PARTS = RowTileParts(0, 0, 0, 1, 1, NULL, WHOLE)
+
+
+SMALL_SCRATCH_BYTES = 64 * 2**20
+
+
+def rows_per_slot(plan: DecodePlanTensors, *, rows: int, all_rows: int, v_width: int) -> int:
+    """Rows of a partial: those the plan was made for, or room for a request that has all the
+    queries, while that is little, or for as many rows as a request has on average."""
+    if plan.slot_rows > 0:
+        return plan.slot_rows
+    is_little = 4 * plan.max_partials * all_rows * v_width <= SMALL_SCRATCH_BYTES
+    return all_rows if is_little else rows
 
 
 def merge_partials(
