@@ -58,7 +58,7 @@ from mlakit.kernels.hopper.primitives import (
 
 WORKER_REGISTERS = gl.constexpr(248)
 NOTHING = gl.constexpr(float("-inf"))
-FIRST_PEAK = gl.constexpr(-1.0e30)  # finite: the difference of two peaks is never inf − inf
+FIRST_PEAK = gl.constexpr(-3.0e38)  # finite: the difference of two peaks is never inf − inf
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2_E = gl.constexpr(1.4426950408889634)
 HALF_BYTES = gl.constexpr(64 * 256 * 2)

@@ -131,9 +131,9 @@ def _select_kernel(
             row_counts = source_counts + row * (columns // k)
         row_start, row_end = columns * 0, columns
         if row_starts is not None:
-            row_start = tl.load(row_starts + row * stride_starts).to(tl.int32)
+            row_start = tl.maximum(tl.load(row_starts + row * stride_starts).to(tl.int32), 0)
         if row_ends is not None:
-            row_end = tl.load(row_ends + row * stride_ends).to(tl.int32)
+            row_end = tl.minimum(tl.load(row_ends + row * stride_ends).to(tl.int32), columns)
         part = tl.cdiv(tl.maximum(row_end - row_start, 0), splits)
         first = row_start + (item % splits) * part
         last = tl.minimum(first + part, row_end)
