@@ -6,29 +6,47 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import flash_mla_cases as cases
 import pytest
 import torch
-from flash_mla_cases import (
+from flash_mla_dense_cases import (
+    FEW_DENSE,
+    HEADS,
+    SERVING_DENSE,
+    DenseCase,
+    DenseProblem,
+    as_keywords,
+    dense_cases,
+    dense_problem,
+)
+from flash_mla_inputs import (
     DECODE_LSE,
     DENSE_OUT,
+    NOT_A_BLOCK,
+    NOT_INDICES,
     PREFILL_LSE,
     PREFILL_OUT,
     SPARSE_OUT,
     VARLEN_OUT,
-    DenseCase,
-    DenseProblem,
+    Tolerance,
+    assert_close,
+    padded,
+)
+from flash_mla_sparse_cases import (
+    FEW_PREFILL,
+    FEW_SPARSE,
+    LONG_PREFILL,
+    SERVING_PREFILL,
+    SERVING_SPARSE,
+    SMALL,
+    SPARSE_GROUPS,
     PrefillCase,
     PrefillProblem,
     Scope,
     SparseCase,
     SparseProblem,
-    VarlenCase,
-    VarlenProblem,
-    as_keywords,
-    assert_close,
-    dense_problem,
+    prefill_cases,
 )
+from flash_mla_varlen_cases import FEW_VARLEN, VARLEN_CASES, VarlenCase, VarlenProblem
 from torch import Tensor
 
 from mlakit.compat.flash_mla import (
@@ -98,7 +116,7 @@ def run_varlen(problem: VarlenProblem, **others: Any) -> tuple[Tensor, Tensor]:
     )
 
 
-KINDS: dict[type, tuple[Callable[..., Any], tuple[tuple[str, cases.Tolerance], ...]]] = {
+KINDS: dict[type, tuple[Callable[..., Any], tuple[tuple[str, Tolerance], ...]]] = {
     DenseCase: (run_dense, (("out", DENSE_OUT), ("lse", DECODE_LSE))),
     SparseCase: (run_sparse, (("out", SPARSE_OUT), ("lse", DECODE_LSE))),
     PrefillCase: (
@@ -107,7 +125,7 @@ KINDS: dict[type, tuple[Callable[..., Any], tuple[tuple[str, cases.Tolerance], .
     ),
     VarlenCase: (run_varlen, (("out", VARLEN_OUT), ("lse", PREFILL_LSE))),
 }
-FEW = [*cases.FEW_DENSE, *cases.FEW_SPARSE, *cases.FEW_PREFILL, *cases.FEW_VARLEN]
+FEW = [*FEW_DENSE, *FEW_SPARSE, *FEW_PREFILL, *FEW_VARLEN]
 
 
 def check(problem: Any, got: tuple[Tensor, ...]) -> None:
@@ -139,14 +157,14 @@ def test_few_of_its_problems_and_some_beyond(case, device):
 
 @pytest.mark.gpu
 @pytest.mark.large
-@pytest.mark.parametrize(("h_q", "h_kv"), cases.HEADS)
+@pytest.mark.parametrize(("h_q", "h_kv"), HEADS)
 def test_all_of_its_dense_problems(h_q, h_kv, device):
-    check_all(cases.dense_cases(h_q, h_kv), device)
+    check_all(dense_cases(h_q, h_kv), device)
 
 
 @pytest.mark.gpu
 @pytest.mark.large
-@pytest.mark.parametrize("group", cases.SPARSE_GROUPS, ids=str)
+@pytest.mark.parametrize("group", SPARSE_GROUPS, ids=str)
 def test_all_of_its_sparse_decode_problems(group, device):
     check_all(group.cases(), device)
 
@@ -156,12 +174,12 @@ def test_all_of_its_sparse_decode_problems(group, device):
 @pytest.mark.parametrize("h_q", [64, 128])
 @pytest.mark.parametrize("d", [512, 576])
 def test_all_of_its_sparse_prefill_problems(d, h_q, device):
-    check_all(cases.prefill_cases(d, h_q), device)
+    check_all(prefill_cases(d, h_q), device)
 
 
 @pytest.mark.gpu
 @pytest.mark.large
-@pytest.mark.parametrize("case", cases.VARLEN_CASES, ids=str)
+@pytest.mark.parametrize("case", VARLEN_CASES, ids=str)
 def test_all_of_its_varlen_problems(case, device):
     check_all([case], device)
 
@@ -170,7 +188,7 @@ def test_all_of_its_varlen_problems(case, device):
 @pytest.mark.large
 @pytest.mark.parametrize(
     "listed",
-    [cases.SERVING_DENSE, cases.SERVING_SPARSE, cases.SERVING_PREFILL],
+    [SERVING_DENSE, SERVING_SPARSE, SERVING_PREFILL],
     ids=["dense", "sparse", "prefill"],
 )
 def test_the_problems_it_measures_speed_on(listed, device):
@@ -180,14 +198,14 @@ def test_the_problems_it_measures_speed_on(listed, device):
 @pytest.mark.gpu
 @pytest.mark.large
 def test_more_queries_than_a_grid_axis_has(device):
-    check_all([cases.LONG_PREFILL], device)
+    check_all([LONG_PREFILL], device)
 
 
 def test_the_lists_are_as_long_as_flash_mlas():
-    assert len(cases.HEADS) == 16
-    assert sum(1 for heads in cases.HEADS for _ in cases.dense_cases(*heads)) == 16 * 146
-    assert len(cases.SPARSE_GROUPS) == 14
-    assert len(cases.SERVING_SPARSE) == 4 + 24 + 4
+    assert len(HEADS) == 16
+    assert sum(1 for heads in HEADS for _ in dense_cases(*heads)) == 16 * 146
+    assert len(SPARSE_GROUPS) == 14
+    assert len(SERVING_SPARSE) == 4 + 24 + 4
 
 
 @pytest.mark.parametrize("spoil", [0.0, torch.nan, torch.inf])
@@ -207,7 +225,7 @@ def test_the_rule_of_comparison_sees_one_wrong_number(spoil):
 SOME = [
     DenseCase(3, 2, 70, True, True, zeros=True, h_q=6, h_kv=2),
     SparseCase(3, 2, Scope(60, 20, 5, True), Scope(90, 17, 61, True), h_q=3, d=512, zeros=True),
-    SparseCase(3, 2, cases.SMALL, h_q=3, zeros=True),
+    SparseCase(3, 2, SMALL, h_q=3, zeros=True),
     PrefillCase(13, 40, 64, 4, 512, True, True),
     VarlenCase(20, 50, 3, h=4, h_k=2, causal=True),
 ]
@@ -243,7 +261,7 @@ def test_out_is_written_and_returned(case, strides, device):
     want = run(problem)
     out = poison(torch.empty_like(want[0]))
     if strides == "padded":
-        out = cases.padded(out)
+        out = padded(out)
     got = run(problem, out=out)
     assert got[0] is out
     for name, mine, other in zip(("out", "lse", "more"), got, want, strict=False):
@@ -387,7 +405,7 @@ def test_indices_of_any_value_that_is_no_row():
     problem = SparseCase(2, 2, Scope(40, 16, 8), h_q=3).make("cpu")
     want = run_sparse(problem)
     indices = problem.main.indices
-    hostile = torch.tensor((*cases.NOT_INDICES, problem.main.cache.shape[0] * 8))
+    hostile = torch.tensor((*NOT_INDICES, problem.main.cache.shape[0] * 8))
     places = torch.arange(16) % len(hostile)
     worse = torch.cat([indices, hostile[places].int().expand(2, 2, 16)], 2)
     arguments = list(problem.arguments)
@@ -400,9 +418,9 @@ def test_indices_of_any_value_that_is_no_row():
 
 
 def test_a_block_table_may_be_given_with_indices():
-    problem = SparseCase(2, 1, cases.SMALL, h_q=3).make("cpu")
+    problem = SparseCase(2, 1, SMALL, h_q=3).make("cpu")
     lengths = torch.zeros(2, dtype=torch.int32)
-    table = torch.full((2, 1), cases.NOT_A_BLOCK, dtype=torch.int32)
+    table = torch.full((2, 1), NOT_A_BLOCK, dtype=torch.int32)
     got = flash_mla_with_kvcache(
         problem.q, problem.main.cache, table, lengths, 512, None, None, *problem.arguments
     )
@@ -481,7 +499,7 @@ def test_a_plain_fp8_cache_needs_no_flag_and_may_be_listed():
     torch.testing.assert_close(listed, want)
 
 
-@pytest.mark.parametrize("case", cases.FEW_PREFILL[2:5], ids=str)
+@pytest.mark.parametrize("case", FEW_PREFILL[2:5], ids=str)
 @pytest.mark.parametrize("indexer_topk", [1, 20, 10**6])
 def test_the_lse_of_an_indexer_is_over_the_first_entries(case, indexer_topk, device):
     problem = case.make(device)
@@ -581,7 +599,7 @@ def test_a_schedule_remembers_the_call():
     flash_mla_with_kvcache(**keywords, causal=True)
     assert schedule.have_initialized
     assert schedule.config == FlashMLASchedMeta.Config(3, 2, 4, 16, 2, True, False, *[None] * 3)
-    sparse = cases.FEW_SPARSE[8].make("cpu")
+    sparse = FEW_SPARSE[8].make("cpu")
     flash_mla_with_kvcache(
         sparse.q, sparse.main.cache, None, None, 512, schedule, None, *sparse.arguments
     )
@@ -603,7 +621,7 @@ def test_a_schedule_serves_lengths_that_grow_and_shrink(device):
 
 def test_a_schedule_serves_other_shapes(device):
     schedule, _ = get_mla_metadata()
-    for case in cases.FEW_DENSE[:6]:
+    for case in FEW_DENSE[:6]:
         problem = case.make(device)
         got = flash_mla_with_kvcache(
             *(problem.q, problem.k_cache, problem.block_table, problem.cache_seqlens),

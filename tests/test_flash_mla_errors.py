@@ -8,12 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from flash_mla_cases import (
-    PrefillCase,
-    VarlenCase,
-    as_keywords,
-    dense_problem,
-)
+from flash_mla_dense_cases import as_keywords, dense_problem
+from flash_mla_sparse_cases import PrefillCase
+from flash_mla_varlen_cases import VarlenCase
 from torch import Tensor
 
 from mlakit.checks import UnsupportedError
