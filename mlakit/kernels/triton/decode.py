@@ -176,8 +176,8 @@ def mla_decode(
         BN=config.block_n,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        # a pointer per key: on sm_89 the assembler would rather spill than use these registers
-        **({"maxnreg": 255} if device.arch == 89 and is_flat else {}),
+        # a pointer per key: there the assembler would rather spill than use these registers
+        **({"maxnreg": 255} if device.arch in (89, 120) and is_flat else {}),
     )
     if schedule.partial_rows == 0:
         return

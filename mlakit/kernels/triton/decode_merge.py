@@ -120,6 +120,8 @@ def merge_partials(
         PARTS=config.parts,
         IS_CHAINED=is_chained,
         num_warps=config.num_warps,
+        # finding the parts again takes registers, which the assembler would rather spill
+        **({} if row_tile_parts is None else {"maxnreg": 168}),
         **({"launch_pdl": True} if is_chained else {}),
     )
 

@@ -135,6 +135,8 @@ def norm_rope_quant_append(
         PROBES=config.probes,
         PDL=pdl,
         num_warps=config.num_warps,
+        # there the assembler would rather spill two words than use more than 40 registers
+        **({"maxnreg": 128} if facts.arch == 120 else {}),
         **options,
     )
 
