@@ -565,7 +565,7 @@ def test_what_is_fetched_is_used(with_gpu, loaded):
     }
     libraries = [target / folder.FLASH_MLA, target / folder.FA3]
     assert loaded == [(str(path), b"library " * 1000) for path in libraries]
-    assert peers.origins()["fa3"] == f"fetched, {target / folder.FA3_WRAPPER}"
+    assert peers.origins()["fa3"] == f"fetched, {folder.WHEEL}"
     problem = dense_decode()
     ready, _ = peers.baselines(problem)
     assert [each.name for each in ready] == ["flash_mla", "fa3", "eager"]

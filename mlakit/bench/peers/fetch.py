@@ -22,7 +22,6 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 
 from mlakit.bench.peers import folder
 
-WHEEL = "vllm==0.26.0"
 PYTHON = "3.12"  # the libraries use the stable interface: any version from 3.8 on loads them
 GLIBC = (28, 31, 34, 35)  # of manylinux tags: pip takes each tag by itself
 CHUNK = 1 << 20
@@ -72,15 +71,15 @@ def _download(scratch: Path, platform: str | None) -> Path:
     options = ["--no-deps", "--only-binary=:all:", "--python-version", PYTHON]
     for tag in platform_tags(platform):
         options += ["--platform", tag]
-    command = [sys.executable, "-m", "pip", "download", *options, "-d", str(scratch), WHEEL]
+    command = [sys.executable, "-m", "pip", "download", *options, "-d", str(scratch), folder.WHEEL]
     # pip draws its progress bar on stdout, which therefore stays what it is
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
     wheels = list(scratch.glob("*.whl"))
     if done.returncode != 0 or len(wheels) != 1:
         said = "\n".join(done.stderr.strip().splitlines()[-4:])
         raise FetchError(
-            f"pip could not download {WHEEL}. Without a network, fetch on a machine with one and "
-            f"copy the folder here. pip said:\n{said}"
+            f"pip could not download {folder.WHEEL}. Without a network, fetch where there is one "
+            f"and copy the folder here. pip said:\n{said}"
         )
     return wheels[0]
 

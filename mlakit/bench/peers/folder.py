@@ -26,6 +26,7 @@ FLASH_MLA_WRAPPER = Path("flashmla/flash_mla_interface.py")
 FA3 = Path("fa3/_vllm_fa3_C.abi3.so")
 FA3_PACKED = Path("fa3/_vllm_fa3_C.abi3.so.xz")
 FA3_WRAPPER = Path("fa3/flash_attn_interface.py")
+WHEEL = "vllm==0.26.0"  # where they are fetched from
 FETCHED = "mlakit_peers_"  # what the names of their modules begin with
 
 

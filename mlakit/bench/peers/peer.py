@@ -53,7 +53,7 @@ class Peer:
         if isinstance(loaded, str):
             return loaded
         if loaded.__name__.startswith(folder.FETCHED):
-            return f"fetched, {loaded.__file__}"
+            return f"fetched, {folder.WHEEL}"
         return f"installed, {loaded.__name__} {getattr(loaded, '__version__', '')}".rstrip()
 
 
