@@ -7,11 +7,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from mlakit.kernels.triton import configs, fp8, indexer
+from mlakit.kernels.triton import configs, fp8
 from mlakit.kernels.triton.fp8 import library_refuses as scaled_mm_refuses
 from mlakit.kernels.triton.launch import SHARED_BYTES
 from mlakit.kernels.triton.matmul import library_refuses as bmm_refuses
-from mlakit.workloads import IndexerTopkCase
 
 E4M3 = torch.float8_e4m3fn
 
@@ -150,32 +149,3 @@ def test_indexer_tiles_fit_shared_memory(shared, heads, mean_queries):
             shared_bytes=shared,
         )
         assert config.shared_bytes(heads, width, itemsize=2) <= shared
-
-
-@pytest.mark.parametrize("k", [1, 64, 2048, 4096, 8192])
-def test_topk_keeps_enough_candidates(k):
-    for rows in (1, 64, 4096):
-        config = configs.pick_topk_config(rows=rows, columns=131072, k=k, num_sms=132)
-        assert config.capacity >= k
-        assert config.splits * 4 * config.capacity <= 131072 or config.splits == 1
-        assert config.block < 2**15  # two counts of a block share 32 bits
-
-
-@pytest.mark.parametrize("k", [3, 16, 60])
-@pytest.mark.parametrize("levels", [0, 3])
-def test_topk_in_parts_matches_the_oracle(k, levels, monkeypatch):
-    def in_parts(**problem):
-        whole = configs.pick_topk_config(**problem)
-        return configs.TopkConfig(3, whole.capacity, 32, select_warps=1)
-
-    monkeypatch.setattr(indexer, "pick_topk_config", in_parts)
-    case = IndexerTopkCase(
-        num_tokens=3,
-        num_columns=300,
-        k=k,
-        levels=levels,
-        with_starts=True,
-        with_ends=True,
-        specials=0.1,
-    )
-    case.run(backend="triton")

@@ -152,7 +152,8 @@ def _scheduled(draw: Draw) -> dict[str, Any]:
         case "balanced":
             return {"num_workers": draw.integer(1, 7), "tile": tile}
         case "fixed":
-            return {"num_workers": draw.integer(1, 7), "tile": tile, "fixed_split": 2 * tile}
+            # splits of a few keys only take time
+            return {"num_workers": draw.integer(1, 7), "tile": tile, "fixed_split": max(tile, 32)}
         case _:
             return {}
 
