@@ -77,6 +77,7 @@ class DecodePlanTensors(NamedTuple):
     tile: int  # items begin at multiples of it
     max_partials: int  # no slot is beyond: the scratch is max_partials · slot_rows rows of out
     slot_rows: int = 0  # rows of a partial the plan was made for; 0: what the kernel finds fit
+    num_tokens: int = 0  # rows of q the plan was made for; 0: it does not depend on them
 
     def host_items(self) -> list[tuple[int, int, int, int]]:
         """The items there are. Waits for the device."""

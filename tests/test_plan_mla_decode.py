@@ -11,6 +11,8 @@ from op_cases import HEADS, ROW, Call, flat_table, int32, make_cache, normal, st
 from torch import Tensor
 
 from mlakit import dispatch, masks, ops
+from mlakit.ops import decode
+from mlakit.ops._arguments import check_kv_lens
 from mlakit.ops.decode_plan import plan_mla_decode
 from mlakit.plan import DecodePlanTensors
 from mlakit.testing import assert_same_bits, poison
@@ -125,6 +127,25 @@ def test_a_plan_of_other_lengths_is_refused_where_they_are_visible(backend, whic
     lengths[which] = kv_len
     with pytest.raises(ValueError, match=rf"^mla_decode: plan must be made for kv_lens.* = {said}"):
         call.run(plan=plan, kv_lens=int32(lengths))
+
+
+@pytest.mark.parametrize("are_visible", [True, False])
+def test_a_plan_of_another_batch_is_refused_whether_lengths_are_visible_or_not(
+    are_visible, monkeypatch
+):
+    if not are_visible:
+        monkeypatch.setattr(decode, "check_kv_lens", unread)
+    call = call_of({})
+    plan = plan_of(call)
+    tokens = sum(Q_LENS)
+    with pytest.raises(ValueError, match=f"plan must be made for {tokens} query tokens, got 4"):
+        call.run(plan=plan._replace(num_tokens=4))
+    with pytest.raises(ValueError, match="plan must be made for this batch"):
+        call.run(plan=plan._replace(partial_starts=plan.partial_starts[:-1]))
+
+
+def unread(dims, kv_lens):
+    check_kv_lens(dims, kv_lens)
 
 
 def test_a_plan_of_a_window_is_refused_for_a_wider_one():

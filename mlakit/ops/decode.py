@@ -125,6 +125,8 @@ def _decode(a: DecodeArguments, out: Tensor | None, lse: Tensor | None) -> tuple
     check_sink(dims, a.sink)
     scale = dims.finite("softmax_scale", a.softmax_scale)
     check_shard(dims, a.shard)
+    if isinstance(a.splits, DecodePlanTensors):
+        _check_sizes(dims, a.splits)
     if lengths is not None:
         check_seen_rows(dims, a.page_table, a.layer, a.mask, starts, lengths, a.shard)
         if isinstance(a.splits, DecodePlanTensors):
@@ -243,6 +245,16 @@ def check_shard(dims: Dims, shard: KVShard) -> None:
     dims.integer("kv_shard interleave", shard.interleave, 1)
     rank = dims.integer("kv_shard rank", shard.rank, 0)
     dims.require(rank < shard.world, "kv_shard rank", f"be below world, {shard.world}", rank)
+
+
+def _check_sizes(dims: Dims, plan: DecodePlanTensors) -> None:
+    """What shows without a look into the plan: one of another batch would have rows written
+    that are not there."""
+    same_batch = plan.partial_starts.shape[0] == dims["batch"] + 1
+    dims.require(same_batch, "plan", "be made for this batch", "another batch size")
+    tokens = dims["tokens"]
+    same_tokens = plan.num_tokens in (0, tokens)
+    dims.require(same_tokens, "plan", f"be made for {tokens} query tokens", plan.num_tokens)
 
 
 def check_plan(

@@ -47,10 +47,10 @@ def plan_mla_decode(
     dtype      of the queries; None: that of the cache, or bf16 where it is FP8
     backend    the one that is to run: tiles, workers and rows of a partial are those of its kernel
 
-    Calls that use the plan must have these lengths, this mask and this shard. Other heads, dtypes
-    or backends would get right results, if late ones. Their scratch is `max_partials` partials of
-    `slot_rows` rows each, at most two per worker. Under torch.compile make it outside: its shapes
-    are the kernel's affair.
+    Calls that use the plan must have these lengths, this mask and this shard; another batch size or
+    number of query tokens is an error. Other heads, dtypes or backends would get right results, if
+    late ones. Their scratch is `max_partials` partials of `slot_rows` rows each, at most two per
+    worker. Under torch.compile make it outside: its shapes are the kernel's affair.
     """
     dims = Dims(NAME)
     layer = check_layer(dims, cache, 0)
@@ -83,4 +83,4 @@ def plan_mla_decode(
         num_tokens=tokens,
         dtype=dtype,
     )
-    return plan
+    return plan._replace(num_tokens=tokens)
