@@ -192,7 +192,7 @@ def _even_pair(
     own_weights = gl.convert_layout(weights.to(DTYPE), WEIGHTS)
     if IS_LAST:
         zero_rows(buffers.left, 0, keys.end - block * 64)
-    token = warpgroup_mma(own_weights, buffers.left.index(zero), acc, is_async=True)
+    pending = warpgroup_mma(own_weights, buffers.left.index(zero), acc, is_async=True)
     # to the other warpgroup the weights go as of the peak of both blocks
     mbarrier.wait(arrivals.max_odd, phase)
     peak = buffers.max_odd.load(gl.SliceLayout(1, SCORES))
@@ -201,7 +201,7 @@ def _even_pair(
     fence_async_shared()
     mbarrier.arrive(arrivals.p_even, count=1)
     total = total * decay + gl.sum(weights, 1)
-    acc, own_weights = warpgroup_mma_wait(0, deps=(token, own_weights))
+    acc, own_weights = warpgroup_mma_wait(0, deps=(pending, own_weights))
     if not IS_LAST:
         load_box(inputs.kv, row_even, 0, arrivals.left_even, buffers.left.index(0), HALF_BYTES)
     total = total * adjust
@@ -209,14 +209,14 @@ def _even_pair(
     mbarrier.wait(arrivals.p_odd, phase)
     if IS_LAST:
         zero_rows(buffers.left, 1, keys.end - block * 64 - 64)
-    token = warpgroup_mma(buffers.p_odd, buffers.left.index(zero + 1), acc, is_async=True)
+    pending = warpgroup_mma(buffers.p_odd, buffers.left.index(zero + 1), acc, is_async=True)
     if not IS_LAST:
         nothing = gl.zeros([64, 64], gl.float32, SCORES)
         mbarrier.wait(arrivals.rope_even, phase ^ 1)
         rotated = buffers.rope.index(zero).permute((1, 0))
         dots = warpgroup_mma(q_rope, rotated, nothing, use_acc=False, is_async=True)
         # the rope part keeps the tensor cores busy while the left half is reloaded
-        acc = warpgroup_mma_wait(1, deps=(token,))
+        acc = warpgroup_mma_wait(1, deps=(pending,))
         load_box(inputs.kv, row_odd, 0, arrivals.left_odd, buffers.left.index(1), HALF_BYTES)
         dots = add_scores(
             buffers.q_left, buffers.left, 0, arrivals.left_even, phase ^ 1, zero, dots
@@ -226,7 +226,7 @@ def _even_pair(
         )
         scores = warpgroup_mma_wait(0, deps=(dots,))
     else:
-        acc = warpgroup_mma_wait(0, deps=(token,))
+        acc = warpgroup_mma_wait(0, deps=(pending,))
     return acc, peak, total, scores, next_even, next_odd
 
 
@@ -263,20 +263,20 @@ def _odd_pair(
     own_weights = gl.convert_layout(rounded, WEIGHTS)
     if IS_LAST:
         zero_rows(buffers.right, 1, keys.end - block * 64 - 64)
-    token = warpgroup_mma(own_weights, buffers.right.index(zero + 1), acc, is_async=True)
+    pending = warpgroup_mma(own_weights, buffers.right.index(zero + 1), acc, is_async=True)
     buffers.p_odd.store(rounded)
     fence_async_shared()
     mbarrier.arrive(arrivals.p_odd, count=1)
     mbarrier.wait(arrivals.p_even, phase)
     if IS_LAST:
         zero_rows(buffers.right, 0, keys.end - block * 64)
-    token = warpgroup_mma(buffers.p_even, buffers.right.index(zero), token, is_async=True)
+    pending = warpgroup_mma(buffers.p_even, buffers.right.index(zero), pending, is_async=True)
     total = total * decay + gl.sum(weights, 1)
     if not IS_LAST:
         nothing = gl.zeros([64, 64], gl.float32, SCORES)
-        token, own_weights = warpgroup_mma_wait(1, deps=(token, own_weights))
+        pending, own_weights = warpgroup_mma_wait(1, deps=(pending, own_weights))
         load_box(inputs.kv, row_odd, 256, arrivals.right_odd, buffers.right.index(1), HALF_BYTES)
-        acc = warpgroup_mma_wait(0, deps=(token,))
+        acc = warpgroup_mma_wait(0, deps=(pending,))
         load_box(inputs.kv, row_even, 256, arrivals.right_even, buffers.right.index(0), HALF_BYTES)
         mbarrier.wait(arrivals.rope_odd, phase ^ 1)
         rotated = buffers.rope.index(zero + 1).permute((1, 0))
@@ -287,7 +287,7 @@ def _odd_pair(
         dots = add_scores(buffers.q_left, buffers.left, 1, arrivals.left_odd, phase ^ 1, zero, dots)
         scores = warpgroup_mma_wait(0, deps=(dots,))
     else:
-        acc, own_weights = warpgroup_mma_wait(0, deps=(token, own_weights))
+        acc, own_weights = warpgroup_mma_wait(0, deps=(pending, own_weights))
     return acc, new_peak, total, scores, next_even, next_odd
 
 
