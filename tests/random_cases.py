@@ -7,7 +7,7 @@ from typing import Any
 from zlib import crc32
 
 import torch
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from mlakit.checks import UnsupportedError
@@ -64,6 +64,10 @@ class Exploration:
         self, strategy: st.SearchStrategy[Any], *, examples_of: str | None, **options: Any
     ) -> None:
         """Explore `strategy`; always the same examples for one name, others without one."""
+        if torch.device(self.device).type == "cuda":
+            # every step of simplifying a failed case compiles kernels: minutes, where the case
+            # as it was drawn says enough
+            options["phases"] = (Phase.explicit, Phase.generate)
 
         @settings(deadline=None, database=None, suppress_health_check=list(HealthCheck), **options)
         @given(strategy)

@@ -233,12 +233,12 @@ class DecodeCase(PagedCase):
             _, tokens = self._alone
             for name, alone, batched in zip(("out", "lse"), pairs.pop(), pairs[0], strict=True):
                 assert_same_bits(f"{name} of a request alone", alone.cpu(), batched[tokens].cpu())
-        partials = [
+        exact = [
             self._check_rank(f" of rank {index}" if self.world > 1 else "", query, rank, pair)
             for index, (rank, pair) in enumerate(zip(ranks, pairs, strict=False))
         ]
         if self.world > 1:
-            self._check_merged(query, ranks, partials, pairs[-1])
+            self._check_merged(query, ranks, exact, pairs)
 
     def _check_rank(
         self, label: str, query: Query, rank: Rank, results: tuple[Tensor, Tensor]
@@ -260,20 +260,27 @@ class DecodeCase(PagedCase):
         self,
         query: Query,
         ranks: Sequence[Rank],
-        partials: Sequence[tuple[Tensor, Tensor]],
-        merged: tuple[Tensor, Tensor],
+        exact: Sequence[tuple[Tensor, Tensor]],
+        results: Sequence[tuple[Tensor, Tensor]],
     ) -> None:
-        """All ranks together attended as one; rounding the parts is what a merge may lose."""
+        """All ranks together attended as one.
+
+        Each part was judged by itself; here the merge is judged by the very parts it was given,
+        and the exact parts must add up to attention over all keys.
+        """
         positions = [torch.cat(each) for each in zip(*(r.positions for r in ranks), strict=True)]
         rows = [torch.cat(each) for each in zip(*(r.rows for r in ranks), strict=True)]
-        exact = self._oracle(query, rows, positions, query.sink, torch.float64)
-        out, lse = merged
-        outs, lses = (torch.stack(part) for part in zip(*partials, strict=True))
-        naive = reference.merge_states(
-            outs.to(out.dtype), lses.float(), sink=_on_cpu(query.sink), dtype=torch.float32
-        )
-        assert_matches("merged out", out.cpu(), exact[0], naive[0])
-        assert_logits_match("merged lse", lse, exact[1], naive[1], self._largest_score(query, rows))
+        sink = _on_cpu(query.sink)
+        whole = self._oracle(query, rows, positions, query.sink, torch.float64)
+        together = reference.merge_states(*_stacked(exact), sink=sink)
+        torch.testing.assert_close(together, whole, rtol=1e-9, atol=1e-9, equal_nan=True)
+
+        *parts, (out, lse) = results
+        given = tuple(each.cpu() for each in _stacked(parts))
+        want = reference.merge_states(*given, sink=sink)
+        naive = reference.merge_states(*given, sink=sink, dtype=torch.float32)
+        assert_matches("merged out", out.cpu(), want[0], naive[0])
+        assert_logits_match("merged lse", lse, want[1], naive[1], self._largest_score(query, rows))
 
     def _oracle(
         self,
@@ -306,6 +313,11 @@ class DecodeCase(PagedCase):
         largest = torch.stack([torch.zeros((), dtype=torch.float64), *sizes]).amax()
         size: Tensor = query.exact.norm(dim=-1)
         return size * largest * self.softmax_scale
+
+
+def _stacked(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
+    """All outs, and all lses."""
+    return tuple(torch.stack(each) for each in zip(*parts, strict=True))
 
 
 def _on_cpu(tensor: Tensor | None) -> Tensor | None:
