@@ -1,7 +1,8 @@
 """Launching absorbed attention over paged rows of 576 columns, and planning it.
 
-Work       the plan's workers times the units that a request has on average; see `decode_kernel`
-Memory     float32 partials, two per worker: 35 MB where there are 132 SMs
+Work       the plan's workers times the units that a request has on average; see `decode_kernel`,
+           and `decode_few_kernel` for up to 32 heads
+Memory     float32 partials, two per worker: 35 MB at most where there are 132 SMs
 Limits     rows of 576/512 in halves, queries of their dtype, pages of a multiple of 64 rows, rows
            that TMA can copy boxes of; `support` says no to the rest
 """
@@ -30,7 +31,7 @@ from mlakit.plan import DecodePlanTensors
 
 BLOCK = 64  # keys
 LEAST_KEYS = 256  # that are worth a worker
-MOST_FEW_HEADS = 32
+FEW_HEADS = 32  # at most: more of them fill the 64 rows of the other kernel half or better
 BOX = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
@@ -45,7 +46,7 @@ class Variant:
 
 
 def variant_for(heads: int) -> Variant:
-    if heads <= MOST_FEW_HEADS:
+    if heads <= FEW_HEADS:
         rows = max(triton.next_power_of_2(heads), 8)
         return Variant(mla_decode_few_kernel, rows, columns=128, tile=BLOCK)
     return Variant(mla_decode_kernel, 64, columns=256, tile=2 * BLOCK)
