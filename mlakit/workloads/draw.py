@@ -366,7 +366,7 @@ def hopper_decode_case(draw: Draw) -> DecodeCase:
         num_layers=draw.integer(1, 2),
         kv_lens=draw.choice((ends, whole)),
         q_lens=q_lens,
-        heads=draw.choice((draw.integer(1, 128), 16, 64, 128)) if batch < 40 else 16,
+        heads=draw.choice((draw.integer(1, 128), 16, 64, 128) if batch < 40 else (16, 64)),
         sharpness=draw.choice((0.5, 1.5, 4.0)),
         sink=draw.choice(("", "finite")),
         **draw.choice(plans),

@@ -2,28 +2,30 @@
 
 Work       a program: the 8, 16 or 32 heads (ROWS) of one query over a range of its request's keys,
            64 keys a block; one such unit after the other, as the plan's items say
-Bound      by bytes in flight, not by arithmetic. Hence a ring of copies that never drains, not even
-           between units, and keys on the side of the dots that is 64 wide in any case:
+Bound      by bytes in flight, not by arithmetic: a producer keeps rings of copies full, between
+           units too, and keys are on the side of the dots that is 64 rows wide in any case
 
-             producer, one warp                     consumer, four warps
-  a block    the page of the next block             Sᵀ = K·Qᵀ, a part as soon as it is there
-             wait until a place is free  <-- empty  (rope) m = max(m, Sᵀ), Pᵀ = exp2(Sᵀ − m)
-             copy a part there  ------------ full > Oᵀ = Oᵀ·a + Vᵀ·Pᵀ, a part at a time
-                                         <-- empty  (each part, after its dot)
+             producer, one warp                       consumer, four warps
+  a block    look up the page of the next one         Sᵀ = K·Qᵀ, part by part as they come
+             five times: wait for a free place        <- empty: the rope part
+               and copy a part to it          full -> m = max(m, Sᵀ), Pᵀ = exp2(Sᵀ − m)
+                                                      Oᵀ = Oᵀ·a + Vᵀ·Pᵀ, part by part
+                                                      <- empty: each part of the latents
 
 Channels   a block is five boxes: the rope part, then four parts of 128 latent columns. Either kind
-           has a ring of places, and each place two barriers: `full` (the copy has come) and `empty`
-           (the consumer is done with it). Queries have one buffer, which the consumer itself fills
-Phases     box n of a kind goes to place n % PLACES, as its turn n // PLACES there. The consumer
-           waits for `full` of the turn's parity, the producer for `empty` of the opposite one: of a
-           fresh barrier that is the phase before the first, and does not wait
-Deadlock   none: both walk the same units (`next_unit`) and blocks (`find_keys`), a unit without
-           keys having no box; boxes are filled, waited for and emptied in one and the same order;
-           a wait for `empty` needs boxes of PLACES before it emptied, and of those the consumer
-           holds less than a block at once, which every ring has room for. The consumer waits for
-           nothing else but its own queries, which it asked for before
-Memory     all of shared memory, see `PLACES`; partials of units that do not see all keys of their
-           query go to scratch in float32, `merge_partials` joins them
+           has a ring of places, each of them with two barriers: `full` (the copy is there) and
+           `empty` (the consumer is done with it). Queries have one buffer that the consumer fills,
+           once it has done the last dots of the unit before
+Phases     box n of a kind goes to place n % PLACES in turn n // PLACES. The consumer waits for the
+           phase of `full` that has the turn's parity; the producer for the one of `empty` before,
+           which on a fresh barrier counts as over. Either barrier is completed once a turn
+Deadlock   none. Both walk the same units (`next_unit`) and blocks (`find_keys`; a unit without keys
+           has no box), and send, await and free boxes in the same order. For box n the producer
+           waits until box n − PLACES is free, for which the consumer needs the boxes of that one's
+           block and no later ones; a ring has room for a block, so they were all sent before
+Memory     all of shared memory, with 16 heads 200 KB of places: a block in work takes 72, the rest
+           is in flight; 255 registers. Partials of units that do not see all keys of their query go
+           to scratch in float32, `merge_partials` joins them
 Numbers    P is rounded to the cache's dtype, sums are float32; rows past a query's last key are
            zeroed before they are multiplied, for 0 · NaN is NaN
 """
@@ -177,8 +179,9 @@ def _add_values(weights, latent, place, turn, sums, decay, kept):
     for part in gl.static_range(PARTS):
         values = latent.boxes.index(places[part]).permute((1, 0))
         pending += (warpgroup_mma(values, weights, sums[part] * decay, is_async=True),)
-    done = warpgroup_mma_wait(0, deps=pending)
+    done = ()
     for part in gl.static_range(PARTS):
+        done += (warpgroup_mma_wait(PARTS - 1 - part, deps=(pending[part],)),)
         mbarrier.arrive(latent.empty.index(places[part]), count=1)
     return done, place, turn
 
