@@ -165,10 +165,16 @@ class PagedLatentCache:
             raise ValueError(
                 f"PagedLatentCache.layer: index must be in [0, {self.num_layers}), got {index}"
             )
+        return self.find_layer(index) or self._view_of(index)
+
+    def find_layer(self, index: int) -> CacheLayer | None:
+        """The same object for a layer each time; None where there is no such layer."""
         if torch.compiler.is_compiling():  # where tensors belong to one graph
-            return self._view_of(index)
+            return None
         known = self._layers.get(index)
         if known is None or known[0] != self.payload.data_ptr():
+            if not 0 <= index < self.num_layers:
+                return None
             known = self._layers[index] = self.payload.data_ptr(), self._view_of(index)
         return known[1]
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from mlakit import PagedLatentCache
 from mlakit.geometry import RowShape
 from mlakit.kernels.triton import launch as launching
+from mlakit.kernels.triton import relaunch
 from mlakit.ops import _repeats
 from mlakit.ops._repeats import Repeats
 from mlakit.plan import DecodePlanTensors
@@ -180,6 +181,51 @@ def test_a_view_is_found_in_the_tensor_it_is_of(op):
     assert call.ran == 2
 
 
+class Add:
+    """y[i] = Σ xs[i], of a tuple of tensors."""
+
+    arg_names = ("xs", "y")
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def first(xs: tuple[Tensor, ...], y: Tensor) -> Any:
+            run(*[None] * 9, tuple(x.data_ptr() for x in xs), y.data_ptr())
+            return SimpleNamespace(run=run, function=None, packed_metadata=None)
+
+        def run(*arguments: Any) -> None:
+            xs, y = arguments[9:]
+            sources, target = [floats(x, 5) for x in xs], floats(y, 5)
+            for i in range(5):
+                target[i] = sum(source[i] for source in sources)
+
+        return first
+
+
+def test_tensors_in_tuples_are_those_of_the_call(op):
+    def body(x: Tensor, y: Tensor, factor: float, out: None) -> tuple[Tensor]:
+        result = torch.empty_like(x)
+        launching.launch(Add(), (1,), (x, y, x), result)
+        return (result,)
+
+    call = op(body)
+    for turn in range(5):
+        x, y = values(start=float(turn)), values(start=-3.0 * turn)
+        assert torch.equal(call(x, y), 2 * x + y)
+    assert call.ran == 2
+
+
+def test_tensors_in_other_things_are_not_looked_for(op):
+    def body(x: Tensor, y: None, factor: float, out: None) -> tuple[Tensor]:
+        result = torch.empty_like(x)
+        launching.launch(Add(), (1,), [x, x], result)
+        return (result,)
+
+    call = op(body)
+    for turn in range(5):
+        x = values(start=float(turn))
+        assert torch.equal(call(x), 2 * x)
+    assert call.ran == 5
+
+
 def test_a_pointer_that_two_tensors_share_is_not_guessed(op):
     def body(x: Tensor, y: Tensor, factor: float, out: None) -> tuple[Tensor]:
         result = torch.empty(2)
@@ -282,6 +328,77 @@ def test_what_is_known_is_bounded(op, monkeypatch):
             x = values(size)
             assert torch.equal(call(x), 4 * x)
     assert len(call.repeats._known) == 4
+
+
+class Descriptor:
+    """As much of one for TMA as a launcher reads."""
+
+    def __init__(self, base: Tensor) -> None:
+        self.base, self.shape, self.strides = base, [4, 2], [2, 1]
+        self.block_shape, self.padding = [2, 2], "zero"
+
+
+class Launcher:
+    """Triton's, of a kernel with a descriptor `box` and a number."""
+
+    global_scratch_size = profile_scratch_size = 0
+    launch_cooperative_grid, launch_pdl = False, True
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Any, ...]] = []
+
+    def __call__(self, *arguments: Any) -> None:
+        *head, box, number = arguments
+        self.seen.append((*head, box.base.data_ptr(), box.shape, box.strides, box.padding, number))
+
+
+def test_a_launcher_that_is_not_known_gets_descriptors(monkeypatch):
+    monkeypatch.setattr(relaunch, "KNOWN_LAUNCHERS", ("no such version",))
+    run = Launcher()
+    kernel = SimpleNamespace(run=run, function="function", packed_metadata="metadata")
+    x = values(8)
+    start, arguments = relaunch.Launch(kernel, (3,), (Descriptor(x), 7)).prepare()
+    assert arguments[0].tensor is x
+    assert arguments[1] == 7
+    for address in (1024, 2048):
+        start(5, [arguments[0].taken_as[address], 7])
+        head = (3, 1, 1, 5, "function", "metadata", None, None, None)
+        assert run.seen.pop() == (*head, address, [4, 2], [2, 1], "zero", 7)
+
+
+def test_the_launcher_that_is_known_gets_encoded_descriptors(monkeypatch, capsys):
+    monkeypatch.setattr(relaunch, "KNOWN_LAUNCHERS", (launching.triton.__version__,))
+    encoded = []
+
+    def encode(box: Any, encoding: Any) -> list[Any]:
+        encoded.append(box.base.data_ptr())
+        return [f"map {encoding} of {box.base.data_ptr()}", *box.shape, *box.strides]
+
+    monkeypatch.setattr("triton.backends.nvidia.driver.make_tensordesc_arg", encode)
+    run = Launcher()
+    launcher, tensordesc_meta = print, ["as told"]  # a function in C that takes anything
+
+    def inner(*arguments: Any) -> None:
+        raise AssertionError(launcher, tensordesc_meta)
+
+    run.launch = inner
+    kernel = SimpleNamespace(run=run, function="function", packed_metadata="metadata")
+    start, arguments = relaunch.Launch(kernel, (3, 2), (Descriptor(values(8)), 7)).prepare()
+    assert arguments[1:] == (4, 2, 2, 1, 7)
+    for _ in range(3):
+        assert arguments[0].taken_as[1024] == "map as told of 1024"
+    assert encoded == [1024]
+    start(5, [arguments[0].taken_as[1024], *arguments[1:]])
+    head = "3 2 1 5 function False True None None metadata None None None"
+    assert capsys.readouterr().out == f"{head} map as told of 1024 4 2 2 1 7\n"
+
+
+def test_maps_are_bounded(monkeypatch):
+    monkeypatch.setattr(relaunch, "MAX_MAPS", 3)
+    boxes = relaunch.Boxes(Descriptor(values(8)))
+    for address in range(10):
+        assert boxes[address].data_ptr() == address
+    assert len(boxes) <= 3
 
 
 @pytest.mark.gpu

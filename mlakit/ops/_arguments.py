@@ -17,6 +17,10 @@ INTEGERS = (torch.int32, torch.int64)
 
 def check_layer(dims: Dims, cache: object, layer: int, *, owner: str = "") -> CacheLayer:
     """The layer of a cache that a public function was given, itself or as part of `owner`."""
+    if isinstance(cache, PagedLatentCache) and type(layer) is int:
+        known = cache.find_layer(layer)
+        if known is not None:
+            return known
     if not isinstance(cache, PagedLatentCache):
         got = type(cache).__name__
         raise TypeError(f"{dims.op}: {owner}cache must be a PagedLatentCache, got {got}")

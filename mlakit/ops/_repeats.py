@@ -16,12 +16,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mlakit import knobs
@@ -29,11 +30,11 @@ from mlakit.cache import CacheLayer
 from mlakit.plan import DecodePlanTensors
 
 Results = tuple[Tensor, ...]
-PLAIN = (Tensor, torch.nn.Parameter)
 ALIGNMENT = 128  # bytes; no kernel and no check asks for more
 SCRATCH_ALIGNMENT = 256
 MAX_PLANS = 64  # that are kept
 MAX_KNOWN = 1024  # calls of one op that are remembered, at a few kilobytes each
+MAX_FILLED = 256  # of one recording: layers times the places that queries and results come to
 ATTEMPTS = 3  # to record: a constant that is being made stands in the way at first
 NEW_TENSORS = {
     f"aten::{name}"
@@ -59,9 +60,16 @@ class Repeats:
         """What `body()` gives, which is the op with these arguments."""
         survey = Survey()
         for name in self._others:
-            survey.add(arguments[name])
+            value = arguments[name]
+            if value is None:
+                survey.facts.append(None)
+            else:
+                survey.add(value)
         for result in results:
-            survey.add(result)
+            if result is None:
+                survey.facts.append(None)
+            else:
+                survey.add(result)
         if not survey.is_repeatable():
             with _made_current(survey.device):
                 return body()
@@ -108,13 +116,12 @@ class Survey:
 
     def add(self, value: Any) -> None:
         kind = type(value)
-        if value is None:
-            self.facts.append(None)
-        elif kind in PLAIN:
+        if kind is Tensor or kind is Parameter:
             address, device = value.data_ptr(), value.device
             self.tensors.append(value)
             self.addresses.append(address)
-            self.facts += (value.shape, value.stride(), value.dtype, address % ALIGNMENT)
+            strides = None if value.is_contiguous() else value.stride()
+            self.facts += (value.shape, strides, value.dtype, address % ALIGNMENT)
             if self.device is None:
                 self.device = device
             if device != self.device or value.requires_grad:
@@ -152,7 +159,7 @@ class Survey:
 
 
 def _starts_kernels(device: torch.device) -> bool:
-    return device.type == "cuda" and device.index == torch.cuda.current_device()
+    return device.type == "cuda" and device.index == torch._C._cuda_getDevice()
 
 
 def _made_current(device: torch.device | None) -> Any:
@@ -210,33 +217,37 @@ def _plan(plan: DecodePlanTensors) -> Whole:
 
 
 @dataclass(frozen=True)
-class Step:
-    """A kernel that is started, with gaps among its arguments."""
+class Template:
+    """Arguments of a kernel, with gaps for what is particular to a call."""
 
-    start: Callable[..., None]  # start(stream, arguments)
-    arguments: tuple[Any, ...]
-    gaps: tuple[tuple[int, int, int], ...]  # (argument, place of what it points to, byte in that)
+    values: tuple[Any, ...]
+    gaps: tuple[tuple[int, int, int, Any], ...]  # (argument, place, byte in that, taken as)
+    tuples: tuple[tuple[int, Template], ...]
 
-    def run(self, stream: int, addresses: Sequence[int]) -> None:
-        arguments = list(self.arguments)
-        for at, place, offset in self.gaps:
+    def fill(self, addresses: Sequence[int]) -> list[Any]:
+        values = list(self.values)
+        for at, place, offset, taken_as in self.gaps:
             address = addresses[place] + offset
-            box = arguments[at]
-            arguments[at] = address if box is None else box.moved_to(address)
-        self.start(stream, arguments)
+            values[at] = address if taken_as is None else taken_as[address]
+        for at, part in self.tuples:
+            values[at] = tuple(part.fill(addresses))
+        return values
 
 
 @dataclass(frozen=True)
 class Recording:
     """What a call did. Places count the call's tensors, its new results, then the scratch."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[tuple[Callable[..., None], Template], ...]
     results: tuple[int, ...]  # their places
     new_results: tuple[tuple[Any, ...], ...]  # shape, strides, dtype
     scratch_bytes: int
     device: torch.device
     constants: tuple[Tensor, ...]  # kept: they are pointed to
     is_watched: Callable[[], bool]  # by a profiler that wants to hear of each launch
+    filled: dict[tuple[int, ...], list[tuple[Callable[..., None], list[Any]]]] = field(
+        default_factory=dict
+    )
 
     def replay(self, survey: Survey) -> Results:
         tensors, addresses = survey.tensors, survey.addresses
@@ -248,8 +259,16 @@ class Recording:
             scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=self.device)
             addresses.append(scratch.data_ptr())
         stream = _current_stream(self.device)
-        for step in self.steps:
-            step.run(stream, addresses)
+        # the same memory comes round again and again: what was filled in is kept for a while
+        where = tuple(addresses)
+        filled = self.filled.get(where)
+        if filled is None:
+            filled = [(start, template.fill(where)) for start, template in self.steps]
+            if len(self.filled) >= MAX_FILLED:
+                self.filled.clear()
+            self.filled[where] = filled
+        for start, arguments in filled:
+            start(stream, arguments)
         return tuple([tensors[place] for place in self.results])
 
 
@@ -290,7 +309,7 @@ def record(
         return got, None
     room = Room.of(tensors, new_results, scratch)
     try:
-        steps = tuple(Step(launch.start, *room.with_gaps(launch.arguments)) for launch in launches)
+        steps = tuple(room.step(launch) for launch in launches)
     except UnknownOriginError:
         return got, None
     places = given | {id(tensor): len(tensors) + i for i, tensor in enumerate(new_results)}
@@ -328,25 +347,26 @@ class Room:
             end += -(-_num_bytes(tensor) // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
         return cls([*tensors, *new_results], places, end, [])
 
-    def with_gaps(
-        self, arguments: Sequence[Any]
-    ) -> tuple[tuple[Any, ...], tuple[tuple[int, int, int], ...]]:
-        """The arguments without what is particular to this call, and where that was."""
-        kept: list[Any] = []
-        gaps: list[tuple[int, int, int]] = []
+    def step(self, launch: Any) -> tuple[Callable[..., None], Template]:
+        start, arguments = launch.prepare()
+        return start, self._template(arguments)
+
+    def _template(self, arguments: Sequence[Any]) -> Template:
+        values, gaps, tuples = list(arguments), [], []
         for at, value in enumerate(arguments):
-            tensor = value.base if hasattr(value, "block_shape") else value
-            if not isinstance(tensor, Tensor):
-                kept.append(value)
-                continue
-            origin = self._origin(tensor)
-            if origin is not None:
-                gaps.append((at, *origin))
-            box = None if tensor is value else Box.like(value)
-            kept.append(tensor.data_ptr() if origin is None and box is None else box)
-            if origin is None and box is not None:
+            if isinstance(value, tuple):
+                tuples.append((at, self._template(value)))
+            elif hasattr(value, "taken_as"):
+                origin = self._origin(value.tensor)
+                values[at] = None
+                if origin is not None:
+                    gaps.append((at, *origin, value.taken_as))
+                else:
+                    address = value.tensor.data_ptr()
+                    values[at] = address if value.taken_as is None else value.taken_as[address]
+            elif isinstance(value, (Tensor, list, dict)):
                 raise UnknownOriginError
-        return tuple(kept), tuple(gaps)
+        return Template(tuple(values), tuple(gaps), tuple(tuples))
 
     def _origin(self, tensor: Tensor) -> tuple[int, int] | None:
         """(place, byte); None for a constant, or for nothing at all."""
@@ -366,33 +386,6 @@ class Room:
             raise UnknownOriginError
         self.constants.append(tensor)
         return None
-
-
-class Box:
-    """A descriptor for TMA as a launcher reads it, at any address."""
-
-    __slots__ = ("_address", "padding", "round_f32_to_tf32", "shape", "strides")
-
-    def __init__(self, shape: Any, strides: Any, padding: str, rounds: bool, address: int) -> None:
-        self.shape, self.strides, self.padding = shape, strides, padding
-        self.round_f32_to_tf32 = rounds
-        self._address = address
-
-    @classmethod
-    def like(cls, descriptor: Any) -> Box:
-        rounds = getattr(descriptor, "round_f32_to_tf32", False)
-        return cls(descriptor.shape, descriptor.strides, descriptor.padding, rounds, 0)
-
-    def moved_to(self, address: int) -> Box:
-        return Box(self.shape, self.strides, self.padding, self.round_f32_to_tf32, address)
-
-    @property
-    def base(self) -> Box:
-        """Itself, where a descriptor has a tensor: it is asked for an address only."""
-        return self
-
-    def data_ptr(self) -> int:
-        return self._address
 
 
 def _num_bytes(tensor: Tensor) -> int:

@@ -7,11 +7,11 @@ for it from CPU tensors and collected, and nothing runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from mlakit import knobs
+from mlakit.kernels.triton.relaunch import Launch
 from mlakit.specs import pretending
 
 if knobs.interpreted():
@@ -88,26 +89,6 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
             launches.append(Launch(compiled, grid, arguments))
 
 
-@dataclass(frozen=True)
-class Launch:
-    """A kernel that was started; `start` does it again, past Triton's own look at its arguments."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    arguments: tuple[Any, ...]  # constants too, in the kernel's order
-
-    @cached_property
-    def start(self) -> Callable[[int, Sequence[Any]], None]:
-        """start(stream, arguments): those may differ in addresses, of the same alignment."""
-        run, function, metadata = self.kernel.run, self.kernel.function, self.kernel.packed_metadata
-        blocks = (*self.grid, 1, 1)[:3]
-
-        def start(stream: int, arguments: Sequence[Any]) -> None:
-            run(*blocks, stream, function, metadata, None, None, None, *arguments)
-
-        return start
-
-
 _LAUNCHES: ContextVar[list[Launch] | None] = ContextVar("mlakit_launches", default=None)
 
 
@@ -123,7 +104,7 @@ def recording() -> Iterator[list[Launch]]:
 
 
 def is_watched() -> bool:
-    """Does someone want to hear of every launch? `Launch.start` would not tell them."""
+    """Does someone want to hear of every launch? A `Launch` does not tell them of another."""
     runtime = triton.knobs.runtime
     return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
 
