@@ -300,7 +300,8 @@ def doctor(
 
 @app.command(
     epilog="Examples: [bold]mlakit check --minutes 10[/bold], "
-    "mlakit check --op mla_decode --seed 7 --count 1"
+    "mlakit check --op mla_decode --seed 7 --count 1, "
+    "[bold]mlakit check --launches 10000 --backend hopper[/bold]"
 )
 def check(
     op: Annotated[
@@ -308,10 +309,20 @@ def check(
         typer.Option(help="Only this op; may be repeated.", autocompletion=_complete_op),
     ] = None,
     minutes: float | None = typer.Option(
-        None, min=0.0, help="How long; without --count 1 minute, with it as long as it takes."
+        None,
+        help="How long; else 1 minute, or with --count or --launches as long as these take.",
     ),
     count: int | None = typer.Option(None, min=1, help="How many cases."),
-    seed: int | None = typer.Option(None, min=0, help="Of the first case; else a new one."),
+    launches: int | None = typer.Option(
+        None,
+        min=1,
+        help="Instead: so many launches of mla_decode in few configurations, which are compiled "
+        "once, made and judged on the device. A GPU takes milliseconds for one.",
+    ),
+    first: int = typer.Option(0, min=0, help="With --launches: the number of the first."),
+    seed: int | None = typer.Option(
+        None, min=0, help="Of the first case, or of all launches; else a new one."
+    ),
     device: str = typer.Option("auto", help="auto, cpu or cuda; auto is a GPU if there is one."),
     backend: str = typer.Option("", help="Only hopper, triton or cpu; else each that can."),
     any_widths: bool = typer.Option(
@@ -330,14 +341,18 @@ def check(
 
     from mlakit import selfcheck
 
+    if minutes is None and count is None and launches is None:
+        minutes = selfcheck.DEFAULT_MINUTES
     settings = selfcheck.Settings(
-        selfcheck.all_ops(op or ()),
+        selfcheck.all_ops(op or (), launched=launches is not None),
         seed=randbelow(2**31) if seed is None else seed,
         device=device,
         backend=backend,
-        minutes=selfcheck.DEFAULT_MINUTES if minutes is None and count is None else minutes,
+        minutes=minutes,
         count=count,
         any_widths=any_widths,
+        launches=launches,
+        first=first,
     )
     try:
         selfcheck.check_settings(settings)
