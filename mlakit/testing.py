@@ -23,6 +23,8 @@ STORED_ROUNDINGS = 2.0
 # tens lose some tens of roundings. TF32 loses 8192, bfloat16 65 536: both stay visible.
 ACCUMULATED_ROUNDINGS = 256.0
 
+NORMS = ("largest", "root mean square")
+
 NEVER_A_PAGE = torch.iinfo(torch.int32).max
 
 
@@ -75,13 +77,12 @@ def assert_matches(
     error = torch.where(finite, got - want, zero)
     plain_error = torch.where(finite, plain - want, zero)
     store_error = torch.where(finite, stored - want, zero)
+    norms = zip(*(_norms(each) for each in (size, error, plain_error, store_error)), strict=True)
     judged = []
-    for label, norm in (("largest", _largest), ("root mean square", _root_mean_square)):
-        own = norm(size)
-        plain_loss = _without_luck(norm(plain_error), own > 0, columns=want.shape[-1])
-        budget = factor * plain_loss + norm(store_error)
-        budget = torch.maximum(budget, _floor(own, actual.dtype))
-        judged.append((label, norm(error), budget))
+    for label, (own, wrong, plain_loss, stored_loss) in zip(NORMS, norms, strict=True):
+        plain_loss = _without_luck(plain_loss, own > 0, columns=want.shape[-1])
+        budget = torch.maximum(factor * plain_loss + stored_loss, _floor(own, actual.dtype))
+        judged.append((label, wrong, budget))
     kinds = _kinds(want)
     fails = [_kinds(got) != kinds, _kinds(plain) != kinds, *(_exceeding(each) for each in judged)]
     # a GPU is waited for here, once, and again only to say what is wrong
@@ -112,15 +113,12 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1]) if tensor.ndim else tensor.reshape(1, 1)
 
 
-def _largest(rows: Tensor) -> Tensor:
-    return rows.abs().amax(-1)
-
-
-def _root_mean_square(rows: Tensor) -> Tensor:
+def _norms(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each row, in the order of NORMS."""
+    largest = rows.abs().amax(-1)
     # dividing by the largest first: the squares of subnormal results would be 0
-    largest = _largest(rows)
     scaled = rows / torch.where(largest > 0, largest, 1.0)[:, None]
-    return largest * scaled.square().mean(-1).sqrt()
+    return largest, largest * scaled.square().mean(-1).sqrt()
 
 
 def _without_luck(loss: Tensor, filled: Tensor, *, columns: int) -> Tensor:
