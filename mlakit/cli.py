@@ -102,8 +102,10 @@ def bench(
     page_size: int | None = typer.Option(None, min=1, help="With --shape."),
     topk: int | None = typer.Option(None, min=1, help="With --shape: rows of a list."),
     causal: bool | None = typer.Option(None, help="With --shape, for prefill."),
-    mode: str = typer.Option(
-        "cold", help="Of a GPU's time: cold L2, b2b (back to back), graph (CUDA graph, cold L2)."
+    mode: str | None = typer.Option(
+        None,
+        help="Of a GPU's time: cold (L2), which is the default, b2b (back to back), graph (CUDA "
+        "graph, cold L2).",
     ),
     host: bool = typer.Option(False, "--host", help="Time the host's share of a call instead."),
     peers: bool = typer.Option(True, help="Time other libraries too, where they are installed."),
@@ -146,6 +148,8 @@ def bench(
     if fetch_peers:
         _fetch_peers(suites or [], platform)
         return
+    if platform is not None:
+        raise typer.BadParameter("--platform is of --fetch-peers, and has no meaning without it")
     from mlakit.bench import command, outputs  # torch takes seconds to import: only here
     from mlakit.bench.shapes import Shape
 
@@ -161,7 +165,16 @@ def bench(
     try:
         wanted.check()
         if stored is not None:
-            measuring = {"SUITE": suites, "--shape": shape, "--host": host, "--only": only}
+            measuring = {
+                "SUITE": suites,
+                "--shape": shape,
+                "--mode": mode,
+                "--host": host,
+                "--only": only,
+                "--no-peers": not peers,
+                "--quick": quick,
+                "--threads": threads,
+            }
             for option in (name for name, value in measuring.items() if value):
                 raise ValueError(f"--from measures nothing, so {option} has no meaning with it")
             reports = outputs.read_reports("--from", Path(stored))
@@ -173,7 +186,7 @@ def bench(
             command=shlex.join(["mlakit", *sys.argv[1:]]),
             shape=Shape.given(shape, options),
             only=only,
-            mode=command.checked_mode(mode, host=host),
+            mode=command.checked_mode(mode or "cold", host=host),
             with_peers=peers,
             quick=quick,
             threads=threads,

@@ -86,19 +86,19 @@ class Miss:
     op: str
     backend: str
     seed: int
-    launch: int | None  # its number, where launches were asked for
     error: str
     command: str  # checks the case again
     python: str  # the same without the drawing
+    launch: int | None = None  # its number, where launches were asked for
 
 
 @dataclass
 class Outcome:
     settings: Settings
     tallies: dict[tuple[str, str], Tally] = field(default_factory=dict)  # by op and backend
-    num_done: int = 0  # cases or launches, a wrong one included
     seconds: float = 0.0
     miss: Miss | None = None
+    num_done: int = 0  # cases or launches, a wrong one included
 
     @property
     def num_right(self) -> int:
@@ -213,7 +213,7 @@ def _check(
             python, _, error = str(wrong).partition("\n")
             seed, launch = (number, None) if settings.launches is None else (settings.seed, number)
             command = settings.command(case.op, number)
-            return Miss(case.op, spec.backend, seed, launch, error, command, python)
+            return Miss(case.op, spec.backend, seed, error, command, python, launch)
         else:
             tally = tally._replace(right=tally.right + 1)
         tallies[case.op, spec.backend] = tally
