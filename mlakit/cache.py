@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
@@ -164,6 +165,19 @@ class PagedLatentCache:
             raise ValueError(
                 f"PagedLatentCache.layer: index must be in [0, {self.num_layers}), got {index}"
             )
+        if torch.compiler.is_compiling():  # where tensors belong to one graph
+            return self._view_of(index)
+        known = self._layers.get(index)
+        if known is None or known[0] != self.payload.data_ptr():
+            known = self._layers[index] = self.payload.data_ptr(), self._view_of(index)
+        return known[1]
+
+    @cached_property
+    def _layers(self) -> dict[int, tuple[int, CacheLayer]]:
+        """Layers that were asked for, and where the pool was then."""
+        return {}
+
+    def _view_of(self, index: int) -> CacheLayer:
         scales = None if self.scales is None else self.scales[index]
         return CacheLayer(self.codec, self.payload[index], scales, self.tensor_scale)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -29,7 +30,7 @@ class Knob(Generic[T]):
     parse: Callable[[str], T]
     meaning: str
 
-    @property
+    @cached_property
     def variable(self) -> str:
         """The environment variable that sets it."""
         return f"MLAKIT_{self.name.upper()}"

@@ -1,4 +1,4 @@
-"""The Gluon decode kernel: what it takes, held to the oracle on poisoned caches."""
+"""The Gluon decode kernels: what they take, held to the oracle on poisoned caches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ LENGTHS = {
     "more queries than keys": ((130, 64, 5), (3, 1, 5)),
     "ragged queries, none of one": ((300, 70, 129), (5, 0, 1)),
     "a request of many queries": ((700, 90), (40, 1)),
+    "rings of copies that come round many times": ((4097, 1, 2880, 0, 191), (1, 2, 1, 1, 3)),
 }
+# one of the kernel for few heads, one of the other
+KERNELS = pytest.mark.parametrize("heads", [16, 64], ids=["few", "many"])
 
 
 def run(**fields: object) -> None:
@@ -34,48 +37,59 @@ def run(**fields: object) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("heads", [8, 16, 32, 128])
 @pytest.mark.parametrize(("kv_lens", "q_lens"), LENGTHS.values(), ids=LENGTHS.keys())
 def test_lengths(kv_lens, q_lens, heads):
     run(kv_lens=kv_lens, q_lens=q_lens, heads=heads)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads", [1, 8, 20, 64, 65, 96, 200])
+@pytest.mark.parametrize("heads", [1, 7, 8, 9, 16, 17, 20, 31, 32, 33, 64, 65, 96, 200])
 def test_heads(heads):
     run(kv_lens=(300, 64, 1), q_lens=(2, 1, 1), heads=heads, sink="finite")
 
 
 @pytest.mark.gpu
+@KERNELS
 @pytest.mark.parametrize("page_size", [64, 128, 192, 1024])
-def test_pages(page_size):
-    run(kv_lens=(1500, 130), q_lens=(1, 2), page_size=page_size)
+def test_pages(page_size, heads):
+    run(kv_lens=(1500, 130, 1), q_lens=(1, 2, 1), page_size=page_size, heads=heads)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("mask", ["causal", "null"])
-def test_dtypes_and_masks(dtype, mask):
-    run(kv_lens=(500, 65), q_lens=(3, 2), dtype=dtype, format=dtype, mask=mask)
+def test_dtypes_and_masks(dtype, mask, heads):
+    run(kv_lens=(500, 65), q_lens=(3, 2), dtype=dtype, format=dtype, mask=mask, heads=heads)
 
 
 @pytest.mark.gpu
+@KERNELS
 @pytest.mark.parametrize("sharpness", [-2.0, 0.0, 0.01, 30.0])
-def test_scales(sharpness):
-    run(kv_lens=(500, 65), q_lens=(1, 2), sharpness=sharpness)
+def test_scales(sharpness, heads):
+    run(kv_lens=(500, 65), q_lens=(1, 2), sharpness=sharpness, heads=heads)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("heads", [5, 16, 31, 70])
 @pytest.mark.parametrize("sink", ["finite", "mixed"])
-def test_sinks(sink):
-    run(kv_lens=(4000, 65, 0), q_lens=(1, 2, 1), sink=sink, heads=70)
+def test_sinks(sink, heads):
+    run(kv_lens=(4000, 65, 0), q_lens=(1, 2, 1), sink=sink, heads=heads)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("heads", [7, 16, 32, 64])
 @pytest.mark.parametrize("tile", [16, 64, 128])
 @pytest.mark.parametrize("num_workers", [1, 3, 50])
-def test_plans(tile, num_workers):
-    run(kv_lens=(900, 65, 0, 130), q_lens=(1, 2, 1, 1), tile=tile, num_workers=num_workers)
+def test_plans(tile, num_workers, heads):
+    run(
+        kv_lens=(900, 65, 0, 130),
+        q_lens=(1, 2, 1, 1),
+        tile=tile,
+        num_workers=num_workers,
+        heads=heads,
+    )
 
 
 @pytest.mark.gpu
@@ -104,8 +118,9 @@ def test_fixed_splits_do_not_depend_on_the_batch(heads):
     ],
     ids=lambda fields: next(iter(fields)),
 )
-def test_forms_of_arguments(fields):
-    run(**{"kv_lens": (400, 65), "q_lens": (2, 1), **fields})
+@KERNELS
+def test_forms_of_arguments(fields, heads):
+    run(**{"kv_lens": (400, 65), "q_lens": (2, 1), "heads": heads, **fields})
 
 
 @pytest.mark.gpu
@@ -120,9 +135,22 @@ def test_random_batches(seed):
         seed=seed,
         kv_lens=kv_lens,
         q_lens=q_lens,
-        heads=draw.choice([1, 16, 32, 64, 128]),
+        heads=draw.choice([1, 8, 16, 32, 64, 128]),
         sink=draw.choice(["", "finite"]),
     )
+
+
+@pytest.mark.parametrize(
+    ("heads", "rows"),
+    [(1, 8), (7, 8), (8, 8), (9, 16), (16, 16), (17, 32), (31, 32), (32, 32), (33, 64), (200, 64)],
+)
+def test_few_heads_are_not_padded_to_many(heads, rows):
+    from mlakit.kernels.hopper.decode import variant_for
+    from mlakit.kernels.hopper.decode_few_kernel import mla_decode_few_kernel
+
+    variant = variant_for(heads)
+    assert variant.rows == rows
+    assert (variant.kernel is mla_decode_few_kernel) == (heads <= 32)
 
 
 def problem(**fields: object) -> Problem:

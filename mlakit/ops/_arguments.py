@@ -10,6 +10,7 @@ from torch import Tensor
 from mlakit.cache import WHOLE, CacheLayer, KVShard, PagedLatentCache, PageTable
 from mlakit.checks import E4M3, FLOATS, Dims, values_visible
 from mlakit.masks import Mask
+from mlakit.ops._one_query_each import one_query_each
 
 INTEGERS = (torch.int32, torch.int64)
 
@@ -34,7 +35,7 @@ def check_query_starts(dims: Dims, q_starts: Tensor | None, num_tokens: int, bat
             f"be given for {num_tokens} query tokens of {batch} requests",
             None,
         )
-        return torch.arange(batch + 1, dtype=torch.int32, device=dims.device)
+        return one_query_each(batch, dims.device)
     dims.bind("batch + 1", batch + 1, "one more than the batch")
     dims.match("q_starts", q_starts, "batch + 1", dtypes=INTEGERS)
     dims.starts("q_starts", q_starts, num_tokens, "the number of query tokens")

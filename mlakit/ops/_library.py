@@ -22,6 +22,7 @@ from mlakit.checks import UnsupportedError
 from mlakit.formats import row_codec
 from mlakit.geometry import RowShape
 from mlakit.masks import Mask
+from mlakit.ops._repeats import Repeats
 from mlakit.plan import DecodePlanTensors, EvenSplit
 
 Splits: TypeAlias = DecodePlanTensors | EvenSplit | None
@@ -143,6 +144,7 @@ class Op:
         self.name, self.arguments, self.results = name, arguments, results
         self.body, self.fake = body, fake
         hints = get_type_hints(arguments)
+        self._repeats = Repeats(hints)
         self._packings = [
             (
                 field.name,
@@ -175,7 +177,9 @@ class Op:
     def __call__(self, results: Sequence[Tensor | None], **arguments: Any) -> Results:
         """Run with the caller's `results` where given; all of them come back."""
         if not torch.compiler.is_compiling():
-            return self._run_body(self.arguments(**arguments), *results)
+            return self._repeats.run(
+                lambda: self._run_body(self.arguments(**arguments), *results), arguments, results
+            )
         self._refuse_grad(arguments, results)
         flat = self.pack(**arguments)
         if all(result is None for result in results):

@@ -124,8 +124,14 @@ CONFIGURATIONS: dict[str, Case] = {
 # Gluon kernels, which are for one architecture
 HOPPER = {
     "hopper-decode-h128-bf16": _decode("bf16", 128, page_size=64),
-    "hopper-decode-h16-fp16": _decode("fp16", 16, page_size=64, sink="finite"),
-    "hopper-decode-given-plan": _decode("bf16", 16, page_size=128, num_workers=3, tile=16),
+    "hopper-decode-h40-fp16": _decode("fp16", 40, page_size=64, sink="finite"),
+    "hopper-decode-given-plan": _decode("bf16", 128, page_size=128, num_workers=3, tile=16),
+    **{
+        f"hopper-decode-h{heads}-{format}": _decode(format, heads, page_size=64, sink=sink)
+        for heads in (8, 16, 32)
+        for format, sink in (("bf16", ""), ("fp16", "finite"))
+    },
+    "hopper-decode-few-given-plan": _decode("bf16", 32, page_size=128, num_workers=3, tile=16),
 }
 HOPPER_ARCH = 90
 EVERYWHERE = (

@@ -1,14 +1,17 @@
 """Launching absorbed attention over paged rows of 576 columns, and planning it.
 
-Work       the plan's workers times the units that a request has on average; see `decode_kernel`
-Memory     float32 partials, two per worker: 35 MB where there are 132 SMs
+Work       the plan's workers times the units that a request has on average; see `decode_kernel`,
+           and `decode_few_kernel` for up to 32 heads
+Memory     float32 partials, two per worker: 35 MB at most where there are 132 SMs
 Limits     rows of 576/512 in halves, queries of their dtype, pages of a multiple of 64 rows, rows
            that TMA can copy boxes of; `support` says no to the rest
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import e, log2
+from typing import Any
 
 import torch
 import triton
@@ -18,6 +21,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mlakit.cache import CacheLayer, KVShard
 from mlakit.formats import SMALLEST_SCALE
+from mlakit.kernels.hopper.decode_few_kernel import mla_decode_few_kernel
 from mlakit.kernels.hopper.decode_kernel import mla_decode_kernel
 from mlakit.kernels.triton.decode_merge import merge_partials, rows_per_slot
 from mlakit.kernels.triton.decode_plan import plan_decode
@@ -25,10 +29,27 @@ from mlakit.kernels.triton.launch import launch, target
 from mlakit.masks import Mask
 from mlakit.plan import DecodePlanTensors
 
-ROWS = 64  # of a unit: heads of one query
 BLOCK = 64  # keys
-LEAST_TILES = 2  # pairs of blocks that are worth a worker
+LEAST_KEYS = 256  # that are worth a worker
+FEW_HEADS = 32  # at most: more of them fill the 64 rows of the other kernel half or better
 BOX = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kernel, and the units it works on."""
+
+    kernel: Any
+    rows: int  # of a unit: heads of one query
+    columns: int  # of a box of latents
+    tile: int  # keys that it works on at a time
+
+
+def variant_for(heads: int) -> Variant:
+    if heads <= FEW_HEADS:
+        rows = max(triton.next_power_of_2(heads), 8)
+        return Variant(mla_decode_few_kernel, rows, columns=128, tile=BLOCK)
+    return Variant(mla_decode_kernel, 64, columns=256, tile=2 * BLOCK)
 
 
 def mla_decode(
@@ -66,22 +87,25 @@ def mla_decode(
     elif plan.empty_requests.shape[0] > 0:
         out.zero_()  # no item of a plan writes these
         lse.fill_(-torch.inf)
-    head_blocks = triton.cdiv(heads, ROWS)
+    variant = variant_for(heads)
+    head_blocks = triton.cdiv(heads, variant.rows)
     units = triton.cdiv(tokens, batch) * head_blocks
-    all_rows = tokens * head_blocks * ROWS
-    slot_rows = rows_per_slot(plan, rows=units * ROWS, all_rows=all_rows, v_width=out.shape[-1])
+    all_rows = tokens * head_blocks * variant.rows
+    slot_rows = rows_per_slot(
+        plan, rows=units * variant.rows, all_rows=all_rows, v_width=out.shape[-1]
+    )
     partial_out = out.new_empty(plan.max_partials * slot_rows, out.shape[-1], dtype=torch.float32)
     partial_lse = lse.new_empty(plan.max_partials * slot_rows)
     rows, page_rows = _as_rows(layer.payload)
     q_rows, q_token_rows = _as_rows(q_latent)
     rope_rows, rope_token_rows = _as_rows(q_rope)
     launch(
-        mla_decode_kernel,
+        variant.kernel,
         (units, plan.worker_starts.shape[0] - 1),
-        _boxes(q_rows, 256),
-        _boxes(rope_rows, 64),
-        _boxes(rows, 256),
-        _boxes(rows, 64),
+        _boxes(q_rows, variant.rows, variant.columns),
+        _boxes(rope_rows, variant.rows, rope_rows.shape[1]),
+        _boxes(rows, BLOCK, variant.columns),
+        _boxes(rows, BLOCK, rope_rows.shape[1]),
         page_table,
         q_starts,
         kv_lens,
@@ -106,11 +130,12 @@ def mla_decode(
         heads,
         slot_rows,
         HEAD_BLOCKS=head_blocks,
+        ROWS=variant.rows,
         PAGE_ROWS=page_rows,
         PAGE_BLOCKS=layer.page_size // BLOCK,
         IS_CAUSAL=mask.kind == "causal",
         IS_NEGATIVE=softmax_scale < 0,
-        IS_GIVEN=plan.slot_rows != units * ROWS or plan.tile % BLOCK > 0,
+        IS_GIVEN=plan.slot_rows != units * variant.rows or plan.tile % BLOCK > 0,
         ITEM_COLUMNS=plan.items.shape[1],
         num_warps=4,
     )
@@ -122,7 +147,7 @@ def mla_decode(
         partial_starts=plan.partial_starts,
         q_starts=q_starts,
         kv_lens=kv_lens,
-        padded_heads=head_blocks * ROWS,
+        padded_heads=head_blocks * variant.rows,
         slot_rows=slot_rows,
         sink=sink,
         out=out,
@@ -143,25 +168,26 @@ def plan_mla_decode(
     dtype: torch.dtype,  # of the queries, which changes nothing
 ) -> DecodePlanTensors:
     """A plan, made on the device, for as many workers as run at the same time."""
-    padded_heads = triton.cdiv(heads, ROWS) * ROWS
+    variant = variant_for(heads)
+    padded_heads = triton.cdiv(heads, variant.rows) * variant.rows
     rows = triton.cdiv(num_tokens, max(kv_lens.shape[0], 1)) * padded_heads
+    num_sms = target(kv_lens.device).num_sms
     return plan_decode(
         q_starts,
         kv_lens,
         shard=shard,
         mask=mask,
         heads=padded_heads,
-        num_workers=max(target(kv_lens.device).num_sms * ROWS // max(rows, ROWS), 1),
-        tile=2 * BLOCK,
-        least_tiles=LEAST_TILES,
+        num_workers=max(num_sms * variant.rows // max(rows, variant.rows), 1),
+        tile=variant.tile,
+        least_tiles=LEAST_KEYS // variant.tile,
         slot_rows=rows,
         capacity=page_table.shape[1] * layer.page_size,
     )
 
 
-def _boxes(rows: Tensor, columns: int) -> TensorDescriptor:
-    """Of 64 rows by so many columns."""
-    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [BLOCK, columns], BOX)
+def _boxes(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [rows, columns], BOX)
 
 
 def _as_rows(pool: Tensor) -> tuple[Tensor, int]:

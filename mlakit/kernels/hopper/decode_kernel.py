@@ -38,8 +38,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from mlakit.kernels.hopper.compat import record, tma_load
+from mlakit.kernels.hopper.decode_softmax import FIRST_PEAK, finish, mask_scores, store_lse
 from mlakit.kernels.hopper.decode_work import (
     Inputs,
+    Results,
     Work,
     count_units,
     find_keys,
@@ -57,26 +59,8 @@ from mlakit.kernels.hopper.primitives import (
 )
 
 WORKER_REGISTERS = gl.constexpr(248)
-NOTHING = gl.constexpr(float("-inf"))
-FIRST_PEAK = gl.constexpr(-3.0e38)  # finite: the difference of two peaks is never inf − inf
-LN2 = gl.constexpr(0.6931471805599453)
-LOG2_E = gl.constexpr(1.4426950408889634)
 HALF_BYTES = gl.constexpr(64 * 256 * 2)
 ROPE_BYTES = gl.constexpr(64 * 64 * 2)
-
-
-@record
-class Results:
-    out: object
-    lse: object
-    partial_out: object
-    partial_lse: object
-    sink: object
-    stride_out_token: object
-    stride_out_head: object
-    stride_lse_token: object
-    stride_lse_head: object
-    stride_sink: object
 
 
 @record
@@ -143,24 +127,6 @@ def _load_odd_right(inputs, row, buffers, arrivals):
 
 
 @gluon.jit
-def _mask(scores, block, keys, IS_NEGATIVE: gl.constexpr, IS_GIVEN: gl.constexpr):
-    """−inf for keys of a block that are not to be seen."""
-    LAYOUT: gl.constexpr = scores.type.layout
-    if IS_NEGATIVE:
-        scores = -scores
-    is_inside = block * 64 + 64 <= keys.end
-    if IS_GIVEN:
-        is_inside = is_inside & (block * 64 >= keys.low)
-    if not is_inside:
-        key = gl.expand_dims(block * 64 + gl.arange(0, 64, gl.SliceLayout(0, LAYOUT)), 0)
-        is_seen = key < keys.end
-        if IS_GIVEN:
-            is_seen = is_seen & (key >= keys.low)
-        scores = gl.where(is_seen, scores, NOTHING)
-    return scores
-
-
-@gluon.jit
 def _even_pair(
     pair, pairs_before, keys, inputs, buffers, arrivals, q_rope, acc, peak, total, scores,
     next_even, next_odd, scale, IS_LAST: gl.constexpr, IS_NEGATIVE: gl.constexpr,
@@ -182,7 +148,7 @@ def _even_pair(
         )
         next_even = row_of(inputs, keys, block + 4)
         next_odd = row_of(inputs, keys, block + 5)
-    scores = _mask(scores, block, keys, IS_NEGATIVE, IS_GIVEN)
+    scores = mask_scores(scores, block, keys, 1, IS_NEGATIVE, IS_GIVEN)
     own_peak = gl.maximum(peak, gl.max(scores, 1) * scale)
     buffers.max_even.store(own_peak)
     mbarrier.arrive(arrivals.max_even, count=1)
@@ -191,7 +157,7 @@ def _even_pair(
     acc = acc * gl.expand_dims(gl.convert_layout(decay, SUMS), 1)
     own_weights = gl.convert_layout(weights.to(DTYPE), WEIGHTS)
     if IS_LAST:
-        zero_rows(buffers.left, 0, keys.end - block * 64)
+        zero_rows(buffers.left, (0,), keys.end - block * 64)
     pending = warpgroup_mma(own_weights, buffers.left.index(zero), acc, is_async=True)
     # to the other warpgroup the weights go as of the peak of both blocks
     mbarrier.wait(arrivals.max_odd, phase)
@@ -208,7 +174,7 @@ def _even_pair(
     acc = acc * gl.expand_dims(gl.convert_layout(adjust, SUMS), 1)
     mbarrier.wait(arrivals.p_odd, phase)
     if IS_LAST:
-        zero_rows(buffers.left, 1, keys.end - block * 64 - 64)
+        zero_rows(buffers.left, (1,), keys.end - block * 64 - 64)
     pending = warpgroup_mma(buffers.p_odd, buffers.left.index(zero + 1), acc, is_async=True)
     if not IS_LAST:
         nothing = gl.zeros([64, 64], gl.float32, SCORES)
@@ -250,7 +216,7 @@ def _odd_pair(
         load_box(inputs.kv_rope, row_odd, 512, arrivals.rope_odd, buffers.rope.index(1), ROPE_BYTES)
         next_even = row_of(inputs, keys, block + 4)
         next_odd = row_of(inputs, keys, block + 5)
-    scores = _mask(scores, block + 1, keys, IS_NEGATIVE, IS_GIVEN)
+    scores = mask_scores(scores, block + 1, keys, 1, IS_NEGATIVE, IS_GIVEN)
     largest = gl.max(scores, 1) * scale
     mbarrier.wait(arrivals.max_even, phase)
     new_peak = gl.maximum(buffers.max_even.load(gl.SliceLayout(1, SCORES)), largest)
@@ -262,14 +228,14 @@ def _odd_pair(
     acc = acc * gl.expand_dims(gl.convert_layout(decay, SUMS), 1)
     own_weights = gl.convert_layout(rounded, WEIGHTS)
     if IS_LAST:
-        zero_rows(buffers.right, 1, keys.end - block * 64 - 64)
+        zero_rows(buffers.right, (1,), keys.end - block * 64 - 64)
     pending = warpgroup_mma(own_weights, buffers.right.index(zero + 1), acc, is_async=True)
     buffers.p_odd.store(rounded)
     fence_async_shared()
     mbarrier.arrive(arrivals.p_odd, count=1)
     mbarrier.wait(arrivals.p_even, phase)
     if IS_LAST:
-        zero_rows(buffers.right, 0, keys.end - block * 64)
+        zero_rows(buffers.right, (0,), keys.end - block * 64)
     pending = warpgroup_mma(buffers.p_even, buffers.right.index(zero), pending, is_async=True)
     total = total * decay + gl.sum(weights, 1)
     if not IS_LAST:
@@ -320,30 +286,14 @@ def _store(
     FIRST: gl.constexpr = 0 if IS_EVEN else 256
     row = gl.arange(0, 64, gl.SliceLayout(1, SCORES))
     head = place.first_head + row
-    is_empty = total == 0.0
-    lse = (peak + gl.log2(gl.where(is_empty, 1.0, total))) * LN2
-    lse = gl.where(is_empty, NOTHING, lse)
-    # an infinite score: the weights are NaN, the sum of the exponentials is not
-    lse = gl.where(peak == float("inf"), peak, lse)
-    denominator = total
-    if results.sink is not None:
-        sink = gl.load(
-            results.sink + head.to(gl.int64) * results.stride_sink, mask=head < heads, other=0.0
-        )
-        with_sink = denominator + gl.exp2(sink * LOG2_E - peak)
-        denominator = gl.where(place.slot < 0, with_sink, denominator)  # a merge adds it once
-    scale = gl.where(is_empty, 0.0, 1.0 / denominator)
+    lse, scale = finish(place, results, heads, head, peak, total)
     acc = acc * gl.expand_dims(gl.convert_layout(scale, SUMS), 1)
     if place.slot < 0:
         _store_final(place, results, heads, buffer, acc, FIRST)
-        if IS_EVEN:
-            lse_row = results.lse + place.token.to(gl.int64) * results.stride_lse_token
-            at = head.to(gl.int64) * results.stride_lse_head
-            gl.store(lse_row + at, lse, mask=head < heads)
     else:
         _store_partial(place, results, heads, acc, FIRST)
-        if IS_EVEN:
-            gl.store(results.partial_lse + place.slot_row + row, lse, mask=head < heads)
+    if IS_EVEN:
+        store_lse(place, results, heads, row, lse)
 
 
 @gluon.jit
@@ -515,11 +465,12 @@ def mla_decode_kernel(
     heads,
     slot_rows,
     HEAD_BLOCKS: gl.constexpr,
+    ROWS: gl.constexpr,  # 64
     PAGE_ROWS: gl.constexpr,
     PAGE_BLOCKS: gl.constexpr,
     IS_CAUSAL: gl.constexpr,
     IS_NEGATIVE: gl.constexpr,
-    IS_GIVEN: gl.constexpr,  # the plan is not of this kernel: see `_has_room`, `_mask`
+    IS_GIVEN: gl.constexpr,  # the plan is not of this kernel: see `_has_room`, `mask_scores`
     ITEM_COLUMNS: gl.constexpr,
 ):
     """grid: (units of a request that are worked on at once, workers of the plan)"""
@@ -532,7 +483,7 @@ def mla_decode_kernel(
     )  # fmt: skip
     work = Work(
         items, partial_starts, q_starts, kv_lens, stride_q_starts, stride_kv_lens, heads,
-        HEAD_BLOCKS, slot_rows, gl.load(worker_starts + gl.program_id(1) + 1), IS_CAUSAL,
+        HEAD_BLOCKS, ROWS, slot_rows, gl.load(worker_starts + gl.program_id(1) + 1), IS_CAUSAL,
         IS_GIVEN, ITEM_COLUMNS,
     )  # fmt: skip
     results = Results(

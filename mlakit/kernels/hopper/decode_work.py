@@ -1,6 +1,6 @@
 """Which units a program has, and where each one's queries, keys and results are.
 
-A unit is 64 heads of one query over a range of its request's keys. A worker's items come from the
+A unit is ROWS heads of one query over a range of its request's keys. A worker's items come from the
 plan; the programs of a worker share the units of each item among them.
 """
 
@@ -42,12 +42,29 @@ class Work:
     stride_q_starts: object
     stride_kv_lens: object
     heads: object
-    HEAD_BLOCKS: object
+    HEAD_BLOCKS: object  # units of a query
+    ROWS: object  # of a unit
     slot_rows: object
     last_item: object
     IS_CAUSAL: object
     IS_GIVEN: object  # the plan is not of this kernel
     ITEM_COLUMNS: object
+
+
+@record
+class Results:
+    """Where results go."""
+
+    out: object
+    lse: object
+    partial_out: object
+    partial_lse: object
+    sink: object
+    stride_out_token: object
+    stride_out_head: object
+    stride_lse_token: object
+    stride_lse_head: object
+    stride_sink: object
 
 
 @record
@@ -98,7 +115,7 @@ def _has_room(work, q_len, slot):
     Plans that are made for this kernel split no request without.
     """
     if work.IS_GIVEN:
-        return (slot < 0) | (q_len * work.HEAD_BLOCKS * 64 <= work.slot_rows)
+        return (slot < 0) | (q_len * work.HEAD_BLOCKS * work.ROWS <= work.slot_rows)
     else:  # noqa: RET505
         return slot == slot
 
@@ -154,8 +171,8 @@ def find_place(work, item, index):
     _, _, _, slot, q_first, q_len, _ = _load_item(work, item)
     slot = gl.where(_has_room(work, q_len, slot), slot, -1)
     token = q_first + index // work.HEAD_BLOCKS
-    slot_row = slot.to(gl.int64) * work.slot_rows + index * 64
-    return Place(token, index % work.HEAD_BLOCKS * 64, slot, slot_row)
+    slot_row = slot.to(gl.int64) * work.slot_rows + index * work.ROWS
+    return Place(token, index % work.HEAD_BLOCKS * work.ROWS, slot, slot_row)
 
 
 @gluon.jit

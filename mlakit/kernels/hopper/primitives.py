@@ -34,6 +34,15 @@ def new_barrier():
 
 
 @gluon.jit
+def new_barriers(COUNT: gl.constexpr):
+    """So many, to be chosen from at run time."""
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for place in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(place), count=1)
+    return barriers
+
+
+@gluon.jit
 def load_box(descriptor, row, column, barrier, buffer, BYTES: gl.constexpr):
     """Start one TMA load, and tell the barrier to wait for it."""
     mbarrier.expect(barrier, BYTES)
@@ -49,12 +58,13 @@ def add_scores(q, k, block: gl.constexpr, barrier, phase, zero, scores):
 
 
 @gluon.jit
-def zero_rows(values, block: gl.constexpr, first):
-    """Zero the rows from `first` on of a [64, 256] buffer: what lies there may be NaN."""
+def zero_rows(boxes, places, first):
+    """Zero the rows from `first` on of some boxes, [64, columns] each: there may be NaN."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     if first < 64:
         is_kept = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)), 1) < first
-        for part in gl.static_range(4):
-            columns = values.index(block).slice(part * 64, 64, 1)
-            columns.store(gl.where(is_kept, columns.load(LAYOUT), 0.0))
+        for i in gl.static_range(len(places)):
+            for part in gl.static_range(boxes.shape[2] // 64):
+                columns = boxes.index(places[i]).slice(part * 64, 64, 1)
+                columns.store(gl.where(is_kept, columns.load(LAYOUT), 0.0))
         fence_async_shared()

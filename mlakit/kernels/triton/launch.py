@@ -7,11 +7,11 @@ for it from CPU tensors and collected, and nothing runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -80,7 +80,52 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     if compilation is not None:
         compilation.kernels.append(kernel.warmup(*args, grid=grid, **options))
     elif 0 not in grid:
-        kernel[grid](*args, **options)
+        compiled = kernel[grid](*args, **options)
+        launches = _LAUNCHES.get()
+        if launches is not None:
+            named = dict(zip(kernel.arg_names, args, strict=False)) | options
+            arguments = tuple(named[name] for name in kernel.arg_names)
+            launches.append(Launch(compiled, grid, arguments))
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel that was started; `start` does it again, past Triton's own look at its arguments."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]  # constants too, in the kernel's order
+
+    @cached_property
+    def start(self) -> Callable[[int, Sequence[Any]], None]:
+        """start(stream, arguments): those may differ in addresses, of the same alignment."""
+        run, function, metadata = self.kernel.run, self.kernel.function, self.kernel.packed_metadata
+        blocks = (*self.grid, 1, 1)[:3]
+
+        def start(stream: int, arguments: Sequence[Any]) -> None:
+            run(*blocks, stream, function, metadata, None, None, None, *arguments)
+
+        return start
+
+
+_LAUNCHES: ContextVar[list[Launch] | None] = ContextVar("mlakit_launches", default=None)
+
+
+@contextmanager
+def recording() -> Iterator[list[Launch]]:
+    """Remember what is launched in this scope."""
+    launches: list[Launch] = []
+    token = _LAUNCHES.set(launches)
+    try:
+        yield launches
+    finally:
+        _LAUNCHES.reset(token)
+
+
+def is_watched() -> bool:
+    """Does someone want to hear of every launch? `Launch.start` would not tell them."""
+    runtime = triton.knobs.runtime
+    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
 
 
 @contextmanager

@@ -1,0 +1,345 @@
+"""Absorbed attention over paged rows of 576 columns, 512 of them values: few heads, one stream.
+
+Work       a program: the 8, 16 or 32 heads (ROWS) of one query over a range of its request's keys,
+           64 keys a block; one such unit after the other, as the plan's items say
+Bound      by bytes in flight, not by arithmetic. Hence a ring of copies that never drains, not even
+           between units, and keys on the side of the dots that is 64 wide in any case:
+
+             producer, one warp                     consumer, four warps
+  a block    the page of the next block             Sᵀ = K·Qᵀ, a part as soon as it is there
+             wait until a place is free  <-- empty  (rope) m = max(m, Sᵀ), Pᵀ = exp2(Sᵀ − m)
+             copy a part there  ------------ full > Oᵀ = Oᵀ·a + Vᵀ·Pᵀ, a part at a time
+                                         <-- empty  (each part, after its dot)
+
+Channels   a block is five boxes: the rope part, then four parts of 128 latent columns. Either kind
+           has a ring of places, and each place two barriers: `full` (the copy has come) and `empty`
+           (the consumer is done with it). Queries have one buffer, which the consumer itself fills
+Phases     box n of a kind goes to place n % PLACES, as its turn n // PLACES there. The consumer
+           waits for `full` of the turn's parity, the producer for `empty` of the opposite one: of a
+           fresh barrier that is the phase before the first, and does not wait
+Deadlock   none: both walk the same units (`next_unit`) and blocks (`find_keys`), a unit without
+           keys having no box; boxes are filled, waited for and emptied in one and the same order;
+           a wait for `empty` needs boxes of PLACES before it emptied, and of those the consumer
+           holds less than a block at once, which every ring has room for. The consumer waits for
+           nothing else but its own queries, which it asked for before
+Memory     all of shared memory, see `PLACES`; partials of units that do not see all keys of their
+           query go to scratch in float32, `merge_partials` joins them
+Numbers    P is rounded to the cache's dtype, sums are float32; rows past a query's last key are
+           zeroed before they are multiplied, for 0 · NaN is NaN
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from mlakit.kernels.hopper.compat import record, tma_load
+from mlakit.kernels.hopper.decode_softmax import FIRST_PEAK, finish, mask_scores, store_lse
+from mlakit.kernels.hopper.decode_work import (
+    Inputs,
+    Results,
+    Work,
+    count_units,
+    find_keys,
+    find_place,
+    next_unit,
+    row_of,
+)
+from mlakit.kernels.hopper.primitives import (
+    load_box,
+    new_barrier,
+    new_barriers,
+    opaque_zero,
+    zero_rows,
+)
+
+PRODUCER_REGISTERS = gl.constexpr(96)
+PARTS = gl.constexpr(4)  # of the latent columns
+COLUMNS = gl.constexpr(128)  # of a part
+PART_BYTES = gl.constexpr(64 * 128 * 2)
+ROPE_BYTES = gl.constexpr(64 * 64 * 2)
+ROPE_PLACES = gl.constexpr(3)
+
+
+@record
+class Ring:
+    """Boxes of one kind on their way from the producer to the consumer."""
+
+    boxes: object  # [places, 64, columns]
+    full: object  # barriers
+    empty: object
+
+
+@record
+class Channels:
+    latent: object
+    rope: object
+
+
+@record
+class Queries:
+    latent: object  # [PARTS, ROWS, COLUMNS]
+    rope: object  # [1, ROWS, 64]
+    arrival: object
+
+
+@gluon.jit
+def _new_ring(PLACES: gl.constexpr, WIDTH: gl.constexpr, descriptor):
+    boxes = gl.allocate_shared_memory(descriptor.dtype, [PLACES, 64, WIDTH], descriptor.layout)
+    return Ring(boxes, new_barriers(PLACES), new_barriers(PLACES))
+
+
+@gluon.jit
+def _after(ring, place, turn):
+    """The place that follows, and the parity of its turn."""
+    is_last = place == ring.boxes.shape[0] - 1
+    return gl.where(is_last, 0, place + 1), gl.where(is_last, turn ^ 1, turn)
+
+
+@gluon.jit
+def _send(ring, place, turn, descriptor, row, column, BYTES: gl.constexpr):
+    """Copy a box to its place, once that is free."""
+    mbarrier.wait(ring.empty.index(place), turn ^ 1)
+    load_box(descriptor, row, column, ring.full.index(place), ring.boxes.index(place), BYTES)
+    return _after(ring, place, turn)
+
+
+@gluon.jit
+def _producer(item, index, inputs, work, channels):
+    latent, rope = channels.latent, channels.rope
+    place, turn, rope_place, rope_turn = item * 0, item * 0, item * 0, item * 0
+    while item < work.last_item:
+        keys = find_keys(inputs, work, item, index)
+        row = row_of(inputs, keys, keys.first_block)
+        for block in range(keys.first_block, keys.end_block):
+            next_row = row_of(inputs, keys, block + 1)  # on its way while places are waited for
+            rope_place, rope_turn = _send(
+                rope, rope_place, rope_turn, inputs.kv_rope, row, 512, ROPE_BYTES
+            )
+            for part in gl.static_range(PARTS):
+                place, turn = _send(latent, place, turn, inputs.kv, row, part * COLUMNS, PART_BYTES)
+            row = next_row
+        item, index = next_unit(work, item, index + gl.num_programs(0))
+
+
+@gluon.jit
+def _load_queries(inputs, work, item, index, queries):
+    unit = find_place(work, item, index)
+    row = unit.token * inputs.q_token_rows + unit.first_head
+    rope_row = unit.token * inputs.q_rope_token_rows + unit.first_head
+    mbarrier.expect(queries.arrival, work.ROWS * 576 * 2)
+    tma_load(inputs.q_rope, [rope_row, 0], queries.arrival, queries.rope.index(0))
+    for part in gl.static_range(PARTS):
+        tma_load(inputs.q, [row, part * COLUMNS], queries.arrival, queries.latent.index(part))
+
+
+@gluon.jit
+def _scores(queries, channels, place, turn, rope_place, rope_turn, LAYOUT: gl.constexpr):
+    """Of a block, [64 keys, heads]. Its rope part is free again."""
+    latent, rope = channels.latent, channels.rope
+    HEADS: gl.constexpr = queries.rope.shape[1]
+    zero = opaque_zero()
+    nothing = gl.zeros([64, HEADS], gl.float32, LAYOUT)
+    mbarrier.wait(rope.full.index(rope_place), rope_turn)
+    q = queries.rope.index(zero).permute((1, 0))
+    dots = warpgroup_mma(rope.boxes.index(rope_place), q, nothing, use_acc=False, is_async=True)
+    for part in gl.static_range(PARTS):
+        mbarrier.wait(latent.full.index(place), turn)
+        q = queries.latent.index(zero + part).permute((1, 0))
+        dots = warpgroup_mma(latent.boxes.index(place), q, dots, is_async=True)
+        place, turn = _after(latent, place, turn)
+    scores = warpgroup_mma_wait(0, deps=(dots,))
+    mbarrier.arrive(rope.empty.index(rope_place), count=1)
+    return scores
+
+
+@gluon.jit
+def _add_values(weights, latent, place, turn, sums, decay, kept):
+    """sums · decay + Vᵀ·P of a block, whose first `kept` keys there are. Its places are free again.
+
+    weights  P in shared memory, [1, heads, 64 keys]
+    sums     of the columns of each part, [COLUMNS, heads]
+    """
+    places = ()
+    for _ in gl.static_range(PARTS):
+        places += (place,)
+        place, turn = _after(latent, place, turn)
+    zero_rows(latent.boxes, places, kept)
+    weights = weights.index(opaque_zero()).permute((1, 0))
+    pending = ()
+    for part in gl.static_range(PARTS):
+        values = latent.boxes.index(places[part]).permute((1, 0))
+        pending += (warpgroup_mma(values, weights, sums[part] * decay, is_async=True),)
+    done = warpgroup_mma_wait(0, deps=pending)
+    for part in gl.static_range(PARTS):
+        mbarrier.arrive(latent.empty.index(places[part]), count=1)
+    return done, place, turn
+
+
+@gluon.jit
+def _store(unit, results, heads, sums, peak, total):
+    """Write a unit's result, or its partial in float32."""
+    row = gl.arange(0, peak.shape[0], peak.type.layout)
+    head = unit.first_head + row
+    lse, scale = finish(unit, results, heads, head, peak, total)
+    store_lse(unit, results, heads, row, lse)
+    if unit.slot < 0:
+        token = results.out + unit.token.to(gl.int64) * results.stride_out_token
+        # int64: where heads come first, each is all tokens apart
+        _store_sums(token, head.to(gl.int64) * results.stride_out_head, sums, scale, head < heads)
+    else:
+        slot = results.partial_out + unit.slot_row * 512
+        _store_sums(slot, row * 512, sums, scale, head < heads)
+
+
+@gluon.jit
+def _store_sums(first, row_starts, sums, scale, is_row):
+    """Eight threads write columns that are neighbours."""
+    LAYOUT: gl.constexpr = sums[0].type.layout
+    column = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(1, LAYOUT)), 1)
+    at = gl.expand_dims(row_starts, 0) + column
+    for part in gl.static_range(PARTS):
+        values = (sums[part] * gl.expand_dims(scale, 0)).to(first.dtype.element_ty)
+        gl.store(first + part * COLUMNS + at, values, mask=gl.expand_dims(is_row, 0))
+
+
+@gluon.jit
+def _consumer(
+    item, index, inputs, work, results, queries, weights, channels, scale,
+    IS_NEGATIVE: gl.constexpr, IS_GIVEN: gl.constexpr,
+):  # fmt: skip
+    HEADS: gl.constexpr = work.ROWS
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
+    ROW: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    latent, rope = channels.latent, channels.rope
+    place, turn, rope_place, rope_turn = item * 0, item * 0, item * 0, item * 0
+    units_before = item * 0  # its parity is the phase of the queries' barrier
+    _load_queries(inputs, work, item, index, queries)
+    # addresses of a thread's elements are found in each turn: kept, they would be spilled
+    for _ in tl.range(0, count_units(work, item, index), disable_licm=True):
+        keys = find_keys(inputs, work, item, index)
+        nothing = gl.zeros([COLUMNS, HEADS], gl.float32, LAYOUT)
+        sums = (nothing, nothing, nothing, nothing)
+        peak = gl.full([HEADS], FIRST_PEAK, gl.float32, ROW)
+        total = gl.zeros([64, HEADS], gl.float32, LAYOUT)  # of every 64th key, until the end
+        mbarrier.wait(queries.arrival, units_before & 1)
+        for block in range(keys.first_block, keys.end_block):
+            scores = _scores(queries, channels, place, turn, rope_place, rope_turn, LAYOUT)
+            rope_place, rope_turn = _after(rope, rope_place, rope_turn)
+            scores = mask_scores(scores, block, keys, 0, IS_NEGATIVE, IS_GIVEN)
+            new_peak = gl.maximum(peak, gl.max(scores, 0) * scale)
+            decay = gl.expand_dims(gl.exp2(peak - new_peak), 0)
+            exponentials = gl.exp2(scores * scale - gl.expand_dims(new_peak, 0))
+            weights.index(0).permute((1, 0)).store(exponentials.to(weights.dtype))
+            fence_async_shared()
+            total = total * decay + exponentials
+            peak = new_peak
+            sums, place, turn = _add_values(
+                weights, latent, place, turn, sums, decay, keys.end - block * 64
+            )
+        next_item, next_index = next_unit(work, item, index + gl.num_programs(0))
+        if next_item < work.last_item:
+            _load_queries(inputs, work, next_item, next_index, queries)
+        unit = find_place(work, item, index)
+        _store(unit, results, work.heads, sums, peak, gl.sum(total, 0))
+        units_before += 1
+        item = next_item
+        index = next_index
+
+
+@gluon.jit(
+    # other strides are 1 nearly always, and take no registers then
+    do_not_specialize=[
+        "stride_table_request",
+        "stride_lse_token",
+        "q_token_rows",
+        "q_rope_token_rows",
+        "heads",
+        "slot_rows",
+    ]
+)
+def mla_decode_few_kernel(
+    q,  # descriptors: boxes of ROWS x 128, of ROWS x 64 where rotated
+    q_rope,
+    kv,  # of 64 x 128 and 64 x 64
+    kv_rope,
+    table,
+    q_starts,
+    kv_lens,
+    sink,
+    out,
+    lse,
+    partial_out,  # [slots, slot_rows, 512] float32
+    partial_lse,  # [slots, slot_rows] float32
+    items,
+    worker_starts,
+    partial_starts,
+    scale_log2,
+    stride_table_request,
+    stride_table_entry,
+    stride_q_starts,
+    stride_kv_lens,
+    stride_out_token,
+    stride_out_head,
+    stride_lse_token,
+    stride_lse_head,
+    stride_sink,
+    q_token_rows,
+    q_rope_token_rows,
+    heads,
+    slot_rows,
+    HEAD_BLOCKS: gl.constexpr,
+    ROWS: gl.constexpr,
+    PAGE_ROWS: gl.constexpr,
+    PAGE_BLOCKS: gl.constexpr,
+    IS_CAUSAL: gl.constexpr,
+    IS_NEGATIVE: gl.constexpr,
+    IS_GIVEN: gl.constexpr,  # the plan is not of this kernel: see `_has_room`, `mask_scores`
+    ITEM_COLUMNS: gl.constexpr,
+):
+    """grid: (units of a request that are worked on at once, workers of the plan)"""
+    # what fits beside the queries
+    PLACES: gl.constexpr = 12 if ROWS == 8 else 11 if ROWS == 16 else 10
+    inputs = Inputs(
+        q, q_rope, kv, kv_rope, q_token_rows, q_rope_token_rows, table, stride_table_request,
+        stride_table_entry, PAGE_ROWS, PAGE_BLOCKS,
+    )  # fmt: skip
+    work = Work(
+        items, partial_starts, q_starts, kv_lens, stride_q_starts, stride_kv_lens, heads,
+        HEAD_BLOCKS, ROWS, slot_rows, gl.load(worker_starts + gl.program_id(1) + 1), IS_CAUSAL,
+        IS_GIVEN, ITEM_COLUMNS,
+    )  # fmt: skip
+    results = Results(
+        out, lse, partial_out, partial_lse, sink, stride_out_token, stride_out_head,
+        stride_lse_token, stride_lse_head, stride_sink,
+    )  # fmt: skip
+    channels = Channels(_new_ring(PLACES, COLUMNS, kv), _new_ring(ROPE_PLACES, 64, kv_rope))
+    queries = Queries(
+        gl.allocate_shared_memory(q.dtype, [PARTS, ROWS, COLUMNS], q.layout),
+        gl.allocate_shared_memory(q.dtype, [1, ROWS, 64], q.layout),
+        new_barrier(),
+    )
+    weights = gl.allocate_shared_memory(kv.dtype, [1, ROWS, 64], kv.layout)
+    item, index = next_unit(work, gl.load(worker_starts + gl.program_id(1)), gl.program_id(0))
+    if item < work.last_item:
+        gl.warp_specialize(
+            [
+                (
+                    _consumer,
+                    (
+                        item, index, inputs, work, results, queries, weights, channels, scale_log2,
+                        IS_NEGATIVE, IS_GIVEN,
+                    ),
+                ),
+                (_producer, (item, index, inputs, work, channels)),
+            ],
+            [1],
+            [PRODUCER_REGISTERS],
+        )  # fmt: skip

@@ -1,0 +1,412 @@
+"""A call like one before it: the same kernels on its own tensors, without the way to them.
+
+Which kernels an op starts on a GPU, and with which numbers, follows from what the host knows:
+shapes, strides, dtypes, devices and alignment of its tensors, numbers, strings and knobs, the
+`facts` of a call. Checking all of them and finding the kernels takes Python hundreds of
+microseconds. So the second call with the same facts is recorded, and those that follow start what
+was recorded: each pointer is known as a distance from one of the call's tensors, or lies in scratch
+or in a result, which every call gets anew.
+
+Nothing is recorded where more happened than that: torch ops that compute or read values, or a
+pointer that may come from two places, and the body runs as it is each time.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mlakit import knobs
+from mlakit.cache import CacheLayer
+from mlakit.plan import DecodePlanTensors
+
+Results = tuple[Tensor, ...]
+PLAIN = (Tensor, torch.nn.Parameter)
+ALIGNMENT = 128  # bytes; no kernel and no check asks for more
+SCRATCH_ALIGNMENT = 256
+MAX_PLANS = 64  # that are kept
+MAX_KNOWN = 1024  # calls of one op that are remembered, at a few kilobytes each
+ATTEMPTS = 3  # to record: a constant that is being made stands in the way at first
+NEW_TENSORS = {
+    f"aten::{name}"
+    for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+}
+
+
+class Repeats:
+    """What is known of the calls of one op, whose arguments are of these types."""
+
+    def __init__(self, types: Mapping[str, Any]) -> None:
+        numbers = [name for name, type_ in types.items() if not _has_tensors(type_)]
+        self._numbers = itemgetter(*numbers) if len(numbers) > 1 else _all_of(numbers)
+        self._others = [name for name in types if name not in numbers]
+        self._known: OrderedDict[object, Recording | int] = OrderedDict()
+
+    def run(
+        self,
+        body: Callable[[], Results],
+        arguments: Mapping[str, Any],
+        results: Sequence[Tensor | None],
+    ) -> Results:
+        """What `body()` gives, which is the op with these arguments."""
+        survey = Survey()
+        for name in self._others:
+            survey.add(arguments[name])
+        for result in results:
+            survey.add(result)
+        if not survey.is_repeatable():
+            with _made_current(survey.device):
+                return body()
+        numbers = self._numbers(arguments)
+        # with their types: True is no number, yet equal to 1
+        key = (*survey.facts, survey.device, knobs.backend(), numbers, *map(type, numbers))
+        known = self._known.get(key, 0)
+        if isinstance(known, Recording):
+            return body() if known.is_watched() else known.replay(survey)
+        if known > ATTEMPTS:
+            return body()
+        if known == 0:
+            self._remember(key, 1)
+            return body()
+        got, recording = record(body, survey.tensors)
+        self._remember(key, recording or known + 1)
+        return got
+
+    def _remember(self, key: object, known: Recording | int) -> None:
+        self._known[key] = known
+        if len(self._known) > MAX_KNOWN:
+            self._known.popitem(last=False)
+
+
+def _has_tensors(type_: Any) -> bool:
+    return any(name in str(type_) for name in ("Tensor", "CacheLayer"))
+
+
+def _all_of(names: Sequence[str]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
+    return lambda arguments: tuple([arguments[name] for name in names])
+
+
+class Survey:
+    """The facts of a call's tensors, and these in the order in which they were met."""
+
+    __slots__ = ("addresses", "device", "facts", "is_plain", "tensors")
+
+    def __init__(self) -> None:
+        self.facts: list[object] = []
+        self.tensors: list[Tensor] = []
+        self.addresses: list[int] = []
+        self.device: torch.device | None = None
+        self.is_plain = True
+
+    def add(self, value: Any) -> None:
+        kind = type(value)
+        if value is None:
+            self.facts.append(None)
+        elif kind in PLAIN:
+            address, device = value.data_ptr(), value.device
+            self.tensors.append(value)
+            self.addresses.append(address)
+            self.facts += (value.shape, value.stride(), value.dtype, address % ALIGNMENT)
+            if self.device is None:
+                self.device = device
+            if device != self.device or value.requires_grad:
+                self.is_plain = False
+        elif kind is CacheLayer:
+            self._add_whole(_layer(value))
+        elif kind is DecodePlanTensors:
+            self._add_whole(_plan(value))
+        elif isinstance(value, (tuple, list)):
+            self.facts += (kind, len(value))
+            for part in value:
+                self.add(part)
+        elif isinstance(value, Tensor):  # of a kind with a mind of its own: fake, traced, sharded
+            self.is_plain = False
+        else:
+            self.facts += (kind, value)
+
+    def _add_whole(self, whole: Whole) -> None:
+        self.facts.append(whole.number)
+        self.tensors += whole.tensors
+        self.addresses += whole.addresses
+        if self.device is None:
+            self.device = whole.device
+        self.is_plain = self.is_plain and whole.is_plain and self.device == whole.device
+
+    def is_repeatable(self) -> bool:
+        """Are these tensors where kernels run, and does nobody want to see how?"""
+        return (
+            self.is_plain
+            and self.device is not None
+            and _starts_kernels(self.device)
+            and not knobs.check_values()
+            and torch._C._len_torch_dispatch_stack() == 0
+        )
+
+
+def _starts_kernels(device: torch.device) -> bool:
+    return device.type == "cuda" and device.index == torch.cuda.current_device()
+
+
+def _made_current(device: torch.device | None) -> Any:
+    """Kernels are started on the current device, which must be that of the tensors."""
+    if device is None or device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
+def _current_stream(device: torch.device) -> int:
+    stream: int = torch._C._cuda_getCurrentRawStream(device.index)
+    return stream
+
+
+class Whole:
+    """A layer of a cache, or a plan: the same one in many calls, and surveyed once."""
+
+    __slots__ = ("addresses", "device", "is_plain", "number", "tensors")
+
+    def __init__(self, kind: type, parts: Iterable[Any]) -> None:
+        survey = Survey()
+        for part in parts:
+            survey.add(part)
+        self.tensors, self.addresses, self.device = survey.tensors, survey.addresses, survey.device
+        self.is_plain = survey.is_plain
+        self.number = _NUMBERS.setdefault((kind, *survey.facts), len(_NUMBERS))
+
+    def is_current(self) -> bool:
+        """A tensor can be given other memory in place, though hardly anyone does that."""
+        return self.addresses == [tensor.data_ptr() for tensor in self.tensors]
+
+
+_NUMBERS: dict[object, int] = {}  # of facts: comparing those each time would take longer
+_PLANS: OrderedDict[int, tuple[DecodePlanTensors, Whole]] = OrderedDict()
+
+
+def _layer(layer: CacheLayer) -> Whole:
+    """Kept with the layer: kept here, it would keep the pool."""
+    known: Whole | None = vars(layer).get("_whole")
+    if known is None or not known.is_current():
+        codec = layer.codec
+        parts = (codec.name, codec.row, layer.payload, layer.scales, layer.tensor_scale)
+        known = vars(layer)["_whole"] = Whole(CacheLayer, parts)
+    return known
+
+
+def _plan(plan: DecodePlanTensors) -> Whole:
+    """Kept with the plan, which is small, so that no other has its id."""
+    known = _PLANS.get(id(plan))
+    if known is None or not known[1].is_current():
+        known = _PLANS[id(plan)] = plan, Whole(DecodePlanTensors, plan)
+        if len(_PLANS) > MAX_PLANS:
+            _PLANS.popitem(last=False)
+    return known[1]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A kernel that is started, with gaps among its arguments."""
+
+    start: Callable[..., None]  # start(stream, arguments)
+    arguments: tuple[Any, ...]
+    gaps: tuple[tuple[int, int, int], ...]  # (argument, place of what it points to, byte in that)
+
+    def run(self, stream: int, addresses: Sequence[int]) -> None:
+        arguments = list(self.arguments)
+        for at, place, offset in self.gaps:
+            address = addresses[place] + offset
+            box = arguments[at]
+            arguments[at] = address if box is None else box.moved_to(address)
+        self.start(stream, arguments)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What a call did. Places count the call's tensors, its new results, then the scratch."""
+
+    steps: tuple[Step, ...]
+    results: tuple[int, ...]  # their places
+    new_results: tuple[tuple[Any, ...], ...]  # shape, strides, dtype
+    scratch_bytes: int
+    device: torch.device
+    constants: tuple[Tensor, ...]  # kept: they are pointed to
+    is_watched: Callable[[], bool]  # by a profiler that wants to hear of each launch
+
+    def replay(self, survey: Survey) -> Results:
+        tensors, addresses = survey.tensors, survey.addresses
+        for shape, strides, dtype in self.new_results:
+            new = torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
+            tensors.append(new)
+            addresses.append(new.data_ptr())
+        if self.scratch_bytes:
+            scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=self.device)
+            addresses.append(scratch.data_ptr())
+        stream = _current_stream(self.device)
+        for step in self.steps:
+            step.run(stream, addresses)
+        return tuple([tensors[place] for place in self.results])
+
+
+class Observer(TorchDispatchMode):
+    """Sees the torch ops of a body: those that make room, and whether there are others."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.made: list[Tensor] = []  # all kept until the end: no two have the same address
+        self.is_plain = True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func._schema.name in NEW_TENSORS:
+            self.made.append(result)
+        elif not func.is_view:
+            self.is_plain = False
+        return result
+
+
+def record(
+    body: Callable[[], Results], tensors: Sequence[Tensor]
+) -> tuple[Results, Recording | None]:
+    """The results of the body, and how to have them again; None: there is no other way."""
+    # not at the top: Triton is there where its kernels have run, and this is not the first call
+    from mlakit.kernels.triton.launch import is_watched, recording
+
+    with recording() as launches, Observer() as observer:
+        got = body()
+    given = {id(tensor): place for place, tensor in enumerate(tensors)}
+    new_results = [tensor for tensor in got if id(tensor) not in given]
+    # by address: what an op returns under a mode is another object for the same memory
+    starts = {tensor.data_ptr() for tensor in new_results}
+    scratch = [tensor for tensor in observer.made if tensor.data_ptr() not in starts]
+    if not observer.is_plain or len(scratch) + len(new_results) != len(observer.made):
+        return got, None
+    room = Room.of(tensors, new_results, scratch)
+    try:
+        steps = tuple(Step(launch.start, *room.with_gaps(launch.arguments)) for launch in launches)
+    except UnknownOriginError:
+        return got, None
+    places = given | {id(tensor): len(tensors) + i for i, tensor in enumerate(new_results)}
+    return got, Recording(
+        steps,
+        tuple(places[id(tensor)] for tensor in got),
+        tuple((tuple(t.shape), t.stride(), t.dtype) for t in new_results),
+        room.scratch_bytes,
+        tensors[0].device,
+        tuple(room.constants),
+        is_watched,
+    )
+
+
+class UnknownOriginError(LookupError):
+    """A pointer whose origin cannot be told."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """All memory that a body's kernels may point to."""
+
+    tensors: Sequence[Tensor]  # of the call, then its new results
+    scratch: Sequence[tuple[Tensor, int]]  # and where each begins when all are one piece
+    scratch_bytes: int
+    constants: list[Tensor]
+
+    @classmethod
+    def of(
+        cls, tensors: Sequence[Tensor], new_results: Sequence[Tensor], scratch: Iterable[Tensor]
+    ) -> Room:
+        places, end = [], 0
+        for tensor in scratch:
+            places.append((tensor, end))
+            end += -(-_num_bytes(tensor) // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
+        return cls([*tensors, *new_results], places, end, [])
+
+    def with_gaps(
+        self, arguments: Sequence[Any]
+    ) -> tuple[tuple[Any, ...], tuple[tuple[int, int, int], ...]]:
+        """The arguments without what is particular to this call, and where that was."""
+        kept: list[Any] = []
+        gaps: list[tuple[int, int, int]] = []
+        for at, value in enumerate(arguments):
+            tensor = value.base if hasattr(value, "block_shape") else value
+            if not isinstance(tensor, Tensor):
+                kept.append(value)
+                continue
+            origin = self._origin(tensor)
+            if origin is not None:
+                gaps.append((at, *origin))
+            box = None if tensor is value else Box.like(value)
+            kept.append(tensor.data_ptr() if origin is None and box is None else box)
+            if origin is None and box is not None:
+                raise UnknownOriginError
+        return tuple(kept), tuple(gaps)
+
+    def _origin(self, tensor: Tensor) -> tuple[int, int] | None:
+        """(place, byte); None for a constant, or for nothing at all."""
+        address = tensor.data_ptr()
+        if address == 0:
+            return None
+        starts = [place for place, t in enumerate(self.tensors) if t.data_ptr() == address]
+        holders = starts or [p for p, t in enumerate(self.tensors) if _holds(t, address)]
+        if len(holders) == 1:
+            return holders[0], address - self.tensors[holders[0]].data_ptr()
+        if holders:
+            raise UnknownOriginError
+        for piece, first in self.scratch:
+            if _holds(piece, address):
+                return len(self.tensors), first + address - piece.data_ptr()
+        if any(_storage_holds(t, address) for t in self.tensors):
+            raise UnknownOriginError
+        self.constants.append(tensor)
+        return None
+
+
+class Box:
+    """A descriptor for TMA as a launcher reads it, at any address."""
+
+    __slots__ = ("_address", "padding", "round_f32_to_tf32", "shape", "strides")
+
+    def __init__(self, shape: Any, strides: Any, padding: str, rounds: bool, address: int) -> None:
+        self.shape, self.strides, self.padding = shape, strides, padding
+        self.round_f32_to_tf32 = rounds
+        self._address = address
+
+    @classmethod
+    def like(cls, descriptor: Any) -> Box:
+        rounds = getattr(descriptor, "round_f32_to_tf32", False)
+        return cls(descriptor.shape, descriptor.strides, descriptor.padding, rounds, 0)
+
+    def moved_to(self, address: int) -> Box:
+        return Box(self.shape, self.strides, self.padding, self.round_f32_to_tf32, address)
+
+    @property
+    def base(self) -> Box:
+        """Itself, where a descriptor has a tensor: it is asked for an address only."""
+        return self
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    """From its first element to its last."""
+    if tensor.numel() == 0:
+        return 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()
+
+
+def _holds(tensor: Tensor, address: int) -> bool:
+    return 0 <= address - tensor.data_ptr() < _num_bytes(tensor)
+
+
+def _storage_holds(tensor: Tensor, address: int) -> bool:
+    storage = tensor.untyped_storage()
+    return 0 <= address - storage.data_ptr() < storage.nbytes()
