@@ -35,20 +35,20 @@ class Configuration:
     is_negative: bool = False
 
 
-FEW, MANY = (1, 64), (65, 128)
-FOR_HOPPER = (
-    Configuration(MANY),
-    Configuration(FEW, sink="mixed"),
-    Configuration(FEW, "fp16", "fp16", 128, "null", is_negative=True),
-    Configuration(MANY, "fp16", "fp16", sink="finite", is_negative=True),
-    Configuration(MANY, page_size=256, mask="null"),
+FOR_HOPPER = (  # a kernel each for up to 8, 16, 32, 64 and 128 heads
+    Configuration((1, 8), sink="mixed"),
+    Configuration((9, 16), "fp16", "fp16", 128, "null", is_negative=True),
+    Configuration((17, 32)),
+    Configuration((33, 64), mask="null", sink="finite"),
+    Configuration((65, 128)),
+    Configuration((65, 128), "fp16", "fp16", 256, sink="mixed", is_negative=True),
 )
 FOR_ANY = (
     *FOR_HOPPER,
     Configuration((1, 16), page_size=16, sink="finite"),
     Configuration((17, 32), mask="sliding_window_causal", window=70),
-    Configuration(FEW, "fp8_block128", is_negative=True),
-    Configuration(FEW, "fp8_token", "e4m3", mask="null", sink="mixed"),
+    Configuration((1, 64), "fp8_block128", is_negative=True),
+    Configuration((1, 64), "fp8_token", "e4m3", mask="null", sink="mixed"),
 )
 CONFIGURATIONS = {"hopper": FOR_HOPPER}
 
@@ -73,6 +73,7 @@ def decode_launch(draw: Draw, backend: str, device: str) -> DecodeLaunch:
     return DecodeLaunch(
         **_scheduled(draw, most_workers=GPU_WORKERS if is_gpu else CPU_WORKERS, backend=backend),
         seed=draw.integer(0, 2**31),
+        calls=draw.choice((1, 1, 1, 3)),
         num_layers=draw.integer(1, 2),
         kv_lens=tuple(_length(draw, longest) for _ in range(batch)),
         q_lens=q_lens,
