@@ -102,8 +102,10 @@ def bench(
     page_size: int | None = typer.Option(None, min=1, help="With --shape."),
     topk: int | None = typer.Option(None, min=1, help="With --shape: rows of a list."),
     causal: bool | None = typer.Option(None, help="With --shape, for prefill."),
-    mode: str = typer.Option(
-        "cold", help="Of a GPU's time: cold L2, b2b (back to back), graph (CUDA graph, cold L2)."
+    mode: str | None = typer.Option(
+        None,
+        help="Of a GPU's time: cold (L2), which is the default, b2b (back to back), graph (CUDA "
+        "graph, cold L2).",
     ),
     host: bool = typer.Option(False, "--host", help="Time the host's share of a call instead."),
     peers: bool = typer.Option(True, help="Time other libraries too, where they are installed."),
@@ -146,6 +148,8 @@ def bench(
     if fetch_peers:
         _fetch_peers(suites or [], platform)
         return
+    if platform is not None:
+        raise typer.BadParameter("--platform is of --fetch-peers, and has no meaning without it")
     from mlakit.bench import command, outputs  # torch takes seconds to import: only here
     from mlakit.bench.shapes import Shape
 
@@ -161,7 +165,16 @@ def bench(
     try:
         wanted.check()
         if stored is not None:
-            measuring = {"SUITE": suites, "--shape": shape, "--host": host, "--only": only}
+            measuring = {
+                "SUITE": suites,
+                "--shape": shape,
+                "--mode": mode,
+                "--host": host,
+                "--only": only,
+                "--no-peers": not peers,
+                "--quick": quick,
+                "--threads": threads,
+            }
             for option in (name for name, value in measuring.items() if value):
                 raise ValueError(f"--from measures nothing, so {option} has no meaning with it")
             reports = outputs.read_reports("--from", Path(stored))
@@ -173,7 +186,7 @@ def bench(
             command=shlex.join(["mlakit", *sys.argv[1:]]),
             shape=Shape.given(shape, options),
             only=only,
-            mode=command.checked_mode(mode, host=host),
+            mode=command.checked_mode(mode or "cold", host=host),
             with_peers=peers,
             quick=quick,
             threads=threads,
@@ -300,7 +313,8 @@ def doctor(
 
 @app.command(
     epilog="Examples: [bold]mlakit check --minutes 10[/bold], "
-    "mlakit check --op mla_decode --seed 7 --count 1"
+    "mlakit check --op mla_decode --seed 7 --count 1, "
+    "[bold]mlakit check --launches 10000 --backend hopper[/bold]"
 )
 def check(
     op: Annotated[
@@ -308,10 +322,20 @@ def check(
         typer.Option(help="Only this op; may be repeated.", autocompletion=_complete_op),
     ] = None,
     minutes: float | None = typer.Option(
-        None, min=0.0, help="How long; without --count 1 minute, with it as long as it takes."
+        None,
+        help="How long; else 1 minute, or with --count or --launches as long as these take.",
     ),
     count: int | None = typer.Option(None, min=1, help="How many cases."),
-    seed: int | None = typer.Option(None, min=0, help="Of the first case; else a new one."),
+    launches: int | None = typer.Option(
+        None,
+        min=1,
+        help="Instead: so many launches of mla_decode in few configurations, which are compiled "
+        "once, made and judged on the device. A GPU takes milliseconds for one.",
+    ),
+    first: int = typer.Option(0, min=0, help="With --launches: the number of the first."),
+    seed: int | None = typer.Option(
+        None, min=0, help="Of the first case, or of all launches; else a new one."
+    ),
     device: str = typer.Option("auto", help="auto, cpu or cuda; auto is a GPU if there is one."),
     backend: str = typer.Option("", help="Only hopper, triton or cpu; else each that can."),
     any_widths: bool = typer.Option(
@@ -330,14 +354,18 @@ def check(
 
     from mlakit import selfcheck
 
+    if minutes is None and count is None and launches is None:
+        minutes = selfcheck.DEFAULT_MINUTES
     settings = selfcheck.Settings(
-        selfcheck.all_ops(op or ()),
+        selfcheck.all_ops(op or (), launched=launches is not None),
         seed=randbelow(2**31) if seed is None else seed,
         device=device,
         backend=backend,
-        minutes=selfcheck.DEFAULT_MINUTES if minutes is None and count is None else minutes,
+        minutes=minutes,
         count=count,
         any_widths=any_widths,
+        launches=launches,
+        first=first,
     )
     try:
         selfcheck.check_settings(settings)

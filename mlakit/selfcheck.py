@@ -19,6 +19,7 @@ from mlakit import dispatch
 from mlakit.checks import UnsupportedError
 from mlakit.workloads import CASES, Case
 from mlakit.workloads.draw import SeededDraw, draw_case
+from mlakit.workloads.draw_launches import LAUNCHES, draw_launch
 
 KINDS: dict[str, type[Case]] = {case.op: case for case in CASES}
 DEVICES = ("auto", "cpu", "cuda")
@@ -27,7 +28,10 @@ DEFAULT_MINUTES = 1.0
 
 @dataclass(frozen=True)
 class Settings:
-    """What is checked, and for how long: until `minutes` are over or `count` cases are done."""
+    """What is checked, and for how long: until `minutes` are over or `count` cases are done.
+
+    launches  instead of cases: so many launches of few compiled kernels, from number `first` on
+    """
 
     ops: tuple[str, ...]
     seed: int
@@ -36,6 +40,8 @@ class Settings:
     minutes: float | None = DEFAULT_MINUTES
     count: int | None = None
     any_widths: bool = False
+    launches: int | None = None
+    first: int = 0
 
     @property
     def place(self) -> str:
@@ -44,9 +50,22 @@ class Settings:
             return self.device
         return "cuda" if torch.cuda.is_available() else "cpu"
 
-    def command(self, op: str, seed: int) -> str:
-        """The command that checks one case again."""
-        words = ["mlakit", "check", "--op", op, "--seed", str(seed), "--count", "1"]
+    @property
+    def limit(self) -> int | None:
+        """How many cases or launches there are at most."""
+        return self.count if self.launches is None else self.launches
+
+    @property
+    def noun(self) -> str:
+        return "cases" if self.launches is None else "launches"
+
+    def command(self, op: str, number: int) -> str:
+        """The command that checks one case, or one launch, again."""
+        words = ["mlakit", "check", "--op", op]
+        if self.launches is None:
+            words += ["--seed", str(number), "--count", "1"]
+        else:
+            words += ["--seed", str(self.seed), "--launches", "1", "--first", str(number)]
         words += ["--device", self.device] if self.device != "auto" else []
         words += ["--backend", self.backend] if self.backend else []
         words += ["--any-widths"] if self.any_widths else []
@@ -70,6 +89,7 @@ class Miss:
     error: str
     command: str  # checks the case again
     python: str  # the same without the drawing
+    launch: int | None = None  # its number, where launches were asked for
 
 
 @dataclass
@@ -78,6 +98,7 @@ class Outcome:
     tallies: dict[tuple[str, str], Tally] = field(default_factory=dict)  # by op and backend
     seconds: float = 0.0
     miss: Miss | None = None
+    num_done: int = 0  # cases or launches, a wrong one included
 
     @property
     def num_right(self) -> int:
@@ -92,6 +113,8 @@ class Outcome:
         return {
             "device": self.settings.place,
             "seed": self.settings.seed,
+            "first": self.settings.first,
+            "launches": None if self.settings.launches is None else self.num_done,
             "seconds": round(self.seconds, 3),
             "checked": [
                 {"op": op, "backend": backend, **tally._asdict()}
@@ -113,6 +136,22 @@ def check_settings(settings: Settings) -> None:
     if settings.backend not in ("", *dispatch.BACKENDS):
         known = ", ".join(dispatch.BACKENDS)
         raise ValueError(f"backend must be of {known}, got {settings.backend!r}")
+    if settings.minutes is not None and not settings.minutes > 0:
+        raise ValueError(f"minutes must be more than 0, got {settings.minutes:g}")
+    _check_launches(settings)
+
+
+def _check_launches(settings: Settings) -> None:
+    if settings.launches is None:
+        if settings.first:
+            raise ValueError("first is the number of a launch: it needs launches")
+        return
+    for name, value in (("count", settings.count), ("any_widths", settings.any_widths)):
+        if value:
+            raise ValueError(f"launches are of fixed configurations, so {name} has no meaning")
+    for op in settings.ops:
+        if op not in LAUNCHES:
+            raise ValueError(f"launches are made of {', '.join(LAUNCHES)} only, got op {op!r}")
 
 
 def random_cases(settings: Settings) -> Iterator[tuple[int, Case]]:
@@ -123,35 +162,44 @@ def random_cases(settings: Settings) -> Iterator[tuple[int, Case]]:
             yield seed, draw_case(draw, KINDS[op], settings.backend)
 
 
+def random_launches(settings: Settings) -> Iterator[tuple[int, Case]]:
+    """(number, launch) without end: for every number one launch of each op."""
+    for number in count(settings.first):
+        for op in settings.ops:
+            draw = SeededDraw(f"{op} {settings.seed} launch {number}")
+            yield number, draw_launch(draw, op, settings.backend, settings.place)
+
+
 def run(
     settings: Settings, after_each: Callable[[int, float], None] = lambda done, seconds: None
 ) -> Outcome:
     """Check until time or count is over, or a result is wrong.
 
-    after_each  is told how many cases are done, and after how many seconds
+    after_each  is told how many cases or launches are done, and after how many seconds
     """
     outcome = Outcome(settings)
     start = perf_counter()
-    for done, (seed, case) in enumerate(random_cases(settings)):
-        outcome.seconds = perf_counter() - start
+    drawn = random_cases(settings) if settings.launches is None else random_launches(settings)
+    for done, (number, case) in enumerate(drawn):
+        outcome.num_done, outcome.seconds = done, perf_counter() - start
         after_each(done, outcome.seconds)
         if _is_over(settings, done, outcome.seconds):
             break
-        outcome.miss = _check(case, seed, settings, outcome.tallies)
+        outcome.miss = _check(case, number, settings, outcome.tallies)
         if outcome.miss is not None:
-            outcome.seconds = perf_counter() - start
+            outcome.num_done, outcome.seconds = done + 1, perf_counter() - start
             break
     return outcome
 
 
 def _is_over(settings: Settings, done: int, seconds: float) -> bool:
-    if settings.count is not None and done >= settings.count:
+    if settings.limit is not None and done >= settings.limit:
         return True
     return settings.minutes is not None and seconds >= 60 * settings.minutes
 
 
 def _check(
-    case: Case, seed: int, settings: Settings, tallies: dict[tuple[str, str], Tally]
+    case: Case, number: int, settings: Settings, tallies: dict[tuple[str, str], Tally]
 ) -> Miss | None:
     for spec in dispatch.specs(case.op):
         if settings.backend not in ("", spec.backend):
@@ -163,8 +211,9 @@ def _check(
             tally = tally._replace(refused=tally.refused + 1)
         except AssertionError as wrong:
             python, _, error = str(wrong).partition("\n")
-            command = settings.command(case.op, seed)
-            return Miss(case.op, spec.backend, seed, error, command, python)
+            seed, launch = (number, None) if settings.launches is None else (settings.seed, number)
+            command = settings.command(case.op, number)
+            return Miss(case.op, spec.backend, seed, error, command, python, launch)
         else:
             tally = tally._replace(right=tally.right + 1)
         tallies[case.op, spec.backend] = tally
@@ -175,12 +224,12 @@ def run_with_progress(settings: Settings) -> Outcome:
     """`run`, with a bar on stderr."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        total = settings.count if settings.minutes is None else 60 * settings.minutes
+        total = settings.limit if settings.minutes is None else 60 * settings.minutes
         task = progress.add_task("checking", total=total)
 
         def advance(done: int, seconds: float) -> None:
             completed = done if settings.minutes is None else seconds
-            progress.update(task, completed=completed, description=f"{done} cases")
+            progress.update(task, completed=completed, description=f"{done} {settings.noun}")
 
         return run(settings, advance)
 
@@ -201,17 +250,25 @@ def table(outcome: Outcome) -> Table:
 
 def verdict(outcome: Outcome) -> str:
     """The last lines for people."""
-    miss = outcome.miss
+    miss, settings = outcome.miss, outcome.settings
+    if miss is None and not outcome.num_right:
+        return f"Nothing was checked: no backend takes these calls on {settings.place}."
+    lines = []
     if miss is not None:
-        return (
-            f"{miss.op} is wrong on {miss.backend}, seed {miss.seed}:\n{miss.error}\n"
-            f"Again: {miss.command}\nOr: {miss.python}"
-        )
-    if not outcome.num_right:
-        return f"Nothing was checked: no backend takes these calls on {outcome.settings.place}."
-    return f"{outcome.num_right} calls, every result right."
+        launch = "" if miss.launch is None else f", launch {miss.launch}"
+        lines = [
+            f"{miss.op} is wrong on {miss.backend}, seed {miss.seed}{launch}:\n{miss.error}",
+            f"Again: {miss.command}\nOr: {miss.python}",
+        ]
+    if settings.launches is not None:
+        misses = "no miss" if miss is None else "1 miss"
+        done, seconds = outcome.num_done, outcome.seconds
+        lines.append(f"{done} launches of seed {settings.seed} in {seconds:.1f} s, {misses}.")
+    elif miss is None:
+        lines.append(f"{outcome.num_right} calls, every result right.")
+    return "\n".join(lines)
 
 
-def all_ops(names: Sequence[str]) -> tuple[str, ...]:
-    """The ops named, each once; every op where none is."""
-    return tuple(dict.fromkeys(names)) or tuple(KINDS)
+def all_ops(names: Sequence[str], *, launched: bool = False) -> tuple[str, ...]:
+    """The ops named, each once; every op where none is, or every one that can be `launched`."""
+    return tuple(dict.fromkeys(names)) or tuple(LAUNCHES if launched else KINDS)

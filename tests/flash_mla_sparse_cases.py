@@ -18,6 +18,7 @@ from flash_mla_inputs import (
     random_lists,
     random_sink,
     scattered_blocks,
+    softmax_over,
 )
 from torch import Tensor
 
@@ -25,6 +26,7 @@ from mlakit.cache import PagedLatentCache
 from mlakit.geometry import RowShape
 from mlakit.testing import poison
 
+ROWS_AT_A_TIME = 2**18  # in float64 a gigabyte of them
 ROWS = {576: ("fp8_block128", RowShape(512, 64)), 512: ("fp8_block64", RowShape(448, 64, 512))}
 
 
@@ -116,21 +118,47 @@ class SparseSource:
 
     @cached_property
     def stored(self) -> Tensor:
-        return self.pool.layer(0).read(self.used)
+        """[used + 1, d] float32; the last row stands for none, and is 0."""
+        return torch.nn.functional.pad(self.pool.layer(0).read(self.used), (0, 0, 0, 1))
 
-    def gather(self, tokens: slice, s_q: int) -> tuple[Tensor, Tensor]:
-        """(rows [tokens, topk, d] float32, seen [tokens, topk]) of some query tokens."""
-        rows = self.indices.flatten(0, 1)[tokens].long()
-        seen = (rows >= 0) & (rows < self.pool.num_pages * self.pool.page_size)
+    @cached_property
+    def listed(self) -> ListedRows:
+        """From the arguments of the call, which may list a row several times."""
+        (b, s_q, topk), num_slots = self.indices.shape, self.pool.layer(0).num_slots
+        rows = self.indices.long()
+        seen = (rows >= 0) & (rows < num_slots)
         if self.topk_length is not None:
-            counts = self.topk_length.repeat_interleave(s_q)[tokens]
-            seen &= torch.arange(rows.shape[1], device=rows.device) < counts[:, None]
-        if len(self.used) == 0:
-            return self.stored.new_zeros(*rows.shape, self.pool.row.width), seen
-        place = torch.searchsorted(self.used, torch.where(seen, rows, 0)).clamp_max(
-            len(self.used) - 1
+            seen &= torch.arange(topk, device=rows.device) < self.topk_length[:, None, None]
+        ordered, order = torch.where(seen, rows, num_slots).flatten(1).sort(1)
+        is_row = ordered < num_slots
+        is_first = is_row.clone()
+        is_first[:, 1:] &= ordered[:, 1:] != ordered[:, :-1]
+        counts = is_first.sum(1)
+        most = int(counts.max())
+        # what is not seen goes to a column of its own, which is dropped
+        column = torch.where(is_row, is_first.cumsum(1) - 1, most)
+        slots = rows.new_full((b, most + 1), num_slots).scatter_(1, column, ordered)
+        times = torch.zeros(b, s_q * (most + 1), device=rows.device)
+        times.scatter_add_(1, order // topk * (most + 1) + column, is_row.float())
+        return ListedRows(
+            torch.searchsorted(self.used, slots[:, :most].contiguous()),
+            times.view(b, s_q, most + 1)[:, :, :most],
+            counts,
         )
-        return self.stored[place], seen
+
+
+@dataclass(frozen=True, eq=False)
+class ListedRows:
+    """The rows that any list of a request has, each once."""
+
+    places: Tensor  # int64 [b, most], in what is stored; past a request's last that of no row
+    times: Tensor  # [b, s_q, most] float32: how often a list has the row
+    counts: Tensor  # int64 [b]
+
+    def of(self, requests: Tensor) -> tuple[Tensor, Tensor]:
+        """(places, times) of some requests, no wider than they need."""
+        most = int(self.counts[requests].max())
+        return self.places[requests, :most], self.times[requests, :, :most]
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,30 +185,38 @@ class SparseProblem:
         )
 
     def answer(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-        """(out [b, s_q, h_q, 512], lse [b, h_q, s_q])."""
+        """(out [b, s_q, h_q, 512], lse [b, h_q, s_q]).
+
+        The lists of a request attend together, over all rows that any of them has: a row that a
+        list has n times counts n times, and one that it has not, not at all.
+        """
         case = self.case
-        q = self.q.flatten(0, 1)
         sources = [self.main] if self.extra is None else [self.main, self.extra]
-        entries = sum(source.indices.shape[2] for source in sources)
-        step = max(ENTRIES_AT_A_TIME // entries, 1)
-        parts = []
-        for start in range(0, len(q), step):
-            tokens = slice(start, start + step)
-            rows, seen = zip(*(source.gather(tokens, case.s_q) for source in sources), strict=True)
-            parts.append(
-                listed_attention(
-                    q[tokens],
-                    torch.cat(rows, 1),
-                    torch.cat(seen, 1),
-                    self.scale,
-                    512,
-                    self.attn_sink,
-                    dtype,
-                )[:2]
-            )
-        out, lse = (torch.cat(part) for part in zip(*parts, strict=True))
-        shape = (case.b, case.s_q, case.h_q)
-        return out.view(*shape, 512), lse.view(shape).transpose(1, 2)
+        counts = torch.stack([source.listed.counts for source in sources]).sum(0)
+        # requests of like size together: little of what they are padded with is computed
+        counts, order = counts.sort(descending=True)
+        out = self.q.new_empty(case.b, case.s_q, case.h_q, 512, dtype=dtype)
+        lse = out.new_empty(out.shape[:3])
+        sizes, start = counts.tolist(), 0
+        while start < case.b:
+            requests = order[start : start + max(ROWS_AT_A_TIME // max(sizes[start], 1), 1)]
+            out[requests], lse[requests] = self._attend(sources, requests, dtype)
+            start += len(requests)
+        return out, lse.transpose(1, 2)
+
+    def _attend(
+        self, sources: Sequence[SparseSource], requests: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """(out [requests, s_q, h_q, 512], lse [requests, s_q, h_q])."""
+        listed = [(source.stored, *source.listed.of(requests)) for source in sources]
+        rows = torch.cat([stored[places] for stored, places, _ in listed], 1).to(dtype)
+        times = torch.cat([times for _, _, times in listed], 2).to(dtype)
+        q = self.q[requests].to(dtype)
+        scores = (q.flatten(1, 2) @ rows.mT).unflatten(1, q.shape[1:3]) * self.scale
+        scores = (scores + times.log()[:, :, None]).flatten(1, 2)
+        sink = None if self.attn_sink is None else self.attn_sink.repeat(q.shape[1])
+        out, lse = softmax_over(scores, rows[..., :512], sink)
+        return out.view(*q.shape[:3], 512), lse.view(q.shape[:3])
 
 
 SCOPES = (

@@ -104,6 +104,25 @@ def test_contenders_take_turns():
     assert len(orders) > 1
 
 
+def test_one_that_runs_out_of_memory_has_no_more_turns():
+    machine = FakeMachine(a=1.0, b=2.0)
+    calls, failed = dict(machine.calls), {}
+
+    def late():
+        machine.calls["a"]()
+        if machine.called.count("a") > 3:
+            raise torch.OutOfMemoryError("out of memory\nwhere")
+
+    calls["a"] = late
+    clock = WallClock(machine.clock)
+    seconds = take_turns(calls, budget_s=15.0, timer=clock, out_of_memory=failed)
+    assert seconds == {"b": [2.0] * 5}
+    assert failed == {"a": "out of memory"}
+    assert machine.called.count("a") == 4
+    with pytest.raises(torch.OutOfMemoryError):
+        take_turns(calls, budget_s=15.0, timer=clock)
+
+
 def test_progress_is_told_after_every_round():
     machine, told = FakeMachine(a=1.0), []
     take_turns(

@@ -175,6 +175,36 @@ def test_a_workload_too_large_is_left_out(monkeypatch):
     assert "mlakit not timed, CUDA out of memory. Tried to allocate 999 GiB." in flat(result.output)
 
 
+@pytest.mark.parametrize("contender", ["mlakit", "flash_mla"])
+def test_one_that_runs_out_of_memory_while_it_is_timed_is_left_out(
+    contender, monkeypatch, tmp_path
+):
+    class Small(WallClock):
+        """Has memory for all but one."""
+
+        def prepared(self, call):
+            self.count = getattr(self, "count", -1) + 1
+            return exhausted if names[self.count % len(names)] == contender else call
+
+    def exhausted():
+        raise torch.OutOfMemoryError("CUDA out of memory.\nmore")
+
+    names = ("mlakit", "planned in the call", "reading its bytes", "flash_mla")
+    monkeypatch.setattr(gpu_timers, "timer_for", lambda mode: Small())
+    file = tmp_path / "figures.json"
+    result = bench("decode", "branch", "--shape", "2q1s70", "--heads", "2", "--json", file)
+    assert result.exit_code == 0, result.output
+    assert f"decode-bf16-b2-h2-70: {contender} not timed, CUDA out of memory." in flat(
+        result.output
+    )
+    decode, branch = json.loads(file.read_text("utf-8"))
+    others = [name for name in names if name != contender]
+    # without mlakit there is nothing to compare them with
+    timed = [each["contender"] for each in decode["rows"]]
+    assert timed == ([] if contender == "mlakit" else others)
+    assert branch["suite"] == "branch"
+
+
 def test_ceilings_are_measured_once_for_all_suites(monkeypatch):
     measured = []
 
@@ -257,6 +287,10 @@ def test_plots_without_matplotlib_are_refused_before_the_run(stored, tmp_path, m
     [
         (["decode", "--from", "STORED"], "--from measures nothing, so SUITE has no meaning"),
         (["--host", "--from", "STORED"], "--from measures nothing, so --host has no meaning"),
+        (["--mode", "cold", "--from", "STORED"], "so --mode has no meaning with it"),
+        (["--no-peers", "--from", "STORED"], "so --no-peers has no meaning with it"),
+        (["--threads", "2", "--from", "STORED"], "so --threads has no meaning with it"),
+        (["decode", "--platform", "x86_64"], "--platform is of --fetch-peers"),
         (["--from", "FOLDER/none.json"], "--from: FOLDER/none.json cannot be read, No such file"),
         (["--from", "FOLDER/text"], "--from: FOLDER/text is not JSON"),
         (["--from", "FOLDER/other.json"], "is no report of mlakit bench"),

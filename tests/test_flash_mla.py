@@ -155,6 +155,15 @@ def test_few_of_its_problems_and_some_beyond(case, device):
         assert_matches(name, actual, want, plain)
 
 
+def test_a_row_that_is_listed_twice_counts_twice(device):
+    case = SparseCase(3, 2, SMALL, Scope(30, 33, 2), h_q=4, d=512, varlen=False)
+    once, again = case.make(device), case.make(device)
+    for source in (again.main, again.extra):
+        source.indices[..., 1:4] = source.indices[..., :1]
+    check(again, run_sparse(again))
+    assert not torch.allclose(again.answer()[0], once.answer()[0], atol=1e-3)
+
+
 @pytest.mark.gpu
 @pytest.mark.large
 @pytest.mark.parametrize(("h_q", "h_kv"), HEADS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import lzma
+import os
 import subprocess
 import sys
 import textwrap
@@ -589,6 +590,19 @@ def test_a_folder_that_is_read_only_is_unpacked_elsewhere(tmp_path, loaded, monk
     assert content == b"library"
     assert not Path(path).exists()
     assert list(tmp_path.iterdir()) == [packed]
+
+
+def test_a_library_fetched_anew_takes_the_place_of_the_unpacked_one(tmp_path, loaded):
+    packed, library = tmp_path / folder.FA3_PACKED.name, tmp_path / folder.FA3.name
+    library.write_bytes(b"old")
+    packed.write_bytes(lzma.compress(b"new"))
+    os.utime(library, ns=(0, packed.stat().st_mtime_ns - 1))
+    folder.load_packed_library(packed, library)
+    assert loaded == [(str(library), b"new")]
+    library.write_bytes(b"unpacked since")
+    folder.load_packed_library.cache_clear()
+    folder.load_packed_library(packed, library)
+    assert loaded[1:] == [(str(library), b"unpacked since")]
 
 
 @pytest.mark.parametrize("damage", [b"not packed at all", lzma.compress(b"library" * 99)[:-20]])

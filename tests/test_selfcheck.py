@@ -117,6 +117,8 @@ def test_nothing_checked_is_no_success():
     [
         (("--op", "mla_encode"), "op must be of norm_rope_quant_append,"),
         (("--device", "tpu"), "device must be of auto, cpu, cuda, got 'tpu'"),
+        (("--minutes", "0"), "minutes must be more than 0, got 0"),
+        (("--minutes", "-1"), "minutes must be more than 0, got -1"),
         (("--backend", "cuda"), "backend must be of hopper, triton, cpu, got 'cuda'"),
     ],
 )

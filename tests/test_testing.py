@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mlakit.testing import (
     NEVER_A_PAGE,
@@ -260,6 +261,25 @@ def test_every_rank_is_taken(shape, generator):
     if exact.numel():
         with pytest.raises(AssertionError, match="rows are wrong"):
             assert_matches("x", exact.float() + 1, exact, exact.float())
+
+
+@pytest.mark.parametrize("columns", [1, 512])
+def test_a_gpu_is_waited_for_once(columns, generator):
+    class Waits(TorchDispatchMode):
+        """Counts the ops whose result the host has to know."""
+
+        count = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            waiting = ("_local_scalar_dense", "nonzero", "masked_select", "equal.default")
+            self.count += any(name in str(function) for name in waiting)
+            return function(*args, **(kwargs or {}))
+
+    exact = torch.randn(6, columns, generator=generator, dtype=torch.float64)
+    exact[2] = 0
+    with Waits() as waits:
+        assert_matches("out", exact.bfloat16(), exact, exact.float())
+    assert waits.count == 1
 
 
 def test_shapes_and_kinds_are_checked():

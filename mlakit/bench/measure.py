@@ -84,21 +84,42 @@ def take_turns(
     seed: int = 0,
     timer: Timer | None = None,
     after_round: Callable[[int, int], None] = lambda done, rounds: None,
+    out_of_memory: dict[str, str] | None = None,
 ) -> dict[str, list[float]]:
     """Seconds of every contender in every round, in the order of the rounds.
 
     Each is called to warm up, and the last of these calls tells how many rounds fit into
     `budget_s`.
+
+    out_of_memory  is told, by name, what a contender said that ran out of it: this one has no more
+                   turns, and no seconds. None: the error is raised.
     """
     timer = timer or WallClock()
-    last_s = [[timer(call) for _ in range(timer.warm_ups)][-1] for call in contenders.values()]
+    present = dict(contenders)
+
+    def time(name: str, calls: int = 1) -> list[float]:
+        """The seconds of so many calls; none where memory did not suffice."""
+        try:
+            return [timer(present[name]) for _ in range(calls)]
+        except torch.OutOfMemoryError as error:
+            if out_of_memory is None:
+                raise
+            del present[name]
+            out_of_memory[name] = first_line(error)
+            return []
+
+    last_s = [sum(time(name, timer.warm_ups)[-1:]) for name in contenders]
     rounds = rounds_within(budget_s, sum(last_s) * timer.calls)
     order, seconds = random.Random(seed), {name: list[float]() for name in contenders}
     for done in range(1, rounds + 1):
-        for name in order.sample(list(contenders), len(contenders)):
-            seconds[name].append(timer(contenders[name]))
+        for name in order.sample(list(present), len(present)):
+            seconds[name] += time(name)
         after_round(done, rounds)
-    return seconds
+    return {name: seconds[name] for name in present}
+
+
+def first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def rounds_within(budget_s: float, round_s: float) -> int:

@@ -15,7 +15,15 @@ from rich.markup import escape
 
 from mlakit.bench import environment, gpu_timers
 from mlakit.bench.ceilings import Ceilings
-from mlakit.bench.measure import Call, Spread, Timer, WallClock, paired_ratio, take_turns
+from mlakit.bench.measure import (
+    Call,
+    Spread,
+    Timer,
+    WallClock,
+    first_line,
+    paired_ratio,
+    take_turns,
+)
 from mlakit.bench.problems import Problem
 from mlakit.bench.progress import SuiteProgress, suite_progress
 from mlakit.bench.report import OURS, WALL, YARDSTICKS, LeftOut, Report, Row
@@ -119,6 +127,26 @@ class Workload(ABC):
         """Its inputs, drawn from a fixed seed, and what is to be called."""
 
 
+@dataclass(frozen=True)
+class Method:
+    """How workloads are measured; the arguments of `run` of these names."""
+
+    mode: str
+    timer: Timer
+    quick: bool
+    peers_of: PeersOf | None
+    ceilings: Ceilings | None
+
+    @property
+    def judges(self) -> bool:
+        """Do its times say something of limits and ceilings?"""
+        return not self.quick and self.mode != gpu_timers.HOST
+
+
+class WrongResult(Exception):
+    """A workload's gate is red."""
+
+
 def run(
     suite: str,
     workloads: Sequence[Workload],
@@ -141,64 +169,74 @@ def run(
     ceilings     of this GPU, for the share of the roofline
     """
     timer = WallClock() if mode == WALL else gpu_timers.timer_for(mode)
+    method = Method(mode, timer, quick, peers_of, ceilings)
     console = Console(width=None if Console().is_terminal else WIDE)
     rows: list[Row] = []
     left_out: list[LeftOut] = []
     if quick:
         workloads = list(dict.fromkeys(each.small for each in workloads))
-    with (
-        _torch_threads(threads),
-        _no_warnings(),
-        suite_progress(suite, len(workloads)) as progress,
-    ):
+    with _torch_threads(threads), _no_warnings():
         facts = environment.describe()
         if peer_builds:
             facts["peers"] = [f"{name}: {build}" for name, build in peer_builds.items()]
-        console.print(environment.summary(facts), highlight=False)
-        for workload in workloads:
-            try:
-                contest = workload.contest()
-                contest.gate()
-            except torch.OutOfMemoryError as error:
-                left_out.append(LeftOut(workload.name, OURS, _first_line(error)))
+        with suite_progress(suite, len(workloads)) as progress:
+            console.print(environment.summary(facts), highlight=False)
+            for workload in workloads:
+                try:
+                    measured, reasons = _entries(workload, method, progress)
+                except WrongResult as wrong:
+                    console.print(f"[red]{workload.name} is wrong:[/red] {escape(str(wrong))}")
+                    return None
+                rows += measured
+                left_out += [LeftOut(workload.name, *each) for each in reasons.items()]
                 progress.finish_workload()
-                continue
-            except AssertionError as wrong:
-                console.print(f"[red]{workload.name} is wrong:[/red] {escape(str(wrong))}")
-                return None
-            contenders, reasons = _contenders(workload, contest, mode, timer, peers_of)
-            left_out += [LeftOut(workload.name, *each) for each in reasons.items()]
-            if any(each.name == OURS for each in contenders):
-                rows += _measured(
-                    workload,
-                    contenders,
-                    budget_s=QUICK_BUDGET_S if quick else workload.budget_s,
-                    limit=None if quick or mode == gpu_timers.HOST else workload.limit,
-                    ceilings=None if quick or mode == gpu_timers.HOST else ceilings,
-                    timer=timer,
-                    progress=progress,
-                )
-            progress.finish_workload()
     console.print(table(rows, unit="ms" if mode == WALL else "us"))
     for line in left_out_lines(left_out):
         console.print(escape(line))
     return Report(suite, command, facts, rows, left_out, mode, ceilings)
 
 
+def _entries(
+    workload: Workload, method: Method, progress: SuiteProgress
+) -> tuple[list[Row], dict[str, str]]:
+    """The rows of a workload; and by contender, why others have none.
+
+    Raises WrongResult before anything is timed if mlakit's result is wrong.
+    """
+    try:
+        contest = workload.contest()
+        contest.gate()
+    except torch.OutOfMemoryError as error:
+        return [], {OURS: first_line(error)}
+    except AssertionError as wrong:
+        raise WrongResult(str(wrong)) from wrong
+    contenders, reasons = _contenders(workload, contest, method)
+    if OURS in reasons:
+        return [], reasons
+    progress.begin_workload(workload.name)
+    seconds = take_turns(
+        {each.name: each.call for each in contenders},
+        budget_s=QUICK_BUDGET_S if method.quick else workload.budget_s,
+        timer=method.timer,
+        after_round=progress.finish_round,
+        out_of_memory=reasons,
+    )
+    if OURS in reasons:  # nothing to compare the others with
+        return [], reasons
+    timed = [each for each in contenders if each.name not in reasons]
+    return list(_rows(workload, timed, seconds, method)), reasons
+
+
 def _contenders(
-    workload: Workload,
-    contest: Contest,
-    mode: str,
-    timer: Timer,
-    peers_of: PeersOf | None,
+    workload: Workload, contest: Contest, method: Method
 ) -> tuple[list[Baseline], dict[str, str]]:
     """mlakit and those it is compared with, ready to be timed; and why others are not."""
-    peers, reasons = _peers(contest, peers_of, workload.only_peers)
+    peers, reasons = _peers(contest, method.peers_of, workload.only_peers)
     ours = Baseline(OURS, contest.ours, is_limit=False)
     found = [ours, *contest.baselines, *peers]
-    if mode == WALL:
+    if method.mode == WALL:
         reasons |= _hopeless(workload.small)
-    elif mode == gpu_timers.HOST:
+    elif method.mode == gpu_timers.HOST:
         calling = [each for each in contest.baselines if each.name not in YARDSTICKS]
         found = [ours, *_replayed(contest.ours, reasons), *calling, *peers, _empty_kernel()]
     ready = []
@@ -206,9 +244,9 @@ def _contenders(
         if each.name in reasons:
             continue
         try:
-            ready.append(Baseline(each.name, timer.prepared(each.call), each.is_limit))
+            ready.append(Baseline(each.name, method.timer.prepared(each.call), each.is_limit))
         except RuntimeError as error:
-            reasons[each.name] = f"cannot be captured: {_first_line(error)}"
+            reasons[each.name] = f"cannot be captured: {first_line(error)}"
     return ready, reasons
 
 
@@ -225,7 +263,7 @@ def _peers(
         try:
             fault = contest.peer_fault(peer.call())
         except PEER_ERRORS as error:
-            fault = f"failed: {_first_line(error)}"
+            fault = f"failed: {first_line(error)}"
         if fault is None:
             right.append(peer)
         else:
@@ -237,7 +275,7 @@ def _replayed(ours: Call, reasons: dict[str, str]) -> list[Baseline]:
     try:
         return [Baseline(REPLAY, gpu_timers.captured(ours), is_limit=False)]
     except RuntimeError as error:
-        reasons[REPLAY] = f"cannot be captured: {_first_line(error)}"
+        reasons[REPLAY] = f"cannot be captured: {first_line(error)}"
         return []
 
 
@@ -245,10 +283,6 @@ def _empty_kernel() -> Baseline:
     from mlakit.bench.gpu import launching_nothing  # which knows `Baseline` from here
 
     return launching_nothing()
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _hopeless(small: Workload) -> dict[str, str]:
@@ -267,22 +301,16 @@ def _hopeless(small: Workload) -> dict[str, str]:
     }
 
 
-def _measured(
+def _rows(
     workload: Workload,
     contenders: Sequence[Baseline],
-    *,
-    budget_s: float,
-    limit: float | None,
-    ceilings: Ceilings | None,
-    timer: Timer,
-    progress: SuiteProgress,
+    seconds: Mapping[str, Sequence[float]],
+    method: Method,
 ) -> Iterator[Row]:
     """A row for mlakit, then one for each of the others."""
-    progress.begin_workload(workload.name)
-    calls = {each.name: each.call for each in contenders}
-    seconds = take_turns(calls, budget_s=budget_s, timer=timer, after_round=progress.finish_round)
     times = {name: Spread.of([1e6 * each for each in sample]) for name, sample in seconds.items()}
     judged = _judged(workload, contenders, times)
+    limit, ceilings = (workload.limit, method.ceilings) if method.judges else (None, None)
     least_us = 0.0
     if ceilings is not None:
         kind = {"products": workload.products, "traffic": workload.traffic}

@@ -12,11 +12,12 @@ def attention_weights(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tens
         lse[h]        = log Σ_j exp scores[h, j]
         weights[h, j] = exp scores[h, j] / (exp lse[h] + exp sink[h])
 
-    scores  [heads, keys]   attended keys only; there may be none, then lse is -inf
-    sink    [heads]         natural-log logit; -inf is no sink, +inf makes every weight 0
+    scores  [..., heads, keys]  of a key that is not attended -inf, if it is there at all; without
+                                any lse is -inf
+    sink    [heads]             natural-log logit; -inf is no sink, +inf makes every weight 0
     """
     lse = scores.logsumexp(-1)
     total = lse if sink is None else torch.logaddexp(lse, sink.to(scores.dtype))
     # a row whose every score is -inf attends nothing, and -inf - (-inf) would be NaN
     shift = total.masked_fill(total == -torch.inf, 0.0)
-    return (scores - shift[:, None]).exp(), lse
+    return (scores - shift[..., None]).exp(), lse

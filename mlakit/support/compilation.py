@@ -120,6 +120,14 @@ CONFIGURATIONS: dict[str, Case] = {
     "topk-64": IndexerTopkCase(num_columns=500, k=64, num_tokens=2),
     "merge-2": MergeCase(num_parts=2, v_width=512, heads=16),
     "merge-8-fp32": MergeCase(num_parts=8, v_width=128, heads=16, dtype="fp32", sink="finite"),
+    "sparse-odd-pages": _sparse(
+        "fp8_block64",
+        64,
+        page_size=61,
+        extra_format="fp8_block64",
+        extra_page_size=2,
+        extra_topk=64,
+    ),
 }
 # Gluon kernels, which are for one architecture
 HOPPER = {

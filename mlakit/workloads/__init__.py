@@ -8,6 +8,7 @@ inputs, then all memory against its state before. What fails prints the line tha
 
 from mlakit.workloads.case import Case, Trial
 from mlakit.workloads.decode import DecodeCase
+from mlakit.workloads.decode_launch import DecodeLaunch
 from mlakit.workloads.fp8 import QuantizeCase, ScaledMatmulCase
 from mlakit.workloads.indexer import IndexerLogitsCase, IndexerTopkCase
 from mlakit.workloads.matmul import BatchedMatmulCase
@@ -35,6 +36,7 @@ __all__ = [
     "BatchedMatmulCase",
     "Case",
     "DecodeCase",
+    "DecodeLaunch",
     "IndexerLogitsCase",
     "IndexerTopkCase",
     "MergeCase",

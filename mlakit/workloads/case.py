@@ -94,9 +94,7 @@ def assert_logits_match(
     loss = naive.double() - exact
     rounding = torch.finfo(torch.float32).eps / 2 * largest.double().expand_as(exact)
     widened = exact + torch.where(loss < 0, -1.0, 1.0) * loss.abs().maximum(rounding)
-    assert_matches(
-        name, actual.cpu(), exact, torch.where(exact.isfinite(), widened, naive.double())
-    )
+    assert_matches(name, actual, exact, torch.where(exact.isfinite(), widened, naive.double()))
 
 
 def assert_given(name: str, result: Tensor, given: Tensor | None) -> None:

@@ -51,45 +51,74 @@ class Query:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class DecodeCase(PagedCase):
-    """One call of `mla_decode`; with `world` > 1 one per rank, and the merge of their results.
+class DecodeBatch(PagedCase):
+    """What every call of `mla_decode` has.
 
     kv_lens        cached tokens of each request, its q_lens queries included
-    dtype          of q; `q_rope_dtype`, if any, of a q_rope that comes apart from it
+    dtype          of q
     sharpness      standard deviation of the scores of a head of middling size
     sink           "", "finite" or "mixed" (with ±inf)
     num_splits     an EvenSplit; num_workers, tile and fixed_split make a plan of `plan_decode`
-    deterministic  asked for; then, as with a fixed_split, a request alone gives the same bits
-    given_results  have out and lse written to the caller's tensors
     """
 
     op = "mla_decode"
 
     kv_lens: tuple[int, ...] = (33, 0, 17)
     q_lens: tuple[int, ...] = (1, 1, 1)
-    implicit_starts: bool = False
     heads: int = 4
     dtype: str = "bf16"
-    q_rope_dtype: str = ""
-    q_scaled: bool = False
     mask: str = "causal"
     window: int = 0
     sharpness: float = 2.0
     sink: str = ""
-    flat_table: bool = False
-    world: int = 1
-    interleave: int = 1
     num_splits: int = 0
     num_workers: int = 0
     tile: int = 16
     fixed_split: int = 0
-    deterministic: bool = False
-    given_results: bool = False
 
     @property
     def softmax_scale(self) -> float:
         """Makes scores of standard deviation `sharpness`."""
         return self.sharpness / sqrt(self.row.width)
+
+    def plan(self, counts: Sequence[int]) -> DecodePlan | EvenSplit | None:
+        """Of requests that have so many tokens in the cache."""
+        if self.num_splits:
+            return EvenSplit(self.num_splits)
+        if self.num_workers:
+            split = self.fixed_split or None
+            return plan_decode(
+                counts, num_workers=self.num_workers, tile=self.tile, fixed_split=split
+            )
+        return None
+
+    def results(self, stage: Stage, of: str = "") -> dict[str, Tensor]:
+        """out and lse for the op to write to."""
+        shape = (sum(self.q_lens), self.heads)
+        dtype = torch.bfloat16 if self.dtype == "e4m3" else DTYPES[self.dtype]
+        return {
+            "out": stage.result(f"out{of}", (*shape, self.row.v_width), dtype),
+            "lse": stage.result(f"lse{of}", shape, torch.float32),
+        }
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class DecodeCase(DecodeBatch):
+    """One call of `mla_decode`; with `world` > 1 one per rank, and the merge of their results.
+
+    q_rope_dtype   of a q_rope that comes apart from q, if it does
+    deterministic  asked for; then, as with a fixed_split, a request alone gives the same bits
+    given_results  have out and lse written to the caller's tensors
+    """
+
+    implicit_starts: bool = False
+    q_rope_dtype: str = ""
+    q_scaled: bool = False
+    flat_table: bool = False
+    world: int = 1
+    interleave: int = 1
+    deterministic: bool = False
+    given_results: bool = False
 
     def trial(self, device: torch.device | str) -> Trial:
         stage = Stage(device, self.seed, padded=self.padded)
@@ -151,27 +180,8 @@ class DecodeCase(PagedCase):
             stored[request][used] = pool.write(
                 slots[request][used], rows, power_of_two=self.power_of_two
             )
-        return Rank(pool, table, positions, stored, self._plan(counts), self._given(stage, rank))
-
-    def _plan(self, counts: Sequence[int]) -> DecodePlan | EvenSplit | None:
-        if self.num_splits:
-            return EvenSplit(self.num_splits)
-        if self.num_workers:
-            split = self.fixed_split or None
-            return plan_decode(
-                counts, num_workers=self.num_workers, tile=self.tile, fixed_split=split
-            )
-        return None
-
-    def _given(self, stage: Stage, rank: int) -> dict[str, Tensor]:
-        if not self.given_results:
-            return {}
-        shape = (sum(self.q_lens), self.heads)
-        dtype = torch.bfloat16 if self.dtype == "e4m3" else DTYPES[self.dtype]
-        return {
-            "out": stage.result(f"out of rank {rank}", (*shape, self.row.v_width), dtype),
-            "lse": stage.result(f"lse of rank {rank}", shape, torch.float32),
-        }
+        given = self.results(stage, of=f" of rank {rank}") if self.given_results else {}
+        return Rank(pool, table, positions, stored, self.plan(counts), given)
 
     def _attend(
         self,
@@ -223,7 +233,7 @@ class DecodeCase(PagedCase):
         arguments["q_starts"] = torch.tensor(lengths, dtype=torch.int32, device=kv_lens.device)
         counts = [len(rank.positions[request])]
         table = select_requests(rank.page_table, [request])
-        single = Rank(rank.pool, table, [], [], self._plan(counts), {})
+        single = Rank(rank.pool, table, [], [], self.plan(counts), {})
         lens = kv_lens[request : request + 1]
         return self._attend(arguments, lens, single, 0, sink, backend)
 

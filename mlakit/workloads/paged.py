@@ -196,6 +196,27 @@ def _paged_table(
     return stage.place(f"{pool.name} page_table", table.to(dtype)), slots
 
 
+def map_pages(pool: Pool, counts: Sequence[int], seen: Tensor) -> tuple[Tensor, Tensor]:
+    """(page table, int64 [requests, keys]: the slots of keys), all requests at once.
+
+    Pages are shuffled; the entries of pages that have nothing to see are garbage.
+
+    counts  pages of each request
+    seen    bool [requests, keys], a whole number of pages; on the device the stage draws on
+    """
+    stage, page_size = pool.stage, pool.cache.page_size
+    pages = torch.randperm(pool.cache.num_pages, generator=stage.generator, device=stage.drawn_on)
+    firsts = torch.tensor(starts_of(counts)[:-1], device=stage.drawn_on)
+    column = torch.arange(seen.shape[1] // page_size, device=stage.drawn_on)
+    # past a request's last page these are pages of others, where nothing is to see
+    own = pages[(firsts[:, None] + column).clamp_max(len(pages) - 1)]
+    slots = own[:, :, None] * page_size + torch.arange(page_size, device=stage.drawn_on)
+    looked_up = seen.unflatten(1, (-1, page_size)).any(-1)
+    table = _garbage(pool, len(counts), len(column) + SPARE_COLUMNS)
+    table[:, : len(column)] = torch.where(looked_up, own, table[:, : len(column)])
+    return stage.place(f"{pool.name} page_table", table.int()), slots.flatten(1)
+
+
 def _flat_table(
     pool: Pool, used: Sequence[Tensor], dtype: torch.dtype
 ) -> tuple[PageTable, list[Tensor]]:

@@ -48,8 +48,9 @@ def load_wrapper(path: Path, peer: str) -> ModuleType:
 
 @cache
 def load_packed_library(packed: Path, library: Path) -> None:
-    """Load `library`, unpacking it first: beside `packed`, or for this process where that fails."""
-    if not library.is_file():
+    """Load `library`, unpacking it first where it is missing or older: beside `packed`, or for
+    this process where that fails."""
+    if _is_older(library, packed):
         try:
             unpack(packed, library)
         except OSError:  # a folder one may only read
@@ -59,6 +60,13 @@ def load_packed_library(packed: Path, library: Path) -> None:
                 torch.ops.load_library(str(Path(scratch) / library.name))
             return
     torch.ops.load_library(str(library))
+
+
+def _is_older(library: Path, packed: Path) -> bool:
+    """Was the packed one fetched since, or is the library not there at all?"""
+    if not library.is_file():
+        return True
+    return packed.is_file() and packed.stat().st_mtime_ns > library.stat().st_mtime_ns
 
 
 def unpack(packed: Path, library: Path) -> None:

@@ -49,6 +49,9 @@ from mlakit.kernels.triton.rows import (
 )
 from mlakit.plan import EvenSplit
 
+# these are divided by in the kernel as constants; one kernel serves all others
+USUAL_PAGES = (1, 16, 32, 64, 128, 256)
+
 
 def sparse_mla(
     q: Tensor,  # [tokens, heads, width]
@@ -174,7 +177,7 @@ def _types(q: Tensor, layer: CacheLayer) -> ComputeTypes:
     return compute_types(q, q, layer)
 
 
-_NO_LIST = (*(None,) * 5, 1.0, *(0,) * 9)  # as `_list_arguments`, of no list
+_NO_LIST = (*(None,) * 5, 1.0, *(0,) * 10)  # as `_list_arguments`, of no list
 
 
 def _list_arguments(layer: CacheLayer, rows: Tensor, lens: Tensor | None) -> tuple[object, ...]:
@@ -188,6 +191,7 @@ def _list_arguments(layer: CacheLayer, rows: Tensor, lens: Tensor | None) -> tup
         lens,
         1.0 if is_on_device else float(scale),
         layer.num_slots,
+        layer.page_size,
         rows.shape[1],
         *payload.stride()[:2],
         *((0, 0) if scales is None else scales.stride()[:2]),
@@ -202,7 +206,7 @@ def _list_constants(prefix: str, layer: CacheLayer, types: ComputeTypes) -> dict
         "DTYPE": TRITON_TYPES[types.latent],
         "ROPE_DTYPE": TRITON_TYPES[types.rope],
         "UNIT": value_unit(types.latent, layer.codec.name),
-        "PAGE": layer.page_size,
+        "PAGE": layer.page_size if layer.page_size in USUAL_PAGES else 0,
         "IS_ALIGNED": rows_are_aligned(layer),
     }
     return {prefix + name: value for name, value in constants.items()}
@@ -224,6 +228,7 @@ VARYING = [
         for name in (
             "tensor_scale",
             "num_slots",
+            "page_size",
             "topk",
             "stride_rows_token",
             "stride_rows_entry",
@@ -236,13 +241,14 @@ VARYING = [
 @triton.jit(do_not_specialize=VARYING)
 def _sparse_mla_kernel(
     q,  # [tokens, heads, D_C + D_R], e4m3 as bytes
-    payload,  # [pages, PAGE, row], bytes as uint8
-    scales,  # [pages, PAGE, n], or None
+    payload,  # [pages, page_size, row], bytes as uint8
+    scales,  # [pages, page_size, n], or None
     device_scale,  # one number that multiplies all rows, or None
     rows,  # [tokens, topk]
     lens,  # [tokens], or None
     tensor_scale,
     num_slots,
+    page_size,
     topk,
     stride_page,
     stride_row,
@@ -258,6 +264,7 @@ def _sparse_mla_kernel(
     extra_lens,
     extra_tensor_scale,
     extra_num_slots,
+    extra_page_size,
     extra_topk,
     extra_stride_page,
     extra_stride_row,
@@ -342,7 +349,7 @@ def _sparse_mla_kernel(
     peak, total, weighted = _attend_list(
         peak, total, weighted, q_rows, is_head,
         rows + token * stride_rows_token, length, first_tile, tl.minimum(last_tile, tiles),
-        payload, scales, scale_log2 * tensor_scale, num_slots, stride_page, stride_row,
+        payload, scales, scale_log2 * tensor_scale, num_slots, page_size, stride_page, stride_row,
         stride_scales_page, stride_scales_row, stride_rows_entry, FORMAT, DTYPE, ROPE_DTYPE, UNIT,
         PAGE, IS_ALIGNED, D_C, D_R, V_WIDTH, PIECES, WIDTH, VALUE_PIECES, ROPE_WIDTH, IS_NEGATIVE,
         HAS_FP8, BN,
@@ -357,7 +364,7 @@ def _sparse_mla_kernel(
             extra_rows + token * extra_stride_rows_token, extra_length,
             tl.maximum(first_tile - tiles, 0), last_tile - tiles,
             extra_payload, extra_scales, scale_log2 * extra_tensor_scale, extra_num_slots,
-            extra_stride_page, extra_stride_row, extra_stride_scales_page,
+            extra_page_size, extra_stride_page, extra_stride_row, extra_stride_scales_page,
             extra_stride_scales_row, extra_stride_rows_entry, EXTRA_FORMAT, EXTRA_DTYPE,
             EXTRA_ROPE_DTYPE, EXTRA_UNIT, EXTRA_PAGE, EXTRA_IS_ALIGNED, D_C, D_R, V_WIDTH, PIECES,
             WIDTH, VALUE_PIECES, ROPE_WIDTH, IS_NEGATIVE, HAS_FP8, BN,
@@ -437,6 +444,7 @@ def _attend_list(
     scales,
     scale_log2,
     num_slots,
+    page_size,
     stride_page,
     stride_row,
     stride_scales_page,
@@ -472,8 +480,7 @@ def _attend_list(
         slot = tl.load(at, mask=entry < length, other=-1)
         is_valid = (slot >= 0) & (slot < num_slots)
         slot = tl.where(is_valid, slot, 0).to(tl.int32)
-        page = (slot // PAGE).to(tl.int64)
-        in_page = (slot % PAGE).to(tl.int64)
+        page, in_page = _split_slot(slot, page_size, PAGE)
         rows = payload + (page * stride_page + in_page * stride_row)
         scales_at = None
         if scales is not None:
@@ -495,6 +502,18 @@ def _attend_list(
             sums += (rope_sum,)
         weighted = sums
     return peak, total, weighted
+
+
+@triton.jit
+def _split_slot(slot, page_size, PAGE: tl.constexpr):
+    """(page, row of it), int64."""
+    if PAGE > 0:
+        page = slot // PAGE
+        in_page = slot % PAGE
+    else:
+        page = slot // page_size
+        in_page = slot - page * page_size
+    return page.to(tl.int64), in_page.to(tl.int64)
 
 
 @triton.jit

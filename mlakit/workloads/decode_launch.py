@@ -1,0 +1,166 @@
+"""Launches of `mla_decode`, made and judged on the device they run on: thousands in a minute.
+
+A `DecodeCase` draws on the CPU and goes through its oracle query by query. Here the numbers are
+drawn on the device, and all queries of a batch are attended together, over rows that are padded to
+the longest request. The problems are as hostile as others: shuffled pages, poison in all that no
+query sees, garbage in table entries that nothing is looked up in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mlakit.masks import Mask
+from mlakit.ops import mla_decode
+from mlakit.reference.softmax import attention_weights
+from mlakit.testing import assert_matches, poison
+from mlakit.workloads.case import Results, Trial, assert_given, assert_logits_match
+from mlakit.workloads.decode import DecodeBatch
+from mlakit.workloads.paged import Pool, map_pages, num_pages_for, starts_of
+from mlakit.workloads.stage import Stage
+
+
+@dataclass(frozen=True, eq=False)
+class Queries:
+    """Where the query tokens are: in their requests, and at which positions of these."""
+
+    request: Tensor  # int64 [tokens]
+    index: Tensor  # int64 [tokens], of the queries of a request
+    visible: Tensor  # bool [requests, most queries, keys]
+
+    @staticmethod
+    def of(
+        q_lens: Sequence[int], kv_lens: Sequence[int], mask: Mask, keys: int, device: torch.device
+    ) -> Queries:
+        """`keys` at least as many as the longest request has."""
+        lengths = list(enumerate(zip(q_lens, kv_lens, strict=True)))
+        places = [
+            (request, index, kv_len - q_len + index, kv_len)
+            for request, (q_len, kv_len) in lengths
+            for index in range(q_len)
+        ]
+        columns = torch.tensor(places, dtype=torch.int64, device=device).view(-1, 4)
+        request, index, position, kv_len = columns.unbind(1)
+        key = torch.arange(keys, device=device)
+        visible = torch.zeros(
+            (len(lengths), max(q_lens, default=0), keys), dtype=torch.bool, device=device
+        )
+        visible[request, index] = mask.visible(position, key) & (key < kv_len[:, None])
+        return Queries(request, index, visible)
+
+
+def attend(
+    q: Tensor,  # [tokens, heads, width]
+    rows: Tensor,  # [requests, keys, width], finite
+    queries: Queries,
+    *,
+    softmax_scale: float,
+    v_width: int,
+    sink: Tensor | None,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]:
+    """What `reference.mla_decode` says, of all requests at once: (out, lse)."""
+    requests, most, keys = queries.visible.shape
+    heads = q.shape[1]
+    by_request = torch.zeros(requests, most, *q.shape[1:], dtype=dtype, device=q.device)
+    by_request[queries.request, queries.index] = q.to(dtype)
+    rows = rows.to(dtype)
+    scores = by_request.flatten(1, 2) @ rows.mT * softmax_scale
+    scores = scores.view(requests, most, heads, keys)
+    scores = scores.masked_fill(~queries.visible[:, :, None], -torch.inf)
+    weights, lse = attention_weights(scores, sink)
+    out = (weights.flatten(1, 2) @ rows[..., :v_width]).view(requests, most, heads, v_width)
+    return out[queries.request, queries.index], lse[queries.request, queries.index]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class DecodeLaunch(DecodeBatch):
+    """A call of `mla_decode`. A negative `sharpness` makes a negative softmax_scale.
+
+    calls  made in a row, the last of which is judged: from the third on, a GPU may start what was
+           recorded of the second
+    """
+
+    calls: int = 1
+    kv_lora_rank: int = 512
+    qk_rope_head_dim: int = 64
+    page_size: int = 64
+
+    def trial(self, device: torch.device | str) -> Trial:
+        stage = Stage(device, self.seed, padded=self.padded, draws_there=True)
+        mask = Mask(self.mask, self.window)
+        counts = [-(-kv_len // self.page_size) for kv_len in self.kv_lens]
+        keys = max([1, *counts]) * self.page_size
+        queries = Queries.of(self.q_lens, self.kv_lens, mask, keys, stage.device)
+        pool = self.pool(stage, "cache", num_pages_for(self.kv_lens, self.page_size))
+        page_table, rows = self._fill(pool, counts, queries.visible.any(1))
+        drawn = stage.queries(sum(self.q_lens), self.heads, self.row.width)
+        q = stage.place("q", drawn, self.dtype)
+        kv_lens = stage.place_ints("kv_lens", self.kv_lens)
+        starts = stage.place_ints("q_starts", starts_of(self.q_lens))
+        sink = stage.sink(self.sink, self.heads)
+        given = self.results(stage)
+
+        plan = self.plan(self.kv_lens)
+
+        def call(backend: str) -> Results:
+            return mla_decode(
+                q,
+                pool.cache,
+                page_table,
+                kv_lens,
+                softmax_scale=self.softmax_scale,
+                q_starts=starts,
+                layer=pool.layer_index,
+                mask=mask,
+                sink=sink,
+                plan=plan,
+                out=poison(given["out"]),
+                lse=poison(given["lse"]),
+                backend=backend,
+            )
+
+        def call_all(backend: str) -> Results:
+            return [call(backend) for _ in range(self.calls)][-1]
+
+        def check(results: Results) -> None:
+            for name, result in zip(("out", "lse"), results, strict=True):
+                assert_given(name, result, given[name])
+            self._check(q, rows, queries, sink, results)
+
+        return Trial(stage, call_all, check)
+
+    def _fill(self, pool: Pool, counts: Sequence[int], seen: Tensor) -> tuple[Tensor, Tensor]:
+        """(page table, float64 [requests, keys, width] as stored, 0 where nothing is seen)."""
+        page_table, slots = map_pages(pool, counts, seen)
+        at = seen.nonzero(as_tuple=True)
+        values = pool.stage.normal(len(at[0]), self.row.width)
+        stored = pool.write(slots[at], values, power_of_two=self.power_of_two)
+        rows = stored.new_zeros(*seen.shape, self.row.width)
+        rows[at] = stored
+        return page_table, rows
+
+    def _check(
+        self, q: Tensor, rows: Tensor, queries: Queries, sink: Tensor | None, results: Results
+    ) -> None:
+        exact_q = q.double()
+        exact, naive = (
+            attend(
+                exact_q,
+                rows,
+                queries,
+                softmax_scale=self.softmax_scale,
+                v_width=self.row.v_width,
+                sink=sink,
+                dtype=dtype,
+            )
+            for dtype in (torch.float64, torch.float32)
+        )
+        out, lse = results
+        assert_matches("out", out, exact[0], naive[0])
+        largest = exact_q.norm(dim=-1) * rows.norm(dim=-1).amax() * abs(self.softmax_scale)
+        assert_logits_match("lse", lse, exact[1], naive[1], largest)

@@ -1,0 +1,105 @@
+"""Random launches of few configurations, so that few kernels have to be compiled for thousands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mlakit.workloads.case import Case
+from mlakit.workloads.decode_launch import DecodeLaunch
+from mlakit.workloads.draw import Draw
+
+EDGES = (0, 1, 63, 64, 65)
+LONGEST = 4000
+# keys of a batch, padded to its longest request: a GPU judges such a problem in a millisecond
+GPU_KEYS = 12_000
+CPU_KEYS = 400
+GPU_BATCHES = (1, 2, 3, 4, 7, 8, 30, 32)  # of few powers of two, for which plans are compiled
+CPU_BATCHES = (1, 2, 3)
+GPU_WORKERS = 132
+CPU_WORKERS = 5
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What a kernel of `mla_decode` is compiled for."""
+
+    heads: tuple[int, int]  # from, to
+    format: str = "bf16"
+    dtype: str = "bf16"
+    page_size: int = 64
+    mask: str = "causal"
+    window: int = 0
+    sink: str = ""
+    is_negative: bool = False
+
+
+FOR_HOPPER = (  # a kernel each for up to 8, 16, 32, 64 and 128 heads
+    Configuration((1, 8), sink="mixed"),
+    Configuration((9, 16), "fp16", "fp16", 128, "null", is_negative=True),
+    Configuration((17, 32)),
+    Configuration((33, 64), mask="null", sink="finite"),
+    Configuration((65, 128)),
+    Configuration((65, 128), "fp16", "fp16", 256, sink="mixed", is_negative=True),
+)
+FOR_ANY = (
+    *FOR_HOPPER,
+    Configuration((1, 16), page_size=16, sink="finite"),
+    Configuration((17, 32), mask="sliding_window_causal", window=70),
+    Configuration((1, 64), "fp8_block128", is_negative=True),
+    Configuration((1, 64), "fp8_token", "e4m3", mask="null", sink="mixed"),
+)
+CONFIGURATIONS = {"hopper": FOR_HOPPER}
+
+
+def draw_launch(draw: Draw, op: str, backend: str, device: str) -> Case:
+    """A launch of `op`; problems on a CPU are small.
+
+    backend  with kernels for few problems: the launch is one of these
+    """
+    return LAUNCHES[op](draw, backend, device)
+
+
+def decode_launch(draw: Draw, backend: str, device: str) -> DecodeLaunch:
+    is_gpu = device != "cpu"
+    batch = draw.choice(GPU_BATCHES if is_gpu else CPU_BATCHES)
+    longest = min(LONGEST, (GPU_KEYS if is_gpu else CPU_KEYS) // batch)
+    configuration = draw.choice(CONFIGURATIONS.get(backend, FOR_ANY))
+    q_lens = tuple(draw.choice((1, 1, 1, 1, 2, 4, 0)) for _ in range(batch))
+    if draw.flip() or not any(q_lens):
+        q_lens = (1,) * batch
+    sharpness = draw.choice((0.5, 1.5, 4.0))
+    return DecodeLaunch(
+        **_scheduled(draw, most_workers=GPU_WORKERS if is_gpu else CPU_WORKERS, backend=backend),
+        seed=draw.integer(0, 2**31),
+        calls=draw.choice((1, 1, 1, 3)),
+        num_layers=draw.integer(1, 2),
+        kv_lens=tuple(_length(draw, longest) for _ in range(batch)),
+        q_lens=q_lens,
+        heads=draw.choice((*configuration.heads, draw.integer(*configuration.heads))),
+        format=configuration.format,
+        dtype=configuration.dtype,
+        page_size=configuration.page_size,
+        mask=configuration.mask,
+        window=configuration.window,
+        sink=configuration.sink,
+        sharpness=-sharpness if configuration.is_negative else sharpness,
+    )
+
+
+def _length(draw: Draw, longest: int) -> int:
+    drawn = draw.integer(0, longest)
+    return draw.choice((draw.choice(EDGES), drawn // 64 * 64, drawn, drawn))
+
+
+def _scheduled(draw: Draw, *, most_workers: int, backend: str) -> dict[str, Any]:
+    tile = draw.choice((64, 128))
+    cut = {"num_workers": draw.integer(1, most_workers), "tile": tile}
+    schedules: list[dict[str, Any]] = [{}, cut, {**cut, "fixed_split": draw.integer(1, 8) * tile}]
+    if backend not in CONFIGURATIONS:
+        schedules.append({"num_splits": draw.integer(1, 5)})
+    return draw.choice(schedules)
+
+
+LAUNCHES: dict[str, Callable[[Draw, str, str], Case]] = {DecodeLaunch.op: decode_launch}
