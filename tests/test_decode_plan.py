@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from itertools import accumulate, pairwise
+from typing import Any
 
 import pytest
 import torch
 
 from mlakit import knobs
 from mlakit.cache import WHOLE
-from mlakit.kernels.triton.decode_plan import plan_decode
+from mlakit.kernels.triton.decode_plan import OwnCuts, plan_decode
 from mlakit.masks import CAUSAL
 from mlakit.plan import DecodePlanTensors
 from mlakit.plan import plan_decode as plan_on_host
@@ -30,7 +31,7 @@ def random_batch(seed: int) -> tuple[list[int], list[int], int, int]:
     return q_lens, kv_lens, draw.choice([1, 3, 7, 40]), draw.choice([4, 8, 64])
 
 
-def make_plan(q_lens: list[int], kv_lens: list[int], **sizes: int) -> DecodePlanTensors:
+def make_plan(q_lens: list[int], kv_lens: list[int], **sizes: Any) -> DecodePlanTensors:
     device = "cpu" if knobs.interpreted() else "cuda"
     defaults = {"num_workers": 3, "least_tiles": 2, "slot_rows": HEADS, "capacity": 4096}
     return plan_decode(
@@ -168,3 +169,41 @@ def test_triton_plans_without_queries_have_no_items():
     plan = make_plan([0, 0], [5, 100])
     assert plan.worker_starts.tolist() == [0, 0, 0, 0]
     assert plan.partial_starts.tolist() == [0, 0, 0]
+
+
+def cut(tiles: int, width: int) -> list[range]:
+    return [range(first, min(first + width, tiles)) for first in range(0, tiles, width)]
+
+
+@pytest.mark.parametrize("num_workers", [1, 3, 40])
+@pytest.mark.parametrize(
+    ("cuts", "parts_of"),
+    [
+        (OwnCuts(4), lambda tiles: cut(tiles, 4)),
+        (OwnCuts(0, 3), lambda tiles: cut(tiles, -(-tiles // 3))),
+    ],
+    ids=["tiles", "parts"],
+)
+def test_triton_plans_with_own_cuts_know_of_one_request_at_a_time(cuts, parts_of, num_workers):
+    q_lens, kv_lens = [1, 1, 0, 1, 1, 1], [1000, 0, 500, 64, 65, 1]
+    plan = make_plan(q_lens, kv_lens, num_workers=num_workers, capacity=1024, cuts=cuts)
+    items, slots = plan.host_items(), plan.partial_starts.tolist()
+    assert plan.max_partials >= slots[-1]
+    for request, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
+        own = [item[1:] for item in items if item[0] == request]
+        parts = parts_of(max(-(-kv_len // TILE), 1)) if q_len else []
+        assert [range(first // TILE, last // TILE) for first, last, _ in own] == parts
+        is_cut = len(parts) > 1
+        assert [slot for _, _, slot in own] == (
+            list(range(slots[request], slots[request + 1])) if is_cut else [-1] * len(parts)
+        )
+    starts = plan.worker_starts.tolist()
+    assert starts == sorted(starts)
+    assert (starts[0], starts[-1]) == (0, len(items))
+    assert max(last - first for first, last in pairwise(starts)) == -(-len(items) // num_workers)
+
+
+def test_triton_plans_with_own_cuts_have_room_for_every_table():
+    plan = make_plan([1] * 5, [4096] * 5, capacity=4096, cuts=OwnCuts(4))
+    assert int(plan.partial_starts[-1]) == 5 * 4096 // (4 * TILE) <= plan.max_partials
+    assert make_plan([1], [16], capacity=16, cuts=OwnCuts(4)).max_partials == 0

@@ -107,6 +107,19 @@ def test_fixed_splits_do_not_depend_on_the_batch(heads):
 
 
 @pytest.mark.gpu
+@KERNELS
+@pytest.mark.parametrize("fields", [{"deterministic": True}, {"num_splits": 5}], ids=str)
+def test_requests_that_are_cut_on_their_own_account(fields, heads):
+    run(
+        kv_lens=(5000, 65, 0, 2048, 2049, 2112),
+        q_lens=(1,) * 6,
+        implicit_starts=True,
+        heads=heads,
+        **fields,
+    )
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     "fields",
     [

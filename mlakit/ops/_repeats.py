@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import count
 from operator import itemgetter
 from typing import Any
 
@@ -185,14 +186,21 @@ class Whole:
             survey.add(part)
         self.tensors, self.addresses, self.device = survey.tensors, survey.addresses, survey.device
         self.is_plain = survey.is_plain
-        self.number = _NUMBERS.setdefault((kind, *survey.facts), len(_NUMBERS))
+        facts = (kind, *survey.facts)
+        if facts not in _NUMBERS:
+            _NUMBERS[facts] = next(_COUNT)
+            if len(_NUMBERS) > MAX_KNOWN:
+                _NUMBERS.popitem(last=False)
+        self.number = _NUMBERS[facts]
 
     def is_current(self) -> bool:
         """A tensor can be given other memory in place, though hardly anyone does that."""
         return self.addresses == [tensor.data_ptr() for tensor in self.tensors]
 
 
-_NUMBERS: dict[object, int] = {}  # of facts: comparing those each time would take longer
+# of facts: comparing those each time would take longer; none is given twice
+_NUMBERS: OrderedDict[object, int] = OrderedDict()
+_COUNT = count()
 _PLANS: OrderedDict[int, tuple[DecodePlanTensors, Whole]] = OrderedDict()
 
 

@@ -201,8 +201,9 @@ def _uses(a: DecodeArguments, q_latent: Tensor, q_rope: Tensor) -> Iterator[str]
     """What a plan need not know."""
     if a.q_scale is not None:
         yield "q_scale"
-    if a.deterministic or isinstance(a.splits, EvenSplit):
-        yield "fixed splits"
+    has_own_cuts = isinstance(a.splits, EvenSplit) or (a.deterministic and a.splits is None)
+    if has_own_cuts and a.q_starts is not None:
+        yield "fixed splits of several queries"
     if q_rope.dtype != q_latent.dtype:
         yield "q_rope of another dtype"
     if not (_lie_evenly(q_latent) and _lie_evenly(q_rope)):

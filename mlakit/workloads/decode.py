@@ -229,8 +229,10 @@ class DecodeCase(DecodeBatch):
         arguments = {
             name: value[tokens] for name, value in query.arguments.items() if name != "q_starts"
         }
-        lengths = [0, tokens.stop - tokens.start]
-        arguments["q_starts"] = torch.tensor(lengths, dtype=torch.int32, device=kv_lens.device)
+        arguments["q_starts"] = None
+        if query.arguments["q_starts"] is not None:
+            lengths = [0, tokens.stop - tokens.start]
+            arguments["q_starts"] = torch.tensor(lengths, dtype=torch.int32, device=kv_lens.device)
         counts = [len(rank.positions[request])]
         table = select_requests(rank.page_table, [request])
         single = Rank(rank.pool, table, [], [], self.plan(counts), {})

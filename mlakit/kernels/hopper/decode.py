@@ -19,15 +19,15 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from mlakit.cache import CacheLayer, KVShard
+from mlakit.cache import WHOLE, CacheLayer, KVShard
 from mlakit.formats import SMALLEST_SCALE
 from mlakit.kernels.hopper.decode_few_kernel import mla_decode_few_kernel
 from mlakit.kernels.hopper.decode_kernel import mla_decode_kernel
 from mlakit.kernels.triton.decode_merge import merge_partials, rows_per_slot
-from mlakit.kernels.triton.decode_plan import plan_decode
+from mlakit.kernels.triton.decode_plan import SPLIT_KEYS, OwnCuts, plan_decode
 from mlakit.kernels.triton.launch import launch, target
 from mlakit.masks import Mask
-from mlakit.plan import DecodePlanTensors
+from mlakit.plan import DecodePlanTensors, EvenSplit
 
 BLOCK = 64  # keys
 LEAST_KEYS = 256  # that are worth a worker
@@ -62,32 +62,28 @@ def mla_decode(
     kv_lens: Tensor,  # [batch] cached tokens, these queries included
     *,
     shard: KVShard,  # all of them
-    splits: DecodePlanTensors | None,
+    splits: DecodePlanTensors | EvenSplit | None,
     softmax_scale: float,
     mask: Mask,
     sink: Tensor | None,  # [heads] float32
-    deterministic: bool,  # not
+    deterministic: bool,
     out: Tensor,  # [tokens, heads, 512]
     lse: Tensor,  # [tokens, heads] float32
 ) -> None:
     (tokens, heads, _), batch = q_latent.shape, kv_lens.shape[0]
-    plan = splits
-    if plan is None:
-        plan = plan_mla_decode(
-            layer,
-            page_table,
-            q_starts,
-            kv_lens,
-            shard=shard,
-            mask=mask,
-            heads=heads,
-            num_tokens=tokens,
-            dtype=q_latent.dtype,
-        )
-    elif plan.empty_requests.shape[0] > 0:
-        out.zero_()  # no item of a plan writes these
-        lse.fill_(-torch.inf)
     variant = variant_for(heads)
+    if isinstance(splits, DecodePlanTensors):
+        plan = splits
+        if plan.empty_requests.shape[0] > 0:
+            out.zero_()  # no item of a plan writes these
+            lse.fill_(-torch.inf)
+    else:
+        cuts = None
+        if isinstance(splits, EvenSplit):
+            cuts = OwnCuts(0, splits.num_splits)
+        elif deterministic:
+            cuts = OwnCuts(SPLIT_KEYS // variant.tile)
+        plan = _plan(variant, layer, page_table, q_starts, kv_lens, mask, heads, tokens, cuts)
     head_blocks = triton.cdiv(heads, variant.rows)
     units = triton.cdiv(tokens, batch) * head_blocks
     all_rows = tokens * head_blocks * variant.rows
@@ -161,7 +157,7 @@ def plan_mla_decode(
     q_starts: Tensor,  # [batch + 1]
     kv_lens: Tensor,  # [batch]
     *,
-    shard: KVShard,
+    shard: KVShard,  # all of them
     mask: Mask,
     heads: int,
     num_tokens: int,
@@ -169,13 +165,27 @@ def plan_mla_decode(
 ) -> DecodePlanTensors:
     """A plan, made on the device, for as many workers as run at the same time."""
     variant = variant_for(heads)
+    return _plan(variant, layer, page_table, q_starts, kv_lens, mask, heads, num_tokens, None)
+
+
+def _plan(
+    variant: Variant,
+    layer: CacheLayer,
+    page_table: Tensor,
+    q_starts: Tensor,
+    kv_lens: Tensor,
+    mask: Mask,
+    heads: int,
+    num_tokens: int,
+    cuts: OwnCuts | None,
+) -> DecodePlanTensors:
     padded_heads = triton.cdiv(heads, variant.rows) * variant.rows
     rows = triton.cdiv(num_tokens, max(kv_lens.shape[0], 1)) * padded_heads
     num_sms = target(kv_lens.device).num_sms
     return plan_decode(
         q_starts,
         kv_lens,
-        shard=shard,
+        shard=WHOLE,
         mask=mask,
         heads=padded_heads,
         num_workers=max(num_sms * variant.rows // max(rows, variant.rows), 1),
@@ -183,6 +193,7 @@ def plan_mla_decode(
         least_tiles=LEAST_KEYS // variant.tile,
         slot_rows=rows,
         capacity=page_table.shape[1] * layer.page_size,
+        cuts=cuts,
     )
 
 

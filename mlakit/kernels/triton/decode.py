@@ -29,6 +29,7 @@ from mlakit.formats import SMALLEST_SCALE
 from mlakit.kernels.triton.configs import DecodeConfig, pick_decode_config
 from mlakit.kernels.triton.decode_merge import RowTileParts, merge_partials, rows_per_slot
 from mlakit.kernels.triton.decode_plan import (
+    SPLIT_KEYS,
     find_tile,
     key_tiles,
     load_lengths,
@@ -57,8 +58,6 @@ from mlakit.kernels.triton.rows import (
 )
 from mlakit.masks import Mask
 from mlakit.plan import DecodePlanTensors, EvenSplit
-
-SPLIT_KEYS = 2048  # keys of a part where the result may not depend on the batch
 
 
 def mla_decode(

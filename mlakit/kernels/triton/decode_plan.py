@@ -4,12 +4,15 @@ are there, in one launch and without a look at them from the host.
 Maths      evenly, where that is nearly as good as balance: every request in as many equal parts as
            there are workers for each, or whole requests where there are more of them than workers.
            Else requests are laid end to end on a line of key tiles; worker w of W takes its places
-           [w·total/W, (w+1)·total/W), cut where a request ends
+           [w·total/W, (w+1)·total/W), cut where a request ends. With `OwnCuts` no request knows of
+           the others; its parts are shared among the workers in their order
 Work       one program, requests × items of each at a time
 Limits     a request with more rows (queries × heads) than a partial has room for is not cut
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,10 +25,25 @@ from mlakit.kernels.triton.primitives import mask_interval
 from mlakit.masks import Mask
 from mlakit.plan import EVEN_TENTHS, DecodePlanTensors
 
+SPLIT_KEYS = 2048  # keys of a part where the result may not depend on the batch
 ELEMENTS = 512  # items of requests that are written together
 # as a plan's items have them, then q_first, q_len, kv_len of the request, and one spare: a kernel
 # that reads them here need not wait for the request's number to look them up
 ITEM_COLUMNS = 8
+
+
+class OwnCuts(NamedTuple):
+    """How a request is cut that may not know of the others: into parts of so many key tiles, or,
+    where that is 0, into so many parts that are alike."""
+
+    tiles: int
+    parts: int = 1
+
+    def max_parts(self, num_tiles: int) -> int:
+        return triton.cdiv(num_tiles, self.tiles) if self.tiles else self.parts
+
+
+UNCUT = OwnCuts(0)
 
 
 def plan_decode(
@@ -40,19 +58,26 @@ def plan_decode(
     least_tiles: int,  # that are worth a worker
     slot_rows: int,  # rows of a partial
     capacity: int,  # keys that a request may have
+    cuts: OwnCuts | None = None,  # of requests with one query
 ) -> DecodePlanTensors:
     """As `mlakit.plan.plan_decode`, but that every request with queries has an item, whether it has
-    keys or not, and that no more workers are given some than have `least_tiles` each."""
+    keys or not, and that no more workers are given some than have `least_tiles` each.
+
+    With `cuts` a request is cut by its own length alone, whatever else is in the batch."""
     batch = kv_lens.shape[0]
+    max_items, max_partials = batch + num_workers, 2 * num_workers
+    if cuts is not None:
+        max_parts = cuts.max_parts(capacity // tile + 2)  # a window may begin inside a tile
+        max_items, max_partials = batch * max_parts, batch * max_parts if max_parts > 1 else 0
     requests = min(triton.next_power_of_2(max(batch, 1)), 128)
     int32 = {"dtype": torch.int32, "device": kv_lens.device}
     plan = DecodePlanTensors(
-        items=torch.empty(batch + num_workers, ITEM_COLUMNS, **int32),
+        items=torch.empty(max_items, ITEM_COLUMNS, **int32),
         worker_starts=torch.empty(num_workers + 1, **int32),
         partial_starts=torch.empty(batch + 1, **int32),
         empty_requests=torch.empty(0, **int32),
         tile=tile,
-        max_partials=2 * num_workers,  # every cut makes two partials of what would have been none
+        max_partials=max_partials,  # every cut makes two partials of what would have been none
         slot_rows=slot_rows,
     )
     launch(
@@ -70,10 +95,12 @@ def plan_decode(
         num_workers,
         least_tiles,
         slot_rows,
+        *(cuts or UNCUT),
         q_starts.stride(0),
         kv_lens.stride(0),
         MASK=mask.kind,
         IS_SHARDED=shard.world > 1,
+        HAS_CUTS=cuts is not None,
         TILE=tile,
         REQUESTS=requests,
         ITEMS=ELEMENTS // requests,
@@ -193,6 +220,8 @@ def _worker_at(place, num_runs, total):
         "num_workers",
         "least_tiles",
         "slot_rows",
+        "cut_tiles",
+        "cut_parts",
         "stride_q_starts",
         "stride_kv_lens",
     ]
@@ -212,10 +241,13 @@ def _plan_decode_kernel(
     num_workers,
     least_tiles,
     slot_rows,
+    cut_tiles,  # `OwnCuts`
+    cut_parts,
     stride_q_starts,
     stride_kv_lens,
     MASK: tl.constexpr,
     IS_SHARDED: tl.constexpr,
+    HAS_CUTS: tl.constexpr,
     TILE: tl.constexpr,
     REQUESTS: tl.constexpr,
     ITEMS: tl.constexpr,
@@ -239,10 +271,12 @@ def _plan_decode_kernel(
     num_runs = tl.minimum(num_workers.to(LINE_TYPE), tl.maximum(total // least_tiles, 1))
     most_parts = tl.minimum(num_workers // tl.maximum(active, 1), longest // least_tiles)
     most_parts = tl.maximum(most_parts, 1)
-    part_tiles = tl.maximum((longest + most_parts - 1) // most_parts, 1)
+    most_tiles = tl.maximum((longest + most_parts - 1) // most_parts, 1)  # of a part
     requests_each = (active + num_workers - 1) // num_workers
     share = (total + num_runs - 1) // num_runs
-    is_even = 10 * part_tiles * requests_each <= EVEN_TENTHS * share
+    is_even = 10 * most_tiles * requests_each <= EVEN_TENTHS * share
+    if HAS_CUTS:
+        is_even = total >= 0
     total = tl.maximum(total, 1)
 
     line = tl.zeros((), LINE_TYPE)  # places, items and partials of the requests before
@@ -260,7 +294,10 @@ def _plan_decode_kernel(
         first_worker = _worker_at(place, num_runs, total)
         last_worker = _worker_at(place + wide - 1, num_runs, total)
         workers = tl.where(num_tiles > 0, last_worker - first_worker + 1, 0)
-        workers = tl.where(is_even, ((wide + part_tiles - 1) // part_tiles).to(tl.int32), workers)
+        workers = tl.where(is_even, ((wide + most_tiles - 1) // most_tiles).to(tl.int32), workers)
+        own_tiles = num_tiles
+        if HAS_CUTS:
+            own_tiles, workers = part_tiles(num_tiles, cut_tiles, cut_parts)
         runs = tl.where(is_even, 0, workers)  # that pass through a request
         has_room = q_len.to(LINE_TYPE) * heads <= slot_rows
         own_items = tl.where(has_room, workers, tl.minimum(workers, 1))
@@ -276,6 +313,9 @@ def _plan_decode_kernel(
             parts = tl.maximum(workers, 1)[:, None]
             begins = tl.where(is_even, part * wide[:, None] // parts, begins)
             ends = tl.where(is_even, (part + 1) * wide[:, None] // parts, ends)
+            if HAS_CUTS:
+                begins = part * own_tiles[:, None]
+                ends = tl.minimum(begins + own_tiles[:, None], num_tiles[:, None])
             is_cut = (own_items > 1)[:, None]
             first = tl.where(is_cut, begins, 0).to(tl.int32)
             last = tl.where(is_cut, ends, wide[:, None]).to(tl.int32)
@@ -296,6 +336,8 @@ def _plan_decode_kernel(
         line += tl.sum(wide, 0)
         num_items += tl.sum(own_items, 0)
         num_slots += tl.sum(own_slots, 0)
+    if HAS_CUTS:
+        requests_each = ((num_items + num_workers - 1) // num_workers).to(LINE_TYPE)  # items, here
     for start in range(0, num_workers + 1, 128):
         worker = start + tl.arange(0, 128)
         even_start = tl.minimum(worker * requests_each, num_items).to(tl.int32)
