@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from random import Random
+from unittest import mock
 
 import pytest
 import torch
 
-from mlakit import dispatch
+from mlakit import PagedLatentCache, dispatch
 from mlakit.checks import UnsupportedError
+from mlakit.geometry import RowShape
 from mlakit.specs import Problem, pretending
 from mlakit.workloads import DecodeCase
 
@@ -30,10 +32,20 @@ LENGTHS = {
 KERNELS = pytest.mark.parametrize("heads", [16, 64], ids=["few", "many"])
 
 
-def run(**fields: object) -> None:
+def run(*, is_little: bool = False, **fields: object) -> None:
+    """More than 32 heads go to the kernel for many unless that `is_little` to do."""
     case = DecodeCase(**{**ROW, "page_size": 64, "heads": 16, **fields})
     trial = case.trial("cuda")
-    trial.check(trial.call("hopper"))
+    with mock.patch("mlakit.kernels.hopper.decode.FEW_BLOCKS", 1e9 if is_little else 0):
+        trial.check(trial.call("hopper"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [33, 64, 128])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_many_heads_with_little_to_do(lengths, heads):
+    kv_lens, q_lens = LENGTHS[lengths]
+    run(kv_lens=kv_lens, q_lens=q_lens, heads=heads, is_little=True)
 
 
 @pytest.mark.gpu
@@ -161,9 +173,12 @@ def test_few_heads_are_not_padded_to_many(heads, rows):
     from mlakit.kernels.hopper.decode import variant_for
     from mlakit.kernels.hopper.decode_few_kernel import mla_decode_few_kernel
 
-    variant = variant_for(heads)
+    layer = PagedLatentCache.allocate(RowShape(512, 64), num_pages=1, page_size=64).layer(0)
+    variant = variant_for(layer, torch.empty(1, 1 << 20, dtype=torch.int32), heads, num_tokens=1)
     assert variant.rows == rows
     assert (variant.kernel is mla_decode_few_kernel) == (heads <= 32)
+    little = variant_for(layer, torch.empty(1, 2, dtype=torch.int32), heads, num_tokens=1)
+    assert little.rows == min(rows, 32)
 
 
 def problem(**fields: object) -> Problem:
@@ -179,8 +194,14 @@ def test_it_is_the_first_choice():
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"format": "fp8"}, "needs rows of bf16 or fp16, got fp8"),
-        ({"dtype": "torch.float16"}, "needs queries of the cache's dtype, bf16, got torch.float16"),
+        (
+            {"format": "fp32"},
+            "needs rows of bf16 or fp16 or fp8 or fp8_token or fp8_block128, got fp32",
+        ),
+        (
+            {"dtype": "torch.float16"},
+            "needs queries of torch.bfloat16 with rows of bf16, got torch.float16",
+        ),
         ({"row": DecodeCase().row}, "needs rows of 576/512, got 40/32"),
         ({"page_size": 16}, "needs pages of a multiple of 64 rows, got 16"),
         ({"mask": "chunked"}, "needs a mask of causal or null, got chunked"),

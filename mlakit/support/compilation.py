@@ -140,6 +140,15 @@ HOPPER = {
         for format, sink in (("bf16", ""), ("fp16", "finite"))
     },
     "hopper-decode-few-given-plan": _decode("bf16", 32, page_size=128, num_workers=3, tile=16),
+    **{
+        f"hopper-decode-h{heads}-{format}": _decode(format, heads, page_size=64, sink=sink)
+        for heads, sink in ((8, ""), (16, "finite"), (32, ""))
+        for format in ("fp8", "fp8_token", "fp8_block128")
+    },
+    "hopper-decode-h16-fp8-fp16-q": _decode("fp8", 16, page_size=64, dtype="fp16"),
+    "hopper-decode-fp8-given-plan": _decode(
+        "fp8_block128", 32, page_size=128, num_workers=3, tile=16
+    ),
 }
 HOPPER_ARCH = 90
 EVERYWHERE = (

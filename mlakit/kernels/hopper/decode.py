@@ -21,18 +21,26 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mlakit.cache import WHOLE, CacheLayer, KVShard
 from mlakit.formats import SMALLEST_SCALE
+from mlakit.kernels.hopper.decode_few_fp8_kernel import (
+    REGISTERS,
+    mla_decode_few_fp8_kernel,
+)
 from mlakit.kernels.hopper.decode_few_kernel import mla_decode_few_kernel
 from mlakit.kernels.hopper.decode_kernel import mla_decode_kernel
+from mlakit.kernels.hopper.support import FP8_FORMATS
 from mlakit.kernels.triton.decode_merge import merge_partials, rows_per_slot
 from mlakit.kernels.triton.decode_plan import SPLIT_KEYS, OwnCuts, plan_decode
-from mlakit.kernels.triton.launch import launch, target
+from mlakit.kernels.triton.launch import SHARED_BYTES, launch, target
 from mlakit.masks import Mask
 from mlakit.plan import DecodePlanTensors, EvenSplit
 
 BLOCK = 64  # keys
-LEAST_KEYS = 256  # that are worth a worker
+LATENT, ROPE = 512, 64  # columns
+OTHER_BYTES = 4096  # barriers, what warps tell each other and what they begin with
+LEAST_KEYS = 128  # that are worth a worker
+LEAST_KEYS_OF_FEW = 64  # likewise, where a worker has few heads
 FEW_HEADS = 32  # at most: more of them fill the 64 rows of the other kernel half or better
-BOX = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+FEW_BLOCKS = 16  # of keys, for each SM
 
 
 @dataclass(frozen=True)
@@ -41,15 +49,22 @@ class Variant:
 
     kernel: Any
     rows: int  # of a unit: heads of one query
-    columns: int  # of a box of latents
+    columns: int  # of a box of latent columns of queries
     tile: int  # keys that it works on at a time
+    least_keys: int
 
 
-def variant_for(heads: int) -> Variant:
-    if heads <= FEW_HEADS:
-        rows = max(triton.next_power_of_2(heads), 8)
-        return Variant(mla_decode_few_kernel, rows, columns=128, tile=BLOCK)
-    return Variant(mla_decode_kernel, 64, columns=256, tile=2 * BLOCK)
+def variant_for(layer: CacheLayer, page_table: Tensor, heads: int, num_tokens: int) -> Variant:
+    """The kernel for few heads also where there is little to do: it is the quicker to begin."""
+    capacity = triton.cdiv(page_table.shape[1] * layer.page_size, BLOCK)
+    blocks = num_tokens * triton.cdiv(heads, FEW_HEADS) * capacity
+    is_fp8 = layer.codec.name in FP8_FORMATS
+    is_little = blocks <= FEW_BLOCKS * target(page_table.device).num_sms
+    if is_fp8 or is_little or heads <= FEW_HEADS:
+        rows = max(triton.next_power_of_2(min(heads, FEW_HEADS)), 8)
+        kernel = mla_decode_few_fp8_kernel if is_fp8 else mla_decode_few_kernel
+        return Variant(kernel, rows, columns=128, tile=BLOCK, least_keys=LEAST_KEYS_OF_FEW)
+    return Variant(mla_decode_kernel, 64, columns=256, tile=2 * BLOCK, least_keys=LEAST_KEYS)
 
 
 def mla_decode(
@@ -71,7 +86,7 @@ def mla_decode(
     lse: Tensor,  # [tokens, heads] float32
 ) -> None:
     (tokens, heads, _), batch = q_latent.shape, kv_lens.shape[0]
-    variant = variant_for(heads)
+    variant = variant_for(layer, page_table, heads, tokens)
     if isinstance(splits, DecodePlanTensors):
         plan = splits
         if plan.empty_requests.shape[0] > 0:
@@ -92,7 +107,7 @@ def mla_decode(
     )
     partial_out = out.new_empty(plan.max_partials * slot_rows, out.shape[-1], dtype=torch.float32)
     partial_lse = lse.new_empty(plan.max_partials * slot_rows)
-    rows, page_rows = _as_rows(layer.payload)
+    pool = _pool_arguments(layer, variant)
     q_rows, q_token_rows = _as_rows(q_latent)
     rope_rows, rope_token_rows = _as_rows(q_rope)
     launch(
@@ -100,8 +115,8 @@ def mla_decode(
         (units, plan.worker_starts.shape[0] - 1),
         _boxes(q_rows, variant.rows, variant.columns),
         _boxes(rope_rows, variant.rows, rope_rows.shape[1]),
-        _boxes(rows, BLOCK, variant.columns),
-        _boxes(rows, BLOCK, rope_rows.shape[1]),
+        pool.latent,
+        pool.rope,
         page_table,
         q_starts,
         kv_lens,
@@ -114,7 +129,7 @@ def mla_decode(
         plan.worker_starts,
         plan.partial_starts,
         # a scale of 0 would turn the −inf of a hidden key into NaN
-        max(abs(softmax_scale) * log2(e), SMALLEST_SCALE),
+        max(abs(softmax_scale) * log2(e) * pool.host_scale, SMALLEST_SCALE),
         *page_table.stride(),
         q_starts.stride(0),
         kv_lens.stride(0),
@@ -127,13 +142,14 @@ def mla_decode(
         slot_rows,
         HEAD_BLOCKS=head_blocks,
         ROWS=variant.rows,
-        PAGE_ROWS=page_rows,
+        PAGE_ROWS=pool.page_rows,
         PAGE_BLOCKS=layer.page_size // BLOCK,
         IS_CAUSAL=mask.kind == "causal",
         IS_NEGATIVE=softmax_scale < 0,
         IS_GIVEN=plan.slot_rows != units * variant.rows or plan.tile % BLOCK > 0,
         ITEM_COLUMNS=plan.items.shape[1],
         num_warps=4,
+        **pool.options,
     )
     if plan.max_partials == 0:
         return
@@ -164,7 +180,7 @@ def plan_mla_decode(
     dtype: torch.dtype,  # of the queries, which changes nothing
 ) -> DecodePlanTensors:
     """A plan, made on the device, for as many workers as run at the same time."""
-    variant = variant_for(heads)
+    variant = variant_for(layer, page_table, heads, num_tokens)
     return _plan(variant, layer, page_table, q_starts, kv_lens, mask, heads, num_tokens, None)
 
 
@@ -190,15 +206,87 @@ def _plan(
         heads=padded_heads,
         num_workers=max(num_sms * variant.rows // max(rows, variant.rows), 1),
         tile=variant.tile,
-        least_tiles=LEAST_KEYS // variant.tile,
+        least_tiles=variant.least_keys // variant.tile,
         slot_rows=rows,
         capacity=page_table.shape[1] * layer.page_size,
         cuts=cuts,
     )
 
 
+@dataclass(frozen=True)
+class PoolArguments:
+    """How a kernel gets at the rows of a cache."""
+
+    latent: TensorDescriptor
+    rope: TensorDescriptor
+    page_rows: int
+    host_scale: float  # of the tensor; 1 where it is on the device
+    options: dict[str, Any]  # of the kernel for e4m3 only
+
+
+def _pool_arguments(layer: CacheLayer, variant: Variant) -> PoolArguments:
+    rows, page_rows = _as_rows(layer.payload)
+    if layer.codec.name not in FP8_FORMATS:
+        latent, rope = _boxes(rows, BLOCK, variant.columns), _boxes(rows, BLOCK, ROPE)
+        return PoolArguments(latent, rope, page_rows, 1.0, {})
+    words = rows.view(torch.int32)
+    if layer.codec.name == "fp8":
+        rope, rope_column, copies = _boxes(words, BLOCK, ROPE // 4), LATENT // 4, 1
+    else:
+        halves = rows.view(torch.bfloat16)
+        rope, rope_column = _boxes(halves, BLOCK, ROPE), halves.shape[1] - ROPE
+        copies = 4 if layer.codec.name == "fp8_block128" else 1
+    scale = layer.tensor_scale
+    host_scale = 1.0 if isinstance(scale, Tensor) else float(scale)
+    scales, scales_page, scales_row = _row_scales(layer)
+    rope_bytes = BLOCK * rope.block_shape[1] * rope.base.element_size()
+    options = {
+        "scales": scales,
+        "stride_scales_page": scales_page,
+        "stride_scales_row": scales_row,
+        "tensor_scale": host_scale,
+        "device_scale": scale.to(rows.device) if isinstance(scale, Tensor) else None,
+        "FORMAT": layer.codec.name,
+        "ROPE_COLUMN": rope_column,
+        **_fp8_places(variant.rows, copies, rope_bytes),
+        "maxnreg": REGISTERS.value,
+    }
+    return PoolArguments(_boxes(words, BLOCK, 32), rope, page_rows, host_scale, options)
+
+
+def _row_scales(layer: CacheLayer) -> tuple[Tensor | None, int, int]:
+    """Float32 scales of rows, and their strides from a page and from a row to the next."""
+    if layer.codec.name == "fp8_token":
+        assert layer.scales is not None
+        return layer.scales, layer.scales.stride(0), layer.scales.stride(1)
+    if layer.codec.name == "fp8_block128":
+        scales = layer.payload[..., LATENT : LATENT + 16].view(torch.float32)
+        return scales, scales.stride(0), scales.stride(1)
+    return None, 0, 0
+
+
+def _fp8_places(rows: int, copies: int, rope_bytes: int) -> dict[str, int]:
+    """Places of rings that fit beside the queries and two messages of `copies` of weights."""
+    part_bytes = BLOCK * 128
+    other = rows * (LATENT + ROPE) * 2 + 2 * rows * (copies * BLOCK * 2 + 4) + OTHER_BYTES
+    room = SHARED_BYTES[90] - other
+    blocks = room // (4 * part_bytes + rope_bytes)
+    # a box of rope columns for each block that has begun
+    rope_places = blocks + 1
+    return {
+        "PLACES": (room - rope_places * rope_bytes) // part_bytes,
+        "ROPE_PLACES": rope_places,
+    }
+
+
 def _boxes(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [rows, columns], BOX)
+    layout = gl.NVMMASharedLayout(
+        swizzle_byte_width=min(columns * tensor.element_size(), 128),
+        element_bitwidth=tensor.element_size() * 8,
+        rank=2,
+    )
+    shape, strides = list(tensor.shape), list(tensor.stride())
+    return TensorDescriptor(tensor, shape, strides, [rows, columns], layout)
 
 
 def _as_rows(pool: Tensor) -> tuple[Tensor, int]:

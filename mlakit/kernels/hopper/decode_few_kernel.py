@@ -42,7 +42,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mlakit.kernels.hopper.compat import record, tma_load
+from mlakit.kernels.hopper.decode_few_rings import (
+    COLUMNS,
+    PARTS,
+    Channels,
+    Queries,
+    after,
+    load_queries,
+    new_ring,
+    produce,
+    store,
+)
 from mlakit.kernels.hopper.decode_softmax import FIRST_PEAK, finish, mask_scores, store_lse
 from mlakit.kernels.hopper.decode_work import (
     Inputs,
@@ -52,94 +62,16 @@ from mlakit.kernels.hopper.decode_work import (
     find_keys,
     find_place,
     next_unit,
-    row_of,
 )
 from mlakit.kernels.hopper.primitives import (
-    load_box,
     new_barrier,
-    new_barriers,
     opaque_zero,
     zero_rows,
 )
 
 PRODUCER_REGISTERS = gl.constexpr(96)
-PARTS = gl.constexpr(4)  # of the latent columns
-COLUMNS = gl.constexpr(128)  # of a part
-PART_BYTES = gl.constexpr(64 * 128 * 2)
-ROPE_BYTES = gl.constexpr(64 * 64 * 2)
+ROPE_COLUMN = gl.constexpr(512)
 ROPE_PLACES = gl.constexpr(3)
-
-
-@record
-class Ring:
-    """Boxes of one kind on their way from the producer to the consumer."""
-
-    boxes: object  # [places, 64, columns]
-    full: object  # barriers
-    empty: object
-
-
-@record
-class Channels:
-    latent: object
-    rope: object
-
-
-@record
-class Queries:
-    latent: object  # [PARTS, ROWS, COLUMNS]
-    rope: object  # [1, ROWS, 64]
-    arrival: object
-
-
-@gluon.jit
-def _new_ring(PLACES: gl.constexpr, WIDTH: gl.constexpr, descriptor):
-    boxes = gl.allocate_shared_memory(descriptor.dtype, [PLACES, 64, WIDTH], descriptor.layout)
-    return Ring(boxes, new_barriers(PLACES), new_barriers(PLACES))
-
-
-@gluon.jit
-def _after(ring, place, turn):
-    """The place that follows, and the parity of its turn."""
-    is_last = place == ring.boxes.shape[0] - 1
-    return gl.where(is_last, 0, place + 1), gl.where(is_last, turn ^ 1, turn)
-
-
-@gluon.jit
-def _send(ring, place, turn, descriptor, row, column, BYTES: gl.constexpr):
-    """Copy a box to its place, once that is free."""
-    mbarrier.wait(ring.empty.index(place), turn ^ 1)
-    load_box(descriptor, row, column, ring.full.index(place), ring.boxes.index(place), BYTES)
-    return _after(ring, place, turn)
-
-
-@gluon.jit
-def _producer(item, index, inputs, work, channels):
-    latent, rope = channels.latent, channels.rope
-    place, turn, rope_place, rope_turn = item * 0, item * 0, item * 0, item * 0
-    while item < work.last_item:
-        keys = find_keys(inputs, work, item, index)
-        row = row_of(inputs, keys, keys.first_block)
-        for block in range(keys.first_block, keys.end_block):
-            next_row = row_of(inputs, keys, block + 1)  # on its way while places are waited for
-            rope_place, rope_turn = _send(
-                rope, rope_place, rope_turn, inputs.kv_rope, row, 512, ROPE_BYTES
-            )
-            for part in gl.static_range(PARTS):
-                place, turn = _send(latent, place, turn, inputs.kv, row, part * COLUMNS, PART_BYTES)
-            row = next_row
-        item, index = next_unit(work, item, index + gl.num_programs(0))
-
-
-@gluon.jit
-def _load_queries(inputs, work, item, index, queries):
-    unit = find_place(work, item, index)
-    row = unit.token * inputs.q_token_rows + unit.first_head
-    rope_row = unit.token * inputs.q_rope_token_rows + unit.first_head
-    mbarrier.expect(queries.arrival, work.ROWS * 576 * 2)
-    tma_load(inputs.q_rope, [rope_row, 0], queries.arrival, queries.rope.index(0))
-    for part in gl.static_range(PARTS):
-        tma_load(inputs.q, [row, part * COLUMNS], queries.arrival, queries.latent.index(part))
 
 
 @gluon.jit
@@ -156,7 +88,7 @@ def _scores(queries, channels, place, turn, rope_place, rope_turn, LAYOUT: gl.co
         mbarrier.wait(latent.full.index(place), turn)
         q = queries.latent.index(zero + part).permute((1, 0))
         dots = warpgroup_mma(latent.boxes.index(place), q, dots, is_async=True)
-        place, turn = _after(latent, place, turn)
+        place, turn = after(latent, place, turn)
     scores = warpgroup_mma_wait(0, deps=(dots,))
     mbarrier.arrive(rope.empty.index(rope_place), count=1)
     return scores
@@ -172,7 +104,7 @@ def _add_values(weights, latent, place, turn, sums, decay, kept):
     places = ()
     for _ in gl.static_range(PARTS):
         places += (place,)
-        place, turn = _after(latent, place, turn)
+        place, turn = after(latent, place, turn)
     zero_rows(latent.boxes, places, kept)
     weights = weights.index(opaque_zero()).permute((1, 0))
     pending = ()
@@ -187,33 +119,6 @@ def _add_values(weights, latent, place, turn, sums, decay, kept):
 
 
 @gluon.jit
-def _store(unit, results, heads, sums, peak, total):
-    """Write a unit's result, or its partial in float32."""
-    row = gl.arange(0, peak.shape[0], peak.type.layout)
-    head = unit.first_head + row
-    lse, scale = finish(unit, results, heads, head, peak, total)
-    store_lse(unit, results, heads, row, lse)
-    if unit.slot < 0:
-        token = results.out + unit.token.to(gl.int64) * results.stride_out_token
-        # int64: where heads come first, each is all tokens apart
-        _store_sums(token, head.to(gl.int64) * results.stride_out_head, sums, scale, head < heads)
-    else:
-        slot = results.partial_out + unit.slot_row * 512
-        _store_sums(slot, row * 512, sums, scale, head < heads)
-
-
-@gluon.jit
-def _store_sums(first, row_starts, sums, scale, is_row):
-    """Eight threads write columns that are neighbours."""
-    LAYOUT: gl.constexpr = sums[0].type.layout
-    column = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(1, LAYOUT)), 1)
-    at = gl.expand_dims(row_starts, 0) + column
-    for part in gl.static_range(PARTS):
-        values = (sums[part] * gl.expand_dims(scale, 0)).to(first.dtype.element_ty)
-        gl.store(first + part * COLUMNS + at, values, mask=gl.expand_dims(is_row, 0))
-
-
-@gluon.jit
 def _consumer(
     item, index, inputs, work, results, queries, weights, channels, scale,
     IS_NEGATIVE: gl.constexpr, IS_GIVEN: gl.constexpr,
@@ -224,7 +129,7 @@ def _consumer(
     latent, rope = channels.latent, channels.rope
     place, turn, rope_place, rope_turn = item * 0, item * 0, item * 0, item * 0
     units_before = item * 0  # its parity is the phase of the queries' barrier
-    _load_queries(inputs, work, item, index, queries)
+    load_queries(inputs, work, item, index, queries)
     # addresses of a thread's elements are found in each turn: kept, they would be spilled
     for _ in tl.range(0, count_units(work, item, index), disable_licm=True):
         keys = find_keys(inputs, work, item, index)
@@ -235,7 +140,7 @@ def _consumer(
         mbarrier.wait(queries.arrival, units_before & 1)
         for block in range(keys.first_block, keys.end_block):
             scores = _scores(queries, channels, place, turn, rope_place, rope_turn, LAYOUT)
-            rope_place, rope_turn = _after(rope, rope_place, rope_turn)
+            rope_place, rope_turn = after(rope, rope_place, rope_turn)
             scores = mask_scores(scores, block, keys, 0, IS_NEGATIVE, IS_GIVEN)
             new_peak = gl.maximum(peak, gl.max(scores, 0) * scale)
             decay = gl.expand_dims(gl.exp2(peak - new_peak), 0)
@@ -249,9 +154,16 @@ def _consumer(
             )
         next_item, next_index = next_unit(work, item, index + gl.num_programs(0))
         if next_item < work.last_item:
-            _load_queries(inputs, work, next_item, next_index, queries)
+            load_queries(inputs, work, next_item, next_index, queries)
         unit = find_place(work, item, index)
-        _store(unit, results, work.heads, sums, peak, gl.sum(total, 0))
+        row = gl.arange(0, HEADS, ROW)
+        lse, factor = finish(
+            unit, results, work.heads, unit.first_head + row, peak, gl.sum(total, 0)
+        )
+        store_lse(unit, results, work.heads, row, lse)
+        # eight threads write columns that are neighbours
+        column = gl.arange(0, COLUMNS, gl.SliceLayout(1, LAYOUT))
+        store(unit, results, work.heads, sums, factor, column)
         units_before += 1
         item = next_item
         index = next_index
@@ -323,7 +235,9 @@ def mla_decode_few_kernel(
         out, lse, partial_out, partial_lse, sink, stride_out_token, stride_out_head,
         stride_lse_token, stride_lse_head, stride_sink,
     )  # fmt: skip
-    channels = Channels(_new_ring(PLACES, COLUMNS, kv), _new_ring(ROPE_PLACES, 64, kv_rope))
+    channels = Channels(
+        new_ring(PLACES, COLUMNS, kv, READERS=1), new_ring(ROPE_PLACES, 64, kv_rope, READERS=1)
+    )
     queries = Queries(
         gl.allocate_shared_memory(q.dtype, [PARTS, ROWS, COLUMNS], q.layout),
         gl.allocate_shared_memory(q.dtype, [1, ROWS, 64], q.layout),
@@ -341,7 +255,7 @@ def mla_decode_few_kernel(
                         IS_NEGATIVE, IS_GIVEN,
                     ),
                 ),
-                (_producer, (item, index, inputs, work, channels)),
+                (produce, (item, index, inputs, work, channels, ROPE_COLUMN)),
             ],
             [1],
             [PRODUCER_REGISTERS],

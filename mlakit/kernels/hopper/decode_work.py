@@ -176,13 +176,18 @@ def find_place(work, item, index):
 
 
 @gluon.jit
+def page_of(inputs, keys, block):
+    """The page of a block; past the last key page 0."""
+    entry = (block // inputs.PAGE_BLOCKS).to(gl.int64) * inputs.stride_entry
+    return gl.load(keys.entries + entry, mask=block < keys.end_block, other=0).to(gl.int32)
+
+
+@gluon.jit
 def row_of(inputs, keys, block):
     """The first row of a block in the cache's descriptor; past the last key rows of zeros."""
-    exists = block < keys.end_block
-    entry = (block // inputs.PAGE_BLOCKS).to(gl.int64) * inputs.stride_entry
-    page = gl.load(keys.entries + entry, mask=exists, other=0).to(gl.int32)
+    page = page_of(inputs, keys, block)
     row = page * inputs.PAGE_ROWS + block % inputs.PAGE_BLOCKS * 64
-    return gl.where(exists, row, NO_ROW)
+    return gl.where(block < keys.end_block, row, NO_ROW)
 
 
 @gluon.jit

@@ -34,11 +34,11 @@ def new_barrier():
 
 
 @gluon.jit
-def new_barriers(COUNT: gl.constexpr):
-    """So many, to be chosen from at run time."""
+def new_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """So many, to be chosen from at run time, each of them complete after so many arrivals."""
     barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for place in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(place), count=1)
+        mbarrier.init(barriers.index(place), count=ARRIVALS)
     return barriers
 
 

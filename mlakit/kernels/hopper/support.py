@@ -7,7 +7,14 @@ from mlakit.specs import KernelSpec, Problem
 ARCH = 90
 PAGE_MULTIPLE = 64
 ROW = (576, 512)
-FORMATS = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
+FORMATS = {
+    "bf16": ("torch.bfloat16",),
+    "fp16": ("torch.float16",),
+    "fp8": ("torch.bfloat16", "torch.float16"),
+    "fp8_token": ("torch.bfloat16",),  # the dtype of its rotated columns
+    "fp8_block128": ("torch.bfloat16",),
+}
+FP8_FORMATS = ("fp8", "fp8_token", "fp8_block128")
 MASKS = ("causal", "null")
 
 
@@ -17,8 +24,9 @@ def _why_not_decode(problem: Problem) -> str | None:
         return f"needs sm_{ARCH}, got {where}"
     if problem.format not in FORMATS:
         return f"needs rows of {' or '.join(FORMATS)}, got {problem.format}"
-    if problem.dtype != FORMATS[problem.format]:
-        return f"needs queries of the cache's dtype, {problem.format}, got {problem.dtype}"
+    if problem.dtype not in FORMATS[problem.format]:
+        needed = " or ".join(FORMATS[problem.format])
+        return f"needs queries of {needed} with rows of {problem.format}, got {problem.dtype}"
     row = problem.row
     if row is None or (row.width, row.v_width) != ROW:
         got = "none" if row is None else f"{row.width}/{row.v_width}"

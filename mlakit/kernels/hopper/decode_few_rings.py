@@ -1,0 +1,124 @@
+"""What decode kernels for few heads share: rings of copies, their producer, queries and results.
+
+Keys lie on the side of the dots that is 64 rows wide: scores are [64 keys, heads], sums of values
+[columns, heads] for each of four PARTS of 128 latent columns.
+
+Phases     box n of a ring goes to place n % PLACES in turn n // PLACES. A reader waits for the
+           phase of `full` that has the turn's parity; the producer for the one of `empty` before,
+           which on a fresh barrier counts as over. Either barrier is completed once a turn
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from mlakit.kernels.hopper.compat import record, tma_load
+from mlakit.kernels.hopper.decode_work import find_keys, find_place, next_unit, row_of
+from mlakit.kernels.hopper.primitives import load_box, new_barriers
+
+PARTS = gl.constexpr(4)  # of the latent columns
+COLUMNS = gl.constexpr(128)  # of a part
+
+
+@record
+class Ring:
+    """Boxes of one kind on their way from the producer to those who read them."""
+
+    boxes: object  # [places, 64, columns]
+    full: object  # barriers
+    empty: object
+
+
+@record
+class Channels:
+    latent: object
+    rope: object
+
+
+@record
+class Queries:
+    latent: object  # [PARTS, ROWS, COLUMNS]
+    rope: object  # [1, ROWS, 64]
+    arrival: object
+
+
+@gluon.jit
+def new_ring(PLACES: gl.constexpr, WIDTH: gl.constexpr, descriptor, READERS: gl.constexpr):
+    boxes = gl.allocate_shared_memory(descriptor.dtype, [PLACES, 64, WIDTH], descriptor.layout)
+    return Ring(boxes, new_barriers(PLACES, 1), new_barriers(PLACES, READERS))
+
+
+@gluon.jit
+def after(ring, place, turn):
+    """The place that follows, and the parity of its turn."""
+    is_last = place == ring.boxes.shape[0] - 1
+    return gl.where(is_last, 0, place + 1), gl.where(is_last, turn ^ 1, turn)
+
+
+@gluon.jit
+def _send(ring, place, turn, descriptor, row, column):
+    """Copy a box to its place, once that is free."""
+    WIDTH: gl.constexpr = ring.boxes.shape[2]
+    BYTES: gl.constexpr = 64 * WIDTH * ring.boxes.dtype.primitive_bitwidth // 8
+    mbarrier.wait(ring.empty.index(place), turn ^ 1)
+    load_box(descriptor, row, column, ring.full.index(place), ring.boxes.index(place), BYTES)
+    return after(ring, place, turn)
+
+
+@gluon.jit
+def produce(item, index, inputs, work, channels, ROPE_COLUMN: gl.constexpr):
+    """Copy the boxes of every block: the rotated columns, then each part of the latent ones."""
+    latent, rope = channels.latent, channels.rope
+    WIDTH: gl.constexpr = latent.boxes.shape[2]
+    place, turn, rope_place, rope_turn = item * 0, item * 0, item * 0, item * 0
+    while item < work.last_item:
+        keys = find_keys(inputs, work, item, index)
+        row = row_of(inputs, keys, keys.first_block)
+        for block in range(keys.first_block, keys.end_block):
+            next_row = row_of(inputs, keys, block + 1)  # on its way while places are waited for
+            rope_place, rope_turn = _send(
+                rope, rope_place, rope_turn, inputs.kv_rope, row, ROPE_COLUMN
+            )
+            for part in gl.static_range(PARTS):
+                place, turn = _send(latent, place, turn, inputs.kv, row, part * WIDTH)
+            row = next_row
+        item, index = next_unit(work, item, index + gl.num_programs(0))
+
+
+@gluon.jit
+def load_queries(inputs, work, item, index, queries):
+    unit = find_place(work, item, index)
+    row = unit.token * inputs.q_token_rows + unit.first_head
+    rope_row = unit.token * inputs.q_rope_token_rows + unit.first_head
+    mbarrier.expect(queries.arrival, work.ROWS * 576 * 2)
+    tma_load(inputs.q_rope, [rope_row, 0], queries.arrival, queries.rope.index(0))
+    for part in gl.static_range(PARTS):
+        tma_load(inputs.q, [row, part * COLUMNS], queries.arrival, queries.latent.index(part))
+
+
+@gluon.jit
+def store(unit, results, heads, sums, scale, column):
+    """Write a unit's result, or its partial in float32: sums · scale.
+
+    column  [COLUMNS] of each row of the sums, within a part
+    """
+    row = gl.arange(0, scale.shape[0], scale.type.layout)
+    head = unit.first_head + row
+    if unit.slot < 0:
+        token = results.out + unit.token.to(gl.int64) * results.stride_out_token
+        # int64: where heads come first, each is all tokens apart
+        starts = head.to(gl.int64) * results.stride_out_head
+        _store_sums(token, starts, sums, scale, column, head < heads)
+    else:
+        slot = results.partial_out + unit.slot_row * 512
+        _store_sums(slot, row * 512, sums, scale, column, head < heads)
+
+
+@gluon.jit
+def _store_sums(first, row_starts, sums, scale, column, is_row):
+    at = gl.expand_dims(row_starts, 0) + gl.expand_dims(column, 1)
+    for part in gl.static_range(PARTS):
+        values = (sums[part] * gl.expand_dims(scale, 0)).to(first.dtype.element_ty)
+        gl.store(first + part * COLUMNS + at, values, mask=gl.expand_dims(is_row, 0))
