@@ -42,11 +42,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mlakit.kernels.hopper.compat import record, reinterpret
+from mlakit.kernels.hopper.compat import record
 from mlakit.kernels.hopper.decode_few_rings import (
     COLUMNS,
     PARTS,
     Channels,
+    Queries,
     after,
     load_queries,
     new_ring,
@@ -66,6 +67,7 @@ from mlakit.kernels.hopper.decode_work import (
 )
 from mlakit.kernels.hopper.e4m3 import (
     LARGEST_UNIT,
+    as_halves,
     column_of_sum,
     largest_of,
     load_keys,
@@ -76,8 +78,8 @@ from mlakit.kernels.hopper.e4m3 import (
 from mlakit.kernels.hopper.primitives import new_barrier, new_barriers, opaque_zero
 
 REGISTERS = gl.constexpr(168)  # of a thread, on average
-SCORER_REGISTERS = gl.constexpr(208)
-PRODUCER_REGISTERS = gl.constexpr(48)
+SCORER_REGISTERS = gl.constexpr(224)
+PRODUCER_REGISTERS = gl.constexpr(32)
 
 
 @record
@@ -88,17 +90,6 @@ class Scales:
     stride_page: object
     stride_row: object
     FORMAT: object
-
-
-@record
-class Queries:
-    """As they come, and in the same memory as halves, in the order of `load_keys`."""
-
-    latent: object  # [PARTS, ROWS, COLUMNS]
-    rope: object  # [1, ROWS, 64]
-    halves: object
-    rope_halves: object
-    arrival: object
 
 
 @record
@@ -147,9 +138,9 @@ def _fit_queries(queries, ROW: gl.constexpr, FORMAT: gl.constexpr):
         largest = gl.maximum(largest, largest_of(queries.rope.index(0)))
     unit, factor = unit_for(largest)
     for part in gl.static_range(PARTS):
-        match_keys(queries.latent.index(part), queries.halves.index(part), factor)
+        match_keys(queries.latent.index(part), as_halves(queries.latent).index(part), factor)
     if FORMAT == "fp8":
-        match_keys(queries.rope.index(0), queries.rope_halves.index(0), factor)
+        match_keys(queries.rope.index(0), as_halves(queries.rope).index(0), factor)
     fence_async_shared()
     return gl.convert_layout(unit * (1.0 / LARGEST_UNIT), ROW)
 
@@ -171,7 +162,7 @@ def _scores(
     box = rope.boxes.index(rope_place)
     if FORMAT == "fp8":
         keys = load_keys(box, LAYOUT)
-        q = queries.rope_halves.index(zero).permute((1, 0))
+        q = as_halves(queries.rope).index(zero).permute((1, 0))
         dots = warpgroup_mma(keys, q, nothing, use_acc=False, is_async=True)
     else:
         q = queries.rope.index(zero).permute((1, 0))
@@ -195,7 +186,7 @@ def _scores(
         if FORMAT == "fp8_block128" and part > 0:
             scores += dots * gl.expand_dims(scales[part - 1], 1)
         keys = next_keys
-        q = queries.halves.index(zero + part).permute((1, 0))
+        q = as_halves(queries.latent).index(zero + part).permute((1, 0))
         if FORMAT == "fp8" or (FORMAT == "fp8_token" and part > 0):
             dots = warpgroup_mma(keys, q, dots, is_async=True)
         else:
@@ -456,13 +447,9 @@ def mla_decode_few_fp8_kernel(
         new_ring(PLACES, COLUMNS // 4, kv, READERS=2),
         new_ring(ROPE_PLACES, kv_rope.block_shape[1], kv_rope, READERS=1),
     )
-    latent = gl.allocate_shared_memory(q.dtype, [PARTS, ROWS, COLUMNS], q.layout)
-    rope = gl.allocate_shared_memory(q.dtype, [1, ROWS, 64], q.layout)
     queries = Queries(
-        latent,
-        rope,
-        reinterpret(latent, gl.float16, [PARTS, ROWS, COLUMNS], q.layout),
-        reinterpret(rope, gl.float16, [1, ROWS, 64], q.layout),
+        gl.allocate_shared_memory(q.dtype, [PARTS, ROWS, COLUMNS], q.layout),
+        gl.allocate_shared_memory(q.dtype, [1, ROWS, 64], q.layout),
         new_barrier(),
     )
     COPIES: gl.constexpr = PARTS if FORMAT == "fp8_block128" else 1

@@ -17,6 +17,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from mlakit.kernels.hopper.compat import reinterpret
+
 LARGEST_UNIT = gl.constexpr(2.0**14)  # what units are brought to: halves end at 2**16
 
 _DECLARE = ".reg .b16 e, f; .reg .b32 x, y, a, b;"
@@ -84,6 +86,12 @@ def load_keys(box, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def as_halves(boxes):
+    """The same memory, seen as float16."""
+    return reinterpret(boxes, gl.float16, boxes.shape, boxes.layout)
+
+
+@gluon.jit
 def largest_of(box):
     """|x| of the largest number of each row of queries, [rows, columns]."""
     return gl.max(gl.abs(_load_rows(box).to(gl.float32)), 1)
@@ -93,7 +101,7 @@ def largest_of(box):
 def match_keys(box, target, factor):
     """Queries [rows, columns] times `factor` [rows] as halves, columns as those of `load_keys`.
 
-    target  the same memory, if need be
+    target  may be the same memory
     """
     ROWS: gl.constexpr = box.shape[0]
     WIDTH: gl.constexpr = box.shape[1]
@@ -127,7 +135,11 @@ def load_values(box, kept, LAYOUT: gl.constexpr):
     words = box.load(OWN)
     if kept < 64:
         row = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, OWN)), 1)
-        words = gl.where(row < kept, words, 0)
+        mask = gl.where(row < kept, -1, 0).broadcast_to([64, 32])
+        # not pure, or the compiler would rather do it for each block than branch
+        words = gl.inline_asm_elementwise(
+            "and.b32 $0, $1, $2;", "=r,r,r", [words, mask], dtype=gl.int32, is_pure=False, pack=1
+        )
     even, odd = gl.split(words.reshape([32, 2, 32]).permute(0, 2, 1))  # rows
     v00, v01, v10, v11, v20, v21, v30, v31 = gl.inline_asm_elementwise(
         WIDEN_PAIR, TO_EIGHT, [even, odd],
