@@ -25,9 +25,9 @@ Deadlock   none. All walk the same units and blocks. The scorer waits for boxes,
            ring has room for a block, so the earliest block that is not done can always go on
 Memory     all of shared memory, with 16 heads some 180 KB of places, all of them in flight but for
            the boxes just being read
-Numbers    rows are widened exactly; P, times the row's scale, is rounded to the queries' dtype;
-           sums are float32. Rows past a query's last key and their scales are zeros, for 0 · NaN is
-           NaN
+Numbers    rows are widened exactly, and so are queries; P, times the row's scale, is rounded to
+           float16. Sums are float32, in units that keep halves in range. Rows past a query's last
+           key and their scales are zeros, for 0 · NaN is NaN
 """
 
 from __future__ import annotations
@@ -65,12 +65,21 @@ from mlakit.kernels.hopper.decode_work import (
     next_unit,
     page_of,
 )
-from mlakit.kernels.hopper.e4m3 import column_of_sum, load_keys, load_values, match_keys
+from mlakit.kernels.hopper.e4m3 import (
+    LARGEST_UNIT,
+    as_halves,
+    column_of_sum,
+    largest_of,
+    load_keys,
+    load_values,
+    match_keys,
+    unit_for,
+)
 from mlakit.kernels.hopper.primitives import new_barrier, new_barriers, opaque_zero
 
 REGISTERS = gl.constexpr(168)  # of a thread, on average
-SCORER_REGISTERS = gl.constexpr(208)
-PRODUCER_REGISTERS = gl.constexpr(48)
+SCORER_REGISTERS = gl.constexpr(224)
+PRODUCER_REGISTERS = gl.constexpr(32)
 
 
 @record
@@ -87,7 +96,7 @@ class Scales:
 class Messages:
     """From the scorer to the adder; two places."""
 
-    weights: object  # [2 · COPIES, heads, 64 keys]; a copy for each scale that a row has
+    weights: object  # float16 [2 · COPIES, heads, 64 keys]; a copy for each scale that a row has
     factors: object  # [2, heads] float32
     full: object
     empty: object
@@ -120,27 +129,49 @@ def _load_scales(scales, inputs, keys, page, block, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def _fit_queries(queries, ROW: gl.constexpr, FORMAT: gl.constexpr):
+    """Make queries halves that match `load_keys`. What to multiply their scores with, [heads]."""
+    largest = largest_of(queries.latent.index(0))
+    for part in gl.static_range(1, PARTS):
+        largest = gl.maximum(largest, largest_of(queries.latent.index(part)))
+    if FORMAT == "fp8":
+        largest = gl.maximum(largest, largest_of(queries.rope.index(0)))
+    unit, factor = unit_for(largest)
+    for part in gl.static_range(PARTS):
+        match_keys(queries.latent.index(part), as_halves(queries.latent).index(part), factor)
+    if FORMAT == "fp8":
+        match_keys(queries.rope.index(0), as_halves(queries.rope).index(0), factor)
+    fence_async_shared()
+    return gl.convert_layout(unit * (1.0 / LARGEST_UNIT), ROW)
+
+
+@gluon.jit
 def _scores(
-    queries, channels, place, turn, rope_place, rope_turn, scales, DTYPE: gl.constexpr,
-    LAYOUT: gl.constexpr, FORMAT: gl.constexpr,
+    queries, channels, place, turn, rope_place, rope_turn, unit, scales, LAYOUT: gl.constexpr,
+    FORMAT: gl.constexpr,
 ):  # fmt: skip
-    """Of a block, [64 keys, heads], every scale of a row applied. All its boxes are read."""
+    """Of a block, [64 keys, heads], every scale of a row applied. All its boxes are read.
+
+    unit  of the halves that queries are
+    """
     latent, rope = channels.latent, channels.rope
     HEADS: gl.constexpr = queries.rope.shape[1]
     zero = opaque_zero()
     nothing = gl.zeros([64, HEADS], gl.float32, LAYOUT)
     mbarrier.wait(rope.full.index(rope_place), rope_turn)
-    q = queries.rope.index(zero).permute((1, 0))
     box = rope.boxes.index(rope_place)
     if FORMAT == "fp8":
-        keys = load_keys(box, DTYPE, LAYOUT)
+        keys = load_keys(box, LAYOUT)
+        q = as_halves(queries.rope).index(zero).permute((1, 0))
         dots = warpgroup_mma(keys, q, nothing, use_acc=False, is_async=True)
     else:
+        q = queries.rope.index(zero).permute((1, 0))
         dots = warpgroup_mma(box, q, nothing, use_acc=False, is_async=True)
+    rotated = nothing
     scores = nothing
     for part in gl.static_range(PARTS):
         mbarrier.wait(latent.full.index(place), turn)
-        next_keys = load_keys(latent.boxes.index(place), DTYPE, LAYOUT)
+        next_keys = load_keys(latent.boxes.index(place), LAYOUT)
         mbarrier.arrive(latent.empty.index(place), count=1)
         place, turn = after(latent, place, turn)
         # the dots before have had the time of a conversion
@@ -148,40 +179,54 @@ def _scores(
             if FORMAT == "fp8":
                 dots, keys = warpgroup_mma_wait(0, deps=(dots, keys))
             else:
-                dots = warpgroup_mma_wait(0, deps=(dots,))
+                rotated = warpgroup_mma_wait(0, deps=(dots,))
             mbarrier.arrive(rope.empty.index(rope_place), count=1)
         else:
             dots, keys = warpgroup_mma_wait(0, deps=(dots, keys))
+        if FORMAT == "fp8_block128" and part > 0:
+            scores += dots * gl.expand_dims(scales[part - 1], 1)
         keys = next_keys
-        q = queries.latent.index(zero + part).permute((1, 0))
-        if FORMAT == "fp8_block128":
-            if part == 0:
-                scores = dots
-            else:
-                scores += dots * gl.expand_dims(scales[part - 1], 1)
-            dots = warpgroup_mma(keys, q, nothing, use_acc=False, is_async=True)
-        else:
+        q = as_halves(queries.latent).index(zero + part).permute((1, 0))
+        if FORMAT == "fp8" or (FORMAT == "fp8_token" and part > 0):
             dots = warpgroup_mma(keys, q, dots, is_async=True)
+        else:
+            dots = warpgroup_mma(keys, q, nothing, use_acc=False, is_async=True)
     dots, keys = warpgroup_mma_wait(0, deps=(dots, keys))
+    unit = gl.expand_dims(unit, 0)
     if FORMAT == "fp8_block128":
         scores += dots * gl.expand_dims(scales[PARTS - 1], 1)
+        scores = scores * unit + rotated
     elif FORMAT == "fp8_token":
-        scores = dots * gl.expand_dims(scales[0], 1)
+        scores = (dots * unit + rotated) * gl.expand_dims(scales[0], 1)
     else:
-        scores = dots
+        scores = dots * unit
     return scores, place, turn
 
 
 @gluon.jit
-def _send_weights(messages, count, exponentials, decay, scales):
+def _unit_of_weights(unit, scales):
+    """Of weights times these scales and those before: (u, LARGEST_UNIT / u)."""
+    if len(scales) == 0:
+        return unit, LARGEST_UNIT
+    else:  # noqa: RET505
+        largest = scales[0]
+        for part in gl.static_range(1, len(scales)):
+            largest = gl.maximum(largest, scales[part])
+        return unit_for(gl.maximum(unit, gl.max(largest, 0)))
+
+
+@gluon.jit
+def _send_weights(messages, count, exponentials, decay, factor, scales):
+    """exponentials · scales · factor as halves."""
     place, turn = _message_place(count)
     mbarrier.wait(messages.empty.index(place), turn ^ 1)
     for copy in gl.static_range(messages.COPIES):
-        weights = exponentials
         if len(scales) > 0:
-            weights = exponentials * gl.expand_dims(scales[copy], 1)
+            weights = exponentials * gl.expand_dims(scales[copy] * factor, 1)
+        else:
+            weights = exponentials * factor
         buffer = messages.weights.index(place * messages.COPIES + copy)
-        buffer.permute((1, 0)).store(weights.to(messages.weights.dtype))
+        buffer.permute((1, 0)).store(weights.to(gl.float16))
     messages.factors.index(place).store(decay)
     fence_async_shared()
     mbarrier.arrive(messages.full.index(place), count=1)
@@ -193,7 +238,6 @@ def _scorer(
     IS_NEGATIVE: gl.constexpr, IS_GIVEN: gl.constexpr,
 ):  # fmt: skip
     HEADS: gl.constexpr = work.ROWS
-    DTYPE: gl.constexpr = queries.latent.dtype
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
     ROW: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     KEY: gl.constexpr = gl.SliceLayout(1, LAYOUT)
@@ -209,27 +253,28 @@ def _scorer(
         page = page_of(inputs, keys, keys.first_block + 1)
         peak = gl.full([HEADS], FIRST_PEAK, gl.float32, ROW)
         total = gl.zeros([64, HEADS], gl.float32, LAYOUT)  # of every 64th key, until the end
+        # of rows with scales none yet: `unit_for` knows a least one
+        weight_unit = gl.to_tensor(1.0 if scales.first is None else 0.0)
         mbarrier.wait(queries.arrival, units_before & 1)
-        for part in gl.static_range(PARTS):
-            match_keys(queries.latent.index(part))
-        if scales.FORMAT == "fp8":
-            match_keys(queries.rope.index(0))
-        fence_async_shared()
+        query_unit = _fit_queries(queries, ROW, scales.FORMAT)
         for block in range(keys.first_block, keys.end_block):
             row_scales = next_scales
             # on their way while this block is worked on
             next_scales = _load_scales(scales, inputs, keys, page, block + 1, KEY)
             page = page_of(inputs, keys, block + 2)
+            next_weight_unit, weight_factor = _unit_of_weights(weight_unit, row_scales)
             scores, place, turn = _scores(
-                queries, channels, place, turn, rope_place, rope_turn, row_scales, DTYPE, LAYOUT,
-                scales.FORMAT,
+                queries, channels, place, turn, rope_place, rope_turn, query_unit, row_scales,
+                LAYOUT, scales.FORMAT,
             )  # fmt: skip
             rope_place, rope_turn = after(channels.rope, rope_place, rope_turn)
             scores = mask_scores(scores, block, keys, 0, IS_NEGATIVE, IS_GIVEN)
             new_peak = gl.maximum(peak, gl.max(scores, 0) * scale)
             decay = gl.exp2(peak - new_peak)
             exponentials = gl.exp2(scores * scale - gl.expand_dims(new_peak, 0))
-            _send_weights(messages, sent, exponentials, decay, row_scales)
+            change = weight_unit * weight_factor * (1.0 / LARGEST_UNIT)
+            _send_weights(messages, sent, exponentials, decay * change, weight_factor, row_scales)
+            weight_unit = next_weight_unit
             total = total * gl.expand_dims(decay, 0) + exponentials
             peak = new_peak
             sent += 1
@@ -242,7 +287,8 @@ def _scorer(
             unit, results, work.heads, unit.first_head + row, peak, gl.sum(total, 0)
         )
         store_lse(unit, results, work.heads, row, lse)
-        _send_factor(messages, sent, factor * tensor_scale)
+        factor *= tensor_scale * (1.0 / LARGEST_UNIT)
+        _send_factor(messages, sent, factor * weight_unit)
         sent += 1
         units_before += 1
         item = next_item
@@ -258,22 +304,20 @@ def _send_factor(messages, count, factor):
 
 
 @gluon.jit
-def _read_values(latent, place, turn, kept, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
+def _read_values(latent, place, turn, kept, LAYOUT: gl.constexpr):
     mbarrier.wait(latent.full.index(place), turn)
-    values = load_values(latent.boxes.index(place), kept, DTYPE, LAYOUT)
+    values = load_values(latent.boxes.index(place), kept, LAYOUT)
     mbarrier.arrive(latent.empty.index(place), count=1)
     return values
 
 
 @gluon.jit
-def _add_values(
-    messages, count, latent, place, turn, sums, kept, DTYPE: gl.constexpr, LAYOUT: gl.constexpr
-):
+def _add_values(messages, count, latent, place, turn, sums, kept, LAYOUT: gl.constexpr):
     """The sums with a block taken in, whose first `kept` keys there are. All its boxes are read.
 
     sums  of the columns of each part, [COLUMNS, heads]
     """
-    values = _read_values(latent, place, turn, kept, DTYPE, LAYOUT)
+    values = _read_values(latent, place, turn, kept, LAYOUT)
     message, message_turn = _message_place(count)
     mbarrier.wait(messages.full.index(message), message_turn)
     decay = messages.factors.index(message).load(gl.SliceLayout(0, LAYOUT))
@@ -286,7 +330,7 @@ def _add_values(
         place, turn = after(latent, place, turn)
         next_values = values
         if part + 1 < PARTS:
-            next_values = _read_values(latent, place, turn, kept, DTYPE, LAYOUT)
+            next_values = _read_values(latent, place, turn, kept, LAYOUT)
         dots, values = warpgroup_mma_wait(0, deps=(dots, values))
         done += (dots,)
         values = next_values
@@ -297,7 +341,6 @@ def _add_values(
 @gluon.jit
 def _adder(item, index, inputs, work, results, messages, channels):
     HEADS: gl.constexpr = work.ROWS
-    DTYPE: gl.constexpr = messages.weights.dtype
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
     latent = channels.latent
     place, turn, received = item * 0, item * 0, item * 0
@@ -307,7 +350,7 @@ def _adder(item, index, inputs, work, results, messages, channels):
         sums = (nothing, nothing, nothing, nothing)
         for block in range(keys.first_block, keys.end_block):
             sums, place, turn = _add_values(
-                messages, received, latent, place, turn, sums, keys.end - block * 64, DTYPE, LAYOUT
+                messages, received, latent, place, turn, sums, keys.end - block * 64, LAYOUT
             )
             received += 1
         message, message_turn = _message_place(received)
@@ -410,7 +453,7 @@ def mla_decode_few_fp8_kernel(
     COPIES: gl.constexpr = PARTS if FORMAT == "fp8_block128" else 1
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     messages = Messages(
-        gl.allocate_shared_memory(q.dtype, [2 * COPIES, ROWS, 64], q.layout),
+        gl.allocate_shared_memory(gl.float16, [2 * COPIES, ROWS, 64], q.layout),
         gl.allocate_shared_memory(gl.float32, [2, ROWS], FLAT),
         new_barriers(2, 1),
         new_barriers(2, 1),

@@ -1,9 +1,12 @@
-"""Rows of e4m3 as operands of wgmma, widened exactly in registers on their way there.
+"""Rows of e4m3 as operands of wgmma, widened to halves exactly in registers on their way there.
 
-The hardware multiplies halves with halves. Written back to shared memory as such, rows would pass
-through it four times; kept in registers, they are read once per dot, as words of four bytes. A dot
-does not mind in which order its columns are summed, nor its rows come: so each word goes to the
-thread whose elements it can be.
+Written back to shared memory, rows would pass through it four times as halves. Kept in registers,
+they are read once per dot, as words of four bytes. A dot does not mind in which order its columns
+are summed, nor its rows come: so each word goes to the thread whose elements it can be.
+
+Halves are float16: to bfloat16 the way is four times as long. What rows are multiplied with may
+have a wider range, and is brought to that of halves by a power of two, which float32 sums get back
+(`unit_for`). What is lost lies below 2**-38 of the largest.
 
 An element of an operand [64 rows, 16 columns] has row 16·warp + 8u + r and column 8h + 2t + i: of
 warps and their lanes 4r + t; u, h and i count a thread's own.
@@ -14,60 +17,50 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-_TO_HALVES = """
+from mlakit.kernels.hopper.compat import reinterpret
+
+LARGEST_UNIT = gl.constexpr(2.0**14)  # what units are brought to: halves end at 2**16
+
+_DECLARE = ".reg .b16 e, f; .reg .b32 x, y, a, b;"
+
+
+def _widen(word: str, first: int) -> str:
+    """Four bytes of a word to as many halves, the results from `first` on."""
+    return f"""
     mov.b32 {{e, f}}, {word};
     cvt.rn.f16x2.e4m3x2 x, e;
     cvt.rn.f16x2.e4m3x2 y, f;
-    {narrow_x}
-    {narrow_y}
-"""
-# a half has a bit less of range than bfloat16, and all bits that e4m3 has
-_NARROW = {
-    "fp16": "mov.b32 {{{0}, {1}}}, {2};",
-    "bf16": """
-    mov.b32 {{g, h}}, {2};
-    cvt.f32.f16 v, g;
-    cvt.f32.f16 w, h;
-    cvt.rn.bf16x2.f32 z, w, v;
-    mov.b32 {{{0}, {1}}}, z;
-    """,
-}
+    mov.b32 {{${first}, ${first + 1}}}, x;
+    mov.b32 {{${first + 2}, ${first + 3}}}, y;
+    """
 
 
-def _widen(word: str, first: int, dtype: str) -> str:
-    """Bytes of a word to the results from `first` on."""
-    narrow_x = _NARROW[dtype].format(f"${first}", f"${first + 1}", "x")
-    narrow_y = _NARROW[dtype].format(f"${first + 2}", f"${first + 3}", "y")
-    return _TO_HALVES.format(word=word, narrow_x=narrow_x, narrow_y=narrow_y)
-
-
-def _assembly(body: str) -> str:
-    registers = ".reg .b16 e, f, g, h; .reg .b32 x, y, z, a, b; .reg .f32 v, w;"
-    return f"{{ {registers} {body} }}"
-
-
-def _word(dtype: str) -> gl.constexpr:
-    """Four bytes $4 to as many halves."""
-    return gl.constexpr(_assembly(_widen("$4", 0, dtype)))
-
-
-def _pair(dtype: str) -> gl.constexpr:
-    """Bytes 0 to 3 of $8 and of $9: first those of number 0, then 1, …"""
-    zipped = "prmt.b32 a, $8, $9, 0x5140; prmt.b32 b, $8, $9, 0x7362;"
-    return gl.constexpr(_assembly(zipped + _widen("a", 0, dtype) + _widen("b", 4, dtype)))
-
-
-BF16_WORD, FP16_WORD = _word("bf16"), _word("fp16")
-BF16_PAIR, FP16_PAIR = _pair("bf16"), _pair("fp16")
+WIDEN_WORD = gl.constexpr(f"{{ {_DECLARE} {_widen('$4', 0)} }}")
+# byte 0 of $8, byte 0 of $9, byte 1 of $8, …
+_ZIP = "prmt.b32 a, $8, $9, 0x5140; prmt.b32 b, $8, $9, 0x7362;"
+WIDEN_PAIR = gl.constexpr(f"{{ {_DECLARE} {_ZIP} {_widen('a', 0)} {_widen('b', 4)} }}")
 TO_FOUR = gl.constexpr("=&h,=&h,=&h,=&h,r")
 TO_EIGHT = gl.constexpr("=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,r,r")
 
 
 @gluon.jit
-def load_keys(box, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
+def unit_for(largest):
+    """(u, LARGEST_UNIT / u) for numbers up to `largest`, which the second makes fit for halves.
+
+    u is the power of two at or below it, 2**-100 at least; of NaN and infinity 2**128, infinite.
+    """
+    bits = largest.to(gl.uint32, bitcast=True) & 0x7F800000
+    bits = gl.maximum(bits, 27 << 23)
+    inverse = (268 << 23) - bits  # exponents are biased by 127, and 268 = 127 + 127 + 14
+    return bits.to(gl.float32, bitcast=True), inverse.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def load_keys(box, LAYOUT: gl.constexpr):
     """Words [64, columns / 4] as the first operand [64, columns] of a dot with sums in LAYOUT.
 
-    Its columns 8h + 2t + i of sixteen are the columns 4t + 2h + i of the row: see `match_keys`.
+    Its columns 8h + 2t + i of sixteen are the columns 4t + 2h + i of the row, as `match_keys` has
+    it.
     """
     WORDS: gl.constexpr = box.shape[1]
     gl.static_assert(WORDS == 32 or WORDS == 16)
@@ -82,30 +75,51 @@ def load_keys(box, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
         shape=[64, WORDS],
     )
     words = box.load(OWN)
-    WIDEN: gl.constexpr = FP16_WORD if gl.float16 == DTYPE else BF16_WORD
     v00, v01, v10, v11 = gl.inline_asm_elementwise(
-        WIDEN, TO_FOUR, [words], dtype=(gl.int16, gl.int16, gl.int16, gl.int16), is_pure=True,
+        WIDEN_WORD, TO_FOUR, [words], dtype=(gl.int16, gl.int16, gl.int16, gl.int16), is_pure=True,
         pack=1,
     )  # fmt: skip
     halves = gl.join(gl.join(v00, v10), gl.join(v01, v11))  # [64, words, h, i]
     halves = halves.reshape([64, WORDS // 4, 4, 2, 2]).permute(0, 1, 3, 2, 4)
-    halves = halves.reshape([64, WORDS * 4]).to(DTYPE, bitcast=True)
+    halves = halves.reshape([64, WORDS * 4]).to(gl.float16, bitcast=True)
     return gl.convert_layout(halves, gl.DotOperandLayout(0, LAYOUT, k_width=2), assert_trivial=True)
 
 
 @gluon.jit
-def match_keys(box):
-    """Order the columns of a box of queries, [rows, columns], as those of `load_keys` are."""
-    ROWS: gl.constexpr = box.shape[0]
-    WIDTH: gl.constexpr = box.shape[1]
-    THREADS: gl.constexpr = WIDTH // 8  # that share a row
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // THREADS, THREADS], [4, 1], [1, 0])
-    columns = box.load(LAYOUT).reshape([ROWS, WIDTH // 16, 4, 2, 2]).permute(0, 1, 3, 2, 4)
-    box.store(columns.reshape([ROWS, WIDTH]))
+def as_halves(boxes):
+    """The same memory, seen as float16."""
+    return reinterpret(boxes, gl.float16, boxes.shape, boxes.layout)
 
 
 @gluon.jit
-def load_values(box, kept, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
+def largest_of(box):
+    """|x| of the largest number of each row of queries, [rows, columns]."""
+    return gl.max(gl.abs(_load_rows(box).to(gl.float32)), 1)
+
+
+@gluon.jit
+def match_keys(box, target, factor):
+    """Queries [rows, columns] times `factor` [rows] as halves, columns as those of `load_keys`.
+
+    target  may be the same memory
+    """
+    ROWS: gl.constexpr = box.shape[0]
+    WIDTH: gl.constexpr = box.shape[1]
+    queries = _load_rows(box)
+    queries = (queries.to(gl.float32) * gl.expand_dims(factor, 1)).to(gl.float16)
+    queries = queries.reshape([ROWS, WIDTH // 16, 4, 2, 2]).permute(0, 1, 3, 2, 4)
+    target.store(queries.reshape([ROWS, WIDTH]))
+
+
+@gluon.jit
+def _load_rows(box):
+    # threads that share a row: as many for 64 columns as for 128, so that factors fit both
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    return box.load(LAYOUT)
+
+
+@gluon.jit
+def load_values(box, kept, LAYOUT: gl.constexpr):
     """Words [64, 32] as the first operand [128 columns, 64] of a dot with sums in LAYOUT.
 
     Only the first `kept` rows are there: others may hold NaN, and are zeros. The columns are in the
@@ -119,12 +133,16 @@ def load_values(box, kept, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
         shape=[64, 32],
     )
     words = box.load(OWN)
-    row = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, OWN)), 1)
-    words = gl.where(row < kept, words, 0)
+    if kept < 64:
+        row = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, OWN)), 1)
+        mask = gl.where(row < kept, -1, 0).broadcast_to([64, 32])
+        # not pure, or the compiler would rather do it for each block than branch
+        words = gl.inline_asm_elementwise(
+            "and.b32 $0, $1, $2;", "=r,r,r", [words, mask], dtype=gl.int32, is_pure=False, pack=1
+        )
     even, odd = gl.split(words.reshape([32, 2, 32]).permute(0, 2, 1))  # rows
-    WIDEN: gl.constexpr = FP16_PAIR if gl.float16 == DTYPE else BF16_PAIR
     v00, v01, v10, v11, v20, v21, v30, v31 = gl.inline_asm_elementwise(
-        WIDEN, TO_EIGHT, [even, odd],
+        WIDEN_PAIR, TO_EIGHT, [even, odd],
         dtype=(
             gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16
         ),
@@ -134,7 +152,7 @@ def load_values(box, kept, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
     second = gl.join(gl.join(v01, v11), gl.join(v21, v31))
     # rows are 16q + 8h + 2t + i, columns 32·warp + 4r + 2m + u, where m is a tile of 64 of them
     halves = gl.join(first, second).reshape([32, 4, 8, 2, 2, 2])  # [qht, warp, r, u, m, i]
-    halves = halves.permute(4, 1, 3, 2, 0, 5).reshape([128, 64]).to(DTYPE, bitcast=True)
+    halves = halves.permute(4, 1, 3, 2, 0, 5).reshape([128, 64]).to(gl.float16, bitcast=True)
     return gl.convert_layout(halves, gl.DotOperandLayout(0, LAYOUT, k_width=2), assert_trivial=True)
 
 
