@@ -130,10 +130,15 @@ CONFIGURATIONS: dict[str, Case] = {
     ),
 }
 # Gluon kernels, which are for one architecture
+# more than the kernel for few heads is given
+MUCH_WORK = {"kv_lens": (2200, 65), "q_lens": (64, 1)}
 HOPPER = {
-    "hopper-decode-h128-bf16": _decode("bf16", 128, page_size=64),
-    "hopper-decode-h40-fp16": _decode("fp16", 40, page_size=64, sink="finite"),
-    "hopper-decode-given-plan": _decode("bf16", 128, page_size=128, num_workers=3, tile=16),
+    "hopper-decode-h128-bf16": _decode("bf16", 128, page_size=64, **MUCH_WORK),
+    "hopper-decode-h40-fp16": _decode("fp16", 40, page_size=64, sink="finite", **MUCH_WORK),
+    "hopper-decode-given-plan": _decode(
+        "bf16", 128, page_size=128, num_workers=3, tile=16, **MUCH_WORK
+    ),
+    "hopper-decode-little": _decode("bf16", 128, page_size=64),
     **{
         f"hopper-decode-h{heads}-{format}": _decode(format, heads, page_size=64, sink=sink)
         for heads in (8, 16, 32)

@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
-from mlakit.kernels.hopper.compat import tma_load
+from mlakit.kernels.hopper.compat import reinterpret, tma_load
 
 
 @gluon.jit
@@ -59,12 +59,16 @@ def add_scores(q, k, block: gl.constexpr, barrier, phase, zero, scores):
 
 @gluon.jit
 def zero_rows(boxes, places, first):
-    """Zero the rows from `first` on of some boxes, [64, columns] each: there may be NaN."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    """Zero the rows from `first` on of some boxes, [64, columns] of 16 bits: there may be NaN."""
+    # as words, and one panel of 128 bytes a row after the other: less code, fewer registers
+    PANELS: gl.constexpr = boxes.shape[2] // 64
+    WORDS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     if first < 64:
         is_kept = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)), 1) < first
         for i in gl.static_range(len(places)):
-            for part in gl.static_range(boxes.shape[2] // 64):
-                columns = boxes.index(places[i]).slice(part * 64, 64, 1)
-                columns.store(gl.where(is_kept, columns.load(LAYOUT), 0.0))
+            panels = reinterpret(boxes.index(places[i]), gl.int32, [PANELS, 64, 32], WORDS)
+            for panel in range(PANELS):
+                rows = panels.index(panel)
+                rows.store(gl.where(is_kept, rows.load(LAYOUT), 0))
         fence_async_shared()
