@@ -27,7 +27,7 @@ from mlakit.kernels.hopper.decode_few_fp8_kernel import (
 )
 from mlakit.kernels.hopper.decode_few_kernel import mla_decode_few_kernel
 from mlakit.kernels.hopper.decode_kernel import mla_decode_kernel
-from mlakit.kernels.hopper.support import FEW_HEADS, FP8_FORMATS
+from mlakit.kernels.hopper.support import ARCH, FEW_HEADS, FP8_FORMATS
 from mlakit.kernels.triton.decode_merge import merge_partials, rows_per_slot
 from mlakit.kernels.triton.decode_plan import plan_decode
 from mlakit.kernels.triton.launch import SHARED_BYTES, launch, target
@@ -252,14 +252,10 @@ def _fp8_places(rows: int, copies: int, rope_bytes: int) -> dict[str, int]:
     """Places of rings that fit beside the queries and two messages of `copies` of weights."""
     part_bytes = BLOCK * 128
     other = rows * (LATENT + ROPE) * 2 + 2 * rows * (copies * BLOCK * 2 + 4) + OTHER_BYTES
-    room = SHARED_BYTES[90] - other
-    blocks = room // (4 * part_bytes + rope_bytes)
-    # a box of rope columns for each block that has begun
-    rope_places = blocks + 1
-    return {
-        "PLACES": (room - rope_places * rope_bytes) // part_bytes,
-        "ROPE_PLACES": rope_places,
-    }
+    room = SHARED_BYTES[ARCH] - other
+    # four parts of latent columns have a box of rotated ones
+    places = max(n for n in range(64) if n * part_bytes + -(-n // 4) * rope_bytes <= room)
+    return {"PLACES": places, "ROPE_PLACES": -(-places // 4)}
 
 
 def _boxes(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:

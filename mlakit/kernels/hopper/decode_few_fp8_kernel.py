@@ -312,9 +312,7 @@ def _read_values(latent, place, turn, kept, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _add_values(
-    messages, count, latent, place, turn, sums, kept, LAYOUT: gl.constexpr
-):
+def _add_values(messages, count, latent, place, turn, sums, kept, LAYOUT: gl.constexpr):
     """The sums with a block taken in, whose first `kept` keys there are. All its boxes are read.
 
     sums  of the columns of each part, [COLUMNS, heads]

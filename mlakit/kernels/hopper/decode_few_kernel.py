@@ -235,7 +235,9 @@ def mla_decode_few_kernel(
         out, lse, partial_out, partial_lse, sink, stride_out_token, stride_out_head,
         stride_lse_token, stride_lse_head, stride_sink,
     )  # fmt: skip
-    channels = Channels(new_ring(PLACES, COLUMNS, kv, READERS=1), new_ring(ROPE_PLACES, 64, kv_rope, READERS=1))
+    channels = Channels(
+        new_ring(PLACES, COLUMNS, kv, READERS=1), new_ring(ROPE_PLACES, 64, kv_rope, READERS=1)
+    )
     queries = Queries(
         gl.allocate_shared_memory(q.dtype, [PARTS, ROWS, COLUMNS], q.layout),
         gl.allocate_shared_memory(q.dtype, [1, ROWS, 64], q.layout),
