@@ -1,10 +1,11 @@
 """Launching absorbed attention over paged rows of 576 columns, and planning it.
 
 Work       the plan's workers times the units that a request has on average; see `decode_kernel`,
-           and `decode_few_kernel` for up to 32 heads
+           and for up to 32 heads `decode_few_kernel`, over FP8 rows `decode_few_fp8_kernel`
 Memory     float32 partials, two per worker: 35 MB at most where there are 132 SMs
-Limits     rows of 576/512 in halves, queries of their dtype, pages of a multiple of 64 rows, rows
-           that TMA can copy boxes of; `support` says no to the rest
+Limits     rows of 576/512 in halves and queries of their dtype, or rows of e4m3 and few heads of
+           halves; pages of a multiple of 64 rows, rows that TMA can copy boxes of; `support` says
+           no to the rest
 """
 
 from __future__ import annotations
@@ -21,10 +22,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mlakit.cache import CacheLayer, KVShard
 from mlakit.formats import SMALLEST_SCALE
-from mlakit.kernels.hopper.decode_few_fp8_kernel import (
-    REGISTERS,
-    mla_decode_few_fp8_kernel,
-)
+from mlakit.kernels.hopper.decode_few_fp8_kernel import REGISTERS, mla_decode_few_fp8_kernel
 from mlakit.kernels.hopper.decode_few_kernel import mla_decode_few_kernel
 from mlakit.kernels.hopper.decode_kernel import mla_decode_kernel
 from mlakit.kernels.hopper.support import ARCH, FEW_HEADS, FP8_FORMATS
