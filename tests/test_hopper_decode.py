@@ -162,13 +162,11 @@ def test_fp8_heads(heads, format):
 @pytest.mark.gpu
 @FP8_FORMATS
 @pytest.mark.parametrize("page_size", [64, 192, 1024])
-@pytest.mark.parametrize("padded", [False, True], ids=["packed", "padded"])
-def test_fp8_pages(page_size, padded, format):
+def test_fp8_pages(page_size, format):
     run(
         kv_lens=(1500, 130, 1),
         q_lens=(1, 2, 1),
         page_size=page_size,
-        padded=padded,
         format=format,
         num_layers=2,
     )
