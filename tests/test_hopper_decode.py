@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from mlakit import PagedLatentCache, dispatch
+from mlakit import PagedLatentCache, dispatch, mla_decode
 from mlakit.checks import UnsupportedError
 from mlakit.geometry import RowShape
 from mlakit.specs import Problem, pretending
@@ -28,6 +28,9 @@ LENGTHS = {
     "a request of many queries": ((700, 90), (40, 1)),
     "rings of copies that come round many times": ((4097, 1, 2880, 0, 191), (1, 2, 1, 1, 3)),
 }
+FP8 = ("fp8", "fp8_token", "fp8_block128")
+FP8_HEADS = pytest.mark.parametrize("heads", [8, 16, 32])
+FP8_FORMATS = pytest.mark.parametrize("format", FP8)
 # one of the kernel for few heads, one of the other
 KERNELS = pytest.mark.parametrize("heads", [16, 64], ids=["few", "many"])
 
@@ -165,6 +168,150 @@ def test_random_batches(seed):
     )
 
 
+@pytest.mark.gpu
+@FP8_FORMATS
+@FP8_HEADS
+@pytest.mark.parametrize(("kv_lens", "q_lens"), LENGTHS.values(), ids=LENGTHS.keys())
+def test_fp8_lengths(kv_lens, q_lens, heads, format):
+    run(kv_lens=kv_lens, q_lens=q_lens, heads=heads, format=format, tensor_scale=0.05)
+
+
+@pytest.mark.gpu
+@FP8_FORMATS
+@pytest.mark.parametrize("heads", [1, 7, 9, 17, 31])
+def test_fp8_heads(heads, format):
+    run(kv_lens=(300, 64, 1), q_lens=(2, 1, 1), heads=heads, format=format, sink="finite")
+
+
+@pytest.mark.gpu
+@FP8_FORMATS
+@pytest.mark.parametrize("page_size", [64, 192, 1024])
+def test_fp8_pages(page_size, format):
+    run(
+        kv_lens=(1500, 130, 1),
+        q_lens=(1, 2, 1),
+        page_size=page_size,
+        format=format,
+        num_layers=2,
+    )
+
+
+@pytest.mark.gpu
+@FP8_HEADS
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("on_device", [False, True], ids=["float", "tensor"])
+def test_fp8_tensor_scales(dtype, on_device, heads):
+    run(
+        kv_lens=(500, 65),
+        q_lens=(3, 2),
+        dtype=dtype,
+        format="fp8",
+        heads=heads,
+        tensor_scale=0.01,
+        tensor_scale_on_device=on_device,
+    )
+
+
+@pytest.mark.gpu
+@FP8_FORMATS
+@FP8_HEADS
+@pytest.mark.parametrize("sharpness", [-2.0, 0.0, 0.01, 30.0])
+def test_fp8_scales_of_scores(sharpness, heads, format):
+    run(
+        kv_lens=(500, 65),
+        q_lens=(1, 2),
+        sharpness=sharpness,
+        heads=heads,
+        format=format,
+        mask="null",
+        sink="mixed",
+    )
+
+
+@pytest.mark.gpu
+@FP8_FORMATS
+@FP8_HEADS
+@pytest.mark.parametrize(("tile", "num_workers"), [(16, 3), (64, 1), (64, 50), (128, 3)])
+def test_fp8_plans(tile, num_workers, heads, format):
+    run(
+        kv_lens=(900, 65, 0, 130),
+        q_lens=(1, 2, 1, 1),
+        tile=tile,
+        num_workers=num_workers,
+        heads=heads,
+        format=format,
+    )
+
+
+@pytest.mark.gpu
+@FP8_FORMATS
+@pytest.mark.parametrize("seed", range(20))
+def test_fp8_random_batches(seed, format):
+    draw = Random(seed)
+    batch = draw.choice([1, 2, 7, 40, 150])
+    q_lens = tuple(draw.choice([1, 1, 1, 0, 2, 4]) for _ in range(batch))
+    most = min(100_000 // batch, 9000)
+    kv_lens = tuple(max(q, draw.randrange(most)) for q in q_lens)
+    run(
+        seed=seed,
+        kv_lens=kv_lens,
+        q_lens=q_lens,
+        format=format,
+        heads=draw.choice([1, 8, 16, 32]),
+        sink=draw.choice(["", "finite"]),
+    )
+
+
+def with_sizes(format: str, sizes: list[float]) -> tuple[PagedLatentCache, torch.Tensor]:
+    """A cache of one request, its rows of these sizes in turn, and what was written."""
+    cache = PagedLatentCache.allocate(
+        DecodeCase(**ROW).row, format, num_pages=8, page_size=64, device="cuda"
+    )
+    own = torch.Generator().manual_seed(0)
+    rows = torch.randn(512, 576, generator=own)
+    rows *= torch.tensor(sizes).repeat(512 // len(sizes) + 1)[:512, None]
+    rows[:, 512:] = torch.randn(512, 64, generator=own)
+    layer = cache.layer(0)
+    layer.write(torch.arange(512, device="cuda"), rows.cuda())
+    return cache, layer.read(torch.arange(512, device="cuda")).double()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", ["fp8_token", "fp8_block128"])
+@pytest.mark.parametrize(
+    "sizes", [[1.0], [1e-6, 1e3, 1.0], [1e12], [1e-12], [1e-3] * 400 + [1e6] + [1e-3] * 111]
+)
+def test_fp8_rows_of_any_size(sizes, format):
+    """Halves have little range; what rows are multiplied with must be brought to it."""
+    cache, rows = with_sizes(format, sizes)
+    own = torch.Generator().manual_seed(1)
+    q = torch.randn(1, 16, 576, generator=own) * 2.0 ** torch.arange(-60, 60, 7.5)[:16, None]
+    q = (q / rows[:, :512].abs().max().item()).bfloat16().cuda()
+    table = torch.arange(8, dtype=torch.int32, device="cuda")[None]
+    lens = torch.tensor([512], dtype=torch.int32, device="cuda")
+    got, lse = mla_decode(q, cache, table, lens, softmax_scale=0.1, backend="hopper")
+    scores = q[0].double() @ rows.T * 0.1
+    want = scores.softmax(-1) @ rows[:, :512]
+    assert torch.allclose(lse[0].double(), scores.logsumexp(-1), rtol=1e-4, atol=1e-4)
+    error = (got[0].double() - want).abs().amax(-1)
+    assert (error <= 2.0**-7 * want.abs().amax(-1)).all(), error / want.abs().amax(-1)
+
+
+@pytest.mark.gpu
+@FP8_FORMATS
+@pytest.mark.parametrize("column", [0, 200, 511])
+def test_fp8_nan_that_is_seen_is_seen(column, format):
+    cache, _ = with_sizes(format, [1.0])
+    cache.payload.view(torch.uint8)[0, 7, 63, column] = 0xFF
+    q = torch.ones(2, 16, 576, dtype=torch.bfloat16, device="cuda")
+    table = torch.arange(8, dtype=torch.int32, device="cuda").expand(2, 8)
+    lens = torch.tensor([512, 511], dtype=torch.int32, device="cuda")
+    out, lse = mla_decode(q, cache, table, lens, softmax_scale=0.1, backend="hopper")
+    assert out[0].isnan().all()
+    assert lse[0].isnan().all()
+    assert out[1].isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("heads", "rows"),
     [(1, 8), (7, 8), (8, 8), (9, 16), (16, 16), (17, 32), (31, 32), (32, 32), (33, 64), (200, 64)],
@@ -181,6 +328,22 @@ def test_few_heads_are_not_padded_to_many(heads, rows):
     assert little.rows == min(rows, 32)
 
 
+@FP8_FORMATS
+@FP8_HEADS
+def test_rings_of_bytes_fill_what_the_queries_leave(heads, format):
+    """Shared memory as compiled is checked by `support --compile`; here, that none is wasted."""
+    from mlakit.kernels.hopper.decode import _fp8_places
+
+    copies = 4 if format == "fp8_block128" else 1
+    rope_bytes = 64 * (64 if format == "fp8" else 128)
+    places = _fp8_places(heads, copies, rope_bytes)
+    assert places["PLACES"] >= 12
+    assert 4 * (places["ROPE_PLACES"] - 1) < places["PLACES"] <= 4 * places["ROPE_PLACES"]
+    taken = places["PLACES"] * 8192 + places["ROPE_PLACES"] * rope_bytes
+    taken += heads * 576 * 2 + copies * heads * 64 * 2 * 2
+    assert 232_448 - 20_000 < taken < 232_448 - 4000
+
+
 def problem(**fields: object) -> Problem:
     row = DecodeCase(**ROW).row
     given = {"dtype": "torch.bfloat16", "format": "bf16", "heads": 16, "page_size": 64, "row": row}
@@ -189,6 +352,11 @@ def problem(**fields: object) -> Problem:
 
 def test_it_is_the_first_choice():
     assert dispatch.select("mla_decode", problem()).backend == "hopper"
+
+
+@FP8_FORMATS
+def test_it_is_the_first_choice_for_few_heads_over_fp8(format):
+    assert dispatch.select("mla_decode", problem(format=format, heads=32)).backend == "hopper"
 
 
 @pytest.mark.parametrize(
@@ -201,6 +369,15 @@ def test_it_is_the_first_choice():
         (
             {"dtype": "torch.float16"},
             "needs queries of torch.bfloat16 with rows of bf16, got torch.float16",
+        ),
+        (
+            {"format": "fp8", "dtype": "torch.float8_e4m3fn"},
+            "needs queries of torch.bfloat16 or torch.float16 with rows of fp8, "
+            "got torch.float8_e4m3fn",
+        ),
+        (
+            {"format": "fp8_token", "dtype": "torch.float16"},
+            "needs queries of torch.bfloat16 with rows of fp8_token, got torch.float16",
         ),
         ({"row": DecodeCase().row}, "needs rows of 576/512, got 40/32"),
         ({"page_size": 16}, "needs pages of a multiple of 64 rows, got 16"),

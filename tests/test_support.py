@@ -69,8 +69,16 @@ def test_explain_shows_the_problem_and_the_choice():
 @pytest.mark.parametrize(
     ("option", "value", "reason"),
     [
-        ("--dtype", "fp16", "needs queries of the cache's dtype, bf16, got torch.float16"),
-        ("--format", "fp8_block128", "needs rows of bf16 or fp16, got fp8_block128"),
+        (
+            "--dtype",
+            "fp16",
+            "needs queries of torch.bfloat16 with rows of bf16, got torch.float16",
+        ),
+        (
+            "--format",
+            "fp32",
+            "needs rows of bf16 or fp16 or fp8 or fp8_token or fp8_block128, got fp32",
+        ),
         ("--page-size", "16", "needs pages of a multiple of 64 rows, got 16"),
     ],
 )

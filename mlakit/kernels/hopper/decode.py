@@ -1,10 +1,11 @@
 """Launching absorbed attention over paged rows of 576 columns, and planning it.
 
 Work       the plan's workers times the units that a request has on average; see `decode_kernel`,
-           and `decode_few_kernel` for up to 32 heads
+           and for up to 32 heads `decode_few_kernel`, over FP8 rows `decode_few_fp8_kernel`
 Memory     float32 partials, two per worker: 35 MB at most where there are 132 SMs
-Limits     rows of 576/512 in halves, queries of their dtype, pages of a multiple of 64 rows, rows
-           that TMA can copy boxes of; `support` says no to the rest
+Limits     rows of 576/512 in halves and queries of their dtype, or rows of e4m3 and few heads of
+           halves; pages of a multiple of 64 rows, rows that TMA can copy boxes of; `support` says
+           no to the rest
 """
 
 from __future__ import annotations
@@ -21,13 +22,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mlakit.cache import WHOLE, CacheLayer, KVShard
 from mlakit.formats import SMALLEST_SCALE
-from mlakit.kernels.hopper.decode_few_fp8_kernel import (
-    REGISTERS,
-    mla_decode_few_fp8_kernel,
-)
+from mlakit.kernels.hopper.decode_few_fp8_kernel import REGISTERS, mla_decode_few_fp8_kernel
 from mlakit.kernels.hopper.decode_few_kernel import mla_decode_few_kernel
 from mlakit.kernels.hopper.decode_kernel import mla_decode_kernel
-from mlakit.kernels.hopper.support import FP8_FORMATS
+from mlakit.kernels.hopper.support import ARCH, FP8_FORMATS
 from mlakit.kernels.triton.decode_merge import merge_partials, rows_per_slot
 from mlakit.kernels.triton.decode_plan import SPLIT_KEYS, OwnCuts, plan_decode
 from mlakit.kernels.triton.launch import SHARED_BYTES, launch, target
@@ -269,14 +267,10 @@ def _fp8_places(rows: int, copies: int, rope_bytes: int) -> dict[str, int]:
     """Places of rings that fit beside the queries and two messages of `copies` of weights."""
     part_bytes = BLOCK * 128
     other = rows * (LATENT + ROPE) * 2 + 2 * rows * (copies * BLOCK * 2 + 4) + OTHER_BYTES
-    room = SHARED_BYTES[90] - other
-    blocks = room // (4 * part_bytes + rope_bytes)
-    # a box of rope columns for each block that has begun
-    rope_places = blocks + 1
-    return {
-        "PLACES": (room - rope_places * rope_bytes) // part_bytes,
-        "ROPE_PLACES": rope_places,
-    }
+    room = SHARED_BYTES[ARCH] - other
+    # four parts of latent columns have a box of rotated ones
+    places = max(n for n in range(64) if n * part_bytes + -(-n // 4) * rope_bytes <= room)
+    return {"PLACES": places, "ROPE_PLACES": -(-places // 4)}
 
 
 def _boxes(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:

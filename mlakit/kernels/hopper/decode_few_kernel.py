@@ -15,10 +15,8 @@ Bound      by bytes in flight, not by arithmetic: a producer keeps rings of copi
 Channels   a block is five boxes: the rope part, then four parts of 128 latent columns. Either kind
            has a ring of places, each of them with two barriers: `full` (the copy is there) and
            `empty` (the consumer is done with it). Queries have one buffer that the consumer fills,
-           once it has done the last dots of the unit before
-Phases     box n of a kind goes to place n % PLACES in turn n // PLACES. The consumer waits for the
-           phase of `full` that has the turn's parity; the producer for the one of `empty` before,
-           which on a fresh barrier counts as over. Either barrier is completed once a turn
+           once it has done the last dots of the unit before. For the phases of barriers see
+           `decode_few_rings`, which has what is common to kernels for few heads
 Deadlock   none. Both walk the same units (`next_unit`) and blocks (`find_keys`; a unit without keys
            has no box), and send, await and free boxes in the same order. For box n the producer
            waits until box n − PLACES is free, for which the consumer needs the boxes of that one's
@@ -63,11 +61,7 @@ from mlakit.kernels.hopper.decode_work import (
     find_place,
     next_unit,
 )
-from mlakit.kernels.hopper.primitives import (
-    new_barrier,
-    opaque_zero,
-    zero_rows,
-)
+from mlakit.kernels.hopper.primitives import new_barrier, opaque_zero, zero_rows
 
 PRODUCER_REGISTERS = gl.constexpr(96)
 ROPE_COLUMN = gl.constexpr(512)

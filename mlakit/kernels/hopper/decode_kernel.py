@@ -360,6 +360,8 @@ def _warpgroup(
                     pair, parity, keys, inputs, buffers, arrivals, q_rope, acc, peak, total,
                     scores, next_even, next_odd, scale, IS_NEGATIVE, IS_GIVEN,
                 )  # fmt: skip
+        # anew, for what was found of it before would have been kept all the while
+        item = item + opaque_zero()
         next_item, next_index = next_unit(work, item, index + num_programs())
         token, first_head, row, next_row = find_start(inputs, work, next_item, next_index)
         if IS_EVEN:
@@ -370,8 +372,7 @@ def _warpgroup(
             # queries, keys and weights have all been read: the next loads go on meanwhile
             if next_item < work.last_item:
                 _load_even(inputs, token, first_head, row, buffers, arrivals)
-            # found again: kept through the loop, it would take registers that that needs
-            place = find_place(work, item + opaque_zero(), index)
+            place = find_place(work, item, index)
             _store(
                 place, results, work.heads, buffers.left.index(1), acc, peak, total, True, SCORES
             )
@@ -382,7 +383,7 @@ def _warpgroup(
             mbarrier.arrive(arrivals.sum_odd, count=1)
             mbarrier.wait(arrivals.sum_even, parity >> 1)
             total = total + buffers.sum_even.load(SUMS)
-            place = find_place(work, item + opaque_zero(), index)
+            place = find_place(work, item, index)
             _store(
                 place, results, work.heads, buffers.right.index(1), acc, peak, total, False, SCORES
             )

@@ -64,11 +64,12 @@ def load_keys(box, LAYOUT: gl.constexpr):
     """
     WORDS: gl.constexpr = box.shape[1]
     gl.static_assert(WORDS == 32 or WORDS == 16)
-    SIXTEENS: gl.constexpr = (
-        [[0, 4], [0, 8], [0, 16]] if WORDS == 32 else [[0, 4], [0, 8]]
-    )  # of columns
+    # u, then the sixteens of columns
+    REGISTERS: gl.constexpr = (
+        [[8, 0], [0, 4], [0, 8], [0, 16]] if WORDS == 32 else [[8, 0], [0, 4], [0, 8]]
+    )
     OWN: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[8, 0]] + SIXTEENS,
+        reg_bases=REGISTERS,
         lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
         warp_bases=[[16, 0], [32, 0]],
         block_bases=[],
