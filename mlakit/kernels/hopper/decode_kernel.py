@@ -48,7 +48,6 @@ from mlakit.kernels.hopper.decode_work import (
     find_place,
     find_start,
     next_unit,
-    num_programs,
     row_of,
 )
 from mlakit.kernels.hopper.primitives import (
@@ -129,27 +128,26 @@ def _load_odd_right(inputs, row, buffers, arrivals):
 
 @gluon.jit
 def _even_pair(
-    pair, parity, keys, inputs, buffers, arrivals, q_rope, acc, peak, total, scores,
-    next_even, next_odd, scale, IS_NEGATIVE: gl.constexpr, IS_GIVEN: gl.constexpr,
+    pair, pairs_before, keys, inputs, buffers, arrivals, q_rope, acc, peak, total, scores,
+    next_even, next_odd, scale, IS_LAST: gl.constexpr, IS_NEGATIVE: gl.constexpr,
+    IS_GIVEN: gl.constexpr,
 ):  # fmt: skip
     """The even warpgroup's part of a pair of blocks; `next_*` are the rows of the next pair."""
     SCORES: gl.constexpr = scores.type.layout
     SUMS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     DTYPE: gl.constexpr = buffers.left.dtype
-    phase = (parity + pair) & 1
+    phase = (pairs_before + pair) & 1
     zero = opaque_zero()
     block = keys.first_block + 2 * pair
-    is_last = block * 64 + 128 >= keys.end
     row_even = next_even
     row_odd = next_odd
-    if not is_last:
+    if not IS_LAST:
         load_box(
             inputs.kv_rope, row_even, 512, arrivals.rope_even, buffers.rope.index(0), ROPE_BYTES
         )
         next_even = row_of(inputs, keys, block + 4)
         next_odd = row_of(inputs, keys, block + 5)
-    zero_rows(buffers.left, (0,), keys.end - block * 64)
     scores = mask_scores(scores, block, keys, 1, IS_NEGATIVE, IS_GIVEN)
     own_peak = gl.maximum(peak, gl.max(scores, 1) * scale)
     buffers.max_even.store(own_peak)
@@ -158,6 +156,8 @@ def _even_pair(
     weights = gl.exp2(scores * scale - gl.expand_dims(own_peak, 1))
     acc = acc * gl.expand_dims(gl.convert_layout(decay, SUMS), 1)
     own_weights = gl.convert_layout(weights.to(DTYPE), WEIGHTS)
+    if IS_LAST:
+        zero_rows(buffers.left, (0,), keys.end - block * 64)
     pending = warpgroup_mma(own_weights, buffers.left.index(zero), acc, is_async=True)
     # to the other warpgroup the weights go as of the peak of both blocks
     mbarrier.wait(arrivals.max_odd, phase)
@@ -168,15 +168,16 @@ def _even_pair(
     mbarrier.arrive(arrivals.p_even, count=1)
     total = total * decay + gl.sum(weights, 1)
     acc, own_weights = warpgroup_mma_wait(0, deps=(pending, own_weights))
-    if not is_last:
+    if not IS_LAST:
         load_box(inputs.kv, row_even, 0, arrivals.left_even, buffers.left.index(0), HALF_BYTES)
     total = total * adjust
     acc = acc * gl.expand_dims(gl.convert_layout(adjust, SUMS), 1)
     mbarrier.wait(arrivals.p_odd, phase)
-    zero_rows(buffers.left, (1,), keys.end - block * 64 - 64)
+    if IS_LAST:
+        zero_rows(buffers.left, (1,), keys.end - block * 64 - 64)
     pending = warpgroup_mma(buffers.p_odd, buffers.left.index(zero + 1), acc, is_async=True)
-    nothing = gl.zeros([64, 64], gl.float32, SCORES)
-    if not is_last:
+    if not IS_LAST:
+        nothing = gl.zeros([64, 64], gl.float32, SCORES)
         mbarrier.wait(arrivals.rope_even, phase ^ 1)
         rotated = buffers.rope.index(zero).permute((1, 0))
         dots = warpgroup_mma(q_rope, rotated, nothing, use_acc=False, is_async=True)
@@ -192,31 +193,29 @@ def _even_pair(
         scores = warpgroup_mma_wait(0, deps=(dots,))
     else:
         acc = warpgroup_mma_wait(0, deps=(pending,))
-        scores = nothing  # or the old ones would be kept
     return acc, peak, total, scores, next_even, next_odd
 
 
 @gluon.jit
 def _odd_pair(
-    pair, parity, keys, inputs, buffers, arrivals, q_rope, acc, peak, total, scores,
-    next_even, next_odd, scale, IS_NEGATIVE: gl.constexpr, IS_GIVEN: gl.constexpr,
+    pair, pairs_before, keys, inputs, buffers, arrivals, q_rope, acc, peak, total, scores,
+    next_even, next_odd, scale, IS_LAST: gl.constexpr, IS_NEGATIVE: gl.constexpr,
+    IS_GIVEN: gl.constexpr,
 ):  # fmt: skip
     """The odd warpgroup's part of the same pair."""
     SCORES: gl.constexpr = scores.type.layout
     SUMS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     DTYPE: gl.constexpr = buffers.left.dtype
-    phase = (parity + pair) & 1
+    phase = (pairs_before + pair) & 1
     zero = opaque_zero()
     block = keys.first_block + 2 * pair
-    is_last = block * 64 + 128 >= keys.end
     row_even = next_even
     row_odd = next_odd
-    if not is_last:
+    if not IS_LAST:
         load_box(inputs.kv_rope, row_odd, 512, arrivals.rope_odd, buffers.rope.index(1), ROPE_BYTES)
         next_even = row_of(inputs, keys, block + 4)
         next_odd = row_of(inputs, keys, block + 5)
-    zero_rows(buffers.right, (1,), keys.end - block * 64 - 64)
     scores = mask_scores(scores, block + 1, keys, 1, IS_NEGATIVE, IS_GIVEN)
     largest = gl.max(scores, 1) * scale
     mbarrier.wait(arrivals.max_even, phase)
@@ -228,19 +227,22 @@ def _odd_pair(
     decay = gl.exp2(peak - new_peak)
     acc = acc * gl.expand_dims(gl.convert_layout(decay, SUMS), 1)
     own_weights = gl.convert_layout(rounded, WEIGHTS)
+    if IS_LAST:
+        zero_rows(buffers.right, (1,), keys.end - block * 64 - 64)
     pending = warpgroup_mma(own_weights, buffers.right.index(zero + 1), acc, is_async=True)
     buffers.p_odd.store(rounded)
     fence_async_shared()
     mbarrier.arrive(arrivals.p_odd, count=1)
     mbarrier.wait(arrivals.p_even, phase)
-    zero_rows(buffers.right, (0,), keys.end - block * 64)
+    if IS_LAST:
+        zero_rows(buffers.right, (0,), keys.end - block * 64)
     pending = warpgroup_mma(buffers.p_even, buffers.right.index(zero), pending, is_async=True)
     total = total * decay + gl.sum(weights, 1)
-    nothing = gl.zeros([64, 64], gl.float32, SCORES)
-    if not is_last:
-        halfway, own_weights = warpgroup_mma_wait(1, deps=(pending, own_weights))
+    if not IS_LAST:
+        nothing = gl.zeros([64, 64], gl.float32, SCORES)
+        pending, own_weights = warpgroup_mma_wait(1, deps=(pending, own_weights))
         load_box(inputs.kv, row_odd, 256, arrivals.right_odd, buffers.right.index(1), HALF_BYTES)
-        acc = warpgroup_mma_wait(0, deps=(halfway,))
+        acc = warpgroup_mma_wait(0, deps=(pending,))
         load_box(inputs.kv, row_even, 256, arrivals.right_even, buffers.right.index(0), HALF_BYTES)
         mbarrier.wait(arrivals.rope_odd, phase ^ 1)
         rotated = buffers.rope.index(zero + 1).permute((1, 0))
@@ -252,7 +254,6 @@ def _odd_pair(
         scores = warpgroup_mma_wait(0, deps=(dots,))
     else:
         acc, own_weights = warpgroup_mma_wait(0, deps=(pending, own_weights))
-        scores = nothing
     return acc, new_peak, total, scores, next_even, next_odd
 
 
@@ -334,44 +335,47 @@ def _warpgroup(
         _load_odd_left(inputs, next_row, buffers, arrivals)
     else:
         _load_odd_right(inputs, next_row, buffers, arrivals)
-    # phases of the barriers: bit 0 is the parity of the pairs before, bit 1 that of the units
-    parity = item * 0
+    pairs_before = item * 0  # its parity is the phase of the barriers
+    units_before = item * 0
     # addresses of a thread's elements are found in each turn: kept, they would be spilled
     for _ in tl.range(0, count_units(work, item, index), disable_licm=True):
         keys = find_keys(inputs, work, item, index)
         num_pairs = gl.maximum((keys.end_block - keys.first_block + 1) // 2, 1)
         next_even = row_of(inputs, keys, keys.first_block + 2)
         next_odd = row_of(inputs, keys, keys.first_block + 3)
-        mbarrier.wait(arrivals.q, parity >> 1)
+        mbarrier.wait(arrivals.q, units_before & 1)
         q_rope = buffers.p_even.load(gl.DotOperandLayout(0, SCORES, 2))
         acc = gl.zeros([64, 256], gl.float32, VALUES)
         peak = gl.full([64], FIRST_PEAK, gl.float32, SUMS)
         total = gl.zeros([64], gl.float32, SUMS)
-        scores = _first_scores(buffers, arrivals, q_rope, parity & 1, IS_EVEN, SCORES)
-        # the last one is no code of its own: kernels begin with none of theirs in L2
-        for pair in range(num_pairs):
+        scores = _first_scores(buffers, arrivals, q_rope, pairs_before & 1, IS_EVEN, SCORES)
+        for pair in range(num_pairs - 1):
             if IS_EVEN:
                 acc, peak, total, scores, next_even, next_odd = _even_pair(
-                    pair, parity, keys, inputs, buffers, arrivals, q_rope, acc, peak, total,
-                    scores, next_even, next_odd, scale, IS_NEGATIVE, IS_GIVEN,
+                    pair, pairs_before, keys, inputs, buffers, arrivals, q_rope, acc, peak, total,
+                    scores, next_even, next_odd, scale, False, IS_NEGATIVE, IS_GIVEN,
                 )  # fmt: skip
             else:
                 acc, peak, total, scores, next_even, next_odd = _odd_pair(
-                    pair, parity, keys, inputs, buffers, arrivals, q_rope, acc, peak, total,
-                    scores, next_even, next_odd, scale, IS_NEGATIVE, IS_GIVEN,
+                    pair, pairs_before, keys, inputs, buffers, arrivals, q_rope, acc, peak, total,
+                    scores, next_even, next_odd, scale, False, IS_NEGATIVE, IS_GIVEN,
                 )  # fmt: skip
-        # anew, for what was found of it before would have been kept all the while
-        item = item + opaque_zero()
-        next_item, next_index = next_unit(work, item, index + num_programs())
+        # looked up now: the loads that follow this unit then wait for no other load
+        next_item, next_index = next_unit(work, item, index + gl.num_programs(0))
         token, first_head, row, next_row = find_start(inputs, work, next_item, next_index)
         if IS_EVEN:
+            acc, peak, total, scores, next_even, next_odd = _even_pair(
+                num_pairs - 1, pairs_before, keys, inputs, buffers, arrivals, q_rope, acc, peak,
+                total, scores, next_even, next_odd, scale, True, IS_NEGATIVE, IS_GIVEN,
+            )  # fmt: skip
             buffers.sum_even.store(total)
             mbarrier.arrive(arrivals.sum_even, count=1)
-            mbarrier.wait(arrivals.sum_odd, parity >> 1)
+            mbarrier.wait(arrivals.sum_odd, units_before & 1)
             total = total + buffers.sum_odd.load(SUMS)
             # queries, keys and weights have all been read: the next loads go on meanwhile
             if next_item < work.last_item:
                 _load_even(inputs, token, first_head, row, buffers, arrivals)
+            # found again: kept through the loop, it would take registers that that needs
             place = find_place(work, item, index)
             _store(
                 place, results, work.heads, buffers.left.index(1), acc, peak, total, True, SCORES
@@ -379,9 +383,13 @@ def _warpgroup(
             if next_item < work.last_item:
                 _load_odd_left(inputs, next_row, buffers, arrivals)
         else:
+            acc, peak, total, scores, next_even, next_odd = _odd_pair(
+                num_pairs - 1, pairs_before, keys, inputs, buffers, arrivals, q_rope, acc, peak,
+                total, scores, next_even, next_odd, scale, True, IS_NEGATIVE, IS_GIVEN,
+            )  # fmt: skip
             buffers.sum_odd.store(total)
             mbarrier.arrive(arrivals.sum_odd, count=1)
-            mbarrier.wait(arrivals.sum_even, parity >> 1)
+            mbarrier.wait(arrivals.sum_even, units_before & 1)
             total = total + buffers.sum_even.load(SUMS)
             place = find_place(work, item, index)
             _store(
@@ -389,7 +397,8 @@ def _warpgroup(
             )
             if next_item < work.last_item:
                 _load_odd_right(inputs, next_row, buffers, arrivals)
-        parity = parity ^ (num_pairs & 1) ^ 2
+        pairs_before += num_pairs
+        units_before += 1
         item = next_item
         index = next_index
 

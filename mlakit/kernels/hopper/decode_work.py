@@ -10,7 +10,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from mlakit.kernels.hopper.compat import record
-from mlakit.kernels.hopper.primitives import opaque_zero
 
 NO_ROW = gl.constexpr(2**30)  # past the end of every cache: reads as zeros
 
@@ -72,7 +71,7 @@ class Results:
 class Keys:
     """A unit's keys [low, end)."""
 
-    request: object
+    entries: object  # the request's row of the page table
     first_block: object
     end_block: object
     low: object
@@ -133,14 +132,6 @@ def _num_units(work, item):
 
 
 @gluon.jit
-def num_programs():
-    """Of a worker; asked for anew each time, for it would be kept in a register."""
-    return gl.inline_asm_elementwise(
-        "mov.u32 $0, %nctaid.x;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
 def next_unit(work, item, index):
     """The first (item, unit of it) from these on that exists; item is `last_item` past the end."""
     is_found = item >= work.last_item
@@ -158,7 +149,7 @@ def count_units(work, item, index):
     """Units of this program, from these on."""
     count = item * 0
     while item < work.last_item:
-        item, index = next_unit(work, item, index + num_programs())
+        item, index = next_unit(work, item, index + gl.num_programs(0))
         count += 1
     return count
 
@@ -171,7 +162,8 @@ def find_keys(inputs, work, item, index):
     end = gl.where(has_room, gl.minimum(last, kv_len), kv_len)
     if work.IS_CAUSAL:
         end = gl.minimum(end, kv_len - q_len + index // work.HEAD_BLOCKS + 1)
-    return Keys(request, low // 64, (gl.maximum(end, 0) + 63) // 64, low, end)
+    entries = inputs.table + request.to(gl.int64) * inputs.stride_request
+    return Keys(entries, low // 64, (gl.maximum(end, 0) + 63) // 64, low, end)
 
 
 @gluon.jit
@@ -186,11 +178,8 @@ def find_place(work, item, index):
 @gluon.jit
 def page_of(inputs, keys, block):
     """The page of a block; past the last key page 0."""
-    # found anew each time, or it would keep products of strides in registers
-    zero = opaque_zero()
-    entries = inputs.table + (keys.request + zero).to(gl.int64) * inputs.stride_request
-    entry = (block // inputs.PAGE_BLOCKS).to(gl.int64) * (inputs.stride_entry + zero)
-    return gl.load(entries + entry, mask=block * 64 < keys.end, other=0).to(gl.int32)
+    entry = (block // inputs.PAGE_BLOCKS).to(gl.int64) * inputs.stride_entry
+    return gl.load(keys.entries + entry, mask=block < keys.end_block, other=0).to(gl.int32)
 
 
 @gluon.jit
@@ -198,7 +187,7 @@ def row_of(inputs, keys, block):
     """The first row of a block in the cache's descriptor; past the last key rows of zeros."""
     page = page_of(inputs, keys, block)
     row = page * inputs.PAGE_ROWS + block % inputs.PAGE_BLOCKS * 64
-    return gl.where(block * 64 < keys.end, row, NO_ROW)
+    return gl.where(block < keys.end_block, row, NO_ROW)
 
 
 @gluon.jit
