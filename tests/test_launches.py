@@ -199,7 +199,7 @@ def test_lengths_are_those_where_kernels_go_wrong():
     assert all(any(each) for each in q_lens)
     # padded to its longest request, a batch stays small enough for milliseconds
     assert max(max(each.kv_lens) * len(each.kv_lens) for each in launches) <= 12_000
-    assert {each.heads for each in launches} >= {1, 8, 9, 16, 17, 32, 33, 64, 65, 128}
+    assert {each.heads for each in launches} >= {1, 8, 9, 16, 17, 32, 33, 64, 97, 128}
     assert {each.fixed_split > 0 for each in launches} == {True, False}
     assert {each.num_workers > 0 for each in launches} == {True, False}
 
@@ -208,12 +208,14 @@ def test_few_kernels_are_compiled_for_launches_of_the_hopper_kernel():
     launches = drawn("hopper", 400, place="cuda")
     compiled = {
         (
-            each.dtype, each.page_size, each.mask, max(8, 2 ** (each.heads - 1).bit_length()),
+            each.format, each.page_size, each.mask, max(8, 2 ** (each.heads - 1).bit_length()),
             each.sharpness < 0, bool(each.sink), each.num_workers > 0,
+            # which kernel, where there are two
+            each.spare_pages > 0 and each.heads > 32 and "fp8" not in each.format,
         )
         for each in launches
     }  # fmt: skip
-    assert len(compiled) == 12
+    assert len(compiled) == 2 * (9 + 3)
     for each in launches:
         problem = Problem(
             "cuda", 90, f"torch.{'bfloat16' if each.dtype == 'bf16' else 'float16'}",
@@ -269,7 +271,8 @@ def test_what_does_not_go_together_is_said(arguments, message):
 
 
 @pytest.mark.gpu
-def test_launches_pass_on_the_gpu():
-    outcome = run(Settings(("mla_decode",), seed=0, device="cuda", minutes=None, launches=40))
+@pytest.mark.parametrize("seed", range(4))
+def test_launches_pass_on_the_gpu(seed):
+    outcome = run(Settings(("mla_decode",), seed, device="cuda", minutes=None, launches=10))
     assert outcome.miss is None, outcome.miss
-    assert outcome.num_right >= 40
+    assert outcome.num_right >= 10

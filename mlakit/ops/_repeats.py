@@ -47,9 +47,9 @@ class Repeats:
     """What is known of the calls of one op, whose arguments are of these types."""
 
     def __init__(self, types: Mapping[str, Any]) -> None:
-        numbers = [name for name, type_ in types.items() if not _has_tensors(type_)]
-        self._numbers = itemgetter(*numbers) if len(numbers) > 1 else _all_of(numbers)
-        self._others = [name for name in types if name not in numbers]
+        tensors = [name for name, type_ in types.items() if _has_tensors(type_)]
+        self._tensors = _all_of(tensors)
+        self._numbers = _all_of([name for name in types if name not in tensors])
         self._known: OrderedDict[object, Recording | int] = OrderedDict()
 
     def run(
@@ -59,18 +59,7 @@ class Repeats:
         results: Sequence[Tensor | None],
     ) -> Results:
         """What `body()` gives, which is the op with these arguments."""
-        survey = Survey()
-        for name in self._others:
-            value = arguments[name]
-            if value is None:
-                survey.facts.append(None)
-            else:
-                survey.add(value)
-        for result in results:
-            if result is None:
-                survey.facts.append(None)
-            else:
-                survey.add(result)
+        survey = Survey((*self._tensors(arguments), *results))
         if not survey.is_repeatable():
             with _made_current(survey.device):
                 return body()
@@ -100,6 +89,8 @@ def _has_tensors(type_: Any) -> bool:
 
 
 def _all_of(names: Sequence[str]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
+    if len(names) > 1:
+        return itemgetter(*names)
     return lambda arguments: tuple([arguments[name] for name in names])
 
 
@@ -108,45 +99,47 @@ class Survey:
 
     __slots__ = ("addresses", "device", "facts", "is_plain", "tensors")
 
-    def __init__(self) -> None:
+    def __init__(self, values: Iterable[Any]) -> None:
         self.facts: list[object] = []
         self.tensors: list[Tensor] = []
         self.addresses: list[int] = []
         self.device: torch.device | None = None
         self.is_plain = True
+        self._add_all(values)
 
-    def add(self, value: Any) -> None:
-        kind = type(value)
-        if kind is Tensor or kind is Parameter:
-            address, device = value.data_ptr(), value.device
-            self.tensors.append(value)
-            self.addresses.append(address)
-            strides = None if value.is_contiguous() else value.stride()
-            self.facts += (value.shape, strides, value.dtype, address % ALIGNMENT)
-            if self.device is None:
-                self.device = device
-            if device != self.device or value.requires_grad:
+    def _add_all(self, values: Iterable[Any]) -> None:
+        facts, tensors, addresses = self.facts, self.tensors, self.addresses
+        for value in values:
+            kind = type(value)
+            if value is None:
+                facts.append(None)
+            elif kind is Tensor or kind is Parameter:
+                address = value.data_ptr()
+                strides = None if value.is_contiguous() else value.stride()
+                facts += (value.shape, strides, value.dtype, address % ALIGNMENT)
+                tensors.append(value)
+                addresses.append(address)
+                self._is_on(value.device, not value.requires_grad)
+            elif kind is CacheLayer or kind is DecodePlanTensors:
+                whole = _layer(value) if kind is CacheLayer else _plan(value)
+                facts.append(whole.number)
+                tensors += whole.tensors
+                addresses += whole.addresses
+                self._is_on(whole.device, whole.is_plain)
+            elif isinstance(value, (tuple, list)):
+                facts += (kind, len(value))
+                self._add_all(value)
+            elif isinstance(value, Tensor):  # of a kind with a mind of its own: fake, sharded
                 self.is_plain = False
-        elif kind is CacheLayer:
-            self._add_whole(_layer(value))
-        elif kind is DecodePlanTensors:
-            self._add_whole(_plan(value))
-        elif isinstance(value, (tuple, list)):
-            self.facts += (kind, len(value))
-            for part in value:
-                self.add(part)
-        elif isinstance(value, Tensor):  # of a kind with a mind of its own: fake, traced, sharded
-            self.is_plain = False
-        else:
-            self.facts += (kind, value)
+            else:
+                facts += (kind, value)
+            if not self.is_plain:
+                return
 
-    def _add_whole(self, whole: Whole) -> None:
-        self.facts.append(whole.number)
-        self.tensors += whole.tensors
-        self.addresses += whole.addresses
+    def _is_on(self, device: torch.device | None, is_plain: bool) -> None:
         if self.device is None:
-            self.device = whole.device
-        self.is_plain = self.is_plain and whole.is_plain and self.device == whole.device
+            self.device = device
+        self.is_plain = is_plain and device == self.device
 
     def is_repeatable(self) -> bool:
         """Are these tensors where kernels run, and does nobody want to see how?"""
@@ -181,9 +174,7 @@ class Whole:
     __slots__ = ("addresses", "device", "is_plain", "number", "tensors")
 
     def __init__(self, kind: type, parts: Iterable[Any]) -> None:
-        survey = Survey()
-        for part in parts:
-            survey.add(part)
+        survey = Survey(parts)
         self.tensors, self.addresses, self.device = survey.tensors, survey.addresses, survey.device
         self.is_plain = survey.is_plain
         facts = (kind, *survey.facts)

@@ -20,7 +20,7 @@ from mlakit.reference.softmax import attention_weights
 from mlakit.testing import assert_matches, poison
 from mlakit.workloads.case import Results, Trial, assert_given, assert_logits_match
 from mlakit.workloads.decode import DecodeBatch
-from mlakit.workloads.paged import Pool, map_pages, num_pages_for, starts_of
+from mlakit.workloads.paged import SPARE_COLUMNS, Pool, map_pages, num_pages_for, starts_of
 from mlakit.workloads.stage import Stage
 
 
@@ -81,11 +81,14 @@ def attend(
 class DecodeLaunch(DecodeBatch):
     """A call of `mla_decode`. A negative `sharpness` makes a negative softmax_scale.
 
-    calls  made in a row, the last of which is judged: from the third on, a GPU may start what was
-           recorded of the second
+    calls        made in a row, the last of which is judged: from the third on, a GPU may start what
+                 was recorded of the second
+    spare_pages  columns of the page table past the longest request: a kernel is chosen by what the
+                 table has room for
     """
 
     calls: int = 1
+    spare_pages: int = 0
     kv_lora_rank: int = 512
     qk_rope_head_dim: int = 64
     page_size: int = 64
@@ -136,7 +139,8 @@ class DecodeLaunch(DecodeBatch):
 
     def _fill(self, pool: Pool, counts: Sequence[int], seen: Tensor) -> tuple[Tensor, Tensor]:
         """(page table, float64 [requests, keys, width] as stored, 0 where nothing is seen)."""
-        page_table, slots = map_pages(pool, counts, seen)
+        spare_columns = SPARE_COLUMNS + self.spare_pages
+        page_table, slots = map_pages(pool, counts, seen, spare_columns=spare_columns)
         at = seen.nonzero(as_tuple=True)
         values = pool.stage.normal(len(at[0]), self.row.width)
         stored = pool.write(slots[at], values, power_of_two=self.power_of_two)

@@ -35,13 +35,17 @@ class Configuration:
     is_negative: bool = False
 
 
-FOR_HOPPER = (  # a kernel each for up to 8, 16, 32, 64 and 128 heads
+SPARE_PAGES = 1100  # of a table for long requests: work for the kernels that are for much of it
+FOR_HOPPER = (  # a kernel each for up to 8, 16, 32, 64 and 128 heads, and for rows of FP8
     Configuration((1, 8), sink="mixed"),
     Configuration((9, 16), "fp16", "fp16", 128, "null", is_negative=True),
     Configuration((17, 32)),
     Configuration((33, 64), mask="null", sink="finite"),
-    Configuration((65, 128)),
-    Configuration((65, 128), "fp16", "fp16", 256, sink="mixed", is_negative=True),
+    Configuration((97, 128)),
+    Configuration((97, 128), "fp16", "fp16", 256, sink="mixed", is_negative=True),
+    Configuration((1, 8), "fp8", mask="null"),
+    Configuration((9, 16), "fp8_token", sink="mixed"),
+    Configuration((97, 128), "fp8_block128", page_size=128, is_negative=True),
 )
 FOR_ANY = (
     *FOR_HOPPER,
@@ -74,6 +78,7 @@ def decode_launch(draw: Draw, backend: str, device: str) -> DecodeLaunch:
         **_scheduled(draw, most_workers=GPU_WORKERS if is_gpu else CPU_WORKERS, backend=backend),
         seed=draw.integer(0, 2**31),
         calls=draw.choice((1, 1, 1, 3)),
+        spare_pages=draw.choice((0, SPARE_PAGES)) if is_gpu else 0,
         num_layers=draw.integer(1, 2),
         kv_lens=tuple(_length(draw, longest) for _ in range(batch)),
         q_lens=q_lens,

@@ -196,7 +196,9 @@ def _paged_table(
     return stage.place(f"{pool.name} page_table", table.to(dtype)), slots
 
 
-def map_pages(pool: Pool, counts: Sequence[int], seen: Tensor) -> tuple[Tensor, Tensor]:
+def map_pages(
+    pool: Pool, counts: Sequence[int], seen: Tensor, *, spare_columns: int = SPARE_COLUMNS
+) -> tuple[Tensor, Tensor]:
     """(page table, int64 [requests, keys]: the slots of keys), all requests at once.
 
     Pages are shuffled; the entries of pages that have nothing to see are garbage.
@@ -212,7 +214,7 @@ def map_pages(pool: Pool, counts: Sequence[int], seen: Tensor) -> tuple[Tensor, 
     own = pages[(firsts[:, None] + column).clamp_max(len(pages) - 1)]
     slots = own[:, :, None] * page_size + torch.arange(page_size, device=stage.drawn_on)
     looked_up = seen.unflatten(1, (-1, page_size)).any(-1)
-    table = _garbage(pool, len(counts), len(column) + SPARE_COLUMNS)
+    table = _garbage(pool, len(counts), len(column) + spare_columns)
     table[:, : len(column)] = torch.where(looked_up, own, table[:, : len(column)])
     return stage.place(f"{pool.name} page_table", table.int()), slots.flatten(1)
 
