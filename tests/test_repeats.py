@@ -293,6 +293,22 @@ def test_gradients_and_dispatch_modes_take_the_whole_way(op):
     assert call.ran == 4
 
 
+def complaining(*arguments: Any) -> tuple[Tensor, ...]:
+    raise ValueError("what the body says")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"factor": [2.0]}, {"x": torch.eye(3).to_sparse()}, {"y": torch.eye(3).to_sparse_csr()}],
+    ids=["a list for a number", "sparse", "compressed"],
+)
+def test_what_is_wrong_with_an_argument_the_body_says(op, wrong):
+    call = op(complaining)
+    for _ in range(4):
+        with pytest.raises(ValueError, match="what the body says"):
+            call(**{"x": values(), **wrong})
+
+
 def test_tensors_that_are_given_other_memory_are_seen_there(op):
     types = {"x": DecodePlanTensors}
     repeats = Repeats(types)

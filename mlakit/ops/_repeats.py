@@ -66,7 +66,10 @@ class Repeats:
         numbers = self._numbers(arguments)
         # with their types: True is no number, yet equal to 1
         key = (*survey.facts, survey.device, knobs.backend(), numbers, *map(type, numbers))
-        known = self._known.get(key, 0)
+        try:
+            known = self._known.get(key, 0)
+        except TypeError:  # a list where a number should be: what is wrong with it the body says
+            return body()
         if isinstance(known, Recording):
             return body() if known.is_watched() else known.replay(survey)
         if known > ATTEMPTS:
@@ -105,7 +108,10 @@ class Survey:
         self.addresses: list[int] = []
         self.device: torch.device | None = None
         self.is_plain = True
-        self._add_all(values)
+        try:
+            self._add_all(values)
+        except RuntimeError:  # a tensor without memory of its own, such as a sparse one
+            self.is_plain = False
 
     def _add_all(self, values: Iterable[Any]) -> None:
         facts, tensors, addresses = self.facts, self.tensors, self.addresses

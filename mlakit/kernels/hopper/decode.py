@@ -3,6 +3,7 @@
 Work       the plan's workers times the units that a request has on average; see `decode_kernel`,
            and for up to 32 heads `decode_few_kernel`, over FP8 rows `decode_few_fp8_kernel`
 Memory     float32 partials, two per worker: 35 MB at most where there are 132 SMs
+           (where requests are cut on their own account, one per part that the table has room for)
 Limits     rows of 576/512 in halves and queries of their dtype, or rows of e4m3 and few heads of
            halves; pages of a multiple of 64 rows, rows that TMA can copy boxes of; `support` says
            no to the rest
