@@ -22,7 +22,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mlakit.cache import WHOLE, CacheLayer, KVShard
 from mlakit.formats import SMALLEST_SCALE
-from mlakit.kernels.hopper.decode_few_fp8_kernel import REGISTERS, mla_decode_few_fp8_kernel
+from mlakit.kernels.hopper.decode_few_fp8_kernel import mla_decode_few_fp8_kernel
 from mlakit.kernels.hopper.decode_few_kernel import mla_decode_few_kernel
 from mlakit.kernels.hopper.decode_kernel import mla_decode_kernel
 from mlakit.kernels.hopper.support import ARCH, FP8_FORMATS
@@ -247,7 +247,7 @@ def _pool_arguments(layer: CacheLayer, variant: Variant) -> PoolArguments:
         "FORMAT": layer.codec.name,
         "ROPE_COLUMN": rope_column,
         **_fp8_places(variant.rows, copies, rope_bytes),
-        "maxnreg": REGISTERS.value,
+        **_fp8_warps(variant.rows),
     }
     return PoolArguments(_boxes(words, BLOCK, 32), rope, page_rows, host_scale, options)
 
@@ -271,6 +271,13 @@ def _fp8_places(rows: int, copies: int, rope_bytes: int) -> dict[str, int]:
     # four parts of latent columns have a box of rotated ones
     places = max(n for n in range(64) if n * part_bytes + -(-n // 4) * rope_bytes <= room)
     return {"PLACES": places, "ROPE_PLACES": -(-places // 4)}
+
+
+def _fp8_warps(rows: int) -> dict[str, int]:
+    """Scorers of blocks, and what the warps of each kind have of 64 K registers."""
+    if rows > 16:
+        return {"SCORERS": 1, "SCORER_REGISTERS": 224, "PRODUCER_REGISTERS": 32, "maxnreg": 168}
+    return {"SCORERS": 2, "SCORER_REGISTERS": 136, "PRODUCER_REGISTERS": 40, "maxnreg": 128}
 
 
 def _boxes(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:

@@ -51,10 +51,12 @@ def new_ring(PLACES: gl.constexpr, WIDTH: gl.constexpr, descriptor, READERS: gl.
 
 
 @gluon.jit
-def after(ring, place, turn):
-    """The place that follows, and the parity of its turn."""
-    is_last = place == ring.boxes.shape[0] - 1
-    return gl.where(is_last, 0, place + 1), gl.where(is_last, turn ^ 1, turn)
+def after(ring, place, turn, STEPS: gl.constexpr = 1):
+    """The place so many boxes on, less than a turn, and the parity of its turn."""
+    PLACES: gl.constexpr = ring.boxes.shape[0]
+    is_next_turn = place >= PLACES - STEPS
+    place = gl.where(is_next_turn, place + STEPS - PLACES, place + STEPS)
+    return place, gl.where(is_next_turn, turn ^ 1, turn)
 
 
 @gluon.jit
