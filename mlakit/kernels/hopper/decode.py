@@ -277,7 +277,7 @@ def _fp8_warps(rows: int) -> dict[str, int]:
     """Scorers of blocks, and what the warps of each kind have of 64 K registers."""
     if rows > 16:
         return {"SCORERS": 1, "SCORER_REGISTERS": 224, "PRODUCER_REGISTERS": 32, "maxnreg": 168}
-    return {"SCORERS": 2, "SCORER_REGISTERS": 136, "PRODUCER_REGISTERS": 40, "maxnreg": 128}
+    return {"SCORERS": 2, "SCORER_REGISTERS": 160, "PRODUCER_REGISTERS": 40, "maxnreg": 128}
 
 
 def _boxes(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:

@@ -224,12 +224,13 @@ def mla_decode_few_fp8_kernel(
         new_barrier(),
     )
     COPIES: gl.constexpr = PARTS if FORMAT == "fp8_block128" else 1
-    messages = new_messages(q.layout, ROWS, COPIES)
+    messages = new_messages(q, ROWS, COPIES)
+    fitted = new_fitted(ROWS)
     item, index = next_unit(work, gl.load(worker_starts + gl.program_id(1)), gl.program_id(0))
     if item < work.last_item:
         if SCORERS == 1:
             NOBODY: gl.constexpr = None
-            turns = Turns(0, 1, NOBODY, NOBODY, NOBODY, NOBODY, NOBODY)
+            turns = Turns(0, 1, NOBODY, NOBODY, NOBODY, NOBODY, fitted)
             gl.warp_specialize(
                 [
                     (_adder, (item, index, inputs, work, results, messages, channels)),
@@ -247,7 +248,7 @@ def mla_decode_few_fp8_kernel(
             )  # fmt: skip
         else:
             first, second = new_standing(ROWS), new_standing(ROWS)
-            end, end_total, fitted = new_standing(ROWS), new_heads(ROWS), new_fitted(ROWS)
+            end, end_total = new_standing(ROWS), new_heads(ROWS)
             turns = Turns(0, 2, second, first, end, end_total, fitted)
             other_turns = Turns(1, 2, first, second, end, end_total, fitted)
             gl.warp_specialize(

@@ -78,7 +78,7 @@ class Standing:
 class Fitted:
     """That queries are halves, told by the first scorer to the second."""
 
-    unit: object  # [heads] float32
+    unit: object  # [heads] float32, of scores
     is_told: object  # a barrier
 
 
@@ -102,9 +102,9 @@ def new_heads(ROWS: gl.constexpr):
 
 
 @gluon.jit
-def new_messages(layout, ROWS: gl.constexpr, COPIES: gl.constexpr):
+def new_messages(q, ROWS: gl.constexpr, COPIES: gl.constexpr):
     return Messages(
-        gl.allocate_shared_memory(gl.float16, [2 * COPIES, ROWS, 64], layout),
+        gl.allocate_shared_memory(gl.float16, [2 * COPIES, ROWS, 64], q.layout),
         gl.allocate_shared_memory(gl.float32, [2, ROWS], FLAT),
         new_barriers(2, 1),
         new_barriers(2, 1),
@@ -152,8 +152,8 @@ def _load_scales(scales, inputs, keys, page, block, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _fit_queries(queries, ROW: gl.constexpr, FORMAT: gl.constexpr):
-    """Make queries halves that match `load_keys`. What to multiply their scores with, [heads]."""
+def _fit_queries(queries, unit_of_scores, FORMAT: gl.constexpr):
+    """Make queries halves that match `load_keys`, and find what to multiply their scores with."""
     largest = largest_of(queries.latent.index(0))
     for part in gl.static_range(1, PARTS):
         largest = gl.maximum(largest, largest_of(queries.latent.index(part)))
@@ -164,47 +164,38 @@ def _fit_queries(queries, ROW: gl.constexpr, FORMAT: gl.constexpr):
         match_keys(queries.latent.index(part), as_halves(queries.latent).index(part), factor)
     if FORMAT == "fp8":
         match_keys(queries.rope.index(0), as_halves(queries.rope).index(0), factor)
+    unit_of_scores.store(unit * (1.0 / LARGEST_UNIT))
     fence_async_shared()
-    return gl.convert_layout(unit * (1.0 / LARGEST_UNIT), ROW)
 
 
 @gluon.jit
 def _scores(
-    queries, channels, place, turn, rope_place, rope_turn, unit, scales, LAYOUT: gl.constexpr,
+    queries, channels, place, turn, rope_place, rope_turn, query_unit, scales, LAYOUT: gl.constexpr,
     FORMAT: gl.constexpr,
 ):  # fmt: skip
     """Of a block, [64 keys, heads], every scale of a row applied. All its boxes are read.
 
-    unit  of the halves that queries are
+    query_unit  [heads] of the halves that queries are, in shared memory
     """
     latent, rope = channels.latent, channels.rope
     HEADS: gl.constexpr = queries.rope.shape[1]
     zero = opaque_zero()
     nothing = gl.zeros([64, HEADS], gl.float32, LAYOUT)
-    mbarrier.wait(rope.full.index(rope_place), rope_turn)
     box = rope.boxes.index(rope_place)
+    scores, dots = nothing, nothing
     if FORMAT == "fp8":
+        mbarrier.wait(rope.full.index(rope_place), rope_turn)
         keys = load_keys(box, LAYOUT)
+        mbarrier.arrive(rope.empty.index(rope_place), count=1)
         q = as_halves(queries.rope).index(zero).permute((1, 0))
         dots = warpgroup_mma(keys, q, nothing, use_acc=False, is_async=True)
-    else:
-        q = queries.rope.index(zero).permute((1, 0))
-        dots = warpgroup_mma(box, q, nothing, use_acc=False, is_async=True)
-    rotated = nothing
-    scores = nothing
     for part in gl.static_range(PARTS):
         mbarrier.wait(latent.full.index(place), turn)
         next_keys = load_keys(latent.boxes.index(place), LAYOUT)
         mbarrier.arrive(latent.empty.index(place), count=1)
         place, turn = after(latent, place, turn)
         # the dots before have had the time of a conversion
-        if part == 0:
-            if FORMAT == "fp8":
-                dots, keys = warpgroup_mma_wait(0, deps=(dots, keys))
-            else:
-                rotated = warpgroup_mma_wait(0, deps=(dots,))
-            mbarrier.arrive(rope.empty.index(rope_place), count=1)
-        else:
+        if FORMAT == "fp8" or part > 0:
             dots, keys = warpgroup_mma_wait(0, deps=(dots, keys))
         if FORMAT == "fp8_block128" and part > 0:
             scores += dots * gl.expand_dims(scales[part - 1], 1)
@@ -215,14 +206,18 @@ def _scores(
         else:
             dots = warpgroup_mma(keys, q, nothing, use_acc=False, is_async=True)
     dots, keys = warpgroup_mma_wait(0, deps=(dots, keys))
-    unit = gl.expand_dims(unit, 0)
     if FORMAT == "fp8_block128":
-        scores += dots * gl.expand_dims(scales[PARTS - 1], 1)
-        scores = scores * unit + rotated
-    elif FORMAT == "fp8_token":
-        scores = (dots * unit + rotated) * gl.expand_dims(scales[0], 1)
-    else:
-        scores = dots * unit
+        dots = scores + dots * gl.expand_dims(scales[PARTS - 1], 1)
+    scores = dots * gl.expand_dims(query_unit.load(gl.SliceLayout(0, LAYOUT)), 0)
+    if FORMAT != "fp8":
+        # last, for what it is added to takes no registers of its own
+        mbarrier.wait(rope.full.index(rope_place), rope_turn)
+        q = queries.rope.index(zero).permute((1, 0))
+        scores = warpgroup_mma(box, q, scores, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=(scores,))
+        mbarrier.arrive(rope.empty.index(rope_place), count=1)
+    if FORMAT == "fp8_token":
+        scores *= gl.expand_dims(scales[0], 1)
     return scores, place, turn
 
 
@@ -265,6 +260,13 @@ def _send_weights(messages, number, exponentials, decay, factor, scales):
 
 
 @gluon.jit
+def _sum_pairs(exponentials):
+    """Of the two keys that a thread has, [32, heads]: the sum of all can wait until the end."""
+    HEADS: gl.constexpr = exponentials.shape[1]
+    return gl.sum(exponentials.reshape([4, 2, 8, HEADS]), 1).reshape([32, HEADS])
+
+
+@gluon.jit
 def _tell(standing, peak, unit):
     standing.peak.store(peak)
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -292,6 +294,7 @@ def score(
     KEY: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     NUMBER: gl.constexpr = turns.NUMBER
     STEP: gl.constexpr = turns.COUNT
+    fitted = turns.fitted
     # of rows with scales none yet: `unit_for` knows a least one
     FIRST_UNIT: gl.constexpr = 1.0 if scales.first is None else 0.0
     zero = item * 0
@@ -309,30 +312,28 @@ def score(
         next_scales = _load_scales(scales, inputs, keys, page, first_block, KEY)
         page = page_of(inputs, keys, first_block + STEP)
         peak = gl.full([HEADS], FIRST_PEAK, gl.float32, ROW)
-        total = gl.zeros([64, HEADS], gl.float32, LAYOUT)  # of every 64th key, until the end
+        total = _sum_pairs(gl.zeros([64, HEADS], gl.float32, LAYOUT))
         weight_unit = gl.to_tensor(FIRST_UNIT)
         if NUMBER == 0:
             mbarrier.wait(queries.arrival, units_before & 1)
-            query_unit = _fit_queries(queries, ROW, scales.FORMAT)
+            _fit_queries(queries, fitted.unit, scales.FORMAT)
             if STEP > 1:
-                turns.fitted.unit.store(query_unit)
-                mbarrier.arrive(turns.fitted.is_told, count=1)
+                mbarrier.arrive(fitted.is_told, count=1)
         else:
-            mbarrier.wait(turns.fitted.is_told, units_before & 1)
-            query_unit = turns.fitted.unit.load(ROW)
+            mbarrier.wait(fitted.is_told, units_before & 1)
         for block in range(first_block, keys.end_block, STEP):
             number = blocks_before + block - keys.first_block
             row_scales = next_scales
-            # on their way while this block is worked on
-            next_scales = _load_scales(scales, inputs, keys, page, block + STEP, KEY)
-            page = page_of(inputs, keys, block + 2 * STEP)
-            largest_scale = _largest_scale(row_scales)
             scores, place, turn = _scores(
-                queries, channels, place, turn, rope_place, rope_turn, query_unit, row_scales,
+                queries, channels, place, turn, rope_place, rope_turn, fitted.unit, row_scales,
                 LAYOUT, scales.FORMAT,
             )  # fmt: skip
             place, turn = after(channels.latent, place, turn, (STEP - 1) * PARTS)
             rope_place, rope_turn = after(channels.rope, rope_place, rope_turn, STEP)
+            # on their way while weights are made: through the dots they would be spilled
+            next_scales = _load_scales(scales, inputs, keys, page, block + STEP, KEY)
+            page = page_of(inputs, keys, block + 2 * STEP)
+            largest_scale = _largest_scale(row_scales)
             scores = mask_scores(scores, block, keys, 0, IS_NEGATIVE, IS_GIVEN)
             largest = gl.max(scores, 0) * scale
             peak_before = peak
@@ -350,9 +351,12 @@ def score(
             decay = gl.exp2(peak_before - new_peak)
             decay *= unit_before * weight_factor * (1.0 / LARGEST_UNIT)
             _send_weights(messages, number, exponentials, decay, weight_factor, row_scales)
-            total = total * gl.expand_dims(gl.exp2(peak - new_peak), 0) + exponentials
+            own_decay = gl.convert_layout(
+                gl.exp2(peak - new_peak), gl.SliceLayout(0, total.type.layout), assert_trivial=True
+            )
+            total = total * gl.expand_dims(own_decay, 0) + _sum_pairs(exponentials)
             peak = new_peak
-        total = gl.sum(total, 0)
+        total = gl.convert_layout(gl.sum(total, 0), ROW)
         next_item, next_index = next_unit(work, item, index + gl.num_programs(0))
         if NUMBER == 0:
             if STEP > 1:
