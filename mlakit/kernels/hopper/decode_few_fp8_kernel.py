@@ -47,6 +47,7 @@ from mlakit.kernels.hopper.decode_few_fp8_scorer import (
     message_place,
     new_fitted,
     new_heads,
+    new_maxima,
     new_messages,
     new_standing,
     score,
@@ -95,8 +96,8 @@ def _add_values(messages, number, latent, place, turn, sums, kept, LAYOUT: gl.co
     decay = gl.expand_dims(decay, 0)
     done = ()
     for part in gl.static_range(PARTS):
-        copy = message * messages.COPIES + (part if messages.COPIES > 1 else 0)
-        weights = messages.weights.index(copy).permute((1, 0))
+        copy = messages.weights[part if messages.COPIES > 1 else 0]
+        weights = copy.index(message).permute((1, 0))
         dots = warpgroup_mma(values, weights, sums[part] * decay, is_async=True)
         place, turn = after(latent, place, turn)
         next_values = values
@@ -230,7 +231,7 @@ def mla_decode_few_fp8_kernel(
     if item < work.last_item:
         if SCORERS == 1:
             NOBODY: gl.constexpr = None
-            turns = Turns(0, 1, NOBODY, NOBODY, NOBODY, NOBODY, fitted)
+            turns = Turns(0, 1, new_maxima(ROWS), NOBODY, NOBODY, NOBODY, NOBODY, fitted)
             gl.warp_specialize(
                 [
                     (_adder, (item, index, inputs, work, results, messages, channels)),
@@ -249,8 +250,8 @@ def mla_decode_few_fp8_kernel(
         else:
             first, second = new_standing(ROWS), new_standing(ROWS)
             end, end_total = new_standing(ROWS), new_heads(ROWS)
-            turns = Turns(0, 2, second, first, end, end_total, fitted)
-            other_turns = Turns(1, 2, first, second, end, end_total, fitted)
+            turns = Turns(0, 2, new_maxima(ROWS), second, first, end, end_total, fitted)
+            other_turns = Turns(1, 2, new_maxima(ROWS), first, second, end, end_total, fitted)
             gl.warp_specialize(
                 [
                     (_adder, (item, index, inputs, work, results, messages, channels)),

@@ -55,7 +55,7 @@ class Scales:
 class Messages:
     """From scorers to the adder: of block n in place n % 2, and of the end of a unit."""
 
-    weights: object  # float16 [2 · COPIES, heads, 64 keys]; a copy for each scale that a row has
+    weights: object  # float16 [2, heads, 64 keys], as many of them as a row has scales
     decays: object  # [2, heads] float32, of the sums before
     full: object
     empty: object
@@ -83,11 +83,20 @@ class Fitted:
 
 
 @record
+class Maxima:
+    """What the four warps of a scorer tell each other."""
+
+    scores: object  # [4, heads] float32
+    scales: object  # [4] float32
+
+
+@record
 class Turns:
     """Which blocks a scorer has, and what it shares with the other one if there is one."""
 
     NUMBER: object
     COUNT: object  # of scorers
+    maxima: object
     before: object  # Standing, as the other one tells it
     own: object
     end: object  # Standing, of the second scorer's blocks of a unit
@@ -103,8 +112,12 @@ def new_heads(ROWS: gl.constexpr):
 
 @gluon.jit
 def new_messages(q, ROWS: gl.constexpr, COPIES: gl.constexpr):
+    weights = ()
+    # each of its own: between two of them the compiler then needs no block-wide barrier
+    for _ in gl.static_range(COPIES):
+        weights += (gl.allocate_shared_memory(gl.float16, [2, ROWS, 64], q.layout),)
     return Messages(
-        gl.allocate_shared_memory(gl.float16, [2 * COPIES, ROWS, 64], q.layout),
+        weights,
         gl.allocate_shared_memory(gl.float32, [2, ROWS], FLAT),
         new_barriers(2, 1),
         new_barriers(2, 1),
@@ -119,6 +132,15 @@ def new_messages(q, ROWS: gl.constexpr, COPIES: gl.constexpr):
 def new_standing(ROWS: gl.constexpr):
     unit = gl.allocate_shared_memory(gl.float32, [1], FLAT)
     return Standing(new_heads(ROWS), unit, new_barrier())
+
+
+@gluon.jit
+def new_maxima(ROWS: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    return Maxima(
+        gl.allocate_shared_memory(gl.float32, [4, ROWS], LAYOUT),
+        gl.allocate_shared_memory(gl.float32, [4], FLAT),
+    )
 
 
 @gluon.jit
@@ -222,15 +244,52 @@ def _scores(
 
 
 @gluon.jit
-def _largest_scale(scales):
+def _show_scales(maxima, scales):
+    """Write the largest of each warp's keys, for `_largest_scale`."""
+    if len(scales) > 0:
+        largest = scales[0]
+        for part in gl.static_range(1, len(scales)):
+            largest = gl.maximum(largest, scales[part])
+        maxima.scales.store(gl.max(largest.reshape([4, 16]), 1))
+
+
+@gluon.jit
+def _largest_scale(maxima, scales):
     """Of a block; 0 where rows have none."""
     largest = 0.0
     if len(scales) > 0:
-        rows = scales[0]
-        for part in gl.static_range(1, len(scales)):
-            rows = gl.maximum(rows, scales[part])
-        largest = gl.max(rows, 0)
+        ALL: gl.constexpr = gl.DistributedLinearLayout(
+            reg_bases=[[1], [2]],
+            lane_bases=[[0], [0], [0], [0], [0]],
+            warp_bases=[[0], [0]],
+            block_bases=[],
+            shape=[4],
+        )
+        largest = gl.max(maxima.scales.load(ALL), 0)
     return largest
+
+
+@gluon.jit
+def _largest_scores(maxima, scores):
+    """Of each head, among all keys of a block.
+
+    By way of shared memory, written and read but once: `gl.max` would do that twice.
+    """
+    HEADS: gl.constexpr = scores.shape[1]
+    # heads as a thread has them of the scores, warps as its own elements
+    HEAD_BASES: gl.constexpr = (
+        [[0, 1]] if HEADS == 8 else [[0, 1], [0, 8]] if HEADS == 16 else [[0, 1], [0, 8], [0, 16]]
+    )
+    ALL: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=HEAD_BASES + [[1, 0], [2, 0]],  # noqa: RUF005
+        lane_bases=[[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]],
+        warp_bases=[[0, 0], [0, 0]],
+        block_bases=[],
+        shape=[4, HEADS],
+    )
+    maxima.scores.store(gl.max(scores.reshape([4, 16, HEADS]), 1))
+    largest = gl.max(maxima.scores.load(ALL), 0)
+    return gl.convert_layout(largest, gl.SliceLayout(0, scores.type.layout), assert_trivial=True)
 
 
 @gluon.jit
@@ -252,7 +311,7 @@ def _send_weights(messages, number, exponentials, decay, factor, scales):
             weights = exponentials * gl.expand_dims(scales[copy] * factor, 1)
         else:
             weights = exponentials * factor
-        buffer = messages.weights.index(place * messages.COPIES + copy)
+        buffer = messages.weights[copy].index(place)
         buffer.permute((1, 0)).store(weights.to(gl.float16))
     messages.decays.index(place).store(decay)
     fence_async_shared()
@@ -267,19 +326,23 @@ def _sum_pairs(exponentials):
 
 
 @gluon.jit
-def _tell(standing, peak, unit):
+def _tell(standing, peak, unit, HAS_UNITS: gl.constexpr):
     standing.peak.store(peak)
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    standing.unit.store(gl.full([1], unit, gl.float32, ONE))
+    if HAS_UNITS:
+        ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        standing.unit.store(gl.full([1], unit, gl.float32, ONE))
     mbarrier.arrive(standing.is_told, count=1)
 
 
 @gluon.jit
-def _hear(standing, turn, ROW: gl.constexpr):
+def _hear(standing, turn, ROW: gl.constexpr, HAS_UNITS: gl.constexpr):
     """(peak, unit)"""
     mbarrier.wait(standing.is_told, turn)
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    return standing.peak.load(ROW), gl.max(standing.unit.load(ONE), 0)
+    unit = gl.to_tensor(1.0)
+    if HAS_UNITS:
+        ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        unit = gl.max(standing.unit.load(ONE), 0)
+    return standing.peak.load(ROW), unit
 
 
 @gluon.jit
@@ -295,8 +358,8 @@ def score(
     NUMBER: gl.constexpr = turns.NUMBER
     STEP: gl.constexpr = turns.COUNT
     fitted = turns.fitted
-    # of rows with scales none yet: `unit_for` knows a least one
-    FIRST_UNIT: gl.constexpr = 1.0 if scales.first is None else 0.0
+    HAS_UNITS: gl.constexpr = scales.first is not None
+    FIRST_UNIT: gl.constexpr = 0.0 if HAS_UNITS else 1.0  # none yet: `unit_for` knows a least one
     zero = item * 0
     place, turn = after(channels.latent, zero, zero, NUMBER * PARTS)
     rope_place, rope_turn = after(channels.rope, zero, zero, NUMBER)
@@ -324,6 +387,7 @@ def score(
         for block in range(first_block, keys.end_block, STEP):
             number = blocks_before + block - keys.first_block
             row_scales = next_scales
+            _show_scales(turns.maxima, row_scales)
             scores, place, turn = _scores(
                 queries, channels, place, turn, rope_place, rope_turn, fitted.unit, row_scales,
                 LAYOUT, scales.FORMAT,
@@ -333,20 +397,22 @@ def score(
             # on their way while weights are made: through the dots they would be spilled
             next_scales = _load_scales(scales, inputs, keys, page, block + STEP, KEY)
             page = page_of(inputs, keys, block + 2 * STEP)
-            largest_scale = _largest_scale(row_scales)
             scores = mask_scores(scores, block, keys, 0, IS_NEGATIVE, IS_GIVEN)
-            largest = gl.max(scores, 0) * scale
+            largest = _largest_scores(turns.maxima, scores) * scale
+            largest_scale = _largest_scale(turns.maxima, row_scales)
             peak_before = peak
             unit_before = weight_unit
             if STEP > 1:
-                peak_before, unit_before = _hear(turns.before, ((number - 1) >> 1) & 1, ROW)
+                peak_before, unit_before = _hear(
+                    turns.before, ((number - 1) >> 1) & 1, ROW, HAS_UNITS
+                )
                 is_first = block == keys.first_block
                 peak_before = gl.where(is_first, FIRST_PEAK, peak_before)
                 unit_before = gl.where(is_first, FIRST_UNIT, unit_before)
             new_peak = gl.maximum(peak_before, largest)
             weight_unit, weight_factor = _unit_of_weights(unit_before, largest_scale, row_scales)
             if STEP > 1:
-                _tell(turns.own, new_peak, weight_unit)
+                _tell(turns.own, new_peak, weight_unit, HAS_UNITS)
             exponentials = gl.exp2(scores * scale - gl.expand_dims(new_peak, 0))
             decay = gl.exp2(peak_before - new_peak)
             decay *= unit_before * weight_factor * (1.0 / LARGEST_UNIT)
@@ -360,7 +426,7 @@ def score(
         next_item, next_index = next_unit(work, item, index + gl.num_programs(0))
         if NUMBER == 0:
             if STEP > 1:
-                other_peak, other_unit = _hear(turns.end, units_before & 1, ROW)
+                other_peak, other_unit = _hear(turns.end, units_before & 1, ROW, HAS_UNITS)
                 last_peak = gl.maximum(peak, other_peak)
                 total = total * gl.exp2(peak - last_peak)
                 total += turns.end_total.load(ROW) * gl.exp2(other_peak - last_peak)
@@ -376,7 +442,7 @@ def score(
             _send_factor(messages, units_before, factor * weight_unit)
         else:
             turns.end_total.store(total)
-            _tell(turns.end, peak, weight_unit)
+            _tell(turns.end, peak, weight_unit, HAS_UNITS)
         units_before += 1
         blocks_before += gl.maximum(keys.end_block - keys.first_block, 0)
         item = next_item
