@@ -14,15 +14,25 @@ Bound      by bytes in flight, if shared memory is spared: it could not also tak
                                        m = max(m, Sᵀ)
                                        Pᵀ = exp2(Sᵀ − m)  message ->  Oᵀ = Oᵀ·a + Vᵀ·Pᵀ
                              <- empty: each part, when both have read it
-  a unit                               write lse          message ->  write Oᵀ · factor
+  a unit                               write lse           factor ->  write Oᵀ · factor
 
-Channels   the rings of `decode_few_rings`, whose latent boxes have two readers; and two places for
-           messages with barriers `full` and `empty`: the weights of a block with the decay of the
-           sums before it, or a unit's last factor. Message n goes to place n % 2
-Deadlock   none. All walk the same units and blocks. The scorer waits for boxes, and for the adder
-           to be done with the message before the last; the adder for boxes and for the message of
-           the block whose boxes it reads; the producer for both to have read an earlier box. A
-           ring has room for a block, so the earliest block that is not done can always go on
+Scorers    two, who take turns (`decode_few_fp8_scorer`): while one waits for its dots and for the
+           other warps of its softmax, the other goes on. With 32 heads the adder's sums leave
+           registers for one only
+Channels   the rings of `decode_few_rings`, whose latent boxes have two readers, the adder and the
+           scorer of their block; two places for messages with barriers `full` and `empty`, the
+           weights of block n and the decay of the sums before it in place n % 2; and one for the
+           factor of a unit, from the first scorer. Blocks are counted through all units
+Phases     who waits for one of a barrier must know that the phase before is over. Of a message's
+           place it is: one scorer has all blocks of a place. Of a ring's it is where the ring has
+           room for two blocks: the box before in that place is then of a scorer's own last block,
+           or of one whose peak it has heard
+Deadlock   none. All walk the same units and blocks. The scorer of block n waits for its boxes; for
+           the peak of block n − 1, which is told before any message is sent; and for the adder to
+           be done with message n − 2. The adder waits for boxes and for the message of the block
+           whose boxes it reads; the producer for both to have read an earlier box. At the end of a
+           unit the first scorer waits for the second, which then waits for queries of the next. So
+           the earliest block that is not done can always go on
 Memory     all of shared memory, with 16 heads some 180 KB of places, all of them in flight but for
            the boxes just being read
 Numbers    rows are widened exactly, and so are queries; P, times the row's scale, is rounded to
@@ -43,6 +53,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from mlakit.kernels.hopper.decode_few_fp8_scorer import (
     Scales,
+    Scoring,
     Turns,
     message_place,
     new_fitted,
@@ -191,7 +202,7 @@ def mla_decode_few_fp8_kernel(
     ITEM_COLUMNS: gl.constexpr,
     FORMAT: gl.constexpr,
     ROPE_COLUMN: gl.constexpr,  # of the descriptor
-    PLACES: gl.constexpr,
+    PLACES: gl.constexpr,  # for two blocks at least
     ROPE_PLACES: gl.constexpr,
     SCORERS: gl.constexpr,  # 1 or 2
     SCORER_REGISTERS: gl.constexpr,  # of a thread
@@ -226,52 +237,36 @@ def mla_decode_few_fp8_kernel(
     )
     COPIES: gl.constexpr = PARTS if FORMAT == "fp8_block128" else 1
     messages = new_messages(q, ROWS, COPIES)
+    scoring = Scoring(
+        queries, messages, channels, row_scales, scale_log2, tensor_scale, IS_NEGATIVE, IS_GIVEN
+    )
     fitted = new_fitted(ROWS)
     item, index = next_unit(work, gl.load(worker_starts + gl.program_id(1)), gl.program_id(0))
     if item < work.last_item:
         if SCORERS == 1:
-            NOBODY: gl.constexpr = None
-            turns = Turns(0, 1, new_maxima(ROWS), NOBODY, NOBODY, NOBODY, NOBODY, fitted)
+            NONE: gl.constexpr = None
+            turns = Turns(0, 1, new_maxima(ROWS), NONE, NONE, NONE, NONE, fitted)
             gl.warp_specialize(
                 [
                     (_adder, (item, index, inputs, work, results, messages, channels)),
-                    (
-                        score,
-                        (
-                            item, index, inputs, work, results, queries, messages, channels,
-                            row_scales, turns, scale_log2, tensor_scale, IS_NEGATIVE, IS_GIVEN,
-                        ),
-                    ),
+                    (score, (turns, item, index, inputs, work, results, scoring)),
                     (produce, (item, index, inputs, work, channels, ROPE_COLUMN)),
                 ],
                 [4, 1],
                 [SCORER_REGISTERS, PRODUCER_REGISTERS],
-            )  # fmt: skip
+            )
         else:
-            first, second = new_standing(ROWS), new_standing(ROWS)
+            told, told_back = new_standing(ROWS), new_standing(ROWS)
             end, end_total = new_standing(ROWS), new_heads(ROWS)
-            turns = Turns(0, 2, new_maxima(ROWS), second, first, end, end_total, fitted)
-            other_turns = Turns(1, 2, new_maxima(ROWS), first, second, end, end_total, fitted)
+            first = Turns(0, 2, new_maxima(ROWS), told_back, told, end, end_total, fitted)
+            second = Turns(1, 2, new_maxima(ROWS), told, told_back, end, end_total, fitted)
             gl.warp_specialize(
                 [
                     (_adder, (item, index, inputs, work, results, messages, channels)),
-                    (
-                        score,
-                        (
-                            item, index, inputs, work, results, queries, messages, channels,
-                            row_scales, turns, scale_log2, tensor_scale, IS_NEGATIVE, IS_GIVEN,
-                        ),
-                    ),
-                    (
-                        score,
-                        (
-                            item, index, inputs, work, results, queries, messages, channels,
-                            row_scales, other_turns, scale_log2, tensor_scale, IS_NEGATIVE,
-                            IS_GIVEN,
-                        ),
-                    ),
+                    (score, (first, item, index, inputs, work, results, scoring)),
+                    (score, (second, item, index, inputs, work, results, scoring)),
                     (produce, (item, index, inputs, work, channels, ROPE_COLUMN)),
                 ],
                 [4, 4, 1],
                 [SCORER_REGISTERS, SCORER_REGISTERS, PRODUCER_REGISTERS],
-            )  # fmt: skip
+            )

@@ -2,14 +2,15 @@
 
 One scorer has every block, or two of them take turns: of all blocks of a program, unit after unit,
 block n goes to scorer n % 2. Weights and sums are relative to a peak that never falls from a block
-to the next, so scorers hand it on, before exponentials are found; with it the unit of the weights.
+to the next, so scorers tell it to each other, before they find exponentials; and with it the unit
+of the weights.
 Each sums its own exponentials. At the end of a unit the second gives its sum to the first, which
 joins them, and also fits the queries of a unit for both.
 
-Barriers   a baton's is completed once a block of its giver; it may be written anew when the block
-           between has been handed on, for its scorer read it before. `Ends` and `Fitted` are
-           completed once a unit: the second scorer gives its end when it needs queries no more, the
-           first fits queries when it has read that end
+Barriers   what a scorer tells of a block is told once a block of its own; it may be told anew once
+           the other has told of the block between, for it has heard before. The end of the second
+           scorer's blocks and that queries are fitted is told once a unit: the end when it needs
+           queries no more, and queries are fitted when that end has been heard
 """
 
 from __future__ import annotations
@@ -63,6 +64,20 @@ class Messages:
     factor_full: object
     factor_empty: object
     COPIES: object
+
+
+@record
+class Scoring:
+    """What scorers have in common."""
+
+    queries: object
+    messages: object
+    channels: object
+    scales: object
+    scale: object  # of the softmax, for exponents of 2
+    tensor_scale: object
+    IS_NEGATIVE: object
+    IS_GIVEN: object
 
 
 @record
@@ -346,11 +361,10 @@ def _hear(standing, turn, ROW: gl.constexpr, HAS_UNITS: gl.constexpr):
 
 
 @gluon.jit
-def score(
-    item, index, inputs, work, results, queries, messages, channels, scales, turns, scale,
-    tensor_scale, IS_NEGATIVE: gl.constexpr, IS_GIVEN: gl.constexpr,
-):  # fmt: skip
+def score(turns, item, index, inputs, work, results, scoring):
     """All that a scorer does."""
+    queries, messages, channels = scoring.queries, scoring.messages, scoring.channels
+    scales, scale = scoring.scales, scoring.scale
     HEADS: gl.constexpr = work.ROWS
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
     ROW: gl.constexpr = gl.SliceLayout(0, LAYOUT)
@@ -397,7 +411,7 @@ def score(
             # on their way while weights are made: through the dots they would be spilled
             next_scales = _load_scales(scales, inputs, keys, page, block + STEP, KEY)
             page = page_of(inputs, keys, block + 2 * STEP)
-            scores = mask_scores(scores, block, keys, 0, IS_NEGATIVE, IS_GIVEN)
+            scores = mask_scores(scores, block, keys, 0, scoring.IS_NEGATIVE, scoring.IS_GIVEN)
             largest = _largest_scores(turns.maxima, scores) * scale
             largest_scale = _largest_scale(turns.maxima, row_scales)
             peak_before = peak
@@ -438,7 +452,7 @@ def score(
             row = gl.arange(0, HEADS, ROW)
             lse, factor = finish(unit, results, work.heads, unit.first_head + row, peak, total)
             store_lse(unit, results, work.heads, row, lse)
-            factor *= tensor_scale * (1.0 / LARGEST_UNIT)
+            factor *= scoring.tensor_scale * (1.0 / LARGEST_UNIT)
             _send_factor(messages, units_before, factor * weight_unit)
         else:
             turns.end_total.store(total)
