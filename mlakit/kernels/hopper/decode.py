@@ -247,7 +247,7 @@ def _pool_arguments(layer: CacheLayer, variant: Variant) -> PoolArguments:
         "FORMAT": layer.codec.name,
         "ROPE_COLUMN": rope_column,
         **_fp8_places(variant.rows, copies, rope_bytes),
-        **_fp8_warps(variant.rows),
+        **_fp8_warps(variant.rows, layer.codec.name),
     }
     return PoolArguments(_boxes(words, BLOCK, 32), rope, page_rows, host_scale, options)
 
@@ -273,11 +273,16 @@ def _fp8_places(rows: int, copies: int, rope_bytes: int) -> dict[str, int]:
     return {"PLACES": places, "ROPE_PLACES": -(-places // 4)}
 
 
-def _fp8_warps(rows: int) -> dict[str, int]:
-    """Scorers of blocks, and what the warps of each kind have of 64 K registers."""
-    if rows > 16:
-        return {"SCORERS": 1, "SCORER_REGISTERS": 224, "PRODUCER_REGISTERS": 32, "maxnreg": 168}
-    return {"SCORERS": 2, "SCORER_REGISTERS": 160, "PRODUCER_REGISTERS": 40, "maxnreg": 128}
+def _fp8_warps(rows: int, format: str) -> dict[str, int]:
+    """How many scorers, and the registers of a thread of each kind; the adder has the rest.
+
+    Two scorers wherever nothing is spilled, with Triton 3.6.0 and 3.9.0.
+    """
+    if rows <= 16:
+        return {"SCORERS": 2, "SCORER_REGISTERS": 160, "PRODUCER_REGISTERS": 40, "maxnreg": 128}
+    if format == "fp8":
+        return {"SCORERS": 2, "SCORER_REGISTERS": 128, "PRODUCER_REGISTERS": 40, "maxnreg": 128}
+    return {"SCORERS": 1, "SCORER_REGISTERS": 224, "PRODUCER_REGISTERS": 32, "maxnreg": 168}
 
 
 def _boxes(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:

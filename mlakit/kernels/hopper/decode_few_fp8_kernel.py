@@ -18,7 +18,7 @@ Bound      by bytes in flight, if shared memory is spared: it could not also tak
 
 Scorers    two, who take turns (`decode_few_fp8_scorer`): while one waits for its dots and for the
            other warps of its softmax, the other goes on. With 32 heads the adder's sums leave
-           registers for one only
+           registers for one only where rows have scales
 Channels   the rings of `decode_few_rings`, whose latent boxes have two readers, the adder and the
            scorer of their block; two places for messages with barriers `full` and `empty`, the
            weights of block n and the decay of the sums before it in place n % 2; and one for the
