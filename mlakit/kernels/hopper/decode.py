@@ -39,6 +39,7 @@ LEAST_KEYS = 128  # that are worth a worker
 LEAST_KEYS_OF_FEW = 64  # likewise, where a worker has few heads
 FEW_HEADS = 32  # at most: more of them fill the 64 rows of the other kernel half or better
 FEW_BLOCKS = 16  # of keys, for each SM
+FP8_BOXES = 2  # of 128 columns, in one place of a ring of e4m3
 
 
 @dataclass(frozen=True)
@@ -265,12 +266,12 @@ def _row_scales(layer: CacheLayer) -> tuple[Tensor | None, int, int]:
 
 def _fp8_places(rows: int, copies: int, rope_bytes: int) -> dict[str, int]:
     """Places of rings that fit beside the queries and two messages of `copies` of weights."""
-    part_bytes = BLOCK * 128
+    place_bytes = FP8_BOXES * BLOCK * 128
     other = rows * (LATENT + ROPE) * 2 + 2 * rows * (copies * BLOCK * 2 + 4) + OTHER_BYTES
     room = SHARED_BYTES[ARCH] - other
-    # four parts of latent columns have a box of rotated ones
-    places = max(n for n in range(64) if n * part_bytes + -(-n // 4) * rope_bytes <= room)
-    return {"PLACES": places, "ROPE_PLACES": -(-places // 4)}
+    fills = 4 // FP8_BOXES  # of places, for a box of rotated columns
+    places = max(n for n in range(64) if n * place_bytes + -(-n // fills) * rope_bytes <= room)
+    return {"BOXES": FP8_BOXES, "PLACES": places, "ROPE_PLACES": -(-places // fills)}
 
 
 def _fp8_warps(rows: int, format: str) -> dict[str, int]:

@@ -10,7 +10,7 @@ Bound      by bytes in flight, if shared memory is spared: it could not also tak
 
              producer, one warp        scorer, four warps              adder, four warps
   a block    wait for free places
-             copy five boxes  full ->  Sᵀ = K·Qᵀ, part by part    ->  read a part
+             copy a block     full ->  Sᵀ = K·Qᵀ, part by part    ->  read a part
                                        m = max(m, Sᵀ)
                                        Pᵀ = exp2(Sᵀ − m)  message ->  Oᵀ = Oᵀ·a + Vᵀ·Pᵀ
                              <- empty: each part, when both have read it
@@ -87,11 +87,16 @@ from mlakit.kernels.hopper.primitives import new_barrier
 
 
 @gluon.jit
-def _read_values(latent, place, turn, kept, LAYOUT: gl.constexpr):
-    mbarrier.wait(latent.full.index(place), turn)
-    values = load_values(latent.boxes.index(place), kept, LAYOUT)
-    mbarrier.arrive(latent.empty.index(place), count=1)
-    return values
+def _read_values(latent, part: gl.constexpr, place, turn, kept, LAYOUT: gl.constexpr):
+    """Of a part of a block; and where the next part is."""
+    if part % latent.BOXES == 0:
+        mbarrier.wait(latent.full.index(place), turn)
+    box = latent.boxes.index(place * latent.BOXES + part % latent.BOXES)
+    values = load_values(box, kept, LAYOUT)
+    if part % latent.BOXES == latent.BOXES - 1:
+        mbarrier.arrive(latent.empty.index(place), count=1)
+        place, turn = after(latent, place, turn)
+    return values, place, turn
 
 
 @gluon.jit
@@ -100,7 +105,7 @@ def _add_values(messages, number, latent, place, turn, sums, kept, LAYOUT: gl.co
 
     sums  of the columns of each part, [COLUMNS, heads]
     """
-    values = _read_values(latent, place, turn, kept, LAYOUT)
+    values, place, turn = _read_values(latent, 0, place, turn, kept, LAYOUT)
     message, message_turn = message_place(number)
     mbarrier.wait(messages.full.index(message), message_turn)
     decay = messages.decays.index(message).load(gl.SliceLayout(0, LAYOUT))
@@ -110,10 +115,9 @@ def _add_values(messages, number, latent, place, turn, sums, kept, LAYOUT: gl.co
         copy = messages.weights[part if messages.COPIES > 1 else 0]
         weights = copy.index(message).permute((1, 0))
         dots = warpgroup_mma(values, weights, sums[part] * decay, is_async=True)
-        place, turn = after(latent, place, turn)
         next_values = values
         if part + 1 < PARTS:
-            next_values = _read_values(latent, place, turn, kept, LAYOUT)
+            next_values, place, turn = _read_values(latent, part + 1, place, turn, kept, LAYOUT)
         dots, values = warpgroup_mma_wait(0, deps=(dots, values))
         done += (dots,)
         values = next_values
@@ -202,6 +206,7 @@ def mla_decode_few_fp8_kernel(
     ITEM_COLUMNS: gl.constexpr,
     FORMAT: gl.constexpr,
     ROPE_COLUMN: gl.constexpr,  # of the descriptor
+    BOXES: gl.constexpr,  # of a place of the ring of latent columns
     PLACES: gl.constexpr,  # for two blocks at least
     ROPE_PLACES: gl.constexpr,
     SCORERS: gl.constexpr,  # 1 or 2
@@ -227,7 +232,7 @@ def mla_decode_few_fp8_kernel(
     )  # fmt: skip
     row_scales = Scales(scales, stride_scales_page, stride_scales_row, FORMAT)
     channels = Channels(
-        new_ring(PLACES, COLUMNS // 4, kv, READERS=2),
+        new_ring(PLACES, COLUMNS // 4, kv, READERS=2, BOXES=BOXES),
         new_ring(ROPE_PLACES, kv_rope.block_shape[1], kv_rope, READERS=1),
     )
     queries = Queries(

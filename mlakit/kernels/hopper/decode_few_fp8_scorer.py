@@ -218,19 +218,22 @@ def _scores(
     HEADS: gl.constexpr = queries.rope.shape[1]
     zero = opaque_zero()
     nothing = gl.zeros([64, HEADS], gl.float32, LAYOUT)
-    box = rope.boxes.index(rope_place)
+    rope_box = rope.boxes.index(rope_place)
     scores, dots = nothing, nothing
     if FORMAT == "fp8":
         mbarrier.wait(rope.full.index(rope_place), rope_turn)
-        keys = load_keys(box, LAYOUT)
+        keys = load_keys(rope_box, LAYOUT)
         mbarrier.arrive(rope.empty.index(rope_place), count=1)
         q = as_halves(queries.rope).index(zero).permute((1, 0))
         dots = warpgroup_mma(keys, q, nothing, use_acc=False, is_async=True)
     for part in gl.static_range(PARTS):
-        mbarrier.wait(latent.full.index(place), turn)
-        next_keys = load_keys(latent.boxes.index(place), LAYOUT)
-        mbarrier.arrive(latent.empty.index(place), count=1)
-        place, turn = after(latent, place, turn)
+        if part % latent.BOXES == 0:
+            mbarrier.wait(latent.full.index(place), turn)
+        box = latent.boxes.index(place * latent.BOXES + part % latent.BOXES)
+        next_keys = load_keys(box, LAYOUT)
+        if part % latent.BOXES == latent.BOXES - 1:
+            mbarrier.arrive(latent.empty.index(place), count=1)
+            place, turn = after(latent, place, turn)
         # the dots before have had the time of a conversion
         if FORMAT == "fp8" or part > 0:
             dots, keys = warpgroup_mma_wait(0, deps=(dots, keys))
@@ -250,7 +253,7 @@ def _scores(
         # last, for what it is added to takes no registers of its own
         mbarrier.wait(rope.full.index(rope_place), rope_turn)
         q = queries.rope.index(zero).permute((1, 0))
-        scores = warpgroup_mma(box, q, scores, is_async=True)
+        scores = warpgroup_mma(rope_box, q, scores, is_async=True)
         scores = warpgroup_mma_wait(0, deps=(scores,))
         mbarrier.arrive(rope.empty.index(rope_place), count=1)
     if FORMAT == "fp8_token":
@@ -375,7 +378,8 @@ def score(turns, item, index, inputs, work, results, scoring):
     HAS_UNITS: gl.constexpr = scales.first is not None
     FIRST_UNIT: gl.constexpr = 0.0 if HAS_UNITS else 1.0  # none yet: `unit_for` knows a least one
     zero = item * 0
-    place, turn = after(channels.latent, zero, zero, NUMBER * PARTS)
+    FILLS: gl.constexpr = PARTS // channels.latent.BOXES
+    place, turn = after(channels.latent, zero, zero, NUMBER * FILLS)
     rope_place, rope_turn = after(channels.rope, zero, zero, NUMBER)
     units_before = item * 0  # its parity is the phase of what happens once a unit
     blocks_before = item * 0
@@ -406,7 +410,7 @@ def score(turns, item, index, inputs, work, results, scoring):
                 queries, channels, place, turn, rope_place, rope_turn, fitted.unit, row_scales,
                 LAYOUT, scales.FORMAT,
             )  # fmt: skip
-            place, turn = after(channels.latent, place, turn, (STEP - 1) * PARTS)
+            place, turn = after(channels.latent, place, turn, (STEP - 1) * FILLS)
             rope_place, rope_turn = after(channels.rope, rope_place, rope_turn, STEP)
             # on their way while weights are made: through the dots they would be spilled
             next_scales = _load_scales(scales, inputs, keys, page, block + STEP, KEY)
