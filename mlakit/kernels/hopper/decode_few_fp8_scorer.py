@@ -263,7 +263,7 @@ def _scores(
 
 @gluon.jit
 def _show_scales(maxima, scales):
-    """Write the largest of each warp's keys, for `_largest_scale`."""
+    """Write the largest of each warp's keys, for `_largest_scale` once all have."""
     if len(scales) > 0:
         largest = scales[0]
         for part in gl.static_range(1, len(scales)):
@@ -405,7 +405,6 @@ def score(turns, item, index, inputs, work, results, scoring):
         for block in range(first_block, keys.end_block, STEP):
             number = blocks_before + block - keys.first_block
             row_scales = next_scales
-            _show_scales(turns.maxima, row_scales)
             scores, place, turn = _scores(
                 queries, channels, place, turn, rope_place, rope_turn, fitted.unit, row_scales,
                 LAYOUT, scales.FORMAT,
@@ -416,6 +415,7 @@ def score(turns, item, index, inputs, work, results, scoring):
             next_scales = _load_scales(scales, inputs, keys, page, block + STEP, KEY)
             page = page_of(inputs, keys, block + 2 * STEP)
             scores = mask_scores(scores, block, keys, 0, scoring.IS_NEGATIVE, scoring.IS_GIVEN)
+            _show_scales(turns.maxima, row_scales)
             largest = _largest_scores(turns.maxima, scores) * scale
             largest_scale = _largest_scale(turns.maxima, row_scales)
             peak_before = peak
