@@ -151,9 +151,12 @@ HOPPER = {
         for format in ("fp8", "fp8_token", "fp8_block128")
     },
     "hopper-decode-h16-fp8-fp16-q": _decode("fp8", 16, page_size=64, dtype="fp16"),
-    "hopper-decode-fp8-given-plan": _decode(
-        "fp8_block128", 32, page_size=128, num_workers=3, tile=16
-    ),
+    **{
+        f"hopper-decode-h{heads}-{format}-given-plan": _decode(
+            format, heads, page_size=128, num_workers=3, tile=16
+        )
+        for heads, format in ((16, "fp8_block128"), (32, "fp8"), (32, "fp8_block128"))
+    },
 }
 HOPPER_ARCH = 90
 EVERYWHERE = (

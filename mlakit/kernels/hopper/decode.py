@@ -23,7 +23,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mlakit.cache import WHOLE, CacheLayer, KVShard
 from mlakit.formats import SMALLEST_SCALE
-from mlakit.kernels.hopper.decode_few_fp8_kernel import REGISTERS, mla_decode_few_fp8_kernel
+from mlakit.kernels.hopper.decode_few_fp8_kernel import mla_decode_few_fp8_kernel
 from mlakit.kernels.hopper.decode_few_kernel import mla_decode_few_kernel
 from mlakit.kernels.hopper.decode_kernel import mla_decode_kernel
 from mlakit.kernels.hopper.support import ARCH, FP8_FORMATS
@@ -40,6 +40,7 @@ LEAST_KEYS = 128  # that are worth a worker
 LEAST_KEYS_OF_FEW = 64  # likewise, where a worker has few heads
 FEW_HEADS = 32  # at most: more of them fill the 64 rows of the other kernel half or better
 FEW_BLOCKS = 16  # of keys, for each SM
+FP8_BOXES = 2  # of 128 columns, in one place of a ring of e4m3
 
 
 @dataclass(frozen=True)
@@ -248,7 +249,7 @@ def _pool_arguments(layer: CacheLayer, variant: Variant) -> PoolArguments:
         "FORMAT": layer.codec.name,
         "ROPE_COLUMN": rope_column,
         **_fp8_places(variant.rows, copies, rope_bytes),
-        "maxnreg": REGISTERS.value,
+        **_fp8_warps(variant.rows, layer.codec.name),
     }
     return PoolArguments(_boxes(words, BLOCK, 32), rope, page_rows, host_scale, options)
 
@@ -266,12 +267,24 @@ def _row_scales(layer: CacheLayer) -> tuple[Tensor | None, int, int]:
 
 def _fp8_places(rows: int, copies: int, rope_bytes: int) -> dict[str, int]:
     """Places of rings that fit beside the queries and two messages of `copies` of weights."""
-    part_bytes = BLOCK * 128
+    place_bytes = FP8_BOXES * BLOCK * 128
     other = rows * (LATENT + ROPE) * 2 + 2 * rows * (copies * BLOCK * 2 + 4) + OTHER_BYTES
     room = SHARED_BYTES[ARCH] - other
-    # four parts of latent columns have a box of rotated ones
-    places = max(n for n in range(64) if n * part_bytes + -(-n // 4) * rope_bytes <= room)
-    return {"PLACES": places, "ROPE_PLACES": -(-places // 4)}
+    fills = 4 // FP8_BOXES  # of places, for a box of rotated columns
+    places = max(n for n in range(64) if n * place_bytes + -(-n // fills) * rope_bytes <= room)
+    return {"BOXES": FP8_BOXES, "PLACES": places, "ROPE_PLACES": -(-places // fills)}
+
+
+def _fp8_warps(rows: int, format: str) -> dict[str, int]:
+    """How many scorers, and the registers of a thread of each kind; the adder has the rest.
+
+    Two scorers wherever nothing is spilled, with Triton 3.6.0 and 3.9.0.
+    """
+    if rows <= 16:
+        return {"SCORERS": 2, "SCORER_REGISTERS": 160, "PRODUCER_REGISTERS": 40, "maxnreg": 128}
+    if format == "fp8":
+        return {"SCORERS": 2, "SCORER_REGISTERS": 128, "PRODUCER_REGISTERS": 40, "maxnreg": 128}
+    return {"SCORERS": 1, "SCORER_REGISTERS": 224, "PRODUCER_REGISTERS": 32, "maxnreg": 168}
 
 
 def _boxes(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:

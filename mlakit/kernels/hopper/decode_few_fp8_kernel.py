@@ -10,19 +10,29 @@ Bound      by bytes in flight, if shared memory is spared: it could not also tak
 
              producer, one warp        scorer, four warps              adder, four warps
   a block    wait for free places
-             copy five boxes  full ->  Sᵀ = K·Qᵀ, part by part    ->  read a part
+             copy a block     full ->  Sᵀ = K·Qᵀ, part by part    ->  read a part
                                        m = max(m, Sᵀ)
                                        Pᵀ = exp2(Sᵀ − m)  message ->  Oᵀ = Oᵀ·a + Vᵀ·Pᵀ
                              <- empty: each part, when both have read it
-  a unit                               write lse          message ->  write Oᵀ · factor
+  a unit                               write lse           factor ->  write Oᵀ · factor
 
-Channels   the rings of `decode_few_rings`, whose latent boxes have two readers; and two places for
-           messages with barriers `full` and `empty`: the weights of a block with the decay of the
-           sums before it, or a unit's last factor. Message n goes to place n % 2
-Deadlock   none. All walk the same units and blocks. The scorer waits for boxes, and for the adder
-           to be done with the message before the last; the adder for boxes and for the message of
-           the block whose boxes it reads; the producer for both to have read an earlier box. A
-           ring has room for a block, so the earliest block that is not done can always go on
+Scorers    two, who take turns (`decode_few_fp8_scorer`): while one waits for its dots and for the
+           other warps of its softmax, the other goes on. With 32 heads the adder's sums leave
+           registers for one only where rows have scales
+Channels   the rings of `decode_few_rings`, whose latent boxes have two readers, the adder and the
+           scorer of their block; two places for messages with barriers `full` and `empty`, the
+           weights of block n and the decay of the sums before it in place n % 2; and one for the
+           factor of a unit, from the first scorer. Blocks are counted through all units
+Phases     who waits for one of a barrier must know that the phase before is over. Of a message's
+           place it is: one scorer has all blocks of a place. Of a ring's it is where the ring has
+           room for two blocks: the box before in that place is then of a scorer's own last block,
+           or of one whose peak it has heard
+Deadlock   none. All walk the same units and blocks. The scorer of block n waits for its boxes; for
+           the peak of block n − 1, which is told before any message is sent; and for the adder to
+           be done with message n − 2. The adder waits for boxes and for the message of the block
+           whose boxes it reads; the producer for both to have read an earlier box. At the end of a
+           unit the first scorer waits for the second, which then waits for queries of the next. So
+           the earliest block that is not done can always go on
 Memory     all of shared memory, with 16 heads some 180 KB of places, all of them in flight but for
            the boxes just being read
 Numbers    rows are widened exactly, and so are queries; P, times the row's scale, is rounded to
@@ -36,25 +46,33 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from mlakit.kernels.hopper.compat import record
+from mlakit.kernels.hopper.decode_few_fp8_scorer import (
+    Scales,
+    Scoring,
+    Turns,
+    message_place,
+    new_fitted,
+    new_heads,
+    new_maxima,
+    new_messages,
+    new_standing,
+    score,
+)
 from mlakit.kernels.hopper.decode_few_rings import (
     COLUMNS,
     PARTS,
     Channels,
     Queries,
     after,
-    load_queries,
     new_ring,
     produce,
     store,
 )
-from mlakit.kernels.hopper.decode_softmax import FIRST_PEAK, finish, mask_scores, store_lse
 from mlakit.kernels.hopper.decode_work import (
     Inputs,
     Results,
@@ -63,274 +81,43 @@ from mlakit.kernels.hopper.decode_work import (
     find_keys,
     find_place,
     next_unit,
-    page_of,
 )
-from mlakit.kernels.hopper.e4m3 import (
-    LARGEST_UNIT,
-    as_halves,
-    column_of_sum,
-    largest_of,
-    load_keys,
-    load_values,
-    match_keys,
-    unit_for,
-)
-from mlakit.kernels.hopper.primitives import new_barrier, new_barriers, opaque_zero
-
-REGISTERS = gl.constexpr(168)  # of a thread, on average
-SCORER_REGISTERS = gl.constexpr(224)
-PRODUCER_REGISTERS = gl.constexpr(32)
-
-
-@record
-class Scales:
-    """Of rows; `first` is None where there is but one of the tensor."""
-
-    first: object  # float32
-    stride_page: object
-    stride_row: object
-    FORMAT: object
-
-
-@record
-class Messages:
-    """From the scorer to the adder; two places."""
-
-    weights: object  # float16 [2 · COPIES, heads, 64 keys]; a copy for each scale that a row has
-    factors: object  # [2, heads] float32
-    full: object
-    empty: object
-    COPIES: object
+from mlakit.kernels.hopper.e4m3 import column_of_sum, load_values
+from mlakit.kernels.hopper.primitives import new_barrier
 
 
 @gluon.jit
-def _message_place(count):
-    """Of message number `count`: its place, and the parity of its turn."""
-    return count & 1, (count >> 1) & 1
-
-
-@gluon.jit
-def _load_scales(scales, inputs, keys, page, block, LAYOUT: gl.constexpr):
-    """float32 [64 keys] of a block: a tuple of as many as a row has."""
-    found = ()
-    if scales.first is not None:
-        offset = gl.arange(0, 64, LAYOUT)
-        is_read = block * 64 + offset < keys.end
-        offset += block % inputs.PAGE_BLOCKS * 64
-        at = scales.first + page.to(gl.int64) * scales.stride_page
-        at += offset.to(gl.int64) * scales.stride_row
-        if scales.FORMAT == "fp8_token":
-            scale = gl.load(at, mask=is_read, other=0.0)
-            found += (gl.where(scale < 0, 0.0, scale),)  # a NaN stays one
-        else:
-            for part in gl.static_range(PARTS):
-                found += (gl.load(at + part, mask=is_read, other=0.0),)
-    return found
-
-
-@gluon.jit
-def _fit_queries(queries, ROW: gl.constexpr, FORMAT: gl.constexpr):
-    """Make queries halves that match `load_keys`. What to multiply their scores with, [heads]."""
-    largest = largest_of(queries.latent.index(0))
-    for part in gl.static_range(1, PARTS):
-        largest = gl.maximum(largest, largest_of(queries.latent.index(part)))
-    if FORMAT == "fp8":
-        largest = gl.maximum(largest, largest_of(queries.rope.index(0)))
-    unit, factor = unit_for(largest)
-    for part in gl.static_range(PARTS):
-        match_keys(queries.latent.index(part), as_halves(queries.latent).index(part), factor)
-    if FORMAT == "fp8":
-        match_keys(queries.rope.index(0), as_halves(queries.rope).index(0), factor)
-    fence_async_shared()
-    return gl.convert_layout(unit * (1.0 / LARGEST_UNIT), ROW)
-
-
-@gluon.jit
-def _scores(
-    queries, channels, place, turn, rope_place, rope_turn, unit, scales, LAYOUT: gl.constexpr,
-    FORMAT: gl.constexpr,
-):  # fmt: skip
-    """Of a block, [64 keys, heads], every scale of a row applied. All its boxes are read.
-
-    unit  of the halves that queries are
-    """
-    latent, rope = channels.latent, channels.rope
-    HEADS: gl.constexpr = queries.rope.shape[1]
-    zero = opaque_zero()
-    nothing = gl.zeros([64, HEADS], gl.float32, LAYOUT)
-    mbarrier.wait(rope.full.index(rope_place), rope_turn)
-    box = rope.boxes.index(rope_place)
-    if FORMAT == "fp8":
-        keys = load_keys(box, LAYOUT)
-        q = as_halves(queries.rope).index(zero).permute((1, 0))
-        dots = warpgroup_mma(keys, q, nothing, use_acc=False, is_async=True)
-    else:
-        q = queries.rope.index(zero).permute((1, 0))
-        dots = warpgroup_mma(box, q, nothing, use_acc=False, is_async=True)
-    rotated = nothing
-    scores = nothing
-    for part in gl.static_range(PARTS):
+def _read_values(latent, part: gl.constexpr, place, turn, kept, LAYOUT: gl.constexpr):
+    """Of a part of a block; and where the next part is."""
+    if part % latent.BOXES == 0:
         mbarrier.wait(latent.full.index(place), turn)
-        next_keys = load_keys(latent.boxes.index(place), LAYOUT)
+    box = latent.boxes.index(place * latent.BOXES + part % latent.BOXES)
+    values = load_values(box, kept, LAYOUT)
+    if part % latent.BOXES == latent.BOXES - 1:
         mbarrier.arrive(latent.empty.index(place), count=1)
         place, turn = after(latent, place, turn)
-        # the dots before have had the time of a conversion
-        if part == 0:
-            if FORMAT == "fp8":
-                dots, keys = warpgroup_mma_wait(0, deps=(dots, keys))
-            else:
-                rotated = warpgroup_mma_wait(0, deps=(dots,))
-            mbarrier.arrive(rope.empty.index(rope_place), count=1)
-        else:
-            dots, keys = warpgroup_mma_wait(0, deps=(dots, keys))
-        if FORMAT == "fp8_block128" and part > 0:
-            scores += dots * gl.expand_dims(scales[part - 1], 1)
-        keys = next_keys
-        q = as_halves(queries.latent).index(zero + part).permute((1, 0))
-        if FORMAT == "fp8" or (FORMAT == "fp8_token" and part > 0):
-            dots = warpgroup_mma(keys, q, dots, is_async=True)
-        else:
-            dots = warpgroup_mma(keys, q, nothing, use_acc=False, is_async=True)
-    dots, keys = warpgroup_mma_wait(0, deps=(dots, keys))
-    unit = gl.expand_dims(unit, 0)
-    if FORMAT == "fp8_block128":
-        scores += dots * gl.expand_dims(scales[PARTS - 1], 1)
-        scores = scores * unit + rotated
-    elif FORMAT == "fp8_token":
-        scores = (dots * unit + rotated) * gl.expand_dims(scales[0], 1)
-    else:
-        scores = dots * unit
-    return scores, place, turn
+    return values, place, turn
 
 
 @gluon.jit
-def _unit_of_weights(unit, scales):
-    """Of weights times these scales and those before: (u, LARGEST_UNIT / u)."""
-    if len(scales) == 0:
-        return unit, LARGEST_UNIT
-    else:  # noqa: RET505
-        largest = scales[0]
-        for part in gl.static_range(1, len(scales)):
-            largest = gl.maximum(largest, scales[part])
-        return unit_for(gl.maximum(unit, gl.max(largest, 0)))
-
-
-@gluon.jit
-def _send_weights(messages, count, exponentials, decay, factor, scales):
-    """exponentials · scales · factor as halves."""
-    place, turn = _message_place(count)
-    mbarrier.wait(messages.empty.index(place), turn ^ 1)
-    for copy in gl.static_range(messages.COPIES):
-        if len(scales) > 0:
-            weights = exponentials * gl.expand_dims(scales[copy] * factor, 1)
-        else:
-            weights = exponentials * factor
-        buffer = messages.weights.index(place * messages.COPIES + copy)
-        buffer.permute((1, 0)).store(weights.to(gl.float16))
-    messages.factors.index(place).store(decay)
-    fence_async_shared()
-    mbarrier.arrive(messages.full.index(place), count=1)
-
-
-@gluon.jit
-def _scorer(
-    item, index, inputs, work, results, queries, messages, channels, scales, scale, tensor_scale,
-    IS_NEGATIVE: gl.constexpr, IS_GIVEN: gl.constexpr,
-):  # fmt: skip
-    HEADS: gl.constexpr = work.ROWS
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
-    ROW: gl.constexpr = gl.SliceLayout(0, LAYOUT)
-    KEY: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    place, turn, rope_place, rope_turn = item * 0, item * 0, item * 0, item * 0
-    units_before = item * 0  # its parity is the phase of the queries' barrier
-    sent = item * 0
-    load_queries(inputs, work, item, index, queries)
-    # addresses of a thread's elements are found in each turn: kept, they would be spilled
-    for _ in tl.range(0, count_units(work, item, index), disable_licm=True):
-        keys = find_keys(inputs, work, item, index)
-        page = page_of(inputs, keys, keys.first_block)
-        next_scales = _load_scales(scales, inputs, keys, page, keys.first_block, KEY)
-        page = page_of(inputs, keys, keys.first_block + 1)
-        peak = gl.full([HEADS], FIRST_PEAK, gl.float32, ROW)
-        total = gl.zeros([64, HEADS], gl.float32, LAYOUT)  # of every 64th key, until the end
-        # of rows with scales none yet: `unit_for` knows a least one
-        weight_unit = gl.to_tensor(1.0 if scales.first is None else 0.0)
-        mbarrier.wait(queries.arrival, units_before & 1)
-        query_unit = _fit_queries(queries, ROW, scales.FORMAT)
-        for block in range(keys.first_block, keys.end_block):
-            row_scales = next_scales
-            # on their way while this block is worked on
-            next_scales = _load_scales(scales, inputs, keys, page, block + 1, KEY)
-            page = page_of(inputs, keys, block + 2)
-            next_weight_unit, weight_factor = _unit_of_weights(weight_unit, row_scales)
-            scores, place, turn = _scores(
-                queries, channels, place, turn, rope_place, rope_turn, query_unit, row_scales,
-                LAYOUT, scales.FORMAT,
-            )  # fmt: skip
-            rope_place, rope_turn = after(channels.rope, rope_place, rope_turn)
-            scores = mask_scores(scores, block, keys, 0, IS_NEGATIVE, IS_GIVEN)
-            new_peak = gl.maximum(peak, gl.max(scores, 0) * scale)
-            decay = gl.exp2(peak - new_peak)
-            exponentials = gl.exp2(scores * scale - gl.expand_dims(new_peak, 0))
-            change = weight_unit * weight_factor * (1.0 / LARGEST_UNIT)
-            _send_weights(messages, sent, exponentials, decay * change, weight_factor, row_scales)
-            weight_unit = next_weight_unit
-            total = total * gl.expand_dims(decay, 0) + exponentials
-            peak = new_peak
-            sent += 1
-        next_item, next_index = next_unit(work, item, index + gl.num_programs(0))
-        if next_item < work.last_item:
-            load_queries(inputs, work, next_item, next_index, queries)
-        unit = find_place(work, item, index)
-        row = gl.arange(0, HEADS, ROW)
-        lse, factor = finish(
-            unit, results, work.heads, unit.first_head + row, peak, gl.sum(total, 0)
-        )
-        store_lse(unit, results, work.heads, row, lse)
-        factor *= tensor_scale * (1.0 / LARGEST_UNIT)
-        _send_factor(messages, sent, factor * weight_unit)
-        sent += 1
-        units_before += 1
-        item = next_item
-        index = next_index
-
-
-@gluon.jit
-def _send_factor(messages, count, factor):
-    place, turn = _message_place(count)
-    mbarrier.wait(messages.empty.index(place), turn ^ 1)
-    messages.factors.index(place).store(factor)
-    mbarrier.arrive(messages.full.index(place), count=1)
-
-
-@gluon.jit
-def _read_values(latent, place, turn, kept, LAYOUT: gl.constexpr):
-    mbarrier.wait(latent.full.index(place), turn)
-    values = load_values(latent.boxes.index(place), kept, LAYOUT)
-    mbarrier.arrive(latent.empty.index(place), count=1)
-    return values
-
-
-@gluon.jit
-def _add_values(messages, count, latent, place, turn, sums, kept, LAYOUT: gl.constexpr):
+def _add_values(messages, number, latent, place, turn, sums, kept, LAYOUT: gl.constexpr):
     """The sums with a block taken in, whose first `kept` keys there are. All its boxes are read.
 
     sums  of the columns of each part, [COLUMNS, heads]
     """
-    values = _read_values(latent, place, turn, kept, LAYOUT)
-    message, message_turn = _message_place(count)
+    values, place, turn = _read_values(latent, 0, place, turn, kept, LAYOUT)
+    message, message_turn = message_place(number)
     mbarrier.wait(messages.full.index(message), message_turn)
-    decay = messages.factors.index(message).load(gl.SliceLayout(0, LAYOUT))
+    decay = messages.decays.index(message).load(gl.SliceLayout(0, LAYOUT))
     decay = gl.expand_dims(decay, 0)
     done = ()
     for part in gl.static_range(PARTS):
-        copy = message * messages.COPIES + (part if messages.COPIES > 1 else 0)
-        weights = messages.weights.index(copy).permute((1, 0))
+        copy = messages.weights[part if messages.COPIES > 1 else 0]
+        weights = copy.index(message).permute((1, 0))
         dots = warpgroup_mma(values, weights, sums[part] * decay, is_async=True)
-        place, turn = after(latent, place, turn)
         next_values = values
         if part + 1 < PARTS:
-            next_values = _read_values(latent, place, turn, kept, LAYOUT)
+            next_values, place, turn = _read_values(latent, part + 1, place, turn, kept, LAYOUT)
         dots, values = warpgroup_mma_wait(0, deps=(dots, values))
         done += (dots,)
         values = next_values
@@ -343,7 +130,7 @@ def _adder(item, index, inputs, work, results, messages, channels):
     HEADS: gl.constexpr = work.ROWS
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
     latent = channels.latent
-    place, turn, received = item * 0, item * 0, item * 0
+    place, turn, received, units_before = item * 0, item * 0, item * 0, item * 0
     for _ in tl.range(0, count_units(work, item, index), disable_licm=True):
         keys = find_keys(inputs, work, item, index)
         nothing = gl.zeros([COLUMNS, HEADS], gl.float32, LAYOUT)
@@ -353,11 +140,10 @@ def _adder(item, index, inputs, work, results, messages, channels):
                 messages, received, latent, place, turn, sums, keys.end - block * 64, LAYOUT
             )
             received += 1
-        message, message_turn = _message_place(received)
-        mbarrier.wait(messages.full.index(message), message_turn)
-        factor = messages.factors.index(message).load(gl.SliceLayout(0, LAYOUT))
-        mbarrier.arrive(messages.empty.index(message), count=1)
-        received += 1
+        mbarrier.wait(messages.factor_full, units_before & 1)
+        factor = messages.factor.load(gl.SliceLayout(0, LAYOUT))
+        mbarrier.arrive(messages.factor_empty, count=1)
+        units_before += 1
         unit = find_place(work, item, index)
         store(unit, results, work.heads, sums, factor, column_of_sum(LAYOUT))
         item, index = next_unit(work, item, index + gl.num_programs(0))
@@ -420,8 +206,12 @@ def mla_decode_few_fp8_kernel(
     ITEM_COLUMNS: gl.constexpr,
     FORMAT: gl.constexpr,
     ROPE_COLUMN: gl.constexpr,  # of the descriptor
-    PLACES: gl.constexpr,
+    BOXES: gl.constexpr,  # of a place of the ring of latent columns
+    PLACES: gl.constexpr,  # for two blocks at least
     ROPE_PLACES: gl.constexpr,
+    SCORERS: gl.constexpr,  # 1 or 2
+    SCORER_REGISTERS: gl.constexpr,  # of a thread
+    PRODUCER_REGISTERS: gl.constexpr,
 ):
     """grid: (units of a request that are worked on at once, workers of the plan)"""
     if device_scale is not None:
@@ -442,7 +232,7 @@ def mla_decode_few_fp8_kernel(
     )  # fmt: skip
     row_scales = Scales(scales, stride_scales_page, stride_scales_row, FORMAT)
     channels = Channels(
-        new_ring(PLACES, COLUMNS // 4, kv, READERS=2),
+        new_ring(PLACES, COLUMNS // 4, kv, READERS=2, BOXES=BOXES),
         new_ring(ROPE_PLACES, kv_rope.block_shape[1], kv_rope, READERS=1),
     )
     queries = Queries(
@@ -451,28 +241,37 @@ def mla_decode_few_fp8_kernel(
         new_barrier(),
     )
     COPIES: gl.constexpr = PARTS if FORMAT == "fp8_block128" else 1
-    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    messages = Messages(
-        gl.allocate_shared_memory(gl.float16, [2 * COPIES, ROWS, 64], q.layout),
-        gl.allocate_shared_memory(gl.float32, [2, ROWS], FLAT),
-        new_barriers(2, 1),
-        new_barriers(2, 1),
-        COPIES,
+    messages = new_messages(q, ROWS, COPIES)
+    scoring = Scoring(
+        queries, messages, channels, row_scales, scale_log2, tensor_scale, IS_NEGATIVE, IS_GIVEN
     )
+    fitted = new_fitted(ROWS)
     item, index = next_unit(work, gl.load(worker_starts + gl.program_id(1)), gl.program_id(0))
     if item < work.last_item:
-        gl.warp_specialize(
-            [
-                (_adder, (item, index, inputs, work, results, messages, channels)),
-                (
-                    _scorer,
-                    (
-                        item, index, inputs, work, results, queries, messages, channels, row_scales,
-                        scale_log2, tensor_scale, IS_NEGATIVE, IS_GIVEN,
-                    ),
-                ),
-                (produce, (item, index, inputs, work, channels, ROPE_COLUMN)),
-            ],
-            [4, 1],
-            [SCORER_REGISTERS, PRODUCER_REGISTERS],
-        )  # fmt: skip
+        if SCORERS == 1:
+            NONE: gl.constexpr = None
+            turns = Turns(0, 1, new_maxima(ROWS), NONE, NONE, NONE, NONE, fitted)
+            gl.warp_specialize(
+                [
+                    (_adder, (item, index, inputs, work, results, messages, channels)),
+                    (score, (turns, item, index, inputs, work, results, scoring)),
+                    (produce, (item, index, inputs, work, channels, ROPE_COLUMN)),
+                ],
+                [4, 1],
+                [SCORER_REGISTERS, PRODUCER_REGISTERS],
+            )
+        else:
+            told, told_back = new_standing(ROWS), new_standing(ROWS)
+            end, end_total = new_standing(ROWS), new_heads(ROWS)
+            first = Turns(0, 2, new_maxima(ROWS), told_back, told, end, end_total, fitted)
+            second = Turns(1, 2, new_maxima(ROWS), told, told_back, end, end_total, fitted)
+            gl.warp_specialize(
+                [
+                    (_adder, (item, index, inputs, work, results, messages, channels)),
+                    (score, (first, item, index, inputs, work, results, scoring)),
+                    (score, (second, item, index, inputs, work, results, scoring)),
+                    (produce, (item, index, inputs, work, channels, ROPE_COLUMN)),
+                ],
+                [4, 4, 1],
+                [SCORER_REGISTERS, SCORER_REGISTERS, PRODUCER_REGISTERS],
+            )

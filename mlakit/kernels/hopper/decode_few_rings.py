@@ -3,7 +3,8 @@
 Keys lie on the side of the dots that is 64 rows wide: scores are [64 keys, heads], sums of values
 [columns, heads] for each of four PARTS of 128 latent columns.
 
-Phases     box n of a ring goes to place n % PLACES in turn n // PLACES. A reader waits for the
+Phases     a place has room for BOXES, which come and go together: fewer barriers, coarser places.
+           Fill n of a ring goes to place n % PLACES in turn n // PLACES. A reader waits for the
            phase of `full` that has the turn's parity; the producer for the one of `empty` before,
            which on a fresh barrier counts as over. Either barrier is completed once a turn
 """
@@ -16,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from mlakit.kernels.hopper.compat import record, tma_load
 from mlakit.kernels.hopper.decode_work import find_keys, find_place, next_unit, row_of
-from mlakit.kernels.hopper.primitives import load_box, new_barriers
+from mlakit.kernels.hopper.primitives import new_barriers
 
 PARTS = gl.constexpr(4)  # of the latent columns
 COLUMNS = gl.constexpr(128)  # of a part
@@ -26,9 +27,10 @@ COLUMNS = gl.constexpr(128)  # of a part
 class Ring:
     """Boxes of one kind on their way from the producer to those who read them."""
 
-    boxes: object  # [places, 64, columns]
+    boxes: object  # [places · BOXES, 64, columns]
     full: object  # barriers
     empty: object
+    BOXES: object  # of a place
 
 
 @record
@@ -45,25 +47,38 @@ class Queries:
 
 
 @gluon.jit
-def new_ring(PLACES: gl.constexpr, WIDTH: gl.constexpr, descriptor, READERS: gl.constexpr):
-    boxes = gl.allocate_shared_memory(descriptor.dtype, [PLACES, 64, WIDTH], descriptor.layout)
-    return Ring(boxes, new_barriers(PLACES, 1), new_barriers(PLACES, READERS))
+def new_ring(
+    PLACES: gl.constexpr, WIDTH: gl.constexpr, descriptor, READERS: gl.constexpr,
+    BOXES: gl.constexpr = 1,
+):  # fmt: skip
+    boxes = gl.allocate_shared_memory(
+        descriptor.dtype, [PLACES * BOXES, 64, WIDTH], descriptor.layout
+    )
+    return Ring(boxes, new_barriers(PLACES, 1), new_barriers(PLACES, READERS), BOXES)
 
 
 @gluon.jit
-def after(ring, place, turn):
-    """The place that follows, and the parity of its turn."""
-    is_last = place == ring.boxes.shape[0] - 1
-    return gl.where(is_last, 0, place + 1), gl.where(is_last, turn ^ 1, turn)
+def after(ring, place, turn, STEPS: gl.constexpr = 1):
+    """The place so many on, less than a turn, and the parity of its turn."""
+    PLACES: gl.constexpr = ring.full.shape[0]
+    is_next_turn = place >= PLACES - STEPS
+    place = gl.where(is_next_turn, place + STEPS - PLACES, place + STEPS)
+    return place, gl.where(is_next_turn, turn ^ 1, turn)
 
 
 @gluon.jit
 def _send(ring, place, turn, descriptor, row, column):
-    """Copy a box to its place, once that is free."""
+    """Fill a place, once it is free."""
+    BOXES: gl.constexpr = ring.BOXES
     WIDTH: gl.constexpr = ring.boxes.shape[2]
     BYTES: gl.constexpr = 64 * WIDTH * ring.boxes.dtype.primitive_bitwidth // 8
     mbarrier.wait(ring.empty.index(place), turn ^ 1)
-    load_box(descriptor, row, column, ring.full.index(place), ring.boxes.index(place), BYTES)
+    full = ring.full.index(place)
+    mbarrier.expect(full, BOXES * BYTES)
+    for box in gl.static_range(BOXES):
+        tma_load(
+            descriptor, [row, column + box * WIDTH], full, ring.boxes.index(place * BOXES + box)
+        )
     return after(ring, place, turn)
 
 
@@ -71,7 +86,7 @@ def _send(ring, place, turn, descriptor, row, column):
 def produce(item, index, inputs, work, channels, ROPE_COLUMN: gl.constexpr):
     """Copy the boxes of every block: the rotated columns, then each part of the latent ones."""
     latent, rope = channels.latent, channels.rope
-    WIDTH: gl.constexpr = latent.boxes.shape[2]
+    WIDTH: gl.constexpr = latent.boxes.shape[2] * latent.BOXES
     place, turn, rope_place, rope_turn = item * 0, item * 0, item * 0, item * 0
     while item < work.last_item:
         keys = find_keys(inputs, work, item, index)
@@ -81,8 +96,8 @@ def produce(item, index, inputs, work, channels, ROPE_COLUMN: gl.constexpr):
             rope_place, rope_turn = _send(
                 rope, rope_place, rope_turn, inputs.kv_rope, row, ROPE_COLUMN
             )
-            for part in gl.static_range(PARTS):
-                place, turn = _send(latent, place, turn, inputs.kv, row, part * WIDTH)
+            for fill in gl.static_range(PARTS // latent.BOXES):
+                place, turn = _send(latent, place, turn, inputs.kv, row, fill * WIDTH)
             row = next_row
         item, index = next_unit(work, item, index + gl.num_programs(0))
 

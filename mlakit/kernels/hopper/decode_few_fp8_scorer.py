@@ -1,0 +1,474 @@
+"""Scoring the keys of few heads over rows of e4m3: what a scorer of `decode_few_fp8_kernel` does.
+
+One scorer has every block, or two of them take turns: of all blocks of a program, unit after unit,
+block n goes to scorer n % 2. Weights and sums are relative to a peak that never falls from a block
+to the next, so scorers tell it to each other, before they find exponentials; and with it the unit
+of the weights.
+Each sums its own exponentials. At the end of a unit the second gives its sum to the first, which
+joins them, and also fits the queries of a unit for both.
+
+Barriers   what a scorer tells of a block is told once a block of its own; it may be told anew once
+           the other has told of the block between, for it has heard before. The end of the second
+           scorer's blocks and that queries are fitted is told once a unit: the end when it needs
+           queries no more, and queries are fitted when that end has been heard
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from mlakit.kernels.hopper.compat import record
+from mlakit.kernels.hopper.decode_few_rings import PARTS, after, load_queries
+from mlakit.kernels.hopper.decode_softmax import FIRST_PEAK, finish, mask_scores, store_lse
+from mlakit.kernels.hopper.decode_work import count_units, find_keys, find_place, next_unit, page_of
+from mlakit.kernels.hopper.e4m3 import (
+    LARGEST_UNIT,
+    as_halves,
+    largest_of,
+    load_keys,
+    match_keys,
+    unit_for,
+)
+from mlakit.kernels.hopper.primitives import new_barrier, new_barriers, opaque_zero
+
+FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@record
+class Scales:
+    """Of rows; `first` is None where there is but one of the tensor."""
+
+    first: object  # float32
+    stride_page: object
+    stride_row: object
+    FORMAT: object
+
+
+@record
+class Messages:
+    """From scorers to the adder: of block n in place n % 2, and of the end of a unit."""
+
+    weights: object  # float16 [2, heads, 64 keys], as many of them as a row has scales
+    decays: object  # [2, heads] float32, of the sums before
+    full: object
+    empty: object
+    factor: object  # [heads] float32, of a unit's sums
+    factor_full: object
+    factor_empty: object
+    COPIES: object
+
+
+@record
+class Scoring:
+    """What scorers have in common."""
+
+    queries: object
+    messages: object
+    channels: object
+    scales: object
+    scale: object  # of the softmax, for exponents of 2
+    tensor_scale: object
+    IS_NEGATIVE: object
+    IS_GIVEN: object
+
+
+@record
+class Standing:
+    """Of a sequence of blocks, told by one scorer to the other."""
+
+    peak: object  # [heads] float32
+    unit: object  # [1] float32, of the weights
+    is_told: object  # a barrier
+
+
+@record
+class Fitted:
+    """That queries are halves, told by the first scorer to the second."""
+
+    unit: object  # [heads] float32, of scores
+    is_told: object  # a barrier
+
+
+@record
+class Maxima:
+    """What the four warps of a scorer tell each other."""
+
+    scores: object  # [4, heads] float32
+    scales: object  # [4] float32
+
+
+@record
+class Turns:
+    """Which blocks a scorer has, and what it shares with the other one if there is one."""
+
+    NUMBER: object
+    COUNT: object  # of scorers
+    maxima: object
+    before: object  # Standing, as the other one tells it
+    own: object
+    end: object  # Standing, of the second scorer's blocks of a unit
+    end_total: object  # [heads] float32, likewise
+    fitted: object
+
+
+@gluon.jit
+def new_heads(ROWS: gl.constexpr):
+    """A number of each head."""
+    return gl.allocate_shared_memory(gl.float32, [ROWS], FLAT)
+
+
+@gluon.jit
+def new_messages(q, ROWS: gl.constexpr, COPIES: gl.constexpr):
+    weights = ()
+    # each of its own: between two of them the compiler then needs no block-wide barrier
+    for _ in gl.static_range(COPIES):
+        weights += (gl.allocate_shared_memory(gl.float16, [2, ROWS, 64], q.layout),)
+    return Messages(
+        weights,
+        gl.allocate_shared_memory(gl.float32, [2, ROWS], FLAT),
+        new_barriers(2, 1),
+        new_barriers(2, 1),
+        new_heads(ROWS),
+        new_barrier(),
+        new_barrier(),
+        COPIES,
+    )
+
+
+@gluon.jit
+def new_standing(ROWS: gl.constexpr):
+    unit = gl.allocate_shared_memory(gl.float32, [1], FLAT)
+    return Standing(new_heads(ROWS), unit, new_barrier())
+
+
+@gluon.jit
+def new_maxima(ROWS: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    return Maxima(
+        gl.allocate_shared_memory(gl.float32, [4, ROWS], LAYOUT),
+        gl.allocate_shared_memory(gl.float32, [4], FLAT),
+    )
+
+
+@gluon.jit
+def new_fitted(ROWS: gl.constexpr):
+    return Fitted(new_heads(ROWS), new_barrier())
+
+
+@gluon.jit
+def message_place(number):
+    """Of the message of a block: its place, and the parity of its turn."""
+    return number & 1, (number >> 1) & 1
+
+
+@gluon.jit
+def _load_scales(scales, inputs, keys, page, block, LAYOUT: gl.constexpr):
+    """float32 [64 keys] of a block: a tuple of as many as a row has."""
+    found = ()
+    if scales.first is not None:
+        offset = gl.arange(0, 64, LAYOUT)
+        is_read = block * 64 + offset < keys.end
+        offset += block % inputs.PAGE_BLOCKS * 64
+        at = scales.first + page.to(gl.int64) * scales.stride_page
+        at += offset.to(gl.int64) * scales.stride_row
+        if scales.FORMAT == "fp8_token":
+            scale = gl.load(at, mask=is_read, other=0.0)
+            found += (gl.where(scale < 0, 0.0, scale),)  # a NaN stays one
+        else:
+            for part in gl.static_range(PARTS):
+                found += (gl.load(at + part, mask=is_read, other=0.0),)
+    return found
+
+
+@gluon.jit
+def _fit_queries(queries, unit_of_scores, FORMAT: gl.constexpr):
+    """Make queries halves that match `load_keys`, and find what to multiply their scores with."""
+    largest = largest_of(queries.latent.index(0))
+    for part in gl.static_range(1, PARTS):
+        largest = gl.maximum(largest, largest_of(queries.latent.index(part)))
+    if FORMAT == "fp8":
+        largest = gl.maximum(largest, largest_of(queries.rope.index(0)))
+    unit, factor = unit_for(largest)
+    for part in gl.static_range(PARTS):
+        match_keys(queries.latent.index(part), as_halves(queries.latent).index(part), factor)
+    if FORMAT == "fp8":
+        match_keys(queries.rope.index(0), as_halves(queries.rope).index(0), factor)
+    unit_of_scores.store(unit * (1.0 / LARGEST_UNIT))
+    fence_async_shared()
+
+
+@gluon.jit
+def _scores(
+    queries, channels, place, turn, rope_place, rope_turn, query_unit, scales, LAYOUT: gl.constexpr,
+    FORMAT: gl.constexpr,
+):  # fmt: skip
+    """Of a block, [64 keys, heads], every scale of a row applied. All its boxes are read.
+
+    query_unit  [heads] of the halves that queries are, in shared memory
+    """
+    latent, rope = channels.latent, channels.rope
+    HEADS: gl.constexpr = queries.rope.shape[1]
+    zero = opaque_zero()
+    nothing = gl.zeros([64, HEADS], gl.float32, LAYOUT)
+    rope_box = rope.boxes.index(rope_place)
+    scores, dots = nothing, nothing
+    if FORMAT == "fp8":
+        mbarrier.wait(rope.full.index(rope_place), rope_turn)
+        keys = load_keys(rope_box, LAYOUT)
+        mbarrier.arrive(rope.empty.index(rope_place), count=1)
+        q = as_halves(queries.rope).index(zero).permute((1, 0))
+        dots = warpgroup_mma(keys, q, nothing, use_acc=False, is_async=True)
+    for part in gl.static_range(PARTS):
+        if part % latent.BOXES == 0:
+            mbarrier.wait(latent.full.index(place), turn)
+        box = latent.boxes.index(place * latent.BOXES + part % latent.BOXES)
+        next_keys = load_keys(box, LAYOUT)
+        if part % latent.BOXES == latent.BOXES - 1:
+            mbarrier.arrive(latent.empty.index(place), count=1)
+            place, turn = after(latent, place, turn)
+        # the dots before have had the time of a conversion
+        if FORMAT == "fp8" or part > 0:
+            dots, keys = warpgroup_mma_wait(0, deps=(dots, keys))
+        if FORMAT == "fp8_block128" and part > 0:
+            scores += dots * gl.expand_dims(scales[part - 1], 1)
+        keys = next_keys
+        q = as_halves(queries.latent).index(zero + part).permute((1, 0))
+        if FORMAT == "fp8" or (FORMAT == "fp8_token" and part > 0):
+            dots = warpgroup_mma(keys, q, dots, is_async=True)
+        else:
+            dots = warpgroup_mma(keys, q, nothing, use_acc=False, is_async=True)
+    dots, keys = warpgroup_mma_wait(0, deps=(dots, keys))
+    if FORMAT == "fp8_block128":
+        dots = scores + dots * gl.expand_dims(scales[PARTS - 1], 1)
+    scores = dots * gl.expand_dims(query_unit.load(gl.SliceLayout(0, LAYOUT)), 0)
+    if FORMAT != "fp8":
+        # last, for what it is added to takes no registers of its own
+        mbarrier.wait(rope.full.index(rope_place), rope_turn)
+        q = queries.rope.index(zero).permute((1, 0))
+        scores = warpgroup_mma(rope_box, q, scores, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=(scores,))
+        mbarrier.arrive(rope.empty.index(rope_place), count=1)
+    if FORMAT == "fp8_token":
+        scores *= gl.expand_dims(scales[0], 1)
+    return scores, place, turn
+
+
+@gluon.jit
+def _show_scales(maxima, scales):
+    """Write the largest of each warp's keys, for `_largest_scale` once all have."""
+    if len(scales) > 0:
+        largest = scales[0]
+        for part in gl.static_range(1, len(scales)):
+            largest = gl.maximum(largest, scales[part])
+        maxima.scales.store(gl.max(largest.reshape([4, 16]), 1))
+
+
+@gluon.jit
+def _largest_scale(maxima, scales):
+    """Of a block; 0 where rows have none."""
+    largest = 0.0
+    if len(scales) > 0:
+        ALL: gl.constexpr = gl.DistributedLinearLayout(
+            reg_bases=[[1], [2]],
+            lane_bases=[[0], [0], [0], [0], [0]],
+            warp_bases=[[0], [0]],
+            block_bases=[],
+            shape=[4],
+        )
+        largest = gl.max(maxima.scales.load(ALL), 0)
+    return largest
+
+
+@gluon.jit
+def _largest_scores(maxima, scores):
+    """Of each head, among all keys of a block.
+
+    By way of shared memory, written and read but once: `gl.max` would do that twice.
+    """
+    HEADS: gl.constexpr = scores.shape[1]
+    # heads as a thread has them of the scores, warps as its own elements
+    HEAD_BASES: gl.constexpr = (
+        [[0, 1]] if HEADS == 8 else [[0, 1], [0, 8]] if HEADS == 16 else [[0, 1], [0, 8], [0, 16]]
+    )
+    ALL: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=HEAD_BASES + [[1, 0], [2, 0]],  # noqa: RUF005
+        lane_bases=[[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]],
+        warp_bases=[[0, 0], [0, 0]],
+        block_bases=[],
+        shape=[4, HEADS],
+    )
+    maxima.scores.store(gl.max(scores.reshape([4, 16, HEADS]), 1))
+    largest = gl.max(maxima.scores.load(ALL), 0)
+    return gl.convert_layout(largest, gl.SliceLayout(0, scores.type.layout), assert_trivial=True)
+
+
+@gluon.jit
+def _unit_of_weights(before, largest, scales):
+    """Of weights times these scales and those before: (u, LARGEST_UNIT / u)."""
+    if len(scales) == 0:
+        return before, LARGEST_UNIT
+    else:  # noqa: RET505
+        return unit_for(gl.maximum(before, largest))
+
+
+@gluon.jit
+def _send_weights(messages, number, exponentials, decay, factor, scales):
+    """exponentials · scales · factor as halves."""
+    place, turn = message_place(number)
+    mbarrier.wait(messages.empty.index(place), turn ^ 1)
+    for copy in gl.static_range(messages.COPIES):
+        if len(scales) > 0:
+            weights = exponentials * gl.expand_dims(scales[copy] * factor, 1)
+        else:
+            weights = exponentials * factor
+        buffer = messages.weights[copy].index(place)
+        buffer.permute((1, 0)).store(weights.to(gl.float16))
+    messages.decays.index(place).store(decay)
+    fence_async_shared()
+    mbarrier.arrive(messages.full.index(place), count=1)
+
+
+@gluon.jit
+def _sum_pairs(exponentials):
+    """Of the two keys that a thread has, [32, heads]: the sum of all can wait until the end."""
+    HEADS: gl.constexpr = exponentials.shape[1]
+    return gl.sum(exponentials.reshape([4, 2, 8, HEADS]), 1).reshape([32, HEADS])
+
+
+@gluon.jit
+def _tell(standing, peak, unit, HAS_UNITS: gl.constexpr):
+    standing.peak.store(peak)
+    if HAS_UNITS:
+        ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        standing.unit.store(gl.full([1], unit, gl.float32, ONE))
+    mbarrier.arrive(standing.is_told, count=1)
+
+
+@gluon.jit
+def _hear(standing, turn, ROW: gl.constexpr, HAS_UNITS: gl.constexpr):
+    """(peak, unit)"""
+    mbarrier.wait(standing.is_told, turn)
+    unit = gl.to_tensor(1.0)
+    if HAS_UNITS:
+        ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        unit = gl.max(standing.unit.load(ONE), 0)
+    return standing.peak.load(ROW), unit
+
+
+@gluon.jit
+def score(turns, item, index, inputs, work, results, scoring):
+    """All that a scorer does."""
+    queries, messages, channels = scoring.queries, scoring.messages, scoring.channels
+    scales, scale = scoring.scales, scoring.scale
+    HEADS: gl.constexpr = work.ROWS
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
+    ROW: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    KEY: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    NUMBER: gl.constexpr = turns.NUMBER
+    STEP: gl.constexpr = turns.COUNT
+    fitted = turns.fitted
+    HAS_UNITS: gl.constexpr = scales.first is not None
+    FIRST_UNIT: gl.constexpr = 0.0 if HAS_UNITS else 1.0  # none yet: `unit_for` knows a least one
+    zero = item * 0
+    FILLS: gl.constexpr = PARTS // channels.latent.BOXES
+    place, turn = after(channels.latent, zero, zero, NUMBER * FILLS)
+    rope_place, rope_turn = after(channels.rope, zero, zero, NUMBER)
+    units_before = item * 0  # its parity is the phase of what happens once a unit
+    blocks_before = item * 0
+    if NUMBER == 0:
+        load_queries(inputs, work, item, index, queries)
+    # addresses of a thread's elements are found in each turn: kept, they would be spilled
+    for _ in tl.range(0, count_units(work, item, index), disable_licm=True):
+        keys = find_keys(inputs, work, item, index)
+        first_block = keys.first_block + ((blocks_before + NUMBER) & (STEP - 1))
+        page = page_of(inputs, keys, first_block)
+        next_scales = _load_scales(scales, inputs, keys, page, first_block, KEY)
+        page = page_of(inputs, keys, first_block + STEP)
+        peak = gl.full([HEADS], FIRST_PEAK, gl.float32, ROW)
+        total = _sum_pairs(gl.zeros([64, HEADS], gl.float32, LAYOUT))
+        weight_unit = gl.to_tensor(FIRST_UNIT)
+        if NUMBER == 0:
+            mbarrier.wait(queries.arrival, units_before & 1)
+            _fit_queries(queries, fitted.unit, scales.FORMAT)
+            if STEP > 1:
+                mbarrier.arrive(fitted.is_told, count=1)
+        else:
+            mbarrier.wait(fitted.is_told, units_before & 1)
+        for block in range(first_block, keys.end_block, STEP):
+            number = blocks_before + block - keys.first_block
+            row_scales = next_scales
+            scores, place, turn = _scores(
+                queries, channels, place, turn, rope_place, rope_turn, fitted.unit, row_scales,
+                LAYOUT, scales.FORMAT,
+            )  # fmt: skip
+            place, turn = after(channels.latent, place, turn, (STEP - 1) * FILLS)
+            rope_place, rope_turn = after(channels.rope, rope_place, rope_turn, STEP)
+            # on their way while weights are made: through the dots they would be spilled
+            next_scales = _load_scales(scales, inputs, keys, page, block + STEP, KEY)
+            page = page_of(inputs, keys, block + 2 * STEP)
+            scores = mask_scores(scores, block, keys, 0, scoring.IS_NEGATIVE, scoring.IS_GIVEN)
+            _show_scales(turns.maxima, row_scales)
+            largest = _largest_scores(turns.maxima, scores) * scale
+            largest_scale = _largest_scale(turns.maxima, row_scales)
+            peak_before = peak
+            unit_before = weight_unit
+            if STEP > 1:
+                peak_before, unit_before = _hear(
+                    turns.before, ((number - 1) >> 1) & 1, ROW, HAS_UNITS
+                )
+                is_first = block == keys.first_block
+                peak_before = gl.where(is_first, FIRST_PEAK, peak_before)
+                unit_before = gl.where(is_first, FIRST_UNIT, unit_before)
+            new_peak = gl.maximum(peak_before, largest)
+            weight_unit, weight_factor = _unit_of_weights(unit_before, largest_scale, row_scales)
+            if STEP > 1:
+                _tell(turns.own, new_peak, weight_unit, HAS_UNITS)
+            exponentials = gl.exp2(scores * scale - gl.expand_dims(new_peak, 0))
+            decay = gl.exp2(peak_before - new_peak)
+            decay *= unit_before * weight_factor * (1.0 / LARGEST_UNIT)
+            _send_weights(messages, number, exponentials, decay, weight_factor, row_scales)
+            own_decay = gl.convert_layout(
+                gl.exp2(peak - new_peak), gl.SliceLayout(0, total.type.layout), assert_trivial=True
+            )
+            total = total * gl.expand_dims(own_decay, 0) + _sum_pairs(exponentials)
+            peak = new_peak
+        total = gl.convert_layout(gl.sum(total, 0), ROW)
+        next_item, next_index = next_unit(work, item, index + gl.num_programs(0))
+        if NUMBER == 0:
+            if STEP > 1:
+                other_peak, other_unit = _hear(turns.end, units_before & 1, ROW, HAS_UNITS)
+                last_peak = gl.maximum(peak, other_peak)
+                total = total * gl.exp2(peak - last_peak)
+                total += turns.end_total.load(ROW) * gl.exp2(other_peak - last_peak)
+                peak = last_peak
+                weight_unit = gl.maximum(weight_unit, other_unit)
+            if next_item < work.last_item:
+                load_queries(inputs, work, next_item, next_index, queries)
+            unit = find_place(work, item, index)
+            row = gl.arange(0, HEADS, ROW)
+            lse, factor = finish(unit, results, work.heads, unit.first_head + row, peak, total)
+            store_lse(unit, results, work.heads, row, lse)
+            factor *= scoring.tensor_scale * (1.0 / LARGEST_UNIT)
+            _send_factor(messages, units_before, factor * weight_unit)
+        else:
+            turns.end_total.store(total)
+            _tell(turns.end, peak, weight_unit, HAS_UNITS)
+        units_before += 1
+        blocks_before += gl.maximum(keys.end_block - keys.first_block, 0)
+        item = next_item
+        index = next_index
+
+
+@gluon.jit
+def _send_factor(messages, units_before, factor):
+    mbarrier.wait(messages.factor_empty, (units_before & 1) ^ 1)
+    messages.factor.store(factor)
+    mbarrier.arrive(messages.factor_full, count=1)
