@@ -191,6 +191,7 @@ def test_cases_for_the_hopper_kernel_are_ones_it_takes():
         assert dispatch.select("mla_decode", problem).backend == "hopper"
         assert not case.padded
         assert case.num_splits == 0
+        assert any(case.kv_lens)
     assert {bool(case.num_workers) for case in cases} == {True, False}
     assert {case.heads > 64 for case in cases} == {True, False}
 

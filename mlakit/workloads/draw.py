@@ -353,8 +353,9 @@ def hopper_decode_case(draw: Draw) -> DecodeCase:
     batch = draw.choice((1, 2, 3, 8, 40, 150))
     longest = draw.choice((130, 700, 3000)) if batch > 3 else draw.choice((130, 3000, 20000))
     q_lens = tuple(draw.choice((1, 1, 1, 1, 2, 4, 0)) for _ in range(batch))
-    ends = tuple(draw.integer(0, longest) for _ in range(batch))
-    whole = tuple(end // 64 * 64 for end in ends)
+    # one at least has keys: a pool without pages is not for this kernel
+    ends = tuple(draw.integer(1 if request == 0 else 0, longest) for request in range(batch))
+    whole = tuple(-(-end // 64) * 64 for end in ends)
     tile = draw.choice((64, 128))
     cut = {"num_workers": draw.integer(1, 132), "tile": tile}
     plans: tuple[dict[str, Any], ...] = ({}, cut, {**cut, "fixed_split": 4 * tile})
