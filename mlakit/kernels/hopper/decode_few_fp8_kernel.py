@@ -63,7 +63,7 @@ from mlakit.kernels.hopper.decode_work import (
     find_keys,
     find_place,
     next_unit,
-    page_of,
+    pages_of,
 )
 from mlakit.kernels.hopper.e4m3 import (
     LARGEST_UNIT,
@@ -110,14 +110,17 @@ def _message_place(count):
 
 
 @gluon.jit
-def _load_scales(scales, inputs, keys, page, block, LAYOUT: gl.constexpr):
-    """float32 [64 keys] of a block: a tuple of as many as a row has."""
+def _load_scales(scales, inputs, keys, pages, block, LAYOUT: gl.constexpr):
+    """float32 [64 keys] of a block: a tuple of as many as a row has; `pages` as of `pages_of`."""
     found = ()
     if scales.first is not None:
         offset = gl.arange(0, 64, LAYOUT)
         is_read = block * 64 + offset < keys.end
-        offset += block % inputs.PAGE_BLOCKS * 64
-        at = scales.first + page.to(gl.int64) * scales.stride_page
+        if inputs.PAGE < 64:
+            offset %= inputs.PAGE
+        else:
+            offset += block % (inputs.PAGE // 64) * 64
+        at = scales.first + pages.to(gl.int64) * scales.stride_page
         at += offset.to(gl.int64) * scales.stride_row
         if scales.FORMAT == "fp8_token":
             scale = gl.load(at, mask=is_read, other=0.0)
@@ -248,9 +251,9 @@ def _scorer(
     # addresses of a thread's elements are found in each turn: kept, they would be spilled
     for _ in tl.range(0, count_units(work, item, index), disable_licm=True):
         keys = find_keys(inputs, work, item, index)
-        page = page_of(inputs, keys, keys.first_block)
-        next_scales = _load_scales(scales, inputs, keys, page, keys.first_block, KEY)
-        page = page_of(inputs, keys, keys.first_block + 1)
+        pages = pages_of(inputs, keys, keys.first_block, KEY)
+        next_scales = _load_scales(scales, inputs, keys, pages, keys.first_block, KEY)
+        pages = pages_of(inputs, keys, keys.first_block + 1, KEY)
         peak = gl.full([HEADS], FIRST_PEAK, gl.float32, ROW)
         total = gl.zeros([64, HEADS], gl.float32, LAYOUT)  # of every 64th key, until the end
         # of rows with scales none yet: `unit_for` knows a least one
@@ -260,8 +263,8 @@ def _scorer(
         for block in range(keys.first_block, keys.end_block):
             row_scales = next_scales
             # on their way while this block is worked on
-            next_scales = _load_scales(scales, inputs, keys, page, block + 1, KEY)
-            page = page_of(inputs, keys, block + 2)
+            next_scales = _load_scales(scales, inputs, keys, pages, block + 1, KEY)
+            pages = pages_of(inputs, keys, block + 2, KEY)
             next_weight_unit, weight_factor = _unit_of_weights(weight_unit, row_scales)
             scores, place, turn = _scores(
                 queries, channels, place, turn, rope_place, rope_turn, query_unit, row_scales,
@@ -378,7 +381,8 @@ def _adder(item, index, inputs, work, results, messages, channels):
 def mla_decode_few_fp8_kernel(
     q,  # descriptors: boxes of ROWS x 128, of ROWS x 64 where rotated
     q_rope,
-    kv,  # words, 64 x 32; where rotated 64 x 64 bfloat16, or 64 x 16 words (fp8)
+    kv,  # words, 64 x 32; where rotated 64 x 64 bfloat16, or 64 x 16 words (fp8); of smaller pages
+    # PAGE rows instead of 64
     kv_rope,
     table,
     q_starts,
@@ -413,7 +417,7 @@ def mla_decode_few_fp8_kernel(
     HEAD_BLOCKS: gl.constexpr,
     ROWS: gl.constexpr,
     PAGE_ROWS: gl.constexpr,
-    PAGE_BLOCKS: gl.constexpr,
+    PAGE: gl.constexpr,
     IS_CAUSAL: gl.constexpr,
     IS_NEGATIVE: gl.constexpr,
     IS_GIVEN: gl.constexpr,  # the plan is not of this kernel: see `_has_room`, `mask_scores`
@@ -429,7 +433,7 @@ def mla_decode_few_fp8_kernel(
         scale_log2 *= tensor_scale
     inputs = Inputs(
         q, q_rope, kv, kv_rope, q_token_rows, q_rope_token_rows, table, stride_table_request,
-        stride_table_entry, PAGE_ROWS, PAGE_BLOCKS,
+        stride_table_entry, PAGE_ROWS, PAGE,
     )  # fmt: skip
     work = Work(
         items, partial_starts, q_starts, kv_lens, stride_q_starts, stride_kv_lens, heads,

@@ -15,8 +15,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from mlakit.kernels.hopper.compat import record, tma_load
-from mlakit.kernels.hopper.decode_work import find_keys, find_place, next_unit, row_of
-from mlakit.kernels.hopper.primitives import load_box, new_barriers
+from mlakit.kernels.hopper.decode_work import find_keys, find_place, next_unit, rows_of
+from mlakit.kernels.hopper.primitives import load_box, load_parts, new_barriers
 
 PARTS = gl.constexpr(4)  # of the latent columns
 COLUMNS = gl.constexpr(128)  # of a part
@@ -58,12 +58,16 @@ def after(ring, place, turn):
 
 
 @gluon.jit
-def _send(ring, place, turn, descriptor, row, column):
-    """Copy a box to its place, once that is free."""
+def _send(ring, place, turn, descriptor, rows, column):
+    """Copy a box to its place, once that is free; `rows` as of `rows_of`."""
     WIDTH: gl.constexpr = ring.boxes.shape[2]
     BYTES: gl.constexpr = 64 * WIDTH * ring.boxes.dtype.primitive_bitwidth // 8
     mbarrier.wait(ring.empty.index(place), turn ^ 1)
-    load_box(descriptor, row, column, ring.full.index(place), ring.boxes.index(place), BYTES)
+    full, box = ring.full.index(place), ring.boxes.index(place)
+    if descriptor.block_shape[0] < 64:
+        load_parts(descriptor, rows, column, full, box, BYTES)
+    else:
+        load_box(descriptor, rows, column, full, box, BYTES)
     return after(ring, place, turn)
 
 
@@ -75,15 +79,16 @@ def produce(item, index, inputs, work, channels, ROPE_COLUMN: gl.constexpr):
     place, turn, rope_place, rope_turn = item * 0, item * 0, item * 0, item * 0
     while item < work.last_item:
         keys = find_keys(inputs, work, item, index)
-        row = row_of(inputs, keys, keys.first_block)
+        rows = rows_of(inputs, keys, keys.first_block, WARPS=1)
         for block in range(keys.first_block, keys.end_block):
-            next_row = row_of(inputs, keys, block + 1)  # on its way while places are waited for
+            # on their way while places are waited for
+            next_rows = rows_of(inputs, keys, block + 1, WARPS=1)
             rope_place, rope_turn = _send(
-                rope, rope_place, rope_turn, inputs.kv_rope, row, ROPE_COLUMN
+                rope, rope_place, rope_turn, inputs.kv_rope, rows, ROPE_COLUMN
             )
             for part in gl.static_range(PARTS):
-                place, turn = _send(latent, place, turn, inputs.kv, row, part * WIDTH)
-            row = next_row
+                place, turn = _send(latent, place, turn, inputs.kv, rows, part * WIDTH)
+            rows = next_rows
         item, index = next_unit(work, item, index + gl.num_programs(0))
 
 
