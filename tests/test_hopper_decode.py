@@ -29,6 +29,7 @@ LENGTHS = {
     "rings of copies that come round many times": ((4097, 1, 2880, 0, 191), (1, 2, 1, 1, 3)),
 }
 FP8 = ("fp8", "fp8_token", "fp8_block128")
+HALF_AND_FP8 = ("bf16", *FP8)
 FP8_HEADS = pytest.mark.parametrize("heads", [8, 16, 32])
 FP8_FORMATS = pytest.mark.parametrize("format", FP8)
 SMALL_PAGES = pytest.mark.parametrize("page_size", [8, 16, 32])
@@ -96,7 +97,9 @@ def test_small_pages_of_fp8(page_size, heads, format):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("format", ["bf16", *FP8])
+@pytest.mark.parametrize(
+    ("heads", "format"), [(64, "bf16"), *((16, each) for each in HALF_AND_FP8)]
+)
 @SMALL_PAGES
 @pytest.mark.parametrize(
     "fields",
@@ -109,21 +112,22 @@ def test_small_pages_of_fp8(page_size, heads, format):
     ],
     ids=lambda fields: next(iter(fields)),
 )
-def test_small_pages_with_other_arguments(fields, page_size, format):
+def test_small_pages_with_other_arguments(fields, page_size, heads, format):
     """Queries of a request see different ends, some of them before the last page."""
     given = {"kv_lens": (400, 65, 9, 0), "q_lens": (20, 1, 9, 1), **fields}
-    run(page_size=page_size, format=format, **given)
+    run(page_size=page_size, heads=heads, format=format, **given)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("format", ["bf16", "fp8_block128"])
+@pytest.mark.parametrize(("heads", "format"), [(64, "bf16"), (16, "bf16"), (16, "fp8_block128")])
 @SMALL_PAGES
 @pytest.mark.parametrize("seed", range(5))
-def test_small_pages_in_random_batches(seed, page_size, format):
+def test_small_pages_in_random_batches(seed, page_size, heads, format):
     draw = Random(seed)
     q_lens = tuple(draw.choice([1, 1, 1, 0, 2, 4]) for _ in range(draw.choice([1, 7, 150])))
     kv_lens = tuple(max(q, draw.randrange(2000)) for q in q_lens)
-    run(seed=seed, kv_lens=kv_lens, q_lens=q_lens, page_size=page_size, format=format)
+    batch = {"kv_lens": kv_lens, "q_lens": q_lens}
+    run(seed=seed, page_size=page_size, heads=heads, format=format, **batch)
 
 
 @pytest.mark.gpu
@@ -383,6 +387,15 @@ def test_few_heads_are_not_padded_to_many(heads, rows):
     assert (variant.kernel is mla_decode_few_kernel) == (heads <= 32)
     little = variant_for(layer, torch.empty(1, 2, dtype=torch.int32), heads, num_tokens=1)
     assert little.rows == min(rows, 32)
+
+
+@pytest.mark.parametrize(("page_size", "rows"), [(8, 32), (16, 64), (32, 64), (64, 64)])
+def test_the_kernel_for_many_heads_leaves_the_smallest_pages_to_the_other(page_size, rows):
+    from mlakit.kernels.hopper.decode import variant_for
+
+    layer = PagedLatentCache.allocate(RowShape(512, 64), num_pages=1, page_size=page_size).layer(0)
+    table = torch.empty(1, 1 << 20, dtype=torch.int32)
+    assert variant_for(layer, table, heads=128, num_tokens=1).rows == rows
 
 
 @FP8_FORMATS

@@ -33,12 +33,13 @@ from mlakit.masks import Mask
 from mlakit.plan import DecodePlanTensors, EvenSplit
 
 LATENT, ROPE = 512, 64  # columns
-PANEL = 64  # columns of halves
+PANEL = 64  # columns of halves: what a swizzle is of
 OTHER_BYTES = 4096  # barriers, what warps tell each other and what they begin with
 LEAST_KEYS = 128  # that are worth a worker
 LEAST_KEYS_OF_FEW = 64  # likewise, where a worker has few heads
 FEW_HEADS = 32  # at most: more of them fill the 64 rows of the other kernel half or better
 FEW_BLOCKS = 16  # of keys, for each SM
+LEAST_PAGE_OF_MANY = 16  # rows: the kernel for many heads would spill registers for smaller ones
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Variant:
     kernel: Any
     rows: int  # of a unit: heads of one query
     columns: int  # of a box of latent columns of queries
+    cache_columns: int  # likewise of a cache in halves
     tile: int  # keys that it works on at a time
     least_keys: int
 
@@ -58,11 +60,12 @@ def variant_for(layer: CacheLayer, page_table: Tensor, heads: int, num_tokens: i
     blocks = num_tokens * triton.cdiv(heads, FEW_HEADS) * capacity
     is_fp8 = layer.codec.name in FP8_FORMATS
     is_little = blocks <= FEW_BLOCKS * target(page_table.device).num_sms
-    if is_fp8 or is_little or heads <= FEW_HEADS or layer.page_size < BLOCK:
+    if is_fp8 or is_little or heads <= FEW_HEADS or layer.page_size < LEAST_PAGE_OF_MANY:
         rows = max(triton.next_power_of_2(min(heads, FEW_HEADS)), 8)
         kernel = mla_decode_few_fp8_kernel if is_fp8 else mla_decode_few_kernel
-        return Variant(kernel, rows, columns=128, tile=BLOCK, least_keys=LEAST_KEYS_OF_FEW)
-    return Variant(mla_decode_kernel, 64, columns=256, tile=2 * BLOCK, least_keys=LEAST_KEYS)
+        cache_columns = PANEL if layer.page_size < BLOCK else 128
+        return Variant(kernel, rows, 128, cache_columns, BLOCK, LEAST_KEYS_OF_FEW)
+    return Variant(mla_decode_kernel, 64, 256, 256, 2 * BLOCK, LEAST_KEYS)
 
 
 def mla_decode(
@@ -226,8 +229,8 @@ def _pool_arguments(layer: CacheLayer, variant: Variant) -> PoolArguments:
     rows, page_rows = _as_rows(layer.payload)
     box_rows = min(layer.page_size, BLOCK)
     if layer.codec.name not in FP8_FORMATS:
-        columns = variant.columns if box_rows == BLOCK else PANEL
-        latent, rope = _boxes(rows, box_rows, columns), _boxes(rows, box_rows, ROPE)
+        latent = _boxes(rows, box_rows, variant.cache_columns)
+        rope = _boxes(rows, box_rows, ROPE)
         return PoolArguments(latent, rope, page_rows, 1.0, {})
     words = rows.view(torch.int32)
     if layer.codec.name == "fp8":

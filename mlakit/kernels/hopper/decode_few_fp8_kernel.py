@@ -381,9 +381,8 @@ def _adder(item, index, inputs, work, results, messages, channels):
 def mla_decode_few_fp8_kernel(
     q,  # descriptors: boxes of ROWS x 128, of ROWS x 64 where rotated
     q_rope,
-    kv,  # words, 64 x 32; where rotated 64 x 64 bfloat16, or 64 x 16 words (fp8); of smaller pages
-    # PAGE rows instead of 64
-    kv_rope,
+    kv,  # words, 64 x 32; where rotated 64 x 64 bfloat16, or 64 x 16 words (fp8)
+    kv_rope,  # of either PAGE rows where that are fewer
     table,
     q_starts,
     kv_lens,

@@ -218,16 +218,25 @@ def rows_of(inputs, keys, block, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def find_start(inputs, work, item, index, WARPS: gl.constexpr):
+def rows_of_pair(inputs, keys, block):
+    """`rows_of` a block and the next one for four warps; small pages of both are in either."""
+    rows = rows_of(inputs, keys, block, WARPS=4)
+    if inputs.PAGE < 64:
+        return rows, rows
+    else:  # noqa: RET505
+        return rows, rows_of(inputs, keys, block + 1, WARPS=4)
+
+
+@gluon.jit
+def find_start(inputs, work, item, index):
     """Where a unit's operands are: (token, first head, rows of its first block, of its second)."""
     token, first_head, rows = item * 0, item * 0, item * 0
     if inputs.PAGE < 64:
-        rows = gl.zeros([32], gl.int32, lanes_of(WARPS))
+        rows = gl.zeros([32], gl.int32, lanes_of(4))
     next_rows = rows
     if item < work.last_item:
         keys = find_keys(inputs, work, item, index)
         place = find_place(work, item, index)
         token, first_head = place.token, place.first_head
-        rows = rows_of(inputs, keys, keys.first_block, WARPS)
-        next_rows = rows_of(inputs, keys, keys.first_block + 1, WARPS)
+        rows, next_rows = rows_of_pair(inputs, keys, keys.first_block)
     return token, first_head, rows, next_rows

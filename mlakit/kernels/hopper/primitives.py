@@ -79,6 +79,23 @@ def load_parts(descriptor, rows, column, barrier, buffer, BYTES: gl.constexpr):
 
 
 @gluon.jit
+def load_slices(
+    descriptor, rows, FIRST: gl.constexpr, column, barrier, buffer, BYTES: gl.constexpr
+):  # fmt: skip
+    """As `load_parts`, of boxes as wide as the buffer: four warps then load a panel each.
+
+    FIRST  lane of the `rows`
+    """
+    PART: gl.constexpr = descriptor.block_shape[0]
+    # opaque: rows that several buffers have in common would be kept in registers
+    lane = gl.arange(0, 32, rows.type.layout) + opaque_zero()
+    mbarrier.expect(barrier, BYTES)
+    for part in gl.static_range(buffer.shape[0] // PART):
+        row = gl.sum(gl.where(lane == FIRST + part, rows, 0), 0)
+        tma_load(descriptor, [row, column], barrier, buffer.slice(part * PART, PART, 0))
+
+
+@gluon.jit
 def add_scores(q, k, block: gl.constexpr, barrier, phase, zero, scores):
     """scores + q·kᵀ, begun as soon as the keys have arrived."""
     mbarrier.wait(barrier, phase)
