@@ -141,7 +141,7 @@ def mla_decode(
         rope_token_rows,
         heads,
         slot_rows,
-        HEAD_BLOCKS=head_blocks,
+        head_blocks=head_blocks,
         ROWS=variant.rows,
         PAGE_ROWS=pool.page_rows,
         PAGE=layer.page_size,

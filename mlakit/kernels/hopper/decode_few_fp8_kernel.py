@@ -367,7 +367,7 @@ def _adder(item, index, inputs, work, results, messages, channels):
 
 
 @gluon.jit(
-    # other strides are 1 nearly always, and take no registers then
+    # other strides are 1 nearly always, as head_blocks is, and take no registers then
     do_not_specialize=[
         "stride_table_request",
         "stride_lse_token",
@@ -408,12 +408,12 @@ def mla_decode_few_fp8_kernel(
     q_rope_token_rows,
     heads,
     slot_rows,
+    head_blocks,
     scales,  # float32 of rows, or None
     stride_scales_page,
     stride_scales_row,
     tensor_scale,
     device_scale,  # the tensor's, where it is on the device, or None
-    HEAD_BLOCKS: gl.constexpr,
     ROWS: gl.constexpr,
     PAGE_ROWS: gl.constexpr,
     PAGE: gl.constexpr,
@@ -436,7 +436,7 @@ def mla_decode_few_fp8_kernel(
     )  # fmt: skip
     work = Work(
         items, partial_starts, q_starts, kv_lens, stride_q_starts, stride_kv_lens, heads,
-        HEAD_BLOCKS, ROWS, slot_rows, gl.load(worker_starts + gl.program_id(1) + 1), IS_CAUSAL,
+        head_blocks, ROWS, slot_rows, gl.load(worker_starts + gl.program_id(1) + 1), IS_CAUSAL,
         IS_GIVEN, ITEM_COLUMNS,
     )  # fmt: skip
     results = Results(

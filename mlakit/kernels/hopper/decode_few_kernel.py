@@ -164,7 +164,7 @@ def _consumer(
 
 
 @gluon.jit(
-    # other strides are 1 nearly always, and take no registers then
+    # other strides are 1 nearly always, as head_blocks is, and take no registers then
     do_not_specialize=[
         "stride_table_request",
         "stride_lse_token",
@@ -204,7 +204,7 @@ def mla_decode_few_kernel(
     q_rope_token_rows,
     heads,
     slot_rows,
-    HEAD_BLOCKS: gl.constexpr,
+    head_blocks,
     ROWS: gl.constexpr,
     PAGE_ROWS: gl.constexpr,
     PAGE: gl.constexpr,
@@ -222,7 +222,7 @@ def mla_decode_few_kernel(
     )  # fmt: skip
     work = Work(
         items, partial_starts, q_starts, kv_lens, stride_q_starts, stride_kv_lens, heads,
-        HEAD_BLOCKS, ROWS, slot_rows, gl.load(worker_starts + gl.program_id(1) + 1), IS_CAUSAL,
+        head_blocks, ROWS, slot_rows, gl.load(worker_starts + gl.program_id(1) + 1), IS_CAUSAL,
         IS_GIVEN, ITEM_COLUMNS,
     )  # fmt: skip
     results = Results(

@@ -473,7 +473,7 @@ def mla_decode_kernel(
     q_rope_token_rows,
     heads,
     slot_rows,
-    HEAD_BLOCKS: gl.constexpr,
+    head_blocks: gl.constexpr,  # elsewhere a number, for which there are no registers here
     ROWS: gl.constexpr,  # 64
     PAGE_ROWS: gl.constexpr,
     PAGE: gl.constexpr,
@@ -492,7 +492,7 @@ def mla_decode_kernel(
     )  # fmt: skip
     work = Work(
         items, partial_starts, q_starts, kv_lens, stride_q_starts, stride_kv_lens, heads,
-        HEAD_BLOCKS, ROWS, slot_rows, gl.load(worker_starts + gl.program_id(1) + 1), IS_CAUSAL,
+        head_blocks, ROWS, slot_rows, gl.load(worker_starts + gl.program_id(1) + 1), IS_CAUSAL,
         IS_GIVEN, ITEM_COLUMNS,
     )  # fmt: skip
     results = Results(

@@ -43,7 +43,7 @@ class Work:
     stride_q_starts: object
     stride_kv_lens: object
     heads: object
-    HEAD_BLOCKS: object  # units of a query
+    head_blocks: object  # units of a query
     ROWS: object  # of a unit
     slot_rows: object
     last_item: object
@@ -116,7 +116,7 @@ def _has_room(work, q_len, slot):
     Plans that are made for this kernel split no request without.
     """
     if work.IS_GIVEN:
-        return (slot < 0) | (q_len * work.HEAD_BLOCKS * work.ROWS <= work.slot_rows)
+        return (slot < 0) | (q_len * work.head_blocks * work.ROWS <= work.slot_rows)
     else:  # noqa: RET505
         return slot == slot
 
@@ -125,7 +125,7 @@ def _has_room(work, q_len, slot):
 def _num_units(work, item):
     """Units of an item, one per block of heads of each query."""
     request, _, _, slot, _, q_len, _ = _load_item(work, item)
-    num_units = q_len * work.HEAD_BLOCKS
+    num_units = q_len * work.head_blocks
     if work.IS_GIVEN:
         is_first = slot == gl.load(work.partial_starts + request)
         num_units = gl.where(is_first | _has_room(work, q_len, slot), num_units, 0)
@@ -162,7 +162,7 @@ def find_keys(inputs, work, item, index):
     low = gl.where(has_room, low, 0)
     end = gl.where(has_room, gl.minimum(last, kv_len), kv_len)
     if work.IS_CAUSAL:
-        end = gl.minimum(end, kv_len - q_len + index // work.HEAD_BLOCKS + 1)
+        end = gl.minimum(end, kv_len - q_len + index // work.head_blocks + 1)
     entries = inputs.table + request.to(gl.int64) * inputs.stride_request
     return Keys(entries, low // 64, (gl.maximum(end, 0) + 63) // 64, low, end)
 
@@ -171,9 +171,9 @@ def find_keys(inputs, work, item, index):
 def find_place(work, item, index):
     _, _, _, slot, q_first, q_len, _ = _load_item(work, item)
     slot = gl.where(_has_room(work, q_len, slot), slot, -1)
-    token = q_first + index // work.HEAD_BLOCKS
+    token = q_first + index // work.head_blocks
     slot_row = slot.to(gl.int64) * work.slot_rows + index * work.ROWS
-    return Place(token, index % work.HEAD_BLOCKS * work.ROWS, slot, slot_row)
+    return Place(token, index % work.head_blocks * work.ROWS, slot, slot_row)
 
 
 @gluon.jit
