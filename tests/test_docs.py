@@ -171,8 +171,8 @@ def test_the_ops_that_hopper_is_said_to_have_kernels_of_are_those_it_has():
 
 def test_what_the_hopper_kernel_is_said_to_take_is_what_it_takes():
     said = dict(table(PAGES["backends.md"], "argument"))
-    columns, values, multiple = numbers(re.sub(r"[a-z]+\d+", "", said["cache"]))
-    assert ((columns, values), multiple) == (hopper.ROW, hopper.PAGE_MULTIPLE)
+    columns, values, *pages = numbers(re.sub(r"[a-z]+\d+", "", said["cache"]))
+    assert ((columns, values), pages) == (hopper.ROW, [*hopper.PAGES, hopper.BLOCK])
     assert said["cache"].startswith(f"rows of {' or '.join(hopper.FORMATS)}, ")
     assert said["mask"] == " or ".join(hopper.MASKS)
 

@@ -29,8 +29,10 @@ LENGTHS = {
     "rings of copies that come round many times": ((4097, 1, 2880, 0, 191), (1, 2, 1, 1, 3)),
 }
 FP8 = ("fp8", "fp8_token", "fp8_block128")
+HALF_AND_FP8 = ("bf16", *FP8)
 FP8_HEADS = pytest.mark.parametrize("heads", [8, 16, 32])
 FP8_FORMATS = pytest.mark.parametrize("format", FP8)
+SMALL_PAGES = pytest.mark.parametrize("page_size", [8, 16, 32])
 # one of the kernel for few heads, one of the other
 KERNELS = pytest.mark.parametrize("heads", [16, 64], ids=["few", "many"])
 
@@ -69,6 +71,63 @@ def test_heads(heads):
 @pytest.mark.parametrize("page_size", [64, 128, 192, 1024])
 def test_pages(page_size, heads):
     run(kv_lens=(1500, 130, 1), q_lens=(1, 2, 1), page_size=page_size, heads=heads)
+
+
+def around_pages(page_size: int) -> dict[str, tuple[int, ...]]:
+    """Lengths that end at, before and just after a page's end, and those of a block."""
+    ends = (page_size, 64 - page_size, 64, 64 + page_size, 640)
+    lengths = (0, 1, *(end + more for end in ends for more in (-1, 0, 1)))
+    return {"kv_lens": lengths, "q_lens": (1,) * len(lengths), "page_size": page_size}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [8, 16, 32, 128])
+@SMALL_PAGES
+def test_small_pages(page_size, heads):
+    """What lies past a length is NaN, and entries past the last page are none of a page."""
+    run(heads=heads, **around_pages(page_size))
+
+
+@pytest.mark.gpu
+@FP8_FORMATS
+@FP8_HEADS
+@SMALL_PAGES
+def test_small_pages_of_fp8(page_size, heads, format):
+    run(heads=heads, format=format, tensor_scale=0.05, **around_pages(page_size))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("heads", "format"), [(64, "bf16"), *((16, each) for each in HALF_AND_FP8)]
+)
+@SMALL_PAGES
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_layers": 2},
+        {"wide_indices": True},
+        {"mask": "null", "sink": "mixed", "sharpness": -2.0},
+        {"num_workers": 3, "tile": 16},
+        {"kv_lens": (5000, 3, 4097), "q_lens": (1, 2, 1)},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_small_pages_with_other_arguments(fields, page_size, heads, format):
+    """Queries of a request see different ends, some of them before the last page."""
+    given = {"kv_lens": (400, 65, 9, 0), "q_lens": (20, 1, 9, 1), **fields}
+    run(page_size=page_size, heads=heads, format=format, **given)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "format"), [(64, "bf16"), (16, "bf16"), (16, "fp8_block128")])
+@SMALL_PAGES
+@pytest.mark.parametrize("seed", range(5))
+def test_small_pages_in_random_batches(seed, page_size, heads, format):
+    draw = Random(seed)
+    q_lens = tuple(draw.choice([1, 1, 1, 0, 2, 4]) for _ in range(draw.choice([1, 7, 150])))
+    kv_lens = tuple(max(q, draw.randrange(2000)) for q in q_lens)
+    batch = {"kv_lens": kv_lens, "q_lens": q_lens}
+    run(seed=seed, page_size=page_size, heads=heads, format=format, **batch)
 
 
 @pytest.mark.gpu
@@ -345,6 +404,15 @@ def test_few_heads_are_not_padded_to_many(heads, rows):
     assert little.rows == min(rows, 32)
 
 
+@pytest.mark.parametrize(("page_size", "rows"), [(8, 32), (16, 64), (32, 64), (64, 64)])
+def test_the_kernel_for_many_heads_leaves_the_smallest_pages_to_the_other(page_size, rows):
+    from mlakit.kernels.hopper.decode import variant_for
+
+    layer = PagedLatentCache.allocate(RowShape(512, 64), num_pages=1, page_size=page_size).layer(0)
+    table = torch.empty(1, 1 << 20, dtype=torch.int32)
+    assert variant_for(layer, table, heads=128, num_tokens=1).rows == rows
+
+
 @FP8_FORMATS
 @FP8_HEADS
 def test_rings_of_bytes_fill_what_the_queries_leave(heads, format):
@@ -385,8 +453,9 @@ def problem(**fields: object) -> Problem:
     return Problem("cuda", 90, **{**given, "mask": "causal", **fields})
 
 
-def test_it_is_the_first_choice():
-    assert dispatch.select("mla_decode", problem()).backend == "hopper"
+@pytest.mark.parametrize("page_size", [8, 16, 32, 64, 192])
+def test_it_is_the_first_choice(page_size):
+    assert dispatch.select("mla_decode", problem(page_size=page_size)).backend == "hopper"
 
 
 @FP8_FORMATS
@@ -415,7 +484,9 @@ def test_it_is_the_first_choice_for_few_heads_over_fp8(format):
             "needs queries of torch.bfloat16 with rows of fp8_token, got torch.float16",
         ),
         ({"row": DecodeCase().row}, "needs rows of 576/512, got 40/32"),
-        ({"page_size": 16}, "needs pages of a multiple of 64 rows, got 16"),
+        ({"page_size": 24}, "needs pages of 8, 16, 32 or a multiple of 64 rows, got 24"),
+        ({"page_size": 4}, "needs pages of 8, 16, 32 or a multiple of 64 rows, got 4"),
+        ({"page_size": 96}, "needs pages of 8, 16, 32 or a multiple of 64 rows, got 96"),
         ({"mask": "chunked"}, "needs a mask of causal or null, got chunked"),
         ({"uses": ("kv_shard",)}, "takes no kv_shard"),
     ],

@@ -157,6 +157,19 @@ HOPPER = {
         )
         for heads, format in ((16, "fp8_block128"), (32, "fp8"), (32, "fp8_block128"))
     },
+    **{
+        f"hopper-decode-h{heads}-{format}-page{page_size}": _decode(
+            format, heads, page_size=page_size, **more
+        )
+        for page_size in (8, 16, 32)
+        for heads, format, more in (
+            (16, "bf16", {}),
+            (128, "bf16", MUCH_WORK),
+            (16, "fp8", {}),
+            (32, "fp8_token", {}),
+            (32, "fp8_block128", {}),
+        )
+    },
 }
 HOPPER_ARCH = 90
 EVERYWHERE = (

@@ -5,8 +5,8 @@ Work       the plan's workers times the units that a request has on average; see
 Memory     float32 partials, two per worker: 35 MB at most where there are 132 SMs
            (where requests are cut on their own account, one per part that the table has room for)
 Limits     rows of 576/512 in halves and queries of their dtype, or rows of e4m3 and few heads of
-           halves; pages of a multiple of 64 rows, rows that TMA can copy boxes of; `support` says
-           no to the rest
+           halves; pages of 8, 16, 32 or a multiple of 64 rows, rows that TMA can copy boxes of;
+           `support` says no to the rest
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ from mlakit.formats import SMALLEST_SCALE
 from mlakit.kernels.hopper.decode_few_fp8_kernel import mla_decode_few_fp8_kernel
 from mlakit.kernels.hopper.decode_few_kernel import mla_decode_few_kernel
 from mlakit.kernels.hopper.decode_kernel import mla_decode_kernel
-from mlakit.kernels.hopper.support import ARCH, FP8_FORMATS
+from mlakit.kernels.hopper.support import ARCH, BLOCK, FP8_FORMATS
 from mlakit.kernels.triton.decode_merge import merge_partials, rows_per_slot
 from mlakit.kernels.triton.decode_plan import SPLIT_KEYS, OwnCuts, plan_decode
 from mlakit.kernels.triton.launch import SHARED_BYTES, launch, target
 from mlakit.masks import Mask
 from mlakit.plan import DecodePlanTensors, EvenSplit
 
-BLOCK = 64  # keys
 LATENT, ROPE = 512, 64  # columns
+PANEL = 64  # columns of halves: what a swizzle is of
 OTHER_BYTES = 4096  # barriers, what warps tell each other and what they begin with
 LEAST_KEYS = 128  # that are worth a worker
 LEAST_KEYS_OF_FEW = 64  # likewise, where a worker has few heads
 FEW_HEADS = 32  # at most: more of them fill the 64 rows of the other kernel half or better
 FEW_BLOCKS = 16  # of keys, for each SM
 FP8_BOXES = 2  # of 128 columns, in one place of a ring of e4m3
+LEAST_PAGE_OF_MANY = 16  # rows: the kernel for many heads would spill registers for smaller ones
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Variant:
     kernel: Any
     rows: int  # of a unit: heads of one query
     columns: int  # of a box of latent columns of queries
+    cache_columns: int  # likewise of a cache in halves
     tile: int  # keys that it works on at a time
     least_keys: int
 
@@ -60,11 +62,12 @@ def variant_for(layer: CacheLayer, page_table: Tensor, heads: int, num_tokens: i
     blocks = num_tokens * triton.cdiv(heads, FEW_HEADS) * capacity
     is_fp8 = layer.codec.name in FP8_FORMATS
     is_little = blocks <= FEW_BLOCKS * target(page_table.device).num_sms
-    if is_fp8 or is_little or heads <= FEW_HEADS:
+    if is_fp8 or is_little or heads <= FEW_HEADS or layer.page_size < LEAST_PAGE_OF_MANY:
         rows = max(triton.next_power_of_2(min(heads, FEW_HEADS)), 8)
         kernel = mla_decode_few_fp8_kernel if is_fp8 else mla_decode_few_kernel
-        return Variant(kernel, rows, columns=128, tile=BLOCK, least_keys=LEAST_KEYS_OF_FEW)
-    return Variant(mla_decode_kernel, 64, columns=256, tile=2 * BLOCK, least_keys=LEAST_KEYS)
+        cache_columns = PANEL if layer.page_size < BLOCK else 128
+        return Variant(kernel, rows, 128, cache_columns, BLOCK, LEAST_KEYS_OF_FEW)
+    return Variant(mla_decode_kernel, 64, 256, 256, 2 * BLOCK, LEAST_KEYS)
 
 
 def mla_decode(
@@ -140,10 +143,10 @@ def mla_decode(
         rope_token_rows,
         heads,
         slot_rows,
-        HEAD_BLOCKS=head_blocks,
+        head_blocks=head_blocks,
         ROWS=variant.rows,
         PAGE_ROWS=pool.page_rows,
-        PAGE_BLOCKS=layer.page_size // BLOCK,
+        PAGE=layer.page_size,
         IS_CAUSAL=mask.kind == "causal",
         IS_NEGATIVE=softmax_scale < 0,
         IS_GIVEN=plan.slot_rows != units * variant.rows or plan.tile % BLOCK > 0,
@@ -226,15 +229,17 @@ class PoolArguments:
 
 def _pool_arguments(layer: CacheLayer, variant: Variant) -> PoolArguments:
     rows, page_rows = _as_rows(layer.payload)
+    box_rows = min(layer.page_size, BLOCK)
     if layer.codec.name not in FP8_FORMATS:
-        latent, rope = _boxes(rows, BLOCK, variant.columns), _boxes(rows, BLOCK, ROPE)
+        latent = _boxes(rows, box_rows, variant.cache_columns)
+        rope = _boxes(rows, box_rows, ROPE)
         return PoolArguments(latent, rope, page_rows, 1.0, {})
     words = rows.view(torch.int32)
     if layer.codec.name == "fp8":
-        rope, rope_column, copies = _boxes(words, BLOCK, ROPE // 4), LATENT // 4, 1
+        rope, rope_column, copies = _boxes(words, box_rows, ROPE // 4), LATENT // 4, 1
     else:
         halves = rows.view(torch.bfloat16)
-        rope, rope_column = _boxes(halves, BLOCK, ROPE), halves.shape[1] - ROPE
+        rope, rope_column = _boxes(halves, box_rows, ROPE), halves.shape[1] - ROPE
         copies = 4 if layer.codec.name == "fp8_block128" else 1
     scale = layer.tensor_scale
     host_scale = 1.0 if isinstance(scale, Tensor) else float(scale)
@@ -251,7 +256,7 @@ def _pool_arguments(layer: CacheLayer, variant: Variant) -> PoolArguments:
         **_fp8_places(variant.rows, copies, rope_bytes),
         **_fp8_warps(variant.rows, layer.codec.name),
     }
-    return PoolArguments(_boxes(words, BLOCK, 32), rope, page_rows, host_scale, options)
+    return PoolArguments(_boxes(words, box_rows, 32), rope, page_rows, host_scale, options)
 
 
 def _row_scales(layer: CacheLayer) -> tuple[Tensor | None, int, int]:

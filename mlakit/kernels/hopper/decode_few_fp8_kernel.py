@@ -150,7 +150,7 @@ def _adder(item, index, inputs, work, results, messages, channels):
 
 
 @gluon.jit(
-    # other strides are 1 nearly always, and take no registers then
+    # other strides are 1 nearly always, as head_blocks is, and take no registers then
     do_not_specialize=[
         "stride_table_request",
         "stride_lse_token",
@@ -165,7 +165,7 @@ def mla_decode_few_fp8_kernel(
     q,  # descriptors: boxes of ROWS x 128, of ROWS x 64 where rotated
     q_rope,
     kv,  # words, 64 x 32; where rotated 64 x 64 bfloat16, or 64 x 16 words (fp8)
-    kv_rope,
+    kv_rope,  # of either PAGE rows where that are fewer
     table,
     q_starts,
     kv_lens,
@@ -191,15 +191,15 @@ def mla_decode_few_fp8_kernel(
     q_rope_token_rows,
     heads,
     slot_rows,
+    head_blocks,
     scales,  # float32 of rows, or None
     stride_scales_page,
     stride_scales_row,
     tensor_scale,
     device_scale,  # the tensor's, where it is on the device, or None
-    HEAD_BLOCKS: gl.constexpr,
     ROWS: gl.constexpr,
     PAGE_ROWS: gl.constexpr,
-    PAGE_BLOCKS: gl.constexpr,
+    PAGE: gl.constexpr,
     IS_CAUSAL: gl.constexpr,
     IS_NEGATIVE: gl.constexpr,
     IS_GIVEN: gl.constexpr,  # the plan is not of this kernel: see `_has_room`, `mask_scores`
@@ -219,11 +219,11 @@ def mla_decode_few_fp8_kernel(
         scale_log2 *= tensor_scale
     inputs = Inputs(
         q, q_rope, kv, kv_rope, q_token_rows, q_rope_token_rows, table, stride_table_request,
-        stride_table_entry, PAGE_ROWS, PAGE_BLOCKS,
+        stride_table_entry, PAGE_ROWS, PAGE,
     )  # fmt: skip
     work = Work(
         items, partial_starts, q_starts, kv_lens, stride_q_starts, stride_kv_lens, heads,
-        HEAD_BLOCKS, ROWS, slot_rows, gl.load(worker_starts + gl.program_id(1) + 1), IS_CAUSAL,
+        head_blocks, ROWS, slot_rows, gl.load(worker_starts + gl.program_id(1) + 1), IS_CAUSAL,
         IS_GIVEN, ITEM_COLUMNS,
     )  # fmt: skip
     results = Results(

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from mlakit.kernels.hopper.compat import record
 from mlakit.kernels.hopper.decode_few_rings import PARTS, after, load_queries
 from mlakit.kernels.hopper.decode_softmax import FIRST_PEAK, finish, mask_scores, store_lse
-from mlakit.kernels.hopper.decode_work import count_units, find_keys, find_place, next_unit, page_of
+from mlakit.kernels.hopper.decode_work import count_units, find_keys, find_place, next_unit, pages_of
 from mlakit.kernels.hopper.e4m3 import (
     LARGEST_UNIT,
     as_halves,
@@ -170,14 +170,17 @@ def message_place(number):
 
 
 @gluon.jit
-def _load_scales(scales, inputs, keys, page, block, LAYOUT: gl.constexpr):
-    """float32 [64 keys] of a block: a tuple of as many as a row has."""
+def _load_scales(scales, inputs, keys, pages, block, LAYOUT: gl.constexpr):
+    """float32 [64 keys] of a block: a tuple of as many as a row has; `pages` as of `pages_of`."""
     found = ()
     if scales.first is not None:
         offset = gl.arange(0, 64, LAYOUT)
         is_read = block * 64 + offset < keys.end
-        offset += block % inputs.PAGE_BLOCKS * 64
-        at = scales.first + page.to(gl.int64) * scales.stride_page
+        if inputs.PAGE < 64:
+            offset %= inputs.PAGE
+        else:
+            offset += block % (inputs.PAGE // 64) * 64
+        at = scales.first + pages.to(gl.int64) * scales.stride_page
         at += offset.to(gl.int64) * scales.stride_row
         if scales.FORMAT == "fp8_token":
             scale = gl.load(at, mask=is_read, other=0.0)
@@ -389,9 +392,9 @@ def score(turns, item, index, inputs, work, results, scoring):
     for _ in tl.range(0, count_units(work, item, index), disable_licm=True):
         keys = find_keys(inputs, work, item, index)
         first_block = keys.first_block + ((blocks_before + NUMBER) & (STEP - 1))
-        page = page_of(inputs, keys, first_block)
-        next_scales = _load_scales(scales, inputs, keys, page, first_block, KEY)
-        page = page_of(inputs, keys, first_block + STEP)
+        pages = pages_of(inputs, keys, first_block, KEY)
+        next_scales = _load_scales(scales, inputs, keys, pages, first_block, KEY)
+        pages = pages_of(inputs, keys, first_block + STEP, KEY)
         peak = gl.full([HEADS], FIRST_PEAK, gl.float32, ROW)
         total = _sum_pairs(gl.zeros([64, HEADS], gl.float32, LAYOUT))
         weight_unit = gl.to_tensor(FIRST_UNIT)
@@ -412,8 +415,8 @@ def score(turns, item, index, inputs, work, results, scoring):
             place, turn = after(channels.latent, place, turn, (STEP - 1) * FILLS)
             rope_place, rope_turn = after(channels.rope, rope_place, rope_turn, STEP)
             # on their way while weights are made: through the dots they would be spilled
-            next_scales = _load_scales(scales, inputs, keys, page, block + STEP, KEY)
-            page = page_of(inputs, keys, block + 2 * STEP)
+            next_scales = _load_scales(scales, inputs, keys, pages, block + STEP, KEY)
+            pages = pages_of(inputs, keys, block + 2 * STEP, KEY)
             scores = mask_scores(scores, block, keys, 0, scoring.IS_NEGATIVE, scoring.IS_GIVEN)
             _show_scales(turns.maxima, row_scales)
             largest = _largest_scores(turns.maxima, scores) * scale

@@ -6,7 +6,7 @@ Bound      by bytes in flight, not by arithmetic: a producer keeps rings of copi
            units too, and keys are on the side of the dots that is 64 rows wide in any case
 
              producer, one warp                       consumer, four warps
-  a block    look up the page of the next one         Sᵀ = K·Qᵀ, part by part as they come
+  a block    look up the pages of the next one        Sᵀ = K·Qᵀ, part by part as they come
              five times: wait for a free place        <- empty: the rope part
                and copy a part to it          full -> m = max(m, Sᵀ), Pᵀ = exp2(Sᵀ − m)
                                                       Oᵀ = Oᵀ·a + Vᵀ·Pᵀ, part by part
@@ -164,7 +164,7 @@ def _consumer(
 
 
 @gluon.jit(
-    # other strides are 1 nearly always, and take no registers then
+    # other strides are 1 nearly always, as head_blocks is, and take no registers then
     do_not_specialize=[
         "stride_table_request",
         "stride_lse_token",
@@ -177,7 +177,7 @@ def _consumer(
 def mla_decode_few_kernel(
     q,  # descriptors: boxes of ROWS x 128, of ROWS x 64 where rotated
     q_rope,
-    kv,  # of 64 x 128 and 64 x 64
+    kv,  # of 64 x 128 and 64 x 64; where pages are smaller of PAGE x 64 both
     kv_rope,
     table,
     q_starts,
@@ -204,10 +204,10 @@ def mla_decode_few_kernel(
     q_rope_token_rows,
     heads,
     slot_rows,
-    HEAD_BLOCKS: gl.constexpr,
+    head_blocks,
     ROWS: gl.constexpr,
     PAGE_ROWS: gl.constexpr,
-    PAGE_BLOCKS: gl.constexpr,
+    PAGE: gl.constexpr,
     IS_CAUSAL: gl.constexpr,
     IS_NEGATIVE: gl.constexpr,
     IS_GIVEN: gl.constexpr,  # the plan is not of this kernel: see `_has_room`, `mask_scores`
@@ -218,11 +218,11 @@ def mla_decode_few_kernel(
     PLACES: gl.constexpr = 12 if ROWS == 8 else 11 if ROWS == 16 else 10
     inputs = Inputs(
         q, q_rope, kv, kv_rope, q_token_rows, q_rope_token_rows, table, stride_table_request,
-        stride_table_entry, PAGE_ROWS, PAGE_BLOCKS,
+        stride_table_entry, PAGE_ROWS, PAGE,
     )  # fmt: skip
     work = Work(
         items, partial_starts, q_starts, kv_lens, stride_q_starts, stride_kv_lens, heads,
-        HEAD_BLOCKS, ROWS, slot_rows, gl.load(worker_starts + gl.program_id(1) + 1), IS_CAUSAL,
+        head_blocks, ROWS, slot_rows, gl.load(worker_starts + gl.program_id(1) + 1), IS_CAUSAL,
         IS_GIVEN, ITEM_COLUMNS,
     )  # fmt: skip
     results = Results(

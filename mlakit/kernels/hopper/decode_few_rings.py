@@ -16,8 +16,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from mlakit.kernels.hopper.compat import record, tma_load
-from mlakit.kernels.hopper.decode_work import find_keys, find_place, next_unit, row_of
-from mlakit.kernels.hopper.primitives import new_barriers
+from mlakit.kernels.hopper.decode_work import find_keys, find_place, next_unit, rows_of
+from mlakit.kernels.hopper.primitives import load_parts, new_barriers
 
 PARTS = gl.constexpr(4)  # of the latent columns
 COLUMNS = gl.constexpr(128)  # of a part
@@ -67,8 +67,8 @@ def after(ring, place, turn, STEPS: gl.constexpr = 1):
 
 
 @gluon.jit
-def _send(ring, place, turn, descriptor, row, column):
-    """Fill a place, once it is free."""
+def _send(ring, place, turn, descriptor, rows, column):
+    """Fill a place, once it is free; `rows` as of `rows_of`."""
     BOXES: gl.constexpr = ring.BOXES
     WIDTH: gl.constexpr = ring.boxes.shape[2]
     BYTES: gl.constexpr = 64 * WIDTH * ring.boxes.dtype.primitive_bitwidth // 8
@@ -76,9 +76,11 @@ def _send(ring, place, turn, descriptor, row, column):
     full = ring.full.index(place)
     mbarrier.expect(full, BOXES * BYTES)
     for box in gl.static_range(BOXES):
-        tma_load(
-            descriptor, [row, column + box * WIDTH], full, ring.boxes.index(place * BOXES + box)
-        )
+        target = ring.boxes.index(place * BOXES + box)
+        if descriptor.block_shape[0] < 64:
+            load_parts(descriptor, rows, column + box * WIDTH, full, target)
+        else:
+            tma_load(descriptor, [rows, column + box * WIDTH], full, target)
     return after(ring, place, turn)
 
 
@@ -90,15 +92,16 @@ def produce(item, index, inputs, work, channels, ROPE_COLUMN: gl.constexpr):
     place, turn, rope_place, rope_turn = item * 0, item * 0, item * 0, item * 0
     while item < work.last_item:
         keys = find_keys(inputs, work, item, index)
-        row = row_of(inputs, keys, keys.first_block)
+        rows = rows_of(inputs, keys, keys.first_block, WARPS=1)
         for block in range(keys.first_block, keys.end_block):
-            next_row = row_of(inputs, keys, block + 1)  # on its way while places are waited for
+            # on their way while places are waited for
+            next_rows = rows_of(inputs, keys, block + 1, WARPS=1)
             rope_place, rope_turn = _send(
-                rope, rope_place, rope_turn, inputs.kv_rope, row, ROPE_COLUMN
+                rope, rope_place, rope_turn, inputs.kv_rope, rows, ROPE_COLUMN
             )
             for fill in gl.static_range(PARTS // latent.BOXES):
-                place, turn = _send(latent, place, turn, inputs.kv, row, fill * WIDTH)
-            row = next_row
+                place, turn = _send(latent, place, turn, inputs.kv, rows, fill * WIDTH)
+            rows = next_rows
         item, index = next_unit(work, item, index + gl.num_programs(0))
 
 

@@ -48,11 +48,12 @@ from mlakit.kernels.hopper.decode_work import (
     find_place,
     find_start,
     next_unit,
-    row_of,
+    rows_of_pair,
 )
 from mlakit.kernels.hopper.primitives import (
     add_scores,
     load_box,
+    load_slices,
     new_barrier,
     opaque_zero,
     zero_rows,
@@ -100,30 +101,43 @@ class Arrivals:
 
 
 @gluon.jit
-def _load_even(inputs, token, first_head, row, buffers, arrivals):
+def _load(
+    descriptor, rows, column, barrier, buffers, BLOCK: gl.constexpr, BYTES: gl.constexpr
+):  # fmt: skip
+    """Start to load some columns of the first block of a pair, or of the second (BLOCK 0 or 1)."""
+    buffer = buffers.index(BLOCK)
+    if descriptor.block_shape[0] < 64:
+        PAGES: gl.constexpr = 64 // descriptor.block_shape[0]
+        load_slices(descriptor, rows, BLOCK * PAGES, column, barrier, buffer, BYTES)
+    else:
+        load_box(descriptor, rows, column, barrier, buffer, BYTES)
+
+
+@gluon.jit
+def _load_even(inputs, token, first_head, rows, buffers, arrivals):
     """Start with the queries of a unit and its first block."""
     q_row = token * inputs.q_token_rows + first_head
     rope_row = token * inputs.q_rope_token_rows + first_head
-    load_box(inputs.kv_rope, row, 512, arrivals.rope_even, buffers.rope.index(0), ROPE_BYTES)
-    load_box(inputs.kv, row, 0, arrivals.left_even, buffers.left.index(0), HALF_BYTES)
+    _load(inputs.kv_rope, rows, 512, arrivals.rope_even, buffers.rope, 0, ROPE_BYTES)
+    _load(inputs.kv, rows, 0, arrivals.left_even, buffers.left, 0, HALF_BYTES)
     mbarrier.expect(arrivals.q, ROPE_BYTES + 2 * HALF_BYTES)
     tma_load(inputs.q_rope, [rope_row, 0], arrivals.q, buffers.p_even)
     tma_load(inputs.q, [q_row, 0], arrivals.q, buffers.q_left.index(0))
     tma_load(inputs.q, [q_row, 256], arrivals.q, buffers.q_right.index(0))
-    load_box(inputs.kv, row, 256, arrivals.right_even, buffers.right.index(0), HALF_BYTES)
+    _load(inputs.kv, rows, 256, arrivals.right_even, buffers.right, 0, HALF_BYTES)
 
 
 @gluon.jit
-def _load_odd_left(inputs, row, buffers, arrivals):
+def _load_odd_left(inputs, rows, buffers, arrivals):
     """The left half of a unit's second block: it goes where the even warpgroup's result was."""
-    load_box(inputs.kv, row, 0, arrivals.left_odd, buffers.left.index(1), HALF_BYTES)
+    _load(inputs.kv, rows, 0, arrivals.left_odd, buffers.left, 1, HALF_BYTES)
 
 
 @gluon.jit
-def _load_odd_right(inputs, row, buffers, arrivals):
+def _load_odd_right(inputs, rows, buffers, arrivals):
     """The rest of the second block."""
-    load_box(inputs.kv_rope, row, 512, arrivals.rope_odd, buffers.rope.index(1), ROPE_BYTES)
-    load_box(inputs.kv, row, 256, arrivals.right_odd, buffers.right.index(1), HALF_BYTES)
+    _load(inputs.kv_rope, rows, 512, arrivals.rope_odd, buffers.rope, 1, ROPE_BYTES)
+    _load(inputs.kv, rows, 256, arrivals.right_odd, buffers.right, 1, HALF_BYTES)
 
 
 @gluon.jit
@@ -140,14 +154,11 @@ def _even_pair(
     phase = (pairs_before + pair) & 1
     zero = opaque_zero()
     block = keys.first_block + 2 * pair
-    row_even = next_even
-    row_odd = next_odd
+    rows_even = next_even
+    rows_odd = next_odd
     if not IS_LAST:
-        load_box(
-            inputs.kv_rope, row_even, 512, arrivals.rope_even, buffers.rope.index(0), ROPE_BYTES
-        )
-        next_even = row_of(inputs, keys, block + 4)
-        next_odd = row_of(inputs, keys, block + 5)
+        _load(inputs.kv_rope, rows_even, 512, arrivals.rope_even, buffers.rope, 0, ROPE_BYTES)
+        next_even, next_odd = rows_of_pair(inputs, keys, block + 4)
     scores = mask_scores(scores, block, keys, 1, IS_NEGATIVE, IS_GIVEN)
     own_peak = gl.maximum(peak, gl.max(scores, 1) * scale)
     buffers.max_even.store(own_peak)
@@ -169,7 +180,7 @@ def _even_pair(
     total = total * decay + gl.sum(weights, 1)
     acc, own_weights = warpgroup_mma_wait(0, deps=(pending, own_weights))
     if not IS_LAST:
-        load_box(inputs.kv, row_even, 0, arrivals.left_even, buffers.left.index(0), HALF_BYTES)
+        _load(inputs.kv, rows_even, 0, arrivals.left_even, buffers.left, 0, HALF_BYTES)
     total = total * adjust
     acc = acc * gl.expand_dims(gl.convert_layout(adjust, SUMS), 1)
     mbarrier.wait(arrivals.p_odd, phase)
@@ -183,7 +194,7 @@ def _even_pair(
         dots = warpgroup_mma(q_rope, rotated, nothing, use_acc=False, is_async=True)
         # the rope part keeps the tensor cores busy while the left half is reloaded
         acc = warpgroup_mma_wait(1, deps=(pending,))
-        load_box(inputs.kv, row_odd, 0, arrivals.left_odd, buffers.left.index(1), HALF_BYTES)
+        _load(inputs.kv, rows_odd, 0, arrivals.left_odd, buffers.left, 1, HALF_BYTES)
         dots = add_scores(
             buffers.q_left, buffers.left, 0, arrivals.left_even, phase ^ 1, zero, dots
         )
@@ -210,12 +221,11 @@ def _odd_pair(
     phase = (pairs_before + pair) & 1
     zero = opaque_zero()
     block = keys.first_block + 2 * pair
-    row_even = next_even
-    row_odd = next_odd
+    rows_even = next_even
+    rows_odd = next_odd
     if not IS_LAST:
-        load_box(inputs.kv_rope, row_odd, 512, arrivals.rope_odd, buffers.rope.index(1), ROPE_BYTES)
-        next_even = row_of(inputs, keys, block + 4)
-        next_odd = row_of(inputs, keys, block + 5)
+        _load(inputs.kv_rope, rows_odd, 512, arrivals.rope_odd, buffers.rope, 1, ROPE_BYTES)
+        next_even, next_odd = rows_of_pair(inputs, keys, block + 4)
     scores = mask_scores(scores, block + 1, keys, 1, IS_NEGATIVE, IS_GIVEN)
     largest = gl.max(scores, 1) * scale
     mbarrier.wait(arrivals.max_even, phase)
@@ -241,9 +251,9 @@ def _odd_pair(
     if not IS_LAST:
         nothing = gl.zeros([64, 64], gl.float32, SCORES)
         pending, own_weights = warpgroup_mma_wait(1, deps=(pending, own_weights))
-        load_box(inputs.kv, row_odd, 256, arrivals.right_odd, buffers.right.index(1), HALF_BYTES)
+        _load(inputs.kv, rows_odd, 256, arrivals.right_odd, buffers.right, 1, HALF_BYTES)
         acc = warpgroup_mma_wait(0, deps=(pending,))
-        load_box(inputs.kv, row_even, 256, arrivals.right_even, buffers.right.index(0), HALF_BYTES)
+        _load(inputs.kv, rows_even, 256, arrivals.right_even, buffers.right, 0, HALF_BYTES)
         mbarrier.wait(arrivals.rope_odd, phase ^ 1)
         rotated = buffers.rope.index(zero + 1).permute((1, 0))
         dots = warpgroup_mma(q_rope, rotated, nothing, use_acc=False, is_async=True)
@@ -329,20 +339,19 @@ def _warpgroup(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     SUMS: gl.constexpr = gl.SliceLayout(1, SCORES)
-    token, first_head, row, next_row = find_start(inputs, work, item, index)
+    token, first_head, rows, next_rows = find_start(inputs, work, item, index)
     if IS_EVEN:
-        _load_even(inputs, token, first_head, row, buffers, arrivals)
-        _load_odd_left(inputs, next_row, buffers, arrivals)
+        _load_even(inputs, token, first_head, rows, buffers, arrivals)
+        _load_odd_left(inputs, next_rows, buffers, arrivals)
     else:
-        _load_odd_right(inputs, next_row, buffers, arrivals)
+        _load_odd_right(inputs, next_rows, buffers, arrivals)
     pairs_before = item * 0  # its parity is the phase of the barriers
     units_before = item * 0
     # addresses of a thread's elements are found in each turn: kept, they would be spilled
     for _ in tl.range(0, count_units(work, item, index), disable_licm=True):
         keys = find_keys(inputs, work, item, index)
         num_pairs = gl.maximum((keys.end_block - keys.first_block + 1) // 2, 1)
-        next_even = row_of(inputs, keys, keys.first_block + 2)
-        next_odd = row_of(inputs, keys, keys.first_block + 3)
+        next_even, next_odd = rows_of_pair(inputs, keys, keys.first_block + 2)
         mbarrier.wait(arrivals.q, units_before & 1)
         q_rope = buffers.p_even.load(gl.DotOperandLayout(0, SCORES, 2))
         acc = gl.zeros([64, 256], gl.float32, VALUES)
@@ -362,7 +371,7 @@ def _warpgroup(
                 )  # fmt: skip
         # looked up now: the loads that follow this unit then wait for no other load
         next_item, next_index = next_unit(work, item, index + gl.num_programs(0))
-        token, first_head, row, next_row = find_start(inputs, work, next_item, next_index)
+        token, first_head, rows, next_rows = find_start(inputs, work, next_item, next_index)
         if IS_EVEN:
             acc, peak, total, scores, next_even, next_odd = _even_pair(
                 num_pairs - 1, pairs_before, keys, inputs, buffers, arrivals, q_rope, acc, peak,
@@ -374,14 +383,14 @@ def _warpgroup(
             total = total + buffers.sum_odd.load(SUMS)
             # queries, keys and weights have all been read: the next loads go on meanwhile
             if next_item < work.last_item:
-                _load_even(inputs, token, first_head, row, buffers, arrivals)
+                _load_even(inputs, token, first_head, rows, buffers, arrivals)
             # found again: kept through the loop, it would take registers that that needs
             place = find_place(work, item, index)
             _store(
                 place, results, work.heads, buffers.left.index(1), acc, peak, total, True, SCORES
             )
             if next_item < work.last_item:
-                _load_odd_left(inputs, next_row, buffers, arrivals)
+                _load_odd_left(inputs, next_rows, buffers, arrivals)
         else:
             acc, peak, total, scores, next_even, next_odd = _odd_pair(
                 num_pairs - 1, pairs_before, keys, inputs, buffers, arrivals, q_rope, acc, peak,
@@ -396,7 +405,7 @@ def _warpgroup(
                 place, results, work.heads, buffers.right.index(1), acc, peak, total, False, SCORES
             )
             if next_item < work.last_item:
-                _load_odd_right(inputs, next_row, buffers, arrivals)
+                _load_odd_right(inputs, next_rows, buffers, arrivals)
         pairs_before += num_pairs
         units_before += 1
         item = next_item
@@ -437,7 +446,7 @@ def _odd_warpgroup(
 def mla_decode_kernel(
     q,  # descriptors: boxes of 64 x 256, of 64 x 64 where rotated
     q_rope,
-    kv,
+    kv,  # likewise; of PAGE rows where that are fewer
     kv_rope,
     table,
     q_starts,
@@ -464,10 +473,10 @@ def mla_decode_kernel(
     q_rope_token_rows,
     heads,
     slot_rows,
-    HEAD_BLOCKS: gl.constexpr,
+    head_blocks: gl.constexpr,  # elsewhere a number, for which there are no registers here
     ROWS: gl.constexpr,  # 64
     PAGE_ROWS: gl.constexpr,
-    PAGE_BLOCKS: gl.constexpr,
+    PAGE: gl.constexpr,
     IS_CAUSAL: gl.constexpr,
     IS_NEGATIVE: gl.constexpr,
     IS_GIVEN: gl.constexpr,  # the plan is not of this kernel: see `_has_room`, `mask_scores`
@@ -479,11 +488,11 @@ def mla_decode_kernel(
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     inputs = Inputs(
         q, q_rope, kv, kv_rope, q_token_rows, q_rope_token_rows, table, stride_table_request,
-        stride_table_entry, PAGE_ROWS, PAGE_BLOCKS,
+        stride_table_entry, PAGE_ROWS, PAGE,
     )  # fmt: skip
     work = Work(
         items, partial_starts, q_starts, kv_lens, stride_q_starts, stride_kv_lens, heads,
-        HEAD_BLOCKS, ROWS, slot_rows, gl.load(worker_starts + gl.program_id(1) + 1), IS_CAUSAL,
+        head_blocks, ROWS, slot_rows, gl.load(worker_starts + gl.program_id(1) + 1), IS_CAUSAL,
         IS_GIVEN, ITEM_COLUMNS,
     )  # fmt: skip
     results = Results(

@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from mlakit.kernels.hopper.compat import record
+from mlakit.kernels.hopper.primitives import lanes_of
 
 NO_ROW = gl.constexpr(2**30)  # past the end of every cache: reads as zeros
 
@@ -28,7 +29,7 @@ class Inputs:
     stride_request: object
     stride_entry: object
     PAGE_ROWS: object  # rows of the cache's descriptor from a page to the next
-    PAGE_BLOCKS: object
+    PAGE: object  # rows of a page: a multiple of 64, or 8, 16 or 32
 
 
 @record
@@ -42,7 +43,7 @@ class Work:
     stride_q_starts: object
     stride_kv_lens: object
     heads: object
-    HEAD_BLOCKS: object  # units of a query
+    head_blocks: object  # units of a query
     ROWS: object  # of a unit
     slot_rows: object
     last_item: object
@@ -115,7 +116,7 @@ def _has_room(work, q_len, slot):
     Plans that are made for this kernel split no request without.
     """
     if work.IS_GIVEN:
-        return (slot < 0) | (q_len * work.HEAD_BLOCKS * work.ROWS <= work.slot_rows)
+        return (slot < 0) | (q_len * work.head_blocks * work.ROWS <= work.slot_rows)
     else:  # noqa: RET505
         return slot == slot
 
@@ -124,7 +125,7 @@ def _has_room(work, q_len, slot):
 def _num_units(work, item):
     """Units of an item, one per block of heads of each query."""
     request, _, _, slot, _, q_len, _ = _load_item(work, item)
-    num_units = q_len * work.HEAD_BLOCKS
+    num_units = q_len * work.head_blocks
     if work.IS_GIVEN:
         is_first = slot == gl.load(work.partial_starts + request)
         num_units = gl.where(is_first | _has_room(work, q_len, slot), num_units, 0)
@@ -161,7 +162,7 @@ def find_keys(inputs, work, item, index):
     low = gl.where(has_room, low, 0)
     end = gl.where(has_room, gl.minimum(last, kv_len), kv_len)
     if work.IS_CAUSAL:
-        end = gl.minimum(end, kv_len - q_len + index // work.HEAD_BLOCKS + 1)
+        end = gl.minimum(end, kv_len - q_len + index // work.head_blocks + 1)
     entries = inputs.table + request.to(gl.int64) * inputs.stride_request
     return Keys(entries, low // 64, (gl.maximum(end, 0) + 63) // 64, low, end)
 
@@ -170,34 +171,72 @@ def find_keys(inputs, work, item, index):
 def find_place(work, item, index):
     _, _, _, slot, q_first, q_len, _ = _load_item(work, item)
     slot = gl.where(_has_room(work, q_len, slot), slot, -1)
-    token = q_first + index // work.HEAD_BLOCKS
+    token = q_first + index // work.head_blocks
     slot_row = slot.to(gl.int64) * work.slot_rows + index * work.ROWS
-    return Place(token, index % work.HEAD_BLOCKS * work.ROWS, slot, slot_row)
+    return Place(token, index % work.head_blocks * work.ROWS, slot, slot_row)
+
+
+@gluon.jit
+def _load_page(inputs, keys, entry, is_there):
+    """An entry of the request's row of the page table, or several; 0 where none `is_there`."""
+    at = keys.entries + entry.to(gl.int64) * inputs.stride_entry
+    return gl.load(at, mask=is_there, other=0).to(gl.int32)
 
 
 @gluon.jit
 def page_of(inputs, keys, block):
-    """The page of a block; past the last key page 0."""
-    entry = (block // inputs.PAGE_BLOCKS).to(gl.int64) * inputs.stride_entry
-    return gl.load(keys.entries + entry, mask=block < keys.end_block, other=0).to(gl.int32)
+    """The page of a block that is within one; past the last key page 0."""
+    return _load_page(inputs, keys, block // (inputs.PAGE // 64), block < keys.end_block)
 
 
 @gluon.jit
-def row_of(inputs, keys, block):
-    """The first row of a block in the cache's descriptor; past the last key rows of zeros."""
-    page = page_of(inputs, keys, block)
-    row = page * inputs.PAGE_ROWS + block % inputs.PAGE_BLOCKS * 64
-    return gl.where(block < keys.end_block, row, NO_ROW)
+def pages_of(inputs, keys, block, LAYOUT: gl.constexpr):
+    """The page of each key of a block, [64], or of all of them; past the last key page 0."""
+    if inputs.PAGE < 64:
+        key = block * 64 + gl.arange(0, 64, LAYOUT)
+        return _load_page(inputs, keys, key // inputs.PAGE, key < keys.end)
+    else:  # noqa: RET505
+        return page_of(inputs, keys, block)
+
+
+@gluon.jit
+def rows_of(inputs, keys, block, WARPS: gl.constexpr):
+    """The first row of a block in the cache's descriptor; past the last key rows of zeros.
+
+    Of pages that a block has several of, the first row of each, in the lanes of so many warps.
+    Entries past the last key are no pages and are not read.
+    """
+    if inputs.PAGE < 64:
+        # a page each lane: a register, however many there are
+        entry = block * (64 // inputs.PAGE) + gl.arange(0, 32, lanes_of(WARPS))
+        is_there = entry * inputs.PAGE < keys.end
+        page = _load_page(inputs, keys, entry, is_there)
+        return gl.where(is_there, page * inputs.PAGE_ROWS, NO_ROW)
+    else:  # noqa: RET505
+        row = page_of(inputs, keys, block) * inputs.PAGE_ROWS + block % (inputs.PAGE // 64) * 64
+        return gl.where(block < keys.end_block, row, NO_ROW)
+
+
+@gluon.jit
+def rows_of_pair(inputs, keys, block):
+    """`rows_of` a block and the next one for four warps; small pages of both are in either."""
+    rows = rows_of(inputs, keys, block, WARPS=4)
+    if inputs.PAGE < 64:
+        return rows, rows
+    else:  # noqa: RET505
+        return rows, rows_of(inputs, keys, block + 1, WARPS=4)
 
 
 @gluon.jit
 def find_start(inputs, work, item, index):
-    """Where a unit's operands begin: (token, first head, row of its first block, of its second)."""
-    token, first_head, row, next_row = item * 0, item * 0, item * 0, item * 0
+    """Where a unit's operands are: (token, first head, rows of its first block, of its second)."""
+    token, first_head, rows = item * 0, item * 0, item * 0
+    if inputs.PAGE < 64:
+        rows = gl.zeros([32], gl.int32, lanes_of(4))
+    next_rows = rows
     if item < work.last_item:
         keys = find_keys(inputs, work, item, index)
         place = find_place(work, item, index)
         token, first_head = place.token, place.first_head
-        row = row_of(inputs, keys, keys.first_block)
-        next_row = row_of(inputs, keys, keys.first_block + 1)
-    return token, first_head, row, next_row
+        rows, next_rows = rows_of_pair(inputs, keys, keys.first_block)
+    return token, first_head, rows, next_rows

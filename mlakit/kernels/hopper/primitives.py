@@ -42,11 +42,56 @@ def new_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     return barriers
 
 
+@gluon.constexpr_function
+def lanes_of(warps):
+    """[32], one element a lane, the same ones in each of so many warps."""
+    return gl.BlockedLayout([1], [32], [warps], [0])
+
+
 @gluon.jit
 def load_box(descriptor, row, column, barrier, buffer, BYTES: gl.constexpr):
     """Start one TMA load, and tell the barrier to wait for it."""
     mbarrier.expect(barrier, BYTES)
     tma_load(descriptor, [row, column], barrier, buffer)
+
+
+@gluon.jit
+def load_parts(descriptor, rows, column, barrier, buffer):
+    """Start as many TMA loads as a buffer has boxes.
+
+    rows    where the boxes of each part of the buffer's rows begin, in lanes as of `lanes_of`
+    boxes   are as wide as a panel, what a swizzle is of: 128 bytes, or as the buffer if that is
+            narrower. A panel's rows are contiguous, and swizzled alike from each eighth row on
+    """
+    PART: gl.constexpr = descriptor.block_shape[0]
+    WIDTH: gl.constexpr = descriptor.block_shape[1]
+    PARTS: gl.constexpr = buffer.shape[0] // PART
+    PANELS: gl.constexpr = buffer.shape[1] // WIDTH
+    boxes = reinterpret(buffer, buffer.dtype, [PANELS * PARTS, PART, WIDTH], buffer.layout)
+    lane = gl.arange(0, 32, rows.type.layout)
+    # from 0, which no compiler knows: written out, it would take registers a producer has not got
+    for part in range(gl.program_id(2), PARTS):
+        row = gl.sum(gl.where(lane == part, rows, 0), 0)
+        for panel in gl.static_range(PANELS):
+            box = boxes.index(panel * PARTS + part)
+            tma_load(descriptor, [row, column + panel * WIDTH], barrier, box)
+
+
+@gluon.jit
+def load_slices(
+    descriptor, rows, FIRST: gl.constexpr, column, barrier, buffer, BYTES: gl.constexpr
+):  # fmt: skip
+    """As `load_parts`, of boxes as wide as the buffer: four warps then load a panel each.
+
+    FIRST  lane of the `rows`
+    """
+    PART: gl.constexpr = descriptor.block_shape[0]
+    # opaque: rows that several buffers have in common would be kept in registers
+    lane = gl.arange(0, 32, rows.type.layout) + opaque_zero()
+    mbarrier.expect(barrier, BYTES)
+    for part in gl.static_range(buffer.shape[0] // PART):
+        row = gl.sum(gl.where(lane == FIRST + part, rows, 0), 0)
+        tma_load(descriptor, [row, column], barrier, buffer.slice(part * PART, PART, 0))
 
 
 @gluon.jit

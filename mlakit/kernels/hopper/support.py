@@ -5,7 +5,8 @@ from __future__ import annotations
 from mlakit.specs import KernelSpec, Problem
 
 ARCH = 90
-PAGE_MULTIPLE = 64
+BLOCK = 64  # keys that a kernel works on at a time
+PAGES = (8, 16, 32)  # rows of those that a block has several of; others hold whole blocks
 ROW = (576, 512)
 FORMATS = {
     "bf16": ("torch.bfloat16",),
@@ -31,8 +32,9 @@ def _why_not_decode(problem: Problem) -> str | None:
     if row is None or (row.width, row.v_width) != ROW:
         got = "none" if row is None else f"{row.width}/{row.v_width}"
         return f"needs rows of {ROW[0]}/{ROW[1]}, got {got}"
-    if problem.page_size % PAGE_MULTIPLE:
-        return f"needs pages of a multiple of {PAGE_MULTIPLE} rows, got {problem.page_size}"
+    if problem.page_size not in PAGES and problem.page_size % BLOCK:
+        needed = f"{', '.join(map(str, PAGES))} or a multiple of {BLOCK} rows"
+        return f"needs pages of {needed}, got {problem.page_size}"
     if problem.mask not in MASKS:
         return f"needs a mask of {' or '.join(MASKS)}, got {problem.mask}"
     if problem.uses:
