@@ -28,7 +28,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from mlakit.kernels.hopper.compat import record
 from mlakit.kernels.hopper.decode_few_rings import PARTS, after, load_queries
 from mlakit.kernels.hopper.decode_softmax import FIRST_PEAK, finish, mask_scores, store_lse
-from mlakit.kernels.hopper.decode_work import count_units, find_keys, find_place, next_unit, pages_of
+from mlakit.kernels.hopper.decode_work import (
+    count_units,
+    find_keys,
+    find_place,
+    next_unit,
+    pages_of,
+)
 from mlakit.kernels.hopper.e4m3 import (
     LARGEST_UNIT,
     as_halves,
