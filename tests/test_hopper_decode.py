@@ -30,7 +30,8 @@ LENGTHS = {
 }
 FP8 = ("fp8", "fp8_token", "fp8_block128")
 HALF_AND_FP8 = ("bf16", *FP8)
-FP8_HEADS = pytest.mark.parametrize("heads", [8, 16, 32])
+FEW_FP8_HEADS = pytest.mark.parametrize("heads", [8, 16, 32])
+FP8_HEADS = pytest.mark.parametrize("heads", [8, 16, 32, 128])
 FP8_FORMATS = pytest.mark.parametrize("format", FP8)
 SMALL_PAGES = pytest.mark.parametrize("page_size", [8, 16, 32])
 # one of the kernel for few heads, one of the other
@@ -237,16 +238,18 @@ def test_fp8_lengths(kv_lens, q_lens, heads, format):
 
 @pytest.mark.gpu
 @FP8_FORMATS
-@pytest.mark.parametrize("heads", [1, 7, 9, 17, 31])
+@pytest.mark.parametrize("heads", [1, 7, 9, 17, 31, 33, 64, 100])
 def test_fp8_heads(heads, format):
     run(kv_lens=(300, 64, 1), q_lens=(2, 1, 1), heads=heads, format=format, sink="finite")
 
 
 @pytest.mark.gpu
 @FP8_FORMATS
+@KERNELS
 @pytest.mark.parametrize("page_size", [64, 192, 1024])
-def test_fp8_pages(page_size, format):
+def test_fp8_pages(page_size, heads, format):
     run(
+        heads=heads,
         kv_lens=(1500, 130, 1),
         q_lens=(1, 2, 1),
         page_size=page_size,
@@ -331,7 +334,7 @@ def test_fp8_random_batches(seed, format):
         kv_lens=kv_lens,
         q_lens=q_lens,
         format=format,
-        heads=draw.choice([1, 8, 16, 32]),
+        heads=draw.choice([1, 8, 16, 32, 64, 128]),
         sink=draw.choice(["", "finite"]),
     )
 
@@ -351,21 +354,24 @@ def with_sizes(format: str, sizes: list[float]) -> tuple[PagedLatentCache, torch
 
 
 @pytest.mark.gpu
+@KERNELS
 @pytest.mark.parametrize("format", ["fp8_token", "fp8_block128"])
 @pytest.mark.parametrize(
     "sizes", [[1.0], [1e-6, 1e3, 1.0], [1e12], [1e-12], [1e-3] * 400 + [1e6] + [1e-3] * 111]
 )
-def test_fp8_rows_of_any_size(sizes, format):
+def test_fp8_rows_of_any_size(sizes, format, heads):
     """Halves have little range; what rows are multiplied with must be brought to it."""
     cache, rows = with_sizes(format, sizes)
     own = torch.Generator().manual_seed(1)
     # not beyond: where scores reach 2**30, float32 no longer tells how far one is from the largest
-    q = torch.randn(1, 16, 576, generator=own) * 2.0 ** torch.arange(-60, 20, 5)[:, None]
+    q = torch.randn(1, heads, 576, generator=own)
+    q *= 2.0 ** torch.arange(-60, 20, 5).repeat(heads // 16)[:, None]
     q[..., :512] /= rows[:, :512].abs().max().item()
     q = q.bfloat16().cuda()
     table = torch.arange(8, dtype=torch.int32, device="cuda")[None]
     lens = torch.tensor([512], dtype=torch.int32, device="cuda")
-    got, lse = mla_decode(q, cache, table, lens, softmax_scale=0.1, backend="hopper")
+    with mock.patch("mlakit.kernels.hopper.decode.FEW_BLOCKS", 0):
+        got, lse = mla_decode(q, cache, table, lens, softmax_scale=0.1, backend="hopper")
     scores = q[0].double() @ rows.T * 0.1
     want = scores.softmax(-1) @ rows[:, :512]
     assert torch.allclose(lse[0].double(), scores.logsumexp(-1), rtol=1e-4, atol=1e-4)
@@ -375,14 +381,16 @@ def test_fp8_rows_of_any_size(sizes, format):
 
 @pytest.mark.gpu
 @FP8_FORMATS
+@KERNELS
 @pytest.mark.parametrize("column", [0, 200, 511])
-def test_fp8_nan_that_is_seen_is_seen(column, format):
+def test_fp8_nan_that_is_seen_is_seen(column, heads, format):
     cache, _ = with_sizes(format, [1.0])
     cache.payload.view(torch.uint8)[0, 7, 63, column] = 0xFF
-    q = torch.ones(2, 16, 576, dtype=torch.bfloat16, device="cuda")
+    q = torch.ones(2, heads, 576, dtype=torch.bfloat16, device="cuda")
     table = torch.arange(8, dtype=torch.int32, device="cuda").expand(2, 8)
     lens = torch.tensor([512, 511], dtype=torch.int32, device="cuda")
-    out, lse = mla_decode(q, cache, table, lens, softmax_scale=0.1, backend="hopper")
+    with mock.patch("mlakit.kernels.hopper.decode.FEW_BLOCKS", 0):
+        out, lse = mla_decode(q, cache, table, lens, softmax_scale=0.1, backend="hopper")
     assert out[0].isnan().all()
     assert lse[0].isnan().all()
     assert out[1].isfinite().all()
@@ -414,7 +422,7 @@ def test_the_kernel_for_many_heads_leaves_the_smallest_pages_to_the_other(page_s
 
 
 @FP8_FORMATS
-@FP8_HEADS
+@FEW_FP8_HEADS
 def test_rings_of_bytes_fill_what_the_queries_leave(heads, format):
     """Shared memory as compiled is checked by `support --compile`; here, that none is wasted."""
     from mlakit.kernels.hopper.decode import _fp8_places
@@ -431,7 +439,7 @@ def test_rings_of_bytes_fill_what_the_queries_leave(heads, format):
 
 
 @FP8_FORMATS
-@FP8_HEADS
+@FEW_FP8_HEADS
 def test_registers_of_warps_are_no_more_than_there_are(heads, format):
     """Spills as compiled are checked by `support --compile`; here, that the adder has a share."""
     from mlakit.kernels.hopper.decode import _fp8_warps

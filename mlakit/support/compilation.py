@@ -150,6 +150,10 @@ HOPPER = {
         for heads, sink in ((8, ""), (16, "finite"), (32, ""))
         for format in ("fp8", "fp8_token", "fp8_block128")
     },
+    **{
+        f"hopper-decode-many-{format}": _decode(format, 128, page_size=64, **MUCH_WORK)
+        for format in ("fp8", "fp8_token", "fp8_block128")
+    },
     "hopper-decode-h16-fp8-fp16-q": _decode("fp8", 16, page_size=64, dtype="fp16"),
     **{
         f"hopper-decode-h{heads}-{format}-given-plan": _decode(

@@ -25,6 +25,7 @@ from mlakit.cache import WHOLE, CacheLayer, KVShard
 from mlakit.formats import SMALLEST_SCALE
 from mlakit.kernels.hopper.decode_few_fp8_kernel import mla_decode_few_fp8_kernel
 from mlakit.kernels.hopper.decode_few_kernel import mla_decode_few_kernel
+from mlakit.kernels.hopper.decode_fp8_kernel import mla_decode_fp8_kernel
 from mlakit.kernels.hopper.decode_kernel import mla_decode_kernel
 from mlakit.kernels.hopper.support import ARCH, BLOCK, FP8_FORMATS
 from mlakit.kernels.triton.decode_merge import merge_partials, rows_per_slot
@@ -41,6 +42,7 @@ LEAST_KEYS_OF_FEW = 64  # likewise, where a worker has few heads
 FEW_HEADS = 32  # at most: more of them fill the 64 rows of the other kernel half or better
 FEW_BLOCKS = 16  # of keys, for each SM
 FP8_BOXES = 2  # of 128 columns, in one place of a ring of e4m3
+MANY_FP8_WARPS = {"ADDER_REGISTERS": 168, "WIDENER_REGISTERS": 128, "maxnreg": 168}
 LEAST_PAGE_OF_MANY = 16  # rows: the kernel for many heads would spill registers for smaller ones
 
 
@@ -62,6 +64,8 @@ def variant_for(layer: CacheLayer, page_table: Tensor, heads: int, num_tokens: i
     blocks = num_tokens * triton.cdiv(heads, FEW_HEADS) * capacity
     is_fp8 = layer.codec.name in FP8_FORMATS
     is_little = blocks <= FEW_BLOCKS * target(page_table.device).num_sms
+    if is_fp8 and heads > FEW_HEADS and not is_little:
+        return Variant(mla_decode_fp8_kernel, 64, 256, 0, BLOCK, LEAST_KEYS)
     if is_fp8 or is_little or heads <= FEW_HEADS or layer.page_size < LEAST_PAGE_OF_MANY:
         rows = max(triton.next_power_of_2(min(heads, FEW_HEADS)), 8)
         kernel = mla_decode_few_fp8_kernel if is_fp8 else mla_decode_few_kernel
@@ -220,8 +224,8 @@ def _plan(
 class PoolArguments:
     """How a kernel gets at the rows of a cache."""
 
-    latent: TensorDescriptor
-    rope: TensorDescriptor
+    latent: TensorDescriptor | Tensor
+    rope: TensorDescriptor | int  # or the distance of rows
     page_rows: int
     host_scale: float  # of the tensor; 1 where it is on the device
     options: dict[str, Any]  # of the kernel for e4m3 only
@@ -235,16 +239,9 @@ def _pool_arguments(layer: CacheLayer, variant: Variant) -> PoolArguments:
         rope = _boxes(rows, box_rows, ROPE)
         return PoolArguments(latent, rope, page_rows, 1.0, {})
     words = rows.view(torch.int32)
-    if layer.codec.name == "fp8":
-        rope, rope_column, copies = _boxes(words, box_rows, ROPE // 4), LATENT // 4, 1
-    else:
-        halves = rows.view(torch.bfloat16)
-        rope, rope_column = _boxes(halves, box_rows, ROPE), halves.shape[1] - ROPE
-        copies = 4 if layer.codec.name == "fp8_block128" else 1
     scale = layer.tensor_scale
     host_scale = 1.0 if isinstance(scale, Tensor) else float(scale)
     scales, scales_page, scales_row = _row_scales(layer)
-    rope_bytes = BLOCK * rope.block_shape[1] * rope.base.element_size()
     options = {
         "scales": scales,
         "stride_scales_page": scales_page,
@@ -252,6 +249,19 @@ def _pool_arguments(layer: CacheLayer, variant: Variant) -> PoolArguments:
         "tensor_scale": host_scale,
         "device_scale": scale.to(rows.device) if isinstance(scale, Tensor) else None,
         "FORMAT": layer.codec.name,
+    }
+    if variant.kernel is mla_decode_fp8_kernel:
+        rope_word = words.shape[1] - (ROPE // 4 if layer.codec.name == "fp8" else ROPE // 2)
+        options |= {"ROPE_WORD": rope_word, **MANY_FP8_WARPS}
+        return PoolArguments(words, words.stride(0) // 4, page_rows, host_scale, options)
+    if layer.codec.name == "fp8":
+        rope, rope_column, copies = _boxes(words, box_rows, ROPE // 4), LATENT // 4, 1
+    else:
+        halves = rows.view(torch.bfloat16)
+        rope, rope_column = _boxes(halves, box_rows, ROPE), halves.shape[1] - ROPE
+        copies = 4 if layer.codec.name == "fp8_block128" else 1
+    rope_bytes = BLOCK * rope.block_shape[1] * rope.base.element_size()
+    options |= {
         "ROPE_COLUMN": rope_column,
         **_fp8_places(variant.rows, copies, rope_bytes),
         **_fp8_warps(variant.rows, layer.codec.name),

@@ -39,6 +39,18 @@ WIDEN_WORD = gl.constexpr(f"{{ {_DECLARE} {_widen('$4', 0)} }}")
 # byte 0 of $8, byte 0 of $9, byte 1 of $8, …
 _ZIP = "prmt.b32 a, $8, $9, 0x5140; prmt.b32 b, $8, $9, 0x7362;"
 WIDEN_PAIR = gl.constexpr(f"{{ {_DECLARE} {_ZIP} {_widen('a', 0)} {_widen('b', 4)} }}")
+# each half times a sum of two: $5 is the first of them twice, $6 the second
+_SCALE = "mul.rn.f16x2 a, {0}, $6; fma.rn.f16x2 {0}, {0}, $5, a;"
+WIDEN_SCALED = gl.constexpr(f"""{{ {_DECLARE}
+    mov.b32 {{e, f}}, $4;
+    cvt.rn.f16x2.e4m3x2 x, e;
+    cvt.rn.f16x2.e4m3x2 y, f;
+    {_SCALE.format("x")}
+    {_SCALE.format("y")}
+    mov.b32 {{$0, $1}}, x;
+    mov.b32 {{$2, $3}}, y;
+}}""")
+TO_FOUR_SCALED = gl.constexpr("=&h,=&h,=&h,=&h,r,r,r")
 TO_FOUR = gl.constexpr("=&h,=&h,=&h,=&h,r")
 TO_EIGHT = gl.constexpr("=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,r,r")
 
@@ -53,6 +65,42 @@ def unit_for(largest):
     bits = gl.maximum(bits, 27 << 23)
     inverse = (268 << 23) - bits  # exponents are biased by 127, and 268 = 127 + 127 + 14
     return bits.to(gl.float32, bitcast=True), inverse.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _in_order(v0, v1, v2, v3):
+    """Elements of each word beside each other: int16 [rows, words] four times as one float16."""
+    halves = gl.join(gl.join(v0, v2), gl.join(v1, v3))  # [rows, words, byte // 2, byte % 2]
+    halves = halves.reshape([v0.shape[0], v0.shape[1] * 4])
+    return halves.to(gl.float16, bitcast=True)
+
+
+@gluon.jit
+def widen(words):
+    """Words [rows, n] as float16 [rows, 4·n]."""
+    v0, v1, v2, v3 = gl.inline_asm_elementwise(
+        WIDEN_WORD, TO_FOUR, [words], dtype=(gl.int16, gl.int16, gl.int16, gl.int16), is_pure=True,
+        pack=1,
+    )  # fmt: skip
+    return _in_order(v0, v1, v2, v3)
+
+
+@gluon.jit
+def widen_scaled(words, first, second):
+    """`widen`, times first + second, float16 [rows]: rounded once, but for the least numbers."""
+    first = gl.expand_dims(twice(first), 1).broadcast_to(words.shape)
+    second = gl.expand_dims(twice(second), 1).broadcast_to(words.shape)
+    v0, v1, v2, v3 = gl.inline_asm_elementwise(
+        WIDEN_SCALED, TO_FOUR_SCALED, [words, first, second],
+        dtype=(gl.int16, gl.int16, gl.int16, gl.int16), is_pure=True, pack=1,
+    )  # fmt: skip
+    return _in_order(v0, v1, v2, v3)
+
+
+@gluon.jit
+def twice(half):
+    """Sixteen bits, in either half of a word."""
+    return (half.to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF) * 0x10001
 
 
 @gluon.jit
@@ -96,6 +144,13 @@ def as_halves(boxes):
 def largest_of(box):
     """|x| of the largest number of each row of queries, [rows, columns]."""
     return gl.max(gl.abs(_load_rows(box).to(gl.float32)), 1)
+
+
+@gluon.jit
+def fit_rows(box, DTYPE: gl.constexpr, factor):
+    """Queries [rows, columns] times `factor` [rows] as halves of this type, in the same memory."""
+    queries = _load_rows(box).to(gl.float32) * gl.expand_dims(factor, 1)
+    reinterpret(box, DTYPE, box.shape, box.layout).store(queries.to(DTYPE))
 
 
 @gluon.jit
