@@ -152,7 +152,7 @@ HOPPER = {
     },
     **{
         f"hopper-decode-many-{format}": _decode(format, 128, page_size=64, **MUCH_WORK)
-        for format in ("fp8", "fp8_token", "fp8_block128")
+        for format in ("fp8", "fp8_token")
     },
     "hopper-decode-h16-fp8-fp16-q": _decode("fp8", 16, page_size=64, dtype="fp16"),
     **{

@@ -42,7 +42,7 @@ LEAST_KEYS_OF_FEW = 64  # likewise, where a worker has few heads
 FEW_HEADS = 32  # at most: more of them fill the 64 rows of the other kernel half or better
 FEW_BLOCKS = 16  # of keys, for each SM
 FP8_BOXES = 2  # of 128 columns, in one place of a ring of e4m3
-MANY_FP8_WARPS = {"ADDER_REGISTERS": 168, "WIDENER_REGISTERS": 128, "maxnreg": 168}
+MANY_FP8_WARPS = {"ADDER_REGISTERS": 160, "WIDENER_REGISTERS": 144, "maxnreg": 168}
 LEAST_PAGE_OF_MANY = 16  # rows: the kernel for many heads would spill registers for smaller ones
 
 
@@ -64,7 +64,7 @@ def variant_for(layer: CacheLayer, page_table: Tensor, heads: int, num_tokens: i
     blocks = num_tokens * triton.cdiv(heads, FEW_HEADS) * capacity
     is_fp8 = layer.codec.name in FP8_FORMATS
     is_little = blocks <= FEW_BLOCKS * target(page_table.device).num_sms
-    if is_fp8 and heads > FEW_HEADS and not is_little:
+    if layer.codec.name in ("fp8", "fp8_token") and heads > FEW_HEADS and not is_little:
         return Variant(mla_decode_fp8_kernel, 64, 256, 0, BLOCK, LEAST_KEYS)
     if is_fp8 or is_little or heads <= FEW_HEADS or layer.page_size < LEAST_PAGE_OF_MANY:
         rows = max(triton.next_power_of_2(min(heads, FEW_HEADS)), 8)
@@ -252,7 +252,8 @@ def _pool_arguments(layer: CacheLayer, variant: Variant) -> PoolArguments:
     }
     if variant.kernel is mla_decode_fp8_kernel:
         rope_word = words.shape[1] - (ROPE // 4 if layer.codec.name == "fp8" else ROPE // 2)
-        options |= {"ROPE_WORD": rope_word, **MANY_FP8_WARPS}
+        is_packed = words.stride(0) == words.shape[1]
+        options |= {"ROPE_WORD": rope_word, "SIDE_BY_SIDE": is_packed, **MANY_FP8_WARPS}
         return PoolArguments(words, words.stride(0) // 4, page_rows, host_scale, options)
     if layer.codec.name == "fp8":
         rope, rope_column, copies = _boxes(words, box_rows, ROPE // 4), LATENT // 4, 1

@@ -185,9 +185,8 @@ class Scoring:
 
 
 @gluon.jit
-def _send(message, number, weights, decay):
-    """Once the adder has read the message before, as this warpgroup has."""
-    mbarrier.wait(message.empty, (number & 1) ^ 1)
+def _send(message, weights, decay):
+    """Once both have read the message before."""
     message.weights.store(weights)
     message.decay.store(decay)
     fence_async_shared()
@@ -250,10 +249,13 @@ def _scorer(
             weights, decay, softmax = _weigh(
                 scores, block, number, keys, softmax, row_scale, blocks.scales, scoring
             )
-            acc = warpgroup_mma_wait(0, deps=(pending,))
+            # not the other way round: weights are found while values are being added, and only
+            # the loop in which a barrier is waited for keeps the assembler from waiting before
+            mbarrier.wait(message.empty, (number & 1) ^ 1)
+            acc, weights = warpgroup_mma_wait(0, deps=(pending, weights))
             if block > keys.first_block:
                 mbarrier.arrive(blocks.left_empty.index((number & 1) ^ 1), count=1)
-            _send(message, number, weights, decay)
+            _send(message, weights, decay)
             acc = _decayed(acc, decay)
             dots = _begin_scores(queries, blocks, number + 1, FORMAT)
             values = blocks.left.index(number & 1)
@@ -266,10 +268,11 @@ def _scorer(
         weights, decay, softmax = _weigh(
             scores, last_block, number, keys, softmax, row_scale, blocks.scales, scoring
         )
-        acc = warpgroup_mma_wait(0, deps=(pending,))
+        mbarrier.wait(message.empty, (number & 1) ^ 1)
+        acc, weights = warpgroup_mma_wait(0, deps=(pending, weights))
         if last_block > keys.first_block:
             mbarrier.arrive(blocks.left_empty.index((number & 1) ^ 1), count=1)
-        _send(message, number, weights, decay)
+        _send(message, weights, decay)
         acc = _decayed(acc, decay)
         values = blocks.left.index(number & 1)
         pending = warpgroup_mma(message.weights, values, acc, is_async=True)
@@ -376,6 +379,7 @@ def mla_decode_fp8_kernel(
     ITEM_COLUMNS: gl.constexpr,
     FORMAT: gl.constexpr,
     ROPE_WORD: gl.constexpr,
+    SIDE_BY_SIDE: gl.constexpr,
     ADDER_REGISTERS: gl.constexpr,  # of a thread
     WIDENER_REGISTERS: gl.constexpr,
 ):
@@ -399,7 +403,8 @@ def mla_decode_fp8_kernel(
         stride_lse_token, stride_lse_head, stride_sink,
     )  # fmt: skip
     rows = Rows(
-        kv, row_quads, ROPE_WORD, scales, stride_scales_page, stride_scales_row, FORMAT
+        kv, row_quads, ROPE_WORD, SIDE_BY_SIDE, scales, stride_scales_page, stride_scales_row,
+        FORMAT,
     )  # fmt: skip
     blocks = new_blocks(gl.float16 if FORMAT == "fp8" else gl.bfloat16)
     queries = Queries(

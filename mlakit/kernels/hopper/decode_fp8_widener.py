@@ -1,13 +1,9 @@
 """Blocks of e4m3 rows as halves in shared memory: what the widener of `decode_fp8_kernel` does.
 
-Bytes come from the cache to registers, a block ahead of those that are being written: shared memory
-has no room for them beside two blocks of halves. Rows past a query's last key are zeros, whatever
+Bytes come from the cache to registers: shared memory has no room for them beside two blocks of
+halves. A fence waits for all that is on its way to registers, so that has to be a short one: L2 is
+asked for rows some blocks before. Rows past a query's last key are zeros, whatever
 the cache holds there, and so are their scales.
-
-A row leaves with one scale at most, for its rotated columns too. Where it has four and not for
-those (fp8_block128), it leaves with a power of two. Values are multiplied with the rest of their
-own scale, for which two numbers in float16 stand: products are rounded once. Rotated columns are
-divided by the power, and keep their digits.
 """
 
 from __future__ import annotations
@@ -17,12 +13,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from mlakit.kernels.hopper.compat import record, reinterpret
-from mlakit.kernels.hopper.decode_work import find_keys, next_unit, pages_of
-from mlakit.kernels.hopper.e4m3 import LARGEST_UNIT, twice, unit_for, widen, widen_scaled
+from mlakit.kernels.hopper.decode_work import find_keys, next_unit, page_of, pages_of
+from mlakit.kernels.hopper.e4m3 import widen
 from mlakit.kernels.hopper.primitives import new_barriers
 
 PARTS = gl.constexpr(4)  # of the latent columns
-WORDS = gl.constexpr(32)  # of a part
+HALF = gl.constexpr(64)  # words of half the latent columns
+AHEAD = gl.constexpr(2)  # blocks that L2 is asked for before they are loaded
+PREFETCH = gl.constexpr("""{
+    .reg .pred is_there;
+    setp.ne.u32 is_there, $2, 0;
+    @is_there cp.async.bulk.prefetch.L2.global [$1], $2;
+    mov.u32 $0, 0;
+}""")
 LEAST_UNIT = gl.constexpr(2.0**-60)  # of a row: divided by less, rotated columns could overflow
 SCALE_PAIR = gl.constexpr("mul.rn.bf16x2 $0, $1, $2;")
 
@@ -34,6 +37,7 @@ class Rows:
     words: object  # the first of them
     row_quads: object  # four words each, from a row to the next
     rope_word: object
+    side_by_side: object  # is there nothing between rows of a page?
     scales: object  # float32, or None
     stride_scales_page: object
     stride_scales_row: object
@@ -62,20 +66,30 @@ class Blocks:
 class Fetched:
     """A block in registers."""
 
-    left: object  # two parts of words
-    right: object
-    rope: object  # words
+    right: object  # words
+    left: object
+    rope: object
     scales: object  # as many as a row has
 
 
 @gluon.constexpr_function
 def _words_layout(width):
-    """[64, words]: sixteen bytes a thread, of eight rows at a time, as shared memory likes it."""
-    more = [[0, 16]] if width == 32 else []
+    """[64, words]: sixteen bytes a thread.
+
+    Eight threads have 64 bytes of two rows, which as halves fill all banks of shared memory, and a
+    warp has whole lines of the cache.
+    """
+    wide = width > 16
     return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [32, 0], *more],
-        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[8, 0], [16, 0]],
+        reg_bases=[
+            [0, 1],
+            [0, 2],
+            [32, 0],
+            *([[16, 0]] if wide else []),
+            *([[0, 32]] if width > 32 else []),
+        ],
+        lane_bases=[[0, 4], [0, 8], [1, 0], [0, 16] if wide else [4, 0], [2, 0]],
+        warp_bases=[[4, 0], [8, 0]] if wide else [[8, 0], [16, 0]],
         block_bases=[],
         shape=[64, width],
     )
@@ -134,15 +148,6 @@ def _load_words(rows, inputs, keys, pages, block, FIRST: gl.constexpr, WIDTH: gl
 
 
 @gluon.jit
-def _load_half(rows, inputs, keys, pages, block, FIRST: gl.constexpr):
-    """Two parts of a block's latent columns, from word FIRST on."""
-    return (
-        _load_words(rows, inputs, keys, pages, block, FIRST, WORDS),
-        _load_words(rows, inputs, keys, pages, block, FIRST + WORDS, WORDS),
-    )
-
-
-@gluon.jit
 def _load_rope(rows, inputs, keys, pages, block):
     WIDTH: gl.constexpr = 16 if rows.FORMAT == "fp8" else 32
     return _load_words(rows, inputs, keys, pages, block, rows.rope_word, WIDTH)
@@ -151,7 +156,7 @@ def _load_rope(rows, inputs, keys, pages, block):
 @gluon.jit
 def _load_scales(rows, inputs, keys, pages, block):
     """float32 [64 keys], as many as a row has."""
-    KEY: gl.constexpr = gl.SliceLayout(1, _words_layout(32))
+    KEY: gl.constexpr = gl.SliceLayout(1, _words_layout(HALF))
     found = ()
     if rows.scales is not None:
         offset = gl.arange(0, 64, KEY)
@@ -168,46 +173,44 @@ def _load_scales(rows, inputs, keys, pages, block):
 
 
 @gluon.jit
-def _split_scales(scales):
-    """Of four scales of a row (their unit u, 1 / u, the rest of each as a sum of two float16)."""
-    largest = gl.abs(scales[0])
-    for part in gl.static_range(1, PARTS):
-        largest = gl.maximum(largest, gl.abs(scales[part]))
-    unit, factor = unit_for(gl.maximum(largest, LEAST_UNIT))
-    factor *= 1.0 / LARGEST_UNIT
-    rests = ()
-    for part in gl.static_range(PARTS):
-        rest = scales[part] * factor
-        first = rest.to(gl.float16)
-        rests += ((first, (rest - first.to(gl.float32)).to(gl.float16)),)
-    return unit, factor, rests
+def _fetch(rows, inputs, keys, pages, block):
+    """Start to load a block."""
+    return Fetched(
+        _load_words(rows, inputs, keys, pages, block, HALF, HALF),
+        _load_words(rows, inputs, keys, pages, block, 0, HALF),
+        _load_rope(rows, inputs, keys, pages, block),
+        _load_scales(rows, inputs, keys, pages, block),
+    )
 
 
 @gluon.jit
-def _store_half(buffer, words, rests, FIRST: gl.constexpr):
-    """Two parts as halves; with `rests` of their rows' scales, from part FIRST on."""
-    panels = reinterpret(buffer, gl.float16, [4, 64, 64], buffer.layout)
-    for part in gl.static_range(2):
-        if len(rests) > 0:
-            halves = widen_scaled(words[part], rests[FIRST + part][0], rests[FIRST + part][1])
-        else:
-            halves = widen(words[part])
-        # a panel of 64 columns each
-        first, second = gl.split(halves.reshape([64, 2, 64]).permute(0, 2, 1))
-        panels.index(2 * part).store(first)
-        panels.index(2 * part + 1).store(second)
+def _far_page(inputs, keys, block):
+    """The page of a block that L2 will be asked for."""
+    if inputs.PAGE >= 64:
+        return page_of(inputs, keys, block)
+    else:  # noqa: RET505
+        return block
 
 
 @gluon.jit
-def _store_rope(box, words, factor, FORMAT: gl.constexpr):
+def _ask_for(rows, inputs, keys, page, block):
+    """Have a block's rows brought to L2, where they lie side by side; by one thread."""
+    if rows.side_by_side and inputs.PAGE >= 64:
+        row = page.to(gl.int64) * inputs.PAGE_ROWS + _row_in_page(inputs, block, 0)
+        start = rows.words.to(gl.int64) + row * (rows.row_quads * 16)
+        thread = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
+        size = gl.where(thread == 0, (keys.end - block * 64) * (rows.row_quads * 16), 0)
+        size = gl.maximum(gl.minimum(size, 64 * rows.row_quads * 16), 0)
+        gl.inline_asm_elementwise(
+            PREFETCH, "=r,l,r", [start, size], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def _store_rope(box, words, FORMAT: gl.constexpr):
     if FORMAT == "fp8":
         box.store(widen(words))
     else:
-        if FORMAT == "fp8_block128":
-            factor = gl.expand_dims(twice(factor.to(gl.bfloat16)), 1).broadcast_to(words.shape)
-            words = gl.inline_asm_elementwise(
-                SCALE_PAIR, "=r,r,r", [words, factor], dtype=gl.int32, is_pure=True, pack=1
-            )
         LAYOUT: gl.constexpr = gl.NVMMASharedLayout(
             swizzle_byte_width=128, element_bitwidth=32, rank=2
         )
@@ -217,39 +220,32 @@ def _store_rope(box, words, factor, FORMAT: gl.constexpr):
 @gluon.jit
 def widen_blocks(item, index, inputs, work, rows, blocks):
     """All that the widener does."""
-    KEY: gl.constexpr = gl.SliceLayout(1, _words_layout(32))
+    KEY: gl.constexpr = gl.SliceLayout(1, _words_layout(HALF))
     number = item * 0
     while item < work.last_item:
         keys = find_keys(inputs, work, item, index)
         first_block = keys.first_block
         pages = pages_of(inputs, keys, first_block, KEY)
-        right = _load_half(rows, inputs, keys, pages, first_block, 2 * WORDS)
-        left = _load_half(rows, inputs, keys, pages, first_block, 0)
-        rope = _load_rope(rows, inputs, keys, pages, first_block)
-        scales = _load_scales(rows, inputs, keys, pages, first_block)
+        fetched = _fetch(rows, inputs, keys, pages, first_block)
         pages = pages_of(inputs, keys, first_block + 1, KEY)
+        far_page = _far_page(inputs, keys, first_block + AHEAD)
         for block in range(first_block, first_block + num_blocks(keys)):
             slot, turn = slot_of(number)
-            unit, factor, rests = None, None, ()
-            if rows.FORMAT == "fp8_block128":
-                unit, factor, rests = _split_scales(scales)
-            elif rows.FORMAT == "fp8_token":
-                unit = scales[0]
             mbarrier.wait(blocks.right_empty.index(slot), turn ^ 1)
-            _store_half(blocks.right.index(slot), right, rests, 2)
+            blocks.right.index(slot).store(widen(fetched.right))
             fence_async_shared()
             mbarrier.arrive(blocks.right_full.index(slot), count=1)
-            right = _load_half(rows, inputs, keys, pages, block + 1, 2 * WORDS)
             mbarrier.wait(blocks.left_empty.index(slot), turn ^ 1)
-            _store_half(blocks.left.index(slot), left, rests, 0)
-            _store_rope(blocks.rope.index(slot), rope, factor, rows.FORMAT)
+            blocks.left.index(slot).store(widen(fetched.left))
+            _store_rope(blocks.rope.index(slot), fetched.rope, rows.FORMAT)
             if rows.scales is not None:
-                blocks.scales.index(slot).store(unit)
+                blocks.scales.index(slot).store(fetched.scales[0])
             fence_async_shared()
             mbarrier.arrive(blocks.left_full.index(slot), count=1)
-            left = _load_half(rows, inputs, keys, pages, block + 1, 0)
-            rope = _load_rope(rows, inputs, keys, pages, block + 1)
-            scales = _load_scales(rows, inputs, keys, pages, block + 1)
+            # only now: a fence waits for all that is on its way
+            fetched = _fetch(rows, inputs, keys, pages, block + 1)
             pages = pages_of(inputs, keys, block + 2, KEY)
+            _ask_for(rows, inputs, keys, far_page, block + AHEAD)
+            far_page = _far_page(inputs, keys, block + AHEAD + 1)
             number += 1
         item, index = next_unit(work, item, index + gl.num_programs(0))
