@@ -205,7 +205,8 @@ def _uses(a: DecodeArguments, q_latent: Tensor, q_rope: Tensor) -> Iterator[str]
     if has_own_cuts and a.q_starts is not None:
         yield "fixed splits of several queries"
     if q_rope.dtype != q_latent.dtype:
-        yield "q_rope of another dtype"
+        is_usual = (q_latent.dtype, q_rope.dtype) == (torch.float8_e4m3fn, torch.bfloat16)
+        yield "bf16 q_rope of e4m3 q" if is_usual else "q_rope of another dtype"
     if not (_lie_evenly(q_latent) and _lie_evenly(q_rope)):
         yield "loose rows of q"
 

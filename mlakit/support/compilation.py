@@ -152,6 +152,25 @@ HOPPER = {
     },
     "hopper-decode-h16-fp8-fp16-q": _decode("fp8", 16, page_size=64, dtype="fp16"),
     **{
+        f"hopper-decode-h{heads}-{format}-e4m3-q": _decode(
+            format, heads, page_size=64, dtype="e4m3", q_scaled=is_scaled
+        )
+        for heads, is_scaled in ((8, True), (16, False), (32, True))
+        for format in ("fp8", "fp8_token", "fp8_block128")
+    },
+    **{
+        f"hopper-decode-h{heads}-{format}-e4m3-q-bf16-rope": _decode(
+            format, heads, page_size=64, dtype="e4m3", q_rope_dtype="bf16", q_scaled=True
+        )
+        for heads, format in ((16, "fp8_token"), (32, "fp8_token"), (32, "fp8_block128"))
+    },
+    **{
+        f"hopper-decode-h{heads}-{format}-e4m3-q-given-plan": _decode(
+            format, heads, page_size=16, dtype="e4m3", q_scaled=True, num_workers=3, tile=16
+        )
+        for heads, format in ((16, "fp8_block128"), (32, "fp8"), (32, "fp8_token"))
+    },
+    **{
         f"hopper-decode-h{heads}-{format}-given-plan": _decode(
             format, heads, page_size=128, num_workers=3, tile=16
         )

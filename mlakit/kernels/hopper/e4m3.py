@@ -75,15 +75,28 @@ def load_keys(box, LAYOUT: gl.constexpr):
         block_bases=[],
         shape=[64, WORDS],
     )
-    words = box.load(OWN)
-    v00, v01, v10, v11 = gl.inline_asm_elementwise(
+    keys = _in_order_of_keys(_widened(box.load(OWN)))
+    return gl.convert_layout(keys, gl.DotOperandLayout(0, LAYOUT, k_width=2), assert_trivial=True)
+
+
+@gluon.jit
+def _widened(words):
+    """Words [rows, words] as float16 [rows, columns]."""
+    v0, v1, v2, v3 = gl.inline_asm_elementwise(
         WIDEN_WORD, TO_FOUR, [words], dtype=(gl.int16, gl.int16, gl.int16, gl.int16), is_pure=True,
         pack=1,
     )  # fmt: skip
-    halves = gl.join(gl.join(v00, v10), gl.join(v01, v11))  # [64, words, h, i]
-    halves = halves.reshape([64, WORDS // 4, 4, 2, 2]).permute(0, 1, 3, 2, 4)
-    halves = halves.reshape([64, WORDS * 4]).to(gl.float16, bitcast=True)
-    return gl.convert_layout(halves, gl.DotOperandLayout(0, LAYOUT, k_width=2), assert_trivial=True)
+    halves = gl.join(gl.join(v0, v2), gl.join(v1, v3))  # [rows, words, byte // 2, byte % 2]
+    return halves.reshape([words.shape[0], words.shape[1] * 4]).to(gl.float16, bitcast=True)
+
+
+@gluon.jit
+def _in_order_of_keys(rows):
+    """[rows, columns], of sixteen columns 4t + 2h + i at 8h + 2t + i."""
+    ROWS: gl.constexpr = rows.shape[0]
+    WIDTH: gl.constexpr = rows.shape[1]
+    ordered = rows.reshape([ROWS, WIDTH // 16, 4, 2, 2]).permute(0, 1, 3, 2, 4)
+    return ordered.reshape([ROWS, WIDTH])
 
 
 @gluon.jit
@@ -104,12 +117,9 @@ def match_keys(box, target, factor):
 
     target  may be the same memory
     """
-    ROWS: gl.constexpr = box.shape[0]
-    WIDTH: gl.constexpr = box.shape[1]
     queries = _load_rows(box)
     queries = (queries.to(gl.float32) * gl.expand_dims(factor, 1)).to(gl.float16)
-    queries = queries.reshape([ROWS, WIDTH // 16, 4, 2, 2]).permute(0, 1, 3, 2, 4)
-    target.store(queries.reshape([ROWS, WIDTH]))
+    target.store(_in_order_of_keys(queries))
 
 
 @gluon.jit
@@ -117,6 +127,25 @@ def _load_rows(box):
     # threads that share a row: as many for 64 columns as for 128, so that factors fit both
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     return box.load(LAYOUT)
+
+
+@gluon.jit
+def match_keys_with_bytes(box, target):
+    """Queries of e4m3, words [rows, columns / 4], as `match_keys`, of which they need no factor."""
+    target.store(_in_order_of_keys(_load_widened(box)))
+
+
+@gluon.jit
+def widen_bytes(box, target):
+    """Queries of e4m3, words [rows, columns / 4], as halves of another type, columns in order."""
+    target.store(_load_widened(box).to(gl.float32).to(target.dtype))
+
+
+@gluon.jit
+def _load_widened(box):
+    # sixteen columns a thread: what keeps together when they change their order
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    return _widened(box.load(LAYOUT))
 
 
 @gluon.jit
