@@ -56,7 +56,6 @@ def test_e4m3_queries_over_small_pages(page_size, heads, format):
     [
         {"q_scaled": False},
         {"num_layers": 2, "page_size": 192},
-        {"padded": True},
         {"wide_indices": True},
         {"given_results": True},
         {"q_rope_dtype": "e4m3"},
@@ -168,6 +167,20 @@ def test_q_scales_of_any_size_sign_and_stride(form, heads, format):
         scales = torch.stack([scales, torch.full_like(scales, torch.nan)], 1)[:, 0]
     if form == "one for all":
         scales = torch.tensor([-0.6], device="cuda").expand(7)
+    assert_attended(q, scales, rows, attend_all(q, cache, scales))
+
+
+@pytest.mark.gpu
+@FP8_FORMATS
+@pytest.mark.parametrize("heads", [1, 16, 32, 100])
+def test_e4m3_queries_amid_nan(heads, format):
+    """Rows at a distance of 608 bytes; boxes reach past the heads of a token."""
+    cache, rows = with_sizes(format, [1.0])
+    own = torch.Generator().manual_seed(6)
+    memory = torch.full((5, heads + 2, 608), 0x7F, dtype=torch.uint8, device="cuda")
+    q = memory.view(torch.float8_e4m3fn)[1:-1, 1:-1, 16:592]
+    q.copy_(torch.randn(3, heads, 576, generator=own))
+    scales = torch.rand(3, generator=own).cuda() + 0.5
     assert_attended(q, scales, rows, attend_all(q, cache, scales))
 
 
