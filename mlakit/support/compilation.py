@@ -166,9 +166,13 @@ HOPPER = {
     },
     **{
         f"hopper-decode-h{heads}-{format}-e4m3-q-given-plan": _decode(
-            format, heads, page_size=16, dtype="e4m3", q_scaled=True, num_workers=3, tile=16
+            format, heads, page_size=page_size, dtype="e4m3", q_scaled=True, num_workers=3, tile=16
         )
-        for heads, format in ((16, "fp8_block128"), (32, "fp8"), (32, "fp8_token"))
+        for heads, format, page_size in (
+            (16, "fp8_block128", 128),
+            (32, "fp8", 16),
+            (32, "fp8_token", 16),
+        )
     },
     **{
         f"hopper-decode-h{heads}-{format}-given-plan": _decode(

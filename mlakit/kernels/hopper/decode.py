@@ -295,7 +295,7 @@ def _fp8_warps(rows: int, format: str) -> dict[str, int]:
     if rows <= 16:
         return {"SCORERS": 2, "SCORER_REGISTERS": 160, "PRODUCER_REGISTERS": 40, "maxnreg": 128}
     if format == "fp8":
-        return {"SCORERS": 2, "SCORER_REGISTERS": 128, "PRODUCER_REGISTERS": 40, "maxnreg": 128}
+        return {"SCORERS": 2, "SCORER_REGISTERS": 128, "PRODUCER_REGISTERS": 32, "maxnreg": 128}
     return {"SCORERS": 1, "SCORER_REGISTERS": 224, "PRODUCER_REGISTERS": 32, "maxnreg": 168}
 
 

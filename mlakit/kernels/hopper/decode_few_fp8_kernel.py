@@ -3,6 +3,8 @@
 Formats    fp8           one scale for the tensor: it joins the softmax's, and the result
            fp8_token     a scale beside each row: it multiplies scores and weights
            fp8_block128  a scale per part of 128 columns among the bytes of a row, likewise
+Queries    bf16, fp16 or e4m3. The last come as words, to memory of their own, and have a scale for
+           each token, which multiplies scores. Beside them rotated columns may be bf16, as of rows
 Work       as `decode_few_kernel`: a program has the 8, 16 or 32 heads (ROWS) of one query over a
            range of its request's keys, 64 keys a block, one such unit after the other
 Bound      by bytes in flight, if shared memory is spared: it could not also take rows that are
