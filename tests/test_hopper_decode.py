@@ -423,18 +423,19 @@ def test_the_kernel_for_many_heads_leaves_the_smallest_pages_to_the_other(page_s
 
 @FP8_FORMATS
 @FEW_FP8_HEADS
-def test_rings_of_bytes_fill_what_the_queries_leave(heads, format):
+@pytest.mark.parametrize("copied_columns", [0, 512, 576], ids=["halves", "bf16 rope", "e4m3"])
+def test_rings_of_bytes_fill_what_the_queries_leave(copied_columns, heads, format):
     """Shared memory as compiled is checked by `support --compile`; here, that none is wasted."""
     from mlakit.kernels.hopper.decode import _fp8_places
 
     copies = 4 if format == "fp8_block128" else 1
     rope_bytes = 64 * (64 if format == "fp8" else 128)
-    places = _fp8_places(heads, copies, rope_bytes)
+    places = _fp8_places(heads, copies, rope_bytes, heads * copied_columns)
     boxes = places["BOXES"] * places["PLACES"]
     assert boxes >= 12  # with two scorers the ring must have room for two blocks
     assert 4 * (places["ROPE_PLACES"] - 1) < boxes <= 4 * places["ROPE_PLACES"]
     taken = boxes * 8192 + places["ROPE_PLACES"] * rope_bytes
-    taken += heads * 576 * 2 + copies * heads * 64 * 2 * 2
+    taken += heads * (576 * 2 + copied_columns) + copies * heads * 64 * 2 * 2
     assert 4000 < 232_448 - taken < 4500 + places["BOXES"] * 8192 + rope_bytes
 
 
@@ -471,6 +472,13 @@ def test_it_is_the_first_choice_for_few_heads_over_fp8(format):
     assert dispatch.select("mla_decode", problem(format=format, heads=32)).backend == "hopper"
 
 
+@FP8_FORMATS
+@pytest.mark.parametrize("uses", [(), ("q_scale",)], ids=["plain", "scaled"])
+def test_it_is_the_first_choice_for_e4m3_queries_over_fp8(uses, format):
+    asked = problem(format=format, dtype="torch.float8_e4m3fn", heads=128, uses=uses)
+    assert dispatch.select("mla_decode", asked).backend == "hopper"
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
@@ -483,13 +491,22 @@ def test_it_is_the_first_choice_for_few_heads_over_fp8(format):
             "needs queries of torch.bfloat16 with rows of bf16, got torch.float16",
         ),
         (
-            {"format": "fp8", "dtype": "torch.float8_e4m3fn"},
-            "needs queries of torch.bfloat16 or torch.float16 with rows of fp8, "
-            "got torch.float8_e4m3fn",
+            {"dtype": "torch.float8_e4m3fn"},
+            "needs queries of torch.bfloat16 with rows of bf16, got torch.float8_e4m3fn",
         ),
         (
             {"format": "fp8_token", "dtype": "torch.float16"},
-            "needs queries of torch.bfloat16 with rows of fp8_token, got torch.float16",
+            "needs queries of torch.bfloat16 or torch.float8_e4m3fn with rows of fp8_token, "
+            "got torch.float16",
+        ),
+        ({"format": "fp8", "uses": ("q_scale",)}, "takes no q_scale"),
+        (
+            {
+                "format": "fp8_token",
+                "dtype": "torch.float8_e4m3fn",
+                "uses": ("q_scale", "loose rows of q"),
+            },
+            "takes no loose rows of q",
         ),
         ({"row": DecodeCase().row}, "needs rows of 576/512, got 40/32"),
         ({"page_size": 24}, "needs pages of 8, 16, 32 or a multiple of 64 rows, got 24"),
@@ -525,8 +542,23 @@ def test_rows_that_boxes_cannot_be_copied_from_are_said_to_be_loose():
     assert not _lie_evenly(rows[:, :1].expand(4, 6, 64))
 
 
-@pytest.mark.parametrize("q_rope_dtype", ["fp16", "fp32", "e4m3"])
-def test_a_rope_part_of_another_dtype_is_left_to_the_portable_kernel(q_rope_dtype):
-    trial = DecodeCase(**ROW, page_size=64, q_rope_dtype=q_rope_dtype).trial("cpu")
-    with pretending(90), pytest.raises(UnsupportedError, match="takes no q_rope of another dtype"):
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        *(
+            ({"q_rope_dtype": other}, "q_rope of another dtype")
+            for other in ("fp16", "fp32", "e4m3")
+        ),
+        ({"dtype": "e4m3", "format": "fp8", "q_rope_dtype": "bf16"}, "bf16 q_rope of e4m3 q"),
+        (
+            {"dtype": "e4m3", "format": "fp8_token", "q_rope_dtype": "fp16"},
+            "q_rope of another dtype",
+        ),
+        ({"format": "fp8_token", "q_scaled": True}, "q_scale"),
+    ],
+    ids=str,
+)
+def test_parts_of_queries_that_are_left_to_the_portable_kernel(fields, words):
+    trial = DecodeCase(**ROW, page_size=64, **fields).trial("cpu")
+    with pretending(90), pytest.raises(UnsupportedError, match=f"takes no {words}"):
         trial.call("hopper")

@@ -23,6 +23,7 @@ from mlakit.specs import Problem
 from mlakit.testing import NEVER_A_PAGE
 from mlakit.workloads import DecodeLaunch
 from mlakit.workloads.decode_launch import Queries, attend
+from mlakit.workloads.stage import DTYPES
 
 Change = Callable[[dict[str, Any]], object]
 ON_CPU = {"device": "cpu", "backend": "cpu", "minutes": None}
@@ -134,6 +135,7 @@ BEFORE: dict[str, Change] = {
     "ignores the sign of the scale": lambda a: {"softmax_scale": abs(a["softmax_scale"])},
     "does not mask the tail": lambda a: {"mask": NULL},
     "ignores the sink": lambda a: {"sink": None},
+    "ignores q_scale": lambda a: {"q_scale": None},
     "leaves a split out": with_a_split_left_out,
 }
 AFTER: dict[str, Change] = {
@@ -208,18 +210,19 @@ def test_few_kernels_are_compiled_for_launches_of_the_hopper_kernel():
     launches = drawn("hopper", 400, place="cuda")
     compiled = {
         (
-            each.format, each.page_size, each.mask, max(8, 2 ** (each.heads - 1).bit_length()),
-            each.sharpness < 0, bool(each.sink), each.num_workers > 0,
+            each.format, each.dtype, each.page_size, each.mask, each.sharpness < 0, bool(each.sink),
+            max(8, 2 ** (each.heads - 1).bit_length()), each.num_workers > 0,
             # which kernel, where there are two
             each.spare_pages > 0 and each.heads > 32 and "fp8" not in each.format,
         )
         for each in launches
     }  # fmt: skip
-    assert len(compiled) == 2 * (9 + 3)
+    assert len(compiled) == 2 * (12 + 3)
+    assert {each.q_scaled for each in launches if each.dtype == "e4m3"} == {True, False}
     for each in launches:
         problem = Problem(
-            "cuda", 90, f"torch.{'bfloat16' if each.dtype == 'bf16' else 'float16'}",
-            each.format, each.heads, each.page_size, each.row, mask=each.mask,
+            "cuda", 90, str(DTYPES[each.dtype]), each.format, each.heads, each.page_size, each.row,
+            mask=each.mask, uses=("q_scale",) if each.q_scaled else (),
         )  # fmt: skip
         assert dispatch.select("mla_decode", problem).backend == "hopper"
         assert each == replace(each, padded=False, wide_indices=False, num_splits=0)

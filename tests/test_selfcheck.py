@@ -17,6 +17,7 @@ from mlakit.formats import FORMATS
 from mlakit.selfcheck import KINDS, Settings, random_cases, run
 from mlakit.specs import Problem
 from mlakit.workloads.draw import MODEL_HEADS, MODEL_ROWS, USUAL_PAGES
+from mlakit.workloads.stage import DTYPES
 
 
 def invoke(*arguments: str) -> tuple[int, str]:
@@ -185,8 +186,8 @@ def test_cases_for_the_hopper_kernel_are_ones_it_takes():
     cases = [case for _, case in islice(random_cases(settings), 60)]
     for case in cases:
         problem = Problem(
-            "cuda", 90, "torch.bfloat16", case.format, case.heads, case.page_size, case.row,
-            mask=case.mask,
+            "cuda", 90, str(DTYPES[case.dtype]), case.format, case.heads, case.page_size, case.row,
+            mask=case.mask, uses=("q_scale",) if case.q_scaled else (),
         )  # fmt: skip
         assert dispatch.select("mla_decode", problem).backend == "hopper"
         assert not case.padded
@@ -194,6 +195,8 @@ def test_cases_for_the_hopper_kernel_are_ones_it_takes():
         assert any(case.kv_lens)
     assert {bool(case.num_workers) for case in cases} == {True, False}
     assert {case.heads > 64 for case in cases} == {True, False}
+    scaled = {case.format for case in cases if case.dtype == "e4m3" and case.q_scaled}
+    assert scaled == {"fp8", "fp8_token", "fp8_block128"}
 
 
 @pytest.mark.gpu

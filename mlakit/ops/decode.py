@@ -204,7 +204,9 @@ def _uses(a: DecodeArguments, q_latent: Tensor, q_rope: Tensor) -> Iterator[str]
     has_own_cuts = isinstance(a.splits, EvenSplit) or (a.deterministic and a.splits is None)
     if has_own_cuts and a.q_starts is not None:
         yield "fixed splits of several queries"
-    if q_rope.dtype != q_latent.dtype:
+    if (q_latent.dtype, q_rope.dtype) == (torch.float8_e4m3fn, torch.bfloat16):
+        yield "bf16 q_rope of e4m3 q"
+    elif q_rope.dtype != q_latent.dtype:
         yield "q_rope of another dtype"
     if not (_lie_evenly(q_latent) and _lie_evenly(q_rope)):
         yield "loose rows of q"

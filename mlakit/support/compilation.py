@@ -151,10 +151,52 @@ HOPPER = {
         for format in ("fp8", "fp8_token", "fp8_block128")
     },
     **{
-        f"hopper-decode-many-{format}": _decode(format, 128, page_size=64, **MUCH_WORK)
+        f"hopper-decode-many-{format}{name}": _decode(
+            format, heads, **{"page_size": 64, **MUCH_WORK, **more}
+        )
         for format in ("fp8", "fp8_token")
+        for name, heads, more in (
+            ("", 128, {}),
+            ("-given-plan", 128, {"page_size": 128, "num_workers": 3, "tile": 16}),
+            ("-page8", 100, {"page_size": 8, "sink": "finite"}),
+            ("-page32", 64, {"page_size": 32}),
+            ("-e4m3-q", 128, {"dtype": "e4m3", "q_scaled": True}),
+        )
     },
+    "hopper-decode-many-fp8-fp16-q": _decode("fp8", 128, page_size=64, dtype="fp16", **MUCH_WORK),
+    "hopper-decode-many-fp8_token-e4m3-q-bf16-rope": _decode(
+        "fp8_token",
+        128,
+        page_size=64,
+        dtype="e4m3",
+        q_rope_dtype="bf16",
+        q_scaled=True,
+        **MUCH_WORK,
+    ),
     "hopper-decode-h16-fp8-fp16-q": _decode("fp8", 16, page_size=64, dtype="fp16"),
+    **{
+        f"hopper-decode-h{heads}-{format}-e4m3-q": _decode(
+            format, heads, page_size=64, dtype="e4m3", q_scaled=is_scaled
+        )
+        for heads, is_scaled in ((8, True), (16, False), (32, True))
+        for format in ("fp8", "fp8_token", "fp8_block128")
+    },
+    **{
+        f"hopper-decode-h{heads}-{format}-e4m3-q-bf16-rope": _decode(
+            format, heads, page_size=64, dtype="e4m3", q_rope_dtype="bf16", q_scaled=True
+        )
+        for heads, format in ((16, "fp8_token"), (32, "fp8_token"), (32, "fp8_block128"))
+    },
+    **{
+        f"hopper-decode-h{heads}-{format}-e4m3-q-given-plan": _decode(
+            format, heads, page_size=page_size, dtype="e4m3", q_scaled=True, num_workers=3, tile=16
+        )
+        for heads, format, page_size in (
+            (16, "fp8_block128", 128),
+            (32, "fp8", 16),
+            (32, "fp8_token", 16),
+        )
+    },
     **{
         f"hopper-decode-h{heads}-{format}-given-plan": _decode(
             format, heads, page_size=128, num_workers=3, tile=16

@@ -58,6 +58,7 @@ class DecodeBatch(PagedCase):
     dtype          of q
     sharpness      standard deviation of the scores of a head of middling size
     sink           "", "finite" or "mixed" (with ±inf)
+    q_scaled       have a q_scale
     num_splits     an EvenSplit; num_workers, tile and fixed_split make a plan of `plan_decode`
     """
 
@@ -67,6 +68,7 @@ class DecodeBatch(PagedCase):
     q_lens: tuple[int, ...] = (1, 1, 1)
     heads: int = 4
     dtype: str = "bf16"
+    q_scaled: bool = False
     mask: str = "causal"
     window: int = 0
     sharpness: float = 2.0
@@ -92,6 +94,12 @@ class DecodeBatch(PagedCase):
             )
         return None
 
+    def q_scale(self, stage: Stage) -> Tensor | None:
+        """float32 [tokens], if there is to be one."""
+        if not self.q_scaled:
+            return None
+        return stage.place("q_scale", stage.uniform(0.5, 1.5, sum(self.q_lens)))
+
     def results(self, stage: Stage, of: str = "") -> dict[str, Tensor]:
         """out and lse for the op to write to."""
         shape = (sum(self.q_lens), self.heads)
@@ -113,7 +121,6 @@ class DecodeCase(DecodeBatch):
 
     implicit_starts: bool = False
     q_rope_dtype: str = ""
-    q_scaled: bool = False
     flat_table: bool = False
     world: int = 1
     interleave: int = 1
@@ -157,9 +164,10 @@ class DecodeCase(DecodeBatch):
             arguments["q"] = stage.place("q", q, self.dtype)
         stored = [arguments[name].cpu().double() for name in ("q", "q_rope") if name in arguments]
         exact = torch.cat(stored, dim=-1)
-        if self.q_scaled:
-            arguments["q_scale"] = stage.place("q_scale", stage.uniform(0.5, 1.5, tokens))
-            exact = exact * arguments["q_scale"].cpu().double()[:, None, None]
+        q_scale = self.q_scale(stage)
+        if q_scale is not None:
+            arguments["q_scale"] = q_scale
+            exact = exact * q_scale.cpu().double()[:, None, None]
         return Query(arguments, exact, stage.sink(self.sink, self.heads))
 
     def _rank(self, stage: Stage, rank: int, whole: Sequence[Tensor]) -> Rank:

@@ -103,6 +103,8 @@ class DecodeLaunch(DecodeBatch):
         page_table, rows = self._fill(pool, counts, queries.visible.any(1))
         drawn = stage.queries(sum(self.q_lens), self.heads, self.row.width)
         q = stage.place("q", drawn, self.dtype)
+        q_scale = self.q_scale(stage)
+        exact_q = q.double() if q_scale is None else q.double() * q_scale.double()[:, None, None]
         kv_lens = stage.place_ints("kv_lens", self.kv_lens)
         starts = stage.place_ints("q_starts", starts_of(self.q_lens))
         sink = stage.sink(self.sink, self.heads)
@@ -117,6 +119,7 @@ class DecodeLaunch(DecodeBatch):
                 page_table,
                 kv_lens,
                 softmax_scale=self.softmax_scale,
+                q_scale=q_scale,
                 q_starts=starts,
                 layer=pool.layer_index,
                 mask=mask,
@@ -133,7 +136,7 @@ class DecodeLaunch(DecodeBatch):
         def check(results: Results) -> None:
             for name, result in zip(("out", "lse"), results, strict=True):
                 assert_given(name, result, given[name])
-            self._check(q, rows, queries, sink, results)
+            self._check(exact_q, rows, queries, sink, results)
 
         return Trial(stage, call_all, check)
 
@@ -149,9 +152,8 @@ class DecodeLaunch(DecodeBatch):
         return page_table, rows
 
     def _check(
-        self, q: Tensor, rows: Tensor, queries: Queries, sink: Tensor | None, results: Results
+        self, exact_q: Tensor, rows: Tensor, queries: Queries, sink: Tensor | None, results: Results
     ) -> None:
-        exact_q = q.double()
         exact, naive = (
             attend(
                 exact_q,

@@ -359,12 +359,18 @@ def hopper_decode_case(draw: Draw) -> DecodeCase:
     tile = draw.choice((64, 128))
     cut = {"num_workers": draw.integer(1, 132), "tile": tile}
     plans: tuple[dict[str, Any], ...] = ({}, cut, {**cut, "fixed_split": 4 * tile})
+    format = draw.choice(("bf16", "bf16", "bf16", "fp8", "fp8_token", "fp8_block128"))
+    has_fp8_queries = format != "bf16"
     return DecodeCase(
         seed=draw.integer(0, 2**31),
         kv_lora_rank=512,
         qk_rope_head_dim=64,
+        format=format,
+        tensor_scale=0.03 if format == "fp8" else 1.0,
         page_size=64,
         num_layers=draw.integer(1, 2),
+        dtype="e4m3" if has_fp8_queries else "bf16",
+        q_scaled=has_fp8_queries,
         kv_lens=draw.choice((ends, whole)),
         q_lens=q_lens,
         heads=draw.choice((draw.integer(1, 128), 16, 64, 128) if batch < 40 else (16, 64)),

@@ -33,10 +33,12 @@ class Configuration:
     window: int = 0
     sink: str = ""
     is_negative: bool = False
+    q_scaled: bool = False
 
 
 SPARE_PAGES = 1100  # of a table for long requests: work for the kernels that are for much of it
-FOR_HOPPER = (  # a kernel each for up to 8, 16, 32, 64 and 128 heads, and for rows of FP8
+# a kernel each for up to 8, 16, 32, 64 and 128 heads, for rows of FP8 and for queries of FP8
+FOR_HOPPER = (
     Configuration((1, 8), sink="mixed"),
     Configuration((9, 16), "fp16", "fp16", 128, "null", is_negative=True),
     Configuration((17, 32)),
@@ -46,6 +48,9 @@ FOR_HOPPER = (  # a kernel each for up to 8, 16, 32, 64 and 128 heads, and for r
     Configuration((1, 8), "fp8", mask="null"),
     Configuration((9, 16), "fp8_token", sink="mixed"),
     Configuration((97, 128), "fp8_block128", page_size=128, is_negative=True),
+    Configuration((9, 16), "fp8", "e4m3", q_scaled=True, sink="finite"),
+    Configuration((17, 32), "fp8_token", "e4m3", q_scaled=True, mask="null", is_negative=True),
+    Configuration((33, 64), "fp8_block128", "e4m3", page_size=16),
 )
 FOR_ANY = (
     *FOR_HOPPER,
@@ -86,6 +91,7 @@ def decode_launch(draw: Draw, backend: str, device: str) -> DecodeLaunch:
         format=configuration.format,
         dtype=configuration.dtype,
         page_size=configuration.page_size,
+        q_scaled=configuration.q_scaled,
         mask=configuration.mask,
         window=configuration.window,
         sink=configuration.sink,

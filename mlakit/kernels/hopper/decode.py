@@ -5,8 +5,8 @@ Work       the plan's workers times the units that a request has on average; see
 Memory     float32 partials, two per worker: 35 MB at most where there are 132 SMs
            (where requests are cut on their own account, one per part that the table has room for)
 Limits     rows of 576/512 in halves and queries of their dtype, or rows of e4m3 and few heads of
-           halves; pages of 8, 16, 32 or a multiple of 64 rows, rows that TMA can copy boxes of;
-           `support` says no to the rest
+           halves or e4m3; pages of 8, 16, 32 or a multiple of 64 rows, rows that TMA can copy boxes
+           of; `support` says no to the rest
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from mlakit.masks import Mask
 from mlakit.plan import DecodePlanTensors, EvenSplit
 
 LATENT, ROPE = 512, 64  # columns
+E4M3 = torch.float8_e4m3fn
 PANEL = 64  # columns of halves: what a swizzle is of
 OTHER_BYTES = 4096  # barriers, what warps tell each other and what they begin with
 LEAST_KEYS = 128  # that are worth a worker
@@ -77,7 +78,7 @@ def variant_for(layer: CacheLayer, page_table: Tensor, heads: int, num_tokens: i
 def mla_decode(
     q_latent: Tensor,  # [tokens, heads, 512], rows at one distance
     q_rope: Tensor,  # [tokens, heads, 64], likewise
-    q_scale: None,
+    q_scale: Tensor | None,  # [tokens] float32, with queries of e4m3
     layer: CacheLayer,
     page_table: Tensor,
     q_starts: Tensor,  # [batch + 1]
@@ -114,14 +115,19 @@ def mla_decode(
     )
     partial_out = out.new_empty(plan.max_partials * slot_rows, out.shape[-1], dtype=torch.float32)
     partial_lse = lse.new_empty(plan.max_partials * slot_rows)
-    pool = _pool_arguments(layer, variant)
-    q_rows, q_token_rows = _as_rows(q_latent)
-    rope_rows, rope_token_rows = _as_rows(q_rope)
+    q_boxes, q_token_rows = _query_boxes(q_latent, variant.rows, variant.columns)
+    rope_boxes, rope_token_rows = _query_boxes(q_rope, variant.rows, ROPE)
+    copied_bytes = sum(variant.rows * q.shape[-1] for q in (q_latent, q_rope) if q.dtype == E4M3)
+    pool = _pool_arguments(layer, variant, copied_bytes)
+    options = pool.options
+    if layer.codec.name in FP8_FORMATS:
+        stride = 0 if q_scale is None else q_scale.stride(0)
+        options = {**options, "q_scale": q_scale, "stride_q_scale": stride}
     launch(
         variant.kernel,
         (units, plan.worker_starts.shape[0] - 1),
-        _boxes(q_rows, variant.rows, variant.columns),
-        _boxes(rope_rows, variant.rows, rope_rows.shape[1]),
+        q_boxes,
+        rope_boxes,
         pool.latent,
         pool.rope,
         page_table,
@@ -156,7 +162,7 @@ def mla_decode(
         IS_GIVEN=plan.slot_rows != units * variant.rows or plan.tile % BLOCK > 0,
         ITEM_COLUMNS=plan.items.shape[1],
         num_warps=4,
-        **pool.options,
+        **options,
     )
     if plan.max_partials == 0:
         return
@@ -231,7 +237,8 @@ class PoolArguments:
     options: dict[str, Any]  # of the kernel for e4m3 only
 
 
-def _pool_arguments(layer: CacheLayer, variant: Variant) -> PoolArguments:
+def _pool_arguments(layer: CacheLayer, variant: Variant, copied_bytes: int) -> PoolArguments:
+    """`copied_bytes` of shared memory for queries before they are halves."""
     rows, page_rows = _as_rows(layer.payload)
     box_rows = min(layer.page_size, BLOCK)
     if layer.codec.name not in FP8_FORMATS:
@@ -264,7 +271,7 @@ def _pool_arguments(layer: CacheLayer, variant: Variant) -> PoolArguments:
     rope_bytes = BLOCK * rope.block_shape[1] * rope.base.element_size()
     options |= {
         "ROPE_COLUMN": rope_column,
-        **_fp8_places(variant.rows, copies, rope_bytes),
+        **_fp8_places(variant.rows, copies, rope_bytes, copied_bytes),
         **_fp8_warps(variant.rows, layer.codec.name),
     }
     return PoolArguments(_boxes(words, box_rows, 32), rope, page_rows, host_scale, options)
@@ -281,11 +288,11 @@ def _row_scales(layer: CacheLayer) -> tuple[Tensor | None, int, int]:
     return None, 0, 0
 
 
-def _fp8_places(rows: int, copies: int, rope_bytes: int) -> dict[str, int]:
+def _fp8_places(rows: int, copies: int, rope_bytes: int, copied_bytes: int) -> dict[str, int]:
     """Places of rings that fit beside the queries and two messages of `copies` of weights."""
     place_bytes = FP8_BOXES * BLOCK * 128
     other = rows * (LATENT + ROPE) * 2 + 2 * rows * (copies * BLOCK * 2 + 4) + OTHER_BYTES
-    room = SHARED_BYTES[ARCH] - other
+    room = SHARED_BYTES[ARCH] - other - copied_bytes
     fills = 4 // FP8_BOXES  # of places, for a box of rotated columns
     places = max(n for n in range(64) if n * place_bytes + -(-n // fills) * rope_bytes <= room)
     return {"BOXES": FP8_BOXES, "PLACES": places, "ROPE_PLACES": -(-places // fills)}
@@ -299,8 +306,16 @@ def _fp8_warps(rows: int, format: str) -> dict[str, int]:
     if rows <= 16:
         return {"SCORERS": 2, "SCORER_REGISTERS": 160, "PRODUCER_REGISTERS": 40, "maxnreg": 128}
     if format == "fp8":
-        return {"SCORERS": 2, "SCORER_REGISTERS": 128, "PRODUCER_REGISTERS": 40, "maxnreg": 128}
+        return {"SCORERS": 2, "SCORER_REGISTERS": 128, "PRODUCER_REGISTERS": 32, "maxnreg": 128}
     return {"SCORERS": 1, "SCORER_REGISTERS": 224, "PRODUCER_REGISTERS": 32, "maxnreg": 168}
+
+
+def _query_boxes(q: Tensor, rows: int, columns: int) -> tuple[TensorDescriptor, int]:
+    """Boxes of halves, or of words of e4m3, and how many rows tokens are apart."""
+    q_rows, apart = _as_rows(q)
+    if q.dtype == E4M3:
+        return _boxes(q_rows.view(torch.int32), rows, columns // 4), apart
+    return _boxes(q_rows, rows, columns), apart
 
 
 def _boxes(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:

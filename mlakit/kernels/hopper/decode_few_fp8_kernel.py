@@ -3,6 +3,8 @@
 Formats    fp8           one scale for the tensor: it joins the softmax's, and the result
            fp8_token     a scale beside each row: it multiplies scores and weights
            fp8_block128  a scale per part of 128 columns among the bytes of a row, likewise
+Queries    bf16, fp16 or e4m3. The last come as words, to memory of their own, and have a scale for
+           each token, which multiplies scores. Beside them rotated columns may be bf16, as of rows
 Work       as `decode_few_kernel`: a program has the 8, 16 or 32 heads (ROWS) of one query over a
            range of its request's keys, 64 keys a block, one such unit after the other
 Bound      by bytes in flight, if shared memory is spared: it could not also take rows that are
@@ -52,6 +54,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from mlakit.kernels.hopper.decode_few_fp8_scorer import (
+    HALVES,
     Scales,
     Scoring,
     Turns,
@@ -162,7 +165,7 @@ def _adder(item, index, inputs, work, results, messages, channels):
     ]
 )
 def mla_decode_few_fp8_kernel(
-    q,  # descriptors: boxes of ROWS x 128, of ROWS x 64 where rotated
+    q,  # descriptors: boxes of ROWS x 128, of ROWS x 64 where rotated; words of e4m3
     q_rope,
     kv,  # words, 64 x 32; where rotated 64 x 64 bfloat16, or 64 x 16 words (fp8)
     kv_rope,  # of either PAGE rows where that are fewer
@@ -197,6 +200,8 @@ def mla_decode_few_fp8_kernel(
     stride_scales_row,
     tensor_scale,
     device_scale,  # the tensor's, where it is on the device, or None
+    q_scale,  # float32 of tokens, where queries are e4m3, or None
+    stride_q_scale,
     ROWS: gl.constexpr,
     PAGE_ROWS: gl.constexpr,
     PAGE: gl.constexpr,
@@ -235,16 +240,25 @@ def mla_decode_few_fp8_kernel(
         new_ring(PLACES, COLUMNS // 4, kv, READERS=2, BOXES=BOXES),
         new_ring(ROPE_PLACES, kv_rope.block_shape[1], kv_rope, READERS=1),
     )
-    queries = Queries(
-        gl.allocate_shared_memory(q.dtype, [PARTS, ROWS, COLUMNS], q.layout),
-        gl.allocate_shared_memory(q.dtype, [1, ROWS, 64], q.layout),
+    copied = Queries(
+        gl.allocate_shared_memory(q.dtype, [PARTS, ROWS, q.block_shape[1]], q.layout),
+        gl.allocate_shared_memory(q_rope.dtype, [1, ROWS, q_rope.block_shape[1]], q_rope.layout),
         new_barrier(),
     )
+    queries = copied
+    if q.dtype == gl.int32:
+        rope = copied.rope
+        if q_rope.dtype == gl.int32:
+            ROPE_TYPE: gl.constexpr = gl.float16 if FORMAT == "fp8" else gl.bfloat16
+            rope = gl.allocate_shared_memory(ROPE_TYPE, [1, ROWS, 64], HALVES)
+        latent = gl.allocate_shared_memory(gl.float16, [PARTS, ROWS, COLUMNS], HALVES)
+        queries = Queries(latent, rope, copied.arrival)
     COPIES: gl.constexpr = PARTS if FORMAT == "fp8_block128" else 1
-    messages = new_messages(q, ROWS, COPIES)
+    messages = new_messages(ROWS, COPIES)
     scoring = Scoring(
-        queries, messages, channels, row_scales, scale_log2, tensor_scale, IS_NEGATIVE, IS_GIVEN
-    )
+        copied, queries, q_scale, stride_q_scale, messages, channels, row_scales, scale_log2,
+        tensor_scale, IS_NEGATIVE, IS_GIVEN,
+    )  # fmt: skip
     fitted = new_fitted(ROWS)
     item, index = next_unit(work, gl.load(worker_starts + gl.program_id(1)), gl.program_id(0))
     if item < work.last_item:

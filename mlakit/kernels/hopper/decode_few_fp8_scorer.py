@@ -41,11 +41,14 @@ from mlakit.kernels.hopper.e4m3 import (
     largest_of,
     load_keys,
     match_keys,
+    match_keys_with_bytes,
     unit_for,
+    widen_bytes,
 )
 from mlakit.kernels.hopper.primitives import new_barrier, new_barriers, opaque_zero
 
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+HALVES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 
 
 @record
@@ -76,7 +79,10 @@ class Messages:
 class Scoring:
     """What scorers have in common."""
 
+    copied: object  # queries as they come, and the same as halves: in the same memory if they are
     queries: object
+    q_scale: object  # float32 of each token, for those of e4m3, or None
+    stride_q_scale: object
     messages: object
     channels: object
     scales: object
@@ -132,11 +138,11 @@ def new_heads(ROWS: gl.constexpr):
 
 
 @gluon.jit
-def new_messages(q, ROWS: gl.constexpr, COPIES: gl.constexpr):
+def new_messages(ROWS: gl.constexpr, COPIES: gl.constexpr):
     weights = ()
     # each of its own: between two of them the compiler then needs no block-wide barrier
     for _ in gl.static_range(COPIES):
-        weights += (gl.allocate_shared_memory(gl.float16, [2, ROWS, 64], q.layout),)
+        weights += (gl.allocate_shared_memory(gl.float16, [2, ROWS, 64], HALVES),)
     return Messages(
         weights,
         gl.allocate_shared_memory(gl.float32, [2, ROWS], FLAT),
@@ -215,13 +221,42 @@ def _fit_queries(queries, unit_of_scores, FORMAT: gl.constexpr):
 
 
 @gluon.jit
+def _widen_queries(copied, queries, q_scale, unit_of_scores, FORMAT: gl.constexpr):
+    """Likewise of e4m3, exactly; what scores are multiplied with is the scale of the token."""
+    for part in gl.static_range(PARTS):
+        match_keys_with_bytes(copied.latent.index(part), queries.latent.index(part))
+    if FORMAT == "fp8":
+        match_keys_with_bytes(copied.rope.index(0), queries.rope.index(0))
+    elif copied.rope.dtype == gl.int32:
+        widen_bytes(copied.rope.index(0), queries.rope.index(0))
+    HEAD: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    unit_of_scores.store(gl.full([unit_of_scores.shape[0]], q_scale, gl.float32, HEAD))
+    fence_async_shared()
+
+
+@gluon.jit
+def _scale_of_query(scoring, work, item, index):
+    scale = gl.to_tensor(1.0)
+    if scoring.q_scale is not None:
+        token = find_place(work, item, index).token.to(gl.int64)
+        scale = gl.load(scoring.q_scale + token * scoring.stride_q_scale)
+    return scale
+
+
+@gluon.jit
+def _in_units(scores, query_unit):
+    return scores * gl.expand_dims(query_unit.load(gl.SliceLayout(0, scores.type.layout)), 0)
+
+
+@gluon.jit
 def _scores(
     queries, channels, place, turn, rope_place, rope_turn, query_unit, scales, LAYOUT: gl.constexpr,
-    FORMAT: gl.constexpr,
+    FORMAT: gl.constexpr, IS_UNIT_OF_ROPE: gl.constexpr,
 ):  # fmt: skip
     """Of a block, [64 keys, heads], every scale of a row applied. All its boxes are read.
 
-    query_unit  [heads] of the halves that queries are, in shared memory
+    query_unit       [heads] of the halves that queries are, in shared memory
+    IS_UNIT_OF_ROPE  rotated queries are in that unit too
     """
     latent, rope = channels.latent, channels.rope
     HEADS: gl.constexpr = queries.rope.shape[1]
@@ -257,7 +292,9 @@ def _scores(
     dots, keys = warpgroup_mma_wait(0, deps=(dots, keys))
     if FORMAT == "fp8_block128":
         dots = scores + dots * gl.expand_dims(scales[PARTS - 1], 1)
-    scores = dots * gl.expand_dims(query_unit.load(gl.SliceLayout(0, LAYOUT)), 0)
+    scores = dots
+    if not IS_UNIT_OF_ROPE:
+        scores = _in_units(scores, query_unit)
     if FORMAT != "fp8":
         # last, for what it is added to takes no registers of its own
         mbarrier.wait(rope.full.index(rope_place), rope_turn)
@@ -267,6 +304,8 @@ def _scores(
         mbarrier.arrive(rope.empty.index(rope_place), count=1)
     if FORMAT == "fp8_token":
         scores *= gl.expand_dims(scales[0], 1)
+    if IS_UNIT_OF_ROPE:
+        scores = _in_units(scores, query_unit)
     return scores, place, turn
 
 
@@ -375,7 +414,8 @@ def _hear(standing, turn, ROW: gl.constexpr, HAS_UNITS: gl.constexpr):
 @gluon.jit
 def score(turns, item, index, inputs, work, results, scoring):
     """All that a scorer does."""
-    queries, messages, channels = scoring.queries, scoring.messages, scoring.channels
+    copied, queries = scoring.copied, scoring.queries
+    messages, channels = scoring.messages, scoring.channels
     scales, scale = scoring.scales, scoring.scale
     HEADS: gl.constexpr = work.ROWS
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
@@ -384,6 +424,8 @@ def score(turns, item, index, inputs, work, results, scoring):
     NUMBER: gl.constexpr = turns.NUMBER
     STEP: gl.constexpr = turns.COUNT
     fitted = turns.fitted
+    ARE_BYTES: gl.constexpr = copied.latent.dtype == gl.int32
+    IS_UNIT_OF_ROPE: gl.constexpr = ARE_BYTES or scales.FORMAT == "fp8"
     HAS_UNITS: gl.constexpr = scales.first is not None
     FIRST_UNIT: gl.constexpr = 0.0 if HAS_UNITS else 1.0  # none yet: `unit_for` knows a least one
     zero = item * 0
@@ -393,7 +435,7 @@ def score(turns, item, index, inputs, work, results, scoring):
     units_before = item * 0  # its parity is the phase of what happens once a unit
     blocks_before = item * 0
     if NUMBER == 0:
-        load_queries(inputs, work, item, index, queries)
+        load_queries(inputs, work, item, index, copied)
     # addresses of a thread's elements are found in each turn: kept, they would be spilled
     for _ in tl.range(0, count_units(work, item, index), disable_licm=True):
         keys = find_keys(inputs, work, item, index)
@@ -405,8 +447,13 @@ def score(turns, item, index, inputs, work, results, scoring):
         total = _sum_pairs(gl.zeros([64, HEADS], gl.float32, LAYOUT))
         weight_unit = gl.to_tensor(FIRST_UNIT)
         if NUMBER == 0:
-            mbarrier.wait(queries.arrival, units_before & 1)
-            _fit_queries(queries, fitted.unit, scales.FORMAT)
+            if ARE_BYTES:
+                q_scale = _scale_of_query(scoring, work, item, index)
+                mbarrier.wait(copied.arrival, units_before & 1)
+                _widen_queries(copied, queries, q_scale, fitted.unit, scales.FORMAT)
+            else:
+                mbarrier.wait(copied.arrival, units_before & 1)
+                _fit_queries(queries, fitted.unit, scales.FORMAT)
             if STEP > 1:
                 mbarrier.arrive(fitted.is_told, count=1)
         else:
@@ -416,7 +463,7 @@ def score(turns, item, index, inputs, work, results, scoring):
             row_scales = next_scales
             scores, place, turn = _scores(
                 queries, channels, place, turn, rope_place, rope_turn, fitted.unit, row_scales,
-                LAYOUT, scales.FORMAT,
+                LAYOUT, scales.FORMAT, IS_UNIT_OF_ROPE,
             )  # fmt: skip
             place, turn = after(channels.latent, place, turn, (STEP - 1) * FILLS)
             rope_place, rope_turn = after(channels.rope, rope_place, rope_turn, STEP)
@@ -460,7 +507,7 @@ def score(turns, item, index, inputs, work, results, scoring):
                 peak = last_peak
                 weight_unit = gl.maximum(weight_unit, other_unit)
             if next_item < work.last_item:
-                load_queries(inputs, work, next_item, next_index, queries)
+                load_queries(inputs, work, next_item, next_index, copied)
             unit = find_place(work, item, index)
             row = gl.arange(0, HEADS, ROW)
             lse, factor = finish(unit, results, work.heads, unit.first_head + row, peak, total)

@@ -41,8 +41,8 @@ class Channels:
 
 @record
 class Queries:
-    latent: object  # [PARTS, ROWS, COLUMNS]
-    rope: object  # [1, ROWS, 64]
+    latent: object  # [PARTS, ROWS, COLUMNS], or words, a quarter as many, of e4m3
+    rope: object  # [1, ROWS, 64], likewise
     arrival: object
 
 
@@ -110,10 +110,15 @@ def load_queries(inputs, work, item, index, queries):
     unit = find_place(work, item, index)
     row = unit.token * inputs.q_token_rows + unit.first_head
     rope_row = unit.token * inputs.q_rope_token_rows + unit.first_head
-    mbarrier.expect(queries.arrival, work.ROWS * 576 * 2)
+    WIDTH: gl.constexpr = queries.latent.shape[2]
+    BITS: gl.constexpr = (
+        PARTS * WIDTH * queries.latent.dtype.primitive_bitwidth
+        + queries.rope.shape[2] * queries.rope.dtype.primitive_bitwidth
+    )
+    mbarrier.expect(queries.arrival, work.ROWS * BITS // 8)
     tma_load(inputs.q_rope, [rope_row, 0], queries.arrival, queries.rope.index(0))
     for part in gl.static_range(PARTS):
-        tma_load(inputs.q, [row, part * COLUMNS], queries.arrival, queries.latent.index(part))
+        tma_load(inputs.q, [row, part * WIDTH], queries.arrival, queries.latent.index(part))
 
 
 @gluon.jit

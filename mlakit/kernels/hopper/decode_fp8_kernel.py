@@ -2,7 +2,8 @@
 
 Formats    fp8           one scale for the tensor: it joins the softmax's, and the result
            fp8_token     a scale beside each row: it multiplies scores and weights
-           fp8_block128  a scale per part of 128 columns among the bytes of a row: `widener`
+Queries    bf16, fp16 or e4m3; the last with a scale for each token, which multiplies scores, and
+           with rotated columns in bf16, if those of rows are
 Work       as `decode_kernel`: a program has 64 heads of one query over a range of its request's
            keys, 64 keys a block, one such unit after the other
 Bound      by tensor cores, if rows are widened once for all 64 heads: so a warpgroup of its own
@@ -26,8 +27,9 @@ Deadlock   none. All walk the same units and blocks. The widener waits for block
            the scorer for block n + 1 while it holds n, so for what waits for n − 1 at most; and for
            the adder, who waits for messages only
 Memory     228 KB of shared memory, all registers; partials as in `decode_kernel`
-Numbers    as `decode_few_fp8_kernel`: rows are widened exactly, but for those with four scales,
-           which are rounded to float16 once; queries exactly; P, times the row's scale, to float16
+Numbers    as `decode_few_fp8_kernel`: rows and queries are widened exactly, P, times the row's
+           scale, is rounded to float16. fp8_block128, with four scales a row, is left to that
+           kernel: here products with them would be rounded
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from mlakit.kernels.hopper.compat import record, reinterpret, tma_load
 from mlakit.kernels.hopper.decode_fp8_widener import (
+    HALVES,
     Rows,
     new_blocks,
     num_blocks,
@@ -61,7 +64,7 @@ from mlakit.kernels.hopper.decode_work import (
     find_place,
     next_unit,
 )
-from mlakit.kernels.hopper.e4m3 import LARGEST_UNIT, fit_rows, largest_of, unit_for
+from mlakit.kernels.hopper.e4m3 import LARGEST_UNIT, fit_rows, largest_of, unit_for, widen_bytes
 from mlakit.kernels.hopper.primitives import new_barrier, opaque_zero
 
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
@@ -72,10 +75,12 @@ SMALLEST = gl.constexpr(2.0**-126)
 
 @record
 class Queries:
-    left: object  # [1, 64, 256] as they come, then as float16
+    left: object  # [1, 64, 256] float16
     right: object
-    rope: object  # [1, 64, 64], likewise; or in bfloat16 as rotated columns of the cache
+    rope: object  # [1, 64, 64], of the type of the rotated columns of blocks
     arrival: object
+    q_scale: object  # float32 of each token, for queries of e4m3, or None
+    stride_q_scale: object
 
 
 @record
@@ -100,25 +105,40 @@ class Softmax:
 
 
 @gluon.jit
+def _as_they_come(buffer, box):
+    """The memory of queries, as a descriptor's box, of halves or of words of e4m3."""
+    WIDTH: gl.constexpr = box.block_shape[1]
+    COUNT: gl.constexpr = 2 if box.dtype == gl.int32 else 1  # words take half as much
+    return reinterpret(buffer, box.dtype, [COUNT, 64, WIDTH], box.layout).index(0)
+
+
+@gluon.jit
 def _load_queries(inputs, work, item, index, queries):
     place = find_place(work, item, index)
     row = place.token * inputs.q_token_rows + place.first_head
     rope_row = place.token * inputs.q_rope_token_rows + place.first_head
-    mbarrier.expect(queries.arrival, 64 * 576 * 2)
-    tma_load(inputs.q, [row, 256], queries.arrival, queries.right.index(0))
-    tma_load(inputs.q, [row, 0], queries.arrival, queries.left.index(0))
-    tma_load(inputs.q_rope, [rope_row, 0], queries.arrival, queries.rope.index(0))
+    WIDTH: gl.constexpr = inputs.q.block_shape[1]
+    BITS: gl.constexpr = (
+        2 * WIDTH * inputs.q.dtype.primitive_bitwidth
+        + inputs.q_rope.block_shape[1] * inputs.q_rope.dtype.primitive_bitwidth
+    )
+    mbarrier.expect(queries.arrival, 64 * BITS // 8)
+    right = _as_they_come(queries.right, inputs.q)
+    tma_load(inputs.q, [row, WIDTH], queries.arrival, right)
+    tma_load(inputs.q, [row, 0], queries.arrival, _as_they_come(queries.left, inputs.q))
+    rope = _as_they_come(queries.rope, inputs.q_rope)
+    tma_load(inputs.q_rope, [rope_row, 0], queries.arrival, rope)
 
 
 @gluon.jit
-def _fit_queries(queries, FORMAT: gl.constexpr):
+def _fit_queries(inputs, queries, FORMAT: gl.constexpr):
     """Bring queries to the range of halves, and make them such. What to multiply scores with."""
     PANELS: gl.constexpr = [4, 64, 64]
-    DTYPE: gl.constexpr = queries.left.dtype
+    DTYPE: gl.constexpr = inputs.q.dtype
     BOX: gl.constexpr = queries.left.layout
-    left = reinterpret(queries.left.index(0), DTYPE, PANELS, BOX)
-    right = reinterpret(queries.right.index(0), DTYPE, PANELS, BOX)
-    rope = queries.rope.index(0)
+    left = reinterpret(queries.left, DTYPE, PANELS, BOX)
+    right = reinterpret(queries.right, DTYPE, PANELS, BOX)
+    rope = _as_they_come(queries.rope, inputs.q_rope)
     largest = largest_of(rope)
     if FORMAT != "fp8":
         largest *= LEAST_OF_ROPE  # bfloat16 has the range, sums have not
@@ -130,40 +150,58 @@ def _fit_queries(queries, FORMAT: gl.constexpr):
     for panel in range(4):
         fit_rows(left.index(panel), gl.float16, factor)
         fit_rows(right.index(panel), gl.float16, factor)
-    fit_rows(rope, gl.float16 if FORMAT == "fp8" else gl.bfloat16, factor)
+    fit_rows(rope, queries.rope.dtype, factor)
     fence_async_shared()
     return gl.convert_layout(unit * (1.0 / LARGEST_UNIT), gl.SliceLayout(1, SCORES))
 
 
 @gluon.jit
-def _begin_scores(queries, blocks, number, FORMAT: gl.constexpr):
+def _widen_queries(inputs, queries):
+    """Make queries of e4m3 halves, where they are."""
+    widen_bytes(_as_they_come(queries.left, inputs.q), queries.left.index(0))
+    widen_bytes(_as_they_come(queries.right, inputs.q), queries.right.index(0))
+    if inputs.q_rope.dtype == gl.int32:
+        widen_bytes(_as_they_come(queries.rope, inputs.q_rope), queries.rope.index(0))
+    fence_async_shared()
+
+
+@gluon.jit
+def _scale_of_query(queries, work, item, index):
+    scale = gl.to_tensor(1.0)
+    if queries.q_scale is not None:
+        token = find_place(work, item, index).token.to(gl.int64)
+        scale = gl.load(queries.q_scale + token * queries.stride_q_scale)
+    return scale
+
+
+@gluon.jit
+def _begin_scores(queries, blocks, number):
     """Of a block, [64 heads, 64 keys], as soon as its halves are there."""
     slot, turn = slot_of(number)
     zero = opaque_zero()
     nothing = gl.zeros([64, 64], gl.float32, SCORES)
-    left = reinterpret(queries.left, gl.float16, [1, 64, 256], queries.left.layout)
-    right = reinterpret(queries.right, gl.float16, [1, 64, 256], queries.right.layout)
-    rope = reinterpret(queries.rope, blocks.rope.dtype, [1, 64, 64], queries.rope.layout)
     mbarrier.wait(blocks.right_full.index(slot), turn)
     keys = blocks.right.index(slot).permute((1, 0))
-    dots = warpgroup_mma(right.index(zero), keys, nothing, use_acc=False, is_async=True)
+    dots = warpgroup_mma(queries.right.index(zero), keys, nothing, use_acc=False, is_async=True)
     mbarrier.wait(blocks.left_full.index(slot), turn)
     keys = blocks.left.index(slot).permute((1, 0))
-    dots = warpgroup_mma(left.index(zero), keys, dots, is_async=True)
+    dots = warpgroup_mma(queries.left.index(zero), keys, dots, is_async=True)
     keys = blocks.rope.index(slot).permute((1, 0))
-    return warpgroup_mma(rope.index(zero), keys, dots, is_async=True)
+    return warpgroup_mma(queries.rope.index(zero), keys, dots, is_async=True)
 
 
 @gluon.jit
-def _weigh(scores, block, number, keys, softmax, row_scale, scales, scoring):
+def _weigh(scores, block, number, keys, softmax, row_scale, q_scale, scales, scoring):
     """(weights as halves, decay of the sums before, softmax with this block taken in)"""
     weight_unit = softmax.unit
     factor = LARGEST_UNIT
     if scoring.HAS_SCALES:
         slot, _ = slot_of(number)
         key_scale = scales.index(slot).load(gl.SliceLayout(0, SCORES))
-        scores *= gl.expand_dims(key_scale, 0)
+        scores *= gl.expand_dims(key_scale * q_scale, 0)
         weight_unit, factor = unit_for(gl.maximum(softmax.unit, gl.max(key_scale, 0)))
+    elif scoring.ARE_BYTES:
+        scores *= q_scale
     scores = mask_scores(scores, block, keys, 1, scoring.IS_NEGATIVE, scoring.IS_GIVEN)
     peak = gl.maximum(softmax.peak, gl.max(scores, 1) * row_scale)
     exponentials = gl.exp2(scores * gl.expand_dims(row_scale, 1) - gl.expand_dims(peak, 1))
@@ -179,7 +217,8 @@ def _weigh(scores, block, number, keys, softmax, row_scale, scales, scoring):
 
 @record
 class Scoring:
-    HAS_SCALES: object
+    HAS_SCALES: object  # have rows?
+    ARE_BYTES: object  # are queries e4m3?
     IS_NEGATIVE: object
     IS_GIVEN: object
 
@@ -234,20 +273,25 @@ def _scorer(
     # addresses of a thread's elements are found in each turn: kept, they would be spilled
     for _ in tl.range(0, count_units(work, item, index), disable_licm=True):
         keys = find_keys(inputs, work, item, index)
+        q_scale = _scale_of_query(queries, work, item, index)
         mbarrier.wait(queries.arrival, units_before & 1)
-        row_scale = gl.maximum(_fit_queries(queries, FORMAT) * scale, SMALLEST)
+        if scoring.ARE_BYTES:
+            _widen_queries(inputs, queries)
+            row_scale = gl.full([64], scale, gl.float32, ROW)
+        else:
+            row_scale = gl.maximum(_fit_queries(inputs, queries, FORMAT) * scale, SMALLEST)
         softmax = Softmax(
             gl.full([64], FIRST_PEAK, gl.float32, ROW),
             gl.zeros([64], gl.float32, ROW),
             gl.to_tensor(0.0 if scoring.HAS_SCALES else 1.0),  # `unit_for` knows a least one
         )
         pending = warpgroup_mma_init(gl.zeros([64, 256], gl.float32, VALUES))
-        dots = _begin_scores(queries, blocks, number, FORMAT)
+        dots = _begin_scores(queries, blocks, number)
         scores = warpgroup_mma_wait(0, deps=(dots,))
         last_block = keys.first_block + num_blocks(keys) - 1
         for block in range(keys.first_block, last_block):
             weights, decay, softmax = _weigh(
-                scores, block, number, keys, softmax, row_scale, blocks.scales, scoring
+                scores, block, number, keys, softmax, row_scale, q_scale, blocks.scales, scoring
             )
             # not the other way round: weights are found while values are being added, and only
             # the loop in which a barrier is waited for keeps the assembler from waiting before
@@ -257,7 +301,7 @@ def _scorer(
                 mbarrier.arrive(blocks.left_empty.index((number & 1) ^ 1), count=1)
             _send(message, weights, decay)
             acc = _decayed(acc, decay)
-            dots = _begin_scores(queries, blocks, number + 1, FORMAT)
+            dots = _begin_scores(queries, blocks, number + 1)
             values = blocks.left.index(number & 1)
             pending = warpgroup_mma(message.weights, values, acc, is_async=True)
             scores = warpgroup_mma_wait(1, deps=(dots,))
@@ -266,7 +310,7 @@ def _scorer(
         if next_item < work.last_item:
             _load_queries(inputs, work, next_item, next_index, queries)
         weights, decay, softmax = _weigh(
-            scores, last_block, number, keys, softmax, row_scale, blocks.scales, scoring
+            scores, last_block, number, keys, softmax, row_scale, q_scale, blocks.scales, scoring
         )
         mbarrier.wait(message.empty, (number & 1) ^ 1)
         acc, weights = warpgroup_mma_wait(0, deps=(pending, weights))
@@ -335,7 +379,7 @@ def _adder(item, index, inputs, work, results, message, blocks):
     ]
 )
 def mla_decode_fp8_kernel(
-    q,  # descriptors: boxes of 64 x 256, of 64 x 64 where rotated
+    q,  # descriptors: boxes of 64 x 256, of 64 x 64 where rotated; words of e4m3
     q_rope,
     kv,  # the cache's first word
     row_quads,  # four words each
@@ -370,6 +414,8 @@ def mla_decode_fp8_kernel(
     stride_scales_row,
     tensor_scale,
     device_scale,  # the tensor's, where it is on the device, or None
+    q_scale,  # float32 of tokens, where queries are e4m3, or None
+    stride_q_scale,
     ROWS: gl.constexpr,  # 64
     PAGE_ROWS: gl.constexpr,
     PAGE: gl.constexpr,
@@ -408,20 +454,22 @@ def mla_decode_fp8_kernel(
     )  # fmt: skip
     blocks = new_blocks(gl.float16 if FORMAT == "fp8" else gl.bfloat16)
     queries = Queries(
-        gl.allocate_shared_memory(q.dtype, [1, 64, 256], q.layout),
-        gl.allocate_shared_memory(q.dtype, [1, 64, 256], q.layout),
-        gl.allocate_shared_memory(q.dtype, [1, 64, 64], q.layout),
+        gl.allocate_shared_memory(gl.float16, [1, 64, 256], HALVES),
+        gl.allocate_shared_memory(gl.float16, [1, 64, 256], HALVES),
+        gl.allocate_shared_memory(blocks.rope.dtype, [1, 64, 64], HALVES),
         new_barrier(),
+        q_scale,
+        stride_q_scale,
     )
     message = Message(
-        gl.allocate_shared_memory(gl.float16, [64, 64], q.layout),
+        gl.allocate_shared_memory(gl.float16, [64, 64], HALVES),
         gl.allocate_shared_memory(gl.float32, [64], VECTOR),
         new_barrier(),
         new_barrier(),
         gl.allocate_shared_memory(gl.float32, [64], VECTOR),
         new_barrier(),
     )
-    scoring = Scoring(scales is not None, IS_NEGATIVE, IS_GIVEN)
+    scoring = Scoring(scales is not None, q.dtype == gl.int32, IS_NEGATIVE, IS_GIVEN)
     item, index = next_unit(work, gl.load(worker_starts + gl.program_id(1)), gl.program_id(0))
     if item < work.last_item:
         gl.warp_specialize(

@@ -17,8 +17,8 @@ from mlakit.kernels.hopper.decode_work import find_keys, next_unit, page_of, pag
 from mlakit.kernels.hopper.e4m3 import widen
 from mlakit.kernels.hopper.primitives import new_barriers
 
-PARTS = gl.constexpr(4)  # of the latent columns
 HALF = gl.constexpr(64)  # words of half the latent columns
+HALVES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 AHEAD = gl.constexpr(2)  # blocks that L2 is asked for before they are loaded
 PREFETCH = gl.constexpr("""{
     .reg .pred is_there;
@@ -26,8 +26,6 @@ PREFETCH = gl.constexpr("""{
     @is_there cp.async.bulk.prefetch.L2.global [$1], $2;
     mov.u32 $0, 0;
 }""")
-LEAST_UNIT = gl.constexpr(2.0**-60)  # of a row: divided by less, rotated columns could overflow
-SCALE_PAIR = gl.constexpr("mul.rn.bf16x2 $0, $1, $2;")
 
 
 @record
@@ -69,7 +67,7 @@ class Fetched:
     right: object  # words
     left: object
     rope: object
-    scales: object  # as many as a row has
+    scale: object  # in a tuple
 
 
 @gluon.constexpr_function
@@ -97,12 +95,11 @@ def _words_layout(width):
 
 @gluon.jit
 def new_blocks(rope_dtype: gl.constexpr):
-    BOX: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     return Blocks(
-        gl.allocate_shared_memory(gl.float16, [2, 64, 256], BOX),
-        gl.allocate_shared_memory(gl.float16, [2, 64, 256], BOX),
-        gl.allocate_shared_memory(rope_dtype, [2, 64, 64], BOX),
+        gl.allocate_shared_memory(gl.float16, [2, 64, 256], HALVES),
+        gl.allocate_shared_memory(gl.float16, [2, 64, 256], HALVES),
+        gl.allocate_shared_memory(rope_dtype, [2, 64, 64], HALVES),
         gl.allocate_shared_memory(gl.float32, [2, 64], PLAIN),
         new_barriers(2, 1),
         new_barriers(2, 1),
@@ -154,21 +151,18 @@ def _load_rope(rows, inputs, keys, pages, block):
 
 
 @gluon.jit
-def _load_scales(rows, inputs, keys, pages, block):
-    """float32 [64 keys], as many as a row has."""
-    KEY: gl.constexpr = gl.SliceLayout(1, _words_layout(HALF))
+def _load_scale(rows, inputs, keys, pages, block):
+    """float32 [64 keys] in a tuple, which is empty where rows have none."""
+    KEY: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     found = ()
     if rows.scales is not None:
+        if inputs.PAGE < 64:
+            pages = pages_of(inputs, keys, block, KEY)  # again: it would take more registers
         offset = gl.arange(0, 64, KEY)
-        is_read = block * 64 + offset < keys.end
         at = rows.scales + pages.to(gl.int64) * rows.stride_scales_page
         at += _row_in_page(inputs, block, offset).to(gl.int64) * rows.stride_scales_row
-        if rows.FORMAT == "fp8_token":
-            scale = gl.load(at, mask=is_read, other=0.0)
-            found += (gl.where(scale < 0, 0.0, scale),)  # a NaN stays one
-        else:
-            for part in gl.static_range(PARTS):
-                found += (gl.load(at + part, mask=is_read, other=0.0),)
+        scale = gl.load(at, mask=block * 64 + offset < keys.end, other=0.0)
+        found += (gl.where(scale < 0, 0.0, scale),)  # a NaN stays one
     return found
 
 
@@ -179,7 +173,7 @@ def _fetch(rows, inputs, keys, pages, block):
         _load_words(rows, inputs, keys, pages, block, HALF, HALF),
         _load_words(rows, inputs, keys, pages, block, 0, HALF),
         _load_rope(rows, inputs, keys, pages, block),
-        _load_scales(rows, inputs, keys, pages, block),
+        _load_scale(rows, inputs, keys, pages, block),
     )
 
 
@@ -239,7 +233,7 @@ def widen_blocks(item, index, inputs, work, rows, blocks):
             blocks.left.index(slot).store(widen(fetched.left))
             _store_rope(blocks.rope.index(slot), fetched.rope, rows.FORMAT)
             if rows.scales is not None:
-                blocks.scales.index(slot).store(fetched.scales[0])
+                blocks.scales.index(slot).store(fetched.scale[0])
             fence_async_shared()
             mbarrier.arrive(blocks.left_full.index(slot), count=1)
             # only now: a fence waits for all that is on its way

@@ -39,18 +39,6 @@ WIDEN_WORD = gl.constexpr(f"{{ {_DECLARE} {_widen('$4', 0)} }}")
 # byte 0 of $8, byte 0 of $9, byte 1 of $8, …
 _ZIP = "prmt.b32 a, $8, $9, 0x5140; prmt.b32 b, $8, $9, 0x7362;"
 WIDEN_PAIR = gl.constexpr(f"{{ {_DECLARE} {_ZIP} {_widen('a', 0)} {_widen('b', 4)} }}")
-# each half times a sum of two: $5 is the first of them twice, $6 the second
-_SCALE = "mul.rn.f16x2 a, {0}, $6; fma.rn.f16x2 {0}, {0}, $5, a;"
-WIDEN_SCALED = gl.constexpr(f"""{{ {_DECLARE}
-    mov.b32 {{e, f}}, $4;
-    cvt.rn.f16x2.e4m3x2 x, e;
-    cvt.rn.f16x2.e4m3x2 y, f;
-    {_SCALE.format("x")}
-    {_SCALE.format("y")}
-    mov.b32 {{$0, $1}}, x;
-    mov.b32 {{$2, $3}}, y;
-}}""")
-TO_FOUR_SCALED = gl.constexpr("=&h,=&h,=&h,=&h,r,r,r")
 TO_FOUR = gl.constexpr("=&h,=&h,=&h,=&h,r")
 TO_EIGHT = gl.constexpr("=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,r,r")
 
@@ -65,42 +53,6 @@ def unit_for(largest):
     bits = gl.maximum(bits, 27 << 23)
     inverse = (268 << 23) - bits  # exponents are biased by 127, and 268 = 127 + 127 + 14
     return bits.to(gl.float32, bitcast=True), inverse.to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _in_order(v0, v1, v2, v3):
-    """Elements of each word beside each other: int16 [rows, words] four times as one float16."""
-    halves = gl.join(gl.join(v0, v2), gl.join(v1, v3))  # [rows, words, byte // 2, byte % 2]
-    halves = halves.reshape([v0.shape[0], v0.shape[1] * 4])
-    return halves.to(gl.float16, bitcast=True)
-
-
-@gluon.jit
-def widen(words):
-    """Words [rows, n] as float16 [rows, 4·n]."""
-    v0, v1, v2, v3 = gl.inline_asm_elementwise(
-        WIDEN_WORD, TO_FOUR, [words], dtype=(gl.int16, gl.int16, gl.int16, gl.int16), is_pure=True,
-        pack=1,
-    )  # fmt: skip
-    return _in_order(v0, v1, v2, v3)
-
-
-@gluon.jit
-def widen_scaled(words, first, second):
-    """`widen`, times first + second, float16 [rows]: rounded once, but for the least numbers."""
-    first = gl.expand_dims(twice(first), 1).broadcast_to(words.shape)
-    second = gl.expand_dims(twice(second), 1).broadcast_to(words.shape)
-    v0, v1, v2, v3 = gl.inline_asm_elementwise(
-        WIDEN_SCALED, TO_FOUR_SCALED, [words, first, second],
-        dtype=(gl.int16, gl.int16, gl.int16, gl.int16), is_pure=True, pack=1,
-    )  # fmt: skip
-    return _in_order(v0, v1, v2, v3)
-
-
-@gluon.jit
-def twice(half):
-    """Sixteen bits, in either half of a word."""
-    return (half.to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF) * 0x10001
 
 
 @gluon.jit
@@ -123,15 +75,28 @@ def load_keys(box, LAYOUT: gl.constexpr):
         block_bases=[],
         shape=[64, WORDS],
     )
-    words = box.load(OWN)
-    v00, v01, v10, v11 = gl.inline_asm_elementwise(
+    keys = _in_order_of_keys(widen(box.load(OWN)))
+    return gl.convert_layout(keys, gl.DotOperandLayout(0, LAYOUT, k_width=2), assert_trivial=True)
+
+
+@gluon.jit
+def widen(words):
+    """Words [rows, words] as float16 [rows, columns]."""
+    v0, v1, v2, v3 = gl.inline_asm_elementwise(
         WIDEN_WORD, TO_FOUR, [words], dtype=(gl.int16, gl.int16, gl.int16, gl.int16), is_pure=True,
         pack=1,
     )  # fmt: skip
-    halves = gl.join(gl.join(v00, v10), gl.join(v01, v11))  # [64, words, h, i]
-    halves = halves.reshape([64, WORDS // 4, 4, 2, 2]).permute(0, 1, 3, 2, 4)
-    halves = halves.reshape([64, WORDS * 4]).to(gl.float16, bitcast=True)
-    return gl.convert_layout(halves, gl.DotOperandLayout(0, LAYOUT, k_width=2), assert_trivial=True)
+    halves = gl.join(gl.join(v0, v2), gl.join(v1, v3))  # [rows, words, byte // 2, byte % 2]
+    return halves.reshape([words.shape[0], words.shape[1] * 4]).to(gl.float16, bitcast=True)
+
+
+@gluon.jit
+def _in_order_of_keys(rows):
+    """[rows, columns], of sixteen columns 4t + 2h + i at 8h + 2t + i."""
+    ROWS: gl.constexpr = rows.shape[0]
+    WIDTH: gl.constexpr = rows.shape[1]
+    ordered = rows.reshape([ROWS, WIDTH // 16, 4, 2, 2]).permute(0, 1, 3, 2, 4)
+    return ordered.reshape([ROWS, WIDTH])
 
 
 @gluon.jit
@@ -159,12 +124,9 @@ def match_keys(box, target, factor):
 
     target  may be the same memory
     """
-    ROWS: gl.constexpr = box.shape[0]
-    WIDTH: gl.constexpr = box.shape[1]
     queries = _load_rows(box)
     queries = (queries.to(gl.float32) * gl.expand_dims(factor, 1)).to(gl.float16)
-    queries = queries.reshape([ROWS, WIDTH // 16, 4, 2, 2]).permute(0, 1, 3, 2, 4)
-    target.store(queries.reshape([ROWS, WIDTH]))
+    target.store(_in_order_of_keys(queries))
 
 
 @gluon.jit
@@ -172,6 +134,25 @@ def _load_rows(box):
     # threads that share a row: as many for 64 columns as for 128, so that factors fit both
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     return box.load(LAYOUT)
+
+
+@gluon.jit
+def match_keys_with_bytes(box, target):
+    """Queries of e4m3, words [rows, columns / 4], as `match_keys`, of which they need no factor."""
+    target.store(_in_order_of_keys(_load_widened(box)))
+
+
+@gluon.jit
+def widen_bytes(box, target):
+    """Queries of e4m3, words [rows, columns / 4], as halves of another type, columns in order."""
+    target.store(_load_widened(box).to(gl.float32).to(target.dtype))
+
+
+@gluon.jit
+def _load_widened(box):
+    # sixteen columns a thread: what keeps together when they change their order
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    return widen(box.load(LAYOUT))
 
 
 @gluon.jit

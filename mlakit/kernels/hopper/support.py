@@ -8,12 +8,13 @@ ARCH = 90
 BLOCK = 64  # keys that a kernel works on at a time
 PAGES = (8, 16, 32)  # rows of those that a block has several of; others hold whole blocks
 ROW = (576, 512)
+E4M3 = "torch.float8_e4m3fn"
 FORMATS = {
     "bf16": ("torch.bfloat16",),
     "fp16": ("torch.float16",),
-    "fp8": ("torch.bfloat16", "torch.float16"),
-    "fp8_token": ("torch.bfloat16",),  # the dtype of its rotated columns
-    "fp8_block128": ("torch.bfloat16",),
+    "fp8": ("torch.bfloat16", "torch.float16", E4M3),
+    "fp8_token": ("torch.bfloat16", E4M3),  # bf16 as its rotated columns
+    "fp8_block128": ("torch.bfloat16", E4M3),
 }
 FP8_FORMATS = ("fp8", "fp8_token", "fp8_block128")
 MASKS = ("causal", "null")
@@ -37,9 +38,14 @@ def _why_not_decode(problem: Problem) -> str | None:
         return f"needs pages of {needed}, got {problem.page_size}"
     if problem.mask not in MASKS:
         return f"needs a mask of {' or '.join(MASKS)}, got {problem.mask}"
-    if problem.uses:
-        return f"takes no {problem.uses[0]}"
-    return None
+    refused = [use for use in problem.uses if use not in _taken_uses(problem)]
+    return f"takes no {refused[0]}" if refused else None
+
+
+def _taken_uses(problem: Problem) -> tuple[str, ...]:
+    if problem.dtype != E4M3:
+        return ()
+    return ("q_scale",) if problem.format == "fp8" else ("q_scale", "bf16 q_rope of e4m3 q")
 
 
 SPECS = (
