@@ -9,15 +9,11 @@ memory than a block may have, or spills registers.
 from __future__ import annotations
 
 import os
-import re
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing import get_context
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -27,6 +23,7 @@ from rich.table import Table
 
 from mlakit import knobs
 from mlakit.formats import FORMATS
+from mlakit.support.machine_code import machine_code
 from mlakit.workloads import (
     AppendCase,
     BatchedMatmulCase,
@@ -193,7 +190,8 @@ class Compiled:
     arch: int
     kernel: str
     registers: int = 0
-    spilled_bytes: int = 0
+    spill_stores: int = 0  # instructions
+    spill_loads: int = 0
     is_serialised: bool = False  # asynchronous dots that wait for each other
     shared_bytes: int = 0
     shared_limit: int = 0
@@ -209,7 +207,9 @@ class Compiled:
             return f"shared memory exceeds the limit of {self.shared_limit} bytes"
         if self.is_serialised:
             return "its wgmma are serialised"
-        return f"spills {self.spilled_bytes} bytes" if self.spilled_bytes else ""
+        if self.spill_stores or self.spill_loads:
+            return f"spills registers: {self.spill_stores} stores, {self.spill_loads} loads"
+        return ""
 
     def as_json(self) -> dict[str, object]:
         return {**asdict(self), "fault": self.fault}
@@ -226,10 +226,11 @@ def check(configuration: str, arch: int) -> list[Compiled]:
     try:
         with compiling(target) as compilation:
             trial.call(backend)
-    except Exception as error:  # noqa: BLE001  # whatever a compiler raises is the finding
+        unique = {kernel.hash: kernel for kernel in compilation.kernels}
+        codes = {hash: machine_code(kernel) for hash, kernel in unique.items()}
+    except Exception as error:  # noqa: BLE001  # whatever a compiler or a tool raises is the finding
         return [Compiled(configuration, arch, "—", error=_innermost(error))]
     seconds = (perf_counter() - start) / max(len(compilation.kernels), 1)
-    unique = {kernel.hash: kernel for kernel in compilation.kernels}
     if not unique:
         return [Compiled(configuration, arch, "—", error="no kernel was started")]
     return [
@@ -237,12 +238,12 @@ def check(configuration: str, arch: int) -> list[Compiled]:
             configuration,
             arch,
             kernel.metadata.name,
-            *_resources(kernel, arch),
+            **asdict(codes[hash]),
             shared_bytes=kernel.metadata.shared,
             shared_limit=target.shared_bytes,
             seconds=seconds,
         )
-        for kernel in unique.values()
+        for hash, kernel in unique.items()
     ]
 
 
@@ -252,44 +253,6 @@ def _innermost(error: BaseException) -> str:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip("^ ")]
     return f"{type(error).__name__}: {lines[-1] if lines else ''}"
-
-
-def _resources(kernel: Any, arch: int) -> tuple[int, int, bool]:
-    """(registers, bytes of them that are spilled, are its wgmma serialised) of a kernel."""
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder) / "kernel.cubin"
-        cubin.write_bytes(kernel.asm["cubin"])
-        usage = _tool("cuobjdump", "--dump-resource-usage", str(cubin))
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage or "")
-    if found is None:
-        raise RuntimeError(f"cuobjdump tells no resource usage:\n{usage}")
-    registers, stack = int(found[1]), int(found[2])
-    if stack == 0 and "wgmma" not in kernel.asm["ptx"]:
-        return registers, 0, False
-    # the stack may hold other things, and how wgmma follow each other the assembler only says
-    said = _assembled(kernel.asm["ptx"], arch)
-    spills = re.search(r"(\d+) bytes spill stores", said)
-    return registers, int(spills[1]) if spills else stack, "wgmma" in said and "serializ" in said
-
-
-def _assembled(ptx: str, arch: int) -> str:
-    """What the assembler says of a kernel; "" where none knows this version of PTX."""
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.ptx"
-        source.write_text(ptx, encoding="utf-8")
-        gpu = f"--gpu-name=sm_{arch}{'a' if arch >= 90 else ''}"
-        options = ["-v", gpu, str(source), "-o", str(source.with_suffix(".cubin"))]
-        said = (_tool(name, *options) for name in ("ptxas", "ptxas-blackwell"))
-        return next((each for each in said if each is not None), "")
-
-
-def _tool(name: str, *arguments: str) -> str | None:
-    """What one of the tools that come with Triton prints; None where it fails."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
-    done = subprocess.run([str(tool), *arguments], capture_output=True, text=True, check=False)
-    return done.stdout + done.stderr if done.returncode == 0 else None
 
 
 def run(
@@ -338,11 +301,12 @@ def compile_table(kernels: Sequence[Compiled]) -> Table:
     shown.add_column("configuration", no_wrap=True)
     shown.add_column("arch", no_wrap=True)
     shown.add_column("kernel", no_wrap=True)
-    for heading in ("registers", "spilled", "shared", "of", "s"):
+    for heading in ("registers", "spills", "shared", "of", "s"):
         shown.add_column(heading, justify="right")
     shown.add_column("")
     for each in kernels:
-        numbers = (each.registers, each.spilled_bytes, each.shared_bytes, each.shared_limit)
+        spills = each.spill_stores + each.spill_loads
+        numbers = (each.registers, spills, each.shared_bytes, each.shared_limit)
         shown.add_row(
             each.configuration,
             f"sm_{each.arch}",
