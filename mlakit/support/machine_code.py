@@ -71,6 +71,7 @@ def _assembled_again(kernel: Any) -> str:
 
     backend = make_backend(kernel.metadata.target)
     metadata = kernel.metadata._asdict()
+    del metadata["num_warps"]  # with those of warp specialisation, and so no longer an option
     stages: dict[str, Any] = {}
     backend.add_stages(stages, backend.parse_options(metadata), Language.TRITON)
     said = StringIO()
