@@ -3,7 +3,7 @@
 A check is a case of `mlakit.workloads` with the widths of a real model, and an architecture. The op
 is called as ever, on tensors in host memory; the kernels it would start there are compiled for the
 architecture instead of run. What fails is a kernel that does not compile, asks for more shared
-memory than a block may have, or spills registers.
+memory than a block may have, or spills registers other than `ALLOWED_SPILLS` says.
 """
 
 from __future__ import annotations
@@ -182,6 +182,17 @@ def all_checks() -> list[tuple[str, int]]:
     return [*portable, *((name, HOPPER_ARCH) for name in HOPPER)]
 
 
+# (stores, loads) of a kernel, by version of Triton, configuration and architecture. Exactly these:
+# a bound that is not needed any more is a fault, too.
+ALLOWED_SPILLS = {
+    # before the loop and after it; without them the loop has 69 instructions more (998)
+    ("3.9.0", "sparse-h128-bf16", 90): {"_sparse_mla_kernel": (6, 6)},
+    ("3.9.0", "sparse-h128-fp16", 90): {"_sparse_mla_kernel": (6, 6)},
+    # stores before the loops, ten of the loads in them; without them nothing is loaded ahead
+    ("3.9.0", "sparse-extra", 90): {"_sparse_mla_kernel": (7, 13)},
+}
+
+
 @dataclass(frozen=True)
 class Compiled:
     """One kernel of one check; `error` says why there is none."""
@@ -192,6 +203,7 @@ class Compiled:
     registers: int = 0
     spill_stores: int = 0  # instructions
     spill_loads: int = 0
+    allowed_spills: tuple[int, int] = (0, 0)
     is_serialised: bool = False  # asynchronous dots that wait for each other
     shared_bytes: int = 0
     shared_limit: int = 0
@@ -207,9 +219,14 @@ class Compiled:
             return f"shared memory exceeds the limit of {self.shared_limit} bytes"
         if self.is_serialised:
             return "its wgmma are serialised"
-        if self.spill_stores or self.spill_loads:
-            return f"spills registers: {self.spill_stores} stores, {self.spill_loads} loads"
+        if (self.spill_stores, self.spill_loads) != self.allowed_spills:
+            allowed = "{} and {} are allowed".format(*self.allowed_spills)
+            return f"spills: {self.spill_stores} stores, {self.spill_loads} loads; {allowed}"
         return ""
+
+    @property
+    def is_excused(self) -> bool:
+        return not self.fault and self.allowed_spills != (0, 0)
 
     def as_json(self) -> dict[str, object]:
         return {**asdict(self), "fault": self.fault}
@@ -217,6 +234,8 @@ class Compiled:
 
 def check(configuration: str, arch: int) -> list[Compiled]:
     """Compile what the op of a configuration would start on `arch`."""
+    import triton
+
     from mlakit.kernels.triton.launch import SHARED_BYTES, Target, compiling
 
     start = perf_counter()
@@ -233,11 +252,13 @@ def check(configuration: str, arch: int) -> list[Compiled]:
     seconds = (perf_counter() - start) / max(len(compilation.kernels), 1)
     if not unique:
         return [Compiled(configuration, arch, "—", error="no kernel was started")]
+    allowed = ALLOWED_SPILLS.get((triton.__version__, configuration, arch), {})
     return [
         Compiled(
             configuration,
             arch,
             kernel.metadata.name,
+            allowed_spills=allowed.get(kernel.metadata.name, (0, 0)),
             **asdict(codes[hash]),
             shared_bytes=kernel.metadata.shared,
             shared_limit=target.shared_bytes,
@@ -292,7 +313,10 @@ def summary(kernels: Sequence[Compiled]) -> str:
 
     faulty = sum(bool(each.fault) for each in kernels)
     checks = len({(each.configuration, each.arch) for each in kernels})
+    excused = sum(each.is_excused for each in kernels)
     ends = f"[red]{faulty} of them wrong[/red]" if faulty else "[green]all well[/green]"
+    if excused:
+        ends += f", {excused} with spills that are allowed"
     return f"Triton {triton.__version__}: {checks} checks, {len(kernels)} kernels, {ends}"
 
 
@@ -313,6 +337,12 @@ def compile_table(kernels: Sequence[Compiled]) -> Table:
             each.kernel,
             *map(str, numbers),
             f"{each.seconds:.1f}",
-            f"[red]{each.fault}[/red]" if each.fault else "[green]ok[/green]",
+            _verdict(each),
         )
     return shown
+
+
+def _verdict(kernel: Compiled) -> str:
+    if kernel.fault:
+        return f"[red]{kernel.fault}[/red]"
+    return "[green]ok[/green]" + (", spills are allowed" if kernel.is_excused else "")
