@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from struct import pack, pack_into
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,6 +60,27 @@ def test_what_is_assembled_again_must_be_the_machine_code():
     done = read_of("asynchronous", "serialised")
     assert done.returncode != 0
     assert "the kernel is not the one that would be run" in done.stderr
+
+
+def elf(*sections: tuple[int, bytes]) -> bytes:
+    """An ELF file of sections (flags, bytes); headers are 64 bytes long."""
+    contents = b"".join(content for _, content in sections)
+    file = bytearray(64)
+    pack_into("<Q", file, 0x28, 64 + len(contents))
+    pack_into("<2H", file, 0x3A, 64, len(sections))
+    file += contents
+    at = 64
+    for flags, content in sections:
+        file += pack("<2I4Q", 0, 1, flags, 0, at, len(content)).ljust(64, b"\0")
+        at += len(content)
+    return bytes(file)
+
+
+def test_only_instructions_are_compared():
+    code = (6, b"instructions")
+    same = elf((0, b"source.py, 2001"), code), elf(code, (0, b"source.py, 2017"))
+    assert module._instructions(same[0]) == module._instructions(same[1]) == [b"instructions"]
+    assert module._instructions(elf((6, b"others"), code)) == [b"others", b"instructions"]
 
 
 def test_a_kernel_that_cannot_be_read_is_an_error():
