@@ -253,8 +253,9 @@ def support(
 ) -> None:
     """Show which backend each op has on each architecture, or prove that its kernels compile there.
 
-    Neither needs a GPU. With --compile registers, spills and shared memory are held to the limits
-    of each architecture; the exit status is 1 if a kernel does not compile or breaks one.
+    Neither needs a GPU. With --compile spills, which are counted in the machine code that would
+    run, and shared memory are held to the limits of each architecture; the exit status is 1 if a
+    kernel does not compile or breaks one.
     """
     from rich.console import Console
 

@@ -155,7 +155,14 @@ def test_the_named_checks_leave_nothing_out():
         (MERGE, ""),
         (replace(MERGE, shared_bytes=1024), ""),
         (replace(MERGE, shared_bytes=1025), "shared memory exceeds the limit of 1024 bytes"),
-        (replace(MERGE, spilled_bytes=8), "spills 8 bytes"),
+        (replace(MERGE, spill_stores=2), "spills: 2 stores, 0 loads; 0 and 0 are allowed"),
+        (replace(MERGE, spill_loads=3), "spills: 0 stores, 3 loads; 0 and 0 are allowed"),
+        (replace(MERGE, spill_stores=2, spill_loads=3, allowed_spills=(2, 3)), ""),
+        (
+            replace(MERGE, spill_stores=2, spill_loads=4, allowed_spills=(2, 3)),
+            "spills: 2 stores, 4 loads; 2 and 3 are allowed",
+        ),
+        (replace(MERGE, allowed_spills=(2, 3)), "spills: 0 stores, 0 loads; 2 and 3 are allowed"),
         (replace(MERGE, is_serialised=True), "its wgmma are serialised"),
         (replace(MERGE, error="no"), "no"),
     ],
@@ -175,12 +182,26 @@ def test_triton_kernels_compile_without_a_gpu():
 
 
 def test_a_faulty_kernel_fails_the_command(monkeypatch):
-    faulty = replace(MERGE, spilled_bytes=8)
+    faulty = replace(MERGE, spill_stores=8)
     monkeypatch.setattr(compilation, "run_with_progress", lambda checks, jobs: [MERGE, faulty])
     code, output = invoke("support", "--compile")
     assert code == 1
-    assert "spills 8 bytes" in output
+    assert "spills: 8 stores" in output
     assert "1 of them wrong" in output
+
+
+def test_allowed_spills_are_shown(monkeypatch):
+    excused = replace(MERGE, spill_stores=2, spill_loads=3, allowed_spills=(2, 3))
+    monkeypatch.setattr(compilation, "run_with_progress", lambda checks, jobs: [MERGE, excused])
+    code, output = invoke("support", "--compile")
+    assert code == 0
+    assert "ok, spills are allowed" in output
+    assert "all well, 1 with spills that are allowed" in output
+
+
+def test_spills_are_allowed_of_checks_that_there_are():
+    checks = {(name, arch) for _, name, arch in compilation.ALLOWED_SPILLS}
+    assert checks <= set(compilation.all_checks())
 
 
 @pytest.mark.skipif(not knobs.interpreted(), reason="kernels are compiled here")

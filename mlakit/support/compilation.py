@@ -3,21 +3,17 @@
 A check is a case of `mlakit.workloads` with the widths of a real model, and an architecture. The op
 is called as ever, on tensors in host memory; the kernels it would start there are compiled for the
 architecture instead of run. What fails is a kernel that does not compile, asks for more shared
-memory than a block may have, or spills registers.
+memory than a block may have, or spills registers other than `ALLOWED_SPILLS` says.
 """
 
 from __future__ import annotations
 
 import os
-import re
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing import get_context
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -27,6 +23,7 @@ from rich.table import Table
 
 from mlakit import knobs
 from mlakit.formats import FORMATS
+from mlakit.support.machine_code import machine_code
 from mlakit.workloads import (
     AppendCase,
     BatchedMatmulCase,
@@ -247,6 +244,17 @@ def all_checks() -> list[tuple[str, int]]:
     return [*portable, *((name, HOPPER_ARCH) for name in HOPPER)]
 
 
+# (stores, loads) of a kernel, by version of Triton, configuration and architecture. Exactly these:
+# a bound that is not needed any more is a fault, too.
+ALLOWED_SPILLS = {
+    # before the loop and after it; without them the loop has 69 instructions more (998)
+    ("3.9.0", "sparse-h128-bf16", 90): {"_sparse_mla_kernel": (6, 6)},
+    ("3.9.0", "sparse-h128-fp16", 90): {"_sparse_mla_kernel": (6, 6)},
+    # ten of the loads are in loops; tried: only one that loads nothing ahead spares them
+    ("3.9.0", "sparse-extra", 90): {"_sparse_mla_kernel": (7, 13)},
+}
+
+
 @dataclass(frozen=True)
 class Compiled:
     """One kernel of one check; `error` says why there is none."""
@@ -255,7 +263,9 @@ class Compiled:
     arch: int
     kernel: str
     registers: int = 0
-    spilled_bytes: int = 0
+    spill_stores: int = 0  # instructions
+    spill_loads: int = 0
+    allowed_spills: tuple[int, int] = (0, 0)
     is_serialised: bool = False  # asynchronous dots that wait for each other
     shared_bytes: int = 0
     shared_limit: int = 0
@@ -271,7 +281,14 @@ class Compiled:
             return f"shared memory exceeds the limit of {self.shared_limit} bytes"
         if self.is_serialised:
             return "its wgmma are serialised"
-        return f"spills {self.spilled_bytes} bytes" if self.spilled_bytes else ""
+        if (self.spill_stores, self.spill_loads) != self.allowed_spills:
+            allowed = "{} and {} are allowed".format(*self.allowed_spills)
+            return f"spills: {self.spill_stores} stores, {self.spill_loads} loads; {allowed}"
+        return ""
+
+    @property
+    def is_excused(self) -> bool:
+        return not self.fault and self.allowed_spills != (0, 0)
 
     def as_json(self) -> dict[str, object]:
         return {**asdict(self), "fault": self.fault}
@@ -279,6 +296,8 @@ class Compiled:
 
 def check(configuration: str, arch: int) -> list[Compiled]:
     """Compile what the op of a configuration would start on `arch`."""
+    import triton
+
     from mlakit.kernels.triton.launch import SHARED_BYTES, Target, compiling
 
     start = perf_counter()
@@ -288,23 +307,26 @@ def check(configuration: str, arch: int) -> list[Compiled]:
     try:
         with compiling(target) as compilation:
             trial.call(backend)
-    except Exception as error:  # noqa: BLE001  # whatever a compiler raises is the finding
+        unique = {kernel.hash: kernel for kernel in compilation.kernels}
+        codes = {hash: machine_code(kernel) for hash, kernel in unique.items()}
+    except Exception as error:  # noqa: BLE001  # whatever a compiler or a tool raises is the finding
         return [Compiled(configuration, arch, "—", error=_innermost(error))]
     seconds = (perf_counter() - start) / max(len(compilation.kernels), 1)
-    unique = {kernel.hash: kernel for kernel in compilation.kernels}
     if not unique:
         return [Compiled(configuration, arch, "—", error="no kernel was started")]
+    allowed = ALLOWED_SPILLS.get((triton.__version__, configuration, arch), {})
     return [
         Compiled(
             configuration,
             arch,
             kernel.metadata.name,
-            *_resources(kernel, arch),
+            allowed_spills=allowed.get(kernel.metadata.name, (0, 0)),
+            **asdict(codes[hash]),
             shared_bytes=kernel.metadata.shared,
             shared_limit=target.shared_bytes,
             seconds=seconds,
         )
-        for kernel in unique.values()
+        for hash, kernel in unique.items()
     ]
 
 
@@ -314,44 +336,6 @@ def _innermost(error: BaseException) -> str:
         error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip("^ ")]
     return f"{type(error).__name__}: {lines[-1] if lines else ''}"
-
-
-def _resources(kernel: Any, arch: int) -> tuple[int, int, bool]:
-    """(registers, bytes of them that are spilled, are its wgmma serialised) of a kernel."""
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder) / "kernel.cubin"
-        cubin.write_bytes(kernel.asm["cubin"])
-        usage = _tool("cuobjdump", "--dump-resource-usage", str(cubin))
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage or "")
-    if found is None:
-        raise RuntimeError(f"cuobjdump tells no resource usage:\n{usage}")
-    registers, stack = int(found[1]), int(found[2])
-    if stack == 0 and "wgmma" not in kernel.asm["ptx"]:
-        return registers, 0, False
-    # the stack may hold other things, and how wgmma follow each other the assembler only says
-    said = _assembled(kernel.asm["ptx"], arch)
-    spills = re.search(r"(\d+) bytes spill stores", said)
-    return registers, int(spills[1]) if spills else stack, "wgmma" in said and "serializ" in said
-
-
-def _assembled(ptx: str, arch: int) -> str:
-    """What the assembler says of a kernel; "" where none knows this version of PTX."""
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.ptx"
-        source.write_text(ptx, encoding="utf-8")
-        gpu = f"--gpu-name=sm_{arch}{'a' if arch >= 90 else ''}"
-        options = ["-v", gpu, str(source), "-o", str(source.with_suffix(".cubin"))]
-        said = (_tool(name, *options) for name in ("ptxas", "ptxas-blackwell"))
-        return next((each for each in said if each is not None), "")
-
-
-def _tool(name: str, *arguments: str) -> str | None:
-    """What one of the tools that come with Triton prints; None where it fails."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
-    done = subprocess.run([str(tool), *arguments], capture_output=True, text=True, check=False)
-    return done.stdout + done.stderr if done.returncode == 0 else None
 
 
 def run(
@@ -391,7 +375,10 @@ def summary(kernels: Sequence[Compiled]) -> str:
 
     faulty = sum(bool(each.fault) for each in kernels)
     checks = len({(each.configuration, each.arch) for each in kernels})
+    excused = sum(each.is_excused for each in kernels)
     ends = f"[red]{faulty} of them wrong[/red]" if faulty else "[green]all well[/green]"
+    if excused:
+        ends += f", {excused} with spills that are allowed"
     return f"Triton {triton.__version__}: {checks} checks, {len(kernels)} kernels, {ends}"
 
 
@@ -400,17 +387,24 @@ def compile_table(kernels: Sequence[Compiled]) -> Table:
     shown.add_column("configuration", no_wrap=True)
     shown.add_column("arch", no_wrap=True)
     shown.add_column("kernel", no_wrap=True)
-    for heading in ("registers", "spilled", "shared", "of", "s"):
+    for heading in ("registers", "spills", "shared", "of", "s"):
         shown.add_column(heading, justify="right")
     shown.add_column("")
     for each in kernels:
-        numbers = (each.registers, each.spilled_bytes, each.shared_bytes, each.shared_limit)
+        spills = each.spill_stores + each.spill_loads
+        numbers = (each.registers, spills, each.shared_bytes, each.shared_limit)
         shown.add_row(
             each.configuration,
             f"sm_{each.arch}",
             each.kernel,
             *map(str, numbers),
             f"{each.seconds:.1f}",
-            f"[red]{each.fault}[/red]" if each.fault else "[green]ok[/green]",
+            _verdict(each),
         )
     return shown
+
+
+def _verdict(kernel: Compiled) -> str:
+    if kernel.fault:
+        return f"[red]{kernel.fault}[/red]"
+    return "[green]ok[/green]" + (", spills are allowed" if kernel.is_excused else "")

@@ -37,7 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mlakit.kernels.hopper.compat import record, tma_load
+from mlakit.kernels.hopper.compat import KEEPS_COLUMNS, record, tma_load
 from mlakit.kernels.hopper.decode_softmax import FIRST_PEAK, finish, mask_scores, store_lse
 from mlakit.kernels.hopper.decode_work import (
     Inputs,
@@ -141,6 +141,18 @@ def _load_odd_right(inputs, rows, buffers, arrivals):
 
 
 @gluon.jit
+def _mask(
+    scores, block, keys, IS_LAST: gl.constexpr, IS_NEGATIVE: gl.constexpr, IS_GIVEN: gl.constexpr
+):
+    """Hide what is not to be seen: there is nothing before the last pair, if the plan is ours."""
+    if IS_LAST or IS_GIVEN or not KEEPS_COLUMNS:
+        scores = mask_scores(scores, block, keys, 1, IS_NEGATIVE, IS_GIVEN)
+    elif IS_NEGATIVE:
+        scores = -scores
+    return scores
+
+
+@gluon.jit
 def _even_pair(
     pair, pairs_before, keys, inputs, buffers, arrivals, q_rope, acc, peak, total, scores,
     next_even, next_odd, scale, IS_LAST: gl.constexpr, IS_NEGATIVE: gl.constexpr,
@@ -159,7 +171,7 @@ def _even_pair(
     if not IS_LAST:
         _load(inputs.kv_rope, rows_even, 512, arrivals.rope_even, buffers.rope, 0, ROPE_BYTES)
         next_even, next_odd = rows_of_pair(inputs, keys, block + 4)
-    scores = mask_scores(scores, block, keys, 1, IS_NEGATIVE, IS_GIVEN)
+    scores = _mask(scores, block, keys, IS_LAST, IS_NEGATIVE, IS_GIVEN)
     own_peak = gl.maximum(peak, gl.max(scores, 1) * scale)
     buffers.max_even.store(own_peak)
     mbarrier.arrive(arrivals.max_even, count=1)
@@ -226,7 +238,7 @@ def _odd_pair(
     if not IS_LAST:
         _load(inputs.kv_rope, rows_odd, 512, arrivals.rope_odd, buffers.rope, 1, ROPE_BYTES)
         next_even, next_odd = rows_of_pair(inputs, keys, block + 4)
-    scores = mask_scores(scores, block + 1, keys, 1, IS_NEGATIVE, IS_GIVEN)
+    scores = _mask(scores, block + 1, keys, IS_LAST, IS_NEGATIVE, IS_GIVEN)
     largest = gl.max(scores, 1) * scale
     mbarrier.wait(arrivals.max_even, phase)
     new_peak = gl.maximum(buffers.max_even.load(gl.SliceLayout(1, SCORES)), largest)

@@ -1,0 +1,70 @@
+"""Kernels with a known fault each, compiled for sm_90: prints what `machine_code` reads of one.
+
+Run by `test_machine_code` in a process of its own: in that of the tests kernels are interpreted.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+from mlakit.kernels.triton.launch import SHARED_BYTES, Target, compiling, launch
+from mlakit.support.machine_code import machine_code
+
+
+@triton.jit
+def _normalise(x, COLUMNS: tl.constexpr):
+    """All columns are needed twice: they stay in registers, or are spilled."""
+    column = tl.arange(0, COLUMNS)
+    values = tl.load(x + column)
+    tl.store(x + column, values / tl.sum(values, 0))
+
+
+@gluon.jit
+def _multiply(out):
+    """Two products under way at once; with too few registers for the sums they cannot be."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    a = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
+    b = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
+    first = gl.zeros([64, 64], gl.float32, LAYOUT)
+    second = gl.zeros([64, 64], gl.float32, LAYOUT)
+    for _ in range(8):
+        first = warpgroup_mma(a, b, first, is_async=True)
+        second = warpgroup_mma(b, a, second, is_async=True)
+        first, second = warpgroup_mma_wait(0, deps=(first, second))
+    row = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)), 1)
+    column = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, LAYOUT)), 0)
+    gl.store(out + row * 64 + column, first + second)
+
+
+def _compiled(name: str) -> Any:
+    x = torch.empty(4096)
+    with compiling(Target(90, 132, SHARED_BYTES[90])) as compilation:
+        if name == "tidy":
+            launch(_normalise, (1,), x, COLUMNS=512, num_warps=4)
+        elif name == "spilling":
+            launch(_normalise, (1,), x, COLUMNS=4096, num_warps=1, maxnreg=64)
+        elif name == "asynchronous":
+            launch(_multiply, (1,), x, num_warps=4)
+        elif name == "serialised":
+            launch(_multiply, (1,), x, num_warps=4, maxnreg=64)
+        else:
+            raise ValueError(f"no kernel is called {name}")
+    return compilation.kernels[0]
+
+
+if __name__ == "__main__":
+    kernel = _compiled(sys.argv[1])
+    # the machine code may be another kernel's
+    kernel.asm["cubin"] = _compiled(sys.argv[-1]).asm["cubin"]
+    json.dump(asdict(machine_code(kernel)), sys.stdout)
