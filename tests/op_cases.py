@@ -93,7 +93,7 @@ class Call:
             seen.append((op, arguments))
             return (None,) * len(op.results)
 
-        with mock.patch.object(Op, "__call__", note):
+        with mock.patch.object(Op, "call", note):
             self.function(**self.arguments)
         ((op, arguments),) = seen
         return op, op.pack(**arguments)

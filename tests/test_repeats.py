@@ -18,7 +18,7 @@ from mlakit import PagedLatentCache
 from mlakit.geometry import RowShape
 from mlakit.kernels.triton import launch as launching
 from mlakit.kernels.triton import relaunch
-from mlakit.ops import _repeats
+from mlakit.ops import _recording, _repeats
 from mlakit.ops._repeats import Repeats
 from mlakit.plan import DecodePlanTensors
 from mlakit.workloads import CASES
@@ -84,13 +84,14 @@ class Calls:
             self.ran += 1
             return self.body(x, y, factor, out)
 
-        return self.repeats.run(body, {"x": x, "y": y, "factor": factor}, [out])[0]
+        return self.repeats.run(body, {"x": x, "y": y, "factor": factor}, (out,))[0]
 
 
 @pytest.fixture
 def op(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Calls]:
     monkeypatch.setattr(_repeats, "_starts_kernels", lambda device: True)
-    monkeypatch.setattr(_repeats, "_current_stream", lambda device: 0)
+    monkeypatch.setattr(_repeats, "_current_device", lambda: None)  # the index of every CPU device
+    monkeypatch.setattr(_recording, "_current_stream", lambda device: 0)
     monkeypatch.setattr(_repeats, "ALIGNMENT", 64)  # as torch allocates in host memory
     return lambda body=four_times: Calls(body, Repeats(TYPES))
 
@@ -288,7 +289,7 @@ def test_gradients_and_dispatch_modes_take_the_whole_way(op):
     for _ in range(3):
         call(values())
     call(values().requires_grad_())
-    with _repeats.Observer():
+    with _recording.Observer():
         call(values())
     assert call.ran == 4
 
@@ -322,7 +323,7 @@ def test_tensors_that_are_given_other_memory_are_seen_there(op):
             multiply(plan.items, result, 2.0)
             return (result,)
 
-        assert torch.equal(repeats.run(body, {"x": plan}, [])[0], 2 * items)
+        assert torch.equal(repeats.run(body, {"x": plan}, ())[0], 2 * items)
 
 
 def test_no_pool_is_kept_alive(op):
@@ -330,7 +331,7 @@ def test_no_pool_is_kept_alive(op):
     cache = PagedLatentCache.allocate(RowShape(4, 2, 4), "fp32", num_pages=2, page_size=2)
     pool = weakref.ref(cache.payload)
     for _ in range(3):
-        repeats.run(lambda: (torch.empty(1),), {"x": cache.layer(0)}, [])
+        repeats.run(lambda: (torch.empty(1),), {"x": cache.layer(0)}, ())
     del cache
     gc.collect()
     assert pool() is None
@@ -368,16 +369,22 @@ class Launcher:
         self.seen.append((*head, box.base.data_ptr(), box.shape, box.strides, box.padding, number))
 
 
+def start_again(prepared: relaunch.Prepared, *arguments: Any) -> None:
+    """On stream 5."""
+    prepared.start(*prepared.before_stream, 5, *prepared.after_stream, *arguments)
+
+
 def test_a_launcher_that_is_not_known_gets_descriptors(monkeypatch):
     monkeypatch.setattr(relaunch, "KNOWN_LAUNCHERS", ("no such version",))
     run = Launcher()
     kernel = SimpleNamespace(run=run, function="function", packed_metadata="metadata")
     x = values(8)
-    start, arguments = relaunch.Launch(kernel, (3,), (Descriptor(x), 7)).prepare()
-    assert arguments[0].tensor is x
-    assert arguments[1] == 7
+    prepared = relaunch.Launch(kernel, (3,), (Descriptor(x), 7)).prepare()
+    box, number = prepared.arguments
+    assert box.tensor is x
+    assert number == 7
     for address in (1024, 2048):
-        start(5, [arguments[0].taken_as[address], 7])
+        start_again(prepared, box.taken_as[address], 7)
         head = (3, 1, 1, 5, "function", "metadata", None, None, None)
         assert run.seen.pop() == (*head, address, [4, 2], [2, 1], "zero", 7)
 
@@ -399,12 +406,13 @@ def test_the_launcher_that_is_known_gets_encoded_descriptors(monkeypatch, capsys
 
     run.launch = inner
     kernel = SimpleNamespace(run=run, function="function", packed_metadata="metadata")
-    start, arguments = relaunch.Launch(kernel, (3, 2), (Descriptor(values(8)), 7)).prepare()
-    assert arguments[1:] == (4, 2, 2, 1, 7)
+    prepared = relaunch.Launch(kernel, (3, 2), (Descriptor(values(8)), 7)).prepare()
+    box, *numbers = prepared.arguments
+    assert numbers == [4, 2, 2, 1, 7]
     for _ in range(3):
-        assert arguments[0].taken_as[1024] == "map as told of 1024"
+        assert box.taken_as[1024] == "map as told of 1024"
     assert encoded == [1024]
-    start(5, [arguments[0].taken_as[1024], *arguments[1:]])
+    start_again(prepared, box.taken_as[1024], *numbers)
     head = "3 2 1 5 function False True None None metadata None None None"
     assert capsys.readouterr().out == f"{head} map as told of 1024 4 2 2 1 7\n"
 

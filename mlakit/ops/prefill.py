@@ -52,8 +52,8 @@ def mla_prefill(
     out [tokens, heads, D_V] in q's dtype and lse [tokens, heads] float32; where nothing was
     attended, out is 0 and lse −inf. `plan` may be handed along; it never changes a result.
     """
-    check_mask(Dims(NAME), mask)
-    out, lse = OP(
+    check_mask(NAME, mask)
+    out, lse = OP.call(
         (out, lse),
         q=q,
         k_nope=k_nope,
