@@ -138,12 +138,11 @@ def _all_of(names: Sequence[str]) -> Callable[[Mapping[str, Any]], tuple[Any, ..
 
 def flatten(values: Sequence[Any], tensors: list[Tensor], facts: list[object]) -> None:
     """Add to `tensors` those among the values and in them, and to `facts` all else."""
-    kinds = tuple(map(type, values))
-    facts.append(kinds)
+    facts.append(tuple(map(type, values)))
     for value in values:
-        kind = type(value)
         if value is None:
             continue
+        kind = type(value)
         if kind is Tensor:
             tensors.append(value)
         elif kind is CacheLayer:
@@ -198,23 +197,19 @@ def facts_of(tensors: Iterable[Tensor], device: torch.device) -> tuple[object, .
 
 
 def comparison_with(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
-    """Says of other tensors whether they have the types, dtypes, devices, shapes and strides of
-    these, and no more to do with gradients and modes; by a single look. None: torch cannot.
+    """Says of as many other tensors whether they have the types, dtypes, devices, shapes and
+    strides of these, and as little to do with gradients and modes. None: it cannot be had.
 
-    It is what torch.compile asks before it runs what it has compiled.
+    torch.compile asks it before running what it has compiled; torch promises no one else anything.
     """
     try:
-        guards: Any = torch._C._dynamo.guards.TensorGuards  # whose lists have other types in stubs
-        guards = guards(
-            *tensors,
-            dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
-            dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
+        guards = torch._C._dynamo.guards.TensorGuards(
+            *tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None
         )
         is_alike = guards.check(*tensors)
-    except (AttributeError, TypeError, SystemError):  # nothing that torch promises
+    except (AttributeError, TypeError, SystemError):
         return None
-    check: Callable[..., bool] = guards.check
-    return check if is_alike else None  # not where one of them is there twice
+    return guards.check if is_alike else None  # not where one of them is there twice
 
 
 def _is_unseen() -> bool:
