@@ -457,7 +457,7 @@ FOUR_TIMES = Op(
 
 def test_compiled_calls_are_right_after_calls_that_were_recorded(op):
     def call(x: Tensor) -> Tensor:
-        return FOUR_TIMES.call((None,), x=x, y=None, factor=2.0)[0]
+        return FOUR_TIMES.call((None,), {"x": x, "y": None, "factor": 2.0})[0]
 
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     for turn in range(5):

@@ -72,8 +72,9 @@ class Recording:
     results: tuple[int, ...]  # their places
     new: tuple[tuple[Any, ...], ...]  # shape, strides, dtype: of results, and of the scratch
     alignments: list[int]  # of the call's tensors
-    device: torch.device
-    quick_allocator: Callable[..., Tensor] | None
+    device_index: int
+    allocate: Callable[..., Tensor]  # of a shape, strides and dtype
+    quick_allocator: Callable[..., Tensor]
     constants: tuple[Tensor, ...]  # kept: they are pointed to
     is_watched: Callable[[], bool]  # by a profiler that wants to hear of each launch
     filled: dict[tuple[int, ...], list[Filled]] = field(default_factory=dict)
@@ -81,9 +82,10 @@ class Recording:
     def replay(self, tensors: list[Tensor]) -> Results | None:
         """The results for tensors of the same shapes, strides and dtypes on the same device, which
         is the current one; None where they are aligned differently."""
-        allocate = self._allocator()
+        is_quick = not torch._C._get_deterministic_algorithms()
+        allocate = self.quick_allocator if is_quick else self.allocate
         room = tensors + [allocate(*each) for each in self.new]
-        where = (*map(data_ptr, room), _current_stream(self.device))
+        where = (*map(data_ptr, room), _current_stream(self.device_index))
         # the same memory comes round again and again: what was filled in is kept for a while
         filled = self.filled.get(where)
         if filled is None:
@@ -98,23 +100,24 @@ class Recording:
             start(*arguments)
         return tuple([room[place] for place in self.results])
 
-    def _allocator(self) -> Callable[..., Tensor]:
-        """Makes tensors of a shape, strides and a dtype on the current device.
 
-        Compiled code takes memory past torch's dispatcher, in half the time; but what is so made is
-        not filled where that was asked for (`torch.utils.deterministic`).
-        """
-        if torch._C._get_deterministic_algorithms() or self.quick_allocator is None:
-            return self._allocate
-        return self.quick_allocator
-
-    def _allocate(self, shape: Any, strides: Any, dtype: torch.dtype) -> Tensor:
-        return torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
-
-
-def _current_stream(device: torch.device) -> int:
-    stream: int = torch._C._cuda_getCurrentRawStream(device.index)
+def _current_stream(device_index: int) -> int:
+    stream: int = torch._C._cuda_getCurrentRawStream(device_index)
     return stream
+
+
+def allocators(device: torch.device) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """How tensors of a shape, strides and a dtype are made on `device`, and how at less cost if it
+    is the current one.
+
+    Compiled code takes memory past torch's dispatcher, in half the time; but what is so made is
+    not filled where that was asked for (`torch.utils.deterministic`).
+    """
+
+    def allocate(shape: Any, strides: Any, dtype: torch.dtype) -> Tensor:
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+    return allocate, getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", allocate)
 
 
 class Observer(TorchDispatchMode):
@@ -161,8 +164,8 @@ def record(
         tuple(places[id(tensor)] for tensor in got),
         room.new,
         [tensor.data_ptr() % _repeats.ALIGNMENT for tensor in tensors],
-        device,
-        getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None),
+        device.index,
+        *allocators(device),
         tuple(room.constants),
         is_watched,
     )

@@ -77,7 +77,7 @@ class Repeats:
             for is_for, recording in recent:
                 if (
                     is_for(*tensors)
-                    and recording.device.index == _current_device()
+                    and recording.device_index == _current_device()
                     and not recording.is_watched()
                     and (got := recording.replay(tensors)) is not None
                 ):

@@ -76,20 +76,22 @@ def mla_decode(
     check_mask(NAME, mask)
     out, lse = OP.call(
         (out, lse),
-        q=q,
-        layer=cache_layer,
-        page_table=page_table,
-        kv_lens=kv_lens,
-        q_rope=q_rope,
-        q_scale=q_scale,
-        q_starts=q_starts,
-        softmax_scale=softmax_scale,
-        mask=mask,
-        sink=sink,
-        shard=as_shard(NAME, kv_shard),
-        splits=_splits(plan, cache_layer),
-        deterministic=deterministic,
-        backend=backend,
+        {
+            "q": q,
+            "layer": cache_layer,
+            "page_table": page_table,
+            "kv_lens": kv_lens,
+            "q_rope": q_rope,
+            "q_scale": q_scale,
+            "q_starts": q_starts,
+            "softmax_scale": softmax_scale,
+            "mask": mask,
+            "sink": sink,
+            "shard": as_shard(NAME, kv_shard),
+            "splits": _splits(plan, cache_layer),
+            "deterministic": deterministic,
+            "backend": backend,
+        },
     )
     return out, lse
 

@@ -39,7 +39,7 @@ def quantize_fp8(
     saturate. A group of zeros has scale 0. The last group may be short. Padding entries are 0.
     """
     q, scales = QUANTIZE_OP.call(
-        (out, scales), x=x, group=group, scale_ub=scale_ub, backend=backend
+        (out, scales), {"x": x, "group": group, "scale_ub": scale_ub, "backend": backend}
     )
     return q, scales
 
@@ -72,14 +72,16 @@ def scaled_mm_fp8(
         out_dtype = Dims(MATMUL).tensor("out", out).dtype
     (result,) = MATMUL_OP.call(
         (out,),
-        a=a,
-        a_scale=a_scale,
-        b=b,
-        b_scale=b_scale,
-        n_group=n_group,
-        k_group=k_group,
-        out_dtype=out_dtype,
-        backend=backend,
+        {
+            "a": a,
+            "a_scale": a_scale,
+            "b": b,
+            "b_scale": b_scale,
+            "n_group": n_group,
+            "k_group": k_group,
+            "out_dtype": out_dtype,
+            "backend": backend,
+        },
     )
     return result
 

@@ -59,15 +59,17 @@ def indexer_logits(
     check_mask(LOGITS, mask)
     (logits,) = LOGITS_OP.call(
         (out,),
-        q=q,
-        weights=weights,
-        layer=cache_layer,
-        page_table=page_table,
-        kv_lens=kv_lens,
-        q_starts=q_starts,
-        mask=mask,
-        columns=_capacity(page_table, cache_layer) if max_kv_len is None else max_kv_len,
-        backend=backend,
+        {
+            "q": q,
+            "weights": weights,
+            "layer": cache_layer,
+            "page_table": page_table,
+            "kv_lens": kv_lens,
+            "q_starts": q_starts,
+            "mask": mask,
+            "columns": _capacity(page_table, cache_layer) if max_kv_len is None else max_kv_len,
+            "backend": backend,
+        },
     )
     return logits
 
@@ -92,7 +94,14 @@ def indexer_topk(
     at the end, hold −1.
     """
     (selected,) = TOPK_OP.call(
-        (out,), logits=logits, k=k, row_starts=row_starts, row_ends=row_ends, backend=backend
+        (out,),
+        {
+            "logits": logits,
+            "k": k,
+            "row_starts": row_starts,
+            "row_ends": row_ends,
+            "backend": backend,
+        },
     )
     return selected
 

@@ -55,17 +55,19 @@ def mla_prefill(
     check_mask(NAME, mask)
     out, lse = OP.call(
         (out, lse),
-        q=q,
-        k_nope=k_nope,
-        k_rope=k_rope,
-        v=v,
-        q_starts=q_starts,
-        kv_starts=kv_starts,
-        softmax_scale=softmax_scale,
-        mask=mask,
-        alibi_slopes=alibi_slopes,
-        sink=sink,
-        backend=backend,
+        {
+            "q": q,
+            "k_nope": k_nope,
+            "k_rope": k_rope,
+            "v": v,
+            "q_starts": q_starts,
+            "kv_starts": kv_starts,
+            "softmax_scale": softmax_scale,
+            "mask": mask,
+            "alibi_slopes": alibi_slopes,
+            "sink": sink,
+            "backend": backend,
+        },
     )
     return out, lse
 

@@ -72,17 +72,19 @@ def sparse_mla(
     )
     out, lse, max_logits = OP.call(
         (out, lse, max_logits),
-        q=q,
-        layer=check_layer(NAME, cache, layer),
-        rows=rows,
-        topk_lens=topk_lens,
-        extra=extra_layer,
-        extra_rows=None if second is None else second.rows,
-        extra_topk_lens=None if second is None else second.topk_lens,
-        splits=plan,
-        softmax_scale=softmax_scale,
-        sink=sink,
-        backend=backend,
+        {
+            "q": q,
+            "layer": check_layer(NAME, cache, layer),
+            "rows": rows,
+            "topk_lens": topk_lens,
+            "extra": extra_layer,
+            "extra_rows": None if second is None else second.rows,
+            "extra_topk_lens": None if second is None else second.topk_lens,
+            "splits": plan,
+            "softmax_scale": softmax_scale,
+            "sink": sink,
+            "backend": backend,
+        },
     )
     return out, lse, max_logits
 
