@@ -101,7 +101,8 @@ class Repeats:
             if known.is_watched():
                 return body()
             self._use(call, tensors, known)
-            return known.replay(tensors) or body()
+            got = known.replay(tensors)
+            return body() if got is None else got
         if known > ATTEMPTS:
             return body()
         if known == 0:
