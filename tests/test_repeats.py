@@ -17,6 +17,7 @@ from torch import Tensor
 from mlakit import PagedLatentCache, knobs
 from mlakit.geometry import RowShape
 from mlakit.kernels.triton import launch as launching
+from mlakit.kernels.triton import relaunch
 from mlakit.ops import _recording, _repeats
 from mlakit.ops._library import Op
 from mlakit.ops._repeats import Repeats
@@ -92,6 +93,7 @@ def op(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Calls]:
     monkeypatch.setattr(_repeats, "_starts_kernels", lambda device: True)
     monkeypatch.setattr(_repeats, "_current_device", lambda: None)  # the index of every CPU device
     monkeypatch.setattr(_recording, "_current_stream", lambda device: 0)
+    monkeypatch.setattr(relaunch, "KNOWN_LAUNCHERS", ("no such version",))  # `Multiply` is no such
     monkeypatch.setattr(_repeats, "ALIGNMENT", 64)  # as torch allocates in host memory
     return lambda body=four_times: Calls(body, Repeats(TYPES))
 
