@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -469,6 +469,32 @@ def test_compiled_calls_are_right_after_calls_that_were_recorded(op):
     assert len(FOUR_TIMES._repeats._recent) == 1
 
 
+@pytest.fixture
+def unfilled() -> Iterator[None]:
+    """New memory as users get it, past the dispatcher where a call is known."""
+    torch.use_deterministic_algorithms(False)
+    yield
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def test_memory_that_is_not_filled_is_taken_past_the_dispatcher(op, unfilled, monkeypatch):
+    def body(x: Tensor, y: None, factor: float, out: None) -> tuple[Tensor]:
+        result = torch.empty_strided((5, 1), (1, 7))
+        multiply(x, result, factor)
+        return (result,)
+
+    call = op(body)
+    for _ in range(2):
+        call(values())
+    monkeypatch.setattr(torch, "empty_strided", None)
+    for start in (2.0, 3.0, 4.0):
+        x = values(start=start)
+        got = call(x)
+        assert torch.equal(got, 2 * x[:, None])
+        assert (got.stride(), got.dtype) == ((1, 7), torch.float32)
+    assert call.ran == 2
+
+
 def complaining(*arguments: Any) -> tuple[Tensor, ...]:
     raise ValueError("what the body says")
 
@@ -543,6 +569,13 @@ def test_what_is_known_is_bounded(op, monkeypatch):
             x = values(size)
             assert torch.equal(call(x), 4 * x)
     assert len(call.repeats._known) == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.op)
+def test_ops_on_a_gpu_are_right_each_time_in_memory_that_is_not_filled(case, device, unfilled):
+    for seed in range(5):
+        replace(case(), seed=seed).run(device)
 
 
 @pytest.mark.gpu
