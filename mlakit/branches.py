@@ -155,7 +155,7 @@ def prefill_branch(
     Returns out [tokens, heads, D_V] in q's dtype; 0 where the mask shows a query nothing.
     """
     dims = Dims("prefill_branch")
-    check_mask(dims, mask)
+    check_mask(dims.op, mask)
     lengths = _check_step(dims, q, kv, weights, batch, mask)
     plan = _context_plan(dims, batch, plan, max_context_rows, lengths)
     out = check_result(dims, "out", out, "tokens", "heads", "D_V", dtype=q.dtype)
@@ -193,7 +193,7 @@ def decode_branch(
     Returns out [tokens, heads, D_V] in q's dtype; 0 where nothing was attended.
     """
     dims = Dims("decode_branch")
-    check_mask(dims, mask)
+    check_mask(dims.op, mask)
     lengths = _check_step(dims, q, kv, weights, batch, mask if rows is None else None)
     _check_absorbed(dims, q, batch, lengths, rows, topk_lens, mask, plan)
     out = check_result(dims, "out", out, "tokens", "heads", "D_V", dtype=q.dtype)
@@ -274,7 +274,7 @@ def _check_step(
             got = type(value).__name__
             raise TypeError(f"{dims.op}: {name} must be {kind.__name__}, got {got}")
     up, g = weights.up, weights.up.geometry
-    layer = check_layer(dims, batch.cache, batch.layer)
+    layer = check_layer(dims.op, batch.cache, batch.layer)
     dims.bind("heads", g.num_heads, "the geometry's num_heads")
     dims.bind("D_N + D_R", g.qk_head_dim, "the geometry's qk_head_dim")
     dims.bind("D_C + D_R", g.row.width, "the geometry's row width")

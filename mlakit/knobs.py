@@ -35,13 +35,19 @@ class Knob(Generic[T]):
         """The environment variable that sets it."""
         return f"MLAKIT_{self.name.upper()}"
 
+    @cached_property
+    def _key(self) -> object:
+        """Its name as the environment keeps it."""
+        return os.environ.encodekey(self.variable)
+
     def __call__(self) -> T:
         overrides = _OVERRIDES.get()
         if overrides is not None and self.name in overrides:
             return overrides[self.name]  # type: ignore[return-value]  # override() checked it
-        text = os.environ.get(self.variable)
-        if text is None:
+        # `in os.environ` encodes a name anew each time, a good part of what a call of an op costs
+        if self._key not in os.environ._data:  # type: ignore[attr-defined]
             return self.default
+        text = os.environ[self.variable]
         try:
             return self.parse(text)
         except ValueError as error:

@@ -118,7 +118,10 @@ class DecodePlan:
         """The plan as int32 tensors on `device`, the same ones each time: do not write to them."""
         if torch.compiler.is_compiling():  # where tensors belong to one graph
             return self._copied_to(device)
-        where = torch.empty(0, device=device).device
+        if isinstance(device, torch.device) and device.index is not None:
+            where = device
+        else:  # "cuda" and None stand for one of several
+            where = torch.empty(0, device=device).device
         if where not in self._on_devices:
             self._on_devices[where] = self._copied_to(device)
         return self._on_devices[where]

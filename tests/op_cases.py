@@ -89,11 +89,11 @@ class Call:
         """The op behind the function, and the arguments as `torch.ops.mlakit` takes them."""
         seen: list[tuple[Op, dict[str, Any]]] = []
 
-        def note(op: Op, results: Sequence[Tensor | None], **arguments: Any) -> Any:
+        def note(op: Op, results: Sequence[Tensor | None], arguments: dict[str, Any]) -> Any:
             seen.append((op, arguments))
             return (None,) * len(op.results)
 
-        with mock.patch.object(Op, "__call__", note):
+        with mock.patch.object(Op, "call", note):
             self.function(**self.arguments)
         ((op, arguments),) = seen
         return op, op.pack(**arguments)

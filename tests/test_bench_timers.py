@@ -93,7 +93,17 @@ def test_back_to_back_is_a_share_of_many_calls(monkeypatch):
 def test_host_time_is_without_the_gpus(monkeypatch):
     gpu = FakeGpu(monkeypatch, ms_host=0.05, ms_device=7.0)
     assert gpu_timers.HostTime()(gpu.call) == pytest.approx(0.05e-3)
-    assert gpu.calls == 20
+    assert gpu.calls == gpu_timers.HostTime.calls
+
+
+def test_host_time_is_without_the_calls_that_follow_a_wait(monkeypatch):
+    gpu = FakeGpu(monkeypatch, ms_host=0.05, ms_device=0.01)
+
+    def call() -> None:
+        gpu.call()
+        gpu.host += 0.2 if gpu.calls <= 3 else 0.0
+
+    assert gpu_timers.HostTime()(call) == pytest.approx(0.05e-3)
 
 
 def test_rounds_count_all_calls_of_a_turn():

@@ -206,6 +206,8 @@ def test_fixed_split_example():
 def test_decode_plan_is_copied_to_a_device_once():
     plan = plan_decode([5, 0, 9], num_workers=2, tile=2)
     assert plan.tensors() is plan.tensors("cpu") is plan.tensors(torch.device("cpu"))
+    exact = torch.device("cpu", 0)
+    assert plan.tensors(exact) is plan.tensors(exact)
     assert plan == plan_decode([5, 0, 9], num_workers=2, tile=2)
 
 

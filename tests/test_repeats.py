@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlakit import PagedLatentCache
+from mlakit import PagedLatentCache, knobs
 from mlakit.geometry import RowShape
 from mlakit.kernels.triton import launch as launching
 from mlakit.kernels.triton import relaunch
-from mlakit.ops import _repeats
+from mlakit.ops import _recording, _repeats
+from mlakit.ops._library import Op
 from mlakit.ops._repeats import Repeats
 from mlakit.plan import DecodePlanTensors
 from mlakit.workloads import CASES
@@ -84,13 +85,15 @@ class Calls:
             self.ran += 1
             return self.body(x, y, factor, out)
 
-        return self.repeats.run(body, {"x": x, "y": y, "factor": factor}, [out])[0]
+        return self.repeats.run(body, {"x": x, "y": y, "factor": factor}, (out,))[0]
 
 
 @pytest.fixture
 def op(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Calls]:
     monkeypatch.setattr(_repeats, "_starts_kernels", lambda device: True)
-    monkeypatch.setattr(_repeats, "_current_stream", lambda device: 0)
+    monkeypatch.setattr(_repeats, "_current_device", lambda: None)  # the index of every CPU device
+    monkeypatch.setattr(_recording, "_current_stream", lambda device: 0)
+    monkeypatch.setattr(relaunch, "KNOWN_LAUNCHERS", ("no such version",))  # `Multiply` is no such
     monkeypatch.setattr(_repeats, "ALIGNMENT", 64)  # as torch allocates in host memory
     return lambda body=four_times: Calls(body, Repeats(TYPES))
 
@@ -288,9 +291,208 @@ def test_gradients_and_dispatch_modes_take_the_whole_way(op):
     for _ in range(3):
         call(values())
     call(values().requires_grad_())
-    with _repeats.Observer():
+    with _recording.Observer():
         call(values())
     assert call.ran == 4
+
+
+def test_a_known_call_is_found_without_a_look_at_each_tensor(op, monkeypatch):
+    call = op()
+    for _ in range(3):
+        call(values())
+    monkeypatch.setattr(_repeats, "facts_of", None)
+    x = values(start=7.0)
+    assert torch.equal(call(x), 4 * x)
+    out = torch.zeros(5)
+    with pytest.raises(TypeError, match="not callable"):
+        call(x, out=out)
+
+
+def settled(call: Calls) -> Calls:
+    """Whose recording is the one that was used last."""
+    for _ in range(4):
+        call(values())
+    assert call.ran == 2
+    return call
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x.resize_(3),
+        lambda x: x.set_(values(6)),
+        lambda x: x.as_strided_((5,), (0,)),
+        lambda x: x.unsqueeze_(0),
+        lambda x: setattr(x, "data", x.data.double()),
+        lambda x: x.requires_grad_(),
+    ],
+    ids=["resized", "set", "strided", "another axis", "dtype", "grad"],
+)
+def test_a_tensor_that_is_changed_in_place_is_another(op, change):
+    call, x = settled(op()), values()
+    call(x)
+    assert call.ran == 2
+    change(x)
+    with torch.no_grad():
+        call(x)
+    assert call.ran == 3
+
+
+def test_other_memory_of_the_same_tensor_is_read(op):
+    call, x = settled(op()), values()
+    call(x)
+    x.set_(values(start=9.0))
+    assert torch.equal(call(x), 4 * x)
+    assert call.ran == 2
+
+
+def test_another_dtype_or_type_is_another_call(op):
+    call = settled(op())
+    call(torch.nn.Parameter(values(), requires_grad=False))
+    assert call.ran == 3
+    call(values().view(torch.int32))
+    assert call.ran == 4
+
+
+def test_on_another_device_than_the_current_one_the_body_runs(op, monkeypatch):
+    call = settled(op())
+    monkeypatch.setattr(_repeats, "_current_device", lambda: 1)
+    monkeypatch.setattr(_repeats, "_starts_kernels", lambda device: False)
+    call(values())
+    assert call.ran == 3
+
+
+@pytest.mark.parametrize("knob", [{"check_values": True}, {"backend": "triton"}], ids=str)
+def test_knobs_are_asked_at_every_call(op, knob):
+    call = settled(op())
+    with knobs.override(**knob):
+        call(values())
+    assert call.ran == 3
+    call(values())
+    assert call.ran == 3
+
+
+def test_inference_tensors_are_results_where_they_would_be(op):
+    call = settled(op())
+    for _ in range(3):
+        with torch.inference_mode():
+            x = values(start=2.0)
+            got = call(x)
+        assert got.is_inference()
+        assert torch.equal(got, 4 * x)
+    assert not call(values()).is_inference()
+    assert call.ran == 2
+
+
+def test_calls_of_many_kinds_in_turn_are_all_known(op):
+    call = op()
+    sizes = range(1, _repeats.MAX_RECENT + 3)
+    for turn in range(5):
+        for size in sizes:
+            x = values(size, float(turn))
+            assert torch.equal(call(x), 4 * x)
+    assert call.ran == 2 * len(sizes)
+
+
+def test_other_alignment_is_told_from_the_recording_used_last(op):
+    call = settled(op())
+    for turn in range(4):
+        x = values(6, float(turn))[1:]
+        assert torch.equal(call(x), 4 * x)
+        assert torch.equal(call(values()), 4 * values())
+    assert call.ran == 4
+
+
+def test_a_tensor_may_be_two_arguments(op):
+    ones = torch.ones(2)
+
+    def body(x: Tensor, y: Tensor, factor: float, out: None) -> tuple[Tensor]:
+        result = torch.empty(2)
+        multiply(ones, result, factor)
+        return (result,)
+
+    call, x = op(body), values()
+    for _ in range(5):
+        assert call(x, x).tolist() == [2, 2]
+    assert call.ran == 2
+
+
+def test_without_help_of_torch_calls_are_known_all_the_same(op, monkeypatch):
+    monkeypatch.delattr(torch._C._dynamo.guards, "TensorGuards")
+    call = op()
+    for turn in range(6):
+        x = values(start=float(turn))
+        assert torch.equal(call(x), 4 * x)
+    assert call.ran == 2
+    assert not call.repeats._recent
+
+
+def test_memory_is_filled_where_that_was_asked_for(op):
+    """By torch.utils.deterministic, which these tests use: nothing here writes to `rest`."""
+
+    def body(x: Tensor, y: None, factor: float, out: None) -> tuple[Tensor, Tensor]:
+        result, rest = torch.empty_like(x), torch.empty(100)
+        multiply(x, result, factor)
+        return (rest, result)
+
+    call = op(body)
+    for _ in range(5):
+        assert call(values()).isnan().all()
+    assert call.ran == 2
+
+
+@dataclass(frozen=True, eq=False)
+class Arguments:
+    x: Tensor
+    y: Tensor | None
+    factor: float
+
+
+FOUR_TIMES = Op(
+    "four_times_in_tests",
+    Arguments,
+    lambda a, out: four_times(a.x, a.y, a.factor, out),
+    lambda a: (torch.empty_like(a.x),),
+    ("out",),
+)
+
+
+def test_compiled_calls_are_right_after_calls_that_were_recorded(op):
+    def call(x: Tensor) -> Tensor:
+        return FOUR_TIMES.call((None,), {"x": x, "y": None, "factor": 2.0})[0]
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for turn in range(5):
+        x = values(start=float(turn))
+        for function in (call, compiled):
+            assert torch.equal(function(x), 4 * x)
+    assert len(FOUR_TIMES._repeats._recent) == 1
+
+
+@pytest.fixture
+def unfilled() -> Iterator[None]:
+    """New memory as users get it, past the dispatcher where a call is known."""
+    torch.use_deterministic_algorithms(False)
+    yield
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def test_memory_that_is_not_filled_is_taken_past_the_dispatcher(op, unfilled, monkeypatch):
+    def body(x: Tensor, y: None, factor: float, out: None) -> tuple[Tensor]:
+        result = torch.empty_strided((5, 1), (1, 7))
+        multiply(x, result, factor)
+        return (result,)
+
+    call = op(body)
+    for _ in range(2):
+        call(values())
+    monkeypatch.setattr(torch, "empty_strided", None)
+    for start in (2.0, 3.0, 4.0):
+        x = values(start=start)
+        got = call(x)
+        assert torch.equal(got, 2 * x[:, None])
+        assert (got.stride(), got.dtype) == ((1, 7), torch.float32)
+    assert call.ran == 2
 
 
 def complaining(*arguments: Any) -> tuple[Tensor, ...]:
@@ -322,15 +524,38 @@ def test_tensors_that_are_given_other_memory_are_seen_there(op):
             multiply(plan.items, result, 2.0)
             return (result,)
 
-        assert torch.equal(repeats.run(body, {"x": plan}, [])[0], 2 * items)
+        assert torch.equal(repeats.run(body, {"x": plan}, ())[0], 2 * items)
+
+
+def test_plans_are_told_apart_by_their_numbers_and_followed_to_their_tensors(op):
+    repeats, ran = Repeats({"x": DecodePlanTensors}), []
+
+    def doubled_items(plan: DecodePlanTensors) -> Tensor:
+        def body() -> tuple[Tensor]:
+            ran.append(plan)
+            result = torch.empty(5)
+            multiply(plan.items, result, 2.0)
+            return (result,)
+
+        return repeats.run(body, {"x": plan}, ())[0]
+
+    for start in range(5):
+        plan = DecodePlanTensors(values(5, float(start)), values(2), values(3), values(0), 1, 2)
+        assert torch.equal(doubled_items(plan), 2 * plan.items)
+    assert len(ran) == 2
+    doubled_items(plan._replace(max_partials=3))
+    assert len(ran) == 3
+    plan.worker_starts.resize_(1)
+    doubled_items(plan)
+    assert len(ran) == 4
 
 
 def test_no_pool_is_kept_alive(op):
     repeats = Repeats({"x": "CacheLayer"})
     cache = PagedLatentCache.allocate(RowShape(4, 2, 4), "fp32", num_pages=2, page_size=2)
     pool = weakref.ref(cache.payload)
-    for _ in range(3):
-        repeats.run(lambda: (torch.empty(1),), {"x": cache.layer(0)}, [])
+    for _ in range(5):
+        repeats.run(lambda: (torch.empty(1),), {"x": cache.layer(0)}, ())
     del cache
     gc.collect()
     assert pool() is None
@@ -346,75 +571,11 @@ def test_what_is_known_is_bounded(op, monkeypatch):
     assert len(call.repeats._known) == 4
 
 
-class Descriptor:
-    """As much of one for TMA as a launcher reads."""
-
-    def __init__(self, base: Tensor) -> None:
-        self.base, self.shape, self.strides = base, [4, 2], [2, 1]
-        self.block_shape, self.padding = [2, 2], "zero"
-
-
-class Launcher:
-    """Triton's, of a kernel with a descriptor `box` and a number."""
-
-    global_scratch_size = profile_scratch_size = 0
-    launch_cooperative_grid, launch_pdl = False, True
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[Any, ...]] = []
-
-    def __call__(self, *arguments: Any) -> None:
-        *head, box, number = arguments
-        self.seen.append((*head, box.base.data_ptr(), box.shape, box.strides, box.padding, number))
-
-
-def test_a_launcher_that_is_not_known_gets_descriptors(monkeypatch):
-    monkeypatch.setattr(relaunch, "KNOWN_LAUNCHERS", ("no such version",))
-    run = Launcher()
-    kernel = SimpleNamespace(run=run, function="function", packed_metadata="metadata")
-    x = values(8)
-    start, arguments = relaunch.Launch(kernel, (3,), (Descriptor(x), 7)).prepare()
-    assert arguments[0].tensor is x
-    assert arguments[1] == 7
-    for address in (1024, 2048):
-        start(5, [arguments[0].taken_as[address], 7])
-        head = (3, 1, 1, 5, "function", "metadata", None, None, None)
-        assert run.seen.pop() == (*head, address, [4, 2], [2, 1], "zero", 7)
-
-
-def test_the_launcher_that_is_known_gets_encoded_descriptors(monkeypatch, capsys):
-    monkeypatch.setattr(relaunch, "KNOWN_LAUNCHERS", (launching.triton.__version__,))
-    encoded = []
-
-    def encode(box: Any, encoding: Any) -> list[Any]:
-        encoded.append(box.base.data_ptr())
-        return [f"map {encoding} of {box.base.data_ptr()}", *box.shape, *box.strides]
-
-    monkeypatch.setattr("triton.backends.nvidia.driver.make_tensordesc_arg", encode)
-    run = Launcher()
-    launcher, tensordesc_meta = print, ["as told"]  # a function in C that takes anything
-
-    def inner(*arguments: Any) -> None:
-        raise AssertionError(launcher, tensordesc_meta)
-
-    run.launch = inner
-    kernel = SimpleNamespace(run=run, function="function", packed_metadata="metadata")
-    start, arguments = relaunch.Launch(kernel, (3, 2), (Descriptor(values(8)), 7)).prepare()
-    assert arguments[1:] == (4, 2, 2, 1, 7)
-    for _ in range(3):
-        assert arguments[0].taken_as[1024] == "map as told of 1024"
-    assert encoded == [1024]
-    start(5, [arguments[0].taken_as[1024], *arguments[1:]])
-    head = "3 2 1 5 function False True None None metadata None None None"
-    assert capsys.readouterr().out == f"{head} map as told of 1024 4 2 2 1 7\n"
-
-
-def test_maps_are_bounded(monkeypatch):
-    monkeypatch.setattr(relaunch, "MAX_MAPS", 3)
-    boxes = relaunch.Boxes(Descriptor(values(8)))
-    for address in range(10):
-        assert boxes[address].data_ptr() == address
-    assert len(boxes) <= 3
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.op)
+def test_ops_on_a_gpu_are_right_each_time_in_memory_that_is_not_filled(case, device, unfilled):
+    for seed in range(5):
+        replace(case(), seed=seed).run(device)
 
 
 @pytest.mark.gpu

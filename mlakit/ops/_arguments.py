@@ -15,15 +15,16 @@ from mlakit.ops._one_query_each import one_query_each
 INTEGERS = (torch.int32, torch.int64)
 
 
-def check_layer(dims: Dims, cache: object, layer: int, *, owner: str = "") -> CacheLayer:
+def check_layer(op: str, cache: object, layer: int, *, owner: str = "") -> CacheLayer:
     """The layer of a cache that a public function was given, itself or as part of `owner`."""
-    if isinstance(cache, PagedLatentCache) and type(layer) is int:
+    if not isinstance(cache, PagedLatentCache):
+        got = type(cache).__name__
+        raise TypeError(f"{op}: {owner}cache must be a PagedLatentCache, got {got}")
+    if type(layer) is int:
         known = cache.find_layer(layer)
         if known is not None:
             return known
-    if not isinstance(cache, PagedLatentCache):
-        got = type(cache).__name__
-        raise TypeError(f"{dims.op}: {owner}cache must be a PagedLatentCache, got {got}")
+    dims = Dims(op)
     index = dims.integer(f"{owner}layer", layer, 0)
     below = f"be below the cache's {cache.num_layers} layers"
     dims.require(index < cache.num_layers, f"{owner}layer", below, index)
@@ -159,9 +160,9 @@ def result_dtype(q: Tensor) -> torch.dtype:
     return torch.bfloat16 if q.dtype == E4M3 else q.dtype
 
 
-def check_mask(dims: Dims, mask: object) -> None:
+def check_mask(op: str, mask: object) -> None:
     if not isinstance(mask, Mask):
-        raise TypeError(f"{dims.op}: mask must be a Mask, got {type(mask).__name__}")
+        raise TypeError(f"{op}: mask must be a Mask, got {type(mask).__name__}")
 
 
 def check_row_lists(

@@ -174,7 +174,7 @@ class Op:
         overload: Callable[..., Any] = getattr(torch.ops.mlakit, name).default
         return overload
 
-    def __call__(self, results: Sequence[Tensor | None], **arguments: Any) -> Results:
+    def call(self, results: tuple[Tensor | None, ...], arguments: Mapping[str, Any]) -> Results:
         """Run with the caller's `results` where given; all of them come back."""
         if not torch.compiler.is_compiling():
             return self._repeats.run(

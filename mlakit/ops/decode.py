@@ -72,25 +72,26 @@ def mla_decode(
     out [tokens, heads, v_width] in q's dtype (bf16 for e4m3) and lse [tokens, heads] float32; where
     nothing was attended, out is 0 and lse −inf.
     """
-    dims = Dims(NAME)
-    cache_layer = check_layer(dims, cache, layer)
-    check_mask(dims, mask)
-    out, lse = OP(
+    cache_layer = check_layer(NAME, cache, layer)
+    check_mask(NAME, mask)
+    out, lse = OP.call(
         (out, lse),
-        q=q,
-        layer=cache_layer,
-        page_table=page_table,
-        kv_lens=kv_lens,
-        q_rope=q_rope,
-        q_scale=q_scale,
-        q_starts=q_starts,
-        softmax_scale=softmax_scale,
-        mask=mask,
-        sink=sink,
-        shard=as_shard(NAME, kv_shard),
-        splits=_splits(plan, cache_layer.payload.device),
-        deterministic=deterministic,
-        backend=backend,
+        {
+            "q": q,
+            "layer": cache_layer,
+            "page_table": page_table,
+            "kv_lens": kv_lens,
+            "q_rope": q_rope,
+            "q_scale": q_scale,
+            "q_starts": q_starts,
+            "softmax_scale": softmax_scale,
+            "mask": mask,
+            "sink": sink,
+            "shard": as_shard(NAME, kv_shard),
+            "splits": _splits(plan, cache_layer),
+            "deterministic": deterministic,
+            "backend": backend,
+        },
     )
     return out, lse
 
@@ -231,13 +232,11 @@ def as_shard(op: str, shard: tuple[int, int, int] | None) -> KVShard:
     return KVShard(*shard)
 
 
-def _splits(
-    plan: DecodePlan | DecodePlanTensors | EvenSplit | None, device: torch.device
-) -> Splits:
-    if isinstance(plan, DecodePlan):
-        return plan.tensors(device)
+def _splits(plan: DecodePlan | DecodePlanTensors | EvenSplit | None, layer: CacheLayer) -> Splits:
     if plan is None or isinstance(plan, (DecodePlanTensors, EvenSplit)):
         return plan
+    if isinstance(plan, DecodePlan):
+        return plan.tensors(layer.payload.device)
     raise TypeError(
         f"{NAME}: plan must be a DecodePlan, its tensors or an EvenSplit, got {type(plan).__name__}"
     )

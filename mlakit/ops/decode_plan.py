@@ -53,9 +53,9 @@ def plan_mla_decode(
     worker. Under torch.compile make it outside: its shapes are the kernel's affair.
     """
     dims = Dims(NAME)
-    layer = check_layer(dims, cache, 0)
+    layer = check_layer(NAME, cache, 0)
     dims.same_device("cache", layer.payload)
-    check_mask(dims, mask)
+    check_mask(NAME, mask)
     heads = dims.integer("heads", heads, 1)
     check_kv_lens(dims, kv_lens)
     batch = dims["batch"]

@@ -38,7 +38,9 @@ def quantize_fp8(
     axis): transposed, as `scaled_mm_fp8` reads them. `scale_ub` bounds amax; entries beyond it
     saturate. A group of zeros has scale 0. The last group may be short. Padding entries are 0.
     """
-    q, scales = QUANTIZE_OP((out, scales), x=x, group=group, scale_ub=scale_ub, backend=backend)
+    q, scales = QUANTIZE_OP.call(
+        (out, scales), {"x": x, "group": group, "scale_ub": scale_ub, "backend": backend}
+    )
     return q, scales
 
 
@@ -68,16 +70,18 @@ def scaled_mm_fp8(
     """
     if out is not None:
         out_dtype = Dims(MATMUL).tensor("out", out).dtype
-    (result,) = MATMUL_OP(
+    (result,) = MATMUL_OP.call(
         (out,),
-        a=a,
-        a_scale=a_scale,
-        b=b,
-        b_scale=b_scale,
-        n_group=n_group,
-        k_group=k_group,
-        out_dtype=out_dtype,
-        backend=backend,
+        {
+            "a": a,
+            "a_scale": a_scale,
+            "b": b,
+            "b_scale": b_scale,
+            "n_group": n_group,
+            "k_group": k_group,
+            "out_dtype": out_dtype,
+            "backend": backend,
+        },
     )
     return result
 

@@ -55,20 +55,21 @@ def indexer_logits(
 
     Returns float32 [tokens, max_kv_len], −inf where a key is not visible.
     """
-    dims = Dims(LOGITS)
-    cache_layer = check_layer(dims, cache, layer)
-    check_mask(dims, mask)
-    (logits,) = LOGITS_OP(
+    cache_layer = check_layer(LOGITS, cache, layer)
+    check_mask(LOGITS, mask)
+    (logits,) = LOGITS_OP.call(
         (out,),
-        q=q,
-        weights=weights,
-        layer=cache_layer,
-        page_table=page_table,
-        kv_lens=kv_lens,
-        q_starts=q_starts,
-        mask=mask,
-        columns=_capacity(dims, page_table, cache_layer) if max_kv_len is None else max_kv_len,
-        backend=backend,
+        {
+            "q": q,
+            "weights": weights,
+            "layer": cache_layer,
+            "page_table": page_table,
+            "kv_lens": kv_lens,
+            "q_starts": q_starts,
+            "mask": mask,
+            "columns": _capacity(page_table, cache_layer) if max_kv_len is None else max_kv_len,
+            "backend": backend,
+        },
     )
     return logits
 
@@ -92,8 +93,15 @@ def indexer_topk(
     −inf is never selected; NaN ranks above every number, so that it is seen; slots left over, all
     at the end, hold −1.
     """
-    (selected,) = TOPK_OP(
-        (out,), logits=logits, k=k, row_starts=row_starts, row_ends=row_ends, backend=backend
+    (selected,) = TOPK_OP.call(
+        (out,),
+        {
+            "logits": logits,
+            "k": k,
+            "row_starts": row_starts,
+            "row_ends": row_ends,
+            "backend": backend,
+        },
     )
     return selected
 
@@ -120,7 +128,8 @@ class TopkArguments:
     backend: str
 
 
-def _capacity(dims: Dims, page_table: PageTable, layer: CacheLayer) -> int:
+def _capacity(page_table: PageTable, layer: CacheLayer) -> int:
+    dims = Dims(LOGITS)
     if isinstance(page_table, tuple):
         return dims.match("page_table[1]", page_table[-1], "slots").shape[0]
     table = dims.match("page_table", page_table, "batch", "max_pages")

@@ -23,7 +23,7 @@ def batched_matmul(
     a and b may have any strides; `out` [batch, M, N] is in a's dtype, or given in any other, with a
     contiguous last axis.
     """
-    (result,) = OP((out,), a=a, b=b, backend=backend)
+    (result,) = OP.call((out,), {"a": a, "b": b, "backend": backend})
     return result
 
 

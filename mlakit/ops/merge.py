@@ -37,7 +37,9 @@ def merge_states(
     Returns out in the dtype of the parts, and lse float32; 0 and −inf where every part is empty.
     `out` and `lse` may be those of one of the parts, which is then merged in place.
     """
-    out, lse = OP((out, lse), outs=list(outs), lses=list(lses), sink=sink, backend=backend)
+    out, lse = OP.call(
+        (out, lse), {"outs": list(outs), "lses": list(lses), "sink": sink, "backend": backend}
+    )
     return out, lse
 
 

@@ -57,20 +57,22 @@ def norm_rope_quant_append(
 
     Returns the rotated queries. Nothing but them and the new tokens' cache rows is written.
     """
-    (result,) = OP(
+    (result,) = OP.call(
         (q_rope_out,),
-        q_rope=q_rope,
-        kv=kv,
-        freqs=freqs,
-        gamma=gamma,
-        layer=check_layer(Dims(NAME), cache, layer),
-        page_table=page_table,
-        kv_lens=kv_lens,
-        q_starts=q_starts,
-        epsilon=epsilon,
-        rope=rope,
-        power_of_two_scales=power_of_two_scales,
-        backend=backend,
+        {
+            "q_rope": q_rope,
+            "kv": kv,
+            "freqs": freqs,
+            "gamma": gamma,
+            "layer": check_layer(NAME, cache, layer),
+            "page_table": page_table,
+            "kv_lens": kv_lens,
+            "q_starts": q_starts,
+            "epsilon": epsilon,
+            "rope": rope,
+            "power_of_two_scales": power_of_two_scales,
+            "backend": backend,
+        },
     )
     return result
 

@@ -52,20 +52,22 @@ def mla_prefill(
     out [tokens, heads, D_V] in q's dtype and lse [tokens, heads] float32; where nothing was
     attended, out is 0 and lse −inf. `plan` may be handed along; it never changes a result.
     """
-    check_mask(Dims(NAME), mask)
-    out, lse = OP(
+    check_mask(NAME, mask)
+    out, lse = OP.call(
         (out, lse),
-        q=q,
-        k_nope=k_nope,
-        k_rope=k_rope,
-        v=v,
-        q_starts=q_starts,
-        kv_starts=kv_starts,
-        softmax_scale=softmax_scale,
-        mask=mask,
-        alibi_slopes=alibi_slopes,
-        sink=sink,
-        backend=backend,
+        {
+            "q": q,
+            "k_nope": k_nope,
+            "k_rope": k_rope,
+            "v": v,
+            "q_starts": q_starts,
+            "kv_starts": kv_starts,
+            "softmax_scale": softmax_scale,
+            "mask": mask,
+            "alibi_slopes": alibi_slopes,
+            "sink": sink,
+            "backend": backend,
+        },
     )
     return out, lse
 

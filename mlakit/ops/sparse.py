@@ -64,26 +64,27 @@ def sparse_mla(
     Returns out [tokens, heads, v_width] in q's dtype (bf16 for e4m3), lse and max_logits
     [tokens, heads] float32; where nothing counts, out is 0 and both others −inf.
     """
-    dims = Dims(NAME)
     if not (plan is None or isinstance(plan, EvenSplit)):
         raise TypeError(f"{NAME}: plan must be an EvenSplit, got {type(plan).__name__}")
     second = None if extra is None else _extra_rows(extra)
     extra_layer = (
-        None if second is None else check_layer(dims, second.cache, second.layer, owner="extra.")
+        None if second is None else check_layer(NAME, second.cache, second.layer, owner="extra.")
     )
-    out, lse, max_logits = OP(
+    out, lse, max_logits = OP.call(
         (out, lse, max_logits),
-        q=q,
-        layer=check_layer(dims, cache, layer),
-        rows=rows,
-        topk_lens=topk_lens,
-        extra=extra_layer,
-        extra_rows=None if second is None else second.rows,
-        extra_topk_lens=None if second is None else second.topk_lens,
-        splits=plan,
-        softmax_scale=softmax_scale,
-        sink=sink,
-        backend=backend,
+        {
+            "q": q,
+            "layer": check_layer(NAME, cache, layer),
+            "rows": rows,
+            "topk_lens": topk_lens,
+            "extra": extra_layer,
+            "extra_rows": None if second is None else second.rows,
+            "extra_topk_lens": None if second is None else second.topk_lens,
+            "splits": plan,
+            "softmax_scale": softmax_scale,
+            "sink": sink,
+            "backend": backend,
+        },
     )
     return out, lse, max_logits
 

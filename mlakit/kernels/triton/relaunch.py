@@ -14,8 +14,6 @@ from typing import Any
 import triton
 from torch import Tensor
 
-Start = Callable[[int, Sequence[Any]], None]  # start(stream, arguments)
-
 # whose launcher in C is known; others are asked for a launch as Triton itself asks them
 KNOWN_LAUNCHERS = ("3.6.",)
 MAX_MAPS = 4096  # of 128 bytes: one per layer of a cache, and one per place of the queries
@@ -30,6 +28,18 @@ class Pointer:
 
 
 @dataclass(frozen=True)
+class Prepared:
+    """start(*before_stream, stream, *after_stream, *arguments) starts a kernel once more. Every
+    `Pointer` among its arguments, also in tuples, is to be replaced by an address that is aligned
+    like its own."""
+
+    start: Callable[..., None]
+    before_stream: tuple[Any, ...]
+    after_stream: tuple[Any, ...]
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
 class Launch:
     """A kernel that was started."""
 
@@ -37,32 +47,25 @@ class Launch:
     grid: tuple[int, ...]
     arguments: tuple[Any, ...]  # constants too, in the kernel's order
 
-    def prepare(self) -> tuple[Start, tuple[Any, ...]]:
-        """How to start it, and with what: every `Pointer` can be replaced by another address of
-        the same alignment, in tuples too."""
+    def prepare(self) -> Prepared:
+        """How to start it again, and with what."""
         blocks = (*self.grid, 1, 1)[:3]
-        run, function, metadata = self.kernel.run, self.kernel.function, self.kernel.packed_metadata
+        run, function = self.kernel.run, self.kernel.function
+        metadata = (self.kernel.packed_metadata, None, None, None)
         known = _find_known_launcher(run)
         if known is None:
-
-            def start(stream: int, arguments: Sequence[Any]) -> None:
-                run(*blocks, stream, function, metadata, None, None, None, *arguments)
-
-            return start, tuple(_marked(value, Boxes) for value in self.arguments)
+            marked = tuple(_marked(value, Boxes) for value in self.arguments)
+            return Prepared(run, blocks, (function, *metadata), marked)
 
         launch, encodings = known
-        options = (run.launch_cooperative_grid, run.launch_pdl, None, None)
-
-        def start_directly(stream: int, arguments: Sequence[Any]) -> None:
-            launch(*blocks, stream, function, *options, metadata, None, None, None, *arguments)
-
         remaining = iter(encodings)
         expanded: list[Any] = []
         for value in self.arguments:
             expanded.append(_marked(value, lambda box: TensorMaps(box, next(remaining))))
             if _is_descriptor(value):
                 expanded += (*value.shape, *value.strides)
-        return start_directly, tuple(expanded)
+        options = (run.launch_cooperative_grid, run.launch_pdl, None, None)
+        return Prepared(launch, blocks, (function, *options, *metadata), tuple(expanded))
 
 
 def _find_known_launcher(run: Any) -> tuple[Callable[..., None], Sequence[Any]] | None:
