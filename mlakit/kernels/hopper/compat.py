@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import triton
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import shared_memory_descriptor
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language.core import _aggregate, base_value
@@ -17,10 +15,6 @@ tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 # shared memory as another type, of the same size; to 3.7 the second name
 _descriptor: Any = shared_memory_descriptor
 reinterpret = getattr(_descriptor, "reinterpret", None) or _descriptor._reinterpret
-
-# Later compilers keep the columns' numbers of a mask in registers through a loop, and spill others
-# for them. 3.6 does not; what it makes of the loops is what was measured.
-KEEPS_COLUMNS = gl.constexpr(not triton.__version__.startswith("3.6."))
 
 
 def record(fields: type) -> Any:

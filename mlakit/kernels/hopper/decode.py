@@ -43,7 +43,7 @@ LEAST_KEYS_OF_FEW = 64  # likewise, where a worker has few heads
 FEW_HEADS = 32  # at most: more of them fill the 64 rows of the other kernel half or better
 FEW_BLOCKS = 16  # of keys, for each SM
 FP8_BOXES = 2  # of 128 columns, in one place of a ring of e4m3
-MANY_FP8_WARPS = {"ADDER_REGISTERS": 160, "WIDENER_REGISTERS": 144, "maxnreg": 168}
+MANY_FP8_WARPS = {"ADDER_REGISTERS": 160, "WIDENER_REGISTERS": 136, "maxnreg": 168}
 LEAST_PAGE_OF_MANY = 16  # rows: the kernel for many heads would spill registers for smaller ones
 
 
@@ -158,7 +158,7 @@ def mla_decode(
         PAGE_ROWS=pool.page_rows,
         PAGE=layer.page_size,
         IS_CAUSAL=mask.kind == "causal",
-        IS_NEGATIVE=softmax_scale < 0,
+        SIGN=(softmax_scale > 0) - (softmax_scale < 0),
         IS_GIVEN=plan.slot_rows != units * variant.rows or plan.tile % BLOCK > 0,
         ITEM_COLUMNS=plan.items.shape[1],
         num_warps=4,

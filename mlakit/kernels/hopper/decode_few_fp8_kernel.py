@@ -74,6 +74,7 @@ from mlakit.kernels.hopper.decode_few_rings import (
     after,
     new_ring,
     produce,
+    release,
     store,
 )
 from mlakit.kernels.hopper.decode_work import (
@@ -91,15 +92,11 @@ from mlakit.kernels.hopper.primitives import new_barrier
 
 @gluon.jit
 def _read_values(latent, part: gl.constexpr, place, turn, kept, LAYOUT: gl.constexpr):
-    """Of a part of a block; and where the next part is."""
+    """Of a part of a block, in this place."""
     if part % latent.BOXES == 0:
         mbarrier.wait(latent.full.index(place), turn)
     box = latent.boxes.index(place * latent.BOXES + part % latent.BOXES)
-    values = load_values(box, kept, LAYOUT)
-    if part % latent.BOXES == latent.BOXES - 1:
-        mbarrier.arrive(latent.empty.index(place), count=1)
-        place, turn = after(latent, place, turn)
-    return values, place, turn
+    return load_values(box, kept, LAYOUT)
 
 
 @gluon.jit
@@ -108,7 +105,7 @@ def _add_values(messages, number, latent, place, turn, sums, kept, LAYOUT: gl.co
 
     sums  of the columns of each part, [COLUMNS, heads]
     """
-    values, place, turn = _read_values(latent, 0, place, turn, kept, LAYOUT)
+    values = _read_values(latent, 0, place, turn, kept, LAYOUT)
     message, message_turn = message_place(number)
     mbarrier.wait(messages.full.index(message), message_turn)
     decay = messages.decays.index(message).load(gl.SliceLayout(0, LAYOUT))
@@ -118,9 +115,12 @@ def _add_values(messages, number, latent, place, turn, sums, kept, LAYOUT: gl.co
         copy = messages.weights[part if messages.COPIES > 1 else 0]
         weights = copy.index(message).permute((1, 0))
         dots = warpgroup_mma(values, weights, sums[part] * decay, is_async=True)
+        if part % latent.BOXES == latent.BOXES - 1:
+            release(latent, place)
+            place, turn = after(latent, place, turn)
         next_values = values
         if part + 1 < PARTS:
-            next_values, place, turn = _read_values(latent, part + 1, place, turn, kept, LAYOUT)
+            next_values = _read_values(latent, part + 1, place, turn, kept, LAYOUT)
         dots, values = warpgroup_mma_wait(0, deps=(dots, values))
         done += (dots,)
         values = next_values
@@ -206,7 +206,7 @@ def mla_decode_few_fp8_kernel(
     PAGE_ROWS: gl.constexpr,
     PAGE: gl.constexpr,
     IS_CAUSAL: gl.constexpr,
-    IS_NEGATIVE: gl.constexpr,
+    SIGN: gl.constexpr,
     IS_GIVEN: gl.constexpr,  # the plan is not of this kernel: see `_has_room`, `mask_scores`
     ITEM_COLUMNS: gl.constexpr,
     FORMAT: gl.constexpr,
@@ -257,7 +257,7 @@ def mla_decode_few_fp8_kernel(
     messages = new_messages(ROWS, COPIES)
     scoring = Scoring(
         copied, queries, q_scale, stride_q_scale, messages, channels, row_scales, scale_log2,
-        tensor_scale, IS_NEGATIVE, IS_GIVEN,
+        tensor_scale, SIGN, IS_GIVEN,
     )  # fmt: skip
     fitted = new_fitted(ROWS)
     item, index = next_unit(work, gl.load(worker_starts + gl.program_id(1)), gl.program_id(0))

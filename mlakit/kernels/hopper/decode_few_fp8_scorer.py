@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from mlakit.kernels.hopper.compat import record
-from mlakit.kernels.hopper.decode_few_rings import PARTS, after, load_queries
+from mlakit.kernels.hopper.decode_few_rings import PARTS, after, load_queries, release
 from mlakit.kernels.hopper.decode_softmax import FIRST_PEAK, finish, mask_scores, store_lse
 from mlakit.kernels.hopper.decode_work import (
     count_units,
@@ -88,7 +88,7 @@ class Scoring:
     scales: object
     scale: object  # of the softmax, for exponents of 2
     tensor_scale: object
-    IS_NEGATIVE: object
+    SIGN: object
     IS_GIVEN: object
 
 
@@ -267,17 +267,14 @@ def _scores(
     if FORMAT == "fp8":
         mbarrier.wait(rope.full.index(rope_place), rope_turn)
         keys = load_keys(rope_box, LAYOUT)
-        mbarrier.arrive(rope.empty.index(rope_place), count=1)
         q = as_halves(queries.rope).index(zero).permute((1, 0))
         dots = warpgroup_mma(keys, q, nothing, use_acc=False, is_async=True)
+        release(rope, rope_place)
     for part in gl.static_range(PARTS):
         if part % latent.BOXES == 0:
             mbarrier.wait(latent.full.index(place), turn)
         box = latent.boxes.index(place * latent.BOXES + part % latent.BOXES)
         next_keys = load_keys(box, LAYOUT)
-        if part % latent.BOXES == latent.BOXES - 1:
-            mbarrier.arrive(latent.empty.index(place), count=1)
-            place, turn = after(latent, place, turn)
         # the dots before have had the time of a conversion
         if FORMAT == "fp8" or part > 0:
             dots, keys = warpgroup_mma_wait(0, deps=(dots, keys))
@@ -289,6 +286,9 @@ def _scores(
             dots = warpgroup_mma(keys, q, dots, is_async=True)
         else:
             dots = warpgroup_mma(keys, q, nothing, use_acc=False, is_async=True)
+        if part % latent.BOXES == latent.BOXES - 1:
+            release(latent, place)
+            place, turn = after(latent, place, turn)
     dots, keys = warpgroup_mma_wait(0, deps=(dots, keys))
     if FORMAT == "fp8_block128":
         dots = scores + dots * gl.expand_dims(scales[PARTS - 1], 1)
@@ -301,7 +301,7 @@ def _scores(
         q = queries.rope.index(zero).permute((1, 0))
         scores = warpgroup_mma(rope_box, q, scores, is_async=True)
         scores = warpgroup_mma_wait(0, deps=(scores,))
-        mbarrier.arrive(rope.empty.index(rope_place), count=1)
+        release(rope, rope_place)
     if FORMAT == "fp8_token":
         scores *= gl.expand_dims(scales[0], 1)
     if IS_UNIT_OF_ROPE:
@@ -470,7 +470,7 @@ def score(turns, item, index, inputs, work, results, scoring):
             # on their way while weights are made: through the dots they would be spilled
             next_scales = _load_scales(scales, inputs, keys, pages, block + STEP, KEY)
             pages = pages_of(inputs, keys, block + 2 * STEP, KEY)
-            scores = mask_scores(scores, block, keys, 0, scoring.IS_NEGATIVE, scoring.IS_GIVEN)
+            scores = mask_scores(scores, block, keys, 0, scoring.SIGN, scoring.IS_GIVEN)
             _show_scales(turns.maxima, row_scales)
             largest = _largest_scores(turns.maxima, scores) * scale
             largest_scale = _largest_scale(turns.maxima, row_scales)

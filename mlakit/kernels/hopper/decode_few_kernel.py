@@ -115,7 +115,7 @@ def _add_values(weights, latent, place, turn, sums, decay, kept):
 @gluon.jit
 def _consumer(
     item, index, inputs, work, results, queries, weights, channels, scale,
-    IS_NEGATIVE: gl.constexpr, IS_GIVEN: gl.constexpr,
+    SIGN: gl.constexpr, IS_GIVEN: gl.constexpr,
 ):  # fmt: skip
     HEADS: gl.constexpr = work.ROWS
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
@@ -135,7 +135,7 @@ def _consumer(
         for block in range(keys.first_block, keys.end_block):
             scores = _scores(queries, channels, place, turn, rope_place, rope_turn, LAYOUT)
             rope_place, rope_turn = after(rope, rope_place, rope_turn)
-            scores = mask_scores(scores, block, keys, 0, IS_NEGATIVE, IS_GIVEN)
+            scores = mask_scores(scores, block, keys, 0, SIGN, IS_GIVEN)
             new_peak = gl.maximum(peak, gl.max(scores, 0) * scale)
             decay = gl.expand_dims(gl.exp2(peak - new_peak), 0)
             exponentials = gl.exp2(scores * scale - gl.expand_dims(new_peak, 0))
@@ -209,7 +209,7 @@ def mla_decode_few_kernel(
     PAGE_ROWS: gl.constexpr,
     PAGE: gl.constexpr,
     IS_CAUSAL: gl.constexpr,
-    IS_NEGATIVE: gl.constexpr,
+    SIGN: gl.constexpr,
     IS_GIVEN: gl.constexpr,  # the plan is not of this kernel: see `_has_room`, `mask_scores`
     ITEM_COLUMNS: gl.constexpr,
 ):
@@ -246,7 +246,7 @@ def mla_decode_few_kernel(
                     _consumer,
                     (
                         item, index, inputs, work, results, queries, weights, channels, scale_log2,
-                        IS_NEGATIVE, IS_GIVEN,
+                        SIGN, IS_GIVEN,
                     ),
                 ),
                 (produce, (item, index, inputs, work, channels, ROPE_COLUMN)),

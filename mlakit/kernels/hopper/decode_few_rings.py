@@ -67,6 +67,16 @@ def after(ring, place, turn, STEPS: gl.constexpr = 1):
 
 
 @gluon.jit
+def release(ring, place):
+    """Say that a reader is done with a place: once what it read is on its way through a dot.
+
+    Not before: what waits in registers may not even have come there. No barrier of threads waits
+    for that, and a copy of the next box could be quicker.
+    """
+    mbarrier.arrive(ring.empty.index(place), count=1)
+
+
+@gluon.jit
 def _send(ring, place, turn, descriptor, rows, column):
     """Fill a place, once it is free; `rows` as of `rows_of`."""
     BOXES: gl.constexpr = ring.BOXES

@@ -202,7 +202,7 @@ def _weigh(scores, block, number, keys, softmax, row_scale, q_scale, scales, sco
         weight_unit, factor = unit_for(gl.maximum(softmax.unit, gl.max(key_scale, 0)))
     elif scoring.ARE_BYTES:
         scores *= q_scale
-    scores = mask_scores(scores, block, keys, 1, scoring.IS_NEGATIVE, scoring.IS_GIVEN)
+    scores = mask_scores(scores, block, keys, 1, scoring.SIGN, scoring.IS_GIVEN)
     peak = gl.maximum(softmax.peak, gl.max(scores, 1) * row_scale)
     exponentials = gl.exp2(scores * gl.expand_dims(row_scale, 1) - gl.expand_dims(peak, 1))
     decay = gl.exp2(softmax.peak - peak)
@@ -219,7 +219,7 @@ def _weigh(scores, block, number, keys, softmax, row_scale, q_scale, scales, sco
 class Scoring:
     HAS_SCALES: object  # have rows?
     ARE_BYTES: object  # are queries e4m3?
-    IS_NEGATIVE: object
+    SIGN: object
     IS_GIVEN: object
 
 
@@ -420,7 +420,7 @@ def mla_decode_fp8_kernel(
     PAGE_ROWS: gl.constexpr,
     PAGE: gl.constexpr,
     IS_CAUSAL: gl.constexpr,
-    IS_NEGATIVE: gl.constexpr,
+    SIGN: gl.constexpr,
     IS_GIVEN: gl.constexpr,  # the plan is not of this kernel: see `_has_room`, `mask_scores`
     ITEM_COLUMNS: gl.constexpr,
     FORMAT: gl.constexpr,
@@ -469,7 +469,7 @@ def mla_decode_fp8_kernel(
         gl.allocate_shared_memory(gl.float32, [64], VECTOR),
         new_barrier(),
     )
-    scoring = Scoring(scales is not None, q.dtype == gl.int32, IS_NEGATIVE, IS_GIVEN)
+    scoring = Scoring(scales is not None, q.dtype == gl.int32, SIGN, IS_GIVEN)
     item, index = next_unit(work, gl.load(worker_starts + gl.program_id(1)), gl.program_id(0))
     if item < work.last_item:
         gl.warp_specialize(

@@ -37,8 +37,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mlakit.kernels.hopper.compat import KEEPS_COLUMNS, record, tma_load
-from mlakit.kernels.hopper.decode_softmax import FIRST_PEAK, finish, mask_scores, store_lse
+from mlakit.kernels.hopper.compat import record, tma_load
+from mlakit.kernels.hopper.decode_softmax import (
+    FIRST_PEAK,
+    finish,
+    mask_scores,
+    store_lse,
+    with_sign,
+)
 from mlakit.kernels.hopper.decode_work import (
     Inputs,
     Results,
@@ -141,21 +147,19 @@ def _load_odd_right(inputs, rows, buffers, arrivals):
 
 
 @gluon.jit
-def _mask(
-    scores, block, keys, IS_LAST: gl.constexpr, IS_NEGATIVE: gl.constexpr, IS_GIVEN: gl.constexpr
-):
+def _mask(scores, block, keys, IS_LAST: gl.constexpr, SIGN: gl.constexpr, IS_GIVEN: gl.constexpr):
     """Hide what is not to be seen: there is nothing before the last pair, if the plan is ours."""
-    if IS_LAST or IS_GIVEN or not KEEPS_COLUMNS:
-        scores = mask_scores(scores, block, keys, 1, IS_NEGATIVE, IS_GIVEN)
-    elif IS_NEGATIVE:
-        scores = -scores
-    return scores
+    # besides, some compilers would keep the mask's columns in registers through the loop
+    if IS_LAST or IS_GIVEN:
+        return mask_scores(scores, block, keys, 1, SIGN, IS_GIVEN)
+    else:  # noqa: RET505
+        return with_sign(scores, SIGN)
 
 
 @gluon.jit
 def _even_pair(
     pair, pairs_before, keys, inputs, buffers, arrivals, q_rope, acc, peak, total, scores,
-    next_even, next_odd, scale, IS_LAST: gl.constexpr, IS_NEGATIVE: gl.constexpr,
+    next_even, next_odd, scale, IS_LAST: gl.constexpr, SIGN: gl.constexpr,
     IS_GIVEN: gl.constexpr,
 ):  # fmt: skip
     """The even warpgroup's part of a pair of blocks; `next_*` are the rows of the next pair."""
@@ -171,7 +175,7 @@ def _even_pair(
     if not IS_LAST:
         _load(inputs.kv_rope, rows_even, 512, arrivals.rope_even, buffers.rope, 0, ROPE_BYTES)
         next_even, next_odd = rows_of_pair(inputs, keys, block + 4)
-    scores = _mask(scores, block, keys, IS_LAST, IS_NEGATIVE, IS_GIVEN)
+    scores = _mask(scores, block, keys, IS_LAST, SIGN, IS_GIVEN)
     own_peak = gl.maximum(peak, gl.max(scores, 1) * scale)
     buffers.max_even.store(own_peak)
     mbarrier.arrive(arrivals.max_even, count=1)
@@ -222,7 +226,7 @@ def _even_pair(
 @gluon.jit
 def _odd_pair(
     pair, pairs_before, keys, inputs, buffers, arrivals, q_rope, acc, peak, total, scores,
-    next_even, next_odd, scale, IS_LAST: gl.constexpr, IS_NEGATIVE: gl.constexpr,
+    next_even, next_odd, scale, IS_LAST: gl.constexpr, SIGN: gl.constexpr,
     IS_GIVEN: gl.constexpr,
 ):  # fmt: skip
     """The odd warpgroup's part of the same pair."""
@@ -238,7 +242,7 @@ def _odd_pair(
     if not IS_LAST:
         _load(inputs.kv_rope, rows_odd, 512, arrivals.rope_odd, buffers.rope, 1, ROPE_BYTES)
         next_even, next_odd = rows_of_pair(inputs, keys, block + 4)
-    scores = _mask(scores, block + 1, keys, IS_LAST, IS_NEGATIVE, IS_GIVEN)
+    scores = _mask(scores, block + 1, keys, IS_LAST, SIGN, IS_GIVEN)
     largest = gl.max(scores, 1) * scale
     mbarrier.wait(arrivals.max_even, phase)
     new_peak = gl.maximum(buffers.max_even.load(gl.SliceLayout(1, SCORES)), largest)
@@ -346,7 +350,7 @@ def _store_partial(place, results, heads, acc, FIRST: gl.constexpr):
 @gluon.jit
 def _warpgroup(
     IS_EVEN: gl.constexpr, item, index, inputs, work, results, buffers, arrivals, scale,
-    IS_NEGATIVE: gl.constexpr, IS_GIVEN: gl.constexpr,
+    SIGN: gl.constexpr, IS_GIVEN: gl.constexpr,
 ):  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
@@ -374,12 +378,12 @@ def _warpgroup(
             if IS_EVEN:
                 acc, peak, total, scores, next_even, next_odd = _even_pair(
                     pair, pairs_before, keys, inputs, buffers, arrivals, q_rope, acc, peak, total,
-                    scores, next_even, next_odd, scale, False, IS_NEGATIVE, IS_GIVEN,
+                    scores, next_even, next_odd, scale, False, SIGN, IS_GIVEN,
                 )  # fmt: skip
             else:
                 acc, peak, total, scores, next_even, next_odd = _odd_pair(
                     pair, pairs_before, keys, inputs, buffers, arrivals, q_rope, acc, peak, total,
-                    scores, next_even, next_odd, scale, False, IS_NEGATIVE, IS_GIVEN,
+                    scores, next_even, next_odd, scale, False, SIGN, IS_GIVEN,
                 )  # fmt: skip
         # looked up now: the loads that follow this unit then wait for no other load
         next_item, next_index = next_unit(work, item, index + gl.num_programs(0))
@@ -387,7 +391,7 @@ def _warpgroup(
         if IS_EVEN:
             acc, peak, total, scores, next_even, next_odd = _even_pair(
                 num_pairs - 1, pairs_before, keys, inputs, buffers, arrivals, q_rope, acc, peak,
-                total, scores, next_even, next_odd, scale, True, IS_NEGATIVE, IS_GIVEN,
+                total, scores, next_even, next_odd, scale, True, SIGN, IS_GIVEN,
             )  # fmt: skip
             buffers.sum_even.store(total)
             mbarrier.arrive(arrivals.sum_even, count=1)
@@ -406,7 +410,7 @@ def _warpgroup(
         else:
             acc, peak, total, scores, next_even, next_odd = _odd_pair(
                 num_pairs - 1, pairs_before, keys, inputs, buffers, arrivals, q_rope, acc, peak,
-                total, scores, next_even, next_odd, scale, True, IS_NEGATIVE, IS_GIVEN,
+                total, scores, next_even, next_odd, scale, True, SIGN, IS_GIVEN,
             )  # fmt: skip
             buffers.sum_odd.store(total)
             mbarrier.arrive(arrivals.sum_odd, count=1)
@@ -426,22 +430,18 @@ def _warpgroup(
 
 @gluon.jit
 def _even_warpgroup(
-    item, index, inputs, work, results, buffers, arrivals, scale, IS_NEGATIVE: gl.constexpr,
+    item, index, inputs, work, results, buffers, arrivals, scale, SIGN: gl.constexpr,
     IS_GIVEN: gl.constexpr,
 ):  # fmt: skip
-    _warpgroup(
-        True, item, index, inputs, work, results, buffers, arrivals, scale, IS_NEGATIVE, IS_GIVEN
-    )
+    _warpgroup(True, item, index, inputs, work, results, buffers, arrivals, scale, SIGN, IS_GIVEN)
 
 
 @gluon.jit
 def _odd_warpgroup(
-    item, index, inputs, work, results, buffers, arrivals, scale, IS_NEGATIVE: gl.constexpr,
+    item, index, inputs, work, results, buffers, arrivals, scale, SIGN: gl.constexpr,
     IS_GIVEN: gl.constexpr,
 ):  # fmt: skip
-    _warpgroup(
-        False, item, index, inputs, work, results, buffers, arrivals, scale, IS_NEGATIVE, IS_GIVEN
-    )
+    _warpgroup(False, item, index, inputs, work, results, buffers, arrivals, scale, SIGN, IS_GIVEN)
 
 
 @gluon.jit(
@@ -490,7 +490,7 @@ def mla_decode_kernel(
     PAGE_ROWS: gl.constexpr,
     PAGE: gl.constexpr,
     IS_CAUSAL: gl.constexpr,
-    IS_NEGATIVE: gl.constexpr,
+    SIGN: gl.constexpr,
     IS_GIVEN: gl.constexpr,  # the plan is not of this kernel: see `_has_room`, `mask_scores`
     ITEM_COLUMNS: gl.constexpr,
 ):
@@ -532,7 +532,7 @@ def mla_decode_kernel(
     item, index = next_unit(work, gl.load(worker_starts + gl.program_id(1)), gl.program_id(0))
     if item < work.last_item:
         args = (
-            item, index, inputs, work, results, buffers, arrivals, scale_log2, IS_NEGATIVE, IS_GIVEN
+            item, index, inputs, work, results, buffers, arrivals, scale_log2, SIGN, IS_GIVEN
         )  # fmt: skip
         gl.warp_specialize(
             [(_even_warpgroup, args), (_odd_warpgroup, args)], [4], [WORKER_REGISTERS]

@@ -15,14 +15,23 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
+def with_sign(scores, SIGN: gl.constexpr):
+    """Times the sign of the softmax's scale, of which the kernels get the size only."""
+    if SIGN < 0:
+        scores = -scores
+    if SIGN == 0:
+        scores = scores * 0.0  # a NaN stays one; the size is no 0, for −inf has to stay −inf
+    return scores
+
+
+@gluon.jit
 def mask_scores(
-    scores, block, keys, KEY_AXIS: gl.constexpr, IS_NEGATIVE: gl.constexpr, IS_GIVEN: gl.constexpr
+    scores, block, keys, KEY_AXIS: gl.constexpr, SIGN: gl.constexpr, IS_GIVEN: gl.constexpr
 ):
     """−inf for keys of a block that are not to be seen."""
     LAYOUT: gl.constexpr = scores.type.layout
     ROW_AXIS: gl.constexpr = 1 - KEY_AXIS
-    if IS_NEGATIVE:
-        scores = -scores
+    scores = with_sign(scores, SIGN)
     is_inside = block * 64 + 64 <= keys.end
     if IS_GIVEN:
         is_inside = is_inside & (block * 64 >= keys.low)
