@@ -2,6 +2,7 @@
 
 Bytes   the KV rows once, q and out
 FLOPs   2 · queries · heads · tokens · (576 + 512)
+FP8     rows are timed beside bf16 rows of the same problem
 Plan    made before the clock starts, for peers too; "planned in the call" has none
 Gate    some requests, all their heads, against the float64 oracle
 """
@@ -28,6 +29,7 @@ from mlakit.ops.decode_plan import plan_mla_decode
 from mlakit.plan import DecodePlanTensors
 
 RIVAL = "flash_mla"
+HALVES = "bf16 rows"
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,19 @@ class Decode(Workload):
             yield gate.Sample(f"request {request}", own, exact, naive)
 
 
+@dataclass(frozen=True)
+class BytesDecode(Decode):
+    """Over rows of FP8, beside the same problem over rows of bf16, which `ratio` is of."""
+
+    rival: ClassVar[str | None] = HALVES
+
+    def contest(self) -> Contest:
+        contest = super().contest()
+        halves = Decode(self.batch, self.heads, page_size=self.page_size).contest()
+        baselines = [*contest.baselines, Baseline(HALVES, halves.ours)]
+        return replace(contest, baselines=baselines)
+
+
 def of_shape(shape: Shape) -> tuple[Workload, ...]:
     given = {"heads": 128, **shape.accept("decode", "heads", "format", "page_size")}
     return (Decode(shape.batch, **given),)  # type: ignore[arg-type]  # checked by their options
@@ -172,4 +187,10 @@ WORKLOADS: tuple[Workload, ...] = (
     Decode(Batch.of(32, 1, 16384), 16, ratio=0.825),
     Decode(Batch.of(4, 1, 32768), 128, ratio=0.68),
     Decode(Batch.of(1, 1, 65536), 128, ratio=0.56),
+    *(
+        BytesDecode(Batch.of(128, 1, tokens), heads, format, ratio=ratio)
+        # at least three quarters as fast as bf16 where products are the limit, 1.6 times elsewhere
+        for heads, tokens, ratio in ((128, 4096, 1 / 0.75), (16, 8192, 1 / 1.6))
+        for format in ("fp8", "fp8_token", "fp8_block128")
+    ),
 )
