@@ -69,8 +69,8 @@ from mlakit.kernels.hopper.primitives import new_barrier, opaque_zero
 
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 VALUES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
-LEAST_OF_ROPE = gl.constexpr(2.0**-30)
-SMALLEST = gl.constexpr(2.0**-126)
+LEAST_OF_ROPE = gl.constexpr(2.0**-30)  # of rotated queries, what others have a unit for at least
+SMALLEST = gl.constexpr(2.0**-126)  # scale: with one of 0 the −inf of a hidden key would be NaN
 
 
 @record
@@ -102,6 +102,16 @@ class Softmax:
     peak: object  # [64]
     total: object
     unit: object  # of the weights
+
+
+@record
+class Scoring:
+    """What is known when the kernel is compiled."""
+
+    HAS_SCALES: object  # have rows?
+    ARE_BYTES: object  # are queries e4m3?
+    SIGN: object  # of the softmax's scale
+    IS_GIVEN: object  # as of the kernel
 
 
 @gluon.jit
@@ -215,14 +225,6 @@ def _weigh(scores, block, number, keys, softmax, row_scale, q_scale, scales, sco
     return exponentials.to(gl.float16), decay, Softmax(peak, total, weight_unit)
 
 
-@record
-class Scoring:
-    HAS_SCALES: object  # have rows?
-    ARE_BYTES: object  # are queries e4m3?
-    SIGN: object
-    IS_GIVEN: object
-
-
 @gluon.jit
 def _send(message, weights, decay):
     """Once both have read the message before."""
@@ -277,7 +279,7 @@ def _scorer(
         mbarrier.wait(queries.arrival, units_before & 1)
         if scoring.ARE_BYTES:
             _widen_queries(inputs, queries)
-            row_scale = gl.full([64], scale, gl.float32, ROW)
+            row_scale = gl.full([64], gl.maximum(scale, SMALLEST), gl.float32, ROW)
         else:
             row_scale = gl.maximum(_fit_queries(inputs, queries, FORMAT) * scale, SMALLEST)
         softmax = Softmax(

@@ -2,8 +2,8 @@
 
 Bytes come from the cache to registers: shared memory has no room for them beside two blocks of
 halves. A fence waits for all that is on its way to registers, so that has to be a short one: L2 is
-asked for rows some blocks before. Rows past a query's last key are zeros, whatever
-the cache holds there, and so are their scales.
+asked for rows some blocks before. Rows past a query's last key are zeros, whatever the cache holds
+there, and so are their scales.
 """
 
 from __future__ import annotations
@@ -74,20 +74,20 @@ class Fetched:
 def _words_layout(width):
     """[64, words]: sixteen bytes a thread.
 
-    Eight threads have 64 bytes of two rows, which as halves fill all banks of shared memory, and a
-    warp has whole lines of the cache.
+    Eight threads have 64 bytes of two rows, which as halves fill all banks of shared memory. A warp
+    has lines of 128 bytes, if there are so many.
     """
-    wide = width > 16
+    own = [[0, 1], [0, 2]]  # words
+    if width == 16:
+        registers, lanes, warps = [*own, [32, 0]], [[1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]]
+    else:
+        halves = [[0, 32]] if width == 64 else []
+        registers, warps = [*own, [16, 0], [32, 0], *halves], [[4, 0], [8, 0]]
+        lanes = [[1, 0], [0, 16], [2, 0]]
     return gl.DistributedLinearLayout(
-        reg_bases=[
-            [0, 1],
-            [0, 2],
-            [32, 0],
-            *([[16, 0]] if wide else []),
-            *([[0, 32]] if width > 32 else []),
-        ],
-        lane_bases=[[0, 4], [0, 8], [1, 0], [0, 16] if wide else [4, 0], [2, 0]],
-        warp_bases=[[4, 0], [8, 0]] if wide else [[8, 0], [16, 0]],
+        reg_bases=registers,
+        lane_bases=[[0, 4], [0, 8], *lanes],
+        warp_bases=warps,
         block_bases=[],
         shape=[64, width],
     )
