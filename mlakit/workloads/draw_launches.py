@@ -51,6 +51,8 @@ FOR_HOPPER = (
     Configuration((9, 16), "fp8", "e4m3", q_scaled=True, sink="finite"),
     Configuration((17, 32), "fp8_token", "e4m3", q_scaled=True, mask="null", is_negative=True),
     Configuration((33, 64), "fp8_block128", "e4m3", page_size=16),
+    Configuration((97, 128), "fp8_token", sink="mixed"),
+    Configuration((33, 64), "fp8", "e4m3", page_size=32, q_scaled=True, mask="null"),
 )
 FOR_ANY = (
     *FOR_HOPPER,
