@@ -32,6 +32,7 @@ from mlakit.kernels.hopper.decode_work import (
     count_units,
     find_keys,
     find_place,
+    find_q_scale,
     next_unit,
     pages_of,
 )
@@ -232,15 +233,6 @@ def _widen_queries(copied, queries, q_scale, unit_of_scores, FORMAT: gl.constexp
     HEAD: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     unit_of_scores.store(gl.full([unit_of_scores.shape[0]], q_scale, gl.float32, HEAD))
     fence_async_shared()
-
-
-@gluon.jit
-def _scale_of_query(scoring, work, item, index):
-    scale = gl.to_tensor(1.0)
-    if scoring.q_scale is not None:
-        token = find_place(work, item, index).token.to(gl.int64)
-        scale = gl.load(scoring.q_scale + token * scoring.stride_q_scale)
-    return scale
 
 
 @gluon.jit
@@ -448,7 +440,7 @@ def score(turns, item, index, inputs, work, results, scoring):
         weight_unit = gl.to_tensor(FIRST_UNIT)
         if NUMBER == 0:
             if ARE_BYTES:
-                q_scale = _scale_of_query(scoring, work, item, index)
+                q_scale = find_q_scale(scoring, work, item, index)
                 mbarrier.wait(copied.arrival, units_before & 1)
                 _widen_queries(copied, queries, q_scale, fitted.unit, scales.FORMAT)
             else:

@@ -62,6 +62,7 @@ from mlakit.kernels.hopper.decode_work import (
     count_units,
     find_keys,
     find_place,
+    find_q_scale,
     next_unit,
 )
 from mlakit.kernels.hopper.e4m3 import LARGEST_UNIT, fit_rows, largest_of, unit_for, widen_bytes
@@ -176,15 +177,6 @@ def _widen_queries(inputs, queries):
 
 
 @gluon.jit
-def _scale_of_query(queries, work, item, index):
-    scale = gl.to_tensor(1.0)
-    if queries.q_scale is not None:
-        token = find_place(work, item, index).token.to(gl.int64)
-        scale = gl.load(queries.q_scale + token * queries.stride_q_scale)
-    return scale
-
-
-@gluon.jit
 def _begin_scores(queries, blocks, number):
     """Of a block, [64 heads, 64 keys], as soon as its halves are there."""
     slot, turn = slot_of(number)
@@ -241,6 +233,27 @@ def _decayed(acc, decay):
 
 
 @gluon.jit
+def _take_in(
+    scores, block, number, keys, softmax, row_scale, q_scale, pending, blocks, message, scoring
+):  # fmt: skip
+    """Weigh a block and tell the adder: (sums of those before, decayed; softmax with this one).
+
+    pending  sums that the block before is being added to
+    """
+    weights, decay, softmax = _weigh(
+        scores, block, number, keys, softmax, row_scale, q_scale, blocks.scales, scoring
+    )
+    # not the other way round: weights are found while values are being added, and only the loop in
+    # which a barrier is waited for keeps the assembler from waiting before
+    mbarrier.wait(message.empty, (number & 1) ^ 1)
+    acc, weights = warpgroup_mma_wait(0, deps=(pending, weights))
+    if block > keys.first_block:
+        mbarrier.arrive(blocks.left_empty.index((number & 1) ^ 1), count=1)
+    _send(message, weights, decay)
+    return _decayed(acc, decay), softmax
+
+
+@gluon.jit
 def _store(place, results, heads, acc, factor, FIRST: gl.constexpr):
     """A half of a unit's result, or of its partial in float32."""
     acc = _decayed(acc, factor)
@@ -275,7 +288,7 @@ def _scorer(
     # addresses of a thread's elements are found in each turn: kept, they would be spilled
     for _ in tl.range(0, count_units(work, item, index), disable_licm=True):
         keys = find_keys(inputs, work, item, index)
-        q_scale = _scale_of_query(queries, work, item, index)
+        q_scale = find_q_scale(queries, work, item, index)
         mbarrier.wait(queries.arrival, units_before & 1)
         if scoring.ARE_BYTES:
             _widen_queries(inputs, queries)
@@ -292,17 +305,10 @@ def _scorer(
         scores = warpgroup_mma_wait(0, deps=(dots,))
         last_block = keys.first_block + num_blocks(keys) - 1
         for block in range(keys.first_block, last_block):
-            weights, decay, softmax = _weigh(
-                scores, block, number, keys, softmax, row_scale, q_scale, blocks.scales, scoring
-            )
-            # not the other way round: weights are found while values are being added, and only
-            # the loop in which a barrier is waited for keeps the assembler from waiting before
-            mbarrier.wait(message.empty, (number & 1) ^ 1)
-            acc, weights = warpgroup_mma_wait(0, deps=(pending, weights))
-            if block > keys.first_block:
-                mbarrier.arrive(blocks.left_empty.index((number & 1) ^ 1), count=1)
-            _send(message, weights, decay)
-            acc = _decayed(acc, decay)
+            acc, softmax = _take_in(
+                scores, block, number, keys, softmax, row_scale, q_scale, pending, blocks, message,
+                scoring,
+            )  # fmt: skip
             dots = _begin_scores(queries, blocks, number + 1)
             values = blocks.left.index(number & 1)
             pending = warpgroup_mma(message.weights, values, acc, is_async=True)
@@ -311,15 +317,10 @@ def _scorer(
         next_item, next_index = next_unit(work, item, index + gl.num_programs(0))
         if next_item < work.last_item:
             _load_queries(inputs, work, next_item, next_index, queries)
-        weights, decay, softmax = _weigh(
-            scores, last_block, number, keys, softmax, row_scale, q_scale, blocks.scales, scoring
-        )
-        mbarrier.wait(message.empty, (number & 1) ^ 1)
-        acc, weights = warpgroup_mma_wait(0, deps=(pending, weights))
-        if last_block > keys.first_block:
-            mbarrier.arrive(blocks.left_empty.index((number & 1) ^ 1), count=1)
-        _send(message, weights, decay)
-        acc = _decayed(acc, decay)
+        acc, softmax = _take_in(
+            scores, last_block, number, keys, softmax, row_scale, q_scale, pending, blocks, message,
+            scoring,
+        )  # fmt: skip
         values = blocks.left.index(number & 1)
         pending = warpgroup_mma(message.weights, values, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(pending,))

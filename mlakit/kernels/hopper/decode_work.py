@@ -177,6 +177,16 @@ def find_place(work, item, index):
 
 
 @gluon.jit
+def find_q_scale(scales, work, item, index):
+    """Of a unit's query: `scales` has q_scale, float32 of each token, and stride_q_scale."""
+    scale = gl.to_tensor(1.0)
+    if scales.q_scale is not None:
+        token = find_place(work, item, index).token.to(gl.int64)
+        scale = gl.load(scales.q_scale + token * scales.stride_q_scale)
+    return scale
+
+
+@gluon.jit
 def _load_page(inputs, keys, entry, is_there):
     """An entry of the request's row of the page table, or several; 0 where none `is_there`."""
     at = keys.entries + entry.to(gl.int64) * inputs.stride_entry
