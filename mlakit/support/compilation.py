@@ -209,8 +209,11 @@ HOPPER = {
             (16, "bf16", {}),
             (128, "bf16", MUCH_WORK),
             (16, "fp8", {}),
-            (32, "fp8_token", {}),
-            (32, "fp8_block128", {}),
+            *(
+                (heads, format, {})
+                for heads in (16, 32)
+                for format in ("fp8_token", "fp8_block128")
+            ),
         )
     },
 }
@@ -252,6 +255,14 @@ ALLOWED_SPILLS = {
     ("3.9.0", "sparse-h128-fp16", 90): {"_sparse_mla_kernel": (6, 6)},
     # ten of the loads are in loops; tried: only one that loads nothing ahead spares them
     ("3.9.0", "sparse-extra", 90): {"_sparse_mla_kernel": (7, 13)},
+    # the page of a thread's key, whose scale is loaded next, through the dots of each scorer
+    **{
+        ("3.6.0", f"hopper-decode-h16-{format}-page{size}", 90): {
+            "mla_decode_few_fp8_kernel": (2, 2)
+        }
+        for format in ("fp8_token", "fp8_block128")
+        for size in (8, 16)
+    },
     # a number of the thread, kept from one role's code to another's, and read once a unit
     **{
         ("3.9.0", f"hopper-decode-h32-fp8{name}", 90): {"mla_decode_few_fp8_kernel": spills}
