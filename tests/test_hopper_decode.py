@@ -28,6 +28,8 @@ LENGTHS = {
     "a request of many queries": ((700, 90), (40, 1)),
     "rings of copies that come round many times": ((4097, 1, 2880, 0, 191), (1, 2, 1, 1, 3)),
 }
+# with one worker all of them are of one program: units with no block, an odd number, an even one
+MANY_UNITS = {"kv_lens": (1, 0, 65, 64, 200, 0, 130, 3, 700, 1), "num_workers": 1, "tile": 64}
 FP8 = ("fp8", "fp8_token", "fp8_block128")
 HALF_AND_FP8 = ("bf16", *FP8)
 FEW_FP8_HEADS = pytest.mark.parametrize("heads", [8, 16, 32])
@@ -309,15 +311,8 @@ def test_fp8_plans(tile, num_workers, heads, format):
 @FP8_FORMATS
 @FP8_HEADS
 def test_fp8_turns_go_on_from_unit_to_unit(heads, format):
-    """One program has them all: two scorers share blocks of units with none, an odd, an even."""
-    run(
-        kv_lens=(1, 0, 65, 64, 200, 0, 130, 3, 700, 1),
-        q_lens=(1,) * 10,
-        num_workers=1,
-        tile=64,
-        heads=heads,
-        format=format,
-    )
+    """Two scorers share the blocks."""
+    run(**MANY_UNITS, q_lens=(1,) * 10, heads=heads, format=format)
 
 
 @pytest.mark.gpu
@@ -419,6 +414,26 @@ def test_the_kernel_for_many_heads_leaves_the_smallest_pages_to_the_other(page_s
     layer = PagedLatentCache.allocate(RowShape(512, 64), num_pages=1, page_size=page_size).layer(0)
     table = torch.empty(1, 1 << 20, dtype=torch.int32)
     assert variant_for(layer, table, heads=128, num_tokens=1).rows == rows
+
+
+@pytest.mark.parametrize(
+    ("format", "heads", "rows"),
+    [
+        ("fp8", 32, 32), ("fp8", 33, 64), ("fp8_token", 128, 64),
+        # its four scales a row are applied exactly for few heads only
+        ("fp8_block128", 128, 32),
+    ],
+)  # fmt: skip
+def test_many_heads_over_fp8_have_a_kernel_of_their_own(format, heads, rows):
+    from mlakit.kernels.hopper.decode import variant_for
+    from mlakit.kernels.hopper.decode_fp8_kernel import mla_decode_fp8_kernel
+
+    row = RowShape(512, 64)
+    layer = PagedLatentCache.allocate(row, format, num_pages=1, page_size=64).layer(0)
+    variant = variant_for(layer, torch.empty(1, 1 << 20, dtype=torch.int32), heads, num_tokens=1)
+    assert (variant.rows, variant.kernel is mla_decode_fp8_kernel) == (rows, rows == 64)
+    little = variant_for(layer, torch.empty(1, 2, dtype=torch.int32), heads, num_tokens=1)
+    assert little.rows == 32
 
 
 @FP8_FORMATS

@@ -11,6 +11,7 @@ from test_hopper_decode import (
     FP8_FORMATS,
     FP8_HEADS,
     LENGTHS,
+    MANY_UNITS,
     SMALL_PAGES,
     around_pages,
     run,
@@ -91,15 +92,8 @@ def test_rotated_queries_of_bf16_beside_e4m3(q_scaled, heads, format):
 @FP8_HEADS
 def test_e4m3_queries_of_many_units_of_one_program(heads, format):
     """Those of the next unit are copied while others of this one are still attended to."""
-    run(
-        kv_lens=(1, 0, 65, 64, 200, 0, 130, 3, 700, 1),
-        q_lens=(1, 2, 1, 1, 3, 1, 1, 0, 1, 1),
-        num_workers=1,
-        tile=64,
-        heads=heads,
-        format=format,
-        **E4M3_QUERIES,
-    )
+    q_lens = (1, 2, 1, 1, 3, 1, 1, 0, 1, 1)
+    run(**MANY_UNITS, **E4M3_QUERIES, q_lens=q_lens, heads=heads, format=format)
 
 
 @pytest.mark.gpu

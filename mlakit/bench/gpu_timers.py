@@ -101,8 +101,7 @@ class HostTime:
     """What the host spends on a call that it does not wait for.
 
     The first calls after a wait fetch code and data that other contenders' turns have driven from
-    the CPU's caches. They are made before the clock starts: without a GPU behind it, an op called
-    after 128 MB were read took 164 us, then 32, 27 and 25 (2026-11-15).
+    the CPU's caches, so they are made before the clock starts.
     """
 
     warm_ups = 2

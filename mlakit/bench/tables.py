@@ -66,8 +66,9 @@ def verdict(row: Row) -> str:
     if row.limit is None or row.ratio is None:
         return ""
     if row.ratio.p50 <= row.limit:
-        return f"≤ {row.limit}"
-    return f"over {row.limit}, reads enough" if row.met else f"over {row.limit}"
+        return f"≤ {row.limit:.4g}"
+    over = f"over {row.limit:.4g}"
+    return f"{over}, reads enough" if row.met else over
 
 
 def digits(value: float) -> str:

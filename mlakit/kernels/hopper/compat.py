@@ -1,5 +1,4 @@
-"""One Gluon for every Triton from 3.6 on: names that moved, under one name each, and what its
-compilers need to be spared."""
+"""One Gluon for every Triton from 3.6 on: names that moved, under one name each."""
 
 from __future__ import annotations
 

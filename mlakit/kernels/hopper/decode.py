@@ -1,10 +1,11 @@
 """Launching absorbed attention over paged rows of 576 columns, and planning it.
 
 Work       the plan's workers times the units that a request has on average; see `decode_kernel`,
-           and for up to 32 heads `decode_few_kernel`, over FP8 rows `decode_few_fp8_kernel`
+           and for up to 32 heads `decode_few_kernel`; over FP8 rows `decode_fp8_kernel` and
+           `decode_few_fp8_kernel`
 Memory     float32 partials, two per worker: 35 MB at most where there are 132 SMs
            (where requests are cut on their own account, one per part that the table has room for)
-Limits     rows of 576/512 in halves and queries of their dtype, or rows of e4m3 and few heads of
+Limits     rows of 576/512 in halves and queries of their dtype, or rows of e4m3 and queries of
            halves or e4m3; pages of 8, 16, 32 or a multiple of 64 rows, rows that TMA can copy boxes
            of; `support` says no to the rest
 """
@@ -301,7 +302,7 @@ def _fp8_places(rows: int, copies: int, rope_bytes: int, copied_bytes: int) -> d
 def _fp8_warps(rows: int, format: str) -> dict[str, int]:
     """How many scorers, and the registers of a thread of each kind; the adder has the rest.
 
-    Two scorers wherever nothing is spilled, with Triton 3.6.0 and 3.9.0.
+    Two scorers wherever next to nothing is spilled: `support.compilation` says what.
     """
     if rows <= 16:
         return {"SCORERS": 2, "SCORER_REGISTERS": 160, "PRODUCER_REGISTERS": 40, "maxnreg": 128}
