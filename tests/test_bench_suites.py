@@ -47,6 +47,9 @@ TARGETS = {
         for shape, limit in (("h128-4096", 1.3333), ("h16-8192", 0.625))
         for format in ("fp8", "fp8_token", "fp8_block128")
     },
+    "decode-fp8-b128-h128-4096-e4m3-queries": 1.0,
+    "decode-fp8_token-b128-h128-4096-e4m3-queries": 1.0,
+    "decode-fp8_block128-b128-h128-4096-e4m3-queries": 1.3333,
 }
 PROBLEMS = {
     "decode": DenseDecode,

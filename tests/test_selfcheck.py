@@ -203,6 +203,6 @@ def test_cases_for_the_hopper_kernel_are_ones_it_takes():
 def test_the_hopper_kernel_passes_random_cases():
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs sm_90")
-    outcome = run(Settings(("mla_decode",), seed=7, backend="hopper", minutes=None, count=60))
+    outcome = run(Settings(("mla_decode",), seed=7, backend="hopper", minutes=None, count=12))
     assert outcome.miss is None, outcome.miss
-    assert outcome.tallies["mla_decode", "hopper"] == (60, 0)
+    assert outcome.tallies["mla_decode", "hopper"] == (12, 0)

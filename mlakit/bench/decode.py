@@ -2,7 +2,7 @@
 
 Bytes   the KV rows once, q and out
 FLOPs   2 · queries · heads · tokens · (576 + 512)
-FP8     rows are timed beside bf16 rows of the same problem
+FP8     rows are timed beside bf16 rows of the same problem, which has queries of bf16 then
 Plan    made before the clock starts, for peers too; "planned in the call" has none
 Gate    some requests, all their heads, against the float64 oracle
 """
@@ -30,12 +30,14 @@ from mlakit.plan import DecodePlanTensors
 
 RIVAL = "flash_mla"
 HALVES = "bf16 rows"
+E4M3 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
 class Decode(Workload):
     """The newest tokens of a batch of requests over all that is cached of them.
 
+    dtype  of the queries
     ratio  of mlakit's time to FlashMLA's that is to be reached; None: none is set
     share  of the read bandwidth that is as good
     pool   where the pages come from; None: a pool of its own
@@ -45,6 +47,7 @@ class Decode(Workload):
     heads: int
     format: str = "bf16"
     page_size: int = 64
+    dtype: torch.dtype = torch.bfloat16
     ratio: float | None = None
     share: float | None = None
     pool: SharedPool | None = field(default=None, compare=False)
@@ -55,7 +58,8 @@ class Decode(Workload):
     @property
     def name(self) -> str:
         page = f"-page{self.page_size}" if self.page_size != 64 else ""
-        return f"decode-{self.format}-{self.batch.label(self.heads)}{page}"
+        queries = "-e4m3-queries" if self.dtype is E4M3 else ""
+        return f"decode-{self.format}-{self.batch.label(self.heads)}{page}{queries}"
 
     @property
     def flops(self) -> int:
@@ -66,7 +70,8 @@ class Decode(Workload):
     @property
     def bytes(self) -> int:
         cached = sum(self.batch.kv_lens) * row_codec(self.format, ROW).bytes_per_token
-        return cached + 2 * self.batch.tokens * self.heads * (ROW.width + ROW.v_width)
+        row_bytes = self.dtype.itemsize * ROW.width + 2 * ROW.v_width  # of a query and its result
+        return cached + self.batch.tokens * self.heads * row_bytes
 
     @property
     def limit(self) -> float | None:
@@ -83,7 +88,7 @@ class Decode(Workload):
     def contest(self) -> Contest:
         generator = gpu.generator()
         cache, page_table = self._pages(generator)
-        q = gpu.normal(generator, self.batch.tokens, self.heads, ROW.width)
+        q = gpu.normal(generator, self.batch.tokens, self.heads, ROW.width).to(self.dtype)
         kv_lens, starts = gpu.int32(self.batch.kv_lens), gpu.int32(self.batch.starts)
 
         def attend(plan: DecodePlanTensors | None) -> tuple[Tensor, Tensor]:
@@ -99,6 +104,7 @@ class Decode(Workload):
             heads=self.heads,
             num_tokens=self.batch.tokens,
             q_starts=starts,
+            dtype=self.dtype,
         )
 
         def ours() -> tuple[Tensor, Tensor]:
@@ -149,7 +155,7 @@ class Decode(Workload):
             rows = layer.read(slots, torch.float64)
             exact, naive = (
                 reference.mla_decode(
-                    q[own],
+                    q[own].bfloat16(),
                     [rows],
                     [self.batch.q_lens[request]],
                     softmax_scale=SCALE,
@@ -192,5 +198,10 @@ WORKLOADS: tuple[Workload, ...] = (
         # at least three quarters as fast as bf16 where products are the limit, 1.6 times elsewhere
         for heads, tokens, ratio in ((128, 4096, 1 / 0.75), (16, 8192, 1 / 1.6))
         for format in ("fp8", "fp8_token", "fp8_block128")
+    ),
+    *(
+        BytesDecode(Batch.of(128, 1, 4096), 128, format, dtype=E4M3, ratio=ratio)
+        # queries of one byte need no wider products
+        for format, ratio in (("fp8", 1.0), ("fp8_token", 1.0), ("fp8_block128", 1 / 0.75))
     ),
 )

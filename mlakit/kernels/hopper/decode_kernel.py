@@ -53,6 +53,7 @@ from mlakit.kernels.hopper.decode_work import (
     find_keys,
     find_place,
     find_start,
+    first_unit,
     next_unit,
     rows_of_pair,
 )
@@ -529,7 +530,7 @@ def mla_decode_kernel(
         new_barrier(), new_barrier(), new_barrier(), new_barrier(), new_barrier(), new_barrier(),
         new_barrier(),
     )  # fmt: skip
-    item, index = next_unit(work, gl.load(worker_starts + gl.program_id(1)), gl.program_id(0))
+    work, item, index = first_unit(work, gl.load(worker_starts + gl.program_id(1)))
     if item < work.last_item:
         args = (
             item, index, inputs, work, results, buffers, arrivals, scale_log2, SIGN, IS_GIVEN
