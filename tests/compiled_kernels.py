@@ -15,8 +15,13 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
+from mlakit.kernels.hopper.primitives import new_barrier, new_barriers
 from mlakit.kernels.triton.launch import SHARED_BYTES, Target, compiling, launch
 from mlakit.support.machine_code import machine_code
 
@@ -47,6 +52,16 @@ def _multiply(out):
     gl.store(out + row * 64 + column, first + second)
 
 
+@gluon.jit
+def _arrive(USES_ONE: gl.constexpr, USES_SEVERAL: gl.constexpr):
+    one = new_barrier()
+    several = new_barriers(2, 1)
+    if USES_ONE:
+        mbarrier.arrive(one, count=1)
+    if USES_SEVERAL:
+        mbarrier.arrive(several.index(1), count=1)
+
+
 def _compiled(name: str) -> Any:
     x = torch.empty(4096)
     with compiling(Target(90, 132, SHARED_BYTES[90])) as compilation:
@@ -58,6 +73,12 @@ def _compiled(name: str) -> Any:
             launch(_multiply, (1,), x, num_warps=4)
         elif name == "serialised":
             launch(_multiply, (1,), x, num_warps=4, maxnreg=64)
+        elif name == "all-barriers-used":
+            launch(_arrive, (1,), USES_ONE=True, USES_SEVERAL=True, num_warps=4)
+        elif name == "one-barrier-idle":
+            launch(_arrive, (1,), USES_ONE=False, USES_SEVERAL=True, num_warps=4)
+        elif name == "barriers-idle":
+            launch(_arrive, (1,), USES_ONE=False, USES_SEVERAL=False, num_warps=4)
         else:
             raise ValueError(f"no kernel is called {name}")
     return compilation.kernels[0]

@@ -39,7 +39,12 @@ def code_of(name: str) -> dict[str, Any]:
 def test_a_kernel_without_faults_has_none():
     code = code_of("tidy")
     assert 0 < code.pop("registers") < 64
-    assert code == {"spill_stores": 0, "spill_loads": 0, "is_serialised": False}
+    assert code == {
+        "spill_stores": 0,
+        "spill_loads": 0,
+        "is_serialised": False,
+        "idle_barriers": 0,
+    }
 
 
 def test_spills_are_counted():
@@ -54,6 +59,13 @@ def test_spills_are_counted():
 def test_products_that_wait_for_each_other_are_seen():
     assert code_of("serialised")["is_serialised"]
     assert not code_of("asynchronous")["is_serialised"]
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("all-barriers-used", 0), ("one-barrier-idle", 1), ("barriers-idle", 2)]
+)
+def test_barriers_that_nobody_uses_are_counted(name, count):
+    assert code_of(name)["idle_barriers"] == count
 
 
 def test_what_is_assembled_again_must_be_the_machine_code():
@@ -84,7 +96,7 @@ def test_only_instructions_are_compared():
 
 
 def test_a_kernel_that_cannot_be_read_is_an_error():
-    kernel = SimpleNamespace(asm={"cubin": b"no machine code", "ptx": ""})
+    kernel = SimpleNamespace(asm={"cubin": b"no machine code", "ptx": "", "ttgir": ""})
     with pytest.raises(RuntimeError, match="cuobjdump cannot read the kernel: "):
         machine_code(kernel)
 
@@ -100,7 +112,7 @@ def test_a_tool_that_is_not_there_is_named(monkeypatch, tool):
 @pytest.mark.parametrize("said", ["", "Resource usage: none"])
 def test_a_kernel_of_which_nothing_is_said_is_an_error(monkeypatch, said):
     monkeypatch.setattr(module, "_said", lambda name, *arguments: said)
-    kernel = SimpleNamespace(asm={"cubin": b"", "ptx": ""})
+    kernel = SimpleNamespace(asm={"cubin": b"", "ptx": "", "ttgir": ""})
     with pytest.raises(RuntimeError, match="cuobjdump tells no resource usage"):
         machine_code(kernel)
 
@@ -112,5 +124,5 @@ def test_every_function_of_a_kernel_counts(monkeypatch):
         "nvdisasm": "STL.64 [R1], R2 ;\nLDL R5, [R1+0xc] ;\n@P0 LDL.LU R6, [R1] ;\nSTG [R1], R2 ;",
     }
     monkeypatch.setattr(module, "_said", lambda name, *arguments: said[name])
-    code = machine_code(SimpleNamespace(asm={"cubin": b"", "ptx": ""}))
+    code = machine_code(SimpleNamespace(asm={"cubin": b"", "ptx": "", "ttgir": ""}))
     assert (code.registers, code.spill_stores, code.spill_loads) == (90, 1, 2)

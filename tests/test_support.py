@@ -164,6 +164,7 @@ def test_the_named_checks_leave_nothing_out():
         ),
         (replace(MERGE, allowed_spills=(2, 3)), "spills: 0 stores, 0 loads; 2 and 3 are allowed"),
         (replace(MERGE, is_serialised=True), "its wgmma are serialised"),
+        (replace(MERGE, idle_barriers=2), "barriers that are used by no one: 2"),
         (replace(MERGE, error="no"), "no"),
     ],
 )

@@ -288,6 +288,7 @@ class Compiled:
     spill_loads: int = 0
     allowed_spills: tuple[int, int] = (0, 0)
     is_serialised: bool = False  # asynchronous dots that wait for each other
+    idle_barriers: int = 0
     shared_bytes: int = 0
     shared_limit: int = 0
     seconds: float = 0.0
@@ -300,6 +301,8 @@ class Compiled:
             return self.error
         if self.shared_bytes > self.shared_limit:
             return f"shared memory exceeds the limit of {self.shared_limit} bytes"
+        if self.idle_barriers:
+            return f"barriers that are used by no one: {self.idle_barriers}"
         if self.is_serialised:
             return "its wgmma are serialised"
         if (self.spill_stores, self.spill_loads) != self.allowed_spills:

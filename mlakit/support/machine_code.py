@@ -29,6 +29,7 @@ class MachineCode:
     spill_stores: int
     spill_loads: int
     is_serialised: bool  # its wgmma wait for each other
+    idle_barriers: int  # that are made and used by no one: their memory may be given to data
 
 
 def machine_code(kernel: Any) -> MachineCode:
@@ -47,7 +48,31 @@ def machine_code(kernel: Any) -> MachineCode:
         len(re.findall(r"\bSTL\b", code)),
         len(re.findall(r"\bLDL\b", code)),
         "wgmma" in kernel.asm["ptx"] and "serializ" in _assembled_again(kernel),
+        _count_idle_barriers(kernel.asm["ttgir"]),
     )
+
+
+def _count_idle_barriers(ttgir: str) -> int:
+    """How many allocations of barriers are initialised, and nothing else.
+
+    To the compiler their memory is free from then on. PTX gives it to nothing but a barrier, until
+    that is invalidated, which Triton does not do.
+    """
+    made = re.findall(r"%(\S+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<[\dx]*i64,", ttgir)
+    return sum(_is_idle(barrier, ttgir) for barrier in made)
+
+
+def _is_idle(barrier: str, ttgir: str) -> bool:
+    uses = re.findall(rf"^(?!\s*%{barrier} = ).*%{barrier}(?!\w).*$", ttgir, re.MULTILINE)
+    for use in uses:
+        element = re.match(rf"\s*%(\S+) = ttg\.memdesc_index %{barrier}\[", use)
+        if element is None:
+            is_idle = use.lstrip().startswith("ttng.init_barrier")
+        else:
+            is_idle = _is_idle(element[1], ttgir)
+        if not is_idle:
+            return False
+    return True
 
 
 def _said(name: str, *arguments: str) -> str:

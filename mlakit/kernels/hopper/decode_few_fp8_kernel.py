@@ -259,7 +259,7 @@ def mla_decode_few_fp8_kernel(
         copied, queries, q_scale, stride_q_scale, messages, channels, row_scales, scale_log2,
         tensor_scale, SIGN, IS_GIVEN,
     )  # fmt: skip
-    fitted = new_fitted(ROWS)
+    fitted = new_fitted(ROWS, SCORERS)
     item, index = next_unit(work, gl.load(worker_starts + gl.program_id(1)), gl.program_id(0))
     if item < work.last_item:
         if SCORERS == 1:

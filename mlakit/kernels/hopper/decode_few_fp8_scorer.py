@@ -104,10 +104,10 @@ class Standing:
 
 @record
 class Fitted:
-    """That queries are halves, told by the first scorer to the second."""
+    """That queries are halves, told by the first scorer to the second, if there is one."""
 
     unit: object  # [heads] float32, of scores
-    is_told: object  # a barrier
+    is_told: object  # a barrier, or None
 
 
 @record
@@ -172,8 +172,13 @@ def new_maxima(ROWS: gl.constexpr):
 
 
 @gluon.jit
-def new_fitted(ROWS: gl.constexpr):
-    return Fitted(new_heads(ROWS), new_barrier())
+def new_fitted(ROWS: gl.constexpr, SCORERS: gl.constexpr):
+    # no barrier that nobody uses: the compiler would give its memory to data, which PTX forbids
+    if SCORERS == 1:
+        NONE: gl.constexpr = None
+        return Fitted(new_heads(ROWS), NONE)
+    else:  # noqa: RET505
+        return Fitted(new_heads(ROWS), new_barrier())
 
 
 @gluon.jit
