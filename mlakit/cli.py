@@ -334,6 +334,12 @@ def check(
         "once, made and judged on the device. A GPU takes milliseconds for one.",
     ),
     first: int = typer.Option(0, min=0, help="With --launches: the number of the first."),
+    calls: int | None = typer.Option(
+        None,
+        min=1,
+        help="With --launches: calls of each, which must all give the same bits; else 1 or 3. Many "
+        "of them find what goes wrong now and then only.",
+    ),
     seed: int | None = typer.Option(
         None, min=0, help="Of the first case, or of all launches; else a new one."
     ),
@@ -367,6 +373,7 @@ def check(
         any_widths=any_widths,
         launches=launches,
         first=first,
+        calls=calls,
     )
     try:
         selfcheck.check_settings(settings)

@@ -31,6 +31,7 @@ class Settings:
     """What is checked, and for how long: until `minutes` are over or `count` cases are done.
 
     launches  instead of cases: so many launches of few compiled kernels, from number `first` on
+    calls     of each launch, all of which must give the same bits; None: one, or three at times
     """
 
     ops: tuple[str, ...]
@@ -42,6 +43,7 @@ class Settings:
     any_widths: bool = False
     launches: int | None = None
     first: int = 0
+    calls: int | None = None
 
     @property
     def place(self) -> str:
@@ -66,6 +68,7 @@ class Settings:
             words += ["--seed", str(number), "--count", "1"]
         else:
             words += ["--seed", str(self.seed), "--launches", "1", "--first", str(number)]
+            words += ["--calls", str(self.calls)] if self.calls else []
         words += ["--device", self.device] if self.device != "auto" else []
         words += ["--backend", self.backend] if self.backend else []
         words += ["--any-widths"] if self.any_widths else []
@@ -143,8 +146,9 @@ def check_settings(settings: Settings) -> None:
 
 def _check_launches(settings: Settings) -> None:
     if settings.launches is None:
-        if settings.first:
-            raise ValueError("first is the number of a launch: it needs launches")
+        for name, value in (("first", settings.first), ("calls", settings.calls)):
+            if value:
+                raise ValueError(f"{name} is of launches: it needs their number")
         return
     for name, value in (("count", settings.count), ("any_widths", settings.any_widths)):
         if value:
@@ -167,7 +171,7 @@ def random_launches(settings: Settings) -> Iterator[tuple[int, Case]]:
     for number in count(settings.first):
         for op in settings.ops:
             draw = SeededDraw(f"{op} {settings.seed} launch {number}")
-            yield number, draw_launch(draw, op, settings.backend, settings.place)
+            yield number, draw_launch(draw, op, settings.backend, settings.place, settings.calls)
 
 
 def run(

@@ -95,19 +95,29 @@ def test_a_launch_is_poison_and_garbage_wherever_nothing_is_seen(monkeypatch):
     assert set(table[~looked_up].tolist()) <= garbage
 
 
-def test_the_last_of_several_calls_is_judged(monkeypatch):
+@pytest.mark.parametrize("wrong_call", [1, 2, 3])
+def test_several_calls_give_the_same_bits(monkeypatch, wrong_call):
     calls: list[bool] = []
 
-    def wrong_at_last(a: dict[str, Any]) -> None:
+    def wrong_once(a: dict[str, Any]) -> None:
         calls.append(bool(a["out"].isnan().any()))
-        if len(calls) == 3:
-            a["out"][0, 0, 0] = torch.nan
+        if len(calls) == wrong_call:
+            a["out"][0, 0, 0] += 2.0**-12  # right, if judged
 
-    sabotage(monkeypatch, after=wrong_at_last)
+    sabotage(monkeypatch, after=wrong_once)
+    differing = max(wrong_call, 2)
+    with pytest.raises(AssertionError, match=f"out of call {differing}: "):
+        DecodeLaunch(calls=3, dtype="fp32", format="fp32").run("cpu", "cpu")
+    assert calls == [False] * differing
+
+
+def test_the_last_of_several_calls_is_judged(monkeypatch):
+    def wrong_each_time(a: dict[str, Any]) -> None:
+        a["out"][0, 0, 0] = torch.nan
+
+    sabotage(monkeypatch, after=wrong_each_time)
     with pytest.raises(AssertionError, match="NaN pattern"):
         DecodeLaunch(calls=3).run("cpu", "cpu")
-    assert calls == [False] * 3
-    DecodeLaunch(calls=1).run("cpu", "cpu")
 
 
 # --- what is found ------------------------------------------------------------------------------
@@ -252,6 +262,22 @@ def test_launches_are_counted_in_json_and_in_words():
     assert last.endswith(" s, no miss.")
 
 
+def test_calls_of_each_launch_are_made_and_named(monkeypatch):
+    arguments = ("--launches", "1", "--seed", "4", "--device", "cpu", "--backend", "cpu")
+    made: list[int] = []
+
+    def wrong_at_last(a: dict[str, Any]) -> None:
+        made.append(1)
+        if len(made) == 7:
+            a["out"][...] = 7.0
+
+    sabotage(monkeypatch, after=wrong_at_last)
+    code, output = invoke(*arguments, "--calls", "7")
+    assert (code, len(made)) == (1, 7)
+    assert "out of call 7: " in output
+    assert "--first 0 --calls 7" in " ".join(output.split())
+
+
 def test_launches_that_no_backend_takes_are_no_success():
     code, output = invoke("--launches", "2", "--device", "cpu", "--backend", "hopper")
     assert code == 1
@@ -261,7 +287,8 @@ def test_launches_that_no_backend_takes_are_no_success():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--first", "3"), "first is the number of a launch"),
+        (("--first", "3"), "first is of launches: it needs their number"),
+        (("--calls", "3"), "calls is of launches: it needs their number"),
         (("--launches", "2", "--count", "2"), "count has no meaning"),
         (("--launches", "2", "--any-widths"), "any_widths has no meaning"),
         (("--launches", "2", "--op", "mla_prefill"), "made of mla_decode only, got op"),

@@ -17,7 +17,7 @@ from torch import Tensor
 from mlakit.masks import Mask
 from mlakit.ops import mla_decode
 from mlakit.reference.softmax import attention_weights
-from mlakit.testing import assert_matches, poison
+from mlakit.testing import assert_matches, assert_same_bits, poison
 from mlakit.workloads.case import Results, Trial, assert_given, assert_logits_match
 from mlakit.workloads.decode import DecodeBatch
 from mlakit.workloads.paged import SPARE_COLUMNS, Pool, map_pages, num_pages_for, starts_of
@@ -81,8 +81,8 @@ def attend(
 class DecodeLaunch(DecodeBatch):
     """A call of `mla_decode`. A negative `sharpness` makes a negative softmax_scale.
 
-    calls        made in a row, the last of which is judged: from the third on, a GPU may start what
-                 was recorded of the second
+    calls        made in a row, of which all must give the same bits, and the last is judged: from
+                 the third on, a GPU may start what was recorded of the second
     spare_pages  columns of the page table past the longest request: a kernel is chosen by what the
                  table has room for
     """
@@ -131,7 +131,13 @@ class DecodeLaunch(DecodeBatch):
             )
 
         def call_all(backend: str) -> Results:
-            return [call(backend) for _ in range(self.calls)][-1]
+            results = call(backend)
+            for number in range(2, self.calls + 1):
+                before = [result.clone() for result in results]
+                results = call(backend)
+                for name, got, want in zip(("out", "lse"), results, before, strict=True):
+                    assert_same_bits(f"{name} of call {number}", got, want)
+            return results
 
         def check(results: Results) -> None:
             for name, result in zip(("out", "lse"), results, strict=True):

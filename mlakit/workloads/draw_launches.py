@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mlakit.workloads.case import Case
@@ -64,12 +64,14 @@ FOR_ANY = (
 CONFIGURATIONS = {"hopper": FOR_HOPPER}
 
 
-def draw_launch(draw: Draw, op: str, backend: str, device: str) -> Case:
+def draw_launch(draw: Draw, op: str, backend: str, device: str, calls: int | None = None) -> Case:
     """A launch of `op`; problems on a CPU are small.
 
     backend  with kernels for few problems: the launch is one of these
+    calls    of it, which change nothing else that is drawn; None: as drawn
     """
-    return LAUNCHES[op](draw, backend, device)
+    launch = LAUNCHES[op](draw, backend, device)
+    return launch if calls is None else replace(launch, calls=calls)
 
 
 def decode_launch(draw: Draw, backend: str, device: str) -> DecodeLaunch:
@@ -115,4 +117,4 @@ def _scheduled(draw: Draw, *, most_workers: int, backend: str) -> dict[str, Any]
     return draw.choice(schedules)
 
 
-LAUNCHES: dict[str, Callable[[Draw, str, str], Case]] = {DecodeLaunch.op: decode_launch}
+LAUNCHES: dict[str, Callable[[Draw, str, str], DecodeLaunch]] = {DecodeLaunch.op: decode_launch}
