@@ -50,6 +50,7 @@ class Work:
     IS_CAUSAL: object
     IS_GIVEN: object  # the plan is not of this kernel
     ITEM_COLUMNS: object
+    MAY_REHEARSE: object  # see `first_unit`
 
 
 @record
@@ -162,7 +163,7 @@ def first_unit(work, first_item):
     work = Work(
         work.items, work.partial_starts, work.q_starts, work.kv_lens, work.stride_q_starts,
         work.stride_kv_lens, heads, work.head_blocks, work.ROWS, work.slot_rows, work.last_item,
-        work.IS_CAUSAL, work.IS_GIVEN, work.ITEM_COLUMNS,
+        work.IS_CAUSAL, work.IS_GIVEN, work.ITEM_COLUMNS, work.MAY_REHEARSE,
     )  # fmt: skip
     return work, item, index
 
@@ -183,7 +184,8 @@ def find_keys(inputs, work, item, index):
     has_room = _has_room(work, q_len, slot)
     low = gl.where(has_room, low, 0)
     end = gl.where(has_room, gl.minimum(last, kv_len), kv_len)
-    end = gl.where(work.heads > 0, end, 0)
+    if work.MAY_REHEARSE:
+        end = gl.where(work.heads > 0, end, 0)
     if work.IS_CAUSAL:
         end = gl.minimum(end, kv_len - q_len + index // work.head_blocks + 1)
     entries = inputs.table + request.to(gl.int64) * inputs.stride_request
