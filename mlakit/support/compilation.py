@@ -3,7 +3,8 @@
 A check is a case of `mlakit.workloads` with the widths of a real model, and an architecture. The op
 is called as ever, on tensors in host memory; the kernels it would start there are compiled for the
 architecture instead of run. What fails is a kernel that does not compile, asks for more shared
-memory than a block may have, or spills registers other than `ALLOWED_SPILLS` says.
+memory than a block may have, spills registers other than `ALLOWED_SPILLS` says, has asynchronous
+dots that wait for each other, or makes barriers that it does not use.
 """
 
 from __future__ import annotations
