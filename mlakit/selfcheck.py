@@ -148,7 +148,7 @@ def _check_launches(settings: Settings) -> None:
     if settings.launches is None:
         for name, value in (("first", settings.first), ("calls", settings.calls)):
             if value:
-                raise ValueError(f"{name} is of launches: it needs their number")
+                raise ValueError(f"{name} is an option of launches, and needs launches")
         return
     for name, value in (("count", settings.count), ("any_widths", settings.any_widths)):
         if value:

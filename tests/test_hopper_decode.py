@@ -391,6 +391,22 @@ def test_fp8_nan_that_is_seen_is_seen(column, heads, format):
     assert out[1].isfinite().all()
 
 
+@pytest.mark.parametrize("requests", [0, 2])
+def test_without_queries_no_kernel_is_started(requests):
+    from mlakit.kernels.triton.launch import SHARED_BYTES, Target, compiling
+
+    cache = PagedLatentCache.allocate(RowShape(512, 64), num_pages=1, page_size=64)
+    table, lens = torch.zeros(requests, 1).int(), torch.full((requests,), 3).int()
+    starts = torch.zeros(requests + 1).int()
+    q = torch.empty(0, 16, 576, dtype=torch.bfloat16)
+    with compiling(Target(90, 132, SHARED_BYTES[90])) as compilation:
+        out, lse = mla_decode(
+            q, cache, table, lens, q_starts=starts, softmax_scale=0.1, backend="hopper"
+        )
+    assert (out.shape, lse.shape) == ((0, 16, 512), (0, 16))
+    assert compilation.kernels == []
+
+
 @pytest.mark.parametrize(
     ("heads", "rows"),
     [(1, 8), (7, 8), (8, 8), (9, 16), (16, 16), (17, 32), (31, 32), (32, 32), (33, 64), (200, 64)],

@@ -287,8 +287,8 @@ def test_launches_that_no_backend_takes_are_no_success():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--first", "3"), "first is of launches: it needs their number"),
-        (("--calls", "3"), "calls is of launches: it needs their number"),
+        (("--first", "3"), "first is an option of launches, and needs launches"),
+        (("--calls", "3"), "calls is an option of launches, and needs launches"),
         (("--launches", "2", "--count", "2"), "count has no meaning"),
         (("--launches", "2", "--any-widths"), "any_widths has no meaning"),
         (("--launches", "2", "--op", "mla_prefill"), "made of mla_decode only, got op"),

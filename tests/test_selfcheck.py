@@ -205,6 +205,4 @@ def test_the_hopper_kernel_passes_random_cases():
         pytest.skip("needs sm_90")
     outcome = run(Settings(("mla_decode",), seed=7, backend="hopper", minutes=None, count=12))
     assert outcome.miss is None, outcome.miss
-    tally = outcome.tallies["mla_decode", "hopper"]
-    assert tally.right + tally.refused == 12
-    assert tally.right >= 10  # of queries whose rows are loose it takes none
+    assert outcome.tallies["mla_decode", "hopper"] == (12, 0)

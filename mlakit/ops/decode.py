@@ -209,7 +209,8 @@ def _uses(a: DecodeArguments, q_latent: Tensor, q_rope: Tensor) -> Iterator[str]
         yield "bf16 q_rope of e4m3 q"
     elif q_rope.dtype != q_latent.dtype:
         yield "q_rope of another dtype"
-    if not (_lie_evenly(q_latent) and _lie_evenly(q_rope)):
+    has_queries = q_latent.shape[0] > 0
+    if has_queries and not (_lie_evenly(q_latent) and _lie_evenly(q_rope)):
         yield "loose rows of q"
 
 

@@ -95,6 +95,8 @@ def mla_decode(
     lse: Tensor,  # [tokens, heads] float32
 ) -> None:
     (tokens, heads, _), batch = q_latent.shape, kv_lens.shape[0]
+    if tokens == 0:
+        return  # there is nothing to write, nor to copy boxes of
     variant = variant_for(layer, page_table, heads, tokens)
     if isinstance(splits, DecodePlanTensors):
         plan = splits

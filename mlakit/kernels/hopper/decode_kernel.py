@@ -506,7 +506,7 @@ def mla_decode_kernel(
     work = Work(
         items, partial_starts, q_starts, kv_lens, stride_q_starts, stride_kv_lens, heads,
         head_blocks, ROWS, slot_rows, gl.load(worker_starts + gl.program_id(1) + 1), IS_CAUSAL,
-        IS_GIVEN, ITEM_COLUMNS, True,
+        IS_GIVEN, ITEM_COLUMNS, True,  # MAY_REHEARSE
     )  # fmt: skip
     results = Results(
         out, lse, partial_out, partial_lse, sink, stride_out_token, stride_out_head,
