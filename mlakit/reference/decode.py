@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ def mla_decode(
     sink: Tensor | None = None,  # [heads]
     key_positions: Sequence[Tensor] | None = None,  # per request int [kv_len]
     query_positions: Sequence[Tensor] | None = None,  # per request int [q_len]
+    products: Callable[[int, int, Tensor], Tensor] | None = None,
+    weights_dtype: torch.dtype | None = None,  # that weights are rounded to, if they are
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """Absorbed MLA attention, one request and one query token at a time.
@@ -31,7 +33,10 @@ def mla_decode(
 
     The last q_len rows of a request are its own queries: query i is at position kv_len − q_len + i,
     row j at position j. Where `rows` are only one rank's share of the context, both kinds of
-    positions are given instead. Returns out [tokens, heads, v_width] and lse [tokens, heads].
+    positions are given instead. `products` of a token, its request and a mask of rows are q·row
+    [heads, n] of these, where they are not to be found here.
+
+    Returns out [tokens, heads, v_width] and lse [tokens, heads].
     """
     if (key_positions is None) != (query_positions is None):
         raise ValueError("mla_decode: key_positions and query_positions must be given together")
@@ -46,8 +51,11 @@ def mla_decode(
             keys, queries = key_positions[request], query_positions[request]
         for seen in mask.visible(queries, keys):
             attended = cached[seen].to(dtype)
-            score = q[token].to(dtype) @ attended.T * softmax_scale
-            weights, lse[token] = attention_weights(score, sink)
+            if products is None:
+                score = q[token].to(dtype) @ attended.T
+            else:
+                score = products(token, request, seen).to(dtype)
+            weights, lse[token] = attention_weights(score * softmax_scale, sink, weights_dtype)
             out[token] = weights @ attended[:, :v_width]
             token += 1
     return out, lse

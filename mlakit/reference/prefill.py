@@ -24,6 +24,7 @@ def mla_prefill(
     mask: Mask = CAUSAL,
     alibi_slopes: Tensor | None = None,  # [heads]
     sink: Tensor | None = None,  # [heads]
+    weights_dtype: torch.dtype | None = None,  # that weights are rounded to, if they are
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """Expanded MLA attention, one request and one query token at a time.
@@ -52,7 +53,7 @@ def mla_prefill(
             if alibi_slopes is not None:
                 distance = torch.arange(first, last, device=q.device) - position
                 score = score + alibi_slopes.to(dtype)[:, None] * distance.to(dtype)
-            weights, lse[token] = attention_weights(score, sink)
+            weights, lse[token] = attention_weights(score, sink, weights_dtype)
             out[token] = torch.einsum("hj,jhd->hd", weights, values[first:last])
     return out, lse
 

@@ -22,6 +22,7 @@ def sparse_mla(
     topk_lens: Lengths | None = None,  # [tokens]
     sink: Tensor | None = None,  # [heads]
     extra: tuple[Tensor, Tensor, Lengths | None] | None = None,  # a second (pool, rows, topk_lens)
+    weights_dtype: torch.dtype | None = None,  # that weights are rounded to, if they are
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Absorbed MLA attention over listed rows, one query token at a time.
@@ -44,7 +45,7 @@ def sparse_mla(
         if extra is not None:
             attended = torch.cat([attended, _listed(*extra, token).to(dtype)])
         score = q[token].to(dtype) @ attended.T * softmax_scale
-        weights, lse[token] = attention_weights(score, sink)
+        weights, lse[token] = attention_weights(score, sink, weights_dtype)
         out[token] = weights @ attended[:, :v_width]
         if attended.shape[0] > 0:
             max_logits[token] = score.amax(-1)

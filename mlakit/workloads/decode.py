@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import sqrt
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,7 +17,15 @@ from mlakit.masks import Mask
 from mlakit.ops import merge_states, mla_decode
 from mlakit.plan import DecodePlan, EvenSplit, plan_decode
 from mlakit.testing import assert_matches, assert_same_bits
-from mlakit.workloads.case import Results, Trial, assert_given, assert_logits_match
+from mlakit.workloads.byte_scores import FORMATS as BYTE_FORMATS
+from mlakit.workloads.byte_scores import adds_bytes, byte_scores
+from mlakit.workloads.case import (
+    Results,
+    Trial,
+    assert_given,
+    assert_logits_match,
+    weights_dtype,
+)
 from mlakit.workloads.paged import (
     PagedCase,
     Pool,
@@ -28,6 +36,8 @@ from mlakit.workloads.paged import (
 )
 from mlakit.workloads.stage import DTYPES, Stage
 
+Products: TypeAlias = Callable[[int, int, Tensor], Tensor]
+
 
 @dataclass(frozen=True, eq=False)
 class Rank:
@@ -37,6 +47,7 @@ class Rank:
     page_table: PageTable
     positions: list[Tensor]  # per request, of the tokens cached here
     rows: list[Tensor]  # per request [tokens, width] float64 as stored, NaN where never seen
+    units: list[Tensor]  # per request [tokens]: see `Pool.units`
     plan: DecodePlan | EvenSplit | None
     given: dict[str, Tensor]  # results to write to
 
@@ -47,6 +58,7 @@ class Query:
 
     arguments: dict[str, Any]
     exact: Tensor  # [tokens, heads, width] float64, scaled by q_scale
+    stored: Tensor  # likewise, not scaled
     sink: Tensor | None
 
 
@@ -100,6 +112,10 @@ class DecodeBatch(PagedCase):
             return None
         return stage.place("q_scale", stage.uniform(0.5, 1.5, sum(self.q_lens)))
 
+    def adds_bytes(self, device: torch.device, backend: str) -> bool:
+        """May the scores of this call be sums of bytes, as Hopper's tensor cores make them?"""
+        return adds_bytes(device, backend, format=self.format, q_dtype=self.dtype, heads=self.heads)
+
     def results(self, stage: Stage, of: str = "") -> dict[str, Tensor]:
         """out and lse for the op to write to."""
         shape = (sum(self.q_lens), self.heads)
@@ -133,8 +149,10 @@ class DecodeCase(DecodeBatch):
         whole = [stage.normal(kv_len, self.row.width) for kv_len in self.kv_lens]
         ranks = [self._rank(stage, rank, whole) for rank in range(self.world)]
         kv_lens = stage.place_ints("kv_lens", self.kv_lens, wide=self.wide_indices)
+        backends = [""]  # the last is that of the results to check
 
         def call(backend: str) -> Results:
+            backends.append(backend)
             sink = query.sink if self.world == 1 else None
             results = [
                 self._attend(query.arguments, kv_lens, rank, index, sink, backend)
@@ -147,7 +165,11 @@ class DecodeCase(DecodeBatch):
                 results.append(self._attend_alone(query, kv_lens, ranks[0], sink, backend))
             return tuple(result for pair in results for result in pair)
 
-        return Trial(stage, call, lambda results: self._check(query, ranks, results))
+        def check(results: Results) -> None:
+            is_of_bytes = self.adds_bytes(stage.device, backends[-1])
+            self._check(query, ranks, results, is_of_bytes=is_of_bytes)
+
+        return Trial(stage, call, check)
 
     def _query(self, stage: Stage) -> Query:
         tokens, row = sum(self.q_lens), self.row
@@ -163,12 +185,12 @@ class DecodeCase(DecodeBatch):
         else:
             arguments["q"] = stage.place("q", q, self.dtype)
         stored = [arguments[name].cpu().double() for name in ("q", "q_rope") if name in arguments]
-        exact = torch.cat(stored, dim=-1)
+        exact = whole = torch.cat(stored, dim=-1)
         q_scale = self.q_scale(stage)
         if q_scale is not None:
             arguments["q_scale"] = q_scale
-            exact = exact * q_scale.cpu().double()[:, None, None]
-        return Query(arguments, exact, stage.sink(self.sink, self.heads))
+            exact = whole * q_scale.cpu().double()[:, None, None]
+        return Query(arguments, exact, whole, stage.sink(self.sink, self.heads))
 
     def _rank(self, stage: Stage, rank: int, whole: Sequence[Tensor]) -> Rank:
         mask = Mask(self.mask, self.window)
@@ -183,13 +205,16 @@ class DecodeCase(DecodeBatch):
         pool = self.pool(stage, name, num_pages_for(counts, self.page_size))
         table, slots = map_tokens(pool, seen, flat=self.flat_table, wide=self.wide_indices)
         stored = [torch.full((count, self.row.width), torch.nan).double() for count in counts]
+        units = [torch.ones(count).double() for count in counts]
         for request, used in enumerate(seen):
             rows = whole[request][positions[request][used]]
             stored[request][used] = pool.write(
                 slots[request][used], rows, power_of_two=self.power_of_two
             )
+            if self.format in BYTE_FORMATS:
+                units[request][used] = pool.units(slots[request][used]).cpu()
         given = self.results(stage, of=f" of rank {rank}") if self.given_results else {}
-        return Rank(pool, table, positions, stored, self.plan(counts), given)
+        return Rank(pool, table, positions, stored, units, self.plan(counts), given)
 
     def _attend(
         self,
@@ -243,30 +268,48 @@ class DecodeCase(DecodeBatch):
             arguments["q_starts"] = torch.tensor(lengths, dtype=torch.int32, device=kv_lens.device)
         counts = [len(rank.positions[request])]
         table = select_requests(rank.page_table, [request])
-        single = Rank(rank.pool, table, [], [], self.plan(counts), {})
+        single = Rank(rank.pool, table, [], [], [], self.plan(counts), {})
         lens = kv_lens[request : request + 1]
         return self._attend(arguments, lens, single, 0, sink, backend)
 
-    def _check(self, query: Query, ranks: Sequence[Rank], results: Results) -> None:
+    def _check(
+        self, query: Query, ranks: Sequence[Rank], results: Results, *, is_of_bytes: bool
+    ) -> None:
         pairs = list(zip(results[::2], results[1::2], strict=True))
         if self._is_independent:
             _, tokens = self._alone
             for name, alone, batched in zip(("out", "lse"), pairs.pop(), pairs[0], strict=True):
                 assert_same_bits(f"{name} of a request alone", alone.cpu(), batched[tokens].cpu())
         exact = [
-            self._check_rank(f" of rank {index}" if self.world > 1 else "", query, rank, pair)
+            self._check_rank(
+                f" of rank {index}" if self.world > 1 else "",
+                query,
+                rank,
+                pair,
+                is_of_bytes=is_of_bytes,
+            )
             for index, (rank, pair) in enumerate(zip(ranks, pairs, strict=False))
         ]
         if self.world > 1:
             self._check_merged(query, ranks, exact, pairs)
 
     def _check_rank(
-        self, label: str, query: Query, rank: Rank, results: tuple[Tensor, Tensor]
+        self,
+        label: str,
+        query: Query,
+        rank: Rank,
+        results: tuple[Tensor, Tensor],
+        *,
+        is_of_bytes: bool,
     ) -> tuple[Tensor, Tensor]:
         """The rank's exact results, which its results match."""
         sink = query.sink if self.world == 1 else None
         exact = self._oracle(query, rank.rows, rank.positions, sink, torch.float64)
-        naive = self._oracle(query, rank.rows, rank.positions, sink, torch.float32)
+        products = self._products_of_bytes(query, rank) if is_of_bytes else None
+        weights = weights_dtype(results[0], torch.float32)
+        naive = self._oracle(
+            query, rank.rows, rank.positions, sink, torch.float32, products, weights
+        )
         for name, result in zip(("out", "lse"), results, strict=True):
             assert_given(f"{name}{label}", result, rank.given.get(name))
         out, lse = results
@@ -309,6 +352,8 @@ class DecodeCase(DecodeBatch):
         positions: Sequence[Tensor],
         sink: Tensor | None,
         dtype: torch.dtype,
+        products: Products | None = None,
+        weights: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor]:
         queries = [
             torch.arange(kv_len - q_len, kv_len)
@@ -324,8 +369,25 @@ class DecodeCase(DecodeBatch):
             sink=_on_cpu(sink),
             key_positions=positions,
             query_positions=queries,
+            products=products,
+            weights_dtype=weights,
             dtype=dtype,
         )
+
+    def _products_of_bytes(self, query: Query, rank: Rank) -> Products:
+        q_scale = query.arguments.get("q_scale")
+
+        def products(token: int, request: int, seen: Tensor) -> Tensor:
+            sums = byte_scores(
+                query.stored[token],
+                rank.rows[request][seen],
+                rank.units[request][seen],
+                self.row,
+                self.format,
+            )
+            return sums if q_scale is None else sums * q_scale[token].item()
+
+        return products
 
     def _largest_score(self, query: Query, rows: Sequence[Tensor]) -> Tensor:
         """|q| · max |row| · softmax_scale, [tokens, heads]."""

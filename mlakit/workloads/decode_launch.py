@@ -18,6 +18,8 @@ from mlakit.masks import Mask
 from mlakit.ops import mla_decode
 from mlakit.reference.softmax import attention_weights
 from mlakit.testing import assert_matches, assert_same_bits, poison
+from mlakit.workloads.byte_scores import FORMATS as BYTE_FORMATS
+from mlakit.workloads.byte_scores import byte_scores
 from mlakit.workloads.case import Results, Trial, assert_given, assert_logits_match
 from mlakit.workloads.decode import DecodeBatch
 from mlakit.workloads.paged import SPARE_COLUMNS, Pool, map_pages, num_pages_for, starts_of
@@ -61,6 +63,7 @@ def attend(
     softmax_scale: float,
     v_width: int,
     sink: Tensor | None,
+    products: Tensor | None = None,  # [requests, most queries, heads, keys], as of `_of_bytes`
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """What `reference.mla_decode` says, of all requests at once: (out, lse)."""
@@ -69,8 +72,9 @@ def attend(
     by_request = torch.zeros(requests, most, *q.shape[1:], dtype=dtype, device=q.device)
     by_request[queries.request, queries.index] = q.to(dtype)
     rows = rows.to(dtype)
-    scores = by_request.flatten(1, 2) @ rows.mT * softmax_scale
-    scores = scores.view(requests, most, heads, keys)
+    if products is None:
+        products = (by_request.flatten(1, 2) @ rows.mT).view(requests, most, heads, keys)
+    scores = products.to(dtype) * softmax_scale
     scores = scores.masked_fill(~queries.visible[:, :, None], -torch.inf)
     weights, lse = attention_weights(scores, sink)
     out = (weights.flatten(1, 2) @ rows[..., :v_width]).view(requests, most, heads, v_width)
@@ -100,7 +104,7 @@ class DecodeLaunch(DecodeBatch):
         keys = max([1, *counts]) * self.page_size
         queries = Queries.of(self.q_lens, self.kv_lens, mask, keys, stage.device)
         pool = self.pool(stage, "cache", num_pages_for(self.kv_lens, self.page_size))
-        page_table, rows = self._fill(pool, counts, queries.visible.any(1))
+        page_table, rows, units = self._fill(pool, counts, queries.visible.any(1))
         drawn = stage.queries(sum(self.q_lens), self.heads, self.row.width)
         q = stage.place("q", drawn, self.dtype)
         q_scale = self.q_scale(stage)
@@ -111,6 +115,7 @@ class DecodeLaunch(DecodeBatch):
         given = self.results(stage)
 
         plan = self.plan(self.kv_lens)
+        backends = [""]  # the last is that of the results to check
 
         def call(backend: str) -> Results:
             return mla_decode(
@@ -131,6 +136,7 @@ class DecodeLaunch(DecodeBatch):
             )
 
         def call_all(backend: str) -> Results:
+            backends.append(backend)
             results = call(backend)
             for number in range(2, self.calls + 1):
                 before = [result.clone() for result in results]
@@ -142,12 +148,20 @@ class DecodeLaunch(DecodeBatch):
         def check(results: Results) -> None:
             for name, result in zip(("out", "lse"), results, strict=True):
                 assert_given(name, result, given[name])
-            self._check(exact_q, rows, queries, sink, results)
+            products = None
+            if self.adds_bytes(stage.device, backends[-1]):
+                products = self._of_bytes(q.double(), q_scale, rows, units, queries)
+            self._check(exact_q, rows, queries, sink, results, products)
 
         return Trial(stage, call_all, check)
 
-    def _fill(self, pool: Pool, counts: Sequence[int], seen: Tensor) -> tuple[Tensor, Tensor]:
-        """(page table, float64 [requests, keys, width] as stored, 0 where nothing is seen)."""
+    def _fill(
+        self, pool: Pool, counts: Sequence[int], seen: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(page table, rows, units): float64 [requests, keys, width] as stored, and `Pool.units`.
+
+        Rows are 0 where nothing is seen.
+        """
         spare_columns = SPARE_COLUMNS + self.spare_pages
         page_table, slots = map_pages(pool, counts, seen, spare_columns=spare_columns)
         at = seen.nonzero(as_tuple=True)
@@ -155,10 +169,32 @@ class DecodeLaunch(DecodeBatch):
         stored = pool.write(slots[at], values, power_of_two=self.power_of_two)
         rows = stored.new_zeros(*seen.shape, self.row.width)
         rows[at] = stored
-        return page_table, rows
+        units = stored.new_ones(seen.shape)
+        if self.format in BYTE_FORMATS:
+            units[at] = pool.units(slots[at]).to(units.device)
+        return page_table, rows, units
+
+    def _of_bytes(
+        self, q: Tensor, q_scale: Tensor | None, rows: Tensor, units: Tensor, queries: Queries
+    ) -> Tensor:
+        """Products of queries and rows, [requests, most queries, heads, keys]."""
+        requests, most, keys = queries.visible.shape
+        products = torch.zeros(requests, most, self.heads, keys, device=q.device)
+        for token, (request, index) in enumerate(
+            zip(queries.request.tolist(), queries.index.tolist(), strict=True)
+        ):
+            sums = byte_scores(q[token], rows[request], units[request], self.row, self.format)
+            products[request, index] = sums if q_scale is None else sums * q_scale[token]
+        return products
 
     def _check(
-        self, exact_q: Tensor, rows: Tensor, queries: Queries, sink: Tensor | None, results: Results
+        self,
+        exact_q: Tensor,
+        rows: Tensor,
+        queries: Queries,
+        sink: Tensor | None,
+        results: Results,
+        products: Tensor | None,
     ) -> None:
         exact, naive = (
             attend(
@@ -168,6 +204,7 @@ class DecodeLaunch(DecodeBatch):
                 softmax_scale=self.softmax_scale,
                 v_width=self.row.v_width,
                 sink=sink,
+                products=products if dtype == torch.float32 else None,
                 dtype=dtype,
             )
             for dtype in (torch.float64, torch.float32)

@@ -43,6 +43,13 @@ class Pool:
                 _bytes(stored)[self._place(slots)] = _bytes(values).to(stored.device)
         return codec.decode(payload, scales, tensor_scale=scale, dtype=torch.float64)
 
+    def units(self, slots: Tensor) -> Tensor:
+        """float64 [n]: what the stored numbers of rows are multiplied with, one for each row."""
+        if self.layer.scales is None:
+            scale = torch.as_tensor(self.cache.tensor_scale, dtype=torch.float32)  # as it is used
+            return scale.double().expand(slots.shape)
+        return self.layer.scales[self._place(slots)].view(len(slots)).double()
+
     def read(self, slots: Tensor) -> Tensor:
         """Rows [n, width] float32 on the CPU."""
         payload, scales = (

@@ -13,7 +13,14 @@ from mlakit import reference
 from mlakit.masks import Mask
 from mlakit.ops import mla_prefill
 from mlakit.testing import assert_matches
-from mlakit.workloads.case import Case, Results, Trial, assert_given, assert_logits_match
+from mlakit.workloads.case import (
+    Case,
+    Results,
+    Trial,
+    assert_given,
+    assert_logits_match,
+    weights_dtype,
+)
 from mlakit.workloads.paged import seen_tokens, starts_of
 from mlakit.workloads.stage import DTYPES, Stage
 
@@ -90,7 +97,8 @@ class PrefillCase(Case):
                 for name, tensor in (("alibi_slopes", slopes), ("sink", sink))
             }
             exact = self._oracle(inputs, extras, torch.float64)
-            naive = self._oracle(inputs, extras, torch.float32)
+            weights = {"weights_dtype": weights_dtype(results[0], torch.float32)}
+            naive = self._oracle(inputs, {**extras, **weights}, torch.float32)
             for name, result in zip(("out", "lse"), results, strict=True):
                 assert_given(name, result, given.get(name))
             out, lse = results

@@ -12,7 +12,13 @@ from mlakit import reference
 from mlakit.ops import ExtraRows, sparse_mla
 from mlakit.plan import EvenSplit
 from mlakit.testing import NEVER_A_PAGE, assert_matches
-from mlakit.workloads.case import Results, Trial, assert_given, assert_logits_match
+from mlakit.workloads.case import (
+    Results,
+    Trial,
+    assert_given,
+    assert_logits_match,
+    weights_dtype,
+)
 from mlakit.workloads.paged import PagedCase, Pool
 from mlakit.workloads.stage import DTYPES, Stage
 
@@ -158,6 +164,7 @@ class SparseCase(PagedCase):
                 topk_lens=lens,
                 sink=sink,
                 extra=None if extra is None else extra.on_cpu,
+                weights_dtype=weights_dtype(results[0], dtype),
                 dtype=dtype,
             )
 

@@ -1,0 +1,94 @@
+"""The naive run of scores that are sums of bytes: of what is stored, added as it is there."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+from mlakit.geometry import RowShape
+from mlakit.workloads import DecodeCase, byte_scores
+from mlakit.workloads.paged import Pool
+from mlakit.workloads.stage import Stage
+
+ROW = RowShape(512, 64)
+FORMATS = pytest.mark.parametrize("format", byte_scores.FORMATS)
+E4M3 = torch.float8_e4m3fn
+
+
+def stored_rows(format: str, tensor_scale: float = 0.3) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows, units)"""
+    case = DecodeCase(
+        format=format, kv_lora_rank=512, qk_rope_head_dim=64, tensor_scale=tensor_scale
+    )
+    stage = Stage("cpu", seed=1, padded=False)
+    pool: Pool = case.pool(stage, "cache", 3)
+    slots = torch.arange(40)
+    rows = pool.write(slots, stage.normal(40, 576) * torch.logspace(-3, 3, 40)[:, None])
+    return rows, pool.units(slots)
+
+
+@FORMATS
+def test_units_are_what_stored_numbers_were_multiplied_with(format):
+    rows, units = stored_rows(format)
+    stored = (rows / units[:, None]).float()
+    assert torch.equal(stored[:, :512], stored[:, :512].to(E4M3).float())
+    rope_dtype = E4M3 if format == "fp8" else torch.bfloat16
+    assert torch.equal(stored[:, 512:], stored[:, 512:].to(rope_dtype).float())
+
+
+@FORMATS
+def test_scores_lose_what_the_hardware_does_not_keep(format):
+    rows, units = stored_rows(format)
+    q = torch.randn(16, 576, generator=torch.Generator().manual_seed(0)).to(E4M3).double()
+    got = byte_scores.byte_scores(q, rows, units, ROW, format)
+    exact = q @ rows.T
+    error = (got - exact).abs() / (q.norm(dim=-1)[:, None] * rows.norm(dim=-1))
+    assert 2.0**-20 < error.max() < 2.0**-11
+
+
+@FORMATS
+def test_rows_of_zeros_have_scores_of_zero(format):
+    rows, units = stored_rows(format)
+    rows[3], units[3] = 0.0, 0.0
+    q = torch.ones(2, 576).double()
+    got = byte_scores.byte_scores(q, rows, units, ROW, format)
+    assert torch.equal(got[:, 3], torch.zeros(2))
+    assert got.isfinite().all()
+
+
+def test_only_hopper_adds_bytes_and_only_of_many_heads():
+    problem = {"format": "fp8", "q_dtype": "e4m3", "heads": 128}
+    with mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)):
+        cuda = torch.device("cuda")
+        assert byte_scores.adds_bytes(cuda, "auto", **problem)
+        assert byte_scores.adds_bytes(cuda, "hopper", **problem)
+        assert not byte_scores.adds_bytes(cuda, "triton", **problem)
+        assert not byte_scores.adds_bytes(torch.device("cpu"), "auto", **problem)
+        for other in ({"format": "fp8_block128"}, {"q_dtype": "bf16"}, {"heads": 32}):
+            assert not byte_scores.adds_bytes(cuda, "auto", **{**problem, **other})
+    with mock.patch("torch.cuda.get_device_capability", return_value=(10, 0)):
+        assert not byte_scores.adds_bytes(cuda, "auto", **problem)
+
+
+@FORMATS
+@pytest.mark.parametrize("loss", [2.0**-11, 2.0**-5], ids=["as much as hardware", "more"])
+def test_the_judge_takes_what_the_hardware_loses_and_no_more(format, loss):
+    """Exact results with lse off by so much of the largest score."""
+    case = DecodeCase(
+        kv_lens=(70, 3), q_lens=(1, 1), heads=40, dtype="e4m3", q_scaled=True, format=format,
+        kv_lora_rank=512, qk_rope_head_dim=64, sharpness=4.0,
+    )  # fmt: skip
+    trial = case.trial("cpu")
+    out, lse = trial.call("cpu")
+    noise = torch.randn(lse.shape, generator=torch.Generator().manual_seed(0)) * loss
+    with mock.patch.object(DecodeCase, "adds_bytes", return_value=True):
+        trial.check((out, lse))
+        if loss > 2.0**-8:
+            with pytest.raises(AssertionError, match="lse"):
+                trial.check((out, lse + noise))
+        else:
+            trial.check((out, lse + noise))
+    with pytest.raises(AssertionError, match="lse"):
+        trial.check((out, lse + noise))
