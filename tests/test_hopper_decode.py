@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from math import log
 from random import Random
+from typing import TYPE_CHECKING
 from unittest import mock
 
 import pytest
 import torch
 
-from mlakit import PagedLatentCache, dispatch, mla_decode
+from mlakit import PagedLatentCache, dispatch, mla_decode, reference
 from mlakit.checks import UnsupportedError
 from mlakit.geometry import RowShape
 from mlakit.specs import Problem, pretending
+from mlakit.testing import assert_matches
 from mlakit.workloads import DecodeCase
+
+if TYPE_CHECKING:
+    from mlakit.kernels.hopper.decode import Variant
 
 ROW = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 LENGTHS = {
@@ -349,6 +355,38 @@ def with_sizes(format: str, sizes: list[float]) -> tuple[PagedLatentCache, torch
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 32, 128])
+@pytest.mark.parametrize("format", ["bf16", "fp16", *FP8])
+@pytest.mark.parametrize("step", [0.4, 3.0, 7.9, 8.1, 40.0])
+def test_scores_that_rise_and_fall_from_block_to_block(step, format, heads):
+    """By so many powers of two: a peak stays what it was until a score is far above it."""
+    row, dtype = DecodeCase(**ROW).row, torch.float16 if format == "fp16" else torch.bfloat16
+    cache = PagedLatentCache.allocate(row, format, num_pages=10, page_size=64, device="cuda")
+    own = torch.Generator().manual_seed(0)
+    rows = torch.randn(640, 576, generator=own) / 4
+    rows[:, 0] = step * log(2) * (torch.arange(640) // 64)
+    slots = torch.arange(640, device="cuda")
+    cache.layer(0).write(slots, rows.cuda())
+    stored = cache.layer(0).read(slots).double().cpu()
+    q = torch.randn(2, heads, 576, generator=own) / 16
+    q[:, 0::2, 0], q[:, 1::2, 0] = 1.0, -1.0
+    q = q.to(dtype)
+    pages = torch.arange(10, dtype=torch.int32, device="cuda").expand(2, 10)
+    lens = torch.tensor([640, 577], dtype=torch.int32, device="cuda")
+    with mock.patch("mlakit.kernels.hopper.decode.FEW_BLOCKS", 0):
+        given = {"softmax_scale": 1.0, "backend": "hopper"}
+        results = mla_decode(q.cuda(), cache, pages, lens, **given)
+    exact, naive = (
+        reference.mla_decode(
+            q, [stored, stored[:577]], (1, 1), softmax_scale=1.0, v_width=512, dtype=dtype
+        )
+        for dtype in (torch.float64, torch.float32)
+    )
+    for name, *each in zip(("out", "lse"), results, exact, naive, strict=True):
+        assert_matches(name, each[0].cpu(), *each[1:])
+
+
+@pytest.mark.gpu
 @KERNELS
 @pytest.mark.parametrize("format", ["fp8_token", "fp8_block128"])
 @pytest.mark.parametrize(
@@ -407,31 +445,42 @@ def test_without_queries_no_kernel_is_started(requests):
     assert compilation.kernels == []
 
 
+def variant_of(
+    heads: int,
+    format: str = "bf16",
+    *,
+    page_size: int = 64,
+    pages: int = 1 << 20,
+    q_dtype: torch.dtype = torch.bfloat16,
+) -> Variant:
+    """What a query token is given over a request that may have so many pages."""
+    from mlakit.kernels.hopper.decode import variant_for
+
+    row = RowShape(512, 64)
+    layer = PagedLatentCache.allocate(row, format, num_pages=1, page_size=page_size).layer(0)
+    table = torch.empty(1, pages, dtype=torch.int32)
+    return variant_for(layer, table, heads, num_tokens=1, q_dtype=q_dtype)
+
+
 @pytest.mark.parametrize(
     ("heads", "rows"),
     [(1, 8), (7, 8), (8, 8), (9, 16), (16, 16), (17, 32), (31, 32), (32, 32), (33, 64), (200, 64)],
 )
 def test_few_heads_are_not_padded_to_many(heads, rows):
-    from mlakit.kernels.hopper.decode import variant_for
     from mlakit.kernels.hopper.decode_few_kernel import mla_decode_few_kernel
 
-    layer = PagedLatentCache.allocate(RowShape(512, 64), num_pages=1, page_size=64).layer(0)
-    variant = variant_for(layer, torch.empty(1, 1 << 20, dtype=torch.int32), heads, num_tokens=1)
+    variant = variant_of(heads)
     assert variant.rows == rows
     assert (variant.kernel is mla_decode_few_kernel) == (heads <= 32)
-    little = variant_for(layer, torch.empty(1, 2, dtype=torch.int32), heads, num_tokens=1)
-    assert little.rows == min(rows, 32)
+    assert variant_of(heads, pages=2).rows == min(rows, 32)
 
 
 @pytest.mark.parametrize(("page_size", "rows"), [(8, 32), (16, 64), (32, 64), (64, 64)])
 def test_the_kernel_for_many_heads_leaves_the_smallest_pages_to_the_other(page_size, rows):
-    from mlakit.kernels.hopper.decode import variant_for
-
-    layer = PagedLatentCache.allocate(RowShape(512, 64), num_pages=1, page_size=page_size).layer(0)
-    table = torch.empty(1, 1 << 20, dtype=torch.int32)
-    assert variant_for(layer, table, heads=128, num_tokens=1).rows == rows
+    assert variant_of(128, page_size=page_size).rows == rows
 
 
+@pytest.mark.parametrize("q_dtype", [torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize(
     ("format", "heads", "rows"),
     [
@@ -440,16 +489,14 @@ def test_the_kernel_for_many_heads_leaves_the_smallest_pages_to_the_other(page_s
         ("fp8_block128", 128, 32),
     ],
 )  # fmt: skip
-def test_many_heads_over_fp8_have_a_kernel_of_their_own(format, heads, rows):
-    from mlakit.kernels.hopper.decode import variant_for
+def test_many_heads_over_fp8_have_kernels_of_their_own(format, heads, rows, q_dtype):
+    from mlakit.kernels.hopper.decode_e4m3_kernel import mla_decode_e4m3_kernel
     from mlakit.kernels.hopper.decode_fp8_kernel import mla_decode_fp8_kernel
 
-    row = RowShape(512, 64)
-    layer = PagedLatentCache.allocate(row, format, num_pages=1, page_size=64).layer(0)
-    variant = variant_for(layer, torch.empty(1, 1 << 20, dtype=torch.int32), heads, num_tokens=1)
-    assert (variant.rows, variant.kernel is mla_decode_fp8_kernel) == (rows, rows == 64)
-    little = variant_for(layer, torch.empty(1, 2, dtype=torch.int32), heads, num_tokens=1)
-    assert little.rows == 32
+    variant = variant_of(heads, format, q_dtype=q_dtype)
+    many = mla_decode_fp8_kernel if q_dtype == torch.bfloat16 else mla_decode_e4m3_kernel
+    assert (variant.rows, variant.kernel is many) == (rows, rows == 64)
+    assert variant_of(heads, format, q_dtype=q_dtype, pages=2).rows == 32
 
 
 @FP8_FORMATS

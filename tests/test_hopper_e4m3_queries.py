@@ -1,8 +1,9 @@
-"""Hopper's decode of queries in e4m3, which are widened on their way to its dots."""
+"""Hopper's decode of queries in e4m3: widened for its dots, or of many heads as they are."""
 
 from __future__ import annotations
 
 from random import Random
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from test_hopper_decode import (
     FP8_HEADS,
     LENGTHS,
     MANY_UNITS,
+    ROW,
     SMALL_PAGES,
     around_pages,
     run,
@@ -19,6 +21,7 @@ from test_hopper_decode import (
 )
 
 from mlakit import PagedLatentCache, mla_decode
+from mlakit.workloads import DecodeCase, byte_scores
 
 ROTATED_IN_HALVES = pytest.mark.parametrize("format", FP8[1:])
 E4M3_QUERIES = {"dtype": "e4m3", "q_scaled": True, "tensor_scale": 0.05}
@@ -85,6 +88,53 @@ def test_rotated_queries_of_bf16_beside_e4m3(q_scaled, heads, format):
     lengths = {"kv_lens": (700, 65, 0, 130), "q_lens": (2, 1, 1, 3)}
     queries = {"dtype": "e4m3", "q_rope_dtype": "bf16", "q_scaled": q_scaled}
     run(**lengths, **queries, heads=heads, format=format, sink="finite")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", byte_scores.FORMATS)
+def test_scores_of_many_heads_are_sums_as_the_hardware_makes_them(format):
+    """Of one key each, where the lse is the score."""
+    cache, _ = with_sizes(format, [1.0, 3.0, 0.2])
+    layer = cache.layer(0)
+    first_rows = layer.read(torch.arange(8, device="cuda") * 64, dtype=torch.float64)
+    units = torch.ones(8).double().cuda() if layer.scales is None else layer.scales[:, 0, 0]
+    own = torch.Generator().manual_seed(7)
+    q = torch.randn(90, 128, 576, generator=own).cuda().to(torch.float8_e4m3fn)
+    page = torch.arange(90, dtype=torch.int32, device="cuda") % 8
+    lens = torch.ones_like(page)
+    with mock.patch("mlakit.kernels.hopper.decode.FEW_BLOCKS", 0):
+        given = {"softmax_scale": 0.5, "backend": "hopper"}
+        _, lse = mla_decode(q, cache, page[:, None], lens, **given)
+    row = DecodeCase(**ROW).row
+    modelled = torch.stack(
+        [
+            byte_scores.byte_scores(each.double(), first_rows[[i]], units[[i]], row, format)[:, 0]
+            for each, i in zip(q, page.tolist(), strict=True)
+        ]
+    )
+    torch.testing.assert_close(lse, modelled * 0.5, rtol=2.0**-22, atol=0.0)
+    exact = (q.double() @ first_rows[page][..., None])[..., 0] * 0.5
+    assert (lse - exact).abs().max() > 2.0**-10  # what is widened would lose less
+
+
+@pytest.mark.gpu
+def test_e4m3_queries_of_many_heads_over_rows_of_sizes_far_apart():
+    """Weights of rows with small scales matter where the large one is not attended to."""
+    cache, rows = with_sizes("fp8_token", [1e-3] * 400 + [1e6] + [1e-3] * 111)
+    own = torch.Generator().manual_seed(8)
+    q = torch.randn(2, 64, 576, generator=own).cuda().to(torch.float8_e4m3fn)
+    largest = (q.double() @ rows.T).abs().amax((1, 2))
+    scales = (3000.0 / largest).float()  # at the softmax's scale scores are up to 60
+    with mock.patch("mlakit.kernels.hopper.decode.FEW_BLOCKS", 0):
+        out, lse = attend_all(q, cache, scales)
+    scores = q.double() * scales.double()[:, None, None] @ rows.T * 0.02
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-3, atol=1e-3)
+    want = scores.softmax(-1) @ rows[:, :512]
+    is_small = want.abs().amax(-1) < 1e-3 * rows.abs().max()
+    assert 0.1 < is_small.double().mean() < 0.9
+    error = (out.double() - want).abs().amax(-1) / want.abs().amax(-1)
+    assert error[~is_small].max() < 2.0**-4  # the scores of large rows have errors of their own
+    assert error[is_small].max() < 2.0**-6
 
 
 @pytest.mark.gpu

@@ -159,6 +159,12 @@ HOPPER = {
             ("-page8", 100, {"page_size": 8, "sink": "finite"}),
             ("-page32", 64, {"page_size": 32}),
             ("-e4m3-q", 128, {"dtype": "e4m3", "q_scaled": True}),
+            ("-e4m3-q-page8", 100, {"dtype": "e4m3", "page_size": 8, "sink": "finite"}),
+            (
+                "-e4m3-q-given-plan",
+                64,
+                {"dtype": "e4m3", "page_size": 128, "num_workers": 3, "tile": 16},
+            ),
         )
     },
     "hopper-decode-many-fp8-fp16-q": _decode("fp8", 128, page_size=64, dtype="fp16", **MUCH_WORK),
@@ -273,6 +279,20 @@ ALLOWED_SPILLS = {
             ("-e4m3-q", (3, 5)),
             ("-e4m3-q-given-plan", (3, 5)),
         )
+    },
+    # where adders write a unit's results, after the loop over its blocks
+    **{
+        ("3.6.0", f"hopper-decode-many-{format}-e4m3-q{name}", 90): {
+            "mla_decode_e4m3_kernel": spills
+        }
+        for format in ("fp8", "fp8_token")
+        for name, spills in (
+            ("", (31, 32)),
+            ("-page8", (12, 13)),
+            ("-given-plan", (1, 1)),
+            ("-bf16-rope", (31, 32)),
+        )
+        if (format, name) != ("fp8", "-bf16-rope")  # whose rotated columns are e4m3
     },
 }
 

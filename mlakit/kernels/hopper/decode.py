@@ -1,8 +1,8 @@
 """Launching absorbed attention over paged rows of 576 columns, and planning it.
 
 Work       the plan's workers times the units that a request has on average; see `decode_kernel`,
-           and for up to 32 heads `decode_few_kernel`; over FP8 rows `decode_fp8_kernel` and
-           `decode_few_fp8_kernel`
+           and for up to 32 heads `decode_few_kernel`; over FP8 rows `decode_fp8_kernel`,
+           for queries of e4m3 too `decode_e4m3_kernel`, and `decode_few_fp8_kernel`
 Memory     float32 partials, two per worker: 35 MB at most where there are 132 SMs
            (where requests are cut on their own account, one per part that the table has room for)
 Limits     rows of 576/512 in halves and queries of their dtype, or rows of e4m3 and queries of
@@ -24,6 +24,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mlakit.cache import WHOLE, CacheLayer, KVShard
 from mlakit.formats import SMALLEST_SCALE
+from mlakit.kernels.hopper.decode_e4m3_kernel import mla_decode_e4m3_kernel
 from mlakit.kernels.hopper.decode_few_fp8_kernel import mla_decode_few_fp8_kernel
 from mlakit.kernels.hopper.decode_few_kernel import mla_decode_few_kernel
 from mlakit.kernels.hopper.decode_fp8_kernel import mla_decode_fp8_kernel
@@ -44,6 +45,12 @@ LEAST_KEYS_OF_FEW = 64  # likewise, where a worker has few heads
 FEW_HEADS = 32  # at most: more of them fill the 64 rows of the other kernel half or better
 FEW_BLOCKS = 16  # of keys, for each SM
 FP8_BOXES = 2  # of 128 columns, in one place of a ring of e4m3
+E4M3_WARPS = {
+    "ADDER_REGISTERS": 184,
+    "SCORER_REGISTERS": 112,
+    "PRODUCER_REGISTERS": 32,
+    "maxnreg": 128,
+}
 MANY_FP8_WARPS = {"ADDER_REGISTERS": 160, "WIDENER_REGISTERS": 136, "maxnreg": 168}
 LEAST_PAGE_OF_MANY = 16  # rows: the kernel for many heads would spill registers for smaller ones
 
@@ -60,13 +67,17 @@ class Variant:
     least_keys: int
 
 
-def variant_for(layer: CacheLayer, page_table: Tensor, heads: int, num_tokens: int) -> Variant:
+def variant_for(
+    layer: CacheLayer, page_table: Tensor, heads: int, num_tokens: int, q_dtype: torch.dtype
+) -> Variant:
     """The kernel for few heads also where there is little to do: it is the quicker to begin."""
     capacity = triton.cdiv(page_table.shape[1] * layer.page_size, BLOCK)
     blocks = num_tokens * triton.cdiv(heads, FEW_HEADS) * capacity
     is_fp8 = layer.codec.name in FP8_FORMATS
     is_little = blocks <= FEW_BLOCKS * target(page_table.device).num_sms
     if layer.codec.name in ("fp8", "fp8_token") and heads > FEW_HEADS and not is_little:
+        if q_dtype == E4M3:
+            return Variant(mla_decode_e4m3_kernel, 64, 128, 0, BLOCK, LEAST_KEYS)
         return Variant(mla_decode_fp8_kernel, 64, 256, 0, BLOCK, LEAST_KEYS)
     if is_fp8 or is_little or heads <= FEW_HEADS or layer.page_size < LEAST_PAGE_OF_MANY:
         rows = max(triton.next_power_of_2(min(heads, FEW_HEADS)), 8)
@@ -97,7 +108,7 @@ def mla_decode(
     (tokens, heads, _), batch = q_latent.shape, kv_lens.shape[0]
     if tokens == 0:
         return  # there is nothing to write, nor to copy boxes of
-    variant = variant_for(layer, page_table, heads, tokens)
+    variant = variant_for(layer, page_table, heads, tokens, q_latent.dtype)
     if isinstance(splits, DecodePlanTensors):
         plan = splits
         if plan.empty_requests.shape[0] > 0:
@@ -123,7 +134,7 @@ def mla_decode(
     copied_bytes = sum(variant.rows * q.shape[-1] for q in (q_latent, q_rope) if q.dtype == E4M3)
     pool = _pool_arguments(layer, variant, copied_bytes)
     options = pool.options
-    if layer.codec.name in FP8_FORMATS:
+    if layer.codec.name in FP8_FORMATS and variant.kernel is not mla_decode_fp8_kernel:
         stride = 0 if q_scale is None else q_scale.stride(0)
         options = {**options, "q_scale": q_scale, "stride_q_scale": stride}
     launch(
@@ -193,10 +204,10 @@ def plan_mla_decode(
     mask: Mask,
     heads: int,
     num_tokens: int,
-    dtype: torch.dtype,  # of the queries, which changes nothing
+    dtype: torch.dtype,  # of the queries
 ) -> DecodePlanTensors:
     """A plan, made on the device, for as many workers as run at the same time."""
-    variant = variant_for(layer, page_table, heads, num_tokens)
+    variant = variant_for(layer, page_table, heads, num_tokens, dtype)
     return _plan(variant, layer, page_table, q_starts, kv_lens, mask, heads, num_tokens, None)
 
 
@@ -272,6 +283,13 @@ def _pool_arguments(layer: CacheLayer, variant: Variant, copied_bytes: int) -> P
         rope, rope_column = _boxes(halves, box_rows, ROPE), halves.shape[1] - ROPE
         copies = 4 if layer.codec.name == "fp8_block128" else 1
     rope_bytes = BLOCK * rope.block_shape[1] * rope.base.element_size()
+    if variant.kernel is mla_decode_e4m3_kernel:
+        options |= {
+            "ROPE_COLUMN": rope_column,
+            "PLACES": _e4m3_places(copied_bytes, rope_bytes),
+            **E4M3_WARPS,
+        }
+        return PoolArguments(_boxes(words, box_rows, 32), rope, page_rows, host_scale, options)
     options |= {
         "ROPE_COLUMN": rope_column,
         **_fp8_places(variant.rows, copies, rope_bytes, copied_bytes),
@@ -299,6 +317,13 @@ def _fp8_places(rows: int, copies: int, rope_bytes: int, copied_bytes: int) -> d
     fills = 4 // FP8_BOXES  # of places, for a box of rotated columns
     places = max(n for n in range(64) if n * place_bytes + -(-n // fills) * rope_bytes <= room)
     return {"BOXES": FP8_BOXES, "PLACES": places, "ROPE_PLACES": -(-places // fills)}
+
+
+def _e4m3_places(copied_bytes: int, rope_bytes: int) -> int:
+    """Blocks that fit beside queries as they come, their rotated columns as halves, messages."""
+    halves = BLOCK * ROPE * 2
+    room = SHARED_BYTES[ARCH] - copied_bytes - halves - 2 * BLOCK * BLOCK * 2 - OTHER_BYTES
+    return room // (BLOCK * LATENT + rope_bytes)
 
 
 def _fp8_warps(rows: int, format: str) -> dict[str, int]:

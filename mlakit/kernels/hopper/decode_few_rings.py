@@ -132,11 +132,12 @@ def load_queries(inputs, work, item, index, queries):
 
 
 @gluon.jit
-def store(unit, results, heads, sums, scale, column):
-    """Write a unit's result, or its partial in float32: sums · scale.
+def store(unit, results, heads, sums, scale, column, FIRST: gl.constexpr = 0):
+    """Write a unit's result, or its partial in float32: sums · scale, from part FIRST on.
 
     column  [COLUMNS] of each row of the sums, within a part
     """
+    column += FIRST * COLUMNS
     row = gl.arange(0, scale.shape[0], scale.type.layout)
     head = unit.first_head + row
     if unit.slot < 0:
@@ -152,6 +153,6 @@ def store(unit, results, heads, sums, scale, column):
 @gluon.jit
 def _store_sums(first, row_starts, sums, scale, column, is_row):
     at = gl.expand_dims(row_starts, 0) + gl.expand_dims(column, 1)
-    for part in gl.static_range(PARTS):
+    for part in gl.static_range(len(sums)):
         values = (sums[part] * gl.expand_dims(scale, 0)).to(first.dtype.element_ty)
         gl.store(first + part * COLUMNS + at, values, mask=gl.expand_dims(is_row, 0))

@@ -2,8 +2,7 @@
 
 Formats    fp8           one scale for the tensor: it joins the softmax's, and the result
            fp8_token     a scale beside each row: it multiplies scores and weights
-Queries    bf16, fp16 or e4m3; the last with a scale for each token, which multiplies scores, and
-           with rotated columns in bf16, if those of rows are
+Queries    bf16 or fp16; those of e4m3 have `decode_e4m3_kernel`
 Work       as `decode_kernel`: a program has 64 heads of one query over a range of its request's
            keys, 64 keys a block, one such unit after the other
 Bound      by tensor cores, if rows are widened once for all 64 heads: so a warpgroup of its own
@@ -54,7 +53,14 @@ from mlakit.kernels.hopper.decode_fp8_widener import (
     slot_of,
     widen_blocks,
 )
-from mlakit.kernels.hopper.decode_softmax import FIRST_PEAK, finish, mask_scores, store_lse
+from mlakit.kernels.hopper.decode_softmax import (
+    FIRST_PEAK,
+    finish,
+    mask_scores,
+    next_peak,
+    store_lse,
+)
+from mlakit.kernels.hopper.decode_softmax import PATIENCE as MOST_PATIENCE
 from mlakit.kernels.hopper.decode_work import (
     Inputs,
     Results,
@@ -62,15 +68,16 @@ from mlakit.kernels.hopper.decode_work import (
     count_units,
     find_keys,
     find_place,
-    find_q_scale,
     next_unit,
 )
-from mlakit.kernels.hopper.e4m3 import LARGEST_UNIT, fit_rows, largest_of, unit_for, widen_bytes
-from mlakit.kernels.hopper.primitives import new_barrier, opaque_zero
+from mlakit.kernels.hopper.e4m3 import LARGEST_UNIT, fit_rows, largest_of, unit_for
+from mlakit.kernels.hopper.primitives import new_barrier, opaque_zero, scale_rows
 
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 VALUES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 LEAST_OF_ROPE = gl.constexpr(2.0**-30)  # of rotated queries, what others have a unit for at least
+LARGEST = gl.constexpr(2.0**6)  # weight, of a score at the peak: LARGEST_UNIT / 2**PATIENCE
+LEAST_PATIENCE = gl.constexpr(0.9)  # with scales, weights are up to 2**15, and halves end at 2**16
 SMALLEST = gl.constexpr(2.0**-126)  # scale: with one of 0 the −inf of a hidden key would be NaN
 
 
@@ -80,8 +87,6 @@ class Queries:
     right: object
     rope: object  # [1, 64, 64], of the type of the rotated columns of blocks
     arrival: object
-    q_scale: object  # float32 of each token, for queries of e4m3, or None
-    stride_q_scale: object
 
 
 @record
@@ -110,17 +115,14 @@ class Scoring:
     """What is known when the kernel is compiled."""
 
     HAS_SCALES: object  # have rows?
-    ARE_BYTES: object  # are queries e4m3?
     SIGN: object  # of the softmax's scale
     IS_GIVEN: object  # as of the kernel
 
 
 @gluon.jit
 def _as_they_come(buffer, box):
-    """The memory of queries, as a descriptor's box, of halves or of words of e4m3."""
-    WIDTH: gl.constexpr = box.block_shape[1]
-    COUNT: gl.constexpr = 2 if box.dtype == gl.int32 else 1  # words take half as much
-    return reinterpret(buffer, box.dtype, [COUNT, 64, WIDTH], box.layout).index(0)
+    """The memory of queries, as a descriptor's box."""
+    return reinterpret(buffer, box.dtype, [1, 64, box.block_shape[1]], box.layout).index(0)
 
 
 @gluon.jit
@@ -167,16 +169,6 @@ def _fit_queries(inputs, queries, FORMAT: gl.constexpr):
 
 
 @gluon.jit
-def _widen_queries(inputs, queries):
-    """Make queries of e4m3 halves, where they are."""
-    widen_bytes(_as_they_come(queries.left, inputs.q), queries.left.index(0))
-    widen_bytes(_as_they_come(queries.right, inputs.q), queries.right.index(0))
-    if inputs.q_rope.dtype == gl.int32:
-        widen_bytes(_as_they_come(queries.rope, inputs.q_rope), queries.rope.index(0))
-    fence_async_shared()
-
-
-@gluon.jit
 def _begin_scores(queries, blocks, number):
     """Of a block, [64 heads, 64 keys], as soon as its halves are there."""
     slot, turn = slot_of(number)
@@ -193,19 +185,17 @@ def _begin_scores(queries, blocks, number):
 
 
 @gluon.jit
-def _weigh(scores, block, number, keys, softmax, row_scale, q_scale, scales, scoring):
+def _weigh(scores, block, number, keys, softmax, row_scale, scales, scoring):
     """(weights as halves, decay of the sums before, softmax with this block taken in)"""
-    weight_unit = softmax.unit
-    factor = LARGEST_UNIT
+    weight_unit, factor = softmax.unit, LARGEST
+    PATIENCE: gl.constexpr = LEAST_PATIENCE if scoring.HAS_SCALES else MOST_PATIENCE
     if scoring.HAS_SCALES:
         slot, _ = slot_of(number)
         key_scale = scales.index(slot).load(gl.SliceLayout(0, SCORES))
-        scores *= gl.expand_dims(key_scale * q_scale, 0)
+        scores *= gl.expand_dims(key_scale, 0)
         weight_unit, factor = unit_for(gl.maximum(softmax.unit, gl.max(key_scale, 0)))
-    elif scoring.ARE_BYTES:
-        scores *= q_scale
     scores = mask_scores(scores, block, keys, 1, scoring.SIGN, scoring.IS_GIVEN)
-    peak = gl.maximum(softmax.peak, gl.max(scores, 1) * row_scale)
+    peak = next_peak(softmax.peak, gl.max(scores, 1) * row_scale, PATIENCE)
     exponentials = gl.exp2(scores * gl.expand_dims(row_scale, 1) - gl.expand_dims(peak, 1))
     decay = gl.exp2(softmax.peak - peak)
     total = softmax.total * decay + gl.sum(exponentials, 1)
@@ -213,7 +203,7 @@ def _weigh(scores, block, number, keys, softmax, row_scale, q_scale, scales, sco
         exponentials *= gl.expand_dims(key_scale * factor, 0)
         decay *= softmax.unit * factor * (1.0 / LARGEST_UNIT)
     else:
-        exponentials *= LARGEST_UNIT
+        exponentials *= factor
     return exponentials.to(gl.float16), decay, Softmax(peak, total, weight_unit)
 
 
@@ -227,21 +217,13 @@ def _send(message, weights, decay):
 
 
 @gluon.jit
-def _decayed(acc, decay):
-    decay = gl.convert_layout(decay, gl.SliceLayout(1, VALUES))
-    return acc * gl.expand_dims(decay, 1)
-
-
-@gluon.jit
-def _take_in(
-    scores, block, number, keys, softmax, row_scale, q_scale, pending, blocks, message, scoring
-):  # fmt: skip
+def _take_in(scores, block, number, keys, softmax, row_scale, pending, blocks, message, scoring):
     """Weigh a block and tell the adder: (sums of those before, decayed; softmax with this one).
 
     pending  sums that the block before is being added to
     """
     weights, decay, softmax = _weigh(
-        scores, block, number, keys, softmax, row_scale, q_scale, blocks.scales, scoring
+        scores, block, number, keys, softmax, row_scale, blocks.scales, scoring
     )
     # not the other way round: weights are found while values are being added, and only the loop in
     # which a barrier is waited for keeps the assembler from waiting before
@@ -250,13 +232,13 @@ def _take_in(
     if block > keys.first_block:
         mbarrier.arrive(blocks.left_empty.index((number & 1) ^ 1), count=1)
     _send(message, weights, decay)
-    return _decayed(acc, decay), softmax
+    return scale_rows(acc, decay), softmax
 
 
 @gluon.jit
 def _store(place, results, heads, acc, factor, FIRST: gl.constexpr):
     """A half of a unit's result, or of its partial in float32."""
-    acc = _decayed(acc, factor)
+    acc = scale_rows(acc, factor)
     row = gl.arange(0, 64, gl.SliceLayout(1, VALUES))
     head = place.first_head + row
     column = FIRST + gl.arange(0, 256, gl.SliceLayout(0, VALUES))
@@ -288,17 +270,13 @@ def _scorer(
     # addresses of a thread's elements are found in each turn: kept, they would be spilled
     for _ in tl.range(0, count_units(work, item, index), disable_licm=True):
         keys = find_keys(inputs, work, item, index)
-        q_scale = find_q_scale(queries, work, item, index)
         mbarrier.wait(queries.arrival, units_before & 1)
-        if scoring.ARE_BYTES:
-            _widen_queries(inputs, queries)
-            row_scale = gl.full([64], gl.maximum(scale, SMALLEST), gl.float32, ROW)
-        else:
-            row_scale = gl.maximum(_fit_queries(inputs, queries, FORMAT) * scale, SMALLEST)
+        row_scale = gl.maximum(_fit_queries(inputs, queries, FORMAT) * scale, SMALLEST)
         softmax = Softmax(
             gl.full([64], FIRST_PEAK, gl.float32, ROW),
             gl.zeros([64], gl.float32, ROW),
-            gl.to_tensor(0.0 if scoring.HAS_SCALES else 1.0),  # `unit_for` knows a least one
+            # `unit_for` knows a least one
+            gl.to_tensor(0.0 if scoring.HAS_SCALES else LARGEST_UNIT / LARGEST),
         )
         pending = warpgroup_mma_init(gl.zeros([64, 256], gl.float32, VALUES))
         dots = _begin_scores(queries, blocks, number)
@@ -306,8 +284,7 @@ def _scorer(
         last_block = keys.first_block + num_blocks(keys) - 1
         for block in range(keys.first_block, last_block):
             acc, softmax = _take_in(
-                scores, block, number, keys, softmax, row_scale, q_scale, pending, blocks, message,
-                scoring,
+                scores, block, number, keys, softmax, row_scale, pending, blocks, message, scoring,
             )  # fmt: skip
             dots = _begin_scores(queries, blocks, number + 1)
             values = blocks.left.index(number & 1)
@@ -318,8 +295,7 @@ def _scorer(
         if next_item < work.last_item:
             _load_queries(inputs, work, next_item, next_index, queries)
         acc, softmax = _take_in(
-            scores, last_block, number, keys, softmax, row_scale, q_scale, pending, blocks, message,
-            scoring,
+            scores, last_block, number, keys, softmax, row_scale, pending, blocks, message, scoring,
         )  # fmt: skip
         values = blocks.left.index(number & 1)
         pending = warpgroup_mma(message.weights, values, acc, is_async=True)
@@ -354,7 +330,7 @@ def _adder(item, index, inputs, work, results, message, blocks):
         for _ in range(num_blocks(keys)):
             slot = number & 1
             mbarrier.wait(message.full, number & 1)
-            acc = acc * gl.expand_dims(message.decay.load(SUMS), 1)
+            acc = scale_rows(acc, message.decay.load(SUMS))
             # the scorer has waited for these values
             pending = warpgroup_mma(message.weights, blocks.right.index(slot), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(pending,))
@@ -382,7 +358,7 @@ def _adder(item, index, inputs, work, results, message, blocks):
     ]
 )
 def mla_decode_fp8_kernel(
-    q,  # descriptors: boxes of 64 x 256, of 64 x 64 where rotated; words of e4m3
+    q,  # descriptors: boxes of 64 x 256, of 64 x 64 where rotated
     q_rope,
     kv,  # the cache's first word
     row_quads,  # four words each
@@ -417,8 +393,6 @@ def mla_decode_fp8_kernel(
     stride_scales_row,
     tensor_scale,
     device_scale,  # the tensor's, where it is on the device, or None
-    q_scale,  # float32 of tokens, where queries are e4m3, or None
-    stride_q_scale,
     ROWS: gl.constexpr,  # 64
     PAGE_ROWS: gl.constexpr,
     PAGE: gl.constexpr,
@@ -461,8 +435,6 @@ def mla_decode_fp8_kernel(
         gl.allocate_shared_memory(gl.float16, [1, 64, 256], HALVES),
         gl.allocate_shared_memory(blocks.rope.dtype, [1, 64, 64], HALVES),
         new_barrier(),
-        q_scale,
-        stride_q_scale,
     )
     message = Message(
         gl.allocate_shared_memory(gl.float16, [64, 64], HALVES),
@@ -472,7 +444,7 @@ def mla_decode_fp8_kernel(
         gl.allocate_shared_memory(gl.float32, [64], VECTOR),
         new_barrier(),
     )
-    scoring = Scoring(scales is not None, q.dtype == gl.int32, SIGN, IS_GIVEN)
+    scoring = Scoring(scales is not None, SIGN, IS_GIVEN)
     item, index = next_unit(work, gl.load(worker_starts + gl.program_id(1)), gl.program_id(0))
     if item < work.last_item:
         gl.warp_specialize(

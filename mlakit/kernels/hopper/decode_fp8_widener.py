@@ -13,7 +13,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from mlakit.kernels.hopper.compat import record, reinterpret
-from mlakit.kernels.hopper.decode_work import find_keys, next_unit, page_of, pages_of
+from mlakit.kernels.hopper.decode_work import (
+    find_keys,
+    next_unit,
+    page_of,
+    pages_of,
+    row_in_page,
+)
 from mlakit.kernels.hopper.e4m3 import widen
 from mlakit.kernels.hopper.primitives import new_barriers
 
@@ -121,14 +127,6 @@ def num_blocks(keys):
 
 
 @gluon.jit
-def _row_in_page(inputs, block, offset):
-    if inputs.PAGE < 64:
-        return offset % inputs.PAGE
-    else:  # noqa: RET505
-        return offset + block % (inputs.PAGE // 64) * 64
-
-
-@gluon.jit
 def _load_words(rows, inputs, keys, pages, block, FIRST: gl.constexpr, WIDTH: gl.constexpr):
     """Words [64, WIDTH] of a block's rows, from word FIRST of each on."""
     LAYOUT: gl.constexpr = _words_layout(WIDTH)
@@ -137,7 +135,7 @@ def _load_words(rows, inputs, keys, pages, block, FIRST: gl.constexpr, WIDTH: gl
     is_there = gl.expand_dims(block * 64 + offset < keys.end, 1)
     if inputs.PAGE < 64:
         pages = gl.convert_layout(pages, KEY)
-    row = pages.to(gl.int64) * inputs.PAGE_ROWS + _row_in_page(inputs, block, offset)
+    row = pages.to(gl.int64) * inputs.PAGE_ROWS + row_in_page(inputs, block, offset)
     # the factor of four is there to be seen: sixteen bytes are read at once
     start = gl.expand_dims(row * rows.row_quads * 4, 1)
     word = gl.expand_dims(FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT)), 0)
@@ -160,7 +158,7 @@ def _load_scale(rows, inputs, keys, pages, block):
             pages = pages_of(inputs, keys, block, KEY)  # again: it would take more registers
         offset = gl.arange(0, 64, KEY)
         at = rows.scales + pages.to(gl.int64) * rows.stride_scales_page
-        at += _row_in_page(inputs, block, offset).to(gl.int64) * rows.stride_scales_row
+        at += row_in_page(inputs, block, offset).to(gl.int64) * rows.stride_scales_row
         scale = gl.load(at, mask=block * 64 + offset < keys.end, other=0.0)
         found += (gl.where(scale < 0, 0.0, scale),)  # a NaN stays one
     return found
@@ -190,7 +188,7 @@ def _far_page(inputs, keys, block):
 def _ask_for(rows, inputs, keys, page, block):
     """Have a block's rows brought to L2, where they lie side by side; by one thread."""
     if rows.side_by_side and inputs.PAGE >= 64:
-        row = page.to(gl.int64) * inputs.PAGE_ROWS + _row_in_page(inputs, block, 0)
+        row = page.to(gl.int64) * inputs.PAGE_ROWS + row_in_page(inputs, block, 0)
         start = rows.words.to(gl.int64) + row * (rows.row_quads * 16)
         thread = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
         size = gl.where(thread == 0, (keys.end - block * 64) * (rows.row_quads * 16), 0)

@@ -42,6 +42,7 @@ from mlakit.kernels.hopper.decode_softmax import (
     FIRST_PEAK,
     finish,
     mask_scores,
+    next_peak,
     store_lse,
     with_sign,
 )
@@ -63,6 +64,7 @@ from mlakit.kernels.hopper.primitives import (
     load_slices,
     new_barrier,
     opaque_zero,
+    scale_rows,
     zero_rows,
 )
 
@@ -165,7 +167,6 @@ def _even_pair(
 ):  # fmt: skip
     """The even warpgroup's part of a pair of blocks; `next_*` are the rows of the next pair."""
     SCORES: gl.constexpr = scores.type.layout
-    SUMS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     DTYPE: gl.constexpr = buffers.left.dtype
     phase = (pairs_before + pair) & 1
@@ -177,12 +178,12 @@ def _even_pair(
         _load(inputs.kv_rope, rows_even, 512, arrivals.rope_even, buffers.rope, 0, ROPE_BYTES)
         next_even, next_odd = rows_of_pair(inputs, keys, block + 4)
     scores = _mask(scores, block, keys, IS_LAST, SIGN, IS_GIVEN)
-    own_peak = gl.maximum(peak, gl.max(scores, 1) * scale)
+    own_peak = next_peak(peak, gl.max(scores, 1) * scale)
     buffers.max_even.store(own_peak)
     mbarrier.arrive(arrivals.max_even, count=1)
     decay = gl.exp2(peak - own_peak)
     weights = gl.exp2(scores * scale - gl.expand_dims(own_peak, 1))
-    acc = acc * gl.expand_dims(gl.convert_layout(decay, SUMS), 1)
+    acc = scale_rows(acc, decay)
     own_weights = gl.convert_layout(weights.to(DTYPE), WEIGHTS)
     if IS_LAST:
         zero_rows(buffers.left, (0,), keys.end - block * 64)
@@ -191,7 +192,7 @@ def _even_pair(
     mbarrier.wait(arrivals.max_odd, phase)
     peak = buffers.max_odd.load(gl.SliceLayout(1, SCORES))
     adjust = gl.exp2(own_peak - peak)
-    buffers.p_even.store((weights * gl.expand_dims(adjust, 1)).to(DTYPE))
+    buffers.p_even.store(scale_rows(weights, adjust).to(DTYPE))
     fence_async_shared()
     mbarrier.arrive(arrivals.p_even, count=1)
     total = total * decay + gl.sum(weights, 1)
@@ -199,7 +200,7 @@ def _even_pair(
     if not IS_LAST:
         _load(inputs.kv, rows_even, 0, arrivals.left_even, buffers.left, 0, HALF_BYTES)
     total = total * adjust
-    acc = acc * gl.expand_dims(gl.convert_layout(adjust, SUMS), 1)
+    acc = scale_rows(acc, adjust)
     mbarrier.wait(arrivals.p_odd, phase)
     if IS_LAST:
         zero_rows(buffers.left, (1,), keys.end - block * 64 - 64)
@@ -232,7 +233,6 @@ def _odd_pair(
 ):  # fmt: skip
     """The odd warpgroup's part of the same pair."""
     SCORES: gl.constexpr = scores.type.layout
-    SUMS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     DTYPE: gl.constexpr = buffers.left.dtype
     phase = (pairs_before + pair) & 1
@@ -246,13 +246,13 @@ def _odd_pair(
     scores = _mask(scores, block + 1, keys, IS_LAST, SIGN, IS_GIVEN)
     largest = gl.max(scores, 1) * scale
     mbarrier.wait(arrivals.max_even, phase)
-    new_peak = gl.maximum(buffers.max_even.load(gl.SliceLayout(1, SCORES)), largest)
+    new_peak = next_peak(buffers.max_even.load(gl.SliceLayout(1, SCORES)), largest)
     buffers.max_odd.store(new_peak)
     mbarrier.arrive(arrivals.max_odd, count=1)
     weights = gl.exp2(scores * scale - gl.expand_dims(new_peak, 1))
     rounded = weights.to(DTYPE)
     decay = gl.exp2(peak - new_peak)
-    acc = acc * gl.expand_dims(gl.convert_layout(decay, SUMS), 1)
+    acc = scale_rows(acc, decay)
     own_weights = gl.convert_layout(rounded, WEIGHTS)
     if IS_LAST:
         zero_rows(buffers.right, (1,), keys.end - block * 64 - 64)

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 
 NOTHING = gl.constexpr(float("-inf"))
 FIRST_PEAK = gl.constexpr(-3.0e38)  # finite: the difference of two peaks is never inf − inf
+PATIENCE = gl.constexpr(8.0)
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2_E = gl.constexpr(1.4426950408889634)
 
@@ -43,6 +44,16 @@ def mask_scores(
             is_seen = is_seen & (key >= keys.low)
         scores = gl.where(is_seen, scores, NOTHING)
     return scores
+
+
+@gluon.jit
+def next_peak(peak, largest, patience=PATIENCE):
+    """What exponents are relative to, once scores up to `largest` have been seen.
+
+    It stays what it was until a score is so far above it: exponentials are 2**patience then, and
+    sums of values need not be multiplied with what is but a little less than 1.
+    """
+    return gl.where(largest > peak + patience, largest, peak)
 
 
 @gluon.jit

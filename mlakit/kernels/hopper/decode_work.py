@@ -235,6 +235,15 @@ def pages_of(inputs, keys, block, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def row_in_page(inputs, block, offset):
+    """Of the key at an offset in a block."""
+    if inputs.PAGE < 64:
+        return offset % inputs.PAGE
+    else:  # noqa: RET505
+        return offset + block % (inputs.PAGE // 64) * 64
+
+
+@gluon.jit
 def rows_of(inputs, keys, block, WARPS: gl.constexpr):
     """The first row of a block in the cache's descriptor; past the last key rows of zeros.
 

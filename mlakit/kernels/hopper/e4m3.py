@@ -18,6 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from mlakit.kernels.hopper.compat import reinterpret
+from mlakit.kernels.hopper.primitives import opaque_zero
 
 LARGEST_UNIT = gl.constexpr(2.0**14)  # what units are brought to: halves end at 2**16
 
@@ -157,27 +158,36 @@ def _load_widened(box):
 
 @gluon.jit
 def load_values(box, kept, LAYOUT: gl.constexpr):
-    """Words [64, 32] as the first operand [128 columns, 64] of a dot with sums in LAYOUT.
+    """Words [keys, 32] as the first operand [128 columns, keys] of a dot with sums in LAYOUT.
 
     Only the first `kept` rows are there: others may hold NaN, and are zeros. The columns are in the
     order of `column_of_sum`.
     """
+    KEYS: gl.constexpr = box.shape[0]
+    gl.static_assert(KEYS == 64 or KEYS == 32)
+    REGISTERS: gl.constexpr = (
+        [[1, 0], [8, 0], [16, 0], [32, 0]] if KEYS == 64 else [[1, 0], [8, 0], [16, 0]]
+    )
     OWN: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[1, 0], [8, 0], [16, 0], [32, 0]],
+        reg_bases=REGISTERS,
         lane_bases=[[2, 0], [4, 0], [0, 1], [0, 2], [0, 4]],
         warp_bases=[[0, 8], [0, 16]],
         block_bases=[],
-        shape=[64, 32],
+        shape=[KEYS, 32],
     )
     words = box.load(OWN)
-    if kept < 64:
-        row = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, OWN)), 1)
-        mask = gl.where(row < kept, -1, 0).broadcast_to([64, 32])
+    if kept < KEYS:
+        if KEYS == 32:
+            kept += opaque_zero()  # what is compared with it is then found here, and not kept
+        row = gl.expand_dims(gl.arange(0, KEYS, gl.SliceLayout(1, OWN)), 1)
+        if KEYS == 32:
+            row += opaque_zero()
+        mask = gl.where(row < kept, -1, 0).broadcast_to([KEYS, 32])
         # not pure, or the compiler would rather do it for each block than branch
         words = gl.inline_asm_elementwise(
             "and.b32 $0, $1, $2;", "=r,r,r", [words, mask], dtype=gl.int32, is_pure=False, pack=1
         )
-    even, odd = gl.split(words.reshape([32, 2, 32]).permute(0, 2, 1))  # rows
+    even, odd = gl.split(words.reshape([KEYS // 2, 2, 32]).permute(0, 2, 1))  # rows
     v00, v01, v10, v11, v20, v21, v30, v31 = gl.inline_asm_elementwise(
         WIDEN_PAIR, TO_EIGHT, [even, odd],
         dtype=(
@@ -185,11 +195,11 @@ def load_values(box, kept, LAYOUT: gl.constexpr):
         ),
         is_pure=True, pack=1,
     )  # fmt: skip
-    first = gl.join(gl.join(v00, v10), gl.join(v20, v30))  # of even rows, [32, 32, byte, byte // 2]
+    first = gl.join(gl.join(v00, v10), gl.join(v20, v30))  # even rows: [rows, 32, byte, byte // 2]
     second = gl.join(gl.join(v01, v11), gl.join(v21, v31))
     # rows are 16q + 8h + 2t + i, columns 32·warp + 4r + 2m + u, where m is a tile of 64 of them
-    halves = gl.join(first, second).reshape([32, 4, 8, 2, 2, 2])  # [qht, warp, r, u, m, i]
-    halves = halves.permute(4, 1, 3, 2, 0, 5).reshape([128, 64]).to(gl.float16, bitcast=True)
+    halves = gl.join(first, second).reshape([KEYS // 2, 4, 8, 2, 2, 2])  # [qht, warp, r, u, m, i]
+    halves = halves.permute(4, 1, 3, 2, 0, 5).reshape([128, KEYS]).to(gl.float16, bitcast=True)
     return gl.convert_layout(halves, gl.DotOperandLayout(0, LAYOUT, k_width=2), assert_trivial=True)
 
 

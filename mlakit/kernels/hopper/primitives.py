@@ -26,10 +26,10 @@ def opaque_zero():
 
 
 @gluon.jit
-def new_barrier():
+def new_barrier(ARRIVALS: gl.constexpr = 1):
     """Of its own allocation: between two of them the compiler then needs no block-wide barrier."""
     barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(barrier, count=1)
+    mbarrier.init(barrier, count=ARRIVALS)
     return barrier
 
 
@@ -100,6 +100,43 @@ def add_scores(q, k, block: gl.constexpr, barrier, phase, zero, scores):
     mbarrier.wait(barrier, phase)
     keys = k.index(zero + block).permute((1, 0))
     return warpgroup_mma(q.index(zero), keys, scores, is_async=True)
+
+
+@gluon.constexpr_function
+def _scale_unless_ones(count):
+    """So many of a thread's elements times as many factors, of which those of a row are alike.
+
+    Elements 0 and 2 are of the two rows that a thread has.
+    """
+    products = "".join(f"mul.f32 ${i}, ${i}, ${2 * count + i}; " for i in range(count))
+    return f"""{{
+        .reg .pred is_other;
+        setp.neu.f32 is_other, ${2 * count}, 0f3F800000;
+        setp.neu.or.f32 is_other, ${2 * count + 2}, 0f3F800000, is_other;
+        vote.sync.any.pred is_other, is_other, 0xFFFFFFFF;
+        @!is_other bra.uni DONE;
+        {products}
+    DONE:
+    }}"""
+
+
+@gluon.constexpr_function
+def _in_place(count):
+    """Registers of the elements before and after, and of factors."""
+    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
+
+
+@gluon.jit
+def scale_rows(sums, factor):
+    """sums [64, columns] of a dot times the rows' factors: nothing is done where a warp's are 1."""
+    COUNT: gl.constexpr = min(
+        sums.shape[1] // 2, 64
+    )  # elements of a thread that are left out at once
+    factors = gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, sums.type.layout)), 1)
+    return gl.inline_asm_elementwise(
+        _scale_unless_ones(COUNT), _in_place(COUNT), [sums, factors.broadcast_to(sums.shape)],
+        dtype=gl.float32, is_pure=False, pack=COUNT,
+    )  # fmt: skip
 
 
 @gluon.jit

@@ -1,0 +1,178 @@
+"""How the warps of `decode_e4m3_kernel` hear of blocks of rows, and of what to add of them."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from mlakit.kernels.hopper.compat import record, reinterpret, tma_load
+from mlakit.kernels.hopper.decode_few_rings import PARTS
+from mlakit.kernels.hopper.decode_work import find_keys, next_unit, pages_of, row_in_page, rows_of
+from mlakit.kernels.hopper.primitives import load_parts, new_barrier, new_barriers
+
+ADDERS = gl.constexpr(2)
+CHUNK = gl.constexpr(32)  # keys that an adder takes at a time
+CHUNKS = gl.constexpr(2)
+WEIGHTS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2))
+VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+KEYS = gl.constexpr(gl.BlockedLayout([2], [32], [1], [0]))  # of a block, in the producer's warp
+ONE = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
+BYTES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2))
+HALF_BYTES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2))
+
+
+@record
+class Blocks:
+    """Rows on their way from the producer to the scorer and both adders.
+
+    Block n of a program is in place n % PLACES in turn n // PLACES.
+    """
+
+    latent: object  # words [PLACES · PARTS, 64, 32]
+    rope: object  # [PLACES, 64, 64] bfloat16, or 16 words of e4m3
+    scales: object  # [PLACES, 64] float32, if rows have any
+    largest_scale: object  # [PLACES, 1], of each block
+    least_scale: object  # likewise, of those that are not 0
+    full: object
+    empty: object
+
+
+@record
+class Messages:
+    """From the scorer to both adders: of block n in place n % 2, and of the end of a unit."""
+
+    weights: object  # float16 [2 · CHUNKS, 64 heads, CHUNK keys]
+    decays: object  # [2, 64] float32, of the sums before
+    have_decays: object  # [2, 4] float32: 1 where a warp of the scorer has others than 1, or 0
+    full: object
+    empty: object
+    factor: object  # [64] float32, of a unit's sums
+    factor_full: object
+    factor_empty: object
+
+
+@record
+class Scales:
+    """Of the rows of a cache, float32; or None."""
+
+    first: object
+    stride_page: object
+    stride_row: object
+
+
+@gluon.jit
+def new_blocks(PLACES: gl.constexpr, kv, kv_rope, HAVE_SCALES: gl.constexpr):
+    """Of boxes as these descriptors have."""
+    return Blocks(
+        gl.allocate_shared_memory(kv.dtype, [PLACES * PARTS, 64, kv.block_shape[1]], kv.layout),
+        gl.allocate_shared_memory(
+            kv_rope.dtype, [PLACES, 64, kv_rope.block_shape[1]], kv_rope.layout
+        ),
+        gl.allocate_shared_memory(gl.float32, [PLACES, 64], VECTOR),
+        gl.allocate_shared_memory(gl.float32, [PLACES, 1], VECTOR),
+        gl.allocate_shared_memory(gl.float32, [PLACES, 1], VECTOR),
+        new_barriers(PLACES, 2 if HAVE_SCALES else 1),
+        new_barriers(PLACES, 1 + ADDERS),
+    )
+
+
+@gluon.jit
+def new_messages():
+    return Messages(
+        gl.allocate_shared_memory(gl.float16, [2 * CHUNKS, 64, CHUNK], WEIGHTS),
+        gl.allocate_shared_memory(gl.float32, [2, 64], VECTOR),
+        gl.allocate_shared_memory(gl.float32, [2, 4], VECTOR),
+        new_barriers(2, 1),
+        new_barriers(2, ADDERS),
+        gl.allocate_shared_memory(gl.float32, [64], VECTOR),
+        new_barrier(),
+        new_barrier(ADDERS),
+    )
+
+
+@gluon.jit
+def next_place(blocks, place, turn):
+    """The place of the next block, and the parity of its turn."""
+    PLACES: gl.constexpr = blocks.full.shape[0]
+    is_next_turn = place == PLACES - 1
+    return gl.where(is_next_turn, 0, place + 1), gl.where(is_next_turn, turn ^ 1, turn)
+
+
+@gluon.jit
+def message_place(number):
+    """Of a program's block: the place of its message, and the parity of its turn."""
+    return number & 1, (number >> 1) & 1
+
+
+@gluon.jit
+def as_bytes(box):
+    """Words of a box as the numbers they are."""
+    if box.shape[1] == 32:
+        return reinterpret(box, gl.float8e4nv, [box.shape[0], 128], BYTES)
+    else:  # noqa: RET505
+        return reinterpret(box, gl.float8e4nv, [box.shape[0], 64], HALF_BYTES)
+
+
+@gluon.jit
+def _copy(descriptor, rows, column, barrier, box):
+    if descriptor.block_shape[0] < 64:
+        load_parts(descriptor, rows, column, barrier, box)
+    else:
+        tma_load(descriptor, [rows, column], barrier, box)
+
+
+@gluon.jit
+def _copy_scales(scales, inputs, keys, block, pages, blocks, place):
+    """Those of rows past the last key are zeros."""
+    offset = gl.arange(0, 64, KEYS)
+    is_read = block * 64 + offset < keys.end
+    row = row_in_page(inputs, block, offset)
+    at = scales.first + pages.to(gl.int64) * scales.stride_page
+    found = gl.load(at + row.to(gl.int64) * scales.stride_row, mask=is_read, other=0.0)
+    found = gl.where(found < 0, 0.0, found)  # a NaN stays one
+    blocks.scales.index(place).store(found)
+    blocks.largest_scale.index(place).store(gl.full([1], gl.max(found, 0), gl.float32, ONE))
+    least = gl.min(gl.where(found > 0, found, float("inf")), 0)
+    blocks.least_scale.index(place).store(gl.full([1], least, gl.float32, ONE))
+
+
+@gluon.jit
+def _pages(scales, inputs, keys, block):
+    """Of the keys of a block, where rows have scales."""
+    if scales.first is not None:
+        return pages_of(inputs, keys, block, KEYS)
+    else:  # noqa: RET505
+        return block
+
+
+@gluon.jit
+def produce_blocks(item, index, inputs, work, blocks, scales, ROPE_COLUMN: gl.constexpr):
+    """All that the producer does."""
+    WIDTH: gl.constexpr = blocks.latent.shape[2]
+    BITS: gl.constexpr = (
+        PARTS * WIDTH * blocks.latent.dtype.primitive_bitwidth
+        + blocks.rope.shape[2] * blocks.rope.dtype.primitive_bitwidth
+    )
+    place, turn = item * 0, item * 0
+    while item < work.last_item:
+        keys = find_keys(inputs, work, item, index)
+        rows = rows_of(inputs, keys, keys.first_block, WARPS=1)
+        pages = _pages(scales, inputs, keys, keys.first_block)
+        for block in range(keys.first_block, keys.end_block):
+            # on their way while a place is waited for
+            next_rows = rows_of(inputs, keys, block + 1, WARPS=1)
+            next_pages = _pages(scales, inputs, keys, block + 1)
+            mbarrier.wait(blocks.empty.index(place), turn ^ 1)
+            full = blocks.full.index(place)
+            mbarrier.expect(full, 64 * BITS // 8)
+            _copy(inputs.kv_rope, rows, ROPE_COLUMN, full, blocks.rope.index(place))
+            for part in gl.static_range(PARTS):
+                box = blocks.latent.index(place * PARTS + part)
+                _copy(inputs.kv, rows, part * WIDTH, full, box)
+            if scales.first is not None:
+                _copy_scales(scales, inputs, keys, block, pages, blocks, place)
+                mbarrier.arrive(full, count=1)
+            place, turn = next_place(blocks, place, turn)
+            rows, pages = next_rows, next_pages
+        item, index = next_unit(work, item, index + gl.num_programs(0))
