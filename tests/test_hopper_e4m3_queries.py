@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from test_hopper_decode import (
+from hopper_decode_cases import (
     FP8,
     FP8_FORMATS,
     FP8_HEADS,

@@ -1,0 +1,65 @@
+"""What the tests of Hopper's decode kernels run: lengths, pages and heads of every kind."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+from mlakit import PagedLatentCache
+from mlakit.workloads import DecodeCase
+
+ROW = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+LENGTHS = {
+    "one token": ((1,), (1,)),
+    "a block less one, a block, a block and one": ((63, 64, 65), (1, 1, 1)),
+    "pairs of blocks": ((127, 128, 129, 300), (1, 1, 1, 1)),
+    "nothing cached": ((0, 0), (1, 1)),
+    "some empty": ((0, 200, 0, 1), (1, 1, 1, 1)),
+    "long": ((5000, 3), (1, 1)),
+    "queries see different ends": ((130, 64, 2), (3, 2, 2)),
+    "more queries than keys": ((130, 64, 5), (3, 1, 5)),
+    "ragged queries, none of one": ((300, 70, 129), (5, 0, 1)),
+    "a request of many queries": ((700, 90), (40, 1)),
+    "rings of copies that come round many times": ((4097, 1, 2880, 0, 191), (1, 2, 1, 1, 3)),
+}
+# with one worker all of them are of one program: units with no block, an odd number, an even one
+MANY_UNITS = {"kv_lens": (1, 0, 65, 64, 200, 0, 130, 3, 700, 1), "num_workers": 1, "tile": 64}
+FP8 = ("fp8", "fp8_token", "fp8_block128")
+HALF_AND_FP8 = ("bf16", *FP8)
+FEW_FP8_HEADS = pytest.mark.parametrize("heads", [8, 16, 32])
+FP8_HEADS = pytest.mark.parametrize("heads", [8, 16, 32, 128])
+FP8_FORMATS = pytest.mark.parametrize("format", FP8)
+SMALL_PAGES = pytest.mark.parametrize("page_size", [8, 16, 32])
+# one of the kernel for few heads, one of the other
+KERNELS = pytest.mark.parametrize("heads", [16, 64], ids=["few", "many"])
+
+
+def run(*, is_little: bool = False, **fields: object) -> None:
+    """More than 32 heads go to the kernel for many unless that `is_little` to do."""
+    case = DecodeCase(**{**ROW, "page_size": 64, "heads": 16, **fields})
+    trial = case.trial("cuda")
+    with mock.patch("mlakit.kernels.hopper.decode.FEW_BLOCKS", 1e9 if is_little else 0):
+        trial.check(trial.call("hopper"))
+
+
+def around_pages(page_size: int) -> dict[str, tuple[int, ...]]:
+    """Lengths that end at, before and just after a page's end, and those of a block."""
+    ends = (page_size, 64 - page_size, 64, 64 + page_size, 640)
+    lengths = (0, 1, *(end + more for end in ends for more in (-1, 0, 1)))
+    return {"kv_lens": lengths, "q_lens": (1,) * len(lengths), "page_size": page_size}
+
+
+def with_sizes(format: str, sizes: list[float]) -> tuple[PagedLatentCache, torch.Tensor]:
+    """A cache of one request, its rows of these sizes in turn, and what was written."""
+    cache = PagedLatentCache.allocate(
+        DecodeCase(**ROW).row, format, num_pages=8, page_size=64, device="cuda"
+    )
+    own = torch.Generator().manual_seed(0)
+    rows = torch.randn(512, 576, generator=own)
+    rows *= torch.tensor(sizes).repeat(512 // len(sizes) + 1)[:512, None]
+    rows[:, 512:] = torch.randn(512, 64, generator=own)
+    layer = cache.layer(0)
+    layer.write(torch.arange(512, device="cuda"), rows.cuda())
+    return cache, layer.read(torch.arange(512, device="cuda")).double()
