@@ -6,10 +6,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from mlakit.kernels.hopper.compat import record, reinterpret, tma_load
+from mlakit.kernels.hopper.compat import record, reinterpret
 from mlakit.kernels.hopper.decode_few_rings import PARTS
 from mlakit.kernels.hopper.decode_work import find_keys, next_unit, pages_of, row_in_page, rows_of
-from mlakit.kernels.hopper.primitives import load_parts, new_barrier, new_barriers
+from mlakit.kernels.hopper.primitives import load_rows, new_barrier, new_barriers
 
 ADDERS = gl.constexpr(2)
 CHUNK = gl.constexpr(32)  # keys that an adder takes at a time
@@ -100,26 +100,12 @@ def next_place(blocks, place, turn):
 
 
 @gluon.jit
-def message_place(number):
-    """Of a program's block: the place of its message, and the parity of its turn."""
-    return number & 1, (number >> 1) & 1
-
-
-@gluon.jit
 def as_bytes(box):
     """Words of a box as the numbers they are."""
     if box.shape[1] == 32:
         return reinterpret(box, gl.float8e4nv, [box.shape[0], 128], BYTES)
     else:  # noqa: RET505
         return reinterpret(box, gl.float8e4nv, [box.shape[0], 64], HALF_BYTES)
-
-
-@gluon.jit
-def _copy(descriptor, rows, column, barrier, box):
-    if descriptor.block_shape[0] < 64:
-        load_parts(descriptor, rows, column, barrier, box)
-    else:
-        tma_load(descriptor, [rows, column], barrier, box)
 
 
 @gluon.jit
@@ -166,10 +152,10 @@ def produce_blocks(item, index, inputs, work, blocks, scales, ROPE_COLUMN: gl.co
             mbarrier.wait(blocks.empty.index(place), turn ^ 1)
             full = blocks.full.index(place)
             mbarrier.expect(full, 64 * BITS // 8)
-            _copy(inputs.kv_rope, rows, ROPE_COLUMN, full, blocks.rope.index(place))
+            load_rows(inputs.kv_rope, rows, ROPE_COLUMN, full, blocks.rope.index(place))
             for part in gl.static_range(PARTS):
                 box = blocks.latent.index(place * PARTS + part)
-                _copy(inputs.kv, rows, part * WIDTH, full, box)
+                load_rows(inputs.kv, rows, part * WIDTH, full, box)
             if scales.first is not None:
                 _copy_scales(scales, inputs, keys, block, pages, blocks, place)
                 mbarrier.arrive(full, count=1)

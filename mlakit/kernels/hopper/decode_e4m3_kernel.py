@@ -43,14 +43,13 @@ from mlakit.kernels.hopper.decode_e4m3_channels import (
     CHUNK,
     CHUNKS,
     Scales,
-    message_place,
     new_blocks,
     new_messages,
     next_place,
     produce_blocks,
 )
 from mlakit.kernels.hopper.decode_e4m3_scorer import Scoring, score_blocks
-from mlakit.kernels.hopper.decode_few_rings import COLUMNS, PARTS, Queries, store
+from mlakit.kernels.hopper.decode_few_rings import COLUMNS, PARTS, Queries, message_place, store
 from mlakit.kernels.hopper.decode_work import (
     Inputs,
     Results,
@@ -61,19 +60,10 @@ from mlakit.kernels.hopper.decode_work import (
     next_unit,
 )
 from mlakit.kernels.hopper.e4m3 import column_of_sum, load_values
-from mlakit.kernels.hopper.primitives import new_barrier
+from mlakit.kernels.hopper.primitives import IN_EACH_THREAD, new_barrier
 
 SUMS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 HALVES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
-ALL = gl.constexpr(  # four elements, in each thread
-    gl.DistributedLinearLayout(
-        reg_bases=[[1], [2]],
-        lane_bases=[[0], [0], [0], [0], [0]],
-        warp_bases=[[0], [0]],
-        block_bases=[],
-        shape=[4],
-    )
-)
 OWN_PARTS = gl.constexpr(2)  # of an adder
 
 
@@ -91,7 +81,7 @@ def _add_values(messages, number, blocks, place, turn, sums, kept, FIRST: gl.con
     mbarrier.wait(messages.full.index(message), message_turn)
     first, second = sums
     # before values are read: together they would take more registers than there are
-    if gl.max(messages.have_decays.index(message).load(ALL), 0) > 0.0:
+    if gl.max(messages.have_decays.index(message).load(IN_EACH_THREAD), 0) > 0.0:
         decay = gl.expand_dims(messages.decays.index(message).load(gl.SliceLayout(0, SUMS)), 0)
         first *= decay
         second *= decay

@@ -21,13 +21,14 @@ from mlakit.kernels.hopper.decode_e4m3_channels import (
     CHUNK,
     CHUNKS,
     as_bytes,
-    message_place,
     next_place,
 )
-from mlakit.kernels.hopper.decode_few_rings import PARTS, load_queries
+from mlakit.kernels.hopper.decode_few_rings import PARTS, load_queries, message_place
 from mlakit.kernels.hopper.decode_softmax import (
     FIRST_PEAK,
+    LARGEST_WEIGHT,
     PATIENCE,
+    SMALLEST_SCALE,
     finish,
     mask_scores,
     next_peak,
@@ -47,8 +48,6 @@ SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32]))
 HALF_SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 CHUNK_SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 32]))
 ONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-SMALLEST = gl.constexpr(2.0**-126)  # scale: with one of 0 the −inf of a hidden key would be NaN
-LARGEST = gl.constexpr(2.0**6)  # weight, of a score at the peak: LARGEST_UNIT / 2**PATIENCE
 FAR_APART = gl.constexpr(2.0**12)  # scales: weights then need all of the range of halves
 
 
@@ -162,10 +161,10 @@ def _units(softmax, blocks, place, HAVE_SCALES: gl.constexpr):
         least = gl.minimum(softmax.least, least)
         unit, factor = unit_for(gl.maximum(softmax.unit, largest))
         are_close = unit < least * FAR_APART
-        factor *= gl.where(are_close, LARGEST / LARGEST_UNIT, 1.0)
+        factor *= gl.where(are_close, LARGEST_WEIGHT / LARGEST_UNIT, 1.0)
         return unit, least, factor, gl.where(are_close, PATIENCE, 0.0)
     else:  # noqa: RET505
-        return softmax.unit, softmax.least, LARGEST, PATIENCE
+        return softmax.unit, softmax.least, LARGEST_WEIGHT, PATIENCE
 
 
 @gluon.jit
@@ -176,7 +175,7 @@ def _take_in(
 
     The dots are those of the block in the next place; there is none after the last.
     """
-    scale = gl.maximum(scoring.scale, SMALLEST)
+    scale = gl.maximum(scoring.scale, SMALLEST_SCALE)
     scales = blocks.scales.index(place)
     unit, least, factor, patience = _units(softmax, blocks, place, scoring.HAVE_SCALES)
     place, turn = next_place(blocks, place, turn)
@@ -245,7 +244,7 @@ def score_blocks(item, index, inputs, work, results, messages, blocks, scoring):
             gl.zeros([64], gl.float32, ROW),
             gl.to_tensor(0.0),  # `unit_for` knows a least one
             gl.to_tensor(float("inf")),
-            gl.to_tensor(1.0 / LARGEST),
+            gl.to_tensor(1.0 / LARGEST_WEIGHT),
         )
         last_block = keys.end_block - 1
         if keys.first_block < keys.end_block:

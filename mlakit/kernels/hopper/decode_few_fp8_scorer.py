@@ -26,7 +26,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from mlakit.kernels.hopper.compat import record
-from mlakit.kernels.hopper.decode_few_rings import PARTS, after, load_queries, release
+from mlakit.kernels.hopper.decode_few_rings import (
+    PARTS,
+    after,
+    load_queries,
+    message_place,
+    release,
+)
 from mlakit.kernels.hopper.decode_softmax import FIRST_PEAK, finish, mask_scores, store_lse
 from mlakit.kernels.hopper.decode_work import (
     count_units,
@@ -35,6 +41,7 @@ from mlakit.kernels.hopper.decode_work import (
     find_q_scale,
     next_unit,
     pages_of,
+    row_in_page,
 )
 from mlakit.kernels.hopper.e4m3 import (
     LARGEST_UNIT,
@@ -46,7 +53,12 @@ from mlakit.kernels.hopper.e4m3 import (
     unit_for,
     widen_bytes,
 )
-from mlakit.kernels.hopper.primitives import new_barrier, new_barriers, opaque_zero
+from mlakit.kernels.hopper.primitives import (
+    IN_EACH_THREAD,
+    new_barrier,
+    new_barriers,
+    opaque_zero,
+)
 
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 HALVES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
@@ -182,24 +194,14 @@ def new_fitted(ROWS: gl.constexpr, SCORERS: gl.constexpr):
 
 
 @gluon.jit
-def message_place(number):
-    """Of the message of a block: its place, and the parity of its turn."""
-    return number & 1, (number >> 1) & 1
-
-
-@gluon.jit
 def _load_scales(scales, inputs, keys, pages, block, LAYOUT: gl.constexpr):
     """float32 [64 keys] of a block: a tuple of as many as a row has; `pages` as of `pages_of`."""
     found = ()
     if scales.first is not None:
         offset = gl.arange(0, 64, LAYOUT)
         is_read = block * 64 + offset < keys.end
-        if inputs.PAGE < 64:
-            offset %= inputs.PAGE
-        else:
-            offset += block % (inputs.PAGE // 64) * 64
         at = scales.first + pages.to(gl.int64) * scales.stride_page
-        at += offset.to(gl.int64) * scales.stride_row
+        at += row_in_page(inputs, block, offset).to(gl.int64) * scales.stride_row
         if scales.FORMAT == "fp8_token":
             scale = gl.load(at, mask=is_read, other=0.0)
             found += (gl.where(scale < 0, 0.0, scale),)  # a NaN stays one
@@ -321,14 +323,7 @@ def _largest_scale(maxima, scales):
     """Of a block; 0 where rows have none."""
     largest = 0.0
     if len(scales) > 0:
-        ALL: gl.constexpr = gl.DistributedLinearLayout(
-            reg_bases=[[1], [2]],
-            lane_bases=[[0], [0], [0], [0], [0]],
-            warp_bases=[[0], [0]],
-            block_bases=[],
-            shape=[4],
-        )
-        largest = gl.max(maxima.scales.load(ALL), 0)
+        largest = gl.max(maxima.scales.load(IN_EACH_THREAD), 0)
     return largest
 
 

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from mlakit.kernels.hopper.compat import record, tma_load
 from mlakit.kernels.hopper.decode_work import find_keys, find_place, next_unit, rows_of
-from mlakit.kernels.hopper.primitives import load_parts, new_barriers
+from mlakit.kernels.hopper.primitives import load_rows, new_barriers
 
 PARTS = gl.constexpr(4)  # of the latent columns
 COLUMNS = gl.constexpr(128)  # of a part
@@ -67,6 +67,12 @@ def after(ring, place, turn, STEPS: gl.constexpr = 1):
 
 
 @gluon.jit
+def message_place(number):
+    """Of the message of a program's block: its place among two, and the parity of its turn."""
+    return number & 1, (number >> 1) & 1
+
+
+@gluon.jit
 def release(ring, place):
     """Say that a reader is done with a place: once what it read is on its way through a dot.
 
@@ -87,10 +93,7 @@ def _send(ring, place, turn, descriptor, rows, column):
     mbarrier.expect(full, BOXES * BYTES)
     for box in gl.static_range(BOXES):
         target = ring.boxes.index(place * BOXES + box)
-        if descriptor.block_shape[0] < 64:
-            load_parts(descriptor, rows, column + box * WIDTH, full, target)
-        else:
-            tma_load(descriptor, [rows, column + box * WIDTH], full, target)
+        load_rows(descriptor, rows, column + box * WIDTH, full, target)
     return after(ring, place, turn)
 
 

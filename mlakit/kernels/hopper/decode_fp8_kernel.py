@@ -11,7 +11,7 @@ Bound      by tensor cores, if rows are widened once for all 64 heads: so a warp
              widener                    scorer (columns 0 to 255)     adder (256 to 511)
   a block    bytes of block n + 1
              right half of n   full ->  S = Q·Kᵀ of n
-             left half of n    full ->  m' = max(m, S)
+             left half of n    full ->  m' = next_peak(m, S)
                                         P = exp2(S − m')   message ->  O = O·a + P·V right
                                         O = O·a + P·V left        <-  empty
                        <- left empty    and meanwhile S of n + 1
@@ -55,12 +55,14 @@ from mlakit.kernels.hopper.decode_fp8_widener import (
 )
 from mlakit.kernels.hopper.decode_softmax import (
     FIRST_PEAK,
+    LARGEST_WEIGHT,
+    PATIENCE,
+    SMALLEST_SCALE,
     finish,
     mask_scores,
     next_peak,
     store_lse,
 )
-from mlakit.kernels.hopper.decode_softmax import PATIENCE as MOST_PATIENCE
 from mlakit.kernels.hopper.decode_work import (
     Inputs,
     Results,
@@ -76,9 +78,7 @@ from mlakit.kernels.hopper.primitives import new_barrier, opaque_zero, scale_row
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 VALUES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 LEAST_OF_ROPE = gl.constexpr(2.0**-30)  # of rotated queries, what others have a unit for at least
-LARGEST = gl.constexpr(2.0**6)  # weight, of a score at the peak: LARGEST_UNIT / 2**PATIENCE
-LEAST_PATIENCE = gl.constexpr(0.9)  # with scales, weights are up to 2**15, and halves end at 2**16
-SMALLEST = gl.constexpr(2.0**-126)  # scale: with one of 0 the −inf of a hidden key would be NaN
+PATIENCE_WITH_SCALES = gl.constexpr(0.9)  # weights are up to 2**15 then, and halves end at 2**16
 
 
 @record
@@ -187,15 +187,15 @@ def _begin_scores(queries, blocks, number):
 @gluon.jit
 def _weigh(scores, block, number, keys, softmax, row_scale, scales, scoring):
     """(weights as halves, decay of the sums before, softmax with this block taken in)"""
-    weight_unit, factor = softmax.unit, LARGEST
-    PATIENCE: gl.constexpr = LEAST_PATIENCE if scoring.HAS_SCALES else MOST_PATIENCE
+    weight_unit, factor = softmax.unit, LARGEST_WEIGHT
+    OWN_PATIENCE: gl.constexpr = PATIENCE_WITH_SCALES if scoring.HAS_SCALES else PATIENCE
     if scoring.HAS_SCALES:
         slot, _ = slot_of(number)
         key_scale = scales.index(slot).load(gl.SliceLayout(0, SCORES))
         scores *= gl.expand_dims(key_scale, 0)
         weight_unit, factor = unit_for(gl.maximum(softmax.unit, gl.max(key_scale, 0)))
     scores = mask_scores(scores, block, keys, 1, scoring.SIGN, scoring.IS_GIVEN)
-    peak = next_peak(softmax.peak, gl.max(scores, 1) * row_scale, PATIENCE)
+    peak = next_peak(softmax.peak, gl.max(scores, 1) * row_scale, OWN_PATIENCE)
     exponentials = gl.exp2(scores * gl.expand_dims(row_scale, 1) - gl.expand_dims(peak, 1))
     decay = gl.exp2(softmax.peak - peak)
     total = softmax.total * decay + gl.sum(exponentials, 1)
@@ -271,12 +271,12 @@ def _scorer(
     for _ in tl.range(0, count_units(work, item, index), disable_licm=True):
         keys = find_keys(inputs, work, item, index)
         mbarrier.wait(queries.arrival, units_before & 1)
-        row_scale = gl.maximum(_fit_queries(inputs, queries, FORMAT) * scale, SMALLEST)
+        row_scale = gl.maximum(_fit_queries(inputs, queries, FORMAT) * scale, SMALLEST_SCALE)
         softmax = Softmax(
             gl.full([64], FIRST_PEAK, gl.float32, ROW),
             gl.zeros([64], gl.float32, ROW),
-            # `unit_for` knows a least one
-            gl.to_tensor(0.0 if scoring.HAS_SCALES else LARGEST_UNIT / LARGEST),
+            # none yet, for `unit_for` knows a least one; or that of weights without scales
+            gl.to_tensor(0.0 if scoring.HAS_SCALES else LARGEST_UNIT / LARGEST_WEIGHT),
         )
         pending = warpgroup_mma_init(gl.zeros([64, 256], gl.float32, VALUES))
         dots = _begin_scores(queries, blocks, number)

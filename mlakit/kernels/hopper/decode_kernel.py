@@ -7,7 +7,7 @@ Two warpgroups of four warps, no producer. Each owns half of the value columns o
              even (columns 0 to 255)                  odd (columns 256 to 511)
   a pair     S0 = Q·K0ᵀ, begun in the pair before     S1 = Q·K1ᵀ, likewise
   of blocks  reload K0 rope                           reload K1 rope
-             m0 = max(m, S0)  ------- max_even ---->  m1 = max(m0, S1)
+             m0 = next_peak(m, S0)  - max_even ---->  m1 = next_peak(m0, S1)
              P0 = exp2(S0 − m0)   <-- max_odd -----   P1 = exp2(S1 − m1)
              O = O·a + P0·V0 left                     O = O·a' + P1·V1 right
              --- p_even = P0·exp2(m0 − m1) ------>    <--- p_odd = P1 ---

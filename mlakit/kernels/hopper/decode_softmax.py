@@ -11,6 +11,9 @@ from triton.experimental.gluon import language as gl
 NOTHING = gl.constexpr(float("-inf"))
 FIRST_PEAK = gl.constexpr(-3.0e38)  # finite: the difference of two peaks is never inf − inf
 PATIENCE = gl.constexpr(8.0)
+# float16 weight of a score at the peak: with PATIENCE what `LARGEST_UNIT` leaves room for
+LARGEST_WEIGHT = gl.constexpr(2.0**6)
+SMALLEST_SCALE = gl.constexpr(2.0**-126)  # with one of 0 the −inf of a hidden key would be NaN
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2_E = gl.constexpr(1.4426950408889634)
 

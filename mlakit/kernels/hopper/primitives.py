@@ -48,6 +48,18 @@ def lanes_of(warps):
     return gl.BlockedLayout([1], [32], [warps], [0])
 
 
+# four elements, all of them in each thread
+IN_EACH_THREAD = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[1], [2]],
+        lane_bases=[[0], [0], [0], [0], [0]],
+        warp_bases=[[0], [0]],
+        block_bases=[],
+        shape=[4],
+    )
+)
+
+
 @gluon.jit
 def load_box(descriptor, row, column, barrier, buffer, BYTES: gl.constexpr):
     """Start one TMA load, and tell the barrier to wait for it."""
@@ -75,6 +87,15 @@ def load_parts(descriptor, rows, column, barrier, buffer):
         for panel in gl.static_range(PANELS):
             box = boxes.index(panel * PARTS + part)
             tma_load(descriptor, [row, column + panel * WIDTH], barrier, box)
+
+
+@gluon.jit
+def load_rows(descriptor, rows, column, barrier, buffer):
+    """Start to load the rows of a block: as one box, or as boxes of its pages (`load_parts`)."""
+    if descriptor.block_shape[0] < 64:
+        load_parts(descriptor, rows, column, barrier, buffer)
+    else:
+        tma_load(descriptor, [rows, column], barrier, buffer)
 
 
 @gluon.jit
