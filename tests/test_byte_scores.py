@@ -48,6 +48,23 @@ def test_scores_lose_what_the_hardware_does_not_keep(format):
     assert 2.0**-20 < error.max() < 2.0**-11
 
 
+def test_what_the_docs_say_of_the_error_of_a_score():
+    """Of normal numbers, with the softmax's scale of DeepSeek; in rows with scales of their own."""
+    own = torch.Generator().manual_seed(0)
+    q, k = torch.randn(64, 576, generator=own), torch.randn(1024, 576, generator=own)
+    units = k.abs().amax(1).double() / 448
+    stored, bytes_of_q = (k.double() / units[:, None]).to(E4M3).double(), q.to(E4M3).double()
+    rows = stored * units[:, None]
+    scores = bytes_of_q @ rows.T / 192**0.5
+    assert 6 < scores.abs().max() < 9
+    lost = byte_scores.byte_scores(bytes_of_q, rows, units, ROW, "fp8") / 192**0.5 - scores
+    assert 0.0006 < lost.square().mean().sqrt() < 0.001
+    assert 0.005 < lost.abs().max() < 0.025
+    rounded = (bytes_of_q - q.double()) @ k.double().T / 192**0.5
+    assert 0.04 < rounded.square().mean().sqrt() < 0.05
+    assert 0.15 < rounded.abs().max() < 0.25
+
+
 @FORMATS
 def test_rows_of_zeros_have_scores_of_zero(format):
     rows, units = stored_rows(format)

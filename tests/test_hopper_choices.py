@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from hopper_decode_cases import (
 from mlakit import PagedLatentCache, dispatch, mla_decode
 from mlakit.checks import UnsupportedError
 from mlakit.geometry import RowShape
+from mlakit.plan import EvenSplit, plan_decode
 from mlakit.specs import Problem, pretending
 from mlakit.workloads import DecodeCase
 
@@ -90,6 +92,45 @@ def test_many_heads_over_fp8_have_kernels_of_their_own(format, heads, rows, q_dt
     many = mla_decode_fp8_kernel if q_dtype == torch.bfloat16 else mla_decode_e4m3_kernel
     assert (variant.rows, variant.kernel is many) == (rows, rows == 64)
     assert variant_of(heads, format, q_dtype=q_dtype, pages=2).rows == 32
+
+
+def variant_in_call(**given: object) -> Variant:
+    """What a call with little to do chooses, of 128 heads over one page."""
+    from mlakit.kernels.hopper import decode
+    from mlakit.kernels.triton.launch import SHARED_BYTES, Target, compiling
+
+    cache = PagedLatentCache.allocate(RowShape(512, 64), num_pages=1, page_size=64)
+    q = torch.empty(1, 128, 576, dtype=torch.bfloat16)
+    table, lens = torch.zeros(1, 1).int(), torch.full((1,), 64).int()
+    chosen = []
+
+    def choose(*args: object, **more: object) -> Variant:
+        chosen.append(variant_for(*args, **more))
+        raise InterruptedError  # before anything is launched
+
+    variant_for = decode.variant_for
+    with (
+        mock.patch.object(decode, "variant_for", choose),
+        compiling(Target(90, 132, SHARED_BYTES[90])),
+        pytest.raises(InterruptedError),
+    ):
+        mla_decode(q, cache, table, lens, softmax_scale=0.1, backend="hopper", **given)
+    return chosen[0]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"deterministic": True},
+        {"plan": EvenSplit(2)},
+        {"plan": plan_decode([64], num_workers=1, fixed_split=64)},
+    ],
+    ids=["deterministic", "even split", "fixed split"],
+)
+def test_a_request_that_is_not_to_depend_on_the_batch_has_one_kernel(given):
+    """Alone there is little to do, in a batch much."""
+    assert variant_in_call().rows == 32
+    assert variant_in_call(**given) == variant_of(128)
 
 
 @FP8_FORMATS

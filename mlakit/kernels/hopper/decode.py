@@ -68,13 +68,22 @@ class Variant:
 
 
 def variant_for(
-    layer: CacheLayer, page_table: Tensor, heads: int, num_tokens: int, q_dtype: torch.dtype
+    layer: CacheLayer,
+    page_table: Tensor,
+    heads: int,
+    num_tokens: int,
+    q_dtype: torch.dtype,
+    *,
+    batch_decides: bool = True,
 ) -> Variant:
-    """The kernel for few heads also where there is little to do: it is the quicker to begin."""
+    """The kernel for few heads also where there is little to do: it is the quicker to begin.
+
+    Unless the batch is not to decide: kernels do not give the same bits.
+    """
     capacity = triton.cdiv(page_table.shape[1] * layer.page_size, BLOCK)
     blocks = num_tokens * triton.cdiv(heads, FEW_HEADS) * capacity
     is_fp8 = layer.codec.name in FP8_FORMATS
-    is_little = blocks <= FEW_BLOCKS * target(page_table.device).num_sms
+    is_little = batch_decides and blocks <= FEW_BLOCKS * target(page_table.device).num_sms
     if layer.codec.name in ("fp8", "fp8_token") and heads > FEW_HEADS and not is_little:
         if q_dtype == E4M3:
             return Variant(mla_decode_e4m3_kernel, 64, 128, 0, BLOCK, LEAST_KEYS)
@@ -108,7 +117,14 @@ def mla_decode(
     (tokens, heads, _), batch = q_latent.shape, kv_lens.shape[0]
     if tokens == 0:
         return  # there is nothing to write, nor to copy boxes of
-    variant = variant_for(layer, page_table, heads, tokens, q_latent.dtype)
+    variant = variant_for(
+        layer,
+        page_table,
+        heads,
+        tokens,
+        q_latent.dtype,
+        batch_decides=_batch_decides(splits, deterministic),
+    )
     if isinstance(splits, DecodePlanTensors):
         plan = splits
         if plan.empty_requests.shape[0] > 0:
@@ -238,6 +254,13 @@ def _plan(
         capacity=page_table.shape[1] * layer.page_size,
         cuts=cuts,
     )
+
+
+def _batch_decides(splits: DecodePlanTensors | EvenSplit | None, deterministic: bool) -> bool:
+    """Not with splits of a request's own, which a plan of no kernel may have too."""
+    if isinstance(splits, DecodePlanTensors):
+        return splits.slot_rows > 0
+    return splits is None and not deterministic
 
 
 @dataclass(frozen=True)
