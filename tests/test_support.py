@@ -16,6 +16,7 @@ from mlakit import cli, dispatch, knobs
 from mlakit.formats import FORMATS
 from mlakit.support import compilation, table
 from mlakit.support.compilation import Compiled
+from mlakit.support.spills import ALLOWED_SPILLS
 
 MERGE = Compiled("merge-2", 90, "_kernel", 32, shared_bytes=512, shared_limit=1024)
 
@@ -201,7 +202,7 @@ def test_allowed_spills_are_shown(monkeypatch):
 
 
 def test_spills_are_allowed_of_checks_that_there_are():
-    checks = {(name, arch) for _, name, arch in compilation.ALLOWED_SPILLS}
+    checks = {(name, arch) for _, name, arch in ALLOWED_SPILLS}
     assert checks <= set(compilation.all_checks())
 
 

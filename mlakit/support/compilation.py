@@ -25,6 +25,7 @@ from rich.table import Table
 from mlakit import knobs
 from mlakit.formats import FORMATS
 from mlakit.support.machine_code import machine_code
+from mlakit.support.spills import ALLOWED_SPILLS
 from mlakit.workloads import (
     AppendCase,
     BatchedMatmulCase,
@@ -252,49 +253,6 @@ def named_checks() -> list[tuple[str, int]]:
 def all_checks() -> list[tuple[str, int]]:
     portable = [(name, arch) for name in CONFIGURATIONS for arch in ARCHITECTURES]
     return [*portable, *((name, HOPPER_ARCH) for name in HOPPER)]
-
-
-# (stores, loads) of a kernel, by version of Triton, configuration and architecture. Exactly these:
-# a bound that is not needed any more is a fault, too.
-ALLOWED_SPILLS = {
-    # before the loop and after it; without them the loop has 69 instructions more (998)
-    ("3.9.0", "sparse-h128-bf16", 90): {"_sparse_mla_kernel": (6, 6)},
-    ("3.9.0", "sparse-h128-fp16", 90): {"_sparse_mla_kernel": (6, 6)},
-    # ten of the loads are in loops; tried: only one that loads nothing ahead spares them
-    ("3.9.0", "sparse-extra", 90): {"_sparse_mla_kernel": (7, 13)},
-    # the page of a thread's key, whose scale is loaded next, through the dots of each scorer
-    **{
-        ("3.6.0", f"hopper-decode-h16-{format}-page{size}", 90): {
-            "mla_decode_few_fp8_kernel": (2, 2)
-        }
-        for format in ("fp8_token", "fp8_block128")
-        for size in (8, 16)
-    },
-    # a number of the thread, kept from one role's code to another's, and read once a unit
-    **{
-        ("3.9.0", f"hopper-decode-h32-fp8{name}", 90): {"mla_decode_few_fp8_kernel": spills}
-        for name, spills in (
-            ("", (1, 3)),
-            ("-given-plan", (2, 4)),
-            ("-e4m3-q", (3, 5)),
-            ("-e4m3-q-given-plan", (3, 5)),
-        )
-    },
-    # where adders write a unit's results, after the loop over its blocks
-    **{
-        ("3.6.0", f"hopper-decode-many-{format}-e4m3-q{name}", 90): {
-            "mla_decode_e4m3_kernel": spills
-        }
-        for format in ("fp8", "fp8_token")
-        for name, spills in (
-            ("", (31, 32)),
-            ("-page8", (12, 13)),
-            ("-given-plan", (1, 1)),
-            ("-bf16-rope", (31, 32)),
-        )
-        if (format, name) != ("fp8", "-bf16-rope")  # whose rotated columns are e4m3
-    },
-}
 
 
 @dataclass(frozen=True)

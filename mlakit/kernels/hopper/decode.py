@@ -39,7 +39,7 @@ from mlakit.plan import DecodePlanTensors, EvenSplit
 LATENT, ROPE = 512, 64  # columns
 E4M3 = torch.float8_e4m3fn
 PANEL = 64  # columns of halves: what a swizzle is of
-OTHER_BYTES = 4096  # barriers, what warps tell each other and what they begin with
+OTHER_BYTES = 3072  # barriers, what warps tell each other and what they begin with
 LEAST_KEYS = 128  # that are worth a worker
 LEAST_KEYS_OF_FEW = 64  # likewise, where a worker has few heads
 FEW_HEADS = 32  # at most: more of them fill the 64 rows of the other kernel half or better
@@ -313,9 +313,11 @@ def _pool_arguments(layer: CacheLayer, variant: Variant, copied_bytes: int) -> P
             **E4M3_WARPS,
         }
         return PoolArguments(_boxes(words, box_rows, 32), rope, page_rows, host_scale, options)
+    # of a block, and the largest of them
+    scale_bytes = 0 if layer.codec.name == "fp8" else (copies * BLOCK + 4) * 4
     options |= {
         "ROPE_COLUMN": rope_column,
-        **_fp8_places(variant.rows, copies, rope_bytes, copied_bytes),
+        **_fp8_places(variant.rows, copies, rope_bytes + scale_bytes, copied_bytes),
         **_fp8_warps(variant.rows, layer.codec.name),
     }
     return PoolArguments(_boxes(words, box_rows, 32), rope, page_rows, host_scale, options)
@@ -350,15 +352,24 @@ def _e4m3_places(copied_bytes: int, rope_bytes: int) -> int:
 
 
 def _fp8_warps(rows: int, format: str) -> dict[str, int]:
-    """How many scorers, and the registers of a thread of each kind; the adder has the rest.
+    """How many adders, and the registers of a thread of each kind; the first adder has the rest.
 
-    Two scorers wherever next to nothing is spilled: `support.compilation` says what.
+    Two adders are quicker where sums and scales leave registers for the scorers beside them.
+    `support.compilation` says what is spilled.
     """
+    if rows <= 16 and format != "fp8_block128":
+        return {
+            "ADDERS": 2,
+            "ADDER_REGISTERS": 120,
+            "SCORER_REGISTERS": 104,
+            "PRODUCER_REGISTERS": 32,
+            "maxnreg": 96,
+        }
+    one = {"ADDERS": 1, "ADDER_REGISTERS": 0, "maxnreg": 128}
     if rows <= 16:
-        return {"SCORERS": 2, "SCORER_REGISTERS": 160, "PRODUCER_REGISTERS": 40, "maxnreg": 128}
-    if format == "fp8":
-        return {"SCORERS": 2, "SCORER_REGISTERS": 128, "PRODUCER_REGISTERS": 32, "maxnreg": 128}
-    return {"SCORERS": 1, "SCORER_REGISTERS": 224, "PRODUCER_REGISTERS": 32, "maxnreg": 168}
+        return {**one, "SCORER_REGISTERS": 152, "PRODUCER_REGISTERS": 48}
+    scorer = 136 if format == "fp8_block128" else 128
+    return {**one, "SCORER_REGISTERS": scorer, "PRODUCER_REGISTERS": 32}
 
 
 def _query_boxes(q: Tensor, rows: int, columns: int) -> tuple[TensorDescriptor, int]:

@@ -8,7 +8,14 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from mlakit.kernels.hopper.compat import record, reinterpret
 from mlakit.kernels.hopper.decode_few_rings import PARTS
-from mlakit.kernels.hopper.decode_work import find_keys, next_unit, pages_of, row_in_page, rows_of
+from mlakit.kernels.hopper.decode_row_scales import (
+    ONE,
+    load_scales,
+    new_scale_boxes,
+    pages_of_scales,
+    store_scales,
+)
+from mlakit.kernels.hopper.decode_work import find_keys, next_unit, rows_of
 from mlakit.kernels.hopper.primitives import load_rows, new_barrier, new_barriers
 
 ADDERS = gl.constexpr(2)
@@ -16,8 +23,6 @@ CHUNK = gl.constexpr(32)  # keys that an adder takes at a time
 CHUNKS = gl.constexpr(2)
 WEIGHTS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2))
 VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-KEYS = gl.constexpr(gl.BlockedLayout([2], [32], [1], [0]))  # of a block, in the producer's warp
-ONE = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 BYTES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2))
 HALF_BYTES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2))
 
@@ -31,9 +36,8 @@ class Blocks:
 
     latent: object  # words [PLACES · PARTS, 64, 32]
     rope: object  # [PLACES, 64, 64] bfloat16, or 16 words of e4m3
-    scales: object  # [PLACES, 64] float32, if rows have any
-    largest_scale: object  # [PLACES, 1], of each block
-    least_scale: object  # likewise, of those that are not 0
+    scales: object  # ScaleBoxes, if rows have any
+    least_scale: object  # [PLACES, 1] float32 of each block, of those that are not 0
     full: object
     empty: object
 
@@ -52,15 +56,6 @@ class Messages:
     factor_empty: object
 
 
-@record
-class Scales:
-    """Of the rows of a cache, float32; or None."""
-
-    first: object
-    stride_page: object
-    stride_row: object
-
-
 @gluon.jit
 def new_blocks(PLACES: gl.constexpr, kv, kv_rope, HAVE_SCALES: gl.constexpr):
     """Of boxes as these descriptors have."""
@@ -69,8 +64,7 @@ def new_blocks(PLACES: gl.constexpr, kv, kv_rope, HAVE_SCALES: gl.constexpr):
         gl.allocate_shared_memory(
             kv_rope.dtype, [PLACES, 64, kv_rope.block_shape[1]], kv_rope.layout
         ),
-        gl.allocate_shared_memory(gl.float32, [PLACES, 64], VECTOR),
-        gl.allocate_shared_memory(gl.float32, [PLACES, 1], VECTOR),
+        new_scale_boxes(PLACES, 1),
         gl.allocate_shared_memory(gl.float32, [PLACES, 1], VECTOR),
         new_barriers(PLACES, 2 if HAVE_SCALES else 1),
         new_barriers(PLACES, 1 + ADDERS),
@@ -109,27 +103,10 @@ def as_bytes(box):
 
 
 @gluon.jit
-def _copy_scales(scales, inputs, keys, block, pages, blocks, place):
-    """Those of rows past the last key are zeros."""
-    offset = gl.arange(0, 64, KEYS)
-    is_read = block * 64 + offset < keys.end
-    row = row_in_page(inputs, block, offset)
-    at = scales.first + pages.to(gl.int64) * scales.stride_page
-    found = gl.load(at + row.to(gl.int64) * scales.stride_row, mask=is_read, other=0.0)
-    found = gl.where(found < 0, 0.0, found)  # a NaN stays one
-    blocks.scales.index(place).store(found)
-    blocks.largest_scale.index(place).store(gl.full([1], gl.max(found, 0), gl.float32, ONE))
-    least = gl.min(gl.where(found > 0, found, float("inf")), 0)
+def _store_scales(blocks, place, found):
+    (stored,) = store_scales(blocks.scales, place, found)
+    least = gl.min(gl.where(stored > 0, stored, float("inf")), 0)
     blocks.least_scale.index(place).store(gl.full([1], least, gl.float32, ONE))
-
-
-@gluon.jit
-def _pages(scales, inputs, keys, block):
-    """Of the keys of a block, where rows have scales."""
-    if scales.first is not None:
-        return pages_of(inputs, keys, block, KEYS)
-    else:  # noqa: RET505
-        return block
 
 
 @gluon.jit
@@ -144,11 +121,11 @@ def produce_blocks(item, index, inputs, work, blocks, scales, ROPE_COLUMN: gl.co
     while item < work.last_item:
         keys = find_keys(inputs, work, item, index)
         rows = rows_of(inputs, keys, keys.first_block, WARPS=1)
-        pages = _pages(scales, inputs, keys, keys.first_block)
+        pages = pages_of_scales(scales, inputs, keys, keys.first_block)
         for block in range(keys.first_block, keys.end_block):
             # on their way while a place is waited for
+            found, pages = load_scales(scales, inputs, keys, block, pages)
             next_rows = rows_of(inputs, keys, block + 1, WARPS=1)
-            next_pages = _pages(scales, inputs, keys, block + 1)
             mbarrier.wait(blocks.empty.index(place), turn ^ 1)
             full = blocks.full.index(place)
             mbarrier.expect(full, 64 * BITS // 8)
@@ -157,8 +134,8 @@ def produce_blocks(item, index, inputs, work, blocks, scales, ROPE_COLUMN: gl.co
                 box = blocks.latent.index(place * PARTS + part)
                 load_rows(inputs.kv, rows, part * WIDTH, full, box)
             if scales.first is not None:
-                _copy_scales(scales, inputs, keys, block, pages, blocks, place)
+                _store_scales(blocks, place, found)
                 mbarrier.arrive(full, count=1)
             place, turn = next_place(blocks, place, turn)
-            rows, pages = next_rows, next_pages
+            rows = next_rows
         item, index = next_unit(work, item, index + gl.num_programs(0))

@@ -17,8 +17,9 @@ Bound      by tensor cores and those who wait for them. Scores are dots of bytes
                             <- empty: when the scorer and both adders have read it
   a unit                              write lse         factor -> write Oᵀ · factor
 
-Channels   `Blocks`, as many as there is room for; two messages, each emptied by both adders; one
-           factor of a unit. Blocks are counted through all units
+Channels   `Blocks`, as many as there is room for, and with them the scales of their rows
+           (`decode_row_scales`); two messages, each emptied by both adders; one factor of a unit.
+           Blocks are counted through all units
 Deadlock   none. All walk the same units and blocks. The scorer waits for the block after the one it
            weighs, and for message n − 2 to be read; adders for blocks and messages; the producer
            for the three readers of an earlier block, of whom none waits for more than the next one
@@ -42,7 +43,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from mlakit.kernels.hopper.decode_e4m3_channels import (
     CHUNK,
     CHUNKS,
-    Scales,
     new_blocks,
     new_messages,
     next_place,
@@ -50,6 +50,7 @@ from mlakit.kernels.hopper.decode_e4m3_channels import (
 )
 from mlakit.kernels.hopper.decode_e4m3_scorer import Scoring, score_blocks
 from mlakit.kernels.hopper.decode_few_rings import COLUMNS, PARTS, Queries, message_place, store
+from mlakit.kernels.hopper.decode_row_scales import Scales
 from mlakit.kernels.hopper.decode_work import (
     Inputs,
     Results,
@@ -236,7 +237,7 @@ def mla_decode_e4m3_kernel(
         queries, rotated, q_scale, stride_q_scale, scale_log2, tensor_scale, SIGN, IS_GIVEN,
         HAVE_SCALES,
     )  # fmt: skip
-    row_scales = Scales(scales, stride_scales_page, stride_scales_row)
+    row_scales = Scales(scales, stride_scales_page, stride_scales_row, 1)
     item, index = next_unit(work, gl.load(worker_starts + gl.program_id(1)), gl.program_id(0))
     if item < work.last_item:
         adding = (item, index, inputs, work, results, messages, blocks)

@@ -156,7 +156,7 @@ def _units(softmax, blocks, place, HAVE_SCALES: gl.constexpr):
     Where scales are far apart, weights of rows with small ones are so too, and peaks do not wait.
     """
     if HAVE_SCALES:
-        largest = gl.max(blocks.largest_scale.index(place).load(ONE), 0)
+        largest = gl.max(blocks.scales.largest.index(place).load(ONE), 0)
         least = gl.min(blocks.least_scale.index(place).load(ONE), 0)
         least = gl.minimum(softmax.least, least)
         unit, factor = unit_for(gl.maximum(softmax.unit, largest))
@@ -176,7 +176,7 @@ def _take_in(
     The dots are those of the block in the next place; there is none after the last.
     """
     scale = gl.maximum(scoring.scale, SMALLEST_SCALE)
-    scales = blocks.scales.index(place)
+    scales = blocks.scales.values.index(place)
     unit, least, factor, patience = _units(softmax, blocks, place, scoring.HAVE_SCALES)
     place, turn = next_place(blocks, place, turn)
     dots = scores

@@ -19,19 +19,22 @@ Bound      by bytes in flight, if shared memory is spared: it could not also tak
   a unit                               write lse           factor ->  write Oᵀ · factor
 
 Scorers    two, who take turns (`decode_few_fp8_scorer`): while one waits for its dots and for the
-           other warps of its softmax, the other goes on. With 32 heads the adder's sums leave
-           registers for one only where rows have scales
-Channels   the rings of `decode_few_rings`, whose latent boxes have two readers, the adder and the
-           scorer of their block; two places for messages with barriers `full` and `empty`, the
-           weights of block n and the decay of the sums before it in place n % 2; and one for the
-           factor of a unit, from the first scorer. Blocks are counted through all units
+           other warps of its softmax, the other goes on
+Adders     one, or two of them, each with half the columns (`_fp8_warps` of `decode`)
+Scales     of rows are brought by the producer (`decode_row_scales`), to places that go with those
+           of the rotated columns: given back when weights are sent
+Channels   the rings of `decode_few_rings`, whose latent boxes have two readers, the adder of
+           their columns and the scorer of their block; two places for messages with barriers
+           `full` and `empty`, the weights of block n and the decay of the sums before it in place
+           n % 2; and one for the factor of a unit, from the first scorer. Blocks are counted
+           through all units
 Phases     who waits for one of a barrier must know that the phase before is over. Of a message's
            place it is: one scorer has all blocks of a place. Of a ring's it is where the ring has
            room for two blocks: the box before in that place is then of a scorer's own last block,
-           or of one whose peak it has heard
+           or of one whose peak it has heard, or whose message an adder has
 Deadlock   none. All walk the same units and blocks. The scorer of block n waits for its boxes; for
            the peak of block n − 1, which is told before any message is sent; and for the adder to
-           be done with message n − 2. The adder waits for boxes and for the message of the block
+           be done with message n − 2. An adder waits for boxes and for the message of the block
            whose boxes it reads; the producer for both to have read an earlier box. At the end of a
            unit the first scorer waits for the second, which then waits for queries of the next. So
            the earliest block that is not done can always go on
@@ -55,7 +58,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from mlakit.kernels.hopper.decode_few_fp8_scorer import (
     HALVES,
-    Scales,
     Scoring,
     Turns,
     new_fitted,
@@ -77,6 +79,7 @@ from mlakit.kernels.hopper.decode_few_rings import (
     release,
     store,
 )
+from mlakit.kernels.hopper.decode_row_scales import Scales, new_scale_boxes
 from mlakit.kernels.hopper.decode_work import (
     Inputs,
     Results,
@@ -100,47 +103,59 @@ def _read_values(latent, part: gl.constexpr, place, turn, kept, LAYOUT: gl.const
 
 
 @gluon.jit
-def _add_values(messages, number, latent, place, turn, sums, kept, LAYOUT: gl.constexpr):
-    """The sums with a block taken in, whose first `kept` keys there are. All its boxes are read.
+def _add_values(
+    messages, number, latent, place, turn, sums, kept, FIRST: gl.constexpr, LAYOUT: gl.constexpr
+):  # fmt: skip
+    """The sums with a block taken in, whose first `kept` keys there are: all its own boxes.
 
-    sums  of the columns of each part, [COLUMNS, heads]
+    sums  of the columns of each part from FIRST on, [COLUMNS, heads]
     """
+    OWN_PARTS: gl.constexpr = len(sums)
     values = _read_values(latent, 0, place, turn, kept, LAYOUT)
     message, message_turn = message_place(number)
     mbarrier.wait(messages.full.index(message), message_turn)
     decay = messages.decays.index(message).load(gl.SliceLayout(0, LAYOUT))
     decay = gl.expand_dims(decay, 0)
     done = ()
-    for part in gl.static_range(PARTS):
-        copy = messages.weights[part if messages.COPIES > 1 else 0]
+    for part in gl.static_range(OWN_PARTS):
+        copy = messages.weights[FIRST + part if messages.COPIES > 1 else 0]
         weights = copy.index(message).permute((1, 0))
         dots = warpgroup_mma(values, weights, sums[part] * decay, is_async=True)
         if part % latent.BOXES == latent.BOXES - 1:
             release(latent, place)
             place, turn = after(latent, place, turn)
         next_values = values
-        if part + 1 < PARTS:
+        if part + 1 < OWN_PARTS:
             next_values = _read_values(latent, part + 1, place, turn, kept, LAYOUT)
         dots, values = warpgroup_mma_wait(0, deps=(dots, values))
         done += (dots,)
         values = next_values
     mbarrier.arrive(messages.empty.index(message), count=1)
+    place, turn = after(latent, place, turn, (PARTS - OWN_PARTS) // latent.BOXES)
     return done, place, turn
 
 
 @gluon.jit
-def _adder(item, index, inputs, work, results, messages, channels):
+def _adder(
+    NUMBER: gl.constexpr, ADDERS: gl.constexpr, item, index, inputs, work, results, messages,
+    channels,
+):  # fmt: skip
     HEADS: gl.constexpr = work.ROWS
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
+    OWN_PARTS: gl.constexpr = PARTS // ADDERS
+    gl.static_assert(OWN_PARTS % channels.latent.BOXES == 0)  # a place has one of them to read it
+    FIRST: gl.constexpr = NUMBER * OWN_PARTS
     latent = channels.latent
-    place, turn, received, units_before = item * 0, item * 0, item * 0, item * 0
+    place, turn = after(latent, item * 0, item * 0, FIRST // latent.BOXES)
+    received, units_before = item * 0, item * 0
     for _ in tl.range(0, count_units(work, item, index), disable_licm=True):
         keys = find_keys(inputs, work, item, index)
-        nothing = gl.zeros([COLUMNS, HEADS], gl.float32, LAYOUT)
-        sums = (nothing, nothing, nothing, nothing)
+        sums = ()
+        for _ in gl.static_range(OWN_PARTS):
+            sums += (gl.zeros([COLUMNS, HEADS], gl.float32, LAYOUT),)
         for block in range(keys.first_block, keys.end_block):
             sums, place, turn = _add_values(
-                messages, received, latent, place, turn, sums, keys.end - block * 64, LAYOUT
+                messages, received, latent, place, turn, sums, keys.end - block * 64, FIRST, LAYOUT
             )
             received += 1
         mbarrier.wait(messages.factor_full, units_before & 1)
@@ -148,7 +163,7 @@ def _adder(item, index, inputs, work, results, messages, channels):
         mbarrier.arrive(messages.factor_empty, count=1)
         units_before += 1
         unit = find_place(work, item, index)
-        store(unit, results, work.heads, sums, factor, column_of_sum(LAYOUT))
+        store(unit, results, work.heads, sums, factor, column_of_sum(LAYOUT), FIRST)
         item, index = next_unit(work, item, index + gl.num_programs(0))
 
 
@@ -214,8 +229,9 @@ def mla_decode_few_fp8_kernel(
     BOXES: gl.constexpr,  # of a place of the ring of latent columns
     PLACES: gl.constexpr,  # for two blocks at least
     ROPE_PLACES: gl.constexpr,
-    SCORERS: gl.constexpr,  # 1 or 2
+    ADDERS: gl.constexpr,
     SCORER_REGISTERS: gl.constexpr,  # of a thread
+    ADDER_REGISTERS: gl.constexpr,  # of the second one; the first has the rest
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     """grid: (units of a request that are worked on at once, workers of the plan)"""
@@ -235,10 +251,16 @@ def mla_decode_few_fp8_kernel(
         out, lse, partial_out, partial_lse, sink, stride_out_token, stride_out_head,
         stride_lse_token, stride_lse_head, stride_sink,
     )  # fmt: skip
-    row_scales = Scales(scales, stride_scales_page, stride_scales_row, FORMAT)
+    COPIES: gl.constexpr = PARTS if FORMAT == "fp8_block128" else 1
+    row_scales = Scales(scales, stride_scales_page, stride_scales_row, COPIES)
+    scale_boxes: gl.constexpr = None
+    ARRIVALS: gl.constexpr = 1 if scales is None else 2  # of copies, and of scales
+    if scales is not None:
+        scale_boxes = new_scale_boxes(ROPE_PLACES, COPIES)
     channels = Channels(
         new_ring(PLACES, COLUMNS // 4, kv, READERS=2, BOXES=BOXES),
-        new_ring(ROPE_PLACES, kv_rope.block_shape[1], kv_rope, READERS=1),
+        new_ring(ROPE_PLACES, kv_rope.block_shape[1], kv_rope, READERS=1, ARRIVALS=ARRIVALS),
+        scale_boxes,
     )
     copied = Queries(
         gl.allocate_shared_memory(q.dtype, [PARTS, ROWS, q.block_shape[1]], q.layout),
@@ -253,39 +275,38 @@ def mla_decode_few_fp8_kernel(
             rope = gl.allocate_shared_memory(ROPE_TYPE, [1, ROWS, 64], HALVES)
         latent = gl.allocate_shared_memory(gl.float16, [PARTS, ROWS, COLUMNS], HALVES)
         queries = Queries(latent, rope, copied.arrival)
-    COPIES: gl.constexpr = PARTS if FORMAT == "fp8_block128" else 1
-    messages = new_messages(ROWS, COPIES)
+    messages = new_messages(ROWS, COPIES, ADDERS)
     scoring = Scoring(
-        copied, queries, q_scale, stride_q_scale, messages, channels, row_scales, scale_log2,
-        tensor_scale, SIGN, IS_GIVEN,
+        copied, queries, q_scale, stride_q_scale, messages, channels, scale_log2, tensor_scale,
+        SIGN, IS_GIVEN, FORMAT,
     )  # fmt: skip
-    fitted = new_fitted(ROWS, SCORERS)
+    fitted = new_fitted(ROWS)
     item, index = next_unit(work, gl.load(worker_starts + gl.program_id(1)), gl.program_id(0))
     if item < work.last_item:
-        if SCORERS == 1:
-            NONE: gl.constexpr = None
-            turns = Turns(0, 1, new_maxima(ROWS), NONE, NONE, NONE, NONE, fitted)
+        told, told_back = new_standing(ROWS), new_standing(ROWS)
+        end, end_total = new_standing(ROWS), new_heads(ROWS)
+        first = Turns(0, new_maxima(ROWS), told_back, told, end, end_total, fitted)
+        second = Turns(1, new_maxima(ROWS), told, told_back, end, end_total, fitted)
+        if ADDERS == 1:
             gl.warp_specialize(
                 [
-                    (_adder, (item, index, inputs, work, results, messages, channels)),
-                    (score, (turns, item, index, inputs, work, results, scoring)),
-                    (produce, (item, index, inputs, work, channels, ROPE_COLUMN)),
-                ],
-                [4, 1],
-                [SCORER_REGISTERS, PRODUCER_REGISTERS],
-            )
-        else:
-            told, told_back = new_standing(ROWS), new_standing(ROWS)
-            end, end_total = new_standing(ROWS), new_heads(ROWS)
-            first = Turns(0, 2, new_maxima(ROWS), told_back, told, end, end_total, fitted)
-            second = Turns(1, 2, new_maxima(ROWS), told, told_back, end, end_total, fitted)
-            gl.warp_specialize(
-                [
-                    (_adder, (item, index, inputs, work, results, messages, channels)),
+                    (_adder, (0, 1, item, index, inputs, work, results, messages, channels)),
                     (score, (first, item, index, inputs, work, results, scoring)),
                     (score, (second, item, index, inputs, work, results, scoring)),
-                    (produce, (item, index, inputs, work, channels, ROPE_COLUMN)),
+                    (produce, (item, index, inputs, work, channels, row_scales, ROPE_COLUMN)),
                 ],
                 [4, 4, 1],
                 [SCORER_REGISTERS, SCORER_REGISTERS, PRODUCER_REGISTERS],
+            )
+        else:
+            gl.warp_specialize(
+                [
+                    (_adder, (0, 2, item, index, inputs, work, results, messages, channels)),
+                    (score, (first, item, index, inputs, work, results, scoring)),
+                    (score, (second, item, index, inputs, work, results, scoring)),
+                    (_adder, (1, 2, item, index, inputs, work, results, messages, channels)),
+                    (produce, (item, index, inputs, work, channels, row_scales, ROPE_COLUMN)),
+                ],
+                [4, 4, 4, 1],
+                [SCORER_REGISTERS, SCORER_REGISTERS, ADDER_REGISTERS, PRODUCER_REGISTERS],
             )

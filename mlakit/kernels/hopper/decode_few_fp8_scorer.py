@@ -1,11 +1,10 @@
 """Scoring the keys of few heads over rows of e4m3: what a scorer of `decode_few_fp8_kernel` does.
 
-One scorer has every block, or two of them take turns: of all blocks of a program, unit after unit,
-block n goes to scorer n % 2. Weights and sums are relative to a peak that never falls from a block
-to the next, so scorers tell it to each other, before they find exponentials; and with it the unit
-of the weights.
-Each sums its own exponentials. At the end of a unit the second gives its sum to the first, which
-joins them, and also fits the queries of a unit for both.
+Two scorers take turns: of all blocks of a program, unit after unit, block n goes to scorer n % 2.
+Weights and sums are relative to a peak that never falls from a block to the next, so scorers tell
+it to each other, before they find exponentials; and with it the unit of the weights. Each sums its
+own exponentials. At the end of a unit the second gives its sum to the first, which joins them, and
+also fits the queries of a unit for both.
 
 Barriers   what a scorer tells of a block is told once a block of its own; it may be told anew once
            the other has told of the block between, for it has heard before. The end of the second
@@ -40,8 +39,6 @@ from mlakit.kernels.hopper.decode_work import (
     find_place,
     find_q_scale,
     next_unit,
-    pages_of,
-    row_in_page,
 )
 from mlakit.kernels.hopper.e4m3 import (
     LARGEST_UNIT,
@@ -53,30 +50,15 @@ from mlakit.kernels.hopper.e4m3 import (
     unit_for,
     widen_bytes,
 )
-from mlakit.kernels.hopper.primitives import (
-    IN_EACH_THREAD,
-    new_barrier,
-    new_barriers,
-    opaque_zero,
-)
+from mlakit.kernels.hopper.primitives import new_barrier, new_barriers, opaque_zero
 
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 HALVES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 
 
 @record
-class Scales:
-    """Of rows; `first` is None where there is but one of the tensor."""
-
-    first: object  # float32
-    stride_page: object
-    stride_row: object
-    FORMAT: object
-
-
-@record
 class Messages:
-    """From scorers to the adder: of block n in place n % 2, and of the end of a unit."""
+    """From scorers to all adders: of block n in place n % 2, and of the end of a unit."""
 
     weights: object  # float16 [2, heads, 64 keys], as many of them as a row has scales
     decays: object  # [2, heads] float32, of the sums before
@@ -98,11 +80,11 @@ class Scoring:
     stride_q_scale: object
     messages: object
     channels: object
-    scales: object
     scale: object  # of the softmax, for exponents of 2
     tensor_scale: object
     SIGN: object
     IS_GIVEN: object
+    FORMAT: object
 
 
 @record
@@ -116,26 +98,17 @@ class Standing:
 
 @record
 class Fitted:
-    """That queries are halves, told by the first scorer to the second, if there is one."""
+    """That queries are halves, told by the first scorer to the second."""
 
     unit: object  # [heads] float32, of scores
-    is_told: object  # a barrier, or None
-
-
-@record
-class Maxima:
-    """What the four warps of a scorer tell each other."""
-
-    scores: object  # [4, heads] float32
-    scales: object  # [4] float32
+    is_told: object  # a barrier
 
 
 @record
 class Turns:
-    """Which blocks a scorer has, and what it shares with the other one if there is one."""
+    """Which blocks a scorer has, and what it shares with the other one."""
 
     NUMBER: object
-    COUNT: object  # of scorers
     maxima: object
     before: object  # Standing, as the other one tells it
     own: object
@@ -151,7 +124,7 @@ def new_heads(ROWS: gl.constexpr):
 
 
 @gluon.jit
-def new_messages(ROWS: gl.constexpr, COPIES: gl.constexpr):
+def new_messages(ROWS: gl.constexpr, COPIES: gl.constexpr, ADDERS: gl.constexpr):
     weights = ()
     # each of its own: between two of them the compiler then needs no block-wide barrier
     for _ in gl.static_range(COPIES):
@@ -160,10 +133,10 @@ def new_messages(ROWS: gl.constexpr, COPIES: gl.constexpr):
         weights,
         gl.allocate_shared_memory(gl.float32, [2, ROWS], FLAT),
         new_barriers(2, 1),
-        new_barriers(2, 1),
+        new_barriers(2, ADDERS),
         new_heads(ROWS),
         new_barrier(),
-        new_barrier(),
+        new_barrier(ADDERS),
         COPIES,
     )
 
@@ -176,39 +149,14 @@ def new_standing(ROWS: gl.constexpr):
 
 @gluon.jit
 def new_maxima(ROWS: gl.constexpr):
+    """What the four warps of a scorer tell each other: their largest scores."""
     LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    return Maxima(
-        gl.allocate_shared_memory(gl.float32, [4, ROWS], LAYOUT),
-        gl.allocate_shared_memory(gl.float32, [4], FLAT),
-    )
+    return gl.allocate_shared_memory(gl.float32, [4, ROWS], LAYOUT)
 
 
 @gluon.jit
-def new_fitted(ROWS: gl.constexpr, SCORERS: gl.constexpr):
-    # no barrier that nobody uses: the compiler would give its memory to data, which PTX forbids
-    if SCORERS == 1:
-        NONE: gl.constexpr = None
-        return Fitted(new_heads(ROWS), NONE)
-    else:  # noqa: RET505
-        return Fitted(new_heads(ROWS), new_barrier())
-
-
-@gluon.jit
-def _load_scales(scales, inputs, keys, pages, block, LAYOUT: gl.constexpr):
-    """float32 [64 keys] of a block: a tuple of as many as a row has; `pages` as of `pages_of`."""
-    found = ()
-    if scales.first is not None:
-        offset = gl.arange(0, 64, LAYOUT)
-        is_read = block * 64 + offset < keys.end
-        at = scales.first + pages.to(gl.int64) * scales.stride_page
-        at += row_in_page(inputs, block, offset).to(gl.int64) * scales.stride_row
-        if scales.FORMAT == "fp8_token":
-            scale = gl.load(at, mask=is_read, other=0.0)
-            found += (gl.where(scale < 0, 0.0, scale),)  # a NaN stays one
-        else:
-            for part in gl.static_range(PARTS):
-                found += (gl.load(at + part, mask=is_read, other=0.0),)
-    return found
+def new_fitted(ROWS: gl.constexpr):
+    return Fitted(new_heads(ROWS), new_barrier())
 
 
 @gluon.jit
@@ -248,11 +196,19 @@ def _in_units(scores, query_unit):
 
 
 @gluon.jit
+def _scales_of(channels, place, part: gl.constexpr, LAYOUT: gl.constexpr):
+    """Of the rows of a block, for a part of their columns: [64 keys, 1]. Not kept in registers."""
+    box = channels.scales.values.index(place * channels.scales.COUNT + part)
+    return gl.expand_dims(box.load(gl.SliceLayout(1, LAYOUT)), 1)
+
+
+@gluon.jit
 def _scores(
-    queries, channels, place, turn, rope_place, rope_turn, query_unit, scales, LAYOUT: gl.constexpr,
+    queries, channels, place, turn, rope_place, rope_turn, query_unit, LAYOUT: gl.constexpr,
     FORMAT: gl.constexpr, IS_UNIT_OF_ROPE: gl.constexpr,
 ):  # fmt: skip
-    """Of a block, [64 keys, heads], every scale of a row applied. All its boxes are read.
+    """Of a block, [64 keys, heads], every scale of a row applied. All its boxes are read, and given
+    back but for the rotated columns of one with scales, which are needed for the weights.
 
     query_unit       [heads] of the halves that queries are, in shared memory
     IS_UNIT_OF_ROPE  rotated queries are in that unit too
@@ -263,6 +219,8 @@ def _scores(
     nothing = gl.zeros([64, HEADS], gl.float32, LAYOUT)
     rope_box = rope.boxes.index(rope_place)
     scores, dots = nothing, nothing
+    if FORMAT == "fp8_block128":
+        mbarrier.wait(rope.full.index(rope_place), rope_turn)  # the scales
     if FORMAT == "fp8":
         mbarrier.wait(rope.full.index(rope_place), rope_turn)
         keys = load_keys(rope_box, LAYOUT)
@@ -278,7 +236,7 @@ def _scores(
         if FORMAT == "fp8" or part > 0:
             dots, keys = warpgroup_mma_wait(0, deps=(dots, keys))
         if FORMAT == "fp8_block128" and part > 0:
-            scores += dots * gl.expand_dims(scales[part - 1], 1)
+            scores += dots * _scales_of(channels, rope_place, part - 1, LAYOUT)
         keys = next_keys
         q = as_halves(queries.latent).index(zero + part).permute((1, 0))
         if FORMAT == "fp8" or (FORMAT == "fp8_token" and part > 0):
@@ -290,41 +248,22 @@ def _scores(
             place, turn = after(latent, place, turn)
     dots, keys = warpgroup_mma_wait(0, deps=(dots, keys))
     if FORMAT == "fp8_block128":
-        dots = scores + dots * gl.expand_dims(scales[PARTS - 1], 1)
+        dots = scores + dots * _scales_of(channels, rope_place, PARTS - 1, LAYOUT)
     scores = dots
     if not IS_UNIT_OF_ROPE:
         scores = _in_units(scores, query_unit)
     if FORMAT != "fp8":
         # last, for what it is added to takes no registers of its own
-        mbarrier.wait(rope.full.index(rope_place), rope_turn)
+        if FORMAT == "fp8_token":
+            mbarrier.wait(rope.full.index(rope_place), rope_turn)
         q = queries.rope.index(zero).permute((1, 0))
         scores = warpgroup_mma(rope_box, q, scores, is_async=True)
         scores = warpgroup_mma_wait(0, deps=(scores,))
-        release(rope, rope_place)
     if FORMAT == "fp8_token":
-        scores *= gl.expand_dims(scales[0], 1)
+        scores *= _scales_of(channels, rope_place, 0, LAYOUT)
     if IS_UNIT_OF_ROPE:
         scores = _in_units(scores, query_unit)
     return scores, place, turn
-
-
-@gluon.jit
-def _show_scales(maxima, scales):
-    """Write the largest of each warp's keys, for `_largest_scale` once all have."""
-    if len(scales) > 0:
-        largest = scales[0]
-        for part in gl.static_range(1, len(scales)):
-            largest = gl.maximum(largest, scales[part])
-        maxima.scales.store(gl.max(largest.reshape([4, 16]), 1))
-
-
-@gluon.jit
-def _largest_scale(maxima, scales):
-    """Of a block; 0 where rows have none."""
-    largest = 0.0
-    if len(scales) > 0:
-        largest = gl.max(maxima.scales.load(IN_EACH_THREAD), 0)
-    return largest
 
 
 @gluon.jit
@@ -345,35 +284,47 @@ def _largest_scores(maxima, scores):
         block_bases=[],
         shape=[4, HEADS],
     )
-    maxima.scores.store(gl.max(scores.reshape([4, 16, HEADS]), 1))
-    largest = gl.max(maxima.scores.load(ALL), 0)
+    maxima.store(gl.max(scores.reshape([4, 16, HEADS]), 1))
+    largest = gl.max(maxima.load(ALL), 0)
     return gl.convert_layout(largest, gl.SliceLayout(0, scores.type.layout), assert_trivial=True)
 
 
 @gluon.jit
-def _unit_of_weights(before, largest, scales):
-    """Of weights times these scales and those before: (u, LARGEST_UNIT / u)."""
-    if len(scales) == 0:
+def _unit_of_weights(before, channels, place):
+    """Of weights times the scales of a block and those before: (u, LARGEST_UNIT / u)."""
+    if channels.scales is None:
         return before, LARGEST_UNIT
     else:  # noqa: RET505
+        ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        largest = gl.max(channels.scales.largest.index(place).load(ONE), 0)
         return unit_for(gl.maximum(before, largest))
 
 
 @gluon.jit
-def _send_weights(messages, number, exponentials, decay, factor, scales):
+def _factors(channels, rope_place, part: gl.constexpr, factor, LAYOUT: gl.constexpr):
+    """Of weights: a factor, times the scales of rows if they have any."""
+    if channels.scales is not None:
+        factor = _scales_of(channels, rope_place, part, LAYOUT) * factor
+    return factor
+
+
+@gluon.jit
+def _send_weights(messages, number, exponentials, decay, factor, channels, rope_place):
     """exponentials · scales · factor as halves."""
+    LAYOUT: gl.constexpr = exponentials.type.layout
     place, turn = message_place(number)
+    factors = _factors(channels, rope_place, 0, factor, LAYOUT)
     mbarrier.wait(messages.empty.index(place), turn ^ 1)
     for copy in gl.static_range(messages.COPIES):
-        if len(scales) > 0:
-            weights = exponentials * gl.expand_dims(scales[copy] * factor, 1)
-        else:
-            weights = exponentials * factor
-        buffer = messages.weights[copy].index(place)
-        buffer.permute((1, 0)).store(weights.to(gl.float16))
+        weights = (exponentials * factors).to(gl.float16)
+        if copy + 1 < messages.COPIES:
+            factors = _factors(channels, rope_place, copy + 1, factor, LAYOUT)
+        messages.weights[copy].index(place).permute((1, 0)).store(weights)
     messages.decays.index(place).store(decay)
     fence_async_shared()
     mbarrier.arrive(messages.full.index(place), count=1)
+    if channels.scales is not None:
+        release(channels.rope, rope_place)
 
 
 @gluon.jit
@@ -394,8 +345,13 @@ def _tell(standing, peak, unit, HAS_UNITS: gl.constexpr):
 
 @gluon.jit
 def _hear(standing, turn, ROW: gl.constexpr, HAS_UNITS: gl.constexpr):
-    """(peak, unit)"""
     mbarrier.wait(standing.is_told, turn)
+    return _recall(standing, ROW, HAS_UNITS)
+
+
+@gluon.jit
+def _recall(standing, ROW: gl.constexpr, HAS_UNITS: gl.constexpr):
+    """(peak, unit)"""
     unit = gl.to_tensor(1.0)
     if HAS_UNITS:
         ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
@@ -407,18 +363,16 @@ def _hear(standing, turn, ROW: gl.constexpr, HAS_UNITS: gl.constexpr):
 def score(turns, item, index, inputs, work, results, scoring):
     """All that a scorer does."""
     copied, queries = scoring.copied, scoring.queries
-    messages, channels = scoring.messages, scoring.channels
-    scales, scale = scoring.scales, scoring.scale
+    messages, channels, scale = scoring.messages, scoring.channels, scoring.scale
     HEADS: gl.constexpr = work.ROWS
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEADS, 16])
     ROW: gl.constexpr = gl.SliceLayout(0, LAYOUT)
-    KEY: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     NUMBER: gl.constexpr = turns.NUMBER
-    STEP: gl.constexpr = turns.COUNT
     fitted = turns.fitted
     ARE_BYTES: gl.constexpr = copied.latent.dtype == gl.int32
-    IS_UNIT_OF_ROPE: gl.constexpr = ARE_BYTES or scales.FORMAT == "fp8"
-    HAS_UNITS: gl.constexpr = scales.first is not None
+    FORMAT: gl.constexpr = scoring.FORMAT
+    IS_UNIT_OF_ROPE: gl.constexpr = ARE_BYTES or FORMAT == "fp8"
+    HAS_UNITS: gl.constexpr = channels.scales is not None
     FIRST_UNIT: gl.constexpr = 0.0 if HAS_UNITS else 1.0  # none yet: `unit_for` knows a least one
     zero = item * 0
     FILLS: gl.constexpr = PARTS // channels.latent.BOXES
@@ -431,73 +385,65 @@ def score(turns, item, index, inputs, work, results, scoring):
     # addresses of a thread's elements are found in each turn: kept, they would be spilled
     for _ in tl.range(0, count_units(work, item, index), disable_licm=True):
         keys = find_keys(inputs, work, item, index)
-        first_block = keys.first_block + ((blocks_before + NUMBER) & (STEP - 1))
-        pages = pages_of(inputs, keys, first_block, KEY)
-        next_scales = _load_scales(scales, inputs, keys, pages, first_block, KEY)
-        pages = pages_of(inputs, keys, first_block + STEP, KEY)
-        peak = gl.full([HEADS], FIRST_PEAK, gl.float32, ROW)
+        first_block = keys.first_block + ((blocks_before + NUMBER) & 1)
         total = _sum_pairs(gl.zeros([64, HEADS], gl.float32, LAYOUT))
-        weight_unit = gl.to_tensor(FIRST_UNIT)
         if NUMBER == 0:
             if ARE_BYTES:
                 q_scale = find_q_scale(scoring, work, item, index)
                 mbarrier.wait(copied.arrival, units_before & 1)
-                _widen_queries(copied, queries, q_scale, fitted.unit, scales.FORMAT)
+                _widen_queries(copied, queries, q_scale, fitted.unit, FORMAT)
             else:
                 mbarrier.wait(copied.arrival, units_before & 1)
-                _fit_queries(queries, fitted.unit, scales.FORMAT)
-            if STEP > 1:
-                mbarrier.arrive(fitted.is_told, count=1)
+                _fit_queries(queries, fitted.unit, FORMAT)
+            mbarrier.arrive(fitted.is_told, count=1)
         else:
             mbarrier.wait(fitted.is_told, units_before & 1)
-        for block in range(first_block, keys.end_block, STEP):
+        for own_block in range(first_block, keys.end_block, 2):
+            # opaque: the compiler would count blocks, keys and messages in registers of their own
+            block = own_block + opaque_zero()
             number = blocks_before + block - keys.first_block
-            row_scales = next_scales
             scores, place, turn = _scores(
-                queries, channels, place, turn, rope_place, rope_turn, fitted.unit, row_scales,
-                LAYOUT, scales.FORMAT, IS_UNIT_OF_ROPE,
+                queries, channels, place, turn, rope_place, rope_turn, fitted.unit, LAYOUT, FORMAT,
+                IS_UNIT_OF_ROPE,
             )  # fmt: skip
-            place, turn = after(channels.latent, place, turn, (STEP - 1) * FILLS)
-            rope_place, rope_turn = after(channels.rope, rope_place, rope_turn, STEP)
-            # on their way while weights are made: through the dots they would be spilled
-            next_scales = _load_scales(scales, inputs, keys, pages, block + STEP, KEY)
-            pages = pages_of(inputs, keys, block + 2 * STEP, KEY)
+            place, turn = after(channels.latent, place, turn, FILLS)
             scores = mask_scores(scores, block, keys, 0, scoring.SIGN, scoring.IS_GIVEN)
-            _show_scales(turns.maxima, row_scales)
+            # not kept in registers; here, for warps then wait for each other before it is told anew
+            own_peak = turns.own.peak.load(ROW)
             largest = _largest_scores(turns.maxima, scores) * scale
-            largest_scale = _largest_scale(turns.maxima, row_scales)
-            peak_before = peak
-            unit_before = weight_unit
-            if STEP > 1:
-                peak_before, unit_before = _hear(
-                    turns.before, ((number - 1) >> 1) & 1, ROW, HAS_UNITS
-                )
-                is_first = block == keys.first_block
-                peak_before = gl.where(is_first, FIRST_PEAK, peak_before)
-                unit_before = gl.where(is_first, FIRST_UNIT, unit_before)
-            new_peak = gl.maximum(peak_before, largest)
-            weight_unit, weight_factor = _unit_of_weights(unit_before, largest_scale, row_scales)
-            if STEP > 1:
-                _tell(turns.own, new_peak, weight_unit, HAS_UNITS)
-            exponentials = gl.exp2(scores * scale - gl.expand_dims(new_peak, 0))
-            decay = gl.exp2(peak_before - new_peak)
+            peak_before, unit_before = _hear(turns.before, ((number - 1) >> 1) & 1, ROW, HAS_UNITS)
+            is_first = block == keys.first_block
+            peak_before = gl.where(is_first, FIRST_PEAK, peak_before)
+            unit_before = gl.where(is_first, FIRST_UNIT, unit_before)
+            peak = gl.maximum(peak_before, largest)
+            weight_unit, weight_factor = _unit_of_weights(unit_before, channels, rope_place)
+            _tell(turns.own, peak, weight_unit, HAS_UNITS)
+            exponentials = gl.exp2(scores * scale - gl.expand_dims(peak, 0))
+            decay = gl.exp2(peak_before - peak)
             decay *= unit_before * weight_factor * (1.0 / LARGEST_UNIT)
-            _send_weights(messages, number, exponentials, decay, weight_factor, row_scales)
+            _send_weights(
+                messages, number, exponentials, decay, weight_factor, channels, rope_place
+            )
+            rope_place, rope_turn = after(channels.rope, rope_place, rope_turn, 2)
+            # at most 1, also of a unit's first: it is of nothing then, but must be a number
+            own_decay = gl.exp2(gl.minimum(own_peak - peak, 0.0))
             own_decay = gl.convert_layout(
-                gl.exp2(peak - new_peak), gl.SliceLayout(0, total.type.layout), assert_trivial=True
+                own_decay, gl.SliceLayout(0, total.type.layout), assert_trivial=True
             )
             total = total * gl.expand_dims(own_decay, 0) + _sum_pairs(exponentials)
-            peak = new_peak
         total = gl.convert_layout(gl.sum(total, 0), ROW)
+        has_none = first_block >= keys.end_block
+        peak, weight_unit = _recall(turns.own, ROW, HAS_UNITS)
+        peak = gl.where(has_none, FIRST_PEAK, peak)
+        weight_unit = gl.where(has_none, FIRST_UNIT, weight_unit)
         next_item, next_index = next_unit(work, item, index + gl.num_programs(0))
         if NUMBER == 0:
-            if STEP > 1:
-                other_peak, other_unit = _hear(turns.end, units_before & 1, ROW, HAS_UNITS)
-                last_peak = gl.maximum(peak, other_peak)
-                total = total * gl.exp2(peak - last_peak)
-                total += turns.end_total.load(ROW) * gl.exp2(other_peak - last_peak)
-                peak = last_peak
-                weight_unit = gl.maximum(weight_unit, other_unit)
+            other_peak, other_unit = _hear(turns.end, units_before & 1, ROW, HAS_UNITS)
+            last_peak = gl.maximum(peak, other_peak)
+            total = total * gl.exp2(peak - last_peak)
+            total += turns.end_total.load(ROW) * gl.exp2(other_peak - last_peak)
+            peak = last_peak
+            weight_unit = gl.maximum(weight_unit, other_unit)
             if next_item < work.last_item:
                 load_queries(inputs, work, next_item, next_index, copied)
             unit = find_place(work, item, index)

@@ -51,6 +51,7 @@ from mlakit.kernels.hopper.decode_few_rings import (
     produce,
     store,
 )
+from mlakit.kernels.hopper.decode_row_scales import Scales
 from mlakit.kernels.hopper.decode_softmax import FIRST_PEAK, finish, mask_scores, store_lse
 from mlakit.kernels.hopper.decode_work import (
     Inputs,
@@ -229,8 +230,12 @@ def mla_decode_few_kernel(
         out, lse, partial_out, partial_lse, sink, stride_out_token, stride_out_head,
         stride_lse_token, stride_lse_head, stride_sink,
     )  # fmt: skip
+    NONE: gl.constexpr = None
+    no_scales = Scales(NONE, 0, 0, 0)
     channels = Channels(
-        new_ring(PLACES, COLUMNS, kv, READERS=1), new_ring(ROPE_PLACES, 64, kv_rope, READERS=1)
+        new_ring(PLACES, COLUMNS, kv, READERS=1),
+        new_ring(ROPE_PLACES, 64, kv_rope, READERS=1),
+        NONE,
     )
     queries = Queries(
         gl.allocate_shared_memory(q.dtype, [PARTS, ROWS, COLUMNS], q.layout),
@@ -249,7 +254,7 @@ def mla_decode_few_kernel(
                         SIGN, IS_GIVEN,
                     ),
                 ),
-                (produce, (item, index, inputs, work, channels, ROPE_COLUMN)),
+                (produce, (item, index, inputs, work, channels, no_scales, ROPE_COLUMN)),
             ],
             [1],
             [PRODUCER_REGISTERS],

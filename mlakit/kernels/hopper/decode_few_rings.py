@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from mlakit.kernels.hopper.compat import record, tma_load
+from mlakit.kernels.hopper.decode_row_scales import load_scales, pages_of_scales, store_scales
 from mlakit.kernels.hopper.decode_work import find_keys, find_place, next_unit, rows_of
 from mlakit.kernels.hopper.primitives import load_rows, new_barriers
 
@@ -37,6 +38,7 @@ class Ring:
 class Channels:
     latent: object
     rope: object
+    scales: object  # ScaleBoxes, whose places go with those of `rope`; or None
 
 
 @record
@@ -49,12 +51,12 @@ class Queries:
 @gluon.jit
 def new_ring(
     PLACES: gl.constexpr, WIDTH: gl.constexpr, descriptor, READERS: gl.constexpr,
-    BOXES: gl.constexpr = 1,
+    BOXES: gl.constexpr = 1, ARRIVALS: gl.constexpr = 1,
 ):  # fmt: skip
     boxes = gl.allocate_shared_memory(
         descriptor.dtype, [PLACES * BOXES, 64, WIDTH], descriptor.layout
     )
-    return Ring(boxes, new_barriers(PLACES, 1), new_barriers(PLACES, READERS), BOXES)
+    return Ring(boxes, new_barriers(PLACES, ARRIVALS), new_barriers(PLACES, READERS), BOXES)
 
 
 @gluon.jit
@@ -98,22 +100,31 @@ def _send(ring, place, turn, descriptor, rows, column):
 
 
 @gluon.jit
-def produce(item, index, inputs, work, channels, ROPE_COLUMN: gl.constexpr):
-    """Copy the boxes of every block: the rotated columns, then each part of the latent ones."""
+def produce(item, index, inputs, work, channels, scales, ROPE_COLUMN: gl.constexpr):
+    """Copy the boxes of every block: the rotated columns, then each part of the latent ones.
+
+    With the rotated columns come the rows' scales, if they have any.
+    """
     latent, rope = channels.latent, channels.rope
     WIDTH: gl.constexpr = latent.boxes.shape[2] * latent.BOXES
     place, turn, rope_place, rope_turn = item * 0, item * 0, item * 0, item * 0
     while item < work.last_item:
         keys = find_keys(inputs, work, item, index)
         rows = rows_of(inputs, keys, keys.first_block, WARPS=1)
+        pages = pages_of_scales(scales, inputs, keys, keys.first_block)
         for block in range(keys.first_block, keys.end_block):
             # on their way while places are waited for
+            found, pages = load_scales(scales, inputs, keys, block, pages)
             next_rows = rows_of(inputs, keys, block + 1, WARPS=1)
+            own_place = rope_place
             rope_place, rope_turn = _send(
                 rope, rope_place, rope_turn, inputs.kv_rope, rows, ROPE_COLUMN
             )
             for fill in gl.static_range(PARTS // latent.BOXES):
                 place, turn = _send(latent, place, turn, inputs.kv, rows, fill * WIDTH)
+            if scales.first is not None:
+                store_scales(channels.scales, own_place, found)
+                mbarrier.arrive(rope.full.index(own_place), count=1)
             rows = next_rows
         item, index = next_unit(work, item, index + gl.num_programs(0))
 

@@ -1,0 +1,109 @@
+"""Small calls of every Hopper decode kernel, for compute-sanitizer; needs such a GPU.
+
+    compute-sanitizer --tool memcheck python scripts/sanitize.py decode
+    compute-sanitizer --tool racecheck python scripts/sanitize.py one
+    compute-sanitizer --tool racecheck python scripts/sanitize.py many
+
+`one` and `many` hand a vector from one warpgroup to another and back through two mbarriers, and
+nothing else. They differ only in how many threads write and read each word of it: one, or many who
+write the same number. racecheck has nothing to say of the first and reports the second, in which no
+number is ever wrong: its reports of words with more than one writer tell nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from rich.console import Console
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from mlakit.bench import gpu
+from mlakit.bench.pool import filled_pages
+from mlakit.ops import mla_decode
+
+LENGTHS = [700, 64, 1, 333]  # split, one block, one key, an end inside a block
+WIDE_TABLE = 4096  # entries: room for more makes work for the kernels of many heads
+E4M3 = torch.float8_e4m3fn
+CALLS = (  # heads, format, type of the queries
+    (128, "bf16", torch.bfloat16),
+    (16, "bf16", torch.bfloat16),
+    (16, "fp8_token", torch.bfloat16),
+    (32, "fp8_block128", torch.bfloat16),
+    (128, "fp8", torch.bfloat16),
+    (128, "fp8", E4M3),
+    (128, "fp8_token", E4M3),
+)
+ROUNDS = 16
+CONSOLE = Console()
+
+
+def decode() -> None:
+    for heads, format, dtype in CALLS:
+        own = gpu.generator()
+        cache, table = filled_pages(LENGTHS, 64, format, own)
+        wide = table.new_zeros(len(LENGTHS), WIDE_TABLE)
+        wide[:, : table.shape[1]] = table
+        q = gpu.normal(own, len(LENGTHS), heads, 576).to(dtype)
+        out, _ = mla_decode(q, cache, wide, gpu.int32(LENGTHS), softmax_scale=0.1, backend="hopper")
+        CONSOLE.print(heads, format, dtype, "finite" if out.isfinite().all() else "NOT FINITE")
+
+
+@gluon.jit
+def _give(source, box, full, empty, count, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
+    at = gl.arange(0, SIZE, LAYOUT)
+    for i in range(count):
+        mbarrier.wait(empty, (i & 1) ^ 1)
+        box.store(gl.load(source + i * SIZE + at))
+        mbarrier.arrive(full, count=1)
+
+
+@gluon.jit
+def _take(target, box, full, empty, count, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
+    at = gl.arange(0, SIZE, LAYOUT)
+    for i in range(count):
+        mbarrier.wait(full, i & 1)
+        gl.store(target + i * SIZE + at, box.load(LAYOUT))
+        mbarrier.arrive(empty, count=1)
+
+
+@gluon.jit
+def handover_kernel(source, target, count, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
+    box = gl.allocate_shared_memory(gl.float32, [SIZE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(full, count=1)
+    mbarrier.init(empty, count=1)
+    gl.warp_specialize(
+        [
+            (_give, (source, box, full, empty, count, SIZE, LAYOUT)),
+            (_take, (target, box, full, empty, count, SIZE, LAYOUT)),
+        ],
+        [4],
+        [64],
+    )
+
+
+def hand_over(size: int, layout: object) -> None:
+    source = torch.randn(ROUNDS, size, device="cuda")
+    target = torch.zeros_like(source)
+    handover_kernel[(4,)](source, target, ROUNDS, size, layout, num_warps=4)
+    CONSOLE.print("the same" if torch.equal(source, target) else "NOT THE SAME")
+
+
+def one() -> None:
+    hand_over(128, gl.BlockedLayout([1], [32], [4], [0]))
+
+
+def many() -> None:
+    # as the columns of a dot's result are: 32 threads have each of them
+    hand_over(16, gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])))
+
+
+if __name__ == "__main__":
+    PARTS = {"decode": decode, "one": one, "many": many}
+    if sys.argv[1:] not in [[name] for name in PARTS]:
+        sys.exit(__doc__)
+    PARTS[sys.argv[1]]()
