@@ -35,9 +35,10 @@ Phases     who waits for one of a barrier must know that the phase before is ove
 Deadlock   none. All walk the same units and blocks. The scorer of block n waits for its boxes; for
            the peak of block n − 1, which is told before any message is sent; and for the adder to
            be done with message n − 2. An adder waits for boxes and for the message of the block
-           whose boxes it reads; the producer for both to have read an earlier box. At the end of a
-           unit the first scorer waits for the second, which then waits for queries of the next. So
-           the earliest block that is not done can always go on
+           whose boxes it reads; the producer for both to have read an earlier box, and with scales
+           for the message of that block. At the end of a unit the first scorer waits for the
+           second, which then waits for queries of the next. So the earliest block that is not done
+           can always go on
 Memory     all of shared memory, with 16 heads some 180 KB of places, all of them in flight but for
            the boxes just being read
 Numbers    rows are widened exactly, and so are queries; P, times the row's scale, is rounded to

@@ -207,8 +207,9 @@ def _scores(
     queries, channels, place, turn, rope_place, rope_turn, query_unit, LAYOUT: gl.constexpr,
     FORMAT: gl.constexpr, IS_UNIT_OF_ROPE: gl.constexpr,
 ):  # fmt: skip
-    """Of a block, [64 keys, heads], every scale of a row applied. All its boxes are read, and given
-    back but for the rotated columns of one with scales, which are needed for the weights.
+    """Of a block, [64 keys, heads], every scale of a row applied. All its boxes are read.
+
+    They are given back, but for the rotated columns of rows with scales: weights need those, too.
 
     query_unit       [heads] of the halves that queries are, in shared memory
     IS_UNIT_OF_ROPE  rotated queries are in that unit too
@@ -219,10 +220,9 @@ def _scores(
     nothing = gl.zeros([64, HEADS], gl.float32, LAYOUT)
     rope_box = rope.boxes.index(rope_place)
     scores, dots = nothing, nothing
-    if FORMAT == "fp8_block128":
-        mbarrier.wait(rope.full.index(rope_place), rope_turn)  # the scales
-    if FORMAT == "fp8":
+    if FORMAT != "fp8_token":  # whose scale comes last
         mbarrier.wait(rope.full.index(rope_place), rope_turn)
+    if FORMAT == "fp8":
         keys = load_keys(rope_box, LAYOUT)
         q = as_halves(queries.rope).index(zero).permute((1, 0))
         dots = warpgroup_mma(keys, q, nothing, use_acc=False, is_async=True)
