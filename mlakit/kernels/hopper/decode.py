@@ -271,7 +271,7 @@ class PoolArguments:
     rope: TensorDescriptor | int  # or the distance of rows
     page_rows: int
     host_scale: float  # of the tensor; 1 where it is on the device
-    options: dict[str, Any]  # of the kernel for e4m3 only
+    options: dict[str, Any]  # what not every kernel takes
 
 
 def _pool_arguments(layer: CacheLayer, variant: Variant, copied_bytes: int) -> PoolArguments:
@@ -281,7 +281,11 @@ def _pool_arguments(layer: CacheLayer, variant: Variant, copied_bytes: int) -> P
     if layer.codec.name not in FP8_FORMATS:
         latent = _boxes(rows, box_rows, variant.cache_columns)
         rope = _boxes(rows, box_rows, ROPE)
-        return PoolArguments(latent, rope, page_rows, 1.0, {})
+        options: dict[str, Any] = {}
+        if variant.kernel is mla_decode_kernel:
+            is_packed = rows.stride(0) == rows.shape[1]
+            options = {"packed_rows": rows if is_packed else None}
+        return PoolArguments(latent, rope, page_rows, 1.0, options)
     words = rows.view(torch.int32)
     scale = layer.tensor_scale
     host_scale = 1.0 if isinstance(scale, Tensor) else float(scale)

@@ -21,17 +21,11 @@ from mlakit.kernels.hopper.decode_work import (
     row_in_page,
 )
 from mlakit.kernels.hopper.e4m3 import widen
-from mlakit.kernels.hopper.primitives import new_barriers
+from mlakit.kernels.hopper.primitives import ask_for, new_barriers
 
 HALF = gl.constexpr(64)  # words of half the latent columns
 HALVES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 AHEAD = gl.constexpr(2)  # blocks that L2 is asked for before they are loaded
-PREFETCH = gl.constexpr("""{
-    .reg .pred is_there;
-    setp.ne.u32 is_there, $2, 0;
-    @is_there cp.async.bulk.prefetch.L2.global [$1], $2;
-    mov.u32 $0, 0;
-}""")
 
 
 @record
@@ -186,16 +180,12 @@ def _far_page(inputs, keys, block):
 
 @gluon.jit
 def _ask_for(rows, inputs, keys, page, block):
-    """Have a block's rows brought to L2, where they lie side by side; by one thread."""
+    """Have a block's rows brought to L2, where they lie side by side."""
     if rows.side_by_side and inputs.PAGE >= 64:
         row = page.to(gl.int64) * inputs.PAGE_ROWS + row_in_page(inputs, block, 0)
         start = rows.words.to(gl.int64) + row * (rows.row_quads * 16)
-        thread = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
-        size = gl.where(thread == 0, (keys.end - block * 64) * (rows.row_quads * 16), 0)
-        size = gl.maximum(gl.minimum(size, 64 * rows.row_quads * 16), 0)
-        gl.inline_asm_elementwise(
-            PREFETCH, "=r,l,r", [start, size], dtype=gl.int32, is_pure=False, pack=1
-        )
+        num_rows = gl.maximum(gl.minimum(keys.end - block * 64, 64), 0)
+        ask_for(start, num_rows * (rows.row_quads * 16))
 
 
 @gluon.jit

@@ -7,18 +7,22 @@ Two warpgroups of four warps, no producer. Each owns half of the value columns o
              even (columns 0 to 255)                  odd (columns 256 to 511)
   a pair     S0 = Q·K0ᵀ, begun in the pair before     S1 = Q·K1ᵀ, likewise
   of blocks  reload K0 rope                           reload K1 rope
-             m0 = next_peak(m, S0)  - max_even ---->  m1 = next_peak(m0, S1)
-             P0 = exp2(S0 − m0)   <-- max_odd -----   P1 = exp2(S1 − m1)
-             O = O·a + P0·V0 left                     O = O·a' + P1·V1 right
-             --- p_even = P0·exp2(m0 − m1) ------>    <--- p_odd = P1 ---
-             reload K0 left                           O += P0·V0 right
-             O = O·b + P1·V1 left                     reload K1 right
-             reload K1 left                           reload K0 right
-             S0 = Q·K0ᵀ of the next pair              S1 = Q·K1ᵀ of the next pair
+             m0 = next_peak(m, S0)
+             P0 = exp2(S0 − m0)    ---- m0, P0 ---->
+             O = O·a + P0·V0 left                     O = O·a + P0·V0 right
+             reload K0 left                           m1 = next_peak(m0, S1)
+                                   <--- m1, P1 -----  P1 = exp2(S1 − m1)
+             O = O·b + P1·V1 left                     reload K0 right
+             reload K1 left                           O = O·b + P1·V1 right
+             S0 = Q·K0ᵀ of the next pair              reload K1 right
+                                                      S1 = Q·K1ᵀ of the next pair
 
+Order      S0, S1, P0·V0, P1·V1 have the tensor cores one after the other, so that weights of a
+           block are found while those have other work: the odd scores wait for the even ones, all
+           but the last quarter of them, and even values for the odd scores likewise
 Barriers   one per half of a block and per rope part, counted in pairs. None says that a buffer is
-           free: a warpgroup reloads only what it was the last to read, the exchange of maxima and
-           of P orders the rest
+           free: a warpgroup reloads only what it was the last to read, the exchange of P orders
+           the rest
 Memory     231 KB of shared memory, 255 registers; partials of units that do not see all keys of
            their query go to scratch in float32, `merge_partials` joins them
 Numbers    P is rounded to the cache's dtype, sums are float32; rows past a query's last key are
@@ -47,6 +51,7 @@ from mlakit.kernels.hopper.decode_softmax import (
     with_sign,
 )
 from mlakit.kernels.hopper.decode_work import (
+    NO_ROW,
     Inputs,
     Results,
     Work,
@@ -60,6 +65,7 @@ from mlakit.kernels.hopper.decode_work import (
 )
 from mlakit.kernels.hopper.primitives import (
     add_scores,
+    ask_for,
     load_box,
     load_slices,
     new_barrier,
@@ -71,6 +77,7 @@ from mlakit.kernels.hopper.primitives import (
 WORKER_REGISTERS = gl.constexpr(248)
 HALF_BYTES = gl.constexpr(64 * 256 * 2)
 ROPE_BYTES = gl.constexpr(64 * 64 * 2)
+ROW_BYTES = gl.constexpr(576 * 2)
 
 
 @record
@@ -83,7 +90,7 @@ class Buffers:
     right: object
     rope: object
     p_even: object  # q's rope part until P0 replaces it
-    p_odd: object
+    p_odd: object  # likewise, until P1 does
     max_even: object
     max_odd: object
     sum_even: object
@@ -101,9 +108,9 @@ class Arrivals:
     right_odd: object
     rope_even: object
     rope_odd: object
-    max_even: object
-    max_odd: object
-    p_even: object
+    scores_even: object  # nearly done: it is the other's turn
+    scores_odd: object
+    p_even: object  # and its peaks
     p_odd: object
     sum_even: object
     sum_odd: object
@@ -123,14 +130,23 @@ def _load(
 
 
 @gluon.jit
+def _ask_for_block(inputs, packed_rows, row):
+    """Have a block brought to L2 that will be loaded soon, if it lies in one piece."""
+    if packed_rows is not None and inputs.PAGE >= 64:
+        address = packed_rows.to(gl.int64) + row.to(gl.int64) * ROW_BYTES
+        ask_for(address, gl.where(row < NO_ROW, 64 * ROW_BYTES, 0))
+
+
+@gluon.jit
 def _load_even(inputs, token, first_head, rows, buffers, arrivals):
     """Start with the queries of a unit and its first block."""
     q_row = token * inputs.q_token_rows + first_head
     rope_row = token * inputs.q_rope_token_rows + first_head
     _load(inputs.kv_rope, rows, 512, arrivals.rope_even, buffers.rope, 0, ROPE_BYTES)
     _load(inputs.kv, rows, 0, arrivals.left_even, buffers.left, 0, HALF_BYTES)
-    mbarrier.expect(arrivals.q, ROPE_BYTES + 2 * HALF_BYTES)
+    mbarrier.expect(arrivals.q, 2 * ROPE_BYTES + 2 * HALF_BYTES)
     tma_load(inputs.q_rope, [rope_row, 0], arrivals.q, buffers.p_even)
+    tma_load(inputs.q_rope, [rope_row, 0], arrivals.q, buffers.p_odd)
     tma_load(inputs.q, [q_row, 0], arrivals.q, buffers.q_left.index(0))
     tma_load(inputs.q, [q_row, 256], arrivals.q, buffers.q_right.index(0))
     _load(inputs.kv, rows, 256, arrivals.right_even, buffers.right, 0, HALF_BYTES)
@@ -179,29 +195,28 @@ def _even_pair(
         next_even, next_odd = rows_of_pair(inputs, keys, block + 4)
     scores = _mask(scores, block, keys, IS_LAST, SIGN, IS_GIVEN)
     own_peak = next_peak(peak, gl.max(scores, 1) * scale)
-    buffers.max_even.store(own_peak)
-    mbarrier.arrive(arrivals.max_even, count=1)
     decay = gl.exp2(peak - own_peak)
     weights = gl.exp2(scores * scale - gl.expand_dims(own_peak, 1))
+    rounded = weights.to(DTYPE)
     acc = scale_rows(acc, decay)
-    own_weights = gl.convert_layout(weights.to(DTYPE), WEIGHTS)
+    own_weights = gl.convert_layout(rounded, WEIGHTS)
     if IS_LAST:
         zero_rows(buffers.left, (0,), keys.end - block * 64)
-    pending = warpgroup_mma(own_weights, buffers.left.index(zero), acc, is_async=True)
-    # to the other warpgroup the weights go as of the peak of both blocks
-    mbarrier.wait(arrivals.max_odd, phase)
-    peak = buffers.max_odd.load(gl.SliceLayout(1, SCORES))
-    adjust = gl.exp2(own_peak - peak)
-    buffers.p_even.store(scale_rows(weights, adjust).to(DTYPE))
+    buffers.max_even.store(own_peak)
+    buffers.p_even.store(rounded)
     fence_async_shared()
     mbarrier.arrive(arrivals.p_even, count=1)
+    mbarrier.wait(arrivals.scores_odd, phase)
+    pending = warpgroup_mma(own_weights, buffers.left.index(zero), acc, is_async=True)
     total = total * decay + gl.sum(weights, 1)
     acc, own_weights = warpgroup_mma_wait(0, deps=(pending, own_weights))
     if not IS_LAST:
         _load(inputs.kv, rows_even, 0, arrivals.left_even, buffers.left, 0, HALF_BYTES)
+    mbarrier.wait(arrivals.p_odd, phase)
+    peak = buffers.max_odd.load(gl.SliceLayout(1, SCORES))
+    adjust = gl.exp2(own_peak - peak)
     total = total * adjust
     acc = scale_rows(acc, adjust)
-    mbarrier.wait(arrivals.p_odd, phase)
     if IS_LAST:
         zero_rows(buffers.left, (1,), keys.end - block * 64 - 64)
     pending = warpgroup_mma(buffers.p_odd, buffers.left.index(zero + 1), acc, is_async=True)
@@ -219,6 +234,7 @@ def _even_pair(
         dots = add_scores(
             buffers.q_right, buffers.right, 0, arrivals.right_even, phase ^ 1, zero, dots
         )
+        mbarrier.arrive(arrivals.scores_even, count=1)
         scores = warpgroup_mma_wait(0, deps=(dots,))
     else:
         acc = warpgroup_mma_wait(0, deps=(pending,))
@@ -245,32 +261,33 @@ def _odd_pair(
         next_even, next_odd = rows_of_pair(inputs, keys, block + 4)
     scores = _mask(scores, block + 1, keys, IS_LAST, SIGN, IS_GIVEN)
     largest = gl.max(scores, 1) * scale
-    mbarrier.wait(arrivals.max_even, phase)
-    new_peak = next_peak(buffers.max_even.load(gl.SliceLayout(1, SCORES)), largest)
-    buffers.max_odd.store(new_peak)
-    mbarrier.arrive(arrivals.max_odd, count=1)
+    mbarrier.wait(arrivals.p_even, phase)
+    even_peak = buffers.max_even.load(gl.SliceLayout(1, SCORES))
+    acc = scale_rows(acc, gl.exp2(peak - even_peak))
+    if IS_LAST:
+        zero_rows(buffers.right, (0,), keys.end - block * 64)
+    pending = warpgroup_mma(buffers.p_even, buffers.right.index(zero), acc, is_async=True)
+    new_peak = next_peak(even_peak, largest)
     weights = gl.exp2(scores * scale - gl.expand_dims(new_peak, 1))
     rounded = weights.to(DTYPE)
-    decay = gl.exp2(peak - new_peak)
-    acc = scale_rows(acc, decay)
+    buffers.max_odd.store(new_peak)
+    buffers.p_odd.store(rounded)
+    fence_async_shared()
+    mbarrier.arrive(arrivals.p_odd, count=1)
+    total = total * gl.exp2(peak - new_peak) + gl.sum(weights, 1)
+    acc = warpgroup_mma_wait(0, deps=(pending,))
+    if not IS_LAST:
+        _load(inputs.kv, rows_even, 256, arrivals.right_even, buffers.right, 0, HALF_BYTES)
+    acc = scale_rows(acc, gl.exp2(even_peak - new_peak))
     own_weights = gl.convert_layout(rounded, WEIGHTS)
     if IS_LAST:
         zero_rows(buffers.right, (1,), keys.end - block * 64 - 64)
     pending = warpgroup_mma(own_weights, buffers.right.index(zero + 1), acc, is_async=True)
-    buffers.p_odd.store(rounded)
-    fence_async_shared()
-    mbarrier.arrive(arrivals.p_odd, count=1)
-    mbarrier.wait(arrivals.p_even, phase)
-    if IS_LAST:
-        zero_rows(buffers.right, (0,), keys.end - block * 64)
-    pending = warpgroup_mma(buffers.p_even, buffers.right.index(zero), pending, is_async=True)
-    total = total * decay + gl.sum(weights, 1)
+    acc, own_weights = warpgroup_mma_wait(0, deps=(pending, own_weights))
     if not IS_LAST:
-        nothing = gl.zeros([64, 64], gl.float32, SCORES)
-        pending, own_weights = warpgroup_mma_wait(1, deps=(pending, own_weights))
         _load(inputs.kv, rows_odd, 256, arrivals.right_odd, buffers.right, 1, HALF_BYTES)
-        acc = warpgroup_mma_wait(0, deps=(pending,))
-        _load(inputs.kv, rows_even, 256, arrivals.right_even, buffers.right, 0, HALF_BYTES)
+        nothing = gl.zeros([64, 64], gl.float32, SCORES)
+        mbarrier.wait(arrivals.scores_even, phase ^ 1)
         mbarrier.wait(arrivals.rope_odd, phase ^ 1)
         rotated = buffers.rope.index(zero + 1).permute((1, 0))
         dots = warpgroup_mma(q_rope, rotated, nothing, use_acc=False, is_async=True)
@@ -278,9 +295,8 @@ def _odd_pair(
             buffers.q_right, buffers.right, 1, arrivals.right_odd, phase ^ 1, zero, dots
         )
         dots = add_scores(buffers.q_left, buffers.left, 1, arrivals.left_odd, phase ^ 1, zero, dots)
+        mbarrier.arrive(arrivals.scores_odd, count=1)
         scores = warpgroup_mma_wait(0, deps=(dots,))
-    else:
-        acc, own_weights = warpgroup_mma_wait(0, deps=(pending, own_weights))
     return acc, new_peak, total, scores, next_even, next_odd
 
 
@@ -290,17 +306,21 @@ def _first_scores(buffers, arrivals, q_rope, phase, IS_EVEN: gl.constexpr, LAYOU
     nothing = gl.zeros([64, 64], gl.float32, LAYOUT)
     zero = opaque_zero()
     if IS_EVEN:
+        # without order: either block may be the first to arrive
+        mbarrier.arrive(arrivals.scores_even, count=1)
         mbarrier.wait(arrivals.rope_even, phase)
         keys = buffers.rope.index(zero).permute((1, 0))
         dots = warpgroup_mma(q_rope, keys, nothing, use_acc=False, is_async=True)
         dots = add_scores(buffers.q_left, buffers.left, 0, arrivals.left_even, phase, zero, dots)
         dots = add_scores(buffers.q_right, buffers.right, 0, arrivals.right_even, phase, zero, dots)
     else:
+        mbarrier.wait(arrivals.scores_even, phase)
         mbarrier.wait(arrivals.rope_odd, phase)
         keys = buffers.rope.index(zero + 1).permute((1, 0))
         dots = warpgroup_mma(q_rope, keys, nothing, use_acc=False, is_async=True)
         dots = add_scores(buffers.q_right, buffers.right, 1, arrivals.right_odd, phase, zero, dots)
         dots = add_scores(buffers.q_left, buffers.left, 1, arrivals.left_odd, phase, zero, dots)
+        mbarrier.arrive(arrivals.scores_odd, count=1)
     return warpgroup_mma_wait(0, deps=(dots,))
 
 
@@ -350,8 +370,8 @@ def _store_partial(place, results, heads, acc, FIRST: gl.constexpr):
 
 @gluon.jit
 def _warpgroup(
-    IS_EVEN: gl.constexpr, item, index, inputs, work, results, buffers, arrivals, scale,
-    SIGN: gl.constexpr, IS_GIVEN: gl.constexpr,
+    IS_EVEN: gl.constexpr, item, index, inputs, packed_rows, work, results, buffers, arrivals,
+    scale, SIGN: gl.constexpr, IS_GIVEN: gl.constexpr,
 ):  # fmt: skip
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
@@ -369,8 +389,12 @@ def _warpgroup(
         keys = find_keys(inputs, work, item, index)
         num_pairs = gl.maximum((keys.end_block - keys.first_block + 1) // 2, 1)
         next_even, next_odd = rows_of_pair(inputs, keys, keys.first_block + 2)
+        # while the first rows are on their way; later units find the copies busy enough
+        own_rows = next_even if IS_EVEN else next_odd
+        _ask_for_block(inputs, packed_rows, gl.where(units_before == 0, own_rows, NO_ROW))
         mbarrier.wait(arrivals.q, units_before & 1)
-        q_rope = buffers.p_even.load(gl.DotOperandLayout(0, SCORES, 2))
+        own_weights = buffers.p_even if IS_EVEN else buffers.p_odd
+        q_rope = own_weights.load(gl.DotOperandLayout(0, SCORES, 2))
         acc = gl.zeros([64, 256], gl.float32, VALUES)
         peak = gl.full([64], FIRST_PEAK, gl.float32, SUMS)
         total = gl.zeros([64], gl.float32, SUMS)
@@ -431,18 +455,24 @@ def _warpgroup(
 
 @gluon.jit
 def _even_warpgroup(
-    item, index, inputs, work, results, buffers, arrivals, scale, SIGN: gl.constexpr,
+    item, index, inputs, packed_rows, work, results, buffers, arrivals, scale, SIGN: gl.constexpr,
     IS_GIVEN: gl.constexpr,
 ):  # fmt: skip
-    _warpgroup(True, item, index, inputs, work, results, buffers, arrivals, scale, SIGN, IS_GIVEN)
+    _warpgroup(
+        True, item, index, inputs, packed_rows, work, results, buffers, arrivals, scale, SIGN,
+        IS_GIVEN,
+    )  # fmt: skip
 
 
 @gluon.jit
 def _odd_warpgroup(
-    item, index, inputs, work, results, buffers, arrivals, scale, SIGN: gl.constexpr,
+    item, index, inputs, packed_rows, work, results, buffers, arrivals, scale, SIGN: gl.constexpr,
     IS_GIVEN: gl.constexpr,
 ):  # fmt: skip
-    _warpgroup(False, item, index, inputs, work, results, buffers, arrivals, scale, SIGN, IS_GIVEN)
+    _warpgroup(
+        False, item, index, inputs, packed_rows, work, results, buffers, arrivals, scale, SIGN,
+        IS_GIVEN,
+    )  # fmt: skip
 
 
 @gluon.jit(
@@ -486,6 +516,7 @@ def mla_decode_kernel(
     q_rope_token_rows,
     heads,
     slot_rows,
+    packed_rows,  # the cache's first row, if there is nothing between rows, or None
     head_blocks: gl.constexpr,  # elsewhere a number, for which there are no registers here
     ROWS: gl.constexpr,  # 64
     PAGE_ROWS: gl.constexpr,
@@ -533,7 +564,8 @@ def mla_decode_kernel(
     work, item, index = first_unit(work, gl.load(worker_starts + gl.program_id(1)))
     if item < work.last_item:
         args = (
-            item, index, inputs, work, results, buffers, arrivals, scale_log2, SIGN, IS_GIVEN
+            item, index, inputs, packed_rows, work, results, buffers, arrivals, scale_log2, SIGN,
+            IS_GIVEN,
         )  # fmt: skip
         gl.warp_specialize(
             [(_even_warpgroup, args), (_odd_warpgroup, args)], [4], [WORKER_REGISTERS]

@@ -60,6 +60,25 @@ IN_EACH_THREAD = gl.constexpr(
 )
 
 
+_PREFETCH = gl.constexpr("""{
+    .reg .pred is_there;
+    setp.ne.u32 is_there, $2, 0;
+    @is_there cp.async.bulk.prefetch.L2.global [$1], $2;
+    mov.u32 $0, 0;
+}""")
+
+
+@gluon.jit
+def ask_for(address, size):
+    """Have so many bytes brought to L2, multiples of 16, or none; for four warps."""
+    # by one thread: requests of a warp go out one by one
+    thread = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
+    size = gl.where(thread == 0, size, 0)
+    gl.inline_asm_elementwise(
+        _PREFETCH, "=r,l,r", [address, size], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
 @gluon.jit
 def load_box(descriptor, row, column, barrier, buffer, BYTES: gl.constexpr):
     """Start one TMA load, and tell the barrier to wait for it."""
