@@ -58,6 +58,7 @@ from mlakit.kernels.hopper.decode_work import (
     count_units,
     find_keys,
     find_place,
+    let_merge_start,
     next_unit,
 )
 from mlakit.kernels.hopper.e4m3 import column_of_sum, load_values
@@ -240,6 +241,7 @@ def mla_decode_e4m3_kernel(
     row_scales = Scales(scales, stride_scales_page, stride_scales_row, 1)
     item, index = next_unit(work, gl.load(worker_starts + gl.program_id(1)), gl.program_id(0))
     if item < work.last_item:
+        let_merge_start(work, item)
         adding = (item, index, inputs, work, results, messages, blocks)
         gl.warp_specialize(
             [

@@ -88,6 +88,7 @@ from mlakit.kernels.hopper.decode_work import (
     count_units,
     find_keys,
     find_place,
+    let_merge_start,
     next_unit,
 )
 from mlakit.kernels.hopper.e4m3 import column_of_sum, load_values
@@ -284,6 +285,7 @@ def mla_decode_few_fp8_kernel(
     fitted = new_fitted(ROWS)
     item, index = next_unit(work, gl.load(worker_starts + gl.program_id(1)), gl.program_id(0))
     if item < work.last_item:
+        let_merge_start(work, item)
         told, told_back = new_standing(ROWS), new_standing(ROWS)
         end, end_total = new_standing(ROWS), new_heads(ROWS)
         first = Turns(0, new_maxima(ROWS), told_back, told, end, end_total, fitted)

@@ -60,6 +60,7 @@ from mlakit.kernels.hopper.decode_work import (
     count_units,
     find_keys,
     find_place,
+    let_merge_start,
     next_unit,
 )
 from mlakit.kernels.hopper.primitives import new_barrier, opaque_zero, zero_rows
@@ -245,6 +246,7 @@ def mla_decode_few_kernel(
     weights = gl.allocate_shared_memory(kv.dtype, [1, ROWS, 64], kv.layout)
     item, index = next_unit(work, gl.load(worker_starts + gl.program_id(1)), gl.program_id(0))
     if item < work.last_item:
+        let_merge_start(work, item)
         gl.warp_specialize(
             [
                 (

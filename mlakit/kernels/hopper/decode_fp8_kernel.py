@@ -70,6 +70,7 @@ from mlakit.kernels.hopper.decode_work import (
     count_units,
     find_keys,
     find_place,
+    let_merge_start,
     next_unit,
 )
 from mlakit.kernels.hopper.e4m3 import LARGEST_UNIT, fit_rows, largest_of, unit_for
@@ -447,6 +448,7 @@ def mla_decode_fp8_kernel(
     scoring = Scoring(scales is not None, SIGN, IS_GIVEN)
     item, index = next_unit(work, gl.load(worker_starts + gl.program_id(1)), gl.program_id(0))
     if item < work.last_item:
+        let_merge_start(work, item)
         gl.warp_specialize(
             [
                 (

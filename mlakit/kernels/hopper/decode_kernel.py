@@ -60,6 +60,7 @@ from mlakit.kernels.hopper.decode_work import (
     find_place,
     find_start,
     first_unit,
+    let_merge_start,
     next_unit,
     rows_of_pair,
 )
@@ -563,6 +564,7 @@ def mla_decode_kernel(
     )  # fmt: skip
     work, item, index = first_unit(work, gl.load(worker_starts + gl.program_id(1)))
     if item < work.last_item:
+        let_merge_start(work, item)
         args = (
             item, index, inputs, packed_rows, work, results, buffers, arrivals, scale_log2, SIGN,
             IS_GIVEN,

@@ -169,6 +169,21 @@ def first_unit(work, first_item):
 
 
 @gluon.jit
+def let_merge_start(work, item):
+    """Before this kernel ends, if that is so with every program: it waits for the end by itself.
+
+    Not with a program that begins with a part of a request: where there is something to merge, so
+    many programs would crowd on the SMs that have no work here.
+    """
+    _, _, _, slot, _, _, _ = _load_item(work, item)
+    if slot < 0:
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@gluon.jit
 def count_units(work, item, index):
     """Units of this program, from these on."""
     count = item * 0
