@@ -12,14 +12,14 @@ Two warpgroups of four warps, no producer. Each owns half of the value columns o
              O = O·a + P0·V0 left                     O = O·a + P0·V0 right
              reload K0 left                           m1 = next_peak(m0, S1)
                                    <--- m1, P1 -----  P1 = exp2(S1 − m1)
-             O = O·b + P1·V1 left                     reload K0 right
-             reload K1 left                           O = O·b + P1·V1 right
-             S0 = Q·K0ᵀ of the next pair              reload K1 right
-                                                      S1 = Q·K1ᵀ of the next pair
+             O = O·b + P1·V1 left                     O = O·b + P1·V1 right
+                                                      reload K0 right
+             reload K1 left                           reload K1 right
+             S0 = Q·K0ᵀ of the next pair              S1 = Q·K1ᵀ of the next pair
 
-Order      S0, S1, P0·V0, P1·V1 have the tensor cores one after the other, so that weights of a
-           block are found while those have other work: the odd scores wait for the even ones, all
-           but the last quarter of them, and even values for the odd scores likewise
+Order      S0, S1, P0·V0, P1·V1: one after the other they have the tensor cores, which are then busy
+           while weights are found. The odd scores wait until the last of the even ones are being
+           multiplied, the even values likewise for the odd scores
 Barriers   one per half of a block and per rope part, counted in pairs. None says that a buffer is
            free: a warpgroup reloads only what it was the last to read, the exchange of P orders
            the rest
@@ -199,14 +199,14 @@ def _even_pair(
     decay = gl.exp2(peak - own_peak)
     weights = gl.exp2(scores * scale - gl.expand_dims(own_peak, 1))
     rounded = weights.to(DTYPE)
-    acc = scale_rows(acc, decay)
-    own_weights = gl.convert_layout(rounded, WEIGHTS)
-    if IS_LAST:
-        zero_rows(buffers.left, (0,), keys.end - block * 64)
     buffers.max_even.store(own_peak)
     buffers.p_even.store(rounded)
     fence_async_shared()
     mbarrier.arrive(arrivals.p_even, count=1)
+    acc = scale_rows(acc, decay)
+    own_weights = gl.convert_layout(rounded, WEIGHTS)
+    if IS_LAST:
+        zero_rows(buffers.left, (0,), keys.end - block * 64)
     mbarrier.wait(arrivals.scores_odd, phase)
     pending = warpgroup_mma(own_weights, buffers.left.index(zero), acc, is_async=True)
     total = total * decay + gl.sum(weights, 1)
@@ -261,14 +261,13 @@ def _odd_pair(
         _load(inputs.kv_rope, rows_odd, 512, arrivals.rope_odd, buffers.rope, 1, ROPE_BYTES)
         next_even, next_odd = rows_of_pair(inputs, keys, block + 4)
     scores = _mask(scores, block + 1, keys, IS_LAST, SIGN, IS_GIVEN)
-    largest = gl.max(scores, 1) * scale
     mbarrier.wait(arrivals.p_even, phase)
     even_peak = buffers.max_even.load(gl.SliceLayout(1, SCORES))
     acc = scale_rows(acc, gl.exp2(peak - even_peak))
     if IS_LAST:
         zero_rows(buffers.right, (0,), keys.end - block * 64)
     pending = warpgroup_mma(buffers.p_even, buffers.right.index(zero), acc, is_async=True)
-    new_peak = next_peak(even_peak, largest)
+    new_peak = next_peak(even_peak, gl.max(scores, 1) * scale)
     weights = gl.exp2(scores * scale - gl.expand_dims(new_peak, 1))
     rounded = weights.to(DTYPE)
     buffers.max_odd.store(new_peak)
@@ -277,13 +276,13 @@ def _odd_pair(
     mbarrier.arrive(arrivals.p_odd, count=1)
     total = total * gl.exp2(peak - new_peak) + gl.sum(weights, 1)
     acc = warpgroup_mma_wait(0, deps=(pending,))
-    if not IS_LAST:
-        _load(inputs.kv, rows_even, 256, arrivals.right_even, buffers.right, 0, HALF_BYTES)
     acc = scale_rows(acc, gl.exp2(even_peak - new_peak))
     own_weights = gl.convert_layout(rounded, WEIGHTS)
     if IS_LAST:
         zero_rows(buffers.right, (1,), keys.end - block * 64 - 64)
     pending = warpgroup_mma(own_weights, buffers.right.index(zero + 1), acc, is_async=True)
+    if not IS_LAST:
+        _load(inputs.kv, rows_even, 256, arrivals.right_even, buffers.right, 0, HALF_BYTES)
     acc, own_weights = warpgroup_mma_wait(0, deps=(pending, own_weights))
     if not IS_LAST:
         _load(inputs.kv, rows_odd, 256, arrivals.right_odd, buffers.right, 1, HALF_BYTES)
