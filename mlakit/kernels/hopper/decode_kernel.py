@@ -22,7 +22,7 @@ Order      S0, S1, P0·V0, P1·V1: one after the other they have the tensor core
            multiplied, the even values likewise for the odd scores
 Barriers   one per half of a block and per rope part, counted in pairs. None says that a buffer is
            free: a warpgroup reloads only what it was the last to read, the exchange of P orders
-           the rest
+           the rest. `scripts/seesaw_orders.py` is a model of it all, in random orders
 Memory     231 KB of shared memory, 255 registers; partials of units that do not see all keys of
            their query go to scratch in float32, `merge_partials` joins them
 Numbers    P is rounded to the cache's dtype, sums are float32; rows past a query's last key are

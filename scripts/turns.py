@@ -1,0 +1,141 @@
+"""What a change is worth: decodes of several checkouts of mlakit, taking turns on one GPU.
+
+    git worktree add /tmp/before HEAD~1
+    python scripts/turns.py before=/tmp/before after=. --decode 128q1s4k,128 4q1s32k,128
+
+A decode is a shape of `mlakit bench --shape`, heads, and where others than bf16 are meant the
+format of rows, then e4m3 for such queries. A checkout may be followed by settings of its process:
+`NAME=FOLDER,VARIABLE=VALUE`. Each has a process of its own, in which every result is held to the
+oracle before it is timed: one call between two events, with a cold L2, the plan made before. What
+is printed is the median in microseconds, and its ratio to that of the first checkout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+CALLS_A_TURN = 3  # of which the first, after another's turn, does not count
+READY = "ready"
+CONSOLE = Console()
+
+
+@dataclass(frozen=True)
+class Checkout:
+    name: str
+    process: subprocess.Popen[str]
+
+    @classmethod
+    def start(cls, text: str, decodes: Sequence[str]) -> Checkout:
+        """`text` is NAME=FOLDER or NAME=FOLDER,VARIABLE=VALUE,…"""
+        name, _, rest = text.partition("=")
+        folder, *settings = rest.split(",")
+        if not (Path(folder) / "mlakit").is_dir():
+            sys.exit(f"{text!r} must be NAME=FOLDER with a checkout of mlakit in the folder")
+        own = dict(setting.split("=", 1) for setting in settings)
+        command = [sys.executable, __file__, "--serve", "--decode", *decodes]
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, "PYTHONPATH": str(Path(folder).resolve()), **own},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        return cls(name, process)
+
+    def answer(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline().strip()
+        if not line:
+            sys.exit(f"{self.name} ended before its turn; what it said is above")
+        return line
+
+    def turn(self, decode: int) -> list[float]:
+        """Microseconds of the calls that count."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{decode}\n")
+        self.process.stdin.flush()
+        return [float(us) for us in self.answer().split()[1:]]
+
+
+def serve(decodes: Sequence[str]) -> None:
+    """In a checkout's own process: time the decode whose number is asked for, again and again."""
+    from mlakit.bench.gpu_timers import ColdGpu
+
+    timer = ColdGpu()
+    calls = [_call(decode) for decode in decodes]
+    for call in calls:
+        for _ in range(timer.warm_ups):
+            timer(call)
+    print(READY, flush=True)  # noqa: T201  # to the one who asks
+    for line in sys.stdin:
+        times = [timer(calls[int(line)]) * 1e6 for _ in range(CALLS_A_TURN)]
+        print(*times, flush=True)  # noqa: T201
+
+
+def _call(decode: str) -> Callable[[], object]:
+    """Held to the oracle."""
+    import torch
+
+    from mlakit.bench.decode import Decode
+    from mlakit.bench.shapes import Batch
+
+    shape, heads, *rest = decode.split(",")
+    dtype = torch.float8_e4m3fn if "e4m3" in rest[1:] else torch.bfloat16
+    format = rest[0] if rest else "bf16"
+    contest = Decode(Batch.parse(shape), int(heads), format=format, dtype=dtype).contest()
+    contest.gate()
+    return contest.ours
+
+
+def compare(checkouts: Sequence[Checkout], decodes: Sequence[str], rounds: int) -> Table:
+    table = Table("decode")
+    for checkout in checkouts:
+        table.add_column(f"{checkout.name}, us", justify="right")
+    for number, decode in enumerate(decodes):
+        times: dict[str, list[float]] = {checkout.name: [] for checkout in checkouts}
+        for turn in track(range(rounds), description=decode, console=CONSOLE, transient=True):
+            # the order is turned round each time: what comes first does not always
+            for checkout in checkouts[:: 1 if turn % 2 else -1]:
+                times[checkout.name] += checkout.turn(number)
+        medians = [median(each) for each in times.values()]
+        table.add_row(decode, *(f"{each:.1f} ({each / medians[0]:.3f})" for each in medians))
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkouts", nargs="*", metavar="NAME=FOLDER")
+    parser.add_argument("--decode", nargs="+", required=True, metavar="SHAPE,HEADS")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.serve:
+        serve(asked.decode)
+        return
+    if not asked.checkouts:
+        parser.error("name a checkout at least")
+    checkouts = [Checkout.start(text, asked.decode) for text in asked.checkouts]
+    try:
+        for checkout in checkouts:
+            checkout.answer()  # READY
+        CONSOLE.print(compare(checkouts, asked.decode, asked.rounds))
+    finally:
+        for checkout in checkouts:
+            checkout.process.kill()
+
+
+if __name__ == "__main__":
+    main()
