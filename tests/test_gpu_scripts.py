@@ -11,7 +11,8 @@ from textwrap import dedent
 
 import pytest
 
-SCRIPTS = Path(__file__).parent.parent / "scripts"
+ROOT = Path(__file__).parent.parent
+SCRIPTS = ROOT / "scripts"
 # what `turns.py` asks of a checkout: here the time of a call is what it says it is
 CHECKOUT = {
     "gpu_timers": """
@@ -55,6 +56,7 @@ def load(name):
 
 
 seesaw_orders = load("seesaw_orders")
+clocks = load("clocks")
 
 
 def test_no_order_of_the_seesaw_is_wrong():
@@ -109,3 +111,17 @@ def test_a_folder_without_a_checkout_is_named(turns):
     done = turns("old={checkout}/mlakit", "--decode", "128q1s4k,16")
     assert done.returncode == 1
     assert "must be NAME=FOLDER with a checkout of mlakit" in done.stderr
+
+
+@pytest.mark.parametrize("rows", ["own", *clocks.LOADS])
+def test_clocks_are_written_by_a_copy_of_the_kernel(rows, tmp_path):
+    clocks.copy_with_clocks(ROOT, tmp_path, rows)
+    source = (tmp_path / clocks.KERNEL).read_text()
+    compile(source, clocks.KERNEL, "exec")
+    assert source.count("_write_clocks(0)") == source.count("_write_clocks(2)") == 1
+    assert (clocks.LOAD in source) == (rows == "own")
+
+
+def test_clocks_say_what_they_do_not_find(tmp_path):
+    with pytest.raises(SystemExit, match=r"^--checkout must be a folder with mlakit/"):
+        clocks.copy_with_clocks(tmp_path, tmp_path / "copy", "own")

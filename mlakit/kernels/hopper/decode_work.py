@@ -170,10 +170,11 @@ def first_unit(work, first_item):
 
 @gluon.jit
 def let_merge_start(work, item):
-    """Before this kernel ends, if that is so with every program: it waits for the end by itself.
+    """Have the merge launched before this kernel ends, for whose end it waits by itself; that
+    happens when every program has said so.
 
-    Not with a program that begins with a part of a request: where there is something to merge, so
-    many programs would crowd on the SMs that have no work here.
+    One that begins with a part of a request does not: programs that have something to merge would
+    crowd on the SMs that have no work here.
     """
     _, _, _, slot, _, _, _ = _load_item(work, item)
     if slot < 0:

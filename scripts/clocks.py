@@ -1,0 +1,152 @@
+"""The clock of SMs during decodes of many heads over bf16 rows, and how many cycles they take.
+
+    python scripts/clocks.py                      pages as `mlakit bench decode` has them
+    python scripts/clocks.py --rows zeros         a cache and queries of zeros
+    python scripts/clocks.py --rows halved        a program loads only half of each row
+    python scripts/clocks.py --rows absent        or nothing: both give wrong results
+    python scripts/clocks.py --checkout FOLDER    the kernel of another checkout
+    python scripts/clocks.py --rest 50            so many milliseconds before each call
+
+In a copy of the package `mla_decode_kernel` is made to write, in every program, the SM's clock and
+the GPU's when it begins and when it ends. Needs a Hopper GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+from time import sleep
+
+from rich.console import Console
+from rich.table import Table
+
+SHAPES = ("128q1s4k", "128q2s4k", "64q1s16k", "1q1s64k")
+HEADS = 128
+CALLS = 40
+ADDRESS = "MLAKIT_CLOCKS"  # of what programs write: four numbers each
+KERNEL = "mlakit/kernels/hopper/decode_kernel.py"
+WRITE = f'''import os
+
+CLOCKS = gl.constexpr(int(os.environ["{ADDRESS}"]))
+
+
+@gluon.jit
+def _write_clocks(FIRST: gl.constexpr):
+    """The SM's, in cycles, and the GPU's, in nanoseconds."""
+    cycles = gl.inline_asm_elementwise(
+        "mov.u64 $0, %clock64;", "=l", [], dtype=gl.int64, is_pure=False, pack=1
+    )
+    time = gl.inline_asm_elementwise(
+        "mov.u64 $0, %globaltimer;", "=l", [], dtype=gl.int64, is_pure=False, pack=1
+    )
+    program = gl.program_id(0) + gl.num_programs(0) * gl.program_id(1)
+    at = (4 * program + FIRST).to(gl.int64) * 8 + CLOCKS
+    at = at.to(gl.pointer_type(gl.int64), bitcast=True)
+    gl.store(at, cycles)
+    gl.store(at + 1, time)
+
+
+'''
+BEGIN = """    token, first_head, rows, next_rows = find_start(inputs, work, item, index)
+    if IS_EVEN:
+        _load_even("""
+END = """        index = next_index
+
+
+@gluon.jit
+def _even_warpgroup("""
+LOAD = """    buffer = buffers.index(BLOCK)
+    if descriptor.block_shape[0] < 64:"""
+LOADS = {
+    "absent": """    buffer = buffers.index(BLOCK)
+    if descriptor is not None:
+        mbarrier.arrive(barrier, count=1)
+    elif descriptor.block_shape[0] < 64:""",
+    "halved": """    buffer = buffers.index(BLOCK)
+    if column // 256 == gl.program_id(0) % 2:
+        mbarrier.arrive(barrier, count=1)
+    elif descriptor.block_shape[0] < 64:""",
+}
+CONSOLE = Console()
+
+
+def copy_with_clocks(checkout: Path, target: Path, rows: str) -> None:
+    if not (checkout / KERNEL).is_file():
+        sys.exit(f"--checkout must be a folder with {KERNEL}, got {checkout}")
+    shutil.copytree(checkout / "mlakit", target / "mlakit")
+    path = target / KERNEL
+    source = path.read_text()
+    changes = {
+        "WORKER_REGISTERS = ": WRITE + "WORKER_REGISTERS = ",
+        BEGIN: "    if IS_EVEN:\n        _write_clocks(0)\n" + BEGIN,
+        END: END.replace("\n\n\n", "\n    if IS_EVEN:\n        _write_clocks(2)\n\n\n", 1),
+        LOAD: LOADS.get(rows, LOAD),
+    }
+    for old, new in changes.items():
+        if source.count(old) != 1:
+            sys.exit(f"{path} must hold this once, and does {source.count(old)} times:\n{old}")
+        source = source.replace(old, new)
+    path.write_text(source)
+
+
+def measure(rows: str, rest_ms: float) -> Table:
+    """In a process of its own, which finds the copy as `mlakit`."""
+    import torch
+
+    clocks = torch.zeros(4 * 1024, dtype=torch.int64, device="cuda")
+    os.environ[ADDRESS] = str(clocks.data_ptr())
+    from mlakit.bench.decode import Decode
+    from mlakit.bench.gpu_timers import ColdGpu
+    from mlakit.bench.problems import DenseDecode
+    from mlakit.bench.shapes import Batch
+
+    timer = ColdGpu()
+    table = Table("decode", "us", "GHz", "cycles of a program", title=f"rows: {rows}")
+    for shape in SHAPES:
+        contest = Decode(Batch.parse(shape), HEADS).contest()
+        if rows == "zeros":
+            assert isinstance(contest.problem, DenseDecode)
+            contest.problem.pages.zero_()
+            contest.problem.q.zero_()
+        times, speeds, lengths = [], [], []
+        for _ in range(CALLS):
+            sleep(rest_ms / 1e3)
+            clocks.zero_()
+            times.append(timer(contest.ours) * 1e6)
+            written = clocks.view(-1, 4)[clocks.view(-1, 4)[:, 3] > 0].double()
+            cycles, nanoseconds = written[:, 2] - written[:, 0], written[:, 3] - written[:, 1]
+            speeds.append(float((cycles / nanoseconds).median()))
+            lengths.append(float(cycles.median()))
+        figures = f"{median(times):.1f}", f"{median(speeds):.3f}", f"{median(lengths):.0f}"
+        table.add_row(f"{shape}, {HEADS} heads", *figures)
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", default="own", choices=("own", "zeros", *LOADS))
+    parser.add_argument("--rest", type=float, default=0.0, metavar="MS")
+    parser.add_argument("--checkout", type=Path, default=Path(__file__).resolve().parent.parent)
+    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.measure:
+        CONSOLE.print(measure(asked.rows, asked.rest))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        copy_with_clocks(asked.checkout, Path(folder), asked.rows)
+        own = [sys.executable, __file__, "--measure", "--rows", asked.rows]
+        environment = {**os.environ, "PYTHONPATH": folder}
+        done = subprocess.run([*own, "--rest", str(asked.rest)], env=environment, check=False)
+    sys.exit(done.returncode)
+
+
+if __name__ == "__main__":
+    main()
