@@ -33,6 +33,7 @@ CALLS = (  # heads, format, type of the queries
     (16, "fp8_token", torch.bfloat16),
     (32, "fp8_block128", torch.bfloat16),
     (128, "fp8", torch.bfloat16),
+    (128, "fp8_token", torch.bfloat16),
     (128, "fp8", E4M3),
     (128, "fp8_token", E4M3),
 )

@@ -268,7 +268,7 @@ class PoolArguments:
     """How a kernel gets at the rows of a cache."""
 
     latent: TensorDescriptor | Tensor
-    rope: TensorDescriptor | int  # or the distance of rows
+    rope: TensorDescriptor
     page_rows: int
     host_scale: float  # of the tensor; 1 where it is on the device
     options: dict[str, Any]  # what not every kernel takes
@@ -298,21 +298,20 @@ def _pool_arguments(layer: CacheLayer, variant: Variant, copied_bytes: int) -> P
         "device_scale": scale.to(rows.device) if isinstance(scale, Tensor) else None,
         "FORMAT": layer.codec.name,
     }
-    if variant.kernel is mla_decode_fp8_kernel:
-        rope_word = words.shape[1] - (ROPE // 4 if layer.codec.name == "fp8" else ROPE // 2)
-        is_packed = words.stride(0) == words.shape[1]
-        options |= {"ROPE_WORD": rope_word, "SIDE_BY_SIDE": is_packed, **MANY_FP8_WARPS}
-        return PoolArguments(words, words.stride(0) // 4, page_rows, host_scale, options)
     if layer.codec.name == "fp8":
         rope, rope_column, copies = _boxes(words, box_rows, ROPE // 4), LATENT // 4, 1
     else:
         halves = rows.view(torch.bfloat16)
         rope, rope_column = _boxes(halves, box_rows, ROPE), halves.shape[1] - ROPE
         copies = 4 if layer.codec.name == "fp8_block128" else 1
+    options["ROPE_COLUMN"] = rope_column
+    if variant.kernel is mla_decode_fp8_kernel:
+        is_packed = words.stride(0) == words.shape[1]
+        options |= {"row_quads": words.stride(0) // 4, "SIDE_BY_SIDE": is_packed, **MANY_FP8_WARPS}
+        return PoolArguments(words, rope, page_rows, host_scale, options)
     rope_bytes = BLOCK * rope.block_shape[1] * rope.base.element_size()
     if variant.kernel is mla_decode_e4m3_kernel:
         options |= {
-            "ROPE_COLUMN": rope_column,
             "PLACES": _e4m3_places(copied_bytes, rope_bytes),
             **E4M3_WARPS,
         }
@@ -320,7 +319,6 @@ def _pool_arguments(layer: CacheLayer, variant: Variant, copied_bytes: int) -> P
     # of a block, and the largest of them
     scale_bytes = 0 if layer.codec.name == "fp8" else (copies * BLOCK + 4) * 4
     options |= {
-        "ROPE_COLUMN": rope_column,
         **_fp8_places(variant.rows, copies, rope_bytes + scale_bytes, copied_bytes),
         **_fp8_warps(variant.rows, layer.codec.name),
     }

@@ -18,8 +18,9 @@ Bound      by tensor cores, if rows are widened once for all 64 heads: so a warp
                        <- right empty ----------------------------
   a unit                                write lse, O       factor ->  write O
 
-Channels   `Blocks` of halves, two slots; one message, with the weights P and the decay a of the
-           sums before. Blocks are counted through all units
+Channels   `Blocks` of halves, two slots, to which TMA copies rotated columns where they are bf16;
+           one message, with the weights P and the decay a of the sums before. Blocks are counted
+           through all units
 Phases     the scorer writes factors when the adder is done with the unit's last message, and so has
            read the factors before
 Deadlock   none. All walk the same units and blocks. The widener waits for block n − 2 to be added;
@@ -181,6 +182,8 @@ def _begin_scores(queries, blocks, number):
     mbarrier.wait(blocks.left_full.index(slot), turn)
     keys = blocks.left.index(slot).permute((1, 0))
     dots = warpgroup_mma(queries.left.index(zero), keys, dots, is_async=True)
+    if blocks.rope_full is not None:
+        mbarrier.wait(blocks.rope_full.index(slot), turn)
     keys = blocks.rope.index(slot).permute((1, 0))
     return warpgroup_mma(queries.rope.index(zero), keys, dots, is_async=True)
 
@@ -362,7 +365,7 @@ def mla_decode_fp8_kernel(
     q,  # descriptors: boxes of 64 x 256, of 64 x 64 where rotated
     q_rope,
     kv,  # the cache's first word
-    row_quads,  # four words each
+    kv_rope,  # a descriptor: boxes of 64 x 64 bfloat16; of PAGE rows where that are fewer
     table,
     q_starts,
     kv_lens,
@@ -392,6 +395,7 @@ def mla_decode_fp8_kernel(
     scales,  # float32 of rows, or None
     stride_scales_page,
     stride_scales_row,
+    row_quads,  # four words each, from a row of the cache to the next
     tensor_scale,
     device_scale,  # the tensor's, where it is on the device, or None
     ROWS: gl.constexpr,  # 64
@@ -402,7 +406,7 @@ def mla_decode_fp8_kernel(
     IS_GIVEN: gl.constexpr,  # the plan is not of this kernel: see `_has_room`, `mask_scores`
     ITEM_COLUMNS: gl.constexpr,
     FORMAT: gl.constexpr,
-    ROPE_WORD: gl.constexpr,
+    ROPE_COLUMN: gl.constexpr,  # of the descriptor
     SIDE_BY_SIDE: gl.constexpr,
     ADDER_REGISTERS: gl.constexpr,  # of a thread
     WIDENER_REGISTERS: gl.constexpr,
@@ -414,7 +418,7 @@ def mla_decode_fp8_kernel(
         tensor_scale = gl.load(device_scale).to(gl.float32)
         scale_log2 *= tensor_scale
     inputs = Inputs(
-        q, q_rope, NONE, NONE, q_token_rows, q_rope_token_rows, table, stride_table_request,
+        q, q_rope, NONE, kv_rope, q_token_rows, q_rope_token_rows, table, stride_table_request,
         stride_table_entry, PAGE_ROWS, PAGE,
     )  # fmt: skip
     work = Work(
@@ -427,7 +431,7 @@ def mla_decode_fp8_kernel(
         stride_lse_token, stride_lse_head, stride_sink,
     )  # fmt: skip
     rows = Rows(
-        kv, row_quads, ROPE_WORD, SIDE_BY_SIDE, scales, stride_scales_page, stride_scales_row,
+        kv, row_quads, ROPE_COLUMN, SIDE_BY_SIDE, scales, stride_scales_page, stride_scales_row,
         FORMAT,
     )  # fmt: skip
     blocks = new_blocks(gl.float16 if FORMAT == "fp8" else gl.bfloat16)

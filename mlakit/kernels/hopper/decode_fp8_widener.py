@@ -3,7 +3,8 @@
 Bytes come from the cache to registers: shared memory has no room for them beside two blocks of
 halves. A fence waits for all that is on its way to registers, so that has to be a short one: L2 is
 asked for rows some blocks before. Rows past a query's last key are zeros, whatever the cache holds
-there, and so are their scales.
+there, and so are their scales. Rotated columns of bfloat16 are copied as they are, also such as are
+past the last key: they are in no sum, and those scores are hidden.
 """
 
 from __future__ import annotations
@@ -12,19 +13,21 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from mlakit.kernels.hopper.compat import record, reinterpret
+from mlakit.kernels.hopper.compat import record
 from mlakit.kernels.hopper.decode_work import (
     find_keys,
     next_unit,
-    page_of,
+    pages_ahead,
     pages_of,
-    row_in_page,
+    row_ahead,
+    rows_of,
 )
 from mlakit.kernels.hopper.e4m3 import widen
-from mlakit.kernels.hopper.primitives import ask_for, new_barriers
+from mlakit.kernels.hopper.primitives import ask_for, load_rows, new_barriers
 
 HALF = gl.constexpr(64)  # words of half the latent columns
 HALVES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+ROPE_BYTES = gl.constexpr(64 * 64 * 2)
 AHEAD = gl.constexpr(2)  # blocks that L2 is asked for before they are loaded
 
 
@@ -34,7 +37,7 @@ class Rows:
 
     words: object  # the first of them
     row_quads: object  # four words each, from a row to the next
-    rope_word: object
+    ROPE_COLUMN: object
     side_by_side: object  # is there nothing between rows of a page?
     scales: object  # float32, or None
     stride_scales_page: object
@@ -58,16 +61,18 @@ class Blocks:
     left_empty: object
     right_full: object
     right_empty: object
+    rope_full: object  # or None: rotated columns come with the left half
 
 
 @record
 class Fetched:
-    """A block in registers."""
+    """A block in registers, or on its way there."""
 
     right: object  # words
     left: object
-    rope: object
-    scale: object  # in a tuple
+    rope: object  # in a tuple, which is empty where they are copied
+    rope_rows: object  # where they are copied from
+    scale: object  # in a tuple, likewise where rows have none
 
 
 @gluon.constexpr_function
@@ -81,8 +86,7 @@ def _words_layout(width):
     if width == 16:
         registers, lanes, warps = [*own, [32, 0]], [[1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]]
     else:
-        halves = [[0, 32]] if width == 64 else []
-        registers, warps = [*own, [16, 0], [32, 0], *halves], [[4, 0], [8, 0]]
+        registers, warps = [*own, [16, 0], [32, 0], [0, 32]], [[4, 0], [8, 0]]
         lanes = [[1, 0], [0, 16], [2, 0]]
     return gl.DistributedLinearLayout(
         reg_bases=registers,
@@ -96,6 +100,9 @@ def _words_layout(width):
 @gluon.jit
 def new_blocks(rope_dtype: gl.constexpr):
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    rope_full: gl.constexpr = None
+    if rope_dtype == gl.bfloat16:
+        rope_full = new_barriers(2, 1)
     return Blocks(
         gl.allocate_shared_memory(gl.float16, [2, 64, 256], HALVES),
         gl.allocate_shared_memory(gl.float16, [2, 64, 256], HALVES),
@@ -105,6 +112,7 @@ def new_blocks(rope_dtype: gl.constexpr):
         new_barriers(2, 1),
         new_barriers(2, 1),
         new_barriers(2, 1),
+        rope_full,
     )
 
 
@@ -121,15 +129,34 @@ def num_blocks(keys):
 
 
 @gluon.jit
-def _load_words(rows, inputs, keys, pages, block, FIRST: gl.constexpr, WIDTH: gl.constexpr):
+def _find_pages(inputs, keys, block):
+    """Of a block's keys; of pages for whole blocks those of the next ones too."""
+    if inputs.PAGE < 64:
+        return pages_of(inputs, keys, block, gl.SliceLayout(1, _words_layout(HALF)))
+    else:  # noqa: RET505
+        return pages_ahead(inputs, keys, block, WARPS=4)
+
+
+@gluon.jit
+def _find_rows(inputs, keys, pages, block):
+    """The first row of a block, or of each key the first row of its page."""
+    if inputs.PAGE < 64:
+        return pages * inputs.PAGE_ROWS
+    else:  # noqa: RET505
+        return row_ahead(inputs, keys, pages, block, 0)
+
+
+@gluon.jit
+def _load_words(rows, inputs, keys, first_row, block, FIRST: gl.constexpr, WIDTH: gl.constexpr):
     """Words [64, WIDTH] of a block's rows, from word FIRST of each on."""
     LAYOUT: gl.constexpr = _words_layout(WIDTH)
     KEY: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     offset = gl.arange(0, 64, KEY)
     is_there = gl.expand_dims(block * 64 + offset < keys.end, 1)
     if inputs.PAGE < 64:
-        pages = gl.convert_layout(pages, KEY)
-    row = pages.to(gl.int64) * inputs.PAGE_ROWS + row_in_page(inputs, block, offset)
+        first_row = gl.convert_layout(first_row, KEY)
+        offset = offset % inputs.PAGE
+    row = first_row.to(gl.int64) + offset
     # the factor of four is there to be seen: sixteen bytes are read at once
     start = gl.expand_dims(row * rows.row_quads * 4, 1)
     word = gl.expand_dims(FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT)), 0)
@@ -137,80 +164,78 @@ def _load_words(rows, inputs, keys, pages, block, FIRST: gl.constexpr, WIDTH: gl
 
 
 @gluon.jit
-def _load_rope(rows, inputs, keys, pages, block):
-    WIDTH: gl.constexpr = 16 if rows.FORMAT == "fp8" else 32
-    return _load_words(rows, inputs, keys, pages, block, rows.rope_word, WIDTH)
+def _load_rope(rows, inputs, keys, first_row, block):
+    """In a tuple, which is empty where they are copied as they are."""
+    found = ()
+    if rows.FORMAT == "fp8":
+        found += (_load_words(rows, inputs, keys, first_row, block, rows.ROPE_COLUMN, 16),)
+    return found
 
 
 @gluon.jit
-def _load_scale(rows, inputs, keys, pages, block):
+def _copy_rope(rows, inputs, blocks, slot, rope_rows):
+    """Start to copy the rotated columns of a block, where they are not widened."""
+    if rows.FORMAT != "fp8":
+        full = blocks.rope_full.index(slot)
+        mbarrier.expect(full, ROPE_BYTES)
+        load_rows(inputs.kv_rope, rope_rows, rows.ROPE_COLUMN, full, blocks.rope.index(slot))
+
+
+@gluon.jit
+def _load_scale(rows, inputs, keys, first_row, block):
     """float32 [64 keys] in a tuple, which is empty where rows have none."""
     KEY: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     found = ()
     if rows.scales is not None:
-        if inputs.PAGE < 64:
-            pages = pages_of(inputs, keys, block, KEY)  # again: it would take more registers
         offset = gl.arange(0, 64, KEY)
-        at = rows.scales + pages.to(gl.int64) * rows.stride_scales_page
-        at += row_in_page(inputs, block, offset).to(gl.int64) * rows.stride_scales_row
-        scale = gl.load(at, mask=block * 64 + offset < keys.end, other=0.0)
-        found += (gl.where(scale < 0, 0.0, scale),)  # a NaN stays one
+        if inputs.PAGE < 64:
+            page = pages_of(inputs, keys, block, KEY)  # again: it would take more registers
+            row = offset % inputs.PAGE
+        else:
+            page = first_row // inputs.PAGE_ROWS
+            row = first_row % inputs.PAGE_ROWS + offset
+        at = rows.scales + page.to(gl.int64) * rows.stride_scales_page
+        at += row.to(gl.int64) * rows.stride_scales_row
+        found += (gl.load(at, mask=block * 64 + offset < keys.end, other=0.0),)
     return found
 
 
 @gluon.jit
 def _fetch(rows, inputs, keys, pages, block):
     """Start to load a block."""
+    first_row = _find_rows(inputs, keys, pages, block)
+    rope_rows = first_row
+    if inputs.PAGE < 64:
+        rope_rows = rows_of(inputs, keys, block, WARPS=4)
     return Fetched(
-        _load_words(rows, inputs, keys, pages, block, HALF, HALF),
-        _load_words(rows, inputs, keys, pages, block, 0, HALF),
-        _load_rope(rows, inputs, keys, pages, block),
-        _load_scale(rows, inputs, keys, pages, block),
+        _load_words(rows, inputs, keys, first_row, block, HALF, HALF),
+        _load_words(rows, inputs, keys, first_row, block, 0, HALF),
+        _load_rope(rows, inputs, keys, first_row, block),
+        rope_rows,
+        _load_scale(rows, inputs, keys, first_row, block),
     )
 
 
 @gluon.jit
-def _far_page(inputs, keys, block):
-    """The page of a block that L2 will be asked for."""
-    if inputs.PAGE >= 64:
-        return page_of(inputs, keys, block)
-    else:  # noqa: RET505
-        return block
-
-
-@gluon.jit
-def _ask_for(rows, inputs, keys, page, block):
-    """Have a block's rows brought to L2, where they lie side by side."""
+def _ask_for(rows, inputs, keys, pages, block, BLOCKS: gl.constexpr):
+    """Have the rows of a block so many further on brought to L2, where they lie side by side."""
     if rows.side_by_side and inputs.PAGE >= 64:
-        row = page.to(gl.int64) * inputs.PAGE_ROWS + row_in_page(inputs, block, 0)
+        row = row_ahead(inputs, keys, pages, block, BLOCKS).to(gl.int64)
         start = rows.words.to(gl.int64) + row * (rows.row_quads * 16)
-        num_rows = gl.maximum(gl.minimum(keys.end - block * 64, 64), 0)
+        num_rows = gl.maximum(gl.minimum(keys.end - (block + BLOCKS) * 64, 64), 0)
         ask_for(start, num_rows * (rows.row_quads * 16))
-
-
-@gluon.jit
-def _store_rope(box, words, FORMAT: gl.constexpr):
-    if FORMAT == "fp8":
-        box.store(widen(words))
-    else:
-        LAYOUT: gl.constexpr = gl.NVMMASharedLayout(
-            swizzle_byte_width=128, element_bitwidth=32, rank=2
-        )
-        reinterpret(box, gl.int32, [64, 32], LAYOUT).store(words)
 
 
 @gluon.jit
 def widen_blocks(item, index, inputs, work, rows, blocks):
     """All that the widener does."""
-    KEY: gl.constexpr = gl.SliceLayout(1, _words_layout(HALF))
     number = item * 0
     while item < work.last_item:
         keys = find_keys(inputs, work, item, index)
         first_block = keys.first_block
-        pages = pages_of(inputs, keys, first_block, KEY)
+        pages = _find_pages(inputs, keys, first_block)
         fetched = _fetch(rows, inputs, keys, pages, first_block)
-        pages = pages_of(inputs, keys, first_block + 1, KEY)
-        far_page = _far_page(inputs, keys, first_block + AHEAD)
+        pages = _find_pages(inputs, keys, first_block + 1)
         for block in range(first_block, first_block + num_blocks(keys)):
             slot, turn = slot_of(number)
             mbarrier.wait(blocks.right_empty.index(slot), turn ^ 1)
@@ -218,16 +243,18 @@ def widen_blocks(item, index, inputs, work, rows, blocks):
             fence_async_shared()
             mbarrier.arrive(blocks.right_full.index(slot), count=1)
             mbarrier.wait(blocks.left_empty.index(slot), turn ^ 1)
+            _copy_rope(rows, inputs, blocks, slot, fetched.rope_rows)
             blocks.left.index(slot).store(widen(fetched.left))
-            _store_rope(blocks.rope.index(slot), fetched.rope, rows.FORMAT)
+            if rows.FORMAT == "fp8":
+                blocks.rope.index(slot).store(widen(fetched.rope[0]))
             if rows.scales is not None:
-                blocks.scales.index(slot).store(fetched.scale[0])
+                scale = fetched.scale[0]
+                blocks.scales.index(slot).store(gl.where(scale < 0, 0.0, scale))  # a NaN stays one
             fence_async_shared()
             mbarrier.arrive(blocks.left_full.index(slot), count=1)
             # only now: a fence waits for all that is on its way
             fetched = _fetch(rows, inputs, keys, pages, block + 1)
-            pages = pages_of(inputs, keys, block + 2, KEY)
-            _ask_for(rows, inputs, keys, far_page, block + AHEAD)
-            far_page = _far_page(inputs, keys, block + AHEAD + 1)
+            _ask_for(rows, inputs, keys, pages, block + 1, AHEAD - 1)
+            pages = _find_pages(inputs, keys, block + 2)
             number += 1
         item, index = next_unit(work, item, index + gl.num_programs(0))

@@ -241,6 +241,27 @@ def page_of(inputs, keys, block):
 
 
 @gluon.jit
+def pages_ahead(inputs, keys, block, WARPS: gl.constexpr):
+    """The pages of a block that is within one and of the 31 next, in the lanes of so many warps.
+
+    In lanes, for one number for all of them would be kept in a register that the whole warp has,
+    and the warp would wait for it as soon as it is asked for.
+    """
+    blocks = block + gl.arange(0, 32, lanes_of(WARPS))
+    return _load_page(inputs, keys, blocks // (inputs.PAGE // 64), blocks < keys.end_block)
+
+
+@gluon.jit
+def row_ahead(inputs, keys, pages, block, AHEAD: gl.constexpr):
+    """The first row of the block that is so many after the one that these are `pages_ahead` of."""
+    lane = gl.arange(0, 32, pages.type.layout)
+    page = gl.sum(gl.where(lane == AHEAD, pages, 0), 0)
+    block += AHEAD
+    row = page * inputs.PAGE_ROWS + block % (inputs.PAGE // 64) * 64
+    return gl.where(block < keys.end_block, row, NO_ROW)
+
+
+@gluon.jit
 def pages_of(inputs, keys, block, LAYOUT: gl.constexpr):
     """The page of each key of a block, [64], or of all of them; past the last key page 0."""
     if inputs.PAGE < 64:
