@@ -311,10 +311,7 @@ def _pool_arguments(layer: CacheLayer, variant: Variant, copied_bytes: int) -> P
         return PoolArguments(words, rope, page_rows, host_scale, options)
     rope_bytes = BLOCK * rope.block_shape[1] * rope.base.element_size()
     if variant.kernel is mla_decode_e4m3_kernel:
-        options |= {
-            "PLACES": _e4m3_places(copied_bytes, rope_bytes),
-            **E4M3_WARPS,
-        }
+        options |= {"PLACES": _e4m3_places(copied_bytes, rope_bytes), **E4M3_WARPS}
         return PoolArguments(_boxes(words, box_rows, 32), rope, page_rows, host_scale, options)
     # of a block, and the largest of them
     scale_bytes = 0 if layer.codec.name == "fp8" else (copies * BLOCK + 4) * 4

@@ -365,7 +365,8 @@ def mla_decode_fp8_kernel(
     q,  # descriptors: boxes of 64 x 256, of 64 x 64 where rotated
     q_rope,
     kv,  # the cache's first word
-    kv_rope,  # a descriptor: boxes of 64 x 64 bfloat16; of PAGE rows where that are fewer
+    kv_rope,  # a descriptor: boxes of 64 x 64 bfloat16, of PAGE rows where that are fewer; or of
+    # words (fp8), which come with the others
     table,
     q_starts,
     kv_lens,

@@ -170,11 +170,10 @@ def first_unit(work, first_item):
 
 @gluon.jit
 def let_merge_start(work, item):
-    """Have the merge launched before this kernel ends, for whose end it waits by itself; that
-    happens when every program has said so.
+    """Have the merge launched before this kernel ends: as soon as every program has said so.
 
-    One that begins with a part of a request does not: programs that have something to merge would
-    crowd on the SMs that have no work here.
+    For that end it waits by itself. A program that begins with a part of a request does not say so:
+    programs that have something to merge would crowd on the SMs that have no work here.
     """
     _, _, _, slot, _, _, _ = _load_item(work, item)
     if slot < 0:
@@ -256,7 +255,12 @@ def row_ahead(inputs, keys, pages, block, AHEAD: gl.constexpr):
     """The first row of the block that is so many after the one that these are `pages_ahead` of."""
     lane = gl.arange(0, 32, pages.type.layout)
     page = gl.sum(gl.where(lane == AHEAD, pages, 0), 0)
-    block += AHEAD
+    return _first_row(inputs, keys, page, block + AHEAD)
+
+
+@gluon.jit
+def _first_row(inputs, keys, page, block):
+    """Of a block within this page; past the last key there are rows of zeros."""
     row = page * inputs.PAGE_ROWS + block % (inputs.PAGE // 64) * 64
     return gl.where(block < keys.end_block, row, NO_ROW)
 
@@ -294,8 +298,7 @@ def rows_of(inputs, keys, block, WARPS: gl.constexpr):
         page = _load_page(inputs, keys, entry, is_there)
         return gl.where(is_there, page * inputs.PAGE_ROWS, NO_ROW)
     else:  # noqa: RET505
-        row = page_of(inputs, keys, block) * inputs.PAGE_ROWS + block % (inputs.PAGE // 64) * 64
-        return gl.where(block < keys.end_block, row, NO_ROW)
+        return _first_row(inputs, keys, page_of(inputs, keys, block), block)
 
 
 @gluon.jit
