@@ -62,16 +62,16 @@ END = """        index = next_index
 @gluon.jit
 def _even_warpgroup("""
 LOAD = """    buffer = buffers.index(BLOCK)
-    if descriptor.block_shape[0] < 64:"""
+    if load.free is not None:"""
 LOADS = {
     "absent": """    buffer = buffers.index(BLOCK)
     if descriptor is not None:
-        mbarrier.arrive(barrier, count=1)
-    elif descriptor.block_shape[0] < 64:""",
+        mbarrier.arrive(load.full, count=1)
+    elif load.free is not None:""",
     "halved": """    buffer = buffers.index(BLOCK)
     if column // 256 == gl.program_id(0) % 2:
-        mbarrier.arrive(barrier, count=1)
-    elif descriptor.block_shape[0] < 64:""",
+        mbarrier.arrive(load.full, count=1)
+    elif load.free is not None:""",
 }
 CONSOLE = Console()
 

@@ -1,8 +1,11 @@
 """Small calls of every Hopper decode kernel, for compute-sanitizer; needs such a GPU.
 
-    compute-sanitizer --tool memcheck python scripts/sanitize.py decode
+    compute-sanitizer --tool memcheck python scripts/sanitize.py boxes
+    compute-sanitizer --tool memcheck python scripts/sanitize.py rows
     compute-sanitizer --tool racecheck python scripts/sanitize.py one
     compute-sanitizer --tool racecheck python scripts/sanitize.py many
+
+`boxes` are calls over pages of 64 rows, `rows` over pages whose rows are copied one by one.
 
 `one` and `many` hand a vector from one warpgroup to another and back through two mbarriers, and
 nothing else. They differ only in how many threads write and read each word of it: one, or many who
@@ -25,7 +28,7 @@ from mlakit.bench.pool import filled_pages
 from mlakit.ops import mla_decode
 
 LENGTHS = [700, 64, 1, 333]  # split, one block, one key, an end inside a block
-WIDE_TABLE = 4096  # entries: room for more makes work for the kernels of many heads
+WIDE_TABLE = 4096 * 64  # keys: room for more makes work for the kernels of many heads
 E4M3 = torch.float8_e4m3fn
 CALLS = (  # heads, format, type of the queries
     (128, "bf16", torch.bfloat16),
@@ -41,15 +44,16 @@ ROUNDS = 16
 CONSOLE = Console()
 
 
-def decode() -> None:
+def decode(page_size: int) -> None:
     for heads, format, dtype in CALLS:
         own = gpu.generator()
-        cache, table = filled_pages(LENGTHS, 64, format, own)
-        wide = table.new_zeros(len(LENGTHS), WIDE_TABLE)
+        cache, table = filled_pages(LENGTHS, page_size, format, own)
+        wide = table.new_zeros(len(LENGTHS), WIDE_TABLE // page_size)
         wide[:, : table.shape[1]] = table
         q = gpu.normal(own, len(LENGTHS), heads, 576).to(dtype)
         out, _ = mla_decode(q, cache, wide, gpu.int32(LENGTHS), softmax_scale=0.1, backend="hopper")
-        CONSOLE.print(heads, format, dtype, "finite" if out.isfinite().all() else "NOT FINITE")
+        said = "finite" if out.isfinite().all() else "NOT FINITE"
+        CONSOLE.print(page_size, heads, format, dtype, said)
 
 
 @gluon.jit
@@ -104,7 +108,12 @@ def many() -> None:
 
 
 if __name__ == "__main__":
-    PARTS = {"decode": decode, "one": one, "many": many}
+    PARTS = {
+        "boxes": lambda: decode(64),
+        "rows": lambda: [decode(page_size) for page_size in (1, 24)],
+        "one": one,
+        "many": many,
+    }
     if sys.argv[1:] not in [[name] for name in PARTS]:
         sys.exit(__doc__)
     PARTS[sys.argv[1]]()

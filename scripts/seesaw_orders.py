@@ -1,11 +1,12 @@
-"""The two warpgroups of `mla_decode_kernel` in random orders: does either read too early, or write
-what is still being read, or do both wait?
+"""The warpgroups of `mla_decode_kernel` in random orders: does one read too early, or write what is
+still being read, or do all wait? Two of them, or three in every second order, where rows come one
+by one and `decode_copier` copies them.
 
     python scripts/seesaw_orders.py            20000 orders of the protocol as it is
     python scripts/seesaw_orders.py --broken   the same with mistakes in it, which must be found
 
 A model, to be changed with the kernel: what a warpgroup does is a generator, which yields wherever
-the other may go on, and a (barrier, parity) where it waits. Copies land whenever they like. A dot
+another may go on, and a (barrier, parity) where it waits. Copies land whenever they like. A dot
 reads its operands from when it is begun until it is waited for. A buffer holds a label that says
 what was written to it, so whoever reads can tell whether that is what it should be.
 """
@@ -25,10 +26,13 @@ Steps = Generator[tuple[str, int] | None, None, None]
 Reads = list[tuple[str, Hashable]]
 Label = tuple[int, int]  # unit, pair of blocks
 ORDERS = 20_000
+LANDING = -1  # of a copy, beside what warpgroups do
 MISTAKES = {
     "one box for the rotated queries of both": "q_rope",
     "the right half of an even block reloaded before its values are added": "reload",
     "a unit's queries loaded before the other warpgroup is at the end of the last": "queries",
+    "the second block of a pair copied before the first": "copier",
+    "a part copied before it is free": "free",
 }
 CONSOLE = Console()
 
@@ -63,6 +67,7 @@ class Program:
     random: Random
     units: Sequence[int]
     mistake: str = ""
+    has_copier: bool = False
     buffers: dict[str, Buffer] = field(default_factory=dict)
     barriers: dict[str, Barrier] = field(default_factory=dict)
     in_flight: list[tuple[str, str, Hashable]] = field(default_factory=list)
@@ -84,6 +89,13 @@ class Program:
         barrier.settle()
 
     def load(self, barrier: str, *boxes: tuple[str, Hashable]) -> None:
+        """Or tell the copier that it may."""
+        if self.has_copier and barrier != "q":
+            self.arrive(f"{barrier} free")
+        else:
+            self.copy(barrier, *boxes)
+
+    def copy(self, barrier: str, *boxes: tuple[str, Hashable]) -> None:
         self.barrier(barrier).copies += len(boxes)
         for name, label in boxes:
             self._own(name).is_being_written = True
@@ -268,6 +280,24 @@ def _odd_pair(p: Program, now: Label, parity: int, is_last: bool) -> Steps:
     p.end(scores)
 
 
+def copier(program: Program) -> Steps:
+    """As `copy_pairs`."""
+    p = program
+    blocks = [("K0", "even"), ("K1", "odd")]
+    if p.mistake == "copier":
+        blocks.reverse()
+    phase = 0
+    for unit, num_pairs in enumerate(p.units):
+        for pair in range(num_pairs):
+            for block, name in blocks:
+                for part in ("rope", "left", "right"):
+                    if p.mistake != "free":
+                        yield f"{part}_{name} free", phase
+                    p.copy(f"{part}_{name}", (f"{block} {part}", (unit, pair)))
+                    yield None
+            phase ^= 1
+
+
 def _load_even(p: Program, unit: int) -> None:
     p.load("rope_even", ("K0 rope", (unit, 0)))
     p.load("left_even", ("K0 left", (unit, 0)))
@@ -313,19 +343,25 @@ def run(seed: int, mistake: str = "") -> None:
     """One order. Raises `WrongError`."""
     random = Random(seed)
     units = [random.choice([1, 1, 2, 3, 4, 5]) for _ in range(random.choice([1, 2, 3, 4]))]
-    program = Program(random, units, mistake)
-    # now and then one of the two, or the copies, are much quicker or slower than the rest
-    speeds = random.choice([(1, 1, 1), (8, 1, 1), (1, 8, 1), (1, 1, 8), (4, 4, 1), (9, 9, 1)])
+    program = Program(random, units, mistake, has_copier=seed % 2 == 1)
+    # now and then one of them, or the copies, are much quicker or slower than the rest
+    copies, *speeds = random.choice(
+        [(1, 1, 1, 1), (1, 8, 1, 1), (1, 1, 8, 1), (1, 1, 1, 8), (8, 1, 1, 1), (1, 9, 9, 9)]
+    )
     warpgroups = [even(program), odd(program)]
-    waits: dict[int, tuple[str, int] | None] = {0: None, 1: None}
+    if program.has_copier:
+        warpgroups.append(copier(program))
+    waits: dict[int, tuple[str, int] | None] = dict.fromkeys(range(len(warpgroups)))
     while waits:
         ready = [who for who, wait in waits.items() if wait is None or program.is_over(*wait)]
+        weights = [speeds[who] for who in ready]
         if program.in_flight:
-            ready.append(2)
+            ready.append(LANDING)
+            weights.append(copies)
         if not ready:
-            raise WrongError(f"both wait: {list(waits.values())}")
-        who = random.choices(ready, [speeds[each] for each in ready])[0]
-        if who == 2:
+            raise WrongError(f"all wait: {list(waits.values())}")
+        who = random.choices(ready, weights)[0]
+        if who == LANDING:
             program.land()
             continue
         try:

@@ -3,11 +3,12 @@
     git worktree add /tmp/before HEAD~1
     python scripts/turns.py before=/tmp/before after=. --decode 128q1s4k,128 4q1s32k,128
 
-A decode is a shape of `mlakit bench --shape`, heads, and where others than bf16 are meant the
-format of rows, then e4m3 for such queries. A checkout may be followed by settings of its process:
-`NAME=FOLDER,VARIABLE=VALUE`. Each has a process of its own, in which every result is held to the
-oracle before it is timed: one call between two events, with a cold L2, the plan made before. What
-is printed is the median in microseconds, and its ratio to that of the first checkout.
+A decode is a shape of `mlakit bench --shape`, heads, and in any order what is not as it usually is:
+the format of rows, `e4m3` for such queries, `page1` for pages of one row. A checkout may be
+followed by settings of its process: `NAME=FOLDER,VARIABLE=VALUE`. Each has a process of its own, in
+which every result is held to the oracle before it is timed: one call between two events, with a
+cold L2, the plan made before. What is printed is the median in microseconds, and its ratio to that
+of the first checkout.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from rich.console import Console
 from rich.progress import track
@@ -91,9 +93,15 @@ def _call(decode: str) -> Callable[[], object]:
     from mlakit.bench.shapes import Batch
 
     shape, heads, *rest = decode.split(",")
-    dtype = torch.float8_e4m3fn if "e4m3" in rest[1:] else torch.bfloat16
-    format = rest[0] if rest else "bf16"
-    contest = Decode(Batch.parse(shape), int(heads), format=format, dtype=dtype).contest()
+    given: dict[str, Any] = {}
+    for each in rest:
+        if each == "e4m3":
+            given["dtype"] = torch.float8_e4m3fn
+        elif each.startswith("page"):
+            given["page_size"] = int(each.removeprefix("page"))
+        else:
+            given["format"] = each
+    contest = Decode(Batch.parse(shape), int(heads), **given).contest()
     contest.gate()
     return contest.ours
 

@@ -31,7 +31,8 @@ HALF_AND_FP8 = ("bf16", *FP8)
 FEW_FP8_HEADS = pytest.mark.parametrize("heads", [8, 16, 32])
 FP8_HEADS = pytest.mark.parametrize("heads", [8, 16, 32, 128])
 FP8_FORMATS = pytest.mark.parametrize("format", FP8)
-SMALL_PAGES = pytest.mark.parametrize("page_size", [8, 16, 32])
+# of less than a block, and those that are neither parts of blocks nor whole ones
+ODD_PAGES = pytest.mark.parametrize("page_size", [1, 3, 8, 16, 24, 32, 96])
 # one of the kernel for few heads, one of the other
 KERNELS = pytest.mark.parametrize("heads", [16, 64], ids=["few", "many"])
 
@@ -46,7 +47,7 @@ def run(*, is_little: bool = False, **fields: object) -> None:
 
 def around_pages(page_size: int) -> dict[str, tuple[int, ...]]:
     """Lengths that end at, before and just after a page's end, and those of a block."""
-    ends = (page_size, 64 - page_size, 64, 64 + page_size, 640)
+    ends = (page_size, abs(64 - page_size), 64, 64 + page_size, 640)
     lengths = (0, 1, *(end + more for end in ends for more in (-1, 0, 1)))
     return {"kv_lens": lengths, "q_lens": (1,) * len(lengths), "page_size": page_size}
 

@@ -28,11 +28,12 @@ CHECKOUT = {
         """,
     "decode": """
         import os
+        import torch
 
         class Decode:
-            def __init__(self, batch, heads, *, format, dtype):
+            def __init__(self, batch, heads, format="bf16", page_size=64, dtype=torch.bfloat16):
                 assert batch == "128Q1S4K"
-                slowness = float(os.environ.get("SLOWNESS", "1"))
+                slowness = float(os.environ.get("SLOWNESS", "1")) * 64 / page_size
                 self.us = slowness * heads * {"bf16": 1, "fp8": 2}[format] * dtype.itemsize
 
             def contest(self):
@@ -89,7 +90,7 @@ def turns(tmp_path):
 
 
 def test_turns_compare_with_the_first_checkout(turns):
-    decodes = ("128q1s4k,16", "128q1s4k,32,fp8,e4m3")
+    decodes = ("128q1s4k,16", "128q1s4k,32,fp8,e4m3", "128q1s4k,16,page1")
     done = turns("old={checkout}", "new={checkout},SLOWNESS=0.5", "--decode", *decodes)
     assert done.returncode == 0, done.stderr
     lines = [line.split("│") for line in done.stdout.splitlines() if "128q1s4k" in line]
@@ -97,6 +98,7 @@ def test_turns_compare_with_the_first_checkout(turns):
     assert cells == [
         ["128q1s4k,16", "32.0 (1.000)", "16.0 (0.500)"],
         ["128q1s4k,32,fp8,e4m3", "64.0 (1.000)", "32.0 (0.500)"],
+        ["128q1s4k,16,page1", "2048.0 (1.000)", "1024.0 (0.500)"],
     ]
 
 

@@ -70,9 +70,23 @@ def test_few_heads_are_not_padded_to_many(heads, rows):
     assert variant_of(heads, pages=2).rows == min(rows, 32)
 
 
-@pytest.mark.parametrize(("page_size", "rows"), [(8, 32), (16, 64), (32, 64), (64, 64)])
-def test_the_kernel_for_many_heads_leaves_the_smallest_pages_to_the_other(page_size, rows):
-    assert variant_of(128, page_size=page_size).rows == rows
+@pytest.mark.parametrize("format", ["bf16", "fp8_token"])
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("page_size", [1, 4, 8, 16, 24, 32, 64, 96, 192])
+def test_rows_come_one_by_one_where_boxes_cannot_be(page_size, heads, format):
+    from mlakit.kernels.hopper.decode import _pool_arguments
+
+    row = RowShape(512, 64)
+    layer = PagedLatentCache.allocate(row, format, num_pages=2, page_size=page_size).layer(0)
+    variant = variant_of(heads, format, page_size=page_size)
+    options = _pool_arguments(layer, variant, 0).options
+    # of the smallest boxes there would be too many for the kernel for many heads
+    have_boxes = page_size % 64 == 0 or page_size in (16, 32) or (
+        page_size == 8 and (heads, format) != (128, "bf16")
+    )  # fmt: skip
+    assert (options["words"] is None) == have_boxes
+    if not have_boxes:
+        assert options["row_quads"] * 16 == {"bf16": 1152, "fp8_token": 640}[format]
 
 
 @pytest.mark.parametrize("q_dtype", [torch.bfloat16, torch.float8_e4m3fn])
@@ -153,11 +167,12 @@ def test_rings_of_bytes_fill_what_the_queries_leave(copied_columns, heads, forma
 
 @FP8_FORMATS
 @FEW_FP8_HEADS
-def test_registers_of_warps_are_no_more_than_there_are(heads, format):
+@pytest.mark.parametrize("one_by_one", [False, True], ids=["boxes", "rows"])
+def test_registers_of_warps_are_no_more_than_there_are(one_by_one, heads, format):
     """Spills as compiled are checked by `support --compile`; here, that the adder has a share."""
     from mlakit.kernels.hopper.decode import _fp8_warps
 
-    warps = _fp8_warps(heads, format)
+    warps = _fp8_warps(heads, format, one_by_one=one_by_one)
     adders, adder, scorer, producer = (
         warps[name]
         for name in ("ADDERS", "ADDER_REGISTERS", "SCORER_REGISTERS", "PRODUCER_REGISTERS")
@@ -173,12 +188,24 @@ def test_registers_of_warps_are_no_more_than_there_are(heads, format):
 
 @pytest.mark.parametrize("rope_bytes", [64 * 64, 64 * 64 * 2], ids=["e4m3", "bf16"])
 def test_four_blocks_of_e4m3_are_on_their_way_to_many_heads(rope_bytes):
-    from mlakit.kernels.hopper.decode import E4M3_WARPS, _e4m3_places
+    from mlakit.kernels.hopper.decode import _e4m3_places
 
     assert _e4m3_places(copied_bytes=64 * 576, rope_bytes=rope_bytes) == 4
-    adders = 2 * E4M3_WARPS["ADDER_REGISTERS"]
-    others = E4M3_WARPS["SCORER_REGISTERS"] + E4M3_WARPS["PRODUCER_REGISTERS"]
-    assert adders + others == 4 * E4M3_WARPS["maxnreg"]  # of the threads of four warpgroups
+
+
+@pytest.mark.parametrize("name", ["E4M3_WARPS", "E4M3_COPYING_WARPS"])
+def test_registers_of_warps_for_e4m3_are_no_more_than_there_are(name):
+    from mlakit.kernels.hopper import decode
+
+    warps = getattr(decode, name)
+    second_adder, scorer, producer = (
+        warps[f"{role}_REGISTERS"] for role in ("ADDER", "SCORER", "PRODUCER")
+    )
+    # of the threads of four warpgroups
+    first_adder = 4 * warps["maxnreg"] - second_adder - scorer - producer
+    assert second_adder <= first_adder <= 256
+    assert 4 * warps["maxnreg"] * 128 <= 65_536
+    assert all(registers % 8 == 0 for registers in (second_adder, scorer, producer))
 
 
 def problem(**fields: object) -> Problem:
@@ -187,7 +214,7 @@ def problem(**fields: object) -> Problem:
     return Problem("cuda", 90, **{**given, "mask": "causal", **fields})
 
 
-@pytest.mark.parametrize("page_size", [8, 16, 32, 64, 192])
+@pytest.mark.parametrize("page_size", [1, 4, 8, 16, 24, 32, 64, 96, 192])
 def test_it_is_the_first_choice(page_size):
     assert dispatch.select("mla_decode", problem(page_size=page_size)).backend == "hopper"
 
@@ -234,9 +261,6 @@ def test_it_is_the_first_choice_for_e4m3_queries_over_fp8(uses, format):
             "takes no loose rows of q",
         ),
         ({"row": DecodeCase().row}, "needs rows of 576/512, got 40/32"),
-        ({"page_size": 24}, "needs pages of 8, 16, 32 or a multiple of 64 rows, got 24"),
-        ({"page_size": 4}, "needs pages of 8, 16, 32 or a multiple of 64 rows, got 4"),
-        ({"page_size": 96}, "needs pages of 8, 16, 32 or a multiple of 64 rows, got 96"),
         ({"mask": "chunked"}, "needs a mask of causal or null, got chunked"),
         ({"uses": ("kv_shard",)}, "takes no kv_shard"),
     ],
@@ -265,6 +289,19 @@ def test_rows_that_boxes_cannot_be_copied_from_are_said_to_be_loose():
     assert not _lie_evenly(rows.as_strided((2, 3, 8), (100, 12, 1)))
     assert not _lie_evenly(rows.as_strided((2, 3, 8), (40, 16, 1)))
     assert not _lie_evenly(rows[:, :1].expand(4, 6, 64))
+
+
+def test_of_pages_of_one_row_only_those_have_a_distance():
+    from mlakit.kernels.hopper.decode import _as_rows
+    from mlakit.ops.decode import _lie_evenly
+
+    pool = torch.arange(4 * 72.0).to(torch.bfloat16).view(4, 72)[:, :64]
+    pages = pool.unsqueeze(1)
+    assert pages.stride(1) == 64  # at which there is no row
+    assert _lie_evenly(pages)
+    rows, apart = _as_rows(pages)
+    assert apart == 1
+    assert torch.equal(rows, pool)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from hopper_decode_cases import (
     HALF_AND_FP8,
     KERNELS,
     LENGTHS,
+    ODD_PAGES,
     ROW,
-    SMALL_PAGES,
     around_pages,
     run,
 )
@@ -54,8 +54,8 @@ def test_pages(page_size, heads):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [8, 16, 32, 128])
-@SMALL_PAGES
-def test_small_pages(page_size, heads):
+@ODD_PAGES
+def test_odd_pages(page_size, heads):
     """What lies past a length is NaN, and entries past the last page are none of a page."""
     run(heads=heads, **around_pages(page_size))
 
@@ -64,7 +64,7 @@ def test_small_pages(page_size, heads):
 @pytest.mark.parametrize(
     ("heads", "format"), [(64, "bf16"), *((16, each) for each in HALF_AND_FP8)]
 )
-@SMALL_PAGES
+@ODD_PAGES
 @pytest.mark.parametrize(
     "fields",
     [
@@ -76,7 +76,7 @@ def test_small_pages(page_size, heads):
     ],
     ids=lambda fields: next(iter(fields)),
 )
-def test_small_pages_with_other_arguments(fields, page_size, heads, format):
+def test_odd_pages_with_other_arguments(fields, page_size, heads, format):
     """Queries of a request see different ends, some of them before the last page."""
     given = {"kv_lens": (400, 65, 9, 0), "q_lens": (20, 1, 9, 1), **fields}
     run(page_size=page_size, heads=heads, format=format, **given)
@@ -84,9 +84,9 @@ def test_small_pages_with_other_arguments(fields, page_size, heads, format):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("heads", "format"), [(64, "bf16"), (16, "bf16"), (16, "fp8_block128")])
-@SMALL_PAGES
+@ODD_PAGES
 @pytest.mark.parametrize("seed", range(5))
-def test_small_pages_in_random_batches(seed, page_size, heads, format):
+def test_odd_pages_in_random_batches(seed, page_size, heads, format):
     draw = Random(seed)
     q_lens = tuple(draw.choice([1, 1, 1, 0, 2, 4]) for _ in range(draw.choice([1, 7, 150])))
     kv_lens = tuple(max(q, draw.randrange(2000)) for q in q_lens)

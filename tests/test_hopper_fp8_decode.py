@@ -13,7 +13,7 @@ from hopper_decode_cases import (
     KERNELS,
     LENGTHS,
     MANY_UNITS,
-    SMALL_PAGES,
+    ODD_PAGES,
     around_pages,
     run,
     with_sizes,
@@ -25,8 +25,8 @@ from mlakit import mla_decode
 @pytest.mark.gpu
 @FP8_FORMATS
 @FP8_HEADS
-@SMALL_PAGES
-def test_small_pages_of_fp8(page_size, heads, format):
+@ODD_PAGES
+def test_odd_pages_of_fp8(page_size, heads, format):
     run(heads=heads, format=format, tensor_scale=0.05, **around_pages(page_size))
 
 

@@ -217,7 +217,7 @@ def test_lengths_are_those_where_kernels_go_wrong():
 
 
 def test_few_kernels_are_compiled_for_launches_of_the_hopper_kernel():
-    launches = drawn("hopper", 400, place="cuda")
+    launches = drawn("hopper", 800, place="cuda")
     compiled = {
         (
             each.format, each.dtype, each.page_size, each.mask, each.sharpness < 0, bool(each.sink),
@@ -227,7 +227,7 @@ def test_few_kernels_are_compiled_for_launches_of_the_hopper_kernel():
         )
         for each in launches
     }  # fmt: skip
-    assert len(compiled) == 2 * (14 + 5)
+    assert len(compiled) == 2 * (19 + 8)
     assert {each.q_scaled for each in launches if each.dtype == "e4m3"} == {True, False}
     for each in launches:
         problem = Problem(

@@ -80,7 +80,6 @@ def test_explain_shows_the_problem_and_the_choice():
             "fp32",
             "needs rows of bf16 or fp16 or fp8 or fp8_token or fp8_block128, got fp32",
         ),
-        ("--page-size", "24", "needs pages of 8, 16, 32 or a multiple of 64 rows, got 24"),
     ],
 )
 def test_explain_asks_what_a_call_would_ask(option, value, reason):

@@ -212,7 +212,7 @@ HOPPER = {
         f"hopper-decode-h{heads}-{format}-page{page_size}": _decode(
             format, heads, page_size=page_size, **more
         )
-        for page_size in (8, 16, 32)
+        for page_size in (8, 32)
         for heads, format, more in (
             (16, "bf16", {}),
             (128, "bf16", MUCH_WORK),
@@ -223,6 +223,32 @@ HOPPER = {
                 for format in ("fp8_token", "fp8_block128")
             ),
         )
+    },
+    "hopper-decode-h128-bf16-page16": _decode("bf16", 128, page_size=16, **MUCH_WORK),
+    # rows that are copied one by one
+    **{
+        f"hopper-decode-h{heads}-{format}-page{page_size}": _decode(
+            format, heads, page_size=page_size, **more
+        )
+        for heads, format, page_size, more in (
+            (16, "bf16", 1, {}),
+            (32, "fp16", 24, {}),
+            (128, "bf16", 1, MUCH_WORK),
+            (128, "bf16", 96, MUCH_WORK),
+            (16, "fp8", 1, {}),
+            (16, "fp8_token", 24, {}),
+            (32, "fp8_token", 1, {}),
+            (16, "fp8_block128", 1, {}),
+            (32, "fp8_block128", 24, {}),
+            (128, "fp8", 1, MUCH_WORK),
+            (128, "fp8_token", 96, MUCH_WORK),
+        )
+    },
+    **{
+        f"hopper-decode-h128-{format}-e4m3-q-page{page_size}": _decode(
+            format, 128, page_size=page_size, dtype="e4m3", q_scaled=True, **MUCH_WORK
+        )
+        for format, page_size in (("fp8", 24), ("fp8_token", 1))
     },
 }
 HOPPER_ARCH = 90

@@ -18,14 +18,18 @@ _SPARSE = {
 _FEW_FP8 = {
     # once a unit
     "3.6.0": {
+        "h16-fp8-page1": (6, 5),
+        "h16-fp8_block128-page1": (4, 4),
+        "h16-fp8_token-page24": (6, 6),
         "h16-fp8_token-page32": (6, 5),
         "h32-fp8_block128": (5, 3),
         "h32-fp8_block128-e4m3-q": (5, 3),
         "h32-fp8_block128-e4m3-q-bf16-rope": (5, 3),
         "h32-fp8_block128-given-plan": (5, 3),
-        "h32-fp8_block128-page16": (6, 4),
+        "h32-fp8_block128-page24": (7, 6),
         "h32-fp8_block128-page32": (5, 3),
         "h32-fp8_block128-page8": (6, 4),
+        "h32-fp8_token-page1": (12, 12),
     },
     # numbers of the thread, kept from one role's code to another's: once a unit nearly all, of the
     # loads up to three in a loop over blocks, six with pages of 32
@@ -37,14 +41,15 @@ _FEW_FP8 = {
         "h16-fp8": (2, 4),
         "h16-fp8-e4m3-q": (2, 5),
         "h16-fp8-fp16-q": (2, 4),
-        "h16-fp8-page16": (7, 14),
+        "h16-fp8-page1": (16, 49),
         "h16-fp8-page32": (16, 46),
         "h16-fp8-page8": (7, 14),
+        "h16-fp8_block128-page1": (31, 57),
         "h16-fp8_block128-page32": (1, 1),
         "h16-fp8_token": (7, 14),
         "h16-fp8_token-e4m3-q": (5, 11),
         "h16-fp8_token-e4m3-q-bf16-rope": (5, 11),
-        "h16-fp8_token-page16": (8, 16),
+        "h16-fp8_token-page24": (17, 49),
         "h16-fp8_token-page32": (18, 46),
         "h16-fp8_token-page8": (8, 16),
         "h32-fp8": (1, 3),
@@ -55,22 +60,35 @@ _FEW_FP8 = {
         "h32-fp8_block128-e4m3-q": (44, 72),
         "h32-fp8_block128-e4m3-q-bf16-rope": (44, 71),
         "h32-fp8_block128-given-plan": (32, 56),
-        "h32-fp8_block128-page16": (32, 54),
+        "h32-fp8_block128-page24": (39, 70),
         "h32-fp8_block128-page32": (38, 59),
         "h32-fp8_block128-page8": (32, 54),
         "h32-fp8_token": (1, 2),
         "h32-fp8_token-e4m3-q": (2, 4),
         "h32-fp8_token-e4m3-q-bf16-rope": (1, 3),
         "h32-fp8_token-e4m3-q-given-plan": (4, 7),
-        "h32-fp8_token-page16": (5, 7),
+        "h32-fp8_token-page1": (42, 70),
         "h32-fp8_token-page32": (17, 40),
         "h32-fp8_token-page8": (5, 7),
+    },
+}
+
+# beside a copier, for which they have fewer registers
+_MANY = {
+    "3.6.0": {"h128-bf16-page96": (1, 1)},
+    # numbers of the thread, as above
+    "3.9.0": {
+        "h128-bf16-page1": (19, 50),
+        "h128-bf16-page8": (14, 47),
+        "h128-bf16-page96": (25, 55),
     },
 }
 
 _E4M3 = {
     # where adders write a unit's results, after the loop over its blocks
     "3.6.0": {
+        "h128-fp8-e4m3-q-page24": (18, 23),
+        "h128-fp8_token-e4m3-q-page1": (16, 24),
         "many-fp8-e4m3-q": (31, 32),
         "many-fp8-e4m3-q-given-plan": (1, 1),
         "many-fp8-e4m3-q-page8": (12, 13),
@@ -78,6 +96,11 @@ _E4M3 = {
         "many-fp8_token-e4m3-q-bf16-rope": (31, 32),
         "many-fp8_token-e4m3-q-given-plan": (1, 1),
         "many-fp8_token-e4m3-q-page8": (12, 13),
+    },
+    # numbers of the thread, where rows are copied one by one
+    "3.9.0": {
+        "h128-fp8-e4m3-q-page24": (39, 76),
+        "h128-fp8_token-e4m3-q-page1": (41, 70),
     },
 }
 
@@ -96,5 +119,6 @@ def _of(
 ALLOWED_SPILLS = {
     **_of("_sparse_mla_kernel", "", _SPARSE),
     **_of("mla_decode_few_fp8_kernel", "hopper-decode-", _FEW_FP8),
+    **_of("mla_decode_kernel", "hopper-decode-", _MANY),
     **_of("mla_decode_e4m3_kernel", "hopper-decode-", _E4M3),
 }

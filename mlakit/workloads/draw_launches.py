@@ -36,7 +36,7 @@ class Configuration:
     q_scaled: bool = False
 
 
-SPARE_PAGES = 1100  # of a table for long requests: work for the kernels that are for much of it
+SPARE_KEYS = 70_400  # of a table for long requests: work for the kernels that are for much of it
 # a kernel each for up to 8, 16, 32, 64 and 128 heads, for rows of FP8 and for queries of FP8
 FOR_HOPPER = (
     Configuration((1, 8), sink="mixed"),
@@ -53,6 +53,11 @@ FOR_HOPPER = (
     Configuration((33, 64), "fp8_block128", "e4m3", page_size=16),
     Configuration((97, 128), "fp8_token", sink="mixed"),
     Configuration((33, 64), "fp8", "e4m3", page_size=32, q_scaled=True, mask="null"),
+    Configuration((9, 16), page_size=1),
+    Configuration((97, 128), page_size=1, sink="mixed"),
+    Configuration((9, 16), "fp8_token", page_size=3, mask="null"),
+    Configuration((97, 128), "fp8_token", page_size=96),
+    Configuration((97, 128), "fp8", "e4m3", page_size=24, q_scaled=True),
 )
 FOR_ANY = (
     *FOR_HOPPER,
@@ -87,7 +92,7 @@ def decode_launch(draw: Draw, backend: str, device: str) -> DecodeLaunch:
         **_scheduled(draw, most_workers=GPU_WORKERS if is_gpu else CPU_WORKERS, backend=backend),
         seed=draw.integer(0, 2**31),
         calls=draw.choice((1, 1, 1, 3)),
-        spare_pages=draw.choice((0, SPARE_PAGES)) if is_gpu else 0,
+        spare_pages=draw.choice((0, SPARE_KEYS // configuration.page_size)) if is_gpu else 0,
         num_layers=draw.integer(1, 2),
         kv_lens=tuple(_length(draw, longest) for _ in range(batch)),
         q_lens=q_lens,

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from triton.experimental.gluon.language import shared_memory_descriptor
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language.core import _aggregate, base_value
 
 # 3.6 and 3.7 have only the second name, 3.9 has only the first
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+copy_words = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 # shared memory as another type, of the same size; to 3.7 the second name
 _descriptor: Any = shared_memory_descriptor

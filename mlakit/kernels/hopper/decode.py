@@ -6,8 +6,8 @@ Work       the plan's workers times the units that a request has on average; see
 Memory     float32 partials, two per worker: 35 MB at most where there are 132 SMs
            (where requests are cut on their own account, one per part that the table has room for)
 Limits     rows of 576/512 in halves and queries of their dtype, or rows of e4m3 and queries of
-           halves or e4m3; pages of 8, 16, 32 or a multiple of 64 rows, rows that TMA can copy boxes
-           of; `support` says no to the rest
+           halves or e4m3; rows that TMA can copy boxes of, also where pages are of no size for
+           that and rows come one by one (`decode_copies`); `support` says no to the rest
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mlakit.kernels.hopper.decode_few_fp8_kernel import mla_decode_few_fp8_kerne
 from mlakit.kernels.hopper.decode_few_kernel import mla_decode_few_kernel
 from mlakit.kernels.hopper.decode_fp8_kernel import mla_decode_fp8_kernel
 from mlakit.kernels.hopper.decode_kernel import mla_decode_kernel
-from mlakit.kernels.hopper.support import ARCH, BLOCK, FP8_FORMATS
+from mlakit.kernels.hopper.support import ARCH, BLOCK, FP8_FORMATS, PAGES, are_boxes
 from mlakit.kernels.triton.decode_merge import merge_partials, rows_per_slot
 from mlakit.kernels.triton.decode_plan import SPLIT_KEYS, OwnCuts, plan_decode
 from mlakit.kernels.triton.launch import SHARED_BYTES, launch, target
@@ -51,8 +51,16 @@ E4M3_WARPS = {
     "PRODUCER_REGISTERS": 32,
     "maxnreg": 128,
 }
+# likewise, where rows are copied one by one; the first adder has the rest
+E4M3_COPYING_WARPS = {
+    "ADDER_REGISTERS": 176,
+    "SCORER_REGISTERS": 104,
+    "PRODUCER_REGISTERS": 48,
+    "maxnreg": 128,
+}
 MANY_FP8_WARPS = {"ADDER_REGISTERS": 160, "WIDENER_REGISTERS": 136, "maxnreg": 168}
-LEAST_PAGE_OF_MANY = 16  # rows: the kernel for many heads would spill registers for smaller ones
+LEAST_PAGE_OF_MANY = 16  # rows: for boxes of fewer the kernel for many heads would spill registers
+MANY_COPYING_WARPS = {"maxnreg": 168}  # of that kernel, where rows are copied one by one
 
 
 @dataclass(frozen=True)
@@ -84,14 +92,15 @@ def variant_for(
     blocks = num_tokens * triton.cdiv(heads, FEW_HEADS) * capacity
     is_fp8 = layer.codec.name in FP8_FORMATS
     is_little = batch_decides and blocks <= FEW_BLOCKS * target(page_table.device).num_sms
-    if layer.codec.name in ("fp8", "fp8_token") and heads > FEW_HEADS and not is_little:
+    is_much = heads > FEW_HEADS and not is_little
+    if layer.codec.name in ("fp8", "fp8_token") and is_much:
         if q_dtype == E4M3:
             return Variant(mla_decode_e4m3_kernel, 64, 128, 0, BLOCK, LEAST_KEYS)
         return Variant(mla_decode_fp8_kernel, 64, 256, 0, BLOCK, LEAST_KEYS)
-    if is_fp8 or is_little or heads <= FEW_HEADS or layer.page_size < LEAST_PAGE_OF_MANY:
+    if is_fp8 or not is_much:
         rows = max(triton.next_power_of_2(min(heads, FEW_HEADS)), 8)
         kernel = mla_decode_few_fp8_kernel if is_fp8 else mla_decode_few_kernel
-        cache_columns = PANEL if layer.page_size < BLOCK else 128
+        cache_columns = PANEL if layer.page_size in PAGES else 128
         return Variant(kernel, rows, 128, cache_columns, BLOCK, LEAST_KEYS_OF_FEW)
     return Variant(mla_decode_kernel, 64, 256, 256, 2 * BLOCK, LEAST_KEYS)
 
@@ -277,14 +286,16 @@ class PoolArguments:
 def _pool_arguments(layer: CacheLayer, variant: Variant, copied_bytes: int) -> PoolArguments:
     """`copied_bytes` of shared memory for queries before they are halves."""
     rows, page_rows = _as_rows(layer.payload)
-    box_rows = min(layer.page_size, BLOCK)
+    box_rows = layer.page_size if layer.page_size in PAGES else BLOCK
     if layer.codec.name not in FP8_FORMATS:
         latent = _boxes(rows, box_rows, variant.cache_columns)
         rope = _boxes(rows, box_rows, ROPE)
-        options: dict[str, Any] = {}
+        options = _one_by_one(layer, variant, rows)
         if variant.kernel is mla_decode_kernel:
             is_packed = rows.stride(0) == rows.shape[1]
-            options = {"packed_rows": rows if is_packed else None}
+            options["packed_rows"] = rows if is_packed else None
+            if options["words"] is not None:
+                options |= MANY_COPYING_WARPS
         return PoolArguments(latent, rope, page_rows, 1.0, options)
     words = rows.view(torch.int32)
     scale = layer.tensor_scale
@@ -297,6 +308,7 @@ def _pool_arguments(layer: CacheLayer, variant: Variant, copied_bytes: int) -> P
         "tensor_scale": host_scale,
         "device_scale": scale.to(rows.device) if isinstance(scale, Tensor) else None,
         "FORMAT": layer.codec.name,
+        **_one_by_one(layer, variant, rows),
     }
     if layer.codec.name == "fp8":
         rope, rope_column, copies = _boxes(words, box_rows, ROPE // 4), LATENT // 4, 1
@@ -311,15 +323,25 @@ def _pool_arguments(layer: CacheLayer, variant: Variant, copied_bytes: int) -> P
         return PoolArguments(words, rope, page_rows, host_scale, options)
     rope_bytes = BLOCK * rope.block_shape[1] * rope.base.element_size()
     if variant.kernel is mla_decode_e4m3_kernel:
-        options |= {"PLACES": _e4m3_places(copied_bytes, rope_bytes), **E4M3_WARPS}
+        warps = E4M3_WARPS if options["words"] is None else E4M3_COPYING_WARPS
+        options |= {"PLACES": _e4m3_places(copied_bytes, rope_bytes), **warps}
         return PoolArguments(_boxes(words, box_rows, 32), rope, page_rows, host_scale, options)
     # of a block, and the largest of them
     scale_bytes = 0 if layer.codec.name == "fp8" else (copies * BLOCK + 4) * 4
     options |= {
         **_fp8_places(variant.rows, copies, rope_bytes + scale_bytes, copied_bytes),
-        **_fp8_warps(variant.rows, layer.codec.name),
+        **_fp8_warps(variant.rows, layer.codec.name, one_by_one=options["words"] is not None),
     }
     return PoolArguments(_boxes(words, box_rows, 32), rope, page_rows, host_scale, options)
+
+
+def _one_by_one(layer: CacheLayer, variant: Variant, rows: Tensor) -> dict[str, Any]:
+    """What is needed to copy rows one by one, where they do not come in boxes."""
+    is_small = variant.kernel is mla_decode_kernel and layer.page_size < LEAST_PAGE_OF_MANY
+    if are_boxes(layer.page_size) and not is_small:
+        return {"words": None, "row_quads": None}
+    words = rows.view(torch.int32)
+    return {"words": words, "row_quads": words.stride(0) // 4}
 
 
 def _row_scales(layer: CacheLayer) -> tuple[Tensor | None, int, int]:
@@ -350,7 +372,7 @@ def _e4m3_places(copied_bytes: int, rope_bytes: int) -> int:
     return room // (BLOCK * LATENT + rope_bytes)
 
 
-def _fp8_warps(rows: int, format: str) -> dict[str, int]:
+def _fp8_warps(rows: int, format: str, *, one_by_one: bool) -> dict[str, int]:
     """How many adders, and the registers of a thread of each kind; the first adder has the rest.
 
     Two adders are quicker where sums and scales leave registers for the scorers beside them.
@@ -359,9 +381,9 @@ def _fp8_warps(rows: int, format: str) -> dict[str, int]:
     if rows <= 16 and format != "fp8_block128":
         return {
             "ADDERS": 2,
-            "ADDER_REGISTERS": 120,
+            "ADDER_REGISTERS": 112 if one_by_one else 120,
             "SCORER_REGISTERS": 104,
-            "PRODUCER_REGISTERS": 32,
+            "PRODUCER_REGISTERS": 48 if one_by_one else 32,
             "maxnreg": 96,
         }
     one = {"ADDERS": 1, "ADDER_REGISTERS": 0, "maxnreg": 128}
@@ -392,7 +414,7 @@ def _boxes(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
 def _as_rows(pool: Tensor) -> tuple[Tensor, int]:
     """[n, m, columns] as rows at one distance, and how many of them the n are apart."""
     num_pages, page_size, columns = pool.shape
-    distance = pool.stride(1)
+    distance = pool.stride(0) if page_size == 1 < num_pages else pool.stride(1)
     apart = pool.stride(0) // distance if num_pages > 1 else page_size
     rows = (num_pages - 1) * apart + page_size if num_pages else 0
     return pool.as_strided((rows, columns), (distance, 1)), apart

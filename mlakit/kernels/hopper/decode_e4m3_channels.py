@@ -7,16 +7,24 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from mlakit.kernels.hopper.compat import record, reinterpret
+from mlakit.kernels.hopper.decode_copies import (
+    arrive_when_copied,
+    copy_rows,
+    copying_threads,
+    expect_rows,
+    find_rows,
+    look_up_rows,
+)
 from mlakit.kernels.hopper.decode_few_rings import PARTS
 from mlakit.kernels.hopper.decode_row_scales import (
-    ONE,
     load_scales,
     new_scale_boxes,
     pages_of_scales,
+    store_one,
     store_scales,
 )
-from mlakit.kernels.hopper.decode_work import find_keys, next_unit, rows_of
-from mlakit.kernels.hopper.primitives import load_rows, new_barrier, new_barriers
+from mlakit.kernels.hopper.decode_work import find_keys, next_unit
+from mlakit.kernels.hopper.primitives import new_barrier, new_barriers
 
 ADDERS = gl.constexpr(2)
 CHUNK = gl.constexpr(32)  # keys that an adder takes at a time
@@ -57,8 +65,9 @@ class Messages:
 
 
 @gluon.jit
-def new_blocks(PLACES: gl.constexpr, kv, kv_rope, HAVE_SCALES: gl.constexpr):
-    """Of boxes as these descriptors have."""
+def new_blocks(PLACES: gl.constexpr, inputs, HAVE_SCALES: gl.constexpr):
+    """Of boxes as descriptors of the cache have."""
+    kv, kv_rope = inputs.kv, inputs.kv_rope
     return Blocks(
         gl.allocate_shared_memory(kv.dtype, [PLACES * PARTS, 64, kv.block_shape[1]], kv.layout),
         gl.allocate_shared_memory(
@@ -66,7 +75,7 @@ def new_blocks(PLACES: gl.constexpr, kv, kv_rope, HAVE_SCALES: gl.constexpr):
         ),
         new_scale_boxes(PLACES, 1),
         gl.allocate_shared_memory(gl.float32, [PLACES, 1], VECTOR),
-        new_barriers(PLACES, 2 if HAVE_SCALES else 1),
+        new_barriers(PLACES, copying_threads(inputs.words) + (1 if HAVE_SCALES else 0)),
         new_barriers(PLACES, 1 + ADDERS),
     )
 
@@ -103,10 +112,10 @@ def as_bytes(box):
 
 
 @gluon.jit
-def _store_scales(blocks, place, found):
-    (stored,) = store_scales(blocks.scales, place, found)
+def _store_scales(scales, blocks, place, found):
+    (stored,) = store_scales(scales, blocks.scales, place, found)
     least = gl.min(gl.where(stored > 0, stored, float("inf")), 0)
-    blocks.least_scale.index(place).store(gl.full([1], least, gl.float32, ONE))
+    store_one(blocks.least_scale.index(place), least, scales.WARPS)
 
 
 @gluon.jit
@@ -120,22 +129,23 @@ def produce_blocks(item, index, inputs, work, blocks, scales, ROPE_COLUMN: gl.co
     place, turn = item * 0, item * 0
     while item < work.last_item:
         keys = find_keys(inputs, work, item, index)
-        rows = rows_of(inputs, keys, keys.first_block, WARPS=1)
+        looked_up = look_up_rows(inputs, keys, keys.first_block)
         pages = pages_of_scales(scales, inputs, keys, keys.first_block)
         for block in range(keys.first_block, keys.end_block):
             # on their way while a place is waited for
             found, pages = load_scales(scales, inputs, keys, block, pages)
-            next_rows = rows_of(inputs, keys, block + 1, WARPS=1)
+            rows = find_rows(inputs, keys, looked_up, block)
+            looked_up = look_up_rows(inputs, keys, block + 1)
             mbarrier.wait(blocks.empty.index(place), turn ^ 1)
             full = blocks.full.index(place)
-            mbarrier.expect(full, 64 * BITS // 8)
-            load_rows(inputs.kv_rope, rows, ROPE_COLUMN, full, blocks.rope.index(place))
+            expect_rows(inputs, full, 64 * BITS // 8)
+            copy_rows(inputs, inputs.kv_rope, rows, ROPE_COLUMN, full, blocks.rope.index(place))
             for part in gl.static_range(PARTS):
                 box = blocks.latent.index(place * PARTS + part)
-                load_rows(inputs.kv, rows, part * WIDTH, full, box)
+                copy_rows(inputs, inputs.kv, rows, part * WIDTH, full, box)
+            arrive_when_copied(inputs, full)
             if scales.first is not None:
-                _store_scales(blocks, place, found)
+                _store_scales(scales, blocks, place, found)
                 mbarrier.arrive(full, count=1)
             place, turn = next_place(blocks, place, turn)
-            rows = next_rows
         item, index = next_unit(work, item, index + gl.num_programs(0))

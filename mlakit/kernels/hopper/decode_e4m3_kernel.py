@@ -40,6 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from mlakit.kernels.hopper.decode_copies import copying_warps
 from mlakit.kernels.hopper.decode_e4m3_channels import (
     CHUNK,
     CHUNKS,
@@ -185,6 +186,8 @@ def mla_decode_e4m3_kernel(
     heads,
     slot_rows,
     head_blocks,
+    words,  # the cache's first, if rows are copied one by one, or None
+    row_quads,  # four words each, from a row of it to the next; or None
     scales,  # float32 of rows, or None
     stride_scales_page,
     stride_scales_row,
@@ -212,7 +215,7 @@ def mla_decode_e4m3_kernel(
         scale_log2 *= tensor_scale
     inputs = Inputs(
         q, q_rope, kv, kv_rope, q_token_rows, q_rope_token_rows, table, stride_table_request,
-        stride_table_entry, PAGE_ROWS, PAGE,
+        stride_table_entry, PAGE_ROWS, PAGE, words, row_quads,
     )  # fmt: skip
     work = Work(
         items, partial_starts, q_starts, kv_lens, stride_q_starts, stride_kv_lens, heads,
@@ -224,7 +227,7 @@ def mla_decode_e4m3_kernel(
         stride_lse_token, stride_lse_head, stride_sink,
     )  # fmt: skip
     HAVE_SCALES: gl.constexpr = scales is not None
-    blocks = new_blocks(PLACES, kv, kv_rope, HAVE_SCALES)
+    blocks = new_blocks(PLACES, inputs, HAVE_SCALES)
     queries = Queries(
         gl.allocate_shared_memory(q.dtype, [PARTS, 64, q.block_shape[1]], q.layout),
         gl.allocate_shared_memory(q_rope.dtype, [1, 64, q_rope.block_shape[1]], q_rope.layout),
@@ -238,7 +241,8 @@ def mla_decode_e4m3_kernel(
         queries, rotated, q_scale, stride_q_scale, scale_log2, tensor_scale, SIGN, IS_GIVEN,
         HAVE_SCALES,
     )  # fmt: skip
-    row_scales = Scales(scales, stride_scales_page, stride_scales_row, 1)
+    WARPS: gl.constexpr = copying_warps(words)
+    row_scales = Scales(scales, stride_scales_page, stride_scales_row, 1, WARPS)
     item, index = next_unit(work, gl.load(worker_starts + gl.program_id(1)), gl.program_id(0))
     if item < work.last_item:
         let_merge_start(work, item)
@@ -250,6 +254,6 @@ def mla_decode_e4m3_kernel(
                 (score_blocks, (item, index, inputs, work, results, messages, blocks, scoring)),
                 (produce_blocks, (item, index, inputs, work, blocks, row_scales, ROPE_COLUMN)),
             ],
-            [4, 4, 1],
+            [4, 4, WARPS],
             [ADDER_REGISTERS, SCORER_REGISTERS, PRODUCER_REGISTERS],
         )

@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from mlakit.kernels.hopper.compat import record
+from mlakit.kernels.hopper.decode_copies import await_rows
 from mlakit.kernels.hopper.decode_e4m3_channels import (
     CHUNK,
     CHUNKS,
@@ -105,9 +106,9 @@ def _begin_part(scoring, blocks, place, part: gl.constexpr, dots):
 
 
 @gluon.jit
-def _first_scores(scoring, blocks, place, turn):
+def _first_scores(inputs, scoring, blocks, place, turn):
     """Of a unit's first block."""
-    mbarrier.wait(blocks.full.index(place), turn)
+    await_rows(inputs, blocks.full.index(place), turn)
     dots = _begin_rotated(scoring, blocks, place)
     for part in gl.static_range(PARTS):
         dots = _begin_part(scoring, blocks, place, part, dots)
@@ -169,8 +170,9 @@ def _units(softmax, blocks, place, HAVE_SCALES: gl.constexpr):
 
 @gluon.jit
 def _take_in(
-    scores, block, keys, softmax, q_scale, scoring, blocks, place, turn, IS_LAST: gl.constexpr
-):
+    inputs, scores, block, keys, softmax, q_scale, scoring, blocks, place, turn,
+    IS_LAST: gl.constexpr,
+):  # fmt: skip
     """Weigh a block: (weights as two chunks of halves, decay of the sums before, softmax, dots).
 
     The dots are those of the block in the next place; there is none after the last.
@@ -181,7 +183,7 @@ def _take_in(
     place, turn = next_place(blocks, place, turn)
     dots = scores
     if not IS_LAST:
-        mbarrier.wait(blocks.full.index(place), turn)
+        await_rows(inputs, blocks.full.index(place), turn)
         dots = _begin_rotated(scoring, blocks, place)
     seen = _seen_scores(scores, block, keys, q_scale, scales, scoring)
     if not IS_LAST:
@@ -248,11 +250,12 @@ def score_blocks(item, index, inputs, work, results, messages, blocks, scoring):
         )
         last_block = keys.end_block - 1
         if keys.first_block < keys.end_block:
-            scores = _first_scores(scoring, blocks, place, turn)
+            scores = _first_scores(inputs, scoring, blocks, place, turn)
             for block in range(keys.first_block, last_block):
                 weights, decay, softmax, dots = _take_in(
-                    scores, block, keys, softmax, q_scale, scoring, blocks, place, turn, False
-                )
+                    inputs, scores, block, keys, softmax, q_scale, scoring, blocks, place, turn,
+                    False,
+                )  # fmt: skip
                 _send(messages, number, weights, decay)
                 # only now: the message has been made of the scales, so they have been read
                 mbarrier.arrive(blocks.empty.index(place), count=1)
@@ -262,8 +265,9 @@ def score_blocks(item, index, inputs, work, results, messages, blocks, scoring):
                 # next, their registers would be copied, for which the assembler waits each time
                 scores = warpgroup_mma_wait(0, deps=(dots,))
             weights, decay, softmax, scores = _take_in(
-                scores, last_block, keys, softmax, q_scale, scoring, blocks, place, turn, True
-            )
+                inputs, scores, last_block, keys, softmax, q_scale, scoring, blocks, place, turn,
+                True,
+            )  # fmt: skip
             _send(messages, number, weights, decay)
             mbarrier.arrive(blocks.empty.index(place), count=1)
             place, turn = next_place(blocks, place, turn)

@@ -57,6 +57,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from mlakit.kernels.hopper.decode_copies import copying_threads, copying_warps
 from mlakit.kernels.hopper.decode_few_fp8_scorer import (
     HALVES,
     Scoring,
@@ -212,6 +213,8 @@ def mla_decode_few_fp8_kernel(
     heads,
     slot_rows,
     head_blocks,
+    words,  # the cache's first, if rows are copied one by one, or None
+    row_quads,  # four words each, from a row of it to the next; or None
     scales,  # float32 of rows, or None
     stride_scales_page,
     stride_scales_row,
@@ -242,7 +245,7 @@ def mla_decode_few_fp8_kernel(
         scale_log2 *= tensor_scale
     inputs = Inputs(
         q, q_rope, kv, kv_rope, q_token_rows, q_rope_token_rows, table, stride_table_request,
-        stride_table_entry, PAGE_ROWS, PAGE,
+        stride_table_entry, PAGE_ROWS, PAGE, words, row_quads,
     )  # fmt: skip
     work = Work(
         items, partial_starts, q_starts, kv_lens, stride_q_starts, stride_kv_lens, heads,
@@ -254,13 +257,15 @@ def mla_decode_few_fp8_kernel(
         stride_lse_token, stride_lse_head, stride_sink,
     )  # fmt: skip
     COPIES: gl.constexpr = PARTS if FORMAT == "fp8_block128" else 1
-    row_scales = Scales(scales, stride_scales_page, stride_scales_row, COPIES)
+    WARPS: gl.constexpr = copying_warps(words)
+    row_scales = Scales(scales, stride_scales_page, stride_scales_row, COPIES, WARPS)
     scale_boxes: gl.constexpr = None
-    ARRIVALS: gl.constexpr = 1 if scales is None else 2  # of copies, and of scales
+    COPIED: gl.constexpr = copying_threads(words)
+    ARRIVALS: gl.constexpr = COPIED + (0 if scales is None else 1)  # of copies, and of scales
     if scales is not None:
         scale_boxes = new_scale_boxes(ROPE_PLACES, COPIES)
     channels = Channels(
-        new_ring(PLACES, COLUMNS // 4, kv, READERS=2, BOXES=BOXES),
+        new_ring(PLACES, COLUMNS // 4, kv, READERS=2, BOXES=BOXES, ARRIVALS=COPIED),
         new_ring(ROPE_PLACES, kv_rope.block_shape[1], kv_rope, READERS=1, ARRIVALS=ARRIVALS),
         scale_boxes,
     )
@@ -298,7 +303,7 @@ def mla_decode_few_fp8_kernel(
                     (score, (second, item, index, inputs, work, results, scoring)),
                     (produce, (item, index, inputs, work, channels, row_scales, ROPE_COLUMN)),
                 ],
-                [4, 4, 1],
+                [4, 4, WARPS],
                 [SCORER_REGISTERS, SCORER_REGISTERS, PRODUCER_REGISTERS],
             )
         else:
@@ -310,6 +315,6 @@ def mla_decode_few_fp8_kernel(
                     (_adder, (1, 2, item, index, inputs, work, results, messages, channels)),
                     (produce, (item, index, inputs, work, channels, row_scales, ROPE_COLUMN)),
                 ],
-                [4, 4, 4, 1],
+                [4, 4, 4, WARPS],
                 [SCORER_REGISTERS, SCORER_REGISTERS, ADDER_REGISTERS, PRODUCER_REGISTERS],
             )

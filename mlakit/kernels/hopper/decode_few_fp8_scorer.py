@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from mlakit.kernels.hopper.compat import record
+from mlakit.kernels.hopper.decode_copies import await_rows
 from mlakit.kernels.hopper.decode_few_rings import (
     PARTS,
     after,
@@ -204,8 +205,8 @@ def _scales_of(channels, place, part: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _scores(
-    queries, channels, place, turn, rope_place, rope_turn, query_unit, LAYOUT: gl.constexpr,
-    FORMAT: gl.constexpr, IS_UNIT_OF_ROPE: gl.constexpr,
+    inputs, queries, channels, place, turn, rope_place, rope_turn, query_unit,
+    LAYOUT: gl.constexpr, FORMAT: gl.constexpr, IS_UNIT_OF_ROPE: gl.constexpr,
 ):  # fmt: skip
     """Of a block, [64 keys, heads], every scale of a row applied. All its boxes are read.
 
@@ -221,7 +222,7 @@ def _scores(
     rope_box = rope.boxes.index(rope_place)
     scores, dots = nothing, nothing
     if FORMAT != "fp8_token":  # whose scale comes last
-        mbarrier.wait(rope.full.index(rope_place), rope_turn)
+        await_rows(inputs, rope.full.index(rope_place), rope_turn)
     if FORMAT == "fp8":
         keys = load_keys(rope_box, LAYOUT)
         q = as_halves(queries.rope).index(zero).permute((1, 0))
@@ -255,7 +256,7 @@ def _scores(
     if FORMAT != "fp8":
         # last, for what it is added to takes no registers of its own
         if FORMAT == "fp8_token":
-            mbarrier.wait(rope.full.index(rope_place), rope_turn)
+            await_rows(inputs, rope.full.index(rope_place), rope_turn)
         q = queries.rope.index(zero).permute((1, 0))
         scores = warpgroup_mma(rope_box, q, scores, is_async=True)
         scores = warpgroup_mma_wait(0, deps=(scores,))
@@ -403,8 +404,8 @@ def score(turns, item, index, inputs, work, results, scoring):
             block = own_block + opaque_zero()
             number = blocks_before + block - keys.first_block
             scores, place, turn = _scores(
-                queries, channels, place, turn, rope_place, rope_turn, fitted.unit, LAYOUT, FORMAT,
-                IS_UNIT_OF_ROPE,
+                inputs, queries, channels, place, turn, rope_place, rope_turn, fitted.unit, LAYOUT,
+                FORMAT, IS_UNIT_OF_ROPE,
             )  # fmt: skip
             place, turn = after(channels.latent, place, turn, FILLS)
             scores = mask_scores(scores, block, keys, 0, scoring.SIGN, scoring.IS_GIVEN)

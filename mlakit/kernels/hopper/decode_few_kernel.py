@@ -40,6 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from mlakit.kernels.hopper.decode_copies import await_rows, copying_threads, copying_warps
 from mlakit.kernels.hopper.decode_few_rings import (
     COLUMNS,
     PARTS,
@@ -71,17 +72,17 @@ ROPE_PLACES = gl.constexpr(3)
 
 
 @gluon.jit
-def _scores(queries, channels, place, turn, rope_place, rope_turn, LAYOUT: gl.constexpr):
+def _scores(inputs, queries, channels, place, turn, rope_place, rope_turn, LAYOUT: gl.constexpr):
     """Of a block, [64 keys, heads]. Its rope part is free again."""
     latent, rope = channels.latent, channels.rope
     HEADS: gl.constexpr = queries.rope.shape[1]
     zero = opaque_zero()
     nothing = gl.zeros([64, HEADS], gl.float32, LAYOUT)
-    mbarrier.wait(rope.full.index(rope_place), rope_turn)
+    await_rows(inputs, rope.full.index(rope_place), rope_turn)
     q = queries.rope.index(zero).permute((1, 0))
     dots = warpgroup_mma(rope.boxes.index(rope_place), q, nothing, use_acc=False, is_async=True)
     for part in gl.static_range(PARTS):
-        mbarrier.wait(latent.full.index(place), turn)
+        await_rows(inputs, latent.full.index(place), turn)
         q = queries.latent.index(zero + part).permute((1, 0))
         dots = warpgroup_mma(latent.boxes.index(place), q, dots, is_async=True)
         place, turn = after(latent, place, turn)
@@ -135,7 +136,7 @@ def _consumer(
         total = gl.zeros([64, HEADS], gl.float32, LAYOUT)  # of every 64th key, until the end
         mbarrier.wait(queries.arrival, units_before & 1)
         for block in range(keys.first_block, keys.end_block):
-            scores = _scores(queries, channels, place, turn, rope_place, rope_turn, LAYOUT)
+            scores = _scores(inputs, queries, channels, place, turn, rope_place, rope_turn, LAYOUT)
             rope_place, rope_turn = after(rope, rope_place, rope_turn)
             scores = mask_scores(scores, block, keys, 0, SIGN, IS_GIVEN)
             new_peak = gl.maximum(peak, gl.max(scores, 0) * scale)
@@ -207,6 +208,8 @@ def mla_decode_few_kernel(
     heads,
     slot_rows,
     head_blocks,
+    words,  # the cache's first, if rows are copied one by one, or None
+    row_quads,  # four words each, from a row of it to the next; or None
     ROWS: gl.constexpr,
     PAGE_ROWS: gl.constexpr,
     PAGE: gl.constexpr,
@@ -220,7 +223,7 @@ def mla_decode_few_kernel(
     PLACES: gl.constexpr = 12 if ROWS == 8 else 11 if ROWS == 16 else 10
     inputs = Inputs(
         q, q_rope, kv, kv_rope, q_token_rows, q_rope_token_rows, table, stride_table_request,
-        stride_table_entry, PAGE_ROWS, PAGE,
+        stride_table_entry, PAGE_ROWS, PAGE, words, row_quads,
     )  # fmt: skip
     work = Work(
         items, partial_starts, q_starts, kv_lens, stride_q_starts, stride_kv_lens, heads,
@@ -232,10 +235,12 @@ def mla_decode_few_kernel(
         stride_lse_token, stride_lse_head, stride_sink,
     )  # fmt: skip
     NONE: gl.constexpr = None
-    no_scales = Scales(NONE, 0, 0, 0)
+    WARPS: gl.constexpr = copying_warps(words)
+    ARRIVALS: gl.constexpr = copying_threads(words)
+    no_scales = Scales(NONE, 0, 0, 0, WARPS)
     channels = Channels(
-        new_ring(PLACES, COLUMNS, kv, READERS=1),
-        new_ring(ROPE_PLACES, 64, kv_rope, READERS=1),
+        new_ring(PLACES, COLUMNS, kv, READERS=1, ARRIVALS=ARRIVALS),
+        new_ring(ROPE_PLACES, 64, kv_rope, READERS=1, ARRIVALS=ARRIVALS),
         NONE,
     )
     queries = Queries(
@@ -258,6 +263,6 @@ def mla_decode_few_kernel(
                 ),
                 (produce, (item, index, inputs, work, channels, no_scales, ROPE_COLUMN)),
             ],
-            [1],
+            [WARPS],
             [PRODUCER_REGISTERS],
         )  # fmt: skip

@@ -16,9 +16,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from mlakit.kernels.hopper.compat import record, tma_load
+from mlakit.kernels.hopper.decode_copies import (
+    arrive_when_copied,
+    copy_rows,
+    expect_rows,
+    find_rows,
+    look_up_rows,
+)
 from mlakit.kernels.hopper.decode_row_scales import load_scales, pages_of_scales, store_scales
-from mlakit.kernels.hopper.decode_work import find_keys, find_place, next_unit, rows_of
-from mlakit.kernels.hopper.primitives import load_rows, new_barriers
+from mlakit.kernels.hopper.decode_work import find_keys, find_place, next_unit
+from mlakit.kernels.hopper.primitives import new_barriers
 
 PARTS = gl.constexpr(4)  # of the latent columns
 COLUMNS = gl.constexpr(128)  # of a part
@@ -85,17 +92,18 @@ def release(ring, place):
 
 
 @gluon.jit
-def _send(ring, place, turn, descriptor, rows, column):
-    """Fill a place, once it is free; `rows` as of `rows_of`."""
+def _send(inputs, ring, place, turn, descriptor, rows, column):
+    """Fill a place, once it is free; `rows` as of `find_rows`."""
     BOXES: gl.constexpr = ring.BOXES
     WIDTH: gl.constexpr = ring.boxes.shape[2]
     BYTES: gl.constexpr = 64 * WIDTH * ring.boxes.dtype.primitive_bitwidth // 8
     mbarrier.wait(ring.empty.index(place), turn ^ 1)
     full = ring.full.index(place)
-    mbarrier.expect(full, BOXES * BYTES)
+    expect_rows(inputs, full, BOXES * BYTES)
     for box in gl.static_range(BOXES):
         target = ring.boxes.index(place * BOXES + box)
-        load_rows(descriptor, rows, column + box * WIDTH, full, target)
+        copy_rows(inputs, descriptor, rows, column + box * WIDTH, full, target)
+    arrive_when_copied(inputs, full)
     return after(ring, place, turn)
 
 
@@ -110,22 +118,22 @@ def produce(item, index, inputs, work, channels, scales, ROPE_COLUMN: gl.constex
     place, turn, rope_place, rope_turn = item * 0, item * 0, item * 0, item * 0
     while item < work.last_item:
         keys = find_keys(inputs, work, item, index)
-        rows = rows_of(inputs, keys, keys.first_block, WARPS=1)
+        looked_up = look_up_rows(inputs, keys, keys.first_block)
         pages = pages_of_scales(scales, inputs, keys, keys.first_block)
         for block in range(keys.first_block, keys.end_block):
             # on their way while places are waited for
             found, pages = load_scales(scales, inputs, keys, block, pages)
-            next_rows = rows_of(inputs, keys, block + 1, WARPS=1)
+            rows = find_rows(inputs, keys, looked_up, block)
+            looked_up = look_up_rows(inputs, keys, block + 1)
             own_place = rope_place
             rope_place, rope_turn = _send(
-                rope, rope_place, rope_turn, inputs.kv_rope, rows, ROPE_COLUMN
+                inputs, rope, rope_place, rope_turn, inputs.kv_rope, rows, ROPE_COLUMN
             )
             for fill in gl.static_range(PARTS // latent.BOXES):
-                place, turn = _send(latent, place, turn, inputs.kv, rows, fill * WIDTH)
+                place, turn = _send(inputs, latent, place, turn, inputs.kv, rows, fill * WIDTH)
             if scales.first is not None:
-                store_scales(channels.scales, own_place, found)
+                store_scales(scales, channels.scales, own_place, found)
                 mbarrier.arrive(rope.full.index(own_place), count=1)
-            rows = next_rows
         item, index = next_unit(work, item, index + gl.num_programs(0))
 
 

@@ -46,6 +46,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from mlakit.kernels.hopper.compat import record, reinterpret, tma_load
+from mlakit.kernels.hopper.decode_copies import await_rows
 from mlakit.kernels.hopper.decode_fp8_widener import (
     HALVES,
     Rows,
@@ -171,7 +172,7 @@ def _fit_queries(inputs, queries, FORMAT: gl.constexpr):
 
 
 @gluon.jit
-def _begin_scores(queries, blocks, number):
+def _begin_scores(inputs, queries, blocks, number):
     """Of a block, [64 heads, 64 keys], as soon as its halves are there."""
     slot, turn = slot_of(number)
     zero = opaque_zero()
@@ -183,7 +184,7 @@ def _begin_scores(queries, blocks, number):
     keys = blocks.left.index(slot).permute((1, 0))
     dots = warpgroup_mma(queries.left.index(zero), keys, dots, is_async=True)
     if blocks.rope_full is not None:
-        mbarrier.wait(blocks.rope_full.index(slot), turn)
+        await_rows(inputs, blocks.rope_full.index(slot), turn)
     keys = blocks.rope.index(slot).permute((1, 0))
     return warpgroup_mma(queries.rope.index(zero), keys, dots, is_async=True)
 
@@ -283,14 +284,14 @@ def _scorer(
             gl.to_tensor(0.0 if scoring.HAS_SCALES else LARGEST_UNIT / LARGEST_WEIGHT),
         )
         pending = warpgroup_mma_init(gl.zeros([64, 256], gl.float32, VALUES))
-        dots = _begin_scores(queries, blocks, number)
+        dots = _begin_scores(inputs, queries, blocks, number)
         scores = warpgroup_mma_wait(0, deps=(dots,))
         last_block = keys.first_block + num_blocks(keys) - 1
         for block in range(keys.first_block, last_block):
             acc, softmax = _take_in(
                 scores, block, number, keys, softmax, row_scale, pending, blocks, message, scoring,
             )  # fmt: skip
-            dots = _begin_scores(queries, blocks, number + 1)
+            dots = _begin_scores(inputs, queries, blocks, number + 1)
             values = blocks.left.index(number & 1)
             pending = warpgroup_mma(message.weights, values, acc, is_async=True)
             scores = warpgroup_mma_wait(1, deps=(dots,))
@@ -393,6 +394,7 @@ def mla_decode_fp8_kernel(
     heads,
     slot_rows,
     head_blocks,
+    words,  # the same, if rows are copied one by one, or None
     scales,  # float32 of rows, or None
     stride_scales_page,
     stride_scales_row,
@@ -420,7 +422,7 @@ def mla_decode_fp8_kernel(
         scale_log2 *= tensor_scale
     inputs = Inputs(
         q, q_rope, NONE, kv_rope, q_token_rows, q_rope_token_rows, table, stride_table_request,
-        stride_table_entry, PAGE_ROWS, PAGE,
+        stride_table_entry, PAGE_ROWS, PAGE, words, row_quads,
     )  # fmt: skip
     work = Work(
         items, partial_starts, q_starts, kv_lens, stride_q_starts, stride_kv_lens, heads,
@@ -432,10 +434,10 @@ def mla_decode_fp8_kernel(
         stride_lse_token, stride_lse_head, stride_sink,
     )  # fmt: skip
     rows = Rows(
-        kv, row_quads, ROPE_COLUMN, SIDE_BY_SIDE, scales, stride_scales_page, stride_scales_row,
+        kv, ROPE_COLUMN, SIDE_BY_SIDE, scales, stride_scales_page, stride_scales_row,
         FORMAT,
     )  # fmt: skip
-    blocks = new_blocks(gl.float16 if FORMAT == "fp8" else gl.bfloat16)
+    blocks = new_blocks(gl.float16 if FORMAT == "fp8" else gl.bfloat16, words)
     queries = Queries(
         gl.allocate_shared_memory(gl.float16, [1, 64, 256], HALVES),
         gl.allocate_shared_memory(gl.float16, [1, 64, 256], HALVES),

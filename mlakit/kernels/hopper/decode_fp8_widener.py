@@ -14,16 +14,24 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from mlakit.kernels.hopper.compat import record
+from mlakit.kernels.hopper.decode_copies import (
+    arrive_when_copied,
+    copy_rows,
+    copying_threads,
+    expect_rows,
+    find_rows,
+    look_up_rows,
+)
 from mlakit.kernels.hopper.decode_work import (
     find_keys,
     next_unit,
     pages_ahead,
     pages_of,
     row_ahead,
-    rows_of,
+    row_in_page,
 )
 from mlakit.kernels.hopper.e4m3 import widen
-from mlakit.kernels.hopper.primitives import ask_for, load_rows, new_barriers
+from mlakit.kernels.hopper.primitives import ask_for, new_barriers
 
 HALF = gl.constexpr(64)  # words of half the latent columns
 HALVES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
@@ -36,7 +44,6 @@ class Rows:
     """The cache."""
 
     words: object  # the first of them
-    row_quads: object  # four words each, from a row to the next
     ROPE_COLUMN: object
     side_by_side: object  # is there nothing between rows of a page?
     scales: object  # float32, or None
@@ -98,11 +105,11 @@ def _words_layout(width):
 
 
 @gluon.jit
-def new_blocks(rope_dtype: gl.constexpr):
+def new_blocks(rope_dtype: gl.constexpr, words):
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     rope_full: gl.constexpr = None
     if rope_dtype == gl.bfloat16:
-        rope_full = new_barriers(2, 1)
+        rope_full = new_barriers(2, copying_threads(words))
     return Blocks(
         gl.allocate_shared_memory(gl.float16, [2, 64, 256], HALVES),
         gl.allocate_shared_memory(gl.float16, [2, 64, 256], HALVES),
@@ -131,7 +138,7 @@ def num_blocks(keys):
 @gluon.jit
 def _find_pages(inputs, keys, block):
     """Of a block's keys; of pages for whole blocks those of the next ones too."""
-    if inputs.PAGE < 64:
+    if inputs.PAGE % 64 != 0:
         return pages_of(inputs, keys, block, gl.SliceLayout(1, _words_layout(HALF)))
     else:  # noqa: RET505
         return pages_ahead(inputs, keys, block, WARPS=4)
@@ -140,7 +147,7 @@ def _find_pages(inputs, keys, block):
 @gluon.jit
 def _find_rows(inputs, keys, pages, block):
     """The first row of a block, or of each key the first row of its page."""
-    if inputs.PAGE < 64:
+    if inputs.PAGE % 64 != 0:
         return pages * inputs.PAGE_ROWS
     else:  # noqa: RET505
         return row_ahead(inputs, keys, pages, block, 0)
@@ -153,12 +160,12 @@ def _load_words(rows, inputs, keys, first_row, block, FIRST: gl.constexpr, WIDTH
     KEY: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     offset = gl.arange(0, 64, KEY)
     is_there = gl.expand_dims(block * 64 + offset < keys.end, 1)
-    if inputs.PAGE < 64:
+    if inputs.PAGE % 64 != 0:
         first_row = gl.convert_layout(first_row, KEY)
-        offset = offset % inputs.PAGE
+        offset = row_in_page(inputs, block, offset)
     row = first_row.to(gl.int64) + offset
     # the factor of four is there to be seen: sixteen bytes are read at once
-    start = gl.expand_dims(row * rows.row_quads * 4, 1)
+    start = gl.expand_dims(row * inputs.row_quads * 4, 1)
     word = gl.expand_dims(FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT)), 0)
     return gl.load(rows.words + (start + word), mask=is_there, other=0, cache_modifier=".cg")
 
@@ -177,8 +184,10 @@ def _copy_rope(rows, inputs, blocks, slot, rope_rows):
     """Start to copy the rotated columns of a block, where they are not widened."""
     if rows.FORMAT != "fp8":
         full = blocks.rope_full.index(slot)
-        mbarrier.expect(full, ROPE_BYTES)
-        load_rows(inputs.kv_rope, rope_rows, rows.ROPE_COLUMN, full, blocks.rope.index(slot))
+        expect_rows(inputs, full, ROPE_BYTES)
+        box = blocks.rope.index(slot)
+        copy_rows(inputs, inputs.kv_rope, rope_rows, rows.ROPE_COLUMN, full, box)
+        arrive_when_copied(inputs, full)
 
 
 @gluon.jit
@@ -188,9 +197,9 @@ def _load_scale(rows, inputs, keys, first_row, block):
     found = ()
     if rows.scales is not None:
         offset = gl.arange(0, 64, KEY)
-        if inputs.PAGE < 64:
+        if inputs.PAGE % 64 != 0:
             page = pages_of(inputs, keys, block, KEY)  # again: it would take more registers
-            row = offset % inputs.PAGE
+            row = row_in_page(inputs, block, offset)
         else:
             page = first_row // inputs.PAGE_ROWS
             row = first_row % inputs.PAGE_ROWS + offset
@@ -205,8 +214,9 @@ def _fetch(rows, inputs, keys, pages, block):
     """Start to load a block."""
     first_row = _find_rows(inputs, keys, pages, block)
     rope_rows = first_row
-    if inputs.PAGE < 64:
-        rope_rows = rows_of(inputs, keys, block, WARPS=4)
+    if inputs.PAGE % 64 != 0:
+        found = look_up_rows(inputs, keys, block, WARPS=4)
+        rope_rows = find_rows(inputs, keys, found, block)
     return Fetched(
         _load_words(rows, inputs, keys, first_row, block, HALF, HALF),
         _load_words(rows, inputs, keys, first_row, block, 0, HALF),
@@ -219,11 +229,11 @@ def _fetch(rows, inputs, keys, pages, block):
 @gluon.jit
 def _ask_for(rows, inputs, keys, pages, block, BLOCKS: gl.constexpr):
     """Have the rows of a block so many further on brought to L2, where they lie side by side."""
-    if rows.side_by_side and inputs.PAGE >= 64:
+    if rows.side_by_side and inputs.PAGE % 64 == 0:
         row = row_ahead(inputs, keys, pages, block, BLOCKS).to(gl.int64)
-        start = rows.words.to(gl.int64) + row * (rows.row_quads * 16)
+        start = rows.words.to(gl.int64) + row * (inputs.row_quads * 16)
         num_rows = gl.maximum(gl.minimum(keys.end - (block + BLOCKS) * 64, 64), 0)
-        ask_for(start, num_rows * (rows.row_quads * 16))
+        ask_for(start, num_rows * (inputs.row_quads * 16))
 
 
 @gluon.jit

@@ -2,7 +2,8 @@
 
 Work       a program: 64 heads of one query over a range of its request's keys, 64 keys a block;
            one such unit after the other, as the plan's items say
-Two warpgroups of four warps, no producer. Each owns half of the value columns of the sum:
+Two warpgroups of four warps, no producer, but where rows come one by one (`decode_copier`). Each
+owns half of the value columns of the sum:
 
              even (columns 0 to 255)                  odd (columns 256 to 511)
   a pair     S0 = Q·K0ᵀ, begun in the pair before     S1 = Q·K1ᵀ, likewise
@@ -42,6 +43,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from mlakit.kernels.hopper.compat import record, tma_load
+from mlakit.kernels.hopper.decode_copier import copy_pairs
+from mlakit.kernels.hopper.decode_copies import await_rows, copying_threads
 from mlakit.kernels.hopper.decode_softmax import (
     FIRST_PEAK,
     finish,
@@ -65,7 +68,6 @@ from mlakit.kernels.hopper.decode_work import (
     rows_of_pair,
 )
 from mlakit.kernels.hopper.primitives import (
-    add_scores,
     ask_for,
     load_box,
     load_slices,
@@ -76,6 +78,7 @@ from mlakit.kernels.hopper.primitives import (
 )
 
 WORKER_REGISTERS = gl.constexpr(248)
+COPYING_REGISTERS = gl.constexpr([240, 32])  # of a worker beside a copier, and of that
 HALF_BYTES = gl.constexpr(64 * 256 * 2)
 ROPE_BYTES = gl.constexpr(64 * 64 * 2)
 ROW_BYTES = gl.constexpr(576 * 2)
@@ -99,11 +102,19 @@ class Buffers:
 
 
 @record
+class Load:
+    """Barriers of a part of a block."""
+
+    full: object
+    free: object  # what the copier waits for; or None: who would say so loads the part
+
+
+@record
 class Arrivals:
     """Barriers: of loads, then of what one warpgroup tells the other."""
 
     q: object
-    left_even: object
+    left_even: object  # `Load`, as all of blocks
     left_odd: object
     right_even: object
     right_odd: object
@@ -118,22 +129,42 @@ class Arrivals:
 
 
 @gluon.jit
-def _load(
-    descriptor, rows, column, barrier, buffers, BLOCK: gl.constexpr, BYTES: gl.constexpr
-):  # fmt: skip
-    """Start to load some columns of the first block of a pair, or of the second (BLOCK 0 or 1)."""
+def _new_load(words):
+    if words is None:
+        NONE: gl.constexpr = None
+        return Load(new_barrier(), NONE)
+    else:  # noqa: RET505
+        return Load(new_barrier(copying_threads(words)), new_barrier())
+
+
+@gluon.jit
+def _load(descriptor, rows, column, load, buffers, BLOCK: gl.constexpr, BYTES: gl.constexpr):
+    """Start to load some columns of the first block of a pair, or of the second (BLOCK 0 or 1).
+
+    Or tell the copier that it may.
+    """
     buffer = buffers.index(BLOCK)
-    if descriptor.block_shape[0] < 64:
+    if load.free is not None:
+        mbarrier.arrive(load.free, count=1)
+    elif descriptor.block_shape[0] < 64:
         PAGES: gl.constexpr = 64 // descriptor.block_shape[0]
-        load_slices(descriptor, rows, BLOCK * PAGES, column, barrier, buffer, BYTES)
+        load_slices(descriptor, rows, BLOCK * PAGES, column, load.full, buffer, BYTES)
     else:
-        load_box(descriptor, rows, column, barrier, buffer, BYTES)
+        load_box(descriptor, rows, column, load.full, buffer, BYTES)
+
+
+@gluon.jit
+def _add_scores(inputs, q, k, BLOCK: gl.constexpr, load, phase, zero, scores):
+    """scores + q·kᵀ, begun as soon as the keys have arrived."""
+    await_rows(inputs, load.full, phase)
+    keys = k.index(zero + BLOCK).permute((1, 0))
+    return warpgroup_mma(q.index(zero), keys, scores, is_async=True)
 
 
 @gluon.jit
 def _ask_for_block(inputs, packed_rows, row):
     """Have a block brought to L2 that will be loaded soon, if it lies in one piece."""
-    if packed_rows is not None and inputs.PAGE >= 64:
+    if packed_rows is not None and inputs.PAGE % 64 == 0:
         address = packed_rows.to(gl.int64) + row.to(gl.int64) * ROW_BYTES
         ask_for(address, gl.where(row < NO_ROW, 64 * ROW_BYTES, 0))
 
@@ -223,17 +254,17 @@ def _even_pair(
     pending = warpgroup_mma(buffers.p_odd, buffers.left.index(zero + 1), acc, is_async=True)
     if not IS_LAST:
         nothing = gl.zeros([64, 64], gl.float32, SCORES)
-        mbarrier.wait(arrivals.rope_even, phase ^ 1)
+        await_rows(inputs, arrivals.rope_even.full, phase ^ 1)
         rotated = buffers.rope.index(zero).permute((1, 0))
         dots = warpgroup_mma(q_rope, rotated, nothing, use_acc=False, is_async=True)
         # the rope part keeps the tensor cores busy while the left half is reloaded
         acc = warpgroup_mma_wait(1, deps=(pending,))
         _load(inputs.kv, rows_odd, 0, arrivals.left_odd, buffers.left, 1, HALF_BYTES)
-        dots = add_scores(
-            buffers.q_left, buffers.left, 0, arrivals.left_even, phase ^ 1, zero, dots
+        dots = _add_scores(
+            inputs, buffers.q_left, buffers.left, 0, arrivals.left_even, phase ^ 1, zero, dots
         )
-        dots = add_scores(
-            buffers.q_right, buffers.right, 0, arrivals.right_even, phase ^ 1, zero, dots
+        dots = _add_scores(
+            inputs, buffers.q_right, buffers.right, 0, arrivals.right_even, phase ^ 1, zero, dots
         )
         mbarrier.arrive(arrivals.scores_even, count=1)
         scores = warpgroup_mma_wait(0, deps=(dots,))
@@ -288,38 +319,50 @@ def _odd_pair(
         _load(inputs.kv, rows_odd, 256, arrivals.right_odd, buffers.right, 1, HALF_BYTES)
         nothing = gl.zeros([64, 64], gl.float32, SCORES)
         mbarrier.wait(arrivals.scores_even, phase ^ 1)
-        mbarrier.wait(arrivals.rope_odd, phase ^ 1)
+        await_rows(inputs, arrivals.rope_odd.full, phase ^ 1)
         rotated = buffers.rope.index(zero + 1).permute((1, 0))
         dots = warpgroup_mma(q_rope, rotated, nothing, use_acc=False, is_async=True)
-        dots = add_scores(
-            buffers.q_right, buffers.right, 1, arrivals.right_odd, phase ^ 1, zero, dots
+        dots = _add_scores(
+            inputs, buffers.q_right, buffers.right, 1, arrivals.right_odd, phase ^ 1, zero, dots
         )
-        dots = add_scores(buffers.q_left, buffers.left, 1, arrivals.left_odd, phase ^ 1, zero, dots)
+        dots = _add_scores(
+            inputs, buffers.q_left, buffers.left, 1, arrivals.left_odd, phase ^ 1, zero, dots
+        )
         mbarrier.arrive(arrivals.scores_odd, count=1)
         scores = warpgroup_mma_wait(0, deps=(dots,))
     return acc, new_peak, total, scores, next_even, next_odd
 
 
 @gluon.jit
-def _first_scores(buffers, arrivals, q_rope, phase, IS_EVEN: gl.constexpr, LAYOUT: gl.constexpr):
+def _first_scores(
+    inputs, buffers, arrivals, q_rope, phase, IS_EVEN: gl.constexpr, LAYOUT: gl.constexpr
+):
     """The scores of a unit's first block, or of its second."""
     nothing = gl.zeros([64, 64], gl.float32, LAYOUT)
     zero = opaque_zero()
     if IS_EVEN:
         # without order: either block may be the first to arrive
         mbarrier.arrive(arrivals.scores_even, count=1)
-        mbarrier.wait(arrivals.rope_even, phase)
+        await_rows(inputs, arrivals.rope_even.full, phase)
         keys = buffers.rope.index(zero).permute((1, 0))
         dots = warpgroup_mma(q_rope, keys, nothing, use_acc=False, is_async=True)
-        dots = add_scores(buffers.q_left, buffers.left, 0, arrivals.left_even, phase, zero, dots)
-        dots = add_scores(buffers.q_right, buffers.right, 0, arrivals.right_even, phase, zero, dots)
+        dots = _add_scores(
+            inputs, buffers.q_left, buffers.left, 0, arrivals.left_even, phase, zero, dots
+        )
+        dots = _add_scores(
+            inputs, buffers.q_right, buffers.right, 0, arrivals.right_even, phase, zero, dots
+        )
     else:
         mbarrier.wait(arrivals.scores_even, phase)
-        mbarrier.wait(arrivals.rope_odd, phase)
+        await_rows(inputs, arrivals.rope_odd.full, phase)
         keys = buffers.rope.index(zero + 1).permute((1, 0))
         dots = warpgroup_mma(q_rope, keys, nothing, use_acc=False, is_async=True)
-        dots = add_scores(buffers.q_right, buffers.right, 1, arrivals.right_odd, phase, zero, dots)
-        dots = add_scores(buffers.q_left, buffers.left, 1, arrivals.left_odd, phase, zero, dots)
+        dots = _add_scores(
+            inputs, buffers.q_right, buffers.right, 1, arrivals.right_odd, phase, zero, dots
+        )
+        dots = _add_scores(
+            inputs, buffers.q_left, buffers.left, 1, arrivals.left_odd, phase, zero, dots
+        )
         mbarrier.arrive(arrivals.scores_odd, count=1)
     return warpgroup_mma_wait(0, deps=(dots,))
 
@@ -398,7 +441,7 @@ def _warpgroup(
         acc = gl.zeros([64, 256], gl.float32, VALUES)
         peak = gl.full([64], FIRST_PEAK, gl.float32, SUMS)
         total = gl.zeros([64], gl.float32, SUMS)
-        scores = _first_scores(buffers, arrivals, q_rope, pairs_before & 1, IS_EVEN, SCORES)
+        scores = _first_scores(inputs, buffers, arrivals, q_rope, pairs_before & 1, IS_EVEN, SCORES)
         for pair in range(num_pairs - 1):
             if IS_EVEN:
                 acc, peak, total, scores, next_even, next_odd = _even_pair(
@@ -516,6 +559,8 @@ def mla_decode_kernel(
     q_rope_token_rows,
     heads,
     slot_rows,
+    words,  # the cache's first, if rows are copied one by one, or None
+    row_quads,  # four words each, from a row of it to the next; or None
     packed_rows,  # the cache's first row, if there is nothing between rows, or None
     head_blocks: gl.constexpr,  # elsewhere a number, for which there are no registers here
     ROWS: gl.constexpr,  # 64
@@ -532,7 +577,7 @@ def mla_decode_kernel(
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     inputs = Inputs(
         q, q_rope, kv, kv_rope, q_token_rows, q_rope_token_rows, table, stride_table_request,
-        stride_table_entry, PAGE_ROWS, PAGE,
+        stride_table_entry, PAGE_ROWS, PAGE, words, row_quads,
     )  # fmt: skip
     work = Work(
         items, partial_starts, q_starts, kv_lens, stride_q_starts, stride_kv_lens, heads,
@@ -557,9 +602,9 @@ def mla_decode_kernel(
         gl.allocate_shared_memory(gl.float32, [64], VECTOR),
     )
     arrivals = Arrivals(
-        new_barrier(), new_barrier(), new_barrier(), new_barrier(), new_barrier(), new_barrier(),
-        new_barrier(), new_barrier(), new_barrier(), new_barrier(), new_barrier(), new_barrier(),
-        new_barrier(),
+        new_barrier(), _new_load(words), _new_load(words), _new_load(words), _new_load(words),
+        _new_load(words), _new_load(words), new_barrier(), new_barrier(), new_barrier(),
+        new_barrier(), new_barrier(), new_barrier(),
     )  # fmt: skip
     work, item, index = first_unit(work, gl.load(worker_starts + gl.program_id(1)))
     if item < work.last_item:
@@ -568,6 +613,17 @@ def mla_decode_kernel(
             item, index, inputs, packed_rows, work, results, buffers, arrivals, scale_log2, SIGN,
             IS_GIVEN,
         )  # fmt: skip
-        gl.warp_specialize(
-            [(_even_warpgroup, args), (_odd_warpgroup, args)], [4], [WORKER_REGISTERS]
-        )
+        if words is None:
+            gl.warp_specialize(
+                [(_even_warpgroup, args), (_odd_warpgroup, args)], [4], [WORKER_REGISTERS]
+            )
+        else:
+            gl.warp_specialize(
+                [
+                    (_even_warpgroup, args),
+                    (_odd_warpgroup, args),
+                    (copy_pairs, (item, index, inputs, work, buffers, arrivals)),
+                ],
+                [4, 4],
+                COPYING_REGISTERS,
+            )

@@ -1,4 +1,4 @@
-"""Scales of a cache's rows on their way to shared memory, by a producer's one warp.
+"""Scales of a cache's rows on their way to shared memory, by a producer's warps.
 
 Loads take some thousand cycles, in which the copies of the block can be sent: so scales are loaded
 before and stored after, and the pages they are in are known a block earlier.
@@ -12,8 +12,6 @@ from triton.experimental.gluon import language as gl
 from mlakit.kernels.hopper.compat import record
 from mlakit.kernels.hopper.decode_work import pages_of, row_in_page
 
-KEYS = gl.constexpr(gl.BlockedLayout([2], [32], [1], [0]))  # of a block
-ONE = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 LINES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
@@ -25,6 +23,7 @@ class Scales:
     stride_page: object
     stride_row: object
     COUNT: object  # of a row, side by side
+    WARPS: object  # of the producer
 
 
 @record
@@ -34,6 +33,24 @@ class ScaleBoxes:
     values: object  # float32 [PLACES · COUNT, 64]
     largest: object  # float32 [PLACES, 1]
     COUNT: object
+
+
+@gluon.constexpr_function
+def _keys_layout(warps):
+    """[64], of a block: all of them in each warp, for which no other is waited then."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[1]],
+        lane_bases=[[2], [4], [8], [16], [32]],
+        warp_bases=[[0], [0]] if warps == 4 else [],
+        block_bases=[],
+        shape=[64],
+    )
+
+
+@gluon.jit
+def store_one(box, value, WARPS: gl.constexpr):
+    """A number, for all to read."""
+    box.store(gl.full([1], value, gl.float32, gl.BlockedLayout([1], [32], [WARPS], [0])))
 
 
 @gluon.jit
@@ -49,7 +66,7 @@ def new_scale_boxes(PLACES: gl.constexpr, COUNT: gl.constexpr):
 def pages_of_scales(scales, inputs, keys, block):
     """Of the keys of a block, where rows have scales."""
     if scales.first is not None:
-        return pages_of(inputs, keys, block, KEYS)
+        return pages_of(inputs, keys, block, _keys_layout(scales.WARPS))
     else:  # noqa: RET505
         return block
 
@@ -62,7 +79,7 @@ def load_scales(scales, inputs, keys, block, pages):
     """
     found = ()
     if scales.first is not None:
-        offset = gl.arange(0, 64, KEYS)
+        offset = gl.arange(0, 64, _keys_layout(scales.WARPS))
         is_read = block * 64 + offset < keys.end
         at = scales.first + pages.to(gl.int64) * scales.stride_page
         at += row_in_page(inputs, block, offset).to(gl.int64) * scales.stride_row
@@ -72,7 +89,7 @@ def load_scales(scales, inputs, keys, block, pages):
 
 
 @gluon.jit
-def store_scales(boxes, place, found):
+def store_scales(scales, boxes, place, found):
     """To a place; what they are there, in the same tuple."""
     stored = ()
     for part in gl.static_range(len(found)):
@@ -84,5 +101,5 @@ def store_scales(boxes, place, found):
     largest = stored[0]
     for part in gl.static_range(1, len(found)):
         largest = gl.maximum(largest, stored[part])
-    boxes.largest.index(place).store(gl.full([1], gl.max(largest, 0), gl.float32, ONE))
+    store_one(boxes.largest.index(place), gl.max(largest, 0), scales.WARPS)
     return stored

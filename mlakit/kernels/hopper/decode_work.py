@@ -29,7 +29,9 @@ class Inputs:
     stride_request: object
     stride_entry: object
     PAGE_ROWS: object  # rows of the cache's descriptor from a page to the next
-    PAGE: object  # rows of a page: a multiple of 64, or 8, 16 or 32
+    PAGE: object  # rows of a page
+    words: object  # the cache's first, if its rows are copied one by one, or None
+    row_quads: object  # four words each, from a row of the cache to the next; or None
 
 
 @record
@@ -234,6 +236,13 @@ def _load_page(inputs, keys, entry, is_there):
 
 
 @gluon.jit
+def pages_from(inputs, keys, block, LAYOUT: gl.constexpr, COUNT: gl.constexpr):
+    """The page of each of so many keys from a block's first on; past the last key page 0."""
+    key = block * 64 + gl.arange(0, COUNT, LAYOUT)
+    return _load_page(inputs, keys, key // inputs.PAGE, key < keys.end)
+
+
+@gluon.jit
 def page_of(inputs, keys, block):
     """The page of a block that is within one; past the last key page 0."""
     return _load_page(inputs, keys, block // (inputs.PAGE // 64), block < keys.end_block)
@@ -268,9 +277,8 @@ def _first_row(inputs, keys, page, block):
 @gluon.jit
 def pages_of(inputs, keys, block, LAYOUT: gl.constexpr):
     """The page of each key of a block, [64], or of all of them; past the last key page 0."""
-    if inputs.PAGE < 64:
-        key = block * 64 + gl.arange(0, 64, LAYOUT)
-        return _load_page(inputs, keys, key // inputs.PAGE, key < keys.end)
+    if inputs.PAGE % 64 != 0:
+        return pages_from(inputs, keys, block, LAYOUT, 64)
     else:  # noqa: RET505
         return page_of(inputs, keys, block)
 
@@ -278,9 +286,11 @@ def pages_of(inputs, keys, block, LAYOUT: gl.constexpr):
 @gluon.jit
 def row_in_page(inputs, block, offset):
     """Of the key at an offset in a block."""
-    if inputs.PAGE < 64:
+    if 64 % inputs.PAGE == 0:
         return offset % inputs.PAGE
-    else:  # noqa: RET505
+    elif inputs.PAGE % 64 != 0:  # noqa: RET505
+        return (block * 64 + offset) % inputs.PAGE
+    else:
         return offset + block % (inputs.PAGE // 64) * 64
 
 
@@ -303,11 +313,17 @@ def rows_of(inputs, keys, block, WARPS: gl.constexpr):
 
 @gluon.jit
 def rows_of_pair(inputs, keys, block):
-    """`rows_of` a block and the next one for four warps; small pages of both are in either."""
-    rows = rows_of(inputs, keys, block, WARPS=4)
-    if inputs.PAGE < 64:
+    """`rows_of` a block and the next one for four warps; small pages of both are in either.
+
+    Nothing where rows are copied one by one: others do that.
+    """
+    if inputs.words is not None:
+        return block, block
+    elif inputs.PAGE < 64:  # noqa: RET505
+        rows = rows_of(inputs, keys, block, WARPS=4)
         return rows, rows
-    else:  # noqa: RET505
+    else:
+        rows = rows_of(inputs, keys, block, WARPS=4)
         return rows, rows_of(inputs, keys, block + 1, WARPS=4)
 
 
@@ -315,7 +331,7 @@ def rows_of_pair(inputs, keys, block):
 def find_start(inputs, work, item, index):
     """Where a unit's operands are: (token, first head, rows of its first block, of its second)."""
     token, first_head, rows = item * 0, item * 0, item * 0
-    if inputs.PAGE < 64:
+    if inputs.words is None and inputs.PAGE < 64:
         rows = gl.zeros([32], gl.int32, lanes_of(4))
     next_rows = rows
     if item < work.last_item:

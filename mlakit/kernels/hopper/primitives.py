@@ -7,7 +7,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    warpgroup_mma,
 )
 
 from mlakit.kernels.hopper.compat import reinterpret, tma_load
@@ -69,14 +68,19 @@ _PREFETCH = gl.constexpr("""{
 
 
 @gluon.jit
+def ask_for_each(address, size):
+    """`ask_for`, with an address and a size of each thread's own."""
+    gl.inline_asm_elementwise(
+        _PREFETCH, "=r,l,r", [address, size], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def ask_for(address, size):
     """Have so many bytes brought to L2, multiples of 16, or none; for four warps."""
     # by one thread: requests of a warp go out one by one
     thread = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
-    size = gl.where(thread == 0, size, 0)
-    gl.inline_asm_elementwise(
-        _PREFETCH, "=r,l,r", [address, size], dtype=gl.int32, is_pure=False, pack=1
-    )
+    ask_for_each(address, gl.where(thread == 0, size, 0))
 
 
 @gluon.jit
@@ -132,14 +136,6 @@ def load_slices(
     for part in gl.static_range(buffer.shape[0] // PART):
         row = gl.sum(gl.where(lane == FIRST + part, rows, 0), 0)
         tma_load(descriptor, [row, column], barrier, buffer.slice(part * PART, PART, 0))
-
-
-@gluon.jit
-def add_scores(q, k, block: gl.constexpr, barrier, phase, zero, scores):
-    """scores + q·kᵀ, begun as soon as the keys have arrived."""
-    mbarrier.wait(barrier, phase)
-    keys = k.index(zero + block).permute((1, 0))
-    return warpgroup_mma(q.index(zero), keys, scores, is_async=True)
 
 
 @gluon.constexpr_function

@@ -6,7 +6,7 @@ from mlakit.specs import KernelSpec, Problem
 
 ARCH = 90
 BLOCK = 64  # keys that a kernel works on at a time
-PAGES = (8, 16, 32)  # rows of those that a block has several of; others hold whole blocks
+PAGES = (8, 16, 32)  # rows of those that a block has several of, as boxes
 ROW = (576, 512)
 E4M3 = "torch.float8_e4m3fn"
 FORMATS = {
@@ -18,6 +18,11 @@ FORMATS = {
 }
 FP8_FORMATS = ("fp8", "fp8_token", "fp8_block128")
 MASKS = ("causal", "null")
+
+
+def are_boxes(page_size: int) -> bool:
+    """Can TMA copy a block as boxes, of its pages or of a part of one?"""
+    return page_size in PAGES or page_size % BLOCK == 0
 
 
 def _why_not_decode(problem: Problem) -> str | None:
@@ -33,9 +38,6 @@ def _why_not_decode(problem: Problem) -> str | None:
     if row is None or (row.width, row.v_width) != ROW:
         got = "none" if row is None else f"{row.width}/{row.v_width}"
         return f"needs rows of {ROW[0]}/{ROW[1]}, got {got}"
-    if problem.page_size not in PAGES and problem.page_size % BLOCK:
-        needed = f"{', '.join(map(str, PAGES))} or a multiple of {BLOCK} rows"
-        return f"needs pages of {needed}, got {problem.page_size}"
     if problem.mask not in MASKS:
         return f"needs a mask of {' or '.join(MASKS)}, got {problem.mask}"
     refused = [use for use in problem.uses if use not in _taken_uses(problem)]
