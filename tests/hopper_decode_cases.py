@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from unittest import mock
 
 import pytest
@@ -31,8 +32,9 @@ HALF_AND_FP8 = ("bf16", *FP8)
 FEW_FP8_HEADS = pytest.mark.parametrize("heads", [8, 16, 32])
 FP8_HEADS = pytest.mark.parametrize("heads", [8, 16, 32, 128])
 FP8_FORMATS = pytest.mark.parametrize("format", FP8)
-# of less than a block, and those that are neither parts of blocks nor whole ones
-ODD_PAGES = pytest.mark.parametrize("page_size", [1, 3, 8, 16, 24, 32, 96])
+SMALL_PAGES = pytest.mark.parametrize("page_size", [1, 4, 8, 16, 32])
+# these, and such as are no part of a block
+ODD_PAGES = pytest.mark.parametrize("page_size", [1, 3, 4, 8, 16, 24, 32, 96])
 # one of the kernel for few heads, one of the other
 KERNELS = pytest.mark.parametrize("heads", [16, 64], ids=["few", "many"])
 
@@ -50,6 +52,12 @@ def around_pages(page_size: int) -> dict[str, tuple[int, ...]]:
     ends = (page_size, abs(64 - page_size), 64, 64 + page_size, 640)
     lengths = (0, 1, *(end + more for end in ends for more in (-1, 0, 1)))
     return {"kv_lens": lengths, "q_lens": (1,) * len(lengths), "page_size": page_size}
+
+
+def random_batch(seed: int) -> dict[str, tuple[int, ...]]:
+    draw = Random(seed)
+    q_lens = tuple(draw.choice([1, 1, 1, 0, 2, 4]) for _ in range(draw.choice([1, 7, 150])))
+    return {"kv_lens": tuple(max(q, draw.randrange(2000)) for q in q_lens), "q_lens": q_lens}
 
 
 def with_sizes(format: str, sizes: list[float]) -> tuple[PagedLatentCache, torch.Tensor]:

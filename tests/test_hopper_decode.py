@@ -15,7 +15,9 @@ from hopper_decode_cases import (
     LENGTHS,
     ODD_PAGES,
     ROW,
+    SMALL_PAGES,
     around_pages,
+    random_batch,
     run,
 )
 
@@ -64,7 +66,7 @@ def test_odd_pages(page_size, heads):
 @pytest.mark.parametrize(
     ("heads", "format"), [(64, "bf16"), *((16, each) for each in HALF_AND_FP8)]
 )
-@ODD_PAGES
+@SMALL_PAGES
 @pytest.mark.parametrize(
     "fields",
     [
@@ -76,22 +78,20 @@ def test_odd_pages(page_size, heads):
     ],
     ids=lambda fields: next(iter(fields)),
 )
-def test_odd_pages_with_other_arguments(fields, page_size, heads, format):
+def test_small_pages_with_other_arguments(fields, page_size, heads, format):
     """Queries of a request see different ends, some of them before the last page."""
     given = {"kv_lens": (400, 65, 9, 0), "q_lens": (20, 1, 9, 1), **fields}
     run(page_size=page_size, heads=heads, format=format, **given)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("heads", "format"), [(64, "bf16"), (16, "bf16"), (16, "fp8_block128")])
+@KERNELS
 @ODD_PAGES
-@pytest.mark.parametrize("seed", range(5))
-def test_odd_pages_in_random_batches(seed, page_size, heads, format):
-    draw = Random(seed)
-    q_lens = tuple(draw.choice([1, 1, 1, 0, 2, 4]) for _ in range(draw.choice([1, 7, 150])))
-    kv_lens = tuple(max(q, draw.randrange(2000)) for q in q_lens)
-    batch = {"kv_lens": kv_lens, "q_lens": q_lens}
-    run(seed=seed, page_size=page_size, heads=heads, format=format, **batch)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("seed", range(3))
+def test_odd_pages_in_random_batches(seed, dtype, page_size, heads):
+    given = {"page_size": page_size, "heads": heads, "dtype": dtype, "format": dtype}
+    run(seed=seed, **given, **random_batch(seed))
 
 
 @pytest.mark.gpu

@@ -378,19 +378,21 @@ def _fp8_warps(rows: int, format: str, *, one_by_one: bool) -> dict[str, int]:
     Two adders are quicker where sums and scales leave registers for the scorers beside them.
     `support.compilation` says what is spilled.
     """
+    producer = 48 if one_by_one else 32
     if rows <= 16 and format != "fp8_block128":
         return {
             "ADDERS": 2,
             "ADDER_REGISTERS": 112 if one_by_one else 120,
             "SCORER_REGISTERS": 104,
-            "PRODUCER_REGISTERS": 48 if one_by_one else 32,
+            "PRODUCER_REGISTERS": producer,
             "maxnreg": 96,
         }
     one = {"ADDERS": 1, "ADDER_REGISTERS": 0, "maxnreg": 128}
     if rows <= 16:
         return {**one, "SCORER_REGISTERS": 152, "PRODUCER_REGISTERS": 48}
-    scorer = 136 if format == "fp8_block128" else 128
-    return {**one, "SCORER_REGISTERS": scorer, "PRODUCER_REGISTERS": 32}
+    if format == "fp8_block128":
+        return {**one, "SCORER_REGISTERS": 136, "PRODUCER_REGISTERS": 32}
+    return {**one, "SCORER_REGISTERS": 128, "PRODUCER_REGISTERS": producer}
 
 
 def _query_boxes(q: Tensor, rows: int, columns: int) -> tuple[TensorDescriptor, int]:

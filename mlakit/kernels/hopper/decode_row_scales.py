@@ -36,8 +36,13 @@ class ScaleBoxes:
 
 
 @gluon.constexpr_function
-def _keys_layout(warps):
-    """[64], of a block: all of them in each warp, for which no other is waited then."""
+def _keys_layout(warps, count):
+    """[64], of a block: all of them in each warp, for which no other is waited then.
+
+    But for four scales a row four warps have not the registers.
+    """
+    if (warps, count) == (4, 4):
+        return gl.BlockedLayout([1], [32], [4], [0])
     return gl.DistributedLinearLayout(
         reg_bases=[[1]],
         lane_bases=[[2], [4], [8], [16], [32]],
@@ -66,7 +71,7 @@ def new_scale_boxes(PLACES: gl.constexpr, COUNT: gl.constexpr):
 def pages_of_scales(scales, inputs, keys, block):
     """Of the keys of a block, where rows have scales."""
     if scales.first is not None:
-        return pages_of(inputs, keys, block, _keys_layout(scales.WARPS))
+        return pages_of(inputs, keys, block, _keys_layout(scales.WARPS, scales.COUNT))
     else:  # noqa: RET505
         return block
 
@@ -79,7 +84,7 @@ def load_scales(scales, inputs, keys, block, pages):
     """
     found = ()
     if scales.first is not None:
-        offset = gl.arange(0, 64, _keys_layout(scales.WARPS))
+        offset = gl.arange(0, 64, _keys_layout(scales.WARPS, scales.COUNT))
         is_read = block * 64 + offset < keys.end
         at = scales.first + pages.to(gl.int64) * scales.stride_page
         at += row_in_page(inputs, block, offset).to(gl.int64) * scales.stride_row
