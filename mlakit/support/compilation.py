@@ -140,8 +140,12 @@ HOPPER = {
     "hopper-decode-little": _decode("bf16", 128, page_size=64),
     **{
         f"hopper-decode-h{heads}-{format}": _decode(format, heads, page_size=64, sink=sink)
-        for heads in (8, 16, 32)
-        for format, sink in (("bf16", ""), ("fp16", "finite"))
+        for heads, format, sink in (
+            (8, "bf16", ""),
+            (16, "bf16", ""),
+            (16, "fp16", "finite"),
+            (32, "bf16", ""),
+        )
     },
     "hopper-decode-few-given-plan": _decode("bf16", 32, page_size=128, num_workers=3, tile=16),
     **{
@@ -183,8 +187,12 @@ HOPPER = {
         f"hopper-decode-h{heads}-{format}-e4m3-q": _decode(
             format, heads, page_size=64, dtype="e4m3", q_scaled=is_scaled
         )
-        for heads, is_scaled in ((8, True), (16, False), (32, True))
-        for format in ("fp8", "fp8_token", "fp8_block128")
+        for heads, is_scaled, formats in (
+            (8, True, ("fp8_token",)),
+            (16, False, ("fp8", "fp8_token", "fp8_block128")),
+            (32, True, ("fp8", "fp8_token", "fp8_block128")),
+        )
+        for format in formats
     },
     **{
         f"hopper-decode-h{heads}-{format}-e4m3-q-bf16-rope": _decode(

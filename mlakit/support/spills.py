@@ -36,7 +36,6 @@ _FEW_FP8 = {
     # that copies rows one by one
     "3.9.0": {
         "h8-fp8": (3, 9),
-        "h8-fp8-e4m3-q": (3, 6),
         "h8-fp8_token": (5, 13),
         "h8-fp8_token-e4m3-q": (5, 12),
         "h16-fp8": (2, 4),
