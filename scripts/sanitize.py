@@ -5,7 +5,7 @@
     compute-sanitizer --tool racecheck python scripts/sanitize.py one
     compute-sanitizer --tool racecheck python scripts/sanitize.py many
 
-`boxes` are calls over pages of 64 rows, `rows` over pages whose rows are copied one by one.
+`boxes` are calls over pages of 64 rows, `rows` over pages of one row, which are copied one by one.
 
 `one` and `many` hand a vector from one warpgroup to another and back through two mbarriers, and
 nothing else. They differ only in how many threads write and read each word of it: one, or many who
@@ -110,7 +110,7 @@ def many() -> None:
 if __name__ == "__main__":
     PARTS = {
         "boxes": lambda: decode(64),
-        "rows": lambda: [decode(page_size) for page_size in (1, 4)],
+        "rows": lambda: decode(1),
         "one": one,
         "many": many,
     }

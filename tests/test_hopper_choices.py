@@ -263,7 +263,7 @@ def test_it_is_the_first_choice_for_e4m3_queries_over_fp8(uses, format):
         ({"row": DecodeCase().row}, "needs rows of 576/512, got 40/32"),
         (
             {"format": "fp8_token", "page_size": 24},
-            "needs pages of 1, 2, 4, 8, 16, 32 or a multiple of 64 rows of fp8_token, got 24",
+            "needs pages of 1, 8, 16, 32 or a multiple of 64 rows of fp8_token, got 24",
         ),
         ({"mask": "chunked"}, "needs a mask of causal or null, got chunked"),
         ({"uses": ("kv_shard",)}, "takes no kv_shard"),

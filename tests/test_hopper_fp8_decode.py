@@ -33,7 +33,7 @@ def test_small_pages_of_fp8(page_size, heads, format):
 
 @pytest.mark.gpu
 @SMALL_PAGES
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(5))
 def test_small_pages_of_fp8_in_random_batches(seed, page_size):
     run(seed=seed, page_size=page_size, format="fp8_block128", **random_batch(seed))
 

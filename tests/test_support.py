@@ -89,6 +89,13 @@ def test_explain_asks_what_a_call_would_ask(option, value, reason):
     assert said["objections"]["hopper"] == reason
 
 
+@pytest.mark.parametrize(("format", "chosen"), [("bf16", "hopper"), ("fp8", "triton")])
+def test_explain_knows_which_rows_have_which_pages(format, chosen):
+    asked = ("--arch", "90", "--format", format, "--page-size", "24", "--json")
+    code, output = invoke("explain", "mla_decode", *asked)
+    assert (code, json.loads(output)["chosen"]) == (0, chosen)
+
+
 @pytest.mark.parametrize("option", ["--dtype", "--format"])
 def test_explain_refuses_what_no_call_can_have(option):
     code, output = invoke("explain", "mla_decode", option, "bf17")

@@ -20,8 +20,8 @@ _FEW_FP8 = {
     "3.6.0": {
         "h16-fp8-page1": (6, 5),
         "h16-fp8_block128-page1": (5, 6),
+        "h16-fp8_token-page1": (6, 6),
         "h16-fp8_token-page32": (6, 5),
-        "h16-fp8_token-page4": (6, 6),
         "h32-fp8_block128": (5, 3),
         "h32-fp8_block128-e4m3-q": (5, 3),
         "h32-fp8_block128-e4m3-q-bf16-rope": (5, 3),
@@ -49,8 +49,8 @@ _FEW_FP8 = {
         "h16-fp8_token": (7, 14),
         "h16-fp8_token-e4m3-q": (5, 11),
         "h16-fp8_token-e4m3-q-bf16-rope": (5, 11),
+        "h16-fp8_token-page1": (28, 61),
         "h16-fp8_token-page32": (18, 46),
-        "h16-fp8_token-page4": (17, 49),
         "h16-fp8_token-page8": (8, 16),
         "h32-fp8": (1, 3),
         "h32-fp8-e4m3-q": (3, 5),
@@ -87,7 +87,7 @@ _MANY = {
 _E4M3 = {
     # where adders write a unit's results, after the loop over its blocks
     "3.6.0": {
-        "h128-fp8-e4m3-q-page4": (18, 23),
+        "h128-fp8-e4m3-q-page1": (21, 29),
         "h128-fp8_token-e4m3-q-page1": (16, 24),
         "many-fp8-e4m3-q": (31, 32),
         "many-fp8-e4m3-q-given-plan": (1, 1),
@@ -99,7 +99,7 @@ _E4M3 = {
     },
     # numbers of the thread, where rows are copied one by one
     "3.9.0": {
-        "h128-fp8-e4m3-q-page4": (39, 76),
+        "h128-fp8-e4m3-q-page1": (29, 60),
         "h128-fp8_token-e4m3-q-page1": (41, 70),
     },
 }

@@ -55,9 +55,9 @@ FOR_HOPPER = (
     Configuration((33, 64), "fp8", "e4m3", page_size=32, q_scaled=True, mask="null"),
     Configuration((9, 16), page_size=1),
     Configuration((97, 128), page_size=24, sink="mixed"),
-    Configuration((9, 16), "fp8_token", page_size=4, mask="null"),
+    Configuration((9, 16), "fp8_token", page_size=1, mask="null"),
     Configuration((97, 128), "fp8_token", page_size=1),
-    Configuration((97, 128), "fp8", "e4m3", page_size=2, q_scaled=True),
+    Configuration((97, 128), "fp8", "e4m3", page_size=1, q_scaled=True),
 )
 FOR_ANY = (
     *FOR_HOPPER,

@@ -17,7 +17,7 @@ FORMATS = {
     "fp8_block128": ("torch.bfloat16", E4M3),
 }
 FP8_FORMATS = ("fp8", "fp8_token", "fp8_block128")
-FP8_PAGES = (1, 2, 4, *PAGES)  # parts of a block; others have not been run
+FP8_PAGES = (1, *PAGES)  # of less than a block; others have not been run
 MASKS = ("causal", "null")
 
 
