@@ -32,8 +32,6 @@ HALF_AND_FP8 = ("bf16", *FP8)
 FEW_FP8_HEADS = pytest.mark.parametrize("heads", [8, 16, 32])
 FP8_HEADS = pytest.mark.parametrize("heads", [8, 16, 32, 128])
 FP8_FORMATS = pytest.mark.parametrize("format", FP8)
-SMALL_PAGES = pytest.mark.parametrize("page_size", [1, 8, 16, 32])
-# these, and such as only halves are in
 ODD_PAGES = pytest.mark.parametrize("page_size", [1, 3, 4, 8, 16, 24, 32, 96])
 # one of the kernel for few heads, one of the other
 KERNELS = pytest.mark.parametrize("heads", [16, 64], ids=["few", "many"])

@@ -10,6 +10,7 @@ import torch
 from hopper_decode_cases import (
     FEW_FP8_HEADS,
     FP8_FORMATS,
+    HALF_AND_FP8,
     ROW,
 )
 
@@ -215,8 +216,10 @@ def problem(**fields: object) -> Problem:
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 8, 16, 24, 32, 64, 96, 192])
-def test_it_is_the_first_choice(page_size):
-    assert dispatch.select("mla_decode", problem(page_size=page_size)).backend == "hopper"
+@pytest.mark.parametrize("format", HALF_AND_FP8)
+def test_it_is_the_first_choice(format, page_size):
+    asked = problem(page_size=page_size, format=format)
+    assert dispatch.select("mla_decode", asked).backend == "hopper"
 
 
 @FP8_FORMATS
@@ -261,10 +264,6 @@ def test_it_is_the_first_choice_for_e4m3_queries_over_fp8(uses, format):
             "takes no loose rows of q",
         ),
         ({"row": DecodeCase().row}, "needs rows of 576/512, got 40/32"),
-        (
-            {"format": "fp8_token", "page_size": 24},
-            "needs pages of 1, 8, 16, 32 or a multiple of 64 rows of fp8_token, got 24",
-        ),
         ({"mask": "chunked"}, "needs a mask of causal or null, got chunked"),
         ({"uses": ("kv_shard",)}, "takes no kv_shard"),
     ],

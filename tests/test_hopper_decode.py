@@ -15,7 +15,6 @@ from hopper_decode_cases import (
     LENGTHS,
     ODD_PAGES,
     ROW,
-    SMALL_PAGES,
     around_pages,
     random_batch,
     run,
@@ -66,7 +65,7 @@ def test_odd_pages(page_size, heads):
 @pytest.mark.parametrize(
     ("heads", "format"), [(64, "bf16"), *((16, each) for each in HALF_AND_FP8)]
 )
-@SMALL_PAGES
+@ODD_PAGES
 @pytest.mark.parametrize(
     "fields",
     [
@@ -78,7 +77,7 @@ def test_odd_pages(page_size, heads):
     ],
     ids=lambda fields: next(iter(fields)),
 )
-def test_small_pages_with_other_arguments(fields, page_size, heads, format):
+def test_odd_pages_with_other_arguments(fields, page_size, heads, format):
     """Queries of a request see different ends, some of them before the last page."""
     given = {"kv_lens": (400, 65, 9, 0), "q_lens": (20, 1, 9, 1), **fields}
     run(page_size=page_size, heads=heads, format=format, **given)

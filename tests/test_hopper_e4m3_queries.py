@@ -13,8 +13,8 @@ from hopper_decode_cases import (
     FP8_HEADS,
     LENGTHS,
     MANY_UNITS,
+    ODD_PAGES,
     ROW,
-    SMALL_PAGES,
     around_pages,
     run,
     with_sizes,
@@ -47,8 +47,8 @@ def test_e4m3_queries_of_any_heads(heads, format):
 @pytest.mark.gpu
 @FP8_FORMATS
 @FP8_HEADS
-@SMALL_PAGES
-def test_e4m3_queries_over_small_pages(page_size, heads, format):
+@ODD_PAGES
+def test_e4m3_queries_over_odd_pages(page_size, heads, format):
     run(heads=heads, format=format, **E4M3_QUERIES, **around_pages(page_size))
 
 

@@ -13,7 +13,7 @@ from hopper_decode_cases import (
     KERNELS,
     LENGTHS,
     MANY_UNITS,
-    SMALL_PAGES,
+    ODD_PAGES,
     around_pages,
     random_batch,
     run,
@@ -26,15 +26,15 @@ from mlakit import mla_decode
 @pytest.mark.gpu
 @FP8_FORMATS
 @FP8_HEADS
-@SMALL_PAGES
-def test_small_pages_of_fp8(page_size, heads, format):
+@ODD_PAGES
+def test_odd_pages_of_fp8(page_size, heads, format):
     run(heads=heads, format=format, tensor_scale=0.05, **around_pages(page_size))
 
 
 @pytest.mark.gpu
-@SMALL_PAGES
+@ODD_PAGES
 @pytest.mark.parametrize("seed", range(5))
-def test_small_pages_of_fp8_in_random_batches(seed, page_size):
+def test_odd_pages_of_fp8_in_random_batches(seed, page_size):
     run(seed=seed, page_size=page_size, format="fp8_block128", **random_batch(seed))
 
 

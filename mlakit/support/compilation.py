@@ -243,12 +243,12 @@ HOPPER = {
             (32, "fp16", 24, {}),
             (128, "bf16", 1, MUCH_WORK),
             (128, "bf16", 96, MUCH_WORK),
-            (16, "fp8", 1, {}),
+            (16, "fp8", 3, {}),
             (16, "fp8_token", 1, {}),
             (32, "fp8_token", 1, {}),
             (16, "fp8_block128", 1, {}),
             (32, "fp8_block128", 1, {}),
-            (128, "fp8", 1, MUCH_WORK),
+            (128, "fp8", 96, MUCH_WORK),
             (128, "fp8_token", 1, MUCH_WORK),
         )
     },
@@ -256,7 +256,7 @@ HOPPER = {
         f"hopper-decode-h128-{format}-e4m3-q-page{page_size}": _decode(
             format, 128, page_size=page_size, dtype="e4m3", q_scaled=True, **MUCH_WORK
         )
-        for format, page_size in (("fp8", 1), ("fp8_token", 1))
+        for format, page_size in (("fp8", 24), ("fp8_token", 1))
     },
 }
 HOPPER_ARCH = 90

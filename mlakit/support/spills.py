@@ -18,7 +18,7 @@ _SPARSE = {
 _FEW_FP8 = {
     # once a unit; with pages of one row and 32 heads some in the producer's loop
     "3.6.0": {
-        "h16-fp8-page1": (6, 5),
+        "h16-fp8-page3": (6, 5),
         "h16-fp8_block128-page1": (5, 6),
         "h16-fp8_token-page1": (6, 6),
         "h16-fp8_token-page32": (6, 5),
@@ -41,7 +41,7 @@ _FEW_FP8 = {
         "h16-fp8": (2, 4),
         "h16-fp8-e4m3-q": (2, 5),
         "h16-fp8-fp16-q": (2, 4),
-        "h16-fp8-page1": (16, 49),
+        "h16-fp8-page3": (15, 47),
         "h16-fp8-page32": (16, 46),
         "h16-fp8-page8": (7, 14),
         "h16-fp8_block128-page1": (21, 45),
@@ -87,7 +87,7 @@ _MANY = {
 _E4M3 = {
     # where adders write a unit's results, after the loop over its blocks
     "3.6.0": {
-        "h128-fp8-e4m3-q-page1": (21, 29),
+        "h128-fp8-e4m3-q-page24": (18, 23),
         "h128-fp8_token-e4m3-q-page1": (16, 24),
         "many-fp8-e4m3-q": (31, 32),
         "many-fp8-e4m3-q-given-plan": (1, 1),
@@ -99,7 +99,7 @@ _E4M3 = {
     },
     # numbers of the thread, where rows are copied one by one
     "3.9.0": {
-        "h128-fp8-e4m3-q-page1": (29, 60),
+        "h128-fp8-e4m3-q-page24": (39, 76),
         "h128-fp8_token-e4m3-q-page1": (41, 70),
     },
 }

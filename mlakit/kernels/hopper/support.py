@@ -17,7 +17,6 @@ FORMATS = {
     "fp8_block128": ("torch.bfloat16", E4M3),
 }
 FP8_FORMATS = ("fp8", "fp8_token", "fp8_block128")
-FP8_PAGES = (1, *PAGES)  # of less than a block; others have not been run
 MASKS = ("causal", "null")
 
 
@@ -39,10 +38,6 @@ def _why_not_decode(problem: Problem) -> str | None:
     if row is None or (row.width, row.v_width) != ROW:
         got = "none" if row is None else f"{row.width}/{row.v_width}"
         return f"needs rows of {ROW[0]}/{ROW[1]}, got {got}"
-    page_size = problem.page_size
-    if problem.format in FP8_FORMATS and page_size not in FP8_PAGES and page_size % BLOCK:
-        needed = f"{', '.join(map(str, FP8_PAGES))} or a multiple of {BLOCK}"
-        return f"needs pages of {needed} rows of {problem.format}, got {page_size}"
     if problem.mask not in MASKS:
         return f"needs a mask of {' or '.join(MASKS)}, got {problem.mask}"
     refused = [use for use in problem.uses if use not in _taken_uses(problem)]
