@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from mlakit.kernels.hopper.decode_channels import ROW_BYTES
 from mlakit.kernels.hopper.decode_copies import (
     arrive_when_copied,
     ask_for_rows,
@@ -22,8 +23,6 @@ from mlakit.kernels.hopper.decode_copies import (
     look_up_rows,
 )
 from mlakit.kernels.hopper.decode_work import find_keys, next_unit
-
-ROW_BYTES = gl.constexpr(576 * 2)
 
 
 @gluon.jit

@@ -42,17 +42,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mlakit.kernels.hopper.compat import record, tma_load
-from mlakit.kernels.hopper.decode_copier import copy_pairs
-from mlakit.kernels.hopper.decode_copies import await_rows, copying_threads
-from mlakit.kernels.hopper.decode_softmax import (
-    FIRST_PEAK,
-    finish,
-    mask_scores,
-    next_peak,
-    store_lse,
-    with_sign,
+from mlakit.kernels.hopper.decode_channels import (
+    HALF_BYTES,
+    ROPE_BYTES,
+    ask_for_block,
+    load_even,
+    load_odd_left,
+    load_odd_right,
+    load_part,
+    new_arrivals,
+    new_buffers,
 )
+from mlakit.kernels.hopper.decode_copier import copy_pairs
+from mlakit.kernels.hopper.decode_copies import await_rows
+from mlakit.kernels.hopper.decode_results import store_half
+from mlakit.kernels.hopper.decode_softmax import FIRST_PEAK, mask_scores, next_peak, with_sign
 from mlakit.kernels.hopper.decode_work import (
     NO_ROW,
     Inputs,
@@ -67,90 +71,10 @@ from mlakit.kernels.hopper.decode_work import (
     next_unit,
     rows_of_pair,
 )
-from mlakit.kernels.hopper.primitives import (
-    ask_for,
-    load_box,
-    load_slices,
-    new_barrier,
-    opaque_zero,
-    scale_rows,
-    zero_rows,
-)
+from mlakit.kernels.hopper.primitives import opaque_zero, scale_rows, zero_rows
 
 WORKER_REGISTERS = gl.constexpr(248)
 COPYING_REGISTERS = gl.constexpr([240, 32])  # of a worker beside a copier, and of that
-HALF_BYTES = gl.constexpr(64 * 256 * 2)
-ROPE_BYTES = gl.constexpr(64 * 64 * 2)
-ROW_BYTES = gl.constexpr(576 * 2)
-
-
-@record
-class Buffers:
-    """Shared memory. `left` and `right` are halves of the 512 latent columns, of two blocks."""
-
-    q_left: object
-    q_right: object
-    left: object
-    right: object
-    rope: object
-    p_even: object  # q's rope part until P0 replaces it
-    p_odd: object  # likewise, until P1 does
-    max_even: object
-    max_odd: object
-    sum_even: object
-    sum_odd: object
-
-
-@record
-class Load:
-    """Barriers of a part of a block."""
-
-    full: object
-    free: object  # what the copier waits for; or None: who would say so loads the part
-
-
-@record
-class Arrivals:
-    """Barriers: of loads, then of what one warpgroup tells the other."""
-
-    q: object
-    left_even: object  # `Load`, as all of blocks
-    left_odd: object
-    right_even: object
-    right_odd: object
-    rope_even: object
-    rope_odd: object
-    scores_even: object  # nearly done: it is the other's turn
-    scores_odd: object
-    p_even: object  # and its peaks
-    p_odd: object
-    sum_even: object
-    sum_odd: object
-
-
-@gluon.jit
-def _new_load(words):
-    if words is None:
-        NONE: gl.constexpr = None
-        return Load(new_barrier(), NONE)
-    else:  # noqa: RET505
-        return Load(new_barrier(copying_threads(words)), new_barrier())
-
-
-@gluon.jit
-def _load(descriptor, rows, column, load, buffers, BLOCK: gl.constexpr, BYTES: gl.constexpr):
-    """Start to load some columns of the first block of a pair, or of the second (BLOCK 0 or 1).
-
-    Or tell the copier that it may.
-    """
-    buffer = buffers.index(BLOCK)
-    if load.free is not None:
-        mbarrier.arrive(load.free, count=1)
-    elif descriptor.block_shape[0] < 64:
-        PAGES: gl.constexpr = 64 // descriptor.block_shape[0]
-        load_slices(descriptor, rows, BLOCK * PAGES, column, load.full, buffer, BYTES)
-    else:
-        load_box(descriptor, rows, column, load.full, buffer, BYTES)
 
 
 @gluon.jit
@@ -159,42 +83,6 @@ def _add_scores(inputs, q, k, BLOCK: gl.constexpr, load, phase, zero, scores):
     await_rows(inputs, load.full, phase)
     keys = k.index(zero + BLOCK).permute((1, 0))
     return warpgroup_mma(q.index(zero), keys, scores, is_async=True)
-
-
-@gluon.jit
-def _ask_for_block(inputs, packed_rows, row):
-    """Have a block brought to L2 that will be loaded soon, if it lies in one piece."""
-    if packed_rows is not None and inputs.PAGE % 64 == 0:
-        address = packed_rows.to(gl.int64) + row.to(gl.int64) * ROW_BYTES
-        ask_for(address, gl.where(row < NO_ROW, 64 * ROW_BYTES, 0))
-
-
-@gluon.jit
-def _load_even(inputs, token, first_head, rows, buffers, arrivals):
-    """Start with the queries of a unit and its first block."""
-    q_row = token * inputs.q_token_rows + first_head
-    rope_row = token * inputs.q_rope_token_rows + first_head
-    _load(inputs.kv_rope, rows, 512, arrivals.rope_even, buffers.rope, 0, ROPE_BYTES)
-    _load(inputs.kv, rows, 0, arrivals.left_even, buffers.left, 0, HALF_BYTES)
-    mbarrier.expect(arrivals.q, 2 * ROPE_BYTES + 2 * HALF_BYTES)
-    tma_load(inputs.q_rope, [rope_row, 0], arrivals.q, buffers.p_even)
-    tma_load(inputs.q_rope, [rope_row, 0], arrivals.q, buffers.p_odd)
-    tma_load(inputs.q, [q_row, 0], arrivals.q, buffers.q_left.index(0))
-    tma_load(inputs.q, [q_row, 256], arrivals.q, buffers.q_right.index(0))
-    _load(inputs.kv, rows, 256, arrivals.right_even, buffers.right, 0, HALF_BYTES)
-
-
-@gluon.jit
-def _load_odd_left(inputs, rows, buffers, arrivals):
-    """The left half of a unit's second block: it goes where the even warpgroup's result was."""
-    _load(inputs.kv, rows, 0, arrivals.left_odd, buffers.left, 1, HALF_BYTES)
-
-
-@gluon.jit
-def _load_odd_right(inputs, rows, buffers, arrivals):
-    """The rest of the second block."""
-    _load(inputs.kv_rope, rows, 512, arrivals.rope_odd, buffers.rope, 1, ROPE_BYTES)
-    _load(inputs.kv, rows, 256, arrivals.right_odd, buffers.right, 1, HALF_BYTES)
 
 
 @gluon.jit
@@ -223,7 +111,7 @@ def _even_pair(
     rows_even = next_even
     rows_odd = next_odd
     if not IS_LAST:
-        _load(inputs.kv_rope, rows_even, 512, arrivals.rope_even, buffers.rope, 0, ROPE_BYTES)
+        load_part(inputs.kv_rope, rows_even, 512, arrivals.rope_even, buffers.rope, 0, ROPE_BYTES)
         next_even, next_odd = rows_of_pair(inputs, keys, block + 4)
     scores = _mask(scores, block, keys, IS_LAST, SIGN, IS_GIVEN)
     own_peak = next_peak(peak, gl.max(scores, 1) * scale)
@@ -243,7 +131,7 @@ def _even_pair(
     total = total * decay + gl.sum(weights, 1)
     acc, own_weights = warpgroup_mma_wait(0, deps=(pending, own_weights))
     if not IS_LAST:
-        _load(inputs.kv, rows_even, 0, arrivals.left_even, buffers.left, 0, HALF_BYTES)
+        load_part(inputs.kv, rows_even, 0, arrivals.left_even, buffers.left, 0, HALF_BYTES)
     mbarrier.wait(arrivals.p_odd, phase)
     peak = buffers.max_odd.load(gl.SliceLayout(1, SCORES))
     adjust = gl.exp2(own_peak - peak)
@@ -259,7 +147,7 @@ def _even_pair(
         dots = warpgroup_mma(q_rope, rotated, nothing, use_acc=False, is_async=True)
         # the rope part keeps the tensor cores busy while the left half is reloaded
         acc = warpgroup_mma_wait(1, deps=(pending,))
-        _load(inputs.kv, rows_odd, 0, arrivals.left_odd, buffers.left, 1, HALF_BYTES)
+        load_part(inputs.kv, rows_odd, 0, arrivals.left_odd, buffers.left, 1, HALF_BYTES)
         dots = _add_scores(
             inputs, buffers.q_left, buffers.left, 0, arrivals.left_even, phase ^ 1, zero, dots
         )
@@ -289,7 +177,7 @@ def _odd_pair(
     rows_even = next_even
     rows_odd = next_odd
     if not IS_LAST:
-        _load(inputs.kv_rope, rows_odd, 512, arrivals.rope_odd, buffers.rope, 1, ROPE_BYTES)
+        load_part(inputs.kv_rope, rows_odd, 512, arrivals.rope_odd, buffers.rope, 1, ROPE_BYTES)
         next_even, next_odd = rows_of_pair(inputs, keys, block + 4)
     scores = _mask(scores, block + 1, keys, IS_LAST, SIGN, IS_GIVEN)
     mbarrier.wait(arrivals.p_even, phase)
@@ -313,10 +201,10 @@ def _odd_pair(
         zero_rows(buffers.right, (1,), keys.end - block * 64 - 64)
     pending = warpgroup_mma(own_weights, buffers.right.index(zero + 1), acc, is_async=True)
     if not IS_LAST:
-        _load(inputs.kv, rows_even, 256, arrivals.right_even, buffers.right, 0, HALF_BYTES)
+        load_part(inputs.kv, rows_even, 256, arrivals.right_even, buffers.right, 0, HALF_BYTES)
     acc, own_weights = warpgroup_mma_wait(0, deps=(pending, own_weights))
     if not IS_LAST:
-        _load(inputs.kv, rows_odd, 256, arrivals.right_odd, buffers.right, 1, HALF_BYTES)
+        load_part(inputs.kv, rows_odd, 256, arrivals.right_odd, buffers.right, 1, HALF_BYTES)
         nothing = gl.zeros([64, 64], gl.float32, SCORES)
         mbarrier.wait(arrivals.scores_even, phase ^ 1)
         await_rows(inputs, arrivals.rope_odd.full, phase ^ 1)
@@ -368,50 +256,6 @@ def _first_scores(
 
 
 @gluon.jit
-def _store(
-    place, results, heads, buffer, acc, peak, total, IS_EVEN: gl.constexpr, SCORES: gl.constexpr
-):
-    """Write a warpgroup's half of a unit's result (by way of `buffer`) or of its partial."""
-    SUMS: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
-    FIRST: gl.constexpr = 0 if IS_EVEN else 256
-    row = gl.arange(0, 64, gl.SliceLayout(1, SCORES))
-    head = place.first_head + row
-    lse, scale = finish(place, results, heads, head, peak, total)
-    acc = acc * gl.expand_dims(gl.convert_layout(scale, SUMS), 1)
-    if place.slot < 0:
-        _store_final(place, results, heads, buffer, acc, FIRST)
-    else:
-        _store_partial(place, results, heads, acc, FIRST)
-    if IS_EVEN:
-        store_lse(place, results, heads, row, lse)
-
-
-@gluon.jit
-def _store_final(place, results, heads, buffer, acc, FIRST: gl.constexpr):
-    """By way of shared memory: sixteen bytes a thread."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    buffer.store(acc.to(results.out.dtype.element_ty))
-    head = place.first_head + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-    column = FIRST + gl.arange(0, 256, gl.SliceLayout(0, LAYOUT))
-    row = results.out + place.token.to(gl.int64) * results.stride_out_token
-    # int64: where heads come first, each is all tokens apart
-    at = gl.expand_dims(head.to(gl.int64) * results.stride_out_head, 1) + gl.expand_dims(column, 0)
-    gl.store(row + at, buffer.load(LAYOUT), mask=gl.expand_dims(head < heads, 1))
-    fence_async_shared()
-
-
-@gluon.jit
-def _store_partial(place, results, heads, acc, FIRST: gl.constexpr):
-    """In float32; four threads write a sector of 32 bytes."""
-    LAYOUT: gl.constexpr = acc.type.layout
-    row = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-    column = FIRST + gl.arange(0, 256, gl.SliceLayout(0, LAYOUT))
-    slot = results.partial_out + place.slot_row * 512
-    at = gl.expand_dims(row * 512, 1) + gl.expand_dims(column, 0)
-    gl.store(slot + at, acc, mask=gl.expand_dims(place.first_head + row < heads, 1))
-
-
-@gluon.jit
 def _warpgroup(
     IS_EVEN: gl.constexpr, item, index, inputs, packed_rows, work, results, buffers, arrivals,
     scale, SIGN: gl.constexpr, IS_GIVEN: gl.constexpr,
@@ -421,10 +265,10 @@ def _warpgroup(
     SUMS: gl.constexpr = gl.SliceLayout(1, SCORES)
     token, first_head, rows, next_rows = find_start(inputs, work, item, index)
     if IS_EVEN:
-        _load_even(inputs, token, first_head, rows, buffers, arrivals)
-        _load_odd_left(inputs, next_rows, buffers, arrivals)
+        load_even(inputs, token, first_head, rows, buffers, arrivals)
+        load_odd_left(inputs, next_rows, buffers, arrivals)
     else:
-        _load_odd_right(inputs, next_rows, buffers, arrivals)
+        load_odd_right(inputs, next_rows, buffers, arrivals)
     pairs_before = item * 0  # its parity is the phase of the barriers
     units_before = item * 0
     # addresses of a thread's elements are found in each turn: kept, they would be spilled
@@ -434,7 +278,7 @@ def _warpgroup(
         next_even, next_odd = rows_of_pair(inputs, keys, keys.first_block + 2)
         # while the first rows are on their way; later units find the copies busy enough
         own_rows = next_even if IS_EVEN else next_odd
-        _ask_for_block(inputs, packed_rows, gl.where(units_before == 0, own_rows, NO_ROW))
+        ask_for_block(inputs, packed_rows, gl.where(units_before == 0, own_rows, NO_ROW))
         mbarrier.wait(arrivals.q, units_before & 1)
         own_weights = buffers.p_even if IS_EVEN else buffers.p_odd
         q_rope = own_weights.load(gl.DotOperandLayout(0, SCORES, 2))
@@ -467,14 +311,14 @@ def _warpgroup(
             total = total + buffers.sum_odd.load(SUMS)
             # queries, keys and weights have all been read: the next loads go on meanwhile
             if next_item < work.last_item:
-                _load_even(inputs, token, first_head, rows, buffers, arrivals)
+                load_even(inputs, token, first_head, rows, buffers, arrivals)
             # found again: kept through the loop, it would take registers that that needs
             place = find_place(work, item, index)
-            _store(
+            store_half(
                 place, results, work.heads, buffers.left.index(1), acc, peak, total, True, SCORES
             )
             if next_item < work.last_item:
-                _load_odd_left(inputs, next_rows, buffers, arrivals)
+                load_odd_left(inputs, next_rows, buffers, arrivals)
         else:
             acc, peak, total, scores, next_even, next_odd = _odd_pair(
                 num_pairs - 1, pairs_before, keys, inputs, buffers, arrivals, q_rope, acc, peak,
@@ -485,11 +329,11 @@ def _warpgroup(
             mbarrier.wait(arrivals.sum_even, units_before & 1)
             total = total + buffers.sum_even.load(SUMS)
             place = find_place(work, item, index)
-            _store(
+            store_half(
                 place, results, work.heads, buffers.right.index(1), acc, peak, total, False, SCORES
             )
             if next_item < work.last_item:
-                _load_odd_right(inputs, next_rows, buffers, arrivals)
+                load_odd_right(inputs, next_rows, buffers, arrivals)
         pairs_before += num_pairs
         units_before += 1
         item = next_item
@@ -572,9 +416,6 @@ def mla_decode_kernel(
     ITEM_COLUMNS: gl.constexpr,
 ):
     """grid: (units of a request that are worked on at once, workers of the plan)"""
-    DTYPE: gl.constexpr = kv.dtype
-    BOX_LAYOUT: gl.constexpr = kv.layout
-    VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     inputs = Inputs(
         q, q_rope, kv, kv_rope, q_token_rows, q_rope_token_rows, table, stride_table_request,
         stride_table_entry, PAGE_ROWS, PAGE, words, row_quads,
@@ -588,24 +429,8 @@ def mla_decode_kernel(
         out, lse, partial_out, partial_lse, sink, stride_out_token, stride_out_head,
         stride_lse_token, stride_lse_head, stride_sink,
     )  # fmt: skip
-    buffers = Buffers(
-        gl.allocate_shared_memory(DTYPE, [1, 64, 256], BOX_LAYOUT),
-        gl.allocate_shared_memory(DTYPE, [1, 64, 256], BOX_LAYOUT),
-        gl.allocate_shared_memory(DTYPE, [2, 64, 256], BOX_LAYOUT),
-        gl.allocate_shared_memory(DTYPE, [2, 64, 256], BOX_LAYOUT),
-        gl.allocate_shared_memory(DTYPE, [2, 64, 64], BOX_LAYOUT),
-        gl.allocate_shared_memory(DTYPE, [64, 64], BOX_LAYOUT),
-        gl.allocate_shared_memory(DTYPE, [64, 64], BOX_LAYOUT),
-        gl.allocate_shared_memory(gl.float32, [64], VECTOR),
-        gl.allocate_shared_memory(gl.float32, [64], VECTOR),
-        gl.allocate_shared_memory(gl.float32, [64], VECTOR),
-        gl.allocate_shared_memory(gl.float32, [64], VECTOR),
-    )
-    arrivals = Arrivals(
-        new_barrier(), _new_load(words), _new_load(words), _new_load(words), _new_load(words),
-        _new_load(words), _new_load(words), new_barrier(), new_barrier(), new_barrier(),
-        new_barrier(), new_barrier(), new_barrier(),
-    )  # fmt: skip
+    buffers = new_buffers(kv)
+    arrivals = new_arrivals(words)
     work, item, index = first_unit(work, gl.load(worker_starts + gl.program_id(1)))
     if item < work.last_item:
         let_merge_start(work, item)
