@@ -117,7 +117,7 @@ def _of(
 
 # by version of Triton, configuration and architecture
 ALLOWED_SPILLS = {
-    **_of("_sparse_mla_kernel", "", _SPARSE),
+    **_of("sparse_mla_kernel", "", _SPARSE),
     **_of("mla_decode_few_fp8_kernel", "hopper-decode-", _FEW_FP8),
     **_of("mla_decode_kernel", "hopper-decode-", _MANY),
     **_of("mla_decode_e4m3_kernel", "hopper-decode-", _E4M3),
