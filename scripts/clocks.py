@@ -31,6 +31,7 @@ HEADS = 128
 CALLS = 40
 ADDRESS = "MLAKIT_CLOCKS"  # of what programs write: four numbers each
 KERNEL = "mlakit/kernels/hopper/decode_kernel.py"
+CHANNELS = "mlakit/kernels/hopper/decode_channels.py"  # how it loads
 WRITE = f'''import os
 
 CLOCKS = gl.constexpr(int(os.environ["{ADDRESS}"]))
@@ -55,7 +56,7 @@ def _write_clocks(FIRST: gl.constexpr):
 '''
 BEGIN = """    token, first_head, rows, next_rows = find_start(inputs, work, item, index)
     if IS_EVEN:
-        _load_even("""
+        load_even("""
 END = """        index = next_index
 
 
@@ -80,14 +81,17 @@ def copy_with_clocks(checkout: Path, target: Path, rows: str) -> None:
     if not (checkout / KERNEL).is_file():
         sys.exit(f"--checkout must be a folder with {KERNEL}, got {checkout}")
     shutil.copytree(checkout / "mlakit", target / "mlakit")
-    path = target / KERNEL
-    source = path.read_text()
-    changes = {
+    clocks = {
         "WORKER_REGISTERS = ": WRITE + "WORKER_REGISTERS = ",
         BEGIN: "    if IS_EVEN:\n        _write_clocks(0)\n" + BEGIN,
         END: END.replace("\n\n\n", "\n    if IS_EVEN:\n        _write_clocks(2)\n\n\n", 1),
-        LOAD: LOADS.get(rows, LOAD),
     }
+    _change(target / KERNEL, clocks)
+    _change(target / CHANNELS, {LOAD: LOADS.get(rows, LOAD)})
+
+
+def _change(path: Path, changes: dict[str, str]) -> None:
+    source = path.read_text()
     for old, new in changes.items():
         if source.count(old) != 1:
             sys.exit(f"{path} must hold this once, and does {source.count(old)} times:\n{old}")

@@ -118,10 +118,11 @@ def test_a_folder_without_a_checkout_is_named(turns):
 @pytest.mark.parametrize("rows", ["own", *clocks.LOADS])
 def test_clocks_are_written_by_a_copy_of_the_kernel(rows, tmp_path):
     clocks.copy_with_clocks(ROOT, tmp_path, rows)
-    source = (tmp_path / clocks.KERNEL).read_text()
-    compile(source, clocks.KERNEL, "exec")
-    assert source.count("_write_clocks(0)") == source.count("_write_clocks(2)") == 1
-    assert (clocks.LOAD in source) == (rows == "own")
+    kernel, channels = ((tmp_path / file).read_text() for file in (clocks.KERNEL, clocks.CHANNELS))
+    compile(kernel, clocks.KERNEL, "exec")
+    compile(channels, clocks.CHANNELS, "exec")
+    assert kernel.count("_write_clocks(0)") == kernel.count("_write_clocks(2)") == 1
+    assert (clocks.LOAD in channels) == (rows == "own")
 
 
 def test_clocks_say_what_they_do_not_find(tmp_path):
