@@ -1,28 +1,20 @@
-"""Rivals of the benchmarks: how they are called, why they are left out, how they are fetched."""
+"""Rivals of the benchmarks: how they are called, why they are left out."""
 
 from __future__ import annotations
 
-import lzma
-import os
-import subprocess
-import sys
-import textwrap
-import zipfile
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
+from peer_fakes import FA3_OF_VLLM, FLASH_MLA, SCALE, dense_decode, install, normal, pretend_gpu
 from torch import Tensor
 from torch.nn.attention import SDPBackend
-from typer.testing import CliRunner
 
-from mlakit import cli, knobs, reference
+from mlakit import reference
 from mlakit.bench import gpu, peers
-from mlakit.bench.peers import eager, fa3, fetch, flash_mla, flashinfer, folder, sdpa
+from mlakit.bench.peers import eager, fa3, flash_mla, flashinfer, sdpa
 from mlakit.bench.peers.peer import CannotTake
 from mlakit.bench.problems import (
     DenseDecode,
@@ -34,31 +26,10 @@ from mlakit.bench.problems import (
 from mlakit.formats import row_codec
 from mlakit.geometry import RowShape
 from mlakit.masks import CAUSAL, NULL
-from mlakit.testing import shuffled_pages
 
-SCALE = 0.07
 ROW = RowShape(512, 64)
 CODEC = row_codec("fp8_block128", ROW)
-
-
-def normal(*shape: int, seed: int = 0, size: float = 1.0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return (size * torch.randn(*shape, generator=generator)).bfloat16()
-
-
-def dense_decode(
-    kv_lens: tuple[int, ...] = (130, 70), *, s_q: int = 2, heads: int = 16, page_size: int = 64
-) -> DenseDecode:
-    batch, max_pages = len(kv_lens), -(-max(kv_lens) // page_size) + 1
-    table = shuffled_pages(batch, max_pages, batch * max_pages, torch.Generator().manual_seed(1))
-    return DenseDecode(
-        normal(batch, s_q, heads, 576),
-        normal(batch * max_pages, page_size, 576, seed=2, size=0.3),
-        table.int(),
-        torch.tensor(kv_lens, dtype=torch.int32),
-        SCALE,
-        causal=True,
-    )
+with_gpu = pytest.fixture(pretend_gpu)
 
 
 def listed(*shape: int, num_rows: int) -> Tensor:
@@ -214,48 +185,6 @@ def test_sdpa_matches_the_oracle(name):
         assert_close(sdpa.dense_prefill(problem, SDPBackend.MATH)(), problem)
 
 
-@pytest.fixture
-def with_gpu(monkeypatch, tmp_path):
-    """As if there were a GPU; installed packages are those a test puts on the path."""
-    monkeypatch.setattr(gpu, "why_not", lambda: None)
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    for name in list(sys.modules):
-        if name.split(".")[0] in ("flash_mla", "flash_attn_interface", "flashinfer"):
-            monkeypatch.delitem(sys.modules, name)
-    with knobs.override(peers=str(tmp_path / "peers")):
-        yield tmp_path
-    for name in ("flash_mla", "flash_attn_interface", "flashinfer", "flashinfer.mla"):
-        sys.modules.pop(name, None)
-
-
-RECORDER = """
-calls = []
-
-def record(name, result):
-    def call(*args, **kwargs):
-        calls.append((name, args, kwargs))
-        return result(*args, **kwargs)
-    return call
-"""
-
-
-def install(site: Path, package: str, source: str) -> ModuleType:
-    """Put a package on the path whose functions note how they are called."""
-    path = site / Path(*package.split(".")).with_suffix(".py")
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(RECORDER + textwrap.dedent(source), encoding="utf-8")
-    return __import__(package)
-
-
-FLASH_MLA = """
-def _attend(q, *args, **kwargs):
-    return q[..., :512].clone(), None
-get_mla_metadata = record("plan", lambda *args, **kwargs: ("schedule", "splits"))
-flash_mla_with_kvcache = record("decode", _attend)
-flash_mla_sparse_fwd = record("sparse", lambda *args: (args[0][..., :512], None, None))
-"""
-
-
 def test_flash_mla_decodes_pages_where_they_are(with_gpu):
     fake = install(with_gpu, "flash_mla", FLASH_MLA)
     problem = dense_decode(heads=3)
@@ -311,12 +240,6 @@ def test_flash_mla_refuses_with_a_reason(with_gpu, problem, reason):
     assert ("flash_mla", reason) in peers.baselines(problem)[1]
 
 
-FA3_OF_VLLM = """
-def flash_attn_varlen_func(q, k, v, q_v=None, fa_version=2, **kwargs):
-    calls.append(("attend", (q, k, v, q_v), {"fa_version": fa_version, **kwargs}))
-    return v.clone() if q_v is None else q_v.clone()
-get_scheduler_metadata = record("plan", lambda **kwargs: "schedule")
-"""
 FA3 = """
 def flash_attn_varlen_func(q, k, v, **kwargs):
     calls.append(("attend", (q, k, v), kwargs))
@@ -527,176 +450,6 @@ def test_the_drop_in_is_no_rival(with_gpu):
         assert "the flash_mla here is mlakit's own, and" in peers.present()["flash_mla"]
     finally:
         uninstall()
-
-
-def make_wheel(path: Path, *, without: str = "") -> Path:
-    contents = dict.fromkeys(fetch.WANTED, b"library " * 1000)
-    contents["vllm/third_party/flashmla/flash_mla_interface.py"] = (
-        b"import torch\nimport vllm._flashmla_C\n" + RECORDER.encode() + FLASH_MLA.encode()
-    )
-    contents["vllm/vllm_flash_attn/flash_attn_interface.py"] = (
-        RECORDER.encode() + FA3_OF_VLLM.encode()
-    )
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, content in contents.items():
-            if name != without:
-                archive.writestr(name, content)
-        archive.writestr("vllm/version.py", b"")
-    return path
-
-
-@pytest.fixture
-def loaded(monkeypatch):
-    """The libraries that torch was told to load, with what was in them."""
-    found: list[tuple[str, bytes]] = []
-    monkeypatch.setattr(
-        torch.ops, "load_library", lambda path: found.append((path, Path(path).read_bytes()))
-    )
-    return found
-
-
-def test_what_is_fetched_is_used(with_gpu, loaded):
-    target = folder.peers_folder()
-    kept = fetch.keep(make_wheel(with_gpu / "a.whl"), target)
-    assert {path.relative_to(target) for path in kept} == set(fetch.WANTED.values())
-    assert peers.present() | {"flashinfer": "", "sdpa": ""} == {
-        **dict.fromkeys(("flash_mla", "fa3", "eager")),
-        "flashinfer": "",
-        "sdpa": "",
-    }
-    libraries = [target / folder.FLASH_MLA, target / folder.FA3]
-    assert loaded == [(str(path), b"library " * 1000) for path in libraries]
-    assert peers.origins()["fa3"] == f"fetched, {folder.WHEEL}"
-    problem = dense_decode()
-    ready, _ = peers.baselines(problem)
-    assert [each.name for each in ready] == ["flash_mla", "fa3", "eager"]
-    assert torch.equal(ready[1].call(), problem.q[..., :512])
-    assert len(loaded) == 2
-
-
-def test_a_folder_that_is_read_only_is_unpacked_elsewhere(tmp_path, loaded, monkeypatch):
-    packed = tmp_path / folder.FA3_PACKED.name
-    packed.write_bytes(lzma.compress(b"library"))
-    unpack = folder.unpack
-
-    def refuse_here(packed: Path, library: Path) -> None:
-        if library.parent == tmp_path:
-            raise PermissionError(library)
-        unpack(packed, library)
-
-    monkeypatch.setattr(folder, "unpack", refuse_here)
-    folder.load_packed_library(packed, tmp_path / folder.FA3.name)
-    ((path, content),) = loaded
-    assert content == b"library"
-    assert not Path(path).exists()
-    assert list(tmp_path.iterdir()) == [packed]
-
-
-def test_a_library_fetched_anew_takes_the_place_of_the_unpacked_one(tmp_path, loaded):
-    packed, library = tmp_path / folder.FA3_PACKED.name, tmp_path / folder.FA3.name
-    library.write_bytes(b"old")
-    packed.write_bytes(lzma.compress(b"new"))
-    os.utime(library, ns=(0, packed.stat().st_mtime_ns - 1))
-    folder.load_packed_library(packed, library)
-    assert loaded == [(str(library), b"new")]
-    library.write_bytes(b"unpacked since")
-    folder.load_packed_library.cache_clear()
-    folder.load_packed_library(packed, library)
-    assert loaded[1:] == [(str(library), b"unpacked since")]
-
-
-@pytest.mark.parametrize("damage", [b"not packed at all", lzma.compress(b"library" * 99)[:-20]])
-def test_a_damaged_library_says_so(with_gpu, loaded, damage):
-    fetch.keep(make_wheel(with_gpu / "a.whl"), folder.peers_folder())
-    (folder.peers_folder() / folder.FA3_PACKED).write_bytes(damage)
-    assert "_vllm_fa3_C.abi3.so.xz is damaged: fetch the peers again" in peers.present()["fa3"]
-    assert not list((folder.peers_folder() / "fa3").glob("*.so*[0-9]"))
-
-
-def test_a_library_that_does_not_load_says_so(with_gpu, monkeypatch):
-    fetch.keep(make_wheel(with_gpu / "a.whl"), folder.peers_folder())
-
-    def refuse(path: str) -> None:
-        raise OSError(f"{path}: wrong ELF class")
-
-    monkeypatch.setattr(torch.ops, "load_library", refuse)
-    for name in ("flash_mla", "fa3"):
-        assert peers.present()[name].endswith(": wrong ELF class")
-
-
-def test_a_wheel_of_another_shape_is_an_error(tmp_path):
-    missing = "vllm/_flashmla_C.abi3.so"
-    with pytest.raises(fetch.FetchError, match=rf"a.whl has no {missing}"):
-        fetch.keep(make_wheel(tmp_path / "a.whl", without=missing), tmp_path / "peers")
-
-
-def test_platforms():
-    assert fetch.platform_tags(None) == []
-    assert fetch.platform_tags("manylinux_2_17_x86_64") == ["manylinux_2_17_x86_64"]
-    assert fetch.platform_tags("x86_64")[0] == "manylinux_2_28_x86_64"
-
-
-class FakePip:
-    """Stands for subprocess.run: notes the command, and leaves a wheel where pip would."""
-
-    def __init__(self, *, offline: bool = False) -> None:
-        self.offline = offline
-        self.command: list[str] = []
-
-    def __call__(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        self.command = command
-        if self.offline:
-            said = "WARNING: Retrying\nERROR: No matching distribution found for vllm"
-            return subprocess.CompletedProcess(command, 1, stderr=said)
-        make_wheel(Path(command[command.index("-d") + 1]) / "vllm-0.26.0.whl")
-        return subprocess.CompletedProcess(command, 0, stderr="")
-
-
-def test_fetch_peers_downloads_and_keeps(tmp_path, monkeypatch):
-    pip = FakePip()
-    monkeypatch.setattr(fetch.subprocess, "run", pip)
-    target = tmp_path / "kept"
-    arguments = ["bench", "--fetch-peers", str(target), "--platform", "aarch64"]
-    result = CliRunner().invoke(cli.app, arguments)
-    assert result.exit_code == 0, result.output
-    assert pip.command[1:4] == ["-m", "pip", "download"]
-    assert "manylinux_2_28_aarch64" in pip.command
-    assert pip.command[-1] == "vllm==0.26.0"
-    files = {path.relative_to(target) for path in target.rglob("*") if path.is_file()}
-    assert files == set(fetch.WANTED.values())  # the wheel itself is gone
-    assert f"{target / folder.FLASH_MLA}  8,000 bytes" in result.output
-
-
-def test_fetch_peers_has_a_folder_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(fetch.subprocess, "run", FakePip())
-    monkeypatch.chdir(tmp_path)
-    assert CliRunner().invoke(cli.app, ["bench", "--fetch-peers"]).exit_code == 0
-    assert (tmp_path / ".peers" / folder.FLASH_MLA).is_file()
-    monkeypatch.setenv("MLAKIT_PEERS", "elsewhere")
-    assert CliRunner().invoke(cli.app, ["bench", "--fetch-peers"]).exit_code == 0
-    assert (tmp_path / "elsewhere" / folder.FLASH_MLA).is_file()
-
-
-def test_fetch_peers_explains_what_went_wrong(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(fetch.subprocess, "run", FakePip(offline=True))
-    result = CliRunner().invoke(cli.app, ["bench", "--fetch-peers"])
-    assert result.exit_code == 1
-    assert "Error: pip could not download vllm==0.26.0. Without a network, fetch" in result.output
-    assert "No matching distribution found for vllm" in result.output
-    monkeypatch.setattr(fetch.importlib.util, "find_spec", lambda name: None)
-    result = CliRunner().invoke(cli.app, ["bench", "--fetch-peers"])
-    assert (result.exit_code, "needs pip" in result.output) == (1, True)
-    result = CliRunner().invoke(cli.app, ["bench", "--fetch-peers", "a", "b"])
-    assert (result.exit_code, "takes one folder, got a b" in result.output) == (2, True)
-
-
-def test_fetch_peers_into_a_place_that_is_no_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(fetch.subprocess, "run", FakePip())
-    (tmp_path / "file").write_text("")
-    result = CliRunner().invoke(cli.app, ["bench", "--fetch-peers", str(tmp_path / "file")])
-    assert result.exit_code == 1
-    assert "cannot write to" in result.output
 
 
 @pytest.mark.gpu

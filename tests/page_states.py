@@ -1,0 +1,32 @@
+"""What there is to know of a page allocator, for tests."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from math import ceil
+
+import pytest
+
+from mlakit.pages import PageAllocator, PagedSequence
+
+
+def raises(message: str, error: type[Exception] = ValueError):
+    return pytest.raises(error, match=f"^{re.escape(message)}$")
+
+
+def state(allocator: PageAllocator) -> tuple[list[int], list[int], dict[PagedSequence, tuple]]:
+    """All there is to know of an allocator, to see that a call left it alone."""
+    sequences = {s: (s.length, s.pages) for s in allocator._live}
+    return allocator._free.copy(), allocator._holders.copy(), sequences
+
+
+def assert_consistent(allocator: PageAllocator) -> None:
+    """The invariants of the module's docstring."""
+    held = Counter(page for sequence in allocator._live for page in sequence.pages)
+    assert allocator._holders == [held[page] for page in range(allocator.num_pages)]
+    assert sorted([*allocator._free, *held]) == list(range(allocator.num_pages))
+    assert allocator.num_free_pages == allocator.num_pages - len(held)
+    for sequence in allocator._live:
+        assert len(sequence.pages) == ceil(sequence.length / allocator.page_size)
+        assert len(set(sequence.pages)) == len(sequence.pages)
