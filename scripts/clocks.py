@@ -4,7 +4,8 @@
     python scripts/clocks.py --rows zeros         a cache and queries of zeros
     python scripts/clocks.py --rows halved        a program loads only half of each row
     python scripts/clocks.py --rows absent        or nothing: both give wrong results
-    python scripts/clocks.py --checkout FOLDER    the kernel of another checkout
+    python scripts/clocks.py --checkout FOLDER    the kernel of another checkout, whose own script
+                                                  is needed where its text is another
     python scripts/clocks.py --rest 50            so many milliseconds before each call
 
 In a copy of the package `mla_decode_kernel` is made to write, in every program, the SM's clock and
@@ -78,8 +79,9 @@ CONSOLE = Console()
 
 
 def copy_with_clocks(checkout: Path, target: Path, rows: str) -> None:
-    if not (checkout / KERNEL).is_file():
-        sys.exit(f"--checkout must be a folder with {KERNEL}, got {checkout}")
+    for file in (KERNEL, CHANNELS):
+        if not (checkout / file).is_file():
+            sys.exit(f"--checkout must be a folder with {file}, got {checkout}")
     shutil.copytree(checkout / "mlakit", target / "mlakit")
     clocks = {
         "WORKER_REGISTERS = ": WRITE + "WORKER_REGISTERS = ",
