@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from mlakit import dispatch, knobs, selfcheck
+from mlakit import dispatch, knobs, replay, selfcheck
 from mlakit.bench import environment, gpu, peers
 from mlakit.checks import UnsupportedError
 from mlakit.workloads import DecodeCase
@@ -77,6 +77,7 @@ class Diagnosis:
     backends: tuple[BackendHealth, ...]
     peers: dict[str, str | None]  # why each is not here
     origins: dict[str, str]  # of those that are: which build
+    replay: dict[str, replay.OpStats]  # of the calls made here
 
     @property
     def is_well(self) -> bool:
@@ -90,19 +91,22 @@ class Diagnosis:
             "backends": [each.as_json() for each in self.backends],
             "peers": self.peers,
             "origins": self.origins,
+            "replay": {op: vars(each) for op, each in self.replay.items()},
             "is_well": self.is_well,
         }
 
 
 def examine(seconds: float) -> Diagnosis:
     """Call every op on every backend that can work here, then random cases for `seconds` each."""
+    backends = tuple(_backend_health(backend, seconds) for backend in dispatch.BACKENDS)
     return Diagnosis(
         environment.describe(),
         {name: environment.version_of(name) for name in OPTIONAL},
         dict(_changed_settings()),
-        tuple(_backend_health(backend, seconds) for backend in dispatch.BACKENDS),
+        backends,
         peers.present(),
         peers.origins(),
+        replay.stats(),
     )
 
 
@@ -171,6 +175,8 @@ def report(diagnosis: Diagnosis) -> RenderableType:
     if not torch.cuda.is_available():
         shown.append("torch sees no CUDA device.")
     shown += [_backend_table(diagnosis.backends), _peer_table(diagnosis)]
+    if diagnosis.replay:
+        shown.append(_replay_table(diagnosis.replay))
     for each in diagnosis.backends:
         shown += [f"[red]{each.backend}[/red] {escape(fault)}" for fault in each.faults]
     shown.append("Everything that can work here works." if diagnosis.is_well else "Not well.")
@@ -183,6 +189,18 @@ def _backend_table(backends: tuple[BackendHealth, ...]) -> Table:
     shown.add_column("here")
     for each in backends:
         shown.add_row(each.backend, escape(_backend_line(each)))
+    return shown
+
+
+def _replay_table(stats: dict[str, replay.OpStats]) -> Table:
+    shown = Table(box=SIMPLE, padding=(0, 1, 0, 0))
+    shown.add_column("launch replay", no_wrap=True)
+    shown.add_column("hits", justify="right")
+    shown.add_column("misses", justify="right")
+    shown.add_column("refused, and why")
+    for op, each in stats.items():
+        reasons = "; ".join(f"{count} × {reason}" for reason, count in each.refused.most_common())
+        shown.add_row(op, str(each.hits), str(each.misses), escape(reasons))
     return shown
 
 

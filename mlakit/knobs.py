@@ -97,6 +97,12 @@ backend = _knob(
     _backend,
     "Backend that backend='auto' stands for: auto, hopper, triton or cpu.",
 )
+replay = _knob(
+    "replay",
+    True,
+    _boolean,
+    "Replay the recorded launches of repeated calls on a GPU; 0 checks and launches each anew.",
+)
 workspace_mib = _knob(
     "workspace_mib",
     64,

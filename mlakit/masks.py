@@ -39,6 +39,8 @@ class Mask:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"mask kind must be one of {', '.join(KINDS)}, got {self.kind!r}")
+        if type(self.window) is not int:  # 5.0 would equal 5, and True 1
+            raise TypeError(f"mask {self.kind}: window must be an int, got {self.window!r}")
         if self.kind in WINDOWED and self.window < 1:
             raise ValueError(f"mask {self.kind}: window must be at least 1, got {self.window}")
         if self.kind not in WINDOWED and self.window != 0:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from inside_ops import modes_see_inside_ops
 from op_cases import (
     BF16,
     CALLS,
@@ -90,7 +91,7 @@ def test_a_strided_pool_is_used_where_it_lies(make, format):
         pool.payload.contiguous(),
         None if pool.scales is None else pool.scales.contiguous(),
     )
-    with Scratch() as scratch:
+    with modes_see_inside_ops(), Scratch() as scratch:
         results = call.run(cache=pool, **others)
     assert scratch.largest < storage(pool.payload).nbytes() / 20
     for result, want in zip(results, call.run(cache=packed, **others), strict=True):
@@ -204,7 +205,7 @@ LONG_CALLS: dict[str, Callable[[], Call]] = {
 def test_scratch_stays_within_the_workspace(name):
     call = LONG_CALLS[name]()
     given = dict(zip(call.results, call.empty_results(), strict=True))
-    with knobs.override(workspace_mib=1), Scratch() as scratch:
+    with knobs.override(workspace_mib=1), modes_see_inside_ops(), Scratch() as scratch:
         call.run(**given)
     assert 0 < scratch.peak <= 1 << 20
 
@@ -212,7 +213,7 @@ def test_scratch_stays_within_the_workspace(name):
 def test_the_workspace_is_used_when_there_is_one():
     """Else the test above would pass for kernels that go row by row."""
     call = LONG_CALLS["prefill-many-heads"]()
-    with knobs.override(workspace_mib=64), Scratch() as scratch:
+    with knobs.override(workspace_mib=64), modes_see_inside_ops(), Scratch() as scratch:
         call.run()
     assert scratch.peak > 4 << 20
 

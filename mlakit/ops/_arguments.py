@@ -11,6 +11,7 @@ from mlakit.cache import WHOLE, CacheLayer, KVShard, PagedLatentCache, PageTable
 from mlakit.checks import E4M3, FLOATS, Dims, values_visible
 from mlakit.masks import Mask
 from mlakit.ops._one_query_each import one_query_each
+from mlakit.replay import workspace
 
 INTEGERS = (torch.int32, torch.int64)
 
@@ -186,7 +187,7 @@ def check_result(
 ) -> Tensor:
     """The caller's tensor to write to, checked; or a new one."""
     if tensor is None:
-        return torch.empty([dims[axis] for axis in axes], dtype=dtype, device=dims.device)
+        return workspace.result([dims[axis] for axis in axes], dtype, dims.device)
     dims.match(arg, tensor, *axes, dtypes=[dtype])
     dims.writable(arg, tensor)
     return tensor

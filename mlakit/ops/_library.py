@@ -1,9 +1,11 @@
 """Registration with torch.library, and how objects travel through an op that takes tensors only.
 
-Each public function has one body that validates, selects, allocates and launches. Called eagerly it
-runs that body as it is: going through the dispatcher would cost a decode call microseconds and
-give nothing. Under torch.compile it emits `torch.ops.mlakit.<name>`, whose implementation unpacks
-its tensors, numbers and strings and runs the same body: a compiled call is checked like any other.
+Each public function has one body that validates, selects, allocates and launches. Called eagerly
+with plain tensors it runs that body, or replays its launches (`mlakit.replay`): going through the
+dispatcher would cost a decode call microseconds and give nothing. Under torch.compile, under a
+dispatch mode (fake tensors, make_fx) and with tensors that are not plain (wrapper subclasses, such
+as the result of a functional collective) it calls `torch.ops.mlakit.<name>`, whose implementation
+unpacks its tensors, numbers and strings and runs the same body: every call is checked alike.
 
 The arguments of a body are the fields of a frozen dataclass. Their types say how they are packed.
 """
@@ -16,14 +18,15 @@ from typing import Any, TypeAlias, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from mlakit.cache import CacheLayer, KVShard, PageTable
 from mlakit.checks import UnsupportedError
 from mlakit.formats import row_codec
 from mlakit.geometry import RowShape
 from mlakit.masks import Mask
-from mlakit.ops._repeats import Repeats
 from mlakit.plan import DecodePlanTensors, EvenSplit
+from mlakit.replay.calls import RecordedCalls
 
 Splits: TypeAlias = DecodePlanTensors | EvenSplit | None
 Results: TypeAlias = tuple[Tensor, ...]
@@ -109,7 +112,7 @@ PACKINGS: dict[Any, Packing] = {
     CacheLayer | None: _layer_packing("Tensor?", "Tensor?"),
     PageTable: Packing(
         ("Tensor {}", "Tensor? {}_slots"),
-        lambda table: table if isinstance(table, tuple) else (table, None),
+        lambda table: tuple(table) if isinstance(table, tuple) else (table, None),
         lambda table, slots: table if slots is None else (table, slots),
     ),
     Mask: Packing(
@@ -144,7 +147,8 @@ class Op:
         self.name, self.arguments, self.results = name, arguments, results
         self.body, self.fake = body, fake
         hints = get_type_hints(arguments)
-        self._repeats = Repeats(hints)
+        self._calls = RecordedCalls(name, hints, self._run_in_full, self._dispatch)
+        self._written = [f.name for f in fields(arguments) if f.metadata.get("written")]
         self._packings = [
             (
                 field.name,
@@ -176,10 +180,15 @@ class Op:
 
     def call(self, results: tuple[Tensor | None, ...], arguments: Mapping[str, Any]) -> Results:
         """Run with the caller's `results` where given; all of them come back."""
-        if not torch.compiler.is_compiling():
-            return self._repeats.run(
-                lambda: self._run_body(self.arguments(**arguments), *results), arguments, results
-            )
+        if torch.compiler.is_compiling():
+            return self._dispatch(arguments, results)
+        got = self._calls.call(arguments, results)
+        if self._written or any(result is not None for result in results):
+            self._count_writes(arguments, results)
+        return got
+
+    def _dispatch(self, arguments: Mapping[str, Any], results: Sequence[Tensor | None]) -> Results:
+        """Through `torch.ops.mlakit`."""
         self._refuse_grad(arguments, results)
         flat = self.pack(**arguments)
         if all(result is None for result in results):
@@ -191,9 +200,20 @@ class Op:
         self.writing(*flat, *given)
         return given
 
-    def _run_body(self, arguments: Any, *results: Tensor | None) -> Results:
-        self._refuse_grad(vars(arguments), results)
-        return self.body(arguments, *results)
+    def _run_in_full(
+        self, arguments: Mapping[str, Any], results: Sequence[Tensor | None]
+    ) -> Results:
+        self._refuse_grad(arguments, results)
+        return self.body(self.arguments(**arguments), *results)
+
+    def _count_writes(self, arguments: Mapping[str, Any], results: Sequence[Tensor | None]) -> None:
+        """Bump the versions of tensors that kernels wrote to, as torch's own ops do: autograd
+        then notices where it had saved one of them."""
+        written = [result for result in results if result is not None]
+        for name in self._written:
+            layer = arguments[name]
+            written += [each for each in (layer.payload, layer.scales) if each is not None]
+        increment_version([each for each in written if not each.is_inference()])
 
     def _refuse_grad(self, arguments: Mapping[str, Any], results: Sequence[Tensor | None]) -> None:
         if torch.is_grad_enabled() and _requires_grad([*arguments.values(), *results]):
@@ -215,11 +235,14 @@ class Op:
         )
 
     def _run(self, *flat: Any) -> Any:
-        return self._bare(self._run_body(self._unpack(flat), *[None] * len(self.results)))
+        nothing = (None,) * len(self.results)
+        return self._bare(self._calls.call_plain(vars(self._unpack(flat)), nothing))
 
     def _run_out(self, *flat: Any) -> None:
-        results = flat[len(flat) - len(self.results) :]
-        self._run_body(self._unpack(flat[: len(flat) - len(self.results)]), *results)
+        inputs, results = flat[: -len(self.results)], flat[-len(self.results) :]
+        arguments = vars(self._unpack(inputs))
+        self._calls.call_plain(arguments, results)
+        self._count_writes(arguments, results)
 
     def _fake(self, *flat: Any) -> Any:
         return self._bare(self.fake(self._unpack(flat)))
@@ -250,7 +273,7 @@ def _requires_grad(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.requires_grad
     if isinstance(value, CacheLayer):
-        return value.payload.requires_grad
+        return any(map(_requires_grad, (value.payload, value.scales, value.tensor_scale)))
     return isinstance(value, list) and any(map(_requires_grad, value))
 
 
@@ -258,4 +281,7 @@ def _parts(name: str, value: Any) -> list[tuple[str, Any]]:
     """What an argument consists of, by name."""
     if isinstance(value, list):
         return [(f"{name}[{i}]", each) for i, each in enumerate(value)]
-    return [(f"the payload of {name}" if isinstance(value, CacheLayer) else name, value)]
+    if isinstance(value, CacheLayer):
+        parts = ("payload", "scales", "tensor_scale")
+        return [(f"the {part} of {name}", getattr(value, part)) for part in parts]
+    return [(name, value)]

@@ -232,7 +232,10 @@ def as_shard(op: str, shard: tuple[int, int, int] | None) -> KVShard:
         return WHOLE
     if not isinstance(shard, tuple) or len(shard) not in (2, 3):
         raise TypeError(f"{op}: kv_shard must be (rank, world, interleave), got {shard!r}")
-    return KVShard(*shard)
+    # here, not only in the op's body: a replayed call does not run it, and 2.0 equals 2
+    if any(type(number) is not int for number in shard):
+        check_shard(Dims(op), KVShard(*shard))
+    return KVShard(*map(int, shard))
 
 
 def _splits(plan: DecodePlan | DecodePlanTensors | EvenSplit | None, layer: CacheLayer) -> Splits:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mlakit import dispatch
 from mlakit.cache import PagedLatentCache, PageTable
-from mlakit.checks import FLOATS, Dims
+from mlakit.checks import FLOATS, Dims, UnsupportedError
 from mlakit.masks import CAUSAL, Mask
 from mlakit.ops._arguments import (
     check_kv_lens,
@@ -19,6 +19,8 @@ from mlakit.ops._arguments import (
 from mlakit.ops.decode import NAME as PLANNED_OP
 from mlakit.ops.decode import as_shard, check_shard, decode_problem
 from mlakit.plan import DecodePlanTensors
+from mlakit.replay.arguments import has_plain_memory
+from mlakit.replay.calls import made_current
 
 NAME = "plan_mla_decode"
 
@@ -54,6 +56,7 @@ def plan_mla_decode(
     """
     dims = Dims(NAME)
     layer = check_layer(NAME, cache, 0)
+    _refuse_wrappers(page_table, kv_lens=kv_lens, q_starts=q_starts)
     dims.same_device("cache", layer.payload)
     check_mask(NAME, mask)
     heads = dims.integer("heads", heads, 1)
@@ -72,15 +75,30 @@ def plan_mla_decode(
 
     problem = decode_problem(layer, page_table, shard, mask, dtype, heads)
     spec = dispatch.select(PLANNED_OP, problem, backend)
-    plan: DecodePlanTensors = spec.plan(
-        layer,
-        page_table,
-        starts,
-        kv_lens,
-        shard=shard,
-        mask=mask,
-        heads=heads,
-        num_tokens=tokens,
-        dtype=dtype,
-    )
+    with made_current(kv_lens.device):
+        plan: DecodePlanTensors = spec.plan(
+            layer,
+            page_table,
+            starts,
+            kv_lens,
+            shard=shard,
+            mask=mask,
+            heads=heads,
+            num_tokens=tokens,
+            dtype=dtype,
+        )
     return plan._replace(num_tokens=tokens)
+
+
+def _refuse_wrappers(page_table: PageTable, **tensors: Tensor | None) -> None:
+    """It is no op of torch.library: nothing unwraps a tensor on the way to its kernel."""
+    if isinstance(page_table, tuple):
+        tables = {f"page_table[{i}]": part for i, part in enumerate(page_table)}
+    else:
+        tables = {"page_table": page_table}
+    for name, tensor in (tables | tensors).items():
+        if isinstance(tensor, Tensor) and not has_plain_memory(tensor):
+            raise UnsupportedError(
+                f"{NAME}: {name} must be a tensor whose memory a kernel can read, got a "
+                f"{type(tensor).__name__}; make the plan outside of torch.compile and of modes"
+            )

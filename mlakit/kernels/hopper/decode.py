@@ -35,6 +35,7 @@ from mlakit.kernels.triton.decode_plan import SPLIT_KEYS, OwnCuts, plan_decode
 from mlakit.kernels.triton.launch import SHARED_BYTES, launch, target
 from mlakit.masks import Mask
 from mlakit.plan import DecodePlanTensors, EvenSplit
+from mlakit.replay import workspace
 
 LATENT, ROPE = 512, 64  # columns
 E4M3 = torch.float8_e4m3fn
@@ -152,8 +153,9 @@ def mla_decode(
     slot_rows = rows_per_slot(
         plan, rows=units * variant.rows, all_rows=all_rows, v_width=out.shape[-1]
     )
-    partial_out = out.new_empty(plan.max_partials * slot_rows, out.shape[-1], dtype=torch.float32)
-    partial_lse = lse.new_empty(plan.max_partials * slot_rows)
+    partial_rows = plan.max_partials * slot_rows
+    partial_out = workspace.scratch((partial_rows, out.shape[-1]), torch.float32, out.device)
+    partial_lse = workspace.scratch((partial_rows,), torch.float32, out.device)
     q_boxes, q_token_rows = _query_boxes(q_latent, variant.rows, variant.columns)
     rope_boxes, rope_token_rows = _query_boxes(q_rope, variant.rows, ROPE)
     copied_bytes = sum(variant.rows * q.shape[-1] for q in (q_latent, q_rope) if q.dtype == E4M3)

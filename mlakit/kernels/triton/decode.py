@@ -36,6 +36,7 @@ from mlakit.kernels.triton.rows import (
 )
 from mlakit.masks import Mask
 from mlakit.plan import DecodePlanTensors, EvenSplit
+from mlakit.replay import workspace
 
 
 def mla_decode(
@@ -80,8 +81,10 @@ def mla_decode(
     if plan is not None and plan.empty_requests.shape[0] > 0:
         out.zero_()  # no item of a plan writes these
         lse.fill_(-torch.inf)
-    partial_out = out.new_empty(schedule.partial_rows, out.shape[-1], dtype=torch.float32)
-    partial_lse = lse.new_empty(schedule.partial_rows)
+    partial_out = workspace.scratch(
+        (schedule.partial_rows, out.shape[-1]), torch.float32, out.device
+    )
+    partial_lse = workspace.scratch((schedule.partial_rows,), torch.float32, out.device)
     is_flat = isinstance(page_table, tuple)
     starts, table = page_table if isinstance(page_table, tuple) else (None, page_table)
     payload, scales, scale = as_bytes(layer.payload), layer.scales, layer.tensor_scale

@@ -24,6 +24,7 @@ from mlakit.kernels.triton.launch import launch
 from mlakit.kernels.triton.primitives import mask_interval
 from mlakit.masks import Mask
 from mlakit.plan import EVEN_TENTHS, DecodePlanTensors
+from mlakit.replay import workspace
 
 SPLIT_KEYS = 2048  # keys of a part where the result may not depend on the batch
 ELEMENTS = 512  # items of requests that are written together
@@ -70,12 +71,15 @@ def plan_decode(
         max_parts = cuts.max_parts(capacity // tile + 2)  # a window may begin inside a tile
         max_items, max_partials = batch * max_parts, batch * max_parts if max_parts > 1 else 0
     requests = min(triton.next_power_of_2(max(batch, 1)), 128)
-    int32 = {"dtype": torch.int32, "device": kv_lens.device}
+
+    def int32(*shape: int) -> Tensor:
+        return workspace.scratch(shape, torch.int32, kv_lens.device)
+
     plan = DecodePlanTensors(
-        items=torch.empty(max_items, ITEM_COLUMNS, **int32),
-        worker_starts=torch.empty(num_workers + 1, **int32),
-        partial_starts=torch.empty(batch + 1, **int32),
-        empty_requests=torch.empty(0, **int32),
+        items=int32(max_items, ITEM_COLUMNS),
+        worker_starts=int32(num_workers + 1),
+        partial_starts=int32(batch + 1),
+        empty_requests=int32(0),
         tile=tile,
         max_partials=max_partials,  # every cut makes two partials of what would have been none
         slot_rows=slot_rows,

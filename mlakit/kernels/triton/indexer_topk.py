@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mlakit.kernels.triton.configs import pick_topk_config
 from mlakit.kernels.triton.launch import launch, target
+from mlakit.replay import workspace
 
 NOTHING = tl.constexpr(-(2**31))  # the rank of −inf, and of no column at all
 
@@ -44,17 +45,20 @@ def indexer_topk(
         "maxnreg": 128,  # with a limit of its own choice the compiler may spill a word
     }
 
+    def int32(*shape: int) -> Tensor:
+        return workspace.scratch(shape, torch.int32, logits.device)
+
     def buffers(programs: int) -> Tensor | None:
         """Candidates: their ranks, then their columns."""
         if config.way != "narrow":
             return None
-        return logits.new_empty(2, programs, config.block, dtype=torch.int32)
+        return int32(2, programs, config.block)
 
     bounds = (row_starts, row_ends)
     bound_strides = [0 if each is None else each.stride(0) for each in bounds]
     splits = config.splits
-    found = logits.new_empty(2, tokens, splits, k, dtype=torch.int32) if splits > 1 else None
-    counts = logits.new_empty(tokens, splits, dtype=torch.int32) if splits > 1 else None
+    found = int32(2, tokens, splits, k) if splits > 1 else None
+    counts = int32(tokens, splits) if splits > 1 else None
     programs = config.programs(tokens * splits)
     launch(
         _select_kernel,

@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from mlakit import knobs
-from mlakit.kernels.triton.relaunch import Launch
+from mlakit.replay import workspace
 from mlakit.specs import pretending
 
 if knobs.interpreted():
@@ -82,31 +82,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
         compilation.kernels.append(kernel.warmup(*args, grid=grid, **options))
     elif 0 not in grid:
         compiled = kernel[grid](*args, **options)
-        launches = _LAUNCHES.get()
-        if launches is not None:
+        recorder = workspace.recorder()
+        if recorder is not None:
             named = dict(zip(kernel.arg_names, args, strict=False)) | options
-            arguments = tuple(named[name] for name in kernel.arg_names)
-            launches.append(Launch(compiled, grid, arguments))
-
-
-_LAUNCHES: ContextVar[list[Launch] | None] = ContextVar("mlakit_launches", default=None)
-
-
-@contextmanager
-def recording() -> Iterator[list[Launch]]:
-    """Remember what is launched in this scope."""
-    launches: list[Launch] = []
-    token = _LAUNCHES.set(launches)
-    try:
-        yield launches
-    finally:
-        _LAUNCHES.reset(token)
-
-
-def is_watched() -> bool:
-    """Does someone want to hear of every launch? A `Launch` does not tell them of another."""
-    runtime = triton.knobs.runtime
-    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
+            recorder.add_launch(compiled, grid, tuple(named[name] for name in kernel.arg_names))
 
 
 @contextmanager

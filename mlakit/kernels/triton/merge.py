@@ -19,6 +19,7 @@ from torch import Tensor
 from mlakit.kernels.triton.configs import MERGED_PARTS, pick_merge_config
 from mlakit.kernels.triton.launch import launch
 from mlakit.kernels.triton.primitives import fold_states, merged_state
+from mlakit.replay import workspace
 
 
 def merge_states(
@@ -34,8 +35,8 @@ def merge_states(
     parts = list(zip(outs, lses, strict=True))
     head, tail = parts[:MERGED_PARTS], parts[MERGED_PARTS:]
     while tail:
-        folded = torch.empty(out.shape, dtype=torch.float32, device=out.device)
-        folded_lse = torch.empty(lse.shape, dtype=torch.float32, device=out.device)
+        folded = workspace.scratch(out.shape, torch.float32, out.device)
+        folded_lse = workspace.scratch(lse.shape, torch.float32, out.device)
         _merge(head, None, folded, folded_lse)
         head = [(folded, folded_lse), *tail[: MERGED_PARTS - 1]]
         tail = tail[MERGED_PARTS - 1 :]

@@ -30,6 +30,7 @@ from mlakit.kernels.triton.rows import (
 from mlakit.kernels.triton.sparse_kernel import sparse_mla_kernel
 from mlakit.kernels.triton.sparse_merge import merge_lists
 from mlakit.plan import EvenSplit
+from mlakit.replay import workspace
 
 # these are divided by in the kernel as constants; one kernel serves all others
 USUAL_PAGES = (1, 16, 32, 64, 128, 256)
@@ -77,7 +78,7 @@ def sparse_mla(
     results = [(out, out.stride()[:2]), (lse, lse.stride()), (max_logits, max_logits.stride())]
     if parts > 1:
         scratch = [
-            out.new_empty(parts, tokens, heads, n, dtype=torch.float32)
+            workspace.scratch((parts, tokens, heads, n), torch.float32, out.device)
             for n in (tiles.v_width, 1, 1)
         ]
         results = [(each, each.stride()[1:3]) for each in scratch]

@@ -1,0 +1,258 @@
+"""The calls of one op: which are replayed, which are recorded, which run in full, and why.
+
+The first call with certain facts runs in full, the second is recorded, later ones are replayed.
+Where a recording is refused, another is tried 1, 2, 4, … 64 calls with these facts later: what
+stood in its way may pass, such as a constant that the GPU is still computing.
+
+Describing ten tensors takes Python longer than launching kernels. So the recordings used last are
+found by the facts that are no tensors, and torch compares all tensors with theirs in one call.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mlakit import knobs
+from mlakit.checks import UnsupportedError
+from mlakit.replay.arguments import (
+    comparison_with,
+    facts_of,
+    flatten,
+    has_plain_memory,
+    is_plain,
+)
+from mlakit.replay.counters import stats_of
+
+if TYPE_CHECKING:  # it needs Triton, which is installed where a call is worth recording
+    from mlakit.replay.record import Recording
+
+Results = tuple[Tensor, ...]
+Arguments = Mapping[str, Any]
+Body = Callable[[Arguments, Sequence[Tensor | None]], Results]
+MAX_KNOWN = 1024  # calls of one op that are remembered, at a few kilobytes each
+MAX_RECENT = 4  # recordings of calls that differ in their tensors only
+MAX_WAIT = 64  # calls between two attempts to record
+
+
+class Recent(NamedTuple):
+    """A recording that was used lately."""
+
+    is_alike: Callable[..., bool]  # do other tensors have the facts of the recorded ones?
+    recording: Recording
+
+
+@dataclass
+class Waiting:
+    """Facts without a recording."""
+
+    calls: int = 0  # that run in full before the next attempt
+    wait: int = 1  # calls to wait after that attempt, if it is refused
+    refusal: str | None = None  # of the last attempt
+
+    def after(self, refusal: str) -> Waiting:
+        return Waiting(self.wait - 1, min(2 * self.wait, MAX_WAIT), refusal)
+
+
+class RecordedCalls:
+    """What is known of the calls of one op.
+
+    types     of its arguments, by name
+    run       runs a call in full
+    dispatch  runs a call through torch's dispatcher, which unwraps or refuses its tensors
+    """
+
+    def __init__(self, op: str, types: Mapping[str, Any], run: Body, dispatch: Body) -> None:
+        tensors = [name for name, type_ in types.items() if _has_tensors(type_)]
+        self._tensors = _getter(tensors)
+        self._numbers = _getter([name for name in types if name not in tensors])
+        self._op, self._run, self._dispatch = op, run, dispatch
+        self._stats = stats_of(op)
+        self._recent: OrderedDict[Hashable, tuple[Recent, ...]] = OrderedDict()
+        self._known: OrderedDict[Hashable, Recording | Waiting] = OrderedDict()
+
+    def call(self, arguments: Arguments, results: tuple[Tensor | None, ...]) -> Results:
+        """The results of the op; `results` are the caller's, or None for new ones."""
+        call, tensors = self._facts(arguments, results)
+        try:
+            recent = self._recent.get(call, ())
+        except TypeError:  # a list where a number should be: the op says what is wrong with it
+            return self._run(arguments, results)
+        if recent and _why_not() is None:
+            for is_alike, recording in recent:
+                if (
+                    is_alike(*tensors)
+                    and recording.device_index == _current_device()
+                    and not recording.has_launch_hooks()
+                    and (got := recording.replay(tensors)) is not None
+                ):
+                    self._stats.hits += 1
+                    return got
+        if _is_dispatch_mode_active() or not all(map(is_plain, tensors)):
+            return self._dispatch(arguments, results)
+        return self._call_unseen(call, tensors, arguments, results)
+
+    def call_plain(self, arguments: Arguments, results: tuple[Tensor | None, ...]) -> Results:
+        """As `call`, below torch's dispatcher."""
+        call, tensors = self._facts(arguments, results)
+        for tensor in tensors:
+            if not has_plain_memory(tensor):
+                keys = torch._C._dispatch_keys(tensor)
+                raise UnsupportedError(
+                    f"{self._op}: takes tensors whose memory a kernel can read, got a "
+                    f"{type(tensor).__name__} with {keys}"
+                )
+        return self._call_unseen(call, tensors, arguments, results)
+
+    def _facts(
+        self, arguments: Arguments, results: tuple[Tensor | None, ...]
+    ) -> tuple[tuple[object, ...], list[Tensor]]:
+        """The facts that are no tensors, and the tensors, each of them once."""
+        numbers = self._numbers(arguments)
+        # with their types: True is no number, yet equal to 1
+        facts = [knobs.backend(), torch.is_grad_enabled(), numbers, *map(type, numbers)]
+        tensors: list[Tensor] = []
+        flatten(self._tensors(arguments), tensors, facts)
+        flatten(results, tensors, facts)
+        ids = tuple(map(id, tensors))
+        if len(set(ids)) < len(ids):
+            facts.append(tuple(map(ids.index, ids)))  # which arguments are one tensor
+            tensors = list(dict(zip(ids, tensors, strict=True)).values())
+        return tuple(facts), tensors
+
+    def _call_unseen(
+        self,
+        call: Hashable,
+        tensors: list[Tensor],
+        arguments: Arguments,
+        results: tuple[Tensor | None, ...],
+    ) -> Results:
+        """A call that is not among the recent ones: look at every tensor."""
+        device = tensors[0].device if tensors else torch.device("cpu")
+        if not _has_kernels(device):
+            return self._run(arguments, results)
+        with made_current(device):
+            refusal = _why_not() or _why_not_now(tensors, device)
+            if refusal is not None:
+                self._stats.refused[refusal] += 1
+                return self._run(arguments, results)
+            key = call, facts_of(tensors)
+            known = self._known.get(key)
+            if known is None:
+                self._stats.misses += 1
+                got = self._run(arguments, results)
+                _keep(self._known, key, Waiting())  # only now: a wrong call is not remembered
+                return got
+            if isinstance(known, Waiting):
+                return self._record(key, known, tensors, arguments, results)
+            return self._replay(call, known, tensors, arguments, results)
+
+    def _record(
+        self,
+        key: Hashable,
+        known: Waiting,
+        tensors: list[Tensor],
+        arguments: Arguments,
+        results: tuple[Tensor | None, ...],
+    ) -> Results:
+        if known.calls > 0:
+            known.calls -= 1
+            self._stats.refused[known.refusal or ""] += 1
+            return self._run(arguments, results)
+        from mlakit.replay.record import record
+
+        got, recording = record(self._run, arguments, results, tensors)
+        if isinstance(recording, str):
+            self._stats.refused[recording] += 1
+            _keep(self._known, key, known.after(recording))
+        else:
+            self._stats.misses += 1
+            _keep(self._known, key, recording)
+        return got
+
+    def _replay(
+        self,
+        call: Hashable,
+        recording: Recording,
+        tensors: list[Tensor],
+        arguments: Arguments,
+        results: tuple[Tensor | None, ...],
+    ) -> Results:
+        if recording.has_launch_hooks():
+            self._stats.refused["a launch hook of Triton is set"] += 1
+            return self._run(arguments, results)
+        is_alike = comparison_with(tensors)
+        if is_alike is not None:
+            others = self._recent.get(call, ())[: MAX_RECENT - 1]
+            _keep(self._recent, call, (Recent(is_alike, recording), *others))
+        got = recording.replay(tensors)
+        assert got is not None, "the key has the alignment of every tensor"
+        self._stats.hits += 1
+        return got
+
+
+def _keep(table: OrderedDict[Hashable, Any], key: Hashable, value: object) -> None:
+    table[key] = value
+    if len(table) > MAX_KNOWN:
+        table.popitem(last=False)
+
+
+def _has_tensors(type_: Any) -> bool:
+    return any(name in str(type_) for name in ("Tensor", "CacheLayer"))
+
+
+def _getter(names: Sequence[str]) -> Callable[[Arguments], tuple[Any, ...]]:
+    if len(names) > 1:
+        return itemgetter(*names)
+    return lambda arguments: tuple([arguments[name] for name in names])
+
+
+def _why_not() -> str | None:
+    """Why no call is replayed at present."""
+    if _is_dispatch_mode_active():
+        return "a dispatch mode of torch is active"
+    if not knobs.replay():
+        return f"{knobs.replay.variable} is off"
+    return f"{knobs.check_values.variable} is on" if knobs.check_values() else None
+
+
+def _why_not_now(tensors: Sequence[Tensor], device: torch.device) -> str | None:
+    """Why this call is neither replayed nor recorded."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return "a tensor requires grad"  # the op says no
+    if any(tensor.device != device for tensor in tensors):
+        return "its tensors are on several devices"
+    # events cannot be queried, and kernels may not be loaded, while a graph is captured
+    return "a CUDA graph is being captured" if _is_capturing() else None
+
+
+def _is_dispatch_mode_active() -> bool:
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_current_stream_capturing()
+
+
+def _has_kernels(device: torch.device) -> bool:
+    """Do kernels of Triton run there?"""
+    return device.type == "cuda"
+
+
+def _current_device() -> int:
+    index: int = torch._C._cuda_getDevice()
+    return index
+
+
+def made_current(device: torch.device) -> AbstractContextManager[Any]:
+    """Kernels start on the current device, which must be that of the tensors."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)

@@ -1,0 +1,46 @@
+"""Starting a compiled kernel again, past Triton's look at its arguments.
+
+At each launch Triton looks at every argument to find the compiled kernel, and encodes every TMA
+descriptor. Where only addresses differ, both are known from the recorded launch. The launch
+function that is called then, and how it takes its arguments, changes with Triton's version: each
+known version has a file here, and for others `any_version` calls the kernel's own launcher.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+
+from mlakit.replay.launchers import any_version, triton_3_6, triton_3_9
+from mlakit.replay.launchers.start import Pointer, Start
+
+__all__ = ["Launch", "Pointer", "Start", "has_launch_hooks"]
+
+BY_VERSION = {"3.6.": triton_3_6, "3.9.": triton_3_9}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel that was started."""
+
+    kernel: Any  # compiled
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]  # in the kernel's order, constexprs included
+
+    def prepare(self) -> Start:
+        """How to start it again."""
+        grid = (*self.grid, 1, 1)[:3]
+        for version, launcher in BY_VERSION.items():
+            if triton.__version__.startswith(version):
+                start: Start | None = launcher.prepare(self.kernel, grid, self.arguments)
+                if start is not None:
+                    return start
+        return any_version.prepare(self.kernel, grid, self.arguments)
+
+
+def has_launch_hooks() -> bool:
+    """Does a profiler want to be called at each launch? A replay does not call it."""
+    runtime = triton.knobs.runtime
+    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)

@@ -1,0 +1,75 @@
+"""Where launchers take memory from: results, scratch, and constants that calls share.
+
+Outside a recording these are plain allocations. Inside one, the recorder learns which is which: so
+it knows where every pointer of a launch came from, and refuses a launch that points elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Recorder(Protocol):
+    """What a recording is told."""
+
+    def add_result(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A new tensor that the call returns."""
+
+    def add_scratch(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A new tensor that lives as long as the call."""
+
+    def add_constant(self, tensor: Tensor) -> None:
+        """A tensor that no call writes to."""
+
+    def add_launch(
+        self, kernel: object, grid: tuple[int, ...], arguments: tuple[object, ...]
+    ) -> None:
+        """A kernel that was started; `arguments` in the kernel's order, constexprs included."""
+
+
+_RECORDER: ContextVar[Recorder | None] = ContextVar("mlakit_recorder", default=None)
+
+
+@contextmanager
+def recording(recorder: Recorder) -> Iterator[None]:
+    """Tell `recorder` of what happens in this scope."""
+    token = _RECORDER.set(recorder)
+    try:
+        yield
+    finally:
+        _RECORDER.reset(token)
+
+
+def recorder() -> Recorder | None:
+    """The one in scope."""
+    return _RECORDER.get()
+
+
+def result(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialised tensor that the call returns."""
+    listener = _RECORDER.get()
+    if listener is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return listener.add_result(shape, dtype, device)
+
+
+def scratch(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialised tensor that is not used after the call's kernels."""
+    listener = _RECORDER.get()
+    if listener is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return listener.add_scratch(shape, dtype, device)
+
+
+def constant(tensor: Tensor) -> Tensor:
+    """`tensor`, which is complete on every stream and never written again."""
+    listener = _RECORDER.get()
+    if listener is not None:
+        listener.add_constant(tensor)
+    return tensor
