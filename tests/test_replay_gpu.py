@@ -38,13 +38,14 @@ def decode() -> Callable[..., tuple[Tensor, Tensor]]:
     generator = torch.Generator("cuda").manual_seed(0)
     cache = PagedLatentCache.allocate(ROW, "bf16", num_pages=BATCH * PAGES, device="cuda")
     cache.payload.normal_(generator=generator)
+    lens = torch.tensor([130, 64, 1, 192], dtype=torch.int32, device="cuda")
 
     def call(q: Tensor, **changes: Any) -> tuple[Tensor, Tensor]:
         arguments: dict[str, Any] = {
             "page_table": torch.arange(BATCH * PAGES, dtype=torch.int32, device="cuda").view(
                 BATCH, PAGES
             ),
-            "kv_lens": torch.tensor([130, 64, 1, 192], dtype=torch.int32, device="cuda"),
+            "kv_lens": lens,
             "softmax_scale": 0.1,
         }
         return ops.mla_decode(q, cache, **arguments | changes)
@@ -230,7 +231,7 @@ def test_compiled_calls_are_replayed_too(decode):
 def test_a_float_in_kv_shard_is_refused_after_recording_too(decode):
     for seed in range(4):
         decode(queries(seed), kv_shard=(0, 2, 1))
-    with pytest.raises(TypeError, match="kv_shard rank must be an integer, got float"):
+    with pytest.raises(TypeError, match="kv_shard interleave must be an integer, got float"):
         decode(queries(0), kv_shard=(0.0, 2, 1.0))
 
 
