@@ -95,7 +95,7 @@ class RecordedCalls:
                 ):
                     self._stats.hits += 1
                     return got
-        if _is_dispatch_mode_active() or not all(map(is_plain, tensors)):
+        if _is_dispatch_mode_active() or not all(is_plain(t) or _is_meta(t) for t in tensors):
             return self._dispatch(arguments, results)
         return self._call_unseen(call, tensors, arguments, results)
 
@@ -235,6 +235,11 @@ def _why_not_now(tensors: Sequence[Tensor], device: torch.device) -> str | None:
 
 def _is_dispatch_mode_active() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
+
+
+def _is_meta(tensor: Tensor) -> bool:
+    """Has it no memory? The op says so; the dispatcher would return a tensor without any."""
+    return tensor.device.type == "meta"
 
 
 def _is_capturing() -> bool:

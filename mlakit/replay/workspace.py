@@ -47,13 +47,13 @@ def recording(recorder: Recorder) -> Iterator[None]:
 
 
 def recorder() -> Recorder | None:
-    """The one in scope."""
-    return _RECORDER.get()
+    """The one in scope. There is none in code that torch compiles, nor can it look for one."""
+    return None if torch.compiler.is_compiling() else _RECORDER.get()
 
 
 def result(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """An uninitialised tensor that the call returns."""
-    listener = _RECORDER.get()
+    listener = recorder()
     if listener is None:
         return torch.empty(shape, dtype=dtype, device=device)
     return listener.add_result(shape, dtype, device)
@@ -61,7 +61,7 @@ def result(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Te
 
 def scratch(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """An uninitialised tensor that is not used after the call's kernels."""
-    listener = _RECORDER.get()
+    listener = recorder()
     if listener is None:
         return torch.empty(shape, dtype=dtype, device=device)
     return listener.add_scratch(shape, dtype, device)
@@ -69,7 +69,7 @@ def scratch(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> T
 
 def constant(tensor: Tensor) -> Tensor:
     """`tensor`, which is complete on every stream and never written again."""
-    listener = _RECORDER.get()
+    listener = recorder()
     if listener is not None:
         listener.add_constant(tensor)
     return tensor
