@@ -117,6 +117,22 @@ peers = _knob(
 )
 
 
+def for_replay() -> tuple[str, bool]:
+    """(backend, may calls be replayed?), in one look: an op asks at every call."""
+    environment = os.environ._data  # type: ignore[attr-defined]
+    if (
+        _OVERRIDES.get() is None
+        and backend._key not in environment
+        and replay._key not in environment
+        and check_values._key not in environment
+    ):
+        return _FOR_REPLAY
+    return backend(), replay() and not check_values()
+
+
+_FOR_REPLAY = backend.default, replay.default and not check_values.default
+
+
 def interpreted() -> bool:
     """Does Triton run kernels in its interpreter? Its own variable, read as Triton reads it."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")

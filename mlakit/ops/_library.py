@@ -183,8 +183,10 @@ class Op:
         if torch.compiler.is_compiling():
             return self._dispatch(arguments, results)
         got = self._calls.call(arguments, results)
-        if self._written or any(result is not None for result in results):
-            self._count_writes(arguments, results)
+        for result in results:
+            if result is not None or self._written:
+                self._count_writes(arguments, results)
+                break
         return got
 
     def _dispatch(self, arguments: Mapping[str, Any], results: Sequence[Tensor | None]) -> Results:

@@ -29,13 +29,13 @@ NUM_PLAN_TENSORS = 4  # numbers follow
 MAX_LAYER_KINDS = 1024
 
 
-def flatten(values: Iterable[Any], tensors: list[Tensor], facts: list[object]) -> None:
+def flatten(values: Sequence[Any], tensors: list[Tensor], facts: list[object]) -> None:
     """Append the tensors in `values` to `tensors`, everything else about them to `facts`."""
+    facts.append(tuple(map(type, values)))
     for value in values:
-        kind = type(value)
-        facts.append(kind)
         if value is None:
             continue
+        kind = type(value)
         if kind is Tensor:
             tensors.append(value)
         elif kind is CacheLayer:
@@ -46,7 +46,6 @@ def flatten(values: Iterable[Any], tensors: list[Tensor], facts: list[object]) -
             facts.append(value[NUM_PLAN_TENSORS:])
             tensors += value[:NUM_PLAN_TENSORS]
         elif isinstance(value, (tuple, list)):  # named tuples too: a tensor must not hide in one
-            facts.append(len(value))
             flatten(value, tensors, facts)
         elif isinstance(value, Tensor):
             tensors.append(value)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # it needs Triton, which is installed where a call is worth r
     from mlakit.replay.record import Recording
 
 Results = tuple[Tensor, ...]
+Facts = tuple[object, ...]
 Arguments = Mapping[str, Any]
 Body = Callable[[Arguments, Sequence[Tensor | None]], Results]
 MAX_KNOWN = 1024  # calls of one op that are remembered, at a few kilobytes each
@@ -80,28 +81,23 @@ class RecordedCalls:
 
     def call(self, arguments: Arguments, results: tuple[Tensor | None, ...]) -> Results:
         """The results of the op; `results` are the caller's, or None for new ones."""
-        call, tensors = self._facts(arguments, results)
-        try:
-            recent = self._recent.get(call, ())
-        except TypeError:  # a list where a number should be: the op says what is wrong with it
-            return self._run(arguments, results)
-        if recent and _why_not() is None:
-            for is_alike, recording in recent:
-                if (
-                    is_alike(*tensors)
-                    and recording.device_index == _current_device()
-                    and not recording.has_launch_hooks()
-                    and (got := recording.replay(tensors)) is not None
-                ):
-                    self._stats.hits += 1
-                    return got
+        facts, tensors, may_replay = self._facts(arguments, results)
+        got = self._replay_recent(facts, tensors) if may_replay else None
+        if got is not None:
+            return got
+        if len(set(map(id, tensors))) < len(tensors):
+            facts, tensors = _without_duplicates(facts, tensors)
+            got = self._replay_recent(facts, tensors) if may_replay else None
+            if got is not None:
+                return got
         if _is_dispatch_mode_active() or not all(is_plain(t) or _is_meta(t) for t in tensors):
             return self._dispatch(arguments, results)
-        return self._call_unseen(call, tensors, arguments, results)
+        return self._call_unseen(facts, tensors, arguments, results)
 
     def call_plain(self, arguments: Arguments, results: tuple[Tensor | None, ...]) -> Results:
         """As `call`, below torch's dispatcher."""
-        call, tensors = self._facts(arguments, results)
+        facts, tensors, may_replay = self._facts(arguments, results)
+        facts, tensors = _without_duplicates(facts, tensors)
         for tensor in tensors:
             if not has_plain_memory(tensor):
                 keys = torch._C._dispatch_keys(tensor)
@@ -109,27 +105,43 @@ class RecordedCalls:
                     f"{self._op}: takes tensors whose memory a kernel can read, got a "
                     f"{type(tensor).__name__} with {keys}"
                 )
-        return self._call_unseen(call, tensors, arguments, results)
+        got = self._replay_recent(facts, tensors) if may_replay else None
+        return self._call_unseen(facts, tensors, arguments, results) if got is None else got
 
     def _facts(
         self, arguments: Arguments, results: tuple[Tensor | None, ...]
-    ) -> tuple[tuple[object, ...], list[Tensor]]:
-        """The facts that are no tensors, and the tensors, each of them once."""
+    ) -> tuple[Facts, list[Tensor], bool]:
+        """The facts that are no tensors, the tensors, and whether calls may be replayed."""
+        backend, may_replay = knobs.for_replay()
         numbers = self._numbers(arguments)
         # with their types: True is no number, yet equal to 1
-        facts = [knobs.backend(), torch.is_grad_enabled(), numbers, *map(type, numbers)]
+        facts = [backend, torch.is_grad_enabled(), numbers, *map(type, numbers)]
         tensors: list[Tensor] = []
-        flatten(self._tensors(arguments), tensors, facts)
-        flatten(results, tensors, facts)
-        ids = tuple(map(id, tensors))
-        if len(set(ids)) < len(ids):
-            facts.append(tuple(map(ids.index, ids)))  # which arguments are one tensor
-            tensors = list(dict(zip(ids, tensors, strict=True)).values())
-        return tuple(facts), tensors
+        flatten(self._tensors(arguments) + results, tensors, facts)
+        return tuple(facts), tensors, may_replay
+
+    def _replay_recent(self, facts: Facts, tensors: list[Tensor]) -> Results | None:
+        """None where no recording is for these tensors. Two arguments that are one tensor are
+        unlike any recorded ones until they are told as one."""
+        try:
+            recent = self._recent.get(facts, ())
+        except TypeError:  # a list where a number should be: the op says what is wrong with it
+            return None
+        for is_alike, recording in recent:
+            if (
+                is_alike(*tensors)
+                and torch._C._len_torch_dispatch_stack() == 0
+                and recording.device_index == _current_device()
+                and not recording.has_launch_hooks()
+                and (got := recording.replay(tensors)) is not None
+            ):
+                self._stats.hits += 1
+                return got
+        return None
 
     def _call_unseen(
         self,
-        call: Hashable,
+        facts: Facts,
         tensors: list[Tensor],
         arguments: Arguments,
         results: tuple[Tensor | None, ...],
@@ -143,8 +155,11 @@ class RecordedCalls:
             if refusal is not None:
                 self._stats.refused[refusal] += 1
                 return self._run(arguments, results)
-            key = call, facts_of(tensors)
-            known = self._known.get(key)
+            key = facts, facts_of(tensors)
+            try:
+                known = self._known.get(key)
+            except TypeError:
+                return self._run(arguments, results)  # raises: see `_replay_recent`
             if known is None:
                 self._stats.misses += 1
                 got = self._run(arguments, results)
@@ -152,7 +167,7 @@ class RecordedCalls:
                 return got
             if isinstance(known, Waiting):
                 return self._record(key, known, tensors, arguments, results)
-            return self._replay(call, known, tensors, arguments, results)
+            return self._replay(facts, known, tensors, arguments, results)
 
     def _record(
         self,
@@ -179,7 +194,7 @@ class RecordedCalls:
 
     def _replay(
         self,
-        call: Hashable,
+        facts: Facts,
         recording: Recording,
         tensors: list[Tensor],
         arguments: Arguments,
@@ -190,12 +205,21 @@ class RecordedCalls:
             return self._run(arguments, results)
         is_alike = comparison_with(tensors)
         if is_alike is not None:
-            others = self._recent.get(call, ())[: MAX_RECENT - 1]
-            _keep(self._recent, call, (Recent(is_alike, recording), *others))
+            others = self._recent.get(facts, ())[: MAX_RECENT - 1]
+            _keep(self._recent, facts, (Recent(is_alike, recording), *others))
         got = recording.replay(tensors)
         assert got is not None, "the key has the alignment of every tensor"
         self._stats.hits += 1
         return got
+
+
+def _without_duplicates(facts: Facts, tensors: list[Tensor]) -> tuple[Facts, list[Tensor]]:
+    """Which arguments are one tensor becomes a fact; the tensors, each of them once."""
+    ids = tuple(map(id, tensors))
+    if len(set(ids)) == len(ids):
+        return facts, tensors
+    pattern = tuple(map(ids.index, ids))
+    return (*facts, pattern), list(dict(zip(ids, tensors, strict=True)).values())
 
 
 def _keep(table: OrderedDict[Hashable, Any], key: Hashable, value: object) -> None:
