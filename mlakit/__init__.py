@@ -15,7 +15,7 @@ from mlakit.branches import (
 )
 from mlakit.cache import PagedLatentCache, physical_rows
 from mlakit.checks import UnsupportedError
-from mlakit.geometry import MLAGeometry, RowShape
+from mlakit.geometry import MLAGeometry, RopeParameters, RowShape
 from mlakit.masks import CAUSAL, NULL, Mask
 from mlakit.ops import (
     ExtraRows,
@@ -32,6 +32,7 @@ from mlakit.ops import (
 from mlakit.ops.decode_plan import plan_mla_decode
 from mlakit.pages import PageAllocator
 from mlakit.plan import EvenSplit, plan_context, plan_decode
+from mlakit.rope import rope_table
 from mlakit.weights import UpProjection
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "Mask",
     "PageAllocator",
     "PagedLatentCache",
+    "RopeParameters",
     "RowShape",
     "UnsupportedError",
     "UpProjection",
@@ -64,6 +66,7 @@ __all__ = [
     "plan_step",
     "prefill_branch",
     "quantize_fp8",
+    "rope_table",
     "scaled_mm_fp8",
     "sparse_mla",
 ]

@@ -16,9 +16,17 @@ Absorbed attention reads a cache row as key (all columns) and as value (the firs
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from math import log, sqrt
-from typing import Any
+from typing import Any, Literal, get_args
+
+from mlakit.model_config import ConfigFields, config_path, read_config
+from mlakit.releases import ALIASES, RELEASES
+
+Rope = Literal["interleaved", "half"]
+"""Which columns RoPE rotates together: (0, 1), (2, 3), … or (p, p + D_R/2)."""
+ROPES: tuple[Rope, ...] = get_args(Rope)
 
 
 @dataclass(frozen=True)
@@ -53,9 +61,58 @@ class RowShape:
         return self.kv_lora_rank + self.qk_rope_head_dim
 
 
+@dataclass(frozen=True, repr=False)
+class RopeParameters:
+    """How a model's angles grow with the position: `rope_parameters` (or `rope_theta` and
+    `rope_scaling`) of its config, under the names of transformers.
+
+    `rope_type` is default, linear, dynamic, yarn, longrope, llama3, proportional, or none where
+    the model rotates nothing; `rope_table` computes the angles and says what a type needs.
+    """
+
+    rope_type: str = "default"
+    rope_theta: float = 10000.0
+    factor: float | None = None
+    max_position_embeddings: int | None = None
+    original_max_position_embeddings: int | None = None
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    short_factor: tuple[float, ...] | None = None
+    long_factor: tuple[float, ...] | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    partial_rotary_factor: float | None = None
+
+    def __repr__(self) -> str:
+        """What differs from the defaults, and always the type and theta."""
+        shown = [
+            f"{f.name}={getattr(self, f.name)!r}"
+            for f in fields(self)
+            if f.name in ("rope_type", "rope_theta") or getattr(self, f.name) != f.default
+        ]
+        return f"RopeParameters({', '.join(shown)})"
+
+    @property
+    def attention_mscale(self) -> float:
+        """YaRN's factor on the scores as DeepSeek applies it: of `mscale_all_dim`, 1 without."""
+        if self.rope_type in ("default", "none") or not self.mscale_all_dim:
+            return 1.0
+        if self.factor is None:
+            raise ValueError(f"rope_parameters: {self.rope_type} must have a factor, got None")
+        return yarn_mscale(self.factor, self.mscale_all_dim)
+
+
 @dataclass(frozen=True)
 class MLAGeometry:
-    """Frozen sizes of one attention layer; `attention_mscale` is YaRN's factor on the scores."""
+    """Frozen sizes of one attention layer; `attention_mscale` is YaRN's factor on the scores.
+
+    `rope` says which columns the model rotates together (what `norm_rope_quant_append` and
+    `LayerWeights` take), `rope_parameters` by which angles (what `rope_table` computes).
+    """
 
     num_heads: int
     kv_lora_rank: int
@@ -69,6 +126,8 @@ class MLAGeometry:
     index_head_dim: int = 0
     index_topk: int = 0
     v_width: int | None = None  # None: the latent columns; `row.v_width` is never None
+    rope: Rope = "interleaved"
+    rope_parameters: RopeParameters = field(default_factory=RopeParameters)
     row: RowShape = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -77,6 +136,8 @@ class MLAGeometry:
         for name in ("num_heads", "qk_nope_head_dim", "v_head_dim", "hidden_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.rope not in ROPES:
+            raise ValueError(f"rope must be one of {', '.join(ROPES)}, got {self.rope!r}")
 
     @property
     def qk_head_dim(self) -> int:
@@ -104,31 +165,35 @@ class MLAGeometry:
 
     @classmethod
     def preset(cls, name: str) -> MLAGeometry:
-        """The geometry of a known model, by name (`PRESETS` lists them)."""
-        if name not in PRESETS:
+        """The geometry of a known model, by its name in `PRESETS`, another name of it or its Hub id
+        (`deepseek-v3`, `deepseek-r1`, `deepseek-ai/DeepSeek-R1`), in upper or lower case."""
+        known = _preset_name(name)
+        if known is None:
             raise ValueError(f"unknown model {name!r}; choose from {', '.join(PRESETS)}")
-        return PRESETS[name]
+        return PRESETS[known]
 
     @classmethod
     def from_config(cls, config: Any) -> MLAGeometry:
-        """The geometry of a transformers config (or of its text model)."""
-        config = getattr(config, "text_config", None) or config
-        required = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        missing = [name for name in required if getattr(config, name, None) is None]
-        if missing:
-            raise ValueError(
-                f"config {type(config).__name__} is not of an MLA model: it has no {missing[0]}"
-            )
-        return cls(
-            num_heads=config.num_attention_heads,
-            hidden_size=config.hidden_size,
-            q_lora_rank=getattr(config, "q_lora_rank", None),
-            attention_mscale=_attention_mscale(config),
-            index_n_heads=getattr(config, "index_n_heads", None) or 0,
-            index_head_dim=getattr(config, "index_head_dim", None) or 0,
-            index_topk=getattr(config, "index_topk", None) or 0,
-            **{name: getattr(config, name) for name in required},
-        )
+        """The geometry a model's config describes, or its text model's.
+
+        config  a dict (the content of a config.json), the path of a config.json or of the folder
+                that holds it, a config object of transformers or the like, or a name that `preset`
+                knows (a folder of that name comes first); a geometry is returned as it is
+
+        Old and new names of the rotation are read: `rope_theta` with `rope_scaling`, and
+        `rope_parameters`.
+        """
+        if isinstance(config, MLAGeometry):
+            return config
+        if isinstance(config, str) and config_path(config) is None:
+            known = _preset_name(config)
+            if known is None:
+                raise ValueError(
+                    f"config {config!r} is neither a config.json, nor a folder that holds one, nor "
+                    f"a known model; choose from {', '.join(PRESETS)}"
+                )
+            return PRESETS[known]
+        return _from_fields(read_config(config))
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
@@ -136,66 +201,102 @@ def yarn_mscale(factor: float, mscale: float) -> float:
     return 0.1 * mscale * log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def _attention_mscale(config: Any) -> float:
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    mscale_all_dim = rope.get("mscale_all_dim", 0)
-    if kind == "default" or not mscale_all_dim:
-        return 1.0
-    return yarn_mscale(rope["factor"], mscale_all_dim)
+def _preset_name(name: object) -> str | None:
+    if not isinstance(name, str):
+        raise TypeError(f"the name of a model must be a string, got {type(name).__name__}")
+    known = ALIASES.get(name.lower(), name.lower())
+    return known if known in PRESETS else None
 
 
-_V3 = MLAGeometry(
-    num_heads=128,
-    kv_lora_rank=512,
-    qk_nope_head_dim=128,
-    qk_rope_head_dim=64,
-    v_head_dim=128,
-    hidden_size=7168,
-    q_lora_rank=1536,
-    attention_mscale=yarn_mscale(40, 1.0),
+# what a config of these types leaves unsaid, as transformers completes it
+_HALF_ROTATION = ("minicpm3", "hy_v4")
+_DEFAULT_THETA = {"longcat_flash": 1e7}
+# DeepSeek's YaRN under the name that vLLM gives it
+_ROPE_TYPE_ALIASES = {"deepseek_yarn": "yarn"}
+_ORIGINAL = "original_max_position_embeddings"
+_OPTIONAL = (
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+    "short_factor",
+    "long_factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "partial_rotary_factor",
 )
 
+
+def _from_fields(config: ConfigFields) -> MLAGeometry:
+    latent = config.integer("kv_lora_rank")  # first: what every MLA model has and no other
+    heads, hidden = config.integer("num_attention_heads"), config.integer("hidden_size")
+    if config.get("v_head_dim") is None and config.get("model_type") == "minicpm3":
+        v_head_dim = hidden // heads
+    else:
+        v_head_dim = config.integer("v_head_dim")
+    half = config.get("rope_interleave") is False or config.get("model_type") in _HALF_ROTATION
+    rope_parameters = _rope_parameters(config)
+    return MLAGeometry(
+        num_heads=heads,
+        kv_lora_rank=latent,
+        qk_nope_head_dim=config.integer("qk_nope_head_dim"),
+        qk_rope_head_dim=config.integer("qk_rope_head_dim"),
+        v_head_dim=v_head_dim,
+        hidden_size=hidden,
+        q_lora_rank=config.get("q_lora_rank"),
+        attention_mscale=rope_parameters.attention_mscale,
+        index_n_heads=config.get("index_n_heads", 0),
+        index_head_dim=config.get("index_head_dim", 0),
+        index_topk=config.get("index_topk", 0),
+        rope="half" if half else "interleaved",
+        rope_parameters=rope_parameters,
+    )
+
+
+def _rope_parameters(config: ConfigFields) -> RopeParameters:
+    """The rotation of a config in old or new names, completed as transformers completes it."""
+    model_type = config.get("model_type")
+    # Kimi Linear attends without positions: its "rotated" columns are not
+    if config.get("mla_use_nope", model_type == "kimi_linear"):
+        return RopeParameters("none")
+    name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    rope = config.get(name, {})
+    if not isinstance(rope, Mapping):
+        raise TypeError(f"{config.source}: {name} must be a dict, got {type(rope).__name__}")
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        raise ValueError(
+            f"{config.source}: {name} must be those of one layer type, got those of "
+            f"{', '.join(map(str, rope))}"
+        )
+    given: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in rope.items()
+        if value is not None
+    }
+    rope_type = given.get("rope_type", given.get("type", "default"))
+    rope_type = _ROPE_TYPE_ALIASES.get(rope_type, rope_type)
+    theta = given.get("rope_theta", config.get("rope_theta", _DEFAULT_THETA.get(model_type, 1e4)))
+    longest = config.get("max_position_embeddings")
+    before = config.get(_ORIGINAL, given.get(_ORIGINAL))
+    if rope_type in ("yarn", "longrope", "llama3"):
+        before = longest if before is None else before
+    factor = given.get("factor")
+    if factor is None and rope_type in ("yarn", "longrope") and longest and before:
+        factor = longest / before
+    if "partial_rotary_factor" not in given and config.get("partial_rotary_factor") is not None:
+        given["partial_rotary_factor"] = config.get("partial_rotary_factor")
+    return RopeParameters(
+        rope_type=rope_type,
+        rope_theta=float(theta),
+        factor=factor,
+        max_position_embeddings=longest,
+        original_max_position_embeddings=before,
+        beta_fast=given.get("beta_fast") or 32.0,
+        beta_slow=given.get("beta_slow") or 1.0,
+        **{key: given[key] for key in _OPTIONAL if key in given},
+    )
+
+
 PRESETS: dict[str, MLAGeometry] = {
-    "deepseek-v2-lite": replace(
-        _V3,
-        num_heads=16,
-        hidden_size=2048,
-        q_lora_rank=None,
-        attention_mscale=yarn_mscale(40, 0.707),
-    ),
-    "deepseek-v3": _V3,
-    "deepseek-v3.2": replace(_V3, index_n_heads=64, index_head_dim=128, index_topk=2048),
-    "kimi-k2": replace(_V3, num_heads=64, attention_mscale=yarn_mscale(32, 1.0)),
-    "glm-5": MLAGeometry(
-        num_heads=64,
-        kv_lora_rank=512,
-        qk_nope_head_dim=192,
-        qk_rope_head_dim=64,
-        v_head_dim=256,
-        hidden_size=6144,
-        q_lora_rank=2048,
-        index_n_heads=32,
-        index_head_dim=128,
-        index_topk=2048,
-    ),
-    "mistral-small-4": MLAGeometry(
-        num_heads=32,
-        kv_lora_rank=256,
-        qk_nope_head_dim=64,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
-        hidden_size=4096,
-        q_lora_rank=1024,
-        attention_mscale=yarn_mscale(128, 1.0),
-    ),
-    "minicpm3": MLAGeometry(
-        num_heads=40,
-        kv_lora_rank=256,
-        qk_nope_head_dim=64,
-        qk_rope_head_dim=32,
-        v_head_dim=64,
-        hidden_size=2560,
-        q_lora_rank=768,
-    ),
+    name: _from_fields(read_config(config)) for name, config in RELEASES.items()
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -12,49 +13,70 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from mlakit.geometry import PRESETS, MLAGeometry, RowShape, yarn_mscale
+from mlakit.geometry import PRESETS, MLAGeometry, RopeParameters, RowShape, yarn_mscale
+from mlakit.releases import ALIASES, RELEASES
 
 
-def published_yarn(factor: float, mscale: float) -> dict[str, Any]:
+def published_yarn(
+    factor: float, mscale: float, theta: float = 10_000, beta_fast: float = 32
+) -> dict[str, Any]:
     """`rope_scaling` as the DeepSeek and Kimi checkpoints write it."""
     return {
         "max_position_embeddings": int(4096 * factor),
+        "rope_theta": theta,
         "rope_scaling": {
             "type": "yarn",
             "factor": factor,
             "mscale": mscale,
             "mscale_all_dim": mscale,
             "original_max_position_embeddings": 4096,
-            "beta_fast": 32,
+            "beta_fast": beta_fast,
             "beta_slow": 1,
         },
     }
 
 
 V3_YARN = published_yarn(40, 1.0)
-V2_LITE = {
-    **published_yarn(40, 0.707),
-    "num_attention_heads": 16,
-    "hidden_size": 2048,
-    "q_lora_rank": None,
+V2_YARN = published_yarn(40, 0.707)
+V2 = {**V2_YARN, "num_attention_heads": 128, "hidden_size": 5120}
+V2_LITE = {**V2_YARN, "num_attention_heads": 16, "hidden_size": 2048, "q_lora_rank": None}
+KIMI_K2 = {**published_yarn(32, 1.0, 50_000, 1), "num_attention_heads": 64}
+KIMI_K2_0905 = {**published_yarn(64, 1.0, 50_000, 1), "num_attention_heads": 64}
+KIMI_K25 = {**published_yarn(64, 1.0, 50_000, 32), "num_attention_heads": 64}
+GLM_52 = {"rope_theta": 8_000_000, "max_position_embeddings": 1_048_576}
+MINICPM3 = {
+    "rope_scaling": {
+        "rope_type": "longrope",
+        "factor": 1.0,  # transformers 5.17 asks for what the checkpoint leaves out
+        "original_max_position_embeddings": 32768,
+        **{
+            name: RELEASES["minicpm3"]["rope_scaling"][name]
+            for name in ("short_factor", "long_factor")
+        },
+    }
 }
-KIMI_K2 = {**published_yarn(32, 1.0), "num_attention_heads": 64}
 
 # preset: (model type of transformers, what the checkpoint's config says beside its defaults)
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek-v2": ("deepseek_v2", V2),
     "deepseek-v2-lite": ("deepseek_v2", V2_LITE),
     "deepseek-v3": ("deepseek_v3", V3_YARN),
     "deepseek-v3.2": ("deepseek_v32", V3_YARN),
     "kimi-k2": ("deepseek_v3", KIMI_K2),
-    "glm-5": ("glm_moe_dsa", {}),
+    "kimi-k2-0905": ("deepseek_v3", KIMI_K2_0905),
+    "kimi-k2.5": ("deepseek_v3", KIMI_K25),
+    "glm-4.7-flash": ("glm4_moe_lite", {"rope_theta": 1_000_000, "partial_rotary_factor": 1.0}),
+    "glm-5": ("glm_moe_dsa", {"rope_theta": 1_000_000}),
+    "glm-5.2": ("glm_moe_dsa", GLM_52),
     "mistral-small-4": ("mistral4", {}),
-    "minicpm3": ("minicpm3", {}),
+    "minicpm3": ("minicpm3", MINICPM3),
 }
 
 ATTENTION_CLASSES = {
     "deepseek_v2": "DeepseekV2Attention",
     "deepseek_v3": "DeepseekV3Attention",
     "deepseek_v32": "DeepseekV32Attention",
+    "glm4_moe_lite": "Glm4MoeLiteAttention",
     "glm_moe_dsa": "GlmMoeDsaAttention",
     "mistral4": "Mistral4Attention",
     "minicpm3": "MiniCPM3Attention",
@@ -103,7 +125,11 @@ def test_softmax_scale_is_that_of_the_attention_module(name):
         ("deepseek-v3", 0.135234),
         ("deepseek-v3.2", 0.135234),
         ("deepseek-v2-lite", 0.114721),
+        ("deepseek-v2", 0.114721),
         ("kimi-k2", 0.130861),
+        ("kimi-k2-0905", 0.144680),
+        ("kimi-k2.5", 0.144680),
+        ("glm-4.7-flash", 0.0625),
         ("glm-5", 0.0625),
         ("minicpm3", 0.102062),
     ],
@@ -138,9 +164,196 @@ def test_from_config_of_every_family(model_type, stretched):
     assert math.isclose(geometry.softmax_scale, module.scaling, rel_tol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "flag", "rope"),
+    [
+        ("deepseek_v2", None, "interleaved"),
+        ("deepseek_v3", None, "interleaved"),
+        ("deepseek_v3", False, "half"),
+        ("deepseek_v32", None, "interleaved"),
+        ("glm4_moe_lite", False, "half"),
+        ("glm_moe_dsa", None, "interleaved"),
+        ("hy_v4", None, "half"),
+        ("minicpm3", None, "half"),
+        ("mistral4", None, "interleaved"),
+    ],
+)
+def test_from_config_knows_which_columns_are_rotated_together(model_type, flag, rope):
+    fields = {} if flag is None else {"rope_interleave": flag}
+    assert MLAGeometry.from_config(AutoConfig.for_model(model_type, **fields)).rope == rope
+    raw = {**RELEASES["deepseek-v3"], "model_type": model_type, **fields}
+    assert MLAGeometry.from_config(raw).rope == rope
+
+
 def test_from_config_takes_the_text_model_of_a_wrapper():
     wrapper = AutoConfig.for_model("kimi_k25")
     assert MLAGeometry.from_config(wrapper) == MLAGeometry.from_config(wrapper.text_config)
+    text = RELEASES["kimi-k2.5"]
+    wrapped = {"model_type": "kimi_k25", "vision_config": {"hidden_size": 1}, "text_config": text}
+    assert MLAGeometry.from_config(wrapped) == PRESETS["kimi-k2.5"]
+
+
+@pytest.mark.parametrize("name", RELEASES)
+def test_from_config_takes_what_a_checkpoint_has(tmp_path, name):
+    (tmp_path / "config.json").write_text(json.dumps(RELEASES[name]), encoding="utf-8")
+    for config in (
+        RELEASES[name],
+        tmp_path,
+        str(tmp_path),
+        tmp_path / "config.json",
+        str(tmp_path / "config.json"),
+        SimpleNamespace(**RELEASES[name]),
+        PRESETS[name],
+        name,
+    ):
+        assert MLAGeometry.from_config(config) == PRESETS[name]
+
+
+def test_a_folder_comes_before_a_known_model_of_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "deepseek-v3").mkdir()
+    assert MLAGeometry.from_config("deepseek-v3") == PRESETS["deepseek-v3"]
+    content = json.dumps(RELEASES["kimi-k2"])
+    (tmp_path / "deepseek-v3" / "config.json").write_text(content, encoding="utf-8")
+    assert MLAGeometry.from_config("deepseek-v3") == PRESETS["kimi-k2"]
+    assert MLAGeometry.preset("deepseek-v3") == PRESETS["deepseek-v3"]
+
+
+def test_from_config_of_a_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(RELEASES["glm-5"]), encoding="utf-8")
+    assert MLAGeometry.from_config("~/config.json") == PRESETS["glm-5"]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (None, "config must be the name of a known model, .* or a config object, got NoneType"),
+        (3, "config must be the name of a known model, .* got int"),
+        (["deepseek-v3"], "config must be the name of a known model, .* got list"),
+        (b"deepseek-v3", "config must be the name of a known model, .* got bytes"),
+        (
+            {**RELEASES["deepseek-v3"], "kv_lora_rank": "512"},
+            "config dict: kv_lora_rank must be an integer, got '512'",
+        ),
+        (
+            {**RELEASES["deepseek-v3"], "rope_scaling": "yarn"},
+            "config dict: rope_scaling must be a dict, got str",
+        ),
+    ],
+    ids=repr,
+)
+def test_what_is_no_config_is_refused(config, message):
+    with pytest.raises(TypeError, match=f"^{message}$"):
+        MLAGeometry.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kv_lora_rank": None}, "config dict is not of an MLA model: it has no kv_lora_rank"),
+        ({"hidden_size": None}, "config dict is not of an MLA model: it has no hidden_size"),
+        (
+            {"num_attention_heads": None},
+            "config dict is not of an MLA model: it has no num_attention_heads",
+        ),
+        ({"v_head_dim": None}, "config dict is not of an MLA model: it has no v_head_dim"),
+        (
+            {"text_config": {"hidden_size": 4}},
+            "text_config of config dict is not of an MLA model: it has no kv_lora_rank",
+        ),
+        (
+            {"rope_scaling": {"full_attention": {"rope_theta": 1e4}, "sliding_attention": {}}},
+            "config dict: rope_scaling must be those of one layer type, got those of "
+            "full_attention, sliding_attention",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "linear", "mscale_all_dim": 1.0}},
+            "rope_parameters: linear must have a factor, got None",
+        ),
+    ],
+    ids=str,
+)
+def test_a_config_that_lacks_something_is_refused(change, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        MLAGeometry.from_config({**RELEASES["deepseek-v3"], **change})
+
+
+def test_a_path_that_leads_to_no_config_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"config: there is no config\.json at .*nowhere"):
+        MLAGeometry.from_config(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"config: there is no config\.json at "):
+        MLAGeometry.from_config(tmp_path)
+    with pytest.raises(ValueError, match=r"^config '.*' is neither a config\.json, nor a folder"):
+        MLAGeometry.from_config(str(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match=r"neither .* nor a known model; choose from deepseek-v2"):
+        MLAGeometry.from_config("deepsek-v3")
+    with pytest.raises(ValueError, match=r"^config '\{.*' is neither a config\.json"):
+        MLAGeometry.from_config(json.dumps(RELEASES["deepseek-v3"]) * 100)
+    file = tmp_path / "config.json"
+    for content, message in (("{", "is not JSON: "), ("[1]", "must hold an object, got a list")):
+        file.write_text(content, encoding="utf-8")
+        with pytest.raises(ValueError, match=f"^config .*config\\.json {message}"):
+            MLAGeometry.from_config(file)
+    file.write_bytes(b"\xff{}")
+    with pytest.raises(ValueError, match="is not JSON: "):
+        MLAGeometry.from_config(file)
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [
+        ("deepseek-r1", "deepseek-v3"),
+        ("deepseek-v3.1", "deepseek-v3"),
+        ("deepseek-ai/DeepSeek-R1", "deepseek-v3"),
+        ("DEEPSEEK-AI/deepseek-v3.2-exp", "deepseek-v3.2"),
+        ("DeepSeek-V3", "deepseek-v3"),
+        ("moonshotai/Kimi-K2-Instruct", "kimi-k2"),
+        ("moonshotai/Kimi-K2-Instruct-0905", "kimi-k2-0905"),
+        ("moonshotai/Kimi-K2-Thinking", "kimi-k2-0905"),
+        ("moonshotai/Kimi-K2.5", "kimi-k2.5"),
+        ("zai-org/GLM-5", "glm-5"),
+    ],
+)
+def test_presets_have_other_names(alias, name):
+    assert MLAGeometry.preset(alias) is PRESETS[name]
+    assert MLAGeometry.from_config(alias) is PRESETS[name]
+
+
+def test_names_and_aliases_are_lower_case_and_lead_to_a_preset():
+    assert list(PRESETS) == list(RELEASES)
+    assert set(ALIASES.values()) == set(RELEASES)
+    assert not set(ALIASES) & set(RELEASES)
+    for name in (*ALIASES, *RELEASES):
+        assert name == name.lower()
+    assert sum("/" in alias for alias in ALIASES) >= len(RELEASES)
+
+
+def test_kimi_k2_and_its_later_releases_differ():
+    factors = {
+        name: (p.factor, p.max_position_embeddings, p.beta_fast)
+        for name in ("kimi-k2", "kimi-k2-0905", "kimi-k2.5")
+        for p in [PRESETS[name].rope_parameters]
+    }
+    assert factors == {
+        "kimi-k2": (32, 131_072, 1),
+        "kimi-k2-0905": (64, 262_144, 1),
+        "kimi-k2.5": (64, 262_144, 32),
+    }
+
+
+def test_the_factors_of_minicpm3_lie_on_the_curve_they_were_made_from():
+    scaling = RELEASES["minicpm3"]["rope_scaling"]
+    curve = [1 + 16 / (1 + math.exp((7.5 - i) / 1.34)) for i in range(16)]
+    assert scaling["short_factor"] == pytest.approx(curve, rel=1e-15)
+    assert scaling["long_factor"] == scaling["short_factor"]
+
+
+def test_rope_parameters_show_what_is_not_a_default():
+    assert repr(RopeParameters()) == "RopeParameters(rope_type='default', rope_theta=10000.0)"
+    assert repr(RopeParameters("linear", factor=2.0)) == (
+        "RopeParameters(rope_type='linear', rope_theta=10000.0, factor=2.0)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -197,6 +410,8 @@ def test_yarn_mscale():
 def test_an_unknown_preset_lists_the_known_ones():
     with pytest.raises(ValueError, match=r"unknown model 'gpt-2'; choose from .*deepseek-v3"):
         MLAGeometry.preset("gpt-2")
+    with pytest.raises(TypeError, match="the name of a model must be a string, got int"):
+        MLAGeometry.preset(3)
 
 
 def test_derived_sizes():
@@ -253,6 +468,7 @@ def test_v_width_reaches_the_row():
         ({"qk_nope_head_dim": 0}, "qk_nope_head_dim must be at least 1, got 0"),
         ({"v_head_dim": -1}, "v_head_dim must be at least 1, got -1"),
         ({"hidden_size": 0}, "hidden_size must be at least 1, got 0"),
+        ({"rope": "halves"}, "rope must be one of interleaved, half, got 'halves'"),
     ],
     ids=str,
 )

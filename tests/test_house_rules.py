@@ -26,9 +26,10 @@ PACKAGE = ROOT / "mlakit"
 
 # lowest first; a module imports strictly lower layers, and nothing on its own
 LAYERS = (
-    "_version geometry knobs",
-    "checks",
-    "formats masks",
+    "_version knobs releases",
+    "model_config",
+    "checks geometry",
+    "formats masks rope",
     "reference",
     "cache pages plan specs",
     "replay",

@@ -1,0 +1,82 @@
+"""The fields of a model's config, wherever they come from: a file, a dict or a config object."""
+
+from __future__ import annotations
+
+import json
+import operator
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+FILE = "config.json"
+
+
+class ConfigFields:
+    """The fields of one config by name; `source` is what messages call it."""
+
+    def __init__(self, config: object, source: str) -> None:
+        self._config = config
+        self.source = source
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A field, or `default` where there is none or it is null."""
+        if isinstance(self._config, Mapping):
+            value = self._config.get(name)
+        else:
+            value = getattr(self._config, name, None)
+        return default if value is None else value
+
+    def integer(self, name: str) -> int:
+        """A field that must be there and be a whole number."""
+        value = self.get(name)
+        if value is None:
+            raise ValueError(f"{self.source} is not of an MLA model: it has no {name}")
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise TypeError(f"{self.source}: {name} must be an integer, got {value!r}")
+        return operator.index(value)
+
+
+def config_path(path: str | os.PathLike[str]) -> Path | None:
+    """The config.json that `path` names, or that lies in the folder it names; None if none does."""
+    found = os.path.expanduser(path)
+    if os.path.isdir(found):
+        found = os.path.join(found, FILE)
+    return Path(found) if os.path.isfile(found) else None  # False for a name that cannot be one
+
+
+def read_config(config: object) -> ConfigFields:
+    """The fields of the text model of `config`: a path, a dict or a config object."""
+    if isinstance(config, str | os.PathLike):
+        fields = _read_file(config)
+    elif isinstance(config, Mapping):
+        fields = ConfigFields(config, f"config {type(config).__name__}")
+    elif config is None or isinstance(config, int | float | Collection):
+        raise TypeError(
+            f"config must be the name of a known model, the path of a {FILE} or of its folder, "
+            f"a dict or a config object, got {type(config).__name__}"
+        )
+    else:
+        fields = ConfigFields(config, f"config {type(config).__name__}")
+    # a model of text and images keeps the config of its language model inside its own
+    nested = fields.get("text_config")
+    return fields if nested is None else ConfigFields(nested, _nested_source(fields, nested))
+
+
+def _nested_source(outer: ConfigFields, nested: object) -> str:
+    if isinstance(nested, Mapping):
+        return f"text_config of {outer.source}"
+    return f"config {type(nested).__name__}"
+
+
+def _read_file(path: str | os.PathLike[str]) -> ConfigFields:
+    file = config_path(path)
+    if file is None:
+        raise FileNotFoundError(f"config: there is no {FILE} at {os.fspath(path)!r}")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # neither UTF-8 nor JSON
+        raise ValueError(f"config {file} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"config {file} must hold an object, got a {type(content).__name__}")
+    return ConfigFields(content, f"config {file}")

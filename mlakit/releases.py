@@ -1,0 +1,233 @@
+"""What the config.json of each known release says about its attention, by model name.
+
+Only the fields that `MLAGeometry.from_config` reads, under their published names and with their
+published values. The comment above an entry has the Hub id of the config. `ALIASES` has the other
+names of the same attention: Hub ids, and releases that differ in their weights alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def _yarn(factor: float, **others: float) -> dict[str, Any]:
+    """`rope_scaling` as DeepSeek and Moonshot publish it: 4096 tokens stretched by `factor`."""
+    return {
+        "type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    } | others
+
+
+_DEEPSEEK_V3: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "num_attention_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "max_position_embeddings": 163840,
+    "rope_theta": 10000,
+    "rope_scaling": _yarn(40),
+}
+
+_KIMI_K2: dict[str, Any] = _DEEPSEEK_V3 | {
+    "model_type": "kimi_k2",
+    "num_attention_heads": 64,
+    "rope_theta": 50000.0,
+    "max_position_embeddings": 262144,
+}
+
+_GLM_5: dict[str, Any] = {
+    "model_type": "glm_moe_dsa",
+    "hidden_size": 6144,
+    "num_attention_heads": 64,
+    "q_lora_rank": 2048,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+    "index_n_heads": 32,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+    "max_position_embeddings": 202752,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000},
+}
+
+# `short_factor` and `long_factor` are the same list
+_MINICPM3_FACTORS = [
+    1.0591234137867171,
+    1.1241891283591912,
+    1.2596935748670968,
+    1.5380380402321725,
+    2.093982484148734,
+    3.1446935121267696,
+    4.937952647693647,
+    7.524541999994549,
+    10.475458000005451,
+    13.062047352306353,
+    14.85530648787323,
+    15.906017515851266,
+    16.461961959767827,
+    16.740306425132907,
+    16.87581087164081,
+    16.940876586213285,
+]
+
+RELEASES: dict[str, dict[str, Any]] = {
+    # deepseek-ai/DeepSeek-V2
+    "deepseek-v2": _DEEPSEEK_V3
+    | {
+        "model_type": "deepseek_v2",
+        "hidden_size": 5120,
+        "rope_scaling": _yarn(40, mscale=0.707, mscale_all_dim=0.707),
+    },
+    # deepseek-ai/DeepSeek-V2-Lite
+    "deepseek-v2-lite": _DEEPSEEK_V3
+    | {
+        "model_type": "deepseek_v2",
+        "hidden_size": 2048,
+        "num_attention_heads": 16,
+        "q_lora_rank": None,
+        "rope_scaling": _yarn(40, mscale=0.707, mscale_all_dim=0.707),
+    },
+    # deepseek-ai/DeepSeek-V3; R1 and V3.1 have its structure (their model cards)
+    "deepseek-v3": _DEEPSEEK_V3,
+    # deepseek-ai/DeepSeek-V3.2-Exp
+    "deepseek-v3.2": _DEEPSEEK_V3
+    | {
+        "model_type": "deepseek_v32",
+        "index_n_heads": 64,
+        "index_head_dim": 128,
+        "index_topk": 2048,
+    },
+    # moonshotai/Kimi-K2-Instruct
+    "kimi-k2": _KIMI_K2
+    | {"max_position_embeddings": 131072, "rope_scaling": _yarn(32.0, beta_fast=1.0)},
+    # moonshotai/Kimi-K2-Instruct-0905; moonshotai/Kimi-K2-Thinking has the same attention
+    "kimi-k2-0905": _KIMI_K2 | {"rope_scaling": _yarn(64.0, beta_fast=1.0)},
+    # moonshotai/Kimi-K2.5, its text_config; K2.6 has the same attention
+    "kimi-k2.5": _KIMI_K2 | {"rope_scaling": _yarn(64.0)},
+    # zai-org/GLM-4.7-Flash
+    "glm-4.7-flash": {
+        "model_type": "glm4_moe_lite",
+        "hidden_size": 2048,
+        "num_attention_heads": 20,
+        "q_lora_rank": 768,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 256,
+        "max_position_embeddings": 202752,
+        "partial_rotary_factor": 1.0,
+        "rope_theta": 1000000,
+        "rope_scaling": None,
+    },
+    # zai-org/GLM-5; GLM-5.1 has the same attention
+    "glm-5": _GLM_5,
+    # zai-org/GLM-5.2
+    "glm-5.2": _GLM_5
+    | {
+        "max_position_embeddings": 1048576,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 8000000},
+    },
+    # mistralai/Mistral-Small-4-119B-2603, its text_config. The model also multiplies its queries by
+    # a factor that grows with the position (llama_4_scaling_beta): that is no part of RoPE.
+    "mistral-small-4": {
+        "model_type": "mistral4",
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "q_lora_rank": 1024,
+        "kv_lora_rank": 256,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "max_position_embeddings": 1048576,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 128.0,
+            "original_max_position_embeddings": 8192,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "partial_rotary_factor": 0.5,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+    # openbmb/MiniCPM3-4B; v_head_dim is hidden_size / num_attention_heads
+    "minicpm3": {
+        "model_type": "minicpm3",
+        "hidden_size": 2560,
+        "num_attention_heads": 40,
+        "q_lora_rank": 768,
+        "kv_lora_rank": 256,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 32,
+        "max_position_embeddings": 32768,
+        "rope_theta": 10000.0,
+        "rope_scaling": {
+            "type": "longrope",
+            "original_max_position_embeddings": 32768,
+            "short_factor": _MINICPM3_FACTORS,
+            "long_factor": _MINICPM3_FACTORS,
+        },
+    },
+}
+
+_OTHER_NAMES: dict[str, tuple[str, ...]] = {
+    "deepseek-v2": (
+        "deepseek-ai/DeepSeek-V2",
+        "deepseek-ai/DeepSeek-V2-Chat",
+    ),
+    "deepseek-v2-lite": (
+        "deepseek-ai/DeepSeek-V2-Lite",
+        "deepseek-ai/DeepSeek-V2-Lite-Chat",
+    ),
+    "deepseek-v3": (
+        "deepseek-r1",
+        "deepseek-v3.1",
+        "deepseek-ai/DeepSeek-V3",
+        "deepseek-ai/DeepSeek-V3-Base",
+        "deepseek-ai/DeepSeek-V3-0324",
+        "deepseek-ai/DeepSeek-V3.1",
+        "deepseek-ai/DeepSeek-V3.1-Base",
+        "deepseek-ai/DeepSeek-V3.1-Terminus",
+        "deepseek-ai/DeepSeek-R1",
+        "deepseek-ai/DeepSeek-R1-0528",
+        "deepseek-ai/DeepSeek-R1-Zero",
+    ),
+    "deepseek-v3.2": (
+        "deepseek-v3.2-exp",
+        "deepseek-ai/DeepSeek-V3.2",
+        "deepseek-ai/DeepSeek-V3.2-Exp",
+    ),
+    "kimi-k2": (
+        "kimi-k2-instruct",
+        "moonshotai/Kimi-K2-Base",
+        "moonshotai/Kimi-K2-Instruct",
+    ),
+    "kimi-k2-0905": (
+        "kimi-k2-instruct-0905",
+        "kimi-k2-thinking",
+        "moonshotai/Kimi-K2-Instruct-0905",
+        "moonshotai/Kimi-K2-Thinking",
+    ),
+    "kimi-k2.5": ("kimi-k2.6", "moonshotai/Kimi-K2.5", "moonshotai/Kimi-K2.6"),
+    "glm-4.7-flash": ("zai-org/GLM-4.7-Flash",),
+    "glm-5": ("glm-5.1", "zai-org/GLM-5", "zai-org/GLM-5.1"),
+    "glm-5.2": ("zai-org/GLM-5.2",),
+    "mistral-small-4": ("mistralai/Mistral-Small-4-119B-2603",),
+    "minicpm3": ("minicpm3-4b", "openbmb/MiniCPM3-4B"),
+}
+
+ALIASES: dict[str, str] = {
+    other.lower(): name for name, others in _OTHER_NAMES.items() for other in others
+}
