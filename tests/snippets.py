@@ -52,6 +52,11 @@ def ends_in_a_check(example: Example) -> bool:
     return "assert" in last or ("print" in last and bool(example.printed))
 
 
+def angles_by_hand(code: str) -> bool:
+    """Does code that rotates make its own table, and so leave out the model's scaling?"""
+    return "freqs" in code and ("rope_table(" not in code or ".cos(" in code)
+
+
 def table(markdown: str, header: str) -> list[list[str]]:
     """The rows of the table whose first column is `header`, as cells without backticks."""
     _, _, rest = markdown.partition(f"\n| {header} |")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,8 +24,9 @@ from mlakit.demo.oracles import prefill_heads
 from mlakit.demo.serving import Transcript, serve
 from mlakit.demo.verdict import Result, judge, row_errors
 from mlakit.formats import FORMATS, row_codec
-from mlakit.geometry import PRESETS, MLAGeometry
+from mlakit.geometry import PRESETS, MLAGeometry, RopeParameters
 from mlakit.masks import NULL
+from mlakit.rope import rope_table
 from mlakit.specs import Problem
 from mlakit.testing import assert_matches
 
@@ -40,6 +42,13 @@ TINY = MLAGeometry(
     index_n_heads=4,
     index_head_dim=64,
     index_topk=16,
+    rope_parameters=RopeParameters(
+        "yarn",
+        factor=math.exp(2),
+        original_max_position_embeddings=64,
+        mscale=1.0,
+        mscale_all_dim=1.0,
+    ),
 )
 SMALL = ("--prompt", "70", "--tokens", "2", "--device", "cpu")
 
@@ -96,6 +105,18 @@ def served(settings: Settings, geometry: MLAGeometry = TINY) -> tuple[RandomMode
         generator=torch.Generator().manual_seed(settings.seed),
     )
     return model, serve(model, settings, Progress(disable=True))
+
+
+@pytest.mark.parametrize("rope", ["interleaved", "half"])
+def test_the_layer_rotates_as_its_model_does(rope):
+    geometry = replace(TINY, rope=rope)
+    settings = Settings(70, 2, "bf16", torch.device("cpu"), 0)
+    model, transcript = served(settings, geometry)
+    assert model.layer.rope == rope
+    assert torch.equal(model.layer.freqs, rope_table(geometry, settings.positions))
+    codec = row_codec("bf16", geometry.row)
+    stages = demo.judged_stages(transcript, model, codec, Progress(disable=True))
+    assert all(stage.check.passed for stage in stages)
 
 
 def test_it_passes_and_says_so():
@@ -396,7 +417,7 @@ def test_a_wrong_documented_function_fails_the_command(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--model", "gpt-2"], "unknown model 'gpt-2'; choose from deepseek-v2-lite"),
+        (["--model", "gpt-2"], "unknown model 'gpt-2'; choose from deepseek-v2,"),
         (["--format", "fp7"], "unknown cache format 'fp7'; choose from bf16"),
         (["--device", "tpu"], "unknown device 'tpu'; choose from auto, cpu, cuda"),
         (["--prompt", "1"], "--prompt"),

@@ -12,7 +12,15 @@ from pathlib import Path
 import generated_parts
 import pytest
 import torch
-from snippets import FENCE, ends_in_a_check, examples, numbers, output_of, table
+from snippets import (
+    FENCE,
+    angles_by_hand,
+    ends_in_a_check,
+    examples,
+    numbers,
+    output_of,
+    table,
+)
 from typer.testing import CliRunner
 
 from mlakit import cli, dispatch
@@ -52,6 +60,13 @@ def test_examples_run_and_print_what_they_say(name):
 def test_examples_end_in_a_check_or_a_printed_value(name):
     assert ends_in_a_check(EXAMPLES[name])
     assert len(EXAMPLES[name].code.splitlines()) <= 25
+
+
+def test_examples_take_their_angles_from_the_model():
+    rotating = {name for name, example in EXAMPLES.items() if "freqs" in example.code}
+    assert {name.partition(":")[0] for name in rotating} >= {"quickstart.md", "max.md"}
+    assert not [name for name in rotating if angles_by_hand(EXAMPLES[name].code)]
+    assert angles_by_hand("angle = p * f\nfreqs = torch.stack([angle.cos(), angle.sin()], -1)")
 
 
 def test_the_pages_that_teach_have_examples():

@@ -6,7 +6,15 @@ import re
 from pathlib import Path
 
 import pytest
-from snippets import FENCE, ends_in_a_check, examples, numbers, output_of, table
+from snippets import (
+    FENCE,
+    angles_by_hand,
+    ends_in_a_check,
+    examples,
+    numbers,
+    output_of,
+    table,
+)
 from typer.testing import CliRunner
 
 from mlakit import cli, knobs, ops
@@ -31,6 +39,12 @@ def test_examples_run_and_print_what_they_say(heading):
 def test_examples_end_in_a_check_or_a_printed_value(heading):
     assert ends_in_a_check(EXAMPLES[heading])
     assert len(EXAMPLES[heading].code.splitlines()) <= 20
+
+
+def test_examples_take_their_angles_from_the_model():
+    rotating = [example.code for example in EXAMPLES.values() if "freqs" in example.code]
+    assert rotating
+    assert not any(map(angles_by_hand, rotating))
 
 
 def test_there_are_examples_of_decode_a_step_and_a_foreign_cache():

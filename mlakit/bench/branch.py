@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from mlakit.bench import branch_oracle, gate, gpu
-from mlakit.bench.pool import MODEL, ROW, SCALE, filled_pages, rope_table
+from mlakit.bench.pool import MODEL, ROW, SCALE, filled_pages
 from mlakit.bench.shapes import Batch, Shape
 from mlakit.bench.suite import Baseline, Contest, Workload
 from mlakit.branches import CachedBatch, LayerWeights, StepPlan, mla_step, plan_step
 from mlakit.cache import request_slots
 from mlakit.formats import row_codec
 from mlakit.ops import mla_decode
+from mlakit.rope import rope_table
 from mlakit.weights import UpProjection
 
 D_C, D_N, D_R = MODEL.kv_lora_rank, MODEL.qk_nope_head_dim, MODEL.qk_rope_head_dim
@@ -120,7 +121,7 @@ class Step(Workload):
         return LayerWeights(
             up=UpProjection.from_checkpoint(matrix, replace(MODEL, num_heads=self.heads)),
             gamma=gpu.normal(generator, D_C),
-            freqs=rope_table(max(self.batch.kv_lens)).to(gpu.DEVICE),
+            freqs=rope_table(MODEL, max(self.batch.kv_lens), device=gpu.DEVICE),
             softmax_scale=SCALE,
         )
 

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from mlakit.bench import gpu
-from mlakit.bench.pool import ROW, rope_table
+from mlakit.bench.pool import MODEL, ROW
 from mlakit.bench.shapes import Batch, Shape
 from mlakit.bench.suite import Baseline, Contest, Workload
 from mlakit.cache import PagedLatentCache
 from mlakit.formats import row_codec
 from mlakit.ops import norm_rope_quant_append
+from mlakit.rope import rope_table
 from mlakit.workloads.norm_rope_quant import Step, assert_appended
 
 D_C, D_R = ROW.kv_lora_rank, ROW.qk_rope_head_dim
@@ -67,7 +68,7 @@ class Append(Workload):
         q_rope = gpu.normal(generator, self.tokens, self.heads, D_R)
         kv = gpu.normal(generator, self.tokens, ROW.width)
         gamma, rotated = gpu.normal(generator, D_C), torch.empty_like(q_rope)
-        freqs = rope_table(self.tokens if self.is_prompt else 1).to(gpu.DEVICE)
+        freqs = rope_table(MODEL, self.tokens if self.is_prompt else 1, device=gpu.DEVICE)
         pages_each = -(-self.tokens // self.page_size) if self.is_prompt else 1
         batch = 1 if self.is_prompt else self.tokens
         cache = PagedLatentCache.allocate(

@@ -41,13 +41,6 @@ def fill(cache: PagedLatentCache, generator: torch.Generator) -> None:
         layer.write(slots, LATENT_SIZE * rows)
 
 
-def rope_table(positions: int) -> Tensor:
-    """float32 [positions, D_R]: cos0, sin0, cos1, sin1, …"""
-    width = ROW.qk_rope_head_dim
-    angle = torch.arange(positions)[:, None] * 10000.0 ** (-torch.arange(0, width, 2) / width)
-    return torch.stack([angle.cos(), angle.sin()], dim=-1).flatten(1)
-
-
 def page_counts(kv_lens: Sequence[int], page_size: int) -> list[int]:
     return [-(-kv_len // page_size) for kv_len in kv_lens]
 

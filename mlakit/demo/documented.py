@@ -21,10 +21,10 @@ from mlakit import reference
 from mlakit.cache import token_requests, token_slots
 from mlakit.checks import E4M3
 from mlakit.compat import modular
-from mlakit.demo.model import rope_table
 from mlakit.demo.verdict import Check, Result, judge
 from mlakit.formats import saturating_cast
 from mlakit.geometry import MLAGeometry
+from mlakit.rope import rope_table
 from mlakit.testing import poison, shuffled_pages
 
 MODEL = "deepseek-v3"
@@ -84,7 +84,7 @@ class Batch:
             shuffled_pages(len(pages), pages, NUM_PAGES, generator).to(device),
             torch.tensor([0, *accumulate(NEW)], dtype=torch.int32, device=device),
             torch.tensor(CACHED, dtype=torch.int32, device=device),
-            rope_table(max(TOTALS), D_R).to(device, DTYPE),
+            rope_table(GEOMETRY, max(TOTALS), device=device).to(DTYPE),
             (1 + 0.1 * torch.randn(D_C, generator=generator)).to(device, DTYPE),
         )
 

@@ -20,6 +20,7 @@ from torch.nn.functional import layer_norm, rms_norm
 
 from mlakit.branches import LayerWeights
 from mlakit.geometry import MLAGeometry
+from mlakit.rope import rope_table
 from mlakit.weights import UpProjection
 
 VOCABULARY = 1024
@@ -124,13 +125,6 @@ def rotated(x: Tensor, cos_sin: Tensor) -> Tensor:
     return torch.cat([torch.view_as_real(turned).flatten(-2).to(x.dtype), rest], dim=-1)
 
 
-def rope_table(positions: int, width: int) -> Tensor:
-    """cos0, sin0, cos1, … of each position, float32 [positions, width]."""
-    frequency = 10_000.0 ** (-torch.arange(0, width, 2) / width)
-    angle = torch.arange(positions)[:, None] * frequency
-    return torch.stack([angle.cos(), angle.sin()], dim=-1).flatten(1)
-
-
 def make_model(
     geometry: MLAGeometry,
     *,
@@ -164,8 +158,9 @@ def make_model(
         layer=LayerWeights(
             up=UpProjection.from_checkpoint(kv_b, g),
             gamma=gamma.to(device, dtype),
-            freqs=rope_table(positions, g.qk_rope_head_dim).to(device),
+            freqs=rope_table(g, positions, device=device),
             softmax_scale=g.softmax_scale,
+            rope=g.rope,
         ),
         indexer=Indexer(
             q_b=matrix(g.index_n_heads * g.index_head_dim, query_inputs),

@@ -68,6 +68,7 @@ class Oracle:
             model.layer.freqs.cpu(),
             g.softmax_scale,
             model.layer.epsilon,
+            model.layer.rope,
         )
         return cls(g, by_head, layer, heads)
 
@@ -84,13 +85,11 @@ class Oracle:
     def rotated(self, q: Tensor, positions: Sequence[int], precision: Precision) -> Tensor:
         """q with its rope columns rotated."""
         nope, rope = q.split([self.geometry.qk_nope_head_dim, self.geometry.qk_rope_head_dim], -1)
-        freqs = self.layer.freqs
-        if precision == EXACT:
-            turned = [reference.rotate(x, freqs[p]) for x, p in zip(rope, positions, strict=True)]
-        else:
-            turned = [
-                reference.rotate_stepwise(x, freqs[p]) for x, p in zip(rope, positions, strict=True)
-            ]
+        rotate = reference.rotate if precision == EXACT else reference.rotate_stepwise
+        turned = [
+            rotate(x, self.layer.freqs[p], rope=self.layer.rope)
+            for x, p in zip(rope, positions, strict=True)
+        ]
         return torch.cat([nope.to(precision.dtype), torch.stack(turned).to(precision.dtype)], -1)
 
     def prefill(self, rows: Tensor, q_len: int) -> Callable[[Tensor, Precision], Tensor]:
@@ -197,10 +196,10 @@ class Oracle:
         """(exact, plain) rows of raw latents kv [tokens, width], the plain ones as stored."""
         no_queries = kv.new_empty(len(kv), 0, self.geometry.qk_rope_head_dim)
         step = (no_queries, kv, self.layer.freqs, self.layer.gamma, positions)
-        epsilon = self.layer.epsilon
-        _, exact = reference.norm_rope_quant(*step, epsilon=epsilon)
+        epsilon, rope = self.layer.epsilon, self.layer.rope
+        _, exact = reference.norm_rope_quant(*step, epsilon=epsilon, rope=rope)
         _, plain = reference.norm_rope_quant_stepwise(
-            *step, epsilon=epsilon, out_dtype=kv.dtype, cache_dtype=torch.float32
+            *step, epsilon=epsilon, rope=rope, out_dtype=kv.dtype, cache_dtype=torch.float32
         )
         return exact, codec.decode(*codec.encode(plain))
 

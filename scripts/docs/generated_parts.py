@@ -18,7 +18,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from mlakit import bench, cli, knobs
-from mlakit.geometry import PRESETS
+from mlakit.geometry import PRESETS, RopeParameters
 from mlakit.support import table
 
 HELP_COLUMNS = 88  # what a page is wide enough for
@@ -91,9 +91,18 @@ def support_table() -> str:
     return f"{markdown_table(header, rows)}\n\n{cards}."
 
 
+def _rotation(rope: RopeParameters) -> str:
+    theta = f"θ = {rope.rope_theta:,.0f}".replace(",", " ")
+    if rope.rope_type == "default":
+        return theta
+    if rope.factor is None or rope.factor == 1:
+        return f"{rope.rope_type}, {theta}"
+    return f"{rope.rope_type} × {rope.factor:g}, {theta}"
+
+
 def model_table() -> str:
     """The geometries that are known by name."""
-    header = ("name", "heads", "cache row", "expanded K, V", "softmax scale", "indexer")
+    header = ("name", "heads", "cache row", "expanded K, V", "softmax scale", "RoPE", "indexer")
     rows = (
         (
             f"`{name}`",
@@ -101,6 +110,7 @@ def model_table() -> str:
             f"{model.kv_lora_rank} + {model.qk_rope_head_dim}",
             f"{model.qk_head_dim}, {model.v_head_dim}",
             f"{model.softmax_scale:.4f}",
+            _rotation(model.rope_parameters),
             f"best {model.index_topk}" if model.has_indexer else "—",
         )
         for name, model in PRESETS.items()
