@@ -22,6 +22,8 @@ from torch import Tensor
 from mlakit import dispatch
 from mlakit.cache import PagedLatentCache, PageTable, from_host, gather_rows, select_requests
 from mlakit.checks import FLOATS, Dims, values_visible
+from mlakit.geometry import Rope
+from mlakit.knobs import Backend
 from mlakit.masks import CAUSAL, NULL, Mask
 from mlakit.ops import merge_states, mla_decode, mla_prefill, norm_rope_quant_append, sparse_mla
 from mlakit.ops._arguments import (
@@ -53,7 +55,7 @@ class LayerWeights:
     freqs: Tensor  # [positions, D_R] cos0, sin0, cos1, sin1, …
     softmax_scale: float
     epsilon: float = 1e-6
-    rope: str = "interleaved"
+    rope: Rope = "interleaved"
 
     def __post_init__(self) -> None:
         dims = Dims("LayerWeights")
@@ -137,7 +139,7 @@ def prefill_branch(
     plan: ContextPlan | None = None,
     max_context_rows: int | None = None,
     out: Tensor | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Tensor:
     """Append the new tokens, expand the keys they see, attend.
 
@@ -177,7 +179,7 @@ def decode_branch(
     mask: Mask = CAUSAL,
     plan: DecodePlan | DecodePlanTensors | EvenSplit | None = None,
     out: Tensor | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Tensor:
     """Append the new tokens, absorb the up-projection, attend to the cache, project up.
 
@@ -219,7 +221,7 @@ def mla_step(
     decode_up_to: int | None = None,
     max_context_rows: int | None = None,
     out: Tensor | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Tensor:
     """One causal step over a mixed batch: short requests decode, long ones prefill.
 
@@ -318,7 +320,7 @@ def _select_kernels(
     weights: LayerWeights,
     batch: CachedBatch,
     mask: Mask,
-    backend: str,
+    backend: Backend,
 ) -> None:
     """Have the kernels chosen before the first write: a step that none takes changes nothing."""
     if torch.compiler.is_compiling():
@@ -456,7 +458,7 @@ def _append(
     batch: CachedBatch,
     *,
     q_rope_out: Tensor,
-    backend: str,
+    backend: Backend,
 ) -> None:
     norm_rope_quant_append(
         q_rope,
@@ -483,7 +485,7 @@ def _attend_absorbed(
     topk_lens: Tensor | None,
     mask: Mask,
     plan: DecodePlan | DecodePlanTensors | EvenSplit | None,
-    backend: str,
+    backend: Backend,
 ) -> Tensor:
     """Attention of absorbed, rotated q over the cache, [tokens, heads, D_C]."""
     if rows is None:
@@ -519,7 +521,7 @@ def _attend_expanded(
     plan: ContextPlan,
     mask: Mask,
     out: Tensor,
-    backend: str,
+    backend: Backend,
 ) -> None:
     """Attention of rotated q over keys expanded from the cache, chunk by chunk, into `out`."""
     before = plan.kv_lens
@@ -553,7 +555,7 @@ def _attend_rows(
     last: Sequence[int],
     mask: Mask,
     out: Tensor | None,
-    backend: str,
+    backend: Backend,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) over the cached tokens [first, last) of every request, its queries the newest."""
     layer = batch.cache.layer(batch.layer)

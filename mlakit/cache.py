@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mlakit.checks import Dims
-from mlakit.formats import PageFooterCodec, RowCodec, row_codec
+from mlakit.formats import Format, PageFooterCodec, RowCodec, known_format, row_codec
 from mlakit.geometry import MLAGeometry, RowShape
 
 PageTable: TypeAlias = Tensor | tuple[Tensor, Tensor]
@@ -201,7 +201,7 @@ class PagedLatentCache:
     def allocate(
         cls,
         geometry: MLAGeometry | RowShape,
-        format: str = "bf16",
+        format: Format = "bf16",
         *,
         num_pages: int,
         page_size: int = 64,
@@ -214,7 +214,7 @@ class PagedLatentCache:
         sizes = {"num_pages": num_pages, "page_size": page_size, "num_layers": num_layers}
         for name, size in sizes.items():
             dims.integer(name, size, 1)
-        codec = row_codec(format, _row_shape(geometry))
+        codec = row_codec(known_format(format), _row_shape(geometry))
         _check_tensor_scale(dims, codec, tensor_scale)
         if isinstance(codec, PageFooterCodec):
             storage = torch.zeros(
@@ -237,7 +237,7 @@ class PagedLatentCache:
         blocks: Tensor,
         geometry: MLAGeometry | RowShape,
         *,
-        format: str | None = None,
+        format: Format | None = None,
         scales: Tensor | None = None,
         tensor_scale: float | Tensor = 1.0,
     ) -> PagedLatentCache:
@@ -253,7 +253,8 @@ class PagedLatentCache:
         dims = Dims("PagedLatentCache.wrap")
         dims.tensor("blocks", blocks)
         row = _row_shape(geometry)
-        codec = row_codec(format or _infer_format(dims, blocks, row), row)
+        named = _infer_format(dims, blocks, row) if format is None else known_format(format)
+        codec = row_codec(named, row)
         _check_tensor_scale(dims, codec, tensor_scale)
         nominal = _four_axes(dims, "blocks", _retyped(dims, blocks, codec))
         _check_rows(dims, blocks, nominal, codec)

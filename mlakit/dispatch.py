@@ -9,13 +9,14 @@ from mlakit.checks import UnsupportedError
 from mlakit.kernels.cpu import support as cpu
 from mlakit.kernels.hopper import support as hopper
 from mlakit.kernels.triton import support as triton
+from mlakit.knobs import Backend
 from mlakit.specs import KernelSpec, Problem
 
 # fastest first: `auto` takes the first kernel that has no objection; in host memory that is `cpu`,
 # where the portable kernels are only ever interpreted
 SPECS: tuple[KernelSpec, ...] = (*cpu.SPECS, *hopper.SPECS, *triton.SPECS)
 OPS: tuple[str, ...] = tuple(dict.fromkeys(spec.op for spec in SPECS))
-BACKENDS = ("hopper", "triton", "cpu")
+BACKENDS: tuple[Backend, ...] = tuple(name for name in knobs.BACKENDS if name != "auto")
 
 
 def specs(op: str) -> list[KernelSpec]:
@@ -30,8 +31,10 @@ def explain(op: str, problem: Problem) -> dict[str, str | None]:
 
     Those with a kernel of `op` come first, in the order in which `auto` asks them.
     """
-    asked = {spec.backend: spec.why_not(problem) for spec in specs(op)}
-    absent = {backend: f"has no kernel of {op}" for backend in BACKENDS if backend not in asked}
+    asked: dict[str, str | None] = {spec.backend: spec.why_not(problem) for spec in specs(op)}
+    absent: dict[str, str | None] = {
+        backend: f"has no kernel of {op}" for backend in BACKENDS if backend not in asked
+    }
     return asked | absent
 
 

@@ -16,6 +16,7 @@ from rich.table import Table
 from mlakit import dispatch, knobs, replay, selfcheck
 from mlakit.bench import environment, gpu, peers
 from mlakit.checks import UnsupportedError
+from mlakit.knobs import Backend
 from mlakit.workloads import DecodeCase
 
 # where a kernel takes certain widths only; other ops have their smallest case
@@ -40,7 +41,7 @@ class OpHealth:
 class BackendHealth:
     """A backend here."""
 
-    backend: str
+    backend: Backend
     device: str
     why_not: str | None  # no call was made, or none was taken
     ops: tuple[OpHealth, ...] = ()
@@ -121,7 +122,7 @@ def _changed_settings() -> Iterator[tuple[str, object]]:
                 yield knob.variable, value
 
 
-def why_not(backend: str) -> str | None:
+def why_not(backend: Backend) -> str | None:
     """Why no op can be called on a backend here."""
     if not any(spec.backend == backend for spec in dispatch.SPECS):
         return "has no kernels in this version"
@@ -132,7 +133,7 @@ def why_not(backend: str) -> str | None:
     return None if find_spec("triton") else "needs Triton, which is not installed"
 
 
-def _backend_health(backend: str, seconds: float) -> BackendHealth:
+def _backend_health(backend: Backend, seconds: float) -> BackendHealth:
     device = "cpu" if backend == "cpu" else "cuda"
     reason = why_not(backend)
     if reason is not None:
@@ -150,7 +151,7 @@ def _backend_health(backend: str, seconds: float) -> BackendHealth:
     return BackendHealth(backend, device, None, ops, random)
 
 
-def _op_health(op: str, device: str, backend: str) -> OpHealth:
+def _op_health(op: str, device: str, backend: Backend) -> OpHealth:
     case = WIDE_CASES.get(op) or selfcheck.KINDS[op]()
     start = perf_counter()
     refusal = error = None

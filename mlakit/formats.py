@@ -27,12 +27,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from mlakit.checks import E4M3, Dims
 from mlakit.geometry import RowShape
+
+Format = Literal["bf16", "fp16", "fp32", "fp8", "fp8_token", "fp8_block128", "fp8_block64"]
+"""What the argument `format` may be."""
+FORMATS: tuple[Format, ...] = get_args(Format)
 
 E4M3_MAX = 448.0
 LARGEST_SCALE = torch.finfo(torch.float32).max
@@ -110,7 +115,7 @@ class RowCodec(ABC):
     has_tensor_scale                  one scale for the whole tensor, given to `encode` and `decode`
     """
 
-    name: str
+    name: Format
     row: RowShape
     payload_dtype: torch.dtype
     payload_elements: int
@@ -343,28 +348,28 @@ def _require_aligned(name: str, row: RowShape) -> None:
         )
 
 
-def _plain(dtype: torch.dtype) -> Callable[[str, RowShape], RowCodec]:
+def _plain(dtype: torch.dtype) -> Callable[[Format, RowShape], RowCodec]:
     return lambda name, row: PlainCodec(name, row, dtype, row.width)
 
 
-def _tensor_scaled(name: str, row: RowShape) -> RowCodec:
+def _tensor_scaled(name: Format, row: RowShape) -> RowCodec:
     return TensorScaleCodec(name, row, E4M3, row.width, has_tensor_scale=True)
 
 
-def _token_scaled(name: str, row: RowShape) -> RowCodec:
+def _token_scaled(name: Format, row: RowShape) -> RowCodec:
     _require_aligned(name, row)
     payload_bytes = row.kv_lora_rank + 2 * row.qk_rope_head_dim
     return TokenScaleCodec(name, row, torch.uint8, payload_bytes, torch.float32, 1)
 
 
-def _block_scaled(name: str, row: RowShape) -> RowCodec:
+def _block_scaled(name: Format, row: RowShape) -> RowCodec:
     _require_aligned(name, row)
     scale_bytes = 4 * ceil(row.kv_lora_rank / BlockScaleCodec.group)
     payload_bytes = row.kv_lora_rank + scale_bytes + 2 * row.qk_rope_head_dim
     return BlockScaleCodec(name, row, torch.uint8, payload_bytes)
 
 
-def _page_footer(name: str, row: RowShape) -> RowCodec:
+def _page_footer(name: Format, row: RowShape) -> RowCodec:
     _require_aligned(name, row)
     footer_bytes = PageFooterCodec.footer_bytes
     widest = PageFooterCodec.group * footer_bytes
@@ -377,7 +382,7 @@ def _page_footer(name: str, row: RowShape) -> RowCodec:
     return PageFooterCodec(name, row, torch.uint8, payload_bytes, torch.uint8, footer_bytes)
 
 
-_BUILDERS: dict[str, Callable[[str, RowShape], RowCodec]] = {
+_BUILDERS: dict[Format, Callable[[Format, RowShape], RowCodec]] = {
     "bf16": _plain(torch.bfloat16),
     "fp16": _plain(torch.float16),
     "fp32": _plain(torch.float32),
@@ -386,12 +391,17 @@ _BUILDERS: dict[str, Callable[[str, RowShape], RowCodec]] = {
     "fp8_block128": _block_scaled,
     "fp8_block64": _page_footer,
 }
-FORMATS = tuple(_BUILDERS)
+
+
+def known_format(name: object) -> Format:
+    """`name`, if it is that of a format; ValueError with the choices if not."""
+    for known in FORMATS:
+        if name == known:
+            return known
+    raise ValueError(f"unknown cache format {name!r}; choose from {', '.join(FORMATS)}")
 
 
 @lru_cache(maxsize=256)
-def row_codec(name: str, row: RowShape) -> RowCodec:
+def row_codec(name: Format, row: RowShape) -> RowCodec:
     """The codec of a format for rows of one shape; ValueError if there is none."""
-    if name not in _BUILDERS:
-        raise ValueError(f"unknown cache format {name!r}; choose from {', '.join(FORMATS)}")
-    return _BUILDERS[name](name, row)
+    return _BUILDERS[known_format(name)](name, row)

@@ -13,9 +13,13 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar, get_args
 
 T = TypeVar("T")
+
+Backend = Literal["auto", "hopper", "triton", "cpu"]
+"""What the argument `backend` may be: "auto" takes the fastest that can."""
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 _OVERRIDES: ContextVar[Mapping[str, object] | None] = ContextVar("mlakit_knobs", default=None)
 REGISTRY: dict[str, Knob[object]] = {}
@@ -67,10 +71,11 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _backend(text: str) -> str:
-    if text not in ("auto", "hopper", "triton", "cpu"):
-        raise ValueError("must be one of auto, hopper, triton, cpu")
-    return text
+def _backend(text: str) -> Backend:
+    for backend in BACKENDS:
+        if text == backend:
+            return backend
+    raise ValueError(f"must be one of {', '.join(BACKENDS)}")
 
 
 def _folder(text: str) -> str:
@@ -91,7 +96,7 @@ check_values = _knob(
     _boolean,
     "Check lengths, page ids and positions of GPU tensors too (costs a synchronisation per call).",
 )
-backend = _knob(
+backend: Knob[str] = _knob(
     "backend",
     "auto",
     _backend,

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from mlakit.geometry import RowShape
+from mlakit.knobs import Backend
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Problem:
 class KernelSpec:
     """One kernel: which op it serves on which backend, where its launcher is, what it refuses."""
 
-    backend: str
+    backend: Backend
     op: str
     launcher: str  # "module:function", imported at the first call
     why_not: Callable[[Problem], str | None]

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from mlakit.checks import E4M3, FLOATS, Dims
 from mlakit.geometry import MLAGeometry
+from mlakit.knobs import Backend
 from mlakit.ops import batched_matmul, quantize_fp8, scaled_mm_fp8
 
 BLOCK = 128  # rows and columns of a checkpoint's e4m3 matrix that share a scale
@@ -35,7 +36,7 @@ class HeadMatrices:
     scale: Tensor | None = None  # [heads, ceil(outputs / group), ceil(inputs / group)] float32
     group: int = 0
 
-    def apply(self, x: Tensor, *, out: Tensor, backend: str = "auto") -> Tensor:
+    def apply(self, x: Tensor, *, out: Tensor, backend: Backend = "auto") -> Tensor:
         """x [tokens, heads, inputs] → out [tokens, heads, outputs], written through its strides."""
         by_head, out_by_head = x.transpose(0, 1), out.transpose(0, 1)
         if self.scale is None:
@@ -69,7 +70,7 @@ class UpProjection:
         """Are the matrices e4m3 with block scales?"""
         return self.joint.scale is not None
 
-    def expand(self, latent: Tensor, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
+    def expand(self, latent: Tensor, *, backend: Backend = "auto") -> tuple[Tensor, Tensor]:
         """(k_nope [tokens, heads, D_N], v [tokens, heads, D_V]) of latent [tokens, D_C]."""
         g = self.geometry
         out = latent.new_empty(len(latent), 1, self.joint.weight.shape[1])

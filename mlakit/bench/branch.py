@@ -20,7 +20,7 @@ from mlakit.bench.shapes import Batch, Shape
 from mlakit.bench.suite import Baseline, Contest, Workload
 from mlakit.branches import CachedBatch, LayerWeights, StepPlan, mla_step, plan_step
 from mlakit.cache import request_slots
-from mlakit.formats import row_codec
+from mlakit.formats import Format, row_codec
 from mlakit.ops import mla_decode
 from mlakit.rope import rope_table
 from mlakit.weights import UpProjection
@@ -36,7 +36,7 @@ class Step(Workload):
 
     batch: Batch
     heads: int = 128
-    format: str = "bf16"
+    format: Format = "bf16"
     page_size: int = 64
 
     op = "mla_step"

@@ -23,7 +23,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from mlakit import reference
 from mlakit.bench.suite import Baseline, Contest, Workload
 from mlakit.cache import PagedLatentCache, request_slots
-from mlakit.formats import row_codec
+from mlakit.formats import Format, row_codec
 from mlakit.geometry import MLAGeometry
 from mlakit.ops import mla_decode, mla_prefill
 from mlakit.testing import assert_matches, shuffled_pages
@@ -41,7 +41,7 @@ class Decode(Workload):
     """One new token each of `batch` requests, each with `tokens` rows cached in shuffled pages."""
 
     dtype: str
-    format: str
+    format: Format
     batch: int = 4
     heads: int = 16
     tokens: int = 4096

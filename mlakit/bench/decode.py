@@ -23,7 +23,7 @@ from mlakit.bench.problems import DenseDecode
 from mlakit.bench.shapes import Batch, Shape
 from mlakit.bench.suite import Baseline, Contest, Workload
 from mlakit.cache import PagedLatentCache, request_slots
-from mlakit.formats import row_codec
+from mlakit.formats import Format, row_codec
 from mlakit.ops import mla_decode
 from mlakit.ops.decode_plan import plan_mla_decode
 from mlakit.plan import DecodePlanTensors
@@ -45,7 +45,7 @@ class Decode(Workload):
 
     batch: Batch
     heads: int
-    format: str = "bf16"
+    format: Format = "bf16"
     page_size: int = 64
     dtype: torch.dtype = torch.bfloat16
     ratio: float | None = None
@@ -199,9 +199,8 @@ WORKLOADS: tuple[Workload, ...] = (
         for heads, tokens, ratio in ((128, 4096, 1 / 0.75), (16, 8192, 1 / 1.6))
         for format in ("fp8", "fp8_token", "fp8_block128")
     ),
-    *(
-        BytesDecode(Batch.of(128, 1, 4096), 128, format, dtype=E4M3, ratio=ratio)
-        # queries of one byte need no wider products
-        for format, ratio in (("fp8", 1.0), ("fp8_token", 1.0), ("fp8_block128", 1 / 0.75))
-    ),
+    # queries of one byte need no wider products
+    BytesDecode(Batch.of(128, 1, 4096), 128, "fp8", dtype=E4M3, ratio=1.0),
+    BytesDecode(Batch.of(128, 1, 4096), 128, "fp8_token", dtype=E4M3, ratio=1.0),
+    BytesDecode(Batch.of(128, 1, 4096), 128, "fp8_block128", dtype=E4M3, ratio=1 / 0.75),
 )

@@ -18,7 +18,7 @@ from mlakit.bench.pool import MODEL, ROW
 from mlakit.bench.shapes import Batch, Shape
 from mlakit.bench.suite import Baseline, Contest, Workload
 from mlakit.cache import PagedLatentCache
-from mlakit.formats import row_codec
+from mlakit.formats import Format, row_codec
 from mlakit.ops import norm_rope_quant_append
 from mlakit.rope import rope_table
 from mlakit.workloads.norm_rope_quant import Step, assert_appended
@@ -33,7 +33,7 @@ class Append(Workload):
     """`tokens` requests with one new token each, or one request with all of them (`is_prompt`)."""
 
     tokens: int
-    format: str = "bf16"
+    format: Format = "bf16"
     heads: int = 128
     is_prompt: bool = False
     page_size: int = 64

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mlakit.bench import gpu
 from mlakit.cache import PagedLatentCache
+from mlakit.formats import Format
 from mlakit.geometry import MLAGeometry
 from mlakit.testing import shuffled_pages
 
@@ -23,7 +24,7 @@ ROWS_AT_ONCE = 1 << 18
 def filled_cache(
     num_pages: int,
     page_size: int,
-    format: str,
+    format: Format,
     generator: torch.Generator,
 ) -> PagedLatentCache:
     cache = PagedLatentCache.allocate(
@@ -48,7 +49,7 @@ def page_counts(kv_lens: Sequence[int], page_size: int) -> list[int]:
 def filled_pages(
     kv_lens: Sequence[int],
     page_size: int,
-    format: str,
+    format: Format,
     generator: torch.Generator,
 ) -> tuple[PagedLatentCache, Tensor]:
     """A pool with room for all requests, and a table of its pages in random order."""
@@ -63,7 +64,7 @@ class SharedPool:
 
     num_pages: int
     page_size: int = 64
-    format: str = "bf16"
+    format: Format = "bf16"
     _made: list[PagedLatentCache] = field(default_factory=list)
 
     def pages(

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from itertools import accumulate
 
-from mlakit.formats import row_codec
+from mlakit.formats import Format, row_codec
 from mlakit.geometry import MLAGeometry
 
 NUMBER = r"(\d+[km]?)"
@@ -119,7 +119,7 @@ class Shape:
 
     text: str
     heads: int | None = None
-    format: str | None = None
+    format: Format | None = None
     page_size: int | None = None
     topk: int | None = None
     causal: bool | None = None

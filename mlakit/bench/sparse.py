@@ -22,6 +22,7 @@ from mlakit.bench.problems import SparseDecode, SparsePrefill
 from mlakit.bench.shapes import Batch, Shape, with_topk
 from mlakit.bench.suite import Baseline, Contest, Workload
 from mlakit.cache import PagedLatentCache
+from mlakit.formats import Format
 from mlakit.ops import sparse_mla
 
 MOST_JUDGED = 6  # queries
@@ -37,7 +38,7 @@ class SparseWorkload(Workload):
     batch: Batch
     heads: int
     topk: int = 2048
-    format: str = "bf16"
+    format: Format = "bf16"
     ratio: float | None = None
 
     op = "sparse_mla"

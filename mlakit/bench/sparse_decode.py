@@ -20,12 +20,12 @@ from mlakit.bench.shapes import Batch, Shape
 from mlakit.bench.sparse import SparseWorkload, sparse_of_shape
 from mlakit.bench.suite import Baseline, Workload
 from mlakit.cache import PagedLatentCache
-from mlakit.formats import row_codec
+from mlakit.formats import Format, row_codec
 
 
 @dataclass(frozen=True)
 class Sparse(SparseWorkload):
-    format: str = "fp8_block128"
+    format: Format = "fp8_block128"
     page_size: int = 64
 
     suite = "sparse-decode"

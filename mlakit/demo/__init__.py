@@ -14,7 +14,7 @@ from mlakit.demo import documented, report
 from mlakit.demo.model import make_model
 from mlakit.demo.oracles import judged_stages
 from mlakit.demo.serving import PAGE_SIZE, Settings, serve
-from mlakit.formats import row_codec
+from mlakit.formats import known_format, row_codec
 from mlakit.geometry import MLAGeometry, RowShape
 from mlakit.masks import CAUSAL
 from mlakit.specs import Problem, device_facts
@@ -61,7 +61,8 @@ def make_settings(
 ) -> Settings:
     """The settings of a run; ValueError for a format or a device that there is none of."""
     row_codec(format, geometry.row)  # says what is wrong with a format
-    return Settings(prompt, tokens, format, choose_device(device, geometry, format), seed)
+    device_here = choose_device(device, geometry, format)
+    return Settings(prompt, tokens, known_format(format), device_here, seed)
 
 
 def activation_dtype(format: str, geometry: MLAGeometry) -> torch.dtype:

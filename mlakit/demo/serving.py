@@ -27,6 +27,7 @@ from mlakit.cache import (
     token_slots,
 )
 from mlakit.demo.model import Projected, RandomModel
+from mlakit.formats import Format
 from mlakit.ops import indexer_logits, indexer_topk
 from mlakit.pages import PageAllocator, PagedSequence
 from mlakit.plan import plan_context
@@ -47,7 +48,7 @@ class Settings:
 
     prompt: int = 300
     tokens: int = 8  # of each continuation
-    format: str = "fp8_block128"
+    format: Format = "fp8_block128"
     device: torch.device = CPU
     seed: int = 0
 

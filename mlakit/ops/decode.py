@@ -11,6 +11,7 @@ from torch import Tensor
 from mlakit import dispatch
 from mlakit.cache import WHOLE, CacheLayer, KVShard, PagedLatentCache, PageTable
 from mlakit.checks import Dims
+from mlakit.knobs import Backend
 from mlakit.masks import CAUSAL, Mask
 from mlakit.ops._arguments import (
     check_absorbed_query,
@@ -49,7 +50,7 @@ def mla_decode(
     out: Tensor | None = None,
     lse: Tensor | None = None,
     deterministic: bool = False,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Attention of the newest tokens of each request over its cached rows.
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from mlakit import dispatch
 from mlakit.cache import PagedLatentCache, PageTable
 from mlakit.checks import FLOATS, Dims, UnsupportedError
+from mlakit.knobs import Backend
 from mlakit.masks import CAUSAL, Mask
 from mlakit.ops._arguments import (
     check_kv_lens,
@@ -36,7 +37,7 @@ def plan_mla_decode(
     dtype: torch.dtype | None = None,
     mask: Mask = CAUSAL,
     kv_shard: tuple[int, int, int] | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> DecodePlanTensors:
     """The plan that `mla_decode` would make of these lengths, to share among the layers of a step.
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mlakit import dispatch
 from mlakit.checks import E4M3, FLOATS, Dims
+from mlakit.knobs import Backend
 from mlakit.ops._arguments import check_result
 from mlakit.ops._library import Op
 from mlakit.specs import Problem, device_facts
@@ -26,7 +27,7 @@ def quantize_fp8(
     scale_ub: float = inf,
     out: Tensor | None = None,
     scales: Tensor | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
     """x as e4m3 with one scale per row and `group` columns.
 
@@ -54,7 +55,7 @@ def scaled_mm_fp8(
     k_group: int = 128,
     out_dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Tensor:
     """a @ bᵀ of block-scaled e4m3 matrices, accumulated in float32 and rounded once.
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from mlakit import dispatch
 from mlakit.cache import CacheLayer, PagedLatentCache, PageTable
 from mlakit.checks import E4M3, FLOATS, Dims, values_visible
+from mlakit.knobs import Backend
 from mlakit.masks import CAUSAL, Mask
 from mlakit.ops._arguments import (
     INTEGERS,
@@ -40,7 +41,7 @@ def indexer_logits(
     mask: Mask = CAUSAL,
     max_kv_len: int | None = None,
     out: Tensor | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Tensor:
     """Index score of every cached token for every query.
 
@@ -81,7 +82,7 @@ def indexer_topk(
     row_starts: Tensor | None = None,
     row_ends: Tensor | None = None,
     out: Tensor | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Tensor:
     """The columns of the k largest logits of every row, int32 [tokens, k].
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mlakit import dispatch
 from mlakit.checks import E4M3, FLOATS, Dims
+from mlakit.knobs import Backend
 from mlakit.ops._arguments import check_result
 from mlakit.ops._library import Op
 from mlakit.specs import Problem, device_facts
@@ -16,7 +17,7 @@ NAME = "batched_matmul"
 
 
 def batched_matmul(
-    a: Tensor, b: Tensor, *, out: Tensor | None = None, backend: str = "auto"
+    a: Tensor, b: Tensor, *, out: Tensor | None = None, backend: Backend = "auto"
 ) -> Tensor:
     """a [batch, M, K] @ b [batch, N, K]ᵀ, accumulated in float32 and rounded once.
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mlakit import dispatch
 from mlakit.checks import FLOATS, Dims
+from mlakit.knobs import Backend
 from mlakit.ops._arguments import check_result, check_sink
 from mlakit.ops._library import Op
 from mlakit.specs import Problem, device_facts
@@ -24,7 +25,7 @@ def merge_states(
     sink: Tensor | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
     """The attention over all keys, from attentions over parts of them.
 

@@ -9,6 +9,8 @@ from torch import Tensor
 from mlakit import dispatch
 from mlakit.cache import CacheLayer, PagedLatentCache, PageTable
 from mlakit.checks import E4M3, FLOATS, Dims
+from mlakit.geometry import ROPES, Rope
+from mlakit.knobs import Backend
 from mlakit.ops._arguments import (
     check_kv_lens,
     check_layer,
@@ -21,7 +23,6 @@ from mlakit.ops._library import Op
 from mlakit.specs import Problem, device_facts
 
 NAME = "norm_rope_quant_append"
-ROPES = ("interleaved", "half")
 
 
 def norm_rope_quant_append(
@@ -36,10 +37,10 @@ def norm_rope_quant_append(
     *,
     epsilon: float,
     layer: int = 0,
-    rope: str = "interleaved",
+    rope: Rope = "interleaved",
     q_rope_out: Tensor | None = None,
     power_of_two_scales: bool = False,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> Tensor:
     """Rotate the queries; rotate, normalise, quantise the new tokens' latents into the cache.
 

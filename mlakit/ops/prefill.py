@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mlakit import dispatch
 from mlakit.checks import FLOATS, Dims
+from mlakit.knobs import Backend
 from mlakit.masks import CAUSAL, Mask
 from mlakit.ops._arguments import INTEGERS, check_mask, check_result, check_sink
 from mlakit.ops._library import Op
@@ -33,7 +34,7 @@ def mla_prefill(
     plan: PrefillPlan | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Multi-head attention with keys [k_nope of the head, k_rope shared by all heads].
 

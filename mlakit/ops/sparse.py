@@ -11,6 +11,7 @@ from torch import Tensor
 from mlakit import dispatch
 from mlakit.cache import CacheLayer, PagedLatentCache
 from mlakit.checks import Dims
+from mlakit.knobs import Backend
 from mlakit.ops._arguments import (
     check_absorbed_query,
     check_layer,
@@ -49,7 +50,7 @@ def sparse_mla(
     out: Tensor | None = None,
     lse: Tensor | None = None,
     max_logits: Tensor | None = None,
-    backend: str = "auto",
+    backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of every query token over the rows its own list names; prefill and decode alike.
 

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from mlakit.formats import saturating_cast
+from mlakit.geometry import Rope
 
 
 def rotate(
     x: Tensor,  # [..., D_R]
     cos_sin: Tensor,  # [D_R]: cos_0, sin_0, cos_1, sin_1, ...
     *,
-    rope: str = "interleaved",
+    rope: Rope = "interleaved",
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """Rotate every pair p of columns by its angle.
@@ -57,7 +58,7 @@ def norm_rope_quant(
     positions: Sequence[int],
     *,
     epsilon: float,
-    rope: str = "interleaved",
+    rope: Rope = "interleaved",
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """Queries rotated and cache rows made, one token at a time, before any quantisation.
@@ -78,7 +79,7 @@ def norm_rope_quant(
     return q_rope_out, rows
 
 
-def rotate_stepwise(x: Tensor, cos_sin: Tensor, *, rope: str = "interleaved") -> Tensor:
+def rotate_stepwise(x: Tensor, cos_sin: Tensor, *, rope: Rope = "interleaved") -> Tensor:
     """`rotate` in the dtype of `cos_sin`, two roundings per output, then rounded to x's dtype.
 
     y_first  = round(x_first · cos_p − round(x_second · sin_p))
@@ -114,7 +115,7 @@ def norm_rope_quant_stepwise(
     positions: Sequence[int],
     *,
     epsilon: float,
-    rope: str = "interleaved",
+    rope: Rope = "interleaved",
     out_dtype: torch.dtype,
     cache_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
@@ -137,7 +138,7 @@ def norm_rope_quant_stepwise(
     return q_rope_out, rows
 
 
-def _pair_columns(rope: str, width: int) -> tuple[slice, slice]:
+def _pair_columns(rope: Rope, width: int) -> tuple[slice, slice]:
     """Where the first and the second elements of all pairs are."""
     if rope == "interleaved":
         return slice(0, None, 2), slice(1, None, 2)

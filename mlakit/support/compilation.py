@@ -24,6 +24,7 @@ from rich.table import Table
 
 from mlakit import knobs
 from mlakit.formats import FORMATS
+from mlakit.knobs import Backend
 from mlakit.support.machine_code import machine_code
 from mlakit.support.spills import ALLOWED_SPILLS
 from mlakit.workloads import (
@@ -339,7 +340,7 @@ def check(configuration: str, arch: int) -> list[Compiled]:
 
     start = perf_counter()
     target = Target(arch, NUM_SMS[arch], SHARED_BYTES[arch])
-    backend = "hopper" if configuration in HOPPER else "triton"
+    backend: Backend = "hopper" if configuration in HOPPER else "triton"
     trial = (HOPPER | CONFIGURATIONS)[configuration].trial("cpu")
     try:
         with compiling(target) as compilation:

@@ -65,7 +65,7 @@ def problem_of(
         raise ValueError(f"format must be of {', '.join(FORMATS)}, got {format!r}")
     device = {"device": "cpu"} if arch is None else {"device": "cuda", "arch": arch}
     if op in CACHED_OPS:
-        facts = {"format": format, "page_size": page_size, "row": MODEL.row}
+        facts: dict[str, object] = {"format": format, "page_size": page_size, "row": MODEL.row}
     elif op == "mla_prefill":
         widths = (MODEL.qk_nope_head_dim, MODEL.qk_rope_head_dim, MODEL.v_head_dim)
         facts = {"head_widths": widths}

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mlakit import knobs
 from mlakit.checks import UnsupportedError
+from mlakit.knobs import Backend
 from mlakit.testing import assert_matches
 from mlakit.workloads.stage import Stage
 
@@ -25,10 +26,10 @@ class Trial:
     """A case on a device: `call` the op on a backend, then `check` what came back."""
 
     stage: Stage
-    call: Callable[[str], Results]
+    call: Callable[[Backend], Results]
     check: Callable[[Results], None]
 
-    def run(self, backend: str) -> None:
+    def run(self, backend: Backend) -> None:
         """Assert that the results are right and that nothing else was written."""
         before = self.stage.snapshot()
         results = self.call(backend)
@@ -54,7 +55,7 @@ class Case(ABC):
     def trial(self, device: torch.device | str) -> Trial:
         """Inputs on `device`, drawn from the seed."""
 
-    def run(self, device: torch.device | str = "cpu", backend: str = "auto") -> None:
+    def run(self, device: torch.device | str = "cpu", backend: Backend = "auto") -> None:
         """Call the op and judge all it did; an AssertionError begins with how to do this again.
 
         Raises UnsupportedError where the backend refuses the problem.
@@ -69,7 +70,7 @@ class Case(ABC):
                 again = self.reproduction(device, backend)
                 raise AssertionError(f"{again}\n{kind}{error}") from error
 
-    def reproduction(self, device: torch.device | str = "cpu", backend: str = "auto") -> str:
+    def reproduction(self, device: torch.device | str = "cpu", backend: Backend = "auto") -> str:
         """A shell command that runs this case."""
         arguments = {"device": str(device), "backend": backend}
         defaults = {"device": "cpu", "backend": "auto"}

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mlakit import reference
 from mlakit.cache import PageTable, select_requests
+from mlakit.knobs import Backend
 from mlakit.masks import Mask
 from mlakit.ops import merge_states, mla_decode
 from mlakit.plan import DecodePlan, EvenSplit, plan_decode
@@ -151,7 +152,7 @@ class DecodeCase(DecodeBatch):
         kv_lens = stage.place_ints("kv_lens", self.kv_lens, wide=self.wide_indices)
         backends = [""]  # the last is that of the results to check
 
-        def call(backend: str) -> Results:
+        def call(backend: Backend) -> Results:
             backends.append(backend)
             sink = query.sink if self.world == 1 else None
             results = [
@@ -223,7 +224,7 @@ class DecodeCase(DecodeBatch):
         rank: Rank,
         index: int,
         sink: Tensor | None,
-        backend: str,
+        backend: Backend,
     ) -> tuple[Tensor, Tensor]:
         return mla_decode(
             query["q"],
@@ -256,7 +257,7 @@ class DecodeCase(DecodeBatch):
         return request, slice(ends[request] - self.q_lens[request], ends[request])
 
     def _attend_alone(
-        self, query: Query, kv_lens: Tensor, rank: Rank, sink: Tensor | None, backend: str
+        self, query: Query, kv_lens: Tensor, rank: Rank, sink: Tensor | None, backend: Backend
     ) -> tuple[Tensor, Tensor]:
         request, tokens = self._alone
         arguments = {

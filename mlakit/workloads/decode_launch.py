@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mlakit.knobs import Backend
 from mlakit.masks import Mask
 from mlakit.ops import mla_decode
 from mlakit.reference.softmax import attention_weights
@@ -117,7 +118,7 @@ class DecodeLaunch(DecodeBatch):
         plan = self.plan(self.kv_lens)
         backends = [""]  # the last is that of the results to check
 
-        def call(backend: str) -> Results:
+        def call(backend: Backend) -> Results:
             return mla_decode(
                 q,
                 pool.cache,
@@ -135,7 +136,7 @@ class DecodeLaunch(DecodeBatch):
                 backend=backend,
             )
 
-        def call_all(backend: str) -> Results:
+        def call_all(backend: Backend) -> Results:
             backends.append(backend)
             results = call(backend)
             for number in range(2, self.calls + 1):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any, TypeVar
 
-from mlakit.formats import FORMATS
+from mlakit.formats import FORMATS, Format
 from mlakit.masks import KINDS, WINDOWED
 from mlakit.workloads.case import Case
 from mlakit.workloads.decode import DecodeCase
@@ -81,7 +81,7 @@ def _common(draw: Draw) -> dict[str, Any]:
     return {"seed": draw.integer(0, 2**31), "padded": draw.flip(), "workspace_mib": workspace}
 
 
-def _cached(draw: Draw, format: str) -> dict[str, Any]:
+def _cached(draw: Draw, format: Format) -> dict[str, Any]:
     """Rows of any shape that the format can hold."""
     if draw.model_widths or draw.integer(0, 7) == 7:
         rank, rope, v_width = draw.choice(MODEL_ROWS)
@@ -106,7 +106,7 @@ def _cached(draw: Draw, format: str) -> dict[str, Any]:
     }
 
 
-def _query_dtype(draw: Draw, format: str) -> str:
+def _query_dtype(draw: Draw, format: Format) -> str:
     return draw.choice((format, "e4m3") if format in PLAIN else (*PLAIN, "e4m3"))
 
 
@@ -158,7 +158,7 @@ def _scheduled(draw: Draw) -> dict[str, Any]:
             return {}
 
 
-def append_case(draw: Draw, format: str) -> AppendCase:
+def append_case(draw: Draw, format: Format) -> AppendCase:
     shape = _cached(draw, format)
     steps = _lengths(draw, shape["page_size"])
     return AppendCase(
@@ -196,7 +196,7 @@ def prefill_case(draw: Draw) -> PrefillCase:
     )
 
 
-def decode_case(draw: Draw, format: str) -> DecodeCase:
+def decode_case(draw: Draw, format: Format) -> DecodeCase:
     if draw.model_widths and format in ("bf16", "fp16") and draw.flip():
         return _plain_decode_case(draw, format)
     shape = _cached(draw, format)
@@ -218,7 +218,7 @@ def decode_case(draw: Draw, format: str) -> DecodeCase:
     )
 
 
-def _plain_decode_case(draw: Draw, format: str) -> DecodeCase:
+def _plain_decode_case(draw: Draw, format: Format) -> DecodeCase:
     """As engines call it: a kernel for one architecture would hardly meet a case that it takes."""
     rank, rope, _ = MODEL_ROWS[0]
     splits: dict[str, Any] = {}
@@ -238,7 +238,7 @@ def _plain_decode_case(draw: Draw, format: str) -> DecodeCase:
     )
 
 
-def sparse_case(draw: Draw, format: str) -> SparseCase:
+def sparse_case(draw: Draw, format: Format) -> SparseCase:
     return SparseCase(
         **_cached(draw, format),
         **_attending(draw),
@@ -255,7 +255,7 @@ def sparse_case(draw: Draw, format: str) -> SparseCase:
     )
 
 
-def indexer_logits_case(draw: Draw, format: str) -> IndexerLogitsCase:
+def indexer_logits_case(draw: Draw, format: Format) -> IndexerLogitsCase:
     shape = _cached(draw, format)
     requests = _lengths(draw, shape["page_size"])
     return IndexerLogitsCase(
@@ -359,7 +359,8 @@ def hopper_decode_case(draw: Draw) -> DecodeCase:
     tile = draw.choice((64, 128))
     cut = {"num_workers": draw.integer(1, 132), "tile": tile}
     plans: tuple[dict[str, Any], ...] = ({}, cut, {**cut, "fixed_split": 4 * tile})
-    format = draw.choice(("bf16", "bf16", "bf16", "fp8", "fp8_token", "fp8_block128"))
+    formats: tuple[Format, ...] = ("bf16", "bf16", "bf16", "fp8", "fp8_token", "fp8_block128")
+    format = draw.choice(formats)
     has_fp8_queries = format != "bf16"
     return DecodeCase(
         seed=draw.integer(0, 2**31),
@@ -383,7 +384,7 @@ def hopper_decode_case(draw: Draw) -> DecodeCase:
 SPECIALISED: dict[tuple[str, type[Case]], Callable[[Draw], Case]] = {
     ("hopper", DecodeCase): hopper_decode_case,
 }
-CACHED: dict[type[Case], Callable[[Draw, str], Case]] = {
+CACHED: dict[type[Case], Callable[[Draw, Format], Case]] = {
     AppendCase: append_case,
     DecodeCase: decode_case,
     SparseCase: sparse_case,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mlakit.formats import Format
 from mlakit.workloads.case import Case
 from mlakit.workloads.decode_launch import DecodeLaunch
 from mlakit.workloads.draw import Draw
@@ -26,7 +27,7 @@ class Configuration:
     """What a kernel of `mla_decode` is compiled for."""
 
     heads: tuple[int, int]  # from, to
-    format: str = "bf16"
+    format: Format = "bf16"
     dtype: str = "bf16"
     page_size: int = 64
     mask: str = "causal"

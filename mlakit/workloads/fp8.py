@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mlakit import reference
 from mlakit.formats import saturating_cast
+from mlakit.knobs import Backend
 from mlakit.ops import quantize_fp8, scaled_mm_fp8
 from mlakit.testing import assert_matches, assert_same_bits
 from mlakit.workloads.case import Case, Results, Trial, assert_given
@@ -55,7 +56,7 @@ class QuantizeCase(Case):
             given["scales"] = stage.result("scales", scales, torch.float32)
         bound = inf if self.scale_ub is None else self.scale_ub
 
-        def call(backend: str) -> Results:
+        def call(backend: Backend) -> Results:
             return quantize_fp8(x, self.group, scale_ub=bound, backend=backend, **given)
 
         def check(results: Results) -> None:
@@ -108,7 +109,7 @@ class ScaledMatmulCase(Case):
         dtype = DTYPES[self.out_dtype]
         out = stage.result("out", (*leading, self.m, self.n), dtype) if self.given_results else None
 
-        def call(backend: str) -> Results:
+        def call(backend: Backend) -> Results:
             product = scaled_mm_fp8(
                 a,
                 a_scale,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mlakit import reference
+from mlakit.knobs import Backend
 from mlakit.masks import Mask
 from mlakit.ops import indexer_logits, indexer_topk
 from mlakit.testing import assert_same_bits
@@ -63,7 +64,7 @@ class IndexerLogitsCase(PagedCase):
         if self.given_results and columns is not None:
             out = stage.result("out", (tokens, columns), torch.float32)
 
-        def call(backend: str) -> Results:
+        def call(backend: Backend) -> Results:
             logits = indexer_logits(
                 q,
                 weights,
@@ -144,7 +145,7 @@ class IndexerTopkCase(Case):
         if self.given_results:
             out = stage.result("out", (self.num_tokens, self.k), torch.int32)
 
-        def call(backend: str) -> Results:
+        def call(backend: Backend) -> Results:
             return (indexer_topk(placed, self.k, out=out, backend=backend, **bounds),)
 
         def check(results: Results) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mlakit.formats import saturating_cast
+from mlakit.knobs import Backend
 from mlakit.ops import batched_matmul
 from mlakit.testing import assert_matches
 from mlakit.workloads.case import Case, Results, Trial, assert_given
@@ -51,7 +52,7 @@ class BatchedMatmulCase(Case):
             out = stage.result("out", shape, DTYPES[self.out_dtype])
             out = out.transpose(0, 1) if self.out_batch_second else out
 
-        def call(backend: str) -> Results:
+        def call(backend: Backend) -> Results:
             return (batched_matmul(a, b, out=out, backend=backend),)
 
         def check(results: Results) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from mlakit import reference
+from mlakit.knobs import Backend
 from mlakit.ops import merge_states
 from mlakit.testing import assert_matches
 from mlakit.workloads.case import Case, Results, Trial, assert_given, assert_logits_match
@@ -49,7 +50,7 @@ class MergeCase(Case):
             given["out"] = stage.result("out", (*shape[1:], self.v_width), DTYPES[self.dtype])
             given["lse"] = stage.result("lse", shape[1:], torch.float32)
 
-        def call(backend: str) -> Results:
+        def call(backend: Backend) -> Results:
             return merge_states(outs, lses, sink=sink, backend=backend, **given)
 
         def check(results: Results) -> None:

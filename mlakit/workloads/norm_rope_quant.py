@@ -10,6 +10,8 @@ from torch import Tensor
 
 from mlakit import reference
 from mlakit.formats import RowCodec
+from mlakit.geometry import Rope
+from mlakit.knobs import Backend
 from mlakit.ops import norm_rope_quant_append
 from mlakit.testing import assert_matches
 from mlakit.workloads.case import Results, Trial, assert_given
@@ -52,7 +54,7 @@ class AppendCase(PagedCase):
     freqs_dtype: str = "fp32"
     gamma_dtype: str = "bf16"
     epsilon: float = 1e-3
-    rope: str = "interleaved"
+    rope: Rope = "interleaved"
     flat_table: bool = False
     q_out: str = ""
 
@@ -83,7 +85,7 @@ class AppendCase(PagedCase):
             starts = stage.place_ints("q_starts", starts_of(self.q_lens), wide=self.wide_indices)
         q_out = self._q_out(stage, inputs["q_rope"])
 
-        def call(backend: str) -> Results:
+        def call(backend: Backend) -> Results:
             rotated = norm_rope_quant_append(
                 **inputs,
                 cache=pool.cache,
@@ -159,7 +161,7 @@ def assert_appended(
     codec: RowCodec,
     *,
     epsilon: float,
-    rope: str = "interleaved",
+    rope: Rope = "interleaved",
     tensor_scale: float = 1.0,
     power_of_two: bool = False,
 ) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mlakit.cache import CacheLayer, PagedLatentCache, PageTable
-from mlakit.formats import PageFooterCodec, RowCodec, row_codec
+from mlakit.formats import Format, PageFooterCodec, RowCodec, row_codec
 from mlakit.geometry import RowShape
 from mlakit.masks import Mask
 from mlakit.testing import NEVER_A_PAGE, poison, shuffled_pages
@@ -94,7 +94,7 @@ class PagedCase(Case):
     kv_lora_rank: int = 32
     qk_rope_head_dim: int = 8
     v_width: int = 0
-    format: str = "bf16"
+    format: Format = "bf16"
     page_size: int = 16
     num_layers: int = 1
     tensor_scale: float = 1.0
@@ -113,7 +113,7 @@ class PagedCase(Case):
         name: str,
         num_pages: int,
         *,
-        format: str | None = None,
+        format: Format | None = None,
         page_size: int | None = None,
     ) -> Pool:
         """A pool that is all poison."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mlakit import reference
+from mlakit.knobs import Backend
 from mlakit.masks import Mask
 from mlakit.ops import mla_prefill
 from mlakit.testing import assert_matches
@@ -74,7 +75,7 @@ class PrefillCase(Case):
         sink = stage.sink(self.sink, self.heads)
         given = self._given(stage)
 
-        def call(backend: str) -> Results:
+        def call(backend: Backend) -> Results:
             return mla_prefill(
                 q,
                 k_nope,

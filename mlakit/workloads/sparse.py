@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import sqrt
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from mlakit import reference
+from mlakit.formats import Format
+from mlakit.knobs import Backend
 from mlakit.ops import ExtraRows, sparse_mla
 from mlakit.plan import EvenSplit
 from mlakit.testing import NEVER_A_PAGE, assert_matches
@@ -60,7 +63,7 @@ class SparseCase(PagedCase):
     dtype: str = "bf16"
     sharpness: float = 2.0
     sink: str = ""
-    extra_format: str = ""
+    extra_format: Format | Literal[""] = ""
     extra_page_size: int = 4
     extra_topk: int = 7
     extra_with_lens: bool = True
@@ -84,7 +87,7 @@ class SparseCase(PagedCase):
         sink = stage.sink(self.sink, self.heads)
         given = self._given(stage)
 
-        def call(backend: str) -> Results:
+        def call(backend: Backend) -> Results:
             second = None
             if extra is not None:
                 pool = extra.pool
@@ -111,7 +114,7 @@ class SparseCase(PagedCase):
         return Trial(stage, call, check)
 
     def _lists(
-        self, stage: Stage, name: str, format: str, page_size: int, topk: int, with_lens: bool
+        self, stage: Stage, name: str, format: Format, page_size: int, topk: int, with_lens: bool
     ) -> Lists:
         pool = self.pool(stage, name, self.num_pages, format=format, page_size=page_size)
         num_slots = pool.layer.num_slots

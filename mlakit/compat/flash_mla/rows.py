@@ -9,15 +9,21 @@ from torch import Tensor
 
 from mlakit.cache import PagedLatentCache
 from mlakit.checks import E4M3, FLOATS, Dims
-from mlakit.formats import row_codec
+from mlakit.formats import Format, row_codec
 from mlakit.geometry import RowShape
 
 BYTES = (torch.uint8, torch.int8, E4M3)
 FOOTER_ROPE = 64  # rotated columns of the rows that keep their scales at the end of a page
-_PLAIN = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_PLAIN: dict[torch.dtype, Format] = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+}
 
 
-def check_rows(dims: Dims, arg: str, blocks: Tensor, q: Tensor, d_v: int) -> tuple[str, RowShape]:
+def check_rows(
+    dims: Dims, arg: str, blocks: Tensor, q: Tensor, d_v: int
+) -> tuple[Format, RowShape]:
     """The format of cache rows [..., width] that queries [..., d] attend to, and their columns."""
     d, width = q.shape[-1], blocks.shape[-1]
     dims.dtype(arg, blocks, *FLOATS, *BYTES)
@@ -38,7 +44,7 @@ def wrap(
     dims: Dims,
     arg: str,
     blocks: Tensor,  # [num_blocks, page_block_size, width]
-    rows: tuple[str, RowShape],
+    rows: tuple[Format, RowShape],
     tensor_scale: float | Tensor = 1.0,
 ) -> PagedLatentCache:
     """The pool in the memory of `blocks`."""
@@ -61,10 +67,10 @@ def _plain_row(d: int, d_v: int) -> RowShape:
 
 
 @lru_cache(maxsize=64)
-def _byte_formats(d: int, d_v: int) -> dict[int, tuple[str, RowShape]]:
+def _byte_formats(d: int, d_v: int) -> dict[int, tuple[Format, RowShape]]:
     """By the bytes of a row, what it may be: 576, 656 for 576 columns, 512, 528, 584 for 512."""
-    formats = {d: ("fp8", _plain_row(d, d_v))}
-    candidates = [("fp8_block128", d_v, d - d_v)]
+    formats: dict[int, tuple[Format, RowShape]] = {d: ("fp8", _plain_row(d, d_v))}
+    candidates: list[tuple[Format, int, int]] = [("fp8_block128", d_v, d - d_v)]
     if d == d_v:
         candidates.append(("fp8_block64", d - FOOTER_ROPE, FOOTER_ROPE))
     for name, latent, rope in candidates:
