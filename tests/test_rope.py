@@ -334,6 +334,14 @@ def test_the_device_is_that_of_the_positions_or_the_one_asked_for():
         )
 
 
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_a_default_device_does_not_reach_the_computation(scaling):
+    config = model_config("deepseek_v3", SCALINGS[scaling])
+    expected = rope_table(config, POSITIONS)
+    with torch.device("meta"):
+        assert torch.equal(rope_table(config, POSITIONS), expected)
+
+
 @pytest.mark.parametrize("scaling", ["dynamic", "longrope"])
 def test_a_length_fixes_the_angles_of_a_scaling_that_depends_on_it(scaling):
     config = model_config("deepseek_v3", SCALINGS[scaling], max_position_embeddings=4096)
