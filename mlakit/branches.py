@@ -73,22 +73,17 @@ class CachedBatch:
     """The requests of a step, and where their tokens are cached."""
 
     cache: PagedLatentCache
-    page_table: PageTable  # with room for the new tokens
-    kv_lens: Tensor  # [batch] int32 tokens cached before this step
-    q_starts: Tensor  # [batch + 1] int32 rows of q and kv per request
+    page_table: PageTable
+    kv_lens: Tensor  # [batch] int32 tokens the cache holds once this step's are in it
+    q_starts: Tensor  # [batch + 1] int32 rows of q and kv per request, its newest tokens
     layer: int = 0
-
-    @property
-    def kv_lens_after(self) -> Tensor:
-        """Tokens cached after this step, as `mla_decode` wants them."""
-        return self.kv_lens + self.q_starts.diff()
 
 
 @dataclass(frozen=True)
 class StepPlan:
     """Which requests of a mixed batch decode and which prefill, to share among layers.
 
-    kv_lens  tokens cached before the step, per request
+    kv_lens  tokens of each request, those of the step included
     q_lens   new tokens of the step, per request
     decode   the requests that decode; those without new tokens are in neither list
     prefill  the requests that prefill
@@ -111,20 +106,23 @@ def plan_step(
 ) -> StepPlan:
     """Send requests with up to `decode_up_to` new tokens to the decode branch, others to prefill.
 
+    kv_lens  tokens of each request, those of the step included
+    q_lens   new tokens of the step, per request
+
     The choice is made for each request alone: a long prompt does not drag the others along.
     """
     dims = Dims("plan_step")
     limit = dims.integer("decode_up_to", decode_up_to, 0)
     whole = plan_context(kv_lens, q_lens)  # for its checks
-    before, new = whole.kv_lens, whole.q_lens
+    lengths, new = whole.kv_lens, whole.q_lens
     prefill = tuple(b for b, n in enumerate(new) if n > limit)
     return StepPlan(
-        kv_lens=before,
+        kv_lens=lengths,
         q_lens=new,
         decode=tuple(b for b, n in enumerate(new) if 0 < n <= limit),
         prefill=prefill,
         context=plan_context(
-            [before[b] for b in prefill], [new[b] for b in prefill], max_rows=max_context_rows
+            [lengths[b] for b in prefill], [new[b] for b in prefill], max_rows=max_context_rows
         ),
     )
 
@@ -190,7 +188,7 @@ def decode_branch(
     rows       [tokens, topk] physical rows: attend to these only (`sparse_mla`), in which case the
                lists decide what a query sees and `mask` must be left alone
     topk_lens  [tokens] int32 entries of `rows` that count
-    plan       as in `mla_decode`, for the lengths after this step; with `rows` an `EvenSplit`
+    plan       as in `mla_decode`, for the batch's kv_lens; with `rows` an `EvenSplit`
 
     Returns out [tokens, heads, D_V] in q's dtype; 0 where nothing was attended.
     """
@@ -252,10 +250,10 @@ def mla_step(
 
 
 class _Lengths(NamedTuple):
-    """A step's lengths on the host: tokens cached before it and new ones, per request."""
+    """A step's lengths on the host, per request: all tokens, and how many of them are new."""
 
-    before: tuple[int, ...]
-    new: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    q_lens: tuple[int, ...]
 
 
 def _check_step(
@@ -296,16 +294,16 @@ def _check_step(
     if not up.is_fp8:
         dims.dtype("q", q, up.joint.weight.dtype)
     refuse_grad(dims.op, q=q, kv=kv, kv_b_proj=up.joint.weight, gamma=weights.gamma)
-    before = check_kv_lens(dims, batch.kv_lens)
+    kv_lens = check_kv_lens(dims, batch.kv_lens)
     starts = check_query_starts(dims, batch.q_starts, dims["tokens"], dims["batch"])
     check_page_table(dims, batch.page_table, dims["batch"])
-    if before is None or not values_visible(starts):
+    if kv_lens is None or not values_visible(starts):
         return None
-    new = starts.diff().tolist()
+    q_lens = starts.diff().tolist()
+    dims.new_tokens_counted(kv_lens, q_lens)
     if mask is not None:
-        after = [low + count for low, count in zip(before, new, strict=True)]
-        check_seen_rows(dims, batch.page_table, layer, mask, starts, after)
-    return _Lengths(tuple(before), tuple(new))
+        check_seen_rows(dims, batch.page_table, layer, mask, starts, kv_lens)
+    return _Lengths(tuple(kv_lens), tuple(q_lens))
 
 
 def _expanding_ops(weights: LayerWeights) -> tuple[str, ...]:
@@ -363,11 +361,12 @@ def _check_absorbed(
     dims.require(topk_lens is None, "topk_lens", "come with rows", "none")
     if not is_of_lengths or lengths is None:
         return
-    after = tuple(low + new for low, new in zip(*lengths, strict=True))
+    kv_lens, q_lens = lengths
     if isinstance(plan, DecodePlan):
-        dims.require(plan.kv_lens == after, "plan", f"be made for kv_lens {after}", plan.kv_lens)
+        must = f"be made for kv_lens {kv_lens}"
+        dims.require(plan.kv_lens == kv_lens, "plan", must, plan.kv_lens)
     elif isinstance(plan, DecodePlanTensors):
-        check_plan(dims, plan, lengths[1], after, mask)
+        check_plan(dims, plan, q_lens, kv_lens, mask)
 
 
 def _context_plan(
@@ -428,7 +427,7 @@ def _check_plan(
         dims.require(
             (kv_lens, q_lens) == tuple(lengths),
             "plan",
-            f"be made for cached lengths {lengths.before} and new ones {lengths.new}",
+            f"be made for kv_lens {lengths.kv_lens} and q_lens {lengths.q_lens}",
             f"{kv_lens} and {q_lens}",
         )
 
@@ -441,10 +440,10 @@ def _subset(
     ranges = list(pairwise(accumulate(plan.q_lens, initial=0)))
     tokens = torch.cat([torch.arange(*ranges[b]) for b in requests])
     own = list(accumulate((plan.q_lens[b] for b in requests), initial=0))
-    totals = [plan.kv_lens[b] + plan.q_lens[b] for b in requests]
+    kv_lens = [plan.kv_lens[b] for b in requests]
     return from_host(tokens, torch.int64, device), CachedBatch(
         batch.cache,
-        select_requests(batch.page_table, requests, totals),
+        select_requests(batch.page_table, requests, kv_lens),
         batch.kv_lens[from_host(list(requests), torch.int64, device)],
         from_host(own, batch.q_starts.dtype, device),
         batch.layer,
@@ -493,7 +492,7 @@ def _attend_absorbed(
             q,
             batch.cache,
             batch.page_table,
-            batch.kv_lens_after,
+            batch.kv_lens,
             q_starts=batch.q_starts,
             layer=batch.layer,
             softmax_scale=weights.softmax_scale,
@@ -524,8 +523,8 @@ def _attend_expanded(
     backend: Backend,
 ) -> None:
     """Attention of rotated q over keys expanded from the cache, chunk by chunk, into `out`."""
-    before = plan.kv_lens
-    after = [low + new for low, new in zip(before, plan.q_lens, strict=True)]
+    after = plan.kv_lens
+    before = [high - new for high, new in zip(after, plan.q_lens, strict=True)]
     if mask not in (CAUSAL, NULL):
         # such a mask goes by distance or by whole chunks, so it may be moved to the first key seen
         first = [

@@ -482,6 +482,16 @@ def token_requests(q_starts: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
     return request, token - starts[request]
 
 
+def token_positions(kv_lens: Tensor, q_starts: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """For each new token of a ragged batch: its request, and its position there (int64).
+
+    kv_lens  [batch] tokens of each request, the new ones included: they are its newest
+    """
+    request, index = token_requests(q_starts, num_tokens)
+    first = kv_lens.long() - q_starts.long().diff()
+    return request, first[request] + index
+
+
 def physical_rows(
     tokens: Tensor, page_table: Tensor, page_size: int, q_starts: Tensor | None = None
 ) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NoReturn
 
@@ -174,3 +174,9 @@ class Dims:
             self.require(
                 length <= maximum, f"{arg}[{i}]", f"not exceed {maximum_name}, {maximum}", length
             )
+
+    def new_tokens_counted(self, kv_lens: Sequence[int], q_lens: Sequence[int]) -> None:
+        """The length of every request counts its new tokens as well."""
+        for request, (kv_len, q_len) in enumerate(zip(kv_lens, q_lens, strict=True)):
+            must = f"count the {q_len} new tokens of the request as well"
+            self.require(kv_len >= q_len, f"kv_lens[{request}]", must, kv_len)

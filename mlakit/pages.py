@@ -235,7 +235,8 @@ class PageAllocator:
     ) -> Tensor:
         """int32 [batch]: the length of each sequence, the tokens of its latest append included.
 
-        So `mla_decode` takes them; `norm_rope_quant_append` wants the lengths before that append.
+        This is what `kv_lens` means everywhere: of `norm_rope_quant_append`, `CachedBatch` and
+        `mla_decode` in the step that writes those tokens.
         """
         self._check_members(Dims("PageAllocator.kv_lens"), sequences)
         return _as_tensor(array("i", [sequence._length for sequence in sequences]), device)

@@ -159,9 +159,10 @@ class EvenSplit:
 class ContextPlan:
     """How a prefill step goes through its cached context in pieces of bounded size.
 
-    kv_lens  tokens cached before the step, per request
+    kv_lens  tokens of each request, those of the step included
     q_lens   new tokens of the step, per request
-    chunks   per chunk, the cached keys [first, last) it takes of every request
+    chunks   per chunk, the keys [first, last) it takes of the kv_len − q_len older ones of every
+             request
     """
 
     kv_lens: tuple[int, ...]
@@ -174,14 +175,16 @@ def plan_context(
 ) -> ContextPlan:
     """Cut the cached context of a prefill batch into chunks of at most `max_rows` rows.
 
-    The requests are laid end to end on one line, and the line is cut every `max_rows` rows (None:
-    not at all). Requests without new tokens attend nothing and are left out.
+    The context of a request is what it had before the step: all but the q_len newest of its kv_len
+    tokens. The requests are laid end to end on one line, and the line is cut every `max_rows` rows
+    (None: not at all). Requests without new tokens attend nothing and are left out.
     """
     dims = Dims("plan_context")
-    before = tuple(dims.integer(f"kv_lens[{b}]", n, 0) for b, n in enumerate(kv_lens))
+    whole = tuple(dims.integer(f"kv_lens[{b}]", n, 0) for b, n in enumerate(kv_lens))
     new = tuple(dims.integer(f"q_lens[{b}]", n, 0) for b, n in enumerate(q_lens))
-    dims.require(len(before) == len(new), "q_lens", f"have {len(before)} entries", len(new))
-    attended = [length if queries else 0 for length, queries in zip(before, new, strict=True)]
+    dims.require(len(whole) == len(new), "q_lens", f"have {len(whole)} entries", len(new))
+    dims.new_tokens_counted(whole, new)
+    attended = [kv_len - q_len if q_len else 0 for kv_len, q_len in zip(whole, new, strict=True)]
     total = sum(attended)
     rows = dims.integer("max_rows", max_rows, 1) if max_rows is not None else max(total, 1)
     starts = list(accumulate(attended, initial=0))
@@ -192,7 +195,7 @@ def plan_context(
         )
         for low in range(0, total, rows)
     )
-    return ContextPlan(before, new, chunks)
+    return ContextPlan(whole, new, chunks)
 
 
 def plan_decode(
@@ -333,8 +336,7 @@ class PrefillPlan:
 
 
 def plan_prefill(
-    q_starts: Tensor,
-    cache_lens: Tensor,
+    kv_lens: Tensor,
     buffer_size: int,
     *,
     page_size: int,
@@ -343,28 +345,25 @@ def plan_prefill(
 ) -> PrefillPlan:
     """Cut the context of a ragged batch into chunks of `buffer_size` rows.
 
-        rows[b]  = align_up(cache_lens[b] + q_starts[b+1] - q_starts[b], page_size)
+        rows[b]  = align_up(kv_lens[b], page_size)
         start[b] = Σ rows[<b]                 the requests laid end to end on one line
         chunk c is the line's rows [c·buffer_size, (c+1)·buffer_size)
 
         buffer_row_offsets[c, b] = clamp(start[b] - c·buffer_size, 0, buffer_size)
         cache_offsets[c, b]      = clamp(c·buffer_size - start[b], 0, rows[b])
 
-    q_starts    [batch + 1] int; new tokens of request b are q_starts[b] to q_starts[b + 1]
-    cache_lens  [batch] int; tokens cached before this step
+    kv_lens  [batch] int; tokens of each request, those of the step included
 
     A batch of no rows has one chunk of length 0; a batch of no requests gives zeros throughout.
     Raises ValueError, under the name `op`, when `max_chunks` are too few. Synchronises once, for
     the length of the line.
     """
     _check_prefill(Dims(op), buffer_size, page_size, max_chunks)
-    batch = cache_lens.shape[0]
-    if batch == 0:
-        empty = torch.zeros(max_chunks, 1, dtype=torch.int32, device=cache_lens.device)
+    if len(kv_lens) == 0:
+        empty = torch.zeros(max_chunks, 1, dtype=torch.int32, device=kv_lens.device)
         return PrefillPlan(empty, empty.clone(), torch.zeros(max_chunks, dtype=torch.int32))
 
-    tokens = cache_lens.to(torch.int64) + q_starts.to(torch.int64).diff()
-    rows = (tokens + (page_size - 1)) // page_size * page_size  # [batch]
+    rows = (kv_lens.to(torch.int64) + (page_size - 1)) // page_size * page_size  # [batch]
     line = torch.nn.functional.pad(rows.cumsum(0), (1, 0))  # [batch + 1]
     total = int(line[-1])
     buffer_lengths = _chunk_lengths(op, total, buffer_size, max_chunks)

@@ -132,8 +132,13 @@ MUTATIONS = [
         "norm_rope_quant_append",
         (
             "position one off",
-            "kv_lens.long()[request] + index",
-            "kv_lens.long()[request] + index + 1",
+            "cos_sin = freqs[positions[block]]",
+            "cos_sin = freqs[positions[block] + 1]",
+        ),
+        (
+            "stores padding tokens",
+            "written[written >= 0], rows[written >= 0]",
+            "written.clamp_min(0), rows",
         ),
         ("epsilon ignored", "keepdim=True) + epsilon)", "keepdim=True) + 1e-30)"),
         (

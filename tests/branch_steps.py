@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -21,7 +21,7 @@ from torch import Tensor
 from transplant import CPU, carried, device_of_calls
 
 from mlakit import branches, masks, reference
-from mlakit.branches import CachedBatch, LayerWeights, plan_step
+from mlakit.branches import DECODE_UP_TO, CachedBatch, LayerWeights, plan_step
 from mlakit.cache import PagedLatentCache, PageTable, request_slots
 from mlakit.geometry import MLAGeometry
 from mlakit.masks import CAUSAL, Mask
@@ -40,8 +40,8 @@ GEOMETRY = MLAGeometry(
 )
 PAGE_SIZE = 4
 LAYER = 1
-KV_LENS = (9, 0, 17, 4, 0, 3)  # tokens cached before the step
-Q_LENS = (3, 5, 1, 0, 1, 12)  # new ones
+KV_LENS = (12, 5, 18, 4, 1, 15)  # tokens once the step's are cached
+Q_LENS = (3, 5, 1, 0, 1, 12)  # new ones among them
 
 MASKS = {
     "causal": CAUSAL,
@@ -100,8 +100,9 @@ class Step:
     seed: int = 0
 
     @property
-    def totals(self) -> list[int]:
-        return [before + new for before, new in zip(self.kv_lens, self.q_lens, strict=True)]
+    def before(self) -> list[int]:
+        """Tokens that were cached before the step."""
+        return [kv_len - new for kv_len, new in zip(self.kv_lens, self.q_lens, strict=True)]
 
     @property
     def tokens(self) -> int:
@@ -124,7 +125,7 @@ class Step:
             matrix = matrix.to(E4M3)
             blocks = [-(-size // 128) for size in matrix.shape]
             scale = torch.rand(*blocks, generator=generator) + 0.5
-        positions = max(self.totals) + 2
+        positions = max(self.kv_lens) + 2
         angles = torch.rand(positions, g.qk_rope_head_dim // 2, generator=generator) * 6
         return LayerWeights(
             up=UpProjection.from_checkpoint(matrix, g, scale),
@@ -147,11 +148,11 @@ class Step:
     @cached_property
     def _context(self) -> list[Tensor]:
         generator = self._generator(4)
-        return [self._normal(generator, n, self.geometry.row.width) for n in self.kv_lens]
+        return [self._normal(generator, n, self.geometry.row.width) for n in self.before]
 
     @cached_property
     def table(self) -> Tensor:
-        counts = [-(-total // PAGE_SIZE) for total in self.totals]
+        counts = [-(-kv_len // PAGE_SIZE) for kv_len in self.kv_lens]
         return shuffled_pages(len(counts), counts, sum(counts) + 2, self._generator(5))
 
     def batch(self) -> CachedBatch:
@@ -160,7 +161,7 @@ class Step:
         cache = PagedLatentCache.allocate(
             self.geometry,
             self.format,
-            num_pages=int(sum(-(-total // PAGE_SIZE) for total in self.totals)) + 2,
+            num_pages=sum(-(-kv_len // PAGE_SIZE) for kv_len in self.kv_lens) + 2,
             page_size=PAGE_SIZE,
             num_layers=LAYER + 1,
             tensor_scale=0.06 if self.format == "fp8" else 1.0,
@@ -177,8 +178,8 @@ class Step:
     def _page_table(self, table: Tensor) -> PageTable:
         if not self.flat:
             return table
-        slots = [request_slots(table, PAGE_SIZE, b, 0, n) for b, n in enumerate(self.totals)]
-        return int32([0, *accumulate(self.totals)]), torch.cat(slots).int()
+        slots = [request_slots(table, PAGE_SIZE, b, 0, n) for b, n in enumerate(self.kv_lens)]
+        return int32([0, *accumulate(self.kv_lens)]), torch.cat(slots).int()
 
     def arguments(self) -> tuple[Tensor, Tensor, LayerWeights, CachedBatch]:
         """Of a branch: a q that may be rotated in place, and a pool of its own."""
@@ -188,15 +189,14 @@ class Step:
     @property
     def positions(self) -> list[int]:
         """Of every new token in its request."""
-        lengths = zip(self.kv_lens, self.q_lens, strict=True)
-        return [before + i for before, new in lengths for i in range(new)]
+        return reference.append_positions(self.kv_lens, self.q_lens)
 
     def cached_rows(self, batch: CachedBatch) -> list[Tensor]:
-        """Per request, its rows [total, width] float64 as the cache holds them."""
+        """Per request, its rows [kv_len, width] float64 as the cache holds them."""
         layer = batch.cache.layer(LAYER)
         return [
             layer.read(request_slots(self.table, PAGE_SIZE, b, 0, n), F64)
-            for b, n in enumerate(self.totals)
+            for b, n in enumerate(self.kv_lens)
         ]
 
     def check_appended(self, batch: CachedBatch) -> None:
@@ -217,15 +217,15 @@ class Step:
         payload, scales = codec.encode(stepwise, tensor_scale=scale)
         naive = codec.decode(payload, scales, tensor_scale=scale)
         rows = self.cached_rows(batch)
-        new = [r[n:] for r, n in zip(rows, self.kv_lens, strict=True)]
+        new = [r[n:] for r, n in zip(rows, self.before, strict=True)]
         stored = torch.cat(new).float()
         stored = stored.to(batch.cache.payload.dtype) if self.format in ("bf16", "fp16") else stored
         assert_matches("appended rows", stored, exact, naive)
         untouched = self.batch()
         written = torch.cat(
             [
-                request_slots(self.table, PAGE_SIZE, b, before, total)
-                for b, (before, total) in enumerate(zip(self.kv_lens, self.totals, strict=True))
+                request_slots(self.table, PAGE_SIZE, b, *ends)
+                for b, ends in enumerate(zip(self.before, self.kv_lens, strict=True))
             ]
         )
         for part in ("payload", "scales"):
@@ -286,7 +286,7 @@ class Step:
         plan = plan_context(self.kv_lens, self.q_lens, max_rows=max_rows)
         if mask not in (CAUSAL, masks.NULL) or not plan.chunks:
             return self.prefilled(rows, mask, F32)[0]
-        new = [each[before:] for each, before in zip(rows, self.kv_lens, strict=True)]
+        new = [each[before:] for each, before in zip(rows, self.before, strict=True)]
         parts = [self.prefilled(new, mask, F32)]
         for chunk in plan.chunks:
             taken = [each[low:high] for each, (low, high) in zip(rows, chunk, strict=True)]
@@ -340,6 +340,16 @@ class Step:
         assert out.dtype == self.dtype
         assert_matches("decode", out, self.exact(rows, mask), self.naive_decode(rows, mask))
 
+    def check_step(self, out: Tensor, batch: CachedBatch, decode_up_to: int = DECODE_UP_TO) -> None:
+        """Each request as the branch it was sent to."""
+        rows = self.cached_rows(batch)
+        exact, decoded = self.exact(rows), self.naive_decode(rows)
+        prefilled = self.naive_prefill(rows)
+        bounds = pairwise(accumulate(self.q_lens, initial=0))
+        for (first, last), new in zip(bounds, self.q_lens, strict=True):
+            naive = decoded if new <= decode_up_to else prefilled
+            assert_matches("step", out[first:last], exact[first:last], naive[first:last])
+
 
 def matrices(of: HeadMatrices) -> Tensor:
     """[heads, outputs, inputs] float64; tests/test_weights.py proves them the checkpoint's."""
@@ -367,14 +377,14 @@ STEPS = {
     "fp8_token-half": Step(format="fp8_token", rope="half"),
     "fp8_block128-flat": Step(format="fp8_block128", flat=True),
     "fp8_block64-fp32": Step(format="fp8_block64", dtype=F32),
-    "nothing-cached": Step(kv_lens=(0, 0, 0), q_lens=(4, 1, 7)),
+    "nothing-cached": Step(kv_lens=(4, 1, 7), q_lens=(4, 1, 7)),
     "nope": Step(geometry=replace(GEOMETRY, qk_rope_head_dim=0)),
 }
 FP8_STEPS = {
     "bf16": Step(weights_dtype=E4M3),
     "fp8_token": Step(weights_dtype=E4M3, format="fp8_token"),
     "crossed-blocks": Step(
-        (5, 0), (2, 3), weights_dtype=E4M3, geometry=replace(GEOMETRY, qk_nope_head_dim=96)
+        (7, 3), (2, 3), weights_dtype=E4M3, geometry=replace(GEOMETRY, qk_nope_head_dim=96)
     ),
 }
 every_step = pytest.mark.parametrize("step", STEPS.values(), ids=list(STEPS))

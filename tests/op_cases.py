@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transplant import Transplant
 
-from mlakit import masks, ops
+from mlakit import masks, ops, reference
 from mlakit.cache import PagedLatentCache, PageTable, request_slots
 from mlakit.formats import row_codec
 from mlakit.geometry import RowShape
@@ -230,12 +230,27 @@ def append_call(format: str = "bf16", *, flat: bool = False, **options: Any) -> 
         "gamma": normal(generator, ROW.kv_lora_rank),
         "cache": cache,
         "page_table": flat_table(table, KV_LENS) if flat else table,
-        "kv_lens": int32(before),
+        "kv_lens": int32(KV_LENS),
         "q_starts": starts(Q_LENS),
         "epsilon": 1e-5,
         "layer": 1,
     }
     return Call(ops.norm_rope_quant_append, {**arguments, **options})
+
+
+def append_by_slots(format: str = "fp8_block128") -> Call:
+    """Rows and positions token by token; two tokens are padding, one of them at no position."""
+    call = append_call(format)
+    arguments = dict(call.arguments)
+    table = arguments.pop("page_table")
+    del arguments["kv_lens"], arguments["q_starts"]
+    lengths = enumerate(zip(KV_LENS, Q_LENS, strict=True))
+    slots = torch.cat(
+        [request_slots(table, PAGE_SIZE, b, kv - new, kv) for b, (kv, new) in lengths]
+    )
+    positions = int32(reference.append_positions(KV_LENS, Q_LENS))
+    slots[3], slots[5], positions[5] = -1, -1, 10_000
+    return Call(call.function, {**arguments, "slots": slots, "positions": positions})
 
 
 def append_transposed() -> Call:
@@ -395,6 +410,7 @@ CALLS: dict[str, Callable[[], Call]] = {
     "append-token-power-of-two": lambda: append_call("fp8_token", power_of_two_scales=True),
     "append-block128": lambda: append_call("fp8_block128"),
     "append-block64-transposed": append_transposed,
+    "append-slots": append_by_slots,
     "prefill": prefill_call,
     "prefill-strided-window-alibi-sink": prefill_strided,
     "sparse": sparse_call,

@@ -67,6 +67,7 @@ def assert_refused_untouched(
     assert_unchanged(before)
 
 
+STALE = (12, 5, 17, 4, 1, 15)  # KV_LENS of the step before
 Change = Callable[[Tensor, Tensor, LayerWeights, CachedBatch], dict[str, Any]]
 
 
@@ -120,6 +121,10 @@ BOTH: list[tuple[Change, str]] = [
     (lambda q, kv, w, b: {"batch": bad_page(b, -1)}, "page_table[2, 1] must be in [0, 18), got -1"),
     (lambda q, kv, w, b: {"batch": bad_page(b, 18)}, "page_table[2, 1] must be in [0, 18), got 18"),
     (
+        lambda q, kv, w, b: {"batch": replace(b, kv_lens=b.kv_lens - b.q_starts.diff())},
+        "kv_lens[1] must count the 5 new tokens of the request as well, got 0",
+    ),
+    (
         lambda q, kv, w, b: {"batch": replace(b, kv_lens=b.kv_lens + 40)},
         "kv_lens[0] must not exceed the 20 tokens its page table holds, got 52",
     ),
@@ -148,9 +153,8 @@ BOTH: list[tuple[Change, str]] = [
 PREFILL: list[tuple[Change, str]] = [
     (lambda q, kv, w, b: {"mask": "causal"}, "mask must be a Mask, got str"),
     (
-        lambda q, kv, w, b: {"plan": plan_context((9, 0, 16, 4, 0, 3), Q_LENS)},
-        f"plan must be made for cached lengths {KV_LENS} and new ones {Q_LENS}, "
-        f"got (9, 0, 16, 4, 0, 3) and {Q_LENS}",
+        lambda q, kv, w, b: {"plan": plan_context(STALE, Q_LENS)},
+        f"plan must be made for kv_lens {KV_LENS} and q_lens {Q_LENS}, got {STALE} and {Q_LENS}",
     ),
     (
         lambda q, kv, w, b: {"plan": plan_context(KV_LENS, Q_LENS), "max_context_rows": 4},
@@ -160,8 +164,8 @@ PREFILL: list[tuple[Change, str]] = [
 DECODE: list[tuple[Change, str]] = [
     (lambda q, kv, w, b: {"mask": None}, "mask must be a Mask, got NoneType"),
     (
-        lambda q, kv, w, b: {"plan": plan_decode(KV_LENS, num_workers=2)},
-        f"plan must be made for kv_lens (12, 5, 18, 4, 1, 15), got {KV_LENS}",
+        lambda q, kv, w, b: {"plan": plan_decode(STALE, num_workers=2)},
+        f"plan must be made for kv_lens {KV_LENS}, got {STALE}",
     ),
     (
         lambda q, kv, w, b: {
@@ -185,14 +189,14 @@ DECODE: list[tuple[Change, str]] = [
     (
         lambda q, kv, w, b: {
             "rows": int32([[1]] * 22),
-            "plan": plan_decode((12, 5, 18, 4, 1, 15), num_workers=2),
+            "plan": plan_decode(KV_LENS, num_workers=2),
         },
         "plan must be an EvenSplit with rows, got a DecodePlan",
     ),
     (
         lambda q, kv, w, b: {
             "rows": int32([[1]] * 22),
-            "plan": plan_decode((12, 5, 18, 4, 1, 15), num_workers=2).tensors(),
+            "plan": plan_decode(KV_LENS, num_workers=2).tensors(),
         },
         "plan must be an EvenSplit with rows, got a DecodePlan",
     ),
@@ -200,7 +204,7 @@ DECODE: list[tuple[Change, str]] = [
 STEP: list[tuple[Change, str]] = [
     (
         lambda q, kv, w, b: {"plan": plan_step(KV_LENS, (3, 5, 1, 1, 0, 12))},
-        f"plan must be made for cached lengths {KV_LENS} and new ones {Q_LENS}, "
+        f"plan must be made for kv_lens {KV_LENS} and q_lens {Q_LENS}, "
         f"got {KV_LENS} and (3, 5, 1, 1, 0, 12)",
     ),
     (
@@ -313,7 +317,11 @@ def test_weights_of_a_layer_are_checked_when_they_are_made(change, said):
     ("arguments", "said"),
     [
         (((1, 2), (3,)), "plan_context: q_lens must have 2 entries, got 1"),
-        (((1, -2), (3, 4)), "plan_context: kv_lens[1] must be at least 0, got -2"),
+        (((3, -2), (3, 4)), "plan_context: kv_lens[1] must be at least 0, got -2"),
+        (
+            ((3, 3), (3, 4)),
+            "plan_context: kv_lens[1] must count the 4 new tokens of the request as well, got 3",
+        ),
     ],
 )
 @on_cpu

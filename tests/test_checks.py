@@ -164,3 +164,10 @@ def test_values_of_gpu_tensors_are_visible_on_demand(dims):
 
 def test_unsupported_is_a_not_implemented_error():
     assert issubclass(UnsupportedError, NotImplementedError)
+
+
+def test_lengths_count_new_tokens():
+    dims = Dims("op")
+    dims.new_tokens_counted((5, 0, 3), (5, 0, 1))
+    with raises("op: kv_lens[1] must count the 2 new tokens of the request as well, got 1"):
+        dims.new_tokens_counted((5, 1), (0, 2))

@@ -57,8 +57,8 @@ def test_decode_under_every_mask(mask):
     "plan",
     [
         EvenSplit(3),
-        plan_decode(STEPS["bf16"].totals, num_workers=5, tile=2),
-        plan_decode(STEPS["bf16"].totals, num_workers=5, tile=2).tensors(),
+        plan_decode(STEPS["bf16"].kv_lens, num_workers=5, tile=2),
+        plan_decode(STEPS["bf16"].kv_lens, num_workers=5, tile=2).tensors(),
     ],
     ids=["even", "planned", "planned-tensors"],
 )
@@ -103,9 +103,9 @@ def test_decode_with_fp8_weights(step, monkeypatch):
 def listed_rows(step: Step, mask: Mask, keep: Callable[[int], bool]) -> list[list[int]]:
     """For every query token, the positions of its request that it sees and `keep` lets through."""
     lists = []
-    for total, new in zip(step.totals, step.q_lens, strict=True):
-        for position in range(total - new, total):
-            lists.append([key for key in range(*mask.interval(position, total)) if keep(key)])
+    for kv_len, new in zip(step.kv_lens, step.q_lens, strict=True):
+        for position in range(kv_len - new, kv_len):
+            lists.append([key for key in range(*mask.interval(position, kv_len)) if keep(key)])
     return lists
 
 
@@ -114,7 +114,7 @@ def physical(step: Step, lists: list[list[int]]) -> tuple[Tensor, Tensor]:
     requests = [b for b, new in enumerate(step.q_lens) for _ in range(new)]
     rows = torch.full((step.tokens, max(map(len, lists)) + 1), 3, dtype=torch.int32)
     for token, (request, keys) in enumerate(zip(requests, lists, strict=True)):
-        slots = request_slots(step.table, PAGE_SIZE, request, 0, step.totals[request])
+        slots = request_slots(step.table, PAGE_SIZE, request, 0, step.kv_lens[request])
         rows[token, : len(keys)] = slots[torch.tensor(keys, dtype=torch.int64)].int()
     return rows, int32([len(keys) for keys in lists])
 
@@ -132,7 +132,7 @@ def test_sparse_decode(format, plan):
 
     cached = step.cached_rows(batch)
     requests = [b for b, new in enumerate(step.q_lens) for _ in range(new)]
-    alone = replace(step, kv_lens=(0,) * step.tokens, q_lens=(1,) * step.tokens)
+    alone = replace(step, kv_lens=(1,) * step.tokens, q_lens=(1,) * step.tokens)
     chosen = [cached[b][keys] for b, keys in zip(requests, lists, strict=True)]
     k_nope, k_rope, v = step.expanded(torch.cat(chosen), F64)
     exact, _ = reference.mla_prefill(
@@ -167,7 +167,7 @@ def test_sparse_decode_over_all_rows_is_dense_decode():
 
 def test_sparse_decode_does_not_look_at_the_pages_of_the_context():
     """The lists say where the rows are."""
-    step = Step(kv_lens=(8,), q_lens=(1,))
+    step = Step(kv_lens=(9,), q_lens=(1,))
     rows, lens = physical(step, listed_rows(step, CAUSAL, lambda key: True))
     q, kv, weights, batch = step.arguments()
     want = decode_branch(q, kv, weights, batch, rows=rows, topk_lens=lens)

@@ -99,7 +99,10 @@ REPLAYS = [
     Replay("decode", {"kv_lens": (3, 6, 4, 0, 2), "q_starts": (0, 1, 1, 5, 5, 7)}),
     Replay("decode-block128-split", {"kv_lens": (5, 1, 3, 1, 1), "q_starts": (0, 2, 3, 6, 7, 7)}),
     Replay("decode-apart-e4m3", {"kv_lens": (2, 0, 9, 1, 4)}),
-    Replay("append", {"kv_lens": (2, 5, 4, 0, 1), "q_starts": (0, 3, 4, 7, 7, 7)}),
+    Replay("append", {"kv_lens": (5, 6, 7, 0, 1), "q_starts": (0, 3, 4, 7, 7, 7)}),
+    Replay(
+        "append-slots", {"slots": (-1, 3, 8, 40, 1, -1, 2), "positions": (-9, 3, 8, 0, 1, 4, 2)}
+    ),
     Replay("prefill", {"q_starts": (0, 0, 4, 4, 5, 7), "kv_starts": (0, 3, 9, 10, 14, 20)}),
     Replay("sparse-extra", {"topk_lens": (0, 7, 3, 1, 7, 7, 2)}),
     Replay("logits", {"kv_lens": (5, 2, 7, 1, 4), "q_starts": (0, 1, 3, 6, 7, 7)}),
@@ -190,7 +193,7 @@ def test_append_beyond_2_to_31():
     far, near, slots = far_and_near(ROW, "bf16", 128)
     inputs = [torch.randn(shape, device="cuda").bfloat16() for shape in ((70, 4, 64), (70, 576))]
     tables = (torch.randn(100, 64, device="cuda"), torch.ones(512, device="cuda"))
-    lens = torch.tensor([5], dtype=torch.int32, device="cuda")
+    lens = torch.tensor([75], dtype=torch.int32, device="cuda")
     starts = torch.tensor([0, 70], dtype=torch.int32, device="cuda")
     for cache, table in zip((far, near), page_tables(slots), strict=True):
         ops.norm_rope_quant_append(*inputs, *tables, cache, table, lens, starts, epsilon=1e-6)

@@ -91,12 +91,7 @@ def test_a_step_meets_the_oracle(decode_up_to):
     step = STEPS["bf16"]
     q, kv, weights, batch = step.arguments()
     out = mla_step(q, kv, weights, batch, decode_up_to=decode_up_to)
-    rows = step.cached_rows(batch)
-    exact, decoded, prefilled = step.exact(rows), step.naive_decode(rows), step.naive_prefill(rows)
-    bounds = pairwise(accumulate(step.q_lens, initial=0))
-    for (first, last), new in zip(bounds, step.q_lens, strict=True):
-        naive = decoded if new <= decode_up_to else prefilled
-        assert_matches("out", out[first:last], exact[first:last], naive[first:last])
+    step.check_step(out, batch, decode_up_to)
 
 
 def test_one_long_prompt_does_not_send_the_others_to_prefill(monkeypatch):
@@ -116,7 +111,7 @@ def test_a_step_of_short_requests_only_decodes(monkeypatch):
 
 
 def test_a_step_of_long_requests_only_prefills(monkeypatch):
-    step = replace(STEPS["bf16"], q_lens=(9, 0, 10, 0, 0, 11))
+    step = replace(STEPS["bf16"], kv_lens=(18, 0, 27, 4, 0, 14), q_lens=(9, 0, 10, 0, 0, 11))
     spy = Spy(monkeypatch)
     q, kv, weights, batch = step.arguments()
     out = mla_step(q, kv, weights, batch)
@@ -130,7 +125,7 @@ def test_a_plan_of_a_step_says_who_goes_where():
     plan = plan_step(KV_LENS, Q_LENS, decode_up_to=3, max_context_rows=4)
     assert plan.decode == (0, 2, 4)
     assert plan.prefill == (1, 5)
-    assert plan.context == plan_context([0, 3], [5, 12], max_rows=4)
+    assert plan.context == plan_context([5, 15], [5, 12], max_rows=4)
     assert plan_step(KV_LENS, Q_LENS).prefill == (5,)
 
 

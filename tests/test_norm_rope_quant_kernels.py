@@ -9,15 +9,18 @@ tolerance is left to choose. Only the bits of a NaN may differ: its sign and pay
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib import import_module
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from mlakit import ops
-from mlakit.cache import PagedLatentCache, PageTable, row_codec
+from mlakit.cache import PagedLatentCache, PageTable, row_codec, token_positions, token_slots
 from mlakit.formats import FORMATS
 from mlakit.geometry import RowShape
 from mlakit.kernels.triton.configs import AppendConfig, pick_append_config
@@ -47,11 +50,13 @@ class Step:
     freqs_dtype: str = "fp32"
     gamma_dtype: str = "bf16"
     heads: int = 5
-    kv_lens: tuple[int, ...] = (15, 0, 4, 7)
+    kv_lens: tuple[int, ...] = (17, 3, 4, 8)
     q_lens: tuple[int, ...] = (2, 3, 0, 1)
     page_size: int = 4
     epsilon: float = 1e-6
     flat: bool = False
+    slots: tuple[int | None, ...] | None = None  # given; None: as the page table says, -1: none
+    positions: tuple[int | None, ...] | None = None  # likewise
     strided: bool = False  # every axis of every argument that may have any stride
     odd_bytes: bool = False  # cache rows that start anywhere
     power_of_two: bool = False
@@ -72,18 +77,14 @@ class Step:
             kv[place] = value
         q_rope = self._spread(q_rope.to(device, DTYPES[self.q_dtype]), last=False)
         cache, table = self._cache(device, generator)
-        starts = torch.tensor([0, *accumulate(self.q_lens)], dtype=torch.int32, device=device)
-        kv_lens = torch.tensor(self.kv_lens, dtype=torch.int64, device=device)
-        assert len(kv_lens) == batch
+        assert len(self.kv_lens) == batch
         rotated = ops.norm_rope_quant_append(
             q_rope,
             self._spread(kv.to(device, DTYPES[self.kv_dtype]), last=False),
             self._spread(freqs.to(device, DTYPES[self.freqs_dtype])),
             self._spread(gamma.to(device, DTYPES[self.gamma_dtype])),
             cache,
-            table,
-            self._spread(kv_lens),
-            self._spread(starts),
+            **self._where(cache, table, device),
             epsilon=self.epsilon,
             rope=self.rope,
             q_rope_out=self._q_out(q_rope),
@@ -91,6 +92,23 @@ class Step:
             backend=backend,
         )
         return rotated.cpu(), cache
+
+    def _where(
+        self, cache: PagedLatentCache, table: PageTable, device: torch.device
+    ) -> dict[str, Any]:
+        """The arguments that say where rows go."""
+        starts = torch.tensor([0, *accumulate(self.q_lens)], dtype=torch.int32, device=device)
+        kv_lens = torch.tensor(self.kv_lens, dtype=torch.int64, device=device)
+        if self.slots is None:
+            by_request = {"kv_lens": self._spread(kv_lens), "q_starts": self._spread(starts)}
+            return {"page_table": table, **by_request}
+        request, positions = token_positions(kv_lens, starts, sum(self.q_lens))
+        slots = token_slots(table, cache.page_size, request, positions)
+        for token, slot in enumerate(self.slots):
+            slots[token] = slots[token] if slot is None else slot
+        for token, position in enumerate(self.positions or ()):
+            positions[token] = positions[token] if position is None else position
+        return {"slots": self._spread(slots.int()), "positions": self._spread(positions)}
 
     def _spread(self, tensor: Tensor, *, last: bool = True) -> Tensor:
         """The same numbers with poison between them."""
@@ -105,7 +123,7 @@ class Step:
     def _cache(
         self, device: torch.device, generator: torch.Generator
     ) -> tuple[PagedLatentCache, PageTable]:
-        counts = [kv + new for kv, new in zip(self.kv_lens, self.q_lens, strict=True)]
+        counts = self.kv_lens
         pages = [-(-count // self.page_size) for count in counts]
         scale = self.tensor_scale
         if isinstance(scale, Tensor):
@@ -195,7 +213,7 @@ def assert_kernels_agree(step: Step, device: torch.device) -> None:
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_real_row(format, rope, q_out, device):
-    lengths = {"kv_lens": (3, 0, 2), "q_lens": (1, 2, 0)}
+    lengths = {"kv_lens": (4, 2, 2), "q_lens": (1, 2, 0)}
     step = Step(format, real_row(format), rope, q_out, **lengths, flat=q_out == "slice")
     assert_kernels_agree(step, device)
 
@@ -272,9 +290,113 @@ def test_requests_are_found_among_many(format, probes, rows, heads, device, monk
         "mlakit.kernels.triton.norm_rope_quant.pick_append_config", lambda **_: config
     )
     q_lens = (0, 0, 2, 1, 0, 0, 0, 3, 1, 0, 1, 1, 2, 0) * 3  # 33 tokens
-    kv_lens = tuple((5 * request) % 9 for request in range(len(q_lens)))
+    kv_lens = tuple((5 * request) % 9 + q_len for request, q_len in enumerate(q_lens))
     step = Step(format, q_lens=q_lens, kv_lens=kv_lens, heads=2, flat=format == "bf16")
     assert_kernels_agree(step, device)
+
+
+PADDED = (None, -1, None, -1, -1, None)  # slots of six tokens
+ANYWHERE = (None, None, None, -7, 2**40, None)
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("format", FORMATS)
+def test_given_slots_among_poison(format, rope, device):
+    step = Step(format, ODD, rope, slots=PADDED, positions=ANYWHERE, strided=True)
+    assert_kernels_agree(step, device)
+    rotated, _ = step.run("triton", device)
+    padding = rotated[[3, 4]]
+    assert (padding == 0).all()
+    assert not padding.signbit().any()
+    assert (rotated[[0, 1, 2, 5]] != 0).any(-1).all()  # a position is enough to be rotated
+
+
+@pytest.mark.parametrize("q_out", ["in_place", "slice", "e4m3"])
+def test_given_slots_and_queries_anywhere(q_out, device):
+    slots = {"slots": PADDED, "positions": ANYWHERE}
+    assert_kernels_agree(Step("fp8_block128", q_out=q_out, **slots), device)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_given_slots_are_those_of_the_page_table(format, device):
+    """Both ways to say it write the same bits."""
+    step = Step(format, real_row(format))
+    by_slot = replace(step, slots=(None,) * 6, positions=(None,) * 6)
+    for backend, place in (("cpu", torch.device("cpu")), ("triton", device)):
+        rotated, cache = step.run(backend, place)
+        again, other = by_slot.run(backend, place)
+        assert_same_bytes("q_rope_out", again, rotated)
+        for name, stored in parts_of(other).items():
+            assert_same_bytes(name, stored, parts_of(cache)[name])
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_padding_alone_writes_no_row(rows, device, monkeypatch):
+    """Also programs of several tokens, and NaN in the latents of padding."""
+    config = AppendConfig(rows=rows, heads=2, probes=4)
+    monkeypatch.setattr(
+        "mlakit.kernels.triton.norm_rope_quant.pick_append_config", lambda **_: config
+    )
+    garbage = {(token, column): torch.nan for token in range(6) for column in range(42)}
+    step = Step("fp8_token", slots=(-1,) * 6, positions=(-1,) * 6, specials=garbage)
+    for backend, place in (("cpu", torch.device("cpu")), ("triton", device)):
+        rotated, cache = step.run(backend, place)
+        assert (rotated == 0).all()
+        assert (cache.payload.cpu().view(torch.uint8) == POISON).all()
+        assert (cache.scales.cpu().view(torch.uint8) == POISON).all()
+
+
+def test_padding_needs_no_freqs(device):
+    """Nor has a batch of nothing but padding to have any."""
+    row = RowShape(8, 4)
+    for backend, place in (("cpu", torch.device("cpu")), ("triton", device)):
+        cache = PagedLatentCache.allocate(row, num_pages=1, page_size=2, device=place)
+        rotated = ops.norm_rope_quant_append(
+            torch.ones(2, 1, 4, device=place),
+            torch.ones(2, 12, device=place),
+            torch.ones(0, 4, device=place),
+            torch.ones(8, device=place),
+            cache,
+            slots=torch.tensor([-1, -1], device=place),
+            positions=torch.tensor([0, 3], device=place),
+            epsilon=1e-6,
+            backend=backend,
+        )
+        assert (rotated == 0).all()
+        assert (cache.payload == 0).all()
+
+
+def test_lengths_that_leave_out_new_tokens_touch_nothing_before_the_tables(device):
+    """On a GPU no host looks at them: tokens at negative positions are not stored."""
+    page_size, row, zeros = 4, RowShape(8, 4), partial(torch.zeros, device=device)
+    cache = PagedLatentCache.allocate(row, num_pages=4, page_size=page_size, device=device)
+    cache.payload.fill_(torch.nan)
+    entries = torch.tensor([[3, 2, 1, 0]], dtype=torch.int32, device=device)
+    launch = import_module("mlakit.kernels.triton.norm_rope_quant").norm_rope_quant_append
+    q_rope_out = zeros(7, 1, 4)
+    flat = (zeros(2, dtype=torch.int32), entries[0, 2:])
+    for table, row_of_token in ((entries[:, 2:], [1, 0]), (flat, [0, 1])):
+        launch(
+            torch.ones(7, 1, 4, device=device),
+            torch.ones(7, 12, device=device),
+            torch.ones(16, 4, device=device)[8:],
+            torch.ones(8, device=device),
+            cache.layer(0),
+            table,
+            torch.tensor([1], device=device),  # of seven new tokens
+            torch.tensor([0, 7], device=device),
+            slots=None,
+            positions=None,
+            epsilon=1e-6,
+            rope="half",
+            power_of_two_scales=False,
+            q_rope_out=q_rope_out,
+        )
+        stored = ~cache.payload[0].isnan().any(-1)
+        assert stored.nonzero().tolist() == [row_of_token]
+        cache.payload.fill_(torch.nan)
+        assert (q_rope_out[:6] == 0).all()
+        assert (q_rope_out[6] != 0).any()
 
 
 def test_no_rope(device):

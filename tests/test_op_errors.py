@@ -15,11 +15,13 @@ from op_cases import (
     E4M3,
     HEADS,
     PAGE_SIZE,
+    Q_LENS,
     TOKENS,
     append_call,
     decode_call,
     int32,
     sparse_call,
+    starts,
     strided,
 )
 from torch import Tensor
@@ -283,7 +285,7 @@ WRONG: dict[str, list[tuple[Callable[[dict[str, Any]], dict[str, Any]], str]]] =
             "ValueError: rope must be one of interleaved, half, got 'neox'",
         ),
         (
-            lambda a: {"kv_lens": changed(a["kv_lens"], 0, 7)},
+            lambda a: {"kv_lens": changed(a["kv_lens"], 0, 9)},
             "ValueError: page_table[0, 2] must be in [0, 12), got 2147483647",
         ),
         (
@@ -309,6 +311,88 @@ WRONG: dict[str, list[tuple[Callable[[dict[str, Any]], dict[str, Any]], str]]] =
         (
             lambda a: {"kv": columns_first(a["kv"])},
             "ValueError: kv must have a contiguous last axis, got strides (1, 7)",
+        ),
+        (
+            lambda a: {"kv_lens": changed(a["kv_lens"], 2, 2)},
+            "ValueError: kv_lens[2] must count the 3 new tokens of the request as well, got 2",
+        ),
+        (
+            lambda a: {"slots": int32(range(7)), "positions": int32(range(7))},
+            "TypeError: page_table must be None where slots and positions are given, got Tensor",
+        ),
+        (
+            lambda a: {"slots": int32(range(7)), "page_table": None},
+            "TypeError: kv_lens must be None where slots and positions are given, got Tensor",
+        ),
+        (
+            lambda a: {"positions": int32(range(7)), "page_table": None, "kv_lens": None},
+            "TypeError: q_starts must be None where slots and positions are given, got Tensor",
+        ),
+        (
+            lambda a: {"page_table": None},
+            "TypeError: page_table must be given with kv_lens and q_starts, got None",
+        ),
+        (
+            lambda a: {"kv_lens": None, "q_starts": None},
+            "TypeError: kv_lens must be given with page_table, got None",
+        ),
+        (
+            lambda a: dict.fromkeys(("page_table", "kv_lens", "q_starts")),
+            "TypeError: page_table must be given with kv_lens, or slots with positions, got None",
+        ),
+    ],
+    "append-slots": [
+        (
+            lambda a: {"positions": None},
+            "TypeError: positions must be given with slots, got None",
+        ),
+        (
+            lambda a: {"slots": None},
+            "TypeError: slots must be given with positions, got None",
+        ),
+        (
+            lambda a: {"q_starts": starts(Q_LENS)},
+            "TypeError: q_starts must be None where slots and positions are given, got Tensor",
+        ),
+        (
+            lambda a: {"slots": a["slots"].float()},
+            "TypeError: slots must be int32 or int64, got float32",
+        ),
+        (
+            lambda a: {"slots": a["slots"].tolist()},
+            "TypeError: slots must be a tensor, got list",
+        ),
+        (
+            lambda a: {"positions": a["positions"] > 0},
+            "TypeError: positions must be int32 or int64, got bool",
+        ),
+        (
+            lambda a: {"slots": a["slots"][1:]},
+            "ValueError: slots.shape[0] (tokens) must equal q_rope.shape[0], 7, got 6",
+        ),
+        (
+            lambda a: {"positions": a["positions"][:, None]},
+            "ValueError: positions must have axes (tokens), got shape (7, 1)",
+        ),
+        (
+            lambda a: {"slots": changed(a["slots"], 4, 48)},
+            "ValueError: slots[4] must be -1 or in [0, 48), got 48",
+        ),
+        (
+            lambda a: {"slots": changed(a["slots"], 4, -2)},
+            "ValueError: slots[4] must be -1 or in [0, 48), got -2",
+        ),
+        (
+            lambda a: {"positions": changed(a["positions"], 4, 9)},
+            "ValueError: positions[4] must be in [0, 9), the rows of freqs, or its slot -1, got 9",
+        ),
+        (
+            lambda a: {"positions": changed(a["positions"], 4, -1)},
+            "ValueError: positions[4] must be in [0, 9), the rows of freqs, or its slot -1, got -1",
+        ),
+        (
+            lambda a: {"positions": a["positions"].to("meta")},
+            "ValueError: positions must be on a device that holds data, got a meta tensor",
         ),
     ],
     "prefill": [

@@ -155,8 +155,7 @@ def long_append(tokens: int) -> Call:
         "freqs": torch.zeros(tokens, NARROW.qk_rope_head_dim),
         "gamma": torch.zeros(NARROW.kv_lora_rank, dtype=BF16),
         "epsilon": 1e-6,
-        "kv_lens": int32([0]),
-        **{name: call.arguments[name] for name in ("cache", "page_table", "q_starts")},
+        **{name: call.arguments[name] for name in ("cache", "page_table", "kv_lens", "q_starts")},
     }
     return Call(ops.norm_rope_quant_append, arguments)
 

@@ -48,7 +48,7 @@ ONE_EACH = (
     "scaled-mm",
     "matmul",
 )
-OTHER_FORMS = ("decode-apart-e4m3", "decode-fp8-plan", "append-block64-transposed")
+OTHER_FORMS = ("decode-apart-e4m3", "decode-fp8-plan", "append-block64-transposed", "append-slots")
 every_call = pytest.mark.parametrize("name", CALLS)
 one_of_each = pytest.mark.parametrize("name", ONE_EACH)
 interpreted = pytest.mark.interpreted
@@ -205,7 +205,7 @@ def two_layers(arguments: dict[str, Any], scale: float) -> tuple[Tensor, ...]:
             q_latent,
             arguments["cache"],
             arguments["page_table"],
-            arguments["kv_lens"] + q_starts.diff(),
+            arguments["kv_lens"],
             q_rope=q_rope,
             q_starts=q_starts,
             layer=layer,
@@ -239,7 +239,7 @@ def test_one_graph_writes_two_layers_of_a_pool_and_reads_them(backend, format):
 def test_other_lengths_do_not_recompile():
     function = compiled(two_layers)
     function(append_call("fp8_token").arguments, SCALE)
-    others = {"kv_lens": int32([0, 5, 1, 0, 2]), "q_starts": starts([2, 1, 1, 1, 2])}
+    others = {"kv_lens": int32([2, 6, 2, 1, 4]), "q_starts": starts([2, 1, 1, 1, 2])}
     call, eager = append_call("fp8_token").but(**others), append_call("fp8_token").but(**others)
     for each in (call, eager):  # rows that become visible hold no poison
         for stored in (each.arguments["cache"].payload, each.arguments["cache"].scales):
@@ -476,7 +476,7 @@ def test_a_gpu_problem_never_falls_to_the_cpu(name, monkeypatch):
 # --- batches ----------------------------------------------------------------------------------
 
 PER_TOKEN = ("q", "q_rope", "q_scale", "kv", "weights", "rows", "topk_lens", "logits")
-PER_TOKEN += ("row_starts", "row_ends", "x", "outs", "lses")
+PER_TOKEN += ("row_starts", "row_ends", "x", "outs", "lses", "slots", "positions")
 PER_KEY = ("k_nope", "k_rope", "v")
 
 

@@ -343,19 +343,17 @@ def as_lists(plan: PrefillPlan) -> tuple[list[list[int]], list[list[int]], list[
 
 @properties
 @given(
-    st.lists(st.tuples(st.integers(0, 12), st.integers(0, 30)), min_size=1, max_size=8),
+    st.lists(st.integers(0, 42), min_size=1, max_size=8),
     st.integers(1, 60),
     st.integers(1, 9),
     st.sampled_from([torch.int32, torch.int64, torch.uint32]),
     st.integers(0, 3),
 )
-def test_prefill_plan_is_the_walk_along_the_line(requests, buffer_size, page_size, dtype, spare):
-    q_lens, cache_lens = [q for q, _ in requests], [cached for _, cached in requests]
-    rows = [-(-(q + cached) // page_size) * page_size for q, cached in requests]
+def test_prefill_plan_is_the_walk_along_the_line(kv_lens, buffer_size, page_size, dtype, spare):
+    rows = [-(-kv_len // page_size) * page_size for kv_len in kv_lens]
     max_chunks = max(-(-sum(rows) // buffer_size), 1) + spare
     plan = plan_prefill(
-        starts_of(q_lens, dtype),
-        torch.tensor(cache_lens).to(dtype),
+        torch.tensor(kv_lens).to(dtype),
         buffer_size,
         page_size=page_size,
         max_chunks=max_chunks,
@@ -364,9 +362,7 @@ def test_prefill_plan_is_the_walk_along_the_line(requests, buffer_size, page_siz
 
 
 def test_prefill_plan_example_of_the_documentation():
-    plan = plan_prefill(
-        starts_of([160, 200]), torch.tensor([0, 0], dtype=torch.int32), 256, page_size=128
-    )
+    plan = plan_prefill(torch.tensor([160, 200], dtype=torch.int32), 256, page_size=128)
     row_offsets, cache_offsets, buffer_lengths = as_lists(plan)
     assert row_offsets == [[0, 256, 256], [0, 0, 256]] + [[0, 0, 0]] * 14
     assert cache_offsets == [[0, 0, 0], [256, 0, 0]] + [[256, 256, 0]] * 14
@@ -375,18 +371,18 @@ def test_prefill_plan_example_of_the_documentation():
 
 def test_prefill_plan_of_no_requests_is_zero():
     none = torch.zeros(0, dtype=torch.int32)
-    plan = plan_prefill(starts_of([]), none, 64, page_size=16, max_chunks=3)
+    plan = plan_prefill(none, 64, page_size=16, max_chunks=3)
     assert as_lists(plan) == ([[0]] * 3, [[0]] * 3, [0, 0, 0])
 
 
 def test_prefill_plan_of_empty_requests_has_one_empty_chunk():
-    plan = plan_prefill(starts_of([0, 0]), torch.tensor([0, 0]), 64, page_size=16, max_chunks=3)
+    plan = plan_prefill(torch.tensor([0, 0]), 64, page_size=16, max_chunks=3)
     assert as_lists(plan) == ([[0, 0, 0]] * 3, [[0, 0, 0]] * 3, [0, -1, -1])
 
 
 def test_prefill_plan_sums_past_int32():
-    cache_lens = torch.full((6,), 2**30, dtype=torch.int32)
-    plan = plan_prefill(starts_of([0] * 6), cache_lens, 2**31 - 1, page_size=64, max_chunks=4)
+    kv_lens = torch.full((6,), 2**30, dtype=torch.int32)
+    plan = plan_prefill(kv_lens, 2**31 - 1, page_size=64, max_chunks=4)
     row_offsets, cache_offsets, buffer_lengths = as_lists(plan)
     size, row = 2**31 - 1, 2**30
     assert buffer_lengths == [size, size, size, 3]
@@ -396,7 +392,7 @@ def test_prefill_plan_sums_past_int32():
 
 
 def test_prefill_plan_needs_its_chunks():
-    arguments = (starts_of([160, 200]), torch.tensor([0, 0]), 100)
+    arguments = (torch.tensor([160, 200]), 100)
     plan_prefill(*arguments, page_size=128, max_chunks=6)
     message = (
         r"^mla_prefill_plan: max_chunks must be at least 6 "
@@ -420,8 +416,7 @@ def test_plan_prefill_refuses_sizes(sizes, message):
     buffer_size, page_size, max_chunks = sizes
     with pytest.raises(ValueError, match=f"^plan_prefill: {message}$"):
         plan_prefill(
-            starts_of([1]),
-            torch.tensor([0]),
+            torch.tensor([1]),
             buffer_size,
             page_size=page_size,
             max_chunks=max_chunks,

@@ -77,7 +77,7 @@ def test_prefill_in_chunks_of_a_quantised_context(step):
 
 def test_many_chunks_lose_no_more_than_one():
     """Partial results are rounded once each and their sum once, however often it is merged."""
-    step = Step(kv_lens=(300,), q_lens=(2,))
+    step = Step(kv_lens=(302,), q_lens=(2,))
     q, kv, weights, batch = step.arguments()
     many = prefill_branch(q, kv, weights, batch, max_context_rows=1)
     step.check_prefill(many, batch, max_rows=1)
@@ -97,14 +97,14 @@ def test_prefill_expands_no_more_context_at_once_than_asked(max_rows, monkeypatc
     q, kv, weights, batch = step.arguments()
     prefill_branch(q, kv, weights, batch, max_context_rows=max_rows)
     new, *context = expanded
-    attended = sum(n for n, queries in zip(step.kv_lens, step.q_lens, strict=True) if queries)
+    attended = sum(n for n, queries in zip(step.before, step.q_lens, strict=True) if queries)
     assert new == step.tokens
     assert max(context) <= (max_rows or attended)
     assert sum(context) == attended  # every row once
 
 
 def test_a_window_expands_only_the_keys_it_shows(monkeypatch):
-    step = Step(kv_lens=(40,), q_lens=(2,))
+    step = Step(kv_lens=(42,), q_lens=(2,))
     expanded = []
     expand = UpProjection.expand
     monkeypatch.setattr(

@@ -39,6 +39,8 @@ from mlakit.workloads import (
     SparseCase,
 )
 
+Change = Callable[[dict[str, Any]], dict[str, Any]]
+
 
 class Sabotage(NamedTuple):
     """A kernel made wrong: its named arguments changed before it runs, or its results after."""
@@ -105,6 +107,33 @@ def with_pages_swapped(a: dict[str, Any]) -> dict[str, Any]:
         used = ((request >= 0) & (request < limit)).nonzero().flatten()
         request[used[:1]], request[used[-1:]] = request[used[-1:]], request[used[:1]]
     return {"page_table": (a["page_table"][0], entries) if is_flat else entries}
+
+
+def by_request(change: Change) -> Change:
+    """Of an append by page table and lengths; others stay as they are."""
+    return lambda a: change(a) if a["slots"] is None else {}
+
+
+def by_slot(change: Change) -> Change:
+    """Of an append by slots and positions."""
+    return lambda a: {} if a["slots"] is None else change(a)
+
+
+def plus_one(a: dict[str, Any], name: str) -> dict[str, Any]:
+    return {name: a[name] + 1}
+
+
+def with_next_slot(a: dict[str, Any]) -> dict[str, Any]:
+    later = (a["slots"] + 1) % a["layer"].num_slots
+    return {"slots": torch.where(a["slots"] < 0, a["slots"], later)}
+
+
+def with_padding_stored(a: dict[str, Any]) -> dict[str, Any]:
+    return {"slots": a["slots"].clamp_min(0)}
+
+
+def with_any_position(a: dict[str, Any]) -> dict[str, Any]:
+    return {"positions": a["positions"].clamp(0, max(len(a["freqs"]) - 1, 0))}
 
 
 def with_binary_lse(a: dict[str, Any]) -> None:
@@ -272,8 +301,12 @@ SABOTAGES = [
     Sabotage(BatchedMatmulCase, "drops the last product", with_last_column_dropped("a")),
     Sabotage(BatchedMatmulCase, "scales by 1.02", scaled("b", 1.02)),
     Sabotage(BatchedMatmulCase, "mixes up the batch", rolled("b", 0)),
-    Sabotage(AppendCase, "appends one position late", lambda a: {"kv_lens": a["kv_lens"] + 1}),
-    Sabotage(AppendCase, "swaps two pages", with_pages_swapped),
+    Sabotage(AppendCase, "appends one position late", by_request(lambda a: plus_one(a, "kv_lens"))),
+    Sabotage(AppendCase, "swaps two pages", by_request(with_pages_swapped)),
+    Sabotage(AppendCase, "rotates one position late", by_slot(lambda a: plus_one(a, "positions"))),
+    Sabotage(AppendCase, "stores one slot late", by_slot(with_next_slot)),
+    Sabotage(AppendCase, "stores padding tokens", by_slot(with_padding_stored)),
+    Sabotage(AppendCase, "rotates padding tokens without a position", by_slot(with_any_position)),
     Sabotage(AppendCase, "scales gamma by 1.02", scaled("gamma", 1.02)),
     Sabotage(AppendCase, "doubles epsilon", lambda a: {"epsilon": 2 * a["epsilon"]}),
     Sabotage(

@@ -72,21 +72,15 @@ class Step(Workload):
         return replace(self, batch=self.batch.small, heads=min(self.heads, 4))
 
     @property
-    def _before(self) -> list[int]:
-        lengths = zip(self.batch.kv_lens, self.batch.q_lens, strict=True)
-        return [kv_len - q_len for kv_len, q_len in lengths]
-
-    @property
     def _plan(self) -> StepPlan:
-        return plan_step(self._before, self.batch.q_lens)
+        return plan_step(self.batch.kv_lens, self.batch.q_lens)
 
     def contest(self) -> Contest:
         generator, tokens = gpu.generator(), self.batch.tokens
         weights = self._weights(generator)
         cache, page_table = filled_pages(self.batch.kv_lens, self.page_size, self.format, generator)
-        batch = CachedBatch(
-            cache, page_table, gpu.int32(self._before), gpu.int32(self.batch.starts)
-        )
+        kv_lens, starts = gpu.int32(self.batch.kv_lens), gpu.int32(self.batch.starts)
+        batch = CachedBatch(cache, page_table, kv_lens, starts)
         q = gpu.normal(generator, tokens, self.heads, D_N + D_R)
         kv = gpu.normal(generator, tokens, ROW.width)
         plan = self._plan
@@ -132,8 +126,9 @@ class Step(Workload):
         layer = batch.cache.layer(0)
         assert isinstance(batch.page_table, Tensor)
         for request in self.batch.judged:
-            before = self._before[request]
-            for place in gate.spread_out(self.batch.q_lens[request], MOST_JUDGED):
+            q_len = self.batch.q_lens[request]
+            before = self.batch.kv_lens[request] - q_len
+            for place in gate.spread_out(q_len, MOST_JUDGED):
                 token, seen = self.batch.starts[request] + place, before + place + 1
                 slots = request_slots(batch.page_table, self.page_size, request, 0, seen)
                 rows = layer.read(slots, torch.float64)
@@ -142,12 +137,10 @@ class Step(Workload):
 
 
 def _attention_alone(batch: CachedBatch, q: Tensor) -> Callable[[], object]:
-    after = batch.kv_lens_after
+    where = (batch.cache, batch.page_table, batch.kv_lens)
 
     def attend() -> object:
-        return mla_decode(
-            q, batch.cache, batch.page_table, after, q_starts=batch.q_starts, softmax_scale=SCALE
-        )
+        return mla_decode(q, *where, q_starts=batch.q_starts, softmax_scale=SCALE)
 
     return attend
 

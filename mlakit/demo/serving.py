@@ -23,7 +23,7 @@ from mlakit.cache import (
     PagedLatentCache,
     physical_rows,
     request_slots,
-    token_requests,
+    token_positions,
     token_slots,
 )
 from mlakit.demo.model import Projected, RandomModel
@@ -142,18 +142,16 @@ class Session:
 
     def batch(self, sequences: Sequence[PagedSequence], counts: Sequence[int]) -> CachedBatch:
         """The step in which the last `counts` tokens of the sequences are new."""
-        new = torch.tensor(counts, dtype=torch.int32)
         return CachedBatch(
             self.cache,
             self.allocator.page_table(sequences, device=self.device),
-            (self.allocator.kv_lens(sequences) - new).to(self.device),
+            self.allocator.kv_lens(sequences, device=self.device),
             torch.tensor([0, *accumulate(counts)], dtype=torch.int32).to(self.device),
         )
 
     def project(self, words: Tensor, batch: CachedBatch) -> Projected:
         """The projections of a step's words; its index keys go straight into their cache."""
-        request, index = token_requests(batch.q_starts, len(words))
-        positions = batch.kv_lens.long()[request] + index
+        request, positions = token_positions(batch.kv_lens, batch.q_starts, len(words))
         projected = self.model.project(words, positions)
         if projected.index is not None:
             slots = token_slots(batch.page_table, PAGE_SIZE, request, positions)
@@ -190,7 +188,7 @@ class Session:
         index, table = projected.index, batch.page_table
         assert index is not None
         assert isinstance(table, Tensor)
-        kv_lens = batch.kv_lens_after
+        kv_lens = batch.kv_lens
         longest = int(kv_lens.max())
         topk = max(1, min(self.model.geometry.index_topk, longest // KEEP_ONE_IN))
 

@@ -115,6 +115,11 @@ PACKINGS: dict[Any, Packing] = {
         lambda table: tuple(table) if isinstance(table, tuple) else (table, None),
         lambda table, slots: table if slots is None else (table, slots),
     ),
+    PageTable | None: Packing(
+        ("Tensor? {}", "Tensor? {}_slots"),
+        lambda table: table if isinstance(table, tuple) else (table, None),
+        lambda table, slots: table if slots is None else (table, slots),
+    ),
     Mask: Packing(
         ("str {}", "int {}_window"),
         lambda mask: (mask.kind, mask.window),

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
 from mlakit import dispatch
 from mlakit.cache import CacheLayer, PagedLatentCache, PageTable
-from mlakit.checks import E4M3, FLOATS, Dims
+from mlakit.checks import E4M3, FLOATS, Dims, values_visible
 from mlakit.geometry import ROPES, Rope
 from mlakit.knobs import Backend
 from mlakit.ops._arguments import (
+    INTEGERS,
     check_kv_lens,
     check_layer,
     check_page_table,
@@ -31,13 +34,15 @@ def norm_rope_quant_append(
     freqs: Tensor,
     gamma: Tensor,
     cache: PagedLatentCache,
-    page_table: PageTable,
-    kv_lens: Tensor,
-    q_starts: Tensor | None,
+    page_table: PageTable | None = None,
+    kv_lens: Tensor | None = None,
+    q_starts: Tensor | None = None,
     *,
     epsilon: float,
     layer: int = 0,
     rope: Rope = "interleaved",
+    slots: Tensor | None = None,
+    positions: Tensor | None = None,
     q_rope_out: Tensor | None = None,
     power_of_two_scales: bool = False,
     backend: Backend = "auto",
@@ -50,13 +55,25 @@ def norm_rope_quant_append(
     kv         [tokens, D_C + D_R] raw latents x, then the raw shared key k_rope
     freqs      [positions, D_R] cos0, sin0, cos1, sin1, …; the rotation rounds in this dtype
     gamma      [D_C]; the norm is float32, rounded to this dtype, then multiplied
-    page_table as in `mla_decode`, with room for the new tokens
-    kv_lens    [batch] int32 tokens cached before this step: token i of a request is at kv_len + i
+    page_table as in `mla_decode`
+    kv_lens    [batch] int32, as in `mla_decode`, tokens the cache holds once this step's are in it:
+               new token i of a request with q_len of them is at position kv_len − q_len + i
     q_starts   [batch + 1] int32 rows of q per request; None means one new token each
     rope       "interleaved" rotates pairs (0, 1), (2, 3), …; "half" pairs (p, p + D_R/2)
     q_rope_out where the rotated queries go: q_rope itself, a strided slice, or e4m3 (saturating)
 
+    Instead of page_table, kv_lens and q_starts:
+
+    slots      [tokens] int32 or int64 row of each token, page · page_size + offset; no two tokens
+               have the same. −1: the token is not stored
+    positions  [tokens] int32 or int64 position of each token, its row of freqs. That of a token
+               with slot −1 may be anything: outside of freqs, its query becomes 0
+
     Returns the rotated queries. Nothing but them and the new tokens' cache rows is written.
+
+    Raises TypeError where both ways or neither are given. Raises ValueError, where the values are
+    on the host, for a kv_len below the new tokens of its request, for rows outside of the cache,
+    and for tokens to store at positions outside of freqs.
     """
     (result,) = OP.call(
         (q_rope_out,),
@@ -69,6 +86,8 @@ def norm_rope_quant_append(
             "page_table": page_table,
             "kv_lens": kv_lens,
             "q_starts": q_starts,
+            "slots": slots,
+            "positions": positions,
             "epsilon": epsilon,
             "rope": rope,
             "power_of_two_scales": power_of_two_scales,
@@ -85,9 +104,11 @@ class AppendArguments:
     freqs: Tensor
     gamma: Tensor
     layer: CacheLayer = field(metadata={"written": True})
-    page_table: PageTable
-    kv_lens: Tensor
+    page_table: PageTable | None
+    kv_lens: Tensor | None
     q_starts: Tensor | None
+    slots: Tensor | None
+    positions: Tensor | None
     epsilon: float
     rope: str
     power_of_two_scales: bool
@@ -109,11 +130,7 @@ def _append(a: AppendArguments, q_rope_out: Tensor | None) -> tuple[Tensor]:
     dims.match("gamma", a.gamma, "latent", dtypes=FLOATS)
     dims.same_device("cache", a.layer.payload)
     check_rope(dims, a.rope, a.epsilon)
-    lengths = check_kv_lens(dims, a.kv_lens)
-    starts = check_query_starts(dims, a.q_starts, dims["tokens"], dims["batch"])
-    check_page_table(dims, a.page_table, dims["batch"])
-    if lengths is not None:
-        _check_positions(dims, a, starts, lengths)
+    starts = _check_rows(dims, a)
     dtypes = (a.q_rope.dtype,) if q_rope_out is None else (a.q_rope.dtype, E4M3)
     if q_rope_out is not None:
         dims.dtype("q_rope_out", dims.tensor("q_rope_out", q_rope_out), *dtypes)
@@ -137,6 +154,8 @@ def _append(a: AppendArguments, q_rope_out: Tensor | None) -> tuple[Tensor]:
         a.page_table,
         a.kv_lens,
         starts,
+        slots=a.slots,
+        positions=a.positions,
         epsilon=a.epsilon,
         rope=a.rope,
         power_of_two_scales=a.power_of_two_scales,
@@ -151,15 +170,70 @@ def check_rope(dims: Dims, rope: str, epsilon: float) -> None:
     dims.require(rope in ROPES, "rope", f"be one of {', '.join(ROPES)}", repr(rope))
 
 
-def _check_positions(dims: Dims, a: AppendArguments, q_starts: Tensor, before: list[int]) -> None:
+def _check_rows(dims: Dims, a: AppendArguments) -> Tensor | None:
+    """Every new token has a row to be stored in and an angle; gives `q_starts` of page tables."""
+    by_request = {"page_table": a.page_table, "kv_lens": a.kv_lens, "q_starts": a.q_starts}
+    by_slot = {"slots": a.slots, "positions": a.positions}
+    if any(value is not None for value in by_slot.values()):
+        _refuse_both(dims, by_request)
+        _check_slots(dims, _given(dims, "slots", by_slot), _given(dims, "positions", by_slot), a)
+        return None
+    page_table = _given(dims, "page_table", by_request)
+    kv_lens = check_kv_lens(dims, _given(dims, "kv_lens", by_request))
+    starts = check_query_starts(dims, a.q_starts, dims["tokens"], dims["batch"])
+    check_page_table(dims, page_table, dims["batch"])
+    if kv_lens is not None:
+        _check_positions(dims, a.layer, page_table, kv_lens, starts.diff().tolist())
+    return starts
+
+
+def _refuse_both(dims: Dims, by_request: Mapping[str, object]) -> None:
+    for name, value in by_request.items():
+        if value is not None:
+            raise TypeError(
+                f"{dims.op}: {name} must be None where slots and positions are given, "
+                f"got {type(value).__name__}"
+            )
+
+
+def _given(dims: Dims, name: str, together: Mapping[str, Any]) -> Any:
+    """The argument of this name, without which the others are of no use."""
+    if together[name] is None:
+        others = [other for other, value in together.items() if value is not None]
+        why = f"with {' and '.join(others)}" if others else "with kv_lens, or slots with positions"
+        raise TypeError(f"{dims.op}: {name} must be given {why}, got None")
+    return together[name]
+
+
+def _check_slots(dims: Dims, slots: Tensor, positions: Tensor, a: AppendArguments) -> None:
+    dims.match("slots", slots, "tokens", dtypes=INTEGERS)
+    dims.match("positions", positions, "tokens", dtypes=INTEGERS)
+    if not (values_visible(slots) and values_visible(positions)):
+        return
+    rows, angles = a.layer.num_slots, dims["positions"]
+    outside = ((slots < -1) | (slots >= rows)).nonzero()
+    if len(outside):
+        token = int(outside[0])
+        dims.fail(f"slots[{token}]", f"be -1 or in [0, {rows})", int(slots[token]))
+    outside = ((slots >= 0) & ((positions < 0) | (positions >= angles))).nonzero()
+    if len(outside):
+        token = int(outside[0])
+        must = f"be in [0, {angles}), the rows of freqs, or its slot -1"
+        dims.fail(f"positions[{token}]", must, int(positions[token]))
+
+
+def _check_positions(
+    dims: Dims, layer: CacheLayer, page_table: PageTable, kv_lens: list[int], q_lens: list[int]
+) -> None:
     """Every new token has a row in the page table and an angle in freqs."""
-    after = [low + new for low, new in zip(before, q_starts.diff().tolist(), strict=True)]
-    check_used_rows(dims, a.page_table, a.layer, before, after)
-    for request, (low, high) in enumerate(zip(before, after, strict=True)):
+    dims.new_tokens_counted(kv_lens, q_lens)
+    before = [kv_len - q_len for kv_len, q_len in zip(kv_lens, q_lens, strict=True)]
+    check_used_rows(dims, page_table, layer, before, kv_lens)
+    for request, (kv_len, q_len) in enumerate(zip(kv_lens, q_lens, strict=True)):
         dims.require(
-            high == low or high <= dims["positions"],
+            q_len == 0 or kv_len <= dims["positions"],
             "freqs",
-            f"have a row for position {high - 1} of request {request}",
+            f"have a row for position {kv_len - 1} of request {request}",
             f"{dims['positions']} rows",
         )
 

@@ -17,6 +17,7 @@ from mlakit.reference.fp8 import dequantize_fp8, quantize_fp8, scaled_mm_fp8
 from mlakit.reference.indexer import indexer_logits, indexer_topk
 from mlakit.reference.merge import merge_states
 from mlakit.reference.norm_rope_quant import (
+    append_positions,
     norm_rope_quant,
     norm_rope_quant_stepwise,
     rms_norm,
@@ -29,6 +30,7 @@ from mlakit.reference.sparse import sparse_mla
 
 __all__ = [
     "alibi_slopes",
+    "append_positions",
     "dequantize_fp8",
     "indexer_logits",
     "indexer_topk",

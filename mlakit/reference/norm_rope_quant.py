@@ -50,6 +50,20 @@ def rms_norm(
     return x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt() * gamma.to(dtype)
 
 
+def append_positions(kv_lens: Sequence[int], q_lens: Sequence[int]) -> list[int]:
+    """The position of every new token in its request, request by request.
+
+        position[i] = kv_len − q_len + i
+
+    kv_lens  tokens of each request once the step's are in the cache; q_lens are the new ones
+    """
+    positions = []
+    for kv_len, q_len in zip(kv_lens, q_lens, strict=True):
+        for i in range(q_len):
+            positions.append(kv_len - q_len + i)
+    return positions
+
+
 def norm_rope_quant(
     q_rope: Tensor,  # [tokens, heads, D_R]
     kv: Tensor,  # [tokens, D_C + D_R], raw
@@ -66,12 +80,17 @@ def norm_rope_quant(
         q_rope_out[t, h] = rotate(q_rope[t, h], freqs[positions[t]])
         rows[t]          = rms_norm(kv[t, :D_C]) | rotate(kv[t, D_C:], freqs[positions[t]])
 
-    Returns q_rope_out [tokens, heads, D_R] and rows [tokens, D_C + D_R].
+    Returns q_rope_out [tokens, heads, D_R] and rows [tokens, D_C + D_R]. A position that is no row
+    of freqs is that of a padding token: its query becomes 0, and its row, which no cache stores, is
+    NaN.
     """
     d_c = gamma.shape[0]
     q_rope_out = torch.empty(q_rope.shape, dtype=dtype, device=q_rope.device)
     rows = torch.empty(kv.shape, dtype=dtype, device=kv.device)
     for token, position in enumerate(positions):
+        if not 0 <= position < len(freqs):
+            q_rope_out[token], rows[token] = 0, torch.nan
+            continue
         cos_sin = freqs[position]
         q_rope_out[token] = rotate(q_rope[token], cos_sin, rope=rope, dtype=dtype)
         rows[token, :d_c] = rms_norm(kv[token, :d_c], gamma, epsilon, dtype)
@@ -128,6 +147,9 @@ def norm_rope_quant_stepwise(
     q_rope_out = torch.empty(q_rope.shape, dtype=out_dtype, device=q_rope.device)
     rows = torch.empty(kv.shape, dtype=cache_dtype, device=kv.device)
     for token, position in enumerate(positions):
+        if not 0 <= position < len(freqs):
+            q_rope_out[token], rows[token] = 0, torch.nan
+            continue
         cos_sin = freqs[position]
         q_rotated = rotate_stepwise(q_rope[token], cos_sin, rope=rope)
         k_rotated = rotate_stepwise(kv[token, d_c:], cos_sin, rope=rope).to(q_rope.dtype)

@@ -72,7 +72,7 @@ def _sparse(format: str, heads: int, **more: Any) -> SparseCase:
 
 
 def _append(format: str, **more: Any) -> AppendCase:
-    return AppendCase(**{"heads": 16, "kv_lens": (5,), "q_lens": (2,), **_row(format), **more})
+    return AppendCase(**{"heads": 16, "kv_lens": (7,), "q_lens": (2,), **_row(format), **more})
 
 
 def _prefill(nope: int, rope: int, v: int, **more: Any) -> PrefillCase:
@@ -89,6 +89,7 @@ CONFIGURATIONS: dict[str, Case] = {
     **{f"append-{format}": _append(format) for format in FORMATS},
     "append-half-split-e4m3-q": _append("fp8_block128", rope="half", q_out="e4m3"),
     "append-flat-table": _append("bf16", flat_table=True),
+    "append-slots": _append("fp8_block128", slots="some"),
     "quantize-128": QuantizeCase(m=130, k=512, group=128),
     "scaled-mm-128": ScaledMatmulCase(m=130, n=256, k=512, n_group=128, k_group=128),
     "scaled-mm-64": ScaledMatmulCase(m=130, n=256, k=512, n_group=64, k_group=64, batch=2),

@@ -161,6 +161,7 @@ def _scheduled(draw: Draw) -> dict[str, Any]:
 def append_case(draw: Draw, format: Format) -> AppendCase:
     shape = _cached(draw, format)
     steps = _lengths(draw, shape["page_size"])
+    steps["kv_lens"] = tuple(map(max, steps["kv_lens"], steps["q_lens"]))
     return AppendCase(
         **shape,
         **steps,
@@ -173,6 +174,7 @@ def append_case(draw: Draw, format: Format) -> AppendCase:
         rope=draw.choice(("interleaved", "half")),
         flat_table=draw.flip(),
         q_out=draw.choice(("", "in_place", "given", "e4m3")),
+        slots=draw.choice(("", "", "all", "some")),
     )
 
 

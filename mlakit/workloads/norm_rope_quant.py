@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mlakit import reference
+from mlakit.cache import PageTable
 from mlakit.formats import RowCodec
 from mlakit.geometry import Rope
 from mlakit.knobs import Backend
 from mlakit.ops import norm_rope_quant_append
-from mlakit.testing import assert_matches
+from mlakit.testing import NEVER_A_PAGE, assert_matches
 from mlakit.workloads.case import Results, Trial, assert_given
 from mlakit.workloads.paged import PagedCase, Pool, map_tokens, num_pages_for, starts_of
 from mlakit.workloads.stage import DTYPES, Stage
@@ -31,14 +33,17 @@ class Step:
     freqs: Tensor
     gamma: Tensor
     positions: Sequence[int]
-    slots: Tensor  # int64 [tokens]
+    slots: Tensor  # int64 [tokens], -1: no row is written
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class AppendCase(PagedCase):
     """One call of `norm_rope_quant_append` on a cache that is all poison.
 
-    kv_lens   tokens cached before the step, q_lens the new ones
+    kv_lens   cached tokens of each request, its q_lens new ones included
+    slots     how the op is told where tokens go: "" by page table and lengths, "all" by slots and
+              positions, "some" likewise with slot -1 for some tokens, at positions that may be
+              outside of freqs
     dtype     of q_rope and kv; freqs_dtype and gamma_dtype of the tables
     q_out     where the rotated queries go: "" a new tensor, "in_place", or a given tensor of q's
               dtype ("given") or of e4m3 ("e4m3")
@@ -46,7 +51,7 @@ class AppendCase(PagedCase):
 
     op = "norm_rope_quant_append"
 
-    kv_lens: tuple[int, ...] = (15, 0, 4)
+    kv_lens: tuple[int, ...] = (17, 3, 4)
     q_lens: tuple[int, ...] = (2, 3, 0)
     implicit_starts: bool = False
     heads: int = 3
@@ -56,6 +61,7 @@ class AppendCase(PagedCase):
     epsilon: float = 1e-3
     rope: Rope = "interleaved"
     flat_table: bool = False
+    slots: str = ""
     q_out: str = ""
 
     def trial(self, device: torch.device | str) -> Trial:
@@ -74,24 +80,23 @@ class AppendCase(PagedCase):
             ),
         }
         pool, table, slots = self._cache(stage)
+        positions = self._positions
+        if self.slots == "some":
+            slots, positions = _with_skipped(stage, slots, positions, len(inputs["freqs"]))
+        pool.allow(slots[slots >= 0])
         step = Step(
             **{name: tensor.cpu().clone() for name, tensor in inputs.items()},
-            positions=self._positions,
+            positions=positions,
             slots=slots,
         )
-        kv_lens = stage.place_ints("kv_lens", self.kv_lens, wide=self.wide_indices)
-        starts = None
-        if not self.implicit_starts:
-            starts = stage.place_ints("q_starts", starts_of(self.q_lens), wide=self.wide_indices)
+        where = self._where(stage, table, step)
         q_out = self._q_out(stage, inputs["q_rope"])
 
         def call(backend: Backend) -> Results:
             rotated = norm_rope_quant_append(
                 **inputs,
                 cache=pool.cache,
-                page_table=table,
-                kv_lens=kv_lens,
-                q_starts=starts,
+                **where,
                 epsilon=self.epsilon,
                 layer=pool.layer_index,
                 rope=self.rope,
@@ -109,8 +114,7 @@ class AppendCase(PagedCase):
 
     @property
     def _positions(self) -> list[int]:
-        lengths = zip(self.kv_lens, self.q_lens, strict=True)
-        return [kv_len + i for kv_len, q_len in lengths for i in range(q_len)]
+        return reference.append_positions(self.kv_lens, self.q_lens)
 
     def _freqs(self) -> Tensor:
         """[positions, D_R] float32, NaN for the positions of no new token."""
@@ -121,16 +125,29 @@ class AppendCase(PagedCase):
         freqs[used] = torch.stack([angle.cos(), angle.sin()], dim=-1).flatten(1)
         return freqs
 
-    def _cache(self, stage: Stage) -> tuple[Pool, Tensor | tuple[Tensor, Tensor], Tensor]:
-        """The pool, its page table, and the slots of the new tokens, which may be written."""
-        lengths = list(zip(self.kv_lens, self.q_lens, strict=True))
-        new = [torch.arange(kv_len + q_len) >= kv_len for kv_len, q_len in lengths]
-        pool = self.pool(stage, "cache", num_pages_for(list(map(len, new)), self.page_size))
+    def _cache(self, stage: Stage) -> tuple[Pool, PageTable, Tensor]:
+        """The pool, its page table, and the slots of the new tokens."""
+        lengths = zip(self.kv_lens, self.q_lens, strict=True)
+        new = [torch.arange(kv_len) >= kv_len - q_len for kv_len, q_len in lengths]
+        pool = self.pool(stage, "cache", num_pages_for(self.kv_lens, self.page_size))
         table, slots = map_tokens(pool, new, flat=self.flat_table, wide=self.wide_indices)
         written = [own[tokens] for own, tokens in zip(slots, new, strict=True)]
-        new_slots = torch.cat([torch.empty(0, dtype=torch.int64), *written])
-        pool.allow(new_slots)
-        return pool, table, new_slots
+        return pool, table, torch.cat([torch.empty(0, dtype=torch.int64), *written])
+
+    def _where(self, stage: Stage, table: PageTable, step: Step) -> dict[str, Any]:
+        """The arguments that say where the new tokens go."""
+
+        def place(name: str, values: Sequence[int]) -> Tensor:
+            return stage.place_ints(name, values, wide=self.wide_indices)
+
+        if self.slots:
+            slots: list[int] = step.slots.tolist()
+            return {"slots": place("slots", slots), "positions": place("positions", step.positions)}
+        return {
+            "page_table": table,
+            "kv_lens": place("kv_lens", self.kv_lens),
+            "q_starts": None if self.implicit_starts else place("q_starts", starts_of(self.q_lens)),
+        }
 
     def _q_out(self, stage: Stage, q_rope: Tensor) -> Tensor | None:
         if not self.q_out:
@@ -145,13 +162,24 @@ class AppendCase(PagedCase):
         assert_appended(
             step,
             rotated,
-            pool.read(step.slots),
+            pool.read(step.slots[step.slots >= 0]),
             pool.cache.codec,
             epsilon=self.epsilon,
             rope=self.rope,
             tensor_scale=self.tensor_scale,
             power_of_two=self.power_of_two,
         )
+
+
+def _with_skipped(
+    stage: Stage, slots: Tensor, positions: Sequence[int], num_positions: int
+) -> tuple[Tensor, list[int]]:
+    """Slots and positions of which some tokens have slot -1, and some of these no position."""
+    skipped = stage.chance(0.4, len(slots))
+    anywhere = stage.any_of([NEVER_A_PAGE, -1, num_positions, -NEVER_A_PAGE], len(slots))
+    lost = skipped & stage.chance(0.5, len(slots))
+    kept = torch.where(lost, anywhere, torch.tensor(positions, dtype=torch.int64))
+    return torch.where(skipped, -1, slots), kept.tolist()
 
 
 def assert_appended(
@@ -167,14 +195,17 @@ def assert_appended(
 ) -> None:
     """Assert that a step rotated its queries and wrote its rows as the oracle says.
 
-    rotated  [tokens, heads, D_R], rows [tokens, width] as read from the cache; both on the CPU
+    rotated  [tokens, heads, D_R] on the CPU
+    rows     [tokens with a slot, width] as read from the cache, on the CPU
     """
+    written = step.slots >= 0
     inputs = (step.q_rope, step.kv, step.freqs, step.gamma, step.positions)
     exact_q, exact_rows = reference.norm_rope_quant(*inputs, epsilon=epsilon, rope=rope)
     naive_q, naive_rows = reference.norm_rope_quant_stepwise(
         *inputs, epsilon=epsilon, rope=rope, out_dtype=rotated.dtype, cache_dtype=torch.float32
     )
     assert_matches("q_rope_out", rotated, exact_q, naive_q)
+    exact_rows, naive_rows = exact_rows[written], naive_rows[written]
     encoded = codec.encode(naive_rows, tensor_scale=tensor_scale, power_of_two=power_of_two)
     stored = codec.decode(*encoded, tensor_scale=tensor_scale)
     assert_matches("cache rows", rows, exact_rows, stored)

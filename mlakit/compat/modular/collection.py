@@ -33,6 +33,10 @@ class KeyCache:
         """Rows of a page."""
         return self.layer.page_size
 
+    def kv_lens(self, row_offsets: Tensor) -> Tensor:
+        """[batch] tokens cached once this step's are, which is what `kv_lens` of the ops means."""
+        return self.cache_lengths + row_offsets.diff()
+
     def with_scales_by_page(self, first: Tensor, last: Tensor) -> CacheLayer:
         """The layer with the scales of tokens [first, last) brought to the pages of their rows.
 

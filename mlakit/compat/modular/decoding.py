@@ -116,7 +116,7 @@ def _paged(
     if dims["batch"] == 0 or q.shape[0] == 0:
         return output
 
-    kv_lens = cache.cache_lengths + offsets.diff()
+    kv_lens = cache.kv_lens(offsets)
     first = first_visible_keys_on_device(mask_functor, cache.cache_lengths, kv_lens)
     layer = cache.with_scales_by_page(first, kv_lens)
     step = _Step(q, q_scale, cache.lookup_table, offsets, kv_lens)

@@ -33,8 +33,7 @@ def mla_prefill_plan(
     offsets = check_row_offsets(dims, "input_row_offsets", input_row_offsets, None)
     dims.lengths("cache_lengths", cache_lengths, 2**31 - 1, "what int32 holds")
     plan = plan_prefill(
-        offsets,
-        as_signed(cache_lengths),
+        as_signed(cache_lengths).long() + offsets.long().diff(),
         dims.integer("buffer_size", buffer_size, 1),
         page_size=dims.integer("page_size", page_size, 1),
         max_chunks=dims.integer("max_chunks", max_chunks, 1),

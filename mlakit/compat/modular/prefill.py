@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mlakit import dispatch
-from mlakit.cache import gather_rows, token_requests, token_slots
+from mlakit.cache import gather_rows, token_positions, token_requests, token_slots
 from mlakit.checks import E4M3, FLOATS, INTEGERS, Dims, as_signed, values_visible
 from mlakit.compat.modular.arguments import (
     check_collection,
@@ -236,8 +236,7 @@ def _check_buffer(
 
 
 def _raw_latents(cache: KeyCache, row_offsets: Tensor, num_tokens: int) -> Tensor:
-    request, index = token_requests(row_offsets, num_tokens)
-    position = cache.cache_lengths.long()[request] + index
+    request, position = token_positions(cache.kv_lens(row_offsets), row_offsets, num_tokens)
     return cache.layer.read(token_slots(cache.lookup_table, cache.page_size, request, position))
 
 
@@ -249,7 +248,7 @@ def _visible_rows(
     A window lets the oldest keys go; the rest keep their distances to the queries, and a chunk mask
     drops whole chunks, so the mask means the same over what is left.
     """
-    before, after = cache.cache_lengths, cache.cache_lengths + row_offsets.diff()
+    before, after = cache.cache_lengths, cache.kv_lens(row_offsets)
     if values_visible(before) and values_visible(row_offsets):
         lows, highs = before.tolist(), after.tolist()
         first = first_visible_keys(mask, lows, highs)

@@ -145,7 +145,7 @@ def append_step(
         gamma,
         cache.layer.alone,
         cache.lookup_table,
-        cache.cache_lengths,
+        cache.kv_lens(row_offsets),
         row_offsets,
         epsilon=float(epsilon),
         q_rope_out=q_rope_output,

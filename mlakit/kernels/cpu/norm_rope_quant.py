@@ -3,7 +3,8 @@
 Maths      y0 = x0·cos − x1·sin, y1 = x0·sin + x1·cos ;  c = x · rsqrt(mean x² + ε) · γ
 Rounding   the rotation rounds its second product, then the fused sum, to the dtype of `freqs`; the
            result to the dtype of its input. The norm is float32, rounded to γ's dtype before γ.
-Writes     q_rope_out [tokens, heads, D_R] and the tokens' cache rows, nothing else
+Writes     q_rope_out [tokens, heads, D_R] and the tokens' cache rows, nothing else; a token with
+           slot -1 has no row, and its query becomes 0 where its position is no row of `freqs`
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mlakit.cache import CacheLayer, token_requests, token_slots
+from mlakit.cache import CacheLayer, PageTable, token_positions, token_slots
 from mlakit.formats import saturating_cast
 from mlakit.kernels.cpu.workspace import rows_that_fit
 
@@ -42,17 +43,29 @@ def norm_rope_quant_append(
     freqs: Tensor,  # [positions, D_R]
     gamma: Tensor,  # [D_C]
     layer: CacheLayer,
-    page_table: Tensor,  # [batch, max_pages]
-    kv_lens: Tensor,  # [batch] tokens cached before this step
-    q_starts: Tensor,  # [batch + 1]
+    page_table: PageTable | None,  # with kv_lens and q_starts; or else slots and positions
+    kv_lens: Tensor | None,  # [batch] tokens of each request, the new ones included
+    q_starts: Tensor | None,  # [batch + 1]
     *,
+    slots: Tensor | None,  # [tokens], -1: no row is written
+    positions: Tensor | None,  # [tokens], anything where slots is -1
     epsilon: float,
     rope: str,
     power_of_two_scales: bool,
     q_rope_out: Tensor,  # [tokens, heads, D_R], may alias q_rope
 ) -> None:
-    request, index = token_requests(q_starts, len(kv))
-    positions = kv_lens.long()[request] + index
+    has_angle: Tensor | None = None  # of padding tokens, whose positions may be anything
+    if slots is None or positions is None:
+        assert page_table is not None
+        assert kv_lens is not None
+        assert q_starts is not None
+        request, positions = token_positions(kv_lens, q_starts, len(kv))
+        slots = token_slots(page_table, layer.page_size, request, positions)
+    elif bool((slots < 0).any()):
+        has_angle = (positions >= 0) & (positions < len(freqs))
+        positions = torch.where(has_angle, positions, 0)
+        freqs = freqs if len(freqs) else freqs.new_zeros(1, freqs.shape[1])
+    slots, positions = slots.long(), positions.long()
     tokens, heads, d_r = q_rope.shape
     # the rotation is in float64, with about six numbers for each of its inputs
     tile = rows_that_fit(8 * 6 * (heads * d_r + kv.shape[1]))
@@ -61,10 +74,11 @@ def norm_rope_quant_append(
         cos_sin = freqs[positions[block]]
         latent = rms_norm(kv[block, : gamma.shape[0]], gamma, epsilon)
         rotated_k = rotate(kv[block, gamma.shape[0] :], cos_sin, rope=rope).to(q_rope.dtype)
-        layer.write(
-            token_slots(page_table, layer.page_size, request[block], positions[block]),
-            torch.cat([latent.float(), rotated_k.float()], dim=-1),
-            power_of_two_scales=power_of_two_scales,
-        )
+        written, rows = slots[block], torch.cat([latent.float(), rotated_k.float()], dim=-1)
+        if has_angle is not None:
+            written, rows = written[written >= 0], rows[written >= 0]
+        layer.write(written, rows, power_of_two_scales=power_of_two_scales)
         rotated_q = rotate(q_rope[block], cos_sin[:, None, :], rope=rope)
+        if has_angle is not None:
+            rotated_q = torch.where(has_angle[block, None, None], rotated_q, 0)
         q_rope_out[block] = saturating_cast(rotated_q, q_rope_out.dtype)

@@ -1,6 +1,7 @@
 """Launching RoPE on queries and keys, RMSNorm on the latent, quantise, append: one launch a step.
 
-Memory  reads q_rope, kv, and per token a row of freqs; writes q_rope_out and the tokens' rows
+Memory  reads q_rope, kv, and per token a row of freqs; writes q_rope_out and the tokens' rows, of
+        tokens with slot -1 none
 Limits  none: widths are padded to powers of two, rows of any stride and alignment are written
 """
 
@@ -39,10 +40,12 @@ def norm_rope_quant_append(
     freqs: Tensor,  # [positions, D_R]
     gamma: Tensor,  # [D_C]
     layer: CacheLayer,
-    page_table: PageTable,  # [batch, max_pages] or (kv_starts, slots)
-    kv_lens: Tensor,  # [batch] tokens cached before this step
-    q_starts: Tensor,  # [batch + 1]
+    page_table: PageTable | None,  # with kv_lens and q_starts; or else slots and positions
+    kv_lens: Tensor | None,  # [batch] tokens of each request, the new ones included
+    q_starts: Tensor | None,  # [batch + 1]
     *,
+    slots: Tensor | None,  # [tokens], -1: no row is written
+    positions: Tensor | None,  # [tokens], anything where slots is -1
     epsilon: float,
     rope: str,
     power_of_two_scales: bool,
@@ -86,10 +89,13 @@ def norm_rope_quant_append(
         pages,
         kv_lens,
         q_starts,
+        slots,
+        positions,
         q_rope_out,
         tokens,
         heads,
-        kv_lens.shape[0],
+        0 if kv_lens is None else kv_lens.shape[0],
+        freqs.shape[0],
         float(epsilon),
         norm_programs,
         q_rope.stride(0),
@@ -100,13 +106,15 @@ def norm_rope_quant_append(
         gamma.stride(0),
         payload.stride(0),
         payload.stride(1),
-        0 if scales is None else scales.stride(0),
-        0 if scales is None else scales.stride(1),
-        0 if kv_starts is None else kv_starts.stride(0),
-        0 if flat else pages.stride(0),
-        pages.stride(-1),
-        kv_lens.stride(0),
-        q_starts.stride(0),
+        _stride(scales, 0),
+        _stride(scales, 1),
+        _stride(kv_starts, 0),
+        0 if flat else _stride(pages, 0),
+        _stride(pages, -1),
+        _stride(kv_lens, 0),
+        _stride(q_starts, 0),
+        _stride(slots, 0),
+        _stride(positions, 0),
         q_rope_out.stride(0),
         q_rope_out.stride(1),
         D_C=d_c,
@@ -130,6 +138,10 @@ def norm_rope_quant_append(
         **({"maxnreg": 128} if facts.arch == 120 else {}),
         **options,
     )
+
+
+def _stride(tensor: Tensor | None, axis: int) -> int:
+    return 0 if tensor is None else tensor.stride(axis)
 
 
 def _tensor_scale(layer: CacheLayer) -> tuple[float, Tensor | None]:
