@@ -168,6 +168,31 @@ def test_norm_rope_quant_takes_each_token_at_its_position() -> None:
         assert_same(rows[token], torch.cat([latent, torch.view_as_real(key).flatten()]))
 
 
+def test_new_tokens_are_the_newest_of_their_request() -> None:
+    assert reference.append_positions((7, 2, 4, 0), (3, 2, 0, 0)) == [4, 5, 6, 0, 1]
+
+
+def test_a_token_at_no_position_has_no_query_and_no_row() -> None:
+    q_rope, kv, freqs = normal(4, 2, 6, seed=1), normal(4, 10, seed=2), rope_table(3, 6)
+    positions = [2, -1, 3, 0]
+    exact = reference.norm_rope_quant(q_rope, kv, freqs, torch.ones(4), positions, epsilon=1e-6)
+    stepwise = reference.norm_rope_quant_stepwise(
+        q_rope.bfloat16(),
+        kv.bfloat16(),
+        freqs.float(),
+        torch.ones(4),
+        positions,
+        epsilon=1e-6,
+        out_dtype=torch.bfloat16,
+        cache_dtype=torch.float32,
+    )
+    for queries, rows in (exact, stepwise):
+        assert (queries[1:3] == 0).all()
+        assert (queries[[0, 3]] != 0).any(-1).all()
+        assert rows[1:3].isnan().all()
+        assert rows[[0, 3]].isfinite().all()
+
+
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, E4M3])
 def test_stepwise_rows_are_the_steps_in_the_final_dtypes(cache_dtype: torch.dtype) -> None:
     positions = [4, 0, 7]
