@@ -199,6 +199,11 @@ def test_append_beyond_2_to_31():
         ops.norm_rope_quant_append(*inputs, *tables, cache, table, lens, starts, epsilon=1e-6)
     own = slots // PAGE_SIZE, slots % PAGE_SIZE
     assert_same_bits("rows", far.payload[0][own], near.payload[0].flatten(0, 1))
+    far.payload.zero_()
+    positions = torch.arange(5, 75, device="cuda")
+    given = {"slots": slots[5:75], "positions": positions, "epsilon": 1e-6}
+    ops.norm_rope_quant_append(*inputs, *tables, far, **given)
+    assert_same_bits("rows of slots", far.payload[0][own], near.payload[0].flatten(0, 1))
 
 
 def test_indexer_beyond_2_to_31():

@@ -89,7 +89,6 @@ CONFIGURATIONS: dict[str, Case] = {
     **{f"append-{format}": _append(format) for format in FORMATS},
     "append-half-split-e4m3-q": _append("fp8_block128", rope="half", q_out="e4m3"),
     "append-flat-table": _append("bf16", flat_table=True),
-    "append-slots": _append("fp8_block128", slots="some"),
     "quantize-128": QuantizeCase(m=130, k=512, group=128),
     "scaled-mm-128": ScaledMatmulCase(m=130, n=256, k=512, n_group=128, k_group=128),
     "scaled-mm-64": ScaledMatmulCase(m=130, n=256, k=512, n_group=64, k_group=64, batch=2),
@@ -129,6 +128,7 @@ CONFIGURATIONS: dict[str, Case] = {
         extra_page_size=2,
         extra_topk=64,
     ),
+    "append-slots": _append("fp8_block128", slots="some"),
 }
 # Gluon kernels, which are for one architecture
 # more than the kernel for few heads is given

@@ -209,22 +209,25 @@ def assert_appended(
     encoded = codec.encode(naive_rows, tensor_scale=tensor_scale, power_of_two=power_of_two)
     stored = codec.decode(*encoded, tensor_scale=tensor_scale)
     assert_matches("cache rows", rows, exact_rows, stored)
-    assert_quantised_alike(codec, rows, stored)
+    assert_quantised_alike(codec, rows, stored, step.gamma.dtype)
 
 
-def assert_quantised_alike(codec: RowCodec, actual: Tensor, expected: Tensor) -> None:
+def assert_quantised_alike(
+    codec: RowCodec, actual: Tensor, expected: Tensor, normed: torch.dtype
+) -> None:
     """Assert that rows read from a cache are the `expected` ones but for stray rounding flips.
 
     A norm summed in another order differs in the last bit of float32. Where the next rounding was a
-    near tie, the element lands one step of its stored type away; two such in a row are too many. An
-    error common to the row, as small as it may be, moves every element or flips many.
+    near tie, the element lands one step of the type it was rounded to away, be that the stored type
+    or γ's, `normed`; two such in a row are too many. An error common to the row, as small as it may
+    be, moves every element or flips many.
     """
     halves = codec.payload_dtype in (torch.bfloat16, torch.float16, torch.float32)
     latent = codec.payload_dtype if halves else E4M3
     rope = torch.bfloat16 if codec.payload_dtype == torch.uint8 else latent
     row = codec.row
     epsilon = torch.tensor(
-        [torch.finfo(latent).eps] * row.kv_lora_rank
+        [max(torch.finfo(dtype).eps for dtype in (latent, normed))] * row.kv_lora_rank
         + [torch.finfo(rope).eps] * row.qk_rope_head_dim
     )
     size = expected.abs()
