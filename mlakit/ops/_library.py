@@ -86,6 +86,14 @@ def _layer_packing(payload: str, scales: str) -> Packing:
     return Packing(schema, _pack_layer, _unpack_layer)
 
 
+def _table_packing(table: str) -> Packing:
+    return Packing(
+        (table + " {}", "Tensor? {}_slots"),
+        lambda table: tuple(table) if isinstance(table, tuple) else (table, None),
+        lambda table, slots: table if slots is None else (table, slots),
+    )
+
+
 def _pack_splits(splits: Splits) -> Sequence[Any]:
     if isinstance(splits, EvenSplit):
         return ([splits.num_splits], [])
@@ -110,16 +118,8 @@ PACKINGS: dict[Any, Packing] = {
     torch.dtype: _as_it_is("ScalarType"),
     CacheLayer: _layer_packing("Tensor", "Tensor?"),
     CacheLayer | None: _layer_packing("Tensor?", "Tensor?"),
-    PageTable: Packing(
-        ("Tensor {}", "Tensor? {}_slots"),
-        lambda table: tuple(table) if isinstance(table, tuple) else (table, None),
-        lambda table, slots: table if slots is None else (table, slots),
-    ),
-    PageTable | None: Packing(
-        ("Tensor? {}", "Tensor? {}_slots"),
-        lambda table: table if isinstance(table, tuple) else (table, None),
-        lambda table, slots: table if slots is None else (table, slots),
-    ),
+    PageTable: _table_packing("Tensor"),
+    PageTable | None: _table_packing("Tensor?"),
     Mask: Packing(
         ("str {}", "int {}_window"),
         lambda mask: (mask.kind, mask.window),
