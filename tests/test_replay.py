@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -648,6 +649,7 @@ def test_no_pool_is_kept_alive(op):
 def test_scales_of_more_kinds_than_are_remembered_in_threads(monkeypatch):
     """Layers with other host scales are other kinds; forgetting one must not fail another."""
     monkeypatch.setattr(arguments, "MAX_LAYER_KINDS", 3)
+    monkeypatch.setattr(arguments, "_LAYER_KINDS", OrderedDict())
     layers = [small_pool(1.0 + i).layer(0) for i in range(400)]
     failed: list[BaseException] = []
 
