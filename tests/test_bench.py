@@ -10,8 +10,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mlakit import cli, dispatch
-from mlakit.bench import environment, suite
+from mlakit import cli, dispatch, reference
+from mlakit.bench import cpu, environment, suite
 from mlakit.bench.cpu import WORKLOADS, Decode, Prefill
 from mlakit.bench.measure import (
     LEAST_ROUNDS,
@@ -23,6 +23,8 @@ from mlakit.bench.measure import (
     take_turns,
 )
 from mlakit.bench.suite import Baseline, Contest, Workload
+from mlakit.cache import request_slots
+from mlakit.testing import assert_matches
 
 SMALL = list(dict.fromkeys(workload.small for workload in WORKLOADS))
 ROW_KEYS = {
@@ -257,26 +259,58 @@ def test_the_prefill_gate_sees_one_wrong_row(row, monkeypatch):
         contest.gate()
 
 
-def test_the_matmul_baselines_compute_the_attention():
-    workload = Decode("fp32", "fp32", batch=3, heads=2, tokens=70)
-    contest = workload.contest()
-    out = contest.ours()[0]
+@pytest.fixture
+def op_calls(monkeypatch):
+    """The arguments of each call of an op: what the contender mlakit attends to."""
+    calls = []
+
+    def noted(op):
+        def call(*args, **kwargs):
+            calls.append(args)
+            return op(*args, **kwargs)
+
+        return call
+
+    for name in ("mla_decode", "mla_prefill"):
+        monkeypatch.setattr(cpu, name, noted(getattr(cpu, name)))
+    return calls
+
+
+def test_the_matmul_baselines_compute_the_attention(op_calls):
+    batch, tokens = 3, 70
+    contest = Decode("fp32", "fp32", batch=batch, heads=2, tokens=tokens).contest()
+    contest.ours()
+    ((q, cache, page_table, _),) = op_calls
+    slots = [request_slots(page_table, 64, request, 0, tokens) for request in range(batch)]
+    k = torch.stack([cache.layer(0).read(own, torch.float64) for own in slots])
+
+    def attention(dtype):
+        scores = q.to(dtype) @ k.to(dtype).mT
+        return scores, torch.softmax(scores * cpu.SCALE, -1) @ k[..., :512].to(dtype)
+
+    exact, naive = attention(torch.float64), attention(torch.float32)
     batched, keys_first, by_request = (each.call() for each in contest.baselines)
-    scores = [batched[0], keys_first[0].mT, torch.stack([each[0] for each in by_request])]
-    values = [batched[1], keys_first[1], torch.stack([each[1] for each in by_request])]
-    for own_scores, own_values in zip(scores, values, strict=True):
-        torch.testing.assert_close(own_scores, scores[0])
-        torch.testing.assert_close(own_values, out)
+    stacked = tuple(torch.stack(each) for each in zip(*by_request, strict=True))
+    for scores, values in (batched, (keys_first[0].mT, keys_first[1]), stacked):
+        assert_matches("scores", scores, exact[0], naive[0])
+        assert_matches("values", values, exact[1], naive[1])
 
 
-def test_the_sdpa_baselines_compute_the_attention():
-    workload = Prefill("fp32", 2, 40, heads=3)
-    contest = workload.contest()
-    out = contest.ours()[0].view(2, 40, 3, 128).transpose(1, 2)
-    plain, padded = (each.call() for each in contest.baselines)
-    torch.testing.assert_close(plain, out)
+def test_the_sdpa_baselines_compute_the_attention(op_calls):
+    batch, tokens, heads = 2, 40, 3
+    contest = Prefill("fp32", batch, tokens, heads=heads).contest()
+    contest.ours()
+    ((*inputs, q_starts, kv_starts),) = op_calls
+    exact, naive = (
+        reference.mla_prefill(
+            *inputs, q_starts.tolist(), kv_starts.tolist(), softmax_scale=cpu.SCALE, dtype=dtype
+        )[0]
+        for dtype in (torch.float64, torch.float32)
+    )
+    plain, padded = (each.call().transpose(1, 2).flatten(0, 1) for each in contest.baselines)
     assert padded.shape[-1] == 192
-    torch.testing.assert_close(padded[..., :128], out)
+    for name, out in (("plain", plain), ("padded", padded[..., :128])):
+        assert_matches(name, out, exact, naive)
 
 
 def test_decode_is_timed_on_shuffled_pages(monkeypatch):

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from mlakit import knobs
 from mlakit.kernels.triton.launch import launch
-from mlakit.testing import assert_same_bits
+from mlakit.testing import assert_matches, assert_same_bits
 
 pytestmark = pytest.mark.skipif(not knobs.interpreted(), reason="kernels are compiled here")
 
@@ -43,7 +43,7 @@ def test_triton_dots(dtype, generator):
     a, b = (torch.randn(shape, generator=generator).to(dtype) for shape in ((16, 64), (64, 32)))
     out = torch.empty(16, 32)
     launch(dot_kernel, (1,), a, b, out, M=16, N=32, K=64)
-    torch.testing.assert_close(out, a.float() @ b.float(), rtol=1e-5, atol=1e-5)
+    assert_matches("out", out, a.double() @ b.double(), a.float() @ b.float())
 
 
 @pytest.mark.parametrize("dtype", ROUNDED, ids=str)

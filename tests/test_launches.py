@@ -20,7 +20,7 @@ from mlakit.masks import CAUSAL, NULL, Mask
 from mlakit.plan import DecodePlanTensors
 from mlakit.selfcheck import Settings, random_launches, run
 from mlakit.specs import Problem
-from mlakit.testing import NEVER_A_PAGE
+from mlakit.testing import NEVER_A_PAGE, assert_matches
 from mlakit.workloads import DecodeLaunch
 from mlakit.workloads.decode_launch import Queries, attend
 from mlakit.workloads.stage import DTYPES
@@ -70,9 +70,10 @@ def test_requests_attended_together_give_what_the_reference_gives(mask, has_sink
     queries = Queries.of(q_lens, kv_lens, mask, keys, torch.device("cpu"))
     got = attend(q, rows, queries, **settings)
     own = [part[:kv_len] for part, kv_len in zip(rows, kv_lens, strict=True)]
-    want = reference.mla_decode(q, own, q_lens, mask=mask, **settings)
-    accuracy = {torch.float64: 1e-13, torch.float32: 1e-5}[dtype]
-    torch.testing.assert_close(got, want, rtol=accuracy, atol=accuracy)
+    naive = reference.mla_decode(q, own, q_lens, mask=mask, **settings)
+    exact = reference.mla_decode(q, own, q_lens, mask=mask, **settings | {"dtype": torch.float64})
+    for name, *results in zip(("out", "lse"), got, exact, naive, strict=True):
+        assert_matches(name, *results)
 
 
 def test_a_launch_is_poison_and_garbage_wherever_nothing_is_seen(monkeypatch):
