@@ -6,6 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import interpreter
 
 from mlakit import knobs
 from mlakit.kernels.triton.launch import launch
@@ -36,6 +37,19 @@ def count_kernel(bound, out):
     for i in range(tl.load(bound)):
         total += i
     tl.store(out, total)
+
+
+@triton.jit
+def doubled(x):
+    return x + x
+
+
+@triton.jit
+def doubling_kernel(x, out, TIMES: tl.constexpr, SIZE: tl.constexpr):
+    values = tl.load(x + tl.arange(0, SIZE))
+    for _ in range(TIMES):
+        values = doubled(values)
+    tl.store(out + tl.program_id(0), tl.sum(values, 0))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -71,6 +85,39 @@ def test_triton_loops_take_bounds_from_memory():
     out = torch.zeros(1, dtype=torch.int32)
     launch(count_kernel, (1,), torch.tensor([5], dtype=torch.int32), out)
     assert out.item() == 10
+
+
+def test_triton_patches_its_language_once_a_launch(monkeypatch):
+    """Not at each call of a device function: that is half of the time of a kernel with several."""
+    patch, patched = interpreter._patch_builtin, []
+
+    def noted(module, *args):
+        patched.append(module)
+        patch(module, *args)
+
+    monkeypatch.setattr(interpreter, "_patch_builtin", noted)
+    builtin = tl.arange
+    for programs, times in ((1, 1), (3, 5)):
+        out = torch.zeros(programs)
+        launch(doubling_kernel, (programs,), torch.ones(8), out, TIMES=times, SIZE=8)
+        assert out.tolist() == [8.0 * 2**times] * programs
+        assert patched.count(tl) <= 2  # for the kernel, and for tl.sum, which also sees tl.core
+        assert tl.arange is builtin  # restored
+        patched.clear()
+
+
+def test_triton_adds_once(monkeypatch):
+    """Not a second time in int64 to find an overflow of which nothing is said."""
+    added = []
+    add = interpreter.InterpreterBuilder.create_add
+    monkeypatch.setattr(
+        interpreter.InterpreterBuilder,
+        "create_add",
+        lambda *args: added.append(args) or add(*args),
+    )
+    out = torch.zeros(1, dtype=torch.int32)
+    launch(count_kernel, (1,), torch.tensor([5], dtype=torch.int32), out)
+    assert len(added) == 5
 
 
 def test_triton_launches_nothing_for_an_empty_grid():

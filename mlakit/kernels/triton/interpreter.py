@@ -6,12 +6,20 @@ numpy has no bfloat16 and no 8-bit floats, so the interpreter keeps their bit pa
     casts to bfloat16 truncate, those to e4m3 round wrongly  -> nearest even, e4m3 saturating
     a loop bound loaded from memory fails (numpy ≥ 2.4)      -> read as its one element
 
+and where it is slow:
+
+    each call of a device function patches tl again          -> patched once a launch
+    integer sums are checked for overflow, to no effect      -> not checked
+
+which together take two thirds of the time of a kernel.
+
 `repair` is called before any kernel is, wherever kernels are interpreted; calling it again does
 nothing.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -35,6 +43,8 @@ def repair() -> None:
     _repair_dot()
     _repair_casts()
     _repair_loop_bounds()
+    _patch_once_a_launch()
+    _drop_overflow_checks()
 
 
 def _repair_dot() -> None:
@@ -91,3 +101,33 @@ def _repair_loop_bounds() -> None:
         return result
 
     interpreter._patch_lang_tensor = mended
+
+
+def _patch_once_a_launch() -> None:
+    patch = interpreter._patch_lang
+    patched: set[Any] = set()  # modules, between the first patch of a launch and its end
+
+    def mended(fn: Any) -> Any:
+        visible = {each for each in fn.__globals__.values() if each is tl or each is tl.core}
+        if visible and visible <= patched:
+            return interpreter._LangPatchScope()
+        is_launch = not patched
+        scope = patch(fn)
+        patched.update(visible)
+        if is_launch:
+            restore = scope.restore
+
+            def restore_and_forget() -> None:
+                patched.clear()
+                restore()
+
+            scope.restore = restore_and_forget
+        return scope
+
+    interpreter._patch_lang = mended
+
+
+def _drop_overflow_checks() -> None:
+    builder = interpreter.interpreter_builder
+    if not builder.options.debug:  # then `device_assert` drops what the checks find
+        builder.options = replace(builder.options, sanitize_overflow=False)
