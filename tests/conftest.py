@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -24,6 +24,7 @@ os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else 
 
 INTERPRETED = ("triton", "cpu")
 LARGE_AT_ONCE = 4
+GPU_TESTS = pytest.StashKey[int]()
 
 
 class Place(NamedTuple):
@@ -85,8 +86,30 @@ def _places(test: pytest.Item) -> list[object]:
     return places
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items[:] = [item for item in items if not _too_slow_interpreted(item)]
+    if torch.cuda.is_available():
+        return
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    config.hook.pytest_deselected(items=on_gpu)
+    config.stash[GPU_TESTS] = len(on_gpu)
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["gpu_tests"] = len(on_gpu)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """With xdist only the workers collect, each of them everything."""
+    node.config.stash[GPU_TESTS] = getattr(node, "workeroutput", {}).get("gpu_tests", 0)
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    count = config.stash.get(GPU_TESTS, 0)
+    if count:
+        terminalreporter.write_line(f"GPU tests left out: {count}, torch sees no CUDA device")
 
 
 def _too_slow_interpreted(item: pytest.Item) -> bool:
@@ -95,11 +118,6 @@ def _too_slow_interpreted(item: pytest.Item) -> bool:
     if marker is None or parameters.get("place") != INTERPRETED:
         return False
     return any(parameters[name] not in values for name, values in marker.kwargs.items())
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
 
 
 @pytest.fixture
@@ -120,6 +138,12 @@ def place(request: pytest.FixtureRequest) -> Iterator[Place]:
 def generator() -> torch.Generator:
     """Seeded, on the CPU: tests draw there and move, so every device sees the same numbers."""
     return torch.Generator().manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """What a test draws without `generator` must not depend on the tests before it."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -324,7 +324,6 @@ def test_encode_and_decode_leave_their_arguments_alone(name):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @either_scale
 @every_format
 def test_cuda_gives_what_the_cpu_gives(name, power_of_two):

@@ -102,7 +102,7 @@ def shell_commands() -> list[list[str]]:
 def make_targets() -> set[str]:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     phony = re.findall(r"^\.PHONY: (.*)$", makefile, flags=re.MULTILINE)
-    targets = set(re.findall(r"^([a-z]+):", makefile, flags=re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", makefile, flags=re.MULTILINE))
     return targets & set(" ".join(phony).split())
 
 
