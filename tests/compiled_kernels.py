@@ -1,4 +1,4 @@
-"""Kernels with a known fault each, compiled for sm_90: prints what `machine_code` reads of one.
+"""Kernels with a known fault each, compiled for sm_90: prints what `machine_code` reads of them.
 
 Run by `test_machine_code` in a process of its own: in that of the tests kernels are interpreted.
 """
@@ -62,6 +62,17 @@ def _arrive(USES_ONE: gl.constexpr, USES_SEVERAL: gl.constexpr):
         mbarrier.arrive(several.index(1), count=1)
 
 
+NAMES = (
+    "tidy",
+    "spilling",
+    "asynchronous",
+    "serialised",
+    "all-barriers-used",
+    "one-barrier-idle",
+    "barriers-idle",
+)
+
+
 def _compiled(name: str) -> Any:
     x = torch.empty(4096)
     with compiling(Target(90, 132, SHARED_BYTES[90])) as compilation:
@@ -84,8 +95,17 @@ def _compiled(name: str) -> Any:
     return compilation.kernels[0]
 
 
+def _read(name: str, name_of_code: str) -> dict[str, Any]:
+    """Of a kernel whose machine code may be another's."""
+    kernel = _compiled(name)
+    kernel.asm["cubin"] = _compiled(name_of_code).asm["cubin"]
+    try:
+        return asdict(machine_code(kernel))
+    except RuntimeError as error:
+        return {"error": str(error)}
+
+
 if __name__ == "__main__":
-    kernel = _compiled(sys.argv[1])
-    # the machine code may be another kernel's
-    kernel.asm["cubin"] = _compiled(sys.argv[-1]).asm["cubin"]
-    json.dump(asdict(machine_code(kernel)), sys.stdout)
+    codes = {name: _read(name, name) for name in NAMES}
+    codes["mixed-up"] = _read("asynchronous", "serialised")
+    json.dump(codes, sys.stdout)

@@ -20,24 +20,22 @@ from mlakit.support.machine_code import machine_code
 KERNELS = Path(__file__).with_name("compiled_kernels.py")
 
 
-def read_of(*names: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(KERNELS), *names],
+@pytest.fixture(scope="module")
+def codes() -> dict[str, dict[str, Any]]:
+    """What is read of each kernel, by its name. One process reads them all."""
+    done = subprocess.run(
+        [sys.executable, str(KERNELS)],
         env={**os.environ, "TRITON_INTERPRET": "0"},
         capture_output=True,
         text=True,
         check=False,
     )
-
-
-def code_of(name: str) -> dict[str, Any]:
-    done = read_of(name)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
-def test_a_kernel_without_faults_has_none():
-    code = code_of("tidy")
+def test_a_kernel_without_faults_has_none(codes):
+    code = dict(codes["tidy"])
     assert 0 < code.pop("registers") < 64
     assert code == {
         "spill_stores": 0,
@@ -47,8 +45,8 @@ def test_a_kernel_without_faults_has_none():
     }
 
 
-def test_spills_are_counted():
-    code = code_of("spilling")
+def test_spills_are_counted(codes):
+    code = codes["spilling"]
     assert code["registers"] == 64
     # of 128 numbers of a thread half or more have no register
     assert code["spill_stores"] >= 64
@@ -56,22 +54,20 @@ def test_spills_are_counted():
     assert not code["is_serialised"]
 
 
-def test_products_that_wait_for_each_other_are_seen():
-    assert code_of("serialised")["is_serialised"]
-    assert not code_of("asynchronous")["is_serialised"]
+def test_products_that_wait_for_each_other_are_seen(codes):
+    assert codes["serialised"]["is_serialised"]
+    assert not codes["asynchronous"]["is_serialised"]
 
 
 @pytest.mark.parametrize(
     ("name", "count"), [("all-barriers-used", 0), ("one-barrier-idle", 1), ("barriers-idle", 2)]
 )
-def test_barriers_that_nobody_uses_are_counted(name, count):
-    assert code_of(name)["idle_barriers"] == count
+def test_barriers_that_nobody_uses_are_counted(name, count, codes):
+    assert codes[name]["idle_barriers"] == count
 
 
-def test_what_is_assembled_again_must_be_the_machine_code():
-    done = read_of("asynchronous", "serialised")
-    assert done.returncode != 0
-    assert "the kernel is not the one that would be run" in done.stderr
+def test_what_is_assembled_again_must_be_the_machine_code(codes):
+    assert "the kernel is not the one that would be run" in codes["mixed-up"]["error"]
 
 
 def elf(*sections: tuple[int, bytes]) -> bytes:
