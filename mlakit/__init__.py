@@ -2,71 +2,37 @@
 
 The ops take tensors and a paged latent cache; the branches compose them into the steps of a serving
 layer. `mlakit.compat.modular` has the documented functions of Modular's MAX under their own names.
+
+The public names are those of `mlakit._public`, imported on the first use of one of them: torch
+takes seconds to import, and `mlakit --version` and shell completion do without it. `import
+mlakit.ops` registers `torch.ops.mlakit.*`; so does `import mlakit` where torch is imported already.
 """
 
-from mlakit._version import __version__
-from mlakit.branches import (
-    CachedBatch,
-    LayerWeights,
-    decode_branch,
-    mla_step,
-    plan_step,
-    prefill_branch,
-)
-from mlakit.cache import PagedLatentCache, physical_rows
-from mlakit.checks import UnsupportedError
-from mlakit.geometry import MLAGeometry, RopeParameters, RowShape
-from mlakit.masks import CAUSAL, NULL, Mask
-from mlakit.ops import (
-    ExtraRows,
-    indexer_logits,
-    indexer_topk,
-    merge_states,
-    mla_decode,
-    mla_prefill,
-    norm_rope_quant_append,
-    quantize_fp8,
-    scaled_mm_fp8,
-    sparse_mla,
-)
-from mlakit.ops.decode_plan import plan_mla_decode
-from mlakit.pages import PageAllocator
-from mlakit.plan import EvenSplit, plan_context, plan_decode
-from mlakit.rope import rope_table
-from mlakit.weights import UpProjection
+import sys
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "CAUSAL",
-    "NULL",
-    "CachedBatch",
-    "EvenSplit",
-    "ExtraRows",
-    "LayerWeights",
-    "MLAGeometry",
-    "Mask",
-    "PageAllocator",
-    "PagedLatentCache",
-    "RopeParameters",
-    "RowShape",
-    "UnsupportedError",
-    "UpProjection",
-    "__version__",
-    "decode_branch",
-    "indexer_logits",
-    "indexer_topk",
-    "merge_states",
-    "mla_decode",
-    "mla_prefill",
-    "mla_step",
-    "norm_rope_quant_append",
-    "physical_rows",
-    "plan_context",
-    "plan_decode",
-    "plan_mla_decode",
-    "plan_step",
-    "prefill_branch",
-    "quantize_fp8",
-    "rope_table",
-    "scaled_mm_fp8",
-    "sparse_mla",
-]
+from mlakit._version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from mlakit._public import *  # noqa: F403  # type checkers read them where they are
+else:
+    from importlib import import_module
+    from importlib.util import find_spec
+
+    def __getattr__(name: str) -> object:
+        """A submodule or a public name, which then stays here, or `__all__`."""
+        if name == "__all__":
+            return [*import_module("mlakit._public").__all__, "__version__"]
+        if name.isidentifier() and not name.startswith("_"):
+            if find_spec(f"mlakit.{name}") is not None:
+                return import_module(f"mlakit.{name}")
+            public = import_module("mlakit._public")
+            if name in public.__all__:
+                return globals().setdefault(name, getattr(public, name))
+        raise AttributeError(f"module 'mlakit' has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__getattr__("__all__")})
+
+    if "torch" in sys.modules:
+        import_module("mlakit._public")

@@ -1,10 +1,15 @@
-"""The `mlakit` command: arguments are parsed here, the work is done elsewhere."""
+"""The `mlakit` command: arguments are parsed here, the work is done elsewhere.
+
+Nothing here imports torch before a command runs: it takes seconds, which `--version`, `--help` and
+shell completion need not wait.
+"""
 
 from __future__ import annotations
 
 import json
 import shlex
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +18,8 @@ import typer
 from mlakit import __version__
 from mlakit.bench import SUITES
 from mlakit.geometry import PRESETS, MLAGeometry
+from mlakit.names import OPS
+from mlakit.options import Command, refuse, refuse_all_but, usage_errors
 
 app = typer.Typer(
     name="mlakit",
@@ -42,7 +49,7 @@ def mlakit(
     """Multi-head Latent Attention for PyTorch, for inference."""
 
 
-@app.command(epilog="Example: [bold]mlakit demo --model kimi-k2 --prompt 1000[/bold]")
+@app.command(cls=Command, epilog="Example: [bold]mlakit demo --model kimi-k2 --prompt 1000[/bold]")
 def demo(
     model: str = typer.Option("deepseek-v3.2", help=f"One of {', '.join(PRESETS)}."),
     prompt: int = typer.Option(300, min=2, help="Tokens of the prompt."),
@@ -59,17 +66,19 @@ def demo(
 
     Prefill, decode and sparse attention over a paged cache; exit status 1 if a result is wrong.
     """
-    from mlakit.demo import make_settings, run  # torch takes seconds to import: only here
+    from mlakit.demo import make_settings, run
 
-    try:
+    with usage_errors():
         geometry = MLAGeometry.preset(model)
         settings = make_settings(
             geometry, prompt=prompt, tokens=tokens, format=format, device=device, seed=seed
         )
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
     if not run(model, geometry, settings, with_documented=documented):
         raise typer.Exit(1)
+
+
+_FETCH_OPTIONS = ("platform", "unpinned")
+_REPORT_OPTIONS = ("json_file", "csv_file", "html_file", "plot_folder", "earlier")
 
 
 def _complete_suite(incomplete: str) -> list[str]:
@@ -77,13 +86,15 @@ def _complete_suite(incomplete: str) -> list[str]:
 
 
 @app.command(
+    cls=Command,
     epilog="Examples: [bold]mlakit bench decode sparse-decode --json h200.json[/bold] · "
     "[bold]mlakit bench decode --shape 64q1s4k+2q1s64k --heads 16[/bold] · "
     "[bold]mlakit bench prefill --mode graph --html page.html[/bold] · "
     "[bold]mlakit bench decode --host[/bold] · "
-    "[bold]mlakit bench --from h200.json --compare older.json --plot charts[/bold]"
+    "[bold]mlakit bench --from h200.json --compare older.json --plot charts[/bold]",
 )
 def bench(
+    context: typer.Context,
     suites: Annotated[
         list[str] | None,
         typer.Argument(
@@ -132,10 +143,16 @@ def bench(
         False,
         "--fetch-peers",
         help="Only download FlashMLA and FA3, 300 MB, into the folder given in place of SUITE; "
-        "else into MLAKIT_PEERS or .peers.",
+        "else into MLAKIT_PEERS, by default mlakit/peers in your cache folder.",
     ),
     platform: str | None = typer.Option(
         None, help="With --fetch-peers: x86_64, aarch64 or a platform tag; else this machine's."
+    ),
+    unpinned: bool = typer.Option(
+        False,
+        "--unpinned",
+        help="With --fetch-peers: take a wheel whose SHA-256 mlakit does not know. It is code that "
+        "will be executed.",
     ),
 ) -> None:
     """Measure this machine, suite by suite; [bold]cpu[/bold] needs no GPU, the others do.
@@ -146,11 +163,17 @@ def bench(
     suite cpu takes minutes, most of them where the CPU has no bf16 products.
     """
     if fetch_peers:
-        _fetch_peers(suites or [], platform)
+        others = "--fetch-peers only downloads, so {} has no meaning with it"
+        refuse_all_but(context, ("fetch_peers", "suites", *_FETCH_OPTIONS), others)
+        _fetch_peers(suites or [], platform, unpinned=unpinned)
         return
-    if platform is not None:
-        raise typer.BadParameter("--platform is of --fetch-peers, and has no meaning without it")
-    from mlakit.bench import command, outputs  # torch takes seconds to import: only here
+    refuse(context, _FETCH_OPTIONS, "{} goes with --fetch-peers only")
+    if stored is not None:
+        nothing = "--from measures nothing, so {} has no meaning with it"
+        refuse_all_but(context, ("stored", *_REPORT_OPTIONS), nothing)
+    if host:
+        refuse(context, ["mode"], "--host times calls as they are, so {} has no meaning with it")
+    from mlakit.bench import command, outputs
     from mlakit.bench.shapes import Shape
 
     options = {
@@ -162,56 +185,53 @@ def bench(
     }
     files = (json_file, csv_file, html_file, plot_folder, earlier)
     wanted = outputs.Outputs(*(None if file is None else Path(file) for file in files))
-    try:
-        wanted.check()
+    with ExitStack() as open_files:
+        with usage_errors():
+            wanted.check()
+            if stored is not None:
+                reports = outputs.read_reports("--from", Path(stored))
+            else:
+                settings = command.Settings(
+                    suites=suites or (),
+                    command=shlex.join(["mlakit", *sys.argv[1:]]),
+                    shape=Shape.given(shape, options),
+                    only=only,
+                    mode=command.checked_mode(mode or "cold", host=host),
+                    with_peers=peers,
+                    quick=quick,
+                    threads=threads,
+                )
+                workloads = command.workloads_of(settings)
+                if set(workloads) == {"cpu"}:
+                    refuse(context, ["mode", "host", "peers"], "{} has no meaning for suite cpu")
+                if "cpu" not in workloads:
+                    refuse(context, ["threads"], "{} has no meaning without suite cpu")
+            open_files.enter_context(wanted.opened())
         if stored is not None:
-            measuring = {
-                "SUITE": suites,
-                "--shape": shape,
-                "--mode": mode,
-                "--host": host,
-                "--only": only,
-                "--no-peers": not peers,
-                "--quick": quick,
-                "--threads": threads,
-            }
-            for option in (name for name, value in measuring.items() if value):
-                raise ValueError(f"--from measures nothing, so {option} has no meaning with it")
-            reports = outputs.read_reports("--from", Path(stored))
             outputs.print_reports(reports)
-            wanted.write(reports)
-            return
-        settings = command.Settings(
-            suites=suites or (),
-            command=shlex.join(["mlakit", *sys.argv[1:]]),
-            shape=Shape.given(shape, options),
-            only=only,
-            mode=command.checked_mode(mode or "cold", host=host),
-            with_peers=peers,
-            quick=quick,
-            threads=threads,
-        )
-        workloads = command.workloads_of(settings)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    measured = command.run(settings, workloads)
-    if measured is None:
-        raise typer.Exit(1)
-    wanted.write(measured)
+        else:
+            measured = command.run(settings, workloads)
+            if measured is None:
+                raise typer.Exit(1)
+            reports = measured
+        wanted.write(reports)
 
 
 def _complete_op(incomplete: str) -> list[str]:
-    from mlakit import dispatch
-
-    return [op for op in dispatch.OPS if op.startswith(incomplete)]
+    return [op for op in OPS if op.startswith(incomplete)]
 
 
-@app.command(epilog="Example: [bold]mlakit explain mla_decode --arch 90 --heads 16[/bold]")
+@app.command(
+    cls=Command, epilog="Example: [bold]mlakit explain mla_decode --arch 90 --heads 16[/bold]"
+)
 def explain(
+    context: typer.Context,
     op: str = typer.Argument(
         ..., help="A public op, such as mla_decode.", autocompletion=_complete_op
     ),
-    arch: int = typer.Option(0, help="Compute capability, 90 for sm_90; 0 is the CPU."),
+    arch: str = typer.Option(
+        "cpu", help="cpu, or a compute capability: 90, 9.0, sm_90 and sm_90a are the same."
+    ),
     dtype: str = typer.Option("bf16", help="Of queries or activations: bf16, fp16, fp32 or e4m3."),
     format: str = typer.Option("bf16", help="Of cache rows."),
     heads: int = typer.Option(128, min=1),
@@ -223,11 +243,13 @@ def explain(
 
     from mlakit.support import table
 
-    try:
-        facts = {"dtype": dtype, "format": format, "heads": heads, "page_size": page_size}
-        verdict = table.verdict(op, table.problem_of(op, arch or None, **facts))  # type: ignore[arg-type]
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+    facts = {"dtype": dtype, "format": format, "heads": heads, "page_size": page_size}
+    with usage_errors():
+        own = table.facts_of(op)
+        refuse(context, facts.keys() - own, f"{{}} has no meaning for {op}")
+        known = {name: value for name, value in facts.items() if name in own}
+        problem = table.problem_of(op, table.parse_arch(arch), **known)  # type: ignore[arg-type]
+        verdict = table.verdict(op, problem)
     if as_json:
         typer.echo(json.dumps(verdict.as_json(), indent=2))
     else:
@@ -236,8 +258,11 @@ def explain(
         raise typer.Exit(1)
 
 
-@app.command(epilog="Examples: [bold]mlakit support --markdown[/bold], mlakit support --compile")
+@app.command(
+    cls=Command, epilog="Examples: [bold]mlakit support --markdown[/bold], mlakit support --compile"
+)
 def support(
+    context: typer.Context,
     compile_kernels: bool = typer.Option(
         False, "--compile", help="Compile a list of GPU kernels, for every architecture."
     ),
@@ -262,6 +287,7 @@ def support(
     if as_markdown and (compile_kernels or as_json):
         raise typer.BadParameter("--markdown goes with neither --compile nor --json")
     if not compile_kernels:
+        refuse(context, ["everything", "only", "jobs"], "{} goes with --compile only")
         from mlakit.support import table
 
         rows = table.verdicts()
@@ -272,21 +298,26 @@ def support(
         else:
             Console().print(table.support_table(rows))
         return
+    from mlakit.columns import wide_console
     from mlakit.support import compilation
 
-    checks = compilation.all_checks() if everything else compilation.named_checks()
-    kernels = compilation.run_with_progress([each for each in checks if only in each[0]], jobs=jobs)
+    with usage_errors():
+        known = compilation.all_checks() if everything else compilation.named_checks()
+        checks = compilation.checks_with(only, known)
+    kernels = compilation.run_with_progress(checks, jobs=jobs)
     if as_json:
         typer.echo(json.dumps([each.as_json() for each in kernels], indent=2))
     else:
-        console = Console(width=None if Console().is_terminal else 150)
-        console.print(compilation.compile_table(kernels))
+        console = wide_console()
+        console.print(compilation.compile_table(kernels, console.width))
         console.print(compilation.summary(kernels))
     if any(each.fault for each in kernels):
         raise typer.Exit(1)
 
 
-@app.command(epilog="Examples: [bold]mlakit doctor[/bold], mlakit doctor --json --seconds 0")
+@app.command(
+    cls=Command, epilog="Examples: [bold]mlakit doctor[/bold], mlakit doctor --json --seconds 0"
+)
 def doctor(
     seconds: float = typer.Option(
         5.0, min=0.0, help="Random calls on each backend, after one of each op."
@@ -313,11 +344,13 @@ def doctor(
 
 
 @app.command(
+    cls=Command,
     epilog="Examples: [bold]mlakit check --minutes 10[/bold], "
     "mlakit check --op mla_decode --seed 7 --count 1, "
-    "[bold]mlakit check --launches 10000 --backend hopper[/bold]"
+    "[bold]mlakit check --launches 10000 --backend hopper[/bold]",
 )
 def check(
+    context: typer.Context,
     op: Annotated[
         list[str] | None,
         typer.Option(help="Only this op; may be repeated.", autocompletion=_complete_op),
@@ -375,10 +408,10 @@ def check(
         first=first,
         calls=calls,
     )
-    try:
+    with usage_errors():
         selfcheck.check_settings(settings)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+    if launches is None:
+        refuse(context, ["first"], "{} goes with --launches only")  # even if it is 0
     outcome = selfcheck.run_with_progress(settings)
     if as_json:
         typer.echo(json.dumps(outcome.as_json(), indent=2))
@@ -389,14 +422,15 @@ def check(
         raise typer.Exit(1)
 
 
-def _fetch_peers(folders: list[str], platform: str | None) -> None:
-    from mlakit.bench.peers import fetch, folder
+def _fetch_peers(folders: list[str], platform: str | None, *, unpinned: bool) -> None:
+    from mlakit import knobs
+    from mlakit.bench.peers import fetch
 
     if len(folders) > 1:
         raise typer.BadParameter(f"--fetch-peers takes one folder, got {' '.join(folders)}")
-    target = Path(folders[0]) if folders else folder.peers_folder()
+    target = Path(folders[0]) if folders else knobs.peers_folder()
     try:
-        kept = fetch.fetch(target, platform)
+        kept = fetch.fetch(target, platform, unpinned=unpinned)
     except fetch.FetchError as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(1) from None

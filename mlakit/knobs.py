@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Generic, Literal, TypeVar, get_args
 
 T = TypeVar("T")
@@ -79,8 +80,9 @@ def _backend(text: str) -> Backend:
 
 
 def _folder(text: str) -> str:
-    if not text:
-        raise ValueError("must name a folder")
+    # a relative one would be another folder wherever a command is run
+    if not Path(text).expanduser().is_absolute():
+        raise ValueError("must name a folder by an absolute path")
     return text
 
 
@@ -116,9 +118,10 @@ workspace_mib = _knob(
 )
 peers = _knob(
     "peers",
-    ".peers",
+    "~/.cache/mlakit/peers",
     _folder,
-    "Folder of the rival libraries that mlakit bench --fetch-peers fetches.",
+    "Folder of the libraries that mlakit bench --fetch-peers fetches and mlakit bench loads; "
+    "XDG_CACHE_HOME moves the default.",
 )
 
 
@@ -136,6 +139,23 @@ def for_replay() -> tuple[str, bool]:
 
 
 _FOR_REPLAY = backend.default, replay.default and not check_values.default
+
+
+def peers_folder() -> Path:
+    """What `peers` stands for: its default lies in the user's cache folder."""
+    text = peers()
+    if text != peers.default:
+        return Path(text).expanduser()
+    caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not caches.is_absolute():  # unset or, by its specification, to be ignored
+        caches = Path("~/.cache").expanduser()
+    return caches / "mlakit" / "peers"
+
+
+def columns() -> int | None:
+    """How wide output is, where the terminal's own variable says so."""
+    text = os.environ.get("COLUMNS", "")
+    return int(text) if text.isdecimal() else None
 
 
 def interpreted() -> bool:

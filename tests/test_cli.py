@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import resource
 import subprocess
 import sys
 import types
@@ -11,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import mlakit
-from mlakit import cli
+from mlakit import cli, dispatch, names
 from mlakit.geometry import MLAGeometry
 
 
@@ -72,3 +74,161 @@ def test_python_dash_m_is_the_command():
     command = [sys.executable, "-m", "mlakit", "--version"]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert output == f"mlakit {mlakit.__version__}\n"
+
+
+# what the console script does
+SCRIPT = "import sys; sys.argv = ['mlakit', {}]; from mlakit.cli import main; main()"
+QUICK_CALLS = {
+    "--version": ([sys.executable, "-c", SCRIPT.format("'--version'")], {}),
+    "-m": ([sys.executable, "-m", "mlakit", "--version"], {}),
+    "--help": ([sys.executable, "-m", "mlakit", "bench", "--help"], {}),
+    **{
+        f"complete {words}": (
+            [sys.executable, "-c", SCRIPT.format("")],
+            {
+                "_MLAKIT_COMPLETE": "complete_bash",
+                "COMP_WORDS": words,
+                "COMP_CWORD": str(len(words.split()) - 1),
+            },
+        )
+        for words in ("mlakit do", "mlakit bench sp", "mlakit check --op mla_p", "mlakit explain s")
+    },
+}
+
+
+@pytest.mark.parametrize("name", QUICK_CALLS)
+def test_what_needs_no_torch_does_not_import_it(name):
+    command, variables = QUICK_CALLS[name]
+    command = [command[0], "-X", "importtime", *command[1:]]
+    environment = {**os.environ, **variables}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.strip()
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "mlakit.cli" in imported
+    assert imported & {"torch", "numpy", "triton", "mlakit._public"} == set()
+
+
+def cpu_seconds(command: list[str], variables: dict[str, str]) -> float:
+    """Of the fastest of some runs; others use this machine too, so it is not the wall clock's."""
+    seconds = []
+    for _ in range(5):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run(command, env={**os.environ, **variables}, capture_output=True, check=False)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
+    return min(seconds)
+
+
+SMALLEST = """
+import typer
+app = typer.Typer()
+@app.command()
+def one(names: list[str]): pass
+@app.command()
+def two(name: str): pass
+app(prog_name="mlakit")
+"""
+
+
+@pytest.mark.parametrize("name", ["--version", "complete mlakit bench sp"])
+def test_what_needs_no_torch_is_quick(name):
+    command, variables = QUICK_CALLS[name]
+    # where even an empty program of typer takes so long, what it adds to that is little
+    smallest = cpu_seconds([sys.executable, "-c", SMALLEST], variables)
+    assert cpu_seconds(command, variables) < max(0.3, 2 * smallest)
+
+
+def test_completed_ops_are_those_there_are():
+    assert names.OPS == dispatch.OPS
+
+
+COMMANDS = {
+    "demo": ["demo"],
+    "bench": ["bench", "cpu", "--quick"],
+    "explain": ["explain", "mla_decode"],
+    "support": ["support"],
+    "doctor": ["doctor", "--seconds", "0"],
+    "check": ["check", "--count", "1"],
+}
+
+
+def refusal(*arguments: str) -> str:
+    """What a command says that refuses its arguments, without the box around it."""
+    result = CliRunner(env={"COLUMNS": "300"}).invoke(cli.app, list(arguments))
+    assert result.exit_code == 2, result.output
+    return re.sub(r"[│\s]+", " ", result.output)
+
+
+@pytest.mark.parametrize("name", [each.callback.__name__ for each in cli.app.registered_commands])
+def test_a_wrong_environment_variable_is_named_by_every_command(name, monkeypatch):
+    monkeypatch.setenv("MLAKIT_BACKEND", "foo")
+    said = "MLAKIT_BACKEND must be one of auto, hopper, triton, cpu, got 'foo'"
+    assert said in refusal(*COMMANDS[name])
+    assert CliRunner().invoke(cli.app, [name, "--help"]).exit_code == 0
+    monkeypatch.setenv("MLAKIT_BACKEND", "cpu")
+    monkeypatch.setenv("MLAKIT_WORKSPACE_MIB", "0")
+    assert "MLAKIT_WORKSPACE_MIB must be a whole number" in refusal(*COMMANDS[name])
+
+
+def test_a_wrong_backend_variable_is_named_by_a_call(monkeypatch):
+    import torch
+
+    monkeypatch.setenv("MLAKIT_BACKEND", "foo")
+    with pytest.raises(ValueError, match=r"MLAKIT_BACKEND must be one of auto, .*, got 'foo'"):
+        mlakit.quantize_fp8(torch.ones(4, 128), 128)
+
+
+# arguments with an option that would do nothing, and what is said of it
+IDLE = [
+    ("support --only merge", "--only goes with --compile only"),
+    ("support --only merge --json", "--only goes with --compile only"),
+    ("support --all", "--all goes with --compile only"),
+    ("support --jobs 2", "--jobs goes with --compile only"),
+    ("support --compile --markdown", "--markdown goes with neither --compile nor --json"),
+    ("explain merge_states --format fp8", "--format has no meaning for merge_states"),
+    ("explain merge_states --page-size 64", "--page-size has no meaning for merge_states"),
+    ("explain mla_prefill --page-size 64", "--page-size has no meaning for mla_prefill"),
+    ("explain quantize_fp8 --heads 128", "--heads has no meaning for quantize_fp8"),
+    ("check --first 0", "--first goes with --launches only"),
+    ("check --calls 3", "calls is an option of launches"),
+    ("check --launches 2 --count 2", "count has no meaning"),
+    ("check --launches 2 --any-widths", "any_widths has no meaning"),
+    ("bench cpu --mode cold", "--mode has no meaning for suite cpu"),
+    ("bench cpu --host", "--host has no meaning for suite cpu"),
+    ("bench cpu --no-peers", "--no-peers has no meaning for suite cpu"),
+    ("bench cpu --peers", "--peers has no meaning for suite cpu"),
+    ("bench cpu --heads 2", "--heads goes with --shape only"),
+    ("bench cpu --unpinned", "--unpinned goes with --fetch-peers only"),
+    ("bench cpu --platform x86_64", "--platform goes with --fetch-peers only"),
+    ("bench decode --host --mode cold", "so --mode has no meaning with it"),
+    *(
+        (f"bench --fetch-peers {option}", f"so {option.split()[0]} has no meaning with it")
+        for option in (
+            *("--shape 1q1s1", "--heads 2", "--quick", "--host", "--no-peers", "--only decode"),
+            *("--json x.json", "--html x.html", "--from x.json", "--threads 2", "--mode cold"),
+        )
+    ),
+    *(
+        (f"bench --from x.json {option}", f"so {option.split()[0]} has no meaning with it")
+        for option in (
+            *("--shape 1q1s1", "--heads 2", "--format bf16", "--page-size 64", "--topk 2"),
+            *("--causal", "--no-causal", "--peers", "--only decode", "--quick", "--host"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), IDLE, ids=lambda value: value)
+def test_an_option_that_would_do_nothing_is_refused(arguments, said):
+    assert said in refusal(*arguments.split())
+
+
+def test_every_option_that_goes_with_another_says_so_in_its_help():
+    """And is in the list above: an option added later is refused, too."""
+    refused = " ".join(arguments for arguments, _ in IDLE)
+    for command in cli.app.registered_commands:
+        shown = CliRunner(env={"COLUMNS": "300"}).invoke(
+            cli.app, [command.callback.__name__, "--help"]
+        )
+        for option in re.findall(r"(--[a-z-]+)[^-]*?With --", shown.output):
+            assert option in refused, option

@@ -26,8 +26,8 @@ PACKAGE = ROOT / "mlakit"
 
 # lowest first; a module imports strictly lower layers, and nothing on its own
 LAYERS = (
-    "_version knobs releases",
-    "model_config",
+    "_version knobs names releases",
+    "columns model_config options",
     "checks geometry",
     "formats masks rope",
     "reference",
@@ -41,6 +41,7 @@ LAYERS = (
     "parallel",
     "layer testing",
     "workloads",
+    "_public",
     "__init__",
     "bench integrations compat support selfcheck",
     "demo doctor",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import lzma
 import os
+import re
 import subprocess
 import zipfile
 from pathlib import Path
@@ -14,7 +16,7 @@ import torch
 from peer_fakes import FA3_OF_VLLM, FLASH_MLA, RECORDER, dense_decode, pretend_gpu
 from typer.testing import CliRunner
 
-from mlakit import cli
+from mlakit import cli, knobs
 from mlakit.bench import peers
 from mlakit.bench.peers import fetch, folder
 
@@ -32,8 +34,8 @@ def make_wheel(path: Path, *, without: str = "") -> Path:
     with zipfile.ZipFile(path, "w") as archive:
         for name, content in contents.items():
             if name != without:
-                archive.writestr(name, content)
-        archive.writestr("vllm/version.py", b"")
+                archive.writestr(zipfile.ZipInfo(name), content)  # the same bytes at any time
+        archive.writestr(zipfile.ZipInfo("vllm/version.py"), b"")
     return path
 
 
@@ -48,7 +50,7 @@ def loaded(monkeypatch):
 
 
 def test_what_is_fetched_is_used(with_gpu, loaded):
-    target = folder.peers_folder()
+    target = knobs.peers_folder()
     kept = fetch.keep(make_wheel(with_gpu / "a.whl"), target)
     assert {path.relative_to(target) for path in kept} == set(fetch.WANTED.values())
     assert peers.present() | {"flashinfer": "", "sdpa": ""} == {
@@ -99,14 +101,14 @@ def test_a_library_fetched_anew_takes_the_place_of_the_unpacked_one(tmp_path, lo
 
 @pytest.mark.parametrize("damage", [b"not packed at all", lzma.compress(b"library" * 99)[:-20]])
 def test_a_damaged_library_says_so(with_gpu, loaded, damage):
-    fetch.keep(make_wheel(with_gpu / "a.whl"), folder.peers_folder())
-    (folder.peers_folder() / folder.FA3_PACKED).write_bytes(damage)
+    fetch.keep(make_wheel(with_gpu / "a.whl"), knobs.peers_folder())
+    (knobs.peers_folder() / folder.FA3_PACKED).write_bytes(damage)
     assert "_vllm_fa3_C.abi3.so.xz is damaged: fetch the peers again" in peers.present()["fa3"]
-    assert not list((folder.peers_folder() / "fa3").glob("*.so*[0-9]"))
+    assert not list((knobs.peers_folder() / "fa3").glob("*.so*[0-9]"))
 
 
 def test_a_library_that_does_not_load_says_so(with_gpu, monkeypatch):
-    fetch.keep(make_wheel(with_gpu / "a.whl"), folder.peers_folder())
+    fetch.keep(make_wheel(with_gpu / "a.whl"), knobs.peers_folder())
 
     def refuse(path: str) -> None:
         raise OSError(f"{path}: wrong ELF class")
@@ -128,11 +130,15 @@ def test_platforms():
     assert fetch.platform_tags("x86_64")[0] == "manylinux_2_28_x86_64"
 
 
+WHEEL = "vllm-0.26.0-cp38-abi3-manylinux_2_28_x86_64.whl"
+
+
 class FakePip:
     """Stands for subprocess.run: notes the command, and leaves a wheel where pip would."""
 
-    def __init__(self, *, offline: bool = False) -> None:
+    def __init__(self, *, offline: bool = False, name: str = WHEEL) -> None:
         self.offline = offline
+        self.name = name
         self.command: list[str] = []
 
     def __call__(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
@@ -140,52 +146,121 @@ class FakePip:
         if self.offline:
             said = "WARNING: Retrying\nERROR: No matching distribution found for vllm"
             return subprocess.CompletedProcess(command, 1, stderr=said)
-        make_wheel(Path(command[command.index("-d") + 1]) / "vllm-0.26.0.whl")
+        make_wheel(Path(command[command.index("-d") + 1]) / self.name)
         return subprocess.CompletedProcess(command, 0, stderr="")
 
 
+@pytest.fixture
+def pinned(monkeypatch, tmp_path):
+    """The wheel of `FakePip` is the one that was released."""
+    made = make_wheel(tmp_path / "released.whl")
+    monkeypatch.setitem(fetch.SHA256, WHEEL, hashlib.sha256(made.read_bytes()).hexdigest())
+    made.unlink()
+
+
+def fetch_peers(*arguments: object):
+    return CliRunner().invoke(cli.app, ["bench", "--fetch-peers", *map(str, arguments)])
+
+
+def files_in(folder: Path) -> set[Path]:
+    return {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.usefixtures("pinned")
 def test_fetch_peers_downloads_and_keeps(tmp_path, monkeypatch):
     pip = FakePip()
     monkeypatch.setattr(fetch.subprocess, "run", pip)
     target = tmp_path / "kept"
-    arguments = ["bench", "--fetch-peers", str(target), "--platform", "aarch64"]
-    result = CliRunner().invoke(cli.app, arguments)
+    result = fetch_peers(target, "--platform", "aarch64")
     assert result.exit_code == 0, result.output
     assert pip.command[1:4] == ["-m", "pip", "download"]
     assert "manylinux_2_28_aarch64" in pip.command
     assert pip.command[-1] == "vllm==0.26.0"
-    files = {path.relative_to(target) for path in target.rglob("*") if path.is_file()}
-    assert files == set(fetch.WANTED.values())  # the wheel itself is gone
+    assert files_in(target) == set(fetch.WANTED.values())  # the wheel itself is gone
     assert f"{target / folder.FLASH_MLA}  8,000 bytes" in result.output
 
 
-def test_fetch_peers_has_a_folder_of_its_own(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (WHEEL, f"it must be {fetch.SHA256[WHEEL]}"),
+        ("vllm-0.26.0-cp38-abi3-linux_x86_64.whl", f"only {WHEEL}, "),
+    ],
+)
+def test_a_wheel_that_was_not_released_is_not_unpacked(tmp_path, monkeypatch, name, said):
+    monkeypatch.setattr(fetch.subprocess, "run", FakePip(name=name))
+    target = tmp_path / "kept"
+    result = fetch_peers(target)
+    assert result.exit_code == 1
+    assert f"Error: {name} has the SHA-256 " in result.output
+    assert said in result.output
+    assert "nothing was unpacked; --unpinned takes it nevertheless" in result.output
+    assert files_in(target) == set()
+    assert fetch_peers(target, "--unpinned").exit_code == 0
+    assert files_in(target) == set(fetch.WANTED.values())
+
+
+def test_every_pinned_wheel_is_of_the_release_that_is_fetched():
+    version = folder.WHEEL.replace("==", "-")
+    assert all(name.startswith(f"{version}-") for name in fetch.SHA256)
+    assert all(re.fullmatch("[0-9a-f]{64}", digest) for digest in fetch.SHA256.values())
+    machines = {name.removesuffix(".whl").partition("2_28_")[2] for name in fetch.SHA256}
+    assert machines == {"x86_64", "aarch64"}
+
+
+@pytest.mark.usefixtures("pinned")
+def test_fetched_peers_lie_in_the_cache_folder_of_the_user(tmp_path, monkeypatch):
     monkeypatch.setattr(fetch.subprocess, "run", FakePip())
-    monkeypatch.chdir(tmp_path)
-    assert CliRunner().invoke(cli.app, ["bench", "--fetch-peers"]).exit_code == 0
-    assert (tmp_path / ".peers" / folder.FLASH_MLA).is_file()
-    monkeypatch.setenv("MLAKIT_PEERS", "elsewhere")
-    assert CliRunner().invoke(cli.app, ["bench", "--fetch-peers"]).exit_code == 0
-    assert (tmp_path / "elsewhere" / folder.FLASH_MLA).is_file()
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    for variable, value, found in (
+        ("XDG_CACHE_HOME", "", "home/.cache/mlakit/peers"),
+        ("XDG_CACHE_HOME", "relative", "home/.cache/mlakit/peers"),
+        ("XDG_CACHE_HOME", str(tmp_path / "caches"), "caches/mlakit/peers"),
+        ("MLAKIT_PEERS", str(tmp_path / "elsewhere"), "elsewhere"),
+        ("MLAKIT_PEERS", "~/mine", "home/mine"),
+    ):
+        monkeypatch.setenv(variable, value)
+        assert fetch_peers().exit_code == 0
+        assert (tmp_path / found / folder.FLASH_MLA).is_file()
+        assert knobs.peers_folder() == tmp_path / found
+    assert list(here.iterdir()) == []
+    monkeypatch.setenv("MLAKIT_PEERS", "peers")
+    result = fetch_peers()
+    assert result.exit_code == 2
+    said = " ".join(re.sub("[│\\s]+", " ", result.output).split())
+    assert "MLAKIT_PEERS must name a folder by an absolute path, got 'peers'" in said
+
+
+def test_a_folder_of_peers_where_a_command_is_run_is_not_loaded(with_gpu, loaded, monkeypatch):
+    fetch.keep(make_wheel(with_gpu / "a.whl"), with_gpu / ".peers")
+    monkeypatch.chdir(with_gpu)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(with_gpu / "caches"))
+    with knobs.override(peers=knobs.peers.default):
+        assert f"the folder {with_gpu}/caches/mlakit/peers has none" in peers.present()["flash_mla"]
+    assert loaded == []
 
 
 def test_fetch_peers_explains_what_went_wrong(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(fetch.subprocess, "run", FakePip(offline=True))
-    result = CliRunner().invoke(cli.app, ["bench", "--fetch-peers"])
+    result = fetch_peers()
     assert result.exit_code == 1
     assert "Error: pip could not download vllm==0.26.0. Without a network, fetch" in result.output
     assert "No matching distribution found for vllm" in result.output
     monkeypatch.setattr(fetch.importlib.util, "find_spec", lambda name: None)
-    result = CliRunner().invoke(cli.app, ["bench", "--fetch-peers"])
+    result = fetch_peers()
     assert (result.exit_code, "needs pip" in result.output) == (1, True)
-    result = CliRunner().invoke(cli.app, ["bench", "--fetch-peers", "a", "b"])
+    result = fetch_peers("a", "b")
     assert (result.exit_code, "takes one folder, got a b" in result.output) == (2, True)
 
 
 def test_fetch_peers_into_a_place_that_is_no_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(fetch.subprocess, "run", FakePip())
     (tmp_path / "file").write_text("")
-    result = CliRunner().invoke(cli.app, ["bench", "--fetch-peers", str(tmp_path / "file")])
+    result = fetch_peers(tmp_path / "file")
     assert result.exit_code == 1
     assert "cannot write to" in result.output

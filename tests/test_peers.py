@@ -455,7 +455,7 @@ def test_the_drop_in_is_no_rival(with_gpu):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_every_peer_here_matches_the_oracle(name):
-    """Those that are installed, and those in the folder .peers."""
+    """Those that are installed, and those that were fetched."""
     problem = on_gpu(PROBLEMS[name])
     ready, left_out = peers.baselines(problem)
     assert "eager" in {each.name for each in ready}

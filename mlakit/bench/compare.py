@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rich.box import SIMPLE
-from rich.table import Table
+from rich.console import RenderableType
+from rich.text import Text
 
 from mlakit.bench.measure import Spread
 from mlakit.bench.report import OURS, Report, Row
 from mlakit.bench.tables import digits
+from mlakit.columns import Column, fitting_table
 
 
 @dataclass(frozen=True)
@@ -97,30 +98,30 @@ def _missing(
     return list(dict.fromkeys(key[2] for key in here if key[:3] not in known))
 
 
-def comparison_table(comparison: Comparison) -> Table:
-    shown = Table(
-        box=SIMPLE,
-        padding=(0, 1, 0, 0),
-        caption="moved: the medians are further apart than the middle three fifths of either run",
-        caption_justify="left",
+def comparison_table(comparison: Comparison, width: int) -> RenderableType:
+    columns = (
+        Column("workload", is_number=False),
+        Column("figure", is_number=False),
+        *(Column(heading) for heading in ("before", "now")),
+        Column("factor", rank=1),
+        Column("verdict", is_number=False),
     )
-    for heading in ("workload", "figure"):
-        shown.add_column(heading, no_wrap=True)
-    for heading in ("before", "now", "factor"):
-        shown.add_column(heading, justify="right", no_wrap=True)
-    shown.add_column("verdict", no_wrap=True)
-    previous = ""
-    for each in comparison.changes:
-        if previous and each.workload != previous:
-            shown.add_section()
-        name = "" if each.workload == previous else each.workload
-        figures = (digits(each.before.p50), digits(each.now.p50), f"{each.factor:.3f}")
-        shown.add_row(name, each.figure, *figures, _coloured(each))
-        previous = each.workload
-    return shown
+    caption = "moved: the medians are further apart than the middle three fifths of either run"
+    rows = (
+        (
+            each.workload,
+            each.figure,
+            digits(each.before.p50),
+            digits(each.now.p50),
+            f"{each.factor:.3f}",
+            _coloured(each),
+        )
+        for each in comparison.changes
+    )
+    return fitting_table(columns, rows, width, caption=caption)
 
 
-def _coloured(change: Change) -> str:
+def _coloured(change: Change) -> Text:
     if not change.has_moved:
-        return change.verdict
-    return f"[{'green' if change.factor < 1 else 'red'}]{change.verdict}[/]"
+        return Text(change.verdict)
+    return Text(change.verdict, style="green" if change.factor < 1 else "red")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-
-from rich.console import Console
+from tempfile import TemporaryFile
 
 from mlakit.bench.charts import charts
 from mlakit.bench.compare import Comparison, compare, comparison_table
@@ -15,7 +15,8 @@ from mlakit.bench.drawing import why_no_png
 from mlakit.bench.heatmap import heat_maps, heat_table
 from mlakit.bench.html import page
 from mlakit.bench.report import WALL, Report, as_csv
-from mlakit.bench.tables import WIDE, left_out_lines, table
+from mlakit.bench.tables import left_out_lines, table
+from mlakit.columns import wide_console
 
 
 @dataclass(frozen=True)
@@ -30,14 +31,52 @@ class Outputs:
 
     def check(self) -> None:
         """Raises ValueError for what cannot be done: before the run, not after it."""
-        files = {"--json": self.json, "--csv": self.csv, "--html": self.html, "--plot": self.plot}
-        for option, file in files.items():
-            if file is not None and not file.parent.is_dir():
+        taken: dict[Path, str] = {}
+        for option, file in self._targets().items():
+            if not file.parent.is_dir():
                 raise ValueError(f"{option}: there is no folder {file.parent}")
+            other = taken.setdefault(file.resolve(), option)
+            if other != option and not file.is_char_device():
+                raise ValueError(f"{other} and {option} both name {file}")
         if self.plot is not None and (reason := why_no_png()):
             raise ValueError(f"--plot {reason}; --html needs no other package")
         if self.earlier is not None:
             read_reports("--compare", self.earlier)
+
+    def _targets(self) -> dict[str, Path]:
+        named = {"--json": self.json, "--csv": self.csv, "--html": self.html, "--plot": self.plot}
+        return {option: file for option, file in named.items() if file is not None}
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Raises ValueError, naming the option, for a target that cannot be written.
+
+        What is there keeps its contents until `write`; what was not there is made, and removed
+        again if the block fails before anything is in it.
+        """
+        made: list[Path] = []
+        try:
+            for option, file in self._targets().items():
+                is_new = not file.exists()
+                try:
+                    if file == self.plot:
+                        file.mkdir(exist_ok=True)
+                        TemporaryFile(dir=file).close()
+                    else:
+                        file.open("ab").close()
+                except OSError as error:
+                    reason = error.strerror or type(error).__name__
+                    raise ValueError(f"{option}: {file} cannot be written, {reason}") from None
+                made += [file] * is_new
+            yield
+        except BaseException:
+            for file in made:
+                if file.is_dir():
+                    with suppress(OSError):  # it is not empty
+                        file.rmdir()
+                elif file.stat().st_size == 0:
+                    file.unlink()
+            raise
 
     def write(self, reports: Sequence[Report]) -> None:
         """Write what was asked for, and print the comparison."""
@@ -76,12 +115,12 @@ def read_reports(option: str, file: Path) -> list[Report]:
 
 def print_reports(reports: Sequence[Report]) -> None:
     """The tables of stored reports, as the runs that made them printed theirs."""
-    console = Console(width=None if Console().is_terminal else WIDE)
+    console = wide_console()
     for report in reports:
         console.print(
             f"{report.suite} ({report.mode}): {report.command}", highlight=False, markup=False
         )
-        console.print(table(report.rows, unit="ms" if report.mode == WALL else "us"))
+        console.print(table(report.rows, "ms" if report.mode == WALL else "us", console.width))
         for line in left_out_lines(report.left_out):
             console.print(line, markup=False)
         for heat in heat_maps(report.rows):
@@ -89,8 +128,8 @@ def print_reports(reports: Sequence[Report]) -> None:
 
 
 def _print_comparison(comparison: Comparison) -> None:
-    console = Console(width=None if Console().is_terminal else WIDE)
-    console.print(comparison_table(comparison))
+    console = wide_console()
+    console.print(comparison_table(comparison, console.width))
     console.print(comparison.summary, highlight=False, markup=False)
 
 

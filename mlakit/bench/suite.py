@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
 import torch
-from rich.console import Console
 from rich.markup import escape
 
 from mlakit.bench import environment, gpu_timers
@@ -27,7 +26,8 @@ from mlakit.bench.measure import (
 from mlakit.bench.problems import Problem
 from mlakit.bench.progress import SuiteProgress, suite_progress
 from mlakit.bench.report import OURS, WALL, YARDSTICKS, LeftOut, Report, Row
-from mlakit.bench.tables import WIDE, left_out_lines, table
+from mlakit.bench.tables import left_out_lines, table
+from mlakit.columns import wide_console
 
 BUDGET_S = 10.0  # for the rounds of one workload; a slow one gets its least rounds
 QUICK_BUDGET_S = 0.02
@@ -170,7 +170,7 @@ def run(
     """
     timer = WallClock() if mode == WALL else gpu_timers.timer_for(mode)
     method = Method(mode, timer, quick, peers_of, ceilings)
-    console = Console(width=None if Console().is_terminal else WIDE)
+    console = wide_console()
     rows: list[Row] = []
     left_out: list[LeftOut] = []
     if quick:
@@ -190,7 +190,7 @@ def run(
                 rows += measured
                 left_out += [LeftOut(workload.name, *each) for each in reasons.items()]
                 progress.finish_workload()
-    console.print(table(rows, unit="ms" if mode == WALL else "us"))
+    console.print(table(rows, "ms" if mode == WALL else "us", console.width))
     for line in left_out_lines(left_out):
         console.print(escape(line))
     return Report(suite, command, facts, rows, left_out, mode, ceilings)

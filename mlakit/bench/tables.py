@@ -4,49 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from rich.box import SIMPLE
-from rich.table import Table
+from rich.console import RenderableType
 
 from mlakit.bench.report import OURS, LeftOut, Row
+from mlakit.columns import Column, fitting_table
 
-WIDE = 150  # columns for a table where the output is no terminal
 
-
-def table(rows: Sequence[Row], unit: str = "ms") -> Table:
+def table(rows: Sequence[Row], unit: str, width: int) -> RenderableType:
     """Times in `unit`, ms or us; a ratio below 1 says that mlakit is the faster one."""
     divisor = {"ms": 1e3, "us": 1.0}[unit]
     rate, rate_divisor = ("GFLOP/s", 1.0) if unit == "ms" else ("TFLOP/s", 1e3)
     has_roofline = any(row.roofline is not None for row in rows)
-    shown = Table(
-        box=SIMPLE,
-        padding=(0, 1, 0, 0),
-        caption=f"{unit}: median and the range of the middle three fifths of the rounds; "
-        f"ratio: {OURS} / contender in the same round",
-        caption_justify="left",
+    columns = (
+        Column("workload", is_number=False),
+        Column("contender", is_number=False),
+        Column(unit),
+        *(Column(end, rank=6) for end in ("from", "to")),
+        Column(rate, rank=4),
+        Column("GB/s", rank=3),
+        *([Column("% roof", rank=2)] if has_roofline else []),
+        Column("rounds", rank=7),
+        Column("ratio"),
+        *(Column(end, rank=5) for end in ("from", "to")),
+        Column("limit", rank=1),
     )
-    shown.add_column("workload", no_wrap=True)
-    shown.add_column("contender", no_wrap=True)
-    roofline = ("% roof",) if has_roofline else ()
-    for heading in (
-        *(unit, "from", "to", rate, "GB/s", *roofline, "rounds"),
-        *("ratio", "from", "to", "limit"),
-    ):
-        shown.add_column(heading, justify="right", no_wrap=True)
-    previous = ""
-    for row in rows:
-        if previous and row.workload != previous:
-            shown.add_section()
-        name = "" if row.workload == previous else row.workload
-        times = (digits(us / divisor) for us in (row.us.p50, row.us.p20, row.us.p80))
-        ratio = row.ratio
-        ratios = (
-            ("", "", "") if ratio is None else tuple(map(digits, (ratio.p50, ratio.p20, ratio.p80)))
-        )
-        share = (percent(row.roofline),) if has_roofline else ()
-        facts = (digits(row.gflops / rate_divisor), digits(row.gbytes_per_s), *share)
-        shown.add_row(name, row.contender, *times, *facts, str(row.rounds), *ratios, verdict(row))
-        previous = row.workload
-    return shown
+    caption = (
+        f"{unit}: median and the range of the middle three fifths of the rounds; "
+        f"ratio: {OURS} / contender in the same round"
+    )
+    lines = (_cells(row, divisor, rate_divisor, has_roofline) for row in rows)
+    return fitting_table(columns, lines, width, caption=caption)
+
+
+def _cells(row: Row, divisor: float, rate_divisor: float, has_roofline: bool) -> list[str]:
+    times = [digits(us / divisor) for us in (row.us.p50, row.us.p20, row.us.p80)]
+    ratio = row.ratio
+    ratios = [""] * 3 if ratio is None else [*map(digits, (ratio.p50, ratio.p20, ratio.p80))]
+    rates = [digits(row.gflops / rate_divisor), digits(row.gbytes_per_s)]
+    share = [percent(row.roofline)] if has_roofline else []
+    figures = [*times, *rates, *share, str(row.rounds), *ratios]
+    return [row.workload, row.contender, *figures, verdict(row)]
 
 
 def left_out_lines(left_out: Iterable[LeftOut]) -> list[str]:

@@ -10,19 +10,22 @@ dots that wait for each other, or makes barriers that it does not use.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from time import perf_counter
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.text import Text
 
 from mlakit import knobs
+from mlakit.columns import Column, fitting_table
 from mlakit.formats import FORMATS
 from mlakit.knobs import Backend
 from mlakit.support.machine_code import machine_code
@@ -377,6 +380,15 @@ def _innermost(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[-1] if lines else ''}"
 
 
+def checks_with(only: str, checks: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Those with `only` in the name of the configuration. ValueError, naming --only, if none."""
+    found = [each for each in checks if only in each[0]]
+    if not found:
+        names = ", ".join(dict.fromkeys(name for name, _ in checks))
+        raise ValueError(f"--only: no configuration has {only!r} in its name; there are {names}")
+    return found
+
+
 def run(
     checks: Sequence[tuple[str, int]],
     *,
@@ -387,18 +399,41 @@ def run(
     if knobs.interpreted():
         raise RuntimeError("kernels are interpreted here: unset TRITON_INTERPRET to compile them")
     results: dict[int, list[Compiled]] = {}
-    spawn = get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=spawn, initializer=_print_to_stderr) as pool:
-        futures = {pool.submit(check, *each): place for place, each in enumerate(checks)}
+    others = active_children()
+    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_begin_worker)
+    try:
+        with _interrupts_held_back():  # workers inherit this, and start in peace
+            futures = {pool.submit(check, *each): place for place, each in enumerate(checks)}
         for future in as_completed(futures):
             results[futures[future]] = future.result()
             after_each(len(results))
+    except BaseException:
+        for worker in active_children():
+            if worker not in others:
+                worker.kill()  # a compiler takes up to a minute to return
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()
     for place in range(len(checks)):
         yield from results[place]
 
 
-def _print_to_stderr() -> None:
+@contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """A Ctrl-C in this block arrives at its end."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _begin_worker() -> None:
     os.dup2(2, 1)  # what a compiler complains of must not get into the results
+    # A Ctrl-C goes to all processes of a terminal. This one leaves it to its parent, without a
+    # traceback; a function, and not SIG_IGN, so that the tools it starts still end.
+    signal.signal(signal.SIGINT, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
 def run_with_progress(checks: Sequence[tuple[str, int]], *, jobs: int) -> list[Compiled]:
@@ -421,29 +456,36 @@ def summary(kernels: Sequence[Compiled]) -> str:
     return f"Triton {triton.__version__}: {checks} checks, {len(kernels)} kernels, {ends}"
 
 
-def compile_table(kernels: Sequence[Compiled]) -> Table:
-    shown = Table(title="Kernels compiled", title_justify="left")
-    shown.add_column("configuration", no_wrap=True)
-    shown.add_column("arch", no_wrap=True)
-    shown.add_column("kernel", no_wrap=True)
-    for heading in ("registers", "spills", "shared", "of", "s"):
-        shown.add_column(heading, justify="right")
-    shown.add_column("")
-    for each in kernels:
-        spills = each.spill_stores + each.spill_loads
-        numbers = (each.registers, spills, each.shared_bytes, each.shared_limit)
-        shown.add_row(
+def compile_table(kernels: Sequence[Compiled], width: int) -> RenderableType:
+    columns = (
+        Column("configuration", is_number=False),
+        Column("arch", is_number=False),
+        Column("kernel", rank=1, is_number=False),
+        Column("registers", rank=3),
+        Column("spills", rank=2),
+        Column("shared", rank=4),
+        Column("of", rank=4),
+        Column("s", rank=5),
+        Column("", is_number=False, folds_at=20),
+    )
+    rows = (
+        (
             each.configuration,
             f"sm_{each.arch}",
             each.kernel,
-            *map(str, numbers),
+            str(each.registers),
+            str(each.spill_stores + each.spill_loads),
+            str(each.shared_bytes),
+            str(each.shared_limit),
             f"{each.seconds:.1f}",
             _verdict(each),
         )
-    return shown
+        for each in kernels
+    )
+    return fitting_table(columns, rows, width, grouped=False)
 
 
-def _verdict(kernel: Compiled) -> str:
+def _verdict(kernel: Compiled) -> Text:
     if kernel.fault:
-        return f"[red]{kernel.fault}[/red]"
-    return "[green]ok[/green]" + (", spills are allowed" if kernel.is_excused else "")
+        return Text(kernel.fault, style="red")
+    return Text.assemble(("ok", "green"), ", spills are allowed" if kernel.is_excused else "")

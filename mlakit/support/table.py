@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from rich.box import SIMPLE
@@ -23,6 +24,15 @@ ARCHITECTURES = {
 }
 MODEL = MLAGeometry.preset("deepseek-v3")
 CACHED_OPS = ("norm_rope_quant_append", "mla_decode", "sparse_mla", "indexer_logits")
+HEADED_OPS = (*CACHED_OPS, "mla_prefill", "merge_states")
+MASKED_OPS = ("mla_prefill", "mla_decode", "indexer_logits")
+# every compute capability of CUDA 12 and 13; from 90 on code may be for one of them alone (90a),
+# from 100 on for a family (100f)
+CAPABILITIES = (
+    *(50, 52, 53, 60, 61, 62, 70, 72, 75, 80, 86, 87, 88, 89),
+    *(90, 100, 101, 103, 110, 120, 121),
+)
+ARCH = re.compile(r"(?:sm_?)?(?P<whole>\d{2,3})(?P<kind>[af]?)|(?P<major>\d{1,2})\.(?P<minor>\d)")
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,37 @@ class Verdict:
         }
 
 
+def parse_arch(text: str) -> int | None:
+    """90 of 90, 9.0, sm_90 and sm_90a; None of cpu and 0. ValueError of what is no architecture."""
+    if text in ("cpu", "0"):
+        return None
+    found = ARCH.fullmatch(text.lower())
+    arch = 0
+    if found is not None:
+        arch = int(found["whole"] or found["major"] + found["minor"])
+    is_plain = found is not None and not found["kind"]
+    if arch not in CAPABILITIES or not (is_plain or arch >= 90):
+        known = ", ".join(map(str, CAPABILITIES))
+        raise ValueError(
+            f"--arch must be cpu or a compute capability written as 90, 9.0, sm_90 or sm_90a, "
+            f"got {text!r}; there are {known}"
+        )
+    return arch
+
+
+def facts_of(op: str) -> set[str]:
+    """Which keywords of `problem_of` say something of a call of `op`. ValueError for no op."""
+    dispatch.specs(op)
+    facts = {"dtype"}
+    if op in HEADED_OPS:
+        facts.add("heads")
+    if op in CACHED_OPS:
+        facts |= {"format", "page_size"}
+    if op in MASKED_OPS:
+        facts.add("mask")
+    return facts
+
+
 def problem_of(
     op: str,
     arch: int | None,
@@ -64,15 +105,23 @@ def problem_of(
     if format not in FORMATS:
         raise ValueError(f"format must be of {', '.join(FORMATS)}, got {format!r}")
     device = {"device": "cpu"} if arch is None else {"device": "cuda", "arch": arch}
+    given = {
+        "dtype": str(DTYPES[dtype]),  # as a call names it
+        "format": format,
+        "heads": heads,
+        "page_size": page_size,
+        "mask": mask,
+    }
+    facts: dict[str, object] = {name: given[name] for name in given if name in facts_of(op)}
     if op in CACHED_OPS:
-        facts: dict[str, object] = {"format": format, "page_size": page_size, "row": MODEL.row}
+        facts["row"] = MODEL.row
     elif op == "mla_prefill":
-        widths = (MODEL.qk_nope_head_dim, MODEL.qk_rope_head_dim, MODEL.v_head_dim)
-        facts = {"head_widths": widths}
-    else:
-        facts = {}
-    named = {"dtype": str(DTYPES[dtype]), "heads": heads, "mask": mask}  # as a call names them
-    return Problem(**device, **named, **facts)  # type: ignore[arg-type]
+        facts["head_widths"] = (
+            MODEL.qk_nope_head_dim,
+            MODEL.qk_rope_head_dim,
+            MODEL.v_head_dim,
+        )
+    return Problem(**device, **facts)  # type: ignore[arg-type]
 
 
 def verdict(op: str, problem: Problem) -> Verdict:

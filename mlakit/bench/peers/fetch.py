@@ -2,12 +2,14 @@
 
 The vllm 0.26.0 wheel is the newest one built for torch 2.11 and CUDA 13. It carries FlashMLA and
 FlashAttention-3 as shared objects that register torch ops; those and their thin wrappers are kept,
-10 MB of 300, and nothing of vLLM runs. Its FlashMLA is built without upstream's
+10 MB of 300, and nothing of vLLM runs. What is kept will be executed: a wheel is unpacked only if
+it is, byte for byte, the one that was released. Its FlashMLA is built without upstream's
 --register-usage-level=10, and is 5 to 14 % slower on an H200 than a build of upstream's source.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import lzma
 import subprocess
@@ -25,6 +27,15 @@ from mlakit.bench.peers import folder
 PYTHON = "3.12"  # the libraries use the stable interface: any version from 3.8 on loads them
 GLIBC = (28, 31, 34, 35)  # of manylinux tags: pip takes each tag by itself
 CHUNK = 1 << 20
+# by wheel of folder.WHEEL, as PyPI's index lists them
+SHA256 = {
+    "vllm-0.26.0-cp38-abi3-manylinux_2_28_x86_64.whl": (
+        "adb1e4c9b46d0dfdb094121ae5aad670a42412dd813ed4e5db069ed6a15006de"
+    ),
+    "vllm-0.26.0-cp38-abi3-manylinux_2_28_aarch64.whl": (
+        "52a4c3e55c2c80cc8793e52ccc244457ceade25b0ad7caa1c15e5002a95a1b2c"
+    ),
+}
 
 WANTED = {
     "vllm/_flashmla_C.abi3.so": folder.FLASH_MLA,
@@ -44,17 +55,21 @@ class FetchError(Exception):
     """The peers could not be fetched; the message says why and what to do."""
 
 
-def fetch(target: Path, platform: str | None = None) -> list[Path]:
-    """Download the wheel and keep what is wanted of it in `target`.
+def fetch(target: Path, platform: str | None = None, *, unpinned: bool = False) -> list[Path]:
+    """Download the wheel, check it, and keep what is wanted of it in `target`.
 
     platform  an architecture (x86_64, aarch64) or a wheel's platform tag; None: this machine's
+    unpinned  take a wheel that `SHA256` does not know
     """
     if importlib.util.find_spec("pip") is None:
         raise FetchError("fetching peers needs pip, and this Python has none: python -m ensurepip")
     try:
-        target.mkdir(parents=True, exist_ok=True)
+        target.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target, prefix="wheel-") as scratch:
-            return keep(_download(Path(scratch), platform), target)
+            wheel = _download(Path(scratch), platform)
+            if not unpinned:
+                check_hash(wheel)
+            return keep(wheel, target)
     except OSError as error:
         raise FetchError(f"cannot write to {target}: {error}") from error
 
@@ -82,6 +97,22 @@ def _download(scratch: Path, platform: str | None) -> Path:
             f"and copy the folder here. pip said:\n{said}"
         )
     return wheels[0]
+
+
+def check_hash(wheel: Path) -> None:
+    """FetchError unless the wheel is the one that was released."""
+    digest = hashlib.sha256()
+    with wheel.open("rb") as content:
+        while chunk := content.read(CHUNK):
+            digest.update(chunk)
+    found, expected = digest.hexdigest(), SHA256.get(wheel.name)
+    if found == expected:
+        return
+    known = f"it must be {expected}" if expected else f"only {', '.join(SHA256)} are known"
+    raise FetchError(
+        f"{wheel.name} has the SHA-256 {found}, and {known}. It would be executed, so nothing was "
+        f"unpacked; --unpinned takes it nevertheless"
+    )
 
 
 def keep(wheel: Path, target: Path) -> list[Path]:

@@ -19,8 +19,6 @@ from types import ModuleType
 
 import torch
 
-from mlakit import knobs
-
 FLASH_MLA = Path("flashmla/_flashmla_C.abi3.so")
 FLASH_MLA_WRAPPER = Path("flashmla/flash_mla_interface.py")
 FA3 = Path("fa3/_vllm_fa3_C.abi3.so")
@@ -28,10 +26,6 @@ FA3_PACKED = Path("fa3/_vllm_fa3_C.abi3.so.xz")
 FA3_WRAPPER = Path("fa3/flash_attn_interface.py")
 WHEEL = "vllm==0.26.0"  # where they are fetched from
 FETCHED = "mlakit_peers_"  # what the names of their modules begin with
-
-
-def peers_folder() -> Path:
-    return Path(knobs.peers())
 
 
 @cache

@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
+from mlakit import knobs
 from mlakit.bench import gpu
 from mlakit.bench.peers import folder
 from mlakit.bench.problems import Problem
@@ -84,7 +85,7 @@ def installed_or_fetched(
         missing = f"the {package} here is mlakit's own"
     except PEER_ERRORS as error:
         missing = told(error)
-    fetched = folder.peers_folder()
+    fetched = knobs.peers_folder()
     if not (fetched / wrapper).is_file():
         raise Absent(f"{missing}, and the folder {fetched} has none: mlakit bench --fetch-peers")
     try:

@@ -1,0 +1,66 @@
+"""The public names of `mlakit`, which hands them out on first use. Add a new one here."""
+
+from mlakit.branches import (
+    CachedBatch,
+    LayerWeights,
+    decode_branch,
+    mla_step,
+    plan_step,
+    prefill_branch,
+)
+from mlakit.cache import PagedLatentCache, physical_rows
+from mlakit.checks import UnsupportedError
+from mlakit.geometry import MLAGeometry, RopeParameters, RowShape
+from mlakit.masks import CAUSAL, NULL, Mask
+from mlakit.ops import (
+    ExtraRows,
+    indexer_logits,
+    indexer_topk,
+    merge_states,
+    mla_decode,
+    mla_prefill,
+    norm_rope_quant_append,
+    quantize_fp8,
+    scaled_mm_fp8,
+    sparse_mla,
+)
+from mlakit.ops.decode_plan import plan_mla_decode
+from mlakit.pages import PageAllocator
+from mlakit.plan import EvenSplit, plan_context, plan_decode
+from mlakit.rope import rope_table
+from mlakit.weights import UpProjection
+
+__all__ = [
+    "CAUSAL",
+    "NULL",
+    "CachedBatch",
+    "EvenSplit",
+    "ExtraRows",
+    "LayerWeights",
+    "MLAGeometry",
+    "Mask",
+    "PageAllocator",
+    "PagedLatentCache",
+    "RopeParameters",
+    "RowShape",
+    "UnsupportedError",
+    "UpProjection",
+    "decode_branch",
+    "indexer_logits",
+    "indexer_topk",
+    "merge_states",
+    "mla_decode",
+    "mla_prefill",
+    "mla_step",
+    "norm_rope_quant_append",
+    "physical_rows",
+    "plan_context",
+    "plan_decode",
+    "plan_mla_decode",
+    "plan_step",
+    "prefill_branch",
+    "quantize_fp8",
+    "rope_table",
+    "scaled_mm_fp8",
+    "sparse_mla",
+]
