@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
+from time import monotonic, sleep
 
 import pytest
 from typer.testing import CliRunner
@@ -103,6 +106,42 @@ def test_explain_refuses_what_no_call_can_have(option):
     assert re.search(rf"{option.strip('-')} must be of bf16, .*got", " ".join(output.split()))
 
 
+@pytest.mark.parametrize(
+    ("written", "arch"),
+    [
+        *((text, 90) for text in ("90", "9.0", "sm_90", "sm90", "90a", "sm_90a", "SM_90a")),
+        *((text, 100) for text in ("100", "10.0", "sm_100f")),
+        ("8.6", 86),
+        ("cpu", 0),
+        ("0", 0),
+    ],
+)
+def test_an_architecture_is_written_in_many_ways(written, arch):
+    code, output = invoke("explain", "mla_decode", "--arch", written, "--json")
+    assert code == 0
+    problem = json.loads(output)["problem"]
+    assert problem.startswith(f"cuda sm_{arch}," if arch else "cpu,")
+
+
+@pytest.mark.parametrize(
+    "written", ["", "9", "hopper", "900", "95", "9.00", "-90", "sm_", "80a", "90f", "90b", "h100"]
+)
+def test_what_is_no_architecture_is_refused(written):
+    code, output = invoke("explain", "mla_decode", f"--arch={written}")
+    assert code == 2
+    said = " ".join(re.sub(r"[│\s]+", " ", output).split())
+    rule = "--arch must be cpu or a compute capability written as 90, 9.0, sm_90 or sm_90a"
+    assert f"{rule}, got {written!r}; there are 50, " in said
+
+
+def test_an_explained_problem_has_the_facts_of_a_call():
+    for op in dispatch.OPS:
+        problem = table.problem_of(op, 90)
+        facts = {name for name in table.facts_of(op) if getattr(problem, name)}
+        assert facts == table.facts_of(op)
+    assert table.problem_of("quantize_fp8", None).heads == 0  # as `quantize_fp8` asks
+
+
 def test_explain_refuses_an_unknown_op():
     code, output = invoke("explain", "mla_encode")
     assert code == 2
@@ -187,6 +226,86 @@ def test_triton_kernels_compile_without_a_gpu():
     assert kernel["configuration"] == "merge-2"
     assert kernel["registers"] > 0
     assert kernel["fault"] == ""
+
+
+def test_a_name_that_no_check_has_is_an_error(monkeypatch):
+    monkeypatch.setattr(compilation, "run_with_progress", None)  # it is not reached
+    code, output = invoke("support", "--compile", "--only", "zzz")
+    said = " ".join(re.sub(r"[│\s]+", " ", output).split())
+    assert code == 2
+    assert "--only: no configuration has 'zzz' in its name; there are append-fp8_block128," in said
+    assert "hopper-decode-h16-bf16" in said
+    assert compilation.checks_with("merge-2", compilation.named_checks()) == [("merge-2", 90)]
+
+
+def descendants(pid: int) -> set[int]:
+    """Of a process, as /proc has them."""
+    children = set()
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        children |= {int(child) for child in task.read_text().split()}
+    return children.union(*(descendants(child) for child in children))
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def has_compiler(pid: int) -> bool:
+    """Has the process loaded Triton?"""
+    try:
+        return "libtriton" in Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return False
+
+
+def wait_for(what, seconds: float) -> None:
+    end = monotonic() + seconds
+    while not what():
+        assert monotonic() < end, f"not in {seconds} s"
+        sleep(0.05)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
+@pytest.mark.parametrize(
+    ("begun", "send"),
+    [
+        pytest.param(False, os.killpg, id="all processes of a terminal, which are starting"),
+        pytest.param(True, os.kill, id="the command, whose workers are compiling"),
+    ],
+)
+def test_an_interrupt_ends_compiling_at_once(begun, send, tmp_path):
+    """Workers that are waited for would compile for half a minute more."""
+    command = [sys.executable, "-m", "mlakit", "support", "--compile", "--only", "hopper-decode"]
+    variables = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    running = subprocess.Popen(
+        command,
+        env={**os.environ, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        # the tracker of multiprocessing, and two workers
+        wait_for(lambda: len(descendants(running.pid)) >= 3, 60)
+        if begun:
+            wait_for(lambda: any(map(has_compiler, descendants(running.pid))), 120)
+        workers = descendants(running.pid)
+        start = monotonic()
+        send(running.pid, signal.SIGINT)
+        stdout, stderr = running.communicate(timeout=60)
+        seconds = monotonic() - start
+        assert running.returncode == 130
+        assert "Traceback" not in stderr
+        assert stdout == ""
+        assert seconds < 5
+        wait_for(lambda: not any(map(is_alive, workers)), 5)
+    finally:
+        if running.poll() is None:
+            os.killpg(running.pid, signal.SIGKILL)
 
 
 def test_a_faulty_kernel_fails_the_command(monkeypatch):

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing import active_children, get_context
+from threading import current_thread, main_thread
 from time import perf_counter
 from typing import Any
 
@@ -420,12 +421,20 @@ def run(
 
 @contextmanager
 def _interrupts_held_back() -> Iterator[None]:
-    """A Ctrl-C in this block arrives at its end."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    """A Ctrl-C in this block arrives at its end; processes that it starts get none."""
+    if current_thread() is not main_thread():  # which gets them, and may change what they do
+        yield
+        return
+    arrived: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, _: arrived.append(number))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, handler)
+    if arrived:
+        raise KeyboardInterrupt
 
 
 def _begin_worker() -> None:

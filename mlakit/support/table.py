@@ -66,8 +66,8 @@ def parse_arch(text: str) -> int | None:
     arch = 0
     if found is not None:
         arch = int(found["whole"] or found["major"] + found["minor"])
-    is_plain = found is not None and not found["kind"]
-    if arch not in CAPABILITIES or not (is_plain or arch >= 90):
+    first_of_kind = {"a": 90, "f": 100}.get(found["kind"] or "", 0) if found else 0
+    if arch not in CAPABILITIES or arch < first_of_kind:
         known = ", ".join(map(str, CAPABILITIES))
         raise ValueError(
             f"--arch must be cpu or a compute capability written as 90, 9.0, sm_90 or sm_90a, "
