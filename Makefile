@@ -11,10 +11,15 @@ DOCS_INSTALLED := $(VENV)/.docs-installed
 OLDEST := .venv-oldest
 OLDEST_TRITON := triton==3.6.0
 OLDEST_INSTALLED := $(OLDEST)/.installed
+# The other end of the range of torch versions, in an environment of its own: gigabytes on x86
+OLDEST_TORCH := torch==2.10.0
+OLDEST_TORCH_VENV := .venv-oldest-torch
+OLDEST_TORCH_INSTALLED := $(OLDEST_TORCH_VENV)/.installed
 # tests differ in length by a factor of 1000: a worker that is done takes some of another's
 PYTEST_JOBS := -n auto --dist worksteal
 
-.PHONY: demo test test-all venv lint types unit compile oldest docs mutants format clean
+.PHONY: demo test test-all venv lint types unit compile oldest oldest-torch docs mutants format
+.PHONY: clean
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
@@ -45,6 +50,10 @@ oldest: $(OLDEST_INSTALLED)
 	  tests/test_decode_plan.py tests/test_properties.py
 	$(OLDEST)/bin/python -m mlakit support --compile
 
+# all tests with the oldest torch that pyproject.toml allows
+oldest-torch: $(OLDEST_TORCH_INSTALLED)
+	$(OLDEST_TORCH_VENV)/bin/python -m pytest -n auto
+
 # the pages in docs/ as a site in site/; a warning is an error. The variable keeps the theme from
 # announcing its successor at every build
 docs: $(DOCS_INSTALLED)
@@ -60,7 +69,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(OLDEST) .mypy_cache .pytest_cache .ruff_cache dist site
+	rm -rf $(VENV) $(OLDEST) $(OLDEST_TORCH_VENV) .mypy_cache .pytest_cache .ruff_cache dist site
 
 # torch goes first so that no later requirement may choose another build of it
 $(INSTALLED): pyproject.toml Makefile mlakit/_version.py
@@ -82,4 +91,11 @@ $(OLDEST_INSTALLED): $(INSTALLED)
 	  own = pathlib.Path(sysconfig.get_path('purelib')); \
 	  shared = own.as_posix().replace('$(OLDEST)', '$(VENV)'); \
 	  (own / 'shared.pth').write_text(shared + '\n$(CURDIR)\n')"
+	touch $@
+
+$(OLDEST_TORCH_INSTALLED): pyproject.toml Makefile mlakit/_version.py
+	$(PYTHON) -m venv $(OLDEST_TORCH_VENV)
+	$(OLDEST_TORCH_VENV)/bin/python -m pip install --upgrade pip
+	$(OLDEST_TORCH_VENV)/bin/python -m pip install "$(OLDEST_TORCH)"
+	$(OLDEST_TORCH_VENV)/bin/python -m pip install --editable ".[test]"
 	touch $@

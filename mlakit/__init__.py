@@ -9,9 +9,13 @@ mlakit.ops` registers `torch.ops.mlakit.*`; so does `import mlakit` where torch 
 """
 
 import sys
+import warnings
 from typing import TYPE_CHECKING
 
 from mlakit._version import __version__ as __version__
+
+# torch says so when it is imported; nothing here needs numpy
+warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
 
 if TYPE_CHECKING:
     from mlakit._public import *  # noqa: F403  # type checkers read them where they are

@@ -14,7 +14,7 @@ from rich.text import Text
 from mlakit import knobs
 
 WIDE = 150  # columns where the output is no terminal
-BORDERS, PADDING = 2, 1  # around a table, and behind each of its cells
+BORDER, PADDING = 1, 1  # before, between and behind the columns, and behind each cell
 
 
 def wide_console() -> Console:
@@ -80,10 +80,10 @@ def fitting_table(
 def _width_of(
     columns: Sequence[Column], lines: Sequence[Sequence[Text]], shown: Sequence[int]
 ) -> int:
-    total = BORDERS
+    total = BORDER
     for i in shown:
         widest = max([cell_len(columns[i].heading), *(line[i].cell_len for line in lines)])
-        total += min(widest, columns[i].folds_at or widest) + PADDING
+        total += min(widest, columns[i].folds_at or widest) + PADDING + BORDER
     return total
 
 

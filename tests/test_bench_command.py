@@ -290,7 +290,7 @@ def test_plots_without_matplotlib_are_refused_before_the_run(stored, tmp_path, m
         (["--mode", "cold", "--from", "STORED"], "so --mode has no meaning with it"),
         (["--no-peers", "--from", "STORED"], "so --no-peers has no meaning with it"),
         (["--threads", "2", "--from", "STORED"], "so --threads has no meaning with it"),
-        (["decode", "--platform", "x86_64"], "--platform is of --fetch-peers"),
+        (["decode", "--platform", "x86_64"], "--platform goes with --fetch-peers only"),
         (["--from", "FOLDER/none.json"], "--from: FOLDER/none.json cannot be read, No such file"),
         (["--from", "FOLDER/text"], "--from: FOLDER/text is not JSON"),
         (["--from", "FOLDER/other.json"], "is no report of mlakit bench"),
@@ -313,6 +313,70 @@ def test_files_that_will_not_do_are_named(stored, tmp_path, monkeypatch, argumen
     result = bench(*map(placed, arguments))
     assert result.exit_code == 2
     assert placed(said) in flat(result.output)
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """The suites that ran: in the place of the work, which comes after all files were opened."""
+    ran = []
+    monkeypatch.setattr(suite, "run", lambda name, *_, **__: ran.append(name) or report(suite=name))
+    return ran
+
+
+@pytest.mark.parametrize("option", ["--json", "--csv", "--html", "--plot"])
+def test_a_target_that_cannot_be_written_ends_the_command_before_the_work(
+    option, measured, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("COLUMNS", "400")
+    target = tmp_path / "target"
+    target.write_text("") if option == "--plot" else target.mkdir()
+    first = tmp_path / "first.json"
+    result = bench("decode", *(("--json", first) if option != "--json" else ()), option, target)
+    assert result.exit_code == 2
+    reason = "File exists" if option == "--plot" else "Is a directory"
+    assert f"{option}: {target} cannot be written, {reason}" in flat(result.output)
+    assert measured == []
+    assert not first.exists()  # it was made, and is gone again
+
+
+def test_two_files_that_are_one_are_refused(measured, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    file = tmp_path / "figures"
+    result = bench("decode", "--json", file, "--csv", tmp_path / "." / "figures")
+    assert (result.exit_code, measured) == (2, [])
+    assert "--json and --csv both name" in flat(result.output)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_targets_are_there_while_the_work_is_done(fails, tmp_path, monkeypatch):
+    new, old, folder = tmp_path / "new.json", tmp_path / "old.csv", tmp_path / "charts"
+    old.write_text("earlier figures", "utf-8")
+    seen = []
+
+    def run(name, *_, **__):
+        seen.append((new.exists(), old.read_text("utf-8"), folder.is_dir()))
+        return None if fails else report(suite=name)
+
+    monkeypatch.setattr(suite, "run", run)
+    result = bench("decode", "--json", new, "--csv", old, "--plot", folder)
+    assert result.exit_code == int(fails)
+    assert seen == [(True, "earlier figures", True)]
+    assert (new.exists(), folder.exists()) == (not fails, not fails)
+    assert (old.read_text("utf-8") == "earlier figures") == fails
+
+
+def test_figures_that_are_written_stay_when_a_later_file_fails(measured, tmp_path, monkeypatch):
+    from mlakit.bench import outputs
+
+    def broken(*_: object) -> str:
+        raise RuntimeError("no page")
+
+    monkeypatch.setattr(outputs, "page", broken)
+    figures, page = tmp_path / "figures.json", tmp_path / "page.html"
+    result = bench("decode", "--json", figures, "--html", page)
+    assert isinstance(result.exception, RuntimeError)
+    assert json.loads(figures.read_text("utf-8"))["suite"] == "decode"
+    assert not page.exists()
 
 
 def test_the_comparison_says_only_what_moved(stored, tmp_path):

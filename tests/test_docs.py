@@ -122,6 +122,28 @@ def test_the_navigation_has_every_page_once():
     assert sorted(re.findall(r"- (\S+\.md)$", nav, flags=re.MULTILINE)) == sorted(PAGES)
 
 
+COLUMNS = 100  # of code, for which docs/stylesheets/width.css makes room at 1280 pixels
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_line_of_code_is_wider_than_a_page(page):
+    filled = generated_parts.filled(PAGES[page])
+    lines = "".join(match[2] for match in FENCE.finditer(filled)).splitlines()
+    assert [line for line in lines if len(line) > COLUMNS] == []
+
+
+def test_the_site_can_be_searched_when_it_is_opened_from_a_folder():
+    config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert re.search(r"^plugins:\n  - search\n  - offline\b", config, flags=re.MULTILINE)
+    assert "use_directory_urls: false" in config
+    for key in ("extra_css:", "extra:\n  polyfills:"):
+        (file,) = re.findall(rf"^{key}\n +- (\S+)", config, flags=re.MULTILINE)
+        assert (DOCS / file).is_file()
+    # the offline plugin leaves out its own, which another server has, if it finds this name
+    assert "iframe-worker" in file
+    assert "https://" not in config
+
+
 @pytest.mark.parametrize("path", PICTURES, ids=lambda path: path.stem)
 def test_a_picture_is_used_titled_and_has_colours_for_the_dark(path):
     assert any(f"](img/{path.name})" in text for text in PAGES.values())

@@ -26,7 +26,7 @@ def table(rows: Sequence[Row], unit: str, width: int) -> RenderableType:
         Column("rounds", rank=7),
         Column("ratio"),
         *(Column(end, rank=5) for end in ("from", "to")),
-        Column("limit", rank=1),
+        Column("limit", rank=1, folds_at=10),
     )
     caption = (
         f"{unit}: median and the range of the middle three fifths of the rounds; "
