@@ -52,7 +52,7 @@ oldest: $(OLDEST_INSTALLED)
 
 # all tests with the oldest torch that pyproject.toml allows
 oldest-torch: $(OLDEST_TORCH_INSTALLED)
-	$(OLDEST_TORCH_VENV)/bin/python -m pytest -n auto
+	$(OLDEST_TORCH_VENV)/bin/python -m pytest $(PYTEST_JOBS)
 
 # the pages in docs/ as a site in site/; a warning is an error. The variable keeps the theme from
 # announcing its successor at every build
