@@ -19,14 +19,22 @@ from torch import Tensor
 from mlakit.checks import Dims
 from mlakit.formats import Format, PageFooterCodec, RowCodec, known_format, row_codec
 from mlakit.geometry import MLAGeometry, RowShape
+from mlakit.layouts import (
+    check_rows,
+    four_axes,
+    infer_format,
+    new_tensors,
+    refuse_scales,
+    retyped,
+    wrap_footer_pages,
+    wrap_index_key_pages,
+)
 
 PageTable: TypeAlias = Tensor | tuple[Tensor, Tensor]
 """int32 [batch, max_pages] page ids; or (kv_starts [batch + 1], slots), one flat list of rows."""
 
 # elements; torch has one thread copy a slice of 2**15, and pieces just below that gain less
 PIECE_ELEMENTS = 2**14
-_HALF_FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-_BYTE_TYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,20 +224,8 @@ class PagedLatentCache:
             dims.integer(name, size, 1)
         codec = row_codec(known_format(format), _row_shape(geometry))
         _check_tensor_scale(dims, codec, tensor_scale)
-        if isinstance(codec, PageFooterCodec):
-            storage = torch.zeros(
-                num_layers, num_pages, codec.page_bytes(page_size), dtype=torch.uint8, device=device
-            )
-            payload, scales = _footer_views(storage, codec, page_size)
-            return cls(codec, payload, scales, tensor_scale)
-        shape = (num_layers, num_pages, page_size)
-        payload = torch.zeros(
-            *shape, codec.payload_elements, dtype=codec.payload_dtype, device=device
-        )
-        side = None
-        if codec.scale_dtype is not None:
-            side = torch.zeros(*shape, codec.scale_elements, dtype=codec.scale_dtype, device=device)
-        return cls(codec, payload, side, tensor_scale)
+        rows = (num_layers, num_pages, page_size)
+        return cls(codec, *new_tensors(codec, rows, device=device), tensor_scale)
 
     @classmethod
     def wrap(
@@ -253,20 +249,20 @@ class PagedLatentCache:
         dims = Dims("PagedLatentCache.wrap")
         dims.tensor("blocks", blocks)
         row = _row_shape(geometry)
-        named = _infer_format(dims, blocks, row) if format is None else known_format(format)
+        named = infer_format(dims, blocks, row) if format is None else known_format(format)
         codec = row_codec(named, row)
         _check_tensor_scale(dims, codec, tensor_scale)
-        nominal = _four_axes(dims, "blocks", _retyped(dims, blocks, codec))
-        _check_rows(dims, blocks, nominal, codec)
+        nominal = four_axes(dims, "blocks", retyped(dims, blocks, codec))
+        check_rows(dims, blocks, nominal, codec)
         dims.match("blocks", nominal, "layers", "pages", "page_size", "row")
         if isinstance(codec, PageFooterCodec):
-            _refuse_scales(dims, codec, scales)
-            return cls(codec, *_wrap_footer_pages(dims, nominal, codec), tensor_scale)
+            refuse_scales(dims, codec, scales)
+            return cls(codec, *wrap_footer_pages(dims, nominal, codec), tensor_scale)
         if codec.scale_dtype is None:
-            _refuse_scales(dims, codec, scales)
+            refuse_scales(dims, codec, scales)
             return cls(codec, nominal, None, tensor_scale)
         dims.require(scales is not None, "scales", f"be given for format {codec.name}", None)
-        side = _four_axes(dims, "scales", dims.tensor("scales", scales))
+        side = four_axes(dims, "scales", dims.tensor("scales", scales))
         dims.bind("scale", codec.scale_elements, f"the scales of format {codec.name}")
         axes = ("layers", "pages", "page_size", "scale")
         dims.match("scales", side, *axes, dtypes=[codec.scale_dtype])
@@ -282,29 +278,7 @@ class PagedLatentCache:
         The pool has format "fp8_token" and rows of D columns, none of them rotated.
         """
         dims = Dims("PagedLatentCache.wrap_index_keys")
-        dims.dtype("blocks", dims.tensor("blocks", blocks), *_BYTE_TYPES)
-        nominal = _four_axes(dims, "blocks", blocks.view(torch.uint8))
-        layers, pages, page_size, width = nominal.shape
-        dims.require(
-            width > 4 and width % 4 == 0, "blocks", "have rows of D + 4 bytes, D % 4 == 0", width
-        )
-        dims.require(
-            nominal.stride(3) == 1 and (page_size == 1 or nominal.stride(2) == width),
-            "blocks",
-            "have contiguous pages",
-            f"strides {blocks.stride()}",
-        )
-        start, by_page = nominal.storage_offset(), nominal.stride()[:2]
-        dims.require(
-            start % 4 == 0 and all(stride % 4 == 0 for stride in by_page),
-            "blocks",
-            "have pages aligned to 4 bytes",
-            f"strides {blocks.stride()} at offset {start}",
-        )
-        d = width - 4
-        payload = nominal.as_strided((layers, pages, page_size, d), (*by_page, d, 1), start)
-        run = nominal.as_strided((layers, pages, page_size * width), (*by_page, 1), start)
-        scales = run.view(torch.float32)[..., page_size * d // 4 :].unsqueeze(-1)
+        d, payload, scales = wrap_index_key_pages(dims, blocks)
         return cls(row_codec("fp8_token", RowShape(d, 0)), payload, scales)
 
 
@@ -343,112 +317,6 @@ def _check_tensor_scale(dims: Dims, codec: RowCodec, scale: float | Tensor) -> N
         dims.require(scale.numel() == 1, "tensor_scale", "have one element", f"shape {shape}")
     else:
         dims.require(dims.finite("tensor_scale", scale) > 0, "tensor_scale", "be positive", scale)
-
-
-def _refuse_scales(dims: Dims, codec: RowCodec, scales: Tensor | None) -> None:
-    dims.require(
-        scales is None,
-        "scales",
-        f"be None for format {codec.name}, which keeps none in a tensor of their own",
-        "a tensor",
-    )
-
-
-def _check_rows(dims: Dims, blocks: Tensor, nominal: Tensor, codec: RowCodec) -> None:
-    """Said of `blocks` as the caller knows them, not of the four axes made of them."""
-    width = _row_elements(codec)
-    dims.require(
-        blocks.shape[-1] == width,
-        "blocks",
-        f"have rows of {width} (format {codec.name} of {codec.row})",
-        f"shape {tuple(blocks.shape)}",
-    )
-    dims.rows_contiguous("blocks", blocks)
-    dims.require(nominal.shape[2] >= 1, "blocks", "have a page size of at least 1", 0)
-
-
-def _infer_format(dims: Dims, blocks: Tensor, row: RowShape) -> str:
-    width = blocks.shape[-1] if blocks.ndim else 0
-    if blocks.dtype in _HALF_FORMATS:
-        return _HALF_FORMATS[blocks.dtype]
-    dims.dtype("blocks", blocks, *_HALF_FORMATS, *_BYTE_TYPES)
-    candidates: dict[int, str] = {}
-    for name in ("fp8", "fp8_token", "fp8_block128", "fp8_block64"):
-        if (codec := _codec_or_none(name, row)) is not None:
-            candidates.setdefault(_row_elements(codec), name)
-    if width not in candidates:
-        known = " or ".join(f"{size} ({name})" for size, name in candidates.items())
-        dims.fail("blocks", f"have rows of {known} bytes for {row}", width)
-    return candidates[width]
-
-
-def _codec_or_none(name: str, row: RowShape) -> RowCodec | None:
-    try:
-        return row_codec(name, row)
-    except ValueError:  # a row this format cannot hold
-        return None
-
-
-def _row_elements(codec: RowCodec) -> int:
-    """The last axis of a foreign tensor; a footer counts as part of its rows."""
-    if isinstance(codec, PageFooterCodec):
-        return codec.bytes_per_token
-    return codec.payload_elements
-
-
-def _retyped(dims: Dims, blocks: Tensor, codec: RowCodec) -> Tensor:
-    """Byte rows come as uint8, int8 or e4m3; the element size is the same, so a view does."""
-    if blocks.dtype in _BYTE_TYPES and codec.payload_dtype in _BYTE_TYPES:
-        return blocks.view(codec.payload_dtype)
-    dims.dtype("blocks", blocks, codec.payload_dtype)
-    return blocks
-
-
-def _four_axes(dims: Dims, arg: str, blocks: Tensor) -> Tensor:
-    """[layers, pages, page_size, row] of any of the shapes `wrap` takes."""
-    if blocks.ndim == 3:
-        return blocks.unsqueeze(0)
-    if blocks.ndim == 4:
-        dims.require(blocks.shape[2] == 1, f"{arg}.shape[2]", "be one KV head", blocks.shape[2])
-        return blocks.squeeze(2).unsqueeze(0)
-    dims.require(
-        blocks.ndim == 6, arg, "have 3, 4 or 6 axes (see PagedLatentCache.wrap)", blocks.ndim
-    )
-    for axis in (1, 4):
-        dims.require(blocks.shape[axis] == 1, f"{arg}.shape[{axis}]", "be 1", blocks.shape[axis])
-    return blocks[:, 0, :, :, 0].transpose(0, 1)
-
-
-def _footer_views(storage: Tensor, codec: RowCodec, page_size: int) -> tuple[Tensor, Tensor]:
-    """Rows and scales of pages [layers, pages, page_bytes]: all rows first, then all scales."""
-    layers, pages, _ = storage.shape
-    by_page = storage.stride()[:2]
-    start = storage.storage_offset()
-    row_bytes, scale_bytes = codec.payload_elements, codec.scale_elements
-    payload = storage.as_strided(
-        (layers, pages, page_size, row_bytes), (*by_page, row_bytes, 1), start
-    )
-    scales = storage.as_strided(
-        (layers, pages, page_size, scale_bytes),
-        (*by_page, scale_bytes, 1),
-        start + page_size * row_bytes,
-    )
-    return payload, scales
-
-
-def _wrap_footer_pages(dims: Dims, nominal: Tensor, codec: RowCodec) -> tuple[Tensor, Tensor]:
-    """A page of [page_size, 584] is one run of bytes; its nominal rows are not where tokens lie."""
-    layers, pages, page_size, width = nominal.shape
-    dims.require(
-        page_size == 1 or nominal.stride(2) == width,
-        "blocks",
-        f"have contiguous pages, a row every {width} bytes",
-        f"one every {nominal.stride(2)}",
-    )
-    run = nominal.as_strided(
-        (layers, pages, page_size * width), (*nominal.stride()[:2], 1), nominal.storage_offset()
-    )
-    return _footer_views(run, codec, page_size)
 
 
 def request_slots(

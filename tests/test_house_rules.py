@@ -26,11 +26,11 @@ PACKAGE = ROOT / "mlakit"
 
 # lowest first; a module imports strictly lower layers, and nothing on its own
 LAYERS = (
-    "_version knobs names releases",
+    "_version knobs names releases reprs",
     "columns model_config options",
     "checks geometry",
     "formats masks rope",
-    "reference",
+    "reference layouts",
     "cache pages plan specs",
     "replay",
     "kernels",
