@@ -8,18 +8,19 @@ request lives in the page its page table names at column t // page_size, at offs
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from mlakit.checks import Dims
+from mlakit.checks import FLOATS, Dims, values_visible
 from mlakit.formats import Format, PageFooterCodec, RowCodec, known_format, row_codec
 from mlakit.geometry import MLAGeometry, RowShape
+from mlakit.holders import LayerViews, TensorHolder, has_lasting_views
 from mlakit.layouts import (
+    bits,
     check_rows,
     four_axes,
     infer_format,
@@ -29,6 +30,13 @@ from mlakit.layouts import (
     wrap_footer_pages,
     wrap_index_key_pages,
 )
+from mlakit.slots import (
+    SKIPPED,
+    check_rows_for,
+    check_slot_values,
+    check_slots,
+    check_slots_differ,
+)
 
 PageTable: TypeAlias = Tensor | tuple[Tensor, Tensor]
 """int32 [batch, max_pages] page ids; or (kv_starts [batch + 1], slots), one flat list of rows."""
@@ -37,8 +45,8 @@ PageTable: TypeAlias = Tensor | tuple[Tensor, Tensor]
 PIECE_ELEMENTS = 2**14
 
 
-@dataclass(frozen=True, eq=False)
-class CacheLayer:
+@dataclass(frozen=True, eq=False, repr=False)
+class CacheLayer(TensorHolder):
     """One layer of a pool: what an attention kernel is handed."""
 
     codec: RowCodec
@@ -63,10 +71,28 @@ class CacheLayer:
         return self.payload.shape[0] * self.payload.shape[1]
 
     def read(self, slots: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Rows [..., width] at int64 `slots` [...], dequantised."""
+        """Rows [..., width] at int32 or int64 `slots` [...], dequantised.
+
+        A slot outside [0, num_slots), -1 included, is a ValueError. On a GPU slots are looked at
+        with `knobs.check_values` only: without it the row of such a slot is NaN.
+        """
+        dims = Dims("CacheLayer.read")
+        check_slots(dims, slots, self.payload, self.num_slots)
+        if dtype not in (*FLOATS, torch.float64):
+            allowed = "bfloat16, float16, float32 or float64"
+            raise TypeError(f"{dims.op}: dtype must be {allowed}, got {dtype}")
+        if values_visible(slots):
+            check_slot_values(dims, slots, self.num_slots, minimum=0)
+            return self.read_unchecked(slots, dtype)
+        inside = (slots >= 0) & (slots < self.num_slots)
+        rows = self.read_unchecked(torch.where(inside, slots, 0), dtype)
+        return rows.masked_fill(~inside.unsqueeze(-1), torch.nan)
+
+    def read_unchecked(self, slots: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """`read` for callers that know their slots to be inside the pool: it looks at nothing."""
         page, offset = slots // self.page_size, slots % self.page_size
         scales = None if self.scales is None else self.scales[page, offset]
-        payload = _bits(self.payload)[page, offset].view(self.payload.dtype)
+        payload = bits(self.payload)[page, offset].view(self.payload.dtype)
         return self.codec.decode(payload, scales, tensor_scale=self.tensor_scale, dtype=dtype)
 
     def read_tokens(self, page_table: PageTable, request: int, first: int, last: int) -> Tensor:
@@ -75,7 +101,8 @@ class CacheLayer:
         Whole pages are gathered at a time; tokens of a single page are not copied to be read.
         """
         if isinstance(page_table, tuple):
-            return self.read(request_slots(page_table, self.page_size, request, first, last))
+            slots = request_slots(page_table, self.page_size, request, first, last)
+            return self.read_unchecked(slots)
         pages = page_table[request, first // self.page_size : -(-last // self.page_size)]
         offset = first % self.page_size
 
@@ -88,24 +115,62 @@ class CacheLayer:
         return self.codec.decode(tokens(self.payload), scales, tensor_scale=self.tensor_scale)
 
     def write(self, slots: Tensor, rows: Tensor, *, power_of_two_scales: bool = False) -> None:
-        """Quantise `rows` [n, width] into int64 `slots` [n]."""
-        payload, scales = self.codec.encode(
-            rows, tensor_scale=self.tensor_scale, power_of_two=power_of_two_scales
-        )
+        """Quantise `rows` [..., width] into int32 or int64 `slots` [...], one row for each slot.
+
+        The row of slot -1 is skipped. Any other slot outside [0, num_slots), and a slot that is
+        there twice, is a ValueError, and nothing is written. On a GPU slots are looked at with
+        `knobs.check_values` only: without it every slot outside the pool is skipped, and a slot
+        that is there twice gets parts of either row.
+        """
+        dims = Dims("CacheLayer.write")
+        check_slots(dims, slots, self.payload, self.num_slots)
+        check_rows_for(dims, slots, rows, self.codec.row.width)
+        if slots.numel() == 0:
+            return
+        slots, rows = slots.reshape(-1), rows.reshape(-1, rows.shape[-1])
+        if not values_visible(slots):
+            self._write_inside(slots, rows, power_of_two_scales)
+            return
+        check_slot_values(dims, slots, self.num_slots, minimum=SKIPPED)
+        check_slots_differ(dims, slots)
+        kept = slots != SKIPPED
+        if not bool(kept.all()):
+            slots, rows = slots[kept], rows[kept]
+        self.write_unchecked(slots, rows, power_of_two_scales=power_of_two_scales)
+
+    def write_unchecked(
+        self, slots: Tensor, rows: Tensor, *, power_of_two_scales: bool = False
+    ) -> None:
+        """`write` for callers that know their slots to be inside the pool: it skips none."""
+        self._store(slots, *self._encoded(rows, power_of_two_scales))
+
+    def _write_inside(self, slots: Tensor, rows: Tensor, power_of_two: bool) -> None:
+        """Skip the slots outside the pool without the host knowing which they are."""
+        inside = (slots >= 0) & (slots < self.num_slots)
+        index = torch.arange(len(slots), device=slots.device)
+        # a skipped entry repeats the write of another one, of the same bytes to the same slot
+        index = torch.where(inside, index, inside.int().argmax())
+        payload, scales = self._encoded(rows[index], power_of_two)
+        # where all are skipped, row 0 gets the bytes it has
+        some = inside.any()
+        payload = torch.where(some, bits(payload), bits(self.payload)[0, 0])
+        if self.scales is not None and scales is not None:
+            scales = torch.where(some, scales, self.scales[0, 0])
+        self._store(torch.where(some, slots[index], 0), payload, scales)
+
+    def _encoded(self, rows: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor | None]:
+        return self.codec.encode(rows, tensor_scale=self.tensor_scale, power_of_two=power_of_two)
+
+    def _store(self, slots: Tensor, payload: Tensor, scales: Tensor | None) -> None:
         page, offset = slots // self.page_size, slots % self.page_size
-        _bits(self.payload)[page, offset] = _bits(payload)
+        bits(self.payload)[page, offset] = bits(payload)
         if self.scales is not None and scales is not None:
             self.scales[page, offset] = scales
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    """e4m3 as bytes: on CUDA torch indexes those in every version."""
-    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
-
-
 def from_host(values: Sequence[int] | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of numbers known on the host; a GPU fetches it without making the host wait."""
-    host = torch.as_tensor(values, dtype=dtype)
+    host = torch.as_tensor(values, dtype=dtype, device="cpu")  # whatever torch's default device is
     if device.type != "cuda" or not len(host):
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)
@@ -128,8 +193,8 @@ def _gather_pages(pool: Tensor, pages: Tensor) -> Tensor:
     return by_piece.index_select(0, index.flatten()).view(-1, columns)
 
 
-@dataclass(frozen=True, eq=False)
-class PagedLatentCache:
+@dataclass(frozen=True, eq=False, repr=False)
+class PagedLatentCache(TensorHolder):
     """A pool of latent rows: `allocate` makes one, `wrap` sees an engine's tensor as one."""
 
     codec: RowCodec
@@ -176,34 +241,118 @@ class PagedLatentCache:
         return self.find_layer(index) or self._view_of(index)
 
     def find_layer(self, index: int) -> CacheLayer | None:
-        """The same object for a layer each time; None where there is no such layer."""
+        """The same object for a layer each time, as long as the pool has the same memory.
+
+        None where there is no such layer, and where none can be kept: for tensors that require
+        grad or have no memory of their own, and while a graph is traced.
+        """
         if torch.compiler.is_compiling():  # where tensors belong to one graph
             return None
-        known = self._layers.get(index)
-        if known is None or known[0] != self.payload.data_ptr():
-            if not 0 <= index < self.num_layers:
+        views: LayerViews[CacheLayer] | None = self.__dict__.get("_views")
+        if views is None or not views.are_of(self):
+            vars(self).pop("_views", None)  # the views of every layer let go of the old memory
+            if not has_lasting_views(self):
                 return None
-            known = self._layers[index] = self.payload.data_ptr(), self._view_of(index)
-        return known[1]
+            views = vars(self)["_views"] = LayerViews(self)
+        layer = views.layers.get(index)
+        if layer is None and 0 <= index < self.num_layers:
+            layer = self._detached_view_of(index)
+            if layer is not None:
+                views.layers[index] = layer
+        return layer
 
-    @cached_property
-    def _layers(self) -> dict[int, tuple[int, CacheLayer]]:
-        """Layers that were asked for, and where the pool was then."""
-        return {}
+    def _detached_view_of(self, index: int) -> CacheLayer | None:
+        """A view that shares the pool's memory and does not keep its tensors, as others do."""
+        payload = self.payload[index].detach()
+        scales = None if self.scales is None else self.scales[index].detach()
+        if type(payload) is not Tensor:  # a mode made something else of it, for as long as it lasts
+            return None
+        return CacheLayer(self.codec, payload, scales, self.tensor_scale)
 
     def _view_of(self, index: int) -> CacheLayer:
         scales = None if self.scales is None else self.scales[index]
         return CacheLayer(self.codec, self.payload[index], scales, self.tensor_scale)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its rows and their scales, not of memory between or behind its pages."""
+        return self.payload.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+    def to(
+        self, device: torch.device | str | int, *, non_blocking: bool = False
+    ) -> PagedLatentCache:
+        """The pool on `device`: itself where it is there already, else a packed copy."""
+        dims = Dims("PagedLatentCache.to")
+        if not isinstance(device, (torch.device, str, int)) or isinstance(device, bool):
+            got = type(device).__name__
+            raise TypeError(f"{dims.op}: device must be a device or its name, got {got}")
+        there = torch.empty(0, device=device).device  # "cuda" stands for one of several
+        scale = self.tensor_scale
+        if isinstance(scale, Tensor):
+            scale = scale.to(there, non_blocking=non_blocking)
+        if there != self.device:
+            return self._copied(there, scale, non_blocking)
+        return self if scale is self.tensor_scale else replace(self, tensor_scale=scale)
+
+    def clone(self) -> PagedLatentCache:
+        """A packed copy, in the layout of `allocate`; a `tensor_scale` tensor is copied as well."""
+        scale = self.tensor_scale
+        return self._copied(self.device, scale.clone() if isinstance(scale, Tensor) else scale)
+
+    def zero_(self) -> PagedLatentCache:
+        """Set every row and its scales to zero, as in a new pool; `tensor_scale` stays."""
+        for pool in (self.payload, self.scales):
+            if pool is not None:
+                bits(pool).zero_()
+        return self
+
+    def _copied(
+        self, device: torch.device, tensor_scale: float | Tensor, non_blocking: bool = False
+    ) -> PagedLatentCache:
+        payload, scales = new_tensors(
+            self.codec,
+            self.payload.shape[:3],
+            scale_rows=None if self.scales is None else self.scales.shape[:3],
+            device=device,
+            make=torch.empty,
+        )
+        for copied, pool in ((payload, self.payload), (scales, self.scales)):
+            if copied is not None and pool is not None:
+                bits(copied).copy_(bits(pool), non_blocking=non_blocking)
+        return PagedLatentCache(self.codec, payload, scales, tensor_scale)
+
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy whole pages in every layer: what `PageAllocator` asks for before a shared page is
-        written (`copy_pages([c.source for c in copies], [c.target for c in copies])`)."""
-        source, target = (
-            from_host(ids, torch.int64, self.device) for ids in (list(sources), list(targets))
-        )
+        written (`copy_pages([c.source for c in copies], [c.target for c in copies])`).
+
+        A target that is there twice or is a source as well is a ValueError.
+        """
+        dims = Dims("PagedLatentCache.copy_pages")
+        checked = {
+            name: [self._page_id(dims, f"{name}[{i}]", page) for i, page in enumerate(pages)]
+            for name, pages in (("sources", sources), ("targets", targets))
+        }
+        count = len(checked["sources"])
+        given = len(checked["targets"])
+        dims.require(given == count, "targets", f"be as many as the sources, {count}", given)
+        if not count:
+            return
+        taken = set(checked["sources"])
+        for i, page in enumerate(checked["targets"]):
+            dims.require(
+                page not in taken, f"targets[{i}]", "be no other target and no source", page
+            )
+            taken.add(page)
+        source, target = (from_host(pages, torch.int64, self.device) for pages in checked.values())
         for pool in (self.payload, self.scales):
-            if pool is not None and len(source):
-                _bits(pool)[:, target] = _bits(pool)[:, source]
+            if pool is not None:
+                bits(pool)[:, target] = bits(pool)[:, source]
+
+    def _page_id(self, dims: Dims, arg: str, page: object) -> int:
+        number = dims.integer(arg, page, 0)
+        below = f"be below the {self.num_pages} pages of the pool"
+        dims.require(number < self.num_pages, arg, below, number)
+        return number
 
     @classmethod
     def allocate(
@@ -394,7 +543,7 @@ def gather_rows(
     request, index = token_requests(kv_starts, sum(counts))
     position = from_host(list(first), torch.int64, device)[request] + index
     slots = token_slots(page_table, layer.page_size, request, position)
-    return layer.read(slots, dtype), kv_starts
+    return layer.read_unchecked(slots, dtype), kv_starts
 
 
 def select_requests(

@@ -7,7 +7,6 @@ where the format has them, scales [layers, pages, page_size, scale_elements].
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +17,11 @@ from mlakit.geometry import RowShape
 
 _HALF_FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 BYTE_TYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """e4m3 as bytes: on CUDA torch indexes those in every version."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 def refuse_scales(dims: Dims, codec: RowCodec, scales: Tensor | None) -> None:
@@ -179,25 +183,3 @@ def new_tensors(
         return payload, None
     sides = (*(scale_rows or rows), codec.scale_elements)
     return payload, make(*sides, dtype=codec.scale_dtype, device=device)
-
-
-class View(NamedTuple):
-    """Where a tensor lies in the storage of another."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    storage_offset: int
-
-    def into(self, tensor: Tensor) -> Tensor:
-        """The tensor that lies there in the storage of `tensor`."""
-        empty = torch.empty(0, dtype=self.dtype, device=tensor.device)
-        storage = tensor.untyped_storage()
-        return empty.set_(storage, self.storage_offset, self.shape, self.stride)
-
-
-def view_within(part: Tensor, whole: Tensor) -> View | None:
-    """Where `part` lies in the storage of `whole`; None where it has a storage of its own."""
-    if part.untyped_storage()._cdata != whole.untyped_storage()._cdata:
-        return None
-    return View(part.dtype, tuple(part.shape), part.stride(), part.storage_offset())

@@ -31,6 +31,7 @@ LAYERS = (
     "checks geometry",
     "formats masks rope",
     "reference layouts",
+    "holders slots",
     "cache pages plan specs",
     "replay",
     "kernels",

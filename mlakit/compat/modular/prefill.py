@@ -237,7 +237,7 @@ def _check_buffer(
 
 def _raw_latents(cache: KeyCache, row_offsets: Tensor, num_tokens: int) -> Tensor:
     request, position = token_positions(cache.kv_lens(row_offsets), row_offsets, num_tokens)
-    return cache.layer.read(token_slots(cache.lookup_table, cache.page_size, request, position))
+    return cache.layer.read_unchecked(token_slots(cache.lookup_table, cache.page_size, request, position))
 
 
 def _visible_rows(
@@ -266,4 +266,4 @@ def _visible_rows(
         request,
         torch.where(is_key, seen_from.long()[request] + index, 0),
     )
-    return cache.layer.read(torch.where(is_key, slots, 0), dtype), starts.to(torch.int32)
+    return cache.layer.read_unchecked(torch.where(is_key, slots, 0), dtype), starts.to(torch.int32)

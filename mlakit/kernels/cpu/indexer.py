@@ -46,7 +46,7 @@ def indexer_logits(
             _score(
                 q[start:end],
                 weights[start:end],
-                layer.read(slots),
+                layer.read_unchecked(slots),
                 mask,
                 positions,
                 torch.arange(low, high),

@@ -77,7 +77,7 @@ def norm_rope_quant_append(
         written, rows = slots[block], torch.cat([latent.float(), rotated_k.float()], dim=-1)
         if has_angle is not None:
             written, rows = written[written >= 0], rows[written >= 0]
-        layer.write(written, rows, power_of_two_scales=power_of_two_scales)
+        layer.write_unchecked(written, rows, power_of_two_scales=power_of_two_scales)
         rotated_q = rotate(q_rope[block], cos_sin[:, None, :], rope=rope)
         if has_angle is not None:
             rotated_q = torch.where(has_angle[block, None, None], rotated_q, 0)

@@ -36,7 +36,7 @@ class RowList:
             entry = torch.arange(entries.start, entries.start + chosen.shape[1])
             valid &= entry < self.lens[tokens, None]
         gathered = torch.zeros(*chosen.shape, self.layer.codec.row.width)
-        gathered[valid] = self.layer.read(chosen[valid])
+        gathered[valid] = self.layer.read_unchecked(chosen[valid])
         return gathered, valid
 
 
