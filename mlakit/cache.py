@@ -127,11 +127,13 @@ class CacheLayer(TensorHolder):
         check_rows_for(dims, slots, rows, self.codec.row.width)
         if slots.numel() == 0:
             return
+        visible = values_visible(slots)
+        if visible:
+            check_slot_values(dims, slots, self.num_slots, minimum=SKIPPED)
         slots, rows = slots.reshape(-1), rows.reshape(-1, rows.shape[-1])
-        if not values_visible(slots):
+        if not visible:
             self._write_inside(slots, rows, power_of_two_scales)
             return
-        check_slot_values(dims, slots, self.num_slots, minimum=SKIPPED)
         check_slots_differ(dims, slots)
         kept = slots != SKIPPED
         if not bool(kept.all()):
