@@ -8,7 +8,7 @@ partly filled last page while another holds it moves to a page of its own first,
 copies the rows it already has there (`PageCopy`). A page that is full for the sequence that grows
 is never copied, shared or not.
 
-True after every call, a failed one included:
+Every call is done as a whole, whichever threads call. True after each, a failed one included:
 
     a page is either free or held by at least one live sequence
     the count of a page is the number of live sequences that hold it
@@ -26,13 +26,18 @@ A step of a serving loop:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from threading import RLock
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from mlakit.checks import Dims
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 UNUSED_PAGE = -1
 """Fills a page table past the last page of a sequence."""
@@ -77,17 +82,32 @@ class PagedSequence:
     @property
     def length(self) -> int:
         """Tokens it has room for, those of the latest `append` included."""
-        self._require_live("length")
-        return self._length
+        with self._allocator._lock:
+            self._require_live("length")
+            return self._length
 
     @property
     def pages(self) -> tuple[int, ...]:
         """Page ids in the order of the tokens."""
-        self._require_live("pages")
-        return tuple(self._pages)
+        with self._allocator._lock:
+            self._require_live("pages")
+            return tuple(self._pages)
 
     def _require_live(self, name: str) -> None:
         _require_live(Dims(f"PagedSequence.{name}"), "sequence", self)
+
+
+def _exclusive(
+    method: Callable[Concatenate[PageAllocator, P], R],
+) -> Callable[Concatenate[PageAllocator, P], R]:
+    """A method that runs while no other thread is in one."""
+
+    @wraps(method)
+    def run(self: PageAllocator, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return run
 
 
 class PageAllocator:
@@ -96,6 +116,10 @@ class PageAllocator:
     Every method checks all its arguments before it changes anything. ValueError: a sequence that
     is freed or belongs to another allocator, a negative count, a length that is not there.
     OutOfPagesError: too few free pages. Each call costs time proportional to the pages it touches.
+
+    Threads may share an allocator: a lock lets one call in at a time. What several calls find out
+    one after another, other threads may have changed in between. It can be pickled and deep-copied,
+    together with its sequences, while no other thread changes it.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -105,7 +129,19 @@ class PageAllocator:
         self._holders = [0] * self._num_pages
         self._free = list(range(self._num_pages))[::-1]  # a stack: page 0 is on top
         self._live: set[PagedSequence] = set()
+        self._lock = RLock()  # a sequence that is asked by a method takes it again
 
+    def __getstate__(self) -> dict[str, object]:
+        with self._lock:
+            copies = {"_holders": [*self._holders], "_free": [*self._free], "_live": {*self._live}}
+        state = {**vars(self), **copies}
+        del state["_lock"]  # which cannot be copied
+        return state
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        vars(self).update(state, _lock=RLock())
+
+    @_exclusive
     def __repr__(self) -> str:
         free = f"{self.num_free_pages} of {self.num_pages} pages free"
         return f"PageAllocator({free}, page_size={self.page_size})"
@@ -125,6 +161,7 @@ class PageAllocator:
         """Pages that no live sequence holds."""
         return len(self._free)
 
+    @_exclusive
     def reserve(self, num_tokens: int) -> PagedSequence:
         """A new sequence with room for `num_tokens` tokens, in pages of its own."""
         dims = Dims("PageAllocator.reserve")
@@ -133,6 +170,7 @@ class PageAllocator:
         self._require_free(dims.op, needed)
         return self._admit(self._take(needed), length)
 
+    @_exclusive
     def append(self, sequence: PagedSequence, num_tokens: int) -> list[PageCopy]:
         """Make room for `num_tokens` more tokens.
 
@@ -143,6 +181,7 @@ class PageAllocator:
         self._check_member(dims, "sequence", sequence)
         return self._grow(dims.op, [sequence], [dims.integer("num_tokens", num_tokens, 0)])
 
+    @_exclusive
     def append_batch(
         self, sequences: Sequence[PagedSequence], counts: Sequence[int]
     ) -> list[PageCopy]:
@@ -163,6 +202,7 @@ class PageAllocator:
         checked = [dims.integer(f"counts[{i}]", count, 0) for i, count in enumerate(counts)]
         return self._grow(dims.op, sequences, checked)
 
+    @_exclusive
     def truncate(self, sequence: PagedSequence, length: int) -> None:
         """Forget all but the first `length` tokens, and let go of the pages that held the rest."""
         dims = Dims("PageAllocator.truncate")
@@ -173,6 +213,7 @@ class PageAllocator:
         del sequence._pages[kept_pages:]
         sequence._length = kept_tokens
 
+    @_exclusive
     def fork(self, sequence: PagedSequence, length: int | None = None) -> PagedSequence:
         """A new sequence that shares the first `length` tokens (None: all), and takes no page.
 
@@ -185,6 +226,7 @@ class PageAllocator:
         self._share(pages)
         return self._admit(pages, shared)
 
+    @_exclusive
     def adopt(self, page_ids: Sequence[int], length: int) -> PagedSequence:
         """`fork` by page id: a new sequence of `length` tokens in pages that live sequences hold.
 
@@ -202,6 +244,7 @@ class PageAllocator:
         self._share(pages)
         return self._admit(pages, tokens)
 
+    @_exclusive
     def free(self, sequence: PagedSequence) -> None:
         """Let go of every page of `sequence`; the handle is of no use afterwards."""
         self._check_member(Dims("PageAllocator.free"), "sequence", sequence)
@@ -209,6 +252,7 @@ class PageAllocator:
         self._release(sequence._pages)
         sequence._pages = array("i")
 
+    @_exclusive
     def page_table(
         self,
         sequences: Sequence[PagedSequence],
@@ -230,6 +274,7 @@ class PageAllocator:
             table.extend(array("i", [UNUSED_PAGE]) * (width - len(sequence._pages)))
         return _as_tensor(table, device).view(len(sequences), width)
 
+    @_exclusive
     def kv_lens(
         self, sequences: Sequence[PagedSequence], device: torch.device | str = "cpu"
     ) -> Tensor:
