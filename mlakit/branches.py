@@ -438,7 +438,7 @@ def _subset(
     """(token indices, batch) of some requests, from the lengths of the plan."""
     device = batch.q_starts.device
     ranges = list(pairwise(accumulate(plan.q_lens, initial=0)))
-    tokens = torch.cat([torch.arange(*ranges[b]) for b in requests])
+    tokens = torch.cat([torch.arange(*ranges[b], device="cpu") for b in requests])
     own = list(accumulate((plan.q_lens[b] for b in requests), initial=0))
     kv_lens = [plan.kv_lens[b] for b in requests]
     return from_host(tokens, torch.int64, device), CachedBatch(

@@ -361,7 +361,9 @@ def plan_prefill(
     _check_prefill(Dims(op), buffer_size, page_size, max_chunks)
     if len(kv_lens) == 0:
         empty = torch.zeros(max_chunks, 1, dtype=torch.int32, device=kv_lens.device)
-        return PrefillPlan(empty, empty.clone(), torch.zeros(max_chunks, dtype=torch.int32))
+        return PrefillPlan(
+            empty, empty.clone(), torch.zeros(max_chunks, dtype=torch.int32, device="cpu")
+        )
 
     rows = (kv_lens.to(torch.int64) + (page_size - 1)) // page_size * page_size  # [batch]
     line = torch.nn.functional.pad(rows.cumsum(0), (1, 0))  # [batch + 1]
@@ -393,4 +395,4 @@ def _chunk_lengths(op: str, total: int, buffer_size: int, max_chunks: int) -> Te
         max_chunks,
     )
     lengths = [min(total - chunk * buffer_size, buffer_size) for chunk in range(num_chunks)]
-    return torch.tensor(lengths + [-1] * (max_chunks - num_chunks), dtype=torch.int32)
+    return torch.tensor(lengths + [-1] * (max_chunks - num_chunks), dtype=torch.int32, device="cpu")

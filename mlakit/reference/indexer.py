@@ -61,7 +61,9 @@ def indexer_topk(
         row = logits[token, start:end].tolist()
         candidates = [column for column, logit in enumerate(row) if logit != -inf]
         best = sorted(candidates, key=lambda column: _rank(row[column]))[:k]
-        selected[token, : len(best)] = torch.tensor(sorted(best), dtype=torch.int32)
+        selected[token, : len(best)] = torch.tensor(
+            sorted(best), dtype=torch.int32, device=logits.device
+        )
     return selected
 
 

@@ -68,4 +68,4 @@ def alibi_slopes(num_heads: int) -> Tensor:
     power = 1 << (num_heads.bit_length() - 1)
     slopes = [2.0 ** (-8 * (h + 1) / power) for h in range(power)]
     slopes += [2.0 ** (-8 * (h + 1) / (2 * power)) for h in range(0, 2 * power, 2)]
-    return torch.tensor(slopes[:num_heads], dtype=torch.float64)
+    return torch.tensor(slopes[:num_heads], dtype=torch.float64, device="cpu")

@@ -197,7 +197,7 @@ class DecodeCase(DecodeBatch):
         mask = Mask(self.mask, self.window)
         positions, seen = [], []
         for kv_len, q_len in zip(self.kv_lens, self.q_lens, strict=True):
-            position = torch.arange(kv_len)
+            position = torch.arange(kv_len, device="cpu")
             position = position[position // self.interleave % self.world == rank]
             positions.append(position)
             seen.append(seen_tokens(mask, kv_len, q_len)[position])
@@ -205,8 +205,11 @@ class DecodeCase(DecodeBatch):
         name = f"cache of rank {rank}"
         pool = self.pool(stage, name, num_pages_for(counts, self.page_size))
         table, slots = map_tokens(pool, seen, flat=self.flat_table, wide=self.wide_indices)
-        stored = [torch.full((count, self.row.width), torch.nan).double() for count in counts]
-        units = [torch.ones(count).double() for count in counts]
+        stored = [
+            torch.full((count, self.row.width), torch.nan, device="cpu").double()
+            for count in counts
+        ]
+        units = [torch.ones(count, device="cpu").double() for count in counts]
         for request, used in enumerate(seen):
             rows = whole[request][positions[request][used]]
             stored[request][used] = pool.write(
@@ -357,7 +360,7 @@ class DecodeCase(DecodeBatch):
         weights: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor]:
         queries = [
-            torch.arange(kv_len - q_len, kv_len)
+            torch.arange(kv_len - q_len, kv_len, device="cpu")
             for kv_len, q_len in zip(self.kv_lens, self.q_lens, strict=True)
         ]
         return reference.mla_decode(
@@ -393,7 +396,7 @@ class DecodeCase(DecodeBatch):
     def _largest_score(self, query: Query, rows: Sequence[Tensor]) -> Tensor:
         """|q| · max |row| · softmax_scale, [tokens, heads]."""
         sizes = [part.norm(dim=-1).nan_to_num().amax() for part in rows if len(part)]
-        largest = torch.stack([torch.zeros((), dtype=torch.float64), *sizes]).amax()
+        largest = torch.stack([torch.zeros((), dtype=torch.float64, device="cpu"), *sizes]).amax()
         size: Tensor = query.exact.norm(dim=-1)
         return size * largest * self.softmax_scale
 

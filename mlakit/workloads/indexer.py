@@ -49,7 +49,9 @@ class IndexerLogitsCase(PagedCase):
         table, slots = map_tokens(pool, seen, flat=self.flat_table, wide=wide)
         keys = []
         for own, used in zip(slots, seen, strict=True):
-            stored = torch.full((len(used), self.row.width), torch.nan, dtype=torch.float64)
+            stored = torch.full(
+                (len(used), self.row.width), torch.nan, dtype=torch.float64, device="cpu"
+            )
             rows = stage.normal(int(used.sum()), self.row.width)
             stored[used] = pool.write(own[used], rows, power_of_two=self.power_of_two)
             keys.append(stored)
@@ -127,11 +129,11 @@ class IndexerTopkCase(Case):
         logits = stage.normal(*shape)
         if self.levels:
             logits = stage.integers(0, self.levels, *shape) - self.levels / 2
-        kinds = torch.tensor([-torch.inf, torch.inf, torch.nan, 0.0, -0.0])
+        kinds = torch.tensor([-torch.inf, torch.inf, torch.nan, 0.0, -0.0], device="cpu")
         special = kinds[stage.integers(0, len(kinds), *shape)]
         logits = torch.where(stage.chance(self.specials, *shape), special, logits)
         bounds = {}
-        column = torch.arange(self.num_columns)
+        column = torch.arange(self.num_columns, device="cpu")
         for name, asked in (("row_starts", self.with_starts), ("row_ends", self.with_ends)):
             if asked:
                 bound = stage.integers(0, self.num_columns + 1, self.num_tokens)

@@ -120,19 +120,23 @@ class AppendCase(PagedCase):
         """[positions, D_R] float32, NaN for the positions of no new token."""
         d_r = self.row.qk_rope_head_dim
         used = sorted(set(self._positions))
-        freqs = torch.full((max(used, default=0) + 1 + SPARE_POSITIONS, d_r), torch.nan)
-        angle = torch.tensor(used)[:, None] * 100.0 ** (-torch.arange(0, d_r, 2) / max(d_r, 1))
+        freqs = torch.full(
+            (max(used, default=0) + 1 + SPARE_POSITIONS, d_r), torch.nan, device="cpu"
+        )
+        angle = torch.tensor(used, device="cpu")[:, None] * 100.0 ** (
+            -torch.arange(0, d_r, 2, device="cpu") / max(d_r, 1)
+        )
         freqs[used] = torch.stack([angle.cos(), angle.sin()], dim=-1).flatten(1)
         return freqs
 
     def _cache(self, stage: Stage) -> tuple[Pool, PageTable, Tensor]:
         """The pool, its page table, and the slots of the new tokens."""
         lengths = zip(self.kv_lens, self.q_lens, strict=True)
-        new = [torch.arange(kv_len) >= kv_len - q_len for kv_len, q_len in lengths]
+        new = [torch.arange(kv_len, device="cpu") >= kv_len - q_len for kv_len, q_len in lengths]
         pool = self.pool(stage, "cache", num_pages_for(self.kv_lens, self.page_size))
         table, slots = map_tokens(pool, new, flat=self.flat_table, wide=self.wide_indices)
         written = [own[tokens] for own, tokens in zip(slots, new, strict=True)]
-        return pool, table, torch.cat([torch.empty(0, dtype=torch.int64), *written])
+        return pool, table, torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *written])
 
     def _where(self, stage: Stage, table: PageTable, step: Step) -> dict[str, Any]:
         """The arguments that say where the new tokens go."""
@@ -178,7 +182,7 @@ def _with_skipped(
     skipped = stage.chance(0.4, len(slots))
     anywhere = stage.any_of([NEVER_A_PAGE, -1, num_positions, -NEVER_A_PAGE], len(slots))
     lost = skipped & stage.chance(0.5, len(slots))
-    kept = torch.where(lost, anywhere, torch.tensor(positions, dtype=torch.int64))
+    kept = torch.where(lost, anywhere, torch.tensor(positions, dtype=torch.int64, device="cpu"))
     return torch.where(skipped, -1, slots), kept.tolist()
 
 
@@ -228,7 +232,8 @@ def assert_quantised_alike(
     row = codec.row
     epsilon = torch.tensor(
         [max(torch.finfo(dtype).eps for dtype in (latent, normed))] * row.kv_lora_rank
-        + [torch.finfo(rope).eps] * row.qk_rope_head_dim
+        + [torch.finfo(rope).eps] * row.qk_rope_head_dim,
+        device="cpu",
     )
     size = expected.abs()
     # the subnormals of e4m3 are 2**-18 of its largest number apart

@@ -46,8 +46,10 @@ class Pool:
     def units(self, slots: Tensor) -> Tensor:
         """float64 [n]: what the stored numbers of rows are multiplied with, one for each row."""
         if self.layer.scales is None:
-            scale = torch.as_tensor(self.cache.tensor_scale, dtype=torch.float32)  # as it is used
-            return scale.double().expand(slots.shape)
+            scale = self.cache.tensor_scale
+            if not isinstance(scale, Tensor):
+                scale = torch.tensor(scale, device="cpu")
+            return scale.float().double().expand(slots.shape)
         return self.layer.scales[self._place(slots)].view(len(slots)).double()
 
     def read(self, slots: Tensor) -> Tensor:
@@ -128,7 +130,9 @@ class PagedCase(Case):
             scales = _blocks(stage, f"{name} scales", codec, *axes)
         scale: float | Tensor = self.tensor_scale if codec.has_tensor_scale else 1.0
         if codec.has_tensor_scale and self.tensor_scale_on_device:
-            scale = stage.place(f"{name} tensor_scale", torch.tensor([self.tensor_scale]))
+            scale = stage.place(
+                f"{name} tensor_scale", torch.tensor([self.tensor_scale], device="cpu")
+            )
         cache = PagedLatentCache.wrap(
             blocks, self.row, format=codec.name, scales=scales, tensor_scale=scale
         )
@@ -196,7 +200,7 @@ def _paged_table(
     table = _garbage(pool, len(used), pages.shape[1] + SPARE_COLUMNS)
     slots = []
     for request, tokens in enumerate(used):
-        token = torch.arange(len(tokens))
+        token = torch.arange(len(tokens), device="cpu")
         slots.append(pages[request, token // page_size] * page_size + token % page_size)
         looked_up = (token[tokens] // page_size).unique()
         table[request, looked_up] = pages[request, looked_up]
@@ -230,22 +234,22 @@ def _flat_table(
     pool: Pool, used: Sequence[Tensor], dtype: torch.dtype
 ) -> tuple[PageTable, list[Tensor]]:
     stage = pool.stage
-    free = torch.randperm(pool.cache.layer(0).num_slots, generator=stage.generator)
+    free = torch.randperm(pool.cache.layer(0).num_slots, generator=stage.generator, device="cpu")
     slots = list(free[: sum(map(len, used))].split([len(tokens) for tokens in used]))
     lists = []
     for tokens, own in zip(used, slots, strict=True):
         room = _garbage(pool, len(own) + int(stage.integers(0, 3)))
         room[: len(own)][tokens] = own[tokens]
         lists.append(room)
-    starts = torch.tensor([0, *accumulate(map(len, lists))]).to(dtype)
-    flat = torch.cat([torch.empty(0, dtype=torch.int64), *lists]).to(dtype)
+    starts = torch.tensor([0, *accumulate(map(len, lists))], device="cpu").to(dtype)
+    flat = torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *lists]).to(dtype)
     names = (f"{pool.name} kv_starts", f"{pool.name} slots")
     return (stage.place(names[0], starts), stage.place(names[1], flat)), slots
 
 
 def seen_tokens(mask: Mask, kv_len: int, q_len: int) -> Tensor:
     """bool [kv_len]: the tokens that some of a request's newest q_len queries sees."""
-    seen = torch.zeros(kv_len, dtype=torch.bool)
+    seen = torch.zeros(kv_len, dtype=torch.bool, device="cpu")
     for position in range(kv_len - q_len, kv_len):
         first, last = mask.interval(position, kv_len)
         seen[first:last] = True

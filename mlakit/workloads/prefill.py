@@ -112,7 +112,7 @@ class PrefillCase(Case):
         """k_nope, k_rope and v, poison where no query of the request sees the key."""
         mask, keys = Mask(self.mask, self.window), sum(self.kv_lens)
         seen = [seen_tokens(mask, *each) for each in zip(self.kv_lens, self.q_lens, strict=True)]
-        unseen = ~torch.cat([torch.empty(0, dtype=torch.bool), *seen])
+        unseen = ~torch.cat([torch.empty(0, dtype=torch.bool, device="cpu"), *seen])
         widths = [self.qk_nope_head_dim, self.v_head_dim]
         per_head = stage.normal(keys, self.heads, sum(widths))
         k_rope = stage.normal(keys, self.qk_rope_head_dim)

@@ -118,9 +118,11 @@ class SparseCase(PagedCase):
     ) -> Lists:
         pool = self.pool(stage, name, self.num_pages, format=format, page_size=page_size)
         num_slots = pool.layer.num_slots
-        shuffled = torch.randperm(num_slots, generator=stage.generator)
+        shuffled = torch.randperm(num_slots, generator=stage.generator, device="cpu")
         live, dead = shuffled[: -(-num_slots // 2)], shuffled[num_slots // 2 :]
-        stored = torch.full((num_slots, self.row.width), torch.nan, dtype=torch.float64)
+        stored = torch.full(
+            (num_slots, self.row.width), torch.nan, dtype=torch.float64, device="cpu"
+        )
         values = stage.normal(len(live), self.row.width)
         stored[live] = pool.write(live, values, power_of_two=self.power_of_two)
 
@@ -131,7 +133,7 @@ class SparseCase(PagedCase):
         lens = None
         if with_lens:
             lens = stage.integers(0, topk + 1, self.num_tokens)
-            past = torch.arange(topk) >= lens[:, None]
+            past = torch.arange(topk, device="cpu") >= lens[:, None]
             traps = stage.any_of(dead.tolist(), *shape)
             rows = torch.where(past & stage.chance(0.7, *shape), traps, rows)
         dtype = torch.int64 if self.wide_indices else torch.int32

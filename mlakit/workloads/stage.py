@@ -87,7 +87,7 @@ class Stage:
     def place_ints(self, name: str, values: Sequence[int], *, wide: bool = False) -> Tensor:
         """int32 [n], or int64 if `wide`."""
         dtype = torch.int64 if wide else torch.int32
-        return self.place(name, torch.tensor(list(values), dtype=dtype))
+        return self.place(name, torch.tensor(list(values), dtype=dtype, device="cpu"))
 
     def result(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A poisoned tensor that the op is given to write to."""

@@ -237,7 +237,9 @@ def _check_buffer(
 
 def _raw_latents(cache: KeyCache, row_offsets: Tensor, num_tokens: int) -> Tensor:
     request, position = token_positions(cache.kv_lens(row_offsets), row_offsets, num_tokens)
-    return cache.layer.read_unchecked(token_slots(cache.lookup_table, cache.page_size, request, position))
+    return cache.layer.read_unchecked(
+        token_slots(cache.lookup_table, cache.page_size, request, position)
+    )
 
 
 def _visible_rows(

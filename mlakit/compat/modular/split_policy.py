@@ -63,7 +63,7 @@ def compute_mla_dispatch_scalars(
         is_fp8_kv=is_fp8_kv,
         indices_stride=indices_stride,
     )
-    return torch.tensor([batch_size, q_max_seq_len, parts], dtype=torch.int64)
+    return torch.tensor([batch_size, q_max_seq_len, parts], dtype=torch.int64, device="cpu")
 
 
 def _at_least(argument: str, value: object, minimum: int) -> None:

@@ -37,7 +37,7 @@ def indexer_logits(
     for request, (kv_len, (start, end)) in enumerate(requests):
         if end == start:
             continue
-        positions = torch.arange(start, end) - end + kv_len
+        positions = torch.arange(start, end, device="cpu") - end + kv_len
         first = mask.interval(int(positions[0]), kv_len)[0]
         last = mask.interval(int(positions[-1]), kv_len)[1]
         for low in range(first, last, tile):
@@ -49,7 +49,7 @@ def indexer_logits(
                 layer.read_unchecked(slots),
                 mask,
                 positions,
-                torch.arange(low, high),
+                torch.arange(low, high, device="cpu"),
                 out[start:end, low:high],
             )
 
@@ -83,7 +83,7 @@ def indexer_topk(
 ) -> None:
     tokens, columns = logits.shape
     out.fill_(-1)
-    column = torch.arange(columns)
+    column = torch.arange(columns, device="cpu")
     tile = rows_that_fit(columns * (2 * 4 + 2 * 8 + 4 + 1))
     for start in range(0, tokens, tile):
         block = slice(start, min(start + tile, tokens))

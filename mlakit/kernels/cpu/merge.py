@@ -40,7 +40,7 @@ def merge_parts(
     divisor = lse.masked_fill(empty, 0.0)
     if sink is not None:
         divisor = torch.logaddexp(divisor, sink.expand_as(divisor))
-    merged = torch.zeros(parts[0][0].shape)
+    merged = torch.zeros(parts[0][0].shape, device="cpu")
     for part, part_lse in parts:
         weight = (part_lse - divisor).exp()[..., None]
         merged += torch.where((part_lse == -torch.inf)[..., None], 0.0, weight * part.float())

@@ -51,7 +51,9 @@ def mla_prefill(
                     k_nope[keys, heads],
                     k_rope[keys],
                     v[keys, heads],
-                    torch.arange(rows.start, rows.stop) - q_last + (kv_last - kv_first),
+                    torch.arange(rows.start, rows.stop, device="cpu")
+                    - q_last
+                    + (kv_last - kv_first),
                     tiling,
                     softmax_scale=softmax_scale,
                     mask=mask,
@@ -104,7 +106,11 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """(out [heads, queries, D_V], lse [heads, queries]) of one block of queries."""
     (num_queries, heads, width), d_v, num_keys = q.shape, v.shape[2], v.shape[0]
-    scaled = torch.empty(heads, num_queries, width).copy_(q.transpose(0, 1)).mul_(softmax_scale)
+    scaled = (
+        torch.empty(heads, num_queries, width, device="cpu")
+        .copy_(q.transpose(0, 1))
+        .mul_(softmax_scale)
+    )
     state = OnlineSoftmax.over(heads, num_queries, v_width=d_v)
     first, last = _seen(mask, positions, num_keys)[0]
     for start in range(first, last, tiling.keys):
@@ -115,7 +121,7 @@ def _attend(
             low, high = max(start, by_any[0]), min(stop, by_any[1])
             if low >= high:
                 continue
-            block, keys = slice(low - start, high - start), torch.arange(low, high)
+            block, keys = slice(low - start, high - start), torch.arange(low, high, device="cpu")
             scores = scaled[:, rows] @ k[:, :, block]
             if alibi_slopes is not None:
                 scores += alibi_slopes[:, None, None] * (keys - positions[rows, None])
@@ -146,7 +152,7 @@ def _widened(k_nope: Tensor, k_rope: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
     takes up to twice as long.
     """
     keys, heads, d_n = k_nope.shape
-    k = torch.empty(heads, d_n + k_rope.shape[1], keys)
+    k = torch.empty(heads, d_n + k_rope.shape[1], keys, device="cpu")
     k[:, :d_n] = k_nope.permute(1, 2, 0)
     k[:, d_n:] = k_rope.T
-    return k, torch.empty(heads, keys, v.shape[2]).copy_(v.transpose(0, 1))
+    return k, torch.empty(heads, keys, v.shape[2], device="cpu").copy_(v.transpose(0, 1))

@@ -22,7 +22,11 @@ class OnlineSoftmax:
     @classmethod
     def over(cls, *rows: int, v_width: int) -> OnlineSoftmax:
         """Nothing seen yet."""
-        return cls(torch.full(rows, -torch.inf), torch.zeros(rows), torch.zeros(*rows, v_width))
+        return cls(
+            torch.full(rows, -torch.inf, device="cpu"),
+            torch.zeros(rows, device="cpu"),
+            torch.zeros(*rows, v_width, device="cpu"),
+        )
 
     @classmethod
     def of(cls, scores: Tensor, values: Tensor) -> OnlineSoftmax:

@@ -33,9 +33,9 @@ class RowList:
         chosen = self.rows[tokens, entries].long()
         valid = (chosen >= 0) & (chosen < self.layer.num_slots)
         if self.lens is not None:
-            entry = torch.arange(entries.start, entries.start + chosen.shape[1])
+            entry = torch.arange(entries.start, entries.start + chosen.shape[1], device="cpu")
             valid &= entry < self.lens[tokens, None]
-        gathered = torch.zeros(*chosen.shape, self.layer.codec.row.width)
+        gathered = torch.zeros(*chosen.shape, self.layer.codec.row.width, device="cpu")
         gathered[valid] = self.layer.read_unchecked(chosen[valid])
         return gathered, valid
 

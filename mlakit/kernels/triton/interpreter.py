@@ -73,7 +73,7 @@ def _repair_casts() -> None:
         known = source in TORCH_TYPES and target in TORCH_TYPES
         if not known or str(rounding).endswith("RTZ"):
             return convert(x, source, target, rounding)
-        values = torch.empty(0, dtype=TORCH_TYPES[source])
+        values = torch.empty(0, dtype=TORCH_TYPES[source], device="cpu")
         if x.size:
             values = torch.frombuffer(bytearray(x.tobytes()), dtype=TORCH_TYPES[source])
         values = values.to(torch.float64 if source == tl.float64 else torch.float32)
