@@ -40,6 +40,7 @@ from mlakit.ops._library import refuse_grad
 from mlakit.ops.decode import check_plan
 from mlakit.ops.norm_rope_quant import check_rope
 from mlakit.plan import ContextPlan, DecodePlan, DecodePlanTensors, EvenSplit, plan_context
+from mlakit.reprs import shapes_repr
 from mlakit.specs import Problem, device_facts
 from mlakit.weights import UpProjection
 
@@ -56,6 +57,8 @@ class LayerWeights:
     softmax_scale: float
     epsilon: float = 1e-6
     rope: Rope = "interleaved"
+
+    __repr__ = shapes_repr
 
     def __post_init__(self) -> None:
         dims = Dims("LayerWeights")
@@ -77,6 +80,8 @@ class CachedBatch:
     kv_lens: Tensor  # [batch] int32 tokens the cache holds once this step's are in it
     q_starts: Tensor  # [batch + 1] int32 rows of q and kv per request, its newest tokens
     layer: int = 0
+
+    __repr__ = shapes_repr
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from mlakit.checks import Dims
+from mlakit.reprs import shapes_repr
 
 MAX_INT32 = 2**31 - 1
 # An even plan may take this many tenths of the balanced share: a cut costs the end of a pipeline,
@@ -78,6 +79,9 @@ class DecodePlanTensors(NamedTuple):
     max_partials: int  # no slot is beyond: the scratch is max_partials · slot_rows rows of out
     slot_rows: int = 0  # rows of a partial the plan was made for; 0: what the kernel finds fit
     num_tokens: int = 0  # rows of q the plan was made for; 0: it does not depend on them
+
+    def __repr__(self) -> str:
+        return shapes_repr(self)
 
     def host_items(self) -> list[tuple[int, int, int, int]]:
         """The items there are. Waits for the device."""
@@ -333,6 +337,8 @@ class PrefillPlan:
     buffer_row_offsets: Tensor
     cache_offsets: Tensor
     buffer_lengths: Tensor
+
+    __repr__ = shapes_repr
 
 
 def plan_prefill(

@@ -17,6 +17,8 @@ from math import sqrt
 import torch
 from torch import Tensor
 
+from mlakit.reprs import shapes_repr
+
 # A correct kernel rounds twice in the type it stores: the probabilities, then the result.
 STORED_ROUNDINGS = 2.0
 # It accumulates in float32: a sum of about a thousand terms and an exponential of a score of a few
@@ -293,6 +295,8 @@ class Snapshot:
 
     tensors: Mapping[str, Tensor]
     copies: Mapping[str, Tensor]
+
+    __repr__ = shapes_repr
 
 
 def snapshot(**tensors: Tensor) -> Snapshot:

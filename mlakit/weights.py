@@ -23,6 +23,7 @@ from mlakit.checks import E4M3, FLOATS, Dims
 from mlakit.geometry import MLAGeometry
 from mlakit.knobs import Backend
 from mlakit.ops import batched_matmul, quantize_fp8, scaled_mm_fp8
+from mlakit.reprs import shapes_repr
 
 BLOCK = 128  # rows and columns of a checkpoint's e4m3 matrix that share a scale
 SCALE_UB = 1200.0  # bound on the amax of an activation group; entries above it saturate
@@ -35,6 +36,8 @@ class HeadMatrices:
     weight: Tensor
     scale: Tensor | None = None  # [heads, ceil(outputs / group), ceil(inputs / group)] float32
     group: int = 0
+
+    __repr__ = shapes_repr
 
     def apply(self, x: Tensor, *, out: Tensor, backend: Backend = "auto") -> Tensor:
         """x [tokens, heads, inputs] → out [tokens, heads, outputs], written through its strides."""
@@ -64,6 +67,8 @@ class UpProjection:
     joint: HeadMatrices  # all of it as one matrix, [1, heads · (D_N + D_V), D_C]
     absorb: HeadMatrices  # W_UKᵀ by head, [heads, D_C, D_N]: takes q_nope to the latent
     values: HeadMatrices  # W_UV by head, [heads, D_V, D_C]: takes the latent result to the value
+
+    __repr__ = shapes_repr
 
     @property
     def is_fp8(self) -> bool:

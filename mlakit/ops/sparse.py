@@ -22,6 +22,7 @@ from mlakit.ops._arguments import (
 )
 from mlakit.ops._library import Op, Splits
 from mlakit.plan import EvenSplit
+from mlakit.reprs import shapes_repr
 from mlakit.specs import Problem, device_facts
 
 NAME = "sparse_mla"
@@ -34,6 +35,9 @@ class ExtraRows(NamedTuple):
     rows: Tensor  # [tokens, extra_topk]
     topk_lens: Tensor | None = None  # [tokens]
     layer: int = 0
+
+    def __repr__(self) -> str:
+        return shapes_repr(self)
 
 
 def sparse_mla(

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from mlakit.checks import Dims
+from mlakit.reprs import shapes_repr
 
 
 @dataclass
@@ -36,6 +37,8 @@ class FlashMLASchedMeta:
     config: Config | None = None
     tile_scheduler_metadata: Tensor | None = None
     num_splits: Tensor | None = None
+
+    __repr__ = shapes_repr
 
 
 def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:

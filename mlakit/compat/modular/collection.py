@@ -11,6 +11,7 @@ from mlakit.cache import CacheLayer, PagedLatentCache
 from mlakit.checks import E4M3, FLOATS, INTEGERS, Dims, as_signed
 from mlakit.formats import row_codec
 from mlakit.geometry import RowShape
+from mlakit.reprs import shapes_repr, shown
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +23,8 @@ class KeyCache:
     cache_lengths: Tensor  # [batch] tokens cached before this step
     scales_lookup_table: Tensor | None = None
     max_prompt_length: int | None = None
+
+    __repr__ = shapes_repr
 
     @property
     def row(self) -> RowShape:
@@ -127,6 +130,9 @@ class KVCollection:
     def num_layers(self) -> int:
         """Layers of `blocks`."""
         return self.cache.num_layers
+
+    def __repr__(self) -> str:
+        return shown(self, **vars(self))
 
     def get_key_cache(self, layer_idx: int) -> KeyCache:
         """The cache of one layer, sharing memory with `blocks`."""
