@@ -36,8 +36,8 @@ from torch import Tensor
 
 from mlakit.checks import Dims
 
-P = ParamSpec("P")
-R = TypeVar("R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 UNUSED_PAGE = -1
 """Fills a page table past the last page of a sequence."""
@@ -98,12 +98,12 @@ class PagedSequence:
 
 
 def _exclusive(
-    method: Callable[Concatenate[PageAllocator, P], R],
-) -> Callable[Concatenate[PageAllocator, P], R]:
+    method: Callable[Concatenate[PageAllocator, _P], _R],
+) -> Callable[Concatenate[PageAllocator, _P], _R]:
     """A method that runs while no other thread is in one."""
 
     @wraps(method)
-    def run(self: PageAllocator, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def run(self: PageAllocator, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         with self._lock:
             return method(self, *args, **kwargs)
 
