@@ -124,11 +124,11 @@ def test_page_tables(flat, generator):
 def test_allocators_and_plans():
     allocator = PageAllocator(8, 4)
     sequences = [allocator.reserve(5), allocator.reserve(0), allocator.reserve(9)]
-    starts, before = int32([0, 2, 2, 5]), int32([5, 0, 9])
+    lengths = int32([5, 0, 9])
 
     def results() -> list[torch.Tensor]:
-        prefill = plan_prefill(starts, before, 8, page_size=4)
-        empty = plan_prefill(starts[:1], before[:0], 8, page_size=4)
+        prefill = plan_prefill(lengths, 8, page_size=4)
+        empty = plan_prefill(lengths[:0], 8, page_size=4)
         return [
             allocator.page_table(sequences),
             allocator.page_table([]),

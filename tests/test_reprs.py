@@ -95,7 +95,7 @@ SHOWN: dict[str, tuple[Callable[[], object], str]] = {
         f"ExtraRows(cache={pool('bf16')!r}, rows=int32 [1, 2] on cpu, topk_lens=None, layer=0)",
     ),
     "prefill-plan": (
-        lambda: plan_prefill(ints(0, 2), ints(5), 8, page_size=4),
+        lambda: plan_prefill(ints(5), 8, page_size=4),
         "PrefillPlan(buffer_row_offsets=int32 [16, 2] on cpu, cache_offsets=int32 [16, 2] on cpu, "
         "buffer_lengths=int32 [16] on cpu)",
     ),
