@@ -23,6 +23,7 @@ from mlakit import dispatch
 from mlakit.cache import PagedLatentCache, PageTable, from_host, gather_rows, select_requests
 from mlakit.checks import FLOATS, Dims, values_visible
 from mlakit.geometry import Rope
+from mlakit.kernels.cpu.workers import on_one_thread
 from mlakit.knobs import Backend
 from mlakit.masks import CAUSAL, NULL, Mask
 from mlakit.ops import merge_states, mla_decode, mla_prefill, norm_rope_quant_append, sparse_mla
@@ -543,12 +544,14 @@ def _attend_expanded(
         return
     # the new tokens see each other through the mask, and all of the context
     new, lse = _attend_rows(q, weights, batch, before, after, mask, None, backend)
-    merged = new.float()  # rounded to q's dtype once, however many chunks there are
+    # rounded to q's dtype once, however many chunks there are
+    merged = on_one_thread(new.float, q.device)
     for chunk in plan.chunks:
         lows, highs = zip(*chunk, strict=True)
         part, part_lse = _attend_rows(q, weights, batch, lows, highs, NULL, None, backend)
-        merge_states([merged, part.float()], [lse, part_lse], out=merged, lse=lse, backend=backend)
-    out.copy_(merged)
+        part = on_one_thread(part.float, q.device)
+        merge_states([merged, part], [lse, part_lse], out=merged, lse=lse, backend=backend)
+    on_one_thread(lambda: out.copy_(merged), q.device)
 
 
 def _attend_rows(
@@ -563,7 +566,9 @@ def _attend_rows(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) over the cached tokens [first, last) of every request, its queries the newest."""
     layer = batch.cache.layer(batch.layer)
-    rows, kv_starts = gather_rows(layer, batch.page_table, first, last, q.dtype)
+    rows, kv_starts = on_one_thread(
+        lambda: gather_rows(layer, batch.page_table, first, last, q.dtype), q.device
+    )
     row = layer.codec.row
     latent, k_rope = rows.split([row.kv_lora_rank, row.qk_rope_head_dim], dim=-1)
     k_nope, v = weights.up.expand(latent, backend=backend)

@@ -19,14 +19,42 @@ from math import gcd
 import torch
 from torch import Tensor
 
+from mlakit import dispatch
 from mlakit.checks import E4M3, FLOATS, Dims
 from mlakit.geometry import MLAGeometry
+from mlakit.kernels.cpu.workers import on_one_thread
 from mlakit.knobs import Backend
 from mlakit.ops import batched_matmul, quantize_fp8, scaled_mm_fp8
 from mlakit.reprs import shapes_repr
+from mlakit.specs import Problem, device_facts
 
 BLOCK = 128  # rows and columns of a checkpoint's e4m3 matrix that share a scale
 SCALE_UB = 1200.0  # bound on the amax of an activation group; entries above it saturate
+
+
+class Float32Copy:
+    """A float32 copy of a half-precision matrix on the CPU, made once and kept up to date.
+
+    Most CPUs multiply float32 matrices fastest, and widening a layer's weights takes longer than a
+    decode step. Writing to the matrix makes the copy be filled anew at its next use. Writes to a
+    tensor made in inference mode are not counted by torch, and are not seen.
+    """
+
+    def __init__(self, source: Tensor, values: Tensor) -> None:
+        """`values` are those of `source`, in float32."""
+        self._source, self._values, self._version = source, values, _version(source)
+
+    def current(self) -> Tensor:
+        """The copy, with what `source` holds now."""
+        version = _version(self._source)
+        if version != self._version:
+            self._values.copy_(self._source)
+            self._version = version
+        return self._values
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +64,7 @@ class HeadMatrices:
     weight: Tensor
     scale: Tensor | None = None  # [heads, ceil(outputs / group), ceil(inputs / group)] float32
     group: int = 0
+    float32: Float32Copy | None = None  # of weight, for the CPU kernels
 
     __repr__ = shapes_repr
 
@@ -43,7 +72,10 @@ class HeadMatrices:
         """x [tokens, heads, inputs] → out [tokens, heads, outputs], written through its strides."""
         by_head, out_by_head = x.transpose(0, 1), out.transpose(0, 1)
         if self.scale is None:
-            batched_matmul(by_head, self.weight, out=out_by_head, backend=backend)
+            weight = self.weight
+            if self.float32 is not None and _on_cpu_kernels(x, backend):
+                by_head, weight = on_one_thread(by_head.float, x.device), self.float32.current()
+            batched_matmul(by_head, weight, out=out_by_head, backend=backend)
             return out
         quantised, scales = quantize_fp8(by_head, self.group, scale_ub=SCALE_UB, backend=backend)
         scaled_mm_fp8(
@@ -57,6 +89,14 @@ class HeadMatrices:
             backend=backend,
         )
         return out
+
+
+def _on_cpu_kernels(x: Tensor, backend: str) -> bool:
+    """Is a product with `x` that of the CPU kernels? A graph that is compiled takes the weights."""
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    problem = Problem(*device_facts(x.device), dtype=str(x.dtype))
+    return dispatch.select("batched_matmul", problem, backend).backend == "cpu"
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +133,9 @@ class UpProjection:
         scale  [ceil(rows / 128), ceil(D_C / 128)] float32 of an e4m3 matrix: value = stored · scale
                (checkpoints call it `weight_scale_inv` all the same)
 
-        A float matrix is only viewed. An e4m3 one is transposed for absorbing once, here.
+        A float matrix is viewed. On a CPU a bf16 or fp16 one is also copied to float32 once, here,
+        since the CPU kernels multiply in float32: 4 bytes per weight, 67 MB for a layer of
+        DeepSeek-V3. An e4m3 matrix is transposed for absorbing once, here.
         """
         dims = Dims("UpProjection.from_checkpoint")
         g = geometry
@@ -102,12 +144,9 @@ class UpProjection:
         dims.bind("D_C", g.kv_lora_rank, "the geometry's kv_lora_rank")
         axes = ("heads · (D_N + D_V)", "D_C")
         dims.match("kv_b_proj", kv_b_proj, *axes, dtypes=[*FLOATS, E4M3])
-        by_head = kv_b_proj.unflatten(0, (g.num_heads, per_head))
-        keys, values = by_head.split([g.qk_nope_head_dim, g.v_head_dim], dim=1)
         if kv_b_proj.dtype != E4M3:
             dims.require(scale is None, "scale", "be None for a matrix that is not e4m3", "one")
-            joint = HeadMatrices(kv_b_proj[None])
-            return cls(g, joint, HeadMatrices(keys.transpose(1, 2)), HeadMatrices(values))
+            return cls(g, *_float_matrices(kv_b_proj, g))
         if scale is None:
             dims.fail("scale", "be given for an e4m3 matrix", None)
         dims.rows_contiguous("kv_b_proj", kv_b_proj)
@@ -117,13 +156,33 @@ class UpProjection:
         group = _head_group(g)
         key_scale = _head_scales(scale, g, 0, g.qk_nope_head_dim, group)
         value_scale = _head_scales(scale, g, g.qk_nope_head_dim, g.v_head_dim, group)
-        absorb, absorb_scale = (x.transpose(1, 2).contiguous() for x in (keys, key_scale))
+        joint, absorb, values = _cut(kv_b_proj, g)
+        absorb_scale = key_scale.transpose(1, 2).contiguous()
         return cls(
             g,
-            HeadMatrices(kv_b_proj[None], scale[None], BLOCK),
-            HeadMatrices(absorb, absorb_scale, group),
+            HeadMatrices(joint, scale[None], BLOCK),
+            HeadMatrices(absorb.contiguous(), absorb_scale, group),
             HeadMatrices(values, value_scale, group),
         )
+
+
+def _cut(kv_b_proj: Tensor, g: MLAGeometry) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of it: as a batch of one, W_UKᵀ by head, W_UV by head."""
+    by_head = kv_b_proj.unflatten(0, (g.num_heads, g.qk_nope_head_dim + g.v_head_dim))
+    keys, values = by_head.split([g.qk_nope_head_dim, g.v_head_dim], dim=1)
+    return kv_b_proj[None], keys.transpose(1, 2), values
+
+
+def _float_matrices(kv_b_proj: Tensor, g: MLAGeometry) -> list[HeadMatrices]:
+    """Its views, each with its part of one float32 copy where the CPU kernels have a use for it."""
+    views = _cut(kv_b_proj, g)
+    if kv_b_proj.device.type != "cpu" or kv_b_proj.dtype == torch.float32:
+        return [HeadMatrices(view) for view in views]
+    copies = _cut(kv_b_proj.detach().float(), g)
+    return [
+        HeadMatrices(view, float32=Float32Copy(view, copy))
+        for view, copy in zip(views, copies, strict=True)
+    ]
 
 
 def _head_group(g: MLAGeometry) -> int:

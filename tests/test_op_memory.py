@@ -211,7 +211,7 @@ def test_scratch_stays_within_the_workspace(name):
 
 def test_the_workspace_is_used_when_there_is_one():
     """Else the test above would pass for kernels that go row by row."""
-    call = LONG_CALLS["prefill-many-heads"]()
+    call = long_prefill(600, 600, 4, 128)
     with knobs.override(workspace_mib=64), modes_see_inside_ops(), Scratch() as scratch:
         call.run()
     assert scratch.peak > 4 << 20

@@ -1,7 +1,8 @@
 """Absorbed MLA attention of each request's newest tokens over its cached rows.
 
 Maths      s = q·row · softmax_scale [· q_scale];  out = softmax(s) @ row[:, :v_width]
-Work       one request at a time, its keys in tiles; all its queries share the tile
+Work       an item is a span of a request's keys, on one thread; the queries share it. The thread
+           that finishes the last span of a request merges their results
 Memory     a tile is gathered by whole pages and widened to float32; it serves as K and as V
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -17,10 +19,12 @@ from mlakit.cache import CacheLayer, KVShard, PageTable
 from mlakit.geometry import RowShape
 from mlakit.kernels.cpu.merge import merge_parts
 from mlakit.kernels.cpu.softmax import OnlineSoftmax
+from mlakit.kernels.cpu.workers import for_each
 from mlakit.kernels.cpu.workspace import rows_that_fit
 from mlakit.masks import Mask
 from mlakit.plan import DecodePlanTensors, EvenSplit, partition_ranges, plan_decode
 
+KEY_SPAN = 2048  # keys of an item where no plan divides them: a long request is shared by threads
 KEY_TILE = 4096  # rows: every tile costs some twenty calls of torch (docs/measured.md, CPU)
 QUERY_ROWS = 512  # queries × heads attended at a time: 1 MB of state at 512 columns
 SPLIT_GRANULARITY = 64  # keys; an even split cuts at multiples of it
@@ -44,28 +48,63 @@ def mla_decode(
     out: Tensor,  # [tokens, heads, v_width]
     lse: Tensor,  # [tokens, heads] float32
 ) -> None:
-    requests = zip(kv_lens.tolist(), pairwise(q_starts.tolist()), strict=True)
-    spans = _spans(splits, [shard.local_count(kv_len) for kv_len in kv_lens.tolist()])
-    for request, (kv_len, (first, last)) in enumerate(requests):
+    lengths: list[int] = kv_lens.tolist()
+    spans = _spans(splits, [shard.local_count(kv_len) for kv_len in lengths])
+
+    def attend(item: tuple[_Block, int]) -> None:
+        block, part = item
+        q = torch.cat([q_latent[block.rows].float(), q_rope[block.rows].float()], -1)
+        q *= softmax_scale
+        if q_scale is not None:
+            q *= q_scale[block.rows, None, None]
+        state = _attend_span(
+            q, layer, page_table, block.request, spans[block.request][part], block.seen
+        )
+        whole = block.finish(part, state, sink)
+        if whole is not None:
+            block_out, lse[block.rows] = whole
+            out[block.rows] = block_out.to(out.dtype)
+
+    blocks = []
+    for request, (kv_len, (first, last)) in enumerate(
+        zip(lengths, pairwise(q_starts.tolist()), strict=True)
+    ):
         tile = _query_tile(q_latent.shape[1], layer.codec.row, len(spans[request]))
         for start in range(first, last, tile):
-            block = slice(start, min(start + tile, last))
-            q = torch.cat([q_latent[block].float(), q_rope[block].float()], -1).mul_(softmax_scale)
-            if q_scale is not None:
-                q *= q_scale[block, None, None]
+            rows = range(start, min(start + tile, last))
             seen = [
                 tuple(map(shard.local_count, mask.interval(kv_len - last + token, kv_len)))
-                for token in range(block.start, block.stop)
+                for token in rows
             ]
-            states = (
-                _attend_span(q, layer, page_table, request, span, seen) for span in spans[request]
-            )
-            block_out, lse[block] = (
-                next(states).finish(sink)
-                if len(spans[request]) == 1
-                else merge_parts([state.finish() for state in states], sink)
-            )
-            out[block] = block_out.to(out.dtype)
+            blocks.append(_Block(request, slice(rows.start, rows.stop), seen, len(spans[request])))
+    for_each(attend, [(block, part) for block in blocks for part in range(block.num_parts)])
+
+
+class _Block:
+    """Queries of one request, and what the spans of its keys give for them."""
+
+    def __init__(
+        self, request: int, rows: slice, seen: Sequence[tuple[int, ...]], num_parts: int
+    ) -> None:
+        self.request, self.rows, self.num_parts = request, rows, num_parts
+        self.seen = seen  # per query, the local keys [low, high) it sees
+        self._parts: list[tuple[Tensor, Tensor] | None] = [None] * num_parts
+        self._missing, self._lock = num_parts, Lock()
+
+    def finish(
+        self, part: int, state: OnlineSoftmax, sink: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """(out, lse) of the block once its last part is there, whatever the order they come in."""
+        if self.num_parts == 1:
+            return state.finish(sink)
+        self._parts[part] = state.finish()
+        with self._lock:
+            self._missing -= 1
+            is_last = self._missing == 0
+        if not is_last:
+            return None
+        parts, self._parts = [each for each in self._parts if each is not None], []
+        return merge_parts(parts, sink)
 
 
 def plan_mla_decode(
@@ -100,8 +139,13 @@ def _spans(
         for request, first, last, _ in splits.host_items():
             spans[request].append((first, last))
         return [each or [(0, 0)] for each in spans]
-    num_splits = 1 if splits is None else splits.num_splits
-    return [partition_ranges(length, num_splits, SPLIT_GRANULARITY) for length in lengths]
+    if splits is None:
+        return [
+            [(first, min(first + KEY_SPAN, length)) for first in range(0, length, KEY_SPAN)]
+            or [(0, 0)]
+            for length in lengths
+        ]
+    return [partition_ranges(length, splits.num_splits, SPLIT_GRANULARITY) for length in lengths]
 
 
 def _attend_span(

@@ -1,5 +1,6 @@
 """Group quantisation to e4m3 and the block-scaled matmul over it.
 
+Work       an item is some matrices of the batch, or a part of one, on one thread
 Memory     widened to float32 in tiles that fit the workspace, whatever the number of rows
 """
 
@@ -10,7 +11,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mlakit.formats import E4M3_MAX, saturating_cast
-from mlakit.kernels.cpu.matmul import matmul_tiles
+from mlakit.kernels.cpu.matmul import ITEM_ELEMENTS, matmul_tiles, weight_items
+from mlakit.kernels.cpu.workers import SMALL, for_each
+from mlakit.kernels.cpu.workspace import rows_that_fit
 
 
 def quantize_fp8(
@@ -21,14 +24,13 @@ def quantize_fp8(
     out: Tensor,  # like x, e4m3
     scales: Tensor,  # [..., ceil(K / group), at least M] float32; columns from M on become 0
 ) -> None:
-    if x.ndim == 3:
-        for each, each_out, each_scales in zip(x, out, scales, strict=True):
-            quantize_fp8(each, group, scale_ub=scale_ub, out=each_out, scales=each_scales)
-        return
-    rows, columns = x.shape
-    scales[:, rows:] = 0.0
-    for tile in matmul_tiles(rows, bytes_per_row=4 * 4 * columns):
-        grouped = pad(x[tile].float(), (0, -columns % group)).unflatten(1, (-1, group))
+    if x.ndim == 2:
+        x, out, scales = x[None], out[None], scales[None]
+    _, rows, columns = x.shape
+    scales[..., rows:] = 0.0
+
+    def quantise(item: tuple[slice, slice]) -> None:
+        grouped = pad(x[item].float(), (0, -columns % group)).unflatten(-1, (-1, group))
         amax = grouped.abs().amax(-1).clamp_max(scale_ub)
         # by a tensor, as a GPU must: division by a number may become a rounded reciprocal there
         scale = amax / torch.full_like(amax, E4M3_MAX)
@@ -36,8 +38,23 @@ def quantize_fp8(
         # a group too small to have a reciprocal becomes zeros
         inverse = torch.where(inverse.isfinite() | scale.isnan(), inverse, 0.0)
         quantised = saturating_cast(grouped * inverse[..., None], torch.float8_e4m3fn)
-        out[tile] = quantised.flatten(1)[:, :columns]
-        scales[:, tile] = scale.T
+        out[item] = quantised.flatten(-2)[..., :columns]
+        matrices, tile = item
+        scales[matrices, :, tile] = scale.mT
+
+    for_each(quantise, _row_items(x), is_small=x.numel() <= SMALL)
+
+
+def _row_items(x: Tensor) -> list[tuple[slice, slice]]:
+    """(matrices, rows) of x [batch, rows, columns]: some matrices whole, or some rows of one."""
+    batch, rows, columns = x.shape
+    tile = min(rows_that_fit(2 * 4 * 4 * columns), max(1, ITEM_ELEMENTS // max(columns, 1)))
+    matrices = max(1, tile // max(rows, 1))
+    return [
+        (slice(first, first + matrices), slice(start, min(start + tile, rows)))
+        for first in range(0, batch, matrices)
+        for start in range(0, rows, tile)
+    ]
 
 
 def scaled_mm_fp8(
@@ -51,24 +68,24 @@ def scaled_mm_fp8(
     out: Tensor,  # [..., M, N]
 ) -> None:
     """out[m, n] = Σ_k a[m, k] b[n, k] a_scale[k/g, m] b_scale[n/g, k/g], float32, rounded once."""
-    if a.ndim == 3:
-        for each in zip(a, a_scale, b, b_scale, out, strict=True):
-            *operands, each_out = each
-            scaled_mm_fp8(*operands, n_group=n_group, k_group=k_group, out=each_out)
-        return
-    (rows, depth), columns = a.shape, b.shape[0]
+    if a.ndim == 2:
+        a, a_scale, b, b_scale, out = (x[None] for x in (a, a_scale, b, b_scale, out))
+    _, rows, depth = a.shape
 
     def widened(quantised: Tensor, scale: Tensor) -> Tensor:
-        """quantised [rows, K] · scale [rows, groups], each group of columns by its own."""
-        return quantised.float() * scale.repeat_interleave(k_group, 1)[:, :depth]
+        """quantised [..., K] · scale [..., groups], each group of columns by its own."""
+        return quantised.float() * scale.repeat_interleave(k_group, -1)[..., :depth]
 
-    # tiles of output columns hold whole groups, so that each has its own rows of b_scale; while one
-    # is widened (its numbers, scales and products) the one before is still there
-    for right in matmul_tiles(columns, bytes_per_row=4 * 4 * depth, multiple=n_group):
-        groups = b_scale[right.start // n_group : -(-right.stop // n_group)]
-        by_row = groups.repeat_interleave(n_group, 0)[: right.stop - right.start]
-        weight = widened(b[right], by_row)
-        width = right.stop - right.start
-        for left in matmul_tiles(rows, bytes_per_row=4 * (3 * depth + 2 * width)):
-            product = widened(a[left], a_scale[:, left].T) @ weight.T
-            out[left, right] = saturating_cast(product, out.dtype)
+    def multiply(item: tuple[slice, slice]) -> None:
+        matrices, right = item
+        groups = b_scale[matrices, right.start // n_group : -(-right.stop // n_group)]
+        by_row = groups.repeat_interleave(n_group, -2)[..., : right.stop - right.start, :]
+        weight = widened(b[matrices, right], by_row)
+        count, width, _ = weight.shape
+        for left in matmul_tiles(rows, bytes_per_row=4 * count * (3 * depth + 2 * width)):
+            product = widened(a[matrices, left], a_scale[matrices, :, left].mT) @ weight.mT
+            out[matrices, left, right] = saturating_cast(product, out.dtype)
+
+    # items hold whole groups of columns, so that each has its own rows of b_scale; while one is
+    # widened (its numbers, scales and products) the one before is still there
+    for_each(multiply, weight_items(b, bytes_per_element=4 * 4, multiple=n_group))

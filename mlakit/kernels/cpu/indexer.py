@@ -1,7 +1,7 @@
 """The lightning indexer's scores and its top-k, in host memory.
 
 Maths      logits[t, j] = Σ_h weights[t, h] · relu(q[t, h]·key[j]), −inf where j is not visible
-Work       one request at a time, in tiles of queries and keys that fit the workspace
+Work       an item is a tile of a request's keys, or some rows of logits, on one thread
 Order      top-k: by column, ties to the lower column, −inf never, NaN above every number
 """
 
@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from mlakit.cache import CacheLayer, PageTable, request_slots
+from mlakit.kernels.cpu.workers import SMALL, for_each
 from mlakit.kernels.cpu.workspace import rows_that_fit
 from mlakit.masks import Mask
 
 KEY_TILE = 1024
+ITEM_ELEMENTS = 2**18  # of the logits, for one thread at a time
 
 
 def indexer_logits(
@@ -30,9 +32,10 @@ def indexer_logits(
     mask: Mask,
     out: Tensor,  # [tokens, columns] float32
 ) -> None:
-    out.fill_(-torch.inf)
+    _fill(out, -torch.inf)
     # half of the scratch for a tile of keys as stored, decoded and joined, half for their scores
     tile = min(KEY_TILE, rows_that_fit(2 * 4 * 3 * q.shape[2], at_least=16))
+    items = []
     requests = zip(kv_lens.tolist(), pairwise(q_starts.tolist()), strict=True)
     for request, (kv_len, (start, end)) in enumerate(requests):
         if end == start:
@@ -40,18 +43,25 @@ def indexer_logits(
         positions = torch.arange(start, end, device="cpu") - end + kv_len
         first = mask.interval(int(positions[0]), kv_len)[0]
         last = mask.interval(int(positions[-1]), kv_len)[1]
-        for low in range(first, last, tile):
-            high = min(low + tile, last)
-            slots = request_slots(page_table, layer.page_size, request, low, high)
-            _score(
-                q[start:end],
-                weights[start:end],
-                layer.read_unchecked(slots),
-                mask,
-                positions,
-                torch.arange(low, high, device="cpu"),
-                out[start:end, low:high],
-            )
+        items += [
+            (request, slice(start, end), positions, slice(low, min(low + tile, last)))
+            for low in range(first, last, tile)
+        ]
+
+    def score(item: tuple[int, slice, Tensor, slice]) -> None:
+        request, tokens, positions, keys = item
+        slots = request_slots(page_table, layer.page_size, request, keys.start, keys.stop)
+        _score(
+            q[tokens],
+            weights[tokens],
+            layer.read_unchecked(slots),
+            mask,
+            positions,
+            torch.arange(keys.start, keys.stop, device="cpu"),
+            out[tokens, keys],
+        )
+
+    for_each(score, items)
 
 
 def _score(
@@ -82,10 +92,12 @@ def indexer_topk(
     out: Tensor,  # [tokens, k] int32
 ) -> None:
     tokens, columns = logits.shape
-    out.fill_(-1)
+    _fill(out, -1)
     column = torch.arange(columns, device="cpu")
     tile = rows_that_fit(columns * (2 * 4 + 2 * 8 + 4 + 1))
-    for start in range(0, tokens, tile):
+    tile = min(tile, max(1, ITEM_ELEMENTS // max(columns, 1)))
+
+    def choose(start: int) -> None:
         block = slice(start, min(start + tile, tokens))
         candidates = logits[block]
         if row_starts is not None:
@@ -100,3 +112,10 @@ def indexer_topk(
         if row_starts is not None:
             best = best - row_starts[block, None]
         out[block, : best.shape[1]] = torch.where(found, best, -1).int()
+
+    for_each(choose, range(0, tokens, tile), is_small=logits.numel() <= SMALL)
+
+
+def _fill(out: Tensor, value: float) -> None:
+    rows = max(1, ITEM_ELEMENTS // max(out.shape[1], 1))
+    for_each(lambda part: part.fill_(value), out.split(rows), is_small=out.numel() <= SMALL)

@@ -1,7 +1,9 @@
 """Batched products of half-precision matrices on the CPU, accumulated in float32.
 
-Many CPUs have no bf16 or fp16 matrix units, and torch's products of such matrices are then far
-slower than float32 ones. Tiles of both operands are widened instead.
+Work       an item is some matrices of the batch, or some columns of one, on one thread
+Memory     many CPUs have no bf16 or fp16 matrix units, and torch's products of such matrices are
+           then far slower than float32 ones: an item's operands are widened to float32, which
+           float32 operands are already
 """
 
 from __future__ import annotations
@@ -11,14 +13,39 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from mlakit.formats import saturating_cast
+from mlakit.kernels.cpu.workers import for_each
 from mlakit.kernels.cpu.workspace import rows_that_fit
 
+ITEM_ELEMENTS = 2**20  # of b: half a millisecond of reading them
 
-def matmul_tiles(rows: int, *, bytes_per_row: int, multiple: int = 1) -> Iterator[slice]:
-    """Slices of `rows`, each a multiple of rows long and within half of the workspace."""
-    tile = rows_that_fit(2 * bytes_per_row * multiple) * multiple
+
+def matmul_tiles(rows: int, *, bytes_per_row: int) -> Iterator[slice]:
+    """Slices of `rows`, each within half of the workspace."""
+    tile = rows_that_fit(2 * bytes_per_row)
     for start in range(0, rows, tile):
         yield slice(start, min(start + tile, rows))
+
+
+def weight_items(
+    b: Tensor, *, bytes_per_element: int, multiple: int = 1
+) -> list[tuple[slice, slice]]:
+    """(matrices, columns) of out = a @ bᵀ for b [batch, N, K]: whole matrices, or parts of one.
+
+    Each is within half of the workspace and no larger than is worth a thread. A part of a matrix
+    begins at a `multiple` of its columns.
+    """
+    batch, columns, depth = b.shape
+    fit = rows_that_fit(2 * bytes_per_element * max(depth, 1))
+    fit = min(fit, ITEM_ELEMENTS // max(depth, 1))
+    if fit >= columns:
+        matrices, tile = max(1, fit // max(columns, 1)), max(columns, 1)
+    else:
+        matrices, tile = 1, max(1, fit // multiple) * multiple
+    return [
+        (slice(first, first + matrices), slice(start, min(start + tile, columns)))
+        for first in range(0, batch, matrices)
+        for start in range(0, columns, tile)
+    ]
 
 
 def batched_matmul(
@@ -29,11 +56,14 @@ def batched_matmul(
 ) -> None:
     """out = a @ bᵀ, rounded once."""
     _, rows, depth = a.shape
-    for left, right, result in zip(a, b, out, strict=True):
-        # while a tile is widened the one before is still there
-        for columns in matmul_tiles(len(right), bytes_per_row=2 * 4 * depth):
-            weight = right[columns].float().T
-            width = columns.stop - columns.start
-            for tile in matmul_tiles(rows, bytes_per_row=4 * (depth + 2 * width)):
-                product = left[tile].float() @ weight
-                result[tile, columns] = saturating_cast(product, out.dtype)
+
+    def multiply(item: tuple[slice, slice]) -> None:
+        matrices, columns = item
+        weight = b[matrices, columns].float().mT
+        count, _, width = weight.shape
+        for tile in matmul_tiles(rows, bytes_per_row=4 * count * (depth + 2 * width)):
+            product = a[matrices, tile].float() @ weight
+            out[matrices, tile, columns] = saturating_cast(product, out.dtype)
+
+    # while an operand is widened the one before is still there
+    for_each(multiply, weight_items(b, bytes_per_element=2 * 4))

@@ -7,7 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mlakit.kernels.cpu.workers import SMALL, for_each
 from mlakit.kernels.cpu.workspace import rows_that_fit
+
+ITEM_ELEMENTS = 2**18  # of the result, for one thread at a time
 
 
 def merge_states(
@@ -20,11 +23,15 @@ def merge_states(
 ) -> None:
     tokens, heads, v_width = out.shape
     tile = rows_that_fit(4 * heads * (4 * v_width + len(outs) + 4))
-    for start in range(0, tokens, tile):
+    tile = min(tile, max(1, ITEM_ELEMENTS // (heads * v_width)))
+
+    def merge(start: int) -> None:
         block = slice(start, start + tile)
         parts = [(part[block], part_lse[block]) for part, part_lse in zip(outs, lses, strict=True)]
         merged, lse[block] = merge_parts(parts, sink)
         out[block] = merged.to(out.dtype)
+
+    for_each(merge, range(0, tokens, tile), is_small=out.numel() <= SMALL)
 
 
 def merge_parts(

@@ -14,7 +14,10 @@ from torch import Tensor
 
 from mlakit.cache import CacheLayer, PageTable, token_positions, token_slots
 from mlakit.formats import saturating_cast
+from mlakit.kernels.cpu.workers import SMALL, for_each
 from mlakit.kernels.cpu.workspace import rows_that_fit
+
+ITEM_ELEMENTS = 2**17  # of q_rope and kv, for one thread at a time
 
 
 def rotate(x: Tensor, cos_sin: Tensor, *, rope: str) -> Tensor:
@@ -69,7 +72,9 @@ def norm_rope_quant_append(
     tokens, heads, d_r = q_rope.shape
     # the rotation is in float64, with about six numbers for each of its inputs
     tile = rows_that_fit(8 * 6 * (heads * d_r + kv.shape[1]))
-    for start in range(0, tokens, tile):
+    tile = min(tile, max(1, ITEM_ELEMENTS // (heads * d_r + kv.shape[1])))
+
+    def append(start: int) -> None:
         block = slice(start, start + tile)
         cos_sin = freqs[positions[block]]
         latent = rms_norm(kv[block, : gamma.shape[0]], gamma, epsilon)
@@ -82,3 +87,5 @@ def norm_rope_quant_append(
         if has_angle is not None:
             rotated_q = torch.where(has_angle[block, None, None], rotated_q, 0)
         q_rope_out[block] = saturating_cast(rotated_q, q_rope_out.dtype)
+
+    for_each(append, range(0, tokens, tile), is_small=max(q_rope.numel(), kv.numel()) <= SMALL)

@@ -1,8 +1,8 @@
 """Expanded MLA attention over ragged batches.
 
 Maths      s = (q_n·k_n + q_r·k_r) · softmax_scale [+ slope · (key − query)];  out = softmax(s) v
-Work       one request at a time; as many heads as fit the workspace share every call of torch;
-           a block of queries against a tile of keys, in tiles of queries
+Work       an item is a block of queries of one request for a few heads, on one thread: against one
+           tile of keys after the other, in tiles of queries
 Memory     a tile of keys is widened to float32 once for a block of queries, its K transposed
 Measured   docs/measured.md, CPU
 """
@@ -11,15 +11,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from math import ceil
 
 import torch
 from torch import Tensor
 
 from mlakit.kernels.cpu.softmax import OnlineSoftmax
+from mlakit.kernels.cpu.workers import for_each
 from mlakit.kernels.cpu.workspace import rows_that_fit
 from mlakit.masks import Mask
 
+HEADS = 4  # of an item
 QUERY_BLOCK = 512  # queries that share a copy of their keys
 QUERY_TILE = 128
 KEY_TILE = 512  # with QUERY_TILE: 256 kB of scores of each head
@@ -41,27 +42,25 @@ def mla_prefill(
     lse: Tensor,  # [tokens, heads] float32
 ) -> None:
     tiling = _tiling(q, v)
-    q_ranges, kv_ranges = pairwise(q_starts.tolist()), pairwise(kv_starts.tolist())
-    for (q_first, q_last), (kv_first, kv_last) in zip(q_ranges, kv_ranges, strict=True):
-        keys = slice(kv_first, kv_last)
-        for heads in _slices(0, q.shape[1], tiling.heads):
-            for rows in _slices(q_first, q_last, tiling.block):
-                block_out, block_lse = _attend(
-                    q[rows, heads],
-                    k_nope[keys, heads],
-                    k_rope[keys],
-                    v[keys, heads],
-                    torch.arange(rows.start, rows.stop, device="cpu")
-                    - q_last
-                    + (kv_last - kv_first),
-                    tiling,
-                    softmax_scale=softmax_scale,
-                    mask=mask,
-                    alibi_slopes=None if alibi_slopes is None else alibi_slopes[heads],
-                    sink=None if sink is None else sink[heads],
-                )
-                out[rows, heads] = block_out.transpose(0, 1).to(out.dtype)
-                lse[rows, heads] = block_lse.T
+
+    def attend(item: _Item) -> None:
+        rows, keys, heads = item.rows, item.keys, item.heads
+        block_out, block_lse = _attend(
+            q[rows, heads],
+            k_nope[keys, heads],
+            k_rope[keys],
+            v[keys, heads],
+            torch.arange(rows.start, rows.stop, device="cpu") + item.first_position,
+            tiling,
+            softmax_scale=softmax_scale,
+            mask=mask,
+            alibi_slopes=None if alibi_slopes is None else alibi_slopes[heads],
+            sink=None if sink is None else sink[heads],
+        )
+        out[rows, heads] = block_out.transpose(0, 1).to(out.dtype)
+        lse[rows, heads] = block_lse.T
+
+    for_each(attend, _items(q_starts, kv_starts, q.shape[1], tiling))
 
 
 @dataclass(frozen=True)
@@ -74,12 +73,32 @@ class _Tiling:
     keys: int
 
 
+@dataclass(frozen=True)
+class _Item:
+    """A block of queries of one request, for some heads."""
+
+    rows: slice  # of q
+    keys: slice  # the request's
+    heads: slice
+    first_position: int  # that of row 0 of q, were it of this request
+
+
+def _items(q_starts: Tensor, kv_starts: Tensor, num_heads: int, tiling: _Tiling) -> list[_Item]:
+    """A request's last queries, which mostly see the most keys, come first."""
+    q_ranges, kv_ranges = pairwise(q_starts.tolist()), pairwise(kv_starts.tolist())
+    return [
+        _Item(rows, slice(kv_first, kv_last), heads, kv_last - kv_first - q_last)
+        for (q_first, q_last), (kv_first, kv_last) in zip(q_ranges, kv_ranges, strict=True)
+        for rows in reversed(_slices(q_first, q_last, tiling.block))
+        for heads in _slices(0, num_heads, tiling.heads)
+    ]
+
+
 def _tiling(q: Tensor, v: Tensor) -> _Tiling:
     """Half of the scratch for a block of queries with its state, half for a tile of keys."""
     width, d_v = q.shape[2], v.shape[2]
     bytes_per_query = 4 * (width + 4 * d_v)  # of each head
-    num_groups = ceil(q.shape[1] / rows_that_fit(2 * QUERY_BLOCK * bytes_per_query))
-    heads = ceil(q.shape[1] / num_groups)
+    heads = min(HEADS, q.shape[1], rows_that_fit(2 * QUERY_BLOCK * bytes_per_query))
     block = min(QUERY_BLOCK, rows_that_fit(2 * heads * bytes_per_query))
     queries = min(QUERY_TILE, block)
     bytes_per_key = 4 * (width + 2 * d_v + 2 * queries)

@@ -14,10 +14,12 @@ from torch import Tensor
 
 from mlakit.cache import CacheLayer
 from mlakit.kernels.cpu.softmax import OnlineSoftmax
+from mlakit.kernels.cpu.workers import for_each
 from mlakit.kernels.cpu.workspace import rows_that_fit
 from mlakit.plan import EvenSplit
 
 LIST_TILE = 256  # list entries gathered at a time for each token
+TOKEN_TILE = 4  # tokens of an item, which stays on one thread
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,9 @@ def sparse_mla(
     bytes_per_entry = 4 * (4 * width + 2 * heads)
     entries = min(LIST_TILE, rows_that_fit(2 * bytes_per_entry, at_least=16))
     bytes_per_token = 4 * heads * (width + 4 * v_width) + entries * bytes_per_entry
-    tile = rows_that_fit(bytes_per_token)
-    for start in range(0, tokens, tile):
+    tile = min(TOKEN_TILE, rows_that_fit(bytes_per_token))
+
+    def attend(start: int) -> None:
         block = slice(start, min(start + tile, tokens))
         scaled = q[block].float() * softmax_scale
         state = OnlineSoftmax.over(len(scaled), heads, v_width=v_width)
@@ -75,3 +78,5 @@ def sparse_mla(
         block_out, lse[block] = state.finish(sink)
         out[block] = block_out.to(out.dtype)
         max_logits[block] = state.peak
+
+    for_each(attend, range(0, tokens, tile))
