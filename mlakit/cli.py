@@ -139,6 +139,9 @@ def bench(
     only: str = typer.Option("", help="Of each suite only workloads with this in their names."),
     quick: bool = typer.Option(False, "--quick", help="Tiny problems: only to see that it runs."),
     threads: int | None = typer.Option(None, min=1, help="Threads of torch; else its own choice."),
+    busy: int = typer.Option(
+        0, min=0, help="Of suite cpu: times beside so many busy processes, and without them."
+    ),
     fetch_peers: bool = typer.Option(
         False,
         "--fetch-peers",
@@ -200,6 +203,7 @@ def bench(
                     with_peers=peers,
                     quick=quick,
                     threads=threads,
+                    busy=busy,
                 )
                 workloads = command.workloads_of(settings)
                 if set(workloads) == {"cpu"}:

@@ -32,6 +32,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from mlakit.autocast import without_autocast
 from mlakit.checks import E4M3, Dims
 from mlakit.geometry import RowShape
 
@@ -131,6 +132,7 @@ class RowCodec(ABC):
             self.payload_elements * self.payload_dtype.itemsize + self.scale_elements * scale_bytes
         )
 
+    @without_autocast
     def encode(
         self, rows: Tensor, *, tensor_scale: float | Tensor = 1.0, power_of_two: bool = False
     ) -> tuple[Tensor, Tensor | None]:
@@ -151,6 +153,7 @@ class RowCodec(ABC):
         scale = self._tensor_scale(dims, tensor_scale, rows.device)
         return self._encode(rows.detach(), scale, power_of_two)
 
+    @without_autocast
     def decode(
         self,
         payload: Tensor,

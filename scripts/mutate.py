@@ -79,6 +79,11 @@ MUTATIONS = [
         ),
     ),
     *_of(
+        "workers",
+        "mla_decode",
+        ("leaves out an item", "deque(items), len(items)", "deque(items[1:]), len(items) - 1"),
+    ),
+    *_of(
         "softmax",
         "mla_decode",
         ("forgets the earlier tiles", "self.total.mul_(decay)", "self.total.mul_(0.0)"),
@@ -152,12 +157,20 @@ MUTATIONS = [
         "fp8",
         "quantize_fp8",
         ("no bound on amax", ".clamp_max(scale_ub)", ""),
-        ("last group left out", "scales[:, tile] = scale.T", "scales[:-1, tile] = scale.T[:-1]"),
+        (
+            "last group left out",
+            "scales[matrices, :, tile] = scale.mT",
+            "scales[:-1, tile] = scale.T[:-1]",
+        ),
     ),
     *_of(
         "fp8",
         "scaled_mm_fp8",
-        ("scales one group off", "a_scale[:, left].T", "a_scale[:, left].T.roll(1, 1)"),
+        (
+            "scales one group off",
+            "a_scale[matrices, :, left].mT",
+            "a_scale[matrices, :, left].mT.roll(1, 1)",
+        ),
     ),
     *_of(
         "matmul",

@@ -26,7 +26,7 @@ PACKAGE = ROOT / "mlakit"
 
 # lowest first; a module imports strictly lower layers, and nothing on its own
 LAYERS = (
-    "_version knobs names releases reprs",
+    "_version autocast knobs names releases reprs",
     "columns model_config options",
     "checks geometry",
     "formats masks rope",
@@ -51,7 +51,7 @@ LAYERS = (
 )
 RANK = {module: rank for rank, names in enumerate(LAYERS) for module in names.split()}
 # an oracle sees nothing it may have to judge
-ONLY = {"reference": {"geometry", "formats", "masks"}}
+ONLY = {"reference": {"autocast", "geometry", "formats", "masks"}}
 # a kernel trusts its caller
 NEVER = {("kernels", "checks"), ("kernels", "reference")}
 TOPICS = ("norm_rope_quant", "prefill", "decode", "sparse", "indexer", "merge", "fp8")

@@ -10,6 +10,7 @@ shapes       batches as they are written on the command line
 ceilings     what the GPU can do at most
 environment  what the figures depend on
 report       rows, JSON, CSV; `tables` and `heatmap` for people, `html` and `charts` for browsers
+busy         the suite cpu beside busy processes
 compare      what moved since another report
 decode, …    the workloads of the suite of that name
 """

@@ -8,7 +8,7 @@ from importlib import import_module
 
 from rich.console import Console
 
-from mlakit.bench import GPU_SUITES, SUITES, ceilings, gpu, gpu_timers, peers, suite
+from mlakit.bench import GPU_SUITES, SUITES, busy, ceilings, gpu, gpu_timers, peers, suite
 from mlakit.bench.ceilings import Ceilings
 from mlakit.bench.heatmap import heat_maps, heat_table
 from mlakit.bench.progress import progress_bars
@@ -33,6 +33,7 @@ class Settings:
     command  as it was typed, for the report
     only     workloads with this in their names
     mode     of `gpu_timers.MODES`, or its `HOST`; the suite cpu has its own
+    busy     processes beside which the suite cpu is measured, and without which
     """
 
     suites: Sequence[str]
@@ -43,11 +44,14 @@ class Settings:
     with_peers: bool = True
     quick: bool = False
     threads: int | None = None
+    busy: int = 0
 
 
 def workloads_of(settings: Settings) -> dict[str, list[Workload]]:
     """By suite. Raises ValueError for suites, shapes and options that do not go together."""
-    names = settings.suites or _default_suites()
+    names = settings.suites or (("cpu",) if settings.busy else _default_suites())
+    if settings.busy and tuple(names) != ("cpu",):
+        raise ValueError(f"--busy is of suite cpu alone, not of {', '.join(names)}")
     found = {}
     for name in names:
         if name not in SUITES:
@@ -55,7 +59,9 @@ def workloads_of(settings: Settings) -> dict[str, list[Workload]]:
         if name in GPU_SUITES and (reason := gpu.why_not()):
             raise ValueError(f"suite {name} {reason}")
         workloads = [
-            each for each in _workloads(name, settings.shape) if settings.only in each.name
+            each
+            for each in _workloads(name, settings.shape, settings.busy)
+            if settings.only in each.name
         ]
         if not workloads:
             raise ValueError(
@@ -70,8 +76,8 @@ def _default_suites() -> tuple[str, ...]:
     return ("cpu",) if gpu.why_not() else tuple(name for name in GPU_SUITES if name != "grid")
 
 
-def _workloads(name: str, shape: Shape | None) -> Sequence[Workload]:
-    module = import_module(f"mlakit.bench.{name.replace('-', '_')}")
+def _workloads(name: str, shape: Shape | None, busy: int) -> Sequence[Workload]:
+    module = import_module(f"mlakit.bench.{'busy' if busy else name.replace('-', '_')}")
     if shape is None:
         known: Sequence[Workload] = module.WORKLOADS
         return known
@@ -83,6 +89,15 @@ def _workloads(name: str, shape: Shape | None) -> Sequence[Workload]:
 
 def run(settings: Settings, workloads: dict[str, list[Workload]]) -> list[Report] | None:
     """Measure suite by suite; None, after saying so, where a result is wrong."""
+    if settings.busy:
+        beside = busy.run(
+            workloads["cpu"],
+            settings.busy,
+            command=settings.command,
+            quick=settings.quick,
+            threads=settings.threads,
+        )
+        return None if beside is None else [beside]
     reports: list[Report] = []
     found: Ceilings | None = None
     with_peers = settings.with_peers and any(name in GPU_SUITES for name in workloads)

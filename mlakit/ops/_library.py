@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from mlakit.autocast import without_autocast
 from mlakit.cache import CacheLayer, KVShard, PageTable
 from mlakit.checks import UnsupportedError
 from mlakit.formats import row_codec
@@ -207,6 +208,7 @@ class Op:
         self.writing(*flat, *given)
         return given
 
+    @without_autocast
     def _run_in_full(
         self, arguments: Mapping[str, Any], results: Sequence[Tensor | None]
     ) -> Results:

@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from mlakit.autocast import without_autocast
 from mlakit.masks import CAUSAL, Mask
 from mlakit.reference.softmax import attention_weights
 
 
+@without_autocast
 def mla_decode(
     q: Tensor,  # [tokens, heads, width]: absorbed latent part, then rotated part
     rows: Sequence[Tensor],  # per request [kv_len, width], dequantised, in order

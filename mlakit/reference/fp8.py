@@ -11,12 +11,14 @@ from math import inf
 import torch
 from torch import Tensor
 
+from mlakit.autocast import without_autocast
 from mlakit.formats import E4M3_MAX, saturating_cast
 
 E4M3 = torch.float8_e4m3fn
 SCALE_ALIGNMENT = 4  # a row of float32 scales is a whole number of 16-byte pieces
 
 
+@without_autocast
 def quantize_fp8(x: Tensor, group: int, *, scale_ub: float = inf) -> tuple[Tensor, Tensor]:
     """Quantise [M, K] with one scale for every `group` columns of a row; a last group may be short.
 
@@ -45,6 +47,7 @@ def quantize_fp8(x: Tensor, group: int, *, scale_ub: float = inf) -> tuple[Tenso
     return q, scales
 
 
+@without_autocast
 def dequantize_fp8(
     q: Tensor,  # e4m3 [M, K]
     scales: Tensor,  # [ceil(K / group), >= M]
@@ -57,6 +60,7 @@ def dequantize_fp8(
     return q.to(dtype) * per_column.T.to(dtype)
 
 
+@without_autocast
 def scaled_mm_fp8(
     a: Tensor,  # e4m3 [M, K]
     a_scale: Tensor,  # [ceil(K / k_group), >= M]

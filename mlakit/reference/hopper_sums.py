@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mlakit.autocast import without_autocast
+
 COLUMNS_AT_ONCE = 32
 PLACES = 13
 BITS = 14
@@ -19,6 +21,7 @@ NO_EXPONENT = -100  # of zero
 MOST_TERMS = 2**24  # at once in memory
 
 
+@without_autocast
 def add_products(a: Tensor, b: Tensor, start: Tensor | None = None) -> Tensor:
     """float32 [M, N] of a [M, K] and b [N, K], numbers of e4m3, added to `start` [M, N]."""
     a, b = a.float(), b.float()  # whose 24 bits hold every sum of this here

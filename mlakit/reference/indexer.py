@@ -8,9 +8,11 @@ from math import inf, isnan
 import torch
 from torch import Tensor
 
+from mlakit.autocast import without_autocast
 from mlakit.masks import CAUSAL, Mask
 
 
+@without_autocast
 def indexer_logits(
     q: Tensor,  # [tokens, index_heads, D]
     weights: Tensor,  # [tokens, index_heads], every scale folded in
@@ -40,6 +42,7 @@ def indexer_logits(
     return logits
 
 
+@without_autocast
 def indexer_topk(
     logits: Tensor,  # [tokens, columns]
     k: int,

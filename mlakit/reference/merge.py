@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mlakit.autocast import without_autocast
 
+
+@without_autocast
 def merge_states(
     outs: Tensor,  # [parts, tokens, heads, D]
     lses: Tensor,  # [parts, tokens, heads]

@@ -12,10 +12,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mlakit.autocast import without_autocast
 from mlakit.formats import saturating_cast
 from mlakit.geometry import Rope
 
 
+@without_autocast
 def rotate(
     x: Tensor,  # [..., D_R]
     cos_sin: Tensor,  # [D_R]: cos_0, sin_0, cos_1, sin_1, ...
@@ -39,6 +41,7 @@ def rotate(
     return y
 
 
+@without_autocast
 def rms_norm(
     x: Tensor,  # [..., D_C]
     gamma: Tensor,  # [D_C]
@@ -64,6 +67,7 @@ def append_positions(kv_lens: Sequence[int], q_lens: Sequence[int]) -> list[int]
     return positions
 
 
+@without_autocast
 def norm_rope_quant(
     q_rope: Tensor,  # [tokens, heads, D_R]
     kv: Tensor,  # [tokens, D_C + D_R], raw
@@ -98,6 +102,7 @@ def norm_rope_quant(
     return q_rope_out, rows
 
 
+@without_autocast
 def rotate_stepwise(x: Tensor, cos_sin: Tensor, *, rope: Rope = "interleaved") -> Tensor:
     """`rotate` in the dtype of `cos_sin`, two roundings per output, then rounded to x's dtype.
 
@@ -114,6 +119,7 @@ def rotate_stepwise(x: Tensor, cos_sin: Tensor, *, rope: Rope = "interleaved") -
     return y.to(x.dtype)
 
 
+@without_autocast
 def rms_norm_stepwise(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
     """`rms_norm` with the statistics in float32 and a rounding to gamma's dtype before gamma.
 
@@ -126,6 +132,7 @@ def rms_norm_stepwise(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
     return (x * inverse).to(gamma.dtype) * gamma
 
 
+@without_autocast
 def norm_rope_quant_stepwise(
     q_rope: Tensor,
     kv: Tensor,

@@ -8,10 +8,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from mlakit.autocast import without_autocast
 from mlakit.masks import CAUSAL, Mask
 from mlakit.reference.softmax import attention_weights
 
 
+@without_autocast
 def mla_prefill(
     q: Tensor,  # [tokens, heads, D_N + D_R]
     k_nope: Tensor,  # [keys, heads, D_N]

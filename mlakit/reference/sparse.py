@@ -7,11 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mlakit.autocast import without_autocast
 from mlakit.reference.softmax import attention_weights
 
 Lengths = Sequence[int] | Tensor
 
 
+@without_autocast
 def sparse_mla(
     q: Tensor,  # [tokens, heads, width]
     pool: Tensor,  # [num_rows, width], dequantised

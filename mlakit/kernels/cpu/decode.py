@@ -54,7 +54,7 @@ def mla_decode(
     def attend(item: tuple[_Block, int]) -> None:
         block, part = item
         q = torch.cat([q_latent[block.rows].float(), q_rope[block.rows].float()], -1)
-        q *= softmax_scale
+        q.mul_(softmax_scale)
         if q_scale is not None:
             q *= q_scale[block.rows, None, None]
         state = _attend_span(

@@ -20,7 +20,7 @@ from mlakit.kernels.cpu.workers import for_each
 from mlakit.kernels.cpu.workspace import rows_that_fit
 from mlakit.masks import Mask
 
-HEADS = 4  # of an item
+HEADS = 8  # of an item; of one with few queries or keys up to 4 times as many
 QUERY_BLOCK = 512  # queries that share a copy of their keys
 QUERY_TILE = 128
 KEY_TILE = 512  # with QUERY_TILE: 256 kB of scores of each head
@@ -41,8 +41,6 @@ def mla_prefill(
     out: Tensor,  # [tokens, heads, D_V]
     lse: Tensor,  # [tokens, heads] float32
 ) -> None:
-    tiling = _tiling(q, v)
-
     def attend(item: _Item) -> None:
         rows, keys, heads = item.rows, item.keys, item.heads
         block_out, block_lse = _attend(
@@ -51,7 +49,7 @@ def mla_prefill(
             k_rope[keys],
             v[keys, heads],
             torch.arange(rows.start, rows.stop, device="cpu") + item.first_position,
-            tiling,
+            item.tiling,
             softmax_scale=softmax_scale,
             mask=mask,
             alibi_slopes=None if alibi_slopes is None else alibi_slopes[heads],
@@ -60,7 +58,7 @@ def mla_prefill(
         out[rows, heads] = block_out.transpose(0, 1).to(out.dtype)
         lse[rows, heads] = block_lse.T
 
-    for_each(attend, _items(q_starts, kv_starts, q.shape[1], tiling))
+    for_each(attend, _items(q, v, q_starts, kv_starts))
 
 
 @dataclass(frozen=True)
@@ -81,24 +79,31 @@ class _Item:
     keys: slice  # the request's
     heads: slice
     first_position: int  # that of row 0 of q, were it of this request
+    tiling: _Tiling
 
 
-def _items(q_starts: Tensor, kv_starts: Tensor, num_heads: int, tiling: _Tiling) -> list[_Item]:
+def _items(q: Tensor, v: Tensor, q_starts: Tensor, kv_starts: Tensor) -> list[_Item]:
     """A request's last queries, which mostly see the most keys, come first."""
+    items: list[_Item] = []
     q_ranges, kv_ranges = pairwise(q_starts.tolist()), pairwise(kv_starts.tolist())
-    return [
-        _Item(rows, slice(kv_first, kv_last), heads, kv_last - kv_first - q_last)
-        for (q_first, q_last), (kv_first, kv_last) in zip(q_ranges, kv_ranges, strict=True)
-        for rows in reversed(_slices(q_first, q_last, tiling.block))
-        for heads in _slices(0, num_heads, tiling.heads)
-    ]
+    for (q_first, q_last), (kv_first, kv_last) in zip(q_ranges, kv_ranges, strict=True):
+        q_len, kv_len = q_last - q_first, kv_last - kv_first
+        tiling = _tiling(q, v, q_len, kv_len)
+        items += [
+            _Item(rows, slice(kv_first, kv_last), heads, kv_len - q_last, tiling)
+            for rows in reversed(_slices(q_first, q_last, tiling.block))
+            for heads in _slices(0, q.shape[1], tiling.heads)
+        ]
+    return items
 
 
-def _tiling(q: Tensor, v: Tensor) -> _Tiling:
+def _tiling(q: Tensor, v: Tensor, q_len: int, kv_len: int) -> _Tiling:
     """Half of the scratch for a block of queries with its state, half for a tile of keys."""
     width, d_v = q.shape[2], v.shape[2]
     bytes_per_query = 4 * (width + 4 * d_v)  # of each head
-    heads = min(HEADS, q.shape[1], rows_that_fit(2 * QUERY_BLOCK * bytes_per_query))
+    fullness = min(q_len, QUERY_BLOCK) * min(kv_len, KEY_TILE) / (QUERY_BLOCK * KEY_TILE)
+    heads = min(int(HEADS / max(fullness, 1 / 4)), q.shape[1])
+    heads = min(heads, rows_that_fit(2 * min(q_len, QUERY_BLOCK) * bytes_per_query))
     block = min(QUERY_BLOCK, rows_that_fit(2 * heads * bytes_per_query))
     queries = min(QUERY_TILE, block)
     bytes_per_key = 4 * (width + 2 * d_v + 2 * queries)

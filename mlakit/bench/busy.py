@@ -1,0 +1,302 @@
+"""`mlakit bench cpu --busy N`: the CPU path beside N busy processes, and on the machine left alone.
+
+Step      `decode_branch` and `prefill_branch` with the sizes of `mlakit demo`: all of a layer's
+          step between its projections
+Decode    `mla_decode` of 4 x 4096 cached tokens
+Prefill   `mla_prefill` of 1024 tokens
+Turns     each round has one turn beside the busy processes and one while they are stopped, in
+          random order. A turn repeats the call for half a second; its time is the mean of a call.
+Limit     3 times the quiet time
+
+A busy process is a loop in a process of its own. It may use the same CPUs as the call: with
+`taskset -c 0,1` one of them competes for two.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from time import perf_counter, sleep
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from torch import Tensor
+
+from mlakit.bench import branch_oracle, cpu, environment, gate
+from mlakit.bench.measure import Call, Spread, paired_ratio
+from mlakit.bench.pool import rope_table
+from mlakit.bench.progress import suite_progress
+from mlakit.bench.report import OURS, Report, Row
+from mlakit.bench.suite import Contest, Workload
+from mlakit.bench.tables import WIDE, table
+from mlakit.branches import CachedBatch, LayerWeights, decode_branch, prefill_branch
+from mlakit.cache import PagedLatentCache, request_slots
+from mlakit.formats import row_codec
+from mlakit.testing import shuffled_pages
+from mlakit.weights import UpProjection
+
+LIMIT = 3.0  # times the quiet time
+ROUNDS = 8
+TURN_S = 0.5
+SETTLE_S = 0.05  # after processes are stopped or resumed
+QUIET = "quiet"
+# ends by itself where the process that started it is gone
+BUSY_LOOP = """
+import os
+parent = os.getppid()
+while os.getppid() == parent:
+    for _ in range(100_000):
+        pass
+"""
+D_C, D_N, D_V = cpu.MODEL.kv_lora_rank, cpu.D_N, cpu.D_V
+
+
+class BusyProcesses:
+    """Processes that use all the CPU time they can get, while they are not stopped."""
+
+    def __init__(self, count: int) -> None:
+        self._processes = [
+            subprocess.Popen([sys.executable, "-S", "-c", BUSY_LOOP]) for _ in range(count)
+        ]
+        self.stop()
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    def stop(self) -> None:
+        """They wait, and use nothing."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def end(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+    def _signal(self, number: int) -> None:
+        for pid in self.pids:
+            os.kill(pid, number)
+        sleep(SETTLE_S)
+
+
+@contextmanager
+def busy_processes(count: int) -> Iterator[BusyProcesses]:
+    processes = BusyProcesses(count)
+    try:
+        yield processes
+    finally:
+        processes.end()
+
+
+@dataclass(frozen=True)
+class Step(Workload):
+    """One layer's step: `batch` requests with `new` tokens each, after `cached` ones."""
+
+    branch: str  # "decode" or "prefill"
+    batch: int
+    new: int
+    cached: int
+    heads: int = cpu.MODEL.num_heads
+    format: str = "fp8_block128"
+    page_size: int = 64
+
+    op = "step"
+
+    @property
+    def name(self) -> str:
+        lengths = f"b{self.batch}-h{self.heads}-{self.new}-on-{self.cached}"
+        return f"step-{self.branch}-{self.format}-{lengths}"
+
+    @property
+    def flops(self) -> int:
+        keys = self.cached + self.new
+        seen = self.new * keys - self.new * (self.new - 1) // 2
+        if self.branch == "decode":
+            each = self.new * D_C * (D_N + D_V) + seen * (cpu.ROW.width + D_C)
+        else:
+            each = keys * D_C * (D_N + D_V) + seen * (D_N + cpu.D_R + D_V)
+        return 2 * self.batch * self.heads * each
+
+    @property
+    def bytes(self) -> int:
+        tokens = self.batch * self.new
+        rows = self.batch * (self.cached + self.new)
+        per_token = self.heads * (D_N + cpu.D_R + D_V) + cpu.ROW.width
+        weights = self.heads * (D_N + D_V) * D_C
+        stored = rows * row_codec(self.format, cpu.ROW).bytes_per_token
+        return stored + 2 * (weights + tokens * per_token)
+
+    @property
+    def limit(self) -> float | None:
+        return LIMIT
+
+    @property
+    def small(self) -> Step:
+        return replace(self, heads=2, new=min(self.new, 20), cached=min(self.cached, 30))
+
+    def contest(self) -> Contest:
+        generator = torch.Generator().manual_seed(cpu.SEED)
+        total = self.cached + self.new
+        pages = -(-total // self.page_size)
+        page_table = shuffled_pages(self.batch, pages, self.batch * pages, generator)
+        cache = PagedLatentCache.allocate(
+            cpu.ROW, self.format, num_pages=self.batch * pages, page_size=self.page_size
+        )
+        layer = cache.layer(0)
+        for request in range(self.batch):
+            slots = request_slots(page_table, self.page_size, request, 0, self.cached)
+            layer.write(slots, torch.randn(self.cached, cpu.ROW.width, generator=generator))
+        starts = torch.arange(0, self.batch * self.new + 1, self.new, dtype=torch.int32)
+        before = torch.full((self.batch,), self.cached, dtype=torch.int32)
+        batch = CachedBatch(cache, page_table, before, starts)
+        weights = self._weights(generator, total)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator).to(torch.bfloat16)
+
+        q = normal(self.batch * self.new, self.heads, D_N + cpu.D_R)
+        kv = normal(self.batch * self.new, cpu.ROW.width)
+
+        def ours() -> Tensor:
+            if self.branch == "decode":
+                return decode_branch(q, kv, weights, batch)
+            return prefill_branch(q.clone(), kv, weights, batch)  # which rotates q in place
+
+        def hold() -> None:
+            out = ours()
+            naive = getattr(branch_oracle, f"naive_{self.branch}")
+            for request in range(self.batch):
+                token = (request + 1) * self.new - 1
+                slots = request_slots(page_table, self.page_size, request, 0, total)
+                rows = layer.read(slots, torch.float64)
+                query = branch_oracle.Query(q[token], total - 1, rows, self.cached)
+                sample = gate.Sample(
+                    f"token {token}",
+                    slice(token, token + 1),
+                    [branch_oracle.exact(query, weights)],
+                    [naive(query, weights)],
+                )
+                gate.hold(("out",), [out], [sample])
+
+        return Contest(ours, [], hold)
+
+    def _weights(self, generator: torch.Generator, positions: int) -> LayerWeights:
+        matrix = torch.randn(self.heads * (D_N + D_V), D_C, generator=generator) / D_C**0.5
+        geometry = replace(cpu.MODEL, num_heads=self.heads)
+        return LayerWeights(
+            up=UpProjection.from_checkpoint(matrix.to(torch.bfloat16), geometry),
+            gamma=torch.randn(D_C, generator=generator).to(torch.bfloat16),
+            freqs=rope_table(positions),
+            softmax_scale=cpu.SCALE,
+        )
+
+
+def seconds_of(call: Call, turn_s: float) -> float:
+    """Of a call, as the mean of so many as fill a turn."""
+    calls, start = 0, perf_counter()
+    while True:
+        call()
+        calls += 1
+        if (elapsed := perf_counter() - start) >= turn_s:
+            return elapsed / calls
+
+
+def run(
+    workloads: Sequence[Workload],
+    count: int,
+    *,
+    command: str,
+    quick: bool = False,
+    threads: int | None = None,
+) -> Report | None:
+    """Measure and print the table; None, after saying so, where a result is wrong."""
+    console = Console(width=None if Console().is_terminal else WIDE)
+    if quick:
+        workloads = list(dict.fromkeys(each.small for each in workloads))
+    rounds, turn_s = (2, 0.0) if quick else (ROUNDS, TURN_S)
+    rows: list[Row] = []
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        facts = environment.describe()
+        console.print(environment.summary(facts), highlight=False)
+        with busy_processes(count) as processes, suite_progress("cpu", len(workloads)) as progress:
+            for workload in workloads:
+                contest = workload.contest()
+                try:
+                    contest.gate()
+                except AssertionError as wrong:
+                    console.print(f"[red]{workload.name} is wrong:[/red] {escape(str(wrong))}")
+                    return None
+                progress.begin_workload(workload.name)
+                seconds = _turns(contest.ours, processes, rounds, turn_s, progress.finish_round)
+                rows += _rows(workload, seconds, limit=None if quick else LIMIT)
+                progress.finish_workload()
+    finally:
+        torch.set_num_threads(before)
+    console.print(table(rows))
+    plural = "es" if count > 1 else ""
+    console.print(f"{OURS}: beside {count} busy process{plural}; {QUIET}: without", highlight=False)
+    return Report("cpu", command, facts, rows, [])
+
+
+def _turns(
+    call: Call,
+    processes: BusyProcesses,
+    rounds: int,
+    turn_s: float,
+    after_round: Callable[[int, int], None],
+) -> dict[str, list[float]]:
+    """Seconds of a call beside the busy processes and without them, round by round."""
+    order = random.Random(0)
+    seconds: dict[str, list[float]] = {OURS: [], QUIET: []}
+    call()  # to warm up
+    for done in range(1, rounds + 1):
+        for name in order.sample([OURS, QUIET], 2):
+            if name == OURS:
+                processes.resume()
+            seconds[name].append(seconds_of(call, turn_s))
+            if name == OURS:
+                processes.stop()
+        after_round(done, rounds)
+    return seconds
+
+
+def _rows(
+    workload: Workload, seconds: Mapping[str, Sequence[float]], limit: float | None
+) -> Iterator[Row]:
+    """Beside the busy processes, then without them."""
+    ratio = paired_ratio(seconds[OURS], seconds[QUIET])
+    for name, sample in seconds.items():
+        is_compared = name == QUIET
+        yield Row(
+            workload=workload.name,
+            op=workload.op,
+            contender=name,
+            rounds=len(sample),
+            us=Spread.of([1e6 * each for each in sample]),
+            flops=workload.flops,
+            bytes=workload.bytes,
+            ratio=ratio if is_compared else None,
+            limit=limit if is_compared else None,
+            met=ratio.p50 <= limit if is_compared and limit is not None else None,
+        )
+
+
+WORKLOADS: tuple[Workload, ...] = (
+    Step("decode", batch=2, new=1, cached=300),
+    Step("prefill", batch=1, new=100, cached=200),
+    cpu.Decode("bf16", "bf16"),
+    cpu.Decode("bf16", "fp8_block128"),
+    cpu.Prefill("bf16", 1, 1024),
+)
