@@ -265,3 +265,52 @@ def test_scales_of_other_blocks_are_refused():
     assert error_of(scale=torch.ones(4, 2, dtype=BF16)) == (
         "TypeError: scale must be float32, got bfloat16"
     )
+
+
+@every_geometry
+def test_a_half_matrix_on_the_cpu_has_one_float32_copy(g, group, generator):
+    matrix = float_matrix(generator, g, BF16)
+    up = UpProjection.from_checkpoint(matrix, g)
+    copies = [part.float32.current() for part in (up.joint, up.absorb, up.values)]
+    assert len({copy.untyped_storage().data_ptr() for copy in copies}) == 1
+    assert copies[0].untyped_storage().nbytes() == 4 * matrix.numel()
+    for part, copy in zip((up.joint, up.absorb, up.values), copies, strict=True):
+        assert_same_bits("copy", copy, part.weight.float())
+
+
+@pytest.mark.parametrize("dtype", [F32, E4M3], ids=str)
+def test_other_matrices_have_no_copy(dtype, generator):
+    g, _ = GEOMETRIES["glm 192+256"]
+    matrix, scale = checkpoint(generator, g, dtype)
+    up = UpProjection.from_checkpoint(matrix, g, scale)
+    assert [part.float32 for part in (up.joint, up.absorb, up.values)] == [None] * 3
+
+
+@pytest.mark.parametrize("part", ["joint", "absorb", "values"])
+def test_products_with_the_copy_follow_writes_to_the_matrix(part, generator):
+    g, _ = GEOMETRIES["v3 128+128"]
+    matrix = float_matrix(generator, g, BF16)
+    matrices: HeadMatrices = getattr(UpProjection.from_checkpoint(matrix, g), part)
+    for _ in range(2):
+        heads, outputs, inputs = matrices.weight.shape
+        x = torch.randn(4, heads, inputs, generator=generator).to(BF16)
+        out = matrices.apply(x, out=x.new_empty(4, heads, outputs))
+        exact = torch.einsum("thi,hoi->tho", x.double(), matrices.weight.double())
+        naive = torch.einsum("thi,hoi->tho", x.float(), matrices.weight.float()).to(BF16)
+        assert_matches("out", out, exact, naive)
+        matrix.copy_(float_matrix(generator, g, BF16))  # as loading another checkpoint does
+
+
+def test_a_matrix_made_in_inference_mode_is_taken(generator):
+    g, _ = GEOMETRIES["v3 128+128"]
+    with torch.inference_mode():
+        matrix = float_matrix(generator, g, BF16)
+        up = UpProjection.from_checkpoint(matrix, g)
+        latent = torch.randn(3, g.kv_lora_rank, generator=generator).to(BF16)
+        k_nope, _ = up.expand(latent)
+    assert_matches(
+        "k_nope",
+        k_nope,
+        torch.einsum("tc,hcn->thn", latent.double(), up.absorb.weight.double()),
+        torch.einsum("tc,hcn->thn", latent.float(), up.absorb.weight.float()).to(BF16),
+    )

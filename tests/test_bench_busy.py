@@ -1,0 +1,126 @@
+"""`mlakit bench cpu --busy N`: what it starts, when that runs, and what it says."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from time import sleep
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from mlakit import cli
+from mlakit.bench import busy, command
+from mlakit.bench.busy import BusyProcesses, Step, busy_processes
+
+proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+
+
+def state(pid: int) -> str:
+    """R running, S sleeping, T stopped, Z ended."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def cpu_ticks(pid: int) -> int:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
+
+
+@proc
+def test_busy_processes_use_the_cpu_only_while_resumed():
+    with busy_processes(2) as processes:
+        assert len(processes.pids) == 2
+        assert {state(pid) for pid in processes.pids} == {"T"}
+        before = [cpu_ticks(pid) for pid in processes.pids]
+        processes.resume()
+        for _ in range(200):  # on a loaded machine they too must wait
+            sleep(0.05)
+            if all(
+                cpu_ticks(pid) > start for pid, start in zip(processes.pids, before, strict=True)
+            ):
+                break
+        else:
+            pytest.fail("a resumed process did not run")
+        processes.stop()
+        stopped = [cpu_ticks(pid) for pid in processes.pids]
+        sleep(0.2)
+        assert [cpu_ticks(pid) for pid in processes.pids] == stopped
+    for pid in processes.pids:
+        assert not Path(f"/proc/{pid}").exists()
+
+
+@proc
+def test_busy_processes_inherit_the_cpus_they_may_use():
+    with busy_processes(1) as processes:
+        assert os.sched_getaffinity(processes.pids[0]) == os.sched_getaffinity(0)
+
+
+def test_a_round_has_a_turn_beside_them_and_one_without():
+    seen, resumed = [], []
+
+    class Recorded(BusyProcesses):
+        def __init__(self) -> None: ...
+
+        def stop(self) -> None:
+            resumed.clear()
+
+        def resume(self) -> None:
+            resumed.append(True)
+
+    rounds: list[tuple[int, int]] = []
+    seconds = busy._turns(
+        lambda: seen.append(bool(resumed)), Recorded(), 5, 0.0, lambda *done: rounds.append(done)
+    )
+    assert {name: len(sample) for name, sample in seconds.items()} == {"mlakit": 5, "quiet": 5}
+    assert seen[0] is False  # the warm-up
+    assert sum(seen) == 5
+    assert len(seen) == 11
+    assert rounds == [(done, 5) for done in range(1, 6)]
+
+
+def test_the_ratio_is_busy_over_quiet_and_has_the_limit():
+    workload = busy.WORKLOADS[0]
+    rows = list(busy._rows(workload, {"mlakit": [0.5, 0.7], "quiet": [0.1, 0.1]}, limit=3.0))
+    beside, quiet = rows
+    assert (beside.contender, beside.ratio, beside.limit) == ("mlakit", None, None)
+    assert quiet.ratio.p50 == pytest.approx(6.0)
+    assert (quiet.limit, quiet.met) == (3.0, False)
+    (_, kept) = busy._rows(workload, {"mlakit": [0.2], "quiet": [0.1]}, limit=3.0)
+    assert kept.met
+
+
+@pytest.mark.parametrize("workload", busy.WORKLOADS, ids=lambda each: each.name)
+def test_a_wrong_step_is_not_timed(workload, monkeypatch, capsys):
+    small = workload.small
+    if not isinstance(small, Step):
+        return
+    for branch in ("decode_branch", "prefill_branch"):
+        right = getattr(busy, branch)
+        monkeypatch.setattr(busy, branch, lambda *args, right=right: right(*args) * 1.1)
+    assert busy.run([small], 1, command="", quick=True) is None
+    assert f"{small.name} is wrong" in capsys.readouterr().out
+
+
+def test_the_command_prints_both_times_and_their_ratio(tmp_path):
+    before = torch.get_num_threads()
+    file = tmp_path / "busy.json"
+    arguments = ["bench", "cpu", "--busy", "1", "--quick", "--json", str(file)]
+    result = CliRunner().invoke(cli.app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "beside 1 busy process; quiet: without" in " ".join(result.output.split())
+    (report,) = json.loads(file.read_text())["reports"] if "reports" in file.read_text() else [None]
+    names = {each.small.name for each in busy.WORKLOADS}
+    for name in names:
+        assert re.search(rf"{re.escape(name)} +mlakit", result.output)
+    assert result.output.count(" quiet ") >= len(names)
+    assert report is None or len(report["rows"]) == 2 * len(names)
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("suites", [("decode",), ("cpu", "decode")])
+def test_busy_is_of_the_suite_cpu_alone(suites):
+    with pytest.raises(ValueError, match=r"^--busy is of suite cpu alone, not of "):
+        command.workloads_of(command.Settings(suites, "", busy=1))
