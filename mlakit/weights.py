@@ -9,6 +9,8 @@ D_V rows of W_UV. Its products are
 An e4m3 matrix comes with one float32 scale per 128 × 128 block; activations are then quantised per
 token and group of columns before the product. Blocks are laid over the whole matrix: where a head
 does not begin or end on one, its own matrices have smaller blocks, and the same values.
+
+A bf16 or fp16 matrix on the CPU has a float32 copy, which the CPU kernels multiply with.
 """
 
 from __future__ import annotations

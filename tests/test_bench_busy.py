@@ -111,12 +111,12 @@ def test_the_command_prints_both_times_and_their_ratio(tmp_path):
     result = CliRunner().invoke(cli.app, arguments)
     assert result.exit_code == 0, result.output
     assert "beside 1 busy process; quiet: without" in " ".join(result.output.split())
-    (report,) = json.loads(file.read_text())["reports"] if "reports" in file.read_text() else [None]
+    report = json.loads(file.read_text())
     names = {each.small.name for each in busy.WORKLOADS}
     for name in names:
         assert re.search(rf"{re.escape(name)} +mlakit", result.output)
     assert result.output.count(" quiet ") >= len(names)
-    assert report is None or len(report["rows"]) == 2 * len(names)
+    assert len(report["rows"]) == 2 * len(names)
     assert torch.get_num_threads() == before
 
 
