@@ -34,7 +34,7 @@ BLOCK = 128  # rows and columns of a checkpoint's e4m3 matrix that share a scale
 SCALE_UB = 1200.0  # bound on the amax of an activation group; entries above it saturate
 
 
-class Float32Copy:
+class _Float32Copy:
     """A float32 copy of a half-precision matrix on the CPU, made once and kept up to date.
 
     Most CPUs multiply float32 matrices fastest, and widening a layer's weights takes longer than a
@@ -66,7 +66,7 @@ class HeadMatrices:
     weight: Tensor
     scale: Tensor | None = None  # [heads, ceil(outputs / group), ceil(inputs / group)] float32
     group: int = 0
-    float32: Float32Copy | None = None  # of weight, for the CPU kernels
+    float32: _Float32Copy | None = None  # of weight, for the CPU kernels
 
     __repr__ = shapes_repr
 
@@ -182,7 +182,7 @@ def _float_matrices(kv_b_proj: Tensor, g: MLAGeometry) -> list[HeadMatrices]:
         return [HeadMatrices(view) for view in views]
     copies = _cut(kv_b_proj.detach().float(), g)
     return [
-        HeadMatrices(view, float32=Float32Copy(view, copy))
+        HeadMatrices(view, float32=_Float32Copy(view, copy))
         for view, copy in zip(views, copies, strict=True)
     ]
 
