@@ -27,7 +27,7 @@ from mlakit.geometry import MLAGeometry
 from mlakit.kernels.cpu.workers import on_one_thread
 from mlakit.knobs import Backend
 from mlakit.ops import batched_matmul, quantize_fp8, scaled_mm_fp8
-from mlakit.reprs import shapes_repr
+from mlakit.reprs import shapes_repr, summary
 from mlakit.specs import Problem, device_facts
 
 BLOCK = 128  # rows and columns of a checkpoint's e4m3 matrix that share a scale
@@ -45,6 +45,9 @@ class _Float32Copy:
     def __init__(self, source: Tensor, values: Tensor) -> None:
         """`values` are those of `source`, in float32."""
         self._source, self._values, self._version = source, values, _version(source)
+
+    def __repr__(self) -> str:
+        return summary(self._values)
 
     def current(self) -> Tensor:
         """The copy, with what `source` holds now."""

@@ -31,14 +31,14 @@ from torch import Tensor
 
 from mlakit.bench import branch_oracle, cpu, environment, gate
 from mlakit.bench.measure import Call, Spread, paired_ratio
-from mlakit.bench.pool import rope_table
 from mlakit.bench.progress import suite_progress
 from mlakit.bench.report import OURS, Report, Row
 from mlakit.bench.suite import Contest, Workload
 from mlakit.bench.tables import WIDE, table
 from mlakit.branches import CachedBatch, LayerWeights, decode_branch, prefill_branch
 from mlakit.cache import PagedLatentCache, request_slots
-from mlakit.formats import row_codec
+from mlakit.formats import Format, row_codec
+from mlakit.rope import rope_table
 from mlakit.testing import shuffled_pages
 from mlakit.weights import UpProjection
 
@@ -107,7 +107,7 @@ class Step(Workload):
     new: int
     cached: int
     heads: int = cpu.MODEL.num_heads
-    format: str = "fp8_block128"
+    format: Format = "fp8_block128"
     page_size: int = 64
 
     op = "step"
@@ -157,8 +157,8 @@ class Step(Workload):
             slots = request_slots(page_table, self.page_size, request, 0, self.cached)
             layer.write(slots, torch.randn(self.cached, cpu.ROW.width, generator=generator))
         starts = torch.arange(0, self.batch * self.new + 1, self.new, dtype=torch.int32)
-        before = torch.full((self.batch,), self.cached, dtype=torch.int32)
-        batch = CachedBatch(cache, page_table, before, starts)
+        kv_lens = torch.full((self.batch,), total, dtype=torch.int32)
+        batch = CachedBatch(cache, page_table, kv_lens, starts)
         weights = self._weights(generator, total)
 
         def normal(*shape: int) -> Tensor:
@@ -196,7 +196,7 @@ class Step(Workload):
         return LayerWeights(
             up=UpProjection.from_checkpoint(matrix.to(torch.bfloat16), geometry),
             gamma=torch.randn(D_C, generator=generator).to(torch.bfloat16),
-            freqs=rope_table(positions),
+            freqs=rope_table(cpu.MODEL, positions),
             softmax_scale=cpu.SCALE,
         )
 
