@@ -25,7 +25,6 @@ from dataclasses import dataclass, replace
 from time import perf_counter, sleep
 
 import torch
-from rich.console import Console
 from rich.markup import escape
 from torch import Tensor
 
@@ -34,9 +33,10 @@ from mlakit.bench.measure import Call, Spread, paired_ratio
 from mlakit.bench.progress import suite_progress
 from mlakit.bench.report import OURS, Report, Row
 from mlakit.bench.suite import Contest, Workload
-from mlakit.bench.tables import WIDE, table
+from mlakit.bench.tables import table
 from mlakit.branches import CachedBatch, LayerWeights, decode_branch, prefill_branch
 from mlakit.cache import PagedLatentCache, request_slots
+from mlakit.columns import wide_console
 from mlakit.formats import Format, row_codec
 from mlakit.rope import rope_table
 from mlakit.testing import shuffled_pages
@@ -220,7 +220,7 @@ def run(
     threads: int | None = None,
 ) -> Report | None:
     """Measure and print the table; None, after saying so, where a result is wrong."""
-    console = Console(width=None if Console().is_terminal else WIDE)
+    console = wide_console()
     if quick:
         workloads = list(dict.fromkeys(each.small for each in workloads))
     rounds, turn_s = (2, 0.0) if quick else (ROUNDS, TURN_S)
@@ -244,7 +244,7 @@ def run(
                 progress.finish_workload()
     finally:
         torch.set_num_threads(before)
-    console.print(table(rows))
+    console.print(table(rows, "ms", console.width))
     plural = "es" if count > 1 else ""
     console.print(f"{OURS}: beside {count} busy process{plural}; {QUIET}: without", highlight=False)
     return Report("cpu", command, facts, rows, [])
