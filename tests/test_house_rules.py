@@ -287,6 +287,30 @@ def test_the_environment_checker_sees(source):
     assert not environment_reads("import os\nos.path.join('environ', 'getenv')")
 
 
+def default_tolerances(source: str) -> list[int]:
+    """Lines that compare by torch's own tolerance, which knows nothing of what was summed."""
+    return [
+        node.lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in ("torch.testing.assert_close", "torch.allclose")
+        and not {"rtol", "atol"} & {each.arg for each in node.keywords}
+    ]
+
+
+def test_no_test_compares_by_a_tolerance_that_only_one_cpu_may_meet():
+    tests = sorted((ROOT / "tests").glob("*.py"))
+    found = {path.name: default_tolerances(path.read_text(encoding="utf-8")) for path in tests}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+def test_the_tolerance_checker_sees():
+    assert default_tolerances("torch.testing.assert_close(a, b)") == [1]
+    assert default_tolerances("x = 1\nassert torch.allclose(a, b, equal_nan=True)") == [2]
+    assert default_tolerances("torch.testing.assert_close(a, b, rtol=0, atol=0)") == []
+    assert default_tolerances('assert_matches("a", a, b, c)\nassert_close(a, b)') == []
+
+
 def test_only_the_main_module_is_a_script():
     assert {path for path, source in SOURCES.items() if is_script(source)} == {"__main__.py"}
 

@@ -35,6 +35,7 @@ from mlakit import (
 )
 from mlakit.cache import request_slots, token_positions
 from mlakit.geometry import RowShape
+from mlakit.testing import assert_matches
 
 ONE_EACH = Step(kv_lens=(11, 18, 1, 6), q_lens=(1, 1, 1, 1))  # their last pages have room for more
 
@@ -114,15 +115,22 @@ def test_the_append_and_the_attention_after_it_take_the_same_lengths():
     rows = cache.layer(0).read(slots)
     raw = torch.cat(latents)
     no_queries = raw.new_zeros(len(raw), 0, row.qk_rope_head_dim)
-    _, exact = reference.norm_rope_quant(no_queries, raw, freqs, gamma, range(11), epsilon=1e-6)
-    torch.testing.assert_close(rows.double(), exact, rtol=1e-5, atol=1e-5)
+    exact, naive = (
+        reference.norm_rope_quant(
+            no_queries, raw, freqs, gamma, range(11), epsilon=1e-6, dtype=dtype
+        )[1]
+        for dtype in (torch.float64, torch.float32)
+    )
+    assert_matches("rows", rows, exact, naive)
     kv_len = 0
     for out, q in results:
         kv_len += len(q)
-        want, _ = reference.mla_decode(
-            q, [rows[:kv_len]], [len(q)], softmax_scale=0.3, v_width=row.v_width
+        own = {"softmax_scale": 0.3, "v_width": row.v_width}
+        exact, naive = (
+            reference.mla_decode(q, [rows[:kv_len]], [len(q)], **own, dtype=dtype)[0]
+            for dtype in (torch.float64, torch.float32)
         )
-        torch.testing.assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
+        assert_matches("out", out, exact, naive)
     assert cache.payload.isnan().any()
 
 
