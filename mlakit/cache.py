@@ -20,6 +20,7 @@ from mlakit.formats import Format, PageFooterCodec, RowCodec, known_format, row_
 from mlakit.geometry import MLAGeometry, RowShape
 from mlakit.holders import LayerViews, TensorHolder, has_lasting_views
 from mlakit.layouts import (
+    as_integers,
     bits,
     check_rows,
     four_axes,
@@ -155,9 +156,9 @@ class CacheLayer(TensorHolder):
         payload, scales = self._encoded(rows[index], power_of_two)
         # where all are skipped, row 0 gets the bytes it has
         some = inside.any()
-        payload = torch.where(some, bits(payload), bits(self.payload)[0, 0])
+        payload = torch.where(some, as_integers(payload), as_integers(self.payload)[0, 0])
         if self.scales is not None and scales is not None:
-            scales = torch.where(some, scales, self.scales[0, 0])
+            scales = torch.where(some, as_integers(scales), as_integers(self.scales)[0, 0])
         self._store(torch.where(some, slots[index], 0), payload, scales)
 
     def _encoded(self, rows: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor | None]:
@@ -165,9 +166,9 @@ class CacheLayer(TensorHolder):
 
     def _store(self, slots: Tensor, payload: Tensor, scales: Tensor | None) -> None:
         page, offset = slots // self.page_size, slots % self.page_size
-        bits(self.payload)[page, offset] = bits(payload)
+        as_integers(self.payload)[page, offset] = as_integers(payload)
         if self.scales is not None and scales is not None:
-            self.scales[page, offset] = scales
+            as_integers(self.scales)[page, offset] = as_integers(scales)
 
 
 def from_host(values: Sequence[int] | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:

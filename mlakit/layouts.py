@@ -19,9 +19,17 @@ _HALF_FORMATS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "
 BYTE_TYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
 
 
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
 def bits(tensor: Tensor) -> Tensor:
     """e4m3 as bytes: on CUDA torch indexes those in every version."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+def as_integers(tensor: Tensor) -> Tensor:
+    """Integers of the same width: where a GPU moves floats, the bits of a NaN may change."""
+    return tensor.view(_INTEGERS[tensor.dtype.itemsize])
 
 
 def refuse_scales(dims: Dims, codec: RowCodec, scales: Tensor | None) -> None:

@@ -34,5 +34,5 @@ def shown(holder: object, **parts: object) -> str:
 
 def shapes_repr(holder: Any) -> str:
     """The `__repr__` of a dataclass or a named tuple with tensors among its fields."""
-    names = getattr(holder, "_fields", None) or [field.name for field in fields(holder)]
+    names = getattr(holder, "_fields", None) or [f.name for f in fields(holder) if f.repr]
     return shown(holder, **{name: getattr(holder, name) for name in names})

@@ -211,6 +211,8 @@ def poison(tensor: Tensor, keep: Tensor | None = None) -> Tensor:
     bits = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
     if tensor.dtype.itemsize == 1:
         worst: float = 0xFF
+    elif tensor.dtype == torch.uint32:  # of which torch 2.11 computes nothing
+        bits, worst = tensor.view(torch.int32), -1
     elif tensor.is_floating_point():
         worst = torch.nan
     else:

@@ -15,7 +15,7 @@ A bf16 or fp16 matrix on the CPU has a float32 copy, which the CPU kernels multi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import gcd
 
 import torch
@@ -69,7 +69,7 @@ class HeadMatrices:
     weight: Tensor
     scale: Tensor | None = None  # [heads, ceil(outputs / group), ceil(inputs / group)] float32
     group: int = 0
-    float32: _Float32Copy | None = None  # of weight, for the CPU kernels
+    float32: _Float32Copy | None = field(default=None, repr=False)  # for the CPU kernels
 
     __repr__ = shapes_repr
 

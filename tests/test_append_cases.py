@@ -22,10 +22,16 @@ WAYS: dict[str, dict[str, Any]] = {
 LENGTHS = {"kv_lens": (5, 0, 3, 4, 10), "q_lens": (1, 0, 0, 1, 5)}
 
 
+def skip_other_devices(spec, device):
+    if spec.backend == "cpu" and device.type != "cpu":
+        pytest.skip("the CPU kernels take CPU tensors only")
+
+
 @pytest.mark.parametrize("spec", dispatch.specs("norm_rope_quant_append"), ids=str)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("format", FORMATS)
 def test_rows_among_poison(format, way, spec, device):
+    skip_other_devices(spec, device)
     row = {"format": format, "page_size": 4, "num_layers": 2}
     AppendCase(**row, padded=True, heads=2, **LENGTHS, **WAYS[way]).run(device, spec.backend)
 
@@ -48,5 +54,6 @@ def test_tiles_of_tokens(way, device):
 @pytest.mark.parametrize("lengths", [((), ()), ((4, 0), (0, 0))], ids=["no requests", "no tokens"])
 @pytest.mark.parametrize("spec", dispatch.specs("norm_rope_quant_append"), ids=str)
 def test_a_step_without_tokens(spec, lengths, way, device):
+    skip_other_devices(spec, device)
     kv_lens, q_lens = lengths
     AppendCase(kv_lens=kv_lens, q_lens=q_lens, **WAYS[way]).run(device, spec.backend)

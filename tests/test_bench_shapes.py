@@ -130,7 +130,7 @@ def test_sizes_of_a_product_are_read():
         (["cpu", "--shape", "1q1s1"], "--shape is no option of suite cpu"),
         (["decode", "--only", "h77"], "no workload of suite decode has 'h77' in its name"),
         (["decode", "--mode", "warm"], "--mode must be of cold, b2b, graph, got 'warm'"),
-        (["decode", "--host", "--mode", "graph"], "not with --mode graph"),
+        (["decode", "--host", "--mode", "graph"], "so --mode has no meaning with it"),
     ],
 )
 def test_the_command_says_what_is_wrong(arguments, said, monkeypatch):

@@ -25,7 +25,7 @@ def codes() -> dict[str, dict[str, Any]]:
     """What is read of each kernel, by its name. One process reads them all."""
     done = subprocess.run(
         [sys.executable, str(KERNELS)],
-        env={**os.environ, "TRITON_INTERPRET": "0"},
+        env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(KERNELS.parents[1])},
         capture_output=True,
         text=True,
         check=False,
