@@ -85,6 +85,16 @@ def four_times(x: Tensor, y: Tensor | None, factor: float, out: Tensor | None) -
     return (out,)
 
 
+def add_both(x: Tensor, y: Tensor, factor: float, out: Tensor | None) -> tuple[Tensor]:
+    out = new(5) if out is None else out
+    launching.launch(Add(), (1,), (x, y, y), out)
+    return (out,)
+
+
+def complaining(*arguments: Any) -> tuple[Tensor, ...]:
+    raise ValueError("what the op says")
+
+
 @dataclass
 class Calls:
     """An op with this body; counts how often it runs in full, and through the dispatcher."""

@@ -7,19 +7,26 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
 
 import pytest
 import torch
-from replay_calls import Add, four_times, multiply, new, op, settled, values
+from replay_calls import (
+    Add,
+    add_both,
+    complaining,
+    multiply,
+    new,
+    op,
+    settled,
+    values,
+)
 from torch import Tensor
 
-from mlakit import PagedLatentCache, knobs
+from mlakit import PagedLatentCache
 from mlakit.cache import CacheLayer
 from mlakit.geometry import RowShape
 from mlakit.kernels.triton import launch as launching
-from mlakit.ops._library import Op
 from mlakit.plan import DecodePlanTensors
 from mlakit.replay import arguments, calls, workspace
 from mlakit.workloads import CASES
@@ -108,12 +115,6 @@ def test_tensors_in_tuples_are_those_of_the_call(op):
     assert call.ran == 2
 
 
-def add_both(x: Tensor, y: Tensor, factor: float, out: Tensor | None) -> tuple[Tensor]:
-    out = new(5) if out is None else out
-    launching.launch(Add(), (1,), (x, y, y), out)
-    return (out,)
-
-
 def test_an_argument_that_starts_inside_another_is_read_where_it_is(op):
     """Recorded with y inside x, replayed with y elsewhere, and the other way round."""
     call = op(add_both)
@@ -181,259 +182,6 @@ def test_constants_are_kept(op):
     assert kept() is not None
     assert call(values()).tolist() == [14, 14]
     assert call.ran == 2
-
-
-# --- what is not recorded, and why --------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("extra", "reason"),
-    [
-        (lambda x: x + 1, "the call runs aten::add"),
-        (lambda x: x[0].item(), "the call runs aten::item|_local_scalar_dense"),
-        (lambda x: x.zero_(), "the call runs aten::zero_"),
-        (lambda x: x.sum().item(), "the call runs aten::sum"),
-        (lambda x: torch.empty(3), "the call runs aten::empty"),
-    ],
-    ids=["computes", "reads", "writes", "asks", "allocates"],
-)
-def test_a_call_with_other_torch_ops_runs_in_full(op, extra, reason):
-    constant = torch.ones(2)
-
-    def body(x: Tensor, *others: Any) -> tuple[Tensor, ...]:
-        extra(constant)
-        return four_times(x, *others)
-
-    call = op(body)
-    for turn in range(8):
-        x = values(start=float(turn))
-        assert torch.equal(call(x), 4 * x)
-    assert call.ran == 8
-    (refusal,) = call.stats.refused
-    assert any(part in refusal for part in reason.split("|"))
-    assert call.stats.refused[refusal] == 7
-
-
-def test_memory_of_unknown_origin_is_refused(op):
-    elsewhere = values(2)
-
-    def body(x: Tensor, y: None, factor: float, out: None) -> tuple[Tensor]:
-        result = new(2)
-        multiply(elsewhere, result, factor)
-        return (result,)
-
-    call = op(body)
-    for _ in range(5):
-        assert call(values()).tolist() == [2, 4]
-    assert call.ran == 5
-    assert call.stats.refused["a kernel points to memory that is not the call's"] == 4
-
-
-def test_tensors_in_lists_are_refused(op):
-    def body(x: Tensor, y: None, factor: float, out: None) -> tuple[Tensor]:
-        result = new(5)
-        launching.launch(Add(), (1,), [x, x], result)
-        return (result,)
-
-    call = op(body)
-    for turn in range(5):
-        x = values(start=float(turn))
-        assert torch.equal(call(x), 2 * x)
-    assert call.ran == 5
-
-
-def test_a_refused_recording_is_tried_again(op):
-    """As where a constant is still being made: recorded soon after nothing stands in the way."""
-    busy = True
-
-    def body(x: Tensor, *others: Any) -> tuple[Tensor, ...]:
-        if busy:
-            torch.arange(3)
-        return four_times(x, *others)
-
-    call = op(body)
-    for _ in range(40):
-        call(values())
-    assert call.ran == 40
-    busy = False
-    for _ in range(calls.MAX_WAIT + 1):
-        call(values())
-    assert call.ran <= 40 + calls.MAX_WAIT
-    assert call.stats.hits > 0
-    ran = call.ran
-    call(values())
-    assert call.ran == ran
-
-
-def test_calls_while_a_graph_is_captured_do_not_stand_in_the_way(op, monkeypatch):
-    call = op()
-    call(values())
-    with monkeypatch.context() as patch:
-        patch.setattr(calls, "_is_capturing", lambda: True)
-        for _ in range(5):
-            call(values())
-    assert call.stats.refused == {"a CUDA graph is being captured": 5}
-    for _ in range(3):
-        call(values())
-    assert call.ran == 7
-    assert call.stats.hits == 2
-
-
-def test_a_launch_hook_is_called_at_every_launch(op, monkeypatch):
-    call = op()
-    for _ in range(4):
-        call(values())
-    runtime = launching.triton.knobs.runtime
-    monkeypatch.setattr(runtime.launch_enter_hook, "calls", [print])
-    call(values())
-    assert call.ran == 3
-    assert call.stats.refused == {"a launch hook of Triton is set": 1}
-
-
-@pytest.mark.parametrize(
-    ("knob", "reason"),
-    [
-        ({"check_values": True}, "MLAKIT_CHECK_VALUES is on"),
-        ({"replay": False}, "MLAKIT_REPLAY is off"),
-        ({"backend": "triton"}, None),
-    ],
-    ids=str,
-)
-def test_knobs_are_read_at_every_call(op, knob, reason):
-    call = settled(op())
-    with knobs.override(**knob):
-        call(values())
-    assert call.ran == 3
-    assert list(call.stats.refused) == ([reason] if reason else [])
-    call(values())
-    assert call.ran == 3
-
-
-def test_the_environment_turns_replay_off(op, monkeypatch):
-    monkeypatch.setenv("MLAKIT_REPLAY", "0")
-    call = op()
-    for _ in range(5):
-        call(values())
-    assert call.ran == 5
-
-
-# --- parameters, gradients, modes, wrappers -----------------------------------------------------
-
-
-def test_parameters_are_recorded_without_grad(op):
-    call = op(add_both)
-    weight = torch.nn.Parameter(values(start=4.0))
-    with torch.no_grad():
-        for turn in range(5):
-            x = values(start=float(turn))
-            assert torch.equal(call(x, weight), x + 2 * weight)
-    assert call.ran == 2
-    call(values(), weight)
-    assert call.ran == 3
-    assert call.stats.refused == {"a tensor requires grad": 1}
-
-
-class Wrapper(Tensor):
-    """Holds its values in another tensor; its own memory is at address 0."""
-
-    @staticmethod
-    def __new__(cls, inner: Tensor) -> Wrapper:
-        made = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-        made.inner = inner
-        return made
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        def unwrapped(value: Any) -> Any:
-            return value.inner if isinstance(value, Wrapper) else value
-
-        args, kwargs = torch.utils._pytree.tree_map(unwrapped, (args, kwargs or {}))
-        return func(*args, **kwargs)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: Wrapper(values()),
-        lambda: torch._neg_view(values()),
-        lambda: values().to_sparse(),
-        lambda: values().as_subclass(type("Named", (Tensor,), {})),
-    ],
-    ids=["wrapper", "negative", "sparse", "subclass"],
-)
-def test_tensors_that_are_not_plain_go_through_the_dispatcher(op, make):
-    call = settled(op())
-    for _ in range(3):
-        call(make())
-    assert (call.ran, call.dispatched) == (2, 3)
-    settled_ran = call.ran
-    call(values(), y=make())
-    assert (call.ran, call.dispatched) == (settled_ran, 4)
-
-
-def test_the_op_says_what_is_wrong_with_a_meta_tensor(op):
-    call = op(complaining)
-    with pytest.raises(ValueError, match="what the op says"):
-        call(torch.empty(5, device="meta"))
-
-
-def test_fake_tensors_and_modes_go_through_the_dispatcher(op):
-    call = settled(op())
-    with torch._subclasses.FakeTensorMode() as mode:
-        call(torch.empty(5))
-    with workspace_recorder():
-        call(values())
-    call(mode.from_tensor(values()))
-    assert (call.ran, call.dispatched) == (2, 3)
-
-
-def workspace_recorder() -> Any:
-    """Some dispatch mode."""
-    from mlakit.replay.record import CallRecorder
-
-    return CallRecorder([])
-
-
-def test_functional_tensors_go_through_the_dispatcher(op):
-    call = settled(op())
-
-    def function(x: Tensor) -> Tensor:
-        call(x)
-        return x
-
-    torch.func.functionalize(function)(values())
-    torch.func.vmap(function)(torch.ones(3, 5))
-    assert (call.ran, call.dispatched) == (2, 2)
-
-
-def test_below_the_dispatcher_what_is_still_not_plain_is_refused(op):
-    call = op()
-    with pytest.raises(
-        NotImplementedError, match=r"op_in_tests: takes tensors whose memory .*Meta"
-    ):
-        call.recorded.call_plain({"x": torch.empty(5, device="meta"), "y": None, "factor": 1.0}, ())
-
-
-def test_a_named_tuple_is_taken_apart(op):
-    class Table(NamedTuple):
-        starts: Tensor
-        slots: Tensor
-
-    def body(table: Table, y: None, factor: float, out: None) -> tuple[Tensor]:
-        result = new(5)
-        multiply(table.slots, result, factor)
-        return (result,)
-
-    call = op(body)
-    tables = []
-    for turn in range(5):
-        table = Table(values(2), values(start=float(turn)))
-        tables.append(weakref.ref(table.slots))
-        assert torch.equal(call(table), 2 * table.slots)
-    assert call.ran == 2
-    del table
-    gc.collect()
-    assert [each() for each in tables] == [None] * 5
 
 
 # --- tensors that change, devices, torch's help -------------------------------------------------
@@ -679,10 +427,6 @@ def test_what_is_known_is_bounded(op, monkeypatch):
     assert len(call.recorded._known) == 4
 
 
-def complaining(*arguments: Any) -> tuple[Tensor, ...]:
-    raise ValueError("what the op says")
-
-
 @pytest.mark.parametrize("wrong", [{"factor": [2.0]}, {"y": object()}], ids=["a list", "an object"])
 def test_the_op_says_what_is_wrong_with_an_argument(op, wrong):
     call = op(complaining)
@@ -690,81 +434,6 @@ def test_the_op_says_what_is_wrong_with_an_argument(op, wrong):
         with pytest.raises(ValueError, match="what the op says"):
             call(**{"x": values(), **wrong})
     assert not call.recorded._known  # what was wrong is not kept alive
-
-
-# --- whole ops ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class Arguments:
-    x: Tensor
-    y: Tensor | None
-    factor: float
-
-
-FOUR_TIMES = Op(
-    "four_times_in_tests",
-    Arguments,
-    lambda a, out: four_times(a.x, a.y, a.factor, out),
-    lambda a: (torch.empty_like(a.x),),
-    ("out",),
-)
-
-
-def call_op(x: Tensor, out: Tensor | None = None) -> Tensor:
-    return FOUR_TIMES.call((out,), {"x": x, "y": None, "factor": 2.0})[0]
-
-
-def test_compiled_calls_are_right_after_calls_that_were_recorded(op):
-    compiled = torch.compile(call_op, fullgraph=True, backend="aot_eager")
-    for turn in range(5):
-        x = values(start=float(turn))
-        for function in (call_op, compiled):
-            assert torch.equal(function(x), 4 * x)
-    assert FOUR_TIMES._calls._stats.hits > 0
-
-
-def test_wrappers_are_unwrapped_by_the_dispatcher(op):
-    for turn in range(4):
-        x = values(start=float(turn))
-        assert torch.equal(call_op(Wrapper(x)), 4 * x)
-        assert torch.equal(call_op(torch._neg_view(x)), -4 * x)
-
-
-def test_make_fx_traces_the_op(op):
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    for _ in range(4):
-        call_op(values())
-    graph = make_fx(lambda x: call_op(x))(values())
-    targets = [str(node.target) for node in graph.graph.nodes]
-    assert "mlakit.four_times_in_tests.default" in targets
-    x = values(start=5.0)
-    assert torch.equal(graph(x), 4 * x)
-
-
-def test_versions_of_given_results_are_bumped(op):
-    for _ in range(4):
-        out = torch.zeros(5)
-        version = out._version
-        call_op(values(), out)
-        assert out._version > version
-
-
-def test_the_result_of_a_functional_collective_is_waited_for(op, tmp_path):
-    from torch import distributed
-    from torch.distributed import _functional_collectives as functional
-
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
-    )
-    try:
-        for turn in range(4):
-            x = functional.all_reduce(values(start=float(turn)), "sum", distributed.group.WORLD)
-            assert type(x) is functional.AsyncCollectiveTensor
-            assert torch.equal(call_op(x), 4 * values(start=float(turn)))
-    finally:
-        distributed.destroy_process_group()
 
 
 @pytest.mark.gpu
