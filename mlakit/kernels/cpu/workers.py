@@ -2,8 +2,8 @@
 
 torch spreads every operation over all its threads and then waits for each of them. Beside another
 busy process one of these threads is often not running, and each such wait lasts up to a time slice
-of the scheduler, some milliseconds. A call of several hundred operations then takes 10 to 26 times
-as long. Here an item (some heads, a span of keys, a tile of queries) stays on one thread from start
+of the scheduler, some milliseconds: a call of several hundred operations then takes many times as
+long. Here an item (some heads, a span of keys, a tile of queries) stays on one thread from start
 to end, its operations on that thread only, and a thread that is done takes the next item. A thread
 that is not running delays its own item and no other.
 """

@@ -11,7 +11,7 @@ and where it is slow:
     each call of a device function patches tl again          -> patched once a launch
     integer sums are checked for overflow, to no effect      -> not checked
 
-which together take two thirds of the time of a kernel.
+which together take about half the time of a kernel.
 
 `repair` is called before any kernel is, wherever kernels are interpreted; calling it again does
 nothing.

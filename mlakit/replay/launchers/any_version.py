@@ -1,6 +1,7 @@
 """Triton of any version: the compiled kernel's own launcher, as Triton itself calls it.
 
-It encodes every TMA descriptor at every launch, which costs the host 5 to 10 us each.
+It encodes every TMA descriptor at every launch, so a replay costs the host more than with a
+launcher that has a file of its own here.
 """
 
 from __future__ import annotations
