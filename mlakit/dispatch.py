@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 from mlakit import knobs
@@ -26,38 +27,76 @@ def specs(op: str) -> list[KernelSpec]:
     return [spec for spec in SPECS if spec.op == op]
 
 
+def backends(op: str) -> list[Backend]:
+    """The backends with a kernel of one op, in the order in which `auto` asks them."""
+    return list(dict.fromkeys(spec.backend for spec in specs(op)))
+
+
 def explain(op: str, problem: Problem) -> dict[str, str | None]:
     """For each backend: the reason it refuses `problem`, or None if it takes it.
 
-    Those with a kernel of `op` come first, in the order in which `auto` asks them.
+    Those with a kernel of `op` come first, in the order in which `auto` asks them. The reason is
+    that of the backend's first kernel; `explain_kernels` has those of all.
     """
-    asked: dict[str, str | None] = {spec.backend: spec.why_not(problem) for spec in specs(op)}
+    asked: dict[str, str | None] = {}
+    for spec in specs(op):
+        refusal = spec.why_not(problem)
+        if refusal is None or spec.backend not in asked:
+            asked[spec.backend] = refusal
     absent: dict[str, str | None] = {
         backend: f"has no kernel of {op}" for backend in BACKENDS if backend not in asked
     }
     return asked | absent
 
 
+def explain_kernels(op: str, problem: Problem) -> dict[str, str | None]:
+    """For each kernel of `op`, by name: why `auto` does not take it, or None if it would."""
+    return {spec.name: spec.why_not(problem) or _why_slower(spec, problem) for spec in specs(op)}
+
+
 def select(op: str, problem: Problem, backend: str = "auto") -> KernelSpec:
-    """The first kernel with no objection to `problem`; raises with every objection otherwise."""
+    """The first kernel with no objection to `problem`; raises with every objection otherwise.
+
+    backend  auto, a backend, or "backend:kernel" for one of its kernels by name
+    """
     return _select(op, problem, knobs.backend() if backend == "auto" else backend)
 
 
 @lru_cache(maxsize=1024)
 def _select(op: str, problem: Problem, backend: str) -> KernelSpec:
-    candidates = [spec for spec in specs(op) if backend in ("auto", spec.backend)]
-    if backend not in ("auto", *BACKENDS):
+    name, _, kernel = backend.partition(":")
+    candidates = [spec for spec in specs(op) if name in ("auto", spec.backend)]
+    if name not in ("auto", *BACKENDS):
         raise ValueError(
             f"{op}: backend must be one of auto, {', '.join(BACKENDS)}, got {backend!r}"
         )
     if not candidates:
-        have = ", ".join(spec.backend for spec in specs(op))
+        have = ", ".join(backends(op))
         raise UnsupportedError(f"{op}: no kernel for backend {backend!r}, only for {have}")
-    objections = [spec.why_not(problem) for spec in candidates]
-    for spec, objection in zip(candidates, objections, strict=True):
-        if objection is None:
-            return spec
-    reasons = "\n".join(
-        f"  {spec.backend}: {why}" for spec, why in zip(candidates, objections, strict=True)
-    )
-    raise UnsupportedError(f"{op}: no kernel for {problem}\n{reasons}")
+    if kernel:
+        named = [spec for spec in candidates if spec.kernel == kernel]
+        if not named:
+            have = ", ".join(spec.kernel for spec in candidates if spec.kernel) or "no names"
+            raise ValueError(f"{op}: kernel of {name} must be one of {have}, got {kernel!r}")
+        candidates = named
+    able = [spec for spec in candidates if spec.why_not(problem) is None]
+    if not able:
+        raise UnsupportedError(f"{op}: no kernel for {problem}\n{_reasons(candidates, problem)}")
+    # a kernel asked for by name runs even where another one is faster
+    fast = [spec for spec in able if kernel or _why_slower(spec, problem) is None]
+    return (fast or able)[0]
+
+
+def _why_slower(spec: KernelSpec, problem: Problem) -> str | None:
+    return None if spec.why_slower is None else spec.why_slower(problem)
+
+
+def _reasons(candidates: Sequence[KernelSpec], problem: Problem) -> str:
+    """A line per backend where its kernels agree, else per kernel."""
+    lines: list[str] = []
+    for backend in dict.fromkeys(spec.backend for spec in candidates):
+        own = {s.name: s.why_not(problem) for s in candidates if s.backend == backend}
+        if len(set(own.values())) == 1 and len(own) > 1:
+            own = {backend: next(iter(own.values()))}
+        lines += [f"  {name}: {why}" for name, why in own.items()]
+    return "\n".join(lines)

@@ -138,7 +138,7 @@ def _backend_health(backend: Backend, seconds: float) -> BackendHealth:
     reason = why_not(backend)
     if reason is not None:
         return BackendHealth(backend, device, reason)
-    named = [op for op in selfcheck.KINDS if any(s.backend == backend for s in dispatch.specs(op))]
+    named = [op for op in selfcheck.KINDS if backend in dispatch.backends(op)]
     ops = tuple(_op_health(op, device, backend) for op in named)
     if all(each.refusal for each in ops):
         return BackendHealth(backend, device, ops[0].refusal, ops)

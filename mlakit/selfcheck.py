@@ -205,22 +205,22 @@ def _is_over(settings: Settings, done: int, seconds: float) -> bool:
 def _check(
     case: Case, number: int, settings: Settings, tallies: dict[tuple[str, str], Tally]
 ) -> Miss | None:
-    for spec in dispatch.specs(case.op):
-        if settings.backend not in ("", spec.backend):
+    for backend in dispatch.backends(case.op):
+        if settings.backend not in ("", backend):
             continue
-        tally = tallies.get((case.op, spec.backend), Tally())
+        tally = tallies.get((case.op, backend), Tally())
         try:
-            case.run(settings.place, spec.backend)
+            case.run(settings.place, backend)
         except UnsupportedError:
             tally = tally._replace(refused=tally.refused + 1)
         except AssertionError as wrong:
             python, _, error = str(wrong).partition("\n")
             seed, launch = (number, None) if settings.launches is None else (settings.seed, number)
             command = settings.command(case.op, number)
-            return Miss(case.op, spec.backend, seed, error, command, python, launch)
+            return Miss(case.op, backend, seed, error, command, python, launch)
         else:
             tally = tally._replace(right=tally.right + 1)
-        tallies[case.op, spec.backend] = tally
+        tallies[case.op, backend] = tally
     return None
 
 

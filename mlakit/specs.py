@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -35,6 +35,11 @@ class Problem:
     head_widths: tuple[int, int, int] | None = None  # (D_N, D_R, D_V) of the expanded form
     mask: str = ""
     uses: tuple[str, ...] = ()  # what few kernels take, in words: "kv_shard", "loose rows"
+    # how much work there is, which decides between kernels that can all do it
+    num_tokens: int = 0
+    max_keys: int = 0  # of a request, as its page table has room for
+    num_sms: int = 0  # 0: not known
+    is_batch_invariant: bool = False  # a request's result may not depend on the rest of the batch
 
     def __str__(self) -> str:
         where = self.device + (f" sm_{self.arch}" if self.arch else "")
@@ -47,32 +52,50 @@ class Problem:
             "widths": "+".join(map(str, self.head_widths or ())),
             "mask": self.mask,
             "uses": " and ".join(self.uses),
+            "num_tokens": self.num_tokens,
+            "max_keys": self.max_keys,
+            "num_sms": self.num_sms,
         }
         return ", ".join([where, *(f"{name}={fact}" for name, fact in facts.items() if fact)])
 
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """One kernel: which op it serves on which backend, where its launcher is, what it refuses."""
+    """One kernel: which op it serves on which backend, where its launcher is, what it refuses.
+
+    Where a backend has several kernels of an op, each has a name, which its launcher and its
+    planner take as their first argument.
+    """
 
     backend: Backend
     op: str
     launcher: str  # "module:function", imported at the first call
     why_not: Callable[[Problem], str | None]
     planner: str = ""  # "module:function" that makes its plans, where they can be made ahead
+    kernel: str = ""  # its name among the backend's kernels of this op; "" for the only one
+    # when it could take a problem, but another kernel of the backend is faster
+    why_slower: Callable[[Problem], str | None] | None = None
 
     def __str__(self) -> str:
-        return f"{self.backend}-{self.op}"
+        return f"{self.name}-{self.op}"
+
+    @property
+    def name(self) -> str:
+        """What `backend=` takes to ask for this kernel."""
+        return f"{self.backend}:{self.kernel}" if self.kernel else self.backend
 
     @cached_property
     def launch(self) -> Callable[..., Any]:
         """The launcher itself."""
-        return _imported(self.launcher)
+        return self._named(_imported(self.launcher))
 
     @cached_property
     def plan(self) -> Callable[..., Any]:
         """The planner itself."""
-        return _imported(self.planner)
+        return self._named(_imported(self.planner))
+
+    def _named(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return partial(function, self.kernel) if self.kernel else function
 
 
 def _imported(path: str) -> Callable[..., Any]:
@@ -81,25 +104,41 @@ def _imported(path: str) -> Callable[..., Any]:
     return function
 
 
-_PRETENDED_ARCH: ContextVar[int | None] = ContextVar("mlakit_pretended_arch", default=None)
+# (arch, number of SMs)
+_PRETENDED: ContextVar[tuple[int, int] | None] = ContextVar("mlakit_pretended", default=None)
 
 
 @contextmanager
-def pretending(arch: int) -> Iterator[None]:
+def pretending(arch: int, num_sms: int = 0) -> Iterator[None]:
     """Have problems in this scope described as if their tensors were on a GPU of `arch`."""
-    token = _PRETENDED_ARCH.set(arch)
+    token = _PRETENDED.set((arch, num_sms))
     try:
         yield
     finally:
-        _PRETENDED_ARCH.reset(token)
+        _PRETENDED.reset(token)
 
 
 def device_facts(device: torch.device) -> tuple[str, int]:
     """(device type, arch) of a torch device, as `Problem` wants them."""
-    pretended = _PRETENDED_ARCH.get()
+    pretended = _PRETENDED.get()
     if pretended is not None:
-        return "cuda", pretended
+        return "cuda", pretended[0]
     if device.type != "cuda":
         return device.type, 0
     major, minor = torch.cuda.get_device_capability(device)
     return "cuda", 10 * major + minor
+
+
+def num_sms(device: torch.device) -> int:
+    """SMs of a torch device, as `Problem` wants them; 0 off CUDA."""
+    pretended = _PRETENDED.get()
+    if pretended is not None:
+        return pretended[1]
+    return _num_sms(device.index) if device.type == "cuda" else 0
+
+
+@lru_cache(maxsize=64)
+def _num_sms(index: int | None) -> int:
+    facts = torch.cuda.get_device_properties("cuda" if index is None else index)
+    count: int = facts.multi_processor_count
+    return count

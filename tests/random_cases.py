@@ -54,7 +54,7 @@ class Exploration:
 
     def run(self, case: Case) -> None:
         try:
-            case.run(self.device, self.spec.backend)
+            case.run(self.device, self.spec.name)
         except UnsupportedError as refusal:
             self.refusal = str(refusal)
         else:

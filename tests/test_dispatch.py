@@ -65,14 +65,20 @@ def test_launchers_exist_and_are_named_like_their_op(spec):
     module, function = spec.launcher.split(":")
     assert function == spec.op
     assert module.startswith(f"mlakit.kernels.{spec.backend}.")
-    assert inspect.isfunction(spec.launch)
-    assert (spec.launch.__name__, spec.launch.__module__) == (spec.op, module)
-    assert str(spec) == f"{spec.backend}-{spec.op}"
+    launch = spec.launch.func if spec.kernel else spec.launch
+    assert inspect.isfunction(launch)
+    assert (launch.__name__, launch.__module__) == (spec.op, module)
+    assert not spec.kernel or spec.launch.args == (spec.kernel,)
+    assert str(spec) == f"{spec.name}-{spec.op}"
 
 
-def test_backends_serve_an_op_once_each():
-    served = [(spec.backend, spec.op) for spec in dispatch.SPECS]
-    assert len(served) == len(set(served))
+def test_kernels_have_names_where_a_backend_has_several():
+    names = [(spec.name, spec.op) for spec in dispatch.SPECS]
+    assert len(names) == len(set(names))
+    for op in dispatch.OPS:
+        for backend in dispatch.backends(op):
+            kernels = [spec.kernel for spec in dispatch.specs(op) if spec.backend == backend]
+            assert kernels == [""] or all(kernels)
 
 
 def test_auto_takes_the_first_kernel_without_an_objection(three_backends):
@@ -109,6 +115,59 @@ def test_explain_gives_every_backends_reason_or_none(three_backends):
         "cpu": "needs CPU tensors, got cuda",
     }
     assert list(dispatch.explain("attend", CPU)) == ["hopper", "triton", "cpu"]
+
+
+@pytest.fixture
+def two_kernels(monkeypatch):
+    """An op with two kernels of one backend: the first is slower up to eight heads."""
+
+    def why_slower(problem: Problem) -> str | None:
+        return f"is for more than 8 heads, got {problem.heads}" if problem.heads <= 8 else None
+
+    def few_only(problem: Problem) -> str | None:
+        return f"needs at most 64 heads, got {problem.heads}" if problem.heads > 64 else None
+
+    specs = (
+        KernelSpec("hopper", "attend", "a:b", needs_sm90, kernel="wide", why_slower=why_slower),
+        KernelSpec("hopper", "attend", "a:b", few_only, kernel="narrow"),
+    )
+    monkeypatch.setattr(dispatch, "SPECS", specs)
+    monkeypatch.setattr(dispatch, "OPS", ("attend",))
+    dispatch._select.cache_clear()
+    yield
+    dispatch._select.cache_clear()
+
+
+def test_auto_passes_over_a_kernel_that_is_slower(two_kernels):
+    def chosen(heads: int, backend: str = "auto") -> str:
+        return dispatch.select("attend", replace(HOPPER, heads=heads), backend).kernel
+
+    assert (chosen(16), chosen(8)) == ("wide", "narrow")
+    assert (chosen(16, "hopper"), chosen(8, "hopper")) == ("wide", "narrow")
+    assert (chosen(16, "hopper:narrow"), chosen(8, "hopper:wide")) == ("narrow", "wide")
+    few = replace(HOPPER, heads=8)
+    slower = "is for more than 8 heads, got 8"
+    assert dispatch.explain_kernels("attend", few) == {"hopper:wide": slower, "hopper:narrow": None}
+    assert dispatch.explain("attend", few)["hopper"] is None
+
+
+def test_the_only_kernel_that_can_runs_though_another_would_be_faster(two_kernels):
+    asked = replace(HOPPER, heads=8, arch=80)
+    assert dispatch.select("attend", asked).kernel == "narrow"
+    with pytest.raises(UnsupportedError) as error:
+        dispatch.select("attend", replace(HOPPER, heads=65, arch=80))
+    assert str(error.value).splitlines()[1:] == [
+        "  hopper:wide: needs sm_90, got cuda sm_80",
+        "  hopper:narrow: needs at most 64 heads, got 65",
+    ]
+    with pytest.raises(UnsupportedError, match=r"\n  hopper:wide: needs sm_90"):
+        dispatch.select("attend", asked, "hopper:wide")
+
+
+def test_an_unknown_kernel_is_named_with_the_choices(two_kernels):
+    message = "attend: kernel of hopper must be one of wide, narrow, got 'tall'"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        dispatch.select("attend", HOPPER, "hopper:tall")
 
 
 def test_unknown_op_and_backend_are_named_with_the_choices(three_backends):

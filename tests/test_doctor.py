@@ -132,9 +132,11 @@ def test_a_backend_that_takes_nothing_here_does_not_count_as_working(monkeypatch
 
 @pytest.mark.parametrize("backend", ["hopper", "triton"])
 def test_every_decode_kernel_takes_the_case_of_the_doctor(backend, monkeypatch):
-    (spec,) = (each for each in dispatch.specs("mla_decode") if each.backend == backend)
     launches = []
-    monkeypatch.setitem(spec.__dict__, "launch", lambda *args, **kwargs: launches.append(args))
+    for spec in dispatch.specs("mla_decode"):
+        if spec.backend == backend:
+            watched = lambda *args, **kwargs: launches.append(args)  # noqa: E731
+            monkeypatch.setitem(spec.__dict__, "launch", watched)
     with pretending(90):
         doctor.WIDE_CASES["mla_decode"].trial("cpu").call(backend)
     assert len(launches) == 1

@@ -112,7 +112,8 @@ def test_plans_of_other_heads_and_rows_serve_too():
 
 def test_every_decode_kernel_has_a_planner():
     for spec in dispatch.specs("mla_decode"):
-        assert spec.plan.__name__ == "plan_mla_decode"
+        assert spec.planner.endswith(":plan_mla_decode")
+        assert callable(spec.plan)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "triton"])

@@ -116,7 +116,7 @@ def test_random_problems_match_the_oracle(spec, strategy, examples, device, pyte
 )
 def test_large_problems_match_the_oracle(spec, case, device):
     try:
-        case.run(device, spec.backend)
+        case.run(device, spec.name)
     except UnsupportedError as refusal:
         pytest.skip(str(refusal))
 

@@ -27,7 +27,7 @@ from mlakit.ops._arguments import (
 )
 from mlakit.ops._library import Op, Splits
 from mlakit.plan import DecodePlan, DecodePlanTensors, EvenSplit
-from mlakit.specs import Problem, device_facts
+from mlakit.specs import Problem, device_facts, num_sms
 
 NAME = "mla_decode"
 
@@ -139,7 +139,15 @@ def _decode(a: DecodeArguments, out: Tensor | None, lse: Tensor | None) -> tuple
     lse = check_result(dims, "lse", lse, *axes[:2], dtype=torch.float32)
 
     problem = decode_problem(
-        a.layer, a.page_table, a.shard, a.mask, a.q.dtype, dims["heads"], _uses(a, q_latent, q_rope)
+        a.layer,
+        a.page_table,
+        a.shard,
+        a.mask,
+        a.q.dtype,
+        dims["heads"],
+        dims["tokens"],
+        _uses(a, q_latent, q_rope),
+        is_batch_invariant=_is_batch_invariant(a),
     )
     spec = dispatch.select(NAME, problem, a.backend)
     spec.launch(
@@ -177,7 +185,10 @@ def decode_problem(
     mask: Mask,
     dtype: torch.dtype,
     heads: int,
+    num_tokens: int,
     uses: Iterable[str] = (),
+    *,
+    is_batch_invariant: bool = False,
 ) -> Problem:
     """What dispatch is asked, by a call and by the plan of one."""
     uses = list(uses)
@@ -196,7 +207,25 @@ def decode_problem(
         row=layer.codec.row,
         mask=mask.kind,
         uses=tuple(uses),
+        num_tokens=num_tokens,
+        max_keys=_capacity(page_table, layer),
+        num_sms=num_sms(layer.payload.device),
+        is_batch_invariant=is_batch_invariant,
     )
+
+
+def _capacity(page_table: PageTable, layer: CacheLayer) -> int:
+    """Keys that a request may have."""
+    if isinstance(page_table, tuple):
+        return page_table[1].shape[0]
+    return page_table.shape[1] * layer.page_size
+
+
+def _is_batch_invariant(a: DecodeArguments) -> bool:
+    """Are the splits a request's own? Those of a plan are, unless it was made for a kernel."""
+    if isinstance(a.splits, DecodePlanTensors):
+        return a.splits.slot_rows == 0
+    return a.splits is not None or a.deterministic
 
 
 def _uses(a: DecodeArguments, q_latent: Tensor, q_rope: Tensor) -> Iterator[str]:

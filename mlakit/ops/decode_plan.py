@@ -74,7 +74,7 @@ def plan_mla_decode(
     if dtype is None:
         dtype = layer.payload.dtype if layer.payload.dtype in FLOATS else torch.bfloat16
 
-    problem = decode_problem(layer, page_table, shard, mask, dtype, heads)
+    problem = decode_problem(layer, page_table, shard, mask, dtype, heads, tokens)
     spec = dispatch.select(PLANNED_OP, problem, backend)
     with made_current(kv_lens.device):
         plan: DecodePlanTensors = spec.plan(

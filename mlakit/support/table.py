@@ -42,6 +42,7 @@ class Verdict:
     op: str
     problem: Problem
     objections: dict[str, str | None]  # by backend; None: takes it
+    kernels: dict[str, str | None]  # by name, where a backend has several: why `auto` skips it
 
     @property
     def chosen(self) -> str | None:
@@ -49,12 +50,22 @@ class Verdict:
         takers = [backend for backend, reason in self.objections.items() if reason is None]
         return takers[0] if takers else None
 
+    @property
+    def kernel(self) -> str | None:
+        """The kernel that the chosen backend picks, where it has several."""
+        for name, reason in self.kernels.items():
+            if name.startswith(f"{self.chosen}:") and reason is None:
+                return name.partition(":")[2]
+        return None
+
     def as_json(self) -> dict[str, object]:
         return {
             "op": self.op,
             "problem": str(self.problem),
             "chosen": self.chosen,
+            "kernel": self.kernel,
             "objections": self.objections,
+            "kernels": self.kernels,
         }
 
 
@@ -125,7 +136,12 @@ def problem_of(
 
 
 def verdict(op: str, problem: Problem) -> Verdict:
-    return Verdict(op, problem, dispatch.explain(op, problem))
+    named = {
+        name: reason
+        for name, reason in dispatch.explain_kernels(op, problem).items()
+        if ":" in name
+    }
+    return Verdict(op, problem, dispatch.explain(op, problem), named)
 
 
 def verdicts() -> list[list[Verdict]]:
@@ -163,4 +179,8 @@ def explanation(each: Verdict) -> Table:
             "[green]yes, and auto picks it[/green]" if backend == each.chosen else "yes"
         )
         shown.add_row(backend, says)
+        own = {name: why for name, why in each.kernels.items() if name.startswith(f"{backend}:")}
+        if reason is None:
+            for name, why in own.items():
+                shown.add_row(name, why or "[green]its kernel for this[/green]")
     return shown

@@ -100,7 +100,7 @@ def compiling(target: Target) -> Iterator[Compilation]:
     driver = triton.runtime.driver._active
     triton.runtime.driver.set_active(_NoDriver(target.arch))
     try:
-        with pretending(target.arch):
+        with pretending(target.arch, target.num_sms):
             yield compilation
     finally:
         _COMPILATION.reset(token)
