@@ -24,10 +24,13 @@ from mlakit.checks import Dims
 from mlakit.reprs import shapes_repr
 
 MAX_INT32 = 2**31 - 1
-# An even plan may take this many tenths of the balanced share: a cut costs the end of a pipeline,
+# The split heuristic's constants, for `plan_decode` here and for its twin that runs on the device,
+# `kernels.triton.decode_plan`.
+# An even plan may take this many tenths of the balanced share: a split costs the end of a pipeline,
 # float32 partials and their merge. 128 equal requests on the 132 SMs of an H200 take 6 % longer
-# balanced than whole, and 32 of them on 264 workers are fastest in 8 parts each.
+# balanced than whole, and 32 of them on 264 workers are fastest in 8 splits each.
 EVEN_TENTHS = 11
+DETERMINISTIC_SPLIT_KEYS = 2048  # of a split where results may not depend on the batch
 
 
 def _ceil_div(numerator: int, denominator: int) -> int:

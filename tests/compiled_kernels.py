@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mlakit.kernels.hopper.primitives import new_barrier, new_barriers
+from mlakit.kernels.hopper.primitives import alloc_barrier, alloc_barriers
 from mlakit.kernels.triton.launch import SHARED_BYTES, Target, compiling, launch
 from mlakit.support.machine_code import machine_code
 
@@ -54,8 +54,8 @@ def _multiply(out):
 
 @gluon.jit
 def _arrive(USES_ONE: gl.constexpr, USES_SEVERAL: gl.constexpr):
-    one = new_barrier()
-    several = new_barriers(2, 1)
+    one = alloc_barrier()
+    several = alloc_barriers(2, 1)
     if USES_ONE:
         mbarrier.arrive(one, count=1)
     if USES_SEVERAL:

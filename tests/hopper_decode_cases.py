@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from random import Random
-from unittest import mock
 
 import pytest
 import torch
@@ -23,26 +22,35 @@ LENGTHS = {
     "more queries than keys": ((130, 64, 5), (3, 1, 5)),
     "ragged queries, none of one": ((300, 70, 129), (5, 0, 1)),
     "a request of many queries": ((700, 90), (40, 1)),
-    "rings of copies that come round many times": ((4097, 1, 2880, 0, 191), (1, 2, 1, 1, 3)),
+    "pipelines that wrap many times": ((4097, 1, 2880, 0, 191), (1, 2, 1, 1, 3)),
 }
-# with one worker all of them are of one program: units with no block, an odd number, an even one
-MANY_UNITS = {"kv_lens": (1, 0, 65, 64, 200, 0, 130, 3, 700, 1), "num_workers": 1, "tile": 64}
+# one worker, so one CTA has all work tiles: with no block, an odd number of blocks, an even number
+MANY_TILES = {"kv_lens": (1, 0, 65, 64, 200, 0, 130, 3, 700, 1), "num_workers": 1, "tile": 64}
 FP8 = ("fp8", "fp8_token", "fp8_block128")
-HALF_AND_FP8 = ("bf16", *FP8)
-FEW_FP8_HEADS = pytest.mark.parametrize("heads", [8, 16, 32])
+BF16_AND_FP8 = ("bf16", *FP8)
+SMALL_M_HEADS = pytest.mark.parametrize("heads", [8, 16, 32])
 FP8_HEADS = pytest.mark.parametrize("heads", [8, 16, 32, 128])
 FP8_FORMATS = pytest.mark.parametrize("format", FP8)
 ODD_PAGES = pytest.mark.parametrize("page_size", [1, 3, 4, 8, 16, 24, 32, 96])
-# one of the kernel for few heads, one of the other
-KERNELS = pytest.mark.parametrize("heads", [16, 64], ids=["few", "many"])
+# heads of a small_m kernel, and of an m64 kernel
+KERNELS = pytest.mark.parametrize("heads", [16, 64], ids=["small_m", "m64"])
 
 
-def run(*, is_little: bool = False, **fields: object) -> None:
-    """More than 32 heads go to the kernel for many unless that `is_little` to do."""
+def kernel_for(heads: int, format: str = "bf16", dtype: str = "bf16", *, m64: bool = True) -> str:
+    """What `backend=` takes for the kernel that decodes much work; without `m64` that of little."""
+    is_fp8 = format in FP8
+    if heads <= 32 or format == "fp8_block128" or not m64:
+        return "hopper:small_m_fp8_kv" if is_fp8 else "hopper:small_m_bf16"
+    if is_fp8:
+        return "hopper:m64_fp8_qk" if dtype == "e4m3" else "hopper:m64_fp8_kv"
+    return "hopper:m64_bf16"
+
+
+def run(*, m64: bool = True, **fields: object) -> None:
+    """More than 32 heads go to an m64 kernel, by its name, or without `m64` to a small_m kernel."""
     case = DecodeCase(**{**ROW, "page_size": 64, "heads": 16, **fields})
     trial = case.trial("cuda")
-    with mock.patch("mlakit.kernels.hopper.decode.FEW_BLOCKS", 1e9 if is_little else 0):
-        trial.check(trial.call("hopper"))
+    trial.check(trial.call(kernel_for(case.heads, case.format, case.dtype, m64=m64)))
 
 
 def around_pages(page_size: int) -> dict[str, tuple[int, ...]]:

@@ -81,6 +81,8 @@ def test_only_hopper_adds_bytes_and_only_of_many_heads():
         cuda = torch.device("cuda")
         assert byte_scores.adds_bytes(cuda, "auto", **problem)
         assert byte_scores.adds_bytes(cuda, "hopper", **problem)
+        assert byte_scores.adds_bytes(cuda, "hopper:m64_fp8_qk", **{**problem, "heads": 8})
+        assert not byte_scores.adds_bytes(cuda, "hopper:small_m_fp8_kv", **problem)
         assert not byte_scores.adds_bytes(cuda, "triton", **problem)
         assert not byte_scores.adds_bytes(torch.device("cpu"), "auto", **problem)
         for other in ({"format": "fp8_block128"}, {"q_dtype": "bf16"}, {"heads": 32}):

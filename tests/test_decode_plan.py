@@ -11,7 +11,7 @@ import torch
 
 from mlakit import knobs
 from mlakit.cache import WHOLE
-from mlakit.kernels.triton.decode_plan import OwnCuts, plan_decode
+from mlakit.kernels.triton.decode_plan import OwnSplits, plan_decode
 from mlakit.masks import CAUSAL
 from mlakit.plan import DecodePlanTensors
 from mlakit.plan import plan_decode as plan_on_host
@@ -33,7 +33,7 @@ def random_batch(seed: int) -> tuple[list[int], list[int], int, int]:
 
 def make_plan(q_lens: list[int], kv_lens: list[int], **sizes: Any) -> DecodePlanTensors:
     device = "cpu" if knobs.interpreted() else "cuda"
-    defaults = {"num_workers": 3, "least_tiles": 2, "slot_rows": HEADS, "capacity": 4096}
+    defaults = {"num_workers": 3, "min_tiles": 2, "slot_rows": HEADS, "capacity": 4096}
     return plan_decode(
         torch.tensor([0, *accumulate(q_lens)], dtype=torch.int32, device=device),
         torch.tensor(kv_lens, dtype=torch.int32, device=device),
@@ -116,7 +116,7 @@ def test_triton_plans_are_those_of_the_host(seed):
     num_workers, batch = draw.choice([1, 3, 7, 40, 264]), draw.choice([1, 2, 5, 32, 140])
     spread = draw.choice([0, 100, 2900])  # equal, nearly equal and unequal lengths
     kv_lens = [3000 - draw.randint(0, spread) for _ in range(batch)]
-    made = make_plan([1] * batch, kv_lens, num_workers=num_workers, least_tiles=1)
+    made = make_plan([1] * batch, kv_lens, num_workers=num_workers, min_tiles=1)
     expected = plan_on_host(kv_lens, num_workers=num_workers, tile=TILE)
     assert made.worker_starts.tolist() == list(expected.worker_starts)
     assert made.partial_starts.tolist() == list(expected.partial_starts)
@@ -144,7 +144,7 @@ def test_triton_plans_cut_equal_requests_alike():
 
 
 def test_triton_plans_make_no_part_smaller_than_is_worth_a_worker():
-    plan = make_plan([1] * 4, [10 * TILE] * 4, num_workers=32, least_tiles=3)
+    plan = make_plan([1] * 4, [10 * TILE] * 4, num_workers=32, min_tiles=3)
     cuts = [(0, 3), (3, 6), (6, 10)]
     assert [[item[1:3] for item in own] for own in worker_items(plan)] == [
         [list(cut)] for _ in range(4) for cut in cuts
@@ -179,14 +179,14 @@ def cut(tiles: int, width: int) -> list[range]:
 @pytest.mark.parametrize(
     ("cuts", "parts_of"),
     [
-        (OwnCuts(4), lambda tiles: cut(tiles, 4)),
-        (OwnCuts(0, 3), lambda tiles: cut(tiles, -(-tiles // 3))),
+        (OwnSplits(4), lambda tiles: cut(tiles, 4)),
+        (OwnSplits(0, 3), lambda tiles: cut(tiles, -(-tiles // 3))),
     ],
     ids=["tiles", "parts"],
 )
 def test_triton_plans_with_own_cuts_know_of_one_request_at_a_time(cuts, parts_of, num_workers):
     q_lens, kv_lens = [1, 1, 0, 1, 1, 1], [1000, 0, 500, 64, 65, 1]
-    plan = make_plan(q_lens, kv_lens, num_workers=num_workers, capacity=1024, cuts=cuts)
+    plan = make_plan(q_lens, kv_lens, num_workers=num_workers, capacity=1024, own=cuts)
     items, slots = plan.host_items(), plan.partial_starts.tolist()
     assert plan.max_partials >= slots[-1]
     for request, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
@@ -204,6 +204,6 @@ def test_triton_plans_with_own_cuts_know_of_one_request_at_a_time(cuts, parts_of
 
 
 def test_triton_plans_with_own_cuts_have_room_for_every_table():
-    plan = make_plan([1] * 5, [4096] * 5, capacity=4096, cuts=OwnCuts(4))
+    plan = make_plan([1] * 5, [4096] * 5, capacity=4096, own=OwnSplits(4))
     assert int(plan.partial_starts[-1]) == 5 * 4096 // (4 * TILE) <= plan.max_partials
-    assert make_plan([1], [16], capacity=16, cuts=OwnCuts(4)).max_partials == 0
+    assert make_plan([1], [16], capacity=16, own=OwnSplits(4)).max_partials == 0

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from math import log
 from random import Random
-from unittest import mock
 
 import pytest
 import torch
 from hopper_decode_cases import (
+    BF16_AND_FP8,
     FP8,
-    HALF_AND_FP8,
     KERNELS,
     LENGTHS,
     ODD_PAGES,
     ROW,
     around_pages,
+    kernel_for,
     random_batch,
     run,
 )
@@ -28,9 +28,9 @@ from mlakit.workloads import DecodeCase
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [33, 64, 128])
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_many_heads_with_little_to_do(lengths, heads):
+def test_many_heads_in_a_small_m_kernel(lengths, heads):
     kv_lens, q_lens = LENGTHS[lengths]
-    run(kv_lens=kv_lens, q_lens=q_lens, heads=heads, is_little=True)
+    run(kv_lens=kv_lens, q_lens=q_lens, heads=heads, m64=False)
 
 
 @pytest.mark.gpu
@@ -63,7 +63,7 @@ def test_odd_pages(page_size, heads):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("heads", "format"), [(64, "bf16"), *((16, each) for each in HALF_AND_FP8)]
+    ("heads", "format"), [(64, "bf16"), *((16, each) for each in BF16_AND_FP8)]
 )
 @ODD_PAGES
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_fixed_splits_do_not_depend_on_the_batch(heads):
 @pytest.mark.gpu
 @KERNELS
 @pytest.mark.parametrize("fields", [{"deterministic": True}, {"num_splits": 5}], ids=str)
-def test_requests_that_are_cut_on_their_own_account(fields, heads):
+def test_splits_that_do_not_depend_on_the_batch(fields, heads):
     run(
         kv_lens=(5000, 65, 0, 2048, 2049, 2112),
         q_lens=(1,) * 6,
@@ -195,7 +195,7 @@ def test_random_batches(seed):
 @pytest.mark.parametrize("format", ["bf16", "fp16", *FP8])
 @pytest.mark.parametrize("step", [0.4, 3.0, 7.9, 8.1, 40.0])
 def test_scores_that_rise_and_fall_from_block_to_block(step, format, heads):
-    """By so many powers of two: a peak stays what it was until a score is far above it."""
+    """By so many powers of two: row_max is kept until a score exceeds it by a threshold."""
     row, dtype = DecodeCase(**ROW).row, torch.float16 if format == "fp16" else torch.bfloat16
     cache = PagedLatentCache.allocate(row, format, num_pages=10, page_size=64, device="cuda")
     own = torch.Generator().manual_seed(0)
@@ -209,9 +209,8 @@ def test_scores_that_rise_and_fall_from_block_to_block(step, format, heads):
     q = q.to(dtype)
     pages = torch.arange(10, dtype=torch.int32, device="cuda").expand(2, 10)
     lens = torch.tensor([640, 577], dtype=torch.int32, device="cuda")
-    with mock.patch("mlakit.kernels.hopper.decode.FEW_BLOCKS", 0):
-        given = {"softmax_scale": 1.0, "backend": "hopper"}
-        results = mla_decode(q.cuda(), cache, pages, lens, **given)
+    given = {"softmax_scale": 1.0, "backend": kernel_for(heads, format)}
+    results = mla_decode(q.cuda(), cache, pages, lens, **given)
     exact, naive = (
         reference.mla_decode(
             q, [stored, stored[:577]], (1, 1), softmax_scale=1.0, v_width=512, dtype=dtype

@@ -1,9 +1,8 @@
-"""Hopper's decode of queries in e4m3: widened for its dots, or of many heads as they are."""
+"""Hopper's decode of FP8 queries: converted to float16, or with many heads multiplied as FP8."""
 
 from __future__ import annotations
 
 from random import Random
-from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from hopper_decode_cases import (
     FP8_FORMATS,
     FP8_HEADS,
     LENGTHS,
-    MANY_UNITS,
+    MANY_TILES,
     ODD_PAGES,
     ROW,
     around_pages,
@@ -23,7 +22,7 @@ from hopper_decode_cases import (
 from mlakit import PagedLatentCache, mla_decode
 from mlakit.workloads import DecodeCase, byte_scores
 
-ROTATED_IN_HALVES = pytest.mark.parametrize("format", FP8[1:])
+BF16_ROTATED = pytest.mark.parametrize("format", FP8[1:])
 E4M3_QUERIES = {"dtype": "e4m3", "q_scaled": True, "tensor_scale": 0.05}
 
 
@@ -81,7 +80,7 @@ def test_e4m3_queries_with_other_arguments(fields, heads, format):
 
 
 @pytest.mark.gpu
-@ROTATED_IN_HALVES
+@BF16_ROTATED
 @pytest.mark.parametrize("heads", [1, 8, 16, 32, 100])
 @pytest.mark.parametrize("q_scaled", [False, True], ids=["plain", "scaled"])
 def test_rotated_queries_of_bf16_beside_e4m3(q_scaled, heads, format):
@@ -102,9 +101,8 @@ def test_scores_of_many_heads_are_sums_as_the_hardware_makes_them(format):
     q = torch.randn(90, 128, 576, generator=own).cuda().to(torch.float8_e4m3fn)
     page = torch.arange(90, dtype=torch.int32, device="cuda") % 8
     lens = torch.ones_like(page)
-    with mock.patch("mlakit.kernels.hopper.decode.FEW_BLOCKS", 0):
-        given = {"softmax_scale": 0.5, "backend": "hopper"}
-        _, lse = mla_decode(q, cache, page[:, None], lens, **given)
+    given = {"softmax_scale": 0.5, "backend": "hopper:m64_fp8_qk"}
+    _, lse = mla_decode(q, cache, page[:, None], lens, **given)
     row = DecodeCase(**ROW).row
     modelled = torch.stack(
         [
@@ -114,19 +112,18 @@ def test_scores_of_many_heads_are_sums_as_the_hardware_makes_them(format):
     )
     torch.testing.assert_close(lse, modelled * 0.5, rtol=2.0**-22, atol=0.0)
     exact = (q.double() @ first_rows[page][..., None])[..., 0] * 0.5
-    assert (lse - exact).abs().max() > 2.0**-10  # what is widened would lose less
+    assert (lse - exact).abs().max() > 2.0**-10  # a conversion to float16 would lose less
 
 
 @pytest.mark.gpu
 def test_e4m3_queries_of_many_heads_over_rows_of_sizes_far_apart():
-    """Weights of rows with small scales matter where the large one is not attended to."""
+    """Probabilities of rows with small scales matter where the large one is not attended to."""
     cache, rows = with_sizes("fp8_token", [1e-3] * 400 + [1e6] + [1e-3] * 111)
     own = torch.Generator().manual_seed(8)
     q = torch.randn(2, 64, 576, generator=own).cuda().to(torch.float8_e4m3fn)
     largest = (q.double() @ rows.T).abs().amax((1, 2))
     scales = (3000.0 / largest).float()  # at the softmax's scale scores are up to 60
-    with mock.patch("mlakit.kernels.hopper.decode.FEW_BLOCKS", 0):
-        out, lse = attend_all(q, cache, scales)
+    out, lse = attend_all(q, cache, scales, backend="hopper:m64_fp8_qk")
     scores = q.double() * scales.double()[:, None, None] @ rows.T * 0.02
     torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-3, atol=1e-3)
     want = scores.softmax(-1) @ rows[:, :512]
@@ -140,10 +137,10 @@ def test_e4m3_queries_of_many_heads_over_rows_of_sizes_far_apart():
 @pytest.mark.gpu
 @FP8_FORMATS
 @FP8_HEADS
-def test_e4m3_queries_of_many_units_of_one_program(heads, format):
-    """Those of the next unit are copied while others of this one are still attended to."""
+def test_e4m3_queries_of_many_tiles_of_one_cta(heads, format):
+    """Those of the next work tile are loaded while this one is still computed."""
     q_lens = (1, 2, 1, 1, 3, 1, 1, 0, 1, 1)
-    run(**MANY_UNITS, **E4M3_QUERIES, q_lens=q_lens, heads=heads, format=format)
+    run(**MANY_TILES, **E4M3_QUERIES, q_lens=q_lens, heads=heads, format=format)
 
 
 @pytest.mark.gpu
@@ -185,7 +182,7 @@ def assert_attended(
 @pytest.mark.gpu
 @FP8_FORMATS
 @pytest.mark.parametrize("heads", [8, 16, 32])
-def test_every_number_of_e4m3_is_widened_exactly(heads, format):
+def test_every_number_of_e4m3_is_converted_exactly(heads, format):
     """A number each token, a column each head; scaled so that every one of them matters."""
     cache, rows = with_sizes(format, [1.0])
     numbers = torch.tensor([byte for byte in range(256) if byte & 0x7F != 0x7F], dtype=torch.uint8)

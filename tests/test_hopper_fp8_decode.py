@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from random import Random
-from unittest import mock
 
 import pytest
 import torch
@@ -12,9 +11,10 @@ from hopper_decode_cases import (
     FP8_HEADS,
     KERNELS,
     LENGTHS,
-    MANY_UNITS,
+    MANY_TILES,
     ODD_PAGES,
     around_pages,
+    kernel_for,
     random_batch,
     run,
     with_sizes,
@@ -118,9 +118,9 @@ def test_fp8_plans(tile, num_workers, heads, format):
 @pytest.mark.gpu
 @FP8_FORMATS
 @FP8_HEADS
-def test_fp8_turns_go_on_from_unit_to_unit(heads, format):
-    """Two scorers share the blocks."""
-    run(**MANY_UNITS, q_lens=(1,) * 10, heads=heads, format=format)
+def test_fp8_phases_go_on_from_tile_to_tile(heads, format):
+    """Two QK-softmax warpgroups take alternate blocks."""
+    run(**MANY_TILES, q_lens=(1,) * 10, heads=heads, format=format)
 
 
 @pytest.mark.gpu
@@ -149,7 +149,7 @@ def test_fp8_random_batches(seed, format):
     "sizes", [[1.0], [1e-6, 1e3, 1.0], [1e12], [1e-12], [1e-3] * 400 + [1e6] + [1e-3] * 111]
 )
 def test_fp8_rows_of_any_size(sizes, format, heads):
-    """Halves have little range; what rows are multiplied with must be brought to it."""
+    """float16 has little range: what rows are multiplied with must be scaled to it."""
     cache, rows = with_sizes(format, sizes)
     own = torch.Generator().manual_seed(1)
     # not beyond: where scores reach 2**30, float32 no longer tells how far one is from the largest
@@ -159,8 +159,8 @@ def test_fp8_rows_of_any_size(sizes, format, heads):
     q = q.bfloat16().cuda()
     table = torch.arange(8, dtype=torch.int32, device="cuda")[None]
     lens = torch.tensor([512], dtype=torch.int32, device="cuda")
-    with mock.patch("mlakit.kernels.hopper.decode.FEW_BLOCKS", 0):
-        got, lse = mla_decode(q, cache, table, lens, softmax_scale=0.1, backend="hopper")
+    backend = kernel_for(heads, format)
+    got, lse = mla_decode(q, cache, table, lens, softmax_scale=0.1, backend=backend)
     scores = q[0].double() @ rows.T * 0.1
     want = scores.softmax(-1) @ rows[:, :512]
     assert torch.allclose(lse[0].double(), scores.logsumexp(-1), rtol=1e-4, atol=1e-4)
@@ -178,8 +178,8 @@ def test_fp8_nan_that_is_seen_is_seen(column, heads, format):
     q = torch.ones(2, heads, 576, dtype=torch.bfloat16, device="cuda")
     table = torch.arange(8, dtype=torch.int32, device="cuda").expand(2, 8)
     lens = torch.tensor([512, 511], dtype=torch.int32, device="cuda")
-    with mock.patch("mlakit.kernels.hopper.decode.FEW_BLOCKS", 0):
-        out, lse = mla_decode(q, cache, table, lens, softmax_scale=0.1, backend="hopper")
+    backend = kernel_for(heads, format)
+    out, lse = mla_decode(q, cache, table, lens, softmax_scale=0.1, backend=backend)
     assert out[0].isnan().all()
     assert lse[0].isnan().all()
     assert out[1].isfinite().all()

@@ -135,7 +135,7 @@ CONFIGURATIONS: dict[str, Case] = {
     "append-slots": _append("fp8_block128", slots="some"),
 }
 # Gluon kernels, which are for one architecture
-# more than the kernel for few heads is given
+# more than `auto` gives to a small_m kernel
 MUCH_WORK = {"kv_lens": (2200, 65), "q_lens": (64, 1)}
 HOPPER = {
     "hopper-decode-h128-bf16": _decode("bf16", 128, page_size=64, **MUCH_WORK),
@@ -239,7 +239,7 @@ HOPPER = {
         )
     },
     "hopper-decode-h128-bf16-page16": _decode("bf16", 128, page_size=16, **MUCH_WORK),
-    # rows that are copied one by one
+    # with a gather producer
     **{
         f"hopper-decode-h{heads}-{format}-page{page_size}": _decode(
             format, heads, page_size=page_size, **more

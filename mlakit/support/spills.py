@@ -15,8 +15,8 @@ _SPARSE = {
     },
 }
 
-_FEW_FP8 = {
-    # once a unit; with pages of one row and 32 heads some in the producer's loop
+_SMALL_M_FP8_KV = {
+    # once per work tile; with pages of one row and 32 heads some in the producer's loop
     "3.6.0": {
         "h16-fp8-page3": (6, 5),
         "h16-fp8_block128-page1": (5, 6),
@@ -31,9 +31,9 @@ _FEW_FP8 = {
         "h32-fp8_block128-page8": (6, 4),
         "h32-fp8_token-page1": (7, 6),
     },
-    # numbers of the thread, kept from one role's code to another's: once a unit nearly all, of the
-    # loads up to three in a loop over blocks, six with pages of 32, thirteen in the producer where
-    # that copies rows one by one
+    # thread indices, kept from one warp role's code to another's: nearly all once per work tile; of
+    # the loads up to three in a loop over blocks, six with pages of 32, thirteen in the loop of a
+    # gather producer
     "3.9.0": {
         "h8-fp8": (3, 9),
         "h8-fp8_token": (5, 13),
@@ -73,10 +73,10 @@ _FEW_FP8 = {
     },
 }
 
-# beside a copier, for which they have fewer registers
-_MANY = {
+# beside a gather producer, which takes registers
+_M64_BF16 = {
     "3.6.0": {"h128-bf16-page96": (1, 1)},
-    # numbers of the thread, as above
+    # thread indices, as above
     "3.9.0": {
         "h128-bf16-page1": (19, 50),
         "h128-bf16-page8": (14, 47),
@@ -84,8 +84,8 @@ _MANY = {
     },
 }
 
-_E4M3 = {
-    # where adders write a unit's results, after the loop over its blocks
+_M64_FP8_QK = {
+    # in the epilogue of the PV warpgroups, after the loop over blocks
     "3.6.0": {
         "h128-fp8-e4m3-q-page24": (18, 23),
         "h128-fp8_token-e4m3-q-page1": (16, 24),
@@ -97,7 +97,7 @@ _E4M3 = {
         "many-fp8_token-e4m3-q-given-plan": (1, 1),
         "many-fp8_token-e4m3-q-page8": (12, 13),
     },
-    # numbers of the thread, where rows are copied one by one
+    # thread indices, with a gather producer
     "3.9.0": {
         "h128-fp8-e4m3-q-page24": (39, 76),
         "h128-fp8_token-e4m3-q-page1": (41, 70),
@@ -118,7 +118,7 @@ def _of(
 # by version of Triton, configuration and architecture
 ALLOWED_SPILLS = {
     **_of("sparse_mla_kernel", "", _SPARSE),
-    **_of("mla_decode_few_fp8_kernel", "hopper-decode-", _FEW_FP8),
-    **_of("mla_decode_kernel", "hopper-decode-", _MANY),
-    **_of("mla_decode_e4m3_kernel", "hopper-decode-", _E4M3),
+    **_of("mla_decode_small_m_fp8_kv_kernel", "hopper-decode-", _SMALL_M_FP8_KV),
+    **_of("mla_decode_m64_bf16_kernel", "hopper-decode-", _M64_BF16),
+    **_of("mla_decode_m64_fp8_qk_kernel", "hopper-decode-", _M64_FP8_QK),
 }

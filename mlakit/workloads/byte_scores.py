@@ -1,7 +1,7 @@
 """Scores of e4m3 queries over e4m3 rows as Hopper's tensor cores add them: a naive run for those.
 
-`decode_e4m3_kernel` multiplies bytes as they are. What the hardware keeps of such sums is less than
-float32, so a run in float32 is not one of the same precision.
+The kernel `m64_fp8_qk` multiplies bytes as they are. What the hardware keeps of such sums is less
+than float32, so a run in float32 is not one of the same precision.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ def adds_bytes(
     """May the scores of such a call be sums of bytes?"""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return False
+    if backend == "hopper:m64_fp8_qk":
+        return True
     is_of_bytes = q_dtype == "e4m3" and format in FORMATS and heads > MORE_HEADS_THAN
     return is_of_bytes and backend in ("auto", "hopper")
 

@@ -7,7 +7,7 @@ from typing import Any
 from triton.experimental.gluon.language import shared_memory_descriptor
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
-from triton.language.core import _aggregate, base_value
+from triton.language.core import _aggregate, base_value, constexpr
 
 # 3.6 and 3.7 have only the second name, 3.9 has only the first
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -19,7 +19,7 @@ reinterpret = getattr(_descriptor, "reinterpret", None) or _descriptor._reinterp
 
 
 def record(fields: type) -> Any:
-    """Values inside a kernel, by name: `fields` is a class of annotations, in their order.
+    """A struct of device values: `fields` is a class of annotations, in their order.
 
     Triton's own aggregate wants types and a constructor; here a field is any value of a kernel.
     """
@@ -27,7 +27,8 @@ def record(fields: type) -> Any:
 
     def set_all(self: Any, *values: Any) -> None:
         for name, value in zip(names, values, strict=True):
-            setattr(self, name, value)
+            # a member of a constexpr argument is a plain Python value
+            setattr(self, name, value if isinstance(value, base_value) else constexpr(value))
 
     set_all.__triton_builtin__ = True  # type: ignore[attr-defined]
     fields.__annotations__ = dict.fromkeys(names, base_value)

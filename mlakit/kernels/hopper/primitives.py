@@ -1,4 +1,4 @@
-"""What Gluon kernels for Hopper share."""
+"""Device functions and layouts that the Gluon kernels for Hopper share."""
 
 from __future__ import annotations
 
@@ -12,41 +12,32 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from mlakit.kernels.hopper.compat import reinterpret, tma_load
 
 
-@gluon.jit
-def opaque_zero():
-    """A zero the compiler cannot see through: what is indexed with it is not kept in registers.
+@gluon.constexpr_function
+def smem_layout(columns, bits):
+    """The layout of an smem tile: rows of `columns` elements of so many bits.
 
-    The addresses of operands in shared memory never change, so some forty of them would be, and
-    others would be spilled for them.
+    The swizzle atom is 128 bytes wide, or as wide as the row where that is narrower. TMA writes
+    this layout and wgmma reads it.
     """
-    return gl.inline_asm_elementwise(
-        "mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    return gl.NVMMASharedLayout(
+        swizzle_byte_width=min(columns * bits // 8, 128), element_bitwidth=bits, rank=2
     )
 
 
-@gluon.jit
-def new_barrier(ARRIVALS: gl.constexpr = 1):
-    """Of its own allocation: between two of them the compiler then needs no block-wide barrier."""
-    barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(barrier, count=ARRIVALS)
-    return barrier
-
-
-@gluon.jit
-def new_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """So many, to be chosen from at run time, each of them complete after so many arrivals."""
-    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for place in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(place), count=ARRIVALS)
-    return barriers
+@gluon.constexpr_function
+def acc_layout(columns, k=16):
+    """The layout of a wgmma accumulator [64 · n, columns] of four warps; k = 32 for 8-bit types."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, k])
 
 
 @gluon.constexpr_function
-def lanes_of(warps):
-    """[32], one element a lane, the same ones in each of so many warps."""
+def lane_layout(warps):
+    """[32 · n], one element per lane; 32 elements are the same ones in each of so many warps."""
     return gl.BlockedLayout([1], [32], [warps], [0])
 
 
+SMEM_16BIT = gl.constexpr(smem_layout(64, 16))  # of 64 or more columns
+SMEM_VECTOR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 # four elements, all of them in each thread
 IN_EACH_THREAD = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -59,6 +50,41 @@ IN_EACH_THREAD = gl.constexpr(
 )
 
 
+@gluon.jit
+def opaque_zero():
+    """A zero that the compiler cannot fold: what is indexed with it is recomputed, not kept.
+
+    The smem descriptors of wgmma operands are loop-invariant. Without this the compiler keeps about
+    forty of them in registers and spills others.
+    """
+    return gl.inline_asm_elementwise(
+        "mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def alloc_vector(COUNT: gl.constexpr):
+    """float32 [COUNT] in shared memory, which warpgroups exchange values through."""
+    return gl.allocate_shared_memory(gl.float32, [COUNT], SMEM_VECTOR)
+
+
+@gluon.jit
+def alloc_barrier(ARRIVALS: gl.constexpr = 1):
+    """An allocation each: between two barriers the compiler then needs no CTA-wide barrier."""
+    barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(barrier, count=ARRIVALS)
+    return barrier
+
+
+@gluon.jit
+def alloc_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """COUNT barriers that are indexed at run time; each phase completes after ARRIVALS arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(stage), count=ARRIVALS)
+    return barriers
+
+
 _PREFETCH = gl.constexpr("""{
     .reg .pred is_there;
     setp.ne.u32 is_there, $2, 0;
@@ -68,81 +94,86 @@ _PREFETCH = gl.constexpr("""{
 
 
 @gluon.jit
-def ask_for_each(address, size):
-    """`ask_for`, with an address and a size of each thread's own."""
+def prefetch_l2_each(address, size):
+    """Prefetch `size` bytes to L2, an address and a size per thread: multiples of 16, or 0."""
     gl.inline_asm_elementwise(
         _PREFETCH, "=r,l,r", [address, size], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
 @gluon.jit
-def ask_for(address, size):
-    """Have so many bytes brought to L2, multiples of 16, or none; for four warps."""
-    # by one thread: requests of a warp go out one by one
-    thread = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
-    ask_for_each(address, gl.where(thread == 0, size, 0))
+def prefetch_l2(address, size):
+    """Prefetch `size` bytes to L2, a multiple of 16, or 0; called by four warps."""
+    # one thread issues it: the requests of a warp would go out one by one
+    thread = gl.arange(0, 128, lane_layout(4))
+    prefetch_l2_each(address, gl.where(thread == 0, size, 0))
 
 
 @gluon.jit
-def load_box(descriptor, row, column, barrier, buffer, BYTES: gl.constexpr):
-    """Start one TMA load, and tell the barrier to wait for it."""
+def tma_load_tile(descriptor, row, column, barrier, smem, BYTES: gl.constexpr):
+    """Start one TMA load that `barrier` expects."""
     mbarrier.expect(barrier, BYTES)
-    tma_load(descriptor, [row, column], barrier, buffer)
+    tma_load(descriptor, [row, column], barrier, smem)
 
 
 @gluon.jit
-def load_parts(descriptor, rows, column, barrier, buffer):
-    """Start as many TMA loads as a buffer has boxes.
+def _tma_load_pages(descriptor, rows, column, barrier, smem):
+    """Load a block of keys whose pages are smaller than the block: one TMA tile per page and
+    swizzle atom.
 
-    rows    where the boxes of each part of the buffer's rows begin, in lanes as of `lanes_of`
-    boxes   are as wide as a panel, what a swizzle is of: 128 bytes, or as the buffer if that is
-            narrower. A panel's rows are contiguous, and swizzled alike from each eighth row on
+    rows  first row of each page, one page per lane (`lane_layout`)
+
+    A TMA tile is 128 bytes wide, or as wide as the smem tile where that is narrower. The rows of a
+    swizzle atom are contiguous, and the swizzle repeats every eight rows.
     """
-    PART: gl.constexpr = descriptor.block_shape[0]
+    PAGE: gl.constexpr = descriptor.block_shape[0]
     WIDTH: gl.constexpr = descriptor.block_shape[1]
-    PARTS: gl.constexpr = buffer.shape[0] // PART
-    PANELS: gl.constexpr = buffer.shape[1] // WIDTH
-    boxes = reinterpret(buffer, buffer.dtype, [PANELS * PARTS, PART, WIDTH], buffer.layout)
+    PAGES: gl.constexpr = smem.shape[0] // PAGE
+    ATOMS: gl.constexpr = smem.shape[1] // WIDTH
+    tiles = reinterpret(smem, smem.dtype, [ATOMS * PAGES, PAGE, WIDTH], smem.layout)
     lane = gl.arange(0, 32, rows.type.layout)
-    # from 0, which no compiler knows: written out, it would take registers a producer has not got
-    for part in range(gl.program_id(2), PARTS):
-        row = gl.sum(gl.where(lane == part, rows, 0), 0)
-        for panel in gl.static_range(PANELS):
-            box = boxes.index(panel * PARTS + part)
-            tma_load(descriptor, [row, column + panel * WIDTH], barrier, box)
+    # program_id(2) is 0, which no compiler knows: unrolled, the loop would exceed the producer's
+    # registers
+    for page in range(gl.program_id(2), PAGES):
+        row = gl.sum(gl.where(lane == page, rows, 0), 0)
+        for atom in gl.static_range(ATOMS):
+            tile = tiles.index(atom * PAGES + page)
+            tma_load(descriptor, [row, column + atom * WIDTH], barrier, tile)
 
 
 @gluon.jit
-def load_rows(descriptor, rows, column, barrier, buffer):
-    """Start to load the rows of a block: as one box, or as boxes of its pages (`load_parts`)."""
+def tma_load_block(descriptor, rows, column, barrier, smem):
+    """Start to load some columns of a block of 64 keys: one TMA tile, or one per page."""
     if descriptor.block_shape[0] < 64:
-        load_parts(descriptor, rows, column, barrier, buffer)
+        _tma_load_pages(descriptor, rows, column, barrier, smem)
     else:
-        tma_load(descriptor, [rows, column], barrier, buffer)
+        tma_load(descriptor, [rows, column], barrier, smem)
 
 
 @gluon.jit
-def load_slices(
-    descriptor, rows, FIRST: gl.constexpr, column, barrier, buffer, BYTES: gl.constexpr
+def tma_load_page_slices(
+    descriptor, rows, FIRST: gl.constexpr, column, barrier, smem, BYTES: gl.constexpr
 ):  # fmt: skip
-    """As `load_parts`, of boxes as wide as the buffer: four warps then load a panel each.
+    """As `_tma_load_pages`, with TMA tiles as wide as the smem tile: each of four warps then loads
+    a swizzle atom.
 
-    FIRST  lane of the `rows`
+    FIRST  lane of `rows` that has the first page
     """
-    PART: gl.constexpr = descriptor.block_shape[0]
-    # opaque: rows that several buffers have in common would be kept in registers
+    PAGE: gl.constexpr = descriptor.block_shape[0]
+    # opaque: rows that several smem tiles share would be kept in registers
     lane = gl.arange(0, 32, rows.type.layout) + opaque_zero()
     mbarrier.expect(barrier, BYTES)
-    for part in gl.static_range(buffer.shape[0] // PART):
-        row = gl.sum(gl.where(lane == FIRST + part, rows, 0), 0)
-        tma_load(descriptor, [row, column], barrier, buffer.slice(part * PART, PART, 0))
+    for page in gl.static_range(smem.shape[0] // PAGE):
+        row = gl.sum(gl.where(lane == FIRST + page, rows, 0), 0)
+        tma_load(descriptor, [row, column], barrier, smem.slice(page * PAGE, PAGE, 0))
 
 
 @gluon.constexpr_function
-def _scale_unless_ones(count):
-    """So many of a thread's elements times as many factors, of which those of a row are alike.
+def _rescale_asm(count):
+    """PTX that multiplies `count` elements of a thread, unless the rescale factors of its warp are
+    all 1.
 
-    Elements 0 and 2 are of the two rows that a thread has.
+    Elements 0 and 2 belong to the two rows that a thread has.
     """
     products = "".join(f"mul.f32 ${i}, ${i}, ${2 * count + i}; " for i in range(count))
     return f"""{{
@@ -157,36 +188,38 @@ def _scale_unless_ones(count):
 
 
 @gluon.constexpr_function
-def _in_place(count):
-    """Registers of the elements before and after, and of factors."""
+def _rescale_constraints(count):
+    """Registers of the elements after and before, and of the factors."""
     return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
 
 
 @gluon.jit
-def scale_rows(sums, factor):
-    """sums [64, columns] of a dot times the rows' factors: nothing is done where a warp's are 1."""
-    COUNT: gl.constexpr = min(
-        sums.shape[1] // 2, 64
-    )  # elements of a thread that are left out at once
-    factors = gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, sums.type.layout)), 1)
+def rescale_acc(acc, rescale):
+    """acc [64, columns] · rescale [64]; a warp whose factors are all 1 skips the multiplication."""
+    COUNT: gl.constexpr = min(acc.shape[1] // 2, 64)  # elements per inline assembly
+    factors = gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout)), 1)
     return gl.inline_asm_elementwise(
-        _scale_unless_ones(COUNT), _in_place(COUNT), [sums, factors.broadcast_to(sums.shape)],
+        _rescale_asm(COUNT), _rescale_constraints(COUNT), [acc, factors.broadcast_to(acc.shape)],
         dtype=gl.float32, is_pure=False, pack=COUNT,
     )  # fmt: skip
 
 
 @gluon.jit
-def zero_rows(boxes, places, first):
-    """Zero the rows from `first` on of some boxes, [64, columns] of 16 bits: there may be NaN."""
-    # as words, and one panel of 128 bytes a row after the other: less code, fewer registers
-    PANELS: gl.constexpr = boxes.shape[2] // 64
-    WORDS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+def zero_rows(tiles, stages, first):
+    """Zero the rows from `first` on of some smem tiles [64, columns] of 16 bits.
+
+    Rows past a request's last key may hold NaN, and 0 · NaN is NaN.
+    """
+    # as words, one swizzle atom after the other: less code, fewer registers
+    ATOMS: gl.constexpr = tiles.shape[2] // 64
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     if first < 64:
         is_kept = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)), 1) < first
-        for i in gl.static_range(len(places)):
-            panels = reinterpret(boxes.index(places[i]), gl.int32, [PANELS, 64, 32], WORDS)
-            for panel in range(PANELS):
-                rows = panels.index(panel)
+        for i in gl.static_range(len(stages)):
+            atoms = reinterpret(
+                tiles.index(stages[i]), gl.int32, [ATOMS, 64, 32], smem_layout(32, 32)
+            )
+            for atom in range(ATOMS):
+                rows = atoms.index(atom)
                 rows.store(gl.where(is_kept, rows.load(LAYOUT), 0))
         fence_async_shared()

@@ -1,13 +1,28 @@
-"""What the Gluon kernels take; everything else is left to the portable ones."""
+"""What the Gluon kernels take; everything else is left to the portable ones.
+
+`mla_decode` has five kernels. Each says what it cannot take (`why_not`); the m64 kernels also say
+when a small_m kernel is faster (`why_slower`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from mlakit.kernels.hopper.decode.configs import (
+    BLOCK,
+    D_C,
+    D_R,
+    FP8_FORMATS,
+    PAGES,
+    SMALL_M_HEADS,
+    SMALL_WORK_BLOCKS,
+)
 from mlakit.specs import KernelSpec, Problem
 
+__all__ = ["ARCH", "BLOCK", "FORMATS", "MASKS", "PAGES", "ROW", "SPECS"]
+
 ARCH = 90
-BLOCK = 64  # keys that a kernel works on at a time
-PAGES = (8, 16, 32)  # rows of those that a block has several of, as boxes
-ROW = (576, 512)
+ROW = (D_C + D_R, D_C)
 E4M3 = "torch.float8_e4m3fn"
 FORMATS = {
     "bf16": ("torch.bfloat16",),
@@ -16,16 +31,11 @@ FORMATS = {
     "fp8_token": ("torch.bfloat16", E4M3),  # bf16 as its rotated columns
     "fp8_block128": ("torch.bfloat16", E4M3),
 }
-FP8_FORMATS = ("fp8", "fp8_token", "fp8_block128")
 MASKS = ("causal", "null")
 
 
-def are_boxes(page_size: int) -> bool:
-    """Can TMA copy a block as boxes, of its pages or of a part of one?"""
-    return page_size in PAGES or page_size % BLOCK == 0
-
-
 def _why_not_decode(problem: Problem) -> str | None:
+    """What no decode kernel takes."""
     if problem.device != "cuda" or problem.arch != ARCH:
         where = f"sm_{problem.arch}" if problem.device == "cuda" else problem.device
         return f"needs sm_{ARCH}, got {where}"
@@ -50,12 +60,74 @@ def _taken_uses(problem: Problem) -> tuple[str, ...]:
     return ("q_scale",) if problem.format == "fp8" else ("q_scale", "bf16 q_rope of e4m3 q")
 
 
-SPECS = (
-    KernelSpec(
+def _needs_format(*formats: str) -> Callable[[Problem], str | None]:
+    def why_not(problem: Problem) -> str | None:
+        refusal = _why_not_decode(problem)
+        if refusal is None and problem.format not in formats:
+            refusal = f"needs rows of {' or '.join(formats)}, got {problem.format}"
+        return refusal
+
+    return why_not
+
+
+def _needs_fp8_query(problem: Problem) -> str | None:
+    # fp8_block128 has four scales per row: of scores in FP8 they could not be told apart
+    refusal = _needs_format("fp8", "fp8_token")(problem)
+    if refusal is None and problem.dtype != E4M3:
+        refusal = f"needs queries of {E4M3}, got {problem.dtype}"
+    return refusal
+
+
+def _needs_16bit_query(problem: Problem) -> str | None:
+    # products with the four scales per row of fp8_block128 would be rounded
+    refusal = _needs_format("fp8", "fp8_token")(problem)
+    if refusal is None and problem.dtype == E4M3:
+        refusal = f"needs 16-bit queries, got {problem.dtype}"
+    return refusal
+
+
+def _why_slower_m64(problem: Problem) -> str | None:
+    """When a small_m kernel is faster: it wastes no rows on few heads, and starts sooner.
+
+    With batch-invariant results the work in the batch does not decide: kernels round differently.
+    """
+    if problem.heads <= SMALL_M_HEADS:
+        return f"is for more than {SMALL_M_HEADS} heads, got {problem.heads}"
+    if problem.is_batch_invariant or problem.num_sms == 0:
+        return None
+    head_tiles = -(-problem.heads // SMALL_M_HEADS)
+    blocks = problem.num_tokens * head_tiles * -(-problem.max_keys // BLOCK)
+    most = SMALL_WORK_BLOCKS * problem.num_sms
+    if blocks <= most:
+        return (
+            f"is for more than {most} blocks of {SMALL_M_HEADS} heads x {BLOCK} keys, got {blocks}"
+        )
+    return None
+
+
+_LAUNCH = "mlakit.kernels.hopper.decode.launch"
+
+
+def _decode(
+    kernel: str,
+    why_not: Callable[[Problem], str | None],
+    why_slower: Callable[[Problem], str | None] | None = None,
+) -> KernelSpec:
+    return KernelSpec(
         "hopper",
         "mla_decode",
-        "mlakit.kernels.hopper.decode:mla_decode",
-        _why_not_decode,
-        planner="mlakit.kernels.hopper.decode:plan_mla_decode",
-    ),
+        f"{_LAUNCH}:mla_decode",
+        why_not,
+        planner=f"{_LAUNCH}:plan_mla_decode",
+        kernel=kernel,
+        why_slower=why_slower,
+    )
+
+
+SPECS = (
+    _decode("m64_bf16", _needs_format("bf16", "fp16"), _why_slower_m64),
+    _decode("m64_fp8_qk", _needs_fp8_query, _why_slower_m64),
+    _decode("m64_fp8_kv", _needs_16bit_query, _why_slower_m64),
+    _decode("small_m_bf16", _needs_format("bf16", "fp16")),
+    _decode("small_m_fp8_kv", _needs_format(*FP8_FORMATS)),
 )

@@ -263,7 +263,7 @@ class DecodeConfig:
     is_unchained: bool = False  # scores in another layout than values, see `decode.py`
 
     @property
-    def least_tiles(self) -> int:
+    def min_tiles(self) -> int:
         """Key tiles that are worth a program."""
         return max(128 // self.block_n, 1)
 

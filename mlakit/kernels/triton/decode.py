@@ -23,7 +23,7 @@ from mlakit.formats import SMALLEST_SCALE
 from mlakit.kernels.triton.configs import DecodeConfig, pick_decode_config
 from mlakit.kernels.triton.decode_kernel import mla_decode_kernel
 from mlakit.kernels.triton.decode_merge import RowTileParts, merge_partials, rows_per_slot
-from mlakit.kernels.triton.decode_plan import SPLIT_KEYS, plan_decode
+from mlakit.kernels.triton.decode_plan import plan_decode
 from mlakit.kernels.triton.launch import Target, launch, target
 from mlakit.kernels.triton.rows import (
     TRITON_TYPES,
@@ -35,7 +35,7 @@ from mlakit.kernels.triton.rows import (
     value_unit,
 )
 from mlakit.masks import Mask
-from mlakit.plan import DecodePlanTensors, EvenSplit
+from mlakit.plan import DETERMINISTIC_SPLIT_KEYS, DecodePlanTensors, EvenSplit
 from mlakit.replay import workspace
 
 
@@ -221,7 +221,7 @@ def _plan(
         heads=padded_heads,
         num_workers=max(device.num_sms * config.programs_per_sm // programs, 1),
         tile=config.block_n,
-        least_tiles=config.least_tiles,
+        min_tiles=config.min_tiles,
         slot_rows=rows,
         capacity=capacity,
     )
@@ -277,7 +277,7 @@ def _schedule(
     if isinstance(splits, EvenSplit):
         split_tiles, parts = 0, splits.num_splits
     else:
-        split_tiles = max(SPLIT_KEYS // config.block_n, 1)
+        split_tiles = max(DETERMINISTIC_SPLIT_KEYS // config.block_n, 1)
         # one tile more: a window may begin inside one
         parts = triton.cdiv(capacity // config.block_n + 2, split_tiles)
     num_tiles = all_rows // config.block_m

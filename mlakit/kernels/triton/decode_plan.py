@@ -4,7 +4,7 @@ are there, in one launch and without a look at them from the host.
 Maths      evenly, where that is nearly as good as balance: every request in as many equal parts as
            there are workers for each, or whole requests where there are more of them than workers.
            Else requests are laid end to end on a line of key tiles; worker w of W takes its places
-           [w·total/W, (w+1)·total/W), cut where a request ends. With `OwnCuts` no request knows of
+           [w·total/W, (w+1)·total/W), cut where a request ends. With `OwnSplits` no request knows of
            the others; its parts are shared among the workers in their order
 Work       one program, requests × items of each at a time
 Limits     a request with more rows (queries × heads) than a partial has room for is not cut
@@ -26,14 +26,13 @@ from mlakit.masks import Mask
 from mlakit.plan import EVEN_TENTHS, DecodePlanTensors
 from mlakit.replay import workspace
 
-SPLIT_KEYS = 2048  # keys of a part where the result may not depend on the batch
 ELEMENTS = 512  # items of requests that are written together
 # as a plan's items have them, then q_first, q_len, kv_len of the request, and one spare: a kernel
 # that reads them here need not wait for the request's number to look them up
 ITEM_COLUMNS = 8
 
 
-class OwnCuts(NamedTuple):
+class OwnSplits(NamedTuple):
     """How a request is cut that may not know of the others: into parts of so many key tiles, or,
     where that is 0, into so many parts that are alike."""
 
@@ -44,7 +43,7 @@ class OwnCuts(NamedTuple):
         return triton.cdiv(num_tiles, self.tiles) if self.tiles else self.parts
 
 
-UNCUT = OwnCuts(0)
+UNSPLIT = OwnSplits(0)
 
 
 def plan_decode(
@@ -56,19 +55,19 @@ def plan_decode(
     heads: int,
     num_workers: int,
     tile: int,
-    least_tiles: int,  # that are worth a worker
+    min_tiles: int,  # that are worth a worker
     slot_rows: int,  # rows of a partial
     capacity: int,  # keys that a request may have
-    cuts: OwnCuts | None = None,  # of requests with one query
+    own: OwnSplits | None = None,  # of requests with one query
 ) -> DecodePlanTensors:
     """As `mlakit.plan.plan_decode`, but that every request with queries has an item, whether it has
-    keys or not, and that no more workers are given some than have `least_tiles` each.
+    keys or not, and that no more workers are given some than have `min_tiles` each.
 
-    With `cuts` a request is cut by its own length alone, whatever else is in the batch."""
+    With `own` a request is cut by its own length alone, whatever else is in the batch."""
     batch = kv_lens.shape[0]
     max_items, max_partials = batch + num_workers, 2 * num_workers
-    if cuts is not None:
-        max_parts = cuts.max_parts(capacity // tile + 2)  # a window may begin inside a tile
+    if own is not None:
+        max_parts = own.max_parts(capacity // tile + 2)  # a window may begin inside a tile
         max_items, max_partials = batch * max_parts, batch * max_parts if max_parts > 1 else 0
     requests = min(triton.next_power_of_2(max(batch, 1)), 128)
 
@@ -97,14 +96,14 @@ def plan_decode(
         mask.window,
         *shard,
         num_workers,
-        least_tiles,
+        min_tiles,
         slot_rows,
-        *(cuts or UNCUT),
+        *(own or UNSPLIT),
         q_starts.stride(0),
         kv_lens.stride(0),
         MASK=mask.kind,
         IS_SHARDED=shard.world > 1,
-        HAS_CUTS=cuts is not None,
+        HAS_CUTS=own is not None,
         TILE=tile,
         REQUESTS=requests,
         ITEMS=ELEMENTS // requests,
@@ -222,7 +221,7 @@ def _worker_at(place, num_runs, total):
         "world",
         "interleave",
         "num_workers",
-        "least_tiles",
+        "min_tiles",
         "slot_rows",
         "cut_tiles",
         "cut_parts",
@@ -243,9 +242,9 @@ def _plan_decode_kernel(
     world,
     interleave,
     num_workers,
-    least_tiles,
+    min_tiles,
     slot_rows,
-    cut_tiles,  # `OwnCuts`
+    cut_tiles,  # `OwnSplits`
     cut_parts,
     stride_q_starts,
     stride_kv_lens,
@@ -272,8 +271,8 @@ def _plan_decode_kernel(
         total += tl.sum(num_tiles.to(LINE_TYPE), 0)
         longest = tl.maximum(longest, tl.max(num_tiles, 0).to(LINE_TYPE))
         active += tl.sum((num_tiles > 0).to(LINE_TYPE), 0)
-    num_runs = tl.minimum(num_workers.to(LINE_TYPE), tl.maximum(total // least_tiles, 1))
-    most_parts = tl.minimum(num_workers // tl.maximum(active, 1), longest // least_tiles)
+    num_runs = tl.minimum(num_workers.to(LINE_TYPE), tl.maximum(total // min_tiles, 1))
+    most_parts = tl.minimum(num_workers // tl.maximum(active, 1), longest // min_tiles)
     most_parts = tl.maximum(most_parts, 1)
     most_tiles = tl.maximum((longest + most_parts - 1) // most_parts, 1)  # of a part
     requests_each = (active + num_workers - 1) // num_workers

@@ -1,0 +1,350 @@
+"""Launching the decode kernels of Hopper, and planning for them.
+
+Work       as many CTAs as a request has work tiles on average, times the plan's workers
+Memory     float32 partials, two per worker: 35 MB at most on 132 SMs (with splits of a request's
+           own, one per split that the page table has room for)
+Limits     rows of 576/512 columns; 16-bit rows with queries of their dtype, or FP8 rows; rows that
+           TMA can address, also where no TMA tile fits a page and a gather producer loads rows one
+           by one. `kernels.hopper.support` refuses the rest
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import e, log2
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from mlakit.cache import WHOLE, CacheLayer, KVShard
+from mlakit.formats import SMALLEST_SCALE
+from mlakit.kernels.hopper.decode.arguments import (
+    Batch,
+    Gather,
+    KVScales,
+    OutputArguments,
+    QScales,
+    Schedule,
+    Traits,
+)
+from mlakit.kernels.hopper.decode.configs import (
+    BLOCK,
+    D_C,
+    D_R,
+    FP8_FORMATS,
+    MIN_TMA_PAGE_M64_BF16,
+    PAGES,
+    Tiles,
+    m64_bf16_config,
+    m64_fp8_kv_config,
+    m64_fp8_qk_config,
+    m64_tiles,
+    small_m_bf16_config,
+    small_m_fp8_kv_config,
+    small_m_tiles,
+)
+from mlakit.kernels.hopper.decode.m64_bf16 import mla_decode_m64_bf16_kernel
+from mlakit.kernels.hopper.decode.m64_fp8_kv import mla_decode_m64_fp8_kv_kernel
+from mlakit.kernels.hopper.decode.m64_fp8_qk import mla_decode_m64_fp8_qk_kernel
+from mlakit.kernels.hopper.decode.small_m_bf16 import mla_decode_small_m_bf16_kernel
+from mlakit.kernels.hopper.decode.small_m_fp8_kv import mla_decode_small_m_fp8_kv_kernel
+from mlakit.kernels.hopper.primitives import smem_layout
+from mlakit.kernels.triton.decode_merge import merge_partials, rows_per_slot
+from mlakit.kernels.triton.decode_plan import OwnSplits, plan_decode
+from mlakit.kernels.triton.launch import launch, target
+from mlakit.masks import Mask
+from mlakit.plan import DETERMINISTIC_SPLIT_KEYS, DecodePlanTensors, EvenSplit
+from mlakit.replay import workspace
+
+E4M3 = torch.float8_e4m3fn
+KERNELS: dict[str, Any] = {
+    "small_m_bf16": mla_decode_small_m_bf16_kernel,
+    "small_m_fp8_kv": mla_decode_small_m_fp8_kv_kernel,
+    "m64_bf16": mla_decode_m64_bf16_kernel,
+    "m64_fp8_kv": mla_decode_m64_fp8_kv_kernel,
+    "m64_fp8_qk": mla_decode_m64_fp8_qk_kernel,
+}
+
+
+def tiles_of(kernel: str, heads: int, page_size: int) -> Tiles:
+    is_small_m = kernel.startswith("small_m")
+    return small_m_tiles(heads, page_size) if is_small_m else m64_tiles(kernel)
+
+
+def mla_decode(
+    kernel: str,
+    q_latent: Tensor,  # [tokens, heads, 512], rows at one distance
+    q_rope: Tensor,  # [tokens, heads, 64], likewise
+    q_scale: Tensor | None,  # [tokens] float32, with FP8 queries
+    layer: CacheLayer,
+    page_table: Tensor,
+    q_starts: Tensor,  # [batch + 1]
+    kv_lens: Tensor,  # [batch] cached tokens, these queries included
+    *,
+    shard: KVShard,  # all of them
+    splits: DecodePlanTensors | EvenSplit | None,
+    softmax_scale: float,
+    mask: Mask,
+    sink: Tensor | None,  # [heads] float32
+    deterministic: bool,
+    out: Tensor,  # [tokens, heads, 512]
+    lse: Tensor,  # [tokens, heads] float32
+) -> None:
+    (tokens, heads, _), batch = q_latent.shape, kv_lens.shape[0]
+    if tokens == 0:
+        return  # nothing to write, and no tile for TMA to load
+    tiles = tiles_of(kernel, heads, layer.page_size)
+    if isinstance(splits, DecodePlanTensors):
+        plan = splits
+        if plan.empty_requests.shape[0] > 0:
+            out.zero_()  # no item of a plan writes these
+            lse.fill_(-torch.inf)
+    else:
+        own = None
+        if isinstance(splits, EvenSplit):
+            own = OwnSplits(0, splits.num_splits)
+        elif deterministic:
+            own = OwnSplits(DETERMINISTIC_SPLIT_KEYS // tiles.keys)
+        plan = _plan(tiles, layer, page_table, q_starts, kv_lens, mask, heads, tokens, own)
+    head_tiles = triton.cdiv(heads, tiles.rows)
+    request_tiles = triton.cdiv(tokens, batch) * head_tiles
+    slot_rows = rows_per_slot(
+        plan,
+        rows=request_tiles * tiles.rows,
+        all_rows=tokens * head_tiles * tiles.rows,
+        v_width=out.shape[-1],
+    )
+    partial_rows = plan.max_partials * slot_rows
+    partial_out = workspace.scratch((partial_rows, out.shape[-1]), torch.float32, out.device)
+    partial_lse = workspace.scratch((partial_rows,), torch.float32, out.device)
+    q_tiles, q_token_rows = _query_tiles(q_latent, tiles.rows, tiles.q_columns)
+    rope_tiles, rope_token_rows = _query_tiles(q_rope, tiles.rows, D_R)
+    copied_bytes = sum(tiles.rows * q.shape[-1] for q in (q_latent, q_rope) if q.dtype == E4M3)
+    cache = _cache_arguments(kernel, layer, tiles, head_tiles, copied_bytes, q_scale)
+    options = {} if cache.config.MAX_REGISTERS is None else {"maxnreg": cache.config.MAX_REGISTERS}
+    launch(
+        KERNELS[kernel],
+        (request_tiles, plan.worker_starts.shape[0] - 1),
+        q_tiles,
+        rope_tiles,
+        cache.kv,
+        cache.kv_rope,
+        Batch(
+            *(q_starts, kv_lens, page_table),
+            *(q_starts.stride(0), kv_lens.stride(0), page_table.stride(1)),
+        ),
+        Schedule(
+            *(plan.items, plan.worker_starts, plan.partial_starts),
+            None if kernel == "m64_bf16" else head_tiles,
+        ),
+        OutputArguments(
+            *(out, lse, partial_out, partial_lse, sink),
+            *(*out.stride()[:2], lse.stride(1), 0 if sink is None else sink.stride(0)),
+        ),
+        cache.gather,
+        *cache.others,
+        # a scale of 0 would turn the −inf of a hidden key into NaN
+        max(abs(softmax_scale) * log2(e) * cache.host_scale, SMALLEST_SCALE),
+        page_table.stride(0),
+        lse.stride(0),
+        q_token_rows,
+        rope_token_rows,
+        heads,
+        slot_rows,
+        TRAITS=Traits(
+            ROWS=tiles.rows,
+            PAGE=layer.page_size,
+            PAGE_ROWS=cache.page_rows,
+            FORMAT=layer.codec.name,
+            ROPE_COLUMN=cache.rope_column,
+            IS_CAUSAL=mask.kind == "causal",
+            SIGN=(softmax_scale > 0) - (softmax_scale < 0),
+            IS_EXTERNAL_PLAN=plan.slot_rows != request_tiles * tiles.rows or plan.tile % BLOCK > 0,
+            ITEM_COLUMNS=plan.items.shape[1],
+        ),
+        CONFIG=cache.config,
+        num_warps=4,
+        **options,
+    )
+    if plan.max_partials == 0:
+        return
+    merge_partials(
+        partial_out,
+        partial_lse,
+        partial_starts=plan.partial_starts,
+        q_starts=q_starts,
+        kv_lens=kv_lens,
+        padded_heads=head_tiles * tiles.rows,
+        slot_rows=slot_rows,
+        sink=sink,
+        out=out,
+        lse=lse,
+    )
+
+
+def plan_mla_decode(
+    kernel: str,
+    layer: CacheLayer,
+    page_table: Tensor,
+    q_starts: Tensor,  # [batch + 1]
+    kv_lens: Tensor,  # [batch]
+    *,
+    shard: KVShard,  # all of them
+    mask: Mask,
+    heads: int,
+    num_tokens: int,
+    dtype: torch.dtype,  # of the queries
+) -> DecodePlanTensors:
+    """A plan, made on the device, for as many CTAs as run at the same time."""
+    tiles = tiles_of(kernel, heads, layer.page_size)
+    return _plan(tiles, layer, page_table, q_starts, kv_lens, mask, heads, num_tokens, None)
+
+
+def _plan(
+    tiles: Tiles,
+    layer: CacheLayer,
+    page_table: Tensor,
+    q_starts: Tensor,
+    kv_lens: Tensor,
+    mask: Mask,
+    heads: int,
+    num_tokens: int,
+    own: OwnSplits | None,
+) -> DecodePlanTensors:
+    padded_heads = triton.cdiv(heads, tiles.rows) * tiles.rows
+    rows = triton.cdiv(num_tokens, max(kv_lens.shape[0], 1)) * padded_heads
+    num_sms = target(kv_lens.device).num_sms
+    return plan_decode(
+        q_starts,
+        kv_lens,
+        shard=WHOLE,
+        mask=mask,
+        heads=padded_heads,
+        num_workers=max(num_sms * tiles.rows // max(rows, tiles.rows), 1),
+        tile=tiles.keys,
+        min_tiles=tiles.min_keys // tiles.keys,
+        slot_rows=rows,
+        capacity=page_table.shape[1] * layer.page_size,
+        own=own,
+    )
+
+
+@dataclass(frozen=True)
+class CacheArguments:
+    """How a kernel reads the rows of a cache."""
+
+    kv: TensorDescriptor | Tensor
+    kv_rope: TensorDescriptor
+    page_rows: int
+    rope_column: int
+    gather: Gather
+    others: tuple[Any, ...]  # arguments that not every kernel has
+    host_scale: float  # of the tensor; 1 where it is on the device
+    config: Any  # of `configs`
+
+
+def _cache_arguments(
+    kernel: str,
+    layer: CacheLayer,
+    tiles: Tiles,
+    head_tiles: int,
+    copied_bytes: int,
+    q_scale: Tensor | None,
+) -> CacheArguments:
+    """copied_bytes  of shared memory for FP8 queries as they are loaded"""
+    rows, page_rows = _as_rows(layer.payload)
+    tile_rows = layer.page_size if layer.page_size in PAGES else BLOCK
+    gather = _gather(kernel, layer, rows)
+    is_gathered = gather.words is not None
+    if layer.codec.name not in FP8_FORMATS:
+        kv = _tma_tiles(rows, tile_rows, tiles.kv_columns)
+        kv_rope = _tma_tiles(rows, tile_rows, D_R)
+        others: tuple[Any, ...] = ()
+        config: Any = small_m_bf16_config(tiles.rows) if kernel == "small_m_bf16" else None
+        if kernel == "m64_bf16":
+            others = (rows if _is_packed(rows) else None,)
+            config = m64_bf16_config(head_tiles, is_gathered=is_gathered)
+        return CacheArguments(kv, kv_rope, page_rows, D_C, gather, others, 1.0, config)
+    words = rows.view(torch.int32)
+    if layer.codec.name == "fp8":
+        kv_rope, rope_column = _tma_tiles(words, tile_rows, D_R // 4), D_C // 4
+    else:
+        values = rows.view(torch.bfloat16)
+        kv_rope, rope_column = _tma_tiles(values, tile_rows, D_R), values.shape[1] - D_R
+    kv_scales, host_scale = _kv_scales(layer)
+    if kernel == "m64_fp8_kv":
+        gather = Gather(gather.words, words.stride(0) // 4)  # its own loads need the stride too
+        config = m64_fp8_kv_config(is_packed=_is_packed(words))
+        others = (kv_scales,)
+        return CacheArguments(
+            words, kv_rope, page_rows, rope_column, gather, others, host_scale, config
+        )
+    rope_bytes = BLOCK * kv_rope.block_shape[1] * kv_rope.base.element_size()
+    if kernel == "m64_fp8_qk":
+        config = m64_fp8_qk_config(
+            rope_bytes=rope_bytes, copied_bytes=copied_bytes, is_gathered=is_gathered
+        )
+    else:
+        config = small_m_fp8_kv_config(
+            tiles.rows,
+            layer.codec.name,
+            rope_bytes=rope_bytes,
+            copied_bytes=copied_bytes,
+            is_gathered=is_gathered,
+        )
+    kv = _tma_tiles(words, tile_rows, 32)
+    others = (kv_scales, QScales(q_scale, 0 if q_scale is None else q_scale.stride(0)))
+    return CacheArguments(kv, kv_rope, page_rows, rope_column, gather, others, host_scale, config)
+
+
+def _gather(kernel: str, layer: CacheLayer, rows: Tensor) -> Gather:
+    """What a gather producer needs; nothing where TMA loads blocks."""
+    is_tma_page = layer.page_size in PAGES or layer.page_size % BLOCK == 0
+    if kernel == "m64_bf16" and layer.page_size < MIN_TMA_PAGE_M64_BF16:
+        is_tma_page = False
+    if is_tma_page:
+        return Gather(None, None)
+    words = rows.view(torch.int32)
+    return Gather(words, words.stride(0) // 4)
+
+
+def _kv_scales(layer: CacheLayer) -> tuple[KVScales, float]:
+    """The scales of an FP8 cache, and the tensor's where it is on the host."""
+    scale = layer.tensor_scale
+    host_scale = 1.0 if isinstance(scale, Tensor) else float(scale)
+    device_scale = scale.to(layer.payload.device) if isinstance(scale, Tensor) else None
+    scales = layer.scales if layer.codec.name == "fp8_token" else None
+    if layer.codec.name == "fp8_block128":
+        scales = layer.payload[..., D_C : D_C + 16].view(torch.float32)
+    strides = (0, 0) if scales is None else scales.stride()[:2]
+    return KVScales(scales, *strides, host_scale, device_scale), host_scale
+
+
+def _is_packed(rows: Tensor) -> bool:
+    return rows.stride(0) == rows.shape[1]
+
+
+def _query_tiles(q: Tensor, rows: int, columns: int) -> tuple[TensorDescriptor, int]:
+    """TMA tiles of 16-bit queries, or of the words of FP8 ones, and rows between two tokens."""
+    q_rows, apart = _as_rows(q)
+    if q.dtype == E4M3:
+        return _tma_tiles(q_rows.view(torch.int32), rows, columns // 4), apart
+    return _tma_tiles(q_rows, rows, columns), apart
+
+
+def _tma_tiles(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    layout = smem_layout(columns, tensor.element_size() * 8)
+    shape, strides = list(tensor.shape), list(tensor.stride())
+    return TensorDescriptor(tensor, shape, strides, [rows, columns], layout)
+
+
+def _as_rows(pool: Tensor) -> tuple[Tensor, int]:
+    """[n, m, columns] as rows at one distance, and how many of them the n are apart."""
+    num_pages, page_size, columns = pool.shape
+    distance = pool.stride(0) if page_size == 1 < num_pages else pool.stride(1)
+    apart = pool.stride(0) // distance if num_pages > 1 else page_size
+    rows = (num_pages - 1) * apart + page_size if num_pages else 0
+    return pool.as_strided((rows, columns), (distance, 1)), apart

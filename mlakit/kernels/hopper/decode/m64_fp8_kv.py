@@ -1,0 +1,433 @@
+"""Absorbed MLA decode over FP8 cache rows with 16-bit queries, 64 heads per CTA.
+
+Formats    fp8           one scale for the tensor: part of the softmax's scale, and of the result's
+           fp8_token     a scale per row: multiplies scores and probabilities
+Queries    bf16 or fp16; FP8 queries have `m64_fp8_qk`
+Maths      scores = (q_c·c + q_r·r) · softmax_scale ; out = softmax(scores) @ c
+Work       a work tile is 64 heads of one query over a split of its request's keys, 64 keys per
+           block; a persistent CTA computes one tile after the other
+Bound      by tensor cores, if rows are dequantised once for all 64 heads: so a dequant warpgroup
+           writes them to shared memory as float16
+
+             dequant                    QK-softmax (columns 0 to 255) PV (columns 256 to 511)
+  a block    load bytes of block n + 1
+             right half of n   full ->  S = Q·Kᵀ of n
+             left half of n    full ->  m' = next_row_max(m, S)
+                                        P = exp2(S − m')     probs ->  acc = acc·a + P·V right
+                                        acc = acc·a + P·V left    <-  empty
+                       <- left empty    and meanwhile S of n + 1
+                       <- right empty ----------------------------
+  a tile                                write lse, acc  out_scale ->  write acc
+
+Pipelines  `BlockStages` of float16, two stages, to which TMA copies rotated columns where they are
+           bf16; one stage of probabilities P with the rescale a of acc. Blocks are counted across
+           work tiles
+Phases     out_scale is written when PV of the tile's last block is done: the PV warpgroup has then
+           read the one before
+Deadlock   none: all walk the same work tiles and blocks. The dequant warpgroup waits for PV of
+           block n − 2; QK-softmax for block n + 1 while it holds n, so for what waits for n − 1 at
+           most, and for PV; PV waits for probabilities only
+Memory     228 KB of shared memory, all registers. Splits write float32 partials (`merge_partials`)
+Limits     D_C = 512, D_R = 64; any page size. fp8_block128 has four scales per row, and products
+           with them would be rounded here: `small_m_fp8_kv` takes it
+Numbers    as `small_m_fp8_kv`: rows and queries are converted exactly; P, times the row's scale, is
+           rounded to float16
+Lineage    own design; ideas: FlashMLA's split of the accumulator's columns over two warpgroups, and
+           dequantisation by a warpgroup of its own as in its FP8 sparse decode
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from mlakit.kernels.hopper.compat import record, reinterpret, tma_load
+from mlakit.kernels.hopper.decode import configs
+from mlakit.kernels.hopper.decode.arguments import VARYING
+from mlakit.kernels.hopper.decode.epilogue import finish_rows, store_acc, store_lse
+from mlakit.kernels.hopper.decode.fp8_convert import (
+    FP16_TARGET,
+    pow2_scale,
+    row_amax,
+    scale_query,
+)
+from mlakit.kernels.hopper.decode.m64_fp8_kv_dequant import (
+    CacheRows,
+    alloc_stages,
+    dequant_warpgroup,
+    num_blocks,
+)
+from mlakit.kernels.hopper.decode.paged_loads import wait_block
+from mlakit.kernels.hopper.decode.pipeline import two_stages
+from mlakit.kernels.hopper.decode.scheduler import (
+    count_tiles,
+    key_range,
+    launch_dependents,
+    locate_tile,
+    make_inputs,
+    make_outputs,
+    make_scheduler,
+    next_tile,
+)
+from mlakit.kernels.hopper.decode.softmax import (
+    INITIAL_ROW_MAX,
+    PROB_SCALE,
+    RESCALE_THRESHOLD,
+    SMALLEST_SCALE,
+    ScoreTraits,
+    mask_scores,
+    next_row_max,
+)
+from mlakit.kernels.hopper.primitives import (
+    SMEM_16BIT,
+    acc_layout,
+    alloc_barrier,
+    alloc_vector,
+    opaque_zero,
+    rescale_acc,
+)
+
+SCORES = gl.constexpr(acc_layout(64))
+ACC = gl.constexpr(acc_layout(256))
+MIN_ROPE_SHARE = gl.constexpr(configs.MIN_ROPE_SHARE)
+RESCALE_THRESHOLD_ROW_SCALES = gl.constexpr(configs.RESCALE_THRESHOLD_ROW_SCALES)
+
+
+@record
+class Query:
+    left: object  # [1, 64, 256] float16
+    right: object
+    rope: object  # [1, 64, 64], of the type of the blocks' rotated columns
+    full: object
+
+
+@record
+class ProbStage:
+    """From QK-softmax to PV: a block, and the end of a work tile."""
+
+    probs: object  # [64 heads, 64 keys] float16
+    rescale: object  # [64] float32, of acc
+    full: object
+    empty: object
+    out_scale: object  # [64] float32, of a work tile's acc
+    out_scale_full: object
+
+
+@record
+class Softmax:
+    row_max: object  # [64]
+    row_sum: object
+    prob_scale: object  # the power of two of the probabilities
+
+
+@record
+class SoftmaxTraits:
+    """What is known when the kernel is compiled."""
+
+    HAS_ROW_SCALES: object
+    scores: object
+
+
+@gluon.jit
+def _as_loaded(smem, descriptor):
+    """The memory of queries, as a TMA tile of the descriptor."""
+    shape: gl.constexpr = [1, 64, descriptor.block_shape[1]]
+    return reinterpret(smem, descriptor.dtype, shape, descriptor.layout).index(0)
+
+
+@gluon.jit
+def _load_query(inputs, scheduler, item, index, query):
+    tile = locate_tile(scheduler, item, index)
+    row = tile.token * inputs.q_token_rows + tile.first_head
+    rope_row = tile.token * inputs.q_rope_token_rows + tile.first_head
+    WIDTH: gl.constexpr = inputs.q.block_shape[1]
+    BITS: gl.constexpr = (
+        2 * WIDTH * inputs.q.dtype.primitive_bitwidth
+        + inputs.q_rope.block_shape[1] * inputs.q_rope.dtype.primitive_bitwidth
+    )
+    mbarrier.expect(query.full, 64 * BITS // 8)
+    right = _as_loaded(query.right, inputs.q)
+    tma_load(inputs.q, [row, WIDTH], query.full, right)
+    tma_load(inputs.q, [row, 0], query.full, _as_loaded(query.left, inputs.q))
+    rope = _as_loaded(query.rope, inputs.q_rope)
+    tma_load(inputs.q_rope, [rope_row, 0], query.full, rope)
+
+
+@gluon.jit
+def _scale_query(inputs, query, FORMAT: gl.constexpr):
+    """Scale queries to float16's range, in place; returns the scale of scores."""
+    ATOMS: gl.constexpr = [4, 64, 64]
+    DTYPE: gl.constexpr = inputs.q.dtype
+    LAYOUT: gl.constexpr = query.left.layout
+    left = reinterpret(query.left, DTYPE, ATOMS, LAYOUT)
+    right = reinterpret(query.right, DTYPE, ATOMS, LAYOUT)
+    rope = _as_loaded(query.rope, inputs.q_rope)
+    amax = row_amax(rope)
+    if FORMAT != "fp8":
+        amax *= MIN_ROPE_SHARE  # bfloat16 has the range, acc has not
+    # one swizzle atom after the other: less code
+    for atom in range(4):
+        amax = gl.maximum(amax, row_amax(left.index(atom)))
+        amax = gl.maximum(amax, row_amax(right.index(atom)))
+    scale, factor = pow2_scale(amax)
+    for atom in range(4):
+        scale_query(left.index(atom), gl.float16, factor)
+        scale_query(right.index(atom), gl.float16, factor)
+    scale_query(rope, query.rope.dtype, factor)
+    fence_async_shared()
+    return gl.convert_layout(scale * (1.0 / FP16_TARGET), gl.SliceLayout(1, SCORES))
+
+
+@gluon.jit
+def _issue_qk(inputs, query, blocks, number):
+    """Scores of a block, [64 heads, 64 keys], issued as soon as its halves have arrived."""
+    stage, phase = two_stages(number)
+    zero = opaque_zero()
+    zeros = gl.zeros([64, 64], gl.float32, SCORES)
+    mbarrier.wait(blocks.right_full.index(stage), phase)
+    keys = blocks.right.index(stage).permute((1, 0))
+    qk = warpgroup_mma(query.right.index(zero), keys, zeros, use_acc=False, is_async=True)
+    mbarrier.wait(blocks.left_full.index(stage), phase)
+    keys = blocks.left.index(stage).permute((1, 0))
+    qk = warpgroup_mma(query.left.index(zero), keys, qk, is_async=True)
+    if blocks.rope_full is not None:
+        wait_block(inputs, blocks.rope_full.index(stage), phase)
+    keys = blocks.rope.index(stage).permute((1, 0))
+    return warpgroup_mma(query.rope.index(zero), keys, qk, is_async=True)
+
+
+@gluon.jit
+def _softmax_step(scores, block, number, keys, softmax, row_scale, scales, traits):
+    """(probabilities as float16, rescale of acc, softmax after this block)"""
+    prob_scale, factor = softmax.prob_scale, PROB_SCALE
+    THRESHOLD: gl.constexpr = (
+        RESCALE_THRESHOLD_ROW_SCALES if traits.HAS_ROW_SCALES else RESCALE_THRESHOLD
+    )
+    if traits.HAS_ROW_SCALES:
+        stage, _ = two_stages(number)
+        key_scale = scales.index(stage).load(gl.SliceLayout(0, SCORES))
+        scores *= gl.expand_dims(key_scale, 0)
+        prob_scale, factor = pow2_scale(gl.maximum(softmax.prob_scale, gl.max(key_scale, 0)))
+    scores = mask_scores(scores, block, keys, 1, traits.scores)
+    row_max = next_row_max(softmax.row_max, gl.max(scores, 1) * row_scale, THRESHOLD)
+    exponentials = gl.exp2(scores * gl.expand_dims(row_scale, 1) - gl.expand_dims(row_max, 1))
+    rescale = gl.exp2(softmax.row_max - row_max)
+    row_sum = softmax.row_sum * rescale + gl.sum(exponentials, 1)
+    if traits.HAS_ROW_SCALES:
+        exponentials *= gl.expand_dims(key_scale * factor, 0)
+        rescale *= softmax.prob_scale * factor * (1.0 / FP16_TARGET)
+    else:
+        exponentials *= factor
+    return exponentials.to(gl.float16), rescale, Softmax(row_max, row_sum, prob_scale)
+
+
+@gluon.jit
+def _store_probs(stage, probs, rescale):
+    """Once both wgmma have read the block before."""
+    stage.probs.store(probs)
+    stage.rescale.store(rescale)
+    fence_async_shared()
+    mbarrier.arrive(stage.full, count=1)
+
+
+@gluon.jit
+def _softmax_block(
+    scores, block, number, keys, softmax, row_scale, pending, blocks, prob_stage, traits
+):  # fmt: skip
+    """Softmax of a block, whose probabilities go to PV: (acc of the blocks before, rescaled;
+    softmax after this block).
+
+    pending  acc that PV of the block before is accumulated to
+    """
+    probs, rescale, softmax = _softmax_step(
+        scores, block, number, keys, softmax, row_scale, blocks.scales, traits
+    )
+    # in this order: the softmax overlaps with PV, and only the spin wait on a barrier keeps the
+    # assembler from waiting for PV before it
+    mbarrier.wait(prob_stage.empty, (number & 1) ^ 1)
+    acc, probs = warpgroup_mma_wait(0, deps=(pending, probs))
+    if block > keys.first_block:
+        mbarrier.arrive(blocks.left_empty.index((number & 1) ^ 1), count=1)
+    _store_probs(prob_stage, probs, rescale)
+    return rescale_acc(acc, rescale), softmax
+
+
+@gluon.jit
+def _qk_softmax_warpgroup(
+    item, index, inputs, scheduler, outputs, query, prob_stage, blocks, scale_log2, tensor_scale,
+    traits, FORMAT: gl.constexpr,
+):  # fmt: skip
+    """Also PV of the left column half."""
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    number = item * 0
+    tiles_done = item * 0
+    _load_query(inputs, scheduler, item, index, query)
+    # no hoisting: addresses of a thread's elements would be kept across tiles, and spilled
+    for _ in tl.range(0, count_tiles(scheduler, item, index), disable_licm=True):
+        keys = key_range(inputs, scheduler, item, index)
+        mbarrier.wait(query.full, tiles_done & 1)
+        row_scale = gl.maximum(_scale_query(inputs, query, FORMAT) * scale_log2, SMALLEST_SCALE)
+        softmax = Softmax(
+            gl.full([64], INITIAL_ROW_MAX, gl.float32, ROW),
+            gl.zeros([64], gl.float32, ROW),
+            # `pow2_scale` has a minimum; without row scales the power of two is constant
+            gl.to_tensor(0.0 if traits.HAS_ROW_SCALES else FP16_TARGET / PROB_SCALE),
+        )
+        pending = warpgroup_mma_init(gl.zeros([64, 256], gl.float32, ACC))
+        qk = _issue_qk(inputs, query, blocks, number)
+        scores = warpgroup_mma_wait(0, deps=(qk,))
+        last_block = keys.first_block + num_blocks(keys) - 1
+        for block in range(keys.first_block, last_block):
+            acc, softmax = _softmax_block(
+                scores, block, number, keys, softmax, row_scale, pending, blocks, prob_stage,
+                traits,
+            )  # fmt: skip
+            qk = _issue_qk(inputs, query, blocks, number + 1)
+            values = blocks.left.index(number & 1)
+            pending = warpgroup_mma(prob_stage.probs, values, acc, is_async=True)
+            scores = warpgroup_mma_wait(1, deps=(qk,))
+            number += 1
+        next_item, next_index = next_tile(scheduler, item, index + gl.num_programs(0))
+        if next_item < scheduler.last_item:
+            _load_query(inputs, scheduler, next_item, next_index, query)
+        acc, softmax = _softmax_block(
+            scores, last_block, number, keys, softmax, row_scale, pending, blocks, prob_stage,
+            traits,
+        )  # fmt: skip
+        values = blocks.left.index(number & 1)
+        pending = warpgroup_mma(prob_stage.probs, values, acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(pending,))
+        mbarrier.arrive(blocks.left_empty.index(number & 1), count=1)
+        # located again: kept through the loop, it would take registers
+        tile = locate_tile(scheduler, item, index)
+        row = gl.arange(0, 64, ROW)
+        lse, out_scale = finish_rows(
+            tile, outputs, scheduler.heads, tile.first_head + row, softmax.row_max, softmax.row_sum
+        )
+        store_lse(tile, outputs, scheduler.heads, row, lse)
+        out_scale *= tensor_scale * (1.0 / FP16_TARGET) * softmax.prob_scale
+        mbarrier.wait(prob_stage.empty, number & 1)
+        prob_stage.out_scale.store(out_scale)
+        mbarrier.arrive(prob_stage.out_scale_full, count=1)
+        acc = rescale_acc(acc, out_scale)
+        store_acc(tile, outputs, scheduler.heads, (acc,), 0, 0)
+        number += 1
+        tiles_done += 1
+        item = next_item
+        index = next_index
+
+
+@gluon.jit
+def _pv_warpgroup(item, index, inputs, scheduler, outputs, prob_stage, blocks):
+    """PV of the right column half."""
+    ROW: gl.constexpr = gl.SliceLayout(1, ACC)
+    number = item * 0
+    tiles_done = item * 0
+    for _ in tl.range(0, count_tiles(scheduler, item, index), disable_licm=True):
+        keys = key_range(inputs, scheduler, item, index)
+        acc = gl.zeros([64, 256], gl.float32, ACC)
+        for _ in range(num_blocks(keys)):
+            stage = number & 1
+            mbarrier.wait(prob_stage.full, number & 1)
+            acc = rescale_acc(acc, prob_stage.rescale.load(ROW))
+            # the QK-softmax warpgroup has waited for these values
+            pending = warpgroup_mma(prob_stage.probs, blocks.right.index(stage), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=(pending,))
+            mbarrier.arrive(prob_stage.empty, count=1)
+            mbarrier.arrive(blocks.right_empty.index(stage), count=1)
+            number += 1
+        mbarrier.wait(prob_stage.out_scale_full, tiles_done & 1)
+        out_scale = prob_stage.out_scale.load(ROW)
+        tile = locate_tile(scheduler, item, index)
+        acc = rescale_acc(acc, out_scale)
+        store_acc(tile, outputs, scheduler.heads, (acc,), 256, 0)
+        tiles_done += 1
+        item, index = next_tile(scheduler, item, index + gl.num_programs(0))
+
+
+@gluon.jit(do_not_specialize=VARYING)
+def mla_decode_m64_fp8_kv_kernel(
+    q,  # TMA descriptors: tiles of 64 x 256, of 64 x 64 where rotated
+    q_rope,
+    words,  # the cache, int32
+    kv_rope,  # TMA descriptor: tiles of 64 x 64 bfloat16, of PAGE rows where pages are smaller; of
+    # words (fp8), which the dequant warpgroup loads with the others
+    batch,  # `arguments`
+    schedule,
+    outputs,
+    gather,
+    kv_scales,
+    scale_log2,
+    stride_table_request,
+    stride_lse_token,
+    q_token_rows,
+    q_rope_token_rows,
+    heads,
+    slot_rows,
+    TRAITS: gl.constexpr,
+    CONFIG: gl.constexpr,  # `configs.M64Fp8KvConfig`
+):
+    """grid: (work tiles of a request that run at once, workers of the plan)"""
+    NONE: gl.constexpr = None
+    tensor_scale = kv_scales.tensor_scale
+    if kv_scales.device_scale is not None:
+        tensor_scale = gl.load(kv_scales.device_scale).to(gl.float32)
+        scale_log2 *= tensor_scale
+    inputs = make_inputs(
+        q, q_rope, NONE, kv_rope, q_token_rows, q_rope_token_rows, batch, stride_table_request,
+        gather, TRAITS,
+    )  # fmt: skip
+    scheduler = make_scheduler(batch, schedule, heads, schedule.head_tiles, slot_rows, TRAITS)
+    outputs = make_outputs(outputs, stride_lse_token)
+    FORMAT: gl.constexpr = TRAITS.FORMAT
+    rows = CacheRows(
+        words, TRAITS.ROPE_COLUMN, CONFIG.IS_PACKED, kv_scales.row_scales, kv_scales.stride_page,
+        kv_scales.stride_row, FORMAT,
+    )  # fmt: skip
+    blocks = alloc_stages(gl.float16 if FORMAT == "fp8" else gl.bfloat16, gather.words)
+    query = Query(
+        gl.allocate_shared_memory(gl.float16, [1, 64, 256], SMEM_16BIT),
+        gl.allocate_shared_memory(gl.float16, [1, 64, 256], SMEM_16BIT),
+        gl.allocate_shared_memory(blocks.rope.dtype, [1, 64, 64], SMEM_16BIT),
+        alloc_barrier(),
+    )
+    prob_stage = ProbStage(
+        gl.allocate_shared_memory(gl.float16, [64, 64], SMEM_16BIT),
+        alloc_vector(64),
+        alloc_barrier(),
+        alloc_barrier(),
+        alloc_vector(64),
+        alloc_barrier(),
+    )
+    scores = ScoreTraits(TRAITS.SIGN, TRAITS.IS_EXTERNAL_PLAN)
+    traits = SoftmaxTraits(kv_scales.row_scales is not None, scores)
+    first_item = gl.load(schedule.worker_starts + gl.program_id(1))
+    item, index = next_tile(scheduler, first_item, gl.program_id(0))
+    if item < scheduler.last_item:
+        launch_dependents(scheduler, item)
+        gl.warp_specialize(
+            [
+                (
+                    _qk_softmax_warpgroup,
+                    (
+                        item, index, inputs, scheduler, outputs, query, prob_stage, blocks,
+                        scale_log2, tensor_scale, traits, FORMAT,
+                    ),
+                ),
+                (
+                    _pv_warpgroup,
+                    (item, index, inputs, scheduler, outputs, prob_stage, blocks),
+                ),
+                (dequant_warpgroup, (item, index, inputs, scheduler, rows, blocks)),
+            ],
+            [4, 4],
+            [CONFIG.PV_REGISTERS, CONFIG.DEQUANT_REGISTERS],
+        )  # fmt: skip

@@ -1,0 +1,266 @@
+"""The dequant warpgroup of `m64_fp8_kv`: FP8 cache rows as float16 in shared memory.
+
+Bytes go from the cache to registers: shared memory has no room for them beside two blocks of
+float16. A fence waits for every load in flight, so their latency must be short: rows are prefetched
+to L2 some blocks ahead. Rows past a query's last key are zeros, whatever the cache holds there, and
+so are their scales. Rotated columns of bfloat16 are copied as they are, also past the last key:
+those scores are masked, and no value has rotated columns.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from mlakit.kernels.hopper.compat import record
+from mlakit.kernels.hopper.decode.fp8_convert import to_fp16
+from mlakit.kernels.hopper.decode.paged_loads import (
+    arrive_on_loads,
+    expect_block,
+    load_block,
+    lookup_block,
+    pages_ahead,
+    pages_of_keys,
+    producer_arrivals,
+    row_ahead,
+    row_in_page,
+    rows_of_block,
+)
+from mlakit.kernels.hopper.decode.pipeline import two_stages
+from mlakit.kernels.hopper.decode.scheduler import key_range, next_tile
+from mlakit.kernels.hopper.primitives import (
+    SMEM_16BIT,
+    SMEM_VECTOR,
+    alloc_barriers,
+    lane_layout,
+    prefetch_l2,
+)
+
+HALF = gl.constexpr(64)  # words of a column half
+ROPE_BYTES = gl.constexpr(64 * 64 * 2)
+AHEAD = gl.constexpr(2)  # blocks that are prefetched to L2 before they are loaded
+
+
+@record
+class CacheRows:
+    """The cache, as this warpgroup reads it."""
+
+    words: object
+    ROPE_COLUMN: object
+    IS_PACKED: object  # nothing lies between the rows of a page
+    scales: object  # float32, or None
+    stride_scales_page: object
+    stride_scales_row: object
+    FORMAT: object
+
+
+@record
+class BlockStages:
+    """Two blocks of float16, from the dequant warpgroup to both others.
+
+    Block n of a CTA is in stage n % 2. `right` is released by the PV warpgroup; `left`, `rope` and
+    `scales` together by the QK-softmax warpgroup, after PV of the left half.
+    """
+
+    left: object  # [2, 64, 256] float16
+    right: object
+    rope: object  # [2, 64, 64] float16, or bfloat16 as the cache has it
+    scales: object  # [2, 64] float32
+    left_full: object
+    left_empty: object
+    right_full: object
+    right_empty: object
+    rope_full: object  # None: rotated columns come with the left half
+
+
+@record
+class Fetched:
+    """A block in registers, or on its way there."""
+
+    right: object  # words
+    left: object
+    rope: object  # in a tuple, which is empty where TMA copies them
+    rope_rows: object  # where they are copied from
+    scale: object  # in a tuple, which is empty where rows have none
+
+
+@gluon.constexpr_function
+def _words_layout(width):
+    """[64, words]: sixteen bytes per thread.
+
+    Eight threads have 64 bytes of two rows, which as float16 fill all banks of shared memory. A
+    warp has lines of 128 bytes, where rows are that wide.
+    """
+    own = [[0, 1], [0, 2]]  # words
+    if width == 16:
+        registers, lanes, warps = [*own, [32, 0]], [[1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]]
+    else:
+        registers, warps = [*own, [16, 0], [32, 0], [0, 32]], [[4, 0], [8, 0]]
+        lanes = [[1, 0], [0, 16], [2, 0]]
+    return gl.DistributedLinearLayout(
+        reg_bases=registers,
+        lane_bases=[[0, 4], [0, 8], *lanes],
+        warp_bases=warps,
+        block_bases=[],
+        shape=[64, width],
+    )
+
+
+@gluon.jit
+def alloc_stages(rope_dtype: gl.constexpr, words):
+    rope_full: gl.constexpr = None
+    if rope_dtype == gl.bfloat16:
+        rope_full = alloc_barriers(2, producer_arrivals(words))
+    return BlockStages(
+        gl.allocate_shared_memory(gl.float16, [2, 64, 256], SMEM_16BIT),
+        gl.allocate_shared_memory(gl.float16, [2, 64, 256], SMEM_16BIT),
+        gl.allocate_shared_memory(rope_dtype, [2, 64, 64], SMEM_16BIT),
+        gl.allocate_shared_memory(gl.float32, [2, 64], SMEM_VECTOR),
+        alloc_barriers(2, 1),
+        alloc_barriers(2, 1),
+        alloc_barriers(2, 1),
+        alloc_barriers(2, 1),
+        rope_full,
+    )
+
+
+@gluon.jit
+def num_blocks(keys):
+    """Blocks of a work tile; at least one, which then has no key."""
+    return gl.maximum(keys.end_block - keys.first_block, 1)
+
+
+@gluon.jit
+def _lookup_pages(inputs, keys, block):
+    """The pages of a block's keys; where a block lies within one, also those of the next blocks."""
+    if inputs.PAGE % 64 != 0:
+        return pages_of_keys(inputs, keys, block, gl.SliceLayout(1, _words_layout(HALF)))
+    else:  # noqa: RET505
+        return pages_ahead(inputs, keys, block, WARPS=4)
+
+
+@gluon.jit
+def _first_rows(inputs, keys, pages, block):
+    """The first row of a block, or of each key the first row of its page."""
+    if inputs.PAGE % 64 != 0:
+        return pages * inputs.PAGE_ROWS
+    else:  # noqa: RET505
+        return row_ahead(inputs, keys, pages, block, 0)
+
+
+@gluon.jit
+def _load_words(rows, inputs, keys, first_row, block, FIRST: gl.constexpr, WIDTH: gl.constexpr):
+    """Words [64, WIDTH] of a block's rows, from word FIRST of each on."""
+    LAYOUT: gl.constexpr = _words_layout(WIDTH)
+    KEY: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    offset = gl.arange(0, 64, KEY)
+    is_there = gl.expand_dims(block * 64 + offset < keys.end, 1)
+    if inputs.PAGE % 64 != 0:
+        first_row = gl.convert_layout(first_row, KEY)
+        offset = row_in_page(inputs, block, offset)
+    row = first_row.to(gl.int64) + offset
+    # the explicit factor of four shows the compiler the alignment to 16 bytes
+    start = gl.expand_dims(row * inputs.row_chunks * 4, 1)
+    word = gl.expand_dims(FIRST + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT)), 0)
+    return gl.load(rows.words + (start + word), mask=is_there, other=0, cache_modifier=".cg")
+
+
+@gluon.jit
+def _load_rope(rows, inputs, keys, first_row, block):
+    """In a tuple, which is empty where TMA copies them."""
+    found = ()
+    if rows.FORMAT == "fp8":
+        found += (_load_words(rows, inputs, keys, first_row, block, rows.ROPE_COLUMN, 16),)
+    return found
+
+
+@gluon.jit
+def _copy_rope(rows, inputs, blocks, stage, rope_rows):
+    """Start to copy the rotated columns of a block, where they are bfloat16."""
+    if rows.FORMAT != "fp8":
+        full = blocks.rope_full.index(stage)
+        expect_block(inputs, full, ROPE_BYTES)
+        tile = blocks.rope.index(stage)
+        load_block(inputs, inputs.kv_rope, rope_rows, rows.ROPE_COLUMN, full, tile)
+        arrive_on_loads(inputs, full)
+
+
+@gluon.jit
+def _load_scale(rows, inputs, keys, first_row, block):
+    """float32 [64 keys] in a tuple, which is empty where rows have none."""
+    KEY: gl.constexpr = lane_layout(4)
+    found = ()
+    if rows.scales is not None:
+        offset = gl.arange(0, 64, KEY)
+        if inputs.PAGE % 64 != 0:
+            # looked up again: kept, the pages would take more registers
+            page = pages_of_keys(inputs, keys, block, KEY)
+            row = row_in_page(inputs, block, offset)
+        else:
+            page = first_row // inputs.PAGE_ROWS
+            row = first_row % inputs.PAGE_ROWS + offset
+        at = rows.scales + page.to(gl.int64) * rows.stride_scales_page
+        at += row.to(gl.int64) * rows.stride_scales_row
+        found += (gl.load(at, mask=block * 64 + offset < keys.end, other=0.0),)
+    return found
+
+
+@gluon.jit
+def _fetch(rows, inputs, keys, pages, block):
+    """Start to load a block."""
+    first_row = _first_rows(inputs, keys, pages, block)
+    rope_rows = first_row
+    if inputs.PAGE % 64 != 0:
+        lookup = lookup_block(inputs, keys, block, WARPS=4)
+        rope_rows = rows_of_block(inputs, keys, lookup, block)
+    return Fetched(
+        _load_words(rows, inputs, keys, first_row, block, HALF, HALF),
+        _load_words(rows, inputs, keys, first_row, block, 0, HALF),
+        _load_rope(rows, inputs, keys, first_row, block),
+        rope_rows,
+        _load_scale(rows, inputs, keys, first_row, block),
+    )
+
+
+@gluon.jit
+def _prefetch(rows, inputs, keys, pages, block, BLOCKS: gl.constexpr):
+    """Prefetch to L2 the rows of the block that is BLOCKS on, where they are contiguous."""
+    if rows.IS_PACKED and inputs.PAGE % 64 == 0:
+        row = row_ahead(inputs, keys, pages, block, BLOCKS).to(gl.int64)
+        start = rows.words.to(gl.int64) + row * (inputs.row_chunks * 16)
+        num_rows = gl.maximum(gl.minimum(keys.end - (block + BLOCKS) * 64, 64), 0)
+        prefetch_l2(start, num_rows * (inputs.row_chunks * 16))
+
+
+@gluon.jit
+def dequant_warpgroup(item, index, inputs, scheduler, rows, blocks):
+    number = item * 0
+    while item < scheduler.last_item:
+        keys = key_range(inputs, scheduler, item, index)
+        first_block = keys.first_block
+        pages = _lookup_pages(inputs, keys, first_block)
+        fetched = _fetch(rows, inputs, keys, pages, first_block)
+        pages = _lookup_pages(inputs, keys, first_block + 1)
+        for block in range(first_block, first_block + num_blocks(keys)):
+            stage, phase = two_stages(number)
+            mbarrier.wait(blocks.right_empty.index(stage), phase ^ 1)
+            blocks.right.index(stage).store(to_fp16(fetched.right))
+            fence_async_shared()
+            mbarrier.arrive(blocks.right_full.index(stage), count=1)
+            mbarrier.wait(blocks.left_empty.index(stage), phase ^ 1)
+            _copy_rope(rows, inputs, blocks, stage, fetched.rope_rows)
+            blocks.left.index(stage).store(to_fp16(fetched.left))
+            if rows.FORMAT == "fp8":
+                blocks.rope.index(stage).store(to_fp16(fetched.rope[0]))
+            if rows.scales is not None:
+                scale = fetched.scale[0]
+                blocks.scales.index(stage).store(gl.where(scale < 0, 0.0, scale))  # a NaN stays one
+            fence_async_shared()
+            mbarrier.arrive(blocks.left_full.index(stage), count=1)
+            # only now: the fence waits for every load in flight
+            fetched = _fetch(rows, inputs, keys, pages, block + 1)
+            _prefetch(rows, inputs, keys, pages, block + 1, AHEAD - 1)
+            pages = _lookup_pages(inputs, keys, block + 2)
+            number += 1
+        item, index = next_tile(scheduler, item, index + gl.num_programs(0))

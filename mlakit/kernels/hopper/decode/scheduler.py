@@ -1,0 +1,254 @@
+"""The tile scheduler: which work tiles a persistent CTA computes, and where each one's data is.
+
+A work tile is ROWS heads of one query over a split of its request's keys. The plan deals items
+(splits of requests) to workers; program_id(1) is the worker, and the CTAs of a worker
+(program_id(0)) share the work tiles of each item.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from mlakit.kernels.hopper.compat import record
+
+
+@record
+class Inputs:
+    """Where the operands of a work tile are."""
+
+    q: object  # TMA descriptors
+    q_rope: object
+    kv: object
+    kv_rope: object
+    q_token_rows: object  # rows of a descriptor from a token to the next
+    q_rope_token_rows: object
+    page_table: object
+    stride_request: object
+    stride_entry: object
+    PAGE_ROWS: object  # rows of the cache's descriptor from a page to the next
+    PAGE: object  # rows of a page
+    words: object  # the cache, if a gather producer loads its rows, or None
+    row_chunks: object  # chunks of 16 bytes from a row of the cache to the next, or None
+
+
+@record
+class TileScheduler:
+    """What there is to compute."""
+
+    items: object
+    partial_starts: object
+    q_starts: object
+    kv_lens: object
+    stride_q_starts: object
+    stride_kv_lens: object
+    heads: object  # 0 in an instruction-cache warm-up: every row is masked, no key is seen
+    head_tiles: object  # work tiles of a query
+    ROWS: object  # heads of a work tile
+    slot_rows: object
+    last_item: object
+    IS_CAUSAL: object
+    IS_EXTERNAL_PLAN: object
+    ITEM_COLUMNS: object
+    HAS_WARM_UP: object  # see `first_tile`
+
+
+@record
+class Outputs:
+    """Where results go."""
+
+    out: object
+    lse: object
+    partial_out: object
+    partial_lse: object
+    sink: object
+    stride_out_token: object
+    stride_out_head: object
+    stride_lse_token: object
+    stride_lse_head: object
+    stride_sink: object
+
+
+@record
+class KeyRange:
+    """The keys [low, end) of a work tile, in blocks of 64."""
+
+    pages: object  # the request's row of the page table
+    first_block: object
+    end_block: object
+    low: object
+    end: object
+
+
+@record
+class WorkTile:
+    """Where the queries of a work tile are and its results go."""
+
+    token: object
+    first_head: object
+    slot: object  # −1: the result is final
+    slot_row: object
+
+
+@gluon.jit
+def make_inputs(
+    q, q_rope, kv, kv_rope, q_token_rows, q_rope_token_rows, batch, stride_table_request, gather,
+    TRAITS: gl.constexpr,
+):  # fmt: skip
+    return Inputs(
+        q, q_rope, kv, kv_rope, q_token_rows, q_rope_token_rows, batch.page_table,
+        stride_table_request, batch.stride_entry, TRAITS.PAGE_ROWS, TRAITS.PAGE, gather.words,
+        gather.row_chunks,
+    )  # fmt: skip
+
+
+@gluon.jit
+def make_scheduler(
+    batch, schedule, heads, head_tiles, slot_rows, TRAITS: gl.constexpr,
+    HAS_WARM_UP: gl.constexpr = False,
+):  # fmt: skip
+    last_item = gl.load(schedule.worker_starts + gl.program_id(1) + 1)
+    return TileScheduler(
+        schedule.items, schedule.partial_starts, batch.q_starts, batch.kv_lens,
+        batch.stride_q_starts, batch.stride_kv_lens, heads, head_tiles, TRAITS.ROWS, slot_rows,
+        last_item,
+        TRAITS.IS_CAUSAL, TRAITS.IS_EXTERNAL_PLAN, TRAITS.ITEM_COLUMNS, HAS_WARM_UP,
+    )  # fmt: skip
+
+
+@gluon.jit
+def make_outputs(given, stride_lse_token):
+    return Outputs(
+        given.out, given.lse, given.partial_out, given.partial_lse, given.sink,
+        given.stride_out_token, given.stride_out_head, stride_lse_token, given.stride_lse_head,
+        given.stride_sink,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _load_item(scheduler, item):
+    """(request, first key, last key, slot; of the request: first query, queries, keys)."""
+    at = scheduler.items + scheduler.ITEM_COLUMNS * item
+    request = gl.load(at)
+    first = gl.load(at + 1)
+    last = gl.load(at + 2)
+    slot = gl.load(at + 3)
+    if scheduler.ITEM_COLUMNS > 4:
+        q_first = gl.load(at + 4)
+        q_len = gl.load(at + 5)
+        kv_len = gl.load(at + 6)
+    else:
+        starts = scheduler.q_starts + request.to(gl.int64) * scheduler.stride_q_starts
+        q_first = gl.load(starts).to(gl.int32)
+        q_len = gl.load(starts + scheduler.stride_q_starts).to(gl.int32) - q_first
+        lengths = scheduler.kv_lens + request.to(gl.int64) * scheduler.stride_kv_lens
+        kv_len = gl.load(lengths).to(gl.int32)
+    return request, first, last, slot, q_first, q_len, kv_len
+
+
+@gluon.jit
+def _fits_slot(scheduler, q_len, slot):
+    """Does a slot hold the partials of a split request? Else its first item computes all of it.
+
+    Plans made for this kernel split no request that does not fit.
+    """
+    if scheduler.IS_EXTERNAL_PLAN:
+        return (slot < 0) | (q_len * scheduler.head_tiles * scheduler.ROWS <= scheduler.slot_rows)
+    else:  # noqa: RET505
+        return slot == slot
+
+
+@gluon.jit
+def _num_tiles(scheduler, item):
+    """Work tiles of an item, one per head tile of each query."""
+    request, _, _, slot, _, q_len, _ = _load_item(scheduler, item)
+    num_tiles = q_len * scheduler.head_tiles
+    if scheduler.IS_EXTERNAL_PLAN:
+        is_first = slot == gl.load(scheduler.partial_starts + request)
+        num_tiles = gl.where(is_first | _fits_slot(scheduler, q_len, slot), num_tiles, 0)
+    return num_tiles
+
+
+@gluon.jit
+def next_tile(scheduler, item, index):
+    """The first (item, work tile of it) from these on that exists; `last_item` past the end."""
+    is_found = item >= scheduler.last_item
+    while not is_found:
+        is_found = index < _num_tiles(scheduler, item)
+        if not is_found:
+            item += 1
+            index = gl.program_id(0)
+            is_found = item >= scheduler.last_item
+    return item, index
+
+
+@gluon.jit
+def first_tile(scheduler, first_item):
+    """(scheduler, item, work tile of it) that this CTA starts with; `last_item` if it has none.
+
+    A CTA without work runs an instruction-cache warm-up: the last work tile of another CTA, with no
+    keys and no results. The code at the end of a tile is then in L2 before all CTAs need it at the
+    same time, which saves 1 us per call.
+    """
+    item, index = next_tile(scheduler, first_item, gl.program_id(0))
+    heads = scheduler.heads
+    if (item >= scheduler.last_item) & (scheduler.last_item > 0):
+        last_index = _num_tiles(scheduler, scheduler.last_item - 1) - 1
+        if last_index >= 0:
+            item, index, heads = scheduler.last_item - 1, last_index, 0
+    scheduler = TileScheduler(
+        scheduler.items, scheduler.partial_starts, scheduler.q_starts, scheduler.kv_lens,
+        scheduler.stride_q_starts, scheduler.stride_kv_lens, heads, scheduler.head_tiles,
+        scheduler.ROWS, scheduler.slot_rows, scheduler.last_item, scheduler.IS_CAUSAL,
+        scheduler.IS_EXTERNAL_PLAN, scheduler.ITEM_COLUMNS, scheduler.HAS_WARM_UP,
+    )  # fmt: skip
+    return scheduler, item, index
+
+
+@gluon.jit
+def launch_dependents(scheduler, item):
+    """Let the merge kernel start early (PDL), once every CTA has said so; it waits for this kernel
+    itself.
+
+    A CTA whose first item is a split of a request does not say so: CTAs of the merge kernel would
+    otherwise occupy the SMs that are idle here.
+    """
+    _, _, _, slot, _, _, _ = _load_item(scheduler, item)
+    if slot < 0:
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@gluon.jit
+def count_tiles(scheduler, item, index):
+    """Work tiles of this CTA, from these on."""
+    count = item * 0
+    while item < scheduler.last_item:
+        item, index = next_tile(scheduler, item, index + gl.num_programs(0))
+        count += 1
+    return count
+
+
+@gluon.jit
+def key_range(inputs, scheduler, item, index):
+    request, low, last, slot, _, q_len, kv_len = _load_item(scheduler, item)
+    fits = _fits_slot(scheduler, q_len, slot)
+    low = gl.where(fits, low, 0)
+    end = gl.where(fits, gl.minimum(last, kv_len), kv_len)
+    if scheduler.HAS_WARM_UP:
+        end = gl.where(scheduler.heads > 0, end, 0)
+    if scheduler.IS_CAUSAL:
+        end = gl.minimum(end, kv_len - q_len + index // scheduler.head_tiles + 1)
+    pages = inputs.page_table + request.to(gl.int64) * inputs.stride_request
+    return KeyRange(pages, low // 64, (gl.maximum(end, 0) + 63) // 64, low, end)
+
+
+@gluon.jit
+def locate_tile(scheduler, item, index):
+    _, _, _, slot, q_first, q_len, _ = _load_item(scheduler, item)
+    slot = gl.where(_fits_slot(scheduler, q_len, slot), slot, -1)
+    token = q_first + index // scheduler.head_tiles
+    slot_row = slot.to(gl.int64) * scheduler.slot_rows + index * scheduler.ROWS
+    return WorkTile(token, index % scheduler.head_tiles * scheduler.ROWS, slot, slot_row)
