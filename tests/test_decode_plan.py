@@ -1,4 +1,4 @@
-"""Plans that a kernel makes on the device: every key once, shares alike, cuts that pay."""
+"""Plans that a kernel makes on the device: every key once, equal shares, splits that pay."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mlakit import knobs
 from mlakit.cache import WHOLE
@@ -110,12 +112,19 @@ def test_triton_plans_are_balanced(num_workers):
     assert max(shares) - min(shares) <= 1
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_triton_plans_are_those_of_the_host(seed):
-    draw = random.Random(seed)
-    num_workers, batch = draw.choice([1, 3, 7, 40, 264]), draw.choice([1, 2, 5, 32, 140])
-    spread = draw.choice([0, 100, 2900])  # equal, nearly equal and unequal lengths
-    kv_lens = [3000 - draw.randint(0, spread) for _ in range(batch)]
+@st.composite
+def batches(draw: st.DrawFn) -> list[int]:
+    """Lengths that are equal, nearly equal and unequal, so that plans are even and balanced."""
+    longest, spread = draw(st.integers(1, 3000)), draw(st.sampled_from([0, 1, 16, 100, 2999]))
+    lengths = st.integers(max(longest - spread, 1), longest)
+    return draw(st.lists(lengths, min_size=1, max_size=draw(st.sampled_from([1, 3, 40, 140]))))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(kv_lens=batches(), num_workers=st.sampled_from([1, 2, 3, 7, 40, 132, 264]))
+def test_triton_plans_are_those_of_the_host(kv_lens, num_workers):
+    """The two twins of the split heuristic."""
+    batch = len(kv_lens)
     made = make_plan([1] * batch, kv_lens, num_workers=num_workers, min_tiles=1)
     expected = plan_on_host(kv_lens, num_workers=num_workers, tile=TILE)
     assert made.worker_starts.tolist() == list(expected.worker_starts)
@@ -134,7 +143,7 @@ def test_triton_plans_leave_equal_requests_whole():
     assert worker_items(plan) == [whole[:3], whole[3:6], whole[6:9], whole[9:12], whole[12:]]
 
 
-def test_triton_plans_cut_equal_requests_alike():
+def test_triton_plans_split_equal_requests_alike():
     plan = make_plan([1] * 32, [64 * TILE] * 32, num_workers=264)
     assert (
         worker_items(plan)
@@ -143,7 +152,7 @@ def test_triton_plans_cut_equal_requests_alike():
     )
 
 
-def test_triton_plans_make_no_part_smaller_than_is_worth_a_worker():
+def test_triton_plans_make_no_split_smaller_than_is_worth_a_worker():
     plan = make_plan([1] * 4, [10 * TILE] * 4, num_workers=32, min_tiles=3)
     cuts = [(0, 3), (3, 6), (6, 10)]
     assert [[item[1:3] for item in own] for own in worker_items(plan)] == [
@@ -177,25 +186,25 @@ def cut(tiles: int, width: int) -> list[range]:
 
 @pytest.mark.parametrize("num_workers", [1, 3, 40])
 @pytest.mark.parametrize(
-    ("cuts", "parts_of"),
+    ("own", "splits_of"),
     [
         (OwnSplits(4), lambda tiles: cut(tiles, 4)),
         (OwnSplits(0, 3), lambda tiles: cut(tiles, -(-tiles // 3))),
     ],
-    ids=["tiles", "parts"],
+    ids=["tiles", "splits"],
 )
-def test_triton_plans_with_own_cuts_know_of_one_request_at_a_time(cuts, parts_of, num_workers):
+def test_triton_plans_with_own_splits_depend_on_one_request_at_a_time(own, splits_of, num_workers):
     q_lens, kv_lens = [1, 1, 0, 1, 1, 1], [1000, 0, 500, 64, 65, 1]
-    plan = make_plan(q_lens, kv_lens, num_workers=num_workers, capacity=1024, own=cuts)
+    plan = make_plan(q_lens, kv_lens, num_workers=num_workers, capacity=1024, own=own)
     items, slots = plan.host_items(), plan.partial_starts.tolist()
     assert plan.max_partials >= slots[-1]
     for request, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
-        own = [item[1:] for item in items if item[0] == request]
-        parts = parts_of(max(-(-kv_len // TILE), 1)) if q_len else []
-        assert [range(first // TILE, last // TILE) for first, last, _ in own] == parts
-        is_cut = len(parts) > 1
-        assert [slot for _, _, slot in own] == (
-            list(range(slots[request], slots[request + 1])) if is_cut else [-1] * len(parts)
+        made = [item[1:] for item in items if item[0] == request]
+        splits = splits_of(max(-(-kv_len // TILE), 1)) if q_len else []
+        assert [range(first // TILE, last // TILE) for first, last, _ in made] == splits
+        is_split = len(splits) > 1
+        assert [slot for _, _, slot in made] == (
+            list(range(slots[request], slots[request + 1])) if is_split else [-1] * len(splits)
         )
     starts = plan.worker_starts.tolist()
     assert starts == sorted(starts)
@@ -203,7 +212,7 @@ def test_triton_plans_with_own_cuts_know_of_one_request_at_a_time(cuts, parts_of
     assert max(last - first for first, last in pairwise(starts)) == -(-len(items) // num_workers)
 
 
-def test_triton_plans_with_own_cuts_have_room_for_every_table():
+def test_triton_plans_with_own_splits_have_room_for_every_table():
     plan = make_plan([1] * 5, [4096] * 5, capacity=4096, own=OwnSplits(4))
     assert int(plan.partial_starts[-1]) == 5 * 4096 // (4 * TILE) <= plan.max_partials
     assert make_plan([1], [16], capacity=16, own=OwnSplits(4)).max_partials == 0

@@ -8,6 +8,8 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from replay_calls import (
     Add,
     add_both,
     complaining,
+    floats,
     multiply,
     new,
     op,
@@ -112,6 +115,58 @@ def test_tensors_in_tuples_are_those_of_the_call(op):
     for turn in range(5):
         x, y = values(start=float(turn)), values(start=-3.0 * turn)
         assert torch.equal(call(x, y), 2 * x + y)
+    assert call.ran == 2
+
+
+class Rows(NamedTuple):
+    """As kernels take their arguments: pointers, None, numbers, and tuples of them."""
+
+    first: Tensor
+    scale: None
+    stride: int
+    more: tuple[Tensor, ...]
+
+
+class Config(NamedTuple):
+    FORMAT: str
+    COUNT: int
+    LIMIT: None
+
+
+class AddRows:
+    """y[i] = rows.first[i] + Σ rows.more[i] · rows.stride"""
+
+    arg_names = ("rows", "y", "CONFIG")
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def first(rows: Rows, y: Tensor, *, CONFIG: Config) -> Any:
+            more = tuple(each.data_ptr() for each in rows.more)
+            run(*[None] * 9, (rows.first.data_ptr(), *rows[1:3], more), y.data_ptr(), CONFIG)
+            return SimpleNamespace(run=run, function=None, packed_metadata=None)
+
+        def run(*arguments: Any) -> None:
+            (at, scale, stride, more), y, config = arguments[9:]
+            assert (scale, tuple(config)) == (None, ("fp8", 5, None))
+            count = config[1]
+            sources, target = [floats(each, count) for each in more], floats(y, count)
+            for i in range(count):
+                others = sum(source[i] for source in sources)
+                target[i] = floats(at, count)[i] + others * stride
+
+        return first
+
+
+def test_tensors_in_named_tuples_of_a_kernel_are_those_of_the_call(op):
+    def body(x: Tensor, y: Tensor, factor: float, out: None) -> tuple[Tensor]:
+        result = new(5)
+        config = Config("fp8", 5, None)
+        launching.launch(AddRows(), (1,), Rows(x, None, 3, (y, x)), result, CONFIG=config)
+        return (result,)
+
+    call = op(body)
+    for turn in range(5):
+        x, y = values(start=float(turn)), values(start=-3.0 * turn)
+        assert torch.equal(call(x, y), 4 * x + 3 * y)
     assert call.ran == 2
 
 

@@ -4,7 +4,7 @@ others."""
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,8 +12,8 @@ import triton
 from torch import Tensor
 
 from mlakit.replay import launchers
-from mlakit.replay.launchers import Launch, descriptors, triton_3_6, triton_3_9
-from mlakit.replay.launchers.start import Start
+from mlakit.replay.launchers import Launch, any_version, descriptors, triton_3_6, triton_3_9
+from mlakit.replay.launchers.start import Pointer, Start
 
 ENCODE = "triton.backends.nvidia.driver.make_tensordesc_arg"
 
@@ -50,6 +50,21 @@ def start_again(start: Start, *arguments: Any) -> None:
     """On stream 5."""
     last = (arguments,) if start.arguments_are_one else arguments
     start.function(*start.before_stream, 5, *start.after_stream, *last)
+
+
+class Rows(NamedTuple):
+    payload: Tensor
+    scales: None
+    stride: int
+
+
+def test_pointers_in_named_tuples_are_marked():
+    x, y = torch.arange(8.0), torch.arange(3.0)
+    start = Launch(kernel_of(Launcher()), (3,), (Descriptor(x), Rows(y, None, 2), ("fp8", 64)))
+    box, rows, config = any_version.prepare(start.kernel, (3, 1, 1), start.arguments).arguments
+    assert box.tensor is x
+    assert rows == (Pointer(y), None, 2)
+    assert config == ("fp8", 64)
 
 
 def test_the_launcher_of_any_version_gets_descriptors(monkeypatch):

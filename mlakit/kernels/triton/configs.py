@@ -193,7 +193,7 @@ def pick_topk_config(*, rows: int, columns: int, k: int, num_sms: int) -> TopkCo
     return TopkConfig(splits, block, way, most_programs=4 * num_sms)
 
 
-MERGED_PARTS = 8  # partial results that one program of a merge reads together
+MERGED_SPLITS = 8  # partials that one program of a merge reads together
 
 
 @dataclass(frozen=True)
@@ -212,17 +212,17 @@ def pick_merge_config(*, v_width: int) -> MergeConfig:
 @dataclass(frozen=True)
 class DecodeMergeConfig:
     rows: int  # of a program at a time
-    parts: int  # of each that it reads together
+    splits: int  # of each row that it reads together
     num_warps: int
 
 
-def pick_decode_merge_config(*, v_width: int, expected_parts: int) -> DecodeMergeConfig:
-    """Few requests have many parts each: these are then what is read in parallel."""
-    if expected_parts > 4 * MERGED_PARTS:
-        return DecodeMergeConfig(1, 4 * MERGED_PARTS, num_warps=8)
-    if expected_parts > MERGED_PARTS:
-        return DecodeMergeConfig(1, 2 * MERGED_PARTS, num_warps=4)
-    return DecodeMergeConfig(max(1024 // power_of_two(v_width), 1), MERGED_PARTS, num_warps=4)
+def pick_decode_merge_config(*, v_width: int, expected_splits: int) -> DecodeMergeConfig:
+    """Few requests have many splits each: these are then read in parallel."""
+    if expected_splits > 4 * MERGED_SPLITS:
+        return DecodeMergeConfig(1, 4 * MERGED_SPLITS, num_warps=8)
+    if expected_splits > MERGED_SPLITS:
+        return DecodeMergeConfig(1, 2 * MERGED_SPLITS, num_warps=4)
+    return DecodeMergeConfig(max(1024 // power_of_two(v_width), 1), MERGED_SPLITS, num_warps=4)
 
 
 @dataclass(frozen=True)
@@ -264,7 +264,7 @@ class DecodeConfig:
 
     @property
     def min_tiles(self) -> int:
-        """Key tiles that are worth a program."""
+        """Key tiles that are worth a CTA."""
         return max(128 // self.block_n, 1)
 
     def shared_bytes(self, tiles: RowTiles, itemsize: int) -> int:
@@ -293,7 +293,7 @@ _DECODE_MEDIUM = (
 _DECODE_LARGE = {
     90: DecodeConfig(64, 64, num_warps=8, num_stages=2, widest=512, is_unchained=True),
 }
-# bytes are widened in registers, which a tile of halves does not pass through
+# FP8 is converted in registers, which a tile of a 16-bit type does not pass through
 _DECODE_BYTES = (
     DecodeConfig(16, 32, num_warps=8, num_stages=3),
     DecodeConfig(16, 16, num_warps=8, num_stages=1),

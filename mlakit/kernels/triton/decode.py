@@ -1,12 +1,11 @@
 """Launching absorbed MLA attention over paged rows, portable Triton, and planning it.
 
-Work       a plan deals out items, stretches of a request's keys, to as many workers as run at the
+Work       a plan deals items, splits of a request's keys, to as many persistent CTAs as run at the
            same time (`decode_plan` makes one on the device where none is given). With an even split
-           or deterministic=True every tile of rows is cut on its own account, and where it is cut
-           depends on the request alone. `decode_kernel` attends, `decode_merge` merges what was
-           split
-Memory     float32 partials, with a plan its `max_partials` (2 per worker if made on the device),
-           else one per part that a request may have
+           or deterministic=True every row tile is split on its own, and its splits depend on the
+           request alone. `decode_kernel` attends, `decode_merge` merges the splits
+Memory     float32 partials: with a plan its `max_partials` (2 per worker if made on the device),
+           else one per split that a request may have
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from mlakit.cache import CacheLayer, KVShard, PageTable
 from mlakit.formats import SMALLEST_SCALE
 from mlakit.kernels.triton.configs import DecodeConfig, pick_decode_config
 from mlakit.kernels.triton.decode_kernel import mla_decode_kernel
-from mlakit.kernels.triton.decode_merge import RowTileParts, merge_partials, rows_per_slot
+from mlakit.kernels.triton.decode_merge import RowTileSplits, merge_partials, rows_per_slot
 from mlakit.kernels.triton.decode_plan import plan_decode
 from mlakit.kernels.triton.launch import Target, launch, target
 from mlakit.kernels.triton.rows import (
@@ -165,9 +164,9 @@ def mla_decode(
         partial_out,
         partial_lse,
         partial_starts=plan.partial_starts if plan else None,
-        row_tile_parts=None
+        row_tile_splits=None
         if plan
-        else RowTileParts(
+        else RowTileSplits(
             *schedule.grid, schedule.split_tiles, config.block_m, config.block_n, mask, shard
         ),
         q_starts=q_starts,
@@ -192,7 +191,7 @@ def plan_mla_decode(
     num_tokens: int,
     dtype: torch.dtype,  # of the queries
 ) -> DecodePlanTensors:
-    """A plan, made on the device, for as many workers as run at the same time."""
+    """A plan, made on the device, for as many CTAs as run at the same time."""
     device = target(kv_lens.device)
     config = _config(layer, page_table, heads, dtype, device)
     padded_heads = triton.cdiv(heads, config.block_m) * config.block_m
@@ -212,7 +211,7 @@ def _plan(
     rows: int,  # of a request, on average
     capacity: int,
 ) -> DecodePlanTensors:
-    programs = max(rows // config.block_m, 1)  # of a worker, a tile of rows each
+    programs = max(rows // config.block_m, 1)  # CTAs of a worker, one row tile each
     return plan_decode(
         q_starts,
         kv_lens,
@@ -245,10 +244,10 @@ def _config(
 class Schedule:
     """Who does what, in numbers that are known without looking at the lengths."""
 
-    grid: tuple[int, int]  # (tiles of rows, workers), or (parts, tiles of rows)
+    grid: tuple[int, int]  # (row tiles, workers), or (splits, row tiles)
     slot_rows: int  # rows of a partial
     num_slots: int
-    split_tiles: int = 0  # key tiles of a part; 0: all parts of a request alike
+    split_tiles: int = 0  # key tiles of a split; 0: a request's splits are equal
 
     @property
     def partial_rows(self) -> int:
@@ -266,7 +265,7 @@ def _schedule(
 ) -> Schedule:
     """`capacity` keys a request may have; `rows` it has on average, `all_rows` all of them do.
 
-    Without `splits` the cuts of a request depend on its own length alone.
+    Without `splits` those of a request depend on its own length alone.
     """
     row_tiles = triton.cdiv(rows, config.block_m)
     slot_rows = row_tiles * config.block_m
@@ -275,14 +274,14 @@ def _schedule(
         slot_rows = rows_per_slot(splits, rows=slot_rows, all_rows=all_rows, v_width=v_width)
         return Schedule((row_tiles, num_workers), slot_rows, splits.max_partials)
     if isinstance(splits, EvenSplit):
-        split_tiles, parts = 0, splits.num_splits
+        split_tiles, num_splits = 0, splits.num_splits
     else:
         split_tiles = max(DETERMINISTIC_SPLIT_KEYS // config.block_n, 1)
         # one tile more: a window may begin inside one
-        parts = triton.cdiv(capacity // config.block_n + 2, split_tiles)
+        num_splits = triton.cdiv(capacity // config.block_n + 2, split_tiles)
     num_tiles = all_rows // config.block_m
-    slots = num_tiles * parts if parts > 1 else 0
-    return Schedule((parts, num_tiles), config.block_m, slots, split_tiles)
+    slots = num_tiles * num_splits if num_splits > 1 else 0
+    return Schedule((num_splits, num_tiles), config.block_m, slots, split_tiles)
 
 
 def _capacity(page_table: PageTable, layer: CacheLayer) -> int:

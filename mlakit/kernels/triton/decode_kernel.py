@@ -1,12 +1,13 @@
 """Absorbed MLA attention of each request's newest tokens over its paged cache, portable Triton.
 
 Maths      s = q·row · softmax_scale [· q_scale];  out = softmax(s) @ row[:, :v_width]
-Work       a tile of rows is `block_m` heads of one query. A program is a worker of the plan and a
-           tile of rows, over one item after the other; without a plan it is a part of the keys of
-           one tile of rows
-Memory     a tile of keys is read once for all rows of a tile and serves as K and as V
+Work       a row tile is `block_m` heads of one query. With a plan a persistent CTA computes a row
+           tile of one item of its worker after the other; without one it computes a split of the
+           keys of one row tile
+Memory     a tile of keys is read once for all rows of a row tile and serves as K and as V
 Limits     none; widths are padded to powers of two, heads to a multiple of `block_m`. Queries share
-           no tile: what a key holds that one of them does not see would reach it as 0 · NaN
+           no row tile: a key that one of them does not see could reach it as 0 · NaN
+Lineage    own design; ideas: split-KV flash decoding
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from mlakit.kernels.triton.decode_plan import (
     find_tile,
     key_tiles,
     load_lengths,
-    part_tiles,
+    own_split_tiles,
     seen_keys,
 )
 from mlakit.kernels.triton.primitives import (
-    add_rope_values,
-    add_values,
+    accumulate_pv,
+    accumulate_rope_pv,
+    finish_softmax,
     load_query,
     load_row_tile,
     score_keys,
     softmax_step,
-    softmax_totals,
 )
 
 
@@ -92,7 +93,7 @@ def _attend(
     first_row, first_key, last_key, is_final, partial_row, request, q_first, q_len, kv_len,
     q_latent, q_rope, q_scale, payload, scales, table, starts, sink, out, lse, partial_out,
     partial_lse, scale_log2, tensor_scale, heads, padded_heads, window, shard, q_strides,
-    pool_strides, table_strides, stride_sink, result_strides, hidden_zero,
+    pool_strides, table_strides, stride_sink, result_strides, opaque_zero,
     CUTS_TILES: tl.constexpr, MASK: tl.constexpr, IS_SHARDED: tl.constexpr, FORMAT: tl.constexpr,
     DTYPE: tl.constexpr, ROPE_DTYPE: tl.constexpr, D_C: tl.constexpr, D_R: tl.constexpr,
     V_WIDTH: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, VALUE_PIECES: tl.constexpr,
@@ -101,7 +102,7 @@ def _attend(
     HAS_FP8: tl.constexpr, IS_ALIGNED: tl.constexpr, IS_UNCHAINED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """BM rows of a request, heads of one query, over its keys [first_key, last_key).
+    """BM heads of one query over the keys [first_key, last_key) of its request.
 
     Writes results if `is_final`, else a partial to the scratch rows from `partial_row` on.
     """
@@ -136,13 +137,13 @@ def _attend(
         rotated_q = load_query(rope_rows, is_row, 0, ROPE_WIDTH, D_R, ROPE_DTYPE, HAS_FP8)
     if q_scale is not None:
         sign = tl.load(q_scale + token * stride_q_scale)
-    peak = tl.full([BM], -float("inf"), tl.float32)
-    exp_sum = tl.zeros([BM], tl.float32)
-    weighted = ()
+    row_max = tl.full([BM], -float("inf"), tl.float32)
+    row_sum = tl.zeros([BM], tl.float32)
+    acc = ()
     for _ in tl.static_range(VALUE_PIECES):
-        weighted += (tl.zeros([BM, WIDTH], tl.float32),)
+        acc += (tl.zeros([BM, WIDTH], tl.float32),)
     if V_WIDTH > D_C:
-        weighted_rope = tl.zeros([BM, ROPE_WIDTH], tl.float32)
+        acc_rope = tl.zeros([BM, ROPE_WIDTH], tl.float32)
     for tile in tl.range(begin // BN, (end + BN - 1) // BN, disable_licm=IS_UNCHAINED):
         key = tile * BN + tl.arange(0, BN)
         is_read = key < end
@@ -171,34 +172,31 @@ def _attend(
             scores = -scores
         scores = tl.where(is_read[None, :], scores, -float("inf"))
         if IS_UNCHAINED:
-            # A branch hides from the compiler that these weights feed another dot. It would give
-            # every group of four warps all rows of the scores (four warps are what 64 rows can be
-            # shared by), and eight warps would compute all of them twice.
-            weights, decay = scores, peak
+            # The branch hides from the compiler that P feeds another dot. It would otherwise give
+            # each group of four warps all rows of the scores (64 rows are shared by four warps),
+            # and eight warps would compute all of them twice.
+            probs, rescale = scores, row_max
             if end > 0:  # always so where there is a key
-                weights, decay, peak, exp_sum = softmax_step(scores, peak, exp_sum, 1.0)
+                probs, rescale, row_max, row_sum = softmax_step(scores, row_max, row_sum, 1.0)
         else:
-            weights, decay, peak, exp_sum = softmax_step(scores, peak, exp_sum, scale_log2)
-        weighted = add_values(
-            weighted, weights, decay, latent, factors, VALUE_PIECES, FORMAT, VALUE_UNIT
-        )
+            probs, rescale, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale_log2)
+        acc = accumulate_pv(acc, probs, rescale, latent, factors, VALUE_PIECES, FORMAT, VALUE_UNIT)
         if V_WIDTH > D_C:
-            weighted_rope = add_rope_values(
-                weighted_rope, weights, decay, rope, factors, FORMAT, DTYPE, ROPE_UNIT
+            acc_rope = accumulate_rope_pv(
+                acc_rope, probs, rescale, rope, factors, FORMAT, DTYPE, ROPE_UNIT
             )
 
-    # found again, from numbers the compiler cannot know to be the same: kept through the loop, they
-    # would take registers that it needs
-    head = (first_row + hidden_zero) % padded_heads + tl.arange(0, BM)
+    # computed again, with an opaque zero: kept through the loop, they would take registers
+    head = (first_row + opaque_zero) % padded_heads + tl.arange(0, BM)
     is_row = head < heads
     head = head.to(tl.int64)
-    # in a partial there is no sink: it joins the merge, once
+    # a partial has no sink: it joins the merge, once
     sink_log2 = None
     if sink is not None:
         sink_log2 = tl.load(sink + head * stride_sink, mask=is_row, other=0.0)
         sink_log2 *= 1.4426950408889634  # log2(e)
         sink_log2 = tl.where(is_final, sink_log2, -float("inf"))
-    denominator, row_lse = softmax_totals(peak, exp_sum, sink_log2)
+    denominator, row_lse = finish_softmax(row_max, row_sum, sink_log2)
     scale = (tensor_scale / denominator)[:, None]
     partial_rows = partial_row + tl.arange(0, BM)
     if is_final:
@@ -209,12 +207,12 @@ def _attend(
     out_at = out + (token * stride_out_token + head * stride_out_head)
     partial_at = partial_out + partial_rows * V_WIDTH
     for piece in tl.static_range(VALUE_PIECES):
-        values = weighted[piece] * (scale * (1.0 / VALUE_UNIT))
+        values = acc[piece] * (scale * (1.0 / VALUE_UNIT))
         _store_columns(
             out_at, partial_at, is_final, is_row, values, piece * WIDTH, min(V_WIDTH, D_C)
         )
     if V_WIDTH > D_C:
-        values = weighted_rope * (scale * (1.0 / ROPE_UNIT))
+        values = acc_rope * (scale * (1.0 / ROPE_UNIT))
         _store_columns(out_at, partial_at, is_final, is_row, values, D_C, V_WIDTH)
 
 
@@ -315,7 +313,7 @@ def mla_decode_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """One item after another of a worker, or one part of one tile of rows."""
+    """One item after another of a worker, or one split of one row tile."""
     shard = (rank, world, interleave)
     q_strides = (
         stride_q_token, stride_q_head, stride_rope_token, stride_rope_head, stride_q_scale
@@ -344,7 +342,7 @@ def mla_decode_kernel(
             row_step = tl.num_programs(0) * BM
             slot_row = slot.to(tl.int64) * slot_rows + row_begin
             if (slot >= 0) & (row_end > slot_rows):
-                # no room for its partials: the first of its items does all of them
+                # a slot does not hold its partials: its first item computes the whole request
                 is_first = slot == tl.load(partial_starts + request)
                 row_end = tl.where(is_first, row_end, 0)
                 first_key, last_key, slot = 0, 0x7FFFFFFF, -1
@@ -356,15 +354,15 @@ def mla_decode_kernel(
                 q_starts, kv_lens, stride_q_starts, stride_kv_lens, request, request >= 0
             )
             first_tile, num_tiles = key_tiles(q_len, kv_len, window, shard, MASK, IS_SHARDED, BN)
-            tiles, num_parts = part_tiles(num_tiles, split_tiles, tl.num_programs(0))
-            part = tl.program_id(0)
-            first_key = (first_tile + part * tiles) * BN
+            tiles, num_splits = own_split_tiles(num_tiles, split_tiles, tl.num_programs(0))
+            split = tl.program_id(0)
+            first_key = (first_tile + split * tiles) * BN
             last_key = first_key + tiles * BN
-            is_part = (request >= 0) & (part < num_parts)
-            slot = tl.where(num_parts > 1, tl.program_id(1) * tl.num_programs(0) + part, -1)
+            is_split = (request >= 0) & (split < num_splits)
+            slot = tl.where(num_splits > 1, tl.program_id(1) * tl.num_programs(0) + split, -1)
             slot_row = slot.to(tl.int64) * slot_rows
             row_begin = row_tile * BM
-            row_end = tl.where(is_part, row_begin + BM, 0)
+            row_end = tl.where(is_split, row_begin + BM, 0)
             row_step = BM
         for first_row in range(row_begin, row_end, row_step):
             _attend(

@@ -1,11 +1,12 @@
-"""The second half of a decode that was split over keys: partials become results.
+"""The merge kernel of a decode that was split over keys: float32 partials become results.
 
 Maths      lse = log Σ_p exp lse_p;  out = Σ_p exp(lse_p − lse) · out_p, a sink in the denominator
-Work       a program is a few rows of a request that a plan cut, or of a tile of rows that was cut
-           on its own account; it reads several of their partials at a time, in the order of keys
+Work       a program merges a few rows of a request that a plan split, or of a row tile that was
+           split on its own; it reads several of their partials at a time, in the order of keys
 Memory     float32 partials [slots, slot_rows, v_width], read once. Row r of a slot is head
-           r % padded_heads of query r // padded_heads of the request (of the tile of rows)
-Limits     a request with more rows than a slot was not cut, whatever its plan says
+           r % padded_heads of query r // padded_heads of the request (of the row tile)
+Limits     a request with more rows than a slot was not split, whatever its plan says
+Lineage    own design; ideas: split-KV flash decoding, programmatic dependent launch
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from triton.language.extra.cuda import gdc_wait
 
 from mlakit.cache import WHOLE, KVShard
 from mlakit.kernels.triton.configs import pick_decode_merge_config
-from mlakit.kernels.triton.decode_plan import find_tile, key_tiles, load_lengths, part_tiles
+from mlakit.kernels.triton.decode_plan import find_tile, key_tiles, load_lengths, own_split_tiles
 from mlakit.kernels.triton.launch import INTERPRETED, launch, target
-from mlakit.kernels.triton.primitives import fold_parts, store_merged
+from mlakit.kernels.triton.primitives import merge_splits, store_merged
 from mlakit.masks import NULL, Mask
 from mlakit.plan import DecodePlanTensors
 
@@ -29,28 +30,28 @@ PROGRAMS_PER_SM = 4  # that run at once
 
 
 @dataclass(frozen=True)
-class RowTileParts:
-    """Every tile of rows cut on its own account: how its parts are found again without a plan."""
+class RowTileSplits:
+    """Every row tile split on its own: how its splits are found again without a plan."""
 
-    max_parts: int
-    num_tiles: int  # tiles of rows of the batch
-    split_tiles: int  # key tiles of a part; 0: all parts of a request alike
+    max_splits: int
+    num_tiles: int  # row tiles of the batch
+    split_tiles: int  # key tiles of a split; 0: all splits of a request alike
     block_m: int
     block_n: int
     mask: Mask
     shard: KVShard
 
 
-# with a plan, whose kernel then has no variants for masks and shards
-NO_PARTS = RowTileParts(0, 0, 0, 1, 1, NULL, WHOLE)
+# with a plan: masks and shards then compile no further kernels
+NO_SPLITS = RowTileSplits(0, 0, 0, 1, 1, NULL, WHOLE)
 
 
 SMALL_SCRATCH_BYTES = 64 * 2**20
 
 
 def rows_per_slot(plan: DecodePlanTensors, *, rows: int, all_rows: int, v_width: int) -> int:
-    """Rows of a partial: those the plan was made for, or room for a request that has all the
-    queries, while that is little, or for as many rows as a request has on average."""
+    """Rows of a slot: those the plan was made for; else room for a request that has all the
+    queries, if the scratch stays small; else as many rows as a request has on average."""
     if plan.slot_rows > 0:
         return plan.slot_rows
     is_little = 4 * plan.max_partials * all_rows * v_width <= SMALL_SCRATCH_BYTES
@@ -62,7 +63,7 @@ def merge_partials(
     partial_lse: Tensor,  # [slots · slot_rows] float32
     *,
     partial_starts: Tensor | None,  # [batch + 1] slots of each request, of a plan
-    row_tile_parts: RowTileParts | None = None,  # where there is no plan
+    row_tile_splits: RowTileSplits | None = None,  # where there is no plan
     q_starts: Tensor,  # [batch + 1]
     kv_lens: Tensor,  # [batch]
     padded_heads: int,  # rows of a query in a slot
@@ -74,19 +75,19 @@ def merge_partials(
     """Write the rows of `out` and `lse` that were split; the others are not touched."""
     heads, v_width = out.shape[1:]
     batch = kv_lens.shape[0]
-    parts = row_tile_parts or NO_PARTS
+    splits = row_tile_splits or NO_SPLITS
     device = target(out.device)
-    split = batch if row_tile_parts is None else parts.num_tiles
+    num_owners = batch if row_tile_splits is None else splits.num_tiles
     # there are two slots per worker, for the worst of plans
-    expected_parts = partial_lse.shape[0] // max(2 * slot_rows * split, 1)
-    config = pick_decode_merge_config(v_width=v_width, expected_parts=expected_parts)
+    expected_splits = partial_lse.shape[0] // max(2 * slot_rows * num_owners, 1)
+    config = pick_decode_merge_config(v_width=v_width, expected_splits=expected_splits)
     # of a slot only rows of heads that there are
-    rows = slot_rows // padded_heads * heads if row_tile_parts is None else slot_rows
+    rows = slot_rows // padded_heads * heads if row_tile_splits is None else slot_rows
     row_groups = triton.cdiv(rows, config.rows)
     is_chained = device.arch >= 90 and device is not INTERPRETED
     launch(
         _merge_partials_kernel,
-        (min(split * row_groups, PROGRAMS_PER_SM * device.num_sms),),
+        (min(num_owners * row_groups, PROGRAMS_PER_SM * device.num_sms),),
         partial_out,
         partial_lse,
         partial_starts,
@@ -95,40 +96,40 @@ def merge_partials(
         sink,
         out,
         lse,
-        split,
+        num_owners,
         row_groups,
         heads,
         padded_heads,
-        parts.mask.window,
-        *parts.shard,
+        splits.mask.window,
+        *splits.shard,
         slot_rows,
-        parts.split_tiles,
-        parts.max_parts,
+        splits.split_tiles,
+        splits.max_splits,
         batch,
         q_starts.stride(0),
         kv_lens.stride(0),
         0 if sink is None else sink.stride(0),
         *out.stride()[:2],
         *lse.stride(),
-        MASK=parts.mask.kind,
-        IS_SHARDED=parts.shard.world > 1,
+        MASK=splits.mask.kind,
+        IS_SHARDED=splits.shard.world > 1,
         V_WIDTH=v_width,
         COLUMNS=triton.next_power_of_2(v_width),
-        BM=parts.block_m,
-        BN=parts.block_n,
+        BM=splits.block_m,
+        BN=splits.block_n,
         ROWS=config.rows,
-        PARTS=config.parts,
+        SPLITS=config.splits,
         IS_CHAINED=is_chained,
         num_warps=config.num_warps,
-        # finding the parts again takes registers, which the assembler would rather spill
-        **({} if row_tile_parts is None else {"maxnreg": 168}),
+        # finding the splits again takes registers, which the assembler would rather spill
+        **({} if row_tile_splits is None else {"maxnreg": 168}),
         **({"launch_pdl": True} if is_chained else {}),
     )
 
 
 @triton.jit(
     do_not_specialize=[
-        "split",
+        "num_owners",
         "row_groups",
         "heads",
         "padded_heads",
@@ -138,7 +139,7 @@ def merge_partials(
         "interleave",
         "slot_rows",
         "split_tiles",
-        "max_parts",
+        "max_splits",
         "batch",
         "stride_q_starts",
         "stride_kv_lens",
@@ -150,13 +151,13 @@ def merge_partials(
 def _merge_partials_kernel(
     partial_out,  # [slots, slot_rows, V_WIDTH] float32
     partial_lse,  # [slots, slot_rows] float32
-    partial_starts,  # of a plan; None: parts are `RowTileParts`
+    partial_starts,  # of a plan; None: splits are `RowTileSplits`
     q_starts,
     kv_lens,
     sink,
     out,
     lse,
-    split,
+    num_owners,
     row_groups,
     heads,
     padded_heads,
@@ -166,7 +167,7 @@ def _merge_partials_kernel(
     interleave,
     slot_rows,
     split_tiles,
-    max_parts,
+    max_splits,
     batch,
     stride_q_starts,
     stride_kv_lens,
@@ -182,49 +183,49 @@ def _merge_partials_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
+    SPLITS: tl.constexpr,
     IS_CHAINED: tl.constexpr,
 ):
-    """ROWS rows at a time of the requests (of the tiles of rows) that were split."""
-    tasks = split * row_groups
+    """ROWS rows at a time of the requests (of the row tiles) that were split."""
+    tasks = num_owners * row_groups
     if partial_starts is not None:
         tasks = tl.where(tl.load(partial_starts + batch) > 0, tasks, 0)
     for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
-        place = task // row_groups
+        owner = task // row_groups
         row = task % row_groups * ROWS + tl.arange(0, ROWS)
         if partial_starts is not None:
-            first_slot = tl.load(partial_starts + place)
-            parts = tl.load(partial_starts + place + 1) - first_slot
+            first_slot = tl.load(partial_starts + owner)
+            splits = tl.load(partial_starts + owner + 1) - first_slot
             q_first, q_len, _ = load_lengths(
-                q_starts, kv_lens, stride_q_starts, stride_kv_lens, place, place >= 0
+                q_starts, kv_lens, stride_q_starts, stride_kv_lens, owner, owner >= 0
             )
-            parts = tl.where(q_len * padded_heads > slot_rows, 0, parts)
+            splits = tl.where(q_len * padded_heads > slot_rows, 0, splits)
             query, head = row // heads, row % heads
             slot_row = query * padded_heads + head
             is_row = query < q_len
         else:
-            request, row_tile = find_tile(place, q_starts, stride_q_starts, batch, padded_heads, BM)
+            request, row_tile = find_tile(owner, q_starts, stride_q_starts, batch, padded_heads, BM)
             q_first, q_len, kv_len = load_lengths(
                 q_starts, kv_lens, stride_q_starts, stride_kv_lens, request, request >= 0
             )
             shard = (rank, world, interleave)
             _, num_tiles = key_tiles(q_len, kv_len, window, shard, MASK, IS_SHARDED, BN)
-            _, parts = part_tiles(num_tiles, split_tiles, max_parts)
-            first_slot = place * max_parts
+            _, splits = own_split_tiles(num_tiles, split_tiles, max_splits)
+            first_slot = owner * max_splits
             query, head = (
                 (row_tile * BM + row) // padded_heads,
                 (row_tile * BM + row) % padded_heads,
             )
             slot_row = row
             is_row = (row < BM) & (head < heads)
-            parts = tl.where((request >= 0) & (parts > 1), parts, 0)
+            splits = tl.where((request >= 0) & (splits > 1), splits, 0)
         if IS_CHAINED:
             gdc_wait()  # only now: what the plan says was there before
-        if parts > 0:
+        if splits > 0:
             _merge_rows(
-                partial_out, partial_lse, first_slot, parts, slot_row, slot_rows, q_first + query,
+                partial_out, partial_lse, first_slot, splits, slot_row, slot_rows, q_first + query,
                 head, is_row, sink, out, lse, stride_sink, stride_out_token, stride_out_head,
-                stride_lse_token, stride_lse_head, V_WIDTH, COLUMNS, ROWS, PARTS,
+                stride_lse_token, stride_lse_head, V_WIDTH, COLUMNS, ROWS, SPLITS,
             )  # fmt: skip
     if IS_CHAINED:
         gdc_wait()  # in every program: what follows this kernel relies on the one before it, too
@@ -232,33 +233,33 @@ def _merge_partials_kernel(
 
 @triton.jit
 def _merge_rows(
-    partial_out, partial_lse, first_slot, parts, slot_row, slot_rows, token, head, is_row, sink,
+    partial_out, partial_lse, first_slot, splits, slot_row, slot_rows, token, head, is_row, sink,
     out, lse, stride_sink, stride_out_token, stride_out_head, stride_lse_token, stride_lse_head,
-    V_WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    V_WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Rows `slot_row` of the slots from `first_slot` on, in the order of keys."""
     column = tl.arange(0, COLUMNS)
-    peak = tl.full([ROWS], -float("inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    weighted = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in range(0, parts, PARTS):
-        part = start + tl.arange(0, PARTS)
-        at = (first_slot + part).to(tl.int64)[:, None] * slot_rows + slot_row[None, :]
-        exists = (part < parts)[:, None] & is_row[None, :]
-        # [PARTS, ROWS], and with columns; read together, for each read takes its time
-        part_lse = tl.load(partial_lse + at, mask=exists, other=-float("inf"))
+    row_max = tl.full([ROWS], -float("inf"), tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, splits, SPLITS):
+        split = start + tl.arange(0, SPLITS)
+        at = (first_slot + split).to(tl.int64)[:, None] * slot_rows + slot_row[None, :]
+        exists = (split < splits)[:, None] & is_row[None, :]
+        # [SPLITS, ROWS], and with columns; loaded together: latency, not bandwidth, is the limit
+        split_lse = tl.load(partial_lse + at, mask=exists, other=-float("inf"))
         values = tl.load(
             partial_out + at[:, :, None] * V_WIDTH + column[None, None, :],
             mask=exists[:, :, None] & (column < V_WIDTH)[None, None, :],
             other=0.0,
         )
-        peak, total, weighted = fold_parts(peak, total, weighted, part_lse, values)
+        row_max, row_sum, acc = merge_splits(row_max, row_sum, acc, split_lse, values)
     token = token.to(tl.int64)
     head = head.to(tl.int64)
     store_merged(
-        peak,
-        total,
-        weighted,
+        row_max,
+        row_sum,
+        acc,
         sink,
         stride_sink,
         head,

@@ -1,13 +1,14 @@
-"""Sharing the keys of a decode batch among workers, on the device: `plan_decode` from lengths that
-are there, in one launch and without a look at them from the host.
+"""The split heuristic on the device: the plan of a decode batch, made by one kernel from lengths
+that the host does not read. `mlakit.plan.plan_decode` is its twin on the host.
 
-Maths      evenly, where that is nearly as good as balance: every request in as many equal parts as
-           there are workers for each, or whole requests where there are more of them than workers.
-           Else requests are laid end to end on a line of key tiles; worker w of W takes its places
-           [w·total/W, (w+1)·total/W), cut where a request ends. With `OwnSplits` no request knows of
-           the others; its parts are shared among the workers in their order
+Maths      even, where that is nearly as good as balanced: every request in as many equal splits as
+           there are workers per request, or whole requests where they outnumber the workers. Else
+           balanced: requests are laid end to end on a line of key tiles, and worker w of W takes
+           [w·total/W, (w+1)·total/W), split where a request ends. A worker is a persistent CTA, or
+           several that share the row tiles of its items. With `OwnSplits` the splits of a request
+           depend on its own length alone, and are dealt to the workers in order
 Work       one program, requests × items of each at a time
-Limits     a request with more rows (queries × heads) than a partial has room for is not cut
+Limits     a request with more rows (queries × heads) than a slot holds is not split
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ from mlakit.plan import EVEN_TENTHS, DecodePlanTensors
 from mlakit.replay import workspace
 
 ELEMENTS = 512  # items of requests that are written together
-# as a plan's items have them, then q_first, q_len, kv_len of the request, and one spare: a kernel
-# that reads them here need not wait for the request's number to look them up
+# those of a plan's items, then q_first, q_len, kv_len of the request, and one spare: a kernel reads
+# them here instead of waiting for the request's number to look them up
 ITEM_COLUMNS = 8
 
 
 class OwnSplits(NamedTuple):
-    """How a request is cut that may not know of the others: into parts of so many key tiles, or,
-    where that is 0, into so many parts that are alike."""
+    """Splits that depend on a request's own length alone: of `tiles` key tiles each, or where that
+    is 0 into `splits` equal ones."""
 
     tiles: int
-    parts: int = 1
+    splits: int = 1
 
-    def max_parts(self, num_tiles: int) -> int:
-        return triton.cdiv(num_tiles, self.tiles) if self.tiles else self.parts
+    def max_splits(self, num_tiles: int) -> int:
+        return triton.cdiv(num_tiles, self.tiles) if self.tiles else self.splits
 
 
 UNSPLIT = OwnSplits(0)
@@ -55,20 +56,20 @@ def plan_decode(
     heads: int,
     num_workers: int,
     tile: int,
-    min_tiles: int,  # that are worth a worker
+    min_tiles: int,  # key tiles that are worth a worker
     slot_rows: int,  # rows of a partial
     capacity: int,  # keys that a request may have
     own: OwnSplits | None = None,  # of requests with one query
 ) -> DecodePlanTensors:
-    """As `mlakit.plan.plan_decode`, but that every request with queries has an item, whether it has
-    keys or not, and that no more workers are given some than have `min_tiles` each.
+    """As `mlakit.plan.plan_decode`, except that every request with queries has an item, with keys
+    or without, and that a worker with items has at least `min_tiles`.
 
-    With `own` a request is cut by its own length alone, whatever else is in the batch."""
+    With `own` the splits of a request depend on its own length alone."""
     batch = kv_lens.shape[0]
     max_items, max_partials = batch + num_workers, 2 * num_workers
     if own is not None:
-        max_parts = own.max_parts(capacity // tile + 2)  # a window may begin inside a tile
-        max_items, max_partials = batch * max_parts, batch * max_parts if max_parts > 1 else 0
+        max_splits = own.max_splits(capacity // tile + 2)  # a window may begin inside a tile
+        max_items, max_partials = batch * max_splits, batch * max_splits if max_splits > 1 else 0
     requests = min(triton.next_power_of_2(max(batch, 1)), 128)
 
     def int32(*shape: int) -> Tensor:
@@ -103,7 +104,7 @@ def plan_decode(
         kv_lens.stride(0),
         MASK=mask.kind,
         IS_SHARDED=shard.world > 1,
-        HAS_CUTS=own is not None,
+        HAS_OWN_SPLITS=own is not None,
         TILE=tile,
         REQUESTS=requests,
         ITEMS=ELEMENTS // requests,
@@ -179,7 +180,7 @@ def key_tiles(
 
 @triton.jit
 def find_tile(tile, q_starts, stride_q_starts, batch, padded_heads, BM: tl.constexpr):
-    """(request, tile of its rows) of a tile of rows among all; request −1 past the last."""
+    """(request, row tile of it) of a row tile among all; request −1 past the last."""
     request = tl.zeros((), tl.int32) - 1
     row_tile = tile * 0
     before = tile * 0
@@ -199,9 +200,9 @@ def find_tile(tile, q_starts, stride_q_starts, batch, padded_heads, BM: tl.const
 
 
 @triton.jit
-def part_tiles(num_tiles, split_tiles, num_parts):
-    """(key tiles of a part, parts) of a request that is split on its own account."""
-    even = (num_tiles + num_parts - 1) // num_parts
+def own_split_tiles(num_tiles, split_tiles, num_splits):
+    """(key tiles of a split, number of splits) of a request with splits of its own."""
+    even = (num_tiles + num_splits - 1) // num_splits
     tiles = tl.maximum(tl.where(split_tiles > 0, split_tiles, even), 1)
     return tiles, (num_tiles + tiles - 1) // tiles
 
@@ -223,8 +224,8 @@ def _worker_at(place, num_runs, total):
         "num_workers",
         "min_tiles",
         "slot_rows",
-        "cut_tiles",
-        "cut_parts",
+        "own_tiles_each",
+        "own_count",
         "stride_q_starts",
         "stride_kv_lens",
     ]
@@ -244,13 +245,13 @@ def _plan_decode_kernel(
     num_workers,
     min_tiles,
     slot_rows,
-    cut_tiles,  # `OwnSplits`
-    cut_parts,
+    own_tiles_each,  # `OwnSplits`
+    own_count,
     stride_q_starts,
     stride_kv_lens,
     MASK: tl.constexpr,
     IS_SHARDED: tl.constexpr,
-    HAS_CUTS: tl.constexpr,
+    HAS_OWN_SPLITS: tl.constexpr,
     TILE: tl.constexpr,
     REQUESTS: tl.constexpr,
     ITEMS: tl.constexpr,
@@ -272,13 +273,13 @@ def _plan_decode_kernel(
         longest = tl.maximum(longest, tl.max(num_tiles, 0).to(LINE_TYPE))
         active += tl.sum((num_tiles > 0).to(LINE_TYPE), 0)
     num_runs = tl.minimum(num_workers.to(LINE_TYPE), tl.maximum(total // min_tiles, 1))
-    most_parts = tl.minimum(num_workers // tl.maximum(active, 1), longest // min_tiles)
-    most_parts = tl.maximum(most_parts, 1)
-    most_tiles = tl.maximum((longest + most_parts - 1) // most_parts, 1)  # of a part
+    most_splits = tl.minimum(num_workers // tl.maximum(active, 1), longest // min_tiles)
+    most_splits = tl.maximum(most_splits, 1)
+    most_tiles = tl.maximum((longest + most_splits - 1) // most_splits, 1)  # of a split
     requests_each = (active + num_workers - 1) // num_workers
     share = (total + num_runs - 1) // num_runs
     is_even = 10 * most_tiles * requests_each <= EVEN_TENTHS * share
-    if HAS_CUTS:
+    if HAS_OWN_SPLITS:
         is_even = total >= 0
     total = tl.maximum(total, 1)
 
@@ -299,47 +300,47 @@ def _plan_decode_kernel(
         workers = tl.where(num_tiles > 0, last_worker - first_worker + 1, 0)
         workers = tl.where(is_even, ((wide + most_tiles - 1) // most_tiles).to(tl.int32), workers)
         own_tiles = num_tiles
-        if HAS_CUTS:
-            own_tiles, workers = part_tiles(num_tiles, cut_tiles, cut_parts)
-        runs = tl.where(is_even, 0, workers)  # that pass through a request
+        if HAS_OWN_SPLITS:
+            own_tiles, workers = own_split_tiles(num_tiles, own_tiles_each, own_count)
+        runs = tl.where(is_even, 0, workers)  # that cross a request
         has_room = q_len.to(LINE_TYPE) * heads <= slot_rows
         own_items = tl.where(has_room, workers, tl.minimum(workers, 1))
         own_slots = tl.where(own_items > 1, own_items, 0)
         item = num_items + tl.cumsum(own_items, 0) - own_items
         slots_end = num_slots + tl.cumsum(own_slots, 0)
         tl.store(partial_starts + 1 + request, slots_end, mask=request < batch)
-        for part_start in range(0, tl.max(workers, 0), ITEMS):
-            part = part_start + tl.arange(0, ITEMS)[None, :]
-            worker = first_worker[:, None] + part
+        for split_start in range(0, tl.max(workers, 0), ITEMS):
+            split = split_start + tl.arange(0, ITEMS)[None, :]
+            worker = first_worker[:, None] + split
             begins = tl.maximum(worker * total // num_runs, place[:, None]) - place[:, None]
             ends = tl.minimum((worker + 1) * total // num_runs - place[:, None], wide[:, None])
-            parts = tl.maximum(workers, 1)[:, None]
-            begins = tl.where(is_even, part * wide[:, None] // parts, begins)
-            ends = tl.where(is_even, (part + 1) * wide[:, None] // parts, ends)
-            if HAS_CUTS:
-                begins = part * own_tiles[:, None]
+            splits = tl.maximum(workers, 1)[:, None]
+            begins = tl.where(is_even, split * wide[:, None] // splits, begins)
+            ends = tl.where(is_even, (split + 1) * wide[:, None] // splits, ends)
+            if HAS_OWN_SPLITS:
+                begins = split * own_tiles[:, None]
                 ends = tl.minimum(begins + own_tiles[:, None], num_tiles[:, None])
-            is_cut = (own_items > 1)[:, None]
-            first = tl.where(is_cut, begins, 0).to(tl.int32)
-            last = tl.where(is_cut, ends, wide[:, None]).to(tl.int32)
-            slot = tl.where(is_cut, (slots_end - own_slots)[:, None] + part, -1)
-            is_item = part < own_items[:, None]
-            at = items + (item[:, None] + part) * COLUMNS
-            tl.store(at, request[:, None] + part * 0, mask=is_item)
+            is_split = (own_items > 1)[:, None]
+            first = tl.where(is_split, begins, 0).to(tl.int32)
+            last = tl.where(is_split, ends, wide[:, None]).to(tl.int32)
+            slot = tl.where(is_split, (slots_end - own_slots)[:, None] + split, -1)
+            is_item = split < own_items[:, None]
+            at = items + (item[:, None] + split) * COLUMNS
+            tl.store(at, request[:, None] + split * 0, mask=is_item)
             tl.store(at + 1, (first_tile[:, None] + first) * TILE, mask=is_item)
             tl.store(at + 2, (first_tile[:, None] + last) * TILE, mask=is_item)
             tl.store(at + 3, slot, mask=is_item)
-            tl.store(at + 4, q_first[:, None] + part * 0, mask=is_item)
-            tl.store(at + 5, q_len[:, None] + part * 0, mask=is_item)
-            tl.store(at + 6, kv_len[:, None] + part * 0, mask=is_item)
+            tl.store(at + 4, q_first[:, None] + split * 0, mask=is_item)
+            tl.store(at + 5, q_len[:, None] + split * 0, mask=is_item)
+            tl.store(at + 6, kv_len[:, None] + split * 0, mask=is_item)
             # a worker begins with the item that begins where its run does, or with the next one
-            begins_here = (worker * total // num_runs >= place[:, None]) & (part < runs[:, None])
-            first_item = item[:, None] + tl.minimum(part, own_items[:, None])
+            begins_here = (worker * total // num_runs >= place[:, None]) & (split < runs[:, None])
+            first_item = item[:, None] + tl.minimum(split, own_items[:, None])
             tl.store(worker_starts + worker, first_item, mask=begins_here)
         line += tl.sum(wide, 0)
         num_items += tl.sum(own_items, 0)
         num_slots += tl.sum(own_slots, 0)
-    if HAS_CUTS:
+    if HAS_OWN_SPLITS:
         requests_each = ((num_items + num_workers - 1) // num_workers).to(LINE_TYPE)  # items, here
     for start in range(0, num_workers + 1, 128):
         worker = start + tl.arange(0, 128)

@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mlakit.kernels.triton.configs import MERGED_PARTS, pick_merge_config
+from mlakit.kernels.triton.configs import MERGED_SPLITS, pick_merge_config
 from mlakit.kernels.triton.launch import launch
-from mlakit.kernels.triton.primitives import fold_states, merged_state
+from mlakit.kernels.triton.primitives import finish_merge, merge_split
 from mlakit.replay import workspace
 
 
@@ -33,13 +33,13 @@ def merge_states(
     if out.numel() == 0:
         return
     parts = list(zip(outs, lses, strict=True))
-    head, tail = parts[:MERGED_PARTS], parts[MERGED_PARTS:]
+    head, tail = parts[:MERGED_SPLITS], parts[MERGED_SPLITS:]
     while tail:
         folded = workspace.scratch(out.shape, torch.float32, out.device)
         folded_lse = workspace.scratch(lse.shape, torch.float32, out.device)
         _merge(head, None, folded, folded_lse)
-        head = [(folded, folded_lse), *tail[: MERGED_PARTS - 1]]
-        tail = tail[MERGED_PARTS - 1 :]
+        head = [(folded, folded_lse), *tail[: MERGED_SPLITS - 1]]
+        tail = tail[MERGED_SPLITS - 1 :]
     _merge(head, sink, out, lse)
 
 
@@ -110,12 +110,12 @@ def _merge_states_kernel(
         part = tl.load(
             outs[p] + at[:, None] + column[None, :], mask=is_live[:, None] & in_row, other=0.0
         )
-        peak, total, weighted = fold_states(peak, total, weighted, part_lse, part)
+        peak, total, weighted = merge_split(peak, total, weighted, part_lse, part)
     sink_log2 = None
     if sink is not None:
         sink_log2 = tl.load(sink + head * stride_sink, mask=inside, other=0.0)
         sink_log2 *= 1.4426950408889634  # log2(e)
-    merged, merged_lse = merged_state(peak, total, weighted, sink_log2)
+    merged, merged_lse = finish_merge(peak, total, weighted, sink_log2)
     tl.store(
         out + (token * stride_out_token + head * stride_out_head)[:, None] + column[None, :],
         merged.to(out.dtype.element_ty),

@@ -18,7 +18,7 @@ from torch import Tensor
 from mlakit.formats import SMALLEST_SCALE
 from mlakit.kernels.triton.configs import pick_prefill_config
 from mlakit.kernels.triton.launch import launch, target
-from mlakit.kernels.triton.primitives import is_finite, mask_interval, softmax_step, softmax_totals
+from mlakit.kernels.triton.primitives import finish_softmax, is_finite, mask_interval, softmax_step
 from mlakit.masks import Mask
 
 
@@ -278,7 +278,7 @@ def _mla_prefill_kernel(
     sink_log2 = None
     if sink is not None:
         sink_log2 = tl.load(sink + head * stride_sink) * 1.4426950408889634  # log2(e)
-    denominator, row_lse = softmax_totals(peak, total, sink_log2)
+    denominator, row_lse = finish_softmax(peak, total, sink_log2)
     column = tl.arange(0, BLOCK_V)
     out_rows = out + token * stride_out_token + head.to(tl.int64) * stride_out_head
     tl.store(

@@ -56,35 +56,35 @@ def mask_interval(
 
 
 @triton.jit
-def softmax_step(scores, peak, total, scale_log2):
-    """Take a block of scores into running softmaxes, everything in powers of two.
+def softmax_step(scores, row_max, row_sum, scale_log2):
+    """Online softmax in base 2: take in a block of scores.
 
     scores      [rows, keys] float32; the logit is scores · scale_log2, scale_log2 > 0
-    peak        [rows] largest logit so far, −inf before the first
-    total       [rows] Σ 2^(logit − peak) so far
-    Returns (weights [rows, keys] of these keys, decay [rows] of what was summed before, peak,
-    total).
+    row_max     [rows] largest logit so far, −inf before the first
+    row_sum     [rows] Σ 2^(logit − row_max) so far
+    Returns (probs [rows, keys] of these keys, rescale [rows] of what was accumulated before,
+    row_max, row_sum).
     """
-    new_peak = tl.maximum(peak, tl.max(scores, 1) * scale_log2)
-    # where nothing was seen yet the peak is −inf, and −inf − (−inf) would be NaN
-    anchor = tl.where(new_peak == -float("inf"), 0.0, new_peak)
-    weights = tl.exp2(scores * scale_log2 - anchor[:, None])
-    decay = tl.exp2(peak - anchor)
-    return weights, decay, new_peak, total * decay + tl.sum(weights, 1)
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+    # before the first key row_max is −inf, and −inf − (−inf) would be NaN
+    anchor = tl.where(new_max == -float("inf"), 0.0, new_max)
+    probs = tl.exp2(scores * scale_log2 - anchor[:, None])
+    rescale = tl.exp2(row_max - anchor)
+    return probs, rescale, new_max, row_sum * rescale + tl.sum(probs, 1)
 
 
 @triton.jit
-def softmax_totals(peak, total, sink_log2):
-    """(denominator of out, lse in natural logarithms) of running softmaxes; `sink_log2` or None."""
-    anchor = tl.where(peak == -float("inf"), 0.0, peak)
-    denominator = total
+def finish_softmax(row_max, row_sum, sink_log2):
+    """(denominator of out, natural-log lse) of an online softmax; `sink_log2` or None."""
+    anchor = tl.where(row_max == -float("inf"), 0.0, row_max)
+    denominator = row_sum
     if sink_log2 is not None:
         denominator += tl.exp2(sink_log2 - anchor)
-    is_empty = total == 0.0
-    lse = (anchor + tl.log2(tl.where(is_empty, 1.0, total))) * 0.6931471805599453  # log(2)
+    is_empty = row_sum == 0.0
+    lse = (anchor + tl.log2(tl.where(is_empty, 1.0, row_sum))) * 0.6931471805599453  # log(2)
     lse = tl.where(is_empty, -float("inf"), lse)
-    # an infinite score: the weights are NaN, the sum of the exponentials is not
-    lse = tl.where(peak == float("inf"), peak, lse)
+    # an infinite score: the probabilities are NaN, row_sum is not
+    lse = tl.where(row_max == float("inf"), row_max, lse)
     return tl.where(denominator == 0.0, 1.0, denominator), lse
 
 
@@ -279,15 +279,15 @@ def score_keys(
         scores *= factors[0][None, :]
     for piece in tl.static_range(1, PIECES):
         if FORMAT == "fp8_block128":
-            part = tl.dot(q[piece], tl.trans(latent[piece]), input_precision="ieee")
-            scores += part * factors[piece][None, :]
+            piece_scores = tl.dot(q[piece], tl.trans(latent[piece]), input_precision="ieee")
+            scores += piece_scores * factors[piece][None, :]
         else:
             scores = tl.dot(q[piece], tl.trans(latent[piece]), scores, input_precision="ieee")
     if q_rope is not None:
         if scale is None:
             scores = tl.dot(q_rope, tl.trans(rope), scores, input_precision="ieee")
         else:
-            # a product on both sides: of a plain sum the compiler makes one chain of dots again
+            # a product on both sides: a plain sum would become one chain of dots again
             rotated = tl.dot(q_rope, tl.trans(rope), input_precision="ieee")
             scores = scores * scale + rotated * scale
     elif scale is not None:
@@ -298,100 +298,99 @@ def score_keys(
 
 
 @triton.jit
-def add_values(
-    weighted,  # a tuple of [rows, WIDTH] float32: Σ weight · columns so far
-    weights,  # [rows, keys] float32
-    decay,  # [rows], of what was summed before
+def accumulate_pv(
+    acc,  # a tuple of [rows, WIDTH] float32
+    probs,  # [rows, keys] float32
+    rescale,  # [rows], of acc
     latent,
     factors,
     VALUE_PIECES: tl.constexpr,
     FORMAT: tl.constexpr,
     VALUE_UNIT: tl.constexpr,
 ):
-    """The sums with these keys taken in, in units of 1 / VALUE_UNIT.
+    """acc · rescale + P·V, times VALUE_UNIT.
 
-    Weights are rounded to the type of the columns, once. With factors they may be small: halves
-    then need a VALUE_UNIT above 1 (`value_unit`).
+    P is rounded to the type of the columns, once. Times the factors it may be small: float16 then
+    needs a VALUE_UNIT above 1 (`value_unit`).
     """
     result = ()
     for piece in tl.static_range(VALUE_PIECES):
-        scaled = weights
+        scaled = probs
         if FORMAT == "fp8_block128":
-            scaled = weights * (factors[piece] * VALUE_UNIT)[None, :]
+            scaled = probs * (factors[piece] * VALUE_UNIT)[None, :]
         elif FORMAT == "fp8_token":
-            scaled = weights * (factors[0] * VALUE_UNIT)[None, :]
+            scaled = probs * (factors[0] * VALUE_UNIT)[None, :]
         columns = latent[piece]
-        total = weighted[piece] * decay[:, None]
-        total = tl.dot(scaled.to(columns.dtype), columns, total, input_precision="ieee")
-        result += (total,)
+        rescaled = acc[piece] * rescale[:, None]
+        result += (tl.dot(scaled.to(columns.dtype), columns, rescaled, input_precision="ieee"),)
     return result
 
 
 @triton.jit
-def add_rope_values(
-    weighted,  # [rows, ROPE_WIDTH] float32
-    weights,
-    decay,
+def accumulate_rope_pv(
+    acc,  # [rows, ROPE_WIDTH] float32
+    probs,
+    rescale,
     rope,
     factors,
     FORMAT: tl.constexpr,
-    DTYPE: tl.constexpr,  # of the weights of latent columns
+    DTYPE: tl.constexpr,  # of P for the latent columns
     VALUE_UNIT: tl.constexpr,  # of fp8_token only: other formats do not scale these columns
 ):
-    """`add_values` for rotated columns; in float32 where their type is another one."""
+    """`accumulate_pv` for rotated columns; in float32 where their type is another one."""
     if FORMAT == "fp8_token":
-        weights = weights * (factors[0] * VALUE_UNIT)[None, :]
-    total = weighted * decay[:, None]
+        probs = probs * (factors[0] * VALUE_UNIT)[None, :]
+    acc = acc * rescale[:, None]
     if rope.dtype == DTYPE:
-        total = tl.dot(weights.to(DTYPE), rope, total, input_precision="ieee")
+        acc = tl.dot(probs.to(DTYPE), rope, acc, input_precision="ieee")
     else:
-        total = tl.dot(weights, rope.to(tl.float32), total, input_precision="ieee")
-    return total
+        acc = tl.dot(probs, rope.to(tl.float32), acc, input_precision="ieee")
+    return acc
 
 
 @triton.jit
-def fold_states(peak, total, weighted, part_lse, part):
-    """Take a part, its lse [rows] and out [rows, columns], into a running merge.
+def merge_split(row_max, row_sum, acc, split_lse, split_out):
+    """Take one split into a running merge: its lse [rows] and its out [rows, columns].
 
-    peak [rows] is the largest lse so far, in powers of two; total [rows] and weighted
-    [rows, columns] are Σ 2^(lse − peak) of the parts, alone and times their out.
+    row_max [rows] is the largest lse so far, in base 2; row_sum [rows] and acc [rows, columns] are
+    Σ 2^(lse − row_max) over the splits, alone and times their out.
     """
-    part_log2 = part_lse * 1.4426950408889634  # log2(e)
-    new_peak = tl.maximum(peak, part_log2)
-    # before the first part that saw a key the peak is −inf, and −inf − (−inf) would be NaN
-    anchor = tl.where(new_peak == -float("inf"), 0.0, new_peak)
-    decay = tl.exp2(peak - anchor)
-    weight = tl.exp2(part_log2 - anchor)
-    weighted = weighted * decay[:, None] + part.to(tl.float32) * weight[:, None]
-    return new_peak, total * decay + weight, weighted
+    split_log2 = split_lse * 1.4426950408889634  # log2(e)
+    new_max = tl.maximum(row_max, split_log2)
+    # before the first split with a key row_max is −inf, and −inf − (−inf) would be NaN
+    anchor = tl.where(new_max == -float("inf"), 0.0, new_max)
+    rescale = tl.exp2(row_max - anchor)
+    scale = tl.exp2(split_log2 - anchor)
+    acc = acc * rescale[:, None] + split_out.to(tl.float32) * scale[:, None]
+    return new_max, row_sum * rescale + scale, acc
 
 
 @triton.jit
-def fold_parts(peak, total, weighted, part_lse, parts):
-    """`fold_states` for several parts at once: lse [parts, rows], out [parts, rows, columns]."""
-    part_log2 = part_lse * 1.4426950408889634  # log2(e)
-    new_peak = tl.maximum(peak, tl.max(part_log2, 0))
-    anchor = tl.where(new_peak == -float("inf"), 0.0, new_peak)
-    decay = tl.exp2(peak - anchor)
-    weight = tl.exp2(part_log2 - anchor[None, :])
-    # what a part holds that saw nothing is not looked at
-    parts = tl.where((part_lse == -float("inf"))[:, :, None], 0.0, parts)
-    weighted = weighted * decay[:, None] + tl.sum(parts * weight[:, :, None], 0)
-    return new_peak, total * decay + tl.sum(weight, 0), weighted
+def merge_splits(row_max, row_sum, acc, split_lse, split_outs):
+    """`merge_split` for several at once: lse [splits, rows], out [splits, rows, columns]."""
+    split_log2 = split_lse * 1.4426950408889634  # log2(e)
+    new_max = tl.maximum(row_max, tl.max(split_log2, 0))
+    anchor = tl.where(new_max == -float("inf"), 0.0, new_max)
+    rescale = tl.exp2(row_max - anchor)
+    scale = tl.exp2(split_log2 - anchor[None, :])
+    # the out of a split without keys is never written
+    split_outs = tl.where((split_lse == -float("inf"))[:, :, None], 0.0, split_outs)
+    acc = acc * rescale[:, None] + tl.sum(split_outs * scale[:, :, None], 0)
+    return new_max, row_sum * rescale + tl.sum(scale, 0), acc
 
 
 @triton.jit
-def merged_state(peak, total, weighted, sink_log2):
+def finish_merge(row_max, row_sum, acc, sink_log2):
     """(out, lse) of a running merge."""
-    denominator, lse = softmax_totals(peak, total, sink_log2)
-    return weighted / denominator[:, None], lse
+    denominator, lse = finish_softmax(row_max, row_sum, sink_log2)
+    return acc / denominator[:, None], lse
 
 
 @triton.jit
 def store_merged(
-    peak,
-    total,
-    weighted,  # [rows, COLUMNS]
+    row_max,
+    row_sum,
+    acc,  # [rows, COLUMNS]
     sink,  # [heads] float32, or None
     stride_sink,
     head,  # [rows]
@@ -405,8 +404,8 @@ def store_merged(
     if sink is not None:
         sink_log2 = tl.load(sink + head * stride_sink, mask=is_row, other=0.0)
         sink_log2 *= 1.4426950408889634  # log2(e)
-    merged, merged_lse = merged_state(peak, total, weighted, sink_log2)
-    column = tl.arange(0, weighted.shape[1])
+    merged, merged_lse = finish_merge(row_max, row_sum, acc, sink_log2)
+    column = tl.arange(0, acc.shape[1])
     tl.store(
         out_rows[:, None] + column[None, :],
         merged.to(out_rows.dtype.element_ty),

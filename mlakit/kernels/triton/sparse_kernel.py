@@ -12,13 +12,13 @@ import triton
 import triton.language as tl
 
 from mlakit.kernels.triton.primitives import (
-    add_rope_values,
-    add_values,
+    accumulate_pv,
+    accumulate_rope_pv,
+    finish_softmax,
     load_query,
     load_row_tile,
     score_keys,
     softmax_step,
-    softmax_totals,
 )
 
 VARYING = [
@@ -189,7 +189,7 @@ def sparse_mla_kernel(
     if sink is not None:
         sink_log2 = tl.load(sink + head * stride_sink, mask=is_head, other=0.0)
         sink_log2 *= 1.4426950408889634  # log2(e)
-    denominator, row_lse = softmax_totals(peak, total, sink_log2)
+    denominator, row_lse = finish_softmax(peak, total, sink_log2)
     row = part.to(tl.int64) * tokens + token
     lse_at = row * stride_lse_token + head64 * stride_lse_head
     tl.store(lse + lse_at, row_lse, mask=is_head)
@@ -303,9 +303,9 @@ def _attend_list(
             scores = -scores
         scores = tl.where(is_valid[None, :], scores, -float("inf"))
         weights, decay, peak, total = softmax_step(scores, peak, total, scale_log2)
-        sums = add_values(weighted, weights, decay, latent, factors, VALUE_PIECES, FORMAT, UNIT)
+        sums = accumulate_pv(weighted, weights, decay, latent, factors, VALUE_PIECES, FORMAT, UNIT)
         if V_WIDTH > D_C:
-            rope_sum = add_rope_values(
+            rope_sum = accumulate_rope_pv(
                 weighted[VALUE_PIECES], weights, decay, rope, factors, FORMAT, DTYPE, UNIT
             )
             sums += (rope_sum,)

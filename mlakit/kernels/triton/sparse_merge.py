@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mlakit.kernels.triton.configs import pick_merge_config
 from mlakit.kernels.triton.launch import launch
-from mlakit.kernels.triton.primitives import fold_states, store_merged
+from mlakit.kernels.triton.primitives import merge_split, store_merged
 
 
 def merge_lists(
@@ -101,7 +101,7 @@ def _merge_lists_kernel(
             mask=is_live[:, None] & in_row,
             other=0.0,
         )
-        peak, total, weighted = fold_states(peak, total, weighted, part_lse, values)
+        peak, total, weighted = merge_split(peak, total, weighted, part_lse, values)
         num_nan += (part_max != part_max).to(tl.int32)
         largest = tl.where(part_max > largest, part_max, largest)
     token = (row // heads).to(tl.int64)
