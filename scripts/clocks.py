@@ -2,13 +2,13 @@
 
     python scripts/clocks.py                      pages as `mlakit bench decode` has them
     python scripts/clocks.py --rows zeros         a cache and queries of zeros
-    python scripts/clocks.py --rows halved        a program loads only half of each row
+    python scripts/clocks.py --rows halved        a CTA loads only half of each row
     python scripts/clocks.py --rows absent        or nothing: both give wrong results
     python scripts/clocks.py --checkout FOLDER    the kernel of another checkout, whose own script
                                                   is needed where its text is another
     python scripts/clocks.py --rest 50            so many milliseconds before each call
 
-In a copy of the package `mla_decode_kernel` is made to write, in every program, the SM's clock and
+In a copy of the package `m64_bf16` is made to write, in every CTA, the SM's clock and
 the GPU's when it begins and when it ends. Needs a Hopper GPU.
 """
 
@@ -30,9 +30,9 @@ from rich.table import Table
 SHAPES = ("128q1s4k", "128q2s4k", "64q1s16k", "1q1s64k")
 HEADS = 128
 CALLS = 40
-ADDRESS = "MLAKIT_CLOCKS"  # of what programs write: four numbers each
-KERNEL = "mlakit/kernels/hopper/decode_kernel.py"
-CHANNELS = "mlakit/kernels/hopper/decode_channels.py"  # how it loads
+ADDRESS = "MLAKIT_CLOCKS"  # of what CTAs write: four numbers each
+KERNEL = "mlakit/kernels/hopper/decode/m64_bf16.py"
+LOADS_FILE = "mlakit/kernels/hopper/decode/m64_bf16_loads.py"
 WRITE = f'''import os
 
 CLOCKS = gl.constexpr(int(os.environ["{ADDRESS}"]))
@@ -55,7 +55,8 @@ def _write_clocks(FIRST: gl.constexpr):
 
 
 '''
-BEGIN = """    token, first_head, rows, next_rows = find_start(inputs, work, item, index)
+FIRST_FUNCTION = "@gluon.jit\ndef _add_qk("
+BEGIN = """    token, first_head, rows, next_rows = lookup_start(inputs, scheduler, item, index)
     if IS_EVEN:
         load_even("""
 END = """        index = next_index
@@ -63,33 +64,33 @@ END = """        index = next_index
 
 @gluon.jit
 def _even_warpgroup("""
-LOAD = """    buffer = buffers.index(BLOCK)
-    if load.free is not None:"""
+LOAD = """    tile = tiles.index(BLOCK)
+    if part.empty is not None:"""
 LOADS = {
-    "absent": """    buffer = buffers.index(BLOCK)
+    "absent": """    tile = tiles.index(BLOCK)
     if descriptor is not None:
-        mbarrier.arrive(load.full, count=1)
-    elif load.free is not None:""",
-    "halved": """    buffer = buffers.index(BLOCK)
+        mbarrier.arrive(part.full, count=1)
+    elif part.empty is not None:""",
+    "halved": """    tile = tiles.index(BLOCK)
     if column // 256 == gl.program_id(0) % 2:
-        mbarrier.arrive(load.full, count=1)
-    elif load.free is not None:""",
+        mbarrier.arrive(part.full, count=1)
+    elif part.empty is not None:""",
 }
 CONSOLE = Console()
 
 
 def copy_with_clocks(checkout: Path, target: Path, rows: str) -> None:
-    for file in (KERNEL, CHANNELS):
+    for file in (KERNEL, LOADS_FILE):
         if not (checkout / file).is_file():
             sys.exit(f"--checkout must be a folder with {file}, got {checkout}")
     shutil.copytree(checkout / "mlakit", target / "mlakit")
     clocks = {
-        "WORKER_REGISTERS = ": WRITE + "WORKER_REGISTERS = ",
+        FIRST_FUNCTION: WRITE + FIRST_FUNCTION,
         BEGIN: "    if IS_EVEN:\n        _write_clocks(0)\n" + BEGIN,
         END: END.replace("\n\n\n", "\n    if IS_EVEN:\n        _write_clocks(2)\n\n\n", 1),
     }
     _change(target / KERNEL, clocks)
-    _change(target / CHANNELS, {LOAD: LOADS.get(rows, LOAD)})
+    _change(target / LOADS_FILE, {LOAD: LOADS.get(rows, LOAD)})
 
 
 def _change(path: Path, changes: dict[str, str]) -> None:
@@ -113,7 +114,7 @@ def measure(rows: str, rest_ms: float) -> Table:
     from mlakit.bench.shapes import Batch
 
     timer = ColdGpu()
-    table = Table("decode", "us", "GHz", "cycles of a program", title=f"rows: {rows}")
+    table = Table("decode", "us", "GHz", "cycles of a CTA", title=f"rows: {rows}")
     for shape in SHAPES:
         contest = Decode(Batch.parse(shape), HEADS).contest()
         if rows == "zeros":

@@ -1,11 +1,11 @@
 """Small calls of every Hopper decode kernel, for compute-sanitizer; needs such a GPU.
 
-    compute-sanitizer --tool memcheck python scripts/sanitize.py boxes
-    compute-sanitizer --tool memcheck python scripts/sanitize.py rows
+    compute-sanitizer --tool memcheck python scripts/sanitize.py tma
+    compute-sanitizer --tool memcheck python scripts/sanitize.py gather
     compute-sanitizer --tool racecheck python scripts/sanitize.py one
     compute-sanitizer --tool racecheck python scripts/sanitize.py many
 
-`boxes` are calls over pages of 64 rows, `rows` over pages of one row, which are copied one by one.
+`tma` are calls over pages of 64 rows, `gather` over pages of one row, with a gather producer.
 
 `one` and `many` hand a vector from one warpgroup to another and back through two mbarriers, and
 nothing else. They differ only in how many threads write and read each word of it: one, or many who
@@ -28,32 +28,30 @@ from mlakit.bench.pool import filled_pages
 from mlakit.ops import mla_decode
 
 LENGTHS = [700, 64, 1, 333]  # split, one block, one key, an end inside a block
-WIDE_TABLE = 4096 * 64  # keys: room for more makes work for the kernels of many heads
 E4M3 = torch.float8_e4m3fn
-CALLS = (  # heads, format, type of the queries
-    (128, "bf16", torch.bfloat16),
-    (16, "bf16", torch.bfloat16),
-    (16, "fp8_token", torch.bfloat16),
-    (32, "fp8_block128", torch.bfloat16),
-    (128, "fp8", torch.bfloat16),
-    (128, "fp8_token", torch.bfloat16),
-    (128, "fp8", E4M3),
-    (128, "fp8_token", E4M3),
+CALLS = (  # kernel, heads, format, type of the queries
+    ("m64_bf16", 128, "bf16", torch.bfloat16),
+    ("small_m_bf16", 16, "bf16", torch.bfloat16),
+    ("small_m_fp8_kv", 16, "fp8_token", torch.bfloat16),
+    ("small_m_fp8_kv", 32, "fp8_block128", torch.bfloat16),
+    ("m64_fp8_kv", 128, "fp8", torch.bfloat16),
+    ("m64_fp8_kv", 128, "fp8_token", torch.bfloat16),
+    ("m64_fp8_qk", 128, "fp8", E4M3),
+    ("m64_fp8_qk", 128, "fp8_token", E4M3),
 )
 ROUNDS = 16
 CONSOLE = Console()
 
 
 def decode(page_size: int) -> None:
-    for heads, format, dtype in CALLS:
+    for kernel, heads, format, dtype in CALLS:
         own = gpu.generator()
         cache, table = filled_pages(LENGTHS, page_size, format, own)
-        wide = table.new_zeros(len(LENGTHS), WIDE_TABLE // page_size)
-        wide[:, : table.shape[1]] = table
         q = gpu.normal(own, len(LENGTHS), heads, 576).to(dtype)
-        out, _ = mla_decode(q, cache, wide, gpu.int32(LENGTHS), softmax_scale=0.1, backend="hopper")
+        given = {"softmax_scale": 0.1, "backend": f"hopper:{kernel}"}
+        out, _ = mla_decode(q, cache, table, gpu.int32(LENGTHS), **given)
         said = "finite" if out.isfinite().all() else "NOT FINITE"
-        CONSOLE.print(page_size, heads, format, dtype, said)
+        CONSOLE.print(kernel, page_size, heads, format, dtype, said)
 
 
 @gluon.jit
@@ -109,8 +107,8 @@ def many() -> None:
 
 if __name__ == "__main__":
     PARTS = {
-        "boxes": lambda: decode(64),
-        "rows": lambda: decode(1),
+        "tma": lambda: decode(64),
+        "gather": lambda: decode(1),
         "one": one,
         "many": many,
     }

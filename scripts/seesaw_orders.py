@@ -1,14 +1,14 @@
-"""The warpgroups of `mla_decode_kernel` in random orders: does one read too early, or write what is
-still being read, or do all wait? Two of them, or three in every second order, where rows come one
-by one and `decode_copier` copies them.
+"""A model of the barriers of `m64_bf16`: its warpgroups run in random orders. Does one read too
+early, or overwrite what another still reads, or do all wait? Every second order has a third
+warpgroup, the gather producer.
 
     python scripts/seesaw_orders.py            20000 orders of the protocol as it is
     python scripts/seesaw_orders.py --broken   the same with mistakes in it, which must be found
 
-A model, to be changed with the kernel: what a warpgroup does is a generator, which yields wherever
-another may go on, and a (barrier, parity) where it waits. Copies land whenever they like. A dot
-reads its operands from when it is begun until it is waited for. A buffer holds a label that says
-what was written to it, so whoever reads can tell whether that is what it should be.
+The model changes with the kernel. A warpgroup is a generator that yields wherever another may run,
+and yields (barrier, phase) where it waits. Loads land at random times. A wgmma reads its operands
+from its issue until it is waited for. A buffer holds a label of what was written to it, which every
+read checks.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from rich.progress import track
 
 Steps = Generator[tuple[str, int] | None, None, None]
 Reads = list[tuple[str, Hashable]]
-Label = tuple[int, int]  # unit, pair of blocks
+Label = tuple[int, int]  # work tile, pair of blocks
 ORDERS = 20_000
 LANDING = -1  # of a copy, beside what warpgroups do
 MISTAKES = {
-    "one box for the rotated queries of both": "q_rope",
+    "one smem tile for the rotated queries of both": "q_rope",
     "the right half of an even block reloaded before its values are added": "reload",
-    "a unit's queries loaded before the other warpgroup is at the end of the last": "queries",
-    "the second block of a pair copied before the first": "copier",
-    "a part copied before it is free": "free",
+    "the next tile's queries loaded before the other warpgroup finished this one": "queries",
+    "the second block of a pair loaded before the first": "gather_producer",
+    "a part loaded before it is empty": "free",
 }
 CONSOLE = Console()
 
 
-class WrongError(Exception):
-    """What no order may lead to."""
+class OrderError(Exception):
+    """What no order may lead to: a race or a deadlock."""
 
 
 @dataclass
@@ -61,13 +61,13 @@ class Barrier:
 
 
 @dataclass
-class Program:
-    """A program with so many pairs of blocks in each unit."""
+class Cta:
+    """A CTA with so many pairs of blocks in each work tile."""
 
     random: Random
-    units: Sequence[int]
+    tiles: Sequence[int]
     mistake: str = ""
-    has_copier: bool = False
+    has_gather: bool = False
     buffers: dict[str, Buffer] = field(default_factory=dict)
     barriers: dict[str, Barrier] = field(default_factory=dict)
     in_flight: list[tuple[str, str, Hashable]] = field(default_factory=list)
@@ -84,14 +84,14 @@ class Program:
     def arrive(self, name: str) -> None:
         barrier = self.barrier(name)
         if barrier.has_arrived:
-            raise WrongError(f"{name} is arrived at twice")
+            raise OrderError(f"{name} is arrived at twice")
         barrier.has_arrived = True
         barrier.settle()
 
     def load(self, barrier: str, *boxes: tuple[str, Hashable]) -> None:
-        """Or tell the copier that it may."""
-        if self.has_copier and barrier != "q":
-            self.arrive(f"{barrier} free")
+        """Or release the part to the gather producer."""
+        if self.has_gather and barrier != "q":
+            self.arrive(f"{barrier} empty")
         else:
             self.copy(barrier, *boxes)
 
@@ -116,7 +116,7 @@ class Program:
         for name, label in reads:
             buffer = self.buffer(name)
             if buffer.is_being_written or buffer.label != label:
-                raise WrongError(f"{name} is read as {label}, and holds {buffer.label}")
+                raise OrderError(f"{name} is read as {label}, and holds {buffer.label}")
             buffer.readers += 1
         return list(reads)
 
@@ -130,46 +130,46 @@ class Program:
     def _own(self, name: str) -> Buffer:
         buffer = self.buffer(name)
         if buffer.readers or buffer.is_being_written:
-            raise WrongError(f"{name} is written while it is read or written")
+            raise OrderError(f"{name} is written while it is read or written")
         return buffer
 
 
-def even(program: Program) -> Steps:
+def even(cta: Cta) -> Steps:
     """As `_warpgroup` with `_even_pair`."""
-    p = program
+    p = cta
     _load_even(p, 0)
     yield None
     p.load("left_odd", ("K1 left", (0, 0)))
-    first = 0  # pairs of the units before
-    for unit, num_pairs in enumerate(p.units):
-        yield "q", unit % 2
-        p.read("p_even", ("q", unit))
+    first = 0  # pairs of the work tiles before
+    for tile, num_pairs in enumerate(p.tiles):
+        yield "q", tile % 2
+        p.read("p_even", ("q", tile))
         yield None
         p.arrive("scores_even")
-        scores = yield from _even_scores(p, (unit, 0), first % 2)
+        scores = yield from _even_scores(p, (tile, 0), first % 2)
         yield None
         p.end(scores)
         for pair in range(num_pairs):
-            yield from _even_pair(p, (unit, pair), (first + pair) % 2, pair == num_pairs - 1)
-        p.store("sum_even", unit)
+            yield from _even_pair(p, (tile, pair), (first + pair) % 2, pair == num_pairs - 1)
+        p.store("sum_even", tile)
         p.arrive("sum_even")
         if p.mistake != "queries":
-            yield "sum_odd", unit % 2
-        if unit + 1 < len(p.units):
-            _load_even(p, unit + 1)
-        yield "sum_odd", unit % 2
-        p.read("sum_odd", unit)
+            yield "sum_odd", tile % 2
+        if tile + 1 < len(p.tiles):
+            _load_even(p, tile + 1)
+        yield "sum_odd", tile % 2
+        p.read("sum_odd", tile)
         yield None
         p.store("K1 left", "result")
         yield None
         p.read("K1 left", "result")
         yield None
-        if unit + 1 < len(p.units):
-            p.load("left_odd", ("K1 left", (unit + 1, 0)))
+        if tile + 1 < len(p.tiles):
+            p.load("left_odd", ("K1 left", (tile + 1, 0)))
         first += num_pairs
 
 
-def _even_pair(p: Program, now: Label, parity: int, is_last: bool) -> Steps:
+def _even_pair(p: Cta, now: Label, parity: int, is_last: bool) -> Steps:
     """A pair of blocks, and the scores of the next one."""
     then = now[0], now[1] + 1
     if not is_last:
@@ -212,36 +212,36 @@ def _even_pair(p: Program, now: Label, parity: int, is_last: bool) -> Steps:
     p.end(rotated + scores)
 
 
-def odd(program: Program) -> Steps:
+def odd(cta: Cta) -> Steps:
     """As `_warpgroup` with `_odd_pair`."""
-    p = program
+    p = cta
     _load_odd(p, 0)
     yield None
     first = 0
-    for unit, num_pairs in enumerate(p.units):
-        yield "q", unit % 2
-        p.read("p_even" if p.mistake == "q_rope" else "p_odd", ("q", unit))
+    for tile, num_pairs in enumerate(p.tiles):
+        yield "q", tile % 2
+        p.read("p_even" if p.mistake == "q_rope" else "p_odd", ("q", tile))
         yield None
-        scores = yield from _odd_scores(p, (unit, 0), first % 2)
+        scores = yield from _odd_scores(p, (tile, 0), first % 2)
         yield None
         p.end(scores)
         for pair in range(num_pairs):
-            yield from _odd_pair(p, (unit, pair), (first + pair) % 2, pair == num_pairs - 1)
-        p.store("sum_odd", unit)
+            yield from _odd_pair(p, (tile, pair), (first + pair) % 2, pair == num_pairs - 1)
+        p.store("sum_odd", tile)
         p.arrive("sum_odd")
-        yield "sum_even", unit % 2
-        p.read("sum_even", unit)
+        yield "sum_even", tile % 2
+        p.read("sum_even", tile)
         yield None
         p.store("K1 right", "result")
         yield None
         p.read("K1 right", "result")
         yield None
-        if unit + 1 < len(p.units):
-            _load_odd(p, unit + 1)
+        if tile + 1 < len(p.tiles):
+            _load_odd(p, tile + 1)
         first += num_pairs
 
 
-def _odd_pair(p: Program, now: Label, parity: int, is_last: bool) -> Steps:
+def _odd_pair(p: Cta, now: Label, parity: int, is_last: bool) -> Steps:
     """Likewise."""
     then = now[0], now[1] + 1
     if not is_last:
@@ -280,39 +280,39 @@ def _odd_pair(p: Program, now: Label, parity: int, is_last: bool) -> Steps:
     p.end(scores)
 
 
-def copier(program: Program) -> Steps:
-    """As `copy_pairs`."""
-    p = program
+def gather_producer(cta: Cta) -> Steps:
+    """As `gather_producer`."""
+    p = cta
     blocks = [("K0", "even"), ("K1", "odd")]
-    if p.mistake == "copier":
+    if p.mistake == "gather_producer":
         blocks.reverse()
     phase = 0
-    for unit, num_pairs in enumerate(p.units):
+    for tile, num_pairs in enumerate(p.tiles):
         for pair in range(num_pairs):
             for block, name in blocks:
                 for part in ("rope", "left", "right"):
                     if p.mistake != "free":
-                        yield f"{part}_{name} free", phase
-                    p.copy(f"{part}_{name}", (f"{block} {part}", (unit, pair)))
+                        yield f"{part}_{name} empty", phase
+                    p.copy(f"{part}_{name}", (f"{block} {part}", (tile, pair)))
                     yield None
             phase ^= 1
 
 
-def _load_even(p: Program, unit: int) -> None:
-    p.load("rope_even", ("K0 rope", (unit, 0)))
-    p.load("left_even", ("K0 left", (unit, 0)))
-    rotated = ("q", unit)
-    p.load("q", ("p_even", rotated), ("p_odd", rotated), ("q left", unit), ("q right", unit))
-    p.load("right_even", ("K0 right", (unit, 0)))
+def _load_even(p: Cta, tile: int) -> None:
+    p.load("rope_even", ("K0 rope", (tile, 0)))
+    p.load("left_even", ("K0 left", (tile, 0)))
+    rotated = ("q", tile)
+    p.load("q", ("p_even", rotated), ("p_odd", rotated), ("q left", tile), ("q right", tile))
+    p.load("right_even", ("K0 right", (tile, 0)))
 
 
-def _load_odd(p: Program, unit: int) -> None:
-    p.load("rope_odd", ("K1 rope", (unit, 0)))
-    p.load("right_odd", ("K1 right", (unit, 0)))
+def _load_odd(p: Cta, tile: int) -> None:
+    p.load("rope_odd", ("K1 rope", (tile, 0)))
+    p.load("right_odd", ("K1 right", (tile, 0)))
 
 
 def _even_scores(
-    p: Program, block: Label, parity: int, *, has_rotated: bool = False
+    p: Cta, block: Label, parity: int, *, has_rotated: bool = False
 ) -> Generator[tuple[str, int] | None, None, Reads]:
     reads: Reads = []
     if not has_rotated:
@@ -326,7 +326,7 @@ def _even_scores(
 
 
 def _odd_scores(
-    p: Program, block: Label, parity: int
+    p: Cta, block: Label, parity: int
 ) -> Generator[tuple[str, int] | None, None, Reads]:
     yield "scores_even", parity
     yield "rope_odd", parity
@@ -340,29 +340,29 @@ def _odd_scores(
 
 
 def run(seed: int, mistake: str = "") -> None:
-    """One order. Raises `WrongError`."""
+    """One order. Raises `OrderError`."""
     random = Random(seed)
-    units = [random.choice([1, 1, 2, 3, 4, 5]) for _ in range(random.choice([1, 2, 3, 4]))]
-    program = Program(random, units, mistake, has_copier=seed % 2 == 1)
+    tiles = [random.choice([1, 1, 2, 3, 4, 5]) for _ in range(random.choice([1, 2, 3, 4]))]
+    cta = Cta(random, tiles, mistake, has_gather=seed % 2 == 1)
     # now and then one of them, or the copies, are much quicker or slower than the rest
     copies, *speeds = random.choice(
         [(1, 1, 1, 1), (1, 8, 1, 1), (1, 1, 8, 1), (1, 1, 1, 8), (8, 1, 1, 1), (1, 9, 9, 9)]
     )
-    warpgroups = [even(program), odd(program)]
-    if program.has_copier:
-        warpgroups.append(copier(program))
+    warpgroups = [even(cta), odd(cta)]
+    if cta.has_gather:
+        warpgroups.append(gather_producer(cta))
     waits: dict[int, tuple[str, int] | None] = dict.fromkeys(range(len(warpgroups)))
     while waits:
-        ready = [who for who, wait in waits.items() if wait is None or program.is_over(*wait)]
+        ready = [who for who, wait in waits.items() if wait is None or cta.is_over(*wait)]
         weights = [speeds[who] for who in ready]
-        if program.in_flight:
+        if cta.in_flight:
             ready.append(LANDING)
             weights.append(copies)
         if not ready:
-            raise WrongError(f"all wait: {list(waits.values())}")
+            raise OrderError(f"all wait: {list(waits.values())}")
         who = random.choices(ready, weights)[0]
         if who == LANDING:
-            program.land()
+            cta.land()
             continue
         try:
             waits[who] = next(warpgroups[who])
@@ -381,7 +381,7 @@ def main() -> None:
         for seed in track(range(asked.orders), description="orders", console=CONSOLE):
             try:
                 run(seed)
-            except WrongError as error:
+            except OrderError as error:
                 sys.exit(f"order {seed}: {error}")
         CONSOLE.print(f"{asked.orders} orders, nothing wrong.")
         return
@@ -395,7 +395,7 @@ def main() -> None:
 def is_wrong(seed: int, mistake: str) -> bool:
     try:
         run(seed, mistake)
-    except WrongError:
+    except OrderError:
         return True
     return False
 

@@ -214,6 +214,12 @@ def test_what_the_hopper_kernel_is_said_to_take_is_what_it_takes():
     assert said["mask"] == " or ".join(hopper.MASKS)
 
 
+def test_the_decode_kernels_of_hopper_are_named():
+    named = [row[0].strip("`") for row in table(PAGES["backends.md"], "kernel")]
+    kernels = {spec.kernel for spec in hopper.SPECS}
+    assert (set(named), len(named)) == (kernels, len(kernels))
+
+
 def test_the_words_for_what_few_kernels_take_are_those_of_the_code():
     source = (ROOT / "mlakit" / "ops" / "decode.py").read_text(encoding="utf-8")
     words = re.findall(r'(?:yield |uses\.append\()"([^"]+)"', source)

@@ -118,11 +118,11 @@ def test_a_folder_without_a_checkout_is_named(turns):
 @pytest.mark.parametrize("rows", ["own", *clocks.LOADS])
 def test_clocks_are_written_by_a_copy_of_the_kernel(rows, tmp_path):
     clocks.copy_with_clocks(ROOT, tmp_path, rows)
-    kernel, channels = ((tmp_path / file).read_text() for file in (clocks.KERNEL, clocks.CHANNELS))
+    kernel, loads = ((tmp_path / file).read_text() for file in (clocks.KERNEL, clocks.LOADS_FILE))
     compile(kernel, clocks.KERNEL, "exec")
-    compile(channels, clocks.CHANNELS, "exec")
+    compile(loads, clocks.LOADS_FILE, "exec")
     assert kernel.count("_write_clocks(0)") == kernel.count("_write_clocks(2)") == 1
-    assert (clocks.LOAD in channels) == (rows == "own")
+    assert (clocks.LOAD in loads) == (rows == "own")
 
 
 def test_clocks_say_what_they_do_not_find(tmp_path):
