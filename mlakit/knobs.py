@@ -21,6 +21,14 @@ T = TypeVar("T")
 Backend = Literal["auto", "hopper", "triton", "cpu"]
 """What the argument `backend` may be: "auto" takes the fastest that can."""
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
+# one kernel of a backend, where `mla_decode` has several there
+DecodeKernel = Literal[
+    "hopper:m64_bf16",
+    "hopper:m64_fp8_qk",
+    "hopper:m64_fp8_kv",
+    "hopper:small_m_bf16",
+    "hopper:small_m_fp8_kv",
+]
 
 _OVERRIDES: ContextVar[Mapping[str, object] | None] = ContextVar("mlakit_knobs", default=None)
 REGISTRY: dict[str, Knob[object]] = {}

@@ -13,7 +13,7 @@ import mlakit
 from mlakit import dispatch, formats, knobs, ops
 from mlakit.formats import FORMATS, Format, known_format, row_codec
 from mlakit.geometry import ROPES, MLAGeometry, Rope, RowShape
-from mlakit.knobs import Backend
+from mlakit.knobs import Backend, DecodeKernel
 from mlakit.workloads.case import Case
 
 TYPES = {"backend": Backend, "format": Format, "rope": Rope}
@@ -46,6 +46,9 @@ CHOICES = {
 def test_the_types_have_the_names_that_are_registered():
     assert set(get_args(Backend)) == {"auto", *(spec.backend for spec in dispatch.SPECS)}
     assert get_args(Backend) == knobs.BACKENDS == ("auto", *dispatch.BACKENDS)
+    assert get_args(DecodeKernel) == tuple(
+        spec.name for spec in dispatch.specs("mla_decode") if spec.kernel
+    )
     assert get_args(Format) == FORMATS == tuple(formats._BUILDERS)
     assert get_args(Rope) == ROPES
 
@@ -60,7 +63,10 @@ def test_the_public_functions_with_a_choice_are_found():
 
 @pytest.mark.parametrize(("function", "argument"), CHOICES)
 def test_a_choice_is_a_literal_type_in_every_public_signature(function, argument):
-    assert CHOICES[function, argument] in (TYPES[argument], TYPES[argument] | None)
+    type_ = TYPES[argument]
+    if argument == "backend" and function in ("mla_decode", "plan_mla_decode"):
+        type_ = Backend | DecodeKernel
+    assert CHOICES[function, argument] in (type_, type_ | None)
 
 
 @pytest.mark.parametrize("name", ["fp7", "", "BF16", None, 8, ["bf16"]], ids=repr)

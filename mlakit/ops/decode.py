@@ -11,7 +11,7 @@ from torch import Tensor
 from mlakit import dispatch
 from mlakit.cache import WHOLE, CacheLayer, KVShard, PagedLatentCache, PageTable
 from mlakit.checks import Dims
-from mlakit.knobs import Backend
+from mlakit.knobs import Backend, DecodeKernel
 from mlakit.masks import CAUSAL, Mask
 from mlakit.ops._arguments import (
     check_absorbed_query,
@@ -50,7 +50,7 @@ def mla_decode(
     out: Tensor | None = None,
     lse: Tensor | None = None,
     deterministic: bool = False,
-    backend: Backend = "auto",
+    backend: Backend | DecodeKernel = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Attention of the newest tokens of each request over its cached rows.
 
@@ -66,6 +66,7 @@ def mla_decode(
     sink       [heads] float32 logit that joins out's denominator only
     kv_shard   (rank, world, interleave): the cache holds only this rank's tokens of each request,
                those at positions p with (p // interleave) % world == rank; kv_lens stays global
+    backend    auto, a backend, or one of its kernels by name: "hopper:m64_bf16"
     plan       how the keys are split (`plan_mla_decode`, `plan_decode`, its `tensors`,
                `EvenSplit`); never changes a result beyond float32 rounding
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from mlakit import dispatch
 from mlakit.cache import PagedLatentCache, PageTable
 from mlakit.checks import FLOATS, Dims, UnsupportedError
-from mlakit.knobs import Backend
+from mlakit.knobs import Backend, DecodeKernel
 from mlakit.masks import CAUSAL, Mask
 from mlakit.ops._arguments import (
     check_kv_lens,
@@ -37,7 +37,7 @@ def plan_mla_decode(
     dtype: torch.dtype | None = None,
     mask: Mask = CAUSAL,
     kv_shard: tuple[int, int, int] | None = None,
-    backend: Backend = "auto",
+    backend: Backend | DecodeKernel = "auto",
 ) -> DecodePlanTensors:
     """The plan that `mla_decode` would make of these lengths, to share among the layers of a step.
 
