@@ -211,11 +211,11 @@ def plan_decode(
     """Share the keys of a decode batch among `num_workers`.
 
         tiles[b] = ceil(kv_lens[b] / tile)       n requests have any
-        part = ceil(max tiles / max(num_workers // n, 1))       each = ceil(n / num_workers)
+        split = ceil(max tiles / max(num_workers // n, 1))       each = ceil(n / num_workers)
 
-    Evenly, if part · each is at most 1.1 times the balanced share ceil(Σ tiles / num_workers):
-    request b in p = ceil(tiles[b] / part) equal parts, part i its tiles [i·tiles[b] // p,
-    (i+1)·tiles[b] // p); a worker takes one part, or `each` whole requests where there are more
+    Evenly, if split · each is at most 1.1 times the balanced share ceil(Σ tiles / num_workers):
+    request b in p = ceil(tiles[b] / split) equal splits, split i its tiles [i·tiles[b] // p,
+    (i+1)·tiles[b] // p); a worker takes one split, or `each` whole requests where there are more
     requests than workers. Otherwise balanced: the requests are laid end to end on one line of
     tiles, and worker w takes its tiles [w·total // num_workers, (w+1)·total // num_workers).
 
@@ -276,23 +276,23 @@ def _check_decode(
 def _shared_runs(tiles: Sequence[int], num_workers: int) -> Iterator[tuple[int, int, int, int]]:
     """(worker, request, first tile, last tile) of an even plan, or else of a balanced one."""
     active = max(sum(num_tiles > 0 for num_tiles in tiles), 1)
-    part_tiles = max(_ceil_div(max(tiles, default=0), max(num_workers // active, 1)), 1)
+    split_tiles = max(_ceil_div(max(tiles, default=0), max(num_workers // active, 1)), 1)
     requests_each = _ceil_div(active, num_workers)
     share = _ceil_div(sum(tiles), num_workers)
-    if 10 * part_tiles * requests_each <= EVEN_TENTHS * share:
-        return _even_runs(tiles, part_tiles, requests_each)
+    if 10 * split_tiles * requests_each <= EVEN_TENTHS * share:
+        return _even_runs(tiles, split_tiles, requests_each)
     return _balanced_runs(tiles, num_workers)
 
 
 def _even_runs(
-    tiles: Sequence[int], part_tiles: int, items_each: int
+    tiles: Sequence[int], split_tiles: int, items_each: int
 ) -> Iterator[tuple[int, int, int, int]]:
-    """(worker, request, first tile, last tile), every request in equal parts of its own."""
+    """(worker, request, first tile, last tile), every request in equal splits of its own."""
     items = count()
     for request, num_tiles in enumerate(tiles):
-        parts = _ceil_div(num_tiles, part_tiles)
-        for part in range(parts):
-            first, last = part * num_tiles // parts, (part + 1) * num_tiles // parts
+        splits = _ceil_div(num_tiles, split_tiles)
+        for split in range(splits):
+            first, last = split * num_tiles // splits, (split + 1) * num_tiles // splits
             yield next(items) // items_each, request, first, last
 
 

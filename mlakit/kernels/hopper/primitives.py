@@ -14,7 +14,7 @@ from mlakit.kernels.hopper.compat import reinterpret, tma_load
 
 @gluon.constexpr_function
 def smem_layout(columns, bits):
-    """The layout of an smem tile: rows of `columns` elements of so many bits.
+    """The layout of an smem tile: rows of `columns` elements of `bits` bits.
 
     The swizzle atom is 128 bytes wide, or as wide as the row where that is narrower. TMA writes
     this layout and wgmma reads it.
@@ -32,7 +32,7 @@ def acc_layout(columns, k=16):
 
 @gluon.constexpr_function
 def lane_layout(warps):
-    """[32 · n], one element per lane; 32 elements are the same ones in each of so many warps."""
+    """[32 · n], one element per lane; [32] has the same elements in each of `warps` warps."""
     return gl.BlockedLayout([1], [32], [warps], [0])
 
 

@@ -71,7 +71,7 @@ def _needs_format(*formats: str) -> Callable[[Problem], str | None]:
 
 
 def _needs_fp8_query(problem: Problem) -> str | None:
-    # fp8_block128 has four scales per row: of scores in FP8 they could not be told apart
+    # fp8_block128 has four scales per row, which one FP8 accumulation over a row cannot apply
     refusal = _needs_format("fp8", "fp8_token")(problem)
     if refusal is None and problem.dtype != E4M3:
         refusal = f"needs queries of {E4M3}, got {problem.dtype}"

@@ -81,7 +81,7 @@ def plan_decode(
         partial_starts=int32(batch + 1),
         empty_requests=int32(0),
         tile=tile,
-        max_partials=max_partials,  # every cut makes two partials of what would have been none
+        max_partials=max_partials,  # each boundary between two workers makes two partials at most
         slot_rows=slot_rows,
     )
     launch(
@@ -117,7 +117,7 @@ def plan_decode(
 
 
 def _line_type(longest_line: int, num_workers: int) -> tl.dtype:
-    """Holds places on the line times workers, and loads times tenths."""
+    """Holds positions on the line times workers, and loads times tenths."""
     return tl.int32 if longest_line * max(num_workers, EVEN_TENTHS) < 2**31 else tl.int64
 
 
@@ -208,9 +208,9 @@ def own_split_tiles(num_tiles, split_tiles, num_splits):
 
 
 @triton.jit
-def _worker_at(place, num_runs, total):
-    """The worker whose run holds a place of the line."""
-    return (((place + 1) * num_runs - 1) // total).to(tl.int32)
+def _worker_at(position, num_runs, total_tiles):
+    """The worker whose run holds a position on the line."""
+    return (((position + 1) * num_runs - 1) // total_tiles).to(tl.int32)
 
 
 @triton.jit(
@@ -260,7 +260,7 @@ def _plan_decode_kernel(
     COLUMNS: tl.constexpr,
 ):
     shard = (rank, world, interleave)
-    total = tl.zeros((), LINE_TYPE)
+    total_tiles = tl.zeros((), LINE_TYPE)
     longest = tl.zeros((), LINE_TYPE)
     active = tl.zeros((), LINE_TYPE)  # requests with queries
     for start in range(0, batch, 128):
@@ -269,21 +269,21 @@ def _plan_decode_kernel(
             q_starts, kv_lens, stride_q_starts, stride_kv_lens, request, request < batch
         )
         _, num_tiles = key_tiles(q_len, kv_len, window, shard, MASK, IS_SHARDED, TILE)
-        total += tl.sum(num_tiles.to(LINE_TYPE), 0)
+        total_tiles += tl.sum(num_tiles.to(LINE_TYPE), 0)
         longest = tl.maximum(longest, tl.max(num_tiles, 0).to(LINE_TYPE))
         active += tl.sum((num_tiles > 0).to(LINE_TYPE), 0)
-    num_runs = tl.minimum(num_workers.to(LINE_TYPE), tl.maximum(total // min_tiles, 1))
+    num_runs = tl.minimum(num_workers.to(LINE_TYPE), tl.maximum(total_tiles // min_tiles, 1))
     most_splits = tl.minimum(num_workers // tl.maximum(active, 1), longest // min_tiles)
     most_splits = tl.maximum(most_splits, 1)
     most_tiles = tl.maximum((longest + most_splits - 1) // most_splits, 1)  # of a split
     requests_each = (active + num_workers - 1) // num_workers
-    share = (total + num_runs - 1) // num_runs
+    share = (total_tiles + num_runs - 1) // num_runs
     is_even = 10 * most_tiles * requests_each <= EVEN_TENTHS * share
     if HAS_OWN_SPLITS:
-        is_even = total >= 0
-    total = tl.maximum(total, 1)
+        is_even = total_tiles >= 0
+    total_tiles = tl.maximum(total_tiles, 1)
 
-    line = tl.zeros((), LINE_TYPE)  # places, items and partials of the requests before
+    line = tl.zeros((), LINE_TYPE)  # key tiles, items and partials of the requests before
     num_items = tl.zeros((), tl.int32)
     num_slots = tl.zeros((), tl.int32)
     tl.store(partial_starts, 0)
@@ -294,9 +294,9 @@ def _plan_decode_kernel(
         )
         first_tile, num_tiles = key_tiles(q_len, kv_len, window, shard, MASK, IS_SHARDED, TILE)
         wide = num_tiles.to(LINE_TYPE)
-        place = line + tl.cumsum(wide, 0) - wide
-        first_worker = _worker_at(place, num_runs, total)
-        last_worker = _worker_at(place + wide - 1, num_runs, total)
+        position = line + tl.cumsum(wide, 0) - wide
+        first_worker = _worker_at(position, num_runs, total_tiles)
+        last_worker = _worker_at(position + wide - 1, num_runs, total_tiles)
         workers = tl.where(num_tiles > 0, last_worker - first_worker + 1, 0)
         workers = tl.where(is_even, ((wide + most_tiles - 1) // most_tiles).to(tl.int32), workers)
         own_tiles = num_tiles
@@ -312,8 +312,12 @@ def _plan_decode_kernel(
         for split_start in range(0, tl.max(workers, 0), ITEMS):
             split = split_start + tl.arange(0, ITEMS)[None, :]
             worker = first_worker[:, None] + split
-            begins = tl.maximum(worker * total // num_runs, place[:, None]) - place[:, None]
-            ends = tl.minimum((worker + 1) * total // num_runs - place[:, None], wide[:, None])
+            begins = (
+                tl.maximum(worker * total_tiles // num_runs, position[:, None]) - position[:, None]
+            )
+            ends = tl.minimum(
+                (worker + 1) * total_tiles // num_runs - position[:, None], wide[:, None]
+            )
             splits = tl.maximum(workers, 1)[:, None]
             begins = tl.where(is_even, split * wide[:, None] // splits, begins)
             ends = tl.where(is_even, (split + 1) * wide[:, None] // splits, ends)
@@ -334,7 +338,9 @@ def _plan_decode_kernel(
             tl.store(at + 5, q_len[:, None] + split * 0, mask=is_item)
             tl.store(at + 6, kv_len[:, None] + split * 0, mask=is_item)
             # a worker begins with the item that begins where its run does, or with the next one
-            begins_here = (worker * total // num_runs >= place[:, None]) & (split < runs[:, None])
+            begins_here = (worker * total_tiles // num_runs >= position[:, None]) & (
+                split < runs[:, None]
+            )
             first_item = item[:, None] + tl.minimum(split, own_items[:, None])
             tl.store(worker_starts + worker, first_item, mask=begins_here)
         line += tl.sum(wide, 0)

@@ -175,7 +175,7 @@ def load_rope(
 ):
     """Rotated columns [keys, WIDTH] in DTYPE as stored; 0 past D_R and for rows that are not read.
 
-    IS_ALIGNED  halves and floats among the bytes of a row lie at multiples of their size
+    IS_ALIGNED  16-bit and float32 values in a row are aligned to their size
     """
     column = tl.arange(0, WIDTH)
     mask = is_read[:, None]
@@ -188,8 +188,8 @@ def load_rope(
         return widen_e4m3(stored, DTYPE, HAS_FP8)
     AT: tl.constexpr = D_C + (4 * ((D_C + 127) // 128) if FORMAT == "fp8_block128" else 0)
     if IS_ALIGNED:
-        halves = (rows + AT).to(tl.pointer_type(tl.bfloat16), bitcast=True)
-        return tl.load(halves[:, None] + column[None, :], mask=mask, other=0).to(DTYPE)
+        values = (rows + AT).to(tl.pointer_type(tl.bfloat16), bitcast=True)
+        return tl.load(values[:, None] + column[None, :], mask=mask, other=0).to(DTYPE)
     at = rows[:, None] + (AT + 2 * column)[None, :]
     low = tl.load(at, mask=mask, other=0).to(tl.uint16)
     high = tl.load(at + 1, mask=mask, other=0).to(tl.uint16)

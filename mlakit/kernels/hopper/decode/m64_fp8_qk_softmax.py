@@ -1,7 +1,7 @@
 """The QK-softmax warpgroup of `m64_fp8_qk`.
 
 A warp that issues a wgmma waits while the one before the last is computed. So the wgmma of the next
-block are issued one by one, with a part of this block's softmax between them.
+block are issued one at a time, with steps of this block's softmax between them.
 """
 
 from __future__ import annotations

@@ -368,15 +368,15 @@ def _store_out_scale(probs, tiles_done, out_scale):
 
 
 @gluon.jit
-def qk_softmax_warpgroup(turn, item, index, inputs, scheduler, outputs, state):
-    """One of the two; `turn` is its Alternation."""
+def qk_softmax_warpgroup(alternation, item, index, inputs, scheduler, outputs, state):
+    """One of the two; `alternation` is its Alternation."""
     loaded, query = state.loaded, state.query
     probs, pipelines, scale_log2 = state.probs, state.pipelines, state.scale_log2
     HEADS: gl.constexpr = scheduler.ROWS
     LAYOUT: gl.constexpr = acc_layout(HEADS)
     ROW: gl.constexpr = gl.SliceLayout(0, LAYOUT)
-    NUMBER: gl.constexpr = turn.NUMBER
-    scaled = turn.scaled
+    NUMBER: gl.constexpr = alternation.NUMBER
+    scaled = alternation.scaled
     IS_FP8_QUERY: gl.constexpr = loaded.latent.dtype == gl.int32
     FORMAT: gl.constexpr = state.FORMAT
     SCALES_ROPE: gl.constexpr = IS_FP8_QUERY or FORMAT == "fp8"
@@ -418,17 +418,17 @@ def qk_softmax_warpgroup(turn, item, index, inputs, scheduler, outputs, state):
             scores = mask_scores(scores, block, keys, 0, state.traits)
             # not kept in registers; here, because warps then wait for each other before it is
             # written anew
-            own_max = turn.own.row_max.load(ROW)
-            block_max = _reduce_max(turn.block_max, scores) * scale_log2
+            own_max = alternation.own.row_max.load(ROW)
+            block_max = _reduce_max(alternation.block_max, scores) * scale_log2
             max_before, scale_before = _wait_exchange(
-                turn.before, ((number - 1) >> 1) & 1, ROW, HAS_ROW_SCALES
+                alternation.before, ((number - 1) >> 1) & 1, ROW, HAS_ROW_SCALES
             )
             is_first = block == keys.first_block
             max_before = gl.where(is_first, INITIAL_ROW_MAX, max_before)
             scale_before = gl.where(is_first, FIRST_SCALE, scale_before)
             row_max = gl.maximum(max_before, block_max)
             prob_scale, prob_factor = _next_prob_scale(scale_before, pipelines, rope_stage)
-            _write_exchange(turn.own, row_max, prob_scale, HAS_ROW_SCALES)
+            _write_exchange(alternation.own, row_max, prob_scale, HAS_ROW_SCALES)
             exponentials = gl.exp2(scores * scale_log2 - gl.expand_dims(row_max, 0))
             rescale = gl.exp2(max_before - row_max)
             rescale *= scale_before * prob_factor * (1.0 / FP16_TARGET)
@@ -442,15 +442,17 @@ def qk_softmax_warpgroup(turn, item, index, inputs, scheduler, outputs, state):
             row_sum = row_sum * gl.expand_dims(own_rescale, 0) + _sum_pairs(exponentials)
         row_sum = gl.convert_layout(gl.sum(row_sum, 0), ROW)
         has_none = first_block >= keys.end_block
-        row_max, prob_scale = _read_exchange(turn.own, ROW, HAS_ROW_SCALES)
+        row_max, prob_scale = _read_exchange(alternation.own, ROW, HAS_ROW_SCALES)
         row_max = gl.where(has_none, INITIAL_ROW_MAX, row_max)
         prob_scale = gl.where(has_none, FIRST_SCALE, prob_scale)
         next_item, next_index = next_tile(scheduler, item, index + gl.num_programs(0))
         if NUMBER == 0:
-            other_max, other_scale = _wait_exchange(turn.end, tiles_done & 1, ROW, HAS_ROW_SCALES)
+            other_max, other_scale = _wait_exchange(
+                alternation.end, tiles_done & 1, ROW, HAS_ROW_SCALES
+            )
             last_max = gl.maximum(row_max, other_max)
             row_sum = row_sum * gl.exp2(row_max - last_max)
-            row_sum += turn.end_sum.load(ROW) * gl.exp2(other_max - last_max)
+            row_sum += alternation.end_sum.load(ROW) * gl.exp2(other_max - last_max)
             row_max = last_max
             prob_scale = gl.maximum(prob_scale, other_scale)
             if next_item < scheduler.last_item:
@@ -464,8 +466,8 @@ def qk_softmax_warpgroup(turn, item, index, inputs, scheduler, outputs, state):
             out_scale *= state.tensor_scale * (1.0 / FP16_TARGET)
             _store_out_scale(probs, tiles_done, out_scale * prob_scale)
         else:
-            turn.end_sum.store(row_sum)
-            _write_exchange(turn.end, row_max, prob_scale, HAS_ROW_SCALES)
+            alternation.end_sum.store(row_sum)
+            _write_exchange(alternation.end, row_max, prob_scale, HAS_ROW_SCALES)
         tiles_done += 1
         blocks_done += gl.maximum(keys.end_block - keys.first_block, 0)
         item = next_item
