@@ -50,8 +50,17 @@ def explain(op: str, problem: Problem) -> dict[str, str | None]:
 
 
 def explain_kernels(op: str, problem: Problem) -> dict[str, str | None]:
-    """For each kernel of `op`, by name: why `auto` does not take it, or None if it would."""
-    return {spec.name: spec.why_not(problem) or _why_slower(spec, problem) for spec in specs(op)}
+    """For each kernel of `op`, by name: why its backend does not take it, or None if it does."""
+    reasons: dict[str, str | None] = {}
+    taken: dict[str, str] = {}
+    for spec in specs(op):
+        reason = spec.why_not(problem) or _why_slower(spec, problem)
+        if reason is None and spec.backend in taken:
+            reason = f"{taken[spec.backend]} is faster"
+        elif reason is None:
+            taken[spec.backend] = spec.kernel
+        reasons[spec.name] = reason
+    return reasons
 
 
 def select(op: str, problem: Problem, backend: str = "auto") -> KernelSpec:

@@ -148,6 +148,10 @@ def test_auto_passes_over_a_kernel_that_is_slower(two_kernels):
     few = replace(HOPPER, heads=8)
     slower = "is for more than 8 heads, got 8"
     assert dispatch.explain_kernels("attend", few) == {"hopper:wide": slower, "hopper:narrow": None}
+    assert dispatch.explain_kernels("attend", replace(HOPPER, heads=16)) == {
+        "hopper:wide": None,
+        "hopper:narrow": "wide is faster",
+    }
     assert dispatch.explain("attend", few)["hopper"] is None
 
 

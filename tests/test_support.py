@@ -56,6 +56,38 @@ def test_explain_says_who_takes_an_op_on_every_architecture(op, arch):
     assert set(said["objections"]) == set(dispatch.BACKENDS)
 
 
+@pytest.mark.parametrize(
+    ("options", "kernel", "others"),
+    [
+        ((), "m64_bf16", {"small_m_bf16": "m64_bf16 is faster"}),
+        (("--heads", "16"), "small_m_bf16", {"m64_bf16": "is for more than 32 heads, got 16"}),
+        (
+            ("--format", "fp8_token"),
+            "m64_fp8_kv",
+            {"m64_fp8_qk": "needs queries of torch.float8_e4m3fn, got torch.bfloat16"},
+        ),
+        (("--format", "fp8", "--dtype", "e4m3"), "m64_fp8_qk", {}),
+        (("--format", "fp8_block128"), "small_m_fp8_kv", {}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_explain_names_the_kernel_of_a_backend_that_has_several(options, kernel, others):
+    code, output = invoke("explain", "mla_decode", "--arch", "90", *options, "--json")
+    said = json.loads(output)
+    assert (code, said["chosen"], said["kernel"]) == (0, "hopper", kernel)
+    assert [name for name, why in said["kernels"].items() if why is None] == [f"hopper:{kernel}"]
+    for other, reason in others.items():
+        assert said["kernels"][f"hopper:{other}"] == reason
+    code, output = invoke("explain", "mla_decode", "--arch", "90", *options)
+    assert re.search(rf"hopper:{kernel} +its kernel for this", output)
+
+
+def test_explain_names_no_kernel_where_a_backend_has_one():
+    code, output = invoke("explain", "merge_states", "--arch", "90", "--json")
+    said = json.loads(output)
+    assert (code, said["chosen"], said["kernel"], said["kernels"]) == (0, "triton", None, {})
+
+
 def test_explain_gives_a_reason_for_every_refusal():
     code, output = invoke("explain", "mla_decode", "--arch", "75")
     assert code == 1

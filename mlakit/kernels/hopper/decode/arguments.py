@@ -6,6 +6,9 @@ pointers and integers that are multiples of 16 are known as such. Two kinds stay
 TMA descriptors   the launcher of Triton 3.6 encodes them only there
 varying integers  `do_not_specialize` has no effect inside a tuple, and each 1 or multiple of 16
                   among them would compile another kernel (`VARYING`)
+
+Kernels have the single arguments before the tuples: behind TMA descriptors they are aligned in
+pairs, which are loaded together, whatever the tuples hold.
 """
 
 from __future__ import annotations

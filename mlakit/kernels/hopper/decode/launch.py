@@ -132,6 +132,14 @@ def mla_decode(
         rope_tiles,
         cache.kv,
         cache.kv_rope,
+        # a scale of 0 would turn the −inf of a hidden key into NaN
+        max(abs(softmax_scale) * log2(e) * cache.host_scale, SMALLEST_SCALE),
+        page_table.stride(0),
+        q_token_rows,
+        rope_token_rows,
+        heads,
+        slot_rows,
+        lse.stride(0),
         Batch(
             *(q_starts, kv_lens, page_table),
             *(q_starts.stride(0), kv_lens.stride(0), page_table.stride(1)),
@@ -146,14 +154,6 @@ def mla_decode(
         ),
         cache.gather,
         *cache.others,
-        # a scale of 0 would turn the −inf of a hidden key into NaN
-        max(abs(softmax_scale) * log2(e) * cache.host_scale, SMALLEST_SCALE),
-        page_table.stride(0),
-        lse.stride(0),
-        q_token_rows,
-        rope_token_rows,
-        heads,
-        slot_rows,
         TRAITS=Traits(
             ROWS=tiles.rows,
             PAGE=layer.page_size,

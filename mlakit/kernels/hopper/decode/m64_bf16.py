@@ -380,18 +380,18 @@ def mla_decode_m64_bf16_kernel(
     q_rope,
     kv,  # likewise; of PAGE rows where pages are smaller
     kv_rope,
+    scale_log2,
+    stride_table_request,
+    q_token_rows,
+    q_rope_token_rows,
+    heads,
+    slot_rows,
+    stride_lse_token,
     batch,  # `arguments`
     schedule,
     outputs,
     gather,
     packed_rows,  # the cache, if nothing lies between its rows, or None
-    scale_log2,
-    stride_table_request,
-    stride_lse_token,
-    q_token_rows,
-    q_rope_token_rows,
-    heads,
-    slot_rows,
     TRAITS: gl.constexpr,
     CONFIG: gl.constexpr,  # `configs.M64Bf16Config`
 ):

@@ -360,18 +360,18 @@ def mla_decode_m64_fp8_kv_kernel(
     words,  # the cache, int32
     kv_rope,  # TMA descriptor: tiles of 64 x 64 bfloat16, of PAGE rows where pages are smaller; of
     # words (fp8), which the dequant warpgroup loads with the others
+    scale_log2,
+    stride_table_request,
+    q_token_rows,
+    q_rope_token_rows,
+    heads,
+    slot_rows,
+    stride_lse_token,
     batch,  # `arguments`
     schedule,
     outputs,
     gather,
     kv_scales,
-    scale_log2,
-    stride_table_request,
-    stride_lse_token,
-    q_token_rows,
-    q_rope_token_rows,
-    heads,
-    slot_rows,
     TRAITS: gl.constexpr,
     CONFIG: gl.constexpr,  # `configs.M64Fp8KvConfig`
 ):

@@ -170,17 +170,17 @@ def mla_decode_small_m_bf16_kernel(
     q_rope,
     kv,  # of 64 x 128 and 64 x 64; where pages are smaller of PAGE x 64 both
     kv_rope,
-    batch,  # `arguments`
-    schedule,
-    outputs,
-    gather,
     scale_log2,
     stride_table_request,
-    stride_lse_token,
     q_token_rows,
     q_rope_token_rows,
     heads,
     slot_rows,
+    stride_lse_token,
+    batch,  # `arguments`
+    schedule,
+    outputs,
+    gather,
     TRAITS: gl.constexpr,
     CONFIG: gl.constexpr,  # `configs.SmallMBf16Config`
 ):

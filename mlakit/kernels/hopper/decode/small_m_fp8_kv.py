@@ -186,19 +186,19 @@ def mla_decode_small_m_fp8_kv_kernel(
     q_rope,
     kv,  # words, 64 x 32; where rotated 64 x 64 bfloat16, or 64 x 16 words (fp8)
     kv_rope,  # either of PAGE rows where pages are smaller
+    scale_log2,
+    stride_table_request,
+    q_token_rows,
+    q_rope_token_rows,
+    heads,
+    slot_rows,
+    stride_lse_token,
     batch,  # `arguments`
     schedule,
     outputs,
     gather,
     kv_scales,
     q_scales,
-    scale_log2,
-    stride_table_request,
-    stride_lse_token,
-    q_token_rows,
-    q_rope_token_rows,
-    heads,
-    slot_rows,
     TRAITS: gl.constexpr,
     CONFIG: gl.constexpr,  # `configs.SmallMFp8KvConfig`
 ):
