@@ -8,6 +8,7 @@ tuple, which Triton takes as one constexpr argument. A change is checked by `mla
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 SMEM_BYTES = 232_448  # of a CTA on sm_90
@@ -86,6 +87,7 @@ class SmallMFp8KvConfig(NamedTuple):
     MAX_REGISTERS: int
 
 
+@lru_cache(maxsize=256)
 def small_m_fp8_kv_config(
     rows: int, format: str, *, rope_bytes: int, copied_bytes: int, is_gathered: bool
 ) -> SmallMFp8KvConfig:
@@ -162,6 +164,7 @@ class M64Fp8QkConfig(NamedTuple):
     MAX_REGISTERS: int
 
 
+@lru_cache(maxsize=256)
 def m64_fp8_qk_config(*, rope_bytes: int, copied_bytes: int, is_gathered: bool) -> M64Fp8QkConfig:
     """As many blocks as fit beside queries as they come, their rotated columns as a 16-bit type,
     and two stages of probabilities."""

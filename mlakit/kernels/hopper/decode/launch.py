@@ -11,6 +11,7 @@ Limits     rows of 576/512 columns; 16-bit rows with queries of their dtype, or 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import e, log2
 from typing import Any
 
@@ -335,8 +336,12 @@ def _query_tiles(q: Tensor, rows: int, columns: int) -> tuple[TensorDescriptor, 
     return _tma_tiles(q_rows, rows, columns), apart
 
 
+# kept: what a layout checks of itself takes the host longer than the rest of a descriptor
+_smem_layout = lru_cache(maxsize=64)(smem_layout)
+
+
 def _tma_tiles(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    layout = smem_layout(columns, tensor.element_size() * 8)
+    layout = _smem_layout(columns, tensor.element_size() * 8)
     shape, strides = list(tensor.shape), list(tensor.stride())
     return TensorDescriptor(tensor, shape, strides, [rows, columns], layout)
 
