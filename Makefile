@@ -46,8 +46,8 @@ compile: $(INSTALLED)
 	$(BIN)/mlakit support --compile
 
 oldest: $(OLDEST_INSTALLED)
-	$(OLDEST)/bin/python -m pytest $(PYTEST_JOBS) -k triton tests/test_interpreter.py \
-	  tests/test_decode_plan.py tests/test_properties.py
+	$(OLDEST)/bin/python -m pytest $(PYTEST_JOBS) -k triton tests/kernels/triton/test_interpreter.py \
+	  tests/kernels/triton/test_decode_plan.py tests/ops/test_properties.py
 	$(OLDEST)/bin/python -m mlakit support --compile
 
 # all tests with the oldest torch that pyproject.toml allows

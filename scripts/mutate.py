@@ -195,7 +195,7 @@ def is_killed(mutation: Mutation, folder: Path) -> tuple[bool, float]:
     try:
         mutation.apply(folder)
         finished = subprocess.run(
-            [*command, "tests/test_properties.py", "-k", selected],
+            [*command, "tests/ops/test_properties.py", "-k", selected],
             cwd=folder,
             env=environment,
             capture_output=True,

@@ -12,12 +12,16 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import transplant
 
 from mlakit import dispatch, knobs
+from tests import transplant
 
 # an assertion in these shows its values when it fails, as one in a test does
-pytest.register_assert_rewrite("branch_steps", "modular_contiguous_decoding", "reference_inputs")
+pytest.register_assert_rewrite(
+    "tests.ops.branch_steps",
+    "tests.compat.modular.contiguous_decoding",
+    "tests.reference.inputs",
+)
 
 # Triton decides when a kernel is defined: without a GPU the portable kernels run interpreted
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")

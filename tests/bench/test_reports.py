@@ -1,0 +1,220 @@
+"""Reports: their schema, verdicts, comparison, heat maps and charts; no suite is run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from mlakit.bench import charts, heatmap, suite
+from mlakit.bench.ceilings import Ceilings
+from mlakit.bench.compare import compare
+from mlakit.bench.drawing import Rectangle, Text
+from mlakit.bench.report import LeftOut, Report, as_csv
+from mlakit.bench.suite import Baseline, Contest, Workload
+from mlakit.bench.tables import left_out_lines, verdict
+from tests.bench.fakes import CEILINGS, around, report, row
+
+
+def printed(renderable: object) -> str:
+    console = Console(width=150, file=StringIO())
+    console.print(renderable)
+    return console.file.getvalue()
+
+
+def test_a_report_survives_json():
+    stored = report(
+        row("a", "mlakit", 10.0, roofline=0.5),
+        row("a", "fa3", 20.0, ratio=around(0.5), limit=0.9, met=True),
+    )
+    assert Report.from_json(json.loads(json.dumps(stored.as_json()))) == stored
+
+
+def test_a_report_of_the_first_schema_is_read():
+    stored = report(row("a", "fa3", 20.0, ratio=around(0.95), limit=0.9, met=False)).as_json()
+    for key in ("mode", "ceilings"):
+        del stored[key]
+    for key in ("roofline", "met"):
+        del stored["rows"][0][key]
+    read = Report.from_json({**stored, "schema": 1})
+    assert (read.mode, read.ceilings, read.rows[0].met) == ("cold", None, False)
+
+
+def test_a_csv_of_nothing_is_empty():
+    assert as_csv([]) == ""
+
+
+@pytest.mark.parametrize(
+    ("flops", "num_bytes", "products", "traffic", "us"),
+    [
+        (7 * 10**8, 0, "bf16", "read", 1.0),
+        (12 * 10**8, 0, "fp8", "read", 1.0),
+        (7 * 10**8, 8 * 10**6, "bf16", "read", 2.0),
+        (0, 7 * 10**6, "bf16", "copy", 2.0),
+    ],
+)
+def test_the_least_time_is_the_longer_of_two(flops, num_bytes, products, traffic, us):
+    least = CEILINGS.least_us(flops, num_bytes, products=products, traffic=traffic)
+    assert least == pytest.approx(us)
+
+
+def test_without_fp8_products_bf16_is_the_ceiling():
+    old = replace(CEILINGS, fp8_tflops=None)
+    assert old.least_us(7 * 10**8, 0, products="fp8", traffic="read") == pytest.approx(1.0)
+    assert "fp8 none" in str(old)
+
+
+class Reader(Workload):
+    """1 MB with a limit of 0.9 of a peer, or 98 % of the read bandwidth."""
+
+    op = "stub"
+    name = "reader"
+    flops = 0
+    bytes = 1_000_000
+    limit = 0.9
+    rival = "peer"
+    read_share = 0.98
+    small = None
+
+    def contest(self) -> Contest:
+        others = [Baseline("peer", str), Baseline("faster", str)]
+        return Contest(str, others, gate=lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("ours_s", "met", "said"),
+    [
+        (0.89e-3, True, "≤ 0.9"),
+        (0.95e-3, False, "over 0.9"),
+    ],
+)
+def test_the_limit_is_said_of_the_rival(ours_s, met, said, monkeypatch):
+    times = {"mlakit": [ours_s] * 3, "peer": [1e-3] * 3, "faster": [1e-4] * 3}
+    monkeypatch.setattr(suite, "take_turns", lambda calls, **_: {n: times[n] for n in calls})
+    monkeypatch.setattr(suite, "_hopeless", lambda small: {})
+    rows = suite.run("stub", [Reader()], command="").rows
+    by_name = {each.contender: each for each in rows}
+    assert (by_name["peer"].limit, by_name["peer"].met) == (0.9, met)
+    assert verdict(by_name["peer"]) == said
+    assert (by_name["faster"].limit, by_name["faster"].met) == (None, None)
+
+
+@pytest.mark.parametrize(("read_gb_s", "met"), [(1.0, True), (1.1, False)])
+def test_enough_bandwidth_keeps_the_limit(read_gb_s, met, monkeypatch):
+    times = {"mlakit": [1e-3] * 3, "peer": [1e-3] * 3, "faster": [1e-4] * 3}
+    monkeypatch.setattr(suite, "take_turns", lambda calls, **_: {n: times[n] for n in calls})
+    monkeypatch.setattr(suite, "_hopeless", lambda small: {})
+    found = Ceilings(read_gb_s, 1.0, 1.0, None)
+    rows = suite.run("stub", [Reader()], command="", ceilings=found).rows
+    (peer,) = (each for each in rows if each.contender == "peer")
+    assert peer.met is met
+    assert verdict(peer) == ("over 0.9, reads enough" if met else "over 0.9")
+    assert rows[0].roofline == pytest.approx(1 / read_gb_s)
+
+
+def test_a_reason_that_many_share_is_said_once():
+    lines = left_out_lines(
+        [LeftOut("a", "fa3", "absent"), LeftOut("b", "fa3", "absent"), LeftOut("b", "x", "slow")]
+    )
+    assert lines == ["2 workloads: fa3 not timed, absent", "b: x not timed, slow"]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "share", "moved"),
+    [
+        (100.0, 101.9, 0.01, False),
+        (100.0, 103.0, 0.01, True),
+        (100.0, 97.0, 0.01, True),
+        (100.0, 103.0, 0.02, False),
+    ],
+)
+def test_a_figure_has_moved_by_more_than_its_spread(before, now, share, moved):
+    old = report(row("a", "mlakit", before, share))
+    new = report(row("a", "mlakit", now, 0.001))
+    (change,) = compare([old], [new]).changes
+    assert change.has_moved is moved
+    (back,) = compare([new], [old]).changes
+    assert back.has_moved is moved
+
+
+def test_rows_of_another_mode_are_not_compared():
+    old, new = report(row("a", "mlakit", 1.0)), report(row("a", "mlakit", 2.0), mode="graph")
+    comparison = compare([old], [new])
+    assert comparison.changes == []
+    assert (comparison.only_before, comparison.only_now) == (["a"], ["a"])
+
+
+GRID = [
+    row("grid-bf16-b1-h8-1024", "mlakit", 10.0, roofline=0.5),
+    row("grid-bf16-b1-h8-1024", "flash_mla", 20.0, ratio=around(0.5)),
+    row("grid-bf16-b1-h8-1024", "fa3", 12.5, ratio=around(0.8)),
+    row("grid-bf16-b4-h8-65536", "mlakit", 10.0, roofline=0.9),
+    row("grid-bf16-b4-h8-65536", "fa3", 8.0, ratio=around(1.25)),
+    row("grid-bf16-b4-h16-1024", "mlakit", 10.0, roofline=0.7),
+    row("grid-bf16-b4-h16-1024", "fa3", 10.0, ratio=around(1.0)),
+]
+
+
+def test_a_map_holds_the_ratio_to_the_fastest_peer():
+    eight, sixteen = heatmap.heat_maps(GRID)
+    assert eight.cells == {(1024, 1): 0.8, (65536, 4): 1.25}
+    assert sixteen.cells == {(1024, 4): 1.0}
+    assert (eight.lengths, eight.batches) == ([1024, 65536], [1, 4])
+    assert eight.goodness(1024, 1) == pytest.approx(0.5)
+    assert eight.goodness(65536, 4) == pytest.approx(-0.625)
+    assert sixteen.goodness(1024, 4) == 0
+
+
+def test_a_map_without_peers_holds_shares_of_the_roofline():
+    alone = [each for each in GRID if each.contender == "mlakit"]
+    eight, _ = heatmap.heat_maps(alone)
+    assert eight.cells == {(1024, 1): 0.5, (65536, 4): 0.9}
+    assert eight.text(65536, 4) == "90 %"
+    assert "share of the roofline" in eight.title
+
+
+def test_other_rows_make_no_map():
+    assert heatmap.heat_maps([row("decode-bf16-b1-h8-1024", "mlakit", 1.0, roofline=0.5)]) == []
+
+
+def test_a_map_is_printed():
+    lines = printed(heatmap.heat_table(heatmap.heat_maps(GRID)[0])).splitlines()
+    assert any("8 heads: mlakit / fastest peer" in line for line in lines)
+    assert [line.split() for line in lines if "k " in line and "." in line] == [
+        ["1k", "0.80"],
+        ["64k", "1.25"],
+    ]
+
+
+def test_a_map_is_drawn():
+    drawn = charts.charts(report(*GRID, suite="grid"))["heatmap"]
+    shades = [shape.fill for shape in drawn.shapes if isinstance(shape, Rectangle)]
+    texts = [shape.text for shape in drawn.shapes if isinstance(shape, Text)]
+    assert len(shades) == 3
+    assert {"0.80", "1.25", "1.00", "b 4", "65536"} <= set(texts)
+
+
+@pytest.mark.parametrize(
+    ("goodness", "shade"), [(0.0, "#ffffff"), (1.0, "#50eb50"), (-1.0, "#eb5050")]
+)
+def test_good_is_green_and_bad_is_red(goodness, shade):
+    assert charts.shade_of(goodness) == shade
+
+
+def test_bars_are_as_long_as_times():
+    rows = [row("a", "mlakit", 10.0), row("a", "fa3", 20.0), row("a", "eager", 900.0)]
+    drawn = charts.bar_chart(report(*rows))
+    ours, twice, cut = (s.width for s in drawn.shapes if isinstance(s, Rectangle))
+    assert twice == pytest.approx(2 * ours)
+    assert cut == pytest.approx(4 * ours)
+    assert "900 us →" in [s.text for s in drawn.shapes if isinstance(s, Text)]
+
+
+def test_a_report_without_ceilings_has_no_roofline():
+    assert set(charts.charts(report(row("a", "mlakit", 1.0), ceilings=None))) == {"bars"}
+    assert set(charts.charts(report(row("a", "mlakit", 1.0, flops=0)))) == {"bars"}
+    assert set(charts.charts(report(row("a", "reading its bytes", 1.0)))) == {"bars"}
+    assert set(charts.charts(report())) == set()

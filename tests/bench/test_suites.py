@@ -1,0 +1,209 @@
+"""The suites for GPUs, on the CPU at small sizes: what they promise, their gates, their peers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+
+import pytest
+import torch
+
+from mlakit import dispatch
+from mlakit.bench import GPU_SUITES, gate
+from mlakit.bench.pool import SharedPool
+from mlakit.bench.problems import DenseDecode, DensePrefill, SparseDecode, SparsePrefill
+from mlakit.bench.shapes import Batch
+from mlakit.bench.suite import Workload
+from tests.bench.fakes import pretend_gpu, solve
+
+# our time over FlashMLA's, or FA3's, that is to be reached
+TARGETS = {
+    "decode-bf16-b128-h128-4096": 0.85,
+    "decode-bf16-b128-h128-q2-4096": 0.855,
+    "decode-bf16-b128-h64-8192": 0.92,
+    "decode-bf16-b128-h16-8192": 0.92,
+    "decode-bf16-b32-h16-16384": 0.825,
+    "decode-bf16-b4-h128-32768": 0.68,
+    "decode-bf16-b1-h128-65536": 0.56,
+    "sparse-prefill-bf16-b1-h128-q4096-8192-top2048": 0.865,
+    "sparse-prefill-bf16-b1-h128-q4096-32768-top2048": 0.865,
+    "sparse-prefill-bf16-b1-h128-q4096-131072-top2048": 0.875,
+    "sparse-prefill-bf16-b1-h64-q4096-8192-top2048": 0.86,
+    "sparse-prefill-bf16-b1-h64-q4096-32768-top2048": 0.87,
+    "sparse-prefill-bf16-b1-h64-q4096-131072-top2048": 0.86,
+    "sparse-decode-fp8_block128-b128-h128-32768-top2048": 0.82,
+    "sparse-decode-fp8_block128-b128-h128-q2-32768-top2048": 0.82,
+    "sparse-decode-fp8_block128-b64-h64-32768-top2048": 0.85,
+    "sparse-decode-fp8_block128-b8-h128-32768-top2048": 0.80,
+    "prefill-bf16-b8-h128-2048-causal": 1 / 1.08,
+    "prefill-bf16-b4-h128-4096-causal": 1 / 1.04,
+    "prefill-bf16-b4-h128-4096-full": 1 / 1.03,
+    "prefill-bf16-b2-h128-8192-causal": 1 / 1.02,
+    "prefill-bf16-b2-h128-8192-full": 1 / 1.03,
+    "prefill-bf16-b1-h128-16384-causal": 1 / 1.01,
+    "prefill-bf16-b4-h16-4096-causal": 1 / 1.02,
+    **{
+        f"decode-{format}-b128-{shape}": limit
+        for shape, limit in (("h128-4096", 1.3333), ("h16-8192", 0.625))
+        for format in ("fp8", "fp8_token", "fp8_block128")
+    },
+    "decode-fp8-b128-h128-4096-e4m3-queries": 1.0,
+    "decode-fp8_token-b128-h128-4096-e4m3-queries": 1.0,
+    "decode-fp8_block128-b128-h128-4096-e4m3-queries": 1.3333,
+}
+PROBLEMS = {
+    "decode": DenseDecode,
+    "sparse-prefill": SparsePrefill,
+    "sparse-decode": SparseDecode,
+    "prefill": DensePrefill,
+}
+
+
+def workloads(suite: str) -> tuple[Workload, ...]:
+    return import_module(f"mlakit.bench.{suite.replace('-', '_')}").WORKLOADS
+
+
+SMALL = [
+    pytest.param(each, id=each.name)
+    for suite in GPU_SUITES
+    for each in dict.fromkeys(workload.small for workload in workloads(suite))
+]
+
+
+@pytest.fixture(autouse=True)
+def cpu_as_gpu(monkeypatch):
+    pretend_gpu(monkeypatch)
+
+
+def test_the_targets_are_in_the_suites():
+    judged = {
+        each.name: (each.limit, each.rival)
+        for suite in PROBLEMS
+        for each in workloads(suite)
+        if each.limit is not None
+    }
+    assert set(judged) == set(TARGETS)
+    for name, (limit, rival) in judged.items():
+        assert limit == pytest.approx(TARGETS[name], abs=1e-4)
+        rivals = {"prefill": "fa3", "decode-fp8": "bf16 rows"}
+        own = [rival for start, rival in rivals.items() if name.startswith(start)]
+        assert [rival] == (own or ["flash_mla"])
+
+
+def test_bandwidth_is_as_good_on_two_rows():
+    shares = {each.name: each.read_share for each in workloads("decode") if each.read_share}
+    assert shares == {"decode-bf16-b128-h64-8192": 0.985, "decode-bf16-b128-h16-8192": 0.985}
+
+
+def test_the_grid_is_what_fits():
+    points = workloads("grid")
+    sizes = {(each.batch.size, each.batch.kv_lens[0]) for each in points}
+    assert len(points) == 5 * len(sizes)
+    assert (256, 65536) in sizes
+    assert {(b, s) for b in (1, 4, 16, 64, 256) for s in (1024, 131072)} - sizes == {(256, 131072)}
+    assert max(each.bytes for each in points) < 21e9
+    assert len({id(each.pool) for each in points}) == 1
+    assert points[0].pool.num_pages == 256 * 65536 // 64
+
+
+def test_points_of_the_grid_share_a_pool():
+    first, second = (workloads("grid")[i] for i in (0, 1))
+    pool = SharedPool(num_pages=8)
+    small = [
+        replace(each, batch=Batch.of(2, 1, 200), heads=2, pool=pool) for each in (first, second)
+    ]
+    pages = [each.contest().problem.pages for each in small]
+    assert pages[0].data_ptr() == pages[1].data_ptr()
+    assert pages[0].shape == (8, 64, 576)
+    small[0].contest().gate()
+
+
+def test_workloads_have_names_of_their_own():
+    names = [each.name for suite in GPU_SUITES for each in workloads(suite)]
+    assert len(set(names)) == len(names)
+
+
+def test_flops_and_bytes_are_counted_as_promised():
+    counted = {each.name: each for suite in GPU_SUITES for each in workloads(suite)}
+    decode = counted["decode-bf16-b128-h128-q2-4096"]
+    assert decode.flops == 2 * 128 * 2 * 128 * 4096 * 1088
+    assert decode.bytes == 2 * (128 * 4096 * 576 + 128 * 2 * 128 * 1088)
+    sparse = counted["sparse-decode-fp8_block128-b64-h64-32768-top2048"]
+    assert sparse.flops == 2 * 64 * 64 * 2048 * 1088
+    assert sparse.bytes == 64 * (2048 * (656 + 4) + 2 * 64 * 1088)
+    assert counted["prefill-bf16-b4-h128-4096-full"].flops == 2 * 4 * 128 * 4096**2 * 320
+    assert counted["prefill-bf16-b4-h128-4096-causal"].flops == 4 * 128 * 4096**2 * 320
+    assert counted["indexer-topk-64x8192-k2048"].bytes == 4 * 64 * (8192 + 2048)
+    assert counted["scaled-mm-4096x4096x4096"].flops == 2 * 4096**3
+
+
+@pytest.mark.parametrize("workload", SMALL)
+def test_a_wrong_kernel_does_not_pass_the_gate(workload, monkeypatch):
+    contest = workload.contest()
+    contest.gate()
+    op = "mla_prefill" if workload.op == "mla_step" else workload.op
+    for name in {op, "mla_decode"} if workload.op == "mla_step" else {op}:
+        break_kernel(monkeypatch, name)
+    with pytest.raises(AssertionError):
+        contest.gate()
+
+
+def break_kernel(monkeypatch, op: str) -> None:
+    """Have the CPU kernel of an op get the last row of its result wrong."""
+    (spec,) = (each for each in dispatch.specs(op) if each.backend == "cpu")
+    launch = spec.launch
+
+    def wrong(*args, **kwargs):
+        launch(*args, **kwargs)
+        if "out" in kwargs:
+            kwargs["out"][-1] = 0
+        else:
+            kwargs["q_rope_out"][-1] = 0
+
+    monkeypatch.setitem(spec.__dict__, "launch", wrong)
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+@pytest.mark.parametrize("workload", SMALL)
+def test_everyone_else_can_be_called(workload):
+    contest = workload.contest()
+    for each in contest.baselines:
+        if each.name != "separate torch.compile":
+            each.call()
+
+
+@pytest.mark.parametrize("suite", PROBLEMS)
+def test_peers_are_handed_the_problem_and_judged(suite):
+    workload = workloads(suite)[0].small
+    contest = workload.contest()
+    problem = contest.problem
+    assert isinstance(problem, PROBLEMS[suite])
+    right = solve(problem)
+    width = 128 if suite == "prefill" else 512
+    assert right.shape == (*problem.q.shape[:-1], width)
+    assert contest.peer_fault(right) is None
+    assert contest.peer_fault(1.0001 * right.float()) is None
+    last = right.clone()
+    last.view(-1, width)[-1] = 0
+    assert "is wrong on" in contest.peer_fault(last)
+    assert "is wrong on" in contest.peer_fault(right * torch.nan)
+    assert "returned shape" in contest.peer_fault(right[..., :64])
+    assert "returned shape" in contest.peer_fault(right.flatten(0, -3)[:1])
+    assert "returned tuple" in contest.peer_fault((right,))
+
+
+def test_a_peer_with_a_common_error_is_wrong():
+    exact = torch.randn(4, 8, 16, dtype=torch.float64)
+    sample = gate.Sample("all", slice(0, 4), [exact], [exact])
+    assert gate.fault(exact, [sample]) is None
+    assert "cosine difference" in gate.fault(exact.clamp(-0.5, 0.5), [sample])
+    one_wrong = exact.clone()
+    one_wrong[0, 0, 0] += 0.1 * exact.abs().max()
+    assert "largest error 1.0e-01" in gate.fault(one_wrong, [sample])
+
+
+@pytest.mark.parametrize(
+    ("count", "places"), [(1, [0]), (3, [0, 1, 2]), (5, [0, 2, 4]), (101, [0, 50, 100])]
+)
+def test_samples_are_spread_out(count, places):
+    assert gate.spread_out(count, 3) == places

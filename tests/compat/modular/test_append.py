@@ -1,0 +1,172 @@
+"""The documented functions that rotate, normalise and append, kernel and operation.
+
+The cases plant NaN and garbage wherever nothing may be looked at, and their `check` compares
+outputs with float64 oracles, row by row, and asserts that not one other bit was written.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mlakit import reference
+from mlakit.geometry import RowShape
+from mlakit.testing import assert_matches, assert_same_bits
+from tests.compat.modular.append_cases import RopeCase
+from tests.compat.modular.inputs import BF16, E4M3, EPSILON, F16, F32, NOTHING, SMALL_ROW, to_e4m3
+from tests.compat.modular.parameters import IDLE, NOBODY, integer_types, pages_and_heads
+
+pytestmark = pytest.mark.usefixtures("place")
+
+
+@pages_and_heads
+def test_rope_norm_quantises_into_pages(page_size, heads):
+    case = RopeCase(seed=page_size, page_size=page_size, heads=heads)
+    returned = case.run()
+    assert returned.data_ptr() == case.q_rope_output.data_ptr()
+    case.check()
+
+
+@pages_and_heads
+def test_rope_norm_kernel_quantises_into_pages(page_size, heads):
+    case = RopeCase(seed=heads, page_size=page_size, heads=heads, cache_dtype=E4M3, layer=2)
+    returned = case.run_kernel()
+    assert returned.data_ptr() == case.q_rope_output.data_ptr()
+    case.check()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "freqs", "gamma", "cache"),
+    [
+        (BF16, BF16, BF16, BF16),
+        (BF16, F32, F32, BF16),
+        (BF16, BF16, F32, E4M3),
+        (BF16, F32, BF16, F32),
+        (F16, F32, F32, F16),
+        (F16, F16, BF16, E4M3),
+        (F32, F32, F32, F32),
+        (F32, BF16, BF16, E4M3),
+        (F32, BF16, F32, BF16),
+    ],
+    ids=str,
+)
+def test_rope_norm_rounds_as_documented_in_every_type(dtype, freqs, gamma, cache):
+    case = RopeCase(dtype=dtype, freqs_dtype=freqs, gamma_dtype=gamma, cache_dtype=cache)
+    case.run()
+    case.check()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv"), [(BF16, F32), (F16, BF16), (F32, BF16), (BF16, F16)], ids=str
+)
+def test_rotated_keys_pass_through_the_types_of_the_latents_and_the_queries(dtype, kv):
+    case = RopeCase(dtype=dtype, kv_dtype=kv, cache_dtype=F32)
+    case.run()
+    case.check()
+    rotated = case.paged.pages.stored(case.paged.new_slots)[:, 512:]
+    for passed in (kv, dtype):
+        assert torch.equal(rotated.to(passed).float(), rotated)
+
+
+@pytest.mark.parametrize("cache", [BF16, E4M3], ids=str)
+@pytest.mark.parametrize(
+    ("output", "out_dtype"),
+    [("alias", None), ("slice", None), ("slice", E4M3), ("own", E4M3)],
+    ids=str,
+)
+def test_rope_norm_writes_where_it_is_told(output, out_dtype, cache):
+    case = RopeCase(output=output, out_dtype=out_dtype, cache_dtype=cache, heads=7)
+    case.run()
+    case.check()
+
+
+@pytest.mark.parametrize("output", ["own", "slice"])
+def test_rope_norm_saturates_float8(output):
+    case = RopeCase(std=400.0, cache_dtype=E4M3, out_dtype=E4M3, output=output)
+    case.gamma *= 300
+    case.run()
+    case.check()
+    assert int((case.q_rope_output.float().abs() == 448).sum()) > 100
+    stored = case.paged.pages.stored(case.paged.new_slots).float().abs()
+    assert int((stored[:, :512] == 448).sum()) > 100
+    assert int((stored[:, 512:] == 448).sum()) > 100
+
+
+@pytest.mark.parametrize("cache", [BF16, E4M3], ids=str)
+@pytest.mark.parametrize(
+    "row", [SMALL_ROW, RowShape(33, 2), RowShape(64, 0), RowShape(1024, 64)], ids=str
+)
+def test_rope_norm_takes_other_row_shapes(row, cache):
+    case = RopeCase(row=row, cache_dtype=cache, page_size=7)
+    case.run()
+    case.check()
+
+
+def test_rope_norm_asks_a_function_for_the_latents():
+    case = RopeCase(heads=1)
+    asked = []
+
+    def kv_input(rows, columns):
+        asked.append((rows, columns))
+        return case.kv.view[rows[:, None], columns]
+
+    case.run(kv_input)
+    case.check()
+    for rows, columns in asked:
+        assert rows.dtype == columns.dtype == torch.int64
+        assert rows.ndim == columns.ndim == 1
+
+
+@integer_types
+def test_rope_norm_takes_every_integer_type(integer_type):
+    case = RopeCase(integers=integer_type, page_size=7)
+    case.run()
+    case.check()
+
+
+@pytest.mark.parametrize("launch", [{"block_size": 32, "n_rope_blocks": 3}, {"n_rms_blocks": 4}])
+def test_rope_norm_launch_shape_changes_nothing(launch):
+    usual, other = RopeCase(), RopeCase()
+    usual.run_kernel()
+    other.run_kernel(**launch)
+    assert_same_bits("q_rope_output", other.buffer.base, usual.buffer.base)
+    assert_same_bits("blocks", other.paged.pages.blocks.base, usual.paged.pages.blocks.base)
+
+
+def test_rope_norm_run_again_leaves_the_same_cache():
+    case = RopeCase(cache_dtype=E4M3)
+    case.run()
+    case.run()
+    case.check()
+
+
+@pytest.mark.parametrize("step", [NOBODY, IDLE], ids=["no-requests", "no-tokens"])
+def test_rope_norm_of_nothing_writes_nothing(step):
+    for run in (RopeCase.run, RopeCase.run_kernel):
+        case = RopeCase(step=step)
+        run(case)
+        case.buffer.assert_only_written("q_rope_output", NOTHING)
+        case.paged.pages.assert_only_written(case.paged.new_slots)
+
+
+def test_rope_norm_writes_rows_with_a_scale_per_token():
+    case = RopeCase(has_token_scales=True, gamma_dtype=F32)
+    case.run()
+    pages, slots = case.paged.pages, case.paged.new_slots
+    arguments = (case.q_rope.remembered, case.kv.remembered, case.freqs, case.gamma)
+    positions = case.paged.step.positions
+    _, exact = reference.norm_rope_quant(*arguments, positions, epsilon=EPSILON)
+    _, rows = reference.norm_rope_quant_stepwise(
+        *arguments, positions, epsilon=EPSILON, out_dtype=BF16, cache_dtype=F32
+    )
+    sigma = rows[:, :512].abs().amax(-1, keepdim=True) / 448
+    naive = torch.cat(
+        [to_e4m3(rows[:, :512] / sigma).float(), (rows[:, 512:] / sigma).to(BF16).float()], -1
+    )
+    stored = pages.stored(slots).view(torch.uint8)
+    content = stored[:, :512].view(E4M3).double()
+    rope = stored[:, 512:].contiguous().view(BF16).double()
+    meaning = torch.cat([content, rope], -1) * pages.stored_scales(slots).double()
+    for part in (slice(0, 512), slice(512, 576)):
+        assert_matches("row", meaning[:, part], exact[:, part], (naive * sigma)[:, part])
+    pages.assert_only_written(slots)

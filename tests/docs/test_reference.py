@@ -1,0 +1,202 @@
+"""The reference is whole: every public name has an entry, every command its help; all readable."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+
+import generated_parts
+import pytest
+from docstring_markdown import markdown_of, trailing_comment
+from links import api_entries, linked
+from typer.main import get_command
+
+from mlakit import cli, dispatch, knobs
+from mlakit.geometry import PRESETS
+from tests.paths import ROOT
+
+PAGES = {
+    path.relative_to(ROOT / "docs").as_posix(): path.read_text(encoding="utf-8")
+    for path in sorted((ROOT / "docs").rglob("*.md"))
+}
+ENTRIES = [
+    name for text in PAGES.values() for name in re.findall(r"^::: (\S+)$", text, flags=re.MULTILINE)
+]
+# of these modules every public name has an entry
+WHOLE_MODULES = (
+    "mlakit",
+    "mlakit.ops",
+    "mlakit.cache",
+    "mlakit.pages",
+    "mlakit.plan",
+    "mlakit.masks",
+    "mlakit.geometry",
+    "mlakit.formats",
+    "mlakit.branches",
+    "mlakit.weights",
+    "mlakit.compat.flash_mla",
+    "mlakit.compat.modular",
+    "mlakit.workloads",
+    "mlakit.testing",
+    "mlakit.reference",
+)
+
+
+def resolved(path: str) -> object:
+    """The object that an entry names."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def public_names(module: str) -> list[str]:
+    """`__all__`, or what is defined there under a name without underscore."""
+    loaded = importlib.import_module(module)
+    defined = [
+        name
+        for name, value in vars(loaded).items()
+        if not name.startswith("_") and getattr(value, "__module__", None) == module
+    ]
+    return [name for name in getattr(loaded, "__all__", defined) if name != "__version__"]
+
+
+def test_every_entry_names_something_and_none_is_there_twice():
+    for entry in ENTRIES:
+        assert resolved(entry) is not None
+    assert len(set(ENTRIES)) == len(ENTRIES)
+
+
+@pytest.mark.parametrize("module", WHOLE_MODULES)
+def test_every_public_name_has_an_entry(module):
+    described = [resolved(entry) for entry in ENTRIES]
+    missing = [
+        name
+        for name in public_names(module)
+        if not any(each is resolved(f"{module}.{name}") for each in described)
+    ]
+    assert missing == []
+
+
+def members(entry: str) -> dict[str, object]:
+    """What is documented under an entry: itself, and the public methods of a class."""
+    described = resolved(entry)
+    found = {entry: described}
+    if inspect.isclass(described):
+        for name, value in inspect.getmembers(described):
+            if not name.startswith("_") and (callable(value) or isinstance(value, property)):
+                found[f"{entry}.{name}"] = value
+    return {name: value for name, value in found.items() if callable(value) or name != entry}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_everything_public_says_what_it_does(entry):
+    silent = [name for name, value in members(entry).items() if not inspect.getdoc(value)]
+    assert silent == []
+
+
+def test_every_marker_can_be_filled_and_every_generator_is_used():
+    used = {name for text in PAGES.values() for name in generated_parts.MARKER.findall(text)}
+    assert used == set(generated_parts.GENERATORS)
+    with pytest.raises(KeyError, match="nothing"):
+        generated_parts.filled("<!-- generated: nothing -->")
+    assert generated_parts.on_page_markdown("# A", page=None) == "# A"
+
+
+def test_the_commands_are_all_there_with_their_options():
+    text = generated_parts.cli_reference()
+    for name, command in get_command(cli.app).commands.items():
+        _, _, section = text.partition(f"## mlakit {name}\n")
+        section = section.partition("\n## ")[0]
+        for parameter in command.params:
+            shown = (
+                parameter.opts[-1] if parameter.param_type_name == "option" else parameter.metavar
+            )
+            assert (shown or parameter.name.upper()) in section, (name, parameter.name)
+    assert max(len(line) for line in text.splitlines()) <= generated_parts.HELP_COLUMNS
+    assert "\x1b" not in text
+
+
+def test_generated_tables_have_a_row_for_everything():
+    rows = {
+        name: re.findall(r"^\| `([^`]+)`", make(), flags=re.MULTILINE)
+        for name, make in generated_parts.GENERATORS.items()
+        if name not in ("cli", "commands", "suites")
+    }
+    assert rows["knobs"] == [knob.variable for knob in knobs.REGISTRY.values()]
+    assert rows["support"] == list(dispatch.OPS)
+    assert rows["models"] == list(PRESETS)
+
+
+def test_every_command_is_in_the_table_and_every_suite_has_its_method():
+    commands = generated_parts.command_table()
+    for name in get_command(cli.app).commands:
+        assert re.search(
+            rf"^\| \[`mlakit {name}`\]\(cli\.md#mlakit-{name}\) \| [A-Z]", commands, re.M
+        )
+    assert "[bold]" not in commands
+    methods = generated_parts.suite_methods()
+    suites = re.findall(r"^### (\S+)$", methods, flags=re.MULTILINE)
+    assert {"cpu", "decode", "norm-rope-quant"} <= set(suites)
+    assert "`Gate`\n:   " in methods
+
+
+DOCSTRING = """Attend.
+
+    score = q·row        out = softmax(score)
+
+    lse = log Σ
+
+q        [tokens, D_C], 2**-3
+kv_shard (rank, world): tokens of this rank,
+         in order
+first, second
+         both of them
+Returns out, where a * b < c.
+
+A sentence with `code`  is no column.
+"""
+
+
+def test_columns_become_a_list_and_equations_code():
+    assert markdown_of(DOCSTRING) == (
+        "Attend.\n\n"
+        "```text\nscore = q·row        out = softmax(score)\n\nlse = log Σ\n```\n\n"
+        "`q`\n:   [tokens, D_C], 2\\*\\*-3\n\n"
+        "`kv_shard`\n:   (rank, world): tokens of this rank, in order\n\n"
+        "`first, second`\n:   both of them\n\n"
+        "Returns out, where a \\* b \\< c.\n\n"
+        "A sentence with `code`  is no column."
+    )
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_no_column_is_left_in_the_text_of_an_entry(entry):
+    for name, value in members(entry).items():
+        prose = re.sub(r"```text\n.*?```", "", markdown_of(inspect.getdoc(value)), flags=re.DOTALL)
+        left = [
+            line
+            for line in prose.splitlines()
+            if re.search(r"\S {2,}\S", line) and not line.startswith(":   ")
+        ]
+        assert left == [], name
+
+
+def test_names_become_links_outside_code_links_and_headings():
+    names = {"mla_decode": "mlakit.mla_decode"}
+    fenced = "```python\n`mla_decode`\n```\n"
+    text = f"# `mla_decode`\n`mla_decode`, `other`, [`mla_decode`](x.md)\n{fenced}"
+    expected = text.replace("\n`mla_decode`,", "\n[`mla_decode`][mlakit.mla_decode],")
+    assert linked(text, names) == expected
+
+
+def test_a_short_name_is_that_of_the_op_and_every_name_has_an_entry():
+    names = api_entries()
+    assert names["mla_decode"] == names["mlakit.mla_decode"] == "mlakit.mla_decode"
+    assert names["rms_norm"] == "mlakit.reference.rms_norm"
+    assert set(names.values()) == set(ENTRIES)
+
+
+def test_a_field_is_described_by_the_comment_behind_it():
+    assert trailing_comment("    rows: Tensor  # [tokens, topk]") == "[tokens, topk]"
+    assert trailing_comment("    rope: str = '#'") == ""
+    assert trailing_comment("    rows: Tensor = field(") == ""

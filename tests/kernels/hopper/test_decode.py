@@ -1,0 +1,221 @@
+"""The Gluon decode kernels: what they take, held to the oracle on poisoned caches."""
+
+from __future__ import annotations
+
+from math import log
+from random import Random
+
+import pytest
+import torch
+
+from mlakit import PagedLatentCache, mla_decode, reference
+from mlakit.testing import assert_matches
+from mlakit.workloads import DecodeCase
+from tests.kernels.hopper.decode_cases import (
+    BF16_AND_FP8,
+    FP8,
+    KERNELS,
+    LENGTHS,
+    ODD_PAGES,
+    ROW,
+    around_pages,
+    kernel_for,
+    random_batch,
+    run,
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [33, 64, 128])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_many_heads_in_a_small_m_kernel(lengths, heads):
+    kv_lens, q_lens = LENGTHS[lengths]
+    run(kv_lens=kv_lens, q_lens=q_lens, heads=heads, m64=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [8, 16, 32, 128])
+@pytest.mark.parametrize(("kv_lens", "q_lens"), LENGTHS.values(), ids=LENGTHS.keys())
+def test_lengths(kv_lens, q_lens, heads):
+    run(kv_lens=kv_lens, q_lens=q_lens, heads=heads)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [1, 7, 8, 9, 16, 17, 20, 31, 32, 33, 64, 65, 96, 200])
+def test_heads(heads):
+    run(kv_lens=(300, 64, 1), q_lens=(2, 1, 1), heads=heads, sink="finite")
+
+
+@pytest.mark.gpu
+@KERNELS
+@pytest.mark.parametrize("page_size", [64, 128, 192, 1024])
+def test_pages(page_size, heads):
+    run(kv_lens=(1500, 130, 1), q_lens=(1, 2, 1), page_size=page_size, heads=heads)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [8, 16, 32, 128])
+@ODD_PAGES
+def test_odd_pages(page_size, heads):
+    """What lies past a length is NaN, and entries past the last page are none of a page."""
+    run(heads=heads, **around_pages(page_size))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("heads", "format"), [(64, "bf16"), *((16, each) for each in BF16_AND_FP8)]
+)
+@ODD_PAGES
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_layers": 2},
+        {"wide_indices": True},
+        {"mask": "null", "sink": "mixed", "sharpness": -2.0},
+        {"num_workers": 3, "tile": 16},
+        {"kv_lens": (5000, 3, 4097), "q_lens": (1, 2, 1)},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_odd_pages_with_other_arguments(fields, page_size, heads, format):
+    """Queries of a request see different ends, some of them before the last page."""
+    given = {"kv_lens": (400, 65, 9, 0), "q_lens": (20, 1, 9, 1), **fields}
+    run(page_size=page_size, heads=heads, format=format, **given)
+
+
+@pytest.mark.gpu
+@KERNELS
+@ODD_PAGES
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("seed", range(3))
+def test_odd_pages_in_random_batches(seed, dtype, page_size, heads):
+    given = {"page_size": page_size, "heads": heads, "dtype": dtype, "format": dtype}
+    run(seed=seed, **given, **random_batch(seed))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("mask", ["causal", "null"])
+def test_dtypes_and_masks(dtype, mask, heads):
+    run(kv_lens=(500, 65), q_lens=(3, 2), dtype=dtype, format=dtype, mask=mask, heads=heads)
+
+
+@pytest.mark.gpu
+@KERNELS
+@pytest.mark.parametrize("sharpness", [-2.0, 0.0, 0.01, 30.0])
+def test_scales(sharpness, heads):
+    run(kv_lens=(500, 65), q_lens=(1, 2), sharpness=sharpness, heads=heads)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [5, 16, 31, 70])
+@pytest.mark.parametrize("sink", ["finite", "mixed"])
+def test_sinks(sink, heads):
+    run(kv_lens=(4000, 65, 0), q_lens=(1, 2, 1), sink=sink, heads=heads)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [7, 16, 32, 64])
+@pytest.mark.parametrize("tile", [16, 64, 128])
+@pytest.mark.parametrize("num_workers", [1, 3, 50])
+def test_plans(tile, num_workers, heads):
+    run(
+        kv_lens=(900, 65, 0, 130),
+        q_lens=(1, 2, 1, 1),
+        tile=tile,
+        num_workers=num_workers,
+        heads=heads,
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 128])
+def test_fixed_splits_do_not_depend_on_the_batch(heads):
+    """The case asks for the same bits of a request alone."""
+    run(
+        kv_lens=(900, 65, 0, 130, 700),
+        q_lens=(1, 2, 1, 1, 9),
+        heads=heads,
+        num_workers=5,
+        tile=64,
+        fixed_split=256,
+    )
+
+
+@pytest.mark.gpu
+@KERNELS
+@pytest.mark.parametrize("fields", [{"deterministic": True}, {"num_splits": 5}], ids=str)
+def test_splits_that_do_not_depend_on_the_batch(fields, heads):
+    run(
+        kv_lens=(5000, 65, 0, 2048, 2049, 2112),
+        q_lens=(1,) * 6,
+        implicit_starts=True,
+        heads=heads,
+        **fields,
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_layers": 2},
+        {"wide_indices": True},
+        {"implicit_starts": True, "q_lens": (1, 1)},
+        {"q_rope_dtype": "bf16"},
+        {"given_results": True},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+@KERNELS
+def test_forms_of_arguments(fields, heads):
+    run(**{"kv_lens": (400, 65), "q_lens": (2, 1), "heads": heads, **fields})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(40))
+def test_random_batches(seed):
+    draw = Random(seed)
+    batch = draw.choice([1, 2, 7, 40, 150])
+    most = 200_000 // batch // draw.choice([1, 4])
+    q_lens = tuple(draw.choice([1, 1, 1, 0, 2, 4]) for _ in range(batch))
+    kv_lens = tuple(max(q, draw.randrange(min(most, 9000))) for q in q_lens)
+    run(
+        seed=seed,
+        kv_lens=kv_lens,
+        q_lens=q_lens,
+        heads=draw.choice([1, 8, 16, 32, 64, 128]),
+        sink=draw.choice(["", "finite"]),
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 32, 128])
+@pytest.mark.parametrize("format", ["bf16", "fp16", *FP8])
+@pytest.mark.parametrize("step", [0.4, 3.0, 7.9, 8.1, 40.0])
+def test_scores_that_rise_and_fall_from_block_to_block(step, format, heads):
+    """By so many powers of two: row_max is kept until a score exceeds it by a threshold."""
+    row, dtype = DecodeCase(**ROW).row, torch.float16 if format == "fp16" else torch.bfloat16
+    cache = PagedLatentCache.allocate(row, format, num_pages=10, page_size=64, device="cuda")
+    own = torch.Generator().manual_seed(0)
+    rows = torch.randn(640, 576, generator=own) / 4
+    rows[:, 0] = step * log(2) * (torch.arange(640) // 64)
+    slots = torch.arange(640, device="cuda")
+    cache.layer(0).write(slots, rows.cuda())
+    stored = cache.layer(0).read(slots).double().cpu()
+    q = torch.randn(2, heads, 576, generator=own) / 16
+    q[:, 0::2, 0], q[:, 1::2, 0] = 1.0, -1.0
+    q = q.to(dtype)
+    pages = torch.arange(10, dtype=torch.int32, device="cuda").expand(2, 10)
+    lens = torch.tensor([640, 577], dtype=torch.int32, device="cuda")
+    given = {"softmax_scale": 1.0, "backend": kernel_for(heads, format)}
+    results = mla_decode(q.cuda(), cache, pages, lens, **given)
+    exact, naive = (
+        reference.mla_decode(
+            q, [stored, stored[:577]], (1, 1), softmax_scale=1.0, v_width=512, dtype=dtype
+        )
+        for dtype in (torch.float64, torch.float32)
+    )
+    for name, *each in zip(("out", "lse"), results, exact, naive, strict=True):
+        assert_matches(name, each[0].cpu(), *each[1:])

@@ -1,0 +1,185 @@
+"""The Gluon decode kernels over rows of FP8, held to the oracle on poisoned caches."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+
+from mlakit import mla_decode
+from tests.kernels.hopper.decode_cases import (
+    FP8_FORMATS,
+    FP8_HEADS,
+    KERNELS,
+    LENGTHS,
+    MANY_TILES,
+    ODD_PAGES,
+    around_pages,
+    kernel_for,
+    random_batch,
+    run,
+    with_sizes,
+)
+
+
+@pytest.mark.gpu
+@FP8_FORMATS
+@FP8_HEADS
+@ODD_PAGES
+def test_odd_pages_of_fp8(page_size, heads, format):
+    run(heads=heads, format=format, tensor_scale=0.05, **around_pages(page_size))
+
+
+@pytest.mark.gpu
+@ODD_PAGES
+@pytest.mark.parametrize("seed", range(5))
+def test_odd_pages_of_fp8_in_random_batches(seed, page_size):
+    run(seed=seed, page_size=page_size, format="fp8_block128", **random_batch(seed))
+
+
+@pytest.mark.gpu
+@FP8_FORMATS
+@FP8_HEADS
+@pytest.mark.parametrize(("kv_lens", "q_lens"), LENGTHS.values(), ids=LENGTHS.keys())
+def test_fp8_lengths(kv_lens, q_lens, heads, format):
+    run(kv_lens=kv_lens, q_lens=q_lens, heads=heads, format=format, tensor_scale=0.05)
+
+
+@pytest.mark.gpu
+@FP8_FORMATS
+@pytest.mark.parametrize("heads", [1, 7, 9, 17, 31, 33, 64, 100])
+def test_fp8_heads(heads, format):
+    run(kv_lens=(300, 64, 1), q_lens=(2, 1, 1), heads=heads, format=format, sink="finite")
+
+
+@pytest.mark.gpu
+@FP8_FORMATS
+@KERNELS
+@pytest.mark.parametrize("page_size", [64, 192, 1024])
+def test_fp8_pages(page_size, heads, format):
+    run(
+        heads=heads,
+        kv_lens=(1500, 130, 1),
+        q_lens=(1, 2, 1),
+        page_size=page_size,
+        format=format,
+        num_layers=2,
+    )
+
+
+@pytest.mark.gpu
+@FP8_HEADS
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("on_device", [False, True], ids=["float", "tensor"])
+def test_fp8_tensor_scales(dtype, on_device, heads):
+    run(
+        kv_lens=(500, 65),
+        q_lens=(3, 2),
+        dtype=dtype,
+        format="fp8",
+        heads=heads,
+        tensor_scale=0.01,
+        tensor_scale_on_device=on_device,
+    )
+
+
+@pytest.mark.gpu
+@FP8_FORMATS
+@FP8_HEADS
+@pytest.mark.parametrize("sharpness", [-2.0, 0.0, 0.01, 30.0])
+def test_fp8_scales_of_scores(sharpness, heads, format):
+    run(
+        kv_lens=(500, 65),
+        q_lens=(1, 2),
+        sharpness=sharpness,
+        heads=heads,
+        format=format,
+        mask="null",
+        sink="mixed",
+    )
+
+
+@pytest.mark.gpu
+@FP8_FORMATS
+@FP8_HEADS
+@pytest.mark.parametrize(("tile", "num_workers"), [(16, 3), (64, 1), (64, 50), (128, 3)])
+def test_fp8_plans(tile, num_workers, heads, format):
+    run(
+        kv_lens=(900, 65, 0, 130),
+        q_lens=(1, 2, 1, 1),
+        tile=tile,
+        num_workers=num_workers,
+        heads=heads,
+        format=format,
+    )
+
+
+@pytest.mark.gpu
+@FP8_FORMATS
+@FP8_HEADS
+def test_fp8_phases_go_on_from_tile_to_tile(heads, format):
+    """Two QK-softmax warpgroups take alternate blocks."""
+    run(**MANY_TILES, q_lens=(1,) * 10, heads=heads, format=format)
+
+
+@pytest.mark.gpu
+@FP8_FORMATS
+@pytest.mark.parametrize("seed", range(20))
+def test_fp8_random_batches(seed, format):
+    draw = Random(seed)
+    batch = draw.choice([1, 2, 7, 40, 150])
+    q_lens = tuple(draw.choice([1, 1, 1, 0, 2, 4]) for _ in range(batch))
+    most = min(100_000 // batch, 9000)
+    kv_lens = tuple(max(q, draw.randrange(most)) for q in q_lens)
+    run(
+        seed=seed,
+        kv_lens=kv_lens,
+        q_lens=q_lens,
+        format=format,
+        heads=draw.choice([1, 8, 16, 32, 64, 128]),
+        sink=draw.choice(["", "finite"]),
+    )
+
+
+@pytest.mark.gpu
+@KERNELS
+@pytest.mark.parametrize("format", ["fp8_token", "fp8_block128"])
+@pytest.mark.parametrize(
+    "sizes", [[1.0], [1e-6, 1e3, 1.0], [1e12], [1e-12], [1e-3] * 400 + [1e6] + [1e-3] * 111]
+)
+def test_fp8_rows_of_any_size(sizes, format, heads):
+    """float16 has little range: what rows are multiplied with must be scaled to it."""
+    cache, rows = with_sizes(format, sizes)
+    own = torch.Generator().manual_seed(1)
+    # not beyond: where scores reach 2**30, float32 no longer tells how far one is from the largest
+    q = torch.randn(1, heads, 576, generator=own)
+    q *= 2.0 ** torch.arange(-60, 20, 5).repeat(heads // 16)[:, None]
+    q[..., :512] /= rows[:, :512].abs().max().item()
+    q = q.bfloat16().cuda()
+    table = torch.arange(8, dtype=torch.int32, device="cuda")[None]
+    lens = torch.tensor([512], dtype=torch.int32, device="cuda")
+    backend = kernel_for(heads, format)
+    got, lse = mla_decode(q, cache, table, lens, softmax_scale=0.1, backend=backend)
+    scores = q[0].double() @ rows.T * 0.1
+    want = scores.softmax(-1) @ rows[:, :512]
+    assert torch.allclose(lse[0].double(), scores.logsumexp(-1), rtol=1e-4, atol=1e-4)
+    error = (got[0].double() - want).abs().amax(-1)
+    assert (error <= 2.0**-7 * want.abs().amax(-1)).all(), error / want.abs().amax(-1)
+
+
+@pytest.mark.gpu
+@FP8_FORMATS
+@KERNELS
+@pytest.mark.parametrize("column", [0, 200, 511])
+def test_fp8_nan_that_is_seen_is_seen(column, heads, format):
+    cache, _ = with_sizes(format, [1.0])
+    cache.payload.view(torch.uint8)[0, 7, 63, column] = 0xFF
+    q = torch.ones(2, heads, 576, dtype=torch.bfloat16, device="cuda")
+    table = torch.arange(8, dtype=torch.int32, device="cuda").expand(2, 8)
+    lens = torch.tensor([512, 511], dtype=torch.int32, device="cuda")
+    backend = kernel_for(heads, format)
+    out, lse = mla_decode(q, cache, table, lens, softmax_scale=0.1, backend=backend)
+    assert out[0].isnan().all()
+    assert lse[0].isnan().all()
+    assert out[1].isfinite().all()

@@ -1,0 +1,123 @@
+"""What is read from a compiled kernel: each kind of fault is seen in a kernel that has it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from struct import pack, pack_into
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import triton
+
+from mlakit.support import machine_code as module
+from mlakit.support.machine_code import machine_code
+from tests.paths import ROOT
+
+
+@pytest.fixture(scope="module")
+def codes() -> dict[str, dict[str, Any]]:
+    """What is read of each kernel, by its name. One process reads them all."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.compiled_kernels"],
+        env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_kernel_without_faults_has_none(codes):
+    code = dict(codes["tidy"])
+    assert 0 < code.pop("registers") < 64
+    assert code == {
+        "spill_stores": 0,
+        "spill_loads": 0,
+        "is_serialised": False,
+        "idle_barriers": 0,
+    }
+
+
+def test_spills_are_counted(codes):
+    code = codes["spilling"]
+    assert code["registers"] == 64
+    # of 128 numbers of a thread half or more have no register
+    assert code["spill_stores"] >= 64
+    assert code["spill_loads"] >= 64
+    assert not code["is_serialised"]
+
+
+def test_products_that_wait_for_each_other_are_seen(codes):
+    assert codes["serialised"]["is_serialised"]
+    assert not codes["asynchronous"]["is_serialised"]
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("all-barriers-used", 0), ("one-barrier-idle", 1), ("barriers-idle", 2)]
+)
+def test_barriers_that_nobody_uses_are_counted(name, count, codes):
+    assert codes[name]["idle_barriers"] == count
+
+
+def test_what_is_assembled_again_must_be_the_machine_code(codes):
+    assert "the kernel is not the one that would be run" in codes["mixed-up"]["error"]
+
+
+def elf(*sections: tuple[int, bytes]) -> bytes:
+    """An ELF file of sections (flags, bytes); headers are 64 bytes long."""
+    contents = b"".join(content for _, content in sections)
+    file = bytearray(64)
+    pack_into("<Q", file, 0x28, 64 + len(contents))
+    pack_into("<2H", file, 0x3A, 64, len(sections))
+    file += contents
+    at = 64
+    for flags, content in sections:
+        file += pack("<2I4Q", 0, 1, flags, 0, at, len(content)).ljust(64, b"\0")
+        at += len(content)
+    return bytes(file)
+
+
+def test_only_instructions_are_compared():
+    code = (6, b"instructions")
+    same = elf((0, b"source.py, 2001"), code), elf(code, (0, b"source.py, 2017"))
+    assert module._instructions(same[0]) == module._instructions(same[1]) == [b"instructions"]
+    assert module._instructions(elf((6, b"others"), code)) == [b"others", b"instructions"]
+
+
+def test_a_kernel_that_cannot_be_read_is_an_error():
+    kernel = SimpleNamespace(asm={"cubin": b"no machine code", "ptx": "", "ttgir": ""})
+    with pytest.raises(RuntimeError, match="cuobjdump cannot read the kernel: "):
+        machine_code(kernel)
+
+
+@pytest.mark.parametrize("tool", ["cuobjdump", "nvdisasm"])
+def test_a_tool_that_is_not_there_is_named(monkeypatch, tool):
+    knob = vars(type(triton.knobs.nvidia))[tool]
+    monkeypatch.setattr(knob, "default_path", "/nowhere")
+    with pytest.raises(RuntimeError, match=f"Cannot find {tool}"):
+        module._said(tool, "kernel.cubin")
+
+
+@pytest.mark.parametrize("said", ["", "Resource usage: none"])
+def test_a_kernel_of_which_nothing_is_said_is_an_error(monkeypatch, said):
+    monkeypatch.setattr(module, "_said", lambda name, *arguments: said)
+    kernel = SimpleNamespace(asm={"cubin": b"", "ptx": "", "ttgir": ""})
+    with pytest.raises(RuntimeError, match="cuobjdump tells no resource usage"):
+        machine_code(kernel)
+
+
+def test_every_function_of_a_kernel_counts(monkeypatch):
+    said = {
+        "cuobjdump": "Function a:\n REG:40 STACK:0 SHARED:0 LOCAL:0 CONSTANT[0]:8\n"
+        "Function b:\n REG:90 STACK:8 SHARED:0 LOCAL:0 CONSTANT[0]:8\n",
+        "nvdisasm": "STL.64 [R1], R2 ;\nLDL R5, [R1+0xc] ;\n@P0 LDL.LU R6, [R1] ;\nSTG [R1], R2 ;",
+    }
+    monkeypatch.setattr(module, "_said", lambda name, *arguments: said[name])
+    code = machine_code(SimpleNamespace(asm={"cubin": b"", "ptx": "", "ttgir": ""}))
+    assert (code.registers, code.spill_stores, code.spill_loads) == (90, 1, 2)

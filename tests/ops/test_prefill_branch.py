@@ -1,0 +1,127 @@
+"""The branch that expands the cached latents, by the oracle of `branch_steps`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from mlakit import masks
+from mlakit.masks import CAUSAL
+from mlakit.plan import plan_context
+from mlakit.testing import assert_matches, assert_same_bits
+from mlakit.weights import UpProjection
+from tests.ops.branch_steps import (
+    BF16,
+    F64,
+    FP8_STEPS,
+    STEPS,
+    Step,
+    every_mask,
+    every_step,
+    prefill_branch,
+)
+
+pytestmark = pytest.mark.usefixtures("place")
+interpreted = pytest.mark.interpreted
+
+
+@every_step
+@interpreted(step=[STEPS["fp8_block128-flat"]])
+def test_prefill(step):
+    q, kv, weights, batch = step.arguments()
+    out = prefill_branch(q, kv, weights, batch)
+    step.check_prefill(out, batch)
+    step.check_appended(batch)
+
+
+@pytest.mark.parametrize("step", FP8_STEPS.values(), ids=list(FP8_STEPS))
+@interpreted(step=[FP8_STEPS["crossed-blocks"]])
+def test_prefill_with_fp8_weights(step):
+    q, kv, weights, batch = step.arguments()
+    out = prefill_branch(q, kv, weights, batch)
+    step.check_prefill(out, batch)
+    step.check_appended(batch)
+
+
+def test_prefill_rotates_q_in_place_and_nothing_else_of_it():
+    step = STEPS["bf16"]
+    q, kv, weights, batch = step.arguments()
+    prefill_branch(q, kv, weights, batch)
+    assert_matches("q", q, step.rotated(F64), step.rotated(BF16))
+    d_n = step.geometry.qk_nope_head_dim
+    assert_same_bits("q_nope", q[..., :d_n].contiguous(), step.q[..., :d_n].contiguous())
+    assert_same_bits("kv", kv, step.kv)
+
+
+@every_mask
+@pytest.mark.parametrize("max_rows", [None, 1, 3, 7, 64])
+@interpreted(mask=[CAUSAL], max_rows=[7])
+def test_prefill_in_chunks_of_context(mask, max_rows):
+    step = STEPS["bf16"]
+    q, kv, weights, batch = step.arguments()
+    out = prefill_branch(q, kv, weights, batch, mask=mask, max_context_rows=max_rows)
+    step.check_prefill(out, batch, mask, max_rows)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [FP8_STEPS["fp8_token"], STEPS["fp8_block64-fp32"]],
+    ids=["fp8-weights-fp8_token", "fp8_block64-fp32"],
+)
+def test_prefill_in_chunks_of_a_quantised_context(step):
+    q, kv, weights, batch = step.arguments()
+    step.check_prefill(prefill_branch(q, kv, weights, batch, max_context_rows=2), batch, max_rows=2)
+
+
+def test_many_chunks_lose_no_more_than_one():
+    """Partial results are rounded once each and their sum once, however often it is merged."""
+    step = Step(kv_lens=(302,), q_lens=(2,))
+    q, kv, weights, batch = step.arguments()
+    many = prefill_branch(q, kv, weights, batch, max_context_rows=1)
+    step.check_prefill(many, batch, max_rows=1)
+
+
+@pytest.mark.parametrize("max_rows", [1, 3, 7, 64, None])
+def test_prefill_expands_no_more_context_at_once_than_asked(max_rows, monkeypatch):
+    step = STEPS["bf16"]
+    expanded = []
+    expand = UpProjection.expand
+
+    def note(up: UpProjection, latent: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        expanded.append(len(latent))
+        return expand(up, latent, **options)
+
+    monkeypatch.setattr(UpProjection, "expand", note)
+    q, kv, weights, batch = step.arguments()
+    prefill_branch(q, kv, weights, batch, max_context_rows=max_rows)
+    new, *context = expanded
+    attended = sum(n for n, queries in zip(step.before, step.q_lens, strict=True) if queries)
+    assert new == step.tokens
+    assert max(context) <= (max_rows or attended)
+    assert sum(context) == attended  # every row once
+
+
+def test_a_window_expands_only_the_keys_it_shows(monkeypatch):
+    step = Step(kv_lens=(42,), q_lens=(2,))
+    expanded = []
+    expand = UpProjection.expand
+    monkeypatch.setattr(
+        UpProjection,
+        "expand",
+        lambda up, latent, **options: expanded.append(len(latent)) or expand(up, latent, **options),
+    )
+    q, kv, weights, batch = step.arguments()
+    prefill_branch(q, kv, weights, batch, mask=masks.sliding_window_causal(3), max_context_rows=1)
+    assert expanded == [2 + 3 - 1]
+
+
+def test_prefill_follows_a_plan():
+    step = STEPS["fp32"]
+    plan = plan_context(step.kv_lens, step.q_lens, max_rows=5)
+    assert len(plan.chunks) > 2
+    q, kv, weights, batch = step.arguments()
+    planned = prefill_branch(q, kv, weights, batch, plan=plan)
+    q, kv, weights, batch = step.arguments()
+    assert_same_bits("out", planned, prefill_branch(q, kv, weights, batch, max_context_rows=5))

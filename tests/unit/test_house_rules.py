@@ -1,0 +1,404 @@
+"""The rules of the code base, as tests: layers, names, imports, what is documented."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mlakit
+from mlakit import knobs
+from tests.paths import ROOT
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # pytest brings it where the standard library has none
+    import tomli as tomllib
+
+PACKAGE = ROOT / "mlakit"
+
+# lowest first; a module imports strictly lower layers, and nothing on its own
+LAYERS = (
+    "_version autocast knobs names releases reprs",
+    "columns model_config options",
+    "checks geometry",
+    "formats masks rope",
+    "reference layouts",
+    "holders slots",
+    "cache pages plan specs",
+    "replay",
+    "kernels",
+    "dispatch",
+    "ops",
+    "weights",
+    "branches",
+    "parallel",
+    "layer testing",
+    "workloads",
+    "_public",
+    "__init__",
+    "bench integrations compat support selfcheck",
+    "demo doctor",
+    "cli",
+    "__main__",
+)
+RANK = {module: rank for rank, names in enumerate(LAYERS) for module in names.split()}
+# an oracle sees nothing it may have to judge
+ONLY = {"reference": {"autocast", "geometry", "formats", "masks"}}
+# a kernel trusts its caller
+NEVER = {("kernels", "checks"), ("kernels", "reference")}
+TOPICS = ("norm_rope_quant", "prefill", "decode", "sparse", "indexer", "merge", "fp8")
+VAGUE_NAMES = {"utils", "util", "common", "misc", "helpers", "core", "v2"}
+# the folders a developer's machine has and a user's has not
+DEVELOPER_PATH = re.compile(r"(?<![\w.:/-])/(?:work|home|root|Users)/")
+
+SOURCES = {
+    path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8")
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+
+
+def imported_modules(source: str) -> Iterator[str]:
+    """The modules of this package a source imports, anywhere in it; `.` for a relative import."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            head, *tail = (node.module or "").split(".")
+            if node.level:
+                yield "."
+            elif head == "mlakit" and tail:
+                yield tail[0]
+            elif head == "mlakit":
+                yield from (name.name if name.name in RANK else "__init__" for name in node.names)
+        elif isinstance(node, ast.Import):
+            for name in node.names:
+                head, *tail = name.name.split(".")
+                if head == "mlakit":
+                    yield tail[0] if tail else "__init__"
+
+
+def forbidden_imports(path: str, source: str) -> list[str]:
+    """Imports in `path` (relative to the package) that do not point strictly downwards."""
+    here = path.split("/")[0].removesuffix(".py")
+
+    def allowed(module: str) -> bool:
+        if module == here:
+            return True
+        if (here, module) in NEVER or module not in ONLY.get(here, {module}):
+            return False
+        return module in RANK and RANK[module] < RANK[here]
+
+    return [f"{path} imports {m}" for m in imported_modules(source) if not allowed(m)]
+
+
+def environment_reads(source: str) -> list[str]:
+    """Every way to the environment: `os.environ`, `os.getenv`, `from os import environ`."""
+    names = {"environ", "environb", "getenv", "getenvb", "putenv"}
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and node.attr in names:
+            found.append(node.attr)
+        elif isinstance(node, ast.ImportFrom) and node.module == "os":
+            found += [name.name for name in node.names if name.name in names]
+    return found
+
+
+def is_script(source: str) -> bool:
+    """Does the source ask whether it is `__main__`?"""
+    return any(
+        isinstance(node, ast.Compare)
+        and any(isinstance(side, ast.Name) and side.id == "__name__" for side in ast.walk(node))
+        for node in ast.walk(ast.parse(source))
+    )
+
+
+def imports_at_import_time(source: str) -> set[str]:
+    """Top names of the packages that importing a source imports: not those inside functions."""
+    found: set[str] = set()
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            return
+        if isinstance(node, ast.Import):
+            found.update(name.name.split(".")[0] for name in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.split(".")[0])
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(ast.parse(source))
+    return found
+
+
+def project_files() -> list[Path]:
+    """What belongs to the project: git's list in a checkout, else the folders of a release."""
+    command = [
+        "git",
+        "-C",
+        str(ROOT),
+        "ls-files",
+        "-z",
+        "--cached",
+        "--others",
+        "--exclude-standard",
+    ]
+    if (ROOT / ".git").exists():
+        listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return [ROOT / name for name in listed.split("\0") if name and (ROOT / name).is_file()]
+    folders = [PACKAGE, *(ROOT / name for name in ("tests", "docs", "examples", ".ci"))]
+    nested = (path for folder in folders for path in folder.rglob("*"))
+    return [
+        path
+        for path in (*ROOT.iterdir(), *nested)
+        if path.is_file() and "__pycache__" not in path.parts
+    ]
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def pyproject() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def requirement_name(requirement: str) -> str:
+    return re.split(r"[\s\[<>=!~;]", requirement, maxsplit=1)[0]
+
+
+@pytest.mark.parametrize("path", SOURCES)
+def test_imports_point_strictly_downwards(path):
+    assert forbidden_imports(path, SOURCES[path]) == []
+
+
+def test_every_module_has_a_layer():
+    modules = {path.split("/")[0].removesuffix(".py") for path in SOURCES}
+    assert modules <= set(RANK), f"give a layer to {sorted(modules - set(RANK))}"
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "found"),
+    [
+        ("cache.py", "from mlakit import ops", ["cache.py imports ops"]),
+        ("cache.py", "from mlakit import geometry, ops", ["cache.py imports ops"]),
+        ("cache.py", "import mlakit.ops.decode", ["cache.py imports ops"]),
+        ("cache.py", "from mlakit.ops.decode import mla_decode", ["cache.py imports ops"]),
+        ("cache.py", "from mlakit import mla_decode", ["cache.py imports __init__"]),
+        ("cache.py", "import mlakit", ["cache.py imports __init__"]),
+        ("cache.py", "from mlakit.plan import DecodePlan", ["cache.py imports plan"]),
+        ("cache.py", "from mlakit.unheard_of import x", ["cache.py imports unheard_of"]),
+        ("cache.py", "def f():\n    from mlakit import ops", ["cache.py imports ops"]),
+        (
+            "cache.py",
+            "if TYPE_CHECKING:\n    from mlakit.layer import MLAAttention",
+            ["cache.py imports layer"],
+        ),
+        ("ops/decode.py", "from .prefill import x", ["ops/decode.py imports ."]),
+        ("ops/decode.py", "from . import prefill", ["ops/decode.py imports ."]),
+        ("ops/decode.py", "from ..cache import x", ["ops/decode.py imports ."]),
+        ("reference/decode.py", "from mlakit import knobs", ["reference/decode.py imports knobs"]),
+        (
+            "reference/decode.py",
+            "from mlakit.checks import Dims",
+            ["reference/decode.py imports checks"],
+        ),
+        (
+            "kernels/cpu/decode.py",
+            "from mlakit import checks",
+            ["kernels/cpu/decode.py imports checks"],
+        ),
+        (
+            "kernels/triton/decode.py",
+            "import mlakit.reference.decode",
+            ["kernels/triton/decode.py imports reference"],
+        ),
+        ("cache.py", "import os\nfrom mlakit.formats import x\nimport mlakit.geometry", []),
+        ("ops/decode.py", "from mlakit.ops._library import register", []),
+        ("kernels/cpu/decode.py", "from mlakit import knobs\nfrom mlakit.cache import x", []),
+        ("reference/decode.py", "from mlakit.masks import CAUSAL", []),
+        ("cli.py", "from mlakit import __version__, demo", []),
+        ("cache.py", "import mlakitchen\nfrom mlakitchen.ops import x", []),
+    ],
+)
+def test_the_import_checker_sees(path, source, found):
+    assert forbidden_imports(path, source) == found
+
+
+def test_import_touches_no_device_and_no_optional_package_and_works_without_triton():
+    code = """
+import os, sys, torch
+child = os.fork()  # torch is imported once for both halves
+if child == 0:
+    sys.modules["triton"] = None
+    import mlakit, mlakit.cli, mlakit.dispatch, mlakit.testing
+    os._exit(0)
+without_triton = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+import mlakit, mlakit.dispatch
+loaded = [name for name in ("triton", "transformers") if name in sys.modules]
+print(without_triton, torch.cuda.is_initialized(), loaded)
+"""
+    assert run_python(code) == "0 False []"
+
+
+def test_optional_packages_are_imported_late():
+    optional = {"transformers", "matplotlib", "vllm", "flash_mla", "flashinfer", "triton"}
+    for path, source in SOURCES.items():
+        # device code, and what starts it again
+        needs_triton = (
+            r"kernels/(triton|hopper)/(?!support|configs|decode/configs).*|replay/launchers/.*"
+        )
+        allowed = {"triton"} if re.fullmatch(needs_triton, path) else set()
+        early = (imports_at_import_time(source) & optional) - allowed
+        assert not early, f"{path} imports {early} when it is imported"
+
+
+def test_the_late_import_checker_sees():
+    source = "import os\ntry:\n    import triton.language as tl\nexcept ImportError:\n    pass\n"
+    assert imports_at_import_time(source) == {"os", "triton"}
+    assert imports_at_import_time("class A:\n    from vllm.x import y") == {"vllm"}
+    assert (
+        imports_at_import_time("def f():\n    import triton\nasync def g():\n    import vllm")
+        == set()
+    )
+
+
+def test_only_knobs_reads_the_environment():
+    readers = {path for path, source in SOURCES.items() if environment_reads(source)}
+    assert readers == {"knobs.py"}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import os\nos.environ['A']",
+        "import os as o\no.getenv('A')",
+        "from os import environ as e",
+        "from os import path, getenv",
+    ],
+)
+def test_the_environment_checker_sees(source):
+    assert environment_reads(source)
+    assert not environment_reads("import os\nos.path.join('environ', 'getenv')")
+
+
+def default_tolerances(source: str) -> list[int]:
+    """Lines that compare by torch's own tolerance, which knows nothing of what was summed."""
+    return [
+        node.lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in ("torch.testing.assert_close", "torch.allclose")
+        and not {"rtol", "atol"} & {each.arg for each in node.keywords}
+    ]
+
+
+def test_no_test_compares_by_a_tolerance_that_only_one_cpu_may_meet():
+    tests = sorted((ROOT / "tests").rglob("*.py"))
+    found = {str(path): default_tolerances(path.read_text(encoding="utf-8")) for path in tests}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+def test_the_tolerance_checker_sees():
+    assert default_tolerances("torch.testing.assert_close(a, b)") == [1]
+    assert default_tolerances("x = 1\nassert torch.allclose(a, b, equal_nan=True)") == [2]
+    assert default_tolerances("torch.testing.assert_close(a, b, rtol=0, atol=0)") == []
+    assert default_tolerances('assert_matches("a", a, b, c)\nassert_close(a, b)') == []
+
+
+def test_only_the_main_module_is_a_script():
+    assert {path for path, source in SOURCES.items() if is_script(source)} == {"__main__.py"}
+
+
+def test_the_script_checker_sees():
+    assert is_script('if __name__ == "__main__":\n    pass')
+    assert is_script('if "__main__" == __name__:\n    pass')
+    assert not is_script("logger = getLogger(__name__)")
+
+
+def vague_words(path: Path) -> set[str]:
+    return {word for part in path.parts for word in Path(part).stem.split("_")} & VAGUE_NAMES
+
+
+def test_no_file_has_a_name_that_says_nothing():
+    names = [path.relative_to(ROOT) for path in project_files()]
+    assert [name for name in names if vague_words(name)] == []
+
+
+def test_the_name_checker_sees():
+    assert vague_words(Path("mlakit/utils.py")) == {"utils"}
+    assert vague_words(Path("mlakit/core/decode.py")) == {"core"}
+    assert vague_words(Path("tests/decode_v2.py")) == {"v2"}
+    assert not vague_words(Path("mlakit/score_mods.py"))
+
+
+@pytest.mark.parametrize("topic", TOPICS)
+def test_every_topic_has_an_oracle(topic):
+    assert f"reference/{topic}.py" in SOURCES
+
+
+def documented_knobs(readme: str) -> set[str]:
+    """Variables that have a row in a table of the README: `| MLAKIT_… | …`."""
+    return set(re.findall(r"^\| *`?(MLAKIT_[A-Z0-9_]+)`? *\|", readme, flags=re.MULTILINE))
+
+
+def test_the_readme_documents_every_knob_and_no_other():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert documented_knobs(readme) == {knob.variable for knob in knobs.REGISTRY.values()}
+
+
+def test_the_knob_table_is_read_row_by_row():
+    readme = "Set MLAKIT_A.\n| variable | x |\n| `MLAKIT_B` | 1 |\n| MLAKIT_C_2 | see MLAKIT_D |\n"
+    assert documented_knobs(readme) == {"MLAKIT_B", "MLAKIT_C_2"}
+
+
+def test_extras_exist():
+    extras = pyproject()["project"]["optional-dependencies"]
+    assert {"docs", "plot", "transformers", "test", "dev"} <= set(extras)
+
+
+def test_run_time_requirements_are_not_pinned():
+    project = pyproject()["project"]
+    required = {requirement_name(line): line for line in project["dependencies"]}
+    assert {"torch", "triton"} <= set(required)
+    assert not [line for line in required.values() if "==" in line.split(";")[0]]
+    assert project["requires-python"] == ">=3.10"
+
+
+def test_the_installed_version_is_the_version_of_the_source():
+    assert "version" in pyproject()["project"]["dynamic"]
+    assert importlib.metadata.version("mlakit") == mlakit.__version__
+
+
+def test_no_file_names_a_path_of_a_developers_machine():
+    found = []
+    for path in project_files():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue  # not text
+        lines = enumerate(text.splitlines(), start=1)
+        found += [f"{path.name}:{i}" for i, line in lines if DEVELOPER_PATH.search(line)]
+    assert found == []
+
+
+@pytest.mark.parametrize("folder", ["work", "home", "root", "Users"])
+def test_the_path_checker_sees(folder):
+    path = f"/{folder}/someone/project"
+    for text in (path, f"see {path}", f'"{path}"', f"({path})", f"~{path}", f"=`{path}`"):
+        assert DEVELOPER_PATH.search(text), text
+    for text in (f"https://example.org{path}", f"net{path}", f"./a{path}"):
+        assert not DEVELOPER_PATH.search(text), text
+
+
+def test_the_project_files_are_found():
+    names = {path.relative_to(ROOT).as_posix() for path in project_files()}
+    assert {"pyproject.toml", "mlakit/__init__.py", "tests/unit/test_house_rules.py"} <= names
+    assert not any(name.startswith((".venv/", ".git/")) for name in names)

@@ -1,0 +1,321 @@
+"""`mlakit check --launches`: it tells wrong kernels, and any launch can be made again by itself."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from dataclasses import replace
+from inspect import signature
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from mlakit import cli, dispatch, reference
+from mlakit.masks import CAUSAL, NULL, Mask
+from mlakit.plan import DecodePlanTensors
+from mlakit.selfcheck import Settings, random_launches, run
+from mlakit.specs import Problem
+from mlakit.testing import NEVER_A_PAGE, assert_matches
+from mlakit.workloads import DecodeLaunch
+from mlakit.workloads.decode_launch import Queries, attend
+from mlakit.workloads.stage import DTYPES
+from tests.replaced_launchers import replace_launcher
+
+Change = Callable[[dict[str, Any]], object]
+ON_CPU = {"device": "cpu", "backend": "cpu", "minutes": None}
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(cli.app, ["check", *arguments])
+    return result.exit_code, result.output
+
+
+def sabotage(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    before: Change = lambda a: {},
+    after: Change = lambda a: None,
+) -> None:
+    """Change the arguments of decode kernels before they run, or their results after."""
+
+    def wrong(launch):
+        def launch_wrongly(*args, **kwargs):
+            arguments = signature(launch).bind(*args, **kwargs).arguments
+            arguments.update(before(arguments))
+            launch(**arguments)
+            after(arguments)
+
+        return launch_wrongly
+
+    replace_launcher(monkeypatch, "mla_decode", wrong)
+
+
+# --- the oracle ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, NULL, Mask("sliding_window_causal", 5)], ids=str)
+@pytest.mark.parametrize("has_sink", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_requests_attended_together_give_what_the_reference_gives(mask, has_sink, dtype):
+    q_lens, kv_lens, keys = (1, 0, 4, 2, 1), (7, 9, 3, 0, 16), 16
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(5, keys, 12, generator=generator, dtype=torch.float64)
+    q = torch.randn(sum(q_lens), 3, 12, generator=generator, dtype=torch.float64)
+    sink = torch.tensor([0.5, -torch.inf, torch.inf]) if has_sink else None
+    settings = {"softmax_scale": -0.7, "v_width": 8, "sink": sink, "dtype": dtype}
+    queries = Queries.of(q_lens, kv_lens, mask, keys, torch.device("cpu"))
+    got = attend(q, rows, queries, **settings)
+    own = [part[:kv_len] for part, kv_len in zip(rows, kv_lens, strict=True)]
+    naive = reference.mla_decode(q, own, q_lens, mask=mask, **settings)
+    exact = reference.mla_decode(q, own, q_lens, mask=mask, **settings | {"dtype": torch.float64})
+    for name, *results in zip(("out", "lse"), got, exact, naive, strict=True):
+        assert_matches(name, *results)
+
+
+def test_a_launch_is_poison_and_garbage_wherever_nothing_is_seen(monkeypatch):
+    seen: list[dict[str, Any]] = []
+    sabotage(monkeypatch, before=lambda a: seen.append(dict(a)) or {})
+    DecodeLaunch(
+        kv_lens=(130, 70, 0), q_lens=(1, 0, 2), mask="sliding_window_causal", window=5, num_layers=2
+    ).run("cpu", "cpu")
+    (call,) = seen
+    payload, table = call["layer"].payload, call["page_table"]
+    # keys 125 to 129 of the first request; the second has no query, the third no key
+    assert int((~payload.isnan().any(-1)).sum()) == 5
+    used = (table >= 0) & (table < len(payload))
+    pages = table[0, 1:3]
+    assert not payload[pages[0], 61:].isnan().any()
+    assert not payload[pages[1], :2].isnan().any()
+    looked_up = torch.zeros_like(used)
+    looked_up[0, 1:3] = True
+    garbage = {NEVER_A_PAGE, -1, call["layer"].num_slots, 0}
+    assert set(table[~looked_up].tolist()) <= garbage
+
+
+@pytest.mark.parametrize("wrong_call", [1, 2, 3])
+def test_several_calls_give_the_same_bits(monkeypatch, wrong_call):
+    calls: list[bool] = []
+
+    def wrong_once(a: dict[str, Any]) -> None:
+        calls.append(bool(a["out"].isnan().any()))
+        if len(calls) == wrong_call:
+            a["out"][0, 0, 0] += 2.0**-12  # right, if judged
+
+    sabotage(monkeypatch, after=wrong_once)
+    differing = max(wrong_call, 2)
+    with pytest.raises(AssertionError, match=f"out of call {differing}: "):
+        DecodeLaunch(calls=3, dtype="fp32", format="fp32").run("cpu", "cpu")
+    assert calls == [False] * differing
+
+
+def test_the_last_of_several_calls_is_judged(monkeypatch):
+    def wrong_each_time(a: dict[str, Any]) -> None:
+        a["out"][0, 0, 0] = torch.nan
+
+    sabotage(monkeypatch, after=wrong_each_time)
+    with pytest.raises(AssertionError, match="NaN pattern"):
+        DecodeLaunch(calls=3).run("cpu", "cpu")
+
+
+# --- what is found ------------------------------------------------------------------------------
+
+
+def with_a_split_left_out(a: dict[str, Any]) -> dict[str, Any]:
+    plan = a["splits"]
+    is_plan = isinstance(plan, DecodePlanTensors)
+    return {"splits": plan._replace(items=plan.items[:-1])} if is_plan else {}
+
+
+def with_one_element_off(a: dict[str, Any]) -> None:
+    if 65 in a["kv_lens"].tolist():
+        a["out"][-1, -1, -1] += 0.1
+
+
+def with_a_stray_write(a: dict[str, Any]) -> None:
+    a["layer"].payload[-1, -1].view(torch.uint8)[-1] ^= 1
+
+
+BEFORE: dict[str, Change] = {
+    "drops the last key": lambda a: {"kv_lens": (a["kv_lens"] - 1).clamp_min(0)},
+    "reads past the end": lambda a: {"kv_lens": a["kv_lens"] + 1},
+    "scales scores by 1.02": lambda a: {"softmax_scale": 1.02 * a["softmax_scale"]},
+    "ignores the sign of the scale": lambda a: {"softmax_scale": abs(a["softmax_scale"])},
+    "does not mask the tail": lambda a: {"mask": NULL},
+    "ignores the sink": lambda a: {"sink": None},
+    "ignores q_scale": lambda a: {"q_scale": None},
+    "leaves a split out": with_a_split_left_out,
+}
+AFTER: dict[str, Change] = {
+    "is off in one element where a request has 65 keys": with_one_element_off,
+    "leaves a row unwritten": lambda a: a["out"][-1:].fill_(torch.nan),
+    "adds to lse": lambda a: a["lse"].add_(1e-3),
+    "writes to the cache": with_a_stray_write,
+}
+
+
+@pytest.mark.parametrize("fault", [*BEFORE, *AFTER])
+def test_a_wrong_kernel_is_found_within_a_hundred_launches(fault, monkeypatch):
+    changes = {"before": BEFORE[fault]} if fault in BEFORE else {"after": AFTER[fault]}
+    sabotage(monkeypatch, **changes)
+    outcome = run(Settings(("mla_decode",), seed=0, launches=100, **ON_CPU))
+    assert outcome.miss is not None
+    assert outcome.num_done == outcome.miss.launch + 1
+
+
+def test_a_miss_prints_a_command_that_makes_that_launch_again(monkeypatch):
+    sabotage(monkeypatch, after=with_one_element_off)
+    code, output = invoke("--seed", "2", "--launches", "100", "--device", "cpu", "--backend", "cpu")
+    assert code == 1
+    assert "mla_decode is wrong on cpu, seed 2, launch " in output
+    assert output.splitlines()[-1].endswith(", 1 miss.")
+    (line,) = (line for line in output.splitlines() if line.startswith("Again: "))
+    command = shlex.split(line.removeprefix("Again: "))
+    again, repeated = invoke(*command[2:], "--json")
+    said = json.loads(repeated)
+    assert (again, said["launches"], said["seed"]) == (1, 1, 2)
+    miss = said["miss"]
+    assert f"launch {miss['launch']}:\n{miss['error']}" in output
+    assert miss["python"] in output
+    assert miss["command"] == shlex.join(command)
+    assert miss["launch"] == said["first"] == int(command[command.index("--first") + 1])
+    assert "from mlakit.workloads import DecodeLaunch" in miss["python"]
+    monkeypatch.undo()
+    assert invoke(*command[2:])[0] == 0
+
+
+# --- what is drawn ------------------------------------------------------------------------------
+
+
+def drawn(backend: str, number: int, first: int = 0, place: str = "cpu") -> list[DecodeLaunch]:
+    settings = Settings(("mla_decode",), 5, place, backend, launches=1, first=first)
+    return [launch for _, launch in islice(random_launches(settings), number)]
+
+
+def test_a_launch_depends_on_its_seed_and_number_only():
+    launches = drawn("", 20)
+    assert launches[7:] == drawn("", 13, first=7)
+    other = Settings(("mla_decode",), 6, "cpu", launches=1)
+    assert next(random_launches(other))[1] != launches[0]
+
+
+def test_lengths_are_those_where_kernels_go_wrong():
+    launches = drawn("hopper", 400, place="cuda")
+    lengths = {kv_len for launch in launches for kv_len in launch.kv_lens}
+    assert lengths >= {0, 1, 63, 64, 65, 128}
+    assert max(lengths) > 3000
+    q_lens = {launch.q_lens for launch in launches}
+    assert {0, 2, 4} <= {q_len for each in q_lens for q_len in each}
+    assert all(any(each) for each in q_lens)
+    # padded to its longest request, a batch stays small enough for milliseconds
+    assert max(max(each.kv_lens) * len(each.kv_lens) for each in launches) <= 12_000
+    assert {each.heads for each in launches} >= {1, 8, 9, 16, 17, 32, 33, 64, 97, 128}
+    assert {each.fixed_split > 0 for each in launches} == {True, False}
+    assert {each.num_workers > 0 for each in launches} == {True, False}
+
+
+def test_few_kernels_are_compiled_for_launches_of_the_hopper_kernel():
+    launches = drawn("hopper", 800, place="cuda")
+    compiled = {
+        (
+            each.format, each.dtype, each.page_size, each.mask, each.sharpness < 0, bool(each.sink),
+            max(8, 2 ** (each.heads - 1).bit_length()), each.num_workers > 0,
+            # which kernel, where there are two
+            each.spare_pages > 0 and each.heads > 32 and each.format != "fp8_block128",
+        )
+        for each in launches
+    }  # fmt: skip
+    assert len(compiled) == 2 * (19 + 8)
+    assert {each.q_scaled for each in launches if each.dtype == "e4m3"} == {True, False}
+    for each in launches:
+        problem = Problem(
+            "cuda", 90, str(DTYPES[each.dtype]), each.format, each.heads, each.page_size, each.row,
+            mask=each.mask, uses=("q_scale",) if each.q_scaled else (),
+        )  # fmt: skip
+        assert dispatch.select("mla_decode", problem).backend == "hopper"
+        assert each == replace(each, padded=False, wide_indices=False, num_splits=0)
+
+
+def test_other_backends_are_given_more_formats_masks_and_splits():
+    launches = drawn("", 200)
+    assert {each.format for each in launches} >= {"bf16", "fp16", "fp8_block128", "fp8_token"}
+    assert "sliding_window_causal" in {each.mask for each in launches}
+    assert {each.num_splits > 0 for each in launches} == {True, False}
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+def test_launches_are_counted_in_json_and_in_words():
+    arguments = ("--launches", "3", "--seed", "4", "--device", "cpu", "--backend", "cpu")
+    code, output = invoke(*arguments, "--first", "10", "--json")
+    said = json.loads(output)
+    assert (code, said["launches"], said["first"], said["seed"]) == (0, 3, 10, 4)
+    assert said["checked"] == [{"op": "mla_decode", "backend": "cpu", "right": 3, "refused": 0}]
+    assert said["miss"] is None
+    code, output = invoke(*arguments)
+    assert code == 0
+    last = output.splitlines()[-1]
+    assert last.startswith("3 launches of seed 4 in ")
+    assert last.endswith(" s, no miss.")
+
+
+def test_calls_of_each_launch_are_made_and_named(monkeypatch):
+    arguments = ("--launches", "1", "--seed", "4", "--device", "cpu", "--backend", "cpu")
+    made: list[int] = []
+
+    def wrong_at_last(a: dict[str, Any]) -> None:
+        made.append(1)
+        if len(made) == 7:
+            a["out"][...] = 7.0
+
+    sabotage(monkeypatch, after=wrong_at_last)
+    code, output = invoke(*arguments, "--calls", "7")
+    assert (code, len(made)) == (1, 7)
+    assert "out of call 7: " in output
+    assert "--first 0 --calls 7" in " ".join(output.split())
+
+
+def test_launches_that_no_backend_takes_are_no_success():
+    code, output = invoke("--launches", "2", "--device", "cpu", "--backend", "hopper")
+    assert code == 1
+    assert output.splitlines()[-1].startswith("Nothing was checked")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--first", "3"), "first is an option of launches, and needs launches"),
+        (("--calls", "3"), "calls is an option of launches, and needs launches"),
+        (("--launches", "2", "--count", "2"), "count has no meaning"),
+        (("--launches", "2", "--any-widths"), "any_widths has no meaning"),
+        (("--launches", "2", "--op", "mla_prefill"), "made of mla_decode only, got op"),
+    ],
+)
+def test_what_does_not_go_together_is_said(arguments, message):
+    code, output = invoke(*arguments)
+    assert code == 2
+    assert message in " ".join(output.replace("│", " ").split())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(4))
+def test_launches_pass_on_the_gpu(seed):
+    outcome = run(Settings(("mla_decode",), seed, device="cuda", minutes=None, launches=10))
+    assert outcome.miss is None, outcome.miss
+    assert outcome.num_right >= 10
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(4))
+def test_many_calls_give_the_same_bits_on_the_gpu(seed):
+    """What goes wrong once in a while only."""
+    settings = Settings(
+        ("mla_decode",), 100 + seed, device="cuda", minutes=None, launches=8, calls=60
+    )
+    outcome = run(settings)
+    assert outcome.miss is None, outcome.miss
+    assert outcome.num_right >= 8
