@@ -60,9 +60,9 @@ docs: $(DOCS_INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "site/index.html"
 
-# breaks the CPU kernels one line at a time; every break must be noticed
+# the mutation tests alone: every named change to a kernel or an oracle must fail a check
 mutants: $(INSTALLED)
-	$(BIN)/python scripts/mutate.py
+	$(BIN)/pytest $(PYTEST_JOBS) -k mutant
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .

@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mlakit import cli, dispatch, reference
+from mlakit import cli, reference
 from mlakit.bench import cpu, environment, suite
 from mlakit.bench.cpu import WORKLOADS, Decode, Prefill
 from mlakit.bench.measure import (
@@ -25,6 +25,8 @@ from mlakit.bench.measure import (
 from mlakit.bench.suite import Baseline, Contest, Workload
 from mlakit.cache import request_slots
 from mlakit.testing import assert_matches
+from tests.kernel_launchers import by_name, replace_launcher
+from tests.ops.mutations.changes import rescaled
 
 SMALL = list(dict.fromkeys(workload.small for workload in WORKLOADS))
 ROW_KEYS = {
@@ -67,15 +69,9 @@ class FakeMachine:
         return self.now
 
 
-def sabotage(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
-    """Make the CPU kernel of an op scale its scores by 1.02."""
-    (spec,) = (each for each in dispatch.specs(op) if each.backend == "cpu")
-    launch = spec.launch
-
-    def wrong(*args, softmax_scale, **kwargs):
-        launch(*args, softmax_scale=1.02 * softmax_scale, **kwargs)
-
-    monkeypatch.setitem(spec.__dict__, "launch", wrong)
+def mutate_kernel(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
+    """The CPU kernel of an op scales its scores by 1.02."""
+    replace_launcher(monkeypatch, op, by_name(rescaled), backend="cpu")
 
 
 def test_a_spread_is_three_quantiles():
@@ -239,22 +235,16 @@ def test_flops_count_the_keys_that_are_seen():
 def test_a_wrong_kernel_does_not_pass_the_gate(workload, monkeypatch):
     contest = workload.contest()
     contest.gate()
-    sabotage(monkeypatch, workload.op)
+    mutate_kernel(monkeypatch, workload.op)
     with pytest.raises(AssertionError, match="exceeds its budget"):
         contest.gate()
 
 
 @pytest.mark.parametrize("row", [0, -1])
 def test_the_prefill_gate_sees_one_wrong_row(row, monkeypatch):
-    (spec,) = (each for each in dispatch.specs("mla_prefill") if each.backend == "cpu")
-    launch = spec.launch
-
-    def wrong(*args, out, **kwargs):
-        launch(*args, out=out, **kwargs)
-        out[row] = 0
-
     contest = Prefill("fp32", 2, 300, heads=2).contest()
-    monkeypatch.setitem(spec.__dict__, "launch", wrong)
+    zero_row = by_name(after=lambda a: a["out"][row].zero_())
+    replace_launcher(monkeypatch, "mla_prefill", zero_row, backend="cpu")
     with pytest.raises(AssertionError, match=r"^token (0|599): out"):
         contest.gate()
 
@@ -314,13 +304,9 @@ def test_the_sdpa_baselines_compute_the_attention(op_calls):
 
 
 def test_decode_is_timed_on_shuffled_pages(monkeypatch):
-    (spec,) = (each for each in dispatch.specs("mla_decode") if each.backend == "cpu")
     tables = []
-
-    def note(q_latent, q_rope, q_scale, layer, page_table, *args, **kwargs):
-        tables.append(page_table)
-
-    monkeypatch.setitem(spec.__dict__, "launch", note)
+    note = by_name(lambda a: tables.append(a["page_table"]) or {})
+    replace_launcher(monkeypatch, "mla_decode", note, backend="cpu")
     Decode("fp32", "fp32", batch=2, heads=1, tokens=640).contest().ours()
     assert sorted(tables[0].flatten().tolist()) == list(range(20))
     assert tables[0].flatten().tolist() != list(range(20))
@@ -390,7 +376,7 @@ def test_the_threads_are_given_back(quick_run):
 
 
 def test_a_red_gate_ends_the_command_with_status_1(monkeypatch, tmp_path):
-    sabotage(monkeypatch, "mla_decode")
+    mutate_kernel(monkeypatch, "mla_decode")
     file = tmp_path / "cpu.json"
     result = CliRunner().invoke(cli.app, ["bench", "cpu", "--quick", "--json", str(file)])
     assert result.exit_code == 1

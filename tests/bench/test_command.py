@@ -11,10 +11,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mlakit import cli, dispatch
+from mlakit import cli
 from mlakit.bench import GPU_SUITES, ceilings, gpu_timers, suite
 from mlakit.bench.measure import WallClock
 from tests.bench.fakes import CEILINGS, pretend_gpu, report, row
+from tests.kernel_launchers import by_name, replace_launcher
 
 SHAPE = ("--shape", "3q2s70", "--heads", "2")
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -112,14 +113,8 @@ def test_without_a_suite_all_for_the_gpu_run(monkeypatch):
 
 
 def test_a_wrong_kernel_ends_the_command_with_status_1(monkeypatch, tmp_path):
-    (spec,) = (each for each in dispatch.specs("mla_decode") if each.backend == "cpu")
-    launch = spec.launch
-
-    def wrong(*args, out, **kwargs):
-        launch(*args, out=out, **kwargs)
-        out *= 1.1
-
-    monkeypatch.setitem(spec.__dict__, "launch", wrong)
+    scale_out = by_name(after=lambda a: a["out"].mul_(1.1))
+    replace_launcher(monkeypatch, "mla_decode", scale_out, backend="cpu")
     file = tmp_path / "page.html"
     result = bench("decode", *SHAPE, "--html", file)
     assert result.exit_code == 1

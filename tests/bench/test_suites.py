@@ -8,13 +8,13 @@ from importlib import import_module
 import pytest
 import torch
 
-from mlakit import dispatch
 from mlakit.bench import GPU_SUITES, gate
 from mlakit.bench.pool import SharedPool
 from mlakit.bench.problems import DenseDecode, DensePrefill, SparseDecode, SparsePrefill
 from mlakit.bench.shapes import Batch
 from mlakit.bench.suite import Workload
 from tests.bench.fakes import pretend_gpu, solve
+from tests.kernel_launchers import Arguments, by_name, replace_launcher
 
 # our time over FlashMLA's, or FA3's, that is to be reached
 TARGETS = {
@@ -143,24 +143,18 @@ def test_a_wrong_kernel_does_not_pass_the_gate(workload, monkeypatch):
     contest.gate()
     op = "mla_prefill" if workload.op == "mla_step" else workload.op
     for name in {op, "mla_decode"} if workload.op == "mla_step" else {op}:
-        break_kernel(monkeypatch, name)
+        mutate_kernel(monkeypatch, name)
     with pytest.raises(AssertionError):
         contest.gate()
 
 
-def break_kernel(monkeypatch, op: str) -> None:
-    """Have the CPU kernel of an op get the last row of its result wrong."""
-    (spec,) = (each for each in dispatch.specs(op) if each.backend == "cpu")
-    launch = spec.launch
+def mutate_kernel(monkeypatch, op: str) -> None:
+    """The CPU kernel of an op writes zeros to the last row of its result."""
 
-    def wrong(*args, **kwargs):
-        launch(*args, **kwargs)
-        if "out" in kwargs:
-            kwargs["out"][-1] = 0
-        else:
-            kwargs["q_rope_out"][-1] = 0
+    def zero_last_row(a: Arguments) -> None:
+        a["out" if "out" in a else "q_rope_out"][-1] = 0
 
-    monkeypatch.setitem(spec.__dict__, "launch", wrong)
+    replace_launcher(monkeypatch, op, by_name(after=zero_last_row), backend="cpu")
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")

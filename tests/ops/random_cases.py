@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
+from mlakit import dispatch
 from mlakit.checks import UnsupportedError
 from mlakit.formats import FORMATS
 from mlakit.specs import KernelSpec
-from mlakit.workloads import Case
+from mlakit.workloads import (
+    AppendCase,
+    BatchedMatmulCase,
+    Case,
+    DecodeCase,
+    IndexerLogitsCase,
+    IndexerTopkCase,
+    MergeCase,
+    PrefillCase,
+    QuantizeCase,
+    ScaledMatmulCase,
+    SparseCase,
+)
 from mlakit.workloads.draw import CACHED, UNCACHED, Draw
 
 
@@ -77,3 +90,88 @@ class Exploration:
         if examples_of is not None:
             seed(crc32(examples_of.encode()))(explore)
         explore()
+
+
+class Property(NamedTuple):
+    """A kernel gives what the oracle gives, on so many random problems of one strategy."""
+
+    spec: KernelSpec
+    strategy: st.SearchStrategy[Any]
+    examples: int
+    name: str
+
+    def explore(self, device: str, **options: Any) -> Exploration:
+        """The problems that every run of the tests looks at."""
+        exploration = Exploration(self.spec, device)
+        examples = self.examples
+        if self.spec.backend != "cpu" and device == "cpu":
+            examples //= 3  # the interpreter takes a second or so for each
+        examples_of = f"{device}-{self.name}"
+        exploration.over(self.strategy, examples_of=examples_of, max_examples=examples, **options)
+        return exploration
+
+
+PROPERTIES = [
+    *(
+        Property(spec, cached_cases(case, format), 15, f"{spec}-{format}")
+        for case in CACHED
+        for spec in dispatch.specs(case.op)
+        for format in FORMATS
+    ),
+    *(
+        Property(spec, uncached_cases(case), 40, str(spec))
+        for case in UNCACHED
+        for spec in dispatch.specs(case.op)
+    ),
+]
+# what random problems of this size do not reach: every tile boundary of the kernels, real widths
+LARGE = [
+    AppendCase(kv_lora_rank=512, qk_rope_head_dim=64, kv_lens=(503, 40), q_lens=(3, 40), heads=16),
+    PrefillCase(kv_lens=(300, 129), q_lens=(290, 129), heads=2, workspace_mib=1, padded=True),
+    PrefillCase(kv_lens=(1100,), q_lens=(600,), heads=1),
+    PrefillCase(
+        kv_lens=(150,),
+        q_lens=(20,),
+        heads=8,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        sink="finite",
+        expanded=True,
+    ),
+    DecodeCase(kv_lens=(8300, 4097), q_lens=(1, 1), page_size=48, sharpness=4.0, sink="finite"),
+    DecodeCase(kv_lens=(1300, 513, 512), page_size=48, sharpness=4.0, workspace_mib=1),
+    DecodeCase(
+        kv_lens=(2700,), q_lens=(2,), page_size=2000, num_splits=3, padded=True, workspace_mib=1
+    ),
+    DecodeCase(kv_lens=(1100, 64), page_size=1, flat_table=True, q_lens=(3, 1), num_workers=5),
+    DecodeCase(kv_lens=(90, 40), q_lens=(64, 33), heads=40, mask="sliding_window_causal", window=9),
+    DecodeCase(
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        kv_lens=(130, 65, 1),
+        heads=20,
+        page_size=64,
+        format="fp8_block128",
+        workspace_mib=1,
+    ),
+    SparseCase(topk=600, num_pages=50, num_tokens=3, extra_format="fp8_token", extra_topk=300),
+    SparseCase(
+        kv_lora_rank=448,
+        qk_rope_head_dim=64,
+        v_width=512,
+        format="fp8_block64",
+        topk=300,
+        num_pages=30,
+        num_tokens=20,
+        workspace_mib=1,
+    ),
+    IndexerLogitsCase(kv_lens=(2100, 1024), q_lens=(2, 1), page_size=64, heads=8),
+    IndexerLogitsCase(kv_lens=(1500,), q_lens=(40,), heads=16, workspace_mib=1, format="fp8"),
+    IndexerTopkCase(num_columns=5000, k=2048, num_tokens=9, workspace_mib=1, levels=9),
+    MergeCase(num_parts=40, v_width=512),
+    QuantizeCase(m=300, k=512, group=128, workspace_mib=1),
+    ScaledMatmulCase(m=5, n=8, k=64, n_group=128, k_group=128, padded=True),
+    ScaledMatmulCase(m=200, n=700, k=512, n_group=128, k_group=128, workspace_mib=1),
+    BatchedMatmulCase(batch=2, m=200, n=900, k=512, workspace_mib=1),
+]

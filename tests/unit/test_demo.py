@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -29,6 +27,7 @@ from mlakit.masks import NULL
 from mlakit.rope import rope_table
 from mlakit.specs import Problem
 from mlakit.testing import assert_matches
+from tests.kernel_launchers import Arguments, Change, by_name, does_nothing, replace_launcher
 
 TINY = MLAGeometry(
     num_heads=4,
@@ -233,164 +232,126 @@ def test_every_progress_bar_is_finished(monkeypatch):
     assert bars.finished
 
 
-def does_nothing(right: Callable, *args, **kwargs):
-    """Outputs keep what they held."""
+def off_in_one_number(index: tuple[int, ...], value: float) -> Change:
+    def write(a: Arguments) -> None:
+        a["out"][index] = value
+
+    return by_name(after=write)
 
 
-def ignores_the_newest_key(right, *args, **kwargs):
-    *before, kv_lens = args
-    right(*before, kv_lens - 1, **kwargs)
+def with_options(**changed: object) -> Change:
+    return by_name(lambda a: changed)
 
 
-def reads_one_page_for_all(right, *args, **kwargs):
-    q_latent, q_rope, q_scale, layer, page_table, *lengths = args
-    right(
-        q_latent,
-        q_rope,
-        q_scale,
-        layer,
-        page_table[:, :1].expand_as(page_table),
-        *lengths,
-        **kwargs,
-    )
-
-
-def spoils_one_number(value: float) -> Callable:
-    def wrong(right, *args, out, **kwargs):
-        right(*args, out=out, **kwargs)
-        out[1, 1, 50] = value
-
-    return wrong
-
-
-def spoils_the_last_number(right, *args, out):
-    right(*args, out=out)
-    out[-1, -1, -1] = 3.0
-
-
-def with_options(**changed: object) -> Callable:
-    return lambda right, *args, **kwargs: right(*args, **{**kwargs, **changed})
-
-
-def with_scale_off(right, *args, softmax_scale, **kwargs):
-    right(*args, softmax_scale=1.1 * softmax_scale, **kwargs)
-
-
-def without_gamma(right, *args, **kwargs):
-    q_rope, kv, freqs, gamma, *where = args
-    right(q_rope, kv, freqs, torch.ones_like(gamma), *where, **kwargs)
-
-
-def one_position_late(right, *args, **kwargs):
-    q_rope, kv, freqs, *where = args
-    right(q_rope, kv, freqs.roll(1, 0), *where, **kwargs)
-
-
-def without_weight_scales(right, a, a_scale, b, b_scale, **kwargs):
-    right(a, a_scale, b, torch.full_like(b_scale, float(b_scale.mean())), **kwargs)
-
-
-def leaves_out_an_entry(right, q, layer, rows, topk_lens, **kwargs):
-    right(q, layer, rows[:, 1:], topk_lens, **kwargs)
-
-
-def takes_the_first_part_only(right, outs, lses, sink, *, out, lse):
-    right(outs[:1], lses[:1], sink, out=out, lse=lse)
-
-
-def without_head_weights(right, q, weights, *args, **kwargs):
-    right(q, torch.ones_like(weights), *args, **kwargs)
-
-
-def takes_the_worst(right, logits, *args, **kwargs):
-    right(-logits, *args, **kwargs)
-
+ignores_the_newest_key = by_name(lambda a: {"kv_lens": a["kv_lens"] - 1})
+reads_one_page_for_all = by_name(
+    lambda a: {"page_table": a["page_table"][:, :1].expand_as(a["page_table"])}
+)
+without_gamma = by_name(lambda a: {"gamma": torch.ones_like(a["gamma"])})
+with_equal_weight_scales = by_name(
+    lambda a: {"b_scale": torch.full_like(a["b_scale"], float(a["b_scale"].mean()))}
+)
+takes_the_worst = by_name(lambda a: {"logits": -a["logits"]})
 
 ATTENTION = {"prefill", "prefill on 46 cached", "decode", "sparse"}
 ANYTHING = ATTENTION | {"index", "cached rows"}
 
-FAULTS = {
+MUTATIONS = {
     "decode-does-nothing": ("mla_decode", does_nothing, {"decode"}),
     "decode-newest-key": ("mla_decode", ignores_the_newest_key, {"decode"}),
     "decode-pages": ("mla_decode", reads_one_page_for_all, {"decode"}),
-    "decode-one-number": ("mla_decode", spoils_one_number(1.0), {"decode"}),
-    "decode-one-nan": ("mla_decode", spoils_one_number(torch.nan), {"decode"}),
+    "decode-one-number": ("mla_decode", off_in_one_number((1, 1, 50), 1.0), {"decode"}),
+    "decode-one-nan": ("mla_decode", off_in_one_number((1, 1, 50), torch.nan), {"decode"}),
     "sparse-does-nothing": ("sparse_mla", does_nothing, {"sparse"}),
-    "sparse-entry": ("sparse_mla", leaves_out_an_entry, {"sparse"}),
+    "sparse-entry": ("sparse_mla", by_name(lambda a: {"rows": a["rows"][:, 1:]}), {"sparse"}),
     "prefill-does-nothing": ("mla_prefill", does_nothing, {"prefill", "prefill on 46 cached"}),
     "prefill-mask": ("mla_prefill", with_options(mask=NULL), {"prefill", "prefill on 46 cached"}),
-    "prefill-scale": ("mla_prefill", with_scale_off, {"prefill", "prefill on 46 cached"}),
-    "merge-first-part": ("merge_states", takes_the_first_part_only, {"prefill on 46 cached"}),
+    "prefill-scale": (
+        "mla_prefill",
+        by_name(lambda a: {"softmax_scale": 1.1 * a["softmax_scale"]}),
+        {"prefill", "prefill on 46 cached"},
+    ),
+    "merge-first-part": (
+        "merge_states",
+        by_name(lambda a: {"outs": a["outs"][:1], "lses": a["lses"][:1]}),
+        {"prefill on 46 cached"},
+    ),
     "matmul-does-nothing": ("batched_matmul", does_nothing, ATTENTION),
-    "matmul-one-number": ("batched_matmul", spoils_the_last_number, ATTENTION),
-    "index-scores": ("indexer_logits", without_head_weights, {"index"}),
+    "matmul-one-number": ("batched_matmul", off_in_one_number((-1, -1, -1), 3.0), ATTENTION),
+    "index-scores": (
+        "indexer_logits",
+        by_name(lambda a: {"weights": torch.ones_like(a["weights"])}),
+        {"index"},
+    ),
     "index-worst": ("indexer_topk", takes_the_worst, {"index"}),
     "append-does-nothing": ("norm_rope_quant_append", does_nothing, ATTENTION | {"cached rows"}),
     "append-rope": ("norm_rope_quant_append", with_options(rope="half"), {"cached rows"}),
     "append-gamma": ("norm_rope_quant_append", without_gamma, {"cached rows"}),
-    "append-position": ("norm_rope_quant_append", one_position_late, {"cached rows"}),
+    "append-position": (
+        "norm_rope_quant_append",
+        by_name(lambda a: {"freqs": a["freqs"].roll(1, 0)}),
+        {"cached rows"},
+    ),
 }
 
 
-def sabotage(monkeypatch: pytest.MonkeyPatch, op: str, wrong: Callable) -> None:
-    spec = dispatch.select(op, Problem("cpu"))
-    # the dictionary is where cached_property keeps the launcher
-    monkeypatch.setitem(spec.__dict__, "launch", partial(wrong, spec.launch))
+def mutate(monkeypatch: pytest.MonkeyPatch, op: str, change: Change) -> None:
+    replace_launcher(monkeypatch, op, change, backend="cpu")
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_wrong_kernel_fails_the_demo(fault, monkeypatch):
-    op, wrong, culprits = FAULTS[fault]
-    sabotage(monkeypatch, op, wrong)
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_mutant_fails_the_demo(mutation, monkeypatch):
+    op, change, failing = MUTATIONS[mutation]
+    mutate(monkeypatch, op, change)
     exit_code, output = serve_only()
     assert exit_code == 1, output
     assert "PASS" not in output
     assert "WRONG" in output
-    assert culprits <= failed_stages(output) <= ANYTHING, output
+    assert failing <= failed_stages(output) <= ANYTHING, output
     if not op.startswith(("norm_rope", "batched", "indexer")):  # whose results others use
-        assert failed_stages(output) == culprits, output
+        assert failed_stages(output) == failing, output
 
 
 def test_a_wrong_selection_is_told_in_words(monkeypatch):
-    sabotage(monkeypatch, "indexer_topk", takes_the_worst)
+    mutate(monkeypatch, "indexer_topk", takes_the_worst)
     assert "index selection: 2 of 2 rows differ" in serve_only()[1]
 
 
 def test_a_failure_is_told_in_words(monkeypatch):
-    sabotage(monkeypatch, "mla_decode", spoils_one_number(1.0))
+    mutate(monkeypatch, "mla_decode", off_in_one_number((1, 1, 50), 1.0))
     _, output = serve_only()
     assert re.search(r"decode: \d+ of 16 rows are wrong, worst row \[\d+, 1\]: .* budget", output)
 
 
 def test_pages_that_are_not_copied_before_a_write_fail_the_demo(monkeypatch):
-    monkeypatch.setattr(PagedLatentCache, "copy_pages", does_nothing)
+    monkeypatch.setattr(PagedLatentCache, "copy_pages", lambda *args, **kwargs: None)
     exit_code, output = serve_only()
     assert exit_code == 1, output
     assert "cached rows" in failed_stages(output)
 
 
-DOCUMENTED_FAULTS = {
+DOCUMENTED_MUTATIONS = {
     "decode-pages": ("mla_decode", reads_one_page_for_all, FLARE),
     "sparse-sink": ("sparse_mla", with_options(sink=None), SPARSE_PREFILL),
     "append-does-nothing": ("norm_rope_quant_append", does_nothing, APPENDS | PREFILL_FP8),
     "append-gamma": ("norm_rope_quant_append", without_gamma, APPENDS | PREFILL_FP8),
     "prefill-mask": ("mla_prefill", with_options(mask=NULL), PREFILL_FP8),
-    "prefill-weight-scales": ("scaled_mm_fp8", without_weight_scales, PREFILL_FP8),
+    "prefill-weight-scales": ("scaled_mm_fp8", with_equal_weight_scales, PREFILL_FP8),
     "prefill-quantiser": ("quantize_fp8", with_options(scale_ub=2.0), PREFILL_FP8),
 }
 
 
 @pytest.mark.usefixtures("_small_batch")
-@pytest.mark.parametrize("fault", DOCUMENTED_FAULTS)
-def test_a_wrong_kernel_fails_the_documented_functions(fault, monkeypatch):
-    op, wrong, culprits = DOCUMENTED_FAULTS[fault]
-    sabotage(monkeypatch, op, wrong)
+@pytest.mark.parametrize("mutation", DOCUMENTED_MUTATIONS)
+def test_a_mutant_fails_the_documented_functions(mutation, monkeypatch):
+    op, change, failing = DOCUMENTED_MUTATIONS[mutation]
+    mutate(monkeypatch, op, change)
     checks = [call.check for call in documented.all_calls(Progress(disable=True))]
     failed = {check.name for check in checks if not check.passed}
     # a wrong append leaves NaN or other rows for those that follow
-    assert culprits <= failed <= DOCUMENTED
+    assert failing <= failed <= DOCUMENTED
     if op != "norm_rope_quant_append":
-        assert failed == culprits
+        assert failed == failing
 
 
 @pytest.mark.gpu
@@ -408,7 +369,7 @@ def test_the_documented_functions_run_where_the_demo_does(device):
 
 @pytest.mark.usefixtures("_small_batch")
 def test_a_wrong_documented_function_fails_the_command(monkeypatch):
-    sabotage(monkeypatch, "quantize_fp8", with_options(scale_ub=2.0))
+    mutate(monkeypatch, "quantize_fp8", with_options(scale_ub=2.0))
     exit_code, output = run_command("--prompt", "2")
     assert exit_code == 1
     assert failed_stages(output) == PREFILL_FP8

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from mlakit import cli, dispatch, doctor
 from mlakit.bench import gpu, peers
 from mlakit.specs import pretending
+from tests.kernel_launchers import replace_launcher
 
 
 def invoke(*arguments: str) -> tuple[int, str]:
@@ -58,12 +59,10 @@ def test_json_has_everything():
 
 @pytest.mark.usefixtures("no_gpu")
 def test_a_broken_op_is_noticed(monkeypatch):
-    (spec,) = (each for each in dispatch.specs("indexer_topk") if each.backend == "cpu")
-
     def broken(*args: object, **kwargs: object) -> None:
         raise RuntimeError("no [memory]")
 
-    monkeypatch.setitem(spec.__dict__, "launch", broken)
+    replace_launcher(monkeypatch, "indexer_topk", lambda launch: broken, backend="cpu")
     code, output = invoke()
     assert code == 1
     assert re.search(r"cpu +broken, see below", output)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 from dataclasses import replace
-from inspect import signature
 from itertools import islice
 
 import pytest
@@ -18,6 +17,7 @@ from mlakit.selfcheck import KINDS, Settings, random_cases, run
 from mlakit.specs import Problem
 from mlakit.workloads.draw import MODEL_HEADS, MODEL_ROWS, USUAL_PAGES
 from mlakit.workloads.stage import DTYPES
+from tests.kernel_launchers import Arguments, by_name, replace_launcher
 
 
 def invoke(*arguments: str) -> tuple[int, str]:
@@ -25,18 +25,14 @@ def invoke(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def merge_at_fault(monkeypatch: pytest.MonkeyPatch, *, from_heads: int) -> None:
-    """Have the CPU kernel of `merge_states` be wrong for so many heads and more."""
-    (spec,) = (each for each in dispatch.specs("merge_states") if each.backend == "cpu")
-    launch = spec.launch
+def mutate_merge(monkeypatch: pytest.MonkeyPatch, *, from_heads: int) -> None:
+    """The CPU kernel of `merge_states` is wrong for so many heads and more."""
 
-    def wrong(*args, **kwargs):
-        launch(*args, **kwargs)
-        lse = signature(launch).bind(*args, **kwargs).arguments["lse"]
-        if lse.shape[1] >= from_heads:
-            lse.add_(1.0)
+    def add_to_lse(a: Arguments) -> None:
+        if a["lse"].shape[1] >= from_heads:
+            a["lse"].add_(1.0)
 
-    monkeypatch.setitem(spec.__dict__, "launch", wrong)
+    replace_launcher(monkeypatch, "merge_states", by_name(after=add_to_lse), backend="cpu")
 
 
 def test_every_op_is_checked_and_the_table_says_how_often():
@@ -50,7 +46,7 @@ def test_every_op_is_checked_and_the_table_says_how_often():
 
 
 def test_a_miss_prints_a_command_that_misses_again(monkeypatch):
-    merge_at_fault(monkeypatch, from_heads=12)
+    mutate_merge(monkeypatch, from_heads=12)
     arguments = ("--op", "merge_states", "--device", "cpu", "--backend", "cpu")
     code, output = invoke(*arguments, "--seed", "0", "--count", "50")
     assert code == 1

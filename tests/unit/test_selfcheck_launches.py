@@ -1,12 +1,10 @@
-"""`mlakit check --launches`: it tells wrong kernels, and any launch can be made again by itself."""
+"""`mlakit check --launches`: it kills mutants, and any launch can be made again by itself."""
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable
 from dataclasses import replace
-from inspect import signature
 from itertools import islice
 from typing import Any
 
@@ -16,16 +14,25 @@ from typer.testing import CliRunner
 
 from mlakit import cli, dispatch, reference
 from mlakit.masks import CAUSAL, NULL, Mask
-from mlakit.plan import DecodePlanTensors
 from mlakit.selfcheck import Settings, random_launches, run
 from mlakit.specs import Problem
 from mlakit.testing import NEVER_A_PAGE, assert_matches
 from mlakit.workloads import DecodeLaunch
 from mlakit.workloads.decode_launch import Queries, attend
 from mlakit.workloads.stage import DTYPES
-from tests.replaced_launchers import replace_launcher
+from tests.kernel_launchers import by_name, replace_launcher
+from tests.mutations import Mutation, of_kernel
+from tests.ops.mutations.changes import (
+    After,
+    Before,
+    keyless,
+    rescaled,
+    unmasked,
+    with_a_split_left_out,
+    with_a_stray_write,
+    without,
+)
 
-Change = Callable[[dict[str, Any]], object]
 ON_CPU = {"device": "cpu", "backend": "cpu", "minutes": None}
 
 
@@ -34,24 +41,9 @@ def invoke(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def sabotage(
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    before: Change = lambda a: {},
-    after: Change = lambda a: None,
-) -> None:
-    """Change the arguments of decode kernels before they run, or their results after."""
-
-    def wrong(launch):
-        def launch_wrongly(*args, **kwargs):
-            arguments = signature(launch).bind(*args, **kwargs).arguments
-            arguments.update(before(arguments))
-            launch(**arguments)
-            after(arguments)
-
-        return launch_wrongly
-
-    replace_launcher(monkeypatch, "mla_decode", wrong)
+def change_decode(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    """Change the arguments of decode kernels `before` they run, or their results `after`."""
+    replace_launcher(monkeypatch, "mla_decode", by_name(**changes))
 
 
 # --- the oracle ---------------------------------------------------------------------------------
@@ -78,7 +70,7 @@ def test_requests_attended_together_give_what_the_reference_gives(mask, has_sink
 
 def test_a_launch_is_poison_and_garbage_wherever_nothing_is_seen(monkeypatch):
     seen: list[dict[str, Any]] = []
-    sabotage(monkeypatch, before=lambda a: seen.append(dict(a)) or {})
+    change_decode(monkeypatch, before=lambda a: seen.append(dict(a)) or {})
     DecodeLaunch(
         kv_lens=(130, 70, 0), q_lens=(1, 0, 2), mask="sliding_window_causal", window=5, num_layers=2
     ).run("cpu", "cpu")
@@ -103,20 +95,20 @@ def test_several_calls_give_the_same_bits(monkeypatch, wrong_call):
     def wrong_once(a: dict[str, Any]) -> None:
         calls.append(bool(a["out"].isnan().any()))
         if len(calls) == wrong_call:
-            a["out"][0, 0, 0] += 2.0**-12  # right, if judged
+            a["out"][0, 0, 0] += 2.0**-12  # within the tolerance
 
-    sabotage(monkeypatch, after=wrong_once)
+    change_decode(monkeypatch, after=wrong_once)
     differing = max(wrong_call, 2)
     with pytest.raises(AssertionError, match=f"out of call {differing}: "):
         DecodeLaunch(calls=3, dtype="fp32", format="fp32").run("cpu", "cpu")
     assert calls == [False] * differing
 
 
-def test_the_last_of_several_calls_is_judged(monkeypatch):
+def test_the_last_of_several_calls_is_compared(monkeypatch):
     def wrong_each_time(a: dict[str, Any]) -> None:
         a["out"][0, 0, 0] = torch.nan
 
-    sabotage(monkeypatch, after=wrong_each_time)
+    change_decode(monkeypatch, after=wrong_each_time)
     with pytest.raises(AssertionError, match="NaN pattern"):
         DecodeLaunch(calls=3).run("cpu", "cpu")
 
@@ -124,50 +116,46 @@ def test_the_last_of_several_calls_is_judged(monkeypatch):
 # --- what is found ------------------------------------------------------------------------------
 
 
-def with_a_split_left_out(a: dict[str, Any]) -> dict[str, Any]:
-    plan = a["splits"]
-    is_plan = isinstance(plan, DecodePlanTensors)
-    return {"splits": plan._replace(items=plan.items[:-1])} if is_plan else {}
-
-
 def with_one_element_off(a: dict[str, Any]) -> None:
     if 65 in a["kv_lens"].tolist():
         a["out"][-1, -1, -1] += 0.1
 
 
-def with_a_stray_write(a: dict[str, Any]) -> None:
-    a["layer"].payload[-1, -1].view(torch.uint8)[-1] ^= 1
-
-
-BEFORE: dict[str, Change] = {
-    "drops the last key": lambda a: {"kv_lens": (a["kv_lens"] - 1).clamp_min(0)},
-    "reads past the end": lambda a: {"kv_lens": a["kv_lens"] + 1},
-    "scales scores by 1.02": lambda a: {"softmax_scale": 1.02 * a["softmax_scale"]},
-    "ignores the sign of the scale": lambda a: {"softmax_scale": abs(a["softmax_scale"])},
-    "does not mask the tail": lambda a: {"mask": NULL},
-    "ignores the sink": lambda a: {"sink": None},
-    "ignores q_scale": lambda a: {"q_scale": None},
-    "leaves a split out": with_a_split_left_out,
-}
-AFTER: dict[str, Change] = {
-    "is off in one element where a request has 65 keys": with_one_element_off,
-    "leaves a row unwritten": lambda a: a["out"][-1:].fill_(torch.nan),
-    "adds to lse": lambda a: a["lse"].add_(1e-3),
-    "writes to the cache": with_a_stray_write,
-}
-
-
-@pytest.mark.parametrize("fault", [*BEFORE, *AFTER])
-def test_a_wrong_kernel_is_found_within_a_hundred_launches(fault, monkeypatch):
-    changes = {"before": BEFORE[fault]} if fault in BEFORE else {"after": AFTER[fault]}
-    sabotage(monkeypatch, **changes)
+def every_launch_is_right() -> None:
     outcome = run(Settings(("mla_decode",), seed=0, launches=100, **ON_CPU))
-    assert outcome.miss is not None
+    if outcome.miss is None:
+        return
     assert outcome.num_done == outcome.miss.launch + 1
+    raise AssertionError(outcome.miss.error)
+
+
+def mutation(name: str, before: Before = lambda a: {}, after: After = lambda a: None) -> Mutation:
+    return of_kernel("mla_decode", name, by_name(before, after), every_launch_is_right)
+
+
+MUTATIONS = [
+    mutation("drops the last key", keyless),
+    mutation("reads past the end", lambda a: {"kv_lens": a["kv_lens"] + 1}),
+    mutation("scales scores by 1.02", rescaled),
+    mutation("ignores the sign of the scale", lambda a: {"softmax_scale": abs(a["softmax_scale"])}),
+    mutation("does not mask the tail", unmasked),
+    mutation("ignores the sink", without("sink")),
+    mutation("ignores q_scale", without("q_scale")),
+    mutation("leaves a split out", with_a_split_left_out),
+    mutation("is off in one element where a request has 65 keys", after=with_one_element_off),
+    mutation("leaves a row unwritten", after=lambda a: a["out"][-1:].fill_(torch.nan)),
+    mutation("adds to lse", after=lambda a: a["lse"].add_(1e-3)),
+    mutation("writes to the cache", after=with_a_stray_write),
+]
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
+def test_a_mutant_is_killed_within_a_hundred_launches(mutation, monkeypatch):
+    mutation.assert_killed(monkeypatch)
 
 
 def test_a_miss_prints_a_command_that_makes_that_launch_again(monkeypatch):
-    sabotage(monkeypatch, after=with_one_element_off)
+    change_decode(monkeypatch, after=with_one_element_off)
     code, output = invoke("--seed", "2", "--launches", "100", "--device", "cpu", "--backend", "cpu")
     assert code == 1
     assert "mla_decode is wrong on cpu, seed 2, launch " in output
@@ -272,7 +260,7 @@ def test_calls_of_each_launch_are_made_and_named(monkeypatch):
         if len(made) == 7:
             a["out"][...] = 7.0
 
-    sabotage(monkeypatch, after=wrong_at_last)
+    change_decode(monkeypatch, after=wrong_at_last)
     code, output = invoke(*arguments, "--calls", "7")
     assert (code, len(made)) == (1, 7)
     assert "out of call 7: " in output

@@ -1,4 +1,4 @@
-"""The judge is judged: assert_matches takes correct results and rejects impostors."""
+"""assert_matches takes correct results and rejects wrong ones."""
 
 from __future__ import annotations
 
@@ -111,34 +111,34 @@ def one_element(row: Tensor, other: Tensor) -> Tensor:
     return torch.cat([row[:-1], row[-1:] + 0.1])
 
 
-IMPOSTORS = [zero, swap, scale_by_one_percent, negate, rotate_by_one, one_element]
+WRONG_ROWS = [zero, swap, scale_by_one_percent, negate, rotate_by_one, one_element]
 
 
 @pytest.mark.parametrize("columns", [64, 128, 512])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("impostor", IMPOSTORS, ids=lambda f: f.__name__)
-def test_one_wrong_row_is_found_and_named(impostor, dtype, columns):
+@pytest.mark.parametrize("wrong_row", WRONG_ROWS, ids=lambda f: f.__name__)
+def test_one_wrong_row_is_found_and_named(wrong_row, dtype, columns):
     for seed in range(6):
         generator = torch.Generator().manual_seed(seed)
         exact, actual = rounded_rows(dtype, generator, (4, 16, columns))
         naive = exact.float()
         assert_matches("out", actual, exact, naive)
-        actual[2, 5] = impostor(exact[2, 5], exact[2, 6]).to(dtype)
+        actual[2, 5] = wrong_row(exact[2, 5], exact[2, 6]).to(dtype)
         with pytest.raises(
             AssertionError, match=r"out: 1 of 64 rows are wrong, worst row \[2, 5\]"
         ):
             assert_matches("out", actual, exact, naive)
 
 
-@pytest.mark.parametrize("impostor", [zero, swap, scale_by_one_percent], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("wrong_row", [zero, swap, scale_by_one_percent], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("num_keys", [17, 300])
-def test_one_wrong_row_of_a_real_attention_is_found(impostor, num_keys, generator):
+def test_one_wrong_row_of_a_real_attention_is_found(wrong_row, num_keys, generator):
     scores, v = attention(num_keys, 512, torch.bfloat16, generator)
     exact, _ = softmax_oracle(scores, v, torch.float64)
     naive, _ = softmax_oracle(scores, v, torch.float32)
     out, _ = careful_kernel(scores, v, torch.bfloat16)
     assert_matches("out", out, exact, naive)
-    out[100] = impostor(exact[100], exact[101]).to(out.dtype)
+    out[100] = wrong_row(exact[100], exact[101]).to(out.dtype)
     with pytest.raises(AssertionError, match=r"worst row \[100\]"):
         assert_matches("out", out, exact, naive)
 

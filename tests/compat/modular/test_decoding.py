@@ -34,7 +34,7 @@ from tests.compat.modular.parameters import (
     pages_and_heads,
     windowed_masks,
 )
-from tests.replaced_launchers import replace_launcher
+from tests.kernel_launchers import replace_launcher
 
 pytestmark = pytest.mark.usefixtures("place")
 

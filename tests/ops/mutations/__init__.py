@@ -1,0 +1,26 @@
+"""Mutations of the CPU kernels, one module for each topic."""
+
+from __future__ import annotations
+
+from tests.mutations import Mutation
+from tests.ops.mutations import (
+    decode,
+    fp8,
+    indexer,
+    matmul,
+    merge,
+    norm_rope_quant,
+    prefill,
+    sparse,
+)
+
+MUTATIONS: list[Mutation] = [
+    *decode.MUTATIONS,
+    *fp8.MUTATIONS,
+    *indexer.MUTATIONS,
+    *matmul.MUTATIONS,
+    *merge.MUTATIONS,
+    *norm_rope_quant.MUTATIONS,
+    *prefill.MUTATIONS,
+    *sparse.MUTATIONS,
+]
