@@ -1,0 +1,127 @@
+"""The figures of the pages are those of the data files, and speeds are what their times give."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from statistics import median
+
+import pytest
+from snippets import table
+
+ROOT = Path(__file__).parents[2]
+MEASURED = (ROOT / "docs" / "measured.md").read_text(encoding="utf-8")
+SPEED = re.compile(r"(\d+(?:\.\d+)?)x (faster|slower)")
+
+
+def times(file: str) -> dict[str, dict[str, float]]:
+    """Medians in microseconds: workload → who was timed → us."""
+    report = json.loads((ROOT / "docs" / "data" / file).read_text(encoding="utf-8"))
+    found: dict[str, dict[str, float]] = {}
+    for row in report["rows"]:
+        found.setdefault(row["workload"], {})[row["contender"]] = row["p50_us"]
+    return found
+
+
+def section(heading: str) -> str:
+    _, _, rest = MEASURED.partition(f"# {heading}\n")
+    assert rest, heading
+    return re.split(r"^#+ ", rest, flags=re.MULTILINE)[0]
+
+
+def workload(cell: str) -> str:
+    batch, heads, q_len, tokens = cell.split(", ")
+    new_tokens = "" if q_len == "1" else f"-q{q_len}"
+    return f"decode-bf16-b{batch}-h{heads}{new_tokens}-{tokens}"
+
+
+DECODE = times("h200-decode.json")
+HOST = times("h200-decode-host.json")
+GRID = times("h200-grid.json")
+
+
+@pytest.mark.parametrize("row", table(section("H200: decode"), "b, h, q_len, tokens"))
+def test_decode_times_are_those_of_the_data(row):
+    measured = DECODE[workload(row[0])]
+    shown = [f"{measured[name]:.1f}" for name in ("mlakit", "flash_mla", "fa3")]
+    speeds = [f"{measured[peer] / measured['mlakit']:.2f}x faster" for peer in ("flash_mla", "fa3")]
+    assert row[1:6] == [*shown, *speeds]
+
+
+@pytest.mark.parametrize("row", table(section("Host time of a call"), "b, h, q_len, tokens"))
+def test_host_times_are_those_of_the_data(row):
+    measured = HOST[workload(row[0])]
+    names = (
+        "mlakit",
+        "planned in the call",
+        "mlakit, graph replay",
+        "flash_mla",
+        "fa3",
+        "empty kernel",
+    )
+    assert row[1:7] == [f"{measured[name]:.1f}" for name in names]
+    assert row[7] == f"{measured['flash_mla'] / measured['mlakit']:.2f}x faster"
+
+
+def against_the_faster_peer() -> list[float]:
+    return [min(each["flash_mla"], each["fa3"]) / each["mlakit"] for each in GRID.values()]
+
+
+def test_the_grid_is_summed_up_rightly():
+    speeds = against_the_faster_peer()
+    text = " ".join(section("A grid of shapes").split())
+    assert f"{len(speeds)} shapes" in text
+    assert f"{max(speeds):.2f}x faster at best" in text
+    assert f"{1 / min(speeds):.2f}x slower at worst" in text
+    faster = sum(speed >= 1 for speed in speeds)
+    assert f"faster or equal on {faster} of {len(speeds)} shapes" in text
+    assert f"the median is {median(speeds):.2f}x faster" in text
+
+
+def tables(text: str) -> list[tuple[list[str], list[list[str]]]]:
+    """Every table as its header and its rows."""
+    found = []
+    for block in re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE):
+        header, _, *rows = (
+            [cell.strip() for cell in line.split("|")[1:-1]] for line in block.splitlines()
+        )
+        found.append((header, rows))
+    return found
+
+
+def first_number(cell: str) -> float:
+    return float(re.findall(r"\d+(?:\.\d+)?", cell)[0])
+
+
+OTHERS = {"quiet": "quiet, ms", "bf16": "bf16 cache, us", "that": "separate torch.compile, us"}
+
+
+def wrong_speeds(text: str) -> list[str]:
+    """Speeds in the columns "against …" that the times of their row do not give within 3 %.
+
+    Some are medians over rounds, which differ from the quotient of two medians by a little.
+    """
+    wrong = []
+    for header, rows in tables(text):
+        for column, title in enumerate(header):
+            if not title.startswith("against "):
+                continue
+            name = title.removeprefix("against ")
+            before = header[:column]
+            theirs = OTHERS.get(name) or [each for each in before if each.startswith(name)][-1]
+            named = ("mlakit", "us", "beside", "with a plan", "3.6.0: mlakit", "3.9.0: mlakit")
+            ours = [each for each in before if each.startswith(named)][
+                -1 if "mlakit" in "".join(before) else 0
+            ]
+            for row in rows:
+                if not row[column]:
+                    continue
+                speed, direction = SPEED.search(row[column]).groups()
+                quotient = first_number(row[header.index(theirs)]) / first_number(
+                    row[header.index(ours)]
+                )
+                expected = quotient if direction == "faster" else 1 / quotient
+                if abs(float(speed) / expected - 1) > 0.03:
+                    wrong.append(f"{title}: {row[column]} where times give {expected:.2f}")
+    return wrong
