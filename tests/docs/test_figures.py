@@ -90,38 +90,56 @@ def tables(text: str) -> list[tuple[list[str], list[list[str]]]]:
     return found
 
 
+# the column of times that "against …" means, where it has another name
+COLUMNS = {"bf16": "bf16 cache", "that": "separate torch.compile"}
+OURS = re.compile(r"us|with a plan|.*\bmlakit\b.*")
+
+
+def last_column(header: list[str], end: int, matches) -> int:
+    return max(column for column in range(end) if matches(header[column]))
+
+
 def first_number(cell: str) -> float:
     return float(re.findall(r"\d+(?:\.\d+)?", cell)[0])
 
 
-OTHERS = {"quiet": "quiet, ms", "bf16": "bf16 cache, us", "that": "separate torch.compile, us"}
-
-
 def wrong_speeds(text: str) -> list[str]:
-    """Speeds in the columns "against …" that the times of their row do not give within 3 %.
-
-    Some are medians over rounds, which differ from the quotient of two medians by a little.
-    """
+    """Speeds in columns "against …" that the times in their row do not give within 3 %: some are
+    medians of the rounds' own ratios, which differ a little from the quotient of two medians."""
     wrong = []
     for header, rows in tables(text):
         for column, title in enumerate(header):
-            if not title.startswith("against "):
+            if not title.startswith("against ") or not SPEED.search(rows[0][column]):
                 continue
             name = title.removeprefix("against ")
-            before = header[:column]
-            theirs = OTHERS.get(name) or [each for each in before if each.startswith(name)][-1]
-            named = ("mlakit", "us", "beside", "with a plan", "3.6.0: mlakit", "3.9.0: mlakit")
-            ours = [each for each in before if each.startswith(named)][
-                -1 if "mlakit" in "".join(before) else 0
-            ]
+            name = COLUMNS.get(name, name)
+            theirs = last_column(header, column, lambda cell, n=name: cell.split(",")[0] == n)
+            ours = last_column(header, column, lambda cell: OURS.fullmatch(cell))
             for row in rows:
                 if not row[column]:
                     continue
                 speed, direction = SPEED.search(row[column]).groups()
-                quotient = first_number(row[header.index(theirs)]) / first_number(
-                    row[header.index(ours)]
-                )
+                quotient = first_number(row[theirs]) / first_number(row[ours])
                 expected = quotient if direction == "faster" else 1 / quotient
                 if abs(float(speed) / expected - 1) > 0.03:
-                    wrong.append(f"{title}: {row[column]} where times give {expected:.2f}")
+                    wrong.append(f"{row[0]}: {row[column]} where times give {expected:.2f}")
     return wrong
+
+
+def test_speeds_are_those_of_the_times_beside_them():
+    assert wrong_speeds(MEASURED) == []
+
+
+def test_the_checker_of_speeds_sees():
+    head = "| b | mlakit, us | FA3, us | against FA3 |\n|---|---|---|---|\n"
+    assert wrong_speeds(head + "| 1 | 10 | 12 | 1.20x faster |\n") == []
+    assert len(wrong_speeds(head + "| 1 | 10 | 12 | 1.30x faster |\n")) == 1
+    assert len(wrong_speeds(head + "| 1 | 10 | 12 | 1.20x slower |\n")) == 1
+
+
+def test_no_speed_is_a_ratio_below_one():
+    assert re.findall(r"\b0\.\d+x\b", MEASURED) == []
+
+
+def test_most_tables_have_speeds():
+    assert len([each for each, _ in tables(MEASURED) if "against" in " ".join(each)]) >= 11
