@@ -67,3 +67,10 @@ def table(markdown: str, header: str) -> list[list[str]]:
 
 def numbers(cell: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", cell)]
+
+
+def boasts(text: str) -> list[str]:
+    """Praise, and "faster than" without a figure before it."""
+    words = ("fastest on", "blazing", "state-of-the-art", "speedup", "best-in-class")
+    bare = re.findall(r"(?<!\dx )\bfaster than (?:flash|deepgemm|vllm)\w*", text.lower())
+    return [word for word in words if word in text.lower()] + bare

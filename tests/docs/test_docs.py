@@ -21,6 +21,7 @@ from mlakit.kernels.hopper import support as hopper
 from tests.docs.snippets import (
     FENCE,
     angles_by_hand,
+    boasts,
     ends_in_a_check,
     examples,
     numbers,
@@ -66,6 +67,12 @@ def test_examples_take_their_angles_from_the_model():
     assert {name.partition(":")[0] for name in rotating} >= {"quickstart.md", "max.md"}
     assert not [name for name in rotating if angles_by_hand(EXAMPLES[name].code)]
     assert angles_by_hand("angle = p * f\nfreqs = torch.stack([angle.cos(), angle.sin()], -1)")
+
+
+def test_the_quick_start_appends_decodes_steps_and_wraps_a_foreign_cache():
+    code = "\n".join(each.code for name, each in EXAMPLES.items() if "quickstart" in name)
+    for call in ("norm_rope_quant_append(", "mla_decode(", "mla_step(", "sparse_mla(", ".wrap("):
+        assert call in code
 
 
 def test_the_pages_that_teach_have_examples():
@@ -180,13 +187,6 @@ def test_a_command_that_a_page_names_exists_with_its_options(arguments):
 def test_the_pages_name_commands():
     named = {arguments[0] for arguments in commands()}
     assert {"demo", "bench", "explain", "support", "doctor", "check"} <= named
-
-
-def boasts(text: str) -> list[str]:
-    """Praise, and "faster than" without a figure before it."""
-    words = ("fastest on", "blazing", "state-of-the-art", "speedup", "best-in-class")
-    bare = re.findall(r"(?<!\dx )\bfaster than (?:flash|deepgemm|vllm)\w*", text.lower())
-    return [word for word in words if word in text.lower()] + bare
 
 
 def test_the_pages_keep_to_what_was_measured():

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from statistics import median
 
 import pytest
-from snippets import table
 
-ROOT = Path(__file__).parents[2]
+from tests.docs.snippets import table
+from tests.paths import ROOT
+
 MEASURED = (ROOT / "docs" / "measured.md").read_text(encoding="utf-8")
 SPEED = re.compile(r"(\d+(?:\.\d+)?)x (faster|slower)")
 
@@ -143,3 +143,42 @@ def test_no_speed_is_a_ratio_below_one():
 
 def test_most_tables_have_speeds():
     assert len([each for each, _ in tables(MEASURED) if "against" in " ".join(each)]) >= 11
+
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_readme_shows_rows_of_the_measured_table():
+    measured = [row[:6] for row in table(section("H200: decode"), "b, h, q_len, tokens")]
+    shown = table(README, "b, h, q_len, tokens")
+    assert len(shown) >= 3
+    assert [row for row in shown if row not in measured] == []
+
+
+def ranges(text: str) -> dict[tuple[str, str], tuple[float, float]]:
+    """ "1.08x to 1.75x faster than FlashMLA" → ("faster", "FlashMLA"): (1.08, 1.75)."""
+    pattern = r"([\d.]+)x to ([\d.]+)x (faster|slower) than ([A-Z][\w-]*\w)"
+    found = re.findall(pattern, " ".join(text.split()))
+    return {(way, peer): (float(low), float(high)) for low, high, way, peer in found}
+
+
+def spread(heading: str, column: str) -> tuple[float, float]:
+    """The least and the largest speed in a column of a table of `measured.md`."""
+    ((header, rows),) = (each for each in tables(section(heading)) if column in each[0])
+    speeds = [first_number(row[header.index(column)]) for row in rows]
+    return min(speeds), max(speeds)
+
+
+def test_the_readme_gives_the_range_of_every_speed():
+    first, rest = README.partition("**Fast decode.**")[2].split("**What is not fast yet.**")
+    fast, slow = ranges(first), ranges(rest.partition("## ")[0])
+    assert fast["faster", "FlashMLA"] == spread("H200: decode", "against FlashMLA")
+    assert fast["faster", "FlashAttention-3"] == spread("H200: decode", "against FA3")
+    assert slow["slower", "FlashAttention-3"] == spread("Dense prefill", "against FA3")
+    said = " ".join(rest.split())
+    for topic, heading in (
+        ("sparse decode is", "Sparse decode"),
+        ("sparse prefill", "Sparse prefill"),
+    ):
+        low, high = spread(heading, "against FlashMLA")
+        assert f"{topic} {low}x to {high}x slower than FlashMLA" in said

@@ -7,15 +7,14 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from mlakit import cli, knobs, ops
-from mlakit.formats import FORMATS, row_codec
-from mlakit.geometry import MLAGeometry, RowShape
+from mlakit import cli, ops
+from mlakit.formats import row_codec
+from mlakit.geometry import MLAGeometry
 from tests.docs.snippets import (
     FENCE,
-    angles_by_hand,
+    boasts,
     ends_in_a_check,
     examples,
-    numbers,
     output_of,
     table,
 )
@@ -37,38 +36,17 @@ def test_examples_run_and_print_what_they_say(heading):
 @pytest.mark.parametrize("heading", EXAMPLES)
 def test_examples_end_in_a_check_or_a_printed_value(heading):
     assert ends_in_a_check(EXAMPLES[heading])
-    assert len(EXAMPLES[heading].code.splitlines()) <= 20
 
 
-def test_examples_take_their_angles_from_the_model():
-    rotating = [example.code for example in EXAMPLES.values() if "freqs" in example.code]
-    assert rotating
-    assert not any(map(angles_by_hand, rotating))
-
-
-def test_there_are_examples_of_decode_a_step_and_a_foreign_cache():
-    code = "\n".join(example.code for example in EXAMPLES.values())
-    for call in ("mla_decode(", "mla_step(", ".wrap("):
-        assert call in code
+def test_the_first_example_is_a_decode_in_ten_lines():
+    code = next(iter(EXAMPLES.values())).code
+    assert "mla_decode(" in code
+    assert len([line for line in code.splitlines() if line]) <= 10
 
 
 def test_op_table_names_every_op():
     public = {name for name in ops.__all__ if name.islower()}
     assert {name for name, _ in table(README, "op")} == public
-
-
-def test_format_table_gives_the_bytes_of_the_code():
-    found = {}
-    for names, columns, size, _ in table(README, "format"):
-        for name in names.split(", "):
-            row = RowShape(*numbers(columns))
-            assert sum(numbers(size)) == row_codec(name, row).bytes_per_token, name
-            found[name] = numbers(size)
-            codec = row_codec(name, row)
-            if codec.scale_dtype is not None:
-                beside = codec.scale_elements * codec.scale_dtype.itemsize
-                assert numbers(size) == [codec.bytes_per_token - beside, beside]
-    assert tuple(found) == FORMATS
 
 
 def test_the_saving_of_the_first_lines_is_that_of_the_geometry():
@@ -77,18 +55,6 @@ def test_the_saving_of_the_first_lines_is_that_of_the_geometry():
     first_lines = README.partition("```")[0]
     assert f"{row} bytes in bf16" in first_lines
     assert f"{model.num_heads} heads take {2 * model.expanded_elements_per_token}" in first_lines
-
-
-def test_knob_table_gives_the_defaults_and_meanings_of_the_code():
-    shown = {True: "on", False: "off"}
-    expected = [
-        [knob.variable, shown.get(knob.default, str(knob.default)), knob.meaning]
-        for knob in knobs.REGISTRY.values()
-    ]
-    assert table(README, "variable") == expected
-    for row in table(README, "variable"):
-        knob = next(knob for knob in knobs.REGISTRY.values() if knob.variable == row[0])
-        assert knob.parse(row[1]) == knob.default
 
 
 def shell_commands() -> list[list[str]]:
@@ -131,5 +97,4 @@ def test_links_lead_somewhere():
 
 
 def test_the_readme_keeps_to_what_was_measured():
-    boasts = ("fastest", "blazing", "state-of-the-art", "speedup", "faster than", "best-in-class")
-    assert [word for word in boasts if word in README.lower()] == []
+    assert boasts(README) == []

@@ -14,6 +14,7 @@ from typer.main import get_command
 
 from mlakit import cli, dispatch, knobs
 from mlakit.geometry import PRESETS
+from tests.docs.snippets import table
 from tests.paths import ROOT
 
 PAGES = {
@@ -125,6 +126,17 @@ def test_generated_tables_have_a_row_for_everything():
     assert rows["knobs"] == [knob.variable for knob in knobs.REGISTRY.values()]
     assert rows["support"] == list(dispatch.OPS)
     assert rows["models"] == list(PRESETS)
+
+
+def test_the_knob_table_gives_the_defaults_and_meanings_of_the_code():
+    rows = table(f"\n{generated_parts.knob_table()}\n", "variable")
+    for knob, (variable, default, meaning) in zip(knobs.REGISTRY.values(), rows, strict=True):
+        assert (variable, meaning) == (knob.variable, knob.meaning)
+        assert knob.parse(default) == knob.default
+
+
+def test_a_page_has_the_knob_table():
+    assert "<!-- generated: knobs -->" in PAGES["backends.md"]
 
 
 def test_every_command_is_in_the_table_and_every_suite_has_its_method():

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 import mlakit
-from mlakit import knobs
 from tests.paths import ROOT
 
 if sys.version_info >= (3, 11):
@@ -342,21 +341,6 @@ def test_the_name_checker_sees():
 @pytest.mark.parametrize("topic", TOPICS)
 def test_every_topic_has_an_oracle(topic):
     assert f"reference/{topic}.py" in SOURCES
-
-
-def documented_knobs(readme: str) -> set[str]:
-    """Variables that have a row in a table of the README: `| MLAKIT_… | …`."""
-    return set(re.findall(r"^\| *`?(MLAKIT_[A-Z0-9_]+)`? *\|", readme, flags=re.MULTILINE))
-
-
-def test_the_readme_documents_every_knob_and_no_other():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert documented_knobs(readme) == {knob.variable for knob in knobs.REGISTRY.values()}
-
-
-def test_the_knob_table_is_read_row_by_row():
-    readme = "Set MLAKIT_A.\n| variable | x |\n| `MLAKIT_B` | 1 |\n| MLAKIT_C_2 | see MLAKIT_D |\n"
-    assert documented_knobs(readme) == {"MLAKIT_B", "MLAKIT_C_2"}
 
 
 def test_extras_exist():
