@@ -1,4 +1,5 @@
 """CONTRIBUTING.md and docs/architecture.md: every path they name exists, with the symbols named.
+Other pages: every source file they name exists.
 
     `path` (`symbol`, `Class.method`)    a file, and what it defines
 
@@ -99,6 +100,12 @@ def test_the_checker_sees_what_is_renamed():
     assert missing("mlakit/masks.py", ["Masque"]) == ["mlakit/masks.py: Masque"]
     assert missing("mlakit/masks.py", ["Mask.gap"]) == ["mlakit/masks.py: Mask.gap"]
     assert missing("mlakit/masks.py", ["Tensor"]) == ["mlakit/masks.py: Tensor"]  # imported only
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.stem)
+def test_a_source_file_that_a_page_names_exists(page):
+    named = re.findall(r"\b(?:mlakit|scripts|tests)/[\w/]+\.py\b", page.read_text(encoding="utf-8"))
+    assert [path for path in named if not (ROOT / path).is_file()] == []
 
 
 def searches() -> list[tuple[str, str, str]]:
