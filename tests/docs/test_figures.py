@@ -20,7 +20,9 @@ def times(file: str) -> dict[str, dict[str, float]]:
     report = json.loads((ROOT / "docs" / "data" / file).read_text(encoding="utf-8"))
     found: dict[str, dict[str, float]] = {}
     for row in report["rows"]:
-        found.setdefault(row["workload"], {})[row["contender"]] = row["p50_us"]
+        found.setdefault(row["workload"], {})[row.get("implementation") or row["contender"]] = row[
+            "p50_us"
+        ]
     return found
 
 
