@@ -103,8 +103,8 @@ def _pack_splits(splits: Splits) -> Sequence[Any]:
 
 def _unpack_splits(sizes: list[int], plan: list[Tensor]) -> Splits:
     if plan:
-        items, worker_starts, partial_starts, empty_requests = plan
-        return DecodePlanTensors(items, worker_starts, partial_starts, empty_requests, *sizes)
+        items, cta_starts, partial_starts, empty_requests = plan
+        return DecodePlanTensors(items, cta_starts, partial_starts, empty_requests, *sizes)
     return EvenSplit(*sizes) if sizes else None
 
 

@@ -102,9 +102,7 @@ class DecodeBatch(PagedCase):
             return EvenSplit(self.num_splits)
         if self.num_workers:
             split = self.fixed_split or None
-            return plan_decode(
-                counts, num_workers=self.num_workers, tile=self.tile, fixed_split=split
-            )
+            return plan_decode(counts, num_ctas=self.num_workers, tile=self.tile, fixed_split=split)
         return None
 
     def q_scale(self, stage: Stage) -> Tensor | None:

@@ -395,14 +395,14 @@ CALLS: dict[str, Callable[[], Call]] = {
     "decode-shard": decode_shard,
     "decode-padded-window": lambda: decode_call(padded=True, mask=masks.sliding_window_causal(2)),
     "decode-fp8-plan": lambda: decode_call(
-        "fp8", tensor_scale=0.7, plan=plan_decode(KV_LENS, num_workers=3, tile=2)
+        "fp8", tensor_scale=0.7, plan=plan_decode(KV_LENS, num_ctas=3, tile=2)
     ),
     "decode-fp8-scale-tensor-flat": lambda: decode_call(
         "fp8", tensor_scale=torch.tensor([0.7]), flat=True, mask=masks.NULL
     ),
     "decode-block128-split": lambda: decode_call("fp8_block128", plan=EvenSplit(3)),
     "decode-block64-fixed-plan": lambda: decode_call(
-        "fp8_block64", plan=plan_decode(KV_LENS, num_workers=2, tile=2, fixed_split=4).tensors()
+        "fp8_block64", plan=plan_decode(KV_LENS, num_ctas=2, tile=2, fixed_split=4).tensors()
     ),
     "append": append_call,
     "append-fp8-flat": lambda: append_call("fp8", flat=True, tensor_scale=0.02),

@@ -164,12 +164,12 @@ PREFILL: list[tuple[Change, str]] = [
 DECODE: list[tuple[Change, str]] = [
     (lambda q, kv, w, b: {"mask": None}, "mask must be a Mask, got NoneType"),
     (
-        lambda q, kv, w, b: {"plan": plan_decode(STALE, num_workers=2)},
+        lambda q, kv, w, b: {"plan": plan_decode(STALE, num_ctas=2)},
         f"plan must be made for kv_lens {KV_LENS}, got {STALE}",
     ),
     (
         lambda q, kv, w, b: {
-            "plan": plan_decode((12, 5, 9, 4, 1, 15), num_workers=2, tile=4).tensors()
+            "plan": plan_decode((12, 5, 9, 4, 1, 15), num_ctas=2, tile=4).tensors()
         },
         "plan must be made for kv_lens[2] = 18 keys, got 9",
     ),
@@ -189,14 +189,14 @@ DECODE: list[tuple[Change, str]] = [
     (
         lambda q, kv, w, b: {
             "rows": int32([[1]] * 22),
-            "plan": plan_decode(KV_LENS, num_workers=2),
+            "plan": plan_decode(KV_LENS, num_ctas=2),
         },
         "plan must be an EvenSplit with rows, got a DecodePlan",
     ),
     (
         lambda q, kv, w, b: {
             "rows": int32([[1]] * 22),
-            "plan": plan_decode(KV_LENS, num_workers=2).tensors(),
+            "plan": plan_decode(KV_LENS, num_ctas=2).tensors(),
         },
         "plan must be an EvenSplit with rows, got a DecodePlan",
     ),

@@ -57,8 +57,8 @@ def test_decode_under_every_mask(mask):
     "plan",
     [
         EvenSplit(3),
-        plan_decode(STEPS["bf16"].kv_lens, num_workers=5, tile=2),
-        plan_decode(STEPS["bf16"].kv_lens, num_workers=5, tile=2).tensors(),
+        plan_decode(STEPS["bf16"].kv_lens, num_ctas=5, tile=2),
+        plan_decode(STEPS["bf16"].kv_lens, num_ctas=5, tile=2).tensors(),
     ],
     ids=["even", "planned", "planned-tensors"],
 )

@@ -84,8 +84,8 @@ def test_a_plan_is_for_one_query_each_unless_told(flat, place: Place):
 @interpreted
 def test_the_scratch_of_a_plan_is_two_partials_a_worker_at_most(place: Place):
     plan = plan_of(call_of({}).on(place.device))
-    num_workers = plan.worker_starts.shape[0] - 1
-    assert plan.max_partials <= 2 * num_workers
+    num_ctas = plan.cta_starts.shape[0] - 1
+    assert plan.max_partials <= 2 * num_ctas
     assert plan.partial_starts[-1] <= plan.max_partials
     if not place.on_cpu_backend:
         assert plan.partial_starts[-1] > 0  # or nothing here is cut

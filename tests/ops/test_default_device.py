@@ -134,7 +134,7 @@ def test_allocators_and_plans():
             allocator.page_table([]),
             allocator.kv_lens(sequences),
             allocator.kv_lens([]),
-            *plan_decode(KV_LENS, num_workers=3, tile=2).tensors("cpu")[:4],
+            *plan_decode(KV_LENS, num_ctas=3, tile=2).tensors("cpu")[:4],
             *(prefill.buffer_row_offsets, prefill.cache_offsets, prefill.buffer_lengths),
             *(empty.buffer_row_offsets, empty.cache_offsets, empty.buffer_lengths),
             shuffled_pages(2, [3, 1], 9, torch.Generator().manual_seed(0)),

@@ -194,11 +194,11 @@ WRONG: dict[str, list[tuple[Callable[[dict[str, Any]], dict[str, Any]], str]]] =
             "TypeError: kv_shard must be (rank, world, interleave), got (0,)",
         ),
         (
-            lambda a: {"plan": plan_decode((5, 6, 8, 1, 4), num_workers=2, tile=2)},
+            lambda a: {"plan": plan_decode((5, 6, 8, 1, 4), num_ctas=2, tile=2)},
             "ValueError: plan must be made for kv_lens[2] = 9 keys, got 8",
         ),
         (
-            lambda a: {"plan": plan_decode((5, 6, 9, 1, 4, 2), num_workers=2, tile=2)},
+            lambda a: {"plan": plan_decode((5, 6, 9, 1, 4, 2), num_ctas=2, tile=2)},
             "ValueError: plan must be made for this batch, got another batch size",
         ),
         (
@@ -502,7 +502,7 @@ WRONG: dict[str, list[tuple[Callable[[dict[str, Any]], dict[str, Any]], str]]] =
             "TypeError: extra.rows must be a tensor, got NoneType",
         ),
         (
-            lambda a: {"plan": plan_decode((5,), num_workers=1)},
+            lambda a: {"plan": plan_decode((5,), num_ctas=1)},
             "TypeError: plan must be an EvenSplit, got DecodePlan",
         ),
         (

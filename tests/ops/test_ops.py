@@ -508,7 +508,7 @@ def of_requests(call: Call, requests: Sequence[int]) -> Call:
             return value._replace(rows=value.rows[chosen], topk_lens=value.topk_lens[chosen])
         if isinstance(value, (DecodePlan, DecodePlanTensors)):
             kv_lens = [KV_LENS[b] for b in requests]
-            return plan_decode(kv_lens, num_workers=2, tile=2, fixed_split=4)
+            return plan_decode(kv_lens, num_ctas=2, tile=2, fixed_split=4)
         if name in PER_TOKEN and value is not None:
             return value[chosen]
         if name in PER_KEY:

@@ -28,7 +28,7 @@ LAYERS = (
     "_version autocast knobs names releases reprs",
     "columns model_config options",
     "checks geometry",
-    "formats masks rope",
+    "formats masks rope split_heuristic",
     "reference layouts",
     "holders slots",
     "cache pages plan specs",

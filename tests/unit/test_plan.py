@@ -13,26 +13,26 @@ from mlakit.plan import (
     DecodePlan,
     PrefillPlan,
     WorkItem,
-    partition_ranges,
     plan_decode,
     plan_prefill,
 )
+from mlakit.split_heuristic import equal_key_ranges
 
 properties = settings(max_examples=150, deadline=None)
 
 lengths = st.lists(st.integers(0, 700), max_size=12)
-workers = st.integers(1, 40)
+ctas = st.integers(1, 40)
 tiles = st.integers(1, 80)
 
 
 def loads(plan: DecodePlan) -> list[int]:
-    """Tiles of each worker."""
+    """Tiles of each CTA."""
     return [
         sum(
             -(-(item.last_key - item.first_key) // plan.tile)
-            for item in plan.items[plan.worker_starts[w] : plan.worker_starts[w + 1]]
+            for item in plan.items[plan.cta_starts[c] : plan.cta_starts[c + 1]]
         )
-        for w in range(plan.num_workers)
+        for c in range(plan.num_ctas)
     ]
 
 
@@ -51,12 +51,12 @@ def assert_well_formed(plan: DecodePlan) -> None:
     assert all(item.first_key < item.last_key for item in plan.items)
     assert all(item.first_key % plan.tile == 0 for item in plan.items)
     assert list(plan.items) == sorted(plan.items)
-    assert len(plan.worker_starts) == plan.num_workers + 1
-    assert plan.worker_starts[0] == 0
-    assert plan.worker_starts[-1] == len(plan.items)
-    for worker in range(plan.num_workers):
-        own = plan.items[plan.worker_starts[worker] : plan.worker_starts[worker + 1]]
-        assert all(item.worker == worker for item in own)
+    assert len(plan.cta_starts) == plan.num_ctas + 1
+    assert plan.cta_starts[0] == 0
+    assert plan.cta_starts[-1] == len(plan.items)
+    for cta in range(plan.num_ctas):
+        own = plan.items[plan.cta_starts[cta] : plan.cta_starts[cta + 1]]
+        assert all(item.cta == cta for item in own)
     empty = tuple(b for b, kv_len in enumerate(plan.kv_lens) if kv_len == 0)
     assert plan.empty_requests == empty
 
@@ -76,47 +76,47 @@ def assert_slots_belong_to_split_requests(plan: DecodePlan) -> None:
 
 
 @properties
-@given(lengths, workers, tiles)
-def test_decode_plan_covers_every_key_once(kv_lens, num_workers, tile):
-    plan = plan_decode(kv_lens, num_workers=num_workers, tile=tile)
+@given(lengths, ctas, tiles)
+def test_decode_plan_covers_every_key_once(kv_lens, num_ctas, tile):
+    plan = plan_decode(kv_lens, num_ctas=num_ctas, tile=tile)
     assert_well_formed(plan)
     assert_slots_belong_to_split_requests(plan)
 
 
 def even_load(plan: DecodePlan) -> int:
-    """Tiles of the longest worker if every request had as many parts as there are workers for."""
+    """Largest load of a CTA if every request had one split for each of its CTAs."""
     tiles = [ceil(kv_len / plan.tile) for kv_len in plan.kv_lens if kv_len]
-    parts = max(plan.num_workers // len(tiles), 1)
-    return ceil(max(tiles) / parts) * ceil(len(tiles) / plan.num_workers)
+    splits = max(plan.num_ctas // len(tiles), 1)
+    return ceil(max(tiles) / splits) * ceil(len(tiles) / plan.num_ctas)
 
 
 @properties
-@given(lengths, workers, tiles)
-def test_decode_plan_loads_are_balanced_or_even_within_a_tenth(kv_lens, num_workers, tile):
-    plan = plan_decode(kv_lens, num_workers=num_workers, tile=tile)
+@given(lengths, ctas, tiles)
+def test_decode_plan_loads_are_balanced_or_even_within_a_tenth(kv_lens, num_ctas, tile):
+    plan = plan_decode(kv_lens, num_ctas=num_ctas, tile=tile)
     total = total_tiles(plan)
-    share = ceil(total / num_workers)
+    share = ceil(total / num_ctas)
     assert sum(loads(plan)) == total
     if total and 10 * even_load(plan) <= 11 * share:
         assert max(loads(plan)) <= even_load(plan)
-        assert_no_worker_shares_a_cut_request(plan)
+        assert_no_cta_shares_a_split_request(plan)
     else:
         assert max(loads(plan)) == share
-        assert min(loads(plan)) == total // num_workers
+        assert min(loads(plan)) == total // num_ctas
 
 
-def assert_no_worker_shares_a_cut_request(plan: DecodePlan) -> None:
-    for worker in range(plan.num_workers):
-        own = plan.items[plan.worker_starts[worker] : plan.worker_starts[worker + 1]]
+def assert_no_cta_shares_a_split_request(plan: DecodePlan) -> None:
+    for cta in range(plan.num_ctas):
+        own = plan.items[plan.cta_starts[cta] : plan.cta_starts[cta + 1]]
         assert len(own) <= 1 or all(item.partial_slot == -1 for item in own)
 
 
 @properties
-@given(st.integers(1, 700), st.integers(1, 40), workers, tiles)
-def test_decode_plan_never_exceeds_the_share_of_equal_requests(kv_len, batch, num_workers, tile):
-    plan = plan_decode([kv_len] * batch, num_workers=num_workers, tile=tile)
-    assert 10 * max(loads(plan)) <= 11 * ceil(total_tiles(plan) / num_workers)
-    if num_workers % batch == 0 or batch % num_workers == 0:
+@given(st.integers(1, 700), st.integers(1, 40), ctas, tiles)
+def test_decode_plan_never_exceeds_the_share_of_equal_requests(kv_len, batch, num_ctas, tile):
+    plan = plan_decode([kv_len] * batch, num_ctas=num_ctas, tile=tile)
+    assert 10 * max(loads(plan)) <= 11 * ceil(total_tiles(plan) / num_ctas)
+    if num_ctas % batch == 0 or batch % num_ctas == 0:
         cuts = ranges_of(plan, 0)
         assert all(ranges_of(plan, request) == cuts for request in range(batch))
         sizes = [ceil((last - first) / tile) for first, last in cuts]
@@ -124,110 +124,110 @@ def test_decode_plan_never_exceeds_the_share_of_equal_requests(kv_len, batch, nu
 
 
 def test_decode_plan_leaves_equal_requests_whole():
-    plan = plan_decode([1280] * 128, num_workers=132)
-    assert [(item.worker, item.request) for item in plan.items] == [(b, b) for b in range(128)]
+    plan = plan_decode([1280] * 128, num_ctas=132)
+    assert [(item.cta, item.request) for item in plan.items] == [(b, b) for b in range(128)]
     assert plan.num_partials == 0
 
 
 def test_decode_plan_cuts_equal_requests_alike():
-    plan = plan_decode([4096] * 32, num_workers=264)
+    plan = plan_decode([4096] * 32, num_ctas=264)
     assert [item[:4] for item in plan.items] == [
-        (worker, worker // 8, worker % 8 * 512, worker % 8 * 512 + 512) for worker in range(256)
+        (cta, cta // 8, cta % 8 * 512, cta % 8 * 512 + 512) for cta in range(256)
     ]
 
 
 @properties
-@given(lengths, workers, tiles)
-def test_decode_plan_scratch_is_bounded_by_two_slots_a_worker(kv_lens, num_workers, tile):
-    plan = plan_decode(kv_lens, num_workers=num_workers, tile=tile)
-    for worker in range(num_workers):
-        own = plan.items[plan.worker_starts[worker] : plan.worker_starts[worker + 1]]
+@given(lengths, ctas, tiles)
+def test_decode_plan_scratch_is_bounded_by_two_slots_a_cta(kv_lens, num_ctas, tile):
+    plan = plan_decode(kv_lens, num_ctas=num_ctas, tile=tile)
+    for cta in range(num_ctas):
+        own = plan.items[plan.cta_starts[cta] : plan.cta_starts[cta + 1]]
         assert sum(item.partial_slot >= 0 for item in own) <= 2
-    assert len(plan.items) <= num_workers + max(len(kv_lens) - 1, 0)
+    assert len(plan.items) <= num_ctas + max(len(kv_lens) - 1, 0)
 
 
 @properties
-@given(lengths, workers, st.integers(1, 32), st.integers(1, 6))
-def test_fixed_split_depends_on_the_own_length_only(kv_lens, num_workers, tile, split_tiles):
+@given(lengths, ctas, st.integers(1, 32), st.integers(1, 6))
+def test_fixed_split_depends_on_the_own_length_only(kv_lens, num_ctas, tile, split_tiles):
     split = tile * split_tiles
-    plan = plan_decode(kv_lens, num_workers=num_workers, tile=tile, fixed_split=split)
+    plan = plan_decode(kv_lens, num_ctas=num_ctas, tile=tile, fixed_split=split)
     assert_well_formed(plan)
     assert_slots_belong_to_split_requests(plan)
     for request, kv_len in enumerate(kv_lens):
         own = [(k, min(k + split, kv_len)) for k in range(0, kv_len, split)]
-        alone = plan_decode([kv_len], num_workers=1, tile=tile, fixed_split=split)
+        alone = plan_decode([kv_len], num_ctas=1, tile=tile, fixed_split=split)
         assert ranges_of(plan, request) == ranges_of(alone, 0) == own
 
 
 @properties
-@given(lengths, workers, st.integers(1, 32), st.integers(1, 6))
+@given(lengths, ctas, st.integers(1, 32), st.integers(1, 6))
 def test_fixed_split_loads_are_within_one_split_of_the_even_share(
-    kv_lens, num_workers, tile, split_tiles
+    kv_lens, num_ctas, tile, split_tiles
 ):
-    plan = plan_decode(kv_lens, num_workers=num_workers, tile=tile, fixed_split=tile * split_tiles)
-    even = total_tiles(plan) / num_workers
+    plan = plan_decode(kv_lens, num_ctas=num_ctas, tile=tile, fixed_split=tile * split_tiles)
+    even = total_tiles(plan) / num_ctas
     assert all(abs(load - even) < split_tiles for load in loads(plan))
 
 
 @properties
-@given(lengths, workers)
-def test_decode_plan_is_deterministic(kv_lens, num_workers):
-    plan = plan_decode(kv_lens, num_workers=num_workers)
-    again = plan_decode(tuple(kv_lens), num_workers=num_workers)
+@given(lengths, ctas)
+def test_decode_plan_is_deterministic(kv_lens, num_ctas):
+    plan = plan_decode(kv_lens, num_ctas=num_ctas)
+    again = plan_decode(tuple(kv_lens), num_ctas=num_ctas)
     assert plan == again
     assert hash(plan) == hash(again)
 
 
 def test_decode_plan_example():
-    plan = plan_decode([200, 0, 64, 10], num_workers=3, tile=64)
+    plan = plan_decode([200, 0, 64, 10], num_ctas=3, tile=64)
     assert plan.items == (
-        WorkItem(worker=0, request=0, first_key=0, last_key=128, partial_slot=0),
-        WorkItem(worker=1, request=0, first_key=128, last_key=200, partial_slot=1),
-        WorkItem(worker=2, request=2, first_key=0, last_key=64, partial_slot=-1),
-        WorkItem(worker=2, request=3, first_key=0, last_key=10, partial_slot=-1),
+        WorkItem(cta=0, request=0, first_key=0, last_key=128, partial_slot=0),
+        WorkItem(cta=1, request=0, first_key=128, last_key=200, partial_slot=1),
+        WorkItem(cta=2, request=2, first_key=0, last_key=64, partial_slot=-1),
+        WorkItem(cta=2, request=3, first_key=0, last_key=10, partial_slot=-1),
     )
-    assert plan.worker_starts == (0, 1, 2, 4)
+    assert plan.cta_starts == (0, 1, 2, 4)
     assert plan.partial_starts == (0, 2, 2, 2, 2)
     assert plan.empty_requests == (1,)
     assert plan.num_partials == 2
 
 
 def test_fixed_split_example():
-    plan = plan_decode([200, 0, 64], num_workers=2, tile=64, fixed_split=128)
+    plan = plan_decode([200, 0, 64], num_ctas=2, tile=64, fixed_split=128)
     assert plan.items == (
-        WorkItem(worker=0, request=0, first_key=0, last_key=128, partial_slot=0),
-        WorkItem(worker=0, request=0, first_key=128, last_key=200, partial_slot=1),
-        WorkItem(worker=1, request=2, first_key=0, last_key=64, partial_slot=-1),
+        WorkItem(cta=0, request=0, first_key=0, last_key=128, partial_slot=0),
+        WorkItem(cta=0, request=0, first_key=128, last_key=200, partial_slot=1),
+        WorkItem(cta=1, request=2, first_key=0, last_key=64, partial_slot=-1),
     )
-    assert plan.worker_starts == (0, 2, 3)
+    assert plan.cta_starts == (0, 2, 3)
     assert plan.partial_starts == (0, 2, 2, 2)
 
 
 def test_decode_plan_is_copied_to_a_device_once():
-    plan = plan_decode([5, 0, 9], num_workers=2, tile=2)
+    plan = plan_decode([5, 0, 9], num_ctas=2, tile=2)
     assert plan.tensors() is plan.tensors("cpu") is plan.tensors(torch.device("cpu"))
     exact = torch.device("cpu", 0)
     assert plan.tensors(exact) is plan.tensors(exact)
-    assert plan == plan_decode([5, 0, 9], num_workers=2, tile=2)
+    assert plan == plan_decode([5, 0, 9], num_ctas=2, tile=2)
 
 
 def test_decode_plan_tensors_hold_the_plan():
-    plan = plan_decode([200, 0, 64, 10], num_workers=3)
+    plan = plan_decode([200, 0, 64, 10], num_ctas=3)
     tensors = plan.tensors("cpu")
     assert all(tensor.dtype == torch.int32 for tensor in tensors[:4])
     assert (tensors.tile, tensors.max_partials) == (64, plan.num_partials)
     assert tensors.host_items() == [item[1:] for item in plan.items]
     assert tensors.items.tolist() == [list(item[1:]) for item in plan.items]
-    assert tensors.worker_starts.tolist() == list(plan.worker_starts)
+    assert tensors.cta_starts.tolist() == list(plan.cta_starts)
     assert tensors.partial_starts.tolist() == list(plan.partial_starts)
     assert tensors.empty_requests.tolist() == list(plan.empty_requests)
 
 
 @pytest.mark.parametrize("kv_lens", [[], [0], [0, 0, 0]], ids=str)
 def test_decode_plan_without_keys_has_no_items(kv_lens):
-    plan = plan_decode(kv_lens, num_workers=4)
+    plan = plan_decode(kv_lens, num_ctas=4)
     assert plan.items == ()
-    assert plan.worker_starts == (0, 0, 0, 0, 0)
+    assert plan.cta_starts == (0, 0, 0, 0, 0)
     assert plan.empty_requests == tuple(range(len(kv_lens)))
     assert plan.tensors().items.shape == (0, 4)
 
@@ -235,13 +235,13 @@ def test_decode_plan_without_keys_has_no_items(kv_lens):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_workers": 0}, "num_workers must be at least 1, got 0"),
-        ({"num_workers": 1, "tile": 0}, "tile must be at least 1, got 0"),
+        ({"num_ctas": 0}, "num_ctas must be at least 1, got 0"),
+        ({"num_ctas": 1, "tile": 0}, "tile must be at least 1, got 0"),
         (
-            {"num_workers": 1, "fixed_split": 96},
+            {"num_ctas": 1, "fixed_split": 96},
             "fixed_split must be a multiple of tile, 64, got 96",
         ),
-        ({"num_workers": 1, "fixed_split": 0}, "fixed_split must be a multiple of tile, 64, got 0"),
+        ({"num_ctas": 1, "fixed_split": 0}, "fixed_split must be a multiple of tile, 64, got 0"),
     ],
     ids=str,
 )
@@ -254,19 +254,19 @@ def test_plan_decode_refuses_lengths_that_are_none():
     with pytest.raises(
         ValueError, match=r"^plan_decode: kv_lens\[1\] must not be negative, got -2$"
     ):
-        plan_decode([3, -2], num_workers=1)
+        plan_decode([3, -2], num_ctas=1)
     with pytest.raises(TypeError):
-        plan_decode([3.5], num_workers=1)
+        plan_decode([3.5], num_ctas=1)
 
 
 @properties
 @given(st.integers(0, 3000), st.integers(1, 80), st.integers(1, 200))
-def test_partitions_cover_every_key_once_in_whole_pages(kv_len, num_partitions, granularity):
-    ranges = partition_ranges(kv_len, num_partitions, granularity)
-    assert len(ranges) == num_partitions
+def test_equal_splits_cover_every_key_once_in_whole_pages(kv_len, num_splits, granularity):
+    ranges = equal_key_ranges(kv_len, num_splits, granularity)
+    assert len(ranges) == num_splits
     assert [k for first, last in ranges for k in range(first, last)] == list(range(kv_len))
     pages = ceil(kv_len / granularity)
-    per = ceil(pages / num_partitions) * granularity
+    per = ceil(pages / num_splits) * granularity
     for first, last in ranges:
         if first == last:
             assert (first, last) == (kv_len, kv_len)
@@ -275,33 +275,33 @@ def test_partitions_cover_every_key_once_in_whole_pages(kv_len, num_partitions, 
             assert last - first == per or last == kv_len
 
 
-def test_partition_examples():
-    assert partition_ranges(300, 2, 128) == [(0, 256), (256, 300)]
-    # 3 pages in 5 parts: one page each, then nothing
-    assert partition_ranges(300, 5, 128) == [
+def test_equal_split_examples():
+    assert equal_key_ranges(300, 2, 128) == [(0, 256), (256, 300)]
+    # 3 blocks in 5 splits: one block each, then empty splits
+    assert equal_key_ranges(300, 5, 128) == [
         (0, 128),
         (128, 256),
         (256, 300),
         (300, 300),
         (300, 300),
     ]
-    # 5 pages in 4 parts: ceil gives two pages each, and the last part nothing
-    assert partition_ranges(5, 4, 1) == [(0, 2), (2, 4), (4, 5), (5, 5)]
-    assert partition_ranges(0, 2, 64) == [(0, 0), (0, 0)]
+    # 5 blocks in 4 splits: ceil gives two blocks each, and the last split none
+    assert equal_key_ranges(5, 4, 1) == [(0, 2), (2, 4), (4, 5), (5, 5)]
+    assert equal_key_ranges(0, 2, 64) == [(0, 0), (0, 0)]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ((-1, 1, 1), "kv_len must not be negative, got -1"),
-        ((1, 0, 1), "num_partitions must be at least 1, got 0"),
+        ((1, 0, 1), "num_splits must be at least 1, got 0"),
         ((1, 1, 0), "granularity must be at least 1, got 0"),
     ],
     ids=str,
 )
-def test_partition_ranges_refuses_sizes(arguments, message):
-    with pytest.raises(ValueError, match=f"^partition_ranges: {message}$"):
-        partition_ranges(*arguments)
+def test_equal_key_ranges_refuses_sizes(arguments, message):
+    with pytest.raises(ValueError, match=f"^equal_key_ranges: {message}$"):
+        equal_key_ranges(*arguments)
 
 
 def walk_the_line(

@@ -426,7 +426,7 @@ def test_plans_are_told_apart_by_their_numbers(op):
     assert call.ran == 2
     call(plan._replace(max_partials=3))
     assert call.ran == 3
-    plan.worker_starts.resize_(1)
+    plan.cta_starts.resize_(1)
     call(plan)
     assert call.ran == 4
 

@@ -100,8 +100,8 @@ SHOWN: dict[str, tuple[Callable[[], object], str]] = {
         "buffer_lengths=int32 [16] on cpu)",
     ),
     "plan-tensors": (
-        lambda: plan_decode([5, 9], num_workers=1, tile=16).tensors(),
-        "DecodePlanTensors(items=int32 [2, 4] on cpu, worker_starts=int32 [2] on cpu, "
+        lambda: plan_decode([5, 9], num_ctas=1, tile=16).tensors(),
+        "DecodePlanTensors(items=int32 [2, 4] on cpu, cta_starts=int32 [2] on cpu, "
         "partial_starts=int32 [3] on cpu, empty_requests=int32 [0] on cpu, tile=16, "
         "max_partials=0, slot_rows=0, num_tokens=0)",
     ),

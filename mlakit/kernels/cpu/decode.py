@@ -22,7 +22,8 @@ from mlakit.kernels.cpu.softmax import OnlineSoftmax
 from mlakit.kernels.cpu.workers import for_each
 from mlakit.kernels.cpu.workspace import rows_that_fit
 from mlakit.masks import Mask
-from mlakit.plan import DecodePlanTensors, EvenSplit, partition_ranges, plan_decode
+from mlakit.plan import DecodePlanTensors, EvenSplit, plan_decode
+from mlakit.split_heuristic import equal_key_ranges
 
 KEY_SPAN = 2048  # keys of an item where no plan divides them: a long request is shared by threads
 KEY_TILE = 4096  # rows: every tile costs some twenty calls of torch (docs/measured.md, CPU)
@@ -121,7 +122,7 @@ def plan_mla_decode(
 ) -> DecodePlanTensors:
     """No request is cut: one is attended after the other."""
     lengths = [shard.local_count(kv_len) for kv_len in kv_lens.tolist()]
-    return plan_decode(lengths, num_workers=1).tensors(kv_lens.device)
+    return plan_decode(lengths, num_ctas=1).tensors(kv_lens.device)
 
 
 def _query_tile(heads: int, row: RowShape, num_spans: int) -> int:
@@ -145,7 +146,7 @@ def _spans(
             or [(0, 0)]
             for length in lengths
         ]
-    return [partition_ranges(length, splits.num_splits, SPLIT_GRANULARITY) for length in lengths]
+    return [equal_key_ranges(length, splits.num_splits, SPLIT_GRANULARITY) for length in lengths]
 
 
 def _attend_span(

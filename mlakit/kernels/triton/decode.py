@@ -34,8 +34,9 @@ from mlakit.kernels.triton.rows import (
     value_unit,
 )
 from mlakit.masks import Mask
-from mlakit.plan import DETERMINISTIC_SPLIT_KEYS, DecodePlanTensors, EvenSplit
+from mlakit.plan import DecodePlanTensors, EvenSplit
 from mlakit.replay import workspace
+from mlakit.split_heuristic import DETERMINISTIC_SPLIT_KEYS
 
 
 def mla_decode(
@@ -106,7 +107,7 @@ def mla_decode(
         lse,
         partial_out,
         partial_lse,
-        *((plan.items, plan.worker_starts, plan.partial_starts) if plan else (None, None, None)),
+        *((plan.items, plan.cta_starts, plan.partial_starts) if plan else (None, None, None)),
         # a scale of 0 would turn the −inf of a hidden key into NaN
         max(abs(softmax_scale) * log2(e) * host_scale, SMALLEST_SCALE),
         host_scale,
@@ -270,7 +271,7 @@ def _schedule(
     row_tiles = triton.cdiv(rows, config.block_m)
     slot_rows = row_tiles * config.block_m
     if isinstance(splits, DecodePlanTensors):
-        num_workers = splits.worker_starts.shape[0] - 1
+        num_workers = splits.cta_starts.shape[0] - 1
         slot_rows = rows_per_slot(splits, rows=slot_rows, all_rows=all_rows, v_width=v_width)
         return Schedule((row_tiles, num_workers), slot_rows, splits.max_partials)
     if isinstance(splits, EvenSplit):

@@ -1,5 +1,5 @@
 """The split heuristic on the device: the plan of a decode batch, made by one kernel from lengths
-that the host does not read. `mlakit.plan.plan_decode` is its twin on the host.
+that the host does not read. `mlakit.split_heuristic` is its twin on the host.
 
 Maths      even, where that is nearly as good as balanced: every request in as many equal splits as
            there are workers per request, or whole requests where they outnumber the workers. Else
@@ -24,8 +24,9 @@ from mlakit.cache import KVShard
 from mlakit.kernels.triton.launch import launch
 from mlakit.kernels.triton.primitives import mask_interval
 from mlakit.masks import Mask
-from mlakit.plan import EVEN_TENTHS, DecodePlanTensors
+from mlakit.plan import DecodePlanTensors
 from mlakit.replay import workspace
+from mlakit.split_heuristic import EVEN_SPLIT_MAX_LOAD_TENTHS
 
 ELEMENTS = 512  # items of requests that are written together
 # those of a plan's items, then q_first, q_len, kv_len of the request, and one spare: a kernel reads
@@ -77,7 +78,7 @@ def plan_decode(
 
     plan = DecodePlanTensors(
         items=int32(max_items, ITEM_COLUMNS),
-        worker_starts=int32(num_workers + 1),
+        cta_starts=int32(num_workers + 1),
         partial_starts=int32(batch + 1),
         empty_requests=int32(0),
         tile=tile,
@@ -90,7 +91,7 @@ def plan_decode(
         q_starts,
         kv_lens,
         plan.items,
-        plan.worker_starts,
+        plan.cta_starts,
         plan.partial_starts,
         batch,
         heads,
@@ -109,7 +110,7 @@ def plan_decode(
         REQUESTS=requests,
         ITEMS=ELEMENTS // requests,
         LINE_TYPE=_line_type(batch * (capacity // tile + 2), num_workers),
-        EVEN_TENTHS=EVEN_TENTHS,
+        EVEN_TENTHS=EVEN_SPLIT_MAX_LOAD_TENTHS,
         COLUMNS=ITEM_COLUMNS,
         num_warps=4,
     )
@@ -118,7 +119,11 @@ def plan_decode(
 
 def _line_type(longest_line: int, num_workers: int) -> tl.dtype:
     """Holds positions on the line times workers, and loads times tenths."""
-    return tl.int32 if longest_line * max(num_workers, EVEN_TENTHS) < 2**31 else tl.int64
+    return (
+        tl.int32
+        if longest_line * max(num_workers, EVEN_SPLIT_MAX_LOAD_TENTHS) < 2**31
+        else tl.int64
+    )
 
 
 @triton.jit

@@ -184,7 +184,7 @@ def kernel_in_call(tokens: int = 1, **given: object) -> str:
     [
         {"deterministic": True},
         {"plan": EvenSplit(2)},
-        {"plan": plan_decode([64], num_workers=1, fixed_split=64)},
+        {"plan": plan_decode([64], num_ctas=1, fixed_split=64)},
     ],
     ids=["deterministic", "even split", "fixed split"],
 )

@@ -53,7 +53,7 @@ def worker_items(plan: DecodePlanTensors) -> list[list[list[int]]]:
         [request, first // TILE, last // TILE, slot]
         for request, first, last, slot in plan.host_items()
     ]
-    return [items[begin:end] for begin, end in pairwise(plan.worker_starts.tolist())]
+    return [items[begin:end] for begin, end in pairwise(plan.cta_starts.tolist())]
 
 
 def loads(plan: DecodePlanTensors) -> list[int]:
@@ -70,7 +70,7 @@ def test_triton_plans_give_every_key_to_one_worker(seed):
         slot_rows=slot_rows,
         capacity=3000 if seed % 2 else 2**40,  # the arithmetic is wide where it must be
     )
-    starts = plan.worker_starts.tolist()
+    starts = plan.cta_starts.tolist()
     assert starts[0] == 0
     assert starts == sorted(starts)
     assert starts[-1] <= len(kv_lens) + num_workers
@@ -126,8 +126,8 @@ def test_triton_plans_are_those_of_the_host(kv_lens, num_workers):
     """The two twins of the split heuristic."""
     batch = len(kv_lens)
     made = make_plan([1] * batch, kv_lens, num_workers=num_workers, min_tiles=1)
-    expected = plan_on_host(kv_lens, num_workers=num_workers, tile=TILE)
-    assert made.worker_starts.tolist() == list(expected.worker_starts)
+    expected = plan_on_host(kv_lens, num_ctas=num_workers, tile=TILE)
+    assert made.cta_starts.tolist() == list(expected.cta_starts)
     assert made.partial_starts.tolist() == list(expected.partial_starts)
     assert made.host_items() == [
         (item.request, item.first_key, -(-item.last_key // TILE) * TILE, item.partial_slot)
@@ -176,7 +176,7 @@ def test_triton_plans_are_even_but_for_a_request_without_room():
 
 def test_triton_plans_without_queries_have_no_items():
     plan = make_plan([0, 0], [5, 100])
-    assert plan.worker_starts.tolist() == [0, 0, 0, 0]
+    assert plan.cta_starts.tolist() == [0, 0, 0, 0]
     assert plan.partial_starts.tolist() == [0, 0, 0]
 
 
@@ -206,7 +206,7 @@ def test_triton_plans_with_own_splits_depend_on_one_request_at_a_time(own, split
         assert [slot for _, _, slot in made] == (
             list(range(slots[request], slots[request + 1])) if is_split else [-1] * len(splits)
         )
-    starts = plan.worker_starts.tolist()
+    starts = plan.cta_starts.tolist()
     assert starts == sorted(starts)
     assert (starts[0], starts[-1]) == (0, len(items))
     assert max(last - first for first, last in pairwise(starts)) == -(-len(items) // num_workers)

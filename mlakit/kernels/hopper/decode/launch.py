@@ -57,8 +57,9 @@ from mlakit.kernels.triton.decode_merge import merge_partials, rows_per_slot
 from mlakit.kernels.triton.decode_plan import OwnSplits, plan_decode
 from mlakit.kernels.triton.launch import launch, target
 from mlakit.masks import Mask
-from mlakit.plan import DETERMINISTIC_SPLIT_KEYS, DecodePlanTensors, EvenSplit
+from mlakit.plan import DecodePlanTensors, EvenSplit
 from mlakit.replay import workspace
+from mlakit.split_heuristic import DETERMINISTIC_SPLIT_KEYS
 
 E4M3 = torch.float8_e4m3fn
 KERNELS: dict[str, Any] = {
@@ -128,7 +129,7 @@ def mla_decode(
     options = {} if cache.config.MAX_REGISTERS is None else {"maxnreg": cache.config.MAX_REGISTERS}
     launch(
         KERNELS[kernel],
-        (request_tiles, plan.worker_starts.shape[0] - 1),
+        (request_tiles, plan.cta_starts.shape[0] - 1),
         q_tiles,
         rope_tiles,
         cache.kv,
@@ -146,7 +147,7 @@ def mla_decode(
             *(q_starts.stride(0), kv_lens.stride(0), page_table.stride(1)),
         ),
         Schedule(
-            *(plan.items, plan.worker_starts, plan.partial_starts),
+            *(plan.items, plan.cta_starts, plan.partial_starts),
             None if kernel == "m64_bf16" else head_tiles,
         ),
         OutputArguments(
