@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from mlakit.cache import WHOLE, CacheLayer, KVShard, PagedLatentCache, PageTable
+from mlakit.cache import UNSHARDED, CacheLayer, KVShard, PagedLatentCache, PageTable
 from mlakit.checks import E4M3, FLOATS, Dims, values_visible
 from mlakit.masks import Mask
 from mlakit.ops._one_query_each import one_query_each
@@ -110,7 +110,7 @@ def check_seen_rows(
     mask: Mask,
     q_starts: Tensor,
     kv_lens: list[int],
-    shard: KVShard = WHOLE,
+    shard: KVShard = UNSHARDED,
 ) -> None:
     """Every row that some query sees is in the page table, and inside the pool."""
     first, last = [], []

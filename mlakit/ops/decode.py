@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mlakit import dispatch
-from mlakit.cache import WHOLE, CacheLayer, KVShard, PagedLatentCache, PageTable
+from mlakit.cache import UNSHARDED, CacheLayer, KVShard, PagedLatentCache, PageTable
 from mlakit.checks import Dims
 from mlakit.knobs import Backend, DecodeKernel
 from mlakit.masks import CAUSAL, Mask
@@ -260,7 +260,7 @@ def _lie_evenly(rows: Tensor) -> bool:
 
 def as_shard(op: str, shard: tuple[int, int, int] | None) -> KVShard:
     if shard is None:
-        return WHOLE
+        return UNSHARDED
     if not isinstance(shard, tuple) or len(shard) not in (2, 3):
         raise TypeError(f"{op}: kv_shard must be (rank, world, interleave), got {shard!r}")
     # here, not only in the op's body: a replayed call does not run it, and 2.0 equals 2
@@ -302,7 +302,7 @@ def check_plan(
     q_lens: Sequence[int],
     kv_lens: Sequence[int],
     mask: Mask,
-    shard: KVShard = WHOLE,
+    shard: KVShard = UNSHARDED,
 ) -> None:
     """A plan is for the lengths it was made from: a stale one would leave keys out."""
     ranges: list[list[tuple[int, int]]] = [[] for _ in kv_lens]

@@ -135,7 +135,7 @@ REFUSALS = [
         "footer-pages-with-gaps",
         lambda: PagedLatentCache.wrap(torch.zeros(4, 3, 600, dtype=torch.uint8)[..., :584], V4),
         ValueError,
-        "blocks must have contiguous pages, a row every 584 bytes, got one every 600",
+        "blocks must have contiguous pages, row stride 584, got row stride 600",
     ),
     Refusal(
         "meta",
@@ -156,7 +156,7 @@ REFUSALS = [
                 4, 3, width, dtype=dtype, format=format, scales=torch.ones(4, 3, 1)
             ),
             ValueError,
-            f"scales must be None for format {format}, which keeps none in a tensor of their own, "
+            f"scales must be None for format {format}, which has no separate scales tensor, "
             "got a tensor",
         )
         for format, dtype, width in [

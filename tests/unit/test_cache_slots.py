@@ -41,7 +41,7 @@ def visibility(request):
     if request.param == "seen":
         yield
         return
-    with mock.patch("mlakit.cache.values_visible", return_value=False):
+    with mock.patch("mlakit.cache.pool.values_visible", return_value=False):
         yield
 
 
@@ -170,7 +170,7 @@ ROW_REFUSALS = [
         torch.tensor([5, -1, 3, 5, -1]),
         torch.zeros(5, 576),
         ValueError,
-        "slots must name every row once, got 5 in slots[0] and slots[3]",
+        "slots must be unique, got 5 in slots[0] and slots[3]",
     ),
 ]
 
@@ -218,7 +218,7 @@ def test_slots_outside_are_not_touched_where_they_cannot_be_seen(format, device,
     slots = torch.tensor([12, -2, 7, -1, 2**40, -(2**40), 2], device=device)
     rows = random_rows(7, pool.row, generator).to(device)
     before = snapshot(**tensors_of(pool))
-    with mock.patch("mlakit.cache.values_visible", return_value=False):
+    with mock.patch("mlakit.cache.pool.values_visible", return_value=False):
         layer.write(slots, rows)
         read = layer.read(slots)
     written = torch.zeros(2, 4, 3, dtype=torch.bool)
@@ -253,12 +253,22 @@ def test_slots_on_a_gpu_are_skipped_without_a_synchronisation_and_checked_when_a
 @pytest.mark.parametrize(
     ("sources", "targets", "error", "message"),
     [
-        ([0, 1], [2], ValueError, "targets must be as many as the sources, 2, got 1"),
-        ([0], [2, 3], ValueError, "targets must be as many as the sources, 1, got 2"),
+        ([0, 1], [2], ValueError, "targets must have as many entries as sources, 2, got 1"),
+        ([0], [2, 3], ValueError, "targets must have as many entries as sources, 1, got 2"),
         ([4], [0], ValueError, "sources[0] must be below the 4 pages of the pool, got 4"),
         ([0], [-1], ValueError, "targets[0] must be at least 0, got -1"),
-        ([0, 1], [2, 2], ValueError, "targets[1] must be no other target and no source, got 2"),
-        ([0, 1], [2, 0], ValueError, "targets[1] must be no other target and no source, got 0"),
+        (
+            [0, 1],
+            [2, 2],
+            ValueError,
+            "targets[1] must not be a source or another target, got 2",
+        ),
+        (
+            [0, 1],
+            [2, 0],
+            ValueError,
+            "targets[1] must not be a source or another target, got 0",
+        ),
         ([0.0], [1], TypeError, "sources[0] must be an integer, got float"),
         ([True], [2], TypeError, "sources[0] must be an integer, got bool"),
     ],

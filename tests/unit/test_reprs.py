@@ -12,9 +12,9 @@ from torch import Tensor
 
 import mlakit
 from mlakit.cache import CacheLayer, PagedLatentCache
+from mlakit.cache.layer_views import CacheTensors
 from mlakit.compat.modular import KVCollection
 from mlakit.geometry import MLAGeometry
-from mlakit.holders import TensorHolder
 from mlakit.ops import ExtraRows
 from mlakit.plan import plan_decode, plan_prefill
 from mlakit.reprs import shapes_repr
@@ -147,7 +147,7 @@ def holders() -> Iterator[type]:
 def test_no_public_class_shows_numbers(holder):
     own = holder.__repr__
     calls = own.__code__.co_names  # a named tuple cannot be given a function
-    assert own in (shapes_repr, TensorHolder.__repr__) or calls == ("shapes_repr",)
+    assert own in (shapes_repr, CacheTensors.__repr__) or calls == ("shapes_repr",)
 
 
 def test_the_holders_are_found():

@@ -353,7 +353,7 @@ def _launch(
     q_latent, q_rope = _split_query(step.q, layer)
     mla_decode(
         q_latent,
-        layer.alone,
+        layer.as_pool,
         step.page_table,
         step.kv_lens,
         softmax_scale=scale,

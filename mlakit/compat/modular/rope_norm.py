@@ -143,7 +143,7 @@ def append_step(
         kv,
         freqs_cis,
         gamma,
-        cache.layer.alone,
+        cache.layer.as_pool,
         cache.lookup_table,
         cache.kv_lens(row_offsets),
         row_offsets,

@@ -77,7 +77,7 @@ def mla_sm100_prefill_sparse(
 
     sparse_mla(
         q,
-        cache.layer.alone,
+        cache.layer.as_pool,
         rows,
         softmax_scale=scale,
         topk_lens=as_signed(topk_lengths),

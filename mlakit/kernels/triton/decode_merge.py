@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
-from mlakit.cache import WHOLE, KVShard
+from mlakit.cache import UNSHARDED, KVShard
 from mlakit.kernels.triton.configs import pick_decode_merge_config
 from mlakit.kernels.triton.decode_plan import find_tile, key_tiles, load_lengths, own_split_tiles
 from mlakit.kernels.triton.launch import INTERPRETED, launch, target
@@ -43,7 +43,7 @@ class RowTileSplits:
 
 
 # with a plan: masks and shards then compile no further kernels
-NO_SPLITS = RowTileSplits(0, 0, 0, 1, 1, NULL, WHOLE)
+NO_SPLITS = RowTileSplits(0, 0, 0, 1, 1, NULL, UNSHARDED)
 
 
 SMALL_SCRATCH_BYTES = 64 * 2**20

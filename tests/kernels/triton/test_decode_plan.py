@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlakit import knobs
-from mlakit.cache import WHOLE
+from mlakit.cache import UNSHARDED
 from mlakit.kernels.triton.decode_plan import OwnSplits, plan_decode
 from mlakit.masks import CAUSAL
 from mlakit.plan import DecodePlanTensors
@@ -39,7 +39,7 @@ def make_plan(q_lens: list[int], kv_lens: list[int], **sizes: Any) -> DecodePlan
     return plan_decode(
         torch.tensor([0, *accumulate(q_lens)], dtype=torch.int32, device=device),
         torch.tensor(kv_lens, dtype=torch.int32, device=device),
-        shard=WHOLE,
+        shard=UNSHARDED,
         mask=CAUSAL,
         heads=HEADS,
         tile=TILE,

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from mlakit import ops
-from mlakit.cache import PagedLatentCache, PageTable, row_codec, token_positions, token_slots
-from mlakit.formats import FORMATS
+from mlakit.cache import PagedLatentCache, PageTable, token_positions, token_slots
+from mlakit.formats import FORMATS, row_codec
 from mlakit.geometry import RowShape
 from mlakit.kernels.triton.configs import AppendConfig, pick_append_config
 from mlakit.workloads.stage import DTYPES

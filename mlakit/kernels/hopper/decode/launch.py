@@ -20,7 +20,7 @@ import triton
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from mlakit.cache import WHOLE, CacheLayer, KVShard
+from mlakit.cache import UNSHARDED, CacheLayer, KVShard
 from mlakit.formats import SMALLEST_SCALE
 from mlakit.kernels.hopper.decode.arguments import (
     Batch,
@@ -222,7 +222,7 @@ def _plan(
     return plan_decode(
         q_starts,
         kv_lens,
-        shard=WHOLE,
+        shard=UNSHARDED,
         mask=mask,
         heads=padded_heads,
         num_workers=max(num_sms * tiles.rows // max(rows, tiles.rows), 1),

@@ -1,7 +1,7 @@
-"""Objects that hold the tensors of a cache: how they are copied, and the views kept with them.
+"""The tensors of a pool or a layer: cached layer views, copies, pickles and reprs.
 
-A view shares the memory of a tensor. One that is kept must not be used once the tensor has other
-memory, must not keep memory that the tensor no longer has, and belongs to no copy of its owner.
+A cached view must not be used after its tensor gets other memory, must not keep freed memory alive,
+and is not copied or pickled with its pool.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from mlakit.cache.layouts import bits
 from mlakit.formats import RowCodec
-from mlakit.layouts import bits
 from mlakit.reprs import shown
 
-PLAIN = (Tensor, Parameter)  # other types may have no memory of their own
+PLAIN = (Tensor, Parameter)  # subclasses may have no memory of their own
 LayerT = TypeVar("LayerT")
 
 
 class View(NamedTuple):
-    """Where a tensor lies in the storage of another."""
+    """The position of a tensor in the storage of another one."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -31,37 +31,37 @@ class View(NamedTuple):
     storage_offset: int
 
     def into(self, tensor: Tensor) -> Tensor:
-        """The tensor that lies there in the storage of `tensor`."""
+        """The tensor at this position in the storage of `tensor`."""
         empty = torch.empty(0, dtype=self.dtype, device=tensor.device)
         storage = tensor.untyped_storage()
         return empty.set_(storage, self.storage_offset, self.shape, self.stride)
 
 
-def view_within(part: Tensor, whole: Tensor) -> View | None:
-    """Where `part` lies in the storage of `whole`; None where it has a storage of its own."""
-    if part.untyped_storage()._cdata != whole.untyped_storage()._cdata:
+def view_within(tensor: Tensor, base: Tensor) -> View | None:
+    """The position of `tensor` in the storage of `base`; None if their storages differ."""
+    if tensor.untyped_storage()._cdata != base.untyped_storage()._cdata:
         return None
-    return View(part.dtype, tuple(part.shape), part.stride(), int(part.storage_offset()))
+    return View(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
 
-class TensorHolder:
-    """How a pool and a layer are copied and pickled: as their fields, without what is kept beside
-    them. A kept view would be of the original's memory, or of a second copy of it."""
+class CacheTensors:
+    """The fields that a pool and a layer share. Copies and pickles have these fields only: a cached
+    view would point to the memory of the original."""
 
     codec: RowCodec
     payload: Tensor
     scales: Tensor | None
     tensor_scale: float | Tensor
 
-    def __copy__(self: HolderT) -> HolderT:
-        return replace(self)  # type: ignore[type-var]  # they are dataclasses
+    def __copy__(self: CacheTensorsT) -> CacheTensorsT:
+        return replace(self)  # type: ignore[type-var]  # subclasses are dataclasses
 
     def __getstate__(self) -> dict[str, object]:
-        # scales in the payload's storage as a place there: else pickle would part the two
+        # scales in the payload's storage stay there: pickle alone would separate the two
         within = None if self.scales is None else view_within(self.scales, self.payload)
         return {
             "codec": self.codec,
-            "payload": bits(self.payload),  # which pickle takes, unlike e4m3
+            "payload": bits(self.payload),  # bytes: pickle does not support e4m3
             "scales": within or self.scales,
             "tensor_scale": self.tensor_scale,
         }
@@ -85,33 +85,33 @@ class TensorHolder:
         )
 
 
-HolderT = TypeVar("HolderT", bound=TensorHolder)
+CacheTensorsT = TypeVar("CacheTensorsT", bound=CacheTensors)
 
 
 class LayerViews(Generic[LayerT]):
-    """Layers of a pool that were asked for, and what tells that its memory is still the same.
+    """The cached layer views of a pool, and the properties of its tensors that keep them valid.
 
-    It keeps neither the pool nor its tensors: the layers are let go with the tensors they are of.
+    Holds no reference to the pool or its tensors: views are dropped with the tensors.
     """
 
     __slots__ = ("_codec", "_payload", "_scales", "_tensor_scale", "layers")
 
-    def __init__(self, pool: TensorHolder) -> None:
+    def __init__(self, pool: CacheTensors) -> None:
         self.layers: dict[int, LayerT] = {}
         self._codec, self._tensor_scale = pool.codec, pool.tensor_scale
-        self._payload = _facts(pool.payload, self.layers)
-        self._scales = None if pool.scales is None else _facts(pool.scales, self.layers)
+        self._payload = _identity(pool.payload, self.layers)
+        self._scales = None if pool.scales is None else _identity(pool.scales, self.layers)
 
-    def are_of(self, pool: TensorHolder) -> bool:
-        """Are the tensors of `pool` the same objects, with the memory they had?
+    def is_current(self, pool: CacheTensors) -> bool:
+        """Whether the tensors of `pool` are the same objects with the same memory.
 
-        Written out, because every eager call of an op waits for it.
+        Written without a loop: every eager call of an op runs it.
         """
         tensor, scales = pool.payload, self._scales
-        # tensors can be given other memory in place: set_, resize_, .data
-        known, address, shape, stride, dtype = self._payload
+        # set_, resize_ and .data replace the memory of a tensor in place
+        tensor_ref, address, shape, stride, dtype = self._payload
         if (
-            known() is not tensor
+            tensor_ref() is not tensor
             or tensor.data_ptr() != address
             or tensor.stride() != stride
             or tensor.shape != shape
@@ -123,9 +123,9 @@ class LayerViews(Generic[LayerT]):
             return False
         if scales is None or pool.scales is None:
             return scales is None and pool.scales is None
-        tensor, (known, address, shape, stride, dtype) = pool.scales, scales
+        tensor, (tensor_ref, address, shape, stride, dtype) = pool.scales, scales
         return (
-            known() is tensor
+            tensor_ref() is tensor
             and tensor.data_ptr() == address
             and tensor.stride() == stride
             and tensor.shape == shape
@@ -134,21 +134,21 @@ class LayerViews(Generic[LayerT]):
         )
 
 
-def _facts(
+def _identity(
     tensor: Tensor, views: dict[int, Any]
 ) -> tuple[weakref.ref[Tensor], int, torch.Size, tuple[int, ...], torch.dtype]:
-    """What `LayerViews` compares; `views` of the tensor are let go with it."""
-    known = weakref.ref(tensor, lambda _: views.clear())
-    return known, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+    """What `LayerViews` compares; `views` are dropped with the tensor."""
+    tensor_ref = weakref.ref(tensor, lambda _: views.clear())
+    return tensor_ref, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def has_lasting_views(pool: TensorHolder) -> bool:
-    """Can views of its tensors be kept? Not of those that require grad or have no memory."""
+def can_cache_views(pool: CacheTensors) -> bool:
+    """Whether views of its tensors can be cached: they need memory, and no grad."""
     try:
         return all(
             type(tensor) in PLAIN and not tensor.requires_grad and tensor.data_ptr() >= 0
             for tensor in (pool.payload, pool.scales)
             if tensor is not None
         )
-    except RuntimeError:  # there is no address
+    except RuntimeError:  # data_ptr of a tensor without memory
         return False

@@ -1,25 +1,16 @@
-"""The paged latent cache: storage, layers, foreign tensors seen without a copy, page tables.
-
-A pool is `num_pages` pages of `page_size` rows, for each of `num_layers` layers. A *slot* is the
-physical address of a row, `page * page_size + offset`, the same in every layer. Token t of a
-request lives in the page its page table names at column t // page_size, at offset t % page_size.
-"""
+"""The storage of a paged latent cache: a pool of pages, and one layer of it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from mlakit.checks import FLOATS, Dims, values_visible
-from mlakit.formats import Format, PageFooterCodec, RowCodec, known_format, row_codec
-from mlakit.geometry import MLAGeometry, RowShape
-from mlakit.holders import LayerViews, TensorHolder, has_lasting_views
-from mlakit.layouts import (
+from mlakit.cache.layer_views import CacheTensors, LayerViews, can_cache_views
+from mlakit.cache.layouts import (
     as_integers,
     bits,
     check_rows,
@@ -27,28 +18,35 @@ from mlakit.layouts import (
     infer_format,
     new_tensors,
     refuse_scales,
-    retyped,
+    view_as_payload,
     wrap_footer_pages,
     wrap_index_key_pages,
 )
-from mlakit.slots import (
+from mlakit.cache.page_table import (
+    PageTable,
+    from_host,
+    request_slots,
+    token_requests,
+    token_slots,
+)
+from mlakit.cache.slot_checks import (
     SKIPPED,
-    check_rows_for,
+    check_rows_for_slots,
     check_slot_values,
     check_slots,
-    check_slots_differ,
+    check_slots_unique,
 )
+from mlakit.checks import FLOATS, Dims, values_visible
+from mlakit.formats import Format, PageFooterCodec, RowCodec, known_format, row_codec
+from mlakit.geometry import MLAGeometry, RowShape
 
-PageTable: TypeAlias = Tensor | tuple[Tensor, Tensor]
-"""int32 [batch, max_pages] page ids; or (kv_starts [batch + 1], slots), one flat list of rows."""
-
-# elements; torch has one thread copy a slice of 2**15, and pieces just below that gain less
-PIECE_ELEMENTS = 2**14
+# elements; torch copies a slice of 2**15 with one thread, and slices just below that gain less
+GATHER_ELEMENTS = 2**14
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class CacheLayer(TensorHolder):
-    """One layer of a pool: what an attention kernel is handed."""
+class CacheLayer(CacheTensors):
+    """One layer of a pool: what an attention kernel takes."""
 
     codec: RowCodec
     payload: Tensor  # [num_pages, page_size, codec.payload_elements]
@@ -57,25 +55,25 @@ class CacheLayer(TensorHolder):
 
     @property
     def page_size(self) -> int:
-        """Rows of a page."""
+        """Rows per page."""
         return self.payload.shape[1]
 
     @property
-    def alone(self) -> PagedLatentCache:
-        """A pool of this layer only, sharing its memory."""
+    def as_pool(self) -> PagedLatentCache:
+        """A pool with this layer only, in the same memory."""
         scales = None if self.scales is None else self.scales[None]
         return PagedLatentCache(self.codec, self.payload[None], scales, self.tensor_scale)
 
     @property
     def num_slots(self) -> int:
-        """Rows of the layer: every slot is below this."""
+        """Rows of the layer; slots are in [0, num_slots)."""
         return self.payload.shape[0] * self.payload.shape[1]
 
     def read(self, slots: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Rows [..., width] at int32 or int64 `slots` [...], dequantised.
 
-        A slot outside [0, num_slots), -1 included, is a ValueError. On a GPU slots are looked at
-        with `knobs.check_values` only: without it the row of such a slot is NaN.
+        A slot outside [0, num_slots), including -1, raises ValueError. On a GPU this needs
+        `knobs.check_values`; without it the row of such a slot is NaN.
         """
         dims = Dims("CacheLayer.read")
         check_slots(dims, slots, self.payload, self.num_slots)
@@ -90,7 +88,7 @@ class CacheLayer(TensorHolder):
         return rows.masked_fill(~inside.unsqueeze(-1), torch.nan)
 
     def read_unchecked(self, slots: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """`read` for callers that know their slots to be inside the pool: it looks at nothing."""
+        """`read` without checks, for slots that are known to be in [0, num_slots)."""
         page, offset = slots // self.page_size, slots % self.page_size
         scales = None if self.scales is None else self.scales[page, offset]
         payload = bits(self.payload)[page, offset].view(self.payload.dtype)
@@ -99,7 +97,7 @@ class CacheLayer(TensorHolder):
     def read_tokens(self, page_table: PageTable, request: int, first: int, last: int) -> Tensor:
         """Rows [last − first, width] float32 of tokens [first, last) of one request, dequantised.
 
-        Whole pages are gathered at a time; tokens of a single page are not copied to be read.
+        Gathers whole pages. Tokens of a single page are not copied before they are dequantised.
         """
         if isinstance(page_table, tuple):
             slots = request_slots(page_table, self.page_size, request, first, last)
@@ -116,16 +114,15 @@ class CacheLayer(TensorHolder):
         return self.codec.decode(tokens(self.payload), scales, tensor_scale=self.tensor_scale)
 
     def write(self, slots: Tensor, rows: Tensor, *, power_of_two_scales: bool = False) -> None:
-        """Quantise `rows` [..., width] into int32 or int64 `slots` [...], one row for each slot.
+        """Quantise `rows` [..., width] into int32 or int64 `slots` [...], one row per slot.
 
-        The row of slot -1 is skipped. Any other slot outside [0, num_slots), and a slot that is
-        there twice, is a ValueError, and nothing is written. On a GPU slots are looked at with
-        `knobs.check_values` only: without it every slot outside the pool is skipped, and a slot
-        that is there twice gets parts of either row.
+        Slot -1 is skipped. Any other slot outside [0, num_slots) and a duplicate slot raise
+        ValueError, and nothing is written. On a GPU this needs `knobs.check_values`; without it
+        every slot outside the pool is skipped, and a duplicate slot gets a mix of its rows.
         """
         dims = Dims("CacheLayer.write")
         check_slots(dims, slots, self.payload, self.num_slots)
-        check_rows_for(dims, slots, rows, self.codec.row.width)
+        check_rows_for_slots(dims, slots, rows, self.codec.row.width)
         if slots.numel() == 0:
             return
         visible = values_visible(slots)
@@ -135,7 +132,7 @@ class CacheLayer(TensorHolder):
         if not visible:
             self._write_inside(slots, rows, power_of_two_scales)
             return
-        check_slots_differ(dims, slots)
+        check_slots_unique(dims, slots)
         kept = slots != SKIPPED
         if not bool(kept.all()):
             slots, rows = slots[kept], rows[kept]
@@ -144,17 +141,17 @@ class CacheLayer(TensorHolder):
     def write_unchecked(
         self, slots: Tensor, rows: Tensor, *, power_of_two_scales: bool = False
     ) -> None:
-        """`write` for callers that know their slots to be inside the pool: it skips none."""
+        """`write` without checks, for slots that are known to be in [0, num_slots)."""
         self._store(slots, *self._encoded(rows, power_of_two_scales))
 
     def _write_inside(self, slots: Tensor, rows: Tensor, power_of_two: bool) -> None:
-        """Skip the slots outside the pool without the host knowing which they are."""
+        """Skip the slots outside the pool without reading them on the host."""
         inside = (slots >= 0) & (slots < self.num_slots)
         index = torch.arange(len(slots), device=slots.device)
-        # a skipped entry repeats the write of another one, of the same bytes to the same slot
+        # a skipped entry repeats another write: the same bytes to the same slot
         index = torch.where(inside, index, inside.int().argmax())
         payload, scales = self._encoded(rows[index], power_of_two)
-        # where all are skipped, row 0 gets the bytes it has
+        # if all are skipped, row 0 is overwritten with its own bytes
         some = inside.any()
         payload = torch.where(some, as_integers(payload), as_integers(self.payload)[0, 0])
         if self.scales is not None and scales is not None:
@@ -171,72 +168,64 @@ class CacheLayer(TensorHolder):
             as_integers(self.scales)[page, offset] = as_integers(scales)
 
 
-def from_host(values: Sequence[int] | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of numbers known on the host; a GPU fetches it without making the host wait."""
-    host = torch.as_tensor(values, dtype=dtype, device="cpu")  # whatever torch's default device is
-    if device.type != "cuda" or not len(host):
-        return host.to(device)
-    return host.pin_memory().to(device, non_blocking=True)
-
-
 def _gather_pages(pool: Tensor, pages: Tensor) -> Tensor:
-    """The rows of `pages`, end to end: [pages · page_size, columns].
+    """The rows of `pages`, concatenated: [pages · page_size, columns].
 
-    Threads share the work of `index_select` only between slices that are small: packed pages are
-    therefore gathered in equal pieces.
+    `index_select` uses several threads only for small slices: contiguous pages are therefore
+    gathered in equal slices of at most `GATHER_ELEMENTS`.
     """
     _, page_size, columns = pool.shape
     sizes = (size for size in range(page_size, 0, -1) if page_size % size == 0)
-    rows = next((size for size in sizes if size * columns <= PIECE_ELEMENTS), 1)
-    pieces = page_size // rows
-    if pieces == 1 or not pool.is_contiguous():
+    rows = next((size for size in sizes if size * columns <= GATHER_ELEMENTS), 1)
+    per_page = page_size // rows
+    if per_page == 1 or not pool.is_contiguous():
         return pool.index_select(0, pages).flatten(0, 1)
-    index = pages.long()[:, None] * pieces + torch.arange(pieces, device=pages.device)
-    by_piece = pool.view(-1, rows * columns)
-    return by_piece.index_select(0, index.flatten()).view(-1, columns)
+    index = pages.long()[:, None] * per_page + torch.arange(per_page, device=pages.device)
+    slices = pool.view(-1, rows * columns)
+    return slices.index_select(0, index.flatten()).view(-1, columns)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PagedLatentCache(TensorHolder):
-    """A pool of latent rows: `allocate` makes one, `wrap` sees an engine's tensor as one."""
+class PagedLatentCache(CacheTensors):
+    """A pool of latent rows; `allocate` creates one, `wrap` views an engine's tensor as one."""
 
     codec: RowCodec
     payload: Tensor  # [num_layers, num_pages, page_size, codec.payload_elements], any strides
     scales: Tensor | None  # [num_layers, num_pages, page_size, codec.scale_elements]
-    tensor_scale: float | Tensor = 1.0  # of format "fp8": stored value = value / tensor_scale
+    tensor_scale: float | Tensor = 1.0  # format "fp8": stored value = value / tensor_scale
 
     @property
     def row(self) -> RowShape:
-        """The columns of its rows."""
+        """The columns of a row."""
         return self.codec.row
 
     @property
     def format(self) -> str:
-        """The name of its row format."""
+        """The name of the row format."""
         return self.codec.name
 
     @property
     def num_layers(self) -> int:
-        """Layers that share the page tables."""
+        """Layers, which share the page tables."""
         return self.payload.shape[0]
 
     @property
     def num_pages(self) -> int:
-        """Pages of each layer."""
+        """Pages per layer."""
         return self.payload.shape[1]
 
     @property
     def page_size(self) -> int:
-        """Rows of a page."""
+        """Rows per page."""
         return self.payload.shape[2]
 
     @property
     def device(self) -> torch.device:
-        """Where the rows are."""
+        """The device of the rows."""
         return self.payload.device
 
     def layer(self, index: int) -> CacheLayer:
-        """One layer of the pool, sharing its memory; ValueError if there is no such layer."""
+        """One layer of the pool, in the same memory; ValueError if there is no such layer."""
         if not 0 <= index < self.num_layers:
             raise ValueError(
                 f"PagedLatentCache.layer: index must be in [0, {self.num_layers}), got {index}"
@@ -244,17 +233,17 @@ class PagedLatentCache(TensorHolder):
         return self.find_layer(index) or self._view_of(index)
 
     def find_layer(self, index: int) -> CacheLayer | None:
-        """The same object for a layer each time, as long as the pool has the same memory.
+        """The cached view of a layer: the same object as long as the pool's memory is the same.
 
-        None where there is no such layer, and where none can be kept: for tensors that require
-        grad or have no memory of their own, and while a graph is traced.
+        None if there is no such layer and if views cannot be cached: tensors that require grad or
+        have no memory of their own, and while torch.compile traces.
         """
-        if torch.compiler.is_compiling():  # where tensors belong to one graph
+        if torch.compiler.is_compiling():  # a traced tensor belongs to one graph
             return None
         views: LayerViews[CacheLayer] | None = self.__dict__.get("_views")
-        if views is None or not views.are_of(self):
-            vars(self).pop("_views", None)  # the views of every layer let go of the old memory
-            if not has_lasting_views(self):
+        if views is None or not views.is_current(self):
+            vars(self).pop("_views", None)  # frees the old memory
+            if not can_cache_views(self):
                 return None
             views = vars(self)["_views"] = LayerViews(self)
         layer = views.layers.get(index)
@@ -265,10 +254,10 @@ class PagedLatentCache(TensorHolder):
         return layer
 
     def _detached_view_of(self, index: int) -> CacheLayer | None:
-        """A view that shares the pool's memory and does not keep its tensors, as others do."""
+        """A view of the pool's memory that holds no reference to its tensors."""
         payload = self.payload[index].detach()
         scales = None if self.scales is None else self.scales[index].detach()
-        if type(payload) is not Tensor:  # a mode made something else of it, for as long as it lasts
+        if type(payload) is not Tensor:  # a dispatch mode returned a subclass
             return None
         return CacheLayer(self.codec, payload, scales, self.tensor_scale)
 
@@ -278,18 +267,18 @@ class PagedLatentCache(TensorHolder):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its rows and their scales, not of memory between or behind its pages."""
+        """Bytes of the rows and their scales, without padding between or after pages."""
         return self.payload.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
     def to(
         self, device: torch.device | str | int, *, non_blocking: bool = False
     ) -> PagedLatentCache:
-        """The pool on `device`: itself where it is there already, else a packed copy."""
+        """The pool on `device`: itself if it is there already, otherwise a contiguous copy."""
         dims = Dims("PagedLatentCache.to")
         if not isinstance(device, (torch.device, str, int)) or isinstance(device, bool):
             got = type(device).__name__
             raise TypeError(f"{dims.op}: device must be a device or its name, got {got}")
-        there = torch.empty(0, device=device).device  # "cuda" stands for one of several
+        there = torch.empty(0, device=device).device  # "cuda" means the current device
         scale = self.tensor_scale
         if isinstance(scale, Tensor):
             scale = scale.to(there, non_blocking=non_blocking)
@@ -298,12 +287,12 @@ class PagedLatentCache(TensorHolder):
         return self if scale is self.tensor_scale else replace(self, tensor_scale=scale)
 
     def clone(self) -> PagedLatentCache:
-        """A packed copy, in the layout of `allocate`; a `tensor_scale` tensor is copied as well."""
+        """A copy in the layout of `allocate`; a `tensor_scale` tensor is copied as well."""
         scale = self.tensor_scale
         return self._copied(self.device, scale.clone() if isinstance(scale, Tensor) else scale)
 
     def zero_(self) -> PagedLatentCache:
-        """Set every row and its scales to zero, as in a new pool; `tensor_scale` stays."""
+        """Set all rows and their scales to zero, as in a new pool; `tensor_scale` is kept."""
         for pool in (self.payload, self.scales):
             if pool is not None:
                 bits(pool).zero_()
@@ -325,10 +314,10 @@ class PagedLatentCache(TensorHolder):
         return PagedLatentCache(self.codec, payload, scales, tensor_scale)
 
     def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy whole pages in every layer: what `PageAllocator` asks for before a shared page is
-        written (`copy_pages([c.source for c in copies], [c.target for c in copies])`).
+        """Copy whole pages in every layer, for copy on write of shared pages (`PageAllocator`):
+        `copy_pages([c.source for c in copies], [c.target for c in copies])`.
 
-        A target that is there twice or is a source as well is a ValueError.
+        A duplicate target and a target that is also a source raise ValueError.
         """
         dims = Dims("PagedLatentCache.copy_pages")
         checked = {
@@ -337,13 +326,16 @@ class PagedLatentCache(TensorHolder):
         }
         count = len(checked["sources"])
         given = len(checked["targets"])
-        dims.require(given == count, "targets", f"be as many as the sources, {count}", given)
+        dims.require(given == count, "targets", f"have as many entries as sources, {count}", given)
         if not count:
             return
         taken = set(checked["sources"])
         for i, page in enumerate(checked["targets"]):
             dims.require(
-                page not in taken, f"targets[{i}]", "be no other target and no source", page
+                page not in taken,
+                f"targets[{i}]",
+                "not be a source or another target",
+                page,
             )
             taken.add(page)
         source, target = (from_host(pages, torch.int64, self.device) for pages in checked.values())
@@ -389,11 +381,11 @@ class PagedLatentCache(TensorHolder):
         scales: Tensor | None = None,
         tensor_scale: float | Tensor = 1.0,
     ) -> PagedLatentCache:
-        """See an engine's cache tensor as a pool, sharing its memory.
+        """View an engine's cache tensor as a pool, in the same memory.
 
         blocks  [pages, page, row]                     vLLM
                 [pages, page, 1, row]                  FlashMLA; the page stride may be padded
-                [pages, 1, layers, page, 1, row]       the documented functions
+                [pages, 1, layers, page, 1, row]       MAX
         scales  the same axes with one float32 column, for format "fp8_token"
         `row` is the geometry's width (bf16, fp16, fp32, fp8), or bytes: 640 (fp8_token) or 656
         (fp8_block128) for 512 + 64 columns, 584 (fp8_block64) for 448 + 64.
@@ -404,7 +396,7 @@ class PagedLatentCache(TensorHolder):
         named = infer_format(dims, blocks, row) if format is None else known_format(format)
         codec = row_codec(named, row)
         _check_tensor_scale(dims, codec, tensor_scale)
-        nominal = four_axes(dims, "blocks", retyped(dims, blocks, codec))
+        nominal = four_axes(dims, "blocks", view_as_payload(dims, blocks, codec))
         check_rows(dims, blocks, nominal, codec)
         dims.match("blocks", nominal, "layers", "pages", "page_size", "row")
         if isinstance(codec, PageFooterCodec):
@@ -422,37 +414,16 @@ class PagedLatentCache(TensorHolder):
 
     @classmethod
     def wrap_index_keys(cls, blocks: Tensor) -> PagedLatentCache:
-        """See an indexer's key cache as a pool, sharing its memory.
+        """View an indexer's key cache as a pool, in the same memory.
 
-        blocks  [pages, page, D + 4] or [pages, page, 1, D + 4] bytes, contiguous pages: the D e4m3
-                of every row of a page first, then a float32 scale for each (vLLM, DeepGEMM)
+        blocks  [pages, page, D + 4] or [pages, page, 1, D + 4] bytes, contiguous pages: first the
+                D e4m3 of every row of a page, then one float32 scale per row (vLLM, DeepGEMM)
 
-        The pool has format "fp8_token" and rows of D columns, none of them rotated.
+        The pool has format "fp8_token" and rows of D columns without RoPE columns.
         """
         dims = Dims("PagedLatentCache.wrap_index_keys")
         d, payload, scales = wrap_index_key_pages(dims, blocks)
         return cls(row_codec("fp8_token", RowShape(d, 0)), payload, scales)
-
-
-class KVShard(NamedTuple):
-    """Which tokens of every request one rank of a context-parallel group caches.
-
-    Position p lies on rank (p // interleave) % world; a rank stores its positions in order.
-    """
-
-    rank: int
-    world: int
-    interleave: int = 1
-
-    def local_count(self, num_tokens: int) -> int:
-        """How many of the positions [0, num_tokens) are here: also the local index of the next."""
-        period = self.interleave * self.world
-        full, rest = divmod(num_tokens, period)
-        mine = min(max(rest - self.rank * self.interleave, 0), self.interleave)
-        return full * self.interleave + mine
-
-
-WHOLE = KVShard(0, 1)
 
 
 def _row_shape(geometry: MLAGeometry | RowShape) -> RowShape:
@@ -460,7 +431,7 @@ def _row_shape(geometry: MLAGeometry | RowShape) -> RowShape:
 
 
 def _check_tensor_scale(dims: Dims, codec: RowCodec, scale: float | Tensor) -> None:
-    """Host numbers only: the value of a scale that lives on a device is not looked at."""
+    """Checks the value of a host number; the value of a device tensor is not read."""
     if not codec.has_tensor_scale:
         unit = not isinstance(scale, Tensor) and scale == 1.0
         dims.require(unit, "tensor_scale", f"be left at 1.0 for format {codec.name}", scale)
@@ -469,67 +440,6 @@ def _check_tensor_scale(dims: Dims, codec: RowCodec, scale: float | Tensor) -> N
         dims.require(scale.numel() == 1, "tensor_scale", "have one element", f"shape {shape}")
     else:
         dims.require(dims.finite("tensor_scale", scale) > 0, "tensor_scale", "be positive", scale)
-
-
-def request_slots(
-    page_table: PageTable, page_size: int, request: int, first: int, last: int
-) -> Tensor:
-    """int64 slots of tokens [first, last) of one request."""
-    if isinstance(page_table, tuple):
-        starts, flat = page_table
-        start = int(starts[request])
-        return flat[start + first : start + last].long()
-    token = torch.arange(first, last, device=page_table.device)
-    # only the pages of these tokens are looked at: later entries may be garbage
-    return page_table[request, token // page_size].long() * page_size + token % page_size
-
-
-def token_slots(page_table: PageTable, page_size: int, request: Tensor, position: Tensor) -> Tensor:
-    """int64 slots of tokens given by their request and position, both int64 [tokens]."""
-    if isinstance(page_table, tuple):
-        starts, flat = page_table
-        return flat[starts.long()[request] + position].long()
-    page = page_table[request, position // page_size].long()
-    return page * page_size + position % page_size
-
-
-def token_requests(q_starts: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """For each token of a ragged batch: its request, and its index within that request (int64)."""
-    starts = q_starts.long()
-    token = torch.arange(num_tokens, device=starts.device)
-    # the last start not above the token: empty requests before it are passed over
-    request = torch.searchsorted(starts, token, right=True) - 1
-    return request, token - starts[request]
-
-
-def token_positions(kv_lens: Tensor, q_starts: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """For each new token of a ragged batch: its request, and its position there (int64).
-
-    kv_lens  [batch] tokens of each request, the new ones included: they are its newest
-    """
-    request, index = token_requests(q_starts, num_tokens)
-    first = kv_lens.long() - q_starts.long().diff()
-    return request, first[request] + index
-
-
-def physical_rows(
-    tokens: Tensor, page_table: Tensor, page_size: int, q_starts: Tensor | None = None
-) -> Tensor:
-    """int32 rows for `sparse_mla` of the token positions an indexer chose.
-
-    tokens  [queries, topk] positions within the query's request; negative ones become −1, and so do
-            positions beyond the page table
-    """
-    request = (
-        torch.arange(len(tokens), device=tokens.device)
-        if q_starts is None
-        else token_requests(q_starts, len(tokens))[0]
-    )
-    column = torch.div(tokens, page_size, rounding_mode="floor").long()
-    inside = (tokens >= 0) & (column < page_table.shape[1])
-    page = page_table[request[:, None], torch.where(inside, column, 0)]
-    row = page * page_size + tokens % page_size
-    return torch.where(inside & (page >= 0), row, -1).int()
 
 
 def gather_rows(
@@ -547,23 +457,3 @@ def gather_rows(
     position = from_host(list(first), torch.int64, device)[request] + index
     slots = token_slots(page_table, layer.page_size, request, position)
     return layer.read_unchecked(slots, dtype), kv_starts
-
-
-def select_requests(
-    page_table: PageTable, requests: Sequence[int], tokens: Sequence[int] | None = None
-) -> PageTable:
-    """The page table of some requests of a batch, in the order given.
-
-    tokens  of each of them, all that a flat table then keeps; None keeps all it has, which on a GPU
-            waits for the bounds
-    """
-    if not isinstance(page_table, tuple):
-        index = from_host(list(requests), torch.int64, page_table.device)
-        return page_table.index_select(0, index)
-    starts, slots = page_table
-    chosen = from_host(list(requests), torch.int64, starts.device)
-    if tokens is None:
-        tokens = starts.diff()[chosen].tolist()
-    new_starts = from_host([0, *accumulate(tokens)], starts.dtype, starts.device)
-    request, index = token_requests(new_starts, sum(tokens))
-    return new_starts, slots[starts.long()[chosen[request]] + index]

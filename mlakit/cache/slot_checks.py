@@ -1,4 +1,4 @@
-"""Checks of slots, the physical addresses of cache rows, that a caller hands over."""
+"""Checks of the slots (physical row indices) that a caller passes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch import Tensor
 from mlakit.checks import Dims
 
 SKIPPED = -1
-"""The slot of a row that is not to be written: what engines pad their slot mappings with."""
+"""The slot of a row that is not written; engines pad their slot mappings with it."""
 
 
 def check_slots(dims: Dims, slots: object, payload: Tensor, num_slots: int) -> None:
-    """Slots of a layer are an integer tensor on the device of its `payload`."""
+    """Slots are an integer tensor on the device of the layer's `payload`."""
     dims.same_device("the cache", payload)
     tensor = dims.tensor("slots", slots)
     dims.dtype("slots", tensor, torch.int32, torch.int64)
@@ -23,8 +23,8 @@ def check_slots(dims: Dims, slots: object, payload: Tensor, num_slots: int) -> N
     )
 
 
-def check_rows_for(dims: Dims, slots: Tensor, rows: object, width: int) -> None:
-    """There is one row of `width` floats for each slot: a row alone would be written to all."""
+def check_rows_for_slots(dims: Dims, slots: Tensor, rows: object, width: int) -> None:
+    """One row of `width` floats per slot; a single row is not broadcast."""
     tensor = dims.tensor("rows", rows)
     if not tensor.is_floating_point():
         got = str(tensor.dtype).removeprefix("torch.")
@@ -36,14 +36,14 @@ def check_rows_for(dims: Dims, slots: Tensor, rows: object, width: int) -> None:
 
 
 def check_slot_values(dims: Dims, slots: Tensor, num_slots: int, *, minimum: int) -> None:
-    """Every slot is below `num_slots` and at least `minimum`: 0, or `SKIPPED` where that is one.
+    """Every slot is in [minimum, num_slots); `minimum` is 0 or `SKIPPED`.
 
-    Looks at the values: for slots that `values_visible` lets be seen.
+    Reads the values: call it only if `values_visible(slots)`.
     """
     if slots.numel() == 0:
         return
-    least, most = slots.aminmax()
-    if minimum <= int(least) and int(most) < num_slots:
+    smallest, largest = slots.aminmax()
+    if minimum <= int(smallest) and int(largest) < num_slots:
         return
     place = tuple(((slots < minimum) | (slots >= num_slots)).nonzero()[0].tolist())
     name = f"slots[{', '.join(map(str, place))}]" if place else "slots"
@@ -51,13 +51,13 @@ def check_slot_values(dims: Dims, slots: Tensor, num_slots: int, *, minimum: int
     dims.fail(name, f"be in [0, {num_slots}){skips}", int(slots[place]))
 
 
-def check_slots_differ(dims: Dims, slots: Tensor) -> None:
-    """No row is written twice: which one stays would be for the threads to decide."""
+def check_slots_unique(dims: Dims, slots: Tensor) -> None:
+    """No slot is written twice: the result would depend on the order of the threads."""
     if len(slots) < 2:
         return
     ordered = slots.sort().values
-    again = ordered[1:][(ordered[1:] == ordered[:-1]) & (ordered[1:] != SKIPPED)]
-    if len(again):
-        places = (slots == again[0]).nonzero().flatten().tolist()
+    duplicates = ordered[1:][(ordered[1:] == ordered[:-1]) & (ordered[1:] != SKIPPED)]
+    if len(duplicates):
+        places = (slots == duplicates[0]).nonzero().flatten().tolist()
         where = f"slots[{places[0]}] and slots[{places[1]}]"
-        dims.fail("slots", "name every row once", f"{int(again[0])} in {where}")
+        dims.fail("slots", "be unique", f"{int(duplicates[0])} in {where}")
