@@ -1,7 +1,7 @@
-"""Which keys a query sees: one description for every backend.
+"""Attention masks: which keys a query sees, described once for every backend.
 
-Every mask here lets a query at position q see one interval of key positions [first, last). An
-oracle reads it as a boolean, a kernel as two loop bounds: no backend has its own idea of a mask.
+Under every mask a query at position q sees one interval [first, last) of key positions. References
+use it as a boolean mask, kernels as loop bounds.
 
     null                       [0, N)
     causal                     [0, q + 1)
@@ -10,11 +10,12 @@ oracle reads it as a boolean, a kernel as two loop bounds: no backend has its ow
     chunked                    [C, C + W)     C = W * (q // W)
     chunked_causal             [C, q + 1)
 
-N is the number of keys of the request; every interval is cut to [0, N).
+N is the number of keys of the request; every interval is clamped to [0, N).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +32,7 @@ KINDS = ("null", "causal", *WINDOWED)
 
 @dataclass(frozen=True)
 class Mask:
-    """A mask by name; `window` is W, 0 for the masks that have none."""
+    """A mask by name; `window` is W, and 0 for masks without a window."""
 
     kind: str
     window: int = 0
@@ -48,11 +49,11 @@ class Mask:
 
     @property
     def is_causal(self) -> bool:
-        """No query sees a key after itself."""
+        """Whether no query sees a later key."""
         return self.kind in ("causal", "sliding_window_causal", "chunked_causal")
 
     def interval(self, position: int, num_keys: int) -> tuple[int, int]:
-        """The keys [first, last) that the query at `position` sees among `num_keys`."""
+        """The keys [first, last) that the query at `position` sees, out of `num_keys`."""
         first, last = 0, num_keys
         if self.kind.startswith("sliding_window"):
             first = position - self.window + 1
@@ -65,7 +66,7 @@ class Mask:
         return first, max(min(last, num_keys), first)
 
     def visible(self, positions: Tensor, keys: Tensor) -> Tensor:
-        """Boolean [len(positions), len(keys)]: does the query there see the key there?"""
+        """Boolean [len(positions), len(keys)]: whether each query sees each key."""
         q, k = positions[:, None], keys[None, :]
         seen = (k >= 0).expand(len(positions), len(keys))
         if self.is_causal:
@@ -85,12 +86,12 @@ CAUSAL = Mask("causal")
 
 
 def sliding_window_causal(window: int) -> Mask:
-    """The `window` newest keys, the query's own included."""
+    """The `window` newest keys, including the query's own."""
     return Mask("sliding_window_causal", window)
 
 
 def sliding_window_noncausal(window: int) -> Mask:
-    """As `sliding_window_causal`, and every later key."""
+    """The keys of `sliding_window_causal`, and every later key."""
     return Mask("sliding_window_noncausal", window)
 
 
@@ -100,5 +101,16 @@ def chunked(window: int) -> Mask:
 
 
 def chunked_causal(window: int) -> Mask:
-    """The keys of the query's own chunk up to itself."""
+    """The keys of the query's own chunk, up to itself."""
     return Mask("chunked_causal", window)
+
+
+def first_visible_keys(mask: Mask, before: Sequence[int], after: Sequence[int]) -> list[int]:
+    """The first key that any new token of each request sees; `after` if it has no new token.
+
+    before, after  tokens of each request before and after the step
+    """
+    return [
+        mask.interval(low, high)[0] if high > low else high
+        for low, high in zip(before, after, strict=True)
+    ]

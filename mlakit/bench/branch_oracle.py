@@ -34,7 +34,7 @@ class Query:
 
 def exact(query: Query, weights: LayerWeights) -> Tensor:
     """[1, heads, D_V] float64."""
-    absorb, values = (each.weight.to(F64) for each in (weights.up.absorb, weights.up.values))
+    absorb, values = (each.weight.to(F64) for each in (weights.up.w_uk_t, weights.up.w_uv))
     nope, rope = _parts(query, weights)
     turned = reference.rotate(rope, weights.freqs[query.position], rope=weights.rope)
     latent = torch.einsum("hi,hoi->ho", nope.to(F64), absorb)
@@ -44,7 +44,7 @@ def exact(query: Query, weights: LayerWeights) -> Tensor:
 
 def naive_decode(query: Query, weights: LayerWeights) -> Tensor:
     """[1, heads, D_V] float32: absorbed queries and the latent result are rounded."""
-    absorb, values = (each.weight.to(F32) for each in (weights.up.absorb, weights.up.values))
+    absorb, values = (each.weight.to(F32) for each in (weights.up.w_uk_t, weights.up.w_uv))
     nope, rope = _parts(query, weights)
     turned = reference.rotate_stepwise(rope, weights.freqs[query.position], rope=weights.rope)
     latent = torch.einsum("hi,hoi->ho", nope.to(F32), absorb).to(query.q.dtype)
@@ -106,7 +106,7 @@ def _expanded_attention(q: Tensor, rows: Tensor, weights: LayerWeights) -> tuple
     """(out, lse) float32 over keys and values expanded from `rows`, rounded to q's dtype."""
     g = weights.up.geometry
     latent, k_rope = rows.to(q.dtype).split([g.kv_lora_rank, g.qk_rope_head_dim], -1)
-    both = (latent.to(F32) @ weights.up.joint.weight[0].to(F32).T).to(q.dtype)
+    both = (latent.to(F32) @ weights.up.kv_b_proj.weight[0].to(F32).T).to(q.dtype)
     by_head = both.unflatten(-1, (g.num_heads, -1))
     k_nope, v = by_head.split([g.qk_nope_head_dim, g.v_head_dim], -1)
     return reference.mla_prefill(

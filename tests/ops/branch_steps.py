@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from mlakit import branches, masks, reference
-from mlakit.branches import DECODE_UP_TO, CachedBatch, LayerWeights, plan_step
+from mlakit.branches import CachedBatch, LayerWeights, plan_step
+from mlakit.branches.step import DECODE_THRESHOLD
 from mlakit.cache import PagedLatentCache, PageTable, request_slots
 from mlakit.geometry import MLAGeometry
 from mlakit.masks import CAUSAL, Mask
@@ -76,7 +77,7 @@ decode_branch = carried(branches.decode_branch)
 mla_step = planned(
     branches.mla_step,
     plan_step,
-    decode_up_to="decode_up_to",
+    decode_threshold="decode_threshold",
     max_context_rows="max_context_rows",
 )
 
@@ -251,7 +252,7 @@ class Step:
         g = self.geometry
         read = rows.to(self.dtype)  # a bf16 or fp32 cache loses nothing here
         latent, k_rope = read.split([g.kv_lora_rank, g.qk_rope_head_dim], -1)
-        joint = self.weights.up.joint
+        joint = self.weights.up.kv_b_proj
         both = entering(latent[:, None], joint)[:, 0].to(dtype) @ matrices(joint)[0].to(dtype).T
         both = both if dtype == F64 else both.to(self.dtype)
         by_head = both.unflatten(-1, (g.num_heads, -1))
@@ -297,7 +298,7 @@ class Step:
 
     def absorbed(self, dtype: torch.dtype) -> Tensor:
         """q W_UK beside its rotated columns: exactly in float64, else rounded to q's dtype."""
-        g, absorb = self.geometry, self.weights.up.absorb
+        g, absorb = self.geometry, self.weights.up.w_uk_t
         x = entering(self.q[..., : g.qk_nope_head_dim], absorb).to(dtype)
         latent = torch.einsum("thi,hoi->tho", x, matrices(absorb).to(dtype))
         rope = self.rotated(dtype)[..., g.qk_nope_head_dim :]
@@ -305,7 +306,7 @@ class Step:
 
     def projected(self, latent: Tensor, dtype: torch.dtype) -> Tensor:
         """latent W_UVᵀ of a latent result that was rounded to q's dtype, or of an exact one."""
-        values = self.weights.up.values
+        values = self.weights.up.w_uv
         x = entering(latent, values).to(dtype)
         return torch.einsum("thi,hoi->tho", x, matrices(values).to(dtype))
 
@@ -340,14 +341,16 @@ class Step:
         assert out.dtype == self.dtype
         assert_matches("decode", out, self.exact(rows, mask), self.naive_decode(rows, mask))
 
-    def check_step(self, out: Tensor, batch: CachedBatch, decode_up_to: int = DECODE_UP_TO) -> None:
+    def check_step(
+        self, out: Tensor, batch: CachedBatch, decode_threshold: int = DECODE_THRESHOLD
+    ) -> None:
         """Each request as the branch it was sent to."""
         rows = self.cached_rows(batch)
         exact, decoded = self.exact(rows), self.naive_decode(rows)
         prefilled = self.naive_prefill(rows)
         bounds = pairwise(accumulate(self.q_lens, initial=0))
         for (first, last), new in zip(bounds, self.q_lens, strict=True):
-            naive = decoded if new <= decode_up_to else prefilled
+            naive = decoded if new <= decode_threshold else prefilled
             assert_matches("step", out[first:last], exact[first:last], naive[first:last])
 
 

@@ -158,7 +158,7 @@ PREFILL: list[tuple[Change, str]] = [
     ),
     (
         lambda q, kv, w, b: {"plan": plan_context(KV_LENS, Q_LENS), "max_context_rows": 4},
-        "max_context_rows must be left to the plan given, got 4",
+        "max_context_rows must be None if plan is given, got 4",
     ),
 ]
 DECODE: list[tuple[Change, str]] = [
@@ -173,7 +173,10 @@ DECODE: list[tuple[Change, str]] = [
         },
         "plan must be made for kv_lens[2] = 18 keys, got 9",
     ),
-    (lambda q, kv, w, b: {"topk_lens": int32([1] * 22)}, "topk_lens must come with rows, got none"),
+    (
+        lambda q, kv, w, b: {"topk_lens": int32([1] * 22)},
+        "topk_lens must be None without rows, got a tensor",
+    ),
     (
         lambda q, kv, w, b: {"rows": int32([[1]] * 21)},
         "rows.shape[0] (tokens) must equal q.shape[0], 22, got 21",
@@ -184,7 +187,7 @@ DECODE: list[tuple[Change, str]] = [
     ),
     (
         lambda q, kv, w, b: {"rows": int32([[1]] * 22), "mask": masks.NULL},
-        "mask must be left alone with rows, which decide, got Mask(kind='null', window=0)",
+        "mask must be left at its default with rows, got Mask(kind='null', window=0)",
     ),
     (
         lambda q, kv, w, b: {
@@ -208,12 +211,12 @@ STEP: list[tuple[Change, str]] = [
         f"got {KV_LENS} and (3, 5, 1, 1, 0, 12)",
     ),
     (
-        lambda q, kv, w, b: {"plan": plan_step(KV_LENS, Q_LENS), "decode_up_to": 4},
-        "decode_up_to must be left to the plan given, got 4",
+        lambda q, kv, w, b: {"plan": plan_step(KV_LENS, Q_LENS), "decode_threshold": 4},
+        "decode_threshold must be None if plan is given, got 4",
     ),
     (
         lambda q, kv, w, b: {"plan": plan_step(KV_LENS, Q_LENS), "max_context_rows": 4},
-        "max_context_rows must be left to the plan given, got 4",
+        "max_context_rows must be None if plan is given, got 4",
     ),
 ]
 REFUSALS = [
@@ -261,7 +264,7 @@ def test_values_that_are_the_whole_row_are_refused(branch):
     """A latent result of other columns than the up-projection takes."""
     g = replace(GEOMETRY, v_width=40)
     q, kv, weights, batch = Step(geometry=g).arguments()
-    with pytest.raises(ValueError, match="cache must have its latent columns as values"):
+    with pytest.raises(ValueError, match="cache must have the latent columns as values"):
         branch(q, kv, weights, batch)
 
 
@@ -270,7 +273,9 @@ def test_values_that_are_the_whole_row_are_refused(branch):
 def test_what_requires_grad_is_refused_before_anything_is_written(branch, name):
     step = STEPS["bf16"]
     q, kv, weights, batch = step.arguments()
-    trained = {"q": q, "kv": kv, "kv_b_proj": weights.up.joint.weight, "gamma": weights.gamma}[name]
+    trained = {"q": q, "kv": kv, "kv_b_proj": weights.up.kv_b_proj.weight, "gamma": weights.gamma}[
+        name
+    ]
     trained.requires_grad_()
     before = snapshot(q=q, payload=batch.cache.payload)
     try:
@@ -328,6 +333,6 @@ def test_weights_of_a_layer_are_checked_when_they_are_made(change, said):
 def test_plans_of_steps_are_checked(arguments, said):
     with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
         plan_step(*arguments)
-    with pytest.raises(ValueError, match="plan_step: decode_up_to must be at least 0, got -1"):
-        plan_step((1,), (1,), decode_up_to=-1)
+    with pytest.raises(ValueError, match="plan_step: decode_threshold must be at least 0, got -1"):
+        plan_step((1,), (1,), decode_threshold=-1)
     assert isinstance(plan_step((), ()), StepPlan)

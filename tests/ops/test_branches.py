@@ -95,7 +95,7 @@ def empty_arguments(step: Step) -> tuple[Tensor, Tensor, LayerWeights, CachedBat
 @pytest.fixture
 def _lengths_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the lengths could not be read without waiting."""
-    monkeypatch.setattr(branches, "values_visible", lambda tensor: False)
+    monkeypatch.setattr(branches.checks, "values_visible", lambda tensor: False)
     monkeypatch.setattr(_arguments, "values_visible", lambda tensor: False)
 
 
@@ -107,7 +107,7 @@ def _lengths_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_lengths_on_the_host_a_plan_must_be_given(branch, maker):
     q, kv, weights, batch = STEPS["bf16"].arguments()
     before = snapshot(q=q, payload=batch.cache.payload)
-    message = rf"plan must be given where lengths are not on the host \({maker}\), got None"
+    message = rf"plan must be given if lengths are not on the host \({maker}\), got None"
     with pytest.raises(ValueError, match=message):
         branch(q, kv, weights, batch)
     assert_unchanged(before)

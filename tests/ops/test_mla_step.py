@@ -38,8 +38,11 @@ class Spy:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.decoded: list[list[int]] = []
         self.prefilled: list[list[int]] = []
-        for name, seen in (("mla_decode", self.decoded), ("mla_prefill", self.prefilled)):
-            monkeypatch.setattr(branches, name, self._noting(getattr(branches, name), seen))
+        for branch, name, seen in (
+            (branches.decode, "mla_decode", self.decoded),
+            (branches.prefill, "mla_prefill", self.prefilled),
+        ):
+            monkeypatch.setattr(branch, name, self._noting(getattr(branch, name), seen))
 
     @staticmethod
     def _noting(op: Callable[..., Any], seen: list[list[int]]) -> Callable[..., Any]:
@@ -69,15 +72,15 @@ def alone(step: Step, batch: CachedBatch, request: int) -> tuple[slice, CachedBa
     [STEPS["bf16"], STEPS["fp8_block128-flat"], FP8_STEPS["fp8_token"]],
     ids=["bf16", "flat", "fp8"],
 )
-@pytest.mark.parametrize("decode_up_to", [0, 1, 3, 12])
-def test_each_request_of_a_step_gets_what_its_branch_gives_it_alone(step, decode_up_to):
+@pytest.mark.parametrize("decode_threshold", [0, 1, 3, 12])
+def test_each_request_of_a_step_gets_what_its_branch_gives_it_alone(step, decode_threshold):
     q, kv, weights, batch = step.arguments()
-    out = mla_step(q, kv, weights, batch, decode_up_to=decode_up_to, max_context_rows=4)
+    out = mla_step(q, kv, weights, batch, decode_threshold=decode_threshold, max_context_rows=4)
     assert_same_bits("q", q, step.q)
     apart_q, apart_kv, _, apart = step.arguments()
     for request, new in enumerate(step.q_lens):
         tokens, part = alone(step, apart, request)
-        branch = decode_branch if new <= decode_up_to else prefill_branch
+        branch = decode_branch if new <= decode_threshold else prefill_branch
         want = branch(apart_q[tokens], apart_kv[tokens], weights, part)
         # equal up to the roundings of a product of other rows, or of another cut of the context
         assert_matches(f"request {request}", out[tokens], want.double(), want)
@@ -85,13 +88,13 @@ def test_each_request_of_a_step_gets_what_its_branch_gives_it_alone(step, decode
     step.check_appended(batch)
 
 
-@pytest.mark.parametrize("decode_up_to", [0, 3, 12])
-@interpreted(decode_up_to=[3])
-def test_a_step_meets_the_oracle(decode_up_to):
+@pytest.mark.parametrize("decode_threshold", [0, 3, 12])
+@interpreted(decode_threshold=[3])
+def test_a_step_meets_the_oracle(decode_threshold):
     step = STEPS["bf16"]
     q, kv, weights, batch = step.arguments()
-    out = mla_step(q, kv, weights, batch, decode_up_to=decode_up_to)
-    step.check_step(out, batch, decode_up_to)
+    out = mla_step(q, kv, weights, batch, decode_threshold=decode_threshold)
+    step.check_step(out, batch, decode_threshold)
 
 
 def test_one_long_prompt_does_not_send_the_others_to_prefill(monkeypatch):
@@ -122,7 +125,7 @@ def test_a_step_of_long_requests_only_prefills(monkeypatch):
 
 @on_cpu
 def test_a_plan_of_a_step_says_who_goes_where():
-    plan = plan_step(KV_LENS, Q_LENS, decode_up_to=3, max_context_rows=4)
+    plan = plan_step(KV_LENS, Q_LENS, decode_threshold=3, max_context_rows=4)
     assert plan.decode == (0, 2, 4)
     assert plan.prefill == (1, 5)
     assert plan.context == plan_context([5, 15], [5, 12], max_rows=4)
@@ -132,8 +135,10 @@ def test_a_plan_of_a_step_says_who_goes_where():
 def test_a_step_follows_its_plan(monkeypatch):
     step = STEPS["bf16"]
     spy = Spy(monkeypatch)
-    plan = plan_step(step.kv_lens, step.q_lens, decode_up_to=1, max_context_rows=5)
+    plan = plan_step(step.kv_lens, step.q_lens, decode_threshold=1, max_context_rows=5)
     out = mla_step(*step.arguments(), plan=plan)
     assert spy.decoded == [[1, 1]]
     assert len(spy.prefilled) == 1 + len(plan.context.chunks) > 2
-    assert_same_bits("out", out, mla_step(*step.arguments(), decode_up_to=1, max_context_rows=5))
+    assert_same_bits(
+        "out", out, mla_step(*step.arguments(), decode_threshold=1, max_context_rows=5)
+    )

@@ -74,16 +74,16 @@ SHOWN: dict[str, tuple[Callable[[], object], str]] = {
         "scales=None, tensor_scale=1.0)",
     ),
     "matrices": (
-        lambda: up(torch.float8_e4m3fn).values,
+        lambda: up(torch.float8_e4m3fn).w_uv,
         "HeadMatrices(weight=float8_e4m3fn [2, 128, 512] on cpu, "
         "scale=float32 [2, 1, 4] on cpu, group=128)",
     ),
     "up-projection": (
         up,
         f"UpProjection(geometry={GEOMETRY}, "
-        "joint=HeadMatrices(weight=bfloat16 [1, 512, 512] on cpu, scale=None, group=0), "
-        "absorb=HeadMatrices(weight=bfloat16 [2, 512, 128] on cpu, scale=None, group=0), "
-        "values=HeadMatrices(weight=bfloat16 [2, 128, 512] on cpu, scale=None, group=0))",
+        "kv_b_proj=HeadMatrices(weight=bfloat16 [1, 512, 512] on cpu, scale=None, group=0), "
+        "w_uk_t=HeadMatrices(weight=bfloat16 [2, 512, 128] on cpu, scale=None, group=0), "
+        "w_uv=HeadMatrices(weight=bfloat16 [2, 128, 512] on cpu, scale=None, group=0))",
     ),
     "weights": (
         lambda: mlakit.LayerWeights(up(), full(512), full(9, 64), softmax_scale=0.5),

@@ -110,12 +110,12 @@ def test_the_matrices_of_heads_are_those_of_the_checkpoint(g, group, dtype, gene
     up = UpProjection.from_checkpoint(matrix, g, scale)
     exact = dequantised(matrix, scale)
     keys, values = of_heads(exact, g)
-    assert_same_bits("joint", head_matrices(up.joint)[0], exact)
-    assert_same_bits("absorb", head_matrices(up.absorb), keys.transpose(1, 2).contiguous())
-    assert_same_bits("values", head_matrices(up.values), values)
+    assert_same_bits("kv_b_proj", head_matrices(up.kv_b_proj)[0], exact)
+    assert_same_bits("w_uk_t", head_matrices(up.w_uk_t), keys.transpose(1, 2).contiguous())
+    assert_same_bits("w_uv", head_matrices(up.w_uv), values)
     assert up.is_fp8 == (dtype == E4M3)
     if dtype == E4M3:
-        assert (up.joint.group, up.absorb.group, up.values.group) == (BLOCK, group, group)
+        assert (up.kv_b_proj.group, up.w_uk_t.group, up.w_uv.group) == (BLOCK, group, group)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_the_matrices_of_heads_are_those_of_the_checkpoint(g, group, dtype, gene
 )
 def test_heads_get_the_largest_blocks_that_fit_them(d_n, d_v, group, generator):
     g = geometry(2, d_n, d_v, 16)
-    assert UpProjection.from_checkpoint(*checkpoint_of(generator, g)).absorb.group == group
+    assert UpProjection.from_checkpoint(*checkpoint_of(generator, g)).w_uk_t.group == group
 
 
 def checkpoint_of(generator: torch.Generator, g: MLAGeometry) -> tuple[Tensor, MLAGeometry, Tensor]:
@@ -135,10 +135,10 @@ def test_a_float_matrix_is_not_copied(generator):
     g, _ = GEOMETRIES["glm 192+256"]
     matrix = float_matrix(generator, g, BF16)
     up = UpProjection.from_checkpoint(matrix, g)
-    for part in (up.joint, up.absorb, up.values):
+    for part in (up.kv_b_proj, up.w_uk_t, up.w_uv):
         assert part.weight.untyped_storage().data_ptr() == matrix.untyped_storage().data_ptr()
     matrix.zero_()  # weights loaded later are seen
-    assert not up.absorb.weight.any()
+    assert not up.w_uk_t.weight.any()
 
 
 @every_geometry
@@ -153,7 +153,7 @@ def test_expanding(g, group, dtype, activations, generator):
     latent[2] *= 3000  # above what one scale may stand for
     k_nope, v = up.expand(latent)
 
-    entering = as_multiplied(latent[:, None], up.joint)[:, 0]
+    entering = as_multiplied(latent[:, None], up.kv_b_proj)[:, 0]
     keys, values = of_heads(dequantised(matrix, scale), g)
     for name, got, weight in (("k_nope", k_nope, keys), ("v", v, values)):
         exact = torch.einsum("tc,hdc->thd", entering, weight)
@@ -171,8 +171,8 @@ def test_absorbing_and_projecting_values(g, group, dtype, activations, generator
     up = UpProjection.from_checkpoint(matrix, g, scale)
     keys, values = of_heads(dequantised(matrix, scale), g)
     for name, matrices, weight in (
-        ("absorb", up.absorb, keys.transpose(1, 2)),
-        ("values", up.values, values),
+        ("absorb", up.w_uk_t, keys.transpose(1, 2)),
+        ("values", up.w_uv, values),
     ):
         _, outputs, inputs = weight.shape
         x = torch.randn(5, g.num_heads, inputs + 3, generator=generator).to(activations)
@@ -230,7 +230,7 @@ def test_a_matrix_without_its_scales_is_refused():
 
 def test_scales_without_an_e4m3_matrix_are_refused():
     said = error_of(kv_b_proj=torch.zeros(448, 200, dtype=BF16))
-    assert said == "ValueError: scale must be None for a matrix that is not e4m3, got one"
+    assert said == "ValueError: scale must be None for a matrix that is not e4m3, got a tensor"
 
 
 def test_a_matrix_of_other_sizes_is_refused():
@@ -271,10 +271,10 @@ def test_scales_of_other_blocks_are_refused():
 def test_a_half_matrix_on_the_cpu_has_one_float32_copy(g, group, generator):
     matrix = float_matrix(generator, g, BF16)
     up = UpProjection.from_checkpoint(matrix, g)
-    copies = [part.float32.current() for part in (up.joint, up.absorb, up.values)]
+    copies = [part.float32.current() for part in (up.kv_b_proj, up.w_uk_t, up.w_uv)]
     assert len({copy.untyped_storage().data_ptr() for copy in copies}) == 1
     assert copies[0].untyped_storage().nbytes() == 4 * matrix.numel()
-    for part, copy in zip((up.joint, up.absorb, up.values), copies, strict=True):
+    for part, copy in zip((up.kv_b_proj, up.w_uk_t, up.w_uv), copies, strict=True):
         assert_same_bits("copy", copy, part.weight.float())
 
 
@@ -283,10 +283,10 @@ def test_other_matrices_have_no_copy(dtype, generator):
     g, _ = GEOMETRIES["glm 192+256"]
     matrix, scale = checkpoint(generator, g, dtype)
     up = UpProjection.from_checkpoint(matrix, g, scale)
-    assert [part.float32 for part in (up.joint, up.absorb, up.values)] == [None] * 3
+    assert [part.float32 for part in (up.kv_b_proj, up.w_uk_t, up.w_uv)] == [None] * 3
 
 
-@pytest.mark.parametrize("part", ["joint", "absorb", "values"])
+@pytest.mark.parametrize("part", ["kv_b_proj", "w_uk_t", "w_uv"])
 def test_products_with_the_copy_follow_writes_to_the_matrix(part, generator):
     g, _ = GEOMETRIES["v3 128+128"]
     matrix = float_matrix(generator, g, BF16)
@@ -311,6 +311,6 @@ def test_a_matrix_made_in_inference_mode_is_taken(generator):
     assert_matches(
         "k_nope",
         k_nope,
-        torch.einsum("tc,hcn->thn", latent.double(), up.absorb.weight.double()),
-        torch.einsum("tc,hcn->thn", latent.float(), up.absorb.weight.float()).to(BF16),
+        torch.einsum("tc,hcn->thn", latent.double(), up.w_uk_t.weight.double()),
+        torch.einsum("tc,hcn->thn", latent.float(), up.w_uk_t.weight.float()).to(BF16),
     )

@@ -1,0 +1,123 @@
+"""Checks before the first write of a step: a refused step changes nothing."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mlakit import dispatch
+from mlakit.branches.batch import CachedBatch, LayerWeights
+from mlakit.checks import FLOATS, Dims, values_visible
+from mlakit.knobs import Backend
+from mlakit.masks import Mask
+from mlakit.ops._arguments import (
+    check_kv_lens,
+    check_layer,
+    check_page_table,
+    check_query_starts,
+    check_seen_rows,
+)
+from mlakit.ops._library import refuse_grad
+from mlakit.specs import Problem, device_facts
+
+
+class StepLengths(NamedTuple):
+    """Tokens of each request, and how many of them are new, on the host."""
+
+    kv_lens: tuple[int, ...]
+    q_lens: tuple[int, ...]
+
+
+def check_step(
+    dims: Dims,
+    q: Tensor,
+    kv: Tensor,
+    weights: LayerWeights,
+    batch: CachedBatch,
+    mask: Mask | None,
+) -> StepLengths | None:
+    """Check the arguments that all branches share; binds tokens, heads and D_V.
+
+    mask  None if the step does not read the cache by page table
+
+    Returns the lengths if the host may read them.
+    """
+    for name, value, kind in (("weights", weights, LayerWeights), ("batch", batch, CachedBatch)):
+        if not isinstance(value, kind):
+            got = type(value).__name__
+            raise TypeError(f"{dims.op}: {name} must be {kind.__name__}, got {got}")
+    up, g = weights.up, weights.up.geometry
+    layer = check_layer(dims.op, batch.cache, batch.layer)
+    dims.bind("heads", g.num_heads, "the geometry's num_heads")
+    dims.bind("D_N + D_R", g.qk_head_dim, "the geometry's qk_head_dim")
+    dims.bind("D_C + D_R", g.row.width, "the geometry's row width")
+    dims.bind("D_V", g.v_head_dim, "the geometry's v_head_dim")
+    dims.match("q", q, "tokens", "heads", "D_N + D_R", dtypes=FLOATS)
+    dims.match("kv", kv, "tokens", "D_C + D_R", dtypes=FLOATS)
+    dims.same_device("weights", up.kv_b_proj.weight)
+    dims.same_device("cache", layer.payload)
+    row = layer.codec.row
+    dims.require(row == g.row, "cache", f"have rows like the geometry's, {g.row}", row)
+    dims.require(
+        row.v_width == g.kv_lora_rank,
+        "cache",
+        "have the latent columns as values, which W_UV takes",
+        f"values of {row.v_width} columns",
+    )
+    if not up.is_fp8:
+        dims.dtype("q", q, up.kv_b_proj.weight.dtype)
+    refuse_grad(dims.op, q=q, kv=kv, kv_b_proj=up.kv_b_proj.weight, gamma=weights.gamma)
+    kv_lens = check_kv_lens(dims, batch.kv_lens)
+    starts = check_query_starts(dims, batch.q_starts, dims["tokens"], dims["batch"])
+    check_page_table(dims, batch.page_table, dims["batch"])
+    if kv_lens is None or not values_visible(starts):
+        return None
+    q_lens = starts.diff().tolist()
+    dims.new_tokens_counted(kv_lens, q_lens)
+    if mask is not None:
+        check_seen_rows(dims, batch.page_table, layer, mask, starts, kv_lens)
+    return StepLengths(tuple(kv_lens), tuple(q_lens))
+
+
+def check_plan_lengths(
+    dims: Dims, plan: StepLengths, batch: CachedBatch, lengths: StepLengths | None
+) -> None:
+    """A plan is made for this batch: one for other lengths would leave out keys."""
+    size = len(batch.kv_lens)
+    planned = len(plan.kv_lens)
+    dims.require(planned == size, "plan", f"be made for a batch of {size}", planned)
+    if lengths is not None:
+        dims.require(
+            plan == lengths,
+            "plan",
+            f"be made for kv_lens {lengths.kv_lens} and q_lens {lengths.q_lens}",
+            f"{plan.kv_lens} and {plan.q_lens}",
+        )
+
+
+def select_kernels(
+    ops: tuple[str, ...],
+    q: Tensor,
+    weights: LayerWeights,
+    batch: CachedBatch,
+    mask: Mask,
+    backend: Backend,
+) -> None:
+    """Select the kernels of `ops`, so that an unsupported step fails before the first write."""
+    if torch.compiler.is_compiling():
+        return
+    g = weights.up.geometry
+    problem = Problem(
+        *device_facts(q.device),
+        dtype=str(q.dtype),
+        format=batch.cache.format,
+        heads=g.num_heads,
+        page_size=batch.cache.page_size,
+        row=g.row,
+        head_widths=(g.qk_nope_head_dim, g.qk_rope_head_dim, g.v_head_dim),
+        mask=mask.kind,
+    )
+    for op in ops:
+        dispatch.select(op, problem, backend)

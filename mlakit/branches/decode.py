@@ -1,0 +1,126 @@
+"""`decode_branch`: append, absorb the up-projection into q, attend to the cache, project up."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mlakit.branches.batch import CachedBatch, LayerWeights, append_tokens
+from mlakit.branches.checks import StepLengths, check_step, select_kernels
+from mlakit.checks import FLOATS, Dims
+from mlakit.knobs import Backend
+from mlakit.masks import CAUSAL, Mask
+from mlakit.ops import mla_decode, sparse_mla
+from mlakit.ops._arguments import check_mask, check_result, check_row_lists
+from mlakit.ops.decode import check_plan
+from mlakit.plan import DecodePlan, DecodePlanTensors, EvenSplit
+
+
+def decode_branch(
+    q: Tensor,
+    kv: Tensor,
+    weights: LayerWeights,
+    batch: CachedBatch,
+    *,
+    rows: Tensor | None = None,
+    topk_lens: Tensor | None = None,
+    mask: Mask = CAUSAL,
+    plan: DecodePlan | DecodePlanTensors | EvenSplit | None = None,
+    out: Tensor | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Append the new tokens, absorb the up-projection, attend to the cache, project up.
+
+        out = (softmax([q_nope W_UK | q_rope]·row · scale) c) W_UVᵀ
+
+    q          [tokens, heads, D_N + D_R], not modified
+    kv         [tokens, D_C + D_R] raw latents
+    rows       [tokens, topk] physical rows: attend to these only (`sparse_mla`); `mask` must then
+               be left at its default
+    topk_lens  [tokens] int32 valid entries of `rows`
+    plan       as in `mla_decode`, for the batch's kv_lens; with `rows` an `EvenSplit`
+
+    Returns out [tokens, heads, D_V] in q's dtype; 0 for a query that sees no key.
+    """
+    dims = Dims("decode_branch")
+    check_mask(dims.op, mask)
+    lengths = check_step(dims, q, kv, weights, batch, mask if rows is None else None)
+    check_absorbed_attention(dims, q, batch, lengths, rows, topk_lens, mask, plan)
+    out = check_result(dims, "out", out, "tokens", "heads", "D_V", dtype=q.dtype)
+    g = weights.up.geometry
+    q_nope, q_rope = q.split([g.qk_nope_head_dim, g.qk_rope_head_dim], dim=-1)
+    absorbed = q.new_empty(*q.shape[:2], g.row.width)
+    latent, rotated = absorbed.split([g.kv_lora_rank, g.qk_rope_head_dim], dim=-1)
+    weights.up.w_uk_t.apply(q_nope, out=latent, backend=backend)
+    attention = "mla_decode" if rows is None else "sparse_mla"
+    select_kernels((attention,), q, weights, batch, mask, backend)
+    append_tokens(q_rope, kv, weights, batch, q_rope_out=rotated, backend=backend)
+    attended = _attend(absorbed, weights, batch, rows, topk_lens, mask, plan, backend)
+    return weights.up.w_uv.apply(attended, out=out, backend=backend)
+
+
+def check_absorbed_attention(
+    dims: Dims,
+    q: Tensor,
+    batch: CachedBatch,
+    lengths: StepLengths | None,
+    rows: Tensor | None,
+    topk_lens: Tensor | None,
+    mask: Mask,
+    plan: DecodePlan | DecodePlanTensors | EvenSplit | None,
+) -> None:
+    """Check what `mla_decode` or `sparse_mla` would refuse after the append."""
+    depends_on_lengths = isinstance(plan, (DecodePlan, DecodePlanTensors))
+    stored = batch.cache.payload.dtype
+    if stored in FLOATS:
+        dims.dtype("q", q, stored)
+    if rows is not None:
+        check_row_lists(dims, "rows", rows, "topk_lens", topk_lens)
+        dims.require(mask == CAUSAL, "mask", "be left at its default with rows", mask)
+        dims.require(not depends_on_lengths, "plan", "be an EvenSplit with rows", "a DecodePlan")
+        return
+    dims.require(topk_lens is None, "topk_lens", "be None without rows", "a tensor")
+    if not depends_on_lengths or lengths is None:
+        return
+    kv_lens, q_lens = lengths
+    if isinstance(plan, DecodePlan):
+        must = f"be made for kv_lens {kv_lens}"
+        dims.require(plan.kv_lens == kv_lens, "plan", must, plan.kv_lens)
+    elif isinstance(plan, DecodePlanTensors):
+        check_plan(dims, plan, q_lens, kv_lens, mask)
+
+
+def _attend(
+    q: Tensor,
+    weights: LayerWeights,
+    batch: CachedBatch,
+    rows: Tensor | None,
+    topk_lens: Tensor | None,
+    mask: Mask,
+    plan: DecodePlan | DecodePlanTensors | EvenSplit | None,
+    backend: Backend,
+) -> Tensor:
+    """Attention of absorbed, rotated q over the cache, [tokens, heads, D_C]."""
+    if rows is None:
+        return mla_decode(
+            q,
+            batch.cache,
+            batch.page_table,
+            batch.kv_lens,
+            q_starts=batch.q_starts,
+            layer=batch.layer,
+            softmax_scale=weights.softmax_scale,
+            mask=mask,
+            plan=plan,
+            backend=backend,
+        )[0]
+    assert not isinstance(plan, (DecodePlan, DecodePlanTensors))
+    return sparse_mla(
+        q,
+        batch.cache,
+        rows,
+        topk_lens=topk_lens,
+        layer=batch.layer,
+        softmax_scale=weights.softmax_scale,
+        plan=plan,
+        backend=backend,
+    )[0]

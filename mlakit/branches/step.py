@@ -1,0 +1,154 @@
+"""`mla_step`: one step over a batch in which some requests decode and others prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from mlakit.branches.batch import CachedBatch, LayerWeights
+from mlakit.branches.checks import StepLengths, check_plan_lengths, check_step, select_kernels
+from mlakit.branches.decode import check_absorbed_attention, decode_branch
+from mlakit.branches.prefill import prefill_branch, prefill_ops
+from mlakit.cache import from_host, select_requests
+from mlakit.checks import Dims
+from mlakit.knobs import Backend
+from mlakit.masks import CAUSAL
+from mlakit.ops._arguments import check_result
+from mlakit.plan import ContextPlan, plan_context
+
+DECODE_THRESHOLD = 8  # a request with at most this many new tokens decodes
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Which requests of a mixed batch decode and which prefill; all layers share it.
+
+    kv_lens  tokens of each request, including those of the step
+    q_lens   new tokens of the step, per request
+    decode   the requests that decode; requests without new tokens are in neither list
+    prefill  the requests that prefill
+    context  the chunks of their cached context
+    """
+
+    kv_lens: tuple[int, ...]
+    q_lens: tuple[int, ...]
+    decode: tuple[int, ...]
+    prefill: tuple[int, ...]
+    context: ContextPlan
+
+
+def plan_step(
+    kv_lens: Sequence[int],
+    q_lens: Sequence[int],
+    *,
+    decode_threshold: int = DECODE_THRESHOLD,
+    max_context_rows: int | None = None,
+) -> StepPlan:
+    """Requests with at most `decode_threshold` new tokens decode, the others prefill.
+
+    kv_lens  tokens of each request, including those of the step
+    q_lens   new tokens of the step, per request
+    """
+    dims = Dims("plan_step")
+    threshold = dims.integer("decode_threshold", decode_threshold, 0)
+    checked = plan_context(kv_lens, q_lens)
+    lengths, new = checked.kv_lens, checked.q_lens
+    prefill = tuple(b for b, n in enumerate(new) if n > threshold)
+    return StepPlan(
+        kv_lens=lengths,
+        q_lens=new,
+        decode=tuple(b for b, n in enumerate(new) if 0 < n <= threshold),
+        prefill=prefill,
+        context=plan_context(
+            [lengths[b] for b in prefill], [new[b] for b in prefill], max_rows=max_context_rows
+        ),
+    )
+
+
+def mla_step(
+    q: Tensor,
+    kv: Tensor,
+    weights: LayerWeights,
+    batch: CachedBatch,
+    *,
+    plan: StepPlan | None = None,
+    decode_threshold: int | None = None,
+    max_context_rows: int | None = None,
+    out: Tensor | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """One causal step over a mixed batch: requests with few new tokens decode, others prefill.
+
+    q     [tokens, heads, D_N + D_R], not modified
+    kv    [tokens, D_C + D_R] raw latents
+    plan  `plan_step` of the step, shared by all layers; required on a GPU. Without one,
+          `decode_threshold` (default 8) and `max_context_rows` go into the plan made here
+
+    Returns out [tokens, heads, D_V] in q's dtype.
+    """
+    dims = Dims("mla_step")
+    lengths = check_step(dims, q, kv, weights, batch, CAUSAL)
+    plan = _step_plan(dims, batch, plan, decode_threshold, max_context_rows, lengths)
+    if plan.decode:
+        check_absorbed_attention(dims, q, batch, lengths, None, None, CAUSAL, None)
+    out = check_result(dims, "out", out, "tokens", "heads", "D_V", dtype=q.dtype)
+    if not plan.prefill:
+        return decode_branch(q, kv, weights, batch, out=out, backend=backend)
+    select_kernels(prefill_ops(weights), q, weights, batch, CAUSAL, backend)
+    if plan.decode:
+        tokens, decoding = _select(batch, plan.decode, plan)
+        out[tokens] = decode_branch(q[tokens], kv[tokens], weights, decoding, backend=backend)
+    tokens, prefilling = _select(batch, plan.prefill, plan)
+    out[tokens] = prefill_branch(
+        q[tokens], kv[tokens], weights, prefilling, plan=plan.context, backend=backend
+    )
+    return out
+
+
+def _step_plan(
+    dims: Dims,
+    batch: CachedBatch,
+    plan: StepPlan | None,
+    decode_threshold: int | None,
+    max_rows: int | None,
+    lengths: StepLengths | None,
+) -> StepPlan:
+    """The caller's plan, checked if the lengths are known; otherwise a new plan."""
+    if plan is not None:
+        choices = {"decode_threshold": decode_threshold, "max_context_rows": max_rows}
+        for name, choice in choices.items():
+            dims.require(choice is None, name, "be None if plan is given", choice)
+        check_plan_lengths(dims, StepLengths(plan.kv_lens, plan.q_lens), batch, lengths)
+        dims.require(
+            sum(plan.q_lens) == dims["tokens"],
+            "plan",
+            f"be made for {dims['tokens']} new tokens",
+            sum(plan.q_lens),
+        )
+        return plan
+    if lengths is None:
+        dims.fail("plan", "be given if lengths are not on the host (plan_step)", None)
+    threshold = DECODE_THRESHOLD if decode_threshold is None else decode_threshold
+    return plan_step(*lengths, decode_threshold=threshold, max_context_rows=max_rows)
+
+
+def _select(
+    batch: CachedBatch, requests: Sequence[int], plan: StepPlan
+) -> tuple[Tensor, CachedBatch]:
+    """(token indices, batch) of some requests, without a synchronisation."""
+    device = batch.q_starts.device
+    ranges = list(pairwise(accumulate(plan.q_lens, initial=0)))
+    tokens = torch.cat([torch.arange(*ranges[b], device="cpu") for b in requests])
+    q_starts = list(accumulate((plan.q_lens[b] for b in requests), initial=0))
+    kv_lens = [plan.kv_lens[b] for b in requests]
+    return from_host(tokens, torch.int64, device), CachedBatch(
+        batch.cache,
+        select_requests(batch.page_table, requests, kv_lens),
+        batch.kv_lens[from_host(list(requests), torch.int64, device)],
+        from_host(q_starts, batch.q_starts.dtype, device),
+        batch.layer,
+    )
