@@ -65,6 +65,16 @@ class Mask:
         first = max(first, 0)
         return first, max(min(last, num_keys), first)
 
+    def first_visible_keys(self, before: Sequence[int], after: Sequence[int]) -> list[int]:
+        """The first key that any new token of each request sees; `after` if it has none.
+
+        before, after  tokens of each request before and after the step
+        """
+        return [
+            self.interval(low, high)[0] if high > low else high
+            for low, high in zip(before, after, strict=True)
+        ]
+
     def visible(self, positions: Tensor, keys: Tensor) -> Tensor:
         """Boolean [len(positions), len(keys)]: whether each query sees each key."""
         q, k = positions[:, None], keys[None, :]
@@ -103,14 +113,3 @@ def chunked(window: int) -> Mask:
 def chunked_causal(window: int) -> Mask:
     """The keys of the query's own chunk, up to itself."""
     return Mask("chunked_causal", window)
-
-
-def first_visible_keys(mask: Mask, before: Sequence[int], after: Sequence[int]) -> list[int]:
-    """The first key that any new token of each request sees; `after` if it has no new token.
-
-    before, after  tokens of each request before and after the step
-    """
-    return [
-        mask.interval(low, high)[0] if high > low else high
-        for low, high in zip(before, after, strict=True)
-    ]

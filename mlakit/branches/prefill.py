@@ -12,7 +12,7 @@ from mlakit.cache import gather_rows
 from mlakit.checks import Dims
 from mlakit.kernels.cpu.workers import on_one_thread
 from mlakit.knobs import Backend
-from mlakit.masks import CAUSAL, NULL, Mask, first_visible_keys
+from mlakit.masks import CAUSAL, NULL, Mask
 from mlakit.ops import merge_states, mla_prefill
 from mlakit.ops._arguments import check_mask, check_result
 from mlakit.plan import ContextPlan, plan_context
@@ -93,7 +93,7 @@ def _attend(
     before = [high - new for high, new in zip(after, plan.q_lens, strict=True)]
     if mask not in (CAUSAL, NULL):
         # the mask depends on distances or on whole chunks: it may start at the first visible key
-        first = first_visible_keys(mask, before, after)
+        first = mask.first_visible_keys(before, after)
         _attend_to_keys(q, weights, batch, first, after, mask, out, backend)
         return
     if not plan.chunks:

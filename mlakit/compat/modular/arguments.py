@@ -74,16 +74,8 @@ def step_lengths(
     return before, [length + tokens for length, tokens in zip(before, new, strict=True)]
 
 
-def first_visible_keys(mask: Mask, before: list[int], after: list[int]) -> list[int]:
-    """The first key any new token of each request sees; its end where there is no new token."""
-    return [
-        mask.interval(low, high)[0] if high > low else high
-        for low, high in zip(before, after, strict=True)
-    ]
-
-
 def first_visible_keys_on_device(mask: Mask, before: Tensor, after: Tensor) -> Tensor:
-    """`first_visible_keys` of lengths that must not be read by the host."""
+    """`Mask.first_visible_keys` for lengths on a device, without a synchronisation."""
     first = torch.zeros_like(before)
     if mask.kind.startswith("sliding_window"):
         first = (before - mask.window + 1).clamp_min(0)

@@ -14,7 +14,6 @@ from mlakit.compat.modular.arguments import (
     check_key_cache,
     check_row_offsets,
     check_used_pages,
-    first_visible_keys,
     first_visible_keys_on_device,
     step_lengths,
 )
@@ -247,7 +246,7 @@ def _check_lengths(dims: Dims, cache: KeyCache, offsets: Tensor, mask: Mask) -> 
     if lengths is None:
         return None
     before, after = lengths
-    first = first_visible_keys(mask, before, after)
+    first = mask.first_visible_keys(before, after)
     check_used_pages(dims, cache, first, after, "cache_lengths + new tokens")
     return max((high - low for low, high in zip(before, after, strict=True)), default=0)
 

@@ -12,7 +12,6 @@ from mlakit.compat.modular.arguments import (
     check_collection,
     check_target,
     check_used_pages,
-    first_visible_keys,
     first_visible_keys_on_device,
     step_lengths,
 )
@@ -214,7 +213,7 @@ def _check_buffer(
     if buffer_length == 0:
         return
     before, after = lengths
-    first = first_visible_keys(mask, before, after)
+    first = mask.first_visible_keys(before, after)
     check_used_pages(dims, cache, first, after, "cache_lengths + new tokens")
     for request, skipped in enumerate(as_signed(cache_offsets[:batch]).tolist()):
         if after[request] == before[request]:
@@ -253,7 +252,7 @@ def _visible_rows(
     before, after = cache.cache_lengths, cache.kv_lens(row_offsets)
     if values_visible(before) and values_visible(row_offsets):
         lows, highs = before.tolist(), after.tolist()
-        first = first_visible_keys(mask, lows, highs)
+        first = mask.first_visible_keys(lows, highs)
         return gather_rows(cache.layer, cache.lookup_table, first, highs, dtype)
     # only the GPU knows how many keys there are; the host knows the buffer that holds them
     seen_from = first_visible_keys_on_device(mask, before, after)
