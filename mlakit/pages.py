@@ -1,23 +1,22 @@
-"""Who holds which page of a pool: requests reserve, grow, share prefixes, roll back, give back.
+"""The page allocator: reserve, append, fork shared prefixes, truncate, free.
 
-The allocator deals in numbers on the host and never sees a row: rows are the cache's. Token t of a
-sequence has its row in page `pages[t // page_size]`, at offset t % page_size.
+The allocator works on page ids on the host; the cache has the rows. The row of token t of a
+sequence is in page `pages[t // page_size]`, at offset t % page_size.
 
-Sequences share pages by prefix. A shared page is only read: a sequence about to write into its
-partly filled last page while another holds it moves to a page of its own first, and the caller
-copies the rows it already has there (`PageCopy`). A page that is full for the sequence that grows
-is never copied, shared or not.
+Sequences share the pages of a common prefix, copy on write. Before a sequence writes into its
+partly filled last page while that page is shared, it gets a page of its own, and the caller copies
+the existing rows (`PageCopy`). A full page is never copied.
 
-Every call is done as a whole, whichever threads call. True after each, a failed one included:
+Every call is atomic, also with several threads. After each call, also a failed one:
 
-    a page is either free or held by at least one live sequence
-    the count of a page is the number of live sequences that hold it
-    a live sequence of `length` tokens holds ceil(length / page_size) different pages, none spare
+    a page is either free or used by at least one live sequence
+    the reference count of a page is the number of live sequences that use it
+    a live sequence of `length` tokens uses exactly ceil(length / page_size) different pages
 
 A step of a serving loop:
 
     copies = allocator.append_batch(sequences, new_tokens)
-    ...                                      # carry out `copies` in every layer of the cache
+    ...                                      # apply `copies` to every layer of the cache
     page_table = allocator.page_table(sequences, device=device)
     kv_lens = allocator.kv_lens(sequences, device=device)
     ...                                      # write the new rows, attend
@@ -40,11 +39,11 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 UNUSED_PAGE = -1
-"""Fills a page table past the last page of a sequence."""
+"""Page id in a page table after the last page of a sequence."""
 
 
 class OutOfPagesError(RuntimeError):
-    """A call needs more pages than are free. It changed nothing: free some and call again."""
+    """Too few free pages. The call changed nothing: free some pages and call again."""
 
 
 class PageCopy(NamedTuple):
@@ -56,9 +55,9 @@ class PageCopy(NamedTuple):
 
 
 class PagedSequence:
-    """The pages that hold the tokens of one request: a handle that only its allocator changes.
+    """The pages of one request: a handle that only its allocator changes.
 
-    Pages of a handle that is dropped without `PageAllocator.free` are never given back.
+    If a handle is dropped without `PageAllocator.free`, its pages stay allocated.
     """
 
     __slots__ = ("_allocator", "_length", "_pages")
@@ -75,20 +74,20 @@ class PagedSequence:
 
     @property
     def is_live(self) -> bool:
-        """False once it is freed; its length and its pages can then no longer be asked for."""
-        # the allocator knows, so that a copy of the handle is not a second holder
+        """False after `free`; `length` and `pages` then raise ValueError."""
+        # stored in the allocator, so that a copy of the handle does not count as a second use
         return self in self._allocator._live
 
     @property
     def length(self) -> int:
-        """Tokens it has room for, those of the latest `append` included."""
+        """Tokens of the sequence, including those of the latest `append`."""
         with self._allocator._lock:
             self._require_live("length")
             return self._length
 
     @property
     def pages(self) -> tuple[int, ...]:
-        """Page ids in the order of the tokens."""
+        """Page ids, in token order."""
         with self._allocator._lock:
             self._require_live("pages")
             return tuple(self._pages)
@@ -97,10 +96,10 @@ class PagedSequence:
         _require_live(Dims(f"PagedSequence.{name}"), "sequence", self)
 
 
-def _exclusive(
+def _locked(
     method: Callable[Concatenate[PageAllocator, _P], _R],
 ) -> Callable[Concatenate[PageAllocator, _P], _R]:
-    """A method that runs while no other thread is in one."""
+    """A method that holds the allocator's lock."""
 
     @wraps(method)
     def run(self: PageAllocator, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -111,83 +110,88 @@ def _exclusive(
 
 
 class PageAllocator:
-    """Hands out the pages of a pool of `num_pages` pages of `page_size` tokens.
+    """Allocates the pages of a pool with `num_pages` pages of `page_size` tokens.
 
-    Every method checks all its arguments before it changes anything. ValueError: a sequence that
-    is freed or belongs to another allocator, a negative count, a length that is not there.
-    OutOfPagesError: too few free pages. Each call costs time proportional to the pages it touches.
+    Every method checks all its arguments before it changes anything. It raises ValueError for a
+    freed sequence, a sequence of another allocator, a negative count and a length beyond the
+    sequence, and OutOfPagesError for too few free pages. The time of a call is proportional to the
+    number of pages it touches.
 
-    Threads may share an allocator: a lock lets one call in at a time. What several calls find out
-    one after another, other threads may have changed in between. It can be pickled and deep-copied,
-    together with its sequences, while no other thread changes it.
+    Threads may share an allocator: each call holds a lock. Other threads may change the allocator
+    between two calls. It can be pickled and deep-copied, together with its sequences, while no
+    other thread changes it.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         dims = Dims("PageAllocator")
         self._num_pages = dims.integer("num_pages", num_pages, 1)
         self._page_size = dims.integer("page_size", page_size, 1)
-        self._holders = [0] * self._num_pages
-        self._free = list(range(self._num_pages))[::-1]  # a stack: page 0 is on top
+        self._ref_counts = [0] * self._num_pages
+        self._free = list(range(self._num_pages))[::-1]  # a stack with page 0 on top
         self._live: set[PagedSequence] = set()
-        self._lock = RLock()  # a sequence that is asked by a method takes it again
+        self._lock = RLock()  # reentrant: properties of a sequence take it inside a method
 
     def __getstate__(self) -> dict[str, object]:
         with self._lock:
-            copies = {"_holders": [*self._holders], "_free": [*self._free], "_live": {*self._live}}
+            copies = {
+                "_ref_counts": [*self._ref_counts],
+                "_free": [*self._free],
+                "_live": {*self._live},
+            }
         state = {**vars(self), **copies}
-        del state["_lock"]  # which cannot be copied
+        del state["_lock"]  # locks cannot be copied
         return state
 
     def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state, _lock=RLock())
 
-    @_exclusive
+    @_locked
     def __repr__(self) -> str:
         free = f"{self.num_free_pages} of {self.num_pages} pages free"
         return f"PageAllocator({free}, page_size={self.page_size})"
 
     @property
     def num_pages(self) -> int:
-        """Pages of the pool, free or not."""
+        """Pages of the pool."""
         return self._num_pages
 
     @property
     def page_size(self) -> int:
-        """Tokens of a page."""
+        """Tokens per page."""
         return self._page_size
 
     @property
     def num_free_pages(self) -> int:
-        """Pages that no live sequence holds."""
+        """Pages that no live sequence uses."""
         return len(self._free)
 
-    @_exclusive
+    @_locked
     def reserve(self, num_tokens: int) -> PagedSequence:
-        """A new sequence with room for `num_tokens` tokens, in pages of its own."""
+        """A new sequence of `num_tokens` tokens, in unshared pages."""
         dims = Dims("PageAllocator.reserve")
         length = dims.integer("num_tokens", num_tokens, 0)
         needed = self._pages_for(length)
         self._require_free(dims.op, needed)
         return self._admit(self._take(needed), length)
 
-    @_exclusive
+    @_locked
     def append(self, sequence: PagedSequence, num_tokens: int) -> list[PageCopy]:
-        """Make room for `num_tokens` more tokens.
+        """Append `num_tokens` tokens to a sequence.
 
-        Returns the copies (here one at most) that the caller carries out in every layer of the
-        cache before it writes any further row, of whichever sequence.
+        Returns the copies (at most one) that the caller must apply to every layer of the cache
+        before it writes any row of any sequence.
         """
         dims = Dims("PageAllocator.append")
         self._check_member(dims, "sequence", sequence)
         return self._grow(dims.op, [sequence], [dims.integer("num_tokens", num_tokens, 0)])
 
-    @_exclusive
+    @_locked
     def append_batch(
         self, sequences: Sequence[PagedSequence], counts: Sequence[int]
     ) -> list[PageCopy]:
-        """`append` counts[i] tokens to each of several different sequences: all of it or nothing.
+        """Append counts[i] tokens to each of several different sequences, all or none.
 
-        No page is the target of two copies, or both a source and a target: their order is free.
+        No page is the target of two copies or both source and target: copies may run in any order.
         """
         dims = Dims("PageAllocator.append_batch")
         self._check_members(dims, sequences)
@@ -202,9 +206,9 @@ class PageAllocator:
         checked = [dims.integer(f"counts[{i}]", count, 0) for i, count in enumerate(counts)]
         return self._grow(dims.op, sequences, checked)
 
-    @_exclusive
+    @_locked
     def truncate(self, sequence: PagedSequence, length: int) -> None:
-        """Forget all but the first `length` tokens, and let go of the pages that held the rest."""
+        """Keep the first `length` tokens, and free the pages of the others."""
         dims = Dims("PageAllocator.truncate")
         self._check_member(dims, "sequence", sequence)
         kept_tokens = _length_within(dims, sequence, length)
@@ -213,11 +217,11 @@ class PageAllocator:
         del sequence._pages[kept_pages:]
         sequence._length = kept_tokens
 
-    @_exclusive
+    @_locked
     def fork(self, sequence: PagedSequence, length: int | None = None) -> PagedSequence:
-        """A new sequence that shares the first `length` tokens (None: all), and takes no page.
+        """A new sequence that shares the first `length` tokens (None: all); it needs no free page.
 
-        The pages stay until every sequence that holds them has let go: the order does not matter.
+        A shared page is freed with the last sequence that uses it.
         """
         dims = Dims("PageAllocator.fork")
         self._check_member(dims, "sequence", sequence)
@@ -226,12 +230,12 @@ class PageAllocator:
         self._share(pages)
         return self._admit(pages, shared)
 
-    @_exclusive
+    @_locked
     def adopt(self, page_ids: Sequence[int], length: int) -> PagedSequence:
-        """`fork` by page id: a new sequence of `length` tokens in pages that live sequences hold.
+        """`fork` by page id: a new sequence of `length` tokens in pages of live sequences.
 
-        For prefix caches that remember pages. That those pages hold the rows of these tokens is
-        the caller's word; that they are pages in use, and as many as `length` takes, is checked.
+        For prefix caches that store page ids. Checks that the pages are in use and that their
+        number fits `length`; the caller guarantees that they hold the rows of these tokens.
         """
         dims = Dims("PageAllocator.adopt")
         pages = self._pages_in_use(dims, page_ids)
@@ -239,20 +243,20 @@ class PageAllocator:
         most = len(pages) * self.page_size
         fewest = most - self.page_size + 1 if pages else 0
         dims.require(
-            fewest <= tokens <= most, "length", f"lie in [{fewest}, {most}] for page_ids", tokens
+            fewest <= tokens <= most, "length", f"be in [{fewest}, {most}] for page_ids", tokens
         )
         self._share(pages)
         return self._admit(pages, tokens)
 
-    @_exclusive
+    @_locked
     def free(self, sequence: PagedSequence) -> None:
-        """Let go of every page of `sequence`; the handle is of no use afterwards."""
+        """Free the pages of `sequence`; the handle is invalid afterwards."""
         self._check_member(Dims("PageAllocator.free"), "sequence", sequence)
         self._live.remove(sequence)
         self._release(sequence._pages)
         sequence._pages = array("i")
 
-    @_exclusive
+    @_locked
     def page_table(
         self,
         sequences: Sequence[PagedSequence],
@@ -260,9 +264,9 @@ class PageAllocator:
         columns: int | None = None,
         device: torch.device | str = "cpu",
     ) -> Tensor:
-        """int32 [batch, columns]: the page ids of each sequence, then -1.
+        """int32 [batch, columns]: the page ids of each sequence, padded with -1.
 
-        `columns=None` is the most pages any of them has; a given number may be larger.
+        `columns` defaults to the largest number of pages of a sequence, and may be larger.
         """
         dims = Dims("PageAllocator.page_table")
         self._check_members(dims, sequences)
@@ -274,14 +278,14 @@ class PageAllocator:
             table.extend(array("i", [UNUSED_PAGE]) * (width - len(sequence._pages)))
         return _as_tensor(table, device).view(len(sequences), width)
 
-    @_exclusive
+    @_locked
     def kv_lens(
         self, sequences: Sequence[PagedSequence], device: torch.device | str = "cpu"
     ) -> Tensor:
-        """int32 [batch]: the length of each sequence, the tokens of its latest append included.
+        """int32 [batch]: the length of each sequence, including the tokens of its latest append.
 
-        This is what `kv_lens` means everywhere: of `norm_rope_quant_append`, `CachedBatch` and
-        `mla_decode` in the step that writes those tokens.
+        This is `kv_lens` of `norm_rope_quant_append`, `CachedBatch` and `mla_decode` in the step
+        that writes those tokens.
         """
         self._check_members(Dims("PageAllocator.kv_lens"), sequences)
         return _as_tensor(array("i", [sequence._length for sequence in sequences]), device)
@@ -305,16 +309,16 @@ class PageAllocator:
     def _tails_to_copy(
         self, sequences: Sequence[PagedSequence], counts: Sequence[int]
     ) -> list[PagedSequence]:
-        """Those that would write into a last page while another sequence holds it."""
+        """Sequences that would write into a last page that is shared."""
         tails = []
-        remaining: dict[int, int] = {}  # who leaves for a copy no longer counts for those after it
+        remaining: dict[int, int] = {}  # reference counts once the sequences before have copied
         for sequence, count in zip(sequences, counts, strict=True):
             if count == 0 or sequence._length % self.page_size == 0:
                 continue
             page = sequence._pages[-1]
-            holders = remaining.get(page, self._holders[page])
-            if holders > 1:
-                remaining[page] = holders - 1
+            count_left = remaining.get(page, self._ref_counts[page])
+            if count_left > 1:
+                remaining[page] = count_left - 1
                 tails.append(sequence)
         return tails
 
@@ -340,19 +344,19 @@ class PageAllocator:
 
     def _share(self, pages: Iterable[int]) -> None:
         for page in pages:
-            self._holders[page] += 1
+            self._ref_counts[page] += 1
 
     def _release(self, pages: Sequence[int]) -> None:
-        # last page first: the stack then hands them out in their old order
+        # last page first, so that the stack allocates them in the same order again
         for page in reversed(pages):
-            self._holders[page] -= 1
-            if self._holders[page] == 0:
+            self._ref_counts[page] -= 1
+            if self._ref_counts[page] == 0:
                 self._free.append(page)
 
     def _require_free(self, op: str, needed: int) -> None:
         if needed > self.num_free_pages:
             free = f"{self.num_free_pages} of {self.num_pages} are free"
-            raise OutOfPagesError(f"{op}: allocator needs {needed} pages, {free}")
+            raise OutOfPagesError(f"{op}: needs {needed} pages, {free}")
 
     def _check_members(self, dims: Dims, sequences: Sequence[PagedSequence]) -> None:
         for i, sequence in enumerate(sequences):
@@ -363,7 +367,7 @@ class PageAllocator:
             got = type(sequence).__name__
             raise TypeError(f"{dims.op}: {arg} must be a PagedSequence, got {got}")
         mine = sequence._allocator is self
-        dims.require(mine, arg, "belong to this allocator", "one of another")
+        dims.require(mine, arg, "belong to this allocator", "a sequence of another one")
         _require_live(dims, arg, sequence)
 
     def _pages_in_use(self, dims: Dims, page_ids: Sequence[int]) -> list[int]:
@@ -372,25 +376,28 @@ class PageAllocator:
             arg = f"page_ids[{i}]"
             page = dims.integer(arg, page_id, 0)
             dims.require(page < self.num_pages, arg, f"be below num_pages, {self.num_pages}", page)
-            dims.require(self._holders[page] > 0, arg, "be a page in use", f"{page}, a free one")
+            dims.require(
+                self._ref_counts[page] > 0, arg, "be a page in use", f"the free page {page}"
+            )
             first = seen.setdefault(page, i)
             dims.require(first == i, arg, "appear once", f"page_ids[{first}] again")
         return list(seen)
 
 
 def _require_live(dims: Dims, arg: str, sequence: PagedSequence) -> None:
-    dims.require(sequence.is_live, arg, "be live", "a freed one")
+    dims.require(sequence.is_live, arg, "be live", "a freed sequence")
 
 
 def _length_within(dims: Dims, sequence: PagedSequence, length: int) -> int:
-    whole = sequence._length
-    part = dims.integer("length", length, 0)
-    dims.require(part <= whole, "length", f"not exceed that of sequence, {whole}", part)
-    return part
+    longest = sequence._length
+    kept = dims.integer("length", length, 0)
+    must = f"not exceed the length of sequence, {longest}"
+    dims.require(kept <= longest, "length", must, kept)
+    return kept
 
 
 def _as_tensor(values: array[int], device: torch.device | str) -> Tensor:
-    """int32 [len(values)] on `device`; on the CPU the memory of `values` itself."""
-    if not values:  # which torch.frombuffer does not take
+    """int32 [len(values)] on `device`; on the CPU it shares the memory of `values`."""
+    if not values:  # torch.frombuffer rejects an empty buffer
         return torch.empty(0, dtype=torch.int32, device=device)
     return torch.frombuffer(values, dtype=torch.int32).to(device)

@@ -18,13 +18,13 @@ def raises(message: str, error: type[Exception] = ValueError):
 def state(allocator: PageAllocator) -> tuple[list[int], list[int], dict[PagedSequence, tuple]]:
     """All there is to know of an allocator, to see that a call left it alone."""
     sequences = {s: (s.length, s.pages) for s in allocator._live}
-    return allocator._free.copy(), allocator._holders.copy(), sequences
+    return allocator._free.copy(), allocator._ref_counts.copy(), sequences
 
 
 def assert_consistent(allocator: PageAllocator) -> None:
     """The invariants of the module's docstring."""
     held = Counter(page for sequence in allocator._live for page in sequence.pages)
-    assert allocator._holders == [held[page] for page in range(allocator.num_pages)]
+    assert allocator._ref_counts == [held[page] for page in range(allocator.num_pages)]
     assert sorted([*allocator._free, *held]) == list(range(allocator.num_pages))
     assert allocator.num_free_pages == allocator.num_pages - len(held)
     for sequence in allocator._live:

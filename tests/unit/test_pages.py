@@ -159,11 +159,11 @@ def test_out_of_pages_is_an_error_that_changes_nothing():
     fork = allocator.fork(first)
     before = state(allocator)
     error = OutOfPagesError
-    with raises("PageAllocator.reserve: allocator needs 2 pages, 1 of 4 are free", error):
+    with raises("PageAllocator.reserve: needs 2 pages, 1 of 4 are free", error):
         allocator.reserve(5)
-    with raises("PageAllocator.append: allocator needs 2 pages, 1 of 4 are free", error):
+    with raises("PageAllocator.append: needs 2 pages, 1 of 4 are free", error):
         allocator.append(fork, 3)  # a copy and a page
-    with raises("PageAllocator.append_batch: allocator needs 2 pages, 1 of 4 are free", error):
+    with raises("PageAllocator.append_batch: needs 2 pages, 1 of 4 are free", error):
         allocator.append_batch([second, fork], [4, 1])
     assert state(allocator) == before
     assert issubclass(error, RuntimeError)
@@ -199,9 +199,9 @@ def copied_handle(allocator: PageAllocator) -> PagedSequence:
 
 
 BAD_SEQUENCES = [
-    (freed_one, "be live, got a freed one", ValueError),
-    (copied_handle, "be live, got a freed one", ValueError),
-    (one_of_another, "belong to this allocator, got one of another", ValueError),
+    (freed_one, "be live, got a freed sequence", ValueError),
+    (copied_handle, "be live, got a freed sequence", ValueError),
+    (one_of_another, "belong to this allocator, got a sequence of another one", ValueError),
     (lambda allocator: [0, 1], "be a PagedSequence, got list", TypeError),
 ]
 
@@ -233,7 +233,9 @@ def test_a_sequence_of_another_allocator_keeps_its_pages():
     mine.reserve(5)
     sequence = other.reserve(5)
     before = state(other)
-    with raises("PageAllocator.free: sequence must belong to this allocator, got one of another"):
+    with raises(
+        "PageAllocator.free: sequence must belong to this allocator, got a sequence of another one"
+    ):
         mine.free(sequence)
     assert state(other) == before
     assert sequence.is_live
@@ -243,9 +245,9 @@ def test_a_freed_sequence_says_so():
     sequence = freed_one(PageAllocator(8, 4))
     assert not sequence.is_live
     assert repr(sequence) == "PagedSequence(freed)"
-    with raises("PagedSequence.length: sequence must be live, got a freed one"):
+    with raises("PagedSequence.length: sequence must be live, got a freed sequence"):
         _ = sequence.length
-    with raises("PagedSequence.pages: sequence must be live, got a freed one"):
+    with raises("PagedSequence.pages: sequence must be live, got a freed sequence"):
         _ = sequence.pages
 
 
@@ -269,23 +271,26 @@ BAD_ARGUMENTS = [
         "append_batch: sequences[2] must appear once, got sequences[0] again",
     ),
     (lambda a, s: a.truncate(s, -1), "truncate: length must be at least 0, got -1"),
-    (lambda a, s: a.truncate(s, 6), "truncate: length must not exceed that of sequence, 5, got 6"),
+    (
+        lambda a, s: a.truncate(s, 6),
+        "truncate: length must not exceed the length of sequence, 5, got 6",
+    ),
     (lambda a, s: a.fork(s, -1), "fork: length must be at least 0, got -1"),
-    (lambda a, s: a.fork(s, 6), "fork: length must not exceed that of sequence, 5, got 6"),
+    (lambda a, s: a.fork(s, 6), "fork: length must not exceed the length of sequence, 5, got 6"),
     (lambda a, s: a.adopt([0, -1], 5), "adopt: page_ids[1] must be at least 0, got -1"),
     (lambda a, s: a.adopt([0, 8], 5), "adopt: page_ids[1] must be below num_pages, 8, got 8"),
     (
         lambda a, s: a.adopt([0, 2], 5),
-        "adopt: page_ids[1] must be a page in use, got 2, a free one",
+        "adopt: page_ids[1] must be a page in use, got the free page 2",
     ),
     (
         lambda a, s: a.adopt([1, 0, 1], 9),
         "adopt: page_ids[2] must appear once, got page_ids[0] again",
     ),
     (lambda a, s: a.adopt([0, 1], -1), "adopt: length must be at least 0, got -1"),
-    (lambda a, s: a.adopt([0, 1], 4), "adopt: length must lie in [5, 8] for page_ids, got 4"),
-    (lambda a, s: a.adopt([0, 1], 9), "adopt: length must lie in [5, 8] for page_ids, got 9"),
-    (lambda a, s: a.adopt([], 1), "adopt: length must lie in [0, 0] for page_ids, got 1"),
+    (lambda a, s: a.adopt([0, 1], 4), "adopt: length must be in [5, 8] for page_ids, got 4"),
+    (lambda a, s: a.adopt([0, 1], 9), "adopt: length must be in [5, 8] for page_ids, got 9"),
+    (lambda a, s: a.adopt([], 1), "adopt: length must be in [0, 0] for page_ids, got 1"),
     (lambda a, s: a.page_table([s], columns=1), "page_table: columns must be at least 2, got 1"),
     (lambda a, s: a.page_table([], columns=-1), "page_table: columns must be at least 0, got -1"),
 ]

@@ -79,7 +79,7 @@ class AllocatorMachine(RuleBasedStateMachine):
             return result
         before = state(self.allocator)
         free = f"{self.allocator.num_free_pages} of {self.allocator.num_pages} are free"
-        with pytest.raises(OutOfPagesError, match=f": allocator needs {needed} pages, {free}$"):
+        with pytest.raises(OutOfPagesError, match=f": needs {needed} pages, {free}$"):
             call()
         assert state(self.allocator) == before
         return None
@@ -174,7 +174,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     def use_after_free(self, request, method):
         before = state(self.allocator)
         arguments = {"append": [1], "truncate": [0]}.get(method, [])
-        with raises(f"PageAllocator.{method}: sequence must be live, got a freed one"):
+        with raises(f"PageAllocator.{method}: sequence must be live, got a freed sequence"):
             getattr(self.allocator, method)(request.sequence, *arguments)
         assert state(self.allocator) == before
 
@@ -187,7 +187,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         page = data.draw(st.sampled_from(free))
         before = state(self.allocator)
         with raises(
-            f"PageAllocator.adopt: page_ids[0] must be a page in use, got {page}, a free one"
+            f"PageAllocator.adopt: page_ids[0] must be a page in use, got the free page {page}"
         ):
             self.allocator.adopt([page], 1)
         assert state(self.allocator) == before
@@ -249,7 +249,7 @@ class ForgetsToCount(PageAllocator):
     def fork(self, sequence, length=None):
         fork = super().fork(sequence, length)
         for page in fork._pages:
-            self._holders[page] = max(1, self._holders[page] - 1)
+            self._ref_counts[page] = max(1, self._ref_counts[page] - 1)
         return fork
 
 

@@ -135,7 +135,7 @@ def test_a_sequence_is_freed_once():
                 told.append(str(error))
 
         in_threads(work)
-        assert told == ["PageAllocator.free: sequence must be live, got a freed one"] * (
+        assert told == ["PageAllocator.free: sequence must be live, got a freed sequence"] * (
             THREADS - 1
         )
         assert allocator.num_free_pages == 2
