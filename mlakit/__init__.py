@@ -1,11 +1,11 @@
 """Multi-head Latent Attention (MLA) for PyTorch, for inference.
 
-The ops take tensors and a paged latent cache; the branches compose them into the steps of a serving
-layer. `mlakit.compat.modular` has the documented functions of Modular's MAX under their own names.
+The ops take tensors and a paged latent cache; the branches compose them into the attention of a
+layer. `mlakit.compat` has the functions of FlashMLA and of Modular's MAX under their own names.
 
-The public names are those of `mlakit._public`, imported on the first use of one of them: torch
-takes seconds to import, and `mlakit --version` and shell completion do without it. `import
-mlakit.ops` registers `torch.ops.mlakit.*`; so does `import mlakit` where torch is imported already.
+The public names are those of `mlakit._public`, imported on first use: torch is slow to import,
+and `mlakit --version` and shell completion do not need it. `import mlakit.ops` registers
+`torch.ops.mlakit.*`; `import mlakit` does so too if torch is already imported.
 """
 
 import sys
@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING
 
 from mlakit._version import __version__ as __version__
 
-# torch says so when it is imported; nothing here needs numpy
+# torch warns on import if numpy is missing; mlakit does not need numpy
 warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
 
 if TYPE_CHECKING:
-    from mlakit._public import *  # noqa: F403  # type checkers read them where they are
+    from mlakit._public import *  # noqa: F403  # for type checkers
 else:
     from importlib import import_module
     from importlib.util import find_spec
 
     def __getattr__(name: str) -> object:
-        """A submodule or a public name, which then stays here, or `__all__`."""
+        """A submodule, a public name (cached in this module) or `__all__`."""
         if name == "__all__":
             return [*import_module("mlakit._public").__all__, "__version__"]
         if name.isidentifier() and not name.startswith("_"):

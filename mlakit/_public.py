@@ -1,4 +1,4 @@
-"""The public names of `mlakit`, which hands them out on first use. Add a new one here."""
+"""The public names of `mlakit`, imported on first use. Add a new public name here."""
 
 from mlakit.branches import (
     CachedBatch,

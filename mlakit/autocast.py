@@ -1,7 +1,7 @@
-"""Functions whose results do not depend on `torch.autocast`.
+"""Functions that ignore `torch.autocast`.
 
-Autocast lowers float32 operands of products and refuses to join float64 tensors. What is computed
-here says itself which precision each step has.
+Autocast converts float32 operands of matrix products to a 16-bit type and refuses to concatenate
+float64 tensors. The functions here choose the precision of each step themselves.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ DEVICES = ("cpu", "cuda")
 
 
 def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
-    """`function`, with autocast off while it runs."""
+    """`function` with autocast disabled."""
 
     @wraps(function)
-    def unaffected(*args: P.args, **kwargs: P.kwargs) -> R:
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         for device in DEVICES:
             if torch.is_autocast_enabled(device):
                 with torch.autocast(device, enabled=False):
-                    return unaffected(*args, **kwargs)
+                    return wrapper(*args, **kwargs)
         return function(*args, **kwargs)
 
-    return unaffected
+    return wrapper

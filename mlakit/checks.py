@@ -1,8 +1,7 @@
-"""Argument checks that explain themselves: `<op>: <argument> must <requirement>, got <value>`.
+"""Argument checks with generated messages: `<op>: <argument> must <requirement>, got <value>`.
 
-Shapes, dtypes, devices and strides are facts of the host and are always checked. Values inside
-tensors are checked by `Dims.value` rules only where `values_visible` says reading them is free
-(CPU tensors) or asked for (`knobs.check_values`).
+Shapes, dtypes, devices and strides are known on the host and are always checked. Values in tensors
+are checked only if `values_visible`: CPU tensors always, GPU tensors with `knobs.check_values`.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ E4M3 = torch.float8_e4m3fn
 
 
 class UnsupportedError(NotImplementedError):
-    """The call is well formed, but nothing here can carry it out; the message says why."""
+    """The arguments are valid, but no kernel supports them; the message has the reasons."""
 
 
 def values_visible(tensor: Tensor) -> bool:
-    """May the values of `tensor` be read without a hidden synchronisation?
+    """Whether the host may read the values of `tensor`: no synchronisation, or one asked for.
 
-    Not while a graph is traced, which is for every value; its ops look when they run.
+    False while torch.compile traces: the traced ops check when they run.
     """
     if torch.compiler.is_compiling():
         return False
@@ -38,7 +37,7 @@ def values_visible(tensor: Tensor) -> bool:
 
 
 def as_signed(tensor: Tensor) -> Tensor:
-    """`tensor` with uint32 seen as int32: torch on CPU has no comparisons for uint32."""
+    """`tensor` with uint32 viewed as int32: torch has no uint32 comparisons on the CPU."""
     return tensor.view(torch.int32) if tensor.dtype == torch.uint32 else tensor
 
 
@@ -49,18 +48,18 @@ def _names(dtypes: Iterable[torch.dtype]) -> str:
 def _whole_number(value: object) -> int | None:
     if isinstance(value, bool):
         return None
-    if isinstance(value, int):  # first, because torch.compile may ask a symbolic int no more
+    if isinstance(value, int):  # first: under torch.compile a symbolic int fails the rest
         return value
     if not hasattr(value, "__index__"):
         return None
     try:
         return operator.index(value)
-    except TypeError:  # every tensor has __index__, but only one integer of it answers
+    except TypeError:  # every tensor has __index__, but only one-element integer tensors allow it
         return None
 
 
 class Dims:
-    """Names the axes of one op's arguments and reports the first two that disagree."""
+    """Binds the named axes of an op's arguments and reports the first size that differs."""
 
     def __init__(self, op: str, **known: int) -> None:
         self.op = op
@@ -69,7 +68,7 @@ class Dims:
 
     @property
     def device(self) -> torch.device:
-        """The device all tensors matched so far are on."""
+        """The device of the tensors matched so far."""
         if self._device is None:
             raise LookupError(f"{self.op}: no tensor has been matched yet")
         return self._device[0]
@@ -78,7 +77,7 @@ class Dims:
         return self._bound[axis][0]
 
     def bind(self, axis: str, size: int, source: str) -> None:
-        """Fix `axis` to a size that comes from somewhere else than a matched tensor."""
+        """Bind `axis` to a size that does not come from a matched tensor."""
         want, known = self._bound.setdefault(axis, (size, source))
         self.require(size == want, source, f"equal {known}, {want}", size)
 
@@ -95,7 +94,7 @@ class Dims:
         return value
 
     def integer(self, arg: str, value: object, minimum: int) -> int:
-        """A whole number of at least `minimum`: an int, or what can stand for one exactly."""
+        """An integer of at least `minimum`: an int, or a value with `__index__`."""
         number = _whole_number(value)
         if number is None:
             raise TypeError(f"{self.op}: {arg} must be an integer, got {type(value).__name__}")
@@ -141,19 +140,19 @@ class Dims:
             self.fail(arg, f"be on the device of {source}, {device}", tensor.device)
 
     def rows_contiguous(self, arg: str, tensor: Tensor) -> None:
-        """Other axes may have any stride; a row is read as one piece."""
+        """The last axis is contiguous; other axes may have any stride."""
         if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             self.fail(arg, "have a contiguous last axis", f"strides {tensor.stride()}")
 
     def writable(self, arg: str, tensor: Tensor) -> None:
-        """An expanded tensor has many elements at one address: a write there is lost."""
+        """No two elements have the same address, as in an expanded tensor."""
         self.rows_contiguous(arg, tensor)
         for i, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
             if size > 1 and stride == 0:
                 self.fail(arg, "be writable", f"stride 0 on axis {i} (an expanded tensor)")
 
     def starts(self, arg: str, offsets: Tensor, total: int | None, total_name: str = "") -> None:
-        """Row offsets begin at 0, never decrease, and end at `total` where one is given."""
+        """Row offsets start at 0, never decrease, and end at `total` if it is given."""
         if offsets.shape[0] < 1:
             self.fail(arg, "have batch + 1 entries", "none")
         if not values_visible(offsets):
@@ -166,7 +165,7 @@ class Dims:
             self.require(host[-1] == total, f"{arg}[-1]", f"equal {total_name}, {total}", host[-1])
 
     def lengths(self, arg: str, lengths: Tensor, maximum: int, maximum_name: str) -> None:
-        """Every entry of `lengths` lies between 0 and `maximum`."""
+        """Every entry of `lengths` is in [0, maximum]."""
         if not values_visible(lengths):
             return
         for i, length in enumerate(as_signed(lengths).tolist()):
@@ -176,7 +175,7 @@ class Dims:
             )
 
     def new_tokens_counted(self, kv_lens: Sequence[int], q_lens: Sequence[int]) -> None:
-        """The length of every request counts its new tokens as well."""
+        """The length of every request includes its new tokens."""
         for request, (kv_len, q_len) in enumerate(zip(kv_lens, q_lens, strict=True)):
-            must = f"count the {q_len} new tokens of the request as well"
+            must = f"include the {q_len} new tokens of the request"
             self.require(kv_len >= q_len, f"kv_lens[{request}]", must, kv_len)

@@ -1,23 +1,23 @@
-"""How one cache row is stored: a codec per format, in plain torch.
+"""Cache row formats: how one row is stored, as a codec per format in plain torch.
 
-A row has D_C latent columns, then D_R rotated ones (`RowShape`). Sizes for 512 + 64 columns, except
-`fp8_block64`, which is for 448 + 64:
+A row has D_C latent columns, then D_R rotated columns (`RowShape`). Sizes are for 512 + 64 columns,
+and for 448 + 64 in `fp8_block64`:
 
-    name           payload of one row                               scales beside it   bytes/token
-    bf16, fp16     D_C + D_R halves                                 none               1152
-    fp32           D_C + D_R floats                                 none               2304
+    name           payload of one row                               separate scales    bytes/token
+    bf16, fp16     D_C + D_R 16-bit floats                          none               1152
+    fp32           D_C + D_R float32                                none               2304
     fp8            D_C + D_R e4m3                                   one per tensor     576
     fp8_token      D_C e4m3 | D_R bf16, both divided by the scale   1 f32              640 + 4
     fp8_block128   D_C e4m3 | ceil(D_C/128) f32 scales | D_R bf16   none               656
     fp8_block64    D_C e4m3 | D_R bf16                              8 bytes e8m0       576 + 8
 
-A scale multiplies on reading: value = stored · scale. Scales are float32 and are never rounded to a
-half type; `power_of_two=True` asks the encoder for scales that are powers of two (always so in
-`fp8_block64`, which stores exponents only). Numbers among bytes are little endian.
+Dequantisation multiplies by the scale: value = stored · scale. Scales are float32 and are never
+rounded to a 16-bit type. `power_of_two=True` makes the encoder choose powers of two; `fp8_block64`,
+which stores exponents, always does. Scales and bf16 columns in byte rows are little endian.
 
-NaN and infinity. A NaN never turns into a number: its scale group (its element, where there is no
-group) comes back NaN. An infinity makes the scale of its group infinite, and the group comes back
-NaN. Where there is no group it comes back as itself, except in `fp8`, whose writes saturate.
+NaN and infinity. A NaN stays NaN, with its whole scale group if the format has groups. An infinity
+makes the scale of its group infinite, and the group decodes to NaN. Without groups an infinity is
+kept, except in `fp8`, whose writes saturate.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from mlakit.checks import E4M3, Dims
 from mlakit.geometry import RowShape
 
 Format = Literal["bf16", "fp16", "fp32", "fp8", "fp8_token", "fp8_block128", "fp8_block64"]
-"""What the argument `format` may be."""
+"""The values of the argument `format`."""
 FORMATS: tuple[Format, ...] = get_args(Format)
 
 E4M3_MAX = 448.0
 LARGEST_SCALE = torch.finfo(torch.float32).max
 SMALLEST_SCALE = torch.finfo(torch.float32).smallest_normal
-"""Least scale of a block or tensor: some devices flush a subnormal one to 0, and 0/0 is NaN."""
+"""Smallest scale of a block or tensor: some devices flush subnormals to 0, and 0/0 is NaN."""
 SMALLEST_TOKEN_SCALE = 2.0**-33
-"""Least scale of `fp8_token`, about 1.2e-10. The rotated columns are divided by the scale of the
-latent ones, which may all be zero: at this scale every |rope| up to 3.9e28 is finite in bf16. What
-it costs lies below half a step of e4m3, 2**-43 or 1.1e-13, in rows that stay below 5.2e-8."""
+"""Smallest scale of `fp8_token`, about 1.2e-10. The rotated columns are divided by the scale of the
+latent columns, which may all be zero: with this scale every |rope| up to 3.9e28 is finite in bf16.
+The error is below half a step of e4m3, 2**-43 or 1.1e-13, in rows with values below 5.2e-8."""
 
 
 def saturating_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """`x` rounded to nearest even in `dtype`; e4m3 clamps to ±448 first. NaN stays NaN.
 
-    Other dtypes are a plain cast. Torch takes float64 to e4m3 by way of float32.
+    Other dtypes are a plain cast. Torch converts float64 to e4m3 through float32.
     """
     if dtype == E4M3:
         x = x.clamp(-E4M3_MAX, E4M3_MAX)
@@ -61,21 +61,21 @@ def saturating_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def round_up_power_of_two(x: Tensor) -> Tensor:
-    """The least power of two ≥ x, exactly, for float x ≥ 0; 0, inf and NaN stay as they are."""
+    """The smallest power of two ≥ x, exactly, for float x ≥ 0; 0, inf and NaN are unchanged."""
     mantissa, _ = torch.frexp(x)  # x = mantissa · 2**exponent, 1/2 ≤ mantissa < 1
-    # the quotient is 2**exponent, which is representable, so the division does not round
+    # the quotient is 2**exponent: the division is exact
     rounded = torch.where(mantissa == 0.5, x, x / mantissa)
     return torch.where((x > 0) & x.isfinite(), rounded, x)
 
 
 def _amax(x: Tensor, group: int) -> Tensor:
-    """Largest magnitude of each group of columns; the last group may be short."""
+    """Largest magnitude per group of columns; the last group may be short."""
     return torch.stack([columns.abs().amax(-1) for columns in torch.split(x, group, -1)], -1)
 
 
 def _scales_for(amax: Tensor, smallest: float, power_of_two: bool) -> Tensor:
-    """max(amax / 448, smallest) float32, so that a group fills the range of e4m3."""
-    # by a tensor: CUDA turns division by a number into multiplication by its rounded reciprocal
+    """max(amax / 448, smallest) in float32: the largest value of a group becomes 448."""
+    # divide by a tensor: CUDA replaces division by a number with a rounded reciprocal
     scales = (amax / torch.full_like(amax, E4M3_MAX)).clamp_min(smallest)
     return round_up_power_of_two(scales) if power_of_two else scales
 
@@ -101,7 +101,7 @@ def _to_bytes(x: Tensor) -> Tensor:
 
 
 def _from_bytes(stored: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes along the last axis seen as `dtype`; they may have any stride and alignment."""
+    """Bytes along the last axis as `dtype`; they may have any stride and alignment."""
     elements = stored.shape[-1] // dtype.itemsize
     aligned = stored.clone(memory_format=torch.contiguous_format)
     return aligned.flatten().view(dtype).view(*stored.shape[:-1], elements)
@@ -109,11 +109,12 @@ def _from_bytes(stored: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class RowCodec(ABC):
-    """One format for rows of one shape: sizes, and the way there and back.
+    """One format for rows of one shape: sizes, encode and decode.
 
-    payload_dtype, payload_elements   what one row is stored as
-    scale_dtype, scale_elements       scales of one row kept beside the payload; None and 0 if none
-    has_tensor_scale                  one scale for the whole tensor, given to `encode` and `decode`
+    payload_dtype, payload_elements   the stored row
+    scale_dtype, scale_elements       separate scales of one row; None and 0 if there are none
+    has_tensor_scale                  one scale for the whole tensor, an argument of `encode` and
+                                      `decode`
     """
 
     name: Format
@@ -126,7 +127,7 @@ class RowCodec(ABC):
 
     @property
     def bytes_per_token(self) -> int:
-        """Payload and side scales of one token."""
+        """Payload and separate scales of one token."""
         scale_bytes = self.scale_dtype.itemsize if self.scale_dtype else 0
         return (
             self.payload_elements * self.payload_dtype.itemsize + self.scale_elements * scale_bytes
@@ -136,11 +137,11 @@ class RowCodec(ABC):
     def encode(
         self, rows: Tensor, *, tensor_scale: float | Tensor = 1.0, power_of_two: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Store rows: x -> (payload, scales) with payload · scale ≈ x, computed in float32.
+        """Encode rows: x -> (payload, scales) with payload · scale ≈ x, computed in float32.
 
         rows          [..., row.width] any float dtype
         tensor_scale  the scale of the whole tensor, rounded to float32 (`has_tensor_scale` only)
-        power_of_two  make the scales found here powers of two; no effect where none is found
+        power_of_two  round the computed scales up to powers of two
         Returns payload [..., payload_elements] and scales [..., scale_elements] or None. Formats
         without scales may return `rows` itself.
         """
@@ -162,10 +163,10 @@ class RowCodec(ABC):
         tensor_scale: float | Tensor = 1.0,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """Read rows back: payload · scale, in float32 and then rounded to `dtype`.
+        """Decode rows: payload · scale in float32, rounded to `dtype`.
 
         payload  [..., payload_elements] payload_dtype, any strides
-        scales   [..., scale_elements] scale_dtype; None where the format keeps none beside rows
+        scales   [..., scale_elements] scale_dtype; None if the format has no separate scales
         With dtype=float64 the product is exact. Returns rows [..., row.width]; formats without
         scales may return `payload` itself.
         """
@@ -185,12 +186,12 @@ class RowCodec(ABC):
 
     @abstractmethod
     def _decode(self, payload: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """`scales` are those beside the rows, or the tensor's one, or None: what the format has."""
+        """scales  the separate scales, the tensor scale, or None, as the format has them"""
 
     def _tensor_scale(
         self, dims: Dims, scale: float | Tensor, device: torch.device
     ) -> Tensor | None:
-        """The tensor's scale as a float32 number on `device`; None where the format has none."""
+        """The tensor scale as a float32 scalar on `device`; None if the format has none."""
         if not self.has_tensor_scale:
             if isinstance(scale, Tensor) or scale != 1.0:
                 dims.fail("tensor_scale", "be left at 1.0 (the format has no tensor scale)", scale)
@@ -206,7 +207,7 @@ class RowCodec(ABC):
     def _check_scales(self, dims: Dims, payload: Tensor, scales: Tensor | None) -> None:
         if self.scale_dtype is None:
             if scales is not None:
-                dims.fail("scales", "be None (the format keeps none beside the rows)", "a tensor")
+                dims.fail("scales", "be None (the format has no separate scales)", "a tensor")
             return
         scales = dims.tensor("scales", scales)
         dims.dtype("scales", scales, self.scale_dtype)
@@ -221,7 +222,7 @@ def _last_axis(dims: Dims, arg: str, tensor: Tensor, size: int) -> None:
 
 
 class PlainCodec(RowCodec):
-    """Every column in one float dtype."""
+    """All columns in one float dtype."""
 
     def _encode(
         self, rows: Tensor, tensor_scale: Tensor | None, power_of_two: bool
@@ -233,7 +234,7 @@ class PlainCodec(RowCodec):
 
 
 class TensorScaleCodec(RowCodec):
-    """Every column e4m3(x / s), s one scale for the tensor; beyond ±448 · s a value saturates."""
+    """All columns e4m3(x / s) with one scale s per tensor; values beyond ±448 · s saturate."""
 
     def _encode(
         self, rows: Tensor, tensor_scale: Tensor | None, power_of_two: bool
@@ -247,10 +248,10 @@ class TensorScaleCodec(RowCodec):
 
 
 class TokenScaleCodec(RowCodec):
-    """e4m3(c / σ) | bf16(r / σ), σ = max(amax(c) / 448, 2**-33) beside the row.
+    """e4m3(c / σ) | bf16(r / σ), with σ = max(amax(c) / 448, 2**-33) stored separately.
 
-    A score over a row is then one sum times σ. Readers take max(σ, 0), so a negative scale left in
-    an unused slot is a zero row; a NaN stays one.
+    The score of a row is one dot product times σ. Decoding uses max(σ, 0): a negative scale in an
+    unused slot gives a zero row; NaN stays NaN.
     """
 
     def _encode(
@@ -294,17 +295,17 @@ class BlockScaleCodec(RowCodec):
 
 
 class PageFooterCodec(RowCodec):
-    """e4m3(c / 2**e_g) | bf16(r), and beside the row the bytes e_g + 127 per 64 columns.
+    """e4m3(c / 2**e_g) | bf16(r), and separately one byte e_g + 127 per 64 columns (e8m0).
 
-    2**e_g is the least power of two ≥ max(amax_g / 448, smallest normal). Byte 255 is NaN: the
-    group held a NaN or an infinity, for which e8m0 has no code. Unused scale bytes are 0.
+    2**e_g is the smallest power of two ≥ max(amax_g / 448, smallest normal). Byte 255 is NaN: the
+    group has a NaN or an infinity, which e8m0 cannot represent. Unused scale bytes are 0.
     """
 
     group = 64
     footer_bytes = 8
 
     def page_bytes(self, page_size: int) -> int:
-        """Stride of a page: its rows, then the scales of its rows, padded to a multiple of a row.
+        """Bytes per page: all rows, then all scales, padded to a multiple of the row size.
 
         Row t starts at t · payload_elements, its scales at page_size · payload_elements + 8 · t.
         """
@@ -323,7 +324,7 @@ class PageFooterCodec(RowCodec):
         payload = torch.cat(
             [_quantise(latent, scales, self.group), _to_bytes(rope.to(torch.bfloat16))], -1
         )
-        # the exponent field of a float32 power of two, of inf and of NaN is its e8m0 byte
+        # the e8m0 byte of a power of two, inf or NaN is its float32 exponent field
         exponents = (scales.view(torch.int32) >> 23 & 0xFF).to(torch.uint8)
         footer = exponents.new_zeros(*exponents.shape[:-1], self.footer_bytes)
         footer[..., : exponents.shape[-1]] = exponents
@@ -397,7 +398,7 @@ _BUILDERS: dict[Format, Callable[[Format, RowShape], RowCodec]] = {
 
 
 def known_format(name: object) -> Format:
-    """`name`, if it is that of a format; ValueError with the choices if not."""
+    """`name` if it is a format; otherwise ValueError with the choices."""
     for known in FORMATS:
         if name == known:
             return known
@@ -406,5 +407,5 @@ def known_format(name: object) -> Format:
 
 @lru_cache(maxsize=256)
 def row_codec(name: Format, row: RowShape) -> RowCodec:
-    """The codec of a format for rows of one shape; ValueError if there is none."""
+    """The codec of a format for rows of one shape; ValueError if the format does not support it."""
     return _BUILDERS[known_format(name)](name, row)

@@ -1,17 +1,17 @@
-"""The sizes of one model's Multi-head Latent Attention, and the glossary of symbols.
+"""The sizes of a model's Multi-head Latent Attention, and the glossary of symbols.
 
-Python keeps the names of the checkpoint's config; kernels and equations use the paper's letters.
+Python uses the names of the checkpoint's config; kernels and equations use the paper's letters.
 
     config name          letter   meaning                                             DeepSeek-V3
     num_heads            H        query heads (per device)                            128
-    kv_lora_rank         D_C      latent width: what is cached instead of K and V     512
-    qk_rope_head_dim     D_R      rotated key part, one for all heads                 64
-    qk_nope_head_dim     D_N      unrotated part of a head's query and key            128
+    kv_lora_rank         D_C      latent columns, cached instead of K and V           512
+    qk_rope_head_dim     D_R      rotated key columns, shared by all heads            64
+    qk_nope_head_dim     D_N      unrotated columns of a head's query and key         128
     v_head_dim           D_V      width of a head's value                             128
     row.width            D_C+D_R  columns of one cache row                            576
-    row.v_width                   columns of a row that serve as the absorbed value   512
+    row.v_width                   columns of a row that are the absorbed value        512
 
-Absorbed attention reads a cache row as key (all columns) and as value (the first `v_width`).
+Absorbed attention uses a cache row as key (all columns) and as value (the first `v_width`).
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from mlakit.model_config import ConfigFields, config_path, read_config
 from mlakit.releases import ALIASES, RELEASES
 
 Rope = Literal["interleaved", "half"]
-"""Which columns RoPE rotates together: (0, 1), (2, 3), … or (p, p + D_R/2)."""
+"""The column pairs that RoPE rotates: (0, 1), (2, 3), … or (p, p + D_R/2)."""
 ROPES: tuple[Rope, ...] = get_args(Rope)
 
 
 @dataclass(frozen=True)
 class RowShape:
-    """The columns of one cache row: `kv_lora_rank` latent, then `qk_rope_head_dim` rotated ones.
+    """The columns of one cache row: `kv_lora_rank` latent, then `qk_rope_head_dim` rotated columns.
 
-    `v_width` is how many leading columns are the absorbed value: the latent ones, except in models
-    whose values are the whole row (DeepSeek V4: 448 + 64 columns, all 512 of them value).
+    The first `v_width` columns are the absorbed value: by default the latent columns, and the whole
+    row in DeepSeek V4 (448 + 64 columns).
     """
 
     kv_lora_rank: int
@@ -57,17 +57,17 @@ class RowShape:
 
     @property
     def width(self) -> int:
-        """Columns of a row."""
+        """Columns of the row."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
 
 @dataclass(frozen=True, repr=False)
 class RopeParameters:
-    """How a model's angles grow with the position: `rope_parameters` (or `rope_theta` and
-    `rope_scaling`) of its config, under the names of transformers.
+    """The RoPE frequencies of a model: `rope_parameters` (or `rope_theta` and `rope_scaling`) of
+    its config, with the names of transformers.
 
-    `rope_type` is default, linear, dynamic, yarn, longrope, llama3, proportional, or none where
-    the model rotates nothing; `rope_table` computes the angles and says what a type needs.
+    `rope_type` is default, linear, dynamic, yarn, longrope, llama3, proportional, or none for a
+    model without rotation. `rope_table` computes the angles and checks what a type needs.
     """
 
     rope_type: str = "default"
@@ -88,7 +88,7 @@ class RopeParameters:
     partial_rotary_factor: float | None = None
 
     def __repr__(self) -> str:
-        """What differs from the defaults, and always the type and theta."""
+        """The type, theta, and the fields that differ from their defaults."""
         shown = [
             f"{f.name}={getattr(self, f.name)!r}"
             for f in fields(self)
@@ -98,7 +98,7 @@ class RopeParameters:
 
     @property
     def attention_mscale(self) -> float:
-        """YaRN's factor on the scores as DeepSeek applies it: of `mscale_all_dim`, 1 without."""
+        """YaRN's factor on the scores as in DeepSeek, from `mscale_all_dim`; 1 without it."""
         if self.rope_type in ("default", "none") or not self.mscale_all_dim:
             return 1.0
         if self.factor is None:
@@ -108,10 +108,10 @@ class RopeParameters:
 
 @dataclass(frozen=True)
 class MLAGeometry:
-    """Frozen sizes of one attention layer; `attention_mscale` is YaRN's factor on the scores.
+    """The sizes of one attention layer, frozen; `attention_mscale` is YaRN's factor on the scores.
 
-    `rope` says which columns the model rotates together (what `norm_rope_quant_append` and
-    `LayerWeights` take), `rope_parameters` by which angles (what `rope_table` computes).
+    `rope` is the pairing of the rotated columns, for `norm_rope_quant_append` and `LayerWeights`.
+    `rope_parameters` gives the angles, which `rope_table` computes.
     """
 
     num_heads: int
@@ -125,7 +125,7 @@ class MLAGeometry:
     index_n_heads: int = 0
     index_head_dim: int = 0
     index_topk: int = 0
-    v_width: int | None = None  # None: the latent columns; `row.v_width` is never None
+    v_width: int | None = None  # None: kv_lora_rank; `row.v_width` is never None
     rope: Rope = "interleaved"
     rope_parameters: RopeParameters = field(default_factory=RopeParameters)
     row: RowShape = field(init=False, repr=False)
@@ -146,27 +146,27 @@ class MLAGeometry:
 
     @property
     def softmax_scale(self) -> float:
-        """mscale² / sqrt(qk_head_dim), the same in both forms: 192 for DeepSeek, never 576."""
+        """mscale² / sqrt(qk_head_dim), also for absorbed attention: 192 for DeepSeek, never 576."""
         return self.attention_mscale**2 / sqrt(self.qk_head_dim)
 
     @property
     def has_indexer(self) -> bool:
-        """Does the model pick the tokens it attends to (DeepSeek Sparse Attention)?"""
+        """Whether the model selects the tokens it attends to (DeepSeek Sparse Attention)."""
         return self.index_topk > 0
 
     @property
     def expanded_elements_per_token(self) -> int:
-        """Numbers per token an ordinary K/V cache would hold, to compare `row.width` with."""
+        """Elements per token of a K/V cache without MLA, to compare with `row.width`."""
         return self.num_heads * (self.qk_head_dim + self.v_head_dim)
 
     def with_heads(self, num_heads: int) -> MLAGeometry:
-        """The same layer with other heads, as one rank of a tensor-parallel group holds it."""
+        """The same layer with another number of heads, for one tensor-parallel rank."""
         return replace(self, num_heads=num_heads)
 
     @classmethod
     def preset(cls, name: str) -> MLAGeometry:
-        """The geometry of a known model, by its name in `PRESETS`, another name of it or its Hub id
-        (`deepseek-v3`, `deepseek-r1`, `deepseek-ai/DeepSeek-R1`), in upper or lower case."""
+        """The geometry of a known model, by its name in `PRESETS`, an alias or its Hub id
+        (`deepseek-v3`, `deepseek-r1`, `deepseek-ai/DeepSeek-R1`); case does not matter."""
         known = _preset_name(name)
         if known is None:
             raise ValueError(f"unknown model {name!r}; choose from {', '.join(PRESETS)}")
@@ -174,14 +174,13 @@ class MLAGeometry:
 
     @classmethod
     def from_config(cls, config: Any) -> MLAGeometry:
-        """The geometry a model's config describes, or its text model's.
+        """The geometry of a model's config, or of its `text_config`.
 
-        config  a dict (the content of a config.json), the path of a config.json or of the folder
-                that holds it, a config object of transformers or the like, or a name that `preset`
-                knows (a folder of that name comes first); a geometry is returned as it is
+        config  a dict (the content of a config.json), the path of a config.json or of its folder,
+                a config object as in transformers, or a name that `preset` takes (a folder of that
+                name has precedence); a geometry is returned unchanged
 
-        Old and new names of the rotation are read: `rope_theta` with `rope_scaling`, and
-        `rope_parameters`.
+        RoPE may be given as `rope_theta` with `rope_scaling`, or as `rope_parameters`.
         """
         if isinstance(config, MLAGeometry):
             return config
@@ -189,15 +188,15 @@ class MLAGeometry:
             known = _preset_name(config)
             if known is None:
                 raise ValueError(
-                    f"config {config!r} is neither a config.json, nor a folder that holds one, nor "
-                    f"a known model; choose from {', '.join(PRESETS)}"
+                    f"config {config!r} is not a config.json, a folder with one or a known "
+                    f"model; choose from {', '.join(PRESETS)}"
                 )
             return PRESETS[known]
         return _from_fields(read_config(config))
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
-    """YaRN's temperature: 0.1 · mscale · ln(factor) + 1 for a stretched context, else 1."""
+    """YaRN's mscale: 0.1 · mscale · ln(factor) + 1 if factor > 1, else 1."""
     return 0.1 * mscale * log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -208,10 +207,10 @@ def _preset_name(name: object) -> str | None:
     return known if known in PRESETS else None
 
 
-# what a config of these types leaves unsaid, as transformers completes it
+# defaults of transformers for fields that configs of these model types omit
 _HALF_ROTATION = ("minicpm3", "hy_v4")
 _DEFAULT_THETA = {"longcat_flash": 1e7}
-# DeepSeek's YaRN under the name that vLLM gives it
+# vLLM's name for DeepSeek's YaRN
 _ROPE_TYPE_ALIASES = {"deepseek_yarn": "yarn"}
 _ORIGINAL = "original_max_position_embeddings"
 _OPTIONAL = (
@@ -228,7 +227,7 @@ _OPTIONAL = (
 
 
 def _from_fields(config: ConfigFields) -> MLAGeometry:
-    latent = config.integer("kv_lora_rank")  # first: what every MLA model has and no other
+    latent = config.integer("kv_lora_rank")  # first: only MLA models have it
     heads, hidden = config.integer("num_attention_heads"), config.integer("hidden_size")
     if config.get("v_head_dim") is None and config.get("model_type") == "minicpm3":
         v_head_dim = hidden // heads
@@ -254,9 +253,9 @@ def _from_fields(config: ConfigFields) -> MLAGeometry:
 
 
 def _rope_parameters(config: ConfigFields) -> RopeParameters:
-    """The rotation of a config in old or new names, completed as transformers completes it."""
+    """The RoPE fields of a config, old or new names, with the defaults of transformers."""
     model_type = config.get("model_type")
-    # Kimi Linear attends without positions: its "rotated" columns are not
+    # Kimi Linear has no positions: its rope columns are not rotated
     if config.get("mla_use_nope", model_type == "kimi_linear"):
         return RopeParameters("none")
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
@@ -265,8 +264,7 @@ def _rope_parameters(config: ConfigFields) -> RopeParameters:
         raise TypeError(f"{config.source}: {name} must be a dict, got {type(rope).__name__}")
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise ValueError(
-            f"{config.source}: {name} must be those of one layer type, got those of "
-            f"{', '.join(map(str, rope))}"
+            f"{config.source}: {name} must be for one layer type, got {', '.join(map(str, rope))}"
         )
     given: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value

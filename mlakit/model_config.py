@@ -1,4 +1,4 @@
-"""The fields of a model's config, wherever they come from: a file, a dict or a config object."""
+"""The fields of a model's config: from a file, a dict or a config object."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ FILE = "config.json"
 
 
 class ConfigFields:
-    """The fields of one config by name; `source` is what messages call it."""
+    """The fields of one config by name; error messages name it `source`."""
 
     def __init__(self, config: object, source: str) -> None:
         self._config = config
         self.source = source
 
     def get(self, name: str, default: Any = None) -> Any:
-        """A field, or `default` where there is none or it is null."""
+        """A field, or `default` if it is missing or null."""
         if isinstance(self._config, Mapping):
             value = self._config.get(name)
         else:
@@ -28,21 +28,21 @@ class ConfigFields:
         return default if value is None else value
 
     def integer(self, name: str) -> int:
-        """A field that must be there and be a whole number."""
+        """A required integer field."""
         value = self.get(name)
         if value is None:
-            raise ValueError(f"{self.source} is not of an MLA model: it has no {name}")
+            raise ValueError(f"{self.source} has no {name}: not an MLA config")
         if isinstance(value, bool) or not hasattr(value, "__index__"):
             raise TypeError(f"{self.source}: {name} must be an integer, got {value!r}")
         return operator.index(value)
 
 
 def config_path(path: str | os.PathLike[str]) -> Path | None:
-    """The config.json that `path` names, or that lies in the folder it names; None if none does."""
+    """The config.json at `path` or in the folder `path`; None if there is none."""
     found = os.path.expanduser(path)
     if os.path.isdir(found):
         found = os.path.join(found, FILE)
-    return Path(found) if os.path.isfile(found) else None  # False for a name that cannot be one
+    return Path(found) if os.path.isfile(found) else None  # False also for an invalid path
 
 
 def read_config(config: object) -> ConfigFields:
@@ -58,7 +58,7 @@ def read_config(config: object) -> ConfigFields:
         )
     else:
         fields = ConfigFields(config, f"config {type(config).__name__}")
-    # a model of text and images keeps the config of its language model inside its own
+    # a multimodal model has the config of its language model inside its own
     nested = fields.get("text_config")
     return fields if nested is None else ConfigFields(nested, _nested_source(fields, nested))
 
@@ -75,8 +75,8 @@ def _read_file(path: str | os.PathLike[str]) -> ConfigFields:
         raise FileNotFoundError(f"config: there is no {FILE} at {os.fspath(path)!r}")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:  # neither UTF-8 nor JSON
+    except ValueError as error:  # not UTF-8 or not JSON
         raise ValueError(f"config {file} is not JSON: {error}") from None
     if not isinstance(content, dict):
-        raise ValueError(f"config {file} must hold an object, got a {type(content).__name__}")
+        raise ValueError(f"config {file} must be a JSON object, got a {type(content).__name__}")
     return ConfigFields(content, f"config {file}")

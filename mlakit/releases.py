@@ -1,8 +1,8 @@
-"""What the config.json of each known release says about its attention, by model name.
+"""The attention fields of the config.json of each known release, by model name.
 
-Only the fields that `MLAGeometry.from_config` reads, under their published names and with their
-published values. The comment above an entry has the Hub id of the config. `ALIASES` has the other
-names of the same attention: Hub ids, and releases that differ in their weights alone.
+Only the fields that `MLAGeometry.from_config` reads, with their published names and values. The
+comment above an entry is the Hub id of the config. `ALIASES` has other names with the same
+attention: Hub ids, and releases that differ only in their weights.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def _yarn(factor: float, **others: float) -> dict[str, Any]:
-    """`rope_scaling` as DeepSeek and Moonshot publish it: 4096 tokens stretched by `factor`."""
+    """`rope_scaling` of DeepSeek and Moonshot: 4096 original positions times `factor`."""
     return {
         "type": "yarn",
         "factor": factor,
@@ -97,7 +97,7 @@ RELEASES: dict[str, dict[str, Any]] = {
         "q_lora_rank": None,
         "rope_scaling": _yarn(40, mscale=0.707, mscale_all_dim=0.707),
     },
-    # deepseek-ai/DeepSeek-V3; R1 and V3.1 have its structure (their model cards)
+    # deepseek-ai/DeepSeek-V3; R1 and V3.1 have the same architecture (their model cards)
     "deepseek-v3": _DEEPSEEK_V3,
     # deepseek-ai/DeepSeek-V3.2-Exp
     "deepseek-v3.2": _DEEPSEEK_V3
@@ -138,7 +138,7 @@ RELEASES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 8000000},
     },
     # mistralai/Mistral-Small-4-119B-2603, its text_config. The model also multiplies its queries by
-    # a factor that grows with the position (llama_4_scaling_beta): that is no part of RoPE.
+    # a factor that grows with the position (llama_4_scaling_beta), which is not part of RoPE.
     "mistral-small-4": {
         "model_type": "mistral4",
         "hidden_size": 4096,

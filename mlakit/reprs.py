@@ -1,6 +1,6 @@
-"""What an object that holds tensors shows of them: shape, dtype and device, never the numbers.
+"""Reprs of objects with tensors: shape, dtype and device, never the values.
 
-Printing the numbers of a GPU tensor waits for the GPU, and those of a cache fill the screen.
+Printing the values of a GPU tensor synchronises, and those of a cache fill the screen.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def summary(value: object) -> str:
-    """`bfloat16 [2, 64, 576] on cpu` for a tensor; for anything else its repr."""
+    """`bfloat16 [2, 64, 576] on cpu` for a tensor; otherwise the repr."""
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         return f"{dtype} {list(value.shape)} on {value.device}"
@@ -26,13 +26,13 @@ def summary(value: object) -> str:
     return repr(value)
 
 
-def shown(holder: object, **parts: object) -> str:
-    """The repr of `holder`: its type, and a summary of each part."""
-    listed = ", ".join(f"{name}={summary(part)}" for name, part in parts.items())
-    return f"{type(holder).__name__}({listed})"
+def fields_repr(owner: object, **values: object) -> str:
+    """The repr of `owner`: its type and a summary of each value."""
+    listed = ", ".join(f"{name}={summary(value)}" for name, value in values.items())
+    return f"{type(owner).__name__}({listed})"
 
 
-def shapes_repr(holder: Any) -> str:
-    """The `__repr__` of a dataclass or a named tuple with tensors among its fields."""
-    names = getattr(holder, "_fields", None) or [f.name for f in fields(holder) if f.repr]
-    return shown(holder, **{name: getattr(holder, name) for name in names})
+def shapes_repr(owner: Any) -> str:
+    """The `__repr__` of a dataclass or a named tuple with tensor fields."""
+    names = getattr(owner, "_fields", None) or [f.name for f in fields(owner) if f.repr]
+    return fields_repr(owner, **{name: getattr(owner, name) for name in names})

@@ -1,10 +1,10 @@
-"""The table of cosines and sines that RoPE rotates by, from a model's config.
+"""The RoPE table of cosines and sines, from a model's config.
 
     table[t, 2i] = a · cos(position[t] · ω[i])      table[t, 2i + 1] = a · sin(position[t] · ω[i])
 
-ω[i] = theta^(−2i/D_R), changed by the model's scaling; `a`, the attention factor, is 1 except in
-yarn and longrope. The rules are those of transformers; angles are computed in float64 and the table
-is rounded to float32 once. (An angle in float32 is wrong by up to 5e-3 at position 100 000.)
+ω[i] = theta^(−2i/D_R), modified by the model's scaling; `a`, the attention factor, is 1 except in
+yarn and longrope. The rules are those of transformers. Angles are computed in float64, and the
+table is rounded to float32 once: a float32 angle has an error of up to 5e-3 at position 100 000.
 
     rope_type      ω                                                           a
     default        theta^(−2i/D_R)                                             1
@@ -14,7 +14,7 @@ is rounded to float32 once. (An angle in float32 is wrong by up to 5e-3 at posit
     longrope       default / short_factor[i], or / long_factor[i] when longer  sqrt(1 + ln s / ln L)
     llama3         default for fast pairs, default / factor for slow ones      1
     proportional   default / factor for the first pairs, 0 for the others      1
-    none           0: the model rotates nothing                                1
+    none           0: no rotation                                              1
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ def rope_table(
     length: int | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """The angles of a model as `norm_rope_quant_append` and `LayerWeights` take them (`freqs`).
+    """The RoPE table of a model: `freqs` of `norm_rope_quant_append` and `LayerWeights`.
 
     config     what `MLAGeometry.from_config` takes: a geometry, the name or Hub id of a known
                model, a dict, the path of a config.json or of its folder, a config object
-    positions  how many positions from 0 on, or an integer tensor [positions] of them
-    length     tokens of the longest context the table serves: `dynamic` and `longrope` rotate
-               longer contexts by other angles. The default is the largest position + 1, as
-               transformers does it: give the length you serve, so that angles do not depend on how
-               many positions you ask for. Other types have no use for it.
-    device     of the table; the default is that of `positions`, or torch's default device
+    positions  a number of positions, starting at 0, or an integer tensor [positions]
+    length     tokens of the longest context that uses the table: the angles of `dynamic` and
+               `longrope` depend on it. The default is the largest position + 1, as in transformers;
+               give the maximum context length, so that angles do not depend on `positions`. Other
+               types ignore it
+    device     of the table; the default is the device of `positions`, or torch's default device
 
-    Returns float32 [positions, D_R], columns cos0, sin0, cos1, sin1, … of the D_R/2 pairs. Pass the
-    geometry's `rope` along with it: it says which columns of a query make a pair.
+    Returns float32 [positions, D_R], columns cos0, sin0, cos1, sin1, … of the D_R/2 pairs. The
+    geometry's `rope` gives the column pairs; pass both to the op.
     """
     dims = Dims("rope_table")
     geometry = MLAGeometry.from_config(config)
@@ -89,7 +89,7 @@ def _positions(dims: Dims, positions: object, device: torch.device | str | None)
 
 
 def _checked(dims: Dims, geometry: MLAGeometry) -> RopeParameters:
-    """The rope parameters of a geometry, if they can be meant."""
+    """The rope parameters of a geometry, checked."""
     p = geometry.rope_parameters
     dims.require(
         p.rope_type in ROPE_TYPES,
@@ -105,7 +105,7 @@ def _checked(dims: Dims, geometry: MLAGeometry) -> RopeParameters:
     )
     part = p.partial_rotary_factor
     if part is not None and p.rope_type != "proportional":
-        # some configs count in columns of a whole head, others in those of its rotated part
+        # some configs mean a fraction of the head, others of its rotated columns
         rotated = {int(part * of) for of in (geometry.qk_rope_head_dim, geometry.qk_head_dim)}
         dims.require(
             geometry.qk_rope_head_dim in rotated,
@@ -118,7 +118,7 @@ def _checked(dims: Dims, geometry: MLAGeometry) -> RopeParameters:
 
 
 def _longest_context(p: RopeParameters, at: Tensor, length: int | None) -> Tensor:
-    """Tokens of the longest context. On the device of the positions: nothing waits for them."""
+    """Tokens of the longest context, on the device of the positions: no synchronisation."""
     if length is not None or p.rope_type not in ("dynamic", "longrope") or not len(at):
         return torch.tensor(length or 0, device=at.device)
     return at.max() + 1
@@ -151,7 +151,7 @@ def _plain_frequencies(theta: float | Tensor, width: int) -> Tensor:
 
 
 def _needed(dims: Dims, p: RopeParameters, name: str) -> float:
-    """A parameter that the scaling cannot do without."""
+    """A parameter that the scaling requires."""
     value = getattr(p, name)
     dims.require(value is not None, "rope_parameters", f"have {name} for {p.rope_type}", p)
     number = dims.finite(name, value)
@@ -160,69 +160,69 @@ def _needed(dims: Dims, p: RopeParameters, name: str) -> float:
 
 
 def _dynamic(dims: Dims, p: RopeParameters, width: int, context: Tensor) -> Tensor:
-    """NTK: contexts beyond the trained ones get a larger theta."""
+    """NTK: contexts longer than in training get a larger theta."""
     factor = _needed(dims, p, "factor")
-    trained = _needed(dims, p, "max_position_embeddings")
+    original = _needed(dims, p, "max_position_embeddings")
     dims.require(width > 2, "qk_rope_head_dim", "be above 2 for dynamic", width)
-    stretch = factor * context.double().clamp(min=trained) / trained - (factor - 1)
+    stretch = factor * context.double().clamp(min=original) / original - (factor - 1)
     return _plain_frequencies(p.rope_theta * stretch ** (width / (width - 2)), width)
 
 
 def _yarn(dims: Dims, p: RopeParameters, width: int, plain: Tensor) -> Tensor:
-    """Pairs that turn beta_fast times or more in the trained context keep their frequency, those
-    that turn beta_slow times or fewer are slowed down by the factor, with a ramp between them."""
+    """Pairs with at least beta_fast rotations in the original context keep their frequency, pairs
+    with at most beta_slow are divided by the factor, with a linear ramp between."""
     factor = _needed(dims, p, "factor")
-    trained = _needed(dims, p, "original_max_position_embeddings")
+    original = _needed(dims, p, "original_max_position_embeddings")
 
-    def pair_that_turns(times: float) -> float:
-        return width * log(trained / (times * 2 * pi)) / (2 * log(p.rope_theta))
+    def pair_with(rotations: float) -> float:
+        return width * log(original / (rotations * 2 * pi)) / (2 * log(p.rope_theta))
 
-    low = pair_that_turns(_needed(dims, p, "beta_fast"))
-    high = pair_that_turns(_needed(dims, p, "beta_slow"))
+    low = pair_with(_needed(dims, p, "beta_fast"))
+    high = pair_with(_needed(dims, p, "beta_slow"))
     if p.truncate:
         low, high = floor(low), ceil(high)
     low, high = max(low, 0), min(high, width - 1)
     if low == high:
-        high += 0.001  # no ramp: a step
+        high += 0.001  # a step instead of a ramp
     pair = torch.arange(width // 2, dtype=torch.float64, device="cpu")
-    slowed = ((pair - low) / (high - low)).clamp(0, 1)
-    return plain * (1 - slowed) + plain / factor * slowed
+    ramp = ((pair - low) / (high - low)).clamp(0, 1)
+    return plain * (1 - ramp) + plain / factor * ramp
 
 
 def _longrope(dims: Dims, p: RopeParameters, plain: Tensor, context: Tensor) -> Tensor:
-    """A divisor for each pair; there are two lists, for contexts up to the trained ones and for
-    longer ones."""
-    trained = _needed(dims, p, "original_max_position_embeddings")
+    """One divisor per pair, from `short_factor` up to the original context length and from
+    `long_factor` beyond it."""
+    original = _needed(dims, p, "original_max_position_embeddings")
     scaled = []
     for name in ("long_factor", "short_factor"):
         values = getattr(p, name)
         got = "none" if values is None else len(values)
-        dims.require(got == len(plain), name, f"have {len(plain)} numbers, one for each pair", got)
+        dims.require(got == len(plain), name, f"have {len(plain)} numbers, one per pair", got)
         scaled.append(plain / torch.tensor(values, dtype=torch.float64, device="cpu"))
-    longer, otherwise = (frequencies.to(context.device) for frequencies in scaled)
-    return torch.where(context > trained, longer, otherwise)
+    long, short = (frequencies.to(context.device) for frequencies in scaled)
+    return torch.where(context > original, long, short)
 
 
 def _llama3(dims: Dims, p: RopeParameters, plain: Tensor) -> Tensor:
-    """As yarn, with the ramp over the turns in the trained context and not over the pairs."""
+    """As yarn, with a ramp over the rotations in the original context instead of over pairs."""
     factor = _needed(dims, p, "factor")
     low, high = _needed(dims, p, "low_freq_factor"), _needed(dims, p, "high_freq_factor")
     dims.require(high > low, "high_freq_factor", f"be above low_freq_factor, {low}", high)
-    turns = _needed(dims, p, "original_max_position_embeddings") * plain / (2 * pi)
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return plain * kept + plain / factor * (1 - kept)
+    rotations = _needed(dims, p, "original_max_position_embeddings") * plain / (2 * pi)
+    ramp = ((rotations - low) / (high - low)).clamp(0, 1)
+    return plain * ramp + plain / factor * (1 - ramp)
 
 
 def _attention_factor(dims: Dims, p: RopeParameters) -> float:
-    """What cosines and sines are multiplied by."""
+    """The factor on cosines and sines."""
     if p.rope_type not in ("yarn", "longrope"):
         return 1.0
     if p.attention_factor is not None:
         return dims.finite("attention_factor", p.attention_factor)
     factor = _needed(dims, p, "factor")
     if p.rope_type == "longrope":
-        trained = _needed(dims, p, "original_max_position_embeddings")
-        return sqrt(1 + log(factor) / log(trained)) if factor > 1 else 1.0
+        original = _needed(dims, p, "original_max_position_embeddings")
+        return sqrt(1 + log(factor) / log(original)) if factor > 1 else 1.0
     if p.mscale and p.mscale_all_dim:
         return yarn_mscale(factor, p.mscale) / yarn_mscale(factor, p.mscale_all_dim)
     return yarn_mscale(factor, 1.0)

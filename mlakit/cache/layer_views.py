@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from mlakit.cache.layouts import bits
 from mlakit.formats import RowCodec
-from mlakit.reprs import shown
+from mlakit.reprs import fields_repr
 
 PLAIN = (Tensor, Parameter)  # subclasses may have no memory of their own
 LayerT = TypeVar("LayerT")
@@ -75,7 +75,7 @@ class CacheTensors:
         vars(self).update(state, payload=payload, scales=scales)
 
     def __repr__(self) -> str:
-        return shown(
+        return fields_repr(
             self,
             format=self.codec.name,
             row=self.codec.row,

@@ -122,7 +122,7 @@ BOTH: list[tuple[Change, str]] = [
     (lambda q, kv, w, b: {"batch": bad_page(b, 18)}, "page_table[2, 1] must be in [0, 18), got 18"),
     (
         lambda q, kv, w, b: {"batch": replace(b, kv_lens=b.kv_lens - b.q_starts.diff())},
-        "kv_lens[1] must count the 5 new tokens of the request as well, got 0",
+        "kv_lens[1] must include the 5 new tokens of the request, got 0",
     ),
     (
         lambda q, kv, w, b: {"batch": replace(b, kv_lens=b.kv_lens + 40)},
@@ -325,7 +325,7 @@ def test_weights_of_a_layer_are_checked_when_they_are_made(change, said):
         (((3, -2), (3, 4)), "plan_context: kv_lens[1] must be at least 0, got -2"),
         (
             ((3, 3), (3, 4)),
-            "plan_context: kv_lens[1] must count the 4 new tokens of the request as well, got 3",
+            "plan_context: kv_lens[1] must include the 4 new tokens of the request, got 3",
         ),
     ],
 )

@@ -314,7 +314,7 @@ WRONG: dict[str, list[tuple[Callable[[dict[str, Any]], dict[str, Any]], str]]] =
         ),
         (
             lambda a: {"kv_lens": changed(a["kv_lens"], 2, 2)},
-            "ValueError: kv_lens[2] must count the 3 new tokens of the request as well, got 2",
+            "ValueError: kv_lens[2] must include the 3 new tokens of the request, got 2",
         ),
         (
             lambda a: {"slots": int32(range(7)), "positions": int32(range(7))},

@@ -148,7 +148,7 @@ def test_positions_are_those_of_the_newest_tokens(dtype):
 def test_lengths_that_leave_out_new_tokens_are_refused():
     q, kv, weights, batch = ONE_EACH.arguments()
     before = replace(batch, kv_lens=batch.kv_lens - 1)
-    said = r"kv_lens\[2\] must count the 1 new tokens of the request as well, got 0"
+    said = r"kv_lens\[2\] must include the 1 new tokens of the request, got 0"
     for branch in (decode_branch, prefill_branch, mla_step):
         with pytest.raises(ValueError, match=said):
             branch(q, kv, weights, before)

@@ -169,5 +169,5 @@ def test_unsupported_is_a_not_implemented_error():
 def test_lengths_count_new_tokens():
     dims = Dims("op")
     dims.new_tokens_counted((5, 0, 3), (5, 0, 1))
-    with raises("op: kv_lens[1] must count the 2 new tokens of the request as well, got 1"):
+    with raises("op: kv_lens[1] must include the 2 new tokens of the request, got 1"):
         dims.new_tokens_counted((5, 1), (0, 2))

@@ -251,20 +251,26 @@ def test_what_is_no_config_is_refused(config, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"kv_lora_rank": None}, "config dict is not of an MLA model: it has no kv_lora_rank"),
-        ({"hidden_size": None}, "config dict is not of an MLA model: it has no hidden_size"),
+        (
+            {"kv_lora_rank": None},
+            "config dict has no kv_lora_rank: not an MLA config",
+        ),
+        (
+            {"hidden_size": None},
+            "config dict has no hidden_size: not an MLA config",
+        ),
         (
             {"num_attention_heads": None},
-            "config dict is not of an MLA model: it has no num_attention_heads",
+            "config dict has no num_attention_heads: not an MLA config",
         ),
-        ({"v_head_dim": None}, "config dict is not of an MLA model: it has no v_head_dim"),
+        ({"v_head_dim": None}, "config dict has no v_head_dim: not an MLA config"),
         (
             {"text_config": {"hidden_size": 4}},
-            "text_config of config dict is not of an MLA model: it has no kv_lora_rank",
+            "text_config of config dict has no kv_lora_rank: not an MLA config",
         ),
         (
             {"rope_scaling": {"full_attention": {"rope_theta": 1e4}, "sliding_attention": {}}},
-            "config dict: rope_scaling must be those of one layer type, got those of "
+            "config dict: rope_scaling must be for one layer type, got "
             "full_attention, sliding_attention",
         ),
         (
@@ -284,14 +290,14 @@ def test_a_path_that_leads_to_no_config_is_refused(tmp_path):
         MLAGeometry.from_config(tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match=r"config: there is no config\.json at "):
         MLAGeometry.from_config(tmp_path)
-    with pytest.raises(ValueError, match=r"^config '.*' is neither a config\.json, nor a folder"):
+    with pytest.raises(ValueError, match=r"^config '.*' is not a config\.json, a folder with one"):
         MLAGeometry.from_config(str(tmp_path / "nowhere"))
-    with pytest.raises(ValueError, match=r"neither .* nor a known model; choose from deepseek-v2"):
+    with pytest.raises(ValueError, match=r"is not .* or a known model; choose from deepseek-v2"):
         MLAGeometry.from_config("deepsek-v3")
-    with pytest.raises(ValueError, match=r"^config '\{.*' is neither a config\.json"):
+    with pytest.raises(ValueError, match=r"^config '\{.*' is not a config\.json"):
         MLAGeometry.from_config(json.dumps(RELEASES["deepseek-v3"]) * 100)
     file = tmp_path / "config.json"
-    for content, message in (("{", "is not JSON: "), ("[1]", "must hold an object, got a list")):
+    for content, message in (("{", "is not JSON: "), ("[1]", "must be a JSON object, got a list")):
         file.write_text(content, encoding="utf-8")
         with pytest.raises(ValueError, match=f"^config .*config\\.json {message}"):
             MLAGeometry.from_config(file)
@@ -396,7 +402,7 @@ def config_fields() -> dict[str, int]:
 @pytest.mark.parametrize("model_type", ["llama", "deepseek_v4"])
 def test_a_config_of_another_attention_is_refused(model_type):
     config = AutoConfig.for_model(model_type)
-    message = rf"config {type(config).__name__} is not of an MLA model: it has no kv_lora_rank"
+    message = rf"config {type(config).__name__} has no kv_lora_rank: not an MLA config"
     with pytest.raises(ValueError, match=message):
         MLAGeometry.from_config(config)
 

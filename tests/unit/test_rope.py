@@ -389,11 +389,11 @@ def with_rope(**parameters: Any) -> dict[str, Any]:
         ),
         (
             {"rope_type": "longrope", "factor": 2, "long_factor": [1.0]},
-            "long_factor must have 32 numbers, one for each pair, got 1",
+            "long_factor must have 32 numbers, one per pair, got 1",
         ),
         (
             {"rope_type": "longrope", "factor": 2, "long_factor": [1.0] * 32},
-            "short_factor must have 32 numbers, one for each pair, got none",
+            "short_factor must have 32 numbers, one per pair, got none",
         ),
         (
             {"rope_type": "default", "partial_rotary_factor": 0.5},

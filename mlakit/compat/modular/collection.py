@@ -11,7 +11,7 @@ from mlakit.cache import CacheLayer, PagedLatentCache
 from mlakit.checks import E4M3, FLOATS, INTEGERS, Dims, as_signed
 from mlakit.formats import row_codec
 from mlakit.geometry import RowShape
-from mlakit.reprs import shapes_repr, shown
+from mlakit.reprs import fields_repr, shapes_repr
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +132,7 @@ class KVCollection:
         return self.cache.num_layers
 
     def __repr__(self) -> str:
-        return shown(self, **vars(self))
+        return fields_repr(self, **vars(self))
 
     def get_key_cache(self, layer_idx: int) -> KeyCache:
         """The cache of one layer, sharing memory with `blocks`."""
