@@ -1,13 +1,14 @@
-"""The oracles: what every kernel of this package is judged by.
+"""Reference implementations: every kernel is tested against them.
 
-Plain torch in float64, one request and one token at a time, the equation in each docstring. Pass a
-kernel's own `dtype` instead of float64 and the same code is the naive run an error budget is made
-from. An oracle takes dequantised inputs, reads nothing that is not attended, and never rounds its
-result; the `*_stepwise` functions, which exist to pin down documented roundings, are the exception.
+Plain torch in float64, one request and one token at a time, with the equation in each docstring.
+With a kernel's own `dtype` instead of float64, the same code is the naive run from which error
+budgets are made. References take dequantised inputs, read nothing that is not attended to, and do
+not round their results. The `*_stepwise` functions are the exception: they make the documented
+roundings.
 
-Everywhere: `lse` is natural log; where nothing is attended it is -inf and the output is 0. A `sink`
-[heads] is one more natural-log logit per head in the denominator of the output: it has no value,
-and neither `lse` nor `max_logits` knows of it.
+`lse` is natural log; for a query that sees no key it is -inf and the output is 0. A `sink` [heads]
+is one more natural-log logit per head in the denominator of the output. It has no value, and does
+not enter `lse` or `max_logits`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Oracle of decode: absorbed (multi-query) MLA attention over cache rows."""
+"""Reference of decode: absorbed (multi-query) MLA attention over cache rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def mla_decode(
     key_positions: Sequence[Tensor] | None = None,  # per request int [kv_len]
     query_positions: Sequence[Tensor] | None = None,  # per request int [q_len]
     products: Callable[[int, int, Tensor], Tensor] | None = None,
-    weights_dtype: torch.dtype | None = None,  # that weights are rounded to, if they are
+    weights_dtype: torch.dtype | None = None,  # round the softmax weights to this dtype
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """Absorbed MLA attention, one request and one query token at a time.
@@ -34,9 +34,9 @@ def mla_decode(
         out[h]      = Σ_j softmax_j(score[h]) row[j, :v_width]     lse[h] = log Σ_j exp score[h, j]
 
     The last q_len rows of a request are its own queries: query i is at position kv_len − q_len + i,
-    row j at position j. Where `rows` are only one rank's share of the context, both kinds of
-    positions are given instead. `products` of a token, its request and a mask of rows are q·row
-    [heads, n] of these, where they are not to be found here.
+    row j at position j. If `rows` are one context-parallel rank's rows, the caller gives both
+    positions. `products(token, request, seen)` replaces q·row: it returns [heads, n] for the n rows
+    that the boolean mask `seen` selects.
 
     Returns out [tokens, heads, v_width] and lse [tokens, heads].
     """

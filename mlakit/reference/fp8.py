@@ -1,7 +1,7 @@
-"""Oracles of FP8 activations: group quantisation and the block-scaled matrix product.
+"""References of FP8 activations: group quantisation and the block-scaled matrix product.
 
-Quantisation is defined by its float32 steps, so `quantize_fp8` follows those and is exact to the
-bit; what is made from the quantised numbers is computed in float64.
+Quantisation is defined by its float32 steps: `quantize_fp8` makes the same steps and is bit-exact.
+Products of quantised values are computed in float64.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from mlakit.autocast import without_autocast
 from mlakit.formats import E4M3_MAX, saturating_cast
 
 E4M3 = torch.float8_e4m3fn
-SCALE_ALIGNMENT = 4  # a row of float32 scales is a whole number of 16-byte pieces
+SCALE_ALIGNMENT = 4  # a row of float32 scales is a multiple of 16 bytes
 
 
 @without_autocast
 def quantize_fp8(x: Tensor, group: int, *, scale_ub: float = inf) -> tuple[Tensor, Tensor]:
-    """Quantise [M, K] with one scale for every `group` columns of a row; a last group may be short.
+    """Quantise [M, K] with one scale per `group` columns of a row; the last group may be short.
 
         scale = min(max|x|, scale_ub) / 448            over one row's group
         q     = e4m3(clamp(x · (1 / scale), ±448))     0 where 1 / scale is not finite
 
-    `scale_ub` bounds the maximum, not the scale: what lies above it saturates. Returns q e4m3
-    [M, K] and scales float32 [ceil(K / group), M rounded up to 4]: transposed, zeros as padding.
+    `scale_ub` bounds the amax, not the scale: larger values saturate. Returns q e4m3 [M, K] and
+    scales float32 [ceil(K / group), M rounded up to 4], transposed and padded with zeros.
     """
     rows, columns = x.shape
     x = x.float()
@@ -36,13 +36,13 @@ def quantize_fp8(x: Tensor, group: int, *, scale_ub: float = inf) -> tuple[Tenso
     scales = torch.zeros(-(-columns // group), padded, dtype=torch.float32, device=x.device)
     for row in range(rows):
         for g, first in enumerate(range(0, columns, group)):
-            part = x[row, first : first + group]
-            # by a tensor: CUDA turns division by a number into a product with its reciprocal
-            scale = part.abs().amax().clamp(max=scale_ub) / largest
+            columns_of_group = x[row, first : first + group]
+            # divide by a tensor: CUDA replaces division by a number with a rounded reciprocal
+            scale = columns_of_group.abs().amax().clamp(max=scale_ub) / largest
             inverse = 1.0 / scale
             if not inverse.isfinite():
                 inverse = torch.zeros_like(scale)
-            q[row, first : first + group] = saturating_cast(part * inverse, E4M3)
+            q[row, first : first + group] = saturating_cast(columns_of_group * inverse, E4M3)
             scales[g, row] = scale
     return q, scales
 
@@ -71,7 +71,7 @@ def scaled_mm_fp8(
     k_group: int,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """Block-scaled product [M, N] with the weight given as rows of outputs.
+    """Block-scaled product a bᵀ, [M, N].
 
     out[m, n] = Σ_k a[m, k] · a_scale[k // k_group, m]
                   · b[n, k] · b_scale[n // n_group, k // k_group]

@@ -1,4 +1,4 @@
-"""Oracle of the lightning indexer: which tokens sparse attention reads."""
+"""Reference of the lightning indexer: which tokens sparse attention reads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mlakit.masks import CAUSAL, Mask
 @without_autocast
 def indexer_logits(
     q: Tensor,  # [tokens, index_heads, D]
-    weights: Tensor,  # [tokens, index_heads], every scale folded in
+    weights: Tensor,  # [tokens, index_heads], with all scales folded in
     keys: Sequence[Tensor],  # per request [kv_len, D], dequantised
     q_lens: Sequence[int],
     *,
@@ -26,8 +26,8 @@ def indexer_logits(
 
         logits[t, j] = Σ_h weights[t, h] · relu(q[t, h]·key[j])
 
-    relu comes before the weight, which may be negative. The queries are the newest tokens of their
-    request, as in `mla_decode`. Returns [tokens, longest kv_len], -inf where j is not visible.
+    relu is applied before the weight, which may be negative. The queries are the newest tokens of
+    their request, as in `mla_decode`. Returns [tokens, longest kv_len], -inf for masked keys.
     """
     longest = max((request.shape[0] for request in keys), default=0)
     logits = torch.full((q.shape[0], longest), -torch.inf, dtype=dtype, device=q.device)
@@ -52,9 +52,9 @@ def indexer_topk(
 ) -> Tensor:
     """The columns of the k largest logits of every row, int32 [tokens, k].
 
-    Row t takes part with columns row_starts[t]:row_ends[t], and its result counts from
-    row_starts[t]. In the order of columns; of equal logits the lower columns are taken; NaN ranks
-    above every number, so that it is seen; -inf is never selected; slots left over hold -1.
+    Row t selects among the columns row_starts[t]:row_ends[t], and its results are relative to
+    row_starts[t], in ascending order. Ties go to the lower column. NaN ranks above every number, so
+    that it is not hidden. -inf is never selected; unused entries are -1.
     """
     tokens, columns = logits.shape
     selected = torch.full((tokens, k), -1, dtype=torch.int32, device=logits.device)
@@ -71,5 +71,5 @@ def indexer_topk(
 
 
 def _rank(logit: float) -> tuple[bool, float]:
-    """Ascending from best to worst; `sorted` is stable, so equal logits keep their order."""
+    """Sort key, best first; `sorted` is stable, so ties keep their order."""
     return (False, 0.0) if isnan(logit) else (True, -logit)

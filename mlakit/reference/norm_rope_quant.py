@@ -1,13 +1,13 @@
-"""Oracles of the step before attention: RoPE on q and k, RMSNorm on the latent, cache row.
+"""References of the append: RoPE on q and k, RMSNorm on the latent, the cache row.
 
-Each comes twice. The plain one is exact: float64, no rounding on the way. The `_stepwise` one makes
-the documented roundings of the fused kernel, in their order, and returns the final dtypes; a kernel
-may differ from it only where the order of a sum or the quality of rsqrt is its own.
+Each function has two versions. The plain one is exact: float64, no intermediate rounding. The
+`_stepwise` one makes the documented roundings of the fused kernel, in the same order, and returns
+the final dtypes. A kernel may differ from it only in the order of a sum and the precision of rsqrt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -58,7 +58,8 @@ def append_positions(kv_lens: Sequence[int], q_lens: Sequence[int]) -> list[int]
 
         position[i] = kv_len − q_len + i
 
-    kv_lens  tokens of each request once the step's are in the cache; q_lens are the new ones
+    kv_lens  tokens of each request, including those of the step
+    q_lens   new tokens of each request
     """
     positions = []
     for kv_len, q_len in zip(kv_lens, q_lens, strict=True):
@@ -79,23 +80,18 @@ def norm_rope_quant(
     rope: Rope = "interleaved",
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
-    """Queries rotated and cache rows made, one token at a time, before any quantisation.
+    """Rotated queries and cache rows, one token at a time, before quantisation.
 
         q_rope_out[t, h] = rotate(q_rope[t, h], freqs[positions[t]])
         rows[t]          = rms_norm(kv[t, :D_C]) | rotate(kv[t, D_C:], freqs[positions[t]])
 
-    Returns q_rope_out [tokens, heads, D_R] and rows [tokens, D_C + D_R]. A position that is no row
-    of freqs is that of a padding token: its query becomes 0, and its row, which no cache stores, is
-    NaN.
+    Returns q_rope_out [tokens, heads, D_R] and rows [tokens, D_C + D_R]. A position outside of
+    freqs marks a padding token: its query is 0, and its row, which is not cached, is NaN.
     """
     d_c = gamma.shape[0]
     q_rope_out = torch.empty(q_rope.shape, dtype=dtype, device=q_rope.device)
     rows = torch.empty(kv.shape, dtype=dtype, device=kv.device)
-    for token, position in enumerate(positions):
-        if not 0 <= position < len(freqs):
-            q_rope_out[token], rows[token] = 0, torch.nan
-            continue
-        cos_sin = freqs[position]
+    for token, cos_sin in _angles(positions, freqs, q_rope_out, rows):
         q_rope_out[token] = rotate(q_rope[token], cos_sin, rope=rope, dtype=dtype)
         rows[token, :d_c] = rms_norm(kv[token, :d_c], gamma, epsilon, dtype)
         rows[token, d_c:] = rotate(kv[token, d_c:], cos_sin, rope=rope, dtype=dtype)
@@ -126,7 +122,7 @@ def rms_norm_stepwise(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
     y = round_gamma(round_gamma(x · rsqrt(mean(x²) + epsilon)) · gamma)
     """
     x = x.float()
-    # the order of a kernel's sum is its own: the float64 sum, rounded, favours none
+    # kernels differ in the order of the sum: this is the float64 sum, rounded
     mean = x.double().square().mean(-1, keepdim=True).float()
     inverse = (mean + epsilon).double().rsqrt().float()
     return (x * inverse).to(gamma.dtype) * gamma
@@ -153,11 +149,7 @@ def norm_rope_quant_stepwise(
     d_c = gamma.shape[0]
     q_rope_out = torch.empty(q_rope.shape, dtype=out_dtype, device=q_rope.device)
     rows = torch.empty(kv.shape, dtype=cache_dtype, device=kv.device)
-    for token, position in enumerate(positions):
-        if not 0 <= position < len(freqs):
-            q_rope_out[token], rows[token] = 0, torch.nan
-            continue
-        cos_sin = freqs[position]
+    for token, cos_sin in _angles(positions, freqs, q_rope_out, rows):
         q_rotated = rotate_stepwise(q_rope[token], cos_sin, rope=rope)
         k_rotated = rotate_stepwise(kv[token, d_c:], cos_sin, rope=rope).to(q_rope.dtype)
         latent = rms_norm_stepwise(kv[token, :d_c], gamma, epsilon)
@@ -167,8 +159,19 @@ def norm_rope_quant_stepwise(
     return q_rope_out, rows
 
 
+def _angles(
+    positions: Sequence[int], freqs: Tensor, q_rope_out: Tensor, rows: Tensor
+) -> Iterator[tuple[int, Tensor]]:
+    """(token, its row of freqs); writes the results of padding tokens and skips them."""
+    for token, position in enumerate(positions):
+        if 0 <= position < len(freqs):
+            yield token, freqs[position]
+        else:
+            q_rope_out[token], rows[token] = 0, torch.nan
+
+
 def _pair_columns(rope: Rope, width: int) -> tuple[slice, slice]:
-    """Where the first and the second elements of all pairs are."""
+    """The columns of the first and of the second elements of all pairs."""
     if rope == "interleaved":
         return slice(0, None, 2), slice(1, None, 2)
     if rope == "half":
@@ -185,15 +188,15 @@ def _fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     total = _to_odd(total, error)
     if a.dtype == torch.float32:
         return total.float()
-    # torch goes from float64 to the half types through float32, which would round twice
+    # torch converts float64 to 16-bit types through float32, which would round twice
     single = total.float()
     return _to_odd(single, total - single.double()).to(a.dtype)
 
 
 def _to_odd(x: Tensor, error: Tensor) -> Tensor:
-    """Of the two neighbours of x + error the one with an odd last bit; x itself where it is exact.
+    """x + error rounded to odd: the neighbour with an odd last bit, or x itself if it is exact.
 
-    A tie of a shorter type has an even last bit, so no later rounding mistakes the result for one.
+    A later rounding to a shorter type is then correct: an odd last bit is never a tie.
     """
     even = x.view(torch.int64 if x.dtype == torch.float64 else torch.int32) % 2 == 0
     towards = torch.where(error > 0, torch.inf, -torch.inf).to(x.dtype)

@@ -1,4 +1,4 @@
-"""Oracle of dense prefill: expanded (multi-head) MLA attention over a ragged batch."""
+"""Reference of dense prefill: expanded (multi-head) MLA attention over a ragged batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mlakit.reference.softmax import attention_weights
 def mla_prefill(
     q: Tensor,  # [tokens, heads, D_N + D_R]
     k_nope: Tensor,  # [keys, heads, D_N]
-    k_rope: Tensor,  # [keys, D_R], one for all heads
+    k_rope: Tensor,  # [keys, D_R], shared by all heads
     v: Tensor,  # [keys, heads, D_V]
     q_starts: Sequence[int],
     kv_starts: Sequence[int],
@@ -26,7 +26,7 @@ def mla_prefill(
     mask: Mask = CAUSAL,
     alibi_slopes: Tensor | None = None,  # [heads]
     sink: Tensor | None = None,  # [heads]
-    weights_dtype: torch.dtype | None = None,  # that weights are rounded to, if they are
+    weights_dtype: torch.dtype | None = None,  # round the softmax weights to this dtype
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """Expanded MLA attention, one request and one query token at a time.
@@ -35,9 +35,9 @@ def mla_prefill(
                       + alibi_slopes[h] · (j − p)
         out[h]      = Σ_j softmax_j(score[h]) v[j, h]        lse[h] = log Σ_j exp score[h, j]
 
-    Request b owns queries q_starts[b]:q_starts[b + 1] and keys kv_starts[b]:kv_starts[b + 1]. Its
-    queries are its newest tokens: query i is at position p = kv_len − q_len + i, and sees the keys
-    that `mask` shows to p. Returns out [tokens, heads, D_V] and lse [tokens, heads].
+    Request b has queries q_starts[b]:q_starts[b + 1] and keys kv_starts[b]:kv_starts[b + 1].
+    Its queries are its newest tokens: query i is at position p = kv_len − q_len + i, and sees the
+    keys that `mask` allows for p. Returns out [tokens, heads, D_V] and lse [tokens, heads].
     """
     tokens, heads, _ = q.shape
     out = torch.zeros(tokens, heads, v.shape[-1], dtype=dtype, device=q.device)
@@ -65,7 +65,7 @@ def alibi_slopes(num_heads: int) -> Tensor:
 
         slope[h] = 2^(−8 (h + 1) / H)                                  for H a power of two
 
-    Otherwise the slopes of the power of two P below H, then every other slope of 2P.
+    Otherwise the slopes of the largest power of two P < H, then every other slope of 2P.
     """
     power = 1 << (num_heads.bit_length() - 1)
     slopes = [2.0 ** (-8 * (h + 1) / power) for h in range(power)]

@@ -1,4 +1,4 @@
-"""Oracle of sparse attention: absorbed MLA over the rows each query token lists."""
+"""Reference of sparse attention: absorbed MLA over the selected rows of each query token."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ def sparse_mla(
     topk_lens: Lengths | None = None,  # [tokens]
     sink: Tensor | None = None,  # [heads]
     extra: tuple[Tensor, Tensor, Lengths | None] | None = None,  # a second (pool, rows, topk_lens)
-    weights_dtype: torch.dtype | None = None,  # that weights are rounded to, if they are
+    weights_dtype: torch.dtype | None = None,  # round the softmax weights to this dtype
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Absorbed MLA attention over listed rows, one query token at a time.
+    """Absorbed MLA attention over selected rows, one query token at a time.
 
         score[h, s] = q[h]·pool[rows[s]] · softmax_scale
         out[h]      = Σ_s softmax_s(score[h]) pool[rows[s], :v_width]
         lse[h]      = log Σ_s exp score[h, s]          max_logits[h] = max_s score[h, s]
 
-    Slot s of token t counts iff s < topk_lens[t] and 0 <= rows[t, s] < num_rows; every other slot
-    is as if it were not there, and a row listed twice counts twice. There is no mask: causality is
-    the list's business. The slots of `extra` join those of `rows` in one softmax. Returns
-    out [tokens, heads, v_width], lse [tokens, heads] and max_logits [tokens, heads], -inf if empty.
+    Entry s of token t is valid iff s < topk_lens[t] and 0 <= rows[t, s] < num_rows; other entries
+    are ignored, and a duplicate row counts twice. There is no mask: the selection must be causal.
+    The rows of `extra` join those of `rows` in one softmax. Returns out [tokens, heads, v_width],
+    lse [tokens, heads] and max_logits [tokens, heads], -inf without valid entries.
     """
     tokens, heads, _ = q.shape
     out = torch.zeros(tokens, heads, v_width, dtype=dtype, device=q.device)
     lse = torch.full((tokens, heads), -torch.inf, dtype=dtype, device=q.device)
     max_logits = torch.full_like(lse, -torch.inf)
     for token in range(tokens):
-        attended = _listed(pool, rows, topk_lens, token).to(dtype)
+        attended = _selected(pool, rows, topk_lens, token).to(dtype)
         if extra is not None:
-            attended = torch.cat([attended, _listed(*extra, token).to(dtype)])
+            attended = torch.cat([attended, _selected(*extra, token).to(dtype)])
         score = q[token].to(dtype) @ attended.T * softmax_scale
         weights, lse[token] = attention_weights(score, sink, weights_dtype)
         out[token] = weights @ attended[:, :v_width]
@@ -54,7 +54,7 @@ def sparse_mla(
     return out, lse, max_logits
 
 
-def _listed(pool: Tensor, rows: Tensor, topk_lens: Lengths | None, token: int) -> Tensor:
+def _selected(pool: Tensor, rows: Tensor, topk_lens: Lengths | None, token: int) -> Tensor:
     length = rows.shape[1] if topk_lens is None else max(int(topk_lens[token]), 0)
-    listed = rows[token, :length].long()
-    return pool[listed[(listed >= 0) & (listed < pool.shape[0])]]
+    selected = rows[token, :length].long()
+    return pool[selected[(selected >= 0) & (selected < pool.shape[0])]]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mlakit.geometry import RowShape
-from mlakit.reference.hopper_sums import add_products
+from mlakit.reference.hopper_fp8_mma import fp8_mma
 
 FORMATS = ("fp8", "fp8_token")
 MORE_HEADS_THAN = 32  # with fewer of them bytes are widened
@@ -40,8 +40,8 @@ def byte_scores(
     stored = torch.where(units == 0, 0.0, rows.T / units).T
     if format == "fp8":  # rotated columns come first
         order = torch.arange(latent + rope, device=q.device).roll(rope)
-        sums = add_products(q[:, order], stored[:, order])
+        sums = fp8_mma(q[:, order], stored[:, order])
     else:
         rotated = q[:, latent:].float() @ stored[:, latent:].float().T
-        sums = add_products(q[:, :latent], stored[:, :latent], rotated)
+        sums = fp8_mma(q[:, :latent], stored[:, :latent], rotated)
     return sums * units.float()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mlakit.reference.hopper_sums import add_products
+from mlakit.reference.hopper_fp8_mma import fp8_mma
 
 GROUP = 128
 
@@ -19,7 +19,7 @@ def scaled_mm(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
     out = a_scale.new_zeros(rows, b.shape[0])
     for group in range(depth // GROUP):
         columns = slice(group * GROUP, (group + 1) * GROUP)
-        total = add_products(a[:, columns], b[:, columns])
+        total = fp8_mma(a[:, columns], b[:, columns])
         of_b = b_scale[:, group].repeat_interleave(GROUP)[: b.shape[0]]
         out += total * a_scale[group, :rows, None] * of_b
     return out

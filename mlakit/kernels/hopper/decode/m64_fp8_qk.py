@@ -27,7 +27,7 @@ Deadlock   none: all walk the same work tiles and blocks. QK-softmax waits for t
 Memory     all of shared memory, four blocks of it in flight; all registers
 Limits     D_C = 512, D_R = 64; any page size, by TMA or by a gather producer (`paged_loads`)
 Numbers    scores are accumulated as tensor cores accumulate FP8 products
-           (`reference.hopper_sums`). P, times the row's scale, is rounded to float16, values are
+           (`reference.hopper_fp8_mma`). P, times the row's scale, is rounded to float16, values are
            exact. Rows past a query's last key and their scales are zeros, for 0 · NaN is NaN
 Lineage    own design; ideas: swapped operands for PV, FP8 converted in registers
 """
