@@ -1,1 +1,1 @@
-"""Other libraries' MLA functions under their own names and argument orders."""
+"""The MLA functions of other libraries, with their names and argument orders."""

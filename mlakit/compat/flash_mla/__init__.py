@@ -1,10 +1,10 @@
-"""DeepSeek's FlashMLA under its own names, argument positions and conventions.
+"""A drop-in for DeepSeek's FlashMLA: its names, argument positions and conventions, forward only.
 
-`install()` makes `import flash_mla` find this package, so that a program written for FlashMLA runs
-on every device mlakit runs on. Forward only. docs/flash_mla.md compares name by name.
+After `install()`, `import flash_mla` finds this package: a program written for FlashMLA then runs
+on every device that mlakit supports. docs/flash_mla.md compares the functions one by one.
 
-Conventions that differ from the rest of mlakit: the softmax scale defaults to d ** -0.5, nothing is
-masked unless `causal` is set, and a query that attends to nothing has an lse of +inf.
+Conventions that differ from the rest of mlakit: the softmax scale defaults to d ** -0.5,
+`causal` defaults to False, and the lse of a query that attends to no key is +inf.
 """
 
 from mlakit.compat.flash_mla.decoding import flash_mla_with_kvcache
@@ -17,7 +17,7 @@ from mlakit.compat.flash_mla.varlen import (
     flash_attn_varlen_qkvpacked_func,
 )
 
-__version__ = "1.0.0"  # of the interface, which callers compare; mlakit has its own
+__version__ = "1.0.0"  # FlashMLA's version, which callers check; not mlakit's
 
 __all__ = [
     "FlashMLASchedMeta",

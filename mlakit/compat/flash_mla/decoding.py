@@ -1,7 +1,7 @@
-"""`flash_mla_with_kvcache`: attention of new tokens over a paged cache, dense or over listed rows.
+"""`flash_mla_with_kvcache`: dense and sparse decoding over a paged cache.
 
-A query of the batch is a token of mlakit's ops; a KV head is a multi-query group of its own, whose
-rows are a strided view of the cache. Nothing of a cache is copied.
+A query of the batch is one token of mlakit's ops. Each KV head is one call of an op, over a strided
+view of its cache rows: no cache is copied.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from torch import Tensor
 
 from mlakit.cache import PagedLatentCache
 from mlakit.checks import E4M3, FLOATS, Dims, values_visible
-from mlakit.compat.flash_mla.metadata import FlashMLASchedMeta, check_metadata, remember
+from mlakit.compat.flash_mla.metadata import FlashMLASchedMeta, check_metadata, set_config
 from mlakit.compat.flash_mla.results import Results
-from mlakit.compat.flash_mla.rows import check_rows, wrap
+from mlakit.compat.flash_mla.rows import row_format, wrap_cache
 from mlakit.masks import CAUSAL, NULL
 from mlakit.ops import ExtraRows, mla_decode, sparse_mla
 from mlakit.ops._arguments import INTEGERS
 from mlakit.ops._library import refuse_grad
 
 NAME = "flash_mla_with_kvcache"
-# how the arguments of the first and of the second cache are called
+# argument names of the main and of the extra cache
 MAIN = ("k_cache", "indices", "topk_length")
 EXTRA = ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
 
@@ -49,32 +49,32 @@ def flash_mla_with_kvcache(
     descale_q: float | Tensor | None = None,
     descale_k: float | Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over all tokens of each request, or over the rows that `indices` lists.
+    """Attention over all tokens of each request, or over the rows in `indices`.
 
     q              [b, s_q, h_q, d] bf16, fp16, f32, or e4m3 (the result is then bf16)
     k_cache        [num_blocks, page_block_size, h_k, d] in q's dtype, or rows of bytes (uint8,
-                   int8, e4m3): 656 for d = 576, 584 or 528 for d = 512, or d of them, all e4m3
+                   int8, e4m3): 656 for d = 576, 584 or 528 for d = 512, or d e4m3 values
     block_table    [b, max_blocks], dense only; entries past a request's last page are not read
-    cache_seqlens  [b] cached tokens, the queries included, dense only
-    head_dim_v     how many leading columns of a row are the value
+    cache_seqlens  [b] cached tokens, including the queries, dense only
+    head_dim_v     number of leading columns of a row that are the value
     tile_scheduler_metadata, num_splits
-                   of any version of FlashMLA; accepted, and never change a result
+                   of any version of FlashMLA; accepted, without effect on results
     softmax_scale  d ** -0.5 if None
-    causal         a query sees no token after its own, the queries being the newest; dense only
-    indices        [b, s_q, topk] rows, block · page_block_size + offset; a negative or too large
-                   one does not count
-    attn_sink      [h_q] float32 logit that joins the denominator of out, not lse
+    causal         a query sees no later token (queries are the newest tokens); dense only
+    indices        [b, s_q, topk] rows, block · page_block_size + offset; negative and too large
+                   indices are ignored
+    attn_sink      [h_q] float32 logit in the denominator of out, not in lse
     extra_k_cache, extra_indices_in_kvcache
-                   a second cache of such rows, with lists of its own
+                   a second cache, with its own indices
     topk_length, extra_topk_length
-                   [b]: list entries from here on do not count
+                   [b] valid entries of the indices
     out            [b, s_q, h_q, head_dim_v] to write to
     descale_q, descale_k
-                   one scale each, a number or a tensor: e4m3 queries (dense only), and rows that
-                   are all e4m3, stand for themselves times it
+                   scale of e4m3 queries (dense only) and of e4m3 cache rows, a number or a
+                   one-element tensor: value = stored · scale
 
-    Returns out and lse [b, h_q, s_q] float32, the natural log of Σ exp score. Where nothing was
-    attended, out is 0 and lse is +inf.
+    Returns out and lse [b, h_q, s_q] float32, the natural log of Σ exp score. For a query that
+    attends to no key, out is 0 and lse is +inf.
     """
     dims = Dims(NAME)
     refuse_grad(NAME, q=q, k_cache=k_cache, extra_k_cache=extra_k_cache, out=out)
@@ -91,12 +91,12 @@ def flash_mla_with_kvcache(
     if indices is None:
         for name, value in zip((MAIN[2], *EXTRA), (topk_length, *extra), strict=True):
             dims.require(value is None, name, "be None without indices", "a tensor")
-        call.attend_all(k_cache, block_table, cache_seqlens, causal, descale_q)
+        call.attend_dense(k_cache, block_table, cache_seqlens, causal, descale_q)
     else:
         dims.require(not causal, "causal", "be False with indices", causal)
         dims.require(descale_q is None, "descale_q", "be None with indices", "a scale")
-        call.attend_listed((k_cache, indices, topk_length), extra)
-    remember(
+        call.attend_sparse((k_cache, indices, topk_length), extra)
+    set_config(
         tile_scheduler_metadata,
         FlashMLASchedMeta.Config(
             b=q.shape[0],
@@ -118,7 +118,7 @@ def flash_mla_with_kvcache(
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """What attention over all rows and over listed rows have in common."""
+    """The checked arguments that dense and sparse attention share."""
 
     dims: Dims
     q: Tensor  # [b, s_q, h_q, d]
@@ -129,7 +129,7 @@ class _Call:
     sink: Tensor | None
     results: Results
 
-    def attend_all(
+    def attend_dense(
         self,
         k_cache: Tensor,
         block_table: Tensor | None,
@@ -155,9 +155,9 @@ class _Call:
         starts = torch.arange(0, (b + 1) * s_q, s_q, dtype=torch.int32, device=q.device)
         group = h_q // len(pools)
         for head, pool in enumerate(pools):
-            own = slice(head * group, (head + 1) * group)
+            heads = slice(head * group, (head + 1) * group)
             mla_decode(
-                q[:, own],
+                q[:, heads],
                 pool,
                 table,
                 lengths,
@@ -165,22 +165,23 @@ class _Call:
                 q_scale=q_scale,
                 q_starts=starts,
                 mask=CAUSAL if causal else NULL,
-                sink=None if self.sink is None else self.sink[own],
-                out=self.results.out_tokens[:, own],
-                lse=self.results.lse_tokens[:, own],
+                sink=None if self.sink is None else self.sink[heads],
+                out=self.results.out_tokens[:, heads],
+                lse=self.results.lse_tokens[:, heads],
             )
 
-    def attend_listed(
+    def attend_sparse(
         self,
         main: tuple[Tensor, Tensor, Tensor | None],
         extra: tuple[Tensor | None, Tensor | None, Tensor | None],
     ) -> None:
-        pool, rows, topk_lens, _ = self._listed(MAIN, *main)
+        pool, rows, topk_lens, _ = self._selected_rows(MAIN, *main)
         second = None
         if any(value is not None for value in extra):
-            second = self._listed(EXTRA, *extra)
-            shape, own = second.cache.row, pool.row
-            self.dims.require(shape == own, EXTRA[0], f"have rows like k_cache's, {own}", shape)
+            second = self._selected_rows(EXTRA, *extra)
+            row, main_row = second.cache.row, pool.row
+            must = f"have rows like k_cache's, {main_row}"
+            self.dims.require(row == main_row, EXTRA[0], must, row)
         if self.q.numel() == 0:
             return
         sparse_mla(
@@ -195,14 +196,14 @@ class _Call:
             lse=self.results.lse_tokens,
         )
 
-    def _listed(
+    def _selected_rows(
         self,
         names: tuple[str, str, str],
         cache: Tensor | None,
         indices: Tensor | None,
         lengths: Tensor | None,
     ) -> ExtraRows:
-        """The rows of a cache that each query lists, for tokens instead of requests."""
+        """A cache and its indices, per query token instead of per request."""
         dims, (b, s_q, _, _) = self.dims, self.q.shape
         pools = self._pools(names[0], dims.tensor(names[0], cache))
         dims.require(len(pools) == 1, f"{names[0]}.shape[2]", "be one KV head", len(pools))
@@ -216,16 +217,15 @@ class _Call:
         return ExtraRows(pools[0], rows, topk_lens)
 
     def _pools(self, arg: str, cache: Tensor) -> list[PagedLatentCache]:
-        """The rows of each KV head of a cache, in its memory."""
+        """One pool per KV head, in the memory of the cache."""
         dims = self.dims
         axes = ("num_blocks", "page_block_size", "h_k", "row")
         dims.match(arg, cache, *(f"{axis} of {arg}" for axis in axes))
-        rows = check_rows(dims, arg, cache, self.q, self.head_dim_v)
-        format, heads = rows[0], cache.shape[2]
-        whole = format == "fp8" or cache.dtype in FLOATS
+        (format, row), heads = row_format(dims, arg, cache, self.q, self.head_dim_v), cache.shape[2]
+        is_uniform = format == "fp8" or cache.dtype in FLOATS
         dims.require(heads >= 1, f"{arg}.shape[2]", "be at least one KV head", heads)
-        dims.require(heads == 1 or whole, f"{arg}.shape[2]", f"be 1 for {format} rows", heads)
-        # a plain e4m3 cache comes without the flag from callers of the dense FP8 kernels
+        dims.require(heads == 1 or is_uniform, f"{arg}.shape[2]", f"be 1 for {format} rows", heads)
+        # callers of the dense FP8 kernels do not set the flag for an e4m3 cache
         is_fp8 = cache.dtype not in FLOATS
         dims.require(
             bool(self.is_fp8_kvcache) == is_fp8 or format == "fp8",
@@ -237,7 +237,9 @@ class _Call:
         if self.descale_k is not None:
             dims.require(format == "fp8", "descale_k", f"be None for {format} rows", "a scale")
             scale = _one_scale(dims, "descale_k", self.descale_k, cache.device)
-        return [wrap(dims, arg, cache[:, :, head], rows, scale) for head in range(heads)]
+        return [
+            wrap_cache(dims, arg, cache[:, :, head], format, row, scale) for head in range(heads)
+        ]
 
 
 def _check_query(dims: Dims, q: Tensor, head_dim_v: int) -> None:
@@ -251,7 +253,7 @@ def _check_query(dims: Dims, q: Tensor, head_dim_v: int) -> None:
 def _check_blocks(
     dims: Dims, block_table: Tensor, cache_seqlens: Tensor, pool: PagedLatentCache
 ) -> None:
-    """Every cached token has a block that exists."""
+    """Every cached token is in a block of the pool."""
     if not (values_visible(block_table) and values_visible(cache_seqlens)):
         return
     columns = block_table.shape[1]
@@ -267,7 +269,7 @@ def _check_blocks(
 
 
 def _one_scale(dims: Dims, arg: str, scale: float | Tensor, device: torch.device) -> Tensor:
-    """One number for the whole tensor, [1] float32 on its device."""
+    """The scale of a tensor as [1] float32 on its device."""
     if not isinstance(scale, Tensor):
         number = dims.finite(arg, scale)
         dims.require(number > 0, arg, "be positive", number)

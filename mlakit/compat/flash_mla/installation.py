@@ -1,4 +1,4 @@
-"""`install()`: let `import flash_mla` find this package."""
+"""`install()`: make `import flash_mla` find this package."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from importlib.util import find_spec
 from types import ModuleType, TracebackType
 
 ALIAS = "flash_mla"
-# where the functions are defined there; callers import from it too
+# FlashMLA defines its functions in flash_mla_interface; callers also import that
 ALIASES = (ALIAS, f"{ALIAS}.flash_mla_interface")
 PACKAGE = "mlakit.compat.flash_mla"
 
-_displaced: dict[str, ModuleType] = {}  # modules of the real package while ours stand for them
+_displaced: dict[str, ModuleType] = {}  # modules of the real flash_mla, for uninstall
 
 
 class Installation:
-    """What `install` returns; as a context manager it uninstalls when the block ends."""
+    """The result of `install`; as a context manager it uninstalls at the end of the block."""
 
     def __enter__(self) -> Installation:
         return self
@@ -34,14 +34,13 @@ class Installation:
 def install(*, force: bool = False) -> Installation:
     """Make `import flash_mla` and `import flash_mla.flash_mla_interface` find this package.
 
-    A flash_mla that is imported already, or could be, is a RuntimeError unless `force` is set; then
-    it is set aside until `uninstall`. Whoever imported it before keeps what they have. Installing
-    twice is installing once.
+    Raises RuntimeError if another flash_mla is installed. With `force` this package replaces it
+    until `uninstall`; modules that imported it before keep it. A second call has no effect.
     """
     if is_installed():
         return Installation()
     if not force:
-        _refuse_to_hide()
+        _refuse_to_replace()
     theirs = [name for name in sys.modules if name.split(".")[0] == ALIAS]
     _displaced.update({name: sys.modules.pop(name) for name in theirs})
     package = import_module(PACKAGE)
@@ -53,7 +52,7 @@ def install(*, force: bool = False) -> Installation:
 
 
 def uninstall() -> None:
-    """Undo `install`; nothing happens if it is not in force."""
+    """Undo `install`; no effect if it is not installed."""
     if not is_installed():
         return
     for name in ALIASES:
@@ -63,21 +62,21 @@ def uninstall() -> None:
 
 
 def is_installed() -> bool:
-    """Does `import flash_mla` find this package?"""
+    """Whether `import flash_mla` finds this package."""
     spec = getattr(sys.modules.get(ALIAS), "__spec__", None)
     return spec is not None and spec.origin == PACKAGE
 
 
-def _refuse_to_hide() -> None:
+def _refuse_to_replace() -> None:
     if ALIAS in sys.modules:
         where = getattr(sys.modules[ALIAS], "__file__", None) or "no file"
-        found = f"is imported already, from {where}"
+        found = f"is already imported, from {where}"
     elif (spec := find_spec(ALIAS)) is not None:
         found = f"is installed, in {spec.origin or 'a namespace'}"
     else:
         return
     raise RuntimeError(
-        f"install: another flash_mla {found}; install(force=True) sets it aside until uninstall()"
+        f"install: another flash_mla {found}; install(force=True) replaces it until uninstall()"
     )
 
 

@@ -1,8 +1,8 @@
-"""Schedules that cannot go stale: the object remembers a configuration and schedules nothing.
+"""`get_mla_metadata` and `FlashMLASchedMeta`: accepted for compatibility, without a schedule.
 
-FlashMLA fills the object at its first use with a schedule made from the lengths of that call, and
-is wrong when it is used again with other lengths. Here the ops read lengths when they run, so one
-object serves any lengths and any shapes, in a replayed CUDA graph too.
+FlashMLA stores a schedule for the lengths of the first call in the object, and is wrong if it is
+used again with other lengths. Here the ops read the lengths when they run: one object works for any
+lengths and shapes, also in a replayed CUDA graph.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mlakit.reprs import shapes_repr
 
 @dataclass
 class FlashMLASchedMeta:
-    """What `get_mla_metadata` returns. `config` describes the last call that was given it."""
+    """The result of `get_mla_metadata`; `config` describes the last call that used it."""
 
     @dataclass
     class Config:
@@ -42,15 +42,15 @@ class FlashMLASchedMeta:
 
 
 def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
-    """A new, empty schedule, and None where older versions had `num_splits`.
+    """(a new FlashMLASchedMeta, None); older versions return `num_splits` as the second value.
 
-    Every argument is accepted and ignored: the older form passed the lengths and head counts.
+    All arguments are ignored: older versions take the lengths and head counts.
     """
     return FlashMLASchedMeta(), None
 
 
 def check_metadata(dims: Dims, tile_scheduler_metadata: object, num_splits: object) -> None:
-    """Any form of metadata, of any version, whatever is in it: it does not change a result."""
+    """Metadata of any FlashMLA version is accepted; its content has no effect."""
     is_schedule = hasattr(tile_scheduler_metadata, "have_initialized")
     if not (tile_scheduler_metadata is None or is_schedule or _is_tensor(tile_scheduler_metadata)):
         got = type(tile_scheduler_metadata).__name__
@@ -62,7 +62,8 @@ def check_metadata(dims: Dims, tile_scheduler_metadata: object, num_splits: obje
         raise TypeError(f"{dims.op}: num_splits must be None or a tensor, got {got}")
 
 
-def remember(tile_scheduler_metadata: object, config: FlashMLASchedMeta.Config) -> None:
+def set_config(tile_scheduler_metadata: object, config: FlashMLASchedMeta.Config) -> None:
+    """Store `config` in a FlashMLASchedMeta, as FlashMLA does."""
     if isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
         tile_scheduler_metadata.have_initialized = True
         tile_scheduler_metadata.config = config

@@ -1,4 +1,4 @@
-"""`flash_mla_sparse_fwd`: attention of flat query tokens over the rows their own lists name."""
+"""`flash_mla_sparse_fwd`: sparse prefill, attention of query tokens over selected rows."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from mlakit.checks import FLOATS, Dims
-from mlakit.compat.flash_mla.results import positive_where_empty
-from mlakit.compat.flash_mla.rows import check_rows, wrap
+from mlakit.compat.flash_mla.results import flash_mla_lse
+from mlakit.compat.flash_mla.rows import row_format, wrap_cache
 from mlakit.ops import sparse_mla
 from mlakit.ops._arguments import INTEGERS
 from mlakit.ops._library import refuse_grad
@@ -27,20 +27,20 @@ def flash_mla_sparse_fwd(
     out: Tensor | None = None,
     indexer_topk: int = 0,
 ) -> tuple[Tensor, ...]:
-    """Attention of every query over the rows of `kv` its list names; there is no batch.
+    """Attention of every query over the rows of `kv` in its `indices`; there is no batch axis.
 
     q             [s_q, h_q, d_qk] bf16, fp16 or f32
     kv            [s_kv, 1, d_qk] in q's dtype
-    indices       [s_q, 1, topk]; a negative one, or one of s_kv and more, does not count
-    d_v           how many leading columns of a row are the value
-    attn_sink     [h_q] float32 logit that joins the denominator of out only
-    topk_length   [s_q]: list entries from here on do not count
+    indices       [s_q, 1, topk]; indices outside [0, s_kv) are ignored
+    d_v           number of leading columns of a row that are the value
+    attn_sink     [h_q] float32 logit in the denominator of out, not in lse
+    topk_length   [s_q] valid entries of `indices`
     out           [s_q, h_q, d_v] to write to
-    indexer_topk  asks for a fourth result: the lse over the first `indexer_topk` entries only,
-                  [s_q, h_q] (for the loss an indexer is trained with); costs a second pass
+    indexer_topk  if positive, also returns the lse over the first `indexer_topk` entries, [s_q,
+                  h_q] (for the training loss of an indexer); needs a second pass
 
-    Returns (out [s_q, h_q, d_v], max_logits [s_q, h_q], lse [s_q, h_q]), natural log and float32
-    the last two. Where nothing counts, out is 0, max_logits −inf and lse +inf.
+    Returns (out [s_q, h_q, d_v], max_logits [s_q, h_q], lse [s_q, h_q]); max_logits and lse are
+    float32, lse is natural log. Without valid entries, out is 0, max_logits −inf and lse +inf.
     """
     dims = Dims(NAME)
     refuse_grad(NAME, q=q, kv=kv, out=out)
@@ -64,8 +64,8 @@ def flash_mla_sparse_fwd(
     dims.match("out", out, "s_q", "h_q", "d_v", dtypes=[q.dtype])
     dims.writable("out", out)
 
-    # pages of one row: a kernel made for one page size then serves every s_kv
-    pool = wrap(dims, "kv", kv, check_rows(dims, "kv", kv, q, width))
+    # page size 1, so that one kernel supports every s_kv
+    pool = wrap_cache(dims, "kv", kv, *row_format(dims, "kv", kv, q, width))
     rows = indices[:, 0]
     lse, max_logits = (q.new_empty(q.shape[:2], dtype=torch.float32) for _ in range(2))
     if q.numel() > 0:
@@ -80,11 +80,11 @@ def flash_mla_sparse_fwd(
             lse=lse,
             max_logits=max_logits,
         )
-    lse = positive_where_empty(lse)
+    lse = flash_mla_lse(lse)
     if prefix == 0:
         return out, max_logits, lse
     if prefix >= rows.shape[1] or q.numel() == 0:
         return out, max_logits, lse, lse.clone()
-    counted = None if topk_length is None else topk_length.clamp(max=prefix)
-    _, prefix_lse, _ = sparse_mla(q, pool, rows[:, :prefix], softmax_scale=scale, topk_lens=counted)
-    return out, max_logits, lse, positive_where_empty(prefix_lse)
+    valid = None if topk_length is None else topk_length.clamp(max=prefix)
+    _, prefix_lse, _ = sparse_mla(q, pool, rows[:, :prefix], softmax_scale=scale, topk_lens=valid)
+    return out, max_logits, lse, flash_mla_lse(prefix_lse)

@@ -1,4 +1,4 @@
-"""`flash_attn_varlen_func` and its packed forms: attention over ragged batches, forward."""
+"""`flash_attn_varlen_func` and its packed forms: dense prefill over ragged batches."""
 
 from __future__ import annotations
 
@@ -31,23 +31,17 @@ def flash_attn_varlen_func(
     """Multi-head attention of each request's queries over its keys.
 
     q  [total_q, h_q, d_qk], k [total_kv, h_kv, d_qk], v [total_kv, h_kv, d_v], one dtype of bf16,
-       fp16 and f32; h_q is a multiple of h_kv, and KV head j serves query heads j·h_q/h_kv on
-    cu_seqlens_qo, cu_seqlens_kv   [batch + 1]: where each request's rows start
+       fp16 and f32; each KV head serves h_q / h_kv consecutive query heads
+    cu_seqlens_qo, cu_seqlens_kv   [batch + 1]: the first row of each request
     max_seqlen_qo, max_seqlen_kv, deterministic, is_varlen
-                                   accepted and not needed: results are always deterministic
-    causal                         the queries of a request are the newest of its tokens
+                                   accepted without effect: results are always deterministic
+    causal                         the queries of a request are its newest tokens
 
-    Returns out [total_q, h_q, d_v] and lse [total_q, h_q] float32, natural log. Where nothing was
-    attended, out is 0 and lse −inf (here FlashMLA too has −inf).
+    Returns out [total_q, h_q, d_v] and lse [total_q, h_q] float32, natural log. For a query that
+    sees no key, out is 0 and lse is −inf (as in FlashMLA, unlike decoding).
     """
-    return _attend(
-        NAME,
-        {"q": q, "k": k, "v": v},
-        (("cu_seqlens_qo", cu_seqlens_qo), ("cu_seqlens_kv", cu_seqlens_kv)),
-        dropout_p,
-        softmax_scale,
-        causal,
-    )
+    starts = {"cu_seqlens_qo": cu_seqlens_qo}, {"cu_seqlens_kv": cu_seqlens_kv}
+    return _attend(Dims(NAME), q, k, v, *starts, dropout_p, softmax_scale, causal)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -62,16 +56,10 @@ def flash_attn_varlen_qkvpacked_func(
     is_varlen: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """`flash_attn_varlen_func` of qkv [total, heads, 2 · head_dim_qk + d_v]."""
-    op = "flash_attn_varlen_qkvpacked_func"
-    d = _check_packed(Dims(op), "qkv", qkv, head_dim_qk, parts=2)
-    return _attend(
-        op,
-        {"q": qkv[:, :, :d], "k": qkv[:, :, d : 2 * d], "v": qkv[:, :, 2 * d :]},
-        (("cu_seqlens", cu_seqlens), ("cu_seqlens", cu_seqlens)),
-        dropout_p,
-        softmax_scale,
-        causal,
-    )
+    dims = Dims("flash_attn_varlen_qkvpacked_func")
+    q, k, v = _unpack(dims.op, "qkv", qkv, head_dim_qk)
+    starts = {"cu_seqlens": cu_seqlens}
+    return _attend(dims, q, k, v, starts, starts, dropout_p, softmax_scale, causal)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -89,44 +77,42 @@ def flash_attn_varlen_kvpacked_func(
     is_varlen: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """`flash_attn_varlen_func` of kv [total_kv, h_kv, head_dim_qk + d_v]."""
-    op = "flash_attn_varlen_kvpacked_func"
-    d = _check_packed(Dims(op), "kv", kv, head_dim_qk, parts=1)
-    return _attend(
-        op,
-        {"q": q, "k": kv[:, :, :d], "v": kv[:, :, d:]},
-        (("cu_seqlens_qo", cu_seqlens_qo), ("cu_seqlens_kv", cu_seqlens_kv)),
-        dropout_p,
-        softmax_scale,
-        causal,
-    )
+    dims = Dims("flash_attn_varlen_kvpacked_func")
+    k, v = _unpack(dims.op, "kv", kv, head_dim_qk)
+    starts = {"cu_seqlens_qo": cu_seqlens_qo}, {"cu_seqlens_kv": cu_seqlens_kv}
+    return _attend(dims, q, k, v, *starts, dropout_p, softmax_scale, causal)
 
 
-def _check_packed(dims: Dims, arg: str, packed: Tensor, head_dim_qk: int, *, parts: int) -> int:
-    """head_dim_qk, of which a row holds `parts` before the value."""
+def _unpack(op: str, arg: str, packed: Tensor, head_dim_qk: int) -> list[Tensor]:
+    """The tensors that `arg` ("qkv" or "kv") names; all but v have head_dim_qk columns."""
+    dims = Dims(op)
     dims.match(arg, packed, "total", "heads", "columns")
     d = dims.integer("head_dim_qk", head_dim_qk, 1)
-    columns = packed.shape[2]
-    dims.require(columns > parts * d, f"{arg}.shape[2]", f"exceed {parts} · head_dim_qk", columns)
-    return d
+    columns, before_v = packed.shape[2], len(arg) - 1
+    must = f"exceed {before_v} · head_dim_qk"
+    dims.require(columns > before_v * d, f"{arg}.shape[2]", must, columns)
+    return [*packed[:, :, : before_v * d].split(d, dim=2), packed[:, :, before_v * d :]]
 
 
 def _attend(
-    op: str,
-    tensors: dict[str, Tensor],  # q, k, v
-    offsets: tuple[tuple[str, Tensor], tuple[str, Tensor]],  # of the queries, of the keys
+    dims: Dims,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_starts: dict[str, Tensor],  # by argument name
+    kv_starts: dict[str, Tensor],
     dropout_p: float,
     softmax_scale: float | None,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    dims = Dims(op)
-    refuse_grad(op, **tensors)
+    refuse_grad(dims.op, q=q, k=k, v=v)
     if dropout_p != 0.0:
-        raise UnsupportedError(f"{op}: dropout_p must be 0.0, got {dropout_p}")
-    _check_tensors(dims, **tensors)
-    for (name, starts), total in zip(offsets, ("total_q", "total_kv"), strict=True):
-        dims.match(name, starts, "batch + 1", dtypes=INTEGERS)
-        dims.starts(name, starts, dims[total], total)
-    q, k, v = tensors.values()
+        raise UnsupportedError(f"{dims.op}: dropout_p must be 0.0, got {dropout_p}")
+    _check_tensors(dims, q, k, v)
+    for starts, total in ((q_starts, "total_q"), (kv_starts, "total_kv")):
+        for name, offsets in starts.items():
+            dims.match(name, offsets, "batch + 1", dtypes=INTEGERS)
+            dims.starts(name, offsets, dims[total], total)
     scale = q.shape[2] ** -0.5
     if softmax_scale is not None:
         scale = dims.finite("softmax_scale", softmax_scale)
@@ -135,13 +121,14 @@ def _attend(
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     if out.numel() == 0:
         return out, lse
-    for heads, own_k, own_v in _groups(q, k, v):
+    for heads, group_k, group_v in _groups(q, k, v):
         mla_prefill(
             q[:, heads],
-            own_k,
-            k.new_empty(len(k), 0),  # a head's keys are its own: none of their columns is shared
-            own_v,
-            *(starts for _, starts in offsets),
+            group_k,
+            k.new_empty(len(k), 0),  # no key columns are shared by all heads
+            group_v,
+            *q_starts.values(),
+            *kv_starts.values(),
             softmax_scale=scale,
             mask=CAUSAL if causal else NULL,
             out=out[:, heads],
@@ -151,10 +138,10 @@ def _attend(
 
 
 def _groups(q: Tensor, k: Tensor, v: Tensor) -> list[tuple[slice, Tensor, Tensor]]:
-    """Query heads with keys and values for each of them, in the memory of k and v.
+    """(query heads, keys, values) of each call, in the memory of k and v.
 
-    All heads at once where each has its own keys, else those of one KV head: heads that repeat in
-    groups have no single stride.
+    One call if every query head has its own KV head, otherwise one per KV head: repeated KV heads
+    have no single stride.
     """
     kv_heads = k.shape[1]
     group = q.shape[1] // kv_heads

@@ -82,7 +82,7 @@ def test_an_imported_flash_mla_is_not_hidden_by_accident(monkeypatch):
     real, cuda = ModuleType("flash_mla"), ModuleType("flash_mla.cuda")
     monkeypatch.setitem(sys.modules, "flash_mla", real)
     monkeypatch.setitem(sys.modules, "flash_mla.cuda", cuda)
-    with pytest.raises(RuntimeError, match=r"another flash_mla is imported already.*force=True"):
+    with pytest.raises(RuntimeError, match=r"another flash_mla is already imported.*force=True"):
         flash_mla.install()
     assert sys.modules["flash_mla"] is real
     with flash_mla.install(force=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlakit.cache import WHOLE
+from mlakit.cache import UNSHARDED
 from mlakit.workloads import DecodeCase
 from tests.ops.mutations.changes import (
     averaged,
@@ -34,7 +34,7 @@ MUTATIONS = [
     kernel(DecodeCase, "swaps two pages", with_pages_swapped),
     kernel(DecodeCase, "ignores q_scale", without("q_scale")),
     kernel(DecodeCase, "ignores the tensor scale", with_unit_scale, formats=("fp8",)),
-    kernel(DecodeCase, "ignores the shard", lambda a: {"shard": WHOLE}),
+    kernel(DecodeCase, "ignores the shard", lambda a: {"shard": UNSHARDED}),
     kernel(DecodeCase, "leaves a split out", with_a_split_left_out),
     kernel(DecodeCase, "drops a column of the rope", with_last_column_dropped("q_rope")),
     kernel(DecodeCase, "gives lse in base 2", after=with_binary_lse),
