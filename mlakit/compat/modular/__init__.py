@@ -1,12 +1,13 @@
-"""The documented MLA functions of Modular's MAX kernels, under their own names and argument orders.
+"""The documented MLA functions of Modular's MAX kernels, with their names and argument orders.
 
 Compile-time parameters are keyword arguments, pointers are optional tensors, and there is no
-context argument. Each function writes its outputs in place and returns its main one. Integer
+context argument. Each function writes its outputs in place and returns its main output. Integer
 tensors may be int32, int64 or uint32.
 """
 
 from mlakit.compat.modular.collection import KeyCache, KVCollection
 from mlakit.compat.modular.decoding import MLAConfig, flare_mla_decoding
+from mlakit.compat.modular.dispatch_scalars import compute_mla_dispatch_scalars
 from mlakit.compat.modular.masks import (
     CausalMask,
     ChunkedCausalMask,
@@ -22,7 +23,6 @@ from mlakit.compat.modular.rope_norm import (
     mla_fused_rope_rmsnorm_quantization,
 )
 from mlakit.compat.modular.sparse import mla_sm100_prefill_sparse
-from mlakit.compat.modular.split_policy import compute_mla_dispatch_scalars
 
 __all__ = [
     "CausalMask",

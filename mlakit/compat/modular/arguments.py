@@ -1,4 +1,4 @@
-"""Checks that the documented functions share."""
+"""Argument checks that the functions share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mlakit.masks import Mask
 def check_used_pages(
     dims: Dims, cache: KeyCache, first: list[int], last: list[int], what: str
 ) -> None:
-    """Tokens [first, last) of every request have a column in the tables, a page in the pools."""
+    """The pages of tokens [first, last) of every request are in the tables and in the pools."""
     tables = {"lookup_table": (cache.lookup_table, cache.layer.payload.shape[0])}
     if cache.scales_lookup_table is not None and cache.layer.scales is not None:
         scale_pages = cache.layer.scales.shape[0]
@@ -62,13 +62,13 @@ def check_collection(dims: Dims, collection: object, layer_idx: int) -> KeyCache
 def step_lengths(
     dims: Dims, cache: KeyCache, row_offsets: Tensor
 ) -> tuple[list[int], list[int]] | None:
-    """(tokens cached before, tokens with this step) of every request, or None on a GPU."""
+    """(tokens before, tokens after) the step of every request; None if not `values_visible`."""
     if not (values_visible(row_offsets) and values_visible(cache.cache_lengths)):
         return None
     before = cache.cache_lengths.tolist()
     starts = as_signed(row_offsets).tolist()
     for request, length in enumerate(before):
-        # checked when the collection was made, but an engine may have changed it in place since
+        # checked in KVCollection, but an engine may have changed it in place since
         dims.require(length >= 0, f"cache_lengths[{request}]", "not be negative", length)
     new = [high - low for low, high in pairwise(starts)]
     return before, [length + tokens for length, tokens in zip(before, new, strict=True)]
@@ -94,7 +94,7 @@ def check_row_offsets(dims: Dims, arg: str, offsets: Tensor, num_tokens: int | N
 
 
 def check_target(dims: Dims, target: str | None, tensor: Tensor) -> None:
-    """`target`, where given, is where the tensors are: "cpu", or "gpu" / "cuda"."""
+    """`target`, if given, is the device of the tensors: "cpu", or "gpu" / "cuda"."""
     if target is None:
         return
     here = ("cpu",) if tensor.device.type == "cpu" else ("gpu", tensor.device.type)

@@ -1,4 +1,4 @@
-"""The paged cache object of the documented functions: 6-D blocks, a lookup table, lengths."""
+"""MAX's paged cache object: 6-D blocks, a lookup table, lengths."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mlakit.reprs import fields_repr, shapes_repr
 
 @dataclass(frozen=True, eq=False)
 class KeyCache:
-    """One layer of a `KVCollection`, as `get_key_cache` gives it."""
+    """One layer of a `KVCollection`: the result of `get_key_cache`."""
 
     layer: CacheLayer
     lookup_table: Tensor  # [batch, columns] int32 or int64
@@ -28,23 +28,23 @@ class KeyCache:
 
     @property
     def row(self) -> RowShape:
-        """The columns of its rows."""
+        """The columns of a row."""
         return self.layer.codec.row
 
     @property
     def page_size(self) -> int:
-        """Rows of a page."""
+        """Rows per page."""
         return self.layer.page_size
 
     def kv_lens(self, row_offsets: Tensor) -> Tensor:
-        """[batch] tokens cached once this step's are, which is what `kv_lens` of the ops means."""
+        """[batch] cached tokens including those of this step: `kv_lens` of the ops."""
         return self.cache_lengths + row_offsets.diff()
 
     def with_scales_by_page(self, first: Tensor, last: Tensor) -> CacheLayer:
-        """The layer with the scales of tokens [first, last) brought to the pages of their rows.
+        """The layer with the scales of tokens [first, last) copied to the pages of their rows.
 
-        Where scales live in a page pool of their own, `scales_lookup_table` names their pages.
-        Moving the 4 bytes of each cached token lets every kernel use one page table.
+        With a `scales_lookup_table`, scales have their own pages. Copying the 4 bytes per cached
+        token lets every kernel use one page table.
         """
         if self.scales_lookup_table is None or self.layer.scales is None:
             return self.layer
@@ -52,21 +52,21 @@ class KeyCache:
         start = torch.arange(self.lookup_table.shape[1], device=last.device) * page_size
         used = (start < last[:, None]) & (start + page_size > first[:, None])
         used &= (first < last)[:, None]
-        # unused table entries may be anything: they read page 0 and write a page past the last
+        # unused entries may hold garbage: they read page 0 and write a page past the last one
         source = torch.where(used, self.scales_lookup_table, 0).long()
         target = torch.where(used, self.lookup_table, num_pages).long()
-        moved = self.layer.scales.new_zeros(num_pages + 1, *self.layer.scales.shape[1:])
-        moved[target] = self.layer.scales[source]
-        return CacheLayer(self.layer.codec, self.layer.payload, moved[:num_pages])
+        copied = self.layer.scales.new_zeros(num_pages + 1, *self.layer.scales.shape[1:])
+        copied[target] = self.layer.scales[source]
+        return CacheLayer(self.layer.codec, self.layer.payload, copied[:num_pages])
 
 
 class KVCollection:
     """A paged latent cache of several layers and the requests of one step in it.
 
     blocks         [pages, 1, layers, page_size, 1, head_size] bf16, f16, f32 or float8_e4m3fn.
-                   float8 without `scales` is unit scale; with `scales` a row is `kv_lora_rank`
-                   bytes of content, then the rope part as bf16 (640 for 512 + 64)
-    lookup_table   [batch, columns]: physical page of each logical page; unused entries are not read
+                   float8 without `scales` has unit scale; with `scales` a row is `kv_lora_rank`
+                   e4m3 latent columns, then the rope columns in bf16 (640 bytes for 512 + 64)
+    lookup_table   [batch, columns]: page id of each logical page; unused entries are not read
     cache_lengths  [batch]: tokens cached before this step
     scales         [pages, 1, layers, page_size, 1, 1] float32, one per token
     """
@@ -135,11 +135,11 @@ class KVCollection:
         return fields_repr(self, **vars(self))
 
     def get_key_cache(self, layer_idx: int) -> KeyCache:
-        """The cache of one layer, sharing memory with `blocks`."""
+        """The cache of one layer, in the memory of `blocks`."""
         return self.key_cache(Dims("KVCollection.get_key_cache"), layer_idx)
 
     def key_cache(self, dims: Dims, layer_idx: int) -> KeyCache:
-        """As `get_key_cache`; a wrong index is reported under the name of `dims`."""
+        """`get_key_cache` whose errors name the op of `dims`."""
         index = dims.integer("layer_idx", layer_idx, 0)
         dims.require(
             index < self.num_layers, "layer_idx", f"be below the {self.num_layers} layers", index
@@ -154,7 +154,7 @@ class KVCollection:
 
 
 def _pool(dims: Dims, blocks: Tensor, scales: Tensor | None, kv_lora_rank: int) -> PagedLatentCache:
-    """The blocks as a pool. Scales may count other pages than the rows (`scales_lookup_table`)."""
+    """The blocks as a pool; scales may have their own pages (`scales_lookup_table`)."""
     head_size = dims["head_size"]
     rank = dims.integer("kv_lora_rank", kv_lora_rank, 1)
     dims.require(rank <= head_size, "kv_lora_rank", f"not exceed head_size {head_size}", rank)
@@ -164,10 +164,10 @@ def _pool(dims: Dims, blocks: Tensor, scales: Tensor | None, kv_lora_rank: int) 
     dims.require(
         rope_elements % 2 == 0,
         "blocks",
-        f"have rows of {rank} content bytes and whole bf16 rope values",
+        f"have rows of {rank} latent bytes and whole bf16 rope columns",
         f"head_size {head_size}",
     )
-    dims.require(rank % 4 == 0, "kv_lora_rank", "be a multiple of 4 where there are scales", rank)
+    dims.require(rank % 4 == 0, "kv_lora_rank", "be a multiple of 4 with scales", rank)
     codec = row_codec("fp8_token", _row_shape(dims, rank, rope_elements // 2))
     return PagedLatentCache(codec, _by_layer(blocks).view(torch.uint8), _by_layer(scales))
 
@@ -178,5 +178,5 @@ def _row_shape(dims: Dims, kv_lora_rank: int, rope_width: int) -> RowShape:
 
 
 def _by_layer(blocks: Tensor) -> Tensor:
-    """[layers, pages, page_size, columns] of 6-D blocks."""
+    """6-D blocks as [layers, pages, page_size, columns]."""
     return blocks[:, 0, :, :, 0].transpose(0, 1)

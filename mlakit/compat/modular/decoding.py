@@ -1,4 +1,4 @@
-"""`flare_mla_decoding`: absorbed attention of the newest tokens, paged or contiguous cache."""
+"""`flare_mla_decoding`: absorbed attention over a paged or contiguous cache."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mlakit.cache import CacheLayer, PagedLatentCache, token_requests
+from mlakit.cache.layouts import bits
 from mlakit.checks import E4M3, FLOATS, INTEGERS, Dims, as_signed
 from mlakit.compat.modular.arguments import (
     check_key_cache,
@@ -29,14 +30,14 @@ CONTIGUOUS_ROW = RowShape(512, 64)  # the contiguous overload is documented for 
 
 @dataclass(frozen=True)
 class MLAConfig:
-    """Heads and logical depth a caller expects; checked against q where given."""
+    """The heads and depth that a caller expects; checked against q."""
 
     num_heads: int
     depth: int
 
 
 def flare_mla_decoding(output: Tensor, q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Attention of the newest tokens of each request over its cached rows; two overloads by `k`.
+    """Attention of the newest tokens of each request over its cached rows, in two overloads.
 
     Paged cache::
 
@@ -50,21 +51,21 @@ def flare_mla_decoding(output: Tensor, q: Tensor, *args: Any, **kwargs: Any) -> 
         flare_mla_decoding(output, q, k_tensor, mask_functor, scale, scalar_args_buf=None, *,
             num_partitions=None, config=None, decoding_warp_split_k=False)
 
-    output        [tokens, heads, D_C] if ragged, else [batch, q_len, heads, D_C]; q's dtype, bf16
-                  where q is float8_e4m3fn; written
+    output        [tokens, heads, D_C] if ragged, else [batch, q_len, heads, D_C]; q's dtype,
+                  or bf16 for float8_e4m3fn q; written
     q             [..., heads, D_C + D_R], absorbed and rotated; float8_e4m3fn rows of D_C + 2·D_R
                   bytes with `per_token_scale_rope_aware`
     k             a KeyCache that already holds the new tokens
     k_tensor      [batch, keys, 1, 576], the new tokens last
     mask_functor  a mask of this package
-    valid_length  ragged: row offsets [batch + 1]; else the new tokens [batch] of each request,
-                  whose further rows of q and output are left alone
+    valid_length  ragged: row offsets [batch + 1]; else new tokens [batch] of each request; further
+                  rows of q are not read, and those of output not written
     scale         softmax scale
     q_scale       [tokens] float32, multiplies q (rope-aware rows only; None means 1)
 
-    The keys may be attended in `num_partitions` parts (or the third number of `scalar_args_buf`);
-    neither they nor `decoding_warp_split_k` change a result beyond float32 rounding. A query that
-    sees no key gives zeros. Returns `output`.
+    The keys are split into `num_partitions` splits (default: the third number of
+    `scalar_args_buf`). Neither this nor `decoding_warp_split_k` changes a result beyond float32
+    rounding. A query that sees no key gives zeros. Returns `output`.
     """
     if "k_tensor" in kwargs:
         return _contiguous(output, q, *args, **kwargs)
@@ -152,7 +153,7 @@ def _contiguous(
     _check_query(dims, output, q, ("batch", "q_len", "heads"), row.width, row.v_width, layer)
     scale = _check_common(dims, mask_functor, scale, config, row.width)
     batch, q_len, keys = dims["batch"], dims["q_len"], dims["keys"]
-    dims.require(keys >= q_len, "k_tensor", f"hold the {q_len} new tokens as well", f"{keys} keys")
+    dims.require(keys >= q_len, "k_tensor", f"include the {q_len} new tokens", f"{keys} keys")
     splits = _num_splits(dims, num_partitions, scalar_args_buf, q_len)
     if batch == 0 or q_len == 0 or layer is None:
         return output
@@ -168,7 +169,7 @@ def _contiguous(
 
 
 for _overload in (_paged, _contiguous):
-    # Python names the function in its own errors about missing and unknown arguments
+    # Python's own errors about missing and unknown arguments use this name
     _overload.__name__ = _overload.__qualname__ = NAME
 
 
@@ -201,8 +202,8 @@ def _check_query(
     dims.match("q", q, *axes, "depth")
     rope_aware = layer is not None and layer.codec.name == "fp8_token"
     stored = layer.payload.dtype if layer is not None else E4M3
-    halves = FLOATS if stored not in FLOATS else (stored,)
-    dims.dtype("q", q, *(() if rope_aware else halves), E4M3)
+    float_dtypes = FLOATS if stored not in FLOATS else (stored,)
+    dims.dtype("q", q, *(() if rope_aware else float_dtypes), E4M3)
     dims.rows_contiguous("q", q)
     dims.bind("v_width", v_width, "the value width of the cache")
     result = torch.bfloat16 if q.dtype == E4M3 else q.dtype
@@ -241,7 +242,7 @@ def _check_q_scale(dims: Dims, q_scale: Tensor | None, ragged: bool, rope_aware:
 
 
 def _check_lengths(dims: Dims, cache: KeyCache, offsets: Tensor, mask: Mask) -> int | None:
-    """The most new tokens any request has, where lengths may be read."""
+    """The largest number of new tokens of a request; None if not `values_visible`."""
     lengths = step_lengths(dims, cache, offsets)
     if lengths is None:
         return None
@@ -271,7 +272,7 @@ def _check_longest(dims: Dims, arg: str, bound: int, longest: int | None) -> Non
 def _num_splits(
     dims: Dims, num_partitions: int | None, scalar_args_buf: Tensor | None, longest: int | None
 ) -> int:
-    """`num_partitions`, else the buffer's third number where the host may read it, else 1."""
+    """`num_partitions`, else the buffer's third number if it is on the CPU, else 1."""
     splits = 1 if scalar_args_buf is None else _check_scalars(dims, scalar_args_buf, longest)
     if num_partitions is not None:
         return dims.integer("num_partitions", num_partitions, 1)
@@ -284,7 +285,7 @@ def _check_scalars(dims: Dims, scalar_args_buf: Tensor, longest: int | None) -> 
     dims.dtype(name, scalar_args_buf, torch.int64)
     shape = tuple(scalar_args_buf.shape)
     dims.require(shape == (3,), name, "have 3 entries", f"shape {shape}")
-    # not `same_device`: the buffer is made on the CPU and may stay there
+    # not `same_device`: the buffer is made on the CPU
     where = scalar_args_buf.device.type
     dims.require(where != "meta", name, "be on a device that holds data", "a meta tensor")
     if where != "cpu":
@@ -296,7 +297,7 @@ def _check_scalars(dims: Dims, scalar_args_buf: Tensor, longest: int | None) -> 
 
 
 class _Step(NamedTuple):
-    """What is attended by whom; q may still be padded, [batch, q_len, …]."""
+    """The queries and keys of a call; q is [tokens, …], or padded [batch, q_len, …]."""
 
     q: Tensor
     q_scale: Tensor | None
@@ -306,10 +307,10 @@ class _Step(NamedTuple):
 
 
 def _packed(step: _Step) -> tuple[_Step, Tensor, Tensor]:
-    """(a ragged step, rows [batch, q_len], is_valid [batch, q_len]) of a padded one.
+    """(ragged step, rows [batch, q_len], is_valid [batch, q_len]) of a padded step.
 
-    Its valid tokens stand one after another; `rows` says where each token of q went. How many there
-    are may be known to the GPU only: the others follow as those of one more request, without keys.
+    The valid tokens are packed; `rows` is the packed row of each token of q. The host may not know
+    how many tokens are valid: the padding tokens become one more request, without keys.
     """
     q, q_scale, table, starts, kv_lens = step
     batch, q_len = q.shape[:2]
@@ -318,11 +319,11 @@ def _packed(step: _Step) -> tuple[_Step, Tensor, Tensor]:
     rows = torch.where(is_valid, starts[:-1, None] + column, 0)
     ends = torch.cat([starts, starts.new_full((1,), batch * q_len)])
     request, index = token_requests(ends, batch * q_len)
-    # tokens of the request without keys may be any: here they are the first
+    # the queries of the request without keys do not matter: take the first token
     source = torch.where(request < batch, request * q_len + index, 0)
     return (
         _Step(
-            _bits(q).flatten(0, 1)[source].view(q.dtype),
+            bits(q).flatten(0, 1)[source].view(q.dtype),
             None if q_scale is None else q_scale[source],
             torch.cat([table, table.new_zeros(1, table.shape[1])]),
             ends,
@@ -333,13 +334,8 @@ def _packed(step: _Step) -> tuple[_Step, Tensor, Tensor]:
     )
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    """e4m3 as bytes: on CUDA torch indexes those in every version."""
-    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
-
-
 def _split_query(q: Tensor, layer: CacheLayer) -> tuple[Tensor, Tensor]:
-    """q's latent and rope columns; rope-aware rows hold the latter as bf16 bytes."""
+    """q's latent and rope columns; rope-aware rows have bf16 rope columns."""
     latent, rope = q[..., : layer.codec.row.kv_lora_rank], q[..., layer.codec.row.kv_lora_rank :]
     if layer.codec.name == "fp8_token":
         rope = rope.contiguous().view(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Mask objects and names as the documented functions take them."""
+"""MAX's mask objects and mask names."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class _WindowedMask(Mask):
 
 
 class SlidingWindowCausalMask(_WindowedMask):
-    """A query sees the `local_window_size` newest keys, itself included."""
+    """A query sees the `local_window_size` newest keys, including its own."""
 
     KIND = "sliding_window_causal"
 
 
 class SlidingWindowNonCausalMask(_WindowedMask):
-    """As `SlidingWindowCausalMask`, and every later key."""
+    """The keys of `SlidingWindowCausalMask`, and every later key."""
 
     KIND = "sliding_window_noncausal"
 
@@ -47,13 +47,13 @@ class ChunkedMask(_WindowedMask):
 
 
 class ChunkedCausalMask(_WindowedMask):
-    """A query sees the keys of its own chunk up to itself."""
+    """A query sees the keys of its own chunk, up to itself."""
 
     KIND = "chunked_causal"
 
 
 def mask_from_name(dims: Dims, mask_str: str, local_window_size: int | None) -> Mask:
-    """The mask that `mask_str` names; windowed ones need `local_window_size`, others refuse it."""
+    """The mask named `mask_str`; `local_window_size` is for masks with a window only."""
     dims.require(mask_str in KINDS, "mask_str", f"be one of {', '.join(KINDS)}", repr(mask_str))
     if mask_str not in WINDOWED:
         dims.require(

@@ -1,4 +1,4 @@
-"""`mla_prefill_plan`: how a batch's context is cut into chunks of a fixed buffer."""
+"""`mla_prefill_plan`: chunks of a batch's context for a buffer of fixed size."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ def mla_prefill_plan(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(buffer_row_offsets, cache_offsets, buffer_lengths) for `mla_prefill_branch_fp8`.
 
-    Each request takes its keys, rounded up to whole pages, of one long line; the line is cut into
+    The keys of all requests, each rounded up to whole pages, are concatenated and divided into
     chunks of `buffer_size` rows.
 
-    buffer_row_offsets  int32 [max_chunks, batch + 1]: each request's first row in each chunk
-    cache_offsets       int32 [max_chunks, batch + 1]: keys of it that earlier chunks took
-    buffer_lengths      int32 [max_chunks] on the CPU: rows of each chunk, −1 where unused
+    buffer_row_offsets  int32 [max_chunks, batch + 1]: first row of each request in each chunk
+    cache_offsets       int32 [max_chunks, batch + 1]: keys of each request in earlier chunks
+    buffer_lengths      int32 [max_chunks] on the CPU: rows of each chunk, −1 if unused
 
-    Needing more than `max_chunks` is a ValueError.
+    Raises ValueError if more than `max_chunks` chunks are needed.
     """
     dims = Dims("mla_prefill_plan")
     dims.match("cache_lengths", cache_lengths, "batch", dtypes=INTEGERS)
     offsets = check_row_offsets(dims, "input_row_offsets", input_row_offsets, None)
-    dims.lengths("cache_lengths", cache_lengths, 2**31 - 1, "what int32 holds")
+    dims.lengths("cache_lengths", cache_lengths, 2**31 - 1, "the int32 maximum")
     plan = plan_prefill(
         as_signed(cache_lengths).long() + offsets.long().diff(),
         dims.integer("buffer_size", buffer_size, 1),

@@ -22,9 +22,9 @@ from mlakit.compat.modular.score_mods import slopes_from_name
 from mlakit.masks import Mask
 from mlakit.ops import mla_prefill, quantize_fp8, scaled_mm_fp8
 from mlakit.specs import Problem, device_facts
+from mlakit.weights import SCALE_UB
 
 GRANULARITIES = (64, 128)
-SCALE_UB = 1200.0  # bound on the amax of an activation group; entries above it saturate
 
 
 def mla_prefill_branch_fp8(
@@ -51,22 +51,21 @@ def mla_prefill_branch_fp8(
     score_mod_str: str = "no_pos",
     target: str | None = None,
 ) -> Tensor:
-    """Prefill of new tokens whose raw latents already lie in the cache.
+    """Prefill of new tokens whose raw latents are already in the cache.
 
-    1. Rotates q's rope part in place; rotates and normalises the new tokens' cache rows in place.
+    1. Rotates q's rope columns, and rotates and normalises the new cache rows, in place.
     2. Quantises the latents of all keys per token and group, and up-projects them to K and V.
-    3. Attends: expanded attention, K's rope part straight from the cache.
+    3. Attends in the expanded form, with K's rope columns from the cache.
 
     output             [tokens, heads, D_V] in q's dtype, written
     q                  [tokens, heads, D_N + D_R]; columns D_N onwards are overwritten
     buffer_row_offsets [batch + 1] rows of each request in the latent buffer (`mla_prefill_plan`)
     cache_offsets      [batch] or [batch + 1]: the first key of each request in the buffer
-    buffer_length      rows of the buffer; 0 changes nothing at all
+    buffer_length      rows of the buffer; with 0 the call has no effect
     kv_b_proj          [heads · (D_N + D_V), D_C] e4m3; per head D_N rows of K, then D_V rows of V
     kv_b_proj_scale    [ceil(rows / n), ceil(D_C / k)] float32, n = k = 64 or 128
 
-    The buffer must hold every key that a request's queries see; one too small is a ValueError.
-    Returns `output`.
+    Raises ValueError if the buffer does not hold every key that the queries see. Returns `output`.
     """
     dims = Dims("mla_prefill_branch_fp8")
     cache = check_collection(dims, kv_collection, layer_idx)
@@ -134,7 +133,7 @@ def mla_prefill_branch_fp8(
 def _select_kernels(
     q: Tensor, cache: KeyCache, head_widths: tuple[int, int, int], mask: Mask
 ) -> None:
-    """Have every kernel chosen before the first write: a call that none takes changes nothing."""
+    """Select all kernels, so that an unsupported call fails before the first write."""
     problem = Problem(
         *device_facts(q.device),
         dtype=str(q.dtype),
@@ -160,7 +159,7 @@ def _check_cache(dims: Dims, cache: KeyCache, q: Tensor) -> None:
 def _check_weight(
     dims: Dims, weight: Tensor, scale: Tensor, cache: KeyCache, granularity: tuple[int, int, int]
 ) -> int:
-    """The scale granularity along D_C (and along the weight's rows: they are equal)."""
+    """The scale granularity along D_C, which is also that along the weight's rows."""
     for axis, size in zip("mnk", granularity, strict=True):
         dims.integer(f"{axis}_scale_granularity", size, 1)
     m, n, k = granularity
@@ -188,7 +187,7 @@ def _check_buffer(
     cache_offsets: Tensor,
     buffer_length: int,
 ) -> None:
-    """Every key that a new token sees has a row in the buffer, and a page in the cache."""
+    """Every key that a new token sees has a row in the buffer and a page in the cache."""
     batch = dims["batch"]
     dims.match("buffer_row_offsets", buffer_row_offsets, "batch + 1", dtypes=INTEGERS)
     dims.match("cache_offsets", cache_offsets, "cache offsets", dtypes=INTEGERS)
@@ -244,27 +243,29 @@ def _raw_latents(cache: KeyCache, row_offsets: Tensor, num_tokens: int) -> Tenso
 def _visible_rows(
     cache: KeyCache, row_offsets: Tensor, mask: Mask, buffer_length: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """(cache rows [keys, width] of the keys any query sees, kv_starts [batch + 1]).
+    """(cache rows [keys, width] of the visible keys, kv_starts [batch + 1]).
 
-    A window lets the oldest keys go; the rest keep their distances to the queries, and a chunk mask
-    drops whole chunks, so the mask means the same over what is left.
+    A window or chunk mask hides the oldest keys. It depends on distances to the queries or on whole
+    chunks, so it is the same mask over the remaining keys.
     """
     before, after = cache.cache_lengths, cache.kv_lens(row_offsets)
     if values_visible(before) and values_visible(row_offsets):
         lows, highs = before.tolist(), after.tolist()
         first = mask.first_visible_keys(lows, highs)
         return gather_rows(cache.layer, cache.lookup_table, first, highs, dtype)
-    # only the GPU knows how many keys there are; the host knows the buffer that holds them
-    seen_from = first_visible_keys_on_device(mask, before, after)
-    starts = torch.nn.functional.pad((after - seen_from).cumsum(0), (1, 0)).clamp(max=buffer_length)
+    # the host does not know the number of keys, but the size of the buffer
+    first_seen = first_visible_keys_on_device(mask, before, after)
+    starts = torch.nn.functional.pad((after - first_seen).cumsum(0), (1, 0)).clamp(
+        max=buffer_length
+    )
     request, index = token_requests(starts, buffer_length)
-    # rows past the last key are nobody's: they are the first row of the cache, and not attended
+    # rows past the last key are read from slot 0, and are not attended to
     is_key = request < len(before)
     request = torch.where(is_key, request, 0)
     slots = token_slots(
         cache.lookup_table,
         cache.page_size,
         request,
-        torch.where(is_key, seen_from.long()[request] + index, 0),
+        torch.where(is_key, first_seen.long()[request] + index, 0),
     )
     return cache.layer.read_unchecked(torch.where(is_key, slots, 0), dtype), starts.to(torch.int32)

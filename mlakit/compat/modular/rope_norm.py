@@ -37,19 +37,19 @@ def fused_rope_rmsnorm_quantization_kernel(
     n_rope_blocks: int | None = None,
     n_rms_blocks: int = 1,
 ) -> Tensor:
-    """Rotate the queries, rotate and normalise the new tokens' latents, store them in the cache.
+    """Rotate the queries; rotate, normalise and cache the latents of the new tokens.
 
     q_rope_output      [tokens, heads, D_R] in q_rope's dtype or e4m3, written; may alias q_rope or
                        be a strided slice
     q_rope             [tokens, heads, D_R]
     kv                 [tokens, D_C + D_R] raw latents
-    input_row_offsets  [batch + 1]; the tokens of request b are rows [b] to [b + 1]
+    input_row_offsets  [batch + 1]: the first token of each request
     freqs_cis          [positions, D_R] cos0, sin0, cos1, …; the rotation rounds in this dtype
     gamma              [D_C] weight of the RMSNorm, which rounds to this dtype before the product
-    k_cache            written at the tokens' positions; unit-scale float8 blocks saturate at ±448
+    k_cache            written at the positions of the tokens; unit-scale float8 saturates at ±448
 
-    Token i of request b stands at position cache_lengths[b] + i. The launch shape (`block_size`,
-    `n_rope_blocks`, `n_rms_blocks`) never changes a result. Returns `q_rope_output`.
+    Token i of request b is at position cache_lengths[b] + i. The launch shape (`block_size`,
+    `n_rope_blocks`, `n_rms_blocks`) has no effect on results. Returns `q_rope_output`.
     """
     dims = Dims("fused_rope_rmsnorm_quantization_kernel")
     for name, count in (
@@ -78,10 +78,10 @@ def mla_fused_rope_rmsnorm_quantization(
     *,
     kv_input: KVInput,
 ) -> Tensor:
-    """`fused_rope_rmsnorm_quantization_kernel` on one layer of a collection.
+    """`fused_rope_rmsnorm_quantization_kernel` for one layer of a collection.
 
-    `kv_input` is the raw latents [tokens, D_C + D_R], or a function that gives them: it is called
-    with two int64 vectors, rows and columns, and returns [rows, columns].
+    `kv_input` is the raw latents [tokens, D_C + D_R], or a function that returns them: it takes two
+    int64 vectors, rows and columns, and returns [rows, columns].
     """
     dims = Dims("mla_fused_rope_rmsnorm_quantization")
     cache = check_collection(dims, kv_collection, layer_idx)
@@ -102,7 +102,7 @@ def check_step(
     epsilon: float,
     gamma_name: str = "gamma",
 ) -> Tensor:
-    """Check what every append needs ("tokens" is bound); gives signed offsets."""
+    """Check the arguments of an append ("tokens" is bound); returns signed offsets."""
     dims.match("freqs_cis", freqs_cis, "positions", "rope", dtypes=FLOATS)
     dims.rows_contiguous("freqs_cis", freqs_cis)
     dims.match(gamma_name, gamma, "latent", dtypes=FLOATS)
@@ -135,7 +135,7 @@ def append_step(
     gamma: Tensor,
     epsilon: float,
 ) -> None:
-    """Launch the fused step on checked arguments; no tokens means nothing to do."""
+    """Append with checked arguments; no effect without tokens."""
     if len(q_rope) == 0:
         return
     norm_rope_quant_append(

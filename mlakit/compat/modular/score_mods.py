@@ -1,4 +1,4 @@
-"""Score modifiers of the documented prefill: a term added to the scaled scores."""
+"""Score modifiers of MAX's prefill: a term added to the scaled scores."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def slopes_from_name(
 
 @lru_cache(maxsize=64)
 def _slopes_on(device: torch.device, num_heads: int) -> Tensor:
-    """Copied to a device once: the copy waits for the GPU."""
+    """Cached per device: the copy synchronises."""
     return torch.tensor(alibi_slopes(num_heads), dtype=torch.float32, device=device)
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
-    """2^(−8(h+1)/H) for H a power of two; else those of the power below, then every other one of
-    the power above.
+    """2^(−8(h+1)/H) for H a power of two; otherwise the slopes of the power of two below H, then
+    every other slope of the power above.
 
     The documented bias −(P − 1 − k)·slope differs from slope·(k − q) by a constant per query, which
-    the softmax cancels, so the prompt length P is not asked for.
+    the softmax cancels: the prompt length P is not needed.
     """
     below = 1 << (num_heads.bit_length() - 1)
     slopes = [2.0 ** (-8.0 * (h + 1) / below) for h in range(below)]

@@ -1,4 +1,4 @@
-"""`mla_sm100_prefill_sparse`: absorbed attention over an explicit list of keys per query."""
+"""`mla_sm100_prefill_sparse`: absorbed attention over the selected rows of each query."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def mla_sm100_prefill_sparse(
     v_depth: int,
     indices_stride: int,
 ) -> Tensor:
-    """Attention of every query token over the cache rows its own list names.
+    """Attention of every query token over the cache rows in its `indices`.
 
     output        [tokens, heads, 512] in q's dtype, written
     q             [tokens, heads, 576], absorbed and rotated
     kv_cache      a KeyCache of 576-wide rows
-    indices       tokens × indices_stride physical rows, page · page_size + offset; negative or too
-                  large ones do not count. There is no mask: causality is the list's affair
-    topk_lengths  [tokens]: list entries from here on do not count
-    attn_sink     [heads] float32 logits (natural log) that join the denominator only, or None
+    indices       tokens × indices_stride physical rows, page · page_size + offset; negative and
+                  too large ones are ignored. There is no mask: the selection must be causal
+    topk_lengths  [tokens] valid entries of `indices`
+    attn_sink     [heads] float32 logits (natural log) in the denominator of output, or None
 
-    A row that counts twice weighs twice; a query with no row that counts gives zeros, sink or not.
-    Runs on every device and head count. Returns `output`.
+    A duplicate row counts twice; a query without valid rows gives zeros, with and without a sink.
+    Supports every device and head count. Returns `output`.
     """
     dims = Dims("mla_sm100_prefill_sparse")
     cache = check_key_cache(dims, "kv_cache", kv_cache)
@@ -54,7 +54,7 @@ def mla_sm100_prefill_sparse(
     dims.require(
         cache.scales_lookup_table is None,
         "kv_cache",
-        "hold scales in the pages of its rows (indices name one page only)",
+        "have scales in the pages of its rows (an index has one page)",
         "a scales_lookup_table",
     )
     dims.bind("heads", dims.integer("num_q_heads", num_q_heads, 1), "num_q_heads")
@@ -88,7 +88,7 @@ def mla_sm100_prefill_sparse(
 
 
 def _check_indices(dims: Dims, indices: Tensor, indices_stride: int) -> Tensor:
-    """The row lists as [tokens, indices_stride], signed."""
+    """The indices as [tokens, indices_stride], signed."""
     stride = dims.integer("indices_stride", indices_stride, 1)
     tensor = dims.tensor("indices", indices)
     dims.dtype("indices", tensor, *INTEGERS)

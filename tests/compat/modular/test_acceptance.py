@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mlakit import dispatch, ops, reference
-from mlakit.compat.modular.split_policy import BUCKETS, num_partitions
+from mlakit.compat.modular.dispatch_scalars import BUCKETS, num_partitions
 from mlakit.geometry import RowShape
 from mlakit.specs import Problem
 from mlakit.testing import assert_matches, assert_same_bits, poison

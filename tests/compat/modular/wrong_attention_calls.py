@@ -189,11 +189,11 @@ WRONG_ATTENTION_CALLS: dict[Make, list[Wrong]] = {
         ),
         Wrong("k_tensor.shape[2] (kv_heads) must equal ..., 1, got 2", k_tensor=doubled(2)),
         Wrong(
-            "k_tensor must hold the 2 new tokens as well, got 1 keys",
+            "k_tensor must include the 2 new tokens, got 1 keys",
             k_tensor=Edit(lambda t: t[:, :1]),
         ),
         Wrong(
-            "k_tensor must hold the 2 new tokens as well, got 0 keys",
+            "k_tensor must include the 2 new tokens, got 0 keys",
             k_tensor=Edit(lambda t: t[:, :0]),
         ),
         Wrong("q.shape[0] (batch) must equal k_tensor.shape[0], 2, got 1", q=shortened(0)),
@@ -212,7 +212,7 @@ WRONG_ATTENTION_CALLS: dict[Make, list[Wrong]] = {
             cache={"kv_lora_rank": 448},
         ),
         Wrong(
-            "kv_cache must hold scales in the pages of its rows ..., got a scales_lookup_table",
+            "kv_cache must have scales in the pages of its rows ..., got a scales_lookup_table",
             cache={
                 "blocks": unwritten(PAGES, 1, LAYERS, PAGE, 1, 640, dtype=E4M3),
                 "scales": SCALES,
@@ -264,7 +264,7 @@ WRONG_ATTENTION_CALLS: dict[Make, list[Wrong]] = {
         Wrong(f"input_row_offsets {NO_DATA}", input_row_offsets=ON_META),
         Wrong("cache_lengths[0] must not be negative, got -5", cache_lengths=at(0, -5)),
         Wrong(
-            "cache_lengths[1] must not exceed what int32 holds, 2147483647, got 2147483648",
+            "cache_lengths[1] must not exceed the int32 maximum, 2147483647, got 2147483648",
             cache_lengths=int64(0, INT_MAX + 1, 0),
         ),
         Wrong(f"TypeError: cache_lengths {INTEGERS}, got float32", cache_lengths=of(torch.float32)),

@@ -155,11 +155,11 @@ WRONG_CACHE_CALLS: dict[Make, list[Wrong]] = {
             scales_lookup_table=TABLE_OF_ZEROS[:, :1],
         ),
         Wrong(
-            "blocks must have rows of 16 content bytes and whole bf16 ..., got head_size 23",
+            "blocks must have rows of 16 latent bytes and whole bf16 ..., got head_size 23",
             blocks=shortened(5),
         ),
         Wrong(
-            "kv_lora_rank must be a multiple of 4 where there are scales, got 18",
+            "kv_lora_rank must be a multiple of 4 with scales, got 18",
             kv_lora_rank=18,
             blocks=unwritten(PAGES, 1, LAYERS, PAGE, 1, 26, dtype=E4M3),
         ),

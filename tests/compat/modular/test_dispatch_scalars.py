@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlakit.compat.modular.split_policy import (
+from mlakit.compat.modular.dispatch_scalars import (
     BUCKETS,
     Launch,
     compute_mla_dispatch_scalars,
@@ -164,7 +164,7 @@ def test_buckets_round_up_and_the_largest_caps(sm_count, parts):
     launch = Launch(1, 10**6, 1, 64, 128, sm_count, is_fp8=False)
     buckets = launch.buckets()
     assert list(buckets) == sorted(set(buckets))
-    chosen = launch.clamp_to_bucket(parts, least=1)
+    chosen = launch.clamp_to_bucket(parts, minimum=1)
     assert chosen == min((b for b in buckets if b >= parts), default=buckets[-1])
 
 
