@@ -157,8 +157,8 @@ def test_an_answer_that_names_a_module_names_what_to_look_for(question, guess, a
 
 def test_a_search_is_carried_out_as_git_does():
     assert found_by("git ls-files 'mlakit/mask*'") == ["mlakit/masks.py"]
-    assert found_by("git grep -il 'WHICH KEYS A QUERY SEES:' -- mlakit") == ["mlakit/masks.py"]
-    assert found_by("git grep -l 'WHICH KEYS A QUERY SEES:' -- mlakit") == []
+    assert found_by("git grep -il 'ATTENTION MASKS:' -- mlakit") == ["mlakit/masks.py"]
+    assert found_by("git grep -l 'ATTENTION MASKS:' -- mlakit") == []
 
 
 def test_links_of_contributing_lead_somewhere():
