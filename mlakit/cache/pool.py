@@ -152,11 +152,11 @@ class CacheLayer(CacheTensors):
         index = torch.where(inside, index, inside.int().argmax())
         payload, scales = self._encoded(rows[index], power_of_two)
         # if all are skipped, row 0 is overwritten with its own bytes
-        some = inside.any()
-        payload = torch.where(some, as_integers(payload), as_integers(self.payload)[0, 0])
+        any_inside = inside.any()
+        payload = torch.where(any_inside, as_integers(payload), as_integers(self.payload)[0, 0])
         if self.scales is not None and scales is not None:
-            scales = torch.where(some, as_integers(scales), as_integers(self.scales)[0, 0])
-        self._store(torch.where(some, slots[index], 0), payload, scales)
+            scales = torch.where(any_inside, as_integers(scales), as_integers(self.scales)[0, 0])
+        self._store(torch.where(any_inside, slots[index], 0), payload, scales)
 
     def _encoded(self, rows: Tensor, power_of_two: bool) -> tuple[Tensor, Tensor | None]:
         return self.codec.encode(rows, tensor_scale=self.tensor_scale, power_of_two=power_of_two)

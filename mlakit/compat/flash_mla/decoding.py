@@ -7,6 +7,7 @@ view of its cache rows: no cache is copied.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +23,18 @@ from mlakit.ops._arguments import INTEGERS
 from mlakit.ops._library import refuse_grad
 
 NAME = "flash_mla_with_kvcache"
-# argument names of the main and of the extra cache
-MAIN = ("k_cache", "indices", "topk_length")
-EXTRA = ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
+
+
+class _SparseRows(NamedTuple):
+    """A cache and the indices of the rows that each query attends to, or their argument names."""
+
+    cache: Any
+    indices: Any
+    topk_length: Any
+
+
+MAIN = _SparseRows("k_cache", "indices", "topk_length")
+EXTRA = _SparseRows("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
 
 
 def flash_mla_with_kvcache(
@@ -86,16 +96,26 @@ def flash_mla_with_kvcache(
     if softmax_scale is not None:
         scale = dims.finite("softmax_scale", softmax_scale)
     results = Results.of(dims, q, head_dim_v, out)
-    call = _Call(dims, q, head_dim_v, is_fp8_kvcache, descale_k, scale, attn_sink, results)
-    extra = (extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
+    call = _Call(
+        dims=dims,
+        q=q,
+        head_dim_v=head_dim_v,
+        is_fp8_kvcache=is_fp8_kvcache,
+        descale_k=descale_k,
+        scale=scale,
+        sink=attn_sink,
+        results=results,
+    )
+    extra = _SparseRows(extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
     if indices is None:
-        for name, value in zip((MAIN[2], *EXTRA), (topk_length, *extra), strict=True):
+        sparse_only = {MAIN.topk_length: topk_length, **dict(zip(EXTRA, extra, strict=True))}
+        for name, value in sparse_only.items():
             dims.require(value is None, name, "be None without indices", "a tensor")
         call.attend_dense(k_cache, block_table, cache_seqlens, causal, descale_q)
     else:
         dims.require(not causal, "causal", "be False with indices", causal)
         dims.require(descale_q is None, "descale_q", "be None with indices", "a scale")
-        call.attend_sparse((k_cache, indices, topk_length), extra)
+        call.attend_sparse(_SparseRows(k_cache, indices, topk_length), extra)
     set_config(
         tile_scheduler_metadata,
         FlashMLASchedMeta.Config(
@@ -170,18 +190,14 @@ class _Call:
                 lse=self.results.lse_tokens[:, heads],
             )
 
-    def attend_sparse(
-        self,
-        main: tuple[Tensor, Tensor, Tensor | None],
-        extra: tuple[Tensor | None, Tensor | None, Tensor | None],
-    ) -> None:
-        pool, rows, topk_lens, _ = self._selected_rows(MAIN, *main)
+    def attend_sparse(self, main: _SparseRows, extra: _SparseRows) -> None:
+        pool, rows, topk_lens, _ = self._selected_rows(MAIN, main)
         second = None
         if any(value is not None for value in extra):
-            second = self._selected_rows(EXTRA, *extra)
+            second = self._selected_rows(EXTRA, extra)
             row, main_row = second.cache.row, pool.row
             must = f"have rows like k_cache's, {main_row}"
-            self.dims.require(row == main_row, EXTRA[0], must, row)
+            self.dims.require(row == main_row, EXTRA.cache, must, row)
         if self.q.numel() == 0:
             return
         sparse_mla(
@@ -196,24 +212,19 @@ class _Call:
             lse=self.results.lse_tokens,
         )
 
-    def _selected_rows(
-        self,
-        names: tuple[str, str, str],
-        cache: Tensor | None,
-        indices: Tensor | None,
-        lengths: Tensor | None,
-    ) -> ExtraRows:
+    def _selected_rows(self, names: _SparseRows, given: _SparseRows) -> ExtraRows:
         """A cache and its indices, per query token instead of per request."""
         dims, (b, s_q, _, _) = self.dims, self.q.shape
-        pools = self._pools(names[0], dims.tensor(names[0], cache))
-        dims.require(len(pools) == 1, f"{names[0]}.shape[2]", "be one KV head", len(pools))
-        topk = f"entries of {names[1]}"
-        rows = dims.match(names[1], indices, "b", "s_q", topk, dtypes=INTEGERS).flatten(0, 1)
+        pools = self._pools(names.cache, dims.tensor(names.cache, given.cache))
+        dims.require(len(pools) == 1, f"{names.cache}.shape[2]", "be one KV head", len(pools))
+        topk = f"entries of {names.indices}"
+        dims.match(names.indices, given.indices, "b", "s_q", topk, dtypes=INTEGERS)
+        rows = given.indices.flatten(0, 1)
         topk_lens = None
-        if lengths is not None:
-            dims.match(names[2], lengths, "b", dtypes=INTEGERS)
-            dims.lengths(names[2], lengths, rows.shape[1], f"the {topk}")
-            topk_lens = lengths[:, None].expand(b, s_q).flatten()
+        if given.topk_length is not None:
+            dims.match(names.topk_length, given.topk_length, "b", dtypes=INTEGERS)
+            dims.lengths(names.topk_length, given.topk_length, rows.shape[1], f"the {topk}")
+            topk_lens = given.topk_length[:, None].expand(b, s_q).flatten()
         return ExtraRows(pools[0], rows, topk_lens)
 
     def _pools(self, arg: str, cache: Tensor) -> list[PagedLatentCache]:

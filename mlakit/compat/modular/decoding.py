@@ -121,11 +121,11 @@ def _paged(
     layer = cache.with_scales_by_page(first, kv_lens)
     step = _Step(q, q_scale, cache.lookup_table, offsets, kv_lens)
     if ragged:
-        _launch(output, step, layer, mask_functor, scale, splits)
+        _decode(output, step, layer, mask_functor, scale, splits)
         return output
     packed, rows, is_valid = _packed(step)
     results = output.new_empty(len(packed.q), *output.shape[2:])
-    _launch(results, packed, layer, mask_functor, scale, splits)
+    _decode(results, packed, layer, mask_functor, scale, splits)
     output.copy_(torch.where(is_valid[..., None, None], results[rows], output))
     return output
 
@@ -163,7 +163,7 @@ def _contiguous(
     kv_lens = torch.full((batch,), keys, device=q.device)
     results = output.new_empty(batch * q_len, *output.shape[2:])
     step = _Step(q.flatten(0, 1), None, table, offsets, kv_lens)
-    _launch(results, step, layer, mask_functor, scale, splits)
+    _decode(results, step, layer, mask_functor, scale, splits)
     output.copy_(results.unflatten(0, (batch, q_len)))
     return output
 
@@ -342,7 +342,7 @@ def _split_query(q: Tensor, layer: CacheLayer) -> tuple[Tensor, Tensor]:
     return latent, rope
 
 
-def _launch(
+def _decode(
     output: Tensor, step: _Step, layer: CacheLayer, mask: Mask, scale: float, num_splits: int
 ) -> None:
     q_latent, q_rope = _split_query(step.q, layer)
