@@ -5,15 +5,15 @@ Other libraries have it as `num_splits_heuristic` (FlashAttention) and `get_mla_
 device twin: one kernel that applies the same rules to lengths on the GPU. Both use the constants
 below, and a property test compares their plans.
 
-    tiles[b]    = ceil(kv_lens[b] / tile)         n requests have any
-    split_tiles = ceil(max tiles / max(num_ctas // n, 1))
-    per_cta     = ceil(n / num_ctas)
-    mean_load   = ceil(Σ tiles / num_ctas)
+    tiles[b]         = ceil(kv_lens[b] / tile)         n requests have any
+    max_tiles        = ceil(max tiles / max(num_ctas // n, 1))
+    requests_per_cta = ceil(n / num_ctas)
+    mean_load        = ceil(Σ tiles / num_ctas)
 
-even       if split_tiles · per_cta is at most 1.1 · mean_load. Request b gets p = ceil(tiles[b] /
-           split_tiles) splits of equal size: split i has the tiles [i·tiles[b] // p,
-           (i+1)·tiles[b] // p). A CTA takes one split, or `per_cta` unsplit requests if there are
-           more requests than CTAs
+even       if max_tiles · requests_per_cta ≤ 1.1 · mean_load. Request b gets p = ceil(tiles[b] /
+           max_tiles) splits of equal size: split i has the tiles [i·tiles[b] // p,
+           (i+1)·tiles[b] // p). A CTA takes one split, or `requests_per_cta` unsplit requests if
+           there are more requests than CTAs
 balanced   otherwise. The tiles of all requests are concatenated, and CTA c takes the tiles
            [c·total // num_ctas, (c+1)·total // num_ctas). At most two requests of a CTA are split,
            its first and its last
