@@ -24,7 +24,7 @@ from tests.compat.modular.calls import WRITERS, name_of, plan, split_scalars
 from tests.conftest import Place
 from tests.ops.branch_steps import FP8_STEPS, STEPS, Step
 from tests.ops.cases import CALLS, KV_LENS, PAGE_SIZE, decode_call, flat_table, int32, make_cache
-from tests.ops.test_ops import ONE_EACH, assert_same_results, assert_same_state
+from tests.ops.every_op import ONE_EACH, assert_same_results, assert_same_state
 from tests.unit.cache_rows import V3, V4
 
 PACKAGE = Path(mlakit.__file__).parent

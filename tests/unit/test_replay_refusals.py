@@ -11,15 +11,7 @@ from torch import Tensor
 from mlakit import knobs
 from mlakit.kernels.triton import launch as launching
 from mlakit.replay import calls
-from tests.unit.replay_calls import (
-    Add,
-    four_times,
-    multiply,
-    new,
-    op,
-    settled,
-    values,
-)
+from tests.unit.replay_calls import Add, four_times, multiply, new, op, settled, values
 
 __all__ = ["op"]  # a fixture
 

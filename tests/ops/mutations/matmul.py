@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 from mlakit.workloads import BatchedMatmulCase
-from tests.ops.mutations.changes import (
-    rolled,
-    scaled,
-    with_last_column_dropped,
-    with_overflow,
-)
+from tests.ops.mutations.changes import rolled, scaled, with_last_column_dropped, with_overflow
 from tests.ops.mutations.checks import kernel, line
 
 MUTATIONS = [

@@ -1,0 +1,107 @@
+"""The drop-in for FlashMLA passes FlashMLA's own test problems."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mlakit.testing import assert_matches
+from tests.compat.flash_mla.dense_cases import HEADS, SERVING_DENSE, dense_cases
+from tests.compat.flash_mla.inputs import DENSE_OUT, assert_close
+from tests.compat.flash_mla.running import FEW, KINDS, check, check_all, run_sparse
+from tests.compat.flash_mla.sparse_cases import (
+    LONG_PREFILL,
+    SERVING_PREFILL,
+    SERVING_SPARSE,
+    SMALL,
+    SPARSE_GROUPS,
+    Scope,
+    SparseCase,
+    prefill_cases,
+)
+from tests.compat.flash_mla.varlen_cases import VARLEN_CASES
+
+
+@pytest.mark.parametrize("case", FEW, ids=str)
+def test_few_of_its_problems_and_some_beyond(case, device):
+    run, rules = KINDS[type(case)]
+    problem = case.make(device)
+    got = run(problem)
+    check(problem, got)
+    naive, exact = problem.answer(torch.float32), problem.answer()
+    for (name, _), actual, want, plain in zip(rules, got, exact, naive, strict=True):
+        assert_matches(name, actual, want, plain)
+
+
+def test_a_row_that_is_listed_twice_counts_twice(device):
+    case = SparseCase(3, 2, SMALL, Scope(30, 33, 2), h_q=4, d=512, varlen=False)
+    once, again = case.make(device), case.make(device)
+    for source in (again.main, again.extra):
+        source.indices[..., 1:4] = source.indices[..., :1]
+    check(again, run_sparse(again))
+    assert not torch.allclose(again.answer()[0], once.answer()[0], atol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.large
+@pytest.mark.parametrize(("h_q", "h_kv"), HEADS)
+def test_all_of_its_dense_problems(h_q, h_kv, device):
+    check_all(dense_cases(h_q, h_kv), device)
+
+
+@pytest.mark.gpu
+@pytest.mark.large
+@pytest.mark.parametrize("group", SPARSE_GROUPS, ids=str)
+def test_all_of_its_sparse_decode_problems(group, device):
+    check_all(group.cases(), device)
+
+
+@pytest.mark.gpu
+@pytest.mark.large
+@pytest.mark.parametrize("h_q", [64, 128])
+@pytest.mark.parametrize("d", [512, 576])
+def test_all_of_its_sparse_prefill_problems(d, h_q, device):
+    check_all(prefill_cases(d, h_q), device)
+
+
+@pytest.mark.gpu
+@pytest.mark.large
+@pytest.mark.parametrize("case", VARLEN_CASES, ids=str)
+def test_all_of_its_varlen_problems(case, device):
+    check_all([case], device)
+
+
+@pytest.mark.gpu
+@pytest.mark.large
+@pytest.mark.parametrize(
+    "listed",
+    [SERVING_DENSE, SERVING_SPARSE, SERVING_PREFILL],
+    ids=["dense", "sparse", "prefill"],
+)
+def test_the_problems_it_measures_speed_on(listed, device):
+    check_all(listed, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.large
+def test_more_queries_than_a_grid_axis_has(device):
+    check_all([LONG_PREFILL], device)
+
+
+def test_the_lists_are_as_long_as_flash_mlas():
+    assert len(HEADS) == 16
+    assert sum(1 for heads in HEADS for _ in dense_cases(*heads)) == 16 * 146
+    assert len(SPARSE_GROUPS) == 14
+    assert len(SERVING_SPARSE) == 4 + 24 + 4
+
+
+@pytest.mark.parametrize("spoil", [0.0, torch.nan, torch.inf])
+def test_the_rule_of_comparison_sees_one_wrong_number(spoil):
+    want = torch.linspace(-1, 1, 1000).view(10, 100)
+    assert_close("same", want.bfloat16(), want, DENSE_OUT)
+    wrong = want.clone()
+    wrong[3, 0] = spoil
+    with pytest.raises(AssertionError):
+        assert_close("wrong", wrong, want, DENSE_OUT)
+    with pytest.raises(AssertionError, match="cosine"):
+        assert_close("all a little", want * 1.01, want, DENSE_OUT)

@@ -1,0 +1,75 @@
+"""Wrong calls of the indexer ops, and the message of each."""
+
+from __future__ import annotations
+
+from tests.ops.cases import int32
+from tests.ops.wrong_calls.spoiling import WrongCalls, changed, columns_first
+
+WRONG: WrongCalls = {
+    "logits": [
+        (
+            lambda a: {"weights": a["weights"].bfloat16()},
+            "TypeError: weights must be float32, got bfloat16",
+        ),
+        (
+            lambda a: {"weights": a["weights"][:, :1]},
+            "ValueError: weights.shape[1] (index_heads) must equal q.shape[1], 2, got 1",
+        ),
+        (
+            lambda a: {"q": a["q"][..., :8]},
+            "ValueError: q.shape[2] (D) must equal the row width of the cache, 16, got 8",
+        ),
+        (
+            lambda a: {"max_kv_len": 8},
+            "ValueError: kv_lens[2] must not exceed max_kv_len, 8, got 9",
+        ),
+        (lambda a: {"max_kv_len": -1}, "ValueError: max_kv_len must be at least 0, got -1"),
+        (
+            lambda a: {"kv_lens": changed(a["kv_lens"], 2, 13)},
+            "ValueError: kv_lens[2] must not exceed max_kv_len, 12, got 13",
+        ),
+        (
+            lambda a: {"out": a["out"][:, :-1]},
+            "ValueError: out.shape[1] (columns) must equal max_kv_len, 12, got 11",
+        ),
+        (lambda a: {"page_table": [[0]]}, "TypeError: page_table must be a tensor, got list"),
+        (
+            lambda a: {"page_table": a["page_table"][0]},
+            "ValueError: page_table must have axes (batch, max_pages), got shape (3,)",
+        ),
+        (lambda a: {"cache": None}, "TypeError: cache must be a PagedLatentCache, got NoneType"),
+        (
+            lambda a: {"q_starts": None},
+            "ValueError: q_starts must be given for 7 query tokens of 5 requests, got None",
+        ),
+    ],
+    "topk": [
+        (lambda a: {"k": 0}, "ValueError: k must be at least 1, got 0"),
+        (lambda a: {"k": 2.0}, "TypeError: k must be an integer, got float"),
+        (
+            lambda a: {"logits": a["logits"].bfloat16()},
+            "TypeError: logits must be float32, got bfloat16",
+        ),
+        (
+            lambda a: {"logits": a["logits"][0]},
+            "ValueError: logits must have axes (tokens, columns), got shape (11,)",
+        ),
+        (
+            lambda a: {"row_starts": int32([0])},
+            "ValueError: row_starts.shape[0] (tokens) must equal logits.shape[0], 7, got 1",
+        ),
+        (
+            lambda a: {"row_ends": int32([1, 2, 3, 12, 5, 6, 7])},
+            "ValueError: row_ends[3] must not exceed the columns of logits, 11, got 12",
+        ),
+        (
+            lambda a: {"row_starts": int32([0, 0, 0, 0, 0, 0, -1])},
+            "ValueError: row_starts[6] must not be negative, got -1",
+        ),
+        (lambda a: {"out": a["out"].long()}, "TypeError: out must be int32, got int64"),
+        (
+            lambda a: {"logits": columns_first(a["logits"])},
+            "ValueError: logits must have a contiguous last axis, got strides (1, 7)",
+        ),
+    ],
+}

@@ -1,0 +1,36 @@
+"""Wrong calls of the merge op, and the message of each."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.ops.wrong_calls.spoiling import WrongCalls
+
+WRONG: WrongCalls = {
+    "merge": [
+        (lambda a: {"outs": [], "lses": []}, "ValueError: outs must hold at least one part, got 0"),
+        (lambda a: {"lses": a["lses"][1:]}, "ValueError: lses must hold one per part, 3, got 2"),
+        (
+            lambda a: {"outs": [*a["outs"][:2], a["outs"][2][:-1]]},
+            "ValueError: outs[2].shape[0] (tokens) must equal outs[0].shape[0], 7, got 6",
+        ),
+        (
+            lambda a: {"outs": [*a["outs"][:2], a["outs"][2].float()]},
+            "TypeError: outs[2] must be bfloat16, got float32",
+        ),
+        (
+            lambda a: {"lses": [*a["lses"][:2], a["lses"][2].bfloat16()]},
+            "TypeError: lses[2] must be float32, got bfloat16",
+        ),
+        (
+            lambda a: {"lses": [*a["lses"][:2], a["lses"][2].T]},
+            "ValueError: lses[2].shape[0] (tokens) must equal outs[0].shape[0], 7, got 3",
+        ),
+        (
+            lambda a: {"sink": torch.zeros(1)},
+            "ValueError: sink.shape[0] (heads) must equal outs[0].shape[1], 3, got 1",
+        ),
+        (lambda a: {"outs": [1, 2, 3]}, "TypeError: outs[0] must be a tensor, got int"),
+        (lambda a: {"out": a["out"].float()}, "TypeError: out must be bfloat16, got float32"),
+    ],
+}

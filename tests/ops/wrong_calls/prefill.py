@@ -1,0 +1,70 @@
+"""Wrong calls of the prefill op, and the message of each."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.ops.cases import BF16, E4M3
+from tests.ops.wrong_calls.spoiling import WrongCalls, changed, columns_first
+
+WRONG: WrongCalls = {
+    "prefill": [
+        (
+            lambda a: {"q": a["q"][..., 1:]},
+            "ValueError: q.shape[2] must equal the widths of k_nope and k_rope together, 10, got 9",
+        ),
+        (
+            lambda a: {"k_nope": a["k_nope"][:, 1:]},
+            "ValueError: k_nope.shape[1] (heads) must equal q.shape[1], 3, got 2",
+        ),
+        (
+            lambda a: {"k_nope": a["k_nope"].half()},
+            "TypeError: k_nope must be bfloat16, got float16",
+        ),
+        (
+            lambda a: {"v": a["v"][1:]},
+            "ValueError: v.shape[0] (keys) must equal k_nope.shape[0], 25, got 24",
+        ),
+        (
+            lambda a: {"k_rope": a["k_rope"][:, None]},
+            "ValueError: k_rope must have axes (keys, D_R), got shape (25, 1, 4)",
+        ),
+        (
+            lambda a: {"kv_starts": a["kv_starts"][:-1]},
+            "ValueError: kv_starts.shape[0] (batch + 1) must equal q_starts.shape[0], 6, got 5",
+        ),
+        (
+            lambda a: {"kv_starts": changed(a["kv_starts"], -1, 26)},
+            "ValueError: kv_starts[-1] must equal the number of keys, 25, got 26",
+        ),
+        (
+            lambda a: {"kv_starts": changed(a["kv_starts"], 1, 12)},
+            "ValueError: kv_starts[2] must not be below kv_starts[1] = 12, got 11",
+        ),
+        (
+            lambda a: {"kv_starts": a["kv_starts"][:0], "q_starts": a["q_starts"][:0]},
+            "ValueError: q_starts must have batch + 1 entries, got none",
+        ),
+        (
+            lambda a: {"alibi_slopes": torch.ones(3, dtype=BF16)},
+            "TypeError: alibi_slopes must be float32, got bfloat16",
+        ),
+        (
+            lambda a: {"sink": torch.ones(4)},
+            "ValueError: sink.shape[0] (heads) must equal q.shape[1], 3, got 4",
+        ),
+        (
+            lambda a: {"v": columns_first(a["v"])},
+            "ValueError: v must have a contiguous last axis, got strides (15, 1, 3)",
+        ),
+        (lambda a: {"mask": None}, "TypeError: mask must be a Mask, got NoneType"),
+        (
+            lambda a: {"softmax_scale": float("inf")},
+            "ValueError: softmax_scale must be finite, got inf",
+        ),
+        (
+            lambda a: {"q": a["q"].to(E4M3)},
+            "TypeError: q must be bfloat16 or float16 or float32, got float8_e4m3fn",
+        ),
+    ],
+}

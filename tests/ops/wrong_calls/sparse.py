@@ -1,0 +1,76 @@
+"""Wrong calls of the sparse op, and the message of each."""
+
+from __future__ import annotations
+
+from mlakit.plan import plan_decode
+from tests.ops.cases import int32
+from tests.ops.wrong_calls.spoiling import OTHER_ROWS, WrongCalls
+
+WRONG: WrongCalls = {
+    "sparse": [
+        (
+            lambda a: {"rows": a["rows"][1:]},
+            "ValueError: rows.shape[0] (tokens) must equal q.shape[0], 7, got 6",
+        ),
+        (
+            lambda a: {"rows": a["rows"].float()},
+            "TypeError: rows must be int32 or int64, got float32",
+        ),
+        (
+            lambda a: {"topk_lens": int32([7, 7, 7, 8, 7, 7, 7])},
+            "ValueError: topk_lens[3] must not exceed the entries of rows, 7, got 8",
+        ),
+        (
+            lambda a: {"topk_lens": int32([7, -1, 7, 7, 7, 7, 7])},
+            "ValueError: topk_lens[1] must not be negative, got -1",
+        ),
+        (
+            lambda a: {"topk_lens": int32([7])},
+            "ValueError: topk_lens.shape[0] (tokens) must equal q.shape[0], 7, got 1",
+        ),
+        (
+            lambda a: {"extra": (OTHER_ROWS, a["rows"])},
+            "ValueError: extra.cache must have rows like the cache's, "
+            "RowShape(kv_lora_rank=32, qk_rope_head_dim=8, v_width=32), "
+            "got RowShape(kv_lora_rank=40, qk_rope_head_dim=8, v_width=40)",
+        ),
+        (
+            lambda a: {"extra": (a["cache"], a["rows"][1:])},
+            "ValueError: extra.rows.shape[0] (tokens) must equal q.shape[0], 7, got 6",
+        ),
+        (
+            lambda a: {"extra": (a["cache"], a["rows"], int32([8] * 7))},
+            "ValueError: extra.topk_lens[0] must not exceed the entries of extra.rows, 7, got 8",
+        ),
+        (
+            lambda a: {"extra": (a["cache"], a["rows"], None, 2)},
+            "ValueError: extra.layer must be below the cache's 2 layers, got 2",
+        ),
+        (
+            lambda a: {"extra": a["cache"]},
+            "TypeError: extra must be ExtraRows or (cache, rows, …), got PagedLatentCache",
+        ),
+        (
+            lambda a: {"extra": (a["cache"], None)},
+            "TypeError: extra.rows must be a tensor, got NoneType",
+        ),
+        (
+            lambda a: {"plan": plan_decode((5,), num_ctas=1)},
+            "TypeError: plan must be an EvenSplit, got DecodePlan",
+        ),
+        (
+            lambda a: {"max_logits": a["max_logits"].bfloat16()},
+            "TypeError: max_logits must be float32, got bfloat16",
+        ),
+        (
+            lambda a: {"softmax_scale": None},
+            "TypeError: softmax_scale must be a number, got NoneType",
+        ),
+    ],
+    "sparse-extra": [
+        (
+            lambda a: {"q": a["q"].double()},
+            "TypeError: q must be bfloat16 or float16 or float32 or float8_e4m3fn, got float64",
+        ),
+    ],
+}
