@@ -1,5 +1,6 @@
-# Everything a newcomer needs: `make demo` runs the library, `make test` proves it; `make test-all`
-# also compiles every GPU kernel, with the newest Triton and the oldest.
+# Everything a newcomer needs: `make demo` runs the library, `make quick` checks a change in a
+# minute, `make test` runs all tests (under 10 minutes); `make test-all` also compiles every GPU
+# kernel, with the newest Triton and the oldest.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -18,12 +19,21 @@ OLDEST_TORCH_INSTALLED := $(OLDEST_TORCH_VENV)/.installed
 # tests differ in length by a factor of 1000: a worker that is done takes some of another's
 PYTEST_JOBS := -n auto --dist worksteal
 
-.PHONY: demo test test-all venv lint types unit compile oldest oldest-torch docs mutants format
-.PHONY: clean
+.PHONY: demo quick test test-all venv lint types unit compile oldest oldest-torch docs mutants
+.PHONY: slow-tests format clean
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
 	$(BIN)/mlakit demo
+
+# while working on a change: all checks of `make test` but the slow tests, under 90 seconds on 2
+# cores; the last lines say what was left out
+quick: lint types
+	$(BIN)/pytest $(PYTEST_JOBS) --quick
+
+# measures anew which tests are slow: tests/slow_tests.txt
+slow-tests: $(INSTALLED)
+	$(BIN)/pytest $(PYTEST_JOBS) --measure-slow
 
 test: lint types unit
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mlakit import dispatch, knobs
-from tests import transplant
+from tests import slow_tests, transplant
 
 # an assertion in these shows its values when it fails, as one in a test does
 pytest.register_assert_rewrite(
@@ -40,6 +40,10 @@ class Place(NamedTuple):
     @property
     def on_cpu_backend(self) -> bool:
         return self.backend == "cpu"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    slow_tests.add_options(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -92,6 +96,11 @@ def _places(test: pytest.Item) -> list[object]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items[:] = [item for item in items if not _too_slow_interpreted(item)]
+    _leave_out_gpu_tests(config, items)
+    slow_tests.select(config, items)
+
+
+def _leave_out_gpu_tests(config: pytest.Config, items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
@@ -105,7 +114,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """With xdist only the workers collect, each of them everything."""
-    node.config.stash[GPU_TESTS] = getattr(node, "workeroutput", {}).get("gpu_tests", 0)
+    output = getattr(node, "workeroutput", {})
+    node.config.stash[GPU_TESTS] = output.get("gpu_tests", 0)
+    node.config.stash[slow_tests.LEFT_OUT] = output.get("slow_tests", 0)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Iterator[None]:
+    yield from slow_tests.measure_fixture(fixturedef)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    yield from slow_tests.measure_call(item)
 
 
 def pytest_terminal_summary(
@@ -114,6 +135,11 @@ def pytest_terminal_summary(
     count = config.stash.get(GPU_TESTS, 0)
     if count:
         terminalreporter.write_line(f"GPU tests left out: {count}, torch sees no CUDA device")
+    if config.getoption("--quick"):
+        terminalreporter.write_line(slow_tests.left_out(config))
+    if config.getoption("--measure-slow"):
+        reports = terminalreporter.stats.get("passed", [])
+        terminalreporter.write_line(slow_tests.write_list(reports))
 
 
 def _too_slow_interpreted(item: pytest.Item) -> bool:

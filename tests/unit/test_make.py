@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import conftest
+from tests import conftest, slow_tests
 from tests.paths import ROOT
 
 
@@ -45,6 +45,12 @@ def test_make_test_all_also_compiles_with_the_newest_and_the_oldest_triton():
     assert "$(OLDEST)/bin/python -m pytest" in commands
 
 
+def test_make_quick_checks_what_make_test_checks_and_leaves_out_slow_tests():
+    assert commands_of("quick").startswith(commands_of("lint") + commands_of("types"))
+    assert commands_of("quick").endswith(commands_of("unit").replace("\n", " --quick\n"))
+    assert "--quick" not in commands_of("test")
+
+
 def test_ci_runs_make_test_and_then_make_test_all():
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     goals = re.findall(r"^make (.*)$", script, flags=re.MULTILINE)
@@ -57,17 +63,25 @@ def test_the_rules_of_a_makefile_are_read():
     assert commands_of("all-day", read).split() == ["echo", "1", "echo", "x", "y"]
 
 
-def collect(monkeypatch: pytest.MonkeyPatch, has_gpu: bool) -> tuple[list[str], list[str], str]:
-    """(kept, deselected, summary) of two tests of which one needs a GPU."""
+def collect(
+    monkeypatch: pytest.MonkeyPatch, has_gpu: bool, *options: str
+) -> tuple[list[str], list[str], str]:
+    """(kept, deselected, summary) of three tests: one needs a GPU, one is slow."""
 
     def item(name: str, *marks: str) -> Any:
         return SimpleNamespace(
-            name=name, get_closest_marker=lambda mark: mark if mark in marks else None
+            name=name,
+            nodeid=f"tests/unit/test_some.py::{name}[1]",
+            get_closest_marker=lambda mark: mark if mark in marks else None,
         )
 
-    items, deselected, lines = [item("host"), item("device", "gpu")], [], []
+    items, deselected, lines = [item("host"), item("device", "gpu"), item("slow")], [], []
     hook = SimpleNamespace(pytest_deselected=lambda items: deselected.extend(items))
-    config = SimpleNamespace(hook=hook, stash=pytest.Stash())
+    config = SimpleNamespace(
+        hook=hook, stash=pytest.Stash(), getoption=lambda option: option in options
+    )
+    slow = frozenset({"tests/unit/test_some.py::slow", "tests/unit/test_some.py::not_here"})
+    monkeypatch.setattr(slow_tests, "slow_functions", lambda: slow)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     conftest.pytest_collection_modifyitems(config, items)
     conftest.pytest_terminal_summary(SimpleNamespace(write_line=lines.append), config)
@@ -76,12 +90,45 @@ def collect(monkeypatch: pytest.MonkeyPatch, has_gpu: bool) -> tuple[list[str], 
 
 def test_without_a_gpu_its_tests_are_left_out_and_counted(monkeypatch):
     kept, deselected, summary = collect(monkeypatch, has_gpu=False)
-    assert (kept, deselected) == (["host"], ["device"])
+    assert (kept, deselected) == (["host", "slow"], ["device"])
     assert summary == "GPU tests left out: 1, torch sees no CUDA device"
 
 
 def test_with_a_gpu_all_tests_are_run(monkeypatch):
-    assert collect(monkeypatch, has_gpu=True) == (["host", "device"], [], "")
+    assert collect(monkeypatch, has_gpu=True) == (["host", "device", "slow"], [], "")
+
+
+def test_a_quick_run_leaves_out_slow_tests_and_says_so(monkeypatch):
+    kept, deselected, summary = collect(monkeypatch, True, "--quick")
+    assert (kept, deselected) == (["host", "device"], ["slow"])
+    assert summary.startswith("slow tests left out: 1 in 1 files (slow_tests.txt lists them)")
+    assert "make test runs all" in summary
+
+
+def test_few_tests_of_a_function_are_measured(monkeypatch):
+    items = [SimpleNamespace(nodeid=f"tests/unit/test_some.py::many[{i}]") for i in range(50)]
+    config = SimpleNamespace(getoption=lambda option: option == "--measure-slow")
+    slow_tests.select(config, items)
+    assert [each.nodeid.partition("many")[2] for each in items] == ["[0]", "[17]", "[34]"]
+
+
+def test_a_function_is_slow_by_the_mean_of_what_was_measured(monkeypatch, tmp_path):
+    monkeypatch.setattr(slow_tests, "LIST", tmp_path / "slow.txt")
+    measured = {"a.py::slow[0]": 0.01, "a.py::slow[1]": 0.9, "a.py::quick": 0.02, "b.py::slow": 3.0}
+    reports = [
+        SimpleNamespace(nodeid=name, when="call", user_properties=[(slow_tests.SECONDS, seconds)])
+        for name, seconds in measured.items()
+    ]
+    assert slow_tests.write_list(reports) == "2 of 3 test functions are slow: slow.txt"
+    assert slow_tests.slow_functions() == {"a.py::slow", "b.py::slow"}
+
+
+def test_every_slow_test_exists():
+    """Renamed or moved, a slow test would be run by `make quick`: `make slow-tests` measures."""
+    for function in slow_tests.slow_functions():
+        file, _, name = function.partition("::")
+        source = (ROOT / file).read_text(encoding="utf-8")
+        assert f"def {name.rpartition('::')[2]}(" in source, function
 
 
 def test_no_test_here_waits_for_a_gpu_that_is_not_there(request):
