@@ -1,4 +1,4 @@
-"""How rivals of the benchmarks are fetched, kept, unpacked and loaded."""
+"""How peers of the benchmarks are fetched, kept, unpacked and loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rivals of the benchmarks: how they are called, why they are left out."""
+"""Peers of the benchmarks: how they are called, why they are left out."""
 
 from __future__ import annotations
 

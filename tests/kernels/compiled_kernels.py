@@ -1,4 +1,4 @@
-"""Kernels with a known fault each, compiled for sm_90: prints what `machine_code` reads of them.
+"""Kernels with one known defect each, compiled for sm_90: prints what `machine_code` reads of them.
 
 Run by `test_machine_code` in a process of its own: in that of the tests kernels are interpreted.
 """

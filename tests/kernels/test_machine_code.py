@@ -1,4 +1,4 @@
-"""What is read from a compiled kernel: each kind of fault is seen in a kernel that has it."""
+"""What is read from a compiled kernel: each kind of defect is found in a kernel that has it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def codes() -> dict[str, dict[str, Any]]:
     return json.loads(done.stdout)
 
 
-def test_a_kernel_without_faults_has_none(codes):
+def test_a_sound_kernel_has_no_spills_and_no_idle_barriers(codes):
     code = dict(codes["tidy"])
     assert 0 < code.pop("registers") < 64
     assert code == {
@@ -61,7 +61,7 @@ def test_products_that_wait_for_each_other_are_seen(codes):
 @pytest.mark.parametrize(
     ("name", "count"), [("all-barriers-used", 0), ("one-barrier-idle", 1), ("barriers-idle", 2)]
 )
-def test_barriers_that_nobody_uses_are_counted(name, count, codes):
+def test_unused_barriers_are_counted(name, count, codes):
     assert codes[name]["idle_barriers"] == count
 
 
@@ -105,7 +105,7 @@ def test_a_tool_that_is_not_there_is_named(monkeypatch, tool):
 
 
 @pytest.mark.parametrize("said", ["", "Resource usage: none"])
-def test_a_kernel_of_which_nothing_is_said_is_an_error(monkeypatch, said):
+def test_a_kernel_without_a_resource_report_is_an_error(monkeypatch, said):
     monkeypatch.setattr(module, "_said", lambda name, *arguments: said)
     kernel = SimpleNamespace(asm={"cubin": b"", "ptx": "", "ttgir": ""})
     with pytest.raises(RuntimeError, match="cuobjdump tells no resource usage"):

@@ -1,6 +1,6 @@
 """Steps of one layer against float64: what is appended, expanded, absorbed, attended, merged.
 
-One oracle judges both branches, the expanded form in float64 over the rows as the cache holds them:
+One oracle checks both branches, the expanded form in float64 over the rows as the cache holds them:
 that the absorbed form meets it too is the identity the library rests on. Where the FP8 product
 quantises its input, so does the oracle; nothing else in it rounds. The naive run, from which
 budgets are made, computes in float32 and rounds where the branches say they do: latents read back,

@@ -1,6 +1,6 @@
 """Calls of every public op in the forms it takes, small, for tests of what holds for all of them.
 
-A call has shuffled pages, poison in every row that is nobody's, a request without queries, one
+A call has shuffled pages, poison in every row that no request has, a request without queries, one
 without keys, and a last page of one token.
 """
 

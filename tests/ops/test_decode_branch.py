@@ -38,7 +38,7 @@ interpreted = pytest.mark.interpreted
 @every_step
 @interpreted(step=[STEPS["fp8_token-half"], STEPS["nope"]])
 def test_decode_is_prefill(step):
-    """The same oracle, in the expanded form, judges the absorbed form."""
+    """The same oracle, in the expanded form, checks the absorbed form."""
     q, kv, weights, batch = step.arguments()
     out = decode_branch(q, kv, weights, batch)
     step.check_decode(out, batch)

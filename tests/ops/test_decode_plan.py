@@ -73,7 +73,7 @@ def test_a_plan_serves_every_layer(options, place: Place):
 
 @interpreted
 @pytest.mark.parametrize("flat", [False, True], ids=["paged", "flat"])
-def test_a_plan_is_for_one_query_each_unless_told(flat, place: Place):
+def test_a_plan_is_for_one_query_each_by_default(flat, place: Place):
     call = call_of({}, flat=flat)
     call = call.but(q_starts=None).on(place.device)
     a = call.arguments

@@ -55,7 +55,7 @@ def test_the_registered_op_says_the_same():
 
 
 @pytest.mark.parametrize("unused", [-1, -(2**31), NEVER_A_PAGE])
-def test_what_a_page_table_holds_past_the_last_page_is_nobodys_business(unused):
+def test_page_table_entries_past_the_last_page_are_not_read(unused):
     """Nor are the pages of a request without queries, nor those before a window."""
     for make, request in ((decode_call, 1), (append_call, 1)):
         call = make()
@@ -92,7 +92,7 @@ def test_slots_past_the_flat_list_may_be_anything():
         assert_same_bits("result", result, want)
 
 
-def test_rows_that_are_none_do_not_count():
+def test_invalid_rows_are_not_attended():
     """Unlike a page id, a listed row may be anything: top-k fills its lists with -1."""
     call = sparse_call()
     rows = call.arguments["rows"]

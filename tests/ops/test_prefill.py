@@ -24,7 +24,9 @@ MASKS = (
 
 @pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.kind)
 @pytest.mark.parametrize("spec", dispatch.specs("mla_prefill"), ids=str)
-def test_values_that_are_not_finite_reach_exactly_those_who_see_them(spec, mask, device, generator):
+def test_values_that_are_not_finite_reach_exactly_the_queries_that_attend_to_them(
+    spec, mask, device, generator
+):
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(torch.bfloat16)
 

@@ -1,4 +1,4 @@
-"""The naive run for results of torch's FP8 product on Hopper: sums of 128 columns, then scaled."""
+"""torch's FP8 product on Hopper as a naive run: 128 columns are accumulated, then scaled."""
 
 from __future__ import annotations
 

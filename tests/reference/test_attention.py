@@ -226,7 +226,7 @@ def test_split_and_merged_equals_whole(sink: Tensor | None) -> None:
     assert_same(lse, whole[1])
 
 
-def test_sink_in_every_part_is_not_the_sink_of_the_whole() -> None:
+def test_a_sink_in_every_split_is_not_the_sink_of_the_whole() -> None:
     batch = make_batch(q_lens=(1,), kv_lens=(9,))
     given = {**batch.absorbed(), "softmax_scale": SCALE}
     whole, _ = reference.mla_decode(**given, sink=SINK)

@@ -1,4 +1,4 @@
-"""The model of Hopper's FP8 sums, and that torch's product there is what the model says."""
+"""The model of Hopper's FP8 accumulation, and that torch's FP8 product on Hopper follows it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.reference import hopper_scaled_mm
 E4M3 = torch.float8_e4m3fn
 
 
-def test_a_small_term_is_cut_off_beside_a_large_one() -> None:
+def test_a_small_term_is_truncated_beside_a_large_one() -> None:
     a = torch.zeros(1, 128)
     a[0, 0], a[0, 1:] = 1.0, 2.0**-9
     ones = torch.ones(1, 1)
@@ -27,7 +27,7 @@ def test_a_small_term_is_cut_off_beside_a_large_one() -> None:
     )
 
 
-def test_sums_of_like_terms_are_nearly_exact() -> None:
+def test_accumulation_of_like_terms_is_nearly_exact() -> None:
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(n, 512, generator=generator).to(E4M3) for n in (5, 256))
     a_scale, b_scale = (torch.rand(*shape, generator=generator) for shape in ((4, 5), (2, 4)))

@@ -1,4 +1,4 @@
-"""The naive run of scores that are sums of bytes: of what is stored, added as it is there."""
+"""The naive run of FP8 scores: stored values are multiplied and accumulated as hardware does."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def stored_rows(format: str, tensor_scale: float = 0.3) -> tuple[torch.Tensor, t
 
 
 @FORMATS
-def test_units_are_what_stored_numbers_were_multiplied_with(format):
+def test_row_scales_are_what_stored_numbers_were_multiplied_with(format):
     rows, units = stored_rows(format)
     stored = (rows / units[:, None]).float()
     assert torch.equal(stored[:, :512], stored[:, :512].to(E4M3).float())
@@ -75,7 +75,7 @@ def test_rows_of_zeros_have_scores_of_zero(format):
     assert got.isfinite().all()
 
 
-def test_only_hopper_adds_bytes_and_only_of_many_heads():
+def test_only_the_m64_fp8_qk_kernel_of_hopper_accumulates_fp8():
     problem = {"format": "fp8", "q_dtype": "e4m3", "heads": 128}
     with mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)):
         cuda = torch.device("cuda")
@@ -93,7 +93,7 @@ def test_only_hopper_adds_bytes_and_only_of_many_heads():
 
 @FORMATS
 @pytest.mark.parametrize("loss", [2.0**-11, 2.0**-5], ids=["as much as hardware", "more"])
-def test_the_judge_takes_what_the_hardware_loses_and_no_more(format, loss):
+def test_the_tolerance_allows_what_the_hardware_loses_and_no_more(format, loss):
     """Exact results with lse off by so much of the largest score."""
     case = DecodeCase(
         kv_lens=(70, 3), q_lens=(1, 1), heads=40, dtype="e4m3", q_scaled=True, format=format,

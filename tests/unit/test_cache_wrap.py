@@ -20,7 +20,7 @@ BYTE_TYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
 
 
 def with_padded_pages(blocks: Tensor, padding: int) -> Tensor:
-    """The same values, with `padding` elements that are nobody's between one page and the next."""
+    """The same values, with `padding` unused elements between one page and the next."""
     pages, *page_shape = blocks.shape
     elements = blocks[0].numel()
     storage = torch.empty(pages * (elements + padding) + padding, dtype=blocks.dtype)

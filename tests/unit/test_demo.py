@@ -86,7 +86,7 @@ def failed_stages(output: str) -> set[str]:
 
 
 def table_rows(output: str) -> dict[str, list[str]]:
-    """The cells of the lines that end in a verdict, by what stands before the first number."""
+    """The cells of the lines that end in ok or WRONG, by what stands before the first number."""
     found = {}
     for line in output.splitlines():
         if line.rstrip().endswith(("ok", "WRONG")):
@@ -312,12 +312,12 @@ def test_a_mutant_fails_the_demo(mutation, monkeypatch):
         assert failed_stages(output) == failing, output
 
 
-def test_a_wrong_selection_is_told_in_words(monkeypatch):
+def test_a_wrong_selection_is_reported(monkeypatch):
     mutate(monkeypatch, "indexer_topk", takes_the_worst)
     assert "index selection: 2 of 2 rows differ" in serve_only()[1]
 
 
-def test_a_failure_is_told_in_words(monkeypatch):
+def test_a_failure_is_reported(monkeypatch):
     mutate(monkeypatch, "mla_decode", off_in_one_number((1, 1, 50), 1.0))
     _, output = serve_only()
     assert re.search(r"decode: \d+ of 16 rows are wrong, worst row \[\d+, 1\]: .* budget", output)

@@ -109,7 +109,7 @@ def test_why_a_backend_does_not_work(monkeypatch):
     assert doctor.why_not("triton") == "has no kernels in this version"
 
 
-def test_a_refusal_is_no_fault(monkeypatch):
+def test_a_refusal_is_no_error(monkeypatch):
     def refuse(*_: object) -> None:
         raise doctor.UnsupportedError("merge_states: no kernel for cpu\n  cpu: not here")
 

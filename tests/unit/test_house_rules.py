@@ -48,7 +48,7 @@ LAYERS = (
     "__main__",
 )
 RANK = {module: rank for rank, names in enumerate(LAYERS) for module in names.split()}
-# an oracle sees nothing it may have to judge
+# an oracle imports nothing that it checks
 ONLY = {"reference": {"autocast", "geometry", "formats", "masks"}}
 # a kernel trusts its caller
 NEVER = {("kernels", "checks"), ("kernels", "reference")}

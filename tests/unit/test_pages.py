@@ -1,4 +1,4 @@
-"""The page allocator: nobody loses a row, nobody writes into another's, failures change nothing."""
+"""The page allocator: no sequence loses a row or writes into another's, failures change nothing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_append_fills_the_last_page_first():
     assert sequence.pages[:1] == first
 
 
-def test_a_shared_last_page_is_copied_by_who_writes_first():
+def test_a_shared_last_page_is_copied_by_the_first_writer():
     allocator = PageAllocator(5, 4)
     old = allocator.reserve(6)
     new = allocator.fork(old)
@@ -99,7 +99,7 @@ def test_the_last_of_a_batch_keeps_the_page_all_others_left():
     assert allocator.append_batch(sequences, [0, 0, 0]) == []
 
 
-def test_a_batch_copies_for_everyone_while_an_onlooker_holds_the_page():
+def test_a_batch_copies_for_each_writer_while_another_sequence_holds_the_page():
     allocator = PageAllocator(3, 4)
     onlooker = allocator.reserve(3)
     sequences = [allocator.fork(onlooker), allocator.fork(onlooker)]
@@ -137,7 +137,7 @@ def test_pages_outlive_the_sequence_they_were_reserved_for():
     allocator.free(old)
     assert allocator.num_free_pages == 1
     assert new.pages == pages[:2]
-    assert allocator.append(new, 1) == []  # nobody else is left
+    assert allocator.append(new, 1) == []  # no other sequence is left
     allocator.free(new)
     assert allocator.num_free_pages == 3
 

@@ -327,7 +327,7 @@ def test_inference_tensors_are_results_where_they_would_be(op):
     assert not call(values()).is_inference()
 
 
-def test_calls_of_many_kinds_in_turn_are_all_known(op):
+def test_calls_of_many_kinds_are_all_recorded(op):
     call = op()
     sizes = range(1, calls.MAX_RECENT + 3)
     for turn in range(5):
@@ -337,7 +337,7 @@ def test_calls_of_many_kinds_in_turn_are_all_known(op):
     assert call.ran == 2 * len(sizes)
 
 
-def test_other_alignment_is_told_from_the_recording_used_last(op):
+def test_other_alignment_is_not_the_recording_used_last(op):
     call = settled(op())
     for turn in range(4):
         x = values(6, float(turn))[1:]
@@ -413,7 +413,7 @@ def test_tensors_that_are_given_other_memory_are_read_there(op):
     assert call.ran == 2
 
 
-def test_plans_are_told_apart_by_their_numbers(op):
+def test_plans_are_distinguished_by_their_numbers(op):
     def body(plan: DecodePlanTensors, out: None) -> tuple[Tensor]:
         result = new(5)
         multiply(plan.items, result, 2.0)

@@ -46,7 +46,7 @@ HOPPER_KERNELS = {("mla_decode", 90)}
 
 @pytest.mark.parametrize("op", dispatch.OPS)
 @pytest.mark.parametrize("arch", table.ARCHITECTURES)
-def test_explain_says_who_takes_an_op_on_every_architecture(op, arch):
+def test_explain_says_which_backend_takes_an_op_on_every_architecture(op, arch):
     code, output = invoke("explain", op, "--arch", str(arch), "--json")
     said = json.loads(output)
     assert code == 0

@@ -58,7 +58,7 @@ def rounded_rows(
 @pytest.mark.parametrize("naive_dtype", [torch.float32, None], ids=["naive32", "naive-own"])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_correct_kernel_never_fails_by_luck(case, dtype, naive_dtype):
+def test_a_correct_kernel_never_fails_by_chance(case, dtype, naive_dtype):
     for seed in range(6):
         generator = torch.Generator().manual_seed(seed)
         scores, v = attention(*case, dtype, generator)
@@ -71,7 +71,7 @@ def test_a_correct_kernel_never_fails_by_luck(case, dtype, naive_dtype):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_luck_of_the_naive_run_is_not_held_against_a_kernel(dtype, generator):
+def test_an_exact_naive_run_leaves_a_kernel_its_rounding(dtype, generator):
     exact = torch.randn(64, 4, generator=generator).to(dtype).double()
     naive = exact.clone()  # every row hit exactly: no budget comes from here
     one_step_up = exact.to(dtype)
@@ -79,7 +79,7 @@ def test_luck_of_the_naive_run_is_not_held_against_a_kernel(dtype, generator):
     assert_matches("out", one_step_up, exact, naive)
 
 
-def test_luck_among_subnormal_numbers(generator):
+def test_an_exact_naive_run_among_subnormal_numbers(generator):
     step = 2.0**-24
     exact = torch.randint(1, 9, (64, 4), generator=generator).double() * step
     assert_matches("out", (exact + step).half(), exact, exact)
@@ -240,7 +240,7 @@ def test_a_larger_factor_admits_more(generator):
     assert_matches("out", actual * 1.004, exact, naive, factor=5.0)
 
 
-def test_saturated_fp8_is_judged_by_its_distance():
+def test_saturated_fp8_is_compared_by_its_distance():
     exact = torch.tensor([[500.0, 3.0]], dtype=torch.float64)
     saturated = torch.tensor([[448.0, 3.0]]).to(torch.float8_e4m3fn)
     assert_matches("rows", saturated, exact, saturated)

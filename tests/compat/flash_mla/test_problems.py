@@ -23,7 +23,7 @@ from tests.compat.flash_mla.varlen_cases import VARLEN_CASES
 
 
 @pytest.mark.parametrize("case", FEW, ids=str)
-def test_few_of_its_problems_and_some_beyond(case, device):
+def test_some_of_its_problems_and_others(case, device):
     run, rules = KINDS[type(case)]
     problem = case.make(device)
     got = run(problem)

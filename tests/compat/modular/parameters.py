@@ -8,8 +8,8 @@ import torch
 from tests.compat.modular.inputs import MASKS, PAGES_AND_HEADS, Step, window_of
 
 INTEGERS = [torch.int32, torch.int64, torch.uint32]
-NOBODY = Step((), ())
-IDLE = Step((5, 0, 17), (0, 0, 0))
+NO_REQUESTS = Step((), ())
+NO_TOKENS = Step((5, 0, 17), (0, 0, 0))
 
 pages_and_heads = pytest.mark.parametrize(
     ("page_size", "heads"), PAGES_AND_HEADS, ids=lambda n: str(n)

@@ -45,7 +45,7 @@ QUANTISERS = [
 ]
 
 
-def test_01_rope_turns_token_i_of_request_b_by_row_cache_length_plus_i():
+def test_01_rope_rotates_token_i_of_request_b_by_row_cache_length_plus_i():
     """Token i of request b is rotated by row Lc[b] + i, in pairs (0, 1), (2, 3), …; pairing the
     halves instead gives something else."""
     step = Step((37, 0, 5, 16), (1, 3, 0, 4))
@@ -169,7 +169,7 @@ def test_08_the_plan_of_the_documented_example():
     assert buffer_lengths.tolist() == [256, 256, -1, -1]
 
 
-def test_09_decode_does_not_depend_on_the_number_of_parts():
+def test_09_decode_does_not_depend_on_the_number_of_splits():
     """1 to 74 parts give one result, also where there are more parts than pages."""
     step = Step((330, 40, 0, 63), (1, 2, 1, 1))  # 6, 1, 1 and 1 pages of 64 keys
     rope_aware = {"dtype": E4M3, "has_token_scales": True}
@@ -423,7 +423,7 @@ def test_17_absorbed_and_expanded_attention_agree():
 
 
 @pytest.mark.on_cpu
-def test_18_the_number_of_parts_follows_the_policy():
+def test_18_the_number_of_splits_follows_the_policy():
     """A handful of the pinned values, dense and sparse, on a GPU of 148 SMs."""
     dense = {
         (128, 1, 512): 8,

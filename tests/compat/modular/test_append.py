@@ -14,7 +14,7 @@ from mlakit.geometry import RowShape
 from mlakit.testing import assert_matches, assert_same_bits
 from tests.compat.modular.append_cases import RopeCase
 from tests.compat.modular.inputs import BF16, E4M3, EPSILON, F16, F32, NOTHING, SMALL_ROW, to_e4m3
-from tests.compat.modular.parameters import IDLE, NOBODY, integer_types, pages_and_heads
+from tests.compat.modular.parameters import NO_REQUESTS, NO_TOKENS, integer_types, pages_and_heads
 
 pytestmark = pytest.mark.usefixtures("place")
 
@@ -74,7 +74,7 @@ def test_rotated_keys_pass_through_the_types_of_the_latents_and_the_queries(dtyp
     [("alias", None), ("slice", None), ("slice", E4M3), ("own", E4M3)],
     ids=str,
 )
-def test_rope_norm_writes_where_it_is_told(output, out_dtype, cache):
+def test_rope_norm_writes_to_the_slots_that_it_is_given(output, out_dtype, cache):
     case = RopeCase(output=output, out_dtype=out_dtype, cache_dtype=cache, heads=7)
     case.run()
     case.check()
@@ -140,7 +140,7 @@ def test_rope_norm_run_again_leaves_the_same_cache():
     case.check()
 
 
-@pytest.mark.parametrize("step", [NOBODY, IDLE], ids=["no-requests", "no-tokens"])
+@pytest.mark.parametrize("step", [NO_REQUESTS, NO_TOKENS], ids=["no-requests", "no-tokens"])
 def test_rope_norm_of_nothing_writes_nothing(step):
     for run in (RopeCase.run, RopeCase.run_kernel):
         case = RopeCase(step=step)

@@ -28,8 +28,8 @@ from tests.compat.modular.inputs import (
     modular,
 )
 from tests.compat.modular.parameters import (
-    IDLE,
-    NOBODY,
+    NO_REQUESTS,
+    NO_TOKENS,
     integer_types,
     pages_and_heads,
     windowed_masks,
@@ -150,7 +150,7 @@ def test_decoding_takes_a_wide_latent(cache_dtype):
 
 
 @pytest.mark.parametrize("parts", [2, 5, 74])
-def test_decoding_in_parts_matches_the_oracle(parts):
+def test_decoding_in_splits_matches_the_oracle(parts):
     step = Step((300, 0, 64, 130, 63), (2, 3, 0, 1, 1))
     by_argument = DecodeCase(page_size=16, step=step)
     by_argument.run(torch.tensor([5, 3, 1]), num_partitions=parts, decoding_warp_split_k=True)
@@ -203,7 +203,7 @@ def test_decoding_options_that_change_nothing():
 
 @pytest.mark.parametrize("is_ragged", [True, False], ids=["ragged", "padded"])
 @pytest.mark.parametrize("has_token_scales", [False, True], ids=["bf16", "rope-aware"])
-@pytest.mark.parametrize("step", [NOBODY, IDLE], ids=["no-requests", "no-tokens"])
+@pytest.mark.parametrize("step", [NO_REQUESTS, NO_TOKENS], ids=["no-requests", "no-tokens"])
 def test_decoding_of_nothing_writes_nothing(step, is_ragged, has_token_scales):
     case = DecodeCase(
         step=step,
@@ -239,7 +239,7 @@ def test_decoding_in_a_small_workspace():
 
 
 @pytest.mark.interpreted
-def test_decoding_shows_a_bad_row_only_to_those_who_see_it():
+def test_decoding_nan_row_reaches_only_queries_that_attend_to_it():
     case = DecodeCase(step=Step((40, 20), (3, 2)))
     for request in (0, 1):
         pages, slot = case.paged.pages, case.paged.slots[request][-1]

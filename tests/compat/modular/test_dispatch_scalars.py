@@ -1,4 +1,4 @@
-"""The number of parts MAX chooses, value by value, and an answer for every GPU and head count."""
+"""The number of splits MAX chooses, value by value, and an answer for every GPU and head count."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_sparse_length_is_the_topk_whatever_the_cache():
     assert num_partitions(2, 131072, 1, 16, sm_count=B200_SMS) == 74
 
 
-def test_short_topk_decode_gets_a_part_per_page():
+def test_short_topk_decode_gets_a_split_per_page():
     sparse = {"sm_count": B200_SMS, "is_fp8_kv": True, "indices_stride": 2048}
     assert num_partitions(4, 2048, 1, 8, **sparse) == 16
     assert num_partitions(4, 1024, 1, 8, **sparse) == 9  # 1025 keys: 9 pages of 128
@@ -135,7 +135,7 @@ def test_window_caps_the_keys():
 
 
 @pytest.mark.parametrize(("batch", "q_len"), [(0, 1), (0, 0), (0, 7), (3, 0)])
-def test_nothing_to_do_is_one_part(batch, q_len):
+def test_no_work_is_one_split(batch, q_len):
     scalars = compute_mla_dispatch_scalars(batch, 4096, q_len, 128, sm_count=B200_SMS)
     assert scalars.tolist() == [batch, q_len, 1]
 

@@ -84,7 +84,7 @@ def test_contiguous_decoding_on_every_backend(generator):
 
 
 @pytest.mark.interpreted
-def test_in_parts_on_every_backend():
+def test_split_on_every_backend():
     case = DecodeCase(**TINY_DECODE)
     case.run(torch.tensor([4, 3, 3]))
     case.check()

@@ -27,7 +27,7 @@ from tests.compat.modular.inputs import (
     modular,
     window_of,
 )
-from tests.compat.modular.parameters import IDLE, NOBODY, integer_types, windowed_masks
+from tests.compat.modular.parameters import NO_REQUESTS, NO_TOKENS, integer_types, windowed_masks
 
 pytestmark = pytest.mark.usefixtures("place")
 
@@ -157,7 +157,7 @@ def test_prefill_branch_without_a_buffer_changes_nothing():
     case.assert_untouched()
 
 
-@pytest.mark.parametrize("step", [NOBODY, IDLE], ids=["no-requests", "no-tokens"])
+@pytest.mark.parametrize("step", [NO_REQUESTS, NO_TOKENS], ids=["no-requests", "no-tokens"])
 def test_prefill_branch_of_nothing_writes_nothing(step):
     case = PrefillCase(step=step, d_n=16, d_v=16, row=SMALL_ROW)
     case.run()
@@ -184,7 +184,7 @@ def test_prefill_branch_in_a_small_workspace():
     case.check()
 
 
-def test_prefill_branch_shows_a_bad_row_only_to_those_who_see_it():
+def test_prefill_branch_nan_row_reaches_only_queries_that_attend_to_it():
     case = PrefillCase(d_n=16, d_v=16, row=SMALL_ROW, step=Step((20, 3), (3, 2)))
     pages, slot = case.paged.pages, case.paged.slots[0][-1]
     pages.blocks.view[slot // 16, 0, case.layer, slot % 16, 0, 5] = torch.nan

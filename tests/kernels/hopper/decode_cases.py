@@ -24,14 +24,14 @@ LENGTHS = {
     "a request of many queries": ((700, 90), (40, 1)),
     "pipelines that wrap many times": ((4097, 1, 2880, 0, 191), (1, 2, 1, 1, 3)),
 }
-# one worker, so one CTA has all work tiles: with no block, an odd number of blocks, an even number
+# one CTA has all work tiles: with no block, an odd number of blocks, an even number
 MANY_TILES = {"kv_lens": (1, 0, 65, 64, 200, 0, 130, 3, 700, 1), "num_workers": 1, "tile": 64}
 FP8 = ("fp8", "fp8_token", "fp8_block128")
 BF16_AND_FP8 = ("bf16", *FP8)
 SMALL_M_HEADS = pytest.mark.parametrize("heads", [8, 16, 32])
 FP8_HEADS = pytest.mark.parametrize("heads", [8, 16, 32, 128])
 FP8_FORMATS = pytest.mark.parametrize("format", FP8)
-ODD_PAGES = pytest.mark.parametrize("page_size", [1, 3, 4, 8, 16, 24, 32, 96])
+PAGE_SIZES_NOT_OF_64 = pytest.mark.parametrize("page_size", [1, 3, 4, 8, 16, 24, 32, 96])
 # heads of a small_m kernel, and of an m64 kernel
 KERNELS = pytest.mark.parametrize("heads", [16, 64], ids=["small_m", "m64"])
 
@@ -66,7 +66,7 @@ def random_batch(seed: int) -> dict[str, tuple[int, ...]]:
     return {"kv_lens": tuple(max(q, draw.randrange(2000)) for q in q_lens), "q_lens": q_lens}
 
 
-def with_sizes(format: str, sizes: list[float]) -> tuple[PagedLatentCache, torch.Tensor]:
+def with_magnitudes(format: str, sizes: list[float]) -> tuple[PagedLatentCache, torch.Tensor]:
     """A cache of one request, its rows of these sizes in turn, and what was written."""
     cache = PagedLatentCache.allocate(
         DecodeCase(**ROW).row, format, num_pages=8, page_size=64, device="cuda"

@@ -1,4 +1,4 @@
-"""The Gluon decode kernels: what they take, held to the oracle on poisoned caches."""
+"""Hopper decode kernels, compared with the oracle on poisoned caches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.kernels.hopper.decode_cases import (
     FP8,
     KERNELS,
     LENGTHS,
-    ODD_PAGES,
+    PAGE_SIZES_NOT_OF_64,
     ROW,
     around_pages,
     kernel_for,
@@ -28,7 +28,7 @@ from tests.kernels.hopper.decode_cases import (
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [33, 64, 128])
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_many_heads_in_a_small_m_kernel(lengths, heads):
+def test_small_m_bf16_with_more_than_32_heads(lengths, heads):
     kv_lens, q_lens = LENGTHS[lengths]
     run(kv_lens=kv_lens, q_lens=q_lens, heads=heads, m64=False)
 
@@ -55,9 +55,9 @@ def test_pages(page_size, heads):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [8, 16, 32, 128])
-@ODD_PAGES
-def test_odd_pages(page_size, heads):
-    """What lies past a length is NaN, and entries past the last page are none of a page."""
+@PAGE_SIZES_NOT_OF_64
+def test_page_sizes_not_of_64(page_size, heads):
+    """Rows past a length are NaN, and table entries past the last page name no page."""
     run(heads=heads, **around_pages(page_size))
 
 
@@ -65,7 +65,7 @@ def test_odd_pages(page_size, heads):
 @pytest.mark.parametrize(
     ("heads", "format"), [(64, "bf16"), *((16, each) for each in BF16_AND_FP8)]
 )
-@ODD_PAGES
+@PAGE_SIZES_NOT_OF_64
 @pytest.mark.parametrize(
     "fields",
     [
@@ -77,7 +77,7 @@ def test_odd_pages(page_size, heads):
     ],
     ids=lambda fields: next(iter(fields)),
 )
-def test_odd_pages_with_other_arguments(fields, page_size, heads, format):
+def test_page_sizes_not_of_64_with_other_arguments(fields, page_size, heads, format):
     """Queries of a request see different ends, some of them before the last page."""
     given = {"kv_lens": (400, 65, 9, 0), "q_lens": (20, 1, 9, 1), **fields}
     run(page_size=page_size, heads=heads, format=format, **given)
@@ -85,10 +85,10 @@ def test_odd_pages_with_other_arguments(fields, page_size, heads, format):
 
 @pytest.mark.gpu
 @KERNELS
-@ODD_PAGES
+@PAGE_SIZES_NOT_OF_64
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("seed", range(3))
-def test_odd_pages_in_random_batches(seed, dtype, page_size, heads):
+def test_page_sizes_not_of_64_in_random_batches(seed, dtype, page_size, heads):
     given = {"page_size": page_size, "heads": heads, "dtype": dtype, "format": dtype}
     run(seed=seed, **given, **random_batch(seed))
 

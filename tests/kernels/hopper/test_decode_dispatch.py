@@ -1,4 +1,4 @@
-"""Which decodes Hopper's kernels take, and which of them takes what."""
+"""Which decode problems Hopper kernels take, and which kernel is chosen."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def kernel_of(**fields: object) -> str:
     ("heads", "rows"),
     [(1, 8), (7, 8), (8, 8), (9, 16), (16, 16), (17, 32), (31, 32), (32, 32), (33, 64), (200, 64)],
 )
-def test_few_heads_are_not_padded_to_64(heads, rows):
+def test_small_m_heads_are_not_padded_to_64(heads, rows):
     from mlakit.kernels.hopper.decode.launch import tiles_of
 
     kernel = kernel_of(heads=heads, **MUCH_WORK)
@@ -82,14 +82,14 @@ def test_few_heads_are_not_padded_to_64(heads, rows):
         ("fp8_block128", 128, False),
     ],
 )  # fmt: skip
-def test_many_heads_over_fp8_have_kernels_of_their_own(format, heads, is_m64, dtype):
+def test_fp8_kv_and_fp8_qk_have_m64_kernels(format, heads, is_m64, dtype):
     m64 = "m64_fp8_kv" if dtype == "torch.bfloat16" else "m64_fp8_qk"
     given = {"format": format, "heads": heads, "dtype": dtype}
     assert kernel_of(**given, **MUCH_WORK) == (m64 if is_m64 else "small_m_fp8_kv")
     assert kernel_of(**given, **LITTLE_WORK) == "small_m_fp8_kv"
 
 
-def test_how_much_work_is_little():
+def test_the_work_up_to_which_small_m_is_chosen():
     """16 blocks of 32 heads x 64 keys per SM: 2112 on 132 SMs."""
     asked = problem(heads=128, num_tokens=33, num_sms=132)
     for max_keys, kernel in ((16 * 64, "small_m_bf16"), (16 * 64 + 1, "m64_bf16")):
@@ -295,13 +295,13 @@ def test_hopper_is_the_first_choice(format, page_size):
 
 
 @FP8_FORMATS
-def test_hopper_is_the_first_choice_for_few_heads_over_fp8(format):
+def test_hopper_is_the_first_choice_for_small_m_fp8_kv(format):
     assert dispatch.select("mla_decode", problem(format=format, heads=32)).backend == "hopper"
 
 
 @FP8_FORMATS
 @pytest.mark.parametrize("uses", [(), ("q_scale",)], ids=["plain", "scaled"])
-def test_hopper_is_the_first_choice_for_e4m3_queries_over_fp8(uses, format):
+def test_hopper_is_the_first_choice_for_fp8_qk(uses, format):
     asked = problem(format=format, dtype="torch.float8_e4m3fn", heads=128, uses=uses)
     assert dispatch.select("mla_decode", asked).backend == "hopper"
 
@@ -341,7 +341,7 @@ def test_hopper_is_the_first_choice_for_e4m3_queries_over_fp8(uses, format):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_it_leaves_to_the_portable_kernel(fields, reason):
+def test_problems_that_are_left_to_the_portable_kernel(fields, reason):
     asked = problem(**fields)
     assert dispatch.explain("mla_decode", asked)["hopper"] == reason
     assert dispatch.select("mla_decode", asked).backend == "triton"
@@ -366,7 +366,7 @@ def test_rows_that_tma_cannot_address_are_said_to_be_loose():
     assert not _lie_evenly(rows[:, :1].expand(4, 6, 64))
 
 
-def test_of_pages_of_one_row_only_those_have_a_distance():
+def test_pages_of_one_row_are_addressed_by_the_page_stride():
     from mlakit.kernels.hopper.decode.launch import _as_rows
     from mlakit.ops.decode import _lie_evenly
 
@@ -395,7 +395,7 @@ def test_of_pages_of_one_row_only_those_have_a_distance():
     ],
     ids=str,
 )
-def test_parts_of_queries_that_are_left_to_the_portable_kernel(fields, words):
+def test_query_forms_that_are_left_to_the_portable_kernel(fields, words):
     trial = DecodeCase(**ROW, page_size=64, **fields).trial("cpu")
     with pretending(90), pytest.raises(UnsupportedError, match=f"takes no {words}"):
         trial.call("hopper")

@@ -1,4 +1,4 @@
-"""The Gluon decode kernels over rows of FP8, held to the oracle on poisoned caches."""
+"""Hopper decode with an FP8 KV cache (fp8_kv), compared with the oracle on poisoned caches."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from tests.kernels.hopper.decode_cases import (
     KERNELS,
     LENGTHS,
     MANY_TILES,
-    ODD_PAGES,
+    PAGE_SIZES_NOT_OF_64,
     around_pages,
     kernel_for,
     random_batch,
     run,
-    with_sizes,
+    with_magnitudes,
 )
 
 
 @pytest.mark.gpu
 @FP8_FORMATS
 @FP8_HEADS
-@ODD_PAGES
-def test_odd_pages_of_fp8(page_size, heads, format):
+@PAGE_SIZES_NOT_OF_64
+def test_fp8_kv_page_sizes_not_of_64(page_size, heads, format):
     run(heads=heads, format=format, tensor_scale=0.05, **around_pages(page_size))
 
 
 @pytest.mark.gpu
-@ODD_PAGES
+@PAGE_SIZES_NOT_OF_64
 @pytest.mark.parametrize("seed", range(5))
-def test_odd_pages_of_fp8_in_random_batches(seed, page_size):
+def test_fp8_kv_page_sizes_not_of_64_in_random_batches(seed, page_size):
     run(seed=seed, page_size=page_size, format="fp8_block128", **random_batch(seed))
 
 
@@ -42,14 +42,14 @@ def test_odd_pages_of_fp8_in_random_batches(seed, page_size):
 @FP8_FORMATS
 @FP8_HEADS
 @pytest.mark.parametrize(("kv_lens", "q_lens"), LENGTHS.values(), ids=LENGTHS.keys())
-def test_fp8_lengths(kv_lens, q_lens, heads, format):
+def test_fp8_kv_lengths(kv_lens, q_lens, heads, format):
     run(kv_lens=kv_lens, q_lens=q_lens, heads=heads, format=format, tensor_scale=0.05)
 
 
 @pytest.mark.gpu
 @FP8_FORMATS
 @pytest.mark.parametrize("heads", [1, 7, 9, 17, 31, 33, 64, 100])
-def test_fp8_heads(heads, format):
+def test_fp8_kv_heads(heads, format):
     run(kv_lens=(300, 64, 1), q_lens=(2, 1, 1), heads=heads, format=format, sink="finite")
 
 
@@ -57,7 +57,7 @@ def test_fp8_heads(heads, format):
 @FP8_FORMATS
 @KERNELS
 @pytest.mark.parametrize("page_size", [64, 192, 1024])
-def test_fp8_pages(page_size, heads, format):
+def test_fp8_kv_page_sizes(page_size, heads, format):
     run(
         heads=heads,
         kv_lens=(1500, 130, 1),
@@ -72,7 +72,7 @@ def test_fp8_pages(page_size, heads, format):
 @FP8_HEADS
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("on_device", [False, True], ids=["float", "tensor"])
-def test_fp8_tensor_scales(dtype, on_device, heads):
+def test_fp8_kv_tensor_scales(dtype, on_device, heads):
     run(
         kv_lens=(500, 65),
         q_lens=(3, 2),
@@ -88,7 +88,7 @@ def test_fp8_tensor_scales(dtype, on_device, heads):
 @FP8_FORMATS
 @FP8_HEADS
 @pytest.mark.parametrize("sharpness", [-2.0, 0.0, 0.01, 30.0])
-def test_fp8_scales_of_scores(sharpness, heads, format):
+def test_fp8_kv_softmax_scales(sharpness, heads, format):
     run(
         kv_lens=(500, 65),
         q_lens=(1, 2),
@@ -104,7 +104,7 @@ def test_fp8_scales_of_scores(sharpness, heads, format):
 @FP8_FORMATS
 @FP8_HEADS
 @pytest.mark.parametrize(("tile", "num_workers"), [(16, 3), (64, 1), (64, 50), (128, 3)])
-def test_fp8_plans(tile, num_workers, heads, format):
+def test_fp8_kv_plans(tile, num_workers, heads, format):
     run(
         kv_lens=(900, 65, 0, 130),
         q_lens=(1, 2, 1, 1),
@@ -118,7 +118,7 @@ def test_fp8_plans(tile, num_workers, heads, format):
 @pytest.mark.gpu
 @FP8_FORMATS
 @FP8_HEADS
-def test_fp8_phases_go_on_from_tile_to_tile(heads, format):
+def test_fp8_kv_pipeline_phases_continue_across_work_tiles(heads, format):
     """Two QK-softmax warpgroups take alternate blocks."""
     run(**MANY_TILES, q_lens=(1,) * 10, heads=heads, format=format)
 
@@ -126,7 +126,7 @@ def test_fp8_phases_go_on_from_tile_to_tile(heads, format):
 @pytest.mark.gpu
 @FP8_FORMATS
 @pytest.mark.parametrize("seed", range(20))
-def test_fp8_random_batches(seed, format):
+def test_fp8_kv_random_batches(seed, format):
     draw = Random(seed)
     batch = draw.choice([1, 2, 7, 40, 150])
     q_lens = tuple(draw.choice([1, 1, 1, 0, 2, 4]) for _ in range(batch))
@@ -148,9 +148,9 @@ def test_fp8_random_batches(seed, format):
 @pytest.mark.parametrize(
     "sizes", [[1.0], [1e-6, 1e3, 1.0], [1e12], [1e-12], [1e-3] * 400 + [1e6] + [1e-3] * 111]
 )
-def test_fp8_rows_of_any_size(sizes, format, heads):
+def test_fp8_kv_rows_of_any_magnitude(sizes, format, heads):
     """float16 has little range: what rows are multiplied with must be scaled to it."""
-    cache, rows = with_sizes(format, sizes)
+    cache, rows = with_magnitudes(format, sizes)
     own = torch.Generator().manual_seed(1)
     # not beyond: where scores reach 2**30, float32 no longer tells how far one is from the largest
     q = torch.randn(1, heads, 576, generator=own)
@@ -172,8 +172,8 @@ def test_fp8_rows_of_any_size(sizes, format, heads):
 @FP8_FORMATS
 @KERNELS
 @pytest.mark.parametrize("column", [0, 200, 511])
-def test_fp8_nan_that_is_seen_is_seen(column, heads, format):
-    cache, _ = with_sizes(format, [1.0])
+def test_fp8_kv_nan_in_an_attended_row_reaches_the_output(column, heads, format):
+    cache, _ = with_magnitudes(format, [1.0])
     cache.payload.view(torch.uint8)[0, 7, 63, column] = 0xFF
     q = torch.ones(2, heads, 576, dtype=torch.bfloat16, device="cuda")
     table = torch.arange(8, dtype=torch.int32, device="cuda").expand(2, 8)

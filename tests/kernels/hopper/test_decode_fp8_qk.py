@@ -1,4 +1,4 @@
-"""Hopper's decode of FP8 queries: converted to float16, or with many heads multiplied as FP8."""
+"""Hopper decode with FP8 Q and KV (fp8_qk): converted to float16, or multiplied as FP8 (m64)."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from tests.kernels.hopper.decode_cases import (
     FP8_HEADS,
     LENGTHS,
     MANY_TILES,
-    ODD_PAGES,
+    PAGE_SIZES_NOT_OF_64,
     ROW,
     around_pages,
     run,
-    with_sizes,
+    with_magnitudes,
 )
 
-BF16_ROTATED = pytest.mark.parametrize("format", FP8[1:])
-E4M3_QUERIES = {"dtype": "e4m3", "q_scaled": True, "tensor_scale": 0.05}
+BF16_ROPE_FORMATS = pytest.mark.parametrize("format", FP8[1:])
+FP8_QK = {"dtype": "e4m3", "q_scaled": True, "tensor_scale": 0.05}
 
 
 @pytest.mark.gpu
 @FP8_FORMATS
 @pytest.mark.parametrize("heads", [8, 16, 32, 100, 128])
 @pytest.mark.parametrize(("kv_lens", "q_lens"), LENGTHS.values(), ids=LENGTHS.keys())
-def test_e4m3_queries_of_any_length(kv_lens, q_lens, heads, format):
-    run(kv_lens=kv_lens, q_lens=q_lens, heads=heads, format=format, **E4M3_QUERIES)
+def test_fp8_qk_lengths(kv_lens, q_lens, heads, format):
+    run(kv_lens=kv_lens, q_lens=q_lens, heads=heads, format=format, **FP8_QK)
 
 
 @pytest.mark.gpu
 @FP8_FORMATS
 @pytest.mark.parametrize("heads", [1, 7, 9, 17, 31, 33, 65])
-def test_e4m3_queries_of_any_heads(heads, format):
-    """Boxes of queries end in the heads of the next token, or past the last."""
+def test_fp8_qk_heads(heads, format):
+    """TMA tiles of queries end in the heads of the next token, or past the last."""
     lengths = {"kv_lens": (300, 64, 1), "q_lens": (2, 1, 1)}
-    run(**lengths, heads=heads, format=format, sink="finite", **E4M3_QUERIES)
+    run(**lengths, heads=heads, format=format, sink="finite", **FP8_QK)
 
 
 @pytest.mark.gpu
 @FP8_FORMATS
 @FP8_HEADS
-@ODD_PAGES
-def test_e4m3_queries_over_odd_pages(page_size, heads, format):
-    run(heads=heads, format=format, **E4M3_QUERIES, **around_pages(page_size))
+@PAGE_SIZES_NOT_OF_64
+def test_fp8_qk_page_sizes_not_of_64(page_size, heads, format):
+    run(heads=heads, format=format, **FP8_QK, **around_pages(page_size))
 
 
 @pytest.mark.gpu
@@ -72,18 +72,18 @@ def test_e4m3_queries_over_odd_pages(page_size, heads, format):
     ],
     ids=lambda fields: ", ".join(f"{name}={value}" for name, value in fields.items()),
 )
-def test_e4m3_queries_with_other_arguments(fields, heads, format):
+def test_fp8_qk_with_other_arguments(fields, heads, format):
     if "tensor_scale_on_device" in fields and format != "fp8":
         pytest.skip("of rows with a scale of the tensor only")
-    given = {"kv_lens": (400, 65, 9, 0), "q_lens": (20, 1, 9, 1), **E4M3_QUERIES, **fields}
+    given = {"kv_lens": (400, 65, 9, 0), "q_lens": (20, 1, 9, 1), **FP8_QK, **fields}
     run(heads=heads, format=format, **given)
 
 
 @pytest.mark.gpu
-@BF16_ROTATED
+@BF16_ROPE_FORMATS
 @pytest.mark.parametrize("heads", [1, 8, 16, 32, 100])
 @pytest.mark.parametrize("q_scaled", [False, True], ids=["plain", "scaled"])
-def test_rotated_queries_of_bf16_beside_e4m3(q_scaled, heads, format):
+def test_fp8_qk_with_bf16_q_rope(q_scaled, heads, format):
     lengths = {"kv_lens": (700, 65, 0, 130), "q_lens": (2, 1, 1, 3)}
     queries = {"dtype": "e4m3", "q_rope_dtype": "bf16", "q_scaled": q_scaled}
     run(**lengths, **queries, heads=heads, format=format, sink="finite")
@@ -91,9 +91,9 @@ def test_rotated_queries_of_bf16_beside_e4m3(q_scaled, heads, format):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", byte_scores.FORMATS)
-def test_scores_of_many_heads_are_sums_as_the_hardware_makes_them(format):
-    """Of one key each, where the lse is the score."""
-    cache, _ = with_sizes(format, [1.0, 3.0, 0.2])
+def test_m64_fp8_qk_scores_are_accumulated_as_the_hardware_does(format):
+    """With one key per query the lse is the score."""
+    cache, _ = with_magnitudes(format, [1.0, 3.0, 0.2])
     layer = cache.layer(0)
     first_rows = layer.read(torch.arange(8, device="cuda") * 64, dtype=torch.float64)
     units = torch.ones(8).double().cuda() if layer.scales is None else layer.scales[:, 0, 0]
@@ -116,9 +116,9 @@ def test_scores_of_many_heads_are_sums_as_the_hardware_makes_them(format):
 
 
 @pytest.mark.gpu
-def test_e4m3_queries_of_many_heads_over_rows_of_sizes_far_apart():
+def test_m64_fp8_qk_over_rows_of_very_different_magnitude():
     """Probabilities of rows with small scales matter where the large one is not attended to."""
-    cache, rows = with_sizes("fp8_token", [1e-3] * 400 + [1e6] + [1e-3] * 111)
+    cache, rows = with_magnitudes("fp8_token", [1e-3] * 400 + [1e6] + [1e-3] * 111)
     own = torch.Generator().manual_seed(8)
     q = torch.randn(2, 64, 576, generator=own).cuda().to(torch.float8_e4m3fn)
     largest = (q.double() @ rows.T).abs().amax((1, 2))
@@ -137,16 +137,16 @@ def test_e4m3_queries_of_many_heads_over_rows_of_sizes_far_apart():
 @pytest.mark.gpu
 @FP8_FORMATS
 @FP8_HEADS
-def test_e4m3_queries_of_many_tiles_of_one_cta(heads, format):
+def test_fp8_qk_many_work_tiles_of_one_cta(heads, format):
     """Those of the next work tile are loaded while this one is still computed."""
     q_lens = (1, 2, 1, 1, 3, 1, 1, 0, 1, 1)
-    run(**MANY_TILES, **E4M3_QUERIES, q_lens=q_lens, heads=heads, format=format)
+    run(**MANY_TILES, **FP8_QK, q_lens=q_lens, heads=heads, format=format)
 
 
 @pytest.mark.gpu
 @FP8_FORMATS
 @pytest.mark.parametrize("seed", range(10))
-def test_e4m3_queries_of_random_batches(seed, format):
+def test_fp8_qk_random_batches(seed, format):
     draw = Random(seed)
     batch = draw.choice([1, 2, 7, 40, 150])
     q_lens = tuple(draw.choice([1, 1, 1, 0, 2, 4]) for _ in range(batch))
@@ -154,14 +154,14 @@ def test_e4m3_queries_of_random_batches(seed, format):
     heads = draw.choice([1, 8, 16, 32, 100, 128])
     run(
         seed=seed, kv_lens=kv_lens, q_lens=q_lens, heads=heads, format=format, sink="mixed",
-        **E4M3_QUERIES,
+        **FP8_QK,
     )  # fmt: skip
 
 
 def attend_all(
     q: torch.Tensor, cache: PagedLatentCache, q_scale: torch.Tensor | None = None, **more: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every token a request of its own over all 512 rows of `with_sizes`."""
+    """Every token a request of its own over all 512 rows of `with_magnitudes`."""
     table = torch.arange(8, dtype=torch.int32, device="cuda").expand(len(q), 8)
     lens = torch.full((len(q),), 512, dtype=torch.int32, device="cuda")
     given = {"softmax_scale": 0.02, "q_scale": q_scale, "backend": "hopper", **more}
@@ -182,9 +182,9 @@ def assert_attended(
 @pytest.mark.gpu
 @FP8_FORMATS
 @pytest.mark.parametrize("heads", [8, 16, 32])
-def test_every_number_of_e4m3_is_converted_exactly(heads, format):
+def test_fp8_qk_every_e4m3_value_is_converted_exactly(heads, format):
     """A number each token, a column each head; scaled so that every one of them matters."""
-    cache, rows = with_sizes(format, [1.0])
+    cache, rows = with_magnitudes(format, [1.0])
     numbers = torch.tensor([byte for byte in range(256) if byte & 0x7F != 0x7F], dtype=torch.uint8)
     q = torch.zeros(len(numbers), heads, 576, dtype=torch.uint8)
     columns = torch.arange(len(numbers) * heads).view(-1, heads, 1) * 7 % 576
@@ -200,7 +200,7 @@ def test_every_number_of_e4m3_is_converted_exactly(heads, format):
 @pytest.mark.parametrize("heads", [1, 16, 32, 100])
 @pytest.mark.parametrize("form", ["packed", "strided", "one for all"])
 def test_q_scales_of_any_size_sign_and_stride(form, heads, format):
-    cache, rows = with_sizes(format, [1.0])
+    cache, rows = with_magnitudes(format, [1.0])
     own = torch.Generator().manual_seed(2)
     q = torch.randn(7, heads, 576, generator=own).cuda().to(torch.float8_e4m3fn)
     scales = torch.tensor([1.0, -1.5, 0.0, 1e-30, 0.37, 4.0, -1e-3], device="cuda")
@@ -214,9 +214,9 @@ def test_q_scales_of_any_size_sign_and_stride(form, heads, format):
 @pytest.mark.gpu
 @FP8_FORMATS
 @pytest.mark.parametrize("heads", [1, 16, 32, 100])
-def test_e4m3_queries_amid_nan(heads, format):
-    """Rows at a distance of 608 bytes; boxes reach past the heads of a token."""
-    cache, rows = with_sizes(format, [1.0])
+def test_fp8_qk_queries_surrounded_by_nan(heads, format):
+    """Rows at a distance of 608 bytes; TMA tiles reach past the heads of a token."""
+    cache, rows = with_magnitudes(format, [1.0])
     own = torch.Generator().manual_seed(6)
     memory = torch.full((5, heads + 2, 608), 0x7F, dtype=torch.uint8, device="cuda")
     q = memory.view(torch.float8_e4m3fn)[1:-1, 1:-1, 16:592]
@@ -228,8 +228,8 @@ def test_e4m3_queries_amid_nan(heads, format):
 @pytest.mark.gpu
 @FP8_FORMATS
 @pytest.mark.parametrize("column", [0, 200, 511, 512, 575])
-def test_nan_in_an_e4m3_query_stays_in_its_head(column, format):
-    cache, _ = with_sizes(format, [1.0])
+def test_fp8_qk_nan_in_a_query_stays_in_its_head(column, format):
+    cache, _ = with_magnitudes(format, [1.0])
     own = torch.Generator().manual_seed(3)
     q = torch.randn(3, 40, 576, generator=own).cuda().to(torch.float8_e4m3fn)
     plain_out, plain_lse = attend_all(q, cache)
@@ -246,7 +246,7 @@ def test_nan_in_an_e4m3_query_stays_in_its_head(column, format):
 @pytest.mark.gpu
 @FP8_FORMATS
 def test_a_q_scale_of_nan_stays_in_its_token(format):
-    cache, rows = with_sizes(format, [1.0])
+    cache, rows = with_magnitudes(format, [1.0])
     own = torch.Generator().manual_seed(4)
     q = torch.randn(3, 40, 576, generator=own).cuda().to(torch.float8_e4m3fn)
     scales = torch.tensor([0.5, torch.nan, 2.0], device="cuda")
@@ -259,9 +259,9 @@ def test_a_q_scale_of_nan_stays_in_its_token(format):
 
 @pytest.mark.gpu
 @FP8_FORMATS
-def test_repeated_calls_with_e4m3_queries_read_their_own_scales(format):
-    """From the third call on what was recorded of the second is started."""
-    cache, rows = with_sizes(format, [1.0])
+def test_fp8_qk_replayed_launches_read_their_own_scales(format):
+    """The third call and later ones replay the launch that the second recorded."""
+    cache, rows = with_magnitudes(format, [1.0])
     own = torch.Generator().manual_seed(5)
     for _ in range(4):
         q = torch.randn(3, 16, 576, generator=own).cuda().to(torch.float8_e4m3fn)

@@ -101,7 +101,7 @@ def bmm_operands(dtype=torch.bfloat16, out_dtype=None):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_bmm_takes_slices_of_halves(dtype):
+def test_bmm_takes_slices_of_16_bit_matrices(dtype):
     assert bmm_refuses(*bmm_operands(dtype)) is None
 
 
@@ -109,7 +109,7 @@ def test_bmm_takes_slices_of_halves(dtype):
     ("dtype", "out_dtype"),
     [(torch.float32, None), (torch.bfloat16, torch.float32), (torch.bfloat16, E4M3)],
 )
-def test_bmm_takes_halves_of_one_dtype_only(dtype, out_dtype):
+def test_bmm_takes_16_bit_matrices_of_one_dtype_only(dtype, out_dtype):
     assert "halves of one dtype" in bmm_refuses(*bmm_operands(dtype, out_dtype))
 
 

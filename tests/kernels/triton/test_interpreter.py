@@ -1,4 +1,4 @@
-"""The mended interpreter: what it would get wrong, held to torch (`triton` runs it here)."""
+"""The patched interpreter, compared with torch: `triton` runs interpreted here."""
 
 from __future__ import annotations
 

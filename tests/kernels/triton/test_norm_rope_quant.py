@@ -226,7 +226,7 @@ def test_more_heads_than_a_program_takes(device):
 
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("format", FORMATS)
-def test_an_odd_row_among_poison(format, rope, device):
+def test_a_row_of_unusual_width_among_poison(format, rope, device):
     assert_kernels_agree(Step(format, ODD, rope, strided=True), device)
 
 

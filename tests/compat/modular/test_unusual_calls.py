@@ -1,4 +1,4 @@
-"""Odd but legal calls of the documented functions: they write what the plain call writes."""
+"""Unusual but legal calls of the documented functions: they write what the plain call writes."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_a_buffer_may_skip_what_the_window_hides():
     ],
     ids=lambda value: name_of(value) if callable(value) else "-".join(value),
 )
-def test_odd_but_legal_arguments_pass(make, changes):
+def test_unusual_but_legal_arguments_pass(make, changes):
     assert written_by(spoil(make(), changes)).keys() == written_by(make()).keys()
 
 
