@@ -16,7 +16,7 @@ SPEED = re.compile(r"(\d+(?:\.\d+)?)x (faster|slower)")
 
 
 def times(file: str) -> dict[str, dict[str, float]]:
-    """Medians in microseconds: workload → who was timed → us."""
+    """Medians in microseconds: workload → baseline → us."""
     report = json.loads((ROOT / "docs" / "data" / file).read_text(encoding="utf-8"))
     found: dict[str, dict[str, float]] = {}
     for row in report["rows"]:

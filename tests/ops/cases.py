@@ -276,7 +276,7 @@ def prefill_call(**options: Any) -> Call:
 
 
 def prefill_strided() -> Call:
-    """Keys and values as an up-projection leaves them: two parts of one tensor."""
+    """Keys and values as an up-projection leaves them: two slices of one tensor."""
     call, generator = prefill_call(mask=masks.sliding_window_causal(3)), torch.Generator()
     joint = normal(generator.manual_seed(5), sum(KV_LENS), HEADS, 6 + 5)
     return call.but(

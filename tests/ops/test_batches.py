@@ -53,7 +53,8 @@ def take(call: Call, results: Sequence[Tensor], rows: Tensor) -> list[Tensor]:
 
 
 def independent(call: Call, place: Place) -> Call:
-    """Without a plan a GPU kernel may share the keys of a batch among its workers, if not told."""
+    """Without a plan a GPU kernel may split the keys of a batch among its CTAs, unless it is
+    asked not to."""
     if call.function is ops.mla_decode and not place.on_cpu_backend:
         return call.but(deterministic=True)
     return call

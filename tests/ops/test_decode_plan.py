@@ -102,7 +102,7 @@ def test_plans_of_one_backend_serve_another():
 
 
 def test_plans_of_other_heads_and_rows_serve_too():
-    """A request with more rows than the plan's partials have room for is done by one worker."""
+    """A request with more rows than the plan's partials have room for is not split."""
     call = call_of({})
     plan = plan_of(call, backend="triton")
     for slot_rows in (16, 48, 1024):

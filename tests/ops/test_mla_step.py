@@ -1,4 +1,4 @@
-"""Mixed batches: who of a step is decoded and who prefilled, and that it changes no result."""
+"""Mixed batches: which requests are decoded and which prefilled, and that it changes no result."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_step_of_long_requests_only_prefills(monkeypatch):
 
 
 @on_cpu
-def test_a_plan_of_a_step_says_who_goes_where():
+def test_a_plan_of_a_step_gives_the_branch_of_each_request():
     plan = plan_step(KV_LENS, Q_LENS, decode_threshold=3, max_context_rows=4)
     assert plan.decode == (0, 2, 4)
     assert plan.prefill == (1, 5)

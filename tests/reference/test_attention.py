@@ -206,7 +206,7 @@ def test_merge_by_hand() -> None:
 
 @pytest.mark.parametrize("sink", [None, SINK], ids=["plain", "sink"])
 def test_split_and_merged_equals_whole(sink: Tensor | None) -> None:
-    """Every third position to one part, and a part that got nothing and was never written."""
+    """Every third position is one split's; one split has no position and is never written."""
     batch = make_batch()
     given = {**batch.absorbed(), "softmax_scale": SCALE}
     whole = reference.mla_decode(**given, sink=sink)

@@ -51,7 +51,7 @@ def gives_back_both_inputs(oracle: Launcher) -> Launcher:
 
 
 def plain_mean(oracle: Launcher) -> Launcher:
-    """Merging that gives every live part the same weight."""
+    """Merging that gives every split that has keys the same weight."""
     return lambda outs, lses, **options: (outs.nanmean(0).nan_to_num(), lses.logsumexp(0))
 
 

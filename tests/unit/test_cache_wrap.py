@@ -48,7 +48,7 @@ class Foreign:
     row: RowShape = V3
     tensor_scale: float = 1.0
     with_scales: bool = False
-    given_format: str | None = None  # where the shape alone does not tell
+    given_format: str | None = None  # where the shape alone is ambiguous
 
     def __str__(self) -> str:
         return self.name

@@ -458,7 +458,7 @@ def test_a_backend_that_is_not_there_is_a_usage_error(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_numbers_shown_are_those_of_the_rule(dtype, generator):
-    """The shown budget is where `assert_matches` turns, on a result that is wrong in one number."""
+    """The shown budget is the limit of `assert_matches`, for a result with one wrong number."""
     exact = torch.randn(50, 96, generator=generator, dtype=torch.float64)
     exact *= torch.logspace(-3, 3, 50, dtype=torch.float64)[:, None]
     naive = exact * (1 + 1e-3 * torch.randn(exact.shape, generator=generator).double())

@@ -122,7 +122,7 @@ def test_one_sequence_may_be_grown_by_many_threads():
 
 
 def test_a_sequence_is_freed_once():
-    """Of threads that free the same sequence one succeeds, and the others are told."""
+    """Of threads that free the same sequence one succeeds; the others get an error."""
     for _ in range(2):
         allocator = PageAllocator(2, 4)
         sequence = allocator.reserve(8)

@@ -1,4 +1,4 @@
-"""Small calls of the documented functions that pass, and ways to spoil one thing in them."""
+"""Small calls of the documented functions that pass, and ways to make one thing in them wrong."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ def test_08_the_plan_of_the_documented_example():
 
 
 def test_09_decode_does_not_depend_on_the_number_of_splits():
-    """1 to 74 parts give one result, also where there are more parts than pages."""
+    """1 to 74 splits give one result, also where there are more splits than pages."""
     step = Step((330, 40, 0, 63), (1, 2, 1, 1))  # 6, 1, 1 and 1 pages of 64 keys
     rope_aware = {"dtype": E4M3, "has_token_scales": True}
     for kinds, all_parts in (({}, range(1, 75)), (rope_aware, (*BUCKETS, 74))):
@@ -196,7 +196,7 @@ def clean_up(paged):
 
 
 def test_10_what_is_not_read_may_be_anything():
-    """NaN in page tails, in other pages, in unused scales and in the results of empty parts, and
+    """NaN in page tails, in other pages, in unused scales and in the results of empty splits, and
     huge numbers in unused table entries, change not one bit of the output."""
     for kinds in ({}, {"dtype": E4M3, "has_token_scales": True, "has_scale_pool": True}):
         poisoned, clean = DecodeCase(**kinds), DecodeCase(**kinds)

@@ -1,4 +1,4 @@
-"""The number of splits MAX chooses, value by value, and an answer for every GPU and head count."""
+"""The number of partitions (splits) MAX chooses, value by value, for every GPU and head count."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ PINS = {
 
 
 @pytest.mark.parametrize(
-    ("heads", "batch", "cache", "parts"),
+    ("heads", "batch", "cache", "partitions"),
     [
-        (heads, batch, cache, parts)
+        (heads, batch, cache, partitions)
         for (heads, batch), row in PINS.items()
-        for cache, parts in zip(CACHES, row, strict=True)
+        for cache, partitions in zip(CACHES, row, strict=True)
     ],
 )
-def test_dense_pin(heads, batch, cache, parts):
+def test_dense_pin(heads, batch, cache, partitions):
     scalars = compute_mla_dispatch_scalars(batch, cache, 1, heads, sm_count=B200_SMS)
-    assert scalars.tolist() == [batch, 1, parts]
+    assert scalars.tolist() == [batch, 1, partitions]
     assert scalars.dtype == torch.int64
     assert scalars.device.type == "cpu"
 
@@ -50,19 +50,19 @@ def test_full_gpu_is_not_split(batch, cache):
 
 
 @pytest.mark.parametrize(
-    ("batch", "cache", "heads", "is_fp8", "parts"),
+    ("batch", "cache", "heads", "is_fp8", "partitions"),
     [
-        (16, 4096, 128, False, 8),  # 4 parts fill 128 of 148 SMs, less than 90 %: 5, bucket 8
-        (3, 32768, 128, False, 32),  # 257 pages, at least 4 × 2 to a part
+        (16, 4096, 128, False, 8),  # 4 splits fill 128 of 148 SMs, less than 90 %: 5, bucket 8
+        (3, 32768, 128, False, 32),  # 257 pages, at least 4 × 2 to a split
         (12, 16384, 128, True, 8),  # 129 pages, 8 × 2
         (3, 65536, 128, True, 64),  # 513 pages, 4 × 2 for up to 8 requests
         (64, 16384, 128, True, 4),  # 129 pages, 16 × 2 from 64 requests on
-        (64, 500, 64, True, 2),  # 501 keys are 8 small pages, 4 to a part
+        (64, 500, 64, True, 2),  # 501 keys are 8 small pages, 4 to a split
     ],
 )
-def test_dense_rule_worked_by_hand(batch, cache, heads, is_fp8, parts):
+def test_dense_rule_worked_by_hand(batch, cache, heads, is_fp8, partitions):
     chosen = num_partitions(batch, cache, 1, heads, sm_count=B200_SMS, is_fp8_kv=is_fp8)
-    assert chosen == parts
+    assert chosen == partitions
 
 
 SPARSE_PINS = {
@@ -151,21 +151,21 @@ def test_no_work_is_one_split(batch, q_len):
     st.none() | st.integers(0, 5000),
 )
 def test_every_call_gets_a_bucket(batch, cache, q_len, heads, sm_count, is_fp8, stride):
-    parts = num_partitions(
+    partitions = num_partitions(
         batch, cache, q_len, heads, sm_count=sm_count, is_fp8_kv=is_fp8, indices_stride=stride
     )
-    assert parts in (*BUCKETS, max(sm_count // 2, 1))
-    assert 1 <= parts <= max(sm_count // 2, 1)
+    assert partitions in (*BUCKETS, max(sm_count // 2, 1))
+    assert 1 <= partitions <= max(sm_count // 2, 1)
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 200), st.integers(0, 300))
-def test_buckets_round_up_and_the_largest_caps(sm_count, parts):
+def test_buckets_round_up_and_the_largest_caps(sm_count, partitions):
     launch = Launch(1, 10**6, 1, 64, 128, sm_count, is_fp8=False)
     buckets = launch.buckets()
     assert list(buckets) == sorted(set(buckets))
-    chosen = launch.clamp_to_bucket(parts, minimum=1)
-    assert chosen == min((b for b in buckets if b >= parts), default=buckets[-1])
+    chosen = launch.clamp_to_bucket(partitions, minimum=1)
+    assert chosen == min((b for b in buckets if b >= partitions), default=buckets[-1])
 
 
 @pytest.mark.parametrize(

@@ -201,7 +201,7 @@ LARGE_CALLS = [
 class Shared(TorchFunctionMode):
     """The functions called on this thread that torch spreads over its own threads."""
 
-    # a copy of q is made by those who call `prefill_branch`
+    # callers of `prefill_branch` make a copy of q
     LEFT_OUT = ("empty", "new_empty", "empty_like", "clone")
 
     def __init__(self) -> None:

@@ -67,7 +67,7 @@ def random_batch(seed: int) -> dict[str, tuple[int, ...]]:
 
 
 def with_magnitudes(format: str, sizes: list[float]) -> tuple[PagedLatentCache, torch.Tensor]:
-    """A cache of one request, its rows of these sizes in turn, and what was written."""
+    """A cache of one request whose rows have these magnitudes, and what was written."""
     cache = PagedLatentCache.allocate(
         DecodeCase(**ROW).row, format, num_pages=8, page_size=64, device="cuda"
     )

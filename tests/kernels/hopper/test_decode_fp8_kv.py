@@ -152,7 +152,7 @@ def test_fp8_kv_rows_of_any_magnitude(sizes, format, heads):
     """float16 has little range: what rows are multiplied with must be scaled to it."""
     cache, rows = with_magnitudes(format, sizes)
     own = torch.Generator().manual_seed(1)
-    # not beyond: where scores reach 2**30, float32 no longer tells how far one is from the largest
+    # not beyond: where scores reach 2**30, float32 no longer resolves the distance to the largest
     q = torch.randn(1, heads, 576, generator=own)
     q *= 2.0 ** torch.arange(-60, 20, 5).repeat(heads // 16)[:, None]
     q[..., :512] /= rows[:, :512].abs().max().item()
