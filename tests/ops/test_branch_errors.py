@@ -233,7 +233,7 @@ REFUSALS = [
 )
 @on_cpu
 def test_a_wrong_step_is_refused_and_writes_nothing(branch, change, said):
-    """Not even q is rotated: the step may be mended and made again."""
+    """Not even q is rotated: the call can be corrected and repeated."""
     q, kv, weights, batch = STEPS["bf16"].arguments()
     changed = change(q, kv, weights, batch)
     out = changed.get("out", torch.full((22, 3, 24), 7.0, dtype=BF16))

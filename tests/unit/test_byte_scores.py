@@ -49,7 +49,7 @@ def test_scores_lose_what_the_hardware_does_not_keep(format):
 
 
 def test_what_the_docs_say_of_the_error_of_a_score():
-    """Of normal numbers, with the softmax's scale of DeepSeek; in rows with scales of their own."""
+    """Normal numbers, DeepSeek's softmax scale, rows with their own scales."""
     own = torch.Generator().manual_seed(0)
     q, k = torch.randn(64, 576, generator=own), torch.randn(1024, 576, generator=own)
     units = k.abs().amax(1).double() / 448

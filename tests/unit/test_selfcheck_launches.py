@@ -300,7 +300,7 @@ def test_launches_pass_on_the_gpu(seed):
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(4))
 def test_many_calls_give_the_same_bits_on_the_gpu(seed):
-    """What goes wrong once in a while only."""
+    """Many calls find an error that occurs in few of them."""
     settings = Settings(
         ("mla_decode",), 100 + seed, device="cuda", minutes=None, launches=8, calls=60
     )

@@ -78,7 +78,7 @@ def test_page_sizes_not_of_64(page_size, heads):
     ids=lambda fields: next(iter(fields)),
 )
 def test_page_sizes_not_of_64_with_other_arguments(fields, page_size, heads, format):
-    """Queries of a request see different ends, some of them before the last page."""
+    """The last key that a query sees differs by query and may be before the last page."""
     given = {"kv_lens": (400, 65, 9, 0), "q_lens": (20, 1, 9, 1), **fields}
     run(page_size=page_size, heads=heads, format=format, **given)
 
@@ -132,7 +132,7 @@ def test_plans(tile, num_workers, heads):
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [16, 128])
 def test_fixed_splits_do_not_depend_on_the_batch(heads):
-    """The case asks for the same bits of a request alone."""
+    """The case checks that a request alone gives the same bits."""
     run(
         kv_lens=(900, 65, 0, 130, 700),
         q_lens=(1, 2, 1, 1, 9),
@@ -195,7 +195,7 @@ def test_random_batches(seed):
 @pytest.mark.parametrize("format", ["bf16", "fp16", *FP8])
 @pytest.mark.parametrize("step", [0.4, 3.0, 7.9, 8.1, 40.0])
 def test_scores_that_rise_and_fall_from_block_to_block(step, format, heads):
-    """By so many powers of two: row_max is kept until a score exceeds it by a threshold."""
+    """Scores step by powers of two: row_max is kept until a score exceeds it by a threshold."""
     row, dtype = DecodeCase(**ROW).row, torch.float16 if format == "fp16" else torch.bfloat16
     cache = PagedLatentCache.allocate(row, format, num_pages=10, page_size=64, device="cuda")
     own = torch.Generator().manual_seed(0)

@@ -189,7 +189,7 @@ def kernel_in_call(tokens: int = 1, **given: object) -> str:
     ids=["deterministic", "even split", "fixed split"],
 )
 def test_a_batch_invariant_request_has_one_kernel(given):
-    """Alone there is little work, in a batch much: kernels do not give the same bits."""
+    """The same kernel runs for a request alone and in a batch: kernels differ in the last bits."""
     assert kernel_in_call() == "small_m_bf16"
     assert kernel_in_call(600) == "m64_bf16"
     assert kernel_in_call(**given) == "m64_bf16"

@@ -149,7 +149,7 @@ def test_fp8_kv_random_batches(seed, format):
     "sizes", [[1.0], [1e-6, 1e3, 1.0], [1e12], [1e-12], [1e-3] * 400 + [1e6] + [1e-3] * 111]
 )
 def test_fp8_kv_rows_of_any_magnitude(sizes, format, heads):
-    """float16 has little range: what rows are multiplied with must be scaled to it."""
+    """float16 has a small range: rows are scaled into it before the product."""
     cache, rows = with_magnitudes(format, sizes)
     own = torch.Generator().manual_seed(1)
     # not beyond: where scores reach 2**30, float32 no longer resolves the distance to the largest

@@ -138,7 +138,7 @@ def test_m64_fp8_qk_over_rows_of_very_different_magnitude():
 @FP8_FORMATS
 @FP8_HEADS
 def test_fp8_qk_many_work_tiles_of_one_cta(heads, format):
-    """Those of the next work tile are loaded while this one is still computed."""
+    """Queries of the next work tile are loaded while the current one is computed."""
     q_lens = (1, 2, 1, 1, 3, 1, 1, 0, 1, 1)
     run(**MANY_TILES, **FP8_QK, q_lens=q_lens, heads=heads, format=format)
 
@@ -183,7 +183,7 @@ def assert_attended(
 @FP8_FORMATS
 @pytest.mark.parametrize("heads", [8, 16, 32])
 def test_fp8_qk_every_e4m3_value_is_converted_exactly(heads, format):
-    """A number each token, a column each head; scaled so that every one of them matters."""
+    """One value per token, one column per head, scaled so that every value changes the result."""
     cache, rows = with_magnitudes(format, [1.0])
     numbers = torch.tensor([byte for byte in range(256) if byte & 0x7F != 0x7F], dtype=torch.uint8)
     q = torch.zeros(len(numbers), heads, 576, dtype=torch.uint8)

@@ -123,7 +123,7 @@ def batches(draw: st.DrawFn) -> list[int]:
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(kv_lens=batches(), num_workers=st.sampled_from([1, 2, 3, 7, 40, 132, 264]))
 def test_triton_plans_are_those_of_the_host(kv_lens, num_workers):
-    """The two twins of the split heuristic."""
+    """The host and the device version of the split heuristic agree."""
     batch = len(kv_lens)
     made = make_plan([1] * batch, kv_lens, num_workers=num_workers, min_tiles=1)
     expected = plan_on_host(kv_lens, num_ctas=num_workers, tile=TILE)

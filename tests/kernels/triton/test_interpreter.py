@@ -107,7 +107,7 @@ def test_triton_patches_its_language_once_a_launch(monkeypatch):
 
 
 def test_triton_adds_once(monkeypatch):
-    """Not a second time in int64 to find an overflow of which nothing is said."""
+    """Not a second time in int64 to find an overflow that is not reported."""
     added = []
     add = interpreter.InterpreterBuilder.create_add
     monkeypatch.setattr(

@@ -321,7 +321,7 @@ def test_given_slots_and_queries_anywhere(q_out, device):
 
 @pytest.mark.parametrize("format", ["bf16", "fp8_token", "fp8_block64"])
 def test_given_slots_are_those_of_the_page_table(format, device):
-    """Both ways to say it write the same bits."""
+    """Slots and the page table give the same bits."""
     step = Step(format, real_row(format))
     by_slot = replace(step, slots=(None,) * 6, positions=(None,) * 6)
     for backend, place in (("cpu", torch.device("cpu")), ("triton", device)):
