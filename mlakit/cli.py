@@ -1,7 +1,7 @@
-"""The `mlakit` command: arguments are parsed here, the work is done elsewhere.
+"""The `mlakit` command: parses arguments; the work is done in other modules.
 
-Nothing here imports torch before a command runs: it takes seconds, which `--version`, `--help` and
-shell completion need not wait.
+torch is imported only when a command runs: the import takes seconds, and `--version`, `--help` and
+shell completion do not need it.
 """
 
 from __future__ import annotations
@@ -52,19 +52,24 @@ def mlakit(
 @app.command(cls=Command, epilog="Example: [bold]mlakit demo --model kimi-k2 --prompt 1000[/bold]")
 def demo(
     model: str = typer.Option("deepseek-v3.2", help=f"One of {', '.join(PRESETS)}."),
-    prompt: int = typer.Option(300, min=2, help="Tokens of the prompt."),
-    tokens: int = typer.Option(8, min=1, help="Tokens to decode, of each of two continuations."),
+    prompt: int = typer.Option(300, min=2, help="Number of prompt tokens."),
+    tokens: int = typer.Option(
+        8, min=1, help="Number of tokens to decode, for each of two continuations."
+    ),
     format: str = typer.Option(
         "fp8_block128",
-        help="Of cache rows: bf16, fp16, fp32, fp8, fp8_token, fp8_block128, fp8_block64.",
+        help="Cache format: bf16, fp16, fp32, fp8, fp8_token, fp8_block128 or fp8_block64.",
     ),
-    device: str = typer.Option("auto", help="auto, cpu or cuda; auto is a GPU if one will do."),
-    seed: int = typer.Option(0, min=0, help="Of weights, prompt and samples."),
-    documented: bool = typer.Option(True, help="Call the documented functions as well."),
+    device: str = typer.Option(
+        "auto", help="auto, cpu or cuda; auto is a GPU that supports every op, else the CPU."
+    ),
+    seed: int = typer.Option(0, min=0, help="Seed of the weights, the prompt and the sampling."),
+    documented: bool = typer.Option(True, help="Also call the functions of Modular's API."),
 ) -> None:
-    """Serve one attention layer of a model at full size, a CPU is enough, and check all of it.
+    """Serve one full-size attention layer and check every result. Runs on a CPU or a GPU.
 
-    Prefill, decode and sparse attention over a paged cache; exit status 1 if a result is wrong.
+    Runs prefill, decode and sparse attention over a paged KV cache with random weights, and
+    compares each result with a float64 oracle. The exit status is 1 if a result is wrong.
     """
     from mlakit.demo import make_settings, run
 
@@ -98,84 +103,99 @@ def bench(
     suites: Annotated[
         list[str] | None,
         typer.Argument(
-            help=f"Of {', '.join(SUITES)}. None: all for the GPU but grid, or cpu without one.",
+            help=f"One or more of {', '.join(SUITES)}. Default: all GPU suites except grid; "
+            "without a GPU: cpu.",
             metavar="SUITE",
             autocompletion=_complete_suite,
         ),
     ] = None,
     shape: str | None = typer.Option(
         None,
-        help="Instead of a suite's own workloads: requests as COUNTqNEWsCACHED, such as 128q1s8k, "
-        "several joined by +; for fp8 MxNxK.",
+        help="Run this batch instead of the suite's workloads: <count>q<q_len>s<kv_len>, such as "
+        "128q1s8k; + joins several. For fp8: MxNxK.",
     ),
-    heads: int | None = typer.Option(None, min=1, help="With --shape."),
-    format: str | None = typer.Option(None, help="With --shape: of cache rows."),
-    page_size: int | None = typer.Option(None, min=1, help="With --shape."),
-    topk: int | None = typer.Option(None, min=1, help="With --shape: rows of a list."),
-    causal: bool | None = typer.Option(None, help="With --shape, for prefill."),
+    heads: int | None = typer.Option(None, min=1, help="Number of heads, with --shape."),
+    format: str | None = typer.Option(None, help="Cache format, with --shape."),
+    page_size: int | None = typer.Option(None, min=1, help="Page size, with --shape."),
+    topk: int | None = typer.Option(
+        None, min=1, help="Rows per query of sparse attention, with --shape."
+    ),
+    causal: bool | None = typer.Option(None, help="Causal mask of prefill, with --shape."),
     mode: str | None = typer.Option(
         None,
-        help="Of a GPU's time: cold (L2), which is the default, b2b (back to back), graph (CUDA "
-        "graph, cold L2).",
+        help="How GPU time is taken: cold (cold L2, the default), b2b (back to back), graph (CUDA "
+        "graph replay, cold L2).",
     ),
-    host: bool = typer.Option(False, "--host", help="Time the host's share of a call instead."),
-    peers: bool = typer.Option(True, help="Time other libraries too, where they are installed."),
+    host: bool = typer.Option(
+        False, "--host", help="Measure the host time of a call instead of the GPU time."
+    ),
+    peers: bool = typer.Option(True, help="Also time other libraries that are available."),
     json_file: str | None = typer.Option(
-        None, "--json", help="Write the figures to this file too."
+        None, "--json", help="Write the figures to this JSON file."
     ),
-    csv_file: str | None = typer.Option(None, "--csv", help="The same as a table for programs."),
+    csv_file: str | None = typer.Option(None, "--csv", help="Write the figures to this CSV file."),
     html_file: str | None = typer.Option(
-        None, "--html", help="One page with tables, charts, environment and command."
+        None, "--html", help="Write an HTML page with tables, charts, environment and command."
     ),
     plot_folder: str | None = typer.Option(
-        None, "--plot", help="Charts as SVG and PNG into this folder; needs matplotlib."
+        None, "--plot", help="Write charts as SVG and PNG to this folder; needs matplotlib."
     ),
     earlier: str | None = typer.Option(
-        None, "--compare", help="A file of --json: say what moved since, by more than the spread."
+        None,
+        "--compare",
+        help="Compare with this --json file: print what changed by more than the spread.",
     ),
     stored: str | None = typer.Option(
-        None, "--from", help="Measure nothing: take the figures from a file of --json."
+        None, "--from", help="Measure nothing: read the figures from this --json file."
     ),
-    only: str = typer.Option("", help="Of each suite only workloads with this in their names."),
-    quick: bool = typer.Option(False, "--quick", help="Tiny problems: only to see that it runs."),
-    threads: int | None = typer.Option(None, min=1, help="Threads of torch; else its own choice."),
+    only: str = typer.Option("", help="Run only workloads whose name contains this text."),
+    quick: bool = typer.Option(
+        False, "--quick", help="Tiny problems: shows that the suite runs, measures nothing."
+    ),
+    threads: int | None = typer.Option(
+        None, min=1, help="Number of torch threads, for suite cpu. Default: torch's choice."
+    ),
     busy: int = typer.Option(
-        0, min=0, help="Of suite cpu: times beside so many busy processes, and without them."
+        0,
+        min=0,
+        help="Suite cpu only: measure next to this many busy processes, and without them.",
     ),
     fetch_peers: bool = typer.Option(
         False,
         "--fetch-peers",
-        help="Only download FlashMLA and FA3, 300 MB, into the folder given in place of SUITE; "
-        "else into MLAKIT_PEERS, by default mlakit/peers in your cache folder.",
+        help="Only download FlashMLA and FA3 (300 MB) to the folder given in place of SUITE. "
+        "Default: MLAKIT_PEERS, or mlakit/peers in your cache folder.",
     ),
     platform: str | None = typer.Option(
-        None, help="With --fetch-peers: x86_64, aarch64 or a platform tag; else this machine's."
+        None,
+        help="With --fetch-peers: x86_64, aarch64 or a platform tag. Default: this machine.",
     ),
     unpinned: bool = typer.Option(
         False,
         "--unpinned",
-        help="With --fetch-peers: take a wheel whose SHA-256 mlakit does not know. It is code that "
-        "will be executed.",
+        help="With --fetch-peers: accept a wheel with an unknown SHA-256. Its code will be "
+        "executed.",
     ),
 ) -> None:
-    """Measure this machine, suite by suite; [bold]cpu[/bold] needs no GPU, the others do.
+    """Benchmark this machine, suite by suite. All suites except [bold]cpu[/bold] need a GPU.
 
-    Every workload is held to its float64 oracle before it is timed; the exit status is 1 if a
-    result is wrong. Contenders, other libraries among them where they are installed, take turns; on
-    a GPU with a cold L2 and launch costs left out, under ceilings measured in the same run. The
-    suite cpu takes minutes, most of them where the CPU has no bf16 products.
+    Every result is compared with a float64 oracle before it is timed; the exit status is 1 if one
+    is wrong. mlakit and its baselines (FlashMLA, FA3, FlashInfer, torch) run interleaved in one
+    process. The speedup is the baseline's time / mlakit's time: above 1x mlakit is faster. GPU
+    times have a cold L2 and exclude launch overhead; the roofline is measured in the same run. The
+    suite cpu takes minutes, most of them on a CPU without bf16 matmuls.
     """
     if fetch_peers:
-        others = "--fetch-peers only downloads, so {} has no meaning with it"
+        others = "--fetch-peers only downloads, so {} has no effect"
         refuse_all_but(context, ("fetch_peers", "suites", *_FETCH_OPTIONS), others)
         _fetch_peers(suites or [], platform, unpinned=unpinned)
         return
-    refuse(context, _FETCH_OPTIONS, "{} goes with --fetch-peers only")
+    refuse(context, _FETCH_OPTIONS, "{} needs --fetch-peers")
     if stored is not None:
-        nothing = "--from measures nothing, so {} has no meaning with it"
+        nothing = "--from measures nothing, so {} has no effect"
         refuse_all_but(context, ("stored", *_REPORT_OPTIONS), nothing)
     if host:
-        refuse(context, ["mode"], "--host times calls as they are, so {} has no meaning with it")
+        refuse(context, ["mode"], "--host measures host time, so {} has no effect")
     from mlakit.bench import command, outputs
     from mlakit.bench.shapes import Shape
 
@@ -207,9 +227,9 @@ def bench(
                 )
                 workloads = command.workloads_of(settings)
                 if set(workloads) == {"cpu"}:
-                    refuse(context, ["mode", "host", "peers"], "{} has no meaning for suite cpu")
+                    refuse(context, ["mode", "host", "peers"], "{} has no effect on suite cpu")
                 if "cpu" not in workloads:
-                    refuse(context, ["threads"], "{} has no meaning without suite cpu")
+                    refuse(context, ["threads"], "{} has no effect without suite cpu")
             open_files.enter_context(wanted.opened())
         if stored is not None:
             outputs.print_reports(reports)
@@ -233,16 +253,16 @@ def explain(
     op: str = typer.Argument(
         ..., help="A public op, such as mla_decode.", autocompletion=_complete_op
     ),
-    arch: str = typer.Option(
-        "cpu", help="cpu, or a compute capability: 90, 9.0, sm_90 and sm_90a are the same."
+    arch: str = typer.Option("cpu", help="cpu, or a compute capability: 90, 9.0, sm_90 or sm_90a."),
+    dtype: str = typer.Option(
+        "bf16", help="Dtype of the queries or activations: bf16, fp16, fp32 or e4m3."
     ),
-    dtype: str = typer.Option("bf16", help="Of queries or activations: bf16, fp16, fp32 or e4m3."),
-    format: str = typer.Option("bf16", help="Of cache rows."),
-    heads: int = typer.Option(128, min=1),
-    page_size: int = typer.Option(64, min=1),
+    format: str = typer.Option("bf16", help="Cache format."),
+    heads: int = typer.Option(128, min=1, help="Number of query heads."),
+    page_size: int = typer.Option(64, min=1, help="Rows per page of the cache."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON instead of a table."),
 ) -> None:
-    """Say which backend carries out a call, and why not the others. Needs no GPU."""
+    """Show which backend and kernel run a call, and why the others do not. Needs no GPU."""
     from rich.console import Console
 
     from mlakit.support import table
@@ -250,15 +270,15 @@ def explain(
     facts = {"dtype": dtype, "format": format, "heads": heads, "page_size": page_size}
     with usage_errors():
         own = table.facts_of(op)
-        refuse(context, facts.keys() - own, f"{{}} has no meaning for {op}")
+        refuse(context, facts.keys() - own, f"{{}} has no effect on {op}")
         known = {name: value for name, value in facts.items() if name in own}
         problem = table.problem_of(op, table.parse_arch(arch), **known)  # type: ignore[arg-type]
-        verdict = table.verdict(op, problem)
+        selection = table.selection(op, problem)
     if as_json:
-        typer.echo(json.dumps(verdict.as_json(), indent=2))
+        typer.echo(json.dumps(selection.as_json(), indent=2))
     else:
-        Console().print(table.explanation(verdict))
-    if verdict.chosen is None:
+        Console().print(table.explanation(selection))
+    if selection.chosen is None:
         raise typer.Exit(1)
 
 
@@ -268,33 +288,35 @@ def explain(
 def support(
     context: typer.Context,
     compile_kernels: bool = typer.Option(
-        False, "--compile", help="Compile a list of GPU kernels, for every architecture."
+        False, "--compile", help="Compile a list of GPU kernels for every architecture."
     ),
     everything: bool = typer.Option(
         False, "--all", help="With --compile: every configuration on every architecture."
     ),
-    only: str = typer.Option("", help="With --compile: configurations with this in their names."),
-    jobs: int = typer.Option(2, min=1, help="With --compile: processes."),
+    only: str = typer.Option(
+        "", help="With --compile: only configurations whose name contains this text."
+    ),
+    jobs: int = typer.Option(2, min=1, help="With --compile: number of processes."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON instead of a table."),
     as_markdown: bool = typer.Option(
-        False, "--markdown", help="Print the table as the README has it; not with --compile."
+        False, "--markdown", help="Print the table in Markdown, as in the README."
     ),
 ) -> None:
-    """Show which backend each op has on each architecture, or prove that its kernels compile there.
+    """Show which backend each op has on each architecture. With --compile: compile its kernels.
 
-    Neither needs a GPU. With --compile spills, which are counted in the machine code that would
-    run, and shared memory are held to the limits of each architecture; the exit status is 1 if a
-    kernel does not compile or breaks one.
+    Neither needs a GPU. --compile counts the register spills in the machine code and compares them
+    and the shared memory with the limits of each architecture; the exit status is 1 if a kernel
+    does not compile or exceeds a limit.
     """
     from rich.console import Console
 
     if as_markdown and (compile_kernels or as_json):
-        raise typer.BadParameter("--markdown goes with neither --compile nor --json")
+        raise typer.BadParameter("--markdown cannot be combined with --compile or --json")
     if not compile_kernels:
-        refuse(context, ["everything", "only", "jobs"], "{} goes with --compile only")
+        refuse(context, ["everything", "only", "jobs"], "{} needs --compile")
         from mlakit.support import table
 
-        rows = table.verdicts()
+        rows = table.selections()
         if as_markdown:
             typer.echo(table.markdown(rows))
         elif as_json:
@@ -303,10 +325,10 @@ def support(
             Console().print(table.support_table(rows))
         return
     from mlakit.columns import wide_console
-    from mlakit.support import compilation
+    from mlakit.support import compilation, configurations
 
     with usage_errors():
-        known = compilation.all_checks() if everything else compilation.named_checks()
+        known = configurations.all_checks() if everything else configurations.named_checks()
         checks = compilation.checks_with(only, known)
     kernels = compilation.run_with_progress(checks, jobs=jobs)
     if as_json:
@@ -324,14 +346,14 @@ def support(
 )
 def doctor(
     seconds: float = typer.Option(
-        5.0, min=0.0, help="Random calls on each backend, after one of each op."
+        5.0, min=0.0, help="Seconds of random calls per backend, after one call of each op."
     ),
     as_json: bool = typer.Option(False, "--json", help="Print JSON instead of tables."),
 ) -> None:
-    """Say what this machine is, which backends work on it and why not, and which peers are here.
+    """Show this machine, which backends work on it, and which benchmark peers are available.
 
-    Every op is called on every backend that can work here and held to the oracle; the exit status
-    is 1 if a result is wrong. A GPU compiles its kernels first, which takes a minute.
+    Calls every op on every available backend and compares the results with the oracle; the exit
+    status is 1 if one is wrong. On a GPU the kernels are compiled first, which takes a minute.
     """
     from rich.console import Console
 
@@ -343,7 +365,7 @@ def doctor(
         typer.echo(json.dumps(diagnosis.as_json(), indent=2))
     else:
         Console().print(report(diagnosis), highlight=False)
-    if not diagnosis.is_well:
+    if not diagnosis.passed:
         raise typer.Exit(1)
 
 
@@ -357,40 +379,44 @@ def check(
     context: typer.Context,
     op: Annotated[
         list[str] | None,
-        typer.Option(help="Only this op; may be repeated.", autocompletion=_complete_op),
+        typer.Option(help="Check only this op; may be repeated.", autocompletion=_complete_op),
     ] = None,
     minutes: float | None = typer.Option(
         None,
-        help="How long; else 1 minute, or with --count or --launches as long as these take.",
+        help="Duration. Default: 1 minute; with --count or --launches: until they are done.",
     ),
-    count: int | None = typer.Option(None, min=1, help="How many cases."),
+    count: int | None = typer.Option(None, min=1, help="Number of cases."),
     launches: int | None = typer.Option(
         None,
         min=1,
-        help="Instead: so many launches of mla_decode in few configurations, which are compiled "
-        "once, made and judged on the device. A GPU takes milliseconds for one.",
+        help="Check this many launches of mla_decode instead, in few configurations that are "
+        "compiled once. Inputs and oracle run on the device: milliseconds per launch on a GPU.",
     ),
-    first: int = typer.Option(0, min=0, help="With --launches: the number of the first."),
+    first: int = typer.Option(0, min=0, help="With --launches: the index of the first launch."),
     calls: int | None = typer.Option(
         None,
         min=1,
-        help="With --launches: calls of each, which must all give the same bits; else 1 or 3. Many "
-        "of them find what goes wrong now and then only.",
+        help="With --launches: calls per launch, which must all return the same bits. Default: 1 "
+        "or 3. Many calls find intermittent errors.",
     ),
     seed: int | None = typer.Option(
-        None, min=0, help="Of the first case, or of all launches; else a new one."
+        None, min=0, help="Seed of the first case, or of all launches. Default: random."
     ),
-    device: str = typer.Option("auto", help="auto, cpu or cuda; auto is a GPU if there is one."),
-    backend: str = typer.Option("", help="Only hopper, triton or cpu; else each that can."),
+    device: str = typer.Option("auto", help="auto, cpu or cuda; auto is a GPU if torch sees one."),
+    backend: str = typer.Option(
+        "", help="hopper, triton or cpu. Default: every backend that supports the case."
+    ),
     any_widths: bool = typer.Option(
-        False, "--any-widths", help="Any width and page size: a GPU then compiles all the time."
+        False,
+        "--any-widths",
+        help="Random widths and page sizes; a GPU then compiles a kernel for most cases.",
     ),
     as_json: bool = typer.Option(False, "--json", help="Print JSON instead of a table."),
 ) -> None:
-    """Call the ops with random problems, and hold every result to the float64 oracle.
+    """Call the ops with random problems and compare every result with a float64 oracle.
 
-    Stops at the first wrong result, prints the command that repeats it, and exits with status 1;
-    also where nothing could be checked.
+    Stops at the first wrong result and prints the command that repeats it. The exit status is 1 if
+    a result is wrong or nothing could be checked.
     """
     from secrets import randbelow
 
@@ -415,14 +441,14 @@ def check(
     with usage_errors():
         selfcheck.check_settings(settings)
     if launches is None:
-        refuse(context, ["first"], "{} goes with --launches only")  # even if it is 0
+        refuse(context, ["first"], "{} needs --launches")  # also for --first 0
     outcome = selfcheck.run_with_progress(settings)
     if as_json:
         typer.echo(json.dumps(outcome.as_json(), indent=2))
     else:
         Console().print(selfcheck.table(outcome))
-        typer.echo(selfcheck.verdict(outcome))
-    if not outcome.is_well:
+        typer.echo(selfcheck.summary(outcome))
+    if not outcome.passed:
         raise typer.Exit(1)
 
 

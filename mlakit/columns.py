@@ -1,4 +1,4 @@
-"""Tables that fit the terminal: where there is no room, columns go, and never digits."""
+"""Tables that fit the terminal: whole columns are dropped, digits never."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rich.text import Text
 
 from mlakit import knobs
 
-WIDE = 150  # columns where the output is no terminal
-BORDER, PADDING = 1, 1  # before, between and behind the columns, and behind each cell
+WIDE = 150  # columns if the output is not a terminal
+BORDER, PADDING = 1, 1  # around and between the columns; after each cell
 
 
 def wide_console() -> Console:
-    """For tables: as wide as the terminal or COLUMNS says, else `WIDE`."""
+    """A console for tables: as wide as the terminal or COLUMNS, else `WIDE`."""
     has_width = Console().is_terminal or knobs.columns() is not None
     return Console(width=None if has_width else WIDE)
 
@@ -27,9 +27,9 @@ def wide_console() -> Console:
 class Column:
     """A column of a table.
 
-    rank       0 is always shown, 1 where there is room, 2 where there still is, ...
+    rank       0 is always shown; higher ranks are added in order while they fit
     is_number  aligned right
-    folds_at   the width down to which text may be folded; None: not at all
+    folds_at   the minimum width to which text may be folded; None: never folded
     """
 
     heading: str
@@ -48,8 +48,8 @@ def fitting_table(
 ) -> RenderableType:
     """A table no wider than `width`.
 
-    Where even the columns of rank 0 have no room, the values of the first one become lines above
-    those they belong to, and other text is folded. The caption says what was left out.
+    If even the columns of rank 0 do not fit, the values of the first column become lines above
+    their group, and other text is folded. The caption names the dropped columns.
 
     grouped  equal values of the first column are shown once, with a line between groups
     """

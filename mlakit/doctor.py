@@ -1,4 +1,4 @@
-"""`mlakit doctor`: what this machine is, which backends work on it and why not, which peers."""
+"""`mlakit doctor`: this machine, the backends that work on it, and the available peers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ from mlakit.checks import UnsupportedError
 from mlakit.knobs import Backend
 from mlakit.workloads import DecodeCase
 
-# where a kernel takes certain widths only; other ops have their smallest case
+# for kernels that support certain widths only; other ops use their smallest case
 WIDE_CASES = {"mla_decode": DecodeCase(kv_lora_rank=512, qk_rope_head_dim=64, page_size=64)}
-OPTIONAL = ("transformers", "matplotlib", "flash_mla", "flash_attn_3", "flashinfer-python", "vllm")
+OPTIONAL = (
+    *("transformers", "matplotlib", "vllm"),
+    *(package for peer in peers.PEERS for package in peer.packages),
+)
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class OpHealth:
 
     op: str
     seconds: float
-    refusal: str | None = None  # why the backend does not take it
+    unsupported: str | None = None  # why the backend does not support it
     error: str | None = None  # what is wrong
 
     def as_json(self) -> dict[str, object]:
@@ -39,31 +42,31 @@ class OpHealth:
 
 @dataclass(frozen=True)
 class BackendHealth:
-    """A backend here."""
+    """A backend on this machine."""
 
     backend: Backend
     device: str
-    why_not: str | None  # no call was made, or none was taken
+    why_not: str | None  # why no call was made, or none is supported
     ops: tuple[OpHealth, ...] = ()
-    random: selfcheck.Outcome | None = None  # calls after those, where those were right
+    random: selfcheck.Outcome | None = None  # random calls, if those of `ops` are correct
 
     @property
-    def num_right(self) -> int:
-        taken = sum(each.refusal is None and each.error is None for each in self.ops)
-        return taken + (0 if self.random is None else self.random.num_right)
+    def num_correct(self) -> int:
+        correct = sum(each.unsupported is None and each.error is None for each in self.ops)
+        return correct + (0 if self.random is None else self.random.num_correct)
 
     @property
-    def faults(self) -> list[str]:
+    def errors(self) -> list[str]:
         wrong = [f"{each.op}: {each.error}" for each in self.ops if each.error]
-        if self.random is not None and self.random.miss is not None:
-            wrong.append(selfcheck.verdict(self.random))
+        if self.random is not None and self.random.failure is not None:
+            wrong.append(selfcheck.summary(self.random))
         return wrong
 
     def as_json(self) -> dict[str, object]:
         return {
             "backend": self.backend,
             "device": self.device,
-            "works": self.num_right > 0 and not self.faults,
+            "works": self.num_correct > 0 and not self.errors,
             "why_not": self.why_not,
             "ops": [each.as_json() for each in self.ops],
             "random": None if self.random is None else self.random.as_json(),
@@ -76,13 +79,13 @@ class Diagnosis:
     packages: dict[str, str | None]  # versions; None: not installed
     settings: dict[str, object]  # environment variables that are not at their defaults
     backends: tuple[BackendHealth, ...]
-    peers: dict[str, str | None]  # why each is not here
-    origins: dict[str, str]  # of those that are: which build
-    replay: dict[str, replay.OpStats]  # of the calls made here
+    peers: dict[str, str | None]  # why each is unavailable; None: it is available
+    origins: dict[str, str]  # the builds of the available peers
+    replay: dict[str, replay.OpStats]  # counted during these calls
 
     @property
-    def is_well(self) -> bool:
-        return not any(each.faults for each in self.backends)
+    def passed(self) -> bool:
+        return not any(each.errors for each in self.backends)
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -93,12 +96,12 @@ class Diagnosis:
             "peers": self.peers,
             "origins": self.origins,
             "replay": {op: vars(each) for op, each in self.replay.items()},
-            "is_well": self.is_well,
+            "passed": self.passed,
         }
 
 
 def examine(seconds: float) -> Diagnosis:
-    """Call every op on every backend that can work here, then random cases for `seconds` each."""
+    """Call every op on every available backend, then random cases for `seconds` each."""
     backends = tuple(_backend_health(backend, seconds) for backend in dispatch.BACKENDS)
     return Diagnosis(
         environment.describe(),
@@ -115,7 +118,7 @@ def _changed_settings() -> Iterator[tuple[str, object]]:
     for knob in knobs.REGISTRY.values():
         try:
             value = knob()
-        except ValueError as error:  # it does not parse, and everything that needs it will say so
+        except ValueError as error:  # it does not parse: show the error
             yield knob.variable, str(error)
         else:
             if value != knob.default:
@@ -123,9 +126,9 @@ def _changed_settings() -> Iterator[tuple[str, object]]:
 
 
 def why_not(backend: Backend) -> str | None:
-    """Why no op can be called on a backend here."""
+    """Why a backend is unavailable; None if it is available."""
     if not any(spec.backend == backend for spec in dispatch.SPECS):
-        return "has no kernels in this version"
+        return "this version has no kernels for it"
     if backend == "cpu":
         return None
     if reason := gpu.why_not():
@@ -140,8 +143,8 @@ def _backend_health(backend: Backend, seconds: float) -> BackendHealth:
         return BackendHealth(backend, device, reason)
     named = [op for op in selfcheck.KINDS if backend in dispatch.backends(op)]
     ops = tuple(_op_health(op, device, backend) for op in named)
-    if all(each.refusal for each in ops):
-        return BackendHealth(backend, device, ops[0].refusal, ops)
+    if all(each.unsupported for each in ops):
+        return BackendHealth(backend, device, ops[0].unsupported, ops)
     random = None
     if seconds > 0 and not any(each.error for each in ops):
         settings = selfcheck.Settings(
@@ -154,19 +157,19 @@ def _backend_health(backend: Backend, seconds: float) -> BackendHealth:
 def _op_health(op: str, device: str, backend: Backend) -> OpHealth:
     case = WIDE_CASES.get(op) or selfcheck.KINDS[op]()
     start = perf_counter()
-    refusal = error = None
+    unsupported = error = None
     try:
         case.run(device, backend)
     except UnsupportedError as why:
-        *_, last_line = str(why).splitlines()  # the backend's own
-        refusal = last_line.strip().removeprefix(f"{backend}: ")
+        *_, last_line = str(why).splitlines()  # the reason of this backend
+        unsupported = last_line.strip().removeprefix(f"{backend}: ")
     except AssertionError as wrong:
         error = str(wrong)
-    return OpHealth(op, perf_counter() - start, refusal, error)
+    return OpHealth(op, perf_counter() - start, unsupported, error)
 
 
 def report(diagnosis: Diagnosis) -> RenderableType:
-    """All of it, for people."""
+    """The whole diagnosis as text and tables."""
     shown: list[RenderableType] = [escape(environment.summary(diagnosis.environment))]
     installed = [f"{name} {version}" for name, version in diagnosis.packages.items() if version]
     if installed:
@@ -179,15 +182,15 @@ def report(diagnosis: Diagnosis) -> RenderableType:
     if diagnosis.replay:
         shown.append(_replay_table(diagnosis.replay))
     for each in diagnosis.backends:
-        shown += [f"[red]{each.backend}[/red] {escape(fault)}" for fault in each.faults]
-    shown.append("Everything that can work here works." if diagnosis.is_well else "Not well.")
+        shown += [f"[red]{each.backend}[/red] {escape(error)}" for error in each.errors]
+    shown.append("All available backends work." if diagnosis.passed else "Some results are wrong.")
     return Group(*shown)
 
 
 def _backend_table(backends: tuple[BackendHealth, ...]) -> Table:
     shown = Table(box=SIMPLE, padding=(0, 1, 0, 0))
     shown.add_column("backend", no_wrap=True)
-    shown.add_column("here")
+    shown.add_column("status")
     for each in backends:
         shown.add_row(each.backend, escape(_backend_line(each)))
     return shown
@@ -198,7 +201,7 @@ def _replay_table(stats: dict[str, replay.OpStats]) -> Table:
     shown.add_column("launch replay", no_wrap=True)
     shown.add_column("hits", justify="right")
     shown.add_column("misses", justify="right")
-    shown.add_column("refused, and why")
+    shown.add_column("not replayed, and why")
     for op, each in stats.items():
         reasons = "; ".join(f"{count} × {reason}" for reason, count in each.refused.most_common())
         shown.add_row(op, str(each.hits), str(each.misses), escape(reasons))
@@ -208,20 +211,22 @@ def _replay_table(stats: dict[str, replay.OpStats]) -> Table:
 def _backend_line(health: BackendHealth) -> str:
     if health.why_not is not None:
         return f"no: {health.why_not}"
-    if health.faults:
-        return "broken, see below"
-    if health.num_right == 0:
-        return "not seen at work: it took none of the calls"
-    right = sum(each.refusal is None for each in health.ops)
-    taken = sum(each.seconds for each in health.ops)
-    line = f"works: {right} of {len(health.ops)} ops right in {taken:.1f} s"
-    return line if health.random is None else f"{line}, then {health.random.num_right} random calls"
+    if health.errors:
+        return "wrong results, see below"
+    if health.num_correct == 0:
+        return "not tested: it supports none of the calls"
+    correct = sum(each.unsupported is None for each in health.ops)
+    seconds = sum(each.seconds for each in health.ops)
+    line = f"works: {correct} of {len(health.ops)} ops correct in {seconds:.1f} s"
+    if health.random is None:
+        return line
+    return f"{line}, then {health.random.num_correct} random calls"
 
 
 def _peer_table(diagnosis: Diagnosis) -> Table:
     shown = Table(box=SIMPLE, padding=(0, 1, 0, 0))
-    shown.add_column("peer of bench", no_wrap=True)
-    shown.add_column("here")
+    shown.add_column("benchmark peer", no_wrap=True)
+    shown.add_column("available")
     for name, reason in diagnosis.peers.items():
         line = f"no: {reason}" if reason else f"yes: {diagnosis.origins[name]}"
         shown.add_row(name, escape(line))

@@ -1,7 +1,7 @@
-"""What was typed on the command line, and the refusal of what would do nothing.
+"""Rejects options of the command line that would have no effect.
 
-An option without effect is an error and not a surprise: each command says which of its options have
-no meaning beside others, and only those that were typed count, whatever their values.
+Each command lists which of its options cannot be combined. Only typed options count, whatever their
+values; defaults do not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mlakit import knobs
 
 
 class Command(TyperCommand):
-    """A command that runs only if every environment variable of mlakit has a value that parses."""
+    """A command that first checks that every environment variable of mlakit parses."""
 
     def invoke(self, ctx: Any) -> Any:
         with usage_errors():
@@ -28,7 +28,7 @@ class Command(TyperCommand):
 
 @contextmanager
 def usage_errors() -> Iterator[None]:
-    """A ValueError in this block says what is wrong with the command line: exit status 2."""
+    """A ValueError in this block is an error of the command line: exit status 2."""
     try:
         yield
     except ValueError as error:
@@ -36,7 +36,7 @@ def usage_errors() -> Iterator[None]:
 
 
 def typed(context: typer.Context) -> dict[str, str]:
-    """By parameter of the command: the options and arguments that were typed, as they are shown."""
+    """The typed options and arguments, by parameter, as they are spelled in messages."""
     found = {}
     for parameter in context.command.params:
         name = parameter.name or ""
@@ -53,13 +53,13 @@ def typed(context: typer.Context) -> dict[str, str]:
 
 
 def refuse(context: typer.Context, parameters: Collection[str], reason: str) -> None:
-    """BadParameter if one of `parameters` was typed; `{}` in `reason` stands for it."""
+    """Raise BadParameter if one of `parameters` was typed; it replaces `{}` in `reason`."""
     for name, spelling in typed(context).items():
         if name in parameters:
             raise typer.BadParameter(reason.format(spelling))
 
 
 def refuse_all_but(context: typer.Context, parameters: Collection[str], reason: str) -> None:
-    """BadParameter if anything else than `parameters` was typed."""
+    """Raise BadParameter if anything except `parameters` was typed."""
     others = {parameter.name or "" for parameter in context.command.params} - set(parameters)
     refuse(context, others, reason)

@@ -1,4 +1,4 @@
-"""`mlakit check`: random calls of the ops on this device, every result held to the oracle."""
+"""`mlakit check`: random calls of the ops on this device, each compared with the oracle."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from rich.table import Table
 from mlakit import dispatch
 from mlakit.checks import UnsupportedError
 from mlakit.workloads import CASES, Case
-from mlakit.workloads.draw import SeededDraw, draw_case
-from mlakit.workloads.draw_launches import LAUNCHES, draw_launch
+from mlakit.workloads.random_cases import SeededDraw, random_case
+from mlakit.workloads.random_launches import LAUNCHES, random_launch
 
 KINDS: dict[str, type[Case]] = {case.op: case for case in CASES}
 DEVICES = ("auto", "cpu", "cuda")
@@ -28,16 +28,16 @@ DEFAULT_MINUTES = 1.0
 
 @dataclass(frozen=True)
 class Settings:
-    """What is checked, and for how long: until `minutes` are over or `count` cases are done.
+    """What is checked, and for how long: until `minutes` have passed or `count` cases are done.
 
-    launches  instead of cases: so many launches of few compiled kernels, from number `first` on
-    calls     of each launch, all of which must give the same bits; None: one, or three at times
+    launches  check this many launches of few compiled kernels instead of cases, from index `first`
+    calls     calls per launch, which must all return the same bits; None: one, or sometimes three
     """
 
     ops: tuple[str, ...]
     seed: int
-    device: str = "auto"  # as asked for
-    backend: str = ""  # "": each that takes the problem
+    device: str = "auto"  # auto, cpu or cuda
+    backend: str = ""  # "": every backend that supports the problem
     minutes: float | None = DEFAULT_MINUTES
     count: int | None = None
     any_widths: bool = False
@@ -46,15 +46,15 @@ class Settings:
     calls: int | None = None
 
     @property
-    def place(self) -> str:
-        """The device itself."""
+    def torch_device(self) -> str:
+        """cpu or cuda."""
         if self.device != "auto":
             return self.device
         return "cuda" if torch.cuda.is_available() else "cpu"
 
     @property
     def limit(self) -> int | None:
-        """How many cases or launches there are at most."""
+        """The maximum number of cases or launches."""
         return self.count if self.launches is None else self.launches
 
     @property
@@ -62,7 +62,7 @@ class Settings:
         return "cases" if self.launches is None else "launches"
 
     def command(self, op: str, number: int) -> str:
-        """The command that checks one case, or one launch, again."""
+        """The command that repeats one case or launch."""
         words = ["mlakit", "check", "--op", op]
         if self.launches is None:
             words += ["--seed", str(number), "--count", "1"]
@@ -76,23 +76,23 @@ class Settings:
 
 
 class Tally(NamedTuple):
-    """How many cases of one op a backend got right, and how many it refused."""
+    """Cases of one op on one backend: correct, and not supported."""
 
-    right: int = 0
-    refused: int = 0
+    correct: int = 0
+    unsupported: int = 0
 
 
 @dataclass(frozen=True)
-class Miss:
+class Failure:
     """A wrong result."""
 
     op: str
     backend: str
     seed: int
     error: str
-    command: str  # checks the case again
-    python: str  # the same without the drawing
-    launch: int | None = None  # its number, where launches were asked for
+    command: str  # repeats the case
+    python: str  # repeats it without the random draw
+    launch: int | None = None  # its index; None for a case
 
 
 @dataclass
@@ -100,21 +100,21 @@ class Outcome:
     settings: Settings
     tallies: dict[tuple[str, str], Tally] = field(default_factory=dict)  # by op and backend
     seconds: float = 0.0
-    miss: Miss | None = None
-    num_done: int = 0  # cases or launches, a wrong one included
+    failure: Failure | None = None
+    num_done: int = 0  # cases or launches, including a wrong one
 
     @property
-    def num_right(self) -> int:
-        return sum(tally.right for tally in self.tallies.values())
+    def num_correct(self) -> int:
+        return sum(tally.correct for tally in self.tallies.values())
 
     @property
-    def is_well(self) -> bool:
-        """Was something right, and nothing wrong?"""
-        return self.miss is None and self.num_right > 0
+    def passed(self) -> bool:
+        """At least one result is correct, and none is wrong."""
+        return self.failure is None and self.num_correct > 0
 
     def as_json(self) -> dict[str, object]:
         return {
-            "device": self.settings.place,
+            "device": self.settings.torch_device,
             "seed": self.settings.seed,
             "first": self.settings.first,
             "launches": None if self.settings.launches is None else self.num_done,
@@ -123,22 +123,22 @@ class Outcome:
                 {"op": op, "backend": backend, **tally._asdict()}
                 for (op, backend), tally in self.tallies.items()
             ],
-            "miss": None if self.miss is None else vars(self.miss),
+            "failure": None if self.failure is None else vars(self.failure),
         }
 
 
 def check_settings(settings: Settings) -> None:
-    """Raise ValueError, naming the argument, where settings make no sense here."""
+    """Raise ValueError, naming the argument, for settings that cannot run here."""
     for op in settings.ops:
         if op not in KINDS:
-            raise ValueError(f"op must be of {', '.join(KINDS)}, got {op!r}")
+            raise ValueError(f"op must be one of {', '.join(KINDS)}, got {op!r}")
     if settings.device not in DEVICES:
-        raise ValueError(f"device must be of {', '.join(DEVICES)}, got {settings.device!r}")
+        raise ValueError(f"device must be one of {', '.join(DEVICES)}, got {settings.device!r}")
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device cuda needs a CUDA device, and torch sees none")
     if settings.backend not in ("", *dispatch.BACKENDS):
         known = ", ".join(dispatch.BACKENDS)
-        raise ValueError(f"backend must be of {known}, got {settings.backend!r}")
+        raise ValueError(f"backend must be one of {known}, got {settings.backend!r}")
     if settings.minutes is not None and not settings.minutes > 0:
         raise ValueError(f"minutes must be more than 0, got {settings.minutes:g}")
     _check_launches(settings)
@@ -148,38 +148,41 @@ def _check_launches(settings: Settings) -> None:
     if settings.launches is None:
         for name, value in (("first", settings.first), ("calls", settings.calls)):
             if value:
-                raise ValueError(f"{name} is an option of launches, and needs launches")
+                raise ValueError(f"{name} needs launches")
         return
     for name, value in (("count", settings.count), ("any_widths", settings.any_widths)):
         if value:
-            raise ValueError(f"launches are of fixed configurations, so {name} has no meaning")
+            raise ValueError(f"launches have fixed configurations, so {name} has no effect")
     for op in settings.ops:
         if op not in LAUNCHES:
-            raise ValueError(f"launches are made of {', '.join(LAUNCHES)} only, got op {op!r}")
+            raise ValueError(f"launches support only {', '.join(LAUNCHES)}, got op {op!r}")
 
 
 def random_cases(settings: Settings) -> Iterator[tuple[int, Case]]:
-    """(seed, case) without end: for every seed one case of each op."""
+    """An endless stream of (seed, case): for every seed one case of each op."""
     for seed in count(settings.seed):
         for op in settings.ops:
             draw = SeededDraw(f"{op} {seed}", model_widths=not settings.any_widths)
-            yield seed, draw_case(draw, KINDS[op], settings.backend)
+            yield seed, random_case(draw, KINDS[op], settings.backend)
 
 
 def random_launches(settings: Settings) -> Iterator[tuple[int, Case]]:
-    """(number, launch) without end: for every number one launch of each op."""
+    """An endless stream of (index, launch): for every index one launch of each op."""
     for number in count(settings.first):
         for op in settings.ops:
             draw = SeededDraw(f"{op} {settings.seed} launch {number}")
-            yield number, draw_launch(draw, op, settings.backend, settings.place, settings.calls)
+            yield (
+                number,
+                random_launch(draw, op, settings.backend, settings.torch_device, settings.calls),
+            )
 
 
 def run(
     settings: Settings, after_each: Callable[[int, float], None] = lambda done, seconds: None
 ) -> Outcome:
-    """Check until time or count is over, or a result is wrong.
+    """Check until the time or the count is reached, or a result is wrong.
 
-    after_each  is told how many cases or launches are done, and after how many seconds
+    after_each  is called with the number of cases or launches done, and the seconds so far
     """
     outcome = Outcome(settings)
     start = perf_counter()
@@ -189,8 +192,8 @@ def run(
         after_each(done, outcome.seconds)
         if _is_over(settings, done, outcome.seconds):
             break
-        outcome.miss = _check(case, number, settings, outcome.tallies)
-        if outcome.miss is not None:
+        outcome.failure = _check(case, number, settings, outcome.tallies)
+        if outcome.failure is not None:
             outcome.num_done, outcome.seconds = done + 1, perf_counter() - start
             break
     return outcome
@@ -204,28 +207,28 @@ def _is_over(settings: Settings, done: int, seconds: float) -> bool:
 
 def _check(
     case: Case, number: int, settings: Settings, tallies: dict[tuple[str, str], Tally]
-) -> Miss | None:
+) -> Failure | None:
     for backend in dispatch.backends(case.op):
         if settings.backend not in ("", backend):
             continue
         tally = tallies.get((case.op, backend), Tally())
         try:
-            case.run(settings.place, backend)
+            case.run(settings.torch_device, backend)
         except UnsupportedError:
-            tally = tally._replace(refused=tally.refused + 1)
+            tally = tally._replace(unsupported=tally.unsupported + 1)
         except AssertionError as wrong:
             python, _, error = str(wrong).partition("\n")
             seed, launch = (number, None) if settings.launches is None else (settings.seed, number)
             command = settings.command(case.op, number)
-            return Miss(case.op, backend, seed, error, command, python, launch)
+            return Failure(case.op, backend, seed, error, command, python, launch)
         else:
-            tally = tally._replace(right=tally.right + 1)
+            tally = tally._replace(correct=tally.correct + 1)
         tallies[case.op, backend] = tally
     return None
 
 
 def run_with_progress(settings: Settings) -> Outcome:
-    """`run`, with a bar on stderr."""
+    """`run` with a progress bar on stderr."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         total = settings.limit if settings.minutes is None else 60 * settings.minutes
@@ -239,40 +242,43 @@ def run_with_progress(settings: Settings) -> Outcome:
 
 
 def table(outcome: Outcome) -> Table:
-    """What was right, by op and backend; backends that refused everything are left out."""
-    title = f"{outcome.settings.place}, seed {outcome.settings.seed}, {outcome.seconds:.0f} s"
+    """Counts by op and backend; backends that support no case are left out."""
+    title = (
+        f"{outcome.settings.torch_device}, seed {outcome.settings.seed}, {outcome.seconds:.0f} s"
+    )
     shown = Table(box=SIMPLE, padding=(0, 1, 0, 0), title=title, title_justify="left")
     for heading in ("op", "backend"):
         shown.add_column(heading, no_wrap=True)
-    for heading in ("right", "refused"):
+    for heading in ("correct", "unsupported"):
         shown.add_column(heading, justify="right")
     for (op, backend), tally in outcome.tallies.items():
-        if tally.right:
-            shown.add_row(op, backend, str(tally.right), str(tally.refused))
+        if tally.correct:
+            shown.add_row(op, backend, str(tally.correct), str(tally.unsupported))
     return shown
 
 
-def verdict(outcome: Outcome) -> str:
-    """The last lines for people."""
-    miss, settings = outcome.miss, outcome.settings
-    if miss is None and not outcome.num_right:
-        return f"Nothing was checked: no backend takes these calls on {settings.place}."
+def summary(outcome: Outcome) -> str:
+    """The last lines of the output."""
+    failure, settings = outcome.failure, outcome.settings
+    if failure is None and not outcome.num_correct:
+        return f"Nothing was checked: no backend supports these calls on {settings.torch_device}."
     lines = []
-    if miss is not None:
-        launch = "" if miss.launch is None else f", launch {miss.launch}"
+    if failure is not None:
+        launch = "" if failure.launch is None else f", launch {failure.launch}"
+        where = f"{failure.op} is wrong on {failure.backend}, seed {failure.seed}{launch}"
         lines = [
-            f"{miss.op} is wrong on {miss.backend}, seed {miss.seed}{launch}:\n{miss.error}",
-            f"Again: {miss.command}\nOr: {miss.python}",
+            f"{where}:\n{failure.error}",
+            f"Repeat: {failure.command}\nOr: {failure.python}",
         ]
     if settings.launches is not None:
-        misses = "no miss" if miss is None else "1 miss"
+        failures = "no failure" if failure is None else "1 failure"
         done, seconds = outcome.num_done, outcome.seconds
-        lines.append(f"{done} launches of seed {settings.seed} in {seconds:.1f} s, {misses}.")
-    elif miss is None:
-        lines.append(f"{outcome.num_right} calls, every result right.")
+        lines.append(f"{done} launches of seed {settings.seed} in {seconds:.1f} s, {failures}.")
+    elif failure is None:
+        lines.append(f"{outcome.num_correct} calls, all results correct.")
     return "\n".join(lines)
 
 
 def all_ops(names: Sequence[str], *, launched: bool = False) -> tuple[str, ...]:
-    """The ops named, each once; every op where none is, or every one that can be `launched`."""
+    """The named ops, each once. Without names: every op, or every op with launches."""
     return tuple(dict.fromkeys(names)) or tuple(LAUNCHES if launched else KINDS)

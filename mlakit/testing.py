@@ -1,9 +1,9 @@
-"""How a result is judged here: against a float64 oracle, row by row, with a budget that is derived.
+"""Compares results with a float64 oracle, row by row, with a derived tolerance.
 
-A row is the last axis. A norm over the whole tensor forgives: of 32 768 rows, six may be zero and a
-cosine still looks perfect. So every row has its own budget, made from what a plain run in the same
-precision loses on that row. Helpers for the other half of a good test are here too: poison for all
-that must not be read, shuffled page tables, and proof that nothing else was written.
+A row is the last axis. A norm over the whole tensor misses errors: six of 32 768 rows may be zero
+and the cosine is still perfect. So every row has its own tolerance, derived from the error of a
+naive run in the same precision on that row. There are also helpers to poison memory that must not
+be read, to shuffle page tables, and to check that nothing else was written.
 
 Nothing here imports pytest; a failure is an AssertionError that names the row.
 """
@@ -19,10 +19,10 @@ from torch import Tensor
 
 from mlakit.reprs import shapes_repr
 
-# A correct kernel rounds twice in the type it stores: the probabilities, then the result.
+# A correct kernel rounds twice in the stored type: P, then the result.
 STORED_ROUNDINGS = 2.0
-# It accumulates in float32: a sum of about a thousand terms and an exponential of a score of a few
-# tens lose some tens of roundings. TF32 loses 8192, bfloat16 65 536: both stay visible.
+# It accumulates in float32: a sum of about a thousand terms and the exponential of a score of a few
+# tens lose some tens of roundings. TF32 loses 8192 and bfloat16 65 536: both exceed the tolerance.
 ACCUMULATED_ROUNDINGS = 256.0
 
 NORMS = ("largest", "root mean square")
@@ -33,37 +33,37 @@ NEVER_A_PAGE = torch.iinfo(torch.int32).max
 def assert_matches(
     name: str, actual: Tensor, exact: Tensor, naive: Tensor, *, factor: float = 2.0
 ) -> None:
-    """Assert that `actual` is `exact` up to what a run in its precision may lose, on every row.
+    """Assert that every row of `actual` matches `exact` within the tolerance of its precision.
 
         |actual - exact| ≤ max(factor · |naive - exact| + |store(exact) - exact|, floor)   per row
 
-    in two norms over the row: the largest element finds one wrong number, the root mean square
-    finds a small error common to the row (all of it 1 % too large), which hides below the rounding
+    in two norms over the row: the largest element finds one wrong number; the root mean square
+    finds a small error common to the row (every element 1 % too large), which is below the rounding
     of the largest element.
 
-    actual [..., D] floating, the result to judge
+    actual [..., D] floating, the result to check
     exact  [..., D] float64, the oracle's result, not rounded
-    naive  [..., D] floating, the oracle run in the precision the kernel computes in (float32 for
-           one that accumulates in float32); rounded to the type of `actual` here. The rougher it
-           is, the more passes: a softmax all in bfloat16 is wrong by 1 to 2 %.
+    naive  [..., D] floating, the oracle in the precision of the kernel (float32 for a kernel that
+           accumulates in float32); rounded to the type of `actual` here. A less precise run gives a
+           larger tolerance: a softmax all in bfloat16 is wrong by 1 to 2 %.
 
-    NaN, +inf and -inf stand exactly where they stand in `exact`. A row that is 0 in `exact` and in
-    `naive` is exactly 0 (nothing was attended).
+    NaN, +inf and -inf must be where they are in `exact`. A row that is 0 in `exact` and in `naive`
+    must be exactly 0 (no visible keys).
 
-    `floor` is there because `naive` may hit a row by luck, and then a budget made from it alone
-    would fail a correct kernel:
+    `floor` is needed because `naive` may be accurate on a row by chance, and its error alone would
+    then reject a correct kernel:
 
         floor = 2 u · |row|  +  256 u32 · max(|row|, |typical row|)         0 for a row of zeros
 
     with u the unit roundoff of the type of `actual`, u32 that of the accumulator (float32, or
     float64 for a float64 result), |row| the norm of this row in `exact` and |typical row| the
-    median over the rows. The first term is the two roundings a kernel cannot avoid. The second is
-    its accumulation, whose error follows the size of what was summed: a row that is small because
+    median over the rows. The first term is the two roundings of every kernel. The second is the
+    accumulation, whose error is proportional to the summed terms: a row that is small because its
     terms cancel (an lse near 0) keeps the absolute error of its neighbours.
 
-    A row of fewer than 64 columns is too small a sample to be judged by its own luck alone: there
-    |naive - exact| also counts a share of the median over all rows, 4 times it for one column,
-    half of it for 32, none from 64 on.
+    In a row of fewer than 64 columns the error of the naive run is too noisy: |naive - exact| then
+    includes a share of the median over all rows, 4 times it for one column, half of it for 32, none
+    from 64 on.
     """
     _check_arguments(name, actual, exact, naive)
     if actual.numel() == 0:
@@ -80,18 +80,22 @@ def assert_matches(
     plain_error = torch.where(finite, plain - want, zero)
     store_error = torch.where(finite, stored - want, zero)
     norms = zip(*(_norms(each) for each in (size, error, plain_error, store_error)), strict=True)
-    judged = []
+    norms_of_rows = []
     for label, (own, wrong, plain_loss, stored_loss) in zip(NORMS, norms, strict=True):
-        plain_loss = _without_luck(plain_loss, own > 0, columns=want.shape[-1])
-        budget = torch.maximum(factor * plain_loss + stored_loss, _floor(own, actual.dtype))
-        judged.append((label, wrong, budget))
+        plain_loss = _smoothed_loss(plain_loss, own > 0, columns=want.shape[-1])
+        tolerance = torch.maximum(factor * plain_loss + stored_loss, _floor(own, actual.dtype))
+        norms_of_rows.append((label, wrong, tolerance))
     kinds = _kinds(want)
-    fails = [_kinds(got) != kinds, _kinds(plain) != kinds, *(_exceeding(each) for each in judged)]
-    # a GPU is waited for here, once, and again only to say what is wrong
+    fails = [
+        _kinds(got) != kinds,
+        _kinds(plain) != kinds,
+        *(_exceeding(each) for each in norms_of_rows),
+    ]
+    # the only GPU sync, unless there is an error to report
     if bool(torch.stack([fail.any() for fail in fails]).any()):
         _check_patterns(name, got, want, exact.shape)
         _check_patterns(f"the naive run of {name}", plain, want, exact.shape)
-        _check_rows(name, judged, exact.shape)
+        _check_rows(name, norms_of_rows, exact.shape)
 
 
 def _check_arguments(name: str, actual: Tensor, exact: Tensor, naive: Tensor) -> None:
@@ -102,7 +106,7 @@ def _check_arguments(name: str, actual: Tensor, exact: Tensor, naive: Tensor) ->
                 "compare integers with assert_same_bits"
             )
     if exact.dtype != torch.float64:
-        raise TypeError(f"{name}: exact must be float64, an oracle never rounds, got {exact.dtype}")
+        raise TypeError(f"{name}: exact must be float64, got {exact.dtype}")
     for role, tensor in (("actual", actual), ("naive", naive)):
         if tensor.shape != exact.shape:
             raise AssertionError(
@@ -116,15 +120,15 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def _norms(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each row, in the order of NORMS."""
+    """The norms of each row, in the order of NORMS."""
     largest = rows.abs().amax(-1)
     # dividing by the largest first: the squares of subnormal results would be 0
     scaled = rows / torch.where(largest > 0, largest, 1.0)[:, None]
     return largest, largest * scaled.square().mean(-1).sqrt()
 
 
-def _without_luck(loss: Tensor, filled: Tensor, *, columns: int) -> Tensor:
-    """The naive run's loss per row, for narrow rows joined by what it typically loses on a row."""
+def _smoothed_loss(loss: Tensor, filled: Tensor, *, columns: int) -> Tensor:
+    """The naive run's loss per row; for narrow rows combined with the median loss."""
     share = 0.5 * sqrt(max(64 / columns - 1, 0.0))
     if share == 0:
         return loss
@@ -132,12 +136,12 @@ def _without_luck(loss: Tensor, filled: Tensor, *, columns: int) -> Tensor:
 
 
 def _median(sizes: Tensor, filled: Tensor) -> Tensor:
-    """Of those that are filled; NaN where none is. Picking them out would wait for a GPU."""
+    """The median of the `filled` sizes; NaN if none is. Indexing would synchronise with the GPU."""
     return torch.where(filled, sizes, torch.nan).nanmedian()
 
 
 def _floor(size: Tensor, dtype: torch.dtype) -> Tensor:
-    """What any correct kernel may lose on rows of these sizes, however well `naive` did."""
+    """The minimum tolerance for rows of these sizes."""
     info = torch.finfo(dtype)
     accumulator = torch.float64 if dtype == torch.float64 else torch.float32
     smallest_step = info.smallest_normal * info.eps
@@ -148,15 +152,15 @@ def _floor(size: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _kinds(rows: Tensor) -> Tensor:
-    """0 for a finite number, and a number each for NaN, +inf and -inf."""
+    """0 for finite, 1 for NaN, 2 for +inf, 3 for -inf."""
     return rows.masked_fill(rows.isfinite(), 0.0).nan_to_num(nan=1.0, posinf=2.0, neginf=3.0)
 
 
-def _exceeding(judged: tuple[str, Tensor, Tensor]) -> Tensor:
-    """The rows whose error is beyond their budget."""
-    _, error, budget = judged
-    # not `error > budget`: whatever became NaN fails
-    return ~(error <= budget)
+def _exceeding(norms_of_rows: tuple[str, Tensor, Tensor]) -> Tensor:
+    """The rows whose error exceeds their tolerance."""
+    _, error, tolerance = norms_of_rows
+    # not `error > tolerance`: NaN fails
+    return ~(error <= tolerance)
 
 
 def _check_patterns(name: str, got: Tensor, want: Tensor, shape: torch.Size) -> None:
@@ -176,17 +180,19 @@ def _check_patterns(name: str, got: Tensor, want: Tensor, shape: torch.Size) -> 
             )
 
 
-def _check_rows(name: str, judged: list[tuple[str, Tensor, Tensor]], shape: torch.Size) -> None:
-    """`judged` holds a norm's name and the rows' errors and budgets in it."""
-    fails = torch.stack([_exceeding(each) for each in judged])
-    excess = torch.stack([error / budget for _, error, budget in judged])
+def _check_rows(
+    name: str, norms_of_rows: list[tuple[str, Tensor, Tensor]], shape: torch.Size
+) -> None:
+    """`norms_of_rows`: for each norm its name, the errors and the tolerances of the rows."""
+    fails = torch.stack([_exceeding(each) for each in norms_of_rows])
+    excess = torch.stack([error / tolerance for _, error, tolerance in norms_of_rows])
     excess = torch.where(fails, excess.nan_to_num(nan=torch.inf), 0.0)
     norm, worst = divmod(int(excess.argmax()), fails.shape[1])
-    label, error, budget = judged[norm]
+    label, error, tolerance = norms_of_rows[norm]
     raise AssertionError(
         f"{name}: {int(fails.any(0).sum())} of {len(error)} rows are wrong, "
         f"worst {_index(worst, shape)}: {label} error {float(error[worst]):.3e} exceeds its "
-        f"budget {float(budget[worst]):.3e}"
+        f"tolerance {float(tolerance[worst]):.3e}"
     )
 
 
@@ -200,18 +206,18 @@ def _index(row: int, shape: torch.Size) -> str:
 
 
 def poison(tensor: Tensor, keep: Tensor | None = None) -> Tensor:
-    """Fill `tensor` in place with what must never reach a result, but for the rows in `keep`.
+    """Fill `tensor` in place with values that must never reach a result, except the rows in `keep`.
 
-    Floats become NaN, bytes 0xFF (NaN for whoever reads them as e4m3, bfloat16 or float32), other
-    integers their largest value, which is no page, row or position.
+    Floats become NaN, bytes 0xFF (NaN as e4m3, bfloat16 or float32), other integers their largest
+    value, which is no valid page, row or position.
 
     tensor [*leading, ...]
-    keep   [*leading] bool, the rows to leave alone; None poisons everything
+    keep   [*leading] bool, the rows to keep; None poisons everything
     """
     bits = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
     if tensor.dtype.itemsize == 1:
         worst: float = 0xFF
-    elif tensor.dtype == torch.uint32:  # of which torch 2.11 computes nothing
+    elif tensor.dtype == torch.uint32:  # torch 2.11 has no arithmetic for it
         bits, worst = tensor.view(torch.int32), -1
     elif tensor.is_floating_point():
         worst = torch.nan
@@ -226,7 +232,7 @@ def poison(tensor: Tensor, keep: Tensor | None = None) -> Tensor:
 
 
 def _over_leading_axes(caller: str, rows: Tensor, tensor: Tensor) -> Tensor:
-    """`rows`, bool over the leading axes of `tensor`, in a shape that broadcasts over all of it."""
+    """`rows`, bool over the leading axes of `tensor`, in a shape that broadcasts over `tensor`."""
     if rows.dtype != torch.bool or rows.shape != tensor.shape[: rows.ndim]:
         raise ValueError(
             f"{caller}: rows must be bool over the leading axes of {tuple(tensor.shape)}, "
@@ -241,9 +247,9 @@ def shuffled_pages(
     num_pages: int,
     generator: torch.Generator,
 ) -> Tensor:
-    """A page table int32 [batch, max_pages] of distinct random pages out of `num_pages`.
+    """A page table int32 [batch, max_pages] of distinct random pages below `num_pages`.
 
-    With one count per request, the entries past a request's last page are `NEVER_A_PAGE`.
+    Entries past a request's last page are `NEVER_A_PAGE`.
     """
     counts = (
         [pages_per_request] * batch
@@ -253,7 +259,7 @@ def shuffled_pages(
     if len(counts) != batch:
         raise ValueError(f"shuffled_pages: {len(counts)} page counts for a batch of {batch}")
     if sum(counts) > num_pages:
-        raise ValueError(f"shuffled_pages: {sum(counts)} pages asked of a pool of {num_pages}")
+        raise ValueError(f"shuffled_pages: {sum(counts)} pages needed, the pool has {num_pages}")
     pages = torch.randperm(num_pages, generator=generator, device=generator.device).int()
     table = pages.new_full((batch, max([0, *counts])), NEVER_A_PAGE)
     taken = 0
@@ -264,13 +270,13 @@ def shuffled_pages(
 
 
 def _differing_elements(a: Tensor, b: Tensor) -> Tensor:
-    """Bool in the shape of `a`; by their bits, so NaN equals itself and -0 differs from 0."""
+    """Bool in the shape of `a`. Compares bits: NaN equals itself, -0 differs from 0."""
     a_bytes, b_bytes = _bytes(a), _bytes(b)
     return (a_bytes != b_bytes.to(a_bytes.device)).any(-1)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """uint8, with an axis more."""
+    """uint8, with one more axis."""
     return tensor.detach().contiguous().unsqueeze(-1).view(torch.uint8)
 
 
@@ -282,7 +288,7 @@ def _check_bits(name: str, differs: Tensor) -> None:
 
 
 def assert_same_bits(name: str, actual: Tensor, expected: Tensor) -> None:
-    """Assert equal shape, type and bits: for two runs of one kernel, for copies, for integers."""
+    """Assert equal shape, dtype and bits: for two runs of one kernel, for copies, for integers."""
     if actual.dtype != expected.dtype or actual.shape != expected.shape:
         raise AssertionError(
             f"{name}: got {actual.dtype} {tuple(actual.shape)}, "
@@ -293,7 +299,7 @@ def assert_same_bits(name: str, actual: Tensor, expected: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Tensors and what they held when `snapshot` saw them."""
+    """Tensors and copies of their contents."""
 
     tensors: Mapping[str, Tensor]
     copies: Mapping[str, Tensor]
@@ -302,9 +308,9 @@ class Snapshot:
 
 
 def snapshot(**tensors: Tensor) -> Snapshot:
-    """Remember the bits of `tensors` for `assert_unchanged`.
+    """Copy `tensors` for `assert_unchanged`.
 
-    Of a view only its own elements are seen: to see between its strides, pass its base.
+    Only the elements of a view are copied; pass its base to include the gaps of its strides.
     """
     return Snapshot(tensors, {name: tensor.detach().clone() for name, tensor in tensors.items()})
 
@@ -312,7 +318,7 @@ def snapshot(**tensors: Tensor) -> Snapshot:
 def assert_unchanged(before: Snapshot, *, written: Mapping[str, Tensor] | None = None) -> None:
     """Assert that nothing was written since `before`, except to the rows given in `written`.
 
-    written  by name, bool over the leading axes of that tensor: rows that may have changed
+    written  by name, bool over the leading axes of that tensor: rows that may change
     """
     written = written or {}
     unknown = [name for name in written if name not in before.tensors]
@@ -320,7 +326,7 @@ def assert_unchanged(before: Snapshot, *, written: Mapping[str, Tensor] | None =
         raise ValueError(f"assert_unchanged: the snapshot has no {unknown[0]}")
     for name, tensor in before.tensors.items():
         if torch.equal(_bytes(tensor), _bytes(before.copies[name])):
-            continue  # which takes less time and memory than to say what differs
+            continue  # cheaper than locating the differences
         differs = _differing_elements(tensor, before.copies[name])
         if name in written:
             differs &= ~_over_leading_axes("assert_unchanged", written[name], tensor)

@@ -1,16 +1,16 @@
-"""Small calls of every Hopper decode kernel, for compute-sanitizer; needs such a GPU.
+"""Small calls of every Hopper decode kernel for compute-sanitizer; needs a Hopper GPU.
 
     compute-sanitizer --tool memcheck python scripts/sanitize.py tma
     compute-sanitizer --tool memcheck python scripts/sanitize.py gather
     compute-sanitizer --tool racecheck python scripts/sanitize.py one
     compute-sanitizer --tool racecheck python scripts/sanitize.py many
 
-`tma` are calls over pages of 64 rows, `gather` over pages of one row, with a gather producer.
+`tma` decodes with a page size of 64, `gather` with a page size of 1, which uses a gather producer.
 
-`one` and `many` hand a vector from one warpgroup to another and back through two mbarriers, and
-nothing else. They differ only in how many threads write and read each word of it: one, or many who
-write the same number. racecheck has nothing to say of the first and reports the second, in which no
-number is ever wrong: its reports of words with more than one writer tell nothing.
+`one` and `many` are a minimal kernel: one warpgroup passes a vector to another through two
+mbarriers. They differ in the number of threads that write and read each word: one, or several that
+write the same value. racecheck accepts the first and reports the second, whose results are always
+correct: its reports of words with several writers are false positives.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mlakit.bench import gpu
 from mlakit.bench.pool import filled_pages
 from mlakit.ops import mla_decode
 
-LENGTHS = [700, 64, 1, 333]  # split, one block, one key, an end inside a block
+LENGTHS = [700, 64, 1, 333]  # split, one block, one key, an end within a block
 E4M3 = torch.float8_e4m3fn
 CALLS = (  # kernel, heads, format, type of the queries
     ("m64_bf16", 128, "bf16", torch.bfloat16),
@@ -50,39 +50,39 @@ def decode(page_size: int) -> None:
         q = gpu.normal(own, len(LENGTHS), heads, 576).to(dtype)
         given = {"softmax_scale": 0.1, "backend": f"hopper:{kernel}"}
         out, _ = mla_decode(q, cache, table, gpu.int32(LENGTHS), **given)
-        said = "finite" if out.isfinite().all() else "NOT FINITE"
-        CONSOLE.print(kernel, page_size, heads, format, dtype, said)
+        result = "finite" if out.isfinite().all() else "NOT FINITE"
+        CONSOLE.print(kernel, page_size, heads, format, dtype, result)
 
 
 @gluon.jit
-def _give(source, box, full, empty, count, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
+def _produce(source, smem, full, empty, count, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
     at = gl.arange(0, SIZE, LAYOUT)
     for i in range(count):
         mbarrier.wait(empty, (i & 1) ^ 1)
-        box.store(gl.load(source + i * SIZE + at))
+        smem.store(gl.load(source + i * SIZE + at))
         mbarrier.arrive(full, count=1)
 
 
 @gluon.jit
-def _take(target, box, full, empty, count, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
+def _consume(target, smem, full, empty, count, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
     at = gl.arange(0, SIZE, LAYOUT)
     for i in range(count):
         mbarrier.wait(full, i & 1)
-        gl.store(target + i * SIZE + at, box.load(LAYOUT))
+        gl.store(target + i * SIZE + at, smem.load(LAYOUT))
         mbarrier.arrive(empty, count=1)
 
 
 @gluon.jit
 def handover_kernel(source, target, count, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
-    box = gl.allocate_shared_memory(gl.float32, [SIZE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    smem = gl.allocate_shared_memory(gl.float32, [SIZE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(full, count=1)
     mbarrier.init(empty, count=1)
     gl.warp_specialize(
         [
-            (_give, (source, box, full, empty, count, SIZE, LAYOUT)),
-            (_take, (target, box, full, empty, count, SIZE, LAYOUT)),
+            (_produce, (source, smem, full, empty, count, SIZE, LAYOUT)),
+            (_consume, (target, smem, full, empty, count, SIZE, LAYOUT)),
         ],
         [4],
         [64],
@@ -93,7 +93,7 @@ def hand_over(size: int, layout: object) -> None:
     source = torch.randn(ROUNDS, size, device="cuda")
     target = torch.zeros_like(source)
     handover_kernel[(4,)](source, target, ROUNDS, size, layout, num_warps=4)
-    CONSOLE.print("the same" if torch.equal(source, target) else "NOT THE SAME")
+    CONSOLE.print("equal" if torch.equal(source, target) else "NOT EQUAL")
 
 
 def one() -> None:
@@ -101,7 +101,7 @@ def one() -> None:
 
 
 def many() -> None:
-    # as the columns of a dot's result are: 32 threads have each of them
+    # the layout of the columns of a wgmma accumulator: 32 threads hold each column
     hand_over(16, gl.SliceLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16])))
 
 

@@ -1,17 +1,17 @@
-"""`mlakit bench`: suites of measurements, by name. A suite is silent where a result is wrong.
+"""`mlakit bench`: benchmark suites by name. A suite prints no times if a result is wrong.
 
-command      what the options ask for: which suites, which files are written
-suite        gate, time, report: what every suite does
-measure      the timing protocol; knows no op; `gpu_timers` has a GPU's clocks
-gate         holding results to the oracle
-problems     what a contender of the GPU suites is given
-peers        rivals that run beside mlakit where they are present
-shapes       batches as they are written on the command line
-ceilings     what the GPU can do at most
-environment  what the figures depend on
-report       rows, JSON, CSV; `tables` and `heatmap` for people, `html` and `charts` for browsers
-busy         the suite cpu beside busy processes
-compare      what moved since another report
+command      turns the options into suites, workloads and a run
+suite        checks, times and reports each workload: the same steps for every suite
+measure      the timing protocol; independent of the ops; `gpu_timers` holds the GPU timers
+correctness  compares results with the float64 oracle
+problems     the tensors that peers get in the GPU suites
+peers        other libraries (FlashMLA, FA3, FlashInfer, ...), timed where they are installed
+shapes       parses batch shapes of the command line
+ceilings     measures the bandwidth and the peak FLOP/s of the GPU
+environment  records the machine and the versions
+report       rows, JSON, CSV; `tables` and `heatmap` print them, `html` and `charts` draw them
+busy         the suite cpu on a loaded machine
+compare      what changed since another report
 decode, …    the workloads of the suite of that name
 """
 

@@ -1,9 +1,9 @@
-"""The suite `branch`: whole steps of a layer between its projections, `mla_step`, on a GPU.
+"""The suite `branch`: a layer's whole step without its projections, `mla_step`, on a GPU.
 
 Step    append the new tokens, absorb or expand the up-projection, attend, project up
 Bytes   cached rows, weights, q, the raw latents and out once
-FLOPs   those of attention and of the up-projection in the form each request takes
-Gate    some tokens, all their heads, and their own rows against the float64 oracle
+FLOPs   attention and the up-projection, absorbed or expanded as each request computes them
+Check   some tokens, all heads, and their cache rows against the float64 oracle
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mlakit.bench import branch_oracle, gate, gpu
+from mlakit.bench import branch_oracle, correctness, gpu
 from mlakit.bench.pool import MODEL, ROW, SCALE, filled_pages
 from mlakit.bench.shapes import Batch, Shape
-from mlakit.bench.suite import Baseline, Contest, Workload
+from mlakit.bench.suite import Baseline, BenchmarkCase, Workload
 from mlakit.branches import CachedBatch, LayerWeights, StepPlan, mla_step, plan_step
 from mlakit.cache import request_slots
 from mlakit.formats import Format, row_codec
@@ -27,7 +27,7 @@ from mlakit.weights import UpProjection
 
 D_C, D_N, D_R = MODEL.kv_lora_rank, MODEL.qk_nope_head_dim, MODEL.qk_rope_head_dim
 D_V = MODEL.v_head_dim
-MOST_JUDGED = 2  # queries of a request
+MAX_CHECKED = 2  # queries per request
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,6 @@ class Step(Workload):
         return cached + 2 * (weights + self.batch.tokens * per_token)
 
     @property
-    def limit(self) -> float | None:
-        return None
-
-    @property
     def small(self) -> Workload:
         return replace(self, batch=self.batch.small, heads=min(self.heads, 4))
 
@@ -75,7 +71,7 @@ class Step(Workload):
     def _plan(self) -> StepPlan:
         return plan_step(self.batch.kv_lens, self.batch.q_lens)
 
-    def contest(self) -> Contest:
+    def build_case(self) -> BenchmarkCase:
         generator, tokens = gpu.generator(), self.batch.tokens
         weights = self._weights(generator)
         cache, page_table = filled_pages(self.batch.kv_lens, self.page_size, self.format, generator)
@@ -85,29 +81,29 @@ class Step(Workload):
         kv = gpu.normal(generator, tokens, ROW.width)
         plan = self._plan
 
-        def ours() -> Tensor:
+        def call() -> Tensor:
             return mla_step(q, kv, weights, batch, plan=plan)
 
-        def gate_step() -> None:
-            out = ours()
+        def check() -> None:
+            out = call()
             for token, query, decodes in self._queries(q, batch, plan):
                 branch_oracle.assert_row_appended(query, kv[token], weights, cache.codec)
                 naive = branch_oracle.naive_decode if decodes else branch_oracle.naive_prefill
-                sample = gate.Sample(
+                sample = correctness.Sample(
                     f"token {token}",
                     slice(token, token + 1),
                     [branch_oracle.exact(query, weights)],
                     [naive(query, weights)],
                 )
-                gate.hold(("out",), [out], [sample])
+                correctness.assert_correct(("out",), [out], [sample])
 
-        baselines = [gpu.reading(self.bytes)]
+        baselines = [gpu.read_baseline(self.bytes)]
         if not plan.prefill:
             attention = _attention_alone(
                 batch, gpu.normal(generator, tokens, self.heads, ROW.width)
             )
-            baselines.append(Baseline("attention alone", attention, is_limit=False))
-        return Contest(ours, baselines, gate_step)
+            baselines.append(Baseline("attention alone", attention, sets_target=False))
+        return BenchmarkCase(call, baselines, check)
 
     def _weights(self, generator: torch.Generator) -> LayerWeights:
         matrix = gpu.normal(generator, self.heads * (D_N + D_V), D_C, dtype=torch.float32)
@@ -122,13 +118,13 @@ class Step(Workload):
     def _queries(
         self, q: Tensor, batch: CachedBatch, plan: StepPlan
     ) -> Iterator[tuple[int, branch_oracle.Query, bool]]:
-        """(token, what the oracle needs of it, does its request decode?) of some new tokens."""
+        """Some new tokens: (token, its query for the oracle, does its request decode?)."""
         layer = batch.cache.layer(0)
         assert isinstance(batch.page_table, Tensor)
-        for request in self.batch.judged:
+        for request in self.batch.checked_requests:
             q_len = self.batch.q_lens[request]
             before = self.batch.kv_lens[request] - q_len
-            for place in gate.spread_out(q_len, MOST_JUDGED):
+            for place in correctness.evenly_spaced(q_len, MAX_CHECKED):
                 token, seen = self.batch.starts[request] + place, before + place + 1
                 slots = request_slots(batch.page_table, self.page_size, request, 0, seen)
                 rows = layer.read(slots, torch.float64)

@@ -1,9 +1,9 @@
-"""What a whole step must give for one of its queries, from the rows its cache holds afterwards.
+"""The oracle of a whole step for one query, from the rows that the cache holds afterwards.
 
     exact = (softmax([q_nope W_UK | q_rope]·row · scale) c) W_UVᵀ
 
-in float64, whichever branch the step took: the expanded form is the same number. The naive run
-computes in float32 and rounds to bf16 where that branch says it does.
+in float64 for both branches: the expanded form is mathematically equal. The naive run computes in
+float32 and rounds to bf16 where the branch does.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ F32, F64 = torch.float32, torch.float64
 
 @dataclass(frozen=True, eq=False)
 class Query:
-    """One new token of a step: its projections, its position, and the rows it sees."""
+    """One new token of a step: its projections, its position, and its visible rows."""
 
     q: Tensor  # [heads, D_N + D_R], not rotated
     position: int
-    rows: Tensor  # float64 [position + 1, D_C + D_R] as the cache holds them
-    cached: int  # of these rows, how many were there before the step
+    rows: Tensor  # float64 [position + 1, D_C + D_R] dequantised from the cache
+    cached: int  # number of these rows that precede the step
 
 
 def exact(query: Query, weights: LayerWeights) -> Tensor:
@@ -43,7 +43,7 @@ def exact(query: Query, weights: LayerWeights) -> Tensor:
 
 
 def naive_decode(query: Query, weights: LayerWeights) -> Tensor:
-    """[1, heads, D_V] float32: absorbed queries and the latent result are rounded."""
+    """[1, heads, D_V] float32: absorbed queries and the latent result are rounded to bf16."""
     absorb, values = (each.weight.to(F32) for each in (weights.up.w_uk_t, weights.up.w_uv))
     nope, rope = _parts(query, weights)
     turned = reference.rotate_stepwise(rope, weights.freqs[query.position], rope=weights.rope)
@@ -53,7 +53,7 @@ def naive_decode(query: Query, weights: LayerWeights) -> Tensor:
 
 
 def naive_prefill(query: Query, weights: LayerWeights) -> Tensor:
-    """[1, heads, D_V] float32: keys and values are rounded, and what is merged is."""
+    """[1, heads, D_V] float32: K, V and the merged parts are rounded to bf16."""
     nope, rope = _parts(query, weights)
     turned = reference.rotate_stepwise(rope, weights.freqs[query.position], rope=weights.rope)
     q = torch.cat([nope, turned], -1)[None]
@@ -67,7 +67,7 @@ def naive_prefill(query: Query, weights: LayerWeights) -> Tensor:
 
 
 def assert_row_appended(query: Query, kv: Tensor, weights: LayerWeights, codec: RowCodec) -> None:
-    """Assert that the token's own row, the last it sees, is its latent normed and rotated."""
+    """Assert that the token's own row, the last visible one, is its latent normed and rotated."""
     _, rope = _parts(query, weights)
     given = (rope[None], kv[None], weights.freqs, weights.gamma, [query.position])
     options = {"epsilon": weights.epsilon, "rope": weights.rope}

@@ -1,15 +1,15 @@
-"""`mlakit bench cpu --busy N`: the CPU path beside N busy processes, and on the machine left alone.
+"""`mlakit bench cpu --busy N`: the CPU path on an idle machine and next to N busy processes.
 
-Step      `decode_branch` and `prefill_branch` with the sizes of `mlakit demo`: all of a layer's
-          step between its projections
-Decode    `mla_decode` of 4 x 4096 cached tokens
+Step      `decode_branch` and `prefill_branch` with the sizes of `mlakit demo`: a layer's step
+          without its projections
+Decode    `mla_decode` over 4 x 4096 cached tokens
 Prefill   `mla_prefill` of 1024 tokens
-Turns     each round has one turn beside the busy processes and one while they are stopped, in
-          random order. A turn repeats the call for half a second; its time is the mean of a call.
-Limit     3 times the quiet time
+Rounds    each round measures once next to the busy processes and once while they are stopped, in
+          random order. A measurement repeats the call for half a second and takes the mean.
+Target    0.333x of the quiet run: at most 3 times its time
 
-A busy process is a loop in a process of its own. It may use the same CPUs as the call: with
-`taskset -c 0,1` one of them competes for two.
+A busy process runs an endless loop. It may use the same CPUs as the call: with `taskset -c 0,1` one
+busy process competes for two CPUs.
 """
 
 from __future__ import annotations
@@ -25,14 +25,19 @@ from dataclasses import dataclass, replace
 from time import perf_counter, sleep
 
 import torch
-from rich.markup import escape
 from torch import Tensor
 
-from mlakit.bench import branch_oracle, cpu, environment, gate
-from mlakit.bench.measure import Call, Spread, paired_ratio
+from mlakit.bench import branch_oracle, correctness, cpu, environment
+from mlakit.bench.measure import Call, Spread, paired_speedup
 from mlakit.bench.progress import suite_progress
-from mlakit.bench.report import OURS, Report, Row
-from mlakit.bench.suite import Contest, Workload
+from mlakit.bench.report import MLAKIT, Report, Row
+from mlakit.bench.suite import (
+    BenchmarkCase,
+    Workload,
+    chosen,
+    print_wrong_result,
+    torch_threads,
+)
 from mlakit.bench.tables import table
 from mlakit.branches import CachedBatch, LayerWeights, decode_branch, prefill_branch
 from mlakit.cache import PagedLatentCache, request_slots
@@ -42,12 +47,12 @@ from mlakit.rope import rope_table
 from mlakit.testing import shuffled_pages
 from mlakit.weights import UpProjection
 
-LIMIT = 3.0  # times the quiet time
+MIN_SPEEDUP = 1 / 3  # quiet time / busy time
 ROUNDS = 8
-TURN_S = 0.5
+MEASURED_S = 0.5
 SETTLE_S = 0.05  # after processes are stopped or resumed
 QUIET = "quiet"
-# ends by itself where the process that started it is gone
+# ends when the process that started it is gone
 BUSY_LOOP = """
 import os
 parent = os.getppid()
@@ -59,7 +64,7 @@ D_C, D_N, D_V = cpu.MODEL.kv_lora_rank, cpu.D_N, cpu.D_V
 
 
 class BusyProcesses:
-    """Processes that use all the CPU time they can get, while they are not stopped."""
+    """Processes that use all available CPU time unless they are stopped."""
 
     def __init__(self, count: int) -> None:
         self._processes = [
@@ -72,7 +77,7 @@ class BusyProcesses:
         return [process.pid for process in self._processes]
 
     def stop(self) -> None:
-        """They wait, and use nothing."""
+        """Suspend them: they use no CPU time."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -100,7 +105,7 @@ def busy_processes(count: int) -> Iterator[BusyProcesses]:
 
 @dataclass(frozen=True)
 class Step(Workload):
-    """One layer's step: `batch` requests with `new` tokens each, after `cached` ones."""
+    """One layer's step: `batch` requests with `new` tokens each after `cached` tokens."""
 
     branch: str  # "decode" or "prefill"
     batch: int
@@ -137,14 +142,14 @@ class Step(Workload):
         return stored + 2 * (weights + tokens * per_token)
 
     @property
-    def limit(self) -> float | None:
-        return LIMIT
+    def min_speedup(self) -> float | None:
+        return MIN_SPEEDUP
 
     @property
     def small(self) -> Step:
         return replace(self, heads=2, new=min(self.new, 20), cached=min(self.cached, 30))
 
-    def contest(self) -> Contest:
+    def build_case(self) -> BenchmarkCase:
         generator = torch.Generator().manual_seed(cpu.SEED)
         total = self.cached + self.new
         pages = -(-total // self.page_size)
@@ -167,28 +172,28 @@ class Step(Workload):
         q = normal(self.batch * self.new, self.heads, D_N + cpu.D_R)
         kv = normal(self.batch * self.new, cpu.ROW.width)
 
-        def ours() -> Tensor:
+        def call() -> Tensor:
             if self.branch == "decode":
                 return decode_branch(q, kv, weights, batch)
-            return prefill_branch(q.clone(), kv, weights, batch)  # which rotates q in place
+            return prefill_branch(q.clone(), kv, weights, batch)  # the branch rotates q in place
 
-        def hold() -> None:
-            out = ours()
+        def check() -> None:
+            out = call()
             naive = getattr(branch_oracle, f"naive_{self.branch}")
             for request in range(self.batch):
                 token = (request + 1) * self.new - 1
                 slots = request_slots(page_table, self.page_size, request, 0, total)
                 rows = layer.read(slots, torch.float64)
                 query = branch_oracle.Query(q[token], total - 1, rows, self.cached)
-                sample = gate.Sample(
+                sample = correctness.Sample(
                     f"token {token}",
                     slice(token, token + 1),
                     [branch_oracle.exact(query, weights)],
                     [naive(query, weights)],
                 )
-                gate.hold(("out",), [out], [sample])
+                correctness.assert_correct(("out",), [out], [sample])
 
-        return Contest(ours, [], hold)
+        return BenchmarkCase(call, [], check)
 
     def _weights(self, generator: torch.Generator, positions: int) -> LayerWeights:
         matrix = torch.randn(self.heads * (D_N + D_V), D_C, generator=generator) / D_C**0.5
@@ -201,13 +206,13 @@ class Step(Workload):
         )
 
 
-def seconds_of(call: Call, turn_s: float) -> float:
-    """Of a call, as the mean of so many as fill a turn."""
+def seconds_of(call: Call, measured_s: float) -> float:
+    """Mean seconds of a call that is repeated for `measured_s`."""
     calls, start = 0, perf_counter()
     while True:
         call()
         calls += 1
-        if (elapsed := perf_counter() - start) >= turn_s:
+        if (elapsed := perf_counter() - start) >= measured_s:
             return elapsed / calls
 
 
@@ -219,77 +224,78 @@ def run(
     quick: bool = False,
     threads: int | None = None,
 ) -> Report | None:
-    """Measure and print the table; None, after saying so, where a result is wrong."""
+    """Measure and print the table; None, after an error message, on a wrong result."""
     console = wide_console()
-    if quick:
-        workloads = list(dict.fromkeys(each.small for each in workloads))
-    rounds, turn_s = (2, 0.0) if quick else (ROUNDS, TURN_S)
+    workloads = chosen(workloads, quick=quick)
+    rounds, measured_s = (2, 0.0) if quick else (ROUNDS, MEASURED_S)
     rows: list[Row] = []
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads or before)
-    try:
+    with torch_threads(threads):
         facts = environment.describe()
         console.print(environment.summary(facts), highlight=False)
         with busy_processes(count) as processes, suite_progress("cpu", len(workloads)) as progress:
             for workload in workloads:
-                contest = workload.contest()
+                case = workload.build_case()
                 try:
-                    contest.gate()
+                    case.check()
                 except AssertionError as wrong:
-                    console.print(f"[red]{workload.name} is wrong:[/red] {escape(str(wrong))}")
+                    print_wrong_result(console, workload, wrong)
                     return None
                 progress.begin_workload(workload.name)
-                seconds = _turns(contest.ours, processes, rounds, turn_s, progress.finish_round)
-                rows += _rows(workload, seconds, limit=None if quick else LIMIT)
+                seconds = _time_interleaved(
+                    case.call, processes, rounds, measured_s, progress.finish_round
+                )
+                rows += _rows(workload, seconds, min_speedup=None if quick else MIN_SPEEDUP)
                 progress.finish_workload()
-    finally:
-        torch.set_num_threads(before)
     console.print(table(rows, "ms", console.width))
     plural = "es" if count > 1 else ""
-    console.print(f"{OURS}: beside {count} busy process{plural}; {QUIET}: without", highlight=False)
+    console.print(
+        f"{MLAKIT}: next to {count} busy process{plural}; {QUIET}: mlakit while they are stopped",
+        highlight=False,
+    )
     return Report("cpu", command, facts, rows, [])
 
 
-def _turns(
+def _time_interleaved(
     call: Call,
     processes: BusyProcesses,
     rounds: int,
-    turn_s: float,
+    measured_s: float,
     after_round: Callable[[int, int], None],
 ) -> dict[str, list[float]]:
-    """Seconds of a call beside the busy processes and without them, round by round."""
+    """Seconds of a call next to the busy processes and without them, round by round."""
     order = random.Random(0)
-    seconds: dict[str, list[float]] = {OURS: [], QUIET: []}
+    seconds: dict[str, list[float]] = {MLAKIT: [], QUIET: []}
     call()  # to warm up
     for done in range(1, rounds + 1):
-        for name in order.sample([OURS, QUIET], 2):
-            if name == OURS:
+        for name in order.sample([MLAKIT, QUIET], 2):
+            if name == MLAKIT:
                 processes.resume()
-            seconds[name].append(seconds_of(call, turn_s))
-            if name == OURS:
+            seconds[name].append(seconds_of(call, measured_s))
+            if name == MLAKIT:
                 processes.stop()
         after_round(done, rounds)
     return seconds
 
 
 def _rows(
-    workload: Workload, seconds: Mapping[str, Sequence[float]], limit: float | None
+    workload: Workload, seconds: Mapping[str, Sequence[float]], min_speedup: float | None
 ) -> Iterator[Row]:
-    """Beside the busy processes, then without them."""
-    ratio = paired_ratio(seconds[OURS], seconds[QUIET])
+    """Next to the busy processes, then without them."""
+    speedup = paired_speedup(seconds[MLAKIT], seconds[QUIET])
     for name, sample in seconds.items():
-        is_compared = name == QUIET
+        is_baseline = name == QUIET
+        target = min_speedup if is_baseline else None
         yield Row(
             workload=workload.name,
             op=workload.op,
-            contender=name,
+            implementation=name,
             rounds=len(sample),
             us=Spread.of([1e6 * each for each in sample]),
             flops=workload.flops,
             bytes=workload.bytes,
-            ratio=ratio if is_compared else None,
-            limit=limit if is_compared else None,
-            met=ratio.p50 <= limit if is_compared and limit is not None else None,
+            speedup=speedup if is_baseline else None,
+            min_speedup=target,
+            met=None if target is None else speedup.p50 >= target,
         )
 
 

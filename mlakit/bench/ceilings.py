@@ -1,8 +1,8 @@
-"""What this GPU can do at most, measured in the run whose figures are held against it.
+"""The roofline ceilings of this GPU, measured in the same run as the workloads.
 
-Read   the fastest of several reductions over 4 GB
-Copy   read and written bytes of a copy of 2 GB
-Peak   a square matmul of random numbers in bf16 and in e4m3, the better of 4096 and 8192
+Read   bandwidth of the fastest of several reductions over 4 GB
+Copy   bandwidth of a copy of 2 GB, counting reads and writes
+Peak   FLOP/s of a square matmul of random numbers in bf16 and e4m3, the better of 4096 and 8192
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mlakit.bench.measure import Call, Spread, Timer, take_turns
+from mlakit.bench.measure import Call, Spread, Timer, time_interleaved
 
 READ_BYTES = 4 << 30
 MATMUL_SIZES = (4096, 8192)
@@ -23,15 +23,15 @@ DEVICE = torch.device("cuda")
 
 @dataclass(frozen=True)
 class Ceilings:
-    """GB/s and TFLOP/s; `fp8_tflops` is None where the GPU has no such products."""
+    """GB/s and TFLOP/s; `fp8_tflops` is None on a GPU without FP8 matmuls."""
 
     read_gb_s: float
     copy_gb_s: float
     bf16_tflops: float
     fp8_tflops: float | None
 
-    def least_us(self, flops: int, num_bytes: int, *, products: str, traffic: str) -> float:
-        """The least time in which so much can be computed and moved.
+    def roofline_us(self, flops: int, num_bytes: int, *, products: str, traffic: str) -> float:
+        """The minimum time for so many FLOPs and bytes.
 
         products  "bf16" or "fp8"; traffic  "read" or "copy"
         """
@@ -50,7 +50,7 @@ class Ceilings:
 
 
 def measure(timer: Timer, after_one: Callable[[], None] = lambda: None) -> Ceilings:
-    """Takes some seconds; `after_one` is called after each of the `STEPS` measurements."""
+    """Takes some seconds; calls `after_one` after each of the `STEPS`."""
     found = []
     for step in STEPS:
         found.append(step(timer))
@@ -113,8 +113,8 @@ def _peak_tflops(timer: Timer, product: Callable[[int], Call]) -> float:
 
 
 def _fastest_s(timer: Timer, calls: dict[str, Call]) -> float:
-    turns = take_turns(calls, budget_s=BUDGET_S, timer=timer)
-    return min(Spread.of(seconds).p50 for seconds in turns.values())
+    times = time_interleaved(calls, budget_s=BUDGET_S, timer=timer)
+    return min(Spread.of(seconds).p50 for seconds in times.values())
 
 
 STEPS: tuple[Callable[[Timer], float | None], ...] = (

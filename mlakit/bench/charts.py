@@ -1,4 +1,4 @@
-"""The charts of a report: bars of relative times, the roofline, heat maps of a grid."""
+"""The charts of a report: bars of speedups, the roofline, heat maps of a grid."""
 
 from __future__ import annotations
 
@@ -9,55 +9,56 @@ from math import ceil, floor, log10
 from mlakit.bench.ceilings import Ceilings
 from mlakit.bench.drawing import Dot, Drawing, Line, Rectangle, Text
 from mlakit.bench.heatmap import HeatMap, heat_maps
-from mlakit.bench.report import OURS, YARDSTICKS, Report, Row
-from mlakit.bench.tables import digits
+from mlakit.bench.report import HARDWARE_BASELINES, MLAKIT, Report, Row
+from mlakit.bench.tables import digits, times_of
 
-OURS_COLOUR = "#d1495b"
+MLAKIT_COLOUR = "#d1495b"
 COLOURS = ("#00798c", "#edae49", "#66a182", "#8d6a9f", "#2e4057", "#a0a0a0", "#b5651d", "#5f9ea0")
 GREY, PALE = "#888888", "#dddddd"
 BAR, GAP = 16, 14
 FULL = 560  # pixels of the widest bar
 LABELS = 200
-LONGEST = 4.0  # times mlakit's; longer bars are cut
+LONGEST = 4.0  # the speedup of a full bar; longer bars are cut
 
 
 def charts(report: Report) -> dict[str, Drawing]:
-    """By kind: those that can be drawn from the report."""
+    """By kind, the charts that the report has rows for."""
     found: dict[str, Drawing] = {}
     maps = heat_maps(report.rows)
     if maps:
         found["heatmap"] = heat_chart(maps)
     elif report.rows:
         found["bars"] = bar_chart(report)
-    computing = [row for row in report.rows if row.flops and row.contender not in YARDSTICKS]
+    computing = [
+        row for row in report.rows if row.flops and row.implementation not in HARDWARE_BASELINES
+    ]
     if report.ceilings is not None and computing:
         found["roofline"] = roofline_chart(computing, report.ceilings)
     return found
 
 
-def contender_colours(rows: Sequence[Row]) -> dict[str, str]:
-    others = [name for name in dict.fromkeys(row.contender for row in rows) if name != OURS]
-    return {OURS: OURS_COLOUR} | {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(others)}
+def implementation_colours(rows: Sequence[Row]) -> dict[str, str]:
+    others = [name for name in dict.fromkeys(row.implementation for row in rows) if name != MLAKIT]
+    return {MLAKIT: MLAKIT_COLOUR} | {
+        name: COLOURS[i % len(COLOURS)] for i, name in enumerate(others)
+    }
 
 
 def bar_chart(report: Report) -> Drawing:
-    """Times relative to mlakit's on each workload: a shorter bar is faster."""
-    colours = contender_colours(report.rows)
+    """mlakit's speedup over each implementation: a longer bar is a slower implementation."""
+    colours = implementation_colours(report.rows)
     groups = [(name, list(rows)) for name, rows in groupby(report.rows, lambda row: row.workload)]
     height = 60 + sum(22 + BAR * len(rows) + GAP for _, rows in groups)
     drawing = Drawing(LABELS + FULL + 140, height)
-    drawing.add(
-        Text(
-            10, 20, f"{report.suite} ({report.mode}): time / {OURS}'s, shorter is faster", bold=True
-        )
-    )
+    title = f"{report.suite} ({report.mode}): {MLAKIT}'s speedup over each implementation"
+    drawing.add(Text(10, 20, title, bold=True))
     y = 44.0
     for workload, rows in groups:
-        ours = next((row.us.p50 for row in rows if row.contender == OURS), rows[0].us.p50)
+        own_us = next((row.us.p50 for row in rows if row.implementation == MLAKIT), rows[0].us.p50)
         drawing.add(Text(10, y + 8, workload, bold=True))
         y += 22
         for row in rows:
-            _add_bar(drawing, y, row, ours, colours[row.contender])
+            _add_bar(drawing, y, row, own_us, colours[row.implementation])
             y += BAR
         y += GAP
     one = LABELS + FULL / LONGEST
@@ -65,26 +66,26 @@ def bar_chart(report: Report) -> Drawing:
     return drawing
 
 
-def _add_bar(drawing: Drawing, y: float, row: Row, ours_us: float, colour: str) -> None:
+def _add_bar(drawing: Drawing, y: float, row: Row, own_us: float, colour: str) -> None:
     def x(us: float) -> float:
-        return LABELS + FULL * min(us / ours_us, LONGEST) / LONGEST
+        return LABELS + FULL * min(us / own_us, LONGEST) / LONGEST
 
     middle, end = y + BAR / 2, x(row.us.p50)
-    hint = (
-        f"{row.contender}: {digits(row.us.p50)} us ({digits(row.us.p20)} to {digits(row.us.p80)})"
-    )
-    cut = " →" if row.us.p50 / ours_us > LONGEST else ""
+    spread = f"{digits(row.us.p20)} to {digits(row.us.p80)}"
+    hint = f"{row.implementation}: {digits(row.us.p50)} us ({spread})"
+    cut = " →" if row.us.p50 / own_us > LONGEST else ""
+    speedup = "" if row.implementation == MLAKIT else f", {times_of(row.us.p50 / own_us)}"
     drawing.add(
-        Text(LABELS - 8, middle, row.contender, anchor="end", size=11),
+        Text(LABELS - 8, middle, row.implementation, anchor="end", size=11),
         Rectangle(LABELS, y + 2, end - LABELS, BAR - 4, colour, hint),
         Line([(x(row.us.p20), middle), (x(row.us.p80), middle)], "#222222"),
-        Text(end + 6, middle, f"{digits(row.us.p50)} us{cut}", size=11),
+        Text(end + 6, middle, f"{digits(row.us.p50)} us{speedup}{cut}", size=11),
     )
 
 
 def roofline_chart(rows: Sequence[Row], ceilings: Ceilings) -> Drawing:
-    """TFLOP/s over FLOPs per byte, both in powers of ten, under the measured ceilings."""
-    colours = contender_colours(rows)
+    """TFLOP/s over FLOPs per byte, both logarithmic, with the measured ceilings."""
+    colours = implementation_colours(rows)
     xs = [row.flops / row.bytes for row in rows]
     ys = [row.gflops / 1e3 for row in rows]
     peaks = {"bf16": ceilings.bf16_tflops} | (
@@ -126,8 +127,8 @@ def roofline_chart(rows: Sequence[Row], ceilings: Ceilings) -> Drawing:
             Text(last[0] + 6, last[1], f"{kind} {peak:.0f} TFLOP/s", size=11),
         )
     for row, x, y in zip(rows, xs, ys, strict=True):
-        hint = f"{row.workload}, {row.contender}: {digits(y)} TFLOP/s"
-        drawing.add(Dot(*place(x, y), colours[row.contender], hint))
+        hint = f"{row.workload}, {row.implementation}: {digits(y)} TFLOP/s"
+        drawing.add(Dot(*place(x, y), colours[row.implementation], hint))
     for i, (name, colour) in enumerate(colours.items()):
         y = height - 10 - 18 * i
         drawing.add(Dot(70 + width + 20, y, colour), Text(70 + width + 32, y, name, size=11))
@@ -135,7 +136,7 @@ def roofline_chart(rows: Sequence[Row], ceilings: Ceilings) -> Drawing:
 
 
 def heat_chart(maps: Sequence[HeatMap]) -> Drawing:
-    """The maps side by side; green is good, red is bad."""
+    """The maps one below the other; green is fast, red is slow."""
     cell, across = (62, 30), max(len(heat.batches) for heat in maps)
     down = max(len(heat.lengths) for heat in maps)
     width, height = 70 + cell[0] * across, 76 + cell[1] * down

@@ -1,4 +1,4 @@
-"""Which suites `mlakit bench` runs, and how; `outputs` has what becomes of their reports."""
+"""Turns the options of `mlakit bench` into suites and runs them; `outputs` writes the reports."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from mlakit.bench.suite import Workload
 
 
 def checked_mode(mode: str, *, host: bool) -> str:
-    """How time is taken. Raises ValueError for a mode there is not, and for two at once."""
+    """The timing mode. Raises ValueError for an unknown mode, and for --mode with --host."""
     if mode not in gpu_timers.MODES:
-        raise ValueError(f"--mode must be of {', '.join(gpu_timers.MODES)}, got {mode!r}")
+        raise ValueError(f"--mode must be one of {', '.join(gpu_timers.MODES)}, got {mode!r}")
     if host and mode != "cold":
-        raise ValueError(f"--host times calls as they are, not with --mode {mode}")
+        raise ValueError(f"--host measures host time, so --mode {mode} has no effect")
     return gpu_timers.HOST if host else mode
 
 
@@ -30,10 +30,10 @@ def checked_mode(mode: str, *, host: bool) -> str:
 class Settings:
     """What is measured, and how.
 
-    command  as it was typed, for the report
-    only     workloads with this in their names
-    mode     of `gpu_timers.MODES`, or its `HOST`; the suite cpu has its own
-    busy     processes beside which the suite cpu is measured, and without which
+    command  the command line, for the report
+    only     run only workloads whose name contains this
+    mode     one of `gpu_timers.MODES`, or its `HOST`; the suite cpu uses wall-clock time
+    busy     number of busy processes next to the suite cpu; 0: none
     """
 
     suites: Sequence[str]
@@ -48,14 +48,14 @@ class Settings:
 
 
 def workloads_of(settings: Settings) -> dict[str, list[Workload]]:
-    """By suite. Raises ValueError for suites, shapes and options that do not go together."""
+    """By suite. Raises ValueError for suites, shapes and options that cannot be combined."""
     names = settings.suites or (("cpu",) if settings.busy else _default_suites())
     if settings.busy and tuple(names) != ("cpu",):
-        raise ValueError(f"--busy is of suite cpu alone, not of {', '.join(names)}")
+        raise ValueError(f"--busy works with suite cpu only, not with {', '.join(names)}")
     found = {}
     for name in names:
         if name not in SUITES:
-            raise ValueError(f"suite must be of {', '.join(SUITES)}, got {name!r}")
+            raise ValueError(f"suite must be one of {', '.join(SUITES)}, got {name!r}")
         if name in GPU_SUITES and (reason := gpu.why_not()):
             raise ValueError(f"suite {name} {reason}")
         workloads = [
@@ -72,7 +72,7 @@ def workloads_of(settings: Settings) -> dict[str, list[Workload]]:
 
 
 def _default_suites() -> tuple[str, ...]:
-    """All for the GPU but the grid, which takes as long as the others together."""
+    """All GPU suites except the grid, which takes as long as the others together."""
     return ("cpu",) if gpu.why_not() else tuple(name for name in GPU_SUITES if name != "grid")
 
 
@@ -82,22 +82,22 @@ def _workloads(name: str, shape: Shape | None, busy: int) -> Sequence[Workload]:
         known: Sequence[Workload] = module.WORKLOADS
         return known
     if name == "cpu":
-        raise ValueError("--shape is no option of suite cpu")
+        raise ValueError("suite cpu does not take --shape")
     of_shape: Callable[[Shape], Sequence[Workload]] = module.of_shape
     return of_shape(shape)
 
 
 def run(settings: Settings, workloads: dict[str, list[Workload]]) -> list[Report] | None:
-    """Measure suite by suite; None, after saying so, where a result is wrong."""
+    """Measure suite by suite; None, after an error message, on a wrong result."""
     if settings.busy:
-        beside = busy.run(
+        loaded = busy.run(
             workloads["cpu"],
             settings.busy,
             command=settings.command,
             quick=settings.quick,
             threads=settings.threads,
         )
-        return None if beside is None else [beside]
+        return None if loaded is None else [loaded]
     reports: list[Report] = []
     found: Ceilings | None = None
     with_peers = settings.with_peers and any(name in GPU_SUITES for name in workloads)

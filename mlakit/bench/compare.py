@@ -1,6 +1,6 @@
-"""What moved between two runs: times, and ratios to others, which drift less than times do.
+"""What changed between two runs: times, and speedups over baselines, which drift less than times.
 
-A figure is said to have moved where its medians are further apart than either run's own spread.
+A figure counts as changed if its medians differ by more than the spread of either run.
 """
 
 from __future__ import annotations
@@ -12,20 +12,23 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from mlakit.bench.measure import Spread
-from mlakit.bench.report import OURS, Report, Row
+from mlakit.bench.report import MLAKIT, Report, Row
 from mlakit.bench.tables import digits
 from mlakit.columns import Column, fitting_table
+
+HEADINGS = ("workload", "figure", "before", "now", "now / before", "change")
 
 
 @dataclass(frozen=True)
 class Change:
-    """One figure of one workload, before and now: a time in us, or a ratio to a contender."""
+    """One figure of one workload in both runs: mlakit's time in us, or its speedup."""
 
     suite: str
     workload: str
     figure: str
     before: Spread
     now: Spread
+    is_time: bool  # less is better; of a speedup more is better
 
     @property
     def factor(self) -> float:
@@ -37,16 +40,25 @@ class Change:
         return abs(self.now.p50 - self.before.p50) > spread
 
     @property
-    def verdict(self) -> str:
-        """Less is better: figures are mlakit's times, and its times over others'."""
+    def is_better(self) -> bool:
+        return (self.factor < 1) == self.is_time
+
+    @property
+    def text(self) -> str:
         if not self.has_moved:
             return "within the spread"
-        return f"{'better' if self.factor < 1 else 'worse'} by {abs(self.factor - 1):.1%}"
+        return f"{'better' if self.is_better else 'worse'} by {abs(self.factor - 1):.1%}"
+
+    @property
+    def figures(self) -> list[str]:
+        """The cells under `HEADINGS`, without `text`."""
+        medians = [digits(each.p50) for each in (self.before, self.now)]
+        return [self.workload, self.figure, *medians, f"{self.factor:.3f}"]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """only_before, only_now  workloads that one of the runs does not have."""
+    """only_before, only_now  workloads of one of the runs only."""
 
     changes: Sequence[Change]
     only_before: Sequence[str]
@@ -55,7 +67,7 @@ class Comparison:
     @property
     def summary(self) -> str:
         moved = [each for each in self.changes if each.has_moved]
-        better = sum(each.factor < 1 for each in moved)
+        better = sum(each.is_better for each in moved)
         lines = [
             f"{len(self.changes)} figures: {better} better, {len(moved) - better} worse, "
             f"{len(self.changes) - len(moved)} within the spread"
@@ -67,25 +79,24 @@ class Comparison:
 
 
 def compare(before: Iterable[Report], now: Iterable[Report]) -> Comparison:
-    """Rows are matched by suite, mode, workload and contender."""
+    """Rows are matched by suite, mode, workload and implementation."""
     old, new = _by_key(before), _by_key(now)
     changes = []
     for key in (key for key in new if key in old):
-        suite, _, workload, contender = key
-        pairs = {contender: (old[key].us, new[key].us)} if contender == OURS else {}
-        before_ratio, now_ratio = old[key].ratio, new[key].ratio
-        if before_ratio is not None and now_ratio is not None:
-            pairs[f"ratio to {contender}"] = (before_ratio, now_ratio)
-        changes += [
-            Change(suite, workload, f"{figure}, us" if figure == OURS else figure, *pair)
-            for figure, pair in pairs.items()
-        ]
+        suite, _, workload, name = key
+        if name == MLAKIT:
+            times = old[key].us, new[key].us
+            changes.append(Change(suite, workload, f"{MLAKIT}, us", *times, is_time=True))
+        earlier, later = old[key].speedup, new[key].speedup
+        if earlier is not None and later is not None:
+            figure = f"speedup over {name}"
+            changes.append(Change(suite, workload, figure, earlier, later, is_time=False))
     return Comparison(changes, _missing(old, new), _missing(new, old))
 
 
 def _by_key(reports: Iterable[Report]) -> dict[tuple[str, str, str, str], Row]:
     return {
-        (report.suite, report.mode, row.workload, row.contender): row
+        (report.suite, report.mode, row.workload, row.implementation): row
         for report in reports
         for row in report.rows
     }
@@ -99,29 +110,14 @@ def _missing(
 
 
 def comparison_table(comparison: Comparison, width: int) -> RenderableType:
-    columns = (
-        Column("workload", is_number=False),
-        Column("figure", is_number=False),
-        *(Column(heading) for heading in ("before", "now")),
-        Column("factor", rank=1),
-        Column("verdict", is_number=False),
-    )
-    caption = "moved: the medians are further apart than the middle three fifths of either run"
-    rows = (
-        (
-            each.workload,
-            each.figure,
-            digits(each.before.p50),
-            digits(each.now.p50),
-            f"{each.factor:.3f}",
-            _coloured(each),
-        )
-        for each in comparison.changes
-    )
+    columns = [Column(each, is_number=each in HEADINGS[2:5]) for each in HEADINGS]
+    columns[4] = Column(HEADINGS[4], rank=1)
+    caption = "changed: the medians differ by more than the 20th to 80th percentile of either run"
+    rows: list[list[str | Text]] = [[*each.figures, _coloured(each)] for each in comparison.changes]
     return fitting_table(columns, rows, width, caption=caption)
 
 
 def _coloured(change: Change) -> Text:
     if not change.has_moved:
-        return Text(change.verdict)
-    return Text(change.verdict, style="green" if change.factor < 1 else "red")
+        return Text(change.text)
+    return Text(change.text, style="green" if change.is_better else "red")

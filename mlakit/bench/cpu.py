@@ -1,13 +1,14 @@
 """The suite `cpu`: decode against torch.matmul, prefill against torch's SDPA, on the CPU.
 
-Decode   q·Kᵀ and P·V by torch.matmul on contiguous K in the dtype of q, P given: neither softmax
-         nor pages. Each way torch offers is a contender; the limit is set by the fastest. It is
-         not said of quantised rows, which torch.matmul cannot read.
-Prefill  scaled_dot_product_attention, causal, on K with k_rope repeated for every head. Its fused
-         kernel wants values as wide as keys; V padded to that width is one more contender.
+Decode   the baseline is q·Kᵀ and P·V by torch.matmul, on contiguous K in the dtype of q, with P
+         given: no softmax, no pages. The target, 0.667x of the fastest variant (at most 1.5 times
+         its time), does not apply to quantised rows, which torch.matmul cannot read.
+Prefill  the baseline is scaled_dot_product_attention, causal, with k_rope repeated for every head.
+         Its fused kernel needs V as wide as K: padded V is a second baseline. The target is 0.769x
+         (at most 1.3 times the time of SDPA).
 
-What torch needs (contiguous K, expanded K, padding) is prepared before the clock starts. mlakit is
-timed as it is called: the public op with its checks, and for decode pages in random order.
+Contiguous K, expanded K and padding are prepared before the clock starts. mlakit is timed as it is
+called: the public op with its checks, and for decode with shuffled pages.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from mlakit import reference
-from mlakit.bench.suite import Baseline, Contest, Workload
+from mlakit.bench.suite import Baseline, BenchmarkCase, Workload
 from mlakit.cache import PagedLatentCache, request_slots
 from mlakit.formats import Format, row_codec
 from mlakit.geometry import MLAGeometry
@@ -38,7 +39,7 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Decode(Workload):
-    """One new token each of `batch` requests, each with `tokens` rows cached in shuffled pages."""
+    """`batch` requests with one new token each and `tokens` rows cached in shuffled pages."""
 
     dtype: str
     format: Format
@@ -64,14 +65,14 @@ class Decode(Workload):
         return rows + elements * DTYPES[self.dtype].itemsize
 
     @property
-    def limit(self) -> float | None:
-        return 1.5 if self.format in DTYPES else None
+    def min_speedup(self) -> float | None:
+        return 1 / 1.5 if self.format in DTYPES else None
 
     @property
     def small(self) -> Decode:
         return replace(self, batch=2, heads=2, tokens=100)
 
-    def contest(self) -> Contest:
+    def build_case(self) -> BenchmarkCase:
         generator = torch.Generator().manual_seed(SEED)
         pages = -(-self.tokens // self.page_size)
         page_table = shuffled_pages(self.batch, pages, self.batch * pages, generator)
@@ -89,7 +90,7 @@ class Decode(Workload):
             layer.write(own, rows)
         kv_lens = torch.full((self.batch,), self.tokens, dtype=torch.int32)
 
-        def ours() -> tuple[Tensor, Tensor]:
+        def call() -> tuple[Tensor, Tensor]:
             return mla_decode(q, cache, page_table, kv_lens, softmax_scale=SCALE, backend="cpu")
 
         def oracle(precision: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -102,16 +103,16 @@ class Decode(Workload):
                 dtype=precision,
             )
 
-        def gate() -> None:
-            _hold("", ours(), oracle)
+        def check() -> None:
+            _assert_correct("", call(), oracle)
 
-        ways = _products(q, k)
-        # without a limit one of them is enough to compare with
-        return Contest(ours, ways if self.limit else ways[:1], gate)
+        variants = _products(q, k)
+        # without a target one baseline is enough
+        return BenchmarkCase(call, variants if self.min_speedup else variants[:1], check)
 
 
 def _products(q: Tensor, k: Tensor) -> list[Baseline]:
-    """Ways to q·Kᵀ and P·V: q [batch, heads, width] and k [batch, tokens, width] contiguous."""
+    """Variants of q·Kᵀ and P·V: q [batch, heads, width] and k [batch, tokens, width] contiguous."""
     v = k[..., : ROW.v_width]
     p = torch.softmax(q.float() @ k.float().mT * SCALE, dim=-1).to(q.dtype)
 
@@ -159,14 +160,14 @@ class Prefill(Workload):
         return elements * DTYPES[self.dtype].itemsize
 
     @property
-    def limit(self) -> float | None:
-        return 1.3
+    def min_speedup(self) -> float | None:
+        return 1 / 1.3
 
     @property
     def small(self) -> Prefill:
         return replace(self, heads=2, tokens=50)
 
-    def contest(self) -> Contest:
+    def build_case(self) -> BenchmarkCase:
         generator = torch.Generator().manual_seed(SEED)
         total = self.batch * self.tokens
 
@@ -177,13 +178,13 @@ class Prefill(Workload):
         k_rope, v = normal(total, D_R), normal(total, self.heads, D_V)
         starts = torch.arange(0, total + 1, self.tokens, dtype=torch.int32)
 
-        def ours() -> tuple[Tensor, Tensor]:
+        def call() -> tuple[Tensor, Tensor]:
             return mla_prefill(
                 q, k_nope, k_rope, v, starts, starts, softmax_scale=SCALE, backend="cpu"
             )
 
         def oracle(token: int, precision: torch.dtype) -> tuple[Tensor, Tensor]:
-            # alone, a token is the newest of the keys up to its own
+            # the keys up to a token's own: the token is the newest of them
             own, keys = slice(token, token + 1), slice(token - token % self.tokens, token + 1)
             return reference.mla_prefill(
                 q[own],
@@ -196,13 +197,13 @@ class Prefill(Workload):
                 dtype=precision,
             )
 
-        def gate() -> None:
-            out, lse = ours()
+        def check() -> None:
+            out, lse = call()
             for token in _some_tokens(self.batch, self.tokens):
                 own = (out[token : token + 1], lse[token : token + 1])
-                _hold(f"token {token}: ", own, partial(oracle, token))
+                _assert_correct(f"token {token}: ", own, partial(oracle, token))
 
-        return Contest(ours, self._sdpa(q, k_nope, k_rope, v), gate)
+        return BenchmarkCase(call, self._sdpa(q, k_nope, k_rope, v), check)
 
     def _sdpa(self, q: Tensor, k_nope: Tensor, k_rope: Tensor, v: Tensor) -> list[Baseline]:
         k = torch.cat([k_nope, k_rope[:, None].expand(-1, self.heads, -1)], dim=-1)
@@ -216,26 +217,26 @@ class Prefill(Workload):
 
         return [
             Baseline("SDPA", attention(v)),
-            Baseline("SDPA, V padded", attention(pad(v, (0, D_N + D_R - D_V))), is_limit=False),
+            Baseline("SDPA, V padded", attention(pad(v, (0, D_N + D_R - D_V))), sets_target=False),
         ]
 
 
 def _some_tokens(batch: int, tokens: int) -> list[int]:
-    """Of the first and the last request the ends, and both sides of where a tile may end."""
+    """Tokens of the first and the last request: both ends, and both sides of tile boundaries."""
     places = {0, 1, 63, 64, 127, 128, 511, 512, tokens // 2, tokens - 2, tokens - 1}
     inside = [place for place in sorted(places) if place < tokens]
     return [request * tokens + place for request in sorted({0, batch - 1}) for place in inside]
 
 
-def _hold(
+def _assert_correct(
     where: str,
     results: tuple[Tensor, Tensor],
     oracle: Callable[[torch.dtype], tuple[Tensor, Tensor]],
 ) -> None:
-    """Assert that (out, lse) are what the oracle gives, up to their precision."""
+    """Assert that (out, lse) match the oracle."""
     exact, naive = oracle(torch.float64), oracle(torch.float32)
-    for name, *judged in zip(("out", "lse"), results, exact, naive, strict=True):
-        assert_matches(f"{where}{name}", *judged)
+    for name, *compared in zip(("out", "lse"), results, exact, naive, strict=True):
+        assert_matches(f"{where}{name}", *compared)
 
 
 WORKLOADS: tuple[Workload, ...] = (

@@ -1,10 +1,10 @@
-"""The suite `decode`: absorbed decode on a GPU, at the widths of DeepSeek-V3, pages shuffled.
+"""The suite `decode`: absorbed decode on a GPU, DeepSeek-V3 head dimensions, shuffled pages.
 
 Bytes   the KV rows once, q and out
 FLOPs   2 · queries · heads · tokens · (576 + 512)
-FP8     rows are timed beside bf16 rows of the same problem, which has queries of bf16 then
-Plan    made before the clock starts, for peers too; "planned in the call" has none
-Gate    some requests, all their heads, against the float64 oracle
+FP8     an FP8 cache is compared with a bf16 cache of the same problem and bf16 queries
+Plan    made before the clock starts, for peers too; "planned in the call" includes it
+Check   some requests, all heads, against the float64 oracle
 """
 
 from __future__ import annotations
@@ -17,30 +17,29 @@ import torch
 from torch import Tensor
 
 from mlakit import reference
-from mlakit.bench import gate, gpu
+from mlakit.bench import correctness, gpu
 from mlakit.bench.pool import ROW, SCALE, SharedPool, filled_pages
 from mlakit.bench.problems import DenseDecode
 from mlakit.bench.shapes import Batch, Shape
-from mlakit.bench.suite import Baseline, Contest, Workload
+from mlakit.bench.suite import Baseline, BenchmarkCase, Workload
 from mlakit.cache import PagedLatentCache, request_slots
 from mlakit.formats import Format, row_codec
 from mlakit.ops import mla_decode
 from mlakit.ops.decode_plan import plan_mla_decode
 from mlakit.plan import DecodePlanTensors
 
-RIVAL = "flash_mla"
-HALVES = "bf16 rows"
+BF16_ROWS = "bf16 rows"
 E4M3 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
 class Decode(Workload):
-    """The newest tokens of a batch of requests over all that is cached of them.
+    """The newest tokens of each request attend to all its cached tokens.
 
-    dtype  of the queries
-    ratio  of mlakit's time to FlashMLA's that is to be reached; None: none is set
-    share  of the read bandwidth that is as good
-    pool   where the pages come from; None: a pool of its own
+    dtype           of the queries
+    min_speedup     target for FlashMLA's time / mlakit's time; None: no target
+    min_read_share  share of the read bandwidth that meets the target as well
+    pool            a pool shared with other workloads; None: its own
     """
 
     batch: Batch
@@ -48,12 +47,12 @@ class Decode(Workload):
     format: Format = "bf16"
     page_size: int = 64
     dtype: torch.dtype = torch.bfloat16
-    ratio: float | None = None
-    share: float | None = None
+    min_speedup: float | None = None
+    min_read_share: float | None = None
     pool: SharedPool | None = field(default=None, compare=False)
 
     op = "mla_decode"
-    rival: ClassVar[str | None] = RIVAL
+    target_baseline: ClassVar[str | None] = "flash_mla"
 
     @property
     def name(self) -> str:
@@ -74,18 +73,10 @@ class Decode(Workload):
         return cached + self.batch.tokens * self.heads * row_bytes
 
     @property
-    def limit(self) -> float | None:
-        return self.ratio
-
-    @property
-    def read_share(self) -> float | None:
-        return self.share
-
-    @property
     def small(self) -> Workload:
-        return replace(self, batch=self.batch.small, ratio=None, share=None)
+        return replace(self, batch=self.batch.small, min_speedup=None, min_read_share=None)
 
-    def contest(self) -> Contest:
+    def build_case(self) -> BenchmarkCase:
         generator = gpu.generator()
         cache, page_table = self._pages(generator)
         q = gpu.normal(generator, self.batch.tokens, self.heads, ROW.width).to(self.dtype)
@@ -96,7 +87,7 @@ class Decode(Workload):
                 q, cache, page_table, kv_lens, q_starts=starts, softmax_scale=SCALE, plan=plan
             )
 
-        # once per step, for all layers: outside of what is timed
+        # once per step, for all layers: not part of the timed call
         plan = plan_mla_decode(
             cache,
             page_table,
@@ -107,21 +98,21 @@ class Decode(Workload):
             dtype=self.dtype,
         )
 
-        def ours() -> tuple[Tensor, Tensor]:
+        def call() -> tuple[Tensor, Tensor]:
             return attend(plan)
 
-        def samples() -> Iterator[gate.Sample]:
+        def samples() -> Iterator[correctness.Sample]:
             return self._samples(q, cache, page_table)
 
-        return Contest(
-            ours,
+        return BenchmarkCase(
+            call,
             [
-                Baseline("planned in the call", lambda: attend(None), is_limit=False),
-                gpu.reading(self.bytes),
+                Baseline("planned in the call", lambda: attend(None), sets_target=False),
+                gpu.read_baseline(self.bytes),
             ],
-            gate=lambda: gate.hold(("out", "lse"), ours(), samples()),
+            check=lambda: correctness.assert_correct(("out", "lse"), call(), samples()),
             problem=self._problem(q, cache, page_table, kv_lens),
-            peer_fault=lambda output: gate.fault(output, samples()),
+            peer_error=lambda output: correctness.peer_error(output, samples()),
         )
 
     def _pages(self, generator: torch.Generator) -> tuple[PagedLatentCache, Tensor]:
@@ -132,13 +123,13 @@ class Decode(Workload):
     def _problem(
         self, q: Tensor, cache: PagedLatentCache, page_table: Tensor, kv_lens: Tensor
     ) -> DenseDecode | None:
-        """For peers: they read bf16 rows, of requests with equally many queries."""
+        """For peers: they read bf16 rows, and every request has the same number of queries."""
         if self.format != "bf16" or not self.batch.is_even:
             return None
         return DenseDecode(
             q=q.unflatten(0, (self.batch.size, -1)),
             pages=cache.payload[0],
-            # beyond a request's last page some of them look at an entry all the same
+            # some peers read table entries past a request's last page
             page_table=page_table.clamp(max=cache.num_pages - 1),
             kv_lens=kv_lens,
             softmax_scale=SCALE,
@@ -147,9 +138,9 @@ class Decode(Workload):
 
     def _samples(
         self, q: Tensor, cache: PagedLatentCache, page_table: Tensor
-    ) -> Iterator[gate.Sample]:
+    ) -> Iterator[correctness.Sample]:
         layer, starts = cache.layer(0), self.batch.starts
-        for request in self.batch.judged:
+        for request in self.batch.checked_requests:
             own, kv_len = slice(*starts[request : request + 2]), self.batch.kv_lens[request]
             slots = request_slots(page_table, self.page_size, request, 0, kv_len)
             rows = layer.read(slots, torch.float64)
@@ -164,20 +155,20 @@ class Decode(Workload):
                 )
                 for dtype in (torch.float64, torch.float32)
             )
-            yield gate.Sample(f"request {request}", own, exact, naive)
+            yield correctness.Sample(f"request {request}", own, exact, naive)
 
 
 @dataclass(frozen=True)
-class BytesDecode(Decode):
-    """Over rows of FP8, beside the same problem over rows of bf16, which `ratio` is of."""
+class Fp8Decode(Decode):
+    """An FP8 cache; `min_speedup` refers to the same problem with a bf16 cache."""
 
-    rival: ClassVar[str | None] = HALVES
+    target_baseline: ClassVar[str | None] = BF16_ROWS
 
-    def contest(self) -> Contest:
-        contest = super().contest()
-        halves = Decode(self.batch, self.heads, page_size=self.page_size).contest()
-        baselines = [*contest.baselines, Baseline(HALVES, halves.ours)]
-        return replace(contest, baselines=baselines)
+    def build_case(self) -> BenchmarkCase:
+        case = super().build_case()
+        bf16 = Decode(self.batch, self.heads, page_size=self.page_size).build_case()
+        baselines = [*case.baselines, Baseline(BF16_ROWS, bf16.call)]
+        return replace(case, baselines=baselines)
 
 
 def of_shape(shape: Shape) -> tuple[Workload, ...]:
@@ -186,21 +177,21 @@ def of_shape(shape: Shape) -> tuple[Workload, ...]:
 
 
 WORKLOADS: tuple[Workload, ...] = (
-    Decode(Batch.of(128, 1, 4096), 128, ratio=0.85),
-    Decode(Batch.of(128, 2, 4096), 128, ratio=0.855),
-    Decode(Batch.of(128, 1, 8192), 64, ratio=0.92, share=0.985),
-    Decode(Batch.of(128, 1, 8192), 16, ratio=0.92, share=0.985),
-    Decode(Batch.of(32, 1, 16384), 16, ratio=0.825),
-    Decode(Batch.of(4, 1, 32768), 128, ratio=0.68),
-    Decode(Batch.of(1, 1, 65536), 128, ratio=0.56),
+    Decode(Batch.of(128, 1, 4096), 128, min_speedup=1.177),
+    Decode(Batch.of(128, 2, 4096), 128, min_speedup=1.17),
+    Decode(Batch.of(128, 1, 8192), 64, min_speedup=1.087, min_read_share=0.985),
+    Decode(Batch.of(128, 1, 8192), 16, min_speedup=1.087, min_read_share=0.985),
+    Decode(Batch.of(32, 1, 16384), 16, min_speedup=1.213),
+    Decode(Batch.of(4, 1, 32768), 128, min_speedup=1.471),
+    Decode(Batch.of(1, 1, 65536), 128, min_speedup=1.786),
     *(
-        BytesDecode(Batch.of(128, 1, tokens), heads, format, ratio=ratio)
-        # at least three quarters as fast as bf16 where products are the limit, 1.6 times elsewhere
-        for heads, tokens, ratio in ((128, 4096, 1 / 0.75), (16, 8192, 1 / 1.6))
+        Fp8Decode(Batch.of(128, 1, tokens), heads, format, min_speedup=target)
+        # compute-bound with 128 heads: 0.75x of bf16; bandwidth-bound with 16: 1.6x
+        for heads, tokens, target in ((128, 4096, 0.75), (16, 8192, 1.6))
         for format in ("fp8", "fp8_token", "fp8_block128")
     ),
-    # queries of one byte need no wider products
-    BytesDecode(Batch.of(128, 1, 4096), 128, "fp8", dtype=E4M3, ratio=1.0),
-    BytesDecode(Batch.of(128, 1, 4096), 128, "fp8_token", dtype=E4M3, ratio=1.0),
-    BytesDecode(Batch.of(128, 1, 4096), 128, "fp8_block128", dtype=E4M3, ratio=1 / 0.75),
+    # e4m3 queries multiply in FP8
+    Fp8Decode(Batch.of(128, 1, 4096), 128, "fp8", dtype=E4M3, min_speedup=1.0),
+    Fp8Decode(Batch.of(128, 1, 4096), 128, "fp8_token", dtype=E4M3, min_speedup=1.0),
+    Fp8Decode(Batch.of(128, 1, 4096), 128, "fp8_block128", dtype=E4M3, min_speedup=0.75),
 )

@@ -1,4 +1,4 @@
-"""Pictures made of a few shapes: as SVG by hand, as PNG by matplotlib where it is installed."""
+"""Drawings of simple shapes: written as SVG, and as PNG if matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Rectangle:
     width: float
     height: float
     fill: str
-    hint: str = ""  # shown by a browser over the shape
+    hint: str = ""  # a browser shows it as a tooltip
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Dot:
 @dataclass(frozen=True)
 class Text:
     x: float
-    y: float  # of its middle
+    y: float  # of the vertical centre
     text: str
     anchor: str = "start"  # or middle, end
     size: int = 12
@@ -55,7 +55,7 @@ Shape = Rectangle | Line | Dot | Text
 
 @dataclass
 class Drawing:
-    """Shapes on a white sheet; x to the right, y downwards, in pixels."""
+    """Shapes on a white background; x to the right, y downwards, in pixels."""
 
     width: float
     height: float
@@ -90,7 +90,7 @@ class Drawing:
 
 
 def why_no_png() -> str | None:
-    """Why no PNG can be drawn here."""
+    """Why PNG output is unavailable; None if it works."""
     if find_spec("matplotlib") is None:
         return "needs matplotlib, which is not installed: pip install 'mlakit[plot]'"
     return None
@@ -123,7 +123,7 @@ def _hint(text: str) -> str:
     return f"<title>{escape(text)}</title>" if text else ""
 
 
-def _draw(axes, shape: Shape) -> None:  # type: ignore[no-untyped-def]  # of matplotlib
+def _draw(axes, shape: Shape) -> None:  # type: ignore[no-untyped-def]  # matplotlib is untyped
     from matplotlib.lines import Line2D
     from matplotlib.patches import Circle
     from matplotlib.patches import Rectangle as Patch
@@ -141,7 +141,7 @@ def _draw(axes, shape: Shape) -> None:  # type: ignore[no-untyped-def]  # of mat
         axes.text(
             shape.x,
             shape.y,
-            shape.text.replace("$", r"\$"),  # no formula
+            shape.text.replace("$", r"\$"),  # matplotlib would parse a formula
             ha={"start": "left", "middle": "center", "end": "right"}[shape.anchor],
             va="center",
             fontsize=0.75 * shape.size,

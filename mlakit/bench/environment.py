@@ -1,4 +1,4 @@
-"""What the figures of a run depend on: the machine, the versions, the threads."""
+"""Records what the figures of a run depend on: the machine, the versions, the threads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from mlakit import __version__
 
 CPUINFO = Path("/proc/cpuinfo")
-# what decides how fast float32, bf16 and fp16 products are
+# they determine the speed of float32, bf16 and fp16 matmuls
 FEATURES = (
     "avx2",
     "avx512f",
@@ -31,7 +31,7 @@ FEATURES = (
 
 
 def describe() -> dict[str, object]:
-    """Facts by name, in plain values; None where the machine does not tell."""
+    """Facts by name, in plain values; None if unknown."""
     cpuinfo = CPUINFO.read_text(encoding="utf-8") if CPUINFO.exists() else ""
     return {
         "cpu": cpu_model(cpuinfo) or _field(_output("lscpu"), "Model name") or platform.machine(),
@@ -50,7 +50,7 @@ def describe() -> dict[str, object]:
 
 
 def gpu() -> dict[str, object]:
-    """The current CUDA device; nothing where there is none."""
+    """The current CUDA device; empty without one."""
     if not torch.cuda.is_available():
         return {}
     facts = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -64,7 +64,7 @@ def gpu() -> dict[str, object]:
 
 
 def version_of(package: str) -> str | None:
-    """Of an installed package."""
+    """The version of an installed package; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -72,7 +72,7 @@ def version_of(package: str) -> str | None:
 
 
 def cpu_model(cpuinfo: str) -> str | None:
-    """The processor's name where /proc/cpuinfo has it: it does on x86, not on ARM."""
+    """The processor's name in /proc/cpuinfo: present on x86, absent on ARM."""
     return _field(cpuinfo, "model name")
 
 
@@ -82,7 +82,7 @@ def cpu_features(cpuinfo: str) -> list[str]:
 
 
 def summary(facts: Mapping[str, object]) -> str:
-    """A few lines for people."""
+    """A few lines of text."""
     features = facts["cpu_features"]
     assert isinstance(features, Sequence)
     load = "" if facts["load_average"] is None else f", load {facts['load_average']:.1f}"
@@ -108,7 +108,7 @@ def _field(text: str, name: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout this runs from; of an installed package there is none."""
+    """The commit of the checkout; None for an installed package."""
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return None
@@ -118,7 +118,7 @@ def _commit() -> str | None:
 
 
 def _output(*command: str) -> str:
-    """What a command prints; nothing where there is no such command or it fails."""
+    """What a command prints; empty if it is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError:

@@ -1,8 +1,8 @@
-"""The suite `fp8`: the block-scaled e4m3 product on a GPU, against torch's and against bf16.
+"""The suite `fp8`: block-scaled e4m3 matmul on a GPU, against torch's and against bf16.
 
 Groups  128 columns of an activation, 128 × 128 of a weight
 Bytes   both matrices, their scales and the product once
-Gate    the first and the last rows against the float64 oracle
+Check   the first and the last rows against the float64 oracle
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 
 from mlakit import reference
-from mlakit.bench import gate, gpu
+from mlakit.bench import correctness, gpu
 from mlakit.bench.shapes import Shape, product_sizes
-from mlakit.bench.suite import Baseline, Contest, Workload
+from mlakit.bench.suite import Baseline, BenchmarkCase, Workload
 from mlakit.ops import quantize_fp8, scaled_mm_fp8
 
 GROUP = 128
 E4M3 = torch.float8_e4m3fn
-JUDGED = 4  # of the first and of the last rows
+CHECKED_ROWS = 4  # at each end
 
 
 @dataclass(frozen=True)
 class ScaledProduct(Workload):
-    """An activation [m, k] with a weight [n, k]."""
+    """An activation [m, k] times a weight [n, k]."""
 
     m: int
     n: int
@@ -50,14 +50,10 @@ class ScaledProduct(Workload):
         return (self.m + self.n) * self.k + scales + 2 * self.m * self.n
 
     @property
-    def limit(self) -> float | None:
-        return None
-
-    @property
     def small(self) -> Workload:
         return replace(self, m=min(self.m, 16), n=256, k=512)
 
-    def contest(self) -> Contest:
+    def build_case(self) -> BenchmarkCase:
         generator = gpu.generator()
         wide = gpu.normal(generator, self.m, self.k)
         a, a_scale = quantize_fp8(wide, GROUP)
@@ -65,11 +61,11 @@ class ScaledProduct(Workload):
         blocks = (-(-self.n // GROUP), -(-self.k // GROUP))
         b_scale = 0.5 + torch.rand(blocks, generator=generator, device=gpu.DEVICE)
 
-        def ours() -> Tensor:
+        def call() -> Tensor:
             return scaled_mm_fp8(a, a_scale, b, b_scale)
 
-        def samples() -> Iterator[gate.Sample]:
-            ends = {(0, min(JUDGED, self.m)), (max(self.m - JUDGED, 0), self.m)}
+        def samples() -> Iterator[correctness.Sample]:
+            ends = {(0, min(CHECKED_ROWS, self.m)), (max(self.m - CHECKED_ROWS, 0), self.m)}
             for own in (slice(*each) for each in sorted(ends)):
                 exact, naive = (
                     reference.scaled_mm_fp8(
@@ -77,22 +73,22 @@ class ScaledProduct(Workload):
                     )
                     for d in (torch.float64, torch.float32)
                 )
-                yield gate.Sample(f"rows {own.start} to {own.stop}", own, [exact], [naive])
+                yield correctness.Sample(f"rows {own.start} to {own.stop}", own, [exact], [naive])
 
         weight = b.to(torch.bfloat16)
-        # the scales of a row of `a` side by side, as they lie in memory
+        # scales of one row of `a` are contiguous in memory
         operands = (a, a_scale[:, : self.m].t(), b.t(), b_scale.t())
-        return Contest(
-            ours,
-            [Baseline("bf16 matmul", lambda: torch.mm(wide, weight.t()), is_limit=False)],
-            gate=lambda: gate.hold(("out",), [ours()], samples()),
-            peers=[Baseline("torch scaled_mm", lambda: _by_torch(*operands), is_limit=False)],
-            peer_fault=lambda output: gate.fault(output, samples()),
+        return BenchmarkCase(
+            call,
+            [Baseline("bf16 matmul", lambda: torch.mm(wide, weight.t()), sets_target=False)],
+            check=lambda: correctness.assert_correct(("out",), [call()], samples()),
+            peers=[Baseline("torch scaled_mm", lambda: _by_torch(*operands), sets_target=False)],
+            peer_error=lambda output: correctness.peer_error(output, samples()),
         )
 
 
 def _by_torch(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:
-    """torch's block-scaled product; not every torch has it, nor takes every size."""
+    """torch's block-scaled matmul; some versions lack it, and it does not take every size."""
     by = torch.nn.functional.ScalingType
     result: Tensor = torch.nn.functional.scaled_mm(
         a, b, a_scale, by.BlockWise1x128, b_scale, by.BlockWise128x128
@@ -105,7 +101,7 @@ def of_shape(shape: Shape) -> tuple[Workload, ...]:
     return (ScaledProduct(*product_sizes(shape.text)),)
 
 
-# the up-projection of a prompt, the projections around attention in a batch and in a prompt
+# the up-projection of a prompt; the projections around attention in decode and in prefill
 WORKLOADS: tuple[Workload, ...] = (
     ScaledProduct(4096, 32768, 512),
     ScaledProduct(128, 24576, 1536),

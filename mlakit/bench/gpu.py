@@ -1,10 +1,10 @@
-"""What GPU suites measure against besides other libraries: the card itself."""
+"""The device of the GPU suites, and its hardware baselines: a read, a copy, an empty kernel."""
 
 from __future__ import annotations
 
 import torch
 
-from mlakit.bench.report import COPYING, NOTHING, READING
+from mlakit.bench.report import COPY_SAME_BYTES, EMPTY_KERNEL, READ_SAME_BYTES
 from mlakit.bench.suite import Baseline
 
 DEVICE = torch.device("cuda")
@@ -28,22 +28,22 @@ def int32(values: object) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
-def reading(num_bytes: int) -> Baseline:
-    """A reduction over so many bytes: the time in which they can be read at all."""
+def read_baseline(num_bytes: int) -> Baseline:
+    """A reduction over `num_bytes` bytes: the time to read them."""
     words = torch.ones(max(num_bytes // 4, 1), device=DEVICE)
-    return Baseline(READING, words.sum, is_limit=False)
+    return Baseline(READ_SAME_BYTES, words.sum, sets_target=False)
 
 
-def copying(num_bytes: int) -> Baseline:
-    """A copy that reads half of so many bytes and writes as many."""
+def copy_baseline(num_bytes: int) -> Baseline:
+    """A copy that reads half of `num_bytes` bytes and writes the other half."""
     source = torch.ones(max(num_bytes // 8, 1), dtype=torch.int32, device=DEVICE)
     target = torch.empty_like(source)
-    return Baseline(COPYING, lambda: target.copy_(source), is_limit=False)
+    return Baseline(COPY_SAME_BYTES, lambda: target.copy_(source), sets_target=False)
 
 
-def launching_nothing() -> Baseline:
-    """A kernel of one block that returns at once, timed like the others."""
-    from mlakit.kernels.triton.nothing import do_nothing  # Triton is not everywhere
+def empty_kernel_baseline() -> Baseline:
+    """A kernel of one block that returns at once: the cost of a launch."""
+    from mlakit.kernels.triton.nothing import do_nothing  # Triton may be absent
 
     argument = torch.empty(1, device=DEVICE)
-    return Baseline(NOTHING, lambda: do_nothing(argument), is_limit=False)
+    return Baseline(EMPTY_KERNEL, lambda: do_nothing(argument), sets_target=False)

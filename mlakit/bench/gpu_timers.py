@@ -1,7 +1,7 @@
-"""Seconds of a call on a GPU: with a cold L2, back to back, as a CUDA graph; and of its host.
+"""Timers for the GPU: cold L2, back to back, CUDA graph; and the host time of a call.
 
-A figure holds nothing of the host but where the host is what is timed: the GPU sleeps until
-everything is launched, and what lies between two events is the GPU's work alone.
+GPU times exclude the host: the GPU sleeps until everything is launched, so the time between two
+events is GPU work only.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 
 from mlakit.bench.measure import Call, Timer
 
-CYCLES_PER_S = 2e9  # no GPU of these days is faster, and at a lower clock the sleep is longer
-SLEEP_S = 1e-3  # time for the host to launch some ten kernels
-LONGEST_SLEEP_S = 20e-3
+CYCLES_PER_S = 2e9  # an upper bound: at a lower clock the sleep is longer
+SLEEP_S = 1e-3  # enough for the host to launch about ten kernels
+MAX_SLEEP_S = 20e-3
 MODES = ("cold", "b2b", "graph")
 HOST = "host"
 
@@ -32,7 +32,7 @@ def timer_for(mode: str) -> Timer:
 
 
 def captured(call: Call) -> Call:
-    """The replay of a CUDA graph of `call`. Raises RuntimeError where it cannot be captured."""
+    """The replay of a CUDA graph of `call`. Raises RuntimeError if it cannot be captured."""
     here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
     aside.wait_stream(here)
     with torch.cuda.stream(aside):  # compiles, plans and allocates before the capture
@@ -46,9 +46,10 @@ def captured(call: Call) -> Call:
 
 
 class ColdGpu:
-    """One call after other memory was read, more of it than L2 holds.
+    """One call after a flush of L2.
 
-    The lines that are read are clean, so nothing is written back during the call.
+    The flush reads more memory than L2 holds. It only reads, so no dirty lines are written back
+    during the call.
     """
 
     warm_ups = 10
@@ -64,8 +65,8 @@ class ColdGpu:
 
     def __call__(self, call: Call) -> float:
         seconds, host_s = self._once(call, SLEEP_S)
-        if host_s > SLEEP_S:  # the GPU waited for the host: a whole step launches many kernels
-            seconds, _ = self._once(call, min(2 * host_s, LONGEST_SLEEP_S))
+        if host_s > SLEEP_S:  # the GPU waited for the host, as in a step with many kernels
+            seconds, _ = self._once(call, min(2 * host_s, MAX_SLEEP_S))
         return seconds
 
     def _once(self, call: Call, sleep_s: float) -> tuple[float, float]:
@@ -75,14 +76,14 @@ class ColdGpu:
 
 
 class ColdGraph(ColdGpu):
-    """The replay of a CUDA graph of the call, with a cold L2."""
+    """A CUDA graph replay of the call, with a cold L2."""
 
     def prepared(self, call: Call) -> Call:
         return captured(call)
 
 
 class BackToBack:
-    """Many calls, one right after the other: L2 holds what the last call left there."""
+    """Many calls in a row: L2 holds the data of the previous call."""
 
     warm_ups = 2
     calls = 20
@@ -93,15 +94,15 @@ class BackToBack:
     def __call__(self, call: Call) -> float:
         seconds, host_s = _between_events(call, self.calls, self.calls * SLEEP_S / 10)
         if host_s > self.calls * SLEEP_S / 10:
-            seconds, _ = _between_events(call, self.calls, min(2 * host_s, 5 * LONGEST_SLEEP_S))
+            seconds, _ = _between_events(call, self.calls, min(2 * host_s, 5 * MAX_SLEEP_S))
         return seconds / self.calls
 
 
 class HostTime:
-    """What the host spends on a call that it does not wait for.
+    """Host time of an asynchronous call.
 
-    The first calls after a wait fetch code and data that other contenders' turns have driven from
-    the CPU's caches, so they are made before the clock starts.
+    The first calls run before the clock starts: the other implementations have evicted their code
+    and data from the CPU caches.
     """
 
     warm_ups = 2

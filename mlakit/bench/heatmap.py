@@ -1,6 +1,6 @@
-"""A grid of decodes as maps: for every number of heads, lengths down and batches across.
+"""Heat maps of a decode grid: one per number of heads, lengths down and batches across.
 
-A cell is mlakit's time over the fastest peer's; where no peer was there, the share of the roofline.
+A cell is mlakit's speedup over the fastest peer; without a peer, the share of the roofline.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from rich.box import SIMPLE
 from rich.console import Group
 from rich.table import Table
 
-from mlakit.bench.report import OURS, Row
+from mlakit.bench.report import MLAKIT, Row
 
 POINT = re.compile(r"^grid-.*-b(?P<batch>\d+)-h(?P<heads>\d+)-(?P<length>\d+)$")
-EVEN = 0.03  # a ratio so close to 1 is neither faster nor slower
+FULL_SHADE = 0.4  # a time difference of this share of the peer's time has the full colour
+EVEN = 0.03  # a smaller one counts as equally fast
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class HeatMap:
 
     heads: int
     cells: dict[tuple[int, int], float]
-    is_ratio: bool  # else a share of the roofline
+    is_speedup: bool  # else a share of the roofline
 
     @property
     def lengths(self) -> list[int]:
@@ -37,40 +38,44 @@ class HeatMap:
 
     @property
     def title(self) -> str:
-        what = f"{OURS} / fastest peer" if self.is_ratio else "share of the roofline"
-        return f"{self.heads} heads: {what}"
+        what = f"{MLAKIT}'s speedup over the fastest peer"
+        return f"{self.heads} heads: {what if self.is_speedup else 'share of the roofline'}"
 
     def text(self, length: int, batch: int) -> str:
         value = self.cells.get((length, batch))
         if value is None:
             return ""
-        return f"{value:.2f}" if self.is_ratio else f"{100 * value:.0f} %"
+        return f"{value:.2f}x" if self.is_speedup else f"{100 * value:.0f} %"
 
     def goodness(self, length: int, batch: int) -> float:
-        """From −1, bad, to 1, good; 0 for even and for what was not measured."""
+        """From −1, slow, to 1, fast; 0 for equally fast and for points that were not measured."""
         value = self.cells.get((length, batch))
         if value is None:
             return 0.0
-        return max(-1.0, min(1.0, (1 - value) / 0.4 if self.is_ratio else 2 * value - 1))
+        # a speedup by the share of the peer's time that it saves
+        goodness = (1 - 1 / value) / FULL_SHADE if self.is_speedup else 2 * value - 1
+        return max(-1.0, min(1.0, goodness))
 
 
 def heat_maps(rows: Iterable[Row]) -> list[HeatMap]:
-    """Of the rows of a grid; none of other rows."""
-    ratios: dict[tuple[int, int, int], float] = {}
+    """The maps of a grid's rows; empty for other rows."""
+    speedups: dict[tuple[int, int, int], float] = {}
     shares: dict[tuple[int, int, int], float] = {}
     for row in rows:
         found = POINT.match(row.workload)
         if found is None:
             continue
         point = (int(found["heads"]), int(found["length"]), int(found["batch"]))
-        if row.ratio is not None:
-            ratios[point] = max(row.ratio.p50, ratios.get(point, 0.0))
+        if row.speedup is not None:
+            speedups[point] = min(row.speedup.p50, speedups.get(point, row.speedup.p50))
         elif row.roofline is not None:
             shares[point] = row.roofline
-    values = ratios or shares
+    values = speedups or shares
     return [
         HeatMap(
-            heads, {point[1:]: values[point] for point in values if point[0] == heads}, bool(ratios)
+            heads,
+            {point[1:]: values[point] for point in values if point[0] == heads},
+            bool(speedups),
         )
         for heads in sorted({point[0] for point in values})
     ]
@@ -92,6 +97,6 @@ def heat_table(heat: HeatMap) -> Group:
 
 
 def _coloured(text: str, goodness: float) -> str:
-    if abs(goodness) <= EVEN / 0.4:
+    if abs(goodness) <= EVEN / FULL_SHADE:
         return text
     return f"[{'green' if goodness > 0 else 'red'}]{text}[/]"

@@ -1,4 +1,4 @@
-"""Reports as one page that needs nothing else: style and pictures are in it."""
+"""Reports as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -6,9 +6,17 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from mlakit.bench.charts import charts
-from mlakit.bench.compare import Comparison
-from mlakit.bench.report import OURS, WALL, Report, Row
-from mlakit.bench.tables import digits, left_out_lines, percent, verdict
+from mlakit.bench.compare import HEADINGS, Change, Comparison
+from mlakit.bench.report import MLAKIT, WALL, Report, Row
+from mlakit.bench.tables import (
+    PERCENTILES,
+    SPEEDUP,
+    digits,
+    left_out_lines,
+    percent,
+    target_text,
+    times_of,
+)
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; color: #222;
@@ -19,7 +27,7 @@ th, td { padding: 2px 10px; text-align: right; white-space: nowrap }
 th { border-bottom: 2px solid #444 }
 th:first-child, td:first-child, th:nth-child(2), td:nth-child(2) { text-align: left }
 tr.first td { border-top: 1px solid #ddd }
-tr.ours td { font-weight: 600 }
+tr.mlakit td { font-weight: 600 }
 td.good { color: #1a7f37 }
 td.bad { color: #b42318 }
 pre { background: #f4f4f4; padding: .6rem 1rem; overflow-x: auto }
@@ -28,7 +36,7 @@ figure { margin: 1rem 0; overflow-x: auto }
 
 
 def page(reports: Sequence[Report], comparison: Comparison | None = None) -> str:
-    """All reports of a run, and what moved since another where that was asked for."""
+    """All reports of a run, and the comparison with another run if there is one."""
     parts = [_section(report) for report in reports]
     if comparison is not None:
         parts.insert(0, _comparison(comparison))
@@ -62,16 +70,15 @@ def _section(report: Report) -> str:
 
 def _method(mode: str) -> str:
     methods = {
-        WALL: "Wall clock of a call on the CPU.",
-        "cold": "Time of one call on the GPU after other memory was read: L2 is cold.",
-        "b2b": "Time of a call on the GPU among calls back to back.",
-        "graph": "Time of one replay of a CUDA graph of the call, L2 cold.",
-        "host": "Time the host spends on a call that it does not wait for.",
+        WALL: "Wall-clock time of a call on the CPU.",
+        "cold": "GPU time of one call with a cold L2.",
+        "b2b": "GPU time of a call among back-to-back calls.",
+        "graph": "GPU time of one CUDA graph replay of the call, with a cold L2.",
+        "host": "Host time of an asynchronous call.",
     }
     return (
-        f"{methods.get(mode, mode)} Contenders take turns in random order in one process; median, "
-        f"and the range of the middle three fifths of the rounds. Ratio: {OURS}'s time over the "
-        "contender's in the same round."
+        f"{methods.get(mode, mode)} Implementations run interleaved in one process; "
+        f"{PERCENTILES}. {SPEEDUP.capitalize()}."
     )
 
 
@@ -79,59 +86,52 @@ def _rows(report: Report) -> str:
     in_ms = report.mode == WALL
     unit, divisor = ("ms", 1e3) if in_ms else ("us", 1.0)
     rate, rate_divisor = ("GFLOP/s", 1.0) if in_ms else ("TFLOP/s", 1e3)
-    heads = ("workload", "contender", unit, "range", rate, "GB/s", "% roofline", "rounds")
+    heads = ("workload", "implementation", unit, "p20 – p80", rate, "GB/s", "% roofline", "rounds")
     lines = []
     previous = ""
     for row in report.rows:
         cells = [
             "" if row.workload == previous else row.workload,
-            row.contender,
+            row.implementation,
             digits(row.us.p50 / divisor),
             f"{digits(row.us.p20 / divisor)} – {digits(row.us.p80 / divisor)}",
             digits(row.gflops / rate_divisor),
             digits(row.gbytes_per_s),
             percent(row.roofline),
             str(row.rounds),
-            *_ratio_cells(row),
+            *_speedup_cells(row),
         ]
         kinds = (
             "first" if row.workload != previous else "",
-            "ours" if row.contender == OURS else "",
+            "mlakit" if row.implementation == MLAKIT else "",
         )
-        lines.append(_line(cells, " ".join(filter(None, kinds)), _judgement(row.met)))
+        lines.append(_line(cells, " ".join(filter(None, kinds)), _colour(row.met)))
         previous = row.workload
-    return _table((*heads, "ratio", "range", "limit"), lines)
+    return _table((*heads, "speedup", "p20 – p80", "target"), lines)
 
 
-def _ratio_cells(row: Row) -> tuple[str, str, str]:
-    if row.ratio is None:
+def _speedup_cells(row: Row) -> tuple[str, str, str]:
+    if row.speedup is None:
         return "", "", ""
-    span = f"{digits(row.ratio.p20)} – {digits(row.ratio.p80)}"
-    return digits(row.ratio.p50), span, verdict(row)
+    span = f"{times_of(row.speedup.p20)} – {times_of(row.speedup.p80)}"
+    return times_of(row.speedup.p50), span, target_text(row)
 
 
-def _judgement(met: bool | None) -> str:
-    return "" if met is None else "good" if met else "bad"
+def _colour(is_good: bool | None) -> str:
+    return "" if is_good is None else "good" if is_good else "bad"
 
 
 def _comparison(comparison: Comparison) -> str:
     lines = [
-        _line(
-            (
-                each.workload,
-                each.figure,
-                digits(each.before.p50),
-                digits(each.now.p50),
-                f"{each.factor:.3f}",
-                each.verdict,
-            ),
-            "first",
-            _judgement(each.factor < 1 if each.has_moved else None),
-        )
+        _line([*each.figures, each.text], "first", _change_colour(each))
         for each in comparison.changes
     ]
-    heads = ("workload", "figure", "before", "now", "factor", "verdict")
-    return f"<h2>What moved</h2>\n<p>{escape(comparison.summary)}</p>\n{_table(heads, lines)}"
+    summary = f"<p>{escape(comparison.summary)}</p>"
+    return f"<h2>What changed</h2>\n{summary}\n{_table(HEADINGS, lines)}"
+
+
+def _change_colour(change: Change) -> str:
+    return _colour(change.is_better if change.has_moved else None)
 
 
 def _environment(facts: dict[str, object]) -> str:
@@ -148,10 +148,10 @@ def _table(heads: Iterable[str], lines: Iterable[str]) -> str:
     return f"<table>\n<thead><tr>{titles}</tr></thead>\n<tbody>\n{''.join(lines)}</tbody>\n</table>"
 
 
-def _line(cells: Sequence[str], kind: str, judgement: str) -> str:
-    """A row of a table; `judgement` colours its last cell."""
+def _line(cells: Sequence[str], kind: str, colour: str) -> str:
+    """A row of a table; `colour` is the CSS class of its last cell."""
     *others, last = (escape(cell) for cell in cells)
-    marked = f' class="{judgement}"' if judgement else ""
+    marked = f' class="{colour}"' if colour else ""
     row = f' class="{kind}"' if kind else ""
     return (
         f"<tr{row}>"

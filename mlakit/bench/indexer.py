@@ -1,9 +1,9 @@
-"""The suite `indexer`: index scores over 132-byte keys and the best of them, on a GPU.
+"""The suite `indexer`: indexer logits over 132-byte keys, and their top-k, on a GPU.
 
 Widths  64 index heads of 128 columns, as in DeepSeek-V3.2; e4m3 queries and keys
-Logits  bytes: the keys once, q, weights and the scores; FLOPs: 2 · queries · keys · heads · 128
-Top-k   bytes: the scores once and the selection; against torch.topk on the same scores
-Gate    some queries against the oracle; of top-k the scores selected in every row too
+Logits  bytes: the keys once, q, weights and the logits; FLOPs: 2 · queries · keys · heads · 128
+Top-k   bytes: the logits once and the selection; against torch.topk on the same logits
+Check   some queries against the oracle; for top-k also the selected logits of every row
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from mlakit import reference
-from mlakit.bench import gate, gpu
+from mlakit.bench import correctness, gpu
 from mlakit.bench.pool import fill, page_counts
 from mlakit.bench.shapes import Batch, Shape
-from mlakit.bench.suite import Baseline, Contest, Workload
+from mlakit.bench.suite import Baseline, BenchmarkCase, Workload
 from mlakit.cache import PagedLatentCache, request_slots
 from mlakit.geometry import MLAGeometry
 from mlakit.ops import indexer_logits, indexer_topk
@@ -29,12 +29,12 @@ MODEL = MLAGeometry.preset("deepseek-v3.2")
 WIDTH, TOPK = MODEL.index_head_dim, MODEL.index_topk
 KEY_BYTES = WIDTH + 4
 PAGE_SIZE = 64
-MOST_JUDGED = 3  # queries of a request, rows of a selection
+MAX_CHECKED = 3  # queries per request, rows of a selection
 
 
 @dataclass(frozen=True)
 class Logits(Workload):
-    """Scores of every cached token for the newest tokens of a batch of requests."""
+    """Logits of every cached token for the newest tokens of each request."""
 
     batch: Batch
     heads: int = MODEL.index_n_heads
@@ -56,10 +56,6 @@ class Logits(Workload):
         return sum(self.batch.kv_lens) * KEY_BYTES + self.batch.tokens * per_query
 
     @property
-    def limit(self) -> float | None:
-        return None
-
-    @property
     def small(self) -> Workload:
         return replace(self, batch=self.batch.small)
 
@@ -67,7 +63,7 @@ class Logits(Workload):
     def _pairs(self) -> int:
         return sum(a * b for a, b in zip(self.batch.q_lens, self.batch.kv_lens, strict=True))
 
-    def contest(self) -> Contest:
+    def build_case(self) -> BenchmarkCase:
         generator, batch = gpu.generator(), self.batch
         counts = page_counts(batch.kv_lens, PAGE_SIZE)
         pages = torch.zeros(sum(counts), PAGE_SIZE, KEY_BYTES, dtype=torch.uint8, device=gpu.DEVICE)
@@ -79,30 +75,32 @@ class Logits(Workload):
         kv_lens, starts = gpu.int32(batch.kv_lens), gpu.int32(batch.starts)
         columns = max(batch.kv_lens)
 
-        def ours() -> Tensor:
+        def call() -> Tensor:
             return indexer_logits(
                 q, weights, cache, page_table, kv_lens, q_starts=starts, max_kv_len=columns
             )
 
-        def gate_logits() -> None:
-            logits, layer = ours(), cache.layer(0)
-            for request in batch.judged:
+        def check() -> None:
+            logits, layer = call(), cache.layer(0)
+            for request in batch.checked_requests:
                 slots = request_slots(page_table, PAGE_SIZE, request, 0, batch.kv_lens[request])
                 keys = layer.read(slots, torch.float64)
-                for place in gate.spread_out(batch.q_lens[request], MOST_JUDGED):
+                for place in correctness.evenly_spaced(batch.q_lens[request], MAX_CHECKED):
                     token = batch.starts[request] + place
                     seen = len(keys) - batch.q_lens[request] + place + 1
                     own = (logits[token], q[token], weights[token])
-                    _hold_scores(f"logits of query {token}", *own, keys[:seen])
+                    _assert_logits_correct(f"logits of query {token}", *own, keys[:seen])
 
-        baselines = [gpu.reading(self.bytes)]
+        baselines = [gpu.read_baseline(self.bytes)]
         if len(batch.groups) == 1 and batch.q_lens[0] == 1:
             baselines.append(Baseline("torch bf16", _torch_scores(q, weights, cache, page_table)))
-        return Contest(ours, baselines, gate_logits)
+        return BenchmarkCase(call, baselines, check)
 
 
-def _hold_scores(name: str, logits: Tensor, q: Tensor, weights: Tensor, keys: Tensor) -> None:
-    """Assert that the scores of one query are the oracle's, and −inf beyond the keys it sees."""
+def _assert_logits_correct(
+    name: str, logits: Tensor, q: Tensor, weights: Tensor, keys: Tensor
+) -> None:
+    """Assert that one query's logits match the oracle, and are −inf past its visible keys."""
     exact, naive = (
         reference.indexer_logits(q[None], weights[None], [keys], [1], dtype=dtype).cpu()
         for dtype in (torch.float64, torch.float32)
@@ -111,13 +109,13 @@ def _hold_scores(name: str, logits: Tensor, q: Tensor, weights: Tensor, keys: Te
     terms = (weights.double().abs() * q.double().norm(dim=-1)).sum() * longest
     assert_logits_match(name, logits[None, : len(keys)], exact, naive, terms.cpu())
     if not bool((logits[len(keys) :] == -torch.inf).all()):
-        raise AssertionError(f"{name}: a key that is not visible has a score")
+        raise AssertionError(f"{name}: a key that is not visible has a logit")
 
 
 def _torch_scores(
     q: Tensor, weights: Tensor, cache: PagedLatentCache, page_table: Tensor
 ) -> Callable[[], Tensor]:
-    """The same scores by torch, over keys gathered and widened before the clock starts."""
+    """The same logits by torch; keys are gathered and converted before the clock starts."""
     slots = page_table.long()[:, :, None] * PAGE_SIZE + torch.arange(PAGE_SIZE, device=gpu.DEVICE)
     keys = cache.layer(0).read(slots.flatten(1)).to(torch.bfloat16)
     wide = q.to(torch.bfloat16)
@@ -131,7 +129,7 @@ def _torch_scores(
 
 @dataclass(frozen=True)
 class TopK(Workload):
-    """The `k` best of every row of scores."""
+    """The top `k` of every row of logits."""
 
     rows: int
     columns: int
@@ -152,22 +150,22 @@ class TopK(Workload):
         return 4 * self.rows * (self.columns + self.k)
 
     @property
-    def limit(self) -> float | None:
+    def min_speedup(self) -> float | None:
         return 1.0
 
     @property
     def small(self) -> Workload:
         return replace(self, rows=min(self.rows, 3), columns=512, k=64)
 
-    def contest(self) -> Contest:
+    def build_case(self) -> BenchmarkCase:
         logits = gpu.normal(gpu.generator(), self.rows, self.columns, dtype=torch.float32)
 
-        def ours() -> Tensor:
+        def call() -> Tensor:
             return indexer_topk(logits, self.k)
 
-        def gate_selection() -> None:
-            selected = ours()
-            for row in gate.spread_out(self.rows, MOST_JUDGED):
+        def check() -> None:
+            selected = call()
+            for row in correctness.evenly_spaced(self.rows, MAX_CHECKED):
                 expected = reference.indexer_topk(logits[row : row + 1], self.k)[0]
                 assert_same_bits(f"columns of row {row}", selected[row], expected)
             scores = logits.gather(1, selected.long())
@@ -178,11 +176,11 @@ class TopK(Workload):
             Baseline("torch.topk", lambda: torch.topk(logits, self.k)),
             Baseline("torch.topk, unsorted", lambda: torch.topk(logits, self.k, sorted=False)),
         ]
-        return Contest(ours, [*by_torch, gpu.reading(self.bytes)], gate_selection)
+        return BenchmarkCase(call, [*by_torch, gpu.read_baseline(self.bytes)], check)
 
 
 def of_shape(shape: Shape) -> tuple[Workload, ...]:
-    """Both halves of an indexer's step over the batch."""
+    """Both ops of an indexer's step over the batch."""
     given = shape.accept("indexer", "heads", "topk")
     batch = shape.batch
     columns = max(batch.kv_lens)

@@ -1,9 +1,9 @@
-"""The timing protocol: contenders take turns in one process, each round in a random order.
+"""The timing protocol: implementations run interleaved in one process, in random order each round.
 
-A machine drifts (clocks, neighbours, memory), so two contenders are compared within a round, where
-both met the same machine: a ratio is the median over rounds of the quotients, with its own spread.
+Clocks, neighbours and memory drift, so two implementations are compared within a round, where both
+see the same machine: a speedup is the median of the per-round quotients, with its own spread.
 
-A timer says how long one call takes: `WallClock` here, those of a GPU in `gpu_timers`.
+A timer measures the time of one call: `WallClock` here, the GPU timers in `gpu_timers`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch
 
 Call: TypeAlias = Callable[[], object]
 
-LEAST_ROUNDS = 3
-MOST_ROUNDS = 50
+MIN_ROUNDS = 3
+MAX_ROUNDS = 50
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The middle of a sample, and the range that holds the middle three fifths of it."""
+    """The median of a sample, with its 20th and 80th percentiles."""
 
     p20: float
     p50: float
@@ -32,29 +32,29 @@ class Spread:
 
     @classmethod
     def of(cls, sample: Sequence[float]) -> Spread:
-        """Quantiles of a sample that is not empty, interpolated."""
+        """Interpolated quantiles of a nonempty sample."""
         points = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
         return cls(*torch.quantile(torch.tensor(sample, dtype=torch.float64), points).tolist())
 
 
-def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
-    """ours / theirs, round by round."""
-    return Spread.of([own / other for own, other in zip(ours, theirs, strict=True)])
+def paired_speedup(own: Sequence[float], baseline: Sequence[float]) -> Spread:
+    """baseline time / own time, round by round: above 1 the baseline is slower."""
+    return Spread.of([theirs / ours for ours, theirs in zip(own, baseline, strict=True)])
 
 
 class Timer(Protocol):
-    """Says how many seconds a call takes."""
+    """Measures the seconds of a call."""
 
     @property
     def warm_ups(self) -> int:
-        """Calls before the first that counts."""
+        """Calls before the first one that counts."""
 
     @property
     def calls(self) -> int:
-        """How often a turn makes the call."""
+        """Calls per measurement."""
 
     def prepared(self, call: Call) -> Call:
-        """What is to be timed in the place of `call`. Raises RuntimeError if it cannot be."""
+        """The callable to time instead of `call`. Raises RuntimeError if there is none."""
 
     def __call__(self, call: Call) -> float: ...
 
@@ -77,8 +77,8 @@ class WallClock:
         return self.clock() - start
 
 
-def take_turns(
-    contenders: Mapping[str, Call],
+def time_interleaved(
+    implementations: Mapping[str, Call],
     *,
     budget_s: float,
     seed: int = 0,
@@ -86,19 +86,19 @@ def take_turns(
     after_round: Callable[[int, int], None] = lambda done, rounds: None,
     out_of_memory: dict[str, str] | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds of every contender in every round, in the order of the rounds.
+    """Seconds of every implementation in every round, in the order of the rounds.
 
-    Each is called to warm up, and the last of these calls tells how many rounds fit into
-    `budget_s`.
+    Each implementation first runs its warm-up calls; the last of them determines how many rounds
+    fit into `budget_s`.
 
-    out_of_memory  is told, by name, what a contender said that ran out of it: this one has no more
-                   turns, and no seconds. None: the error is raised.
+    out_of_memory  receives, by name, the message of an implementation that ran out of memory; that
+                   implementation is dropped. None: the error is raised.
     """
     timer = timer or WallClock()
-    present = dict(contenders)
+    present = dict(implementations)
 
     def time(name: str, calls: int = 1) -> list[float]:
-        """The seconds of so many calls; none where memory did not suffice."""
+        """The seconds of each of `calls` calls; empty if memory ran out."""
         try:
             return [timer(present[name]) for _ in range(calls)]
         except torch.OutOfMemoryError as error:
@@ -108,9 +108,9 @@ def take_turns(
             out_of_memory[name] = first_line(error)
             return []
 
-    last_s = [sum(time(name, timer.warm_ups)[-1:]) for name in contenders]
+    last_s = [sum(time(name, timer.warm_ups)[-1:]) for name in implementations]
     rounds = rounds_within(budget_s, sum(last_s) * timer.calls)
-    order, seconds = random.Random(seed), {name: list[float]() for name in contenders}
+    order, seconds = random.Random(seed), {name: list[float]() for name in implementations}
     for done in range(1, rounds + 1):
         for name in order.sample(list(present), len(present)):
             seconds[name] += time(name)
@@ -123,5 +123,5 @@ def first_line(error: Exception) -> str:
 
 
 def rounds_within(budget_s: float, round_s: float) -> int:
-    """Rounds of `round_s` seconds within the budget, but neither too few nor needlessly many."""
-    return min(max(LEAST_ROUNDS, int(budget_s / max(round_s, 1e-9))), MOST_ROUNDS)
+    """Rounds of `round_s` seconds that fit into the budget, from MIN_ROUNDS to MAX_ROUNDS."""
+    return min(max(MIN_ROUNDS, int(budget_s / max(round_s, 1e-9))), MAX_ROUNDS)

@@ -1,8 +1,9 @@
-"""The suite `norm-rope-quant`: one step's new tokens into the cache, on a GPU.
+"""The suite `norm-rope-quant`: appends one step's new tokens to the cache, on a GPU.
 
-Against  copying as many bytes; an empty kernel; the same steps as separate compiled torch functions
+Against  a copy of the same bytes, an empty kernel, and separate torch.compile functions
 Bytes    q_rope read and written, the raw latents read, the cache rows written
-Gate     the rotated queries and the rows written, against the float64 oracle
+Check    the rotated queries and the rows written, against the float64 oracle
+Target   2x of the separate functions
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from mlakit.bench import gpu
 from mlakit.bench.pool import MODEL, ROW
 from mlakit.bench.shapes import Batch, Shape
-from mlakit.bench.suite import Baseline, Contest, Workload
+from mlakit.bench.suite import Baseline, BenchmarkCase, Workload
 from mlakit.cache import PagedLatentCache
 from mlakit.formats import Format, row_codec
 from mlakit.ops import norm_rope_quant_append
@@ -25,7 +26,7 @@ from mlakit.workloads.norm_rope_quant import Step, assert_appended
 
 D_C, D_R = ROW.kv_lora_rank, ROW.qk_rope_head_dim
 EPSILON = 1e-6
-MOST_JUDGED = 64  # tokens
+MAX_CHECKED = 64  # tokens
 
 
 @dataclass(frozen=True)
@@ -56,14 +57,14 @@ class Append(Workload):
         return self.tokens * (queries + 2 * ROW.width + row_codec(self.format, ROW).bytes_per_token)
 
     @property
-    def limit(self) -> float | None:
-        return 0.5 if self.format == "bf16" else None
+    def min_speedup(self) -> float | None:
+        return 2.0 if self.format == "bf16" else None
 
     @property
     def small(self) -> Append:
         return replace(self, tokens=min(self.tokens, 3))
 
-    def contest(self) -> Contest:
+    def build_case(self) -> BenchmarkCase:
         generator = gpu.generator()
         q_rope = gpu.normal(generator, self.tokens, self.heads, D_R)
         kv = gpu.normal(generator, self.tokens, ROW.width)
@@ -84,7 +85,7 @@ class Append(Workload):
         starts = starts * (self.tokens // batch)
         kv_lens = starts.diff()  # nothing was cached before
 
-        def ours() -> Tensor:
+        def call() -> Tensor:
             return norm_rope_quant_append(
                 q_rope,
                 kv,
@@ -104,25 +105,25 @@ class Append(Workload):
         page = page_table[request, position // self.page_size].long()
         slots = page * self.page_size + position % self.page_size
 
-        def gate() -> None:
-            ours()
-            judged = slice(0, self.tokens, max(self.tokens // MOST_JUDGED, 1))
+        def check() -> None:
+            call()
+            checked = slice(0, self.tokens, max(self.tokens // MAX_CHECKED, 1))
             step = Step(
-                q_rope=q_rope[judged].cpu(),
-                kv=kv[judged].cpu(),
+                q_rope=q_rope[checked].cpu(),
+                kv=kv[checked].cpu(),
                 freqs=freqs.cpu(),
                 gamma=gamma.cpu(),
-                positions=position[judged].tolist(),
-                slots=slots[judged].cpu(),
+                positions=position[checked].tolist(),
+                slots=slots[checked].cpu(),
             )
-            rows = cache.layer(0).read(slots[judged]).cpu()
-            assert_appended(step, rotated[judged].cpu(), rows, cache.codec, epsilon=EPSILON)
+            rows = cache.layer(0).read(slots[checked]).cpu()
+            assert_appended(step, rotated[checked].cpu(), rows, cache.codec, epsilon=EPSILON)
 
-        baselines = [gpu.copying(self.bytes), gpu.launching_nothing()]
+        baselines = [gpu.copy_baseline(self.bytes), gpu.empty_kernel_baseline()]
         if self.format == "bf16":
             steps = _separate_steps(q_rope, kv, freqs, gamma, cache, position, slots)
             baselines.append(Baseline("separate torch.compile", steps))
-        return Contest(ours, baselines, gate)
+        return BenchmarkCase(call, baselines, check)
 
 
 def _separate_steps(
@@ -134,7 +135,7 @@ def _separate_steps(
     position: Tensor,
     slots: Tensor,
 ) -> Callable[[], None]:
-    """What an engine does without fusion: rotate q, rotate k, normalise, write the row."""
+    """The unfused steps of an engine: rotate q, rotate k, normalise, write the row."""
     rows = cache.payload[0].flatten(0, 1)
 
     def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
@@ -169,7 +170,7 @@ def of_shape(shape: Shape) -> tuple[Workload, ...]:
 
 
 def _new_tokens(batch: Batch) -> tuple[int, bool]:
-    """(tokens, are they one prompt's?). Raises ValueError for prompts of several requests."""
+    """(tokens, is it one prompt?). Raises ValueError for several prompts."""
     if batch.is_even and batch.q_lens[0] == 1:
         return batch.size, False
     if batch.size == 1:

@@ -1,4 +1,4 @@
-"""What becomes of reports: files of several kinds, and the comparison with an earlier run."""
+"""Writes reports to files, and compares them with an earlier run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mlakit.columns import wide_console
 
 @dataclass(frozen=True)
 class Outputs:
-    """Files to write, and a report to compare with; None: not asked for."""
+    """Files to write, and a report to compare with; None if not requested."""
 
     json: Path | None = None
     csv: Path | None = None
@@ -30,7 +30,7 @@ class Outputs:
     earlier: Path | None = None
 
     def check(self) -> None:
-        """Raises ValueError for what cannot be done: before the run, not after it."""
+        """Raises ValueError, before the run, for files that cannot be used."""
         taken: dict[Path, str] = {}
         for option, file in self._targets().items():
             if not file.parent.is_dir():
@@ -51,8 +51,8 @@ class Outputs:
     def opened(self) -> Iterator[None]:
         """Raises ValueError, naming the option, for a target that cannot be written.
 
-        What is there keeps its contents until `write`; what was not there is made, and removed
-        again if the block fails before anything is in it.
+        Existing files keep their contents until `write`. New files are created, and removed again
+        if the block fails while they are empty.
         """
         made: list[Path] = []
         try:
@@ -72,14 +72,14 @@ class Outputs:
         except BaseException:
             for file in made:
                 if file.is_dir():
-                    with suppress(OSError):  # it is not empty
+                    with suppress(OSError):  # not empty
                         file.rmdir()
                 elif file.stat().st_size == 0:
                     file.unlink()
             raise
 
     def write(self, reports: Sequence[Report]) -> None:
-        """Write what was asked for, and print the comparison."""
+        """Write the requested files and print the comparison."""
         comparison = None
         if self.earlier is not None:
             comparison = compare(read_reports("--compare", self.earlier), reports)
@@ -97,7 +97,7 @@ class Outputs:
 
 
 def read_reports(option: str, file: Path) -> list[Report]:
-    """The reports in a file of --json. Raises ValueError, naming `option`, if there are none."""
+    """The reports in a --json file. Raises ValueError, naming `option`, if it is none."""
     try:
         stored = json.loads(file.read_text("utf-8"))
         return [
@@ -114,7 +114,7 @@ def read_reports(option: str, file: Path) -> list[Report]:
 
 
 def print_reports(reports: Sequence[Report]) -> None:
-    """The tables of stored reports, as the runs that made them printed theirs."""
+    """Print the tables of stored reports, as the runs did."""
     console = wide_console()
     for report in reports:
         console.print(

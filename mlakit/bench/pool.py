@@ -1,4 +1,4 @@
-"""Paged caches full of random latents, at the widths of DeepSeek-V3."""
+"""Paged caches filled with random latents, with the row of DeepSeek-V3."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mlakit.testing import shuffled_pages
 MODEL = MLAGeometry.preset("deepseek-v3")
 ROW = MODEL.row
 SCALE = MODEL.softmax_scale
-LATENT_SIZE = 0.3  # standard deviation of cached numbers
+LATENT_STD = 0.3  # standard deviation of the cached numbers
 ROWS_AT_ONCE = 1 << 18
 
 
@@ -39,7 +39,7 @@ def fill(cache: PagedLatentCache, generator: torch.Generator) -> None:
     for first in range(0, layer.num_slots, ROWS_AT_ONCE):
         slots = torch.arange(first, min(first + ROWS_AT_ONCE, layer.num_slots), device=gpu.DEVICE)
         rows = torch.randn(len(slots), cache.row.width, generator=generator, device=gpu.DEVICE)
-        layer.write(slots, LATENT_SIZE * rows)
+        layer.write(slots, LATENT_STD * rows)
 
 
 def page_counts(kv_lens: Sequence[int], page_size: int) -> list[int]:
@@ -52,7 +52,7 @@ def filled_pages(
     format: Format,
     generator: torch.Generator,
 ) -> tuple[PagedLatentCache, Tensor]:
-    """A pool with room for all requests, and a table of its pages in random order."""
+    """A pool with room for all requests, and a page table with shuffled pages."""
     counts = page_counts(kv_lens, page_size)
     cache = filled_cache(sum(counts), page_size, format, generator)
     return cache, shuffled_pages(len(counts), counts, sum(counts), generator)
@@ -60,7 +60,7 @@ def filled_pages(
 
 @dataclass(eq=False)
 class SharedPool:
-    """A pool that many workloads take their pages from, made when the first one asks for it."""
+    """A pool shared by many workloads, allocated at the first use."""
 
     num_pages: int
     page_size: int = 64
@@ -70,7 +70,7 @@ class SharedPool:
     def pages(
         self, kv_lens: Sequence[int], generator: torch.Generator
     ) -> tuple[PagedLatentCache, Tensor]:
-        """The pool, and a table of random pages of it."""
+        """The pool, and a page table with random pages of it."""
         if not self._made:
             own = gpu.generator()
             self._made.append(filled_cache(self.num_pages, self.page_size, self.format, own))

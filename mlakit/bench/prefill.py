@@ -1,9 +1,9 @@
-"""The suite `prefill`: expanded attention of whole prompts on a GPU, heads of 192 and 128 columns.
+"""The suite `prefill`: expanded attention of whole prompts on a GPU, head dimensions 192 and 128.
 
-Keys    for mlakit k_nope and k_rope as they are; peers get them joined before the clock starts
+Keys    mlakit takes k_nope and k_rope; for peers they are concatenated before the clock starts
 Bytes   q, k_nope, k_rope, v and out once
-FLOPs   2 · heads · length² · (192 + 128) for every prompt, half of it if causal
-Gate    some tokens, all their heads, against the float64 oracle
+FLOPs   2 · heads · length² · (192 + 128) per prompt, half of it if causal
+Check   some tokens, all heads, against the float64 oracle
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ import torch
 from torch import Tensor
 
 from mlakit import reference
-from mlakit.bench import gate, gpu
+from mlakit.bench import correctness, gpu
 from mlakit.bench.pool import MODEL, SCALE
 from mlakit.bench.problems import DensePrefill
 from mlakit.bench.shapes import Batch, Shape, even_lengths
-from mlakit.bench.suite import Contest, Workload
+from mlakit.bench.suite import BenchmarkCase, Workload
 from mlakit.masks import CAUSAL, NULL
 from mlakit.ops import mla_prefill
 
 D_N, D_R, D_V = MODEL.qk_nope_head_dim, MODEL.qk_rope_head_dim, MODEL.v_head_dim
-MOST_JUDGED = 4  # tokens of a prompt
+MAX_CHECKED = 4  # tokens per prompt
 SMALL_LENGTH = 70
 
 
 @dataclass(frozen=True)
 class Prefill(Workload):
-    """Prompts without a past.
+    """Prompts without cached context.
 
-    speedup  over FA3 that is to be reached; None: none is set
+    min_speedup  target for FA3's time / mlakit's time; None: no target
     """
 
     batch: Batch
     heads: int
     causal: bool = True
-    speedup: float | None = None
+    min_speedup: float | None = None
 
     op = "mla_prefill"
-    rival = "fa3"
+    target_baseline = "fa3"
 
     @property
     def name(self) -> str:
@@ -63,15 +63,11 @@ class Prefill(Workload):
         return 2 * self.batch.tokens * (self.heads * per_head + D_R)
 
     @property
-    def limit(self) -> float | None:
-        return None if self.speedup is None else round(1 / self.speedup, 4)
-
-    @property
     def small(self) -> Workload:
         small = Batch.of(min(self.batch.size, 2), SMALL_LENGTH, SMALL_LENGTH)
-        return replace(self, batch=small, heads=min(self.heads, 4), speedup=None)
+        return replace(self, batch=small, heads=min(self.heads, 4), min_speedup=None)
 
-    def contest(self) -> Contest:
+    def build_case(self) -> BenchmarkCase:
         generator, tokens = gpu.generator(), self.batch.tokens
         q = gpu.normal(generator, tokens, self.heads, D_N + D_R)
         k_nope = gpu.normal(generator, tokens, self.heads, D_N)
@@ -80,32 +76,32 @@ class Prefill(Workload):
         starts = gpu.int32(self.batch.starts)
         mask = CAUSAL if self.causal else NULL
 
-        def ours() -> tuple[Tensor, Tensor]:
+        def call() -> tuple[Tensor, Tensor]:
             return mla_prefill(q, k_nope, k_rope, v, starts, starts, softmax_scale=SCALE, mask=mask)
 
-        def samples() -> Iterator[gate.Sample]:
+        def samples() -> Iterator[correctness.Sample]:
             return self._samples(q, k_nope, k_rope, v)
 
         joined = torch.cat([k_nope, k_rope[:, None].expand(-1, self.heads, -1)], dim=-1)
         longest = max(self.batch.kv_lens)
-        return Contest(
-            ours,
+        return BenchmarkCase(
+            call,
             [],
-            gate=lambda: gate.hold(("out", "lse"), ours(), samples()),
+            check=lambda: correctness.assert_correct(("out", "lse"), call(), samples()),
             problem=DensePrefill(q, joined, v, starts, longest, SCALE, self.causal),
-            peer_fault=lambda output: gate.fault(output, samples()),
+            peer_error=lambda output: correctness.peer_error(output, samples()),
         )
 
     def _samples(
         self, q: Tensor, k_nope: Tensor, k_rope: Tensor, v: Tensor
-    ) -> Iterator[gate.Sample]:
+    ) -> Iterator[correctness.Sample]:
         ends = list(pairwise(self.batch.starts))
-        for request in self.batch.judged:
+        for request in self.batch.checked_requests:
             start, end = ends[request]
-            for place in gate.spread_out(end - start, MOST_JUDGED):
+            for place in correctness.evenly_spaced(end - start, MAX_CHECKED):
                 token = start + place
                 own = slice(token, token + 1)
-                # alone, a token is the newest of the keys it sees
+                # the keys a token sees: it is the newest of them
                 keys = slice(start, token + 1 if self.causal else end)
                 exact, naive = (
                     reference.mla_prefill(
@@ -121,7 +117,7 @@ class Prefill(Workload):
                     )
                     for dtype in (torch.float64, torch.float32)
                 )
-                yield gate.Sample(f"token {token}", own, exact, naive)
+                yield correctness.Sample(f"token {token}", own, exact, naive)
 
 
 def of_shape(shape: Shape) -> tuple[Workload, ...]:
@@ -130,8 +126,8 @@ def of_shape(shape: Shape) -> tuple[Workload, ...]:
     return (Prefill(batch, **given),)  # type: ignore[arg-type]  # checked by their options
 
 
-def _prompts(count: int, heads: int, length: int, causal: bool, speedup: float) -> Prefill:
-    return Prefill(Batch.of(count, length, length), heads, causal, speedup)
+def _prompts(count: int, heads: int, length: int, causal: bool, min_speedup: float) -> Prefill:
+    return Prefill(Batch.of(count, length, length), heads, causal, min_speedup)
 
 
 WORKLOADS: tuple[Workload, ...] = (

@@ -1,4 +1,4 @@
-"""Progress of a suite: a bar for the suite with the time that is left, one for the workload."""
+"""Progress bars of a suite: one for the suite with the remaining time, one for the workload."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-STEPS = 100  # of the suite's bar per workload, so that it moves while one is measured
+STEPS = 100  # steps of the suite's bar per workload: it moves while a workload is measured
 
 
 class SuiteProgress:
-    """Told what happens, it moves the bars."""
+    """Moves the bars."""
 
     def __init__(self, bars: Progress, suite: TaskID, workload: TaskID) -> None:
         self._bars, self._suite, self._workload = bars, suite, workload

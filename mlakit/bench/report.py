@@ -1,4 +1,4 @@
-"""The figures of a suite: one row per contender, as JSON and CSV. Runs and prints nothing."""
+"""The figures of a suite: one row per workload and implementation, as JSON and CSV."""
 
 from __future__ import annotations
 
@@ -10,35 +10,38 @@ from typing import Any
 
 from mlakit.bench.ceilings import Ceilings
 from mlakit.bench.measure import Spread
+from mlakit.bench.old_schemas import OLD_SCHEMAS, upgraded
 
-SCHEMA = 2
-OURS = "mlakit"
-READING, COPYING, NOTHING = "reading its bytes", "copying its bytes", "empty kernel"
-YARDSTICKS = (READING, COPYING, NOTHING)  # they compute nothing of the workload
+SCHEMA = 3
+MLAKIT = "mlakit"
+READ_SAME_BYTES, COPY_SAME_BYTES = "read same bytes", "copy same bytes"
+EMPTY_KERNEL = "empty kernel"
+# they compute nothing of the workload
+HARDWARE_BASELINES = (READ_SAME_BYTES, COPY_SAME_BYTES, EMPTY_KERNEL)
 WALL = "wall"  # the mode of a suite without a GPU
 
 
 @dataclass(frozen=True)
 class Row:
-    """One contender on one workload.
+    """One implementation on one workload.
 
-    us        microseconds of a call
-    bytes     that the call must move at least: each input read once, each result written once
-    ratio     mlakit's time over this contender's, round by round; None for mlakit itself
-    limit     what `ratio` shall not exceed; only for the contender it is said of
-    met       is the limit kept? None without one
-    roofline  the least time by the measured ceilings over the time taken; None without ceilings
+    us           microseconds of a call
+    bytes        the least traffic of the call: each input read once, each result written once
+    speedup      this implementation's time / mlakit's time, round by round; None for mlakit itself
+    min_speedup  the target for `speedup`; only on the row of the baseline the target refers to
+    met          whether the target is met; None without one
+    roofline     the time at the measured ceilings / the time of the call; None without ceilings
     """
 
     workload: str
     op: str
-    contender: str
+    implementation: str
     rounds: int
     us: Spread
     flops: int
     bytes: int
-    ratio: Spread | None
-    limit: float | None
+    speedup: Spread | None
+    min_speedup: float | None
     met: bool | None = None
     roofline: float | None = None
 
@@ -53,16 +56,16 @@ class Row:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A contender that was not timed on a workload, and why."""
+    """An implementation that was not timed on a workload, and why."""
 
     workload: str
-    contender: str
+    implementation: str
     reason: str
 
 
 @dataclass(frozen=True)
 class Report:
-    """mode  how times were taken: wall, or of a GPU cold, b2b, graph, host."""
+    """mode  how times were taken: wall, or on a GPU cold, b2b, graph, host."""
 
     suite: str
     command: str
@@ -87,21 +90,24 @@ class Report:
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> Report:
-        """What `as_json` made, of this schema or the one before. Raises ValueError otherwise."""
+        """Reads what `as_json` wrote, in this schema or an older one. Raises ValueError."""
         if not isinstance(stored, Mapping) or "rows" not in stored:
             raise ValueError("is no report of mlakit bench")
-        if stored.get("schema") not in (1, SCHEMA):
+        if stored.get("schema") in OLD_SCHEMAS:
+            stored = upgraded(stored)
+        elif stored.get("schema") != SCHEMA:
+            known = ", ".join(map(str, OLD_SCHEMAS))
             raise ValueError(
-                f"has schema {stored.get('schema')}, this version reads 1 and {SCHEMA}"
+                f"has schema {stored.get('schema')}, this version reads {known} and {SCHEMA}"
             )
-        ceilings = stored.get("ceilings")
+        ceilings = stored["ceilings"]
         return cls(
             suite=stored["suite"],
             command=stored["command"],
             environment=dict(stored["environment"]),
             rows=[_row(each) for each in stored["rows"]],
             left_out=[LeftOut(**each) for each in stored["left_out"]],
-            mode=stored.get("mode", WALL if stored["suite"] == "cpu" else "cold"),
+            mode=stored["mode"],
             ceilings=None if ceilings is None else Ceilings(**ceilings),
         )
 
@@ -110,7 +116,7 @@ def flat(row: Row) -> dict[str, object]:
     return {
         "workload": row.workload,
         "op": row.op,
-        "contender": row.contender,
+        "implementation": row.implementation,
         "rounds": row.rounds,
         **_quantiles(row.us, "p20_us", "p50_us", "p80_us"),
         "flops": row.flops,
@@ -118,8 +124,8 @@ def flat(row: Row) -> dict[str, object]:
         "gflops": row.gflops,
         "gbytes_per_s": row.gbytes_per_s,
         "roofline": row.roofline,
-        **_quantiles(row.ratio, "ratio_p20", "ratio_p50", "ratio_p80"),
-        "limit": row.limit,
+        **_quantiles(row.speedup, "speedup_p20", "speedup_p50", "speedup_p80"),
+        "min_speedup": row.min_speedup,
         "met": row.met,
     }
 
@@ -130,22 +136,19 @@ def _quantiles(spread: Spread | None, *names: str) -> dict[str, float | None]:
 
 
 def _row(stored: Mapping[str, Any]) -> Row:
-    ratio = [stored[f"ratio_{p}"] for p in ("p20", "p50", "p80")]
-    limit, met = stored["limit"], stored.get("met")
-    if met is None and limit is not None and ratio[1] is not None:
-        met = ratio[1] <= limit  # the first schema left it to the reader
+    speedup = [stored[f"speedup_{p}"] for p in ("p20", "p50", "p80")]
     return Row(
         workload=stored["workload"],
         op=stored["op"],
-        contender=stored["contender"],
+        implementation=stored["implementation"],
         rounds=stored["rounds"],
         us=Spread(*(stored[f"{p}_us"] for p in ("p20", "p50", "p80"))),
         flops=stored["flops"],
         bytes=stored["bytes"],
-        ratio=None if None in ratio else Spread(*ratio),
-        limit=limit,
-        met=met,
-        roofline=stored.get("roofline"),
+        speedup=None if None in speedup else Spread(*speedup),
+        min_speedup=stored["min_speedup"],
+        met=stored["met"],
+        roofline=stored["roofline"],
     )
 
 

@@ -1,7 +1,7 @@
-"""Shapes as they are written on the command line.
+"""Parses shapes of the command line.
 
-A batch is `<count>q<q_len>s<kv_len>`, several of them joined by `+` or `,`; kv_len counts the new
-tokens. Numbers may end in k or m for 1024 and 1024 · 1024: `64q1s4k+2q1s64k`.
+A batch is `<count>q<q_len>s<kv_len>`; `+` or `,` joins several. kv_len includes the new tokens.
+Numbers may end in k (1024) or m (1024 · 1024): `64q1s4k+2q1s64k`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from mlakit.geometry import MLAGeometry
 NUMBER = r"(\d+[km]?)"
 GROUP = re.compile(rf"{NUMBER}q{NUMBER}s{NUMBER}")
 UNITS = {"k": 1 << 10, "m": 1 << 20}
-TOPK = 2048  # where --topk does not say
+TOPK = 2048  # without --topk
 SMALL_COUNT, SMALL_QUERIES, SMALL_LENGTH = 2, 20, 200
 
 
 @dataclass(frozen=True)
 class Group:
-    """`count` requests with `q_len` new tokens each, which make `kv_len` cached ones."""
+    """`count` requests with `q_len` new tokens each; with these `kv_len` tokens are cached."""
 
     count: int
     q_len: int
@@ -45,7 +45,7 @@ class Batch:
 
     @classmethod
     def parse(cls, text: str) -> Batch:
-        """Raises ValueError, naming --shape, for what is no batch."""
+        """Raises ValueError, naming --shape, for other text."""
         return cls(tuple(_group(text, part) for part in re.split(r"[+,]", text.lower())))
 
     @property
@@ -58,7 +58,7 @@ class Batch:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Of each request's queries among all of them, and their number."""
+        """The first query of each request, and the total: q_starts."""
         return tuple(accumulate(self.q_lens, initial=0))
 
     @property
@@ -71,7 +71,7 @@ class Batch:
 
     @property
     def is_even(self) -> bool:
-        """Has every request as many queries as the others?"""
+        """Whether all requests have the same number of queries."""
         return len({group.q_len for group in self.groups}) == 1
 
     @property
@@ -88,8 +88,8 @@ class Batch:
         )
 
     @property
-    def judged(self) -> list[int]:
-        """Requests to hold to the oracle: the first, middle and last of every group."""
+    def checked_requests(self) -> list[int]:
+        """Requests to compare with the oracle: the first, middle and last of every group."""
         found: set[int] = set()
         first = 0
         for group in self.groups:
@@ -102,7 +102,7 @@ class Batch:
         return (group for group in self.groups for _ in range(group.count))
 
     def label(self, heads: int) -> str:
-        """`b128-h16-q2-8192` where all requests are alike, else the batch as it is written."""
+        """`b128-h16-q2-8192` for one group, else the text of the batch."""
         if len(self.groups) > 1:
             return f"{self}-h{heads}"
         (group,) = self.groups
@@ -115,7 +115,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Shape:
-    """--shape and the options that go with it; None where one was not given."""
+    """--shape and the options that need it; None for those not given."""
 
     text: str
     heads: int | None = None
@@ -128,12 +128,12 @@ class Shape:
     def given(
         cls, text: str | None, options: Mapping[str, int | str | bool | None]
     ) -> Shape | None:
-        """None without a --shape. Raises ValueError for options that only go with one."""
+        """None without --shape. Raises ValueError for options that need it."""
         if text is not None:
             return cls(text, **options)  # type: ignore[arg-type]  # by name
         for name, value in options.items():
             if value is not None:
-                raise ValueError(f"{_option(name)} goes with --shape only")
+                raise ValueError(f"{_option(name)} needs --shape")
         return None
 
     @property
@@ -141,18 +141,20 @@ class Shape:
         return Batch.parse(self.text)
 
     def accept(self, suite: str, *options: str) -> dict[str, int | str | bool]:
-        """The options given, by name. Raises ValueError for one that `suite` does not have."""
+        """The given options by name. Raises ValueError for one that `suite` does not take."""
         given = {
             each.name: value
             for each in fields(self)
             if each.name != "text" and (value := getattr(self, each.name)) is not None
         }
         if self.format is not None:
-            row_codec(self.format, MLAGeometry.preset("deepseek-v3").row)  # raises for no format
+            row_codec(
+                self.format, MLAGeometry.preset("deepseek-v3").row
+            )  # raises for an unknown format
         for name in given:
             if name not in options:
                 known = ", ".join(_option(each) for each in options) or "none"
-                raise ValueError(f"{_option(name)} is no option of suite {suite}; it has {known}")
+                raise ValueError(f"suite {suite} does not take {_option(name)}; it takes {known}")
         return given
 
 
@@ -168,24 +170,22 @@ def product_sizes(text: str) -> tuple[int, int, int]:
 
 
 def even_lengths(suite: str, batch: Batch) -> Batch:
-    """`batch`, of prompts without a past. Raises ValueError where one has a past."""
+    """`batch` of prompts without cached context. Raises ValueError if one has context."""
     for group in batch.groups:
         if group.q_len != group.kv_len:
             raise ValueError(
-                f"--shape must have as many new tokens as cached ones for {suite}, "
-                f"such as 8q2ks2k, got {group}"
+                f"--shape must have q_len equal to kv_len for {suite}, such as 8q2ks2k, got {group}"
             )
     return batch
 
 
 def with_topk(suite: str, batch: Batch, topk: object) -> int:
-    """--topk, or 2048; ValueError for more than the shortest request has: that is no benchmark."""
+    """--topk, or 2048. Raises ValueError if the shortest request has fewer tokens."""
     shortest = min(group.kv_len for group in batch.groups)
     wanted = topk if isinstance(topk, int) else min(TOPK, shortest)
     if wanted > shortest:
         raise ValueError(
-            f"--topk must not exceed the cached tokens of a request, {shortest}, for {suite}, "
-            f"got {wanted}"
+            f"--topk must be at most the shortest kv_len, {shortest}, for {suite}, got {wanted}"
         )
     return wanted
 
@@ -202,7 +202,7 @@ def _group(text: str, part: str) -> Group:
         raise ValueError(f"--shape must have a count and a q_len of at least 1, got {part!r}")
     if group.kv_len < group.q_len:
         raise ValueError(
-            f"--shape must have kv_len, which counts the new tokens, at least q_len, got {part!r}"
+            f"--shape must have kv_len of at least q_len, whose tokens it includes, got {part!r}"
         )
     return group
 

@@ -1,8 +1,8 @@
 """What the suites `sparse-decode` and `sparse-prefill` share.
 
-Rows    `topk` of each query's own request, uniform, distinct, not sorted
+Rows    `topk` rows of the query's own request: uniform, distinct, unsorted
 FLOPs   2 · queries · heads · topk · (576 + 512)
-Gate    some queries, all their heads, against the float64 oracle
+Check   some queries, all heads, against the float64 oracle
 """
 
 from __future__ import annotations
@@ -16,33 +16,34 @@ import torch
 from torch import Tensor
 
 from mlakit import reference
-from mlakit.bench import gate, gpu
+from mlakit.bench import correctness, gpu
 from mlakit.bench.pool import ROW, SCALE
 from mlakit.bench.problems import SparseDecode, SparsePrefill
 from mlakit.bench.shapes import Batch, Shape, with_topk
-from mlakit.bench.suite import Baseline, Contest, Workload
+from mlakit.bench.suite import Baseline, BenchmarkCase, Workload
 from mlakit.cache import PagedLatentCache
 from mlakit.formats import Format
 from mlakit.ops import sparse_mla
 
-MOST_JUDGED = 6  # queries
+MAX_CHECKED = 6  # queries
+NUMBERS_AT_ONCE = 1 << 26
 
 
 @dataclass(frozen=True)
 class SparseWorkload(Workload):
     """The newest tokens of a batch of requests, each over `topk` rows of its request.
 
-    ratio  of mlakit's time to FlashMLA's that is to be reached; None: none is set
+    min_speedup  target for FlashMLA's time / mlakit's time; None: no target
     """
 
     batch: Batch
     heads: int
     topk: int = 2048
     format: Format = "bf16"
-    ratio: float | None = None
+    min_speedup: float | None = None
 
     op = "sparse_mla"
-    rival = "flash_mla"
+    target_baseline = "flash_mla"
     suite: ClassVar[str]
 
     @property
@@ -55,55 +56,64 @@ class SparseWorkload(Workload):
 
     @property
     def query_bytes(self) -> int:
-        """Of a query, of its result and of its list."""
+        """Bytes of a query, its result and its indices."""
         return 4 * self.topk + 2 * self.heads * (ROW.width + ROW.v_width)
 
     @property
-    def limit(self) -> float | None:
-        return self.ratio
-
-    @property
     def small(self) -> Workload:
-        return replace(self, batch=self.batch.small, topk=min(self.topk, 128), ratio=None)
+        return replace(self, batch=self.batch.small, topk=min(self.topk, 128), min_speedup=None)
 
     @property
-    def yardsticks(self) -> Sequence[Baseline]:
+    def hardware_baselines(self) -> Sequence[Baseline]:
         return ()
 
     @abstractmethod
-    def listed(self, generator: torch.Generator) -> tuple[PagedLatentCache, Tensor]:
-        """(a cache, int32 [tokens, topk] of its rows)."""
+    def cache_and_rows(self, generator: torch.Generator) -> tuple[PagedLatentCache, Tensor]:
+        """(cache, int32 [tokens, topk] row indices)."""
 
     @abstractmethod
     def problem(
         self, q: Tensor, cache: PagedLatentCache, rows: Tensor
     ) -> SparseDecode | SparsePrefill | None:
-        """For peers."""
+        """The problem for peers; None if they do not support the format."""
 
-    def contest(self) -> Contest:
+    def build_case(self) -> BenchmarkCase:
         generator = gpu.generator()
-        cache, rows = self.listed(generator)
+        cache, rows = self.cache_and_rows(generator)
         q = gpu.normal(generator, self.batch.tokens, self.heads, ROW.width)
 
-        def ours() -> tuple[Tensor, Tensor, Tensor]:
+        def call() -> tuple[Tensor, Tensor, Tensor]:
             return sparse_mla(q, cache, rows, softmax_scale=SCALE)
 
-        def samples() -> Iterator[gate.Sample]:
+        def samples() -> Iterator[correctness.Sample]:
             return sampled_queries(q, cache, rows)
 
-        return Contest(
-            ours,
-            self.yardsticks,
-            gate=lambda: gate.hold(("out", "lse"), ours()[:2], samples()),
+        return BenchmarkCase(
+            call,
+            self.hardware_baselines,
+            check=lambda: correctness.assert_correct(("out", "lse"), call()[:2], samples()),
             problem=self.problem(q, cache, rows),
-            peer_fault=lambda output: gate.fault(output, samples()),
+            peer_error=lambda output: correctness.peer_error(output, samples()),
         )
 
 
-def sampled_queries(q: Tensor, cache: PagedLatentCache, rows: Tensor) -> Iterator[gate.Sample]:
-    """What the oracle gives for some queries, each over its own list."""
+def random_tokens(queries: int, kv_len: int, topk: int, generator: torch.Generator) -> Tensor:
+    """int64 [queries, topk]: distinct tokens below `kv_len`, uniform, unsorted, per query."""
+    step = max(NUMBERS_AT_ONCE // kv_len, 1)
+    indices = []
+    for first in range(0, queries, step):
+        size = (min(step, queries - first), kv_len)
+        keys = torch.rand(size, generator=generator, device=gpu.DEVICE)
+        indices.append(keys.topk(topk, dim=-1).indices)
+    return torch.cat(indices)
+
+
+def sampled_queries(
+    q: Tensor, cache: PagedLatentCache, rows: Tensor
+) -> Iterator[correctness.Sample]:
+    """The oracle's results for some queries, each over its own rows."""
     layer = cache.layer(0)
-    for token in gate.spread_out(len(q), MOST_JUDGED):
+    for token in correctness.evenly_spaced(len(q), MAX_CHECKED):
         own = slice(token, token + 1)
         listed = layer.read(rows[token].long(), torch.float64)
         place = torch.arange(len(listed), device=rows.device)[None]
@@ -113,11 +123,11 @@ def sampled_queries(q: Tensor, cache: PagedLatentCache, rows: Tensor) -> Iterato
             )
             for dtype in (torch.float64, torch.float32)
         )
-        yield gate.Sample(f"query {token}", own, exact[:2], naive[:2])
+        yield correctness.Sample(f"query {token}", own, exact[:2], naive[:2])
 
 
 def sparse_of_shape(kind: type[SparseWorkload], shape: Shape, *options: str) -> SparseWorkload:
-    """The workload of `shape`, which may have these options beside heads, format and topk."""
+    """The workload of `shape`; the suite takes heads, format, topk and `options`."""
     given = shape.accept(kind.suite, "heads", "format", "topk", *options)
     topk = with_topk(kind.suite, shape.batch, given.pop("topk", None))
     return kind(shape.batch, **{"heads": 128, **given}, topk=topk)  # type: ignore[arg-type]  # checked by their options

@@ -1,4 +1,4 @@
-"""Running a suite: every workload passes its gate, then its contenders are timed, then a table."""
+"""Runs a suite: checks each workload, times its implementations, prints the table."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
 import torch
+from rich.console import Console
 from rich.markup import escape
 
 from mlakit.bench import environment, gpu_timers
@@ -20,20 +21,20 @@ from mlakit.bench.measure import (
     Timer,
     WallClock,
     first_line,
-    paired_ratio,
-    take_turns,
+    paired_speedup,
+    time_interleaved,
 )
 from mlakit.bench.problems import Problem
 from mlakit.bench.progress import SuiteProgress, suite_progress
-from mlakit.bench.report import OURS, WALL, YARDSTICKS, LeftOut, Report, Row
+from mlakit.bench.report import HARDWARE_BASELINES, MLAKIT, WALL, LeftOut, Report, Row
 from mlakit.bench.tables import left_out_lines, table
 from mlakit.columns import wide_console
 
-BUDGET_S = 10.0  # for the rounds of one workload; a slow one gets its least rounds
+BUDGET_S = 10.0  # for the rounds of one workload; a slow one gets MIN_ROUNDS
 QUICK_BUDGET_S = 0.02
-HOPELESS = 10.0  # times as slow as the fastest baseline on a small problem
-REPLAY = f"{OURS}, graph replay"
-# what imports, compilers and kernels of others raise
+TOO_SLOW = 10.0  # times the fastest baseline's time on a small problem
+REPLAY = f"{MLAKIT}, graph replay"
+# what imports, compilers and kernels of other libraries raise
 PEER_ERRORS = (
     RuntimeError,
     ValueError,
@@ -47,52 +48,55 @@ PEER_ERRORS = (
 
 @dataclass(frozen=True)
 class Baseline:
-    """What others do instead. A workload's limit is set by the fastest of those with `is_limit`."""
+    """An alternative to mlakit.
+
+    sets_target  the fastest baseline with this flag is the one `min_speedup` refers to
+    """
 
     name: str
-    call: Callable[[], object]
-    is_limit: bool = True
+    call: Call
+    sets_target: bool = True
 
 
-# of the libraries named, or of all: their calls, and (name, reason) of those that have none
-PeersOf: TypeAlias = Callable[
-    [Problem, tuple[str, ...] | None], tuple[list[Baseline], list[tuple[str, str]]]
-]
+# (problem, only those with `in_grid`?) -> calls of other libraries, and (name, reason) of the rest
+PeersOf: TypeAlias = Callable[[Problem, bool], tuple[list[Baseline], list[tuple[str, str]]]]
 
 
 @dataclass(frozen=True)
-class Contest:
-    """A workload made concrete; `gate` raises AssertionError unless `ours` computes the truth.
+class BenchmarkCase:
+    """A workload with its tensors.
 
-    problem     the same for other libraries; None where they have nothing like it
-    peers       others that are timed only if they can take it and are right, like those libraries
-    peer_fault  what is wrong with a result of theirs, None if nothing is
+    call        the call of mlakit
+    check       raises AssertionError unless `call` matches the oracle
+    problem     the same problem for other libraries; None if they have no such function
+    peers       baselines that are timed only if they support the problem and pass `peer_error`
+    peer_error  what is wrong with a peer's result; None if it is right
     """
 
-    ours: Callable[[], object]
+    call: Call
     baselines: Sequence[Baseline]
-    gate: Callable[[], None]
+    check: Callable[[], None]
     problem: Problem | None = None
     peers: Sequence[Baseline] = ()
-    peer_fault: Callable[[object], str | None] = lambda output: None
+    peer_error: Callable[[object], str | None] = lambda output: None
 
 
 class Workload(ABC):
     """One problem, described in plain values.
 
-    rival       the contender `limit` is said of; None: the fastest baseline
-    read_share  of the measured read bandwidth, which keeps the limit too
-    products    "bf16" or "fp8", traffic "read" or "copy": which ceilings are its own
-    budget_s    for its rounds
-    only_peers  the libraries that are worth their time; None: all
+    target_baseline  the implementation `min_speedup` refers to; None: the fastest baseline
+    products         "bf16" or "fp8": the compute ceiling of its roofline
+    traffic          "read" or "copy": the bandwidth ceiling of its roofline
+    budget_s         seconds for its rounds
+    only_grid_peers  time only the peers with `in_grid`
     """
 
     op: ClassVar[str]
-    rival: ClassVar[str | None] = None
+    target_baseline: ClassVar[str | None] = None
     products: ClassVar[str] = "bf16"
     traffic: ClassVar[str] = "read"
     budget_s: ClassVar[float] = BUDGET_S
-    only_peers: ClassVar[tuple[str, ...] | None] = None
+    only_grid_peers: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -101,7 +105,7 @@ class Workload(ABC):
     @property
     @abstractmethod
     def flops(self) -> int:
-        """Of the products over the keys that are seen."""
+        """FLOPs of the matrix products over the visible keys."""
 
     @property
     @abstractmethod
@@ -109,27 +113,28 @@ class Workload(ABC):
         """Each input read once, each result written once."""
 
     @property
-    @abstractmethod
-    def limit(self) -> float | None:
-        """What mlakit's time over the rival's, or the fastest baseline's, shall not exceed."""
+    def min_speedup(self) -> float | None:
+        """The target: time of `target_baseline` / time of mlakit is at least this."""
+        return None
 
     @property
-    def read_share(self) -> float | None:
+    def min_read_share(self) -> float | None:
+        """A share of the measured read bandwidth that meets the target as well."""
         return None
 
     @property
     @abstractmethod
     def small(self) -> Workload:
-        """The same kind of problem, done in milliseconds."""
+        """The same kind of problem, small enough to run in milliseconds."""
 
     @abstractmethod
-    def contest(self) -> Contest:
-        """Its inputs, drawn from a fixed seed, and what is to be called."""
+    def build_case(self) -> BenchmarkCase:
+        """Its inputs, from a fixed seed, and the calls to time."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """How workloads are measured; the arguments of `run` of these names."""
+    """How workloads are measured; the arguments of `run` with these names."""
 
     mode: str
     timer: Timer
@@ -138,13 +143,13 @@ class Method:
     ceilings: Ceilings | None
 
     @property
-    def judges(self) -> bool:
-        """Do its times say something of limits and ceilings?"""
+    def has_targets(self) -> bool:
+        """Whether its times can be compared with targets and ceilings."""
         return not self.quick and self.mode != gpu_timers.HOST
 
 
 class WrongResult(Exception):
-    """A workload's gate is red."""
+    """mlakit's result does not match the oracle."""
 
 
 def run(
@@ -159,33 +164,32 @@ def run(
     peer_builds: Mapping[str, str] | None = None,
     ceilings: Ceilings | None = None,
 ) -> Report | None:
-    """Measure every workload and print the table; None, after saying so, where a result is wrong.
+    """Measure every workload and print the table; None, after an error message, on a wrong result.
 
     quick        small problems and few rounds: shows that the suite runs, measures nothing
-    threads      of torch, for all contenders; None leaves torch's own choice
+    threads      torch's threads, for all implementations; None keeps torch's own choice
     mode         how time is taken: `WALL`, or on a GPU one of `gpu_timers.MODES` or its `HOST`
     peers_of     gives other libraries' calls for a problem; None leaves them out
-    peer_builds  by name, which build of a library this is; for the report
-    ceilings     of this GPU, for the share of the roofline
+    peer_builds  the build of each library, by name; for the report
+    ceilings     the ceilings of this GPU, for the share of the roofline
     """
     timer = WallClock() if mode == WALL else gpu_timers.timer_for(mode)
     method = Method(mode, timer, quick, peers_of, ceilings)
     console = wide_console()
     rows: list[Row] = []
     left_out: list[LeftOut] = []
-    if quick:
-        workloads = list(dict.fromkeys(each.small for each in workloads))
-    with _torch_threads(threads), _no_warnings():
+    with torch_threads(threads), _no_warnings():
         facts = environment.describe()
         if peer_builds:
             facts["peers"] = [f"{name}: {build}" for name, build in peer_builds.items()]
+        workloads = chosen(workloads, quick=quick)
         with suite_progress(suite, len(workloads)) as progress:
             console.print(environment.summary(facts), highlight=False)
             for workload in workloads:
                 try:
-                    measured, reasons = _entries(workload, method, progress)
+                    measured, reasons = _measure(workload, method, progress)
                 except WrongResult as wrong:
-                    console.print(f"[red]{workload.name} is wrong:[/red] {escape(str(wrong))}")
+                    print_wrong_result(console, workload, wrong)
                     return None
                 rows += measured
                 left_out += [LeftOut(workload.name, *each) for each in reasons.items()]
@@ -196,164 +200,176 @@ def run(
     return Report(suite, command, facts, rows, left_out, mode, ceilings)
 
 
-def _entries(
+def chosen(workloads: Sequence[Workload], *, quick: bool) -> list[Workload]:
+    """The workloads themselves, or the distinct small ones of a quick run."""
+    return list(dict.fromkeys(each.small for each in workloads)) if quick else list(workloads)
+
+
+def print_wrong_result(console: Console, workload: Workload, error: Exception) -> None:
+    console.print(f"[red]{workload.name} is wrong:[/red] {escape(str(error))}")
+
+
+def _measure(
     workload: Workload, method: Method, progress: SuiteProgress
 ) -> tuple[list[Row], dict[str, str]]:
-    """The rows of a workload; and by contender, why others have none.
+    """The rows of a workload, and by implementation the reason why it has no row.
 
     Raises WrongResult before anything is timed if mlakit's result is wrong.
     """
     try:
-        contest = workload.contest()
-        contest.gate()
+        case = workload.build_case()
+        case.check()
     except torch.OutOfMemoryError as error:
-        return [], {OURS: first_line(error)}
+        return [], {MLAKIT: first_line(error)}
     except AssertionError as wrong:
         raise WrongResult(str(wrong)) from wrong
-    contenders, reasons = _contenders(workload, contest, method)
-    if OURS in reasons:
+    implementations, reasons = _implementations(workload, case, method)
+    if MLAKIT in reasons:
         return [], reasons
     progress.begin_workload(workload.name)
-    seconds = take_turns(
-        {each.name: each.call for each in contenders},
+    seconds = time_interleaved(
+        {each.name: each.call for each in implementations},
         budget_s=QUICK_BUDGET_S if method.quick else workload.budget_s,
         timer=method.timer,
         after_round=progress.finish_round,
         out_of_memory=reasons,
     )
-    if OURS in reasons:  # nothing to compare the others with
+    if MLAKIT in reasons:  # there is nothing to compare the others with
         return [], reasons
-    timed = [each for each in contenders if each.name not in reasons]
+    timed = [each for each in implementations if each.name not in reasons]
     return list(_rows(workload, timed, seconds, method)), reasons
 
 
-def _contenders(
-    workload: Workload, contest: Contest, method: Method
+def _implementations(
+    workload: Workload, case: BenchmarkCase, method: Method
 ) -> tuple[list[Baseline], dict[str, str]]:
-    """mlakit and those it is compared with, ready to be timed; and why others are not."""
-    peers, reasons = _peers(contest, method.peers_of, workload.only_peers)
-    ours = Baseline(OURS, contest.ours, is_limit=False)
-    found = [ours, *contest.baselines, *peers]
+    """mlakit and its baselines, ready to be timed, and the reasons of those left out."""
+    peers, reasons = _peers(case, method.peers_of, workload.only_grid_peers)
+    mlakit = Baseline(MLAKIT, case.call, sets_target=False)
+    found = [mlakit, *case.baselines, *peers]
     if method.mode == WALL:
-        reasons |= _hopeless(workload.small)
+        reasons |= _too_slow(workload.small)
     elif method.mode == gpu_timers.HOST:
-        calling = [each for each in contest.baselines if each.name not in YARDSTICKS]
-        found = [ours, *_replayed(contest.ours, reasons), *calling, *peers, _empty_kernel()]
+        computing = [each for each in case.baselines if each.name not in HARDWARE_BASELINES]
+        found = [mlakit, *_replayed(case.call, reasons), *computing, *peers, _empty_kernel()]
     ready = []
     for each in found:
         if each.name in reasons:
             continue
         try:
-            ready.append(Baseline(each.name, method.timer.prepared(each.call), each.is_limit))
+            ready.append(Baseline(each.name, method.timer.prepared(each.call), each.sets_target))
         except RuntimeError as error:
             reasons[each.name] = f"cannot be captured: {first_line(error)}"
     return ready, reasons
 
 
 def _peers(
-    contest: Contest, peers_of: PeersOf | None, only: tuple[str, ...] | None
+    case: BenchmarkCase, peers_of: PeersOf | None, only_grid_peers: bool
 ) -> tuple[list[Baseline], dict[str, str]]:
-    """Other libraries whose results are right; and why the others are not there."""
+    """Other libraries whose results are right, and the reasons of the others."""
     present: list[Baseline] = []
     absent: list[tuple[str, str]] = []
-    if peers_of is not None and contest.problem is not None:
-        present, absent = peers_of(contest.problem, only)
+    if peers_of is not None and case.problem is not None:
+        present, absent = peers_of(case.problem, only_grid_peers)
     reasons, right = dict(absent), []
-    for peer in (*contest.peers, *present):
+    for peer in (*case.peers, *present):
         try:
-            fault = contest.peer_fault(peer.call())
-        except PEER_ERRORS as error:
-            fault = f"failed: {first_line(error)}"
-        if fault is None:
+            error = case.peer_error(peer.call())
+        except PEER_ERRORS as failure:
+            error = f"failed: {first_line(failure)}"
+        if error is None:
             right.append(peer)
         else:
-            reasons[peer.name] = fault
+            reasons[peer.name] = error
     return right, reasons
 
 
-def _replayed(ours: Call, reasons: dict[str, str]) -> list[Baseline]:
+def _replayed(call: Call, reasons: dict[str, str]) -> list[Baseline]:
     try:
-        return [Baseline(REPLAY, gpu_timers.captured(ours), is_limit=False)]
+        return [Baseline(REPLAY, gpu_timers.captured(call), sets_target=False)]
     except RuntimeError as error:
         reasons[REPLAY] = f"cannot be captured: {first_line(error)}"
         return []
 
 
 def _empty_kernel() -> Baseline:
-    from mlakit.bench.gpu import launching_nothing  # which knows `Baseline` from here
+    from mlakit.bench.gpu import empty_kernel_baseline  # imports `Baseline` from this module
 
-    return launching_nothing()
+    return empty_kernel_baseline()
 
 
-def _hopeless(small: Workload) -> dict[str, str]:
-    """By name, why a baseline that sets no limit is not worth timing: one may take minutes here."""
-    baselines = small.contest().baselines
-    if all(each.is_limit for each in baselines):
+def _too_slow(small: Workload) -> dict[str, str]:
+    """By name, why a baseline that sets no target is not timed: it could take minutes."""
+    baselines = small.build_case().baselines
+    if all(each.sets_target for each in baselines):
         return {}
-    turns = take_turns({each.name: each.call for each in baselines}, budget_s=0.0)
-    best = {name: min(seconds) for name, seconds in turns.items()}
+    times = time_interleaved({each.name: each.call for each in baselines}, budget_s=0.0)
+    best = {name: min(seconds) for name, seconds in times.items()}
     fastest = min(best, key=best.__getitem__)
-    slowness = {name: seconds / best[fastest] for name, seconds in best.items()}
+    slowdown = {name: seconds / best[fastest] for name, seconds in best.items()}
     return {
-        each.name: f"{slowness[each.name]:.0f} times as slow as {fastest} on {small.name}"
+        each.name: f"{slowdown[each.name]:.0f}x slower than {fastest} on {small.name}"
         for each in baselines
-        if not each.is_limit and slowness[each.name] > HOPELESS
+        if not each.sets_target and slowdown[each.name] > TOO_SLOW
     }
 
 
 def _rows(
     workload: Workload,
-    contenders: Sequence[Baseline],
+    implementations: Sequence[Baseline],
     seconds: Mapping[str, Sequence[float]],
     method: Method,
 ) -> Iterator[Row]:
-    """A row for mlakit, then one for each of the others."""
+    """A row for mlakit, then one for each baseline."""
     times = {name: Spread.of([1e6 * each for each in sample]) for name, sample in seconds.items()}
-    judged = _judged(workload, contenders, times)
-    limit, ceilings = (workload.limit, method.ceilings) if method.judges else (None, None)
-    least_us = 0.0
+    baseline = _target_baseline(workload, implementations, times)
+    target, ceilings = None, None
+    if method.has_targets:
+        target, ceilings = workload.min_speedup, method.ceilings
+    roofline_us = 0.0
     if ceilings is not None:
         kind = {"products": workload.products, "traffic": workload.traffic}
-        least_us = ceilings.least_us(workload.flops, workload.bytes, **kind)
+        roofline_us = ceilings.roofline_us(workload.flops, workload.bytes, **kind)
     for name, us in times.items():
-        ratio = None if name == OURS else paired_ratio(seconds[OURS], seconds[name])
-        own_limit = limit if name == judged else None
+        speedup = None if name == MLAKIT else paired_speedup(seconds[MLAKIT], seconds[name])
+        min_speedup = target if name == baseline else None
         met = None
-        if own_limit is not None and ratio is not None:
-            met = ratio.p50 <= own_limit or _reads_enough(workload, times[OURS], ceilings)
+        if min_speedup is not None and speedup is not None:
+            met = speedup.p50 >= min_speedup or _reads_enough(workload, times[MLAKIT], ceilings)
         yield Row(
             workload=workload.name,
             op=workload.op,
-            contender=name,
+            implementation=name,
             rounds=len(seconds[name]),
             us=us,
             flops=workload.flops,
             bytes=workload.bytes,
-            ratio=ratio,
-            limit=own_limit,
+            speedup=speedup,
+            min_speedup=min_speedup,
             met=met,
-            roofline=least_us / us.p50 if ceilings is not None else None,
+            roofline=roofline_us / us.p50 if ceilings is not None else None,
         )
 
 
-def _judged(
-    workload: Workload, contenders: Sequence[Baseline], times: dict[str, Spread]
+def _target_baseline(
+    workload: Workload, implementations: Sequence[Baseline], times: dict[str, Spread]
 ) -> str | None:
-    """The contender the limit is said of; None where it is not there."""
-    if workload.rival is not None:
-        return workload.rival
-    bounding = [each.name for each in contenders if each.is_limit]
-    return min(bounding, key=lambda name: times[name].p50, default=None)
+    """The implementation that the target refers to; None if it was not timed."""
+    if workload.target_baseline is not None:
+        return workload.target_baseline
+    candidates = [each.name for each in implementations if each.sets_target]
+    return min(candidates, key=lambda name: times[name].p50, default=None)
 
 
-def _reads_enough(workload: Workload, ours_us: Spread, ceilings: Ceilings | None) -> bool:
-    if workload.read_share is None or ceilings is None:
+def _reads_enough(workload: Workload, us: Spread, ceilings: Ceilings | None) -> bool:
+    if workload.min_read_share is None or ceilings is None:
         return False
-    return workload.bytes / ours_us.p50 / 1e3 >= workload.read_share * ceilings.read_gb_s
+    return workload.bytes / us.p50 / 1e3 >= workload.min_read_share * ceilings.read_gb_s
 
 
 @contextmanager
-def _torch_threads(threads: int | None) -> Iterator[None]:
+def torch_threads(threads: int | None) -> Iterator[None]:
+    """Run the block with so many threads of torch; None keeps their number."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
@@ -364,7 +380,7 @@ def _torch_threads(threads: int | None) -> Iterator[None]:
 
 @contextmanager
 def _no_warnings() -> Iterator[None]:
-    """torch tells at length of each kind of product it is slow at."""
+    """torch warns at length about every kind of product that it computes slowly."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -1,4 +1,4 @@
-"""`mlakit demo`: one attention layer of a model at full size, served and held to its oracles."""
+"""`mlakit demo`: serves one full-size attention layer and compares it with its oracles."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mlakit import dispatch
 from mlakit.checks import FLOATS, UnsupportedError
 from mlakit.demo import documented, report
 from mlakit.demo.model import make_model
-from mlakit.demo.oracles import judged_stages
+from mlakit.demo.oracles import checked_stages
 from mlakit.demo.serving import PAGE_SIZE, Settings, serve
 from mlakit.formats import known_format, row_codec
 from mlakit.geometry import MLAGeometry, RowShape
@@ -25,7 +25,7 @@ DEVICES = ("auto", "cpu", "cuda")
 def run(
     name: str, geometry: MLAGeometry, settings: Settings, *, with_documented: bool = True
 ) -> bool:
-    """Serve, judge, print; was every result within its budget?"""
+    """Serve, check and print. Returns whether every result is within its tolerance."""
     console = Console()
     start = perf_counter()
     codec = row_codec(settings.format, geometry.row)
@@ -41,46 +41,46 @@ def run(
         progress.update(task, total=1, completed=1)
         console.print(report.introduction(name, model, settings))
         if settings.device.type == "cuda":
-            serve(model, settings, progress)  # kernels are compiled at their first call
+            serve(model, settings, progress)  # the first calls compile the kernels
             if with_documented:
                 documented.all_calls(progress, settings.device)
         transcript = serve(model, settings, progress)
-        stages = judged_stages(transcript, model, codec, progress)
+        stages = checked_stages(transcript, model, codec, progress)
         calls = documented.all_calls(progress, settings.device) if with_documented else []
     console.print(report.stage_table(stages, geometry))
     console.print("", report.facts(geometry, settings, transcript.pages), sep="\n")
     if calls:
         console.print(report.call_table(calls))
     checks = [*(stage.check for stage in stages), *(call.check for call in calls)]
-    console.print("", report.verdict(checks, perf_counter() - start), sep="\n", soft_wrap=True)
+    console.print("", report.summary(checks, perf_counter() - start), sep="\n", soft_wrap=True)
     return all(check.passed for check in checks)
 
 
 def make_settings(
     geometry: MLAGeometry, *, prompt: int, tokens: int, format: str, device: str, seed: int
 ) -> Settings:
-    """The settings of a run; ValueError for a format or a device that there is none of."""
-    row_codec(format, geometry.row)  # says what is wrong with a format
+    """The settings of a run. Raises ValueError for an unknown format or device."""
+    row_codec(format, geometry.row)  # raises for an unknown format
     device_here = choose_device(device, geometry, format)
     return Settings(prompt, tokens, known_format(format), device_here, seed)
 
 
 def activation_dtype(format: str, geometry: MLAGeometry) -> torch.dtype:
-    """bf16, or what the rows themselves are where they are not quantised."""
+    """The dtype of unquantised rows; bf16 for quantised ones."""
     stored = row_codec(format, geometry.row).payload_dtype
     return stored if stored in FLOATS else torch.bfloat16
 
 
 def choose_device(wanted: str, geometry: MLAGeometry, format: str) -> torch.device:
-    """The device called `wanted`; "auto" is a GPU if there is one with a kernel for every op."""
+    """The device `wanted`; "auto" is a GPU that supports every op of the demo, else the CPU."""
     if wanted not in DEVICES:
         raise ValueError(f"unknown device {wanted!r}; choose from {', '.join(DEVICES)}")
-    objections = []
+    reasons = []
     for name in ("cuda", "cpu") if wanted == "auto" else (wanted,):
-        if (objection := _why_not(torch.device(name), geometry, format)) is None:
+        if (reason := _why_not(torch.device(name), geometry, format)) is None:
             return torch.device(name)
-        objections.append(f"device {name}: {objection}")
-    raise ValueError("\n".join(objections))
+        reasons.append(f"device {name}: {reason}")
+    raise ValueError("\n".join(reasons))
 
 
 def _why_not(device: torch.device, geometry: MLAGeometry, format: str) -> str | None:
@@ -94,7 +94,7 @@ def _why_not(device: torch.device, geometry: MLAGeometry, format: str) -> str | 
 
 
 def _require_kernels(device: torch.device, geometry: MLAGeometry, format: str) -> None:
-    """Raise `UnsupportedError` unless every op of the demo has a kernel for it."""
+    """Raise `UnsupportedError` unless every op of the demo has a kernel on `device`."""
     g, where = geometry, device_facts(device)
     dtype = str(activation_dtype(format, geometry))
     widths = (g.qk_nope_head_dim, g.qk_rope_head_dim, g.v_head_dim)

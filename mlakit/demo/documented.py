@@ -1,9 +1,8 @@
-"""One serving step through the functions that Modular documents, each held to its oracle.
+"""One serving step through the functions of Modular's API, each compared with its oracle.
 
-A ragged batch (a new prompt, two decoding requests, one with drafted tokens, an idle one) of one
-rank of DeepSeek-V3 goes through every documented function, where the demo runs; its oracles run on
-the CPU. Pages are shuffled, and all of the cache that holds no token holds NaN: what must not be
-read would show.
+A ragged batch (a new prompt, two decoding requests, one with draft tokens, an idle one) of one rank
+of DeepSeek-V3 goes through every documented function on the device of the demo; the oracles run on
+the CPU. Pages are shuffled, and cache rows without a token are NaN: reading them would show.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from mlakit import reference
 from mlakit.cache import token_requests, token_slots
 from mlakit.checks import E4M3
 from mlakit.compat import modular
-from mlakit.demo.verdict import Check, Result, judge
+from mlakit.demo.check import Check, Result, check_results
 from mlakit.formats import saturating_cast
 from mlakit.geometry import MLAGeometry
 from mlakit.rope import rope_table
@@ -50,7 +49,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a documented function, judged."""
+    """One call of a documented function, and its check."""
 
     shapes: str
     seconds: float
@@ -59,9 +58,9 @@ class Call:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """What the functions of one step share: requests, their pages, the model's tables.
+    """The arguments that the functions of one step share: requests, pages, the model's tables.
 
-    Numbers are drawn on the CPU: every device sees the same ones.
+    Random numbers are made on the CPU: every device gets the same ones.
     """
 
     generator: torch.Generator
@@ -102,11 +101,11 @@ class Batch:
         return torch.randn(*shape, generator=self.generator).to(self.device, DTYPE)
 
     def unwritten(self, *shape: int) -> Tensor:
-        """An output full of NaN: what a function forgets to write fails its check."""
+        """An output full of NaN: elements that a function does not write fail the check."""
         return poison(torch.empty(shape, dtype=DTYPE, device=self.device))
 
     def timed(self, call: Callable[[], object]) -> float:
-        """Seconds of one call, on a CPU imports of its kernel included."""
+        """Seconds of one call; on a CPU this includes importing its kernel."""
         self._finish()
         start = perf_counter()
         call()
@@ -137,13 +136,13 @@ class Batch:
         return self.slots(NEW, self.cached)
 
     def request_rows(self, collection: modular.KVCollection) -> list[Tensor]:
-        """On the CPU the dequantised rows of each request, its new tokens included, float64."""
+        """The dequantised rows of each request, with its new tokens, float64 on the CPU."""
         slots = self.slots(TOTALS, torch.zeros_like(self.cached))
         rows = collection.cache.layer(LAYER).read(slots, torch.float64)
         return list(rows.cpu().split(TOTALS))
 
     def collection(self, dtype: torch.dtype) -> modular.KVCollection:
-        """A cache that holds the context of every request, and NaN everywhere else."""
+        """A cache with the context of every request, and NaN everywhere else."""
         shape = (NUM_PAGES, 1, NUM_LAYERS, PAGE_SIZE, 1, WIDTH)
         blocks = poison(torch.empty(shape, dtype=dtype, device=self.device))
         collection = modular.KVCollection(blocks, self.page_table, self.cached)
@@ -160,7 +159,7 @@ def in_both_precisions(oracle: Callable[[torch.dtype], Tensor]) -> tuple[Tensor,
 def appended(
     batch: Batch, collection: modular.KVCollection, q_rope: Tensor, kv: Tensor, q_out: Tensor
 ) -> list[Result]:
-    """What a fused append wrote, with what it should have: rotated queries, then cache rows."""
+    """The rotated queries and cache rows of a fused append, with their oracles."""
     layer = collection.cache.layer(LAYER)
     rows = layer.read(batch.new_slots).to(layer.payload.dtype).cpu()
     q_out, freqs, gamma = q_out.cpu(), batch.freqs.cpu(), batch.gamma.cpu()
@@ -188,7 +187,7 @@ def call_append_kernel(batch: Batch, collection: modular.KVCollection) -> Call:
     )
     results = appended(batch, collection, q_rope, kv, q_out)
     shapes = f"kv {shape_of(kv)} into {collection.cache.format} pages"
-    return Call(shapes, seconds, judge("fused_rope_rmsnorm_quantization_kernel", *results))
+    return Call(shapes, seconds, check_results("fused_rope_rmsnorm_quantization_kernel", *results))
 
 
 def call_append_layer(batch: Batch, collection: modular.KVCollection) -> Call:
@@ -208,7 +207,7 @@ def call_append_layer(batch: Batch, collection: modular.KVCollection) -> Call:
     )
     results = appended(batch, collection, q_rope, kv, q_out)
     shapes = f"kv {shape_of(kv)} into {collection.cache.format} pages"
-    return Call(shapes, seconds, judge("mla_fused_rope_rmsnorm_quantization", *results))
+    return Call(shapes, seconds, check_results("mla_fused_rope_rmsnorm_quantization", *results))
 
 
 def call_decode(batch: Batch, collection: modular.KVCollection) -> Call:
@@ -233,7 +232,7 @@ def call_decode(batch: Batch, collection: modular.KVCollection) -> Call:
         )[0]
     )
     shapes = f"q {shape_of(q)} over {collection.cache.format} pages"
-    return Call(shapes, seconds, judge("flare_mla_decoding", Result(out.cpu(), *oracles)))
+    return Call(shapes, seconds, check_results("flare_mla_decoding", Result(out.cpu(), *oracles)))
 
 
 def call_sparse(batch: Batch, collection: modular.KVCollection) -> Call:
@@ -272,11 +271,13 @@ def call_sparse(batch: Batch, collection: modular.KVCollection) -> Call:
         )[0]
     )
     shapes = f"q {shape_of(q)}, {TOPK} rows per token"
-    return Call(shapes, seconds, judge("mla_sm100_prefill_sparse", Result(out.cpu(), *oracles)))
+    return Call(
+        shapes, seconds, check_results("mla_sm100_prefill_sparse", Result(out.cpu(), *oracles))
+    )
 
 
 def row_lists(batch: Batch) -> tuple[Tensor, Tensor]:
-    """For every new token up to TOPK rows it may see, in random order, padded with −1."""
+    """For every new token up to TOPK visible rows, in random order, padded with −1."""
     rows = torch.full((batch.num_tokens, TOPK), -1, dtype=torch.int32)
     lengths = torch.empty(batch.num_tokens, dtype=torch.int32)
     request, _ = token_requests(batch.row_offsets.cpu(), batch.num_tokens)
@@ -320,7 +321,7 @@ def call_prefill(batch: Batch, collection: modular.KVCollection) -> Call:
     results = appended(batch, collection, q_rope, raw, q[..., D_N:])
     shapes = f"q {shape_of(q)}, kv_b_proj {shape_of(weight)} e4m3"
     attended = Result(out.cpu(), *oracles)
-    return Call(shapes, seconds, judge("mla_prefill_branch_fp8", attended, *results))
+    return Call(shapes, seconds, check_results("mla_prefill_branch_fp8", attended, *results))
 
 
 def up_projection(batch: Batch) -> tuple[Tensor, Tensor]:
@@ -338,7 +339,7 @@ def prefill_oracle(
     weight: Tensor,
     weight_scale: Tensor,
 ) -> Callable[[torch.dtype], Tensor]:
-    """Expanded attention over the rows that the prefill branch left in the cache."""
+    """Expanded attention over the cache rows after the prefill branch."""
     rows = batch.request_rows(collection)
     q, weight, weight_scale = (x.cpu() for x in (q, weight, weight_scale))
     latent, k_rope = torch.cat(rows).split([D_C, D_R], dim=-1)
@@ -349,7 +350,7 @@ def prefill_oracle(
             quantised, scales, weight, weight_scale, n_group=GROUP, k_group=GROUP, dtype=dtype
         )
         if dtype != torch.float64:
-            expanded = expanded.to(q.dtype)  # K and V are stored in it
+            expanded = expanded.to(q.dtype)  # K and V are stored in this dtype
         k_nope, v = expanded.unflatten(1, (HEADS, D_N + D_V)).split([D_N, D_V], dim=-1)
         return reference.mla_prefill(
             q,

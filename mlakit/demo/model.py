@@ -4,8 +4,8 @@
     q = q_b(norm(q_a(x)))      kv = kv_a(x)                    what the branches take
     y = o_proj(attention)      next word = sample(y · embedding)
 
-Weights are drawn so that every product of unit variance stays of unit variance. Scores then have a
-standard deviation of about 2: a query attends to some ten of 300 keys, neither to one nor to all.
+The weights preserve unit variance through every product. Scores then have a standard deviation of
+about 2: a query attends to about ten of 300 keys.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from mlakit.weights import UpProjection
 
 VOCABULARY = 1024
 TEMPERATURE = 0.25
-FEW_TOKENS = 4  # so many are faster as a product each than as one, on a CPU
+FEW_TOKENS = 4  # on a CPU up to this many tokens are faster one by one than as a matmul
 
 
 @dataclass(frozen=True, eq=False)
 class IndexInputs:
-    """What the indexer takes of a step's new tokens, all but the queries also cached."""
+    """The indexer's inputs for a step's new tokens; the keys are also cached."""
 
     q: Tensor  # [tokens, index_heads, D]
     keys: Tensor  # [tokens, D]
@@ -55,7 +55,7 @@ class Indexer:
 
 @dataclass(frozen=True, eq=False)
 class Projected:
-    """A step's new tokens as the branches and the indexer take them."""
+    """A step's new tokens, projected for the branches and the indexer."""
 
     q: Tensor  # [tokens, heads, D_N + D_R], not rotated
     kv: Tensor  # [tokens, D_C + D_R] raw latents
@@ -64,7 +64,7 @@ class Projected:
 
 @dataclass(frozen=True, eq=False)
 class RandomModel:
-    """Weights of the layer; those of the branches are in `dtype`, the dtype of activations."""
+    """Weights of the layer; the weights of the branches are in `dtype`, like the activations."""
 
     geometry: MLAGeometry
     dtype: torch.dtype
@@ -79,13 +79,13 @@ class RandomModel:
 
     @property
     def num_weights(self) -> int:
-        """Of the attention layer: the embedding is not counted."""
+        """Weights of the attention layer, without the embedding."""
         indexer = () if self.indexer is None else vars(self.indexer).values()
         matrices = (self.q_a, self.q_b, self.kv_a, self.kv_b, self.o_proj, *indexer)
         return sum(matrix.numel() for matrix in matrices if matrix is not None)
 
     def project(self, words: Tensor, positions: Tensor) -> Projected:
-        """Of words [tokens] at positions [tokens]."""
+        """Project words [tokens] at positions [tokens]."""
         x = self.embedding[words]
         query_input = x
         if self.q_a is not None:
@@ -103,7 +103,7 @@ class RandomModel:
         y = linear(attended.flatten(1).to(self.o_proj.dtype), self.o_proj)[last]
         logits = linear(rms_norm(y, y.shape[-1:]), self.embedding) / sqrt(y.shape[-1])
         noise = -torch.empty(logits.shape).exponential_(generator=generator).log()
-        # the largest of logits with Gumbel noise is a sample; an argmax survives NaN, to be judged
+        # Gumbel-max sampling; argmax does not raise on NaN, so the check reports it
         return (logits.float() / TEMPERATURE + noise.to(logits.device)).argmax(-1)
 
 
@@ -134,7 +134,7 @@ def make_model(
     generator: torch.Generator,
 ) -> RandomModel:
     """A layer of `geometry` with room for `positions` tokens."""
-    # on a CPU without bf16 matrix units torch's bf16 products are a hundred times slower
+    # on a CPU without bf16 matrix units torch's bf16 matmuls are a hundred times slower
     projection_dtype = torch.float32 if device.type == "cpu" else dtype
 
     def matrix(outputs: int, inputs: int, dtype: torch.dtype = projection_dtype) -> Tensor:

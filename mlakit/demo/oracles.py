@@ -1,7 +1,7 @@
 """The oracles of a run, each computed twice: exactly, and in the precision of the kernels.
 
-The exact run is float64 from the projections to the result. The plain one is float32 and rounds
-whatever a branch stores between two kernels, as the branch does; it shows what a correct run loses.
+The exact run is float64 from the projections to the result. The naive run is float32 and rounds
+what a branch stores between two kernels; it determines the tolerance.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from torch import Tensor
 
 from mlakit import reference
 from mlakit.branches import LayerWeights
+from mlakit.demo.check import Check, Result, check_results
 from mlakit.demo.model import RandomModel
 from mlakit.demo.serving import Attended, Selection, Transcript
-from mlakit.demo.verdict import Check, Result, judge
 from mlakit.formats import RowCodec
 from mlakit.geometry import MLAGeometry
 from mlakit.masks import CAUSAL, NULL, Mask
 from mlakit.testing import assert_same_bits
 
-PREFILL_HEADS = 16  # all 128 heads of a prompt would take the float64 oracle a quarter of a minute
+PREFILL_HEADS = 16  # the float64 oracle would take 15 seconds for all 128 heads of a prompt
 
 
 def prefill_heads(geometry: MLAGeometry) -> tuple[slice, slice]:
-    """The heads whose prefill is checked, other ones in each of the two chunks."""
+    """The heads whose prefill is checked: different ones in each of the two chunks."""
     every = -(-geometry.num_heads // PREFILL_HEADS)
     return slice(0, None, every), slice(every // 2, None, every)
 
 
 @dataclass(frozen=True)
 class Precision:
-    """What an oracle computes in, and what it rounds stored tensors to (None: nothing)."""
+    """The dtype of an oracle, and the dtype of its stored tensors (None: not rounded)."""
 
     dtype: torch.dtype
     stored: torch.dtype | None = None
 
     def keep(self, x: Tensor) -> Tensor:
-        """`x` as a branch hands it from one kernel to the next."""
+        """`x` as a branch stores it between two kernels."""
         return x.to(self.stored or self.dtype).to(self.dtype)
 
 
@@ -51,7 +51,7 @@ EXACT = Precision(torch.float64)
 
 @dataclass(frozen=True, eq=False)
 class Oracle:
-    """The layer as its oracles see it: weights on the CPU, some or all of its heads."""
+    """The layer for the oracles: weights on the CPU, some or all of its heads."""
 
     geometry: MLAGeometry
     kv_b: Tensor  # [heads, D_N + D_V, D_C]
@@ -77,10 +77,10 @@ class Oracle:
         return len(self.kv_b)
 
     def both(self, step: Attended, oracle: Callable[[Tensor, Precision], Tensor]) -> Result:
-        """`step`'s output with oracle(q, precision) of the same heads, exact and plain."""
+        """`step`'s output with oracle(q, precision) of the same heads, exact and naive."""
         q, out = step.q.cpu()[:, self.heads], step.out.cpu()[:, self.heads]
-        plain = Precision(torch.float32, step.q.dtype)
-        return Result(out, oracle(q, EXACT), oracle(q, plain))
+        naive = Precision(torch.float32, step.q.dtype)
+        return Result(out, oracle(q, EXACT), oracle(q, naive))
 
     def rotated(self, q: Tensor, positions: Sequence[int], precision: Precision) -> Tensor:
         """q with its rope columns rotated."""
@@ -120,7 +120,7 @@ class Oracle:
 
             if precision == EXACT or before == 0:
                 return over(0, kv_len, CAUSAL)[0]
-            # the branch attends to its context and to the new tokens apart, and stores both
+            # the branch attends to its context and to the new tokens separately, and stores both
             parts = [over(0, before, NULL), over(before, kv_len, CAUSAL)]
             outs, lses = (torch.stack(each) for each in zip(*parts, strict=True))
             return reference.merge_states(precision.keep(outs), lses, dtype=precision.dtype)[0]
@@ -193,20 +193,20 @@ class Oracle:
     def cached_rows(
         self, kv: Tensor, positions: Sequence[int], codec: RowCodec
     ) -> tuple[Tensor, Tensor]:
-        """(exact, plain) rows of raw latents kv [tokens, width], the plain ones as stored."""
+        """(exact, naive) rows of raw latents kv [tokens, width], the naive ones as stored."""
         no_queries = kv.new_empty(len(kv), 0, self.geometry.qk_rope_head_dim)
         step = (no_queries, kv, self.layer.freqs, self.layer.gamma, positions)
         epsilon, rope = self.layer.epsilon, self.layer.rope
         _, exact = reference.norm_rope_quant(*step, epsilon=epsilon, rope=rope)
-        _, plain = reference.norm_rope_quant_stepwise(
+        _, naive = reference.norm_rope_quant_stepwise(
             *step, epsilon=epsilon, rope=rope, out_dtype=kv.dtype, cache_dtype=torch.float32
         )
-        return exact, codec.decode(*codec.encode(plain))
+        return exact, codec.decode(*codec.encode(naive))
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One line of the demo's table. Seconds are of all its tokens; None: nothing of the kind."""
+    """One line of the demo's table. Seconds are of all its tokens; None: not measured."""
 
     label: str
     tokens: int
@@ -215,10 +215,10 @@ class Stage:
     check: Check
 
 
-def judged_stages(
+def checked_stages(
     transcript: Transcript, model: RandomModel, codec: RowCodec, progress: Progress
 ) -> list[Stage]:
-    """Everything a run computed, each kind of it judged row by row."""
+    """All stages of a run, compared with their oracles row by row."""
     everything = Oracle.of(model, slice(None))
     cached = accumulate((step.num_tokens for step in transcript.prefills), initial=0)
     jobs: list[Callable[[], Stage]] = [
@@ -241,30 +241,30 @@ def prefill_stage(oracle: Oracle, step: Attended, rows: Tensor, before: int) -> 
     visible = rows[: before + step.num_tokens]
     result = oracle.both(step, oracle.prefill(visible, step.num_tokens))
     name = f"prefill on {before} cached" if before else "prefill"
-    return _stage(name, step, judge(name, result))
+    return _stage(name, step, check_results(name, result))
 
 
 def decode_stage(oracle: Oracle, transcript: Transcript) -> Stage:
     step = transcript.decode
-    # the sparse step came later: its rows are not yet there for these queries
+    # the sparse step came later: these queries do not see its rows
     last = 0 if transcript.sparse is None else 1
     rows = [cached[: len(cached) - last] for cached in transcript.rows]
     result = oracle.both(step, oracle.decode(rows, step.q_lens))
-    return _stage("decode", step, judge("decode", result))
+    return _stage("decode", step, check_results("decode", result))
 
 
 def index_stage(selection: Selection, keys: Sequence[Tensor]) -> Stage:
-    """The scores, and that the selection is the one its own scores demand."""
+    """Check the logits, and that the selection is the top-k of these logits."""
     q, weights, one_each = selection.q.cpu(), selection.weights.cpu(), [1] * len(keys)
     logits, chosen = selection.logits.cpu(), selection.chosen.cpu()
     exact = reference.indexer_logits(q, weights, keys, one_each)
     naive = reference.indexer_logits(q, weights, keys, one_each, dtype=torch.float32)
-    check = judge("index", Result(logits, exact, naive))
+    check = check_results("index", Result(logits, exact, naive))
     try:
         best = reference.indexer_topk(logits, chosen.shape[1])
         assert_same_bits("index selection", chosen, best)
     except AssertionError as wrong:
-        check = replace(check, objection=check.objection or str(wrong))
+        check = replace(check, message=check.message or str(wrong))
     label = f"index, top {chosen.shape[1]}"
     return Stage(label, len(chosen), None, selection.seconds, check)
 
@@ -274,11 +274,11 @@ def sparse_stage(
 ) -> Stage:
     result = oracle.both(step, oracle.sparse(transcript.rows, selection.chosen))
     name = f"sparse, {selection.chosen.shape[1]} of {len(transcript.rows[0])} rows"
-    return _stage(name, step, judge("sparse", result))
+    return _stage(name, step, check_results("sparse", result))
 
 
 def rows_stage(oracle: Oracle, transcript: Transcript, codec: RowCodec) -> Stage:
-    """What the steps left in the cache, of both sequences, the format's own rounding included."""
+    """Check the cache rows of both sequences, including the rounding of the format."""
     prompt = torch.cat([step.kv for step in transcript.prefills])
     later = [transcript.decode, *([] if transcript.sparse is None else [transcript.sparse])]
     by_step = [step.kv.split(step.q_lens) for step in later]
@@ -287,18 +287,18 @@ def rows_stage(oracle: Oracle, transcript: Transcript, codec: RowCodec) -> Stage
     positions = [*range(len(prompt))]
     for kv in own:
         positions += range(len(prompt), len(prompt) + len(kv))
-    exact, plain = oracle.cached_rows(torch.cat([prompt, *own]).cpu(), positions, codec)
+    exact, naive = oracle.cached_rows(torch.cat([prompt, *own]).cpu(), positions, codec)
 
     def sequence(rows: Tensor, index: int) -> Tensor:
         parts = rows.split(counts)
         return torch.cat([parts[0], parts[1 + index]])
 
     results = [
-        Result(rows.float(), sequence(exact, index), sequence(plain, index))
+        Result(rows.float(), sequence(exact, index), sequence(naive, index))
         for index, rows in enumerate(transcript.rows)
     ]
     tokens = sum(len(rows) for rows in transcript.rows)
-    return Stage("cached rows", tokens, None, None, judge("cached rows", *results))
+    return Stage("cached rows", tokens, None, None, check_results("cached rows", *results))
 
 
 def _stage(label: str, step: Attended, check: Check) -> Stage:

@@ -1,4 +1,4 @@
-"""What the demo prints: two tables, the bytes and pages of the cache, and the verdict."""
+"""What the demo prints: two tables, the bytes and pages of the cache, and the result."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from rich.box import SIMPLE
 from rich.markup import escape
 from rich.table import Table
 
+from mlakit.demo.check import Check
 from mlakit.demo.documented import Call
 from mlakit.demo.model import RandomModel
 from mlakit.demo.oracles import PREFILL_HEADS, Stage, prefill_heads
 from mlakit.demo.serving import CONTINUATIONS, PAGE_SIZE, SCALE_BYTES, PageCount, Settings
-from mlakit.demo.verdict import Check
 from mlakit.formats import row_codec
 from mlakit.geometry import MLAGeometry
 
@@ -34,11 +34,11 @@ def introduction(name: str, model: RandomModel, settings: Settings) -> str:
 
 def stage_table(stages: Sequence[Stage], geometry: MLAGeometry) -> Table:
     heads = range(geometry.num_heads)
-    caption = "Times are per token. The error is that of the worst row against its float64 oracle"
+    caption = "Times are per token. The error is that of the worst row, against the float64 oracle"
     if geometry.num_heads > PREFILL_HEADS:
         checked = len(heads[prefill_heads(geometry)[0]])
-        caption += f" (prefill: of {checked} of {len(heads)} heads)"
-    table = _table(f"{caption}.", "stage", "tokens", "project", "attend", "error", "budget")
+        caption += f" (prefill: {checked} of {len(heads)} heads)"
+    table = _table(f"{caption}.", "stage", "tokens", "project", "attend", "error", "tolerance")
     for stage in stages:
         times = (stage.projection_seconds, stage.attention_seconds)
         per_token = (_milliseconds(each, stage.tokens) for each in times)
@@ -47,8 +47,8 @@ def stage_table(stages: Sequence[Stage], geometry: MLAGeometry) -> Table:
 
 
 def call_table(calls: Sequence[Call]) -> Table:
-    caption = "The documented functions, once each: time of the call, and its worst row."
-    table = _table(caption, "function", "time", "error", "budget")
+    caption = "The functions of Modular's API, once each: time of the call, error of the worst row."
+    table = _table(caption, "function", "time", "error", "tolerance")
     for call in calls:
         label = f"{call.check.name}\n  [dim]{call.shapes}[/dim]"
         _add(table, call.check, label, _milliseconds(call.seconds, 1))
@@ -56,7 +56,7 @@ def call_table(calls: Sequence[Call]) -> Table:
 
 
 def facts(geometry: MLAGeometry, settings: Settings, pages: PageCount) -> Table:
-    """Lines on what is cached: bytes per token and layer, pages."""
+    """The bytes per token and layer, and the pages of the cache."""
     g = geometry
     size = row_codec(settings.format, g.row).bytes_per_token
     bf16 = row_codec("bf16", g.row).bytes_per_token
@@ -65,7 +65,9 @@ def facts(geometry: MLAGeometry, settings: Settings, pages: PageCount) -> Table:
     grid.add_column(style="bold")
     grid.add_column()
     index = f", and {g.index_head_dim + SCALE_BYTES} for its index key" if g.has_indexer else ""
-    as_k_and_v = f"{expanded} as K and V of {g.num_heads} heads: {expanded / size:.0f} times more"
+    as_k_and_v = (
+        f"{expanded} as K and V of {g.num_heads} heads: {expanded / size:.0f} times as many"
+    )
     grid.add_row("cache", f"{size} bytes per token and layer ({settings.format}){index}")
     grid.add_row("", f"{bf16} as a bf16 latent row, {as_k_and_v}")
     saved = f"{pages.copied} copied before a write; {pages.unshared} without sharing"
@@ -75,18 +77,18 @@ def facts(geometry: MLAGeometry, settings: Settings, pages: PageCount) -> Table:
     return grid
 
 
-def verdict(checks: Iterable[Check], seconds: float) -> str:
-    """The last lines: what is wrong, if anything is, then PASS or FAIL."""
+def summary(checks: Iterable[Check], seconds: float) -> str:
+    """The last lines: error messages, then PASS or FAIL."""
     checks = list(checks)
     wrong = [check for check in checks if not check.passed]
     if not wrong:
         return (
-            f"[bold green]PASS[/bold green]: {len(checks)} of {len(checks)} checks within budget "
-            f"({seconds:.0f} s)"
+            f"[bold green]PASS[/bold green]: {len(checks)} of {len(checks)} checks within "
+            f"tolerance ({seconds:.0f} s)"
         )
-    objections = "".join(f"{escape(check.objection)}\n" for check in wrong)
+    messages = "".join(f"{escape(check.message)}\n" for check in wrong)
     names = ", ".join(check.name for check in wrong)
-    return f"{objections}[bold red]FAIL[/bold red]: {names}"
+    return f"{messages}[bold red]FAIL[/bold red]: {names}"
 
 
 def _table(caption: str, first: str, *numbers: str) -> Table:
@@ -94,13 +96,13 @@ def _table(caption: str, first: str, *numbers: str) -> Table:
     table.add_column(first, no_wrap=True)
     for column in numbers:
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
+    table.add_column("result", no_wrap=True)
     return table
 
 
 def _add(table: Table, check: Check, *cells: str) -> None:
     word = "[green]ok[/green]" if check.passed else "[bold red]WRONG[/bold red]"
-    table.add_row(*cells, f"{check.error:.1e}", f"{check.budget:.1e}", word)
+    table.add_row(*cells, f"{check.error:.1e}", f"{check.tolerance:.1e}", word)
 
 
 def _milliseconds(seconds: float | None, tokens: int) -> str:

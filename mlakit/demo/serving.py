@@ -1,8 +1,8 @@
 """What the demo serves: a prompt in two chunks, two continuations of it, one sparse step.
 
-The prompt is forked once it is prefilled: both continuations read its pages, and whoever first
-writes into the last, partly filled one moves to a copy. All of the pool that holds no token holds
-NaN, and its pages are handed out in random order: what must not be read would show.
+The prompt is forked after prefill: both continuations share its pages, and the first write to the
+last, partly filled page goes to a copy. Pool rows without a token are NaN, and pages are allocated
+in random order: reading a wrong row would show.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from mlakit.testing import poison
 
 PAGE_SIZE = 64
 CONTINUATIONS = 2
-SCALE_BYTES = 4  # of an index key, beside its e4m3 columns
-KEEP_ONE_IN = 4  # cached tokens; the sparse step attends to no more than that
+SCALE_BYTES = 4  # of an index key, after its e4m3 columns
+KEEP_ONE_IN = 4  # the sparse step attends to at most this share of the cached tokens
 
 CPU = torch.device("cpu")
 T = TypeVar("T")
@@ -54,13 +54,13 @@ class Settings:
 
     @property
     def positions(self) -> int:
-        """Tokens of a continuation at its end, that of the sparse step included."""
+        """Tokens of a continuation at its end, including the sparse step."""
         return self.prompt + self.tokens + 1
 
 
 @dataclass(frozen=True, eq=False)
 class Attended:
-    """One attention call, or several of the same kind: what went in, what came out, how long."""
+    """One attention call, or several of the same kind: inputs, outputs and seconds."""
 
     q_lens: tuple[int, ...]  # new tokens of each sequence; tokens are ordered by sequence
     q: Tensor  # [tokens, heads, D_N + D_R] not rotated
@@ -76,7 +76,7 @@ class Attended:
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """What the indexer saw and chose in the sparse step."""
+    """Inputs and outputs of the indexer in the sparse step."""
 
     q: Tensor  # [tokens, index_heads, D]
     weights: Tensor  # [tokens, index_heads]
@@ -87,24 +87,24 @@ class Selection:
 
 @dataclass(frozen=True)
 class PageCount:
-    """Pages the two continuations hold, and what sharing the prompt saved."""
+    """Pages of the two continuations, and how many are shared."""
 
     used: int
     shared: int
     copied: int
-    unshared: int  # what they would hold without sharing
+    unshared: int  # pages without sharing
 
 
 @dataclass(frozen=True, eq=False)
 class Transcript:
-    """All a run leaves behind for its oracles."""
+    """All results of a run, for its oracles."""
 
     prefills: list[Attended]
     decode: Attended
     sparse: Attended | None  # of models with an indexer
     selection: Selection | None
     rows: list[Tensor]  # of each continuation [kv_len, width] float64, dequantised
-    index_keys: list[Tensor]  # likewise [kv_len, D]; empty without an indexer
+    index_keys: list[Tensor]  # of each continuation [kv_len, D]; empty without an indexer
     pages: PageCount
 
 
@@ -123,7 +123,7 @@ class Session:
             device=self.device,
         )
         self.num_copies = 0
-        self.caches = [self.cache]  # then the index keys, where the model has an indexer
+        self.caches = [self.cache]  # and the index keys, if the model has an indexer
         if model.indexer is not None:
             shape = (num_pages, PAGE_SIZE, model.geometry.index_head_dim + SCALE_BYTES)
             blocks = torch.empty(shape, dtype=torch.uint8, device=self.device)
@@ -134,7 +134,7 @@ class Session:
                     poison(pool)
 
     def grow(self, sequences: Sequence[PagedSequence]) -> None:
-        """Room for one more token in each; a shared page that will be written is copied first."""
+        """Append one token to each; a shared page is copied before it is written."""
         copies = self.allocator.append_batch(sequences, [1] * len(sequences))
         for cache in self.caches:
             cache.copy_pages([copy.source for copy in copies], [copy.target for copy in copies])
@@ -150,7 +150,7 @@ class Session:
         )
 
     def project(self, words: Tensor, batch: CachedBatch) -> Projected:
-        """The projections of a step's words; its index keys go straight into their cache."""
+        """The projections of a step's words; writes the index keys to their cache."""
         request, positions = token_positions(batch.kv_lens, batch.q_starts, len(words))
         projected = self.model.project(words, positions)
         if projected.index is not None:
@@ -176,7 +176,7 @@ class Session:
 
     def prefill(self, projected: Projected, batch: CachedBatch) -> Tensor:
         kv_lens, q_lens = batch.kv_lens.tolist(), batch.q_starts.diff().tolist()
-        # a copy, because the branch rotates its queries in place
+        # a copy: the branch rotates its queries in place
         q, plan = projected.q.clone(), plan_context(kv_lens, q_lens)
         return prefill_branch(q, projected.kv, self.model.layer, batch, plan=plan)
 
@@ -221,7 +221,7 @@ class Session:
 
 
 def scattered_pool(num_pages: int, generator: torch.Generator) -> PageAllocator:
-    """An allocator that has served before: its free pages are in random order."""
+    """An allocator whose free pages are in random order."""
     allocator = PageAllocator(num_pages, PAGE_SIZE)
     held = [allocator.reserve(PAGE_SIZE) for _ in range(num_pages)]
     for page in torch.randperm(num_pages, generator=generator).tolist():
@@ -238,7 +238,9 @@ def serve(model: RandomModel, settings: Settings, progress: Progress) -> Transcr
 
     forks = (session.allocator.fork(sequence) for _ in range(CONTINUATIONS - 1))
     sequences = [sequence, *forks]
-    words = words.repeat(CONTINUATIONS)  # the same first word, then each samples its own
+    words = words.repeat(
+        CONTINUATIONS
+    )  # the same first word; each continuation samples its own next ones
     decoded = []
     for _ in progress.track(range(settings.tokens), description="decode"):
         session.grow(sequences)
@@ -280,7 +282,7 @@ def prefill_prompt(
 def sparse_step(
     session: Session, words: Tensor, sequences: Sequence[PagedSequence]
 ) -> tuple[Attended, Selection]:
-    """One word per sequence, attending only to the cached tokens that its indexer ranks highest."""
+    """One word per sequence, attending to the top-k cached tokens of the indexer."""
     selections = []
 
     def branch(projected: Projected, batch: CachedBatch) -> Tensor:

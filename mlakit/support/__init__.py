@@ -1,5 +1,8 @@
-"""What runs where, and the proof of it that needs no GPU.
+"""Which backend runs where, and compile checks of the GPU kernels that need no GPU.
 
-table        which backend an op gets on every architecture, and why not the others
-compilation  compiles the GPU kernels for every architecture, and reads what they ask of it
+table            the backend of an op on every architecture, and why the others do not run it
+compilation      compiles the GPU kernels for every architecture and checks their resources
+configurations   the problems that it compiles
+machine_code     reads registers, spills and barriers from a compiled kernel
+spills           the register spills that are known and allowed
 """

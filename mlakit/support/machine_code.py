@@ -1,7 +1,7 @@
-"""Reads from a compiled kernel what it asks of a GPU: from the very cubin that would be run.
+"""Reads the resources of a compiled kernel from its cubin.
 
-The tools are those that Triton finds for itself and that come with it; without one of them nothing
-is read and the error names it.
+The tools (cuobjdump, nvdisasm) are those that come with Triton; if one is missing, the error names
+it.
 """
 
 from __future__ import annotations
@@ -19,44 +19,44 @@ from typing import Any
 
 @dataclass(frozen=True)
 class MachineCode:
-    """What a kernel asks for.
+    """The resources of a kernel.
 
-    A spill is an instruction that reads or writes local memory. Arrays of a kernel's own would lie
-    there too, but no kernel here has any.
+    A spill is an instruction that reads or writes local memory. Local arrays would use it too, but
+    no kernel here has any.
     """
 
     registers: int
     spill_stores: int
     spill_loads: int
-    is_serialised: bool  # its wgmma wait for each other
-    idle_barriers: int  # that are made and used by no one: their memory may be given to data
+    is_serialised: bool  # its wgmmas are serialised
+    idle_barriers: int  # initialised and never used: the compiler may reuse their memory
 
 
 def machine_code(kernel: Any) -> MachineCode:
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(kernel.asm["cubin"])
-        usage = _said("cuobjdump", "--dump-resource-usage", str(cubin))
+        usage = _output_of("cuobjdump", "--dump-resource-usage", str(cubin))
         functions = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
         if not functions:
-            raise RuntimeError(f"cuobjdump tells no resource usage: {usage}")
-        # there is no local memory to access without a frame, and it takes a second to look for it
+            raise RuntimeError(f"cuobjdump printed no resource usage: {usage}")
+        # without a stack frame there is no local memory; disassembling takes a second
         has_frame = any(int(stack) or int(local) for _, stack, local in functions)
-        code = _said("nvdisasm", "--print-code", str(cubin)) if has_frame else ""
+        code = _output_of("nvdisasm", "--print-code", str(cubin)) if has_frame else ""
     return MachineCode(
         max(int(registers) for registers, _, _ in functions),
         len(re.findall(r"\bSTL\b", code)),
         len(re.findall(r"\bLDL\b", code)),
-        "wgmma" in kernel.asm["ptx"] and "serializ" in _assembled_again(kernel),
+        "wgmma" in kernel.asm["ptx"] and "serializ" in _assembler_log(kernel),
         _count_idle_barriers(kernel.asm["ttgir"]),
     )
 
 
 def _count_idle_barriers(ttgir: str) -> int:
-    """How many allocations of barriers are initialised, and nothing else.
+    """The number of barrier allocations that are initialised and never used.
 
-    To the compiler their memory is free from then on. PTX gives it to nothing but a barrier, until
-    that is invalidated, which Triton does not do.
+    The compiler reuses their memory. PTX forbids any other use of it until the barrier is
+    invalidated, which Triton does not do.
     """
     made = re.findall(r"%(\S+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<[\dx]*i64,", ttgir)
     return sum(_is_idle(barrier, ttgir) for barrier in made)
@@ -75,21 +75,21 @@ def _is_idle(barrier: str, ttgir: str) -> bool:
     return True
 
 
-def _said(name: str, *arguments: str) -> str:
+def _output_of(name: str, *arguments: str) -> str:
     import triton
 
-    tool = getattr(triton.knobs.nvidia, name)  # asked for its path it raises where there is none
+    tool = getattr(triton.knobs.nvidia, name)  # its `path` raises if the tool is missing
     done = subprocess.run([tool.path, *arguments], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"{name} cannot read the kernel: {done.stderr.strip()}")
     return done.stdout
 
 
-def _assembled_again(kernel: Any) -> str:
-    """What the assembler says of a kernel; that wgmma are serialised is to be seen nowhere else.
+def _assembler_log(kernel: Any) -> str:
+    """The assembler's log of a kernel: only it shows that wgmmas are serialised.
 
-    It is Triton that calls it, as it did for the cubin: which assembler, and its options, differ
-    between versions of Triton, and registers with them.
+    Triton runs the assembler again, as it did for the cubin: the assembler and its options depend
+    on the version of Triton, and the registers on them.
     """
     import triton
     from triton.backends.compiler import Language
@@ -97,20 +97,20 @@ def _assembled_again(kernel: Any) -> str:
 
     backend = make_backend(kernel.metadata.target)
     metadata = kernel.metadata._asdict()
-    del metadata["num_warps"]  # with those of warp specialisation, and so no longer an option
+    del metadata["num_warps"]  # it includes the warp-specialised warps, so it is no valid option
     stages: dict[str, Any] = {}
     backend.add_stages(stages, backend.parse_options(metadata), Language.TRITON)
-    said = StringIO()
-    with triton.knobs.nvidia.scope(), redirect_stdout(said):
+    log = StringIO()
+    with triton.knobs.nvidia.scope(), redirect_stdout(log):
         triton.knobs.nvidia.dump_ptxas_log = True
         cubin = stages["cubin"](kernel.asm["ptx"], metadata)
     if _instructions(cubin) != _instructions(kernel.asm["cubin"]):
-        raise RuntimeError("assembled again, the kernel is not the one that would be run")
-    return said.getvalue()
+        raise RuntimeError("the second assembly differs from the cubin")
+    return log.getvalue()
 
 
 def _instructions(cubin: bytes) -> list[bytes]:
-    """Of each function; what the rest of the file says of sources changes with where they lie."""
+    """The code of each function; other sections of the file contain source paths."""
     (headers,) = unpack_from("<Q", cubin, 0x28)
     size, count = unpack_from("<2H", cubin, 0x3A)
     sections = [unpack_from("<2I4Q", cubin, headers + size * i) for i in range(count)]

@@ -1,22 +1,22 @@
-"""Spills of registers that are known and allowed: `(stores, loads)`, exactly these.
+"""Register spills that are known and allowed: exactly `(stores, loads)`.
 
-A bound that is not needed any more is a fault, too.
+An entry that is no longer needed is an error, too.
 """
 
 from __future__ import annotations
 
 _SPARSE = {
     "3.9.0": {
-        # before the loop and after it; without them the loop has 69 instructions more (998)
+        # outside the loop; avoiding them costs 69 instructions in the loop (998)
         "sparse-h128-bf16": (6, 6),
         "sparse-h128-fp16": (6, 6),
-        # ten of the loads are in loops; tried: only one that loads nothing ahead spares them
+        # ten of the loads are in loops; only a version without prefetching avoids them
         "sparse-extra": (7, 13),
     },
 }
 
 _SMALL_M_FP8_KV = {
-    # once per work tile; with pages of one row and 32 heads some in the producer's loop
+    # once per work tile; with page size 1 and 32 heads some are in the producer's loop
     "3.6.0": {
         "h16-fp8-page3": (6, 5),
         "h16-fp8_block128-page1": (5, 6),
@@ -25,15 +25,14 @@ _SMALL_M_FP8_KV = {
         "h32-fp8_block128": (5, 3),
         "h32-fp8_block128-e4m3-q": (5, 3),
         "h32-fp8_block128-e4m3-q-bf16-rope": (5, 3),
-        "h32-fp8_block128-given-plan": (5, 3),
+        "h32-fp8_block128-external-plan": (5, 3),
         "h32-fp8_block128-page1": (16, 17),
         "h32-fp8_block128-page32": (5, 3),
         "h32-fp8_block128-page8": (6, 4),
         "h32-fp8_token-page1": (7, 6),
     },
-    # thread indices, kept from one warp role's code to another's: nearly all once per work tile; of
-    # the loads up to three in a loop over blocks, six with pages of 32, thirteen in the loop of a
-    # gather producer
+    # thread indices that stay live across warp roles, nearly all once per work tile; up to three
+    # loads are in a loop over blocks, six with page size 32, thirteen in a gather producer's loop
     "3.9.0": {
         "h8-fp8": (3, 9),
         "h8-fp8_token": (5, 13),
@@ -54,26 +53,26 @@ _SMALL_M_FP8_KV = {
         "h16-fp8_token-page8": (8, 16),
         "h32-fp8": (1, 3),
         "h32-fp8-e4m3-q": (3, 5),
-        "h32-fp8-e4m3-q-given-plan": (3, 5),
-        "h32-fp8-given-plan": (2, 4),
+        "h32-fp8-e4m3-q-external-plan": (3, 5),
+        "h32-fp8-external-plan": (2, 4),
         "h32-fp8_block128": (35, 61),
         "h32-fp8_block128-e4m3-q": (44, 72),
         "h32-fp8_block128-e4m3-q-bf16-rope": (44, 71),
-        "h32-fp8_block128-given-plan": (32, 56),
+        "h32-fp8_block128-external-plan": (32, 56),
         "h32-fp8_block128-page1": (52, 80),
         "h32-fp8_block128-page32": (38, 59),
         "h32-fp8_block128-page8": (32, 54),
         "h32-fp8_token": (1, 2),
         "h32-fp8_token-e4m3-q": (2, 4),
         "h32-fp8_token-e4m3-q-bf16-rope": (1, 3),
-        "h32-fp8_token-e4m3-q-given-plan": (4, 7),
+        "h32-fp8_token-e4m3-q-external-plan": (4, 7),
         "h32-fp8_token-page1": (31, 58),
         "h32-fp8_token-page32": (17, 40),
         "h32-fp8_token-page8": (5, 7),
     },
 }
 
-# beside a gather producer, which takes registers
+# with a gather producer, which takes registers
 _M64_BF16 = {
     "3.6.0": {"h128-bf16-page96": (1, 1)},
     # thread indices, as above
@@ -89,13 +88,13 @@ _M64_FP8_QK = {
     "3.6.0": {
         "h128-fp8-e4m3-q-page24": (18, 23),
         "h128-fp8_token-e4m3-q-page1": (16, 24),
-        "many-fp8-e4m3-q": (31, 32),
-        "many-fp8-e4m3-q-given-plan": (1, 1),
-        "many-fp8-e4m3-q-page8": (12, 13),
-        "many-fp8_token-e4m3-q": (31, 32),
-        "many-fp8_token-e4m3-q-bf16-rope": (31, 32),
-        "many-fp8_token-e4m3-q-given-plan": (1, 1),
-        "many-fp8_token-e4m3-q-page8": (12, 13),
+        "m64-fp8-e4m3-q": (31, 32),
+        "m64-fp8-e4m3-q-external-plan": (1, 1),
+        "m64-fp8-e4m3-q-page8": (12, 13),
+        "m64-fp8_token-e4m3-q": (31, 32),
+        "m64-fp8_token-e4m3-q-bf16-rope": (31, 32),
+        "m64-fp8_token-e4m3-q-external-plan": (1, 1),
+        "m64-fp8_token-e4m3-q-page8": (12, 13),
     },
     # thread indices, with a gather producer
     "3.9.0": {
@@ -115,7 +114,7 @@ def _of(
     }
 
 
-# by version of Triton, configuration and architecture
+# by (version of Triton, configuration, architecture)
 ALLOWED_SPILLS = {
     **_of("sparse_mla_kernel", "", _SPARSE),
     **_of("mla_decode_small_m_fp8_kv_kernel", "hopper-decode-", _SMALL_M_FP8_KV),

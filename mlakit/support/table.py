@@ -1,4 +1,4 @@
-"""Which backend carries out an op on every kind of device, and why not the others."""
+"""Which backend runs an op on every kind of device, and why the others do not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mlakit import dispatch
 from mlakit.formats import FORMATS
 from mlakit.geometry import MLAGeometry
 from mlakit.specs import Problem
-from mlakit.workloads.stage import DTYPES
+from mlakit.workloads.inputs import DTYPES
 
 ARCHITECTURES = {
     80: "A100",
@@ -26,8 +26,8 @@ MODEL = MLAGeometry.preset("deepseek-v3")
 CACHED_OPS = ("norm_rope_quant_append", "mla_decode", "sparse_mla", "indexer_logits")
 HEADED_OPS = (*CACHED_OPS, "mla_prefill", "merge_states")
 MASKED_OPS = ("mla_prefill", "mla_decode", "indexer_logits")
-# every compute capability of CUDA 12 and 13; from 90 on code may be for one of them alone (90a),
-# from 100 on for a family (100f)
+# every compute capability of CUDA 12 and 13; from 90 on there is arch-specific code (90a), from 100
+# on family-specific code (100f)
 CAPABILITIES = (
     *(50, 52, 53, 60, 61, 62, 70, 72, 75, 80, 86, 87, 88, 89),
     *(90, 100, 101, 103, 110, 120, 121),
@@ -36,23 +36,22 @@ ARCH = re.compile(r"(?:sm_?)?(?P<whole>\d{2,3})(?P<kind>[af]?)|(?P<major>\d{1,2}
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What the backends of an op say to one problem."""
+class Selection:
+    """Which backends of an op support one problem, and which one `auto` selects."""
 
     op: str
     problem: Problem
-    objections: dict[str, str | None]  # by backend; None: takes it
-    kernels: dict[str, str | None]  # by name, where a backend has several: why `auto` skips it
+    why_not: dict[str, str | None]  # by backend; None: it supports the problem
+    kernels: dict[str, str | None]  # by kernel of a backend with several: why `auto` skips it
 
     @property
     def chosen(self) -> str | None:
-        """The backend that `auto` picks."""
-        takers = [backend for backend, reason in self.objections.items() if reason is None]
-        return takers[0] if takers else None
+        """The backend that `auto` selects."""
+        return next((backend for backend, reason in self.why_not.items() if reason is None), None)
 
     @property
     def kernel(self) -> str | None:
-        """The kernel that the chosen backend picks, where it has several."""
+        """The kernel that the chosen backend selects, if it has several."""
         for name, reason in self.kernels.items():
             if name.startswith(f"{self.chosen}:") and reason is None:
                 return name.partition(":")[2]
@@ -64,13 +63,13 @@ class Verdict:
             "problem": str(self.problem),
             "chosen": self.chosen,
             "kernel": self.kernel,
-            "objections": self.objections,
+            "why_not": self.why_not,
             "kernels": self.kernels,
         }
 
 
 def parse_arch(text: str) -> int | None:
-    """90 of 90, 9.0, sm_90 and sm_90a; None of cpu and 0. ValueError of what is no architecture."""
+    """90 for 90, 9.0, sm_90 and sm_90a; None for cpu and 0. Raises ValueError for other text."""
     if text in ("cpu", "0"):
         return None
     found = ARCH.fullmatch(text.lower())
@@ -82,13 +81,13 @@ def parse_arch(text: str) -> int | None:
         known = ", ".join(map(str, CAPABILITIES))
         raise ValueError(
             f"--arch must be cpu or a compute capability written as 90, 9.0, sm_90 or sm_90a, "
-            f"got {text!r}; there are {known}"
+            f"got {text!r}; known: {known}"
         )
     return arch
 
 
 def facts_of(op: str) -> set[str]:
-    """Which keywords of `problem_of` say something of a call of `op`. ValueError for no op."""
+    """The keywords of `problem_of` that apply to `op`. Raises ValueError for an unknown op."""
     dispatch.specs(op)
     facts = {"dtype"}
     if op in HEADED_OPS:
@@ -110,14 +109,14 @@ def problem_of(
     page_size: int = 64,
     mask: str = "causal",
 ) -> Problem:
-    """A problem of `op` at the widths of DeepSeek-V3; `arch` None is the CPU."""
+    """A problem of `op` with the dimensions of DeepSeek-V3; `arch` None is the CPU."""
     if dtype not in DTYPES:
-        raise ValueError(f"dtype must be of {', '.join(DTYPES)}, got {dtype!r}")
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if format not in FORMATS:
-        raise ValueError(f"format must be of {', '.join(FORMATS)}, got {format!r}")
+        raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
     device = {"device": "cpu"} if arch is None else {"device": "cuda", "arch": arch}
     given = {
-        "dtype": str(DTYPES[dtype]),  # as a call names it
+        "dtype": str(DTYPES[dtype]),  # as in a call
         "format": format,
         "heads": heads,
         "page_size": page_size,
@@ -135,24 +134,24 @@ def problem_of(
     return Problem(**device, **facts)  # type: ignore[arg-type]
 
 
-def verdict(op: str, problem: Problem) -> Verdict:
+def selection(op: str, problem: Problem) -> Selection:
     named = {
         name: reason
         for name, reason in dispatch.explain_kernels(op, problem).items()
         if ":" in name
     }
-    return Verdict(op, problem, dispatch.explain(op, problem), named)
+    return Selection(op, problem, dispatch.explain(op, problem), named)
 
 
-def verdicts() -> list[list[Verdict]]:
+def selections() -> list[list[Selection]]:
     """For every op: on the CPU, then on every architecture."""
     return [
-        [verdict(op, problem_of(op, arch)) for arch in (None, *ARCHITECTURES)]
+        [selection(op, problem_of(op, arch)) for arch in (None, *ARCHITECTURES)]
         for op in dispatch.OPS
     ]
 
 
-def support_table(rows: list[list[Verdict]]) -> Table:
+def support_table(rows: list[list[Selection]]) -> Table:
     cards = "; ".join(f"sm_{arch} {names}" for arch, names in ARCHITECTURES.items())
     shown = Table(box=SIMPLE, padding=(0, 1, 0, 0), caption=cards, caption_justify="left")
     for heading in ("op", "cpu", *(f"sm_{arch}" for arch in ARCHITECTURES)):
@@ -162,25 +161,23 @@ def support_table(rows: list[list[Verdict]]) -> Table:
     return shown
 
 
-def markdown(rows: list[list[Verdict]]) -> str:
-    """The table as the README has it."""
+def markdown(rows: list[list[Selection]]) -> str:
+    """The table in Markdown, as in the README."""
     headings = ["op", "cpu", *(f"sm_{arch} ({names})" for arch, names in ARCHITECTURES.items())]
     lines = [headings, ["---"] * len(headings)]
     lines += [[f"`{row[0].op}`", *(each.chosen or "—" for each in row)] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def explanation(each: Verdict) -> Table:
+def explanation(each: Selection) -> Table:
     shown = Table(box=SIMPLE, padding=(0, 1, 0, 0))
     shown.add_column("backend", no_wrap=True)
     shown.add_column(f"{each.op} on {each.problem}")
-    for backend, reason in each.objections.items():
-        says = reason or (
-            "[green]yes, and auto picks it[/green]" if backend == each.chosen else "yes"
-        )
-        shown.add_row(backend, says)
+    for backend, reason in each.why_not.items():
+        chosen = "[green]supported, selected by auto[/green]"
+        shown.add_row(backend, reason or (chosen if backend == each.chosen else "supported"))
         own = {name: why for name, why in each.kernels.items() if name.startswith(f"{backend}:")}
         if reason is None:
             for name, why in own.items():
-                shown.add_row(name, why or "[green]its kernel for this[/green]")
+                shown.add_row(name, why or "[green]selected kernel[/green]")
     return shown

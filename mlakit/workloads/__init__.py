@@ -1,9 +1,17 @@
-"""Calls of every public op as plain values: `DecodeCase(kv_lens=(70, 3), heads=16).run()`.
+"""Test calls of every public op as plain values: `DecodeCase(kv_lens=(70, 3), heads=16).run()`.
 
-A case builds seeded inputs on any device, hostile in every way the contract allows: shuffled pages,
-poison in whatever must not be read, garbage in unused table entries, strides that are not packed.
-`run` calls the op and holds each row of each result against the float64 oracle on the dequantised
-inputs, then all memory against its state before. What fails prints the line that repeats it.
+A case builds seeded inputs on any device, with everything that the contract allows: shuffled pages,
+poison in memory that must not be read, garbage in unused table entries, padded strides. `run` calls
+the op, compares each row of each result with the float64 oracle on the dequantised inputs, and
+checks that no other memory was written. An error message has the command that repeats the case.
+
+case             the base class of cases
+inputs           seeded tensors surrounded by poison
+paged            poisoned caches and page tables
+random_cases     random cases of every op
+random_launches  random launches of few compiled configurations, thousands per minute
+decode, …        the cases of one op
+fp8_scores       scores with the accumulator precision of Hopper's FP8 tensor cores
 """
 
 from mlakit.workloads.case import Case, Trial

@@ -1,4 +1,4 @@
-"""What a case is: one call in plain values, made concrete from a seed, judged by its oracle."""
+"""The base class of cases: one call in plain values, with seeded inputs and an oracle."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from mlakit import knobs
 from mlakit.checks import UnsupportedError
 from mlakit.knobs import Backend
 from mlakit.testing import assert_matches
-from mlakit.workloads.stage import Stage
+from mlakit.workloads.inputs import Inputs
 
-FEW_COLUMNS = 64  # fewer than these
+FEW_COLUMNS = 64  # fewer columns than this are few
 
 Results: TypeAlias = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """A case on a device: `call` the op on a backend, then `check` what came back."""
+    """A case on a device: `call` the op on a backend, then `check` its results."""
 
-    stage: Stage
+    inputs: Inputs
     call: Callable[[Backend], Results]
     check: Callable[[Results], None]
 
     def run(self, backend: Backend) -> None:
-        """Assert that the results are right and that nothing else was written."""
-        before = self.stage.snapshot()
+        """Assert that the results are correct and that nothing else was written."""
+        before = self.inputs.snapshot()
         results = self.call(backend)
-        self.stage.assert_only_written(before)
+        self.inputs.assert_only_written(before)
         self.check(results)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Case(ABC):
-    """One call of a public op. Its repr is a constructor call that names what is not default.
+    """One call of a public op. Its repr is a constructor call with the non-default values.
 
-    seed           of every number drawn
-    padded         strided tensors instead of packed ones
-    workspace_mib  scratch memory a CPU kernel may use: with less of it, it works in more tiles
+    seed           of all random numbers
+    padded         padded strides instead of packed tensors
+    workspace_mib  scratch memory of a CPU kernel: less memory means more tiles
     """
 
     op: ClassVar[str]
@@ -53,12 +53,12 @@ class Case(ABC):
 
     @abstractmethod
     def trial(self, device: torch.device | str) -> Trial:
-        """Inputs on `device`, drawn from the seed."""
+        """Inputs on `device`, made from the seed."""
 
     def run(self, device: torch.device | str = "cpu", backend: Backend = "auto") -> None:
-        """Call the op and judge all it did; an AssertionError begins with how to do this again.
+        """Call the op and check its results; an AssertionError begins with the repeat command.
 
-        Raises UnsupportedError where the backend refuses the problem.
+        Raises UnsupportedError if the backend does not support the problem.
         """
         with knobs.override(workspace_mib=self.workspace_mib):
             try:
@@ -67,8 +67,8 @@ class Case(ABC):
                 raise
             except Exception as error:
                 kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
-                again = self.reproduction(device, backend)
-                raise AssertionError(f"{again}\n{kind}{error}") from error
+                command = self.reproduction(device, backend)
+                raise AssertionError(f"{command}\n{kind}{error}") from error
 
     def reproduction(self, device: torch.device | str = "cpu", backend: Backend = "auto") -> str:
         """A shell command that runs this case."""
@@ -91,8 +91,8 @@ def assert_logits_match(
 ) -> None:
     """`assert_matches` for float32 sums that may cancel: logits, and the logs of their sums.
 
-    largest  broadcasts over `exact`: the size the terms of a logit may reach. Any run may lose one
-             rounding of it, however small the logit and however lucky the naive run.
+    largest  broadcasts over `exact`: the largest magnitude of a logit's terms. The tolerance is at
+             least one rounding of it, even for a small logit with an accurate naive run.
     """
     loss = naive.double() - exact
     rounding = torch.finfo(torch.float32).eps / 2 * largest.double().expand_as(exact)
@@ -101,16 +101,16 @@ def assert_logits_match(
 
 
 def weights_dtype(out: Tensor, dtype: torch.dtype) -> torch.dtype | None:
-    """What the weights of an oracle in `dtype` are rounded to, if it is to be naive for `out`.
+    """The dtype to which a naive oracle for `out` rounds its softmax weights; None: not rounded.
 
-    In few columns terms may cancel in all of them: what is lost of the weights is then more than
-    of the result. In many it is not, and a naive run with exact weights is the stricter one.
+    With few columns the terms may cancel in all of them, and rounding the weights loses more than
+    rounding the result. With many columns exact weights give the stricter tolerance.
     """
     is_naive_of_few = dtype != torch.float64 and out.shape[-1] < FEW_COLUMNS
     return out.dtype if is_naive_of_few else None
 
 
 def assert_given(name: str, result: Tensor, given: Tensor | None) -> None:
-    """Assert that the caller's tensor, where there is one, is what came back."""
+    """Assert that the op returned the caller's tensor, if the caller gave one."""
     if given is not None and result is not given:
         raise AssertionError(f"{name}: the result is not the tensor the call was given")

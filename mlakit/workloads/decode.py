@@ -18,8 +18,6 @@ from mlakit.masks import Mask
 from mlakit.ops import merge_states, mla_decode
 from mlakit.plan import DecodePlan, EvenSplit, plan_decode
 from mlakit.testing import assert_matches, assert_same_bits
-from mlakit.workloads.byte_scores import FORMATS as BYTE_FORMATS
-from mlakit.workloads.byte_scores import adds_bytes, byte_scores
 from mlakit.workloads.case import (
     Results,
     Trial,
@@ -27,6 +25,9 @@ from mlakit.workloads.case import (
     assert_logits_match,
     weights_dtype,
 )
+from mlakit.workloads.fp8_scores import FORMATS as FP8_QK_FORMATS
+from mlakit.workloads.fp8_scores import fp8_qk_scores, uses_fp8_qk
+from mlakit.workloads.inputs import DTYPES, Inputs
 from mlakit.workloads.paged import (
     PagedCase,
     Pool,
@@ -35,44 +36,43 @@ from mlakit.workloads.paged import (
     seen_tokens,
     starts_of,
 )
-from mlakit.workloads.stage import DTYPES, Stage
 
 Products: TypeAlias = Callable[[int, int, Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
 class Rank:
-    """What one rank of a context-parallel group caches; the only one holds everything."""
+    """The cache of one rank of a context-parallel group; a single rank holds everything."""
 
     pool: Pool
     page_table: PageTable
     positions: list[Tensor]  # per request, of the tokens cached here
     rows: list[Tensor]  # per request [tokens, width] float64 as stored, NaN where never seen
-    units: list[Tensor]  # per request [tokens]: see `Pool.units`
+    row_scales: list[Tensor]  # per request [tokens]: see `Pool.row_scales`
     plan: DecodePlan | EvenSplit | None
     given: dict[str, Tensor]  # results to write to
 
 
 @dataclass(frozen=True, eq=False)
 class Query:
-    """The arguments that say what is asked, and the same numbers for the oracle."""
+    """The query arguments, and the same numbers for the oracle."""
 
     arguments: dict[str, Any]
     exact: Tensor  # [tokens, heads, width] float64, scaled by q_scale
-    stored: Tensor  # likewise, not scaled
+    stored: Tensor  # the same, not scaled
     sink: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class DecodeBatch(PagedCase):
-    """What every call of `mla_decode` has.
+    """The arguments of every call of `mla_decode`.
 
-    kv_lens        cached tokens of each request, its q_lens queries included
+    kv_lens        cached tokens of each request, including its q_lens queries
     dtype          of q
-    sharpness      standard deviation of the scores of a head of middling size
+    sharpness      standard deviation of the scores of a head of average magnitude
     sink           "", "finite" or "mixed" (with ±inf)
-    q_scaled       have a q_scale
-    num_splits     an EvenSplit; num_workers, tile and fixed_split make a plan of `plan_decode`
+    q_scaled       pass a q_scale
+    num_splits     an EvenSplit; num_workers, tile and fixed_split are arguments of `plan_decode`
     """
 
     op = "mla_decode"
@@ -93,11 +93,11 @@ class DecodeBatch(PagedCase):
 
     @property
     def softmax_scale(self) -> float:
-        """Makes scores of standard deviation `sharpness`."""
+        """Gives the scores a standard deviation of `sharpness`."""
         return self.sharpness / sqrt(self.row.width)
 
     def plan(self, counts: Sequence[int]) -> DecodePlan | EvenSplit | None:
-        """Of requests that have so many tokens in the cache."""
+        """A plan for requests with so many cached tokens."""
         if self.num_splits:
             return EvenSplit(self.num_splits)
         if self.num_workers:
@@ -105,23 +105,25 @@ class DecodeBatch(PagedCase):
             return plan_decode(counts, num_ctas=self.num_workers, tile=self.tile, fixed_split=split)
         return None
 
-    def q_scale(self, stage: Stage) -> Tensor | None:
-        """float32 [tokens], if there is to be one."""
+    def q_scale(self, inputs: Inputs) -> Tensor | None:
+        """float32 [tokens]; None without `q_scaled`."""
         if not self.q_scaled:
             return None
-        return stage.place("q_scale", stage.uniform(0.5, 1.5, sum(self.q_lens)))
+        return inputs.place("q_scale", inputs.uniform(0.5, 1.5, sum(self.q_lens)))
 
-    def adds_bytes(self, device: torch.device, backend: str) -> bool:
-        """May the scores of this call be sums of bytes, as Hopper's tensor cores make them?"""
-        return adds_bytes(device, backend, format=self.format, q_dtype=self.dtype, heads=self.heads)
+    def uses_fp8_qk(self, device: torch.device, backend: str) -> bool:
+        """Whether this call may use the kernel `m64_fp8_qk`."""
+        return uses_fp8_qk(
+            device, backend, format=self.format, q_dtype=self.dtype, heads=self.heads
+        )
 
-    def results(self, stage: Stage, of: str = "") -> dict[str, Tensor]:
-        """out and lse for the op to write to."""
+    def results(self, inputs: Inputs, of: str = "") -> dict[str, Tensor]:
+        """Output tensors out and lse."""
         shape = (sum(self.q_lens), self.heads)
         dtype = torch.bfloat16 if self.dtype == "e4m3" else DTYPES[self.dtype]
         return {
-            "out": stage.result(f"out{of}", (*shape, self.row.v_width), dtype),
-            "lse": stage.result(f"lse{of}", shape, torch.float32),
+            "out": inputs.result(f"out{of}", (*shape, self.row.v_width), dtype),
+            "lse": inputs.result(f"lse{of}", shape, torch.float32),
         }
 
 
@@ -129,9 +131,9 @@ class DecodeBatch(PagedCase):
 class DecodeCase(DecodeBatch):
     """One call of `mla_decode`; with `world` > 1 one per rank, and the merge of their results.
 
-    q_rope_dtype   of a q_rope that comes apart from q, if it does
-    deterministic  asked for; then, as with a fixed_split, a request alone gives the same bits
-    given_results  have out and lse written to the caller's tensors
+    q_rope_dtype   of a separate q_rope; "": q has all columns
+    deterministic  then, as with fixed_split, a request alone gives the same bits
+    given_results  pass out= and lse=
     """
 
     implicit_starts: bool = False
@@ -143,12 +145,12 @@ class DecodeCase(DecodeBatch):
     given_results: bool = False
 
     def trial(self, device: torch.device | str) -> Trial:
-        stage = Stage(device, self.seed, padded=self.padded)
-        query = self._query(stage)
-        whole = [stage.normal(kv_len, self.row.width) for kv_len in self.kv_lens]
-        ranks = [self._rank(stage, rank, whole) for rank in range(self.world)]
-        kv_lens = stage.place_ints("kv_lens", self.kv_lens, wide=self.wide_indices)
-        backends = [""]  # the last is that of the results to check
+        inputs = Inputs(device, self.seed, padded=self.padded)
+        query = self._query(inputs)
+        whole = [inputs.normal(kv_len, self.row.width) for kv_len in self.kv_lens]
+        ranks = [self._rank(inputs, rank, whole) for rank in range(self.world)]
+        kv_lens = inputs.place_ints("kv_lens", self.kv_lens, wide=self.wide_indices)
+        backends = [""]  # the last one made the results
 
         def call(backend: Backend) -> Results:
             backends.append(backend)
@@ -165,33 +167,33 @@ class DecodeCase(DecodeBatch):
             return tuple(result for pair in results for result in pair)
 
         def check(results: Results) -> None:
-            is_of_bytes = self.adds_bytes(stage.device, backends[-1])
-            self._check(query, ranks, results, is_of_bytes=is_of_bytes)
+            is_fp8_qk = self.uses_fp8_qk(inputs.device, backends[-1])
+            self._check(query, ranks, results, is_fp8_qk=is_fp8_qk)
 
-        return Trial(stage, call, check)
+        return Trial(inputs, call, check)
 
-    def _query(self, stage: Stage) -> Query:
+    def _query(self, inputs: Inputs) -> Query:
         tokens, row = sum(self.q_lens), self.row
-        q = stage.queries(tokens, self.heads, row.width)
+        q = inputs.queries(tokens, self.heads, row.width)
         arguments: dict[str, Any] = {"q_starts": None}
         if not self.implicit_starts:
             starts = starts_of(self.q_lens)
-            arguments["q_starts"] = stage.place_ints("q_starts", starts, wide=self.wide_indices)
+            arguments["q_starts"] = inputs.place_ints("q_starts", starts, wide=self.wide_indices)
         if self.q_rope_dtype:
             latent, rope = q.split([row.kv_lora_rank, row.qk_rope_head_dim], dim=-1)
-            arguments["q"] = stage.place("q", latent, self.dtype)
-            arguments["q_rope"] = stage.place("q_rope", rope, self.q_rope_dtype)
+            arguments["q"] = inputs.place("q", latent, self.dtype)
+            arguments["q_rope"] = inputs.place("q_rope", rope, self.q_rope_dtype)
         else:
-            arguments["q"] = stage.place("q", q, self.dtype)
+            arguments["q"] = inputs.place("q", q, self.dtype)
         stored = [arguments[name].cpu().double() for name in ("q", "q_rope") if name in arguments]
         exact = whole = torch.cat(stored, dim=-1)
-        q_scale = self.q_scale(stage)
+        q_scale = self.q_scale(inputs)
         if q_scale is not None:
             arguments["q_scale"] = q_scale
             exact = whole * q_scale.cpu().double()[:, None, None]
-        return Query(arguments, exact, whole, stage.sink(self.sink, self.heads))
+        return Query(arguments, exact, whole, inputs.sink(self.sink, self.heads))
 
-    def _rank(self, stage: Stage, rank: int, whole: Sequence[Tensor]) -> Rank:
+    def _rank(self, inputs: Inputs, rank: int, whole: Sequence[Tensor]) -> Rank:
         mask = Mask(self.mask, self.window)
         positions, seen = [], []
         for kv_len, q_len in zip(self.kv_lens, self.q_lens, strict=True):
@@ -201,22 +203,22 @@ class DecodeCase(DecodeBatch):
             seen.append(seen_tokens(mask, kv_len, q_len)[position])
         counts = [len(position) for position in positions]
         name = f"cache of rank {rank}"
-        pool = self.pool(stage, name, num_pages_for(counts, self.page_size))
+        pool = self.pool(inputs, name, num_pages_for(counts, self.page_size))
         table, slots = map_tokens(pool, seen, flat=self.flat_table, wide=self.wide_indices)
         stored = [
             torch.full((count, self.row.width), torch.nan, device="cpu").double()
             for count in counts
         ]
-        units = [torch.ones(count, device="cpu").double() for count in counts]
+        row_scales = [torch.ones(count, device="cpu").double() for count in counts]
         for request, used in enumerate(seen):
             rows = whole[request][positions[request][used]]
             stored[request][used] = pool.write(
                 slots[request][used], rows, power_of_two=self.power_of_two
             )
-            if self.format in BYTE_FORMATS:
-                units[request][used] = pool.units(slots[request][used]).cpu()
-        given = self.results(stage, of=f" of rank {rank}") if self.given_results else {}
-        return Rank(pool, table, positions, stored, units, self.plan(counts), given)
+            if self.format in FP8_QK_FORMATS:
+                row_scales[request][used] = pool.row_scales(slots[request][used]).cpu()
+        given = self.results(inputs, of=f" of rank {rank}") if self.given_results else {}
+        return Rank(pool, table, positions, stored, row_scales, self.plan(counts), given)
 
     def _attend(
         self,
@@ -246,13 +248,13 @@ class DecodeCase(DecodeBatch):
 
     @property
     def _is_independent(self) -> bool:
-        """Does a request's result depend on nothing else in the batch?"""
+        """Whether a request's result is independent of the rest of the batch."""
         fixed = bool(self.fixed_split) or (self.deterministic and not self.num_workers)
         return fixed and len(self.kv_lens) > 0
 
     @property
     def _alone(self) -> tuple[int, slice]:
-        """The request that is run again by itself, and its query tokens."""
+        """The request that is also run alone, and its query tokens."""
         request = self.seed % len(self.kv_lens)
         ends = list(accumulate(self.q_lens))
         return request, slice(ends[request] - self.q_lens[request], ends[request])
@@ -275,7 +277,7 @@ class DecodeCase(DecodeBatch):
         return self._attend(arguments, lens, single, 0, sink, backend)
 
     def _check(
-        self, query: Query, ranks: Sequence[Rank], results: Results, *, is_of_bytes: bool
+        self, query: Query, ranks: Sequence[Rank], results: Results, *, is_fp8_qk: bool
     ) -> None:
         pairs = list(zip(results[::2], results[1::2], strict=True))
         if self._is_independent:
@@ -288,7 +290,7 @@ class DecodeCase(DecodeBatch):
                 query,
                 rank,
                 pair,
-                is_of_bytes=is_of_bytes,
+                is_fp8_qk=is_fp8_qk,
             )
             for index, (rank, pair) in enumerate(zip(ranks, pairs, strict=False))
         ]
@@ -302,12 +304,12 @@ class DecodeCase(DecodeBatch):
         rank: Rank,
         results: tuple[Tensor, Tensor],
         *,
-        is_of_bytes: bool,
+        is_fp8_qk: bool,
     ) -> tuple[Tensor, Tensor]:
-        """The rank's exact results, which its results match."""
+        """Check the results of a rank; returns its exact results."""
         sink = query.sink if self.world == 1 else None
         exact = self._oracle(query, rank.rows, rank.positions, sink, torch.float64)
-        products = self._products_of_bytes(query, rank) if is_of_bytes else None
+        products = self._fp8_products(query, rank) if is_fp8_qk else None
         weights = weights_dtype(results[0], torch.float32)
         naive = self._oracle(
             query, rank.rows, rank.positions, sink, torch.float32, products, weights
@@ -328,10 +330,10 @@ class DecodeCase(DecodeBatch):
         exact: Sequence[tuple[Tensor, Tensor]],
         results: Sequence[tuple[Tensor, Tensor]],
     ) -> None:
-        """All ranks together attended as one.
+        """Check the merge of all ranks.
 
-        Each part was judged by itself; here the merge is judged by the very parts it was given,
-        and the exact parts must add up to attention over all keys.
+        The partial results are checked per rank. Here the merge is compared with the oracle's merge
+        of the same parts, and the exact parts must merge to attention over all keys.
         """
         positions = [torch.cat(each) for each in zip(*(r.positions for r in ranks), strict=True)]
         rows = [torch.cat(each) for each in zip(*(r.rows for r in ranks), strict=True)]
@@ -376,14 +378,14 @@ class DecodeCase(DecodeBatch):
             dtype=dtype,
         )
 
-    def _products_of_bytes(self, query: Query, rank: Rank) -> Products:
+    def _fp8_products(self, query: Query, rank: Rank) -> Products:
         q_scale = query.arguments.get("q_scale")
 
         def products(token: int, request: int, seen: Tensor) -> Tensor:
-            sums = byte_scores(
+            sums = fp8_qk_scores(
                 query.stored[token],
                 rank.rows[request][seen],
-                rank.units[request][seen],
+                rank.row_scales[request][seen],
                 self.row,
                 self.format,
             )

@@ -1,9 +1,9 @@
-"""Launches of `mla_decode`, made and judged on the device they run on: thousands in a minute.
+"""Launches of `mla_decode` with inputs and oracle on the device: thousands per minute.
 
-A `DecodeCase` draws on the CPU and goes through its oracle query by query. Here the numbers are
-drawn on the device, and all queries of a batch are attended together, over rows that are padded to
-the longest request. The problems are as hostile as others: shuffled pages, poison in all that no
-query sees, garbage in table entries that nothing is looked up in.
+A `DecodeCase` makes its inputs on the CPU, and its oracle loops over queries. Here the device makes
+the inputs, and the oracle computes all queries of a batch at once over rows that are padded to the
+longest request. Pages are shuffled, rows that no query sees are poison, and unused table entries
+are garbage.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from mlakit.masks import Mask
 from mlakit.ops import mla_decode
 from mlakit.reference.softmax import attention_weights
 from mlakit.testing import assert_matches, assert_same_bits, poison
-from mlakit.workloads.byte_scores import FORMATS as BYTE_FORMATS
-from mlakit.workloads.byte_scores import byte_scores
 from mlakit.workloads.case import Results, Trial, assert_given, assert_logits_match
 from mlakit.workloads.decode import DecodeBatch
+from mlakit.workloads.fp8_scores import FORMATS as FP8_QK_FORMATS
+from mlakit.workloads.fp8_scores import fp8_qk_scores
+from mlakit.workloads.inputs import Inputs
 from mlakit.workloads.paged import SPARE_COLUMNS, Pool, map_pages, num_pages_for, starts_of
-from mlakit.workloads.stage import Stage
 
 
 @dataclass(frozen=True, eq=False)
 class Queries:
-    """Where the query tokens are: in their requests, and at which positions of these."""
+    """The request of each query token, its index in the request, and its visible keys."""
 
     request: Tensor  # int64 [tokens]
-    index: Tensor  # int64 [tokens], of the queries of a request
+    index: Tensor  # int64 [tokens], within the queries of the request
     visible: Tensor  # bool [requests, most queries, keys]
 
     @staticmethod
     def of(
         q_lens: Sequence[int], kv_lens: Sequence[int], mask: Mask, keys: int, device: torch.device
     ) -> Queries:
-        """`keys` at least as many as the longest request has."""
+        """`keys`: at least the longest kv_len."""
         lengths = list(enumerate(zip(q_lens, kv_lens, strict=True)))
         places = [
             (request, index, kv_len - q_len + index, kv_len)
@@ -64,10 +64,10 @@ def attend(
     softmax_scale: float,
     v_width: int,
     sink: Tensor | None,
-    products: Tensor | None = None,  # [requests, most queries, heads, keys], as of `_of_bytes`
+    products: Tensor | None = None,  # [requests, most queries, heads, keys], see `_fp8_products`
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
-    """What `reference.mla_decode` says, of all requests at once: (out, lse)."""
+    """The same as `reference.mla_decode`, for all requests at once: (out, lse)."""
     requests, most, keys = queries.visible.shape
     heads = q.shape[1]
     by_request = torch.zeros(requests, most, *q.shape[1:], dtype=dtype, device=q.device)
@@ -86,10 +86,10 @@ def attend(
 class DecodeLaunch(DecodeBatch):
     """A call of `mla_decode`. A negative `sharpness` makes a negative softmax_scale.
 
-    calls        made in a row, of which all must give the same bits, and the last is judged: from
-                 the third on, a GPU may start what was recorded of the second
-    spare_pages  columns of the page table past the longest request: a kernel is chosen by what the
-                 table has room for
+    calls        consecutive calls, which must all return the same bits; the last is checked. From
+                 the third on a GPU may replay the recorded launch of the second.
+    spare_pages  page table columns past the longest request: kernels are selected by the table's
+                 capacity
     """
 
     calls: int = 1
@@ -99,21 +99,21 @@ class DecodeLaunch(DecodeBatch):
     page_size: int = 64
 
     def trial(self, device: torch.device | str) -> Trial:
-        stage = Stage(device, self.seed, padded=self.padded, draws_there=True)
+        inputs = Inputs(device, self.seed, padded=self.padded, draws_there=True)
         mask = Mask(self.mask, self.window)
         counts = [-(-kv_len // self.page_size) for kv_len in self.kv_lens]
         keys = max([1, *counts]) * self.page_size
-        queries = Queries.of(self.q_lens, self.kv_lens, mask, keys, stage.device)
-        pool = self.pool(stage, "cache", num_pages_for(self.kv_lens, self.page_size))
-        page_table, rows, units = self._fill(pool, counts, queries.visible.any(1))
-        drawn = stage.queries(sum(self.q_lens), self.heads, self.row.width)
-        q = stage.place("q", drawn, self.dtype)
-        q_scale = self.q_scale(stage)
+        queries = Queries.of(self.q_lens, self.kv_lens, mask, keys, inputs.device)
+        pool = self.pool(inputs, "cache", num_pages_for(self.kv_lens, self.page_size))
+        page_table, rows, row_scales = self._fill(pool, counts, queries.visible.any(1))
+        drawn = inputs.queries(sum(self.q_lens), self.heads, self.row.width)
+        q = inputs.place("q", drawn, self.dtype)
+        q_scale = self.q_scale(inputs)
         exact_q = q.double() if q_scale is None else q.double() * q_scale.double()[:, None, None]
-        kv_lens = stage.place_ints("kv_lens", self.kv_lens)
-        starts = stage.place_ints("q_starts", starts_of(self.q_lens))
-        sink = stage.sink(self.sink, self.heads)
-        given = self.results(stage)
+        kv_lens = inputs.place_ints("kv_lens", self.kv_lens)
+        starts = inputs.place_ints("q_starts", starts_of(self.q_lens))
+        sink = inputs.sink(self.sink, self.heads)
+        given = self.results(inputs)
 
         plan = self.plan(self.kv_lens)
         backends = [""]  # the last is that of the results to check
@@ -150,33 +150,33 @@ class DecodeLaunch(DecodeBatch):
             for name, result in zip(("out", "lse"), results, strict=True):
                 assert_given(name, result, given[name])
             products = None
-            if self.adds_bytes(stage.device, backends[-1]):
-                products = self._of_bytes(q.double(), q_scale, rows, units, queries)
+            if self.uses_fp8_qk(inputs.device, backends[-1]):
+                products = self._fp8_products(q.double(), q_scale, rows, row_scales, queries)
             self._check(exact_q, rows, queries, sink, results, products)
 
-        return Trial(stage, call_all, check)
+        return Trial(inputs, call_all, check)
 
     def _fill(
         self, pool: Pool, counts: Sequence[int], seen: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(page table, rows, units): float64 [requests, keys, width] as stored, and `Pool.units`.
+        """(page table, rows, row_scales): rows float64 [requests, keys, width] as stored.
 
-        Rows are 0 where nothing is seen.
+        Rows that no query sees are 0.
         """
         spare_columns = SPARE_COLUMNS + self.spare_pages
         page_table, slots = map_pages(pool, counts, seen, spare_columns=spare_columns)
         at = seen.nonzero(as_tuple=True)
-        values = pool.stage.normal(len(at[0]), self.row.width)
+        values = pool.inputs.normal(len(at[0]), self.row.width)
         stored = pool.write(slots[at], values, power_of_two=self.power_of_two)
         rows = stored.new_zeros(*seen.shape, self.row.width)
         rows[at] = stored
-        units = stored.new_ones(seen.shape)
-        if self.format in BYTE_FORMATS:
-            units[at] = pool.units(slots[at]).to(units.device)
-        return page_table, rows, units
+        row_scales = stored.new_ones(seen.shape)
+        if self.format in FP8_QK_FORMATS:
+            row_scales[at] = pool.row_scales(slots[at]).to(row_scales.device)
+        return page_table, rows, row_scales
 
-    def _of_bytes(
-        self, q: Tensor, q_scale: Tensor | None, rows: Tensor, units: Tensor, queries: Queries
+    def _fp8_products(
+        self, q: Tensor, q_scale: Tensor | None, rows: Tensor, row_scales: Tensor, queries: Queries
     ) -> Tensor:
         """Products of queries and rows, [requests, most queries, heads, keys]."""
         requests, most, keys = queries.visible.shape
@@ -184,7 +184,9 @@ class DecodeLaunch(DecodeBatch):
         for token, (request, index) in enumerate(
             zip(queries.request.tolist(), queries.index.tolist(), strict=True)
         ):
-            sums = byte_scores(q[token], rows[request], units[request], self.row, self.format)
+            sums = fp8_qk_scores(
+                q[token], rows[request], row_scales[request], self.row, self.format
+            )
             products[request, index] = sums if q_scale is None else sums * q_scale[token]
         return products
 

@@ -14,7 +14,7 @@ from mlakit.knobs import Backend
 from mlakit.ops import quantize_fp8, scaled_mm_fp8
 from mlakit.testing import assert_matches, assert_same_bits
 from mlakit.workloads.case import Case, Results, Trial, assert_given
-from mlakit.workloads.stage import DTYPES, Stage
+from mlakit.workloads.inputs import DTYPES, Inputs
 
 E4M3 = torch.float8_e4m3fn
 SCALE_ALIGNMENT = 4
@@ -22,11 +22,11 @@ SCALE_ALIGNMENT = 4
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class QuantizeCase(Case):
-    """One call of `quantize_fp8`, exact to the bit. Groups may be 0, or too small to divide by.
+    """One call of `quantize_fp8`, exact to the bit. Some groups are all 0 or subnormal.
 
-    batch          of a leading axis, 0 for none
+    batch          size of a leading axis, 0 for none
     scale_ub       None: no bound; half of the groups reach beyond 30
-    given_results  have both results written to the caller's tensors
+    given_results  pass tensors for both results
     """
 
     op = "quantize_fp8"
@@ -40,20 +40,20 @@ class QuantizeCase(Case):
     given_results: bool = False
 
     def trial(self, device: torch.device | str) -> Trial:
-        stage = Stage(device, self.seed, padded=self.padded)
+        inputs = Inputs(device, self.seed, padded=self.padded)
         batch, groups = max(self.batch, 1), -(-self.k // self.group)
-        size = stage.uniform(0, 8, batch, self.m, groups).exp2()
+        size = inputs.uniform(0, 8, batch, self.m, groups).exp2()
         kinds = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0, 1e-42], device="cpu")
-        size *= kinds[stage.integers(0, len(kinds), batch, self.m, groups)]
+        size *= kinds[inputs.integers(0, len(kinds), batch, self.m, groups)]
         by_column = size.repeat_interleave(self.group, -1)[..., : self.k]
-        values = stage.normal(batch, self.m, self.k) * by_column
-        x = stage.place("x", values if self.batch else values[0], self.dtype)
+        values = inputs.normal(batch, self.m, self.k) * by_column
+        x = inputs.place("x", values if self.batch else values[0], self.dtype)
         given = {}
         if self.given_results:
             padded_m = -(-self.m // SCALE_ALIGNMENT) * SCALE_ALIGNMENT
             scales = (*x.shape[:-2], groups, padded_m)
-            given["out"] = stage.result("out", x.shape, E4M3)
-            given["scales"] = stage.result("scales", scales, torch.float32)
+            given["out"] = inputs.result("out", x.shape, E4M3)
+            given["scales"] = inputs.result("scales", scales, torch.float32)
         bound = inf if self.scale_ub is None else self.scale_ub
 
         def call(backend: Backend) -> Results:
@@ -69,17 +69,17 @@ class QuantizeCase(Case):
                 assert_given(name, results[i], given.get(given_name))
                 assert_same_bits(name, results[i].cpu(), want if self.batch else want[0])
 
-        return Trial(stage, call, check)
+        return Trial(inputs, call, check)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ScaledMatmulCase(Case):
-    """One call of `scaled_mm_fp8`: a [M, K] with b [N, K].
+    """One call of `scaled_mm_fp8`: a [M, K] times b [N, K]ᵀ.
 
-    batch          of a leading axis, 0 for none
+    batch          size of a leading axis, 0 for none
     spare_columns  of a_scale beyond M: poison
     out_dtype      e4m3 saturates
-    given_results  have out written to the caller's tensor
+    given_results  pass out=
     """
 
     op = "scaled_mm_fp8"
@@ -95,19 +95,23 @@ class ScaledMatmulCase(Case):
     given_results: bool = False
 
     def trial(self, device: torch.device | str) -> Trial:
-        stage = Stage(device, self.seed, padded=self.padded)
+        inputs = Inputs(device, self.seed, padded=self.padded)
         leading = (self.batch,) if self.batch else ()
         n_groups, k_groups = -(-self.n // self.n_group), -(-self.k // self.k_group)
-        a = stage.place("a", 4 * stage.normal(*leading, self.m, self.k), E4M3)
-        b = stage.place("b", 4 * stage.normal(*leading, self.n, self.k), E4M3)
-        # rows of all sizes: the largest saturate e4m3
-        a_size = stage.uniform(-4, 4, *leading, 1, self.m + self.spare_columns).exp2()
-        a_size = a_size * stage.uniform(0.5, 2, *leading, k_groups, self.m + self.spare_columns)
+        a = inputs.place("a", 4 * inputs.normal(*leading, self.m, self.k), E4M3)
+        b = inputs.place("b", 4 * inputs.normal(*leading, self.n, self.k), E4M3)
+        # rows of all magnitudes: the largest saturate e4m3
+        a_size = inputs.uniform(-4, 4, *leading, 1, self.m + self.spare_columns).exp2()
+        a_size = a_size * inputs.uniform(0.5, 2, *leading, k_groups, self.m + self.spare_columns)
         a_size[..., self.m :] = torch.nan
-        a_scale = stage.place("a_scale", a_size)
-        b_scale = stage.place("b_scale", stage.uniform(-3, 1, *leading, n_groups, k_groups).exp2())
+        a_scale = inputs.place("a_scale", a_size)
+        b_scale = inputs.place(
+            "b_scale", inputs.uniform(-3, 1, *leading, n_groups, k_groups).exp2()
+        )
         dtype = DTYPES[self.out_dtype]
-        out = stage.result("out", (*leading, self.m, self.n), dtype) if self.given_results else None
+        out = (
+            inputs.result("out", (*leading, self.m, self.n), dtype) if self.given_results else None
+        )
 
         def call(backend: Backend) -> Results:
             product = scaled_mm_fp8(
@@ -130,7 +134,7 @@ class ScaledMatmulCase(Case):
             naive = saturating_cast(self._oracle(operands, torch.float32), dtype)
             assert_matches("out", results[0].cpu(), exact, naive)
 
-        return Trial(stage, call, check)
+        return Trial(inputs, call, check)
 
     def _oracle(self, operands: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
         def product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor) -> Tensor:

@@ -13,17 +13,17 @@ from mlakit.masks import Mask
 from mlakit.ops import indexer_logits, indexer_topk
 from mlakit.testing import assert_same_bits
 from mlakit.workloads.case import Case, Results, Trial, assert_given, assert_logits_match
+from mlakit.workloads.inputs import Inputs
 from mlakit.workloads.paged import PagedCase, map_tokens, num_pages_for, seen_tokens, starts_of
-from mlakit.workloads.stage import Stage
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class IndexerLogitsCase(PagedCase):
     """One call of `indexer_logits`; a key is a whole row of the cache.
 
-    kv_lens        cached tokens of each request, its q_lens queries included
-    spare_columns  columns of the result beyond the longest kv_len; None: max_kv_len is not given
-    given_results  have the logits written to the caller's tensor
+    kv_lens        cached tokens of each request, including its q_lens queries
+    spare_columns  columns of the result past the longest kv_len; None: no max_kv_len
+    given_results  pass out=
     """
 
     op = "indexer_logits"
@@ -40,31 +40,31 @@ class IndexerLogitsCase(PagedCase):
     given_results: bool = False
 
     def trial(self, device: torch.device | str) -> Trial:
-        stage = Stage(device, self.seed, padded=self.padded)
+        inputs = Inputs(device, self.seed, padded=self.padded)
         mask, tokens, wide = Mask(self.mask, self.window), sum(self.q_lens), self.wide_indices
-        q = stage.place("q", stage.queries(tokens, self.heads, self.row.width), self.dtype)
-        weights = stage.place("weights", stage.normal(tokens, self.heads))
+        q = inputs.place("q", inputs.queries(tokens, self.heads, self.row.width), self.dtype)
+        weights = inputs.place("weights", inputs.normal(tokens, self.heads))
         seen = [seen_tokens(mask, *each) for each in zip(self.kv_lens, self.q_lens, strict=True)]
-        pool = self.pool(stage, "cache", num_pages_for(self.kv_lens, self.page_size))
+        pool = self.pool(inputs, "cache", num_pages_for(self.kv_lens, self.page_size))
         table, slots = map_tokens(pool, seen, flat=self.flat_table, wide=wide)
         keys = []
         for own, used in zip(slots, seen, strict=True):
             stored = torch.full(
                 (len(used), self.row.width), torch.nan, dtype=torch.float64, device="cpu"
             )
-            rows = stage.normal(int(used.sum()), self.row.width)
+            rows = inputs.normal(int(used.sum()), self.row.width)
             stored[used] = pool.write(own[used], rows, power_of_two=self.power_of_two)
             keys.append(stored)
-        kv_lens = stage.place_ints("kv_lens", self.kv_lens, wide=wide)
+        kv_lens = inputs.place_ints("kv_lens", self.kv_lens, wide=wide)
         starts = None
         if not self.implicit_starts:
-            starts = stage.place_ints("q_starts", starts_of(self.q_lens), wide=wide)
+            starts = inputs.place_ints("q_starts", starts_of(self.q_lens), wide=wide)
         columns = None
         if self.spare_columns is not None:
             columns = max(self.kv_lens, default=0) + self.spare_columns
         out = None
         if self.given_results and columns is not None:
-            out = stage.result("out", (tokens, columns), torch.float32)
+            out = inputs.result("out", (tokens, columns), torch.float32)
 
         def call(backend: Backend) -> Results:
             logits = indexer_logits(
@@ -86,7 +86,7 @@ class IndexerLogitsCase(PagedCase):
             assert_given("logits", results[0], out)
             self._check(q.cpu(), weights.cpu(), keys, results[0].cpu())
 
-        return Trial(stage, call, check)
+        return Trial(inputs, call, check)
 
     def _check(self, q: Tensor, weights: Tensor, keys: list[Tensor], logits: Tensor) -> None:
         def oracle(dtype: torch.dtype) -> Tensor:
@@ -105,10 +105,10 @@ class IndexerLogitsCase(PagedCase):
 class IndexerTopkCase(Case):
     """One call of `indexer_topk`.
 
-    with_starts, with_ends  bound the rows; what lies outside is NaN, which would rank first
-    levels                  how many different finite logits there are; 0 for no repetition
+    with_starts, with_ends  pass row bounds; logits outside are NaN, which would rank first
+    levels                  number of distinct finite logits; 0: all distinct
     specials                share of −inf, +inf, NaN, 0 and −0 among the logits
-    given_results           have the columns written to the caller's tensor
+    given_results           pass out=
     """
 
     op = "indexer_topk"
@@ -124,28 +124,28 @@ class IndexerTopkCase(Case):
     given_results: bool = False
 
     def trial(self, device: torch.device | str) -> Trial:
-        stage = Stage(device, self.seed, padded=self.padded)
+        inputs = Inputs(device, self.seed, padded=self.padded)
         shape = (self.num_tokens, self.num_columns)
-        logits = stage.normal(*shape)
+        logits = inputs.normal(*shape)
         if self.levels:
-            logits = stage.integers(0, self.levels, *shape) - self.levels / 2
+            logits = inputs.integers(0, self.levels, *shape) - self.levels / 2
         kinds = torch.tensor([-torch.inf, torch.inf, torch.nan, 0.0, -0.0], device="cpu")
-        special = kinds[stage.integers(0, len(kinds), *shape)]
-        logits = torch.where(stage.chance(self.specials, *shape), special, logits)
+        special = kinds[inputs.integers(0, len(kinds), *shape)]
+        logits = torch.where(inputs.chance(self.specials, *shape), special, logits)
         bounds = {}
         column = torch.arange(self.num_columns, device="cpu")
         for name, asked in (("row_starts", self.with_starts), ("row_ends", self.with_ends)):
             if asked:
-                bound = stage.integers(0, self.num_columns + 1, self.num_tokens)
+                bound = inputs.integers(0, self.num_columns + 1, self.num_tokens)
                 outside = (
                     column < bound[:, None] if name == "row_starts" else column >= bound[:, None]
                 )
                 logits = logits.masked_fill(outside, torch.nan)
-                bounds[name] = stage.place_ints(name, bound.tolist(), wide=self.wide_indices)
-        placed = stage.place("logits", logits)
+                bounds[name] = inputs.place_ints(name, bound.tolist(), wide=self.wide_indices)
+        placed = inputs.place("logits", logits)
         out = None
         if self.given_results:
-            out = stage.result("out", (self.num_tokens, self.k), torch.int32)
+            out = inputs.result("out", (self.num_tokens, self.k), torch.int32)
 
         def call(backend: Backend) -> Results:
             return (indexer_topk(placed, self.k, out=out, backend=backend, **bounds),)
@@ -156,4 +156,4 @@ class IndexerTopkCase(Case):
             expected = reference.indexer_topk(logits, self.k, **on_cpu)
             assert_same_bits("columns", results[0].cpu(), expected)
 
-        return Trial(stage, call, check)
+        return Trial(inputs, call, check)

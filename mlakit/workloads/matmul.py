@@ -13,12 +13,12 @@ from mlakit.knobs import Backend
 from mlakit.ops import batched_matmul
 from mlakit.testing import assert_matches
 from mlakit.workloads.case import Case, Results, Trial, assert_given
-from mlakit.workloads.stage import DTYPES, Stage
+from mlakit.workloads.inputs import DTYPES, Inputs
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class BatchedMatmulCase(Case):
-    """One call of `batched_matmul`: a [batch, M, K] with b [batch, N, K].
+    """One call of `batched_matmul`: a [batch, M, K] times b [batch, N, K]ᵀ.
 
     a_batch_second, b_transposed  a laid out as [M, batch, K], b as [batch, K, N]
     out_dtype                     of a result the caller gives; "": in a's dtype, made by the op
@@ -38,18 +38,20 @@ class BatchedMatmulCase(Case):
     out_batch_second: bool = False
 
     def trial(self, device: torch.device | str) -> Trial:
-        stage = Stage(device, self.seed, padded=self.padded)
-        # rows of all sizes: none is mistaken for another, and the largest saturate e4m3
-        a_values = stage.normal(self.batch, self.m, self.k) * stage.uniform(0, 9, self.m, 1).exp2()
-        b_values = stage.normal(self.batch, self.n, self.k) / sqrt(max(self.k, 1))
-        a = _place_swapped(stage, "a", a_values, self.dtype, (0, 1), self.a_batch_second)
-        b = _place_swapped(stage, "b", b_values, self.dtype, (1, 2), self.b_transposed)
+        inputs = Inputs(device, self.seed, padded=self.padded)
+        # rows of all magnitudes: swapped rows are noticed, and the largest saturate e4m3
+        a_values = (
+            inputs.normal(self.batch, self.m, self.k) * inputs.uniform(0, 9, self.m, 1).exp2()
+        )
+        b_values = inputs.normal(self.batch, self.n, self.k) / sqrt(max(self.k, 1))
+        a = _place_swapped(inputs, "a", a_values, self.dtype, (0, 1), self.a_batch_second)
+        b = _place_swapped(inputs, "b", b_values, self.dtype, (1, 2), self.b_transposed)
         out = None
         if self.out_dtype:
             shape = [self.batch, self.m, self.n]
             if self.out_batch_second:
                 shape[0], shape[1] = shape[1], shape[0]
-            out = stage.result("out", shape, DTYPES[self.out_dtype])
+            out = inputs.result("out", shape, DTYPES[self.out_dtype])
             out = out.transpose(0, 1) if self.out_batch_second else out
 
         def call(backend: Backend) -> Results:
@@ -63,13 +65,13 @@ class BatchedMatmulCase(Case):
             naive = left.float() @ right.float().mT
             assert_matches("out", result, exact, saturating_cast(naive, result.dtype))
 
-        return Trial(stage, call, check)
+        return Trial(inputs, call, check)
 
 
 def _place_swapped(
-    stage: Stage, name: str, values: Tensor, dtype: str, axes: tuple[int, int], swapped: bool
+    inputs: Inputs, name: str, values: Tensor, dtype: str, axes: tuple[int, int], swapped: bool
 ) -> Tensor:
-    """`values`, in memory with two of its axes swapped if asked."""
+    """`values`, stored with two axes swapped if `swapped`."""
     if not swapped:
-        return stage.place(name, values, dtype)
-    return stage.place(name, values.transpose(*axes), dtype).transpose(*axes)
+        return inputs.place(name, values, dtype)
+    return inputs.place(name, values.transpose(*axes), dtype).transpose(*axes)

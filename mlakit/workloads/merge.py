@@ -11,17 +11,17 @@ from mlakit.knobs import Backend
 from mlakit.ops import merge_states
 from mlakit.testing import assert_matches
 from mlakit.workloads.case import Case, Results, Trial, assert_given, assert_logits_match
-from mlakit.workloads.stage import DTYPES, Stage
+from mlakit.workloads.inputs import DTYPES, Inputs
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class MergeCase(Case):
     """One call of `merge_states`.
 
-    empty          share of states that attended nothing: lse −inf, out NaN
+    empty          share of states without keys: lse −inf, out NaN
     spread         standard deviation of the parts' lse
     sink           "", "finite" or "mixed" (with ±inf)
-    given_results  have out and lse written to the caller's tensors
+    given_results  pass out= and lse=
     """
 
     op = "merge_states"
@@ -37,18 +37,18 @@ class MergeCase(Case):
     given_results: bool = False
 
     def trial(self, device: torch.device | str) -> Trial:
-        stage = Stage(device, self.seed, padded=self.padded)
+        inputs = Inputs(device, self.seed, padded=self.padded)
         shape = (self.num_parts, self.num_tokens, self.heads)
-        is_empty = stage.chance(self.empty, *shape)
-        part_lses = (self.spread * stage.normal(*shape) + 3).masked_fill(is_empty, -torch.inf)
-        part_outs = stage.normal(*shape, self.v_width).masked_fill(is_empty[..., None], torch.nan)
-        outs = [stage.place(f"outs[{i}]", part, self.dtype) for i, part in enumerate(part_outs)]
-        lses = [stage.place(f"lses[{i}]", part) for i, part in enumerate(part_lses)]
-        sink = stage.sink(self.sink, self.heads)
+        is_empty = inputs.chance(self.empty, *shape)
+        part_lses = (self.spread * inputs.normal(*shape) + 3).masked_fill(is_empty, -torch.inf)
+        part_outs = inputs.normal(*shape, self.v_width).masked_fill(is_empty[..., None], torch.nan)
+        outs = [inputs.place(f"outs[{i}]", part, self.dtype) for i, part in enumerate(part_outs)]
+        lses = [inputs.place(f"lses[{i}]", part) for i, part in enumerate(part_lses)]
+        sink = inputs.sink(self.sink, self.heads)
         given = {}
         if self.given_results:
-            given["out"] = stage.result("out", (*shape[1:], self.v_width), DTYPES[self.dtype])
-            given["lse"] = stage.result("lse", shape[1:], torch.float32)
+            given["out"] = inputs.result("out", (*shape[1:], self.v_width), DTYPES[self.dtype])
+            given["lse"] = inputs.result("lse", shape[1:], torch.float32)
 
         def call(backend: Backend) -> Results:
             return merge_states(outs, lses, sink=sink, backend=backend, **given)
@@ -66,4 +66,4 @@ class MergeCase(Case):
             largest = part_lses.masked_fill(is_empty, 0.0).abs().amax(0)
             assert_logits_match("lse", results[1], exact[1], naive[1], largest)
 
-        return Trial(stage, call, check)
+        return Trial(inputs, call, check)

@@ -17,8 +17,8 @@ from mlakit.knobs import Backend
 from mlakit.ops import norm_rope_quant_append
 from mlakit.testing import NEVER_A_PAGE, assert_matches
 from mlakit.workloads.case import Results, Trial, assert_given
+from mlakit.workloads.inputs import DTYPES, Inputs
 from mlakit.workloads.paged import PagedCase, Pool, map_tokens, num_pages_for, starts_of
-from mlakit.workloads.stage import DTYPES, Stage
 
 E4M3 = torch.float8_e4m3fn
 SPARE_POSITIONS = 2  # rows of the rope table beyond the last position
@@ -26,27 +26,27 @@ SPARE_POSITIONS = 2  # rows of the rope table beyond the last position
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """The new tokens of a step for the oracle, in memory that the op does not see."""
+    """The new tokens of a step, as copies for the oracle."""
 
     q_rope: Tensor
     kv: Tensor
     freqs: Tensor
     gamma: Tensor
     positions: Sequence[int]
-    slots: Tensor  # int64 [tokens], -1: no row is written
+    slots: Tensor  # int64 [tokens]; -1: no row is written
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class AppendCase(PagedCase):
-    """One call of `norm_rope_quant_append` on a cache that is all poison.
+    """One call of `norm_rope_quant_append` on a poisoned cache.
 
-    kv_lens   cached tokens of each request, its q_lens new ones included
-    slots     how the op is told where tokens go: "" by page table and lengths, "all" by slots and
-              positions, "some" likewise with slot -1 for some tokens, at positions that may be
-              outside of freqs
+    kv_lens   cached tokens of each request, including its q_lens new ones
+    slots     how the op gets the destination of tokens: "" by page table and lengths, "all" by
+              slots and positions, "some" the same with slot -1 for some tokens, whose positions may
+              be outside of freqs
     dtype     of q_rope and kv; freqs_dtype and gamma_dtype of the tables
-    q_out     where the rotated queries go: "" a new tensor, "in_place", or a given tensor of q's
-              dtype ("given") or of e4m3 ("e4m3")
+    q_out     destination of the rotated queries: "" a new tensor, "in_place", or a given tensor of
+              q's dtype ("given") or of e4m3 ("e4m3")
     """
 
     op = "norm_rope_quant_append"
@@ -65,36 +65,36 @@ class AppendCase(PagedCase):
     q_out: str = ""
 
     def trial(self, device: torch.device | str) -> Trial:
-        stage = Stage(device, self.seed, padded=self.padded)
+        inputs = Inputs(device, self.seed, padded=self.padded)
         tokens, row = sum(self.q_lens), self.row
-        # tokens of all sizes: next to the smallest epsilon matters, the largest saturate e4m3
-        size = stage.uniform(-6, 11, tokens, 1).exp2()
-        q_rope = stage.normal(tokens, self.heads, row.qk_rope_head_dim) * size[:, None]
-        kv = stage.normal(tokens, row.width) * size
-        inputs = {
-            "q_rope": stage.place("q_rope", q_rope, self.dtype),
-            "kv": stage.place("kv", kv, self.dtype),
-            "freqs": stage.place("freqs", self._freqs(), self.freqs_dtype),
-            "gamma": stage.place(
-                "gamma", stage.uniform(0.5, 2.0, row.kv_lora_rank), self.gamma_dtype
+        # tokens of all magnitudes: epsilon matters for the smallest, the largest saturate e4m3
+        size = inputs.uniform(-6, 11, tokens, 1).exp2()
+        q_rope = inputs.normal(tokens, self.heads, row.qk_rope_head_dim) * size[:, None]
+        kv = inputs.normal(tokens, row.width) * size
+        tensors = {
+            "q_rope": inputs.place("q_rope", q_rope, self.dtype),
+            "kv": inputs.place("kv", kv, self.dtype),
+            "freqs": inputs.place("freqs", self._freqs(), self.freqs_dtype),
+            "gamma": inputs.place(
+                "gamma", inputs.uniform(0.5, 2.0, row.kv_lora_rank), self.gamma_dtype
             ),
         }
-        pool, table, slots = self._cache(stage)
+        pool, table, slots = self._cache(inputs)
         positions = self._positions
         if self.slots == "some":
-            slots, positions = _with_skipped(stage, slots, positions, len(inputs["freqs"]))
+            slots, positions = _with_skipped(inputs, slots, positions, len(tensors["freqs"]))
         pool.allow(slots[slots >= 0])
         step = Step(
-            **{name: tensor.cpu().clone() for name, tensor in inputs.items()},
+            **{name: tensor.cpu().clone() for name, tensor in tensors.items()},
             positions=positions,
             slots=slots,
         )
-        where = self._where(stage, table, step)
-        q_out = self._q_out(stage, inputs["q_rope"])
+        where = self._where(inputs, table, step)
+        q_out = self._q_out(inputs, tensors["q_rope"])
 
         def call(backend: Backend) -> Results:
             rotated = norm_rope_quant_append(
-                **inputs,
+                **tensors,
                 cache=pool.cache,
                 **where,
                 epsilon=self.epsilon,
@@ -110,14 +110,14 @@ class AppendCase(PagedCase):
             assert_given("q_rope_out", results[0], q_out)
             self._check(step, pool, results[0].cpu())
 
-        return Trial(stage, call, check)
+        return Trial(inputs, call, check)
 
     @property
     def _positions(self) -> list[int]:
         return reference.append_positions(self.kv_lens, self.q_lens)
 
     def _freqs(self) -> Tensor:
-        """[positions, D_R] float32, NaN for the positions of no new token."""
+        """[positions, D_R] float32, NaN at positions without a new token."""
         d_r = self.row.qk_rope_head_dim
         used = sorted(set(self._positions))
         freqs = torch.full(
@@ -129,20 +129,20 @@ class AppendCase(PagedCase):
         freqs[used] = torch.stack([angle.cos(), angle.sin()], dim=-1).flatten(1)
         return freqs
 
-    def _cache(self, stage: Stage) -> tuple[Pool, PageTable, Tensor]:
+    def _cache(self, inputs: Inputs) -> tuple[Pool, PageTable, Tensor]:
         """The pool, its page table, and the slots of the new tokens."""
         lengths = zip(self.kv_lens, self.q_lens, strict=True)
         new = [torch.arange(kv_len, device="cpu") >= kv_len - q_len for kv_len, q_len in lengths]
-        pool = self.pool(stage, "cache", num_pages_for(self.kv_lens, self.page_size))
+        pool = self.pool(inputs, "cache", num_pages_for(self.kv_lens, self.page_size))
         table, slots = map_tokens(pool, new, flat=self.flat_table, wide=self.wide_indices)
         written = [own[tokens] for own, tokens in zip(slots, new, strict=True)]
         return pool, table, torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *written])
 
-    def _where(self, stage: Stage, table: PageTable, step: Step) -> dict[str, Any]:
-        """The arguments that say where the new tokens go."""
+    def _where(self, inputs: Inputs, table: PageTable, step: Step) -> dict[str, Any]:
+        """The arguments for the destination of the new tokens."""
 
         def place(name: str, values: Sequence[int]) -> Tensor:
-            return stage.place_ints(name, values, wide=self.wide_indices)
+            return inputs.place_ints(name, values, wide=self.wide_indices)
 
         if self.slots:
             slots: list[int] = step.slots.tolist()
@@ -153,14 +153,14 @@ class AppendCase(PagedCase):
             "q_starts": None if self.implicit_starts else place("q_starts", starts_of(self.q_lens)),
         }
 
-    def _q_out(self, stage: Stage, q_rope: Tensor) -> Tensor | None:
+    def _q_out(self, inputs: Inputs, q_rope: Tensor) -> Tensor | None:
         if not self.q_out:
             return None
         if self.q_out == "in_place":
-            stage.allow("q_rope", q_rope)
+            inputs.allow("q_rope", q_rope)
             return q_rope
         dtype = E4M3 if self.q_out == "e4m3" else DTYPES[self.dtype]
-        return stage.result("q_rope_out", q_rope.shape, dtype)
+        return inputs.result("q_rope_out", q_rope.shape, dtype)
 
     def _check(self, step: Step, pool: Pool, rotated: Tensor) -> None:
         assert_appended(
@@ -176,12 +176,12 @@ class AppendCase(PagedCase):
 
 
 def _with_skipped(
-    stage: Stage, slots: Tensor, positions: Sequence[int], num_positions: int
+    inputs: Inputs, slots: Tensor, positions: Sequence[int], num_positions: int
 ) -> tuple[Tensor, list[int]]:
-    """Slots and positions of which some tokens have slot -1, and some of these no position."""
-    skipped = stage.chance(0.4, len(slots))
-    anywhere = stage.any_of([NEVER_A_PAGE, -1, num_positions, -NEVER_A_PAGE], len(slots))
-    lost = skipped & stage.chance(0.5, len(slots))
+    """Slots and positions with slot -1 for some tokens, and invalid positions for some of these."""
+    skipped = inputs.chance(0.4, len(slots))
+    anywhere = inputs.any_of([NEVER_A_PAGE, -1, num_positions, -NEVER_A_PAGE], len(slots))
+    lost = skipped & inputs.chance(0.5, len(slots))
     kept = torch.where(lost, anywhere, torch.tensor(positions, dtype=torch.int64, device="cpu"))
     return torch.where(skipped, -1, slots), kept.tolist()
 
@@ -197,16 +197,16 @@ def assert_appended(
     tensor_scale: float = 1.0,
     power_of_two: bool = False,
 ) -> None:
-    """Assert that a step rotated its queries and wrote its rows as the oracle says.
+    """Assert that a step's rotated queries and written rows match the oracle.
 
     rotated  [tokens, heads, D_R] on the CPU
     rows     [tokens with a slot, width] as read from the cache, on the CPU
     """
     written = step.slots >= 0
-    inputs = (step.q_rope, step.kv, step.freqs, step.gamma, step.positions)
-    exact_q, exact_rows = reference.norm_rope_quant(*inputs, epsilon=epsilon, rope=rope)
+    tensors = (step.q_rope, step.kv, step.freqs, step.gamma, step.positions)
+    exact_q, exact_rows = reference.norm_rope_quant(*tensors, epsilon=epsilon, rope=rope)
     naive_q, naive_rows = reference.norm_rope_quant_stepwise(
-        *inputs, epsilon=epsilon, rope=rope, out_dtype=rotated.dtype, cache_dtype=torch.float32
+        *tensors, epsilon=epsilon, rope=rope, out_dtype=rotated.dtype, cache_dtype=torch.float32
     )
     assert_matches("q_rope_out", rotated, exact_q, naive_q)
     exact_rows, naive_rows = exact_rows[written], naive_rows[written]
@@ -219,12 +219,11 @@ def assert_appended(
 def assert_quantised_alike(
     codec: RowCodec, actual: Tensor, expected: Tensor, normed: torch.dtype
 ) -> None:
-    """Assert that rows read from a cache are the `expected` ones but for stray rounding flips.
+    """Assert that rows read from a cache equal `expected` except for rare rounding flips.
 
-    A norm summed in another order differs in the last bit of float32. Where the next rounding was a
-    near tie, the element lands one step of the type it was rounded to away, be that the stored type
-    or γ's, `normed`; two such in a row are too many. An error common to the row, as small as it may
-    be, moves every element or flips many.
+    A norm summed in another order differs in the last bit of float32. If the next rounding was a
+    near tie, the element differs by one step of the stored type or of γ's type, `normed`. Several
+    flips in a row are an error: an error common to the row, however small, flips many elements.
     """
     halves = codec.payload_dtype in (torch.bfloat16, torch.float16, torch.float32)
     latent = codec.payload_dtype if halves else E4M3

@@ -15,17 +15,17 @@ from mlakit.geometry import RowShape
 from mlakit.masks import Mask
 from mlakit.testing import NEVER_A_PAGE, poison, shuffled_pages
 from mlakit.workloads.case import Case
-from mlakit.workloads.stage import GUARD, PAD_BYTES, Stage
+from mlakit.workloads.inputs import GUARD, PAD_BYTES, Inputs
 
-SPARE_PAGES = 3  # pages of a pool that no request owns
-SPARE_COLUMNS = 2  # columns of a page table that no request reaches
+SPARE_PAGES = 3  # pages of a pool that no request uses
+SPARE_COLUMNS = 2  # columns of a page table that no request uses
 
 
 @dataclass(frozen=True, eq=False)
 class Pool:
-    """One layer of a cache that is poison but for the rows written to it."""
+    """One layer of a cache that is poison except for the rows written to it."""
 
-    stage: Stage
+    inputs: Inputs
     name: str
     cache: PagedLatentCache
     layer_index: int
@@ -43,8 +43,8 @@ class Pool:
                 _bytes(stored)[self._place(slots)] = _bytes(values).to(stored.device)
         return codec.decode(payload, scales, tensor_scale=scale, dtype=torch.float64)
 
-    def units(self, slots: Tensor) -> Tensor:
-        """float64 [n]: what the stored numbers of rows are multiplied with, one for each row."""
+    def row_scales(self, slots: Tensor) -> Tensor:
+        """float64 [n]: the scale of each row."""
         if self.layer.scales is None:
             scale = self.cache.tensor_scale
             if not isinstance(scale, Tensor):
@@ -62,24 +62,24 @@ class Pool:
         return self.cache.codec.decode(payload, scales, tensor_scale=self.cache.tensor_scale)
 
     def allow(self, slots: Tensor) -> None:
-        """Let the op write to these rows."""
+        """Allow the op to write to these rows."""
         for name, stored in ((self.name, self.layer.payload), (self._scales, self.layer.scales)):
             if stored is not None:
                 page, offset = self._place(slots)
-                self.stage.allow(name, stored, (page.cpu(), offset.cpu()))
+                self.inputs.allow(name, stored, (page.cpu(), offset.cpu()))
 
     @property
     def _scales(self) -> str:
-        """The memory that holds the scales: the pages themselves where they end in a footer."""
+        """The memory of the scales: the pages themselves for formats with a page footer."""
         return self.name if isinstance(self.cache.codec, PageFooterCodec) else f"{self.name} scales"
 
     def _place(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        slots = slots.to(self.stage.device)
+        slots = slots.to(self.inputs.device)
         return slots // self.cache.page_size, slots % self.cache.page_size
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """e4m3 as uint8: not every device can gather and scatter e4m3."""
+    """e4m3 viewed as uint8: some devices cannot gather and scatter e4m3."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
@@ -87,7 +87,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 class PagedCase(Case):
     """A case with a cache.
 
-    num_layers              the last one is used, the others are poison
+    num_layers              the last layer is used, the others are poison
     tensor_scale            of format "fp8"; a tensor if `tensor_scale_on_device`
     power_of_two            scales of the rows
     wide_indices            int64 instead of int32 for tables, lengths and offsets
@@ -111,36 +111,36 @@ class PagedCase(Case):
 
     def pool(
         self,
-        stage: Stage,
+        inputs: Inputs,
         name: str,
         num_pages: int,
         *,
         format: Format | None = None,
         page_size: int | None = None,
     ) -> Pool:
-        """A pool that is all poison."""
+        """A poisoned pool."""
         codec = row_codec(format or self.format, self.row)
         shape = (num_pages, self.num_layers, page_size or self.page_size)
         footer = isinstance(codec, PageFooterCodec)
         columns = codec.bytes_per_token if footer else codec.payload_elements
-        blocks = _blocks(stage, name, codec, shape, columns, codec.payload_dtype)
+        blocks = _blocks(inputs, name, codec, shape, columns, codec.payload_dtype)
         scales = None
         if codec.scale_dtype is not None and not footer:
             axes = (shape, codec.scale_elements, codec.scale_dtype)
-            scales = _blocks(stage, f"{name} scales", codec, *axes)
+            scales = _blocks(inputs, f"{name} scales", codec, *axes)
         scale: float | Tensor = self.tensor_scale if codec.has_tensor_scale else 1.0
         if codec.has_tensor_scale and self.tensor_scale_on_device:
-            scale = stage.place(
+            scale = inputs.place(
                 f"{name} tensor_scale", torch.tensor([self.tensor_scale], device="cpu")
             )
         cache = PagedLatentCache.wrap(
             blocks, self.row, format=codec.name, scales=scales, tensor_scale=scale
         )
-        return Pool(stage, name, cache, self.num_layers - 1)
+        return Pool(inputs, name, cache, self.num_layers - 1)
 
 
 def _blocks(
-    stage: Stage,
+    inputs: Inputs,
     name: str,
     codec: RowCodec,
     shape: tuple[int, int, int],
@@ -149,20 +149,20 @@ def _blocks(
 ) -> Tensor:
     """Poisoned [pages, 1, layers, page_size, 1, columns] for `PagedLatentCache.wrap`.
 
-    Packed, layer by layer; or, on a padded stage, page by page, rows and pages apart.
+    Packed and layer-major; with padded inputs page-major, with gaps between rows and pages.
     """
     pages, layers, page_size = shape
-    pad = max(PAD_BYTES // dtype.itemsize, 1) if stage.padded else 0
+    pad = max(PAD_BYTES // dtype.itemsize, 1) if inputs.padded else 0
     if isinstance(codec, PageFooterCodec):
         by_row, by_page = columns, codec.page_bytes(page_size) + bool(pad) * codec.payload_elements
     else:
         by_row = columns + pad
         by_page = page_size * by_row + pad
     page_stride, layer_stride = (
-        (layers * by_page, by_page) if stage.padded else (by_page, pages * by_page)
+        (layers * by_page, by_page) if inputs.padded else (by_page, pages * by_page)
     )
-    memory = torch.empty(2 * GUARD + pages * layers * by_page, dtype=dtype, device=stage.device)
-    stage.watch(name, poison(memory))
+    memory = torch.empty(2 * GUARD + pages * layers * by_page, dtype=dtype, device=inputs.device)
+    inputs.watch(name, poison(memory))
     return memory.as_strided(
         (pages, 1, layers, page_size, 1, columns),
         (page_stride, by_page, layer_stride, by_row, by_row, 1),
@@ -171,7 +171,7 @@ def _blocks(
 
 
 def num_pages_for(counts: Sequence[int], page_size: int) -> int:
-    """Pages for requests of so many tokens, and a few spare ones."""
+    """Pages for requests of so many tokens, and some spare pages."""
     return sum(-(-count // page_size) for count in counts) + SPARE_PAGES
 
 
@@ -180,23 +180,23 @@ def map_tokens(
 ) -> tuple[PageTable, list[Tensor]]:
     """(page table on the device, per request int64 [tokens]: the slots of its tokens).
 
-    used  per request, bool [tokens]: tokens the op may look up; the entries of others are garbage
+    used  per request, bool [tokens]: tokens the op may read; the entries of other pages are garbage
     """
     make = _flat_table if flat else _paged_table
     return make(pool, used, torch.int64 if wide else torch.int32)
 
 
 def _garbage(pool: Pool, *shape: int) -> Tensor:
-    """What a table may hold where it must not be read: no page at all, or a poisoned one."""
-    return pool.stage.any_of([NEVER_A_PAGE, -1, pool.cache.layer(0).num_slots, 0], *shape)
+    """Table entries that must not be read: invalid pages, or poisoned ones."""
+    return pool.inputs.any_of([NEVER_A_PAGE, -1, pool.cache.layer(0).num_slots, 0], *shape)
 
 
 def _paged_table(
     pool: Pool, used: Sequence[Tensor], dtype: torch.dtype
 ) -> tuple[PageTable, list[Tensor]]:
-    page_size, stage = pool.cache.page_size, pool.stage
+    page_size, inputs = pool.cache.page_size, pool.inputs
     counts = [-(-len(tokens) // page_size) for tokens in used]
-    pages = shuffled_pages(len(used), counts, pool.cache.num_pages, stage.generator).long()
+    pages = shuffled_pages(len(used), counts, pool.cache.num_pages, inputs.generator).long()
     table = _garbage(pool, len(used), pages.shape[1] + SPARE_COLUMNS)
     slots = []
     for request, tokens in enumerate(used):
@@ -204,7 +204,7 @@ def _paged_table(
         slots.append(pages[request, token // page_size] * page_size + token % page_size)
         looked_up = (token[tokens] // page_size).unique()
         table[request, looked_up] = pages[request, looked_up]
-    return stage.place(f"{pool.name} page_table", table.to(dtype)), slots
+    return inputs.place(f"{pool.name} page_table", table.to(dtype)), slots
 
 
 def map_pages(
@@ -212,43 +212,43 @@ def map_pages(
 ) -> tuple[Tensor, Tensor]:
     """(page table, int64 [requests, keys]: the slots of keys), all requests at once.
 
-    Pages are shuffled; the entries of pages that have nothing to see are garbage.
+    Pages are shuffled; the entries of pages without a visible key are garbage.
 
     counts  pages of each request
-    seen    bool [requests, keys], a whole number of pages; on the device the stage draws on
+    seen    bool [requests, keys], a whole number of pages; on `inputs.drawn_on`
     """
-    stage, page_size = pool.stage, pool.cache.page_size
-    pages = torch.randperm(pool.cache.num_pages, generator=stage.generator, device=stage.drawn_on)
-    firsts = torch.tensor(starts_of(counts)[:-1], device=stage.drawn_on)
-    column = torch.arange(seen.shape[1] // page_size, device=stage.drawn_on)
-    # past a request's last page these are pages of others, where nothing is to see
+    inputs, page_size = pool.inputs, pool.cache.page_size
+    pages = torch.randperm(pool.cache.num_pages, generator=inputs.generator, device=inputs.drawn_on)
+    firsts = torch.tensor(starts_of(counts)[:-1], device=inputs.drawn_on)
+    column = torch.arange(seen.shape[1] // page_size, device=inputs.drawn_on)
+    # past a request's last page: pages of other requests, which have no visible keys here
     own = pages[(firsts[:, None] + column).clamp_max(len(pages) - 1)]
-    slots = own[:, :, None] * page_size + torch.arange(page_size, device=stage.drawn_on)
+    slots = own[:, :, None] * page_size + torch.arange(page_size, device=inputs.drawn_on)
     looked_up = seen.unflatten(1, (-1, page_size)).any(-1)
     table = _garbage(pool, len(counts), len(column) + spare_columns)
     table[:, : len(column)] = torch.where(looked_up, own, table[:, : len(column)])
-    return stage.place(f"{pool.name} page_table", table.int()), slots.flatten(1)
+    return inputs.place(f"{pool.name} page_table", table.int()), slots.flatten(1)
 
 
 def _flat_table(
     pool: Pool, used: Sequence[Tensor], dtype: torch.dtype
 ) -> tuple[PageTable, list[Tensor]]:
-    stage = pool.stage
-    free = torch.randperm(pool.cache.layer(0).num_slots, generator=stage.generator, device="cpu")
+    inputs = pool.inputs
+    free = torch.randperm(pool.cache.layer(0).num_slots, generator=inputs.generator, device="cpu")
     slots = list(free[: sum(map(len, used))].split([len(tokens) for tokens in used]))
     lists = []
     for tokens, own in zip(used, slots, strict=True):
-        room = _garbage(pool, len(own) + int(stage.integers(0, 3)))
+        room = _garbage(pool, len(own) + int(inputs.integers(0, 3)))
         room[: len(own)][tokens] = own[tokens]
         lists.append(room)
     starts = torch.tensor([0, *accumulate(map(len, lists))], device="cpu").to(dtype)
     flat = torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *lists]).to(dtype)
     names = (f"{pool.name} kv_starts", f"{pool.name} slots")
-    return (stage.place(names[0], starts), stage.place(names[1], flat)), slots
+    return (inputs.place(names[0], starts), inputs.place(names[1], flat)), slots
 
 
 def seen_tokens(mask: Mask, kv_len: int, q_len: int) -> Tensor:
-    """bool [kv_len]: the tokens that some of a request's newest q_len queries sees."""
+    """bool [kv_len]: tokens that at least one of the newest q_len queries sees."""
     seen = torch.zeros(kv_len, dtype=torch.bool, device="cpu")
     for position in range(kv_len - q_len, kv_len):
         first, last = mask.interval(position, kv_len)

@@ -22,19 +22,19 @@ from mlakit.workloads.case import (
     assert_logits_match,
     weights_dtype,
 )
+from mlakit.workloads.inputs import DTYPES, Inputs
 from mlakit.workloads.paged import seen_tokens, starts_of
-from mlakit.workloads.stage import DTYPES, Stage
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PrefillCase(Case):
     """One call of `mla_prefill`.
 
-    kv_lens        keys of each request, of which its q_lens queries are the newest
-    expanded       k_nope and v as halves of one tensor, as an up-projection leaves them
-    sharpness      standard deviation of the scores of a head of middling size
+    kv_lens        keys of each request; its q_lens queries are the newest
+    expanded       k_nope and v are views of one tensor, as after an up-projection
+    sharpness      standard deviation of the scores of a head of average magnitude
     sink           "", "finite" or "mixed" (with ±inf)
-    given_results  have out and lse written to the caller's tensors
+    given_results  pass out= and lse=
     """
 
     op = "mla_prefill"
@@ -57,23 +57,23 @@ class PrefillCase(Case):
 
     @property
     def softmax_scale(self) -> float:
-        """Makes scores of standard deviation `sharpness`."""
+        """Gives the scores a standard deviation of `sharpness`."""
         return self.sharpness / sqrt(self.qk_nope_head_dim + self.qk_rope_head_dim)
 
     def trial(self, device: torch.device | str) -> Trial:
-        stage = Stage(device, self.seed, padded=self.padded)
+        inputs = Inputs(device, self.seed, padded=self.padded)
         tokens, width = sum(self.q_lens), self.qk_nope_head_dim + self.qk_rope_head_dim
-        q = stage.place("q", stage.queries(tokens, self.heads, width), self.dtype)
-        k_nope, k_rope, v = self._keys(stage)
+        q = inputs.place("q", inputs.queries(tokens, self.heads, width), self.dtype)
+        k_nope, k_rope, v = self._keys(inputs)
         starts = (
-            stage.place_ints("q_starts", starts_of(self.q_lens), wide=self.wide_indices),
-            stage.place_ints("kv_starts", starts_of(self.kv_lens), wide=self.wide_indices),
+            inputs.place_ints("q_starts", starts_of(self.q_lens), wide=self.wide_indices),
+            inputs.place_ints("kv_starts", starts_of(self.kv_lens), wide=self.wide_indices),
         )
         slopes = None
         if self.alibi:
-            slopes = stage.place("alibi_slopes", reference.alibi_slopes(self.heads).float())
-        sink = stage.sink(self.sink, self.heads)
-        given = self._given(stage)
+            slopes = inputs.place("alibi_slopes", reference.alibi_slopes(self.heads).float())
+        sink = inputs.sink(self.sink, self.heads)
+        given = self._given(inputs)
 
         def call(backend: Backend) -> Results:
             return mla_prefill(
@@ -92,53 +92,53 @@ class PrefillCase(Case):
             )
 
         def check(results: Results) -> None:
-            inputs = tuple(tensor.cpu() for tensor in (q, k_nope, k_rope, v))
+            tensors = tuple(tensor.cpu() for tensor in (q, k_nope, k_rope, v))
             extras = {
                 name: None if tensor is None else tensor.cpu()
                 for name, tensor in (("alibi_slopes", slopes), ("sink", sink))
             }
-            exact = self._oracle(inputs, extras, torch.float64)
+            exact = self._oracle(tensors, extras, torch.float64)
             weights = {"weights_dtype": weights_dtype(results[0], torch.float32)}
-            naive = self._oracle(inputs, {**extras, **weights}, torch.float32)
+            naive = self._oracle(tensors, {**extras, **weights}, torch.float32)
             for name, result in zip(("out", "lse"), results, strict=True):
                 assert_given(name, result, given.get(name))
             out, lse = results
             assert_matches("out", out.cpu(), exact[0], naive[0])
-            assert_logits_match("lse", lse, exact[1], naive[1], self._largest_score(*inputs[:3]))
+            assert_logits_match("lse", lse, exact[1], naive[1], self._largest_score(*tensors[:3]))
 
-        return Trial(stage, call, check)
+        return Trial(inputs, call, check)
 
-    def _keys(self, stage: Stage) -> tuple[Tensor, Tensor, Tensor]:
-        """k_nope, k_rope and v, poison where no query of the request sees the key."""
+    def _keys(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        """k_nope, k_rope and v; keys that no query sees are poison."""
         mask, keys = Mask(self.mask, self.window), sum(self.kv_lens)
         seen = [seen_tokens(mask, *each) for each in zip(self.kv_lens, self.q_lens, strict=True)]
         unseen = ~torch.cat([torch.empty(0, dtype=torch.bool, device="cpu"), *seen])
         widths = [self.qk_nope_head_dim, self.v_head_dim]
-        per_head = stage.normal(keys, self.heads, sum(widths))
-        k_rope = stage.normal(keys, self.qk_rope_head_dim)
+        per_head = inputs.normal(keys, self.heads, sum(widths))
+        k_rope = inputs.normal(keys, self.qk_rope_head_dim)
         per_head[unseen], k_rope[unseen] = torch.nan, torch.nan
         if self.expanded:
-            halves = stage.place("k_nope and v", per_head, self.dtype).split(widths, dim=-1)
+            parts = inputs.place("k_nope and v", per_head, self.dtype).split(widths, dim=-1)
         else:
-            halves = tuple(
-                stage.place(name, half, self.dtype)
-                for name, half in zip(("k_nope", "v"), per_head.split(widths, dim=-1), strict=True)
+            parts = tuple(
+                inputs.place(name, part, self.dtype)
+                for name, part in zip(("k_nope", "v"), per_head.split(widths, dim=-1), strict=True)
             )
-        return halves[0], stage.place("k_rope", k_rope, self.dtype), halves[1]
+        return parts[0], inputs.place("k_rope", k_rope, self.dtype), parts[1]
 
-    def _given(self, stage: Stage) -> dict[str, Tensor]:
+    def _given(self, inputs: Inputs) -> dict[str, Tensor]:
         if not self.given_results:
             return {}
         shape = (sum(self.q_lens), self.heads)
         return {
-            "out": stage.result("out", (*shape, self.v_head_dim), DTYPES[self.dtype]),
-            "lse": stage.result("lse", shape, torch.float32),
+            "out": inputs.result("out", (*shape, self.v_head_dim), DTYPES[self.dtype]),
+            "lse": inputs.result("lse", shape, torch.float32),
         }
 
     def _oracle(
-        self, inputs: tuple[Tensor, ...], extras: dict[str, Any], dtype: torch.dtype
+        self, tensors: tuple[Tensor, ...], extras: dict[str, Any], dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        q, k_nope, k_rope, v = inputs
+        q, k_nope, k_rope, v = tensors
         return reference.mla_prefill(
             q,
             k_nope,

@@ -22,13 +22,13 @@ from mlakit.workloads.case import (
     assert_logits_match,
     weights_dtype,
 )
+from mlakit.workloads.inputs import DTYPES, Inputs
 from mlakit.workloads.paged import PagedCase, Pool
-from mlakit.workloads.stage import DTYPES, Stage
 
 
 @dataclass(frozen=True, eq=False)
 class Lists:
-    """One cache's share of a call: a pool half of whose rows are poison, and the rows listed."""
+    """One cache of a call and the listed rows; half of its rows are poison."""
 
     pool: Pool
     stored: Tensor  # [num_slots, width] float64, NaN where poison
@@ -37,20 +37,20 @@ class Lists:
 
     @property
     def on_cpu(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """As the oracle takes them."""
+        """The arguments of the oracle."""
         return self.stored, self.rows.cpu(), None if self.lens is None else self.lens.cpu()
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class SparseCase(PagedCase):
-    """One call of `sparse_mla`. Lists hold repeated rows, invalid ones and, past their end, traps.
+    """One call of `sparse_mla`. Lists have repeated, invalid and, past their length, poisoned rows.
 
     topk           entries of a list; `with_lens` bounds each, `extra_with_lens` those of the extra
     extra_format   of a second cache, "" for none, with pages of extra_page_size
-    sharpness      standard deviation of the scores of a head of middling size
+    sharpness      standard deviation of the scores of a head of average magnitude
     sink           "", "finite" or "mixed" (with ±inf)
     num_splits     an EvenSplit
-    given_results  have out, lse and max_logits written to the caller's tensors
+    given_results  pass out=, lse= and max_logits=
     """
 
     op = "sparse_mla"
@@ -72,20 +72,20 @@ class SparseCase(PagedCase):
 
     @property
     def softmax_scale(self) -> float:
-        """Makes scores of standard deviation `sharpness`."""
+        """Gives the scores a standard deviation of `sharpness`."""
         return self.sharpness / sqrt(self.row.width)
 
     def trial(self, device: torch.device | str) -> Trial:
-        stage = Stage(device, self.seed, padded=self.padded)
-        q_values = stage.queries(self.num_tokens, self.heads, self.row.width)
-        q = stage.place("q", q_values, self.dtype)
-        main = self._lists(stage, "cache", self.format, self.page_size, self.topk, self.with_lens)
+        inputs = Inputs(device, self.seed, padded=self.padded)
+        q_values = inputs.queries(self.num_tokens, self.heads, self.row.width)
+        q = inputs.place("q", q_values, self.dtype)
+        main = self._lists(inputs, "cache", self.format, self.page_size, self.topk, self.with_lens)
         extra = None
         if self.extra_format:
             sizes = (self.extra_page_size, self.extra_topk, self.extra_with_lens)
-            extra = self._lists(stage, "extra", self.extra_format, *sizes)
-        sink = stage.sink(self.sink, self.heads)
-        given = self._given(stage)
+            extra = self._lists(inputs, "extra", self.extra_format, *sizes)
+        sink = inputs.sink(self.sink, self.heads)
+        given = self._given(inputs)
 
         def call(backend: Backend) -> Results:
             second = None
@@ -111,48 +111,48 @@ class SparseCase(PagedCase):
                 assert_given(name, result, given.get(name))
             self._check(q.cpu(), main, extra, None if sink is None else sink.cpu(), results)
 
-        return Trial(stage, call, check)
+        return Trial(inputs, call, check)
 
     def _lists(
-        self, stage: Stage, name: str, format: Format, page_size: int, topk: int, with_lens: bool
+        self, inputs: Inputs, name: str, format: Format, page_size: int, topk: int, with_lens: bool
     ) -> Lists:
-        pool = self.pool(stage, name, self.num_pages, format=format, page_size=page_size)
+        pool = self.pool(inputs, name, self.num_pages, format=format, page_size=page_size)
         num_slots = pool.layer.num_slots
-        shuffled = torch.randperm(num_slots, generator=stage.generator, device="cpu")
+        shuffled = torch.randperm(num_slots, generator=inputs.generator, device="cpu")
         live, dead = shuffled[: -(-num_slots // 2)], shuffled[num_slots // 2 :]
         stored = torch.full(
             (num_slots, self.row.width), torch.nan, dtype=torch.float64, device="cpu"
         )
-        values = stage.normal(len(live), self.row.width)
+        values = inputs.normal(len(live), self.row.width)
         stored[live] = pool.write(live, values, power_of_two=self.power_of_two)
 
         shape = (self.num_tokens, topk)
-        rows = live[stage.integers(0, len(live), *shape)]
+        rows = live[inputs.integers(0, len(live), *shape)]
         invalid = [-1, -2, -num_slots, num_slots, num_slots + 5, NEVER_A_PAGE]
-        rows = torch.where(stage.chance(0.2, *shape), stage.any_of(invalid, *shape), rows)
+        rows = torch.where(inputs.chance(0.2, *shape), inputs.any_of(invalid, *shape), rows)
         lens = None
         if with_lens:
-            lens = stage.integers(0, topk + 1, self.num_tokens)
+            lens = inputs.integers(0, topk + 1, self.num_tokens)
             past = torch.arange(topk, device="cpu") >= lens[:, None]
-            traps = stage.any_of(dead.tolist(), *shape)
-            rows = torch.where(past & stage.chance(0.7, *shape), traps, rows)
+            poisoned = inputs.any_of(dead.tolist(), *shape)
+            rows = torch.where(past & inputs.chance(0.7, *shape), poisoned, rows)
         dtype = torch.int64 if self.wide_indices else torch.int32
         return Lists(
             pool,
             stored,
-            stage.place(f"{name} rows", rows.to(dtype)),
-            None if lens is None else stage.place(f"{name} topk_lens", lens.to(dtype)),
+            inputs.place(f"{name} rows", rows.to(dtype)),
+            None if lens is None else inputs.place(f"{name} topk_lens", lens.to(dtype)),
         )
 
-    def _given(self, stage: Stage) -> dict[str, Tensor]:
+    def _given(self, inputs: Inputs) -> dict[str, Tensor]:
         if not self.given_results:
             return {}
         shape = (self.num_tokens, self.heads)
         dtype = torch.bfloat16 if self.dtype == "e4m3" else DTYPES[self.dtype]
         return {
-            "out": stage.result("out", (*shape, self.row.v_width), dtype),
-            "lse": stage.result("lse", shape, torch.float32),
-            "max_logits": stage.result("max_logits", shape, torch.float32),
+            "out": inputs.result("out", (*shape, self.row.v_width), dtype),
+            "lse": inputs.result("lse", shape, torch.float32),
+            "max_logits": inputs.result("max_logits", shape, torch.float32),
         }
 
     def _check(

@@ -1,12 +1,11 @@
-"""From the docstrings of this project to Markdown.
+"""Converts the docstrings of this project to Markdown.
 
-They are written to be read in a terminal: arguments stand in aligned columns, equations are
-indented. Markdown would run the columns together, so they become a definition list, and the
-equations blocks of code.
+Docstrings are written for a terminal: arguments are in aligned columns, equations are indented.
+Markdown would join the columns, so they become a definition list, and equations become code blocks.
 
     q       [tokens, heads, D] absorbed            `q`
-    q_rope  [tokens, heads, R], and what      →    :   [tokens, heads, D] absorbed
-            else is said of it
+    q_rope  [tokens, heads, R], and its       →    :   [tokens, heads, D] absorbed
+            other lines
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ NAMES = re.compile(r"[\w.]+(, [\w.]+)*")
 
 
 class Entry(NamedTuple):
-    """One argument, and the lines that are said of it."""
+    """One argument and the lines of its description."""
 
     name: str
     texts: list[str]
@@ -41,13 +40,13 @@ def markdown_of(docstring: str) -> str:
 
 
 def trailing_comment(source: str) -> str:
-    """The comment behind a line of code, such as the declaration of a field; "" if there is none.
+    """The comment after a line of code, such as the declaration of a field; "" if there is none.
 
-    Field comments are what the source has instead of a docstring for each of them.
+    Fields have comments instead of docstrings.
     """
     try:
         tokens = list(tokenize.generate_tokens(io.StringIO(source.strip()).readline))
-    except (tokenize.TokenError, IndentationError):  # half a statement
+    except (tokenize.TokenError, IndentationError):  # an incomplete statement
         return ""
     return next((each.string[1:].strip() for each in tokens if each.type == tokenize.COMMENT), "")
 
@@ -68,7 +67,7 @@ def _block(lines: list[str]) -> str:
 
 
 def _entries(lines: list[str]) -> tuple[list[Entry], int]:
-    """The entries a block begins with, and how many lines they take."""
+    """The entries at the start of a block, and their number of lines."""
     matches = (IN_COLUMNS.fullmatch(line) for line in lines)
     column = next((match.start("text") for match in matches if match), 0)
     entries: list[Entry] = []
@@ -81,14 +80,14 @@ def _entries(lines: list[str]) -> tuple[list[Entry], int]:
         elif column and line[column - 1 : column] == " " and NAMES.fullmatch(line[: column - 1]):
             entries.append(Entry(line[: column - 1], [line[column:]]))  # the longest name
         elif column and is_followed and NAMES.fullmatch(line):
-            entries.append(Entry(line, []))  # too long a name for its column
+            entries.append(Entry(line, []))  # the name is too long for its column
         else:
             return entries, used
     return entries, len(lines)
 
 
 def _escaped(prose: str) -> str:
-    """Stars and angle brackets are no markup, outside code."""
+    """Escape stars and angle brackets outside code."""
     parts = re.split(r"(`[^`]*`)", prose)
     return "".join(
         part if part.startswith("`") else re.sub(r"([*<])", r"\\\1", part) for part in parts

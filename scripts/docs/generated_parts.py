@@ -1,7 +1,7 @@
-"""The parts of the documentation that the code writes: tables and help texts, at build time.
+"""Parts of the documentation that are generated from the code at build time.
 
-A page asks for one with a line `<!-- generated: cli -->`. MkDocs finds `on_page_markdown` here; the
-functions themselves need no MkDocs.
+A page contains a marker line such as `<!-- generated: cli -->`. MkDocs calls `on_page_markdown`;
+the functions themselves do not need MkDocs.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from mlakit import bench, cli, knobs
+from mlakit.bench import peers
 from mlakit.geometry import PRESETS, RopeParameters
 from mlakit.support import table
 
-HELP_COLUMNS = 88  # what a page is wide enough for
+HELP_COLUMNS = 88  # the width of a page
 SUITE = re.compile(r"The suite `([a-z0-9-]+)`: ")
 MARKER = re.compile(r"^<!-- generated: ([a-z]+) -->$", flags=re.MULTILINE)
 
@@ -32,7 +33,7 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> s
 
 
 def cli_reference() -> str:
-    """Every command with what its `--help` prints."""
+    """Every command with its `--help` text."""
     commands = get_command(cli.app).commands
     runner = CliRunner(env={"COLUMNS": str(HELP_COLUMNS), "NO_COLOR": "1", "TERM": "dumb"})
     sections = []
@@ -56,19 +57,25 @@ def command_table() -> str:
 
 
 def _plain(markup: str) -> str:
-    """Help text without the markup of its terminal colours."""
+    """Help text without terminal markup."""
     return re.sub(r"\[/?[a-z]+\]", "", markup)
 
 
 def suite_methods() -> str:
-    """What each suite of `mlakit bench` says of its workloads, bytes, FLOPs and gate."""
+    """The docstring of each suite of `mlakit bench`: workloads, bytes, FLOPs, checks."""
     found = {}
     for path in sorted(Path(bench.__path__[0]).glob("*.py")):
         text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
         if match := SUITE.match(text):
-            said = text[match.end() :]
-            found[match[1]] = f"### {match[1]}\n\n{markdown_of(said[0].upper() + said[1:])}"
+            text = text[match.end() :]
+            found[match[1]] = f"### {match[1]}\n\n{markdown_of(text[0].upper() + text[1:])}"
     return "\n\n".join(found[name] for name in sorted(found))
+
+
+def peer_table() -> str:
+    """The libraries that `mlakit bench` compares with."""
+    rows = ((f"`{peer.name}`", peer.title) for peer in peers.PEERS)
+    return markdown_table(("name", "library"), rows)
 
 
 def knob_table() -> str:
@@ -82,10 +89,11 @@ def knob_table() -> str:
 
 
 def support_table() -> str:
-    """What `mlakit support` shows."""
+    """The table of `mlakit support`."""
     header = ("op", "CPU", *(f"sm_{arch}" for arch in table.ARCHITECTURES))
     rows = (
-        (f"`{row[0].op}`", *(verdict.chosen or "—" for verdict in row)) for row in table.verdicts()
+        (f"`{row[0].op}`", *(selection.chosen or "—" for selection in row))
+        for row in table.selections()
     )
     cards = "; ".join(f"sm_{arch}: {names}" for arch, names in table.ARCHITECTURES.items())
     return f"{markdown_table(header, rows)}\n\n{cards}."
@@ -122,6 +130,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "cli": cli_reference,
     "commands": command_table,
     "suites": suite_methods,
+    "peers": peer_table,
     "knobs": knob_table,
     "support": support_table,
     "models": model_table,
@@ -129,10 +138,10 @@ GENERATORS: dict[str, Callable[[], str]] = {
 
 
 def filled(markdown: str) -> str:
-    """A page with its markers replaced; KeyError for a marker nobody can fill."""
+    """A page with its markers replaced. Raises KeyError for an unknown marker."""
     return MARKER.sub(lambda match: GENERATORS[match[1]](), markdown)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """What MkDocs calls with the text of every page: markers are filled, names become links."""
+    """Called by MkDocs with the text of every page: fills markers and links names."""
     return linked(filled(markdown), api_entries())

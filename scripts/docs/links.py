@@ -1,4 +1,4 @@
-"""Names in backticks become links to their entries in the API reference."""
+"""Turns names in backticks into links to the API reference."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 DOCS = Path(__file__).parent.parent.parent / "docs"
 ENTRY = re.compile(r"^::: (\S+)$", flags=re.MULTILINE)
 FENCE = re.compile(r"(^```.*?^```$)", flags=re.MULTILINE | re.DOTALL)
-# neither in a link already, nor in a heading, whose anchor it would change
+# not within a link, and not in a heading: that would change its anchor
 NAME = re.compile(r"^#.*$|(?<![\[`])`([A-Za-z_][\w.]*)`(?!`)", flags=re.MULTILINE)
 
 
 def entries(pages: Iterable[str]) -> dict[str, str]:
-    """Short and full names → full name. Of equal short names that of the shortest path counts:
+    """Short and full names → full name. A short name means the entry with the shortest path:
     `mla_decode` is the op, not its oracle."""
     found = [name for page in pages for name in ENTRY.findall(page)]
     by_depth = sorted(found, key=lambda name: name.count("."), reverse=True)
@@ -26,7 +26,7 @@ def api_entries() -> dict[str, str]:
 
 
 def linked(markdown: str, names: Mapping[str, str]) -> str:
-    """Markdown with links for the names it has in backticks, outside blocks of code."""
+    """Markdown with links for names in backticks, outside code blocks."""
 
     def link(match: re.Match[str]) -> str:
         name = match[1] and names.get(match[1])

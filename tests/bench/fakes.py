@@ -25,8 +25,8 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tensors of GPU suites on the CPU, where the CPU backend takes them."""
     monkeypatch.setattr(gpu, "why_not", lambda: None)
     monkeypatch.setattr(gpu, "DEVICE", torch.device("cpu"))
-    nothing = Baseline("empty kernel", lambda: None, is_limit=False)
-    monkeypatch.setattr(gpu, "launching_nothing", lambda: nothing)
+    nothing = Baseline("empty kernel", lambda: None, sets_target=False)
+    monkeypatch.setattr(gpu, "empty_kernel_baseline", lambda: nothing)
     monkeypatch.setattr(gpu_timers, "timer_for", lambda mode: WallClock())
     monkeypatch.setattr(gpu_timers, "captured", lambda call: call)
     monkeypatch.setattr(ceilings, "measure", lambda timer, after_one: CEILINGS)
@@ -35,7 +35,7 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def peers_by_oracle(
-    problem: Problem, only: tuple[str, ...] | None = None
+    problem: Problem, only_grid_peers: bool = False
 ) -> tuple[list[Baseline], list[tuple[str, str]]]:
     """A right peer, a wrong one, one that fails when it is called, one that is not there."""
 
@@ -50,7 +50,7 @@ def peers_by_oracle(
         Baseline("sdpa", lambda: 1.1 * right()),
         Baseline("eager", failing),
     ]
-    asked = [each for each in present if only is None or each.name in only]
+    asked = present[:1] if only_grid_peers else present
     return asked, [("flashinfer", "is not installed")]
 
 
@@ -92,7 +92,9 @@ def solve(problem: Problem) -> torch.Tensor:
     return out.view(*q.shape[:-1], 512)
 
 
-def row(workload: str, contender: str, us: float, share: float = 0.01, **others: object) -> Row:
+def row(
+    workload: str, implementation: str, us: float, share: float = 0.01, **others: object
+) -> Row:
     """A row of a report whose rounds lie within `share` around `us`."""
     facts: dict[str, object] = {
         "op": "mla_decode",
@@ -100,10 +102,10 @@ def row(workload: str, contender: str, us: float, share: float = 0.01, **others:
         "us": around(us, share),
         "flops": 10**9,
         "bytes": 10**7,
-        "ratio": None,
-        "limit": None,
+        "speedup": None,
+        "min_speedup": None,
     }
-    return Row(workload=workload, contender=contender, **(facts | others))  # type: ignore[arg-type]
+    return Row(workload=workload, implementation=implementation, **(facts | others))  # type: ignore[arg-type]
 
 
 def around(value: float, share: float = 0.01) -> Spread:

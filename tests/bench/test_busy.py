@@ -58,7 +58,7 @@ def test_busy_processes_inherit_the_cpus_they_may_use():
         assert os.sched_getaffinity(processes.pids[0]) == os.sched_getaffinity(0)
 
 
-def test_a_round_has_a_turn_beside_them_and_one_without():
+def test_a_round_measures_with_busy_processes_and_without():
     seen, resumed = [], []
 
     class Recorded(BusyProcesses):
@@ -71,7 +71,7 @@ def test_a_round_has_a_turn_beside_them_and_one_without():
             resumed.append(True)
 
     rounds: list[tuple[int, int]] = []
-    seconds = busy._turns(
+    seconds = busy._time_interleaved(
         lambda: seen.append(bool(resumed)), Recorded(), 5, 0.0, lambda *done: rounds.append(done)
     )
     assert {name: len(sample) for name, sample in seconds.items()} == {"mlakit": 5, "quiet": 5}
@@ -81,15 +81,17 @@ def test_a_round_has_a_turn_beside_them_and_one_without():
     assert rounds == [(done, 5) for done in range(1, 6)]
 
 
-def test_the_ratio_is_busy_over_quiet_and_has_the_limit():
+def test_the_speedup_is_quiet_over_busy_and_has_the_target():
     workload = busy.WORKLOADS[0]
-    rows = list(busy._rows(workload, {"mlakit": [0.5, 0.7], "quiet": [0.1, 0.1]}, limit=3.0))
-    beside, quiet = rows
-    assert (beside.contender, beside.ratio, beside.limit) == ("mlakit", None, None)
-    assert quiet.ratio.p50 == pytest.approx(6.0)
-    assert (quiet.limit, quiet.met) == (3.0, False)
-    (_, kept) = busy._rows(workload, {"mlakit": [0.2], "quiet": [0.1]}, limit=3.0)
+    rows = list(busy._rows(workload, {"mlakit": [0.5, 0.5], "quiet": [0.1, 0.1]}, 1 / 3))
+    loaded, quiet = rows
+    assert loaded.implementation == "mlakit"
+    assert (loaded.speedup, loaded.min_speedup) == (None, None)
+    assert quiet.speedup.p50 == pytest.approx(0.2)
+    assert (quiet.min_speedup, quiet.met) == (1 / 3, False)
+    (_, kept) = busy._rows(workload, {"mlakit": [0.2], "quiet": [0.1]}, 1 / 3)
     assert kept.met
+    assert busy.MIN_SPEEDUP == 1 / 3
 
 
 @pytest.mark.parametrize("workload", busy.WORKLOADS, ids=lambda each: each.name)
@@ -104,13 +106,15 @@ def test_a_wrong_step_is_not_timed(workload, monkeypatch, capsys):
     assert f"{small.name} is wrong" in capsys.readouterr().out
 
 
-def test_the_command_prints_both_times_and_their_ratio(tmp_path):
+def test_the_command_prints_both_times_and_the_speedup(tmp_path):
     before = torch.get_num_threads()
     file = tmp_path / "busy.json"
     arguments = ["bench", "cpu", "--busy", "1", "--quick", "--json", str(file)]
     result = CliRunner().invoke(cli.app, arguments)
     assert result.exit_code == 0, result.output
-    assert "beside 1 busy process; quiet: without" in " ".join(result.output.split())
+    assert "next to 1 busy process; quiet: mlakit while they are stopped" in " ".join(
+        result.output.split()
+    )
     report = json.loads(file.read_text())
     names = {each.small.name for each in busy.WORKLOADS}
     for name in names:
@@ -121,6 +125,6 @@ def test_the_command_prints_both_times_and_their_ratio(tmp_path):
 
 
 @pytest.mark.parametrize("suites", [("decode",), ("cpu", "decode")])
-def test_busy_is_of_the_suite_cpu_alone(suites):
-    with pytest.raises(ValueError, match=r"^--busy is of suite cpu alone, not of "):
+def test_busy_works_with_the_suite_cpu_only(suites):
+    with pytest.raises(ValueError, match=r"^--busy works with suite cpu only, not with "):
         command.workloads_of(command.Settings(suites, "", busy=1))

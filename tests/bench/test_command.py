@@ -39,14 +39,14 @@ def flat(output: str) -> str:
 
 @pytest.fixture
 def stored(tmp_path):
-    """A file of --json: one of ours faster than a peer, one slower."""
+    """A --json file: one workload faster than its peer, one slower."""
     file = tmp_path / "stored.json"
     rows = [
         row("decode-a", "mlakit", 100.0, roofline=0.9),
-        row("decode-a", "flash_mla", 125.0, ratio=spread(0.8), limit=0.85, met=True),
+        row("decode-a", "flash_mla", 125.0, speedup=spread(1.25), min_speedup=1.18, met=True),
         row("decode-b", "mlakit", 50.0, roofline=0.4),
-        row("decode-b", "flash_mla", 40.0, ratio=spread(1.25), limit=0.85, met=False),
-        row("decode-b", "slow <one>", 400.0, ratio=spread(0.125)),
+        row("decode-b", "flash_mla", 40.0, speedup=spread(0.8), min_speedup=1.18, met=False),
+        row("decode-b", "slow <one>", 400.0, speedup=spread(8.0)),
     ]
     file.write_text(json.dumps(report(*rows).as_json()), encoding="utf-8")
     return file
@@ -56,7 +56,7 @@ def spread(value: float):
     return row("", "", value).us
 
 
-def test_a_shape_is_measured_beside_its_peers(tmp_path):
+def test_a_shape_is_measured_next_to_its_peers(tmp_path):
     file = tmp_path / "figures.json"
     result = bench("decode", *SHAPE, "--json", file)
     assert result.exit_code == 0, result.output
@@ -66,14 +66,18 @@ def test_a_shape_is_measured_beside_its_peers(tmp_path):
     assert "flashinfer not timed, is not installed" in result.output
     assert "% roof" in result.output
     written = json.loads(file.read_text("utf-8"))
-    contenders = [each["contender"] for each in written["rows"]]
-    assert contenders == ["mlakit", "planned in the call", "reading its bytes", "flash_mla"]
+    implementations = [each["implementation"] for each in written["rows"]]
+    assert implementations == ["mlakit", "planned in the call", "read same bytes", "flash_mla"]
     assert (written["mode"], written["ceilings"]["read_gb_s"]) == ("cold", 4000.0)
-    assert {each["contender"] for each in written["left_out"]} == {"sdpa", "eager", "flashinfer"}
+    assert {each["implementation"] for each in written["left_out"]} == {
+        "sdpa",
+        "eager",
+        "flashinfer",
+    }
     assert written["environment"]["peers"] == ["flash_mla: the wheel"]
     ours = written["rows"][0]
-    least_us = max(ours["flops"] / 700e6, ours["bytes"] / 4e6)
-    assert ours["roofline"] == pytest.approx(least_us / ours["p50_us"])
+    roofline_us = max(ours["flops"] / 700e6, ours["bytes"] / 4e6)
+    assert ours["roofline"] == pytest.approx(roofline_us / ours["p50_us"])
 
 
 def test_peers_can_be_left_out():
@@ -91,10 +95,10 @@ def test_every_suite_runs(name, tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
     with file.open(encoding="utf-8") as lines:
         rows = list(csv.DictReader(lines))
-    assert {each["contender"] for each in rows} > {"mlakit"}
+    assert {each["implementation"] for each in rows} > {"mlakit"}
     assert {each["suite"] for each in rows} == {name}
     assert all(float(each["p50_us"]) > 0 for each in rows)
-    assert {each["limit"] for each in rows} == {""}  # tiny problems judge nothing
+    assert {each["min_speedup"] for each in rows} == {""}  # tiny problems have no targets
 
 
 def test_the_grid_asks_fast_peers_only_and_shows_a_map(monkeypatch):
@@ -102,7 +106,9 @@ def test_the_grid_asks_fast_peers_only_and_shows_a_map(monkeypatch):
     assert result.exit_code == 0, result.output
     assert "flash_mla" in result.output
     assert "sdpa" not in result.output
-    assert re.search(r"16 heads: mlakit / fastest peer\s+s_k +b 2\s+─+\s+200 +\d", result.output)
+    assert re.search(
+        r"16 heads: mlakit's speedup over the fastest peer\s+s_k +b 2\s+─+\s+200 +\d", result.output
+    )
 
 
 def test_without_a_suite_all_for_the_gpu_run(monkeypatch):
@@ -122,13 +128,13 @@ def test_a_wrong_kernel_ends_the_command_with_status_1(monkeypatch, tmp_path):
     assert not file.exists()
 
 
-def test_the_host_is_timed_beside_replay_and_an_empty_kernel(tmp_path):
+def test_the_host_is_timed_next_to_replay_and_an_empty_kernel(tmp_path):
     file = tmp_path / "host.json"
     result = bench("decode", *SHAPE, "--host", "--json", file)
     assert result.exit_code == 0, result.output
     written = json.loads(file.read_text("utf-8"))
     assert written["mode"] == "host"
-    assert [each["contender"] for each in written["rows"]] == [
+    assert [each["implementation"] for each in written["rows"]] == [
         *("mlakit", "mlakit, graph replay", "planned in the call", "flash_mla", "empty kernel"),
     ]
     assert {each["roofline"] for each in written["rows"]} == {None}
@@ -164,39 +170,39 @@ def test_a_workload_too_large_is_left_out(monkeypatch):
     def too_large(self):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 999 GiB.\nmore")
 
-    monkeypatch.setattr(Decode, "contest", too_large)
+    monkeypatch.setattr(Decode, "build_case", too_large)
     result = bench("decode", *SHAPE)
     assert result.exit_code == 0
     assert "mlakit not timed, CUDA out of memory. Tried to allocate 999 GiB." in flat(result.output)
 
 
-@pytest.mark.parametrize("contender", ["mlakit", "flash_mla"])
+@pytest.mark.parametrize("implementation", ["mlakit", "flash_mla"])
 def test_one_that_runs_out_of_memory_while_it_is_timed_is_left_out(
-    contender, monkeypatch, tmp_path
+    implementation, monkeypatch, tmp_path
 ):
     class Small(WallClock):
         """Has memory for all but one."""
 
         def prepared(self, call):
             self.count = getattr(self, "count", -1) + 1
-            return exhausted if names[self.count % len(names)] == contender else call
+            return exhausted if names[self.count % len(names)] == implementation else call
 
     def exhausted():
         raise torch.OutOfMemoryError("CUDA out of memory.\nmore")
 
-    names = ("mlakit", "planned in the call", "reading its bytes", "flash_mla")
+    names = ("mlakit", "planned in the call", "read same bytes", "flash_mla")
     monkeypatch.setattr(gpu_timers, "timer_for", lambda mode: Small())
     file = tmp_path / "figures.json"
     result = bench("decode", "branch", "--shape", "2q1s70", "--heads", "2", "--json", file)
     assert result.exit_code == 0, result.output
-    assert f"decode-bf16-b2-h2-70: {contender} not timed, CUDA out of memory." in flat(
+    assert f"decode-bf16-b2-h2-70: {implementation} not timed, CUDA out of memory." in flat(
         result.output
     )
     decode, branch = json.loads(file.read_text("utf-8"))
-    others = [name for name in names if name != contender]
+    others = [name for name in names if name != implementation]
     # without mlakit there is nothing to compare them with
-    timed = [each["contender"] for each in decode["rows"]]
-    assert timed == ([] if contender == "mlakit" else others)
+    timed = [each["implementation"] for each in decode["rows"]]
+    assert timed == ([] if implementation == "mlakit" else others)
     assert branch["suite"] == "branch"
 
 
@@ -217,8 +223,8 @@ def test_stored_figures_are_shown_again(stored):
     result = bench("--from", stored)
     assert result.exit_code == 0, result.output
     assert "decode (cold): mlakit bench decode --peers" in result.output
-    assert re.search(r"flash_mla +125 .*0\.8 .*≤ 0\.85", result.output)
-    assert re.search(r"flash_mla +40 .*1\.25 .*over 0\.85", result.output)
+    assert re.search(r"flash_mla +125 .*1\.25x .*≥ 1\.18x", result.output)
+    assert re.search(r"flash_mla +40 .*0\.8x .*below 1\.18x", result.output)
     assert "w: eager not timed, is too slow & old" in result.output
 
 
@@ -239,8 +245,8 @@ def test_the_page_needs_nothing_else(stored, tmp_path):
     assert "$ mlakit bench decode --peers" in page
     assert "H200 &lt;test&gt;" in page
     assert "<td>slow &lt;one&gt;</td>" in page
-    assert '<td class="good">≤ 0.85</td>' in page
-    assert '<td class="bad">over 0.85</td>' in page
+    assert '<td class="good">≥ 1.18x</td>' in page
+    assert '<td class="bad">below 1.18x</td>' in page
     assert "eager not timed, is too slow &amp; old" in page
     assert str(CEILINGS) in page
     assert page.count("<svg") == 2  # bars and roofline
@@ -280,16 +286,16 @@ def test_plots_without_matplotlib_are_refused_before_the_run(stored, tmp_path, m
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["decode", "--from", "STORED"], "--from measures nothing, so SUITE has no meaning"),
-        (["--host", "--from", "STORED"], "--from measures nothing, so --host has no meaning"),
-        (["--mode", "cold", "--from", "STORED"], "so --mode has no meaning with it"),
-        (["--no-peers", "--from", "STORED"], "so --no-peers has no meaning with it"),
-        (["--threads", "2", "--from", "STORED"], "so --threads has no meaning with it"),
-        (["decode", "--platform", "x86_64"], "--platform goes with --fetch-peers only"),
+        (["decode", "--from", "STORED"], "--from measures nothing, so SUITE has no effect"),
+        (["--host", "--from", "STORED"], "--from measures nothing, so --host has no effect"),
+        (["--mode", "cold", "--from", "STORED"], "so --mode has no effect"),
+        (["--no-peers", "--from", "STORED"], "so --no-peers has no effect"),
+        (["--threads", "2", "--from", "STORED"], "so --threads has no effect"),
+        (["decode", "--platform", "x86_64"], "--platform needs --fetch-peers"),
         (["--from", "FOLDER/none.json"], "--from: FOLDER/none.json cannot be read, No such file"),
         (["--from", "FOLDER/text"], "--from: FOLDER/text is not JSON"),
         (["--from", "FOLDER/other.json"], "is no report of mlakit bench"),
-        (["--from", "FOLDER/newer.json"], "has schema 9, this version reads 1 and 2"),
+        (["--from", "FOLDER/newer.json"], "has schema 9, this version reads 1, 2 and 3"),
         (["--from", "STORED", "--compare", "FOLDER/text"], "--compare: FOLDER/text is not JSON"),
         (["--from", "STORED", "--html", "FOLDER/no/page"], "--html: there is no folder FOLDER/no"),
         (["--from", "STORED", "--csv", "FOLDER/no/file"], "--csv: there is no folder FOLDER/no"),
@@ -378,7 +384,7 @@ def test_the_comparison_says_only_what_moved(stored, tmp_path):
     earlier = tmp_path / "earlier.json"
     rows = [
         row("decode-a", "mlakit", 100.5),
-        row("decode-a", "flash_mla", 125.0, ratio=spread(0.9)),
+        row("decode-a", "flash_mla", 125.0, speedup=spread(1.125)),
         row("decode-b", "mlakit", 40.0),
         row("decode-c", "mlakit", 40.0),
     ]
@@ -387,7 +393,9 @@ def test_the_comparison_says_only_what_moved(stored, tmp_path):
     result = bench("--from", stored, "--compare", earlier, "--html", page)
     assert result.exit_code == 0, result.output
     assert re.search(r"decode-a +mlakit, us +100 +100 +0\.995 +within the spread", result.output)
-    assert re.search(r"ratio to flash_mla +0\.9 +0\.8 +0\.889 +better by 11\.1%", result.output)
+    assert re.search(
+        r"speedup over flash_mla +1\.12 +1\.25 +1\.111 +better by 11\.1%", result.output
+    )
     assert re.search(r"decode-b +mlakit, us +40 +50 +1\.250 +worse by 25\.0%", result.output)
     assert "3 figures: 1 better, 1 worse, 1 within the spread" in result.output
     assert "only before: decode-c" in result.output

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from mlakit import cli, knobs
 from mlakit.bench import peers
-from mlakit.bench.peers import fetch, folder
+from mlakit.bench.peers import fetch, fetched
 from tests.bench.peer_fakes import FA3_OF_VLLM, FLASH_MLA, RECORDER, dense_decode, pretend_gpu
 
 with_gpu = pytest.fixture(pretend_gpu)
@@ -58,9 +58,9 @@ def test_what_is_fetched_is_used(with_gpu, loaded):
         "flashinfer": "",
         "sdpa": "",
     }
-    libraries = [target / folder.FLASH_MLA, target / folder.FA3]
+    libraries = [target / fetched.FLASH_MLA, target / fetched.FA3]
     assert loaded == [(str(path), b"library " * 1000) for path in libraries]
-    assert peers.origins()["fa3"] == f"fetched, {folder.WHEEL}"
+    assert peers.origins()["fa3"] == f"fetched, {fetched.WHEEL}"
     problem = dense_decode()
     ready, _ = peers.baselines(problem)
     assert [each.name for each in ready] == ["flash_mla", "fa3", "eager"]
@@ -69,17 +69,17 @@ def test_what_is_fetched_is_used(with_gpu, loaded):
 
 
 def test_a_folder_that_is_read_only_is_unpacked_elsewhere(tmp_path, loaded, monkeypatch):
-    packed = tmp_path / folder.FA3_PACKED.name
+    packed = tmp_path / fetched.FA3_PACKED.name
     packed.write_bytes(lzma.compress(b"library"))
-    unpack = folder.unpack
+    unpack = fetched.unpack
 
     def refuse_here(packed: Path, library: Path) -> None:
         if library.parent == tmp_path:
             raise PermissionError(library)
         unpack(packed, library)
 
-    monkeypatch.setattr(folder, "unpack", refuse_here)
-    folder.load_packed_library(packed, tmp_path / folder.FA3.name)
+    monkeypatch.setattr(fetched, "unpack", refuse_here)
+    fetched.load_packed_library(packed, tmp_path / fetched.FA3.name)
     ((path, content),) = loaded
     assert content == b"library"
     assert not Path(path).exists()
@@ -87,22 +87,22 @@ def test_a_folder_that_is_read_only_is_unpacked_elsewhere(tmp_path, loaded, monk
 
 
 def test_a_library_fetched_anew_takes_the_place_of_the_unpacked_one(tmp_path, loaded):
-    packed, library = tmp_path / folder.FA3_PACKED.name, tmp_path / folder.FA3.name
+    packed, library = tmp_path / fetched.FA3_PACKED.name, tmp_path / fetched.FA3.name
     library.write_bytes(b"old")
     packed.write_bytes(lzma.compress(b"new"))
     os.utime(library, ns=(0, packed.stat().st_mtime_ns - 1))
-    folder.load_packed_library(packed, library)
+    fetched.load_packed_library(packed, library)
     assert loaded == [(str(library), b"new")]
     library.write_bytes(b"unpacked since")
-    folder.load_packed_library.cache_clear()
-    folder.load_packed_library(packed, library)
+    fetched.load_packed_library.cache_clear()
+    fetched.load_packed_library(packed, library)
     assert loaded[1:] == [(str(library), b"unpacked since")]
 
 
 @pytest.mark.parametrize("damage", [b"not packed at all", lzma.compress(b"library" * 99)[:-20]])
 def test_a_damaged_library_says_so(with_gpu, loaded, damage):
     fetch.keep(make_wheel(with_gpu / "a.whl"), knobs.peers_folder())
-    (knobs.peers_folder() / folder.FA3_PACKED).write_bytes(damage)
+    (knobs.peers_folder() / fetched.FA3_PACKED).write_bytes(damage)
     assert "_vllm_fa3_C.abi3.so.xz is damaged: fetch the peers again" in peers.present()["fa3"]
     assert not list((knobs.peers_folder() / "fa3").glob("*.so*[0-9]"))
 
@@ -177,7 +177,7 @@ def test_fetch_peers_downloads_and_keeps(tmp_path, monkeypatch):
     assert "manylinux_2_28_aarch64" in pip.command
     assert pip.command[-1] == "vllm==0.26.0"
     assert files_in(target) == set(fetch.WANTED.values())  # the wheel itself is gone
-    assert f"{target / folder.FLASH_MLA}  8,000 bytes" in result.output
+    assert f"{target / fetched.FLASH_MLA}  8,000 bytes" in result.output
 
 
 @pytest.mark.parametrize(
@@ -194,14 +194,14 @@ def test_a_wheel_that_was_not_released_is_not_unpacked(tmp_path, monkeypatch, na
     assert result.exit_code == 1
     assert f"Error: {name} has the SHA-256 " in result.output
     assert said in result.output
-    assert "nothing was unpacked; --unpinned takes it nevertheless" in result.output
+    assert "nothing was unpacked; --unpinned accepts it" in result.output
     assert files_in(target) == set()
     assert fetch_peers(target, "--unpinned").exit_code == 0
     assert files_in(target) == set(fetch.WANTED.values())
 
 
 def test_every_pinned_wheel_is_of_the_release_that_is_fetched():
-    version = folder.WHEEL.replace("==", "-")
+    version = fetched.WHEEL.replace("==", "-")
     assert all(name.startswith(f"{version}-") for name in fetch.SHA256)
     assert all(re.fullmatch("[0-9a-f]{64}", digest) for digest in fetch.SHA256.values())
     machines = {name.removesuffix(".whl").partition("2_28_")[2] for name in fetch.SHA256}
@@ -225,7 +225,7 @@ def test_fetched_peers_lie_in_the_cache_folder_of_the_user(tmp_path, monkeypatch
     ):
         monkeypatch.setenv(variable, value)
         assert fetch_peers().exit_code == 0
-        assert (tmp_path / found / folder.FLASH_MLA).is_file()
+        assert (tmp_path / found / fetched.FLASH_MLA).is_file()
         assert knobs.peers_folder() == tmp_path / found
     assert list(here.iterdir()) == []
     monkeypatch.setenv("MLAKIT_PEERS", "peers")
@@ -240,7 +240,7 @@ def test_a_folder_of_peers_where_a_command_is_run_is_not_loaded(with_gpu, loaded
     monkeypatch.chdir(with_gpu)
     monkeypatch.setenv("XDG_CACHE_HOME", str(with_gpu / "caches"))
     with knobs.override(peers=knobs.peers.default):
-        assert f"the folder {with_gpu}/caches/mlakit/peers has none" in peers.present()["flash_mla"]
+        assert f"it is not in {with_gpu}/caches/mlakit/peers" in peers.present()["flash_mla"]
     assert loaded == []
 
 

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend
 from mlakit import reference
 from mlakit.bench import gpu, peers
 from mlakit.bench.peers import eager, fa3, flash_mla, flashinfer, sdpa
-from mlakit.bench.peers.peer import CannotTake
+from mlakit.bench.peers.peer import Unsupported
 from mlakit.bench.problems import (
     DenseDecode,
     DensePrefill,
@@ -148,10 +148,10 @@ def test_eager_matches_the_oracle(name, monkeypatch):
     assert_close(baseline.call(), problem)
 
 
-def test_only_the_peers_named_are_asked(monkeypatch):
+def test_the_grid_asks_fast_peers_only(monkeypatch):
     monkeypatch.setattr(gpu, "why_not", lambda: "needs a card")
-    ready, left_out = peers.baselines(dense_decode(), ("fa3", "sdpa"))
-    assert (ready, {name for name, _ in left_out}) == ([], {"fa3", "sdpa"})
+    ready, left_out = peers.baselines(dense_decode(), only_grid_peers=True)
+    assert (ready, {name for name, _ in left_out}) == ([], {"flash_mla", "fa3", "flashinfer"})
 
 
 @pytest.mark.parametrize("make", [sparse_prefill, sparse_decode])
@@ -166,7 +166,7 @@ def test_eager_refuses_requests_that_see_nothing():
     problem = sparse_prefill()
     problem.indices[2] = -1
     for each in (problem, replace(dense_decode(), kv_lens=torch.tensor([130, 1]).int())):
-        with pytest.raises(CannotTake, match="no keys"):
+        with pytest.raises(Unsupported, match="no keys"):
             eager.prepare(each)
 
 
@@ -179,7 +179,7 @@ def test_eager_refuses_what_does_not_fit(monkeypatch):
     ):
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     eager._require_memory(like, 7 << 30)
-    with pytest.raises(CannotTake, match="would take 8 GiB, and 7 are free"):
+    with pytest.raises(Unsupported, match="needs 8 GiB, and 7 are free"):
         eager._require_memory(like, 8 << 30)
 
 
@@ -187,7 +187,7 @@ def test_eager_refuses_what_does_not_fit(monkeypatch):
 def test_sdpa_matches_the_oracle(name):
     problem = PROBLEMS[name]
     if name.endswith("ragged"):
-        with pytest.raises(CannotTake, match=r"one length, not of \[3, 70, 129\]"):
+        with pytest.raises(Unsupported, match=r"needs equal lengths, got \[3, 70, 129\]"):
             sdpa.dense_prefill(problem, SDPBackend.MATH)
     else:
         assert_close(sdpa.dense_prefill(problem, SDPBackend.MATH)(), problem)
@@ -235,11 +235,11 @@ def test_flash_mla_gets_heads_it_has_a_kernel_for(with_gpu, heads, padded):
 @pytest.mark.parametrize(
     ("problem", "reason"),
     [
-        (dense_decode(page_size=16), "its pages have 64 rows, not 16"),
-        (sparse_prefill(topk=64), "its topk is a multiple of 128, not 64"),
-        (sparse_decode(topk=65), "its topk is a multiple of 64, not 65"),
-        (sparse_decode(heads=129), "its sparse kernels take up to 128 heads, not 129"),
-        (dense_prefill(), "its dense prefill is for sm_100 only"),
+        (dense_decode(page_size=16), "supports a page size of 64, not 16"),
+        (sparse_prefill(topk=64), "needs a multiple of 128 for topk, got 64"),
+        (sparse_decode(topk=65), "needs a multiple of 64 for topk, got 65"),
+        (sparse_decode(heads=129), "its sparse kernels support up to 128 heads, not 129"),
+        (dense_prefill(), "its dense prefill supports sm_100 only"),
     ],
     ids=str,
 )
@@ -327,7 +327,7 @@ def test_fa3_reads_lists_as_pages_of_one_row(with_gpu):
     assert kwargs["block_table"] is problem.indices
     assert kwargs["seqused_k"].tolist() == [128] * 5
     problem.indices[0, 0] = -1
-    with pytest.raises(CannotTake, match="invalid rows"):
+    with pytest.raises(Unsupported, match="invalid indices"):
         fa3.prepare(problem)
 
 
@@ -445,17 +445,17 @@ def test_without_a_gpu_only_eager_is_present(monkeypatch):
 @pytest.mark.usefixtures("with_gpu")
 def test_what_is_not_installed_says_how_to_get_it():
     why = peers.present()
-    assert why["flash_mla"].startswith("ModuleNotFoundError: No module named 'flash_mla', and the")
-    assert why["fa3"].endswith("has none: mlakit bench --fetch-peers")
+    assert why["flash_mla"].startswith("ModuleNotFoundError: No module named 'flash_mla', and it")
+    assert why["fa3"].endswith(": run mlakit bench --fetch-peers")
     assert why["flashinfer"] == "ModuleNotFoundError: No module named 'flashinfer'"
 
 
-def test_the_drop_in_is_no_rival(with_gpu):
+def test_the_drop_in_is_no_peer(with_gpu):
     from mlakit.compat.flash_mla import install, uninstall
 
     install(force=True)
     try:
-        assert "the flash_mla here is mlakit's own, and" in peers.present()["flash_mla"]
+        assert "the installed flash_mla is mlakit's drop-in, and" in peers.present()["flash_mla"]
     finally:
         uninstall()
 

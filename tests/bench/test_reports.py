@@ -1,4 +1,4 @@
-"""Reports: their schema, verdicts, comparison, heat maps and charts; no suite is run."""
+"""Reports: their schema, targets, comparison, heat maps and charts; no suite is run."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from mlakit.bench import charts, heatmap, suite
 from mlakit.bench.ceilings import Ceilings
 from mlakit.bench.compare import compare
 from mlakit.bench.drawing import Rectangle, Text
+from mlakit.bench.measure import Spread
 from mlakit.bench.report import LeftOut, Report, as_csv
-from mlakit.bench.suite import Baseline, Contest, Workload
-from mlakit.bench.tables import left_out_lines, verdict
+from mlakit.bench.suite import Baseline, BenchmarkCase, Workload
+from mlakit.bench.tables import left_out_lines, target_text
 from tests.bench.fakes import CEILINGS, around, report, row
 
 
@@ -28,19 +29,45 @@ def printed(renderable: object) -> str:
 def test_a_report_survives_json():
     stored = report(
         row("a", "mlakit", 10.0, roofline=0.5),
-        row("a", "fa3", 20.0, ratio=around(0.5), limit=0.9, met=True),
+        row("a", "fa3", 20.0, speedup=around(2.0), min_speedup=1.1, met=True),
     )
     assert Report.from_json(json.loads(json.dumps(stored.as_json()))) == stored
 
 
-def test_a_report_of_the_first_schema_is_read():
-    stored = report(row("a", "fa3", 20.0, ratio=around(0.95), limit=0.9, met=False)).as_json()
+def second_schema() -> dict[str, object]:
+    """A report as schema 2 stored it: ratios of mlakit's time to the contender's."""
+    stored = report(row("a", "fa3", 20.0), row("a", "read same bytes", 8.0)).as_json()
+    names = ("fa3", "reading its bytes")
+    for each, name in zip(stored["rows"], names, strict=True):
+        for key in ("implementation", "min_speedup", *(f"speedup_p{p}" for p in (20, 50, 80))):
+            del each[key]
+        ratios = {"ratio_p20": 0.4, "ratio_p50": 0.5, "ratio_p80": 0.8}
+        each |= {"contender": name, **ratios, "limit": 0.625, "met": True}
+    stored["left_out"] = [{"workload": "a", "contender": "eager", "reason": "too slow"}]
+    return {**stored, "schema": 2}
+
+
+def test_a_report_of_the_second_schema_is_read():
+    read = Report.from_json(second_schema())
+    fa3, reading = read.rows
+    assert (fa3.implementation, reading.implementation) == ("fa3", "read same bytes")
+    assert fa3.speedup == Spread(1.25, 2.0, 2.5)
+    assert (fa3.min_speedup, fa3.met) == (1.6, True)
+    assert read.left_out == [LeftOut("a", "eager", "too slow")]
+    assert read.as_json()["schema"] == 3
+
+
+@pytest.mark.parametrize(("limit", "met"), [(0.625, True), (0.4, False), (None, None)])
+def test_a_report_of_the_first_schema_is_read(limit, met):
+    stored = second_schema()
     for key in ("mode", "ceilings"):
         del stored[key]
+    first = stored["rows"][0]
     for key in ("roofline", "met"):
-        del stored["rows"][0][key]
+        del first[key]
+    first["limit"] = limit
     read = Report.from_json({**stored, "schema": 1})
-    assert (read.mode, read.ceilings, read.rows[0].met) == ("cold", None, False)
+    assert (read.mode, read.ceilings, read.rows[0].met) == ("cold", None, met)
 
 
 def test_a_csv_of_nothing_is_empty():
@@ -57,61 +84,61 @@ def test_a_csv_of_nothing_is_empty():
     ],
 )
 def test_the_least_time_is_the_longer_of_two(flops, num_bytes, products, traffic, us):
-    least = CEILINGS.least_us(flops, num_bytes, products=products, traffic=traffic)
+    least = CEILINGS.roofline_us(flops, num_bytes, products=products, traffic=traffic)
     assert least == pytest.approx(us)
 
 
 def test_without_fp8_products_bf16_is_the_ceiling():
     old = replace(CEILINGS, fp8_tflops=None)
-    assert old.least_us(7 * 10**8, 0, products="fp8", traffic="read") == pytest.approx(1.0)
+    assert old.roofline_us(7 * 10**8, 0, products="fp8", traffic="read") == pytest.approx(1.0)
     assert "fp8 none" in str(old)
 
 
 class Reader(Workload):
-    """1 MB with a limit of 0.9 of a peer, or 98 % of the read bandwidth."""
+    """1 MB with a target of 1.1x of a peer, or 98 % of the read bandwidth."""
 
     op = "stub"
     name = "reader"
     flops = 0
     bytes = 1_000_000
-    limit = 0.9
-    rival = "peer"
-    read_share = 0.98
+    min_speedup = 1.1
+    target_baseline = "peer"
+    min_read_share = 0.98
     small = None
 
-    def contest(self) -> Contest:
+    def build_case(self) -> BenchmarkCase:
         others = [Baseline("peer", str), Baseline("faster", str)]
-        return Contest(str, others, gate=lambda: None)
+        return BenchmarkCase(str, others, check=lambda: None)
 
 
 @pytest.mark.parametrize(
-    ("ours_s", "met", "said"),
+    ("own_s", "met", "said"),
     [
-        (0.89e-3, True, "≤ 0.9"),
-        (0.95e-3, False, "over 0.9"),
+        (0.89e-3, True, "≥ 1.1x"),
+        (0.95e-3, False, "below 1.1x"),
     ],
 )
-def test_the_limit_is_said_of_the_rival(ours_s, met, said, monkeypatch):
-    times = {"mlakit": [ours_s] * 3, "peer": [1e-3] * 3, "faster": [1e-4] * 3}
-    monkeypatch.setattr(suite, "take_turns", lambda calls, **_: {n: times[n] for n in calls})
-    monkeypatch.setattr(suite, "_hopeless", lambda small: {})
+def test_the_target_refers_to_its_baseline(own_s, met, said, monkeypatch):
+    times = {"mlakit": [own_s] * 3, "peer": [1e-3] * 3, "faster": [1e-4] * 3}
+    monkeypatch.setattr(suite, "time_interleaved", lambda calls, **_: {n: times[n] for n in calls})
+    monkeypatch.setattr(suite, "_too_slow", lambda small: {})
     rows = suite.run("stub", [Reader()], command="").rows
-    by_name = {each.contender: each for each in rows}
-    assert (by_name["peer"].limit, by_name["peer"].met) == (0.9, met)
-    assert verdict(by_name["peer"]) == said
-    assert (by_name["faster"].limit, by_name["faster"].met) == (None, None)
+    by_name = {each.implementation: each for each in rows}
+    assert (by_name["peer"].min_speedup, by_name["peer"].met) == (1.1, met)
+    assert target_text(by_name["peer"]) == said
+    assert (by_name["faster"].min_speedup, by_name["faster"].met) == (None, None)
 
 
 @pytest.mark.parametrize(("read_gb_s", "met"), [(1.0, True), (1.1, False)])
-def test_enough_bandwidth_keeps_the_limit(read_gb_s, met, monkeypatch):
+def test_enough_bandwidth_meets_the_target(read_gb_s, met, monkeypatch):
     times = {"mlakit": [1e-3] * 3, "peer": [1e-3] * 3, "faster": [1e-4] * 3}
-    monkeypatch.setattr(suite, "take_turns", lambda calls, **_: {n: times[n] for n in calls})
-    monkeypatch.setattr(suite, "_hopeless", lambda small: {})
+    monkeypatch.setattr(suite, "time_interleaved", lambda calls, **_: {n: times[n] for n in calls})
+    monkeypatch.setattr(suite, "_too_slow", lambda small: {})
     found = Ceilings(read_gb_s, 1.0, 1.0, None)
     rows = suite.run("stub", [Reader()], command="", ceilings=found).rows
-    (peer,) = (each for each in rows if each.contender == "peer")
+    (peer,) = (each for each in rows if each.implementation == "peer")
     assert peer.met is met
-    assert verdict(peer) == ("over 0.9, reads enough" if met else "over 0.9")
+    assert target_text(peer) == ("below 1.1x, bandwidth reached" if met else "below 1.1x")
     assert rows[0].roofline == pytest.approx(1 / read_gb_s)
 
 
@@ -149,18 +176,18 @@ def test_rows_of_another_mode_are_not_compared():
 
 GRID = [
     row("grid-bf16-b1-h8-1024", "mlakit", 10.0, roofline=0.5),
-    row("grid-bf16-b1-h8-1024", "flash_mla", 20.0, ratio=around(0.5)),
-    row("grid-bf16-b1-h8-1024", "fa3", 12.5, ratio=around(0.8)),
+    row("grid-bf16-b1-h8-1024", "flash_mla", 20.0, speedup=around(2.0)),
+    row("grid-bf16-b1-h8-1024", "fa3", 12.5, speedup=around(1.25)),
     row("grid-bf16-b4-h8-65536", "mlakit", 10.0, roofline=0.9),
-    row("grid-bf16-b4-h8-65536", "fa3", 8.0, ratio=around(1.25)),
+    row("grid-bf16-b4-h8-65536", "fa3", 8.0, speedup=around(0.8)),
     row("grid-bf16-b4-h16-1024", "mlakit", 10.0, roofline=0.7),
-    row("grid-bf16-b4-h16-1024", "fa3", 10.0, ratio=around(1.0)),
+    row("grid-bf16-b4-h16-1024", "fa3", 10.0, speedup=around(1.0)),
 ]
 
 
-def test_a_map_holds_the_ratio_to_the_fastest_peer():
+def test_a_map_holds_the_speedup_over_the_fastest_peer():
     eight, sixteen = heatmap.heat_maps(GRID)
-    assert eight.cells == {(1024, 1): 0.8, (65536, 4): 1.25}
+    assert eight.cells == {(1024, 1): 1.25, (65536, 4): 0.8}
     assert sixteen.cells == {(1024, 4): 1.0}
     assert (eight.lengths, eight.batches) == ([1024, 65536], [1, 4])
     assert eight.goodness(1024, 1) == pytest.approx(0.5)
@@ -169,7 +196,7 @@ def test_a_map_holds_the_ratio_to_the_fastest_peer():
 
 
 def test_a_map_without_peers_holds_shares_of_the_roofline():
-    alone = [each for each in GRID if each.contender == "mlakit"]
+    alone = [each for each in GRID if each.implementation == "mlakit"]
     eight, _ = heatmap.heat_maps(alone)
     assert eight.cells == {(1024, 1): 0.5, (65536, 4): 0.9}
     assert eight.text(65536, 4) == "90 %"
@@ -182,10 +209,10 @@ def test_other_rows_make_no_map():
 
 def test_a_map_is_printed():
     lines = printed(heatmap.heat_table(heatmap.heat_maps(GRID)[0])).splitlines()
-    assert any("8 heads: mlakit / fastest peer" in line for line in lines)
+    assert any("8 heads: mlakit's speedup over the fastest peer" in line for line in lines)
     assert [line.split() for line in lines if "k " in line and "." in line] == [
-        ["1k", "0.80"],
-        ["64k", "1.25"],
+        ["1k", "1.25x"],
+        ["64k", "0.80x"],
     ]
 
 
@@ -194,7 +221,7 @@ def test_a_map_is_drawn():
     shades = [shape.fill for shape in drawn.shapes if isinstance(shape, Rectangle)]
     texts = [shape.text for shape in drawn.shapes if isinstance(shape, Text)]
     assert len(shades) == 3
-    assert {"0.80", "1.25", "1.00", "b 4", "65536"} <= set(texts)
+    assert {"0.80x", "1.25x", "1.00x", "b 4", "65536"} <= set(texts)
 
 
 @pytest.mark.parametrize(
@@ -204,17 +231,17 @@ def test_good_is_green_and_bad_is_red(goodness, shade):
     assert charts.shade_of(goodness) == shade
 
 
-def test_bars_are_as_long_as_times():
+def test_bars_are_as_long_as_speedups():
     rows = [row("a", "mlakit", 10.0), row("a", "fa3", 20.0), row("a", "eager", 900.0)]
     drawn = charts.bar_chart(report(*rows))
-    ours, twice, cut = (s.width for s in drawn.shapes if isinstance(s, Rectangle))
-    assert twice == pytest.approx(2 * ours)
-    assert cut == pytest.approx(4 * ours)
-    assert "900 us →" in [s.text for s in drawn.shapes if isinstance(s, Text)]
+    own, twice, cut = (s.width for s in drawn.shapes if isinstance(s, Rectangle))
+    assert twice == pytest.approx(2 * own)
+    assert cut == pytest.approx(4 * own)
+    assert "900 us, 90x →" in [s.text for s in drawn.shapes if isinstance(s, Text)]
 
 
 def test_a_report_without_ceilings_has_no_roofline():
     assert set(charts.charts(report(row("a", "mlakit", 1.0), ceilings=None))) == {"bars"}
     assert set(charts.charts(report(row("a", "mlakit", 1.0, flops=0)))) == {"bars"}
-    assert set(charts.charts(report(row("a", "reading its bytes", 1.0)))) == {"bars"}
+    assert set(charts.charts(report(row("a", "read same bytes", 1.0)))) == {"bars"}
     assert set(charts.charts(report())) == set()

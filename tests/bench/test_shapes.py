@@ -54,7 +54,7 @@ def test_a_batch_knows_its_requests():
     batch = Batch.parse("2q1s4k+1q3s100")
     assert (batch.q_lens, batch.kv_lens) == ((1, 1, 3), (4096, 4096, 100))
     assert (batch.starts, batch.tokens, batch.size) == ((0, 1, 2, 5), 5, 3)
-    assert batch.judged == [0, 1, 2]
+    assert batch.checked_requests == [0, 1, 2]
     assert (batch.is_even, Batch.parse("2q1s4k+1q1s1").is_even) == (False, True)
     assert Batch.parse(str(batch)) == batch
     assert batch.label(16) == "2q1s4k+1q3s100-h16"
@@ -100,16 +100,16 @@ def test_every_suite_has_a_meaning_for_a_shape(suite, text, options, names):
 @pytest.mark.parametrize(
     ("suite", "text", "options", "said"),
     [
-        ("decode", "1q1s1", {"topk": 5}, "--topk is no option of suite decode; it has --heads"),
+        ("decode", "1q1s1", {"topk": 5}, "suite decode does not take --topk; it takes --heads"),
         ("decode", "1q1s1", {"format": "int4"}, "int4"),
-        ("prefill", "1q1s5", {}, "as many new tokens as cached ones for prefill"),
-        ("prefill", "1q5s5", {"page_size": 5}, "--page-size is no option of suite prefill"),
-        ("sparse-decode", "1q1s64", {"topk": 65}, "--topk must not exceed"),
+        ("prefill", "1q1s5", {}, "q_len equal to kv_len for prefill"),
+        ("prefill", "1q5s5", {"page_size": 5}, "suite prefill does not take --page-size"),
+        ("sparse-decode", "1q1s64", {"topk": 65}, "--topk must be at most"),
         ("norm-rope-quant", "2q5s5", {}, "one prompt"),
         ("fp8", "1q1s1", {}, "--shape must be MxNxK"),
         ("fp8", "0x1x1", {}, "at least 1"),
-        ("fp8", "1x1x1", {"heads": 1}, "it has none"),
-        ("grid", "1q1s1", {}, "--shape is no option of suite grid"),
+        ("fp8", "1x1x1", {"heads": 1}, "it takes none"),
+        ("grid", "1q1s1", {}, "suite grid does not take --shape"),
     ],
 )
 def test_a_shape_that_a_suite_has_no_meaning_for_is_refused(suite, text, options, said):
@@ -125,12 +125,12 @@ def test_sizes_of_a_product_are_read():
     ("arguments", "said"),
     [
         (["decode", "--shape", "12q"], "--shape must be <count>q<q_len>s<kv_len>"),
-        (["decode", "--heads", "16"], "--heads goes with --shape only"),
-        (["decode", "--no-causal"], "--causal goes with --shape only"),
-        (["cpu", "--shape", "1q1s1"], "--shape is no option of suite cpu"),
+        (["decode", "--heads", "16"], "--heads needs --shape"),
+        (["decode", "--no-causal"], "--causal needs --shape"),
+        (["cpu", "--shape", "1q1s1"], "suite cpu does not take --shape"),
         (["decode", "--only", "h77"], "no workload of suite decode has 'h77' in its name"),
-        (["decode", "--mode", "warm"], "--mode must be of cold, b2b, graph, got 'warm'"),
-        (["decode", "--host", "--mode", "graph"], "so --mode has no meaning with it"),
+        (["decode", "--mode", "warm"], "--mode must be one of cold, b2b, graph, got 'warm'"),
+        (["decode", "--host", "--mode", "graph"], "so --mode has no effect"),
     ],
 )
 def test_the_command_says_what_is_wrong(arguments, said, monkeypatch):

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from mlakit.bench import ceilings, gpu_timers
-from mlakit.bench.measure import WallClock, take_turns
+from mlakit.bench.measure import WallClock, time_interleaved
 from mlakit.bench.progress import suite_progress
 
 
@@ -81,7 +81,7 @@ def test_a_slow_host_gets_a_longer_sleep(monkeypatch):
 def test_a_host_that_waits_does_not_make_the_gpu_sleep_for_ever(monkeypatch):
     gpu = FakeGpu(monkeypatch, ms_host=500.0, ms_device=0.25)
     gpu_timers.ColdGpu()(gpu.call)
-    assert gpu.sleeps == [1e-3, gpu_timers.LONGEST_SLEEP_S]
+    assert gpu.sleeps == [1e-3, gpu_timers.MAX_SLEEP_S]
 
 
 def test_back_to_back_is_a_share_of_many_calls(monkeypatch):
@@ -116,7 +116,7 @@ def test_rounds_count_all_calls_of_a_turn():
         nonlocal now
         now += 0.1
 
-    turns = take_turns({"a": call}, budget_s=10.0, timer=Twenty(lambda: now))
+    turns = time_interleaved({"a": call}, budget_s=10.0, timer=Twenty(lambda: now))
     assert len(turns["a"]) == 5
 
 
@@ -156,9 +156,9 @@ def test_ceilings_come_from_bytes_and_products(small_ceilings):
             call()
             return 1e-3
 
-    told = []
-    found = ceilings.measure(Steady(), lambda: told.append(None))
-    assert len(told) == len(ceilings.STEPS) == 4
+    done = []
+    found = ceilings.measure(Steady(), lambda: done.append(None))
+    assert len(done) == len(ceilings.STEPS) == 4
     assert found.read_gb_s == found.copy_gb_s == pytest.approx((1 << 20) / 1e6)
     assert found.bf16_tflops == pytest.approx(2 * 32**3 / 1e9)
     assert found.fp8_tflops is None

@@ -149,7 +149,7 @@ def test_every_command_is_in_the_table_and_every_suite_has_its_method():
     methods = generated_parts.suite_methods()
     suites = re.findall(r"^### (\S+)$", methods, flags=re.MULTILINE)
     assert {"cpu", "decode", "norm-rope-quant"} <= set(suites)
-    assert "`Gate`\n:   " in methods
+    assert "`Check`\n:   " in methods
 
 
 DOCSTRING = """Attend.

@@ -27,7 +27,7 @@ from mlakit.workloads import (
     ScaledMatmulCase,
     SparseCase,
 )
-from mlakit.workloads.draw import CACHED, UNCACHED, Draw
+from mlakit.workloads.random_cases import CACHED, UNCACHED, Draw
 
 
 class HypothesisDraw(Draw):

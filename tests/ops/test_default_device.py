@@ -19,7 +19,7 @@ from mlakit.formats import FORMATS
 from mlakit.pages import PageAllocator
 from mlakit.plan import plan_decode, plan_prefill
 from mlakit.testing import assert_same_bits, shuffled_pages
-from mlakit.workloads.draw import SeededDraw, draw_case
+from mlakit.workloads.random_cases import SeededDraw, random_case
 from tests.compat.modular.calls import WRITERS, name_of, plan, split_scalars
 from tests.conftest import Place
 from tests.ops.branch_steps import FP8_STEPS, STEPS, Step
@@ -164,7 +164,7 @@ def test_oracles(generator):
 @pytest.mark.parametrize("kind", workloads.CASES, ids=lambda kind: kind.__name__)
 def test_workloads(kind):
     for seed in range(2):
-        elsewhere(draw_case(SeededDraw(seed), kind).run)()
+        elsewhere(random_case(SeededDraw(seed), kind).run)()
 
 
 def without_device(source: str) -> Iterator[str]:

@@ -11,7 +11,7 @@ import pytest
 from mlakit import dispatch
 from mlakit.checks import UnsupportedError
 from mlakit.workloads import CASES
-from mlakit.workloads.draw import CACHED, UNCACHED
+from mlakit.workloads.random_cases import CACHED, UNCACHED
 from tests.ops.random_cases import LARGE, PROPERTIES, Exploration
 
 

@@ -179,37 +179,37 @@ def test_a_wrong_backend_variable_is_named_by_a_call(monkeypatch):
 
 
 # arguments with an option that would do nothing, and what is said of it
-NO_TOKENS = [
-    ("support --only merge", "--only goes with --compile only"),
-    ("support --only merge --json", "--only goes with --compile only"),
-    ("support --all", "--all goes with --compile only"),
-    ("support --jobs 2", "--jobs goes with --compile only"),
-    ("support --compile --markdown", "--markdown goes with neither --compile nor --json"),
-    ("explain merge_states --format fp8", "--format has no meaning for merge_states"),
-    ("explain merge_states --page-size 64", "--page-size has no meaning for merge_states"),
-    ("explain mla_prefill --page-size 64", "--page-size has no meaning for mla_prefill"),
-    ("explain quantize_fp8 --heads 128", "--heads has no meaning for quantize_fp8"),
-    ("check --first 0", "--first goes with --launches only"),
-    ("check --calls 3", "calls is an option of launches"),
-    ("check --launches 2 --count 2", "count has no meaning"),
-    ("check --launches 2 --any-widths", "any_widths has no meaning"),
-    ("bench cpu --mode cold", "--mode has no meaning for suite cpu"),
-    ("bench cpu --host", "--host has no meaning for suite cpu"),
-    ("bench cpu --no-peers", "--no-peers has no meaning for suite cpu"),
-    ("bench cpu --peers", "--peers has no meaning for suite cpu"),
-    ("bench cpu --heads 2", "--heads goes with --shape only"),
-    ("bench cpu --unpinned", "--unpinned goes with --fetch-peers only"),
-    ("bench cpu --platform x86_64", "--platform goes with --fetch-peers only"),
-    ("bench decode --host --mode cold", "so --mode has no meaning with it"),
+IDLE = [
+    ("support --only merge", "--only needs --compile"),
+    ("support --only merge --json", "--only needs --compile"),
+    ("support --all", "--all needs --compile"),
+    ("support --jobs 2", "--jobs needs --compile"),
+    ("support --compile --markdown", "--markdown cannot be combined with --compile or --json"),
+    ("explain merge_states --format fp8", "--format has no effect on merge_states"),
+    ("explain merge_states --page-size 64", "--page-size has no effect on merge_states"),
+    ("explain mla_prefill --page-size 64", "--page-size has no effect on mla_prefill"),
+    ("explain quantize_fp8 --heads 128", "--heads has no effect on quantize_fp8"),
+    ("check --first 0", "--first needs --launches"),
+    ("check --calls 3", "calls needs launches"),
+    ("check --launches 2 --count 2", "count has no effect"),
+    ("check --launches 2 --any-widths", "any_widths has no effect"),
+    ("bench cpu --mode cold", "--mode has no effect on suite cpu"),
+    ("bench cpu --host", "--host has no effect on suite cpu"),
+    ("bench cpu --no-peers", "--no-peers has no effect on suite cpu"),
+    ("bench cpu --peers", "--peers has no effect on suite cpu"),
+    ("bench cpu --heads 2", "--heads needs --shape"),
+    ("bench cpu --unpinned", "--unpinned needs --fetch-peers"),
+    ("bench cpu --platform x86_64", "--platform needs --fetch-peers"),
+    ("bench decode --host --mode cold", "so --mode has no effect"),
     *(
-        (f"bench --fetch-peers {option}", f"so {option.split()[0]} has no meaning with it")
+        (f"bench --fetch-peers {option}", f"so {option.split()[0]} has no effect")
         for option in (
             *("--shape 1q1s1", "--heads 2", "--quick", "--host", "--no-peers", "--only decode"),
             *("--json x.json", "--html x.html", "--from x.json", "--threads 2", "--mode cold"),
         )
     ),
     *(
-        (f"bench --from x.json {option}", f"so {option.split()[0]} has no meaning with it")
+        (f"bench --from x.json {option}", f"so {option.split()[0]} has no effect")
         for option in (
             *("--shape 1q1s1", "--heads 2", "--format bf16", "--page-size 64", "--topk 2"),
             *("--causal", "--no-causal", "--peers", "--only decode", "--quick", "--host"),
@@ -218,14 +218,14 @@ NO_TOKENS = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "said"), NO_TOKENS, ids=lambda value: value)
+@pytest.mark.parametrize(("arguments", "said"), IDLE, ids=lambda value: value)
 def test_an_option_that_would_do_nothing_is_refused(arguments, said):
     assert said in refusal(*arguments.split())
 
 
 def test_every_option_that_goes_with_another_says_so_in_its_help():
     """And is in the list above: an option added later is refused, too."""
-    refused = " ".join(arguments for arguments, _ in NO_TOKENS)
+    refused = " ".join(arguments for arguments, _ in IDLE)
     for command in cli.app.registered_commands:
         shown = CliRunner(env={"COLUMNS": "300"}).invoke(
             cli.app, [command.callback.__name__, "--help"]

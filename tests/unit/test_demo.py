@@ -17,10 +17,10 @@ from mlakit.cache import PagedLatentCache
 from mlakit.checks import UnsupportedError
 from mlakit.compat import modular
 from mlakit.demo import Settings, documented
+from mlakit.demo.check import Result, check_results, row_errors
 from mlakit.demo.model import RandomModel, make_model
 from mlakit.demo.oracles import prefill_heads
 from mlakit.demo.serving import Transcript, serve
-from mlakit.demo.verdict import Result, judge, row_errors
 from mlakit.formats import FORMATS, row_codec
 from mlakit.geometry import PRESETS, MLAGeometry, RopeParameters
 from mlakit.masks import NULL
@@ -86,7 +86,7 @@ def failed_stages(output: str) -> set[str]:
 
 
 def table_rows(output: str) -> dict[str, list[str]]:
-    """The cells of the lines that end in ok or WRONG, by what stands before the first number."""
+    """The cells of the lines that end in a result, by the text before the first number."""
     found = {}
     for line in output.splitlines():
         if line.rstrip().endswith(("ok", "WRONG")):
@@ -114,14 +114,16 @@ def test_the_layer_rotates_as_its_model_does(rope):
     assert model.layer.rope == rope
     assert torch.equal(model.layer.freqs, rope_table(geometry, settings.positions))
     codec = row_codec("bf16", geometry.row)
-    stages = demo.judged_stages(transcript, model, codec, Progress(disable=True))
+    stages = demo.checked_stages(transcript, model, codec, Progress(disable=True))
     assert all(stage.check.passed for stage in stages)
 
 
 def test_it_passes_and_says_so():
     exit_code, output = run_command()
     assert exit_code == 0, output
-    assert re.fullmatch(r"PASS: 12 of 12 checks within budget \(\d+ s\)", output.splitlines()[-1])
+    assert re.fullmatch(
+        r"PASS: 12 of 12 checks within tolerance \(\d+ s\)", output.splitlines()[-1]
+    )
     assert "FAIL" not in output
     assert "WRONG" not in output
     assert max(map(len, output.splitlines())) <= 80
@@ -130,7 +132,7 @@ def test_it_passes_and_says_so():
         assert callable(getattr(modular, function))
 
 
-def test_the_table_gives_tokens_times_errors_and_budgets():
+def test_the_table_gives_tokens_times_errors_and_tolerances():
     exit_code, output = serve_only()
     assert exit_code == 0, output
     assert "PASS: 6 of 6 checks" in output
@@ -144,11 +146,11 @@ def test_the_table_gives_tokens_times_errors_and_budgets():
         "cached rows": 146,
     }
     assert {label: int(cells[0]) for label, cells in rows.items()} == tokens
-    for label, (_, *times, error, budget, verdict) in rows.items():
+    for label, (_, *times, error, tolerance, result) in rows.items():
         assert len(times) == {"index, top 16": 1, "cached rows": 0}.get(label, 2)
         assert all(re.fullmatch(r"\d+\.\d ms", time) for time in times)
-        assert 0 < float(error) <= float(budget)
-        assert verdict == "ok"
+        assert 0 < float(error) <= float(tolerance)
+        assert result == "ok"
 
 
 def test_it_tells_the_bytes_of_the_cache_and_the_pages_saved():
@@ -320,7 +322,9 @@ def test_a_wrong_selection_is_reported(monkeypatch):
 def test_a_failure_is_reported(monkeypatch):
     mutate(monkeypatch, "mla_decode", off_in_one_number((1, 1, 50), 1.0))
     _, output = serve_only()
-    assert re.search(r"decode: \d+ of 16 rows are wrong, worst row \[\d+, 1\]: .* budget", output)
+    assert re.search(
+        r"decode: \d+ of 16 rows are wrong, worst row \[\d+, 1\]: .* tolerance", output
+    )
 
 
 def test_pages_that_are_not_copied_before_a_write_fail_the_demo(monkeypatch):
@@ -364,7 +368,7 @@ def test_it_passes_on_a_gpu(format):
 @pytest.mark.usefixtures("_small_batch")
 def test_the_documented_functions_run_where_the_demo_does(device):
     calls = documented.all_calls(Progress(disable=True), device)
-    assert [call.check.objection for call in calls] == [""] * len(calls)
+    assert [call.check.message for call in calls] == [""] * len(calls)
 
 
 @pytest.mark.usefixtures("_small_batch")
@@ -458,39 +462,39 @@ def test_a_backend_that_is_not_there_is_a_usage_error(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_numbers_shown_are_those_of_the_rule(dtype, generator):
-    """The shown budget is the limit of `assert_matches`, for a result with one wrong number."""
+    """`assert_matches` fails above the shown tolerance, on a result with one wrong number."""
     exact = torch.randn(50, 96, generator=generator, dtype=torch.float64)
     exact *= torch.logspace(-3, 3, 50, dtype=torch.float64)[:, None]
     naive = exact * (1 + 1e-3 * torch.randn(exact.shape, generator=generator).double())
-    budget = row_errors(Result(exact.to(dtype), exact, naive))[1]
+    tolerance = row_errors(Result(exact.to(dtype), exact, naive))[1]
     for row in range(len(exact)):
         for share in (0.8, 1.25):
             actual = exact.to(dtype)
-            actual[row, 5] = exact[row, 5] + share * budget[row]
+            actual[row, 5] = exact[row, 5] + share * tolerance[row]
             result = Result(actual, exact, naive)
-            error, same_budget = row_errors(result)
-            within = bool((error <= same_budget).all())
-            assert within == (share < 1), "rounding moved the result across the budget"
-            assert judge("one", result).passed == within
+            error, same_tolerance = row_errors(result)
+            within = bool((error <= same_tolerance).all())
+            assert within == (share < 1), "rounding moved the result across the tolerance"
+            assert check_results("one", result).passed == within
             if within:
                 assert_matches("one", *result)
 
 
 def test_what_is_not_finite_never_passes():
     nan = torch.full((2, 64), torch.nan)
-    check = judge("both", Result(nan, nan.double(), nan))
+    check = check_results("both", Result(nan, nan.double(), nan))
     assert not check.passed
-    assert "oracle is not finite" in check.objection
+    assert "oracle is not finite" in check.message
 
 
 def test_rows_are_checked_in_the_format_they_are_stored_in():
     model, transcript = served(Settings(prompt=20, tokens=1, format="fp8_block128"))
     codec = row_codec("fp8_block128", model.geometry.row)
-    stages = demo.judged_stages(transcript, model, codec, Progress(disable=True))
+    stages = demo.checked_stages(transcript, model, codec, Progress(disable=True))
     assert all(stage.check.passed for stage in stages)
     spoiled = [rows.clone() for rows in transcript.rows]
     spoiled[1][7] *= 1.15  # more than e4m3 loses
-    wrong = demo.judged_stages(
+    wrong = demo.checked_stages(
         replace(transcript, rows=spoiled), model, codec, Progress(disable=True)
     )
     assert not wrong[-1].check.passed

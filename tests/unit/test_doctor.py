@@ -34,17 +34,19 @@ def test_it_says_what_works_and_why_not():
     assert "torch sees no CUDA device." in output
     assert re.search(r"hopper +no: ", output)
     assert re.search(r"triton +no: needs a card", output)
-    assert re.search(r"cpu +works: 10 of 10 ops right in .* s, then [1-9]\d* random calls", output)
+    assert re.search(
+        r"cpu +works: 10 of 10 ops correct in .* s, then [1-9]\d* random calls", output
+    )
     assert re.search(r"flash_mla +no: needs a card", output)
     assert re.search(r"eager +yes: torch", output)
-    assert output.rstrip().endswith("Everything that can work here works.")
+    assert output.rstrip().endswith("All available backends work.")
 
 
 @pytest.mark.usefixtures("no_gpu")
 def test_json_has_everything():
     code, output = invoke("--seconds", "0", "--json")
     said = json.loads(output)
-    assert (code, said["is_well"]) == (0, True)
+    assert (code, said["passed"]) == (0, True)
     assert said["environment"]["torch"] == torch.__version__
     assert set(said["packages"]) == set(doctor.OPTIONAL)
     assert said["origins"] == {"eager": f"torch {torch.__version__}"}
@@ -65,25 +67,27 @@ def test_a_broken_op_is_noticed(monkeypatch):
     replace_launcher(monkeypatch, "indexer_topk", lambda launch: broken, backend="cpu")
     code, output = invoke()
     assert code == 1
-    assert re.search(r"cpu +broken, see below", output)
+    assert re.search(r"cpu +wrong results, see below", output)
     assert "cpu indexer_topk: python -c" in output
     assert "RuntimeError: no [memory]" in output
-    assert output.rstrip().endswith("Not well.")
-    assert json.loads(invoke("--json")[1])["is_well"] is False
+    assert output.rstrip().endswith("Some results are wrong.")
+    assert json.loads(invoke("--json")[1])["passed"] is False
 
 
 @pytest.mark.usefixtures("no_gpu")
 def test_what_only_random_calls_show_is_noticed(monkeypatch):
-    miss = doctor.selfcheck.Miss("mla_decode", "cpu", 7, "out: wrong", "mlakit check …", "python …")
+    failure = doctor.selfcheck.Failure(
+        "mla_decode", "cpu", 7, "out: wrong", "mlakit check …", "python …"
+    )
     monkeypatch.setattr(
         doctor.selfcheck,
         "run",
-        lambda settings: doctor.selfcheck.Outcome(settings, {}, 0.0, miss),
+        lambda settings: doctor.selfcheck.Outcome(settings, {}, 0.0, failure),
     )
     code, output = invoke()
     assert code == 1
     assert "mla_decode is wrong on cpu, seed 7" in output
-    assert "Again: mlakit check …" in output
+    assert "Repeat: mlakit check …" in output
 
 
 def test_settings_that_are_not_defaults_are_shown(monkeypatch):
@@ -106,7 +110,7 @@ def test_why_a_backend_does_not_work(monkeypatch):
     assert doctor.why_not("triton") is None
     assert doctor.why_not("cpu") is None
     monkeypatch.setattr(dispatch, "SPECS", ())
-    assert doctor.why_not("triton") == "has no kernels in this version"
+    assert doctor.why_not("triton") == "this version has no kernels for it"
 
 
 def test_a_refusal_is_no_error(monkeypatch):
@@ -115,7 +119,7 @@ def test_a_refusal_is_no_error(monkeypatch):
 
     monkeypatch.setattr(dispatch, "select", refuse)
     health = doctor._op_health("merge_states", "cpu", "cpu")
-    assert (health.refusal, health.error) == ("not here", None)
+    assert (health.unsupported, health.error) == ("not here", None)
 
 
 def test_a_backend_that_takes_nothing_here_does_not_count_as_working(monkeypatch):

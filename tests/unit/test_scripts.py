@@ -1,4 +1,4 @@
-"""The scripts beside the Hopper kernels, as far as they need no GPU."""
+"""The scripts for the Hopper kernels, without a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tests.paths import ROOT
 
 SCRIPTS = ROOT / "scripts"
-# what `turns.py` asks of a checkout: here the time of a call is what it says it is
+# the modules of a checkout that `compare_checkouts.py` imports; a call returns its own time
 CHECKOUT = {
     "gpu_timers": """
         class ColdGpu:
@@ -36,14 +36,18 @@ CHECKOUT = {
                 slowness = float(os.environ.get("SLOWNESS", "1")) * 64 / page_size
                 self.us = slowness * heads * {"bf16": 1, "fp8": 2}[format] * dtype.itemsize
 
-            def contest(self):
+            def build_case(self):
                 return self
 
-            def gate(self):
+            def check(self):
                 assert "IS_WRONG" not in os.environ, "far from the oracle"
 
-            def ours(self):
+            def call(self):
                 return self.us
+
+            if "IS_OLD" in os.environ:
+                contest, gate, ours = build_case, check, call
+                del build_case, check, call
         """,
 }
 
@@ -56,22 +60,22 @@ def load(name):
     return module
 
 
-seesaw_orders = load("seesaw_orders")
-clocks = load("clocks")
+seesaw = load("check_seesaw_barriers")
+sm_clock = load("sm_clock")
 
 
 def test_no_order_of_the_seesaw_is_wrong():
     for seed in range(300):
-        seesaw_orders.run(seed)
+        seesaw.run(seed)
 
 
-@pytest.mark.parametrize("mistake", seesaw_orders.MISTAKES.values())
-def test_mistakes_in_the_seesaw_are_noticed(mistake):
-    assert any(seesaw_orders.is_wrong(seed, mistake) for seed in range(300))
+@pytest.mark.parametrize("mutation", seesaw.MUTATIONS.values())
+def test_mutations_of_the_seesaw_are_found(mutation):
+    assert any(seesaw.finds_error(seed, mutation) for seed in range(300))
 
 
 @pytest.fixture
-def turns(tmp_path):
+def compare_checkouts(tmp_path):
     """Runs the script on such a checkout."""
     package = tmp_path / "mlakit" / "bench"
     package.mkdir(parents=True)
@@ -82,49 +86,59 @@ def turns(tmp_path):
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         filled = [each.format(checkout=tmp_path) for each in arguments]
-        command = [sys.executable, SCRIPTS / "turns.py", *filled, "--rounds", "2"]
+        command = [sys.executable, SCRIPTS / "compare_checkouts.py", *filled, "--rounds", "2"]
         environment = {**os.environ, "COLUMNS": "120"}
         return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
 
     return run
 
 
-def test_turns_compare_with_the_first_checkout(turns):
+def test_checkouts_are_compared_with_the_first(compare_checkouts):
     decodes = ("128q1s4k,16", "128q1s4k,32,fp8,e4m3", "128q1s4k,16,page1")
-    done = turns("old={checkout}", "new={checkout},SLOWNESS=0.5", "--decode", *decodes)
+    done = compare_checkouts("old={checkout}", "new={checkout},SLOWNESS=0.5", "--decode", *decodes)
     assert done.returncode == 0, done.stderr
     lines = [line.split("│") for line in done.stdout.splitlines() if "128q1s4k" in line]
     cells = [[cell.strip() for cell in line[1:-1]] for line in lines]
     assert cells == [
-        ["128q1s4k,16", "32.0 (1.000)", "16.0 (0.500)"],
-        ["128q1s4k,32,fp8,e4m3", "64.0 (1.000)", "32.0 (0.500)"],
-        ["128q1s4k,16,page1", "2048.0 (1.000)", "1024.0 (0.500)"],
+        ["128q1s4k,16", "32.0 (1.000x)", "16.0 (2.000x)"],
+        ["128q1s4k,32,fp8,e4m3", "64.0 (1.000x)", "32.0 (2.000x)"],
+        ["128q1s4k,16,page1", "2048.0 (1.000x)", "1024.0 (2.000x)"],
     ]
 
 
-def test_a_wrong_checkout_is_not_timed(turns):
-    done = turns("old={checkout}", "new={checkout},IS_WRONG=1", "--decode", "128q1s4k,16")
+def test_a_wrong_checkout_is_not_timed(compare_checkouts):
+    done = compare_checkouts(
+        "old={checkout}", "new={checkout},IS_WRONG=1", "--decode", "128q1s4k,16"
+    )
     assert done.returncode == 1
     assert "far from the oracle" in done.stderr
-    assert "new ended before its turn" in done.stderr
+    assert "new ended early" in done.stderr
 
 
-def test_a_folder_without_a_checkout_is_named(turns):
-    done = turns("old={checkout}/mlakit", "--decode", "128q1s4k,16")
+def test_a_checkout_with_the_older_names_is_timed(compare_checkouts):
+    done = compare_checkouts("old={checkout},IS_OLD=1", "--decode", "128q1s4k,16")
+    assert done.returncode == 0, done.stderr
+    assert "32.0 (1.000x)" in done.stdout
+
+
+def test_a_folder_without_a_checkout_is_named(compare_checkouts):
+    done = compare_checkouts("old={checkout}/mlakit", "--decode", "128q1s4k,16")
     assert done.returncode == 1
     assert "must be NAME=FOLDER with a checkout of mlakit" in done.stderr
 
 
-@pytest.mark.parametrize("rows", ["own", *clocks.LOADS])
+@pytest.mark.parametrize("rows", ["own", *sm_clock.LOADS])
 def test_clocks_are_written_by_a_copy_of_the_kernel(rows, tmp_path):
-    clocks.copy_with_clocks(ROOT, tmp_path, rows)
-    kernel, loads = ((tmp_path / file).read_text() for file in (clocks.KERNEL, clocks.LOADS_FILE))
-    compile(kernel, clocks.KERNEL, "exec")
-    compile(loads, clocks.LOADS_FILE, "exec")
+    sm_clock.copy_with_clocks(ROOT, tmp_path, rows)
+    kernel, loads = (
+        (tmp_path / file).read_text() for file in (sm_clock.KERNEL, sm_clock.LOADS_FILE)
+    )
+    compile(kernel, sm_clock.KERNEL, "exec")
+    compile(loads, sm_clock.LOADS_FILE, "exec")
     assert kernel.count("_write_clocks(0)") == kernel.count("_write_clocks(2)") == 1
-    assert (clocks.LOAD in loads) == (rows == "own")
+    assert (sm_clock.LOAD in loads) == (rows == "own")
 
 
 def test_clocks_say_what_they_do_not_find(tmp_path):
     with pytest.raises(SystemExit, match=r"^--checkout must be a folder with mlakit/"):
-        clocks.copy_with_clocks(tmp_path, tmp_path / "copy", "own")
+        sm_clock.copy_with_clocks(tmp_path, tmp_path / "copy", "own")

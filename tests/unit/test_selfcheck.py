@@ -15,8 +15,8 @@ from mlakit import cli, dispatch, selfcheck
 from mlakit.formats import FORMATS
 from mlakit.selfcheck import KINDS, Settings, random_cases, run
 from mlakit.specs import Problem
-from mlakit.workloads.draw import MODEL_HEADS, MODEL_ROWS, USUAL_PAGES
-from mlakit.workloads.stage import DTYPES
+from mlakit.workloads.random_cases import MODEL_HEADS, MODEL_ROWS, USUAL_PAGES
+from mlakit.workloads.inputs import DTYPES
 from tests.kernel_launchers import Arguments, by_name, replace_launcher
 
 
@@ -42,7 +42,7 @@ def test_every_op_is_checked_and_the_table_says_how_often():
     for op in dispatch.OPS:
         row = next(line for line in output.splitlines() if line.strip().startswith(op))
         assert row.split() == [op, "cpu", "2", "0"]
-    assert output.endswith("20 calls, every result right.\n")
+    assert output.endswith("20 calls, all results correct.\n")
 
 
 def test_a_miss_prints_a_command_that_misses_again(monkeypatch):
@@ -53,15 +53,15 @@ def test_a_miss_prints_a_command_that_misses_again(monkeypatch):
     assert "merge_states is wrong on cpu, seed " in output
     assert "lse: " in output
     assert "Or: python -c" in output
-    (line,) = (line for line in output.splitlines() if line.startswith("Again: "))
-    command = shlex.split(line.removeprefix("Again: "))
+    (line,) = (line for line in output.splitlines() if line.startswith("Repeat: "))
+    command = shlex.split(line.removeprefix("Repeat: "))
     assert command[:2] == ["mlakit", "check"]
     assert command[-4:] == ["--device", "cpu", "--backend", "cpu"]
     again, repeated = invoke(*command[2:], "--json")
     assert again == 1
-    miss = json.loads(repeated)["miss"]
-    assert (miss["op"], miss["backend"]) == ("merge_states", "cpu")
-    assert miss["command"] == line.removeprefix("Again: ")
+    failure = json.loads(repeated)["failure"]
+    assert (failure["op"], failure["backend"]) == ("merge_states", "cpu")
+    assert failure["command"] == line.removeprefix("Repeat: ")
     monkeypatch.undo()  # over there, where nothing is wrong
     assert invoke(*command[2:])[0] == 0
 
@@ -79,10 +79,10 @@ def test_json():
     said = json.loads(output)
     assert code == 0
     assert said["checked"] == [
-        {"op": op, "backend": "cpu", "right": 2, "refused": 0}
+        {"op": op, "backend": "cpu", "correct": 2, "unsupported": 0}
         for op in ("indexer_topk", "merge_states")
     ]
-    assert (said["device"], said["seed"], said["miss"]) == ("cpu", 5, None)
+    assert (said["device"], said["seed"], said["failure"]) == ("cpu", 5, None)
 
 
 def test_time_ends_it(monkeypatch):
@@ -92,7 +92,7 @@ def test_time_ends_it(monkeypatch):
     settings = Settings(("indexer_topk",), seed=0, device="cpu", backend="cpu", minutes=0.5)
     outcome = selfcheck.run(settings, lambda done, seconds: seen.append((done, seconds)))
     assert seen == [(0, 7.0), (1, 14.0), (2, 21.0), (3, 28.0), (4, 35.0)]
-    assert (outcome.num_right, outcome.seconds) == (4, 35.0)
+    assert (outcome.num_correct, outcome.seconds) == (4, 35.0)
 
 
 def test_without_a_seed_a_new_one_is_drawn_and_shown():
@@ -112,11 +112,11 @@ def test_nothing_checked_is_no_success():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--op", "mla_encode"), "op must be of norm_rope_quant_append,"),
-        (("--device", "tpu"), "device must be of auto, cpu, cuda, got 'tpu'"),
+        (("--op", "mla_encode"), "op must be one of norm_rope_quant_append,"),
+        (("--device", "tpu"), "device must be one of auto, cpu, cuda, got 'tpu'"),
         (("--minutes", "0"), "minutes must be more than 0, got 0"),
         (("--minutes", "-1"), "minutes must be more than 0, got -1"),
-        (("--backend", "cuda"), "backend must be of hopper, triton, cpu, got 'cuda'"),
+        (("--backend", "cuda"), "backend must be one of hopper, triton, cpu, got 'cuda'"),
     ],
 )
 def test_bad_arguments_are_named(arguments, message):
@@ -130,7 +130,7 @@ def test_without_a_gpu_cuda_is_refused(monkeypatch):
     code, output = invoke("--device", "cuda", "--count", "1")
     assert code == 2
     assert "torch sees none" in output
-    assert Settings((), 0).place == "cpu"
+    assert Settings((), 0).torch_device == "cpu"
 
 
 def test_the_same_seed_draws_the_same_cases():
@@ -174,7 +174,7 @@ def test_widths_are_those_of_models_unless_any_will_do():
 def test_every_op_passes_on_the_gpu():
     code, output = invoke("--device", "cuda", "--seed", "0", "--count", "20")
     assert code == 0, output
-    assert "20 calls, every result right." in output
+    assert "20 calls, all results correct." in output
 
 
 def test_cases_for_the_hopper_kernel_are_ones_it_takes():
@@ -200,5 +200,5 @@ def test_the_hopper_kernel_passes_random_cases():
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs sm_90")
     outcome = run(Settings(("mla_decode",), seed=7, backend="hopper", minutes=None, count=12))
-    assert outcome.miss is None, outcome.miss
+    assert outcome.failure is None, outcome.failure
     assert outcome.tallies["mla_decode", "hopper"] == (12, 0)

@@ -19,7 +19,7 @@ from mlakit.specs import Problem
 from mlakit.testing import NEVER_A_PAGE, assert_matches
 from mlakit.workloads import DecodeLaunch
 from mlakit.workloads.decode_launch import Queries, attend
-from mlakit.workloads.stage import DTYPES
+from mlakit.workloads.inputs import DTYPES
 from tests.kernel_launchers import by_name, replace_launcher
 from tests.mutations import Mutation, of_kernel
 from tests.ops.mutations.changes import (
@@ -123,10 +123,10 @@ def with_one_element_off(a: dict[str, Any]) -> None:
 
 def every_launch_is_right() -> None:
     outcome = run(Settings(("mla_decode",), seed=0, launches=100, **ON_CPU))
-    if outcome.miss is None:
+    if outcome.failure is None:
         return
-    assert outcome.num_done == outcome.miss.launch + 1
-    raise AssertionError(outcome.miss.error)
+    assert outcome.num_done == outcome.failure.launch + 1
+    raise AssertionError(outcome.failure.error)
 
 
 def mutation(name: str, before: Before = lambda a: {}, after: After = lambda a: None) -> Mutation:
@@ -159,18 +159,18 @@ def test_a_miss_prints_a_command_that_makes_that_launch_again(monkeypatch):
     code, output = invoke("--seed", "2", "--launches", "100", "--device", "cpu", "--backend", "cpu")
     assert code == 1
     assert "mla_decode is wrong on cpu, seed 2, launch " in output
-    assert output.splitlines()[-1].endswith(", 1 miss.")
-    (line,) = (line for line in output.splitlines() if line.startswith("Again: "))
-    command = shlex.split(line.removeprefix("Again: "))
+    assert output.splitlines()[-1].endswith(", 1 failure.")
+    (line,) = (line for line in output.splitlines() if line.startswith("Repeat: "))
+    command = shlex.split(line.removeprefix("Repeat: "))
     again, repeated = invoke(*command[2:], "--json")
     said = json.loads(repeated)
     assert (again, said["launches"], said["seed"]) == (1, 1, 2)
-    miss = said["miss"]
-    assert f"launch {miss['launch']}:\n{miss['error']}" in output
-    assert miss["python"] in output
-    assert miss["command"] == shlex.join(command)
-    assert miss["launch"] == said["first"] == int(command[command.index("--first") + 1])
-    assert "from mlakit.workloads import DecodeLaunch" in miss["python"]
+    failure = said["failure"]
+    assert f"launch {failure['launch']}:\n{failure['error']}" in output
+    assert failure["python"] in output
+    assert failure["command"] == shlex.join(command)
+    assert failure["launch"] == said["first"] == int(command[command.index("--first") + 1])
+    assert "from mlakit.workloads import DecodeLaunch" in failure["python"]
     monkeypatch.undo()
     assert invoke(*command[2:])[0] == 0
 
@@ -242,13 +242,15 @@ def test_launches_are_counted_in_json_and_in_words():
     code, output = invoke(*arguments, "--first", "10", "--json")
     said = json.loads(output)
     assert (code, said["launches"], said["first"], said["seed"]) == (0, 3, 10, 4)
-    assert said["checked"] == [{"op": "mla_decode", "backend": "cpu", "right": 3, "refused": 0}]
-    assert said["miss"] is None
+    assert said["checked"] == [
+        {"op": "mla_decode", "backend": "cpu", "correct": 3, "unsupported": 0}
+    ]
+    assert said["failure"] is None
     code, output = invoke(*arguments)
     assert code == 0
     last = output.splitlines()[-1]
     assert last.startswith("3 launches of seed 4 in ")
-    assert last.endswith(" s, no miss.")
+    assert last.endswith(" s, no failure.")
 
 
 def test_calls_of_each_launch_are_made_and_named(monkeypatch):
@@ -277,9 +279,9 @@ def test_launches_that_no_backend_takes_are_no_success():
     ("arguments", "message"),
     [
         (("--first", "3"), "first is an option of launches, and needs launches"),
-        (("--calls", "3"), "calls is an option of launches, and needs launches"),
-        (("--launches", "2", "--count", "2"), "count has no meaning"),
-        (("--launches", "2", "--any-widths"), "any_widths has no meaning"),
+        (("--calls", "3"), "calls needs launches, and needs launches"),
+        (("--launches", "2", "--count", "2"), "count has no effect"),
+        (("--launches", "2", "--any-widths"), "any_widths has no effect"),
         (("--launches", "2", "--op", "mla_prefill"), "made of mla_decode only, got op"),
     ],
 )
@@ -293,8 +295,8 @@ def test_what_does_not_go_together_is_said(arguments, message):
 @pytest.mark.parametrize("seed", range(4))
 def test_launches_pass_on_the_gpu(seed):
     outcome = run(Settings(("mla_decode",), seed, device="cuda", minutes=None, launches=10))
-    assert outcome.miss is None, outcome.miss
-    assert outcome.num_right >= 10
+    assert outcome.failure is None, outcome.failure
+    assert outcome.num_correct >= 10
 
 
 @pytest.mark.gpu
@@ -305,5 +307,5 @@ def test_many_calls_give_the_same_bits_on_the_gpu(seed):
         ("mla_decode",), 100 + seed, device="cuda", minutes=None, launches=8, calls=60
     )
     outcome = run(settings)
-    assert outcome.miss is None, outcome.miss
-    assert outcome.num_right >= 8
+    assert outcome.failure is None, outcome.failure
+    assert outcome.num_correct >= 8

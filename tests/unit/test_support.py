@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from mlakit import cli, dispatch, knobs
 from mlakit.formats import FORMATS
-from mlakit.support import compilation, table
+from mlakit.support import compilation, configurations, table
 from mlakit.support.compilation import Compiled
 from mlakit.support.spills import ALLOWED_SPILLS
 
@@ -51,9 +51,9 @@ def test_explain_says_which_backend_takes_an_op_on_every_architecture(op, arch):
     said = json.loads(output)
     assert code == 0
     assert said["chosen"] == ("hopper" if (op, arch) in HOPPER_KERNELS else "triton")
-    assert said["objections"]["triton"] is None
-    assert said["objections"]["cpu"] == "needs CPU tensors, got cuda"
-    assert set(said["objections"]) == set(dispatch.BACKENDS)
+    assert said["why_not"]["triton"] is None
+    assert said["why_not"]["cpu"] == "needs CPU tensors, got cuda"
+    assert set(said["why_not"]) == set(dispatch.BACKENDS)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_explain_names_the_kernel_of_a_backend_that_has_several(options, kernel,
     for other, reason in others.items():
         assert said["kernels"][f"hopper:{other}"] == reason
     code, output = invoke("explain", "mla_decode", "--arch", "90", *options)
-    assert re.search(rf"hopper:{kernel} +its kernel for this", output)
+    assert re.search(rf"hopper:{kernel} +selected kernel", output)
 
 
 def test_explain_names_no_kernel_where_a_backend_has_one():
@@ -99,7 +99,7 @@ def test_explain_shows_the_problem_and_the_choice():
     code, output = invoke("explain", "mla_decode", "--heads", "7", "--format", "fp8")
     assert code == 0
     assert "heads=7" in output
-    assert re.search(r"cpu +yes, and auto picks it", output)
+    assert re.search(r"cpu +supported, selected by auto", output)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_explain_asks_what_a_call_would_ask(option, value, reason):
     code, output = invoke("explain", "mla_decode", "--arch", "90", option, value, "--json")
     said = json.loads(output)
     assert (code, said["chosen"]) == (0, "triton")
-    assert said["objections"]["hopper"] == reason
+    assert said["why_not"]["hopper"] == reason
 
 
 def test_explain_tells_kernels_the_size_of_pages(monkeypatch):
@@ -135,7 +135,7 @@ def test_explain_tells_kernels_the_size_of_pages(monkeypatch):
 def test_explain_refuses_what_no_call_can_have(option):
     code, output = invoke("explain", "mla_decode", option, "bf17")
     assert code == 2
-    assert re.search(rf"{option.strip('-')} must be of bf16, .*got", " ".join(output.split()))
+    assert re.search(rf"{option.strip('-')} must be one of bf16, .*got", " ".join(output.split()))
 
 
 @pytest.mark.parametrize(
@@ -215,13 +215,13 @@ def test_support_as_json():
 
 
 def test_the_named_checks_leave_nothing_out():
-    checks = compilation.named_checks()
-    assert {arch for _, arch in checks} == set(compilation.ARCHITECTURES)
-    hopper = set(compilation.HOPPER)
-    assert {name for name, _ in checks} == set(compilation.CONFIGURATIONS) | hopper
+    checks = configurations.named_checks()
+    assert {arch for _, arch in checks} == set(configurations.ARCHITECTURES)
+    hopper = set(configurations.HOPPER)
+    assert {name for name, _ in checks} == set(configurations.CONFIGURATIONS) | hopper
     assert {arch for name, arch in checks if name in hopper} == {90}
     assert len(checks) == len(set(checks))
-    cases = compilation.CONFIGURATIONS.values()
+    cases = configurations.CONFIGURATIONS.values()
     assert {case.op for case in cases} == set(dispatch.OPS)
     for op in ("norm_rope_quant_append", "mla_decode", "sparse_mla"):
         assert {case.format for case in cases if case.op == op} == set(FORMATS)
@@ -241,8 +241,8 @@ def test_the_named_checks_leave_nothing_out():
             "spills: 2 stores, 4 loads; 2 and 3 are allowed",
         ),
         (replace(MERGE, allowed_spills=(2, 3)), "spills: 0 stores, 0 loads; 2 and 3 are allowed"),
-        (replace(MERGE, is_serialised=True), "its wgmma are serialised"),
-        (replace(MERGE, idle_barriers=2), "barriers that are used by no one: 2"),
+        (replace(MERGE, is_serialised=True), "its wgmmas are serialised"),
+        (replace(MERGE, idle_barriers=2), "barriers that are never used: 2"),
         (replace(MERGE, error="no"), "no"),
     ],
 )
@@ -267,7 +267,7 @@ def test_a_name_that_no_check_has_is_an_error(monkeypatch):
     assert code == 2
     assert "--only: no configuration has 'zzz' in its name; there are append-fp8_block128," in said
     assert "hopper-decode-h16-bf16" in said
-    assert compilation.checks_with("merge-2", compilation.named_checks()) == [("merge-2", 90)]
+    assert compilation.checks_with("merge-2", configurations.named_checks()) == [("merge-2", 90)]
 
 
 def descendants(pid: int) -> set[int]:
@@ -350,17 +350,17 @@ def test_a_faulty_kernel_fails_the_command(monkeypatch):
 
 
 def test_allowed_spills_are_shown(monkeypatch):
-    excused = replace(MERGE, spill_stores=2, spill_loads=3, allowed_spills=(2, 3))
-    monkeypatch.setattr(compilation, "run_with_progress", lambda checks, jobs: [MERGE, excused])
+    spilling = replace(MERGE, spill_stores=2, spill_loads=3, allowed_spills=(2, 3))
+    monkeypatch.setattr(compilation, "run_with_progress", lambda checks, jobs: [MERGE, spilling])
     code, output = invoke("support", "--compile")
     assert code == 0
-    assert "ok, spills are allowed" in output
-    assert "all well, 1 with spills that are allowed" in output
+    assert "ok, allowed spills" in output
+    assert "all passed, 1 with allowed spills" in output
 
 
 def test_spills_are_allowed_of_checks_that_there_are():
     checks = {(name, arch) for _, name, arch in ALLOWED_SPILLS}
-    assert checks <= set(compilation.all_checks())
+    assert checks <= set(configurations.all_checks())
 
 
 @pytest.mark.skipif(not knobs.interpreted(), reason="kernels are compiled here")

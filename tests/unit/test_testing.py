@@ -359,7 +359,7 @@ def test_shuffled_pages_of_ragged_requests(generator):
 
 
 def test_shuffled_pages_refuses_what_the_pool_cannot_give(generator):
-    with pytest.raises(ValueError, match="6 pages asked of a pool of 5"):
+    with pytest.raises(ValueError, match="6 pages needed, the pool has 5"):
         shuffled_pages(2, 3, 5, generator)
     with pytest.raises(ValueError, match="1 page counts for a batch of 2"):
         shuffled_pages(2, [3], 5, generator)

@@ -1,12 +1,14 @@
-"""Rivals that run beside mlakit where they are present. None of them is a dependency.
+"""Other libraries that are timed next to mlakit where they are available; none is a dependency.
 
-    present()            why each is not here, None if it is
-    origins()            of those that are here, which build
-    baselines(problem)   those that can take a problem, ready to be timed, and why not the others
+    present()            why each peer is unavailable, None if it is available
+    origins()            the build of each available peer
+    baselines(problem)   calls of the peers that support a problem, and why the others do not
 
-flash_mla, fa3, flashinfer, sdpa, eager   one rival each
-fetch                                     gets the first two out of a released wheel
-folder                                    where they then are, and how they are loaded
+flash_mla, fa3, flashinfer, sdpa, eager   one peer each
+fetch                                     downloads the first two from a released wheel
+fetched                                   loads them from the folder of fetched peers
+
+To add a peer, write `peers/<name>.py` with its `PEER` (see `peer.Peer`) and list it in `PEERS`.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import torch
 
 from mlakit.bench.peers import eager, fa3, flash_mla, flashinfer, sdpa
-from mlakit.bench.peers.peer import Absent, CannotTake, told
+from mlakit.bench.peers.peer import Unavailable, Unsupported, one_line
 from mlakit.bench.problems import Problem
 from mlakit.bench.suite import PEER_ERRORS, Baseline
 
@@ -22,39 +24,37 @@ PEERS = (flash_mla.PEER, fa3.PEER, flashinfer.PEER, sdpa.PEER, eager.PEER)
 
 
 def present() -> dict[str, str | None]:
-    """By name of the peer: why it is not here, None if it is."""
-    return {peer.name: peer.why_absent() for peer in PEERS}
+    """By peer: why it is unavailable, None if it is available."""
+    return {peer.name: peer.why_unavailable() for peer in PEERS}
 
 
 def origins() -> dict[str, str]:
-    """By name of the peers that are here: which build it is."""
-    return {peer.name: peer.origin() for peer in PEERS if peer.why_absent() is None}
+    """By available peer: its build."""
+    return {peer.name: peer.origin() for peer in PEERS if peer.why_unavailable() is None}
 
 
 def baselines(
-    problem: Problem, only: tuple[str, ...] | None = None
+    problem: Problem, only_grid_peers: bool = False
 ) -> tuple[list[Baseline], list[tuple[str, str]]]:
-    """Peers that take the problem, each called once already; and (name, reason) of the others.
-
-    only  names of the peers that are asked at all; None: all of them
+    """Peers that support the problem, each called once, and (name, reason) of the others.
 
     A baseline's call returns the result: [b, s_q, h, 512], [tokens, h, 512] or [tokens, h, 128].
-    What a peer does once per step (schedules, plans, padding) is done here, not in the call.
+    Schedules, plans and padding, which a peer computes once per step, are not part of the call.
     """
     ready: list[Baseline] = []
     left_out: list[tuple[str, str]] = []
     for peer in PEERS:
-        if only is not None and peer.name not in only:
+        if only_grid_peers and not peer.in_grid:
             continue
         try:
             call = peer.prepare(problem)
-            call()  # fills schedules in, compiles what is compiled late, and shows what breaks
+            call()  # fills schedules, compiles kernels, and shows errors
             if problem.q.is_cuda:
                 torch.cuda.synchronize(problem.q.device)
-        except (Absent, CannotTake) as reason:
+        except (Unavailable, Unsupported) as reason:
             left_out.append((peer.name, str(reason)))
         except PEER_ERRORS as error:
-            left_out.append((peer.name, told(error)))
+            left_out.append((peer.name, one_line(error)))
         else:
             ready.append(Baseline(peer.name, call))
     return ready, left_out

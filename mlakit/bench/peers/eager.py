@@ -1,7 +1,7 @@
-"""Eager attention as in transformers: scores, mask, softmax in float32, weights times values.
+"""Eager attention as in transformers: scores, mask, softmax in float32, P·V.
 
-Rows of pages are gathered before the clock starts, as a cache there is contiguous; lists of rows
-are gathered, and FP8 rows dequantised, in the call. Heads share their rows without copies.
+Paged rows are gathered before the clock starts, since the cache of transformers is contiguous.
+Top-k rows are gathered and FP8 rows are dequantised in the call. Heads share rows without copies.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from mlakit.bench.peers.peer import Call, CannotTake, Peer
+from mlakit.bench.peers.peer import Call, Peer, Unsupported
 from mlakit.bench.problems import (
     LATENT,
     ROPE,
@@ -24,12 +24,12 @@ from mlakit.bench.problems import (
 from mlakit.formats import row_codec
 from mlakit.geometry import RowShape
 
-BYTES_PER_SCORE = 12  # in the dtype of q before and after the softmax, float32 in between; the mask
-BYTES_PER_FP8_ROW = 8 * (LATENT + ROPE)  # bytes, float32 and bf16 at once
+BYTES_PER_SCORE = 12  # scores and P in the dtype of q, float32 in the softmax, the mask
+BYTES_PER_FP8_ROW = 8 * (LATENT + ROPE)  # the FP8 row, and its float32 and bf16 copies
 
 
 def load() -> str:
-    """It is always here."""
+    """Always available."""
     return f"torch {torch.__version__}"
 
 
@@ -59,9 +59,9 @@ def _dense_decode(problem: DenseDecode) -> Call:
     longest = int(problem.kv_lens.max())
     _require_memory(problem.q, batch * longest * (2 * width + s_q * heads * BYTES_PER_SCORE))
     if problem.kv_lens.min() < (s_q if problem.causal else 1):
-        raise CannotTake("has no softmax over no keys")
+        raise Unsupported("does not support a softmax over no keys")
     page_size = problem.pages.shape[1]
-    # pages past the end of a request may have any number in the table
+    # table entries past a request's last page are arbitrary
     positions = torch.arange(longest, device=problem.q.device).expand(batch, -1)
     last = problem.kv_lens[:, None].long() - 1
     within = positions.minimum(last)
@@ -110,7 +110,7 @@ def _sparse_decode(problem: SparseDecode) -> Call:
 
 
 def _dense_prefill(problem: DensePrefill) -> Call:
-    """Request by request: the scores of one are all that is kept at a time."""
+    """Request by request, to keep the scores of one request at a time."""
     heads, longest = problem.q.shape[1], problem.max_len
     _require_memory(problem.q, heads * longest * longest * BYTES_PER_SCORE)
     requests = [slice(*ends) for ends in pairwise(problem.starts.tolist())]
@@ -132,15 +132,15 @@ def _dense_prefill(problem: DensePrefill) -> Call:
 
 
 def _listed(indices: Tensor, num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Indices [tokens, topk] that may be gathered, and the bias against those that are none."""
+    """Valid indices [tokens, topk] to gather, and the bias that masks the invalid ones."""
     invalid = (indices < 0) | (indices >= num_rows)
     if invalid.all(-1).any():
-        raise CannotTake("has no softmax over no keys")
+        raise Unsupported("does not support a softmax over no keys")
     return indices.long().masked_fill(invalid, 0), _bias(invalid[:, None], dtype)
 
 
 def _bias(hidden: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """-inf where something is hidden, else 0; None where all is seen."""
+    """-inf where `hidden`, else 0; None if nothing is hidden."""
     if not hidden.any():
         return None
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill(
@@ -149,14 +149,14 @@ def _bias(hidden: Tensor, dtype: torch.dtype) -> Tensor | None:
 
 
 def _require_memory(like: Tensor, num_bytes: int) -> None:
-    """On a GPU: is there so much to be had, in it and in what torch keeps for reuse?"""
+    """On a GPU: raise Unsupported unless so much memory is free or cached by torch."""
     if not like.is_cuda:
         return
     kept = torch.cuda.memory_reserved(like.device) - torch.cuda.memory_allocated(like.device)
     free = torch.cuda.mem_get_info(like.device)[0] + kept
     if num_bytes > free:
         gib = 1 << 30
-        raise CannotTake(f"would take {num_bytes / gib:.0f} GiB, and {free / gib:.0f} are free")
+        raise Unsupported(f"needs {num_bytes / gib:.0f} GiB, and {free / gib:.0f} are free")
 
 
-PEER = Peer("eager", load, prepare)
+PEER = Peer("eager", "eager attention as in transformers", load, prepare, in_grid=False)

@@ -1,8 +1,8 @@
-"""FlashAttention-3: an installed `flash_attn_interface`, or the one out of vLLM's wheel.
+"""FlashAttention-3: an installed `flash_attn_interface`, or the build in vLLM's wheel.
 
-Absorbed attention is called as vLLM calls it: the rotated columns are its keys, the latent ones its
-values and, with `qv`, its keys too, all views into the pages. A list of rows per token is a table
-of pages of one row.
+Absorbed attention is called as in vLLM: K is the rope columns, V the latent columns, and `qv` adds
+the latent part of the scores; all are views into the pages. Top-k rows are a page table with pages
+of one row.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlakit.bench.peers import folder
-from mlakit.bench.peers.peer import Call, CannotTake, Peer, installed_or_fetched
+from mlakit.bench.peers import fetched
+from mlakit.bench.peers.peer import Call, Peer, Unsupported, installed_or_fetched
 from mlakit.bench.problems import (
     LATENT,
     ROPE,
@@ -27,16 +27,16 @@ from mlakit.bench.problems import (
     SparsePrefill,
 )
 
-MOST_SCHEDULED = 992  # requests that can be scheduled before the call
+MAX_SCHEDULED = 992  # requests the scheduler metadata supports
 
 
 def load() -> ModuleType:
-    return installed_or_fetched("flash_attn_interface", folder.FA3_WRAPPER, _load_fetched)
+    return installed_or_fetched("flash_attn_interface", fetched.FA3_WRAPPER, _load_fetched)
 
 
-def _load_fetched(fetched: Path) -> ModuleType:
-    folder.load_packed_library(fetched / folder.FA3_PACKED, fetched / folder.FA3)
-    return folder.load_wrapper(fetched / folder.FA3_WRAPPER, "fa3")
+def _load_fetched(folder: Path) -> ModuleType:
+    fetched.load_packed_library(folder / fetched.FA3_PACKED, folder / fetched.FA3)
+    return fetched.load_wrapper(folder / fetched.FA3_WRAPPER, "fa3")
 
 
 def prepare(problem: Problem) -> Call:
@@ -46,20 +46,20 @@ def prepare(problem: Problem) -> Call:
         case SparsePrefill():
             return _sparse_prefill(load(), problem)
         case SparseDecode():
-            raise CannotTake("reads no rows of 656 bytes")
+            raise Unsupported("does not support 656-byte FP8 rows")
         case DensePrefill():
             return _dense_prefill(load(), problem)
 
 
 def _decode(library: ModuleType, problem: DenseDecode) -> Call:
-    build = _vllm_decode if _is_vllms(library) else _upstream_decode
+    build = _vllm_decode if _is_vllm_build(library) else _upstream_decode
     return build(library, problem)
 
 
 def _sparse_prefill(library: ModuleType, problem: SparsePrefill) -> Call:
     tokens, topk = problem.indices.shape
     if problem.indices.min() < 0 or problem.indices.max() >= problem.kv.shape[0]:
-        raise CannotTake("takes no lists with invalid rows")
+        raise Unsupported("does not support invalid indices")
     as_pages = DenseDecode(
         problem.q.unsqueeze(1),
         problem.kv.unsqueeze(1),
@@ -73,7 +73,7 @@ def _sparse_prefill(library: ModuleType, problem: SparsePrefill) -> Call:
 
 
 def _vllm_decode(library: ModuleType, problem: DenseDecode) -> Call:
-    """The interface of vLLM's build: queries are ragged, `qv` is `q_v`."""
+    """The interface of vLLM's build: ragged queries, and `q_v` instead of `qv`."""
     batch, s_q, heads, _ = problem.q.shape
     q_latent, q_rope = _columns(problem.q.flatten(0, 1))
     latent, rope = _columns(problem.pages.unsqueeze(2))
@@ -105,7 +105,7 @@ def _vllm_decode(library: ModuleType, problem: DenseDecode) -> Call:
 def _upstream_decode(library: ModuleType, problem: DenseDecode) -> Call:
     q_latent, q_rope = _columns(problem.q)
     latent, rope = _columns(problem.pages.unsqueeze(2))
-    # what it takes for the longest request, having no other way to know
+    # it assumes this length for the longest request
     capacity = problem.page_table.shape[1] * problem.pages.shape[1]
     schedule = _schedule(library, problem, capacity)
 
@@ -130,10 +130,10 @@ def _upstream_decode(library: ModuleType, problem: DenseDecode) -> Call:
 def _schedule(
     library: ModuleType, problem: DenseDecode, longest: int, **ragged: Tensor
 ) -> Tensor | None:
-    """Made before the call, as vLLM does; but not for lists of rows, nor for very many requests."""
+    """Scheduler metadata, made before the call as in vLLM; None for top-k and large batches."""
     batch, s_q, heads, _ = problem.q.shape
     page_size = problem.pages.shape[1]
-    if page_size == 1 or batch > MOST_SCHEDULED:
+    if page_size == 1 or batch > MAX_SCHEDULED:
         return None
     schedule: Tensor = library.get_scheduler_metadata(
         batch_size=batch,
@@ -153,7 +153,7 @@ def _schedule(
 
 
 def _dense_prefill(library: ModuleType, problem: DensePrefill) -> Call:
-    version = {"fa_version": 3} if _is_vllms(library) else {}
+    version = {"fa_version": 3} if _is_vllm_build(library) else {}
 
     def call() -> Tensor:
         return _out(
@@ -174,19 +174,19 @@ def _dense_prefill(library: ModuleType, problem: DensePrefill) -> Call:
     return call
 
 
-def _is_vllms(library: ModuleType) -> bool:
+def _is_vllm_build(library: ModuleType) -> bool:
     return "fa_version" in signature(library.flash_attn_varlen_func).parameters
 
 
 def _columns(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The latent and the rotated columns, without a copy."""
+    """The latent and the rope columns, without a copy."""
     return rows[..., :LATENT], rows[..., LATENT:]
 
 
 def _out(result: Any) -> Tensor:
-    """Older releases return the log-sum-exp as well."""
+    """The output; older releases also return the log-sum-exp."""
     out: Tensor = result[0] if isinstance(result, tuple) else result
     return out
 
 
-PEER = Peer("fa3", load, prepare)
+PEER = Peer("fa3", "FlashAttention-3", load, prepare, packages=("flash_attn_3",))

@@ -1,10 +1,10 @@
-"""`mlakit bench --fetch-peers`: two rival libraries out of a released wheel.
+"""`mlakit bench --fetch-peers`: FlashMLA and FlashAttention-3 from a released wheel.
 
-The vllm 0.26.0 wheel is the newest one built for torch 2.11 and CUDA 13. It carries FlashMLA and
-FlashAttention-3 as shared objects that register torch ops; those and their thin wrappers are kept,
-10 MB of 300, and nothing of vLLM runs. What is kept will be executed: a wheel is unpacked only if
-it is, byte for byte, the one that was released. Its FlashMLA is built without upstream's
---register-usage-level=10, and is 5 to 14 % slower on an H200 than a build of upstream's source.
+The vllm 0.26.0 wheel is the newest one for torch 2.11 and CUDA 13. It contains FlashMLA and
+FlashAttention-3 as shared objects that register torch ops. Only these and their thin wrappers are
+kept, 10 MB of 300 MB; vLLM itself does not run. The files will be executed, so a wheel is unpacked
+only if its SHA-256 is that of the release. Its FlashMLA is built without upstream's
+--register-usage-level=10 and is 5 to 14 % slower on an H200 than a build of upstream's source.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
-from mlakit.bench.peers import folder
+from mlakit.bench.peers import fetched
 
-PYTHON = "3.12"  # the libraries use the stable interface: any version from 3.8 on loads them
-GLIBC = (28, 31, 34, 35)  # of manylinux tags: pip takes each tag by itself
+PYTHON = "3.12"  # the libraries use the stable ABI: Python 3.8 and newer load them
+GLIBC = (28, 31, 34, 35)  # of manylinux tags: pip takes one tag per option
 CHUNK = 1 << 20
-# by wheel of folder.WHEEL, as PyPI's index lists them
+# by wheel of fetched.WHEEL, from PyPI's index
 SHA256 = {
     "vllm-0.26.0-cp38-abi3-manylinux_2_28_x86_64.whl": (
         "adb1e4c9b46d0dfdb094121ae5aad670a42412dd813ed4e5db069ed6a15006de"
@@ -38,12 +38,12 @@ SHA256 = {
 }
 
 WANTED = {
-    "vllm/_flashmla_C.abi3.so": folder.FLASH_MLA,
-    "vllm/third_party/flashmla/flash_mla_interface.py": folder.FLASH_MLA_WRAPPER,
-    "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so": folder.FA3_PACKED,
-    "vllm/vllm_flash_attn/flash_attn_interface.py": folder.FA3_WRAPPER,
+    "vllm/_flashmla_C.abi3.so": fetched.FLASH_MLA,
+    "vllm/third_party/flashmla/flash_mla_interface.py": fetched.FLASH_MLA_WRAPPER,
+    "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so": fetched.FA3_PACKED,
+    "vllm/vllm_flash_attn/flash_attn_interface.py": fetched.FA3_WRAPPER,
 }
-# the wrapper imports its library as a part of vLLM, which is not there
+# the wrapper imports its library from vLLM, which is not installed
 IMPORT = b"import vllm._flashmla_C\n"
 LOAD = (
     b"from pathlib import Path as _Path\n"
@@ -56,10 +56,10 @@ class FetchError(Exception):
 
 
 def fetch(target: Path, platform: str | None = None, *, unpinned: bool = False) -> list[Path]:
-    """Download the wheel, check it, and keep what is wanted of it in `target`.
+    """Download the wheel, check it, and copy the wanted files to `target`.
 
     platform  an architecture (x86_64, aarch64) or a wheel's platform tag; None: this machine's
-    unpinned  take a wheel that `SHA256` does not know
+    unpinned  accept a wheel that is not in `SHA256`
     """
     if importlib.util.find_spec("pip") is None:
         raise FetchError("fetching peers needs pip, and this Python has none: python -m ensurepip")
@@ -75,7 +75,7 @@ def fetch(target: Path, platform: str | None = None, *, unpinned: bool = False) 
 
 
 def platform_tags(platform: str | None) -> list[str]:
-    """What pip is told of the platform: nothing for this machine's own."""
+    """The --platform tags for pip: none for this machine."""
     if platform is None:
         return []
     is_tag = platform.startswith(("manylinux", "linux"))
@@ -86,21 +86,21 @@ def _download(scratch: Path, platform: str | None) -> Path:
     options = ["--no-deps", "--only-binary=:all:", "--python-version", PYTHON]
     for tag in platform_tags(platform):
         options += ["--platform", tag]
-    command = [sys.executable, "-m", "pip", "download", *options, "-d", str(scratch), folder.WHEEL]
-    # pip draws its progress bar on stdout, which therefore stays what it is
+    command = [sys.executable, "-m", "pip", "download", *options, "-d", str(scratch), fetched.WHEEL]
+    # stdout is not captured: pip draws its progress bar there
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
     wheels = list(scratch.glob("*.whl"))
     if done.returncode != 0 or len(wheels) != 1:
-        said = "\n".join(done.stderr.strip().splitlines()[-4:])
+        message = "\n".join(done.stderr.strip().splitlines()[-4:])
         raise FetchError(
-            f"pip could not download {folder.WHEEL}. Without a network, fetch where there is one "
-            f"and copy the folder here. pip said:\n{said}"
+            f"pip could not download {fetched.WHEEL}. Without a network, fetch where there is one "
+            f"and copy the folder here. The error of pip:\n{message}"
         )
     return wheels[0]
 
 
 def check_hash(wheel: Path) -> None:
-    """FetchError unless the wheel is the one that was released."""
+    """Raise FetchError unless the wheel is the released one."""
     digest = hashlib.sha256()
     with wheel.open("rb") as content:
         while chunk := content.read(CHUNK):
@@ -110,13 +110,13 @@ def check_hash(wheel: Path) -> None:
         return
     known = f"it must be {expected}" if expected else f"only {', '.join(SHA256)} are known"
     raise FetchError(
-        f"{wheel.name} has the SHA-256 {found}, and {known}. It would be executed, so nothing was "
-        f"unpacked; --unpinned takes it nevertheless"
+        f"{wheel.name} has the SHA-256 {found}, and {known}. Its code would be executed, so "
+        f"nothing was unpacked; --unpinned accepts it"
     )
 
 
 def keep(wheel: Path, target: Path) -> list[Path]:
-    """Copy the wanted files of a wheel into `target`; returns where they are."""
+    """Copy the wanted files of a wheel to `target`; returns their paths."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
     kept = []
     with (
@@ -138,7 +138,7 @@ def keep(wheel: Path, target: Path) -> list[Path]:
 
 
 def _copied(archive: zipfile.ZipFile, source: str, out: Path) -> Iterator[int]:
-    """Copy one file, packing it if its new name says so; yields how many bytes each step read."""
+    """Copy one file, compressed if its new name ends in .xz; yields the bytes of each step."""
     if out.suffix == ".py":
         out.write_bytes(archive.read(source).replace(IMPORT, LOAD))
         return

@@ -1,7 +1,7 @@
-"""FlashMLA: an installed `flash_mla`, or the one out of vLLM's wheel.
+"""FlashMLA: an installed `flash_mla`, or the build in vLLM's wheel.
 
-Its sparse kernels want 64 or 128 heads. Fewer are padded with zeros, as engines do, here before the
-clock starts; the padding is not part of the result.
+Its sparse kernels take 64 or 128 heads. Fewer heads are padded with zeros, as engines do; this
+happens before the clock starts, and the padding is cut from the result.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from types import ModuleType
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mlakit.bench.peers import folder
-from mlakit.bench.peers.peer import Call, CannotTake, Peer, installed_or_fetched
+from mlakit.bench.peers import fetched
+from mlakit.bench.peers.peer import Call, Peer, Unsupported, installed_or_fetched
 from mlakit.bench.problems import (
     LATENT,
     DenseDecode,
@@ -23,16 +23,16 @@ from mlakit.bench.problems import (
     SparsePrefill,
 )
 
-PAGE_SIZE = 64  # the only one of its dense kernel
+PAGE_SIZE = 64  # the dense kernel supports no other
 SPARSE_HEADS = (64, 128)
 
 
 def load() -> ModuleType:
-    return installed_or_fetched("flash_mla", folder.FLASH_MLA_WRAPPER, _load_fetched)
+    return installed_or_fetched("flash_mla", fetched.FLASH_MLA_WRAPPER, _load_fetched)
 
 
-def _load_fetched(fetched: Path) -> ModuleType:
-    return folder.load_wrapper(fetched / folder.FLASH_MLA_WRAPPER, "flash_mla")
+def _load_fetched(folder: Path) -> ModuleType:
+    return fetched.load_wrapper(folder / fetched.FLASH_MLA_WRAPPER, "flash_mla")
 
 
 def prepare(problem: Problem) -> Call:
@@ -44,15 +44,15 @@ def prepare(problem: Problem) -> Call:
         case SparseDecode():
             return _sparse_decode(load(), problem)
         case DensePrefill():
-            raise CannotTake("its dense prefill is for sm_100 only")
+            raise Unsupported("its dense prefill supports sm_100 only")
 
 
 def _dense_decode(library: ModuleType, problem: DenseDecode) -> Call:
     page_size = problem.pages.shape[1]
     if page_size != PAGE_SIZE:
-        raise CannotTake(f"its pages have {PAGE_SIZE} rows, not {page_size}")
+        raise Unsupported(f"supports a page size of {PAGE_SIZE}, not {page_size}")
     _, s_q, heads, _ = problem.q.shape
-    # newer releases ignore the arguments, and fill the schedule in at the first call
+    # newer releases ignore the arguments and fill the schedule at the first call
     schedule, num_splits = library.get_mla_metadata(problem.kv_lens, s_q * heads, 1)
     pages = problem.pages.unsqueeze(2)  # [pages, page_size, 1, 576]
 
@@ -111,17 +111,17 @@ def _sparse_decode(library: ModuleType, problem: SparseDecode) -> Call:
 
 
 def _pad_heads(q: Tensor) -> Tensor:
-    """q [..., h, 576] with zeros for the heads up to a number that has a kernel."""
+    """q [..., h, 576] padded with zero heads to a supported number."""
     heads = q.shape[-2]
     for padded in SPARSE_HEADS:
         if heads <= padded:
             return pad(q, (0, 0, 0, padded - heads)) if heads < padded else q
-    raise CannotTake(f"its sparse kernels take up to {SPARSE_HEADS[-1]} heads, not {heads}")
+    raise Unsupported(f"its sparse kernels support up to {SPARSE_HEADS[-1]} heads, not {heads}")
 
 
 def _require_multiple(what: str, value: int, of: int) -> None:
     if value % of:
-        raise CannotTake(f"its {what} is a multiple of {of}, not {value}")
+        raise Unsupported(f"needs a multiple of {of} for {what}, got {value}")
 
 
-PEER = Peer("flash_mla", load, prepare)
+PEER = Peer("flash_mla", "FlashMLA", load, prepare, packages=("flash_mla",))

@@ -1,4 +1,4 @@
-"""FlashInfer, where it is installed; it picks its own backend (fa3 on Hopper)."""
+"""FlashInfer, if installed; it selects its own backend (fa3 on Hopper)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from mlakit.bench.peers.peer import Absent, Call, CannotTake, Peer, require_gpu, told
+from mlakit.bench.peers.peer import Call, Peer, Unavailable, Unsupported, one_line, require_gpu
 from mlakit.bench.problems import (
     LATENT,
     ROPE,
@@ -20,7 +20,7 @@ from mlakit.bench.problems import (
 )
 from mlakit.bench.suite import PEER_ERRORS
 
-WORKSPACE_BYTES = 128 << 20  # what its documentation recommends
+WORKSPACE_BYTES = 128 << 20  # recommended by its documentation
 
 
 def load() -> ModuleType:
@@ -29,7 +29,7 @@ def load() -> ModuleType:
         import_module("flashinfer.mla")
         return import_module("flashinfer")
     except PEER_ERRORS as error:
-        raise Absent(told(error)) from error
+        raise Unavailable(one_line(error)) from error
 
 
 def prepare(problem: Problem) -> Call:
@@ -39,7 +39,7 @@ def prepare(problem: Problem) -> Call:
         case DensePrefill():
             return _dense_prefill(load(), problem)
         case SparsePrefill() | SparseDecode():
-            raise CannotTake("its sparse kernels are for sm_100 and sm_120 only")
+            raise Unsupported("its sparse kernels support sm_100 and sm_120 only")
 
 
 def _workspace(device: torch.device) -> Tensor:
@@ -50,14 +50,14 @@ def _dense_decode(library: ModuleType, problem: DenseDecode) -> Call:
     batch, s_q, heads, _ = problem.q.shape
     page_size, device = problem.pages.shape[1], problem.q.device
     num_pages = (problem.kv_lens + page_size - 1) // page_size
-    places = torch.arange(problem.page_table.shape[1], device=device)
+    columns = torch.arange(problem.page_table.shape[1], device=device)
     starts = torch.zeros(batch + 1, dtype=torch.int32, device=device)
     starts[1:] = num_pages.cumsum(0)
     wrapper = library.mla.BatchMLAPagedAttentionWrapper(_workspace(device))
     wrapper.plan(
         s_q * torch.arange(batch + 1, dtype=torch.int32, device=device),
         starts,
-        problem.page_table[places < num_pages[:, None]],
+        problem.page_table[columns < num_pages[:, None]],
         problem.kv_lens,
         heads,
         LATENT,
@@ -103,4 +103,4 @@ def _dense_prefill(library: ModuleType, problem: DensePrefill) -> Call:
     return call
 
 
-PEER = Peer("flashinfer", load, prepare)
+PEER = Peer("flashinfer", "FlashInfer", load, prepare, packages=("flashinfer-python",))

@@ -1,4 +1,4 @@
-"""What every peer is: a name, whether it is here, and how it is called on a problem."""
+"""The interface of a peer: its name, whether it is available, its call for a problem."""
 
 from __future__ import annotations
 
@@ -13,52 +13,59 @@ from torch import Tensor
 
 from mlakit import knobs
 from mlakit.bench import gpu
-from mlakit.bench.peers import folder
+from mlakit.bench.peers import fetched
 from mlakit.bench.problems import Problem
 from mlakit.bench.suite import PEER_ERRORS
 
 Call: TypeAlias = Callable[[], Tensor]
 
 
-class Absent(Exception):
-    """The peer is not on this machine; the message says why."""
+class Unavailable(Exception):
+    """The peer is not available on this machine; the message says why."""
 
 
-class CannotTake(Exception):
-    """The peer has no way to do this problem; the message says why."""
+class Unsupported(Exception):
+    """The peer does not support this problem; the message says why."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A rival.
+    """Another library.
 
-    load     the library, or in words what stands for it; raises Absent where it is not here
-    prepare  does what is done once per step, and returns what is done once per layer; raises
-             CannotTake
+    name      in reports and tables
+    title     in the docs
+    load      returns the library, or the text of its version; raises Unavailable
+    prepare   does the work of once per step and returns the call of once per layer; raises
+              Unsupported
+    packages  distributions whose versions `mlakit doctor` prints
+    in_grid   timed in the suite grid, which skips slow peers
     """
 
     name: str
+    title: str
     load: Callable[[], ModuleType | str]
     prepare: Callable[[Problem], Call]
+    packages: tuple[str, ...] = ()
+    in_grid: bool = True
 
-    def why_absent(self) -> str | None:
+    def why_unavailable(self) -> str | None:
         try:
             self.load()
-        except Absent as reason:
+        except Unavailable as reason:
             return str(reason)
         return None
 
     def origin(self) -> str:
-        """Which build it is: they differ in speed."""
+        """Its build: builds differ in speed."""
         loaded = self.load()
         if isinstance(loaded, str):
             return loaded
-        if loaded.__name__.startswith(folder.FETCHED):
-            return f"fetched, {folder.WHEEL}"
+        if loaded.__name__.startswith(fetched.MODULE_PREFIX):
+            return f"fetched, {fetched.WHEEL}"
         return f"installed, {loaded.__name__} {getattr(loaded, '__version__', '')}".rstrip()
 
 
-def told(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """An error in one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
@@ -66,35 +73,37 @@ def told(error: BaseException) -> str:
 
 def require_gpu() -> None:
     if reason := gpu.why_not():
-        raise Absent(reason)
+        raise Unavailable(reason)
 
 
 def installed_or_fetched(
     package: str, wrapper: Path, load_fetched: Callable[[Path], ModuleType]
 ) -> ModuleType:
-    """The installed `package`, else what was fetched.
+    """The installed `package`, else the fetched one.
 
-    wrapper       the source file that is its interface, within the folder of peers
-    load_fetched  makes a module of that folder
+    wrapper       the source file of its interface, relative to the folder of fetched peers
+    load_fetched  loads the module from that folder
     """
     require_gpu()
     try:
         module = import_module(package)
-        if not _is_ours(module):
+        if not _is_drop_in(module):
             return module
-        missing = f"the {package} here is mlakit's own"
+        missing = f"the installed {package} is mlakit's drop-in"
     except PEER_ERRORS as error:
-        missing = told(error)
-    fetched = knobs.peers_folder()
-    if not (fetched / wrapper).is_file():
-        raise Absent(f"{missing}, and the folder {fetched} has none: mlakit bench --fetch-peers")
+        missing = one_line(error)
+    folder = knobs.peers_folder()
+    if not (folder / wrapper).is_file():
+        raise Unavailable(f"{missing}, and it is not in {folder}: run mlakit bench --fetch-peers")
     try:
-        return load_fetched(fetched)
+        return load_fetched(folder)
     except PEER_ERRORS as error:
-        raise Absent(f"{missing}, and the one in {fetched} does not load: {told(error)}") from error
+        raise Unavailable(
+            f"{missing}, and the one in {folder} does not load: {one_line(error)}"
+        ) from error
 
 
-def _is_ours(module: ModuleType) -> bool:
-    """Is it the drop-in of `mlakit.compat` under another name? One does not race oneself."""
+def _is_drop_in(module: ModuleType) -> bool:
+    """Whether it is `mlakit.compat` under the name of the library."""
     origin = getattr(getattr(module, "__spec__", None), "origin", None)
     return origin is not None and origin.startswith("mlakit.")

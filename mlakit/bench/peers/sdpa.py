@@ -1,4 +1,4 @@
-"""torch's scaled_dot_product_attention by cuDNN: expanded attention, requests of one length."""
+"""torch's scaled_dot_product_attention on cuDNN: expanded attention, equal lengths."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from mlakit.bench.peers.peer import Absent, Call, CannotTake, Peer, require_gpu
+from mlakit.bench.peers.peer import Call, Peer, Unavailable, Unsupported, require_gpu
 from mlakit.bench.problems import DenseDecode, DensePrefill, Problem, SparseDecode, SparsePrefill
 
 
 def load() -> str:
     require_gpu()
     if not torch.backends.cudnn.is_available():
-        raise Absent("this torch has no cuDNN")
+        raise Unavailable("this build of torch has no cuDNN")
     return f"cuDNN {torch.backends.cudnn.version()}"
 
 
@@ -24,15 +24,15 @@ def prepare(problem: Problem) -> Call:
             load()
             return dense_prefill(problem, SDPBackend.CUDNN_ATTENTION)
         case DenseDecode():
-            raise CannotTake("reads no pages")
+            raise Unsupported("does not support a paged cache")
         case SparsePrefill() | SparseDecode():
-            raise CannotTake("takes no lists of rows")
+            raise Unsupported("does not support sparse indices")
 
 
 def dense_prefill(problem: DensePrefill, backend: SDPBackend) -> Call:
     lengths = set(problem.starts.diff().tolist())
     if lengths != {problem.max_len}:
-        raise CannotTake(f"wants requests of one length, not of {sorted(lengths)}")
+        raise Unsupported(f"needs equal lengths, got {sorted(lengths)}")
     batch = len(problem.starts) - 1
     q, k, v = (
         each.unflatten(0, (batch, problem.max_len)).transpose(1, 2)
@@ -44,9 +44,9 @@ def dense_prefill(problem: DensePrefill, backend: SDPBackend) -> Call:
             out = scaled_dot_product_attention(
                 q, k, v, is_causal=problem.causal, scale=problem.softmax_scale
             )
-        return out.transpose(1, 2).flatten(0, 1)  # no copy: the result is laid out like q
+        return out.transpose(1, 2).flatten(0, 1)  # no copy: the result has the layout of q
 
     return call
 
 
-PEER = Peer("sdpa", load, prepare)
+PEER = Peer("sdpa", "torch's SDPA on cuDNN", load, prepare, in_grid=False)

@@ -24,7 +24,7 @@ from mlakit.cache import PagedLatentCache, PageTable, token_positions, token_slo
 from mlakit.formats import FORMATS, row_codec
 from mlakit.geometry import RowShape
 from mlakit.kernels.triton.configs import AppendConfig, pick_append_config
-from mlakit.workloads.stage import DTYPES
+from mlakit.workloads.inputs import DTYPES
 
 E4M3 = torch.float8_e4m3fn
 ROPES = ("interleaved", "half")

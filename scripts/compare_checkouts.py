@@ -1,14 +1,14 @@
-"""What a change is worth: decodes of several checkouts of mlakit, taking turns on one GPU.
+"""Compares the decode times of several checkouts of mlakit, interleaved on one GPU.
 
     git worktree add /tmp/before HEAD~1
-    python scripts/turns.py before=/tmp/before after=. --decode 128q1s4k,128 4q1s32k,128
+    python scripts/compare_checkouts.py before=/tmp/before after=. --decode 128q1s4k,128 4q1s32k,128
 
-A decode is a shape of `mlakit bench --shape`, heads, and in any order what is not as it usually is:
-the format of rows, `e4m3` for such queries, `page1` for pages of one row. A checkout may be
-followed by settings of its process: `NAME=FOLDER,VARIABLE=VALUE`. Each has a process of its own, in
-which every result is held to the oracle before it is timed: one call between two events, with a
-cold L2, the plan made before. What is printed is the median in microseconds, and its ratio to that
-of the first checkout.
+A decode is a shape of `mlakit bench --shape`, the number of heads, and optionally in any order: the
+cache format, `e4m3` for FP8 queries, `page1` for a page size of 1. Environment variables of a
+checkout's process may follow it: `NAME=FOLDER,VARIABLE=VALUE`. Each checkout runs in its own
+process, which compares every result with the oracle before it times one call between two events,
+with a cold L2 and a plan made before. The table shows the median in microseconds and the speedup
+over the first checkout.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-CALLS_A_TURN = 3  # of which the first, after another's turn, does not count
+CALLS = 3  # per measurement; the first one warms the caches and does not count
 READY = "ready"
 CONSOLE = Console()
 
@@ -59,10 +59,10 @@ class Checkout:
         assert self.process.stdout is not None
         line = self.process.stdout.readline().strip()
         if not line:
-            sys.exit(f"{self.name} ended before its turn; what it said is above")
+            sys.exit(f"{self.name} ended early; its output is above")
         return line
 
-    def turn(self, decode: int) -> list[float]:
+    def measure(self, decode: int) -> list[float]:
         """Microseconds of the calls that count."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{decode}\n")
@@ -71,7 +71,7 @@ class Checkout:
 
 
 def serve(decodes: Sequence[str]) -> None:
-    """In a checkout's own process: time the decode whose number is asked for, again and again."""
+    """In a checkout's own process: time the decode whose index is read from stdin, until EOF."""
     from mlakit.bench.gpu_timers import ColdGpu
 
     timer = ColdGpu()
@@ -79,14 +79,14 @@ def serve(decodes: Sequence[str]) -> None:
     for call in calls:
         for _ in range(timer.warm_ups):
             timer(call)
-    print(READY, flush=True)  # noqa: T201  # to the one who asks
+    print(READY, flush=True)  # noqa: T201  # the parent process reads it
     for line in sys.stdin:
-        times = [timer(calls[int(line)]) * 1e6 for _ in range(CALLS_A_TURN)]
+        times = [timer(calls[int(line)]) * 1e6 for _ in range(CALLS)]
         print(*times, flush=True)  # noqa: T201
 
 
 def _call(decode: str) -> Callable[[], object]:
-    """Held to the oracle."""
+    """The call of a decode, compared with the oracle."""
     import torch
 
     from mlakit.bench.decode import Decode
@@ -101,9 +101,14 @@ def _call(decode: str) -> Callable[[], object]:
             given["page_size"] = int(each.removeprefix("page"))
         else:
             given["format"] = each
-    contest = Decode(Batch.parse(shape), int(heads), **given).contest()
-    contest.gate()
-    return contest.ours
+    workload: Any = Decode(Batch.parse(shape), int(heads), **given)
+    if not hasattr(workload, "build_case"):  # a checkout from before these names
+        case = workload.contest()
+        case.gate()
+        return case.ours  # type: ignore[no-any-return]
+    case = workload.build_case()
+    case.check()
+    return case.call  # type: ignore[no-any-return]
 
 
 def compare(checkouts: Sequence[Checkout], decodes: Sequence[str], rounds: int) -> Table:
@@ -112,12 +117,12 @@ def compare(checkouts: Sequence[Checkout], decodes: Sequence[str], rounds: int) 
         table.add_column(f"{checkout.name}, us", justify="right")
     for number, decode in enumerate(decodes):
         times: dict[str, list[float]] = {checkout.name: [] for checkout in checkouts}
-        for turn in track(range(rounds), description=decode, console=CONSOLE, transient=True):
-            # the order is turned round each time: what comes first does not always
-            for checkout in checkouts[:: 1 if turn % 2 else -1]:
-                times[checkout.name] += checkout.turn(number)
+        for i in track(range(rounds), description=decode, console=CONSOLE, transient=True):
+            # the order alternates between rounds
+            for checkout in checkouts[:: 1 if i % 2 else -1]:
+                times[checkout.name] += checkout.measure(number)
         medians = [median(each) for each in times.values()]
-        table.add_row(decode, *(f"{each:.1f} ({each / medians[0]:.3f})" for each in medians))
+        table.add_row(decode, *(f"{each:.1f} ({medians[0] / each:.3f}x)" for each in medians))
     return table
 
 
@@ -134,7 +139,7 @@ def main() -> None:
         serve(asked.decode)
         return
     if not asked.checkouts:
-        parser.error("name a checkout at least")
+        parser.error("name at least one checkout")
     checkouts = [Checkout.start(text, asked.decode) for text in asked.checkouts]
     try:
         for checkout in checkouts:

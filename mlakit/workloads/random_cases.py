@@ -1,8 +1,8 @@
-"""Random cases of every op, from anything that gives whole numbers: a seed, or a test framework.
+"""Random cases of every op, from a source of random integers: a seed, or hypothesis.
 
-Problems are small, and unusual in every way the contract allows. With `model_widths` rows and heads
-have the widths of models and pages usual sizes, so that few kernels have to be compiled; lengths,
-heads, masks, formats and all the rest stay random.
+Problems are small and use everything that the contract allows. With `model_widths` rows and heads
+have the dimensions of real models and pages have common sizes, so that few kernels are compiled;
+lengths, heads, masks, formats and the rest stay random.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ USUAL_PAGES = (1, 16, 64)
 
 
 class Draw(ABC):
-    """Where choices come from. A low number is the simpler choice."""
+    """A source of random choices. A low number is the simpler choice."""
 
     def __init__(self, *, model_widths: bool = False) -> None:
         self.model_widths = model_widths
 
     @abstractmethod
     def integer(self, low: int, high: int) -> int:
-        """Of [low, high], both ends included."""
+        """In [low, high], inclusive."""
 
     def choice(self, options: Sequence[T]) -> T:
         return options[self.integer(0, len(options) - 1)]
@@ -63,10 +63,10 @@ class SeededDraw(Draw):
         return self._random.randint(low, high)
 
 
-def draw_case(draw: Draw, kind: type[Case], backend: str = "") -> Case:
-    """A case of `kind`; those with a cache have any format.
+def random_case(draw: Draw, kind: type[Case], backend: str = "") -> Case:
+    """A case of `kind`, with a random format if it has a cache.
 
-    backend  with kernels for few problems: the case is one of these
+    backend  if its kernels support few problems: a case that they support
     """
     if (backend, kind) in SPECIALISED:
         return SPECIALISED[backend, kind](draw)
@@ -76,17 +76,19 @@ def draw_case(draw: Draw, kind: type[Case], backend: str = "") -> Case:
 
 
 def _common(draw: Draw) -> dict[str, Any]:
-    # 64 MiB hold all of a small problem; with 1 MiB kernels have to work in tiles
+    # 64 MiB hold a whole small problem; with 1 MiB kernels work in tiles
     workspace = draw.choice((1, 64))
     return {"seed": draw.integer(0, 2**31), "padded": draw.flip(), "workspace_mib": workspace}
 
 
 def _cached(draw: Draw, format: Format) -> dict[str, Any]:
-    """Rows of any shape that the format can hold."""
+    """Rows of any shape that the format supports."""
     if draw.model_widths or draw.integer(0, 7) == 7:
         rank, rope, v_width = draw.choice(MODEL_ROWS)
     else:
-        step = 1 if format in (*PLAIN, "fp8") else 4  # scales and halves among bytes are aligned
+        step = (
+            1 if format in (*PLAIN, "fp8") else 4
+        )  # scales and 16-bit columns in FP8 rows are aligned
         rank = draw.choice((16, 28, 32, 132)) if draw.flip() else step * draw.integer(1, 10)
         rope = 2 * draw.integer(0, 4)
         v_width = draw.choice((0, rank + rope, max(rank // 2, 1)))
@@ -113,7 +115,7 @@ def _query_dtype(draw: Draw, format: Format) -> str:
 def _lengths(
     draw: Draw, page_size: int = 1, longest: int = 200, most_queries: int = 5
 ) -> dict[str, Any]:
-    """kv_lens and q_lens; often a last page that is full or has one token, at times none at all."""
+    """kv_lens and q_lens; often the last page is full or has one token, sometimes there is none."""
     pages = draw.integer(1, max(longest // page_size, 1))
     known = (1, pages * page_size, pages * page_size + 1, 0)
     queries = (1, 1, 1, 2, most_queries, 0)
@@ -152,7 +154,7 @@ def _scheduled(draw: Draw) -> dict[str, Any]:
         case "balanced":
             return {"num_workers": draw.integer(1, 7), "tile": tile}
         case "fixed":
-            # splits of a few keys only take time
+            # smaller splits only take time
             return {"num_workers": draw.integer(1, 7), "tile": tile, "fixed_split": max(tile, 32)}
         case _:
             return {}
@@ -221,7 +223,7 @@ def decode_case(draw: Draw, format: Format) -> DecodeCase:
 
 
 def _plain_decode_case(draw: Draw, format: Format) -> DecodeCase:
-    """As engines call it: a kernel for one architecture would hardly meet a case that it takes."""
+    """A call as in an engine: other random cases are rarely supported by the Hopper kernels."""
     rank, rope, _ = MODEL_ROWS[0]
     splits: dict[str, Any] = {}
     if draw.flip():
@@ -349,13 +351,12 @@ def matmul_case(draw: Draw) -> BatchedMatmulCase:
     )
 
 
-# ops with a cache: a case for one format of it
 def hopper_decode_case(draw: Draw) -> DecodeCase:
-    """What the Gluon kernel takes, of few configurations, so that few have to be compiled."""
+    """A case for the Hopper kernels, in few configurations to limit compilation."""
     batch = draw.choice((1, 2, 3, 8, 40, 150))
     longest = draw.choice((130, 700, 3000)) if batch > 3 else draw.choice((130, 3000, 20000))
     q_lens = tuple(draw.choice((1, 1, 1, 1, 2, 4, 0)) for _ in range(batch))
-    # one at least has keys: a pool without pages is not for this kernel
+    # the first request has keys: the kernels do not support a pool without pages
     ends = tuple(draw.integer(1 if request == 0 else 0, longest) for request in range(batch))
     whole = tuple(-(-end // 64) * 64 for end in ends)
     tile = draw.choice((64, 128))
@@ -386,6 +387,7 @@ def hopper_decode_case(draw: Draw) -> DecodeCase:
 SPECIALISED: dict[tuple[str, type[Case]], Callable[[Draw], Case]] = {
     ("hopper", DecodeCase): hopper_decode_case,
 }
+# ops with a cache: a case for one format
 CACHED: dict[type[Case], Callable[[Draw, Format], Case]] = {
     AppendCase: append_case,
     DecodeCase: decode_case,

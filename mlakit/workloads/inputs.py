@@ -1,4 +1,4 @@
-"""Where the tensors of a trial stand: drawn from a seed, surrounded by poison, watched."""
+"""The tensors of a trial: seeded, surrounded by poison, and checked for writes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ GUARD = 64  # elements of poison before and after a packed tensor
 PAD_BYTES = 16  # poison between the rows of a padded one
 
 
-class Stage:
-    """Draws on the CPU, so that every device sees the same numbers, and places on `device`. With
-    `draws_there` it draws on the device itself: other numbers, in a fraction of the time.
+class Inputs:
+    """Makes random numbers on the CPU, the same for every device, and copies them to `device`. With
+    `draws_there` the device makes them: other numbers, much faster.
 
-    A tensor placed here lies in memory of its own that is poison everywhere else: before and after
-    it and, when `padded`, between its rows. `assert_only_written` compares all of that memory.
+    Each tensor has its own memory, which is poison before and after it and, if `padded`, between
+    its rows. `assert_only_written` compares all of that memory.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class Stage:
         return torch.rand(shape, generator=self.generator, device=self.drawn_on)
 
     def queries(self, tokens: int, heads: int, width: int) -> Tensor:
-        """Normal numbers; heads differ in size, so that some attend broadly and some sharply."""
+        """Normal numbers; heads differ in magnitude: some attend broadly, some sharply."""
         return self.normal(tokens, heads, width) * self.uniform(-2, 1, heads, 1).exp2()
 
     def sink(self, kind: str, heads: int) -> Tensor | None:
-        """ "": none. "finite": logits that matter. "mixed": some heads have -inf, some +inf."""
+        """ "": none. "finite": logits of the size of scores. "mixed": also -inf and +inf heads."""
         if not kind:
             return None
         sink = 2 * self.normal(heads) + 2
@@ -90,19 +90,19 @@ class Stage:
         return self.place(name, torch.tensor(list(values), dtype=dtype, device="cpu"))
 
     def result(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A poisoned tensor that the op is given to write to."""
+        """A poisoned tensor for the op to write to."""
         view = self._enclosed(name, shape, dtype)
         self.allow(name, view)
         return view
 
     def watch(self, name: str, memory: Tensor) -> None:
-        """Have `memory`, contiguous, compared after the call."""
+        """Compare `memory`, contiguous, after the call."""
         if name in self._memory:
-            raise ValueError(f"Stage: there is a {name} already")
+            raise ValueError(f"Inputs: {name} exists already")
         self._memory[name] = memory
 
     def allow(self, name: str, view: Tensor, rows: tuple[Tensor | int, ...] = ()) -> None:
-        """Let the op write to `view`, a view of the memory of `name`: to all of it, or to `rows`.
+        """Allow writes to `view`, a view of the memory of `name`: to all of it, or to `rows`.
 
         rows  an index into the leading axes of `view`
         """
@@ -117,7 +117,7 @@ class Stage:
         return snapshot(**self._memory)
 
     def assert_only_written(self, before: Snapshot) -> None:
-        """Assert that since `before` only what `allow` names was written to."""
+        """Assert that only memory named by `allow` was written since `before`."""
         assert_unchanged(before, written=self._writable)
 
     def _enclosed(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

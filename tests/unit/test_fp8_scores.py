@@ -1,4 +1,4 @@
-"""The naive run of FP8 scores: stored values are multiplied and accumulated as hardware does."""
+"""The naive run of FP8 scores: products of stored values with the hardware's accumulation."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ import pytest
 import torch
 
 from mlakit.geometry import RowShape
-from mlakit.workloads import DecodeCase, byte_scores
+from mlakit.workloads import DecodeCase, fp8_scores
+from mlakit.workloads.inputs import Inputs
 from mlakit.workloads.paged import Pool
-from mlakit.workloads.stage import Stage
 
 ROW = RowShape(512, 64)
-FORMATS = pytest.mark.parametrize("format", byte_scores.FORMATS)
+FORMATS = pytest.mark.parametrize("format", fp8_scores.FORMATS)
 E4M3 = torch.float8_e4m3fn
 
 
 def stored_rows(format: str, tensor_scale: float = 0.3) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows, units)"""
+    """(rows, row_scales)"""
     case = DecodeCase(
         format=format, kv_lora_rank=512, qk_rope_head_dim=64, tensor_scale=tensor_scale
     )
-    stage = Stage("cpu", seed=1, padded=False)
-    pool: Pool = case.pool(stage, "cache", 3)
+    inputs = Inputs("cpu", seed=1, padded=False)
+    pool: Pool = case.pool(inputs, "cache", 3)
     slots = torch.arange(40)
-    rows = pool.write(slots, stage.normal(40, 576) * torch.logspace(-3, 3, 40)[:, None])
-    return rows, pool.units(slots)
+    rows = pool.write(slots, inputs.normal(40, 576) * torch.logspace(-3, 3, 40)[:, None])
+    return rows, pool.row_scales(slots)
 
 
 @FORMATS
-def test_row_scales_are_what_stored_numbers_were_multiplied_with(format):
-    rows, units = stored_rows(format)
-    stored = (rows / units[:, None]).float()
+def test_row_scales_times_stored_values_are_the_rows(format):
+    rows, row_scales = stored_rows(format)
+    stored = (rows / row_scales[:, None]).float()
     assert torch.equal(stored[:, :512], stored[:, :512].to(E4M3).float())
     rope_dtype = E4M3 if format == "fp8" else torch.bfloat16
     assert torch.equal(stored[:, 512:], stored[:, 512:].to(rope_dtype).float())
@@ -40,9 +40,9 @@ def test_row_scales_are_what_stored_numbers_were_multiplied_with(format):
 
 @FORMATS
 def test_scores_lose_what_the_hardware_does_not_keep(format):
-    rows, units = stored_rows(format)
+    rows, row_scales = stored_rows(format)
     q = torch.randn(16, 576, generator=torch.Generator().manual_seed(0)).to(E4M3).double()
-    got = byte_scores.byte_scores(q, rows, units, ROW, format)
+    got = fp8_scores.fp8_qk_scores(q, rows, row_scales, ROW, format)
     exact = q @ rows.T
     error = (got - exact).abs() / (q.norm(dim=-1)[:, None] * rows.norm(dim=-1))
     assert 2.0**-20 < error.max() < 2.0**-11
@@ -52,12 +52,12 @@ def test_what_the_docs_say_of_the_error_of_a_score():
     """Normal numbers, DeepSeek's softmax scale, rows with their own scales."""
     own = torch.Generator().manual_seed(0)
     q, k = torch.randn(64, 576, generator=own), torch.randn(1024, 576, generator=own)
-    units = k.abs().amax(1).double() / 448
-    stored, bytes_of_q = (k.double() / units[:, None]).to(E4M3).double(), q.to(E4M3).double()
-    rows = stored * units[:, None]
+    row_scales = k.abs().amax(1).double() / 448
+    stored, bytes_of_q = (k.double() / row_scales[:, None]).to(E4M3).double(), q.to(E4M3).double()
+    rows = stored * row_scales[:, None]
     scores = bytes_of_q @ rows.T / 192**0.5
     assert 6 < scores.abs().max() < 9
-    lost = byte_scores.byte_scores(bytes_of_q, rows, units, ROW, "fp8") / 192**0.5 - scores
+    lost = fp8_scores.fp8_qk_scores(bytes_of_q, rows, row_scales, ROW, "fp8") / 192**0.5 - scores
     assert 0.0006 < lost.square().mean().sqrt() < 0.001
     assert 0.005 < lost.abs().max() < 0.025
     rounded = (bytes_of_q - q.double()) @ k.double().T / 192**0.5
@@ -67,10 +67,10 @@ def test_what_the_docs_say_of_the_error_of_a_score():
 
 @FORMATS
 def test_rows_of_zeros_have_scores_of_zero(format):
-    rows, units = stored_rows(format)
-    rows[3], units[3] = 0.0, 0.0
+    rows, row_scales = stored_rows(format)
+    rows[3], row_scales[3] = 0.0, 0.0
     q = torch.ones(2, 576).double()
-    got = byte_scores.byte_scores(q, rows, units, ROW, format)
+    got = fp8_scores.fp8_qk_scores(q, rows, row_scales, ROW, format)
     assert torch.equal(got[:, 3], torch.zeros(2))
     assert got.isfinite().all()
 
@@ -79,16 +79,16 @@ def test_only_the_m64_fp8_qk_kernel_of_hopper_accumulates_fp8():
     problem = {"format": "fp8", "q_dtype": "e4m3", "heads": 128}
     with mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)):
         cuda = torch.device("cuda")
-        assert byte_scores.adds_bytes(cuda, "auto", **problem)
-        assert byte_scores.adds_bytes(cuda, "hopper", **problem)
-        assert byte_scores.adds_bytes(cuda, "hopper:m64_fp8_qk", **{**problem, "heads": 8})
-        assert not byte_scores.adds_bytes(cuda, "hopper:small_m_fp8_kv", **problem)
-        assert not byte_scores.adds_bytes(cuda, "triton", **problem)
-        assert not byte_scores.adds_bytes(torch.device("cpu"), "auto", **problem)
+        assert fp8_scores.uses_fp8_qk(cuda, "auto", **problem)
+        assert fp8_scores.uses_fp8_qk(cuda, "hopper", **problem)
+        assert fp8_scores.uses_fp8_qk(cuda, "hopper:m64_fp8_qk", **{**problem, "heads": 8})
+        assert not fp8_scores.uses_fp8_qk(cuda, "hopper:small_m_fp8_kv", **problem)
+        assert not fp8_scores.uses_fp8_qk(cuda, "triton", **problem)
+        assert not fp8_scores.uses_fp8_qk(torch.device("cpu"), "auto", **problem)
         for other in ({"format": "fp8_block128"}, {"q_dtype": "bf16"}, {"heads": 32}):
-            assert not byte_scores.adds_bytes(cuda, "auto", **{**problem, **other})
+            assert not fp8_scores.uses_fp8_qk(cuda, "auto", **{**problem, **other})
     with mock.patch("torch.cuda.get_device_capability", return_value=(10, 0)):
-        assert not byte_scores.adds_bytes(cuda, "auto", **problem)
+        assert not fp8_scores.uses_fp8_qk(cuda, "auto", **problem)
 
 
 @FORMATS
@@ -102,7 +102,7 @@ def test_the_tolerance_allows_what_the_hardware_loses_and_no_more(format, loss):
     trial = case.trial("cpu")
     out, lse = trial.call("cpu")
     noise = torch.randn(lse.shape, generator=torch.Generator().manual_seed(0)) * loss
-    with mock.patch.object(DecodeCase, "adds_bytes", return_value=True):
+    with mock.patch.object(DecodeCase, "uses_fp8_qk", return_value=True):
         trial.check((out, lse))
         if loss > 2.0**-8:
             with pytest.raises(AssertionError, match="lse"):

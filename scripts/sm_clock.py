@@ -1,15 +1,15 @@
-"""The clock of SMs during decodes of many heads over bf16 rows, and how many cycles they take.
+"""Measures the SM clock and the cycles of a CTA during `m64_bf16` decodes.
 
-    python scripts/clocks.py                      pages as `mlakit bench decode` has them
-    python scripts/clocks.py --rows zeros         a cache and queries of zeros
-    python scripts/clocks.py --rows halved        a CTA loads only half of each row
-    python scripts/clocks.py --rows absent        or nothing: both give wrong results
-    python scripts/clocks.py --checkout FOLDER    the kernel of another checkout, whose own script
-                                                  is needed where its text is another
-    python scripts/clocks.py --rest 50            so many milliseconds before each call
+    python scripts/sm_clock.py                      random rows, as in `mlakit bench decode`
+    python scripts/sm_clock.py --rows zeros         a cache and queries of zeros
+    python scripts/sm_clock.py --rows halved        a CTA loads only half of each row
+    python scripts/sm_clock.py --rows absent        a CTA loads nothing; both give wrong results
+    python scripts/sm_clock.py --checkout FOLDER    the kernel of another checkout; use its own
+                                                    script if its kernel differs
+    python scripts/sm_clock.py --rest 50            wait 50 milliseconds before each call
 
-In a copy of the package `m64_bf16` is made to write, in every CTA, the SM's clock and
-the GPU's when it begins and when it ends. Needs a Hopper GPU.
+Copies the package and patches `m64_bf16` in the copy: every CTA writes the SM clock and the global
+timer at its start and end. Needs a Hopper GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rich.table import Table
 SHAPES = ("128q1s4k", "128q2s4k", "64q1s16k", "1q1s64k")
 HEADS = 128
 CALLS = 40
-ADDRESS = "MLAKIT_CLOCKS"  # of what CTAs write: four numbers each
+ADDRESS = "MLAKIT_CLOCKS"  # of the buffer that CTAs write to: four numbers each
 KERNEL = "mlakit/kernels/hopper/decode/m64_bf16.py"
 LOADS_FILE = "mlakit/kernels/hopper/decode/m64_bf16_loads.py"
 WRITE = f'''import os
@@ -40,7 +40,7 @@ CLOCKS = gl.constexpr(int(os.environ["{ADDRESS}"]))
 
 @gluon.jit
 def _write_clocks(FIRST: gl.constexpr):
-    """The SM's, in cycles, and the GPU's, in nanoseconds."""
+    """The SM clock in cycles and the global timer in nanoseconds."""
     cycles = gl.inline_asm_elementwise(
         "mov.u64 $0, %clock64;", "=l", [], dtype=gl.int64, is_pure=False, pack=1
     )
@@ -97,13 +97,13 @@ def _change(path: Path, changes: dict[str, str]) -> None:
     source = path.read_text()
     for old, new in changes.items():
         if source.count(old) != 1:
-            sys.exit(f"{path} must hold this once, and does {source.count(old)} times:\n{old}")
+            sys.exit(f"{path} must contain this once, found {source.count(old)} times:\n{old}")
         source = source.replace(old, new)
     path.write_text(source)
 
 
 def measure(rows: str, rest_ms: float) -> Table:
-    """In a process of its own, which finds the copy as `mlakit`."""
+    """Runs in a process that imports the copy as `mlakit`."""
     import torch
 
     clocks = torch.zeros(4 * 1024, dtype=torch.int64, device="cuda")
@@ -116,16 +116,16 @@ def measure(rows: str, rest_ms: float) -> Table:
     timer = ColdGpu()
     table = Table("decode", "us", "GHz", "cycles of a CTA", title=f"rows: {rows}")
     for shape in SHAPES:
-        contest = Decode(Batch.parse(shape), HEADS).contest()
+        case = Decode(Batch.parse(shape), HEADS).build_case()
         if rows == "zeros":
-            assert isinstance(contest.problem, DenseDecode)
-            contest.problem.pages.zero_()
-            contest.problem.q.zero_()
+            assert isinstance(case.problem, DenseDecode)
+            case.problem.pages.zero_()
+            case.problem.q.zero_()
         times, speeds, lengths = [], [], []
         for _ in range(CALLS):
             sleep(rest_ms / 1e3)
             clocks.zero_()
-            times.append(timer(contest.ours) * 1e6)
+            times.append(timer(case.call) * 1e6)
             written = clocks.view(-1, 4)[clocks.view(-1, 4)[:, 3] > 0].double()
             cycles, nanoseconds = written[:, 2] - written[:, 0], written[:, 3] - written[:, 1]
             speeds.append(float((cycles / nanoseconds).median()))

@@ -1,7 +1,8 @@
-"""Holding results to the oracle before they are timed.
+"""Compares results with the float64 oracle before they are timed.
 
-mlakit is judged row by row, with the budget of `assert_matches`. A peer is judged as FlashMLA
-judges itself, more loosely: it shows that the peer computes the same thing, not how well.
+mlakit is compared row by row, within the tolerance of `assert_matches`. A peer is compared as
+FlashMLA's own tests do, with a looser tolerance: it shows that the peer computes the same function,
+not how precisely.
 """
 
 from __future__ import annotations
@@ -20,24 +21,26 @@ RELATIVE_ERROR = 2e-2  # of the largest element
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """What the oracle gives for some rows of the first axis of a call's results."""
+    """The oracle's results for some rows of the first axis of a call's results."""
 
     label: str
     rows: slice
-    exact: Sequence[Tensor]  # float64, one for each result that is judged
+    exact: Sequence[Tensor]  # float64, one per result
     naive: Sequence[Tensor]  # the same in float32
 
 
-def hold(names: Sequence[str], results: Sequence[Tensor], samples: Iterable[Sample]) -> None:
-    """Assert that the results are what the oracle gives, up to their precision."""
+def assert_correct(
+    names: Sequence[str], results: Sequence[Tensor], samples: Iterable[Sample]
+) -> None:
+    """Assert that the sampled rows of the results match the oracle."""
     for sample in samples:
-        judged = zip(names, results, sample.exact, sample.naive, strict=True)
-        for name, result, exact, naive in judged:
+        compared = zip(names, results, sample.exact, sample.naive, strict=True)
+        for name, result, exact, naive in compared:
             assert_matches(f"{name} of {sample.label}", result[sample.rows], exact, naive)
 
 
-def fault(output: object, samples: Iterable[Sample]) -> str | None:
-    """What is wrong with a peer's first result; None if it computes what the oracle does."""
+def peer_error(output: object, samples: Iterable[Sample]) -> str | None:
+    """What is wrong with a peer's first result; None if it matches the oracle."""
     if not isinstance(output, Tensor):
         return f"returned {type(output).__name__}, not a tensor"
     for sample in samples:
@@ -49,7 +52,7 @@ def fault(output: object, samples: Iterable[Sample]) -> str | None:
             return f"returned shape {tuple(output.shape)}, too few rows"
         cosine = 1 - 2 * (got * exact).sum() / (got.square() + exact.square()).sum()
         error = (got - exact).abs().amax() / exact.abs().amax()
-        # not `>`: what became NaN is wrong
+        # not `>`: NaN is wrong
         if not bool((cosine <= COSINE_DIFFERENCE) & (error <= RELATIVE_ERROR)):
             return (
                 f"is wrong on {sample.label}: cosine difference {float(cosine):.1e}, "
@@ -58,8 +61,8 @@ def fault(output: object, samples: Iterable[Sample]) -> str | None:
     return None
 
 
-def spread_out(count: int, wanted: int) -> list[int]:
-    """About `wanted` of `count` places: both ends, and some evenly between."""
+def evenly_spaced(count: int, wanted: int) -> list[int]:
+    """About `wanted` indices below `count`: both ends, and some evenly between."""
     if count <= wanted:
         return list(range(count))
     return sorted({round(x) for x in torch.linspace(0, count - 1, wanted).tolist()})

@@ -1,14 +1,13 @@
-"""A model of the barriers of `m64_bf16`: its warpgroups run in random orders. Does one read too
-early, or overwrite what another still reads, or do all wait? Every second order has a third
-warpgroup, the gather producer.
+"""Checks the barriers of `m64_bf16` in a model whose warpgroups run in random orders.
 
-    python scripts/seesaw_orders.py            20000 orders of the protocol as it is
-    python scripts/seesaw_orders.py --broken   the same with mistakes in it, which must be found
+    python scripts/check_seesaw_barriers.py            20000 orders of the protocol
+    python scripts/check_seesaw_barriers.py --mutate   mutations of it, which must all be found
 
-The model changes with the kernel. A warpgroup is a generator that yields wherever another may run,
-and yields (barrier, phase) where it waits. Loads land at random times. A wgmma reads its operands
-from its issue until it is waited for. A buffer holds a label of what was written to it, which every
-read checks.
+An error is a read before its copy has landed, an overwrite of data that is still read, or a
+deadlock. Every second order has a gather producer as third warpgroup. The model follows the kernel:
+change both together. A warpgroup is a generator that yields where another may run, and yields
+(barrier, phase) where it waits. Copies land at random times. A wgmma reads its operands from its
+issue until it is waited for. A buffer holds a label of its contents, which every read checks.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ Steps = Generator[tuple[str, int] | None, None, None]
 Reads = list[tuple[str, Hashable]]
 Label = tuple[int, int]  # work tile, pair of blocks
 ORDERS = 20_000
-LANDING = -1  # of a copy, beside what warpgroups do
-MISTAKES = {
-    "one smem tile for the rotated queries of both": "q_rope",
-    "the right half of an even block reloaded before its values are added": "reload",
-    "the next tile's queries loaded before the other warpgroup finished this one": "queries",
-    "the second block of a pair loaded before the first": "gather_producer",
-    "a part loaded before it is empty": "free",
+LANDING = -1  # a copy lands instead of a warpgroup running
+MUTATIONS = {
+    "both warpgroups share one smem tile of rope queries": "q_rope",
+    "the right half of an even block is reloaded before its PV product": "reload",
+    "the next tile's queries are loaded before the other warpgroup finishes this tile": "queries",
+    "the second block of a pair is loaded before the first": "gather_producer",
+    "a part is loaded before it is empty": "free",
 }
 CONSOLE = Console()
 
 
 class OrderError(Exception):
-    """What no order may lead to: a race or a deadlock."""
+    """A race or a deadlock."""
 
 
 @dataclass
@@ -52,7 +51,7 @@ class Buffer:
 class Barrier:
     phase: int = 0
     has_arrived: bool = False
-    copies: int = 0  # that are still to land
+    copies: int = 0  # still in flight
 
     def settle(self) -> None:
         if self.has_arrived and self.copies == 0:
@@ -62,11 +61,11 @@ class Barrier:
 
 @dataclass
 class Cta:
-    """A CTA with so many pairs of blocks in each work tile."""
+    """A CTA; `tiles` has the number of block pairs of each work tile."""
 
     random: Random
     tiles: Sequence[int]
-    mistake: str = ""
+    mutation: str = ""
     has_gather: bool = False
     buffers: dict[str, Buffer] = field(default_factory=dict)
     barriers: dict[str, Barrier] = field(default_factory=dict)
@@ -88,16 +87,16 @@ class Cta:
         barrier.has_arrived = True
         barrier.settle()
 
-    def load(self, barrier: str, *boxes: tuple[str, Hashable]) -> None:
-        """Or release the part to the gather producer."""
+    def load(self, barrier: str, *copies: tuple[str, Hashable]) -> None:
+        """Start a copy, or release the part to the gather producer."""
         if self.has_gather and barrier != "q":
             self.arrive(f"{barrier} empty")
         else:
-            self.copy(barrier, *boxes)
+            self.copy(barrier, *copies)
 
-    def copy(self, barrier: str, *boxes: tuple[str, Hashable]) -> None:
-        self.barrier(barrier).copies += len(boxes)
-        for name, label in boxes:
+    def copy(self, barrier: str, *copies: tuple[str, Hashable]) -> None:
+        self.barrier(barrier).copies += len(copies)
+        for name, label in copies:
             self._own(name).is_being_written = True
             self.in_flight.append((barrier, name, label))
         self.arrive(barrier)
@@ -140,7 +139,7 @@ def even(cta: Cta) -> Steps:
     _load_even(p, 0)
     yield None
     p.load("left_odd", ("K1 left", (0, 0)))
-    first = 0  # pairs of the work tiles before
+    first = 0  # pairs in the previous work tiles
     for tile, num_pairs in enumerate(p.tiles):
         yield "q", tile % 2
         p.read("p_even", ("q", tile))
@@ -153,7 +152,7 @@ def even(cta: Cta) -> Steps:
             yield from _even_pair(p, (tile, pair), (first + pair) % 2, pair == num_pairs - 1)
         p.store("sum_even", tile)
         p.arrive("sum_even")
-        if p.mistake != "queries":
+        if p.mutation != "queries":
             yield "sum_odd", tile % 2
         if tile + 1 < len(p.tiles):
             _load_even(p, tile + 1)
@@ -170,7 +169,7 @@ def even(cta: Cta) -> Steps:
 
 
 def _even_pair(p: Cta, now: Label, parity: int, is_last: bool) -> Steps:
-    """A pair of blocks, and the scores of the next one."""
+    """A pair of blocks, and the scores of the next pair."""
     then = now[0], now[1] + 1
     if not is_last:
         p.load("rope_even", ("K0 rope", then))
@@ -182,7 +181,7 @@ def _even_pair(p: Cta, now: Label, parity: int, is_last: bool) -> Steps:
     p.arrive("p_even")
     yield None
     if is_last:
-        p.store("K0 left", now)  # its rows past the end become zeros
+        p.store("K0 left", now)  # zeroes the rows past the end
     yield "scores_odd", parity
     values = p.begin(("K0 left", now))
     yield None
@@ -220,7 +219,7 @@ def odd(cta: Cta) -> Steps:
     first = 0
     for tile, num_pairs in enumerate(p.tiles):
         yield "q", tile % 2
-        p.read("p_even" if p.mistake == "q_rope" else "p_odd", ("q", tile))
+        p.read("p_even" if p.mutation == "q_rope" else "p_odd", ("q", tile))
         yield None
         scores = yield from _odd_scores(p, (tile, 0), first % 2)
         yield None
@@ -242,7 +241,7 @@ def odd(cta: Cta) -> Steps:
 
 
 def _odd_pair(p: Cta, now: Label, parity: int, is_last: bool) -> Steps:
-    """Likewise."""
+    """The same for the odd warpgroup."""
     then = now[0], now[1] + 1
     if not is_last:
         p.load("rope_odd", ("K1 rope", then))
@@ -259,7 +258,7 @@ def _odd_pair(p: Cta, now: Label, parity: int, is_last: bool) -> Steps:
     p.store("p_odd", now)
     p.arrive("p_odd")
     yield None
-    if p.mistake == "reload" and not is_last:
+    if p.mutation == "reload" and not is_last:
         p.load("right_even", ("K0 right", then))
     p.end(values)
     yield None
@@ -267,7 +266,7 @@ def _odd_pair(p: Cta, now: Label, parity: int, is_last: bool) -> Steps:
         p.store("K1 right", now)
     values = p.begin(("K1 right", now))
     yield None
-    if p.mistake != "reload" and not is_last:
+    if p.mutation != "reload" and not is_last:
         p.load("right_even", ("K0 right", then))
     yield None
     p.end(values)
@@ -284,14 +283,14 @@ def gather_producer(cta: Cta) -> Steps:
     """As `gather_producer`."""
     p = cta
     blocks = [("K0", "even"), ("K1", "odd")]
-    if p.mistake == "gather_producer":
+    if p.mutation == "gather_producer":
         blocks.reverse()
     phase = 0
     for tile, num_pairs in enumerate(p.tiles):
         for pair in range(num_pairs):
             for block, name in blocks:
                 for part in ("rope", "left", "right"):
-                    if p.mistake != "free":
+                    if p.mutation != "free":
                         yield f"{part}_{name} empty", phase
                     p.copy(f"{part}_{name}", (f"{block} {part}", (tile, pair)))
                     yield None
@@ -339,12 +338,12 @@ def _odd_scores(
     return reads
 
 
-def run(seed: int, mistake: str = "") -> None:
-    """One order. Raises `OrderError`."""
+def run(seed: int, mutation: str = "") -> None:
+    """Run one order. Raises `OrderError`."""
     random = Random(seed)
     tiles = [random.choice([1, 1, 2, 3, 4, 5]) for _ in range(random.choice([1, 2, 3, 4]))]
-    cta = Cta(random, tiles, mistake, has_gather=seed % 2 == 1)
-    # now and then one of them, or the copies, are much quicker or slower than the rest
+    cta = Cta(random, tiles, mutation, has_gather=seed % 2 == 1)
+    # in some orders one warpgroup, or the copies, are much faster or slower
     copies, *speeds = random.choice(
         [(1, 1, 1, 1), (1, 8, 1, 1), (1, 1, 8, 1), (1, 1, 1, 8), (8, 1, 1, 1), (1, 9, 9, 9)]
     )
@@ -359,7 +358,7 @@ def run(seed: int, mistake: str = "") -> None:
             ready.append(LANDING)
             weights.append(copies)
         if not ready:
-            raise OrderError(f"all wait: {list(waits.values())}")
+            raise OrderError(f"deadlock: {list(waits.values())}")
         who = random.choices(ready, weights)[0]
         if who == LANDING:
             cta.land()
@@ -375,26 +374,26 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--orders", type=int, default=ORDERS)
-    parser.add_argument("--broken", action="store_true")
+    parser.add_argument("--mutate", action="store_true")
     asked = parser.parse_args()
-    if not asked.broken:
+    if not asked.mutate:
         for seed in track(range(asked.orders), description="orders", console=CONSOLE):
             try:
                 run(seed)
             except OrderError as error:
                 sys.exit(f"order {seed}: {error}")
-        CONSOLE.print(f"{asked.orders} orders, nothing wrong.")
+        CONSOLE.print(f"{asked.orders} orders, no error.")
         return
-    for name, mistake in MISTAKES.items():
-        found = sum(is_wrong(seed, mistake) for seed in range(asked.orders // 10))
-        CONSOLE.print(f"{name}: noticed in {found} of {asked.orders // 10} orders")
+    for name, mutation in MUTATIONS.items():
+        found = sum(finds_error(seed, mutation) for seed in range(asked.orders // 10))
+        CONSOLE.print(f"{name}: found in {found} of {asked.orders // 10} orders")
         if found == 0:
             sys.exit(1)
 
 
-def is_wrong(seed: int, mistake: str) -> bool:
+def finds_error(seed: int, mutation: str) -> bool:
     try:
-        run(seed, mistake)
+        run(seed, mutation)
     except OrderError:
         return True
     return False

@@ -1,4 +1,4 @@
-"""Random launches of few configurations, so that few kernels have to be compiled for thousands."""
+"""Random launches in few configurations: thousands of launches compile few kernels."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from mlakit.formats import Format
 from mlakit.workloads.case import Case
 from mlakit.workloads.decode_launch import DecodeLaunch
-from mlakit.workloads.draw import Draw
+from mlakit.workloads.random_cases import Draw
 
 EDGES = (0, 1, 63, 64, 65)
 LONGEST = 4000
-# keys of a batch, padded to its longest request: a GPU judges such a problem in a millisecond
+# keys of a batch, padded to its longest request: a GPU checks such a problem in a millisecond
 GPU_KEYS = 12_000
 CPU_KEYS = 400
-GPU_BATCHES = (1, 2, 3, 4, 7, 8, 30, 32)  # of few powers of two, for which plans are compiled
+GPU_BATCHES = (1, 2, 3, 4, 7, 8, 30, 32)  # few distinct powers of two: plans are compiled for these
 CPU_BATCHES = (1, 2, 3)
 GPU_WORKERS = 132
 CPU_WORKERS = 5
@@ -24,9 +24,9 @@ CPU_WORKERS = 5
 
 @dataclass(frozen=True)
 class Configuration:
-    """What a kernel of `mla_decode` is compiled for."""
+    """The compile-time parameters of a `mla_decode` kernel."""
 
-    heads: tuple[int, int]  # from, to
+    heads: tuple[int, int]  # first, last
     format: Format = "bf16"
     dtype: str = "bf16"
     page_size: int = 64
@@ -37,8 +37,8 @@ class Configuration:
     q_scaled: bool = False
 
 
-SPARE_KEYS = 70_400  # of a table for long requests: work for the kernels that are for much of it
-# a kernel each for up to 8, 16, 32, 64 and 128 heads, for rows of FP8 and for queries of FP8
+SPARE_KEYS = 70_400  # table capacity with which the m64 kernels are selected
+# a kernel each for up to 8, 16, 32, 64 and 128 heads, for FP8 caches and for FP8 queries
 FOR_HOPPER = (
     Configuration((1, 8), sink="mixed"),
     Configuration((9, 16), "fp16", "fp16", 128, "null", is_negative=True),
@@ -70,11 +70,11 @@ FOR_ANY = (
 CONFIGURATIONS = {"hopper": FOR_HOPPER}
 
 
-def draw_launch(draw: Draw, op: str, backend: str, device: str, calls: int | None = None) -> Case:
+def random_launch(draw: Draw, op: str, backend: str, device: str, calls: int | None = None) -> Case:
     """A launch of `op`; problems on a CPU are small.
 
-    backend  with kernels for few problems: the launch is one of these
-    calls    of it, which change nothing else that is drawn; None: as drawn
+    backend  if its kernels support few problems: a launch that they support
+    calls    calls per launch, without effect on the other choices; None: random
     """
     launch = LAUNCHES[op](draw, backend, device)
     return launch if calls is None else replace(launch, calls=calls)

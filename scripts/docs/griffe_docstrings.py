@@ -1,4 +1,4 @@
-"""What mkdocstrings loads: every docstring goes through `markdown_of` before it is rendered."""
+"""An extension for mkdocstrings: converts every docstring by `markdown_of`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import griffe
 
-sys.path.insert(0, str(Path(__file__).parent))  # this file is loaded by its path, not by a name
+sys.path.insert(0, str(Path(__file__).parent))  # this file is loaded by its path
 
 from docstring_markdown import markdown_of, trailing_comment
 from links import api_entries, linked
@@ -16,8 +16,8 @@ from links import api_entries, linked
 NAMES = api_entries()
 
 
-class HouseDocstrings(griffe.Extension):
-    """Rewrites docstrings where they are collected; fields get theirs from their comments."""
+class ConvertedDocstrings(griffe.Extension):
+    """Converts docstrings when they are collected; fields get theirs from comments."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:

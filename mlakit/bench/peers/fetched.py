@@ -1,9 +1,9 @@
-"""The folder of fetched peers: what lies in it, and how a library in it is loaded.
+"""Loads libraries from the folder of fetched peers.
 
 flashmla/_flashmla_C.abi3.so      registers torch.ops._flashmla_C
-flashmla/flash_mla_interface.py   its wrapper, which loads it
-fa3/_vllm_fa3_C.abi3.so.xz        registers torch.ops._vllm_fa3_C; unpacked at first use
-fa3/flash_attn_interface.py       its wrapper
+flashmla/flash_mla_interface.py   the wrapper, which loads the library
+fa3/_vllm_fa3_C.abi3.so.xz        registers torch.ops._vllm_fa3_C; decompressed at the first use
+fa3/flash_attn_interface.py       the wrapper
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ FLASH_MLA_WRAPPER = Path("flashmla/flash_mla_interface.py")
 FA3 = Path("fa3/_vllm_fa3_C.abi3.so")
 FA3_PACKED = Path("fa3/_vllm_fa3_C.abi3.so.xz")
 FA3_WRAPPER = Path("fa3/flash_attn_interface.py")
-WHEEL = "vllm==0.26.0"  # where they are fetched from
-FETCHED = "mlakit_peers_"  # what the names of their modules begin with
+WHEEL = "vllm==0.26.0"  # the source of the files
+MODULE_PREFIX = "mlakit_peers_"
 
 
 @cache
 def load_wrapper(path: Path, peer: str) -> ModuleType:
     """Execute a fetched source file as the module of a peer."""
-    name = f"{FETCHED}{peer}"
+    name = f"{MODULE_PREFIX}{peer}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not path.is_file():
         raise FileNotFoundError(f"{path} is missing: fetch the peers again")
@@ -42,29 +42,29 @@ def load_wrapper(path: Path, peer: str) -> ModuleType:
 
 @cache
 def load_packed_library(packed: Path, library: Path) -> None:
-    """Load `library`, unpacking it first where it is missing or older: beside `packed`, or for
-    this process where that fails."""
+    """Load `library`. If it is missing or older than `packed`, decompress it first: next to
+    `packed`, or to a temporary folder if that is read-only."""
     if _is_older(library, packed):
         try:
             unpack(packed, library)
-        except OSError:  # a folder one may only read
+        except OSError:  # a read-only folder
             with tempfile.TemporaryDirectory(prefix="mlakit-peers-") as scratch:
                 unpack(packed, Path(scratch) / library.name)
-                # once loaded it needs no name any more
+                # the file may be deleted once it is loaded
                 torch.ops.load_library(str(Path(scratch) / library.name))
             return
     torch.ops.load_library(str(library))
 
 
 def _is_older(library: Path, packed: Path) -> bool:
-    """Was the packed one fetched since, or is the library not there at all?"""
+    """Whether the library is missing, or the packed one is newer."""
     if not library.is_file():
         return True
     return packed.is_file() and packed.stat().st_mtime_ns > library.stat().st_mtime_ns
 
 
 def unpack(packed: Path, library: Path) -> None:
-    """Write the library in one step, so that no other process sees half of it."""
+    """Write the library atomically: no other process sees a partial file."""
     partial = library.with_name(f"{library.name}.{os.getpid()}")
     try:
         with lzma.open(packed) as source, partial.open("wb") as target:

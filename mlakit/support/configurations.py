@@ -1,0 +1,273 @@
+"""The problems whose kernels `mlakit support --compile` compiles.
+
+Each is a case of `mlakit.workloads` with the dimensions of a real model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mlakit.formats import FORMATS
+from mlakit.workloads import (
+    AppendCase,
+    BatchedMatmulCase,
+    Case,
+    DecodeCase,
+    IndexerLogitsCase,
+    IndexerTopkCase,
+    MergeCase,
+    PrefillCase,
+    QuantizeCase,
+    ScaledMatmulCase,
+    SparseCase,
+)
+
+ARCHITECTURES = (80, 89, 90, 100, 120)
+V3_ROW = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+V4_ROW = {"kv_lora_rank": 448, "qk_rope_head_dim": 64, "v_width": 512}
+
+
+def _row(format: str) -> dict[str, Any]:
+    return {"format": format, "page_size": 64, **(V4_ROW if format == "fp8_block64" else V3_ROW)}
+
+
+def _query(format: str) -> str:
+    return format if format in ("bf16", "fp16", "fp32") else "bf16"
+
+
+def _decode(format: str, heads: int, **more: Any) -> DecodeCase:
+    given = {
+        "dtype": _query(format),
+        "kv_lens": (130, 65),
+        "q_lens": (1, 1),
+        **_row(format),
+        **more,
+    }
+    return DecodeCase(heads=heads, **given)
+
+
+def _sparse(format: str, heads: int, **more: Any) -> SparseCase:
+    given = {"dtype": _query(format), "topk": 128, "num_tokens": 2, **_row(format), **more}
+    return SparseCase(heads=heads, **given)
+
+
+def _append(format: str, **more: Any) -> AppendCase:
+    return AppendCase(**{"heads": 16, "kv_lens": (7,), "q_lens": (2,), **_row(format), **more})
+
+
+def _prefill(nope: int, rope: int, v: int, **more: Any) -> PrefillCase:
+    widths = {"qk_nope_head_dim": nope, "qk_rope_head_dim": rope, "v_head_dim": v}
+    return PrefillCase(**{"heads": 2, "kv_lens": (200,), "q_lens": (130,), **widths, **more})
+
+
+def _index_keys(**more: Any) -> IndexerLogitsCase:
+    row = {"kv_lora_rank": 128, "qk_rope_head_dim": 0, "page_size": 64}
+    return IndexerLogitsCase(**{"heads": 64, "kv_lens": (130,), "q_lens": (2,), **row, **more})
+
+
+CONFIGURATIONS: dict[str, Case] = {
+    **{f"append-{format}": _append(format) for format in FORMATS},
+    "append-half-split-e4m3-q": _append("fp8_block128", rope="half", q_out="e4m3"),
+    "append-flat-table": _append("bf16", flat_table=True),
+    "quantize-128": QuantizeCase(m=130, k=512, group=128),
+    "scaled-mm-128": ScaledMatmulCase(m=130, n=256, k=512, n_group=128, k_group=128),
+    "scaled-mm-64": ScaledMatmulCase(m=130, n=256, k=512, n_group=64, k_group=64, batch=2),
+    "matmul-bf16": BatchedMatmulCase(batch=2, m=130, n=128, k=512),
+    "matmul-fp32": BatchedMatmulCase(batch=2, m=130, n=128, k=512, dtype="fp32"),
+    "prefill-192-128": _prefill(128, 64, 128),
+    "prefill-256-256": _prefill(192, 64, 256),
+    "prefill-128-128": _prefill(128, 0, 128),
+    "prefill-96-64": _prefill(64, 32, 64),
+    "prefill-fp32": _prefill(128, 64, 128, dtype="fp32"),
+    "prefill-window-alibi-sink": _prefill(
+        128, 64, 128, mask="sliding_window_causal", window=50, alibi=True, sink="finite"
+    ),
+    **{f"decode-h16-{format}": _decode(format, 16) for format in FORMATS},
+    **{f"decode-h128-{format}": _decode(format, 128) for format in ("bf16", "fp8", "fp8_block128")},
+    "decode-e4m3-q": _decode("fp8_token", 128, dtype="e4m3", q_scaled=True),
+    "decode-page1": _decode("bf16", 16, flat_table=True),
+    "decode-ragged": _decode("bf16", 20, q_lens=(3, 2), kv_lens=(130, 65), sink="finite"),
+    "decode-even-split": _decode("bf16", 16, num_splits=3),
+    **{f"sparse-h128-{format}": _sparse(format, 128) for format in FORMATS},
+    "sparse-h16-bf16": _sparse("bf16", 16),
+    "sparse-extra": _sparse("bf16", 64, extra_format="fp8_block128", extra_topk=64, sink="finite"),
+    "indexer-e4m3": _index_keys(format="fp8_token", dtype="e4m3"),
+    "indexer-bf16": _index_keys(format="bf16"),
+    "topk-2048": IndexerTopkCase(num_columns=5000, k=2048, num_tokens=2),
+    "topk-16384": IndexerTopkCase(num_columns=16384, k=2048, num_tokens=200),
+    "topk-long": IndexerTopkCase(num_columns=20000, k=2048, num_tokens=200),
+    "topk-many": IndexerTopkCase(num_columns=20000, k=9000, num_tokens=200),
+    "topk-64": IndexerTopkCase(num_columns=500, k=64, num_tokens=2),
+    "merge-2": MergeCase(num_parts=2, v_width=512, heads=16),
+    "merge-8-fp32": MergeCase(num_parts=8, v_width=128, heads=16, dtype="fp32", sink="finite"),
+    "sparse-odd-pages": _sparse(
+        "fp8_block64",
+        64,
+        page_size=61,
+        extra_format="fp8_block64",
+        extra_page_size=2,
+        extra_topk=64,
+    ),
+    "append-slots": _append("fp8_block128", slots="some"),
+}
+# enough work for `auto` to select an m64 kernel
+MUCH_WORK = {"kv_lens": (2200, 65), "q_lens": (64, 1)}
+# Gluon kernels, for one architecture only
+HOPPER = {
+    "hopper-decode-h128-bf16": _decode("bf16", 128, page_size=64, **MUCH_WORK),
+    "hopper-decode-h40-fp16": _decode("fp16", 40, page_size=64, sink="finite", **MUCH_WORK),
+    "hopper-decode-external-plan": _decode(
+        "bf16", 128, page_size=128, num_workers=3, tile=16, **MUCH_WORK
+    ),
+    "hopper-decode-small-batch": _decode("bf16", 128, page_size=64),
+    **{
+        f"hopper-decode-h{heads}-{format}": _decode(format, heads, page_size=64, sink=sink)
+        for heads, format, sink in (
+            (8, "bf16", ""),
+            (16, "bf16", ""),
+            (16, "fp16", "finite"),
+            (32, "bf16", ""),
+        )
+    },
+    "hopper-decode-small_m-external-plan": _decode(
+        "bf16", 32, page_size=128, num_workers=3, tile=16
+    ),
+    **{
+        f"hopper-decode-h{heads}-{format}": _decode(format, heads, page_size=64, sink=sink)
+        for heads, sink in ((8, ""), (16, "finite"), (32, ""))
+        for format in ("fp8", "fp8_token", "fp8_block128")
+    },
+    **{
+        f"hopper-decode-m64-{format}{name}": _decode(
+            format, heads, **{"page_size": 64, **MUCH_WORK, **more}
+        )
+        for format in ("fp8", "fp8_token")
+        for name, heads, more in (
+            ("", 128, {}),
+            ("-external-plan", 128, {"page_size": 128, "num_workers": 3, "tile": 16}),
+            ("-page8", 100, {"page_size": 8, "sink": "finite"}),
+            ("-page32", 64, {"page_size": 32}),
+            ("-e4m3-q", 128, {"dtype": "e4m3", "q_scaled": True}),
+            ("-e4m3-q-page8", 100, {"dtype": "e4m3", "page_size": 8, "sink": "finite"}),
+            (
+                "-e4m3-q-external-plan",
+                64,
+                {"dtype": "e4m3", "page_size": 128, "num_workers": 3, "tile": 16},
+            ),
+        )
+    },
+    "hopper-decode-m64-fp8-fp16-q": _decode("fp8", 128, page_size=64, dtype="fp16", **MUCH_WORK),
+    "hopper-decode-m64-fp8_token-e4m3-q-bf16-rope": _decode(
+        "fp8_token",
+        128,
+        page_size=64,
+        dtype="e4m3",
+        q_rope_dtype="bf16",
+        q_scaled=True,
+        **MUCH_WORK,
+    ),
+    "hopper-decode-h16-fp8-fp16-q": _decode("fp8", 16, page_size=64, dtype="fp16"),
+    **{
+        f"hopper-decode-h{heads}-{format}-e4m3-q": _decode(
+            format, heads, page_size=64, dtype="e4m3", q_scaled=is_scaled
+        )
+        for heads, is_scaled, formats in (
+            (8, True, ("fp8_token",)),
+            (16, False, ("fp8", "fp8_token", "fp8_block128")),
+            (32, True, ("fp8", "fp8_token", "fp8_block128")),
+        )
+        for format in formats
+    },
+    **{
+        f"hopper-decode-h{heads}-{format}-e4m3-q-bf16-rope": _decode(
+            format, heads, page_size=64, dtype="e4m3", q_rope_dtype="bf16", q_scaled=True
+        )
+        for heads, format in ((16, "fp8_token"), (32, "fp8_token"), (32, "fp8_block128"))
+    },
+    **{
+        f"hopper-decode-h{heads}-{format}-e4m3-q-external-plan": _decode(
+            format, heads, page_size=page_size, dtype="e4m3", q_scaled=True, num_workers=3, tile=16
+        )
+        for heads, format, page_size in (
+            (16, "fp8_block128", 128),
+            (32, "fp8", 16),
+            (32, "fp8_token", 16),
+        )
+    },
+    **{
+        f"hopper-decode-h{heads}-{format}-external-plan": _decode(
+            format, heads, page_size=128, num_workers=3, tile=16
+        )
+        for heads, format in ((16, "fp8_block128"), (32, "fp8"), (32, "fp8_block128"))
+    },
+    **{
+        f"hopper-decode-h{heads}-{format}-page{page_size}": _decode(
+            format, heads, page_size=page_size, **more
+        )
+        for page_size in (8, 32)
+        for heads, format, more in (
+            (16, "bf16", {}),
+            (128, "bf16", MUCH_WORK),
+            (16, "fp8", {}),
+            *(
+                (heads, format, {})
+                for heads in (16, 32)
+                for format in ("fp8_token", "fp8_block128")
+            ),
+        )
+    },
+    "hopper-decode-h128-bf16-page16": _decode("bf16", 128, page_size=16, **MUCH_WORK),
+    # with a gather producer
+    **{
+        f"hopper-decode-h{heads}-{format}-page{page_size}": _decode(
+            format, heads, page_size=page_size, **more
+        )
+        for heads, format, page_size, more in (
+            (16, "bf16", 1, {}),
+            (32, "fp16", 24, {}),
+            (128, "bf16", 1, MUCH_WORK),
+            (128, "bf16", 96, MUCH_WORK),
+            (16, "fp8", 3, {}),
+            (16, "fp8_token", 1, {}),
+            (32, "fp8_token", 1, {}),
+            (16, "fp8_block128", 1, {}),
+            (32, "fp8_block128", 1, {}),
+            (128, "fp8", 96, MUCH_WORK),
+            (128, "fp8_token", 1, MUCH_WORK),
+        )
+    },
+    **{
+        f"hopper-decode-h128-{format}-e4m3-q-page{page_size}": _decode(
+            format, 128, page_size=page_size, dtype="e4m3", q_scaled=True, **MUCH_WORK
+        )
+        for format, page_size in (("fp8", 24), ("fp8_token", 1))
+    },
+}
+HOPPER_ARCH = 90
+EVERYWHERE = (
+    "append-fp8_block128",
+    "scaled-mm-128",
+    "prefill-192-128",
+    "decode-h16-bf16",
+    "decode-h128-fp8_block128",
+    "sparse-h128-fp8_block128",
+    "indexer-e4m3",
+    "topk-2048",
+)
+
+
+def named_checks() -> list[tuple[str, int]]:
+    """(configuration, architecture): every configuration once, some on every architecture."""
+    others = [name for name in CONFIGURATIONS if name not in EVERYWHERE]
+    # sm_90 twice: most users have it
+    rotation = (90, 80, 100, 90, 89, 120)
+    return [
+        *((name, arch) for name in EVERYWHERE for arch in ARCHITECTURES),
+        *((name, rotation[i % len(rotation)]) for i, name in enumerate(others)),
+        *((name, HOPPER_ARCH) for name in HOPPER),
+    ]
+
+
+def all_checks() -> list[tuple[str, int]]:
+    portable = [(name, arch) for name in CONFIGURATIONS for arch in ARCHITECTURES]
+    return [*portable, *((name, HOPPER_ARCH) for name in HOPPER)]

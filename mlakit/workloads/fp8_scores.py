@@ -1,0 +1,47 @@
+"""Scores of e4m3 queries and rows with the accumulator precision of Hopper's FP8 tensor cores.
+
+The kernel `m64_fp8_qk` multiplies e4m3 by e4m3. The hardware accumulates such products with fewer
+bits than float32, so a float32 run is too precise to be its naive run.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mlakit.geometry import RowShape
+from mlakit.reference.hopper_fp8_mma import fp8_mma
+
+FORMATS = ("fp8", "fp8_token")
+MAX_DEQUANTIZED_HEADS = 32  # up to these the small_m kernels convert FP8 to bf16
+
+
+def uses_fp8_qk(
+    device: torch.device, backend: str, *, format: str, q_dtype: str, heads: int
+) -> bool:
+    """Whether such a call may use the kernel `m64_fp8_qk`."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    if backend == "hopper:m64_fp8_qk":
+        return True
+    is_fp8_qk = q_dtype == "e4m3" and format in FORMATS and heads > MAX_DEQUANTIZED_HEADS
+    return is_fp8_qk and backend in ("auto", "hopper")
+
+
+def fp8_qk_scores(
+    q: Tensor,  # [n, width] as stored
+    rows: Tensor,  # [keys, width] dequantised
+    row_scales: Tensor,  # [keys] the scale of each row
+    row: RowShape,
+    format: str,
+) -> Tensor:
+    """float32 [n, keys]: q · row, without the scale of the query."""
+    latent, rope = row.kv_lora_rank, row.qk_rope_head_dim
+    stored = torch.where(row_scales == 0, 0.0, rows.T / row_scales).T
+    if format == "fp8":  # the kernel adds the rope columns first
+        order = torch.arange(latent + rope, device=q.device).roll(rope)
+        sums = fp8_mma(q[:, order], stored[:, order])
+    else:
+        rotated = q[:, latent:].float() @ stored[:, latent:].float().T
+        sums = fp8_mma(q[:, :latent], stored[:, :latent], rotated)
+    return sums * row_scales.float()
