@@ -6,7 +6,7 @@ Decode    `mla_decode` over 4 x 4096 cached tokens
 Prefill   `mla_prefill` of 1024 tokens
 Rounds    each round measures once next to the busy processes and once while they are stopped, in
           random order. A measurement repeats the call for half a second and takes the mean.
-Target    0.333x of the quiet run: at most 3 times its time
+Target    0.33x of the quiet run: at most 3 times its time
 
 A busy process runs an endless loop. It may use the same CPUs as the call: with `taskset -c 0,1` one
 busy process competes for two CPUs.

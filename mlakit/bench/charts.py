@@ -74,7 +74,7 @@ def _add_bar(drawing: Drawing, y: float, row: Row, own_us: float, colour: str) -
     spread = f"{digits(row.us.p20)} to {digits(row.us.p80)}"
     hint = f"{row.implementation}: {digits(row.us.p50)} us ({spread})"
     cut = " →" if row.us.p50 / own_us > LONGEST else ""
-    speedup = "" if row.implementation == MLAKIT else f", {times_of(row.us.p50 / own_us)}"
+    speedup = "" if row.speedup is None else f", {times_of(row.speedup.p50)}"
     drawing.add(
         Text(LABELS - 8, middle, row.implementation, anchor="end", size=11),
         Rectangle(LABELS, y + 2, end - LABELS, BAR - 4, colour, hint),

@@ -1,10 +1,10 @@
 """The suite `cpu`: decode against torch.matmul, prefill against torch's SDPA, on the CPU.
 
 Decode   the baseline is q·Kᵀ and P·V by torch.matmul, on contiguous K in the dtype of q, with P
-         given: no softmax, no pages. The target, 0.667x of the fastest variant (at most 1.5 times
+         given: no softmax, no pages. The target, 0.67x of the fastest variant (at most 1.5 times
          its time), does not apply to quantised rows, which torch.matmul cannot read.
 Prefill  the baseline is scaled_dot_product_attention, causal, with k_rope repeated for every head.
-         Its fused kernel needs V as wide as K: padded V is a second baseline. The target is 0.769x
+         Its fused kernel needs V as wide as K: padded V is a second baseline. The target is 0.77x
          (at most 1.3 times the time of SDPA).
 
 Contiguous K, expanded K and padding are prepared before the clock starts. mlakit is timed as it is

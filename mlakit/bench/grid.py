@@ -3,7 +3,7 @@
 Grid    s_k {1k, 4k, 16k, 64k, 128k} x b {1, 4, 16, 64, 256} x h {8, 16, 32, 64, 128}, without the
         points whose cache exceeds 20 GB
 Pool    one for all points, filled once; each point uses random pages of it
-Target  0.971x of the fastest peer: mlakit is at most 3 % slower
+Target  0.97x of the fastest peer: mlakit is at most 3 % slower
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from rich.console import Group
 from rich.table import Table
 
 from mlakit.bench.report import MLAKIT, Row
+from mlakit.bench.tables import times_of
 
 POINT = re.compile(r"^grid-.*-b(?P<batch>\d+)-h(?P<heads>\d+)-(?P<length>\d+)$")
 FULL_SHADE = 0.4  # a time difference of this share of the peer's time has the full colour
@@ -45,7 +46,7 @@ class HeatMap:
         value = self.cells.get((length, batch))
         if value is None:
             return ""
-        return f"{value:.2f}x" if self.is_speedup else f"{100 * value:.0f} %"
+        return times_of(value) if self.is_speedup else f"{100 * value:.0f} %"
 
     def goodness(self, length: int, batch: int) -> float:
         """From −1, slow, to 1, fast; 0 for equally fast and for points that were not measured."""

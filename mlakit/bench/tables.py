@@ -70,8 +70,8 @@ def target_text(row: Row) -> str:
 
 
 def times_of(speedup: float) -> str:
-    """1.18x"""
-    return f"{digits(speedup)}x"
+    """Such as 1.18x."""
+    return f"{speedup:.2f}x" if speedup < 10 else f"{speedup:.0f}x"
 
 
 def digits(value: float) -> str:

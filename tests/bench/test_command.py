@@ -224,7 +224,7 @@ def test_stored_figures_are_shown_again(stored):
     assert result.exit_code == 0, result.output
     assert "decode (cold): mlakit bench decode --peers" in result.output
     assert re.search(r"flash_mla +125 .*1\.25x .*≥ 1\.18x", result.output)
-    assert re.search(r"flash_mla +40 .*0\.8x .*below 1\.18x", result.output)
+    assert re.search(r"flash_mla +40 .*0\.80x .*below 1\.18x", result.output)
     assert "w: eager not timed, is too slow & old" in result.output
 
 
