@@ -352,21 +352,21 @@ def run(seed: int, mutation: str = "") -> None:
         warpgroups.append(gather_producer(cta))
     waits: dict[int, tuple[str, int] | None] = dict.fromkeys(range(len(warpgroups)))
     while waits:
-        ready = [who for who, wait in waits.items() if wait is None or cta.is_over(*wait)]
-        weights = [speeds[who] for who in ready]
+        ready = [chosen for chosen, wait in waits.items() if wait is None or cta.is_over(*wait)]
+        weights = [speeds[chosen] for chosen in ready]
         if cta.in_flight:
             ready.append(LANDING)
             weights.append(copies)
         if not ready:
             raise OrderError(f"deadlock: {list(waits.values())}")
-        who = random.choices(ready, weights)[0]
-        if who == LANDING:
+        chosen = random.choices(ready, weights)[0]
+        if chosen == LANDING:
             cta.land()
             continue
         try:
-            waits[who] = next(warpgroups[who])
+            waits[chosen] = next(warpgroups[chosen])
         except StopIteration:
-            del waits[who]
+            del waits[chosen]
 
 
 def main() -> None:

@@ -225,8 +225,8 @@ def assert_quantised_alike(
     near tie, the element differs by one step of the stored type or of γ's type, `normed`. Several
     flips in a row are an error: an error common to the row, however small, flips many elements.
     """
-    halves = codec.payload_dtype in (torch.bfloat16, torch.float16, torch.float32)
-    latent = codec.payload_dtype if halves else E4M3
+    is_float = codec.payload_dtype in (torch.bfloat16, torch.float16, torch.float32)
+    latent = codec.payload_dtype if is_float else E4M3
     rope = torch.bfloat16 if codec.payload_dtype == torch.uint8 else latent
     row = codec.row
     epsilon = torch.tensor(

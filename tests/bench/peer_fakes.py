@@ -1,4 +1,4 @@
-"""Peers of the benchmarks that note how they are called, and a decode for them."""
+"""Peers of the benchmarks that record their calls, and a decode for them."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def make_wheel(path: Path, *, without: str = "") -> Path:
 
 @pytest.fixture
 def loaded(monkeypatch):
-    """The libraries that torch was told to load, with what was in them."""
+    """The libraries that torch loaded, with their contents."""
     found: list[tuple[str, bytes]] = []
     monkeypatch.setattr(
         torch.ops, "load_library", lambda path: found.append((path, Path(path).read_bytes()))

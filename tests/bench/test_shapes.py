@@ -1,4 +1,4 @@
-"""Shapes on the command line: what they mean, and what is said of those that mean nothing."""
+"""Shapes on the command line: their meaning, and the messages for invalid ones."""
 
 from __future__ import annotations
 

@@ -16,13 +16,11 @@ SPEED = re.compile(r"(\d+(?:\.\d+)?)x (faster|slower)")
 
 
 def times(file: str) -> dict[str, dict[str, float]]:
-    """Medians in microseconds: workload → baseline → us."""
+    """Medians in microseconds: workload → implementation → us."""
     report = json.loads((ROOT / "docs" / "data" / file).read_text(encoding="utf-8"))
     found: dict[str, dict[str, float]] = {}
     for row in report["rows"]:
-        found.setdefault(row["workload"], {})[row.get("implementation") or row["contender"]] = row[
-            "p50_us"
-        ]
+        found.setdefault(row["workload"], {})[row["implementation"]] = row["p50_us"]
     return found
 
 

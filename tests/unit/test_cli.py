@@ -179,7 +179,7 @@ def test_a_wrong_backend_variable_is_named_by_a_call(monkeypatch):
 
 
 # arguments with an option that would do nothing, and what is said of it
-IDLE = [
+OPTIONS_WITHOUT_EFFECT = [
     ("support --only merge", "--only needs --compile"),
     ("support --only merge --json", "--only needs --compile"),
     ("support --all", "--all needs --compile"),
@@ -218,14 +218,14 @@ IDLE = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "said"), IDLE, ids=lambda value: value)
+@pytest.mark.parametrize(("arguments", "said"), OPTIONS_WITHOUT_EFFECT, ids=lambda value: value)
 def test_an_option_that_would_do_nothing_is_refused(arguments, said):
     assert said in refusal(*arguments.split())
 
 
 def test_every_option_that_goes_with_another_says_so_in_its_help():
     """And is in the list above: an option added later is refused, too."""
-    refused = " ".join(arguments for arguments, _ in IDLE)
+    refused = " ".join(arguments for arguments, _ in OPTIONS_WITHOUT_EFFECT)
     for command in cli.app.registered_commands:
         shown = CliRunner(env={"COLUMNS": "300"}).invoke(
             cli.app, [command.callback.__name__, "--help"]

@@ -15,8 +15,8 @@ from mlakit import cli, dispatch, selfcheck
 from mlakit.formats import FORMATS
 from mlakit.selfcheck import KINDS, Settings, random_cases, run
 from mlakit.specs import Problem
-from mlakit.workloads.random_cases import MODEL_HEADS, MODEL_ROWS, USUAL_PAGES
 from mlakit.workloads.inputs import DTYPES
+from mlakit.workloads.random_cases import MODEL_HEADS, MODEL_ROWS, USUAL_PAGES
 from tests.kernel_launchers import Arguments, by_name, replace_launcher
 
 
