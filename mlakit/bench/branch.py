@@ -88,14 +88,7 @@ class Step(Workload):
             out = call()
             for token, query, decodes in self._queries(q, batch, plan):
                 branch_oracle.assert_row_appended(query, kv[token], weights, cache.codec)
-                naive = branch_oracle.naive_decode if decodes else branch_oracle.naive_prefill
-                sample = correctness.Sample(
-                    f"token {token}",
-                    slice(token, token + 1),
-                    [branch_oracle.exact(query, weights)],
-                    [naive(query, weights)],
-                )
-                correctness.assert_correct(("out",), [out], [sample])
+                branch_oracle.assert_output_correct(out, token, query, weights, is_decode=decodes)
 
         baselines = [gpu.read_baseline(self.bytes)]
         if not plan.prefill:

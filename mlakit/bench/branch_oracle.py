@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mlakit import reference
+from mlakit.bench.correctness import Sample, assert_correct
 from mlakit.branches import LayerWeights
 from mlakit.formats import RowCodec
 from mlakit.masks import NULL
@@ -64,6 +65,20 @@ def naive_prefill(query: Query, weights: LayerWeights) -> Tensor:
     outs, lses = zip(*results, strict=True)
     rounded = torch.stack(outs).to(q.dtype)
     return reference.merge_states(rounded, torch.stack(lses), dtype=F32)[0]
+
+
+def assert_output_correct(
+    out: Tensor, token: int, query: Query, weights: LayerWeights, *, is_decode: bool
+) -> None:
+    """Assert that row `token` of a step's output matches the oracle of its branch."""
+    naive = naive_decode if is_decode else naive_prefill
+    sample = Sample(
+        f"token {token}",
+        slice(token, token + 1),
+        [exact(query, weights)],
+        [naive(query, weights)],
+    )
+    assert_correct(("out",), [out], [sample])
 
 
 def assert_row_appended(query: Query, kv: Tensor, weights: LayerWeights, codec: RowCodec) -> None:

@@ -27,7 +27,7 @@ from time import perf_counter, sleep
 import torch
 from torch import Tensor
 
-from mlakit.bench import branch_oracle, correctness, cpu, environment
+from mlakit.bench import branch_oracle, cpu, environment
 from mlakit.bench.measure import Call, Spread, paired_speedup
 from mlakit.bench.progress import suite_progress
 from mlakit.bench.report import MLAKIT, Report, Row
@@ -179,19 +179,13 @@ class Step(Workload):
 
         def check() -> None:
             out = call()
-            naive = getattr(branch_oracle, f"naive_{self.branch}")
             for request in range(self.batch):
                 token = (request + 1) * self.new - 1
                 slots = request_slots(page_table, self.page_size, request, 0, total)
                 rows = layer.read(slots, torch.float64)
                 query = branch_oracle.Query(q[token], total - 1, rows, self.cached)
-                sample = correctness.Sample(
-                    f"token {token}",
-                    slice(token, token + 1),
-                    [branch_oracle.exact(query, weights)],
-                    [naive(query, weights)],
-                )
-                correctness.assert_correct(("out",), [out], [sample])
+                is_decode = self.branch == "decode"
+                branch_oracle.assert_output_correct(out, token, query, weights, is_decode=is_decode)
 
         return BenchmarkCase(call, [], check)
 

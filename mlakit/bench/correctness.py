@@ -7,7 +7,7 @@ not how precisely.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +27,13 @@ class Sample:
     rows: slice
     exact: Sequence[Tensor]  # float64, one per result
     naive: Sequence[Tensor]  # the same in float32
+
+    @classmethod
+    def of(
+        cls, label: str, rows: slice, oracle: Callable[[torch.dtype], Sequence[Tensor]]
+    ) -> Sample:
+        """The results of `oracle` in float64 and in float32."""
+        return cls(label, rows, oracle(torch.float64), oracle(torch.float32))
 
 
 def assert_correct(

@@ -13,7 +13,7 @@ called: the public op with its checks, and for decode with shuffled pages.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -22,12 +22,14 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from mlakit import reference
+from mlakit.bench.correctness import Sample, assert_correct
+from mlakit.bench.prefill_oracle import token_sample
 from mlakit.bench.suite import Baseline, BenchmarkCase, Workload
 from mlakit.cache import PagedLatentCache, request_slots
 from mlakit.formats import Format, row_codec
 from mlakit.geometry import MLAGeometry
 from mlakit.ops import mla_decode, mla_prefill
-from mlakit.testing import assert_matches, shuffled_pages
+from mlakit.testing import shuffled_pages
 
 MODEL = MLAGeometry.preset("deepseek-v3")
 ROW = MODEL.row
@@ -104,7 +106,8 @@ class Decode(Workload):
             )
 
         def check() -> None:
-            _assert_correct("", call(), oracle)
+            sample = Sample.of("all requests", slice(None), oracle)
+            assert_correct(("out", "lse"), call(), [sample])
 
         variants = _products(q, k)
         # without a target one baseline is enough
@@ -183,25 +186,13 @@ class Prefill(Workload):
                 q, k_nope, k_rope, v, starts, starts, softmax_scale=SCALE, backend="cpu"
             )
 
-        def oracle(token: int, precision: torch.dtype) -> tuple[Tensor, Tensor]:
-            # the keys up to a token's own: the token is the newest of them
-            own, keys = slice(token, token + 1), slice(token - token % self.tokens, token + 1)
-            return reference.mla_prefill(
-                q[own],
-                k_nope[keys],
-                k_rope[keys],
-                v[keys],
-                [0, 1],
-                [0, keys.stop - keys.start],
-                softmax_scale=SCALE,
-                dtype=precision,
-            )
+        def samples() -> Iterator[Sample]:
+            for token in _some_tokens(self.batch, self.tokens):
+                keys = slice(token - token % self.tokens, token + 1)
+                yield token_sample(token, keys, q, k_nope, k_rope, v, SCALE)
 
         def check() -> None:
-            out, lse = call()
-            for token in _some_tokens(self.batch, self.tokens):
-                own = (out[token : token + 1], lse[token : token + 1])
-                _assert_correct(f"token {token}: ", own, partial(oracle, token))
+            assert_correct(("out", "lse"), call(), samples())
 
         return BenchmarkCase(call, self._sdpa(q, k_nope, k_rope, v), check)
 
@@ -226,17 +217,6 @@ def _some_tokens(batch: int, tokens: int) -> list[int]:
     places = {0, 1, 63, 64, 127, 128, 511, 512, tokens // 2, tokens - 2, tokens - 1}
     inside = [place for place in sorted(places) if place < tokens]
     return [request * tokens + place for request in sorted({0, batch - 1}) for place in inside]
-
-
-def _assert_correct(
-    where: str,
-    results: tuple[Tensor, Tensor],
-    oracle: Callable[[torch.dtype], tuple[Tensor, Tensor]],
-) -> None:
-    """Assert that (out, lse) match the oracle."""
-    exact, naive = oracle(torch.float64), oracle(torch.float32)
-    for name, *compared in zip(("out", "lse"), results, exact, naive, strict=True):
-        assert_matches(f"{where}{name}", *compared)
 
 
 WORKLOADS: tuple[Workload, ...] = (

@@ -15,9 +15,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from mlakit import reference
 from mlakit.bench import correctness, gpu
 from mlakit.bench.pool import MODEL, SCALE
+from mlakit.bench.prefill_oracle import token_sample
 from mlakit.bench.problems import DensePrefill
 from mlakit.bench.shapes import Batch, Shape, even_lengths
 from mlakit.bench.suite import BenchmarkCase, Workload
@@ -100,24 +100,8 @@ class Prefill(Workload):
             start, end = ends[request]
             for place in correctness.evenly_spaced(end - start, MAX_CHECKED):
                 token = start + place
-                own = slice(token, token + 1)
-                # the keys a token sees: it is the newest of them
                 keys = slice(start, token + 1 if self.causal else end)
-                exact, naive = (
-                    reference.mla_prefill(
-                        q[own],
-                        k_nope[keys],
-                        k_rope[keys],
-                        v[keys],
-                        [0, 1],
-                        [0, keys.stop - keys.start],
-                        softmax_scale=SCALE,
-                        mask=NULL,
-                        dtype=dtype,
-                    )
-                    for dtype in (torch.float64, torch.float32)
-                )
-                yield correctness.Sample(f"token {token}", own, exact, naive)
+                yield token_sample(token, keys, q, k_nope, k_rope, v, SCALE)
 
 
 def of_shape(shape: Shape) -> tuple[Workload, ...]:

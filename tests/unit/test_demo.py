@@ -160,7 +160,7 @@ def test_it_tells_the_bytes_of_the_cache_and_the_pages_saved():
     for size in ("196", "320", "1280", "68"):
         assert size in words
     told = " ".join(output.split())
-    assert f"1280 as K and V of 4 heads: {1280 / 196:.0f} times more" in told
+    assert f"1280 as K and V of 4 heads: {1280 / 196:.0f} times as many" in told
     assert "3 of 64 tokens, 1 shared, 1 copied before a write; 4 without sharing" in told
 
 

@@ -106,7 +106,7 @@ def test_nothing_checked_is_no_success():
         "--op", "mla_decode", "--device", "cpu", "--backend", "hopper", "--count", "1"
     )
     assert code == 1
-    assert "Nothing was checked: no backend takes these calls on cpu." in output
+    assert "Nothing was checked: no backend supports these calls on cpu." in output
 
 
 @pytest.mark.parametrize(
