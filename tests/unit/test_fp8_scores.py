@@ -75,7 +75,7 @@ def test_rows_of_zeros_have_scores_of_zero(format):
     assert got.isfinite().all()
 
 
-def test_only_the_m64_fp8_qk_kernel_of_hopper_accumulates_fp8():
+def test_only_hopper_multiplies_fp8_by_fp8_and_only_with_many_heads():
     problem = {"format": "fp8", "q_dtype": "e4m3", "heads": 128}
     with mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)):
         cuda = torch.device("cuda")

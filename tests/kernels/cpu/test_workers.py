@@ -249,7 +249,7 @@ def test_shared_finds_what_is_spread():
 
 def test_a_decode_step_makes_few_calls_and_converts_no_weights():
     """2386 calls, and 34 million elements converted, where heads were multiplied one by one."""
-    call = DECODE.contest().ours
+    call = DECODE.build_case().call
     with modes_see_inside_ops(), Seen() as seen:
         call()
     num_weights = DECODE.heads * 512 * (128 + 128)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mlakit import PagedLatentCache, mla_decode
-from mlakit.workloads import DecodeCase, byte_scores
+from mlakit.workloads import DecodeCase, fp8_scores
 from tests.kernels.hopper.decode_cases import (
     FP8,
     FP8_FORMATS,
@@ -90,10 +90,10 @@ def test_fp8_qk_with_bf16_q_rope(q_scaled, heads, format):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("format", byte_scores.FORMATS)
-def test_m64_fp8_qk_scores_are_accumulated_as_the_hardware_does(format):
-    """With one key per query the lse is the score."""
-    cache, _ = with_magnitudes(format, [1.0, 3.0, 0.2])
+@pytest.mark.parametrize("format", fp8_scores.FORMATS)
+def test_scores_of_many_heads_are_sums_as_the_hardware_makes_them(format):
+    """Of one key each, where the lse is the score."""
+    cache, _ = with_sizes(format, [1.0, 3.0, 0.2])
     layer = cache.layer(0)
     first_rows = layer.read(torch.arange(8, device="cuda") * 64, dtype=torch.float64)
     units = torch.ones(8).double().cuda() if layer.scales is None else layer.scales[:, 0, 0]
@@ -106,7 +106,7 @@ def test_m64_fp8_qk_scores_are_accumulated_as_the_hardware_does(format):
     row = DecodeCase(**ROW).row
     modelled = torch.stack(
         [
-            byte_scores.byte_scores(each.double(), first_rows[[i]], units[[i]], row, format)[:, 0]
+            fp8_scores.fp8_qk_scores(each.double(), first_rows[[i]], units[[i]], row, format)[:, 0]
             for each, i in zip(q, page.tolist(), strict=True)
         ]
     )
