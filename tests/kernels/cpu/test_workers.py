@@ -231,7 +231,7 @@ class Shared(TorchFunctionMode):
 @pytest.mark.parametrize("workload", LARGE_CALLS, ids=lambda each: each.name)
 def test_no_operation_is_spread_over_the_threads_of_torch(workload):
     """Each would wait for all of them, and beside a busy process one is often not running."""
-    call = workload.contest().ours
+    call = workload.build_case().call
     with Shared() as shared:
         call()
     assert shared.found == []
