@@ -91,9 +91,9 @@ def test_fp8_qk_with_bf16_q_rope(q_scaled, heads, format):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", fp8_scores.FORMATS)
-def test_scores_of_many_heads_are_sums_as_the_hardware_makes_them(format):
-    """Of one key each, where the lse is the score."""
-    cache, _ = with_sizes(format, [1.0, 3.0, 0.2])
+def test_m64_fp8_qk_scores_are_accumulated_as_the_hardware_does(format):
+    """With one key per query the lse is the score."""
+    cache, _ = with_magnitudes(format, [1.0, 3.0, 0.2])
     layer = cache.layer(0)
     first_rows = layer.read(torch.arange(8, device="cuda") * 64, dtype=torch.float64)
     units = torch.ones(8).double().cuda() if layer.scales is None else layer.scales[:, 0, 0]
