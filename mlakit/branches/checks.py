@@ -12,7 +12,7 @@ from mlakit.branches.batch import CachedBatch, LayerWeights
 from mlakit.checks import FLOATS, Dims, values_visible
 from mlakit.knobs import Backend
 from mlakit.masks import Mask
-from mlakit.ops._arguments import (
+from mlakit.ops._checks import (
     check_kv_lens,
     check_layer,
     check_page_table,

@@ -10,7 +10,7 @@ from mlakit.checks import FLOATS, Dims
 from mlakit.knobs import Backend
 from mlakit.masks import CAUSAL, Mask
 from mlakit.ops import mla_decode, sparse_mla
-from mlakit.ops._arguments import check_mask, check_result, check_row_lists
+from mlakit.ops._checks import check_mask, check_result, check_row_lists
 from mlakit.ops.decode import check_plan
 from mlakit.plan import DecodePlan, DecodePlanTensors, EvenSplit
 

@@ -14,7 +14,7 @@ from mlakit.kernels.cpu.workers import on_one_thread
 from mlakit.knobs import Backend
 from mlakit.masks import CAUSAL, NULL, Mask
 from mlakit.ops import merge_states, mla_prefill
-from mlakit.ops._arguments import check_mask, check_result
+from mlakit.ops._checks import check_mask, check_result
 from mlakit.plan import ContextPlan, plan_context
 
 

@@ -17,7 +17,7 @@ from mlakit.cache import from_host, select_requests
 from mlakit.checks import Dims
 from mlakit.knobs import Backend
 from mlakit.masks import CAUSAL
-from mlakit.ops._arguments import check_result
+from mlakit.ops._checks import check_result
 from mlakit.plan import ContextPlan, plan_context
 
 DECODE_THRESHOLD = 8  # a request with at most this many new tokens decodes

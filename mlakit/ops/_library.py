@@ -1,25 +1,28 @@
 """Registration with torch.library, and how objects travel through an op that takes tensors only.
 
-Each public function has one body that validates, selects, allocates and launches. Called eagerly
-with plain tensors it runs that body, or replays its launches (`mlakit.replay`): going through the
-dispatcher would cost a decode call microseconds and give nothing. Under torch.compile, under a
-dispatch mode (fake tensors, make_fx) and with tensors that are not plain (wrapper subclasses, such
-as the result of a functional collective) it calls `torch.ops.mlakit.<name>`, whose implementation
-unpacks its tensors, numbers and strings and runs the same body: every call is checked alike.
+Each public function has one body that validates, selects, allocates and launches; `@op` stands
+above it. Called eagerly with plain tensors it runs, or its launches are replayed (`mlakit.replay`):
+going through the dispatcher would cost a decode call microseconds and give nothing. Under
+torch.compile, under a dispatch mode (fake tensors, make_fx) and with tensors that are not plain
+(wrapper subclasses, such as the result of a functional collective) the call goes to
+`torch.ops.mlakit.<name>`, whose implementation unpacks its tensors, numbers and strings and runs
+the same body: every call is checked alike.
 
-The arguments of a body are the fields of a frozen dataclass. Their types say how they are packed.
+A body takes a record of `mlakit.arguments`. The types of its fields say how they are packed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, TypeAlias, get_type_hints
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any, ParamSpec, TypeAlias, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from mlakit.arguments import Splits, WrittenLayer
 from mlakit.autocast import without_autocast
 from mlakit.cache import CacheLayer, KVShard, PageTable
 from mlakit.checks import UnsupportedError
@@ -29,9 +32,9 @@ from mlakit.masks import Mask
 from mlakit.plan import DecodePlanTensors, EvenSplit
 from mlakit.replay.calls import RecordedCalls
 
-Splits: TypeAlias = DecodePlanTensors | EvenSplit | None
 Results: TypeAlias = tuple[Tensor, ...]
 
+OPS: dict[str, Op] = {}  # by name
 _LIBRARY = torch.library.Library("mlakit", "DEF")
 
 
@@ -119,6 +122,7 @@ PACKINGS: dict[Any, Packing] = {
     torch.dtype: _as_it_is("ScalarType"),
     CacheLayer: _layer_packing("Tensor", "Tensor?"),
     CacheLayer | None: _layer_packing("Tensor?", "Tensor?"),
+    WrittenLayer: _layer_packing("Tensor(p!)", "Tensor(s!)?"),
     PageTable: _table_packing("Tensor"),
     PageTable | None: _table_packing("Tensor?"),
     Mask: Packing(
@@ -129,42 +133,45 @@ PACKINGS: dict[Any, Packing] = {
     KVShard: Packing(("int[] {}",), lambda shard: (list(shard),), lambda shard: KVShard(*shard)),
     Splits: Packing(("int[] {}_sizes", "Tensor[] {}_plan"), _pack_splits, _unpack_splits),
 }
-WRITTEN_LAYER = _layer_packing("Tensor(p!)", "Tensor(s!)?")
+
+P = ParamSpec("P")
+R = TypeVar("R", bound=Results)
+
+
+def op(name: str, *, fake: Callable[[Any], Results]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Makes a public op of a body; it is called as the body is.
+
+    The body takes a record of `mlakit.arguments`, then the results, each given or None:
+    body(arguments, *results) -> results. It validates, selects, allocates and launches.
+
+    fake  fake(arguments) -> new tensors in the shapes and dtypes of the results
+    """
+
+    def registered(body: Callable[P, R]) -> Callable[P, R]:
+        OPS[name] = Op(name, body, fake)
+        return OPS[name].call  # type: ignore[return-value]  # it takes what the body takes
+
+    return registered
 
 
 class Op:
-    """A public op: its eager body, `mlakit::<name>`, and `mlakit::<name>_out` that writes results.
-
-    arguments  frozen dataclass, the first parameter of `body`; a field with metadata
-               {"written": True} is a cache layer that the op writes to
-    body       body(arguments, *results) -> results, each given or None
-    fake       fake(arguments) -> new tensors in the shapes and dtypes of the results
-    results    their names; with several, `body` and `fake` give a tuple of them
-    """
+    """The body of an op, `mlakit::<name>` that runs it, and `mlakit::<name>_out` that writes
+    results."""
 
     def __init__(
-        self,
-        name: str,
-        arguments: type[Any],
-        body: Callable[..., Results],
-        fake: Callable[[Any], Results],
-        results: Sequence[str],
+        self, name: str, body: Callable[..., Results], fake: Callable[[Any], Results]
     ) -> None:
-        self.name, self.arguments, self.results = name, arguments, results
-        self.body, self.fake = body, fake
-        hints = get_type_hints(arguments)
-        self._calls = RecordedCalls(name, hints, self._run_in_full, self._dispatch)
-        self._written = [f.name for f in fields(arguments) if f.metadata.get("written")]
-        self._packings = [
-            (
-                field.name,
-                WRITTEN_LAYER if field.metadata.get("written") else PACKINGS[hints[field.name]],
-            )
-            for field in fields(arguments)
-        ]
-        inputs = [part.format(name) for name, each in self._packings for part in each.schema]
-        outs = [f"Tensor(r{i}!) {result}" for i, result in enumerate(results)]
-        returned = ", ".join(["Tensor"] * len(results))
+        self.name, self.body, self.fake = name, body, fake
+        first, *self.results = signature(body).parameters
+        hints = get_type_hints(body, include_extras=True)
+        self.arguments = hints[first]
+        types = get_type_hints(self.arguments, include_extras=True)
+        self._calls = RecordedCalls(name, self._run_in_full, self._dispatch)
+        self._written = [i for i, type_ in enumerate(types.values()) if type_ == WrittenLayer]
+        self._packings = [(field, PACKINGS[type_]) for field, type_ in types.items()]
+        inputs = [part.format(field) for field, each in self._packings for part in each.schema]
+        outs = [f"Tensor(r{i}!) {result}" for i, result in enumerate(self.results)]
+        returned = ", ".join(["Tensor"] * len(self.results))
         self.functional = self._define(name, inputs, f"({returned})", self._run, self._fake)
         self.writing = self._define(
             f"{name}_out", [*inputs, *outs], "()", self._run_out, lambda *flat: None
@@ -184,8 +191,8 @@ class Op:
         overload: Callable[..., Any] = getattr(torch.ops.mlakit, name).default
         return overload
 
-    def call(self, results: tuple[Tensor | None, ...], arguments: Mapping[str, Any]) -> Results:
-        """Run with the caller's `results` where given; all of them come back."""
+    def call(self, arguments: Any, *results: Tensor | None) -> Results:
+        """Run with the caller's results where given; all of them come back."""
         if torch.compiler.is_compiling():
             return self._dispatch(arguments, results)
         got = self._calls.call(arguments, results)
@@ -195,13 +202,13 @@ class Op:
                 break
         return got
 
-    def _dispatch(self, arguments: Mapping[str, Any], results: Sequence[Tensor | None]) -> Results:
+    def _dispatch(self, arguments: Any, results: Sequence[Tensor | None]) -> Results:
         """Through `torch.ops.mlakit`."""
         self._refuse_grad(arguments, results)
-        flat = self.pack(**arguments)
+        flat = self.pack(arguments)
         if all(result is None for result in results):
             return _as_tuple(self.functional(*flat))
-        fresh = self.fake(self.arguments(**arguments))
+        fresh = self.fake(arguments)
         given = tuple(
             new if result is None else result for result, new in zip(results, fresh, strict=True)
         )
@@ -209,47 +216,48 @@ class Op:
         return given
 
     @without_autocast
-    def _run_in_full(
-        self, arguments: Mapping[str, Any], results: Sequence[Tensor | None]
-    ) -> Results:
+    def _run_in_full(self, arguments: Any, results: Sequence[Tensor | None]) -> Results:
         self._refuse_grad(arguments, results)
-        return self.body(self.arguments(**arguments), *results)
+        return self.body(arguments, *results)
 
-    def _count_writes(self, arguments: Mapping[str, Any], results: Sequence[Tensor | None]) -> None:
+    def _count_writes(self, arguments: Any, results: Sequence[Tensor | None]) -> None:
         """Bump the versions of tensors that kernels wrote to, as torch's own ops do: autograd
         then notices where it had saved one of them."""
         written = [result for result in results if result is not None]
-        for name in self._written:
-            layer = arguments[name]
+        for at in self._written:
+            layer = arguments[at]
             written += [each for each in (layer.payload, layer.scales) if each is not None]
         increment_version([each for each in written if not each.is_inference()])
 
-    def _refuse_grad(self, arguments: Mapping[str, Any], results: Sequence[Tensor | None]) -> None:
-        if torch.is_grad_enabled() and _requires_grad([*arguments.values(), *results]):
-            refuse_grad(self.name, **arguments, **dict(zip(self.results, results, strict=True)))
+    def _refuse_grad(self, arguments: Any, results: Sequence[Tensor | None]) -> None:
+        if torch.is_grad_enabled() and _requires_grad([*arguments, *results]):
+            given = dict(zip(self.results, results, strict=True))
+            refuse_grad(self.name, **arguments._asdict(), **given)
 
-    def pack(self, **arguments: Any) -> list[Any]:
+    def pack(self, arguments: Any) -> list[Any]:
         """The arguments as `torch.ops.mlakit.<name>` takes them."""
         return [
-            value for name, packing in self._packings for value in packing.pack(arguments[name])
+            flat
+            for value, (_, packing) in zip(arguments, self._packings, strict=True)
+            for flat in packing.pack(value)
         ]
 
     def _unpack(self, flat: Sequence[Any]) -> Any:
         values = iter(flat)
         return self.arguments(
-            **{
-                name: packing.unpack(*(next(values) for _ in packing.schema))
-                for name, packing in self._packings
-            }
+            *(
+                packing.unpack(*(next(values) for _ in packing.schema))
+                for _, packing in self._packings
+            )
         )
 
     def _run(self, *flat: Any) -> Any:
         nothing = (None,) * len(self.results)
-        return self._bare(self._calls.call_plain(vars(self._unpack(flat)), nothing))
+        return self._bare(self._calls.call_plain(self._unpack(flat), nothing))
 
     def _run_out(self, *flat: Any) -> None:
         inputs, results = flat[: -len(self.results)], flat[-len(self.results) :]
-        arguments = vars(self._unpack(inputs))
+        arguments = self._unpack(inputs)
         self._calls.call_plain(arguments, results)
         self._count_writes(arguments, results)
 

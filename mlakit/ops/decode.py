@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mlakit import dispatch
+from mlakit.arguments import DecodeArguments, Splits
 from mlakit.cache import UNSHARDED, CacheLayer, KVShard, PagedLatentCache, PageTable
 from mlakit.checks import Dims
 from mlakit.knobs import Backend, DecodeKernel
 from mlakit.masks import CAUSAL, Mask
-from mlakit.ops._arguments import (
+from mlakit.ops._checks import (
     check_absorbed_query,
     check_kv_lens,
     check_layer,
@@ -25,7 +25,7 @@ from mlakit.ops._arguments import (
     check_sink,
     result_dtype,
 )
-from mlakit.ops._library import Op, Splits
+from mlakit.ops._library import op
 from mlakit.plan import DecodePlan, DecodePlanTensors, EvenSplit
 from mlakit.specs import Problem, device_facts, num_sms
 
@@ -76,46 +76,31 @@ def mla_decode(
     """
     cache_layer = check_layer(NAME, cache, layer)
     check_mask(NAME, mask)
-    out, lse = OP.call(
-        (out, lse),
-        {
-            "q": q,
-            "layer": cache_layer,
-            "page_table": page_table,
-            "kv_lens": kv_lens,
-            "q_rope": q_rope,
-            "q_scale": q_scale,
-            "q_starts": q_starts,
-            "softmax_scale": softmax_scale,
-            "mask": mask,
-            "sink": sink,
-            "shard": as_shard(NAME, kv_shard),
-            "splits": _splits(plan, cache_layer),
-            "deterministic": deterministic,
-            "backend": backend,
-        },
+    arguments = DecodeArguments(
+        q=q,
+        layer=cache_layer,
+        page_table=page_table,
+        kv_lens=kv_lens,
+        q_rope=q_rope,
+        q_scale=q_scale,
+        q_starts=q_starts,
+        softmax_scale=softmax_scale,
+        mask=mask,
+        sink=sink,
+        shard=UNSHARDED if kv_shard is None else as_shard(NAME, kv_shard),
+        splits=None if plan is None else _splits(plan, cache_layer),
+        deterministic=deterministic,
+        backend=backend,
     )
-    return out, lse
+    return _decode(arguments, out, lse)
 
 
-@dataclass(frozen=True, eq=False)
-class DecodeArguments:
-    q: Tensor
-    layer: CacheLayer
-    page_table: PageTable
-    kv_lens: Tensor
-    q_rope: Tensor | None
-    q_scale: Tensor | None
-    q_starts: Tensor | None
-    softmax_scale: float
-    mask: Mask
-    sink: Tensor | None
-    shard: KVShard
-    splits: Splits
-    deterministic: bool
-    backend: str
+def _empty(a: DecodeArguments) -> tuple[Tensor, Tensor]:
+    out = a.q.new_empty(*a.q.shape[:2], a.layer.codec.row.v_width, dtype=result_dtype(a.q))
+    return out, a.q.new_empty(a.q.shape[:2], dtype=torch.float32)
 
 
+@op(NAME, fake=_empty)
 def _decode(a: DecodeArguments, out: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor]:
     dims = Dims(NAME)
     q_latent, q_rope = check_absorbed_query(dims, a.q, a.q_rope, a.layer)
@@ -169,14 +154,6 @@ def _decode(a: DecodeArguments, out: Tensor | None, lse: Tensor | None) -> tuple
         lse=lse,
     )
     return out, lse
-
-
-def _empty(a: DecodeArguments) -> tuple[Tensor, Tensor]:
-    out = a.q.new_empty(*a.q.shape[:2], a.layer.codec.row.v_width, dtype=result_dtype(a.q))
-    return out, a.q.new_empty(a.q.shape[:2], dtype=torch.float32)
-
-
-OP = Op(NAME, DecodeArguments, _decode, _empty, ("out", "lse"))
 
 
 def decode_problem(

@@ -10,7 +10,7 @@ from mlakit.cache import PagedLatentCache, PageTable
 from mlakit.checks import FLOATS, Dims, UnsupportedError
 from mlakit.knobs import Backend, DecodeKernel
 from mlakit.masks import CAUSAL, Mask
-from mlakit.ops._arguments import (
+from mlakit.ops._checks import (
     check_kv_lens,
     check_layer,
     check_mask,
@@ -20,8 +20,8 @@ from mlakit.ops._arguments import (
 from mlakit.ops.decode import NAME as PLANNED_OP
 from mlakit.ops.decode import as_shard, check_shard, decode_problem
 from mlakit.plan import DecodePlanTensors
-from mlakit.replay.arguments import has_plain_memory
 from mlakit.replay.calls import made_current
+from mlakit.replay.plain import has_plain_memory
 
 NAME = "plan_mla_decode"
 

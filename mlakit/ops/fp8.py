@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import inf
 
 import torch
 from torch import Tensor
 
 from mlakit import dispatch
+from mlakit.arguments import QuantizeArguments, ScaledMatmulArguments
 from mlakit.checks import E4M3, FLOATS, Dims
 from mlakit.knobs import Backend
-from mlakit.ops._arguments import check_result
-from mlakit.ops._library import Op
+from mlakit.ops._checks import check_result
+from mlakit.ops._library import op
 from mlakit.specs import Problem, device_facts
 
 QUANTIZE = "quantize_fp8"
@@ -39,10 +39,8 @@ def quantize_fp8(
     axis): transposed, as `scaled_mm_fp8` reads them. `scale_ub` bounds amax; entries beyond it
     saturate. A group of zeros has scale 0. The last group may be short. Padding entries are 0.
     """
-    q, scales = QUANTIZE_OP.call(
-        (out, scales), {"x": x, "group": group, "scale_ub": scale_ub, "backend": backend}
-    )
-    return q, scales
+    arguments = QuantizeArguments(x=x, group=group, scale_ub=scale_ub, backend=backend)
+    return _quantize(arguments, out, scales)
 
 
 def scaled_mm_fp8(
@@ -71,40 +69,18 @@ def scaled_mm_fp8(
     """
     if out is not None:
         out_dtype = Dims(MATMUL).tensor("out", out).dtype
-    (result,) = MATMUL_OP.call(
-        (out,),
-        {
-            "a": a,
-            "a_scale": a_scale,
-            "b": b,
-            "b_scale": b_scale,
-            "n_group": n_group,
-            "k_group": k_group,
-            "out_dtype": out_dtype,
-            "backend": backend,
-        },
+    arguments = ScaledMatmulArguments(
+        a=a,
+        a_scale=a_scale,
+        b=b,
+        b_scale=b_scale,
+        n_group=n_group,
+        k_group=k_group,
+        out_dtype=out_dtype,
+        backend=backend,
     )
+    (result,) = _scaled_mm(arguments, out)
     return result
-
-
-@dataclass(frozen=True, eq=False)
-class QuantizeArguments:
-    x: Tensor
-    group: int
-    scale_ub: float
-    backend: str
-
-
-@dataclass(frozen=True, eq=False)
-class MatmulArguments:
-    a: Tensor
-    a_scale: Tensor
-    b: Tensor
-    b_scale: Tensor
-    n_group: int
-    k_group: int
-    out_dtype: torch.dtype
-    backend: str
 
 
 def _batch_axes(dims: Dims, arg: str, tensor: Tensor) -> tuple[str, ...]:
@@ -112,8 +88,17 @@ def _batch_axes(dims: Dims, arg: str, tensor: Tensor) -> tuple[str, ...]:
     return ("batch",) if tensor.ndim == 3 else ()
 
 
+def _empty_quantized(args: QuantizeArguments) -> tuple[Tensor, Tensor]:
+    *batch, rows, columns = args.x.shape
+    padded = (rows + SCALE_ALIGNMENT - 1) // SCALE_ALIGNMENT * SCALE_ALIGNMENT
+    groups = (columns + args.group - 1) // args.group
+    scales = args.x.new_empty(*batch, groups, padded, dtype=torch.float32)
+    return args.x.new_empty(args.x.shape, dtype=E4M3), scales
+
+
+@op(QUANTIZE, fake=_empty_quantized)
 def _quantize(
-    args: QuantizeArguments, q: Tensor | None, scales: Tensor | None
+    args: QuantizeArguments, out: Tensor | None, scales: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     dims = Dims(QUANTIZE)
     x = dims.tensor("x", args.x)
@@ -127,16 +112,21 @@ def _quantize(
     dims.require(args.scale_ub > 0, "scale_ub", "be positive", args.scale_ub)
     dims.bind("groups", -(-dims["K"] // group), "K / group, rounded up")
     dims.bind("padded M", -(-dims["M"] // SCALE_ALIGNMENT) * SCALE_ALIGNMENT, "M, rounded up to 4")
-    q = check_result(dims, "out", q, *batch, "M", "K", dtype=E4M3)
+    out = check_result(dims, "out", out, *batch, "M", "K", dtype=E4M3)
     scales = check_result(dims, "scales", scales, *batch, "groups", "padded M", dtype=torch.float32)
     problem = Problem(*device_facts(x.device), dtype=str(x.dtype))
     dispatch.select(QUANTIZE, problem, args.backend).launch(
-        x, group, scale_ub=float(args.scale_ub), out=q, scales=scales
+        x, group, scale_ub=float(args.scale_ub), out=out, scales=scales
     )
-    return q, scales
+    return out, scales
 
 
-def _matmul(args: MatmulArguments, out: Tensor | None) -> tuple[Tensor]:
+def _empty_product(args: ScaledMatmulArguments) -> tuple[Tensor]:
+    return (args.a.new_empty(*args.a.shape[:-1], args.b.shape[-2], dtype=args.out_dtype),)
+
+
+@op(MATMUL, fake=_empty_product)
+def _scaled_mm(args: ScaledMatmulArguments, out: Tensor | None) -> tuple[Tensor]:
     dims = Dims(MATMUL)
     a = dims.tensor("a", args.a)
     batch = _batch_axes(dims, "a", a)
@@ -167,19 +157,3 @@ def _matmul(args: MatmulArguments, out: Tensor | None) -> tuple[Tensor]:
         a, args.a_scale, args.b, args.b_scale, n_group=n_group, k_group=k_group, out=out
     )
     return (out,)
-
-
-def _empty_quantized(args: QuantizeArguments) -> tuple[Tensor, Tensor]:
-    *batch, rows, columns = args.x.shape
-    padded = (rows + SCALE_ALIGNMENT - 1) // SCALE_ALIGNMENT * SCALE_ALIGNMENT
-    groups = (columns + args.group - 1) // args.group
-    scales = args.x.new_empty(*batch, groups, padded, dtype=torch.float32)
-    return args.x.new_empty(args.x.shape, dtype=E4M3), scales
-
-
-def _empty_product(args: MatmulArguments) -> tuple[Tensor]:
-    return (args.a.new_empty(*args.a.shape[:-1], args.b.shape[-2], dtype=args.out_dtype),)
-
-
-QUANTIZE_OP = Op(QUANTIZE, QuantizeArguments, _quantize, _empty_quantized, ("out", "scales"))
-MATMUL_OP = Op(MATMUL, MatmulArguments, _matmul, _empty_product, ("out",))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from mlakit import dispatch
+from mlakit.arguments import LogitsArguments, TopkArguments
 from mlakit.cache import CacheLayer, PagedLatentCache, PageTable
 from mlakit.checks import E4M3, FLOATS, Dims, values_visible
 from mlakit.knobs import Backend
 from mlakit.masks import CAUSAL, Mask
-from mlakit.ops._arguments import (
+from mlakit.ops._checks import (
     INTEGERS,
     check_kv_lens,
     check_layer,
@@ -22,7 +21,7 @@ from mlakit.ops._arguments import (
     check_result,
     check_seen_rows,
 )
-from mlakit.ops._library import Op
+from mlakit.ops._library import op
 from mlakit.specs import Problem, device_facts
 
 LOGITS = "indexer_logits"
@@ -58,20 +57,18 @@ def indexer_logits(
     """
     cache_layer = check_layer(LOGITS, cache, layer)
     check_mask(LOGITS, mask)
-    (logits,) = LOGITS_OP.call(
-        (out,),
-        {
-            "q": q,
-            "weights": weights,
-            "layer": cache_layer,
-            "page_table": page_table,
-            "kv_lens": kv_lens,
-            "q_starts": q_starts,
-            "mask": mask,
-            "columns": _capacity(page_table, cache_layer) if max_kv_len is None else max_kv_len,
-            "backend": backend,
-        },
+    arguments = LogitsArguments(
+        q=q,
+        weights=weights,
+        layer=cache_layer,
+        page_table=page_table,
+        kv_lens=kv_lens,
+        q_starts=q_starts,
+        mask=mask,
+        columns=_capacity(page_table, cache_layer) if max_kv_len is None else max_kv_len,
+        backend=backend,
     )
+    (logits,) = _logits(arguments, out)
     return logits
 
 
@@ -94,39 +91,11 @@ def indexer_topk(
     −inf is never selected; NaN ranks above every number, so that it is seen; slots left over, all
     at the end, hold −1.
     """
-    (selected,) = TOPK_OP.call(
-        (out,),
-        {
-            "logits": logits,
-            "k": k,
-            "row_starts": row_starts,
-            "row_ends": row_ends,
-            "backend": backend,
-        },
+    arguments = TopkArguments(
+        logits=logits, k=k, row_starts=row_starts, row_ends=row_ends, backend=backend
     )
+    (selected,) = _topk(arguments, out)
     return selected
-
-
-@dataclass(frozen=True, eq=False)
-class LogitsArguments:
-    q: Tensor
-    weights: Tensor
-    layer: CacheLayer
-    page_table: PageTable
-    kv_lens: Tensor
-    q_starts: Tensor | None
-    mask: Mask
-    columns: int
-    backend: str
-
-
-@dataclass(frozen=True, eq=False)
-class TopkArguments:
-    logits: Tensor
-    k: int
-    row_starts: Tensor | None
-    row_ends: Tensor | None
-    backend: str
 
 
 def _capacity(page_table: PageTable, layer: CacheLayer) -> int:
@@ -137,6 +106,11 @@ def _capacity(page_table: PageTable, layer: CacheLayer) -> int:
     return table.shape[1] * layer.page_size
 
 
+def _empty_logits(a: LogitsArguments) -> tuple[Tensor]:
+    return (a.q.new_empty(a.q.shape[0], a.columns, dtype=torch.float32),)
+
+
+@op(LOGITS, fake=_empty_logits)
 def _logits(a: LogitsArguments, out: Tensor | None) -> tuple[Tensor]:
     dims = Dims(LOGITS)
     dims.bind("D", a.layer.codec.row.width, "the row width of the cache")
@@ -168,6 +142,11 @@ def _logits(a: LogitsArguments, out: Tensor | None) -> tuple[Tensor]:
     return (out,)
 
 
+def _empty_topk(a: TopkArguments) -> tuple[Tensor]:
+    return (a.logits.new_empty(a.logits.shape[0], a.k, dtype=torch.int32),)
+
+
+@op(TOPK, fake=_empty_topk)
 def _topk(a: TopkArguments, out: Tensor | None) -> tuple[Tensor]:
     dims = Dims(TOPK)
     dims.match("logits", a.logits, "tokens", "columns", dtypes=[torch.float32])
@@ -182,15 +161,3 @@ def _topk(a: TopkArguments, out: Tensor | None) -> tuple[Tensor]:
     problem = Problem(*device_facts(a.logits.device), dtype=str(a.logits.dtype))
     dispatch.select(TOPK, problem, a.backend).launch(a.logits, a.row_starts, a.row_ends, out=out)
     return (out,)
-
-
-def _empty_logits(a: LogitsArguments) -> tuple[Tensor]:
-    return (a.q.new_empty(a.q.shape[0], a.columns, dtype=torch.float32),)
-
-
-def _empty_topk(a: TopkArguments) -> tuple[Tensor]:
-    return (a.logits.new_empty(a.logits.shape[0], a.k, dtype=torch.int32),)
-
-
-LOGITS_OP = Op(LOGITS, LogitsArguments, _logits, _empty_logits, ("out",))
-TOPK_OP = Op(TOPK, TopkArguments, _topk, _empty_topk, ("out",))

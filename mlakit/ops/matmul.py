@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from mlakit import dispatch
+from mlakit.arguments import BatchedMatmulArguments
 from mlakit.checks import E4M3, FLOATS, Dims
 from mlakit.knobs import Backend
-from mlakit.ops._arguments import check_result
-from mlakit.ops._library import Op
+from mlakit.ops._checks import check_result
+from mlakit.ops._library import op
 from mlakit.specs import Problem, device_facts
 
 NAME = "batched_matmul"
@@ -24,18 +23,16 @@ def batched_matmul(
     a and b may have any strides; `out` [batch, M, N] is in a's dtype, or given in any other, with a
     contiguous last axis.
     """
-    (result,) = OP.call((out,), {"a": a, "b": b, "backend": backend})
+    (result,) = _matmul(BatchedMatmulArguments(a=a, b=b, backend=backend), out)
     return result
 
 
-@dataclass(frozen=True, eq=False)
-class MatmulArguments:
-    a: Tensor
-    b: Tensor
-    backend: str
+def _empty(args: BatchedMatmulArguments) -> tuple[Tensor]:
+    return (args.a.new_empty(*args.a.shape[:2], args.b.shape[1]),)
 
 
-def _matmul(args: MatmulArguments, out: Tensor | None) -> tuple[Tensor]:
+@op(NAME, fake=_empty)
+def _matmul(args: BatchedMatmulArguments, out: Tensor | None) -> tuple[Tensor]:
     dims = Dims(NAME)
     dims.match("a", args.a, "batch", "M", "K", dtypes=FLOATS)
     dims.match("b", args.b, "batch", "N", "K", dtypes=[args.a.dtype])
@@ -46,10 +43,3 @@ def _matmul(args: MatmulArguments, out: Tensor | None) -> tuple[Tensor]:
     problem = Problem(*device_facts(args.a.device), dtype=str(args.a.dtype))
     dispatch.select(NAME, problem, args.backend).launch(args.a, args.b, out=out)
     return (out,)
-
-
-def _empty(args: MatmulArguments) -> tuple[Tensor]:
-    return (args.a.new_empty(*args.a.shape[:2], args.b.shape[1]),)
-
-
-OP = Op(NAME, MatmulArguments, _matmul, _empty, ("out",))

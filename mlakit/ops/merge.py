@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mlakit import dispatch
+from mlakit.arguments import MergeArguments
 from mlakit.checks import FLOATS, Dims
 from mlakit.knobs import Backend
-from mlakit.ops._arguments import check_result, check_sink
-from mlakit.ops._library import Op
+from mlakit.ops._checks import check_result, check_sink
+from mlakit.ops._library import op
 from mlakit.specs import Problem, device_facts
 
 NAME = "merge_states"
@@ -38,20 +38,16 @@ def merge_states(
     Returns out in the dtype of the parts, and lse float32; 0 and −inf where every part is empty.
     `out` and `lse` may be those of one of the parts, which is then merged in place.
     """
-    out, lse = OP.call(
-        (out, lse), {"outs": list(outs), "lses": list(lses), "sink": sink, "backend": backend}
-    )
-    return out, lse
+    arguments = MergeArguments(outs=list(outs), lses=list(lses), sink=sink, backend=backend)
+    return _merge(arguments, out, lse)
 
 
-@dataclass(frozen=True, eq=False)
-class MergeArguments:
-    outs: list[Tensor]
-    lses: list[Tensor]
-    sink: Tensor | None
-    backend: str
+def _empty(a: MergeArguments) -> tuple[Tensor, Tensor]:
+    part, lse = a.outs[0], a.lses[0]
+    return part.new_empty(part.shape), lse.new_empty(lse.shape)
 
 
+@op(NAME, fake=_empty)
 def _merge(a: MergeArguments, out: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor]:
     dims = Dims(NAME)
     dims.require(len(a.outs) >= 1, "outs", "hold at least one part", 0)
@@ -71,11 +67,3 @@ def _merge(a: MergeArguments, out: Tensor | None, lse: Tensor | None) -> tuple[T
     problem = Problem(*device_facts(dims.device), dtype=str(out.dtype), heads=dims["heads"])
     dispatch.select(NAME, problem, a.backend).launch(a.outs, a.lses, a.sink, out=out, lse=lse)
     return out, lse
-
-
-def _empty(a: MergeArguments) -> tuple[Tensor, Tensor]:
-    part, lse = a.outs[0], a.lses[0]
-    return part.new_empty(part.shape), lse.new_empty(lse.shape)
-
-
-OP = Op(NAME, MergeArguments, _merge, _empty, ("out", "lse"))

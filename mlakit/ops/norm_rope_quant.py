@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from mlakit import dispatch
+from mlakit.arguments import AppendArguments
 from mlakit.cache import CacheLayer, PagedLatentCache, PageTable
 from mlakit.checks import E4M3, FLOATS, Dims, values_visible
 from mlakit.geometry import ROPES, Rope
 from mlakit.knobs import Backend
-from mlakit.ops._arguments import (
+from mlakit.ops._checks import (
     INTEGERS,
     check_kv_lens,
     check_layer,
@@ -22,7 +22,7 @@ from mlakit.ops._arguments import (
     check_result,
     check_used_rows,
 )
-from mlakit.ops._library import Op
+from mlakit.ops._library import op
 from mlakit.specs import Problem, device_facts
 
 NAME = "norm_rope_quant_append"
@@ -75,46 +75,31 @@ def norm_rope_quant_append(
     on the host, for a kv_len below the new tokens of its request, for rows outside of the cache,
     and for tokens to store at positions outside of freqs.
     """
-    (result,) = OP.call(
-        (q_rope_out,),
-        {
-            "q_rope": q_rope,
-            "kv": kv,
-            "freqs": freqs,
-            "gamma": gamma,
-            "layer": check_layer(NAME, cache, layer),
-            "page_table": page_table,
-            "kv_lens": kv_lens,
-            "q_starts": q_starts,
-            "slots": slots,
-            "positions": positions,
-            "epsilon": epsilon,
-            "rope": rope,
-            "power_of_two_scales": power_of_two_scales,
-            "backend": backend,
-        },
+    arguments = AppendArguments(
+        q_rope=q_rope,
+        kv=kv,
+        freqs=freqs,
+        gamma=gamma,
+        layer=check_layer(NAME, cache, layer),
+        page_table=page_table,
+        kv_lens=kv_lens,
+        q_starts=q_starts,
+        slots=slots,
+        positions=positions,
+        epsilon=epsilon,
+        rope=rope,
+        power_of_two_scales=power_of_two_scales,
+        backend=backend,
     )
+    (result,) = _append(arguments, q_rope_out)
     return result
 
 
-@dataclass(frozen=True, eq=False)
-class AppendArguments:
-    q_rope: Tensor
-    kv: Tensor
-    freqs: Tensor
-    gamma: Tensor
-    layer: CacheLayer = field(metadata={"written": True})
-    page_table: PageTable | None
-    kv_lens: Tensor | None
-    q_starts: Tensor | None
-    slots: Tensor | None
-    positions: Tensor | None
-    epsilon: float
-    rope: str
-    power_of_two_scales: bool
-    backend: str
+def _empty(a: AppendArguments) -> tuple[Tensor]:
+    return (a.q_rope.new_empty(a.q_rope.shape),)
 
 
+@op(NAME, fake=_empty)
 def _append(a: AppendArguments, q_rope_out: Tensor | None) -> tuple[Tensor]:
     dims = Dims(NAME)
     row = a.layer.codec.row
@@ -236,10 +221,3 @@ def _check_positions(
             f"have a row for position {kv_len - 1} of request {request}",
             f"{dims['positions']} rows",
         )
-
-
-def _empty(a: AppendArguments) -> tuple[Tensor]:
-    return (a.q_rope.new_empty(a.q_rope.shape),)
-
-
-OP = Op(NAME, AppendArguments, _append, _empty, ("q_rope_out",))

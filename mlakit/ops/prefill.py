@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from mlakit import dispatch
+from mlakit.arguments import PrefillArguments
 from mlakit.checks import FLOATS, Dims
 from mlakit.knobs import Backend
 from mlakit.masks import CAUSAL, Mask
-from mlakit.ops._arguments import INTEGERS, check_mask, check_result, check_sink
-from mlakit.ops._library import Op
+from mlakit.ops._checks import INTEGERS, check_mask, check_result, check_sink
+from mlakit.ops._library import op
 from mlakit.plan import PrefillPlan
 from mlakit.specs import Problem, device_facts
 
@@ -54,40 +53,28 @@ def mla_prefill(
     attended, out is 0 and lse −inf. `plan` may be handed along; it never changes a result.
     """
     check_mask(NAME, mask)
-    out, lse = OP.call(
-        (out, lse),
-        {
-            "q": q,
-            "k_nope": k_nope,
-            "k_rope": k_rope,
-            "v": v,
-            "q_starts": q_starts,
-            "kv_starts": kv_starts,
-            "softmax_scale": softmax_scale,
-            "mask": mask,
-            "alibi_slopes": alibi_slopes,
-            "sink": sink,
-            "backend": backend,
-        },
+    arguments = PrefillArguments(
+        q=q,
+        k_nope=k_nope,
+        k_rope=k_rope,
+        v=v,
+        q_starts=q_starts,
+        kv_starts=kv_starts,
+        softmax_scale=softmax_scale,
+        mask=mask,
+        alibi_slopes=alibi_slopes,
+        sink=sink,
+        backend=backend,
     )
-    return out, lse
+    return _prefill(arguments, out, lse)
 
 
-@dataclass(frozen=True, eq=False)
-class PrefillArguments:
-    q: Tensor
-    k_nope: Tensor
-    k_rope: Tensor
-    v: Tensor
-    q_starts: Tensor
-    kv_starts: Tensor
-    softmax_scale: float
-    mask: Mask
-    alibi_slopes: Tensor | None
-    sink: Tensor | None
-    backend: str
+def _empty(a: PrefillArguments) -> tuple[Tensor, Tensor]:
+    out = a.q.new_empty(*a.q.shape[:2], a.v.shape[2])
+    return out, a.q.new_empty(a.q.shape[:2], dtype=torch.float32)
 
 
+@op(NAME, fake=_empty)
 def _prefill(a: PrefillArguments, out: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor]:
     dims = Dims(NAME)
     dims.match("q", a.q, "tokens", "heads", "D_N + D_R", dtypes=FLOATS)
@@ -138,11 +125,3 @@ def _prefill(a: PrefillArguments, out: Tensor | None, lse: Tensor | None) -> tup
         lse=lse,
     )
     return out, lse
-
-
-def _empty(a: PrefillArguments) -> tuple[Tensor, Tensor]:
-    out = a.q.new_empty(*a.q.shape[:2], a.v.shape[2])
-    return out, a.q.new_empty(a.q.shape[:2], dtype=torch.float32)
-
-
-OP = Op(NAME, PrefillArguments, _prefill, _empty, ("out", "lse"))

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from mlakit import dispatch
-from mlakit.cache import CacheLayer, PagedLatentCache
+from mlakit.arguments import SparseArguments
+from mlakit.cache import PagedLatentCache
 from mlakit.checks import Dims
 from mlakit.knobs import Backend
-from mlakit.ops._arguments import (
+from mlakit.ops._checks import (
     check_absorbed_query,
     check_layer,
     check_result,
@@ -20,7 +20,7 @@ from mlakit.ops._arguments import (
     check_sink,
     result_dtype,
 )
-from mlakit.ops._library import Op, Splits
+from mlakit.ops._library import op
 from mlakit.plan import EvenSplit
 from mlakit.reprs import shapes_repr
 from mlakit.specs import Problem, device_facts
@@ -75,23 +75,20 @@ def sparse_mla(
     extra_layer = (
         None if second is None else check_layer(NAME, second.cache, second.layer, owner="extra.")
     )
-    out, lse, max_logits = OP.call(
-        (out, lse, max_logits),
-        {
-            "q": q,
-            "layer": check_layer(NAME, cache, layer),
-            "rows": rows,
-            "topk_lens": topk_lens,
-            "extra": extra_layer,
-            "extra_rows": None if second is None else second.rows,
-            "extra_topk_lens": None if second is None else second.topk_lens,
-            "splits": plan,
-            "softmax_scale": softmax_scale,
-            "sink": sink,
-            "backend": backend,
-        },
+    arguments = SparseArguments(
+        q=q,
+        layer=check_layer(NAME, cache, layer),
+        rows=rows,
+        topk_lens=topk_lens,
+        extra=extra_layer,
+        extra_rows=None if second is None else second.rows,
+        extra_topk_lens=None if second is None else second.topk_lens,
+        splits=plan,
+        softmax_scale=softmax_scale,
+        sink=sink,
+        backend=backend,
     )
-    return out, lse, max_logits
+    return _sparse(arguments, out, lse, max_logits)
 
 
 def _extra_rows(extra: object) -> ExtraRows:
@@ -101,21 +98,14 @@ def _extra_rows(extra: object) -> ExtraRows:
     return ExtraRows(*extra)
 
 
-@dataclass(frozen=True, eq=False)
-class SparseArguments:
-    q: Tensor
-    layer: CacheLayer
-    rows: Tensor
-    topk_lens: Tensor | None
-    extra: CacheLayer | None
-    extra_rows: Tensor | None
-    extra_topk_lens: Tensor | None
-    splits: Splits
-    softmax_scale: float
-    sink: Tensor | None
-    backend: str
+def _empty(a: SparseArguments) -> tuple[Tensor, Tensor, Tensor]:
+    shape = a.q.shape[:2]
+    out = a.q.new_empty(*shape, a.layer.codec.row.v_width, dtype=result_dtype(a.q))
+    lse, max_logits = (a.q.new_empty(shape, dtype=torch.float32) for _ in range(2))
+    return out, lse, max_logits
 
 
+@op(NAME, fake=_empty)
 def _sparse(
     a: SparseArguments, out: Tensor | None, lse: Tensor | None, max_logits: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -161,13 +151,3 @@ def _sparse(
         max_logits=max_logits,
     )
     return out, lse, max_logits
-
-
-def _empty(a: SparseArguments) -> tuple[Tensor, Tensor, Tensor]:
-    shape = a.q.shape[:2]
-    out = a.q.new_empty(*shape, a.layer.codec.row.v_width, dtype=result_dtype(a.q))
-    lse, max_logits = (a.q.new_empty(shape, dtype=torch.float32) for _ in range(2))
-    return out, lse, max_logits
-
-
-OP = Op(NAME, SparseArguments, _sparse, _empty, ("out", "lse", "max_logits"))

@@ -1,16 +1,17 @@
-"""Launch replay: a repeated eager call on a GPU starts its recorded kernels again.
+"""Launch replay: a repeated eager call on a GPU launches its recorded kernels again.
 
 Checking a call's arguments, choosing its kernels and letting Triton look at every argument takes
-Python hundreds of microseconds. All of it follows from the call's *facts*: shapes, strides, dtypes,
+Python hundreds of microseconds. All of it follows from the call's *key*: shapes, strides, dtypes,
 devices and alignment of its tensors, which of them are the same tensor, numbers, strings, knobs.
-The second call with the same facts is recorded; later ones start the recorded kernels on their own
+The second call with the same key is recorded; later ones launch the recorded kernels on their own
 tensors.
 
 calls        per op: finds the recording of a call, decides when to record (`RecordedCalls`)
-arguments    the facts of a call; which tensors are plain
+key          the key of a call
+plain        which tensors are plain
 workspace    where launchers take results and scratch from
 record       runs a call with stand-ins for its tensors and notes each launch (`Recording`)
-launchers    how a compiled kernel is started again, one file per Triton version
+launchers    how a recorded launch is made again, one file per Triton version
 counters     how often calls were replayed, and why not
 
 `MLAKIT_REPLAY=0` turns replay off. `stats()` counts, per op, calls that were replayed, that ran in

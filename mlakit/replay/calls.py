@@ -1,20 +1,20 @@
 """The calls of one op: which are replayed, which are recorded, which run in full, and why.
 
-The first call with certain facts runs in full, the second is recorded, later ones are replayed.
-Where a recording is refused, another is tried 1, 2, 4, … 64 calls with these facts later: what
-stood in its way may pass, such as a constant that the GPU is still computing.
+The first call with a certain key runs in full, the second is recorded, later ones are replayed.
+Where a recording is refused, another is tried 1, 2, 4, … 64 calls with this key later: what stood
+in its way may pass, such as a constant that the GPU is still computing.
 
-Describing ten tensors takes Python longer than launching kernels. So the recordings used last are
-found by the facts that are no tensors, and torch compares all tensors with theirs in one call.
+A key has two parts: one describes the tensors, the other is the rest. Describing ten tensors takes
+Python longer than launching kernels. So the recordings used last are found by the rest of the key,
+and torch compares all tensors with theirs in one call.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,22 +22,17 @@ from torch import Tensor
 
 from mlakit import knobs
 from mlakit.checks import UnsupportedError
-from mlakit.replay.arguments import (
-    comparison_with,
-    facts_of,
-    flatten,
-    has_plain_memory,
-    is_plain,
-)
 from mlakit.replay.counters import stats_of
+from mlakit.replay.key import comparison_with, split, tensor_key
+from mlakit.replay.plain import has_plain_memory, is_plain
 
 if TYPE_CHECKING:  # it needs Triton, which is installed where a call is worth recording
     from mlakit.replay.record import Recording
 
 Results = tuple[Tensor, ...]
-Facts = tuple[object, ...]
-Arguments = Mapping[str, Any]
-Body = Callable[[Arguments, Sequence[Tensor | None]], Results]
+Key = tuple[object, ...]  # without the part that describes the tensors
+Arguments = tuple[Any, ...]  # a record of `mlakit.arguments`
+Body = Callable[[Any, Sequence[Tensor | None]], Results]
 MAX_KNOWN = 1024  # calls of one op that are remembered, at a few kilobytes each
 MAX_RECENT = 4  # recordings of calls that differ in their tensors only
 MAX_WAIT = 64  # calls between two attempts to record
@@ -46,13 +41,13 @@ MAX_WAIT = 64  # calls between two attempts to record
 class Recent(NamedTuple):
     """A recording that was used lately."""
 
-    is_alike: Callable[..., bool]  # do other tensors have the facts of the recorded ones?
+    is_alike: Callable[..., bool]  # do other tensors have the key of the recorded ones?
     recording: Recording
 
 
 @dataclass
 class Waiting:
-    """Facts without a recording."""
+    """A key without a recording."""
 
     calls: int = 0  # that run in full before the next attempt
     wait: int = 1  # calls to wait after that attempt, if it is refused
@@ -65,15 +60,11 @@ class Waiting:
 class RecordedCalls:
     """What is known of the calls of one op.
 
-    types     of its arguments, by name
     run       runs a call in full
     dispatch  runs a call through torch's dispatcher, which unwraps or refuses its tensors
     """
 
-    def __init__(self, op: str, types: Mapping[str, Any], run: Body, dispatch: Body) -> None:
-        tensors = [name for name, type_ in types.items() if _has_tensors(type_)]
-        self._tensors = _getter(tensors)
-        self._numbers = _getter([name for name in types if name not in tensors])
+    def __init__(self, op: str, run: Body, dispatch: Body) -> None:
         self._op, self._run, self._dispatch = op, run, dispatch
         self._stats = stats_of(op)
         self._recent: OrderedDict[Hashable, tuple[Recent, ...]] = OrderedDict()
@@ -81,23 +72,26 @@ class RecordedCalls:
 
     def call(self, arguments: Arguments, results: tuple[Tensor | None, ...]) -> Results:
         """The results of the op; `results` are the caller's, or None for new ones."""
-        facts, tensors, may_replay = self._facts(arguments, results)
-        got = self._replay_recent(facts, tensors) if may_replay else None
+        backend, may_replay = knobs.for_replay()
+        tensors, rest = split(arguments + results)
+        key: Key = (backend, torch.is_grad_enabled(), *rest)
+        got = self._replay_recent(key, tensors) if may_replay else None
         if got is not None:
             return got
         if len(set(map(id, tensors))) < len(tensors):
-            facts, tensors = _without_duplicates(facts, tensors)
-            got = self._replay_recent(facts, tensors) if may_replay else None
+            key, tensors = _without_duplicates(key, tensors)
+            got = self._replay_recent(key, tensors) if may_replay else None
             if got is not None:
                 return got
         if _is_dispatch_mode_active() or not all(is_plain(t) or _is_meta(t) for t in tensors):
             return self._dispatch(arguments, results)
-        return self._call_unseen(facts, tensors, arguments, results)
+        return self._call_unseen(key, tensors, arguments, results)
 
     def call_plain(self, arguments: Arguments, results: tuple[Tensor | None, ...]) -> Results:
         """As `call`, below torch's dispatcher."""
-        facts, tensors, may_replay = self._facts(arguments, results)
-        facts, tensors = _without_duplicates(facts, tensors)
+        backend, may_replay = knobs.for_replay()
+        tensors, rest = split(arguments + results)
+        key, tensors = _without_duplicates((backend, torch.is_grad_enabled(), *rest), tensors)
         for tensor in tensors:
             if not has_plain_memory(tensor):
                 keys = torch._C._dispatch_keys(tensor)
@@ -105,26 +99,14 @@ class RecordedCalls:
                     f"{self._op}: takes tensors whose memory a kernel can read, got a "
                     f"{type(tensor).__name__} with {keys}"
                 )
-        got = self._replay_recent(facts, tensors) if may_replay else None
-        return self._call_unseen(facts, tensors, arguments, results) if got is None else got
+        got = self._replay_recent(key, tensors) if may_replay else None
+        return self._call_unseen(key, tensors, arguments, results) if got is None else got
 
-    def _facts(
-        self, arguments: Arguments, results: tuple[Tensor | None, ...]
-    ) -> tuple[Facts, list[Tensor], bool]:
-        """The facts that are no tensors, the tensors, and whether calls may be replayed."""
-        backend, may_replay = knobs.for_replay()
-        numbers = self._numbers(arguments)
-        # with their types: True is no number, yet equal to 1
-        facts = [backend, torch.is_grad_enabled(), numbers, *map(type, numbers)]
-        tensors: list[Tensor] = []
-        flatten(self._tensors(arguments) + results, tensors, facts)
-        return tuple(facts), tensors, may_replay
-
-    def _replay_recent(self, facts: Facts, tensors: list[Tensor]) -> Results | None:
+    def _replay_recent(self, key: Key, tensors: list[Tensor]) -> Results | None:
         """None where no recording is for these tensors. Two arguments that are one tensor are
         unlike any recorded ones until they are told as one."""
         try:
-            recent = self._recent.get(facts, ())
+            recent = self._recent.get(key, ())
         except TypeError:  # a list where a number should be: the op says what is wrong with it
             return None
         for is_alike, recording in recent:
@@ -141,7 +123,7 @@ class RecordedCalls:
 
     def _call_unseen(
         self,
-        facts: Facts,
+        key: Key,
         tensors: list[Tensor],
         arguments: Arguments,
         results: tuple[Tensor | None, ...],
@@ -155,19 +137,19 @@ class RecordedCalls:
             if refusal is not None:
                 self._stats.refused[refusal] += 1
                 return self._run(arguments, results)
-            key = facts, facts_of(tensors)
+            whole_key = key, tensor_key(tensors)
             try:
-                known = self._known.get(key)
+                known = self._known.get(whole_key)
             except TypeError:
                 return self._run(arguments, results)  # raises: see `_replay_recent`
             if known is None:
                 self._stats.misses += 1
                 got = self._run(arguments, results)
-                _keep(self._known, key, Waiting())  # only now: a wrong call is not remembered
+                _keep(self._known, whole_key, Waiting())  # only now: a wrong call is not remembered
                 return got
             if isinstance(known, Waiting):
-                return self._record(key, known, tensors, arguments, results)
-            return self._replay(facts, known, tensors, arguments, results)
+                return self._record(whole_key, known, tensors, arguments, results)
+            return self._replay(key, known, tensors, arguments, results)
 
     def _record(
         self,
@@ -194,7 +176,7 @@ class RecordedCalls:
 
     def _replay(
         self,
-        facts: Facts,
+        key: Key,
         recording: Recording,
         tensors: list[Tensor],
         arguments: Arguments,
@@ -205,37 +187,27 @@ class RecordedCalls:
             return self._run(arguments, results)
         is_alike = comparison_with(tensors)
         if is_alike is not None:
-            others = self._recent.get(facts, ())[: MAX_RECENT - 1]
-            _keep(self._recent, facts, (Recent(is_alike, recording), *others))
+            others = self._recent.get(key, ())[: MAX_RECENT - 1]
+            _keep(self._recent, key, (Recent(is_alike, recording), *others))
         got = recording.replay(tensors)
         assert got is not None, "the key has the alignment of every tensor"
         self._stats.hits += 1
         return got
 
 
-def _without_duplicates(facts: Facts, tensors: list[Tensor]) -> tuple[Facts, list[Tensor]]:
-    """Which arguments are one tensor becomes a fact; the tensors, each of them once."""
+def _without_duplicates(key: Key, tensors: list[Tensor]) -> tuple[Key, list[Tensor]]:
+    """Which arguments are one tensor becomes part of the key; the tensors, each of them once."""
     ids = tuple(map(id, tensors))
     if len(set(ids)) == len(ids):
-        return facts, tensors
+        return key, tensors
     pattern = tuple(map(ids.index, ids))
-    return (*facts, pattern), list(dict(zip(ids, tensors, strict=True)).values())
+    return (*key, pattern), list(dict(zip(ids, tensors, strict=True)).values())
 
 
 def _keep(table: OrderedDict[Hashable, Any], key: Hashable, value: object) -> None:
     table[key] = value
     if len(table) > MAX_KNOWN:
         table.popitem(last=False)
-
-
-def _has_tensors(type_: Any) -> bool:
-    return any(name in str(type_) for name in ("Tensor", "CacheLayer"))
-
-
-def _getter(names: Sequence[str]) -> Callable[[Arguments], tuple[Any, ...]]:
-    if len(names) > 1:
-        return itemgetter(*names)
-    return lambda arguments: tuple([arguments[name] for name in names])
 
 
 def _why_not() -> str | None:

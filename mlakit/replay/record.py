@@ -10,7 +10,7 @@ into memory of unknown origin.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.dlpack import from_dlpack
 
+from mlakit.cache import CacheLayer
 from mlakit.replay import workspace
-from mlakit.replay.arguments import ALIGNMENT, substitute
+from mlakit.replay.key import ALIGNMENT
 from mlakit.replay.launchers import Launch, Pointer, has_launch_hooks
 
 Results = tuple[Tensor, ...]
@@ -127,8 +128,8 @@ def allocators(device: torch.device) -> tuple[Callable[..., Tensor], Callable[..
 
 
 def record(
-    body: Callable[[Mapping[str, Any], Sequence[Any]], Results],
-    arguments: Mapping[str, Any],
+    body: Callable[[Any, Sequence[Any]], Results],
+    arguments: tuple[Any, ...],
     results: Sequence[Tensor | None],
     tensors: Sequence[Tensor],
 ) -> tuple[Results, Recording | str]:
@@ -140,16 +141,27 @@ def record(
     by_id = {id(tensor): other for tensor, other in zip(tensors, stand_ins, strict=True)}
     recorder = CallRecorder(stand_ins)
     with workspace.recording(recorder), recorder:
-        got = body(
-            {name: substitute(value, by_id) for name, value in arguments.items()},
-            [substitute(result, by_id) for result in results],
-        )
+        got = body(_substitute(arguments, by_id), _substitute(tuple(results), by_id))
     originals = {id(other): tensor for tensor, other in zip(tensors, stand_ins, strict=True)}
     returned = tuple(originals.get(id(tensor), tensor) for tensor in got)
     try:
         return returned, recorder.finish(got, tensors[0].device)
     except RefusedRecordingError as refusal:
         return returned, str(refusal)
+
+
+def _substitute(value: Any, tensors: Mapping[int, Tensor]) -> Any:
+    """`value` with each tensor replaced by the one in `tensors` under its id."""
+    if isinstance(value, Tensor):
+        return tensors[id(value)]
+    if isinstance(value, CacheLayer):
+        names = ("payload", "scales", "tensor_scale")
+        parts = {name: _substitute(getattr(value, name), tensors) for name in names}
+        return replace(value, **parts)
+    if isinstance(value, (tuple, list)):
+        members = [_substitute(part, tensors) for part in value]
+        return type(value)(*members) if hasattr(value, "_fields") else type(value)(members)
+    return value
 
 
 def _stand_in(tensor: Tensor) -> Tensor:

@@ -7,7 +7,9 @@ without keys, and a last page of one token.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 from unittest import mock
@@ -19,7 +21,7 @@ from mlakit import masks, ops, reference
 from mlakit.cache import PagedLatentCache, PageTable, request_slots
 from mlakit.formats import row_codec
 from mlakit.geometry import RowShape
-from mlakit.ops._library import Op
+from mlakit.ops._library import OPS, Op
 from mlakit.plan import EvenSplit, plan_decode
 from mlakit.testing import poison, shuffled_pages
 from tests.transplant import Transplant
@@ -87,16 +89,18 @@ class Call:
 
     def packed(self) -> tuple[Op, list[Any]]:
         """The op behind the function, and the arguments as `torch.ops.mlakit` takes them."""
-        seen: list[tuple[Op, dict[str, Any]]] = []
+        seen: list[tuple[Op, Any]] = []
 
-        def note(op: Op, results: Sequence[Tensor | None], arguments: dict[str, Any]) -> Any:
+        def note(op: Op, arguments: Any, results: Sequence[Tensor | None]) -> Any:
             seen.append((op, arguments))
-            return (None,) * len(op.results)
+            return results
 
-        with mock.patch.object(Op, "call", note):
+        with ExitStack() as patched:
+            for op in OPS.values():
+                patched.enter_context(mock.patch.object(op._calls, "call", partial(note, op)))
             self.function(**self.arguments)
         ((op, arguments),) = seen
-        return op, op.pack(**arguments)
+        return op, op.pack(arguments)
 
     @property
     def results(self) -> Sequence[str]:

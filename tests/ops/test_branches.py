@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mlakit import branches
 from mlakit.branches import CachedBatch, LayerWeights, plan_step
-from mlakit.ops import _arguments
+from mlakit.ops import _checks
 from mlakit.plan import plan_context
 from mlakit.testing import assert_same_bits, assert_unchanged, poison, snapshot
 from tests.ops.branch_steps import (
@@ -96,7 +96,7 @@ def empty_arguments(step: Step) -> tuple[Tensor, Tensor, LayerWeights, CachedBat
 def _lengths_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the lengths could not be read without waiting."""
     monkeypatch.setattr(branches.checks, "values_visible", lambda tensor: False)
-    monkeypatch.setattr(_arguments, "values_visible", lambda tensor: False)
+    monkeypatch.setattr(_checks, "values_visible", lambda tensor: False)
 
 
 @pytest.mark.usefixtures("_lengths_on_a_gpu")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mlakit import dispatch, masks, ops
 from mlakit.ops import decode
-from mlakit.ops._arguments import check_kv_lens
+from mlakit.ops._checks import check_kv_lens
 from mlakit.ops.decode_plan import plan_mla_decode
 from mlakit.plan import DecodePlanTensors
 from mlakit.testing import assert_matches, assert_same_bits, poison

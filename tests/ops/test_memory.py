@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from mlakit import checks, dispatch, knobs, ops
 from mlakit.cache import PagedLatentCache
 from mlakit.geometry import RowShape
-from mlakit.ops import _arguments, indexer
+from mlakit.ops import _checks, indexer
 from mlakit.testing import assert_same_bits
 from tests.ops.cases import (
     BF16,
@@ -225,7 +225,7 @@ def nothing_is_read_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         raise AssertionError("a value was read on the host")
 
     with monkeypatch.context() as patch:
-        for module in (checks, _arguments, indexer):
+        for module in (checks, _checks, indexer):
             patch.setattr(module, "values_visible", lambda tensor: False)
         for read in ("tolist", "item", "cpu", "__bool__", "__int__", "__float__", "__index__"):
             patch.setattr(Tensor, read, refuse)

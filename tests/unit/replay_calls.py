@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from mlakit.kernels.triton import launch as launching
-from mlakit.replay import arguments, calls, launchers, record, workspace
+from mlakit.replay import calls, key, launchers, record, workspace
 from mlakit.replay.calls import RecordedCalls
 from mlakit.replay.counters import OpStats
 
-TYPES = {"x": Tensor, "y": Tensor | None, "factor": float}
 CPU = torch.device("cpu")
 
 
@@ -100,27 +99,26 @@ class Calls:
     """An op with this body; counts how often it runs in full, and through the dispatcher."""
 
     body: Callable[..., tuple[Tensor, ...]]
-    types: Mapping[str, Any] = field(default_factory=lambda: TYPES)
+    num_arguments: int = 3
     ran: int = 0
     dispatched: int = 0
 
     def __post_init__(self) -> None:
-        self.recorded = RecordedCalls("op_in_tests", self.types, self._run, self._dispatch)
+        self.recorded = RecordedCalls("op_in_tests", self._run, self._dispatch)
         self.recorded._stats = OpStats()  # the op's own are those of all such objects
 
-    def _run(self, arguments: Mapping[str, Any], results: Sequence[Any]) -> tuple[Tensor, ...]:
+    def _run(self, arguments: tuple[Any, ...], results: Sequence[Any]) -> tuple[Tensor, ...]:
         self.ran += 1
-        return self.body(*arguments.values(), *results)
+        return self.body(*arguments, *results)
 
-    def _dispatch(self, arguments: Mapping[str, Any], results: Sequence[Any]) -> tuple[Tensor, ...]:
+    def _dispatch(self, arguments: tuple[Any, ...], results: Sequence[Any]) -> tuple[Tensor, ...]:
         self.dispatched += 1
         return (torch.empty(0),)
 
     def __call__(
         self, x: Any, y: Any = None, factor: float = 2.0, out: Tensor | None = None
     ) -> Tensor:
-        arguments = dict(zip(self.types, (x, y, factor), strict=False))
-        return self.recorded.call(arguments, (out,))[0]
+        return self.recorded.call((x, y, factor)[: self.num_arguments], (out,))[0]
 
     @property
     def stats(self) -> Any:
@@ -134,9 +132,9 @@ def op(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Calls]:
     monkeypatch.setattr(calls, "_is_capturing", lambda: False)
     monkeypatch.setattr(record, "_current_stream", lambda device: 0)
     monkeypatch.setattr(launchers, "BY_VERSION", {})  # `Multiply` has no launcher of Triton's
-    for module in (arguments, record):
+    for module in (key, record):
         monkeypatch.setattr(module, "ALIGNMENT", 64)  # as torch allocates in host memory
-    return lambda body=four_times, types=TYPES: Calls(body, types)
+    return lambda body=four_times, num_arguments=3: Calls(body, num_arguments)
 
 
 def values(n: int = 5, start: float = 1.0) -> Tensor:

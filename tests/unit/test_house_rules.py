@@ -31,6 +31,7 @@ LAYERS = (
     "formats masks rope split_heuristic",
     "reference",
     "cache pages plan specs",
+    "arguments",
     "replay",
     "kernels",
     "dispatch",

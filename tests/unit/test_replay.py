@@ -20,7 +20,7 @@ from mlakit.cache import CacheLayer
 from mlakit.geometry import RowShape
 from mlakit.kernels.triton import launch as launching
 from mlakit.plan import DecodePlanTensors
-from mlakit.replay import arguments, calls, workspace
+from mlakit.replay import calls, key, workspace
 from mlakit.workloads import CASES
 from tests.unit.replay_calls import (
     Add,
@@ -246,7 +246,7 @@ def test_a_known_call_is_found_without_a_look_at_each_tensor(op, monkeypatch):
     call = op()
     for _ in range(3):
         call(values())
-    monkeypatch.setattr(calls, "facts_of", None)
+    monkeypatch.setattr(calls, "tensor_key", None)
     x = values(start=7.0)
     assert torch.equal(call(x), 4 * x)
     out = torch.zeros(5)
@@ -406,7 +406,7 @@ def test_tensors_that_are_given_other_memory_are_read_there(op):
         multiply(plan.items, result, 2.0)
         return (result,)
 
-    call = op(body, {"plan": DecodePlanTensors})
+    call = op(body, 1)
     for start in (1.0, 2.0, 3.0, 4.0):
         items.set_(values(start=start))
         assert torch.equal(call(plan), 2 * items)
@@ -419,7 +419,7 @@ def test_plans_are_distinguished_by_their_numbers(op):
         multiply(plan.items, result, 2.0)
         return (result,)
 
-    call = op(body, {"plan": DecodePlanTensors})
+    call = op(body, 1)
     for start in range(5):
         plan = DecodePlanTensors(values(5, float(start)), values(2), values(3), values(0), 1, 2)
         assert torch.equal(call(plan), 2 * plan.items)
@@ -438,7 +438,7 @@ def small_pool(tensor_scale: float = 1.0) -> PagedLatentCache:
 
 
 def test_no_pool_is_kept_alive(op):
-    call = op(lambda layer, out: (new(1),), {"layer": CacheLayer})
+    call = op(lambda layer, out: (new(1),), 1)
     cache = small_pool()
     pool = weakref.ref(cache.payload)
     for _ in range(5):
@@ -451,25 +451,25 @@ def test_no_pool_is_kept_alive(op):
 
 def test_scales_of_more_kinds_than_are_remembered_in_threads(monkeypatch):
     """Layers with other host scales are other kinds; forgetting one must not fail another."""
-    monkeypatch.setattr(arguments, "MAX_LAYER_KINDS", 3)
-    monkeypatch.setattr(arguments, "_LAYER_KINDS", OrderedDict())
+    monkeypatch.setattr(key, "MAX_LAYER_KINDS", 3)
+    monkeypatch.setattr(key, "_LAYER_KINDS", OrderedDict())
     layers = [small_pool(1.0 + i).layer(0) for i in range(400)]
     failed: list[BaseException] = []
 
-    def flatten(part: list[CacheLayer]) -> None:
+    def split(part: list[CacheLayer]) -> None:
         try:
             for layer in part:
-                arguments.flatten((layer,), [], [])
+                key.split((layer,))
         except BaseException as error:  # noqa: BLE001  # whatever it is, the test has failed
             failed.append(error)
 
-    threads = [threading.Thread(target=flatten, args=(layers[i::8],)) for i in range(8)]
+    threads = [threading.Thread(target=split, args=(layers[i::8],)) for i in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert not failed
-    assert len(arguments._LAYER_KINDS) <= 3
+    assert len(key._LAYER_KINDS) <= 3
 
 
 def test_what_is_known_is_bounded(op, monkeypatch):

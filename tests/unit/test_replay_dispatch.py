@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import gc
 import weakref
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from mlakit.ops._library import Op
+from mlakit.ops import _library as library
 from tests.unit.replay_calls import (
     add_both,
     complaining,
@@ -117,7 +116,7 @@ def test_below_the_dispatcher_what_is_still_not_plain_is_refused(op):
     with pytest.raises(
         NotImplementedError, match=r"op_in_tests: takes tensors whose memory .*Meta"
     ):
-        call.recorded.call_plain({"x": torch.empty(5, device="meta"), "y": None, "factor": 1.0}, ())
+        call.recorded.call_plain((torch.empty(5, device="meta"), None, 1.0), ())
 
 
 def test_a_named_tuple_is_taken_apart(op):
@@ -142,24 +141,19 @@ def test_a_named_tuple_is_taken_apart(op):
     assert [each() for each in tables] == [None] * 5
 
 
-@dataclass(frozen=True, eq=False)
-class Arguments:
+class Arguments(NamedTuple):
     x: Tensor
     y: Tensor | None
     factor: float
 
 
-FOUR_TIMES = Op(
-    "four_times_in_tests",
-    Arguments,
-    lambda a, out: four_times(a.x, a.y, a.factor, out),
-    lambda a: (torch.empty_like(a.x),),
-    ("out",),
-)
+@library.op("four_times_in_tests", fake=lambda a: (torch.empty_like(a.x),))
+def four_times_op(a: Arguments, out: Tensor | None) -> tuple[Tensor]:
+    return four_times(a.x, a.y, a.factor, out)
 
 
 def call_op(x: Tensor, out: Tensor | None = None) -> Tensor:
-    return FOUR_TIMES.call((out,), {"x": x, "y": None, "factor": 2.0})[0]
+    return four_times_op(Arguments(x, None, 2.0), out)[0]
 
 
 def test_compiled_calls_are_right_after_calls_that_were_recorded(op):
@@ -168,7 +162,7 @@ def test_compiled_calls_are_right_after_calls_that_were_recorded(op):
         x = values(start=float(turn))
         for function in (call_op, compiled):
             assert torch.equal(function(x), 4 * x)
-    assert FOUR_TIMES._calls._stats.hits > 0
+    assert library.OPS["four_times_in_tests"]._calls._stats.hits > 0
 
 
 def test_wrappers_are_unwrapped_by_the_dispatcher(op):

@@ -8,7 +8,7 @@ from torch import Tensor
 from mlakit.checks import FLOATS, Dims, UnsupportedError
 from mlakit.masks import CAUSAL, NULL
 from mlakit.ops import mla_prefill
-from mlakit.ops._arguments import INTEGERS
+from mlakit.ops._checks import INTEGERS
 from mlakit.ops._library import refuse_grad
 
 NAME = "flash_attn_varlen_func"
