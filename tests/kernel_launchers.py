@@ -27,8 +27,9 @@ def replace_launcher(
     monkeypatch.setenv(knobs.replay.variable, "0")
 
 
-def named_arguments(launch: Launcher, args: tuple[Any, ...], kwargs: Arguments) -> Arguments:
-    return signature(launch).bind(*args, **kwargs).arguments
+def result_names(launch: Launcher) -> list[str]:
+    """The parameters of a launcher after its record of arguments."""
+    return list(signature(launch).parameters)[1:]
 
 
 def by_name(
@@ -36,14 +37,17 @@ def by_name(
     after: Callable[[Arguments], object] = lambda a: None,
 ) -> Change:
     """Change a kernel's arguments before it runs (`before` gives the new ones), or its results
-    after. Both get all arguments by name."""
+    after. Both get all arguments and results by name."""
 
     def change(launch: Launcher) -> Launcher:
-        def changed(*args: Any, **kwargs: Any) -> None:
-            arguments = named_arguments(launch, args, kwargs)
-            arguments.update(before(arguments))
-            launch(**arguments)
-            after(arguments)
+        names = result_names(launch)
+
+        def changed(arguments: Any, *results: Any) -> None:
+            named = arguments._asdict() | dict(zip(names, results, strict=True))
+            named.update(before(named))
+            fields = {name: named[name] for name in arguments._fields}
+            launch(arguments._replace(**fields), *(named[name] for name in names))
+            after(named)
 
         return changed
 
@@ -54,11 +58,12 @@ def leaves_unwritten(output: str, index: object) -> Change:
     """The kernel without what it writes to output[index]."""
 
     def change(launch: Launcher) -> Launcher:
-        def changed(*args: Any, **kwargs: Any) -> None:
-            out = named_arguments(launch, args, kwargs)[output]
-            before = out[index].clone()
-            launch(*args, **kwargs)
-            out[index] = before
+        at = result_names(launch).index(output)
+
+        def changed(arguments: Any, *results: Any) -> None:
+            before = results[at][index].clone()
+            launch(arguments, *results)
+            results[at][index] = before
 
         return changed
 

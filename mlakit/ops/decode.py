@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mlakit import dispatch
-from mlakit.arguments import DecodeArguments, Splits
+from mlakit.arguments import DecodeArguments, DecodePlanArguments, Splits
 from mlakit.cache import UNSHARDED, CacheLayer, KVShard, PagedLatentCache, PageTable
 from mlakit.checks import Dims
 from mlakit.knobs import Backend, DecodeKernel
@@ -124,70 +124,53 @@ def _decode(a: DecodeArguments, out: Tensor | None, lse: Tensor | None) -> tuple
     out = check_result(dims, "out", out, *axes, dtype=result_dtype(a.q))
     lse = check_result(dims, "lse", lse, *axes[:2], dtype=torch.float32)
 
+    scheduled = DecodePlanArguments(
+        layer=a.layer,
+        page_table=a.page_table,
+        kv_lens=a.kv_lens,
+        q_starts=starts,
+        shard=a.shard,
+        mask=a.mask,
+        heads=dims["heads"],
+        num_tokens=dims["tokens"],
+        dtype=a.q.dtype,
+    )
+    checked = a._replace(q=q_latent, q_rope=q_rope, q_starts=starts, softmax_scale=scale)
     problem = decode_problem(
-        a.layer,
-        a.page_table,
-        a.shard,
-        a.mask,
-        a.q.dtype,
-        dims["heads"],
-        dims["tokens"],
+        scheduled,
         _uses(a, q_latent, q_rope),
         is_batch_invariant=_is_batch_invariant(a),
     )
-    spec = dispatch.select(NAME, problem, a.backend)
-    spec.launch(
-        q_latent,
-        q_rope,
-        a.q_scale,
-        a.layer,
-        a.page_table,
-        starts,
-        a.kv_lens,
-        shard=a.shard,
-        splits=a.splits,
-        softmax_scale=scale,
-        mask=a.mask,
-        sink=a.sink,
-        deterministic=a.deterministic,
-        out=out,
-        lse=lse,
-    )
+    dispatch.select(NAME, problem, a.backend).launch(checked, out, lse)
     return out, lse
 
 
 def decode_problem(
-    layer: CacheLayer,
-    page_table: PageTable,
-    shard: KVShard,
-    mask: Mask,
-    dtype: torch.dtype,
-    heads: int,
-    num_tokens: int,
+    a: DecodePlanArguments,
     uses: Iterable[str] = (),
     *,
     is_batch_invariant: bool = False,
 ) -> Problem:
     """What dispatch is asked, by a call and by the plan of one."""
     uses = list(uses)
-    if isinstance(page_table, tuple):
+    if isinstance(a.page_table, tuple):
         uses.append("flat page table")
-    if shard.world > 1:
+    if a.shard.world > 1:
         uses.append("kv_shard")
-    if not _lie_evenly(layer.payload):
+    if not _lie_evenly(a.layer.payload):
         uses.append("loose rows of the cache")
     return Problem(
-        *device_facts(layer.payload.device),
-        dtype=str(dtype),
-        format=layer.codec.name,
-        heads=heads,
-        page_size=layer.page_size,
-        row=layer.codec.row,
-        mask=mask.kind,
+        *device_facts(a.layer.payload.device),
+        dtype=str(a.dtype),
+        format=a.layer.codec.name,
+        heads=a.heads,
+        page_size=a.layer.page_size,
+        row=a.layer.codec.row,
+        mask=a.mask.kind,
         uses=tuple(uses),
-        num_tokens=num_tokens,
-        max_keys=_capacity(page_table, layer),
-        num_sms=num_sms(layer.payload.device),
+        num_tokens=a.num_tokens,
+        max_keys=_capacity(a.page_table, a.layer),
+        num_sms=num_sms(a.layer.payload.device),
         is_batch_invariant=is_batch_invariant,
     )
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mlakit import dispatch
+from mlakit.arguments import DecodePlanArguments
 from mlakit.cache import PagedLatentCache, PageTable
 from mlakit.checks import FLOATS, Dims, UnsupportedError
 from mlakit.knobs import Backend, DecodeKernel
@@ -74,20 +75,20 @@ def plan_mla_decode(
     if dtype is None:
         dtype = layer.payload.dtype if layer.payload.dtype in FLOATS else torch.bfloat16
 
-    problem = decode_problem(layer, page_table, shard, mask, dtype, heads, tokens)
-    spec = dispatch.select(PLANNED_OP, problem, backend)
+    arguments = DecodePlanArguments(
+        layer=layer,
+        page_table=page_table,
+        kv_lens=kv_lens,
+        q_starts=starts,
+        shard=shard,
+        mask=mask,
+        heads=heads,
+        num_tokens=tokens,
+        dtype=dtype,
+    )
+    spec = dispatch.select(PLANNED_OP, decode_problem(arguments), backend)
     with made_current(kv_lens.device):
-        plan: DecodePlanTensors = spec.plan(
-            layer,
-            page_table,
-            starts,
-            kv_lens,
-            shard=shard,
-            mask=mask,
-            heads=heads,
-            num_tokens=tokens,
-            dtype=dtype,
-        )
+        plan: DecodePlanTensors = spec.plan(arguments)
     return plan._replace(num_tokens=tokens)
 
 

@@ -115,9 +115,8 @@ def _quantize(
     out = check_result(dims, "out", out, *batch, "M", "K", dtype=E4M3)
     scales = check_result(dims, "scales", scales, *batch, "groups", "padded M", dtype=torch.float32)
     problem = Problem(*device_facts(x.device), dtype=str(x.dtype))
-    dispatch.select(QUANTIZE, problem, args.backend).launch(
-        x, group, scale_ub=float(args.scale_ub), out=out, scales=scales
-    )
+    checked = args._replace(group=group, scale_ub=float(args.scale_ub))
+    dispatch.select(QUANTIZE, problem, args.backend).launch(checked, out, scales)
     return out, scales
 
 
@@ -153,7 +152,6 @@ def _scaled_mm(args: ScaledMatmulArguments, out: Tensor | None) -> tuple[Tensor]
         raise TypeError(f"{MATMUL}: {arg} must be a float or float8_e4m3fn, got {got}")
     out = check_result(dims, "out", out, *batch, "M", "N", dtype=args.out_dtype)
     problem = Problem(*device_facts(a.device), dtype=str(args.out_dtype))
-    dispatch.select(MATMUL, problem, args.backend).launch(
-        a, args.a_scale, args.b, args.b_scale, n_group=n_group, k_group=k_group, out=out
-    )
+    checked = args._replace(n_group=n_group, k_group=k_group)
+    dispatch.select(MATMUL, problem, args.backend).launch(checked, out)
     return (out,)

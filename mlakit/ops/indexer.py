@@ -136,9 +136,7 @@ def _logits(a: LogitsArguments, out: Tensor | None) -> tuple[Tensor]:
         row=a.layer.codec.row,
         mask=a.mask.kind,
     )
-    dispatch.select(LOGITS, problem, a.backend).launch(
-        a.q, a.weights, a.layer, a.page_table, a.kv_lens, starts, mask=a.mask, out=out
-    )
+    dispatch.select(LOGITS, problem, a.backend).launch(a._replace(q_starts=starts), out)
     return (out,)
 
 
@@ -159,5 +157,5 @@ def _topk(a: TopkArguments, out: Tensor | None) -> tuple[Tensor]:
                 dims.lengths(name, bounds, dims["columns"], "the columns of logits")
     out = check_result(dims, "out", out, "tokens", "k", dtype=torch.int32)
     problem = Problem(*device_facts(a.logits.device), dtype=str(a.logits.dtype))
-    dispatch.select(TOPK, problem, a.backend).launch(a.logits, a.row_starts, a.row_ends, out=out)
+    dispatch.select(TOPK, problem, a.backend).launch(a, out)
     return (out,)

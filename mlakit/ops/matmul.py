@@ -41,5 +41,5 @@ def _matmul(args: BatchedMatmulArguments, out: Tensor | None) -> tuple[Tensor]:
     dtype = args.a.dtype if out is None else out.dtype
     out = check_result(dims, "out", out, "batch", "M", "N", dtype=dtype)
     problem = Problem(*device_facts(args.a.device), dtype=str(args.a.dtype))
-    dispatch.select(NAME, problem, args.backend).launch(args.a, args.b, out=out)
+    dispatch.select(NAME, problem, args.backend).launch(args, out)
     return (out,)

@@ -65,5 +65,5 @@ def _merge(a: MergeArguments, out: Tensor | None, lse: Tensor | None) -> tuple[T
     out = check_result(dims, "out", out, *axes, dtype=a.outs[0].dtype)
     lse = check_result(dims, "lse", lse, *axes[:2], dtype=torch.float32)
     problem = Problem(*device_facts(dims.device), dtype=str(out.dtype), heads=dims["heads"])
-    dispatch.select(NAME, problem, a.backend).launch(a.outs, a.lses, a.sink, out=out, lse=lse)
+    dispatch.select(NAME, problem, a.backend).launch(a, out, lse)
     return out, lse

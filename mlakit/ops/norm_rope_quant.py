@@ -130,22 +130,7 @@ def _append(a: AppendArguments, q_rope_out: Tensor | None) -> tuple[Tensor]:
         page_size=a.layer.page_size,
         row=row,
     )
-    dispatch.select(NAME, problem, a.backend).launch(
-        a.q_rope,
-        a.kv,
-        a.freqs,
-        a.gamma,
-        a.layer,
-        a.page_table,
-        a.kv_lens,
-        starts,
-        slots=a.slots,
-        positions=a.positions,
-        epsilon=a.epsilon,
-        rope=a.rope,
-        power_of_two_scales=a.power_of_two_scales,
-        q_rope_out=q_rope_out,
-    )
+    dispatch.select(NAME, problem, a.backend).launch(a._replace(q_starts=starts), q_rope_out)
     return (q_rope_out,)
 
 

@@ -110,18 +110,5 @@ def _prefill(a: PrefillArguments, out: Tensor | None, lse: Tensor | None) -> tup
         head_widths=(dims["D_N"], dims["D_R"], dims["D_V"]),
         mask=a.mask.kind,
     )
-    dispatch.select(NAME, problem, a.backend).launch(
-        a.q,
-        a.k_nope,
-        a.k_rope,
-        a.v,
-        a.q_starts,
-        a.kv_starts,
-        softmax_scale=scale,
-        mask=a.mask,
-        alibi_slopes=a.alibi_slopes,
-        sink=a.sink,
-        out=out,
-        lse=lse,
-    )
+    dispatch.select(NAME, problem, a.backend).launch(a._replace(softmax_scale=scale), out, lse)
     return out, lse

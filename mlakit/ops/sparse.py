@@ -113,14 +113,12 @@ def _sparse(
     check_absorbed_query(dims, a.q, None, a.layer)
     dims.same_device("cache", a.layer.payload)
     check_row_lists(dims, "rows", a.rows, "topk_lens", a.topk_lens)
-    extra = None
     if a.extra is not None:
         dims.same_device("extra.cache", a.extra.payload)
         row, main = a.extra.codec.row, a.layer.codec.row
         dims.require(row == main, "extra.cache", f"have rows like the cache's, {main}", row)
         rows = dims.tensor("extra.rows", a.extra_rows)
         check_row_lists(dims, "extra.rows", rows, "extra.topk_lens", a.extra_topk_lens)
-        extra = (a.extra, rows, a.extra_topk_lens)
     check_sink(dims, a.sink)
     scale = dims.finite("softmax_scale", a.softmax_scale)
     dims.bind("v_width", a.layer.codec.row.v_width, "the cache's value width")
@@ -138,16 +136,6 @@ def _sparse(
         row=a.layer.codec.row,
     )
     dispatch.select(NAME, problem, a.backend).launch(
-        a.q,
-        a.layer,
-        a.rows,
-        a.topk_lens,
-        extra=extra,
-        splits=a.splits,
-        softmax_scale=scale,
-        sink=a.sink,
-        out=out,
-        lse=lse,
-        max_logits=max_logits,
+        a._replace(softmax_scale=scale), out, lse, max_logits
     )
     return out, lse, max_logits

@@ -15,14 +15,14 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from mlakit.cache import CacheLayer, KVShard, PageTable
+from mlakit.arguments import DecodeArguments, DecodePlanArguments, Splits, filled
+from mlakit.cache import CacheLayer, PageTable
 from mlakit.geometry import RowShape
 from mlakit.kernels.cpu.merge import merge_parts
 from mlakit.kernels.cpu.softmax import OnlineSoftmax
 from mlakit.kernels.cpu.workers import for_each
 from mlakit.kernels.cpu.workspace import rows_that_fit
-from mlakit.masks import Mask
-from mlakit.plan import DecodePlanTensors, EvenSplit, plan_decode
+from mlakit.plan import DecodePlanTensors, plan_decode
 from mlakit.split_heuristic import equal_key_ranges
 
 KEY_SPAN = 2048  # keys of an item where no plan divides them: a long request is shared by threads
@@ -31,31 +31,16 @@ QUERY_ROWS = 512  # queries × heads attended at a time: 1 MB of state at 512 co
 SPLIT_GRANULARITY = 64  # keys; an even split cuts at multiples of it
 
 
-def mla_decode(
-    q_latent: Tensor,  # [tokens, heads, D_C]
-    q_rope: Tensor,  # [tokens, heads, D_R]
-    q_scale: Tensor | None,  # [tokens] float32: q = stored q · q_scale
-    layer: CacheLayer,
-    page_table: PageTable,
-    q_starts: Tensor,  # [batch + 1]
-    kv_lens: Tensor,  # [batch] cached tokens, these queries included, on all ranks together
-    *,
-    shard: KVShard,
-    splits: DecodePlanTensors | EvenSplit | None,
-    softmax_scale: float,
-    mask: Mask,
-    sink: Tensor | None,  # [heads] float32
-    deterministic: bool,  # always so here: a request's result depends on nothing else
-    out: Tensor,  # [tokens, heads, v_width]
-    lse: Tensor,  # [tokens, heads] float32
-) -> None:
-    lengths: list[int] = kv_lens.tolist()
-    spans = _spans(splits, [shard.local_count(kv_len) for kv_len in lengths])
+def mla_decode(a: DecodeArguments, out: Tensor, lse: Tensor) -> None:
+    q_latent, q_rope, q_scale, q_starts = a.q, filled(a.q_rope), a.q_scale, filled(a.q_starts)
+    layer, page_table, shard, mask, sink = a.layer, a.page_table, a.shard, a.mask, a.sink
+    lengths: list[int] = a.kv_lens.tolist()
+    spans = _spans(a.splits, [shard.local_count(kv_len) for kv_len in lengths])
 
     def attend(item: tuple[_Block, int]) -> None:
         block, part = item
         q = torch.cat([q_latent[block.rows].float(), q_rope[block.rows].float()], -1)
-        q.mul_(softmax_scale)
+        q.mul_(a.softmax_scale)
         if q_scale is not None:
             q *= q_scale[block.rows, None, None]
         state = _attend_span(
@@ -108,21 +93,10 @@ class _Block:
         return merge_parts(parts, sink)
 
 
-def plan_mla_decode(
-    layer: CacheLayer,
-    page_table: PageTable,
-    q_starts: Tensor,
-    kv_lens: Tensor,
-    *,
-    shard: KVShard,
-    mask: Mask,
-    heads: int,
-    num_tokens: int,
-    dtype: torch.dtype,
-) -> DecodePlanTensors:
+def plan_mla_decode(a: DecodePlanArguments) -> DecodePlanTensors:
     """No request is cut: one is attended after the other."""
-    lengths = [shard.local_count(kv_len) for kv_len in kv_lens.tolist()]
-    return plan_decode(lengths, num_ctas=1).tensors(kv_lens.device)
+    lengths = [a.shard.local_count(kv_len) for kv_len in a.kv_lens.tolist()]
+    return plan_decode(lengths, num_ctas=1).tensors(a.kv_lens.device)
 
 
 def _query_tile(heads: int, row: RowShape, num_spans: int) -> int:
@@ -131,9 +105,7 @@ def _query_tile(heads: int, row: RowShape, num_spans: int) -> int:
     return min(max(1, QUERY_ROWS // heads), rows_that_fit(2 * bytes_per_query))
 
 
-def _spans(
-    splits: DecodePlanTensors | EvenSplit | None, lengths: Sequence[int]
-) -> list[list[tuple[int, int]]]:
+def _spans(splits: Splits, lengths: Sequence[int]) -> list[list[tuple[int, int]]]:
     """Per request, the ranges of its local keys that are attended apart."""
     if isinstance(splits, DecodePlanTensors):
         spans: list[list[tuple[int, int]]] = [[] for _ in lengths]

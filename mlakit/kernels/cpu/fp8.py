@@ -10,20 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mlakit.arguments import QuantizeArguments, ScaledMatmulArguments
 from mlakit.formats import E4M3_MAX, saturating_cast
 from mlakit.kernels.cpu.matmul import ITEM_ELEMENTS, matmul_tiles, weight_items
 from mlakit.kernels.cpu.workers import SMALL, for_each
 from mlakit.kernels.cpu.workspace import rows_that_fit
 
 
-def quantize_fp8(
-    x: Tensor,  # [M, K] or [batch, M, K]
-    group: int,
-    *,
-    scale_ub: float,
-    out: Tensor,  # like x, e4m3
-    scales: Tensor,  # [..., ceil(K / group), at least M] float32; columns from M on become 0
-) -> None:
+def quantize_fp8(args: QuantizeArguments, out: Tensor, scales: Tensor) -> None:
+    x, group, scale_ub = args.x, args.group, args.scale_ub
     if x.ndim == 2:
         x, out, scales = x[None], out[None], scales[None]
     _, rows, columns = x.shape
@@ -57,17 +52,10 @@ def _row_items(x: Tensor) -> list[tuple[slice, slice]]:
     ]
 
 
-def scaled_mm_fp8(
-    a: Tensor,  # [M, K] or [batch, M, K] e4m3
-    a_scale: Tensor,  # [..., ceil(K / k_group), at least M] float32
-    b: Tensor,  # [..., N, K] e4m3
-    b_scale: Tensor,  # [..., ceil(N / n_group), ceil(K / k_group)] float32
-    *,
-    n_group: int,
-    k_group: int,
-    out: Tensor,  # [..., M, N]
-) -> None:
+def scaled_mm_fp8(args: ScaledMatmulArguments, out: Tensor) -> None:
     """out[m, n] = Σ_k a[m, k] b[n, k] a_scale[k/g, m] b_scale[n/g, k/g], float32, rounded once."""
+    a, a_scale, b, b_scale = args.a, args.a_scale, args.b, args.b_scale
+    n_group, k_group = args.n_group, args.k_group
     if a.ndim == 2:
         a, a_scale, b, b_scale, out = (x[None] for x in (a, a_scale, b, b_scale, out))
     _, rows, depth = a.shape

@@ -12,7 +12,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from mlakit.cache import CacheLayer, PageTable, request_slots
+from mlakit.arguments import LogitsArguments, TopkArguments, filled
+from mlakit.cache import request_slots
 from mlakit.kernels.cpu.workers import SMALL, for_each
 from mlakit.kernels.cpu.workspace import rows_that_fit
 from mlakit.masks import Mask
@@ -21,22 +22,13 @@ KEY_TILE = 1024
 ITEM_ELEMENTS = 2**18  # of the logits, for one thread at a time
 
 
-def indexer_logits(
-    q: Tensor,  # [tokens, index_heads, D]
-    weights: Tensor,  # [tokens, index_heads] float32
-    layer: CacheLayer,
-    page_table: PageTable,
-    kv_lens: Tensor,  # [batch]
-    q_starts: Tensor,  # [batch + 1]
-    *,
-    mask: Mask,
-    out: Tensor,  # [tokens, columns] float32
-) -> None:
+def indexer_logits(a: LogitsArguments, out: Tensor) -> None:
+    q, layer, page_table, mask = a.q, a.layer, a.page_table, a.mask
     _fill(out, -torch.inf)
     # half of the scratch for a tile of keys as stored, decoded and joined, half for their scores
     tile = min(KEY_TILE, rows_that_fit(2 * 4 * 3 * q.shape[2], at_least=16))
     items = []
-    requests = zip(kv_lens.tolist(), pairwise(q_starts.tolist()), strict=True)
+    requests = zip(a.kv_lens.tolist(), pairwise(filled(a.q_starts).tolist()), strict=True)
     for request, (kv_len, (start, end)) in enumerate(requests):
         if end == start:
             continue
@@ -53,7 +45,7 @@ def indexer_logits(
         slots = request_slots(page_table, layer.page_size, request, keys.start, keys.stop)
         _score(
             q[tokens],
-            weights[tokens],
+            a.weights[tokens],
             layer.read_unchecked(slots),
             mask,
             positions,
@@ -84,13 +76,8 @@ def _score(
         out[block] = scores.masked_fill_(~seen, -torch.inf)
 
 
-def indexer_topk(
-    logits: Tensor,  # [tokens, columns] float32
-    row_starts: Tensor | None,  # [tokens]
-    row_ends: Tensor | None,  # [tokens]
-    *,
-    out: Tensor,  # [tokens, k] int32
-) -> None:
+def indexer_topk(a: TopkArguments, out: Tensor) -> None:
+    logits, row_starts, row_ends = a.logits, a.row_starts, a.row_ends
     tokens, columns = logits.shape
     _fill(out, -1)
     column = torch.arange(columns, device="cpu")

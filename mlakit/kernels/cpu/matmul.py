@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from mlakit.arguments import BatchedMatmulArguments
 from mlakit.formats import saturating_cast
 from mlakit.kernels.cpu.workers import for_each
 from mlakit.kernels.cpu.workspace import rows_that_fit
@@ -48,13 +49,9 @@ def weight_items(
     ]
 
 
-def batched_matmul(
-    a: Tensor,  # [batch, M, K]
-    b: Tensor,  # [batch, N, K]
-    *,
-    out: Tensor,  # [batch, M, N], any strides
-) -> None:
+def batched_matmul(args: BatchedMatmulArguments, out: Tensor) -> None:
     """out = a @ bᵀ, rounded once."""
+    a, b = args.a, args.b
     _, rows, depth = a.shape
 
     def multiply(item: tuple[slice, slice]) -> None:

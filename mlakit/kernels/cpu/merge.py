@@ -7,20 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mlakit.arguments import MergeArguments
 from mlakit.kernels.cpu.workers import SMALL, for_each
 from mlakit.kernels.cpu.workspace import rows_that_fit
 
 ITEM_ELEMENTS = 2**18  # of the result, for one thread at a time
 
 
-def merge_states(
-    outs: Sequence[Tensor],  # [tokens, heads, v_width] each
-    lses: Sequence[Tensor],  # [tokens, heads] float32 each
-    sink: Tensor | None,  # [heads] float32
-    *,
-    out: Tensor,
-    lse: Tensor,
-) -> None:
+def merge_states(a: MergeArguments, out: Tensor, lse: Tensor) -> None:
+    outs, lses, sink = a.outs, a.lses, a.sink
     tokens, heads, v_width = out.shape
     tile = rows_that_fit(4 * heads * (4 * v_width + len(outs) + 4))
     tile = min(tile, max(1, ITEM_ELEMENTS // (heads * v_width)))

@@ -12,7 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mlakit.cache import CacheLayer, PageTable, token_positions, token_slots
+from mlakit.arguments import AppendArguments, filled
+from mlakit.cache import token_positions, token_slots
 from mlakit.formats import saturating_cast
 from mlakit.kernels.cpu.workers import SMALL, for_each
 from mlakit.kernels.cpu.workspace import rows_that_fit
@@ -40,30 +41,14 @@ def rms_norm(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
     return normalised.to(gamma.dtype) * gamma
 
 
-def norm_rope_quant_append(
-    q_rope: Tensor,  # [tokens, heads, D_R]
-    kv: Tensor,  # [tokens, D_C + D_R] raw latents
-    freqs: Tensor,  # [positions, D_R]
-    gamma: Tensor,  # [D_C]
-    layer: CacheLayer,
-    page_table: PageTable | None,  # with kv_lens and q_starts; or else slots and positions
-    kv_lens: Tensor | None,  # [batch] tokens of each request, the new ones included
-    q_starts: Tensor | None,  # [batch + 1]
-    *,
-    slots: Tensor | None,  # [tokens], -1: no row is written
-    positions: Tensor | None,  # [tokens], anything where slots is -1
-    epsilon: float,
-    rope: str,
-    power_of_two_scales: bool,
-    q_rope_out: Tensor,  # [tokens, heads, D_R], may alias q_rope
-) -> None:
+def norm_rope_quant_append(a: AppendArguments, q_rope_out: Tensor) -> None:
+    q_rope, kv, freqs, gamma, layer = a.q_rope, a.kv, a.freqs, a.gamma, a.layer
+    slots, positions, rope = a.slots, a.positions, a.rope
     has_angle: Tensor | None = None  # of padding tokens, whose positions may be anything
     if slots is None or positions is None:
-        assert page_table is not None
-        assert kv_lens is not None
-        assert q_starts is not None
-        request, positions = token_positions(kv_lens, q_starts, len(kv))
-        slots = token_slots(page_table, layer.page_size, request, positions)
+        request, positions = token_positions(filled(a.kv_lens), filled(a.q_starts), len(kv))
+        assert a.page_table is not None
+        slots = token_slots(a.page_table, layer.page_size, request, positions)
     elif bool((slots < 0).any()):
         has_angle = (positions >= 0) & (positions < len(freqs))
         positions = torch.where(has_angle, positions, 0)
@@ -77,12 +62,12 @@ def norm_rope_quant_append(
     def append(start: int) -> None:
         block = slice(start, start + tile)
         cos_sin = freqs[positions[block]]
-        latent = rms_norm(kv[block, : gamma.shape[0]], gamma, epsilon)
+        latent = rms_norm(kv[block, : gamma.shape[0]], gamma, a.epsilon)
         rotated_k = rotate(kv[block, gamma.shape[0] :], cos_sin, rope=rope).to(q_rope.dtype)
         written, rows = slots[block], torch.cat([latent.float(), rotated_k.float()], dim=-1)
         if has_angle is not None:
             written, rows = written[written >= 0], rows[written >= 0]
-        layer.write_unchecked(written, rows, power_of_two_scales=power_of_two_scales)
+        layer.write_unchecked(written, rows, power_of_two_scales=a.power_of_two_scales)
         rotated_q = rotate(q_rope[block], cos_sin[:, None, :], rope=rope)
         if has_angle is not None:
             rotated_q = torch.where(has_angle[block, None, None], rotated_q, 0)

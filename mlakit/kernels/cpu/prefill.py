@@ -15,6 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from mlakit.arguments import PrefillArguments
 from mlakit.kernels.cpu.softmax import OnlineSoftmax
 from mlakit.kernels.cpu.workers import for_each
 from mlakit.kernels.cpu.workspace import rows_that_fit
@@ -26,39 +27,25 @@ QUERY_TILE = 128
 KEY_TILE = 512  # with QUERY_TILE: 256 kB of scores of each head
 
 
-def mla_prefill(
-    q: Tensor,  # [tokens, heads, D_N + D_R]
-    k_nope: Tensor,  # [keys, heads, D_N]
-    k_rope: Tensor,  # [keys, D_R]
-    v: Tensor,  # [keys, heads, D_V]
-    q_starts: Tensor,  # [batch + 1]
-    kv_starts: Tensor,  # [batch + 1]
-    *,
-    softmax_scale: float,
-    mask: Mask,
-    alibi_slopes: Tensor | None,  # [heads] float32
-    sink: Tensor | None,  # [heads] float32
-    out: Tensor,  # [tokens, heads, D_V]
-    lse: Tensor,  # [tokens, heads] float32
-) -> None:
+def mla_prefill(a: PrefillArguments, out: Tensor, lse: Tensor) -> None:
     def attend(item: _Item) -> None:
         rows, keys, heads = item.rows, item.keys, item.heads
         block_out, block_lse = _attend(
-            q[rows, heads],
-            k_nope[keys, heads],
-            k_rope[keys],
-            v[keys, heads],
+            a.q[rows, heads],
+            a.k_nope[keys, heads],
+            a.k_rope[keys],
+            a.v[keys, heads],
             torch.arange(rows.start, rows.stop, device="cpu") + item.first_position,
             item.tiling,
-            softmax_scale=softmax_scale,
-            mask=mask,
-            alibi_slopes=None if alibi_slopes is None else alibi_slopes[heads],
-            sink=None if sink is None else sink[heads],
+            softmax_scale=a.softmax_scale,
+            mask=a.mask,
+            alibi_slopes=None if a.alibi_slopes is None else a.alibi_slopes[heads],
+            sink=None if a.sink is None else a.sink[heads],
         )
         out[rows, heads] = block_out.transpose(0, 1).to(out.dtype)
         lse[rows, heads] = block_lse.T
 
-    for_each(attend, _items(q, v, q_starts, kv_starts))
+    for_each(attend, _items(a.q, a.v, a.q_starts, a.kv_starts))
 
 
 @dataclass(frozen=True)

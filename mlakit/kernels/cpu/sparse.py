@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mlakit.arguments import SparseArguments, filled
 from mlakit.cache import CacheLayer
 from mlakit.kernels.cpu.softmax import OnlineSoftmax
 from mlakit.kernels.cpu.workers import for_each
 from mlakit.kernels.cpu.workspace import rows_that_fit
-from mlakit.plan import EvenSplit
 
 LIST_TILE = 256  # list entries gathered at a time for each token
 TOKEN_TILE = 4  # tokens of an item, which stays on one thread
@@ -42,23 +42,11 @@ class RowList:
         return gathered, valid
 
 
-def sparse_mla(
-    q: Tensor,  # [tokens, heads, width]
-    layer: CacheLayer,
-    rows: Tensor,  # [tokens, topk] slots, any integer dtype
-    topk_lens: Tensor | None,  # [tokens]: slots from here on do not count
-    *,
-    extra: tuple[CacheLayer, Tensor, Tensor | None] | None,  # a second cache with its own lists
-    splits: EvenSplit | None,  # parts are for parallel workers: here they are taken in turn
-    softmax_scale: float,
-    sink: Tensor | None,  # [heads] float32
-    out: Tensor,  # [tokens, heads, v_width]
-    lse: Tensor,  # [tokens, heads] float32
-    max_logits: Tensor,  # [tokens, heads] float32
-) -> None:
-    lists = [RowList(layer, rows, topk_lens)]
-    if extra is not None:
-        lists.append(RowList(*extra))
+def sparse_mla(a: SparseArguments, out: Tensor, lse: Tensor, max_logits: Tensor) -> None:
+    q = a.q
+    lists = [RowList(a.layer, a.rows, a.topk_lens)]
+    if a.extra is not None:
+        lists.append(RowList(a.extra, filled(a.extra_rows), a.extra_topk_lens))
     tokens, heads, width = q.shape
     v_width = out.shape[-1]
     bytes_per_entry = 4 * (4 * width + 2 * heads)
@@ -68,14 +56,14 @@ def sparse_mla(
 
     def attend(start: int) -> None:
         block = slice(start, min(start + tile, tokens))
-        scaled = q[block].float() * softmax_scale
+        scaled = q[block].float() * a.softmax_scale
         state = OnlineSoftmax.over(len(scaled), heads, v_width=v_width)
         for each in lists:
             for first in range(0, each.rows.shape[1], entries):
                 keys, valid = each.gather(block, slice(first, first + entries))
                 scores = (scaled @ keys.mT).masked_fill_(~valid[:, None, :], -torch.inf)
                 state.add(scores, keys[..., :v_width])
-        block_out, lse[block] = state.finish(sink)
+        block_out, lse[block] = state.finish(a.sink)
         out[block] = block_out.to(out.dtype)
         max_logits[block] = state.peak
 

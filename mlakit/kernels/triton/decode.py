@@ -17,6 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
+from mlakit.arguments import DecodeArguments, DecodePlanArguments, Splits, filled
 from mlakit.cache import CacheLayer, KVShard, PageTable
 from mlakit.formats import SMALLEST_SCALE
 from mlakit.kernels.triton.configs import DecodeConfig, pick_decode_config
@@ -39,24 +40,10 @@ from mlakit.replay import workspace
 from mlakit.split_heuristic import DETERMINISTIC_SPLIT_KEYS
 
 
-def mla_decode(
-    q_latent: Tensor,  # [tokens, heads, D_C]
-    q_rope: Tensor,  # [tokens, heads, D_R]
-    q_scale: Tensor | None,  # [tokens] float32: q = stored q · q_scale
-    layer: CacheLayer,
-    page_table: PageTable,
-    q_starts: Tensor,  # [batch + 1]
-    kv_lens: Tensor,  # [batch] cached tokens, these queries included, on all ranks together
-    *,
-    shard: KVShard,
-    splits: DecodePlanTensors | EvenSplit | None,
-    softmax_scale: float,
-    mask: Mask,
-    sink: Tensor | None,  # [heads] float32
-    deterministic: bool,
-    out: Tensor,  # [tokens, heads, v_width]
-    lse: Tensor,  # [tokens, heads] float32
-) -> None:
+def mla_decode(a: DecodeArguments, out: Tensor, lse: Tensor) -> None:
+    q_latent, q_rope, q_scale, q_starts = a.q, filled(a.q_rope), a.q_scale, filled(a.q_starts)
+    layer, page_table, kv_lens, splits = a.layer, a.page_table, a.kv_lens, a.splits
+    softmax_scale, mask, sink, shard = a.softmax_scale, a.mask, a.sink, a.shard
     tokens, heads, _ = q_latent.shape
     if tokens == 0 or heads == 0:
         return
@@ -67,7 +54,7 @@ def mla_decode(
     tiles = row_tiles(layer, config.widest)
     padded_heads = triton.cdiv(heads, config.block_m) * config.block_m
     rows, capacity = padded_heads * triton.cdiv(tokens, batch), _capacity(page_table, layer)
-    if splits is None and not deterministic:
+    if splits is None and not a.deterministic:
         splits = _plan(q_starts, kv_lens, shard, mask, config, device, padded_heads, rows, capacity)
     schedule = _schedule(
         splits,
@@ -180,25 +167,15 @@ def mla_decode(
     )
 
 
-def plan_mla_decode(
-    layer: CacheLayer,
-    page_table: PageTable,
-    q_starts: Tensor,  # [batch + 1]
-    kv_lens: Tensor,  # [batch]
-    *,
-    shard: KVShard,
-    mask: Mask,
-    heads: int,
-    num_tokens: int,
-    dtype: torch.dtype,  # of the queries
-) -> DecodePlanTensors:
+def plan_mla_decode(a: DecodePlanArguments) -> DecodePlanTensors:
     """A plan, made on the device, for as many CTAs as run at the same time."""
+    layer, page_table, kv_lens, heads = a.layer, a.page_table, a.kv_lens, a.heads
     device = target(kv_lens.device)
-    config = _config(layer, page_table, heads, dtype, device)
+    config = _config(layer, page_table, heads, a.dtype, device)
     padded_heads = triton.cdiv(heads, config.block_m) * config.block_m
-    rows = padded_heads * triton.cdiv(num_tokens, max(kv_lens.shape[0], 1))
+    rows = padded_heads * triton.cdiv(a.num_tokens, max(kv_lens.shape[0], 1))
     capacity = _capacity(page_table, layer)
-    return _plan(q_starts, kv_lens, shard, mask, config, device, padded_heads, rows, capacity)
+    return _plan(a.q_starts, kv_lens, a.shard, a.mask, config, device, padded_heads, rows, capacity)
 
 
 def _plan(
@@ -256,7 +233,7 @@ class Schedule:
 
 
 def _schedule(
-    splits: DecodePlanTensors | EvenSplit | None,
+    splits: Splits,
     config: DecodeConfig,
     *,
     capacity: int,

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mlakit.arguments import QuantizeArguments, ScaledMatmulArguments
 from mlakit.kernels.triton.configs import pick_quantize_config, pick_scaled_matmul_config
 from mlakit.kernels.triton.launch import launch, target
 from mlakit.kernels.triton.matmul import tile_of_program
@@ -29,14 +30,8 @@ E4M3 = torch.float8_e4m3fn
 LIBRARY_GROUP = 128
 
 
-def quantize_fp8(
-    x: Tensor,  # [M, K] or [batch, M, K]
-    group: int,
-    *,
-    scale_ub: float,
-    out: Tensor,  # like x, e4m3
-    scales: Tensor,  # [..., ceil(K / group), at least M] float32; columns from M on become 0
-) -> None:
+def quantize_fp8(args: QuantizeArguments, out: Tensor, scales: Tensor) -> None:
+    x, group, scale_ub = args.x, args.group, args.scale_ub
     if x.ndim == 2:
         x, out, scales = x[None], out[None], scales[None]
     batch, rows, columns = x.shape
@@ -136,17 +131,10 @@ def _store_group(out, values, inverse, within, row_mask, width, HAS_FP8: tl.cons
     tl.store(out + within[None, :], quantised, mask=row_mask & (within < width)[None, :])
 
 
-def scaled_mm_fp8(
-    a: Tensor,  # [M, K] or [batch, M, K] e4m3
-    a_scale: Tensor,  # [..., ceil(K / k_group), at least M] float32
-    b: Tensor,  # [..., N, K] e4m3
-    b_scale: Tensor,  # [..., ceil(N / n_group), ceil(K / k_group)] float32
-    *,
-    n_group: int,
-    k_group: int,
-    out: Tensor,  # [..., M, N]
-) -> None:
+def scaled_mm_fp8(args: ScaledMatmulArguments, out: Tensor) -> None:
     """out[m, n] = Σ_k a[m, k] b[n, k] a_scale[k/g, m] b_scale[n/g, k/g], float32, rounded once."""
+    a, a_scale, b, b_scale = args.a, args.a_scale, args.b, args.b_scale
+    n_group, k_group = args.n_group, args.k_group
     gpu = target(a.device)
     on_cuda = a.device.type == "cuda"
     groups = {"n_group": n_group, "k_group": k_group, "arch": gpu.arch if on_cuda else 0}

@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mlakit.cache import CacheLayer, PageTable
+from mlakit.arguments import LogitsArguments, filled
+from mlakit.cache import CacheLayer
 from mlakit.kernels.triton.configs import (
     pick_indexer_config,
 )
@@ -32,22 +33,13 @@ from mlakit.kernels.triton.primitives import (
     widen_e4m3,
 )
 from mlakit.kernels.triton.rows import TRITON_TYPES, as_bytes, row_tiles, rows_are_aligned
-from mlakit.masks import Mask
 
 E4M3 = torch.float8_e4m3fn
 
 
-def indexer_logits(
-    q: Tensor,  # [tokens, index_heads, D]
-    weights: Tensor,  # [tokens, index_heads] float32
-    layer: CacheLayer,
-    page_table: PageTable,
-    kv_lens: Tensor,  # [batch]
-    q_starts: Tensor,  # [batch + 1]
-    *,
-    mask: Mask,
-    out: Tensor,  # [tokens, columns] float32
-) -> None:
+def indexer_logits(a: LogitsArguments, out: Tensor) -> None:
+    q, weights, layer, page_table = a.q, a.weights, a.layer, a.page_table
+    kv_lens, q_starts, mask = a.kv_lens, filled(a.q_starts), a.mask
     (tokens, heads, _), columns, batch = q.shape, out.shape[1], kv_lens.shape[0]
     gpu = target(q.device)
     format = layer.codec.name

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mlakit.arguments import TopkArguments
 from mlakit.kernels.triton.configs import pick_topk_config
 from mlakit.kernels.triton.launch import launch, target
 from mlakit.replay import workspace
@@ -24,13 +25,8 @@ from mlakit.replay import workspace
 NOTHING = tl.constexpr(-(2**31))  # the rank of −inf, and of no column at all
 
 
-def indexer_topk(
-    logits: Tensor,  # [tokens, columns] float32
-    row_starts: Tensor | None,  # [tokens]
-    row_ends: Tensor | None,  # [tokens]
-    *,
-    out: Tensor,  # [tokens, k] int32
-) -> None:
+def indexer_topk(a: TopkArguments, out: Tensor) -> None:
+    logits = a.logits
     (tokens, columns), k = logits.shape, out.shape[1]
     if tokens == 0 or k == 0:
         return
@@ -54,7 +50,7 @@ def indexer_topk(
             return None
         return int32(2, programs, config.block)
 
-    bounds = (row_starts, row_ends)
+    bounds = (a.row_starts, a.row_ends)
     bound_strides = [0 if each is None else each.stride(0) for each in bounds]
     splits = config.splits
     found = int32(2, tokens, splits, k) if splits > 1 else None

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mlakit.arguments import BatchedMatmulArguments
 from mlakit.kernels.triton.configs import pick_matmul_config
 from mlakit.kernels.triton.launch import launch, target
 from mlakit.kernels.triton.primitives import narrow_e4m3
@@ -28,13 +29,9 @@ HALVES = (torch.bfloat16, torch.float16)
 _SETTINGS = Lock()
 
 
-def batched_matmul(
-    a: Tensor,  # [batch, M, K]
-    b: Tensor,  # [batch, N, K]
-    *,
-    out: Tensor,  # [batch, M, N], any strides
-) -> None:
+def batched_matmul(args: BatchedMatmulArguments, out: Tensor) -> None:
     """out = a @ bᵀ, rounded once."""
+    a, b = args.a, args.b
     if a.device.type == "cuda" and library_refuses(a, b, out) is None:
         with _float32_sums():
             torch.bmm(a, b.mT, out=out)

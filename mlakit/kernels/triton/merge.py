@@ -16,23 +16,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mlakit.arguments import MergeArguments
 from mlakit.kernels.triton.configs import MERGED_SPLITS, pick_merge_config
 from mlakit.kernels.triton.launch import launch
 from mlakit.kernels.triton.primitives import finish_merge, merge_split
 from mlakit.replay import workspace
 
 
-def merge_states(
-    outs: Sequence[Tensor],  # [tokens, heads, v_width] each
-    lses: Sequence[Tensor],  # [tokens, heads] float32 each
-    sink: Tensor | None,  # [heads] float32
-    *,
-    out: Tensor,
-    lse: Tensor,
-) -> None:
+def merge_states(a: MergeArguments, out: Tensor, lse: Tensor) -> None:
     if out.numel() == 0:
         return
-    parts = list(zip(outs, lses, strict=True))
+    parts = list(zip(a.outs, a.lses, strict=True))
     head, tail = parts[:MERGED_SPLITS], parts[MERGED_SPLITS:]
     while tail:
         folded = workspace.scratch(out.shape, torch.float32, out.device)
@@ -40,7 +34,7 @@ def merge_states(
         _merge(head, None, folded, folded_lse)
         head = [(folded, folded_lse), *tail[: MERGED_SPLITS - 1]]
         tail = tail[MERGED_SPLITS - 1 :]
-    _merge(head, sink, out, lse)
+    _merge(head, a.sink, out, lse)
 
 
 def _merge(

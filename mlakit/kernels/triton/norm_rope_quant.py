@@ -12,7 +12,8 @@ from typing import Any
 import triton
 from torch import Tensor
 
-from mlakit.cache import CacheLayer, PageTable
+from mlakit.arguments import AppendArguments
+from mlakit.cache import CacheLayer
 from mlakit.formats import SMALLEST_SCALE, SMALLEST_TOKEN_SCALE, BlockScaleCodec, PageFooterCodec
 from mlakit.kernels.triton.configs import pick_append_config
 from mlakit.kernels.triton.launch import launch, target
@@ -34,23 +35,10 @@ _SCALING = {
 }
 
 
-def norm_rope_quant_append(
-    q_rope: Tensor,  # [tokens, heads, D_R]
-    kv: Tensor,  # [tokens, D_C + D_R] raw latents
-    freqs: Tensor,  # [positions, D_R]
-    gamma: Tensor,  # [D_C]
-    layer: CacheLayer,
-    page_table: PageTable | None,  # with kv_lens and q_starts; or else slots and positions
-    kv_lens: Tensor | None,  # [batch] tokens of each request, the new ones included
-    q_starts: Tensor | None,  # [batch + 1]
-    *,
-    slots: Tensor | None,  # [tokens], -1: no row is written
-    positions: Tensor | None,  # [tokens], anything where slots is -1
-    epsilon: float,
-    rope: str,
-    power_of_two_scales: bool,
-    q_rope_out: Tensor,  # [tokens, heads, D_R], may alias q_rope
-) -> None:
+def norm_rope_quant_append(a: AppendArguments, q_rope_out: Tensor) -> None:
+    q_rope, kv, freqs, gamma, layer = a.q_rope, a.kv, a.freqs, a.gamma, a.layer
+    page_table, kv_lens, q_starts = a.page_table, a.kv_lens, a.q_starts
+    slots, positions = a.slots, a.positions
     tokens, heads, d_r = q_rope.shape
     d_c = gamma.shape[0]
     facts = target(q_rope.device)
@@ -96,7 +84,7 @@ def norm_rope_quant_append(
         heads,
         0 if kv_lens is None else kv_lens.shape[0],
         freqs.shape[0],
-        float(epsilon),
+        float(a.epsilon),
         norm_programs,
         q_rope.stride(0),
         q_rope.stride(1),
@@ -122,10 +110,10 @@ def norm_rope_quant_append(
         PAGE_SIZE=layer.page_size,
         SCALING=scaling.value,
         GROUP=group,
-        POWER_OF_TWO=power_of_two_scales or bool(scaling == FOOTER_SCALES),
+        POWER_OF_TWO=a.power_of_two_scales or bool(scaling == FOOTER_SCALES),
         SMALLEST=SMALLEST_TOKEN_SCALE if scaling == TOKEN_SCALE else SMALLEST_SCALE,
         ALIGNED=rows_are_aligned(layer),
-        INTERLEAVED=rope == "interleaved",
+        INTERLEAVED=a.rope == "interleaved",
         HAS_FP8=facts.has_fp8,
         LATENT_TILE=latent_tile,
         PAIRS=triton.next_power_of_2(max(d_r // 2, 1)),

@@ -15,28 +15,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mlakit.arguments import PrefillArguments
 from mlakit.formats import SMALLEST_SCALE
 from mlakit.kernels.triton.configs import pick_prefill_config
 from mlakit.kernels.triton.launch import launch, target
 from mlakit.kernels.triton.primitives import finish_softmax, is_finite, mask_interval, softmax_step
-from mlakit.masks import Mask
 
 
-def mla_prefill(
-    q: Tensor,  # [tokens, heads, D_N + D_R]
-    k_nope: Tensor,  # [keys, heads, D_N]
-    k_rope: Tensor,  # [keys, D_R]
-    v: Tensor,  # [keys, heads, D_V]
-    q_starts: Tensor,  # [batch + 1]
-    kv_starts: Tensor,  # [batch + 1]
-    *,
-    softmax_scale: float,
-    mask: Mask,
-    alibi_slopes: Tensor | None,  # [heads] float32
-    sink: Tensor | None,  # [heads] float32
-    out: Tensor,  # [tokens, heads, D_V]
-    lse: Tensor,  # [tokens, heads] float32
-) -> None:
+def mla_prefill(a: PrefillArguments, out: Tensor, lse: Tensor) -> None:
+    q, k_nope, k_rope, v = a.q, a.k_nope, a.k_rope, a.v
+    q_starts, kv_starts, softmax_scale, mask = a.q_starts, a.kv_starts, a.softmax_scale, a.mask
+    alibi_slopes, sink = a.alibi_slopes, a.sink
     (tokens, heads, _), batch = q.shape, q_starts.shape[0] - 1
     if tokens == 0 or heads == 0:
         return

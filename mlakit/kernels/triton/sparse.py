@@ -14,6 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
+from mlakit.arguments import SparseArguments, filled
 from mlakit.cache import CacheLayer
 from mlakit.formats import SMALLEST_SCALE
 from mlakit.kernels.triton.configs import pick_sparse_config, pick_sparse_parts
@@ -29,31 +30,20 @@ from mlakit.kernels.triton.rows import (
 )
 from mlakit.kernels.triton.sparse_kernel import sparse_mla_kernel
 from mlakit.kernels.triton.sparse_merge import merge_lists
-from mlakit.plan import EvenSplit
 from mlakit.replay import workspace
 
 # these are divided by in the kernel as constants; one kernel serves all others
 USUAL_PAGES = (1, 16, 32, 64, 128, 256)
 
 
-def sparse_mla(
-    q: Tensor,  # [tokens, heads, width]
-    layer: CacheLayer,
-    rows: Tensor,  # [tokens, topk] slots, any integer dtype
-    topk_lens: Tensor | None,  # [tokens]: slots from here on do not count
-    *,
-    extra: tuple[CacheLayer, Tensor, Tensor | None] | None,  # a second cache with its own lists
-    splits: EvenSplit | None,
-    softmax_scale: float,
-    sink: Tensor | None,  # [heads] float32
-    out: Tensor,  # [tokens, heads, v_width]
-    lse: Tensor,  # [tokens, heads] float32
-    max_logits: Tensor,  # [tokens, heads] float32
-) -> None:
+def sparse_mla(a: SparseArguments, out: Tensor, lse: Tensor, max_logits: Tensor) -> None:
+    q, splits, softmax_scale, sink = a.q, a.splits, a.softmax_scale, a.sink
     tokens, heads, _ = q.shape
     if tokens == 0 or heads == 0:
         return
-    lists = [(layer, rows, topk_lens)] if extra is None else [(layer, rows, topk_lens), extra]
+    lists = [(a.layer, a.rows, a.topk_lens)]
+    if a.extra is not None:
+        lists.append((a.extra, filled(a.extra_rows), a.extra_topk_lens))
     types = [_types(q, each) for each, _, _ in lists]
     # sums over both caches stand in the same pieces: the narrower ones
     tiles = min((row_tiles(each) for each, _, _ in lists), key=lambda tiles: tiles.width)
@@ -88,7 +78,7 @@ def sparse_mla(
         (tokens * parts * head_tiles,),
         q.view(torch.uint8) if q.dtype not in PLAIN else q,
         *arguments[0],
-        *(arguments[1] if extra is not None else _NO_LIST),
+        *(arguments[1] if a.extra is not None else _NO_LIST),
         None if parts > 1 else sink,
         *(each for each, _ in results),
         # a scale of 0 would turn the −inf of an invalid slot into NaN
@@ -99,7 +89,7 @@ def sparse_mla(
         *q.stride()[:2],
         0 if sink is None else sink.stride(0),
         *(stride for _, strides in results for stride in strides),
-        HAS_EXTRA=extra is not None,
+        HAS_EXTRA=a.extra is not None,
         **_list_constants("", lists[0][0], types[0]),
         **_list_constants("EXTRA_", lists[-1][0], types[-1]),
         D_C=tiles.d_c,

@@ -169,9 +169,9 @@ def test_decoding_is_split_as_asked(num_partitions, buffer, parts, monkeypatch):
     asked = []
 
     def spy(launch):
-        def launched(*args, splits, **kwargs):
-            asked.append(splits.num_splits)
-            launch(*args, splits=splits, **kwargs)
+        def launched(arguments, *results):
+            asked.append(arguments.splits.num_splits)
+            launch(arguments, *results)
 
         return launched
 

@@ -53,7 +53,7 @@ def leaves_the_cache(launch):
 
 CHANGES = {
     "does nothing": does_nothing,
-    "writes zeros": lambda launch: lambda *args, out, **kwargs: out.zero_(),
+    "writes zeros": lambda launch: lambda arguments, out, *others: out.zero_(),
     "misses the last key": by_name(lambda a: {"mask": OneKeyLess(a["mask"].kind)}),
     "scales two percent too much": by_name(lambda a: {"softmax_scale": a["softmax_scale"] * 1.02}),
     "misses the last head": leaves_unwritten("out", (slice(None), -1)),

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from mlakit import ops
+from mlakit.arguments import AppendArguments
 from mlakit.cache import PagedLatentCache, PageTable, token_positions, token_slots
 from mlakit.formats import FORMATS, row_codec
 from mlakit.geometry import RowShape
@@ -378,22 +379,23 @@ def test_lengths_that_leave_out_new_tokens_touch_nothing_before_the_tables(devic
     q_rope_out = zeros(7, 1, 4)
     flat = (zeros(2, dtype=torch.int32), entries[0, 2:])
     for table, row_of_token in ((entries[:, 2:], [1, 0]), (flat, [0, 1])):
-        launch(
-            torch.ones(7, 1, 4, device=device),
-            torch.ones(7, 12, device=device),
-            torch.ones(16, 4, device=device)[8:],
-            torch.ones(8, device=device),
-            cache.layer(0),
-            table,
-            torch.tensor([1], device=device),  # of seven new tokens
-            torch.tensor([0, 7], device=device),
+        arguments = AppendArguments(
+            q_rope=torch.ones(7, 1, 4, device=device),
+            kv=torch.ones(7, 12, device=device),
+            freqs=torch.ones(16, 4, device=device)[8:],
+            gamma=torch.ones(8, device=device),
+            layer=cache.layer(0),
+            page_table=table,
+            kv_lens=torch.tensor([1], device=device),  # of seven new tokens
+            q_starts=torch.tensor([0, 7], device=device),
             slots=None,
             positions=None,
             epsilon=1e-6,
             rope="half",
             power_of_two_scales=False,
-            q_rope_out=q_rope_out,
+            backend="triton",
         )
+        launch(arguments, q_rope_out)
         stored = ~cache.payload[0].isnan().any(-1)
         assert stored.nonzero().tolist() == [row_of_token]
         cache.payload.fill_(torch.nan)

@@ -55,7 +55,11 @@ MUTATIONS = [
         "first = max(span[0] + 1, ",
     ),
     line(
-        DecodeCase, "decode", "scale 2 % off", ".mul_(softmax_scale)", ".mul_(softmax_scale * 1.02)"
+        DecodeCase,
+        "decode",
+        "scale 2 % off",
+        ".mul_(a.softmax_scale)",
+        ".mul_(a.softmax_scale * 1.02)",
     ),
     line(
         DecodeCase,

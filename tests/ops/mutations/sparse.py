@@ -37,5 +37,5 @@ MUTATIONS = [
         "valid &= entry < self.lens",
         "valid &= entry <= self.lens",
     ),
-    line(SparseCase, "sparse", "forgets the second cache", "if extra is not None:", "if False:"),
+    line(SparseCase, "sparse", "forgets the second cache", "if a.extra is not None:", "if False:"),
 ]

@@ -20,7 +20,8 @@ import triton
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from mlakit.cache import UNSHARDED, CacheLayer, KVShard
+from mlakit.arguments import DecodeArguments, DecodePlanArguments, filled
+from mlakit.cache import UNSHARDED, CacheLayer
 from mlakit.formats import SMALLEST_SCALE
 from mlakit.kernels.hopper.decode.arguments import (
     Batch,
@@ -76,25 +77,13 @@ def tiles_of(kernel: str, heads: int, page_size: int) -> Tiles:
     return small_m_tiles(heads, page_size) if is_small_m else m64_tiles(kernel)
 
 
-def mla_decode(
-    kernel: str,
-    q_latent: Tensor,  # [tokens, heads, 512], rows at one distance
-    q_rope: Tensor,  # [tokens, heads, 64], likewise
-    q_scale: Tensor | None,  # [tokens] float32, with FP8 queries
-    layer: CacheLayer,
-    page_table: Tensor,
-    q_starts: Tensor,  # [batch + 1]
-    kv_lens: Tensor,  # [batch] cached tokens, these queries included
-    *,
-    shard: KVShard,  # all of them
-    splits: DecodePlanTensors | EvenSplit | None,
-    softmax_scale: float,
-    mask: Mask,
-    sink: Tensor | None,  # [heads] float32
-    deterministic: bool,
-    out: Tensor,  # [tokens, heads, 512]
-    lse: Tensor,  # [tokens, heads] float32
-) -> None:
+def mla_decode(kernel: str, a: DecodeArguments, out: Tensor, lse: Tensor) -> None:
+    """kernel  of `KERNELS`; the rows of a.q lie at one distance, and so do those of a.q_rope"""
+    q_latent, q_rope, q_scale, q_starts = a.q, filled(a.q_rope), a.q_scale, filled(a.q_starts)
+    layer, kv_lens, splits = a.layer, a.kv_lens, a.splits
+    softmax_scale, mask, sink = a.softmax_scale, a.mask, a.sink
+    assert isinstance(a.page_table, Tensor)
+    page_table = a.page_table
     (tokens, heads, _), batch = q_latent.shape, kv_lens.shape[0]
     if tokens == 0:
         return  # nothing to write, and no tile for TMA to load
@@ -108,7 +97,7 @@ def mla_decode(
         own = None
         if isinstance(splits, EvenSplit):
             own = OwnSplits(0, splits.num_splits)
-        elif deterministic:
+        elif a.deterministic:
             own = OwnSplits(DETERMINISTIC_SPLIT_KEYS // tiles.keys)
         plan = _plan(tiles, layer, page_table, q_starts, kv_lens, mask, heads, tokens, own)
     head_tiles = triton.cdiv(heads, tiles.rows)
@@ -187,22 +176,13 @@ def mla_decode(
     )
 
 
-def plan_mla_decode(
-    kernel: str,
-    layer: CacheLayer,
-    page_table: Tensor,
-    q_starts: Tensor,  # [batch + 1]
-    kv_lens: Tensor,  # [batch]
-    *,
-    shard: KVShard,  # all of them
-    mask: Mask,
-    heads: int,
-    num_tokens: int,
-    dtype: torch.dtype,  # of the queries
-) -> DecodePlanTensors:
+def plan_mla_decode(kernel: str, a: DecodePlanArguments) -> DecodePlanTensors:
     """A plan, made on the device, for as many CTAs as run at the same time."""
-    tiles = tiles_of(kernel, heads, layer.page_size)
-    return _plan(tiles, layer, page_table, q_starts, kv_lens, mask, heads, num_tokens, None)
+    assert isinstance(a.page_table, Tensor)
+    tiles = tiles_of(kernel, a.heads, a.layer.page_size)
+    return _plan(
+        tiles, a.layer, a.page_table, a.q_starts, a.kv_lens, a.mask, a.heads, a.num_tokens, None
+    )
 
 
 def _plan(
