@@ -18,7 +18,7 @@ import typer
 from mlakit import __version__
 from mlakit.bench import SUITES
 from mlakit.geometry import PRESETS, MLAGeometry
-from mlakit.names import OPS
+from mlakit.names import BACKENDS, OPS, one_of
 from mlakit.options import Command, refuse, refuse_all_but, usage_errors
 
 app = typer.Typer(
@@ -404,7 +404,7 @@ def check(
     ),
     device: str = typer.Option("auto", help="auto, cpu or cuda; auto is a GPU if torch sees one."),
     backend: str = typer.Option(
-        "", help="hopper, triton or cpu. Default: every backend that supports the case."
+        "", help=f"{one_of(BACKENDS[1:])}. Default: every backend that supports the case."
     ),
     any_widths: bool = typer.Option(
         False,

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from importlib import import_module
 
-from mlakit import knobs
+from mlakit import knobs, names
 from mlakit.checks import UnsupportedError
-from mlakit.kernels.cpu import support as cpu
-from mlakit.kernels.hopper import support as hopper
-from mlakit.kernels.triton import support as triton
-from mlakit.knobs import Backend
+from mlakit.names import Backend
 from mlakit.specs import KernelSpec, Problem
 
-# fastest first: `auto` takes the first kernel that has no objection; in host memory that is `cpu`,
-# where the portable kernels are only ever interpreted
-SPECS: tuple[KernelSpec, ...] = (*cpu.SPECS, *hopper.SPECS, *triton.SPECS)
+
+def _specs_of(backend: Backend) -> tuple[KernelSpec, ...]:
+    specs: tuple[KernelSpec, ...] = import_module(f"mlakit.kernels.{backend}.support").SPECS
+    return specs
+
+
+BACKENDS: tuple[Backend, ...] = tuple(name for name in names.BACKENDS if name != "auto")
+# fastest first: `auto` takes the first kernel that has no objection. `cpu` comes before all others:
+# in host memory the portable kernels are only ever interpreted
+SPECS: tuple[KernelSpec, ...] = tuple(
+    spec for name in sorted(BACKENDS, key=lambda name: name != "cpu") for spec in _specs_of(name)
+)
 OPS: tuple[str, ...] = tuple(dict.fromkeys(spec.op for spec in SPECS))
-BACKENDS: tuple[Backend, ...] = tuple(name for name in knobs.BACKENDS if name != "auto")
 
 
 def specs(op: str) -> list[KernelSpec]:

@@ -14,21 +14,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Generic, Literal, TypeVar, get_args
+from typing import Generic, TypeVar
+
+from mlakit.names import BACKENDS, one_of
+from mlakit.names import Backend as Backend
+from mlakit.names import DecodeKernel as DecodeKernel
 
 T = TypeVar("T")
-
-Backend = Literal["auto", "hopper", "triton", "cpu"]
-"""What the argument `backend` may be: "auto" takes the fastest that can."""
-BACKENDS: tuple[Backend, ...] = get_args(Backend)
-# one kernel of a backend, where `mla_decode` has several there
-DecodeKernel = Literal[
-    "hopper:m64_bf16",
-    "hopper:m64_fp8_qk",
-    "hopper:m64_fp8_kv",
-    "hopper:small_m_bf16",
-    "hopper:small_m_fp8_kv",
-]
 
 _OVERRIDES: ContextVar[Mapping[str, object] | None] = ContextVar("mlakit_knobs", default=None)
 REGISTRY: dict[str, Knob[object]] = {}
@@ -110,7 +102,7 @@ backend: Knob[str] = _knob(
     "backend",
     "auto",
     _backend,
-    "Backend that backend='auto' stands for: auto, hopper, triton or cpu.",
+    f"Backend that backend='auto' stands for: {one_of(BACKENDS)}.",
 )
 replay = _knob(
     "replay",

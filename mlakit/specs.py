@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property, lru_cache, partial
 from importlib import import_module
 from typing import Any
@@ -18,7 +19,23 @@ from typing import Any
 import torch
 
 from mlakit.geometry import RowShape
-from mlakit.knobs import Backend
+from mlakit.names import Backend
+
+
+class Use(Enum):
+    """What a call makes use of and few kernels take. A kernel that does not "takes no <value>"."""
+
+    Q_SCALE = "q_scale"  # q_scale= is given
+    FIXED_SPLITS = "fixed splits of several queries"  # deterministic=True or EvenSplit, q_starts=
+    FLAT_PAGE_TABLE = "flat page table"  # page_table=(kv_starts, slots)
+    KV_SHARD = "kv_shard"  # kv_shard= of more than one rank
+    BF16_Q_ROPE = "bf16 q_rope of e4m3 q"
+    OTHER_Q_ROPE = "q_rope of another dtype"  # any other q_rope= that is not of q's dtype
+    LOOSE_CACHE = "loose rows of the cache"  # no TMA descriptor addresses its rows
+    LOOSE_QUERY = "loose rows of q"  # likewise of q or q_rope
+
+    def __str__(self) -> str:
+        return self.value
 
 
 @dataclass(frozen=True)
@@ -34,7 +51,7 @@ class Problem:
     row: RowShape | None = None
     head_widths: tuple[int, int, int] | None = None  # (D_N, D_R, D_V) of the expanded form
     mask: str = ""
-    uses: tuple[str, ...] = ()  # what few kernels take, in words: "kv_shard", "loose rows"
+    uses: tuple[Use, ...] = ()
     # how much work there is, which decides between kernels that can all do it
     num_tokens: int = 0
     max_keys: int = 0  # of a request, as its page table has room for
@@ -51,7 +68,7 @@ class Problem:
             "row": f"{self.row.width}/{self.row.v_width}" if self.row else "",
             "widths": "+".join(map(str, self.head_widths or ())),
             "mask": self.mask,
-            "uses": " and ".join(self.uses),
+            "uses": " and ".join(map(str, self.uses)),
             "num_tokens": self.num_tokens,
             "max_keys": self.max_keys,
             "num_sms": self.num_sms,

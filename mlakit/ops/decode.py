@@ -27,7 +27,7 @@ from mlakit.ops._checks import (
 )
 from mlakit.ops._library import op
 from mlakit.plan import DecodePlan, DecodePlanTensors, EvenSplit
-from mlakit.specs import Problem, device_facts, num_sms
+from mlakit.specs import Problem, Use, device_facts, num_sms
 
 NAME = "mla_decode"
 
@@ -147,18 +147,18 @@ def _decode(a: DecodeArguments, out: Tensor | None, lse: Tensor | None) -> tuple
 
 def decode_problem(
     a: DecodePlanArguments,
-    uses: Iterable[str] = (),
+    uses: Iterable[Use] = (),
     *,
     is_batch_invariant: bool = False,
 ) -> Problem:
     """What dispatch is asked, by a call and by the plan of one."""
     uses = list(uses)
     if isinstance(a.page_table, tuple):
-        uses.append("flat page table")
+        uses.append(Use.FLAT_PAGE_TABLE)
     if a.shard.world > 1:
-        uses.append("kv_shard")
+        uses.append(Use.KV_SHARD)
     if not _lie_evenly(a.layer.payload):
-        uses.append("loose rows of the cache")
+        uses.append(Use.LOOSE_CACHE)
     return Problem(
         *device_facts(a.layer.payload.device),
         dtype=str(a.dtype),
@@ -189,20 +189,20 @@ def _is_batch_invariant(a: DecodeArguments) -> bool:
     return a.splits is not None or a.deterministic
 
 
-def _uses(a: DecodeArguments, q_latent: Tensor, q_rope: Tensor) -> Iterator[str]:
+def _uses(a: DecodeArguments, q_latent: Tensor, q_rope: Tensor) -> Iterator[Use]:
     """What a plan need not know."""
     if a.q_scale is not None:
-        yield "q_scale"
+        yield Use.Q_SCALE
     has_own_cuts = isinstance(a.splits, EvenSplit) or (a.deterministic and a.splits is None)
     if has_own_cuts and a.q_starts is not None:
-        yield "fixed splits of several queries"
+        yield Use.FIXED_SPLITS
     if (q_latent.dtype, q_rope.dtype) == (torch.float8_e4m3fn, torch.bfloat16):
-        yield "bf16 q_rope of e4m3 q"
+        yield Use.BF16_Q_ROPE
     elif q_rope.dtype != q_latent.dtype:
-        yield "q_rope of another dtype"
+        yield Use.OTHER_Q_ROPE
     has_queries = q_latent.shape[0] > 0
     if has_queries and not (_lie_evenly(q_latent) and _lie_evenly(q_rope)):
-        yield "loose rows of q"
+        yield Use.LOOSE_QUERY
 
 
 def _lie_evenly(rows: Tensor) -> bool:

@@ -13,7 +13,7 @@ import mlakit
 from mlakit import dispatch, formats, knobs, ops
 from mlakit.formats import FORMATS, Format, known_format, row_codec
 from mlakit.geometry import ROPES, MLAGeometry, Rope, RowShape
-from mlakit.knobs import Backend, DecodeKernel
+from mlakit.names import BACKENDS, Backend, DecodeKernel
 from mlakit.workloads.case import Case
 
 TYPES = {"backend": Backend, "format": Format, "rope": Rope}
@@ -45,7 +45,7 @@ CHOICES = {
 
 def test_the_types_have_the_names_that_are_registered():
     assert set(get_args(Backend)) == {"auto", *(spec.backend for spec in dispatch.SPECS)}
-    assert get_args(Backend) == knobs.BACKENDS == ("auto", *dispatch.BACKENDS)
+    assert get_args(Backend) == BACKENDS == ("auto", *dispatch.BACKENDS)
     assert get_args(DecodeKernel) == tuple(
         spec.name for spec in dispatch.specs("mla_decode") if spec.kernel
     )

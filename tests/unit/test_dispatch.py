@@ -5,13 +5,16 @@ from __future__ import annotations
 import inspect
 import re
 from dataclasses import replace
+from typing import get_type_hints
 
 import pytest
 import torch
 
 from mlakit import dispatch, knobs
+from mlakit.arguments import DecodePlanArguments
 from mlakit.checks import UnsupportedError
 from mlakit.geometry import RowShape
+from mlakit.ops._library import OPS
 from mlakit.specs import KernelSpec, Problem, device_facts
 
 CPU = Problem("cpu", dtype="torch.bfloat16", format="bf16", heads=16, page_size=64)
@@ -70,6 +73,21 @@ def test_launchers_exist_and_are_named_like_their_op(spec):
     assert (launch.__name__, launch.__module__) == (spec.op, module)
     assert not spec.kernel or spec.launch.args == (spec.kernel,)
     assert str(spec) == f"{spec.name}-{spec.op}"
+
+
+@pytest.mark.parametrize("spec", dispatch.SPECS, ids=str)
+def test_launchers_take_the_arguments_of_their_op_and_its_results(spec):
+    op = OPS[spec.op]
+    function = spec.launch.func if spec.kernel else spec.launch
+    hints = get_type_hints(function)
+    first, *results = inspect.signature(spec.launch).parameters
+    assert hints[first] is op.arguments
+    assert results == op.results
+    assert {hints[name] for name in results} == {torch.Tensor}
+    if spec.planner:
+        (only,) = inspect.signature(spec.plan).parameters
+        planner = spec.plan.func if spec.kernel else spec.plan
+        assert get_type_hints(planner)[only] is DecodePlanArguments
 
 
 def test_kernels_have_names_where_a_backend_has_several():

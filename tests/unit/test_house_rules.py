@@ -25,7 +25,8 @@ PACKAGE = ROOT / "mlakit"
 
 # lowest first; a module imports strictly lower layers, and nothing on its own
 LAYERS = (
-    "_version autocast knobs names releases reprs",
+    "_version autocast names releases reprs",
+    "knobs",
     "columns model_config options",
     "checks geometry",
     "formats masks rope split_heuristic",

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from mlakit import cli, dispatch, selfcheck
 from mlakit.formats import FORMATS
 from mlakit.selfcheck import KINDS, Settings, random_cases, run
-from mlakit.specs import Problem
+from mlakit.specs import Problem, Use
 from mlakit.workloads.inputs import DTYPES
 from mlakit.workloads.random_cases import MODEL_HEADS, MODEL_ROWS, USUAL_PAGES
 from tests.kernel_launchers import Arguments, by_name, replace_launcher
@@ -183,7 +183,7 @@ def test_cases_for_the_hopper_kernel_are_ones_it_takes():
     for case in cases:
         problem = Problem(
             "cuda", 90, str(DTYPES[case.dtype]), case.format, case.heads, case.page_size, case.row,
-            mask=case.mask, uses=("q_scale",) if case.q_scaled else (),
+            mask=case.mask, uses=(Use.Q_SCALE,) if case.q_scaled else (),
         )  # fmt: skip
         assert dispatch.select("mla_decode", problem).backend == "hopper"
         assert not case.padded

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from mlakit import cli, dispatch, reference
 from mlakit.masks import CAUSAL, NULL, Mask
 from mlakit.selfcheck import Settings, random_launches, run
-from mlakit.specs import Problem
+from mlakit.specs import Problem, Use
 from mlakit.testing import NEVER_A_PAGE, assert_matches
 from mlakit.workloads import DecodeLaunch
 from mlakit.workloads.decode_launch import Queries, attend
@@ -221,7 +221,7 @@ def test_few_kernels_are_compiled_for_launches_of_the_hopper_kernel():
     for each in launches:
         problem = Problem(
             "cuda", 90, str(DTYPES[each.dtype]), each.format, each.heads, each.page_size, each.row,
-            mask=each.mask, uses=("q_scale",) if each.q_scaled else (),
+            mask=each.mask, uses=(Use.Q_SCALE,) if each.q_scaled else (),
         )  # fmt: skip
         assert dispatch.select("mla_decode", problem).backend == "hopper"
         assert each == replace(each, padded=False, wide_indices=False, num_splits=0)

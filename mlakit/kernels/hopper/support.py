@@ -17,7 +17,7 @@ from mlakit.kernels.hopper.decode.configs import (
     SMALL_M_HEADS,
     SMALL_WORK_BLOCKS,
 )
-from mlakit.specs import KernelSpec, Problem
+from mlakit.specs import KernelSpec, Problem, Use
 
 __all__ = ["ARCH", "BLOCK", "FORMATS", "MASKS", "PAGES", "ROW", "SPECS"]
 
@@ -54,10 +54,10 @@ def _why_not_decode(problem: Problem) -> str | None:
     return f"takes no {refused[0]}" if refused else None
 
 
-def _taken_uses(problem: Problem) -> tuple[str, ...]:
+def _taken_uses(problem: Problem) -> tuple[Use, ...]:
     if problem.dtype != E4M3:
         return ()
-    return ("q_scale",) if problem.format == "fp8" else ("q_scale", "bf16 q_rope of e4m3 q")
+    return (Use.Q_SCALE,) if problem.format == "fp8" else (Use.Q_SCALE, Use.BF16_Q_ROPE)
 
 
 def _needs_format(*formats: str) -> Callable[[Problem], str | None]:

@@ -14,7 +14,7 @@ from mlakit.geometry import RowShape
 from mlakit.kernels.hopper.decode import configs
 from mlakit.ops.decode_plan import plan_mla_decode
 from mlakit.plan import EvenSplit, plan_decode
-from mlakit.specs import KernelSpec, Problem, pretending
+from mlakit.specs import KernelSpec, Problem, Use, pretending
 from mlakit.workloads import DecodeCase
 from tests.kernels.hopper.decode_cases import (
     BF16_AND_FP8,
@@ -300,7 +300,7 @@ def test_hopper_is_the_first_choice_for_small_m_fp8_kv(format):
 
 
 @FP8_FORMATS
-@pytest.mark.parametrize("uses", [(), ("q_scale",)], ids=["plain", "scaled"])
+@pytest.mark.parametrize("uses", [(), (Use.Q_SCALE,)], ids=["plain", "scaled"])
 def test_hopper_is_the_first_choice_for_fp8_qk(uses, format):
     asked = problem(format=format, dtype="torch.float8_e4m3fn", heads=128, uses=uses)
     assert dispatch.select("mla_decode", asked).backend == "hopper"
@@ -326,18 +326,18 @@ def test_hopper_is_the_first_choice_for_fp8_qk(uses, format):
             "needs queries of torch.bfloat16 or torch.float8_e4m3fn with rows of fp8_token, "
             "got torch.float16",
         ),
-        ({"format": "fp8", "uses": ("q_scale",)}, "takes no q_scale"),
+        ({"format": "fp8", "uses": (Use.Q_SCALE,)}, "takes no q_scale"),
         (
             {
                 "format": "fp8_token",
                 "dtype": "torch.float8_e4m3fn",
-                "uses": ("q_scale", "loose rows of q"),
+                "uses": (Use.Q_SCALE, Use.LOOSE_QUERY),
             },
             "takes no loose rows of q",
         ),
         ({"row": DecodeCase().row}, "needs rows of 576/512, got 40/32"),
         ({"mask": "chunked"}, "needs a mask of causal or null, got chunked"),
-        ({"uses": ("kv_shard",)}, "takes no kv_shard"),
+        ({"uses": (Use.KV_SHARD,)}, "takes no kv_shard"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
