@@ -21,7 +21,7 @@ from torch.utils.dlpack import from_dlpack
 from mlakit.cache import CacheLayer
 from mlakit.replay import workspace
 from mlakit.replay.key import ALIGNMENT
-from mlakit.replay.launchers import Launch, Pointer, has_launch_hooks
+from mlakit.replay.launchers import Pointer, RecordedLaunch, has_launch_hooks
 
 Results = tuple[Tensor, ...]
 FilledLaunch = tuple[Callable[..., None], tuple[Any, ...]]  # a launch function and its arguments
@@ -35,17 +35,17 @@ class RefusedRecordingError(Exception):
 
 
 @dataclass(frozen=True)
-class Template:
+class ArgumentTemplate:
     """Arguments of a kernel, with gaps for the addresses of one call."""
 
     values: tuple[Any, ...]
-    gaps: tuple[tuple[int, int, int, Any], ...]  # (argument, place, byte offset, encoder)
-    tuples: tuple[tuple[int, Template], ...]
+    gaps: tuple[tuple[int, int, int, Any], ...]  # (argument, index, byte offset, encoder)
+    tuples: tuple[tuple[int, ArgumentTemplate], ...]
 
     def fill(self, addresses: Sequence[int]) -> tuple[Any, ...]:
         values = list(self.values)
-        for at, place, offset, encode in self.gaps:
-            address = addresses[place] + offset
+        for at, index, offset, encode in self.gaps:
+            address = addresses[index] + offset
             values[at] = address if encode is None else encode[address]
         for at, part in self.tuples:
             values[at] = part.fill(addresses)
@@ -53,28 +53,28 @@ class Template:
 
 
 @dataclass(frozen=True)
-class Step:
-    """A kernel to start."""
+class LaunchTemplate:
+    """A recorded launch, with gaps for the addresses of one call."""
 
-    start: Callable[..., None]
+    function: Callable[..., None]
     before_stream: tuple[Any, ...]
     after_stream: tuple[Any, ...]
-    arguments: Template
+    arguments: ArgumentTemplate
     arguments_are_one: bool  # the launch function takes them as one tuple
     kernel: object  # kept: its module is unloaded when the last reference goes
 
     def filled(self, addresses: Sequence[int]) -> FilledLaunch:
         arguments = self.arguments.fill(addresses)
         last = (arguments,) if self.arguments_are_one else arguments
-        return self.start, (*self.before_stream, addresses[-1], *self.after_stream, *last)
+        return self.function, (*self.before_stream, addresses[-1], *self.after_stream, *last)
 
 
 @dataclass(frozen=True)
 class Recording:
-    """What a call did. Places count the call's tensors, new results, scratch, then the stream."""
+    """What a call launched. Indices count the call's tensors, new results, scratch, the stream."""
 
-    steps: tuple[Step, ...]
-    results: tuple[int, ...]  # their places
+    launches: tuple[LaunchTemplate, ...]
+    results: tuple[int, ...]  # their indices
     new: tuple[tuple[Any, ...], ...]  # shape, strides, dtype: of new results, and of all scratch
     alignments: list[int]  # of the call's tensors
     device_index: int
@@ -85,9 +85,9 @@ class Recording:
     filled: dict[tuple[int, ...], list[FilledLaunch]] = field(default_factory=dict)
 
     def replay(self, tensors: list[Tensor]) -> Results | None:
-        """Start the kernels for tensors with the facts of the recorded ones, on the current device.
+        """Launch the kernels for tensors with the key of the recorded ones, on the current device.
 
-        None if their alignment differs; nothing was started then.
+        None if their alignment differs; nothing was launched then.
         """
         is_quick = not torch._C._get_deterministic_algorithms()
         allocate = self.quick_allocator if is_quick else self.allocate
@@ -99,13 +99,13 @@ class Recording:
             alignments = [address % ALIGNMENT for address in addresses[: len(tensors)]]
             if alignments != self.alignments:
                 return None
-            filled = [step.filled(addresses) for step in self.steps]
+            filled = [launch.filled(addresses) for launch in self.launches]
             if len(self.filled) >= MAX_FILLED:
                 self.filled.clear()
             self.filled[addresses] = filled
-        for start, arguments in filled:
-            start(*arguments)
-        return tuple([room[place] for place in self.results])
+        for function, arguments in filled:
+            function(*arguments)
+        return tuple([room[index] for index in self.results])
 
 
 def _current_stream(device_index: int) -> int:
@@ -185,7 +185,7 @@ class CallRecorder(TorchDispatchMode):
         self._results: list[Tensor] = []
         self._scratch: list[Tensor] = []
         self._constants: list[Tensor] = []
-        self._launches: list[Launch] = []
+        self._launches: list[RecordedLaunch] = []
         self._refusal: str | None = None
         self._is_allocating = False
 
@@ -219,18 +219,18 @@ class CallRecorder(TorchDispatchMode):
     def add_launch(
         self, kernel: object, grid: tuple[int, ...], arguments: tuple[object, ...]
     ) -> None:
-        self._launches.append(Launch(kernel, grid, arguments))
+        self._launches.append(RecordedLaunch(kernel, grid, arguments))
 
     def finish(self, returned: Sequence[Tensor], device: torch.device) -> Recording:
         if self._refusal is not None:
             raise RefusedRecordingError(self._refusal)
-        places = {id(tensor): i for i, tensor in enumerate([*self._arguments, *self._results])}
-        if any(id(tensor) not in places for tensor in returned):
+        indices = {id(tensor): i for i, tensor in enumerate([*self._arguments, *self._results])}
+        if any(id(tensor) not in indices for tensor in returned):
             raise RefusedRecordingError("the call returns a tensor that is no result of its own")
         origins = Origins(self._arguments, self._results, self._scratch, self._constants)
         return Recording(
-            tuple(origins.step(launch) for launch in self._launches),
-            tuple(places[id(tensor)] for tensor in returned),
+            tuple(origins.template(launch) for launch in self._launches),
+            tuple(indices[id(tensor)] for tensor in returned),
             origins.new,
             [tensor.data_ptr() % ALIGNMENT for tensor in self._arguments],
             device.index,
@@ -251,7 +251,7 @@ class Origins:
         constants: Sequence[Tensor],
     ) -> None:
         whole = [*arguments, *results]
-        self._origins = {_storage(t): (place, t.data_ptr()) for place, t in enumerate(whole)}
+        self._origins = {_storage(t): (index, t.data_ptr()) for index, t in enumerate(whole)}
         end = 0
         for tensor in scratch:  # one allocation holds all of it
             self._origins[_storage(tensor)] = len(whole), tensor.data_ptr() - end
@@ -262,22 +262,22 @@ class Origins:
             new.append(((end,), (1,), torch.uint8))
         self.new = tuple(new)
 
-    def step(self, launch: Launch) -> Step:
-        start = launch.prepare()
-        return Step(
-            start.function,
-            start.before_stream,
-            start.after_stream,
-            self._template(start.arguments),
-            start.arguments_are_one,
+    def template(self, launch: RecordedLaunch) -> LaunchTemplate:
+        prepared = launch.prepare()
+        return LaunchTemplate(
+            prepared.function,
+            prepared.before_stream,
+            prepared.after_stream,
+            self._arguments(prepared.arguments),
+            prepared.arguments_are_one,
             launch.kernel,
         )
 
-    def _template(self, arguments: Sequence[Any]) -> Template:
+    def _arguments(self, arguments: Sequence[Any]) -> ArgumentTemplate:
         values, gaps, tuples = list(arguments), [], []
         for at, value in enumerate(arguments):
             if isinstance(value, tuple):
-                tuples.append((at, self._template(value)))
+                tuples.append((at, self._arguments(value)))
             elif isinstance(value, Pointer):
                 origin = self._origin(value.tensor)
                 if origin is None:
@@ -288,17 +288,17 @@ class Origins:
                     gaps.append((at, *origin, value.encode))
             elif isinstance(value, (Tensor, list, dict)):
                 raise RefusedRecordingError(f"a kernel takes a {type(value).__name__}")
-        return Template(tuple(values), tuple(gaps), tuple(tuples))
+        return ArgumentTemplate(tuple(values), tuple(gaps), tuple(tuples))
 
     def _origin(self, tensor: Tensor) -> tuple[int, int] | None:
-        """(place, byte offset); None for a constant, and where there is nothing to point to."""
+        """(index, byte offset); None for a constant, and where there is nothing to point to."""
         address, storage = tensor.data_ptr(), _storage(tensor)
         if address == 0 or storage in self._constants:
             return None
         if storage not in self._origins:
             raise RefusedRecordingError("a kernel points to memory that is not the call's")
-        place, start = self._origins[storage]
-        return place, address - start
+        index, start = self._origins[storage]
+        return index, address - start
 
 
 def _storage(tensor: Tensor) -> int:

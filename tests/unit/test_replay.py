@@ -71,7 +71,7 @@ def test_given_results_are_written_and_returned(op):
     ],
     ids=["size", "stride", "number", "type of a number", "argument", "alignment", "given result"],
 )
-def test_other_facts_are_another_call(op, other):
+def test_another_key_is_another_call(op, other):
     call = op()
     for _ in range(3):
         call(values())

@@ -12,8 +12,8 @@ import triton
 from torch import Tensor
 
 from mlakit.replay import launchers
-from mlakit.replay.launchers import Launch, any_version, descriptors, triton_3_6, triton_3_9
-from mlakit.replay.launchers.start import Pointer, Start
+from mlakit.replay.launchers import RecordedLaunch, any_version, descriptors, triton_3_6, triton_3_9
+from mlakit.replay.launchers.prepared import Pointer, PreparedLaunch
 
 ENCODE = "triton.backends.nvidia.driver.make_tensordesc_arg"
 
@@ -46,7 +46,7 @@ def kernel_of(run: Launcher) -> SimpleNamespace:
     return SimpleNamespace(run=run, function="function", packed_metadata="metadata")
 
 
-def start_again(start: Start, *arguments: Any) -> None:
+def start_again(start: PreparedLaunch, *arguments: Any) -> None:
     """On stream 5."""
     last = (arguments,) if start.arguments_are_one else arguments
     start.function(*start.before_stream, 5, *start.after_stream, *last)
@@ -60,7 +60,9 @@ class Rows(NamedTuple):
 
 def test_pointers_in_named_tuples_are_marked():
     x, y = torch.arange(8.0), torch.arange(3.0)
-    start = Launch(kernel_of(Launcher()), (3,), (Descriptor(x), Rows(y, None, 2), ("fp8", 64)))
+    start = RecordedLaunch(
+        kernel_of(Launcher()), (3,), (Descriptor(x), Rows(y, None, 2), ("fp8", 64))
+    )
     box, rows, config = any_version.prepare(start.kernel, (3, 1, 1), start.arguments).arguments
     assert box.tensor is x
     assert rows == (Pointer(y), None, 2)
@@ -70,7 +72,7 @@ def test_pointers_in_named_tuples_are_marked():
 def test_the_launcher_of_any_version_gets_descriptors(monkeypatch):
     monkeypatch.setattr(launchers, "BY_VERSION", {})
     run, x = Launcher(), torch.arange(8.0)
-    start = Launch(kernel_of(run), (3,), (Descriptor(x), 7)).prepare()
+    start = RecordedLaunch(kernel_of(run), (3,), (Descriptor(x), 7)).prepare()
     pointer, number = start.arguments
     assert pointer.tensor is x
     assert number == 7
@@ -110,7 +112,9 @@ def test_a_known_launcher_gets_encoded_descriptors(monkeypatch, capsys, version)
 
     monkeypatch.setattr(ENCODE, encode)
     monkeypatch.setattr(launchers, "BY_VERSION", {triton.__version__: version})
-    launch = Launch(kernel_of(wrapped_launcher()), (3, 2), (Descriptor(torch.arange(8.0)), 7))
+    launch = RecordedLaunch(
+        kernel_of(wrapped_launcher()), (3, 2), (Descriptor(torch.arange(8.0)), 7)
+    )
     start = launch.prepare()
     pointer, *numbers = start.arguments
     assert numbers == [4, 2, 2, 1, 7]
@@ -136,7 +140,7 @@ def test_launchers_of_another_form_are_called_as_triton_calls_them(monkeypatch, 
     monkeypatch.setattr(launchers, "BY_VERSION", {triton.__version__: version})
     run = wrapped_launcher()
     vars(run).update(change)
-    start = Launch(kernel_of(run), (3,), (Descriptor(torch.arange(8.0)), 7)).prepare()
+    start = RecordedLaunch(kernel_of(run), (3,), (Descriptor(torch.arange(8.0)), 7)).prepare()
     assert start.function is run
 
 

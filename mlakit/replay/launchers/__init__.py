@@ -1,4 +1,4 @@
-"""Starting a compiled kernel again, past Triton's look at its arguments.
+"""Launching a compiled kernel again, past Triton's look at its arguments.
 
 At each launch Triton looks at every argument to find the compiled kernel, and encodes every TMA
 descriptor. Where only addresses differ, both are known from the recorded launch. The launch
@@ -14,29 +14,31 @@ from typing import Any
 import triton
 
 from mlakit.replay.launchers import any_version, triton_3_6, triton_3_9
-from mlakit.replay.launchers.start import Pointer, Start
+from mlakit.replay.launchers.prepared import Pointer, PreparedLaunch
 
-__all__ = ["Launch", "Pointer", "Start", "has_launch_hooks"]
+__all__ = ["Pointer", "PreparedLaunch", "RecordedLaunch", "has_launch_hooks"]
 
 BY_VERSION = {"3.6.": triton_3_6, "3.9.": triton_3_9}
 
 
 @dataclass(frozen=True)
-class Launch:
-    """A kernel that was started."""
+class RecordedLaunch:
+    """A launch as it was recorded."""
 
     kernel: Any  # compiled
     grid: tuple[int, ...]
     arguments: tuple[Any, ...]  # in the kernel's order, constexprs included
 
-    def prepare(self) -> Start:
-        """How to start it again."""
+    def prepare(self) -> PreparedLaunch:
+        """How to make it again."""
         grid = (*self.grid, 1, 1)[:3]
         for version, launcher in BY_VERSION.items():
             if triton.__version__.startswith(version):
-                start: Start | None = launcher.prepare(self.kernel, grid, self.arguments)
-                if start is not None:
-                    return start
+                prepared: PreparedLaunch | None = launcher.prepare(
+                    self.kernel, grid, self.arguments
+                )
+                if prepared is not None:
+                    return prepared
         return any_version.prepare(self.kernel, grid, self.arguments)
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 from mlakit.replay.launchers.descriptors import Descriptors
-from mlakit.replay.launchers.start import Start, with_pointers
+from mlakit.replay.launchers.prepared import PreparedLaunch, with_pointers
 
 
-def prepare(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> Start:
+def prepare(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> PreparedLaunch:
     """kernel.run(x, y, z, stream, function, metadata, launch_metadata, hooks …, *arguments)."""
     marked = tuple(with_pointers(value, Descriptors) for value in arguments)
-    return Start(
+    return PreparedLaunch(
         kernel.run, grid, (kernel.function, kernel.packed_metadata, None, None, None), marked
     )

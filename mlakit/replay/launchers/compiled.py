@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mlakit.replay.launchers.descriptors import Descriptors, MovedDescriptor
-from mlakit.replay.launchers.start import is_descriptor, with_pointers
+from mlakit.replay.launchers.prepared import is_descriptor, with_pointers
 
 Encode = Callable[[MovedDescriptor, Any], Sequence[Any]]
 

@@ -6,10 +6,12 @@ from typing import Any
 
 from mlakit.replay.launchers.compiled import encoded, unwrap
 from mlakit.replay.launchers.descriptors import MovedDescriptor
-from mlakit.replay.launchers.start import Start
+from mlakit.replay.launchers.prepared import PreparedLaunch
 
 
-def prepare(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> Start | None:
+def prepare(
+    kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...]
+) -> PreparedLaunch | None:
     """None for a kernel that needs scratch, or whose launcher has another form."""
     run = kernel.run
     found = unwrap(run.launch)
@@ -22,7 +24,7 @@ def prepare(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> S
         kernel.packed_metadata,
         *(None, None, None),  # launch metadata, enter and exit hooks
     )
-    return Start(function, grid, after_stream, encoded(arguments, encodings, _encode))
+    return PreparedLaunch(function, grid, after_stream, encoded(arguments, encodings, _encode))
 
 
 def _encode(moved: MovedDescriptor, encoding: Any) -> Any:

@@ -7,10 +7,12 @@ from typing import Any
 
 from mlakit.replay.launchers.compiled import encoded, unwrap
 from mlakit.replay.launchers.descriptors import MovedDescriptor
-from mlakit.replay.launchers.start import Start
+from mlakit.replay.launchers.prepared import PreparedLaunch
 
 
-def prepare(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> Start | None:
+def prepare(
+    kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...]
+) -> PreparedLaunch | None:
     """None for a kernel that needs scratch or is instrumented, or whose launcher has another
     form."""
     run = kernel.run
@@ -25,7 +27,7 @@ def prepare(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> S
         *(run.arg_annotations, run.kernel_signature),
     )
     expanded = encoded(arguments, encodings, _encode)
-    return Start(function, grid, after_stream, expanded, arguments_are_one=True)
+    return PreparedLaunch(function, grid, after_stream, expanded, arguments_are_one=True)
 
 
 def _encode(moved: MovedDescriptor, encoding: Any) -> Any:

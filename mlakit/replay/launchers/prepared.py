@@ -1,4 +1,5 @@
-"""How a kernel is started again: the launch function, and its arguments with marked pointers."""
+"""A recorded launch, ready to be made again: the launch function, and its arguments with marked
+pointers."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ class Pointer:
 
 
 @dataclass(frozen=True)
-class Start:
-    """`function(*before_stream, stream, *after_stream, *arguments)` starts a kernel again.
+class PreparedLaunch:
+    """`function(*before_stream, stream, *after_stream, *arguments)` makes the launch again.
 
     Every `Pointer` among the arguments, also in tuples, is replaced by an address first, aligned
     like the recorded one. With `arguments_are_one` the function takes them as one tuple.
