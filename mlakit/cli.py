@@ -262,7 +262,10 @@ def explain(
     page_size: int = typer.Option(64, min=1, help="Rows per page of the cache."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON instead of a table."),
 ) -> None:
-    """Show which backend and kernel run a call, and why the others do not. Needs no GPU."""
+    """Show which backend and kernel run a call, and why the others do not. Needs no GPU.
+
+    On a GPU a repeated call replays its recorded launches. MLAKIT_REPLAY=0 turns replay off.
+    """
     from rich.console import Console
 
     from mlakit.support import table
