@@ -1,9 +1,9 @@
 """The arguments of each op, as one record that travels from the public function to the kernel.
 
 The public function fills the record once. The op checks it, replaces what has another form for
-kernels (`_replace`) and hands it whole to the launcher: `launch(arguments, *results)`. A type says
+kernels (`_replace`) and passes it whole to the launcher: `launch(arguments, *results)`. A type says
 how a field passes through `torch.ops.mlakit` (`ops._library.PACKINGS`) and whether launch replay
-looks for tensors in it. To add an argument, add a field here; whoever needs it reads it.
+looks for tensors in it. To add an argument, add a field here; kernels that take it read it.
 
 Results are no fields: a caller may give the tensors to write to, and a launcher always gets them.
 """
@@ -21,7 +21,7 @@ from mlakit.plan import DecodePlanTensors, EvenSplit
 
 T = TypeVar("T")
 Splits: TypeAlias = DecodePlanTensors | EvenSplit | None
-# torch.library is told that the op writes to it
+# the schema of torch.library says that the op writes to it
 WrittenLayer: TypeAlias = Annotated[CacheLayer, "written"]
 
 

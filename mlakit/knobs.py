@@ -49,7 +49,7 @@ class Knob(Generic[T]):
         overrides = _OVERRIDES.get()
         if overrides is not None and self.name in overrides:
             return overrides[self.name]  # type: ignore[return-value]  # override() checked it
-        # `in os.environ` encodes a name anew each time, a good part of what a call of an op costs
+        # `in os.environ` encodes the name each time, a good part of the host cost of a call
         if self._key not in os.environ._data:  # type: ignore[attr-defined]
             return self.default
         text = os.environ[self.variable]
@@ -108,7 +108,7 @@ replay = _knob(
     "replay",
     True,
     _boolean,
-    "Replay the recorded launches of repeated calls on a GPU; 0 checks and launches each anew.",
+    "Replay the recorded launches of repeated calls on a GPU; 0 turns replay off.",
 )
 workspace_mib = _knob(
     "workspace_mib",

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from mlakit.replay import workspace
 
-LEAST = 1024
+MIN_SIZE = 1024
 
-# by size, a power of two; never given back, for a stream may still be reading
+# by size, a power of two; never freed, because a stream may still be reading
 _MADE: dict[tuple[torch.device, int], Counts] = {}
 
 
@@ -22,7 +22,7 @@ class Counts:
         self._made.record(torch.cuda.current_stream(device))
 
     def is_made(self) -> bool:
-        """May every stream read them? While a graph is captured that cannot be asked."""
+        """May every stream read them? Not known while a graph is captured."""
         if self._made is None:
             return True
         if torch.cuda.is_current_stream_capturing() or not self._made.query():
@@ -35,7 +35,7 @@ def one_query_each(batch: int, device: torch.device) -> Tensor:
     """[batch + 1] int32."""
     if device.type != "cuda" or torch.compiler.is_compiling():
         return _count(batch + 1, device)
-    key = (device, 1 << max(batch, LEAST).bit_length())
+    key = (device, 1 << max(batch, MIN_SIZE).bit_length())
     if key not in _MADE and not torch.cuda.is_current_stream_capturing():
         _MADE[key] = Counts(key[1], device)
     elif key in _MADE and _MADE[key].is_made():

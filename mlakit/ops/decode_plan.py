@@ -43,18 +43,18 @@ def plan_mla_decode(
     """The plan that `mla_decode` would make of these lengths, to share among the layers of a step.
 
     It is made where the lengths are, without waiting for them. Captured in a CUDA graph together
-    with the calls that use it, it is made anew at every replay, from the lengths of then.
+    with the calls that use it, it is made again at every replay, from the lengths at that time.
 
-    kv_lens    as for `mla_decode`, like all arguments that have a name of its own
+    kv_lens    as for `mla_decode`, like all arguments of the same name
     heads      of the queries
     num_tokens rows of q, where `q_starts` are given; else one per request
     dtype      of the queries; None: that of the cache, or bf16 where it is FP8
-    backend    the one that is to run: tiles, workers and rows of a partial are those of its kernel
+    backend    the one that will run: tiles, CTAs and rows of a partial are those of its kernel
 
     Calls that use the plan must have these lengths, this mask and this shard; another batch size or
-    number of query tokens is an error. Other heads, dtypes or backends would get right results, if
-    late ones. Their scratch is `max_partials` partials of `slot_rows` rows each, at most two per
-    worker. Under torch.compile make it outside: its shapes are the kernel's affair.
+    number of query tokens is an error. Calls with other heads, dtypes or backends are still
+    correct, but slower. Their scratch is `max_partials` partials of `slot_rows` rows each, at most
+    two per CTA. Under torch.compile make the plan outside: its shapes depend on the kernel.
     """
     dims = Dims(NAME)
     layer = check_layer(NAME, cache, 0)
@@ -93,7 +93,7 @@ def plan_mla_decode(
 
 
 def _refuse_wrappers(page_table: PageTable, **tensors: Tensor | None) -> None:
-    """It is no op of torch.library: nothing unwraps a tensor on the way to its kernel."""
+    """No tensor is unwrapped on the way to the kernel: this is no op of torch.library."""
     if isinstance(page_table, tuple):
         tables = {f"page_table[{i}]": part for i, part in enumerate(page_table)}
     else:

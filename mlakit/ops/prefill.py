@@ -50,7 +50,7 @@ def mla_prefill(
 
     Query i of q_len stands at position kv_len − q_len + i among kv_len keys. Returns
     out [tokens, heads, D_V] in q's dtype and lse [tokens, heads] float32; where nothing was
-    attended, out is 0 and lse −inf. `plan` may be handed along; it never changes a result.
+    attended, out is 0 and lse −inf. `plan` is accepted and never changes a result.
     """
     check_mask(NAME, mask)
     arguments = PrefillArguments(

@@ -103,8 +103,8 @@ class RecordedCalls:
         return self._call_unseen(key, tensors, arguments, results) if got is None else got
 
     def _replay_recent(self, key: Key, tensors: list[Tensor]) -> Results | None:
-        """None where no recording is for these tensors. Two arguments that are one tensor are
-        unlike any recorded ones until they are told as one."""
+        """None where no recording fits these tensors. Arguments that are the same tensor fit none
+        before `_without_duplicates`."""
         try:
             recent = self._recent.get(key, ())
         except TypeError:  # a list where a number should be: the op says what is wrong with it
@@ -222,7 +222,7 @@ def _why_not() -> str | None:
 def _why_not_now(tensors: Sequence[Tensor], device: torch.device) -> str | None:
     """Why this call is neither replayed nor recorded."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return "a tensor requires grad"  # the op says no
+        return "a tensor requires grad"  # the op refuses it
     if any(tensor.device != device for tensor in tensors):
         return "its tensors are on several devices"
     # events cannot be queried, and kernels may not be loaded, while a graph is captured

@@ -176,7 +176,7 @@ def _stand_in(tensor: Tensor) -> Tensor:
 class CallRecorder(TorchDispatchMode):
     """Notes the launches of a call and the memory they point to; sees every torch op of the call.
 
-    Everything it is told of is kept until the end, so that no two have the same storage.
+    It keeps every tensor until the end, so that no two have the same storage.
     """
 
     def __init__(self, arguments: Sequence[Tensor]) -> None:

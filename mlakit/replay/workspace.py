@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Recorder(Protocol):
-    """What a recording is told."""
+    """What launchers report to a recording."""
 
     def add_result(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A new tensor that the call returns."""
@@ -38,7 +38,7 @@ _RECORDER: ContextVar[Recorder | None] = ContextVar("mlakit_recorder", default=N
 
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
-    """Tell `recorder` of what happens in this scope."""
+    """Report what happens in this scope to `recorder`."""
     token = _RECORDER.set(recorder)
     try:
         yield
@@ -47,7 +47,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
 
 
 def recorder() -> Recorder | None:
-    """The one in scope. There is none in code that torch compiles, nor can it look for one."""
+    """The one in scope; None in code that torch compiles, which cannot read context variables."""
     return None if torch.compiler.is_compiling() else _RECORDER.get()
 
 
