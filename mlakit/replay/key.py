@@ -72,13 +72,14 @@ def _layout(types: tuple[type, ...]) -> Layout:
             holders.append(at)
         elif type_ is not type(None):
             scalars.append(at)
-    layout = Layout(_getter(tensors), _getter(scalars), tuple(holders))
+    layout = Layout(getter(tensors), getter(scalars), tuple(holders))
     if len(_LAYOUTS) >= MAX_LAYOUTS:
         _LAYOUTS.clear()
     return _LAYOUTS.setdefault(types, layout)
 
 
-def _getter(indices: Sequence[int]) -> Callable[[Values], Values]:
+def getter(indices: Sequence[int]) -> Callable[[Sequence[Any]], Values]:
+    """A function that gives the values at `indices`, always as a tuple."""
     if len(indices) > 1:
         return itemgetter(*indices)
     return lambda values: tuple([values[at] for at in indices])

@@ -20,7 +20,7 @@ from torch.utils.dlpack import from_dlpack
 
 from mlakit.cache import CacheLayer
 from mlakit.replay import workspace
-from mlakit.replay.key import ALIGNMENT
+from mlakit.replay.key import ALIGNMENT, getter
 from mlakit.replay.launchers import Pointer, RecordedLaunch, has_launch_hooks
 
 Results = tuple[Tensor, ...]
@@ -74,7 +74,7 @@ class Recording:
     """What a call launched. Indices count the call's tensors, new results, scratch, the stream."""
 
     launches: tuple[LaunchTemplate, ...]
-    results: tuple[int, ...]  # their indices
+    results: Callable[[Sequence[Tensor]], Results]  # picks them by index
     new: tuple[tuple[Any, ...], ...]  # shape, strides, dtype: of new results, and of all scratch
     alignments: list[int]  # of the call's tensors
     device_index: int
@@ -105,7 +105,7 @@ class Recording:
             self.filled[addresses] = filled
         for function, arguments in filled:
             function(*arguments)
-        return tuple([room[index] for index in self.results])
+        return self.results(room)
 
 
 def _current_stream(device_index: int) -> int:
@@ -230,7 +230,7 @@ class CallRecorder(TorchDispatchMode):
         origins = Origins(self._arguments, self._results, self._scratch, self._constants)
         return Recording(
             tuple(origins.template(launch) for launch in self._launches),
-            tuple(indices[id(tensor)] for tensor in returned),
+            getter([indices[id(tensor)] for tensor in returned]),
             origins.new,
             [tensor.data_ptr() % ALIGNMENT for tensor in self._arguments],
             device.index,
