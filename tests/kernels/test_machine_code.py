@@ -65,8 +65,8 @@ def test_unused_barriers_are_counted(name, count, codes):
     assert codes[name]["idle_barriers"] == count
 
 
-def test_what_is_assembled_again_must_be_the_machine_code(codes):
-    assert "the kernel is not the one that would be run" in codes["mixed-up"]["error"]
+def test_what_is_assembler_log_must_be_the_machine_code(codes):
+    assert "the second assembly differs from the cubin" in codes["mixed-up"]["error"]
 
 
 def elf(*sections: tuple[int, bytes]) -> bytes:
@@ -101,14 +101,14 @@ def test_a_tool_that_is_not_there_is_named(monkeypatch, tool):
     knob = vars(type(triton.knobs.nvidia))[tool]
     monkeypatch.setattr(knob, "default_path", "/nowhere")
     with pytest.raises(RuntimeError, match=f"Cannot find {tool}"):
-        module._said(tool, "kernel.cubin")
+        module._output_of(tool, "kernel.cubin")
 
 
 @pytest.mark.parametrize("said", ["", "Resource usage: none"])
 def test_a_kernel_without_a_resource_report_is_an_error(monkeypatch, said):
-    monkeypatch.setattr(module, "_said", lambda name, *arguments: said)
+    monkeypatch.setattr(module, "_output_of", lambda name, *arguments: said)
     kernel = SimpleNamespace(asm={"cubin": b"", "ptx": "", "ttgir": ""})
-    with pytest.raises(RuntimeError, match="cuobjdump tells no resource usage"):
+    with pytest.raises(RuntimeError, match="cuobjdump printed no resource usage"):
         machine_code(kernel)
 
 
@@ -118,6 +118,6 @@ def test_every_function_of_a_kernel_counts(monkeypatch):
         "Function b:\n REG:90 STACK:8 SHARED:0 LOCAL:0 CONSTANT[0]:8\n",
         "nvdisasm": "STL.64 [R1], R2 ;\nLDL R5, [R1+0xc] ;\n@P0 LDL.LU R6, [R1] ;\nSTG [R1], R2 ;",
     }
-    monkeypatch.setattr(module, "_said", lambda name, *arguments: said[name])
+    monkeypatch.setattr(module, "_output_of", lambda name, *arguments: said[name])
     code = machine_code(SimpleNamespace(asm={"cubin": b"", "ptx": "", "ttgir": ""}))
     assert (code.registers, code.spill_stores, code.spill_loads) == (90, 1, 2)
