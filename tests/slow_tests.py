@@ -1,7 +1,7 @@
 """Which tests are slow, as measured: `--quick` leaves them out, `--measure-slow` finds them anew.
 
-A test function is slow if one of its tests takes more than LIMIT seconds of processor time on
-average. LIST has the functions, one on a line. A function that is not there is run.
+A test function is slow if the median of its tests takes more than LIMIT seconds of processor time:
+the first one may pay for imports. LIST has the functions, one on a line. Others are run.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from statistics import mean
+from statistics import median
 from typing import Any
 
 import pytest
@@ -105,7 +105,7 @@ def write_list(reports: Iterable[pytest.TestReport]) -> str:
         measured = dict(report.user_properties).get(SECONDS)
         if report.when == "call" and isinstance(measured, float):
             seconds[function_of(report.nodeid)].append(measured)
-    slow = sorted(name for name, each in seconds.items() if mean(each) > LIMIT)
-    head = f"# Measured by `make slow-tests`: over {LIMIT} s of processor time on average\n"
+    slow = sorted(name for name, each in seconds.items() if median(each) > LIMIT)
+    head = f"# Measured by `make slow-tests`: over {LIMIT} s of processor time, by the median\n"
     LIST.write_text(head + "".join(f"{name}\n" for name in slow), encoding="utf-8")
     return f"{len(slow)} of {len(seconds)} test functions are slow: {LIST.name}"
