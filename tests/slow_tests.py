@@ -41,7 +41,9 @@ def slow_functions() -> frozenset[str]:
 
 
 def function_of(nodeid: str) -> str:
-    return nodeid.partition("[")[0]
+    """The test function; its tests in Triton's interpreter, which are slower, count apart."""
+    function, _, parameters = nodeid.partition("[")
+    return f"{function}[interpreted]" if "interpreted" in parameters else function
 
 
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -129,10 +129,16 @@ def test_a_function_is_slow_by_the_median_of_what_was_measured(monkeypatch, tmp_
     assert slow_tests.slow_functions() == {"a.py::slow", "b.py::slow"}
 
 
+def test_tests_in_the_interpreter_count_by_themselves():
+    assert slow_tests.function_of("a.py::test_x[interpreted-decode]") == "a.py::test_x[interpreted]"
+    assert slow_tests.function_of("a.py::test_x[cpu-decode]") == "a.py::test_x"
+    assert slow_tests.function_of("a.py::test_x") == "a.py::test_x"
+
+
 def test_every_slow_test_exists():
     """Renamed or moved, a slow test would be run by `make quick`: `make slow-tests` measures."""
     for function in slow_tests.slow_functions():
-        file, _, name = function.partition("::")
+        file, _, name = function.removesuffix("[interpreted]").partition("::")
         source = (ROOT / file).read_text(encoding="utf-8")
         assert f"def {name.rpartition('::')[2]}(" in source, function
 
