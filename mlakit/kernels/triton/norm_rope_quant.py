@@ -1,9 +1,4 @@
-"""Launching RoPE on queries and keys, RMSNorm on the latent, quantise, append: one launch a step.
-
-Memory  reads q_rope, kv, and per token a row of freqs; writes q_rope_out and the tokens' rows, of
-        tokens with slot -1 none
-Limits  none: widths are padded to powers of two, rows of any stride and alignment are written
-"""
+"""Launches `norm_rope_quant_kernel`: RoPE, RMSNorm, quantise and append in one launch per step."""
 
 from __future__ import annotations
 
@@ -17,14 +12,14 @@ from mlakit.cache import CacheLayer
 from mlakit.formats import SMALLEST_SCALE, SMALLEST_TOKEN_SCALE, BlockScaleCodec, PageFooterCodec
 from mlakit.kernels.triton.configs import pick_append_config
 from mlakit.kernels.triton.launch import launch, target
-from mlakit.kernels.triton.norm_rope_quant_kernel import append_kernel
-from mlakit.kernels.triton.norm_rope_quant_steps import (
+from mlakit.kernels.triton.norm_quant import (
     BLOCK_SCALES,
     FOOTER_SCALES,
     NO_SCALE,
     TENSOR_SCALE,
     TOKEN_SCALE,
 )
+from mlakit.kernels.triton.norm_rope_quant_kernel import norm_rope_quant_kernel
 from mlakit.kernels.triton.rows import as_bytes, rows_are_aligned
 
 _SCALING = {
@@ -41,14 +36,14 @@ def norm_rope_quant_append(a: AppendArguments, q_rope_out: Tensor) -> None:
     slots, positions = a.slots, a.positions
     tokens, heads, d_r = q_rope.shape
     d_c = gamma.shape[0]
-    facts = target(q_rope.device)
+    device = target(q_rope.device)
     config = pick_append_config(
         tokens=tokens,
         heads=heads,
         kv_lora_rank=d_c,
         rope=d_r,
         itemsize=q_rope.element_size(),
-        num_sms=facts.num_sms,
+        num_sms=device.num_sms,
     )
     q_rope_out, payload = as_bytes(q_rope_out), as_bytes(layer.payload)
     flat = isinstance(page_table, tuple)
@@ -56,7 +51,7 @@ def norm_rope_quant_append(a: AppendArguments, q_rope_out: Tensor) -> None:
     scales = layer.scales
     scaling = _SCALING.get(layer.codec.name, NO_SCALE)
     group, latent_tile = _tile_of_latent(scaling, d_c)
-    pdl = config.pdl and facts.arch >= 90
+    pdl = config.pdl and device.arch >= 90
     options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
 
     norm_programs = triton.cdiv(tokens, config.rows)
@@ -64,7 +59,7 @@ def norm_rope_quant_append(a: AppendArguments, q_rope_out: Tensor) -> None:
     if d_r:
         rope_programs = tokens * triton.cdiv(heads, config.heads)
     launch(
-        append_kernel,
+        norm_rope_quant_kernel,
         (norm_programs + rope_programs,),
         q_rope,
         kv,
@@ -114,7 +109,7 @@ def norm_rope_quant_append(a: AppendArguments, q_rope_out: Tensor) -> None:
         SMALLEST=SMALLEST_TOKEN_SCALE if scaling == TOKEN_SCALE else SMALLEST_SCALE,
         ALIGNED=rows_are_aligned(layer),
         INTERLEAVED=a.rope == "interleaved",
-        HAS_FP8=facts.has_fp8,
+        HAS_FP8=device.has_fp8,
         LATENT_TILE=latent_tile,
         PAIRS=triton.next_power_of_2(max(d_r // 2, 1)),
         ROWS=config.rows,
@@ -122,8 +117,8 @@ def norm_rope_quant_append(a: AppendArguments, q_rope_out: Tensor) -> None:
         PROBES=config.probes,
         PDL=pdl,
         num_warps=config.num_warps,
-        # there the assembler would rather spill two words than use more than 40 registers
-        **({"maxnreg": 128} if facts.arch == 120 else {}),
+        # on sm_120 the assembler otherwise stops at 40 registers and spills two words
+        **({"maxnreg": 128} if device.arch == 120 else {}),
         **options,
     )
 
@@ -133,7 +128,7 @@ def _stride(tensor: Tensor | None, axis: int) -> int:
 
 
 def _tensor_scale(layer: CacheLayer) -> tuple[float, Tensor | None]:
-    """The scale as a number, or where on the device it is."""
+    """(the scale as a number, None), or (1.0, the scale on the device)."""
     scale = layer.tensor_scale
     if isinstance(scale, Tensor):
         return 1.0, scale.to(layer.payload.device)
@@ -145,6 +140,6 @@ def _tile_of_latent(scaling: Any, d_c: int) -> tuple[int, int]:
     width = triton.next_power_of_2(d_c)
     if scaling == BLOCK_SCALES:
         return BlockScaleCodec.group, max(width, BlockScaleCodec.group)
-    if scaling == FOOTER_SCALES:  # as many groups as a footer has bytes
+    if scaling == FOOTER_SCALES:  # one group per byte of a footer
         return PageFooterCodec.group, PageFooterCodec.group * PageFooterCodec.footer_bytes
     return width, width

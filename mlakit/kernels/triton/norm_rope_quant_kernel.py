@@ -1,9 +1,16 @@
-"""RoPE on queries and keys, RMSNorm on the latent, quantise, append: one kernel for a step.
+"""RoPE on queries and keys, RMSNorm on the latent, quantise, append: one kernel per step.
 
-Work    the first programs make the cache rows of ROWS tokens each, latent and key; the others
-        rotate HEADS queries of a token. Each finds the positions and slots of its own tokens,
-        with its inputs already under way: it is given them, or finds the request of each token
-        and looks them up there.
+Maths      `rope` and `norm_quant` have the equations
+Work       the first programs write the cache rows of ROWS tokens each; the others rotate HEADS
+           queries of one token. A program issues the loads of its inputs first. Then it finds the
+           positions and slots of its tokens: they are given, or a search in q_starts finds the
+           request of each token
+Memory     reads q_rope, kv and one row of freqs per token; writes q_rope_out and one cache row per
+           token, none for a token with slot -1
+Limits     none: widths are padded to powers of two, rows may have any stride and alignment
+Lineage    own design; ideas: the fused kernel of Modular MAX, which rotates queries and normalises
+           latents in separate blocks of one grid. Ours also finds positions and slots itself, and
+           writes every cache format
 """
 
 from __future__ import annotations
@@ -12,7 +19,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from mlakit.kernels.triton.norm_rope_quant_steps import (
+from mlakit.kernels.triton.norm_quant import (
     BLOCK_SCALES,
     NO_SCALE,
     TENSOR_SCALE,
@@ -20,14 +27,11 @@ from mlakit.kernels.triton.norm_rope_quant_steps import (
     divide,
     encode,
     find_scales,
-    load_angles,
-    load_pairs,
-    normalise,
-    rotate,
+    rms_norm,
     store_elements,
-    store_pairs,
     store_scales,
 )
+from mlakit.kernels.triton.rope import load_angles, load_pairs, rotate, store_pairs
 
 
 @triton.jit(
@@ -45,26 +49,26 @@ from mlakit.kernels.triton.norm_rope_quant_steps import (
         "positions_stride",
     ]
 )
-def append_kernel(
+def norm_rope_quant_kernel(
     q_rope,  # [tokens, heads, D_R]
     kv,  # [tokens, D_C + D_R]
     freqs,  # [positions, D_R]
     gamma,  # [D_C]
     payload,  # [pages, PAGE_SIZE, row], e4m3 as uint8
-    scales,  # [pages, PAGE_SIZE, 1 or FOOTER_BYTES]; None where no scale is beside the row
+    scales,  # [pages, PAGE_SIZE, 1 or FOOTER_BYTES]; None if all scales are inside the row
     tensor_scale,
-    tensor_scale_at,  # where it is instead, or None
-    kv_starts,  # [batch + 1]; None if `table` names pages
-    table,  # [batch, max_pages] pages, or [slots]; None, as the next two, if `slots` is given
+    tensor_scale_at,  # pointer to the tensor scale on the device, or None
+    kv_starts,  # [batch + 1]; None if `table` holds pages
+    table,  # [batch, max_pages] pages, or [slots]; None, like kv_lens and q_starts, with `slots`
     kv_lens,  # [batch], the new tokens included
     q_starts,  # [batch + 1]
     slots,  # [tokens] or None; -1: no row is written
-    positions,  # [tokens] or None; anything where `slots` is -1
+    positions,  # [tokens] or None; not used where `slots` is -1
     q_rope_out,  # [tokens, heads, D_R], e4m3 as uint8
     tokens,
     heads,
     batch,
-    num_positions,  # of freqs
+    num_positions,  # rows of freqs
     epsilon,
     norm_programs,
     q_stride_token,
@@ -103,129 +107,53 @@ def append_kernel(
     PROBES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Cache rows of ROWS tokens (the first programs), or HEADS rotated queries of a token."""
+    """Cache rows of ROWS tokens (the first programs), or HEADS rotated queries of one token."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+    batch_of = (
+        q_starts, q_starts_stride, kv_lens, kv_lens_stride, positions, positions_stride, batch,
+        num_positions,
+    )  # fmt: skip
+    angles = (freqs, freqs_stride_position, freqs_stride_column)
     program = tl.program_id(0)
     if program < norm_programs:
         _append_rows(
-            program.to(tl.int64) * ROWS + tl.arange(0, ROWS),
-            kv,
-            freqs,
-            gamma,
-            payload,
-            scales,
-            tensor_scale,
-            tensor_scale_at,
-            kv_starts,
-            table,
-            kv_lens,
-            q_starts,
-            slots,
-            positions,
-            tokens,
-            batch,
-            num_positions,
-            epsilon,
-            kv_stride_token,
-            freqs_stride_position,
-            freqs_stride_column,
-            gamma_stride,
-            payload_stride_page,
-            payload_stride_row,
-            scales_stride_page,
-            scales_stride_row,
-            kv_starts_stride,
-            table_stride_request,
-            table_stride_column,
-            kv_lens_stride,
-            q_starts_stride,
-            slots_stride,
-            positions_stride,
-            D_C,
-            D_R,
-            PAGE_SIZE,
-            SCALING,
-            GROUP,
-            POWER_OF_TWO,
-            SMALLEST,
-            ALIGNED,
-            INTERLEAVED,
-            HAS_FP8,
-            LATENT_TILE,
-            PAIRS,
-            PROBES,
-            q_rope.dtype.element_ty,
-        )
+            program.to(tl.int64) * ROWS + tl.arange(0, ROWS), tokens,
+            (kv, kv_stride_token), (gamma, gamma_stride, epsilon), angles, batch_of,
+            (
+                kv_starts, kv_starts_stride, table, table_stride_request, table_stride_column,
+                slots, slots_stride,
+            ),
+            (payload, payload_stride_page, payload_stride_row),
+            (scales, scales_stride_page, scales_stride_row), (tensor_scale, tensor_scale_at),
+            D_C, D_R, PAGE_SIZE, SCALING, GROUP, POWER_OF_TWO, SMALLEST, ALIGNED, INTERLEAVED,
+            HAS_FP8, LATENT_TILE, PAIRS, PROBES, q_rope.dtype.element_ty,
+        )  # fmt: skip
     elif D_R > 0:
         block = program - norm_programs
         head_blocks = tl.cdiv(heads, HEADS)
         _rotate_queries(
-            (block // head_blocks).to(tl.int64) + tl.arange(0, 1),
-            (block % head_blocks).to(tl.int64) * HEADS + tl.arange(0, HEADS),
-            q_rope,
-            freqs,
-            kv_lens,
-            q_starts,
-            positions,
-            q_rope_out,
-            tokens,
-            heads,
-            batch,
-            num_positions,
-            q_stride_token,
-            q_stride_head,
-            freqs_stride_position,
-            freqs_stride_column,
-            kv_lens_stride,
-            q_starts_stride,
-            positions_stride,
-            out_stride_token,
-            out_stride_head,
-            D_R,
-            INTERLEAVED,
-            HAS_FP8,
-            PAIRS,
-            PROBES,
-        )
+            (block // head_blocks).to(tl.int64) + tl.arange(0, 1), tokens,
+            (block % head_blocks).to(tl.int64) * HEADS + tl.arange(0, HEADS), heads,
+            (q_rope, q_stride_token, q_stride_head), angles, batch_of,
+            (q_rope_out, out_stride_token, out_stride_head),
+            D_R, INTERLEAVED, HAS_FP8, PAIRS, PROBES,
+        )  # fmt: skip
 
 
 @triton.jit
 def _append_rows(
     token,  # int64 [T]
-    kv,
-    freqs,
+    tokens,
+    kv,  # these are tuples of a tensor and what belongs to it; see the kernel
     gamma,
+    angles,
+    batch_of,
+    slots_of,
     payload,
     scales,
     tensor_scale,
-    tensor_scale_at,
-    kv_starts,
-    table,
-    kv_lens,
-    q_starts,
-    slots,
-    positions,
-    tokens,
-    batch,
-    num_positions,
-    epsilon,
-    kv_stride_token,
-    freqs_stride_position,
-    freqs_stride_column,
-    gamma_stride,
-    payload_stride_page,
-    payload_stride_row,
-    scales_stride_page,
-    scales_stride_row,
-    kv_starts_stride,
-    table_stride_request,
-    table_stride_column,
-    kv_lens_stride,
-    q_starts_stride,
-    slots_stride,
-    positions_stride,
     D_C: tl.constexpr,
     D_R: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -241,53 +169,35 @@ def _append_rows(
     PROBES: tl.constexpr,
     Q_DTYPE: tl.constexpr,
 ):
-    """Normalise and rotate the latents of tokens, and store those that have a slot in the cache."""
+    """Normalise and rotate the latents of tokens; store those that have a slot in the cache."""
+    kv, kv_stride_token = kv
+    gamma, gamma_stride, epsilon = gamma
+    payload, payload_stride_page, payload_stride_row = payload
+    scales, scales_stride_page, scales_stride_row = scales
+    tensor_scale, tensor_scale_at = tensor_scale
     STORED: tl.constexpr = tl.uint8 if SCALING != NO_SCALE else payload.dtype.element_ty
     ROPE_STORED: tl.constexpr = tl.bfloat16 if SCALING >= TOKEN_SCALE else STORED
     ROPE_IS_SCALED: tl.constexpr = SCALING >= TENSOR_SCALE and SCALING <= TOKEN_SCALE
-    # inline scales of a block format lie between the latent and the rope, other scales elsewhere
+    # the scales of fp8_block128 lie between the latent and the rope, other scales elsewhere
     INLINE_BYTES: tl.constexpr = 4 * ((D_C + GROUP - 1) // GROUP) if SCALING == BLOCK_SCALES else 0
-    live = token < tokens
+    is_token = token < tokens
     column = tl.arange(0, LATENT_TILE)
     in_row = (column < D_C)[None, :]
     at = kv + token * kv_stride_token  # [T]
-    x = tl.load(at[:, None] + column[None, :], mask=live[:, None] & in_row, other=0.0)
+    x = tl.load(at[:, None] + column[None, :], mask=is_token[:, None] & in_row, other=0.0)
     weight = tl.load(gamma + column * gamma_stride, mask=column < D_C, other=0.0)
     if D_R > 0:
-        k0, k1 = load_pairs((at + D_C)[:, None, None], live[:, None, None], D_R, PAIRS, INTERLEAVED)
+        k0, k1 = load_pairs(
+            (at + D_C)[:, None, None], is_token[:, None, None], D_R, PAIRS, INTERLEAVED
+        )
 
-    request, position, has_angle = _find_positions(
-        token,
-        live,
-        q_starts,
-        q_starts_stride,
-        kv_lens,
-        kv_lens_stride,
-        positions,
-        positions_stride,
-        batch,
-        num_positions,
-        PROBES,
-    )
-    page, offset, is_stored = _find_slots(
-        token,
-        request,
-        position,
-        live,
-        kv_starts,
-        kv_starts_stride,
-        table,
-        table_stride_request,
-        table_stride_column,
-        slots,
-        slots_stride,
-        PAGE_SIZE,
-    )
+    request, position, has_angle = _find_positions(token, is_token, batch_of, PROBES)
+    page, offset, is_stored = _find_slots(token, request, position, is_token, slots_of, PAGE_SIZE)
     row = payload + page * payload_stride_page + offset * payload_stride_row  # [T]
 
-    latent = normalise(x, weight, epsilon, D_C)
+    latent = rms_norm(x, weight, epsilon, D_C)
     if D_C < LATENT_TILE:
-        # x is 0 there, but its row may be multiplied by infinity
+        # x is 0 there, but the norm may multiply its row by infinity
         latent = tl.where(in_row, latent, 0.0)
     rope_scale = tl.zeros_like(token).to(tl.float32)[:, None, None]
     if SCALING == TENSOR_SCALE:
@@ -311,163 +221,105 @@ def _append_rows(
     store_elements(row[:, None], column[None, :], encoded, inside, ALIGNED)
 
     if D_R > 0:
-        cos, sin = load_angles(
-            freqs, freqs_stride_position, freqs_stride_column, position, has_angle, D_R, PAIRS
-        )
+        cos, sin = load_angles(angles, position, has_angle, D_R, PAIRS)
         y0, y1 = rotate(k0, k1, cos, sin)
         y0, y1 = y0.to(Q_DTYPE).to(tl.float32), y1.to(Q_DTYPE).to(tl.float32)
         if ROPE_IS_SCALED:
             y0, y1 = divide(y0, rope_scale), divide(y1, rope_scale)
         store_pairs(
-            (row + D_C + INLINE_BYTES)[:, None, None],
-            is_stored[:, None, None],
-            y0,
-            y1,
-            ROPE_STORED,
-            D_R,
-            PAIRS,
-            INTERLEAVED,
-            ALIGNED,
-            HAS_FP8,
-        )
+            (row + D_C + INLINE_BYTES)[:, None, None], is_stored[:, None, None], y0, y1,
+            ROPE_STORED, D_R, PAIRS, INTERLEAVED, ALIGNED, HAS_FP8,
+        )  # fmt: skip
 
 
 @triton.jit
 def _rotate_queries(
     token,  # int64 [T]
-    head,  # int64 [H]
-    q_rope,
-    freqs,
-    kv_lens,
-    q_starts,
-    positions,
-    q_rope_out,
     tokens,
+    head,  # int64 [H]
     heads,
-    batch,
-    num_positions,
-    q_stride_token,
-    q_stride_head,
-    freqs_stride_position,
-    freqs_stride_column,
-    kv_lens_stride,
-    q_starts_stride,
-    positions_stride,
-    out_stride_token,
-    out_stride_head,
+    q_rope,  # tuples, as of `_append_rows`
+    angles,
+    batch_of,
+    q_rope_out,
     D_R: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HAS_FP8: tl.constexpr,
     PAIRS: tl.constexpr,
     PROBES: tl.constexpr,
 ):
-    """Rotate the queries of some tokens and heads; they are read before any is written.
+    """Rotate the queries of some tokens and heads; all are read before any is written.
 
     A query becomes 0 where the given position of its token is no row of freqs.
     """
-    live = token < tokens
-    inside = (live[:, None] & (head < heads)[None, :])[:, :, None]  # [T, H, 1]
+    q_rope, q_stride_token, q_stride_head = q_rope
+    q_rope_out, out_stride_token, out_stride_head = q_rope_out
+    _, _, _, _, positions, _, _, _ = batch_of
+    is_token = token < tokens
+    inside = (is_token[:, None] & (head < heads)[None, :])[:, :, None]  # [T, H, 1]
     token_at, head_at = token[:, None, None], head[None, :, None]
     at = q_rope + token_at * q_stride_token + head_at * q_stride_head
     x0, x1 = load_pairs(at, inside, D_R, PAIRS, INTERLEAVED)
-    _, position, has_angle = _find_positions(
-        token,
-        live,
-        q_starts,
-        q_starts_stride,
-        kv_lens,
-        kv_lens_stride,
-        positions,
-        positions_stride,
-        batch,
-        num_positions,
-        PROBES,
-    )
-    cos, sin = load_angles(
-        freqs, freqs_stride_position, freqs_stride_column, position, has_angle, D_R, PAIRS
-    )
+    _, position, has_angle = _find_positions(token, is_token, batch_of, PROBES)
+    cos, sin = load_angles(angles, position, has_angle, D_R, PAIRS)
     y0, y1 = rotate(x0, x1, cos, sin)
     if positions is not None:
         y0 = tl.where(has_angle[:, None, None], y0, 0.0)
         y1 = tl.where(has_angle[:, None, None], y1, 0.0)
+    out_at = q_rope_out + token_at * out_stride_token + head_at * out_stride_head
     store_pairs(
-        q_rope_out + token_at * out_stride_token + head_at * out_stride_head,
-        inside,
-        y0,
-        y1,
-        q_rope_out.dtype.element_ty,
-        D_R,
-        PAIRS,
-        INTERLEAVED,
-        True,
-        HAS_FP8,
+        out_at, inside, y0, y1, q_rope_out.dtype.element_ty, D_R, PAIRS, INTERLEAVED, True, HAS_FP8
     )
 
 
 @triton.jit
-def _find_positions(
-    token,  # int64 [T]
-    live,  # [T]
-    q_starts,
-    q_starts_stride,
-    kv_lens,
-    kv_lens_stride,
-    positions,
-    positions_stride,
-    batch,
-    num_positions,
-    PROBES: tl.constexpr,
-):
+def _find_positions(token, is_token, batch_of, PROBES: tl.constexpr):
     """(request, position in it, has the position an angle?) of each token, the first two int64.
 
-    With `positions` the request is not known, nor is it that of a token that is not live.
+    With `positions` the request is unknown. The request of a row that is no token is arbitrary.
     """
+    (
+        q_starts, q_starts_stride, kv_lens, kv_lens_stride, positions, positions_stride, batch,
+        num_positions,
+    ) = batch_of  # fmt: skip
     request = tl.zeros_like(token)
     if positions is None:
         probe = tl.arange(0, PROBES)[None, :]
         span = batch
-        # the request is in [request, request + span): the last one that starts at or before the
-        # token, which passes over empty ones; PROBES starts at a time narrow the span
+        # The request is in [request, request + span): the last one that starts at or before the
+        # token, which skips empty requests. Each iteration compares PROBES starts.
         while span > 1:
             step = tl.cdiv(span, PROBES)
             candidate = request[:, None] + probe * step  # [T, PROBES]
-            inside = live[:, None] & (candidate < batch)
+            inside = is_token[:, None] & (candidate < batch)
             start = tl.load(q_starts + candidate * q_starts_stride, mask=inside, other=0)
             begun = inside & (start <= token[:, None])
             request += tl.maximum(tl.sum(begun.to(tl.int32), 1) - 1, 0) * step
             span = step
         # the last token of a request is its newest: it is at position kv_len - 1
-        end = tl.load(q_starts + (request + 1) * q_starts_stride, mask=live, other=0)
-        kv_len = tl.load(kv_lens + request * kv_lens_stride, mask=live, other=0)
+        end = tl.load(q_starts + (request + 1) * q_starts_stride, mask=is_token, other=0)
+        kv_len = tl.load(kv_lens + request * kv_lens_stride, mask=is_token, other=0)
         position = kv_len.to(tl.int64) - (end - token)
-        # no host looked at the lengths: where they leave out new tokens, memory before the tables
-        # must still be left alone
-        has_angle = live & (position >= 0)
+        # the host does not check kv_lens: if they leave out new tokens, a position is negative,
+        # and nothing before the tables may be read
+        has_angle = is_token & (position >= 0)
     else:
-        position = tl.load(positions + token * positions_stride, mask=live, other=0).to(tl.int64)
-        has_angle = live & (position >= 0) & (position < num_positions)
+        at = positions + token * positions_stride
+        position = tl.load(at, mask=is_token, other=0).to(tl.int64)
+        has_angle = is_token & (position >= 0) & (position < num_positions)
     return request, position, has_angle
 
 
 @triton.jit
-def _find_slots(
-    token,  # int64 [T]
-    request,  # int64 [T]
-    position,  # int64 [T]
-    live,  # [T]
-    kv_starts,
-    kv_starts_stride,
-    table,
-    table_stride_request,
-    table_stride_column,
-    slots,
-    slots_stride,
-    PAGE_SIZE: tl.constexpr,
-):
-    """(page, row in the page, is there a row to store?) of each token, the first two int64."""
-    is_stored = live & (position >= 0)
+def _find_slots(token, request, position, is_token, slots_of, PAGE_SIZE: tl.constexpr):
+    """(page, row in the page, is a row stored?) of each token, the first two int64."""
+    (
+        kv_starts, kv_starts_stride, table, table_stride_request, table_stride_column, slots,
+        slots_stride,
+    ) = slots_of  # fmt: skip
+    is_stored = is_token & (position >= 0)
     if slots is not None:
-        slot = tl.load(slots + token * slots_stride, mask=live, other=-1).to(tl.int64)
+        slot = tl.load(slots + token * slots_stride, mask=is_token, other=-1).to(tl.int64)
         is_stored = slot >= 0
         page = slot // PAGE_SIZE
         offset = slot % PAGE_SIZE
@@ -477,7 +329,7 @@ def _find_slots(
         page = tl.load(entry, mask=is_stored, other=0).to(tl.int64)
         offset = position % PAGE_SIZE
     else:
-        start = tl.load(kv_starts + request * kv_starts_stride, mask=live, other=0).to(tl.int64)
+        start = tl.load(kv_starts + request * kv_starts_stride, mask=is_token, other=0).to(tl.int64)
         slot = tl.load(table + (start + position) * table_stride_column, mask=is_stored, other=0)
         page = slot.to(tl.int64) // PAGE_SIZE
         offset = slot.to(tl.int64) % PAGE_SIZE

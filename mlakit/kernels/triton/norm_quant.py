@@ -1,0 +1,105 @@
+"""RMSNorm of latents, and their quantisation to cache rows, as device functions.
+
+Maths      c = x · rsqrt(mean x² + ε) · γ ;  scale = max(amax / 448, smallest) ;  stored = c / scale
+Numbers    the norm is float32, rounded to γ's dtype before it is multiplied by γ. Scales are those
+           of `mlakit.formats`, and the division is exact: the same bits as the CPU kernel
+Lineage    own design
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from mlakit.formats import PageFooterCodec
+from mlakit.kernels.triton.primitives import narrow_e4m3
+
+# how the scales of a row are computed and where they are stored
+NO_SCALE = tl.constexpr(0)  # bf16, fp16, fp32
+TENSOR_SCALE = tl.constexpr(1)  # fp8
+TOKEN_SCALE = tl.constexpr(2)  # fp8_token
+BLOCK_SCALES = tl.constexpr(3)  # fp8_block128
+FOOTER_SCALES = tl.constexpr(4)  # fp8_block64
+FOOTER_BYTES = tl.constexpr(PageFooterCodec.footer_bytes)
+
+
+@triton.jit
+def rms_norm(x, weight, epsilon, D_C: tl.constexpr):
+    """x [T, columns] normalised in float32, rounded to γ's dtype, then times γ in that dtype."""
+    x = x.to(tl.float32)
+    sum_of_squares = tl.sum(x * x, 1)
+    mean = tl.div_rn(sum_of_squares, tl.zeros_like(sum_of_squares) + D_C)
+    # not rsqrt: its last bits differ between devices
+    inverse = tl.div_rn(tl.zeros_like(mean) + 1.0, tl.sqrt_rn(mean + epsilon))
+    normalised = (x * inverse[:, None]).to(weight.dtype).to(tl.float32)
+    return (normalised * weight.to(tl.float32)[None, :]).to(weight.dtype).to(tl.float32)
+
+
+@triton.jit
+def divide(x, scale):
+    """x / scale, rounded once; `scale` broadcasts."""
+    return tl.div_rn(x, tl.broadcast_to(scale, x.shape))
+
+
+@triton.jit
+def find_scales(x, SMALLEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """max(amax / 448, SMALLEST) of groups x [T, groups, columns]; NaN if a group has one."""
+    # as integers, magnitudes have the same order, with NaN above infinity
+    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    amax = tl.max(magnitude, 2).to(tl.float32, bitcast=True)
+    scale = tl.div_rn(amax, tl.zeros_like(amax) + 448.0)
+    scale = tl.where(scale < SMALLEST, SMALLEST, scale)
+    if POWER_OF_TWO:
+        # round up: a mantissa other than 0 carries into the exponent
+        raised = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+        scale = tl.where(scale < float("inf"), raised.to(tl.float32, bitcast=True), scale)
+    return scale
+
+
+@triton.jit
+def store_scales(
+    inline,  # pointers [T] to the scales inside the rows, of fp8_block128
+    beside,  # pointers [T] to the scales beside the rows, of other formats
+    scale,  # [T, groups]
+    is_stored,  # [T]
+    D_C: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALING: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    group = tl.arange(0, scale.shape[1])[None, :]
+    used = group < tl.cdiv(D_C, GROUP)
+    if SCALING == BLOCK_SCALES:
+        store_elements(inline[:, None], group, scale, is_stored[:, None] & used, ALIGNED)
+    elif SCALING == FOOTER_SCALES:
+        # e8m0 is the exponent field of a float32 power of two, inf or NaN
+        exponent = (scale.to(tl.int32, bitcast=True) >> 23) & 0xFF
+        exponent = tl.where(used, exponent, 0).to(tl.uint8)
+        tl.store(
+            beside[:, None] + group, exponent, mask=is_stored[:, None] & (group < FOOTER_BYTES)
+        )
+    else:
+        tl.store(beside[:, None] + group, scale, mask=is_stored[:, None])
+
+
+@triton.jit
+def encode(x, STORED: tl.constexpr, HAS_FP8: tl.constexpr):
+    """float32 `x` in the dtype STORED; uint8 stands for e4m3."""
+    return narrow_e4m3(x, HAS_FP8) if tl.uint8 == STORED else x.to(STORED)
+
+
+@triton.jit
+def store_elements(at, index, x, mask, ALIGNED: tl.constexpr):
+    """Store `x` as elements `index` of an array of its dtype that starts at `at`.
+
+    ALIGNED  `at` is a multiple of the element size; otherwise elements are stored byte by byte
+    """
+    if at.dtype.element_ty == x.dtype:
+        tl.store(at + index, x, mask=mask)
+    elif ALIGNED:
+        tl.store(at.to(tl.pointer_type(x.dtype), bitcast=True) + index, x, mask=mask)
+    else:
+        BYTES: tl.constexpr = x.dtype.primitive_bitwidth // 8
+        bits = x.to(tl.int16 if BYTES == 2 else tl.int32, bitcast=True)
+        for byte in tl.static_range(BYTES):
+            tl.store(at + (BYTES * index + byte), (bits >> (8 * byte)).to(tl.uint8), mask=mask)
