@@ -407,7 +407,7 @@ MOST_SPARSE_PARTS = 32
 SPARSE_SCRATCH_BYTES = 256 * 2**20
 
 
-def pick_sparse_parts(
+def pick_sparse_splits(
     *, wanted: int | None, rows: int, head_tiles: int, list_tiles: int, num_sms: int, row_bytes: int
 ) -> int:
     """In how many parts lists are attended.

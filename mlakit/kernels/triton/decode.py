@@ -1,4 +1,4 @@
-"""Launching absorbed MLA attention over paged rows, portable Triton, and planning it.
+"""Plans and launches `decode_kernel`: absorbed MLA attention over paged rows, portable Triton.
 
 Work       a plan deals items, splits of a request's keys, to as many persistent CTAs as run at the
            same time (`decode_plan` makes one on the device where none is given). With an even split
@@ -26,13 +26,11 @@ from mlakit.kernels.triton.decode_merge import RowTileSplits, merge_partials, ro
 from mlakit.kernels.triton.decode_plan import plan_decode
 from mlakit.kernels.triton.launch import Target, launch, target
 from mlakit.kernels.triton.rows import (
-    TRITON_TYPES,
     as_bytes,
     compute_types,
     latent_type,
     row_tiles,
-    rows_are_aligned,
-    value_unit,
+    row_traits,
 )
 from mlakit.masks import Mask
 from mlakit.plan import DecodePlanTensors, EvenSplit
@@ -119,23 +117,11 @@ def mla_decode(a: DecodeArguments, out: Tensor, lse: Tensor) -> None:
         *lse.stride(),
         MASK=mask.kind,
         IS_SHARDED=shard.world > 1,
-        FORMAT=layer.codec.name,
-        DTYPE=TRITON_TYPES[types.latent],
-        ROPE_DTYPE=TRITON_TYPES[types.rope],
-        D_C=tiles.d_c,
-        D_R=tiles.d_r,
-        V_WIDTH=tiles.v_width,
-        PIECES=tiles.pieces,
-        WIDTH=tiles.width,
-        VALUE_PIECES=tiles.value_pieces,
-        ROPE_WIDTH=tiles.rope_width,
-        VALUE_UNIT=value_unit(types.latent, layer.codec.name),
+        ROW=row_traits(layer, tiles, types, has_fp8=device.has_fp8),
         PAGE=layer.page_size,
         STRIDE_ROW=payload.stride(1),
         STRIDE_SCALES_ROW=0 if scales is None else scales.stride(1),
         IS_NEGATIVE=softmax_scale < 0,
-        HAS_FP8=device.has_fp8,
-        IS_ALIGNED=rows_are_aligned(layer),
         IS_UNCHAINED=config.is_unchained,
         CUTS_TILES=plan is not None and plan.tile % config.block_n > 0,
         ITEM_COLUMNS=plan.items.shape[1] if plan else 0,
@@ -143,7 +129,7 @@ def mla_decode(a: DecodeArguments, out: Tensor, lse: Tensor) -> None:
         BN=config.block_n,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        # a pointer per key: there the assembler would rather spill than use these registers
+        # one pointer per key: on these GPUs the assembler spills rather than use more registers
         **({"maxnreg": 255} if device.arch in (89, 120) and is_flat else {}),
     )
     if schedule.partial_rows == 0:
@@ -220,7 +206,7 @@ def _config(
 
 @dataclass(frozen=True)
 class Schedule:
-    """Who does what, in numbers that are known without looking at the lengths."""
+    """The grid and the partials, in numbers that do not depend on the lengths."""
 
     grid: tuple[int, int]  # (row tiles, workers), or (splits, row tiles)
     slot_rows: int  # rows of a partial
@@ -241,9 +227,11 @@ def _schedule(
     all_rows: int,
     v_width: int,
 ) -> Schedule:
-    """`capacity` keys a request may have; `rows` it has on average, `all_rows` all of them do.
+    """The schedule of a plan, of an even split, or of splits that depend on a request's own length.
 
-    Without `splits` those of a request depend on its own length alone.
+    capacity  keys that a request may have
+    rows      row tiles' rows of a request, on average
+    all_rows  rows of all requests
     """
     row_tiles = triton.cdiv(rows, config.block_m)
     slot_rows = row_tiles * config.block_m

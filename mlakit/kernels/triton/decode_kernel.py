@@ -26,10 +26,13 @@ from mlakit.kernels.triton.primitives import (
     accumulate_pv,
     accumulate_rope_pv,
     finish_softmax,
+    load_latent_query,
     load_query,
     load_row_tile,
+    load_sink,
     score_keys,
     softmax_step,
+    zero_acc,
 )
 
 
@@ -37,13 +40,13 @@ from mlakit.kernels.triton.primitives import (
 def _load_pages(
     entries, tile, end, stride_entry, BN: tl.constexpr, PAGE: tl.constexpr, IS_FLAT: tl.constexpr
 ):
-    """The page of a tile, or where it has several the page (flat: the slot) of each key, int64."""
+    """int64: the page of a tile; where a tile has several, the page (flat: slot) of each key."""
     if not IS_FLAT and PAGE % BN == 0:
         column = tl.zeros((), tl.int64) + tile // (PAGE // BN)
         pages = tl.load(entries + column * stride_entry, mask=tile * BN < end, other=0)
     else:
         key = tile * BN + tl.arange(0, BN)
-        # earlier keys of the tile than those attended to have entries, if of no page
+        # keys of the tile before the first attended one have entries, maybe of no page
         column = (key if IS_FLAT else key // PAGE).to(tl.int64)
         pages = tl.load(entries + column * stride_entry, mask=key < end, other=0)
     return pages.to(tl.int64)
@@ -65,7 +68,7 @@ def _find_rows(
     if IS_FLAT:
         rows = pool + (pages // PAGE * stride_page + pages % PAGE * STRIDE_ROW)
     elif PAGE % BN == 0:
-        # offsets within a tile are constants: they take no registers
+        # offsets within a tile are constants and take no registers
         first = pages * stride_page + (tile % (PAGE // BN)) * (BN * STRIDE_ROW)
         rows = pool + first + offset * STRIDE_ROW
     else:
@@ -78,7 +81,7 @@ def _find_rows(
 def _store_columns(
     out_at, partial_at, is_final, is_row, values, FIRST: tl.constexpr, LAST: tl.constexpr
 ):
-    """values [rows, n] as the columns from FIRST on, before LAST, of results or of a partial."""
+    """Store values [rows, n] to columns [FIRST, LAST) of the results or of a partial."""
     column = FIRST + tl.arange(0, values.shape[1])
     mask = is_row[:, None] & (column < LAST)[None, :]
     if is_final:
@@ -94,17 +97,13 @@ def _attend(
     q_latent, q_rope, q_scale, payload, scales, table, starts, sink, out, lse, partial_out,
     partial_lse, scale_log2, tensor_scale, heads, padded_heads, window, shard, q_strides,
     pool_strides, table_strides, stride_sink, result_strides, opaque_zero,
-    CUTS_TILES: tl.constexpr, MASK: tl.constexpr, IS_SHARDED: tl.constexpr, FORMAT: tl.constexpr,
-    DTYPE: tl.constexpr, ROPE_DTYPE: tl.constexpr, D_C: tl.constexpr, D_R: tl.constexpr,
-    V_WIDTH: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, VALUE_PIECES: tl.constexpr,
-    ROPE_WIDTH: tl.constexpr, VALUE_UNIT: tl.constexpr, PAGE: tl.constexpr,
-    STRIDE_ROW: tl.constexpr, STRIDE_SCALES_ROW: tl.constexpr, IS_NEGATIVE: tl.constexpr,
-    HAS_FP8: tl.constexpr, IS_ALIGNED: tl.constexpr, IS_UNCHAINED: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    CUTS_TILES: tl.constexpr, MASK: tl.constexpr, IS_SHARDED: tl.constexpr, ROW: tl.constexpr,
+    PAGE: tl.constexpr, STRIDE_ROW: tl.constexpr, STRIDE_SCALES_ROW: tl.constexpr,
+    IS_NEGATIVE: tl.constexpr, IS_UNCHAINED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """BM heads of one query over the keys [first_key, last_key) of its request.
+    """Attention of BM heads of one query over the keys [first_key, last_key) of its request.
 
-    Writes results if `is_final`, else a partial to the scratch rows from `partial_row` on.
+    Stores results if `is_final`, else a partial to the scratch rows from `partial_row` on.
     """
     stride_q_token, stride_q_head, stride_rope_token, stride_rope_head, stride_q_scale = q_strides
     stride_page, stride_scales_page = pool_strides
@@ -113,7 +112,8 @@ def _attend(
     IS_FLAT: tl.constexpr = starts is not None
     # keys may begin inside a tile
     HAS_LOW: tl.constexpr = CUTS_TILES or (MASK != "null" and MASK != "causal")
-    ROPE_UNIT: tl.constexpr = VALUE_UNIT if FORMAT == "fp8_token" else 1.0
+    ROPE_WIDTH: tl.constexpr = ROW.ROPE_WIDTH
+    ROPE_UNIT: tl.constexpr = ROW.VALUE_UNIT if ROW.FORMAT == "fp8_token" else 1.0
     query = first_row // padded_heads
     head = first_row % padded_heads + tl.arange(0, BM)
     is_row = head < heads
@@ -128,21 +128,19 @@ def _attend(
         entries = table + first_entry.to(tl.int64) * stride_table_entry
     pages = _load_pages(entries, begin // BN, end, stride_table_entry, BN, PAGE, IS_FLAT)
     q_rows = q_latent + (token * stride_q_token + head.to(tl.int64) * stride_q_head)
-    q = ()
-    for piece in tl.static_range(PIECES):
-        q += (load_query(q_rows, is_row, piece * WIDTH, WIDTH, D_C, DTYPE, HAS_FP8),)
+    q = load_latent_query(q_rows, is_row, ROW)
     rotated_q = None
-    if ROPE_WIDTH > 0:
+    if ROW.ROPE_WIDTH > 0:
         rope_rows = q_rope + (token * stride_rope_token + head.to(tl.int64) * stride_rope_head)
-        rotated_q = load_query(rope_rows, is_row, 0, ROPE_WIDTH, D_R, ROPE_DTYPE, HAS_FP8)
+        rotated_q = load_query(
+            rope_rows, is_row, 0, ROW.ROPE_WIDTH, ROW.D_R, ROW.ROPE_DTYPE, ROW.HAS_FP8
+        )
     if q_scale is not None:
         sign = tl.load(q_scale + token * stride_q_scale)
     row_max = tl.full([BM], -float("inf"), tl.float32)
     row_sum = tl.zeros([BM], tl.float32)
-    acc = ()
-    for _ in tl.static_range(VALUE_PIECES):
-        acc += (tl.zeros([BM, WIDTH], tl.float32),)
-    if V_WIDTH > D_C:
+    acc = zero_acc(BM, ROW)
+    if ROW.V_WIDTH > ROW.D_C:
         acc_rope = tl.zeros([BM, ROPE_WIDTH], tl.float32)
     for tile in tl.range(begin // BN, (end + BN - 1) // BN, disable_licm=IS_UNCHAINED):
         key = tile * BN + tl.arange(0, BN)
@@ -158,43 +156,36 @@ def _attend(
             )  # fmt: skip
         # looked up one tile ahead: its row loads then wait for no other load
         pages = _load_pages(entries, tile + 1, end, stride_table_entry, BN, PAGE, IS_FLAT)
-        latent, rope, factors = load_row_tile(
-            rows, scales_at, is_read, PIECES, WIDTH, ROPE_WIDTH, D_C, D_R, FORMAT, DTYPE,
-            ROPE_DTYPE, HAS_FP8, IS_ALIGNED,
-        )  # fmt: skip
+        latent, rope, factors = load_row_tile(rows, scales_at, is_read, ROW)
         if IS_UNCHAINED:
-            scores = score_keys(q, rotated_q, latent, rope, factors, PIECES, FORMAT, scale_log2)
+            scores = score_keys(q, rotated_q, latent, rope, factors, ROW, scale_log2)
         else:
-            scores = score_keys(q, rotated_q, latent, rope, factors, PIECES, FORMAT)
+            scores = score_keys(q, rotated_q, latent, rope, factors, ROW)
         if q_scale is not None:
             scores *= sign
         if IS_NEGATIVE:
             scores = -scores
         scores = tl.where(is_read[None, :], scores, -float("inf"))
         if IS_UNCHAINED:
-            # The branch hides from the compiler that P feeds another dot. It would otherwise give
-            # each group of four warps all rows of the scores (64 rows are shared by four warps),
-            # and eight warps would compute all of them twice.
+            # The branch hides from the compiler that P feeds another dot. Otherwise each of the two
+            # warpgroups gets all 64 rows of the scores, and the scores are computed twice.
             probs, rescale = scores, row_max
-            if end > 0:  # always so where there is a key
+            if end > 0:  # always true inside this loop
                 probs, rescale, row_max, row_sum = softmax_step(scores, row_max, row_sum, 1.0)
         else:
             probs, rescale, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale_log2)
-        acc = accumulate_pv(acc, probs, rescale, latent, factors, VALUE_PIECES, FORMAT, VALUE_UNIT)
-        if V_WIDTH > D_C:
-            acc_rope = accumulate_rope_pv(
-                acc_rope, probs, rescale, rope, factors, FORMAT, DTYPE, ROPE_UNIT
-            )
+        acc = accumulate_pv(acc, probs, rescale, latent, factors, ROW)
+        if ROW.V_WIDTH > ROW.D_C:
+            acc_rope = accumulate_rope_pv(acc_rope, probs, rescale, rope, factors, ROW)
 
     # computed again, with an opaque zero: kept through the loop, they would take registers
     head = (first_row + opaque_zero) % padded_heads + tl.arange(0, BM)
     is_row = head < heads
     head = head.to(tl.int64)
-    # a partial has no sink: it joins the merge, once
+    # a partial has no sink: the merge kernel adds it once
     sink_log2 = None
     if sink is not None:
-        sink_log2 = tl.load(sink + head * stride_sink, mask=is_row, other=0.0)
-        sink_log2 *= 1.4426950408889634  # log2(e)
+        sink_log2 = load_sink(sink, head, stride_sink, is_row)
         sink_log2 = tl.where(is_final, sink_log2, -float("inf"))
     denominator, row_lse = finish_softmax(row_max, row_sum, sink_log2)
     scale = (tensor_scale / denominator)[:, None]
@@ -205,115 +196,61 @@ def _attend(
     else:
         tl.store(partial_lse + partial_rows, row_lse, mask=is_row)
     out_at = out + (token * stride_out_token + head * stride_out_head)
-    partial_at = partial_out + partial_rows * V_WIDTH
+    partial_at = partial_out + partial_rows * ROW.V_WIDTH
+    VALUE_PIECES: tl.constexpr = ROW.VALUE_PIECES
     for piece in tl.static_range(VALUE_PIECES):
-        values = acc[piece] * (scale * (1.0 / VALUE_UNIT))
+        values = acc[piece] * (scale * (1.0 / ROW.VALUE_UNIT))
         _store_columns(
-            out_at, partial_at, is_final, is_row, values, piece * WIDTH, min(V_WIDTH, D_C)
-        )
-    if V_WIDTH > D_C:
+            out_at, partial_at, is_final, is_row, values, piece * ROW.WIDTH,
+            min(ROW.V_WIDTH, ROW.D_C),
+        )  # fmt: skip
+    if ROW.V_WIDTH > ROW.D_C:
         values = acc_rope * (scale * (1.0 / ROPE_UNIT))
-        _store_columns(out_at, partial_at, is_final, is_row, values, D_C, V_WIDTH)
+        _store_columns(out_at, partial_at, is_final, is_row, values, ROW.D_C, ROW.V_WIDTH)
 
 
+# differ from call to call: specialised, each would compile further kernels
 VARYING = [
-    "scale_log2",
-    "tensor_scale",
-    "heads",
-    "padded_heads",
-    "window",
-    "rank",
-    "world",
-    "interleave",
-    "slot_rows",
-    "split_tiles",
-    "batch",
-    "stride_q_scale",
-    "stride_table_request",
-    "stride_table_entry",
-    "stride_starts",
-    "stride_q_starts",
-    "stride_kv_lens",
-    "stride_sink",
-    "stride_lse_token",
-    "stride_lse_head",
-]
+    "scale_log2", "tensor_scale", "heads", "padded_heads", "window", "rank", "world", "interleave",
+    "slot_rows", "split_tiles", "batch", "stride_q_scale", "stride_table_request",
+    "stride_table_entry", "stride_starts", "stride_q_starts", "stride_kv_lens", "stride_sink",
+    "stride_lse_token", "stride_lse_head",
+]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=VARYING)
 def mla_decode_kernel(
-    q_latent,
-    q_rope,
-    q_scale,
-    payload,
-    scales,
-    table,
-    starts,
-    q_starts,
-    kv_lens,
-    sink,
-    device_scale,
-    out,
-    lse,
-    partial_out,  # [slots, slot_rows, V_WIDTH] float32
-    partial_lse,  # [slots, slot_rows] float32
-    items,
-    worker_starts,
-    partial_starts,
-    scale_log2,
-    tensor_scale,
-    heads,
-    padded_heads,
-    window,
-    rank,
-    world,
-    interleave,
-    slot_rows,
-    split_tiles,
-    batch,
-    stride_q_token,
-    stride_q_head,
-    stride_rope_token,
-    stride_rope_head,
-    stride_q_scale,
-    stride_page,
-    stride_scales_page,
-    stride_table_request,
-    stride_table_entry,
-    stride_starts,
-    stride_q_starts,
-    stride_kv_lens,
+    q_latent, q_rope, q_scale,  # [tokens, heads, D_C], [tokens, heads, D_R], [tokens] or None
+    payload, scales,  # [pages, PAGE, row], and the scales beside it or None
+    table, starts,  # [batch, max_pages], None; or [slots], [batch + 1]
+    q_starts, kv_lens,  # [batch + 1], [batch]
+    sink,  # [heads] float32 or None
+    device_scale,  # the tensor scale on the device, or None
+    out, lse,
+    partial_out, partial_lse,  # float32 [slots, slot_rows, V_WIDTH], [slots, slot_rows]
+    items, worker_starts, partial_starts,  # the plan, or None
+    scale_log2, tensor_scale, heads, padded_heads,
+    window, rank, world, interleave,  # of the mask and of the KV shard
+    slot_rows, split_tiles, batch,
+    stride_q_token, stride_q_head, stride_rope_token, stride_rope_head, stride_q_scale,
+    stride_page, stride_scales_page,
+    stride_table_request, stride_table_entry, stride_starts, stride_q_starts, stride_kv_lens,
     stride_sink,
-    stride_out_token,
-    stride_out_head,
-    stride_lse_token,
-    stride_lse_head,
+    stride_out_token, stride_out_head, stride_lse_token, stride_lse_head,
     MASK: tl.constexpr,
     IS_SHARDED: tl.constexpr,
-    FORMAT: tl.constexpr,
-    DTYPE: tl.constexpr,
-    ROPE_DTYPE: tl.constexpr,
-    D_C: tl.constexpr,
-    D_R: tl.constexpr,
-    V_WIDTH: tl.constexpr,
-    PIECES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VALUE_PIECES: tl.constexpr,
-    ROPE_WIDTH: tl.constexpr,
-    VALUE_UNIT: tl.constexpr,
+    ROW: tl.constexpr,  # `rows.RowTraits`
     PAGE: tl.constexpr,
     STRIDE_ROW: tl.constexpr,
     STRIDE_SCALES_ROW: tl.constexpr,
     IS_NEGATIVE: tl.constexpr,
-    HAS_FP8: tl.constexpr,
-    IS_ALIGNED: tl.constexpr,
     IS_UNCHAINED: tl.constexpr,
     CUTS_TILES: tl.constexpr,  # items may begin inside a tile
     ITEM_COLUMNS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
-):
-    """One item after another of a worker, or one split of one row tile."""
+):  # fmt: skip
+    """All items of a worker, one after the other, or one split of one row tile."""
     shard = (rank, world, interleave)
     q_strides = (
         stride_q_token, stride_q_head, stride_rope_token, stride_rope_head, stride_q_scale
@@ -373,7 +310,6 @@ def mla_decode_kernel(
                 q_strides, (stride_page, stride_scales_page),
                 (stride_table_request, stride_table_entry, stride_starts), stride_sink,
                 (stride_out_token, stride_out_head, stride_lse_token, stride_lse_head), batch >> 31,
-                CUTS_TILES, MASK, IS_SHARDED, FORMAT, DTYPE, ROPE_DTYPE, D_C, D_R, V_WIDTH, PIECES,
-                WIDTH, VALUE_PIECES, ROPE_WIDTH, VALUE_UNIT, PAGE, STRIDE_ROW, STRIDE_SCALES_ROW,
-                IS_NEGATIVE, HAS_FP8, IS_ALIGNED, IS_UNCHAINED, BM, BN,
+                CUTS_TILES, MASK, IS_SHARDED, ROW, PAGE, STRIDE_ROW, STRIDE_SCALES_ROW,
+                IS_NEGATIVE, IS_UNCHAINED, BM, BN,
             )  # fmt: skip

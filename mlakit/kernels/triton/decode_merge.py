@@ -42,7 +42,7 @@ class RowTileSplits:
     shard: KVShard
 
 
-# with a plan: masks and shards then compile no further kernels
+# with a plan: masks and shards compile no further kernels
 NO_SPLITS = RowTileSplits(0, 0, 0, 1, 1, NULL, UNSHARDED)
 
 
@@ -78,10 +78,10 @@ def merge_partials(
     splits = row_tile_splits or NO_SPLITS
     device = target(out.device)
     num_owners = batch if row_tile_splits is None else splits.num_tiles
-    # there are two slots per worker, for the worst of plans
+    # a plan has two slots per worker, at most
     expected_splits = partial_lse.shape[0] // max(2 * slot_rows * num_owners, 1)
     config = pick_decode_merge_config(v_width=v_width, expected_splits=expected_splits)
-    # of a slot only rows of heads that there are
+    # padded heads have no rows to merge
     rows = slot_rows // padded_heads * heads if row_tile_splits is None else slot_rows
     row_groups = triton.cdiv(rows, config.rows)
     is_chained = device.arch >= 90 and device is not INTERPRETED
@@ -121,61 +121,31 @@ def merge_partials(
         SPLITS=config.splits,
         IS_CHAINED=is_chained,
         num_warps=config.num_warps,
-        # finding the splits again takes registers, which the assembler would rather spill
+        # finding the splits again takes registers; without this the assembler spills
         **({} if row_tile_splits is None else {"maxnreg": 168}),
         **({"launch_pdl": True} if is_chained else {}),
     )
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_owners",
-        "row_groups",
-        "heads",
-        "padded_heads",
-        "window",
-        "rank",
-        "world",
-        "interleave",
-        "slot_rows",
-        "split_tiles",
-        "max_splits",
-        "batch",
-        "stride_q_starts",
-        "stride_kv_lens",
-        "stride_sink",
-        "stride_lse_token",
-        "stride_lse_head",
-    ]
-)
+VARYING = [
+    "num_owners", "row_groups", "heads", "padded_heads", "window", "rank", "world", "interleave",
+    "slot_rows", "split_tiles", "max_splits", "batch", "stride_q_starts", "stride_kv_lens",
+    "stride_sink", "stride_lse_token", "stride_lse_head",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=VARYING)
 def _merge_partials_kernel(
-    partial_out,  # [slots, slot_rows, V_WIDTH] float32
-    partial_lse,  # [slots, slot_rows] float32
+    partial_out, partial_lse,  # float32 [slots, slot_rows, V_WIDTH], [slots, slot_rows]
     partial_starts,  # of a plan; None: splits are `RowTileSplits`
-    q_starts,
-    kv_lens,
-    sink,
-    out,
-    lse,
-    num_owners,
-    row_groups,
-    heads,
-    padded_heads,
-    window,
-    rank,
-    world,
-    interleave,
-    slot_rows,
-    split_tiles,
-    max_splits,
-    batch,
-    stride_q_starts,
-    stride_kv_lens,
-    stride_sink,
-    stride_out_token,
-    stride_out_head,
-    stride_lse_token,
-    stride_lse_head,
+    q_starts, kv_lens, sink, out, lse,
+    num_owners,  # requests, or row tiles
+    row_groups,  # of ROWS rows, of an owner
+    heads, padded_heads,
+    window, rank, world, interleave,  # of the mask and of the KV shard
+    slot_rows, split_tiles, max_splits, batch,
+    stride_q_starts, stride_kv_lens, stride_sink,
+    stride_out_token, stride_out_head, stride_lse_token, stride_lse_head,
     MASK: tl.constexpr,
     IS_SHARDED: tl.constexpr,
     V_WIDTH: tl.constexpr,
@@ -185,7 +155,7 @@ def _merge_partials_kernel(
     ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
     IS_CHAINED: tl.constexpr,
-):
+):  # fmt: skip
     """ROWS rows at a time of the requests (of the row tiles) that were split."""
     tasks = num_owners * row_groups
     if partial_starts is not None:
@@ -212,15 +182,13 @@ def _merge_partials_kernel(
             _, num_tiles = key_tiles(q_len, kv_len, window, shard, MASK, IS_SHARDED, BN)
             _, splits = own_split_tiles(num_tiles, split_tiles, max_splits)
             first_slot = owner * max_splits
-            query, head = (
-                (row_tile * BM + row) // padded_heads,
-                (row_tile * BM + row) % padded_heads,
-            )
+            query = (row_tile * BM + row) // padded_heads
+            head = (row_tile * BM + row) % padded_heads
             slot_row = row
             is_row = (row < BM) & (head < heads)
             splits = tl.where((request >= 0) & (splits > 1), splits, 0)
         if IS_CHAINED:
-            gdc_wait()  # only now: what the plan says was there before
+            gdc_wait()  # only now: the plan was complete before the decode kernel started
         if splits > 0:
             _merge_rows(
                 partial_out, partial_lse, first_slot, splits, slot_row, slot_rows, q_first + query,
@@ -228,7 +196,7 @@ def _merge_partials_kernel(
                 stride_lse_token, stride_lse_head, V_WIDTH, COLUMNS, ROWS, SPLITS,
             )  # fmt: skip
     if IS_CHAINED:
-        gdc_wait()  # in every program: what follows this kernel relies on the one before it, too
+        gdc_wait()  # in every program: the next kernel also relies on the decode kernel
 
 
 @triton.jit
@@ -256,15 +224,6 @@ def _merge_rows(
         row_max, row_sum, acc = merge_splits(row_max, row_sum, acc, split_lse, values)
     token = token.to(tl.int64)
     head = head.to(tl.int64)
-    store_merged(
-        row_max,
-        row_sum,
-        acc,
-        sink,
-        stride_sink,
-        head,
-        out + (token * stride_out_token + head * stride_out_head),
-        lse + token * stride_lse_token + head * stride_lse_head,
-        is_row,
-        V_WIDTH,
-    )
+    out_rows = out + (token * stride_out_token + head * stride_out_head)
+    lse_at = lse + token * stride_lse_token + head * stride_lse_head
+    store_merged(row_max, row_sum, acc, sink, stride_sink, head, out_rows, lse_at, is_row, V_WIDTH)

@@ -1,15 +1,13 @@
-"""The lightning indexer's scores and its top-k, portable Triton.
+"""The lightning indexer's logits, portable Triton; `indexer_topk` selects the best of them.
 
 Maths      logits[t, j] = Σ_h weights[t, h] · relu(q[t, h]·key[j]), −inf where j is not visible
-Work       logits: a program per (tile of one request's queries, run of key tiles); products are
-           [keys, queries × heads], so that a thread has many heads of a key to add up
-           top-k: a program per part of a row finds a threshold that at least k and at most
-           `capacity` of its logits reach (a histogram of 8 bits of them at a time) and writes those
-           down in order; parts are joined the same way; places come from counting the better ones
-Memory     logits: a key is read once per tile of queries and widened in registers; all columns of
-           the result are written, those that no query sees without reading anything
-           top-k: a row is read two to five times; scratch of `capacity` numbers per part
-Order      top-k: best first, ties to the lower column, −inf never, NaN above every number
+Work       one program per (tile of one request's queries, run of key tiles). Dot products are
+           [keys, queries × heads]: each thread then sums many heads of a key
+Memory     a key is read once per query tile and converted in registers; every column of the result
+           is written, invisible ones without reading a key
+Limits     none: any number of heads, any cache format; widths are padded to powers of two
+Lineage    own design; ideas: the maths of DeepSeek V3.2's indexer. DeepGEMM's kernel has queries as
+           rows of the dot product, ours has keys
 """
 
 from __future__ import annotations
@@ -21,18 +19,16 @@ from torch import Tensor
 
 from mlakit.arguments import LogitsArguments, filled
 from mlakit.cache import CacheLayer
-from mlakit.kernels.triton.configs import (
-    pick_indexer_config,
-)
+from mlakit.kernels.triton.configs import pick_indexer_config
 from mlakit.kernels.triton.launch import launch, target
-from mlakit.kernels.triton.primitives import (
-    load_factor,
-    load_latent,
-    load_rope,
-    mask_interval,
-    widen_e4m3,
+from mlakit.kernels.triton.primitives import load_row_tile, mask_interval, widen_e4m3
+from mlakit.kernels.triton.rows import (
+    TRITON_TYPES,
+    ComputeTypes,
+    as_bytes,
+    row_tiles,
+    row_traits,
 )
-from mlakit.kernels.triton.rows import TRITON_TYPES, as_bytes, row_tiles, rows_are_aligned
 
 E4M3 = torch.float8_e4m3fn
 
@@ -41,18 +37,17 @@ def indexer_logits(a: LogitsArguments, out: Tensor) -> None:
     q, weights, layer, page_table = a.q, a.weights, a.layer, a.page_table
     kv_lens, q_starts, mask = a.kv_lens, filled(a.q_starts), a.mask
     (tokens, heads, _), columns, batch = q.shape, out.shape[1], kv_lens.shape[0]
-    gpu = target(q.device)
-    format = layer.codec.name
+    device = target(q.device)
     tiles = row_tiles(layer)
-    latent, rope = _dot_types(q.dtype, layer)
-    itemsize = max(latent.itemsize, rope.itemsize if tiles.rope_width else 0)
+    types = _dot_types(q.dtype, layer)
+    itemsize = max(types.latent.itemsize, types.rope.itemsize if tiles.rope_width else 0)
     config = pick_indexer_config(
         heads=heads,
         padded_width=tiles.padded_width,
         itemsize=itemsize,
         mean_queries=tokens / max(batch, 1),
-        arch=gpu.arch,
-        shared_bytes=gpu.shared_bytes,
+        arch=device.arch,
+        shared_bytes=device.shared_bytes,
     )
     # a request of n queries has at most n // queries + 1 tiles of them
     query_tiles = tokens if config.queries == 1 else tokens // config.queries + batch
@@ -88,22 +83,13 @@ def indexer_logits(a: LogitsArguments, out: Tensor) -> None:
         q_starts.stride(0),
         out.stride(0),
         HEADS=heads,
-        FORMAT=format,
-        DTYPE=TRITON_TYPES[latent],
-        ROPE_DTYPE=TRITON_TYPES[rope],
-        IS_Q_BYTES=q.dtype == E4M3,
-        D_C=tiles.d_c,
-        D_R=tiles.d_r,
-        PIECES=tiles.pieces,
-        WIDTH=tiles.width,
-        ROPE_WIDTH=tiles.rope_width,
+        ROW=row_traits(layer, tiles, types, has_fp8=device.has_fp8),
+        IS_Q_FP8=q.dtype == E4M3,
         PAGE=layer.page_size,
         IS_FLAT=is_flat,
         IS_CAUSAL=mask.is_causal,
         IS_SLIDING=mask.kind.startswith("sliding_window"),
         IS_CHUNKED=mask.kind.startswith("chunked"),
-        HAS_FP8=gpu.has_fp8,
-        IS_ALIGNED=rows_are_aligned(layer),
         QUERIES=config.queries,
         HEAD_BLOCK=config.heads,
         HEAD_BLOCKS=triton.cdiv(heads, config.heads),
@@ -114,43 +100,36 @@ def indexer_logits(a: LogitsArguments, out: Tensor) -> None:
     )
 
 
-def _dot_types(q_dtype: torch.dtype, layer: CacheLayer) -> tuple[torch.dtype, torch.dtype]:
-    """Types for latent and rotated columns that hold q and the keys exactly, halves if any do."""
+def _dot_types(q_dtype: torch.dtype, layer: CacheLayer) -> ComputeTypes:
+    """Types of dots that hold q and the keys exactly: a 16-bit type if one does."""
     stored, format = layer.payload.dtype, layer.codec.name
     if stored in TRITON_TYPES:
         both = _common_type(q_dtype, stored)
-        return both, both
+        return ComputeTypes(both, both)
     if format == "fp8":
         both = q_dtype if q_dtype in TRITON_TYPES else torch.bfloat16
-        return both, both
-    # e4m3 fits every half; times a power of two (fp8_block64 is decoded) it fits bfloat16 only
-    is_decoded = format == "fp8_block64"
-    latent = _common_type(q_dtype, torch.bfloat16 if is_decoded else E4M3)
-    return latent, _common_type(q_dtype, torch.bfloat16)
+        return ComputeTypes(both, both)
+    # any 16-bit type holds e4m3; fp8_block64 is dequantised, and only bfloat16 has its range
+    is_dequantised = format == "fp8_block64"
+    latent = _common_type(q_dtype, torch.bfloat16 if is_dequantised else E4M3)
+    return ComputeTypes(latent, _common_type(q_dtype, torch.bfloat16))
 
 
 def _common_type(*dtypes: torch.dtype) -> torch.dtype:
-    """The type that holds numbers of all `dtypes`; e4m3 fits every other one."""
+    """The type that holds values of all `dtypes`; every other type holds e4m3."""
     wide = {dtype for dtype in dtypes if dtype != E4M3} or {torch.bfloat16}
     return wide.pop() if len(wide) == 1 else torch.float32
 
 
-@triton.jit(
-    do_not_specialize=[
-        "tensor_scale_value",
-        "batch",
-        "columns",
-        "query_tiles",
-        "window",
-        "stride_table_request",
-        "stride_table_entry",
-        "stride_starts",
-        "stride_kv_lens",
-        "stride_q_starts",
-    ]
-)
+VARYING = [
+    "tensor_scale_value", "batch", "columns", "query_tiles", "window", "stride_table_request",
+    "stride_table_entry", "stride_starts", "stride_kv_lens", "stride_q_starts",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=VARYING)
 def _indexer_logits_kernel(
-    q,  # [tokens, HEADS, D_C + D_R]; bytes for e4m3
+    q,  # [tokens, HEADS, D_C + D_R], e4m3 as uint8
     weights,  # [tokens, HEADS] float32
     payload,  # [pages, PAGE, payload columns]
     scales,  # [pages, PAGE, scales]; any pointer where a format has none
@@ -158,52 +137,29 @@ def _indexer_logits_kernel(
     starts,  # IS_FLAT: [batch + 1], where a request's slots start; or None
     kv_lens,  # [batch]
     q_starts,  # [batch + 1]
-    tensor_scale,  # [1] float32, or None for the number
-    tensor_scale_value,
+    tensor_scale, tensor_scale_value,  # [1] float32 on the device, or None and a number
     out,  # [tokens, columns] float32
-    batch,
-    columns,
-    query_tiles,
-    window,
-    stride_q_token,
-    stride_q_head,
-    stride_weights_token,
-    stride_weights_head,
-    stride_page,
-    stride_row,
-    stride_scales_page,
-    stride_scales_row,
-    stride_table_request,
-    stride_table_entry,
-    stride_starts,
-    stride_kv_lens,
-    stride_q_starts,
+    batch, columns, query_tiles, window,
+    stride_q_token, stride_q_head, stride_weights_token, stride_weights_head,
+    stride_page, stride_row, stride_scales_page, stride_scales_row,
+    stride_table_request, stride_table_entry, stride_starts, stride_kv_lens, stride_q_starts,
     stride_out,
     HEADS: tl.constexpr,
-    FORMAT: tl.constexpr,
-    DTYPE: tl.constexpr,
-    ROPE_DTYPE: tl.constexpr,
-    IS_Q_BYTES: tl.constexpr,
-    D_C: tl.constexpr,
-    D_R: tl.constexpr,
-    PIECES: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROPE_WIDTH: tl.constexpr,
+    ROW: tl.constexpr,  # `rows.RowTraits`
+    IS_Q_FP8: tl.constexpr,
     PAGE: tl.constexpr,
     IS_FLAT: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     IS_SLIDING: tl.constexpr,
     IS_CHUNKED: tl.constexpr,
-    HAS_FP8: tl.constexpr,
-    IS_ALIGNED: tl.constexpr,
     QUERIES: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
     HEAD_BLOCKS: tl.constexpr,
     KEYS: tl.constexpr,
     TILES: tl.constexpr,
-):
-    """Scores of one request's QUERIES queries over TILES tiles of KEYS keys."""
-    # neighbours have the same keys where they belong to one request
+):  # fmt: skip
+    """Logits of QUERIES queries of one request over TILES tiles of KEYS keys."""
+    # neighbouring programs of one request read the same keys
     query_tile = tl.program_id(0) % query_tiles
     run = tl.program_id(0) // query_tiles
     request, first = _find_queries(query_tile, q_starts, batch, stride_q_starts, QUERIES)
@@ -217,7 +173,7 @@ def _indexer_logits_kernel(
         low, high = mask_interval(
             kv_len - q_len + query, kv_len, window, IS_CAUSAL, IS_SLIDING, IS_CHUNKED
         )  # [QUERIES]
-        # of neighbouring queries the intervals leave no gap
+        # intervals of neighbouring queries leave no gap
         begin = tl.min(tl.where(is_query, low, kv_len), 0)
         end = tl.max(tl.where(is_query, high, 0), 0)
         first_tile = tl.minimum(run * TILES, tl.cdiv(columns, KEYS))
@@ -226,8 +182,8 @@ def _indexer_logits_kernel(
         last_seen = tl.minimum(tl.maximum(tl.cdiv(end, KEYS), first_seen), last_tile)
 
         at = out + (token * stride_out)[None, :]
-        _store_nothing(at, first_tile, first_seen, is_query, columns, KEYS)
-        _store_nothing(at, last_seen, last_tile, is_query, columns, KEYS)
+        _store_invisible(at, first_tile, first_seen, is_query, columns, KEYS)
+        _store_invisible(at, last_seen, last_tile, is_query, columns, KEYS)
         if first_seen < last_seen:
             entries = table + request * stride_table_request
             if IS_FLAT:
@@ -236,7 +192,7 @@ def _indexer_logits_kernel(
             if HEAD_BLOCKS == 1:
                 q_tile, q_rope = _load_queries(
                     q, token, is_query, 0, stride_q_token, stride_q_head, HEADS, HEAD_BLOCK,
-                    PIECES, WIDTH, ROPE_WIDTH, D_C, D_R, IS_Q_BYTES, DTYPE, ROPE_DTYPE, HAS_FP8,
+                    ROW, IS_Q_FP8,
                 )  # fmt: skip
                 weight = _load_weights(
                     weights, token, is_query, 0, stride_weights_token, stride_weights_head, HEADS,
@@ -248,27 +204,21 @@ def _indexer_logits_kernel(
                 page, in_page = _locate(key, entries, is_read, stride_table_entry, PAGE, IS_FLAT)
                 rows = payload + (page * stride_page + in_page * stride_row)
                 scales_at = scales + (page * stride_scales_page + in_page * stride_scales_row)
-                latent, rope, factors = _load_keys(
-                    rows, scales_at, is_read, PIECES, WIDTH, ROPE_WIDTH, D_C, D_R, FORMAT, DTYPE,
-                    ROPE_DTYPE, HAS_FP8, IS_ALIGNED,
-                )  # fmt: skip
+                latent, rope, factors = load_row_tile(rows, scales_at, is_read, ROW)
                 logits = tl.zeros([KEYS, QUERIES], tl.float32)
                 for block in range(HEAD_BLOCKS):
                     if HEAD_BLOCKS > 1:
                         q_tile, q_rope = _load_queries(
                             q, token, is_query, block, stride_q_token, stride_q_head, HEADS,
-                            HEAD_BLOCK, PIECES, WIDTH, ROPE_WIDTH, D_C, D_R, IS_Q_BYTES, DTYPE,
-                            ROPE_DTYPE, HAS_FP8,
+                            HEAD_BLOCK, ROW, IS_Q_FP8,
                         )  # fmt: skip
                         weight = _load_weights(
                             weights, token, is_query, block, stride_weights_token,
                             stride_weights_head, HEADS, HEAD_BLOCK,
                         )  # fmt: skip
-                    dots = _multiply(
-                        latent, rope, factors, q_tile, q_rope, PIECES, ROPE_WIDTH, FORMAT
-                    )
-                    logits += _add_heads(dots, weight, block, HEADS, HEAD_BLOCK, QUERIES)
-                logits = _scale_keys(logits, factors, tensor_scale, tensor_scale_value, FORMAT)
+                    dots = _keys_dot_queries(latent, rope, factors, q_tile, q_rope, ROW)
+                    logits += _sum_heads(dots, weight, block, HEADS, HEAD_BLOCK, QUERIES)
+                logits = _scale_keys(logits, factors, tensor_scale, tensor_scale_value, ROW)
                 is_seen = (key[:, None] >= low[None, :]) & (key[:, None] < high[None, :])
                 logits = tl.where(is_seen, logits, -float("inf"))
                 _store_logits(at, logits, key, is_query, columns)
@@ -276,7 +226,7 @@ def _indexer_logits_kernel(
 
 @triton.jit
 def _locate(key, entries, is_read, stride_entry, PAGE: tl.constexpr, IS_FLAT: tl.constexpr):
-    """int64 (page, row in it) of a request's keys."""
+    """int64 (page, row in the page) of a request's keys."""
     entry = key if IS_FLAT else key // PAGE
     named = tl.load(entries + entry.to(tl.int64) * stride_entry, mask=is_read, other=0).to(tl.int64)
     if IS_FLAT:
@@ -286,10 +236,10 @@ def _locate(key, entries, is_read, stride_entry, PAGE: tl.constexpr, IS_FLAT: tl
 
 @triton.jit
 def _find_queries(tile, q_starts, batch, stride_q_starts, QUERIES: tl.constexpr):
-    """(request int64, index of its first query) of a tile of queries; the index may be too large.
+    """(request int64, index of its first query) of a query tile; the index may be past q_len.
 
-    The tiles of request r start at q_starts[r] // QUERIES + r, so that each has enough of them. If
-    a tile is one query, its request is the last that starts at or before it.
+    The tiles of request r start at q_starts[r] // QUERIES + r: every request has enough of them.
+    With one query per tile, a tile's request is the last one that starts at or before it.
     """
     low, high = tl.zeros([], tl.int64), tl.zeros([], tl.int64) + batch
     while high - low > 1:
@@ -305,33 +255,9 @@ def _find_queries(tile, q_starts, batch, stride_q_starts, QUERIES: tl.constexpr)
 
 
 @triton.jit
-def _load_keys(
-    rows, scales, is_read, PIECES: tl.constexpr, WIDTH: tl.constexpr, ROPE_WIDTH: tl.constexpr,
-    D_C: tl.constexpr, D_R: tl.constexpr, FORMAT: tl.constexpr, DTYPE: tl.constexpr,
-    ROPE_DTYPE: tl.constexpr, HAS_FP8: tl.constexpr, IS_ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """Tuples of [keys, WIDTH], of none or one [keys, ROPE_WIDTH], of the factors [keys]."""
-    latent, rope, factors = (), (), ()
-    for piece in tl.static_range(PIECES):
-        tile = load_latent(rows, scales, is_read, piece, WIDTH, D_C, FORMAT, DTYPE, HAS_FP8)
-        latent += (tile,)
-        # of each piece its own, or of the first one for all
-        if FORMAT == "fp8_block128" or (FORMAT == "fp8_token" and piece == 0):
-            factors += (load_factor(rows, scales, is_read, piece, D_C, FORMAT, IS_ALIGNED),)
-    if ROPE_WIDTH > 0:
-        tile = load_rope(
-            rows, is_read, ROPE_WIDTH, D_C, D_R, FORMAT, ROPE_DTYPE, HAS_FP8, IS_ALIGNED
-        )
-        rope += (tile,)
-    return latent, rope, factors
-
-
-@triton.jit
 def _load_queries(
     q, token, is_query, block, stride_q_token, stride_q_head, HEADS: tl.constexpr,
-    HEAD_BLOCK: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr, ROPE_WIDTH: tl.constexpr,
-    D_C: tl.constexpr, D_R: tl.constexpr, IS_Q_BYTES: tl.constexpr, DTYPE: tl.constexpr,
-    ROPE_DTYPE: tl.constexpr, HAS_FP8: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr, ROW: tl.constexpr, IS_Q_FP8: tl.constexpr,
 ):  # fmt: skip
     """A block of heads: tuples of [WIDTH, queries × heads] and of none or one [ROPE_WIDTH, ...]."""
     ROWS: tl.constexpr = token.shape[0] * HEAD_BLOCK
@@ -340,15 +266,16 @@ def _load_queries(
     at = tl.reshape(at, [ROWS])[None, :]
     is_row = tl.reshape(is_query[:, None] & (head < HEADS)[None, :], [ROWS])[None, :]
     latent = ()
+    PIECES: tl.constexpr = ROW.PIECES
     for piece in tl.static_range(PIECES):
-        column = piece * WIDTH + tl.arange(0, WIDTH)[:, None]
-        stored = tl.load(q + at + column, mask=is_row & (column < D_C), other=0)
-        latent += (_as_float(stored, IS_Q_BYTES, DTYPE, HAS_FP8),)
+        column = piece * ROW.WIDTH + tl.arange(0, ROW.WIDTH)[:, None]
+        stored = tl.load(q + at + column, mask=is_row & (column < ROW.D_C), other=0)
+        latent += (_as_float(stored, IS_Q_FP8, ROW.DTYPE, ROW.HAS_FP8),)
     rope = ()
-    if ROPE_WIDTH > 0:
-        column = tl.arange(0, ROPE_WIDTH)[:, None]
-        stored = tl.load(q + at + D_C + column, mask=is_row & (column < D_R), other=0)
-        rope += (_as_float(stored, IS_Q_BYTES, ROPE_DTYPE, HAS_FP8),)
+    if ROW.ROPE_WIDTH > 0:
+        column = tl.arange(0, ROW.ROPE_WIDTH)[:, None]
+        stored = tl.load(q + at + ROW.D_C + column, mask=is_row & (column < ROW.D_R), other=0)
+        rope += (_as_float(stored, IS_Q_FP8, ROW.ROPE_DTYPE, ROW.HAS_FP8),)
     return latent, rope
 
 
@@ -366,60 +293,52 @@ def _load_weights(
 
 
 @triton.jit
-def _as_float(stored, IS_BYTES: tl.constexpr, DTYPE: tl.constexpr, HAS_FP8: tl.constexpr):
-    if IS_BYTES:
+def _as_float(stored, IS_FP8: tl.constexpr, DTYPE: tl.constexpr, HAS_FP8: tl.constexpr):
+    if IS_FP8:
         return widen_e4m3(stored, DTYPE, HAS_FP8)
     return stored.to(DTYPE)
 
 
 @triton.jit
-def _multiply(
-    latent,
-    rope,
-    factors,
-    q_tile,
-    q_rope,
-    PIECES: tl.constexpr,
-    ROPE_WIDTH: tl.constexpr,
-    FORMAT: tl.constexpr,
-):
-    """keys·q, float32 [keys, queries × heads]; one scale per token or tensor is still missing."""
+def _keys_dot_queries(latent, rope, factors, q_tile, q_rope, ROW: tl.constexpr):
+    """keys·q, float32 [keys, queries × heads], without the scale per token or tensor."""
     dots = tl.dot(latent[0], q_tile[0], input_precision="ieee")
-    if FORMAT == "fp8_block128":
+    if ROW.FORMAT == "fp8_block128":
         dots *= factors[0][:, None]
+    PIECES: tl.constexpr = ROW.PIECES
     for piece in tl.static_range(1, PIECES):
-        if FORMAT == "fp8_block128":
-            part = tl.dot(latent[piece], q_tile[piece], input_precision="ieee")
-            dots += part * factors[piece][:, None]
+        if ROW.FORMAT == "fp8_block128":
+            piece_dots = tl.dot(latent[piece], q_tile[piece], input_precision="ieee")
+            dots += piece_dots * factors[piece][:, None]
         else:
             dots = tl.dot(latent[piece], q_tile[piece], dots, input_precision="ieee")
-    if ROPE_WIDTH > 0:
-        dots = tl.dot(rope[0], q_rope[0], dots, input_precision="ieee")
+    if ROW.ROPE_WIDTH > 0:
+        dots = tl.dot(rope, q_rope[0], dots, input_precision="ieee")
     return dots
 
 
 @triton.jit
-def _add_heads(
+def _sum_heads(
     dots, weight, block, HEADS: tl.constexpr, HEAD_BLOCK: tl.constexpr, QUERIES: tl.constexpr
 ):
     """Σ_h weight · relu(dots), [keys, QUERIES]."""
-    # a NaN stays one
+    # relu keeps a NaN
     terms = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :]
     KEYS: tl.constexpr = dots.shape[0]
     terms = tl.reshape(terms, [KEYS, QUERIES, HEAD_BLOCK])
     if HEADS % HEAD_BLOCK != 0:
-        # the dots of a head that there is not are 0 times the key: NaN, if that is not finite
+        # dots of padded heads are 0 · key: NaN where the key is not finite
         head = block * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
         terms = tl.where((head < HEADS)[None, None, :], terms, 0.0)
     return tl.sum(terms, 2)
 
 
 @triton.jit
-def _scale_keys(logits, factors, tensor_scale, tensor_scale_value, FORMAT: tl.constexpr):
-    """With the scale of whole keys; it is not below 0, so that relu may come before it."""
-    if FORMAT == "fp8_token":
+def _scale_keys(logits, factors, tensor_scale, tensor_scale_value, ROW: tl.constexpr):
+    """logits times the scale of whole keys, which is not negative: relu may come before it."""
+    if ROW.FORMAT == "fp8_token":
         logits *= factors[0][:, None]
-    elif FORMAT == "fp8":
+    elif ROW.FORMAT == "fp8":
         scale = tensor_scale_value
         if tensor_scale is not None:
             scale = tl.load(tensor_scale).to(tl.float32)
@@ -428,11 +347,11 @@ def _scale_keys(logits, factors, tensor_scale, tensor_scale_value, FORMAT: tl.co
 
 
 @triton.jit
-def _store_nothing(at, first_tile, last_tile, is_query, columns, KEYS: tl.constexpr):
-    """−inf to tiles that no query sees."""
-    nothing = tl.full([KEYS, is_query.shape[0]], -float("inf"), tl.float32)
+def _store_invisible(at, first_tile, last_tile, is_query, columns, KEYS: tl.constexpr):
+    """Store −inf to tiles that no query sees."""
+    hidden = tl.full([KEYS, is_query.shape[0]], -float("inf"), tl.float32)
     for tile in range(first_tile, last_tile):
-        _store_logits(at, nothing, tile * KEYS + tl.arange(0, KEYS), is_query, columns)
+        _store_logits(at, hidden, tile * KEYS + tl.arange(0, KEYS), is_query, columns)
 
 
 @triton.jit

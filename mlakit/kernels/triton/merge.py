@@ -1,10 +1,12 @@
-"""Combining partial softmaxes, portable Triton.
+"""Merging of partial softmaxes (`merge_states`), portable Triton.
 
 Maths      lse = log Σ_p exp lse_p;  out = Σ_p exp(lse_p) out_p / (exp lse + exp sink)
-Work       one program per block of (token, head) rows; up to 8 parts a launch, more are folded in
-Memory     every part is read once, and not where its lse is −inf; 4 · (v_width + 1) bytes of
-           scratch per row where more than 8 parts are given, nothing otherwise
-Limits     none; a program reads all parts of its rows before it writes, so out may be a part
+Work       one program per block of (token, head) rows; a launch merges up to 8 partials, and
+           further launches fold in the rest
+Memory     every partial is read once, and not where its lse is −inf; with more than 8 partials
+           4 · (v_width + 1) bytes of scratch per row
+Limits     none; a program reads all partials of its rows before it writes: out may be a partial
+Lineage    own design; ideas: split-KV flash decoding
 """
 
 from __future__ import annotations
@@ -19,15 +21,15 @@ from torch import Tensor
 from mlakit.arguments import MergeArguments
 from mlakit.kernels.triton.configs import MERGED_SPLITS, pick_merge_config
 from mlakit.kernels.triton.launch import launch
-from mlakit.kernels.triton.primitives import finish_merge, merge_split
+from mlakit.kernels.triton.primitives import finish_merge, load_sink, merge_split
 from mlakit.replay import workspace
 
 
 def merge_states(a: MergeArguments, out: Tensor, lse: Tensor) -> None:
     if out.numel() == 0:
         return
-    parts = list(zip(a.outs, a.lses, strict=True))
-    head, tail = parts[:MERGED_SPLITS], parts[MERGED_SPLITS:]
+    partials = list(zip(a.outs, a.lses, strict=True))
+    head, tail = partials[:MERGED_SPLITS], partials[MERGED_SPLITS:]
     while tail:
         folded = workspace.scratch(out.shape, torch.float32, out.device)
         folded_lse = workspace.scratch(lse.shape, torch.float32, out.device)
@@ -38,26 +40,26 @@ def merge_states(a: MergeArguments, out: Tensor, lse: Tensor) -> None:
 
 
 def _merge(
-    parts: Sequence[tuple[Tensor, Tensor]], sink: Tensor | None, out: Tensor, lse: Tensor
+    partials: Sequence[tuple[Tensor, Tensor]], sink: Tensor | None, out: Tensor, lse: Tensor
 ) -> None:
     tokens, heads, v_width = out.shape
     config = pick_merge_config(v_width=v_width)
     launch(
         _merge_states_kernel,
         (triton.cdiv(tokens * heads, config.rows),),
-        tuple(part for part, _ in parts),
-        tuple(part_lse for _, part_lse in parts),
+        tuple(partial for partial, _ in partials),
+        tuple(partial_lse for _, partial_lse in partials),
         sink,
         out,
         lse,
-        tuple(stride for part, _ in parts for stride in part.stride()[:2]),
-        tuple(stride for _, part_lse in parts for stride in part_lse.stride()),
+        tuple(stride for partial, _ in partials for stride in partial.stride()[:2]),
+        tuple(stride for _, partial_lse in partials for stride in partial_lse.stride()),
         0 if sink is None else sink.stride(0),
         *out.stride()[:2],
         *lse.stride(),
         tokens * heads,
         heads,
-        PARTS=len(parts),
+        PARTIALS=len(partials),
         V_WIDTH=v_width,
         COLUMNS=triton.next_power_of_2(v_width),
         ROWS=config.rows,
@@ -72,7 +74,7 @@ def _merge_states_kernel(
     sink,  # [heads] float32, or None
     out,
     lse,
-    outs_strides,  # token and head, part by part
+    outs_strides,  # token and head of each partial
     lses_strides,
     stride_sink,
     stride_out_token,
@@ -81,38 +83,37 @@ def _merge_states_kernel(
     stride_lse_head,
     num_rows,  # tokens · heads
     heads,
-    PARTS: tl.constexpr,
+    PARTIALS: tl.constexpr,
     V_WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = row < num_rows
+    is_row = row < num_rows
     token = (row // heads).to(tl.int64)
     head = (row % heads).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     in_row = (column < V_WIDTH)[None, :]
-    peak = tl.full([ROWS], -float("inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    weighted = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for p in tl.static_range(PARTS):
-        lse_at = token * lses_strides[2 * p] + head * lses_strides[2 * p + 1]
-        part_lse = tl.load(lses[p] + lse_at, mask=inside, other=-float("inf"))
-        # what a part holds where it saw nothing is not looked at
-        is_live = inside & (part_lse != -float("inf"))
-        at = token * outs_strides[2 * p] + head * outs_strides[2 * p + 1]
-        part = tl.load(
-            outs[p] + at[:, None] + column[None, :], mask=is_live[:, None] & in_row, other=0.0
+    row_max = tl.full([ROWS], -float("inf"), tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for i in tl.static_range(PARTIALS):
+        lse_at = token * lses_strides[2 * i] + head * lses_strides[2 * i + 1]
+        partial_lse = tl.load(lses[i] + lse_at, mask=is_row, other=-float("inf"))
+        # a partial without keys may hold anything
+        has_keys = is_row & (partial_lse != -float("inf"))
+        at = token * outs_strides[2 * i] + head * outs_strides[2 * i + 1]
+        partial = tl.load(
+            outs[i] + at[:, None] + column[None, :], mask=has_keys[:, None] & in_row, other=0.0
         )
-        peak, total, weighted = merge_split(peak, total, weighted, part_lse, part)
+        row_max, row_sum, acc = merge_split(row_max, row_sum, acc, partial_lse, partial)
     sink_log2 = None
     if sink is not None:
-        sink_log2 = tl.load(sink + head * stride_sink, mask=inside, other=0.0)
-        sink_log2 *= 1.4426950408889634  # log2(e)
-    merged, merged_lse = finish_merge(peak, total, weighted, sink_log2)
+        sink_log2 = load_sink(sink, head, stride_sink, is_row)
+    merged, merged_lse = finish_merge(row_max, row_sum, acc, sink_log2)
     tl.store(
         out + (token * stride_out_token + head * stride_out_head)[:, None] + column[None, :],
         merged.to(out.dtype.element_ty),
-        mask=inside[:, None] & in_row,
+        mask=is_row[:, None] & in_row,
     )
-    tl.store(lse + token * stride_lse_token + head * stride_lse_head, merged_lse, mask=inside)
+    tl.store(lse + token * stride_lse_token + head * stride_lse_head, merged_lse, mask=is_row)

@@ -1,8 +1,9 @@
-"""What rows of a cache are to a kernel: types to multiply in, tiles of columns, alignment."""
+"""What a kernel is compiled for as to cache rows: types of dots, column tiles, alignment."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -21,18 +22,56 @@ PLAIN = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class ComputeTypes:
-    latent: torch.dtype  # of dots over latent columns, and of the weights of values
+    latent: torch.dtype  # of dots over latent columns, and of probabilities
     rope: torch.dtype
 
 
+class RowTraits(NamedTuple):
+    """The cache rows that a kernel is compiled for: one constexpr argument."""
+
+    FORMAT: str
+    DTYPE: Any  # Triton's types of `ComputeTypes`
+    ROPE_DTYPE: Any
+    D_C: int
+    D_R: int
+    V_WIDTH: int
+    PIECES: int  # column tiles of the latent
+    WIDTH: int  # columns of a piece, a power of two
+    VALUE_PIECES: int  # the first pieces, which hold values
+    ROPE_WIDTH: int  # D_R padded; 0 where rows have no rotated columns
+    VALUE_UNIT: float  # see `value_unit`
+    HAS_FP8: bool  # e4m3 conversions in hardware
+    IS_ALIGNED: bool  # 16-bit and float32 values in a row are aligned to 4 bytes
+
+
+def row_traits(
+    layer: CacheLayer, tiles: RowTiles, types: ComputeTypes, *, has_fp8: bool
+) -> RowTraits:
+    return RowTraits(
+        layer.codec.name,
+        TRITON_TYPES[types.latent],
+        TRITON_TYPES[types.rope],
+        tiles.d_c,
+        tiles.d_r,
+        tiles.v_width,
+        tiles.pieces,
+        tiles.width,
+        tiles.value_pieces,
+        tiles.rope_width,
+        value_unit(types.latent, layer.codec.name),
+        has_fp8,
+        rows_are_aligned(layer),
+    )
+
+
 def latent_type(q_dtype: torch.dtype, layer: CacheLayer) -> torch.dtype:
-    """The type that queries of `q_dtype` and the latent columns of rows are multiplied in."""
+    """The type of dots between queries of `q_dtype` and the latent columns of rows."""
     latent = layer.payload.dtype if layer.payload.dtype in PLAIN else q_dtype
     return latent if latent in PLAIN else torch.bfloat16
 
 
 def compute_types(q_latent: Tensor, q_rope: Tensor, layer: CacheLayer) -> ComputeTypes:
-    """Types that hold q and the rows exactly; float32 where the two have different halves."""
+    """Types that hold q and the rows exactly; float32 where they have different 16-bit types."""
     latent = latent_type(q_latent.dtype, layer)
     stored_rope = layer.payload.dtype
     if stored_rope not in PLAIN:
@@ -48,21 +87,21 @@ def row_tiles(layer: CacheLayer, widest: int = 1024) -> RowTiles:
 
 
 def value_unit(dtype: torch.dtype, format: str) -> float:
-    """Weights times the scales of rows: halves underflow where rows are small.
+    """What probabilities are multiplied by besides row scales, so that float16 does not underflow.
 
-    A row that a half can hold has scales of at most 146, so the product stays below 65504.
+    A row that float16 can hold has scales of at most 146, so the product stays below 65504.
     """
     is_scaled = format in ("fp8_token", "fp8_block128")
     return 256.0 if is_scaled and dtype == torch.float16 else 1.0
 
 
 def rows_are_aligned(layer: CacheLayer) -> bool:
-    """Do halves and floats among the bytes of a row lie at multiples of 4?"""
+    """Do 16-bit and float32 values among the bytes of a row lie at multiples of 4?"""
     payload = layer.payload
     bytes_at = (payload.data_ptr(), *payload.stride()[:2])
     return payload.dtype != torch.uint8 or all(at % 4 == 0 for at in bytes_at)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """e4m3 as uint8: kernels know it by its bytes; others as they are."""
+    """A tensor of e4m3 as uint8, which kernels read it as; other tensors unchanged."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor

@@ -1,9 +1,7 @@
-"""Launching absorbed MLA attention over per-token lists of cache rows, portable Triton.
+"""Launches `sparse_kernel`: absorbed MLA attention over per-token lists of cache rows.
 
-Work       `sparse_kernel` has a program for each (token, tile of heads, part of the token's lists);
-           where tokens are few, lists are cut into parts, which `sparse_merge` merges
-Memory     float32 partials where there are parts, 256 MiB of them at most
-Limits     2**31 rows in a cache; widths are padded to powers of two
+Work       with few tokens, lists are split over several programs and `sparse_merge` combines them
+Memory     float32 partials of splits, 256 MiB at most
 """
 
 from __future__ import annotations
@@ -17,22 +15,20 @@ from torch import Tensor
 from mlakit.arguments import SparseArguments, filled
 from mlakit.cache import CacheLayer
 from mlakit.formats import SMALLEST_SCALE
-from mlakit.kernels.triton.configs import pick_sparse_config, pick_sparse_parts
+from mlakit.kernels.triton.configs import pick_sparse_config, pick_sparse_splits
 from mlakit.kernels.triton.launch import launch, target
 from mlakit.kernels.triton.rows import (
     PLAIN,
-    TRITON_TYPES,
     ComputeTypes,
     compute_types,
     row_tiles,
-    rows_are_aligned,
-    value_unit,
+    row_traits,
 )
 from mlakit.kernels.triton.sparse_kernel import sparse_mla_kernel
-from mlakit.kernels.triton.sparse_merge import merge_lists
+from mlakit.kernels.triton.sparse_merge import merge_list_splits
 from mlakit.replay import workspace
 
-# these are divided by in the kernel as constants; one kernel serves all others
+# page sizes that are constants in a kernel; all others share one kernel
 USUAL_PAGES = (1, 16, 32, 64, 128, 256)
 
 
@@ -45,7 +41,7 @@ def sparse_mla(a: SparseArguments, out: Tensor, lse: Tensor, max_logits: Tensor)
     if a.extra is not None:
         lists.append((a.extra, filled(a.extra_rows), a.extra_topk_lens))
     types = [_types(q, each) for each, _, _ in lists]
-    # sums over both caches stand in the same pieces: the narrower ones
+    # both caches share the accumulators, so they share the narrower column tiles
     tiles = min((row_tiles(each) for each, _, _ in lists), key=lambda tiles: tiles.width)
     device = target(q.device)
     config = pick_sparse_config(
@@ -57,7 +53,7 @@ def sparse_mla(a: SparseArguments, out: Tensor, lse: Tensor, max_logits: Tensor)
         shared_bytes=device.shared_bytes,
     )
     head_tiles = triton.cdiv(heads, config.block_h)
-    parts = pick_sparse_parts(
+    num_splits = pick_sparse_splits(
         wanted=None if splits is None else splits.num_splits,
         rows=tokens * heads,
         head_tiles=tokens * head_tiles,
@@ -66,48 +62,42 @@ def sparse_mla(a: SparseArguments, out: Tensor, lse: Tensor, max_logits: Tensor)
         row_bytes=4 * (tiles.v_width + 2),
     )
     results = [(out, out.stride()[:2]), (lse, lse.stride()), (max_logits, max_logits.stride())]
-    if parts > 1:
+    if num_splits > 1:
         scratch = [
-            workspace.scratch((parts, tokens, heads, n), torch.float32, out.device)
+            workspace.scratch((num_splits, tokens, heads, n), torch.float32, out.device)
             for n in (tiles.v_width, 1, 1)
         ]
         results = [(each, each.stride()[1:3]) for each in scratch]
     arguments = [_list_arguments(*each) for each in lists]
     launch(
         sparse_mla_kernel,
-        (tokens * parts * head_tiles,),
+        (tokens * num_splits * head_tiles,),
         q.view(torch.uint8) if q.dtype not in PLAIN else q,
         *arguments[0],
         *(arguments[1] if a.extra is not None else _NO_LIST),
-        None if parts > 1 else sink,
+        None if num_splits > 1 else sink,
         *(each for each, _ in results),
         # a scale of 0 would turn the −inf of an invalid slot into NaN
         max(abs(softmax_scale) * log2(e), SMALLEST_SCALE),
         tokens,
         heads,
-        parts,
+        num_splits,
         *q.stride()[:2],
         0 if sink is None else sink.stride(0),
         *(stride for _, strides in results for stride in strides),
         HAS_EXTRA=a.extra is not None,
-        **_list_constants("", lists[0][0], types[0]),
-        **_list_constants("EXTRA_", lists[-1][0], types[-1]),
-        D_C=tiles.d_c,
-        D_R=tiles.d_r,
-        V_WIDTH=tiles.v_width,
-        PIECES=tiles.pieces,
-        WIDTH=tiles.width,
-        VALUE_PIECES=tiles.value_pieces,
-        ROPE_WIDTH=tiles.rope_width,
+        ROW=row_traits(lists[0][0], tiles, types[0], has_fp8=device.has_fp8),
+        EXTRA_ROW=row_traits(lists[-1][0], tiles, types[-1], has_fp8=device.has_fp8),
+        PAGE=_constant_page(lists[0][0]),
+        EXTRA_PAGE=_constant_page(lists[-1][0]),
         IS_NEGATIVE=softmax_scale < 0,
-        HAS_FP8=device.has_fp8,
         BH=config.block_h,
         BN=config.block_n,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    if parts > 1:
-        merge_lists(scratch, sink, out, lse, max_logits)
+    if num_splits > 1:
+        merge_list_splits(scratch, sink, out, lse, max_logits)
 
 
 def _types(q: Tensor, layer: CacheLayer) -> ComputeTypes:
@@ -141,13 +131,5 @@ def _list_arguments(layer: CacheLayer, rows: Tensor, lens: Tensor | None) -> tup
     )
 
 
-def _list_constants(prefix: str, layer: CacheLayer, types: ComputeTypes) -> dict[str, object]:
-    constants = {
-        "FORMAT": layer.codec.name,
-        "DTYPE": TRITON_TYPES[types.latent],
-        "ROPE_DTYPE": TRITON_TYPES[types.rope],
-        "UNIT": value_unit(types.latent, layer.codec.name),
-        "PAGE": layer.page_size if layer.page_size in USUAL_PAGES else 0,
-        "IS_ALIGNED": rows_are_aligned(layer),
-    }
-    return {prefix + name: value for name, value in constants.items()}
+def _constant_page(layer: CacheLayer) -> int:
+    return layer.page_size if layer.page_size in USUAL_PAGES else 0

@@ -1,8 +1,11 @@
-"""The second half of a sparse attention whose lists were cut: parts become results.
+"""The merge kernel of a sparse attention whose lists were split: float32 partials become results.
 
 Maths      lse = log Σ_p exp lse_p;  out = Σ_p exp(lse_p − lse) · out_p, a sink in the denominator;
-           the largest logit is that of all parts, or NaN where one has a NaN
-Work       a program is a few rows, heads of tokens, over all of their parts
+           max_logits is the largest of all splits, or NaN if one is NaN
+Work       a program merges all splits of a few (token, head) rows
+Memory     float32 partials [num_splits, tokens, heads, v_width], read once
+Limits     none
+Lineage    own design; ideas: split-KV flash decoding
 """
 
 from __future__ import annotations
@@ -16,26 +19,26 @@ from mlakit.kernels.triton.launch import launch
 from mlakit.kernels.triton.primitives import merge_split, store_merged
 
 
-def merge_lists(
-    scratch: list[Tensor],  # of out, lse and max_logits: [parts, tokens, heads, n] float32
+def merge_list_splits(
+    partials: list[Tensor],  # of out, lse, max_logits: float32 [num_splits, tokens, heads, n]
     sink: Tensor | None,
     out: Tensor,
     lse: Tensor,
     max_logits: Tensor,
 ) -> None:
-    parts, tokens, heads, v_width = scratch[0].shape
+    num_splits, tokens, heads, v_width = partials[0].shape
     config = pick_merge_config(v_width=v_width)
     launch(
-        _merge_lists_kernel,
+        _merge_list_splits_kernel,
         (triton.cdiv(tokens * heads, config.rows),),
-        *scratch,
+        *partials,
         sink,
         out,
         lse,
         max_logits,
         tokens * heads,
         heads,
-        parts,
+        num_splits,
         0 if sink is None else sink.stride(0),
         *out.stride()[:2],
         *lse.stride(),
@@ -47,76 +50,53 @@ def merge_lists(
     )
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_rows",
-        "heads",
-        "parts",
-        "stride_sink",
-        "stride_lse_token",
-        "stride_lse_head",
-        "stride_max_token",
-        "stride_max_head",
-    ]
-)
-def _merge_lists_kernel(
-    part_outs,  # [parts, rows, V_WIDTH] float32
-    part_lses,  # [parts, rows] float32
-    part_maxima,  # [parts, rows] float32
+VARYING = [
+    "num_rows", "heads", "num_splits", "stride_sink", "stride_lse_token", "stride_lse_head",
+    "stride_max_token", "stride_max_head",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _merge_list_splits_kernel(
+    partial_out,  # [num_splits, rows, V_WIDTH] float32
+    partial_lse, partial_max,  # [num_splits, rows] float32
     sink,  # [heads] float32, or None
-    out,
-    lse,
-    max_logits,
+    out, lse, max_logits,
     num_rows,  # tokens · heads
-    heads,
-    parts,
-    stride_sink,
-    stride_out_token,
-    stride_out_head,
-    stride_lse_token,
-    stride_lse_head,
-    stride_max_token,
-    stride_max_head,
+    heads, num_splits,
+    stride_sink, stride_out_token, stride_out_head,
+    stride_lse_token, stride_lse_head, stride_max_token, stride_max_head,
     V_WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = row < num_rows
     column = tl.arange(0, COLUMNS)
     in_row = (column < V_WIDTH)[None, :]
-    peak = tl.full([ROWS], -float("inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    weighted = tl.zeros([ROWS, COLUMNS], tl.float32)
-    largest = tl.full([ROWS], -float("inf"), tl.float32)
+    row_max = tl.full([ROWS], -float("inf"), tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    max_logit = tl.full([ROWS], -float("inf"), tl.float32)
     num_nan = tl.zeros([ROWS], tl.int32)
-    for part in range(parts):
-        at = part * num_rows.to(tl.int64) + row
-        part_lse = tl.load(part_lses + at, mask=is_row, other=-float("inf"))
-        part_max = tl.load(part_maxima + at, mask=is_row, other=-float("inf"))
-        # a part that saw nothing adds nothing
-        is_live = is_row & (part_lse != -float("inf"))
+    for split in range(num_splits):
+        at = split * num_rows.to(tl.int64) + row
+        split_lse = tl.load(partial_lse + at, mask=is_row, other=-float("inf"))
+        split_max = tl.load(partial_max + at, mask=is_row, other=-float("inf"))
+        # the out of a split without keys is not written
+        has_keys = is_row & (split_lse != -float("inf"))
         values = tl.load(
-            part_outs + at[:, None] * V_WIDTH + column[None, :],
-            mask=is_live[:, None] & in_row,
+            partial_out + at[:, None] * V_WIDTH + column[None, :],
+            mask=has_keys[:, None] & in_row,
             other=0.0,
         )
-        peak, total, weighted = merge_split(peak, total, weighted, part_lse, values)
-        num_nan += (part_max != part_max).to(tl.int32)
-        largest = tl.where(part_max > largest, part_max, largest)
+        row_max, row_sum, acc = merge_split(row_max, row_sum, acc, split_lse, values)
+        num_nan += (split_max != split_max).to(tl.int32)
+        max_logit = tl.where(split_max > max_logit, split_max, max_logit)
     token = (row // heads).to(tl.int64)
     head = (row % heads).to(tl.int64)
-    store_merged(
-        peak,
-        total,
-        weighted,
-        sink,
-        stride_sink,
-        head,
-        out + (token * stride_out_token + head * stride_out_head),
-        lse + token * stride_lse_token + head * stride_lse_head,
-        is_row,
-        V_WIDTH,
-    )
-    largest = tl.where(num_nan > 0, float("nan"), largest)
-    tl.store(max_logits + token * stride_max_token + head * stride_max_head, largest, mask=is_row)
+    out_rows = out + (token * stride_out_token + head * stride_out_head)
+    lse_at = lse + token * stride_lse_token + head * stride_lse_head
+    store_merged(row_max, row_sum, acc, sink, stride_sink, head, out_rows, lse_at, is_row, V_WIDTH)
+    max_logit = tl.where(num_nan > 0, float("nan"), max_logit)
+    tl.store(max_logits + token * stride_max_token + head * stride_max_head, max_logit, mask=is_row)
