@@ -69,13 +69,11 @@ from mlakit.kernels.hopper.decode.m64_bf16_loads import (
 from mlakit.kernels.hopper.decode.paged_loads import NO_ROW, wait_block
 from mlakit.kernels.hopper.decode.scheduler import (
     count_tiles,
-    first_tile,
+    first_tile_or_warm_up,
     key_range,
     launch_dependents,
     locate_tile,
-    make_inputs,
-    make_outputs,
-    make_scheduler,
+    make_work,
     next_tile,
 )
 from mlakit.kernels.hopper.decode.softmax import (
@@ -376,38 +374,24 @@ def _odd_warpgroup(
 
 @gluon.jit(do_not_specialize=VARYING)
 def mla_decode_m64_bf16_kernel(
-    q,  # TMA descriptors: tiles of 64 x 256, of 64 x 64 where rotated
-    q_rope,
-    kv,  # likewise; of PAGE rows where pages are smaller
-    kv_rope,
-    scale_log2,
-    stride_table_request,
-    q_token_rows,
-    q_rope_token_rows,
-    heads,
-    slot_rows,
+    q, q_rope,  # TMA descriptors: tiles of 64 x 256, of 64 x 64 where rotated
+    kv, kv_rope,  # likewise; of PAGE rows where pages are smaller
+    scale_log2, stride_table_request, q_token_rows, q_rope_token_rows, heads, slot_rows,
     stride_lse_token,
-    batch,  # `arguments`
-    schedule,
-    outputs,
-    gather,
+    batch, schedule, outputs, gather,  # `arguments`
     packed_rows,  # the cache, if nothing lies between its rows, or None
     TRAITS: gl.constexpr,
     CONFIG: gl.constexpr,  # `configs.M64Bf16Config`
-):
+):  # fmt: skip
     """grid: (work tiles of a request that run at once, workers of the plan)"""
-    inputs = make_inputs(
-        q, q_rope, kv, kv_rope, q_token_rows, q_rope_token_rows, batch, stride_table_request,
-        gather, TRAITS,
+    inputs, scheduler, outputs = make_work(
+        q, q_rope, kv, kv_rope, stride_table_request, q_token_rows, q_rope_token_rows, heads,
+        slot_rows, stride_lse_token, batch, schedule, outputs, gather, TRAITS,
+        CONFIG.HEAD_TILES, HAS_WARM_UP=True,
     )  # fmt: skip
-    scheduler = make_scheduler(
-        batch, schedule, heads, CONFIG.HEAD_TILES, slot_rows, TRAITS, HAS_WARM_UP=True
-    )
-    outputs = make_outputs(outputs, stride_lse_token)
     smem = alloc_smem(kv)
     barriers = alloc_all_barriers(gather.words)
-    first_item = gl.load(schedule.worker_starts + gl.program_id(1))
-    scheduler, item, index = first_tile(scheduler, first_item)
+    scheduler, item, index = first_tile_or_warm_up(scheduler, schedule)
     if item < scheduler.last_item:
         launch_dependents(scheduler, item)
         SIGN: gl.constexpr = TRAITS.SIGN

@@ -67,14 +67,14 @@ from mlakit.kernels.hopper.decode.m64_fp8_kv_dequant import (
 )
 from mlakit.kernels.hopper.decode.paged_loads import wait_block
 from mlakit.kernels.hopper.decode.pipeline import two_stages
+from mlakit.kernels.hopper.decode.row_scales import apply_tensor_scale
 from mlakit.kernels.hopper.decode.scheduler import (
     count_tiles,
+    first_tile,
     key_range,
     launch_dependents,
     locate_tile,
-    make_inputs,
-    make_outputs,
-    make_scheduler,
+    make_work,
     next_tile,
 )
 from mlakit.kernels.hopper.decode.softmax import (
@@ -355,38 +355,24 @@ def _pv_warpgroup(item, index, inputs, scheduler, outputs, prob_stage, blocks):
 
 @gluon.jit(do_not_specialize=VARYING)
 def mla_decode_m64_fp8_kv_kernel(
-    q,  # TMA descriptors: tiles of 64 x 256, of 64 x 64 where rotated
-    q_rope,
+    q, q_rope,  # TMA descriptors: tiles of 64 x 256, of 64 x 64 where rotated
     words,  # the cache, int32
     kv_rope,  # TMA descriptor: tiles of 64 x 64 bfloat16, of PAGE rows where pages are smaller; of
     # words (fp8), which the dequant warpgroup loads with the others
-    scale_log2,
-    stride_table_request,
-    q_token_rows,
-    q_rope_token_rows,
-    heads,
-    slot_rows,
+    scale_log2, stride_table_request, q_token_rows, q_rope_token_rows, heads, slot_rows,
     stride_lse_token,
-    batch,  # `arguments`
-    schedule,
-    outputs,
-    gather,
-    kv_scales,
+    batch, schedule, outputs, gather, kv_scales,  # `arguments`
     TRAITS: gl.constexpr,
     CONFIG: gl.constexpr,  # `configs.M64Fp8KvConfig`
-):
+):  # fmt: skip
     """grid: (work tiles of a request that run at once, workers of the plan)"""
     NONE: gl.constexpr = None
-    tensor_scale = kv_scales.tensor_scale
-    if kv_scales.device_scale is not None:
-        tensor_scale = gl.load(kv_scales.device_scale).to(gl.float32)
-        scale_log2 *= tensor_scale
-    inputs = make_inputs(
-        q, q_rope, NONE, kv_rope, q_token_rows, q_rope_token_rows, batch, stride_table_request,
-        gather, TRAITS,
+    scale_log2, tensor_scale = apply_tensor_scale(kv_scales, scale_log2)
+    inputs, scheduler, outputs = make_work(
+        q, q_rope, NONE, kv_rope, stride_table_request, q_token_rows, q_rope_token_rows, heads,
+        slot_rows, stride_lse_token, batch, schedule, outputs, gather, TRAITS,
+        schedule.head_tiles,
     )  # fmt: skip
-    scheduler = make_scheduler(batch, schedule, heads, schedule.head_tiles, slot_rows, TRAITS)
-    outputs = make_outputs(outputs, stride_lse_token)
     FORMAT: gl.constexpr = TRAITS.FORMAT
     rows = CacheRows(
         words, TRAITS.ROPE_COLUMN, CONFIG.IS_PACKED, kv_scales.row_scales, kv_scales.stride_page,
@@ -409,8 +395,7 @@ def mla_decode_m64_fp8_kv_kernel(
     )
     scores = ScoreTraits(TRAITS.SIGN, TRAITS.IS_EXTERNAL_PLAN)
     traits = SoftmaxTraits(kv_scales.row_scales is not None, scores)
-    first_item = gl.load(schedule.worker_starts + gl.program_id(1))
-    item, index = next_tile(scheduler, first_item, gl.program_id(0))
+    item, index = first_tile(scheduler, schedule)
     if item < scheduler.last_item:
         launch_dependents(scheduler, item)
         gl.warp_specialize(

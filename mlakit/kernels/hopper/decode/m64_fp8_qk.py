@@ -66,15 +66,18 @@ from mlakit.kernels.hopper.decode.pipeline import (
     release,
     two_stages,
 )
-from mlakit.kernels.hopper.decode.row_scales import RowScales, alloc_scale_stages
+from mlakit.kernels.hopper.decode.row_scales import (
+    RowScales,
+    alloc_scale_stages,
+    apply_tensor_scale,
+)
 from mlakit.kernels.hopper.decode.scheduler import (
     count_tiles,
+    first_tile,
     key_range,
     launch_dependents,
     locate_tile,
-    make_inputs,
-    make_outputs,
-    make_scheduler,
+    make_work,
     next_tile,
 )
 from mlakit.kernels.hopper.decode.softmax import ScoreTraits
@@ -180,49 +183,26 @@ def _pv_warpgroup(
         item, index = next_tile(scheduler, item, index + gl.num_programs(0))
 
 
-@gluon.jit
-def _first_pv_warpgroup(item, index, inputs, scheduler, outputs, prob_stages, pipelines):
-    _pv_warpgroup(0, item, index, inputs, scheduler, outputs, prob_stages, pipelines)
-
-
-@gluon.jit
-def _second_pv_warpgroup(item, index, inputs, scheduler, outputs, prob_stages, pipelines):
-    _pv_warpgroup(1, item, index, inputs, scheduler, outputs, prob_stages, pipelines)
-
-
 @gluon.jit(do_not_specialize=VARYING)
 def mla_decode_m64_fp8_qk_kernel(
-    q,  # TMA descriptors: words, tiles of 64 x 32; where rotated 64 x 16, or 64 x 64 bfloat16
-    q_rope,
-    kv,  # words, 64 x 32; where rotated 64 x 64 bfloat16, or 64 x 16 words (fp8)
-    kv_rope,  # either of PAGE rows where pages are smaller
-    scale_log2,
-    stride_table_request,
-    q_token_rows,
-    q_rope_token_rows,
-    heads,
-    slot_rows,
+    # TMA descriptors: words, tiles of 64 x 32; where rotated 64 x 16, or 64 x 64 bfloat16
+    q, q_rope,
+    # words, 64 x 32; where rotated 64 x 64 bfloat16, or 64 x 16 words (fp8). Tiles have PAGE rows
+    # where pages are smaller
+    kv, kv_rope,
+    scale_log2, stride_table_request, q_token_rows, q_rope_token_rows, heads, slot_rows,
     stride_lse_token,
-    batch,  # `arguments`
-    schedule,
-    outputs,
-    gather,
-    kv_scales,
-    q_scales,
+    batch, schedule, outputs, gather, kv_scales, q_scales,  # `arguments`
     TRAITS: gl.constexpr,
     CONFIG: gl.constexpr,  # `configs.M64Fp8QkConfig`
-):
+):  # fmt: skip
     """grid: (work tiles of a request that run at once, workers of the plan)"""
-    tensor_scale = kv_scales.tensor_scale
-    if kv_scales.device_scale is not None:
-        tensor_scale = gl.load(kv_scales.device_scale).to(gl.float32)
-        scale_log2 *= tensor_scale
-    inputs = make_inputs(
-        q, q_rope, kv, kv_rope, q_token_rows, q_rope_token_rows, batch, stride_table_request,
-        gather, TRAITS,
+    scale_log2, tensor_scale = apply_tensor_scale(kv_scales, scale_log2)
+    inputs, scheduler, outputs = make_work(
+        q, q_rope, kv, kv_rope, stride_table_request, q_token_rows, q_rope_token_rows, heads,
+        slot_rows, stride_lse_token, batch, schedule, outputs, gather, TRAITS,
+        schedule.head_tiles,
     )  # fmt: skip
-    scheduler = make_scheduler(batch, schedule, heads, schedule.head_tiles, slot_rows, TRAITS)
-    outputs = make_outputs(outputs, stride_lse_token)
     HAS_ROW_SCALES: gl.constexpr = kv_scales.row_scales is not None
     pipelines = _alloc_pipelines(CONFIG.STAGES, inputs, HAS_ROW_SCALES)
     query = Query(
@@ -243,15 +223,19 @@ def mla_decode_m64_fp8_qk_kernel(
     row_scales = RowScales(
         kv_scales.row_scales, kv_scales.stride_page, kv_scales.stride_row, 1, WARPS
     )
-    first_item = gl.load(schedule.worker_starts + gl.program_id(1))
-    item, index = next_tile(scheduler, first_item, gl.program_id(0))
+    item, index = first_tile(scheduler, schedule)
     if item < scheduler.last_item:
         launch_dependents(scheduler, item)
-        common = (item, index, inputs, scheduler, outputs, prob_stages, pipelines)
         gl.warp_specialize(
             [
-                (_first_pv_warpgroup, common),
-                (_second_pv_warpgroup, common),
+                (
+                    _pv_warpgroup,
+                    (0, item, index, inputs, scheduler, outputs, prob_stages, pipelines),
+                ),
+                (
+                    _pv_warpgroup,
+                    (1, item, index, inputs, scheduler, outputs, prob_stages, pipelines),
+                ),
                 (
                     qk_softmax_warpgroup,
                     (item, index, inputs, scheduler, outputs, prob_stages, pipelines, given),

@@ -112,6 +112,17 @@ def store_scales(scales, stages, stage, found):
 
 
 @gluon.jit
+def apply_tensor_scale(kv_scales, scale_log2):
+    """(scale_log2, tensor_scale) of `arguments.KVScales`; a scale on the device is not yet part of
+    scale_log2."""
+    tensor_scale = kv_scales.tensor_scale
+    if kv_scales.device_scale is not None:
+        tensor_scale = gl.load(kv_scales.device_scale).to(gl.float32)
+        scale_log2 *= tensor_scale
+    return scale_log2, tensor_scale
+
+
+@gluon.jit
 def load_q_scale(scales, scheduler, item, index):
     """The scale of a work tile's query: `scales` has q_scale [tokens] or None, and its stride."""
     scale = gl.to_tensor(1.0)

@@ -50,7 +50,7 @@ class TileScheduler:
     IS_CAUSAL: object
     IS_EXTERNAL_PLAN: object
     ITEM_COLUMNS: object
-    HAS_WARM_UP: object  # see `first_tile`
+    HAS_WARM_UP: object  # see `first_tile_or_warm_up`
 
 
 @record
@@ -91,38 +91,33 @@ class WorkTile:
 
 
 @gluon.jit
-def make_inputs(
-    q, q_rope, kv, kv_rope, q_token_rows, q_rope_token_rows, batch, stride_table_request, gather,
-    TRAITS: gl.constexpr,
+def make_work(
+    q, q_rope, kv, kv_rope, stride_table_request, q_token_rows, q_rope_token_rows, heads, slot_rows,
+    stride_lse_token, batch, schedule, outputs, gather, TRAITS: gl.constexpr, HEAD_TILES,
+    HAS_WARM_UP: gl.constexpr = False,
 ):  # fmt: skip
-    return Inputs(
+    """(Inputs, TileScheduler, Outputs) of a kernel's arguments.
+
+    HEAD_TILES  work tiles of a query: `schedule.head_tiles`, or a constant
+    """
+    inputs = Inputs(
         q, q_rope, kv, kv_rope, q_token_rows, q_rope_token_rows, batch.page_table,
         stride_table_request, batch.stride_entry, TRAITS.PAGE_ROWS, TRAITS.PAGE, gather.words,
         gather.row_chunks,
     )  # fmt: skip
-
-
-@gluon.jit
-def make_scheduler(
-    batch, schedule, heads, head_tiles, slot_rows, TRAITS: gl.constexpr,
-    HAS_WARM_UP: gl.constexpr = False,
-):  # fmt: skip
     last_item = gl.load(schedule.worker_starts + gl.program_id(1) + 1)
-    return TileScheduler(
+    scheduler = TileScheduler(
         schedule.items, schedule.partial_starts, batch.q_starts, batch.kv_lens,
-        batch.stride_q_starts, batch.stride_kv_lens, heads, head_tiles, TRAITS.ROWS, slot_rows,
+        batch.stride_q_starts, batch.stride_kv_lens, heads, HEAD_TILES, TRAITS.ROWS, slot_rows,
         last_item,
         TRAITS.IS_CAUSAL, TRAITS.IS_EXTERNAL_PLAN, TRAITS.ITEM_COLUMNS, HAS_WARM_UP,
     )  # fmt: skip
-
-
-@gluon.jit
-def make_outputs(given, stride_lse_token):
-    return Outputs(
-        given.out, given.lse, given.partial_out, given.partial_lse, given.sink,
-        given.stride_out_token, given.stride_out_head, stride_lse_token, given.stride_lse_head,
-        given.stride_sink,
+    outputs = Outputs(
+        outputs.out, outputs.lse, outputs.partial_out, outputs.partial_lse, outputs.sink,
+        outputs.stride_out_token, outputs.stride_out_head, stride_lse_token,
+        outputs.stride_lse_head, outputs.stride_sink,
     )  # fmt: skip
+    return inputs, scheduler, outputs
 
 
 @gluon.jit
@@ -183,14 +178,21 @@ def next_tile(scheduler, item, index):
 
 
 @gluon.jit
-def first_tile(scheduler, first_item):
-    """(scheduler, item, work tile of it) that this CTA starts with; `last_item` if it has none.
+def first_tile(scheduler, schedule):
+    """(item, work tile of it) that this CTA starts with; `last_item` if it has none."""
+    first_item = gl.load(schedule.worker_starts + gl.program_id(1))
+    return next_tile(scheduler, first_item, gl.program_id(0))
+
+
+@gluon.jit
+def first_tile_or_warm_up(scheduler, schedule):
+    """`first_tile`, with the scheduler in front: (scheduler, item, work tile of it).
 
     A CTA without work runs an instruction-cache warm-up: the last work tile of another CTA, with no
     keys and no results. The code at the end of a tile is then in L2 before all CTAs need it at the
     same time, which saves 1 us per call.
     """
-    item, index = next_tile(scheduler, first_item, gl.program_id(0))
+    item, index = first_tile(scheduler, schedule)
     heads = scheduler.heads
     if (item >= scheduler.last_item) & (scheduler.last_item > 0):
         last_index = _num_tiles(scheduler, scheduler.last_item - 1) - 1
@@ -207,11 +209,11 @@ def first_tile(scheduler, first_item):
 
 @gluon.jit
 def launch_dependents(scheduler, item):
-    """Let the merge kernel start early (PDL), once every CTA has said so; it waits for this kernel
-    itself.
+    """Let the merge kernel start early (PDL), once every CTA allows it; the merge kernel waits for
+    this one to end.
 
-    A CTA whose first item is a split of a request does not say so: CTAs of the merge kernel would
-    otherwise occupy the SMs that are idle here.
+    A CTA whose first item is a split of a request does not allow it: CTAs of the merge kernel would
+    occupy SMs that are idle here.
     """
     _, _, _, slot, _, _, _ = _load_item(scheduler, item)
     if slot < 0:

@@ -59,12 +59,11 @@ from mlakit.kernels.hopper.decode.pipeline import (
 from mlakit.kernels.hopper.decode.row_scales import RowScales
 from mlakit.kernels.hopper.decode.scheduler import (
     count_tiles,
+    first_tile,
     key_range,
     launch_dependents,
     locate_tile,
-    make_inputs,
-    make_outputs,
-    make_scheduler,
+    make_work,
     next_tile,
 )
 from mlakit.kernels.hopper.decode.softmax import INITIAL_ROW_MAX, ScoreTraits, mask_scores
@@ -166,31 +165,20 @@ def _consumer(
 
 @gluon.jit(do_not_specialize=VARYING)
 def mla_decode_small_m_bf16_kernel(
-    q,  # TMA descriptors: tiles of ROWS x 128, of ROWS x 64 where rotated
-    q_rope,
-    kv,  # of 64 x 128 and 64 x 64; where pages are smaller of PAGE x 64 both
-    kv_rope,
-    scale_log2,
-    stride_table_request,
-    q_token_rows,
-    q_rope_token_rows,
-    heads,
-    slot_rows,
+    q, q_rope,  # TMA descriptors: tiles of ROWS x 128, of ROWS x 64 where rotated
+    kv, kv_rope,  # of 64 x 128 and 64 x 64; where pages are smaller of PAGE x 64 both
+    scale_log2, stride_table_request, q_token_rows, q_rope_token_rows, heads, slot_rows,
     stride_lse_token,
-    batch,  # `arguments`
-    schedule,
-    outputs,
-    gather,
+    batch, schedule, outputs, gather,  # `arguments`
     TRAITS: gl.constexpr,
     CONFIG: gl.constexpr,  # `configs.SmallMBf16Config`
-):
+):  # fmt: skip
     """grid: (work tiles of a request that run at once, workers of the plan)"""
-    inputs = make_inputs(
-        q, q_rope, kv, kv_rope, q_token_rows, q_rope_token_rows, batch, stride_table_request,
-        gather, TRAITS,
+    inputs, scheduler, outputs = make_work(
+        q, q_rope, kv, kv_rope, stride_table_request, q_token_rows, q_rope_token_rows, heads,
+        slot_rows, stride_lse_token, batch, schedule, outputs, gather, TRAITS,
+        schedule.head_tiles,
     )  # fmt: skip
-    scheduler = make_scheduler(batch, schedule, heads, schedule.head_tiles, slot_rows, TRAITS)
-    outputs = make_outputs(outputs, stride_lse_token)
     NONE: gl.constexpr = None
     ROWS: gl.constexpr = TRAITS.ROWS
     WARPS: gl.constexpr = producer_warps(gather.words)
@@ -210,8 +198,7 @@ def mla_decode_small_m_bf16_kernel(
     )
     probs = gl.allocate_shared_memory(kv.dtype, [1, ROWS, 64], kv.layout)
     traits = ScoreTraits(TRAITS.SIGN, TRAITS.IS_EXTERNAL_PLAN)
-    first_item = gl.load(schedule.worker_starts + gl.program_id(1))
-    item, index = next_tile(scheduler, first_item, gl.program_id(0))
+    item, index = first_tile(scheduler, schedule)
     if item < scheduler.last_item:
         launch_dependents(scheduler, item)
         gl.warp_specialize(

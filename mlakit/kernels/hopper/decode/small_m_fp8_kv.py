@@ -74,15 +74,18 @@ from mlakit.kernels.hopper.decode.pipeline import (
     release,
     two_stages,
 )
-from mlakit.kernels.hopper.decode.row_scales import RowScales, alloc_scale_stages
+from mlakit.kernels.hopper.decode.row_scales import (
+    RowScales,
+    alloc_scale_stages,
+    apply_tensor_scale,
+)
 from mlakit.kernels.hopper.decode.scheduler import (
     count_tiles,
+    first_tile,
     key_range,
     launch_dependents,
     locate_tile,
-    make_inputs,
-    make_outputs,
-    make_scheduler,
+    make_work,
     next_tile,
 )
 from mlakit.kernels.hopper.decode.small_m_fp8_kv_softmax import (
@@ -182,37 +185,24 @@ def _pv_warpgroup(
 
 @gluon.jit(do_not_specialize=VARYING)
 def mla_decode_small_m_fp8_kv_kernel(
-    q,  # TMA descriptors: tiles of ROWS x 128, of ROWS x 64 where rotated; FP8: words
-    q_rope,
-    kv,  # words, 64 x 32; where rotated 64 x 64 bfloat16, or 64 x 16 words (fp8)
-    kv_rope,  # either of PAGE rows where pages are smaller
-    scale_log2,
-    stride_table_request,
-    q_token_rows,
-    q_rope_token_rows,
-    heads,
-    slot_rows,
+    # TMA descriptors: tiles of ROWS x 128, of ROWS x 64 where rotated; FP8: words
+    q, q_rope,
+    # words, 64 x 32; where rotated 64 x 64 bfloat16, or 64 x 16 words (fp8). Tiles have PAGE rows
+    # where pages are smaller
+    kv, kv_rope,
+    scale_log2, stride_table_request, q_token_rows, q_rope_token_rows, heads, slot_rows,
     stride_lse_token,
-    batch,  # `arguments`
-    schedule,
-    outputs,
-    gather,
-    kv_scales,
-    q_scales,
+    batch, schedule, outputs, gather, kv_scales, q_scales,  # `arguments`
     TRAITS: gl.constexpr,
     CONFIG: gl.constexpr,  # `configs.SmallMFp8KvConfig`
-):
+):  # fmt: skip
     """grid: (work tiles of a request that run at once, workers of the plan)"""
-    tensor_scale = kv_scales.tensor_scale
-    if kv_scales.device_scale is not None:
-        tensor_scale = gl.load(kv_scales.device_scale).to(gl.float32)
-        scale_log2 *= tensor_scale
-    inputs = make_inputs(
-        q, q_rope, kv, kv_rope, q_token_rows, q_rope_token_rows, batch, stride_table_request,
-        gather, TRAITS,
+    scale_log2, tensor_scale = apply_tensor_scale(kv_scales, scale_log2)
+    inputs, scheduler, outputs = make_work(
+        q, q_rope, kv, kv_rope, stride_table_request, q_token_rows, q_rope_token_rows, heads,
+        slot_rows, stride_lse_token, batch, schedule, outputs, gather, TRAITS,
+        schedule.head_tiles,
     )  # fmt: skip
-    scheduler = make_scheduler(batch, schedule, heads, schedule.head_tiles, slot_rows, TRAITS)
-    outputs = make_outputs(outputs, stride_lse_token)
     FORMAT: gl.constexpr = TRAITS.FORMAT
     ROWS: gl.constexpr = TRAITS.ROWS
     COPIES: gl.constexpr = D_TILES if FORMAT == "fp8_block128" else 1
@@ -256,8 +246,7 @@ def mla_decode_small_m_fp8_kv_kernel(
         tensor_scale, ScoreTraits(TRAITS.SIGN, TRAITS.IS_EXTERNAL_PLAN), FORMAT,
     )  # fmt: skip
     scaled = alloc_scaled_query(ROWS)
-    first_item = gl.load(schedule.worker_starts + gl.program_id(1))
-    item, index = next_tile(scheduler, first_item, gl.program_id(0))
+    item, index = first_tile(scheduler, schedule)
     if item < scheduler.last_item:
         launch_dependents(scheduler, item)
         to_second, to_first = alloc_exchange(ROWS), alloc_exchange(ROWS)
