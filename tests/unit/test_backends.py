@@ -72,10 +72,10 @@ def test_a_new_backend_is_asked_first_and_explained(said):
     on_blackwell = json.loads(said["explain mla_decode --arch 100 --json"])
     assert on_blackwell["chosen"] == "blackwell"
     on_hopper = json.loads(said["explain mla_decode --arch 90 --json"])
-    assert on_hopper["objections"]["blackwell"] == "needs sm_100, got sm_90"
+    assert on_hopper["why_not"]["blackwell"] == "needs sm_100, got sm_90"
     assert on_hopper["chosen"] == "hopper"
     merge = json.loads(said["explain merge_states --arch 100 --json"])
-    assert merge["objections"]["blackwell"] == "has no kernel of merge_states"
+    assert merge["why_not"]["blackwell"] == "has no kernel of merge_states"
 
 
 def test_a_new_backend_is_in_the_support_table(said):
@@ -86,7 +86,7 @@ def test_a_new_backend_is_in_the_support_table(said):
 def test_a_new_backend_is_named_by_the_command_line_and_by_errors(said):
     choices = "blackwell, hopper, triton, cpu"
     assert "blackwell, hopper, triton or cpu. Default" in said["check --help"]
-    assert f"backend must be of {choices}, got 'volta'" in said["check --backend volta"]
+    assert f"backend must be one of {choices}, got 'volta'" in said["check --backend volta"]
     assert said["call"] == f"merge_states: backend must be one of auto, {choices}, got 'volta'"
     assert said["override"] == f"knob backend must be one of auto, {choices}, got 'volta'"
     assert said["knob"].endswith(": auto, blackwell, hopper, triton or cpu.")
