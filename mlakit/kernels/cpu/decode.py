@@ -1,9 +1,10 @@
 """Absorbed MLA attention of each request's newest tokens over its cached rows.
 
 Maths      s = q·row · softmax_scale [· q_scale];  out = softmax(s) @ row[:, :v_width]
-Work       an item is a span of a request's keys, on one thread; the queries share it. The thread
-           that finishes the last span of a request merges their results
-Memory     a tile is gathered by whole pages and widened to float32; it serves as K and as V
+Work       an item is a split of a request's keys for a block of its queries, on one thread. The
+           thread that finishes the last split of a block merges them
+Memory     a key tile is gathered by whole pages and converted to float32; it serves as K and as V
+Lineage    own design; ideas: split-KV flash decoding
 """
 
 from __future__ import annotations
@@ -18,35 +19,35 @@ from torch import Tensor
 from mlakit.arguments import DecodeArguments, DecodePlanArguments, Splits, filled
 from mlakit.cache import CacheLayer, PageTable
 from mlakit.geometry import RowShape
-from mlakit.kernels.cpu.merge import merge_parts
+from mlakit.kernels.cpu.merge import merge_partials
 from mlakit.kernels.cpu.softmax import OnlineSoftmax
 from mlakit.kernels.cpu.workers import for_each
 from mlakit.kernels.cpu.workspace import rows_that_fit
 from mlakit.plan import DecodePlanTensors, plan_decode
 from mlakit.split_heuristic import equal_key_ranges
 
-KEY_SPAN = 2048  # keys of an item where no plan divides them: a long request is shared by threads
-KEY_TILE = 4096  # rows: every tile costs some twenty calls of torch (docs/measured.md, CPU)
-QUERY_ROWS = 512  # queries × heads attended at a time: 1 MB of state at 512 columns
-SPLIT_GRANULARITY = 64  # keys; an even split cuts at multiples of it
+SPLIT_KEYS = 2048  # keys of a split without a plan: threads share a long request
+KEY_TILE = 4096  # keys: every tile costs about twenty calls of torch (docs/measured.md, CPU)
+QUERY_ROWS = 512  # queries × heads of a block: 1 MB of state at 512 columns
+SPLIT_GRANULARITY = 64  # keys; even splits begin at multiples of it
 
 
 def mla_decode(a: DecodeArguments, out: Tensor, lse: Tensor) -> None:
     q_latent, q_rope, q_scale, q_starts = a.q, filled(a.q_rope), a.q_scale, filled(a.q_starts)
     layer, page_table, shard, mask, sink = a.layer, a.page_table, a.shard, a.mask, a.sink
     lengths: list[int] = a.kv_lens.tolist()
-    spans = _spans(a.splits, [shard.local_count(kv_len) for kv_len in lengths])
+    ranges = _split_ranges(a.splits, [shard.local_count(kv_len) for kv_len in lengths])
 
     def attend(item: tuple[_Block, int]) -> None:
-        block, part = item
+        block, split = item
         q = torch.cat([q_latent[block.rows].float(), q_rope[block.rows].float()], -1)
         q.mul_(a.softmax_scale)
         if q_scale is not None:
             q *= q_scale[block.rows, None, None]
-        state = _attend_span(
-            q, layer, page_table, block.request, spans[block.request][part], block.seen
+        state = _attend_split(
+            q, layer, page_table, block.request, ranges[block.request][split], block.seen
         )
-        whole = block.finish(part, state, sink)
+        whole = block.finish(split, state, sink)
         if whole is not None:
             block_out, lse[block.rows] = whole
             out[block.rows] = block_out.to(out.dtype)
@@ -55,90 +56,90 @@ def mla_decode(a: DecodeArguments, out: Tensor, lse: Tensor) -> None:
     for request, (kv_len, (first, last)) in enumerate(
         zip(lengths, pairwise(q_starts.tolist()), strict=True)
     ):
-        tile = _query_tile(q_latent.shape[1], layer.codec.row, len(spans[request]))
+        tile = _query_tile(q_latent.shape[1], layer.codec.row, len(ranges[request]))
         for start in range(first, last, tile):
             rows = range(start, min(start + tile, last))
             seen = [
                 tuple(map(shard.local_count, mask.interval(kv_len - last + token, kv_len)))
                 for token in rows
             ]
-            blocks.append(_Block(request, slice(rows.start, rows.stop), seen, len(spans[request])))
-    for_each(attend, [(block, part) for block in blocks for part in range(block.num_parts)])
+            blocks.append(_Block(request, slice(rows.start, rows.stop), seen, len(ranges[request])))
+    for_each(attend, [(block, split) for block in blocks for split in range(block.num_splits)])
 
 
 class _Block:
-    """Queries of one request, and what the spans of its keys give for them."""
+    """A block of queries of one request, and the partials of its splits."""
 
     def __init__(
-        self, request: int, rows: slice, seen: Sequence[tuple[int, ...]], num_parts: int
+        self, request: int, rows: slice, seen: Sequence[tuple[int, ...]], num_splits: int
     ) -> None:
-        self.request, self.rows, self.num_parts = request, rows, num_parts
+        self.request, self.rows, self.num_splits = request, rows, num_splits
         self.seen = seen  # per query, the local keys [low, high) it sees
-        self._parts: list[tuple[Tensor, Tensor] | None] = [None] * num_parts
-        self._missing, self._lock = num_parts, Lock()
+        self._partials: list[tuple[Tensor, Tensor] | None] = [None] * num_splits
+        self._missing, self._lock = num_splits, Lock()
 
     def finish(
-        self, part: int, state: OnlineSoftmax, sink: Tensor | None
+        self, split: int, state: OnlineSoftmax, sink: Tensor | None
     ) -> tuple[Tensor, Tensor] | None:
-        """(out, lse) of the block once its last part is there, whatever the order they come in."""
-        if self.num_parts == 1:
+        """(out, lse) of the block after its last split, in any order of splits; before it None."""
+        if self.num_splits == 1:
             return state.finish(sink)
-        self._parts[part] = state.finish()
+        self._partials[split] = state.finish()
         with self._lock:
             self._missing -= 1
             is_last = self._missing == 0
         if not is_last:
             return None
-        parts, self._parts = [each for each in self._parts if each is not None], []
-        return merge_parts(parts, sink)
+        partials, self._partials = [each for each in self._partials if each is not None], []
+        return merge_partials(partials, sink)
 
 
 def plan_mla_decode(a: DecodePlanArguments) -> DecodePlanTensors:
-    """No request is cut: one is attended after the other."""
+    """A plan of one CTA: no request is split."""
     lengths = [a.shard.local_count(kv_len) for kv_len in a.kv_lens.tolist()]
     return plan_decode(lengths, num_ctas=1).tensors(a.kv_lens.device)
 
 
-def _query_tile(heads: int, row: RowShape, num_spans: int) -> int:
-    """Queries attended at a time: with their state and results per span half of the scratch."""
-    bytes_per_query = 4 * heads * (row.width + (3 + num_spans) * row.v_width)
+def _query_tile(heads: int, row: RowShape, num_splits: int) -> int:
+    """Queries per block: with their state and partials they take half of the workspace."""
+    bytes_per_query = 4 * heads * (row.width + (3 + num_splits) * row.v_width)
     return min(max(1, QUERY_ROWS // heads), rows_that_fit(2 * bytes_per_query))
 
 
-def _spans(splits: Splits, lengths: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Per request, the ranges of its local keys that are attended apart."""
+def _split_ranges(splits: Splits, lengths: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """Per request, the ranges of local keys that its splits have."""
     if isinstance(splits, DecodePlanTensors):
-        spans: list[list[tuple[int, int]]] = [[] for _ in lengths]
+        ranges: list[list[tuple[int, int]]] = [[] for _ in lengths]
         for request, first, last, _ in splits.host_items():
-            spans[request].append((first, last))
-        return [each or [(0, 0)] for each in spans]
+            ranges[request].append((first, last))
+        return [each or [(0, 0)] for each in ranges]
     if splits is None:
         return [
-            [(first, min(first + KEY_SPAN, length)) for first in range(0, length, KEY_SPAN)]
+            [(first, min(first + SPLIT_KEYS, length)) for first in range(0, length, SPLIT_KEYS)]
             or [(0, 0)]
             for length in lengths
         ]
     return [equal_key_ranges(length, splits.num_splits, SPLIT_GRANULARITY) for length in lengths]
 
 
-def _attend_span(
+def _attend_split(
     q: Tensor,  # [q_len, heads, width] float32, scaled
     layer: CacheLayer,
     page_table: PageTable,
     request: int,
-    span: tuple[int, int],
+    key_range: tuple[int, int],
     seen: Sequence[tuple[int, ...]],  # per query, the local keys [low, high) it sees
 ) -> OnlineSoftmax:
-    """The softmax state of every query over the keys of one span."""
+    """The online softmax of every query over the keys of one split."""
     q_len, heads, width = q.shape
     v_width = layer.codec.row.v_width
-    first = max(span[0], min(low for low, _ in seen))
-    last = min(span[1], max(high for _, high in seen))
+    first = max(key_range[0], min(low for low, _ in seen))
+    last = min(key_range[1], max(high for _, high in seen))
     common = (max(low for low, _ in seen), min(high for _, high in seen))
-    # in the other half: a tile as it is stored, decoded and joined, and its scores
+    # the other half of the workspace: a key tile (stored, dequantised, concatenated), its scores
     tile = min(KEY_TILE, rows_that_fit(2 * 4 * (3 * width + 2 * q_len * heads), at_least=16))
     tiles = list(_tiles(first, last, common, tile, layer.page_size))
-    # keys on the left: with a transposed right side a product takes up to 3 times as long
+    # keys on the left: with a transposed right side a matmul takes up to 3 times as long
     columns = q.flatten(0, 1).T.contiguous()
     if tiles == [(first, last)] and common[0] <= first and last <= common[1]:
         keys = layer.read_tokens(page_table, request, first, last)

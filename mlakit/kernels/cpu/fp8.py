@@ -1,7 +1,10 @@
 """Group quantisation to e4m3 and the block-scaled matmul over it.
 
-Work       an item is some matrices of the batch, or a part of one, on one thread
-Memory     widened to float32 in tiles that fit the workspace, whatever the number of rows
+Maths      quantise: s = min(amax, bound) / 448, q = e4m3(x · 1/s), 0 where 1/s is not finite
+           matmul: out[m, n] = Σ_k a[m, k] b[n, k] a_scale[k/g, m] b_scale[n/h, k/g]
+Work       an item is some matrices of the batch, or a tile of one, on one thread
+Memory     tiles are converted to float32, as large as fit the workspace
+Lineage    own design; ideas: DeepSeek-V3's scales per 128 columns and 128x128 blocks
 """
 
 from __future__ import annotations
@@ -27,10 +30,10 @@ def quantize_fp8(args: QuantizeArguments, out: Tensor, scales: Tensor) -> None:
     def quantise(item: tuple[slice, slice]) -> None:
         grouped = pad(x[item].float(), (0, -columns % group)).unflatten(-1, (-1, group))
         amax = grouped.abs().amax(-1).clamp_max(scale_ub)
-        # by a tensor, as a GPU must: division by a number may become a rounded reciprocal there
+        # divided by a tensor, as on a GPU: division by a number may use a rounded reciprocal
         scale = amax / torch.full_like(amax, E4M3_MAX)
         inverse = 1.0 / scale
-        # a group too small to have a reciprocal becomes zeros
+        # a scale too small to have a reciprocal: the group becomes zeros
         inverse = torch.where(inverse.isfinite() | scale.isnan(), inverse, 0.0)
         quantised = saturating_cast(grouped * inverse[..., None], torch.float8_e4m3fn)
         out[item] = quantised.flatten(-2)[..., :columns]
@@ -60,20 +63,20 @@ def scaled_mm_fp8(args: ScaledMatmulArguments, out: Tensor) -> None:
         a, a_scale, b, b_scale, out = (x[None] for x in (a, a_scale, b, b_scale, out))
     _, rows, depth = a.shape
 
-    def widened(quantised: Tensor, scale: Tensor) -> Tensor:
-        """quantised [..., K] · scale [..., groups], each group of columns by its own."""
+    def dequantised(quantised: Tensor, scale: Tensor) -> Tensor:
+        """quantised [..., K] · scale [..., groups], one scale per group of columns."""
         return quantised.float() * scale.repeat_interleave(k_group, -1)[..., :depth]
 
     def multiply(item: tuple[slice, slice]) -> None:
         matrices, right = item
         groups = b_scale[matrices, right.start // n_group : -(-right.stop // n_group)]
         by_row = groups.repeat_interleave(n_group, -2)[..., : right.stop - right.start, :]
-        weight = widened(b[matrices, right], by_row)
+        weight = dequantised(b[matrices, right], by_row)
         count, width, _ = weight.shape
         for left in matmul_tiles(rows, bytes_per_row=4 * count * (3 * depth + 2 * width)):
-            product = widened(a[matrices, left], a_scale[matrices, :, left].mT) @ weight.mT
+            product = dequantised(a[matrices, left], a_scale[matrices, :, left].mT) @ weight.mT
             out[matrices, left, right] = saturating_cast(product, out.dtype)
 
-    # items hold whole groups of columns, so that each has its own rows of b_scale; while one is
-    # widened (its numbers, scales and products) the one before is still there
+    # items hold whole groups of columns, so that each has its own rows of b_scale; while an item is
+    # dequantised, the one before is still in memory
     for_each(multiply, weight_items(b, bytes_per_element=4 * 4, multiple=n_group))

@@ -1,8 +1,10 @@
-"""The lightning indexer's scores and its top-k, in host memory.
+"""The lightning indexer's logits and its top-k, in host memory.
 
 Maths      logits[t, j] = Σ_h weights[t, h] · relu(q[t, h]·key[j]), −inf where j is not visible
 Work       an item is a tile of a request's keys, or some rows of logits, on one thread
-Order      top-k: by column, ties to the lower column, −inf never, NaN above every number
+Order      top-k: by column; among equal logits the lower columns win; −inf is never selected; NaN
+           ranks above every number
+Lineage    own design; ideas: the maths of DeepSeek V3.2's indexer
 """
 
 from __future__ import annotations
@@ -19,13 +21,13 @@ from mlakit.kernels.cpu.workspace import rows_that_fit
 from mlakit.masks import Mask
 
 KEY_TILE = 1024
-ITEM_ELEMENTS = 2**18  # of the logits, for one thread at a time
+ITEM_ELEMENTS = 2**18  # of the logits, of an item
 
 
 def indexer_logits(a: LogitsArguments, out: Tensor) -> None:
     q, layer, page_table, mask = a.q, a.layer, a.page_table, a.mask
     _fill(out, -torch.inf)
-    # half of the scratch for a tile of keys as stored, decoded and joined, half for their scores
+    # half of the workspace is for a key tile (stored, dequantised, concatenated), half for its dots
     tile = min(KEY_TILE, rows_that_fit(2 * 4 * 3 * q.shape[2], at_least=16))
     items = []
     requests = zip(a.kv_lens.tolist(), pairwise(filled(a.q_starts).tolist()), strict=True)
@@ -84,14 +86,14 @@ def indexer_topk(a: TopkArguments, out: Tensor) -> None:
     tile = rows_that_fit(columns * (2 * 4 + 2 * 8 + 4 + 1))
     tile = min(tile, max(1, ITEM_ELEMENTS // max(columns, 1)))
 
-    def choose(start: int) -> None:
+    def select(start: int) -> None:
         block = slice(start, min(start + tile, tokens))
         candidates = logits[block]
         if row_starts is not None:
             candidates = candidates.masked_fill(column < row_starts[block, None], -torch.inf)
         if row_ends is not None:
             candidates = candidates.masked_fill(column >= row_ends[block, None], -torch.inf)
-        # a stable sort keeps equal logits in the order of their columns, which topk does not
+        # a stable sort keeps equal logits in column order; torch.topk does not
         ordered, order = candidates.sort(dim=-1, descending=True, stable=True)
         found = ordered[:, : out.shape[1]] != -torch.inf
         best = torch.where(found, order[:, : out.shape[1]], columns).sort(dim=-1).values
@@ -100,9 +102,9 @@ def indexer_topk(a: TopkArguments, out: Tensor) -> None:
             best = best - row_starts[block, None]
         out[block, : best.shape[1]] = torch.where(found, best, -1).int()
 
-    for_each(choose, range(0, tokens, tile), is_small=logits.numel() <= SMALL)
+    for_each(select, range(0, tokens, tile), is_small=logits.numel() <= SMALL)
 
 
 def _fill(out: Tensor, value: float) -> None:
     rows = max(1, ITEM_ELEMENTS // max(out.shape[1], 1))
-    for_each(lambda part: part.fill_(value), out.split(rows), is_small=out.numel() <= SMALL)
+    for_each(lambda tile: tile.fill_(value), out.split(rows), is_small=out.numel() <= SMALL)

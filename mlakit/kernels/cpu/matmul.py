@@ -1,9 +1,10 @@
-"""Batched products of half-precision matrices on the CPU, accumulated in float32.
+"""Batched matmul of 16-bit or float32 matrices on the CPU, accumulated in float32.
 
+Maths      out[i] = a[i] @ b[i]ᵀ, accumulated in float32 and rounded once; e4m3 saturates
 Work       an item is some matrices of the batch, or some columns of one, on one thread
-Memory     many CPUs have no bf16 or fp16 matrix units, and torch's products of such matrices are
-           then far slower than float32 ones: an item's operands are widened to float32, which
-           float32 operands are already
+Memory     operands of an item are converted to float32: many CPUs have no bf16 or fp16 matrix
+           units, and torch's matmul of such matrices is then far slower than in float32
+Lineage    own design
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from mlakit.formats import saturating_cast
 from mlakit.kernels.cpu.workers import for_each
 from mlakit.kernels.cpu.workspace import rows_that_fit
 
-ITEM_ELEMENTS = 2**20  # of b: half a millisecond of reading them
+ITEM_ELEMENTS = 2**20  # of b, of an item: they take about half a millisecond to read
 
 
 def matmul_tiles(rows: int, *, bytes_per_row: int) -> Iterator[slice]:
@@ -30,10 +31,10 @@ def matmul_tiles(rows: int, *, bytes_per_row: int) -> Iterator[slice]:
 def weight_items(
     b: Tensor, *, bytes_per_element: int, multiple: int = 1
 ) -> list[tuple[slice, slice]]:
-    """(matrices, columns) of out = a @ bᵀ for b [batch, N, K]: whole matrices, or parts of one.
+    """(matrices, columns) of out = a @ bᵀ for b [batch, N, K]: whole matrices, or columns of one.
 
-    Each is within half of the workspace and no larger than is worth a thread. A part of a matrix
-    begins at a `multiple` of its columns.
+    Each item fits half of the workspace and has at most ITEM_ELEMENTS. Columns of a matrix begin at
+    a multiple of `multiple`.
     """
     batch, columns, depth = b.shape
     fit = rows_that_fit(2 * bytes_per_element * max(depth, 1))
@@ -62,5 +63,5 @@ def batched_matmul(args: BatchedMatmulArguments, out: Tensor) -> None:
             product = a[matrices, tile].float() @ weight
             out[matrices, tile, columns] = saturating_cast(product, out.dtype)
 
-    # while an operand is widened the one before is still there
+    # while an operand is converted, the one before is still in memory
     for_each(multiply, weight_items(b, bytes_per_element=2 * 4))

@@ -1,4 +1,9 @@
-"""Combining partial softmaxes in host memory."""
+"""Merging of partial softmaxes (`merge_states`) in host memory.
+
+Maths      lse = log Σ_p exp lse_p;  out = Σ_p exp(lse_p) out_p / (exp lse + exp sink)
+Work       an item is some tokens, on one thread
+Lineage    own design; ideas: split-KV flash decoding
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ from mlakit.arguments import MergeArguments
 from mlakit.kernels.cpu.workers import SMALL, for_each
 from mlakit.kernels.cpu.workspace import rows_that_fit
 
-ITEM_ELEMENTS = 2**18  # of the result, for one thread at a time
+ITEM_ELEMENTS = 2**18  # of the result, of an item
 
 
 def merge_states(a: MergeArguments, out: Tensor, lse: Tensor) -> None:
@@ -22,28 +27,32 @@ def merge_states(a: MergeArguments, out: Tensor, lse: Tensor) -> None:
 
     def merge(start: int) -> None:
         block = slice(start, start + tile)
-        parts = [(part[block], part_lse[block]) for part, part_lse in zip(outs, lses, strict=True)]
-        merged, lse[block] = merge_parts(parts, sink)
+        partials = [
+            (partial[block], partial_lse[block])
+            for partial, partial_lse in zip(outs, lses, strict=True)
+        ]
+        merged, lse[block] = merge_partials(partials, sink)
         out[block] = merged.to(out.dtype)
 
     for_each(merge, range(0, tokens, tile), is_small=out.numel() <= SMALL)
 
 
-def merge_parts(
-    parts: Sequence[tuple[Tensor, Tensor]],  # (out [..., v_width], lse [...])
+def merge_partials(
+    partials: Sequence[tuple[Tensor, Tensor]],  # (out [..., v_width], lse [...])
     sink: Tensor | None,  # broadcasts over [...]
 ) -> tuple[Tensor, Tensor]:
-    """out = Σ_p exp(lse_p − lse) out_p, lse = log Σ_p exp(lse_p); a sink joins out's divisor.
+    """out = Σ_p exp(lse_p − lse) out_p, lse = log Σ_p exp(lse_p); a sink is part of out's divisor.
 
-    What a part holds where its lse is −inf is not looked at.
+    A partial may hold anything where its lse is −inf.
     """
-    lse = torch.stack([part_lse for _, part_lse in parts]).logsumexp(0)
+    lse = torch.stack([partial_lse for _, partial_lse in partials]).logsumexp(0)
     empty = lse == -torch.inf
     divisor = lse.masked_fill(empty, 0.0)
     if sink is not None:
         divisor = torch.logaddexp(divisor, sink.expand_as(divisor))
-    merged = torch.zeros(parts[0][0].shape, device="cpu")
-    for part, part_lse in parts:
-        weight = (part_lse - divisor).exp()[..., None]
-        merged += torch.where((part_lse == -torch.inf)[..., None], 0.0, weight * part.float())
+    merged = torch.zeros(partials[0][0].shape, device="cpu")
+    for partial, partial_lse in partials:
+        weight = (partial_lse - divisor).exp()[..., None]
+        is_empty = (partial_lse == -torch.inf)[..., None]
+        merged += torch.where(is_empty, 0.0, weight * partial.float())
     return merged.masked_fill_(empty[..., None], 0.0), lse

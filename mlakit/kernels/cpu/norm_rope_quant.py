@@ -1,10 +1,13 @@
-"""RoPE on queries and keys, RMSNorm on the latent, quantise, append: one step's new tokens.
+"""RoPE on queries and keys, RMSNorm on the latent, quantise, append: the new tokens of a step.
 
 Maths      y0 = x0·cos − x1·sin, y1 = x0·sin + x1·cos ;  c = x · rsqrt(mean x² + ε) · γ
-Rounding   the rotation rounds its second product, then the fused sum, to the dtype of `freqs`; the
-           result to the dtype of its input. The norm is float32, rounded to γ's dtype before γ.
-Writes     q_rope_out [tokens, heads, D_R] and the tokens' cache rows, nothing else; a token with
-           slot -1 has no row, and its query becomes 0 where its position is no row of `freqs`
+Numbers    the second product of the rotation is rounded to the dtype of `freqs`, then the fused
+           sum, then the result to the dtype of x. The norm is float32, rounded to γ's dtype before
+           it is multiplied by γ
+Work       an item is some tokens, on one thread
+Memory     writes q_rope_out [tokens, heads, D_R] and the tokens' cache rows. A token with slot -1
+           has no row, and its query becomes 0 where its position is no row of `freqs`
+Lineage    own design; ideas: the fused step of Modular MAX
 """
 
 from __future__ import annotations
@@ -18,12 +21,12 @@ from mlakit.formats import saturating_cast
 from mlakit.kernels.cpu.workers import SMALL, for_each
 from mlakit.kernels.cpu.workspace import rows_that_fit
 
-ITEM_ELEMENTS = 2**17  # of q_rope and kv, for one thread at a time
+ITEM_ELEMENTS = 2**17  # of q_rope and kv, of an item
 
 
 def rotate(x: Tensor, cos_sin: Tensor, *, rope: str) -> Tensor:
     """Rotate the pairs of x [..., D_R] by cos_sin [..., D_R] (cos0, sin0, cos1, …) in its dtype."""
-    # products of two halves or floats are exact in float64, so each fused sum is rounded once
+    # products of 16-bit or float32 values are exact in float64: each fused sum is rounded once
     cos, sin = cos_sin.double().unflatten(-1, (-1, 2)).unbind(-1)
     pairs = (-1, 2) if rope == "interleaved" else (2, -1)
     pair_axis = -1 if rope == "interleaved" else -2
@@ -44,7 +47,7 @@ def rms_norm(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
 def norm_rope_quant_append(a: AppendArguments, q_rope_out: Tensor) -> None:
     q_rope, kv, freqs, gamma, layer = a.q_rope, a.kv, a.freqs, a.gamma, a.layer
     slots, positions, rope = a.slots, a.positions, a.rope
-    has_angle: Tensor | None = None  # of padding tokens, whose positions may be anything
+    has_angle: Tensor | None = None  # where some tokens are padding, with arbitrary positions
     if slots is None or positions is None:
         request, positions = token_positions(filled(a.kv_lens), filled(a.q_starts), len(kv))
         assert a.page_table is not None
@@ -55,7 +58,7 @@ def norm_rope_quant_append(a: AppendArguments, q_rope_out: Tensor) -> None:
         freqs = freqs if len(freqs) else freqs.new_zeros(1, freqs.shape[1])
     slots, positions = slots.long(), positions.long()
     tokens, heads, d_r = q_rope.shape
-    # the rotation is in float64, with about six numbers for each of its inputs
+    # the rotation is in float64, with about six values per input
     tile = rows_that_fit(8 * 6 * (heads * d_r + kv.shape[1]))
     tile = min(tile, max(1, ITEM_ELEMENTS // (heads * d_r + kv.shape[1])))
 

@@ -1,10 +1,11 @@
 """Expanded MLA attention over ragged batches.
 
 Maths      s = (q_n·k_n + q_r·k_r) · softmax_scale [+ slope · (key − query)];  out = softmax(s) v
-Work       an item is a block of queries of one request for a few heads, on one thread: against one
-           tile of keys after the other, in tiles of queries
-Memory     a tile of keys is widened to float32 once for a block of queries, its K transposed
+Work       an item is a query block of one request and a few heads, on one thread: key tiles come
+           one after the other, and query tiles of the block share each of them
+Memory     a key tile is converted to float32 once per query block, with K transposed
 Measured   docs/measured.md, CPU
+Lineage    own design; ideas: FlashAttention-2
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from mlakit.kernels.cpu.workers import for_each
 from mlakit.kernels.cpu.workspace import rows_that_fit
 from mlakit.masks import Mask
 
-HEADS = 8  # of an item; of one with few queries or keys up to 4 times as many
-QUERY_BLOCK = 512  # queries that share a copy of their keys
-QUERY_TILE = 128
-KEY_TILE = 512  # with QUERY_TILE: 256 kB of scores of each head
+HEADS = 8  # of an item; up to 4 times as many if it has few queries or keys
+QUERY_BLOCK = 512  # queries that share a converted key tile
+QUERY_TILE = 128  # queries
+KEY_TILE = 512  # keys; with QUERY_TILE 256 kB of scores per head
 
 
 def mla_prefill(a: PrefillArguments, out: Tensor, lse: Tensor) -> None:
@@ -50,7 +51,7 @@ def mla_prefill(a: PrefillArguments, out: Tensor, lse: Tensor) -> None:
 
 @dataclass(frozen=True)
 class _Tiling:
-    """How much is worked on at a time: heads, queries that share keys, queries, keys."""
+    """Sizes of an item: heads, queries per block, queries per tile, keys per tile."""
 
     heads: int
     block: int
@@ -60,17 +61,17 @@ class _Tiling:
 
 @dataclass(frozen=True)
 class _Item:
-    """A block of queries of one request, for some heads."""
+    """A query block of one request, for some heads."""
 
     rows: slice  # of q
     keys: slice  # the request's
     heads: slice
-    first_position: int  # that of row 0 of q, were it of this request
+    first_position: int  # of row 0 of q, counted as a query of this request
     tiling: _Tiling
 
 
 def _items(q: Tensor, v: Tensor, q_starts: Tensor, kv_starts: Tensor) -> list[_Item]:
-    """A request's last queries, which mostly see the most keys, come first."""
+    """All items; the last queries of a request come first, since they see the most keys."""
     items: list[_Item] = []
     q_ranges, kv_ranges = pairwise(q_starts.tolist()), pairwise(kv_starts.tolist())
     for (q_first, q_last), (kv_first, kv_last) in zip(q_ranges, kv_ranges, strict=True):
@@ -85,7 +86,7 @@ def _items(q: Tensor, v: Tensor, q_starts: Tensor, kv_starts: Tensor) -> list[_I
 
 
 def _tiling(q: Tensor, v: Tensor, q_len: int, kv_len: int) -> _Tiling:
-    """Half of the scratch for a block of queries with its state, half for a tile of keys."""
+    """Half of the workspace is for a query block with its state, half for a key tile."""
     width, d_v = q.shape[2], v.shape[2]
     bytes_per_query = 4 * (width + 4 * d_v)  # of each head
     fullness = min(q_len, QUERY_BLOCK) * min(kv_len, KEY_TILE) / (QUERY_BLOCK * KEY_TILE)
@@ -115,7 +116,7 @@ def _attend(
     alibi_slopes: Tensor | None,
     sink: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """(out [heads, queries, D_V], lse [heads, queries]) of one block of queries."""
+    """(out [heads, queries, D_V], lse [heads, queries]) of one query block."""
     (num_queries, heads, width), d_v, num_keys = q.shape, v.shape[2], v.shape[0]
     scaled = (
         torch.empty(heads, num_queries, width, device="cpu")
@@ -126,7 +127,7 @@ def _attend(
     first, last = _seen(mask, positions, num_keys)[0]
     for start in range(first, last, tiling.keys):
         stop = min(start + tiling.keys, last)
-        k, values = _widened(k_nope[start:stop], k_rope[start:stop], v[start:stop])
+        k, values = _to_float32(k_nope[start:stop], k_rope[start:stop], v[start:stop])
         for rows in _slices(0, num_queries, tiling.queries):
             by_any, by_all = _seen(mask, positions[rows], num_keys)
             low, high = max(start, by_any[0]), min(stop, by_any[1])
@@ -147,7 +148,7 @@ def _slices(first: int, last: int, step: int) -> list[slice]:
 
 
 def _seen(mask: Mask, positions: Tensor, num_keys: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The keys that any, and those that all of the queries at `positions` see.
+    """The keys that any of the queries at `positions` sees, and the keys that all of them see.
 
     Both ends of an interval grow with the position, so the first and the last query decide.
     """
@@ -156,11 +157,10 @@ def _seen(mask: Mask, positions: Tensor, num_keys: int) -> tuple[tuple[int, int]
     return (first, last), (common_first, common_last)
 
 
-def _widened(k_nope: Tensor, k_rope: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _to_float32(k_nope: Tensor, k_rope: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """(K [heads, D_N + D_R, keys], V [heads, keys, D_V]) float32.
 
-    Right sides that need no transposing: a product with K [keys, D_N + D_R] transposed on the fly
-    takes up to twice as long.
+    Neither is transposed in a matmul: with K [keys, D_N + D_R] it would take up to twice as long.
     """
     keys, heads, d_n = k_nope.shape
     k = torch.empty(heads, d_n + k_rope.shape[1], keys, device="cpu")

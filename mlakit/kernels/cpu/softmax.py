@@ -1,4 +1,4 @@
-"""Softmax-weighted sums over keys that arrive block by block, in float32."""
+"""Online softmax over blocks of keys, in float32."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class OnlineSoftmax:
-    """Running (peak, total, weighted sum) of query rows over blocks of keys, updated in place.
+    """(row_max, row_sum, acc) of query rows over blocks of keys, updated in place.
 
-    out = Σ_j exp(s_j − peak) v_j / (total + exp(sink − peak))       lse = peak + log(total)
+    out = acc / (row_sum + exp(sink − row_max))       acc = Σ_j exp(s_j − row_max) v_j
+    lse = row_max + log(row_sum)
     """
 
-    peak: Tensor  # [..., rows]
-    total: Tensor  # [..., rows]
-    weighted: Tensor  # [..., rows, v_width]
+    row_max: Tensor  # [..., rows]
+    row_sum: Tensor  # [..., rows]
+    acc: Tensor  # [..., rows, v_width]
 
     @classmethod
     def over(cls, *rows: int, v_width: int) -> OnlineSoftmax:
-        """Nothing seen yet."""
+        """The state before the first block."""
         return cls(
             torch.full(rows, -torch.inf, device="cpu"),
             torch.zeros(rows, device="cpu"),
@@ -30,62 +31,64 @@ class OnlineSoftmax:
 
     @classmethod
     def of(cls, scores: Tensor, values: Tensor) -> OnlineSoftmax:
-        """What adding one block to nothing gives, for less."""
-        peak = scores.amax(-1)
-        weights = _weights(scores, _anchor(peak))
-        return cls(peak, weights.sum(-1), weights @ values)
+        """The state after one block, cheaper than `over` and `add`."""
+        row_max = scores.amax(-1)
+        probs = _probs(scores, _anchor(row_max))
+        return cls(row_max, probs.sum(-1), probs @ values)
 
     def __getitem__(self, index: slice | tuple[slice, ...]) -> OnlineSoftmax:
-        """The same state seen from a part of the leading axes."""
-        return OnlineSoftmax(self.peak[index], self.total[index], self.weighted[index])
+        """A view of the state of some rows."""
+        return OnlineSoftmax(self.row_max[index], self.row_sum[index], self.acc[index])
 
     def unflatten(self, *rows: int) -> OnlineSoftmax:
-        """The same state with its one axis of rows as several."""
+        """A view of the state with its axis of rows split into several."""
         return OnlineSoftmax(
-            self.peak.view(rows), self.total.view(rows), self.weighted.view(*rows, -1)
+            self.row_max.view(rows), self.row_sum.view(rows), self.acc.view(*rows, -1)
         )
 
     def add(self, scores: Tensor, values: Tensor, visible: Tensor | None = None) -> None:
-        """Take in scores [..., rows, keys] (overwritten) and values [..., keys, v_width].
+        """Add a block: scores [..., rows, keys], which are overwritten, and values
+        [..., keys, v_width].
 
-        `visible` [rows, keys] leaves keys out row by row; what it hides may be NaN. Either there
-        are no leading axes, or one that scores, values and the state share.
+        visible  [rows, keys]; scores and values of hidden keys may be NaN
+
+        There is no leading axis, or one that scores, values and the state share.
         """
         if visible is not None:
             scores.masked_fill_(~visible, -torch.inf)
-        peak = torch.maximum(self.peak, scores.amax(-1))
-        anchor = _anchor(peak)
-        weights = _weights(scores, anchor)
-        decay = (self.peak - anchor).exp_()
-        self.peak.copy_(peak)
-        self.total.mul_(decay).add_(weights.sum(-1))
-        self.weighted.mul_(decay[..., None])
-        # a sum that is finite has finite terms; one that overflows only takes the slow way
+        row_max = torch.maximum(self.row_max, scores.amax(-1))
+        anchor = _anchor(row_max)
+        probs = _probs(scores, anchor)
+        rescale = (self.row_max - anchor).exp_()
+        self.row_max.copy_(row_max)
+        self.row_sum.mul_(rescale).add_(probs.sum(-1))
+        self.acc.mul_(rescale[..., None])
+        # a finite sum has finite terms; if the sum overflows, the slow branch is also right
         if visible is None or bool(values.sum().isfinite()):
-            add_product = self.weighted.addmm_ if weights.ndim == 2 else self.weighted.baddbmm_
-            add_product(weights, values)
+            add_product = self.acc.addmm_ if probs.ndim == 2 else self.acc.baddbmm_
+            add_product(probs, values)
         else:
-            # 0 · NaN is NaN: a key hidden from some rows must be left out, not weighted by 0
+            # 0 · NaN is NaN: a key hidden from some rows must be left out, not multiplied by 0
             for row, seen in enumerate(visible):
-                self.weighted[..., row, :] += torch.einsum(
-                    "...k,...kv->...v", weights[..., row, seen], values[..., seen, :]
+                self.acc[..., row, :] += torch.einsum(
+                    "...k,...kv->...v", probs[..., row, seen], values[..., seen, :]
                 )
 
     def finish(self, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(out, lse); `sink`, broadcast over rows, only enlarges the denominator of out."""
-        lse = self.peak + self.total.log()
-        empty = self.peak == -torch.inf
-        denominator = self.total
+        """(out, lse); `sink`, broadcast over rows, is added to the denominator of out only."""
+        lse = self.row_max + self.row_sum.log()
+        empty = self.row_max == -torch.inf
+        denominator = self.row_sum
         if sink is not None:
-            denominator = denominator + (sink - self.peak.masked_fill(empty, 0.0)).exp()
-        return self.weighted / denominator.masked_fill(empty, 1.0)[..., None], lse
+            denominator = denominator + (sink - self.row_max.masked_fill(empty, 0.0)).exp()
+        return self.acc / denominator.masked_fill(empty, 1.0)[..., None], lse
 
 
-def _anchor(peak: Tensor) -> Tensor:
-    # where nothing was seen yet the peak is −inf, and −inf − (−inf) would be NaN
-    return peak.masked_fill(peak == -torch.inf, 0.0)
+def _anchor(row_max: Tensor) -> Tensor:
+    # before the first key row_max is −inf, and −inf − (−inf) would be NaN
+    return row_max.masked_fill(row_max == -torch.inf, 0.0)
 
 
-def _weights(scores: Tensor, anchor: Tensor) -> Tensor:
+def _probs(scores: Tensor, anchor: Tensor) -> Tensor:
     """exp(s − anchor) in the memory of the scores."""
     return scores.sub_(anchor[..., None]).exp_()

@@ -1,8 +1,10 @@
 """Absorbed MLA attention over per-token lists of cache rows.
 
 Maths      s = q·row · softmax_scale over the token's valid slots;  out = softmax(s) @ row
-Valid      slot < topk_len and 0 ≤ row id < num_rows; an invalid slot's row never reaches a sum
-Memory     parts of the lists are gathered, for as many tokens at a time as fit the workspace
+Valid      slot < topk_len and 0 ≤ row id < num_rows; the row of an invalid slot is not read
+Work       an item is a few tokens, on one thread; tiles of their lists come one after the other
+Memory     tiles of the lists are gathered, for as many tokens as fit the workspace
+Lineage    own design; ideas: FlashMLA's token-wise sparse attention and its second ("extra") cache
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ TOKEN_TILE = 4  # tokens of an item, which stays on one thread
 
 @dataclass(frozen=True)
 class RowList:
-    """What one cache contributes: its rows chosen for each token."""
+    """The rows of one cache that each token attends to."""
 
     layer: CacheLayer
     rows: Tensor
@@ -65,6 +67,6 @@ def sparse_mla(a: SparseArguments, out: Tensor, lse: Tensor, max_logits: Tensor)
                 state.add(scores, keys[..., :v_width])
         block_out, lse[block] = state.finish(a.sink)
         out[block] = block_out.to(out.dtype)
-        max_logits[block] = state.peak
+        max_logits[block] = state.row_max
 
     for_each(attend, range(0, tokens, tile))

@@ -1,11 +1,11 @@
-"""Threads that share the work of a CPU kernel in large items: one start, one wait per call.
+"""Threads that share the work of a CPU kernel in large items: one start and one wait per call.
 
 torch spreads every operation over all its threads and then waits for each of them. Beside another
 busy process one of these threads is often not running, and each such wait lasts up to a time slice
 of the scheduler, some milliseconds: a call of several hundred operations then takes many times as
-long. Here an item (some heads, a span of keys, a tile of queries) stays on one thread from start
-to end, its operations on that thread only, and a thread that is done takes the next item. A thread
-that is not running delays its own item and no other.
+long. Here an item (some heads, a split of keys, a query tile) stays on one thread from start to
+end, and a thread that has finished an item takes the next one. A thread that is not running delays
+its own item only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 
 T = TypeVar("T")
 
-SMALL = 2**15  # elements: torch keeps an operation on no more of them on one thread
+SMALL = 2**15  # elements: torch runs an operation on at most this many on one thread
 
 
 class _ThreadState(local):
@@ -38,10 +38,10 @@ _thread = _ThreadState()
 def for_each(work: Callable[[T], None], items: Iterable[T], *, is_small: bool = False) -> None:
     """work(item) for every item, in any order, on as many threads as torch has.
 
-    is_small  each operation is on so few elements that torch keeps it on one thread: the items are
-              worked on here, since another thread is not worth its wake-up
+    is_small  each operation has so few elements that torch keeps it on one thread: the caller's
+              thread then does all items, since waking another one takes longer
 
-    Raises what an item raised that failed, once no thread works on another.
+    Raises the error of a failed item, once no thread works on an item.
     """
     items = list(items)
     threads = 1 if is_small else num_threads()
@@ -55,9 +55,9 @@ def for_each(work: Callable[[T], None], items: Iterable[T], *, is_small: bool = 
 
 
 def on_one_thread(call: Callable[[], T], device: torch.device) -> T:
-    """call(), on the CPU with all its operations on one thread: they are too little to be shared.
+    """call(), on the CPU with all its operations on one thread: they are too small to be shared.
 
-    device  of the tensors; calls for other devices, and those of a graph, are simply made
+    device  of the tensors; on other devices, and under torch.compile, this is just call()
     """
     if device.type != "cpu" or torch.compiler.is_compiling():
         return call()
@@ -67,10 +67,10 @@ def on_one_thread(call: Callable[[], T], device: torch.device) -> T:
 
 
 def num_threads() -> int:
-    """The threads that `for_each` has here: those of torch, unless the work must stay where it is.
+    """The threads of `for_each` here: those of torch, or 1 if the work must stay on this thread.
 
-    Modes that see every operation (of the dispatcher, of `torch.func`) are known to one thread
-    only. A worker has no workers.
+    Modes that see every operation (of the dispatcher, of `torch.func`) belong to one thread. A
+    worker has no workers.
     """
     if (
         _thread.sharers
@@ -82,7 +82,7 @@ def num_threads() -> int:
 
 
 def num_sharers() -> int:
-    """The items that are worked on at the same time, of this call or of one that is made here."""
+    """The number of items that run at the same time, of this call or of one made here."""
     return _thread.sharers or num_threads()
 
 
@@ -100,17 +100,17 @@ class _Call(Generic[T]):
         self.contexts: list[Context] = [copy_context() for _ in range(min(threads, len(items)))]
 
     def wait(self) -> None:
-        """Until every item is finished: a worker that comes too late for any is not waited for."""
+        """Wait until every item is finished, not for workers that found none."""
         try:
             self._done.acquire()
-        except BaseException:  # Ctrl-C: what was not begun is dropped
+        except BaseException:  # Ctrl-C: items that have not begun are dropped
             self._drop_items()
             raise
         if self._error is not None:
             raise self._error
 
     def work_on_items(self) -> None:
-        """What a worker does."""
+        """The loop of a worker."""
         _thread.sharers = self.threads
         with self._mode():
             for item in self._taken():
@@ -122,7 +122,7 @@ class _Call(Generic[T]):
                 self._finish(1)
 
     def _mode(self) -> AbstractContextManager[object]:
-        # modes belong to threads: results made in inference mode can be written in it only
+        # modes belong to threads, and inference tensors can be written in inference mode only
         return torch.inference_mode() if self._is_inference else torch.no_grad()
 
     def _taken(self) -> Iterator[T]:
@@ -148,7 +148,7 @@ class _Call(Generic[T]):
 
 
 class _Pool:
-    """Daemon threads, each of which torch gives one thread; more are started when needed."""
+    """Daemon threads, each with one torch thread; more are started when needed."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[Context, _Call[Any]]] = SimpleQueue()
@@ -169,25 +169,25 @@ class _Pool:
             for _ in range(new):
                 Thread(target=self._serve, args=(started,), name="mlakit", daemon=True).start()
             started.wait()
-            # a worker's own number was also noted for threads that use torch for the first time
+            # a worker's number of threads also becomes that of threads that are new to torch
             torch.set_num_threads(before)
             self._size = size
 
     def _serve(self, started: Barrier) -> None:
-        torch.get_num_threads()  # a thread takes torch's common number once: before its own is set
+        torch.get_num_threads()  # reads torch's common number once, before this thread's own is set
         torch.set_num_threads(1)
         started.wait()
         while True:
             context, call = self._queue.get()
             context.run(call.work_on_items)
-            del context, call  # with the tensors of the call
+            del context, call  # frees the tensors of the call
 
 
 _pool = _Pool()
 
 
 def _forget_workers() -> None:
-    """In a forked child: the parent's threads are not there."""
+    """In a forked child, which does not have the parent's threads."""
     global _pool
     _pool = _Pool()
 

@@ -4,7 +4,7 @@ Work       a plan deals items, splits of a request's keys, to as many persistent
            same time (`decode_plan` makes one on the device where none is given). With an even split
            or deterministic=True every row tile is split on its own, and its splits depend on the
            request alone. `decode_kernel` attends, `decode_merge` merges the splits
-Memory     float32 partials: with a plan its `max_partials` (2 per worker if made on the device),
+Memory     float32 partials: with a plan its `max_partials` (2 per CTA if made on the device),
            else one per split that a request may have
 """
 
@@ -175,14 +175,14 @@ def _plan(
     rows: int,  # of a request, on average
     capacity: int,
 ) -> DecodePlanTensors:
-    programs = max(rows // config.block_m, 1)  # CTAs of a worker, one row tile each
+    programs = max(rows // config.block_m, 1)  # of a CTA of the plan, one row tile each
     return plan_decode(
         q_starts,
         kv_lens,
         shard=shard,
         mask=mask,
         heads=padded_heads,
-        num_workers=max(device.num_sms * config.programs_per_sm // programs, 1),
+        num_ctas=max(device.num_sms * config.programs_per_sm // programs, 1),
         tile=config.block_n,
         min_tiles=config.min_tiles,
         slot_rows=rows,
@@ -208,7 +208,7 @@ def _config(
 class Schedule:
     """The grid and the partials, in numbers that do not depend on the lengths."""
 
-    grid: tuple[int, int]  # (row tiles, workers), or (splits, row tiles)
+    grid: tuple[int, int]  # (row tiles, CTAs of the plan), or (splits, row tiles)
     slot_rows: int  # rows of a partial
     num_slots: int
     split_tiles: int = 0  # key tiles of a split; 0: a request's splits are equal
@@ -236,9 +236,9 @@ def _schedule(
     row_tiles = triton.cdiv(rows, config.block_m)
     slot_rows = row_tiles * config.block_m
     if isinstance(splits, DecodePlanTensors):
-        num_workers = splits.cta_starts.shape[0] - 1
+        num_ctas = splits.cta_starts.shape[0] - 1
         slot_rows = rows_per_slot(splits, rows=slot_rows, all_rows=all_rows, v_width=v_width)
-        return Schedule((row_tiles, num_workers), slot_rows, splits.max_partials)
+        return Schedule((row_tiles, num_ctas), slot_rows, splits.max_partials)
     if isinstance(splits, EvenSplit):
         split_tiles, num_splits = 0, splits.num_splits
     else:

@@ -1,9 +1,9 @@
 """Absorbed MLA attention of each request's newest tokens over its paged cache, portable Triton.
 
 Maths      s = q·row · softmax_scale [· q_scale];  out = softmax(s) @ row[:, :v_width]
-Work       a row tile is `block_m` heads of one query. With a plan a persistent CTA computes a row
-           tile of one item of its worker after the other; without one it computes a split of the
-           keys of one row tile
+Work       a row tile is `block_m` heads of one query. With a plan, persistent CTA c of the plan is
+           as many programs as an item has row tiles on average; they compute its items one after
+           the other. Without a plan a program computes one split of one row tile
 Memory     a tile of keys is read once for all rows of a row tile and serves as K and as V
 Limits     none; widths are padded to powers of two, heads to a multiple of `block_m`. Queries share
            no row tile: a key that one of them does not see could reach it as 0 · NaN
@@ -228,7 +228,7 @@ def mla_decode_kernel(
     device_scale,  # the tensor scale on the device, or None
     out, lse,
     partial_out, partial_lse,  # float32 [slots, slot_rows, V_WIDTH], [slots, slot_rows]
-    items, worker_starts, partial_starts,  # the plan, or None
+    items, cta_starts, partial_starts,  # the plan, or None
     scale_log2, tensor_scale, heads, padded_heads,
     window, rank, world, interleave,  # of the mask and of the KV shard
     slot_rows, split_tiles, batch,
@@ -250,7 +250,7 @@ def mla_decode_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
-    """All items of a worker, one after the other, or one split of one row tile."""
+    """All items of a CTA of the plan, one after the other, or one split of one row tile."""
     shard = (rank, world, interleave)
     q_strides = (
         stride_q_token, stride_q_head, stride_rope_token, stride_rope_head, stride_q_scale
@@ -263,8 +263,8 @@ def mla_decode_kernel(
     first_item = tl.program_id(1)
     last_item = first_item + 1
     if IS_PLANNED:
-        first_item = tl.load(worker_starts + tl.program_id(1))
-        last_item = tl.load(worker_starts + tl.program_id(1) + 1)
+        first_item = tl.load(cta_starts + tl.program_id(1))
+        last_item = tl.load(cta_starts + tl.program_id(1) + 1)
     for item in range(first_item, last_item):
         if IS_PLANNED:
             request = tl.load(items + ITEM_COLUMNS * item)

@@ -78,7 +78,7 @@ def merge_partials(
     splits = row_tile_splits or NO_SPLITS
     device = target(out.device)
     num_owners = batch if row_tile_splits is None else splits.num_tiles
-    # a plan has two slots per worker, at most
+    # a plan has two slots per CTA, at most
     expected_splits = partial_lse.shape[0] // max(2 * slot_rows * num_owners, 1)
     config = pick_decode_merge_config(v_width=v_width, expected_splits=expected_splits)
     # padded heads have no rows to merge

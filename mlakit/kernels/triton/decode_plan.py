@@ -1,14 +1,16 @@
-"""The split heuristic on the device: the plan of a decode batch, made by one kernel from lengths
-that the host does not read. `mlakit.split_heuristic` is its twin on the host.
+"""The split heuristic on the device: one kernel makes the plan of a decode batch from lengths that
+the host does not read. `mlakit.split_heuristic` is its twin on the host and has the rules.
 
 Maths      even, where that is nearly as good as balanced: every request in as many equal splits as
-           there are workers per request, or whole requests where they outnumber the workers. Else
-           balanced: requests are laid end to end on a line of key tiles, and worker w of W takes
-           [w·total/W, (w+1)·total/W), split where a request ends. A worker is a persistent CTA, or
-           several that share the row tiles of its items. With `OwnSplits` the splits of a request
-           depend on its own length alone, and are dealt to the workers in order
-Work       one program, requests × items of each at a time
+           there are CTAs per request, or whole requests where they outnumber the CTAs. Else
+           balanced: the key tiles of all requests are concatenated to one line, and CTA c of C
+           takes [c·total/C, (c+1)·total/C), split where a request ends. With `OwnSplits` the splits
+           of a request depend on its own length alone, and are assigned to the CTAs in order
+Work       one program; requests × items of each at a time
+Memory     reads q_starts and kv_lens twice; writes the plan
 Limits     a request with more rows (queries × heads) than a slot holds is not split
+Lineage    own design; ideas: FlashMLA's get_mla_metadata, stream-K. Ours prefers even splits where
+           they are nearly as good, and needs no host copy of the lengths
 """
 
 from __future__ import annotations
@@ -28,15 +30,15 @@ from mlakit.plan import DecodePlanTensors
 from mlakit.replay import workspace
 from mlakit.split_heuristic import EVEN_SPLIT_MAX_LOAD_TENTHS
 
-ELEMENTS = 512  # items of requests that are written together
-# those of a plan's items, then q_first, q_len, kv_len of the request, and one spare: a kernel reads
-# them here instead of waiting for the request's number to look them up
+ELEMENTS = 512  # requests × items that are written together
+# the four of a plan's items, then q_first, q_len and kv_len of the request, and one spare: a kernel
+# reads them here instead of looking them up with the request's number
 ITEM_COLUMNS = 8
 
 
 class OwnSplits(NamedTuple):
-    """Splits that depend on a request's own length alone: of `tiles` key tiles each, or where that
-    is 0 into `splits` equal ones."""
+    """Splits that depend on a request's own length alone: `tiles` key tiles each, or, where that is
+    0, `splits` equal ones."""
 
     tiles: int
     splits: int = 1
@@ -55,19 +57,19 @@ def plan_decode(
     shard: KVShard,
     mask: Mask,
     heads: int,
-    num_workers: int,
+    num_ctas: int,
     tile: int,
-    min_tiles: int,  # key tiles that are worth a worker
+    min_tiles: int,  # key tiles that are worth a CTA
     slot_rows: int,  # rows of a partial
     capacity: int,  # keys that a request may have
     own: OwnSplits | None = None,  # of requests with one query
 ) -> DecodePlanTensors:
     """As `mlakit.plan.plan_decode`, except that every request with queries has an item, with keys
-    or without, and that a worker with items has at least `min_tiles`.
+    or without, and that a CTA with items has at least `min_tiles`.
 
     With `own` the splits of a request depend on its own length alone."""
     batch = kv_lens.shape[0]
-    max_items, max_partials = batch + num_workers, 2 * num_workers
+    max_items, max_partials = batch + num_ctas, 2 * num_ctas
     if own is not None:
         max_splits = own.max_splits(capacity // tile + 2)  # a window may begin inside a tile
         max_items, max_partials = batch * max_splits, batch * max_splits if max_splits > 1 else 0
@@ -78,11 +80,11 @@ def plan_decode(
 
     plan = DecodePlanTensors(
         items=int32(max_items, ITEM_COLUMNS),
-        cta_starts=int32(num_workers + 1),
+        cta_starts=int32(num_ctas + 1),
         partial_starts=int32(batch + 1),
         empty_requests=int32(0),
         tile=tile,
-        max_partials=max_partials,  # each boundary between two workers makes two partials at most
+        max_partials=max_partials,  # each boundary between two CTAs makes two partials at most
         slot_rows=slot_rows,
     )
     launch(
@@ -97,7 +99,7 @@ def plan_decode(
         heads,
         mask.window,
         *shard,
-        num_workers,
+        num_ctas,
         min_tiles,
         slot_rows,
         *(own or UNSPLIT),
@@ -109,7 +111,7 @@ def plan_decode(
         TILE=tile,
         REQUESTS=requests,
         ITEMS=ELEMENTS // requests,
-        LINE_TYPE=_line_type(batch * (capacity // tile + 2), num_workers),
+        LINE_TYPE=_line_type(batch * (capacity // tile + 2), num_ctas),
         EVEN_TENTHS=EVEN_SPLIT_MAX_LOAD_TENTHS,
         COLUMNS=ITEM_COLUMNS,
         num_warps=4,
@@ -117,18 +119,19 @@ def plan_decode(
     return plan
 
 
-def _line_type(longest_line: int, num_workers: int) -> tl.dtype:
-    """Holds positions on the line times workers, and loads times tenths."""
+def _line_type(longest_line: int, num_ctas: int) -> tl.dtype:
+    """The type of positions on the line: it holds them times CTAs, and loads times tenths."""
     return (
-        tl.int32
-        if longest_line * max(num_workers, EVEN_SPLIT_MAX_LOAD_TENTHS) < 2**31
-        else tl.int64
+        tl.int32 if longest_line * max(num_ctas, EVEN_SPLIT_MAX_LOAD_TENTHS) < 2**31 else tl.int64
     )
 
 
 @triton.jit
 def local_count(position, shard, IS_SHARDED: tl.constexpr):
-    """How many of the positions [0, position) are cached here; `shard` is (rank, world, run)."""
+    """How many of the positions [0, position) this rank caches.
+
+    shard  (rank, world, interleave)
+    """
     count = position
     if IS_SHARDED:
         rank, world, interleave = shard
@@ -213,9 +216,9 @@ def own_split_tiles(num_tiles, split_tiles, num_splits):
 
 
 @triton.jit
-def _worker_at(position, num_runs, total_tiles):
-    """The worker whose run holds a position on the line."""
-    return (((position + 1) * num_runs - 1) // total_tiles).to(tl.int32)
+def _cta_at(position, used_ctas, total_tiles):
+    """The CTA that has a position on the line."""
+    return (((position + 1) * used_ctas - 1) // total_tiles).to(tl.int32)
 
 
 @triton.jit(
@@ -226,7 +229,7 @@ def _worker_at(position, num_runs, total_tiles):
         "rank",
         "world",
         "interleave",
-        "num_workers",
+        "num_ctas",
         "min_tiles",
         "slot_rows",
         "own_tiles_each",
@@ -238,8 +241,8 @@ def _worker_at(position, num_runs, total_tiles):
 def _plan_decode_kernel(
     q_starts,
     kv_lens,
-    items,  # [batch + num_workers, COLUMNS] int32
-    worker_starts,  # [num_workers + 1] int32
+    items,  # [batch + num_ctas, COLUMNS] int32
+    cta_starts,  # [num_ctas + 1] int32
     partial_starts,  # [batch + 1] int32
     batch,
     heads,
@@ -247,7 +250,7 @@ def _plan_decode_kernel(
     rank,
     world,
     interleave,
-    num_workers,
+    num_ctas,
     min_tiles,
     slot_rows,
     own_tiles_each,  # `OwnSplits`
@@ -277,13 +280,13 @@ def _plan_decode_kernel(
         total_tiles += tl.sum(num_tiles.to(LINE_TYPE), 0)
         longest = tl.maximum(longest, tl.max(num_tiles, 0).to(LINE_TYPE))
         active += tl.sum((num_tiles > 0).to(LINE_TYPE), 0)
-    num_runs = tl.minimum(num_workers.to(LINE_TYPE), tl.maximum(total_tiles // min_tiles, 1))
-    most_splits = tl.minimum(num_workers // tl.maximum(active, 1), longest // min_tiles)
-    most_splits = tl.maximum(most_splits, 1)
-    most_tiles = tl.maximum((longest + most_splits - 1) // most_splits, 1)  # of a split
-    requests_each = (active + num_workers - 1) // num_workers
-    share = (total_tiles + num_runs - 1) // num_runs
-    is_even = 10 * most_tiles * requests_each <= EVEN_TENTHS * share
+    used_ctas = tl.minimum(num_ctas.to(LINE_TYPE), tl.maximum(total_tiles // min_tiles, 1))
+    max_splits = tl.minimum(num_ctas // tl.maximum(active, 1), longest // min_tiles)
+    max_splits = tl.maximum(max_splits, 1)
+    max_tiles = tl.maximum((longest + max_splits - 1) // max_splits, 1)  # of a split
+    requests_each = (active + num_ctas - 1) // num_ctas
+    share = (total_tiles + used_ctas - 1) // used_ctas
+    is_even = 10 * max_tiles * requests_each <= EVEN_TENTHS * share
     if HAS_OWN_SPLITS:
         is_even = total_tiles >= 0
     total_tiles = tl.maximum(total_tiles, 1)
@@ -300,30 +303,31 @@ def _plan_decode_kernel(
         first_tile, num_tiles = key_tiles(q_len, kv_len, window, shard, MASK, IS_SHARDED, TILE)
         wide = num_tiles.to(LINE_TYPE)
         position = line + tl.cumsum(wide, 0) - wide
-        first_worker = _worker_at(position, num_runs, total_tiles)
-        last_worker = _worker_at(position + wide - 1, num_runs, total_tiles)
-        workers = tl.where(num_tiles > 0, last_worker - first_worker + 1, 0)
-        workers = tl.where(is_even, ((wide + most_tiles - 1) // most_tiles).to(tl.int32), workers)
+        first_cta = _cta_at(position, used_ctas, total_tiles)
+        last_cta = _cta_at(position + wide - 1, used_ctas, total_tiles)
+        num_splits = tl.where(num_tiles > 0, last_cta - first_cta + 1, 0)
+        even_splits = ((wide + max_tiles - 1) // max_tiles).to(tl.int32)
+        num_splits = tl.where(is_even, even_splits, num_splits)
         own_tiles = num_tiles
         if HAS_OWN_SPLITS:
-            own_tiles, workers = own_split_tiles(num_tiles, own_tiles_each, own_count)
-        runs = tl.where(is_even, 0, workers)  # that cross a request
+            own_tiles, num_splits = own_split_tiles(num_tiles, own_tiles_each, own_count)
+        line_splits = tl.where(is_even, 0, num_splits)  # of a balanced plan
         has_room = q_len.to(LINE_TYPE) * heads <= slot_rows
-        own_items = tl.where(has_room, workers, tl.minimum(workers, 1))
+        own_items = tl.where(has_room, num_splits, tl.minimum(num_splits, 1))
         own_slots = tl.where(own_items > 1, own_items, 0)
         item = num_items + tl.cumsum(own_items, 0) - own_items
         slots_end = num_slots + tl.cumsum(own_slots, 0)
         tl.store(partial_starts + 1 + request, slots_end, mask=request < batch)
-        for split_start in range(0, tl.max(workers, 0), ITEMS):
+        for split_start in range(0, tl.max(num_splits, 0), ITEMS):
             split = split_start + tl.arange(0, ITEMS)[None, :]
-            worker = first_worker[:, None] + split
+            cta = first_cta[:, None] + split
             begins = (
-                tl.maximum(worker * total_tiles // num_runs, position[:, None]) - position[:, None]
+                tl.maximum(cta * total_tiles // used_ctas, position[:, None]) - position[:, None]
             )
             ends = tl.minimum(
-                (worker + 1) * total_tiles // num_runs - position[:, None], wide[:, None]
+                (cta + 1) * total_tiles // used_ctas - position[:, None], wide[:, None]
             )
-            splits = tl.maximum(workers, 1)[:, None]
+            splits = tl.maximum(num_splits, 1)[:, None]
             begins = tl.where(is_even, split * wide[:, None] // splits, begins)
             ends = tl.where(is_even, (split + 1) * wide[:, None] // splits, ends)
             if HAS_OWN_SPLITS:
@@ -342,20 +346,20 @@ def _plan_decode_kernel(
             tl.store(at + 4, q_first[:, None] + split * 0, mask=is_item)
             tl.store(at + 5, q_len[:, None] + split * 0, mask=is_item)
             tl.store(at + 6, kv_len[:, None] + split * 0, mask=is_item)
-            # a worker begins with the item that begins where its run does, or with the next one
-            begins_here = (worker * total_tiles // num_runs >= position[:, None]) & (
-                split < runs[:, None]
+            # a CTA begins with the item that begins where its range does, or with the next one
+            begins_here = (cta * total_tiles // used_ctas >= position[:, None]) & (
+                split < line_splits[:, None]
             )
             first_item = item[:, None] + tl.minimum(split, own_items[:, None])
-            tl.store(worker_starts + worker, first_item, mask=begins_here)
+            tl.store(cta_starts + cta, first_item, mask=begins_here)
         line += tl.sum(wide, 0)
         num_items += tl.sum(own_items, 0)
         num_slots += tl.sum(own_slots, 0)
     if HAS_OWN_SPLITS:
-        requests_each = ((num_items + num_workers - 1) // num_workers).to(LINE_TYPE)  # items, here
-    for start in range(0, num_workers + 1, 128):
-        worker = start + tl.arange(0, 128)
-        even_start = tl.minimum(worker * requests_each, num_items).to(tl.int32)
+        requests_each = ((num_items + num_ctas - 1) // num_ctas).to(LINE_TYPE)  # items, here
+    for start in range(0, num_ctas + 1, 128):
+        cta = start + tl.arange(0, 128)
+        even_start = tl.minimum(cta * requests_each, num_items).to(tl.int32)
         first_item = tl.where(is_even, even_start, num_items)
-        is_due = (worker >= tl.where(is_even, 0, num_runs)) & (worker <= num_workers)
-        tl.store(worker_starts + worker, first_item, mask=is_due)
+        is_due = (cta >= tl.where(is_even, 0, used_ctas)) & (cta <= num_ctas)
+        tl.store(cta_starts + cta, first_item, mask=is_due)

@@ -2,12 +2,14 @@
 
 Maths      quantise: s = min(amax, bound) / 448, q = e4m3(x · 1/s), 0 where 1/s is not finite
            matmul: out[m, n] = Σ_g a_scale[g, m] b_scale[n/h, g] Σ_{k in g} a[m, k] b[n, k]
-Work       quantise: a program per (tile of rows, group); matmul: per tile of out. Where torch has
-           the same product (`library_refuses`) cuBLAS makes it
-Memory     x, a and b are read as they lie, every group of x once
-Precision  operands are widened to fp16, exactly, and added in float32: e4m3 tensor cores of sm_90
-           keep about 14 bits of a sum, and steps of 128 of K showed in the rows of a whole layer
-Limits     none of its own: any group, any strides with a contiguous last axis
+Work       quantise: one program per (row tile, group); matmul: one per tile of out. Where torch has
+           the same product (`library_refuses`) cuBLAS computes it
+Memory     x, a and b are read without a copy, every group of x once
+Precision  operands are converted to fp16, exactly, and accumulated in float32. FP8 tensor cores of
+           sm_90 keep about 14 bits of a sum: with 128 columns per step the error shows in the
+           results of a whole layer
+Limits     none: any group, any strides with a contiguous last axis
+Lineage    own design; ideas: DeepSeek-V3's scales per 128 columns and 128x128 blocks
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ def quantize_fp8(args: QuantizeArguments, out: Tensor, scales: Tensor) -> None:
 @triton.jit(do_not_specialize=["rows", "padded_rows", "scale_ub", "stride_scales_g"])
 def _quantize_fp8_kernel(
     x,  # [batch, rows, columns]
-    out,  # [batch, rows, columns] bytes
+    out,  # [batch, rows, columns] e4m3 as uint8
     scales,  # [batch, groups, padded_rows]
     rows,
     padded_rows,
@@ -91,25 +93,25 @@ def _quantize_fp8_kernel(
     width = tl.minimum(columns - group * GROUP, GROUP)
     row_mask = (row < rows)[:, None]
 
-    # the bits of magnitudes are ordered as they are, with NaN above infinity
+    # as integers, magnitudes have the same order, with NaN above infinity
     values = _load_group(x, within, row_mask, width)
-    largest = tl.max(_magnitude_bits(values), 1)
+    amax_bits = tl.max(_magnitude_bits(values), 1)
     for start in range(COLUMNS, GROUP, COLUMNS):
         more = _load_group(x, start + within, row_mask, width)
-        largest = tl.maximum(largest, tl.max(_magnitude_bits(more), 1))
-    amax = largest.to(tl.float32, bitcast=True)  # [ROWS]
+        amax_bits = tl.maximum(amax_bits, tl.max(_magnitude_bits(more), 1))
+    amax = amax_bits.to(tl.float32, bitcast=True)  # [ROWS]
     if scale_ub is not None:
         amax = tl.where(amax > scale_ub, scale_ub, amax)
     scale = tl.div_rn(amax, tl.full([ROWS], 448.0, tl.float32))
     inverse = tl.div_rn(tl.full([ROWS], 1.0, tl.float32), scale)
-    # a group too small to have a reciprocal becomes zeros
+    # a scale too small to have a reciprocal: the group becomes zeros
     inverse = tl.where(inverse == float("inf"), 0.0, inverse)
 
     _store_group(out, values, inverse, within, row_mask, width, HAS_FP8)
     for start in range(COLUMNS, GROUP, COLUMNS):
         more = _load_group(x, start + within, row_mask, width)
         _store_group(out, more, inverse, start + within, row_mask, width, HAS_FP8)
-    # rows from `rows` on were read as zeros: their scale is 0, as padding has to be
+    # rows from `rows` on were read as zeros: their scale is 0, as the padding must be
     scales += batch * stride_scales_b + group.to(tl.int64) * stride_scales_g
     tl.store(scales + row, scale, mask=row < padded_rows)
 
@@ -135,9 +137,9 @@ def scaled_mm_fp8(args: ScaledMatmulArguments, out: Tensor) -> None:
     """out[m, n] = Σ_k a[m, k] b[n, k] a_scale[k/g, m] b_scale[n/g, k/g], float32, rounded once."""
     a, a_scale, b, b_scale = args.a, args.a_scale, args.b, args.b_scale
     n_group, k_group = args.n_group, args.k_group
-    gpu = target(a.device)
+    device = target(a.device)
     on_cuda = a.device.type == "cuda"
-    groups = {"n_group": n_group, "k_group": k_group, "arch": gpu.arch if on_cuda else 0}
+    groups = {"n_group": n_group, "k_group": k_group, "arch": device.arch if on_cuda else 0}
     if library_refuses(a, a_scale, b, b_scale, out, **groups) is None:
         _library_scaled_mm(a, a_scale, b, b_scale, out)
         return
@@ -145,7 +147,7 @@ def scaled_mm_fp8(args: ScaledMatmulArguments, out: Tensor) -> None:
         a, a_scale, b, b_scale, out = (each[None] for each in (a, a_scale, b, b_scale, out))
     (batch, rows, depth), columns = a.shape, b.shape[1]
     config = pick_scaled_matmul_config(
-        rows=rows, columns=columns, k_group=k_group, shared_bytes=gpu.shared_bytes
+        rows=rows, columns=columns, k_group=k_group, shared_bytes=device.shared_bytes
     )
     tiles = triton.cdiv(rows, config.block_m) * triton.cdiv(columns, config.block_n)
     launch(
@@ -171,7 +173,7 @@ def scaled_mm_fp8(args: ScaledMatmulArguments, out: Tensor) -> None:
         BLOCK_K=config.block_k,
         GROUP_M=config.group_m,
         WHOLE_STEPS=depth % k_group == 0 and k_group % config.block_k == 0,
-        HAS_FP8=gpu.has_fp8,
+        HAS_FP8=device.has_fp8,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -203,7 +205,7 @@ def library_refuses(
     if out.dtype != torch.bfloat16:
         return f"needs a bfloat16 result, got {out.dtype}"
     (rows, depth), columns = a.shape, b.shape[0]
-    # rows of scales, padded by the library to 16 bytes, are to lie as ours do
+    # the library pads rows of scales to 16 bytes: ours must have no padding there
     if rows == 0 or rows % 4 or columns == 0 or columns % 16 or depth == 0 or depth % 512:
         return f"needs M % 4 = N % 16 = K % 512 = 0, none 0, got {rows}, {columns}, {depth}"
     tensors = {"a": a, "b": b, "b_scale": b_scale, "out": out, "a_scale": a_scale}
@@ -243,11 +245,11 @@ def _library_scaled_mm(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, o
 
 @triton.jit(do_not_specialize=["M", "stride_a_scale_k"])
 def _scaled_mm_fp8_kernel(
-    a,  # [batch, M, K] bytes
+    a,  # [batch, M, K] e4m3 as uint8
     a_scale,  # [batch, K groups, at least M]
-    b,  # [batch, N, K] bytes
+    b,  # [batch, N, K] e4m3 as uint8
     b_scale,  # [batch, N groups, K groups]
-    out,  # [batch, M, N]; bytes for e4m3
+    out,  # [batch, M, N]; e4m3 as uint8
     M,
     N,
     K,
@@ -269,7 +271,7 @@ def _scaled_mm_fp8_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
-    WHOLE_STEPS: tl.constexpr,  # no step of K is cut short by the end of a group or of K
+    WHOLE_STEPS: tl.constexpr,  # every step of K has BLOCK_K columns
     HAS_FP8: tl.constexpr,
 ):
     batch, m_tile, n_tile = tile_of_program(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
@@ -280,7 +282,7 @@ def _scaled_mm_fp8_kernel(
     b += batch * stride_b_b + n[None, :].to(tl.int64) * stride_b_n
     a_scale += batch * stride_a_scale_b + m.to(tl.int64) * stride_a_scale_m
     if N_GROUP % BLOCK_N == 0:
-        group_of_n = n_tile * BLOCK_N // N_GROUP  # the whole tile's
+        group_of_n = n_tile * BLOCK_N // N_GROUP  # one for the whole tile
         n_mask = n_tile >= 0
     else:
         group_of_n = n // N_GROUP
@@ -288,7 +290,7 @@ def _scaled_mm_fp8_kernel(
     b_scale += batch * stride_b_scale_b + group_of_n.to(tl.int64) * stride_b_scale_n
 
     STEPS: tl.constexpr = (K_GROUP + BLOCK_K - 1) // BLOCK_K  # within a group
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for step in range(tl.cdiv(K, K_GROUP) * STEPS):
         group = step // STEPS
         k = group * K_GROUP + (step % STEPS) * BLOCK_K + within
@@ -304,11 +306,11 @@ def _scaled_mm_fp8_kernel(
         by_column = tl.load(b_scale + group.to(tl.int64) * stride_b_scale_k, mask=n_mask, other=0.0)
         products = tl.dot(left, right) * by_row[:, None]
         if N_GROUP % BLOCK_N == 0:
-            total += products * by_column
+            acc += products * by_column
         else:
-            total += products * by_column[None, :]
+            acc += products * by_column[None, :]
 
     out += batch * stride_out_b + m[:, None].to(tl.int64) * stride_out_m + n[None, :]
     if out.dtype.element_ty == tl.uint8:
-        total = narrow_e4m3(total, HAS_FP8)
-    tl.store(out, total.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+        acc = narrow_e4m3(acc, HAS_FP8)
+    tl.store(out, acc.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])

@@ -1,20 +1,19 @@
-"""Triton's interpreter, mended where it gives wrong numbers (Triton 3.6 to 3.9, any numpy).
+"""Repairs of Triton's interpreter (Triton 3.6 to 3.9, any numpy).
 
-numpy has no bfloat16 and no 8-bit floats, so the interpreter keeps their bit patterns in integers:
+numpy has no bfloat16 and no 8-bit floats, so the interpreter keeps their bit patterns in integers.
+It gives wrong numbers:
 
-    a dot of bfloat16 multiplies the bit patterns            -> operands are widened first
-    casts to bfloat16 truncate, those to e4m3 round wrongly  -> nearest even, e4m3 saturating
-    a loop bound loaded from memory fails (numpy ≥ 2.4)      -> read as its one element
+    a dot of bfloat16 multiplies the bit patterns            -> operands are converted first
+    casts to bfloat16 truncate, those to e4m3 round wrongly  -> nearest even, e4m3 saturates
+    a loop bound loaded from memory fails (numpy ≥ 2.4)      -> its one element is read
 
-and where it is slow:
+and it is slow:
 
-    each call of a device function patches tl again          -> patched once a launch
-    integer sums are checked for overflow, to no effect      -> not checked
+    each call of a device function patches tl again          -> one patch per launch
+    integer sums are checked for overflow, without effect    -> no checks
 
-which together take about half the time of a kernel.
-
-`repair` is called before any kernel is, wherever kernels are interpreted; calling it again does
-nothing.
+These two take about half the time of a kernel. `repair` runs before the first kernel wherever
+kernels are interpreted; a second call does nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def repair() -> None:
     _repair_dot()
     _repair_casts()
     _repair_loop_bounds()
-    _patch_once_a_launch()
+    _patch_once_per_launch()
     _drop_overflow_checks()
 
 
@@ -51,16 +50,16 @@ def _repair_dot() -> None:
     builder = interpreter.InterpreterBuilder
     create_dot = builder.create_dot
 
-    def mended(self: Any, a: Any, b: Any, d: Any, *args: Any, **kwargs: Any) -> Any:
+    def repaired(self: Any, a: Any, b: Any, d: Any, *args: Any, **kwargs: Any) -> Any:
         if tl.bfloat16 not in (a.dtype.scalar, b.dtype.scalar):
             return create_dot(self, a, b, d, *args, **kwargs)
-        product = np.matmul(_widened(a), _widened(b)) + d.data
+        product = np.matmul(_as_float32(a), _as_float32(b)) + d.data
         return interpreter.TensorHandle(product.astype(d.data.dtype), d.dtype.scalar)
 
-    builder.create_dot = mended
+    builder.create_dot = repaired
 
 
-def _widened(operand: Any) -> np.ndarray:
+def _as_float32(operand: Any) -> np.ndarray:
     if operand.dtype.scalar == tl.bfloat16:
         return (operand.data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     return operand.data.astype(np.float32)
@@ -69,7 +68,7 @@ def _widened(operand: Any) -> np.ndarray:
 def _repair_casts() -> None:
     convert = interpreter._convert_float
 
-    def mended(x: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
+    def repaired(x: np.ndarray, source: Any, target: Any, rounding: Any) -> np.ndarray:
         known = source in TORCH_TYPES and target in TORCH_TYPES
         if not known or str(rounding).endswith("RTZ"):
             return convert(x, source, target, rounding)
@@ -83,7 +82,7 @@ def _repair_casts() -> None:
         bits = values.to(TORCH_TYPES[target]).view(torch.uint8).numpy()
         return bits.view(f"uint{target.primitive_bitwidth}").reshape(x.shape)
 
-    interpreter._convert_float = mended
+    interpreter._convert_float = repaired
 
 
 def _repair_loop_bounds() -> None:
@@ -92,7 +91,7 @@ def _repair_loop_bounds() -> None:
     def first_element(self: Any) -> int:
         return int(np.asarray(self.handle.data).reshape(-1)[0])
 
-    def mended(tensor: Any, *scope: Any) -> Any:
+    def repaired(tensor: Any, *scope: Any) -> Any:
         result = patch(tensor, *scope)
         if scope and hasattr(scope[0], "set_attr"):
             scope[0].set_attr(tensor, "__index__", first_element)
@@ -100,14 +99,14 @@ def _repair_loop_bounds() -> None:
             tensor.__index__ = first_element
         return result
 
-    interpreter._patch_lang_tensor = mended
+    interpreter._patch_lang_tensor = repaired
 
 
-def _patch_once_a_launch() -> None:
+def _patch_once_per_launch() -> None:
     patch = interpreter._patch_lang
     patched: set[Any] = set()  # modules, between the first patch of a launch and its end
 
-    def mended(fn: Any) -> Any:
+    def repaired(fn: Any) -> Any:
         visible = {each for each in fn.__globals__.values() if each is tl or each is tl.core}
         if visible and visible <= patched:
             return interpreter._LangPatchScope()
@@ -124,10 +123,10 @@ def _patch_once_a_launch() -> None:
             scope.restore = restore_and_forget
         return scope
 
-    interpreter._patch_lang = mended
+    interpreter._patch_lang = repaired
 
 
 def _drop_overflow_checks() -> None:
     builder = interpreter.interpreter_builder
-    if not builder.options.debug:  # then `device_assert` drops what the checks find
+    if not builder.options.debug:  # `device_assert` then ignores what the checks find
         builder.options = replace(builder.options, sanitize_overflow=False)

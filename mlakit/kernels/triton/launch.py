@@ -1,8 +1,8 @@
 """How every portable kernel is launched, and what it runs on.
 
-A launcher asks `target(device)` for the facts its configuration depends on and starts kernels with
-`launch`. Inside `compiling(target)` both speak of a GPU that need not exist: kernels are compiled
-for it from CPU tensors and collected, and nothing runs.
+A launcher picks its configuration by `target(device)` and starts kernels with `launch`. Inside
+`compiling(target)` the target is a GPU that need not exist: `launch` compiles kernels for it from
+CPU tensors and collects them, and nothing runs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if knobs.interpreted():
 
 @dataclass(frozen=True)
 class Target:
-    """A GPU as far as a configuration depends on it."""
+    """The properties of a GPU that configurations depend on."""
 
     arch: int  # 90 for sm_90
     num_sms: int
@@ -38,18 +38,18 @@ class Target:
 
     @property
     def has_fp8(self) -> bool:
-        """e4m3 conversions in hardware; without them they are integer arithmetic."""
+        """Has the GPU instructions for e4m3 conversions? Otherwise they are integer arithmetic."""
         return self.arch >= 89
 
 
 # shared memory per block, "Technical Specifications per Compute Capability" of the CUDA manual
 SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
-INTERPRETED = Target(arch=90, num_sms=3, shared_bytes=232_448)  # few SMs: work is then split
+INTERPRETED = Target(arch=90, num_sms=3, shared_bytes=232_448)  # few SMs, so that tests split work
 
 
 @dataclass(frozen=True)
 class Compilation:
-    """The kernels that launchers asked for, compiled for `target`."""
+    """The kernels that launchers started, compiled for `target`."""
 
     target: Target
     kernels: list[Any] = field(default_factory=list)
@@ -90,13 +90,13 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 
 @contextmanager
 def compiling(target: Target) -> Iterator[Compilation]:
-    """Compile what is launched in this scope for `target` instead of running it.
+    """Compile kernels that are launched in this scope for `target` instead of running them.
 
-    Ops called on CPU tensors choose their kernels as they would on such a GPU.
+    Ops on CPU tensors select the kernels that they select on such a GPU.
     """
     compilation = Compilation(target)
     token = _COMPILATION.set(compilation)
-    # not `.active`: asking for it looks for a driver, and there may be none
+    # not `.active`: that property looks for a driver, and there may be none
     driver = triton.runtime.driver._active
     triton.runtime.driver.set_active(_NoDriver(target.arch))
     try:

@@ -1,11 +1,12 @@
-"""Batched products of half or single precision matrices, portable Triton.
+"""Batched matmul of 16-bit or float32 matrices, portable Triton.
 
 Maths      out[i] = a[i] @ b[i]ᵀ, accumulated in float32 and rounded once; e4m3 saturates
 Work       one program per tile of out; where torch has the same product (`library_refuses`) cuBLAS
-           makes it
-Memory     any strides of a and b, out by rows: the absorb step reads and writes slices of wider
+           computes it
+Memory     a, b and out may have any strides: the absorb step reads and writes slices of wider
            tensors
-Limits     none of its own
+Limits     none
+Lineage    own design; ideas: Triton's matmul tutorial (program order by groups of row tiles)
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from mlakit.kernels.triton.launch import launch, target
 from mlakit.kernels.triton.primitives import narrow_e4m3
 
 E4M3 = torch.float8_e4m3fn
-HALVES = (torch.bfloat16, torch.float16)
+TYPES_16BIT = (torch.bfloat16, torch.float16)
 _SETTINGS = Lock()
 
 
@@ -37,13 +38,13 @@ def batched_matmul(args: BatchedMatmulArguments, out: Tensor) -> None:
             torch.bmm(a, b.mT, out=out)
         return
     (batch, rows, depth), columns = a.shape, b.shape[1]
-    gpu = target(a.device)
+    device = target(a.device)
     config = pick_matmul_config(
         rows=rows,
         columns=columns,
         depth=depth,
         itemsize=a.element_size(),
-        shared_bytes=gpu.shared_bytes,
+        shared_bytes=device.shared_bytes,
     )
     tiles = triton.cdiv(rows, config.block_m) * triton.cdiv(columns, config.block_n)
     launch(
@@ -63,19 +64,19 @@ def batched_matmul(args: BatchedMatmulArguments, out: Tensor) -> None:
         BLOCK_K=config.block_k,
         GROUP_M=config.group_m,
         WHOLE_STEPS=depth % config.block_k == 0,
-        HAS_FP8=gpu.has_fp8,
+        HAS_FP8=device.has_fp8,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
 
 
 def library_refuses(a: Tensor, b: Tensor, out: Tensor) -> str | None:
-    """Why `torch.bmm` cannot make this `out` in float32, rounded once, with no copy; or None.
+    """Why `torch.bmm` cannot compute this `out` in float32, rounded once, without a copy; or None.
 
-    Single precision may be tf32 there, by a setting of the user's.
+    float32 operands are refused: the user may have set tf32 for them.
     """
-    if a.dtype not in HALVES or out.dtype != a.dtype:
-        return f"needs halves of one dtype, got {a.dtype} for {out.dtype}"
+    if a.dtype not in TYPES_16BIT or out.dtype != a.dtype:
+        return f"needs 16-bit matrices of one dtype, got {a.dtype} for {out.dtype}"
     if 0 in (*a.shape, *b.shape):
         return "needs a product that is not empty"
     for name, matrix in (("a", a), ("b", b), ("out", out)):
@@ -94,16 +95,16 @@ def library_refuses(a: Tensor, b: Tensor, out: Tensor) -> str | None:
 
 @contextmanager
 def _float32_sums() -> Iterator[None]:
-    """By default torch lets cuBLAS add partial sums in the half type: two roundings and more.
+    """Make cuBLAS accumulate in float32; by default it may add partial sums in the 16-bit type.
 
-    The setting belongs to the process, hence the lock; another thread's product meanwhile is only
-    more precise.
+    The setting belongs to the process, hence the lock. A matmul of another thread in the meantime
+    is only more precise.
     """
     settings = torch.backends.cuda.matmul
-    names = [f"allow_{half}_reduced_precision_reduction" for half in ("bf16", "fp16")]
+    names = [f"allow_{dtype}_reduced_precision_reduction" for dtype in ("bf16", "fp16")]
     with _SETTINGS:
         allowed = [name for name in names if getattr(settings, name)]
-        # newer versions keep a pair: may sums be rounded early, may they be split at all
+        # newer versions have a pair of settings: reduced precision, and split K at all
         split = {name: getattr(settings, f"{name}_split_k", True) for name in allowed}
         for name in allowed:
             setattr(settings, name, False if split[name] else (False, False))
@@ -123,9 +124,9 @@ def tile_of_program(
     BLOCK_N: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """(batch int64, tile of rows, tile of columns).
+    """(batch int64, row tile, column tile) of a program.
 
-    Neighbours share GROUP_M tiles of rows: together they need few rows of b at a time.
+    Neighbouring programs have GROUP_M row tiles and few column tiles, which then stay in L2.
     """
     m_tiles = tl.cdiv(M, BLOCK_M)
     n_tiles = tl.cdiv(N, BLOCK_N)
@@ -141,7 +142,7 @@ def tile_of_program(
 def _batched_matmul_kernel(
     a,  # [batch, M, K]
     b,  # [batch, N, K]
-    out,  # [batch, M, N]; bytes for e4m3
+    out,  # [batch, M, N]; e4m3 as uint8
     M,
     N,
     K,
@@ -168,7 +169,7 @@ def _batched_matmul_kernel(
     a += batch * stride_a_b + m[:, None] * stride_a_m
     b += batch * stride_b_b + n[None, :] * stride_b_n
 
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, K, BLOCK_K):
         k = (start + within).to(tl.int64)
         a_mask, b_mask = (m < M)[:, None], (n < N)[None, :]
@@ -176,9 +177,9 @@ def _batched_matmul_kernel(
             a_mask, b_mask = a_mask & (k < K)[None, :], b_mask & (k < K)[:, None]
         left = tl.load(a + k[None, :] * stride_a_k, mask=a_mask, other=0.0)
         right = tl.load(b + k[:, None] * stride_b_k, mask=b_mask, other=0.0)
-        total = tl.dot(left, right, total, input_precision="ieee")
+        acc = tl.dot(left, right, acc, input_precision="ieee")
 
     out += batch * stride_out_b + m[:, None] * stride_out_m + n[None, :] * stride_out_n
     if out.dtype.element_ty == tl.uint8:
-        total = narrow_e4m3(total, HAS_FP8)
-    tl.store(out, total.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+        acc = narrow_e4m3(acc, HAS_FP8)
+    tl.store(out, acc.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])

@@ -1,10 +1,12 @@
 """Expanded MLA attention over ragged batches, portable Triton.
 
 Maths      s = (q_n·k_n + q_r·k_r) · softmax_scale [+ slope · (key − query)];  out = softmax(s) v
-Work       one program per (query tile of one request, head); the request is found on the device;
-           tiles of keys that every query sees, then those that need the mask
+Work       one program per (query tile of one request, head), which finds its request by bisection:
+           first the key tiles that every query sees, then those that need the mask
 Memory     q stays on chip; K and V of a head are read once per query tile, k_rope by every head
-Limits     none; widths are cut into powers of two, the rest of a width is padded
+Limits     none; widths are split into powers of two, and the last one is padded
+Lineage    own design; ideas: FlashAttention-2, with unmasked tiles before masked ones. Ours also
+           keeps values that are not finite from queries that do not see them
 """
 
 from __future__ import annotations
@@ -97,22 +99,15 @@ def _power_of_two_below(n: int) -> int:
 
 
 def _padded(width: int) -> int:
-    """A width that a dot takes; 0 where there are no columns."""
+    """The width of a dot's operand: a power of two, 16 at least; 0 where there are no columns."""
     return max(triton.next_power_of_2(width), 16) if width > 0 else 0
 
 
+# differ from call to call: specialised, each would compile further kernels
 VARYING = [
-    "window",
-    "batch",
-    "heads",
-    "num_slots",
-    "stride_q_starts",
-    "stride_kv_starts",
-    "stride_slopes",
-    "stride_sink",
-    "stride_lse_token",
-    "stride_lse_head",
-]
+    "window", "batch", "heads", "num_slots", "stride_q_starts", "stride_kv_starts", "stride_slopes",
+    "stride_sink", "stride_lse_token", "stride_lse_head",
+]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -160,11 +155,11 @@ def _mla_prefill_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BLOCK_MASKED: tl.constexpr,  # keys at a time where the mask is looked at
+    BLOCK_MASKED: tl.constexpr,  # keys per iteration where the mask is applied
     HEAD_GROUP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    head, slot = _work_of(tl.program_id(0), heads, num_slots, HEAD_GROUP)
+    head, slot = _head_and_slot(tl.program_id(0), heads, num_slots, HEAD_GROUP)
     request = _request_of(slot, q_starts, stride_q_starts, batch, BLOCK_Q)
     q_start = tl.load(q_starts + request * stride_q_starts).to(tl.int32)
     q_len = tl.load(q_starts + (request + 1) * stride_q_starts).to(tl.int32) - q_start
@@ -177,8 +172,8 @@ def _mla_prefill_kernel(
     offset = kv_len - q_len  # of a query's position from its index
     last_query = tl.minimum(first_query + BLOCK_Q, q_len) - 1
 
-    # both ends of what a query sees grow with its position: the first and the last query decide
-    # which keys [any_first, any_last) some query of the tile sees, and which all of them see
+    # Both ends of the interval that a query sees grow with its position. So the first and the last
+    # query decide which keys [any_first, any_last) some query of the tile sees, and which all see.
     any_first, all_last = mask_interval(
         offset + first_query, kv_len, window, IS_CAUSAL, IS_SLIDING, IS_CHUNKED
     )
@@ -195,7 +190,7 @@ def _mla_prefill_kernel(
     is_query = query < q_len
     token = (q_start + query).to(tl.int64)
     q_rows = q + token * stride_q_token + head.to(tl.int64) * stride_q_head
-    q_a, q_b, q_r = _load_parts(
+    q_a, q_b, q_r = _load_tiles(
         q_rows, q_rows, is_query, True, D_N, D_N, D_R, BLOCK_A, BLOCK_B, BLOCK_R
     )
     if IS_NEGATIVE:
@@ -208,8 +203,8 @@ def _mla_prefill_kernel(
     k_rope += kv_start * stride_kr_token
     v += kv_start * stride_v_token + head.to(tl.int64) * stride_v_head
 
-    peak = tl.full([BLOCK_Q], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_Q], tl.float32)
+    row_max = tl.full([BLOCK_Q], -float("inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, BLOCK_V], tl.float32)
     tile = tl.arange(0, BLOCK_K)
     for start in tl.range(full_first, full_last, BLOCK_K, num_stages=STAGES):
@@ -220,28 +215,28 @@ def _mla_prefill_kernel(
         )  # fmt: skip
         if alibi_slopes is not None:
             scores = scores * scale_log2 + slope * (key[None, :] - position[:, None])
-            probs, decay, peak, total = softmax_step(scores, peak, total, 1.0)
+            probs, rescale, row_max, row_sum = softmax_step(scores, row_max, row_sum, 1.0)
         else:
-            probs, decay, peak, total = softmax_step(scores, peak, total, scale_log2)
+            probs, rescale, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale_log2)
         values = _load_rows(
             v + key.to(tl.int64) * stride_v_token, tile >= 0, False, 0, D_V, BLOCK_V
         )
-        acc = acc * decay[:, None]
+        acc = acc * rescale[:, None]
         acc = tl.dot(probs.to(values.dtype), values, acc, input_precision="ieee")
 
-    # made anew, with a 0 that no compiler knows: kept, these would cost the loop its registers
+    # computed again, with an opaque zero: kept through the loop, they would take registers
     query = first_query + tl.where(batch < 0, 1, 0) + tl.arange(0, BLOCK_Q)
     position = offset + query
     is_query = query < q_len
     token = (q_start + query).to(tl.int64)
     # [BLOCK_Q] each
     first, last = mask_interval(position, kv_len, window, IS_CAUSAL, IS_SLIDING, IS_CHUNKED)
-    all_numbers = 1
+    all_finite = 1
     for i in tl.range(0, head_tiles + tail_tiles, num_stages=1):
         at_tail = full_last + (i - head_tiles) * BLOCK_MASKED
         start = tl.where(i < head_tiles, any_first + i * BLOCK_MASKED, at_tail)
         key = start + tl.arange(0, BLOCK_MASKED)
-        # what no query of the tile sees is not even looked at
+        # keys that no query of the tile sees are not read
         is_key = (key >= any_first) & (key < any_last)
         visible = (key[None, :] >= first[:, None]) & (key[None, :] < last[:, None])
         scores = _scores(
@@ -251,23 +246,23 @@ def _mla_prefill_kernel(
         if alibi_slopes is not None:
             scores = scores * scale_log2 + slope * (key[None, :] - position[:, None])
             scores = tl.where(visible, scores, -float("inf"))
-            probs, decay, peak, total = softmax_step(scores, peak, total, 1.0)
+            probs, rescale, row_max, row_sum = softmax_step(scores, row_max, row_sum, 1.0)
         else:
             scores = tl.where(visible, scores, -float("inf"))
-            probs, decay, peak, total = softmax_step(scores, peak, total, scale_log2)
+            probs, rescale, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale_log2)
         rows = v + key.to(tl.int64) * stride_v_token
         values = _load_rows(rows, is_key, True, 0, D_V, BLOCK_V)
-        is_number = is_finite(values)
-        all_numbers &= tl.min(is_number.to(tl.int32))
-        acc = acc * decay[:, None]
-        # 0 · NaN is NaN: a value is left out for those who do not see it, not weighted by 0
-        values = tl.where(is_number, values, 0.0)
+        is_value_finite = is_finite(values)
+        all_finite &= tl.min(is_value_finite.to(tl.int32))
+        acc = acc * rescale[:, None]
+        # 0 · NaN is NaN: values that are not finite are left out here and added in the end
+        values = tl.where(is_value_finite, values, 0.0)
         acc = tl.dot(probs.to(values.dtype), values, acc, input_precision="ieee")
 
     sink_log2 = None
     if sink is not None:
         sink_log2 = tl.load(sink + head * stride_sink) * 1.4426950408889634  # log2(e)
-    denominator, row_lse = finish_softmax(peak, total, sink_log2)
+    denominator, row_lse = finish_softmax(row_max, row_sum, sink_log2)
     column = tl.arange(0, BLOCK_V)
     out_rows = out + token * stride_out_token + head.to(tl.int64) * stride_out_head
     tl.store(
@@ -278,8 +273,8 @@ def _mla_prefill_kernel(
     lse_rows = lse + token * stride_lse_token + head.to(tl.int64) * stride_lse_head
     tl.store(lse_rows, row_lse, mask=is_query)
 
-    if all_numbers == 0:
-        tl.debug_barrier()  # what other threads wrote to out is read
+    if all_finite == 0:
+        tl.debug_barrier()  # out is read back, also where other threads wrote it
         _add_non_finite(
             out_rows, is_query, denominator, first, last, v, any_first, any_last,
             stride_v_token, D_V, BLOCK_Q,
@@ -287,11 +282,11 @@ def _mla_prefill_kernel(
 
 
 @triton.jit
-def _work_of(program, heads, num_slots, HEAD_GROUP: tl.constexpr):
-    """(head, slot) of a program.
+def _head_and_slot(program, heads, num_slots, HEAD_GROUP: tl.constexpr):
+    """(head, slot of a query tile) of a program.
 
-    Programs start in order. The later queries of a request see more keys, so they come first; and
-    a group of heads is done with before the next, so that its keys stay in the cache of the GPU.
+    Programs start in order. The later queries of a request see more keys, so they come first. A
+    group of heads ends before the next one begins, so that its keys stay in L2.
     """
     group = program // (num_slots * HEAD_GROUP)
     within = program - group * num_slots * HEAD_GROUP
@@ -302,7 +297,7 @@ def _work_of(program, heads, num_slots, HEAD_GROUP: tl.constexpr):
 
 @triton.jit
 def _first_slot(request, q_start, BLOCK_Q: tl.constexpr):
-    """Slots from here on are the request's, at least as many as it has query tiles."""
+    """The first slot of a request, which has at least as many slots as query tiles."""
     return q_start // BLOCK_Q + request
 
 
@@ -342,7 +337,7 @@ def _load_rows(
 
 
 @triton.jit
-def _load_parts(
+def _load_tiles(
     nope_rows,
     rope_rows,
     is_row,
@@ -354,7 +349,7 @@ def _load_parts(
     BLOCK_B: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """The columns of rows in three parts; one without columns is a number that nobody uses."""
+    """The columns of rows in three tiles; a tile without columns is an unused number."""
     a = _load_rows(nope_rows, is_row, MASKED, 0, D_N, BLOCK_A)
     b = 0.0
     if BLOCK_B > 0:
@@ -385,7 +380,7 @@ def _scores(
 ):
     """q·k [BLOCK_Q, BLOCK_K] float32, not scaled."""
     wide = key.to(tl.int64)
-    k_a, k_b, k_r = _load_parts(
+    k_a, k_b, k_r = _load_tiles(
         k_nope + wide * stride_kn_token, k_rope + wide * stride_kr_token,
         is_key, MASKED, 0, D_N, D_R, BLOCK_A, BLOCK_B, BLOCK_R,
     )  # fmt: skip
@@ -411,10 +406,10 @@ def _add_non_finite(
     D_V: tl.constexpr,
     BLOCK_Q: tl.constexpr,
 ):
-    """Add the values that are not finite to what the queries that see them have written.
+    """Add the values that are not finite to the stored results of the queries that see them.
 
-    Whatever their weights: NaN and infinity times a positive number are what they were. This is
-    rare and slow; in memory, so that the registers of the usual case are not laid out for it.
+    Their probabilities do not matter: NaN and infinity times a positive number are unchanged. This
+    is rare and slow. It works in memory, so that the usual case needs no registers for it.
     """
     COLUMNS: tl.constexpr = 16
     for start in tl.range(0, D_V, COLUMNS, num_stages=1):

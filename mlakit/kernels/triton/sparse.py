@@ -48,7 +48,7 @@ def sparse_mla(a: SparseArguments, out: Tensor, lse: Tensor, max_logits: Tensor)
         tiles,
         heads=heads,
         itemsize=max(each.latent.itemsize for each in types),
-        is_bytes=any(each.payload.dtype not in PLAIN for each, _, _ in lists),
+        is_fp8=any(each.payload.dtype not in PLAIN for each, _, _ in lists),
         arch=device.arch,
         shared_bytes=device.shared_bytes,
     )

@@ -35,7 +35,7 @@ def random_batch(seed: int) -> tuple[list[int], list[int], int, int]:
 
 def make_plan(q_lens: list[int], kv_lens: list[int], **sizes: Any) -> DecodePlanTensors:
     device = "cpu" if knobs.interpreted() else "cuda"
-    defaults = {"num_workers": 3, "min_tiles": 2, "slot_rows": HEADS, "capacity": 4096}
+    defaults = {"num_ctas": 3, "min_tiles": 2, "slot_rows": HEADS, "capacity": 4096}
     return plan_decode(
         torch.tensor([0, *accumulate(q_lens)], dtype=torch.int32, device=device),
         torch.tensor(kv_lens, dtype=torch.int32, device=device),
@@ -62,21 +62,21 @@ def loads(plan: DecodePlanTensors) -> list[int]:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_triton_plans_give_every_key_to_one_worker(seed):
-    q_lens, kv_lens, num_workers, slot_rows = random_batch(seed)
+    q_lens, kv_lens, num_ctas, slot_rows = random_batch(seed)
     plan = make_plan(
         q_lens,
         kv_lens,
-        num_workers=num_workers,
+        num_ctas=num_ctas,
         slot_rows=slot_rows,
         capacity=3000 if seed % 2 else 2**40,  # the arithmetic is wide where it must be
     )
     starts = plan.cta_starts.tolist()
     assert starts[0] == 0
     assert starts == sorted(starts)
-    assert starts[-1] <= len(kv_lens) + num_workers
+    assert starts[-1] <= len(kv_lens) + num_ctas
     items = plan.host_items()
     slots = plan.partial_starts.tolist()
-    assert slots[-1] <= 2 * num_workers
+    assert slots[-1] <= 2 * num_ctas
     for request, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
         own = [item[1:] for item in items if item[0] == request]
         if q_len == 0:
@@ -95,8 +95,8 @@ def test_triton_plans_give_every_key_to_one_worker(seed):
 
 @pytest.mark.parametrize("seed", range(10))
 def test_triton_plans_have_the_lengths_of_a_request_in_its_items(seed):
-    q_lens, kv_lens, num_workers, slot_rows = random_batch(seed)
-    plan = make_plan(q_lens, kv_lens, num_workers=num_workers, slot_rows=slot_rows)
+    q_lens, kv_lens, num_ctas, slot_rows = random_batch(seed)
+    plan = make_plan(q_lens, kv_lens, num_ctas=num_ctas, slot_rows=slot_rows)
     lengths = list(zip(accumulate(q_lens, initial=0), q_lens, kv_lens, strict=False))
     requests = [request for request, *_ in plan.host_items()]
     assert set(requests) == {request for request, q_len in enumerate(q_lens) if q_len > 0}
@@ -104,10 +104,10 @@ def test_triton_plans_have_the_lengths_of_a_request_in_its_items(seed):
     assert beside == [list(lengths[request]) for request in requests]
 
 
-@pytest.mark.parametrize("num_workers", [1, 7, 40])
-def test_triton_plans_are_balanced(num_workers):
+@pytest.mark.parametrize("num_ctas", [1, 7, 40])
+def test_triton_plans_are_balanced(num_ctas):
     kv_lens = [3000, 1, 900, 64, 2000]
-    shares = loads(make_plan([1] * 5, kv_lens, num_workers=num_workers))
+    shares = loads(make_plan([1] * 5, kv_lens, num_ctas=num_ctas))
     assert sum(shares) == sum(-(-kv_len // TILE) for kv_len in kv_lens)
     assert max(shares) - min(shares) <= 1
 
@@ -121,12 +121,12 @@ def batches(draw: st.DrawFn) -> list[int]:
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(kv_lens=batches(), num_workers=st.sampled_from([1, 2, 3, 7, 40, 132, 264]))
-def test_triton_plans_are_those_of_the_host(kv_lens, num_workers):
+@given(kv_lens=batches(), num_ctas=st.sampled_from([1, 2, 3, 7, 40, 132, 264]))
+def test_triton_plans_are_those_of_the_host(kv_lens, num_ctas):
     """The host and the device version of the split heuristic agree."""
     batch = len(kv_lens)
-    made = make_plan([1] * batch, kv_lens, num_workers=num_workers, min_tiles=1)
-    expected = plan_on_host(kv_lens, num_ctas=num_workers, tile=TILE)
+    made = make_plan([1] * batch, kv_lens, num_ctas=num_ctas, min_tiles=1)
+    expected = plan_on_host(kv_lens, num_ctas=num_ctas, tile=TILE)
     assert made.cta_starts.tolist() == list(expected.cta_starts)
     assert made.partial_starts.tolist() == list(expected.partial_starts)
     assert made.host_items() == [
@@ -136,15 +136,15 @@ def test_triton_plans_are_those_of_the_host(kv_lens, num_workers):
 
 
 def test_triton_plans_leave_equal_requests_whole():
-    plan = make_plan([1] * 128, [20 * TILE] * 128, num_workers=132)
+    plan = make_plan([1] * 128, [20 * TILE] * 128, num_ctas=132)
     assert worker_items(plan) == [[[b, 0, 20, -1]] for b in range(128)] + [[]] * 4
-    plan = make_plan([1] * 14, [20 * TILE] * 14, num_workers=5)
+    plan = make_plan([1] * 14, [20 * TILE] * 14, num_ctas=5)
     whole = [[b, 0, 20, -1] for b in range(14)]
     assert worker_items(plan) == [whole[:3], whole[3:6], whole[6:9], whole[9:12], whole[12:]]
 
 
 def test_triton_plans_split_equal_requests_alike():
-    plan = make_plan([1] * 32, [64 * TILE] * 32, num_workers=264)
+    plan = make_plan([1] * 32, [64 * TILE] * 32, num_ctas=264)
     assert (
         worker_items(plan)
         == [[[worker // 8, worker % 8 * 8, worker % 8 * 8 + 8, worker]] for worker in range(256)]
@@ -153,7 +153,7 @@ def test_triton_plans_split_equal_requests_alike():
 
 
 def test_triton_plans_make_no_split_smaller_than_is_worth_a_worker():
-    plan = make_plan([1] * 4, [10 * TILE] * 4, num_workers=32, min_tiles=3)
+    plan = make_plan([1] * 4, [10 * TILE] * 4, num_ctas=32, min_tiles=3)
     cuts = [(0, 3), (3, 6), (6, 10)]
     assert [[item[1:3] for item in own] for own in worker_items(plan)] == [
         [list(cut)] for _ in range(4) for cut in cuts
@@ -161,7 +161,7 @@ def test_triton_plans_make_no_split_smaller_than_is_worth_a_worker():
 
 
 def test_triton_plans_are_even_but_for_a_request_without_room():
-    plan = make_plan([1, 3, 1, 0, 1], [12 * TILE] * 5, num_workers=8)
+    plan = make_plan([1, 3, 1, 0, 1], [12 * TILE] * 5, num_ctas=8)
     assert worker_items(plan) == [
         [[0, 0, 6, 0]],
         [[0, 6, 12, 1]],
@@ -184,7 +184,7 @@ def cut(tiles: int, width: int) -> list[range]:
     return [range(first, min(first + width, tiles)) for first in range(0, tiles, width)]
 
 
-@pytest.mark.parametrize("num_workers", [1, 3, 40])
+@pytest.mark.parametrize("num_ctas", [1, 3, 40])
 @pytest.mark.parametrize(
     ("own", "splits_of"),
     [
@@ -193,9 +193,9 @@ def cut(tiles: int, width: int) -> list[range]:
     ],
     ids=["tiles", "splits"],
 )
-def test_triton_plans_with_own_splits_depend_on_one_request_at_a_time(own, splits_of, num_workers):
+def test_triton_plans_with_own_splits_depend_on_one_request_at_a_time(own, splits_of, num_ctas):
     q_lens, kv_lens = [1, 1, 0, 1, 1, 1], [1000, 0, 500, 64, 65, 1]
-    plan = make_plan(q_lens, kv_lens, num_workers=num_workers, capacity=1024, own=own)
+    plan = make_plan(q_lens, kv_lens, num_ctas=num_ctas, capacity=1024, own=own)
     items, slots = plan.host_items(), plan.partial_starts.tolist()
     assert plan.max_partials >= slots[-1]
     for request, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
@@ -209,7 +209,7 @@ def test_triton_plans_with_own_splits_depend_on_one_request_at_a_time(own, split
     starts = plan.cta_starts.tolist()
     assert starts == sorted(starts)
     assert (starts[0], starts[-1]) == (0, len(items))
-    assert max(last - first for first, last in pairwise(starts)) == -(-len(items) // num_workers)
+    assert max(last - first for first, last in pairwise(starts)) == -(-len(items) // num_ctas)
 
 
 def test_triton_plans_with_own_splits_have_room_for_every_table():

@@ -110,7 +110,7 @@ def test_bmm_takes_slices_of_16_bit_matrices(dtype):
     [(torch.float32, None), (torch.bfloat16, torch.float32), (torch.bfloat16, E4M3)],
 )
 def test_bmm_takes_16_bit_matrices_of_one_dtype_only(dtype, out_dtype):
-    assert "halves of one dtype" in bmm_refuses(*bmm_operands(dtype, out_dtype))
+    assert "16-bit matrices of one dtype" in bmm_refuses(*bmm_operands(dtype, out_dtype))
 
 
 def test_bmm_refuses_what_it_would_copy():

@@ -14,8 +14,8 @@ WAYS = {
     "narrow": (TopkConfig(1, 64, "narrow", 3), 20),
     "narrow, in parts": (TopkConfig(3, 64, "narrow", 3), 20),
     "narrow, half a block": (TopkConfig(1, 64, "narrow", 3), 32),
-    "again": (TopkConfig(1, 64, "again", 3), 70),
-    "again, in parts": (TopkConfig(2, 64, "again", 3), 70),
+    "reread": (TopkConfig(1, 64, "reread", 3), 70),
+    "reread, in parts": (TopkConfig(2, 64, "reread", 3), 70),
 }
 LOGITS = {
     "distinct": {},
@@ -44,12 +44,12 @@ def test_every_way(config, k, logits, place, monkeypatch):
         (4096, 16384, 2048, "whole"),
         (4096, 131072, 2048, "narrow"),
         (4096, 131072, 8192, "narrow"),
-        (4096, 131072, 8193, "again"),
+        (4096, 131072, 8193, "reread"),
     ],
 )
 def test_the_way_of_a_shape(rows, columns, k, way):
     config = pick_topk_config(rows=rows, columns=columns, k=k, num_sms=132)
-    assert config.way == way
+    assert config.method == way
     assert config.splits == 1 or rows * config.splits <= 132
 
 

@@ -9,7 +9,7 @@ from tests.ops.mutations.checks import kernel, line
 MUTATIONS = [
     kernel(MergeCase, "ignores the sink", without("sink")),
     kernel(MergeCase, "weighs the parts alike", with_equal_weights),
-    kernel(MergeCase, "reads empty parts", with_empty_parts_read),
+    kernel(MergeCase, "reads empty partials", with_empty_parts_read),
     kernel(
         MergeCase,
         "loses a part",
@@ -19,14 +19,14 @@ MUTATIONS = [
         MergeCase,
         "merge",
         "plain average",
-        "(part_lse - divisor).exp()",
+        "(partial_lse - divisor).exp()",
         "(part_lse * 0 + 1 / len(parts))",
     ),
     line(
         MergeCase,
         "merge",
-        "reads empty parts",
-        "torch.where((part_lse == -torch.inf)[..., None], 0.0,",
+        "reads empty partials",
+        "torch.where(is_empty, 0.0,",
         "(0.0 +",
     ),
 ]

@@ -43,7 +43,7 @@ class Schedule(NamedTuple):
     """Which keys each persistent CTA attends to; see `mlakit.plan.DecodePlanTensors`."""
 
     items: Tensor  # [max_items, ITEM_COLUMNS]
-    worker_starts: Tensor  # [num_workers + 1]
+    cta_starts: Tensor  # [num_ctas + 1]
     partial_starts: Tensor  # [batch + 1]
     head_tiles: int | None  # work tiles of a query; None where the kernel has it as a constant
 

@@ -1,8 +1,8 @@
 """Launching the decode kernels of Hopper, and planning for them.
 
-Work       as many CTAs as a request has work tiles on average, times the plan's workers
-Memory     float32 partials, two per worker: 35 MB at most on 132 SMs (with splits of a request's
-           own, one per split that the page table has room for)
+Work       for each CTA of the plan as many CTAs as a request has work tiles on average
+Memory     float32 partials, two per CTA of the plan: 35 MB at most on 132 SMs (with splits of a
+           request's own, one per split that the page table has room for)
 Limits     rows of 576/512 columns; 16-bit rows with queries of their dtype, or FP8 rows; rows that
            TMA can address, also where no TMA tile fits a page and a gather producer loads rows one
            by one. `kernels.hopper.support` refuses the rest
@@ -205,7 +205,7 @@ def _plan(
         shard=UNSHARDED,
         mask=mask,
         heads=padded_heads,
-        num_workers=max(num_sms * tiles.rows // max(rows, tiles.rows), 1),
+        num_ctas=max(num_sms * tiles.rows // max(rows, tiles.rows), 1),
         tile=tiles.keys,
         min_tiles=tiles.min_keys // tiles.keys,
         slot_rows=rows,

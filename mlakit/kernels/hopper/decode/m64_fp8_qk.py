@@ -196,7 +196,7 @@ def mla_decode_m64_fp8_qk_kernel(
     TRAITS: gl.constexpr,
     CONFIG: gl.constexpr,  # `configs.M64Fp8QkConfig`
 ):  # fmt: skip
-    """grid: (work tiles of a request that run at once, workers of the plan)"""
+    """grid: (work tiles of a request that run at once, CTAs of the plan)"""
     scale_log2, tensor_scale = apply_tensor_scale(kv_scales, scale_log2)
     inputs, scheduler, outputs = make_work(
         q, q_rope, kv, kv_rope, stride_table_request, q_token_rows, q_rope_token_rows, heads,

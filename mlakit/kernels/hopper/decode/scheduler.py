@@ -1,8 +1,8 @@
 """The tile scheduler: which work tiles a persistent CTA computes, and where each one's data is.
 
-A work tile is ROWS heads of one query over a split of its request's keys. The plan deals items
-(splits of requests) to workers; program_id(1) is the worker, and the CTAs of a worker
-(program_id(0)) share the work tiles of each item.
+A work tile is ROWS heads of one query over a split of its request's keys. The plan assigns items
+(splits of requests) to CTAs; program_id(1) is the CTA of the plan, and the CTAs that the kernel
+launches for it (program_id(0)) share the work tiles of each item.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def make_work(
         stride_table_request, batch.stride_entry, TRAITS.PAGE_ROWS, TRAITS.PAGE, gather.words,
         gather.row_chunks,
     )  # fmt: skip
-    last_item = gl.load(schedule.worker_starts + gl.program_id(1) + 1)
+    last_item = gl.load(schedule.cta_starts + gl.program_id(1) + 1)
     scheduler = TileScheduler(
         schedule.items, schedule.partial_starts, batch.q_starts, batch.kv_lens,
         batch.stride_q_starts, batch.stride_kv_lens, heads, HEAD_TILES, TRAITS.ROWS, slot_rows,
@@ -180,7 +180,7 @@ def next_tile(scheduler, item, index):
 @gluon.jit
 def first_tile(scheduler, schedule):
     """(item, work tile of it) that this CTA starts with; `last_item` if it has none."""
-    first_item = gl.load(schedule.worker_starts + gl.program_id(1))
+    first_item = gl.load(schedule.cta_starts + gl.program_id(1))
     return next_tile(scheduler, first_item, gl.program_id(0))
 
 
