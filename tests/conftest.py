@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import setuptools  # noqa: F401  patches distutils, so it comes before any import of that
 import torch
 
 from mlakit import dispatch, knobs

@@ -380,7 +380,8 @@ def test_figures_that_are_written_stay_when_a_later_file_fails(measured, tmp_pat
     assert not page.exists()
 
 
-def test_the_comparison_says_only_what_moved(stored, tmp_path):
+def test_the_comparison_says_only_what_moved(stored, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")  # a narrow table folds its cells
     earlier = tmp_path / "earlier.json"
     rows = [
         row("decode-a", "mlakit", 100.5),
