@@ -1,4 +1,7 @@
-"""Device functions and layouts that the Gluon kernels for Hopper share."""
+"""Device functions and layouts that the Gluon kernels for Hopper share.
+
+Lineage    own design
+"""
 
 from __future__ import annotations
 

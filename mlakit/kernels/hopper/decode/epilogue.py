@@ -1,7 +1,9 @@
 """The epilogue of a work tile: lse, the scale of the accumulators, and where they are stored.
 
 A final result goes to `out` and `lse`. A split goes to float32 partials, which the merge kernel
-combines; the sink then joins there, once.
+combines; it then adds the sink, once.
+
+Lineage    own design
 """
 
 from __future__ import annotations

@@ -311,10 +311,10 @@ def _is_packed(rows: Tensor) -> bool:
 
 def _query_tiles(q: Tensor, rows: int, columns: int) -> tuple[TensorDescriptor, int]:
     """TMA tiles of 16-bit queries, or of the words of FP8 ones, and rows between two tokens."""
-    q_rows, apart = _as_rows(q)
+    q_rows, token_rows = _as_rows(q)
     if q.dtype == E4M3:
-        return _tma_tiles(q_rows.view(torch.int32), rows, columns // 4), apart
-    return _tma_tiles(q_rows, rows, columns), apart
+        return _tma_tiles(q_rows.view(torch.int32), rows, columns // 4), token_rows
+    return _tma_tiles(q_rows, rows, columns), token_rows
 
 
 # kept: what a layout checks of itself takes the host longer than the rest of a descriptor
@@ -328,9 +328,9 @@ def _tma_tiles(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 def _as_rows(pool: Tensor) -> tuple[Tensor, int]:
-    """[n, m, columns] as rows at one distance, and how many of them the n are apart."""
+    """[pages, page_size, columns] as (rows at one distance, rows from a page to the next)."""
     num_pages, page_size, columns = pool.shape
     distance = pool.stride(0) if page_size == 1 < num_pages else pool.stride(1)
-    apart = pool.stride(0) // distance if num_pages > 1 else page_size
-    rows = (num_pages - 1) * apart + page_size if num_pages else 0
-    return pool.as_strided((rows, columns), (distance, 1)), apart
+    page_rows = pool.stride(0) // distance if num_pages > 1 else page_size
+    rows = (num_pages - 1) * page_rows + page_size if num_pages else 0
+    return pool.as_strided((rows, columns), (distance, 1)), page_rows

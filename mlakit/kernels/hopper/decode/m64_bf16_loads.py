@@ -5,6 +5,8 @@ when the warpgroup that would reload it by TMA says so. Parts are released in th
 they are loaded here, and no consumer waits ahead of a part that it holds: no deadlock. A gather of
 scattered rows takes longer than the wgmma of a pair of blocks: so each pair is prefetched to L2
 while the one before is loaded. No more than that: all CTAs together take a good part of L2.
+
+Lineage    own design; ideas: FlashMLA's seesaw schedule, whose warpgroups reload column halves
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ float16. A fence waits for every load in flight, so their latency must be short:
 to L2 some blocks ahead. Rows past a query's last key are zeros, whatever the cache holds there, and
 so are their scales. Rotated columns of bfloat16 are copied as they are, also past the last key:
 those scores are masked, and no value has rotated columns.
+
+Lineage    own design; ideas: the dequantising warpgroup of FlashMLA's FP8 sparse decode
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 A warp that issues a wgmma waits while the one before the last is computed. So the wgmma of the next
 block are issued one at a time, with steps of this block's softmax between them.
+
+Lineage    own design; ideas: FlashAttention-3's overlap of softmax and wgmma in one warpgroup
 """
 
 from __future__ import annotations

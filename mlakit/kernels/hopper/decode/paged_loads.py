@@ -7,6 +7,8 @@ Gather   where no TMA tile fits a page (`Inputs.words`). The 128 threads of a ga
 
 Page lookups are one block ahead of the loads that need them. Entries of the page table past a
 request's last key are not read, and rows past it are zeros (TMA reads NO_ROW as zeros).
+
+Lineage    own design; ideas: FlashAttention-3's cp.async loads for pages that TMA cannot load
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ Stages     fill n of a pipeline goes to stage n % STAGES; its phase is the parit
 Deadlock   none: producer and consumers walk the same work tiles and blocks (`next_tile`,
            `key_range`; a tile without keys has no block) and fill, wait for and release stages in
            the same order
+Lineage    own design; ideas: CUTLASS's producer and consumer pipelines of full and empty barriers
 """
 
 from __future__ import annotations

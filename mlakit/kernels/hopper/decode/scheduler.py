@@ -3,6 +3,8 @@
 A work tile is ROWS heads of one query over a split of its request's keys. The plan assigns items
 (splits of requests) to CTAs; program_id(1) is the CTA of the plan, and the CTAs that the kernel
 launches for it (program_id(0)) share the work tiles of each item.
+
+Lineage    own design; ideas: FlashMLA's persistent CTAs over split-KV metadata
 """
 
 from __future__ import annotations

@@ -6,11 +6,12 @@ warpgroups exchange it, and the power-of-two scale of the probabilities, before 
 exponentials. Each sums its own exponentials. At the end of a work tile the second passes its
 row_sum to the first, which combines both; the first also converts the queries for both.
 
-Barriers   what a warpgroup writes for a block is written once per block of its own; it may be
-           written anew once the other has written for the block between, because that one has read
-           it before. The end of the second warpgroup's blocks and the converted queries are written
-           once per work tile: the end when the warpgroup needs the queries no more, and the queries
-           when that end has been read
+Barriers   a warpgroup writes its exchange memory once per block of its own. It may overwrite it
+           after the other has written for the block between, which reads it first. The end of the
+           second warpgroup's blocks and the converted queries are written once per work tile: the
+           end when the warpgroup no longer needs the queries, the queries when that end is read
+Lineage    own design; ideas: FlashAttention-3's two warpgroups in alternation. Ours alternate over
+           blocks of one work tile and exchange row_max
 """
 
 from __future__ import annotations
@@ -416,8 +417,8 @@ def qk_softmax_warpgroup(alternation, item, index, inputs, scheduler, outputs, s
             )  # fmt: skip
             stage, phase = advance(pipelines.latent, stage, phase, FILLS)
             scores = mask_scores(scores, block, keys, 0, state.traits)
-            # not kept in registers; here, because warps then wait for each other before it is
-            # written anew
+            # not kept in registers; read here, because warps wait for each other before it is
+            # overwritten
             own_max = alternation.own.row_max.load(ROW)
             block_max = _reduce_max(alternation.block_max, scores) * scale_log2
             max_before, scale_before = _wait_exchange(

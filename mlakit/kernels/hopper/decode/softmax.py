@@ -1,7 +1,9 @@
 """Online softmax in base 2, for scores with keys along either axis.
 
 row_max and row_sum are relative to scores · scale_log2: exp2 is what the hardware has. Rescaling is
-lazy (FlashAttention-4 has the same idea): row_max stays until a score exceeds it by a threshold.
+lazy: row_max stays until a score exceeds it by a threshold.
+
+Lineage    own design; ideas: online softmax, FlashAttention-4's lazy rescaling
 """
 
 from __future__ import annotations
