@@ -319,6 +319,8 @@ def test_an_interrupt_ends_compiling_at_once(begun, send, tmp_path):
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # jobs in the background of a shell ignore interrupts, and their children inherit that
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         # the tracker of multiprocessing, and two workers
