@@ -117,7 +117,7 @@ HOPPER = {
     "hopper-decode-h128-bf16": _decode("bf16", 128, page_size=64, **MUCH_WORK),
     "hopper-decode-h40-fp16": _decode("fp16", 40, page_size=64, sink="finite", **MUCH_WORK),
     "hopper-decode-external-plan": _decode(
-        "bf16", 128, page_size=128, num_workers=3, tile=16, **MUCH_WORK
+        "bf16", 128, page_size=128, num_ctas=3, tile=16, **MUCH_WORK
     ),
     "hopper-decode-small-batch": _decode("bf16", 128, page_size=64),
     **{
@@ -129,9 +129,7 @@ HOPPER = {
             (32, "bf16", ""),
         )
     },
-    "hopper-decode-small_m-external-plan": _decode(
-        "bf16", 32, page_size=128, num_workers=3, tile=16
-    ),
+    "hopper-decode-small_m-external-plan": _decode("bf16", 32, page_size=128, num_ctas=3, tile=16),
     **{
         f"hopper-decode-h{heads}-{format}": _decode(format, heads, page_size=64, sink=sink)
         for heads, sink in ((8, ""), (16, "finite"), (32, ""))
@@ -144,7 +142,7 @@ HOPPER = {
         for format in ("fp8", "fp8_token")
         for name, heads, more in (
             ("", 128, {}),
-            ("-external-plan", 128, {"page_size": 128, "num_workers": 3, "tile": 16}),
+            ("-external-plan", 128, {"page_size": 128, "num_ctas": 3, "tile": 16}),
             ("-page8", 100, {"page_size": 8, "sink": "finite"}),
             ("-page32", 64, {"page_size": 32}),
             ("-e4m3-q", 128, {"dtype": "e4m3", "q_scaled": True}),
@@ -152,7 +150,7 @@ HOPPER = {
             (
                 "-e4m3-q-external-plan",
                 64,
-                {"dtype": "e4m3", "page_size": 128, "num_workers": 3, "tile": 16},
+                {"dtype": "e4m3", "page_size": 128, "num_ctas": 3, "tile": 16},
             ),
         )
     },
@@ -186,7 +184,7 @@ HOPPER = {
     },
     **{
         f"hopper-decode-h{heads}-{format}-e4m3-q-external-plan": _decode(
-            format, heads, page_size=page_size, dtype="e4m3", q_scaled=True, num_workers=3, tile=16
+            format, heads, page_size=page_size, dtype="e4m3", q_scaled=True, num_ctas=3, tile=16
         )
         for heads, format, page_size in (
             (16, "fp8_block128", 128),
@@ -196,7 +194,7 @@ HOPPER = {
     },
     **{
         f"hopper-decode-h{heads}-{format}-external-plan": _decode(
-            format, heads, page_size=128, num_workers=3, tile=16
+            format, heads, page_size=128, num_ctas=3, tile=16
         )
         for heads, format in ((16, "fp8_block128"), (32, "fp8"), (32, "fp8_block128"))
     },

@@ -72,7 +72,7 @@ class DecodeBatch(PagedCase):
     sharpness      standard deviation of the scores of a head of average magnitude
     sink           "", "finite" or "mixed" (with ±inf)
     q_scaled       pass a q_scale
-    num_splits     an EvenSplit; num_workers, tile and fixed_split are arguments of `plan_decode`
+    num_splits     an EvenSplit; num_ctas, tile and fixed_split are arguments of `plan_decode`
     """
 
     op = "mla_decode"
@@ -87,7 +87,7 @@ class DecodeBatch(PagedCase):
     sharpness: float = 2.0
     sink: str = ""
     num_splits: int = 0
-    num_workers: int = 0
+    num_ctas: int = 0
     tile: int = 16
     fixed_split: int = 0
 
@@ -100,9 +100,9 @@ class DecodeBatch(PagedCase):
         """A plan for requests with so many cached tokens."""
         if self.num_splits:
             return EvenSplit(self.num_splits)
-        if self.num_workers:
+        if self.num_ctas:
             split = self.fixed_split or None
-            return plan_decode(counts, num_ctas=self.num_workers, tile=self.tile, fixed_split=split)
+            return plan_decode(counts, num_ctas=self.num_ctas, tile=self.tile, fixed_split=split)
         return None
 
     def q_scale(self, inputs: Inputs) -> Tensor | None:
@@ -249,7 +249,7 @@ class DecodeCase(DecodeBatch):
     @property
     def _is_independent(self) -> bool:
         """Whether a request's result is independent of the rest of the batch."""
-        fixed = bool(self.fixed_split) or (self.deterministic and not self.num_workers)
+        fixed = bool(self.fixed_split) or (self.deterministic and not self.num_ctas)
         return fixed and len(self.kv_lens) > 0
 
     @property

@@ -152,10 +152,10 @@ def _scheduled(draw: Draw) -> dict[str, Any]:
         case "even":
             return {"num_splits": draw.integer(1, 5)}
         case "balanced":
-            return {"num_workers": draw.integer(1, 7), "tile": tile}
+            return {"num_ctas": draw.integer(1, 7), "tile": tile}
         case "fixed":
             # smaller splits only take time
-            return {"num_workers": draw.integer(1, 7), "tile": tile, "fixed_split": max(tile, 32)}
+            return {"num_ctas": draw.integer(1, 7), "tile": tile, "fixed_split": max(tile, 32)}
         case _:
             return {}
 
@@ -227,7 +227,7 @@ def _plain_decode_case(draw: Draw, format: Format) -> DecodeCase:
     rank, rope, _ = MODEL_ROWS[0]
     splits: dict[str, Any] = {}
     if draw.flip():
-        splits = {"num_workers": draw.integer(1, 7), "tile": 64}
+        splits = {"num_ctas": draw.integer(1, 7), "tile": 64}
     return DecodeCase(
         **_common(draw),
         **_lengths(draw, page_size=64, longest=600),
@@ -360,7 +360,7 @@ def hopper_decode_case(draw: Draw) -> DecodeCase:
     ends = tuple(draw.integer(1 if request == 0 else 0, longest) for request in range(batch))
     whole = tuple(-(-end // 64) * 64 for end in ends)
     tile = draw.choice((64, 128))
-    cut = {"num_workers": draw.integer(1, 132), "tile": tile}
+    cut = {"num_ctas": draw.integer(1, 132), "tile": tile}
     plans: tuple[dict[str, Any], ...] = ({}, cut, {**cut, "fixed_split": 4 * tile})
     formats: tuple[Format, ...] = ("bf16", "bf16", "bf16", "fp8", "fp8_token", "fp8_block128")
     format = draw.choice(formats)

@@ -90,7 +90,7 @@ def decode_launch(draw: Draw, backend: str, device: str) -> DecodeLaunch:
         q_lens = (1,) * batch
     sharpness = draw.choice((0.5, 1.5, 4.0))
     return DecodeLaunch(
-        **_scheduled(draw, most_workers=GPU_WORKERS if is_gpu else CPU_WORKERS, backend=backend),
+        **_scheduled(draw, most_ctas=GPU_WORKERS if is_gpu else CPU_WORKERS, backend=backend),
         seed=draw.integer(0, 2**31),
         calls=draw.choice((1, 1, 1, 3)),
         spare_pages=draw.choice((0, SPARE_KEYS // configuration.page_size)) if is_gpu else 0,
@@ -114,9 +114,9 @@ def _length(draw: Draw, longest: int) -> int:
     return draw.choice((draw.choice(EDGES), drawn // 64 * 64, drawn, drawn))
 
 
-def _scheduled(draw: Draw, *, most_workers: int, backend: str) -> dict[str, Any]:
+def _scheduled(draw: Draw, *, most_ctas: int, backend: str) -> dict[str, Any]:
     tile = draw.choice((64, 128))
-    cut = {"num_workers": draw.integer(1, most_workers), "tile": tile}
+    cut = {"num_ctas": draw.integer(1, most_ctas), "tile": tile}
     schedules: list[dict[str, Any]] = [{}, cut, {**cut, "fixed_split": draw.integer(1, 8) * tile}]
     if backend not in CONFIGURATIONS:
         schedules.append({"num_splits": draw.integer(1, 5)})

@@ -144,7 +144,7 @@ LARGE = [
     DecodeCase(
         kv_lens=(2700,), q_lens=(2,), page_size=2000, num_splits=3, padded=True, workspace_mib=1
     ),
-    DecodeCase(kv_lens=(1100, 64), page_size=1, flat_table=True, q_lens=(3, 1), num_workers=5),
+    DecodeCase(kv_lens=(1100, 64), page_size=1, flat_table=True, q_lens=(3, 1), num_ctas=5),
     DecodeCase(kv_lens=(90, 40), q_lens=(64, 33), heads=40, mask="sliding_window_causal", window=9),
     DecodeCase(
         kv_lora_rank=512,

@@ -150,7 +150,7 @@ def test_some_decodes_are_what_kernels_for_one_architecture_take():
     plain |= {"deterministic": False, "num_splits": 0, "page_size": 64, "padded": False}
     plain |= {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_width": 0, "window": 0}
     taken = [case for case in cases if case == replace(case, **plain, dtype=case.format)]
-    assert len({case.mask for case in taken}) == len({case.num_workers > 0 for case in taken}) == 2
+    assert len({case.mask for case in taken}) == len({case.num_ctas > 0 for case in taken}) == 2
     assert {case.format for case in taken} >= {"bf16", "fp16"}
 
 
@@ -189,7 +189,7 @@ def test_cases_for_the_hopper_kernel_are_ones_it_takes():
         assert not case.padded
         assert case.num_splits == 0
         assert any(case.kv_lens)
-    assert {bool(case.num_workers) for case in cases} == {True, False}
+    assert {bool(case.num_ctas) for case in cases} == {True, False}
     assert {case.heads > 64 for case in cases} == {True, False}
     scaled = {case.format for case in cases if case.dtype == "e4m3" and case.q_scaled}
     assert scaled == {"fp8", "fp8_token", "fp8_block128"}

@@ -202,7 +202,7 @@ def test_lengths_are_those_where_kernels_go_wrong():
     assert max(max(each.kv_lens) * len(each.kv_lens) for each in launches) <= 12_000
     assert {each.heads for each in launches} >= {1, 8, 9, 16, 17, 32, 33, 64, 97, 128}
     assert {each.fixed_split > 0 for each in launches} == {True, False}
-    assert {each.num_workers > 0 for each in launches} == {True, False}
+    assert {each.num_ctas > 0 for each in launches} == {True, False}
 
 
 def test_few_kernels_are_compiled_for_launches_of_the_hopper_kernel():
@@ -210,7 +210,7 @@ def test_few_kernels_are_compiled_for_launches_of_the_hopper_kernel():
     compiled = {
         (
             each.format, each.dtype, each.page_size, each.mask, each.sharpness < 0, bool(each.sink),
-            max(8, 2 ** (each.heads - 1).bit_length()), each.num_workers > 0,
+            max(8, 2 ** (each.heads - 1).bit_length()), each.num_ctas > 0,
             # which kernel, where there are two
             each.spare_pages > 0 and each.heads > 32 and each.format != "fp8_block128",
         )

@@ -25,7 +25,7 @@ LENGTHS = {
     "pipelines that wrap many times": ((4097, 1, 2880, 0, 191), (1, 2, 1, 1, 3)),
 }
 # one CTA has all work tiles: with no block, an odd number of blocks, an even number
-MANY_TILES = {"kv_lens": (1, 0, 65, 64, 200, 0, 130, 3, 700, 1), "num_workers": 1, "tile": 64}
+MANY_TILES = {"kv_lens": (1, 0, 65, 64, 200, 0, 130, 3, 700, 1), "num_ctas": 1, "tile": 64}
 FP8 = ("fp8", "fp8_token", "fp8_block128")
 BF16_AND_FP8 = ("bf16", *FP8)
 SMALL_M_HEADS = pytest.mark.parametrize("heads", [8, 16, 32])

@@ -72,7 +72,7 @@ def test_page_sizes_not_of_64(page_size, heads):
         {"num_layers": 2},
         {"wide_indices": True},
         {"mask": "null", "sink": "mixed", "sharpness": -2.0},
-        {"num_workers": 3, "tile": 16},
+        {"num_ctas": 3, "tile": 16},
         {"kv_lens": (5000, 3, 4097), "q_lens": (1, 2, 1)},
     ],
     ids=lambda fields: next(iter(fields)),
@@ -118,13 +118,13 @@ def test_sinks(sink, heads):
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [7, 16, 32, 64])
 @pytest.mark.parametrize("tile", [16, 64, 128])
-@pytest.mark.parametrize("num_workers", [1, 3, 50])
-def test_plans(tile, num_workers, heads):
+@pytest.mark.parametrize("num_ctas", [1, 3, 50])
+def test_plans(tile, num_ctas, heads):
     run(
         kv_lens=(900, 65, 0, 130),
         q_lens=(1, 2, 1, 1),
         tile=tile,
-        num_workers=num_workers,
+        num_ctas=num_ctas,
         heads=heads,
     )
 
@@ -137,7 +137,7 @@ def test_fixed_splits_do_not_depend_on_the_batch(heads):
         kv_lens=(900, 65, 0, 130, 700),
         q_lens=(1, 2, 1, 1, 9),
         heads=heads,
-        num_workers=5,
+        num_ctas=5,
         tile=64,
         fixed_split=256,
     )

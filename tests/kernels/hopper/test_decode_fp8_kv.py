@@ -103,13 +103,13 @@ def test_fp8_kv_softmax_scales(sharpness, heads, format):
 @pytest.mark.gpu
 @FP8_FORMATS
 @FP8_HEADS
-@pytest.mark.parametrize(("tile", "num_workers"), [(16, 3), (64, 1), (64, 50), (128, 3)])
-def test_fp8_kv_plans(tile, num_workers, heads, format):
+@pytest.mark.parametrize(("tile", "num_ctas"), [(16, 3), (64, 1), (64, 50), (128, 3)])
+def test_fp8_kv_plans(tile, num_ctas, heads, format):
     run(
         kv_lens=(900, 65, 0, 130),
         q_lens=(1, 2, 1, 1),
         tile=tile,
-        num_workers=num_workers,
+        num_ctas=num_ctas,
         heads=heads,
         format=format,
     )
