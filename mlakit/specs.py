@@ -33,6 +33,7 @@ class Use(Enum):
     OTHER_Q_ROPE = "q_rope of another dtype"  # any other q_rope= that is not of q's dtype
     LOOSE_CACHE = "loose rows of the cache"  # no TMA descriptor addresses its rows
     LOOSE_QUERY = "loose rows of q"  # likewise of q or q_rope
+    LOOSE_SCALES = "loose scales of the cache"  # likewise of the scales of a page
 
     def __str__(self) -> str:
         return self.value

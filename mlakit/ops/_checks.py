@@ -191,3 +191,16 @@ def check_result(
     dims.match(arg, tensor, *axes, dtypes=[dtype])
     dims.writable(arg, tensor)
     return tensor
+
+
+def lie_evenly(rows: Tensor) -> bool:
+    """Are rows [n, m, columns] at one distance, from one n to the next a multiple of it, and each
+    at a multiple of 16 bytes? Then the hardware can copy boxes of them."""
+    apart, distance, _ = rows.stride()
+    if rows.shape[1] == 1 < rows.shape[0]:
+        distance = apart  # no row is at the other
+    if rows.numel() == 0 or distance == 0:
+        return False
+    if distance * rows.element_size() % 16 or rows.data_ptr() % 16:
+        return False
+    return rows.shape[0] <= 1 or apart % distance == 0

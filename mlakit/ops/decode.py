@@ -23,6 +23,7 @@ from mlakit.ops._checks import (
     check_result,
     check_seen_rows,
     check_sink,
+    lie_evenly,
     result_dtype,
 )
 from mlakit.ops._library import op
@@ -157,7 +158,7 @@ def decode_problem(
         uses.append(Use.FLAT_PAGE_TABLE)
     if a.shard.world > 1:
         uses.append(Use.KV_SHARD)
-    if not _lie_evenly(a.layer.payload):
+    if not lie_evenly(a.layer.payload):
         uses.append(Use.LOOSE_CACHE)
     return Problem(
         *device_facts(a.layer.payload.device),
@@ -201,21 +202,8 @@ def _uses(a: DecodeArguments, q_latent: Tensor, q_rope: Tensor) -> Iterator[Use]
     elif q_rope.dtype != q_latent.dtype:
         yield Use.OTHER_Q_ROPE
     has_queries = q_latent.shape[0] > 0
-    if has_queries and not (_lie_evenly(q_latent) and _lie_evenly(q_rope)):
+    if has_queries and not (lie_evenly(q_latent) and lie_evenly(q_rope)):
         yield Use.LOOSE_QUERY
-
-
-def _lie_evenly(rows: Tensor) -> bool:
-    """Are rows [n, m, columns] at one distance, from one n to the next a multiple of it, and each
-    at a multiple of 16 bytes? Then the hardware can copy boxes of them."""
-    apart, distance, _ = rows.stride()
-    if rows.shape[1] == 1 < rows.shape[0]:
-        distance = apart  # no row is at the other
-    if rows.numel() == 0 or distance == 0:
-        return False
-    if distance * rows.element_size() % 16 or rows.data_ptr() % 16:
-        return False
-    return rows.shape[0] <= 1 or apart % distance == 0
 
 
 def as_shard(op: str, shard: tuple[int, int, int] | None) -> KVShard:

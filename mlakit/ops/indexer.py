@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -20,9 +22,10 @@ from mlakit.ops._checks import (
     check_query_starts,
     check_result,
     check_seen_rows,
+    lie_evenly,
 )
 from mlakit.ops._library import op
-from mlakit.specs import Problem, device_facts
+from mlakit.specs import Problem, Use, device_facts
 
 LOGITS = "indexer_logits"
 TOPK = "indexer_topk"
@@ -135,9 +138,32 @@ def _logits(a: LogitsArguments, out: Tensor | None) -> tuple[Tensor]:
         page_size=a.layer.page_size,
         row=a.layer.codec.row,
         mask=a.mask.kind,
+        uses=tuple(_uses(a)),
     )
     dispatch.select(LOGITS, problem, a.backend).launch(a._replace(q_starts=starts), out)
     return (out,)
+
+
+def _uses(a: LogitsArguments) -> Iterator[Use]:
+    """What few kernels take."""
+    if isinstance(a.page_table, tuple):
+        yield Use.FLAT_PAGE_TABLE
+    if not lie_evenly(a.layer.payload):
+        yield Use.LOOSE_CACHE
+    scales = a.layer.scales
+    if scales is not None and not _are_packed(scales):
+        yield Use.LOOSE_SCALES
+    is_repeated = a.q.shape[0] > 1 and a.q.stride(0) == 0
+    if a.q.shape[0] > 0 and (is_repeated or not lie_evenly(a.q)):
+        yield Use.LOOSE_QUERY
+
+
+def _are_packed(scales: Tensor) -> bool:
+    """Are the scales of a page [pages, page_size, 1] contiguous, at a multiple of 16 bytes, and all
+    of them within 2**31 numbers? Then the hardware can copy those of a page."""
+    pages, page_size, _ = scales.shape
+    is_contiguous = page_size <= 1 or scales.stride(1) == 1
+    return is_contiguous and scales.data_ptr() % 16 == 0 and pages * scales.stride(0) < 2**31
 
 
 def _empty_topk(a: TopkArguments) -> tuple[Tensor]:

@@ -240,6 +240,23 @@ HOPPER = {
         )
         for format, page_size in (("fp8", 24), ("fp8_token", 1))
     },
+    **{
+        f"hopper-indexer-h{heads}-q{q_len}": _index_keys(
+            format="fp8_token", dtype="e4m3", heads=heads, q_lens=(q_len,)
+        )
+        for heads in (32, 64)
+        for q_len in (1, 2, 4, 9)
+    },
+    **{
+        f"hopper-indexer-{name}": _index_keys(format="fp8_token", dtype="e4m3", **more)
+        for name, more in (
+            ("h20-q3", {"heads": 20, "q_lens": (3,)}),
+            ("h48-q9", {"heads": 48, "q_lens": (9,)}),
+            ("null-mask-page128", {"mask": "null", "page_size": 128}),
+            ("null-mask-q9", {"mask": "null", "q_lens": (9,)}),
+            ("int64", {"wide_indices": True, "q_lens": (9,)}),
+        )
+    },
 }
 HOPPER_ARCH = 90
 EVERYWHERE = (

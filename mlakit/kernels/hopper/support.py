@@ -1,7 +1,7 @@
 """What the Gluon kernels take; everything else is left to the portable ones.
 
 `mla_decode` has five kernels. Each says what it cannot take (`why_not`); the m64 kernels also say
-when a small_m kernel is faster (`why_slower`).
+when a small_m kernel is faster (`why_slower`). `indexer_logits` has one.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from mlakit.kernels.hopper.decode.configs import (
     SMALL_M_HEADS,
     SMALL_WORK_BLOCKS,
 )
+from mlakit.kernels.hopper.indexer.configs import MAX_HEADS as MAX_INDEX_HEADS
+from mlakit.kernels.hopper.indexer.configs import PIECE as INDEX_PIECE
+from mlakit.kernels.hopper.indexer.configs import WIDTH as INDEX_WIDTH
 from mlakit.specs import KernelSpec, Problem, Use
 
 __all__ = ["ARCH", "BLOCK", "FORMATS", "MASKS", "PAGES", "ROW", "SPECS"]
@@ -32,13 +35,27 @@ FORMATS = {
     "fp8_block128": ("torch.bfloat16", E4M3),
 }
 MASKS = ("causal", "null")
+INDEX_FORMAT = "fp8_token"
+
+
+def _why_not_device(problem: Problem) -> str | None:
+    if problem.device == "cuda" and problem.arch == ARCH:
+        return None
+    where = f"sm_{problem.arch}" if problem.device == "cuda" else problem.device
+    return f"needs sm_{ARCH}, got {where}"
+
+
+def _why_not_mask(problem: Problem) -> str | None:
+    if problem.mask in MASKS:
+        return None
+    return f"needs a mask of {' or '.join(MASKS)}, got {problem.mask}"
 
 
 def _why_not_decode(problem: Problem) -> str | None:
     """What no decode kernel takes."""
-    if problem.device != "cuda" or problem.arch != ARCH:
-        where = f"sm_{problem.arch}" if problem.device == "cuda" else problem.device
-        return f"needs sm_{ARCH}, got {where}"
+    refusal = _why_not_device(problem)
+    if refusal is not None:
+        return refusal
     if problem.format not in FORMATS:
         return f"needs rows of {' or '.join(FORMATS)}, got {problem.format}"
     if problem.dtype not in FORMATS[problem.format]:
@@ -48,10 +65,8 @@ def _why_not_decode(problem: Problem) -> str | None:
     if row is None or (row.width, row.v_width) != ROW:
         got = "none" if row is None else f"{row.width}/{row.v_width}"
         return f"needs rows of {ROW[0]}/{ROW[1]}, got {got}"
-    if problem.mask not in MASKS:
-        return f"needs a mask of {' or '.join(MASKS)}, got {problem.mask}"
     refused = [use for use in problem.uses if use not in _taken_uses(problem)]
-    return f"takes no {refused[0]}" if refused else None
+    return _why_not_mask(problem) or (f"takes no {refused[0]}" if refused else None)
 
 
 def _taken_uses(problem: Problem) -> tuple[Use, ...]:
@@ -105,6 +120,25 @@ def _why_slower_m64(problem: Problem) -> str | None:
     return None
 
 
+def _why_not_indexer_logits(problem: Problem) -> str | None:
+    refusal = _why_not_device(problem)
+    if refusal is not None:
+        return refusal
+    if problem.format != INDEX_FORMAT:
+        return f"needs keys of {INDEX_FORMAT}, got {problem.format}"
+    if problem.dtype != E4M3:
+        return f"needs queries of {E4M3}, got {problem.dtype}"
+    row = problem.row
+    if row is None or (row.kv_lora_rank, row.qk_rope_head_dim) != (INDEX_WIDTH, 0):
+        got = "none" if row is None else f"{row.kv_lora_rank} + {row.qk_rope_head_dim} columns"
+        return f"needs keys of {INDEX_WIDTH} columns, none of them rotated, got {got}"
+    if problem.heads > MAX_INDEX_HEADS:
+        return f"needs at most {MAX_INDEX_HEADS} heads, got {problem.heads}"
+    if problem.page_size % INDEX_PIECE:
+        return f"needs pages of a multiple of {INDEX_PIECE} keys, got {problem.page_size}"
+    return _why_not_mask(problem) or (f"takes no {problem.uses[0]}" if problem.uses else None)
+
+
 _LAUNCH = "mlakit.kernels.hopper.decode.launch"
 
 
@@ -130,4 +164,10 @@ SPECS = (
     _decode("m64_fp8_kv", _needs_16bit_query, _why_slower_m64),
     _decode("small_m_bf16", _needs_format("bf16", "fp16")),
     _decode("small_m_fp8_kv", _needs_format(*FP8_FORMATS)),
+    KernelSpec(
+        "hopper",
+        "indexer_logits",
+        "mlakit.kernels.hopper.indexer.launch:indexer_logits",
+        _why_not_indexer_logits,
+    ),
 )

@@ -354,26 +354,26 @@ def test_hopper_kernels_need_sm_90():
 
 
 def test_rows_that_tma_cannot_address_are_said_to_be_loose():
-    from mlakit.ops.decode import _lie_evenly
+    from mlakit.ops._checks import lie_evenly
 
     rows = torch.zeros(4, 6, 64, dtype=torch.bfloat16)
-    assert _lie_evenly(rows)
-    assert _lie_evenly(rows[:, ::2])
-    assert _lie_evenly(rows[::2])
-    assert not _lie_evenly(rows.flatten()[1:-63].view(-1, 64)[:6].view(2, 3, 64))
-    assert not _lie_evenly(rows.as_strided((2, 3, 8), (100, 12, 1)))
-    assert not _lie_evenly(rows.as_strided((2, 3, 8), (40, 16, 1)))
-    assert not _lie_evenly(rows[:, :1].expand(4, 6, 64))
+    assert lie_evenly(rows)
+    assert lie_evenly(rows[:, ::2])
+    assert lie_evenly(rows[::2])
+    assert not lie_evenly(rows.flatten()[1:-63].view(-1, 64)[:6].view(2, 3, 64))
+    assert not lie_evenly(rows.as_strided((2, 3, 8), (100, 12, 1)))
+    assert not lie_evenly(rows.as_strided((2, 3, 8), (40, 16, 1)))
+    assert not lie_evenly(rows[:, :1].expand(4, 6, 64))
 
 
 def test_pages_of_one_row_are_addressed_by_the_page_stride():
     from mlakit.kernels.hopper.decode.launch import _as_rows
-    from mlakit.ops.decode import _lie_evenly
+    from mlakit.ops._checks import lie_evenly
 
     pool = torch.arange(4 * 72.0).to(torch.bfloat16).view(4, 72)[:, :64]
     pages = pool.unsqueeze(1)
     assert pages.stride(1) == 64  # at which there is no row
-    assert _lie_evenly(pages)
+    assert lie_evenly(pages)
     rows, apart = _as_rows(pages)
     assert apart == 1
     assert torch.equal(rows, pool)

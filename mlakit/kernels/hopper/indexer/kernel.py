@@ -1,0 +1,127 @@
+"""Indexer logits of FP8 queries over paged FP8 keys.
+
+Maths      logits[t, j] = scale[j] · Σ_h weights[t, h] · relu(q[t, h]·key[j]), −inf where j is hidden
+Work       a work tile is a token block (1, 2, 4 or 8 query tokens of a request) by a key tile (128
+           or 256 keys), or by a range of hidden columns; each persistent CTA takes an equal,
+           contiguous share of all work tiles (`scheduler`)
+Bound      few tokens: by reading keys. Many: by tensor cores and by the FP32 pipes, which take two
+           instructions per product of key and head: relu, and multiply-add of the weight
+
+             producer, one warp          two or four consumers
+  a block    wait for an empty stage     load weights
+             load queries        full -> wait
+  a tile     wait for an empty stage
+             load keys, scales   full -> S = K·Qᵀ, one piece of 64 keys after the other
+                                <- empty: when the last S of a tile is complete
+                                         logits = scale · Σ_h weight · relu(S)   (`head_sum`)
+                                         write visible keys
+  the last                               write −inf to hidden columns
+
+Memory     two token blocks and all the stages that pay; 208 KiB at most
+Limits     up to 64 heads of 128 columns; pages of a multiple of 64 keys, at a distance that TMA can
+           address; `kernels.hopper.support` refuses the rest
+Numbers    products are accumulated as tensor cores accumulate FP8 products
+           (`reference.hopper_sums`); all else is float32. A NaN stays one
+Lineage    DeepGEMM's indexer kernels (keys as the M side, weights in registers); ours: several
+           tokens per CTA share a key tile, sums are exchanged by halves, shares of equal length
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from mlakit.kernels.hopper.indexer.consumer import Outputs, Tiling, consumer
+from mlakit.kernels.hopper.indexer.loads import PIECE, Sources, alloc_stages, producer
+from mlakit.kernels.hopper.indexer.scheduler import Requests, first_work_tile
+
+
+@gluon.jit
+def _warpgroup_0(request, block, tile, left, requests, outputs, stages, tiling):
+    consumer(request, block, tile, left, requests, outputs, stages, tiling, 0)
+
+
+@gluon.jit
+def _warpgroup_1(request, block, tile, left, requests, outputs, stages, tiling):
+    consumer(request, block, tile, left, requests, outputs, stages, tiling, 1)
+
+
+@gluon.jit
+def _warpgroup_2(request, block, tile, left, requests, outputs, stages, tiling):
+    consumer(request, block, tile, left, requests, outputs, stages, tiling, 2)
+
+
+@gluon.jit
+def _warpgroup_3(request, block, tile, left, requests, outputs, stages, tiling):
+    consumer(request, block, tile, left, requests, outputs, stages, tiling, 3)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "batch",
+        "columns",
+        "stride_table_request",
+        "stride_weights_token",
+        "stride_out",
+    ]
+)
+def indexer_logits_kernel(
+    q,  # TMA descriptors: [TOKENS, HEADS, 128]
+    keys,  # [64, 128]
+    scales,  # [64]
+    batch,
+    columns,
+    stride_table_request,
+    stride_weights_token,
+    stride_out,
+    given,  # `decode.arguments.Batch`
+    result,  # `ResultArguments`
+    TRAITS: gl.constexpr,
+    CONFIG: gl.constexpr,
+):
+    WARPGROUPS: gl.constexpr = (
+        CONFIG.TOKENS // CONFIG.WG_TOKENS * (CONFIG.KEYS // (CONFIG.WG_PIECES * PIECE))
+    )
+    requests = Requests(
+        given.q_starts, given.kv_lens, given.page_table, given.stride_q_starts,
+        given.stride_kv_lens, stride_table_request, given.stride_entry, columns, TRAITS.IS_CAUSAL,
+        CONFIG.TOKENS, CONFIG.KEYS, CONFIG.FILL_COLUMNS,
+    )  # fmt: skip
+    sources = Sources(q, keys, scales, TRAITS.PAGE, TRAITS.PAGE_ROWS, TRAITS.PAGE_SCALES)
+    outputs = Outputs(
+        result.weights, result.out, stride_weights_token, result.stride_weights_head, stride_out,
+        TRAITS.HEADS,
+    )  # fmt: skip
+    tiling = Tiling(
+        CONFIG.TOKENS, CONFIG.HEADS, CONFIG.WG_TOKENS, CONFIG.WG_PIECES, CONFIG.KEYS, CONFIG.STAGES,
+        CONFIG.IS_CHAINED, CONFIG.ADDS_ODD_RELU,
+    )  # fmt: skip
+    stages = alloc_stages(sources, CONFIG, WARPGROUPS)
+    LINE: gl.constexpr = gl.int32 if TRAITS.FITS_INT32 else gl.int64
+    request, block, tile, left = first_work_tile(requests, batch, LINE)
+    if left > 0:
+        common = (request, block, tile, left, requests, outputs, stages, tiling)
+        loading = (request, block, tile, left, requests, sources, stages)
+        if WARPGROUPS == 2:
+            gl.warp_specialize(
+                [(_warpgroup_0, common), (_warpgroup_1, common), (producer, loading)],
+                [4, 1],
+                [CONFIG.CONSUMER_REGISTERS, CONFIG.PRODUCER_REGISTERS],
+            )
+        else:
+            gl.warp_specialize(
+                [
+                    (_warpgroup_0, common),
+                    (_warpgroup_1, common),
+                    (_warpgroup_2, common),
+                    (_warpgroup_3, common),
+                    (producer, loading),
+                ],
+                [4, 4, 4, 1],
+                [
+                    CONFIG.CONSUMER_REGISTERS,
+                    CONFIG.CONSUMER_REGISTERS,
+                    CONFIG.CONSUMER_REGISTERS,
+                    CONFIG.PRODUCER_REGISTERS,
+                ],
+            )

@@ -1,0 +1,144 @@
+"""Pipelines of the indexer kernel, and the producer warp that fills them by TMA.
+
+Stages     a stage is a key tile, as pieces of 64 keys, and the scale of each key. Token blocks have
+           two stages. Fill n goes to stage n % STAGES; its phase is the parity of n // STAGES. A
+           consumer waits for the `full` barrier with this phase, the producer for the `empty`
+           barrier with the other one
+Pages      a piece lies within a page. One load brings 32 entries of the page table, one per lane;
+           they are loaded one round ahead. Entries past the last key that a token block sees are
+           not read: their pieces are zeros, which TMA gives for rows before the first
+Deadlock   none: producer and consumers walk the same token blocks and key tiles (`scheduler`), and
+           fill, wait for and release stages in the same order
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from mlakit.kernels.hopper.compat import record, reinterpret, tma_load
+from mlakit.kernels.hopper.indexer.scheduler import locate_block, next_block
+from mlakit.kernels.hopper.primitives import alloc_barriers, lane_layout
+
+PIECE = gl.constexpr(64)  # keys
+WIDTH = gl.constexpr(128)  # columns
+LANES = gl.constexpr(32)
+NO_PAGE = gl.constexpr(-1)
+
+
+@record
+class Sources:
+    """TMA descriptors, and where pages are in them."""
+
+    q: object  # [tokens, heads, WIDTH]
+    keys: object  # [rows, WIDTH]
+    scales: object  # [words]
+    PAGE: object  # keys
+    PAGE_ROWS: object  # rows from a page to the next
+    PAGE_SCALES: object  # scales from a page to the next
+
+
+@record
+class Stages:
+    """Smem tiles and their barriers."""
+
+    q: object  # [2, TOKENS · HEADS, WIDTH]
+    q_full: object
+    q_empty: object
+    keys: object  # [STAGES, KEYS, WIDTH]
+    scales: object  # [STAGES · pieces, PIECE]
+    full: object
+    empty: object
+
+
+@gluon.jit
+def alloc_stages(sources, CONFIG: gl.constexpr, CONSUMERS: gl.constexpr):
+    PIECES: gl.constexpr = CONFIG.KEYS // PIECE
+    q = gl.allocate_shared_memory(
+        gl.float8e4nv, [2, CONFIG.TOKENS * CONFIG.HEADS, WIDTH], sources.keys.layout
+    )
+    keys = gl.allocate_shared_memory(
+        gl.float8e4nv, [CONFIG.STAGES, CONFIG.KEYS, WIDTH], sources.keys.layout
+    )
+    scales = gl.allocate_shared_memory(
+        gl.float32, [CONFIG.STAGES * PIECES, PIECE], sources.scales.layout
+    )
+    q_full, q_empty = alloc_barriers(2, 1), alloc_barriers(2, CONSUMERS)
+    full, empty = alloc_barriers(CONFIG.STAGES, 1), alloc_barriers(CONFIG.STAGES, CONSUMERS)
+    return Stages(q, q_full, q_empty, keys, scales, full, empty)
+
+
+@gluon.jit
+def _pages_of_pieces(requests, sources, work, piece):
+    """The pages of a piece and of the next 31, one per lane."""
+    pieces = piece + gl.arange(0, LANES, lane_layout(1))
+    entry = pieces // (sources.PAGE // PIECE)
+    at = work.pages + entry.to(gl.int64) * requests.stride_entry
+    return gl.load(at, mask=pieces * PIECE < work.last_end, other=NO_PAGE).to(gl.int32)
+
+
+@gluon.jit
+def _load_queries(sources, stages, stage, token):
+    """Start to load a token block: heads that there are not are zeros."""
+    TOKENS: gl.constexpr = sources.q.block_shape[0]
+    HEADS: gl.constexpr = sources.q.block_shape[1]
+    full = stages.q_full.index(stage)
+    tile = reinterpret(
+        stages.q.index(stage), gl.float8e4nv, [TOKENS, HEADS, WIDTH], sources.q.layout
+    )
+    mbarrier.expect(full, TOKENS * HEADS * WIDTH)
+    tma_load(sources.q, [token, 0, 0], full, tile)
+
+
+@gluon.jit
+def _load_keys(sources, stages, stage, pages, first_lane, piece):
+    """Start to load a key tile, whose pages are in the lanes from `first_lane` on."""
+    KEYS: gl.constexpr = stages.keys.shape[1]
+    PIECES: gl.constexpr = KEYS // PIECE
+    lane = gl.arange(0, LANES, lane_layout(1))
+    full = stages.full.index(stage)
+    mbarrier.expect(full, KEYS * (WIDTH + 4))
+    for i in gl.static_range(PIECES):
+        page = gl.sum(gl.where(lane == first_lane + i, pages, 0), 0)
+        in_page = (piece + i) % (sources.PAGE // PIECE) * PIECE
+        tma_load(
+            sources.keys, [page * sources.PAGE_ROWS + in_page, 0], full,
+            stages.keys.index(stage).slice(i * PIECE, PIECE, 0),
+        )  # fmt: skip
+        tma_load(
+            sources.scales, [page * sources.PAGE_SCALES + in_page], full,
+            stages.scales.index(stage * PIECES + i),
+        )  # fmt: skip
+
+
+@gluon.jit
+def producer(request, block, tile, left, requests, sources, stages):
+    """The producer warp."""
+    STAGES: gl.constexpr = stages.full.shape[0]
+    PIECES: gl.constexpr = stages.keys.shape[1] // PIECE
+    TILES: gl.constexpr = LANES // PIECES  # key tiles whose pages one load brings
+    stage, phase, uses = tile * 0, tile * 0, tile * 0
+    while left > 0:
+        work = locate_block(requests, request, block, tile, left)
+        if work.first_tile < work.end_tile:
+            pages = _pages_of_pieces(requests, sources, work, work.first_tile * PIECES)
+            q_stage = uses & 1
+            mbarrier.wait(stages.q_empty.index(q_stage), ((uses >> 1) & 1) ^ 1)
+            _load_queries(sources, stages, q_stage, work.token)
+            uses += 1
+            for first in range(work.first_tile, work.end_tile, TILES):
+                ahead = _pages_of_pieces(requests, sources, work, (first + TILES) * PIECES)
+                for key_tile in range(first, gl.minimum(first + TILES, work.end_tile)):
+                    mbarrier.wait(stages.empty.index(stage), phase ^ 1)
+                    lane = (key_tile - first) * PIECES
+                    _load_keys(sources, stages, stage, pages, lane, key_tile * PIECES)
+                    stage, phase = next_stage(stage, phase, STAGES)
+                pages = ahead
+        request, block, tile, left = next_block(work, request, block, left)
+
+
+@gluon.jit
+def next_stage(stage, phase, STAGES: gl.constexpr):
+    wraps = stage == STAGES - 1
+    return gl.where(wraps, 0, stage + 1), gl.where(wraps, phase ^ 1, phase)
