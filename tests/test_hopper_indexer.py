@@ -1,0 +1,328 @@
+"""Hopper's indexer kernel: what it takes, how its work is shared out, and its logits."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+from device_functions import on_cpu
+
+from mlakit import PagedLatentCache, dispatch, indexer_logits
+from mlakit.checks import UnsupportedError
+from mlakit.geometry import RowShape
+from mlakit.kernels.hopper.decode.configs import OTHER_SMEM_BYTES, REGISTERS, SMEM_BYTES
+from mlakit.kernels.hopper.indexer.configs import CONFIGS, fits_int32, pick_config
+from mlakit.specs import Problem, pretending
+from mlakit.workloads import IndexerLogitsCase
+
+E4M3 = "torch.float8_e4m3fn"
+KEYS = {"kv_lora_rank": 128, "qk_rope_head_dim": 0, "format": "fp8_token", "page_size": 64}
+EVERY_CONFIG = pytest.mark.parametrize("config", CONFIGS.values(), ids=map(str, CONFIGS))
+
+
+def problem(**fields: object) -> Problem:
+    given = {"dtype": E4M3, "format": "fp8_token", "heads": 64, "page_size": 64, "mask": "causal"}
+    return Problem("cuda", 90, **{**given, "row": RowShape(128, 0), **fields})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"heads": 1}, {"heads": 33}, {"mask": "null"}, {"page_size": 192}],
+    ids=str,
+)
+def test_what_the_kernel_takes(fields):
+    assert dispatch.select("indexer_logits", problem(**fields)).backend == "hopper"
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"format": "bf16"}, "needs keys of fp8_token, got bf16"),
+        ({"dtype": "torch.bfloat16"}, f"needs queries of {E4M3}, got torch.bfloat16"),
+        ({"heads": 65}, "needs at most 64 heads, got 65"),
+        ({"page_size": 32}, "needs pages of a multiple of 64 keys, got 32"),
+        (
+            {"row": RowShape(64, 0)},
+            "needs keys of 128 columns, none of them rotated, got 64 + 0 columns",
+        ),
+        (
+            {"row": RowShape(64, 64)},
+            "needs keys of 128 columns, none of them rotated, got 64 + 64 columns",
+        ),
+        ({"row": None}, "needs keys of 128 columns, none of them rotated, got none"),
+        ({"mask": "chunked"}, "needs a mask of causal or null, got chunked"),
+        ({"uses": ("flat page table",)}, "takes no flat page table"),
+    ],
+    ids=str,
+)
+def test_what_is_left_to_the_portable_kernel(fields, reason):
+    asked = problem(**fields)
+    assert dispatch.explain("indexer_logits", asked)["hopper"] == reason
+    assert dispatch.select("indexer_logits", asked).backend == "triton"
+
+
+def test_the_kernel_needs_sm_90():
+    for where, got in ((("cuda", 100), "sm_100"), (("cpu", 0), "cpu")):
+        asked = Problem(*where, dtype=E4M3, format="fp8_token")
+        assert dispatch.explain("indexer_logits", asked)["hopper"] == f"needs sm_90, got {got}"
+
+
+def arguments(pages: torch.Tensor) -> dict[str, object]:
+    return {
+        "q": torch.zeros(2, 4, 128).to(torch.float8_e4m3fn),
+        "weights": torch.zeros(2, 4),
+        "cache": PagedLatentCache.wrap_index_keys(pages),
+        "page_table": torch.zeros(2, 1, dtype=torch.int32),
+        "kv_lens": torch.tensor([3, 64], dtype=torch.int32),
+    }
+
+
+PAGES = torch.zeros(4, 64, 132, dtype=torch.uint8)
+LOOSE = {
+    "flat page table": {
+        "page_table": (torch.tensor([0, 3, 67]).int(), torch.arange(67, dtype=torch.int32))
+    },
+    "loose rows of q": {"q": torch.zeros(1, 4, 128).to(torch.float8_e4m3fn).expand(2, 4, 128)},
+    "loose rows of the cache": {
+        "cache": PagedLatentCache.wrap_index_keys(
+            torch.zeros(4, 64 * 132 + 16, dtype=torch.uint8)[:, : 64 * 132].unflatten(1, (64, 132))
+        )
+    },
+    "loose scales of the cache": {
+        "cache": PagedLatentCache.wrap(
+            torch.zeros(4, 64, 128, dtype=torch.uint8),
+            RowShape(128, 0),
+            format="fp8_token",
+            scales=torch.zeros(4, 64, 2)[:, :, :1],
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("use", LOOSE)
+def test_tensors_that_tma_cannot_address(use):
+    given = arguments(PAGES) | LOOSE[use]
+    with pretending(90), pytest.raises(UnsupportedError, match=f"takes no {use}"):
+        indexer_logits(**given, backend="hopper")
+
+
+@EVERY_CONFIG
+def test_configs_fit_an_sm(config):
+    assert config.smem_bytes + OTHER_SMEM_BYTES <= SMEM_BYTES
+    assert config.warpgroups in (2, 4)
+    warpgroups = config.warpgroups + 1  # of registers, the producer's included
+    assert warpgroups * 128 * config.MAX_REGISTERS <= REGISTERS
+    shared_out = config.warpgroups * config.CONSUMER_REGISTERS + config.PRODUCER_REGISTERS
+    assert shared_out <= warpgroups * config.MAX_REGISTERS
+    # sums over token blocks have a closed form only if each divides a tile
+    assert config.KEYS % config.TOKENS == config.FILL_COLUMNS % config.TOKENS == 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "batch", "block"),
+    [(7, 7, 1), (1, 8, 1), (8, 7, 2), (14, 7, 2), (15, 7, 4), (28, 7, 4), (29, 7, 8), (2048, 1, 8)],
+)
+def test_token_blocks_are_as_large_as_a_request_has_queries(tokens, batch, block):
+    for heads, padded in ((1, 32), (32, 32), (33, 64), (64, 64)):
+        config = pick_config(heads=heads, tokens=tokens, batch=batch)
+        assert (config.TOKENS, config.HEADS) == (block, padded)
+
+
+def test_huge_results_are_counted_in_int64():
+    config = pick_config(heads=64, tokens=8192, batch=1)
+    assert fits_int32(config, tokens=8192, batch=1, columns=131072)
+    assert not fits_int32(config, tokens=2**23, batch=1, columns=2**20)
+    assert not fits_int32(config, tokens=8, batch=1, columns=2**23)
+
+
+BATCHES = {
+    "one key": ((1,), (1,)),
+    "nothing cached": ((0, 0), (1, 3)),
+    "no query tokens": ((5, 9, 300), (0, 0, 1)),
+    "lengths around tiles": ((127, 128, 129, 255, 256, 257, 0, 1), (1, 2, 3, 4, 5, 6, 7, 1)),
+    "a prompt": ((900,), (900,)),
+    "a prompt with context": ((2000, 77), (300, 77)),
+    "more queries than keys": ((3, 0, 20, 200), (10, 4, 30, 400)),
+    "one long request": ((5000, 1, 2, 0, 3), (1, 1, 1, 1, 1)),
+    "more requests than are added up at once": ((40,) * 300 + (700,) + (3,) * 300, (1,) * 601),
+}
+
+
+def walk(config, kv_lens, q_lens, columns, is_causal, num_ctas, line) -> tuple[torch.Tensor, list]:
+    """int32 [tokens, columns]: how often each logit is written, as a score; and as −inf, 100 times
+    that. And the work tiles of each CTA."""
+    from mlakit.kernels.hopper.indexer import scheduler
+
+    starts = torch.tensor([0, *q_lens]).cumsum(0).tolist()
+    memory = torch.tensor([*starts, *kv_lens])
+    written = torch.zeros(starts[-1], columns, dtype=torch.int32)
+    key, shares = torch.arange(columns), []
+    for cta in range(num_ctas):
+        device = on_cpu(scheduler, memory, cta, num_ctas)
+        requests = device.Requests(
+            *(torch.tensor(0), torch.tensor(len(starts)), torch.tensor(0)),
+            *(1, 1, 0, 1, columns, is_causal, config.TOKENS, config.KEYS, config.FILL_COLUMNS),
+        )
+        request, block, tile, left = device.first_work_tile(requests, len(kv_lens), line)
+        shares.append(int(left))
+        while left > 0:
+            work = device.locate_block(requests, request, block, tile, left)
+            assert work.num_tiles >= 0
+            for own in range(int(work.count)):
+                end = int(work.first_end) + (own if is_causal else 0)
+                row = written[int(work.token) + own]
+                tiles = key // config.KEYS
+                row += (key < end) & (tiles >= work.first_tile) & (tiles < work.end_tile)
+                is_filled = (key >= work.fill_first) & (key < work.fill_end) & (key >= end)
+                row += 100 * is_filled
+            request, block, tile, left = device.next_block(work, request, block, left)
+        assert left == 0
+    return written, shares
+
+
+@EVERY_CONFIG
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_every_logit_is_written_once(batch, is_causal, config):
+    kv_lens, q_lens = BATCHES[batch]
+    num_ctas = 3 if len(kv_lens) > 100 else 7
+    columns = max(kv_lens) + Random(batch).choice([1, 130, 9000])
+    line = torch.int64 if is_causal else torch.int32
+    written, shares = walk(config, kv_lens, q_lens, columns, is_causal, num_ctas, line)
+    assert max(shares) - min(shares) <= 1
+    seen = torch.tensor(
+        [
+            kv_len - q_len + i + 1 if is_causal else kv_len
+            for kv_len, q_len in zip(kv_lens, q_lens, strict=True)
+            for i in range(q_len)
+        ]
+    )
+    expected = torch.where(torch.arange(columns) < seen[:, None], 1, 100)
+    assert torch.equal(written, expected.int())
+
+
+def test_a_length_beyond_the_columns_stays_within_the_row():
+    config = CONFIGS[64, 1]
+    written, _ = walk(config, (500, 300), (1, 1), 300, True, 4, torch.int32)
+    assert bool((written == 1).all())
+
+
+LENGTHS = {
+    "one token": ((1,), (1,)),
+    "around pages and tiles": ((63, 64, 65, 127, 128, 129, 255, 256, 257), (1,) * 9),
+    "nothing cached": ((0, 0), (1, 1)),
+    "some empty": ((0, 200, 0, 1), (1, 1, 1, 1)),
+    "long": ((9000, 3), (1, 1)),
+    "two queries": ((130, 64, 2, 700), (2, 2, 2, 2)),
+    "three queries": ((130, 64, 3), (3, 3, 3)),
+    "four queries": ((130, 64, 4), (4, 4, 4)),
+    "ragged, none of one": ((300, 70, 129), (5, 0, 1)),
+    "a prompt": ((300,), (300,)),
+    "prompts with context": ((700, 90, 64), (40, 90, 1)),
+    "many requests": ((100,) * 300, (1,) * 300),
+}
+
+
+def run(**fields: object) -> None:
+    IndexerLogitsCase(**{**KEYS, "dtype": "e4m3", "heads": 64, **fields}).run("cuda", "hopper")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [32, 64])
+@pytest.mark.parametrize(("kv_lens", "q_lens"), LENGTHS.values(), ids=LENGTHS.keys())
+def test_lengths(kv_lens, q_lens, heads):
+    run(kv_lens=kv_lens, q_lens=q_lens, heads=heads)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [1, 5, 31, 33, 48, 63])
+@pytest.mark.parametrize("q_len", [1, 2, 4, 9])
+def test_heads(q_len, heads):
+    run(kv_lens=(300, 64), q_lens=(q_len, q_len), heads=heads)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("q_len", [1, 2, 4, 9])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"mask": "null"},
+        {"page_size": 128},
+        {"page_size": 192},
+        {"num_layers": 2},
+        {"wide_indices": True},
+        {"given_results": True},
+        {"spare_columns": None},
+        {"spare_columns": 0},
+        {"spare_columns": 20000},
+        {"power_of_two": True},
+    ],
+    ids=str,
+)
+def test_forms_of_arguments(fields, q_len):
+    run(**{"kv_lens": (400, 65), "q_lens": (q_len, q_len), **fields})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(20))
+def test_random_batches(seed):
+    draw = Random(seed)
+    most = draw.choice([1, 2, 4, 40])
+    q_lens = tuple(draw.randrange(most + 1) for _ in range(draw.choice([1, 3, 20])))
+    kv_lens = tuple(q + draw.randrange(draw.choice([5, 2000])) for q in q_lens)
+    run(
+        seed=seed,
+        kv_lens=kv_lens,
+        q_lens=q_lens,
+        heads=draw.choice([32, 64]),
+        mask=draw.choice(["causal", "null"]),
+        spare_columns=draw.choice([0, 5, 9000]),
+    )
+
+
+@pytest.mark.gpu
+def test_keys_and_scales_in_one_page():
+    """The layout of vLLM and DeepGEMM, padded pages and results, lengths from one call to another."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    pages = torch.full((12, 66 * 132), 0x7F, dtype=torch.uint8, device="cuda")[:, : 64 * 132]
+    cache = PagedLatentCache.wrap_index_keys(pages.unflatten(1, (64, 132)))
+    rows = torch.randn(8 * 64, 128, generator=generator, device="cuda")
+    cache.layer(0).write(torch.arange(8 * 64, device="cuda"), rows)
+    table = torch.tensor([[3, 0, 7], [1, 2, 4]], dtype=torch.int32, device="cuda")
+    q = torch.randn(2, 64, 128, generator=generator, device="cuda").to(torch.float8_e4m3fn)
+    weights = torch.randn(2, 64, generator=generator, device="cuda")
+    for lens in ((130, 64), (1, 192), (0, 65)):
+        kv_lens = torch.tensor(lens, dtype=torch.int32, device="cuda")
+        out = torch.full((2, 300), torch.nan, device="cuda")[:, 1:201]
+        got, want = (
+            indexer_logits(
+                q, weights, cache, table, kv_lens, max_kv_len=200, out=given, backend=backend
+            )
+            for backend, given in (("hopper", out), ("triton", None))
+        )
+        assert torch.equal(got.isneginf(), want.isneginf())
+        assert torch.allclose(got, want, rtol=0, atol=2e-3 * float(want[want > -9e9].abs().max()))
+
+
+@pytest.mark.gpu
+def test_a_row_beyond_2_to_31():
+    """Offsets of the result are int64; the last rows are those of a call of their own."""
+    tokens, columns = 4200, 2**19
+    pages = torch.zeros(3, 64, 132, dtype=torch.uint8, device="cuda")
+    cache = PagedLatentCache.wrap_index_keys(pages)
+    cache.layer(0).write(torch.arange(192, device="cuda"), torch.randn(192, 128, device="cuda"))
+    q = torch.randn(tokens, 64, 128, device="cuda").to(torch.float8_e4m3fn)
+    weights = torch.randn(tokens, 64, device="cuda")
+    table = torch.tensor([[2, 0, 1]], dtype=torch.int32, device="cuda")
+    kv_lens = torch.tensor([190], dtype=torch.int32, device="cuda")
+
+    def logits(first: int) -> torch.Tensor:
+        starts = torch.tensor([0, tokens - first], dtype=torch.int32, device="cuda")
+        given = {"q_starts": starts, "max_kv_len": columns, "backend": "hopper"}
+        return indexer_logits(q[first:], weights[first:], cache, table, kv_lens, **given)
+
+    whole = logits(0)
+    assert whole.numel() > 2**31
+    assert torch.equal(whole[-200:], logits(tokens - 200))
+    assert bool(whole[: tokens - 190].isneginf().all())
