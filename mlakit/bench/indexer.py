@@ -21,9 +21,11 @@ from mlakit.bench.shapes import Batch, Shape
 from mlakit.bench.suite import Baseline, BenchmarkCase, Workload
 from mlakit.cache import PagedLatentCache, request_slots
 from mlakit.geometry import MLAGeometry
+from mlakit.masks import CAUSAL
 from mlakit.ops import indexer_logits, indexer_topk
 from mlakit.testing import assert_same_bits, shuffled_pages
 from mlakit.workloads.case import assert_logits_match
+from mlakit.workloads.fp8_scores import fp8_logits, uses_fp8_logits
 
 MODEL = MLAGeometry.preset("deepseek-v3.2")
 WIDTH, TOPK = MODEL.index_head_dim, MODEL.index_topk
@@ -82,14 +84,18 @@ class Logits(Workload):
 
         def check() -> None:
             logits, layer = call(), cache.layer(0)
+            is_fp8 = uses_fp8_logits(q, layer, page_table, CAUSAL, "auto")
             for request in batch.checked_requests:
                 slots = request_slots(page_table, PAGE_SIZE, request, 0, batch.kv_lens[request])
                 keys = layer.read(slots, torch.float64)
+                assert layer.scales is not None
+                scales = layer.scales[slots // PAGE_SIZE, slots % PAGE_SIZE, 0].double()
                 for place in correctness.evenly_spaced(batch.q_lens[request], MAX_CHECKED):
                     token = batch.starts[request] + place
                     seen = len(keys) - batch.q_lens[request] + place + 1
-                    own = (logits[token], q[token], weights[token])
-                    _assert_logits_correct(f"logits of query {token}", *own, keys[:seen])
+                    own = (logits[token], q[token], weights[token], keys[:seen])
+                    own_scales = scales[:seen] if is_fp8 else None
+                    _assert_logits_correct(f"logits of query {token}", *own, own_scales)
 
         baselines = [gpu.read_baseline(self.bytes)]
         if len(batch.groups) == 1 and batch.q_lens[0] == 1:
@@ -98,13 +104,18 @@ class Logits(Workload):
 
 
 def _assert_logits_correct(
-    name: str, logits: Tensor, q: Tensor, weights: Tensor, keys: Tensor
+    name: str, logits: Tensor, q: Tensor, weights: Tensor, keys: Tensor, key_scales: Tensor | None
 ) -> None:
-    """Assert that one query's logits match the oracle, and are −inf past its visible keys."""
+    """Assert that one query's logits match the oracle, and are −inf past its visible keys.
+
+    key_scales  given if the kernel multiplies e4m3 by e4m3
+    """
     exact, naive = (
         reference.indexer_logits(q[None], weights[None], [keys], [1], dtype=dtype).cpu()
         for dtype in (torch.float64, torch.float32)
     )
+    if key_scales is not None:
+        naive = fp8_logits(q, weights, keys, key_scales)[None].cpu()
     longest = keys.norm(dim=-1).amax()
     terms = (weights.double().abs() * q.double().norm(dim=-1)).sum() * longest
     assert_logits_match(name, logits[None, : len(keys)], exact, naive, terms.cpu())

@@ -130,31 +130,35 @@ def _logits(a: LogitsArguments, out: Tensor | None) -> tuple[Tensor]:
         check_seen_rows(dims, a.page_table, a.layer, a.mask, starts, lengths)
     dims.bind("columns", columns, "max_kv_len")
     out = check_result(dims, "out", out, "tokens", "columns", dtype=torch.float32)
-    problem = Problem(
-        *device_facts(a.q.device),
-        dtype=str(a.q.dtype),
-        format=a.layer.codec.name,
-        heads=dims["index_heads"],
-        page_size=a.layer.page_size,
-        row=a.layer.codec.row,
-        mask=a.mask.kind,
-        uses=tuple(_uses(a)),
-    )
+    problem = logits_problem(a.q, a.layer, a.page_table, a.mask)
     dispatch.select(LOGITS, problem, a.backend).launch(a._replace(q_starts=starts), out)
     return (out,)
 
 
-def _uses(a: LogitsArguments) -> Iterator[Use]:
+def logits_problem(q: Tensor, layer: CacheLayer, page_table: PageTable, mask: Mask) -> Problem:
+    """What dispatch is asked by a call."""
+    return Problem(
+        *device_facts(q.device),
+        dtype=str(q.dtype),
+        format=layer.codec.name,
+        heads=q.shape[1],
+        page_size=layer.page_size,
+        row=layer.codec.row,
+        mask=mask.kind,
+        uses=tuple(_uses(q, layer, page_table)),
+    )
+
+
+def _uses(q: Tensor, layer: CacheLayer, page_table: PageTable) -> Iterator[Use]:
     """What few kernels take."""
-    if isinstance(a.page_table, tuple):
+    if isinstance(page_table, tuple):
         yield Use.FLAT_PAGE_TABLE
-    if not lie_evenly(a.layer.payload):
+    if not lie_evenly(layer.payload):
         yield Use.LOOSE_CACHE
-    scales = a.layer.scales
-    if scales is not None and not _are_packed(scales):
+    if layer.scales is not None and not _are_packed(layer.scales):
         yield Use.LOOSE_SCALES
-    is_repeated = a.q.shape[0] > 1 and a.q.stride(0) == 0
-    if a.q.shape[0] > 0 and (is_repeated or not lie_evenly(a.q)):
+    is_repeated = q.shape[0] > 1 and q.stride(0) == 0
+    if q.shape[0] > 0 and (is_repeated or not lie_evenly(q)):
         yield Use.LOOSE_QUERY
 
 

@@ -1,6 +1,6 @@
 """Scores of e4m3 queries and rows with the accumulator precision of Hopper's FP8 tensor cores.
 
-The kernel `m64_fp8_qk` multiplies e4m3 by e4m3. The hardware accumulates such products with fewer
+The decode kernel `m64_fp8_qk` and the indexer kernel multiply e4m3 by e4m3. The hardware accumulates such products with fewer
 bits than float32, so a float32 run is too precise to be its naive run.
 """
 
@@ -9,7 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mlakit import dispatch
+from mlakit.cache import CacheLayer, PageTable
 from mlakit.geometry import RowShape
+from mlakit.masks import Mask
+from mlakit.ops.indexer import LOGITS, logits_problem
 from mlakit.reference.hopper_fp8_mma import fp8_mma
 
 FORMATS = ("fp8", "fp8_token")
@@ -45,3 +49,22 @@ def fp8_qk_scores(
         rotated = q[:, latent:].float() @ stored[:, latent:].float().T
         sums = fp8_mma(q[:, :latent], stored[:, :latent], rotated)
     return sums * row_scales.float()
+
+
+def uses_fp8_logits(
+    q: Tensor, layer: CacheLayer, page_table: PageTable, mask: Mask, backend: str
+) -> bool:
+    """Whether the kernel of such a call of `indexer_logits` multiplies e4m3 by e4m3 on Hopper."""
+    problem = logits_problem(q, layer, page_table, mask)
+    return dispatch.select(LOGITS, problem, backend).backend == "hopper"
+
+
+def fp8_logits(
+    q: Tensor,  # [index_heads, width] as stored
+    weights: Tensor,  # [index_heads] float32
+    keys: Tensor,  # [keys, width] dequantised
+    key_scales: Tensor,  # [keys] the scale of each key
+) -> Tensor:
+    """float32 [keys]: Σ_h weights[h] · relu(q[h]·key) of one query."""
+    stored = torch.where(key_scales == 0, 0.0, keys.T / key_scales).T
+    return weights.float() @ fp8_mma(q, stored).relu() * key_scales.float()

@@ -13,6 +13,7 @@ from mlakit.masks import Mask
 from mlakit.ops import indexer_logits, indexer_topk
 from mlakit.testing import assert_same_bits
 from mlakit.workloads.case import Case, Results, Trial, assert_given, assert_logits_match
+from mlakit.workloads.fp8_scores import fp8_logits, uses_fp8_logits
 from mlakit.workloads.inputs import Inputs
 from mlakit.workloads.paged import PagedCase, map_tokens, num_pages_for, seen_tokens, starts_of
 
@@ -47,7 +48,7 @@ class IndexerLogitsCase(PagedCase):
         seen = [seen_tokens(mask, *each) for each in zip(self.kv_lens, self.q_lens, strict=True)]
         pool = self.pool(inputs, "cache", num_pages_for(self.kv_lens, self.page_size))
         table, slots = map_tokens(pool, seen, flat=self.flat_table, wide=wide)
-        keys = []
+        keys, key_scales = [], []
         for own, used in zip(slots, seen, strict=True):
             stored = torch.full(
                 (len(used), self.row.width), torch.nan, dtype=torch.float64, device="cpu"
@@ -55,6 +56,9 @@ class IndexerLogitsCase(PagedCase):
             rows = inputs.normal(int(used.sum()), self.row.width)
             stored[used] = pool.write(own[used], rows, power_of_two=self.power_of_two)
             keys.append(stored)
+            key_scales.append(torch.ones(len(used), dtype=torch.float64, device="cpu"))
+            if self.format == "fp8_token":
+                key_scales[-1][used] = pool.row_scales(own[used]).cpu()
         kv_lens = inputs.place_ints("kv_lens", self.kv_lens, wide=wide)
         starts = None
         if not self.implicit_starts:
@@ -66,7 +70,10 @@ class IndexerLogitsCase(PagedCase):
         if self.given_results and columns is not None:
             out = inputs.result("out", (tokens, columns), torch.float32)
 
+        backends = [""]  # the last is that of the results to check
+
         def call(backend: Backend) -> Results:
+            backends.append(backend)
             logits = indexer_logits(
                 q,
                 weights,
@@ -84,13 +91,24 @@ class IndexerLogitsCase(PagedCase):
 
         def check(results: Results) -> None:
             assert_given("logits", results[0], out)
-            self._check(q.cpu(), weights.cpu(), keys, results[0].cpu())
+            is_fp8 = uses_fp8_logits(q, pool.layer, table, mask, backends[-1])
+            given = (q.cpu(), weights.cpu(), keys, results[0].cpu())
+            self._check(*given, key_scales=key_scales if is_fp8 else None)
 
         return Trial(inputs, call, check)
 
-    def _check(self, q: Tensor, weights: Tensor, keys: list[Tensor], logits: Tensor) -> None:
+    def _check(
+        self,
+        q: Tensor,
+        weights: Tensor,
+        keys: list[Tensor],
+        logits: Tensor,
+        *,
+        key_scales: list[Tensor] | None,  # where the kernel multiplies e4m3 by e4m3
+    ) -> None:
+        mask = Mask(self.mask, self.window)
+
         def oracle(dtype: torch.dtype) -> Tensor:
-            mask = Mask(self.mask, self.window)
             seen = reference.indexer_logits(q, weights, keys, self.q_lens, mask=mask, dtype=dtype)
             beyond = logits.shape[1] - seen.shape[1]
             return torch.nn.functional.pad(seen, (0, beyond), value=-torch.inf)
@@ -98,7 +116,22 @@ class IndexerLogitsCase(PagedCase):
         longest = max([0.0, *(float(row.norm()) for part in keys for row in part.nan_to_num())])
         sizes = (weights.double().abs() * q.double().norm(dim=-1)).sum(-1, keepdim=True)
         exact, naive = oracle(torch.float64), oracle(torch.float32)
+        if key_scales is not None:
+            naive = self._fp8_logits(q, weights, keys, key_scales, naive)
         assert_logits_match("logits", logits, exact, naive, sizes * longest)
+
+    def _fp8_logits(
+        self, q: Tensor, weights: Tensor, keys: list[Tensor], key_scales: list[Tensor], like: Tensor
+    ) -> Tensor:
+        """`like`, its finite logits with the accumulator precision of FP8 tensor cores."""
+        mask, logits, token = Mask(self.mask, self.window), like.clone(), 0
+        for rows, scales, q_len in zip(keys, key_scales, self.q_lens, strict=True):
+            for position in range(len(rows) - q_len, len(rows)):
+                seen = slice(*mask.interval(position, len(rows)))
+                own = (q[token], weights[token])
+                logits[token, seen] = fp8_logits(*own, rows[seen], scales[seen])
+                token += 1
+        return logits
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -136,7 +136,7 @@ def _fill(requests, outputs, work, WG: gl.constexpr, WARPGROUPS: gl.constexpr):
     """−inf to the hidden keys among the columns of fill tiles."""
     offset = gl.arange(0, FILL_STEP, lane_layout(4))
     hidden = gl.full([FILL_STEP], -float("inf"), gl.float32, lane_layout(4))
-    for own in range(0, gl.where(work.fill_first < work.fill_end, work.count, 0)):
+    for own in range(gl.where(work.fill_first < work.fill_end, work.count, 0)):
         end = work.first_end
         if requests.IS_CAUSAL:
             end += own
@@ -148,9 +148,7 @@ def _fill(requests, outputs, work, WG: gl.constexpr, WARPGROUPS: gl.constexpr):
 
 
 @gluon.jit
-def consumer(
-    request, block, tile, left, requests, outputs, stages, tiling, WG: gl.constexpr
-):
+def consumer(request, block, tile, left, requests, outputs, stages, tiling, WG: gl.constexpr):
     """Consumer warpgroup WG."""
     TOKEN_GROUPS: gl.constexpr = tiling.TOKENS // tiling.WG_TOKENS
     KEY_GROUPS: gl.constexpr = tiling.KEYS // (tiling.WG_PIECES * PIECE)

@@ -125,4 +125,6 @@ def sum_heads(acc, weights, TOKENS: gl.constexpr, ADDS_ODD: gl.constexpr):
         x = gl.permute(gl.reshape(x, [4, 8, 2, 2]), (0, 2, 1, 3))  # a bit of the thread is the row
     if TOKENS == 1:
         x = gl.sum(x, 3)
-    return gl.convert_layout(gl.reshape(x, [64, TOKENS]), logits_layout(TOKENS), assert_trivial=True)
+    return gl.convert_layout(
+        gl.reshape(x, [64, TOKENS]), logits_layout(TOKENS), assert_trivial=True
+    )

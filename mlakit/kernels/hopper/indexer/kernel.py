@@ -1,6 +1,6 @@
 """Indexer logits of FP8 queries over paged FP8 keys.
 
-Maths      logits[t, j] = scale[j] · Σ_h weights[t, h] · relu(q[t, h]·key[j]), −inf where j is hidden
+Maths      logits[t, j] = scale[j] · Σ_h weights[t, h] · relu(q[t, h]·key[j]); hidden keys −inf
 Work       a work tile is a token block (1, 2, 4 or 8 query tokens of a request) by a key tile (128
            or 256 keys), or by a range of hidden columns; each persistent CTA takes an equal,
            contiguous share of all work tiles (`scheduler`)
@@ -17,11 +17,11 @@ Bound      few tokens: by reading keys. Many: by tensor cores and by the FP32 pi
                                          write visible keys
   the last                               write −inf to hidden columns
 
-Memory     two token blocks and all the stages that pay; 208 KiB at most
+Memory     two token blocks and the stages, up to 211 KiB of shared memory; no scratch
 Limits     up to 64 heads of 128 columns; pages of a multiple of 64 keys, at a distance that TMA can
            address; `kernels.hopper.support` refuses the rest
 Numbers    products are accumulated as tensor cores accumulate FP8 products
-           (`reference.hopper_sums`); all else is float32. A NaN stays one
+           (`reference.hopper_fp8_mma`); all else is float32. A NaN stays one
 Lineage    DeepGEMM's indexer kernels (keys as the M side, weights in registers); ours: several
            tokens per CTA share a key tile, sums are exchanged by halves, shares of equal length
 """

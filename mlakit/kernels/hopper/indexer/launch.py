@@ -58,7 +58,9 @@ def indexer_logits(a: LogitsArguments, out: Tensor) -> None:
         indexer_logits_kernel,
         (target(q.device).num_sms,),
         _queries(q, config.TOKENS, config.HEADS),
-        TensorDescriptor(keys, list(keys.shape), list(keys.stride()), [PIECE, WIDTH], _layout(8, 2)),
+        TensorDescriptor(
+            keys, list(keys.shape), list(keys.stride()), [PIECE, WIDTH], _layout(8, 2)
+        ),
         TensorDescriptor(scales, list(scales.shape), [1], [PIECE], _layout(32, 1)),
         batch,
         columns,

@@ -6,7 +6,6 @@ from random import Random
 
 import pytest
 import torch
-from device_functions import on_cpu
 
 from mlakit import PagedLatentCache, dispatch, indexer_logits
 from mlakit.checks import UnsupportedError
@@ -15,6 +14,7 @@ from mlakit.kernels.hopper.decode.configs import OTHER_SMEM_BYTES, REGISTERS, SM
 from mlakit.kernels.hopper.indexer.configs import CONFIGS, fits_int32, pick_config
 from mlakit.specs import Problem, pretending
 from mlakit.workloads import IndexerLogitsCase
+from tests.kernels.hopper.device_functions import on_cpu
 
 E4M3 = "torch.float8_e4m3fn"
 KEYS = {"kv_lora_rank": 128, "qk_rope_head_dim": 0, "format": "fp8_token", "page_size": 64}
@@ -126,7 +126,8 @@ def test_configs_fit_an_sm(config):
 def test_token_blocks_are_as_large_as_a_request_has_queries(tokens, batch, block):
     for heads, padded in ((1, 32), (32, 32), (33, 64), (64, 64)):
         config = pick_config(heads=heads, tokens=tokens, batch=batch)
-        assert (config.TOKENS, config.HEADS) == (block, padded)
+        assert block == config.TOKENS
+        assert padded == config.HEADS
 
 
 def test_huge_results_are_counted_in_int64():
@@ -283,9 +284,9 @@ def test_random_batches(seed):
 
 @pytest.mark.gpu
 def test_keys_and_scales_in_one_page():
-    """The layout of vLLM and DeepGEMM, padded pages and results, lengths from one call to another."""
+    """The layout of vLLM and DeepGEMM, with padded pages and results."""
     generator = torch.Generator("cuda").manual_seed(0)
-    pages = torch.full((12, 66 * 132), 0x7F, dtype=torch.uint8, device="cuda")[:, : 64 * 132]
+    pages = torch.full((12, 67 * 128), 0x7F, dtype=torch.uint8, device="cuda")[:, : 64 * 132]
     cache = PagedLatentCache.wrap_index_keys(pages.unflatten(1, (64, 132)))
     rows = torch.randn(8 * 64, 128, generator=generator, device="cuda")
     cache.layer(0).write(torch.arange(8 * 64, device="cuda"), rows)
