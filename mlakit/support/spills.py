@@ -103,6 +103,18 @@ _M64_FP8_QK = {
     },
 }
 
+# outside the loops over key tiles but for one store and one load of h32-q9 with 3.6.0
+_INDEXER = {
+    "3.6.0": {"h32-q9": (4, 8), "h64-q4": (1, 5)},
+    "3.9.0": {
+        "h32-q9": (16, 34),
+        "h64-q4": (15, 31),
+        "h64-q9": (11, 22),
+        "int64": (11, 22),
+        "null-mask-q9": (11, 22),
+    },
+}
+
 
 def _of(
     kernel: str, prefix: str, known: dict[str, dict[str, tuple[int, int]]]
@@ -120,4 +132,5 @@ ALLOWED_SPILLS = {
     **_of("mla_decode_small_m_fp8_kv_kernel", "hopper-decode-", _SMALL_M_FP8_KV),
     **_of("mla_decode_m64_bf16_kernel", "hopper-decode-", _M64_BF16),
     **_of("mla_decode_m64_fp8_qk_kernel", "hopper-decode-", _M64_FP8_QK),
+    **_of("indexer_logits_kernel", "hopper-indexer-", _INDEXER),
 }
