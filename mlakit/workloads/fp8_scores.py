@@ -1,7 +1,8 @@
 """Scores of e4m3 queries and rows with the accumulator precision of Hopper's FP8 tensor cores.
 
-The decode kernel `m64_fp8_qk` and the indexer kernel multiply e4m3 by e4m3. The hardware accumulates such products with fewer
-bits than float32, so a float32 run is too precise to be its naive run.
+The decode kernel `m64_fp8_qk` and the indexer kernel multiply e4m3 by e4m3. The hardware
+accumulates such products with fewer bits than float32, so a float32 run is too precise to be the
+naive run of these kernels.
 """
 
 from __future__ import annotations
