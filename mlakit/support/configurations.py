@@ -242,10 +242,17 @@ HOPPER = {
     },
     **{
         f"hopper-indexer-h{heads}-q{q_len}": _index_keys(
-            format="fp8_token", dtype="e4m3", heads=heads, q_lens=(q_len,)
+            format="fp8_token", dtype="e4m3", heads=heads, kv_lens=(130, 65), q_lens=(q_len, q_len)
         )
         for heads in (32, 64)
         for q_len in (1, 2, 4, 9)
+    },
+    **{
+        f"hopper-indexer-single-h{heads}-q{q_len}": _index_keys(
+            format="fp8_token", dtype="e4m3", heads=heads, q_lens=(q_len,)
+        )
+        for heads in (32, 64)
+        for q_len in (1, 2, 4)
     },
     **{
         f"hopper-indexer-{name}": _index_keys(format="fp8_token", dtype="e4m3", **more)

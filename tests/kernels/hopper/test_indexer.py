@@ -11,7 +11,14 @@ from mlakit import PagedLatentCache, dispatch, indexer_logits
 from mlakit.checks import UnsupportedError
 from mlakit.geometry import RowShape
 from mlakit.kernels.hopper.decode.configs import OTHER_SMEM_BYTES, REGISTERS, SMEM_BYTES
-from mlakit.kernels.hopper.indexer.configs import CONFIGS, fits_int32, pick_config
+from mlakit.kernels.hopper.indexer.configs import (
+    CONFIGS,
+    MAX_SINGLE_TOKENS,
+    SINGLE_CONFIGS,
+    fits_int32,
+    is_single_block,
+    pick_config,
+)
 from mlakit.specs import Problem, pretending
 from mlakit.workloads import IndexerLogitsCase
 from tests.kernels.hopper.device_functions import on_cpu
@@ -107,7 +114,7 @@ def test_tensors_that_tma_cannot_address(use):
         indexer_logits(**given, backend="hopper")
 
 
-@EVERY_CONFIG
+@pytest.mark.parametrize("config", [*CONFIGS.values(), *SINGLE_CONFIGS.values()], ids=str)
 def test_configs_fit_an_sm(config):
     assert config.smem_bytes + OTHER_SMEM_BYTES <= SMEM_BYTES
     assert config.warpgroups in (2, 4)
@@ -124,10 +131,21 @@ def test_configs_fit_an_sm(config):
     [(7, 7, 1), (1, 8, 1), (8, 7, 2), (14, 7, 2), (15, 7, 4), (28, 7, 4), (29, 7, 8), (2048, 1, 8)],
 )
 def test_token_blocks_are_as_large_as_a_request_has_queries(tokens, batch, block):
+    assert not is_single_block(tokens=tokens, batch=batch)
     for heads, padded in ((1, 32), (32, 32), (33, 64), (64, 64)):
         config = pick_config(heads=heads, tokens=tokens, batch=batch)
         assert block == config.TOKENS
         assert padded == config.HEADS
+
+
+@pytest.mark.parametrize(("tokens", "block"), [(1, 1), (2, 2), (3, 4), (4, 4)])
+def test_a_batch_of_one_token_block_has_more_stages(tokens, block):
+    assert is_single_block(tokens=tokens, batch=1)
+    for heads in (32, 64):
+        config = pick_config(heads=heads, tokens=tokens, batch=1)
+        assert config == SINGLE_CONFIGS[heads, block]
+        assert config._replace(STAGES=0) == CONFIGS[heads, block]._replace(STAGES=0)
+        assert config.STAGES >= CONFIGS[heads, block].STAGES
 
 
 def test_huge_results_are_counted_in_int64():
@@ -150,6 +168,31 @@ BATCHES = {
 }
 
 
+def count_writes(written, work, tiles, is_causal) -> None:
+    """tiles  the key tile of each column"""
+    key = torch.arange(written.shape[1])
+    step = int(work.step)
+    is_own = (tiles >= work.first_tile) & (tiles < work.end_tile)
+    is_own &= tiles % step == int(work.first_tile) % step
+    for own in range(int(work.count)):
+        end = int(work.first_end) + (own if is_causal else 0)
+        row = written[int(work.token) + own]
+        row += (key < end) & is_own
+        row += 100 * ((key >= work.fill_first) & (key < work.fill_end) & (key >= end))
+
+
+def seen_once(kv_lens, q_lens, columns, is_causal) -> torch.Tensor:
+    """What `count_writes` gives if each logit is written once."""
+    seen = torch.tensor(
+        [
+            kv_len - q_len + i + 1 if is_causal else kv_len
+            for kv_len, q_len in zip(kv_lens, q_lens, strict=True)
+            for i in range(q_len)
+        ]
+    )
+    return torch.where(torch.arange(columns) < seen[:, None], 1, 100).int()
+
+
 def walk(config, kv_lens, q_lens, columns, is_causal, num_ctas, line) -> tuple[torch.Tensor, list]:
     """int32 [tokens, columns]: how often each logit is written, as a score; and as −inf, 100 times
     that. And the work tiles of each CTA."""
@@ -163,20 +206,15 @@ def walk(config, kv_lens, q_lens, columns, is_causal, num_ctas, line) -> tuple[t
         device = on_cpu(scheduler, memory, cta, num_ctas)
         requests = device.Requests(
             *(torch.tensor(0), torch.tensor(len(starts)), torch.tensor(0)),
-            *(1, 1, 0, 1, columns, is_causal, config.TOKENS, config.KEYS, config.FILL_COLUMNS),
+            *(1, 1, 0, 1, starts[-1], 0, columns, is_causal, False),
+            *(config.TOKENS, config.KEYS, config.FILL_COLUMNS),
         )
         request, block, tile, left = device.first_work_tile(requests, len(kv_lens), line)
         shares.append(int(left))
         while left > 0:
             work = device.locate_block(requests, request, block, tile, left)
             assert work.num_tiles >= 0
-            for own in range(int(work.count)):
-                end = int(work.first_end) + (own if is_causal else 0)
-                row = written[int(work.token) + own]
-                tiles = key // config.KEYS
-                row += (key < end) & (tiles >= work.first_tile) & (tiles < work.end_tile)
-                is_filled = (key >= work.fill_first) & (key < work.fill_end) & (key >= end)
-                row += 100 * is_filled
+            count_writes(written, work, key // config.KEYS, is_causal)
             request, block, tile, left = device.next_block(work, request, block, left)
         assert left == 0
     return written, shares
@@ -192,15 +230,28 @@ def test_every_logit_is_written_once(batch, is_causal, config):
     line = torch.int64 if is_causal else torch.int32
     written, shares = walk(config, kv_lens, q_lens, columns, is_causal, num_ctas, line)
     assert max(shares) - min(shares) <= 1
-    seen = torch.tensor(
-        [
-            kv_len - q_len + i + 1 if is_causal else kv_len
-            for kv_len, q_len in zip(kv_lens, q_lens, strict=True)
-            for i in range(q_len)
-        ]
-    )
-    expected = torch.where(torch.arange(columns) < seen[:, None], 1, 100)
-    assert torch.equal(written, expected.int())
+    assert torch.equal(written, seen_once(kv_lens, q_lens, columns, is_causal))
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("tokens", range(1, MAX_SINGLE_TOKENS + 1))
+@pytest.mark.parametrize("kv_len", [0, 1, 2, 127, 128, 129, 255, 256, 257, 5000])
+def test_every_logit_of_a_single_token_block_is_written_once(kv_len, tokens, is_causal):
+    from mlakit.kernels.hopper.indexer import scheduler
+
+    config, num_ctas = SINGLE_CONFIGS[64, {3: 4}.get(tokens, tokens)], 7
+    for columns in (max(kv_len, 1), kv_len + 130, kv_len + 9000):
+        written = torch.zeros(tokens, columns, dtype=torch.int32)
+        for cta in range(num_ctas):
+            device = on_cpu(scheduler, torch.tensor([kv_len]), cta, num_ctas)
+            requests = device.Requests(
+                *(None, torch.tensor(0), torch.tensor(0), 1, 1, 0, 1),
+                *(tokens, 0, columns, is_causal, True),
+                *(config.TOKENS, config.KEYS, config.FILL_COLUMNS),
+            )
+            work = device.locate_single(requests)
+            count_writes(written, work, torch.arange(columns) // config.KEYS, is_causal)
+        assert torch.equal(written, seen_once([kv_len], [tokens], columns, is_causal))
 
 
 def test_a_length_beyond_the_columns_stays_within_the_row():

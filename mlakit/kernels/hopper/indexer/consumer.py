@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from mlakit.kernels.hopper.compat import record
 from mlakit.kernels.hopper.indexer.head_sum import logits_layout, sum_heads
 from mlakit.kernels.hopper.indexer.loads import PIECE, next_stage
-from mlakit.kernels.hopper.indexer.scheduler import locate_block, next_block
+from mlakit.kernels.hopper.indexer.scheduler import locate_block, locate_single, next_block
 from mlakit.kernels.hopper.primitives import acc_layout, lane_layout
 
 FILL_STEP = gl.constexpr(512)  # columns that a warpgroup fills at once
@@ -69,9 +69,19 @@ def _multiply(stages, stage, q, ROW: gl.constexpr):
 
 
 @gluon.jit
+def _times_scale(logits, scale):
+    """logits · max(scale, 0); a NaN stays one."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .f32 s; max.NaN.f32 s, $2, 0f00000000; mul.f32 $0, $1, s; }", "=f,f,f",
+        [logits, scale], dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def _store(lane, acc, scale, key, TOKENS: gl.constexpr, ADDS_ODD: gl.constexpr):
     """The logits of a piece, `key` keys from the first one on."""
-    logits = sum_heads(acc, lane.weights, TOKENS, ADDS_ODD) * gl.expand_dims(scale, 1)
+    logits = sum_heads(acc, lane.weights, TOKENS, ADDS_ODD)
+    logits = _times_scale(logits, gl.expand_dims(scale, 1).broadcast_to(logits.shape))
     gl.store(lane.out + key, logits, mask=lane.limit > key)
 
 
@@ -147,28 +157,59 @@ def _fill(requests, outputs, work, WG: gl.constexpr, WARPGROUPS: gl.constexpr):
             gl.store(row + column, hidden, mask=(column >= end) & (column < work.fill_end))
 
 
+@gluon.constexpr_function
+def _warpgroups(tiling):
+    return tiling.TOKENS // tiling.WG_TOKENS * (tiling.KEYS // (tiling.WG_PIECES * 64))
+
+
 @gluon.jit
-def consumer(request, block, tile, left, requests, outputs, stages, tiling, WG: gl.constexpr):
-    """Consumer warpgroup WG."""
+def _score_block(
+    requests, outputs, stages, work, q_stage, q_phase, stage, phase, tiling, WG: gl.constexpr
+):
+    """The key tiles of a token block; returns the next stage and its phase."""
     TOKEN_GROUPS: gl.constexpr = tiling.TOKENS // tiling.WG_TOKENS
-    KEY_GROUPS: gl.constexpr = tiling.KEYS // (tiling.WG_PIECES * PIECE)
     TOKEN: gl.constexpr = WG % TOKEN_GROUPS * tiling.WG_TOKENS
     ROW: gl.constexpr = WG // TOKEN_GROUPS * tiling.WG_PIECES * PIECE
     N: gl.constexpr = tiling.WG_TOKENS * tiling.HEADS
+    lane = _load_lane(requests, outputs, work, tiling, TOKEN, ROW)
+    mbarrier.wait(stages.q_full.index(q_stage), q_phase)
+    q = stages.q.index(q_stage).slice(TOKEN * tiling.HEADS, N, 0)
+    # one loop: after a first wgmma loop ptxas 12.8 takes descriptors of q in the second from
+    # registers that only the entry of the first sets
+    for key_tile in range(work.first_tile, work.end_tile, work.step):
+        _score_tile(stages, stage, phase, q, lane, key_tile * tiling.KEYS, tiling, ROW)
+        stage, phase = next_stage(stage, phase, tiling.STAGES)
+    return stage, phase
+
+
+@gluon.jit
+def consumer(request, block, tile, left, requests, outputs, stages, tiling, WG: gl.constexpr):
+    """Consumer warpgroup WG."""
+    WARPGROUPS: gl.constexpr = _warpgroups(tiling)
     stage, phase, uses = tile * 0, tile * 0, tile * 0
-    while left > 0:
-        work = locate_block(requests, request, block, tile, left)
-        if work.first_tile < work.end_tile:
-            lane = _load_lane(requests, outputs, work, tiling, TOKEN, ROW)
-            q_stage = uses & 1
-            mbarrier.wait(stages.q_full.index(q_stage), (uses >> 1) & 1)
-            q = stages.q.index(q_stage).slice(TOKEN * tiling.HEADS, N, 0)
-            # one loop: after a first wgmma loop ptxas 12.8 takes descriptors of q in the second
-            # from registers that only the entry of the first sets
-            for key_tile in range(work.first_tile, work.end_tile):
-                _score_tile(stages, stage, phase, q, lane, key_tile * tiling.KEYS, tiling, ROW)
-                stage, phase = next_stage(stage, phase, tiling.STAGES)
-            mbarrier.arrive(stages.q_empty.index(q_stage), count=1)
-            uses += 1
-        _fill(requests, outputs, work, WG, TOKEN_GROUPS * KEY_GROUPS)
-        request, block, tile, left = next_block(work, request, block, left)
+    if requests.IS_SINGLE:
+        work = locate_single(requests)
+        # also without a key tile: the CTA may not exit before its queries are loaded
+        _score_block(requests, outputs, stages, work, uses, uses, stage, phase, tiling, WG)
+        _fill(requests, outputs, work, WG, WARPGROUPS)
+    else:
+        while left > 0:
+            work = locate_block(requests, request, block, tile, left)
+            if work.first_tile < work.end_tile:
+                q_stage = uses & 1
+                stage, phase = _score_block(
+                    requests,
+                    outputs,
+                    stages,
+                    work,
+                    q_stage,
+                    (uses >> 1) & 1,
+                    stage,
+                    phase,
+                    tiling,
+                    WG,
+                )
+                mbarrier.arrive(stages.q_empty.index(q_stage), count=1)
+                uses += 1
+            _fill(requests, outputs, work, WG, WARPGROUPS)
+            request, block, tile, left = next_block(work, request, block, left)

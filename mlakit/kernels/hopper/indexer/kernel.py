@@ -59,6 +59,8 @@ def _warpgroup_3(request, block, tile, left, requests, outputs, stages, tiling):
 @gluon.jit(
     do_not_specialize=[
         "batch",
+        "tokens",
+        "max_pages",
         "columns",
         "stride_table_request",
         "stride_weights_token",
@@ -70,6 +72,8 @@ def indexer_logits_kernel(
     keys,  # [64, 128]
     scales,  # [64]
     batch,
+    tokens,
+    max_pages,
     columns,
     stride_table_request,
     stride_weights_token,
@@ -84,8 +88,9 @@ def indexer_logits_kernel(
     )
     requests = Requests(
         given.q_starts, given.kv_lens, given.page_table, given.stride_q_starts,
-        given.stride_kv_lens, stride_table_request, given.stride_entry, columns, TRAITS.IS_CAUSAL,
-        CONFIG.TOKENS, CONFIG.KEYS, CONFIG.FILL_COLUMNS,
+        given.stride_kv_lens, stride_table_request, given.stride_entry, tokens, max_pages,
+        columns, TRAITS.IS_CAUSAL, TRAITS.IS_SINGLE, CONFIG.TOKENS, CONFIG.KEYS,
+        CONFIG.FILL_COLUMNS,
     )  # fmt: skip
     sources = Sources(q, keys, scales, TRAITS.PAGE, TRAITS.PAGE_ROWS, TRAITS.PAGE_SCALES)
     outputs = Outputs(
@@ -96,9 +101,13 @@ def indexer_logits_kernel(
         CONFIG.TOKENS, CONFIG.HEADS, CONFIG.WG_TOKENS, CONFIG.WG_PIECES, CONFIG.KEYS, CONFIG.STAGES,
         CONFIG.IS_CHAINED, CONFIG.ADDS_ODD_RELU,
     )  # fmt: skip
-    stages = alloc_stages(sources, CONFIG, WARPGROUPS)
-    LINE: gl.constexpr = gl.int32 if TRAITS.FITS_INT32 else gl.int64
-    request, block, tile, left = first_work_tile(requests, batch, LINE)
+    stages = alloc_stages(sources, CONFIG, TRAITS.IS_SINGLE, WARPGROUPS)
+    if TRAITS.IS_SINGLE:
+        request, block, tile = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
+        left = gl.to_tensor(1)
+    else:
+        LINE: gl.constexpr = gl.int32 if TRAITS.FITS_INT32 else gl.int64
+        request, block, tile, left = first_work_tile(requests, batch, LINE)
     if left > 0:
         common = (request, block, tile, left, requests, outputs, stages, tiling)
         loading = (request, block, tile, left, requests, sources, stages)

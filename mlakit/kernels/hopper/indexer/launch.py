@@ -17,7 +17,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from mlakit.arguments import LogitsArguments, filled
 from mlakit.cache import CacheLayer
 from mlakit.kernels.hopper.decode.arguments import Batch
-from mlakit.kernels.hopper.indexer.configs import PIECE, WIDTH, fits_int32, pick_config
+from mlakit.kernels.hopper.indexer.configs import (
+    PIECE,
+    WIDTH,
+    fits_int32,
+    is_single_block,
+    pick_config,
+)
 from mlakit.kernels.hopper.indexer.kernel import indexer_logits_kernel
 from mlakit.kernels.triton.launch import launch, target
 
@@ -41,6 +47,7 @@ class IndexerTraits(NamedTuple):
     PAGE_SCALES: int  # scales from a page to the next
     IS_CAUSAL: bool
     FITS_INT32: bool  # sums of work tiles
+    IS_SINGLE: bool  # one token block
 
 
 def indexer_logits(a: LogitsArguments, out: Tensor) -> None:
@@ -51,6 +58,7 @@ def indexer_logits(a: LogitsArguments, out: Tensor) -> None:
     (tokens, heads, _), columns, batch = q.shape, out.shape[1], kv_lens.shape[0]
     if tokens == 0 or columns == 0:
         return  # nothing to write, and no tile for TMA to load
+    is_single = is_single_block(tokens=tokens, batch=batch)
     config = pick_config(heads=heads, tokens=tokens, batch=batch)
     keys, page_rows = _key_rows(layer.payload)
     scales, page_scales = _scale_words(layer)
@@ -63,6 +71,8 @@ def indexer_logits(a: LogitsArguments, out: Tensor) -> None:
         ),
         TensorDescriptor(scales, list(scales.shape), [1], [PIECE], _layout(32, 1)),
         batch,
+        tokens,
+        page_table.shape[1],
         columns,
         page_table.stride(0),
         weights.stride(0),
@@ -78,6 +88,7 @@ def indexer_logits(a: LogitsArguments, out: Tensor) -> None:
             PAGE_ROWS=page_rows,
             PAGE_SCALES=page_scales,
             IS_CAUSAL=a.mask.kind == "causal",
+            IS_SINGLE=is_single,
             FITS_INT32=fits_int32(config, tokens=tokens, batch=batch, columns=columns),
         ),
         CONFIG=config,

@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from mlakit.kernels.hopper.compat import record, reinterpret, tma_load
-from mlakit.kernels.hopper.indexer.scheduler import locate_block, next_block
+from mlakit.kernels.hopper.indexer.scheduler import locate_block, locate_single, next_block
 from mlakit.kernels.hopper.primitives import alloc_barriers, lane_layout
 
 PIECE = gl.constexpr(64)  # keys
@@ -43,9 +43,9 @@ class Sources:
 class Stages:
     """Smem tiles and their barriers."""
 
-    q: object  # [2, TOKENS · HEADS, WIDTH]
+    q: object  # [2 or 1, TOKENS · HEADS, WIDTH]
     q_full: object
-    q_empty: object
+    q_empty: object  # unused where there is one token block
     keys: object  # [STAGES, KEYS, WIDTH]
     scales: object  # [STAGES · pieces, PIECE]
     full: object
@@ -53,10 +53,11 @@ class Stages:
 
 
 @gluon.jit
-def alloc_stages(sources, CONFIG: gl.constexpr, CONSUMERS: gl.constexpr):
+def alloc_stages(sources, CONFIG: gl.constexpr, IS_SINGLE: gl.constexpr, CONSUMERS: gl.constexpr):
     PIECES: gl.constexpr = CONFIG.KEYS // PIECE
+    Q_STAGES: gl.constexpr = 1 if IS_SINGLE else 2
     q = gl.allocate_shared_memory(
-        gl.float8e4nv, [2, CONFIG.TOKENS * CONFIG.HEADS, WIDTH], sources.keys.layout
+        gl.float8e4nv, [Q_STAGES, CONFIG.TOKENS * CONFIG.HEADS, WIDTH], sources.keys.layout
     )
     keys = gl.allocate_shared_memory(
         gl.float8e4nv, [CONFIG.STAGES, CONFIG.KEYS, WIDTH], sources.keys.layout
@@ -64,18 +65,38 @@ def alloc_stages(sources, CONFIG: gl.constexpr, CONSUMERS: gl.constexpr):
     scales = gl.allocate_shared_memory(
         gl.float32, [CONFIG.STAGES * PIECES, PIECE], sources.scales.layout
     )
-    q_full, q_empty = alloc_barriers(2, 1), alloc_barriers(2, CONSUMERS)
+    q_full = alloc_barriers(Q_STAGES, 1)
+    q_empty = q_full
+    if not IS_SINGLE:
+        q_empty = alloc_barriers(Q_STAGES, CONSUMERS)
     full, empty = alloc_barriers(CONFIG.STAGES, 1), alloc_barriers(CONFIG.STAGES, CONSUMERS)
     return Stages(q, q_full, q_empty, keys, scales, full, empty)
 
 
 @gluon.jit
-def _pages_of_pieces(requests, sources, work, piece):
-    """The pages of a piece and of the next 31, one per lane."""
-    pieces = piece + gl.arange(0, LANES, lane_layout(1))
+def _pages_of_pieces(requests, sources, work, tile, PIECES: gl.constexpr):
+    """The pages of the pieces of key tile `tile` and of those that follow it, one per lane."""
+    lane = gl.arange(0, LANES, lane_layout(1))
+    pieces = (tile + lane // PIECES * work.step) * PIECES + lane % PIECES
     entry = pieces // (sources.PAGE // PIECE)
     at = work.pages + entry.to(gl.int64) * requests.stride_entry
     return gl.load(at, mask=pieces * PIECE < work.last_end, other=NO_PAGE).to(gl.int32)
+
+
+@gluon.jit
+def _first_pages(requests, sources, PIECES: gl.constexpr):
+    """`_pages_of_pieces` of the first key tile of a single token block, and the pieces.
+
+    Needs no length, so that both loads are in flight at once: pages of keys that no token sees are
+    to be masked.
+    """
+    lane = gl.arange(0, LANES, lane_layout(1))
+    tile = gl.program_id(0) + lane // PIECES * gl.num_programs(0)
+    pieces = tile * PIECES + lane % PIECES
+    entry = pieces // (sources.PAGE // PIECE)
+    at = requests.page_table + entry.to(gl.int64) * requests.stride_entry
+    pages = gl.load(at, mask=entry < requests.max_pages, other=NO_PAGE).to(gl.int32)
+    return pages, pieces
 
 
 @gluon.jit
@@ -113,29 +134,49 @@ def _load_keys(sources, stages, stage, pages, first_lane, piece):
 
 
 @gluon.jit
-def producer(request, block, tile, left, requests, sources, stages):
-    """The producer warp."""
+def _load_key_tiles(requests, sources, stages, work, pages, stage, phase):
+    """Load the key tiles of a token block; returns the next stage and its phase.
+
+    pages  of the first key tiles
+    """
     STAGES: gl.constexpr = stages.full.shape[0]
     PIECES: gl.constexpr = stages.keys.shape[1] // PIECE
     TILES: gl.constexpr = LANES // PIECES  # key tiles whose pages one load brings
+    for first in range(work.first_tile, work.end_tile, TILES * work.step):
+        following = first + TILES * work.step
+        ahead = _pages_of_pieces(requests, sources, work, following, PIECES)
+        lane = first * 0
+        for key_tile in range(first, gl.minimum(following, work.end_tile), work.step):
+            mbarrier.wait(stages.empty.index(stage), phase ^ 1)
+            _load_keys(sources, stages, stage, pages, lane, key_tile * PIECES)
+            stage, phase = next_stage(stage, phase, STAGES)
+            lane += PIECES
+        pages = ahead
+    return stage, phase
+
+
+@gluon.jit
+def producer(request, block, tile, left, requests, sources, stages):
+    """The producer warp."""
+    PIECES: gl.constexpr = stages.keys.shape[1] // PIECE
     stage, phase, uses = tile * 0, tile * 0, tile * 0
-    while left > 0:
-        work = locate_block(requests, request, block, tile, left)
-        if work.first_tile < work.end_tile:
-            pages = _pages_of_pieces(requests, sources, work, work.first_tile * PIECES)
-            q_stage = uses & 1
-            mbarrier.wait(stages.q_empty.index(q_stage), ((uses >> 1) & 1) ^ 1)
-            _load_queries(sources, stages, q_stage, work.token)
-            uses += 1
-            for first in range(work.first_tile, work.end_tile, TILES):
-                ahead = _pages_of_pieces(requests, sources, work, (first + TILES) * PIECES)
-                for key_tile in range(first, gl.minimum(first + TILES, work.end_tile)):
-                    mbarrier.wait(stages.empty.index(stage), phase ^ 1)
-                    lane = (key_tile - first) * PIECES
-                    _load_keys(sources, stages, stage, pages, lane, key_tile * PIECES)
-                    stage, phase = next_stage(stage, phase, STAGES)
-                pages = ahead
-        request, block, tile, left = next_block(work, request, block, left)
+    if requests.IS_SINGLE:
+        pages, pieces = _first_pages(requests, sources, PIECES)
+        _load_queries(sources, stages, uses, uses)
+        work = locate_single(requests)
+        pages = gl.where(pieces * PIECE < work.last_end, pages, NO_PAGE)
+        _load_key_tiles(requests, sources, stages, work, pages, stage, phase)
+    else:
+        while left > 0:
+            work = locate_block(requests, request, block, tile, left)
+            if work.first_tile < work.end_tile:
+                pages = _pages_of_pieces(requests, sources, work, work.first_tile, PIECES)
+                q_stage = uses & 1
+                mbarrier.wait(stages.q_empty.index(q_stage), ((uses >> 1) & 1) ^ 1)
+                _load_queries(sources, stages, q_stage, work.token)
+                uses += 1
+                stage, phase = _load_key_tiles(requests, sources, stages, work, pages, stage, phase)
+            request, block, tile, left = next_block(work, request, block, left)
 
 
 @gluon.jit

@@ -10,6 +10,8 @@ first 4 warps add up those of all requests. No kernel runs before, and the host 
 
 Walk       producer and consumers walk the same token blocks: (request, block, tile, left) is the
            request, its token block, the first work tile of it, and the work tiles left to the CTA
+Single     a batch of one token block has no line: CTA c takes the score tiles c, c + num_ctas, ...,
+           whose pages can be loaded before the length is known
 """
 
 from __future__ import annotations
@@ -34,8 +36,11 @@ class Requests:
     stride_kv_lens: object
     stride_request: object  # of the page table
     stride_entry: object
+    tokens: object  # of all requests
+    max_pages: object  # columns of the page table
     columns: object
     IS_CAUSAL: object
+    IS_SINGLE: object  # one token block in all
     TOKENS: object
     KEYS: object
     FILL_COLUMNS: object
@@ -50,8 +55,9 @@ class TokenBlock:
     first_end: object  # one past the last key that the first token sees; may be below 0
     last_end: object  # the same of the last token, not below 0
     pages: object  # the request's row of the page table
-    first_tile: object  # score tiles
+    first_tile: object  # score tiles: every step-th
     end_tile: object
+    step: object
     fill_first: object  # columns
     fill_end: object
     num_tiles: object  # work tiles that this CTA computes
@@ -212,10 +218,41 @@ def locate_block(requests, request, block, tile, left):
         requests.page_table + request.to(gl.int64) * requests.stride_request,
         tile,
         gl.minimum(end, num_scores),
+        1,
         _fill_column(requests, first_end, first_fill, num_fills),
         gl.where(end_fill > first_fill, fill_end, 0),
         end - tile,
         index + requests.TOKENS >= q_len,
+    )  # fmt: skip
+
+
+@gluon.jit
+def locate_single(requests):
+    """What this CTA computes of a batch of one token block."""
+    kv_len = gl.load(requests.kv_lens).to(gl.int32)
+    kv_len = gl.minimum(gl.maximum(kv_len, 0), requests.columns)
+    cta, num_ctas = gl.program_id(0), gl.num_programs(0)
+    first_end = kv_len
+    if requests.IS_CAUSAL:
+        first_end = kv_len - requests.tokens + 1
+    # equal ranges of columns, of which the ones before first_end are skipped
+    fill_start = gl.maximum((first_end >> FILL_ALIGNMENT) << FILL_ALIGNMENT, 0)
+    blocks = _ceil_div(requests.columns - fill_start, FILL_ALIGNMENT)
+    width = ((blocks + num_ctas - 1) // num_ctas) << FILL_ALIGNMENT
+    fill_first = fill_start + cta * width
+    return TokenBlock(
+        kv_len * 0,
+        requests.tokens,
+        first_end,
+        kv_len,
+        requests.page_table,
+        cta,
+        _ceil_div(kv_len, _bits(requests.KEYS)),
+        num_ctas,
+        fill_first,
+        gl.minimum(fill_first + width, requests.columns),
+        1,
+        True,
     )  # fmt: skip
 
 
