@@ -19,6 +19,7 @@ from mlakit.workloads.decode import DecodeCase
 from mlakit.workloads.decode_launch import DecodeLaunch
 from mlakit.workloads.fp8 import QuantizeCase, ScaledMatmulCase
 from mlakit.workloads.indexer import IndexerLogitsCase, IndexerTopkCase
+from mlakit.workloads.indexer_launch import IndexerLaunch
 from mlakit.workloads.matmul import BatchedMatmulCase
 from mlakit.workloads.merge import MergeCase
 from mlakit.workloads.norm_rope_quant import AppendCase
@@ -45,6 +46,7 @@ __all__ = [
     "Case",
     "DecodeCase",
     "DecodeLaunch",
+    "IndexerLaunch",
     "IndexerLogitsCase",
     "IndexerTopkCase",
     "MergeCase",

@@ -1,6 +1,6 @@
 """Scores of e4m3 queries and rows with the accumulator precision of Hopper's FP8 tensor cores.
 
-The decode kernel `m64_fp8_qk` and the indexer kernel multiply e4m3 by e4m3. The hardware
+The decode kernel `m64_fp8_qk` and the indexer kernels multiply e4m3 by e4m3. The hardware
 accumulates such products with fewer bits than float32, so a float32 run is too precise to be the
 naive run of these kernels.
 """
@@ -13,11 +13,13 @@ from torch import Tensor
 from mlakit import dispatch
 from mlakit.cache import CacheLayer, PageTable
 from mlakit.geometry import RowShape
+from mlakit.kernels.triton.configs import has_fp8_dots
 from mlakit.masks import Mask
 from mlakit.ops.indexer import LOGITS, logits_problem
 from mlakit.reference.hopper_fp8_mma import fp8_mma
 
 FORMATS = ("fp8", "fp8_token")
+HOPPER_ARCH = 90
 MAX_DEQUANTIZED_HEADS = 32  # up to these the small_m kernels convert FP8 to bf16
 
 
@@ -57,7 +59,12 @@ def uses_fp8_logits(
 ) -> bool:
     """Whether the kernel of such a call of `indexer_logits` multiplies e4m3 by e4m3 on Hopper."""
     problem = logits_problem(q, layer, page_table, mask)
-    return dispatch.select(LOGITS, problem, backend).backend == "hopper"
+    if problem.arch != HOPPER_ARCH:
+        return False
+    kernel = dispatch.select(LOGITS, problem, backend)
+    return kernel.backend == "hopper" or has_fp8_dots(
+        problem.dtype, problem.format, layer.codec.row
+    )
 
 
 def fp8_logits(

@@ -13,6 +13,7 @@ from mlakit.masks import Mask
 from mlakit.ops import indexer_logits, indexer_topk
 from mlakit.testing import assert_same_bits
 from mlakit.workloads.case import Case, Results, Trial, assert_given, assert_logits_match
+from mlakit.workloads.fp8_scores import FORMATS as FP8_FORMATS
 from mlakit.workloads.fp8_scores import fp8_logits, uses_fp8_logits
 from mlakit.workloads.inputs import Inputs
 from mlakit.workloads.paged import PagedCase, map_tokens, num_pages_for, seen_tokens, starts_of
@@ -57,7 +58,7 @@ class IndexerLogitsCase(PagedCase):
             stored[used] = pool.write(own[used], rows, power_of_two=self.power_of_two)
             keys.append(stored)
             key_scales.append(torch.ones(len(used), dtype=torch.float64, device="cpu"))
-            if self.format == "fp8_token":
+            if self.format in FP8_FORMATS:
                 key_scales[-1][used] = pool.row_scales(own[used]).cpu()
         kv_lens = inputs.place_ints("kv_lens", self.kv_lens, wide=wide)
         starts = None

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from mlakit.formats import Format
 from mlakit.workloads.case import Case
 from mlakit.workloads.decode_launch import DecodeLaunch
+from mlakit.workloads.indexer_launch import IndexerLaunch
 from mlakit.workloads.random_cases import Draw
 
 EDGES = (0, 1, 63, 64, 65)
@@ -123,4 +124,60 @@ def _scheduled(draw: Draw, *, most_ctas: int, backend: str) -> dict[str, Any]:
     return draw.choice(schedules)
 
 
-LAUNCHES: dict[str, Callable[[Draw, str, str], DecodeLaunch]] = {DecodeLaunch.op: decode_launch}
+@dataclass(frozen=True)
+class IndexerConfiguration:
+    """The compile-time parameters of an `indexer_logits` kernel."""
+
+    heads: int
+    q_lens: tuple[int, ...]  # of a request: their mean is that of a token block of 1, 2, 4 or 8
+    page_size: int = 64
+    mask: str = "causal"
+
+
+INDEXER_CONFIGURATIONS = (
+    IndexerConfiguration(64, (1,)),
+    IndexerConfiguration(64, (1, 2, 2), 128, "null"),
+    IndexerConfiguration(64, (3, 4, 4, 0)),
+    IndexerConfiguration(64, (1, 9, 30, 8, 0)),
+    IndexerConfiguration(32, (1,), 128),
+    IndexerConfiguration(20, (1, 2, 2)),
+    IndexerConfiguration(32, (3, 4, 4, 0), mask="null"),
+    IndexerConfiguration(32, (1, 9, 30, 8, 0)),
+    IndexerConfiguration(48, (1, 9, 30, 8, 0), mask="null"),
+)
+INDEXER_EDGES = (*EDGES, 127, 128, 129, 255, 256, 257)
+
+
+def indexer_launch(draw: Draw, backend: str, device: str) -> IndexerLaunch:
+    is_gpu = device != "cpu"
+    batch = draw.choice(GPU_BATCHES if is_gpu else CPU_BATCHES)
+    configuration = draw.choice(INDEXER_CONFIGURATIONS)
+    q_lens = tuple(draw.choice(configuration.q_lens) for _ in range(batch))
+    if not any(q_lens):
+        q_lens = (configuration.q_lens[0],) * batch
+    # pairs of query and key, padded to the longest request, take a GPU milliseconds
+    pairs = (4 * GPU_KEYS if is_gpu else CPU_KEYS) // (batch * max(q_lens))
+    longest = max(min(LONGEST, pairs), max(q_lens))
+    return IndexerLaunch(
+        seed=draw.integer(0, 2**31),
+        calls=draw.choice((1, 1, 1, 3)),
+        num_layers=draw.integer(1, 2),
+        kv_lens=tuple(_indexer_length(draw, longest) for _ in range(batch)),
+        q_lens=q_lens,
+        heads=configuration.heads if is_gpu else draw.integer(1, 3),
+        page_size=configuration.page_size,
+        mask=configuration.mask,
+        spare_columns=draw.choice((0, 1, 200, 9000)) if is_gpu else draw.integer(0, 3),
+    )
+
+
+def _indexer_length(draw: Draw, longest: int) -> int:
+    drawn = draw.integer(0, longest)
+    return min(draw.choice((draw.choice(INDEXER_EDGES), drawn // 64 * 64, drawn, drawn)), longest)
+
+
+Launcher: TypeAlias = Callable[[Draw, str, str], DecodeLaunch | IndexerLaunch]
+LAUNCHES: dict[str, Launcher] = {
+    DecodeLaunch.op: decode_launch,
+    IndexerLaunch.op: indexer_launch,
+}

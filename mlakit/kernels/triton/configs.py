@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mlakit.geometry import RowShape
+
 
 @dataclass(frozen=True)
 class PrefillConfig:
@@ -468,20 +470,35 @@ class IndexerConfig:
         return (rows + self.num_stages * self.keys) * padded_width * itemsize
 
 
+def has_fp8_dots(q_dtype: str, format: str, row: RowShape) -> bool:
+    """Does the indexer multiply e4m3 by e4m3, on GPUs that have such dots?"""
+    is_fp8 = q_dtype == "torch.float8_e4m3fn" and format in ("fp8", "fp8_token")
+    # a dot of e4m3 needs 32 columns
+    return is_fp8 and row.qk_rope_head_dim == 0 and row.kv_lora_rank > 16
+
+
 def pick_indexer_config(
     *,
     heads: int,
     padded_width: int,
-    itemsize: int,
-    mean_queries: float,
+    itemsize: int,  # of the operands of dots
+    tokens: int,
+    batch: int,
+    columns: int,
     arch: int,
+    num_sms: int,
     shared_bytes: int,
 ) -> IndexerConfig:
-    """mean_queries  queries per request: tiles of several queries are used if most would be full"""
+    """Tiles of several queries are used if most would be full."""
     if itemsize == 4:  # float32 has no tensor cores: tiles stay in registers
         return IndexerConfig(1, 16, keys=16, tiles=16, num_warps=8, num_stages=1)
     block = min(max(power_of_two(heads), 16), 64)
-    together = max(128 // block, 1) if mean_queries >= 2 * (128 // block) else 1
+    mean_queries = tokens / max(batch, 1)
+    most = max(128 // block, 1)
+    if itemsize == 1:
+        together = next((n for n in (4, 2) if n <= min(most, mean_queries)), 1)
+    else:
+        together = most if mean_queries >= 2 * most else 1
     # dot products, converted keys and query blocks share the registers
     warps = 8 if together > 1 or heads > block or padded_width > 128 else 4
     widest = 128 if arch in (90, 100) else 64
@@ -493,7 +510,14 @@ def pick_indexer_config(
         (1, 64, 1),
         (1, 32, 1),
     ):
-        config = IndexerConfig(queries, block, keys, 8, warps, stages)
+        query_tiles = tokens // queries + batch * (queries > 1)
+        tiles = _tiles_per_program(query_tiles * -(-columns // keys), num_sms)
+        config = IndexerConfig(queries, block, keys, tiles, warps, stages)
         if config.shared_bytes(heads, padded_width, itemsize) <= shared_bytes - 8192:
             return config
     return IndexerConfig(1, 16, keys=16, tiles=16, num_warps=4, num_stages=1)
+
+
+def _tiles_per_program(tiles: int, num_sms: int) -> int:
+    """Key tiles per program: fewer where that gives idle SMs work."""
+    return next((n for n in (8, 4, 2) if tiles >= 3 * n * num_sms), 1)

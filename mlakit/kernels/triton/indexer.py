@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mlakit.arguments import LogitsArguments, filled
 from mlakit.cache import CacheLayer
-from mlakit.kernels.triton.configs import pick_indexer_config
+from mlakit.kernels.triton.configs import has_fp8_dots, pick_indexer_config
 from mlakit.kernels.triton.launch import launch, target
 from mlakit.kernels.triton.primitives import load_row_tile, mask_interval, widen_e4m3
 from mlakit.kernels.triton.rows import (
@@ -40,13 +40,17 @@ def indexer_logits(a: LogitsArguments, out: Tensor) -> None:
     device = target(q.device)
     tiles = row_tiles(layer)
     types = _dot_types(q.dtype, layer)
+    is_fp8 = device.has_fp8 and has_fp8_dots(str(q.dtype), layer.codec.name, layer.codec.row)
     itemsize = max(types.latent.itemsize, types.rope.itemsize if tiles.rope_width else 0)
     config = pick_indexer_config(
         heads=heads,
         padded_width=tiles.padded_width,
-        itemsize=itemsize,
-        mean_queries=tokens / max(batch, 1),
+        itemsize=1 if is_fp8 else itemsize,
+        tokens=tokens,
+        batch=batch,
+        columns=columns,
         arch=device.arch,
+        num_sms=device.num_sms,
         shared_bytes=device.shared_bytes,
     )
     # a request of n queries has at most n // queries + 1 tiles of them
@@ -55,10 +59,15 @@ def indexer_logits(a: LogitsArguments, out: Tensor) -> None:
     is_flat = isinstance(page_table, tuple)
     starts, table = page_table if isinstance(page_table, tuple) else (None, page_table)
     scale, scales, payload = layer.tensor_scale, layer.scales, as_bytes(layer.payload)
+    traits = row_traits(layer, tiles, types, has_fp8=device.has_fp8)
+    q = as_bytes(q)
+    if is_fp8:
+        q, payload = q.view(E4M3), payload.view(E4M3)
+        traits = traits._replace(DTYPE=tl.float8e4nv)
     launch(
         _indexer_logits_kernel,
         (query_tiles * runs if batch else 0,),
-        as_bytes(q),
+        q,
         weights,
         payload,
         payload if scales is None else scales,
@@ -83,8 +92,8 @@ def indexer_logits(a: LogitsArguments, out: Tensor) -> None:
         q_starts.stride(0),
         out.stride(0),
         HEADS=heads,
-        ROW=row_traits(layer, tiles, types, has_fp8=device.has_fp8),
-        IS_Q_FP8=q.dtype == E4M3,
+        ROW=traits,
+        IS_Q_FP8=a.q.dtype == E4M3,
         PAGE=layer.page_size,
         IS_FLAT=is_flat,
         IS_CAUSAL=mask.is_causal,
@@ -162,14 +171,17 @@ def _indexer_logits_kernel(
     # neighbouring programs of one request read the same keys
     query_tile = tl.program_id(0) % query_tiles
     run = tl.program_id(0) // query_tiles
-    request, first = _find_queries(query_tile, q_starts, batch, stride_q_starts, QUERIES)
+    request, first = _find_queries(
+        query_tile, query_tiles, q_starts, batch, stride_q_starts, QUERIES
+    )
     q_start = tl.load(q_starts + request * stride_q_starts).to(tl.int32)
     q_len = tl.load(q_starts + (request + 1) * stride_q_starts).to(tl.int32) - q_start
     kv_len = tl.load(kv_lens + request * stride_kv_lens).to(tl.int32)
     if first < q_len:
         query = first + tl.arange(0, QUERIES)
         is_query = query < q_len
-        token = (q_start + query).to(tl.int64)
+        first_token = (q_start + first).to(tl.int64)
+        token = first_token + tl.arange(0, QUERIES)
         low, high = mask_interval(
             kv_len - q_len + query, kv_len, window, IS_CAUSAL, IS_SLIDING, IS_CHUNKED
         )  # [QUERIES]
@@ -191,12 +203,12 @@ def _indexer_logits_kernel(
                 entries += entry * stride_table_entry
             if HEAD_BLOCKS == 1:
                 q_tile, q_rope = _load_queries(
-                    q, token, is_query, 0, stride_q_token, stride_q_head, HEADS, HEAD_BLOCK,
-                    ROW, IS_Q_FP8,
+                    q, first_token, q_len - first, 0, stride_q_token, stride_q_head, HEADS,
+                    HEAD_BLOCK, QUERIES, ROW, IS_Q_FP8,
                 )  # fmt: skip
                 weight = _load_weights(
-                    weights, token, is_query, 0, stride_weights_token, stride_weights_head, HEADS,
-                    HEAD_BLOCK,
+                    weights, first_token, q_len - first, 0, stride_weights_token,
+                    stride_weights_head, HEADS, HEAD_BLOCK, QUERIES,
                 )  # fmt: skip
             for tile in range(first_seen, last_seen):
                 key = tile * KEYS + tl.arange(0, KEYS)
@@ -204,17 +216,20 @@ def _indexer_logits_kernel(
                 page, in_page = _locate(key, entries, is_read, stride_table_entry, PAGE, IS_FLAT)
                 rows = payload + (page * stride_page + in_page * stride_row)
                 scales_at = scales + (page * stride_scales_page + in_page * stride_scales_row)
-                latent, rope, factors = load_row_tile(rows, scales_at, is_read, ROW)
+                if tl.float8e4nv == ROW.DTYPE:
+                    latent, rope, factors = _load_fp8_tile(rows, scales_at, is_read, ROW)
+                else:
+                    latent, rope, factors = load_row_tile(rows, scales_at, is_read, ROW)
                 logits = tl.zeros([KEYS, QUERIES], tl.float32)
                 for block in range(HEAD_BLOCKS):
                     if HEAD_BLOCKS > 1:
                         q_tile, q_rope = _load_queries(
-                            q, token, is_query, block, stride_q_token, stride_q_head, HEADS,
-                            HEAD_BLOCK, ROW, IS_Q_FP8,
+                            q, first_token, q_len - first, block, stride_q_token, stride_q_head,
+                            HEADS, HEAD_BLOCK, QUERIES, ROW, IS_Q_FP8,
                         )  # fmt: skip
                         weight = _load_weights(
-                            weights, token, is_query, block, stride_weights_token,
-                            stride_weights_head, HEADS, HEAD_BLOCK,
+                            weights, first_token, q_len - first, block, stride_weights_token,
+                            stride_weights_head, HEADS, HEAD_BLOCK, QUERIES,
                         )  # fmt: skip
                     dots = _keys_dot_queries(latent, rope, factors, q_tile, q_rope, ROW)
                     logits += _sum_heads(dots, weight, block, HEADS, HEAD_BLOCK, QUERIES)
@@ -235,13 +250,22 @@ def _locate(key, entries, is_read, stride_entry, PAGE: tl.constexpr, IS_FLAT: tl
 
 
 @triton.jit
-def _find_queries(tile, q_starts, batch, stride_q_starts, QUERIES: tl.constexpr):
+def _find_queries(tile, query_tiles, q_starts, batch, stride_q_starts, QUERIES: tl.constexpr):
     """(request int64, index of its first query) of a query tile; the index may be past q_len.
 
     The tiles of request r start at q_starts[r] // QUERIES + r: every request has enough of them.
     With one query per tile, a tile's request is the last one that starts at or before it.
     """
     low, high = tl.zeros([], tl.int64), tl.zeros([], tl.int64) + batch
+    # the request, if all have as many queries: two loads instead of a search
+    guess = tl.minimum(tile // tl.maximum(query_tiles // batch, 1), batch - 1).to(tl.int64)
+    starts = q_starts + guess * stride_q_starts
+    start = tl.load(starts).to(tl.int64)
+    end = tl.load(starts + stride_q_starts).to(tl.int64)
+    if QUERIES > 1:
+        start, end = start // QUERIES + guess, end // QUERIES + guess + 1
+    if (start <= tile) & (tile < end):
+        low, high = guess, guess + 1
     while high - low > 1:
         middle = (low + high) // 2
         start = tl.load(q_starts + middle * stride_q_starts).to(tl.int64)
@@ -255,48 +279,82 @@ def _find_queries(tile, q_starts, batch, stride_q_starts, QUERIES: tl.constexpr)
 
 
 @triton.jit
+def _rows_of_block(
+    first_token, num_queries, block, HEADS: tl.constexpr, HEAD_BLOCK: tl.constexpr,
+    QUERIES: tl.constexpr,
+):  # fmt: skip
+    """(token int64, head, does the row exist) of the rows [queries × heads] of a head block."""
+    row = tl.arange(0, QUERIES * HEAD_BLOCK)
+    query, head = row // HEAD_BLOCK, block * HEAD_BLOCK + row % HEAD_BLOCK
+    return first_token + query, head, (query < num_queries) & (head < HEADS)
+
+
+@triton.jit
 def _load_queries(
-    q, token, is_query, block, stride_q_token, stride_q_head, HEADS: tl.constexpr,
-    HEAD_BLOCK: tl.constexpr, ROW: tl.constexpr, IS_Q_FP8: tl.constexpr,
+    q, first_token, num_queries, block, stride_q_token, stride_q_head, HEADS: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr, QUERIES: tl.constexpr, ROW: tl.constexpr, IS_Q_FP8: tl.constexpr,
 ):  # fmt: skip
     """A block of heads: tuples of [WIDTH, queries × heads] and of none or one [ROPE_WIDTH, ...]."""
-    ROWS: tl.constexpr = token.shape[0] * HEAD_BLOCK
-    head = block * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
-    at = token[:, None] * stride_q_token + head[None, :].to(tl.int64) * stride_q_head
-    at = tl.reshape(at, [ROWS])[None, :]
-    is_row = tl.reshape(is_query[:, None] & (head < HEADS)[None, :], [ROWS])[None, :]
+    token, head, is_row = _rows_of_block(
+        first_token, num_queries, block, HEADS, HEAD_BLOCK, QUERIES
+    )
+    # of rows, not reshaped from [queries, heads]: the compiler then knows how addresses are aligned
+    at = (token * stride_q_token + head.to(tl.int64) * stride_q_head)[None, :]
+    is_row = is_row[None, :]
     latent = ()
     PIECES: tl.constexpr = ROW.PIECES
     for piece in tl.static_range(PIECES):
         column = piece * ROW.WIDTH + tl.arange(0, ROW.WIDTH)[:, None]
-        stored = tl.load(q + at + column, mask=is_row & (column < ROW.D_C), other=0)
+        stored = tl.load(q + at + column, mask=is_row & (column < ROW.D_C), other=0.0)
         latent += (_as_float(stored, IS_Q_FP8, ROW.DTYPE, ROW.HAS_FP8),)
     rope = ()
     if ROW.ROPE_WIDTH > 0:
         column = tl.arange(0, ROW.ROPE_WIDTH)[:, None]
-        stored = tl.load(q + at + ROW.D_C + column, mask=is_row & (column < ROW.D_R), other=0)
+        stored = tl.load(q + at + ROW.D_C + column, mask=is_row & (column < ROW.D_R), other=0.0)
         rope += (_as_float(stored, IS_Q_FP8, ROW.ROPE_DTYPE, ROW.HAS_FP8),)
     return latent, rope
 
 
 @triton.jit
+def _load_fp8_tile(rows, scales, is_read, ROW: tl.constexpr):
+    """`load_row_tile` of e4m3 columns, as they are."""
+    latent = ()
+    factors = ()
+    PIECES: tl.constexpr = ROW.PIECES
+    for piece in tl.static_range(PIECES):
+        column = piece * ROW.WIDTH + tl.arange(0, ROW.WIDTH)[None, :]
+        mask = is_read[:, None]
+        if (piece + 1) * ROW.WIDTH > ROW.D_C:
+            mask = mask & (column < ROW.D_C)
+        latent += (tl.load(rows[:, None] + column, mask=mask, other=0.0),)
+    if ROW.FORMAT == "fp8_token":
+        factor = tl.load(scales, mask=is_read, other=0.0)
+        factors += (tl.where(factor < 0, 0.0, factor),)  # a NaN stays one
+    return latent, latent[0], factors
+
+
+@triton.jit
 def _load_weights(
-    weights, token, is_query, block, stride_token, stride_head, HEADS: tl.constexpr,
-    HEAD_BLOCK: tl.constexpr,
+    weights, first_token, num_queries, block, stride_token, stride_head, HEADS: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
     """float32 [queries × heads]."""
-    head = block * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
-    at = token[:, None] * stride_token + head[None, :].to(tl.int64) * stride_head
-    mask = is_query[:, None] & (head < HEADS)[None, :]
-    weight = tl.load(weights + at, mask=mask, other=0.0)
-    return tl.reshape(weight, [token.shape[0] * HEAD_BLOCK])
+    token, head, is_row = _rows_of_block(
+        first_token, num_queries, block, HEADS, HEAD_BLOCK, QUERIES
+    )
+    at = token * stride_token + head.to(tl.int64) * stride_head
+    return tl.load(weights + at, mask=is_row, other=0.0)
 
 
 @triton.jit
 def _as_float(stored, IS_FP8: tl.constexpr, DTYPE: tl.constexpr, HAS_FP8: tl.constexpr):
-    if IS_FP8:
-        return widen_e4m3(stored, DTYPE, HAS_FP8)
-    return stored.to(DTYPE)
+    if tl.float8e4nv == DTYPE:
+        values = stored
+    elif IS_FP8:
+        values = widen_e4m3(stored, DTYPE, HAS_FP8)
+    else:
+        values = stored.to(DTYPE)
+    return values
 
 
 @triton.jit

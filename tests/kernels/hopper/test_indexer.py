@@ -7,7 +7,7 @@ from random import Random
 import pytest
 import torch
 
-from mlakit import PagedLatentCache, dispatch, indexer_logits
+from mlakit import PagedLatentCache, dispatch, indexer_logits, knobs
 from mlakit.checks import UnsupportedError
 from mlakit.geometry import RowShape
 from mlakit.kernels.hopper.decode.configs import OTHER_SMEM_BYTES, REGISTERS, SMEM_BYTES
@@ -378,3 +378,111 @@ def test_a_row_beyond_2_to_31():
     assert whole.numel() > 2**31
     assert torch.equal(whole[-200:], logits(tokens - 200))
     assert bool(whole[: tokens - 190].isneginf().all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [20, 64])
+@pytest.mark.parametrize("q_len", [1, 2, 3, 4])
+@pytest.mark.parametrize("kv_len", [0, 1, 63, 65, 256, 5000, 40000])
+def test_single_token_blocks(kv_len, q_len, heads):
+    """A batch of one token block, whose queries may be more than its keys."""
+    for mask, spare_columns in (("causal", 3), ("null", 9000)):
+        run(
+            kv_lens=(max(kv_len, q_len) if kv_len else 0,),
+            q_lens=(q_len if kv_len else 1,),
+            heads=heads,
+            mask=mask,
+            spare_columns=spare_columns,
+        )
+
+
+class Repeated:
+    """A request of many keys over three pages: logits repeat with the pages."""
+
+    def __init__(self, tokens: int, kv_len: int) -> None:
+        self.kv_len = kv_len
+        generator = torch.Generator("cuda").manual_seed(0)
+        pages = torch.zeros(3, 64, 132, dtype=torch.uint8, device="cuda")
+        self.cache = PagedLatentCache.wrap_index_keys(pages)
+        rows = torch.randn(192, 128, generator=generator, device="cuda")
+        self.cache.layer(0).write(torch.arange(192, device="cuda"), rows)
+        q = torch.randn(tokens, 64, 128, generator=generator, device="cuda")
+        self.q = q.to(torch.float8_e4m3fn)
+        self.weights = torch.randn(tokens, 64, generator=generator, device="cuda")
+
+    def logits(self, kv_lens: tuple[int, ...], q_lens: tuple[int, ...]) -> torch.Tensor:
+        count = -(-self.kv_len // 64)
+        table = torch.arange(count, dtype=torch.int32, device="cuda") % 3
+        starts = torch.tensor([0, *q_lens]).cumsum(0).int().cuda()
+        lens = torch.tensor(kv_lens, dtype=torch.int32, device="cuda")
+        given = {"q_starts": starts, "max_kv_len": self.kv_len + 5, "backend": "hopper"}
+        tables = table.expand(len(kv_lens), count)
+        return indexer_logits(self.q, self.weights, self.cache, tables, lens, **given)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("q_lens", [(1,), (2, 1), (4,), (9, 1)], ids=str)
+def test_a_million_keys(q_lens):
+    kv_len = 2**20 + 70
+    batch = Repeated(sum(q_lens), kv_len)
+    logits = batch.logits((kv_len,) * len(q_lens), q_lens)
+    first = batch.logits((192 + max(q_lens),) * len(q_lens), q_lens)[:, :192]
+    periods = kv_len // 192
+    many = logits[:, : periods * 192].view(len(logits), periods, 192)[:, :-1]
+    assert torch.equal(many, first[:, None].expand_as(many))
+    assert bool(logits[:, kv_len:].isneginf().all())
+    token = 0
+    for q_len in q_lens:
+        for position in range(kv_len - q_len, kv_len):
+            assert bool(logits[token, : position + 1].isfinite().all())
+            assert bool(logits[token, position + 1 :].isneginf().all())
+            token += 1
+
+
+@pytest.mark.gpu
+def test_negative_scales_count_as_zero():
+    batch = Repeated(2, 192)
+    scales = batch.cache.layer(0).scales
+    assert scales is not None
+    scales[0, 5] = -1.0
+    scales[2, 0] = torch.nan
+    for kv_lens, q_lens in (((192,), (2,)), ((192, 192), (1, 1))):
+        logits = batch.logits(kv_lens, q_lens)
+        assert torch.equal(logits[:, 5], torch.zeros(2, device="cuda"))
+        assert bool(logits[:, 128].isnan().all())
+        assert int(logits.isnan().sum()) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("q_lens", [(1,), (1, 1, 1), (3,), (40, 1, 9)], ids=str)
+def test_a_graph_and_a_recorded_launch_follow_the_lengths(q_lens):
+    batch, tokens = len(q_lens), sum(q_lens)
+    pages = torch.zeros(40, 64, 132, dtype=torch.uint8, device="cuda")
+    cache = PagedLatentCache.wrap_index_keys(pages)
+    cache.layer(0).write(torch.arange(2560, device="cuda"), torch.randn(2560, 128, device="cuda"))
+    table = torch.randperm(40, device="cuda")[:36].view(1, 36).expand(batch, 36).int()
+    q = torch.randn(tokens, 64, 128, device="cuda").to(torch.float8_e4m3fn)
+    weights = torch.randn(tokens, 64, device="cuda")
+    starts = torch.tensor([0, *q_lens]).cumsum(0).int().cuda()
+    kv_lens = torch.full((batch,), 2000, dtype=torch.int32, device="cuda")
+    out = torch.empty(tokens, 2304, device="cuda")
+
+    def call(**given: object) -> torch.Tensor:
+        fixed = {"q_starts": starts, "max_kv_len": 2304, "backend": "hopper"}
+        return indexer_logits(q, weights, cache, table, kv_lens, **fixed, **given)
+
+    first = call(out=out).clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call(out=out)
+    for lengths in ((50,), (2304,), (64, 1000, 41), (2000,)):
+        lens = [lengths[i % len(lengths)] for i in range(batch)]
+        kv_lens.copy_(torch.tensor(lens, dtype=torch.int32))
+        out.fill_(torch.nan)
+        graph.replay()
+        with knobs.override(replay=False):
+            want = call()
+        assert torch.equal(out, want)
+        for _ in range(3):  # from the third call on of the recorded launch
+            assert torch.equal(call(), want)
+    assert torch.equal(out, first)

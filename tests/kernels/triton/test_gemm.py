@@ -137,15 +137,35 @@ def test_matmul_tiles_fit_shared_memory(shared, rows):
 
 @pytest.mark.parametrize("shared", sorted(set(SHARED_BYTES.values())))
 @pytest.mark.parametrize("heads", [1, 16, 64, 128])
-@pytest.mark.parametrize("mean_queries", [1.0, 512.0])
-def test_indexer_tiles_fit_shared_memory(shared, heads, mean_queries):
+@pytest.mark.parametrize("itemsize", [1, 2, 4])
+@pytest.mark.parametrize("tokens", [8, 16, 4096])
+def test_indexer_tiles_fit_shared_memory(shared, heads, itemsize, tokens):
     for width in (128, 576):
         config = configs.pick_indexer_config(
             heads=heads,
             padded_width=width,
-            itemsize=2,
-            mean_queries=mean_queries,
+            itemsize=itemsize,
+            tokens=tokens,
+            batch=8,
+            columns=8192,
             arch=90,
+            num_sms=132,
             shared_bytes=shared,
         )
-        assert config.shared_bytes(heads, width, itemsize=2) <= shared
+        assert config.shared_bytes(heads, width, itemsize) <= shared
+
+
+def test_small_indexer_problems_have_a_program_for_every_sm():
+    for columns, most in ((131072, 2), (2**20, 8), (4096, 1)):
+        config = configs.pick_indexer_config(
+            heads=64,
+            padded_width=128,
+            itemsize=1,
+            tokens=1,
+            batch=1,
+            columns=columns,
+            arch=90,
+            num_sms=132,
+            shared_bytes=SHARED_BYTES[90],
+        )
+        assert config.tiles == most
