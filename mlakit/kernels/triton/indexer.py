@@ -3,9 +3,11 @@
 Maths      logits[t, j] = Σ_h weights[t, h] · relu(q[t, h]·key[j]), −inf where j is not visible
 Work       one program per (tile of one request's queries, run of key tiles). Dot products are
            [keys, queries × heads]: each thread then sums many heads of a key
-Memory     a key is read once per query tile and converted in registers; every column of the result
-           is written, invisible ones without reading a key
+Memory     a key is read once per query tile; every column of the result is written, invisible ones
+           without reading a key
 Limits     none: any number of heads, any cache format; widths are padded to powers of two
+Numbers    e4m3 queries and keys are operands of dots as they are from sm_89 on, and are accumulated
+           as the tensor cores do; other keys are converted in registers to a type that holds them
 Lineage    own design; ideas: the maths of DeepSeek V3.2's indexer. DeepGEMM's kernel has queries as
            rows of the dot product, ours has keys
 """
