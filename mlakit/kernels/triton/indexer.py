@@ -106,6 +106,7 @@ def indexer_logits(a: LogitsArguments, out: Tensor) -> None:
         HEAD_BLOCKS=triton.cdiv(heads, config.heads),
         KEYS=config.keys,
         TILES=config.tiles,
+        STAGES=config.num_stages,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -168,17 +169,15 @@ def _indexer_logits_kernel(
     HEAD_BLOCKS: tl.constexpr,
     KEYS: tl.constexpr,
     TILES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Logits of QUERIES queries of one request over TILES tiles of KEYS keys."""
     # neighbouring programs of one request read the same keys
     query_tile = tl.program_id(0) % query_tiles
     run = tl.program_id(0) // query_tiles
-    request, first = _find_queries(
-        query_tile, query_tiles, q_starts, batch, stride_q_starts, QUERIES
+    request, q_start, q_len, kv_len, first = _find_queries(
+        query_tile, query_tiles, q_starts, kv_lens, batch, stride_q_starts, stride_kv_lens, QUERIES
     )
-    q_start = tl.load(q_starts + request * stride_q_starts).to(tl.int32)
-    q_len = tl.load(q_starts + (request + 1) * stride_q_starts).to(tl.int32) - q_start
-    kv_len = tl.load(kv_lens + request * stride_kv_lens).to(tl.int32)
     if first < q_len:
         query = first + tl.arange(0, QUERIES)
         is_query = query < q_len
@@ -212,7 +211,7 @@ def _indexer_logits_kernel(
                     weights, first_token, q_len - first, 0, stride_weights_token,
                     stride_weights_head, HEADS, HEAD_BLOCK, QUERIES,
                 )  # fmt: skip
-            for tile in range(first_seen, last_seen):
+            for tile in tl.range(first_seen, last_seen, num_stages=STAGES):
                 key = tile * KEYS + tl.arange(0, KEYS)
                 is_read = (key >= begin) & (key < end)
                 page, in_page = _locate(key, entries, is_read, stride_table_entry, PAGE, IS_FLAT)
@@ -252,32 +251,51 @@ def _locate(key, entries, is_read, stride_entry, PAGE: tl.constexpr, IS_FLAT: tl
 
 
 @triton.jit
-def _find_queries(tile, query_tiles, q_starts, batch, stride_q_starts, QUERIES: tl.constexpr):
-    """(request int64, index of its first query) of a query tile; the index may be past q_len.
+def _find_queries(
+    tile, query_tiles, q_starts, kv_lens, batch, stride_q_starts, stride_kv_lens,
+    QUERIES: tl.constexpr,
+):  # fmt: skip
+    """(request int64, its first query token, its query tokens, its keys, index of the first query
+    of a query tile, which may be past the query tokens).
 
     The tiles of request r start at q_starts[r] // QUERIES + r: every request has enough of them.
     With one query per tile, a tile's request is the last one that starts at or before it.
     """
-    low, high = tl.zeros([], tl.int64), tl.zeros([], tl.int64) + batch
-    # the request, if all have as many queries: two loads instead of a search
-    guess = tl.minimum(tile // tl.maximum(query_tiles // batch, 1), batch - 1).to(tl.int64)
-    starts = q_starts + guess * stride_q_starts
-    start = tl.load(starts).to(tl.int64)
-    end = tl.load(starts + stride_q_starts).to(tl.int64)
+    # the request if all have the same number of queries: its lengths are loaded at once
+    request = tl.minimum(tile // tl.maximum(query_tiles // batch, 1), batch - 1).to(tl.int64)
+    start, end, kv_len = _load_lengths(request, q_starts, kv_lens, stride_q_starts, stride_kv_lens)
+    if (tile < _first_tile(start, request, QUERIES)) | (
+        tile >= _first_tile(end, request + 1, QUERIES)
+    ):
+        low, high = tl.zeros([], tl.int64), tl.zeros([], tl.int64) + batch
+        while high - low > 1:
+            middle = (low + high) // 2
+            middle_start = tl.load(q_starts + middle * stride_q_starts).to(tl.int32)
+            is_past = _first_tile(middle_start, middle, QUERIES) > tile
+            low, high = tl.where(is_past, low, middle), tl.where(is_past, middle, high)
+        request = low
+        start, end, kv_len = _load_lengths(
+            request, q_starts, kv_lens, stride_q_starts, stride_kv_lens
+        )
+    first = ((tile - _first_tile(start, request, QUERIES)) * QUERIES).to(tl.int32)
+    return request, start, end - start, kv_len, first
+
+
+@triton.jit
+def _first_tile(start, request, QUERIES: tl.constexpr):
+    """The first query tile of a request whose query tokens begin at `start`."""
+    tile = start.to(tl.int64)
     if QUERIES > 1:
-        start, end = start // QUERIES + guess, end // QUERIES + guess + 1
-    if (start <= tile) & (tile < end):
-        low, high = guess, guess + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        start = tl.load(q_starts + middle * stride_q_starts).to(tl.int64)
-        if QUERIES > 1:
-            start = start // QUERIES + middle
-        low, high = tl.where(start <= tile, middle, low), tl.where(start <= tile, high, middle)
-    start = tl.load(q_starts + low * stride_q_starts).to(tl.int64)
-    if QUERIES > 1:
-        start = start // QUERIES + low
-    return low, ((tile - start) * QUERIES).to(tl.int32)
+        tile = tile // QUERIES + request
+    return tile
+
+
+@triton.jit
+def _load_lengths(request, q_starts, kv_lens, stride_q_starts, stride_kv_lens):
+    """(first query token, one past the last, keys) of a request."""
+    starts = q_starts + request * stride_q_starts
+    start, end = tl.load(starts).to(tl.int32), tl.load(starts + stride_q_starts).to(tl.int32)
+    return start, end, tl.load(kv_lens + request * stride_kv_lens).to(tl.int32)
 
 
 @triton.jit

@@ -16,7 +16,6 @@ MIN_HEADS = 32  # fewer are padded
 SCALE_BYTES = 4
 MAX_INT32 = 2**31
 MAX_SINGLE_TOKENS = 4  # of a batch of one token block
-SMEM_BYTES = 222 * 1024  # for token blocks and stages
 
 
 class IndexerConfig(NamedTuple):
@@ -82,10 +81,6 @@ def _prefill(tokens: int, heads: int, keys: int, stages: int) -> IndexerConfig:
     )
 
 
-def _most_stages(config: IndexerConfig) -> int:
-    return max(n for n in range(2, 9) if config._replace(STAGES=n).smem_bytes <= SMEM_BYTES)
-
-
 # by padded heads and tokens of a block
 CONFIGS = {
     (64, 1): _decode(1, 64, 3, adds_odd_relu=True),
@@ -99,15 +94,8 @@ CONFIGS = {
 }
 
 
-# the same for a batch of one token block: its key tiles are in flight all at once
-SINGLE_CONFIGS = {
-    block: config._replace(STAGES=_most_stages(config))
-    for block, config in CONFIGS.items()
-    if block[1] <= MAX_SINGLE_TOKENS
-}
-
-
 def is_single_block(*, tokens: int, batch: int) -> bool:
+    """Is the batch one token block? Then CTAs need no line of work tiles (`scheduler`)."""
     return batch == 1 and tokens <= MAX_SINGLE_TOKENS
 
 
@@ -117,8 +105,7 @@ def pick_config(*, heads: int, tokens: int, batch: int) -> IndexerConfig:
     padded = MIN_HEADS if heads <= MIN_HEADS else MAX_HEADS
     mean = tokens / max(batch, 1)
     block = next((size for size in (1, 2, 4) if mean <= size), 8)
-    is_single = is_single_block(tokens=tokens, batch=batch)
-    return (SINGLE_CONFIGS if is_single else CONFIGS)[padded, block]
+    return CONFIGS[padded, block]
 
 
 def fits_int32(config: IndexerConfig, *, tokens: int, batch: int, columns: int) -> bool:
