@@ -98,6 +98,7 @@ def indexer_logits(a: LogitsArguments, out: Tensor) -> None:
         IS_Q_FP8=a.q.dtype == E4M3,
         PAGE=layer.page_size,
         IS_FLAT=is_flat,
+        HAS_WHOLE_PAGES=not is_flat and _has_whole_pages(config.keys, layer.page_size),
         IS_CAUSAL=mask.is_causal,
         IS_SLIDING=mask.kind.startswith("sliding_window"),
         IS_CHUNKED=mask.kind.startswith("chunked"),
@@ -110,6 +111,11 @@ def indexer_logits(a: LogitsArguments, out: Tensor) -> None:
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
+
+
+def _has_whole_pages(keys: int, page_size: int) -> bool:
+    """Is a key tile part of a page, or a few whole pages?"""
+    return page_size % keys == 0 or (keys % page_size == 0 and keys // page_size <= 4)
 
 
 def _dot_types(q_dtype: torch.dtype, layer: CacheLayer) -> ComputeTypes:
@@ -161,6 +167,7 @@ def _indexer_logits_kernel(
     IS_Q_FP8: tl.constexpr,
     PAGE: tl.constexpr,
     IS_FLAT: tl.constexpr,
+    HAS_WHOLE_PAGES: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     IS_SLIDING: tl.constexpr,
     IS_CHUNKED: tl.constexpr,
@@ -214,9 +221,18 @@ def _indexer_logits_kernel(
             for tile in tl.range(first_seen, last_seen, num_stages=STAGES):
                 key = tile * KEYS + tl.arange(0, KEYS)
                 is_read = (key >= begin) & (key < end)
-                page, in_page = _locate(key, entries, is_read, stride_table_entry, PAGE, IS_FLAT)
-                rows = payload + (page * stride_page + in_page * stride_row)
-                scales_at = scales + (page * stride_scales_page + in_page * stride_scales_row)
+                if HAS_WHOLE_PAGES:
+                    row_at, scale_at = _locate_tile(
+                        tile, entries, begin, end, stride_table_entry, stride_page, stride_row,
+                        stride_scales_page, stride_scales_row, PAGE, KEYS,
+                    )  # fmt: skip
+                else:
+                    page, in_page = _locate(
+                        key, entries, is_read, stride_table_entry, PAGE, IS_FLAT
+                    )
+                    row_at = page * stride_page + in_page * stride_row
+                    scale_at = page * stride_scales_page + in_page * stride_scales_row
+                rows, scales_at = payload + row_at, scales + scale_at
                 if tl.float8e4nv == ROW.DTYPE:
                     latent, rope, factors = _load_fp8_tile(rows, scales_at, is_read, ROW)
                 else:
@@ -238,6 +254,30 @@ def _indexer_logits_kernel(
                 is_seen = (key[:, None] >= low[None, :]) & (key[:, None] < high[None, :])
                 logits = tl.where(is_seen, logits, -float("inf"))
                 _store_logits(at, logits, key, is_query, columns)
+
+
+@triton.jit
+def _locate_tile(
+    tile, entries, begin, end, stride_entry, stride_page, stride_row, stride_scales_page,
+    stride_scales_row, PAGE: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Offsets int64 [KEYS] of the rows and of the scales of a key tile that is part of a page, or a
+    few whole pages: one load per page instead of one per key."""
+    row = tl.arange(0, KEYS)
+    PAGES: tl.constexpr = KEYS // PAGE if KEYS > PAGE else 1
+    first = tile * KEYS
+    in_page = (row % PAGE if KEYS > PAGE else first % PAGE + row).to(tl.int64)
+    row_at = in_page * stride_row
+    scale_at = in_page * stride_scales_row
+    for i in tl.static_range(PAGES):
+        key = first + i * PAGE
+        is_read = (key < end) & (key + PAGE > begin)
+        at = entries + (first // PAGE + i).to(tl.int64) * stride_entry
+        page = tl.load(at, mask=is_read, other=0).to(tl.int64)
+        is_own = (row // PAGE == i) | (PAGES == 1)
+        row_at += tl.where(is_own, page * stride_page, 0)
+        scale_at += tl.where(is_own, page * stride_scales_page, 0)
+    return row_at, scale_at
 
 
 @triton.jit
