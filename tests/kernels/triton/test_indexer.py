@@ -107,3 +107,21 @@ def test_16_bit_dots_where_there_are_none_of_fp8(monkeypatch):
         IndexerLogitsCase(**KEYS, format="fp8_token", heads=3).run("cpu", "triton")
     finally:
         launch._target_of.cache_clear()
+
+
+@interpreted
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128, 192, 256])
+@pytest.mark.parametrize(("mask", "window"), [("causal", 0), ("sliding_window_causal", 70)])
+@pytest.mark.parametrize("dtype", ["e4m3", "bf16"])
+def test_pages_smaller_and_larger_than_a_key_tile(page_size, mask, window, dtype):
+    """Entries of pages that no query sees are garbage."""
+    IndexerLogitsCase(
+        **KEYS | {"dtype": dtype},
+        format="fp8_token",
+        heads=3,
+        kv_lens=(300, 130, 0),
+        q_lens=(2, 1, 1),
+        page_size=page_size,
+        mask=mask,
+        window=window,
+    ).run("cpu", "triton")
