@@ -127,21 +127,22 @@ def test_a_backend_that_takes_nothing_here_does_not_count_as_working(monkeypatch
     monkeypatch.setattr(doctor, "why_not", lambda backend: None)
     monkeypatch.setattr(doctor, "_op_health", lambda op, *_: doctor.OpHealth(op, 0.0, reason))
     health = doctor._backend_health("hopper", 1.0)
-    assert [each.op for each in health.ops] == ["mla_decode"]
+    assert [each.op for each in health.ops] == ["mla_decode", "indexer_logits"]
     assert health.random is None
     assert health.as_json()["works"] is False
     assert doctor._backend_line(health) == f"no: {reason}"
 
 
 @pytest.mark.parametrize("backend", ["hopper", "triton"])
-def test_every_decode_kernel_takes_the_case_of_the_doctor(backend, monkeypatch):
+@pytest.mark.parametrize("op", ["mla_decode", "indexer_logits"])
+def test_every_backend_takes_the_case_of_the_doctor(op, backend, monkeypatch):
     launches = []
-    for spec in dispatch.specs("mla_decode"):
+    for spec in dispatch.specs(op):
         if spec.backend == backend:
             watched = lambda *args, **kwargs: launches.append(args)  # noqa: E731
             monkeypatch.setitem(spec.__dict__, "launch", watched)
     with pretending(90):
-        doctor.WIDE_CASES["mla_decode"].trial("cpu").call(backend)
+        doctor.WIDE_CASES[op].trial("cpu").call(backend)
     assert len(launches) == 1
 
 
