@@ -83,6 +83,7 @@ def indexer_logits(a: LogitsArguments, out: Tensor) -> None:
         batch,
         columns,
         query_tiles,
+        config.tiles,
         mask.window,
         *q.stride()[:2],
         *weights.stride(),
@@ -106,7 +107,6 @@ def indexer_logits(a: LogitsArguments, out: Tensor) -> None:
         HEAD_BLOCK=config.heads,
         HEAD_BLOCKS=triton.cdiv(heads, config.heads),
         KEYS=config.keys,
-        TILES=config.tiles,
         STAGES=config.num_stages,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -140,8 +140,9 @@ def _common_type(*dtypes: torch.dtype) -> torch.dtype:
 
 
 VARYING = [
-    "tensor_scale_value", "batch", "columns", "query_tiles", "window", "stride_table_request",
-    "stride_table_entry", "stride_starts", "stride_kv_lens", "stride_q_starts",
+    "tensor_scale_value", "batch", "columns", "query_tiles", "tiles", "window",
+    "stride_table_request", "stride_table_entry", "stride_starts", "stride_kv_lens",
+    "stride_q_starts",
 ]  # fmt: skip
 
 
@@ -157,7 +158,7 @@ def _indexer_logits_kernel(
     q_starts,  # [batch + 1]
     tensor_scale, tensor_scale_value,  # [1] float32 on the device, or None and a number
     out,  # [tokens, columns] float32
-    batch, columns, query_tiles, window,
+    batch, columns, query_tiles, tiles, window,
     stride_q_token, stride_q_head, stride_weights_token, stride_weights_head,
     stride_page, stride_row, stride_scales_page, stride_scales_row,
     stride_table_request, stride_table_entry, stride_starts, stride_kv_lens, stride_q_starts,
@@ -175,10 +176,9 @@ def _indexer_logits_kernel(
     HEAD_BLOCK: tl.constexpr,
     HEAD_BLOCKS: tl.constexpr,
     KEYS: tl.constexpr,
-    TILES: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Logits of QUERIES queries of one request over TILES tiles of KEYS keys."""
+    """Logits of QUERIES queries of one request over `tiles` tiles of KEYS keys."""
     # neighbouring programs of one request read the same keys
     query_tile = tl.program_id(0) % query_tiles
     run = tl.program_id(0) // query_tiles
@@ -196,8 +196,8 @@ def _indexer_logits_kernel(
         # intervals of neighbouring queries leave no gap
         begin = tl.min(tl.where(is_query, low, kv_len), 0)
         end = tl.max(tl.where(is_query, high, 0), 0)
-        first_tile = tl.minimum(run * TILES, tl.cdiv(columns, KEYS))
-        last_tile = tl.minimum(first_tile + TILES, tl.cdiv(columns, KEYS))
+        first_tile = tl.minimum(run * tiles, tl.cdiv(columns, KEYS))
+        last_tile = tl.minimum(first_tile + tiles, tl.cdiv(columns, KEYS))
         first_seen = tl.minimum(tl.maximum(begin // KEYS, first_tile), last_tile)
         last_seen = tl.minimum(tl.maximum(tl.cdiv(end, KEYS), first_seen), last_tile)
 

@@ -155,17 +155,27 @@ def test_indexer_tiles_fit_shared_memory(shared, heads, itemsize, tokens):
         assert config.shared_bytes(heads, width, itemsize) <= shared
 
 
-def test_small_indexer_problems_have_a_program_for_every_sm():
-    for columns, most in ((131072, 2), (2**20, 8), (4096, 1)):
-        config = configs.pick_indexer_config(
-            heads=64,
-            padded_width=128,
-            itemsize=1,
-            tokens=1,
-            batch=1,
-            columns=columns,
-            arch=90,
-            num_sms=132,
-            shared_bytes=SHARED_BYTES[90],
-        )
-        assert config.tiles == most
+@pytest.mark.parametrize(
+    ("batch", "q_len", "columns", "tile", "tiles"),
+    [
+        (1, 1, 4096, (1, 128, 4), 1),
+        (1, 1, 131072, (1, 128, 4), 4),
+        (64, 1, 8192, (1, 128, 4), 11),
+        (128, 2, 32768, (2, 128, 4), 32),
+        (1, 2048, 32768, (4, 64, 4), 32),
+    ],
+)
+def test_indexer_programs_fill_the_sms(batch, q_len, columns, tile, tiles):
+    config = configs.pick_indexer_config(
+        heads=64,
+        padded_width=128,
+        itemsize=1,
+        tokens=batch * q_len,
+        batch=batch,
+        columns=columns,
+        arch=90,
+        num_sms=132,
+        shared_bytes=SHARED_BYTES[90],
+    )
+    assert (config.queries, config.keys, config.num_warps) == tile
+    assert config.tiles == tiles
