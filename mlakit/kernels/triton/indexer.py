@@ -267,17 +267,18 @@ def _locate_tile(
     PAGES: tl.constexpr = KEYS // PAGE if KEYS > PAGE else 1
     first = tile * KEYS
     in_page = (row % PAGE if KEYS > PAGE else first % PAGE + row).to(tl.int64)
-    row_at = in_page * stride_row
-    scale_at = in_page * stride_scales_row
+    page_at = tl.zeros([KEYS], tl.int64)
+    scales_at = tl.zeros([KEYS], tl.int64)
     for i in tl.static_range(PAGES):
         key = first + i * PAGE
         is_read = (key < end) & (key + PAGE > begin)
         at = entries + (first // PAGE + i).to(tl.int64) * stride_entry
         page = tl.load(at, mask=is_read, other=0).to(tl.int64)
-        is_own = (row // PAGE == i) | (PAGES == 1)
-        row_at += tl.where(is_own, page * stride_page, 0)
-        scale_at += tl.where(is_own, page * stride_scales_page, 0)
-    return row_at, scale_at
+        # a product, not a choice, of which Triton 3.9 does not see how addresses are aligned
+        is_own = (row // PAGE == i).to(tl.int64) if PAGES > 1 else 1
+        page_at += is_own * (page * stride_page)
+        scales_at += is_own * (page * stride_scales_page)
+    return page_at + in_page * stride_row, scales_at + in_page * stride_scales_row
 
 
 @triton.jit
