@@ -3,7 +3,8 @@
 Maths      logits[t, j] = scale[j] · Σ_h weights[t, h] · relu(q[t, h]·key[j]); hidden keys −inf
 Work       a work tile is a token block (1, 2, 4 or 8 query tokens of a request) by a key tile (128
            or 256 keys), or by a range of hidden columns; each persistent CTA takes an equal,
-           contiguous share of all work tiles (`scheduler`)
+           contiguous share of all work tiles (`scheduler`). A batch of one token block is dealt out
+           by key tiles, and pages are loaded beside the length
 Bound      few tokens: by reading keys. Many: by tensor cores and by the FP32 pipes, which take two
            instructions per product of key and head: relu, and multiply-add of the weight
 
