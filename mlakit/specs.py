@@ -34,6 +34,7 @@ class Use(Enum):
     LOOSE_CACHE = "loose rows of the cache"  # no TMA descriptor addresses its rows
     LOOSE_QUERY = "loose rows of q"  # likewise of q or q_rope
     LOOSE_SCALES = "loose scales of the cache"  # likewise of the scales of a page
+    OTHER_EXTRA_FORMAT = "extra cache of another format"  # extra= of sparse_mla
 
     def __str__(self) -> str:
         return self.value

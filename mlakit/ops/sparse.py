@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from mlakit.ops._checks import (
 from mlakit.ops._library import op
 from mlakit.plan import EvenSplit
 from mlakit.reprs import shapes_repr
-from mlakit.specs import Problem, device_facts
+from mlakit.specs import Problem, Use, device_facts
 
 NAME = "sparse_mla"
 
@@ -134,8 +135,32 @@ def _sparse(
         heads=dims["heads"],
         page_size=a.layer.page_size,
         row=a.layer.codec.row,
+        uses=tuple(_uses(a)),
     )
     dispatch.select(NAME, problem, a.backend).launch(
         a._replace(softmax_scale=scale), out, lse, max_logits
     )
     return out, lse, max_logits
+
+
+def _uses(a: SparseArguments) -> Iterator[Use]:
+    if a.extra is not None and a.extra.codec.name != a.layer.codec.name:
+        yield Use.OTHER_EXTRA_FORMAT
+    layers = [a.layer] if a.extra is None else [a.layer, a.extra]
+    if not all(_is_aligned(each.payload) for each in layers):
+        yield Use.LOOSE_CACHE
+    if not _is_aligned(a.q):
+        yield Use.LOOSE_QUERY
+
+
+def _is_aligned(rows: Tensor) -> bool:
+    """Does each row of [n, m, columns] lie at a multiple of 16 bytes?
+
+    The hardware copies such rows. The stride of an axis of size 1 does not matter, that of another
+    one is not 0, which TMA refuses.
+    """
+    size = rows.element_size()
+    strides = [stride for stride, n in zip(rows.stride()[:2], rows.shape[:2], strict=True) if n > 1]
+    return rows.data_ptr() % 16 == 0 and all(
+        stride > 0 and stride * size % 16 == 0 for stride in strides
+    )

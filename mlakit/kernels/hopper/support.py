@@ -1,7 +1,8 @@
 """What the Gluon kernels take; everything else is left to the portable ones.
 
 `mla_decode` has five kernels. Each says what it cannot take (`why_not`); the m64 kernels also say
-when a small_m kernel is faster (`why_slower`). `indexer_logits` has one.
+when a small_m kernel is faster (`why_slower`). `indexer_logits` has one. `sparse_mla` has one
+kernel per kind of cache row.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from mlakit.kernels.hopper.decode.configs import (
 from mlakit.kernels.hopper.indexer.configs import MAX_HEADS as MAX_INDEX_HEADS
 from mlakit.kernels.hopper.indexer.configs import PIECE as INDEX_PIECE
 from mlakit.kernels.hopper.indexer.configs import WIDTH as INDEX_WIDTH
+from mlakit.kernels.hopper.sparse.configs import ROWS as SPARSE_ROWS
 from mlakit.specs import KernelSpec, Problem, Use
 
-__all__ = ["ARCH", "BLOCK", "FORMATS", "MASKS", "PAGES", "ROW", "SPECS"]
+__all__ = ["ARCH", "BLOCK", "FORMATS", "MASKS", "PAGES", "ROW", "SPARSE_ROWS", "SPECS"]
 
 ARCH = 90
 ROW = (D_C + D_R, D_C)
@@ -139,6 +141,42 @@ def _why_not_indexer_logits(problem: Problem) -> str | None:
     return _why_not_mask(problem) or (f"takes no {problem.uses[0]}" if problem.uses else None)
 
 
+# rows of a cache, and the queries that `sparse_mla` takes with them
+_SPARSE_FORMATS = {"m64_bf16": {"bf16": ("torch.bfloat16",), "fp16": ("torch.float16",)}}
+
+
+def _sparse_takes(kernel: str) -> Callable[[Problem], str | None]:
+    formats = _SPARSE_FORMATS[kernel]
+
+    def why_not(problem: Problem) -> str | None:
+        refusal = _why_not_device(problem)
+        if refusal is not None:
+            return refusal
+        if problem.format not in formats:
+            return f"needs rows of {' or '.join(formats)}, got {problem.format}"
+        if problem.dtype not in formats[problem.format]:
+            needed = " or ".join(formats[problem.format])
+            return f"needs queries of {needed} with rows of {problem.format}, got {problem.dtype}"
+        row = problem.row
+        if row is None or (row.width, row.v_width) not in SPARSE_ROWS:
+            needed = " or ".join(f"{width}/{v_width}" for width, v_width in SPARSE_ROWS)
+            got = "none" if row is None else f"{row.width}/{row.v_width}"
+            return f"needs rows of {needed}, got {got}"
+        return f"takes no {problem.uses[0]}" if problem.uses else None
+
+    return why_not
+
+
+def _sparse(kernel: str) -> KernelSpec:
+    return KernelSpec(
+        "hopper",
+        "sparse_mla",
+        "mlakit.kernels.hopper.sparse.launch:sparse_mla",
+        _sparse_takes(kernel),
+        kernel=kernel,
+    )
+
+
 _LAUNCH = "mlakit.kernels.hopper.decode.launch"
 
 
@@ -170,4 +208,5 @@ SPECS = (
         "mlakit.kernels.hopper.indexer.launch:indexer_logits",
         _why_not_indexer_logits,
     ),
+    *(_sparse(kernel) for kernel in _SPARSE_FORMATS),
 )

@@ -1,0 +1,1 @@
+"""Hopper kernels of `sparse_mla`: absorbed attention over lists of cache rows."""

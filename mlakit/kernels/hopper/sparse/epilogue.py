@@ -1,0 +1,89 @@
+"""The epilogue of a sparse work tile: out, lse and max_logits, or the float32 partials of a split.
+
+A split has the same results as a whole list, in float32 and without the sink; the merge kernel
+(`kernels.triton.sparse_merge`) combines them. `Outputs` hence has one form for both.
+
+Shared by all sparse kernels: everything here.
+
+Lineage    own design
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from mlakit.kernels.hopper.compat import record
+from mlakit.kernels.hopper.decode.epilogue import LN2, finish_rows
+
+
+@record
+class Outputs:
+    """Where results go; rows are split · tokens + token."""
+
+    out: object  # [rows, heads, 512]
+    lse: object  # [rows, heads] float32
+    max_logits: object  # [rows, heads] float32
+    sink: object  # [heads] float32, or None; None of splits
+    stride_out_token: object
+    stride_out_head: object
+    stride_lse_token: object
+    stride_lse_head: object
+    stride_max_token: object
+    stride_max_head: object
+    stride_sink: object
+
+
+# 8 bytes of a 16-bit type per thread, whole sectors per row: one swap of a lane and a register away
+# from an accumulator, so that shuffles convert it and no shared memory is needed
+_STORED = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64], [0, 128]],
+        lane_bases=[[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 256],
+    )
+)
+
+
+@gluon.jit
+def store_half(
+    tile, outputs, heads, acc, row_max, row_sum, largest, IS_EVEN: gl.constexpr
+):  # fmt: skip
+    """Store a column half of a result; the even warpgroup stores lse and max_logits as well.
+
+    largest  [64] the largest logit in log2 units, −inf where nothing counts
+    """
+    ROW: gl.constexpr = row_max.type.layout
+    row = gl.arange(0, 64, ROW)
+    head = tile.first_head + row
+    lse, out_scale = finish_rows(tile, outputs, heads, head, row_max, row_sum)
+    if IS_EVEN:
+        head64 = head.to(gl.int64)
+        lse_row = outputs.lse + tile.row * outputs.stride_lse_token
+        gl.store(lse_row + head64 * outputs.stride_lse_head, lse, mask=head < heads)
+        # the maximum skips a NaN, row_sum does not
+        has_nan = (row_sum != row_sum) & (largest != float("inf"))
+        max_logit = gl.where(has_nan, float("nan"), largest * LN2)
+        max_row = outputs.max_logits + tile.row * outputs.stride_max_token
+        gl.store(max_row + head64 * outputs.stride_max_head, max_logit, mask=head < heads)
+    out_scale = gl.convert_layout(out_scale, gl.SliceLayout(1, acc.type.layout))
+    values = acc * gl.expand_dims(out_scale, 1)
+    FIRST: gl.constexpr = 0 if IS_EVEN else 256
+    if outputs.out.dtype.element_ty == gl.float32:
+        _store(tile, outputs, heads, values, FIRST)
+    else:
+        values = gl.convert_layout(values.to(outputs.out.dtype.element_ty), _STORED)
+        _store(tile, outputs, heads, values, FIRST)
+
+
+@gluon.jit
+def _store(tile, outputs, heads, values, FIRST: gl.constexpr):
+    LAYOUT: gl.constexpr = values.type.layout
+    head = tile.first_head + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    column = FIRST + gl.arange(0, 256, gl.SliceLayout(0, LAYOUT))
+    token = outputs.out + tile.row * outputs.stride_out_token
+    # int64: where heads are the outer axis, a head is all tokens apart
+    at = gl.expand_dims(head.to(gl.int64) * outputs.stride_out_head, 1) + gl.expand_dims(column, 0)
+    gl.store(token + at, values, mask=gl.expand_dims(head < heads, 1))

@@ -1,0 +1,153 @@
+"""Launching the sparse kernels of Hopper.
+
+Work       a persistent CTA per SM; with few tokens, lists are split, and `sparse_merge` combines
+           the splits
+Memory     float32 partials of splits, 256 MiB at most
+Limits     `kernels.hopper.support` refuses what the kernels cannot take
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import e, log2
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from mlakit.arguments import SparseArguments, filled
+from mlakit.cache import CacheLayer
+from mlakit.formats import SMALLEST_SCALE
+from mlakit.kernels.hopper.sparse.configs import (
+    D_R,
+    D_V,
+    HEAD_TILE,
+    PAIR,
+    Traits,
+    m64_bf16_config,
+)
+from mlakit.kernels.hopper.sparse.m64_bf16 import sparse_mla_m64_bf16_kernel
+from mlakit.kernels.triton.configs import pick_sparse_splits
+from mlakit.kernels.triton.launch import launch, target
+from mlakit.kernels.triton.sparse_merge import merge_list_splits
+from mlakit.replay import workspace
+
+CHUNK_BYTES = 16  # that one thread copies at a time: rows lie at multiples of it
+# a kernel, and the configuration that it is compiled with
+KERNELS: dict[str, tuple[Any, Any]] = {
+    "m64_bf16": (sparse_mla_m64_bf16_kernel, m64_bf16_config),
+}
+
+
+def sparse_mla(
+    kernel: str, a: SparseArguments, out: Tensor, lse: Tensor, max_logits: Tensor
+) -> None:
+    """kernel  of `KERNELS`"""
+    tokens, heads, _ = a.q.shape
+    if tokens == 0 or heads == 0:
+        return
+    lists = [(a.layer, a.rows, a.topk_lens)]
+    if a.extra is not None:
+        lists.append((a.extra, filled(a.extra_rows), a.extra_topk_lens))
+    num_sms = target(a.q.device).num_sms
+    head_tiles = tokens * triton.cdiv(heads, HEAD_TILE)
+    num_splits = pick_sparse_splits(
+        wanted=None if a.splits is None else a.splits.num_splits,
+        rows=tokens * heads,
+        head_tiles=head_tiles,
+        list_tiles=sum(triton.cdiv(rows.shape[1], PAIR) for _, rows, _ in lists),
+        num_sms=num_sms,
+        row_bytes=4 * (D_V + 2),
+    )
+    results = [(out, out.stride()[:2]), (lse, lse.stride()), (max_logits, max_logits.stride())]
+    if num_splits > 1:
+        scratch = [
+            workspace.scratch((num_splits, tokens, heads, n), torch.float32, out.device)
+            for n in (D_V, 1, 1)
+        ]
+        results = [(each, each.stride()[1:3]) for each in scratch]
+    function, pick_config = KERNELS[kernel]
+    config = pick_config()
+    launch(
+        function,
+        (min(num_sms, head_tiles * num_splits),),
+        *_query_tiles(a.q),
+        *_list_arguments(*lists[0]),
+        *(_list_arguments(*lists[1]) if a.extra is not None else _NO_LIST),
+        *(each for each, _ in results),
+        None if num_splits > 1 else a.sink,
+        *(stride for _, strides in results for stride in strides),
+        0 if a.sink is None else a.sink.stride(0),
+        # a scale of 0 would turn the −inf of an invalid entry into NaN
+        max(abs(a.softmax_scale) * log2(e), SMALLEST_SCALE),
+        tokens,
+        heads,
+        num_splits,
+        TRAITS=Traits(
+            HAS_ROPE=a.q.shape[-1] > D_V,
+            HAS_EXTRA=a.extra is not None,
+            PAGE=_page(lists[0][0]),
+            EXTRA_PAGE=_page(lists[-1][0]),
+            SIGN=(a.softmax_scale > 0) - (a.softmax_scale < 0),
+        ),
+        CONFIG=config,
+        num_warps=4,
+        maxnreg=config.MAX_REGISTERS,
+    )
+    if num_splits > 1:
+        merge_list_splits(scratch, a.sink, out, lse, max_logits)
+
+
+_NO_LIST = (*(None,) * 3, *(0,) * 7)  # as `_list_arguments`, of no list
+
+
+def _list_arguments(layer: CacheLayer, rows: Tensor, lens: Tensor | None) -> tuple[object, ...]:
+    payload = layer.payload
+    page_chunks, row_chunks = (
+        stride * payload.element_size() // CHUNK_BYTES for stride in payload.stride()[:2]
+    )
+    if _page(layer) == 0 and layer.page_size == 1:
+        row_chunks = page_chunks  # no row is at the other distance
+    return (
+        payload,
+        rows,
+        lens,
+        layer.num_slots,
+        rows.shape[1],
+        page_chunks,
+        row_chunks,
+        *rows.stride(),
+        0 if lens is None else lens.stride(0),
+    )
+
+
+def _page(layer: CacheLayer) -> int:
+    """Rows of a page; 0 where all rows of the cache lie at one distance."""
+    page_stride, row_stride, _ = layer.payload.stride()
+    is_even = layer.page_size == 1 or page_stride == layer.page_size * row_stride
+    return 0 if is_even or layer.payload.shape[0] <= 1 else layer.page_size
+
+
+@lru_cache(maxsize=8)
+def _q_layout(columns: int) -> gl.NVMMASharedLayout:
+    # kept: what a layout checks of itself takes the host longer than the rest of a descriptor
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+
+
+def _query_tiles(q: Tensor) -> tuple[TensorDescriptor, TensorDescriptor | None]:
+    """TMA tiles of a token's queries: 64 heads x 256 columns, and 64 x 64 past column 512.
+
+    A third axis: TMA writes zeros for heads past the last one, and does not read them.
+    """
+    shape, strides = list(q.shape), list(q.stride())
+    for axis in (0, 1):
+        if shape[axis] == 1:
+            strides[axis] = shape[-1]  # any that TMA takes: nothing is at this distance
+    tiles = [
+        TensorDescriptor(q, shape, strides, [1, HEAD_TILE, columns], _q_layout(columns))
+        for columns in (D_V // 2, D_R)
+    ]
+    return tiles[0], tiles[1] if q.shape[-1] > D_V else None

@@ -1,0 +1,177 @@
+"""Work tiles of the sparse kernels, and the lists of rows that they attend to.
+
+A work tile is 64 heads of one token over a split of its lists. A persistent CTA computes the tiles
+program_id(0), program_id(0) + num_programs(0), …; head tiles of a token are neighbours, for they
+gather the same rows. A list is a sequence of blocks of 64 entries. With a second cache the blocks
+of its list follow those of the first; a block has entries of one list only.
+
+Only the producer looks at lists. It passes the number of block pairs of a tile to the consumers
+(`seesaw`), which hence need no list.
+
+Shared by all sparse kernels: everything here. A producer calls `block_range` once per tile,
+`load_slots` once per block, and takes addresses from `row_offsets` (16-bit rows) or from
+`split_slots` (rows whose scales lie elsewhere).
+
+Lineage    own design; ideas: FlashMLA's sparse prefill
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from mlakit.kernels.hopper.compat import record
+
+
+@record
+class RowList:
+    """A cache, and the lists of its rows that tokens attend to."""
+
+    payload: object  # pointer to the cache's first row
+    rows: object  # [tokens, topk] ids
+    lens: object  # [tokens], or None
+    num_slots: object  # rows of the cache
+    topk: object
+    page_chunks: object  # chunks of 16 bytes from a page to the next
+    row_chunks: object  # chunks of 16 bytes from a row of a page to the next
+    stride_token: object
+    stride_entry: object
+    stride_lens: object
+    PAGE: object  # rows of a page, 0 where pages have no gap between them
+
+
+@record
+class Work:
+    """What there is to compute."""
+
+    main: object  # RowList
+    extra: object  # RowList of the second cache, or anything where HAS_EXTRA is False
+    HAS_EXTRA: object
+    num_splits: object
+    head_tiles: object  # work tiles of a token and split
+    num_tiles: object
+
+
+@record
+class WorkTile:
+    """Where the results of a work tile go."""
+
+    row: object  # split · tokens + token, int64
+    token: object
+    first_head: object
+    slot: object  # −1: `decode.epilogue.finish_rows` adds the sink if there is one
+
+
+@record
+class BlockRange:
+    """The blocks [first, end) of a work tile, in the sequence of blocks of its token's lists."""
+
+    token: object
+    first: object
+    end: object
+    length: object  # entries of the first list that may count
+    extra_length: object
+    main_blocks: object  # blocks of the first list
+
+
+@gluon.jit
+def locate_tile(work, tokens, tile):
+    """tokens  of the call"""
+    token = tile // work.head_tiles // work.num_splits
+    split = tile // work.head_tiles % work.num_splits
+    row = split.to(gl.int64) * tokens + token
+    return WorkTile(row, token, tile % work.head_tiles * 64, -1)
+
+
+@gluon.jit
+def _list_length(rows, token, is_tile):
+    """Entries of a token's list that may count."""
+    length = gl.where(is_tile, rows.topk, 0)
+    if rows.lens is not None:
+        at = rows.lens + token.to(gl.int64) * rows.stride_lens
+        given = gl.load(at, mask=is_tile, other=0)
+        length = gl.minimum(given, length).to(gl.int32)
+    return gl.maximum(length, 0)
+
+
+@gluon.jit
+def block_range(work, tile):
+    """The blocks of a work tile; none past the last tile."""
+    is_tile = tile < work.num_tiles
+    token = tile // work.head_tiles // work.num_splits
+    split = tile // work.head_tiles % work.num_splits
+    length = _list_length(work.main, token, is_tile)
+    main_blocks = (length + 63) // 64
+    num_blocks = main_blocks
+    extra_length = length
+    if work.HAS_EXTRA:
+        extra_length = _list_length(work.extra, token, is_tile)
+        num_blocks += (extra_length + 63) // 64
+    # whole pairs, as the consumers take them
+    split_pairs = ((num_blocks + 1) // 2 + work.num_splits - 1) // work.num_splits
+    first = 2 * split_pairs * split
+    end = gl.minimum(first + 2 * split_pairs, num_blocks)
+    return BlockRange(token, first, end, length, extra_length, main_blocks)
+
+
+@gluon.jit
+def num_pairs(blocks):
+    """At least 1: the consumers write the results of an empty tile as well."""
+    return gl.maximum((blocks.end - blocks.first + 1) // 2, 1)
+
+
+@gluon.jit
+def load_slots(work, blocks, block, LAYOUT: gl.constexpr):
+    """The row ids of a block, int32 [64]; −1 where an entry does not count."""
+    rows, length, num_slots = work.main.rows, blocks.length, work.main.num_slots
+    stride_token, stride_entry = work.main.stride_token, work.main.stride_entry
+    first = block * 64
+    if work.HAS_EXTRA:
+        is_extra = block >= blocks.main_blocks
+        rows = gl.where(is_extra, work.extra.rows, rows)
+        length = gl.where(is_extra, blocks.extra_length, length)
+        num_slots = gl.where(is_extra, work.extra.num_slots, num_slots)
+        stride_token = gl.where(is_extra, work.extra.stride_token, stride_token)
+        stride_entry = gl.where(is_extra, work.extra.stride_entry, stride_entry)
+        first = gl.where(is_extra, (block - blocks.main_blocks) * 64, first)
+    entry = first + gl.arange(0, 64, LAYOUT)
+    row = rows + blocks.token.to(gl.int64) * stride_token
+    at = row + entry.to(gl.int64) * stride_entry
+    slot = gl.load(at, mask=(entry < length) & (block < blocks.end), other=-1)
+    return gl.where((slot >= 0) & (slot < num_slots), slot, -1).to(gl.int32)
+
+
+@gluon.jit
+def split_slots(rows, slot):
+    """int64 (page, row in the page) of valid slots; page 0, row 0 of invalid ones."""
+    slot = gl.maximum(slot, 0)
+    PAGE: gl.constexpr = rows.PAGE
+    if PAGE == 0:
+        return (slot * 0).to(gl.int64), slot.to(gl.int64)
+    else:  # noqa: RET505
+        return (slot // PAGE).to(gl.int64), (slot % PAGE).to(gl.int64)
+
+
+@gluon.jit
+def row_offsets(rows, slot):
+    """Where rows begin, int64 in chunks of 16 bytes from `rows.payload`; 0 of invalid slots."""
+    page, in_page = split_slots(rows, slot)
+    offset = in_page * rows.row_chunks
+    if rows.PAGE > 0:
+        offset += page * rows.page_chunks
+    return offset
+
+
+@gluon.jit
+def row_pointers(work, blocks, block, slot, CHUNK: gl.constexpr):
+    """Pointers to the rows of a block; any of invalid slots, which are not to be read.
+
+    CHUNK  elements of 16 bytes: the factor shows the compiler the alignment
+    """
+    offset = row_offsets(work.main, slot)
+    if work.HAS_EXTRA:
+        # from the first cache to the second: of a choice between pointers no alignment is known
+        apart = (work.extra.payload.to(gl.int64) - work.main.payload.to(gl.int64)) // 16
+        is_extra = block >= blocks.main_blocks
+        offset = gl.where(is_extra, row_offsets(work.extra, slot) + apart, offset)
+    return work.main.payload + offset * CHUNK

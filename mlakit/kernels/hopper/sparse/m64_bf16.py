@@ -1,0 +1,198 @@
+"""Absorbed MLA attention over lists of 16-bit cache rows, 64 heads per CTA.
+
+Maths      s = q·row · softmax_scale over the list's valid entries ; out = softmax(s) @ row[:512]
+Work       a work tile is 64 heads of one token over a split of its lists, 64 entries per block; a
+           persistent CTA computes one tile after the other
+Roles      two consumer warpgroups (`seesaw`), and a producer warpgroup that gathers rows with
+           cp.async, 16 bytes per thread and copy, straight into the layout that wgmma reads
+Memory     231 KB of shared memory. Splits write float32 partials (`kernels.triton.sparse_merge`)
+Limits     rows of 576/512 or 512/512 columns at multiples of 16 bytes, 2**31 rows in a cache
+Numbers    P is rounded to the cache's dtype, acc is float32. Rows of invalid entries are zeros in
+           shared memory: they are not read, and 0 · NaN is NaN
+Lineage    own design; ideas: FlashMLA's sparse prefill (producer, order of loads)
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from mlakit.kernels.hopper.compat import copy_words, reinterpret, tma_load
+from mlakit.kernels.hopper.primitives import IN_EACH_THREAD
+from mlakit.kernels.hopper.sparse.epilogue import Outputs
+from mlakit.kernels.hopper.sparse.lists import (
+    RowList,
+    Work,
+    block_range,
+    load_slots,
+    num_pairs,
+    row_pointers,
+)
+from mlakit.kernels.hopper.sparse.seesaw import (
+    alloc_all_barriers,
+    alloc_smem,
+    even_warpgroup,
+    odd_warpgroup,
+)
+
+# 16 bytes per thread, 128 bytes per row: a thread has 4 rows of a block
+GATHERED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+ENTRIES = gl.constexpr(gl.SliceLayout(1, GATHERED))
+
+
+@gluon.jit
+def _gather(tile, pointers, is_valid, COLUMN: gl.constexpr):
+    """Start to load some columns of a block; zeros where a row is not valid."""
+    columns = COLUMN + gl.arange(0, tile.shape[1], gl.SliceLayout(0, GATHERED))
+    copy_words(
+        tile,
+        gl.expand_dims(pointers, 1) + gl.expand_dims(columns, 0),
+        mask=gl.expand_dims(is_valid, 1),
+    )
+
+
+@gluon.jit
+def load_query(q, q_rope, token, head, smem, full):
+    """Start to load the queries of a work tile by TMA; zeros past the last head."""
+    BYTES: gl.constexpr = 64 * 512 * 2 + (0 if smem.q_rope is None else 64 * 64 * 2)
+    DTYPE: gl.constexpr = q.dtype
+    mbarrier.expect(full, BYTES)
+    LAYOUT: gl.constexpr = q.layout
+    left = reinterpret(smem.q_left, DTYPE, [1, 64, 256], LAYOUT)
+    right = reinterpret(smem.q_right, DTYPE, [1, 64, 256], LAYOUT)
+    tma_load(q, [token, head, 0], full, left)
+    tma_load(q, [token, head, 256], full, right)
+    if smem.q_rope is not None:
+        ROPE_LAYOUT: gl.constexpr = q_rope.layout
+        rope = reinterpret(smem.q_rope, DTYPE, [1, 64, 64], ROPE_LAYOUT)
+        tma_load(q_rope, [token, head, 512], full, rope)
+
+
+@gluon.jit
+def producer(q, q_rope, work, smem, barriers):
+    """Queries and pairs of blocks, in the order of `seesaw`."""
+    tile = gl.program_id(0)
+    blocks = block_range(work, tile)
+    slot_even = load_slots(work, blocks, blocks.first, ENTRIES)
+    slot_odd = load_slots(work, blocks, blocks.first + 1, ENTRIES)
+    pairs_done = tile * 0
+    tiles_done = tile * 0
+    while tile < work.num_tiles:
+        pairs = num_pairs(blocks)
+        mbarrier.wait(barriers.q.empty, (tiles_done & 1) ^ 1)
+        smem.num_pairs.store(gl.full([4], pairs, gl.int32, IN_EACH_THREAD))
+        mbarrier.arrive(barriers.q.full, count=1)
+        load_query(q, q_rope, blocks.token, tile % work.head_tiles * 64, smem, barriers.q.full)
+        tile += gl.num_programs(0)
+        # before the loads of this tile: the first pair of the next one then waits for no length
+        next_blocks = block_range(work, tile)
+        for pair in range(pairs):
+            phase = ((pairs_done + pair) & 1) ^ 1
+            block = blocks.first + 2 * pair
+            even = row_pointers(work, blocks, block, slot_even, 8)
+            odd = row_pointers(work, blocks, block + 1, slot_odd, 8)
+            even_counts = slot_even >= 0
+            odd_counts = slot_odd >= 0
+            mbarrier.wait(barriers.left_even.empty, phase)
+            _gather(smem.left.index(0), even, even_counts, 0)
+            async_copy.mbarrier_arrive(barriers.left_even.full, increment_count=False)
+            mbarrier.wait(barriers.right_odd.empty, phase)
+            _gather(smem.right.index(1), odd, odd_counts, 256)
+            if smem.rope is not None:
+                _gather(smem.rope.index(1), odd, odd_counts, 512)
+            async_copy.mbarrier_arrive(barriers.right_odd.full, increment_count=False)
+            mbarrier.wait(barriers.right_even.empty, phase)
+            _gather(smem.right.index(0), even, even_counts, 256)
+            if smem.rope is not None:
+                _gather(smem.rope.index(0), even, even_counts, 512)
+            async_copy.mbarrier_arrive(barriers.right_even.full, increment_count=False)
+            smem.counts_even.store(gl.where(even_counts, 0.0, float("-inf")))
+            smem.counts_odd.store(gl.where(odd_counts, 0.0, float("-inf")))
+            mbarrier.arrive(barriers.counts_even, count=1)
+            mbarrier.arrive(barriers.counts_odd, count=1)
+            # the ids of the next pair, one pair ahead of their rows
+            if pair + 1 < pairs:
+                slot_even = load_slots(work, blocks, block + 2, ENTRIES)
+                slot_odd = load_slots(work, blocks, block + 3, ENTRIES)
+            else:
+                slot_even = load_slots(work, next_blocks, next_blocks.first, ENTRIES)
+                slot_odd = load_slots(work, next_blocks, next_blocks.first + 1, ENTRIES)
+            mbarrier.wait(barriers.left_odd.empty, phase)
+            _gather(smem.left.index(1), odd, odd_counts, 0)
+            async_copy.mbarrier_arrive(barriers.left_odd.full, increment_count=False)
+        pairs_done += pairs
+        tiles_done += 1
+        blocks = next_blocks
+
+
+# integers that differ from call to call: specialised, each would compile further kernels
+VARYING = [
+    "rows", "lens", "extra_rows", "extra_lens", "sink", "lse", "max_logits",
+    "scale_log2", "tokens", "heads", "num_splits",
+    "stride_out_token", "stride_out_head", "stride_lse_token", "stride_lse_head",
+    "stride_max_token", "stride_max_head", "stride_sink",
+    *(
+        prefix + name
+        for prefix in ("", "extra_")
+        for name in (
+            "num_slots", "topk", "page_chunks", "row_chunks", "stride_token", "stride_entry",
+            "stride_lens",
+        )
+    ),
+]  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=VARYING)
+def sparse_mla_m64_bf16_kernel(
+    q, q_rope,  # TMA descriptors: tiles of 1 x 64 x 256, of 1 x 64 x 64 past column 512 (or None)
+    payload, rows, lens,  # the cache; [tokens, topk]; [tokens] or None
+    num_slots, topk, page_chunks, row_chunks, stride_token, stride_entry, stride_lens,
+    extra_payload, extra_rows, extra_lens,  # of a second cache
+    extra_num_slots, extra_topk, extra_page_chunks, extra_row_chunks, extra_stride_token,
+    extra_stride_entry, extra_stride_lens,
+    out,  # [tokens, heads, 512]; of several splits the three are float32 [num_splits, ...]
+    lse, max_logits,  # [tokens, heads] float32
+    sink,  # [heads] float32, or None
+    stride_out_token, stride_out_head, stride_lse_token, stride_lse_head, stride_max_token,
+    stride_max_head, stride_sink,
+    scale_log2,  # |softmax_scale| · log2(e)
+    tokens, heads, num_splits,
+    TRAITS: gl.constexpr,  # `configs.Traits`
+    CONFIG: gl.constexpr,  # `configs.M64Bf16Config`
+):  # fmt: skip
+    """grid: persistent CTAs"""
+    main = RowList(
+        payload, rows, lens, num_slots, topk, page_chunks, row_chunks, stride_token, stride_entry,
+        stride_lens, TRAITS.PAGE,
+    )  # fmt: skip
+    extra = main
+    if TRAITS.HAS_EXTRA:
+        extra = RowList(
+            extra_payload, extra_rows, extra_lens, extra_num_slots, extra_topk, extra_page_chunks,
+            extra_row_chunks, extra_stride_token, extra_stride_entry, extra_stride_lens,
+            TRAITS.EXTRA_PAGE,
+        )  # fmt: skip
+    head_tiles = (heads + 63) // 64
+    work = Work(
+        main, extra, TRAITS.HAS_EXTRA, num_splits, head_tiles, tokens * num_splits * head_tiles
+    )
+    outputs = Outputs(
+        out, lse, max_logits, sink, stride_out_token, stride_out_head, stride_lse_token,
+        stride_lse_head, stride_max_token, stride_max_head, stride_sink,
+    )  # fmt: skip
+    DTYPE: gl.constexpr = payload.dtype.element_ty
+    smem = alloc_smem(DTYPE, DTYPE, TRAITS.HAS_ROPE)
+    barriers = alloc_all_barriers(2, 128)
+    SIGN: gl.constexpr = TRAITS.SIGN
+    consumer_args = (work, outputs, tokens, heads, smem, barriers, scale_log2, SIGN)
+    gl.warp_specialize(
+        [
+            (even_warpgroup, consumer_args),
+            (odd_warpgroup, consumer_args),
+            (producer, (q, q_rope, work, smem, barriers)),
+        ],
+        [4, 4],
+        [CONFIG.CONSUMER_REGISTERS, CONFIG.PRODUCER_REGISTERS],
+    )

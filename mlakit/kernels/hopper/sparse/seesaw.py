@@ -1,0 +1,361 @@
+"""The two consumer warpgroups of the sparse kernels with 64 heads per CTA: the seesaw.
+
+             even (columns 0 to 255)                  odd (columns 256 to 511)
+  a pair     S0 = Q·K0ᵀ, issued in the pair before    S1 = Q·K1ᵀ, likewise
+  of blocks  m0 = next_row_max(m, S0)   -- m0 -->     m1 = next_row_max(m0, S1)
+             P0 = exp2(S0 − m0)         <- m1, P1 --  P1 = exp2(S1 − m1)
+             acc = acc·a + P0·V0 left                 acc = acc·a + P1·V1 right
+             P0 · exp2(m0 − m1)         --- P0 --->   acc = acc + P0·V0 right
+             acc = acc·b + P1·V1 left
+             S0 = Q·K0ᵀ of the next pair              S1 = Q·K1ᵀ of the next pair
+
+A producer loads the parts of a pair in the order: K0 left, K1 right with its columns past 512, K0
+right likewise, K1 left; each part has a `full` and an `empty` barrier. P0 replaces K0's columns
+past 512 where rows have them, so that tile is empty when K0 right is. With the queries of a tile
+comes the number of its pairs (`Smem.num_pairs`), with each block which of its entries count.
+
+Shared by all sparse kernels with 64 heads per CTA: everything here. A kernel allocates
+(`alloc_smem`, `alloc_all_barriers`), starts `even_warpgroup`, `odd_warpgroup` and its own producer,
+which follows the order above (`m64_bf16.producer` is an example).
+
+Lineage    the schedule and its name are FlashMLA's (its sparse prefill); this code is written from
+           that idea. Differences: warpgroups exchange row_max only, and each computes the rescale
+           of the other's block itself; rescaling is lazy; CTAs are persistent, and the next tile's
+           queries and first pair are loaded during the epilogue; any head count and list length
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from mlakit.kernels.hopper.compat import record, reinterpret
+from mlakit.kernels.hopper.decode.softmax import (
+    INITIAL_ROW_MAX,
+    NEG_INF,
+    apply_sign,
+    next_row_max,
+)
+from mlakit.kernels.hopper.primitives import (
+    IN_EACH_THREAD,
+    SMEM_16BIT,
+    SMEM_VECTOR,
+    acc_layout,
+    alloc_barrier,
+    alloc_vector,
+    opaque_zero,
+    rescale_acc,
+)
+from mlakit.kernels.hopper.sparse.epilogue import store_half
+from mlakit.kernels.hopper.sparse.lists import locate_tile
+
+
+@record
+class Smem:
+    """Shared memory. `left` and `right` are column halves of columns 0 to 511, of two blocks."""
+
+    q_left: object  # [1, 64, 256]
+    q_right: object
+    q_rope: object  # [1, 64, 64] columns past 512, or None
+    left: object  # [2, 64, 256]
+    right: object
+    rope: object  # [2, 64, 64], or None
+    p_even: object  # [n, 64, 64], the first of which is P0; the tile of K0's columns past 512
+    p_odd: object  # [64, 64]
+    counts_even: object  # [64] float32: 0 where an entry counts, −inf where not
+    counts_odd: object
+    max_even: object  # [64] float32, which warpgroups exchange
+    max_odd: object
+    sum_even: object
+    sum_odd: object
+    largest_odd: object
+    num_pairs: object  # [4] int32, all the same
+
+
+@record
+class PartBarriers:
+    """Of a part of a block."""
+
+    full: object
+    empty: object
+
+
+@record
+class Barriers:
+    """Of loads, then of what one warpgroup passes to the other."""
+
+    q: object  # PartBarriers: the queries of a tile and its number of pairs
+    left_even: object  # PartBarriers, as all of blocks
+    left_odd: object
+    right_even: object
+    right_odd: object
+    counts_even: object
+    counts_odd: object
+    max_even: object
+    max_odd: object
+    p_even: object
+    p_odd: object
+    sum_even: object
+    sum_odd: object
+
+
+@gluon.jit
+def alloc_smem(DTYPE: gl.constexpr, ROPE_DTYPE: gl.constexpr, HAS_ROPE: gl.constexpr):
+    """DTYPE       of queries, keys and probabilities
+    ROPE_DTYPE  of columns past 512"""
+    q_rope: gl.constexpr = None
+    rope: gl.constexpr = None
+    if HAS_ROPE:
+        q_rope = gl.allocate_shared_memory(ROPE_DTYPE, [1, 64, 64], SMEM_16BIT)
+        rope = gl.allocate_shared_memory(ROPE_DTYPE, [2, 64, 64], SMEM_16BIT)
+        p_even = reinterpret(rope, DTYPE, [2, 64, 64], SMEM_16BIT)
+    else:
+        p_even = gl.allocate_shared_memory(DTYPE, [1, 64, 64], SMEM_16BIT)
+    return Smem(
+        gl.allocate_shared_memory(DTYPE, [1, 64, 256], SMEM_16BIT),
+        gl.allocate_shared_memory(DTYPE, [1, 64, 256], SMEM_16BIT),
+        q_rope,
+        gl.allocate_shared_memory(DTYPE, [2, 64, 256], SMEM_16BIT),
+        gl.allocate_shared_memory(DTYPE, [2, 64, 256], SMEM_16BIT),
+        rope,
+        p_even,
+        gl.allocate_shared_memory(DTYPE, [64, 64], SMEM_16BIT),
+        alloc_vector(64),
+        alloc_vector(64),
+        alloc_vector(64),
+        alloc_vector(64),
+        alloc_vector(64),
+        alloc_vector(64),
+        alloc_vector(64),
+        gl.allocate_shared_memory(gl.int32, [4], SMEM_VECTOR),
+    )
+
+
+@gluon.jit
+def alloc_all_barriers(Q_ARRIVALS: gl.constexpr, PART_ARRIVALS: gl.constexpr):
+    """Q_ARRIVALS     of the producer, per tile: of `num_pairs` and of the queries
+    PART_ARRIVALS  of the producer, per part of a block"""
+    return Barriers(
+        PartBarriers(alloc_barrier(Q_ARRIVALS), alloc_barrier(2)),
+        PartBarriers(alloc_barrier(PART_ARRIVALS), alloc_barrier()),
+        PartBarriers(alloc_barrier(PART_ARRIVALS), alloc_barrier()),
+        PartBarriers(alloc_barrier(PART_ARRIVALS), alloc_barrier()),
+        PartBarriers(alloc_barrier(PART_ARRIVALS), alloc_barrier()),
+        alloc_barrier(), alloc_barrier(), alloc_barrier(), alloc_barrier(), alloc_barrier(),
+        alloc_barrier(), alloc_barrier(), alloc_barrier(),
+    )  # fmt: skip
+
+
+@gluon.jit
+def _mask(scores, counts, full, phase, SIGN: gl.constexpr):
+    """−inf for entries that do not count."""
+    scores = apply_sign(scores, SIGN)
+    mbarrier.wait(full, phase)
+    does_count = counts.load(gl.SliceLayout(0, scores.type.layout)) == 0.0
+    return gl.where(gl.expand_dims(does_count, 0), scores, NEG_INF)
+
+
+@gluon.jit
+def _even_scores(smem, barriers, phase, zero, scores, IS_FIRST: gl.constexpr):
+    """Issue Q·K0ᵀ: the columns right of 256 and past 512; if IS_FIRST, those left of it before."""
+    if IS_FIRST:
+        mbarrier.wait(barriers.left_even.full, phase)
+        keys = smem.left.index(zero).permute((1, 0))
+        scores = warpgroup_mma(smem.q_left.index(zero), keys, scores, use_acc=False, is_async=True)
+    mbarrier.wait(barriers.right_even.full, phase)
+    keys = smem.right.index(zero).permute((1, 0))
+    scores = warpgroup_mma(smem.q_right.index(zero), keys, scores, is_async=True)
+    if smem.rope is not None:
+        keys = smem.rope.index(zero).permute((1, 0))
+        scores = warpgroup_mma(smem.q_rope.index(zero), keys, scores, is_async=True)
+    return scores
+
+
+@gluon.jit
+def _odd_scores(smem, barriers, phase, zero, scores):
+    """Issue Q·K1ᵀ."""
+    mbarrier.wait(barriers.right_odd.full, phase)
+    keys = smem.right.index(zero + 1).permute((1, 0))
+    scores = warpgroup_mma(smem.q_right.index(zero), keys, scores, use_acc=False, is_async=True)
+    if smem.rope is not None:
+        keys = smem.rope.index(zero + 1).permute((1, 0))
+        scores = warpgroup_mma(smem.q_rope.index(zero), keys, scores, is_async=True)
+    mbarrier.wait(barriers.left_odd.full, phase)
+    keys = smem.left.index(zero + 1).permute((1, 0))
+    return warpgroup_mma(smem.q_left.index(zero), keys, scores, is_async=True)
+
+
+@gluon.jit
+def _even_pair(
+    phase, smem, barriers, acc, row_max, row_sum, largest, scores, scale_log2,
+    IS_LAST: gl.constexpr, SIGN: gl.constexpr,
+):  # fmt: skip
+    """The even warpgroup's side of a pair of blocks."""
+    SCORES: gl.constexpr = scores.type.layout
+    PROBS: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    DTYPE: gl.constexpr = smem.left.dtype
+    zero = opaque_zero()
+    scores = _mask(scores, smem.counts_even, barriers.counts_even, phase, SIGN)
+    block_max = gl.max(scores, 1) * scale_log2
+    largest = gl.maximum(largest, block_max)
+    even_max = next_row_max(row_max, block_max)
+    smem.max_even.store(even_max)
+    mbarrier.arrive(barriers.max_even, count=1)
+    rescale = gl.exp2(row_max - even_max)
+    exponentials = gl.exp2(scores * scale_log2 - gl.expand_dims(even_max, 1))
+    row_sum = row_sum * rescale + gl.sum(exponentials, 1)
+    acc = rescale_acc(acc, rescale)
+    own_probs = gl.convert_layout(exponentials.to(DTYPE), PROBS)
+    pending = warpgroup_mma(own_probs, smem.left.index(zero), acc, is_async=True)
+    mbarrier.wait(barriers.max_odd, phase)
+    row_max = smem.max_odd.load(gl.SliceLayout(1, SCORES))
+    odd_rescale = gl.exp2(even_max - row_max)
+    probs = (exponentials * gl.expand_dims(odd_rescale, 1)).to(DTYPE)
+    smem.p_even.index(0).store(probs)
+    fence_async_shared()
+    mbarrier.arrive(barriers.p_even, count=1)
+    acc, own_probs = warpgroup_mma_wait(0, deps=(pending, own_probs))
+    mbarrier.arrive(barriers.left_even.empty, count=1)
+    row_sum = row_sum * odd_rescale
+    acc = rescale_acc(acc, odd_rescale)
+    mbarrier.wait(barriers.p_odd, phase)
+    pending = warpgroup_mma(smem.p_odd, smem.left.index(zero + 1), acc, is_async=True)
+    if not IS_LAST:
+        zeros = gl.zeros([64, 64], gl.float32, SCORES)
+        mbarrier.wait(barriers.left_even.full, phase ^ 1)
+        keys = smem.left.index(zero).permute((1, 0))
+        qk = warpgroup_mma(smem.q_left.index(zero), keys, zeros, use_acc=False, is_async=True)
+        # these columns keep the tensor cores busy while the odd block's left half is reloaded
+        acc = warpgroup_mma_wait(1, deps=(pending,))
+        mbarrier.arrive(barriers.left_odd.empty, count=1)
+        qk = _even_scores(smem, barriers, phase ^ 1, zero, qk, False)
+        scores = warpgroup_mma_wait(0, deps=(qk,))
+    else:
+        acc = warpgroup_mma_wait(0, deps=(pending,))
+        mbarrier.arrive(barriers.left_odd.empty, count=1)
+    return acc, row_max, row_sum, largest, scores
+
+
+@gluon.jit
+def _odd_pair(
+    phase, smem, barriers, acc, row_max, row_sum, largest, scores, scale_log2,
+    IS_LAST: gl.constexpr, SIGN: gl.constexpr,
+):  # fmt: skip
+    """The odd warpgroup's side of the same pair."""
+    SCORES: gl.constexpr = scores.type.layout
+    PROBS: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    DTYPE: gl.constexpr = smem.left.dtype
+    zero = opaque_zero()
+    scores = _mask(scores, smem.counts_odd, barriers.counts_odd, phase, SIGN)
+    block_max = gl.max(scores, 1) * scale_log2
+    largest = gl.maximum(largest, block_max)
+    mbarrier.wait(barriers.max_even, phase)
+    odd_max = next_row_max(smem.max_even.load(gl.SliceLayout(1, SCORES)), block_max)
+    smem.max_odd.store(odd_max)
+    mbarrier.arrive(barriers.max_odd, count=1)
+    exponentials = gl.exp2(scores * scale_log2 - gl.expand_dims(odd_max, 1))
+    probs = exponentials.to(DTYPE)
+    smem.p_odd.store(probs)
+    fence_async_shared()
+    mbarrier.arrive(barriers.p_odd, count=1)
+    rescale = gl.exp2(row_max - odd_max)
+    row_sum = row_sum * rescale + gl.sum(exponentials, 1)
+    acc = rescale_acc(acc, rescale)
+    own_probs = gl.convert_layout(probs, PROBS)
+    pending = warpgroup_mma(own_probs, smem.right.index(zero + 1), acc, is_async=True)
+    mbarrier.wait(barriers.p_even, phase)
+    last = warpgroup_mma(smem.p_even.index(zero), smem.right.index(zero), pending, is_async=True)
+    last, own_probs = warpgroup_mma_wait(1, deps=(last, own_probs))
+    mbarrier.arrive(barriers.right_odd.empty, count=1)
+    acc = warpgroup_mma_wait(0, deps=(last,))
+    mbarrier.arrive(barriers.right_even.empty, count=1)
+    if not IS_LAST:
+        zeros = gl.zeros([64, 64], gl.float32, SCORES)
+        qk = _odd_scores(smem, barriers, phase ^ 1, zero, zeros)
+        scores = warpgroup_mma_wait(0, deps=(qk,))
+    return acc, odd_max, row_sum, largest, scores
+
+
+@gluon.jit
+def _warpgroup(
+    IS_EVEN: gl.constexpr, work, outputs, tokens, heads, smem, barriers, scale_log2,
+    SIGN: gl.constexpr,
+):  # fmt: skip
+    SCORES: gl.constexpr = acc_layout(64)
+    ACC: gl.constexpr = acc_layout(256)
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    pairs_done = tokens * 0  # its parity is the phase of the barriers
+    tiles_done = tokens * 0
+    # no hoisting: addresses of a thread's elements would be kept across tiles, and spilled
+    for tile in tl.range(gl.program_id(0), work.num_tiles, gl.num_programs(0), disable_licm=True):
+        zero = opaque_zero()
+        zeros = gl.zeros([64, 64], gl.float32, SCORES)
+        acc = gl.zeros([64, 256], gl.float32, ACC)
+        row_max = gl.full([64], INITIAL_ROW_MAX, gl.float32, ROW)
+        row_sum = gl.zeros([64], gl.float32, ROW)
+        largest = gl.full([64], NEG_INF, gl.float32, ROW)
+        mbarrier.wait(barriers.q.full, tiles_done & 1)
+        num_pairs = gl.max(smem.num_pairs.load(IN_EACH_THREAD), 0)
+        if IS_EVEN:
+            qk = _even_scores(smem, barriers, pairs_done & 1, zero, zeros, True)
+        else:
+            qk = _odd_scores(smem, barriers, pairs_done & 1, zero, zeros)
+        scores = warpgroup_mma_wait(0, deps=(qk,))
+        last_pair = pairs_done + num_pairs - 1
+        for pair in range(pairs_done, last_pair):
+            if IS_EVEN:
+                acc, row_max, row_sum, largest, scores = _even_pair(
+                    pair & 1, smem, barriers, acc, row_max, row_sum, largest, scores, scale_log2,
+                    False, SIGN,
+                )  # fmt: skip
+            else:
+                acc, row_max, row_sum, largest, scores = _odd_pair(
+                    pair & 1, smem, barriers, acc, row_max, row_sum, largest, scores, scale_log2,
+                    False, SIGN,
+                )  # fmt: skip
+        mbarrier.arrive(barriers.q.empty, count=1)
+        if IS_EVEN:
+            acc, row_max, row_sum, largest, scores = _even_pair(
+                last_pair & 1, smem, barriers, acc, row_max, row_sum, largest, scores, scale_log2,
+                True, SIGN,
+            )  # fmt: skip
+            smem.sum_even.store(row_sum)
+            mbarrier.arrive(barriers.sum_even, count=1)
+            mbarrier.wait(barriers.sum_odd, tiles_done & 1)
+            row_sum = row_sum + smem.sum_odd.load(ROW)
+            largest = gl.maximum(largest, smem.largest_odd.load(ROW))
+        else:
+            acc, row_max, row_sum, largest, scores = _odd_pair(
+                last_pair & 1, smem, barriers, acc, row_max, row_sum, largest, scores, scale_log2,
+                True, SIGN,
+            )  # fmt: skip
+            smem.sum_odd.store(row_sum)
+            smem.largest_odd.store(largest)
+            mbarrier.arrive(barriers.sum_odd, count=1)
+            mbarrier.wait(barriers.sum_even, tiles_done & 1)
+            row_sum = row_sum + smem.sum_even.load(ROW)
+        pairs_done = last_pair + 1
+        tiles_done += 1
+        located = locate_tile(work, tokens, tile)
+        store_half(located, outputs, heads, acc, row_max, row_sum, largest, IS_EVEN)
+
+
+@gluon.jit
+def even_warpgroup(
+    work, outputs, tokens, heads, smem, barriers, scale_log2, SIGN: gl.constexpr
+):  # fmt: skip
+    _warpgroup(True, work, outputs, tokens, heads, smem, barriers, scale_log2, SIGN)
+
+
+@gluon.jit
+def odd_warpgroup(
+    work, outputs, tokens, heads, smem, barriers, scale_log2, SIGN: gl.constexpr
+):  # fmt: skip
+    _warpgroup(False, work, outputs, tokens, heads, smem, barriers, scale_log2, SIGN)
