@@ -264,6 +264,19 @@ HOPPER = {
             ("int64", {"wide_indices": True, "q_lens": (9,)}),
         )
     },
+    "hopper-sparse-h128-bf16": _sparse("bf16", 128),
+    # lists of 512 entries are split
+    "hopper-sparse-h16-fp16-splits": _sparse("fp16", 16, topk=512, sharpness=-2.0),
+    "hopper-sparse-extra": _sparse(
+        "bf16",
+        64,
+        extra_format="bf16",
+        extra_topk=64,
+        extra_page_size=16,
+        padded=True,
+        sink="finite",
+    ),
+    "hopper-sparse-512": _sparse("bf16", 64, **V4_ROW, with_lens=False),
 }
 HOPPER_ARCH = 90
 EVERYWHERE = (

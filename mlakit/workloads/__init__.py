@@ -25,6 +25,7 @@ from mlakit.workloads.merge import MergeCase
 from mlakit.workloads.norm_rope_quant import AppendCase
 from mlakit.workloads.prefill import PrefillCase
 from mlakit.workloads.sparse import SparseCase
+from mlakit.workloads.sparse_launch import SparseLaunch
 
 CASES: tuple[type[Case], ...] = (
     AppendCase,
@@ -54,5 +55,6 @@ __all__ = [
     "QuantizeCase",
     "ScaledMatmulCase",
     "SparseCase",
+    "SparseLaunch",
     "Trial",
 ]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from mlakit.formats import Format
 from mlakit.workloads.case import Case
 from mlakit.workloads.decode_launch import DecodeLaunch
 from mlakit.workloads.indexer_launch import IndexerLaunch
 from mlakit.workloads.random_cases import Draw
+from mlakit.workloads.sparse_launch import SparseLaunch
 
 EDGES = (0, 1, 63, 64, 65)
 LONGEST = 4000
@@ -176,8 +177,82 @@ def _indexer_length(draw: Draw, longest: int) -> int:
     return min(draw.choice((draw.choice(INDEXER_EDGES), drawn // 64 * 64, drawn, drawn)), longest)
 
 
-Launcher: TypeAlias = Callable[[Draw, str, str], DecodeLaunch | IndexerLaunch]
+@dataclass(frozen=True)
+class SparseConfiguration:
+    """The compile-time parameters of a `sparse_mla` kernel."""
+
+    format: Format = "bf16"
+    dtype: str = "bf16"
+    row: tuple[int, int, int] = (512, 64, 512)  # D_C, D_R, columns that are values
+    page_size: int = 64
+    padded: bool = False  # with gaps between rows and between pages
+    with_lens: bool = True  # the first list; the second one: if the first has none
+    extra_format: Format | Literal[""] = ""
+    extra_page_size: int = 64
+    sink: str = ""
+    is_negative: bool = False
+
+
+# rows of 576 and of 512 columns, with and without a gap between pages, with a second cache
+SPARSE_FOR_HOPPER = (
+    SparseConfiguration(),
+    SparseConfiguration("fp16", "fp16", page_size=3, sink="mixed"),
+    SparseConfiguration(padded=True, with_lens=False, is_negative=True),
+    SparseConfiguration(extra_format="bf16", extra_page_size=2, padded=True, sink="finite"),
+    SparseConfiguration(row=(448, 64, 512), sink="mixed"),
+    SparseConfiguration(
+        "fp16", "fp16", (512, 0, 512), with_lens=False, extra_format="fp16", is_negative=True
+    ),
+)
+SPARSE_FOR_ANY = (
+    *SPARSE_FOR_HOPPER,
+    SparseConfiguration("fp8_block128", sink="finite"),
+    SparseConfiguration("fp8_token", extra_format="bf16", page_size=16),
+)
+SPARSE_CONFIGURATIONS = {"hopper": SPARSE_FOR_HOPPER}
+LIST_EDGES = (1, 63, 64, 65, 127, 128, 129)
+
+
+def sparse_launch(draw: Draw, backend: str, device: str) -> SparseLaunch:
+    is_gpu = device != "cpu"
+    configuration = draw.choice(SPARSE_CONFIGURATIONS.get(backend, SPARSE_FOR_ANY))
+    tokens = draw.choice((1, 2, 7, 40, 150) if is_gpu else (1, 2, 3))
+    longest = min(2100, 12_000 // tokens) if is_gpu else 200
+    topk, extra_topk = (
+        draw.choice((draw.choice(LIST_EDGES), draw.integer(1, longest))) for _ in range(2)
+    )
+    kv_lora_rank, qk_rope_head_dim, v_width = configuration.row
+    sharpness = draw.choice((0.5, 1.5, 4.0))
+    return SparseLaunch(
+        seed=draw.integer(0, 2**31),
+        calls=draw.choice((1, 1, 1, 3)),
+        num_tokens=tokens,
+        topk=topk,
+        extra_topk=extra_topk,
+        with_lens=configuration.with_lens,
+        extra_with_lens=not configuration.with_lens,
+        num_splits=draw.choice((0, 0, 1, draw.integer(2, 9))),
+        num_pages=-(-draw.integer(10, 1500 if is_gpu else 150) // configuration.page_size),
+        heads=draw.choice((16, 64, 128, draw.integer(1, 140)) if is_gpu else (1, 5)),
+        kv_lora_rank=kv_lora_rank,
+        qk_rope_head_dim=qk_rope_head_dim,
+        v_width=v_width,
+        format=configuration.format,
+        dtype=configuration.dtype,
+        page_size=configuration.page_size,
+        num_layers=draw.integer(1, 2),
+        padded=configuration.padded,
+        extra_format=configuration.extra_format,
+        extra_page_size=configuration.extra_page_size,
+        sink=configuration.sink,
+        sharpness=-sharpness if configuration.is_negative else sharpness,
+        given_results=draw.flip(),
+    )
+
+
+Launcher: TypeAlias = Callable[[Draw, str, str], DecodeLaunch | IndexerLaunch | SparseLaunch]
 LAUNCHES: dict[str, Launcher] = {
     DecodeLaunch.op: decode_launch,
     IndexerLaunch.op: indexer_launch,
+    SparseLaunch.op: sparse_launch,
 }

@@ -66,6 +66,15 @@ def opaque_zero():
 
 
 @gluon.jit
+def allow_dependents():
+    """Let the next kernel start (PDL) once every CTA allows it; it waits for this one to end."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def alloc_vector(COUNT: gl.constexpr):
     """float32 [COUNT] in shared memory, which warpgroups exchange values through."""
     return gl.allocate_shared_memory(gl.float32, [COUNT], SMEM_VECTOR)

@@ -2,10 +2,10 @@
 
 Maths      lse = log Σ_p exp lse_p;  out = Σ_p exp(lse_p − lse) · out_p, a sink in the denominator;
            max_logits is the largest of all splits, or NaN if one is NaN
-Work       a program merges all splits of a few (token, head) rows
+Work       a program merges all splits of a few (token, head) rows, several at a time
 Memory     float32 partials [num_splits, tokens, heads, v_width], read once
 Limits     none
-Lineage    own design; ideas: split-KV flash decoding
+Lineage    own design; ideas: split-KV flash decoding, programmatic dependent launch
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
-from mlakit.kernels.triton.configs import pick_merge_config
+from mlakit.kernels.triton.configs import pick_decode_merge_config
 from mlakit.kernels.triton.launch import launch
-from mlakit.kernels.triton.primitives import merge_split, store_merged
+from mlakit.kernels.triton.primitives import merge_splits, store_merged
 
 
 def merge_list_splits(
@@ -25,9 +26,12 @@ def merge_list_splits(
     out: Tensor,
     lse: Tensor,
     max_logits: Tensor,
+    *,
+    is_chained: bool = False,
 ) -> None:
+    """is_chained  start before the attention kernel ends (PDL, from sm_90 on)"""
     num_splits, tokens, heads, v_width = partials[0].shape
-    config = pick_merge_config(v_width=v_width)
+    config = pick_decode_merge_config(v_width=v_width, expected_splits=num_splits)
     launch(
         _merge_list_splits_kernel,
         (triton.cdiv(tokens * heads, config.rows),),
@@ -46,7 +50,10 @@ def merge_list_splits(
         V_WIDTH=v_width,
         COLUMNS=triton.next_power_of_2(v_width),
         ROWS=config.rows,
+        SPLITS=min(config.splits, triton.next_power_of_2(num_splits)),
+        IS_CHAINED=is_chained,
         num_warps=config.num_warps,
+        **({"launch_pdl": True} if is_chained else {}),
     )
 
 
@@ -69,30 +76,36 @@ def _merge_list_splits_kernel(
     V_WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,  # of each row, read at the same time
+    IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
+    if IS_CHAINED:
+        gdc_wait()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = row < num_rows
     column = tl.arange(0, COLUMNS)
-    in_row = (column < V_WIDTH)[None, :]
+    in_row = (column < V_WIDTH)[None, None, :]
     row_max = tl.full([ROWS], -float("inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     max_logit = tl.full([ROWS], -float("inf"), tl.float32)
     num_nan = tl.zeros([ROWS], tl.int32)
-    for split in range(num_splits):
-        at = split * num_rows.to(tl.int64) + row
-        split_lse = tl.load(partial_lse + at, mask=is_row, other=-float("inf"))
-        split_max = tl.load(partial_max + at, mask=is_row, other=-float("inf"))
-        # the out of a split without keys is not written
-        has_keys = is_row & (split_lse != -float("inf"))
+    for start in range(0, num_splits, SPLITS):
+        split = start + tl.arange(0, SPLITS)
+        at = split.to(tl.int64)[:, None] * num_rows + row[None, :]
+        exists = (split < num_splits)[:, None] & is_row[None, :]
+        # loaded together: latency, not bandwidth, is the limit
+        split_lse = tl.load(partial_lse + at, mask=exists, other=-float("inf"))
+        split_max = tl.load(partial_max + at, mask=exists, other=-float("inf"))
         values = tl.load(
-            partial_out + at[:, None] * V_WIDTH + column[None, :],
-            mask=has_keys[:, None] & in_row,
+            partial_out + at[:, :, None] * V_WIDTH + column[None, None, :],
+            mask=exists[:, :, None] & in_row,
             other=0.0,
         )
-        row_max, row_sum, acc = merge_split(row_max, row_sum, acc, split_lse, values)
-        num_nan += (split_max != split_max).to(tl.int32)
-        max_logit = tl.where(split_max > max_logit, split_max, max_logit)
+        row_max, row_sum, acc = merge_splits(row_max, row_sum, acc, split_lse, values)
+        is_nan = split_max != split_max
+        num_nan += tl.sum(is_nan.to(tl.int32), 0)
+        max_logit = tl.maximum(max_logit, tl.max(tl.where(is_nan, -float("inf"), split_max), 0))
     token = (row // heads).to(tl.int64)
     head = (row % heads).to(tl.int64)
     out_rows = out + (token * stride_out_token + head * stride_out_head)

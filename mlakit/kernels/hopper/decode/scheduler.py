@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from mlakit.kernels.hopper.compat import record
+from mlakit.kernels.hopper.primitives import allow_dependents
 
 
 @record
@@ -219,10 +220,7 @@ def launch_dependents(scheduler, item):
     """
     _, _, _, slot, _, _, _ = _load_item(scheduler, item)
     if slot < 0:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32,
-            is_pure=False, pack=1,
-        )  # fmt: skip
+        allow_dependents()
 
 
 @gluon.jit
