@@ -9,9 +9,9 @@ from mlakit.workloads import SparseCase
 ROW = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 # 512 columns that are all values, with and without rotated columns among them
 ROWS = {
-    "576/512": ROW,
-    "448+64/512": {"kv_lora_rank": 448, "qk_rope_head_dim": 64, "v_width": 512},
-    "512/512": {"kv_lora_rank": 512, "qk_rope_head_dim": 0},
+    "v3": ROW,
+    "v4": {"kv_lora_rank": 448, "qk_rope_head_dim": 64, "v_width": 512},
+    "no_rope": {"kv_lora_rank": 512, "qk_rope_head_dim": 0},
 }
 EVERY_ROW = pytest.mark.parametrize("row", ROWS)
 KERNEL = "hopper:m64_bf16"

@@ -54,6 +54,11 @@ def test_more_tiles_than_ctas(num_tokens):
     run(num_tokens=num_tokens, heads=65, topk=300, num_splits=1)
 
 
+@pytest.mark.parametrize("with_lens", [False, True])
+def test_last_tokens_in_a_launch_of_their_own(with_lens):
+    run(num_tokens=135, topk=1100, with_lens=with_lens, sink="finite", num_pages=12, heads=9)
+
+
 @pytest.mark.parametrize("page_size", [1, 3, 16, 64, 61])
 @pytest.mark.parametrize("padded", [False, True])
 def test_pages(page_size, padded):

@@ -102,7 +102,7 @@ def test_without_queries_no_kernel_is_started(launched, tokens, heads):
 @pytest.mark.parametrize(
     ("tokens", "heads", "topk", "grid", "num_splits"),
     [
-        (4096, 128, 2048, 132, 1),
+        (4096, 128, 1000, 132, 1),
         (66, 128, 2048, 132, 1),
         (65, 64, 2048, 130, 2),
         (1, 16, 2048, 8, 8),  # 16 pairs of blocks, two per split
@@ -117,6 +117,40 @@ def test_few_tokens_split_their_lists(launched, tokens, heads, topk, grid, num_s
     assert (launched_grid, arguments["num_splits"]) == ((grid,), num_splits)
     assert len(launched) == (1 if num_splits == 1 else 2)
     assert (arguments["out"].dtype == torch.float32) == (num_splits > 1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "topk", "first"),
+    [
+        (4096, 64, 2048, 31 * 132),
+        (4096, 128, 2048, 62 * 66),
+        (4096, 65, 2048, 62 * 66),
+        (4096, 200, 2048, 124 * 33),  # 16 tiles are left: 4 tokens of 4 head tiles
+        (132, 64, 2048, 132),  # no tile is left
+        (131, 64, 2048, 131),  # no wave is full
+        (200, 64, 2048, 200),  # too many are left
+        (133, 64, 1024, 132),
+        (133, 64, 1023, 133),  # a short tile
+    ],
+)
+def test_the_last_tiles_are_split_where_they_would_take_a_wave(
+    launched, tokens, heads, topk, first
+):
+    call(tokens, heads, topk)
+    main = launched[0][2]
+    assert (main["tokens"], main["num_splits"]) == (first, 1)
+    if first == tokens:
+        assert len(launched) == 1
+        return
+    tail = launched[1][2]
+    assert tail["tokens"] == tokens - first
+    assert tail["num_splits"] > 1
+    # the rows of the last tokens, in the same memory
+    assert tail["rows"].data_ptr() == main["rows"].data_ptr() + 4 * first * topk
+    assert len(launched) == 3
+    launched.clear()
+    call(tokens, heads, topk, plan=EvenSplit(1))
+    assert len(launched) == 1
 
 
 def test_a_plan_sets_the_splits_and_the_merge_adds_the_sink(launched):

@@ -1,7 +1,7 @@
 """Launching the sparse kernels of Hopper.
 
 Work       a persistent CTA per SM; with few tokens, lists are split, and `sparse_merge` combines
-           the splits
+           the splits. Of many tokens the last few may get a launch of their own (`tail_start`)
 Memory     float32 partials of splits, 256 MiB at most
 Limits     `kernels.hopper.support` refuses what the kernels cannot take
 """
@@ -28,6 +28,7 @@ from mlakit.kernels.hopper.sparse.configs import (
     PAIR,
     Traits,
     m64_bf16_config,
+    tail_start,
 )
 from mlakit.kernels.hopper.sparse.m64_bf16 import sparse_mla_m64_bf16_kernel
 from mlakit.kernels.triton.configs import pick_sparse_splits
@@ -49,6 +50,33 @@ def sparse_mla(
     tokens, heads, _ = a.q.shape
     if tokens == 0 or heads == 0:
         return
+    topk = a.rows.shape[1] + (0 if a.extra_rows is None else a.extra_rows.shape[1])
+    first = tokens
+    if a.splits is None:
+        head_tiles = triton.cdiv(heads, HEAD_TILE)
+        first = tail_start(tokens, head_tiles, topk, target(a.q.device).num_sms)
+    for own in (slice(0, first), slice(first, tokens)):
+        if own.start < own.stop:
+            _launch(kernel, _of_tokens(a, own), out[own], lse[own], max_logits[own])
+
+
+def _of_tokens(a: SparseArguments, own: slice) -> SparseArguments:
+    """The call for some of its tokens."""
+
+    def part(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor[own]
+
+    return a._replace(
+        q=a.q[own],
+        rows=a.rows[own],
+        topk_lens=part(a.topk_lens),
+        extra_rows=part(a.extra_rows),
+        extra_topk_lens=part(a.extra_topk_lens),
+    )
+
+
+def _launch(kernel: str, a: SparseArguments, out: Tensor, lse: Tensor, max_logits: Tensor) -> None:
+    tokens, heads, _ = a.q.shape
     lists = [(a.layer, a.rows, a.topk_lens)]
     if a.extra is not None:
         lists.append((a.extra, filled(a.extra_rows), a.extra_topk_lens))
@@ -92,13 +120,15 @@ def sparse_mla(
             PAGE=_page(lists[0][0]),
             EXTRA_PAGE=_page(lists[-1][0]),
             SIGN=(a.softmax_scale > 0) - (a.softmax_scale < 0),
+            ROW_CHUNKS=_packed_row_chunks(lists[0][0]),
+            EXTRA_ROW_CHUNKS=_packed_row_chunks(lists[-1][0]),
         ),
         CONFIG=config,
         num_warps=4,
         maxnreg=config.MAX_REGISTERS,
     )
     if num_splits > 1:
-        merge_list_splits(scratch, a.sink, out, lse, max_logits)
+        merge_list_splits(scratch, a.sink, out, lse, max_logits, is_chained=True)
 
 
 _NO_LIST = (*(None,) * 3, *(0,) * 7)  # as `_list_arguments`, of no list
@@ -129,6 +159,14 @@ def _page(layer: CacheLayer) -> int:
     page_stride, row_stride, _ = layer.payload.stride()
     is_even = layer.page_size == 1 or page_stride == layer.page_size * row_stride
     return 0 if is_even or layer.payload.shape[0] <= 1 else layer.page_size
+
+
+def _packed_row_chunks(layer: CacheLayer) -> int:
+    """Chunks of a row where the next one of its page follows it; 0 where there is a gap."""
+    payload = layer.payload
+    width = payload.shape[-1]
+    is_packed = payload.stride(0 if layer.page_size == 1 else 1) == width
+    return width * payload.element_size() // CHUNK_BYTES if is_packed else 0
 
 
 @lru_cache(maxsize=8)

@@ -8,9 +8,9 @@ of its list follow those of the first; a block has entries of one list only.
 Only the producer looks at lists. It passes the number of block pairs of a tile to the consumers
 (`seesaw`), which hence need no list.
 
-Shared by all sparse kernels: everything here. A producer calls `block_range` once per tile,
-`load_slots` once per block, and takes addresses from `row_offsets` (16-bit rows) or from
-`split_slots` (rows whose scales lie elsewhere).
+Shared by all sparse kernels: everything here. A producer calls `block_range` once per tile, and for
+each block `load_ids` a pair ahead, `valid_slots`, and `row_pointers` (or `split_slots`, for rows
+whose scales lie elsewhere).
 
 Lineage    own design; ideas: FlashMLA's sparse prefill
 """
@@ -83,14 +83,39 @@ def locate_tile(work, tokens, tile):
     return WorkTile(row, token, tile % work.head_tiles * 64, -1)
 
 
+# 128 entries, the same in every warp of a producer: reductions need no shared memory
+_SCANNED = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[32], [64]],
+        lane_bases=[[1], [2], [4], [8], [16]],
+        warp_bases=[[0], [0]],
+        block_bases=[],
+        shape=[128],
+    )
+)
+
+
 @gluon.jit
 def _list_length(rows, token, is_tile):
-    """Entries of a token's list that may count."""
+    """Entries of a token's list up to the last one that counts.
+
+    Callers pad lists with invalid ids: blocks of nothing else are skipped at the end of a list.
+    """
     length = gl.where(is_tile, rows.topk, 0)
     if rows.lens is not None:
         at = rows.lens + token.to(gl.int64) * rows.stride_lens
         given = gl.load(at, mask=is_tile, other=0)
         length = gl.minimum(given, length).to(gl.int32)
+    row = rows.rows + token.to(gl.int64) * rows.stride_token
+    is_found = length <= 0
+    while not is_found:
+        first = (length - 1) // 128 * 128
+        entry = first + gl.arange(0, 128, _SCANNED)
+        slot = gl.load(row + entry.to(gl.int64) * rows.stride_entry, mask=entry < length, other=-1)
+        does_count = (slot >= 0) & (slot < rows.num_slots)
+        last = gl.max(gl.where(does_count, entry + 1, 0), 0)
+        length = gl.where(last > 0, last, first)
+        is_found = (last > 0) | (first == 0)
     return gl.maximum(length, 0)
 
 
@@ -115,30 +140,60 @@ def block_range(work, tile):
 
 
 @gluon.jit
+def choose_blocks(is_first, first, second):
+    """One of two ranges: with a branch around `load_ids` the producer might wait for the loads."""
+    return BlockRange(
+        gl.where(is_first, first.token, second.token),
+        gl.where(is_first, first.first, second.first),
+        gl.where(is_first, first.end, second.end),
+        gl.where(is_first, first.length, second.length),
+        gl.where(is_first, first.extra_length, second.extra_length),
+        gl.where(is_first, first.main_blocks, second.main_blocks),
+    )
+
+
+@gluon.jit
 def num_pairs(blocks):
     """At least 1: the consumers write the results of an empty tile as well."""
     return gl.maximum((blocks.end - blocks.first + 1) // 2, 1)
 
 
 @gluon.jit
-def load_slots(work, blocks, block, LAYOUT: gl.constexpr):
-    """The row ids of a block, int32 [64]; −1 where an entry does not count."""
-    rows, length, num_slots = work.main.rows, blocks.length, work.main.num_slots
+def load_ids(work, blocks, block, LAYOUT: gl.constexpr):
+    """The row ids of a block as the list has them, [64]; −1 past the end of the list.
+
+    Nothing is computed from them here: a producer loads them a pair ahead of their use, and would
+    wait for the load.
+    """
+    rows, length = work.main.rows, blocks.length
     stride_token, stride_entry = work.main.stride_token, work.main.stride_entry
     first = block * 64
     if work.HAS_EXTRA:
         is_extra = block >= blocks.main_blocks
         rows = gl.where(is_extra, work.extra.rows, rows)
         length = gl.where(is_extra, blocks.extra_length, length)
-        num_slots = gl.where(is_extra, work.extra.num_slots, num_slots)
         stride_token = gl.where(is_extra, work.extra.stride_token, stride_token)
         stride_entry = gl.where(is_extra, work.extra.stride_entry, stride_entry)
         first = gl.where(is_extra, (block - blocks.main_blocks) * 64, first)
     entry = first + gl.arange(0, 64, LAYOUT)
     row = rows + blocks.token.to(gl.int64) * stride_token
     at = row + entry.to(gl.int64) * stride_entry
-    slot = gl.load(at, mask=(entry < length) & (block < blocks.end), other=-1)
-    return gl.where((slot >= 0) & (slot < num_slots), slot, -1).to(gl.int32)
+    return gl.load(at, mask=entry < gl.where(block < blocks.end, length, 0), other=-1)
+
+
+@gluon.jit
+def valid_slots(work, blocks, block, ids):
+    """The ids of a block as int32; −1 where an entry does not count."""
+    num_slots = work.main.num_slots
+    if work.HAS_EXTRA:
+        num_slots = gl.where(block >= blocks.main_blocks, work.extra.num_slots, num_slots)
+    return gl.where((ids >= 0) & (ids < num_slots), ids, -1).to(gl.int32)
+
+
+@gluon.jit
+def load_slots(work, blocks, block, LAYOUT: gl.constexpr):
+    """`valid_slots` at once, where a producer need not load ids ahead."""
+    return valid_slots(work, blocks, block, load_ids(work, blocks, block, LAYOUT))
 
 
 @gluon.jit

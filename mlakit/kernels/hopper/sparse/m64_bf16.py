@@ -20,15 +20,17 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from mlakit.kernels.hopper.compat import copy_words, reinterpret, tma_load
-from mlakit.kernels.hopper.primitives import IN_EACH_THREAD
+from mlakit.kernels.hopper.primitives import IN_EACH_THREAD, allow_dependents
 from mlakit.kernels.hopper.sparse.epilogue import Outputs
 from mlakit.kernels.hopper.sparse.lists import (
     RowList,
     Work,
     block_range,
-    load_slots,
+    choose_blocks,
+    load_ids,
     num_pairs,
     row_pointers,
+    valid_slots,
 )
 from mlakit.kernels.hopper.sparse.seesaw import (
     alloc_all_barriers,
@@ -54,6 +56,11 @@ def _gather(tile, pointers, is_valid, COLUMN: gl.constexpr):
 
 
 @gluon.jit
+def _load_pair(work, blocks, block):
+    return load_ids(work, blocks, block, ENTRIES), load_ids(work, blocks, block + 1, ENTRIES)
+
+
+@gluon.jit
 def load_query(q, q_rope, token, head, smem, full):
     """Start to load the queries of a work tile by TMA; zeros past the last head."""
     BYTES: gl.constexpr = 64 * 512 * 2 + (0 if smem.q_rope is None else 64 * 64 * 2)
@@ -75,8 +82,7 @@ def producer(q, q_rope, work, smem, barriers):
     """Queries and pairs of blocks, in the order of `seesaw`."""
     tile = gl.program_id(0)
     blocks = block_range(work, tile)
-    slot_even = load_slots(work, blocks, blocks.first, ENTRIES)
-    slot_odd = load_slots(work, blocks, blocks.first + 1, ENTRIES)
+    ids_even, ids_odd = _load_pair(work, blocks, blocks.first)
     pairs_done = tile * 0
     tiles_done = tile * 0
     while tile < work.num_tiles:
@@ -84,61 +90,65 @@ def producer(q, q_rope, work, smem, barriers):
         mbarrier.wait(barriers.q.empty, (tiles_done & 1) ^ 1)
         smem.num_pairs.store(gl.full([4], pairs, gl.int32, IN_EACH_THREAD))
         mbarrier.arrive(barriers.q.full, count=1)
-        load_query(q, q_rope, blocks.token, tile % work.head_tiles * 64, smem, barriers.q.full)
+        head = tile % work.head_tiles * 64
+        load_query(q, q_rope, blocks.token, head, smem, barriers.q.full)
         tile += gl.num_programs(0)
-        # before the loads of this tile: the first pair of the next one then waits for no length
-        next_blocks = block_range(work, tile)
+        next_blocks = blocks
         for pair in range(pairs):
             phase = ((pairs_done + pair) & 1) ^ 1
             block = blocks.first + 2 * pair
+            slot_even = valid_slots(work, blocks, block, ids_even)
+            slot_odd = valid_slots(work, blocks, block + 1, ids_odd)
             even = row_pointers(work, blocks, block, slot_even, 8)
             odd = row_pointers(work, blocks, block + 1, slot_odd, 8)
             even_counts = slot_even >= 0
             odd_counts = slot_odd >= 0
             mbarrier.wait(barriers.left_even.empty, phase)
-            _gather(smem.left.index(0), even, even_counts, 0)
+            _gather(smem.left_even.index(0), even, even_counts, 0)
             async_copy.mbarrier_arrive(barriers.left_even.full, increment_count=False)
             mbarrier.wait(barriers.right_odd.empty, phase)
-            _gather(smem.right.index(1), odd, odd_counts, 256)
-            if smem.rope is not None:
-                _gather(smem.rope.index(1), odd, odd_counts, 512)
+            _gather(smem.right_odd.index(0), odd, odd_counts, 256)
+            if smem.rope_odd is not None:
+                _gather(smem.rope_odd.index(0), odd, odd_counts, 512)
             async_copy.mbarrier_arrive(barriers.right_odd.full, increment_count=False)
             mbarrier.wait(barriers.right_even.empty, phase)
-            _gather(smem.right.index(0), even, even_counts, 256)
-            if smem.rope is not None:
-                _gather(smem.rope.index(0), even, even_counts, 512)
+            _gather(smem.right_even.index(0), even, even_counts, 256)
+            if smem.rope_odd is not None:
+                _gather(smem.rope_even.index(0), even, even_counts, 512)
             async_copy.mbarrier_arrive(barriers.right_even.full, increment_count=False)
             smem.counts_even.store(gl.where(even_counts, 0.0, float("-inf")))
             smem.counts_odd.store(gl.where(odd_counts, 0.0, float("-inf")))
-            mbarrier.arrive(barriers.counts_even, count=1)
-            mbarrier.arrive(barriers.counts_odd, count=1)
+            mbarrier.arrive(barriers.counts, count=1)
+            # here the producer waits anyway, from the second pair on
+            if pair == gl.minimum(pairs - 1, 1):
+                next_blocks = block_range(work, tile)
             # the ids of the next pair, one pair ahead of their rows
-            if pair + 1 < pairs:
-                slot_even = load_slots(work, blocks, block + 2, ENTRIES)
-                slot_odd = load_slots(work, blocks, block + 3, ENTRIES)
-            else:
-                slot_even = load_slots(work, next_blocks, next_blocks.first, ENTRIES)
-                slot_odd = load_slots(work, next_blocks, next_blocks.first + 1, ENTRIES)
+            is_last = pair + 1 == pairs
+            ahead = choose_blocks(is_last, next_blocks, blocks)
+            next_block = gl.where(is_last, next_blocks.first, block + 2)
+            ids_even, ids_odd = _load_pair(work, ahead, next_block)
             mbarrier.wait(barriers.left_odd.empty, phase)
-            _gather(smem.left.index(1), odd, odd_counts, 0)
+            _gather(smem.left_odd.index(0), odd, odd_counts, 0)
             async_copy.mbarrier_arrive(barriers.left_odd.full, increment_count=False)
         pairs_done += pairs
         tiles_done += 1
         blocks = next_blocks
+    if work.num_splits > 1:
+        allow_dependents()  # the merge kernel
 
 
-# integers that differ from call to call: specialised, each would compile further kernels
+# arguments that differ from call to call: specialised, each would compile further kernels. Others
+# are nearly always the same: entries of a list are neighbours, and with strides of `out` that are
+# multiples of 16 a thread stores 8 bytes at a time
 VARYING = [
     "rows", "lens", "extra_rows", "extra_lens", "sink", "lse", "max_logits",
     "scale_log2", "tokens", "heads", "num_splits",
-    "stride_out_token", "stride_out_head", "stride_lse_token", "stride_lse_head",
-    "stride_max_token", "stride_max_head", "stride_sink",
+    "stride_lse_token", "stride_lse_head", "stride_max_token", "stride_max_head", "stride_sink",
     *(
         prefix + name
         for prefix in ("", "extra_")
         for name in (
-            "num_slots", "topk", "page_chunks", "row_chunks", "stride_token", "stride_entry",
-            "stride_lens",
+            "num_slots", "topk", "page_chunks", "row_chunks", "stride_token", "stride_lens",
         )
     ),
 ]  # fmt: skip
@@ -164,15 +174,16 @@ def sparse_mla_m64_bf16_kernel(
 ):  # fmt: skip
     """grid: persistent CTAs"""
     main = RowList(
-        payload, rows, lens, num_slots, topk, page_chunks, row_chunks, stride_token, stride_entry,
+        payload, rows, lens, num_slots, topk, page_chunks,
+        row_chunks if TRAITS.ROW_CHUNKS == 0 else TRAITS.ROW_CHUNKS, stride_token, stride_entry,
         stride_lens, TRAITS.PAGE,
     )  # fmt: skip
     extra = main
     if TRAITS.HAS_EXTRA:
         extra = RowList(
             extra_payload, extra_rows, extra_lens, extra_num_slots, extra_topk, extra_page_chunks,
-            extra_row_chunks, extra_stride_token, extra_stride_entry, extra_stride_lens,
-            TRAITS.EXTRA_PAGE,
+            extra_row_chunks if TRAITS.EXTRA_ROW_CHUNKS == 0 else TRAITS.EXTRA_ROW_CHUNKS,
+            extra_stride_token, extra_stride_entry, extra_stride_lens, TRAITS.EXTRA_PAGE,
         )  # fmt: skip
     head_tiles = (heads + 63) // 64
     work = Work(

@@ -59,15 +59,18 @@ from mlakit.kernels.hopper.sparse.lists import locate_tile
 
 @record
 class Smem:
-    """Shared memory. `left` and `right` are column halves of columns 0 to 511, of two blocks."""
+    """Shared memory. `left` and `right` are halves of columns 0 to 511 of a block."""
 
     q_left: object  # [1, 64, 256]
     q_right: object
     q_rope: object  # [1, 64, 64] columns past 512, or None
-    left: object  # [2, 64, 256]
-    right: object
-    rope: object  # [2, 64, 64], or None
-    p_even: object  # [n, 64, 64], the first of which is P0; the tile of K0's columns past 512
+    left_even: object  # [1, 64, 256]; tiles of both blocks in one would cost the producer barriers
+    left_odd: object
+    right_even: object
+    right_odd: object
+    rope_even: object  # [1, 64, 64], or None
+    rope_odd: object
+    p_even: object  # [1, 64, 64]: the tile of K0's columns past 512, if there are any
     p_odd: object  # [64, 64]
     counts_even: object  # [64] float32: 0 where an entry counts, −inf where not
     counts_odd: object
@@ -96,8 +99,7 @@ class Barriers:
     left_odd: object
     right_even: object
     right_odd: object
-    counts_even: object
-    counts_odd: object
+    counts: object  # which entries of a pair count
     max_even: object
     max_odd: object
     p_even: object
@@ -111,20 +113,25 @@ def alloc_smem(DTYPE: gl.constexpr, ROPE_DTYPE: gl.constexpr, HAS_ROPE: gl.const
     """DTYPE       of queries, keys and probabilities
     ROPE_DTYPE  of columns past 512"""
     q_rope: gl.constexpr = None
-    rope: gl.constexpr = None
+    rope_even: gl.constexpr = None
+    rope_odd: gl.constexpr = None
     if HAS_ROPE:
         q_rope = gl.allocate_shared_memory(ROPE_DTYPE, [1, 64, 64], SMEM_16BIT)
-        rope = gl.allocate_shared_memory(ROPE_DTYPE, [2, 64, 64], SMEM_16BIT)
-        p_even = reinterpret(rope, DTYPE, [2, 64, 64], SMEM_16BIT)
+        rope_even = gl.allocate_shared_memory(ROPE_DTYPE, [1, 64, 64], SMEM_16BIT)
+        rope_odd = gl.allocate_shared_memory(ROPE_DTYPE, [1, 64, 64], SMEM_16BIT)
+        p_even = reinterpret(rope_even, DTYPE, [1, 64, 64], SMEM_16BIT)
     else:
         p_even = gl.allocate_shared_memory(DTYPE, [1, 64, 64], SMEM_16BIT)
     return Smem(
         gl.allocate_shared_memory(DTYPE, [1, 64, 256], SMEM_16BIT),
         gl.allocate_shared_memory(DTYPE, [1, 64, 256], SMEM_16BIT),
         q_rope,
-        gl.allocate_shared_memory(DTYPE, [2, 64, 256], SMEM_16BIT),
-        gl.allocate_shared_memory(DTYPE, [2, 64, 256], SMEM_16BIT),
-        rope,
+        gl.allocate_shared_memory(DTYPE, [1, 64, 256], SMEM_16BIT),
+        gl.allocate_shared_memory(DTYPE, [1, 64, 256], SMEM_16BIT),
+        gl.allocate_shared_memory(DTYPE, [1, 64, 256], SMEM_16BIT),
+        gl.allocate_shared_memory(DTYPE, [1, 64, 256], SMEM_16BIT),
+        rope_even,
+        rope_odd,
         p_even,
         gl.allocate_shared_memory(DTYPE, [64, 64], SMEM_16BIT),
         alloc_vector(64),
@@ -149,7 +156,7 @@ def alloc_all_barriers(Q_ARRIVALS: gl.constexpr, PART_ARRIVALS: gl.constexpr):
         PartBarriers(alloc_barrier(PART_ARRIVALS), alloc_barrier()),
         PartBarriers(alloc_barrier(PART_ARRIVALS), alloc_barrier()),
         alloc_barrier(), alloc_barrier(), alloc_barrier(), alloc_barrier(), alloc_barrier(),
-        alloc_barrier(), alloc_barrier(), alloc_barrier(),
+        alloc_barrier(), alloc_barrier(),
     )  # fmt: skip
 
 
@@ -158,22 +165,30 @@ def _mask(scores, counts, full, phase, SIGN: gl.constexpr):
     """−inf for entries that do not count."""
     scores = apply_sign(scores, SIGN)
     mbarrier.wait(full, phase)
+    # no addition of −inf: with an infinite query the score of a row of zeros is NaN
     does_count = counts.load(gl.SliceLayout(0, scores.type.layout)) == 0.0
     return gl.where(gl.expand_dims(does_count, 0), scores, NEG_INF)
+
+
+@gluon.jit
+def _wait_part(part, phase):
+    """Wait for rows that wgmma reads: cp.async writes go through the generic proxy."""
+    mbarrier.wait(part.full, phase)
+    fence_async_shared()
 
 
 @gluon.jit
 def _even_scores(smem, barriers, phase, zero, scores, IS_FIRST: gl.constexpr):
     """Issue Q·K0ᵀ: the columns right of 256 and past 512; if IS_FIRST, those left of it before."""
     if IS_FIRST:
-        mbarrier.wait(barriers.left_even.full, phase)
-        keys = smem.left.index(zero).permute((1, 0))
+        _wait_part(barriers.left_even, phase)
+        keys = smem.left_even.index(zero).permute((1, 0))
         scores = warpgroup_mma(smem.q_left.index(zero), keys, scores, use_acc=False, is_async=True)
-    mbarrier.wait(barriers.right_even.full, phase)
-    keys = smem.right.index(zero).permute((1, 0))
+    _wait_part(barriers.right_even, phase)
+    keys = smem.right_even.index(zero).permute((1, 0))
     scores = warpgroup_mma(smem.q_right.index(zero), keys, scores, is_async=True)
-    if smem.rope is not None:
-        keys = smem.rope.index(zero).permute((1, 0))
+    if smem.rope_odd is not None:
+        keys = smem.rope_even.index(zero).permute((1, 0))
         scores = warpgroup_mma(smem.q_rope.index(zero), keys, scores, is_async=True)
     return scores
 
@@ -181,14 +196,14 @@ def _even_scores(smem, barriers, phase, zero, scores, IS_FIRST: gl.constexpr):
 @gluon.jit
 def _odd_scores(smem, barriers, phase, zero, scores):
     """Issue Q·K1ᵀ."""
-    mbarrier.wait(barriers.right_odd.full, phase)
-    keys = smem.right.index(zero + 1).permute((1, 0))
+    _wait_part(barriers.right_odd, phase)
+    keys = smem.right_odd.index(zero).permute((1, 0))
     scores = warpgroup_mma(smem.q_right.index(zero), keys, scores, use_acc=False, is_async=True)
-    if smem.rope is not None:
-        keys = smem.rope.index(zero + 1).permute((1, 0))
+    if smem.rope_odd is not None:
+        keys = smem.rope_odd.index(zero).permute((1, 0))
         scores = warpgroup_mma(smem.q_rope.index(zero), keys, scores, is_async=True)
-    mbarrier.wait(barriers.left_odd.full, phase)
-    keys = smem.left.index(zero + 1).permute((1, 0))
+    _wait_part(barriers.left_odd, phase)
+    keys = smem.left_odd.index(zero).permute((1, 0))
     return warpgroup_mma(smem.q_left.index(zero), keys, scores, is_async=True)
 
 
@@ -200,9 +215,9 @@ def _even_pair(
     """The even warpgroup's side of a pair of blocks."""
     SCORES: gl.constexpr = scores.type.layout
     PROBS: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
-    DTYPE: gl.constexpr = smem.left.dtype
+    DTYPE: gl.constexpr = smem.p_odd.dtype
     zero = opaque_zero()
-    scores = _mask(scores, smem.counts_even, barriers.counts_even, phase, SIGN)
+    scores = _mask(scores, smem.counts_even, barriers.counts, phase, SIGN)
     block_max = gl.max(scores, 1) * scale_log2
     largest = gl.maximum(largest, block_max)
     even_max = next_row_max(row_max, block_max)
@@ -213,7 +228,7 @@ def _even_pair(
     row_sum = row_sum * rescale + gl.sum(exponentials, 1)
     acc = rescale_acc(acc, rescale)
     own_probs = gl.convert_layout(exponentials.to(DTYPE), PROBS)
-    pending = warpgroup_mma(own_probs, smem.left.index(zero), acc, is_async=True)
+    pending = warpgroup_mma(own_probs, smem.left_even.index(zero), acc, is_async=True)
     mbarrier.wait(barriers.max_odd, phase)
     row_max = smem.max_odd.load(gl.SliceLayout(1, SCORES))
     odd_rescale = gl.exp2(even_max - row_max)
@@ -226,11 +241,11 @@ def _even_pair(
     row_sum = row_sum * odd_rescale
     acc = rescale_acc(acc, odd_rescale)
     mbarrier.wait(barriers.p_odd, phase)
-    pending = warpgroup_mma(smem.p_odd, smem.left.index(zero + 1), acc, is_async=True)
+    pending = warpgroup_mma(smem.p_odd, smem.left_odd.index(zero), acc, is_async=True)
     if not IS_LAST:
         zeros = gl.zeros([64, 64], gl.float32, SCORES)
-        mbarrier.wait(barriers.left_even.full, phase ^ 1)
-        keys = smem.left.index(zero).permute((1, 0))
+        _wait_part(barriers.left_even, phase ^ 1)
+        keys = smem.left_even.index(zero).permute((1, 0))
         qk = warpgroup_mma(smem.q_left.index(zero), keys, zeros, use_acc=False, is_async=True)
         # these columns keep the tensor cores busy while the odd block's left half is reloaded
         acc = warpgroup_mma_wait(1, deps=(pending,))
@@ -251,9 +266,9 @@ def _odd_pair(
     """The odd warpgroup's side of the same pair."""
     SCORES: gl.constexpr = scores.type.layout
     PROBS: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
-    DTYPE: gl.constexpr = smem.left.dtype
+    DTYPE: gl.constexpr = smem.p_odd.dtype
     zero = opaque_zero()
-    scores = _mask(scores, smem.counts_odd, barriers.counts_odd, phase, SIGN)
+    scores = _mask(scores, smem.counts_odd, barriers.counts, phase, SIGN)
     block_max = gl.max(scores, 1) * scale_log2
     largest = gl.maximum(largest, block_max)
     mbarrier.wait(barriers.max_even, phase)
@@ -269,9 +284,11 @@ def _odd_pair(
     row_sum = row_sum * rescale + gl.sum(exponentials, 1)
     acc = rescale_acc(acc, rescale)
     own_probs = gl.convert_layout(probs, PROBS)
-    pending = warpgroup_mma(own_probs, smem.right.index(zero + 1), acc, is_async=True)
+    pending = warpgroup_mma(own_probs, smem.right_odd.index(zero), acc, is_async=True)
     mbarrier.wait(barriers.p_even, phase)
-    last = warpgroup_mma(smem.p_even.index(zero), smem.right.index(zero), pending, is_async=True)
+    last = warpgroup_mma(
+        smem.p_even.index(zero), smem.right_even.index(zero), pending, is_async=True
+    )
     last, own_probs = warpgroup_mma_wait(1, deps=(last, own_probs))
     mbarrier.arrive(barriers.right_odd.empty, count=1)
     acc = warpgroup_mma_wait(0, deps=(last,))
