@@ -55,9 +55,11 @@ def sparse_mla(
     if a.splits is None:
         head_tiles = triton.cdiv(heads, HEAD_TILE)
         first = tail_start(tokens, head_tiles, topk, target(a.q.device).num_sms)
+    if first == tokens:
+        _launch(kernel, a, out, lse, max_logits)
+        return
     for own in (slice(0, first), slice(first, tokens)):
-        if own.start < own.stop:
-            _launch(kernel, _of_tokens(a, own), out[own], lse[own], max_logits[own])
+        _launch(kernel, _of_tokens(a, own), out[own], lse[own], max_logits[own])
 
 
 def _of_tokens(a: SparseArguments, own: slice) -> SparseArguments:
