@@ -392,7 +392,7 @@ def check(
     launches: int | None = typer.Option(
         None,
         min=1,
-        help="Check this many launches of mla_decode and of sparse_mla instead, in few "
+        help="Check this many launches of ops that have them instead, in few "
         "configurations that are compiled once. The oracle runs on the device: milliseconds per "
         "launch on a GPU.",
     ),
