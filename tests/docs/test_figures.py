@@ -188,7 +188,6 @@ def test_the_readme_says_what_is_slow():
     low, high = spread("Sparse decode", "against FlashMLA")
     assert f"sparse decode is {low}x to {high}x slower than FlashMLA" in said
     for slower in (
-        "Sparse prefill is slower than FlashMLA",
         "dense prefill than FlashAttention-3",
         "indexer scores than DeepGEMM's",
     ):
