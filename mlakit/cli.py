@@ -392,9 +392,9 @@ def check(
     launches: int | None = typer.Option(
         None,
         min=1,
-        help="Check this many launches of ops that have them instead, in few "
-        "configurations that are compiled once. The oracle runs on the device: milliseconds per "
-        "launch on a GPU.",
+        help="Check this many launches of mla_decode, indexer_logits and sparse_mla instead, in "
+        "few configurations that are compiled once. The oracle runs on the device: milliseconds "
+        "per launch on a GPU.",
     ),
     first: int = typer.Option(0, min=0, help="With --launches: the index of the first launch."),
     calls: int | None = typer.Option(
