@@ -243,12 +243,17 @@ def _plain_decode_case(draw: Draw, format: Format) -> DecodeCase:
 
 
 def sparse_case(draw: Draw, format: Format) -> SparseCase:
+    attending = _attending(draw)
+    # some with more heads and longer lists than a tile of the largest configuration
+    is_large = draw.integer(0, 3) == 3
+    if is_large:
+        attending["heads"] = draw.integer(33, 130)
     return SparseCase(
         **_cached(draw, format),
-        **_attending(draw),
+        **attending,
         num_pages=draw.integer(1, 5),
-        num_tokens=draw.integer(0, 12),
-        topk=draw.integer(0, 60),
+        num_tokens=draw.integer(0, 4 if is_large else 12),
+        topk=draw.integer(0, 200 if is_large else 60),
         with_lens=draw.flip(),
         dtype=_query_dtype(draw, format),
         extra_format=draw.choice(("", format, "fp32", "fp8")),

@@ -155,6 +155,17 @@ LARGE = [
         format="fp8_block128",
         workspace_mib=1,
     ),
+    SparseCase(
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        heads=130,
+        topk=150,
+        num_pages=20,
+        num_tokens=2,
+        format="fp8_block128",
+        num_splits=2,
+        padded=True,
+    ),
     SparseCase(topk=600, num_pages=50, num_tokens=3, extra_format="fp8_token", extra_topk=300),
     SparseCase(
         kv_lora_rank=448,

@@ -198,19 +198,41 @@ def load_factor(rows, scales, is_read, PIECE: tl.constexpr, ROW: tl.constexpr):
 
 
 @triton.jit
-def load_row_tile(rows, scales, is_read, ROW: tl.constexpr):
+def _load_block_factors(rows, is_read, ROW: tl.constexpr):
+    """float32 [keys, PIECES padded]: the factors of all pieces of fp8_block128 rows in one load."""
+    PIECES: tl.constexpr = ROW.PIECES
+    COLUMNS: tl.constexpr = triton.next_power_of_2(PIECES)
+    column = tl.arange(0, COLUMNS)
+    mask = is_read[:, None]
+    if COLUMNS > PIECES:
+        mask = mask & (column < PIECES)[None, :]
+    at = (rows + ROW.D_C).to(tl.pointer_type(tl.float32), bitcast=True)
+    return tl.load(at[:, None] + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def load_row_tile(rows, scales, is_read, ROW: tl.constexpr, HAS_FACTOR_TILE: tl.constexpr = False):
     """(latent, rope, factors) of a tile of keys.
 
     latent   a tuple of ROW.PIECES [keys, ROW.WIDTH] in ROW.DTYPE, as stored
     rope     [keys, ROW.ROPE_WIDTH] in ROW.ROPE_DTYPE, as stored; unused where ROPE_WIDTH is 0
     factors  a tuple of float32 [keys]: one per piece (fp8_block128), one (fp8_token), or empty
+
+    HAS_FACTOR_TILE: all factors of an fp8_block128 row come with one load, which takes fewer
+    registers. Loads of single factors are repeated by every thread that needs one.
     """
     latent = ()
     factors = ()
     PIECES: tl.constexpr = ROW.PIECES
+    AT_ONCE: tl.constexpr = HAS_FACTOR_TILE and ROW.FORMAT == "fp8_block128" and ROW.IS_ALIGNED
+    if AT_ONCE:
+        block_factors = _load_block_factors(rows, is_read, ROW)
+        column = tl.arange(0, block_factors.shape[1])[None, :]
     for piece in tl.static_range(PIECES):
         latent += (load_latent(rows, scales, is_read, piece, ROW),)
-        if ROW.FORMAT == "fp8_block128":
+        if AT_ONCE:
+            factors += (tl.sum(tl.where(column == piece, block_factors, 0.0), 1),)
+        elif ROW.FORMAT == "fp8_block128":
             factors += (load_factor(rows, scales, is_read, piece, ROW),)
     if ROW.FORMAT == "fp8_token":
         factors = (load_factor(rows, scales, is_read, 0, ROW),)

@@ -15,7 +15,7 @@ from torch import Tensor
 from mlakit.arguments import SparseArguments, filled
 from mlakit.cache import CacheLayer
 from mlakit.formats import SMALLEST_SCALE
-from mlakit.kernels.triton.configs import pick_sparse_config, pick_sparse_splits
+from mlakit.kernels.triton.configs import RowTiles, pick_sparse_config, pick_sparse_splits
 from mlakit.kernels.triton.launch import launch, target
 from mlakit.kernels.triton.rows import (
     PLAIN,
@@ -42,13 +42,14 @@ def sparse_mla(a: SparseArguments, out: Tensor, lse: Tensor, max_logits: Tensor)
         lists.append((a.extra, filled(a.extra_rows), a.extra_topk_lens))
     types = [_types(q, each) for each, _, _ in lists]
     # both caches share the accumulators, so they share the narrower column tiles
-    tiles = min((row_tiles(each) for each, _, _ in lists), key=lambda tiles: tiles.width)
+    tiles = min((_row_tiles(each) for each, _, _ in lists), key=lambda tiles: tiles.width)
     device = target(q.device)
     config = pick_sparse_config(
         tiles,
         heads=heads,
         itemsize=max(each.latent.itemsize for each in types),
         is_fp8=any(each.payload.dtype not in PLAIN for each, _, _ in lists),
+        has_extra=a.extra is not None,
         arch=device.arch,
         shared_bytes=device.shared_bytes,
     )
@@ -91,6 +92,7 @@ def sparse_mla(a: SparseArguments, out: Tensor, lse: Tensor, max_logits: Tensor)
         PAGE=_constant_page(lists[0][0]),
         EXTRA_PAGE=_constant_page(lists[-1][0]),
         IS_NEGATIVE=softmax_scale < 0,
+        IS_UNCHAINED=config.is_unchained,
         BH=config.block_h,
         BN=config.block_n,
         num_warps=config.num_warps,
@@ -108,6 +110,12 @@ def _types(q: Tensor, layer: CacheLayer) -> ComputeTypes:
     return compute_types(q, q, layer)
 
 
+def _row_tiles(layer: CacheLayer) -> RowTiles:
+    """FP8 in pieces of 128 columns: in one piece of 512 a warp converts one row after the other,
+    which takes 1.7 times as long."""
+    return row_tiles(layer) if layer.payload.dtype in PLAIN else row_tiles(layer, widest=128)
+
+
 _NO_LIST = (*(None,) * 5, 1.0, *(0,) * 10)  # as `_list_arguments`, of no list
 
 
@@ -122,14 +130,26 @@ def _list_arguments(layer: CacheLayer, rows: Tensor, lens: Tensor | None) -> tup
         lens,
         1.0 if is_on_device else float(scale),
         layer.num_slots,
-        layer.page_size,
+        1 if _pages_adjoin(layer) else layer.page_size,
         rows.shape[1],
-        *payload.stride()[:2],
-        *((0, 0) if scales is None else scales.stride()[:2]),
+        *_page_strides(layer, payload),
+        *((0, 0) if scales is None else _page_strides(layer, scales)),
         *rows.stride(),
         0 if lens is None else lens.stride(0),
     )
 
 
+def _pages_adjoin(layer: CacheLayer) -> bool:
+    """Is row `slot` at slot · stride? Then a kernel addresses the cache as pages of one row."""
+    pools = [each for each in (layer.payload, layer.scales) if each is not None]
+    return all(each.stride(0) == layer.page_size * each.stride(1) for each in pools)
+
+
+def _page_strides(layer: CacheLayer, pool: Tensor) -> tuple[int, ...]:
+    return (pool.stride(1),) * 2 if _pages_adjoin(layer) else pool.stride()[:2]
+
+
 def _constant_page(layer: CacheLayer) -> int:
+    if _pages_adjoin(layer):
+        return 1
     return layer.page_size if layer.page_size in USUAL_PAGES else 0

@@ -3,8 +3,9 @@
 Maths      s = q·row · softmax_scale over the token's valid slots;  out = softmax(s) @ row
 Valid      slot < topk_len and 0 ≤ row id < num_rows; no address is computed from an invalid slot
 Work       one program per (token, head tile, split of the token's lists); `sparse_merge` combines
-           the splits
-Memory     a tile of rows is gathered once per head tile and serves as K and as V
+           the splits. Invalid entries at the end of a list, its usual padding, have no tile
+Memory     a tile of rows is gathered once per head tile and serves as K and as V; slots are loaded
+           one tile ahead
 Limits     2**31 rows in a cache; widths are padded to powers of two
 Lineage    own design; ideas: FlashMLA's token-wise sparse attention and its second ("extra") cache.
            Ours takes any head count, page size and cache format, and mixes formats in one call
@@ -37,10 +38,12 @@ VARYING = [
         for prefix in ("", "extra_")
         for name in (
             "tensor_scale", "num_slots", "page_size", "topk", "stride_rows_token",
-            "stride_rows_entry", "stride_lens",
+            "stride_lens",
         )
     ),
 ]  # fmt: skip
+
+SCANNED_ENTRIES = tl.constexpr(1024)  # of a list, at the same time
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -69,6 +72,7 @@ def sparse_mla_kernel(
     PAGE: tl.constexpr,  # page_size, or 0 if it is not a constant
     EXTRA_PAGE: tl.constexpr,
     IS_NEGATIVE: tl.constexpr,
+    IS_UNCHAINED: tl.constexpr,
     BH: tl.constexpr,
     BN: tl.constexpr,
 ):  # fmt: skip
@@ -80,11 +84,17 @@ def sparse_mla_kernel(
     token = (program // head_tiles // num_splits).to(tl.int64)
 
     # the tiles of both lists, one list after the other, in splits of equal length
+    rows += token * stride_rows_token
     length = _list_length(lens, token, topk, stride_lens)
+    length = _without_invalid_end(rows, length, stride_rows_entry, num_slots)
     tiles = tl.cdiv(length, BN)
     all_tiles = tiles
     if HAS_EXTRA:
+        extra_rows += token * extra_stride_rows_token
         extra_length = _list_length(extra_lens, token, extra_topk, extra_stride_lens)
+        extra_length = _without_invalid_end(
+            extra_rows, extra_length, extra_stride_rows_entry, extra_num_slots
+        )
         all_tiles += tl.cdiv(extra_length, BN)
     split_tiles = tl.cdiv(all_tiles, num_splits)
     first_tile = split * split_tiles
@@ -104,10 +114,10 @@ def sparse_mla_kernel(
     tensor_scale = _host_or_device(tensor_scale, device_scale)
     row_max, row_sum, acc = _attend_list(
         row_max, row_sum, acc, q_rows, is_head,
-        rows + token * stride_rows_token, length, first_tile, tl.minimum(last_tile, tiles),
+        rows, length, first_tile, tl.minimum(last_tile, tiles),
         payload, scales, scale_log2 * tensor_scale, num_slots, page_size,
         (stride_page, stride_row, stride_scales_page, stride_scales_row, stride_rows_entry),
-        ROW, PAGE, IS_NEGATIVE, BN,
+        ROW, PAGE, IS_NEGATIVE, IS_UNCHAINED, BN,
     )  # fmt: skip
     acc_scale, rope_scale = _acc_scales(tensor_scale, ROW)
     if HAS_EXTRA:
@@ -116,7 +126,7 @@ def sparse_mla_kernel(
         acc = _scale_acc(acc, acc_scale / extra_acc_scale, rope_scale / extra_rope_scale, ROW)
         row_max, row_sum, acc = _attend_list(
             row_max, row_sum, acc, q_rows, is_head,
-            extra_rows + token * extra_stride_rows_token, extra_length,
+            extra_rows, extra_length,
             tl.maximum(first_tile - tiles, 0), last_tile - tiles,
             extra_payload, extra_scales, scale_log2 * extra_tensor_scale, extra_num_slots,
             extra_page_size,
@@ -124,7 +134,7 @@ def sparse_mla_kernel(
                 extra_stride_page, extra_stride_row, extra_stride_scales_page,
                 extra_stride_scales_row, extra_stride_rows_entry,
             ),
-            EXTRA_ROW, EXTRA_PAGE, IS_NEGATIVE, BN,
+            EXTRA_ROW, EXTRA_PAGE, IS_NEGATIVE, IS_UNCHAINED, BN,
         )  # fmt: skip
         acc_scale = extra_acc_scale
         rope_scale = extra_rope_scale
@@ -189,6 +199,20 @@ def _list_length(lens, token, topk, stride_lens):
 
 
 @triton.jit
+def _without_invalid_end(entries, length, stride_entry, num_slots):
+    """The length of a list without the invalid entries at its end: usual padding of short lists."""
+    end = length
+    last = 0
+    while (last == 0) & (end > 0):
+        entry = end - SCANNED_ENTRIES + tl.arange(0, SCANNED_ENTRIES)
+        slot = tl.load(entries + entry.to(tl.int64) * stride_entry, mask=entry >= 0, other=-1)
+        is_valid = (slot >= 0) & (slot < num_slots)
+        last = tl.max(tl.where(is_valid, entry + 1, 0), 0)
+        end -= SCANNED_ENTRIES
+    return last
+
+
+@triton.jit
 def _attend_list(
     row_max, row_sum,
     acc,  # of the pieces that hold values, then of rotated columns if they hold values
@@ -196,7 +220,8 @@ def _attend_list(
     entries, length,  # the token's list
     first_tile, last_tile,
     payload, scales, scale_log2, num_slots, page_size, strides,
-    ROW: tl.constexpr, PAGE: tl.constexpr, IS_NEGATIVE: tl.constexpr, BN: tl.constexpr,
+    ROW: tl.constexpr, PAGE: tl.constexpr, IS_NEGATIVE: tl.constexpr,
+    IS_UNCHAINED: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """The online softmax (row_max, row_sum, acc) of a token's heads after some tiles of a list."""
     stride_page, stride_row, stride_scales_page, stride_scales_row, stride_entry = strides
@@ -206,29 +231,46 @@ def _attend_list(
         q_rope = load_query(
             q_rows, is_head, ROW.D_C, ROW.ROPE_WIDTH, ROW.D_C + ROW.D_R, ROW.ROPE_DTYPE, ROW.HAS_FP8
         )
-    for tile in range(first_tile, last_tile):
-        entry = tile * BN + tl.arange(0, BN)
-        at = entries + entry.to(tl.int64) * stride_entry
-        slot = tl.load(at, mask=entry < length, other=-1)
-        is_valid = (slot >= 0) & (slot < num_slots)
-        slot = tl.where(is_valid, slot, 0).to(tl.int32)
-        page, in_page = _split_slot(slot, page_size, PAGE)
+    slot = _load_slots(entries, first_tile, length, stride_entry, num_slots, BN)
+    for tile in tl.range(first_tile, last_tile, disable_licm=IS_UNCHAINED):
+        is_valid = slot >= 0
+        page, in_page = _split_slot(tl.maximum(slot, 0), page_size, PAGE)
         rows = payload + (page * stride_page + in_page * stride_row)
         scales_at = None
         if scales is not None:
             scales_at = scales + (page * stride_scales_page + in_page * stride_scales_row)
-        latent, rope, factors = load_row_tile(rows, scales_at, is_valid, ROW)
-        scores = score_keys(q, q_rope, latent, rope, factors, ROW)
+        # looked up one tile ahead: its row loads then wait for no other load
+        slot = _load_slots(entries, tile + 1, length, stride_entry, num_slots, BN)
+        latent, rope, factors = load_row_tile(rows, scales_at, is_valid, ROW, True)
+        if IS_UNCHAINED:
+            scores = score_keys(q, q_rope, latent, rope, factors, ROW, scale_log2)
+        else:
+            scores = score_keys(q, q_rope, latent, rope, factors, ROW)
         if IS_NEGATIVE:
             scores = -scores
         scores = tl.where(is_valid[None, :], scores, -float("inf"))
-        probs, rescale, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale_log2)
+        if IS_UNCHAINED:
+            # The branch hides from the compiler that P feeds another dot. Otherwise each of the two
+            # warpgroups gets all 64 rows of the scores, and the scores are computed twice.
+            probs, rescale = scores, row_max
+            if length > 0:  # always true inside this loop
+                probs, rescale, row_max, row_sum = softmax_step(scores, row_max, row_sum, 1.0)
+        else:
+            probs, rescale, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale_log2)
         new_acc = accumulate_pv(acc, probs, rescale, latent, factors, ROW)
         if ROW.V_WIDTH > ROW.D_C:
             acc_rope = accumulate_rope_pv(acc[ROW.VALUE_PIECES], probs, rescale, rope, factors, ROW)
             new_acc += (acc_rope,)
         acc = new_acc
     return row_max, row_sum, acc
+
+
+@triton.jit
+def _load_slots(entries, tile, length, stride_entry, num_slots, BN: tl.constexpr):
+    """int32 [BN]: the slots of a tile of a list, −1 where invalid."""
+    entry = tile * BN + tl.arange(0, BN)
+    slot = tl.load(entries + entry.to(tl.int64) * stride_entry, mask=entry < length, other=-1)
+    return tl.where((slot >= 0) & (slot < num_slots), slot, -1).to(tl.int32)
 
 
 @triton.jit
