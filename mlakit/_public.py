@@ -15,6 +15,7 @@ from mlakit.masks import CAUSAL, NULL, Mask
 from mlakit.ops import (
     ExtraRows,
     indexer_logits,
+    indexer_select,
     indexer_topk,
     merge_states,
     mla_decode,
@@ -47,6 +48,7 @@ __all__ = [
     "UpProjection",
     "decode_branch",
     "indexer_logits",
+    "indexer_select",
     "indexer_topk",
     "merge_states",
     "mla_decode",

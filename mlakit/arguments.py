@@ -157,6 +157,7 @@ class LogitsArguments(NamedTuple):
     q_starts: Tensor | None  # [batch + 1]; filled in
     mask: Mask
     columns: int  # of the result
+    num_tokens: int  # of the call where q is a block of its queries; 0: q has all
     backend: str
 
 
@@ -168,6 +169,34 @@ class TopkArguments(NamedTuple):
     row_starts: Tensor | None  # [tokens]
     row_ends: Tensor | None  # [tokens]
     backend: str
+
+
+class SelectArguments(NamedTuple):
+    """Of `indexer_select`."""
+
+    q: Tensor  # [tokens, index_heads, D]
+    weights: Tensor  # [tokens, index_heads] float32
+    layer: CacheLayer
+    page_table: PageTable
+    kv_lens: Tensor  # [batch]
+    q_starts: Tensor | None  # [batch + 1]; filled in
+    mask: Mask
+    columns: int  # keys of the longest request, at most
+    k: int
+    max_score_bytes: int
+    backend: str
+
+
+class SelectBlockArguments(NamedTuple):
+    """Of the kernels of `indexer_select`, which select from the logits of one query block."""
+
+    logits: Tensor  # [block tokens, columns] float32
+    first_token: int  # of the block
+    page_table: PageTable
+    page_size: int
+    kv_lens: Tensor  # [batch] of the whole call
+    q_starts: Tensor  # [batch + 1] of the whole call
+    mask: Mask
 
 
 class MergeArguments(NamedTuple):

@@ -392,7 +392,7 @@ def check(
     launches: int | None = typer.Option(
         None,
         min=1,
-        help="Check this many launches of mla_decode, indexer_logits and sparse_mla instead, in "
+        help="Check this many launches of mla_decode, sparse_mla and the indexer ops instead, in "
         "few configurations that are compiled once. The oracle runs on the device: milliseconds "
         "per launch on a GPU.",
     ),

@@ -34,6 +34,7 @@ OPS = (
     "sparse_mla",
     "indexer_logits",
     "indexer_topk",
+    "indexer_select",
     "merge_states",
 )
 

@@ -3,6 +3,7 @@
 from mlakit.ops.decode import mla_decode
 from mlakit.ops.fp8 import quantize_fp8, scaled_mm_fp8
 from mlakit.ops.indexer import indexer_logits, indexer_topk
+from mlakit.ops.indexer_select import indexer_select
 from mlakit.ops.matmul import batched_matmul
 from mlakit.ops.merge import merge_states
 from mlakit.ops.norm_rope_quant import norm_rope_quant_append
@@ -13,6 +14,7 @@ __all__ = [
     "ExtraRows",
     "batched_matmul",
     "indexer_logits",
+    "indexer_select",
     "indexer_topk",
     "merge_states",
     "mla_decode",

@@ -68,7 +68,10 @@ def indexer_logits(
         kv_lens=kv_lens,
         q_starts=q_starts,
         mask=mask,
-        columns=_capacity(page_table, cache_layer) if max_kv_len is None else max_kv_len,
+        columns=table_capacity(LOGITS, page_table, cache_layer)
+        if max_kv_len is None
+        else max_kv_len,
+        num_tokens=0,
         backend=backend,
     )
     (logits,) = _logits(arguments, out)
@@ -101,8 +104,9 @@ def indexer_topk(
     return selected
 
 
-def _capacity(page_table: PageTable, layer: CacheLayer) -> int:
-    dims = Dims(LOGITS)
+def table_capacity(op: str, page_table: PageTable, layer: CacheLayer) -> int:
+    """The most tokens that a request of this page table can have."""
+    dims = Dims(op)
     if isinstance(page_table, tuple):
         return dims.match("page_table[1]", page_table[-1], "slots").shape[0]
     table = dims.match("page_table", page_table, "batch", "max_pages")
@@ -116,6 +120,16 @@ def _empty_logits(a: LogitsArguments) -> tuple[Tensor]:
 @op(LOGITS, fake=_empty_logits)
 def _logits(a: LogitsArguments, out: Tensor | None) -> tuple[Tensor]:
     dims = Dims(LOGITS)
+    a = check_scoring(dims, a)
+    out = check_result(dims, "out", out, "tokens", "columns", dtype=torch.float32)
+    dispatch.select(LOGITS, logits_problem(a.q, a.layer, a.page_table, a.mask), a.backend).launch(
+        a, out
+    )
+    return (out,)
+
+
+def check_scoring(dims: Dims, a: LogitsArguments) -> LogitsArguments:
+    """What is scored, checked and filled in; binds tokens and columns."""
     dims.bind("D", a.layer.codec.row.width, "the row width of the cache")
     dims.match("q", a.q, "tokens", "index_heads", "D", dtypes=(*FLOATS, E4M3))
     dims.rows_contiguous("q", a.q)
@@ -129,10 +143,7 @@ def _logits(a: LogitsArguments, out: Tensor | None) -> tuple[Tensor]:
         dims.lengths("kv_lens", a.kv_lens, columns, "max_kv_len")
         check_seen_rows(dims, a.page_table, a.layer, a.mask, starts, lengths)
     dims.bind("columns", columns, "max_kv_len")
-    out = check_result(dims, "out", out, "tokens", "columns", dtype=torch.float32)
-    problem = logits_problem(a.q, a.layer, a.page_table, a.mask)
-    dispatch.select(LOGITS, problem, a.backend).launch(a._replace(q_starts=starts), out)
-    return (out,)
+    return a._replace(q_starts=starts)
 
 
 def logits_problem(q: Tensor, layer: CacheLayer, page_table: PageTable, mask: Mask) -> Problem:

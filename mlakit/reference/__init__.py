@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from mlakit.reference.decode import mla_decode
 from mlakit.reference.fp8 import dequantize_fp8, quantize_fp8, scaled_mm_fp8
-from mlakit.reference.indexer import indexer_logits, indexer_topk
+from mlakit.reference.indexer import indexer_logits, indexer_select, indexer_topk
 from mlakit.reference.merge import merge_states
 from mlakit.reference.norm_rope_quant import (
     append_positions,
@@ -34,6 +34,7 @@ __all__ = [
     "append_positions",
     "dequantize_fp8",
     "indexer_logits",
+    "indexer_select",
     "indexer_topk",
     "merge_states",
     "mla_decode",

@@ -70,6 +70,35 @@ def indexer_topk(
     return selected
 
 
+@without_autocast
+def indexer_select(
+    q: Tensor,  # [tokens, index_heads, D]
+    weights: Tensor,  # [tokens, index_heads], with all scales folded in
+    keys: Sequence[Tensor],  # per request [kv_len, D], dequantised
+    slots: Sequence[Tensor],  # per request [kv_len]: the physical row of each token
+    q_lens: Sequence[int],
+    k: int,
+    *,
+    mask: Mask = CAUSAL,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """The physical rows of the k best visible keys of every query, int32 [tokens, k].
+
+        rows[t, i] = slots[request of t][topk(logits[t])[i]]
+
+    `indexer_topk` of `indexer_logits`: in the order of tokens, unused entries are -1.
+    """
+    logits = indexer_logits(q, weights, keys, q_lens, mask=mask, dtype=dtype)
+    rows = indexer_topk(logits, k)
+    token = 0
+    for own, q_len in zip(slots, q_lens, strict=True):
+        for row in rows[token : token + q_len]:
+            found = row >= 0
+            row[found] = own[row[found].long()].to(row)
+        token += q_len
+    return rows
+
+
 def _rank(logit: float) -> tuple[bool, float]:
     """Sort key, best first; `sorted` is stable, so ties keep their order."""
     return (False, 0.0) if isnan(logit) else (True, -logit)

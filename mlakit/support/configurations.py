@@ -14,6 +14,7 @@ from mlakit.workloads import (
     Case,
     DecodeCase,
     IndexerLogitsCase,
+    IndexerSelectCase,
     IndexerTopkCase,
     MergeCase,
     PrefillCase,
@@ -65,6 +66,12 @@ def _index_keys(**more: Any) -> IndexerLogitsCase:
     return IndexerLogitsCase(**{"heads": 64, "kv_lens": (130,), "q_lens": (2,), **row, **more})
 
 
+def _select(**more: Any) -> IndexerSelectCase:
+    row = {"kv_lora_rank": 128, "qk_rope_head_dim": 0, "page_size": 64, "format": "fp8_token"}
+    shape = {"heads": 64, "dtype": "e4m3", "kv_lens": (130,), "q_lens": (2,), "k": 2048}
+    return IndexerSelectCase(**{**row, **shape, **more})
+
+
 CONFIGURATIONS: dict[str, Case] = {
     **{f"append-{format}": _append(format) for format in FORMATS},
     "append-half-split-e4m3-q": _append("fp8_block128", rope="half", q_out="e4m3"),
@@ -93,11 +100,16 @@ CONFIGURATIONS: dict[str, Case] = {
     "sparse-extra": _sparse("bf16", 64, extra_format="fp8_block128", extra_topk=64, sink="finite"),
     "indexer-e4m3": _index_keys(format="fp8_token", dtype="e4m3"),
     "indexer-bf16": _index_keys(format="bf16"),
-    "topk-2048": IndexerTopkCase(num_columns=5000, k=2048, num_tokens=2),
-    "topk-16384": IndexerTopkCase(num_columns=16384, k=2048, num_tokens=200),
+    "topk-4096": IndexerTopkCase(num_columns=4096, k=2048, num_tokens=2),
+    "topk-8192": IndexerTopkCase(num_columns=9000, k=8192, num_tokens=2),
+    "topk-split": IndexerTopkCase(num_columns=16384, k=2048, num_tokens=2),
     "topk-long": IndexerTopkCase(num_columns=20000, k=2048, num_tokens=200),
     "topk-many": IndexerTopkCase(num_columns=20000, k=9000, num_tokens=200),
     "topk-64": IndexerTopkCase(num_columns=500, k=64, num_tokens=2),
+    "select-decode": _select(spare_columns=16384),
+    "select-prefill": _select(kv_lens=(200,), q_lens=(150,), block_tokens=140, spare_columns=6000),
+    "select-long": _select(kv_lens=(200,), q_lens=(150,), spare_columns=20000),
+    "select-short": _select(k=64, flat_table=True),
     "merge-2": MergeCase(num_parts=2, v_width=512, heads=16),
     "merge-8-fp32": MergeCase(num_parts=8, v_width=128, heads=16, dtype="fp32", sink="finite"),
     "sparse-odd-pages": _sparse(
@@ -287,7 +299,7 @@ EVERYWHERE = (
     "decode-h128-fp8_block128",
     "sparse-h128-fp8_block128",
     "indexer-e4m3",
-    "topk-2048",
+    "topk-split",
 )
 
 

@@ -23,9 +23,15 @@ ARCHITECTURES = {
     120: "RTX 50",
 }
 MODEL = MLAGeometry.preset("deepseek-v3")
-CACHED_OPS = ("norm_rope_quant_append", "mla_decode", "sparse_mla", "indexer_logits")
+CACHED_OPS = (
+    "norm_rope_quant_append",
+    "mla_decode",
+    "sparse_mla",
+    "indexer_logits",
+    "indexer_select",
+)
 HEADED_OPS = (*CACHED_OPS, "mla_prefill", "merge_states")
-MASKED_OPS = ("mla_prefill", "mla_decode", "indexer_logits")
+MASKED_OPS = ("mla_prefill", "mla_decode", "indexer_logits", "indexer_select")
 # every compute capability of CUDA 12 and 13; from 90 on there is arch-specific code (90a), from 100
 # on family-specific code (100f)
 CAPABILITIES = (

@@ -20,10 +20,12 @@ from mlakit.workloads.decode_launch import DecodeLaunch
 from mlakit.workloads.fp8 import QuantizeCase, ScaledMatmulCase
 from mlakit.workloads.indexer import IndexerLogitsCase, IndexerTopkCase
 from mlakit.workloads.indexer_launch import IndexerLaunch
+from mlakit.workloads.indexer_select import IndexerSelectCase
 from mlakit.workloads.matmul import BatchedMatmulCase
 from mlakit.workloads.merge import MergeCase
 from mlakit.workloads.norm_rope_quant import AppendCase
 from mlakit.workloads.prefill import PrefillCase
+from mlakit.workloads.select_launch import IndexerSelectLaunch, IndexerTopkLaunch
 from mlakit.workloads.sparse import SparseCase
 from mlakit.workloads.sparse_launch import SparseLaunch
 
@@ -34,6 +36,7 @@ CASES: tuple[type[Case], ...] = (
     SparseCase,
     IndexerLogitsCase,
     IndexerTopkCase,
+    IndexerSelectCase,
     MergeCase,
     QuantizeCase,
     ScaledMatmulCase,
@@ -49,7 +52,10 @@ __all__ = [
     "DecodeLaunch",
     "IndexerLaunch",
     "IndexerLogitsCase",
+    "IndexerSelectCase",
+    "IndexerSelectLaunch",
     "IndexerTopkCase",
+    "IndexerTopkLaunch",
     "MergeCase",
     "PrefillCase",
     "QuantizeCase",

@@ -18,6 +18,7 @@ from mlakit.workloads.case import Case
 from mlakit.workloads.decode import DecodeCase
 from mlakit.workloads.fp8 import QuantizeCase, ScaledMatmulCase
 from mlakit.workloads.indexer import IndexerLogitsCase, IndexerTopkCase
+from mlakit.workloads.indexer_select import IndexerSelectCase
 from mlakit.workloads.matmul import BatchedMatmulCase
 from mlakit.workloads.merge import MergeCase
 from mlakit.workloads.norm_rope_quant import AppendCase
@@ -280,6 +281,27 @@ def indexer_logits_case(draw: Draw, format: Format) -> IndexerLogitsCase:
     )
 
 
+def indexer_select_case(draw: Draw, format: Format) -> IndexerSelectCase:
+    shape = _cached(draw, format)
+    requests = _lengths(draw, shape["page_size"])
+    masked = _masked(draw)
+    may_split = masked["mask"] not in ("sliding_window_noncausal", "chunked")
+    return IndexerSelectCase(
+        **{**shape, "tensor_scale": 0.25 if format == "fp8" else 1.0, "power_of_two": True},
+        **requests,
+        **masked,
+        implicit_starts=_may_imply_starts(draw, requests),
+        heads=draw.integer(1, 20),
+        k=draw.choice((draw.integer(1, 12), draw.integer(1, 250))),
+        dtype=draw.choice((*PLAIN, "e4m3")),
+        flat_table=draw.flip(),
+        spare_columns=draw.integer(0, 9) if draw.flip() else None,
+        block_tokens=draw.choice((0, 1, 2, 5)) if may_split else 0,
+        specials=draw.choice((0.0, 0.0, 0.3)),
+        given_results=draw.flip(),
+    )
+
+
 def topk_case(draw: Draw) -> IndexerTopkCase:
     return IndexerTopkCase(
         seed=draw.integer(0, 2**31),
@@ -398,6 +420,7 @@ CACHED: dict[type[Case], Callable[[Draw, Format], Case]] = {
     DecodeCase: decode_case,
     SparseCase: sparse_case,
     IndexerLogitsCase: indexer_logits_case,
+    IndexerSelectCase: indexer_select_case,
 }
 UNCACHED: dict[type[Case], Callable[[Draw], Case]] = {
     PrefillCase: prefill_case,

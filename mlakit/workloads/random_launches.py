@@ -11,6 +11,7 @@ from mlakit.workloads.case import Case
 from mlakit.workloads.decode_launch import DecodeLaunch
 from mlakit.workloads.indexer_launch import IndexerLaunch
 from mlakit.workloads.random_cases import Draw
+from mlakit.workloads.select_launch import KINDS, IndexerSelectLaunch, IndexerTopkLaunch
 from mlakit.workloads.sparse_launch import SparseLaunch
 
 EDGES = (0, 1, 63, 64, 65)
@@ -250,9 +251,69 @@ def sparse_launch(draw: Draw, backend: str, device: str) -> SparseLaunch:
     )
 
 
-Launcher: TypeAlias = Callable[[Draw, str, str], DecodeLaunch | IndexerLaunch | SparseLaunch]
+# columns: rows in registers, rows that are narrowed down, rows that are read again and again
+TOPK_WIDTHS = (
+    (4096, 2048),
+    (16384, 2048),
+    (131072, 2048),
+    (20000, 512),
+    (9000, 8192),
+    (20000, 9000),
+)
+CPU_TOPK_WIDTHS = ((400, 40),)
+
+
+def topk_launch(draw: Draw, backend: str, device: str) -> IndexerTopkLaunch:
+    is_gpu = device != "cpu"
+    columns, k = draw.choice(TOPK_WIDTHS if is_gpu else CPU_TOPK_WIDTHS)
+    num_columns = draw.choice((columns, columns, draw.integer(columns // 8, columns)))
+    rows = min(draw.choice((1, 3, 16, 140, 600)), 2**22 // columns) if is_gpu else 5
+    return IndexerTopkLaunch(
+        seed=draw.integer(0, 2**31),
+        padded=draw.flip(),
+        calls=draw.choice((1, 1, 1, 3)),
+        num_tokens=rows,
+        num_columns=num_columns,
+        k=draw.choice((k, k, draw.integer(k // 2, k), 1)),
+        kind=draw.choice((KINDS[0], *KINDS)),
+        with_starts=draw.choice((False, False, True)),
+        with_ends=draw.choice((False, True)),
+    )
+
+
+def select_launch(draw: Draw, backend: str, device: str) -> IndexerSelectLaunch:
+    is_gpu = device != "cpu"
+    batch = draw.choice((1, 2, 3, 8) if is_gpu else CPU_BATCHES)
+    longest = 12_000 // batch if is_gpu else CPU_KEYS // batch
+    q_lens = tuple(draw.choice((1, 1, 2, 5, 0)) for _ in range(batch))
+    if draw.flip() or not any(q_lens):
+        q_lens = (1,) * batch
+    if batch == 1 and draw.flip():
+        q_lens = (draw.integer(1, 100 if is_gpu else 9),)
+    is_fp8 = draw.flip()
+    return IndexerSelectLaunch(
+        seed=draw.integer(0, 2**31),
+        calls=draw.choice((1, 1, 1, 3)),
+        kv_lens=tuple(_length(draw, longest) for _ in range(batch)),
+        q_lens=q_lens,
+        heads=draw.choice((64, 32)),
+        k=draw.choice((512, 2048, 16)),
+        format="fp8_token" if is_fp8 else "bf16",
+        dtype="e4m3" if is_fp8 else "bf16",
+        mask=draw.choice(("causal", "causal", "null")),
+        block_tokens=draw.choice((0, 0, 1, 3, 40)),
+        spare_pages=draw.choice((0, 0, 1000)) if is_gpu else 0,
+    )
+
+
+Launcher: TypeAlias = Callable[
+    [Draw, str, str],
+    DecodeLaunch | IndexerLaunch | SparseLaunch | IndexerSelectLaunch | IndexerTopkLaunch,
+]
 LAUNCHES: dict[str, Launcher] = {
     DecodeLaunch.op: decode_launch,
     IndexerLaunch.op: indexer_launch,
     SparseLaunch.op: sparse_launch,
+    IndexerTopkLaunch.op: topk_launch,
+    IndexerSelectLaunch.op: select_launch,
 }

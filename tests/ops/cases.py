@@ -342,6 +342,13 @@ def logits_call(format: str = "fp8_token", *, flat: bool = False, **options: Any
     return Call(ops.indexer_logits, {**arguments, **options})
 
 
+def select_call(format: str = "fp8_token", *, flat: bool = False, **options: Any) -> Call:
+    """Scores of two queries fit the limit: some blocks have queries of two requests."""
+    call = logits_call(format, flat=flat)
+    limit = {"k": 4, "max_kv_len": 10, "max_score_bytes": 2 * 12 * 4}
+    return Call(ops.indexer_select, {**call.arguments, **limit, **options})
+
+
 def topk_call(**options: Any) -> Call:
     generator = torch.Generator().manual_seed(9)
     logits = normal(generator, TOKENS, 11, dtype=F32)
@@ -421,6 +428,10 @@ CALLS: dict[str, Callable[[], Call]] = {
     "sparse-extra": sparse_extra,
     "logits": logits_call,
     "logits-flat-null-max": lambda: logits_call("bf16", flat=True, mask=masks.NULL, max_kv_len=10),
+    "select": select_call,
+    "select-flat-null-whole": lambda: select_call(
+        "bf16", flat=True, mask=masks.NULL, max_kv_len=None, max_score_bytes=2**20
+    ),
     "topk": topk_call,
     "topk-ranges": lambda: topk_call(
         row_starts=int32([0, 3, 0, 2, 11, 4, 5]), row_ends=int32([11, 4, 11, 9, 11, 4, 11])

@@ -20,6 +20,7 @@ ONE_EACH = (
     "sparse-extra",
     "logits",
     "topk-ranges",
+    "select",
     "merge",
     "quantize",
     "scaled-mm",

@@ -106,6 +106,7 @@ REPLAYS = [
     Replay("prefill", {"q_starts": (0, 0, 4, 4, 5, 7), "kv_starts": (0, 3, 9, 10, 14, 20)}),
     Replay("sparse-extra", {"topk_lens": (0, 7, 3, 1, 7, 7, 2)}),
     Replay("logits", {"kv_lens": (5, 2, 7, 1, 4), "q_starts": (0, 1, 3, 6, 7, 7)}),
+    Replay("select", {"kv_lens": (5, 2, 7, 1, 4), "q_starts": (0, 1, 3, 6, 7, 7)}),
     Replay("topk-ranges", {"row_ends": (1, 5, 11, 2, 11, 9, 6)}),
 ]
 

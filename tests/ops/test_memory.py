@@ -209,6 +209,17 @@ def test_scratch_stays_within_the_workspace(name):
     assert 0 < scratch.peak <= 1 << 20
 
 
+def test_scores_of_a_long_prompt_stay_within_the_limit():
+    """Beside the workspace of the kernels; all scores are 4 MB."""
+    call = long_logits(700, 1500)
+    call = Call(ops.indexer_select, {**call.arguments, "k": 16, "max_score_bytes": 1 << 18})
+    (out,) = call.empty_results()
+    with knobs.override(workspace_mib=1), modes_see_inside_ops(), Scratch() as scratch:
+        call.run(out=out)
+    assert scratch.largest <= 1 << 20
+    assert 1 << 18 < scratch.peak <= (1 << 18) + (1 << 20)
+
+
 def test_the_workspace_is_used_when_there_is_one():
     """Else the test above would pass for kernels that go row by row."""
     call = long_prefill(600, 600, 4, 128)
@@ -231,7 +242,11 @@ def nothing_is_read_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             patch.setattr(Tensor, read, refuse)
         for read in ("nonzero", "equal", "allclose"):
             patch.setattr(torch, read, refuse)
-        patch.setattr(dispatch, "select", lambda *_: SimpleNamespace(launch=lambda *_, **__: None))
+        nothing = SimpleNamespace(
+            launch=lambda *_, **__: None,
+            plan=lambda starts, lens, mask, blocks: [(starts, lens) for _ in blocks],
+        )
+        patch.setattr(dispatch, "select", lambda *_: nothing)
         yield
 
 

@@ -136,11 +136,12 @@ def test_a_gpu_problem_never_falls_to_the_cpu(name, monkeypatch):
 
     monkeypatch.setattr(dispatch, "select", note)
     call.run()
-    ((op, problem),) = asked
-    facts = {field: getattr(problem, field) for field in problem.__dataclass_fields__}
-    for arch in (80, 89, 90, 100, 120):
-        on_gpu = Problem(**{**facts, "device": "cuda", "arch": arch})
-        assert dispatch.explain(op, on_gpu)["cpu"] == "needs CPU tensors, got cuda"
-        with pytest.raises(UnsupportedError, match="cpu: needs CPU tensors, got cuda"):
-            select(op, on_gpu, "cpu")
-    assert dispatch.explain(op, problem)["cpu"] is None
+    assert call.function.__name__ in [op for op, _ in asked]
+    for op, problem in asked:  # an op may have a kernel of another op beside its own
+        facts = {field: getattr(problem, field) for field in problem.__dataclass_fields__}
+        for arch in (80, 89, 90, 100, 120):
+            on_gpu = Problem(**{**facts, "device": "cuda", "arch": arch})
+            assert dispatch.explain(op, on_gpu)["cpu"] == "needs CPU tensors, got cuda"
+            with pytest.raises(UnsupportedError, match="cpu: needs CPU tensors, got cuda"):
+                select(op, on_gpu, "cpu")
+        assert dispatch.explain(op, problem)["cpu"] is None

@@ -165,3 +165,15 @@ def test_topk_of_distinct_logits_is_torch_topk() -> None:
     logits = normal(6, 50, seed=1)
     expected = logits.topk(20).indices.sort(dim=1).values
     assert torch.equal(reference.indexer_topk(logits, 20).long(), expected)
+
+
+def test_selected_rows_are_those_of_the_best_tokens() -> None:
+    """Two requests, one of which has no query; the second's queries see four and five keys."""
+    q, weights = torch.ones(2, 1, 1), torch.tensor([[1.0], [-1.0]])
+    keys = [torch.full((3, 1), torch.nan), torch.tensor([[2.0], [7.0], [7.0], [1.0], [9.0]])]
+    slots = [torch.tensor([90, 91, 92]), torch.tensor([40, 13, 27, 8, 66])]
+    rows = reference.indexer_select(q, weights, keys, slots, (0, 2), 2)
+    assert rows.dtype == torch.int32
+    assert rows.tolist() == [[13, 27], [40, 8]]
+    more = reference.indexer_select(q, weights, keys, slots, (0, 2), 5)
+    assert more.tolist() == [[40, 13, 27, 8, -1], [40, 13, 27, 8, 66]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -30,6 +31,7 @@ from tests.ops.mutations.changes import (
     unmasked,
     with_a_split_left_out,
     with_a_stray_write,
+    with_ties_reversed,
     without,
 )
 
@@ -123,12 +125,18 @@ def with_one_element_off(a: dict[str, Any]) -> None:
         a["out"][-1, -1, -1] += 0.1
 
 
-def every_launch_is_right() -> None:
-    outcome = run(Settings(("mla_decode",), seed=0, launches=100, **ON_CPU))
+def every_launch_is_right(op: str = "mla_decode") -> None:
+    outcome = run(Settings((op,), seed=0, launches=100, **ON_CPU))
     if outcome.failure is None:
         return
     assert outcome.num_done == outcome.failure.launch + 1
     raise AssertionError(outcome.failure.error)
+
+
+def other_mutation(
+    op: str, name: str, before: Before = lambda a: {}, after: After = lambda a: None
+) -> Mutation:
+    return of_kernel(op, name, by_name(before, after), partial(every_launch_is_right, op))
 
 
 def mutation(name: str, before: Before = lambda a: {}, after: After = lambda a: None) -> Mutation:
@@ -148,6 +156,15 @@ MUTATIONS = [
     mutation("leaves a row unwritten", after=lambda a: a["out"][-1:].fill_(torch.nan)),
     mutation("adds to lse", after=lambda a: a["lse"].add_(1e-3)),
     mutation("writes to the cache", after=with_a_stray_write),
+    other_mutation("indexer_topk", "ignores row_ends", without("row_ends")),
+    other_mutation("indexer_topk", "prefers the later of equals", after=with_ties_reversed),
+    other_mutation("indexer_topk", "drops a column", after=lambda a: a["out"][:, -1:].fill_(-1)),
+    other_mutation(
+        "indexer_topk", "selects -inf", lambda a: {"logits": a["logits"].clamp_min(-1e38)}
+    ),
+    other_mutation("indexer_select", "takes a block for the first", lambda a: {"first_token": 0}),
+    other_mutation("indexer_select", "drops a row", after=lambda a: a["out"][:, -1:].fill_(-1)),
+    other_mutation("indexer_select", "sees few keys", lambda a: {"logits": a["logits"][:, :5]}),
 ]
 
 
@@ -296,7 +313,8 @@ def test_what_does_not_go_together_is_said(arguments, message):
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(4))
 def test_launches_pass_on_the_gpu(seed):
-    outcome = run(Settings(("mla_decode",), seed, device="cuda", minutes=None, launches=10))
+    ops = ("mla_decode", "indexer_topk", "indexer_select")
+    outcome = run(Settings(ops, seed, device="cuda", minutes=None, launches=30))
     assert outcome.failure is None, outcome.failure
     assert outcome.num_correct >= 10
 

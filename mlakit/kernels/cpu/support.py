@@ -16,6 +16,7 @@ def _spec(op: str, topic: str) -> KernelSpec:
 
 
 _DECODE_PLANNER = "mlakit.kernels.cpu.decode:plan_mla_decode"
+_QUERY_BLOCKS = "mlakit.kernels.cpu.indexer_select:plan_query_blocks"
 
 
 SPECS = (
@@ -28,5 +29,6 @@ SPECS = (
     _spec("sparse_mla", "sparse"),
     _spec("indexer_logits", "indexer"),
     _spec("indexer_topk", "indexer"),
+    replace(_spec("indexer_select", "indexer_select"), planner=_QUERY_BLOCKS),
     _spec("merge_states", "merge"),
 )

@@ -167,47 +167,57 @@ def power_of_two(n: int) -> int:
 
 
 TOPK_BLOCK = 16384  # columns whose ranks one program keeps in registers
+TOPK_WHOLE = 8192  # columns of a row that is not worth narrowing down
+TOPK_SPLIT = 4096  # columns of a split of a row, at least
+TOPK_PROGRAMS_PER_SM = 4
 
 
 @dataclass(frozen=True)
 class TopkConfig:
-    splits: int  # of a row, each of which is searched on its own first
-    block: int  # columns of a search
+    splits: int  # of a row, each of which is narrowed down on its own
+    block: int  # candidates of a buffer, or columns of a search
     method: str  # "whole", "narrow" or "reread", see `indexer_topk.py`
     max_programs: int  # of "narrow", where each has a buffer
+    step: int  # columns per iteration
+    sample: int  # columns that estimate the k-th best logit
+    num_warps: int
 
     @property
-    def step(self) -> int:
-        """Columns per iteration where columns are read once; limited by registers."""
-        return min(self.block // 2, 2048)
+    def options(self) -> dict[str, int]:
+        return {
+            "BLOCK": self.block,
+            "STEP": self.step,
+            "SAMPLE": self.sample,
+            "AT_ONCE": min(self.block // 2, 512 * self.num_warps),
+            "num_warps": self.num_warps,
+            "maxnreg": 128,  # without this limit the compiler may spill a word
+        }
 
-    @property
-    def num_warps(self) -> int:
-        """8 warps are 30 % faster than 16 on an H200: two programs then run on an SM. With splits
-        SMs are idle, and 16 warps make one program faster."""
-        if self.splits > 1:
-            return min(max(self.block // 1024, 4), 16)
-        return 4 if self.method == "whole" and self.block <= 4096 else 8
-
-    def programs(self, items: int) -> int:
-        """Programs for `items` splits; each program takes its items one after the other."""
-        return min(items, self.max_programs) if self.method == "narrow" else items
+    def programs(self, rows: int) -> int:
+        """Programs for `rows` rows; without splits, each takes its rows one after the other."""
+        if self.splits > 1 or self.method != "narrow":
+            return rows * self.splits
+        return min(rows, self.max_programs)
 
 
 def pick_topk_config(*, rows: int, columns: int, k: int, num_sms: int) -> TopkConfig:
     wanted = min(k, columns)
-    # a row is split while a split keeps at most half of its columns, while SMs are idle, and while
-    # one block holds what all splits of the row keep
-    kept = max(wanted, 512)
-    splits = max(min(num_sms // max(rows, 1), columns // (2 * kept), TOPK_BLOCK // kept), 1)
-    longest = max(-(-columns // splits), splits * wanted if splits > 1 else 0, 1)
-    if longest <= TOPK_BLOCK:
-        method, block = "whole", power_of_two(max(longest, 64))
-    elif 2 * wanted <= TOPK_BLOCK:
-        method, block = "narrow", max(power_of_two(2 * wanted), TOPK_BLOCK // 2)
-    else:
-        method, block = "reread", TOPK_BLOCK // 4
-    return TopkConfig(splits, block, method, max_programs=4 * num_sms)
+    if columns <= TOPK_WHOLE or (4 * wanted > columns and columns <= TOPK_BLOCK):
+        block = power_of_two(max(columns, 64))
+        return TopkConfig(1, block, "whole", 0, block, 0, num_warps=max(block // 1024, 1))
+    if 2 * wanted > TOPK_BLOCK:
+        return TopkConfig(1, 4096, "reread", 0, 4096, 0, 8)
+    block = min(max(2 * power_of_two(wanted + wanted // 4), 4096), TOPK_BLOCK)
+    splits = max(min(num_sms // max(rows, 1), columns // TOPK_SPLIT), 1)
+    return TopkConfig(
+        splits,
+        block,
+        "narrow",
+        max_programs=TOPK_PROGRAMS_PER_SM * num_sms,
+        step=2048,
+        sample=min(max(power_of_two(columns) // 16, 1024), 8192),
+        num_warps=max(block // 1024, 8),  # with 4 some registers are spilled
+    )
 
 
 MERGED_SPLITS = 8  # partials that a merge program reads at the same time

@@ -48,7 +48,7 @@ def indexer_logits(a: LogitsArguments, out: Tensor) -> None:
         heads=heads,
         padded_width=tiles.padded_width,
         itemsize=1 if is_fp8 else itemsize,
-        tokens=tokens,
+        tokens=a.num_tokens or tokens,
         batch=batch,
         columns=columns,
         arch=device.arch,

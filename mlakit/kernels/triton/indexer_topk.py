@@ -1,334 +1,383 @@
-"""The k best columns of every row of logits, portable Triton.
+"""The k best columns of every row of logits, portable Triton; `indexer_select` as physical rows.
 
-Maths      the k-th best rank is found bit by bit: count the ranks that are at least as large. The
-           search ends early where exactly k are
-Work       one program per split of a row; with "narrow" as many programs as run at once take splits
-           one after the other. A second launch merges the splits of a row
-Methods    whole: all ranks of a split stay in registers. narrow: long rows are narrowed down first,
-           candidates that beat the k best so far go to a buffer, and when it is full only its k
-           best stay. reread: the row is read again for every bit
+Maths      the k-th best rank is found by bisection: count the ranks above a floor, until exactly k
+           are or until all that are left are equal
+Work       one program per row, or per split of a row where rows are few; a second launch then
+           selects from the candidates of all splits
+Methods    whole: all ranks of a row stay in registers. narrow: a sample of the row gives a floor
+           that a few more than k logits are above; the candidates above it go to a buffer, and
+           wherever it is full only its k best stay. Where too few were above the floor, the row is
+           read again without one. reread: the row is read again for every step of the bisection
 Order      by column; among equal logits the lower columns win; NaN ranks above every number
-Memory     a buffer per program that runs at once, and k candidates per split of a row
+Memory     narrow: a buffer of 8 bytes per candidate for every program that runs at once
 Limits     none
-Lineage    own design; ideas: radix select
+Lineage    own design; ideas: radix select, sample select
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mlakit.arguments import TopkArguments
+from mlakit.arguments import SelectBlockArguments, TopkArguments
 from mlakit.kernels.triton.configs import pick_topk_config
 from mlakit.kernels.triton.launch import launch, target
+from mlakit.kernels.triton.primitives import mask_interval
+from mlakit.kernels.triton.topk_search import (
+    LOWEST,
+    append,
+    as_threshold,
+    below,
+    count_above,
+    load_logits,
+    load_ranks,
+    lowest_rank,
+    rank_logits,
+    sample_floor,
+    search,
+    search_again,
+    split_quads,
+    store_candidate,
+    take_best,
+)
 from mlakit.replay import workspace
-
-LOWEST = tl.constexpr(-(2**31))  # the rank of −inf, and of padding
 
 
 def indexer_topk(a: TopkArguments, out: Tensor) -> None:
-    logits = a.logits
+    bounds = (a.row_starts, a.row_ends)
+    strides = [0 if each is None else each.stride(0) for each in bounds]
+    rows = (*bounds, None, None, None, None, 0, 0, 0, *strides, 0, 0, 0, 0, 0)
+    options = {"PAGE": 0, "IS_CAUSAL": False, "IS_SLIDING": False, "IS_CHUNKED": False}
+    _select(a.logits, out, rows, options)
+
+
+def indexer_select(a: SelectBlockArguments, out: Tensor) -> None:
+    """Rows are query tokens: the kernel finds what each sees, and looks its columns up."""
+    starts, table = a.page_table if isinstance(a.page_table, tuple) else (None, a.page_table)
+    rows = (
+        *(None, None, a.q_starts, a.kv_lens, table, starts),
+        *(a.first_token, a.kv_lens.shape[0], a.mask.window),
+        *(0, 0, a.q_starts.stride(0), a.kv_lens.stride(0)),
+        *(table.stride() if starts is None else (0, table.stride(0))),
+        0 if starts is None else starts.stride(0),
+    )
+    options = {
+        "PAGE": a.page_size,
+        "IS_CAUSAL": a.mask.is_causal,
+        "IS_SLIDING": a.mask.kind.startswith("sliding_window"),
+        "IS_CHUNKED": a.mask.kind.startswith("chunked"),
+    }
+    _select(a.logits, out, rows, options)
+
+
+def _select(
+    logits: Tensor, out: Tensor, rows: tuple[Any, ...], row_options: dict[str, Any]
+) -> None:
     (tokens, columns), k = logits.shape, out.shape[1]
     if tokens == 0 or k == 0:
         return
     config = pick_topk_config(
         rows=tokens, columns=columns, k=k, num_sms=target(logits.device).num_sms
     )
-    options = {
-        "METHOD": config.method,
-        "BLOCK": config.block,
-        "STEP": config.step,
-        "num_warps": config.num_warps,
-        "maxnreg": 128,  # without this limit the compiler may spill a word
-    }
-
-    def int32(*shape: int) -> Tensor:
-        return workspace.scratch(shape, torch.int32, logits.device)
-
-    def buffers(programs: int) -> Tensor | None:
-        """Candidates: their ranks, then their columns."""
-        if config.method != "narrow":
-            return None
-        return int32(2, programs, config.block)
-
-    bounds = (a.row_starts, a.row_ends)
-    bound_strides = [0 if each is None else each.stride(0) for each in bounds]
-    splits = config.splits
-    found = int32(2, tokens, splits, k) if splits > 1 else None
-    counts = int32(tokens, splits) if splits > 1 else None
-    programs = config.programs(tokens * splits)
-    launch(
-        _select_kernel,
-        (programs,),
-        logits,
-        None,
-        *bounds,
-        buffers(programs),
-        found,
-        counts,
-        None if splits > 1 else out,
-        tokens,
-        columns,
-        k,
-        splits,
-        logits.stride(0),
-        *bound_strides,
-        out.stride(0),
-        **options,
+    splits, programs = config.splits, config.programs(tokens)
+    buffers = counts = None
+    if config.method == "narrow":
+        buffers = workspace.scratch((programs, 2, config.block), torch.int32, logits.device)
+    if splits > 1:
+        counts = workspace.scratch((tokens, splits + 1), torch.int32, logits.device)
+    arguments = (
+        *(logits, buffers, counts, out, tokens, columns, k, splits),
+        *(logits.stride(0), out.stride(0)),
+        *rows,
     )
-    if found is None:
-        return
-    programs = config.programs(tokens)
-    launch(
-        _select_kernel,
-        (programs,),
-        found,
-        counts,
-        None,
-        None,
-        buffers(programs),
-        None,
-        None,
-        out,
-        tokens,
-        splits * k,
-        k,
-        1,
-        found.stride(1),
-        0,
-        0,
-        out.stride(0),
-        **options,
-    )
+    options = {**config.options, **row_options}
+    if row_options["PAGE"]:  # looking rows up takes registers
+        options["STEP" if config.method == "whole" else "AT_ONCE"] //= 2
+    launch(_select_kernel, (programs,), *arguments, METHOD=config.method, **options)
+    if splits > 1:
+        options["num_warps"] = 16  # one program per row: most SMs are idle
+        launch(_select_kernel, (tokens,), *arguments, METHOD="merge", **options)
 
 
-@triton.jit(do_not_specialize=["tokens", "columns", "k", "splits", "stride_starts", "stride_ends"])
+VARYING = [
+    "tokens", "columns", "k", "splits", "first_token", "batch", "window", "stride_row_starts",
+    "stride_row_ends", "stride_q_starts", "stride_kv_lens", "stride_table_request",
+    "stride_table_entry", "stride_table_starts",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=VARYING)
 def _select_kernel(
-    source,  # [tokens, columns] float32 logits; or [2, tokens, splits, k] int32 candidates
-    source_counts,  # [tokens, splits] candidates; None: logits
+    logits,  # [tokens, columns] float32
+    buffers,  # [programs, 2, BLOCK] int32 candidates of METHOD narrow and merge
+    counts,  # [tokens, splits + 1]: candidates of each split, a row's floor; None: no splits
+    out,  # [tokens, k] int32: columns, or with q_starts physical rows
+    tokens, columns, k, splits,
+    stride_logits, stride_out,
     row_starts,  # [tokens] or None
     row_ends,  # [tokens] or None
-    buffers,  # [2, programs, BLOCK] int32 if METHOD is narrow, else None
-    found,  # [2, tokens, splits, k] int32 candidates; None: this is the last launch
-    counts,  # [tokens, splits]
-    out,  # [tokens, k] int32 columns; None: candidates are written
-    tokens,
-    columns,
-    k,
-    splits,
-    stride_source,
-    stride_starts,
-    stride_ends,
-    stride_out,
+    q_starts,  # [batch + 1]: rows are query tokens, from `first_token` on; or None
+    kv_lens,  # [batch]
+    table,  # [batch, max_pages] pages, or [n] slots with table_starts
+    table_starts,  # [batch + 1] or None
+    first_token, batch, window,
+    stride_row_starts, stride_row_ends, stride_q_starts, stride_kv_lens,
+    stride_table_request, stride_table_entry, stride_table_starts,
+    PAGE: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    IS_SLIDING: tl.constexpr,
+    IS_CHUNKED: tl.constexpr,
     METHOD: tl.constexpr,
-    BLOCK: tl.constexpr,  # columns of a search
-    STEP: tl.constexpr,  # columns per iteration where ranks are read once: narrowing down, storing
-):
-    for item in range(tl.program_id(0), tokens * splits, tl.num_programs(0)):
-        row = (item // splits).to(tl.int64)
-        row_source = source + row * stride_source
-        row_counts = None
-        if source_counts is not None:
-            row_counts = source_counts + row * (columns // k)
-        row_start, row_end = columns * 0, columns
+    BLOCK: tl.constexpr,  # candidates of a buffer, or columns whose ranks are in registers
+    STEP: tl.constexpr,  # columns per iteration
+    SAMPLE: tl.constexpr,  # columns
+    AT_ONCE: tl.constexpr,  # candidates stored per iteration
+):  # fmt: skip
+    IS_FLAT: tl.constexpr = table_starts is not None
+    IS_MERGED: tl.constexpr = METHOD == "merge"
+    items = tokens
+    if (counts is not None) and (not IS_MERGED):
+        items = tokens * splits
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        row = tl.zeros([], tl.int64) + item
+        if (counts is not None) and (not IS_MERGED):
+            row = row // splits
+        source = logits + row * stride_logits
+        first, last, origin = columns * 0, columns, columns * 0
         if row_starts is not None:
-            row_start = tl.maximum(tl.load(row_starts + row * stride_starts).to(tl.int32), 0)
+            first = tl.maximum(tl.load(row_starts + row * stride_row_starts).to(tl.int32), 0)
+            origin = first
         if row_ends is not None:
-            row_end = tl.minimum(tl.load(row_ends + row * stride_ends).to(tl.int32), columns)
-        width = tl.cdiv(tl.maximum(row_end - row_start, 0), splits)
-        first = row_start + (item % splits) * width
-        last = tl.minimum(first + width, row_end)
+            last = tl.load(row_ends + row * stride_row_ends).to(tl.int32)
+        entries = None
+        if q_starts is not None:
+            request = _find_request(first_token + row, q_starts, batch, stride_q_starts)
+            q_end = tl.load(q_starts + (request + 1) * stride_q_starts).to(tl.int32)
+            kv_len = tl.load(kv_lens + request * stride_kv_lens).to(tl.int32)
+            position = kv_len - q_end + first_token + row.to(tl.int32)
+            first, last = mask_interval(position, kv_len, window, IS_CAUSAL, IS_SLIDING, IS_CHUNKED)
+            entries = table + request * stride_table_request
+            if IS_FLAT:
+                first_entry = tl.load(table_starts + request * stride_table_starts).to(tl.int64)
+                entries += first_entry * stride_table_entry
+        last = tl.minimum(last, columns)
+        best = out + row * stride_out
 
-        slot = row * splits + item % splits
-        best = found + slot * k if out is None else out + row * stride_out
-        # offset from the ranks of candidates to their columns
-        offset = None if source_counts is None else columns.to(tl.int64) * tokens
-        best_offset = (splits * k).to(tl.int64) * tokens if out is None else None
         if METHOD == "narrow":
-            buffer = buffers + tl.program_id(0).to(tl.int64) * BLOCK
-            buffer_offset = tl.num_programs(0).to(tl.int64) * BLOCK
-            num_held = _narrow(
-                row_source, offset, row_counts, first, last, row_start, k, buffer, buffer_offset,
-                BLOCK, STEP,
-            )  # fmt: skip
-            floor, num_equal = _search(buffer, buffer_offset, None, 0, num_held, 0, k, True, BLOCK)
-            taken = _store_best(
-                buffer,
-                buffer_offset,
-                None,
-                0,
-                num_held,
-                0,
-                k,
-                floor,
-                num_equal,
-                best,
-                best_offset,
-                STEP,
-            )
-            tl.debug_barrier()  # before the next row reuses the buffer
+            buffer = buffers + tl.program_id(0).to(tl.int64) * (2 * BLOCK)
+            sampled = sample_floor(source, first, last, k, BLOCK // 2, SAMPLE)
+            if counts is None:
+                num_held, floor, is_done = k * 0, sampled, k < 0
+                while not is_done:
+                    num_held, floor = _narrow(
+                        source, first, last, origin, k, sampled, buffer, BLOCK, STEP
+                    )
+                    is_done = (num_held >= k) | (sampled == LOWEST)
+                    sampled = tl.full([], LOWEST, tl.int32)  # after an unlucky sample
+                _store_candidates(
+                    buffer, num_held, k, floor, best, entries, stride_table_entry, PAGE, IS_FLAT,
+                    BLOCK, STEP, AT_ONCE,
+                )  # fmt: skip
+            else:
+                split = item % splits
+                width = tl.cdiv(tl.maximum(last - first, 0), splits)
+                first += split * width
+                last = tl.minimum(first + width, last)
+                num_held, _ = _narrow(source, first, last, origin, k, sampled, buffer, BLOCK, STEP)
+                tl.store(counts + row * (splits + 1) + split, num_held)
+                tl.store(counts + row * (splits + 1) + splits, sampled)
+        elif IS_MERGED:
+            buffer = buffers + row * splits * (2 * BLOCK)
+            row_counts = counts + row * (splits + 1)
+            total = k * 0
+            for split in range(splits):
+                total += tl.load(row_counts + split)
+            sampled = tl.load(row_counts + splits)
+            is_enough = (total >= k) | (sampled == LOWEST)
+            if is_enough & (total <= BLOCK // 2):
+                _merge_splits(
+                    buffer, row_counts, splits, total, k, sampled, best, entries,
+                    stride_table_entry, PAGE, IS_FLAT, BLOCK, STEP,
+                )  # fmt: skip
+            else:  # an unlucky sample, or many equal logits
+                lowest = tl.full([], LOWEST, tl.int32)
+                num_held, floor = _narrow(
+                    source, first, last, origin, k, tl.where(is_enough, sampled, lowest), buffer,
+                    BLOCK, STEP,
+                )  # fmt: skip
+                _store_candidates(
+                    buffer, num_held, k, floor, best, entries, stride_table_entry, PAGE, IS_FLAT,
+                    BLOCK, STEP, AT_ONCE,
+                )  # fmt: skip
         else:
-            FITS: tl.constexpr = METHOD == "whole"
-            floor, num_equal = _search(
-                row_source, offset, row_counts, first, last, row_start, k, FITS, BLOCK
-            )
-            taken = _store_best(
-                row_source, offset, row_counts, first, last, row_start, k, floor, num_equal, best,
-                best_offset, STEP,
-            )  # fmt: skip
-        if out is None:
-            tl.store(counts + slot, taken)
-        else:
-            for start in range(taken, k, STEP):
-                index = start + tl.arange(0, STEP)
-                tl.store(best + index, -1, mask=index < k)
+            IN_REGISTERS: tl.constexpr = METHOD == "whole"
+            begin = first // 4 * 4
+            lowest = tl.full([], LOWEST, tl.int32)
+            taken = k * 0
+            if IN_REGISTERS:
+                ranks = rank_logits(load_logits(source, begin, first, last, BLOCK))
+                floor, num_equal = search(
+                    ranks, k, lowest_rank(ranks) - 1, count_above(ranks, LOWEST)
+                )
+            else:
+                floor, num_equal = search_again(source, None, first, last, k, lowest, BLOCK)
+            if IN_REGISTERS and STEP == BLOCK:
+                column = begin - origin + tl.arange(0, BLOCK)
+                taken, num_equal = _store_best(
+                    ranks, column, floor, num_equal, taken, best, entries, stride_table_entry, PAGE,
+                    IS_FLAT,
+                )  # fmt: skip
+            else:
+                for step in range(tl.cdiv(last - begin, STEP)):
+                    start = step * STEP + begin
+                    some = rank_logits(load_logits(source, start, first, last, STEP))
+                    column = start - origin + tl.arange(0, STEP)
+                    taken, num_equal = _store_best(
+                        some, column, floor, num_equal, taken, best, entries, stride_table_entry,
+                        PAGE, IS_FLAT,
+                    )  # fmt: skip
+            _fill(best, taken, k, STEP)
 
 
 @triton.jit
 def _narrow(
-    source, offset, counts, first, last, row_start, k, buffer, buffer_offset, BLOCK: tl.constexpr,
-    STEP: tl.constexpr,
+    source, first, last, origin, k, floor, buffer, BLOCK: tl.constexpr, STEP: tl.constexpr
 ):  # fmt: skip
-    """Fill the buffer with candidates, among them the k best of [first, last); returns how many."""
-    floor = tl.full([], LOWEST, tl.int32)
-    num_held = k * 0
-    for start in range(first, last, STEP):
-        rank, column = _load_ranked(source, offset, counts, start, last, row_start, k, STEP)
-        # the buffer always has room for a step beside the k best: each is at most half a block
-        if num_held > BLOCK - STEP:
-            tl.debug_barrier()  # appended candidates are visible
-            floor, num_equal = _search(buffer, buffer_offset, None, 0, num_held, 0, k, True, BLOCK)
-            num_held = _store_best(
-                buffer,
-                buffer_offset,
-                None,
-                0,
-                num_held,
-                0,
-                k,
-                floor,
-                num_equal,
-                buffer,
-                buffer_offset,
-                STEP,
-            )
-            tl.debug_barrier()
-        # columns ascend: a logit equal to the k-th best comes too late
-        num_held, _ = _append_best(rank, column, floor, k * 0, num_held, buffer, buffer_offset)
-    tl.debug_barrier()
-    return num_held
-
-
-@triton.jit
-def _search(
-    source, offset, counts, first, last, row_start, k, FITS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """(floor, num_equal): the k best are the ranks above the floor and the first `num_equal` equal
-    to it.
-
-    FITS  all ranks fit one block and stay in registers; otherwise they are read for every bit
+    """Fill the buffer with candidates that rank above `floor`, among them the k best of those in
+    [first, last). Returns (number of candidates, at most BLOCK // 2; a floor that none is below).
     """
-    ranks = None
-    if FITS:
-        ranks, _ = _load_ranked(source, offset, counts, first, last, row_start, k, BLOCK)
-    known = tl.full([], LOWEST, tl.int32)  # at least k ranks are as large
-    floor = known
-    above = _count_above(ranks, source, offset, counts, first, last, row_start, k, floor, BLOCK)
-    is_exact = above <= k
-    bit = tl.full([], 31, tl.int32)
-    while (bit >= 0) & (not is_exact):
-        bound = known + (tl.full([], 1, tl.int32) << bit)  # bit 31 makes the lowest number 0
-        reached = _count_above(
-            ranks, source, offset, counts, first, last, row_start, k, bound - 1, BLOCK
-        )
-        known = tl.where(reached >= k, bound, known)
-        is_exact = reached == k
-        floor = tl.where(is_exact, bound - 1, known)
-        bit -= 1
-    num_equal = k * 0
-    if not is_exact:
-        above = _count_above(ranks, source, offset, counts, first, last, row_start, k, floor, BLOCK)
-        num_equal = k - above
-    return floor, num_equal
+    num_held = k * 0
+    # whole steps of aligned columns: the compiler then loads 16 bytes at a time
+    begin = first // 4 * 4
+    steps = tl.where(last > first, tl.cdiv(last - begin, STEP), 0)
+    logits = load_logits(source, begin, first, last, STEP)
+    for step in range(steps + 1):
+        # room for a step beside the k best: each is at most half a block
+        if num_held > tl.where(step < steps, BLOCK - STEP, BLOCK // 2):
+            tl.debug_barrier()  # appended candidates are visible
+            floor, num_held = _keep_best(buffer, num_held, k, floor, BLOCK, STEP // 2)
+            tl.debug_barrier()
+        if step < steps:
+            start = step * STEP + begin
+            following = load_logits(source, start + STEP, first, last, STEP)  # while this waits
+            # columns ascend: a logit equal to the k-th best comes too late
+            num_held = append(logits, start - origin, as_threshold(floor), num_held, buffer, BLOCK)
+            logits = following
+    tl.debug_barrier()
+    return num_held, floor
 
 
 @triton.jit
-def _count_above(
-    ranks, source, offset, counts, first, last, row_start, k, floor, BLOCK: tl.constexpr
+def _merge_splits(
+    buffer, counts, splits, total, k, floor, best, entries, stride_entry, PAGE: tl.constexpr,
+    IS_FLAT: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    if ranks is not None:
-        return tl.sum((ranks > floor).to(tl.int32), 0)
-    else:  # noqa: RET505
-        above = k * 0
-        for start in range(first, last, BLOCK):
-            rank, _ = _load_ranked(source, offset, counts, start, last, row_start, k, BLOCK)
-            above += tl.sum((rank > floor).to(tl.int32), 0)
-        return above
+    """`_store_candidates` of all splits of a row, of which registers hold the ranks."""
+    index = tl.arange(0, BLOCK // 2)
+    split = index * 0
+    first = split  # index of the split's first candidate
+    end = total * 0
+    for each in range(splits):  # as if the candidates of all splits were one list
+        end += tl.load(counts + each)
+        split += (index >= end).to(tl.int32)
+        first = tl.where(index >= end, end, first)
+    at = buffer + split.to(tl.int64) * (2 * BLOCK) + (index - first)
+    ranks = load_ranks(at, index < total)
+    column = tl.load(at + BLOCK, mask=index < total, other=0)
+    floor, num_equal = search(ranks, k, below(floor), total)
+    taken, num_equal = _store_best(
+        ranks, column, floor, num_equal, k * 0, best, entries, stride_entry, PAGE, IS_FLAT
+    )
+    _fill(best, taken, k, STEP)
+
+
+@triton.jit
+def _keep_best(buffer, num_held, k, floor, SIZE: tl.constexpr, STEP: tl.constexpr):
+    """Leave the k best of SIZE candidates, at most; returns (floor, number of candidates).
+
+    It is rare: short steps leave its registers to the loop that it interrupts.
+    """
+    floor, num_equal = search_again(None, buffer, k * 0, num_held, k, below(floor), STEP)
+    taken = k * 0
+    for start in range(0, num_held, STEP):
+        index = start + tl.arange(0, STEP)
+        bits = tl.load(buffer + index, mask=index < num_held, other=0)
+        column = tl.load(buffer + SIZE + index, mask=index < num_held, other=0)
+        ranks = load_ranks(buffer + index, index < num_held)
+        tl.debug_barrier()  # every thread has read what may be overwritten
+        places, taken, num_equal = take_best(ranks, floor, num_equal, taken)
+        logits, columns = split_quads(bits.to(tl.float32, bitcast=True)), split_quads(column)
+        for i in tl.static_range(4):
+            store_candidate(buffer + places[i][1], logits[i], columns[i], places[i][0], SIZE)
+    return floor, taken
+
+
+@triton.jit
+def _store_candidates(
+    buffer, num_held, k, floor, best, entries, stride_entry, PAGE: tl.constexpr,
+    IS_FLAT: tl.constexpr, SIZE: tl.constexpr, STEP: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Store the columns of the k best of SIZE // 2 candidates, at most, and −1 after them."""
+    index = tl.arange(0, SIZE // 2)
+    ranks = load_ranks(buffer + index, index < num_held)
+    floor, num_equal = search(ranks, k, below(floor), num_held)
+    taken = k * 0
+    if SIZE // 2 == AT_ONCE:
+        column = tl.load(buffer + SIZE + index, mask=index < num_held, other=0)
+        taken, num_equal = _store_best(
+            ranks, column, floor, num_equal, taken, best, entries, stride_entry, PAGE, IS_FLAT
+        )
+    else:
+        for start in range(0, num_held, AT_ONCE):
+            some = start + tl.arange(0, AT_ONCE)
+            taken, num_equal = _store_best(
+                load_ranks(buffer + some, some < num_held),
+                tl.load(buffer + SIZE + some, mask=some < num_held, other=0),
+                floor, num_equal, taken, best, entries, stride_entry, PAGE, IS_FLAT,
+            )  # fmt: skip
+    _fill(best, taken, k, STEP)
+    tl.debug_barrier()  # before the next row reuses the buffer
 
 
 @triton.jit
 def _store_best(
-    source, offset, counts, first, last, row_start, k, floor, num_equal, best, best_offset,
-    STEP: tl.constexpr,
+    ranks, column, floor, num_equal, taken, best, entries, stride_entry, PAGE: tl.constexpr,
+    IS_FLAT: tl.constexpr,
 ):  # fmt: skip
-    """Store the k best in their order; returns how many. `best` may be the source itself."""
-    taken = k * 0
-    for start in range(first, last, STEP):
-        rank, column = _load_ranked(source, offset, counts, start, last, row_start, k, STEP)
-        if offset is not None:
-            tl.debug_barrier()  # every thread has read what may be overwritten
-        taken, num_equal = _append_best(rank, column, floor, num_equal, taken, best, best_offset)
-    return taken
+    """Store the selected columns of a block after `taken` others; returns (taken, num_equal).
 
-
-@triton.jit
-def _append_best(rank, column, floor, num_equal, taken, best, best_offset):
-    """Store the selected ranks of a block after `taken` others; returns (taken, num_equal).
-
-    best_offset  from the ranks of candidates to their columns; None: only columns are stored
+    entries  of the page table, to store physical rows instead; or None
     """
-    is_better = rank > floor
-    is_equal = rank == floor
-    # both counts in one sum: a block has fewer than 2**15 columns
-    packed = is_better.to(tl.int32) + (is_equal.to(tl.int32) << 16)
-    before = tl.cumsum(packed, 0) - packed
-    equals_before = before >> 16
-    index = taken + (before & 0xFFFF) + tl.minimum(equals_before, num_equal)
-    is_taken = is_better | (is_equal & (equals_before < num_equal))
-    if best_offset is not None:
-        tl.store(best + index, rank, mask=is_taken)
-        tl.store(best + best_offset + index, column, mask=is_taken)
-    else:
-        tl.store(best + index, column, mask=is_taken)
-    counts = tl.sum(packed, 0)
-    equals_taken = tl.minimum(counts >> 16, num_equal)
-    return taken + (counts & 0xFFFF) + equals_taken, num_equal - equals_taken
+    places, taken, num_equal = take_best(ranks, floor, num_equal, taken)
+    columns = split_quads(column)
+    for i in tl.static_range(4):
+        found = columns[i]
+        if entries is not None:
+            entry = found if IS_FLAT else found // PAGE
+            at = entries + entry.to(tl.int64) * stride_entry
+            named = tl.load(at, mask=places[i][0], other=0)
+            found = (named if IS_FLAT else named * PAGE + found % PAGE).to(tl.int32)
+        tl.store(best + places[i][1], found, mask=places[i][0])
+    return taken, num_equal
 
 
 @triton.jit
-def _load_ranked(source, offset, counts, start, last, row_start, k, BLOCK: tl.constexpr):
-    """int32 (ranks, columns) [BLOCK] from index `start` on, of logits or, with `offset`, of
-    candidates."""
-    index = start + tl.arange(0, BLOCK)
-    exists = index < last
-    if offset is None:
-        logits = tl.load(source + index, mask=exists, other=-float("inf"))
-        return _rank(logits), index - row_start
-    else:  # noqa: RET505
-        if counts is not None:
-            count = tl.load(counts + index // k, mask=exists, other=0)
-            exists = index % k < count
-        rank = tl.load(source + index, mask=exists, other=LOWEST)
-        return rank, tl.load(source + offset + index, mask=exists, other=0)
+def _fill(best, taken, k, STEP: tl.constexpr):
+    for start in range(taken, k, STEP):
+        index = start + tl.arange(0, STEP)
+        tl.store(best + index, -1, mask=index < k)
 
 
 @triton.jit
-def _rank(logits):
-    """int32 ranks in the order of the logits: NaN highest, 0 and −0 equal, LOWEST for −inf only."""
-    bits = logits.to(tl.int32, bitcast=True)
-    bits = tl.where(logits == 0.0, 0, bits)
-    bits = tl.where(logits != logits, 0x7FFFFFFF, bits)
-    rank = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # negative numbers descend with their magnitude
-    return tl.where(logits == -float("inf"), LOWEST, rank)
+def _find_request(token, q_starts, batch, stride_q_starts):
+    """The request of a query token, int64: the last one that starts at or before it."""
+    low, high = tl.zeros([], tl.int64), tl.zeros([], tl.int64) + batch
+    while high - low > 1:
+        middle = (low + high) // 2
+        start = tl.load(q_starts + middle * stride_q_starts).to(tl.int64)
+        low, high = tl.where(start <= token, middle, low), tl.where(start <= token, high, middle)
+    return low

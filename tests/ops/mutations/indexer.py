@@ -1,8 +1,11 @@
-"""Mutations of `indexer_logits` and `indexer_topk`."""
+"""Mutations of `indexer_logits`, `indexer_topk` and `indexer_select`."""
 
 from __future__ import annotations
 
-from mlakit.workloads import IndexerLogitsCase, IndexerTopkCase
+import torch
+
+from mlakit.workloads import IndexerLogitsCase, IndexerSelectCase, IndexerTopkCase
+from tests.kernel_launchers import Arguments
 from tests.ops.mutations.changes import (
     keyless,
     loosened,
@@ -13,6 +16,19 @@ from tests.ops.mutations.changes import (
     without,
 )
 from tests.ops.mutations.checks import kernel, line
+
+
+def reversed_(logits: torch.Tensor) -> torch.Tensor:
+    return torch.where(logits == -torch.inf, logits, -logits)
+
+
+def give_columns(a: Arguments) -> None:
+    columns = a["logits"].sort(dim=1, descending=True, stable=True)
+    found = columns.values[:, : a["out"].shape[1]] != -torch.inf
+    chosen = torch.where(found, columns.indices[:, : a["out"].shape[1]], a["logits"].shape[1])
+    chosen = chosen.sort(dim=1).values
+    a["out"][:, : chosen.shape[1]] = torch.where(chosen < a["logits"].shape[1], chosen, -1).int()
+
 
 MUTATIONS = [
     kernel(IndexerLogitsCase, "drops the last key", keyless),
@@ -45,4 +61,23 @@ MUTATIONS = [
         "row_ends[block, None] - 1, -",
     ),
     line(IndexerTopkCase, "indexer", "worst first", "descending=True", "descending=False"),
+    kernel(IndexerSelectCase, "selects the worst", lambda a: {"logits": reversed_(a["logits"])}),
+    kernel(IndexerSelectCase, "takes every block for the first", lambda a: {"first_token": 0}),
+    kernel(IndexerSelectCase, "gives columns", after=lambda a: give_columns(a)),
+    kernel(IndexerSelectCase, "drops the last row", after=lambda a: a["out"][:, -1:].fill_(-1)),
+    line(IndexerSelectCase, "indexer_select", "ignores the queries after a block", "- after)", ")"),
+    line(
+        IndexerSelectCase,
+        "indexer_select",
+        "takes a block's end for its start",
+        "block.start)",
+        "block.stop)",
+    ),
+    line(
+        IndexerSelectCase,
+        "indexer_select",
+        "row of the next token",
+        "out[found].long())",
+        "out[found].long() + 1)",
+    ),
 ]

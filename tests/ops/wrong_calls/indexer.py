@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mlakit import masks
 from tests.ops.cases import int32
 from tests.ops.wrong_calls.spoiling import WrongCalls, changed, columns_first
 
@@ -42,6 +43,35 @@ WRONG: WrongCalls = {
             lambda a: {"q_starts": None},
             "ValueError: q_starts must be given for 7 query tokens of 5 requests, got None",
         ),
+    ],
+    "select": [
+        (lambda a: {"k": 0}, "ValueError: k must be at least 1, got 0"),
+        (
+            lambda a: {"max_score_bytes": 47},
+            "ValueError: max_score_bytes must hold the scores of one query, 48 bytes, got 47",
+        ),
+        (
+            lambda a: {"max_score_bytes": 0},
+            "ValueError: max_score_bytes must be at least 1, got 0",
+        ),
+        (
+            lambda a: {"mask": masks.chunked(3)},
+            "ValueError: max_score_bytes must hold all scores with the mask chunked, 336 bytes, "
+            "got 96",
+        ),
+        (
+            lambda a: {"max_kv_len": 8},
+            "ValueError: kv_lens[2] must not exceed max_kv_len, 8, got 9",
+        ),
+        (
+            lambda a: {"weights": a["weights"][:3]},
+            "ValueError: weights.shape[0] (tokens) must equal q.shape[0], 7, got 3",
+        ),
+        (
+            lambda a: {"out": a["out"][:, :3]},
+            "ValueError: out.shape[1] (k) must equal k, 4, got 3",
+        ),
+        (lambda a: {"cache": None}, "TypeError: cache must be a PagedLatentCache, got NoneType"),
     ],
     "topk": [
         (lambda a: {"k": 0}, "ValueError: k must be at least 1, got 0"),

@@ -58,8 +58,10 @@ def indexer_logits(a: LogitsArguments, out: Tensor) -> None:
     (tokens, heads, _), columns, batch = q.shape, out.shape[1], kv_lens.shape[0]
     if tokens == 0 or columns == 0:
         return  # nothing to write, and no tile for TMA to load
-    is_single = is_single_block(tokens=tokens, batch=batch)
-    config = pick_config(heads=heads, tokens=tokens, batch=batch)
+    # every block of a call's queries gets the configuration of the whole, and so the same bits
+    whole = a.num_tokens or tokens
+    is_single = is_single_block(tokens=whole, batch=batch)
+    config = pick_config(heads=heads, tokens=whole, batch=batch)
     keys, page_rows = _key_rows(layer.payload)
     scales, page_scales = _scale_words(layer)
     launch(

@@ -1,0 +1,83 @@
+"""Blocks of query tokens for `indexer_select`, portable Triton; `indexer_topk` has its selection.
+
+Work       one program per block and run of requests
+Lineage    own design
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mlakit.kernels.triton.configs import power_of_two
+from mlakit.kernels.triton.indexer_topk import indexer_select
+from mlakit.kernels.triton.launch import launch
+from mlakit.masks import Mask
+from mlakit.replay import workspace
+
+__all__ = ["indexer_select", "plan_query_blocks"]
+
+BATCH_BLOCK = 1024
+
+
+def plan_query_blocks(
+    q_starts: Tensor, kv_lens: Tensor, mask: Mask, blocks: Sequence[range]
+) -> list[tuple[Tensor, Tensor]]:
+    """(q_starts, kv_lens) of each block of query tokens, as if no other queries existed."""
+    batch = kv_lens.shape[0]
+    starts = workspace.scratch((len(blocks), batch + 1), torch.int32, kv_lens.device)
+    lens = workspace.scratch((len(blocks), batch), torch.int32, kv_lens.device)
+    block = min(power_of_two(batch + 1), BATCH_BLOCK)
+    launch(
+        _query_blocks_kernel,
+        (len(blocks), triton.cdiv(batch + 1, block)),
+        q_starts,
+        kv_lens,
+        starts,
+        lens,
+        batch,
+        len(blocks[0]),
+        blocks[-1].stop,
+        q_starts.stride(0),
+        kv_lens.stride(0),
+        IS_CAUSAL=mask.is_causal,
+        BLOCK=block,
+        num_warps=4,
+    )
+    return [(starts[i], lens[i]) for i in range(len(blocks))]
+
+
+@triton.jit(do_not_specialize=["batch", "size", "tokens", "stride_q_starts", "stride_kv_lens"])
+def _query_blocks_kernel(
+    q_starts,  # [batch + 1]
+    kv_lens,  # [batch]
+    block_starts,  # [blocks, batch + 1] int32
+    block_lens,  # [blocks, batch] int32
+    batch,
+    size,  # tokens of a block
+    tokens,
+    stride_q_starts,
+    stride_kv_lens,
+    IS_CAUSAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    first = tl.program_id(0) * size
+    last = tl.minimum(first + size, tokens)
+    request = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    start = tl.load(q_starts + request * stride_q_starts, mask=request <= batch, other=0)
+    start = start.to(tl.int32)
+    clipped = tl.minimum(tl.maximum(start - first, 0), last - first)
+    row = tl.program_id(0).to(tl.int64)
+    tl.store(block_starts + row * (batch + 1) + request, clipped, mask=request <= batch)
+    exists = request < batch
+    kv_len = tl.load(kv_lens + request * stride_kv_lens, mask=exists, other=0).to(tl.int32)
+    if IS_CAUSAL:  # the keys of later queries are invisible
+        end = tl.load(q_starts + (request + 1) * stride_q_starts, mask=exists, other=0)
+        end = end.to(tl.int32)
+        after = tl.minimum(tl.maximum(end - last, 0), end - start)
+        kv_len = tl.maximum(kv_len - after, 0)
+    tl.store(block_lens + row * batch + request, kv_len, mask=exists)

@@ -1,0 +1,59 @@
+"""`indexer_select` is `indexer_topk` of `indexer_logits`, looked up: bit for bit, in any blocks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mlakit import masks, ops
+from mlakit.cache import physical_rows
+from mlakit.testing import assert_same_bits
+from tests.ops.cases import KV_LENS, TOKENS, Call, select_call
+
+ROW_BYTES = 4 * 12  # of the scores of 9 columns, padded to 12
+
+
+def in_steps(call: Call, backend: str) -> torch.Tensor:
+    arguments = dict(call.arguments)
+    k = arguments.pop("k")
+    del arguments["max_score_bytes"]
+    logits = ops.indexer_logits(**arguments, backend=backend)
+    chosen = ops.indexer_topk(logits, k, backend=backend)
+    table, starts = arguments["page_table"], arguments["q_starts"]
+    return physical_rows(chosen, table, arguments["cache"].page_size, starts)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(
+    "mask", [masks.CAUSAL, masks.NULL, masks.sliding_window_causal(3)], ids=str
+)
+@pytest.mark.parametrize("queries", [1, 2, 3, TOKENS - 1, TOKENS])
+def test_blocks_change_no_bit(queries, mask, place):
+    call = select_call(mask=mask, max_kv_len=9, max_score_bytes=queries * ROW_BYTES)
+    call = call.on(place.device)
+    (rows,) = call.run(backend=place.backend)
+    assert_same_bits("rows", rows, in_steps(call, place.backend))
+
+
+@pytest.mark.interpreted
+def test_a_decode_step_selects_the_same_whatever_its_table_can_hold(place):
+    call = select_call(max_kv_len=max(KV_LENS)).on(place.device)
+    table = call.arguments["page_table"]
+    wide = torch.full((len(table), 300), 2**30, dtype=torch.int32, device=place.device)
+    wide[:, : table.shape[1]] = table
+    (rows,) = call.run(backend=place.backend)
+    others = {"page_table": wide, "max_kv_len": None, "max_score_bytes": 2**20}
+    (of_capacity,) = call.run(backend=place.backend, **others)
+    assert_same_bits("rows", of_capacity, rows)
+
+
+@pytest.mark.interpreted
+def test_more_than_all_keys_are_all_keys(place):
+    """−1 only at the end of a list, and as many rows as keys are visible."""
+    (rows,) = select_call(k=40).on(place.device).run(backend=place.backend)
+    found = (rows >= 0).cpu()
+    assert found.sum(1).tolist() == [4, 5, 7, 8, 9, 1, 4]
+    assert torch.equal(found, found.sort(dim=1, descending=True, stable=True).values)
+    for row in rows.cpu():
+        used = row[row >= 0]
+        assert len(used.unique()) == len(used)
