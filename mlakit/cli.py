@@ -103,7 +103,7 @@ def bench(
     suites: Annotated[
         list[str] | None,
         typer.Argument(
-            help=f"One or more of {', '.join(SUITES)}. Default: all GPU suites except grid; "
+            help=f"One or more of {', '.join(SUITES)}. Default: all GPU suites except grids; "
             "without a GPU: cpu.",
             metavar="SUITE",
             autocompletion=_complete_suite,
@@ -163,8 +163,8 @@ def bench(
     fetch_peers: bool = typer.Option(
         False,
         "--fetch-peers",
-        help="Only download FlashMLA and FA3 (300 MB) to the folder given in place of SUITE. "
-        "Default: MLAKIT_PEERS, or mlakit/peers in your cache folder.",
+        help="Only download FlashMLA, FA3 and DeepGEMM (300 MB) to the folder given in place of "
+        "SUITE. Default: MLAKIT_PEERS, or mlakit/peers in your cache folder.",
     ),
     platform: str | None = typer.Option(
         None,

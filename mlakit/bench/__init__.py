@@ -20,10 +20,12 @@ GPU_SUITES = (
     "sparse-prefill",
     "sparse-decode",
     "prefill",
+    "prefill-grid",
     "norm-rope-quant",
     "indexer",
     "branch",
     "fp8",
     "grid",
 )
+GRIDS = ("grid", "prefill-grid")  # run only if named: each takes as long as the others together
 SUITES = (*GPU_SUITES, "cpu")

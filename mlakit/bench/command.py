@@ -8,7 +8,7 @@ from importlib import import_module
 
 from rich.console import Console
 
-from mlakit.bench import GPU_SUITES, SUITES, busy, ceilings, gpu, gpu_timers, peers, suite
+from mlakit.bench import GPU_SUITES, GRIDS, SUITES, busy, ceilings, gpu, gpu_timers, peers, suite
 from mlakit.bench.ceilings import Ceilings
 from mlakit.bench.heatmap import heat_maps, heat_table
 from mlakit.bench.progress import progress_bars
@@ -72,8 +72,8 @@ def workloads_of(settings: Settings) -> dict[str, list[Workload]]:
 
 
 def _default_suites() -> tuple[str, ...]:
-    """All GPU suites except the grid, which takes as long as the others together."""
-    return ("cpu",) if gpu.why_not() else tuple(name for name in GPU_SUITES if name != "grid")
+    """All GPU suites except the grids."""
+    return ("cpu",) if gpu.why_not() else tuple(name for name in GPU_SUITES if name not in GRIDS)
 
 
 def _workloads(name: str, shape: Shape | None, busy: int) -> Sequence[Workload]:

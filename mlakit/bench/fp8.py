@@ -1,4 +1,4 @@
-"""The suite `fp8`: block-scaled e4m3 matmul on a GPU, against torch's and against bf16.
+"""The suite `fp8`: block-scaled e4m3 matmul on a GPU, against DeepGEMM's, torch's and bf16.
 
 Groups  128 columns of an activation, 128 × 128 of a weight
 Bytes   both matrices, their scales and the product once
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mlakit import reference
 from mlakit.bench import correctness, gpu
+from mlakit.bench.problems import ScaledMatmul
 from mlakit.bench.shapes import Shape, product_sizes
 from mlakit.bench.suite import Baseline, BenchmarkCase, Workload
 from mlakit.ops import quantize_fp8, scaled_mm_fp8
@@ -77,11 +78,13 @@ class ScaledProduct(Workload):
 
         weight = b.to(torch.bfloat16)
         # scales of one row of `a` are contiguous in memory
-        operands = (a, a_scale[:, : self.m].t(), b.t(), b_scale.t())
+        by_row = a_scale[:, : self.m].t()
+        operands = (a, by_row, b.t(), b_scale.t())
         return BenchmarkCase(
             call,
             [Baseline("bf16 matmul", lambda: torch.mm(wide, weight.t()), sets_target=False)],
             check=lambda: correctness.assert_correct(("out",), [call()], samples()),
+            problem=ScaledMatmul(a, by_row, b, b_scale),
             peers=[Baseline("torch scaled_mm", lambda: _by_torch(*operands), sets_target=False)],
             peer_error=lambda output: correctness.peer_error(output, samples()),
         )

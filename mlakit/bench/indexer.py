@@ -2,13 +2,14 @@
 
 Widths  64 index heads of 128 columns, as in DeepSeek-V3.2; e4m3 queries and keys
 Logits  bytes: the keys once, q, weights and the logits; FLOPs: 2 · queries · keys · heads · 128
+Keys    paged; DeepGEMM reads gathered keys for more than 4 new tokens per request, as in vLLM
 Top-k   bytes: the logits once and the selection; against torch.topk on the same logits
 Check   some queries against the oracle; for top-k also the selected logits of every row
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from mlakit import reference
 from mlakit.bench import correctness, gpu
 from mlakit.bench.pool import fill, page_counts
+from mlakit.bench.problems import IndexLogits
 from mlakit.bench.shapes import Batch, Shape
 from mlakit.bench.suite import Baseline, BenchmarkCase, Workload
 from mlakit.cache import PagedLatentCache, request_slots
@@ -36,12 +38,17 @@ MAX_CHECKED = 3  # queries per request, rows of a selection
 
 @dataclass(frozen=True)
 class Logits(Workload):
-    """Logits of every cached token for the newest tokens of each request."""
+    """Logits of every cached token for the newest tokens of each request.
+
+    min_speedup  target for DeepGEMM's time / mlakit's time; None: no target
+    """
 
     batch: Batch
     heads: int = MODEL.index_n_heads
+    min_speedup: float | None = None
 
     op = "indexer_logits"
+    target_baseline = "deep_gemm"
     products = "fp8"
 
     @property
@@ -59,7 +66,7 @@ class Logits(Workload):
 
     @property
     def small(self) -> Workload:
-        return replace(self, batch=self.batch.small)
+        return replace(self, batch=self.batch.small, min_speedup=None)
 
     @property
     def _pairs(self) -> int:
@@ -82,45 +89,97 @@ class Logits(Workload):
                 q, weights, cache, page_table, kv_lens, q_starts=starts, max_kv_len=columns
             )
 
+        def queries() -> Iterator[_Query]:
+            return self._queries(q, weights, cache, page_table)
+
         def check() -> None:
-            logits, layer = call(), cache.layer(0)
-            is_fp8 = uses_fp8_logits(q, layer, page_table, CAUSAL, "auto")
-            for request in batch.checked_requests:
-                slots = request_slots(page_table, PAGE_SIZE, request, 0, batch.kv_lens[request])
-                keys = layer.read(slots, torch.float64)
-                assert layer.scales is not None
-                scales = layer.scales[slots // PAGE_SIZE, slots % PAGE_SIZE, 0].double()
-                for place in correctness.evenly_spaced(batch.q_lens[request], MAX_CHECKED):
-                    token = batch.starts[request] + place
-                    seen = len(keys) - batch.q_lens[request] + place + 1
-                    own = (logits[token], q[token], weights[token], keys[:seen])
-                    own_scales = scales[:seen] if is_fp8 else None
-                    _assert_logits_correct(f"logits of query {token}", *own, own_scales)
+            logits = call()
+            for each in queries():
+                each.assert_correct(logits)
 
         baselines = [gpu.read_baseline(self.bytes)]
         if len(batch.groups) == 1 and batch.q_lens[0] == 1:
-            baselines.append(Baseline("torch bf16", _torch_scores(q, weights, cache, page_table)))
-        return BenchmarkCase(call, baselines, check)
+            by_torch = _torch_scores(q, weights, cache, page_table)
+            baselines.append(Baseline("torch bf16", by_torch, sets_target=False))
+        return BenchmarkCase(
+            call,
+            baselines,
+            check,
+            problem=self._problem(q, weights, pages, page_table, kv_lens),
+            peer_error=lambda output: _peer_error(output, queries()),
+        )
+
+    def _problem(
+        self, q: Tensor, weights: Tensor, pages: Tensor, page_table: Tensor, kv_lens: Tensor
+    ) -> IndexLogits | None:
+        """For peers: every request has the same number of queries."""
+        if not self.batch.is_even:
+            return None
+        return IndexLogits(
+            q=q.unflatten(0, (self.batch.size, -1)),
+            weights=weights,
+            pages=pages,
+            # some peers read table entries past a request's last page
+            page_table=page_table.clamp(max=len(pages) - 1),
+            kv_lens=kv_lens,
+            max_kv_len=max(self.batch.kv_lens),
+        )
+
+    def _queries(
+        self, q: Tensor, weights: Tensor, cache: PagedLatentCache, page_table: Tensor
+    ) -> Iterator[_Query]:
+        """Some queries, each with the keys that it sees."""
+        batch, layer = self.batch, cache.layer(0)
+        for request in batch.checked_requests:
+            slots = request_slots(page_table, PAGE_SIZE, request, 0, batch.kv_lens[request])
+            keys = layer.read(slots, torch.float64)
+            for place in correctness.evenly_spaced(batch.q_lens[request], MAX_CHECKED):
+                token = batch.starts[request] + place
+                seen = len(keys) - batch.q_lens[request] + place + 1
+                yield _Query(token, q[token], weights[token], keys[:seen])
 
 
-def _assert_logits_correct(
-    name: str, logits: Tensor, q: Tensor, weights: Tensor, keys: Tensor, key_scales: Tensor | None
-) -> None:
-    """Assert that one query's logits match the oracle, and are −inf past its visible keys.
+@dataclass(frozen=True, eq=False)
+class _Query:
+    """A query with its visible keys, and what the oracle says about its logits."""
 
-    key_scales  given if the kernel multiplies e4m3 by e4m3
-    """
-    exact, naive = (
-        reference.indexer_logits(q[None], weights[None], [keys], [1], dtype=dtype).cpu()
-        for dtype in (torch.float64, torch.float32)
-    )
-    if key_scales is not None:
-        naive = fp8_logits(q, weights, keys, key_scales)[None].cpu()
-    longest = keys.norm(dim=-1).amax()
-    terms = (weights.double().abs() * q.double().norm(dim=-1)).sum() * longest
-    assert_logits_match(name, logits[None, : len(keys)], exact, naive, terms.cpu())
-    if not bool((logits[len(keys) :] == -torch.inf).all()):
-        raise AssertionError(f"{name}: a key that is not visible has a logit")
+    token: int
+    q: Tensor  # [heads, WIDTH]
+    weights: Tensor  # [heads]
+    keys: Tensor  # [visible, WIDTH] float64
+
+    @property
+    def label(self) -> str:
+        return f"query {self.token}"
+
+    def logits(self, dtype: torch.dtype) -> Tensor:
+        """[1, visible] by the oracle."""
+        return reference.indexer_logits(
+            self.q[None], self.weights[None], [self.keys], [1], dtype=dtype
+        ).cpu()
+
+    def assert_correct(self, logits: Tensor) -> None:
+        """Assert that its logits match the oracle, and are −inf past its visible keys."""
+        own, seen = logits[self.token], len(self.keys)
+        longest = self.keys.norm(dim=-1).amax()
+        terms = (self.weights.double().abs() * self.q.double().norm(dim=-1)).sum() * longest
+        oracle = (self.logits(torch.float64), self.logits(torch.float32))
+        assert_logits_match(f"logits of {self.label}", own[None, :seen], *oracle, terms.cpu())
+        if not bool((own[seen:] == -torch.inf).all()):
+            raise AssertionError(f"logits of {self.label}: a key that is not visible has a logit")
+
+
+def _peer_error(output: object, queries: Iterator[_Query]) -> str | None:
+    """What is wrong with a peer's logits of visible keys: it may leave the others unwritten."""
+    if not isinstance(output, Tensor) or output.ndim != 2:
+        return correctness.peer_error(output, ())
+    for each in queries:
+        exact = each.logits(torch.float64).to(output.device)
+        own = slice(each.token, each.token + 1)
+        sample = correctness.Sample(each.label, own, [exact], [exact])
+        if error := correctness.peer_error(output[:, : len(each.keys)], [sample]):
+            return error
+    return None
 
 
 def _torch_scores(
@@ -200,10 +259,11 @@ def of_shape(shape: Shape) -> tuple[Workload, ...]:
 
 
 WORKLOADS: tuple[Workload, ...] = (
-    Logits(Batch.of(64, 1, 8192)),
-    Logits(Batch.of(128, 2, 32768)),
-    Logits(Batch.of(1, 1, 131072)),
-    Logits(Batch.of(1, 2048, 32768)),
+    Logits(Batch.of(64, 1, 8192), min_speedup=1.053),
+    Logits(Batch.of(128, 2, 32768), min_speedup=1.042),
+    Logits(Batch.of(1, 1, 131072), min_speedup=1.111),
+    Logits(Batch.of(1, 2048, 32768), min_speedup=1.124),
+    Logits(Batch.of(1, 8192, 32768), min_speedup=1.136),
     *(TopK(rows, columns) for rows in (1, 128, 4096) for columns in (4096, 16384, 65536, 131072)),
     TopK(64, 8192),
 )

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -42,15 +43,19 @@ class Prefill(Workload):
     min_speedup: float | None = None
 
     op = "mla_prefill"
-    target_baseline = "fa3"
+    target_baseline: ClassVar[str | None] = "fa3"
 
     @property
     def name(self) -> str:
+        return f"prefill-bf16-{self.label}"
+
+    @property
+    def label(self) -> str:
         mask = "causal" if self.causal else "full"
         if len(self.batch.groups) > 1:
-            return f"prefill-bf16-{self.batch}-h{self.heads}-{mask}"
+            return f"{self.batch}-h{self.heads}-{mask}"
         (group,) = self.batch.groups
-        return f"prefill-bf16-b{group.count}-h{self.heads}-{group.kv_len}-{mask}"
+        return f"b{group.count}-h{self.heads}-{group.kv_len}-{mask}"
 
     @property
     def flops(self) -> int:

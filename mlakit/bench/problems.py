@@ -1,7 +1,7 @@
 """Problems as peers get them: tensors on one device, with the dimensions of DeepSeek-V3.
 
 A cache row has 512 latent columns and 64 rope columns; `h` heads share it. In expanded attention K
-has 192 columns per head and V has 128.
+has 192 columns per head and V has 128. An index key has 128 columns.
 """
 
 from __future__ import annotations
@@ -60,4 +60,27 @@ class DensePrefill:
     causal: bool
 
 
-Problem: TypeAlias = DenseDecode | SparsePrefill | SparseDecode | DensePrefill
+@dataclass(frozen=True, eq=False)
+class IndexLogits:
+    """Index scores of the newest s_q tokens of each request over its cached keys, causal."""
+
+    q: Tensor  # [b, s_q, h, 128] e4m3
+    weights: Tensor  # [b * s_q, h] float32
+    pages: Tensor  # [pages, page_size, 132] uint8: the keys of a page, then their float32 scales
+    page_table: Tensor  # [b, max_pages] int32
+    kv_lens: Tensor  # [b] int32, including the newest tokens
+    max_kv_len: int  # columns of the result
+
+
+@dataclass(frozen=True, eq=False)
+class ScaledMatmul:
+    """a @ bᵀ of e4m3 matrices with float32 scales; the result is bf16 [m, n]."""
+
+    a: Tensor  # [m, k]
+    a_scale: Tensor  # [m, ceil(k / 128)]
+    b: Tensor  # [n, k]
+    b_scale: Tensor  # [ceil(n / 128), ceil(k / 128)]
+
+
+Attention: TypeAlias = DenseDecode | SparsePrefill | SparseDecode | DensePrefill
+Problem: TypeAlias = Attention | IndexLogits | ScaledMatmul

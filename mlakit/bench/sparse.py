@@ -2,6 +2,8 @@
 
 Rows    `topk` rows of the query's own request: uniform, distinct, unsorted
 FLOPs   2 · queries · heads · topk · (576 + 512)
+Peers   FlashMLA supports 64 and 128 heads: fewer are padded with zeros before the clock starts, as
+        its user has to keep q padded
 Check   some queries, all heads, against the float64 oracle
 """
 

@@ -2,6 +2,7 @@
 
 Rows    2048 rows of the query's own request: uniform, distinct, unsorted, in shuffled pages
 Bytes   the rows of each query, q, the indices and out
+Peers   FlashMLA on zero-padded heads for 16 and 32, padded before the clock starts
 """
 
 from __future__ import annotations
@@ -72,4 +73,8 @@ WORKLOADS: tuple[Workload, ...] = (
     Sparse(Batch.of(128, 2, 32768), 128, min_speedup=1.22),
     Sparse(Batch.of(64, 1, 32768), 64, min_speedup=1.177),
     Sparse(Batch.of(8, 1, 32768), 128, min_speedup=1.25),
+    # shards of tensor parallelism: FlashMLA computes 64 heads
+    Sparse(Batch.of(128, 1, 32768), 32, min_speedup=1.0),
+    Sparse(Batch.of(128, 1, 32768), 16, min_speedup=1.0),
+    Sparse(Batch.of(8, 1, 32768), 16, min_speedup=1.0),
 )

@@ -11,10 +11,18 @@ from mlakit import reference
 from mlakit.bench import ceilings, gpu, gpu_timers, peers
 from mlakit.bench.ceilings import Ceilings
 from mlakit.bench.measure import Spread, WallClock
-from mlakit.bench.problems import DenseDecode, DensePrefill, Problem, SparseDecode, SparsePrefill
+from mlakit.bench.problems import (
+    DenseDecode,
+    DensePrefill,
+    IndexLogits,
+    Problem,
+    ScaledMatmul,
+    SparseDecode,
+    SparsePrefill,
+)
 from mlakit.bench.report import LeftOut, Report, Row
 from mlakit.bench.suite import Baseline
-from mlakit.cache import PagedLatentCache
+from mlakit.cache import PagedLatentCache, request_slots
 from mlakit.geometry import MLAGeometry
 from mlakit.masks import CAUSAL, NULL
 
@@ -45,8 +53,9 @@ def peers_by_oracle(
     def failing() -> torch.Tensor:
         raise RuntimeError("no kernel\nfor this")
 
+    names = {DensePrefill: "fa3", IndexLogits: "deep_gemm", ScaledMatmul: "deep_gemm"}
     present = [
-        Baseline("fa3" if isinstance(problem, DensePrefill) else "flash_mla", right),
+        Baseline(names.get(type(problem), "flash_mla"), right),
         Baseline("sdpa", lambda: 1.1 * right()),
         Baseline("eager", failing),
     ]
@@ -56,6 +65,12 @@ def peers_by_oracle(
 
 def solve(problem: Problem) -> torch.Tensor:
     """What a peer returns, by the oracle in float32, from nothing but the problem."""
+    if isinstance(problem, IndexLogits):
+        return solve_logits(problem)
+    if isinstance(problem, ScaledMatmul):
+        return reference.scaled_mm_fp8(
+            problem.a, problem.a_scale.t(), problem.b, problem.b_scale, n_group=128, k_group=128
+        ).bfloat16()
     options = {"softmax_scale": problem.softmax_scale, "dtype": torch.float32}
     q = problem.q
     if isinstance(problem, DensePrefill):
@@ -90,6 +105,20 @@ def solve(problem: Problem) -> torch.Tensor:
     lists = problem.indices.flatten(0, 1)
     out, *_ = reference.sparse_mla(q.flatten(0, 1), pool, lists, v_width=512, **options)
     return out.view(*q.shape[:-1], 512)
+
+
+def solve_logits(problem: IndexLogits) -> torch.Tensor:
+    """The scores of visible keys; the others are NaN, as a peer may leave them unwritten."""
+    layer = PagedLatentCache.wrap_index_keys(problem.pages).layer(0)
+    batch, s_q = problem.q.shape[:2]
+    requests = zip(range(batch), problem.kv_lens.tolist(), strict=True)
+    keys = [layer.read(request_slots(problem.page_table, 64, b, 0, n)) for b, n in requests]
+    scores = reference.indexer_logits(
+        problem.q.flatten(0, 1), problem.weights, keys, [s_q] * batch, dtype=torch.float32
+    )
+    out = torch.full((batch * s_q, problem.max_kv_len), torch.nan)
+    out[:, : scores.shape[1]] = scores.masked_fill(scores == -torch.inf, torch.nan)
+    return out
 
 
 def row(

@@ -14,10 +14,15 @@ from torch import Tensor
 
 from mlakit import knobs
 from mlakit.bench import gpu
+from mlakit.bench.peers.fetched import MODULE_PREFIX
 from mlakit.bench.problems import DenseDecode
 from mlakit.testing import shuffled_pages
 
 SCALE = 0.07
+PACKAGES = (
+    *("flash_mla", "flash_attn_interface", "flashinfer", "deep_gemm"),
+    f"{MODULE_PREFIX}deep_gemm",
+)
 
 
 def normal(*shape: int, seed: int = 0, size: float = 1.0) -> Tensor:
@@ -45,12 +50,13 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Pat
     monkeypatch.setattr(gpu, "why_not", lambda: None)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     for name in list(sys.modules):
-        if name.split(".")[0] in ("flash_mla", "flash_attn_interface", "flashinfer"):
+        if name.split(".")[0] in PACKAGES:
             monkeypatch.delitem(sys.modules, name)
     with knobs.override(peers=str(tmp_path / "peers")):
         yield tmp_path
-    for name in ("flash_mla", "flash_attn_interface", "flashinfer", "flashinfer.mla"):
-        sys.modules.pop(name, None)
+    for name in list(sys.modules):
+        if name.split(".")[0] in PACKAGES:
+            del sys.modules[name]
 
 
 RECORDER = """
@@ -84,4 +90,12 @@ def flash_attn_varlen_func(q, k, v, q_v=None, fa_version=2, **kwargs):
     calls.append(("attend", (q, k, v, q_v), {"fa_version": fa_version, **kwargs}))
     return v.clone() if q_v is None else q_v.clone()
 get_scheduler_metadata = record("plan", lambda **kwargs: "schedule")
+"""
+DEEP_GEMM = """
+get_num_sms = lambda: 132
+get_paged_mqa_logits_metadata = record("plan", lambda *args: "schedule")
+fp8_paged_mqa_logits = record("paged", lambda *args: args[2])
+fp8_mqa_logits = record("ragged", lambda *args: args[2])
+get_mn_major_tma_aligned_tensor = record("layout", lambda scale: scale.t().contiguous().t())
+fp8_gemm_nt = record("matmul", lambda a, b, out: out.fill_(3))
 """

@@ -115,7 +115,7 @@ def test_without_a_suite_all_for_the_gpu_run(monkeypatch):
     ran = []
     monkeypatch.setattr(suite, "run", lambda name, *_, **__: ran.append(name) or report(suite=name))
     assert bench("--peers").exit_code == 0
-    assert ran == [name for name in GPU_SUITES if name != "grid"]
+    assert ran == [name for name in GPU_SUITES if name not in ("grid", "prefill-grid")]
 
 
 def test_a_wrong_kernel_ends_the_command_with_status_1(monkeypatch, tmp_path):

@@ -7,6 +7,7 @@ import lzma
 import os
 import re
 import subprocess
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,20 @@ from typer.testing import CliRunner
 from mlakit import cli, knobs
 from mlakit.bench import peers
 from mlakit.bench.peers import fetch, fetched
-from tests.bench.peer_fakes import FA3_OF_VLLM, FLASH_MLA, RECORDER, dense_decode, pretend_gpu
+from tests.bench.peer_fakes import (
+    DEEP_GEMM,
+    FA3_OF_VLLM,
+    FLASH_MLA,
+    RECORDER,
+    dense_decode,
+    pretend_gpu,
+)
 
 with_gpu = pytest.fixture(pretend_gpu)
+
+
+KEPT_OF_DEEP_GEMM = ("__init__.py", "_C.py", "include/deep_gemm/impls/gemm.cuh")
+KEPT = {*fetch.WANTED.values(), *(Path("deep_gemm") / name for name in KEPT_OF_DEEP_GEMM)}
 
 
 def make_wheel(path: Path, *, without: str = "") -> Path:
@@ -31,6 +43,10 @@ def make_wheel(path: Path, *, without: str = "") -> Path:
     contents["vllm/vllm_flash_attn/flash_attn_interface.py"] = (
         RECORDER.encode() + FA3_OF_VLLM.encode()
     )
+    package = dict.fromkeys(KEPT_OF_DEEP_GEMM, b"header")
+    package["__init__.py"] = b"from ._C import *\nfrom ._C import calls\n"
+    package["_C.py"] = RECORDER.encode() + DEEP_GEMM.encode()
+    contents |= {f"{fetch.PACKAGE}{name}": content for name, content in package.items()}
     with zipfile.ZipFile(path, "w") as archive:
         for name, content in contents.items():
             if name != without:
@@ -52,15 +68,20 @@ def loaded(monkeypatch):
 def test_what_is_fetched_is_used(with_gpu, loaded):
     target = knobs.peers_folder()
     kept = fetch.keep(make_wheel(with_gpu / "a.whl"), target)
-    assert {path.relative_to(target) for path in kept} == set(fetch.WANTED.values())
+    assert {path.relative_to(target) for path in kept} == {
+        *fetch.WANTED.values(),
+        fetched.DEEP_GEMM,
+    }
+    assert files_in(target) == KEPT
     assert peers.present() | {"flashinfer": "", "sdpa": ""} == {
-        **dict.fromkeys(("flash_mla", "fa3", "eager")),
+        **dict.fromkeys(("flash_mla", "fa3", "deep_gemm", "eager")),
         "flashinfer": "",
         "sdpa": "",
     }
     libraries = [target / fetched.FLASH_MLA, target / fetched.FA3]
     assert loaded == [(str(path), b"library " * 1000) for path in libraries]
-    assert peers.origins()["fa3"] == f"fetched, {fetched.WHEEL}"
+    for name in ("flash_mla", "fa3", "deep_gemm"):
+        assert peers.origins()[name] == f"fetched, {fetched.WHEEL}"
     problem = dense_decode()
     ready, _ = peers.baselines(problem)
     assert [each.name for each in ready] == ["flash_mla", "fa3", "eager"]
@@ -118,8 +139,16 @@ def test_a_library_that_does_not_load_says_so(with_gpu, monkeypatch):
         assert peers.present()[name].endswith(": wrong ELF class")
 
 
-def test_a_wheel_of_another_shape_is_an_error(tmp_path):
-    missing = "vllm/_flashmla_C.abi3.so"
+@pytest.mark.usefixtures("loaded")
+def test_a_package_that_does_not_load_says_so_and_leaves_no_module(with_gpu):
+    fetch.keep(make_wheel(with_gpu / "a.whl"), knobs.peers_folder())
+    (knobs.peers_folder() / "deep_gemm/_C.py").unlink()
+    assert "No module named 'mlakit_peers_deep_gemm._C'" in peers.present()["deep_gemm"]
+    assert not [name for name in sys.modules if name == "mlakit_peers_deep_gemm"]
+
+
+@pytest.mark.parametrize("missing", ["vllm/_flashmla_C.abi3.so", f"{fetch.PACKAGE}__init__.py"])
+def test_a_wheel_of_another_shape_is_an_error(tmp_path, missing):
     with pytest.raises(fetch.FetchError, match=rf"a.whl has no {missing}"):
         fetch.keep(make_wheel(tmp_path / "a.whl", without=missing), tmp_path / "peers")
 
@@ -176,7 +205,7 @@ def test_fetch_peers_downloads_and_keeps(tmp_path, monkeypatch):
     assert pip.command[1:4] == ["-m", "pip", "download"]
     assert "manylinux_2_28_aarch64" in pip.command
     assert pip.command[-1] == "vllm==0.26.0"
-    assert files_in(target) == set(fetch.WANTED.values())  # the wheel itself is gone
+    assert files_in(target) == KEPT  # the wheel itself is gone
     assert f"{target / fetched.FLASH_MLA}  8,000 bytes" in result.output
 
 
@@ -197,7 +226,7 @@ def test_a_wheel_that_was_not_released_is_not_unpacked(tmp_path, monkeypatch, na
     assert "nothing was unpacked; --unpinned accepts it" in result.output
     assert files_in(target) == set()
     assert fetch_peers(target, "--unpinned").exit_code == 0
-    assert files_in(target) == set(fetch.WANTED.values())
+    assert files_in(target) == KEPT
 
 
 def test_every_pinned_wheel_is_of_the_release_that_is_fetched():

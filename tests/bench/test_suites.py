@@ -10,13 +10,20 @@ import torch
 
 from mlakit.bench import GPU_SUITES, correctness
 from mlakit.bench.pool import SharedPool
-from mlakit.bench.problems import DenseDecode, DensePrefill, SparseDecode, SparsePrefill
+from mlakit.bench.problems import (
+    DenseDecode,
+    DensePrefill,
+    IndexLogits,
+    ScaledMatmul,
+    SparseDecode,
+    SparsePrefill,
+)
 from mlakit.bench.shapes import Batch
 from mlakit.bench.suite import Workload
 from tests.bench.fakes import pretend_gpu, solve
 from tests.kernel_launchers import Arguments, by_name, replace_launcher
 
-# time of FlashMLA, FA3 or a bf16 cache / time of mlakit
+# time of FlashMLA, FA3, DeepGEMM or a bf16 cache / time of mlakit
 TARGETS = {
     "decode-bf16-b128-h128-4096": 1.177,
     "decode-bf16-b128-h128-q2-4096": 1.17,
@@ -31,10 +38,20 @@ TARGETS = {
     "sparse-prefill-bf16-b1-h64-q4096-8192-top2048": 1.163,
     "sparse-prefill-bf16-b1-h64-q4096-32768-top2048": 1.15,
     "sparse-prefill-bf16-b1-h64-q4096-131072-top2048": 1.163,
+    "sparse-prefill-bf16-b1-h32-q4096-32768-top2048": 1.0,
+    "sparse-prefill-bf16-b1-h16-q4096-32768-top2048": 1.0,
     "sparse-decode-fp8_block128-b128-h128-32768-top2048": 1.22,
     "sparse-decode-fp8_block128-b128-h128-q2-32768-top2048": 1.22,
     "sparse-decode-fp8_block128-b64-h64-32768-top2048": 1.177,
     "sparse-decode-fp8_block128-b8-h128-32768-top2048": 1.25,
+    "sparse-decode-fp8_block128-b128-h32-32768-top2048": 1.0,
+    "sparse-decode-fp8_block128-b128-h16-32768-top2048": 1.0,
+    "sparse-decode-fp8_block128-b8-h16-32768-top2048": 1.0,
+    "indexer-logits-b64-h64-8192": 1.053,
+    "indexer-logits-b128-h64-q2-32768": 1.042,
+    "indexer-logits-b1-h64-131072": 1.111,
+    "indexer-logits-b1-h64-q2048-32768": 1.124,
+    "indexer-logits-b1-h64-q8192-32768": 1.136,
     "prefill-bf16-b8-h128-2048-causal": 1.08,
     "prefill-bf16-b4-h128-4096-causal": 1.04,
     "prefill-bf16-b4-h128-4096-full": 1.03,
@@ -56,7 +73,11 @@ PROBLEMS = {
     "sparse-prefill": SparsePrefill,
     "sparse-decode": SparseDecode,
     "prefill": DensePrefill,
+    "prefill-grid": DensePrefill,
+    "indexer": IndexLogits,
+    "fp8": ScaledMatmul,
 }
+RESULTS = {"prefill": 128, "prefill-grid": 128, "indexer": 200, "fp8": 256}  # columns; others 512
 
 
 def workloads(suite: str) -> tuple[Workload, ...]:
@@ -80,12 +101,12 @@ def test_the_targets_are_in_the_suites():
         each.name: (each.min_speedup, each.target_baseline)
         for suite in PROBLEMS
         for each in workloads(suite)
-        if each.min_speedup is not None
+        if each.min_speedup is not None and each.target_baseline is not None
     }
     assert set(targets) == set(TARGETS)
     for name, (min_speedup, baseline) in targets.items():
         assert min_speedup == TARGETS[name]
-        baselines = {"prefill": "fa3", "decode-fp8": "bf16 rows"}
+        baselines = {"prefill": "fa3", "decode-fp8": "bf16 rows", "indexer": "deep_gemm"}
         own = [each for start, each in baselines.items() if name.startswith(start)]
         assert [baseline] == (own or ["flash_mla"])
 
@@ -104,6 +125,15 @@ def test_the_grid_is_what_fits():
     assert max(each.bytes for each in points) < 21e9
     assert len({id(each.pool) for each in points}) == 1
     assert points[0].pool.num_pages == 256 * 65536 // 64
+
+
+def test_the_grid_of_prompts_has_every_point_at_16k_tokens_or_one_prompt():
+    points = workloads("prefill-grid")
+    sizes = {(each.batch.size, each.batch.kv_lens[0]) for each in points}
+    assert sizes == {(32, 512), (8, 2048), (2, 8192), (1, 32768)}
+    assert {each.heads for each in points} == {8, 16, 64, 128}
+    assert len(points) == 2 * 4 * len(sizes)
+    assert {(each.min_speedup, each.target_baseline) for each in points} == {(0.952, None)}
 
 
 def test_points_of_the_grid_share_a_pool():
@@ -173,8 +203,9 @@ def test_peers_are_given_the_problem_and_checked(suite):
     problem = case.problem
     assert isinstance(problem, PROBLEMS[suite])
     right = solve(problem)
-    width = 128 if suite == "prefill" else 512
-    assert right.shape == (*problem.q.shape[:-1], width)
+    width = RESULTS.get(suite, 512)
+    if suite not in ("indexer", "fp8"):
+        assert right.shape == (*problem.q.shape[:-1], width)
     assert case.peer_error(right) is None
     assert case.peer_error(1.0001 * right.float()) is None
     last = right.clone()
@@ -182,7 +213,9 @@ def test_peers_are_given_the_problem_and_checked(suite):
     assert "is wrong on" in case.peer_error(last)
     assert "is wrong on" in case.peer_error(right * torch.nan)
     assert "returned shape" in case.peer_error(right[..., :64])
-    assert "returned shape" in case.peer_error(right.flatten(0, -3)[:1])
+    assert "returned shape" in case.peer_error(
+        (right if right.ndim == 2 else right.flatten(0, -3))[:1]
+    )
     assert "returned tuple" in case.peer_error((right,))
 
 

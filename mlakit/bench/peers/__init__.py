@@ -4,9 +4,9 @@
     origins()            the build of each available peer
     baselines(problem)   calls of the peers that support a problem, and why the others do not
 
-flash_mla, fa3, flashinfer, sdpa, eager   one peer each
-fetch                                     downloads the first two from a released wheel
-fetched                                   loads them from the folder of fetched peers
+flash_mla, fa3, deep_gemm, flashinfer, sdpa, eager   one peer each
+fetch                                                downloads the first three from a wheel
+fetched                                              loads them from the folder of fetched peers
 
 To add a peer, write `peers/<name>.py` with its `PEER` (see `peer.Peer`) and list it in `PEERS`.
 """
@@ -14,13 +14,14 @@ To add a peer, write `peers/<name>.py` with its `PEER` (see `peer.Peer`) and lis
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from mlakit.bench.peers import eager, fa3, flash_mla, flashinfer, sdpa
+from mlakit.bench.peers import deep_gemm, eager, fa3, flash_mla, flashinfer, sdpa
 from mlakit.bench.peers.peer import Unavailable, Unsupported, one_line
 from mlakit.bench.problems import Problem
 from mlakit.bench.suite import PEER_ERRORS, Baseline
 
-PEERS = (flash_mla.PEER, fa3.PEER, flashinfer.PEER, sdpa.PEER, eager.PEER)
+PEERS = (flash_mla.PEER, fa3.PEER, deep_gemm.PEER, flashinfer.PEER, sdpa.PEER, eager.PEER)
 
 
 def present() -> dict[str, str | None]:
@@ -38,19 +39,19 @@ def baselines(
 ) -> tuple[list[Baseline], list[tuple[str, str]]]:
     """Peers that support the problem, each called once, and (name, reason) of the others.
 
-    A baseline's call returns the result: [b, s_q, h, 512], [tokens, h, 512] or [tokens, h, 128].
-    Schedules, plans and padding, which a peer computes once per step, are not part of the call.
+    A baseline's call returns the result: [b, s_q, h, 512], [tokens, h, 512] or [tokens, h, 128] of
+    attention, [tokens, columns] of index scores, [m, n] of a matmul. Schedules, plans and padding,
+    which a peer computes once per step, are not part of the call.
     """
     ready: list[Baseline] = []
     left_out: list[tuple[str, str]] = []
     for peer in PEERS:
-        if only_grid_peers and not peer.in_grid:
+        if not isinstance(problem, peer.problems) or (only_grid_peers and not peer.in_grid):
             continue
         try:
             call = peer.prepare(problem)
             call()  # fills schedules, compiles kernels, and shows errors
-            if problem.q.is_cuda:
-                torch.cuda.synchronize(problem.q.device)
+            _synchronize(problem)
         except (Unavailable, Unsupported) as reason:
             left_out.append((peer.name, str(reason)))
         except PEER_ERRORS as error:
@@ -58,3 +59,9 @@ def baselines(
         else:
             ready.append(Baseline(peer.name, call))
     return ready, left_out
+
+
+def _synchronize(problem: Problem) -> None:
+    device = next(value.device for value in vars(problem).values() if isinstance(value, Tensor))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -15,9 +15,9 @@ from mlakit.bench.peers.peer import Call, Peer, Unsupported
 from mlakit.bench.problems import (
     LATENT,
     ROPE,
+    Attention,
     DenseDecode,
     DensePrefill,
-    Problem,
     SparseDecode,
     SparsePrefill,
 )
@@ -33,7 +33,7 @@ def load() -> str:
     return f"torch {torch.__version__}"
 
 
-def prepare(problem: Problem) -> Call:
+def prepare(problem: Attention) -> Call:
     match problem:
         case DenseDecode():
             return _dense_decode(problem)

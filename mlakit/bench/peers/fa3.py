@@ -20,9 +20,9 @@ from mlakit.bench.peers.peer import Call, Peer, Unsupported, installed_or_fetche
 from mlakit.bench.problems import (
     LATENT,
     ROPE,
+    Attention,
     DenseDecode,
     DensePrefill,
-    Problem,
     SparseDecode,
     SparsePrefill,
 )
@@ -39,7 +39,7 @@ def _load_fetched(folder: Path) -> ModuleType:
     return fetched.load_wrapper(folder / fetched.FA3_WRAPPER, "fa3")
 
 
-def prepare(problem: Problem) -> Call:
+def prepare(problem: Attention) -> Call:
     match problem:
         case DenseDecode():
             return _decode(load(), problem)

@@ -1,10 +1,11 @@
-"""`mlakit bench --fetch-peers`: FlashMLA and FlashAttention-3 from a released wheel.
+"""`mlakit bench --fetch-peers`: FlashMLA, FlashAttention-3 and DeepGEMM from a released wheel.
 
 The vllm 0.26.0 wheel is the newest one for torch 2.11 and CUDA 13. It contains FlashMLA and
-FlashAttention-3 as shared objects that register torch ops. Only these and their thin wrappers are
-kept, 10 MB of 300 MB; vLLM itself does not run. The files will be executed, so a wheel is unpacked
-only if its SHA-256 is that of the release. Its FlashMLA is built without upstream's
---register-usage-level=10 and is 5 to 14 % slower on an H200 than a build of upstream's source.
+FlashAttention-3 as shared objects that register torch ops, and DeepGEMM 2.5.0 as a package. Only
+these and their thin wrappers are kept, 45 MB of 300 MB, most of it headers that DeepGEMM compiles;
+vLLM itself does not run. The files will be executed, so a wheel is unpacked only if its SHA-256 is
+that of the release. Its FlashMLA is built without upstream's --register-usage-level=10 and is 5 to
+14 % slower on an H200 than a build of upstream's source.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ WANTED = {
     "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so": fetched.FA3_PACKED,
     "vllm/vllm_flash_attn/flash_attn_interface.py": fetched.FA3_WRAPPER,
 }
+PACKAGE = "vllm/third_party/deep_gemm/"  # kept whole; its library is in it once per Python version
 # the wrapper imports its library from vLLM, which is not installed
 IMPORT = b"import vllm._flashmla_C\n"
 LOAD = (
@@ -116,7 +118,8 @@ def check_hash(wheel: Path) -> None:
 
 
 def keep(wheel: Path, target: Path) -> list[Path]:
-    """Copy the wanted files of a wheel to `target`; returns their paths."""
+    """Copy the wanted files of a wheel to `target`; returns the paths of those in `WANTED`, and of
+    DeepGEMM's `__init__.py`."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
     kept = []
     with (
@@ -124,9 +127,10 @@ def keep(wheel: Path, target: Path) -> list[Path]:
         Progress(*columns, console=Console(stderr=True), transient=True) as progress,
     ):
         names = set(archive.namelist())
-        for source, destination in WANTED.items():
+        for source in (*WANTED, f"{PACKAGE}{fetched.DEEP_GEMM.name}"):
             if source not in names:
                 raise FetchError(f"{wheel.name} has no {source}: this release cannot be used")
+        for source, destination in WANTED.items():
             size = archive.getinfo(source).file_size
             task = progress.add_task(destination.name, total=size)
             out = target / destination
@@ -134,7 +138,21 @@ def keep(wheel: Path, target: Path) -> list[Path]:
             for done in _copied(archive, source, out):
                 progress.advance(task, done)
             kept.append(out)
+        kept.append(_keep_package(archive, target, progress))
     return kept
+
+
+def _keep_package(archive: zipfile.ZipFile, target: Path, progress: Progress) -> Path:
+    """Copy all files of DeepGEMM; returns the path of its `__init__.py`."""
+    init = target / fetched.DEEP_GEMM
+    files = [name for name in archive.namelist() if name.startswith(PACKAGE) and name[-1] != "/"]
+    task = progress.add_task("deep_gemm", total=sum(archive.getinfo(f).file_size for f in files))
+    for name in files:
+        out = init.parent / name.removeprefix(PACKAGE)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        for done in _copied(archive, name, out):
+            progress.advance(task, done)
+    return init
 
 
 def _copied(archive: zipfile.ZipFile, source: str, out: Path) -> Iterator[int]:

@@ -16,9 +16,9 @@ from mlakit.bench.peers import fetched
 from mlakit.bench.peers.peer import Call, Peer, Unsupported, installed_or_fetched
 from mlakit.bench.problems import (
     LATENT,
+    Attention,
     DenseDecode,
     DensePrefill,
-    Problem,
     SparseDecode,
     SparsePrefill,
 )
@@ -35,7 +35,7 @@ def _load_fetched(folder: Path) -> ModuleType:
     return fetched.load_wrapper(folder / fetched.FLASH_MLA_WRAPPER, "flash_mla")
 
 
-def prepare(problem: Problem) -> Call:
+def prepare(problem: Attention) -> Call:
     match problem:
         case DenseDecode():
             return _dense_decode(load(), problem)

@@ -12,9 +12,9 @@ from mlakit.bench.peers.peer import Call, Peer, Unavailable, Unsupported, one_li
 from mlakit.bench.problems import (
     LATENT,
     ROPE,
+    Attention,
     DenseDecode,
     DensePrefill,
-    Problem,
     SparseDecode,
     SparsePrefill,
 )
@@ -32,7 +32,7 @@ def load() -> ModuleType:
         raise Unavailable(one_line(error)) from error
 
 
-def prepare(problem: Problem) -> Call:
+def prepare(problem: Attention) -> Call:
     match problem:
         case DenseDecode():
             return _dense_decode(load(), problem)

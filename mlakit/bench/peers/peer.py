@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import TypeAlias
+from typing import Any, TypeAlias, get_args
 
 from torch import Tensor
 
 from mlakit import knobs
 from mlakit.bench import gpu
 from mlakit.bench.peers import fetched
-from mlakit.bench.problems import Problem
+from mlakit.bench.problems import Attention
 from mlakit.bench.suite import PEER_ERRORS
 
 Call: TypeAlias = Callable[[], Tensor]
@@ -39,14 +39,16 @@ class Peer:
               Unsupported
     packages  distributions whose versions `mlakit doctor` prints
     in_grid   timed in the suite grid, which skips slow peers
+    problems  the kinds of problem it has functions for; other suites do not name it
     """
 
     name: str
     title: str
     load: Callable[[], ModuleType | str]
-    prepare: Callable[[Problem], Call]
+    prepare: Callable[[Any], Call]  # of a problem of these kinds
     packages: tuple[str, ...] = ()
     in_grid: bool = True
+    problems: tuple[type, ...] = get_args(Attention)
 
     def why_unavailable(self) -> str | None:
         try:

@@ -8,7 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from mlakit.bench.peers.peer import Call, Peer, Unavailable, Unsupported, require_gpu
-from mlakit.bench.problems import DenseDecode, DensePrefill, Problem, SparseDecode, SparsePrefill
+from mlakit.bench.problems import Attention, DenseDecode, DensePrefill, SparseDecode, SparsePrefill
 
 
 def load() -> str:
@@ -18,7 +18,7 @@ def load() -> str:
     return f"cuDNN {torch.backends.cudnn.version()}"
 
 
-def prepare(problem: Problem) -> Call:
+def prepare(problem: Attention) -> Call:
     match problem:
         case DensePrefill():
             load()
@@ -49,4 +49,4 @@ def dense_prefill(problem: DensePrefill, backend: SDPBackend) -> Call:
     return call
 
 
-PEER = Peer("sdpa", "torch's SDPA on cuDNN", load, prepare, in_grid=False)
+PEER = Peer("sdpa", "torch's SDPA on cuDNN", load, prepare)
