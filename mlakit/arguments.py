@@ -38,7 +38,7 @@ class AppendArguments(NamedTuple):
     q_rope: Tensor  # [tokens, heads, D_R]
     kv: Tensor  # [tokens, D_C + D_R] raw latents
     freqs: Tensor  # [positions, D_R]
-    gamma: Tensor  # [D_C]
+    gamma: Tensor | None  # [D_C]; None: no norm
     layer: WrittenLayer
     page_table: PageTable | None
     kv_lens: Tensor | None  # [batch] tokens of each request, the new ones included

@@ -32,7 +32,7 @@ def norm_rope_quant_append(
     q_rope: Tensor,
     kv: Tensor,
     freqs: Tensor,
-    gamma: Tensor,
+    gamma: Tensor | None,
     cache: PagedLatentCache,
     page_table: PageTable | None = None,
     kv_lens: Tensor | None = None,
@@ -54,7 +54,8 @@ def norm_rope_quant_append(
     q_rope     [tokens, heads, D_R]
     kv         [tokens, D_C + D_R] raw latents x, then the raw shared key k_rope
     freqs      [positions, D_R] cos0, sin0, cos1, sin1, …; the rotation rounds in this dtype
-    gamma      [D_C]; the norm is float32, rounded to this dtype, then multiplied
+    gamma      [D_C]; the norm is float32, rounded to this dtype, then multiplied. None: x is stored
+               as it is, without a norm; `epsilon` has no effect
     page_table as in `mla_decode`
     kv_lens    [batch] int32, as in `mla_decode`, tokens the cache holds once this step's are in it:
                new token i of a request with q_len of them is at position kv_len − q_len + i
@@ -112,7 +113,8 @@ def _append(a: AppendArguments, q_rope_out: Tensor | None) -> tuple[Tensor]:
     dims.match("kv", a.kv, "tokens", "width", dtypes=FLOATS)
     dims.rows_contiguous("kv", a.kv)
     dims.match("freqs", a.freqs, "positions", "rope", dtypes=FLOATS)
-    dims.match("gamma", a.gamma, "latent", dtypes=FLOATS)
+    if a.gamma is not None:
+        dims.match("gamma", a.gamma, "latent", dtypes=FLOATS)
     dims.same_device("cache", a.layer.payload)
     check_rope(dims, a.rope, a.epsilon)
     starts = _check_rows(dims, a)

@@ -73,7 +73,7 @@ def norm_rope_quant(
     q_rope: Tensor,  # [tokens, heads, D_R]
     kv: Tensor,  # [tokens, D_C + D_R], raw
     freqs: Tensor,  # [positions, D_R], rows of cos_sin
-    gamma: Tensor,  # [D_C]
+    gamma: Tensor | None,  # [D_C]; None: the latents are not normalised
     positions: Sequence[int],
     *,
     epsilon: float,
@@ -88,12 +88,13 @@ def norm_rope_quant(
     Returns q_rope_out [tokens, heads, D_R] and rows [tokens, D_C + D_R]. A position outside of
     freqs marks a padding token: its query is 0, and its row, which is not cached, is NaN.
     """
-    d_c = gamma.shape[0]
+    d_c = kv.shape[1] - q_rope.shape[2]
     q_rope_out = torch.empty(q_rope.shape, dtype=dtype, device=q_rope.device)
     rows = torch.empty(kv.shape, dtype=dtype, device=kv.device)
     for token, cos_sin in _angles(positions, freqs, q_rope_out, rows):
         q_rope_out[token] = rotate(q_rope[token], cos_sin, rope=rope, dtype=dtype)
-        rows[token, :d_c] = rms_norm(kv[token, :d_c], gamma, epsilon, dtype)
+        latent = kv[token, :d_c]
+        rows[token, :d_c] = latent if gamma is None else rms_norm(latent, gamma, epsilon, dtype)
         rows[token, d_c:] = rotate(kv[token, d_c:], cos_sin, rope=rope, dtype=dtype)
     return q_rope_out, rows
 
@@ -133,7 +134,7 @@ def norm_rope_quant_stepwise(
     q_rope: Tensor,
     kv: Tensor,
     freqs: Tensor,
-    gamma: Tensor,
+    gamma: Tensor | None,
     positions: Sequence[int],
     *,
     epsilon: float,
@@ -146,13 +147,15 @@ def norm_rope_quant_stepwise(
     The rotation runs in the dtype of `freqs`, the product with gamma in gamma's dtype; the rotated
     key passes through q_rope's dtype. Returns q_rope_out in `out_dtype` and rows in `cache_dtype`.
     """
-    d_c = gamma.shape[0]
+    d_c = kv.shape[1] - q_rope.shape[2]
     q_rope_out = torch.empty(q_rope.shape, dtype=out_dtype, device=q_rope.device)
     rows = torch.empty(kv.shape, dtype=cache_dtype, device=kv.device)
     for token, cos_sin in _angles(positions, freqs, q_rope_out, rows):
         q_rotated = rotate_stepwise(q_rope[token], cos_sin, rope=rope)
         k_rotated = rotate_stepwise(kv[token, d_c:], cos_sin, rope=rope).to(q_rope.dtype)
-        latent = rms_norm_stepwise(kv[token, :d_c], gamma, epsilon)
+        latent = kv[token, :d_c]
+        if gamma is not None:
+            latent = rms_norm_stepwise(latent, gamma, epsilon)
         q_rope_out[token] = saturating_cast(q_rotated, out_dtype)
         rows[token, :d_c] = saturating_cast(latent, cache_dtype)
         rows[token, d_c:] = saturating_cast(k_rotated, cache_dtype)

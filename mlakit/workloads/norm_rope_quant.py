@@ -31,7 +31,7 @@ class Step:
     q_rope: Tensor
     kv: Tensor
     freqs: Tensor
-    gamma: Tensor
+    gamma: Tensor | None
     positions: Sequence[int]
     slots: Tensor  # int64 [tokens]; -1: no row is written
 
@@ -44,7 +44,7 @@ class AppendCase(PagedCase):
     slots     how the op gets the destination of tokens: "" by page table and lengths, "all" by
               slots and positions, "some" the same with slot -1 for some tokens, whose positions may
               be outside of freqs
-    dtype     of q_rope and kv; freqs_dtype and gamma_dtype of the tables
+    dtype     of q_rope and kv; freqs_dtype and gamma_dtype of the tables; "" for no gamma
     q_out     destination of the rotated queries: "" a new tensor, "in_place", or a given tensor of
               q's dtype ("given") or of e4m3 ("e4m3")
     """
@@ -75,10 +75,11 @@ class AppendCase(PagedCase):
             "q_rope": inputs.place("q_rope", q_rope, self.dtype),
             "kv": inputs.place("kv", kv, self.dtype),
             "freqs": inputs.place("freqs", self._freqs(), self.freqs_dtype),
-            "gamma": inputs.place(
-                "gamma", inputs.uniform(0.5, 2.0, row.kv_lora_rank), self.gamma_dtype
-            ),
         }
+        gamma = None
+        if self.gamma_dtype:
+            weight = inputs.uniform(0.5, 2.0, row.kv_lora_rank)
+            gamma = inputs.place("gamma", weight, self.gamma_dtype)
         pool, table, slots = self._cache(inputs)
         positions = self._positions
         if self.slots == "some":
@@ -86,6 +87,7 @@ class AppendCase(PagedCase):
         pool.allow(slots[slots >= 0])
         step = Step(
             **{name: tensor.cpu().clone() for name, tensor in tensors.items()},
+            gamma=None if gamma is None else gamma.cpu().clone(),
             positions=positions,
             slots=slots,
         )
@@ -95,6 +97,7 @@ class AppendCase(PagedCase):
         def call(backend: Backend) -> Results:
             rotated = norm_rope_quant_append(
                 **tensors,
+                gamma=gamma,
                 cache=pool.cache,
                 **where,
                 epsilon=self.epsilon,
@@ -213,7 +216,8 @@ def assert_appended(
     encoded = codec.encode(naive_rows, tensor_scale=tensor_scale, power_of_two=power_of_two)
     stored = codec.decode(*encoded, tensor_scale=tensor_scale)
     assert_matches("cache rows", rows, exact_rows, stored)
-    assert_quantised_alike(codec, rows, stored, step.gamma.dtype)
+    normed = torch.float32 if step.gamma is None else step.gamma.dtype
+    assert_quantised_alike(codec, rows, stored, normed)
 
 
 def assert_quantised_alike(

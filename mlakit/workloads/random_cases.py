@@ -172,7 +172,7 @@ def append_case(draw: Draw, format: Format) -> AppendCase:
         heads=draw.integer(1, 20),
         dtype=draw.choice(PLAIN),
         freqs_dtype=draw.choice(PLAIN),
-        gamma_dtype=draw.choice(PLAIN),
+        gamma_dtype=draw.choice([*PLAIN, ""]),
         epsilon=draw.choice((0.0, 1e-6, 1e-3)),
         rope=draw.choice(("interleaved", "half")),
         flat_table=draw.flip(),

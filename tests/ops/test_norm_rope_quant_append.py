@@ -36,6 +36,25 @@ def test_rows_among_poison(format, way, spec, device):
     AppendCase(**row, padded=True, heads=2, **LENGTHS, **WAYS[way]).run(device, spec.backend)
 
 
+@pytest.mark.parametrize("spec", dispatch.specs("norm_rope_quant_append"), ids=str)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_finished_index_keys_among_poison(power_of_two, way, spec, device):
+    """Without gamma there is no norm: the op quantises and appends rows as they are."""
+    skip_other_devices(spec, device)
+    row = {"kv_lora_rank": 128, "qk_rope_head_dim": 0, "format": "fp8_token", "page_size": 4}
+    keys = {**row, "gamma_dtype": "", "heads": 1, "power_of_two": power_of_two}
+    AppendCase(**keys, padded=True, **LENGTHS, **WAYS[way]).run(device, spec.backend)
+
+
+@pytest.mark.parametrize("spec", dispatch.specs("norm_rope_quant_append"), ids=str)
+@pytest.mark.parametrize("format", ["bf16", "fp8_block128"])
+def test_finished_latents_among_poison(format, spec, device):
+    skip_other_devices(spec, device)
+    row = {"format": format, "page_size": 4, "gamma_dtype": ""}
+    AppendCase(**row, padded=True, heads=2, **LENGTHS).run(device, spec.backend)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_tiles_of_tokens(way, device):
     """More tokens than the CPU kernel takes at once."""

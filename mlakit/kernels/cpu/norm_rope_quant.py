@@ -46,6 +46,7 @@ def rms_norm(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
 
 def norm_rope_quant_append(a: AppendArguments, q_rope_out: Tensor) -> None:
     q_rope, kv, freqs, gamma, layer = a.q_rope, a.kv, a.freqs, a.gamma, a.layer
+    d_c = layer.codec.row.kv_lora_rank
     slots, positions, rope = a.slots, a.positions, a.rope
     has_angle: Tensor | None = None  # where some tokens are padding, with arbitrary positions
     if slots is None or positions is None:
@@ -65,8 +66,10 @@ def norm_rope_quant_append(a: AppendArguments, q_rope_out: Tensor) -> None:
     def append(start: int) -> None:
         block = slice(start, start + tile)
         cos_sin = freqs[positions[block]]
-        latent = rms_norm(kv[block, : gamma.shape[0]], gamma, a.epsilon)
-        rotated_k = rotate(kv[block, gamma.shape[0] :], cos_sin, rope=rope).to(q_rope.dtype)
+        latent = kv[block, :d_c]
+        if gamma is not None:
+            latent = rms_norm(latent, gamma, a.epsilon)
+        rotated_k = rotate(kv[block, d_c:], cos_sin, rope=rope).to(q_rope.dtype)
         written, rows = slots[block], torch.cat([latent.float(), rotated_k.float()], dim=-1)
         if has_angle is not None:
             written, rows = written[written >= 0], rows[written >= 0]

@@ -35,7 +35,7 @@ def norm_rope_quant_append(a: AppendArguments, q_rope_out: Tensor) -> None:
     page_table, kv_lens, q_starts = a.page_table, a.kv_lens, a.q_starts
     slots, positions = a.slots, a.positions
     tokens, heads, d_r = q_rope.shape
-    d_c = gamma.shape[0]
+    d_c = layer.codec.row.kv_lora_rank
     device = target(q_rope.device)
     config = pick_append_config(
         tokens=tokens,
@@ -86,7 +86,7 @@ def norm_rope_quant_append(a: AppendArguments, q_rope_out: Tensor) -> None:
         kv.stride(0),
         freqs.stride(0),
         freqs.stride(1),
-        gamma.stride(0),
+        _stride(gamma, 0),
         payload.stride(0),
         payload.stride(1),
         _stride(scales, 0),

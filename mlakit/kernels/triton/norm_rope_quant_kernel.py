@@ -53,7 +53,7 @@ def norm_rope_quant_kernel(
     q_rope,  # [tokens, heads, D_R]
     kv,  # [tokens, D_C + D_R]
     freqs,  # [positions, D_R]
-    gamma,  # [D_C]
+    gamma,  # [D_C]; None: no norm
     payload,  # [pages, PAGE_SIZE, row], e4m3 as uint8
     scales,  # [pages, PAGE_SIZE, 1 or FOOTER_BYTES]; None if all scales are inside the row
     tensor_scale,
@@ -185,7 +185,8 @@ def _append_rows(
     in_row = (column < D_C)[None, :]
     at = kv + token * kv_stride_token  # [T]
     x = tl.load(at[:, None] + column[None, :], mask=is_token[:, None] & in_row, other=0.0)
-    weight = tl.load(gamma + column * gamma_stride, mask=column < D_C, other=0.0)
+    if gamma is not None:
+        weight = tl.load(gamma + column * gamma_stride, mask=column < D_C, other=0.0)
     if D_R > 0:
         k0, k1 = load_pairs(
             (at + D_C)[:, None, None], is_token[:, None, None], D_R, PAIRS, INTERLEAVED
@@ -195,7 +196,9 @@ def _append_rows(
     page, offset, is_stored = _find_slots(token, request, position, is_token, slots_of, PAGE_SIZE)
     row = payload + page * payload_stride_page + offset * payload_stride_row  # [T]
 
-    latent = rms_norm(x, weight, epsilon, D_C)
+    latent = x.to(tl.float32)
+    if gamma is not None:
+        latent = rms_norm(x, weight, epsilon, D_C)
     if D_C < LATENT_TILE:
         # x is 0 there, but the norm may multiply its row by infinity
         latent = tl.where(in_row, latent, 0.0)
