@@ -2,11 +2,13 @@
 
 from mlakit.branches import (
     CachedBatch,
+    IndexInputs,
     LayerWeights,
     decode_branch,
     mla_step,
     plan_step,
     prefill_branch,
+    sparse_step,
 )
 from mlakit.cache import PagedLatentCache, physical_rows
 from mlakit.checks import UnsupportedError
@@ -37,6 +39,7 @@ __all__ = [
     "CachedBatch",
     "EvenSplit",
     "ExtraRows",
+    "IndexInputs",
     "LayerWeights",
     "MLAGeometry",
     "Mask",
@@ -65,4 +68,5 @@ __all__ = [
     "rope_table",
     "scaled_mm_fp8",
     "sparse_mla",
+    "sparse_step",
 ]

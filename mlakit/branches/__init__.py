@@ -2,8 +2,9 @@
 
 `prefill_branch` expands the latents to K and V and attends to them. `decode_branch` absorbs the
 up-projection into the query and attends to the cache rows. `mla_step` splits a mixed batch into
-requests for one and for the other. All three first append the new tokens to the cache, and attend
-to them as the cache stores them.
+requests for one and for the other. `sparse_step` attends to the cached tokens that the lightning
+indexer of DeepSeek-V3.2 selects. All four first append the new tokens to the cache, and attend to
+them as the cache stores them.
 
 Arguments are checked and kernels are selected before the first write: a refused step changes
 nothing and can be repeated.
@@ -12,14 +13,17 @@ nothing and can be repeated.
 from mlakit.branches.batch import CachedBatch, LayerWeights
 from mlakit.branches.decode import decode_branch
 from mlakit.branches.prefill import prefill_branch
+from mlakit.branches.sparse import IndexInputs, sparse_step
 from mlakit.branches.step import StepPlan, mla_step, plan_step
 
 __all__ = [
     "CachedBatch",
+    "IndexInputs",
     "LayerWeights",
     "StepPlan",
     "decode_branch",
     "mla_step",
     "plan_step",
     "prefill_branch",
+    "sparse_step",
 ]

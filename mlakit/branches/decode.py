@@ -46,16 +46,25 @@ def decode_branch(
     lengths = check_step(dims, q, kv, weights, batch, mask if rows is None else None)
     check_absorbed_attention(dims, q, batch, lengths, rows, topk_lens, mask, plan)
     out = check_result(dims, "out", out, "tokens", "heads", "D_V", dtype=q.dtype)
-    g = weights.up.geometry
-    q_nope, q_rope = q.split([g.qk_nope_head_dim, g.qk_rope_head_dim], dim=-1)
-    absorbed = q.new_empty(*q.shape[:2], g.row.width)
-    latent, rotated = absorbed.split([g.kv_lora_rank, g.qk_rope_head_dim], dim=-1)
-    weights.up.w_uk_t.apply(q_nope, out=latent, backend=backend)
+    absorbed, q_rope, rotated = absorb(q, weights, backend)
     attention = "mla_decode" if rows is None else "sparse_mla"
     select_kernels((attention,), q, weights, batch, mask, backend)
     append_tokens(q_rope, kv, weights, batch, q_rope_out=rotated, backend=backend)
     attended = _attend(absorbed, weights, batch, rows, topk_lens, mask, plan, backend)
     return weights.up.w_uv.apply(attended, out=out, backend=backend)
+
+
+def absorb(q: Tensor, weights: LayerWeights, backend: Backend) -> tuple[Tensor, Tensor, Tensor]:
+    """(absorbed [tokens, heads, D_C + D_R], the rope columns of q, those of `absorbed`).
+
+    The latent columns of `absorbed` are q_nope W_UK; its rope columns are not written.
+    """
+    g = weights.up.geometry
+    q_nope, q_rope = q.split([g.qk_nope_head_dim, g.qk_rope_head_dim], dim=-1)
+    absorbed = q.new_empty(*q.shape[:2], g.row.width)
+    latent, rotated = absorbed.split([g.kv_lora_rank, g.qk_rope_head_dim], dim=-1)
+    weights.up.w_uk_t.apply(q_nope, out=latent, backend=backend)
+    return absorbed, q_rope, rotated
 
 
 def check_absorbed_attention(

@@ -341,6 +341,34 @@ class Step:
         assert out.dtype == self.dtype
         assert_matches("decode", out, self.exact(rows, mask), self.naive_decode(rows, mask))
 
+    def check_sparse(self, out: Tensor, batch: CachedBatch, lists: Sequence[Sequence[int]]) -> None:
+        """Every query over the positions of its request that its list names."""
+        cached = self.cached_rows(batch)
+        requests = [b for b, new in enumerate(self.q_lens) for _ in range(new)]
+        chosen = [cached[b][list(keys)] for b, keys in zip(requests, lists, strict=True)]
+        scale = self.weights.softmax_scale
+        exact, _ = reference.mla_prefill(
+            self.rotated(F64),
+            *self.expanded(torch.cat(chosen), F64),
+            range(self.tokens + 1),
+            [0, *accumulate(map(len, chosen))],
+            softmax_scale=scale,
+            mask=masks.NULL,
+        )
+        latent, _ = reference.mla_decode(
+            self.absorbed(F32),
+            chosen,
+            [1] * self.tokens,
+            softmax_scale=scale,
+            v_width=self.geometry.kv_lora_rank,
+            mask=masks.NULL,
+            dtype=F32,
+        )
+        naive = self.projected(latent.to(self.dtype), F32)
+        assert out.dtype == self.dtype
+        assert_matches("sparse attention", out, exact, naive)
+        assert all((exact[token] == 0).all() for token, keys in enumerate(lists) if not keys)
+
     def check_step(
         self, out: Tensor, batch: CachedBatch, decode_threshold: int = DECODE_THRESHOLD
     ) -> None:

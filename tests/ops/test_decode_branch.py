@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from mlakit import branches, masks, reference
+from mlakit import branches, reference
 from mlakit.cache import request_slots
 from mlakit.masks import CAUSAL, Mask
 from mlakit.plan import EvenSplit, plan_decode
@@ -129,33 +127,7 @@ def test_sparse_decode(format, plan):
     q, kv, weights, batch = step.arguments()
     out = decode_branch(q, kv, weights, batch, rows=rows, topk_lens=lens, plan=plan)
     step.check_appended(batch)
-
-    cached = step.cached_rows(batch)
-    requests = [b for b, new in enumerate(step.q_lens) for _ in range(new)]
-    alone = replace(step, kv_lens=(1,) * step.tokens, q_lens=(1,) * step.tokens)
-    chosen = [cached[b][keys] for b, keys in zip(requests, lists, strict=True)]
-    k_nope, k_rope, v = step.expanded(torch.cat(chosen), F64)
-    exact, _ = reference.mla_prefill(
-        step.rotated(F64),
-        k_nope,
-        k_rope,
-        v,
-        range(step.tokens + 1),
-        [0, *accumulate(map(len, chosen))],
-        softmax_scale=weights.softmax_scale,
-        mask=masks.NULL,
-    )
-    latent, _ = reference.mla_decode(
-        step.absorbed(F32),
-        chosen,
-        alone.q_lens,
-        softmax_scale=weights.softmax_scale,
-        v_width=step.geometry.kv_lora_rank,
-        mask=masks.NULL,
-        dtype=F32,
-    )
-    assert_matches("sparse decode", out, exact, step.projected(latent.to(step.dtype), F32))
-    assert (exact[lens == 0] == 0).all()
+    step.check_sparse(out, batch, lists)
 
 
 def test_sparse_decode_over_all_rows_is_dense_decode():

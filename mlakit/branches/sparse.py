@@ -1,0 +1,199 @@
+"""`sparse_step`: append, select the best cached tokens by their index keys, attend to them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mlakit import dispatch
+from mlakit.branches.batch import CachedBatch, LayerWeights, append_tokens
+from mlakit.branches.checks import StepLengths, check_step, select_kernels
+from mlakit.branches.decode import absorb, check_absorbed_attention
+from mlakit.cache import CacheLayer, PagedLatentCache
+from mlakit.checks import E4M3, FLOATS, Dims
+from mlakit.knobs import Backend
+from mlakit.masks import CAUSAL
+from mlakit.ops import indexer_select, norm_rope_quant_append, sparse_mla
+from mlakit.ops._checks import check_layer, check_result, check_seen_rows
+from mlakit.ops._library import refuse_grad
+from mlakit.ops.indexer import table_capacity
+from mlakit.ops.indexer_select import COLUMN_ALIGNMENT, MAX_SCORE_BYTES
+from mlakit.plan import EvenSplit
+from mlakit.reprs import shapes_repr
+from mlakit.specs import Problem, device_facts
+
+
+@dataclass(frozen=True, eq=False)
+class IndexInputs:
+    """The lightning indexer's inputs for the new tokens of a step, and its cache of keys.
+
+    The caller prepares them as its model does. DeepSeek-V3.2: q and keys are projected, the keys
+    pass a LayerNorm, the first 64 columns of both are rotated (pairs (p, p + 32)), both may be
+    multiplied by a Hadamard matrix, which leaves the scores as they are; weights are scaled by
+    1 / sqrt(index_heads · D). The step quantises and appends the keys.
+    """
+
+    q: Tensor  # [tokens, index_heads, D]; of e4m3 the scale goes into `weights`
+    keys: Tensor  # [tokens, D], not quantised
+    weights: Tensor  # [tokens, index_heads] float32
+    cache: PagedLatentCache  # of keys, its pages numbered by the page table of the latent cache
+    layer: int = 0
+    power_of_two_scales: bool = True  # of the appended keys, as in DeepSeek-V3.2
+
+    __repr__ = shapes_repr
+
+
+def sparse_step(
+    q: Tensor,
+    kv: Tensor,
+    weights: LayerWeights,
+    batch: CachedBatch,
+    index: IndexInputs,
+    k: int,
+    *,
+    max_kv_len: int | None = None,
+    max_score_bytes: int = MAX_SCORE_BYTES,
+    plan: EvenSplit | None = None,
+    rows: Tensor | None = None,
+    out: Tensor | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """One causal step of DeepSeek-V3.2: each query attends to the k cached tokens it scores best.
+
+        rows = top-k of Σ_h weights[h] · relu(index.q[h]·key)
+        out  = (softmax([q_nope W_UK | q_rope]·row · scale) c) W_UVᵀ  over these rows
+
+    Latents and index keys of the new tokens are appended first; a query may select its own token.
+
+    q                [tokens, heads, D_N + D_R], not modified
+    kv               [tokens, D_C + D_R] raw latents
+    index            the indexer's inputs, prepared by the caller, and its cache of keys
+    k                cached tokens per query; a query that sees fewer attends to all it sees
+    max_kv_len, max_score_bytes   as in `indexer_select`
+    plan             how many splits a list of rows is attended in, as in `sparse_mla`
+    rows             [tokens, k] int32: where the selected rows go, for layers that share them
+                     (`rows` of `decode_branch`)
+
+    Returns out [tokens, heads, D_V] in q's dtype; 0 for a query that sees no key. On a GPU the step
+    does not synchronise and can be captured in a CUDA graph.
+    """
+    dims = Dims("sparse_step")
+    lengths = check_step(dims, q, kv, weights, batch, CAUSAL)
+    check_absorbed_attention(dims, q, batch, lengths, None, None, CAUSAL, None)
+    if not (plan is None or isinstance(plan, EvenSplit)):
+        raise TypeError(f"{dims.op}: plan must be an EvenSplit, got {type(plan).__name__}")
+    keys = _check_index(dims, index, batch, lengths, max_kv_len, max_score_bytes)
+    dims.bind("k", dims.integer("k", k, 1), "k")
+    if rows is not None:
+        rows = check_result(dims, "rows", rows, "tokens", "k", dtype=torch.int32)
+    out = check_result(dims, "out", out, "tokens", "heads", "D_V", dtype=q.dtype)
+    select_kernels(("sparse_mla",), q, weights, batch, CAUSAL, backend)
+    _select_index_kernels(index, keys, backend)
+    absorbed, q_rope, rotated = absorb(q, weights, backend)
+    append_tokens(q_rope, kv, weights, batch, q_rope_out=rotated, backend=backend)
+    append_index_keys(index, weights, batch, backend=backend)
+    rows = indexer_select(
+        index.q,
+        index.weights,
+        index.cache,
+        batch.page_table,
+        batch.kv_lens,
+        k,
+        q_starts=batch.q_starts,
+        layer=index.layer,
+        max_kv_len=max_kv_len,
+        max_score_bytes=max_score_bytes,
+        out=rows,
+        backend=backend,
+    )
+    attended, _, _ = sparse_mla(
+        absorbed,
+        batch.cache,
+        rows,
+        layer=batch.layer,
+        softmax_scale=weights.softmax_scale,
+        plan=plan,
+        backend=backend,
+    )
+    return weights.up.w_uv.apply(attended, out=out, backend=backend)
+
+
+def append_index_keys(
+    index: IndexInputs, weights: LayerWeights, batch: CachedBatch, *, backend: Backend
+) -> None:
+    """Quantise the new tokens' keys and append them to the cache of index keys."""
+    norm_rope_quant_append(
+        index.keys.new_empty(index.keys.shape[0], 1, 0),
+        index.keys,
+        weights.freqs[:, :0],  # the keys are rotated already
+        None,
+        index.cache,
+        batch.page_table,
+        batch.kv_lens,
+        batch.q_starts,
+        epsilon=0.0,
+        layer=index.layer,
+        power_of_two_scales=index.power_of_two_scales,
+        backend=backend,
+    )
+
+
+def _check_index(
+    dims: Dims,
+    index: IndexInputs,
+    batch: CachedBatch,
+    lengths: StepLengths | None,
+    max_kv_len: int | None,
+    max_score_bytes: int,
+) -> CacheLayer:
+    """Check what the append of index keys and `indexer_select` would refuse after a write."""
+    if not isinstance(index, IndexInputs):
+        got = type(index).__name__
+        raise TypeError(f"{dims.op}: index must be IndexInputs, got {got}")
+    layer = check_layer(dims.op, index.cache, index.layer, owner="index.")
+    row = layer.codec.row
+    rope = f"rows with {row.qk_rope_head_dim} rope columns"
+    dims.require(row.qk_rope_head_dim == 0, "index.cache", "have rows of one kind of column", rope)
+    dims.bind("D", row.width, "the row width of index.cache")
+    dims.match("index.q", index.q, "tokens", "index_heads", "D", dtypes=(*FLOATS, E4M3))
+    dims.rows_contiguous("index.q", index.q)
+    dims.match("index.keys", index.keys, "tokens", "D", dtypes=FLOATS)
+    dims.rows_contiguous("index.keys", index.keys)
+    dims.match("index.weights", index.weights, "tokens", "index_heads", dtypes=[torch.float32])
+    dims.same_device("index.cache", layer.payload)
+    pages = batch.cache.page_size
+    must = f"have pages of {pages} tokens, like the latent cache: both share the page table"
+    dims.require(layer.page_size == pages, "index.cache", must, layer.page_size)
+    given = {"index.q": index.q, "index.keys": index.keys, "index.weights": index.weights}
+    refuse_grad(dims.op, **given)
+    columns = table_capacity(dims.op, batch.page_table, layer)
+    if max_kv_len is not None:
+        columns = dims.integer("max_kv_len", max_kv_len, 0)
+    if lengths is not None:
+        dims.lengths("kv_lens", batch.kv_lens, columns, "max_kv_len")
+        check_seen_rows(
+            dims, batch.page_table, layer, CAUSAL, batch.q_starts, list(lengths.kv_lens)
+        )
+    limit = dims.integer("max_score_bytes", max_score_bytes, 1)
+    row_bytes = 4 * COLUMN_ALIGNMENT * -(-columns // COLUMN_ALIGNMENT)
+    must = f"hold the scores of one query, {row_bytes} bytes"
+    dims.require(limit >= row_bytes, "max_score_bytes", must, limit)
+    return layer
+
+
+def _select_index_kernels(index: IndexInputs, keys: CacheLayer, backend: Backend) -> None:
+    """Select the kernels of the indexer, so that an unsupported step fails before a write."""
+    if torch.compiler.is_compiling():
+        return
+    problem = Problem(
+        *device_facts(index.q.device),
+        dtype=str(index.q.dtype),
+        format=keys.codec.name,
+        heads=index.q.shape[1],
+        page_size=keys.page_size,
+        row=keys.codec.row,
+        mask=CAUSAL.kind,
+    )
+    dispatch.select("indexer_logits", problem, backend)
