@@ -24,6 +24,7 @@ GPU_SUITES = (
     "norm-rope-quant",
     "indexer",
     "branch",
+    "sparse-step",
     "fp8",
     "grid",
 )

@@ -73,7 +73,7 @@ class Step(Workload):
 
     def build_case(self) -> BenchmarkCase:
         generator, tokens = gpu.generator(), self.batch.tokens
-        weights = self._weights(generator)
+        weights = layer_weights(generator, self.heads, max(self.batch.kv_lens))
         cache, page_table = filled_pages(self.batch.kv_lens, self.page_size, self.format, generator)
         kv_lens, starts = gpu.int32(self.batch.kv_lens), gpu.int32(self.batch.starts)
         batch = CachedBatch(cache, page_table, kv_lens, starts)
@@ -98,16 +98,6 @@ class Step(Workload):
             baselines.append(Baseline("attention alone", attention, sets_target=False))
         return BenchmarkCase(call, baselines, check)
 
-    def _weights(self, generator: torch.Generator) -> LayerWeights:
-        matrix = gpu.normal(generator, self.heads * (D_N + D_V), D_C, dtype=torch.float32)
-        matrix = (matrix / D_C**0.5).to(torch.bfloat16)
-        return LayerWeights(
-            up=UpProjection.from_checkpoint(matrix, replace(MODEL, num_heads=self.heads)),
-            gamma=gpu.normal(generator, D_C),
-            freqs=rope_table(MODEL, max(self.batch.kv_lens), device=gpu.DEVICE),
-            softmax_scale=SCALE,
-        )
-
     def _queries(
         self, q: Tensor, batch: CachedBatch, plan: StepPlan
     ) -> Iterator[tuple[int, branch_oracle.Query, bool]]:
@@ -123,6 +113,17 @@ class Step(Workload):
                 rows = layer.read(slots, torch.float64)
                 query = branch_oracle.Query(q[token], before + place, rows, before)
                 yield token, query, request in plan.decode
+
+
+def layer_weights(generator: torch.Generator, heads: int, positions: int) -> LayerWeights:
+    matrix = gpu.normal(generator, heads * (D_N + D_V), D_C, dtype=torch.float32)
+    matrix = (matrix / D_C**0.5).to(torch.bfloat16)
+    return LayerWeights(
+        up=UpProjection.from_checkpoint(matrix, replace(MODEL, num_heads=heads)),
+        gamma=gpu.normal(generator, D_C),
+        freqs=rope_table(MODEL, positions, device=gpu.DEVICE),
+        softmax_scale=SCALE,
+    )
 
 
 def _attention_alone(batch: CachedBatch, q: Tensor) -> Callable[[], object]:

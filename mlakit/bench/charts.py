@@ -1,4 +1,4 @@
-"""The charts of a report: bars of speedups, the roofline, heat maps of a grid."""
+"""The charts of a report: bars of speedups or stages, the roofline, heat maps of a grid."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from math import ceil, floor, log10
 from mlakit.bench.ceilings import Ceilings
 from mlakit.bench.drawing import Dot, Drawing, Line, Rectangle, Text
 from mlakit.bench.heatmap import HeatMap, heat_maps
-from mlakit.bench.report import HARDWARE_BASELINES, MLAKIT, Report, Row
+from mlakit.bench.report import HARDWARE_BASELINES, MLAKIT, STAGES, Report, Row
 from mlakit.bench.tables import digits, times_of
 
 MLAKIT_COLOUR = "#d1495b"
@@ -18,6 +18,8 @@ GREY, PALE = "#888888", "#dddddd"
 BAR, GAP = 16, 14
 FULL = 560  # pixels of the widest bar
 LABELS = 200
+STAGE_BAR = 24
+SHORTEST_LABEL = 46  # pixels that a time needs
 LONGEST = 4.0  # the speedup of a full bar; longer bars are cut
 
 
@@ -27,6 +29,8 @@ def charts(report: Report) -> dict[str, Drawing]:
     maps = heat_maps(report.rows)
     if maps:
         found["heatmap"] = heat_chart(maps)
+    elif any(row.implementation in STAGES for row in report.rows):
+        found["stages"] = stage_chart(report)
     elif report.rows:
         found["bars"] = bar_chart(report)
     computing = [
@@ -81,6 +85,43 @@ def _add_bar(drawing: Drawing, y: float, row: Row, own_us: float, colour: str) -
         Line([(x(row.us.p20), middle), (x(row.us.p80), middle)], "#222222"),
         Text(end + 6, middle, f"{digits(row.us.p50)} us{speedup}{cut}", size=11),
     )
+
+
+def stage_chart(report: Report) -> Drawing:
+    """Where the time of a step goes: a bar per workload, as wide as its stages together."""
+    named = [name for name in STAGES if any(row.implementation == name for row in report.rows)]
+    colours = dict(zip(named, COLOURS, strict=False))
+    steps = [(name, list(rows)) for name, rows in groupby(report.rows, lambda row: row.workload)]
+    pitch = 22 + STAGE_BAR + GAP
+    drawing = Drawing(FULL + 200, 84 + pitch * len(steps))
+    title = f"{report.suite} ({report.mode}): where the time goes, each stage timed alone"
+    drawing.add(Text(10, 20, title, bold=True))
+    for i, (name, colour) in enumerate(colours.items()):
+        x = 10 + 108 * i
+        drawing.add(Rectangle(x, 38, 12, 12, colour), Text(x + 18, 44, name, size=11))
+    for i, (workload, rows) in enumerate(steps):
+        _add_stages(drawing, 72 + pitch * i, workload, rows, colours)
+    return drawing
+
+
+def _add_stages(
+    drawing: Drawing, y: float, workload: str, rows: Sequence[Row], colours: dict[str, str]
+) -> None:
+    us = {row.implementation: row.us.p50 for row in rows}
+    stages = {name: us[name] for name in colours if name in us}
+    total = sum(stages.values())
+    drawing.add(Text(10, y, workload, bold=True))
+    y, x = y + 12, 10.0
+    for name, own in stages.items():
+        width, share = FULL * own / total, f"{100 * own / total:.0f} %"
+        hint = f"{name}: {digits(own)} us, {share} of the stages"
+        drawing.add(Rectangle(x, y, width, STAGE_BAR, colours[name], hint))
+        if width > SHORTEST_LABEL:
+            at = (x + width / 2, y + STAGE_BAR / 2)
+            drawing.add(Text(*at, f"{digits(own)} us", "middle", size=11, colour="#ffffff"))
+        x += width
+    step = f"step {digits(us[MLAKIT])} us" if MLAKIT in us else f"stages {digits(total)} us"
+    drawing.add(Text(x + 8, y + STAGE_BAR / 2, step, size=11))
 
 
 def roofline_chart(rows: Sequence[Row], ceilings: Ceilings) -> Drawing:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mlakit import reference
 from mlakit.bench import correctness, gpu
-from mlakit.bench.pool import fill, page_counts
+from mlakit.bench.pool import filled_index_keys, page_counts
 from mlakit.bench.problems import IndexLogits
 from mlakit.bench.shapes import Batch, Shape
 from mlakit.bench.suite import Baseline, BenchmarkCase, Workload
@@ -75,9 +75,7 @@ class Logits(Workload):
     def build_case(self) -> BenchmarkCase:
         generator, batch = gpu.generator(), self.batch
         counts = page_counts(batch.kv_lens, PAGE_SIZE)
-        pages = torch.zeros(sum(counts), PAGE_SIZE, KEY_BYTES, dtype=torch.uint8, device=gpu.DEVICE)
-        cache = PagedLatentCache.wrap_index_keys(pages)
-        fill(cache, generator)
+        pages, cache = filled_index_keys(sum(counts), PAGE_SIZE, WIDTH, generator)
         page_table = shuffled_pages(batch.size, counts, sum(counts), generator)
         q = gpu.normal(generator, batch.tokens, self.heads, WIDTH, dtype=torch.float8_e4m3fn)
         weights = gpu.normal(generator, batch.tokens, self.heads, dtype=torch.float32)
@@ -89,8 +87,8 @@ class Logits(Workload):
                 q, weights, cache, page_table, kv_lens, q_starts=starts, max_kv_len=columns
             )
 
-        def queries() -> Iterator[_Query]:
-            return self._queries(q, weights, cache, page_table)
+        def queries() -> Iterator[ScoredQuery]:
+            return scored_queries(batch, q, weights, cache, page_table)
 
         def check() -> None:
             logits = call()
@@ -125,25 +123,13 @@ class Logits(Workload):
             max_kv_len=max(self.batch.kv_lens),
         )
 
-    def _queries(
-        self, q: Tensor, weights: Tensor, cache: PagedLatentCache, page_table: Tensor
-    ) -> Iterator[_Query]:
-        """Some queries, each with the keys that it sees."""
-        batch, layer = self.batch, cache.layer(0)
-        for request in batch.checked_requests:
-            slots = request_slots(page_table, PAGE_SIZE, request, 0, batch.kv_lens[request])
-            keys = layer.read(slots, torch.float64)
-            for place in correctness.evenly_spaced(batch.q_lens[request], MAX_CHECKED):
-                token = batch.starts[request] + place
-                seen = len(keys) - batch.q_lens[request] + place + 1
-                yield _Query(token, q[token], weights[token], keys[:seen])
-
 
 @dataclass(frozen=True, eq=False)
-class _Query:
+class ScoredQuery:
     """A query with its visible keys, and what the oracle says about its logits."""
 
     token: int
+    request: int
     q: Tensor  # [heads, WIDTH]
     weights: Tensor  # [heads]
     keys: Tensor  # [visible, WIDTH] float64
@@ -169,7 +155,21 @@ class _Query:
             raise AssertionError(f"logits of {self.label}: a key that is not visible has a logit")
 
 
-def _peer_error(output: object, queries: Iterator[_Query]) -> str | None:
+def scored_queries(
+    batch: Batch, q: Tensor, weights: Tensor, cache: PagedLatentCache, page_table: Tensor
+) -> Iterator[ScoredQuery]:
+    """Some queries of a batch, each with the keys that it sees."""
+    layer = cache.layer(0)
+    for request in batch.checked_requests:
+        slots = request_slots(page_table, layer.page_size, request, 0, batch.kv_lens[request])
+        keys = layer.read(slots, torch.float64)
+        for place in correctness.evenly_spaced(batch.q_lens[request], MAX_CHECKED):
+            token = batch.starts[request] + place
+            seen = len(keys) - batch.q_lens[request] + place + 1
+            yield ScoredQuery(token, request, q[token], weights[token], keys[:seen])
+
+
+def _peer_error(output: object, queries: Iterator[ScoredQuery]) -> str | None:
     """What is wrong with a peer's logits of visible keys: it may leave the others unwritten."""
     if not isinstance(output, Tensor) or output.ndim != 2:
         return correctness.peer_error(output, ())

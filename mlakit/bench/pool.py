@@ -76,3 +76,13 @@ class SharedPool:
             self._made.append(filled_cache(self.num_pages, self.page_size, self.format, own))
         counts = page_counts(kv_lens, self.page_size)
         return self._made[0], shuffled_pages(len(counts), counts, self.num_pages, generator)
+
+
+def filled_index_keys(
+    num_pages: int, page_size: int, width: int, generator: torch.Generator
+) -> tuple[Tensor, PagedLatentCache]:
+    """Pages of index keys, a key of `width` bytes and its scale per token, and their pool."""
+    pages = torch.zeros(num_pages, page_size, width + 4, dtype=torch.uint8, device=gpu.DEVICE)
+    cache = PagedLatentCache.wrap_index_keys(pages)
+    fill(cache, generator)
+    return pages, cache

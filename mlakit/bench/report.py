@@ -18,6 +18,9 @@ READ_SAME_BYTES, COPY_SAME_BYTES = "read same bytes", "copy same bytes"
 EMPTY_KERNEL = "empty kernel"
 # they compute nothing of the workload
 HARDWARE_BASELINES = (READ_SAME_BYTES, COPY_SAME_BYTES, EMPTY_KERNEL)
+# parts of a whole step, timed alone; prompts too long for all their logits are not timed apart
+SELECT = "logits and top-k"
+STAGES = ("absorb", "append", "logits", "top-k", SELECT, "attend", "up-project")
 WALL = "wall"  # the mode of a suite without a GPU
 
 

@@ -81,6 +81,20 @@ class BenchmarkCase:
     peer_error: Callable[[object], str | None] = lambda output: None
 
 
+@dataclass(frozen=True)
+class Work:
+    """What an implementation computes.
+
+    flops     of the matrix products over the visible keys
+    bytes     each input read once, each result written once
+    products  "bf16" or "fp8": the compute ceiling of its roofline
+    """
+
+    flops: int
+    bytes: int
+    products: str = "bf16"
+
+
 class Workload(ABC):
     """One problem, described in plain values.
 
@@ -121,6 +135,14 @@ class Workload(ABC):
     def min_read_share(self) -> float | None:
         """A share of the measured read bandwidth that meets the target as well."""
         return None
+
+    def work_of(self, implementation: str) -> Work:
+        """The work of an implementation; that of a stage is a part of the workload's."""
+        return Work(self.flops, self.bytes, self.products)
+
+    def with_derived(self, seconds: dict[str, list[float]]) -> dict[str, list[float]]:
+        """`seconds` by implementation, with times that are computed from others."""
+        return seconds
 
     @property
     @abstractmethod
@@ -237,7 +259,7 @@ def _measure(
     if MLAKIT in reasons:  # there is nothing to compare the others with
         return [], reasons
     timed = [each for each in implementations if each.name not in reasons]
-    return list(_rows(workload, timed, seconds, method)), reasons
+    return list(_rows(workload, timed, workload.with_derived(seconds), method)), reasons
 
 
 def _implementations(
@@ -326,11 +348,12 @@ def _rows(
     target, ceilings = None, None
     if method.has_targets:
         target, ceilings = workload.min_speedup, method.ceilings
-    roofline_us = 0.0
-    if ceilings is not None:
-        kind = {"products": workload.products, "traffic": workload.traffic}
-        roofline_us = ceilings.roofline_us(workload.flops, workload.bytes, **kind)
     for name, us in times.items():
+        work = workload.work_of(name)
+        roofline = None
+        if ceilings is not None:
+            kind = {"products": work.products, "traffic": workload.traffic}
+            roofline = ceilings.roofline_us(work.flops, work.bytes, **kind) / us.p50
         speedup = None if name == MLAKIT else paired_speedup(seconds[MLAKIT], seconds[name])
         min_speedup = target if name == baseline else None
         met = None
@@ -342,12 +365,12 @@ def _rows(
             implementation=name,
             rounds=len(seconds[name]),
             us=us,
-            flops=workload.flops,
-            bytes=workload.bytes,
+            flops=work.flops,
+            bytes=work.bytes,
             speedup=speedup,
             min_speedup=min_speedup,
             met=met,
-            roofline=roofline_us / us.p50 if ceilings is not None else None,
+            roofline=roofline,
         )
 
 

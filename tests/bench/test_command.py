@@ -404,7 +404,7 @@ def test_the_comparison_says_only_what_moved(stored, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("begun", "found"), [("sp", ["sparse-prefill", "sparse-decode"]), ("x", [])]
+    ("begun", "found"), [("sp", ["sparse-prefill", "sparse-decode", "sparse-step"]), ("x", [])]
 )
 def test_suites_are_completed(begun, found):
     assert cli._complete_suite(begun) == found

@@ -241,6 +241,22 @@ def test_bars_are_as_long_as_speedups():
     assert "900 us, 90x →" in [s.text for s in drawn.shapes if isinstance(s, Text)]
 
 
+def test_stages_are_stacked_by_their_time():
+    step = [row("a", "mlakit", 95.0), row("a", "append", 10.0), row("a", "logits", 60.0)]
+    more = [row("a", "attend", 30.0), row("a", "read same bytes", 20.0), row("b", "append", 5.0)]
+    drawings = charts.charts(report(*step, *more, suite="sparse-step"))
+    assert set(drawings) == {"stages", "roofline"}
+    bars = [s for s in drawings["stages"].shapes if isinstance(s, Rectangle) and s.hint]
+    append, logits, attend, alone = bars
+    assert logits.width == pytest.approx(6 * append.width)
+    assert (append.x + append.width, logits.x + logits.width) == pytest.approx((logits.x, attend.x))
+    assert alone.width == pytest.approx(append.width + logits.width + attend.width)
+    assert logits.hint == "logits: 60 us, 60 % of the stages"
+    texts = [s.text for s in drawings["stages"].shapes if isinstance(s, Text)]
+    assert {"step 95 us", "stages 5 us", "60 us", "append", "logits", "attend"} <= set(texts)
+    assert not {"top-k", "read same bytes"} & set(texts)
+
+
 def test_a_report_without_ceilings_has_no_roofline():
     assert set(charts.charts(report(row("a", "mlakit", 1.0), ceilings=None))) == {"bars"}
     assert set(charts.charts(report(row("a", "mlakit", 1.0, flops=0)))) == {"bars"}

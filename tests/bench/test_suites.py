@@ -18,8 +18,10 @@ from mlakit.bench.problems import (
     SparseDecode,
     SparsePrefill,
 )
+from mlakit.bench.report import SELECT, STAGES
 from mlakit.bench.shapes import Batch
 from mlakit.bench.suite import Workload
+from mlakit.branches import sparse
 from tests.bench.fakes import pretend_gpu, solve
 from tests.kernel_launchers import Arguments, by_name, replace_launcher
 
@@ -167,15 +169,63 @@ def test_flops_and_bytes_are_counted_as_promised():
     assert counted["scaled-mm-4096x4096x4096"].flops == 2 * 4096**3
 
 
+# the ops of a step whose kernels write what its check compares
+OPS_OF_STEPS = {
+    "mla_step": ("mla_prefill", "mla_decode"),
+    "sparse_step": ("sparse_mla",),
+}
+
+
 @pytest.mark.parametrize("workload", SMALL)
 def test_a_wrong_kernel_does_not_pass_the_check(workload, monkeypatch):
     case = workload.build_case()
     case.check()
-    op = "mla_prefill" if workload.op == "mla_step" else workload.op
-    for name in {op, "mla_decode"} if workload.op == "mla_step" else {op}:
+    for name in OPS_OF_STEPS.get(workload.op, (workload.op,)):
         mutate_kernel(monkeypatch, name)
     with pytest.raises(AssertionError):
         case.check()
+
+
+@pytest.mark.parametrize("op", ["sparse_mla", "indexer_logits", "indexer_select", "batched_matmul"])
+def test_a_sparse_step_checks_every_stage(op, monkeypatch):
+    case = workloads("sparse-step")[1].small.build_case()
+    case.check()
+    mutate_kernel(monkeypatch, op)
+    with pytest.raises(AssertionError):
+        case.check()
+
+
+def test_a_sparse_step_that_appends_no_index_key_is_wrong(monkeypatch):
+    case = workloads("sparse-step")[1].small.build_case()
+    monkeypatch.setattr(sparse, "append_index_keys", lambda *args, **options: None)
+    with pytest.raises(AssertionError, match="index key of query"):
+        case.check()
+
+
+def test_the_steps_of_sparse_attention_share_their_pools():
+    steps = workloads("sparse-step")
+    sizes = {(each.batch.size, each.batch.kv_lens[0], each.heads, each.topk) for each in steps}
+    assert sizes == {
+        (b, s, 128, 2048) for b in (1, 8, 64, 128) for s in (8 << 10, 32 << 10, 128 << 10)
+    }
+    assert len({id(each.pool) for each in steps}) == 1
+    assert steps[0].pool.latents.num_pages == 128 * 131072 // 64
+
+
+def test_the_stages_of_a_step_add_up():
+    step = workloads("sparse-step")[0]
+    works = {name: step.work_of(name) for name in STAGES}
+    assert works["logits"].flops == 2 * 8192 * 64 * 128
+    assert works["attend"].flops == 2 * 128 * 2048 * 1088
+    assert works["absorb"].flops == works["up-project"].flops == 2 * 128 * 128 * 512
+    assert works[SELECT].bytes == works["logits"].bytes + works["top-k"].bytes
+    assert step.flops == sum(each.flops for name, each in works.items() if name != SELECT)
+    seconds = {"read same bytes": [1.0], SELECT: [5.0, 3.0], "logits": [3.0, 4.0], "mlakit": [9.0]}
+    derived = step.with_derived(seconds)
+    assert list(derived) == ["mlakit", "logits", "top-k", "read same bytes"]
+    assert derived["top-k"] == [2.0, 1e-9]
+    del seconds["logits"]
+    assert list(step.with_derived(seconds)) == ["mlakit", SELECT, "read same bytes"]
 
 
 def mutate_kernel(monkeypatch, op: str) -> None:
