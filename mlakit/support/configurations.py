@@ -121,6 +121,9 @@ CONFIGURATIONS: dict[str, Case] = {
         extra_topk=64,
     ),
     "append-slots": _append("fp8_block128", slots="some"),
+    "append-index-keys": _append(
+        "fp8_token", kv_lora_rank=128, qk_rope_head_dim=0, page_size=64, gamma_dtype="", heads=1
+    ),
 }
 # enough work for `auto` to select an m64 kernel
 MUCH_WORK = {"kv_lens": (2200, 65), "q_lens": (64, 1)}

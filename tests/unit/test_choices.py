@@ -56,7 +56,13 @@ def test_the_types_have_the_names_that_are_registered():
 def test_the_public_functions_with_a_choice_are_found():
     found = {name for name, _ in CHOICES}
     assert {name for name in ops.__all__ if name.islower()} <= found
-    assert {"decode_branch", "prefill_branch", "mla_step", "sparse_step", "plan_mla_decode"} <= found
+    assert {
+        "decode_branch",
+        "prefill_branch",
+        "mla_step",
+        "sparse_step",
+        "plan_mla_decode",
+    } <= found
     assert {"PagedLatentCache.allocate", "PagedLatentCache.wrap", "UpProjection.expand"} <= found
     assert {"LayerWeights", "MLAGeometry"} <= found
 
