@@ -231,6 +231,26 @@ def test_fp8_weights(step):
     assert_same_bits("out", decode_branch(q, kv, weights, batch, rows=rows), out)
 
 
+@pytest.mark.parametrize(
+    "scope",
+    [
+        lambda: torch.device("meta"),
+        lambda: torch.autocast("cpu", BF16),
+        lambda: torch.inference_mode(),
+    ],
+    ids=["default-device", "autocast", "inference"],
+)
+@pytest.mark.on_cpu
+def test_scopes_of_torch_change_no_bit(scope):
+    case = CASES["fp32-bf16-keys"]
+    want = sparse_step(*case.arguments(), K)
+    arguments = case.arguments()
+    with scope():
+        out = sparse_step(*arguments, K)
+    assert_same_bits("out", out, want)
+    case.check_keys(arguments[4])
+
+
 def test_a_step_compiles_into_one_graph(place):
     there = Transplant(place.device)
     case = SparseStep(q_dtype=E4M3)  # aot_autograd takes no pages whose scales are views of bytes
