@@ -178,22 +178,23 @@ def roofline_chart(rows: Sequence[Row], ceilings: Ceilings) -> Drawing:
 
 def heat_chart(maps: Sequence[HeatMap]) -> Drawing:
     """The maps one below the other; green is fast, red is slow."""
-    cell, across = (62, 30), max(len(heat.batches) for heat in maps)
+    cell, across = (62, 30), max(len(heat.columns) for heat in maps)
     down = max(len(heat.lengths) for heat in maps)
     width, height = 70 + cell[0] * across, 76 + cell[1] * down
     drawing = Drawing(width + 20, height * len(maps))
     for i, heat in enumerate(maps):
         top = i * height + 50
         drawing.add(Text(10, top - 32, heat.title, bold=True))
-        for column, batch in enumerate(heat.batches):
-            drawing.add(Text(70 + cell[0] * (column + 0.5), top - 12, f"b {batch}", "middle"))
+        for place, column in enumerate(heat.columns):
+            label = f"{heat.axis} {column}"
+            drawing.add(Text(70 + cell[0] * (place + 0.5), top - 12, label, "middle"))
         for line, length in enumerate(heat.lengths):
             y = top + cell[1] * line
             drawing.add(Text(60, y + cell[1] / 2, f"{length}", "end"))
-            for column, batch in enumerate(heat.batches):
-                x, text = 70 + cell[0] * column, heat.text(length, batch)
+            for place, column in enumerate(heat.columns):
+                x, text = 70 + cell[0] * place, heat.text(length, column)
                 if text:
-                    shade = shade_of(heat.goodness(length, batch))
+                    shade = shade_of(heat.goodness(length, column))
                     drawing.add(
                         Rectangle(x, y, cell[0] - 2, cell[1] - 2, shade),
                         Text(x + cell[0] / 2 - 1, y + cell[1] / 2 - 1, text, "middle"),

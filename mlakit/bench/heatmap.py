@@ -1,4 +1,5 @@
-"""Heat maps of a decode grid: one per number of heads, lengths down and batches across.
+"""Heat maps of a grid, lengths down: of decodes one per number of heads, with batches across; of
+prefills one per mask, with heads across.
 
 A cell is mlakit's speedup over the fastest peer; without a peer, the share of the roofline.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rich.box import SIMPLE
 from rich.console import Group
@@ -17,40 +19,48 @@ from mlakit.bench.report import MLAKIT, Row
 from mlakit.bench.tables import times_of
 
 POINT = re.compile(r"^grid-.*-b(?P<batch>\d+)-h(?P<heads>\d+)-(?P<length>\d+)$")
+PROMPTS = re.compile(r"^prefill-grid-.*-b\d+-h(?P<heads>\d+)-(?P<length>\d+)-(?P<mask>\w+)$")
 FULL_SHADE = 0.4  # a time difference of this share of the peer's time has the full colour
 EVEN = 0.03  # a smaller one counts as equally fast
 
 
 @dataclass(frozen=True)
 class HeatMap:
-    """One number of heads. `cells` by (length, batch)."""
+    """One map of a grid.
 
-    heads: int
+    label       what its points have in common: `16 heads`, `causal`
+    axis        of its columns: `b` batches, `h` heads
+    cells       by (length, column)
+    is_speedup  else a share of the roofline
+    """
+
+    label: str
+    axis: str
     cells: dict[tuple[int, int], float]
-    is_speedup: bool  # else a share of the roofline
+    is_speedup: bool
 
     @property
     def lengths(self) -> list[int]:
         return sorted({length for length, _ in self.cells})
 
     @property
-    def batches(self) -> list[int]:
-        return sorted({batch for _, batch in self.cells})
+    def columns(self) -> list[int]:
+        return sorted({column for _, column in self.cells})
 
     @property
     def title(self) -> str:
         what = f"{MLAKIT}'s speedup over the fastest peer"
-        return f"{self.heads} heads: {what if self.is_speedup else 'share of the roofline'}"
+        return f"{self.label}: {what if self.is_speedup else 'share of the roofline'}"
 
-    def text(self, length: int, batch: int) -> str:
-        value = self.cells.get((length, batch))
+    def text(self, length: int, column: int) -> str:
+        value = self.cells.get((length, column))
         if value is None:
             return ""
         return times_of(value) if self.is_speedup else f"{100 * value:.0f} %"
 
-    def goodness(self, length: int, batch: int) -> float:
+    def goodness(self, length: int, column: int) -> float:
         """From −1, slow, to 1, fast; 0 for equally fast and for points that were not measured."""
-        value = self.cells.get((length, batch))
+        value = self.cells.get((length, column))
         if value is None:
             return 0.0
         # a speedup by the share of the peer's time that it saves
@@ -60,38 +70,54 @@ class HeatMap:
 
 def heat_maps(rows: Iterable[Row]) -> list[HeatMap]:
     """The maps of a grid's rows; empty for other rows."""
-    speedups: dict[tuple[int, int, int], float] = {}
-    shares: dict[tuple[int, int, int], float] = {}
+    speedups: dict[_Point, float] = {}
+    shares: dict[_Point, float] = {}
     for row in rows:
-        found = POINT.match(row.workload)
-        if found is None:
+        point = _point(row.workload)
+        if point is None:
             continue
-        point = (int(found["heads"]), int(found["length"]), int(found["batch"]))
         if row.speedup is not None:
             speedups[point] = min(row.speedup.p50, speedups.get(point, row.speedup.p50))
         elif row.roofline is not None:
             shares[point] = row.roofline
     values = speedups or shares
-    return [
-        HeatMap(
-            heads,
-            {point[1:]: values[point] for point in values if point[0] == heads},
-            bool(speedups),
-        )
-        for heads in sorted({point[0] for point in values})
-    ]
+    maps: dict[tuple[int, str, str], dict[tuple[int, int], float]] = {}
+    for point in sorted(values):
+        cells = maps.setdefault((point.order, point.label, point.axis), {})
+        cells[point.length, point.column] = values[point]
+    return [HeatMap(label, axis, cells, bool(speedups)) for (_, label, axis), cells in maps.items()]
+
+
+class _Point(NamedTuple):
+    """Where a workload is in the maps; `order` sorts them."""
+
+    order: int
+    label: str
+    axis: str
+    length: int
+    column: int
+
+
+def _point(workload: str) -> _Point | None:
+    """None for a workload that is in no grid."""
+    if found := POINT.match(workload):
+        heads = int(found["heads"])
+        return _Point(heads, f"{heads} heads", "b", int(found["length"]), int(found["batch"]))
+    if found := PROMPTS.match(workload):
+        return _Point(0, found["mask"], "h", int(found["length"]), int(found["heads"]))
+    return None
 
 
 def heat_table(heat: HeatMap) -> Group:
     """The map under its title, which may be wider."""
     shown = Table(box=SIMPLE)
     shown.add_column("s_k", justify="right")
-    for batch in heat.batches:
-        shown.add_column(f"b {batch}", justify="right")
+    for column in heat.columns:
+        shown.add_column(f"{heat.axis} {column}", justify="right")
     for length in heat.lengths:
         cells = (
-            _coloured(heat.text(length, batch), heat.goodness(length, batch))
-            for batch in heat.batches
+            _coloured(heat.text(length, column), heat.goodness(length, column))
+            for column in heat.columns
         )
         shown.add_row(f"{length >> 10}k" if length >= 1024 else str(length), *cells)
     return Group(heat.title, shown)

@@ -1,4 +1,4 @@
-"""The suite `prefill-grid`: expanded attention of whole prompts over a grid of lengths and heads.
+"""The suite `prefill-grid`: prefill over a grid of lengths and heads, as heat maps.
 
 Grid    s {512, 2k, 8k, 32k} x h {8, 16, 64, 128}, causal and full, with max(1, 16k / s) prompts
 Target  0.952x of the fastest peer: mlakit takes at most 5 % more time

@@ -189,7 +189,7 @@ def test_a_map_holds_the_speedup_over_the_fastest_peer():
     eight, sixteen = heatmap.heat_maps(GRID)
     assert eight.cells == {(1024, 1): 1.25, (65536, 4): 0.8}
     assert sixteen.cells == {(1024, 4): 1.0}
-    assert (eight.lengths, eight.batches) == ([1024, 65536], [1, 4])
+    assert (eight.lengths, eight.columns) == ([1024, 65536], [1, 4])
     assert eight.goodness(1024, 1) == pytest.approx(0.5)
     assert eight.goodness(65536, 4) == pytest.approx(-0.625)
     assert sixteen.goodness(1024, 4) == 0
@@ -201,6 +201,23 @@ def test_a_map_without_peers_holds_shares_of_the_roofline():
     assert eight.cells == {(1024, 1): 0.5, (65536, 4): 0.9}
     assert eight.text(65536, 4) == "90 %"
     assert "share of the roofline" in eight.title
+
+
+def test_prompts_have_a_map_per_mask_with_heads_across():
+    rows = [
+        row(f"prefill-grid-bf16-b32-h{heads}-512-{mask}", peer, us, speedup=around(us / 10.0))
+        for heads, mask, peer, us in (
+            (128, "full", "fa3", 11.0),
+            (8, "causal", "fa3", 12.0),
+            (16, "causal", "sdpa", 13.0),
+        )
+    ]
+    causal, full = heatmap.heat_maps(rows)
+    assert (causal.cells, full.cells) == ({(512, 8): 1.2, (512, 16): 1.3}, {(512, 128): 1.1})
+    assert causal.title == "causal: mlakit's speedup over the fastest peer"
+    assert "h 16" in printed(heatmap.heat_table(causal))
+    texts = [s.text for s in charts.charts(report(*rows))["heatmap"].shapes if isinstance(s, Text)]
+    assert {"h 8", "h 128", "512", "1.30x"} <= set(texts)
 
 
 def test_other_rows_make_no_map():
