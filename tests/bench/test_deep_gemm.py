@@ -52,6 +52,8 @@ def scaled_matmul(m: int = 5, n: int = 256, k: int = 384) -> ScaledMatmul:
 
 def test_few_tokens_read_pages_where_they_are(with_gpu):
     fake = install(with_gpu, "deep_gemm", DEEP_GEMM)
+    deep_gemm.prepare(index_logits(s_q=4))
+    assert fake.calls.pop()[1][2] == 66  # pairs of CTAs
     problem = index_logits()
     call = deep_gemm.prepare(problem)
     ((name, (ends, page_size, sms), _),) = fake.calls
@@ -129,11 +131,12 @@ def on_gpu(problem: Problem) -> Problem:
     [
         index_logits((300, 70), s_q=1),
         index_logits(s_q=2),
+        index_logits((130, 70, 500), s_q=4),
         index_logits((700,), s_q=200),
         scaled_matmul(),
         scaled_matmul(m=130, n=512, k=1024),
     ],
-    ids=["one-query", "two-queries", "prompt", "matmul", "matmul-large"],
+    ids=["one-query", "two-queries", "four-queries", "prompt", "matmul", "matmul-large"],
 )
 def test_it_matches_the_oracle(problem):
     if reason := deep_gemm.PEER.why_unavailable():

@@ -19,7 +19,8 @@ from mlakit.bench.peers.peer import Call, Peer, Unsupported, installed_or_fetche
 from mlakit.bench.problems import IndexLogits, ScaledMatmul
 from mlakit.cache import PagedLatentCache, request_slots
 
-PAGED_QUERIES = (1, 2, 4)  # new tokens per request that the paged kernel supports
+# new tokens per request that the paged kernel supports: CTAs that share the keys of a request
+PAGED_QUERIES = {1: 1, 2: 1, 4: 2}
 PAGE_SIZE = 64  # of the paged kernel on Hopper
 GROUP = 128  # columns per scale
 
@@ -48,7 +49,8 @@ def _paged_logits(library: ModuleType, problem: IndexLogits) -> Call:
         raise Unsupported(f"supports a page size of {PAGE_SIZE}, not {page_size}")
     pages = problem.pages.unsqueeze(2)  # [pages, page_size, 1, 132]
     ends = _ends(problem).unflatten(0, problem.q.shape[:2])
-    schedule = library.get_paged_mqa_logits_metadata(ends, page_size, library.get_num_sms())
+    num_clusters = library.get_num_sms() // PAGED_QUERIES[problem.q.shape[1]]
+    schedule = library.get_paged_mqa_logits_metadata(ends, page_size, num_clusters)
 
     def call() -> Tensor:
         logits: Tensor = library.fp8_paged_mqa_logits(
