@@ -133,6 +133,7 @@ class ScoredQuery:
     q: Tensor  # [heads, WIDTH]
     weights: Tensor  # [heads]
     keys: Tensor  # [visible, WIDTH] float64
+    key_scales: Tensor | None  # [visible], given if the kernel multiplies e4m3 by e4m3
 
     @property
     def label(self) -> str:
@@ -149,8 +150,10 @@ class ScoredQuery:
         own, seen = logits[self.token], len(self.keys)
         longest = self.keys.norm(dim=-1).amax()
         terms = (self.weights.double().abs() * self.q.double().norm(dim=-1)).sum() * longest
-        oracle = (self.logits(torch.float64), self.logits(torch.float32))
-        assert_logits_match(f"logits of {self.label}", own[None, :seen], *oracle, terms.cpu())
+        exact, naive = self.logits(torch.float64), self.logits(torch.float32)
+        if self.key_scales is not None:
+            naive = fp8_logits(self.q, self.weights, self.keys, self.key_scales)[None].cpu()
+        assert_logits_match(f"logits of {self.label}", own[None, :seen], exact, naive, terms.cpu())
         if not bool((own[seen:] == -torch.inf).all()):
             raise AssertionError(f"logits of {self.label}: a key that is not visible has a logit")
 
@@ -160,13 +163,17 @@ def scored_queries(
 ) -> Iterator[ScoredQuery]:
     """Some queries of a batch, each with the keys that it sees."""
     layer = cache.layer(0)
+    is_fp8 = uses_fp8_logits(q, layer, page_table, CAUSAL, "auto")
+    assert layer.scales is not None
     for request in batch.checked_requests:
         slots = request_slots(page_table, layer.page_size, request, 0, batch.kv_lens[request])
         keys = layer.read(slots, torch.float64)
+        scales = layer.scales[slots // layer.page_size, slots % layer.page_size, 0].double()
         for place in correctness.evenly_spaced(batch.q_lens[request], MAX_CHECKED):
             token = batch.starts[request] + place
             seen = len(keys) - batch.q_lens[request] + place + 1
-            yield ScoredQuery(token, request, q[token], weights[token], keys[:seen])
+            own = (q[token], weights[token], keys[:seen])
+            yield ScoredQuery(token, request, *own, scales[:seen] if is_fp8 else None)
 
 
 def _peer_error(output: object, queries: Iterator[ScoredQuery]) -> str | None:

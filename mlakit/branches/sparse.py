@@ -18,11 +18,10 @@ from mlakit.masks import CAUSAL
 from mlakit.ops import indexer_select, norm_rope_quant_append, sparse_mla
 from mlakit.ops._checks import check_layer, check_result, check_seen_rows
 from mlakit.ops._library import refuse_grad
-from mlakit.ops.indexer import table_capacity
+from mlakit.ops.indexer import logits_problem, table_capacity
 from mlakit.ops.indexer_select import COLUMN_ALIGNMENT, MAX_SCORE_BYTES
 from mlakit.plan import EvenSplit
 from mlakit.reprs import shapes_repr
-from mlakit.specs import Problem, device_facts
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +89,7 @@ def sparse_step(
         rows = check_result(dims, "rows", rows, "tokens", "k", dtype=torch.int32)
     out = check_result(dims, "out", out, "tokens", "heads", "D_V", dtype=q.dtype)
     select_kernels(("sparse_mla",), q, weights, batch, CAUSAL, backend)
-    _select_index_kernels(index, keys, backend)
+    _select_index_kernels(index, keys, batch, backend)
     absorbed, q_rope, rotated = absorb(q, weights, backend)
     append_tokens(q_rope, kv, weights, batch, q_rope_out=rotated, backend=backend)
     append_index_keys(index, weights, batch, backend=backend)
@@ -183,17 +182,11 @@ def _check_index(
     return layer
 
 
-def _select_index_kernels(index: IndexInputs, keys: CacheLayer, backend: Backend) -> None:
-    """Select the kernels of the indexer, so that an unsupported step fails before a write."""
+def _select_index_kernels(
+    index: IndexInputs, keys: CacheLayer, batch: CachedBatch, backend: Backend
+) -> None:
+    """Select the kernel of the scores, so that an unsupported step fails before a write."""
     if torch.compiler.is_compiling():
         return
-    problem = Problem(
-        *device_facts(index.q.device),
-        dtype=str(index.q.dtype),
-        format=keys.codec.name,
-        heads=index.q.shape[1],
-        page_size=keys.page_size,
-        row=keys.codec.row,
-        mask=CAUSAL.kind,
-    )
+    problem = logits_problem(index.q, keys, batch.page_table, CAUSAL)
     dispatch.select("indexer_logits", problem, backend)
