@@ -35,7 +35,7 @@ def test_it_says_what_works_and_why_not():
     assert re.search(r"hopper +no: ", output)
     assert re.search(r"triton +no: needs a card", output)
     assert re.search(
-        r"cpu +works: 10 of 10 ops correct in .* s, then [1-9]\d* random calls", output
+        r"cpu +works: 11 of 11 ops correct in .* s, then [1-9]\d* random calls", output
     )
     assert re.search(r"flash_mla +no: needs a card", output)
     assert re.search(r"eager +yes: torch", output)
@@ -127,14 +127,14 @@ def test_a_backend_that_takes_nothing_here_does_not_count_as_working(monkeypatch
     monkeypatch.setattr(doctor, "why_not", lambda backend: None)
     monkeypatch.setattr(doctor, "_op_health", lambda op, *_: doctor.OpHealth(op, 0.0, reason))
     health = doctor._backend_health("hopper", 1.0)
-    assert [each.op for each in health.ops] == ["mla_decode", "indexer_logits"]
+    assert [each.op for each in health.ops] == ["mla_decode", "sparse_mla", "indexer_logits"]
     assert health.random is None
     assert health.as_json()["works"] is False
     assert doctor._backend_line(health) == f"no: {reason}"
 
 
 @pytest.mark.parametrize("backend", ["hopper", "triton"])
-@pytest.mark.parametrize("op", ["mla_decode", "indexer_logits"])
+@pytest.mark.parametrize("op", ["mla_decode", "sparse_mla", "indexer_logits"])
 def test_every_backend_takes_the_case_of_the_doctor(op, backend, monkeypatch):
     launches = []
     for spec in dispatch.specs(op):

@@ -36,13 +36,16 @@ def mutate_merge(monkeypatch: pytest.MonkeyPatch, *, from_heads: int) -> None:
 
 
 def test_every_op_is_checked_and_the_table_says_how_often():
-    code, output = invoke("--count", "20", "--seed", "1", "--device", "cpu", "--backend", "cpu")
+    count = 2 * len(dispatch.OPS)
+    code, output = invoke(
+        "--count", str(count), "--seed", "1", "--device", "cpu", "--backend", "cpu"
+    )
     assert code == 0, output
     assert "cpu, seed 1, " in output
     for op in dispatch.OPS:
         row = next(line for line in output.splitlines() if line.strip().startswith(op))
         assert row.split() == [op, "cpu", "2", "0"]
-    assert output.endswith("20 calls, all results correct.\n")
+    assert output.endswith(f"{count} calls, all results correct.\n")
 
 
 def test_a_miss_prints_a_command_that_misses_again(monkeypatch):
@@ -135,11 +138,12 @@ def test_without_a_gpu_cuda_is_refused(monkeypatch):
 
 def test_the_same_seed_draws_the_same_cases():
     settings = Settings(tuple(KINDS), seed=11)
-    drawn = list(islice(random_cases(settings), 40))
-    assert drawn == list(islice(random_cases(settings), 40))
-    assert [seed for seed, _ in drawn] == [11 + i // 10 for i in range(40)]
+    count = 4 * len(KINDS)
+    drawn = list(islice(random_cases(settings), count))
+    assert drawn == list(islice(random_cases(settings), count))
+    assert [seed for seed, _ in drawn] == [11 + i // len(KINDS) for i in range(count)]
     later = next(islice(random_cases(Settings(tuple(KINDS), seed=13)), 0, None))
-    assert drawn[20] == later
+    assert drawn[2 * len(KINDS)] == later
     (alone,) = islice(random_cases(Settings(("mla_decode",), seed=12)), 1)
     assert alone in drawn
 
