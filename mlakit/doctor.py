@@ -17,11 +17,12 @@ from mlakit import dispatch, knobs, replay, selfcheck
 from mlakit.bench import environment, gpu, peers
 from mlakit.checks import UnsupportedError
 from mlakit.knobs import Backend
-from mlakit.workloads import Case, DecodeCase, IndexerLogitsCase
+from mlakit.workloads import Case, DecodeCase, IndexerLogitsCase, SparseCase
 
 # for kernels that support certain widths only; other ops use their smallest case
 WIDE_CASES: dict[str, Case] = {
     "mla_decode": DecodeCase(kv_lora_rank=512, qk_rope_head_dim=64, page_size=64),
+    "sparse_mla": SparseCase(kv_lora_rank=512, qk_rope_head_dim=64, page_size=64),
     "indexer_logits": IndexerLogitsCase(
         kv_lora_rank=128, qk_rope_head_dim=0, page_size=64, format="fp8_token", dtype="e4m3"
     ),
