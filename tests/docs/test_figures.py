@@ -39,6 +39,8 @@ def workload(cell: str) -> str:
 DECODE = times("h200-decode.json")
 HOST = times("h200-decode-host.json")
 GRID = times("h200-grid.json")
+SPARSE = times("h200-sparse-prefill.json")
+INDEXER = times("h200-indexer.json")
 
 
 @pytest.mark.parametrize("row", table(section("H200: decode"), "b, h, q_len, tokens"))
@@ -47,6 +49,25 @@ def test_decode_times_are_those_of_the_data(row):
     shown = [f"{measured[name]:.1f}" for name in ("mlakit", "flash_mla", "fa3")]
     speeds = [f"{measured[peer] / measured['mlakit']:.2f}x faster" for peer in ("flash_mla", "fa3")]
     assert row[1:6] == [*shown, *speeds]
+
+
+@pytest.mark.parametrize("row", table(section("H200: sparse prefill"), "h, tokens"))
+def test_sparse_prefill_times_are_those_of_the_data(row):
+    heads, tokens = row[0].split(", ")
+    measured = SPARSE[f"sparse-prefill-bf16-b1-h{heads}-q4096-{tokens}-top2048"]
+    peers = ("flash_mla", "fa3")
+    shown = [f"{measured[name]:.0f}" for name in ("mlakit", *peers)]
+    speeds = [f"{measured[peer] / measured['mlakit']:.2f}x faster" for peer in peers]
+    assert row[1:6] == [*shown, *speeds]
+
+
+@pytest.mark.parametrize("row", table(section("H200: indexer scores"), "b, q_len, keys"))
+def test_indexer_times_are_those_of_the_data(row):
+    batch, q_len, keys = row[0].split(", ")
+    new_tokens = "" if q_len == "1" else f"-q{q_len}"
+    measured = INDEXER[f"indexer-logits-b{batch}-h64{new_tokens}-{keys}"]
+    speed = f"{measured['deep_gemm'] / measured['mlakit']:.2f}x faster"
+    assert row[1:4] == [f"{measured['mlakit']:.1f}", f"{measured['deep_gemm']:.1f}", speed]
 
 
 @pytest.mark.parametrize("row", table(section("Host time of a call"), "b, h, q_len, tokens"))
