@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mlakit import dispatch, knobs
-from mlakit.arguments import DecodePlanArguments
+from mlakit.arguments import DecodePlanArguments, SelectBlockArguments
 from mlakit.checks import UnsupportedError
 from mlakit.geometry import RowShape
 from mlakit.ops._library import OPS
@@ -75,16 +75,20 @@ def test_launchers_exist_and_are_named_like_their_op(spec):
     assert str(spec) == f"{spec.name}-{spec.op}"
 
 
+# of an op that launches its kernel once per block of query tokens, not once per call
+BLOCK_ARGUMENTS = {"indexer_select": SelectBlockArguments}
+
+
 @pytest.mark.parametrize("spec", dispatch.SPECS, ids=str)
 def test_launchers_take_the_arguments_of_their_op_and_its_results(spec):
     op = OPS[spec.op]
     function = spec.launch.func if spec.kernel else spec.launch
     hints = get_type_hints(function)
     first, *results = inspect.signature(spec.launch).parameters
-    assert hints[first] is op.arguments
+    assert hints[first] is BLOCK_ARGUMENTS.get(spec.op, op.arguments)
     assert results == op.results
     assert {hints[name] for name in results} == {torch.Tensor}
-    if spec.planner:
+    if spec.planner and spec.op not in BLOCK_ARGUMENTS:
         (only,) = inspect.signature(spec.plan).parameters
         planner = spec.plan.func if spec.kernel else spec.plan
         assert get_type_hints(planner)[only] is DecodePlanArguments

@@ -14,12 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from mlakit.kernels.triton.configs import power_of_two
-from mlakit.kernels.triton.indexer_topk import indexer_select
 from mlakit.kernels.triton.launch import launch
 from mlakit.masks import Mask
 from mlakit.replay import workspace
-
-__all__ = ["indexer_select", "plan_query_blocks"]
 
 BATCH_BLOCK = 1024
 

@@ -44,6 +44,6 @@ SPECS = (
     _spec("sparse_mla", "sparse"),
     _spec("indexer_logits", "indexer"),
     _spec("indexer_topk", "indexer_topk"),
-    replace(_spec("indexer_select", "indexer_select"), planner=_QUERY_BLOCKS),
+    replace(_spec("indexer_select", "indexer_topk"), planner=_QUERY_BLOCKS),
     _spec("merge_states", "merge"),
 )
