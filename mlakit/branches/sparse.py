@@ -19,7 +19,7 @@ from mlakit.ops import indexer_select, norm_rope_quant_append, sparse_mla
 from mlakit.ops._checks import check_layer, check_result, check_seen_rows
 from mlakit.ops._library import refuse_grad
 from mlakit.ops.indexer import logits_problem, table_capacity
-from mlakit.ops.indexer_select import COLUMN_ALIGNMENT, MAX_SCORE_BYTES
+from mlakit.ops.indexer_select import MAX_SCORE_BYTES, aligned_columns
 from mlakit.plan import EvenSplit
 from mlakit.reprs import shapes_repr
 
@@ -175,10 +175,7 @@ def _check_index(
         check_seen_rows(
             dims, batch.page_table, layer, CAUSAL, batch.q_starts, list(lengths.kv_lens)
         )
-    limit = dims.integer("max_score_bytes", max_score_bytes, 1)
-    row_bytes = 4 * COLUMN_ALIGNMENT * -(-columns // COLUMN_ALIGNMENT)
-    must = f"hold the scores of one query, {row_bytes} bytes"
-    dims.require(limit >= row_bytes, "max_score_bytes", must, limit)
+    aligned_columns(dims, columns, max_score_bytes)
     return layer
 
 

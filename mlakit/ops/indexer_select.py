@@ -45,6 +45,8 @@ def indexer_select(
                      no key beyond it
     max_score_bytes  scores held at the same time, at least those of one query: longer prompts are
                      scored in blocks of queries, with a causal mask or none
+    backend          of the scores and the selection; one that only scores, hopper, leaves the
+                     selection to the others
 
     Returns int32 [tokens, k], page · page_size + offset: what `indexer_topk` selects from
     `indexer_logits`, bit for bit. Rows are in the order of their tokens; among equal scores the
@@ -80,7 +82,7 @@ def _select(a: SelectArguments, out: Tensor | None) -> tuple[Tensor]:
     dims.bind("k", dims.integer("k", a.k, 1), "k")
     num_slots = a.layer.num_slots
     dims.require(num_slots <= MAX_ROWS, "cache", f"have at most {MAX_ROWS} rows", num_slots)
-    columns = -(-dims["columns"] // COLUMN_ALIGNMENT) * COLUMN_ALIGNMENT
+    columns = aligned_columns(dims, dims["columns"], a.max_score_bytes)
     blocks = _query_blocks(dims, dims["tokens"], columns, a)
     out = check_result(dims, "out", out, "tokens", "k", dtype=torch.int32)
     problem = logits_problem(a.q, a.layer, a.page_table, a.mask)
@@ -131,14 +133,20 @@ def _scoring(a: SelectArguments) -> LogitsArguments:
     )
 
 
+def aligned_columns(dims: Dims, columns: int, max_score_bytes: int) -> int:
+    """Columns of the held scores; those of one query must fit `max_score_bytes`."""
+    aligned = -(-columns // COLUMN_ALIGNMENT) * COLUMN_ALIGNMENT
+    limit = dims.integer("max_score_bytes", max_score_bytes, 1)
+    must = f"hold the scores of one query, {4 * aligned} bytes"
+    dims.require(limit >= 4 * aligned, "max_score_bytes", must, limit)
+    return aligned
+
+
 def _query_blocks(dims: Dims, tokens: int, columns: int, a: SelectArguments) -> list[range]:
     """Blocks of query tokens, all but the last of one size, whose scores fit `max_score_bytes`."""
-    limit = dims.integer("max_score_bytes", a.max_score_bytes, 1)
-    row_bytes = 4 * columns
-    must = f"hold the scores of one query, {row_bytes} bytes"
-    dims.require(limit >= row_bytes, "max_score_bytes", must, limit)
     if tokens == 0:
         return []
+    limit, row_bytes = a.max_score_bytes, 4 * columns
     num_blocks = -(-tokens // (limit // row_bytes)) if row_bytes else 1
     # a block's queries see keys up to the last one's position, or all keys: else the positions of
     # queries do not follow from the block's lengths

@@ -132,8 +132,7 @@ def _of(
     }
 
 
-# ptxas of 3.9.0 needs a few registers more than the 128 that two programs per SM leave; none of
-# these spills with 3.6.0
+# ptxas of 3.9.0 exceeds the kernel's limit of 128 registers; 3.6.0 does not
 _TOPK = {
     ("topk-4096", 100): (5, 9),
     ("topk-8192", 90): (9, 9),

@@ -70,6 +70,15 @@ def test_indexer_times_are_those_of_the_data(row):
     assert row[1:4] == [f"{measured['mlakit']:.1f}", f"{measured['deep_gemm']:.1f}", speed]
 
 
+@pytest.mark.parametrize("row", table(section("indexer_topk"), "rows x columns"))
+def test_topk_times_are_those_of_the_data(row):
+    measured = INDEXER[f"indexer-topk-{row[0].replace(' ', '')}-k2048"]
+    names = ("mlakit", "torch.topk", "torch.topk, unsorted", "read same bytes")
+    shown = [f"{us:.0f}" if us >= 100 else f"{us:.1f}" for us in map(measured.get, names)]
+    speed = f"{measured['torch.topk'] / measured['mlakit']:.2f}x faster"
+    assert row[1:6] == [*shown, speed]
+
+
 @pytest.mark.parametrize("row", table(section("Host time of a call"), "b, h, q_len, tokens"))
 def test_host_times_are_those_of_the_data(row):
     measured = HOST[workload(row[0])]

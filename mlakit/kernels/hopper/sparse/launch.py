@@ -8,7 +8,7 @@ Limits     `kernels.hopper.support` refuses what the kernels cannot take
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from math import e, log2
 from typing import Any
 
@@ -171,8 +171,8 @@ def _packed_row_chunks(layer: CacheLayer) -> int:
     return width * payload.element_size() // CHUNK_BYTES if is_packed else 0
 
 
-@lru_cache(maxsize=8)
-def _q_layout(columns: int) -> gl.NVMMASharedLayout:
+@cache
+def _q_layout() -> gl.NVMMASharedLayout:
     # kept: what a layout checks of itself takes the host longer than the rest of a descriptor
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 
@@ -187,7 +187,7 @@ def _query_tiles(q: Tensor) -> tuple[TensorDescriptor, TensorDescriptor | None]:
         if shape[axis] == 1:
             strides[axis] = shape[-1]  # any that TMA takes: nothing is at this distance
     tiles = [
-        TensorDescriptor(q, shape, strides, [1, HEAD_TILE, columns], _q_layout(columns))
+        TensorDescriptor(q, shape, strides, [1, HEAD_TILE, columns], _q_layout())
         for columns in (D_V // 2, D_R)
     ]
     return tiles[0], tiles[1] if q.shape[-1] > D_V else None
