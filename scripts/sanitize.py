@@ -1,11 +1,14 @@
-"""Small calls of every Hopper decode kernel for compute-sanitizer; needs a Hopper GPU.
+"""Small calls of every Hopper kernel for compute-sanitizer; needs a Hopper GPU.
 
     compute-sanitizer --tool memcheck python scripts/sanitize.py tma
     compute-sanitizer --tool memcheck python scripts/sanitize.py gather
+    compute-sanitizer --tool memcheck python scripts/sanitize.py sparse
+    compute-sanitizer --tool memcheck python scripts/sanitize.py indexer
     compute-sanitizer --tool racecheck python scripts/sanitize.py one
     compute-sanitizer --tool racecheck python scripts/sanitize.py many
 
 `tma` decodes with a page size of 64, `gather` with a page size of 1, which uses a gather producer.
+`sparse` and `indexer` also run the portable kernels of `sparse_mla` and `indexer_topk`.
 
 `one` and `many` are a minimal kernel: one warpgroup passes a vector to another through two
 mbarriers. They differ in the number of threads that write and read each word: one, or several that
@@ -25,7 +28,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from mlakit.bench import gpu
 from mlakit.bench.pool import filled_pages
+from mlakit.knobs import Backend
 from mlakit.ops import mla_decode
+from mlakit.workloads.case import Case
+from mlakit.workloads.indexer_launch import IndexerLaunch
+from mlakit.workloads.select_launch import IndexerSelectLaunch, IndexerTopkLaunch
+from mlakit.workloads.sparse_launch import SparseLaunch
 
 LENGTHS = [700, 64, 1, 333]  # split, one block, one key, an end within a block
 E4M3 = torch.float8_e4m3fn
@@ -38,6 +46,30 @@ CALLS = (  # kernel, heads, format, type of the queries
     ("m64_fp8_kv", 128, "fp8_token", torch.bfloat16),
     ("m64_fp8_qk", 128, "fp8", E4M3),
     ("m64_fp8_qk", 128, "fp8_token", E4M3),
+)
+SPARSE = (  # lists that end within a block, splits, a second cache
+    SparseLaunch(seed=1, num_tokens=3, topk=200, heads=128, num_pages=9, num_splits=2),
+    SparseLaunch(seed=2, num_tokens=2, topk=65, heads=16, num_pages=9, page_size=3),
+    SparseLaunch(
+        seed=3,
+        num_tokens=2,
+        topk=64,
+        heads=64,
+        num_pages=9,
+        extra_format="bf16",
+        extra_page_size=2,
+        extra_topk=70,
+        padded=True,
+    ),
+)
+INDEXER = (
+    IndexerLaunch(seed=1, kv_lens=(700, 64, 1), q_lens=(1, 1, 1), heads=64, page_size=64),
+    IndexerLaunch(seed=2, kv_lens=(700, 64), q_lens=(30, 9), heads=32, page_size=128),
+)
+SELECTION = (
+    IndexerTopkLaunch(seed=1, num_tokens=3, num_columns=4096, k=2048),
+    IndexerTopkLaunch(seed=2, num_tokens=2, num_columns=20000, k=512),
+    IndexerSelectLaunch(seed=3, kv_lens=(3000, 65), q_lens=(2, 1), heads=64, k=512),
 )
 ROUNDS = 16
 CONSOLE = Console()
@@ -52,6 +84,22 @@ def decode(page_size: int) -> None:
         out, _ = mla_decode(q, cache, table, gpu.int32(LENGTHS), **given)
         result = "finite" if out.isfinite().all() else "NOT FINITE"
         CONSOLE.print(kernel, page_size, heads, format, dtype, result)
+
+
+def check(cases: tuple[Case, ...], backend: Backend) -> None:
+    for case in cases:
+        case.run("cuda", backend)
+        CONSOLE.print(backend, case)
+
+
+def sparse() -> None:
+    check(SPARSE, "hopper")
+    check(SPARSE, "triton")
+
+
+def indexer() -> None:
+    check(INDEXER, "hopper")
+    check(SELECTION, "triton")
 
 
 @gluon.jit
@@ -109,6 +157,8 @@ if __name__ == "__main__":
     PARTS = {
         "tma": lambda: decode(64),
         "gather": lambda: decode(1),
+        "sparse": sparse,
+        "indexer": indexer,
         "one": one,
         "many": many,
     }
