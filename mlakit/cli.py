@@ -241,6 +241,10 @@ def bench(
         wanted.write(reports)
 
 
+def _complete_model(incomplete: str) -> list[str]:
+    return [model for model in PRESETS if model.startswith(incomplete)]
+
+
 def _complete_op(incomplete: str) -> list[str]:
     return [op for op in OPS if op.startswith(incomplete)]
 
@@ -342,6 +346,88 @@ def support(
         console.print(compilation.summary(kernels))
     if any(each.fault for each in kernels):
         raise typer.Exit(1)
+
+
+@app.command(
+    cls=Command,
+    epilog="Examples: [bold]mlakit memory deepseek-v3.2 --context 128k --gpu H200 --tp 8 "
+    "--weights 80[/bold] · "
+    "[bold]mlakit memory path/to/checkpoint --format fp8_block128 --plot cache.svg[/bold]",
+)
+def memory(
+    context: typer.Context,
+    model: str = typer.Argument(
+        ...,
+        help="A known model, a config.json or its folder.",
+        metavar="MODEL_CONFIG",
+        autocompletion=_complete_model,
+    ),
+    tokens: str = typer.Option(
+        "4k,32k,128k",
+        "--context",
+        metavar="N[,N...]",
+        help="Tokens per request; a number may end in k or m.",
+    ),
+    batch: int = typer.Option(1, help="Number of requests."),
+    gpu: str | None = typer.Option(
+        None, metavar="NAME|GiB", help="A GPU such as H200, or its memory in GiB: shows what fits."
+    ),
+    tp: int = typer.Option(1, help="Tensor-parallel ranks. They do not divide the latent cache."),
+    dcp: int = typer.Option(
+        1, help="Decode-context-parallel ranks, which divide the cache; must divide --tp."
+    ),
+    format: Annotated[
+        list[str] | None,
+        typer.Option(help="Cache format; may be repeated. Default: all that the model supports."),
+    ] = None,
+    page_size: int = typer.Option(64, help="Tokens per page; a request has whole pages."),
+    weights: float | None = typer.Option(
+        None,
+        metavar="GiB",
+        help="With --gpu: weights per rank. Default: the total_size of a checkpoint's index in the "
+        "folder divided by --tp; else they are not counted.",
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON instead of a table."),
+    plot_file: str | None = typer.Option(
+        None,
+        "--plot",
+        metavar="FILE",
+        help="Write a chart of bytes over context to this .svg or .png file; .png needs "
+        "matplotlib.",
+    ),
+) -> None:
+    """Show the bytes of a model's KV cache per format and rank, and how many tokens fit on a GPU.
+
+    Index keys are included, pages are counted as they are allocated, and the last row is the K/V
+    cache without MLA. Needs no GPU.
+    """
+    from mlakit.columns import wide_console
+    from mlakit.memory import memory_report, parse_contexts, report
+
+    if gpu is None:
+        refuse(context, ["weights"], "{} needs --gpu")
+    file = None if plot_file is None else Path(plot_file)
+    with usage_errors():
+        if file is not None:
+            report.check_chart_file(file)
+        found = memory_report(
+            model,
+            parse_contexts(tokens),
+            batch=batch,
+            tp=tp,
+            dcp=dcp,
+            formats=format or (),
+            page_size=page_size,
+            gpu=gpu,
+            weights_gib=weights,
+        )
+        if file is not None:
+            report.write_chart(found, file)
+    if as_json:
+        typer.echo(json.dumps(found.as_json(), indent=2))
+    else:
+        console = wide_console()
+        console.print(report.table(found, console.width), highlight=False)
 
 
 @app.command(

@@ -133,6 +133,14 @@ class RowCodec(ABC):
             self.payload_elements * self.payload_dtype.itemsize + self.scale_elements * scale_bytes
         )
 
+    def page_bytes(self, page_size: int) -> int:
+        """Bytes that a new pool allocates per page and layer: rows, separate scales, padding."""
+        if page_size < 1:
+            raise ValueError(
+                f"{self.name} page_bytes: page_size must be at least 1, got {page_size}"
+            )
+        return page_size * self.bytes_per_token
+
     @without_autocast
     def encode(
         self, rows: Tensor, *, tensor_scale: float | Tensor = 1.0, power_of_two: bool = False
@@ -309,11 +317,7 @@ class PageFooterCodec(RowCodec):
 
         Row t starts at t · payload_elements, its scales at page_size · payload_elements + 8 · t.
         """
-        if page_size < 1:
-            raise ValueError(
-                f"{self.name} page_bytes: page_size must be at least 1, got {page_size}"
-            )
-        rows = ceil(page_size * self.bytes_per_token / self.payload_elements)
+        rows = ceil(super().page_bytes(page_size) / self.payload_elements)
         return rows * self.payload_elements
 
     def _encode(

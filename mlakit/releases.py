@@ -1,8 +1,8 @@
 """The attention fields of the config.json of each known release, by model name.
 
-Only the fields that `MLAGeometry.from_config` reads, with their published names and values. The
-comment above an entry is the Hub id of the config. `ALIASES` has other names with the same
-attention: Hub ids, and releases that differ only in their weights.
+Only the fields that `MLAGeometry.from_config` and `mlakit memory` read, with their published names
+and values. The comment above an entry is the Hub id of the config. `ALIASES` has other names with
+the same attention: Hub ids, and releases that differ only in their weights.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ def _yarn(factor: float, **others: float) -> dict[str, Any]:
 
 _DEEPSEEK_V3: dict[str, Any] = {
     "model_type": "deepseek_v3",
+    "num_hidden_layers": 61,
     "hidden_size": 7168,
     "num_attention_heads": 128,
     "q_lora_rank": 1536,
@@ -46,6 +47,7 @@ _KIMI_K2: dict[str, Any] = _DEEPSEEK_V3 | {
 
 _GLM_5: dict[str, Any] = {
     "model_type": "glm_moe_dsa",
+    "num_hidden_layers": 78,
     "hidden_size": 6144,
     "num_attention_heads": 64,
     "q_lora_rank": 2048,
@@ -85,6 +87,7 @@ RELEASES: dict[str, dict[str, Any]] = {
     "deepseek-v2": _DEEPSEEK_V3
     | {
         "model_type": "deepseek_v2",
+        "num_hidden_layers": 60,
         "hidden_size": 5120,
         "rope_scaling": _yarn(40, mscale=0.707, mscale_all_dim=0.707),
     },
@@ -92,6 +95,7 @@ RELEASES: dict[str, dict[str, Any]] = {
     "deepseek-v2-lite": _DEEPSEEK_V3
     | {
         "model_type": "deepseek_v2",
+        "num_hidden_layers": 27,
         "hidden_size": 2048,
         "num_attention_heads": 16,
         "q_lora_rank": None,
@@ -117,6 +121,7 @@ RELEASES: dict[str, dict[str, Any]] = {
     # zai-org/GLM-4.7-Flash
     "glm-4.7-flash": {
         "model_type": "glm4_moe_lite",
+        "num_hidden_layers": 47,
         "hidden_size": 2048,
         "num_attention_heads": 20,
         "q_lora_rank": 768,
@@ -131,9 +136,10 @@ RELEASES: dict[str, dict[str, Any]] = {
     },
     # zai-org/GLM-5; GLM-5.1 has the same attention
     "glm-5": _GLM_5,
-    # zai-org/GLM-5.2
+    # zai-org/GLM-5.2; `indexer_types` is a list there: layers 0, 1 and 2, then every fourth
     "glm-5.2": _GLM_5
     | {
+        "indexer_types": ["full" if max(i - 2, 0) % 4 == 0 else "shared" for i in range(78)],
         "max_position_embeddings": 1048576,
         "rope_parameters": {"rope_type": "default", "rope_theta": 8000000},
     },
@@ -141,6 +147,7 @@ RELEASES: dict[str, dict[str, Any]] = {
     # a factor that grows with the position (llama_4_scaling_beta), which is not part of RoPE.
     "mistral-small-4": {
         "model_type": "mistral4",
+        "num_hidden_layers": 36,
         "hidden_size": 4096,
         "num_attention_heads": 32,
         "q_lora_rank": 1024,
@@ -165,6 +172,7 @@ RELEASES: dict[str, dict[str, Any]] = {
     # openbmb/MiniCPM3-4B; v_head_dim is hidden_size / num_attention_heads
     "minicpm3": {
         "model_type": "minicpm3",
+        "num_hidden_layers": 62,
         "hidden_size": 2560,
         "num_attention_heads": 40,
         "q_lora_rank": 768,

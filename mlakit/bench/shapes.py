@@ -30,7 +30,7 @@ class Group:
     kv_len: int
 
     def __str__(self) -> str:
-        return f"{self.count}q{_short(self.q_len)}s{_short(self.kv_len)}"
+        return f"{self.count}q{short_number(self.q_len)}s{short_number(self.kv_len)}"
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def product_sizes(text: str) -> tuple[int, int, int]:
     found = re.fullmatch(rf"{NUMBER}x{NUMBER}x{NUMBER}", text.lower())
     if found is None:
         raise ValueError(f"--shape must be MxNxK such as 4096x7168x2048 for fp8, got {text!r}")
-    m, n, k = (_number(digits) for digits in found.groups())
+    m, n, k = (parse_number(digits) for digits in found.groups())
     if 0 in (m, n, k):
         raise ValueError(f"--shape must have sizes of at least 1, got {text!r}")
     return m, n, k
@@ -197,7 +197,7 @@ def _group(text: str, part: str) -> Group:
             f"--shape must be <count>q<q_len>s<kv_len> such as 128q1s8k, several joined by +, "
             f"got {part!r} in {text!r}"
         )
-    group = Group(*(_number(digits) for digits in found.groups()))
+    group = Group(*(parse_number(digits) for digits in found.groups()))
     if group.count < 1 or group.q_len < 1:
         raise ValueError(f"--shape must have a count and a q_len of at least 1, got {part!r}")
     if group.kv_len < group.q_len:
@@ -207,12 +207,14 @@ def _group(text: str, part: str) -> Group:
     return group
 
 
-def _number(digits: str) -> int:
+def parse_number(digits: str) -> int:
+    """The value of text that matches `NUMBER`."""
     unit = UNITS.get(digits[-1], 1)
     return int(digits.rstrip("km")) * unit
 
 
-def _short(number: int) -> str:
+def short_number(number: int) -> str:
+    """The text of a number, with k for 1024 where it divides it."""
     return f"{number >> 10}k" if number and number % 1024 == 0 else str(number)
 
 

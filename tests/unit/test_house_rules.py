@@ -45,7 +45,7 @@ LAYERS = (
     "_public",
     "__init__",
     "bench integrations compat support selfcheck",
-    "demo doctor",
+    "demo doctor memory",
     "cli",
     "__main__",
 )
