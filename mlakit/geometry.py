@@ -185,15 +185,14 @@ class MLAGeometry:
         if isinstance(config, MLAGeometry):
             return config
         if isinstance(config, str) and config_path(config) is None:
-            return PRESETS[_known_model(config)]
+            known = _preset_name(config)
+            if known is None:
+                raise ValueError(
+                    f"config {config!r} is not a config.json, a folder with one or a known "
+                    f"model; choose from {', '.join(PRESETS)}"
+                )
+            return PRESETS[known]
         return _from_fields(read_config(config))
-
-
-def config_fields(config: Any) -> ConfigFields:
-    """The fields of a config, a file or a known model, as `MLAGeometry.from_config` reads them."""
-    if isinstance(config, str) and config_path(config) is None:
-        return read_config(RELEASES[_known_model(config)])
-    return read_config(config)
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
@@ -206,16 +205,6 @@ def _preset_name(name: object) -> str | None:
         raise TypeError(f"the name of a model must be a string, got {type(name).__name__}")
     known = ALIASES.get(name.lower(), name.lower())
     return known if known in PRESETS else None
-
-
-def _known_model(config: str) -> str:
-    known = _preset_name(config)
-    if known is None:
-        raise ValueError(
-            f"config {config!r} is not a config.json, a folder with one or a known model; "
-            f"choose from {', '.join(PRESETS)}"
-        )
-    return known
 
 
 # defaults of transformers for fields that configs of these model types omit

@@ -17,9 +17,9 @@ from typing import Any
 from mlakit.bench.shapes import NUMBER, parse_number
 from mlakit.cache import KVShard
 from mlakit.formats import FORMATS, known_format, row_codec
-from mlakit.geometry import MLAGeometry, RowShape, config_fields
+from mlakit.geometry import MLAGeometry, RowShape
 from mlakit.memory.gpus import GIB, gpu_bytes
-from mlakit.memory.layers import LayerCounts, layer_counts
+from mlakit.memory.layers import LayerCounts, config_fields, layer_counts
 from mlakit.model_config import config_path
 
 EXPANDED = "K/V without MLA"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from mlakit.model_config import ConfigFields
+from mlakit.model_config import ConfigFields, config_path, read_config
+from mlakit.releases import ALIASES, RELEASES
 
 LINEAR = "linear_attention"
 
@@ -22,6 +23,13 @@ class LayerCounts(NamedTuple):
     total: int
     mla: int
     indexer: int
+
+
+def config_fields(config: str) -> ConfigFields:
+    """The fields of a config that `MLAGeometry.from_config` takes: a path or a known model."""
+    if config_path(config) is not None:
+        return read_config(config)
+    return read_config(RELEASES[ALIASES.get(config.lower(), config.lower())])
 
 
 def layer_counts(config: ConfigFields) -> LayerCounts:

@@ -187,7 +187,7 @@ def test_a_command_that_a_page_names_exists_with_its_options(arguments):
 
 def test_the_pages_name_commands():
     named = {arguments[0] for arguments in commands()}
-    assert {"demo", "bench", "explain", "support", "doctor", "check"} <= named
+    assert {"demo", "bench", "explain", "support", "memory", "doctor", "check"} <= named
 
 
 def test_the_pages_keep_to_what_was_measured():

@@ -50,6 +50,7 @@ def test_demo_runs_the_demo(monkeypatch, passed, exit_code):
         ("mlakit do", "doctor"),
         ("mlakit check --op mla_p", "mla_prefill"),
         ("mlakit explain sparse", "sparse_mla"),
+        ("mlakit memory mini", "minicpm3"),
     ],
 )
 def test_shells_complete_commands_and_values(words, found):
@@ -91,7 +92,10 @@ QUICK_CALLS = {
                 "COMP_CWORD": str(len(words.split()) - 1),
             },
         )
-        for words in ("mlakit do", "mlakit bench sp", "mlakit check --op mla_p", "mlakit explain s")
+        for words in (
+            *("mlakit do", "mlakit bench sp", "mlakit check --op mla_p", "mlakit explain s"),
+            "mlakit memory deep",
+        )
     },
 }
 
@@ -147,6 +151,7 @@ COMMANDS = {
     "bench": ["bench", "cpu", "--quick"],
     "explain": ["explain", "mla_decode"],
     "support": ["support"],
+    "memory": ["memory", "deepseek-v3"],
     "doctor": ["doctor", "--seconds", "0"],
     "check": ["check", "--count", "1"],
 }
@@ -189,6 +194,7 @@ OPTIONS_WITHOUT_EFFECT = [
     ("explain merge_states --page-size 64", "--page-size has no effect on merge_states"),
     ("explain mla_prefill --page-size 64", "--page-size has no effect on mla_prefill"),
     ("explain quantize_fp8 --heads 128", "--heads has no effect on quantize_fp8"),
+    ("memory deepseek-v3 --weights 80", "--weights needs --gpu"),
     ("check --first 0", "--first needs --launches"),
     ("check --calls 3", "calls needs launches"),
     ("check --launches 2 --count 2", "count has no effect"),

@@ -1,0 +1,413 @@
+"""`mlakit memory`: the bytes are those of allocated caches, and what fits does fit."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import count
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from transformers import AutoConfig
+from typer.testing import CliRunner
+
+from mlakit import cli
+from mlakit.cache import KVShard, PagedLatentCache
+from mlakit.formats import FORMATS, row_codec
+from mlakit.geometry import PRESETS, MLAGeometry, RowShape
+from mlakit.memory import GPUS, gpu_bytes, layer_counts, memory_report, parse_contexts
+from mlakit.memory.budget import EXPANDED
+from mlakit.memory.gpus import GIB
+from mlakit.memory.layers import config_fields
+from mlakit.model_config import read_config
+from mlakit.releases import RELEASES
+from tests.paths import ROOT
+
+SMALL = {
+    "model_type": "deepseek_v32",
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "hidden_size": 64,
+    "kv_lora_rank": 68,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "index_n_heads": 2,
+    "index_head_dim": 24,
+    "index_topk": 8,
+    "indexer_types": ["full", "shared", "full"],
+}
+HYBRID = {"linear_attn_config": {"full_attn_layers": [2, 3], "kda_layers": [1]}}
+CHECKPOINT_INDEX = "model.safetensors.index.json"
+
+
+def written(folder: Path, **changed: Any) -> str:
+    (folder / "config.json").write_text(json.dumps({**SMALL, **changed}), encoding="utf-8")
+    return str(folder)
+
+
+def allocated_bytes(*pools: PagedLatentCache) -> int:
+    """The memory behind the tensors, each storage once."""
+    tensors = [each for pool in pools for each in (pool.payload, pool.scales) if each is not None]
+    storages = [each.untyped_storage() for each in tensors]
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+
+
+@pytest.mark.parametrize("page_size", [1, 7, 64])
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_bytes_are_those_of_allocated_caches(tmp_path, name, page_size):
+    config = written(tmp_path)
+    geometry = MLAGeometry.from_config(config)
+    for batch, context in ((1, 1), (3, 65), (2, 128)):
+        found = memory_report(
+            config, [context], batch=batch, formats=[name], page_size=page_size
+        ).fits[0]
+        pages = {"num_pages": batch * -(-context // page_size), "page_size": page_size}
+        latents = PagedLatentCache.allocate(geometry, name, num_layers=3, **pages)
+        keys = PagedLatentCache.allocate(RowShape(24, 0), "fp8_token", num_layers=2, **pages)
+        assert found.rank_bytes == allocated_bytes(latents, keys)
+        rows = latents.num_pages * page_size
+        assert found.bytes_per_token * rows == latents.nbytes + keys.nbytes
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_page_is_as_large_as_in_a_new_pool(name):
+    row = RowShape(448, 64)
+    for page_size in (1, 5, 64, 72, 73):
+        pool = PagedLatentCache.allocate(row, name, num_pages=3, page_size=page_size, num_layers=2)
+        assert 6 * row_codec(name, row).page_bytes(page_size) == allocated_bytes(pool)
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "expected"),
+    [
+        ("deepseek-v3", "bf16", 61 * 1152),
+        ("deepseek-v3", "fp8_block128", 61 * 656),
+        ("deepseek-v3.2", "fp8_block128", 61 * (656 + 132)),
+        ("glm-5", "fp8", 78 * (576 + 132)),
+        ("glm-5.2", "fp8", 78 * 576 + 21 * 132),
+        ("deepseek-v2-lite", "fp16", 27 * 1152),
+        ("minicpm3", "bf16", 62 * 2 * 288),
+    ],
+)
+def test_bytes_per_token_of_known_models(model, name, expected):
+    assert memory_report(model, [1], formats=[name]).fits[0].bytes_per_token == expected
+
+
+@pytest.mark.parametrize("model", PRESETS)
+def test_every_known_model_has_a_report(model):
+    report = memory_report(model, [4096], gpu="H200")
+    assert [fit.format for fit in report.fits] == [*FORMATS, EXPANDED]
+    assert report.layers.mla == report.layers.total > 0
+
+
+def test_the_last_row_is_the_cache_without_mla():
+    last = memory_report("deepseek-v3", [64], tp=8, dcp=4).fits[-1]
+    assert last.format == EXPANDED
+    assert last.bytes_per_token == 61 * 128 * (192 + 128) * 2
+    assert last.rank_bytes_per_token == last.bytes_per_token / 8
+    assert last.rank_bytes == 64 * last.bytes_per_token / 8
+
+
+def test_tp_does_not_divide_the_latent_cache(tmp_path):
+    config = written(tmp_path)
+    one, four = (memory_report(config, [100], tp=tp).fits for tp in (1, 4))
+    assert one[:-1] == four[:-1]
+    assert one[-1].rank_bytes == 4 * four[-1].rank_bytes
+
+
+@pytest.mark.parametrize("dcp", [1, 2, 4])
+def test_dcp_divides_the_tokens(tmp_path, dcp):
+    config = written(tmp_path)
+    for context in (1, 5, 64, 65, 257, 1000):
+        report = memory_report(config, [context], tp=4, dcp=dcp, page_size=16, batch=3)
+        shards = [KVShard(rank, dcp).local_count(context) for rank in range(dcp)]
+        pages = 3 * -(-max(shards) // 16)
+        for size, fit in zip(report.sizes[:-1], report.fits, strict=False):
+            assert fit.rank_bytes == pages * size.page_bytes
+            assert fit.rank_bytes_per_token == fit.bytes_per_token / dcp
+
+
+@pytest.mark.parametrize("dcp", [1, 2])
+def test_what_fits_is_the_most_that_fits(tmp_path, dcp):
+    config = written(tmp_path)
+    options = {"tp": 2, "dcp": dcp, "page_size": 16}
+    report = memory_report(config, [40, 3000], gpu="0.001", weights_gib=0.0003, **options)
+    free = int(0.001 * GIB) - int(0.0003 * GIB)
+    assert report.budget is not None
+    assert report.budget.cache_bytes == free
+    for size, fit in zip(report.sizes * 2, report.fits, strict=True):
+        sizes = (size.rank_bytes(fit.context, batch) for batch in count(1))
+        fitting = next(i for i, needed in enumerate(sizes) if needed > free)
+        assert fit.max_requests == fitting
+        assert fit.fits == (fitting >= 1)
+        assert size.rank_bytes(fit.max_tokens, 1) <= free
+        assert size.rank_bytes(fit.max_tokens + 1, 1) > free
+    assert any(fit.fits for fit in report.fits)
+    assert not all(fit.fits for fit in report.fits)
+
+
+def test_without_a_gpu_nothing_is_said_of_what_fits():
+    report = memory_report("kimi-k2", [1024])
+    assert report.budget is None
+    assert {(fit.max_tokens, fit.max_requests, fit.fits) for fit in report.fits} == {(None,) * 3}
+
+
+def counted(**config: Any) -> tuple[int, int, int]:
+    return layer_counts(read_config({**SMALL, **config}))
+
+
+def test_layers_of_a_config():
+    assert counted() == (3, 3, 2)
+    assert counted(indexer_types=None) == (3, 3, 3)
+    assert counted(indexer_types=None, index_topk_pattern="FSS") == (3, 3, 1)
+    assert counted(indexer_types=["full", "shared", "full", "full"]) == (3, 3, 2)  # one is for MTP
+    assert counted(index_topk=0) == (3, 3, 0)
+    assert counted(**HYBRID, index_topk=None) == (3, 2, 0)
+    assert counted(layer_types=["linear_attention", "full_attention", "full_attention"]) == (
+        3,
+        2,
+        1,
+    )
+    assert counted(model_type="longcat_flash", num_layers=5, index_topk=0) == (10, 10, 0)
+
+
+@pytest.mark.parametrize("every", [1, 3, 4])
+@pytest.mark.parametrize("offset", [1, 2, 3])
+def test_shared_indexers_are_those_of_transformers(every, offset):
+    fields = {"num_hidden_layers": 23, "index_topk_freq": every, "index_skip_topk_offset": offset}
+    config = AutoConfig.for_model("glm_moe_dsa", **fields)
+    full = config.indexer_types.count("full")
+    assert layer_counts(read_config(config)) == (23, 23, full)
+    assert counted(**fields, indexer_types=None) == (23, 23, full)
+
+
+@pytest.mark.parametrize("name", RELEASES)
+def test_the_layers_of_a_release_are_those_of_transformers(name):
+    published = dict(RELEASES[name])
+    model_type = published.pop("model_type").replace("kimi_k2", "deepseek_v3")
+    config = AutoConfig.for_model(model_type, **published)
+    assert layer_counts(config_fields(name)) == layer_counts(read_config(config))
+    if name not in ("deepseek-v2", "deepseek-v2-lite"):  # whose defaults are of another model
+        default = AutoConfig.for_model(model_type)
+        assert default.num_hidden_layers == config.num_hidden_layers
+
+
+def test_hybrid_models_of_transformers():
+    linear = {"full_attn_layers": [4, 8, 12], "kda_layers": [1, 2, 3, 5, 6, 7, 9, 10, 11]}
+    config = AutoConfig.for_model("kimi_linear", num_hidden_layers=12, linear_attn_config=linear)
+    assert layer_counts(read_config(config)) == (12, 3, 0)
+    assert layer_counts(read_config(AutoConfig.for_model("longcat_flash"))) == (56, 56, 0)
+    hy = AutoConfig.for_model("hy_v4")
+    assert layer_counts(read_config(hy)).indexer == hy.indexer_types.count("full")
+    raw = {"num_hidden_layers": 34, "index_topk": 8, "model_type": "hy_v4"}
+    assert layer_counts(read_config(raw)).indexer == hy.indexer_types.count("full")
+
+
+def test_the_weights_of_a_checkpoint_are_divided_by_tp(tmp_path):
+    config = written(tmp_path)
+    index = tmp_path / CHECKPOINT_INDEX
+
+    def weights(**options: Any) -> int | None:
+        budget = memory_report(config, [8], gpu="10", tp=4, **options).budget
+        assert budget is not None
+        assert budget.cache_bytes == 10 * GIB - (budget.weight_bytes or 0)
+        return budget.weight_bytes
+
+    assert weights() is None
+    index.write_text(json.dumps({"metadata": {"total_size": 4002}, "weight_map": {}}))
+    assert weights() == 1001
+    assert weights(weights_gib=1.5) == 3 * GIB // 2
+    assert weights(weights_gib=0) == 0
+    for content in ('{"metadata": {}}', "{}", "[]", "{", '{"metadata": {"total_size": "x"}}'):
+        index.write_text(content)
+        assert weights() is None
+
+
+@pytest.mark.parametrize(
+    ("name", "gib"),
+    [("H200", 141), ("h200", 141), ("RTX 4090", 24), ("rtx-4090", 24), ("79.5", 79.5), ("80", 80)],
+)
+def test_gpus_by_name_or_gib(name, gib):
+    assert gpu_bytes(name) == gib * GIB
+
+
+def test_contexts_are_numbers_with_units():
+    assert parse_contexts("4096") == (4096,)
+    assert parse_contexts("1k, 32K,1m,1024") == (1024, 32768, 1 << 20)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "dcp": ({"tp": 4, "dcp": 3}, "dcp must divide tp, 4, got 3"),
+    "more dcp": ({"dcp": 2}, "dcp must divide tp, 1, got 2"),
+    "no dcp": ({"dcp": 0}, "dcp must be at least 1, got 0"),
+    "tp": ({"tp": 3}, "tp must divide the 4 heads, got 3"),
+    "no tp": ({"tp": 0}, "tp must be at least 1, got 0"),
+    "batch": ({"batch": 0}, "batch must be at least 1, got 0"),
+    "page size": ({"page_size": 0}, "page_size must be at least 1, got 0"),
+    "context": ({"contexts": [8, 0]}, "context must be at least 1, got 0"),
+    "format": ({"formats": ["fp9"]}, "unknown cache format 'fp9'; choose from bf16, fp16"),
+    "gpu": ({"gpu": "V100"}, "unknown GPU 'V100'; choose from A100, H100"),
+    "a model number": ({"gpu": "4090"}, "gpu must have between 0 and 2048 GiB, got 4090"),
+    "no memory": ({"gpu": "0"}, "gpu must have between 0 and 2048 GiB, got 0"),
+    "nan": ({"gpu": "nan"}, "gpu must have between 0 and 2048 GiB, got nan"),
+    "weights": ({"gpu": "L4", "weights_gib": -1.0}, "weights must be at least 0 GiB, got -1.0"),
+    "all weights": (
+        {"gpu": "L4", "weights_gib": 24.0},
+        "weights must be below the memory of L4, 24 GiB, got 24.0 GiB per rank (given)",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_arguments_are_named(tmp_path, wrong):
+    options, said = WRONG[wrong]
+    options = {"config": written(tmp_path), "contexts": [8], **options}
+    with pytest.raises(ValueError, match=re.escape(said)):
+        memory_report(**options)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"num_hidden_layers": None}, "has no num_hidden_layers: its cache cannot be computed"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be at least 1, got 0"),
+        ({"num_hidden_layers": "3"}, "num_hidden_layers must be an integer, got '3'"),
+        ({"indexer_types": ["full"]}, "indexer_types must have 3 entries, got 1"),
+        ({"model_type": "kimi_linear"}, "its MLA layers are unknown"),
+        ({"linear_attn_config": {}}, "its MLA layers are unknown"),
+        ({"index_kpool": 16}, "pooled index keys are not supported), got 16"),
+        ({"kv_lora_rank": None}, "has no kv_lora_rank: not an MLA config"),
+    ],
+)
+def test_configs_that_do_not_say_what_is_cached(tmp_path, changed, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        memory_report(written(tmp_path, **changed), [8])
+
+
+def test_formats_that_do_not_support_the_rows_are_left_out_unless_they_are_asked_for(tmp_path):
+    config = written(tmp_path, kv_lora_rank=1024)
+    report = memory_report(config, [8])
+    assert "fp8_block64" not in {fit.format for fit in report.fits}
+    assert "fp8_block64: kv_lora_rank must not exceed 512" in report.unsupported[0]
+    with pytest.raises(ValueError, match="fp8_block64: kv_lora_rank must not exceed 512"):
+        memory_report(config, [8], formats=["fp8_block64"])
+
+
+def run(*arguments: object, columns: int = 150, status: int = 0) -> str:
+    runner = CliRunner(env={"COLUMNS": str(columns)})
+    result = runner.invoke(cli.app, ["memory", *map(str, arguments)])
+    assert result.exit_code == status, result.output
+    return result.output
+
+
+def test_the_command_prints_a_table():
+    options = ("--context", "128k,1k", "--batch", 16, "--gpu", "H200", "--tp", 8, "--dcp", 2)
+    output = run("deepseek-v3.2", *options, "--weights", 80)
+    first, *lines = output.splitlines()
+    model, _, rest = first.partition("; ")
+    assert model == "deepseek-v3.2: 61 MLA layers, 61 with index keys"
+    assert rest == "batch 16, TP 8, DCP 2, pages of 64 tokens"
+    rows = [line.split() for line in lines]
+    row = ["131,072", "bf16", "78,324", "39,162", "76.49", "1,672,448", "12", "no"]
+    assert row in rows
+    assert sum("without" in row for row in rows) == 3  # two contexts and a note
+    assert "GPU: 141 GiB; weights take 80.0 GiB (given); activations are not counted." in output
+    assert "TP does not divide the latent cache: DCP divides its tokens." in output
+
+
+def test_the_page_has_the_rows_of_its_command():
+    page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    command = re.search(r"^mlakit memory (deepseek-v3\.2 .*)$", page, flags=re.MULTILINE)[1]
+    printed = [" ".join(line.split()) for line in run(*command.split()).splitlines()]
+    shown = page.partition("| context |")[2].partition("\n\n")[0].splitlines()[2:]
+    assert len(shown) == 3
+    for line in shown:
+        assert " ".join(line.replace("|", " ").split()) in printed
+    assert ", ".join(f"{name} {gib}" for name, gib in GPUS.items()) in re.sub(
+        r" \(HGX\s+and DGX\)", "", " ".join(page.split())
+    )
+
+
+def test_the_command_says_what_is_not_counted(tmp_path):
+    config = written(tmp_path, kv_lora_rank=1024, **HYBRID)
+    output = run(config, "--gpu", "L4", "--context", 8)
+    assert "2 MLA layers of 3, 1 with index keys" in output
+    assert "weights are not counted" in output
+    assert "state of linear attention is not counted" in output
+    assert "Left out: fp8_block64: kv_lora_rank must not exceed 512" in output
+    assert "TP does not" not in output
+    assert " fit" not in run(config, "--context", 8)
+
+
+def test_a_narrow_terminal_has_whole_numbers():
+    output = run("deepseek-v3", "--gpu", "H200", "--context", "128k", columns=60)
+    assert max(map(len, output.splitlines())) <= 60
+    assert re.search(r"bf16 +8\.58 ", output)
+
+
+def test_the_command_prints_json():
+    output = run("glm-5.2", "--context", "2k", "--format", "fp8", "--gpu", "80", "--json")
+    report = memory_report("glm-5.2", [2048], formats=["fp8"], gpu="80")
+    stored = json.loads(output)
+    assert stored == json.loads(json.dumps(report.as_json()))
+    assert stored["layers"] == {"total": 78, "mla": 78, "indexer": 21}
+    assert stored["budget"]["cache_bytes"] == 80 * GIB
+    assert [fit["format"] for fit in stored["fits"]] == ["fp8", EXPANDED]
+
+
+def test_the_chart_has_every_format_and_the_limit(tmp_path):
+    file = tmp_path / "cache.svg"
+    run("deepseek-v3", "--plot", file, "--gpu", "H200", "--context", "3000,1m")
+    drawn = ElementTree.fromstring(file.read_text("utf-8"))
+    texts = [each.text for each in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert {*FORMATS, EXPANDED, "141.0 GiB for the cache", "1k", "1024k"} <= set(texts)
+    hints = [each.text for each in drawn.iter("{http://www.w3.org/2000/svg}title")]
+    assert "fp8_block128, 1,048,576 tokens: 39.08 GiB" in hints
+    for circle in drawn.iter("{http://www.w3.org/2000/svg}circle"):
+        assert 0 <= float(circle.get("cx")) <= float(drawn.get("width"))
+        assert 0 <= float(circle.get("cy")) <= float(drawn.get("height"))
+
+
+def test_the_chart_as_png(tmp_path, monkeypatch):
+    from mlakit.bench import drawing
+
+    file = tmp_path / "cache.png"
+    run("minicpm3", "--plot", file)
+    assert file.read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr(drawing, "find_spec", lambda name: None)
+    output = run("minicpm3", "--plot", file, columns=300, status=2)
+    assert "--plot needs matplotlib, which is not installed: pip install" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--plot", "cache.pdf"], "--plot must be a file that ends in .svg or .png"),
+        (["--plot", "none/cache.svg"], "--plot: there is no folder none"),
+        (["--context", "4x"], "context must be numbers such as 4096,32k, got '4x'"),
+        (["--context", ""], "context must be numbers such as 4096,32k, got ''"),
+        (["--context", "-4"], "context must be numbers such as 4096,32k, got '-4'"),
+        (["--gpu", "V100"], f"choose from {', '.join(GPUS)}, or give its memory in GiB"),
+        (["--tp", "2", "--dcp", "4"], "dcp must divide tp, 2, got 4"),
+    ],
+)
+def test_a_wrong_command_line_is_a_usage_error(tmp_path, monkeypatch, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    assert said in run("deepseek-v3", *arguments, columns=300, status=2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_model_lists_the_known_ones():
+    output = run("no-such-model", columns=400, status=2)
+    assert "'no-such-model' is not a config.json, a folder with one or a known model" in output
+    assert ", ".join(PRESETS) in output
+
+
+def test_no_device_is_touched(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: pytest.fail("CUDA is initialised"))
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: pytest.fail("a cache is allocated"))
+    assert memory_report("deepseek-v3", [1 << 20], batch=1024, gpu="H200").fits
