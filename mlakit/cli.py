@@ -478,9 +478,9 @@ def check(
     launches: int | None = typer.Option(
         None,
         min=1,
-        help="Check this many launches of mla_decode, sparse_mla and the indexer ops instead, in "
-        "few configurations that are compiled once. The oracle runs on the device: milliseconds "
-        "per launch on a GPU.",
+        help="Check this many launches of mla_decode, mla_prefill, sparse_mla and the indexer ops "
+        "instead, in few configurations that are compiled once. The oracle runs on the device: "
+        "milliseconds per launch on a GPU.",
     ),
     first: int = typer.Option(0, min=0, help="With --launches: the index of the first launch."),
     calls: int | None = typer.Option(

@@ -35,6 +35,9 @@ class Use(Enum):
     LOOSE_QUERY = "loose rows of q"  # likewise of q or q_rope
     LOOSE_SCALES = "loose scales of the cache"  # likewise of the scales of a page
     OTHER_EXTRA_FORMAT = "extra cache of another format"  # extra= of sparse_mla
+    LOOSE_KEYS = "loose rows of k_nope or k_rope"  # likewise
+    LOOSE_VALUES = "loose rows of v"  # likewise
+    ALIBI_SLOPES = "alibi_slopes"  # alibi_slopes= is given
 
     def __str__(self) -> str:
         return self.value

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ from mlakit.masks import CAUSAL, Mask
 from mlakit.ops._checks import INTEGERS, check_mask, check_result, check_sink
 from mlakit.ops._library import op
 from mlakit.plan import PrefillPlan
-from mlakit.specs import Problem, device_facts
+from mlakit.specs import Problem, Use, device_facts
 
 NAME = "mla_prefill"
 
@@ -109,6 +111,32 @@ def _prefill(a: PrefillArguments, out: Tensor | None, lse: Tensor | None) -> tup
         heads=dims["heads"],
         head_widths=(dims["D_N"], dims["D_R"], dims["D_V"]),
         mask=a.mask.kind,
+        uses=tuple(_uses(a)),
     )
     dispatch.select(NAME, problem, a.backend).launch(a._replace(softmax_scale=scale), out, lse)
     return out, lse
+
+
+def _uses(a: PrefillArguments) -> Iterator[Use]:
+    if a.alibi_slopes is not None:
+        yield Use.ALIBI_SLOPES
+    if not _has_pitch(a.q):
+        yield Use.LOOSE_QUERY
+    if not (_has_pitch(a.k_nope) and _has_pitch(a.k_rope)):
+        yield Use.LOOSE_KEYS
+    if not _has_pitch(a.v):
+        yield Use.LOOSE_VALUES
+
+
+def _has_pitch(rows: Tensor) -> bool:
+    """Do the rows [n, heads, columns] or [n, columns] of each n lie together, those of the next n
+    behind them, at a multiple of 16 bytes? Then a TMA descriptor addresses tiles of them."""
+    if rows.numel() == 0:
+        return True
+    pitch, span = rows.stride(0), 1
+    for size, stride in zip(rows.shape[1:], rows.stride()[1:], strict=True):
+        span += (size - 1) * stride
+    is_aligned = rows.data_ptr() % 16 == 0 and span < 2**31
+    if rows.shape[0] == 1:
+        return is_aligned
+    return is_aligned and pitch >= span and pitch * rows.element_size() % 16 == 0

@@ -128,7 +128,7 @@ CONFIGURATIONS: dict[str, Case] = {
 # enough work for `auto` to select an m64 kernel
 MUCH_WORK = {"kv_lens": (2200, 65), "q_lens": (64, 1)}
 # Gluon kernels, for one architecture only
-HOPPER = {
+HOPPER: dict[str, Case] = {
     "hopper-decode-h128-bf16": _decode("bf16", 128, page_size=64, **MUCH_WORK),
     "hopper-decode-h40-fp16": _decode("fp16", 40, page_size=64, sink="finite", **MUCH_WORK),
     "hopper-decode-external-plan": _decode(
@@ -292,6 +292,24 @@ HOPPER = {
         sink="finite",
     ),
     "hopper-sparse-512": _sparse("bf16", 64, **V4_ROW, with_lens=False),
+}
+HOPPER |= {
+    "hopper-prefill-192-128": _prefill(128, 64, 128),
+    "hopper-prefill-256-256": _prefill(192, 64, 256),
+    "hopper-prefill-128-128": _prefill(128, 0, 128),
+    "hopper-prefill-96-64": _prefill(64, 32, 64),
+    "hopper-prefill-fp16-sink": _prefill(128, 64, 128, dtype="fp16", sink="finite"),
+    "hopper-prefill-null": _prefill(128, 64, 128, mask="null"),
+    "hopper-prefill-256-256-null": _prefill(192, 64, 256, mask="null"),
+    **{
+        f"hopper-prefill-{mask}": _prefill(128, 64, 128, mask=mask, window=300)
+        for mask in (
+            "sliding_window_causal",
+            "sliding_window_noncausal",
+            "chunked",
+            "chunked_causal",
+        )
+    },
 }
 HOPPER_ARCH = 90
 EVERYWHERE = (

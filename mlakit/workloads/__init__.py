@@ -25,6 +25,7 @@ from mlakit.workloads.matmul import BatchedMatmulCase
 from mlakit.workloads.merge import MergeCase
 from mlakit.workloads.norm_rope_quant import AppendCase
 from mlakit.workloads.prefill import PrefillCase
+from mlakit.workloads.prefill_launch import PrefillLaunch
 from mlakit.workloads.select_launch import IndexerSelectLaunch, IndexerTopkLaunch
 from mlakit.workloads.sparse import SparseCase
 from mlakit.workloads.sparse_launch import SparseLaunch
@@ -58,6 +59,7 @@ __all__ = [
     "IndexerTopkLaunch",
     "MergeCase",
     "PrefillCase",
+    "PrefillLaunch",
     "QuantizeCase",
     "ScaledMatmulCase",
     "SparseCase",

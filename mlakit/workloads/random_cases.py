@@ -411,8 +411,25 @@ def hopper_decode_case(draw: Draw) -> DecodeCase:
     )
 
 
+def hopper_prefill_case(draw: Draw) -> PrefillCase:
+    """A case for the Hopper kernel; a work tile is 128 queries, a block 64 or 128 keys."""
+    nope, rope, value = draw.choice(((128, 64, 128), (192, 64, 256), (128, 0, 128), (64, 32, 64)))
+    return PrefillCase(
+        **_common(draw),
+        **_lengths(draw, longest=400, most_queries=300),
+        **_masked(draw),
+        **_attending(draw),
+        qk_nope_head_dim=nope,
+        qk_rope_head_dim=rope,
+        v_head_dim=value,
+        expanded=draw.flip(),
+        wide_indices=draw.flip(),
+    )
+
+
 SPECIALISED: dict[tuple[str, type[Case]], Callable[[Draw], Case]] = {
     ("hopper", DecodeCase): hopper_decode_case,
+    ("hopper", PrefillCase): hopper_prefill_case,
 }
 # ops with a cache: a case for one format
 CACHED: dict[type[Case], Callable[[Draw, Format], Case]] = {

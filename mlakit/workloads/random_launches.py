@@ -10,6 +10,7 @@ from mlakit.formats import Format
 from mlakit.workloads.case import Case
 from mlakit.workloads.decode_launch import DecodeLaunch
 from mlakit.workloads.indexer_launch import IndexerLaunch
+from mlakit.workloads.prefill_launch import PrefillLaunch, prefill_launch
 from mlakit.workloads.random_cases import Draw
 from mlakit.workloads.select_launch import KINDS, IndexerSelectLaunch, IndexerTopkLaunch
 from mlakit.workloads.sparse_launch import SparseLaunch
@@ -308,10 +309,16 @@ def select_launch(draw: Draw, backend: str, device: str) -> IndexerSelectLaunch:
 
 Launcher: TypeAlias = Callable[
     [Draw, str, str],
-    DecodeLaunch | IndexerLaunch | SparseLaunch | IndexerSelectLaunch | IndexerTopkLaunch,
+    DecodeLaunch
+    | PrefillLaunch
+    | IndexerLaunch
+    | SparseLaunch
+    | IndexerSelectLaunch
+    | IndexerTopkLaunch,
 ]
 LAUNCHES: dict[str, Launcher] = {
     DecodeLaunch.op: decode_launch,
+    PrefillLaunch.op: prefill_launch,
     IndexerLaunch.op: indexer_launch,
     SparseLaunch.op: sparse_launch,
     IndexerTopkLaunch.op: topk_launch,

@@ -207,7 +207,7 @@ def test_the_ops_that_hopper_is_said_to_have_kernels_of_are_those_it_has():
     for text in (PAGES["backends.md"], readme):
         (devices,) = (row[1] for row in table(text, "backend") if row[0] == "hopper")
         assert {op for op in dispatch.OPS if op in devices} == ops
-    said = PAGES["index.md"].partition("- Only three ops have kernels for one")[2]
+    said = PAGES["index.md"].partition("- Only four ops have kernels for one")[2]
     said = said.partition("Portable")[0]
     assert {op for op in dispatch.OPS if f"`{op}`" in said} == ops
 
@@ -224,6 +224,14 @@ def test_the_decode_kernels_of_hopper_are_named():
     named = [row[0].strip("`") for row in table(PAGES["backends.md"], "kernel")]
     kernels = {spec.kernel for spec in hopper.SPECS if spec.op == "mla_decode"}
     assert (set(named), len(named)) == (kernels, len(kernels))
+
+
+def test_what_the_prefill_kernel_is_said_to_take_is_what_it_takes():
+    said = dict(table(PAGES["backends.md"], "of prefill"))
+    names = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
+    assert tuple(names[name] for name in said["dtype"].split(" or ")) == hopper.PREFILL_DTYPES
+    widths = re.findall(r"\d+\+\d+\+\d+", said["widths D_N+D_R+D_V"])
+    assert [tuple(numbers(each)) for each in widths] == list(hopper.PREFILL_WIDTHS)
 
 
 def test_the_words_for_what_few_kernels_take_are_those_of_the_code():

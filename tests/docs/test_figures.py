@@ -217,4 +217,3 @@ def test_the_readme_says_what_is_slow():
     said = " ".join(README.partition("**What is not fast yet.**")[2].split())
     low, high = spread("Sparse decode", "against FlashMLA")
     assert f"sparse decode is {low}x to {high}x slower than FlashMLA" in said
-    assert "Dense prefill is slower than FlashAttention-3" in said

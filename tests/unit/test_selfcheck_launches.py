@@ -35,6 +35,8 @@ from tests.ops.mutations.changes import (
     without,
 )
 
+DECODE = ("--op", "mla_decode")
+CPU = ("--device", "cpu", "--backend", "cpu")
 ON_CPU = {"device": "cpu", "backend": "cpu", "minutes": None}
 CPU = ("--device", "cpu", "--backend", "cpu")
 DECODE = ("--op", "mla_decode")
@@ -301,7 +303,7 @@ def test_launches_that_no_backend_takes_are_no_success():
         (("--calls", "3"), "calls needs launches"),
         (("--launches", "2", "--count", "2"), "count has no effect"),
         (("--launches", "2", "--any-widths"), "any_widths has no effect"),
-        (("--launches", "2", "--op", "mla_prefill"), "launches support only mla_decode,"),
+        (("--launches", "2", "--op", "sparse_mla"), "launches support only mla_decode,"),
     ],
 )
 def test_what_does_not_go_together_is_said(arguments, message):

@@ -41,7 +41,7 @@ def compile_checks(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 # where `auto` has something better than the portable kernels
-HOPPER_KERNELS = {("mla_decode", 90), ("sparse_mla", 90)}
+HOPPER_KERNELS = {("mla_decode", 90), ("mla_prefill", 90), ("sparse_mla", 90)}
 
 
 @pytest.mark.parametrize("op", dispatch.OPS)

@@ -1,8 +1,8 @@
 """What the Gluon kernels take; everything else is left to the portable ones.
 
 `mla_decode` has five kernels. Each says what it cannot take (`why_not`); the m64 kernels also say
-when a small_m kernel is faster (`why_slower`). `indexer_logits` has one. `sparse_mla` has one
-kernel per kind of cache row.
+when a small_m kernel is faster (`why_slower`). `mla_prefill` and `indexer_logits` have one.
+`sparse_mla` has one kernel per kind of cache row.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from mlakit.kernels.hopper.decode.configs import (
 from mlakit.kernels.hopper.indexer.configs import MAX_HEADS as MAX_INDEX_HEADS
 from mlakit.kernels.hopper.indexer.configs import PIECE as INDEX_PIECE
 from mlakit.kernels.hopper.indexer.configs import WIDTH as INDEX_WIDTH
+from mlakit.kernels.hopper.prefill.configs import BLOCK_K as PREFILL_WIDTHS
 from mlakit.kernels.hopper.sparse.configs import ROWS as SPARSE_ROWS
 from mlakit.specs import KernelSpec, Problem, Use
 
@@ -38,6 +39,7 @@ FORMATS = {
 }
 MASKS = ("causal", "null")
 INDEX_FORMAT = "fp8_token"
+PREFILL_DTYPES = ("torch.bfloat16", "torch.float16")
 
 
 def _why_not_device(problem: Problem) -> str | None:
@@ -141,6 +143,19 @@ def _why_not_indexer_logits(problem: Problem) -> str | None:
     return _why_not_mask(problem) or (f"takes no {problem.uses[0]}" if problem.uses else None)
 
 
+def _why_not_prefill(problem: Problem) -> str | None:
+    refusal = _why_not_device(problem)
+    if refusal is not None:
+        return refusal
+    if problem.dtype not in PREFILL_DTYPES:
+        return f"needs {' or '.join(PREFILL_DTYPES)}, got {problem.dtype}"
+    if problem.head_widths not in PREFILL_WIDTHS:
+        known = ", ".join("+".join(map(str, widths)) for widths in PREFILL_WIDTHS)
+        got = "+".join(map(str, problem.head_widths or ())) or "none"
+        return f"needs widths D_N+D_R+D_V of {known}, got {got}"
+    return f"takes no {problem.uses[0]}" if problem.uses else None
+
+
 # rows of a cache, and the queries that `sparse_mla` takes with them
 _SPARSE_FORMATS = {"m64_bf16": {"bf16": ("torch.bfloat16",), "fp16": ("torch.float16",)}}
 
@@ -209,4 +224,10 @@ SPECS = (
         _why_not_indexer_logits,
     ),
     *(_sparse(kernel) for kernel in _SPARSE_FORMATS),
+    KernelSpec(
+        "hopper",
+        "mla_prefill",
+        "mlakit.kernels.hopper.prefill.launch:mla_prefill",
+        _why_not_prefill,
+    ),
 )

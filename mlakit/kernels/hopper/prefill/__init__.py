@@ -1,0 +1,6 @@
+"""Expanded (multi-head) MLA prefill on Hopper.
+
+`kernels.hopper.support` says which problems it takes, `launch` starts it, `configs` has its tile
+sizes and registers, `schedule` deals out work tiles, `kernel` has the warp roles, `values` keeps
+values that are not finite from queries that do not see them.
+"""

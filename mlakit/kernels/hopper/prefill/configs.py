@@ -1,0 +1,44 @@
+"""Tile sizes, registers and variants of the prefill kernel.
+
+Plain data and pure functions: nothing here needs Triton. A change is checked by `mlakit support
+--compile` (shared memory, spills) and chosen by a run in docs/measured.md.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+BLOCK_Q = 128  # queries of a work tile, 64 per consumer warpgroup
+STAGES = 2  # of keys, and of values
+# of the keys and values of a head group; twice as many cost 1 to 2 % with causal masks of 8k and
+# more keys, and with 16 heads
+L2_BYTES = 16 << 20
+INITIAL_ROW_MAX = -3.0e38  # finite: the difference of two row_max is never inf − inf
+
+# keys of a block by (D_N, D_R, D_V): what fits beside the queries in shared memory, and beside the
+# accumulator in registers
+BLOCK_K = {
+    (128, 64, 128): 128,
+    (192, 64, 256): 64,
+    (128, 0, 128): 128,
+    (64, 32, 64): 128,
+}
+
+
+class PrefillConfig(NamedTuple):
+    BLOCK_K: int
+    CONSUMER_REGISTERS: int  # of the second consumer; the first one has the rest
+    PRODUCER_REGISTERS: int  # of the producer and the cleaner
+    MAX_REGISTERS: int
+
+
+@lru_cache(maxsize=64)
+def prefill_config(widths: tuple[int, int, int]) -> PrefillConfig:
+    """widths  (D_N, D_R, D_V)"""
+    return PrefillConfig(
+        BLOCK_K[widths],
+        CONSUMER_REGISTERS=232,
+        PRODUCER_REGISTERS=40,
+        MAX_REGISTERS=168,
+    )

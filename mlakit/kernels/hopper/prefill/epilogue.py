@@ -1,0 +1,76 @@
+"""The epilogue of a work tile: lse, and results written 16 bytes per thread."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from mlakit.kernels.hopper.compat import record
+from mlakit.kernels.hopper.decode.epilogue import LN2, LOG2_E
+from mlakit.kernels.hopper.decode.softmax import NEG_INF
+from mlakit.kernels.hopper.primitives import opaque_zero
+
+
+@record
+class Outputs:
+    """Where results go."""
+
+    out: object
+    lse: object
+    sink: object  # or None
+    stride_out_token: object
+    stride_out_head: object
+    stride_lse_token: object
+    stride_lse_head: object
+    stride_sink: object
+
+
+@gluon.constexpr_function
+def _store_layout(columns):
+    """[64, columns] of four warps: 8 neighbouring columns per thread and 32 per quad, whose
+    accumulator elements they are, so that they are exchanged inside of a quad."""
+    more = [[0, 1 << bit] for bit in range(5, columns.bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], *more],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, columns],
+    )
+
+
+@gluon.jit
+def finish_rows(outputs, tile, row_max, row_sum):
+    """(lse, out_scale): out = acc · out_scale."""
+    is_empty = row_sum == 0.0
+    lse = (row_max + gl.log2(gl.where(is_empty, 1.0, row_sum))) * LN2
+    lse = gl.where(is_empty, NEG_INF, lse)
+    # an infinite score: the probabilities are NaN, row_sum is not
+    lse = gl.where(row_max == float("inf"), row_max, lse)
+    denominator = row_sum
+    if outputs.sink is not None:
+        sink = gl.load(outputs.sink + tile.head.to(gl.int64) * outputs.stride_sink)
+        denominator += gl.exp2(sink * LOG2_E - row_max)
+    return lse, gl.where(is_empty, 0.0, 1.0 / denominator)
+
+
+@gluon.jit
+def store_lse(outputs, tile, ROW0: gl.constexpr, lse):
+    # opaque: offsets would be kept in registers from tile to tile
+    row = ROW0 + gl.arange(0, 64, lse.type.layout) + opaque_zero()
+    token = (tile.q_row + row).to(gl.int64)
+    head = outputs.lse + tile.head.to(gl.int64) * outputs.stride_lse_head
+    gl.store(head + token * outputs.stride_lse_token, lse, mask=row < tile.num_rows)
+
+
+@gluon.jit
+def store_out(outputs, tile, ROW0: gl.constexpr, acc):
+    LAYOUT: gl.constexpr = _store_layout(acc.shape[1])
+    values = gl.convert_layout(acc.to(outputs.out.dtype.element_ty), LAYOUT)
+    row = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)) + opaque_zero()
+    column = gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT))
+    first = outputs.out + tile.head.to(gl.int64) * outputs.stride_out_head
+    first += (tile.q_row + ROW0).to(gl.int64) * outputs.stride_out_token
+    # of 64 rows: int32 unless rows are 64 MB apart
+    at = gl.expand_dims(row * outputs.stride_out_token, 1) + gl.expand_dims(column, 0)
+    gl.store(first + at, values, mask=gl.expand_dims(ROW0 + row < tile.num_rows, 1))

@@ -1,0 +1,73 @@
+"""Online softmax in base 2 of a consumer warpgroup's 64 queries.
+
+row_max and row_sum are relative to scores · scale_log2: exp2 is what the hardware has. The row_sum
+of a query stays spread over 8 columns, two per thread, until the tile ends.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from mlakit.kernels.hopper.decode.softmax import NEG_INF, apply_sign, next_row_max
+from mlakit.kernels.hopper.prefill.tiles import BLOCK_Q, seen_keys
+from mlakit.kernels.hopper.primitives import opaque_zero
+
+SUM_COLUMNS = gl.constexpr(8)
+
+
+@gluon.jit
+def mask_scores(
+    scores, schedule, tile, start, ROW0: gl.constexpr, SIGN: gl.constexpr, IS_TOP: gl.constexpr
+):  # fmt: skip
+    """scores · SIGN, −inf where a query does not see a key.
+
+    start  first key of the block
+    ROW0   the warpgroup's first query in the work tile
+    IS_TOP  it is the top block
+    """
+    LAYOUT: gl.constexpr = scores.type.layout
+    BLOCK_K: gl.constexpr = scores.shape[1]
+    scores = apply_sign(scores, SIGN)
+    column = gl.expand_dims(gl.arange(0, BLOCK_K, gl.SliceLayout(0, LAYOUT)), 0)
+    row = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    # with a causal mask the diagonal is in the top block, unless blocks are smaller than tiles
+    HAS_END: gl.constexpr = (
+        schedule.IS_CHUNKED if not schedule.IS_CAUSAL else (IS_TOP or BLOCK_K < BLOCK_Q)
+    )
+    if HAS_END:  # noqa: SIM102  # known when compiled
+        if start + BLOCK_K > tile.all_end:
+            # opaque: predicates of the diagonal would be kept in registers from tile to tile
+            position = tile.position + (row + (ROW0 + opaque_zero()))
+            _, end = seen_keys(schedule, position, tile.kv_len)
+            scores = gl.where(column < gl.expand_dims(end - start, 1), scores, NEG_INF)
+    if start < tile.all_first:
+        position = tile.position + (row + (ROW0 + opaque_zero()))
+        first, _ = seen_keys(schedule, position, tile.kv_len)
+        scores = gl.where(column >= gl.expand_dims(first - start, 1), scores, NEG_INF)
+    return scores
+
+
+@gluon.jit
+def no_sum(LAYOUT: gl.constexpr, COLUMNS: gl.constexpr):
+    """A row_sum of 0, in the layout of `_spread_sum` over [64, COLUMNS]."""
+    return _spread_sum(gl.zeros([64, COLUMNS], gl.float32, LAYOUT))
+
+
+@gluon.jit
+def _spread_sum(probs):
+    """[64, SUM_COLUMNS] sums of every eighth column, which need no exchange between threads."""
+    return gl.sum(gl.reshape(probs, [64, probs.shape[1] // SUM_COLUMNS, SUM_COLUMNS]), 1)
+
+
+@gluon.jit
+def softmax_step(scores, row_max, row_sum, scale_log2):
+    """(probabilities, row_max, row_sum, what acc is to be rescaled by)."""
+    block_max = gl.max(scores, 1) * scale_log2
+    new_max = next_row_max(row_max, block_max)
+    rescale = gl.exp2(row_max - new_max)
+    probs = gl.exp2(scores * scale_log2 - gl.expand_dims(new_max, 1))
+    block_sum = _spread_sum(probs)
+    factor = gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))
+    row_sum = row_sum * gl.expand_dims(factor, 1) + block_sum
+    return probs, new_max, row_sum, rescale

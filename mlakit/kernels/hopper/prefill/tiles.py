@@ -1,0 +1,107 @@
+"""Where a work tile is: its queries, its head, and the blocks of keys that its queries see.
+
+A work tile is BLOCK_Q queries of one request and one head. Blocks of keys are counted down from the
+last key that any of its queries sees: with a causal mask the top block is the diagonal, whatever
+the number of cached keys. So at most the blocks at either end are masked.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from mlakit.kernels.hopper.compat import record
+from mlakit.kernels.hopper.prefill import configs
+from mlakit.kernels.hopper.prefill.schedule import ROW_COLUMNS
+from mlakit.kernels.triton import primitives
+
+BLOCK_Q = gl.constexpr(configs.BLOCK_Q)
+COLUMNS = gl.constexpr(ROW_COLUMNS)
+mask_interval = gluon.jit(primitives.mask_interval.fn)
+
+
+@record
+class Schedule:
+    """What there is to compute; see `schedule`."""
+
+    rows: object
+    counters: object
+    num_tiles: object
+    heads: object
+    window: object
+    IS_CAUSAL: object
+    IS_SLIDING: object
+    IS_CHUNKED: object
+    BLOCK_K: object
+
+
+@record
+class Tile:
+    """A work tile. Keys are counted from the first of the request, like positions."""
+
+    head: object
+    q_row: object  # of the first query, among the rows of all requests
+    num_rows: object  # queries, and those past the tile
+    kv_row: object  # of the request's first key
+    position: object  # of the first query
+    kv_len: object
+    first: object  # the keys [first, end) are seen by a query of the tile
+    end: object
+    all_first: object  # the keys [all_first, all_end) are seen by all of them
+    all_end: object
+    num_blocks: object  # at least one; 0: no work tile
+
+
+@gluon.jit
+def seen_keys(schedule, position, kv_len):
+    """The keys [first, end) that queries at `position` see."""
+    return mask_interval(
+        position, kv_len, schedule.window, schedule.IS_CAUSAL, schedule.IS_SLIDING,
+        schedule.IS_CHUNKED,
+    )  # fmt: skip
+
+
+@gluon.jit
+def locate_tile(schedule, number):
+    row = schedule.rows + number // schedule.heads * COLUMNS
+    q_start = gl.load(row)
+    q_len = gl.load(row + 1)
+    kv_start = gl.load(row + 2)
+    kv_len = gl.load(row + 3)
+    within = number - gl.load(row + 4) * schedule.heads
+    num_tiles = gl.load(row + 5)
+    group = gl.load(row + 6)
+    first_head = within // (num_tiles * group) * group
+    within -= first_head * num_tiles
+    in_group = gl.minimum(schedule.heads - first_head, group)
+    from_last = within // in_group
+    head = first_head + within - from_last * in_group
+    query = (num_tiles - 1 - from_last) * BLOCK_Q
+    position = kv_len - q_len + query
+    last_position = gl.minimum(position + BLOCK_Q, kv_len) - 1
+    first, all_end = seen_keys(schedule, position, kv_len)
+    all_first, end = seen_keys(schedule, last_position, kv_len)
+    num_blocks = gl.maximum((end - first + schedule.BLOCK_K - 1) // schedule.BLOCK_K, 1)
+    return Tile(
+        head, q_start + query, q_len - query, kv_start, position, kv_len, first, end, all_first,
+        all_end, num_blocks,
+    )  # fmt: skip
+
+
+@gluon.jit
+def no_tile():
+    """What comes after the last work tile."""
+    zero = gl.to_tensor(0)
+    return Tile(zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero)
+
+
+@gluon.jit
+def block_start(schedule, tile, block):
+    """The first key of a block, 0 being the top one; below 0 for a block that sticks out."""
+    return tile.end - (block + 1) * schedule.BLOCK_K
+
+
+@gluon.jit
+def is_masked(schedule, tile, start):
+    """Is a key of the block hidden from a query of the tile?"""
+    return (start < tile.all_first) | (start + schedule.BLOCK_K > tile.all_end)

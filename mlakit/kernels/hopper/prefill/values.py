@@ -1,0 +1,110 @@
+"""Values that are not finite: they reach exactly the queries that see them.
+
+0 · NaN is NaN, so a hidden key's probability of 0 does not hide its value. In the blocks where some
+query of a work tile does not see some key, the cleaner warps replace what is not finite by 0 before
+the consumers multiply; what lies outside of the request is among it. If a query may see such a
+value, the cleaner flags the tile, and the epilogue adds the value to the results of the queries
+that do. Both are rare; checking a block costs the consumers nothing.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from mlakit.kernels.hopper.compat import reinterpret
+from mlakit.kernels.hopper.prefill.pipeline import read_tile, release_tile, two_stages, wait_tile
+from mlakit.kernels.hopper.prefill.tiles import block_start, is_masked, seen_keys
+from mlakit.kernels.hopper.primitives import lane_layout, smem_layout
+
+CLEANER_WARPS = gl.constexpr(2)
+CHUNK_ROWS = gl.constexpr(16)
+
+
+@gluon.jit
+def cleaner(schedule, tiles, values, flags):
+    """The cleaner warps: pass every block of values on to the consumers, clean."""
+    tiles_done = gl.to_tensor(0)
+    fill = gl.to_tensor(0)
+    wait_tile(tiles, tiles_done)
+    tile = read_tile(tiles, schedule, tiles_done, CLEANER_WARPS)
+    while tile.num_blocks > 0:
+        for block in range(tile.num_blocks):
+            stage, phase = two_stages(fill)
+            start = block_start(schedule, tile, block)
+            mbarrier.wait(values.full.index(stage), phase)
+            if is_masked(schedule, tile, start):
+                is_flagged = _clean_block(
+                    values.tiles.index(stage), tile.first - start, tile.end - start
+                )
+                if is_flagged > 0:
+                    LANES: gl.constexpr = lane_layout(CLEANER_WARPS)
+                    flags.index(tiles_done & 1).store(
+                        gl.full([32], 0, gl.int32, LANES) + tiles_done
+                    )
+            mbarrier.arrive(values.clean.index(stage), count=1)
+            fill += 1
+        release_tile(tiles, tiles_done)
+        tiles_done += 1
+        wait_tile(tiles, tiles_done)
+        tile = read_tile(tiles, schedule, tiles_done, CLEANER_WARPS)
+
+
+@gluon.jit
+def _clean_block(values, first, end):
+    """Replace what is not finite by 0; 1 if it was in one of the rows [first, end), else 0."""
+    EXPONENT: gl.constexpr = 0x7F80 if values.dtype == gl.bfloat16 else 0x7C00
+    UNIT: gl.constexpr = EXPONENT & -EXPONENT  # the lowest bit of the exponent
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [CLEANER_WARPS, 1], [1, 0])
+    ROWS: gl.constexpr = values.shape[0]
+    CHUNKS: gl.constexpr = values.shape[1] // 64 * ROWS // CHUNK_ROWS
+    # as words, one swizzle atom of 64 columns after the other
+    chunks = reinterpret(values, gl.int32, [CHUNKS, CHUNK_ROWS, 32], smem_layout(32, 32))
+    carries = gl.zeros([CHUNK_ROWS, 32], gl.int32, LAYOUT)
+    # program_id(2) is 0, which no compiler knows: unrolled, the loops would exceed the registers
+    for chunk in range(gl.program_id(2), CHUNKS):
+        words = chunks.index(chunk).load(LAYOUT)
+        # an exponent of ones alone carries into the sign
+        carries |= (words & (EXPONENT * 0x10001)) + UNIT * 0x10001
+    is_flagged = gl.to_tensor(0)
+    if _any((carries & 0x8000) | ((carries >> 16) & 0x8000)) > 0:
+        hits = gl.zeros([CHUNK_ROWS, 32], gl.int32, LAYOUT)
+        for chunk in range(gl.program_id(2), CHUNKS):
+            words = chunks.index(chunk).load(LAYOUT)
+            low = (words & EXPONENT) == EXPONENT
+            high = ((words >> 16) & EXPONENT) == EXPONENT
+            kept = gl.where(low, words & -0x10000, words)
+            chunks.index(chunk).store(gl.where(high, kept & 0xFFFF, kept))
+            row = chunk * CHUNK_ROWS % ROWS + gl.arange(0, CHUNK_ROWS, gl.SliceLayout(1, LAYOUT))
+            is_seen = gl.expand_dims((row >= first) & (row < end), 1)
+            hits |= gl.where((low | high) & is_seen, 1, 0)
+        fence_async_shared()
+        is_flagged = _any(hits)
+    return is_flagged
+
+
+@gluon.jit
+def _any(flags):
+    """The largest of [rows, columns]."""
+    return gl.max(gl.max(flags, 1), 0)
+
+
+@gluon.jit
+def add_non_finite(acc, schedule, tile, ROW0: gl.constexpr, v, stride_token, stride_head):
+    """Add the values of masked blocks that are not finite to the queries that see them.
+
+    Whatever their weights: NaN and infinity times a positive number are what they were.
+    """
+    LAYOUT: gl.constexpr = acc.type.layout
+    position = tile.position + ROW0 + gl.arange(0, acc.shape[0], gl.SliceLayout(1, LAYOUT))
+    first, end = seen_keys(schedule, position, tile.kv_len)
+    column = gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT))
+    rows = v + tile.kv_row.to(gl.int64) * stride_token + tile.head.to(gl.int64) * stride_head
+    for key in range(tile.first, tile.end):
+        value = gl.load(rows + key.to(gl.int64) * stride_token + column).to(gl.float32)
+        is_finite = gl.abs(value) < float("inf")
+        special = gl.expand_dims(gl.where(is_finite, 0.0, value), 0)
+        is_seen = gl.expand_dims((key >= first) & (key < end), 1)
+        acc += gl.where(is_seen, special, 0.0)
+    return acc
