@@ -303,7 +303,7 @@ def test_launches_that_no_backend_takes_are_no_success():
         (("--calls", "3"), "calls needs launches"),
         (("--launches", "2", "--count", "2"), "count has no effect"),
         (("--launches", "2", "--any-widths"), "any_widths has no effect"),
-        (("--launches", "2", "--op", "sparse_mla"), "launches support only mla_decode,"),
+        (("--launches", "2", "--op", "merge_states"), "launches support only mla_decode,"),
     ],
 )
 def test_what_does_not_go_together_is_said(arguments, message):
