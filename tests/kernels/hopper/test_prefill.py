@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mlakit import mla_prefill, reference, replay
+from mlakit.kernels.hopper.prefill import configs
 from mlakit.masks import CAUSAL, NULL, Mask
 from mlakit.testing import assert_matches, assert_same_bits, poison
 from mlakit.workloads import PrefillCase
@@ -24,6 +25,7 @@ LENGTHS = {  # kv_lens, q_lens
     "one token": ((1,), (1,)),
     "a tile less one, a tile, a tile and one": ((127, 128, 129), (127, 128, 129)),
     "one block of keys, so that the main loop is empty": ((128, 64, 5, 128), (128, 64, 5, 60)),
+    "one block of keys of every width": ((64, 1, 40, 33), (64, 1, 17, 200)),
     "no keys": ((0, 0), (3, 200)),
     "some empty": ((0, 300, 77, 0, 40), (0, 300, 0, 9, 40)),
     "one query over a long context": ((1025, 640), (1, 1)),
@@ -111,6 +113,23 @@ def test_masks_with_each_width(mask, widths):
 )
 def test_other_arguments(fields, widths, mask):
     case(widths, mask, kv_lens=(500, 0, 130), q_lens=(200, 0, 130), **fields).run("cuda", "hopper")
+
+
+def test_the_main_loop_is_empty_where_it_is_said_to_be():
+    kv_lens, _ = LENGTHS["one block of keys of every width"]
+    assert set(configs.BLOCK_K) == set(WIDTHS.values())
+    assert max(kv_lens) <= min(configs.BLOCK_K.values())
+
+
+@pytest.mark.gpu
+@EACH_WIDTH
+@pytest.mark.parametrize(
+    "fields", [{"dtype": "fp16"}, {"sink": "finite"}, {"sharpness": -2.0}], ids=str
+)
+def test_the_main_loop_is_empty(fields, widths):
+    """PV after the loop must not use what is set up on entry to it."""
+    kv_lens, q_lens = LENGTHS["one block of keys of every width"]
+    case(widths, kv_lens=kv_lens, q_lens=q_lens, **fields).run("cuda", "hopper")
 
 
 @pytest.mark.gpu
