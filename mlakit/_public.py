@@ -13,6 +13,7 @@ from mlakit.branches import (
 from mlakit.cache import PagedLatentCache, physical_rows
 from mlakit.checks import UnsupportedError
 from mlakit.geometry import MLAGeometry, RopeParameters, RowShape
+from mlakit.layer import LightningIndexer, MLAAttention
 from mlakit.masks import CAUSAL, NULL, Mask
 from mlakit.ops import (
     ExtraRows,
@@ -41,6 +42,8 @@ __all__ = [
     "ExtraRows",
     "IndexInputs",
     "LayerWeights",
+    "LightningIndexer",
+    "MLAAttention",
     "MLAGeometry",
     "Mask",
     "PageAllocator",

@@ -1,0 +1,354 @@
+"""`MLAAttention`: one attention layer from hidden states to hidden states."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mlakit.branches import (
+    CachedBatch,
+    LayerWeights,
+    StepPlan,
+    decode_branch,
+    mla_step,
+    plan_step,
+    sparse_step,
+)
+from mlakit.cache import PagedLatentCache, token_positions
+from mlakit.checks import Dims, values_visible
+from mlakit.formats import Format
+from mlakit.knobs import Backend
+from mlakit.layer.config import LayerConfig
+from mlakit.layer.indexer import LightningIndexer
+from mlakit.layer.linear import Linear, RMSNorm
+from mlakit.layer.rotary import RopeTable
+from mlakit.plan import DecodePlan, DecodePlanTensors, EvenSplit
+from mlakit.weights import UpProjection
+
+NAME = "MLAAttention"
+AnyPlan = StepPlan | DecodePlan | DecodePlanTensors | EvenSplit
+
+
+class MLAAttention(nn.Module):
+    """The attention of one layer, for inference: projections, norms, cache, attention.
+
+    Parameters are named as in the checkpoints of DeepSeek, Kimi and GLM: q_a_proj, q_a_layernorm,
+    q_b_proj (or q_proj), kv_a_proj_with_mqa, kv_a_layernorm, kv_b_proj, o_proj, and `indexer` for
+    DeepSeek Sparse Attention. `load_safetensors` reads them from a checkpoint's folder, `from_hf`
+    takes those of a module of transformers.
+
+    The absorbed matrices are made at the first call, and again after the weights, their dtype or
+    their device changed.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        layer: int = 0,
+        is_fp8: bool = False,
+        max_positions: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        """A layer with random weights.
+
+        config         a `LayerConfig`, or what `MLAGeometry.from_config` takes
+        layer          the layer's number: in some models only certain layers have an indexer
+        is_fp8         block-FP8 weights, one scale per 128 × 128
+        max_positions  rows of the RoPE table; None: the config's max_position_embeddings
+        """
+        super().__init__()
+        self.config = LayerConfig.from_config(config, layer)
+        g, has_bias = self.config.geometry, self.config.has_bias
+        self.rope_table = RopeTable.shared(g, _positions(self.config, max_positions))
+        where: dict[str, Any] = {"dtype": dtype, "device": device}
+        weights: dict[str, Any] = {"is_fp8": is_fp8, **where}
+        q_width = g.num_heads * g.qk_head_dim
+        if g.q_lora_rank is None:
+            self.q_proj = Linear(g.hidden_size, q_width, **weights)
+        else:
+            self.q_a_proj = Linear(g.hidden_size, g.q_lora_rank, bias=has_bias, **weights)
+            self.q_a_layernorm = RMSNorm(g.q_lora_rank, self.config.epsilon, **where)
+            self.q_b_proj = Linear(g.q_lora_rank, q_width, **weights)
+        self.kv_a_proj_with_mqa = Linear(g.hidden_size, g.row.width, bias=has_bias, **weights)
+        self.kv_a_layernorm = RMSNorm(g.kv_lora_rank, self.config.epsilon, **where)
+        up_width = g.num_heads * (g.qk_nope_head_dim + g.v_head_dim)
+        self.kv_b_proj = Linear(g.kv_lora_rank, up_width, **weights)
+        self.o_proj = Linear(g.num_heads * g.v_head_dim, g.hidden_size, bias=has_bias, **weights)
+        self.indexer: LightningIndexer | None = None
+        if self.config.selection == "own":
+            self.indexer = LightningIndexer(self.config, **weights)
+        self._prepared: tuple[tuple[object, ...], LayerWeights] | None = None
+
+    @classmethod
+    def load_safetensors(
+        cls,
+        folder: str | os.PathLike[str],
+        layer: int,
+        *,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        prefix: str | None = None,
+        max_positions: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+    ) -> MLAAttention:
+        """The layer of this number from a checkpoint's folder: config.json and safetensors files.
+
+        tp_rank, tp_size  the heads of one tensor-parallel rank: rows of q_b_proj (q_proj) and
+                          kv_b_proj, columns of o_proj. The outputs of the ranks add up to the
+                          layer's; only rank 0 has the bias of o_proj
+        prefix            of the tensors' names; None finds `layers.N.self_attn.` under any model
+        max_positions     rows of the RoPE table; None: the config's max_position_embeddings
+        dtype             of the float weights; None: as stored. e4m3 weights keep their blocks
+
+        Only the layer's own tensors are read. A missing tensor is a KeyError with its name.
+        """
+        from mlakit.layer.checkpoint import load_layer
+
+        return load_layer(
+            cls,
+            folder,
+            layer,
+            tp_rank=tp_rank,
+            tp_size=tp_size,
+            prefix=prefix,
+            max_positions=max_positions,
+            dtype=dtype,
+            device=torch.device(device),
+        )
+
+    @classmethod
+    def from_hf(cls, module: nn.Module, *, max_positions: int | None = None) -> MLAAttention:
+        """The layer of an attention module of transformers; it shares the module's parameters.
+
+        Scale, ε and factors are the module's own. A module with parameters that this layer has no
+        use for (gates, sinks) is refused.
+        """
+        from mlakit.layer.from_hf import layer_of
+
+        return layer_of(cls, module, max_positions)
+
+    def allocate_cache(
+        self,
+        format: Format = "bf16",
+        *,
+        num_pages: int,
+        page_size: int = 64,
+        num_layers: int = 1,
+        device: torch.device | str | None = None,
+    ) -> PagedLatentCache:
+        """A latent cache for layers like this, on the layer's device."""
+        return PagedLatentCache.allocate(
+            self.config.geometry,
+            format,
+            num_pages=num_pages,
+            page_size=page_size,
+            num_layers=num_layers,
+            device=self.kv_b_proj.weight.device if device is None else device,
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        batch: CachedBatch,
+        *,
+        plan: AnyPlan | None = None,
+        index_cache: PagedLatentCache | None = None,
+        index_layer: int | None = None,
+        rows: Tensor | None = None,
+        positions: Tensor | None = None,
+        max_kv_len: int | None = None,
+        backend: Backend = "auto",
+    ) -> Tensor:
+        """One causal step: the new tokens are appended to the cache and attend to it.
+
+        x            [tokens, hidden] of the batch's new tokens, request after request
+        batch        the requests, their cache, and this layer's number in it
+        plan         `plan_step` of the step, shared by all layers; on a GPU required for more than
+                     one new token per request. A plan of `mla_decode` (`plan_mla_decode`, an
+                     `EvenSplit`) makes all requests decode. In a CUDA graph a `StepPlan` would keep
+                     the lengths of the capture
+        index_cache  the indexer's cache of keys, in pages like the batch's cache
+        index_layer  this layer's number in it; None: that of the batch
+        rows         [tokens, index_topk] int32. A layer with an indexer writes its selection here;
+                     a layer that shares the selection of another reads it
+        positions    [tokens] of the new tokens; None: from the batch's lengths. Only the indexer
+                     and Mistral 4 need them
+        max_kv_len   at least every kv_len, for the indexer; None: the plan's, or what the page
+                     table can hold
+
+        A layer with an indexer attends to all cached tokens where the host knows that no request
+        has more than index_topk, unless `rows` is given.
+
+        Returns [tokens, hidden] in x's dtype. On a GPU it does not synchronise.
+        """
+        dims = Dims(NAME)
+        dims.bind("hidden", self.config.geometry.hidden_size, "the config's hidden_size")
+        dims.match("x", x, "tokens", "hidden")
+        self._check_dtype(dims, x)
+        weights = self.weights(x.device)
+        if self.config.selection is not None and plan is None:
+            plan = _host_plan(batch)
+        if positions is None and self._needs_positions:
+            positions = token_positions(batch.kv_lens, batch.q_starts, len(x))[1]
+        q, residual = self._queries(x, positions, backend)
+        kv = self.kv_a_proj_with_mqa(x, backend)
+        if self.config.selection is None or self._is_dense(plan, rows):
+            out = _attend(q, kv, weights, batch, plan, backend)
+            if self.indexer is not None:
+                index = self._index_cache(dims, index_cache)
+                at = batch.layer if index_layer is None else index_layer
+                freqs = self._freqs(weights, positions)
+                self.indexer.append_keys(x, freqs, index, at, weights, batch, backend=backend)
+        elif self.indexer is None:
+            if rows is None:
+                dims.fail("rows", "be given to a layer that shares another's selection", None)
+            split = plan if isinstance(plan, EvenSplit) else None
+            out = decode_branch(q, kv, weights, batch, rows=rows, plan=split, backend=backend)
+        else:
+            assert residual is not None
+            index = self._index_cache(dims, index_cache)
+            at = batch.layer if index_layer is None else index_layer
+            freqs = self._freqs(weights, positions)
+            inputs = self.indexer(x, residual, freqs, index, at, backend=backend)
+            if max_kv_len is None and isinstance(plan, StepPlan):
+                max_kv_len = max(plan.kv_lens, default=0)
+            out = sparse_step(
+                q,
+                kv,
+                weights,
+                batch,
+                inputs,
+                self.indexer.topk,
+                max_kv_len=max_kv_len,
+                plan=plan if isinstance(plan, EvenSplit) else None,
+                rows=rows,
+                backend=backend,
+            )
+        result: Tensor = self.o_proj(out.flatten(1), backend)
+        return result
+
+    def weights(self, device: torch.device) -> LayerWeights:
+        """The weights of the layer's branches on `device`, made again after any of them changed."""
+        gamma = self.kv_a_layernorm.weight
+        sources = (self.kv_b_proj.weight, self.kv_b_proj.weight_scale_inv, gamma)
+        if torch.compiler.is_compiling():
+            return self._made_weights(device)
+        key = (device, *map(_identity, sources))
+        if self._prepared is None or self._prepared[0] != key:
+            # not inference tensors: they could not be refreshed outside of inference mode
+            with torch.inference_mode(False), torch.no_grad():
+                self._prepared = key, self._made_weights(device)
+        return self._prepared[1]
+
+    def _made_weights(self, device: torch.device) -> LayerWeights:
+        c, gamma = self.config, self.kv_a_layernorm.weight
+        scale = self.kv_b_proj.weight_scale_inv
+        up = UpProjection.from_checkpoint(self.kv_b_proj.weight, c.geometry, scale)
+        if c.latent_factor != 1.0:  # float32: a rounded product would scale the whole cache
+            gamma = gamma.float() * c.latent_factor  # type: ignore[assignment]
+        return LayerWeights(
+            up,
+            gamma,
+            self.rope_table.on(device),
+            c.scale * c.q_factor,  # the query enters the scores only
+            epsilon=self.kv_a_layernorm.epsilon,
+            rope=c.geometry.rope,
+        )
+
+    def _queries(
+        self, x: Tensor, positions: Tensor | None, backend: Backend
+    ) -> tuple[Tensor, Tensor | None]:
+        """(q [tokens, heads, D_N + D_R] not rotated, the query's normalised latent)."""
+        g, residual = self.config.geometry, None
+        if g.q_lora_rank is None:
+            q = self.q_proj(x, backend)
+        else:
+            residual = self.q_a_layernorm(self.q_a_proj(x, backend))
+            q = self.q_b_proj(residual, backend)
+        q = q.unflatten(-1, (g.num_heads, g.qk_head_dim))
+        scale = self.config.query_scale
+        if scale is not None:
+            assert positions is not None
+            steps = torch.div(positions, scale.original, rounding_mode="floor")
+            factor = 1 + scale.beta * torch.log1p(steps.float())
+            q = q * factor.to(q.dtype)[:, None, None]
+        return q, residual
+
+    @property
+    def _needs_positions(self) -> bool:
+        return self.indexer is not None or self.config.query_scale is not None
+
+    def _is_dense(self, plan: AnyPlan | None, rows: Tensor | None) -> bool:
+        """Whether every query may attend to all it sees: none sees more than index_topk keys."""
+        if rows is not None or not isinstance(plan, StepPlan):
+            return False
+        return max(plan.kv_lens, default=0) <= self.config.geometry.index_topk
+
+    def _freqs(self, weights: LayerWeights, positions: Tensor | None) -> Tensor:
+        """The RoPE table at the new tokens' positions."""
+        assert positions is not None
+        return weights.freqs[positions]
+
+    def _index_cache(self, dims: Dims, cache: PagedLatentCache | None) -> PagedLatentCache:
+        if not isinstance(cache, PagedLatentCache):
+            got = type(cache).__name__
+            raise TypeError(f"{NAME}: index_cache must be a PagedLatentCache, got {got}")
+        return cache
+
+    def _check_dtype(self, dims: Dims, x: Tensor) -> None:
+        dtype = self.kv_a_layernorm.weight.dtype
+        dims.dtype("x", x, dtype)
+        dims.same_device("the layer", self.kv_b_proj.weight)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        self._prepared = None  # releases the old memory
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_prepared": None}
+
+
+def _attend(
+    q: Tensor,
+    kv: Tensor,
+    weights: LayerWeights,
+    batch: CachedBatch,
+    plan: AnyPlan | None,
+    backend: Backend,
+) -> Tensor:
+    """Attention to all cached tokens, [tokens, heads, D_V]."""
+    one_token_each = plan is None and len(q) == len(batch.kv_lens)
+    if isinstance(plan, StepPlan) or (plan is None and not one_token_each):
+        return mla_step(q, kv, weights, batch, plan=plan, backend=backend)
+    # also right where the tokens are distributed in another way
+    return decode_branch(q, kv, weights, batch, plan=plan, backend=backend)
+
+
+def _host_plan(batch: CachedBatch) -> StepPlan | None:
+    """The plan of a step, if the host may read its lengths."""
+    if not (values_visible(batch.kv_lens) and values_visible(batch.q_starts)):
+        return None
+    return plan_step(batch.kv_lens.tolist(), batch.q_starts.diff().tolist())
+
+
+def _positions(config: LayerConfig, given: int | None) -> int:
+    dims = Dims(NAME)
+    count = config.max_positions if given is None else given
+    if count is None:
+        dims.fail("max_positions", "be given if the config has no max_position_embeddings", None)
+    return dims.integer("max_positions", count, 1)
+
+
+def _identity(tensor: Tensor | None) -> object:
+    """What changes when a tensor is replaced or written to."""
+    if tensor is None:
+        return None
+    version = 0 if tensor.is_inference() else tensor._version
+    return tensor.data_ptr(), version, tensor.dtype, tensor.device, tuple(tensor.shape)

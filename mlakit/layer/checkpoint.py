@@ -1,0 +1,260 @@
+"""One layer from a checkpoint's folder: config.json and safetensors files, nothing pickled.
+
+Tensors are found by name under `layers.N.self_attn.`, in the files that the index names, or in all
+safetensors files of the folder. Only those of the layer are read, and of a tensor-parallel rank
+only the rows or columns of its heads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from mlakit.checks import E4M3, FLOATS, Dims
+from mlakit.layer.attention import MLAAttention
+from mlakit.layer.config import LayerConfig
+from mlakit.layer.indexer import KeyNorm
+from mlakit.layer.linear import Float32Linear, Linear, frozen
+from mlakit.model_config import read_config
+from mlakit.weights import BLOCK
+
+NAME = "load_safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+SCALE = "weight_scale_inv"
+ALWAYS_THERE = "kv_a_proj_with_mqa.weight"
+# angles that some old checkpoints store; they follow from the config
+UNUSED = ("rotary_emb.inv_freq",)
+
+Layer = TypeVar("Layer", bound=MLAAttention)
+
+
+class TensorFiles:
+    """The tensors of a folder by name, each read when it is asked for."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(os.path.expanduser(folder))
+        if not self.folder.is_dir():
+            raise FileNotFoundError(f"{NAME}: there is no folder {os.fspath(folder)!r}")
+        self.file_of = self._index()
+        self._open: dict[str, Any] = {}
+
+    def _index(self) -> dict[str, str]:
+        index = self.folder / INDEX_FILE
+        if index.is_file():
+            try:
+                content = json.loads(index.read_text(encoding="utf-8"))
+                names = dict(content["weight_map"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{NAME}: {index} has no weight_map: {error!r}") from None
+            for file in set(names.values()):
+                # the index may come from anywhere: it names no file outside of the folder
+                if not isinstance(file, str) or Path(file).name != file:
+                    raise ValueError(f"{NAME}: {index} names a file outside of it, {file!r}")
+            return names
+        files = sorted(file.name for file in self.folder.glob("*.safetensors"))
+        if not files:
+            raise FileNotFoundError(f"{NAME}: there is no safetensors file in {self.folder}")
+        found: dict[str, str] = {}
+        for file in files:
+            found.update(dict.fromkeys(_safe_open(self.folder / file).keys(), file))
+        return found
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, without reading it."""
+        return tuple(self._slice(name).get_shape())
+
+    def read(self, name: str, axis: int = 0, rows: slice = slice(None)) -> Tensor:
+        """A tensor, or some of its rows or columns."""
+        found = self._slice(name)
+        part: Tensor = found[:, rows] if axis == 1 else found[rows]
+        return part.clone(memory_format=torch.contiguous_format)  # the file may change or go
+
+    def _slice(self, name: str) -> Any:
+        file = self.file_of.get(name)
+        if file is None:
+            raise KeyError(f"{NAME}: {self.folder} has no tensor {name}")
+        if file not in self._open:
+            path = self.folder / file
+            if not path.is_file():
+                raise FileNotFoundError(f"{NAME}: {name} should be in {path}, which does not exist")
+            self._open[file] = _safe_open(path)
+        try:
+            return self._open[file].get_slice(name)
+        except Exception as error:
+            raise KeyError(f"{NAME}: {self.folder / file} has no tensor {name}") from error
+
+
+def _safe_open(path: Path) -> Any:
+    try:
+        from safetensors import safe_open
+    except ImportError:
+        raise ImportError(
+            f"{NAME} needs the package safetensors: pip install safetensors"
+        ) from None
+    return safe_open(path, framework="pt", device="cpu")
+
+
+def load_layer(
+    cls: type[Layer],
+    folder: str | os.PathLike[str],
+    layer: int,
+    *,
+    tp_rank: int,
+    tp_size: int,
+    prefix: str | None,
+    max_positions: int | None,
+    dtype: torch.dtype | None,
+    device: torch.device,
+) -> Layer:
+    """The body of `MLAAttention.load_safetensors`."""
+    dims = Dims(NAME)
+    dims.integer("layer", layer, 0)
+    size, rank = dims.integer("tp_size", tp_size, 1), dims.integer("tp_rank", tp_rank, 0)
+    dims.require(rank < size, "tp_rank", f"be below tp_size, {size}", rank)
+    files = TensorFiles(folder)
+    whole = LayerConfig.from_config(str(files.folder), layer)
+    heads = whole.geometry.num_heads
+    dims.require(heads % size == 0, "tp_size", f"divide the {heads} heads", size)
+    prefix = _found_prefix(files, layer) if prefix is None else prefix
+    if dtype is None:
+        dtype = _stored_dtype(files, prefix)
+    elif dtype not in FLOATS:
+        raise TypeError(f"{NAME}: dtype must be bfloat16, float16 or float32, got {dtype}")
+    config = whole.with_heads(heads // size)
+    made = cls(config, max_positions=max_positions, device="meta", dtype=dtype)
+    _refuse_unknown(made, files, prefix)
+    heads_of = range(rank * config.geometry.num_heads, (rank + 1) * config.geometry.num_heads)
+    for name, part in _leaves(made):
+        _Reader(dims, files, f"{prefix}{name}.", dtype, device).fill(
+            part, *_cut(config, name, heads_of), whole_bias=name != "o_proj" or rank == 0
+        )
+    return made
+
+
+def _found_prefix(files: TensorFiles, layer: int) -> str:
+    """`model.layers.N.self_attn.`, or the same under `language_model.` and the like."""
+    pattern = re.compile(rf"((?:.*\.)?layers\.{layer}\.self_attn\.){re.escape(ALWAYS_THERE)}")
+    found = [match[1] for match in map(pattern.fullmatch, files.file_of) if match]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ValueError(f"{NAME}: prefix must be given, got {', '.join(sorted(found))}")
+    attention = re.compile(rf"(?:.*\.)?layers\.{layer}\.(?:self_)?attn.*")
+    others = sorted(filter(attention.fullmatch, files.file_of))[:4]
+    raise KeyError(
+        f"{NAME}: {files.folder} has no tensor layers.{layer}.self_attn.{ALWAYS_THERE}; "
+        f"attention tensors of this layer: {', '.join(others) or 'none'}"
+    )
+
+
+def _stored_dtype(files: TensorFiles, prefix: str) -> torch.dtype:
+    """The config's dtype, or that of the layer's largest float weight."""
+    fields = read_config(str(files.folder))
+    named = fields.get("dtype", fields.get("torch_dtype"))
+    known = {str(each).removeprefix("torch."): each for each in FLOATS}
+    if named in known:
+        return known[named]
+    for name in ("o_proj.weight", "kv_a_layernorm.weight"):
+        stored = files.read(prefix + name, rows=slice(0, 1)).dtype
+        if stored in FLOATS:
+            return stored
+    return torch.bfloat16
+
+
+def _leaves(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that have parameters, by name."""
+    for name, part in layer.named_modules():
+        if part._parameters:
+            yield name, part
+
+
+def _refuse_unknown(layer: nn.Module, files: TensorFiles, prefix: str) -> None:
+    """A tensor that the layer has no use for means that the model computes something else."""
+    known = {f"{name}.{own}" for name, part in _leaves(layer) for own in part._parameters}
+    known -= {"kv_b_proj.bias"}
+    stored = {name[len(prefix) :] for name in files.file_of if name.startswith(prefix)}
+    unknown = sorted(name for name in stored - known if not name.endswith(UNUSED))
+    if unknown:
+        shown = ", ".join(unknown[:6])
+        raise ValueError(f"{NAME}: {prefix} has tensors that no MLA layer has: {shown}")
+
+
+def _cut(config: LayerConfig, name: str, heads: range) -> tuple[int, slice]:
+    """(axis, rows or columns) of the heads of a rank; all of a matrix that ranks share."""
+    g = config.geometry
+    per_head = {
+        "q_proj": (0, g.qk_head_dim),
+        "q_b_proj": (0, g.qk_head_dim),
+        "kv_b_proj": (0, g.qk_nope_head_dim + g.v_head_dim),
+        "o_proj": (1, g.v_head_dim),
+    }
+    if name not in per_head:
+        return 0, slice(None)
+    axis, width = per_head[name]
+    return axis, slice(heads.start * width, heads.stop * width)
+
+
+class _Reader:
+    """Fills one module from the tensors under a prefix."""
+
+    def __init__(
+        self, dims: Dims, files: TensorFiles, prefix: str, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._dims, self._files, self._prefix = dims, files, prefix
+        self._dtype, self._device = dtype, device
+
+    def fill(self, part: nn.Module, axis: int, rows: slice, *, whole_bias: bool) -> None:
+        """Replace the meta parameters of `part`."""
+        dtype = torch.float32 if isinstance(part, Float32Linear | KeyNorm) else self._dtype
+        weight = self._read("weight", axis, rows)
+        if weight.dtype == E4M3 and isinstance(part, Linear):
+            part.weight_scale_inv = self._put(self._scales(axis, rows), torch.float32)
+            dtype = E4M3
+        elif weight.dtype not in FLOATS:
+            got = str(weight.dtype).removeprefix("torch.")
+            raise TypeError(f"{NAME}: {self._prefix}weight must be a float or e4m3, got {got}")
+        known = part._parameters["weight"]
+        assert known is not None
+        must = f"have shape {tuple(known.shape)} for this config and rank"
+        got_shape = tuple(weight.shape)
+        self._dims.require(known.shape == weight.shape, f"{self._prefix}weight", must, got_shape)
+        part.weight = self._put(weight, dtype)
+        if part._parameters.get("bias") is not None or self._has("bias"):
+            bias = self._read("bias", 0, slice(None) if axis else rows)
+            if not whole_bias:  # the outputs of the ranks are added up
+                bias = torch.zeros_like(bias)
+            part.bias = self._put(bias, torch.float32 if dtype == torch.float32 else self._dtype)
+
+    def _has(self, name: str) -> bool:
+        return self._prefix + name in self._files.file_of
+
+    def _read(self, name: str, axis: int, rows: slice) -> Tensor:
+        return self._files.read(self._prefix + name, axis, rows)
+
+    def _scales(self, axis: int, rows: slice) -> Tensor:
+        """The scales of the blocks of these rows or columns, which must be whole blocks."""
+        shape = self._files.shape(f"{self._prefix}weight")
+        blocks = tuple(-(-size // BLOCK) for size in shape)
+        stored = self._files.shape(self._prefix + SCALE)
+        must = f"have shape {blocks}, one per {BLOCK} × {BLOCK} block"
+        self._dims.require(stored == blocks, self._prefix + SCALE, must, stored)
+        if rows == slice(None):
+            return self._read(SCALE, 0, rows)
+        for edge in (rows.start, rows.stop):
+            self._dims.require(
+                edge % BLOCK == 0 or edge == shape[axis],
+                "tp_size",
+                f"cut {self._prefix}weight between its blocks of {BLOCK}",
+                f"a cut at {edge}",
+            )
+        return self._read(SCALE, axis, slice(rows.start // BLOCK, -(-rows.stop // BLOCK)))
+
+    def _put(self, tensor: Tensor, dtype: torch.dtype) -> nn.Parameter:
+        return frozen(tensor.to(self._device, dtype))

@@ -1,0 +1,129 @@
+"""What one attention layer of a model computes beyond its sizes, read from the model's config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from mlakit.geometry import MLAGeometry, Rope
+from mlakit.model_config import ConfigFields, read_config
+
+NORM_EPSILON = 1e-6
+"""Of the norms of the query's and the key's latents in DeepSeek's code and in transformers, also
+for models whose config has another `rms_norm_eps`."""
+
+Selection = Literal["own", "shared"]
+"""Whether a layer has an indexer, or attends to the rows that the layer before it selected."""
+
+
+@dataclass(frozen=True)
+class QueryScale:
+    """Mistral 4: a query at position p is multiplied by 1 + beta · ln(1 + floor(p / original))."""
+
+    beta: float
+    original: int  # positions of the context in training
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """One attention layer: its sizes, and the choices in which models differ.
+
+    epsilon        of the RMSNorm of the latents. vLLM takes the config's `rms_norm_eps`;
+                   DeepSeek's code and transformers take 1e-6, the default here
+    has_bias       `attention_bias`: q_a_proj, kv_a_proj_with_mqa and o_proj have a bias
+    q_factor       the query is multiplied by it (LongCat: sqrt(hidden_size / q_lora_rank))
+    latent_factor  the normalised latent is multiplied by it, before it is cached (LongCat)
+    query_scale    the query's factor that depends on its position (Mistral 4)
+    selection      None: the layer attends to all cached tokens
+    index_rope     the column pairs that the indexer rotates
+    index_hadamard whether the indexer multiplies queries and keys by a Hadamard matrix, which
+                   changes no score but makes FP8 more accurate (DeepSeek-V3.2)
+    max_positions  positions of the model's context
+    softmax_scale  None: the geometry's
+    """
+
+    geometry: MLAGeometry
+    epsilon: float = NORM_EPSILON
+    has_bias: bool = False
+    q_factor: float = 1.0
+    latent_factor: float = 1.0
+    query_scale: QueryScale | None = None
+    selection: Selection | None = None
+    index_rope: Rope = "half"
+    index_hadamard: bool = False
+    max_positions: int | None = None
+    softmax_scale: float | None = None
+
+    @property
+    def scale(self) -> float:
+        """The factor on the scores."""
+        return self.geometry.softmax_scale if self.softmax_scale is None else self.softmax_scale
+
+    def with_heads(self, num_heads: int) -> LayerConfig:
+        """The same layer with the heads of one tensor-parallel rank."""
+        return replace(self, geometry=self.geometry.with_heads(num_heads))
+
+    @classmethod
+    def from_config(cls, config: Any, layer: int = 0) -> LayerConfig:
+        """The layer of this number in a model.
+
+        config  what `MLAGeometry.from_config` takes. A geometry, or the name of a known model, has
+                no more than the sizes and the scale: then only DeepSeek and Kimi are complete
+        """
+        if isinstance(config, LayerConfig):
+            return config
+        geometry = MLAGeometry.from_config(config)
+        if isinstance(config, MLAGeometry | str) and not _is_file(config):
+            return cls(
+                geometry,
+                selection="own" if geometry.has_indexer else None,
+                max_positions=geometry.rope_parameters.max_position_embeddings,
+            )
+        fields = read_config(config)
+        model_type = fields.get("model_type")
+        rank, hidden = geometry.q_lora_rank, geometry.hidden_size
+        is_longcat = model_type == "longcat_flash"
+        scales_q = bool(fields.get("mla_scale_q_lora", is_longcat)) and rank
+        scales_latent = bool(fields.get("mla_scale_kv_lora", is_longcat))
+        interleaved = fields.get("indexer_rope_interleave", model_type == "glm_moe_dsa")
+        return cls(
+            geometry,
+            has_bias=bool(fields.get("attention_bias", False)),
+            q_factor=(hidden / rank) ** 0.5 if scales_q and rank else 1.0,
+            latent_factor=(hidden / geometry.kv_lora_rank) ** 0.5 if scales_latent else 1.0,
+            query_scale=_query_scale(fields),
+            selection=_selection(fields, geometry, layer),
+            index_rope="interleaved" if interleaved else "half",
+            index_hadamard=model_type == "deepseek_v32",
+            max_positions=fields.get("max_position_embeddings", fields.get("model_max_length")),
+        )
+
+
+def _is_file(config: object) -> bool:
+    from mlakit.model_config import config_path
+
+    return isinstance(config, str) and config_path(config) is not None
+
+
+def _query_scale(fields: ConfigFields) -> QueryScale | None:
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    beta = rope.get("llama_4_scaling_beta")
+    if not beta:
+        return None
+    return QueryScale(float(beta), int(rope["original_max_position_embeddings"]))
+
+
+def _selection(fields: ConfigFields, geometry: MLAGeometry, layer: int) -> Selection | None:
+    """GLM gives a type per layer, as a list, as letters or by a frequency."""
+    if not geometry.has_indexer:
+        return None
+    types = fields.get("indexer_types")
+    if types is None:
+        types = fields.get("index_topk_pattern")
+    if types is not None:
+        # a layer beyond the list predicts further tokens and has an indexer
+        kind = types[layer] if layer < len(types) else "full"
+        return "shared" if kind in ("shared", "S") else "own"
+    frequency = max(fields.get("index_topk_freq", 1), 1)
+    since_first = max(layer - fields.get("index_skip_topk_offset", 2) + 1, 0)
+    return "own" if since_first % frequency == 0 else "shared"

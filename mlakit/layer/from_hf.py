@@ -1,0 +1,70 @@
+"""A layer from an attention module of transformers, sharing its parameters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TypeVar
+
+from torch import nn
+
+from mlakit.checks import E4M3, FLOATS
+from mlakit.layer.attention import MLAAttention
+from mlakit.layer.config import LayerConfig
+
+Layer = TypeVar("Layer", bound=MLAAttention)
+
+
+def layer_of(cls: type[Layer], module: nn.Module, max_positions: int | None) -> Layer:
+    """The layer of `module`: its config, scale and parameters."""
+    if not hasattr(module, "kv_b_proj") or not hasattr(module, "config"):
+        name = type(module).__name__
+        raise TypeError(f"from_hf: module must be an MLA attention of transformers, got {name}")
+    config = _config_of(module)
+    layer = cls(config, max_positions=max_positions, device="meta")
+    given = dict(module.named_parameters())
+    missing = set(dict(layer.named_parameters())) - set(given)
+    if missing:
+        raise ValueError(f"from_hf: {type(module).__name__} has no {', '.join(sorted(missing))}")
+    for name, parameter in given.items():
+        _put(layer, name, parameter, type(module).__name__)
+    return layer
+
+
+def _config_of(module: nn.Module) -> LayerConfig:
+    config = LayerConfig.from_config(module.config, getattr(module, "layer_idx", None) or 0)
+    g = config.geometry
+    rows = module.kv_b_proj.weight.shape[0]  # type: ignore[union-attr, index]
+    # a tensor-parallel rank has some of the heads
+    heads = int(rows) // (g.qk_nope_head_dim + g.v_head_dim)
+    norm = getattr(module, "kv_a_layernorm", None)
+    has_indexer = getattr(module, "indexer", None) is not None
+    selection = config.selection and ("own" if has_indexer else "shared")
+    return replace(
+        config.with_heads(heads),
+        softmax_scale=getattr(module, "scaling", None),
+        epsilon=getattr(norm, "variance_epsilon", config.epsilon),
+        q_factor=getattr(module, "mla_scale_q_lora", config.q_factor),
+        latent_factor=getattr(module, "mla_scale_kv_lora", config.latent_factor),
+        selection=selection,
+    )
+
+
+def _put(layer: MLAAttention, name: str, parameter: nn.Parameter, source: str) -> None:
+    """Put a parameter of the module in the place of the layer's own."""
+    path, _, own = name.rpartition(".")
+    try:
+        owner = layer.get_submodule(path)
+    except AttributeError:
+        owner = None
+    if owner is None or own not in owner._parameters:
+        raise ValueError(f"from_hf: {source} has a parameter that no MLA layer has, {name}")
+    known = owner._parameters[own]
+    if known is not None and known.shape != parameter.shape:
+        shapes = f"{tuple(known.shape)}, got {tuple(parameter.shape)}"
+        raise ValueError(f"from_hf: {name} of {source} must have shape {shapes}")
+    if parameter.dtype not in (*FLOATS, E4M3):
+        raise TypeError(
+            f"from_hf: {name} of {source} must be bfloat16, float16, float32 or float8_e4m3fn, "
+            f"got {str(parameter.dtype).removeprefix('torch.')}"
+        )
+    owner._parameters[own] = parameter

@@ -1,0 +1,183 @@
+"""The lightning indexer of DeepSeek-V3.2: which cached tokens a query attends to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mlakit.branches import CachedBatch, IndexInputs, LayerWeights
+from mlakit.branches.sparse import append_index_keys
+from mlakit.cache import PagedLatentCache
+from mlakit.checks import FLOATS, Dims
+from mlakit.formats import Format
+from mlakit.geometry import RowShape
+from mlakit.knobs import Backend
+from mlakit.layer.config import NORM_EPSILON, LayerConfig
+from mlakit.layer.linear import Float32Linear, Linear, frozen, keep_dtype
+from mlakit.layer.rotary import rotate_first_columns
+from mlakit.ops import quantize_fp8
+
+NAME = "LightningIndexer"
+
+
+class KeyNorm(nn.Module):
+    """LayerNorm of the index keys with a bias, computed in float32."""
+
+    def __init__(self, width: int, *, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.weight = frozen(torch.ones(width, dtype=torch.float32, device=device))
+        self.bias = frozen(torch.zeros(width, dtype=torch.float32, device=device))
+        self.epsilon = NORM_EPSILON
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [tokens, width], normalised, in float32."""
+        weight, bias = self.weight.float(), self.bias.float()
+        return F.layer_norm(x.float(), weight.shape, weight, bias, self.epsilon)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        return super()._apply(lambda t: keep_dtype(fn, t), recurse)  # type: ignore[no-untyped-call]
+
+
+class LightningIndexer(nn.Module):
+    """Scores every cached token for every query; `sparse_step` attends to the best.
+
+        q = wq_b(residual)   k = LayerNorm(wk(x))      their first D_R columns are rotated
+        score = Σ_h w[h] · relu(q[h]·k) / sqrt(heads · D),   w = weights_proj(x) in float32
+
+    residual is the query's normalised latent, q_a_layernorm(q_a_proj(x)).
+
+    Where the cache of index keys is FP8, queries are quantised to e4m3 per token and head, and
+    their scale goes into w.
+    """
+
+    def __init__(
+        self,
+        config: LayerConfig,
+        *,
+        is_fp8: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        """is_fp8  whether wq_b and wk are block-FP8"""
+        super().__init__()
+        g = config.geometry
+        dims = Dims(NAME)
+        dims.require(g.has_indexer, "config", "have index_topk", 0)
+        if g.q_lora_rank is None:
+            dims.fail("config", "have q_lora_rank, for the indexer reads the query's latent", None)
+        width = g.index_head_dim
+        dims.require(
+            width >= g.qk_rope_head_dim,
+            "index_head_dim",
+            f"be at least qk_rope_head_dim, {g.qk_rope_head_dim}",
+            width,
+        )
+        if config.index_hadamard:
+            power = width & (width - 1) == 0
+            dims.require(power, "index_head_dim", "be a power of two for Hadamard", width)
+        self.heads, self.width, self.topk = g.index_n_heads, width, g.index_topk
+        self.rope, self.uses_hadamard = config.index_rope, config.index_hadamard
+        weights: dict[str, Any] = {"is_fp8": is_fp8, "dtype": dtype, "device": device}
+        self.wq_b = Linear(g.q_lora_rank, self.heads * width, **weights)
+        self.wk = Linear(g.hidden_size, width, **weights)
+        self.k_norm = KeyNorm(width, device=device)
+        self.weights_proj = Float32Linear(
+            g.hidden_size, self.heads, dtype=torch.float32, device=device
+        )
+        self._hadamard: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+    def allocate_cache(
+        self,
+        format: Format = "fp8_token",
+        *,
+        num_pages: int,
+        page_size: int = 64,
+        num_layers: int = 1,
+        device: torch.device | str | None = None,
+    ) -> PagedLatentCache:
+        """A cache of index keys for the pages of a latent cache: the same number and page size."""
+        return PagedLatentCache.allocate(
+            RowShape(self.width, 0),
+            format,
+            num_pages=num_pages,
+            page_size=page_size,
+            num_layers=num_layers,
+            device=self.wk.weight.device if device is None else device,
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        freqs: Tensor,
+        cache: PagedLatentCache,
+        layer: int = 0,
+        *,
+        backend: Backend = "auto",
+    ) -> IndexInputs:
+        """The indexer's inputs of `sparse_step`.
+
+        x         [tokens, hidden]
+        residual  [tokens, q_lora_rank] the query's normalised latent
+        freqs     [tokens, D_R] the RoPE table at each token's position
+        cache     of index keys, `allocate_cache` or `PagedLatentCache.wrap_index_keys`
+        """
+        q = self.wq_b(residual, backend).unflatten(-1, (self.heads, self.width))
+        rotate_first_columns(q, freqs, self.rope)
+        weights = self.weights_proj(x) * (self.heads * self.width) ** -0.5
+        if self.uses_hadamard:
+            q = q @ self._hadamard_matrix(q)
+        if cache.payload.dtype not in FLOATS:
+            quantised, scales = quantize_fp8(q.flatten(0, 1), self.width, backend=backend)
+            weights = weights * scales[0, : weights.numel()].view_as(weights)
+            q = quantised.view_as(q)
+        return IndexInputs(q, self._keys(x, freqs, backend), weights, cache, layer)
+
+    def append_keys(
+        self,
+        x: Tensor,
+        freqs: Tensor,
+        cache: PagedLatentCache,
+        layer: int,
+        weights: LayerWeights,
+        batch: CachedBatch,
+        *,
+        backend: Backend = "auto",
+    ) -> None:
+        """Only append the keys of the new tokens, for a step that attends to all tokens."""
+        keys = self._keys(x, freqs, backend)
+        no_queries = keys.new_empty(len(keys), 0, self.width)
+        inputs = IndexInputs(no_queries, keys, keys[:, :0], cache, layer)
+        append_index_keys(inputs, weights, batch, backend=backend)
+
+    def _keys(self, x: Tensor, freqs: Tensor, backend: Backend) -> Tensor:
+        """float32 [tokens, D] normalised and rotated keys of the new tokens."""
+        keys: Tensor = self.k_norm(self.wk(x, backend))
+        rotate_first_columns(keys, freqs, self.rope)
+        return keys @ self._hadamard_matrix(keys) if self.uses_hadamard else keys
+
+    def _hadamard_matrix(self, like: Tensor) -> Tensor:
+        """Orthonormal and symmetric [D, D], on the device and in the dtype of `like`."""
+        key = (like.device, like.dtype)
+        matrix = self._hadamard.get(key)
+        if matrix is None:
+            with torch.inference_mode(False), torch.no_grad():
+                matrix = hadamard_matrix(self.width).to(*key)
+            self._hadamard[key] = matrix
+        return matrix
+
+
+def hadamard_matrix(width: int) -> Tensor:
+    """The orthonormal Walsh-Hadamard matrix [width, width] float32; width is a power of two.
+
+    Entry (i, j) is (−1)^(bits that i and j share) / sqrt(width).
+    """
+    matrix = torch.ones(1, 1, device="cpu")
+    while len(matrix) < width:
+        upper = torch.cat([matrix, matrix], dim=1)
+        matrix = torch.cat([upper, torch.cat([matrix, -matrix], dim=1)])
+    return matrix.mul_(width**-0.5)

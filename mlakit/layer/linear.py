@@ -1,0 +1,150 @@
+"""The linear maps of a layer: float weights, or e4m3 with one scale per 128 × 128 block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mlakit.checks import E4M3
+from mlakit.knobs import Backend
+from mlakit.ops import quantize_fp8, scaled_mm_fp8
+from mlakit.weights import BLOCK
+
+
+class Linear(nn.Module):
+    """y = x Wᵀ + b, with the names of parameters that checkpoints use.
+
+    weight            [outputs, inputs] float, or e4m3
+    weight_scale_inv  [ceil(outputs / 128), ceil(inputs / 128)] float32 of an e4m3 weight:
+                      value = stored · scale. Activations are quantised per token and 128 columns
+
+    `to(dtype)` of a module converts floats only: an e4m3 weight and its scales stay as they are.
+    """
+
+    weight: nn.Parameter
+    weight_scale_inv: nn.Parameter | None
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        *,
+        bias: bool = False,
+        is_fp8: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        where: dict[str, Any] = {"device": device}
+        weight = torch.empty(outputs, inputs, dtype=dtype, **where)
+        self.weight = frozen(weight.to(E4M3) if is_fp8 else weight)
+        scale = None
+        if is_fp8:
+            blocks = (-(-outputs // BLOCK), -(-inputs // BLOCK))
+            scale = frozen(torch.empty(*blocks, dtype=torch.float32, **where))
+        self.register_parameter("weight_scale_inv", scale)
+        made = frozen(torch.zeros(outputs, dtype=dtype, **where)) if bias else None
+        self.register_parameter("bias", made)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Random weights with rows of about unit length."""
+        outputs, inputs = self.weight.shape
+        if self.weight.is_meta:
+            return
+        values = torch.randn(outputs, inputs, dtype=torch.float32, device=self.weight.device)
+        with torch.no_grad():
+            if self.weight_scale_inv is None:
+                self.weight.copy_(values * inputs**-0.5)
+            else:
+                self.weight.copy_(values.to(E4M3))
+                self.weight_scale_inv.fill_(inputs**-0.5)
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the weight is e4m3 with block scales."""
+        return self.weight_scale_inv is not None
+
+    def forward(self, x: Tensor, backend: Backend = "auto") -> Tensor:
+        """x [tokens, inputs] → [tokens, outputs] in x's dtype."""
+        if self.weight_scale_inv is None:
+            return F.linear(x, self.weight, self.bias)
+        quantised, scales = quantize_fp8(x, BLOCK, backend=backend)
+        y = scaled_mm_fp8(
+            quantised,
+            scales,
+            self.weight,
+            self.weight_scale_inv,
+            n_group=BLOCK,
+            k_group=BLOCK,
+            out_dtype=x.dtype,
+            backend=backend,
+        )
+        return y if self.bias is None else y.add_(self.bias)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        kept = (self.weight, self.weight_scale_inv) if self.is_fp8 else ()
+
+        def applied(tensor: Tensor) -> Tensor:
+            # a cast of e4m3 codes would leave out their scales
+            is_kept = any(tensor is each for each in kept)
+            return keep_dtype(fn, tensor) if is_kept else fn(tensor)
+
+        return super()._apply(applied, recurse)  # type: ignore[no-untyped-call]
+
+    def extra_repr(self) -> str:
+        """Sizes and kind of the weight."""
+        outputs, inputs = self.weight.shape
+        kind = str(self.weight.dtype).removeprefix("torch.")
+        return f"{inputs} → {outputs}, {kind}{', bias' if self.bias is not None else ''}"
+
+
+class Float32Linear(Linear):
+    """A linear map that computes in float32 and keeps its weight so, whatever the layer's dtype."""
+
+    def forward(self, x: Tensor, backend: Backend = "auto") -> Tensor:
+        """x [tokens, inputs] → [tokens, outputs] float32."""
+        return F.linear(x.float(), self.weight.float())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        return super()._apply(lambda t: keep_dtype(fn, t), recurse)
+
+
+class RMSNorm(nn.Module):
+    """x · rsqrt(mean x² + ε) · weight, computed in float32 and rounded once."""
+
+    def __init__(
+        self,
+        width: int,
+        epsilon: float,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.weight = frozen(torch.ones(width, dtype=dtype, device=device))
+        self.epsilon = epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [tokens, width], normalised."""
+        return F.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
+
+    def extra_repr(self) -> str:
+        """Width and ε."""
+        return f"{len(self.weight)}, epsilon={self.epsilon}"
+
+
+def frozen(tensor: Tensor) -> nn.Parameter:
+    """A parameter of inference: it has no gradient."""
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+def keep_dtype(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """What `Module._apply` makes of a tensor, except for a change of dtype."""
+    changed = fn(tensor)
+    return changed if changed.dtype == tensor.dtype else tensor.to(changed.device)

@@ -1,0 +1,254 @@
+"""A layer from a checkpoint's folder: every tensor, the slices of a rank, FP8 scales, errors."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mlakit import MLAAttention
+from mlakit.testing import assert_same_bits
+from tests.layer.checkpoints import (
+    INDEX,
+    SMALL,
+    from_blocks,
+    quantised,
+    tensors,
+    write_checkpoint,
+)
+from tests.layer.serving import serve
+
+LITE = SMALL | {"model_type": "deepseek_v2", "q_lora_rank": None}
+SPARSE = SMALL | INDEX
+
+
+def inputs(hidden: int = 256, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(n, hidden, generator=generator).to(dtype) for n in (24, 7)]
+
+
+CHUNKS = ((20, 3), (3, 3), (1, 1))
+
+
+def served(layer: MLAAttention, dtype: torch.dtype = torch.float32) -> Tensor:
+    hidden = layer.config.geometry.hidden_size
+    return torch.cat(serve(layer, inputs(hidden, dtype), CHUNKS, page_size=8))
+
+
+@pytest.mark.parametrize("config", [SMALL, LITE, SPARSE, SMALL | {"attention_bias": True}])
+@pytest.mark.parametrize("index", [True, False], ids=["index", "no index"])
+def test_every_tensor_is_read(tmp_path, config, index):
+    stored = tensors(config)
+    write_checkpoint(tmp_path, config, {0: tensors(config, seed=1), 11: stored}, index=index)
+    layer = MLAAttention.load_safetensors(tmp_path, 11)
+    found = dict(layer.named_parameters())
+    assert set(found) == set(stored)
+    for name, values in stored.items():
+        assert_same_bits(name, found[name], values)
+        assert not found[name].requires_grad
+    whole = MLAAttention(config)
+    whole.load_state_dict(stored)
+    assert_same_bits("out", served(layer), served(whole))
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        "model.layers.{}.self_attn.",
+        "language_model.model.layers.{}.self_attn.",
+        "model.language_model.layers.{}.self_attn.",
+    ],
+)
+def test_names_of_text_models_inside_others(tmp_path, prefix):
+    """Kimi K2.5 and the like; their config is nested, too."""
+    outer = {"model_type": "kimi_k25", "text_config": SMALL | {"model_type": "kimi_k2"}}
+    stored = tensors(SMALL)
+    write_checkpoint(tmp_path, outer, {1: stored, 12: tensors(SMALL, seed=1)}, prefix=prefix)
+    layer = MLAAttention.load_safetensors(tmp_path, 1)
+    assert_same_bits("o_proj", layer.o_proj.weight, stored["o_proj.weight"])
+
+
+def test_two_attentions_in_a_layer_need_a_prefix(tmp_path):
+    """LongCat: layers.N.self_attn.0 and .1."""
+    config = SMALL | {"model_type": "longcat_flash"}
+    stored = {f"{i}.{name}": values for i in (0, 1) for name, values in tensors(config).items()}
+    write_checkpoint(tmp_path, config, {2: stored})
+    with pytest.raises(KeyError, match=r"layers\.2\.self_attn\.0\.kv_a"):
+        MLAAttention.load_safetensors(tmp_path, 2)
+    layer = MLAAttention.load_safetensors(tmp_path, 2, prefix="model.layers.2.self_attn.1.")
+    assert layer.config.q_factor == pytest.approx(2**0.5)
+
+
+@pytest.mark.parametrize("is_fp8", [False, True], ids=["float32", "fp8"])
+@pytest.mark.parametrize("config", [SMALL, SPARSE], ids=["dense", "sparse"])
+def test_the_ranks_add_up_to_the_layer(tmp_path, config, is_fp8):
+    config = config | {"attention_bias": True}
+    stored = tensors(config)
+    write_checkpoint(tmp_path, config, {0: quantised(stored) if is_fp8 else stored})
+    load = {"dtype": torch.float32}
+    whole = served(MLAAttention.load_safetensors(tmp_path, 0, **load))
+    ranks = [
+        MLAAttention.load_safetensors(tmp_path, 0, tp_rank=rank, tp_size=2, **load)
+        for rank in range(2)
+    ]
+    assert {rank.config.geometry.num_heads for rank in ranks} == {2}
+    total = torch.stack([served(rank) for rank in ranks]).sum(0)
+    # of FP8 the input of o_proj is quantised per 128 columns, which are the same in both
+    torch.testing.assert_close(total, whole, rtol=0, atol=2e-5)
+    assert float(whole.abs().max()) > 0.5
+    assert not ranks[1].o_proj.bias.any()
+
+
+def test_fp8_weights_have_their_scales(tmp_path):
+    stored = quantised(tensors(SPARSE))
+    write_checkpoint(tmp_path, SPARSE, {0: stored})
+    layer = MLAAttention.load_safetensors(tmp_path, 0)
+    found = dict(layer.named_parameters())
+    assert set(found) == set(stored)
+    for name, values in stored.items():
+        kept = values.float() if name.startswith(("indexer.k_norm", "indexer.weights")) else values
+        assert_same_bits(name, found[name], kept)
+    rank = MLAAttention.load_safetensors(tmp_path, 0, tp_rank=1, tp_size=2)
+    codes, scale = stored["o_proj.weight"], stored["o_proj.weight_scale_inv"]
+    part = from_blocks(rank.o_proj.weight, rank.o_proj.weight_scale_inv)
+    assert_same_bits("o_proj", part, from_blocks(codes, scale)[:, 128:].contiguous())
+
+
+def test_an_fp8_layer_is_near_the_float_layer_of_its_values(tmp_path):
+    stored = quantised(tensors(SMALL))
+    write_checkpoint(tmp_path / "fp8", SMALL, {0: stored})
+    values = {
+        name: from_blocks(each, stored[f"{name}_scale_inv"]) if each.dtype.itemsize == 1 else each
+        for name, each in stored.items()
+        if not name.endswith("_scale_inv")
+    }
+    write_checkpoint(tmp_path / "float", SMALL, {0: values})
+    fp8, exact = (
+        served(MLAAttention.load_safetensors(tmp_path / kind, 0, dtype=torch.float32))
+        for kind in ("fp8", "float")
+    )
+    error = (fp8 - exact).norm() / exact.norm()
+    assert 1e-4 < float(error) < 0.1  # activations of FP8 have 3 bits of mantissa
+
+
+def test_a_cut_inside_a_block_of_fp8_is_refused(tmp_path):
+    stored = quantised(tensors(SMALL))
+    write_checkpoint(tmp_path, SMALL, {0: stored})
+    with pytest.raises(ValueError, match=r"tp_size must cut .*o_proj.weight between its blocks"):
+        MLAAttention.load_safetensors(tmp_path, 0, tp_rank=1, tp_size=4)
+
+
+@pytest.mark.parametrize(
+    ("config", "stored", "expected"),
+    [
+        ({}, torch.bfloat16, torch.bfloat16),
+        ({"torch_dtype": "float16"}, torch.float32, torch.float16),
+        ({"dtype": "bfloat16"}, torch.float32, torch.bfloat16),
+    ],
+)
+def test_the_dtype_is_the_configs_or_the_weights(tmp_path, config, stored, expected):
+    values = {name: each.to(stored) for name, each in tensors(SPARSE).items()}
+    write_checkpoint(tmp_path, SPARSE | config, {0: values})
+    layer = MLAAttention.load_safetensors(tmp_path, 0)
+    assert layer.q_b_proj.weight.dtype == layer.kv_a_layernorm.weight.dtype == expected
+    assert layer.indexer.weights_proj.weight.dtype == torch.float32
+    given = MLAAttention.load_safetensors(tmp_path, 0, dtype=torch.float32)
+    assert given.q_b_proj.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", tensors(SPARSE))
+def test_a_missing_tensor_is_named(tmp_path, name):
+    stored = tensors(SPARSE)
+    del stored[name]
+    write_checkpoint(tmp_path, SPARSE, {0: stored})
+    with pytest.raises(KeyError, match=name.replace(".", r"\.")):
+        MLAAttention.load_safetensors(tmp_path, 0)
+
+
+def test_a_missing_scale_is_named(tmp_path):
+    stored = quantised(tensors(SMALL))
+    del stored["q_b_proj.weight_scale_inv"]
+    write_checkpoint(tmp_path, SMALL, {0: stored})
+    with pytest.raises(KeyError, match=r"self_attn\.q_b_proj\.weight_scale_inv"):
+        MLAAttention.load_safetensors(tmp_path, 0)
+
+
+def changed(**changes: Tensor) -> dict[str, Tensor]:
+    return tensors(SMALL) | {name.replace("__", "."): each for name, each in changes.items()}
+
+
+@pytest.mark.parametrize(
+    ("stored", "arguments", "error", "match"),
+    [
+        (
+            changed(g_proj__weight=torch.ones(1)),
+            {},
+            ValueError,
+            r"no MLA layer has: g_proj\.weight",
+        ),
+        (changed(kv_b_proj__bias=torch.ones(1)), {}, ValueError, r"kv_b_proj\.bias"),
+        (
+            changed(q_b_proj__weight=torch.zeros(512, 64)),
+            {},
+            ValueError,
+            r"q_b_proj\.weight must have shape \(512, 128\) .*got \(512, 64\)",
+        ),
+        (
+            changed(q_b_proj__weight=torch.zeros(512, 128, dtype=torch.int8)),
+            {},
+            TypeError,
+            r"q_b_proj\.weight must be a float or e4m3, got int8",
+        ),
+        (changed(), {"tp_size": 3}, ValueError, "tp_size must divide the 4 heads, got 3"),
+        (changed(), {"tp_rank": 1}, ValueError, "tp_rank must be below tp_size, 1, got 1"),
+        (changed(), {"layer": 5}, KeyError, r"no tensor layers\.5\.self_attn\.kv_a.*none"),
+        (changed(), {"dtype": torch.int8}, TypeError, "dtype must be bfloat16"),
+    ],
+)
+def test_errors_say_what_is_wrong(tmp_path, stored, arguments, error, match):
+    write_checkpoint(tmp_path, SMALL, {0: stored})
+    with pytest.raises(error, match=match):
+        MLAAttention.load_safetensors(tmp_path, **{"layer": 0, **arguments})
+
+
+def test_angles_that_old_checkpoints_store_are_skipped(tmp_path):
+    stored = tensors(SMALL) | {"rotary_emb.inv_freq": torch.zeros(32)}
+    write_checkpoint(tmp_path, SMALL, {0: stored})
+    MLAAttention.load_safetensors(tmp_path, 0)
+
+
+def test_an_index_names_files_of_its_own_folder_only(tmp_path):
+    write_checkpoint(tmp_path / "other", SMALL, {0: tensors(SMALL)}, files=1)
+    folder = write_checkpoint(tmp_path / "model", SMALL, {0: tensors(SMALL)}, files=1)
+    index = folder / "model.safetensors.index.json"
+    names: dict[str, Any] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    outside = dict.fromkeys(names, "../other/model-00001-of-00001.safetensors")
+    index.write_text(json.dumps({"weight_map": outside}), encoding="utf-8")
+    with pytest.raises(ValueError, match="names a file outside"):
+        MLAAttention.load_safetensors(folder, 0)
+    index.write_text("[]", encoding="utf-8")
+    with pytest.raises(ValueError, match="has no weight_map"):
+        MLAAttention.load_safetensors(folder, 0)
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "gone")}), encoding="utf-8")
+    with pytest.raises(FileNotFoundError, match="which does not exist"):
+        MLAAttention.load_safetensors(folder, 0)
+
+
+def test_a_folder_without_tensors(tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        MLAAttention.load_safetensors(tmp_path / "nowhere", 0)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
+    with pytest.raises(FileNotFoundError, match="no safetensors file"):
+        MLAAttention.load_safetensors(tmp_path, 0)
+
+
+def test_a_file_may_change_after_it_was_read(tmp_path):
+    stored = tensors(SMALL)
+    write_checkpoint(tmp_path, SMALL, {0: stored}, files=1)
+    layer = MLAAttention.load_safetensors(tmp_path, 0)
+    (file,) = tmp_path.glob("*.safetensors")
+    file.write_bytes(b"\xff" * file.stat().st_size)
+    assert_same_bits("o_proj", layer.o_proj.weight, stored["o_proj.weight"])
