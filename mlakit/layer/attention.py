@@ -195,28 +195,28 @@ class MLAAttention(nn.Module):
         weights = self.weights(x.device)
         if self.config.selection is not None and plan is None:
             plan = _host_plan(batch)
+        index = None if self.indexer is None else self._checked_keys(dims, index_cache, batch)
+        at = batch.layer if index_layer is None else index_layer
+        freqs = None
         if positions is None and self._needs_positions:
             positions = token_positions(batch.kv_lens, batch.q_starts, len(x))[1]
+        if self.indexer is not None:
+            assert positions is not None
+            freqs = weights.freqs[positions]
         q, residual = self._queries(x, positions, backend)
         kv = self.kv_a_proj_with_mqa(x, backend)
+        split = plan if isinstance(plan, EvenSplit) else None
         if self.config.selection is None or self._is_dense(plan, rows):
             out = _attend(q, kv, weights, batch, plan, backend)
             if self.indexer is not None:
-                index = self._index_cache(dims, index_cache)
-                at = batch.layer if index_layer is None else index_layer
-                freqs = self._freqs(weights, positions)
+                assert freqs is not None
+                assert index is not None
                 self.indexer.append_keys(x, freqs, index, at, weights, batch, backend=backend)
         elif self.indexer is None:
             if rows is None:
                 dims.fail("rows", "be given to a layer that shares another's selection", None)
-            split = plan if isinstance(plan, EvenSplit) else None
             out = decode_branch(q, kv, weights, batch, rows=rows, plan=split, backend=backend)
         else:
-            assert residual is not None
-            index = self._index_cache(dims, index_cache)
-            at = batch.layer if index_layer is None else index_layer
-            freqs = self._freqs(weights, positions)
-            inputs = self.indexer(x, residual, freqs, index, at, backend=backend)
             if max_kv_len is None and isinstance(plan, StepPlan):
                 max_kv_len = max(plan.kv_lens, default=0)
             out = sparse_step(
@@ -224,10 +224,10 @@ class MLAAttention(nn.Module):
                 kv,
                 weights,
                 batch,
-                inputs,
+                self.indexer(x, residual, freqs, index, at, backend=backend),
                 self.indexer.topk,
                 max_kv_len=max_kv_len,
-                plan=plan if isinstance(plan, EvenSplit) else None,
+                plan=split,
                 rows=rows,
                 backend=backend,
             )
@@ -291,15 +291,19 @@ class MLAAttention(nn.Module):
             return False
         return max(plan.kv_lens, default=0) <= self.config.geometry.index_topk
 
-    def _freqs(self, weights: LayerWeights, positions: Tensor | None) -> Tensor:
-        """The RoPE table at the new tokens' positions."""
-        assert positions is not None
-        return weights.freqs[positions]
-
-    def _index_cache(self, dims: Dims, cache: PagedLatentCache | None) -> PagedLatentCache:
+    def _checked_keys(
+        self, dims: Dims, cache: PagedLatentCache | None, batch: CachedBatch
+    ) -> PagedLatentCache:
+        """The indexer's cache: its pages are those of the batch's cache."""
         if not isinstance(cache, PagedLatentCache):
             got = type(cache).__name__
             raise TypeError(f"{NAME}: index_cache must be a PagedLatentCache, got {got}")
+        width, pages = self.config.geometry.index_head_dim, batch.cache.page_size
+        row = cache.row
+        must = f"have rows of {width} columns without rope columns"
+        dims.require((row.width, row.qk_rope_head_dim) == (width, 0), "index_cache", must, row)
+        must = f"have pages of {pages} tokens, like the latent cache"
+        dims.require(cache.page_size == pages, "index_cache", must, cache.page_size)
         return cache
 
     def _check_dtype(self, dims: Dims, x: Tensor) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlakit import CachedBatch, PagedLatentCache
+from mlakit import CachedBatch, PagedLatentCache, plan_step
 from mlakit.layer import MLAAttention
 from mlakit.testing import poison, shuffled_pages
 
@@ -76,7 +76,9 @@ def serve(
         at = list(server.kv_lens)
         new = [min(n, len(x) - a) for n, x, a in zip(wanted, inputs, at, strict=True)]
         x = torch.cat([x[a : a + n] for x, a, n in zip(inputs, at, new, strict=True)])
-        out = layer(x, server.batch(new), index_cache=server.index_cache)
+        batch = server.batch(new)
+        plan = None if x.device.type == "cpu" else plan_step(server.kv_lens, new)
+        out = layer(x, batch, plan=plan, index_cache=server.index_cache)
         for own, part in zip(found, out.split(new), strict=True):
             own.append(part)
     assert server.kv_lens == [len(x) for x in inputs]

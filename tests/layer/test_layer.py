@@ -1,0 +1,416 @@
+"""The module itself: prepared weights, dtypes, FP8, plans, sparse and dense, MTP, errors."""
+
+from __future__ import annotations
+
+import copy
+import io
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mlakit import EvenSplit, MLAAttention, PagedLatentCache, plan_decode, plan_step, reference
+from mlakit.branches import decode_branch
+from mlakit.checks import UnsupportedError
+from mlakit.layer import LayerConfig
+from mlakit.layer.indexer import hadamard_matrix
+from mlakit.layer.linear import Linear
+from mlakit.layer.rotary import RopeTable
+from mlakit.testing import assert_matches, assert_same_bits, assert_unchanged, snapshot
+from tests.layer.checkpoints import INDEX, SMALL, in_blocks, quantised, tensors
+from tests.layer.oracle import Oracle
+from tests.layer.selections import check_selection, selected_by
+from tests.layer.serving import Server, serve
+
+BF16 = torch.bfloat16
+DENSE = SMALL | {"qk_rope_head_dim": 32}
+SPARSE = DENSE | INDEX
+CHUNKS = ((20, 5), (1, 9), (4, 2), (1, 1))
+LENGTHS = [sum(chunk[b] for chunk in CHUNKS) for b in range(2)]
+
+
+def inputs(dtype: torch.dtype = torch.float32, lengths: list[int] = LENGTHS) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(n, 256, generator=generator).to(dtype) for n in lengths]
+
+
+def layer_of(config: dict[str, Any], *, seed: int = 0, **options: Any) -> MLAAttention:
+    layer = MLAAttention(config, **options)
+    layer.load_state_dict(tensors(config, seed=seed))
+    return layer
+
+
+def check(found: list[Tensor], layer: MLAAttention, x: list[Tensor]) -> None:
+    parameters = dict(layer.named_parameters())
+    exact = [Oracle(layer.config, parameters).run(each) for each in x]
+    stored = Oracle(layer.config, parameters, stored=found[0].dtype)
+    naive = [stored.run(each) for each in x]
+    assert_matches("out", torch.cat(found), torch.cat(exact), torch.cat(naive))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "config", [DENSE, DENSE | {"q_lora_rank": None}, DENSE | {"attention_bias": True}]
+)
+def test_every_dtype_against_the_oracle(config, dtype):
+    layer = layer_of(config).to(dtype)
+    x = inputs(dtype)
+    format = {torch.float32: "fp32", BF16: "bf16", torch.float16: "fp16"}[dtype]
+    check(serve(layer, x, CHUNKS, format=format), layer, x)
+
+
+@pytest.mark.parametrize("format", ["fp8_token", "fp8_block128", "fp8"])
+def test_a_cache_of_fp8_rows(format):
+    """The format's own error; its bytes are compared in the tests of the steps."""
+    layer = layer_of(DENSE)
+    x = inputs()
+    exact = torch.cat([Oracle(layer.config, dict(layer.named_parameters())).run(e) for e in x])
+    found = torch.cat(serve(layer, x, CHUNKS, format=format)).double()
+    error = float((found - exact).norm() / exact.norm())
+    assert 1e-4 < error < 0.1
+
+
+def test_linear_of_fp8_blocks():
+    linear = Linear(200, 300, is_fp8=True, bias=True)
+    codes, scale = in_blocks(torch.randn(300, 200))
+    linear.load_state_dict(
+        {"weight": codes, "weight_scale_inv": scale, "bias": torch.arange(300.0)}
+    )
+    x = torch.randn(7, 200)
+    values, scales = reference.quantize_fp8(x, 128)
+    exact = (
+        reference.scaled_mm_fp8(values, scales, codes, scale, n_group=128, k_group=128)
+        + linear.bias.double()
+    )
+    assert_matches("y", linear(x), exact, exact.float())
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_fp8_weights_survive_a_change_of_dtype(dtype):
+    stored = quantised(tensors(DENSE))
+    layer = MLAAttention(DENSE, is_fp8=True, dtype=BF16)
+    layer.load_state_dict(stored)
+    layer = layer.to(dtype)
+    assert layer.q_b_proj.weight.dtype == torch.float8_e4m3fn
+    assert_same_bits("codes", layer.q_b_proj.weight, stored["q_b_proj.weight"])
+    assert layer.q_b_proj.weight_scale_inv.dtype == torch.float32
+    assert layer.kv_a_layernorm.weight.dtype == dtype
+    x = inputs(dtype)
+    found = torch.cat(serve(layer, x, CHUNKS, format="bf16" if dtype == BF16 else "fp32"))
+    whole = layer_of(DENSE)
+    exact = torch.cat(serve(whole, inputs(), CHUNKS))
+    assert float((found.float() - exact).norm() / exact.norm()) < 0.12
+
+
+def test_the_indexer_keeps_float32_where_its_model_does():
+    layer = layer_of(SPARSE).to(BF16)
+    assert layer.indexer.wq_b.weight.dtype == layer.indexer.wk.weight.dtype == BF16
+    for kept in (layer.indexer.weights_proj, layer.indexer.k_norm):
+        assert kept.weight.dtype == torch.float32
+
+
+# ---- what is prepared ------------------------------------------------------------------------
+
+
+def one_step(layer: MLAAttention, x: Tensor) -> Tensor:
+    dtype = layer.kv_a_layernorm.weight.dtype
+    format = "bf16" if dtype == BF16 else "fp32"
+    return serve(layer, [x.to(dtype)], [(len(x),)], format=format)[0]
+
+
+def test_weights_are_prepared_once():
+    layer = layer_of(DENSE)
+    first = layer.weights(torch.device("cpu"))
+    one_step(layer, inputs()[0])
+    assert layer.weights(torch.device("cpu")) is first
+
+
+@pytest.mark.parametrize("is_fp8", [False, True], ids=["float", "fp8"])
+@pytest.mark.parametrize(
+    "change", ["copy_", "load_state_dict", "assign", "data", "parameter", "in inference mode"]
+)
+def test_a_change_of_weights_is_seen(change, is_fp8):
+    kind = quantised if is_fp8 else dict
+    new = kind(tensors(DENSE, seed=9))
+    layer = MLAAttention(DENSE, is_fp8=is_fp8, dtype=BF16)
+    layer.load_state_dict(kind(tensors(DENSE)))
+    x = inputs()[0]
+    before = one_step(layer, x)
+    if change == "load_state_dict":
+        layer.load_state_dict(new)
+    elif change == "assign":
+        layer.load_state_dict(new, assign=True)
+        layer.to(BF16)
+    elif change == "in inference mode":
+        with torch.inference_mode():
+            one_step(layer, x)
+            layer.load_state_dict(new)
+            one_step(layer, x)
+    else:
+        for name, parameter in layer.named_parameters():
+            owner = layer.get_submodule(name.rpartition(".")[0])
+            values = new[name].to(parameter.dtype)
+            if change == "copy_":
+                with torch.no_grad():
+                    parameter.copy_(values)
+            elif change == "data":
+                parameter.data = values
+            else:
+                setattr(owner, name.rpartition(".")[2], torch.nn.Parameter(values, False))
+    fresh = MLAAttention(DENSE, is_fp8=is_fp8, dtype=BF16)
+    fresh.load_state_dict(new)
+    assert_same_bits("out", one_step(layer, x), one_step(fresh, x))
+    assert not torch.equal(one_step(layer, x), before)
+
+
+def test_a_change_of_dtype_is_seen():
+    layer = layer_of(DENSE)
+    x = inputs()[0]
+    one_step(layer, x)
+    one_step(layer.to(BF16), x)
+    fresh = layer_of(DENSE).to(BF16)
+    assert_same_bits("out", one_step(layer, x), one_step(fresh, x))
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_has_its_own_weights(how):
+    layer = layer_of(SPARSE)
+    x = inputs()[0]
+    want = one_step(layer, x)
+    if how == "deepcopy":
+        other = copy.deepcopy(layer)
+    else:
+        buffer = io.BytesIO()
+        torch.save(layer, buffer)
+        buffer.seek(0)
+        other = torch.load(buffer, weights_only=False)
+    layer.load_state_dict(tensors(SPARSE, seed=4))
+    assert_same_bits("out", one_step(other, x), want)
+    assert other.rope_table is layer.rope_table
+
+
+def test_layers_share_one_rope_table():
+    layers = [layer_of(DENSE), layer_of(SPARSE)]
+    assert layers[0].rope_table is layers[1].rope_table
+    other = MLAAttention(DENSE, max_positions=17)
+    assert other.rope_table is not layers[0].rope_table
+    assert other.rope_table.on(torch.device("cpu")).shape == (17, 32)
+    layers[0].to(BF16)
+    assert layers[0].weights(torch.device("cpu")).freqs.dtype == torch.float32
+
+
+def test_a_table_without_rotation_has_one_row():
+    model = LayerConfig.from_config(DENSE | {"model_type": "kimi_linear"})
+    table = RopeTable(model.geometry, 1 << 20).on(torch.device("cpu"))
+    assert table.shape == (1 << 20, 32)
+    assert table.stride(0) == 0
+
+
+# ---- plans -----------------------------------------------------------------------------------
+
+
+def server_with(layer: MLAAttention, x: list[Tensor], chunks: Any, **options: Any) -> Any:
+    """A server whose requests have these chunks in the cache, and what is left of x."""
+    server = Server(layer, [len(each) for each in x], **options)
+    for new in chunks:
+        at = server.kv_lens
+        part = torch.cat([each[a : a + n] for each, a, n in zip(x, at, new, strict=True)])
+        layer(part, server.batch(new), index_cache=server.index_cache)
+    return server, torch.cat([each[a:] for each, a in zip(x, server.kv_lens, strict=True)])
+
+
+def test_every_plan_gives_the_same_result():
+    layer = layer_of(DENSE)
+    x = inputs(lengths=[22, 16])
+    server, rest = server_with(layer, x, [(20, 15)])
+    new = [2, 1]
+    batch = server.batch(new)
+    plans = [
+        None,
+        plan_step(server.kv_lens, new),
+        plan_step(server.kv_lens, new, decode_threshold=1),
+        plan_step(server.kv_lens, new, decode_threshold=0, max_context_rows=8),
+        plan_decode(server.kv_lens, num_ctas=3),
+        EvenSplit(2),
+    ]
+    first, *others = [layer(rest, batch, plan=plan) for plan in plans]
+    for other in others:
+        torch.testing.assert_close(other, first, rtol=0, atol=2e-5)
+
+
+def test_a_batch_whose_lengths_are_unknown_needs_a_plan(monkeypatch):
+    """As on a GPU; one new token each needs none."""
+    layer = layer_of(DENSE)
+    server, rest = server_with(layer, inputs(lengths=[7, 9]), [(6, 8)])
+    batch = server.batch([1, 1])
+    want = layer(rest, batch)
+    for module in ("branches.checks", "layer.attention", "ops._checks"):
+        monkeypatch.setattr(f"mlakit.{module}.values_visible", lambda tensor: False)
+    assert_same_bits("out", layer(rest, batch), want)
+    more = torch.cat([rest, rest])
+    with pytest.raises(ValueError, match="plan must be given"):
+        layer(more, replace(batch, q_starts=torch.tensor([0, 2, 4], dtype=torch.int32)))
+
+
+# ---- sparse ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("index_format", ["fp32", "fp8_token"])
+@pytest.mark.parametrize("hadamard", [True, False])
+def test_a_sparse_layer_against_the_oracle(index_format, hadamard):
+    """Selection and attention apart: of FP8 near scores may change places."""
+    config = replace(LayerConfig.from_config(SPARSE), index_hadamard=hadamard)
+    layer = MLAAttention(config)
+    layer.load_state_dict(tensors(SPARSE))
+    (x,) = inputs(lengths=[50])
+    found, chosen = selected_by(layer, x, [30, 1, 4, 15], index_format=index_format)
+    parameters = dict(layer.named_parameters())
+    oracle = Oracle(layer.config, parameters)
+    scores = oracle.index_scores(x)
+    spread = float(scores[scores.isfinite()].std())
+    check_selection(scores, chosen, 16, spread * (1e-5 if index_format == "fp32" else 0.15))
+    naive = Oracle(layer.config, parameters, stored=torch.float32)
+    assert_matches("out", found, oracle.run(x, chosen), naive.run(x, chosen))
+
+
+def test_the_queries_of_the_indexer_are_fp8_where_its_cache_is():
+    layer = layer_of(SPARSE)
+    (x,) = inputs(lengths=[5])
+    freqs = layer.weights(x.device).freqs[:5]
+    residual = layer.q_a_layernorm(layer.q_a_proj(x))
+    caches = [layer.indexer.allocate_cache(f, num_pages=1) for f in ("fp32", "fp8_token")]
+    plain, fp8 = (layer.indexer(x, residual, freqs, cache) for cache in caches)
+    assert plain.q.dtype == torch.float32
+    assert fp8.q.dtype == torch.float8_e4m3fn
+    scaled = fp8.q.float() * fp8.weights[..., None]
+    want = plain.q * plain.weights[..., None]
+    assert float((scaled - want).norm() / want.norm()) < 0.05
+
+
+def test_hadamard_is_orthonormal_and_changes_no_score():
+    matrix = hadamard_matrix(16)
+    torch.testing.assert_close(matrix @ matrix.T, torch.eye(16), rtol=0, atol=1e-6)
+    assert_same_bits("matrix", matrix, matrix.T.contiguous())
+    assert sorted(set(matrix.flatten().tolist())) == [-0.25, 0.25]
+    with pytest.raises(ValueError, match="index_head_dim must be a power of two"):
+        MLAAttention(SPARSE | {"index_head_dim": 96})
+
+
+def test_a_short_context_is_attended_whole_and_its_keys_are_cached():
+    """Below top-k the layer is the dense one; beyond it finds the keys of the first steps."""
+    layer = layer_of(SPARSE)
+    dense = layer_of(DENSE)
+    x = inputs(lengths=[16, 12])
+    chunks = [(9, 10), (6, 1), (1, 1)]
+    found = serve(layer, x, chunks)
+    for a, b in zip(found, serve(dense, x, chunks), strict=True):
+        assert_same_bits("out", a, b)
+    (x,) = inputs(lengths=[40])
+    split = serve(layer, [x], [(10,), (6,), (24,)])[0]
+    whole = serve(layer, [x], [(40,)])[0]
+    torch.testing.assert_close(split, whole, rtol=0, atol=2e-5)
+
+
+def test_padding_where_the_host_does_not_know_the_lengths(monkeypatch):
+    """Fewer keys than top-k, and no plan: the rest of a list is -1."""
+    layer = layer_of(SPARSE)
+    (x,) = inputs(lengths=[7])
+    want = serve(layer, [x], [(7,)])[0]
+    server = Server(layer, [7])
+    batch = server.batch([7])
+    monkeypatch.setattr("mlakit.layer.attention.values_visible", lambda tensor: False)
+    rows = torch.empty(7, 16, dtype=torch.int32)
+    found = layer(x, batch, index_cache=server.index_cache, rows=rows)
+    assert (rows >= 0).sum(-1).tolist() == [1, 2, 3, 4, 5, 6, 7]
+    torch.testing.assert_close(found, want, rtol=0, atol=2e-5)
+
+
+def test_scores_in_blocks_select_the_same(monkeypatch):
+    (x,) = inputs(lengths=[60])
+    layer = layer_of(SPARSE)
+    want, rows = selected_by(layer, x, [60])
+    step = "mlakit.layer.attention.sparse_step"
+    original = __import__("mlakit").sparse_step
+    blocks = lambda *a, **k: original(*a, **k, max_score_bytes=4 * 64 * 7)  # noqa: E731
+    monkeypatch.setattr(step, blocks)
+    found, others = selected_by(layer, x, [60])
+    assert others == rows
+    assert_same_bits("out", found, want)
+
+
+# ---- arguments -------------------------------------------------------------------------------
+
+
+def wrong_calls() -> dict[str, Any]:
+    return {
+        "hidden size": ({"x": torch.zeros(2, 255)}, ValueError, r"x\.shape\[1\] \(hidden\)"),
+        "dtype": ({"x": torch.zeros(2, 256, dtype=BF16)}, TypeError, "x must be float32"),
+        "no index cache": ({"index_cache": None}, TypeError, "index_cache must be a Paged"),
+        "pages": (
+            {
+                "index_cache": PagedLatentCache.allocate(
+                    layer_of(SPARSE).indexer.allocate_cache(num_pages=1).row,
+                    "fp32",
+                    num_pages=9,
+                    page_size=8,
+                )
+            },
+            ValueError,
+            "index_cache must have pages of 16",
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", wrong_calls())
+def test_a_wrong_argument_is_named_and_changes_nothing(name):
+    changes, error, match = wrong_calls()[name]
+    layer = layer_of(SPARSE)
+    server = Server(layer, [20])
+    arguments = {"x": torch.zeros(20, 256), "index_cache": server.index_cache, **changes}
+    x = arguments.pop("x")
+    batch = server.batch([20])
+    before = snapshot(latents=server.cache.payload, keys=server.index_cache.payload)
+    with pytest.raises(error, match=match):
+        layer(x, batch, **arguments)
+    assert_unchanged(before)
+
+
+def test_there_is_no_backward():
+    layer = layer_of(DENSE)
+    x = inputs(lengths=[3])[0].requires_grad_()
+    server = Server(layer, [3])
+    with pytest.raises(UnsupportedError, match="require grad"):
+        layer(x, server.batch([3]))
+
+
+def test_a_config_without_positions_needs_them():
+    config = {name: value for name, value in DENSE.items() if name != "max_position_embeddings"}
+    with pytest.raises(ValueError, match="max_positions must be given"):
+        MLAAttention(config)
+    assert MLAAttention(config, max_positions=8).rope_table.positions == 8
+
+
+def test_a_preset_is_a_config():
+    layer = MLAAttention("deepseek-v3.2", device="meta")
+    assert layer.indexer is not None
+    assert layer.q_b_proj.weight.shape == (128 * 192, 1536)
+    assert layer.config.scale == pytest.approx(0.135234, rel=1e-5)
+    assert MLAAttention("deepseek-v2-lite", device="meta").q_proj.weight.shape == (16 * 192, 2048)
+
+
+def test_modules_of_other_kinds_are_refused():
+    with pytest.raises(TypeError, match="must be an MLA attention of transformers, got Linear"):
+        MLAAttention.from_hf(torch.nn.Linear(2, 2))
+
+
+def test_the_layer_is_its_parts():
+    """Projections, `decode_branch`, output projection: nothing else."""
+    layer = layer_of(DENSE)
+    server, rest = server_with(layer, inputs(lengths=[9, 5]), [(8, 4)])
+    batch = server.batch([1, 1])
+    got = layer(rest, batch)
+    q = layer.q_b_proj(layer.q_a_layernorm(layer.q_a_proj(rest))).unflatten(-1, (4, -1))
+    out = decode_branch(q, layer.kv_a_proj_with_mqa(rest), layer.weights(rest.device), batch)
+    assert_same_bits("out", got, layer.o_proj(out.flatten(1)))
