@@ -52,6 +52,7 @@ def _no_drop_in_left_behind():
     flash_mla.uninstall()
 
 
+@pytest.mark.usefixtures("checkpoint")
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_run_and_print_what_they_say(name):
     assert output_of(EXAMPLES[name].code, name) == EXAMPLES[name].printed
@@ -78,7 +79,7 @@ def test_the_quick_start_appends_decodes_steps_and_wraps_a_foreign_cache():
 
 def test_the_pages_that_teach_have_examples():
     taught = {name.partition(":")[0] for name in EXAMPLES}
-    pages = "quickstart concepts formats backends flash_mla flashinfer max"
+    pages = "quickstart layer concepts formats backends flash_mla flashinfer max"
     assert taught == {f"{page}.md" for page in pages.split()}
 
 

@@ -27,6 +27,7 @@ BLOCKS = [(match[1], match[2]) for match in FENCE.finditer(README)]
 EXAMPLES = examples(README)
 
 
+@pytest.mark.usefixtures("checkpoint")
 @pytest.mark.parametrize("heading", EXAMPLES)
 def test_examples_run_and_print_what_they_say(heading):
     code, expected = EXAMPLES[heading]
@@ -41,6 +42,12 @@ def test_examples_end_in_a_check_or_a_printed_value(heading):
 def test_the_first_example_is_a_decode_in_ten_lines():
     code = next(iter(EXAMPLES.values())).code
     assert "mla_decode(" in code
+    assert len([line for line in code.splitlines() if line]) <= 10
+
+
+def test_a_checkpoints_layer_runs_in_ten_lines():
+    code = EXAMPLES["A layer of a checkpoint"].code
+    assert "load_safetensors(" in code
     assert len([line for line in code.splitlines() if line]) <= 10
 
 

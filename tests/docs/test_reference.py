@@ -10,6 +10,7 @@ import generated_parts
 import pytest
 from docstring_markdown import markdown_of, trailing_comment
 from links import api_entries, linked
+from torch import nn
 from typer.main import get_command
 
 from mlakit import cli, dispatch, knobs
@@ -35,6 +36,7 @@ WHOLE_MODULES = (
     "mlakit.geometry",
     "mlakit.formats",
     "mlakit.branches",
+    "mlakit.layer",
     "mlakit.weights",
     "mlakit.compat.flash_mla",
     "mlakit.compat.modular",
@@ -84,6 +86,8 @@ def members(entry: str) -> dict[str, object]:
     found = {entry: described}
     if inspect.isclass(described):
         for name, value in inspect.getmembers(described):
+            if value is getattr(nn.Module, name, None):
+                continue  # torch's own
             if not name.startswith("_") and (callable(value) or isinstance(value, property)):
                 found[f"{entry}.{name}"] = value
     return {name: value for name, value in found.items() if callable(value) or name != entry}
