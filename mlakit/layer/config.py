@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from mlakit.geometry import MLAGeometry, Rope
-from mlakit.model_config import ConfigFields, read_config
+from mlakit.model_config import ConfigFields, config_path, read_config
+from mlakit.releases import ALIASES, RELEASES
 
 NORM_EPSILON = 1e-6
 """Of the norms of the query's and the key's latents in DeepSeek's code and in transformers, also
@@ -67,18 +68,20 @@ class LayerConfig:
     def from_config(cls, config: Any, layer: int = 0) -> LayerConfig:
         """The layer of this number in a model.
 
-        config  what `MLAGeometry.from_config` takes. A geometry, or the name of a known model, has
-                no more than the sizes and the scale: then only DeepSeek and Kimi are complete
+        config  what `MLAGeometry.from_config` takes. A geometry has no more than the sizes and the
+                scale, which is all of DeepSeek V2 and V3 and of Kimi K2
         """
         if isinstance(config, LayerConfig):
             return config
         geometry = MLAGeometry.from_config(config)
-        if isinstance(config, MLAGeometry | str) and not _is_file(config):
+        if isinstance(config, MLAGeometry):
             return cls(
                 geometry,
                 selection="own" if geometry.has_indexer else None,
                 max_positions=geometry.rope_parameters.max_position_embeddings,
             )
+        if isinstance(config, str) and config_path(config) is None:
+            config = RELEASES[ALIASES.get(config.lower(), config.lower())]
         fields = read_config(config)
         model_type = fields.get("model_type")
         rank, hidden = geometry.q_lora_rank, geometry.hidden_size
@@ -97,12 +100,6 @@ class LayerConfig:
             index_hadamard=model_type == "deepseek_v32",
             max_positions=fields.get("max_position_embeddings", fields.get("model_max_length")),
         )
-
-
-def _is_file(config: object) -> bool:
-    from mlakit.model_config import config_path
-
-    return isinstance(config, str) and config_path(config) is not None
 
 
 def _query_scale(fields: ConfigFields) -> QueryScale | None:

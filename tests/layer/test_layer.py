@@ -20,6 +20,7 @@ from mlakit.layer.linear import Linear
 from mlakit.layer.rotary import RopeTable
 from mlakit.testing import assert_matches, assert_same_bits, assert_unchanged, snapshot
 from tests.layer.checkpoints import INDEX, SMALL, in_blocks, quantised, tensors
+from tests.layer.models import FAMILIES, HIDDEN
 from tests.layer.oracle import Oracle
 from tests.layer.selections import check_selection, selected_by
 from tests.layer.serving import Server, serve
@@ -254,6 +255,22 @@ def test_a_batch_whose_lengths_are_unknown_needs_a_plan(monkeypatch):
         layer(more, replace(batch, q_starts=torch.tensor([0, 2, 4], dtype=torch.int32)))
 
 
+@pytest.mark.parametrize("config", [DENSE, SPARSE], ids=["dense", "sparse"])
+def test_a_decode_step_compiles_to_one_graph(config):
+    layer = layer_of(config)
+    x = inputs(lengths=[22, 18])
+    server, rest = server_with(layer, x, [(20, 17)])
+    x = rest[[0, 2]]
+    batch = server.batch([1, 1])
+    want = layer(x, batch, index_cache=server.index_cache)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def step(x: Tensor, kv_lens: Tensor) -> Tensor:
+        return layer(x, replace(batch, kv_lens=kv_lens), index_cache=server.index_cache)
+
+    assert_same_bits("out", step(x, batch.kv_lens), want)
+
+
 # ---- sparse ----------------------------------------------------------------------------------
 
 
@@ -397,7 +414,61 @@ def test_a_preset_is_a_config():
     assert layer.indexer is not None
     assert layer.q_b_proj.weight.shape == (128 * 192, 1536)
     assert layer.config.scale == pytest.approx(0.135234, rel=1e-5)
+    assert layer.config.index_hadamard
+    assert MLAAttention("zai-org/GLM-5", device="meta").config.index_rope == "interleaved"
+    assert MLAAttention("mistral-small-4", device="meta").config.query_scale.original == 8192
     assert MLAAttention("deepseek-v2-lite", device="meta").q_proj.weight.shape == (16 * 192, 2048)
+
+
+class QuantisedLinear(torch.nn.Module):
+    """As transformers has them for block-FP8 checkpoints."""
+
+    def __init__(self, values: Tensor) -> None:
+        super().__init__()
+        codes, scale = in_blocks(values)
+        self.weight = torch.nn.Parameter(codes, requires_grad=False)
+        self.weight_scale_inv = torch.nn.Parameter(scale, requires_grad=False)
+
+
+def test_quantised_modules_of_transformers():
+    model = FAMILIES["deepseek_v3 half"]
+    module = model.module()
+    exact = MLAAttention.from_hf(module)
+    x = torch.randn(30, HIDDEN)
+    want = serve(exact, [x], [(30,)])[0]
+    for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"):
+        setattr(module, name, QuantisedLinear(getattr(module, name).weight))
+    layer = MLAAttention.from_hf(module)
+    assert layer.kv_b_proj.weight is module.kv_b_proj.weight
+    assert layer.q_b_proj.is_fp8
+    found = serve(layer, [x], [(30,)])[0]
+    assert float((found - want).norm() / want.norm()) < 0.2
+
+
+def test_parameters_of_a_module_are_shared():
+    module = FAMILIES["deepseek_v32"].module()
+    layer = MLAAttention.from_hf(module)
+    own = dict(layer.named_parameters())
+    theirs = dict(module.named_parameters())
+    assert own.keys() == theirs.keys()
+    assert all(own[name] is theirs[name] for name in own)
+
+
+def test_a_module_with_more_or_other_parameters_is_refused():
+    module = FAMILIES["deepseek_v3"].module()
+    module.gate = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"a parameter that no MLA layer has, gate\.weight"):
+        MLAAttention.from_hf(module)
+    del module.gate
+    module.o_proj.weight = torch.nn.Parameter(torch.zeros(3, 3))
+    with pytest.raises(ValueError, match=r"o_proj\.weight of .* must have shape"):
+        MLAAttention.from_hf(module)
+    module.o_proj.weight = torch.nn.Parameter(torch.zeros(64, 48, dtype=torch.float64))
+    with pytest.raises(TypeError, match=r"o_proj\.weight of .* got float64"):
+        MLAAttention.from_hf(module)
+    del module.q_b_proj
+    with pytest.raises(ValueError, match=r"has no q_b_proj\.weight"):
+        MLAAttention.from_hf(module)
 
 
 def test_modules_of_other_kinds_are_refused():
