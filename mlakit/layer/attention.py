@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mlakit.autocast import without_autocast
 from mlakit.branches import (
     CachedBatch,
     LayerWeights,
@@ -24,7 +25,7 @@ from mlakit.formats import Format
 from mlakit.knobs import Backend
 from mlakit.layer.config import LayerConfig
 from mlakit.layer.indexer import LightningIndexer
-from mlakit.layer.linear import Linear, RMSNorm
+from mlakit.layer.linear import Activations, Linear, RMSNorm
 from mlakit.layer.rotary import RopeTable
 from mlakit.plan import DecodePlan, DecodePlanTensors, EvenSplit
 from mlakit.weights import UpProjection
@@ -65,7 +66,7 @@ class MLAAttention(nn.Module):
         super().__init__()
         self.config = LayerConfig.from_config(config, layer)
         g, has_bias = self.config.geometry, self.config.has_bias
-        self.rope_table = RopeTable.shared(g, _positions(self.config, max_positions))
+        self.rope_table = RopeTable.shared(g, self.config.positions(max_positions))
         where: dict[str, Any] = {"dtype": dtype, "device": device}
         weights: dict[str, Any] = {"is_fp8": is_fp8, **where}
         q_width = g.num_heads * g.qk_head_dim
@@ -82,7 +83,7 @@ class MLAAttention(nn.Module):
         self.o_proj = Linear(g.num_heads * g.v_head_dim, g.hidden_size, bias=has_bias, **weights)
         self.indexer: LightningIndexer | None = None
         if self.config.selection == "own":
-            self.indexer = LightningIndexer(self.config, **weights)
+            self.indexer = LightningIndexer(self.config, max_positions=max_positions, **weights)
         self._prepared: tuple[tuple[object, ...], LayerWeights] | None = None
 
     @classmethod
@@ -95,6 +96,7 @@ class MLAAttention(nn.Module):
         tp_size: int = 1,
         prefix: str | None = None,
         max_positions: int | None = None,
+        epsilon: float | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
     ) -> MLAAttention:
@@ -105,7 +107,9 @@ class MLAAttention(nn.Module):
                           layer's; only rank 0 has the bias of o_proj
         prefix            of the tensors' names; None finds `layers.N.self_attn.` under any model
         max_positions     rows of the RoPE table; None: the config's max_position_embeddings
-        dtype             of the float weights; None: as stored. e4m3 weights keep their blocks
+        epsilon           of the norms of the latents; None: 1e-6, as DeepSeek's code and
+                          transformers have it, whatever the config's rms_norm_eps
+        dtype             of the float weights; None: the config's. e4m3 weights keep their blocks
 
         Only the layer's own tensors are read. A missing tensor is a KeyError with its name.
         """
@@ -119,6 +123,7 @@ class MLAAttention(nn.Module):
             tp_size=tp_size,
             prefix=prefix,
             max_positions=max_positions,
+            epsilon=epsilon,
             dtype=dtype,
             device=torch.device(device),
         )
@@ -153,6 +158,7 @@ class MLAAttention(nn.Module):
             device=self.kv_b_proj.weight.device if device is None else device,
         )
 
+    @without_autocast
     def forward(
         self,
         x: Tensor,
@@ -178,8 +184,8 @@ class MLAAttention(nn.Module):
         index_layer  this layer's number in it; None: that of the batch
         rows         [tokens, index_topk] int32. A layer with an indexer writes its selection here;
                      a layer that shares the selection of another reads it
-        positions    [tokens] of the new tokens; None: from the batch's lengths. Only the indexer
-                     and Mistral 4 need them
+        positions    [tokens] of the new tokens, which the indexer and Mistral 4 need; None: from
+                     the batch's lengths, with some kernels that layers can save by sharing them
         max_kv_len   at least every kv_len, for the indexer; None: the plan's, or what the page
                      table can hold
 
@@ -197,21 +203,20 @@ class MLAAttention(nn.Module):
             plan = _host_plan(batch)
         index = None if self.indexer is None else self._checked_keys(dims, index_cache, batch)
         at = batch.layer if index_layer is None else index_layer
-        freqs = None
         if positions is None and self._needs_positions:
             positions = token_positions(batch.kv_lens, batch.q_starts, len(x))[1]
-        if self.indexer is not None:
-            assert positions is not None
-            freqs = weights.freqs[positions]
-        q, residual = self._queries(x, positions, backend)
-        kv = self.kv_a_proj_with_mqa(x, backend)
+        states = Activations(x, backend)
+        q, residual = self._queries(states, positions, backend)
+        kv = self.kv_a_proj_with_mqa(states, backend)
         split = plan if isinstance(plan, EvenSplit) else None
         if self.config.selection is None or self._is_dense(plan, rows):
             out = _attend(q, kv, weights, batch, plan, backend)
             if self.indexer is not None:
-                assert freqs is not None
+                assert positions is not None
                 assert index is not None
-                self.indexer.append_keys(x, freqs, index, at, weights, batch, backend=backend)
+                self.indexer.append_keys(
+                    states, positions, index, at, weights, batch, backend=backend
+                )
         elif self.indexer is None:
             if rows is None:
                 dims.fail("rows", "be given to a layer that shares another's selection", None)
@@ -224,7 +229,7 @@ class MLAAttention(nn.Module):
                 kv,
                 weights,
                 batch,
-                self.indexer(x, residual, freqs, index, at, backend=backend),
+                self.indexer(states, residual, positions, index, at, backend=backend),
                 self.indexer.topk,
                 max_kv_len=max_kv_len,
                 plan=split,
@@ -263,14 +268,15 @@ class MLAAttention(nn.Module):
         )
 
     def _queries(
-        self, x: Tensor, positions: Tensor | None, backend: Backend
-    ) -> tuple[Tensor, Tensor | None]:
+        self, x: Activations, positions: Tensor | None, backend: Backend
+    ) -> tuple[Tensor, Activations | None]:
         """(q [tokens, heads, D_N + D_R] not rotated, the query's normalised latent)."""
         g, residual = self.config.geometry, None
         if g.q_lora_rank is None:
             q = self.q_proj(x, backend)
         else:
-            residual = self.q_a_layernorm(self.q_a_proj(x, backend))
+            latent = self.q_a_layernorm(self.q_a_proj(x, backend))
+            residual = Activations(latent, backend)
             q = self.q_b_proj(residual, backend)
         q = q.unflatten(-1, (g.num_heads, g.qk_head_dim))
         scale = self.config.query_scale
@@ -340,14 +346,6 @@ def _host_plan(batch: CachedBatch) -> StepPlan | None:
     if not (values_visible(batch.kv_lens) and values_visible(batch.q_starts)):
         return None
     return plan_step(batch.kv_lens.tolist(), batch.q_starts.diff().tolist())
-
-
-def _positions(config: LayerConfig, given: int | None) -> int:
-    dims = Dims(NAME)
-    count = config.max_positions if given is None else given
-    if count is None:
-        dims.fail("max_positions", "be given if the config has no max_position_embeddings", None)
-    return dims.integer("max_positions", count, 1)
 
 
 def _identity(tensor: Tensor | None) -> object:

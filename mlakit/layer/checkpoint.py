@@ -11,6 +11,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -110,6 +111,7 @@ def load_layer(
     tp_size: int,
     prefix: str | None,
     max_positions: int | None,
+    epsilon: float | None,
     dtype: torch.dtype | None,
     device: torch.device,
 ) -> Layer:
@@ -128,6 +130,8 @@ def load_layer(
     elif dtype not in FLOATS:
         raise TypeError(f"{NAME}: dtype must be bfloat16, float16 or float32, got {dtype}")
     config = whole.with_heads(heads // size)
+    if epsilon is not None:
+        config = replace(config, epsilon=dims.finite("epsilon", epsilon))
     made = cls(config, max_positions=max_positions, device="meta", dtype=dtype)
     _refuse_unknown(made, files, prefix)
     heads_of = range(rank * config.geometry.num_heads, (rank + 1) * config.geometry.num_heads)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from mlakit.checks import Dims
 from mlakit.geometry import MLAGeometry, Rope
 from mlakit.model_config import ConfigFields, config_path, read_config
 from mlakit.releases import ALIASES, RELEASES
@@ -59,6 +60,15 @@ class LayerConfig:
     def scale(self) -> float:
         """The factor on the scores."""
         return self.geometry.softmax_scale if self.softmax_scale is None else self.softmax_scale
+
+    def positions(self, given: int | None = None) -> int:
+        """Rows of the RoPE table: as given, or the model's."""
+        dims = Dims("LayerConfig")
+        count = self.max_positions if given is None else given
+        if count is None:
+            must = "be given if the config has no max_position_embeddings"
+            dims.fail("max_positions", must, None)
+        return dims.integer("max_positions", count, 1)
 
     def with_heads(self, num_heads: int) -> LayerConfig:
         """The same layer with the heads of one tensor-parallel rank."""

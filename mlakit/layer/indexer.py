@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mlakit.autocast import without_autocast
 from mlakit.branches import CachedBatch, IndexInputs, LayerWeights
 from mlakit.branches.sparse import append_index_keys
 from mlakit.cache import PagedLatentCache
@@ -17,8 +18,8 @@ from mlakit.formats import Format
 from mlakit.geometry import RowShape
 from mlakit.knobs import Backend
 from mlakit.layer.config import NORM_EPSILON, LayerConfig
-from mlakit.layer.linear import Float32Linear, Linear, frozen, keep_dtype
-from mlakit.layer.rotary import rotate_first_columns
+from mlakit.layer.linear import Activations, Float32Linear, Linear, frozen, keep_dtype
+from mlakit.layer.rotary import RopeTable
 from mlakit.ops import quantize_fp8
 
 NAME = "LightningIndexer"
@@ -34,9 +35,9 @@ class KeyNorm(nn.Module):
         self.epsilon = NORM_EPSILON
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [tokens, width], normalised, in float32."""
+        """x [tokens, width], normalised, in x's dtype."""
         weight, bias = self.weight.float(), self.bias.float()
-        return F.layer_norm(x.float(), weight.shape, weight, bias, self.epsilon)
+        return F.layer_norm(x.float(), weight.shape, weight, bias, self.epsilon).to(x.dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         return super()._apply(lambda t: keep_dtype(fn, t), recurse)  # type: ignore[no-untyped-call]
@@ -59,10 +60,15 @@ class LightningIndexer(nn.Module):
         config: LayerConfig,
         *,
         is_fp8: bool = False,
+        max_positions: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        """is_fp8  whether wq_b and wk are block-FP8"""
+        """An indexer with random weights.
+
+        is_fp8         whether wq_b and wk are block-FP8
+        max_positions  rows of the RoPE table; None: the config's
+        """
         super().__init__()
         g = config.geometry
         dims = Dims(NAME)
@@ -80,6 +86,7 @@ class LightningIndexer(nn.Module):
             power = width & (width - 1) == 0
             dims.require(power, "index_head_dim", "be a power of two for Hadamard", width)
         self.heads, self.width, self.topk = g.index_n_heads, width, g.index_topk
+        self.rope_table = RopeTable.shared(g, config.positions(max_positions))
         self.rope, self.uses_hadamard = config.index_rope, config.index_hadamard
         weights: dict[str, Any] = {"is_fp8": is_fp8, "dtype": dtype, "device": device}
         self.wq_b = Linear(g.q_lora_rank, self.heads * width, **weights)
@@ -109,11 +116,12 @@ class LightningIndexer(nn.Module):
             device=self.wk.weight.device if device is None else device,
         )
 
+    @without_autocast
     def forward(
         self,
-        x: Tensor,
-        residual: Tensor,
-        freqs: Tensor,
+        x: Tensor | Activations,
+        residual: Tensor | Activations,
+        positions: Tensor,
         cache: PagedLatentCache,
         layer: int = 0,
         *,
@@ -123,11 +131,11 @@ class LightningIndexer(nn.Module):
 
         x         [tokens, hidden]
         residual  [tokens, q_lora_rank] the query's normalised latent
-        freqs     [tokens, D_R] the RoPE table at each token's position
+        positions [tokens] of the tokens
         cache     of index keys, `allocate_cache` or `PagedLatentCache.wrap_index_keys`
         """
         q = self.wq_b(residual, backend).unflatten(-1, (self.heads, self.width))
-        rotate_first_columns(q, freqs, self.rope)
+        self.rope_table.rotate(q, positions, self.rope, backend=backend)
         weights = self.weights_proj(x) * (self.heads * self.width) ** -0.5
         if self.uses_hadamard:
             q = q @ self._hadamard_matrix(q)
@@ -135,12 +143,12 @@ class LightningIndexer(nn.Module):
             quantised, scales = quantize_fp8(q.flatten(0, 1), self.width, backend=backend)
             weights = weights * scales[0, : weights.numel()].view_as(weights)
             q = quantised.view_as(q)
-        return IndexInputs(q, self._keys(x, freqs, backend), weights, cache, layer)
+        return IndexInputs(q, self._keys(x, positions, backend), weights, cache, layer)
 
     def append_keys(
         self,
-        x: Tensor,
-        freqs: Tensor,
+        x: Tensor | Activations,
+        positions: Tensor,
         cache: PagedLatentCache,
         layer: int,
         weights: LayerWeights,
@@ -149,15 +157,15 @@ class LightningIndexer(nn.Module):
         backend: Backend = "auto",
     ) -> None:
         """Only append the keys of the new tokens, for a step that attends to all tokens."""
-        keys = self._keys(x, freqs, backend)
+        keys = self._keys(x, positions, backend)
         no_queries = keys.new_empty(len(keys), 0, self.width)
-        inputs = IndexInputs(no_queries, keys, keys[:, :0], cache, layer)
+        inputs = IndexInputs(no_queries, keys, no_queries[..., 0], cache, layer)
         append_index_keys(inputs, weights, batch, backend=backend)
 
-    def _keys(self, x: Tensor, freqs: Tensor, backend: Backend) -> Tensor:
-        """float32 [tokens, D] normalised and rotated keys of the new tokens."""
+    def _keys(self, x: Tensor | Activations, positions: Tensor, backend: Backend) -> Tensor:
+        """Normalised and rotated keys [tokens, D] of the new tokens, in x's dtype."""
         keys: Tensor = self.k_norm(self.wk(x, backend))
-        rotate_first_columns(keys, freqs, self.rope)
+        self.rope_table.rotate(keys[:, None], positions, self.rope, backend=backend)
         return keys @ self._hadamard_matrix(keys) if self.uses_hadamard else keys
 
     def _hadamard_matrix(self, like: Tensor) -> Tensor:

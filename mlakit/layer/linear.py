@@ -15,6 +15,20 @@ from mlakit.ops import quantize_fp8, scaled_mm_fp8
 from mlakit.weights import BLOCK
 
 
+class Activations:
+    """The input of several linear maps, quantised for those with FP8 weights at most once."""
+
+    def __init__(self, x: Tensor, backend: Backend = "auto") -> None:
+        self.x, self.backend = x, backend
+        self._quantised: tuple[Tensor, Tensor] | None = None
+
+    def quantised(self) -> tuple[Tensor, Tensor]:
+        """(codes, scales) as `scaled_mm_fp8` takes them, one scale per token and 128 columns."""
+        if self._quantised is None:
+            self._quantised = quantize_fp8(self.x, BLOCK, backend=self.backend)
+        return self._quantised
+
+
 class Linear(nn.Module):
     """y = x Wᵀ + b, with the names of parameters that checkpoints use.
 
@@ -70,19 +84,20 @@ class Linear(nn.Module):
         """Whether the weight is e4m3 with block scales."""
         return self.weight_scale_inv is not None
 
-    def forward(self, x: Tensor, backend: Backend = "auto") -> Tensor:
+    def forward(self, x: Tensor | Activations, backend: Backend = "auto") -> Tensor:
         """x [tokens, inputs] → [tokens, outputs] in x's dtype."""
+        given = x if isinstance(x, Activations) else Activations(x, backend)
         if self.weight_scale_inv is None:
-            return F.linear(x, self.weight, self.bias)
-        quantised, scales = quantize_fp8(x, BLOCK, backend=backend)
+            return F.linear(given.x, self.weight, self.bias)
+        codes, scales = given.quantised()
         y = scaled_mm_fp8(
-            quantised,
+            codes,
             scales,
             self.weight,
             self.weight_scale_inv,
             n_group=BLOCK,
             k_group=BLOCK,
-            out_dtype=x.dtype,
+            out_dtype=given.x.dtype,
             backend=backend,
         )
         return y if self.bias is None else y.add_(self.bias)
@@ -107,9 +122,10 @@ class Linear(nn.Module):
 class Float32Linear(Linear):
     """A linear map that computes in float32 and keeps its weight so, whatever the layer's dtype."""
 
-    def forward(self, x: Tensor, backend: Backend = "auto") -> Tensor:
+    def forward(self, x: Tensor | Activations, backend: Backend = "auto") -> Tensor:
         """x [tokens, inputs] → [tokens, outputs] float32."""
-        return F.linear(x.float(), self.weight.float())
+        values = x.x if isinstance(x, Activations) else x
+        return F.linear(values.float(), self.weight.float())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         return super()._apply(lambda t: keep_dtype(fn, t), recurse)

@@ -1,15 +1,37 @@
-"""The RoPE table of a model, one for all its layers and once per device; and its rotation."""
+"""The RoPE table of a model, one for all its layers and once per device, and the rotation by it."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from mlakit.geometry import MLAGeometry, Rope, RopeParameters
+from mlakit.cache import PagedLatentCache
+from mlakit.geometry import MLAGeometry, Rope, RopeParameters, RowShape
+from mlakit.knobs import Backend
+from mlakit.ops import norm_rope_quant_append
 from mlakit.rope import rope_table
+
+
+class _Nowhere(NamedTuple):
+    """What an append takes that rotates queries and stores nothing."""
+
+    cache: PagedLatentCache
+    row: Tensor  # [1, 1 + D_R]
+    slot: Tensor  # [1], -1
+
+
+def _nowhere(width: int, device: torch.device) -> _Nowhere:
+    with torch.inference_mode(False):
+        return _Nowhere(
+            PagedLatentCache.allocate(
+                RowShape(1, width), "bf16", num_pages=1, page_size=1, device=device
+            ),
+            torch.zeros(1, 1 + width, device=device),
+            torch.full((1,), -1, dtype=torch.int32, device=device),
+        )
 
 
 class RopeTable:
@@ -22,6 +44,7 @@ class RopeTable:
     def __init__(self, geometry: MLAGeometry, positions: int) -> None:
         self.geometry, self.positions = geometry, positions
         self._by_device: dict[torch.device, Tensor] = {}
+        self._nowhere: dict[torch.device, _Nowhere] = {}
 
     @classmethod
     def shared(cls, geometry: MLAGeometry, positions: int) -> RopeTable:
@@ -39,6 +62,34 @@ class RopeTable:
             table = self._by_device[device] = self._computed(device)
         return table
 
+    def rotate(
+        self, x: Tensor, positions: Tensor, rope: Rope, *, backend: Backend = "auto"
+    ) -> None:
+        """Rotate the first D_R columns of x [tokens, heads, D] in place, in one kernel.
+
+        positions  [tokens] int32 or int64
+        """
+        width = self.geometry.qk_rope_head_dim
+        if width == 0:
+            return
+        nowhere = self._nowhere.get(x.device)
+        if nowhere is None:
+            nowhere = self._nowhere[x.device] = _nowhere(width, x.device)
+        columns = x[..., :width]
+        norm_rope_quant_append(
+            columns,
+            nowhere.row.expand(len(x), -1),
+            self.on(x.device),
+            None,
+            nowhere.cache,
+            slots=nowhere.slot.expand(len(x)),
+            positions=positions,
+            epsilon=0.0,
+            rope=rope,
+            q_rope_out=columns,
+            backend=backend,
+        )
+
     def _computed(self, device: torch.device) -> Tensor:
         with torch.inference_mode(False), torch.no_grad():
             if self.geometry.rope_parameters.rope_type == "none":  # every position has the same row
@@ -55,24 +106,3 @@ class RopeTable:
 
 # tables in use by angles, width and positions
 _SHARED: WeakValueDictionary[tuple[RopeParameters, int, int], RopeTable] = WeakValueDictionary()
-
-
-def rotate_first_columns(x: Tensor, freqs: Tensor, rope: Rope) -> None:
-    """Rotate the first D_R columns of x [tokens, ..., D] in place, in float32.
-
-    freqs  [tokens, D_R] cos0, sin0, cos1, … of each token's position
-    """
-    width = freqs.shape[-1]
-    if width == 0:
-        return
-    columns = x[..., :width]
-    angle = freqs.unflatten(-1, (-1, 2)).reshape(len(freqs), *[1] * (x.ndim - 2), width // 2, 2)
-    cos, sin = angle.unbind(-1)
-    if rope == "half":
-        first, second = columns.float().unflatten(-1, (2, -1)).unbind(-2)
-        axis = -2
-    else:
-        first, second = columns.float().unflatten(-1, (-1, 2)).unbind(-1)
-        axis = -1
-    rotated = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=axis)
-    columns.copy_(rotated.flatten(-2))

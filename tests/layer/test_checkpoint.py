@@ -214,6 +214,13 @@ def test_errors_say_what_is_wrong(tmp_path, stored, arguments, error, match):
         MLAAttention.load_safetensors(tmp_path, **{"layer": 0, **arguments})
 
 
+def test_epsilon_can_be_chosen(tmp_path):
+    write_checkpoint(tmp_path, SMALL | {"rms_norm_eps": 1e-5}, {0: tensors(SMALL)})
+    assert MLAAttention.load_safetensors(tmp_path, 0).q_a_layernorm.epsilon == 1e-6
+    layer = MLAAttention.load_safetensors(tmp_path, 0, epsilon=1e-5)
+    assert layer.q_a_layernorm.epsilon == layer.weights(torch.device("cpu")).epsilon == 1e-5
+
+
 def test_angles_that_old_checkpoints_store_are_skipped(tmp_path):
     stored = tensors(SMALL) | {"rotary_emb.inv_freq": torch.zeros(32)}
     write_checkpoint(tmp_path, SMALL, {0: stored})

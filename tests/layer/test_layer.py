@@ -295,10 +295,10 @@ def test_a_sparse_layer_against_the_oracle(index_format, hadamard):
 def test_the_queries_of_the_indexer_are_fp8_where_its_cache_is():
     layer = layer_of(SPARSE)
     (x,) = inputs(lengths=[5])
-    freqs = layer.weights(x.device).freqs[:5]
+    positions = torch.arange(5)
     residual = layer.q_a_layernorm(layer.q_a_proj(x))
     caches = [layer.indexer.allocate_cache(f, num_pages=1) for f in ("fp32", "fp8_token")]
-    plain, fp8 = (layer.indexer(x, residual, freqs, cache) for cache in caches)
+    plain, fp8 = (layer.indexer(x, residual, positions, cache) for cache in caches)
     assert plain.q.dtype == torch.float32
     assert fp8.q.dtype == torch.float8_e4m3fn
     scaled = fp8.q.float() * fp8.weights[..., None]
@@ -357,6 +357,27 @@ def test_scores_in_blocks_select_the_same(monkeypatch):
     assert_same_bits("out", found, want)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"index_topk_freq": 3},
+        {"index_topk_freq": 2, "index_skip_topk_offset": 4},
+        {"index_topk_pattern": "FSSFSFSS"},
+        {"indexer_types": ["full", "shared"] * 4},
+    ],
+)
+def test_which_layers_have_an_indexer(fields):
+    """As in transformers, whose config is also read as the dict of a config.json."""
+    model = FAMILIES["glm_moe_dsa"]
+    config = model.config(num_hidden_layers=8, **fields)
+    want = ["own" if kind == "full" else "shared" for kind in config.indexer_types]
+    plain = {**SPARSE, "model_type": "glm_moe_dsa", **fields}
+    for source in (config, plain):
+        assert [LayerConfig.from_config(source, n).selection for n in range(8)] == want
+    assert LayerConfig.from_config(plain, 8).selection in ("own", "shared")
+
+
 # ---- arguments -------------------------------------------------------------------------------
 
 
@@ -400,6 +421,16 @@ def test_there_is_no_backward():
     server = Server(layer, [3])
     with pytest.raises(UnsupportedError, match="require grad"):
         layer(x, server.batch([3]))
+
+
+@pytest.mark.parametrize("config", [DENSE, SPARSE], ids=["dense", "sparse"])
+def test_autocast_changes_nothing(config):
+    layer = layer_of(config)
+    x = inputs()
+    want = serve(layer, x, CHUNKS)
+    with torch.autocast("cpu", dtype=BF16):
+        found = serve(layer, x, CHUNKS)
+    assert_same_bits("out", torch.cat(found), torch.cat(want))
 
 
 def test_a_config_without_positions_needs_them():
