@@ -199,8 +199,8 @@ class MLAAttention(nn.Module):
         dims.match("x", x, "tokens", "hidden")
         self._check_dtype(dims, x)
         weights = self.weights(x.device)
-        if self.config.selection is not None and plan is None:
-            plan = _host_plan(batch)
+        if self.config.selection is not None:
+            plan = _checked_plan(dims, plan, batch)
         index = None if self.indexer is None else self._checked_keys(dims, index_cache, batch)
         at = batch.layer if index_layer is None else index_layer
         if positions is None and self._needs_positions:
@@ -321,6 +321,11 @@ class MLAAttention(nn.Module):
         self._prepared = None  # releases the old memory
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        # torch does not count writes to inference tensors
+        self._prepared = None
+        super()._load_from_state_dict(*args, **kwargs)
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_prepared": None}
 
@@ -341,10 +346,13 @@ def _attend(
     return decode_branch(q, kv, weights, batch, plan=plan, backend=backend)
 
 
-def _host_plan(batch: CachedBatch) -> StepPlan | None:
-    """The plan of a step, if the host may read its lengths."""
-    if not (values_visible(batch.kv_lens) and values_visible(batch.q_starts)):
-        return None
+def _checked_plan(dims: Dims, plan: AnyPlan | None, batch: CachedBatch) -> AnyPlan | None:
+    """The plan of a sparse layer; made here if the host may read the lengths."""
+    if isinstance(plan, (DecodePlan, DecodePlanTensors)):
+        must = "be a StepPlan or an EvenSplit for a layer that attends to a selection"
+        dims.fail("plan", must, type(plan).__name__)
+    if plan is not None or not (values_visible(batch.kv_lens) and values_visible(batch.q_starts)):
+        return plan
     return plan_step(batch.kv_lens.tolist(), batch.q_starts.diff().tolist())
 
 

@@ -97,7 +97,7 @@ class LightningIndexer(nn.Module):
         )
         self._hadamard: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
-    def allocate_cache(
+    def allocate_index_cache(
         self,
         format: Format = "fp8_token",
         *,
@@ -132,7 +132,7 @@ class LightningIndexer(nn.Module):
         x         [tokens, hidden]
         residual  [tokens, q_lora_rank] the query's normalised latent
         positions [tokens] of the tokens
-        cache     of index keys, `allocate_cache` or `PagedLatentCache.wrap_index_keys`
+        cache     of index keys, `allocate_index_cache` or `PagedLatentCache.wrap_index_keys`
         """
         q = self.wq_b(residual, backend).unflatten(-1, (self.heads, self.width))
         self.rope_table.rotate(q, positions, self.rope, backend=backend)

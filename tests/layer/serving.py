@@ -40,7 +40,7 @@ class Server:
         self.cache = poisoned(layer.allocate_cache(format, **sizes))
         self.index_cache = None
         if layer.indexer is not None:
-            self.index_cache = poisoned(layer.indexer.allocate_cache(index_format, **sizes))
+            self.index_cache = poisoned(layer.indexer.allocate_index_cache(index_format, **sizes))
         self.kv_lens = [0] * len(lengths)
         self.device = device
 

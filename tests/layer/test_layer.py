@@ -166,6 +166,21 @@ def test_a_change_of_weights_is_seen(change, is_fp8):
     assert not torch.equal(one_step(layer, x), before)
 
 
+def test_new_values_of_inference_tensors_are_seen():
+    """Torch does not count writes to them."""
+    with torch.inference_mode():
+        layer = MLAAttention(DENSE, is_fp8=True, dtype=BF16)
+        layer.load_state_dict(quantised(tensors(DENSE)))
+        assert layer.kv_b_proj.weight.is_inference()
+        x = inputs()[0]
+        one_step(layer, x)
+        layer.load_state_dict(quantised(tensors(DENSE, seed=9)))
+        found = one_step(layer, x)
+    fresh = MLAAttention(DENSE, is_fp8=True, dtype=BF16)
+    fresh.load_state_dict(quantised(tensors(DENSE, seed=9)))
+    assert_same_bits("out", found.clone(), one_step(fresh, x.clone()))
+
+
 def test_a_change_of_dtype_is_seen():
     layer = layer_of(DENSE)
     x = inputs()[0]
@@ -297,7 +312,7 @@ def test_the_queries_of_the_indexer_are_fp8_where_its_cache_is():
     (x,) = inputs(lengths=[5])
     positions = torch.arange(5)
     residual = layer.q_a_layernorm(layer.q_a_proj(x))
-    caches = [layer.indexer.allocate_cache(f, num_pages=1) for f in ("fp32", "fp8_token")]
+    caches = [layer.indexer.allocate_index_cache(f, num_pages=1) for f in ("fp32", "fp8_token")]
     plain, fp8 = (layer.indexer(x, residual, positions, cache) for cache in caches)
     assert plain.q.dtype == torch.float32
     assert fp8.q.dtype == torch.float8_e4m3fn
@@ -385,11 +400,12 @@ def wrong_calls() -> dict[str, Any]:
     return {
         "hidden size": ({"x": torch.zeros(2, 255)}, ValueError, r"x\.shape\[1\] \(hidden\)"),
         "dtype": ({"x": torch.zeros(2, 256, dtype=BF16)}, TypeError, "x must be float32"),
+        "plan": ({"plan": plan_decode([20], num_ctas=2)}, ValueError, "plan must be a StepPlan or"),
         "no index cache": ({"index_cache": None}, TypeError, "index_cache must be a Paged"),
         "pages": (
             {
                 "index_cache": PagedLatentCache.allocate(
-                    layer_of(SPARSE).indexer.allocate_cache(num_pages=1).row,
+                    layer_of(SPARSE).indexer.allocate_index_cache(num_pages=1).row,
                     "fp32",
                     num_pages=9,
                     page_size=8,
