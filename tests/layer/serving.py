@@ -14,8 +14,9 @@ from mlakit.layer import MLAAttention
 from mlakit.testing import poison, shuffled_pages
 
 PAGE = 16
-# prompts longer than a page, in uneven pieces, then one token at a time; never all at once
-CHUNKS = ((20, 5), (30, 1), (1, 20), (9, 1), (2, 2), *[(1, 1)] * 6)
+# prompts longer than a page in uneven pieces, with steps that have nothing new for one of the
+# requests, then one token at a time
+CHUNKS = ((20, 5), (30, 1), (0, 20), (10, 0), (2, 2), *[(1, 1)] * 6)
 
 
 class Server:
