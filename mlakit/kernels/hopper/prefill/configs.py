@@ -14,12 +14,12 @@ STAGES = 2  # of keys, and of values
 # of the keys and values of a head group; twice as many cost 1 to 2 % with causal masks of 8k and
 # more keys, and with 16 heads
 L2_BYTES = 16 << 20
-# row_max is kept until a score exceeds it by this much (log2). At 0 the largest probability is 1,
-# which is not rounded. Above 0 it may be rounded, and one that is at least 2**-threshold of it is
-# not: the rounding of that key costs up to 2**threshold times as much. At 8, as in decode, rows
-# with one large weight exceed the tolerance of the tests. H200, 2026-11-17: 0 takes 1 to 3 % longer
-# than 1, and 8 takes up to 3 % less.
-RESCALE_THRESHOLD = 1.0
+# row_max is kept until a score exceeds it by this much (log2). Above 0 the largest probability of a
+# row is not 1 and is rounded, so a row with one large weight loses up to a rounding of its values.
+# With 64 value columns, where the tolerance of such a row is smallest, 8 exceeds it. H200,
+# 2026-11-17: 8, as in decode, takes 1 to 3 % less time than 1
+RESCALE_THRESHOLD = 8.0
+RESCALE_THRESHOLD_FEW_COLUMNS = 1.0
 INITIAL_ROW_MAX = -3.0e38  # finite: the difference of two row_max is never inf − inf
 
 # keys of a block by (D_N, D_R, D_V): what fits beside the queries in shared memory, and beside the
@@ -37,6 +37,7 @@ class PrefillConfig(NamedTuple):
     CONSUMER_REGISTERS: int  # of the second consumer; the first one has the rest
     PRODUCER_REGISTERS: int  # of the producer and the cleaner
     MAX_REGISTERS: int
+    RESCALE_THRESHOLD: float
 
 
 @lru_cache(maxsize=64)
@@ -47,4 +48,5 @@ def prefill_config(widths: tuple[int, int, int]) -> PrefillConfig:
         CONSUMER_REGISTERS=240,
         PRODUCER_REGISTERS=24,
         MAX_REGISTERS=168,
+        RESCALE_THRESHOLD=RESCALE_THRESHOLD if widths[2] > 64 else RESCALE_THRESHOLD_FEW_COLUMNS,
     )

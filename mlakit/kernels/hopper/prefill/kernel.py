@@ -171,7 +171,7 @@ def _issue_qk(parts, stage, ROW0: gl.constexpr):
 @gluon.jit
 def _step(
     block, fill, schedule, tile, parts, keys, values, acc, probs, row_max, row_sum, rescale,
-    scale_log2, ROW0: gl.constexpr, SIGN: gl.constexpr,
+    scale_log2, ROW0: gl.constexpr, SIGN: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """QK of `block` and PV of the block before it, then softmax of `block`."""
     k_stage, _ = two_stages(fill)
@@ -186,7 +186,9 @@ def _step(
     mbarrier.arrive(keys.empty.index(k_stage), count=1)
     start = block_start(schedule, tile, block)
     scores = mask_scores(scores, schedule, tile, start, ROW0, SIGN, False)
-    exponentials, row_max, row_sum, rescale = softmax_step(scores, row_max, row_sum, scale_log2)
+    exponentials, row_max, row_sum, rescale = softmax_step(
+        scores, row_max, row_sum, scale_log2, CONFIG.RESCALE_THRESHOLD
+    )
     new_probs = exponentials.to(values.tiles.dtype)
     # The spin loop of this wait ends a basic block, and new_probs passes through the wait for PV:
     # otherwise ptxas moves that wait in front of the exponentials, or their rounding behind it.
@@ -224,7 +226,9 @@ def _consumer(
         mbarrier.arrive(keys.empty.index(stage), count=1)
         start = block_start(schedule, tile, 0)
         scores = mask_scores(scores, schedule, tile, start, ROW0, SIGN, True)
-        exponentials, row_max, row_sum, rescale = softmax_step(scores, row_max, row_sum, scale_log2)
+        exponentials, row_max, row_sum, rescale = softmax_step(
+            scores, row_max, row_sum, scale_log2, CONFIG.RESCALE_THRESHOLD
+        )
         new_probs = exponentials.to(values.tiles.dtype)
         probs = gl.convert_layout(new_probs, gl.DotOperandLayout(0, ACC, 2))
         fill += 1
@@ -233,7 +237,7 @@ def _consumer(
         for block in range(1, tile.num_blocks):
             acc, probs, row_max, row_sum, rescale = _step(
                 block, fill, schedule, tile, parts, keys, values, acc, probs, row_max, row_sum,
-                rescale, scale_log2, ROW0, SIGN,
+                rescale, scale_log2, ROW0, SIGN, CONFIG,
             )  # fmt: skip
             fill += 1
         mbarrier.arrive(queries.empty.index(ROW0 // 64), count=1)

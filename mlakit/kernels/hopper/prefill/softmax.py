@@ -10,12 +10,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from mlakit.kernels.hopper.decode.softmax import NEG_INF, apply_sign, next_row_max
-from mlakit.kernels.hopper.prefill import configs
 from mlakit.kernels.hopper.prefill.tiles import BLOCK_Q, seen_keys
 from mlakit.kernels.hopper.primitives import opaque_zero
 
 SUM_COLUMNS = gl.constexpr(8)
-RESCALE_THRESHOLD = gl.constexpr(configs.RESCALE_THRESHOLD)
 
 
 @gluon.jit
@@ -63,7 +61,7 @@ def _spread_sum(probs):
 
 
 @gluon.jit
-def softmax_step(scores, row_max, row_sum, scale_log2):
+def softmax_step(scores, row_max, row_sum, scale_log2, RESCALE_THRESHOLD: gl.constexpr):
     """(probabilities, row_max, row_sum, what acc is to be rescaled by)."""
     block_max = gl.max(scores, 1) * scale_log2
     new_max = next_row_max(row_max, block_max, RESCALE_THRESHOLD)
