@@ -24,6 +24,7 @@ from mlakit.workloads.random_launches import LAUNCHES, random_launch
 KINDS: dict[str, type[Case]] = {case.op: case for case in CASES}
 DEVICES = ("auto", "cpu", "cuda")
 DEFAULT_MINUTES = 1.0
+SECONDS_BETWEEN_LINES = 10.0  # of progress, where stderr is not a terminal
 
 
 @dataclass(frozen=True)
@@ -228,9 +229,15 @@ def _check(
 
 
 def run_with_progress(settings: Settings) -> Outcome:
-    """`run` with a progress bar on stderr."""
+    """`run` with a progress bar on stderr; where that is not a terminal, with a line now and then.
+
+    Most of the first minutes are spent on compiling kernels.
+    """
+    screen = Console(stderr=True)
+    if not screen.is_terminal:
+        return run(settings, _reporter(settings, screen))
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=screen, transient=True) as progress:
         total = settings.limit if settings.minutes is None else 60 * settings.minutes
         task = progress.add_task("checking", total=total)
 
@@ -239,6 +246,18 @@ def run_with_progress(settings: Settings) -> Outcome:
             progress.update(task, completed=completed, description=f"{done} {settings.noun}")
 
         return run(settings, advance)
+
+
+def _reporter(settings: Settings, screen: Console) -> Callable[[int, float], None]:
+    reported = 0.0
+
+    def report(done: int, seconds: float) -> None:
+        nonlocal reported
+        if seconds - reported >= SECONDS_BETWEEN_LINES:
+            reported = seconds
+            screen.print(f"{done} {settings.noun} in {seconds:.0f} s", highlight=False)
+
+    return report
 
 
 def table(outcome: Outcome) -> Table:

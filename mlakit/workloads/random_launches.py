@@ -11,6 +11,7 @@ from mlakit.workloads.case import Case
 from mlakit.workloads.decode_launch import DecodeLaunch
 from mlakit.workloads.indexer_launch import IndexerLaunch
 from mlakit.workloads.prefill_launch import PrefillLaunch, prefill_launch
+from mlakit.workloads.paged import SPARE_COLUMNS
 from mlakit.workloads.random_cases import Draw
 from mlakit.workloads.select_launch import KINDS, IndexerSelectLaunch, IndexerTopkLaunch
 from mlakit.workloads.sparse_launch import SparseLaunch
@@ -252,58 +253,101 @@ def sparse_launch(draw: Draw, backend: str, device: str) -> SparseLaunch:
     )
 
 
-# columns: rows in registers, rows that are narrowed down, rows that are read again and again
-TOPK_WIDTHS = (
-    (4096, 2048),
-    (16384, 2048),
-    (131072, 2048),
-    (20000, 512),
-    (9000, 8192),
-    (20000, 9000),
+@dataclass(frozen=True)
+class TopkConfiguration:
+    """Ranges with the same compile-time parameters of an `indexer_topk` kernel, nearly."""
+
+    columns: tuple[int, int]  # first, last
+    k: tuple[int, int]  # first, last
+    rows: tuple[int, ...]  # many are not split; few are
+    with_starts: bool = False
+    with_ends: bool = False
+    padded: bool = False
+
+
+# rows in registers, rows that are narrowed down, rows that are read again and again
+TOPK_CONFIGURATIONS = (
+    TopkConfiguration((2049, 4096), (1, 2048), (1, 40, 600), with_ends=True),
+    TopkConfiguration((4097, 8192), (1, 8192), (1, 300), with_starts=True, padded=True),
+    TopkConfiguration((8193, 16384), (1639, 2048), (140, 600), with_ends=True),
+    TopkConfiguration((65537, 131072), (1639, 2048), (133, 150), with_starts=True, with_ends=True),
+    TopkConfiguration((69632, 131072), (1639, 2048), (1, 3, 4), with_ends=True, padded=True),
+    TopkConfiguration((16385, 32768), (400, 512), (133, 600), padded=True),
+    TopkConfiguration((24576, 28671), (1, 512), (1, 16), with_starts=True),
+    TopkConfiguration((8193, 16384), (8192, 8192), (1, 140), with_ends=True),
+    TopkConfiguration((16385, 32768), (4097, 8192), (133, 200)),
+    TopkConfiguration((16385, 32768), (8193, 9000), (1, 140), with_ends=True),
 )
-CPU_TOPK_WIDTHS = ((400, 40),)
+CPU_TOPK_CONFIGURATIONS = tuple(
+    TopkConfiguration((50, 400), (1, 40), (5,), starts, ends, padded)
+    for starts, ends, padded in ((False, False, True), (False, True, False), (True, True, True))
+)
 
 
 def topk_launch(draw: Draw, backend: str, device: str) -> IndexerTopkLaunch:
     is_gpu = device != "cpu"
-    columns, k = draw.choice(TOPK_WIDTHS if is_gpu else CPU_TOPK_WIDTHS)
-    num_columns = draw.choice((columns, columns, draw.integer(columns // 8, columns)))
-    rows = min(draw.choice((1, 3, 16, 140, 600)), 2**22 // columns) if is_gpu else 5
+    configuration = draw.choice(TOPK_CONFIGURATIONS if is_gpu else CPU_TOPK_CONFIGURATIONS)
+    last, best = configuration.columns[1], configuration.k[1]
     return IndexerTopkLaunch(
         seed=draw.integer(0, 2**31),
-        padded=draw.flip(),
+        padded=configuration.padded,
         calls=draw.choice((1, 1, 1, 3)),
-        num_tokens=rows,
-        num_columns=num_columns,
-        k=draw.choice((k, k, draw.integer(k // 2, k), 1)),
+        num_tokens=draw.choice(configuration.rows),
+        num_columns=draw.choice((last, last, draw.integer(*configuration.columns))),
+        k=draw.choice((best, best, draw.integer(*configuration.k))),
         kind=draw.choice((KINDS[0], *KINDS)),
-        with_starts=draw.choice((False, False, True)),
-        with_ends=draw.choice((False, True)),
+        with_starts=configuration.with_starts,
+        with_ends=configuration.with_ends,
     )
+
+
+@dataclass(frozen=True)
+class SelectConfiguration:
+    """The compile-time parameters of the kernels of `indexer_select`, nearly."""
+
+    heads: int
+    format: Format
+    k: int
+    pages: int  # of the page table, per request
+    mask: str = "causal"
+
+
+SELECT_CONFIGURATIONS = (
+    SelectConfiguration(64, "fp8_token", 2048, 64),
+    SelectConfiguration(32, "bf16", 512, 128, "null"),
+    SelectConfiguration(64, "bf16", 2048, 256),
+    SelectConfiguration(64, "fp8_token", 2048, 1000, "null"),
+    SelectConfiguration(32, "fp8_token", 16, 300),
+)
+SELECT_PAGE = 64
 
 
 def select_launch(draw: Draw, backend: str, device: str) -> IndexerSelectLaunch:
     is_gpu = device != "cpu"
+    configuration = draw.choice(SELECT_CONFIGURATIONS)
     batch = draw.choice((1, 2, 3, 8) if is_gpu else CPU_BATCHES)
-    longest = 12_000 // batch if is_gpu else CPU_KEYS // batch
+    pages = configuration.pages if is_gpu else 30
+    longest = min((12_000 if is_gpu else CPU_KEYS) // batch, (pages - SPARE_COLUMNS) * SELECT_PAGE)
+    kv_lens = tuple(_length(draw, longest) for _ in range(batch))
     q_lens = tuple(draw.choice((1, 1, 2, 5, 0)) for _ in range(batch))
     if draw.flip() or not any(q_lens):
         q_lens = (1,) * batch
     if batch == 1 and draw.flip():
         q_lens = (draw.integer(1, 100 if is_gpu else 9),)
-    is_fp8 = draw.flip()
     return IndexerSelectLaunch(
         seed=draw.integer(0, 2**31),
         calls=draw.choice((1, 1, 1, 3)),
-        kv_lens=tuple(_length(draw, longest) for _ in range(batch)),
+        kv_lens=kv_lens,
         q_lens=q_lens,
-        heads=draw.choice((64, 32)),
-        k=draw.choice((512, 2048, 16)),
-        format="fp8_token" if is_fp8 else "bf16",
-        dtype="e4m3" if is_fp8 else "bf16",
-        mask=draw.choice(("causal", "causal", "null")),
+        heads=configuration.heads,
+        k=configuration.k,
+        format=configuration.format,
+        dtype="e4m3" if configuration.format == "fp8_token" else "bf16",
+        page_size=SELECT_PAGE,
+        mask=configuration.mask,
         block_tokens=draw.choice((0, 0, 1, 3, 40)),
-        spare_pages=draw.choice((0, 0, 1000)) if is_gpu else 0,
+        # tables of one width: the kernel depends on it
+        spare_pages=pages - SPARE_COLUMNS - max(1, -(-max(kv_lens) // SELECT_PAGE)),
     )
 
 

@@ -169,7 +169,7 @@ def power_of_two(n: int) -> int:
 TOPK_BLOCK = 16384  # columns whose ranks one program keeps in registers
 TOPK_WHOLE = 8192  # columns of a row that is not worth narrowing down
 TOPK_SPLIT = 4096  # columns of a split of a row, at least
-TOPK_PROGRAMS_PER_SM = 4
+TOPK_WARPS_PER_SM = 16  # of 128 registers per thread
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class TopkConfig:
             "BLOCK": self.block,
             "STEP": self.step,
             "SAMPLE": self.sample,
-            "AT_ONCE": min(self.block // 2, 512 * self.num_warps),
+            "AT_ONCE": min(self.block // 2, 256 * self.num_warps),
             "num_warps": self.num_warps,
             "maxnreg": 128,  # without this limit the compiler may spill a word
         }
@@ -209,14 +209,15 @@ def pick_topk_config(*, rows: int, columns: int, k: int, num_sms: int) -> TopkCo
         return TopkConfig(1, 4096, "reread", 0, 4096, 0, 8)
     block = min(max(2 * power_of_two(wanted + wanted // 4), 4096), TOPK_BLOCK)
     splits = max(min(num_sms // max(rows, 1), columns // TOPK_SPLIT), 1)
+    warps = max(block // 2048, 4)
     return TopkConfig(
         splits,
         block,
         "narrow",
-        max_programs=TOPK_PROGRAMS_PER_SM * num_sms,
-        step=2048,
-        sample=min(max(power_of_two(columns) // 16, 1024), 8192),
-        num_warps=max(block // 1024, 8),  # with 4 some registers are spilled
+        max_programs=TOPK_WARPS_PER_SM // warps * num_sms,
+        step=1024,
+        sample=min(max(power_of_two(columns) // 16, 1024), 4096),
+        num_warps=warps,
     )
 
 

@@ -24,15 +24,18 @@ import triton.language as tl
 from torch import Tensor
 
 from mlakit.arguments import SelectBlockArguments, TopkArguments
-from mlakit.kernels.triton.configs import pick_topk_config
+from mlakit.kernels.triton.configs import pick_topk_config, power_of_two
 from mlakit.kernels.triton.launch import launch, target
 from mlakit.kernels.triton.primitives import mask_interval
 from mlakit.kernels.triton.topk_search import (
     LOWEST,
+    STRIDE,
     append,
     as_threshold,
     below,
     count_above,
+    find_candidate,
+    gather,
     load_logits,
     load_ranks,
     lowest_rank,
@@ -40,6 +43,7 @@ from mlakit.kernels.triton.topk_search import (
     sample_floor,
     search,
     search_again,
+    split_candidates,
     split_quads,
     store_candidate,
     take_best,
@@ -84,20 +88,25 @@ def _select(
         rows=tokens, columns=columns, k=k, num_sms=target(logits.device).num_sms
     )
     splits, programs = config.splits, config.programs(tokens)
-    buffers = counts = None
-    if config.method == "narrow":
-        buffers = workspace.scratch((programs, 2, config.block), torch.int32, logits.device)
+    lists = counts = None
+    method, warps = config.method, config.num_warps
+    lists_per_row = power_of_two(splits * warps)
+    if method == "narrow":
+        shape = (programs, warps, config.block // 2 + STRIDE.value)
+        lists = workspace.scratch(shape, torch.int64, logits.device)
+        shape = (tokens, lists_per_row + 1) if splits > 1 else (programs, lists_per_row)
+        counts = workspace.scratch(shape, torch.int32, logits.device)
     if splits > 1:
-        counts = workspace.scratch((tokens, splits + 1), torch.int32, logits.device)
+        method = "split"
     arguments = (
-        *(logits, buffers, counts, out, tokens, columns, k, splits),
+        *(logits, lists, counts, out, tokens, columns, k, splits),
         *(logits.stride(0), out.stride(0)),
         *rows,
     )
-    options = {**config.options, **row_options}
+    options = {**config.options, "WARPS": warps, "LISTS": lists_per_row, **row_options}
     if row_options["PAGE"]:  # looking rows up takes registers
-        options["STEP" if config.method == "whole" else "AT_ONCE"] //= 2
-    launch(_select_kernel, (programs,), *arguments, METHOD=config.method, **options)
+        options["STEP" if method == "whole" else "AT_ONCE"] //= 2
+    launch(_select_kernel, (programs,), *arguments, METHOD=method, **options)
     if splits > 1:
         options["num_warps"] = 16  # one program per row: most SMs are idle
         launch(_select_kernel, (tokens,), *arguments, METHOD="merge", **options)
@@ -113,8 +122,8 @@ VARYING = [
 @triton.jit(do_not_specialize=VARYING)
 def _select_kernel(
     logits,  # [tokens, columns] float32
-    buffers,  # [programs, 2, BLOCK] int32 candidates of METHOD narrow and merge
-    counts,  # [tokens, splits + 1]: candidates of each split, a row's floor; None: no splits
+    lists,  # [programs, WARPS, BLOCK // 2 + STRIDE] int64: candidates
+    counts,  # [programs, LISTS] or, with splits, [tokens, LISTS + 1]: lengths, the floor
     out,  # [tokens, k] int32: columns, or with q_starts physical rows
     tokens, columns, k, splits,
     stride_logits, stride_out,
@@ -136,15 +145,17 @@ def _select_kernel(
     STEP: tl.constexpr,  # columns per iteration
     SAMPLE: tl.constexpr,  # columns
     AT_ONCE: tl.constexpr,  # candidates stored per iteration
+    WARPS: tl.constexpr,  # lists of each program of METHOD narrow and split
+    LISTS: tl.constexpr,  # lists of a row, a power of two: all splits have WARPS of them at most
 ):  # fmt: skip
     IS_FLAT: tl.constexpr = table_starts is not None
     IS_MERGED: tl.constexpr = METHOD == "merge"
     items = tokens
-    if (counts is not None) and (not IS_MERGED):
+    if METHOD == "split":
         items = tokens * splits
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         row = tl.zeros([], tl.int64) + item
-        if (counts is not None) and (not IS_MERGED):
+        if METHOD == "split":
             row = row // splits
         source = logits + row * stride_logits
         first, last, origin = columns * 0, columns, columns * 0
@@ -167,52 +178,56 @@ def _select_kernel(
         last = tl.minimum(last, columns)
         best = out + row * stride_out
 
-        if METHOD == "narrow":
-            buffer = buffers + tl.program_id(0).to(tl.int64) * (2 * BLOCK)
-            sampled = sample_floor(source, first, last, k, BLOCK // 2, SAMPLE)
-            if counts is None:
-                num_held, floor, is_done = k * 0, sampled, k < 0
-                while not is_done:
-                    num_held, floor = _narrow(
-                        source, first, last, origin, k, sampled, buffer, BLOCK, STEP
-                    )
-                    is_done = (num_held >= k) | (sampled == LOWEST)
-                    sampled = tl.full([], LOWEST, tl.int32)  # after an unlucky sample
-                _store_candidates(
-                    buffer, num_held, k, floor, best, entries, stride_table_entry, PAGE, IS_FLAT,
-                    BLOCK, STEP, AT_ONCE,
-                )  # fmt: skip
+        if METHOD == "narrow" or METHOD == "split" or IS_MERGED:
+            ROOM: tl.constexpr = BLOCK // 2 + STRIDE
+            if METHOD == "narrow":
+                row_counts = counts + tl.program_id(0) * LISTS
+                at_row = tl.program_id(0).to(tl.int64)
             else:
-                split = item % splits
-                width = tl.cdiv(tl.maximum(last - first, 0), splits)
-                first += split * width
-                last = tl.minimum(first + width, last)
-                num_held, _ = _narrow(source, first, last, origin, k, sampled, buffer, BLOCK, STEP)
-                tl.store(counts + row * (splits + 1) + split, num_held)
-                tl.store(counts + row * (splits + 1) + splits, sampled)
-        elif IS_MERGED:
-            buffer = buffers + row * splits * (2 * BLOCK)
-            row_counts = counts + row * (splits + 1)
-            total = k * 0
-            for split in range(splits):
-                total += tl.load(row_counts + split)
-            sampled = tl.load(row_counts + splits)
-            is_enough = (total >= k) | (sampled == LOWEST)
-            if is_enough & (total <= BLOCK // 2):
-                _merge_splits(
-                    buffer, row_counts, splits, total, k, sampled, best, entries,
-                    stride_table_entry, PAGE, IS_FLAT, BLOCK, STEP,
-                )  # fmt: skip
-            else:  # an unlucky sample, or many equal logits
-                lowest = tl.full([], LOWEST, tl.int32)
-                num_held, floor = _narrow(
-                    source, first, last, origin, k, tl.where(is_enough, sampled, lowest), buffer,
-                    BLOCK, STEP,
-                )  # fmt: skip
-                _store_candidates(
-                    buffer, num_held, k, floor, best, entries, stride_table_entry, PAGE, IS_FLAT,
-                    BLOCK, STEP, AT_ONCE,
-                )  # fmt: skip
+                row_counts = counts + row * (LISTS + 1)
+                at_row = row * splits
+            row_lists = lists + at_row * (WARPS * ROOM)
+            if IS_MERGED:
+                each = tl.arange(0, LISTS)
+                held = tl.load(row_counts + each, mask=each < splits * WARPS, other=0)
+                sampled = tl.load(row_counts + LISTS)
+                tl.debug_barrier()  # before they are overwritten
+            else:
+                sampled = sample_floor(source, first, last, k, BLOCK // 2, SAMPLE)
+                if METHOD == "split":
+                    split = item % splits
+                    width = tl.cdiv(tl.maximum(last - first, 0), splits)
+                    first += split * width
+                    last = tl.minimum(first + width, last)
+                    row_lists += split.to(tl.int64) * (WARPS * ROOM)
+                    tl.store(row_counts + LISTS, sampled)
+                    row_counts += split * WARPS
+                held = gather(source, first, last, origin, sampled, row_lists, ROOM, WARPS)
+            if METHOD == "split":
+                tl.store(row_counts + tl.arange(0, WARPS), held)
+            else:
+                total = tl.sum(held, 0)
+                is_enough = (total >= k) | (sampled == LOWEST)
+                if is_enough & (total <= BLOCK // 2):
+                    tl.store(row_counts + tl.arange(0, LISTS), tl.cumsum(held, 0) - held)
+                    tl.debug_barrier()
+                    _store_gathered(
+                        row_lists, row_counts, total, k, sampled, best, entries,
+                        stride_table_entry, PAGE, IS_FLAT, BLOCK, STEP, AT_ONCE, ROOM, LISTS,
+                    )  # fmt: skip
+                else:  # an unlucky sample, or many equal logits
+                    tl.debug_barrier()
+                    lowest = tl.full([], LOWEST, tl.int32)
+                    buffer = row_lists.to(tl.pointer_type(tl.int32))
+                    num_held, floor = _narrow(
+                        source, first, last, origin, k, tl.where(is_enough, sampled, lowest),
+                        buffer, BLOCK, STEP,
+                    )  # fmt: skip
+                    _store_candidates(
+                        buffer, num_held, k, floor, best, entries, stride_table_entry, PAGE,
+                        IS_FLAT, BLOCK, STEP,
+                    )  # fmt: skip
+                tl.debug_barrier()  # before the next row reuses the lists
         else:
             IN_REGISTERS: tl.constexpr = METHOD == "whole"
             begin = first // 4 * 4
@@ -272,26 +287,30 @@ def _narrow(
 
 
 @triton.jit
-def _merge_splits(
-    buffer, counts, splits, total, k, floor, best, entries, stride_entry, PAGE: tl.constexpr,
-    IS_FLAT: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+def _store_gathered(
+    lists, starts, total, k, floor, best, entries, stride_entry, PAGE: tl.constexpr,
+    IS_FLAT: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, AT_ONCE: tl.constexpr,
+    ROOM: tl.constexpr, LISTS: tl.constexpr,
 ):  # fmt: skip
-    """`_store_candidates` of all splits of a row, of which registers hold the ranks."""
+    """`_store_candidates` of lists of candidates."""
     index = tl.arange(0, BLOCK // 2)
-    split = index * 0
-    first = split  # index of the split's first candidate
-    end = total * 0
-    for each in range(splits):  # as if the candidates of all splits were one list
-        end += tl.load(counts + each)
-        split += (index >= end).to(tl.int32)
-        first = tl.where(index >= end, end, first)
-    at = buffer + split.to(tl.int64) * (2 * BLOCK) + (index - first)
-    ranks = load_ranks(at, index < total)
-    column = tl.load(at + BLOCK, mask=index < total, other=0)
+    exists = index < total
+    packed = tl.load(find_candidate(index, lists, starts, ROOM, LISTS), mask=exists, other=0)
+    ranks, column = split_candidates(packed, exists)
     floor, num_equal = search(ranks, k, below(floor), total)
-    taken, num_equal = _store_best(
-        ranks, column, floor, num_equal, k * 0, best, entries, stride_entry, PAGE, IS_FLAT
-    )
+    taken = k * 0
+    if BLOCK // 2 == AT_ONCE:
+        taken, num_equal = _store_best(
+            ranks, column, floor, num_equal, taken, best, entries, stride_entry, PAGE, IS_FLAT
+        )
+    else:
+        for start in range(0, total, AT_ONCE):
+            some = start + tl.arange(0, AT_ONCE)
+            at = find_candidate(some, lists, starts, ROOM, LISTS)
+            found = split_candidates(tl.load(at, mask=some < total, other=0), some < total)
+            taken, num_equal = _store_best(
+                *found, floor, num_equal, taken, best, entries, stride_entry, PAGE, IS_FLAT
+            )
     _fill(best, taken, k, STEP)
 
 
@@ -319,28 +338,20 @@ def _keep_best(buffer, num_held, k, floor, SIZE: tl.constexpr, STEP: tl.constexp
 @triton.jit
 def _store_candidates(
     buffer, num_held, k, floor, best, entries, stride_entry, PAGE: tl.constexpr,
-    IS_FLAT: tl.constexpr, SIZE: tl.constexpr, STEP: tl.constexpr, AT_ONCE: tl.constexpr,
+    IS_FLAT: tl.constexpr, SIZE: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Store the columns of the k best of SIZE // 2 candidates, at most, and −1 after them."""
-    index = tl.arange(0, SIZE // 2)
-    ranks = load_ranks(buffer + index, index < num_held)
-    floor, num_equal = search(ranks, k, below(floor), num_held)
+    """Store the columns of the k best candidates, and −1 after them; as rare as `_keep_best`."""
+    STEP_AGAIN: tl.constexpr = STEP // 2
+    floor, num_equal = search_again(None, buffer, k * 0, num_held, k, below(floor), STEP_AGAIN)
     taken = k * 0
-    if SIZE // 2 == AT_ONCE:
-        column = tl.load(buffer + SIZE + index, mask=index < num_held, other=0)
+    for start in range(0, num_held, STEP_AGAIN):
+        some = start + tl.arange(0, STEP_AGAIN)
         taken, num_equal = _store_best(
-            ranks, column, floor, num_equal, taken, best, entries, stride_entry, PAGE, IS_FLAT
-        )
-    else:
-        for start in range(0, num_held, AT_ONCE):
-            some = start + tl.arange(0, AT_ONCE)
-            taken, num_equal = _store_best(
-                load_ranks(buffer + some, some < num_held),
-                tl.load(buffer + SIZE + some, mask=some < num_held, other=0),
-                floor, num_equal, taken, best, entries, stride_entry, PAGE, IS_FLAT,
-            )  # fmt: skip
+            load_ranks(buffer + some, some < num_held),
+            tl.load(buffer + SIZE + some, mask=some < num_held, other=0),
+            floor, num_equal, taken, best, entries, stride_entry, PAGE, IS_FLAT,
+        )  # fmt: skip
     _fill(best, taken, k, STEP)
-    tl.debug_barrier()  # before the next row reuses the buffer
 
 
 @triton.jit

@@ -81,13 +81,20 @@ def lowest_rank(ranks):
 
 
 @triton.jit
-def guess(low, high, above_low, above_high, wanted):
-    """A rank between `low` and `high` that about `wanted` ranks are above, if logits between them
-    are evenly spread."""
+def point_between(low, high, share):
+    """The rank at `share` of the way from the logit of `low` to that of `high`."""
     start, end = as_threshold(low), as_threshold(high)
-    share = (above_low - wanted).to(tl.float32) / (above_low - above_high).to(tl.float32)
-    middle = rank_logits(start + share * (end - start))
+    middle = rank_logits(start + tl.minimum(tl.maximum(share, 0.0), 1.0) * (end - start))
     return tl.minimum(tl.maximum(middle, low + 1), high - 1)
+
+
+@triton.jit
+def count_above_three(ranks, first, second, third):
+    """How many of at most 2**15 - 1 ranks are above each, by one reduction."""
+    two = (ranks > first).to(tl.int32) + ((ranks > second).to(tl.int32) << 16)
+    packed = tl.sum(two.to(tl.int64) + ((ranks > third).to(tl.int64) << 32), 0)
+    low = packed.to(tl.int32)
+    return low & 0xFFFF, low >> 16, (packed >> 32).to(tl.int32)
 
 
 @triton.jit
@@ -95,24 +102,37 @@ def find_floor(ranks, least, most, low, above_low, high):
     """Look for a floor that `least` to `most` ranks are above, between `low`, which `above_low` and
     too many are above, and `high`, which none is above.
 
-    Two guesses, then a bisection of the interval, and so on. Returns (is_found, floor, low, high);
-    where none is found, high is low + 1.
+    Each iteration counts the ranks above three points: the wait for a count is most of the time.
+    The points are quarters at first, then where logits that are evenly spread would have the wanted
+    count and half a standard deviation beside it; every fourth iteration also bisects the ranks, so
+    that no distribution takes more than 128. Returns (is_found, floor, low, high); where none is
+    found, high is low + 1.
     """
     is_found = low > NAN  # false
     floor = low
     above_high = least * 0
     step = least * 0
     while (low + 1 < high) & (not is_found):
-        if step % 3 < 2:
-            floor = guess(low, high, above_low, above_high, (least + most) // 2)
-        else:
-            floor = (low & high) + ((low ^ high) >> 1)  # the mean, without overflow
-        above = count_above(ranks, floor)
-        is_found = (above >= least) & (above <= most)
-        above_low = tl.where(above > most, above, above_low)
-        low = tl.where(above > most, floor, low)
-        above_high = tl.where(above < least, above, above_high)
-        high = tl.where(above < least, floor, high)
+        between = (above_low - above_high).to(tl.float32)
+        share = (above_low - (least + most) // 2).to(tl.float32) / between
+        spread = tl.maximum(0.5 / tl.sqrt(between), 0.5 / between)
+        share, spread = tl.where(step == 0, 0.5, share), tl.where(step == 0, 0.25, spread)
+        first = point_between(low, high, share - spread)
+        second = point_between(low, high, share)
+        third = point_between(low, high, share + spread)
+        if step % 4 == 3:
+            first = (low & high) + ((low ^ high) >> 1)  # the mean, without overflow
+            third = point_between(low, high, 0.5 + 0.0 * share)
+        counts = count_above_three(ranks, first, second, third)
+        points = first, second, third
+        for i in tl.static_range(3):
+            point, above = points[i], counts[i]
+            is_right = (above >= least) & (above <= most)
+            floor = tl.where(is_right, point, floor)
+            is_found = is_found | is_right
+            is_low, is_high = (above > most) & (point > low), (above < least) & (point < high)
+            above_low, low = tl.where(is_low, above, above_low), tl.where(is_low, point, low)
+            above_high, high = tl.where(is_high, above, above_high), tl.where(is_high, point, high)
         step += 1
     return is_found, floor, low, high
 
@@ -234,6 +254,127 @@ def append(logits, column, threshold, num_held, buffer, SIZE: tl.constexpr):
     at += is_c.to(tl.int32)
     store_candidate(at, d, column + 3, is_d, SIZE)
     return num_held + tl.sum(count, 0)
+
+
+TILE = tl.constexpr(128)  # columns: four for each thread of a warp
+TILES = tl.constexpr(4)  # of an iteration of `gather`
+STRIDE = tl.constexpr(512)  # TILE * TILES columns
+
+
+@triton.jit
+def _load_tiles(at, column, first, last, is_inside):
+    """Four tiles [LISTS, TILE], −inf outside [first, last)."""
+    if is_inside:
+        a, b = tl.load(at), tl.load(at + TILE)
+        c, d = tl.load(at + 2 * TILE), tl.load(at + 3 * TILE)
+    else:
+        none = -float("inf")
+        a = tl.load(at, mask=(column >= first) & (column < last), other=none)
+        column += TILE
+        b = tl.load(at + TILE, mask=(column >= first) & (column < last), other=none)
+        column += TILE
+        c = tl.load(at + 2 * TILE, mask=(column >= first) & (column < last), other=none)
+        column += TILE
+        d = tl.load(at + 3 * TILE, mask=(column >= first) & (column < last), other=none)
+    return a, b, c, d
+
+
+@triton.jit
+def _count_tile(quads, threshold):
+    a, b, c, d = quads
+    # NaN ranks above every number
+    count = (~(a <= threshold)).to(tl.int32) + (~(b <= threshold)).to(tl.int32)
+    return count + (~(c <= threshold)).to(tl.int32) + (~(d <= threshold)).to(tl.int32)
+
+
+@triton.jit
+def _store_tile(quads, threshold, column, at):
+    for i in tl.static_range(4):
+        is_above = ~(quads[i] <= threshold)
+        bits = quads[i].to(tl.int32, bitcast=True).to(tl.int64) << 32
+        tl.store(at, bits | (column + i).to(tl.int64), mask=is_above)
+        at += is_above.to(tl.int32)
+
+
+@triton.jit
+def _spread(of_list):
+    """[LISTS] as [LISTS * TILE / 4]: for each quad that of its list."""
+    LISTS: tl.constexpr = of_list.shape[0]
+    return tl.reshape(tl.broadcast_to(of_list[:, None], [LISTS, TILE // 4]), [LISTS * TILE // 4])
+
+
+@triton.jit
+def gather(
+    source, first, last, origin, floor, lists, ROOM: tl.constexpr, LISTS: tl.constexpr
+):  # fmt: skip
+    """Store candidates for the logits of [first, last) above `floor` into LISTS lists, each of a
+    run of columns, in their order. Returns how many each list has, int32 [LISTS]; those after
+    ROOM - STRIDE are lost.
+
+    lists  [LISTS, ROOM] int64: a logit's bits above its column
+
+    A list for each warp: no warp waits for another. The counts of four tiles are bytes of one
+    number, so that one prefix sum within the warp is of all of them.
+    """
+    QUADS: tl.constexpr = LISTS * TILE // 4
+    threshold = as_threshold(floor)
+    which = tl.arange(0, LISTS)
+    begin = first // 4 * 4
+    width = tl.maximum(last - first, 0) + (first - begin)
+    length = tl.cdiv(width, LISTS * STRIDE) * STRIDE
+    column = begin + which[:, None] * length + tl.arange(0, TILE)[None, :]
+    at = source + column
+    quad = _spread(begin - origin + which * length) + 4 * (tl.arange(0, QUADS) % (TILE // 4))
+    held = which * 0
+    end = begin + (LISTS - 1) * length + STRIDE  # of the last list's first stride
+    a, b, c, d = _load_tiles(at, column, first, last, (begin >= first) & (end <= last))
+    for start in range(0, length, STRIDE):
+        after = start + STRIDE
+        e, f, g, h = _load_tiles(
+            at + after, column + after, first, last, (after < length) & (end + after <= last)
+        )
+        # as vectors: of a matrix the compiler might store its columns
+        a, b = split_quads(tl.reshape(a, [4 * QUADS])), split_quads(tl.reshape(b, [4 * QUADS]))
+        c, d = split_quads(tl.reshape(c, [4 * QUADS])), split_quads(tl.reshape(d, [4 * QUADS]))
+        count = _count_tile(a, threshold) + (_count_tile(b, threshold) << 8)
+        count += (_count_tile(c, threshold) << 16) + (_count_tile(d, threshold) << 24)
+        counts = tl.reshape(count, [LISTS, TILE // 4])
+        before = tl.reshape(tl.cumsum(counts, 1), [QUADS]) - count
+        total = tl.sum(counts, 1)
+        to = which * ROOM + tl.minimum(held, ROOM - STRIDE)
+        _store_tile(a, threshold, quad, lists + _spread(to) + (before & 0xFF))
+        to += total & 0xFF
+        _store_tile(b, threshold, quad + TILE, lists + _spread(to) + ((before >> 8) & 0xFF))
+        to += (total >> 8) & 0xFF
+        _store_tile(c, threshold, quad + 2 * TILE, lists + _spread(to) + ((before >> 16) & 0xFF))
+        to += (total >> 16) & 0xFF
+        _store_tile(d, threshold, quad + 3 * TILE, lists + _spread(to) + ((before >> 24) & 0xFF))
+        held += (total & 0xFF) + ((total >> 8) & 0xFF)
+        held += ((total >> 16) & 0xFF) + ((total >> 24) & 0xFF)
+        quad += STRIDE
+        a, b, c, d = e, f, g, h
+    return held
+
+
+@triton.jit
+def find_candidate(index, lists, starts, ROOM: tl.constexpr, LISTS: tl.constexpr):
+    """Where a candidate is, as if all lists were one.
+
+    starts  [LISTS]: the index of the first candidate of each list
+    """
+    which = index * 0
+    for i in tl.static_range(1, 16):
+        if (LISTS >> i) > 0:
+            later = which + (LISTS >> i)
+            which = tl.where(index >= tl.load(starts + later), later, which)
+    return lists + which.to(tl.int64) * ROOM + (index - tl.load(starts + which))
+
+
+@triton.jit
+def split_candidates(packed, exists):
+    """(ranks, columns) of candidates of `gather`; LOWEST where there is none."""
+    logits = (packed >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    return tl.where(exists, rank_logits(logits), LOWEST), packed.to(tl.int32)
 
 
 @triton.jit
