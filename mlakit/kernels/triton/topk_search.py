@@ -196,7 +196,7 @@ def sample_floor(source, first, last, k, ROOM: tl.constexpr, SAMPLE: tl.constexp
     standard deviation of less than its square root; the floor is four of them below.
     """
     floor = tl.full([], LOWEST, tl.int32)
-    width = last - first
+    width = tl.maximum(last - first, 0)
     size = tl.minimum(width, SAMPLE)
     expected = k.to(tl.float32) * size.to(tl.float32) / tl.maximum(width, 1).to(tl.float32)
     least = (expected + 4.0 * tl.sqrt(expected) + 4.0).to(tl.int32)
