@@ -1,15 +1,17 @@
 """The k best columns of every row of logits, portable Triton; `indexer_select` as physical rows.
 
-Maths      the k-th best rank is found by bisection: count the ranks above a floor, until exactly k
-           are or until all that are left are equal
+Maths      the k-th best rank is found by a search: count the ranks above three points, until
+           exactly k are or until all that are left are equal
 Work       one program per row, or per split of a row where rows are few; a second launch then
            selects from the candidates of all splits
 Methods    whole: all ranks of a row stay in registers. narrow: a sample of the row gives a floor
-           that a few more than k logits are above; the candidates above it go to a buffer, and
-           wherever it is full only its k best stay. Where too few were above the floor, the row is
-           read again without one. reread: the row is read again for every step of the bisection
+           that a few more than k logits are above; each warp reads a run of columns and lists its
+           candidates above the floor, without waiting for others. Where they are too few or too
+           many, the row is read again into one buffer; wherever that is full only its k best stay.
+           reread: the row is read again for every step of a bisection
 Order      by column; among equal logits the lower columns win; NaN ranks above every number
-Memory     narrow: a buffer of 8 bytes per candidate for every program that runs at once
+Memory     narrow: for every program that runs at once a list per warp, each with room for all
+           candidates of 8 bytes
 Limits     none
 Lineage    own design; ideas: radix select, sample select
 """

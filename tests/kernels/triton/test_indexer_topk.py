@@ -53,6 +53,19 @@ def test_every_way_of_selecting(config, k, place, monkeypatch):
     trial.check(trial.call(place.backend))
 
 
+@pytest.mark.interpreted
+@pytest.mark.parametrize("bounds", [{}, {"with_ends": True}, {"with_starts": True}], ids=str)
+@pytest.mark.parametrize(("splits", "warps"), [(1, 1), (1, 2), (3, 1)])
+def test_a_list_has_several_strides_of_columns(splits, warps, bounds, place, monkeypatch):
+    if place.on_cpu_backend:
+        pytest.skip("has no lists")
+    config = TopkConfig(splits, 512, "narrow", 2, 64, 256, warps)
+    monkeypatch.setattr(indexer_topk, "pick_topk_config", lambda **problem: config)
+    case = IndexerTopkCase(num_tokens=3, num_columns=2301, k=100, padded=True, **bounds)
+    trial = case.trial(place.device)
+    trial.check(trial.call(place.backend))
+
+
 # what misleads a sample: its floor is then too high or too low
 MISLEADING = {
     "best where the sample is not": lambda column: torch.where(column % 8 < 4, 0.0, 1.0 + column),
@@ -63,6 +76,7 @@ MISLEADING = {
     "not a number": lambda column: torch.nan * column,
     "nothing": lambda column: torch.full_like(column, -torch.inf, dtype=torch.float32),
     "two values": lambda column: (column % 50 == 3).float(),
+    "best in one list": lambda column: torch.where(column // 64 == 2, 1.0 + column, -1.0 * column),
 }
 
 
