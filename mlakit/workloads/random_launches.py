@@ -255,7 +255,7 @@ def sparse_launch(draw: Draw, backend: str, device: str) -> SparseLaunch:
 
 @dataclass(frozen=True)
 class TopkConfiguration:
-    """Ranges with the same compile-time parameters of an `indexer_topk` kernel, nearly."""
+    """Ranges with the same compile-time parameters of an `indexer_topk` kernel."""
 
     columns: tuple[int, int]  # first, last
     k: tuple[int, int]  # first, last
@@ -263,42 +263,53 @@ class TopkConfiguration:
     with_starts: bool = False
     with_ends: bool = False
     padded: bool = False
+    is_aligned: bool = True  # columns and k are multiples of ALIGNED, or none is
 
 
+ALIGNED = 16  # Triton compiles kernels for strides that are multiples of this
 # rows in registers, rows that are narrowed down, rows that are read again and again
 TOPK_CONFIGURATIONS = (
-    TopkConfiguration((2049, 4096), (1, 2048), (1, 40, 600), with_ends=True),
-    TopkConfiguration((4097, 8192), (1, 8192), (1, 300), with_starts=True, padded=True),
-    TopkConfiguration((8193, 16384), (1639, 2048), (140, 600), with_ends=True),
-    TopkConfiguration((65537, 131072), (1639, 2048), (133, 150), with_starts=True, with_ends=True),
-    TopkConfiguration((69632, 131072), (1639, 2048), (1, 3, 4), with_ends=True, padded=True),
-    TopkConfiguration((16385, 32768), (400, 512), (133, 600), padded=True),
-    TopkConfiguration((24576, 28671), (1, 512), (1, 16), with_starts=True),
+    TopkConfiguration((2049, 4096), (16, 2048), (1, 40, 600), with_ends=True),
+    TopkConfiguration((4097, 8192), (2, 8192), (1, 300), with_starts=True, is_aligned=False),
+    TopkConfiguration((8193, 16384), (1639, 2048), (300, 600), with_ends=True),
+    TopkConfiguration((65537, 131072), (1639, 2048), (265, 280), with_starts=True, with_ends=True),
+    TopkConfiguration((69632, 131072), (1639, 2048), (1, 3, 8), with_ends=True, padded=True),
+    TopkConfiguration((16385, 32768), (2, 512), (265, 600), padded=True, is_aligned=False),
+    TopkConfiguration((24576, 28671), (2, 512), (1, 16), with_starts=True, is_aligned=False),
     TopkConfiguration((8193, 16384), (8192, 8192), (1, 140), with_ends=True),
-    TopkConfiguration((16385, 32768), (4097, 8192), (133, 200)),
-    TopkConfiguration((16385, 32768), (8193, 9000), (1, 140), with_ends=True),
+    TopkConfiguration((16385, 32768), (4097, 8192), (265, 300)),
+    TopkConfiguration((16385, 32768), (8193, 9008), (1, 140), with_ends=True, is_aligned=False),
 )
-CPU_TOPK_CONFIGURATIONS = tuple(
-    TopkConfiguration((50, 400), (1, 40), (5,), starts, ends, padded)
-    for starts, ends, padded in ((False, False, True), (False, True, False), (True, True, True))
+CPU_TOPK_CONFIGURATIONS = (
+    TopkConfiguration((48, 400), (16, 48), (5,), padded=True),
+    TopkConfiguration((50, 400), (2, 40), (5,), with_ends=True, is_aligned=False),
+    TopkConfiguration((50, 400), (2, 400), (5,), True, True, padded=True, is_aligned=False),
 )
 
 
 def topk_launch(draw: Draw, backend: str, device: str) -> IndexerTopkLaunch:
     is_gpu = device != "cpu"
     configuration = draw.choice(TOPK_CONFIGURATIONS if is_gpu else CPU_TOPK_CONFIGURATIONS)
-    last, best = configuration.columns[1], configuration.k[1]
+    is_aligned = configuration.is_aligned
     return IndexerTopkLaunch(
         seed=draw.integer(0, 2**31),
         padded=configuration.padded,
         calls=draw.choice((1, 1, 1, 3)),
         num_tokens=draw.choice(configuration.rows),
-        num_columns=draw.choice((last, last, draw.integer(*configuration.columns))),
-        k=draw.choice((best, best, draw.integer(*configuration.k))),
+        num_columns=_width(draw, *configuration.columns, is_aligned=is_aligned),
+        k=_width(draw, *configuration.k, is_aligned=is_aligned),
         kind=draw.choice((KINDS[0], *KINDS)),
         with_starts=configuration.with_starts,
         with_ends=configuration.with_ends,
     )
+
+
+def _width(draw: Draw, first: int, last: int, *, is_aligned: bool) -> int:
+    """`last`, or less; a multiple of ALIGNED, or none."""
+    drawn = draw.choice((last, last, draw.integer(first, last)))
+    if is_aligned:
+        return max(drawn // ALIGNED * ALIGNED, -(-first // ALIGNED) * ALIGNED)
+    return drawn if drawn % ALIGNED else drawn - 1
 
 
 @dataclass(frozen=True)

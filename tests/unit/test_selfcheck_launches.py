@@ -13,7 +13,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mlakit import cli, dispatch, reference
+from mlakit import cli, dispatch, reference, selfcheck
+from mlakit.kernels.triton.configs import pick_topk_config, power_of_two
 from mlakit.masks import CAUSAL, NULL, Mask
 from mlakit.selfcheck import Settings, random_launches, run
 from mlakit.specs import Problem, Use
@@ -248,6 +249,22 @@ def test_few_kernels_are_compiled_for_launches_of_the_hopper_kernel():
         assert each == replace(each, padded=False, wide_indices=False, num_splits=0)
 
 
+def test_few_kernels_are_compiled_for_launches_of_the_topk_kernel():
+    settings = Settings(("indexer_topk",), 0, device="cuda", backend="triton", launches=1)
+    kernels = set()
+    for _, launch in islice(random_launches(settings), 400):
+        rows, columns, k = launch.num_tokens, launch.num_columns, launch.k
+        config = pick_topk_config(rows=rows, columns=columns, k=k, num_sms=132)
+        lists = power_of_two(config.splits * config.num_warps)
+        bounds = (launch.with_starts, launch.with_ends)
+        strides = (launch.padded, columns % 16 == 0, k % 16 == 0, k == 1)
+        options = tuple(config.options.items())
+        kernels.add((config.method, config.splits > 1, lists, options, bounds, strides))
+    assert {kernel[0] for kernel in kernels} == {"whole", "narrow", "reread"}
+    assert {kernel[1] for kernel in kernels} == {True, False}
+    assert len(kernels) <= 12
+
+
 def test_other_backends_are_given_more_formats_masks_and_splits():
     launches = drawn("", 200)
     assert {each.format for each in launches} >= {"bf16", "fp16", "fp8_block128", "fp8_token"}
@@ -272,6 +289,14 @@ def test_launches_are_counted_in_json_and_in_words():
     last = output.splitlines()[-1]
     assert last.startswith("3 launches of seed 4 in ")
     assert last.endswith(" s, no failure.")
+
+
+def test_progress_is_a_line_now_and_then_without_a_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(selfcheck, "SECONDS_BETWEEN_LINES", 0.0)
+    settings = Settings(("indexer_topk",), 0, device="cpu", minutes=None, launches=2)
+    selfcheck.run_with_progress(settings)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(" in ")[0] for line in lines] == ["0 launches", "1 launches", "2 launches"]
 
 
 def test_calls_of_each_launch_are_made_and_named(monkeypatch):

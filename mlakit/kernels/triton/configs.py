@@ -169,6 +169,7 @@ def power_of_two(n: int) -> int:
 TOPK_BLOCK = 16384  # columns whose ranks one program keeps in registers
 TOPK_WHOLE = 8192  # columns of a row that is not worth narrowing down
 TOPK_SPLIT = 4096  # columns of a split of a row, at least
+TOPK_SPLITS_PER_SM = 2
 TOPK_WARPS_PER_SM = 16  # of 128 registers per thread
 
 
@@ -208,7 +209,7 @@ def pick_topk_config(*, rows: int, columns: int, k: int, num_sms: int) -> TopkCo
     if 2 * wanted > TOPK_BLOCK:
         return TopkConfig(1, 4096, "reread", 0, 4096, 0, 8)
     block = min(max(2 * power_of_two(wanted + wanted // 4), 4096), TOPK_BLOCK)
-    splits = max(min(num_sms // max(rows, 1), columns // TOPK_SPLIT), 1)
+    splits = max(min(TOPK_SPLITS_PER_SM * num_sms // max(rows, 1), columns // TOPK_SPLIT), 1)
     warps = max(block // 2048, 4)
     return TopkConfig(
         splits,

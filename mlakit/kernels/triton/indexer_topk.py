@@ -1,7 +1,7 @@
 """The k best columns of every row of logits, portable Triton; `indexer_select` as physical rows.
 
-Maths      the k-th best rank is found by a search: count the ranks above three points, until
-           exactly k are or until all that are left are equal
+Maths      the k-th best rank is found by a search: count the ranks above a floor, until exactly k
+           are or until all that are left are equal
 Work       one program per row, or per split of a row where rows are few; a second launch then
            selects from the candidates of all splits
 Methods    whole: all ranks of a row stay in registers. narrow: a sample of the row gives a floor

@@ -81,58 +81,46 @@ def lowest_rank(ranks):
 
 
 @triton.jit
-def point_between(low, high, share):
-    """The rank at `share` of the way from the logit of `low` to that of `high`."""
+def guess(low, high, above_low, above_high, wanted, IS_TAIL: tl.constexpr):
+    """A rank between `low` and `high` that about `wanted` ranks are above, if logits between them
+    are evenly spread; with IS_TAIL, if they become exponentially fewer, as above a mean."""
     start, end = as_threshold(low), as_threshold(high)
-    middle = rank_logits(start + tl.minimum(tl.maximum(share, 0.0), 1.0) * (end - start))
+    if IS_TAIL:
+        most = above_low.to(tl.float32)
+        least = tl.maximum(above_high.to(tl.float32), 0.5)
+        share = tl.log2(most / tl.maximum(wanted, 1).to(tl.float32)) / tl.log2(most / least)
+    else:
+        share = (above_low - wanted).to(tl.float32) / (above_low - above_high).to(tl.float32)
+    middle = rank_logits(start + share * (end - start))
     return tl.minimum(tl.maximum(middle, low + 1), high - 1)
 
 
 @triton.jit
-def count_above_three(ranks, first, second, third):
-    """How many of at most 2**15 - 1 ranks are above each, by one reduction."""
-    two = (ranks > first).to(tl.int32) + ((ranks > second).to(tl.int32) << 16)
-    packed = tl.sum(two.to(tl.int64) + ((ranks > third).to(tl.int64) << 32), 0)
-    low = packed.to(tl.int32)
-    return low & 0xFFFF, low >> 16, (packed >> 32).to(tl.int32)
-
-
-@triton.jit
-def find_floor(ranks, least, most, low, above_low, high):
+def find_floor(ranks, least, most, low, above_low, high, IS_TAIL: tl.constexpr):
     """Look for a floor that `least` to `most` ranks are above, between `low`, which `above_low` and
     too many are above, and `high`, which none is above.
 
-    Each iteration counts the ranks above three points: the wait for a count is most of the time.
-    The points are quarters at first, then where logits that are evenly spread would have the wanted
-    count and half a standard deviation beside it; every fourth iteration also bisects the ranks, so
-    that no distribution takes more than 128. Returns (is_found, floor, low, high); where none is
-    found, high is low + 1.
+    Some guesses, then a bisection of the interval, and so on. Returns (is_found, floor, low, high);
+    where none is found, high is low + 1.
+
+    IS_TAIL  few are wanted
     """
+    EVERY: tl.constexpr = 8 if IS_TAIL else 3
     is_found = low > NAN  # false
     floor = low
     above_high = least * 0
     step = least * 0
     while (low + 1 < high) & (not is_found):
-        between = (above_low - above_high).to(tl.float32)
-        share = (above_low - (least + most) // 2).to(tl.float32) / between
-        spread = tl.maximum(0.5 / tl.sqrt(between), 0.5 / between)
-        share, spread = tl.where(step == 0, 0.5, share), tl.where(step == 0, 0.25, spread)
-        first = point_between(low, high, share - spread)
-        second = point_between(low, high, share)
-        third = point_between(low, high, share + spread)
-        if step % 4 == 3:
-            first = (low & high) + ((low ^ high) >> 1)  # the mean, without overflow
-            third = point_between(low, high, 0.5 + 0.0 * share)
-        counts = count_above_three(ranks, first, second, third)
-        points = first, second, third
-        for i in tl.static_range(3):
-            point, above = points[i], counts[i]
-            is_right = (above >= least) & (above <= most)
-            floor = tl.where(is_right, point, floor)
-            is_found = is_found | is_right
-            is_low, is_high = (above > most) & (point > low), (above < least) & (point < high)
-            above_low, low = tl.where(is_low, above, above_low), tl.where(is_low, point, low)
-            above_high, high = tl.where(is_high, above, above_high), tl.where(is_high, point, high)
+        if step % EVERY < EVERY - 1:
+            floor = guess(low, high, above_low, above_high, (least + most) // 2, IS_TAIL)
+        else:
+            floor = (low & high) + ((low ^ high) >> 1)  # the mean, without overflow
+        above = count_above(ranks, floor)
+        is_found = (above >= least) & (above <= most)
+        above_low = tl.where(above > most, above, above_low)
+        low = tl.where(above > most, floor, low)
+        above_high = tl.where(above < least, above, above_high)
+        high = tl.where(above < least, floor, high)
         step += 1
     return is_found, floor, low, high
 
@@ -147,7 +135,9 @@ def search(ranks, k, low, above_low):
     num_equal = k * 0
     floor = low
     if above_low > k:
-        is_found, floor, low, high = find_floor(ranks, k, k, low, above_low, tl.max(ranks, 0))
+        is_found, floor, low, high = find_floor(
+            ranks, k, k, low, above_low, tl.max(ranks, 0), False
+        )
         if not is_found:
             floor = high
             num_equal = k - count_above(ranks, high)
@@ -209,7 +199,9 @@ def sample_floor(source, first, last, k, ROOM: tl.constexpr, SAMPLE: tl.constexp
         high = tl.max(ranks, 0)
         low = tl.minimum(lowest_rank(ranks), high) - 1
         if high > LOWEST:
-            is_found, found, low, _ = find_floor(ranks, least, least + least // 16, low, size, high)
+            is_found, found, low, _ = find_floor(
+                ranks, least, least + least // 16, low, size, high, True
+            )
             floor = tl.where(is_found, found, low)
     return floor
 
@@ -362,12 +354,22 @@ def find_candidate(index, lists, starts, ROOM: tl.constexpr, LISTS: tl.constexpr
 
     starts  [LISTS]: the index of the first candidate of each list
     """
-    which = index * 0
-    for i in tl.static_range(1, 16):
-        if (LISTS >> i) > 0:
-            later = which + (LISTS >> i)
-            which = tl.where(index >= tl.load(starts + later), later, which)
-    return lists + which.to(tl.int64) * ROOM + (index - tl.load(starts + which))
+    if LISTS <= 8:
+        at = index
+        before = tl.zeros([], tl.int32)
+        for i in tl.static_range(1, LISTS):
+            start = tl.load(starts + i)
+            at += tl.where(index >= start, ROOM - (start - before), 0)  # past the list before
+            before = start
+        found = lists + at
+    else:
+        which = index * 0
+        for i in tl.static_range(1, 16):
+            if (LISTS >> i) > 0:
+                later = which + (LISTS >> i)
+                which = tl.where(index >= tl.load(starts + later), later, which)
+        found = lists + which.to(tl.int64) * ROOM + (index - tl.load(starts + which))
+    return found
 
 
 @triton.jit

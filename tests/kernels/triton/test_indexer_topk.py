@@ -119,7 +119,7 @@ def indexer_topk_there(logits, k, place):
 def test_the_way_of_a_shape(rows, columns, k, way):
     config = pick_topk_config(rows=rows, columns=columns, k=k, num_sms=132)
     assert config.method == way
-    assert config.splits == 1 or rows * config.splits <= 132
+    assert config.splits == 1 or rows * config.splits <= 2 * 132
 
 
 @pytest.mark.parametrize("k", [1, 100, 512, 2048, 5000, 8192])
@@ -145,4 +145,5 @@ def test_few_rows_fill_the_gpu():
 def test_scratch_memory_does_not_grow_with_rows():
     config = pick_topk_config(rows=10**6, columns=131072, k=2048, num_sms=132)
     assert config.splits == 1
-    assert config.programs(10**6) * config.block * 8 < 2**26
+    lists = config.num_warps * (config.block // 2 + 512)
+    assert config.programs(10**6) * lists * 8 < 2**27
