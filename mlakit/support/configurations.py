@@ -124,7 +124,7 @@ CONFIGURATIONS: dict[str, Case] = {
     "append-index-keys": _append(
         "fp8_token", kv_lora_rank=128, qk_rope_head_dim=0, page_size=64, gamma_dtype="", heads=1
     ),
-    "topk-131072": IndexerTopkCase(num_columns=131072, k=2048, num_tokens=133),
+    "topk-131072": IndexerTopkCase(num_columns=65536, k=2048, num_tokens=400),
 }
 # enough work for `auto` to select an m64 kernel
 MUCH_WORK = {"kv_lens": (2200, 65), "q_lens": (64, 1)}

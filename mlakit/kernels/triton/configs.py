@@ -180,7 +180,7 @@ class TopkConfig:
     method: str  # "whole", "narrow" or "reread", see `indexer_topk.py`
     max_programs: int  # of "narrow", where each has a buffer
     step: int  # columns per iteration
-    sample: int  # columns that estimate the k-th best logit
+    sample: int  # columns that estimate the k-th best logit; of long rows several times as many
     num_warps: int
 
     @property
@@ -217,7 +217,7 @@ def pick_topk_config(*, rows: int, columns: int, k: int, num_sms: int) -> TopkCo
         "narrow",
         max_programs=TOPK_WARPS_PER_SM // warps * num_sms,
         step=1024,
-        sample=min(max(power_of_two(columns) // 16, 1024), 4096),
+        sample=min(max(power_of_two(columns) // 16, 1024), 1024 * warps),
         num_warps=warps,
     )
 

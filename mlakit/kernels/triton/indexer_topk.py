@@ -106,8 +106,8 @@ def _select(
         *rows,
     )
     options = {**config.options, "WARPS": warps, "LISTS": lists_per_row, **row_options}
-    if row_options["PAGE"]:  # looking rows up takes registers
-        options["STEP" if method == "whole" else "AT_ONCE"] //= 2
+    if row_options["PAGE"] and method == "whole":
+        options["STEP"] //= 4  # looking rows up takes registers
     launch(_select_kernel, (programs,), *arguments, METHOD=method, **options)
     if splits > 1:
         options["num_warps"] = 16  # one program per row: most SMs are idle

@@ -183,27 +183,39 @@ def sample_floor(source, first, last, k, ROOM: tl.constexpr, SAMPLE: tl.constexp
     ROOM holds them all.
 
     The sample is of columns at one distance, four at a time. Its k-th best by proportion has a
-    standard deviation of less than its square root; the floor is four of them below.
+    standard deviation of less than its square root; the floor is four of them below. A long row
+    has a sample of several times SAMPLE columns, of which registers hold the highest of each group:
+    few are wanted, so that two of a group are among them only rarely, and then the floor is lower.
     """
     floor = tl.full([], LOWEST, tl.int32)
     width = tl.maximum(last - first, 0)
-    size = tl.minimum(width, SAMPLE)
+    times = tl.minimum(tl.maximum(width // (12 * SAMPLE), 1), 16)
+    size = tl.minimum(width, times * SAMPLE)
+    num_held = tl.minimum(width, SAMPLE)
     expected = k.to(tl.float32) * size.to(tl.float32) / tl.maximum(width, 1).to(tl.float32)
     least = (expected + 4.0 * tl.sqrt(expected) + 4.0).to(tl.int32)
-    if (width > ROOM) & (least < size):
+    if (width > ROOM) & (least < num_held):
         index = tl.arange(0, SAMPLE)
-        distance = 4 * tl.maximum(width // SAMPLE, 1)
+        distance = 4 * tl.maximum(width // (times * SAMPLE), 1)
         column = first // 4 * 4 + index // 4 * distance + index % 4
-        exists = (column >= first) & (column < last)
-        ranks = rank_logits(tl.load(source + column, mask=exists, other=-float("inf")))
+        ranks = _load_sample(source, column, first, last)
+        for _ in range(1, times):
+            column += SAMPLE // 4 * distance
+            ranks = tl.maximum(ranks, _load_sample(source, column, first, last))
         high = tl.max(ranks, 0)
         low = tl.minimum(lowest_rank(ranks), high) - 1
         if high > LOWEST:
             is_found, found, low, _ = find_floor(
-                ranks, least, least + least // 16, low, size, high, True
+                ranks, least, least + least // 16, low, num_held, high, True
             )
             floor = tl.where(is_found, found, low)
     return floor
+
+
+@triton.jit
+def _load_sample(source, column, first, last):
+    exists = (column >= first) & (column < last)
+    return rank_logits(tl.load(source + column, mask=exists, other=-float("inf")))
 
 
 @triton.jit
@@ -354,7 +366,7 @@ def find_candidate(index, lists, starts, ROOM: tl.constexpr, LISTS: tl.constexpr
 
     starts  [LISTS]: the index of the first candidate of each list
     """
-    if LISTS <= 8:
+    if LISTS <= 16:
         at = index
         before = tl.zeros([], tl.int32)
         for i in tl.static_range(1, LISTS):
