@@ -217,7 +217,7 @@ def pick_topk_config(*, rows: int, columns: int, k: int, num_sms: int) -> TopkCo
         "narrow",
         max_programs=TOPK_WARPS_PER_SM // warps * num_sms,
         step=1024,
-        sample=min(max(power_of_two(columns) // 16, 1024), 1024 * warps),
+        sample=min(max(power_of_two(columns) // 16, 1024), 512 * warps),
         num_warps=warps,
     )
 

@@ -189,7 +189,7 @@ def sample_floor(source, first, last, k, ROOM: tl.constexpr, SAMPLE: tl.constexp
     """
     floor = tl.full([], LOWEST, tl.int32)
     width = tl.maximum(last - first, 0)
-    times = tl.minimum(tl.maximum(width // (12 * SAMPLE), 1), 16)
+    times = tl.minimum(tl.maximum(width // (12 * SAMPLE), 1), 32)
     size = tl.minimum(width, times * SAMPLE)
     num_held = tl.minimum(width, SAMPLE)
     expected = k.to(tl.float32) * size.to(tl.float32) / tl.maximum(width, 1).to(tl.float32)

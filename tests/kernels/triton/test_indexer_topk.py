@@ -144,7 +144,7 @@ def test_a_buffer_has_room_for_a_step_beside_the_best(columns, k):
         assert k <= config.block // 2
         assert config.step <= config.block // 2
         # four standard deviations above the k-th best of a sample are few enough candidates
-        sample = config.sample * min(max(columns // (12 * config.sample), 1), 16)
+        sample = config.sample * min(max(columns // (12 * config.sample), 1), 32)
         expected = sample * k / columns
         candidates = (expected + 4 * expected**0.5 + 4) * 17 / 16 * columns / sample
         # more is slower but correct
