@@ -169,7 +169,6 @@ _TOPK = {
     ("topk-4096", 100): (5, 9),
     ("topk-8192", 90): (9, 9),
     ("topk-many", 120): (1, 1),
-    ("select-prefill", 100): (25, 25),
 }
 
 # by (version of Triton, configuration, architecture)
