@@ -182,7 +182,7 @@ def sample_floor(source, first, last, k, ROOM: tl.constexpr, SAMPLE: tl.constexp
     """A rank that a few more than k logits of [first, last) are above, most likely; LOWEST where
     ROOM holds them all.
 
-    The sample is of columns at one distance, four at a time. Its k-th best by proportion has a
+    The sample is of columns evenly spread, four at a time. Its k-th best by proportion has a
     standard deviation of less than its square root; the floor is four of them below. A long row
     has a sample of several times SAMPLE columns, of which registers hold the highest of each group:
     few are wanted, so that two of a group are among them only rarely, and then the floor is lower.
@@ -195,25 +195,26 @@ def sample_floor(source, first, last, k, ROOM: tl.constexpr, SAMPLE: tl.constexp
     expected = k.to(tl.float32) * size.to(tl.float32) / tl.maximum(width, 1).to(tl.float32)
     least = (expected + 4.0 * tl.sqrt(expected) + 4.0).to(tl.int32)
     if (width > ROOM) & (least < num_held):
-        index = tl.arange(0, SAMPLE)
-        distance = 4 * tl.maximum(width // (times * SAMPLE), 1)
-        column = first // 4 * 4 + index // 4 * distance + index % 4
-        ranks = _load_sample(source, column, first, last)
+        quad = tl.arange(0, SAMPLE) // 4
+        distance = width.to(tl.float32) / size.to(tl.float32)  # a fraction: up to the last columns
+        ranks = _load_sample(source, quad, distance, first, last)
         for _ in range(1, times):
-            column += SAMPLE // 4 * distance
-            ranks = tl.maximum(ranks, _load_sample(source, column, first, last))
-        high = tl.max(ranks, 0)
-        low = tl.minimum(lowest_rank(ranks), high) - 1
-        if high > LOWEST:
-            is_found, found, low, _ = find_floor(
-                ranks, least, least + least // 16, low, num_held, high, True
-            )
+            quad += SAMPLE // 4
+            ranks = tl.maximum(ranks, _load_sample(source, quad, distance, first, last))
+        num_found = count_above(ranks, LOWEST)
+        most = least + least // 16
+        if num_found > most:  # else a row of few numbers: all are candidates
+            low, high = lowest_rank(ranks) - 1, tl.max(ranks, 0)
+            is_found, found, low, _ = find_floor(ranks, least, most, low, num_found, high, True)
             floor = tl.where(is_found, found, low)
     return floor
 
 
 @triton.jit
-def _load_sample(source, column, first, last):
+def _load_sample(source, quad, distance, first, last):
+    """Ranks of four neighbours of each quad of the sample; LOWEST outside [first, last)."""
+    column = first // 4 * 4 + (quad.to(tl.float32) * distance).to(tl.int32) * 4
+    column += tl.arange(0, quad.shape[0]) % 4
     exists = (column >= first) & (column < last)
     return rank_logits(tl.load(source + column, mask=exists, other=-float("inf")))
 
