@@ -367,7 +367,7 @@ def find_candidate(index, lists, starts, ROOM: tl.constexpr, LISTS: tl.constexpr
 
     starts  [LISTS]: the index of the first candidate of each list
     """
-    if LISTS <= 16:
+    if LISTS <= 8:
         at = index
         before = tl.zeros([], tl.int32)
         for i in tl.static_range(1, LISTS):
