@@ -10,8 +10,8 @@ from mlakit.formats import Format
 from mlakit.workloads.case import Case
 from mlakit.workloads.decode_launch import DecodeLaunch
 from mlakit.workloads.indexer_launch import IndexerLaunch
-from mlakit.workloads.prefill_launch import PrefillLaunch, prefill_launch
 from mlakit.workloads.paged import SPARE_COLUMNS
+from mlakit.workloads.prefill_launch import PrefillLaunch, prefill_launch
 from mlakit.workloads.random_cases import Draw
 from mlakit.workloads.select_launch import KINDS, IndexerSelectLaunch, IndexerTopkLaunch
 from mlakit.workloads.sparse_launch import SparseLaunch

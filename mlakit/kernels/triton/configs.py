@@ -441,7 +441,7 @@ def pick_sparse_config(
     has_extra  a token has a second list
     """
     block_h = min(max(power_of_two(heads), 16), 32)
-    choices = (_SPARSE_FP8 if is_fp8 else _SPARSE_16BIT)[block_h]
+    choices: tuple[SparseConfig, ...] = (_SPARSE_FP8 if is_fp8 else _SPARSE_16BIT)[block_h]
     if itemsize == 4:
         choices = _SPARSE_FP32
     elif arch == 90 and (is_fp8 or heads > 16):
