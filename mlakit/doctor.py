@@ -17,10 +17,11 @@ from mlakit import dispatch, knobs, replay, selfcheck
 from mlakit.bench import environment, gpu, peers
 from mlakit.checks import UnsupportedError
 from mlakit.knobs import Backend
-from mlakit.workloads import Case, DecodeCase, IndexerLogitsCase, SparseCase
+from mlakit.workloads import Case, DecodeCase, IndexerLogitsCase, PrefillCase, SparseCase
 
 # for kernels that support certain widths only; other ops use their smallest case
 WIDE_CASES: dict[str, Case] = {
+    "mla_prefill": PrefillCase(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
     "mla_decode": DecodeCase(kv_lora_rank=512, qk_rope_head_dim=64, page_size=64),
     "sparse_mla": SparseCase(kv_lora_rank=512, qk_rope_head_dim=64, page_size=64),
     "indexer_logits": IndexerLogitsCase(

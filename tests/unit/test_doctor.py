@@ -127,7 +127,8 @@ def test_a_backend_that_takes_nothing_here_does_not_count_as_working(monkeypatch
     monkeypatch.setattr(doctor, "why_not", lambda backend: None)
     monkeypatch.setattr(doctor, "_op_health", lambda op, *_: doctor.OpHealth(op, 0.0, reason))
     health = doctor._backend_health("hopper", 1.0)
-    assert [each.op for each in health.ops] == ["mla_decode", "sparse_mla", "indexer_logits"]
+    ops = ["mla_prefill", "mla_decode", "sparse_mla", "indexer_logits"]
+    assert [each.op for each in health.ops] == ops
     assert health.random is None
     assert health.as_json()["works"] is False
     assert doctor._backend_line(health) == f"no: {reason}"
