@@ -206,10 +206,16 @@ SPARSE_FOR_HOPPER = (
     SparseConfiguration(
         "fp16", "fp16", (512, 0, 512), with_lens=False, extra_format="fp16", is_negative=True
     ),
+    SparseConfiguration("fp8_block128", sink="finite"),
+    SparseConfiguration(
+        "fp8_block128", padded=True, extra_format="fp8_block128", extra_page_size=2, sink="mixed"
+    ),
+    SparseConfiguration("fp8_block64", row=(448, 64, 512), page_size=61, is_negative=True),
+    SparseConfiguration("fp8_token", page_size=16, extra_format="fp8_token", padded=True),
+    SparseConfiguration("fp8", "fp16", with_lens=False, sink="finite"),
 )
 SPARSE_FOR_ANY = (
     *SPARSE_FOR_HOPPER,
-    SparseConfiguration("fp8_block128", sink="finite"),
     SparseConfiguration("fp8_token", extra_format="bf16", page_size=16),
 )
 SPARSE_CONFIGURATIONS = {"hopper": SPARSE_FOR_HOPPER}

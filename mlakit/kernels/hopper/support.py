@@ -157,7 +157,16 @@ def _why_not_prefill(problem: Problem) -> str | None:
 
 
 # rows of a cache, and the queries that `sparse_mla` takes with them
-_SPARSE_FORMATS = {"m64_bf16": {"bf16": ("torch.bfloat16",), "fp16": ("torch.float16",)}}
+_SPARSE_FORMATS = {
+    "m64_bf16": {"bf16": ("torch.bfloat16",), "fp16": ("torch.float16",)},
+    "m64_fp8_kv": {
+        # bf16 as their rotated columns
+        "fp8_block128": ("torch.bfloat16",),
+        "fp8_token": ("torch.bfloat16",),
+        "fp8_block64": ("torch.bfloat16", "torch.float16"),
+        "fp8": ("torch.bfloat16", "torch.float16"),
+    },
+}
 
 
 def _sparse_takes(kernel: str) -> Callable[[Problem], str | None]:
@@ -177,6 +186,11 @@ def _sparse_takes(kernel: str) -> Callable[[Problem], str | None]:
             needed = " or ".join(f"{width}/{v_width}" for width, v_width in SPARSE_ROWS)
             got = "none" if row is None else f"{row.width}/{row.v_width}"
             return f"needs rows of {needed}, got {got}"
+        if kernel == "m64_fp8_kv":
+            columns = 448 if problem.format == "fp8_block64" else D_C
+            if (row.kv_lora_rank, row.qk_rope_head_dim) != (columns, D_R):
+                got = f"{row.kv_lora_rank} + {row.qk_rope_head_dim}"
+                return f"needs {columns} + {D_R} columns in rows of {problem.format}, got {got}"
         return f"takes no {problem.uses[0]}" if problem.uses else None
 
     return why_not

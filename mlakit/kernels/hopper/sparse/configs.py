@@ -42,6 +42,7 @@ class Traits(NamedTuple):
     PAGE: int  # rows of a page; 0: no gap between pages, so a row's address needs no page
     EXTRA_PAGE: int  # likewise of the second cache
     SIGN: int  # of softmax_scale: 1, 0 or −1
+    FORMAT: str  # of cache rows
     ROW_CHUNKS: int = 0  # chunks of 16 bytes from a row to the next if packed; 0: not a constant
     EXTRA_ROW_CHUNKS: int = 0
 
@@ -54,3 +55,15 @@ class M64Bf16Config(NamedTuple):
 
 def m64_bf16_config() -> M64Bf16Config:
     return M64Bf16Config(CONSUMER_REGISTERS=216, PRODUCER_REGISTERS=72, MAX_REGISTERS=168)
+
+
+class M64Fp8KvConfig(NamedTuple):
+    PV_REGISTERS: int
+    DEQUANT_REGISTERS: int  # the QK-softmax warpgroup has the rest
+    MAX_REGISTERS: int
+
+
+def m64_fp8_kv_config(format: str) -> M64Fp8KvConfig:
+    # with fp8_block128 the QK-softmax warpgroup has probabilities in registers
+    dequant = 112 if format == "fp8_block128" else 136
+    return M64Fp8KvConfig(PV_REGISTERS=160, DEQUANT_REGISTERS=dequant, MAX_REGISTERS=168)

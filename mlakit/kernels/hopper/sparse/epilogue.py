@@ -34,17 +34,25 @@ class Outputs:
     stride_sink: object
 
 
-# 8 bytes of a 16-bit type per thread, whole sectors per row: one swap of a lane and a register away
-# from an accumulator, so that shuffles convert it and no shared memory is needed
-_STORED = gl.constexpr(
-    gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64], [0, 128]],
+@gluon.constexpr_function
+def _stored_layout(columns):
+    """[64, columns]: 8 bytes of a 16-bit type per thread, whole sectors per row.
+
+    One swap of a lane and a register away from an accumulator, so that shuffles convert it and no
+    shared memory is needed.
+    """
+    return gl.DistributedLinearLayout(
+        reg_bases=[
+            [0, 1],
+            [0, 2],
+            [8, 0],
+            *([0, 2**i] for i in range(4, columns.bit_length() - 1)),
+        ],
         lane_bases=[[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
         warp_bases=[[16, 0], [32, 0]],
         block_bases=[],
-        shape=[64, 256],
+        shape=[64, columns],
     )
-)
 
 
 @gluon.jit
@@ -55,26 +63,36 @@ def store_half(
 
     largest  [64] the largest logit in log2 units, −inf where nothing counts
     """
-    ROW: gl.constexpr = row_max.type.layout
-    row = gl.arange(0, 64, ROW)
-    head = tile.first_head + row
+    head = tile.first_head + gl.arange(0, 64, row_max.type.layout)
     lse, out_scale = finish_rows(tile, outputs, heads, head, row_max, row_sum)
     if IS_EVEN:
-        head64 = head.to(gl.int64)
-        lse_row = outputs.lse + tile.row * outputs.stride_lse_token
-        gl.store(lse_row + head64 * outputs.stride_lse_head, lse, mask=head < heads)
-        # the maximum skips a NaN, row_sum does not
-        has_nan = (row_sum != row_sum) & (largest != float("inf"))
-        max_logit = gl.where(has_nan, float("nan"), largest * LN2)
-        max_row = outputs.max_logits + tile.row * outputs.stride_max_token
-        gl.store(max_row + head64 * outputs.stride_max_head, max_logit, mask=head < heads)
+        store_statistics(tile, outputs, heads, head, lse, row_sum, largest)
     out_scale = gl.convert_layout(out_scale, gl.SliceLayout(1, acc.type.layout))
     values = acc * gl.expand_dims(out_scale, 1)
-    FIRST: gl.constexpr = 0 if IS_EVEN else 256
+    store_values(tile, outputs, heads, values, 0 if IS_EVEN else 256)
+
+
+@gluon.jit
+def store_statistics(tile, outputs, heads, head, lse, row_sum, largest):
+    """Store lse and max_logits."""
+    head64 = head.to(gl.int64)
+    lse_row = outputs.lse + tile.row * outputs.stride_lse_token
+    gl.store(lse_row + head64 * outputs.stride_lse_head, lse, mask=head < heads)
+    # the maximum skips a NaN, row_sum does not
+    has_nan = (row_sum != row_sum) & (largest != float("inf"))
+    max_logit = gl.where(has_nan, float("nan"), largest * LN2)
+    max_row = outputs.max_logits + tile.row * outputs.stride_max_token
+    gl.store(max_row + head64 * outputs.stride_max_head, max_logit, mask=head < heads)
+
+
+@gluon.jit
+def store_values(tile, outputs, heads, values, FIRST: gl.constexpr):
+    """Store 128 or 256 columns of a result, from column FIRST on."""
     if outputs.out.dtype.element_ty == gl.float32:
         _store(tile, outputs, heads, values, FIRST)
     else:
-        values = gl.convert_layout(values.to(outputs.out.dtype.element_ty), _STORED)
+        LAYOUT: gl.constexpr = _stored_layout(values.shape[1])
+        values = gl.convert_layout(values.to(outputs.out.dtype.element_ty), LAYOUT)
         _store(tile, outputs, heads, values, FIRST)
 
 
@@ -82,7 +100,7 @@ def store_half(
 def _store(tile, outputs, heads, values, FIRST: gl.constexpr):
     LAYOUT: gl.constexpr = values.type.layout
     head = tile.first_head + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-    column = FIRST + gl.arange(0, 256, gl.SliceLayout(0, LAYOUT))
+    column = FIRST + gl.arange(0, values.shape[1], gl.SliceLayout(0, LAYOUT))
     token = outputs.out + tile.row * outputs.stride_out_token
     # int64: where heads are the outer axis, a head is all tokens apart
     at = gl.expand_dims(head.to(gl.int64) * outputs.stride_out_head, 1) + gl.expand_dims(column, 0)

@@ -28,8 +28,11 @@ from mlakit.kernels.hopper.sparse.configs import (
     PAIR,
     Traits,
     m64_bf16_config,
+    m64_fp8_kv_config,
     tail_start,
 )
+from mlakit.kernels.hopper.sparse.fp8_m64 import sparse_mla_m64_fp8_kv_kernel
+from mlakit.kernels.hopper.sparse.fp8_scales import scale_arguments, words_of
 from mlakit.kernels.hopper.sparse.m64_bf16 import sparse_mla_m64_bf16_kernel
 from mlakit.kernels.triton.configs import pick_sparse_splits
 from mlakit.kernels.triton.launch import launch, target
@@ -40,6 +43,7 @@ CHUNK_BYTES = 16  # that one thread copies at a time: rows lie at multiples of i
 # a kernel, and the configuration that it is compiled with
 KERNELS: dict[str, tuple[Any, Any]] = {
     "m64_bf16": (sparse_mla_m64_bf16_kernel, m64_bf16_config),
+    "m64_fp8_kv": (sparse_mla_m64_fp8_kv_kernel, m64_fp8_kv_config),  # by the format of rows
 }
 
 
@@ -100,7 +104,7 @@ def _launch(kernel: str, a: SparseArguments, out: Tensor, lse: Tensor, max_logit
         ]
         results = [(each, each.stride()[1:3]) for each in scratch]
     function, pick_config = KERNELS[kernel]
-    config = pick_config()
+    config = pick_config(a.layer.codec.name) if kernel == "m64_fp8_kv" else pick_config()
     launch(
         function,
         (min(num_sms, head_tiles * num_splits),),
@@ -116,12 +120,14 @@ def _launch(kernel: str, a: SparseArguments, out: Tensor, lse: Tensor, max_logit
         tokens,
         heads,
         num_splits,
+        *([scale_arguments(lists[0][0], lists[-1][0])] if kernel == "m64_fp8_kv" else []),
         TRAITS=Traits(
             HAS_ROPE=a.q.shape[-1] > D_V,
             HAS_EXTRA=a.extra is not None,
             PAGE=_page(lists[0][0]),
             EXTRA_PAGE=_page(lists[-1][0]),
             SIGN=(a.softmax_scale > 0) - (a.softmax_scale < 0),
+            FORMAT=a.layer.codec.name,
             ROW_CHUNKS=_packed_row_chunks(lists[0][0]),
             EXTRA_ROW_CHUNKS=_packed_row_chunks(lists[-1][0]),
         ),
@@ -144,7 +150,7 @@ def _list_arguments(layer: CacheLayer, rows: Tensor, lens: Tensor | None) -> tup
     if _page(layer) == 0 and layer.page_size == 1:
         row_chunks = page_chunks  # no row is at the other distance
     return (
-        payload,
+        words_of(payload) if payload.element_size() == 1 else payload,
         rows,
         lens,
         layer.num_slots,
@@ -157,10 +163,15 @@ def _list_arguments(layer: CacheLayer, rows: Tensor, lens: Tensor | None) -> tup
 
 
 def _page(layer: CacheLayer) -> int:
-    """Rows of a page; 0 where all rows of the cache lie at one distance."""
-    page_stride, row_stride, _ = layer.payload.stride()
-    is_even = layer.page_size == 1 or page_stride == layer.page_size * row_stride
-    return 0 if is_even or layer.payload.shape[0] <= 1 else layer.page_size
+    """Rows of a page; 0 where all rows of the cache lie at one distance, and so do their scales."""
+    tensors = [layer.payload] if layer.scales is None else [layer.payload, layer.scales]
+    return 0 if all(_is_even(each) for each in tensors) else layer.page_size
+
+
+def _is_even(rows: Tensor) -> bool:
+    num_pages, page_size, _ = rows.shape
+    page_stride, row_stride, _ = rows.stride()
+    return num_pages <= 1 or page_size == 1 or page_stride == page_size * row_stride
 
 
 def _packed_row_chunks(layer: CacheLayer) -> int:

@@ -1,0 +1,202 @@
+"""The dequant warpgroup of `fp8_m64`: listed FP8 rows as float16 in shared memory.
+
+Bytes go from the cache to registers, one block of 64 list entries ahead: shared memory has no room
+for them beside two blocks of float16. Entries that do not count read nothing: their rows are zeros.
+What scales do is in `fp8_rows`. Consumers issue the fence before wgmma: here it would wait for
+every load in flight.
+
+Lineage    own design; ideas: the dequantising warpgroup of FlashMLA's FP8 sparse decode
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from mlakit.kernels.hopper.compat import record
+from mlakit.kernels.hopper.decode.pipeline import two_stages
+from mlakit.kernels.hopper.primitives import (
+    SMEM_16BIT,
+    SMEM_VECTOR,
+    alloc_barriers,
+    allow_dependents,
+    lane_layout,
+)
+from mlakit.kernels.hopper.sparse.fp8_rows import (
+    KEYS,
+    SCALE_KEYS,
+    GroupScales,
+    load_left,
+    load_right,
+    load_scales,
+    store_left,
+    store_right,
+    store_rope,
+    store_scales,
+)
+from mlakit.kernels.hopper.sparse.lists import block_range, load_ids, row_pointers, valid_slots
+
+
+@record
+class BlockStages:
+    """Two blocks of float16, from the dequant warpgroup to both others.
+
+    Block n of a CTA is in stage n % 2. `right` is released by the PV warpgroup; all others together
+    by the QK-softmax warpgroup, after PV of the left half.
+    """
+
+    left: object  # [2, 64, 256] float16
+    right: object
+    rope: object  # [2, 64, 64] bfloat16, or float16 (fp8); None where the values have them
+    bias: object  # [2, 64] float32: 0, or −inf for an entry that does not count; None: `groups`
+    key_factor: object  # [2, 64] float32: of scores and values of an entry; None: 1
+    groups: object  # `GroupScales`, or None
+    block_scale: object  # [2, 4] float32: a power of two that scales lie at or below, four times
+    left_full: object
+    left_empty: object
+    right_full: object
+    right_empty: object
+    rope_full: object  # None: rotated columns come with others
+
+
+@record
+class Counts:
+    """The blocks of a work tile, from the dequant warpgroup to both others.
+
+    Four of them need no release: every tile has a block, and the dequant warpgroup is at most two
+    blocks ahead of the others.
+    """
+
+    values: object  # [4, 1] int32
+    full: object
+
+
+@record
+class Position:
+    """A block of a tile, with its list entries."""
+
+    blocks: object  # BlockRange of the tile
+    block: object
+    slot: object  # int32 [64]; −1 where an entry does not count
+    scale_ids: object  # the same entries as the list has them, in `SCALE_KEYS`
+
+
+@gluon.jit
+def _alloc_vectors():
+    return gl.allocate_shared_memory(gl.float32, [2, 64], SMEM_VECTOR)
+
+
+@gluon.jit
+def alloc_stages(FORMAT: gl.constexpr):
+    rope: gl.constexpr = None
+    rope_full: gl.constexpr = None
+    if FORMAT == "fp8":
+        rope = gl.allocate_shared_memory(gl.float16, [2, 64, 64], SMEM_16BIT)
+    elif FORMAT != "fp8_block64":
+        rope = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], SMEM_16BIT)
+        rope_full = alloc_barriers(2, 128)
+    bias: gl.constexpr = None
+    factor: gl.constexpr = None
+    groups: gl.constexpr = None
+    if FORMAT == "fp8_block128":
+        groups = GroupScales(_alloc_vectors(), _alloc_vectors(), _alloc_vectors(), _alloc_vectors())
+    else:
+        bias = _alloc_vectors()
+    if FORMAT == "fp8" or FORMAT == "fp8_token":
+        factor = _alloc_vectors()
+    return BlockStages(
+        gl.allocate_shared_memory(gl.float16, [2, 64, 256], SMEM_16BIT),
+        gl.allocate_shared_memory(gl.float16, [2, 64, 256], SMEM_16BIT),
+        rope,
+        bias,
+        factor,
+        groups,
+        gl.allocate_shared_memory(gl.float32, [2, 4], SMEM_VECTOR),
+        alloc_barriers(2, 1),
+        alloc_barriers(2, 1),
+        alloc_barriers(2, 1),
+        alloc_barriers(2, 1),
+        rope_full,
+    )
+
+
+@gluon.jit
+def alloc_counts():
+    values = gl.allocate_shared_memory(gl.int32, [4, 1], SMEM_VECTOR)
+    return Counts(values, alloc_barriers(4, 1))
+
+
+@gluon.jit
+def _write_count(counts, tiles_done, count):
+    slot = tiles_done & 3
+    counts.values.index(slot).store(gl.full([1], count, gl.int32, lane_layout(4)))
+    mbarrier.arrive(counts.full.index(slot), count=1)
+
+
+@gluon.jit
+def read_count(counts, tiles_done):
+    """Blocks of a work tile; at least one, in which nothing may count."""
+    slot = tiles_done & 3
+    mbarrier.wait(counts.full.index(slot), (tiles_done >> 2) & 1)
+    return gl.max(counts.values.index(slot).load(lane_layout(4)), 0)
+
+
+@gluon.jit
+def _load_scale_ids(work, blocks, block, FORMAT: gl.constexpr):
+    found = block
+    if FORMAT == "fp8_block128":
+        found = load_ids(work, blocks, block, SCALE_KEYS)
+    return found
+
+
+@gluon.jit
+def dequant_warpgroup(work, row_scales, stages, counts, FORMAT: gl.constexpr):
+    """Rows are loaded a block ahead, list entries two."""
+    step = gl.num_programs(0)
+    number = step * 0
+    tiles_done = step * 0
+    blocks = block_range(work, gl.program_id(0))
+    for tile in range(gl.program_id(0), work.num_tiles, step):
+        block = blocks.first
+        ids = load_ids(work, blocks, block, KEYS)
+        scale_ids = _load_scale_ids(work, blocks, block, FORMAT)
+        _write_count(counts, tiles_done, gl.maximum(blocks.end - block, 1))
+        position = Position(blocks, block, valid_slots(work, blocks, block, ids), scale_ids)
+        start = row_pointers(work, blocks, block, position.slot, 4)
+        is_valid = position.slot >= 0
+        left = load_left(start, is_valid)
+        right = load_right(start, is_valid, FORMAT)
+        scales = load_scales(work, row_scales, position, FORMAT)
+        ids = load_ids(work, blocks, block + 1, KEYS)
+        scale_ids = _load_scale_ids(work, blocks, block + 1, FORMAT)
+        # before the loop: the first block of the next tile then waits for no length
+        next_blocks = block_range(work, tile + step)
+        for block in range(blocks.first, gl.maximum(blocks.end, blocks.first + 1)):
+            stage, phase = two_stages(number)
+            mbarrier.wait(stages.right_empty.index(stage), phase ^ 1)
+            mbarrier.wait(stages.left_empty.index(stage), phase ^ 1)
+            store_rope(stages, stage, start, is_valid, right, FORMAT)
+            factors, inverse = store_scales(stages, stage, scales, right, FORMAT)
+            store_left(stages, stage, left, factors)
+            mbarrier.arrive(stages.left_full.index(stage), count=1)
+            slot = valid_slots(work, blocks, block + 1, ids)
+            position = Position(blocks, block + 1, slot, scale_ids)
+            start = row_pointers(work, blocks, block + 1, slot, 4)
+            is_valid = slot >= 0
+            # fp8_block64 has no registers for both
+            if FORMAT != "fp8_block64":
+                left = load_left(start, is_valid)
+            store_right(stages, stage, right, factors, inverse, FORMAT)
+            mbarrier.arrive(stages.right_full.index(stage), count=1)
+            if FORMAT == "fp8_block64":
+                left = load_left(start, is_valid)
+            right = load_right(start, is_valid, FORMAT)
+            scales = load_scales(work, row_scales, position, FORMAT)
+            ids = load_ids(work, blocks, block + 2, KEYS)
+            scale_ids = _load_scale_ids(work, blocks, block + 2, FORMAT)
+            number += 1
+        tiles_done += 1
+        blocks = next_blocks
+    if work.num_splits > 1:
+        allow_dependents()  # the merge kernel

@@ -1,0 +1,380 @@
+"""Hopper's sparse kernel of FP8 rows, compared with the oracle on poisoned caches.
+
+Half of the rows of every cache are NaN. Lists repeat rows, have invalid ids and, past their length,
+ids of poisoned rows.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mlakit import PagedLatentCache, dispatch, reference, sparse_mla
+from mlakit.geometry import RowShape
+from mlakit.ops import ExtraRows
+from mlakit.plan import EvenSplit
+from mlakit.specs import Problem
+from mlakit.testing import assert_matches, assert_same_bits, poison
+from mlakit.workloads import SparseCase
+from mlakit.workloads.case import assert_logits_match
+
+KERNEL = "hopper:m64_fp8_kv"
+FORMATS = ("fp8_block128", "fp8_block64", "fp8_token", "fp8")
+EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS)
+ROWS = dict.fromkeys(FORMATS, RowShape(512, 64, 512)) | {"fp8_block64": RowShape(448, 64, 512)}
+
+
+def run(format: str, **fields: object) -> None:
+    """A case with pages of 64 rows, 64 heads and lists of 200 entries."""
+    row = ROWS[format]
+    given = {
+        "kv_lora_rank": row.kv_lora_rank,
+        "qk_rope_head_dim": row.qk_rope_head_dim,
+        "v_width": row.v_width,
+        "page_size": 64,
+        "num_pages": 6,
+        "heads": 64,
+        "topk": 200,
+        **fields,
+    }
+    SparseCase(format=format, **given).run("cuda", KERNEL)
+
+
+@pytest.mark.gpu
+@EVERY_FORMAT
+@pytest.mark.parametrize("heads", [1, 16, 33, 64, 65, 128, 200])
+def test_heads(heads, format):
+    run(format, heads=heads, num_tokens=3, topk=150, sink="finite")
+
+
+@pytest.mark.gpu
+@EVERY_FORMAT
+@pytest.mark.parametrize("topk", [1, 63, 64, 65, 128, 129, 1000, 2048])
+@pytest.mark.parametrize("with_lens", [True, False])
+def test_list_lengths(topk, with_lens, format):
+    run(format, topk=topk, with_lens=with_lens, num_tokens=4)
+
+
+@pytest.mark.gpu
+@EVERY_FORMAT
+@pytest.mark.parametrize("num_splits", [1, 2, 3, 7, 32])
+@pytest.mark.parametrize("with_extra", [False, True])
+def test_splits(num_splits, with_extra, format):
+    extra = {"extra_format": format, "extra_topk": 130} if with_extra else {}
+    run(format, num_splits=num_splits, topk=900, heads=70, sink="mixed", **extra)
+
+
+@pytest.mark.gpu
+@EVERY_FORMAT
+@pytest.mark.parametrize("num_tokens", [0, 1, 131, 132, 133, 400])
+def test_more_tiles_than_ctas(num_tokens, format):
+    """Tiles of a CTA have odd and even numbers of blocks, some none."""
+    run(format, num_tokens=num_tokens, heads=65, topk=300, num_splits=1)
+
+
+@pytest.mark.gpu
+@EVERY_FORMAT
+@pytest.mark.parametrize("page_size", [1, 3, 16, 64, 61])
+@pytest.mark.parametrize("padded", [False, True])
+def test_pages(page_size, padded, format):
+    """With padded strides there are gaps between rows and between pages."""
+    num_pages = max(600 // page_size, 3)
+    run(format, page_size=page_size, num_pages=num_pages, num_layers=3, padded=padded)
+
+
+@pytest.mark.gpu
+@EVERY_FORMAT
+@pytest.mark.parametrize(("extra_page_size", "padded"), [(64, 0), (16, 1), (3, 1), (2, 0), (1, 0)])
+def test_second_cache(extra_page_size, padded, format):
+    run(
+        format,
+        extra_format=format,
+        extra_page_size=extra_page_size,
+        extra_topk=130,
+        num_layers=2,
+        padded=bool(padded),
+        num_pages=12,
+        num_tokens=9,
+        sink="finite",
+        tensor_scale=0.3,
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("on_device", [False, True], ids=["float", "tensor"])
+def test_tensor_scales(on_device, dtype):
+    run("fp8", dtype=dtype, tensor_scale=0.01, tensor_scale_on_device=on_device, num_tokens=4)
+
+
+@pytest.mark.gpu
+def test_fp16_queries_of_rows_that_are_all_values():
+    run("fp8_block64", dtype="fp16", num_tokens=4)
+
+
+@pytest.mark.gpu
+@EVERY_FORMAT
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_scales_of_rows(power_of_two, format):
+    run(format, power_of_two=power_of_two, num_tokens=4, sharpness=6.0)
+
+
+@pytest.mark.gpu
+@EVERY_FORMAT
+@pytest.mark.parametrize("sharpness", [-2.0, 0.0, 0.01, 30.0])
+def test_softmax_scales(sharpness, format):
+    run(format, sharpness=sharpness, heads=128)
+
+
+@pytest.mark.gpu
+@EVERY_FORMAT
+def test_wide_indices_and_given_results(format):
+    more = {"extra_format": format, "extra_topk": 70}
+    run(format, wide_indices=True, given_results=True, padded=True, num_tokens=6, **more)
+
+
+@pytest.mark.gpu
+@EVERY_FORMAT
+@pytest.mark.parametrize("seed", range(5))
+def test_random_lists(seed, format):
+    run(format, seed=seed, num_tokens=50, topk=100 + 37 * seed, heads=16 + 13 * seed)
+
+
+def empty_cache(format: str, num_rows: int) -> PagedLatentCache:
+    """A cache whose bytes are all NaN."""
+    cache = PagedLatentCache.allocate(
+        ROWS[format], format, num_pages=-(-num_rows // 64), page_size=64, device="cuda"
+    )
+    for stored in (cache.payload, cache.scales):
+        if stored is not None:
+            stored.view(torch.uint8).fill_(0xFF)
+    return cache
+
+
+def written_cache(format: str, rows: torch.Tensor) -> tuple[PagedLatentCache, torch.Tensor]:
+    """A cache with these rows, and what it holds in float64."""
+    cache = empty_cache(format, len(rows))
+    slots = torch.arange(len(rows), device="cuda")
+    cache.layer(0).write(slots, rows.cuda())
+    return cache, cache.layer(0).read(slots, torch.float64)
+
+
+def check(
+    q: torch.Tensor, stored: torch.Tensor, rows: torch.Tensor, results: tuple, scale: float = 0.05
+) -> None:
+    arguments = (q.cpu(), stored.cpu(), rows.cpu())
+    exact, naive = (
+        reference.sparse_mla(*arguments, softmax_scale=scale, v_width=512, dtype=dtype)
+        for dtype in (torch.float64, torch.float32)
+    )
+    assert_matches("out", results[0].cpu(), exact[0], naive[0])
+    largest = arguments[0].double().norm(dim=-1) * arguments[1].norm(dim=-1).amax() * scale
+    for i, name in ((1, "lse"), (2, "max_logits")):
+        assert_logits_match(name, results[i].cpu(), exact[i], naive[i], largest)
+
+
+def magnitudes(format: str, sizes: list[float]) -> torch.Tensor:
+    """512 rows whose latent columns have these magnitudes, one after the other."""
+    own = torch.Generator().manual_seed(0)
+    width = ROWS[format].width
+    rows = torch.randn(512, width, generator=own)
+    rows *= torch.tensor(sizes).repeat(512 // len(sizes) + 1)[:512, None]
+    rows[:, -64:] = torch.randn(512, 64, generator=own)
+    return rows
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", ["fp8_block128", "fp8_block64", "fp8_token"])
+@pytest.mark.parametrize("num_splits", [1, 4])
+@pytest.mark.parametrize(
+    "sizes",
+    [[1.0], [1e6], [1e-6], [1e-12], [1.0, 1e5], [1e-3, 1e3, 1.0]],
+    ids=["1", "1e6", "1e-6", "1e-12", "1-and-1e5", "1e-3-to-1e3"],
+)
+def test_rows_and_queries_of_any_magnitude(sizes, num_splits, format):
+    """float16 has a small range: rows and queries are scaled into it before the product."""
+    cache, stored = written_cache(format, magnitudes(format, sizes))
+    own = torch.Generator().manual_seed(1)
+    q = torch.randn(2, 64, stored.shape[1], generator=own)
+    q *= 2.0 ** torch.arange(-60, 20, 5).repeat(4)[:, None]
+    q[..., :-64] /= stored[:, :-64].abs().max().item()
+    q = q.bfloat16().cuda()
+    rows = torch.randint(0, 512, (2, 512), generator=own).int().cuda()
+    out, lse, _ = sparse_mla(
+        q, cache, rows, softmax_scale=0.1, plan=EvenSplit(num_splits), backend=KERNEL
+    )
+    for token in range(2):
+        listed = stored[rows[token].long()]
+        scores = q[token].double() @ listed.T * 0.1
+        want = scores.softmax(-1) @ listed[:, :512]
+        assert torch.allclose(lse[token].double(), scores.logsumexp(-1), rtol=1e-4, atol=1e-4)
+        error = (out[token].double() - want).abs().amax(-1)
+        assert (error <= 2.0**-7 * want.abs().amax(-1)).all(), error / want.abs().amax(-1)
+
+
+@pytest.mark.gpu
+def test_scales_are_not_rounded_to_16_bits():
+    """A list of one row with one value: lse is 448 times its scale."""
+    values = torch.full((64, 576), 0.0)
+    values[:, 0] = 1.0 + torch.arange(64) / 4097.0
+    cache, stored = written_cache("fp8_block128", values)
+    q = torch.zeros(1, 64, 576, device="cuda", dtype=torch.bfloat16)
+    q[..., 0] = 1.0
+    rows = torch.arange(64, device="cuda", dtype=torch.int32)[:, None]
+    q = q.expand(64, -1, -1).contiguous()
+    _, lse, _ = sparse_mla(q, cache, rows, softmax_scale=1.0, backend=KERNEL)
+    assert torch.allclose(lse[:, 0].double(), stored[:, 0], rtol=2.0**-21, atol=0)
+
+
+@pytest.mark.gpu
+@EVERY_FORMAT
+@pytest.mark.parametrize("column", [0, 200, 447])
+def test_nan_in_a_listed_row_reaches_its_token_only(column, format):
+    cache, _ = written_cache(format, magnitudes(format, [1.0]))
+    cache.payload.view(torch.uint8)[0, 7, 63, column] = 0xFF
+    q = torch.ones(2, 64, ROWS[format].width, dtype=torch.bfloat16, device="cuda")
+    rows = torch.arange(512, dtype=torch.int32, device="cuda").repeat(2, 1)
+    rows[1, 511] = 0
+    out, lse, max_logits = sparse_mla(q, cache, rows, softmax_scale=0.1, backend=KERNEL)
+    for result in (out, lse, max_logits):
+        assert result[0].isnan().all()
+        assert result[1].isfinite().all()
+
+
+@pytest.mark.gpu
+@EVERY_FORMAT
+@pytest.mark.parametrize("first_valid", [1, 64, 128, 300, 511, 512])
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_lists_with_invalid_blocks(first_valid, num_splits, format):
+    cache, stored = written_cache(format, magnitudes(format, [1.0])[:256])
+    rows = torch.randint(0, 256, (5, 512), device="cuda", dtype=torch.int32)
+    rows[:2, :first_valid] = -1
+    rows[2, first_valid:] = -1
+    rows[3] = 2**31 - 1
+    q = torch.randn(5, 64, stored.shape[1], device="cuda").bfloat16()
+    results = sparse_mla(
+        q, cache, rows, softmax_scale=0.05, plan=EvenSplit(num_splits), backend=KERNEL
+    )
+    check(q, stored, rows, results)
+
+
+@pytest.mark.gpu
+@EVERY_FORMAT
+def test_infinite_queries_over_invalid_entries(format):
+    """0 · inf is NaN: the scores of invalid entries must not be computed with."""
+    cache, _ = written_cache(format, magnitudes(format, [1.0])[:128])
+    q = torch.randn(2, 64, ROWS[format].width, device="cuda").bfloat16()
+    q[0, 0, 3], q[1, 1, 5] = torch.inf, torch.nan
+    rows = torch.full((2, 128), -1, device="cuda", dtype=torch.int32)
+    out, lse, max_logits = sparse_mla(q, cache, rows, softmax_scale=0.05, backend=KERNEL)
+    assert not out.any()
+    assert (lse == -torch.inf).all()
+    assert (max_logits == -torch.inf).all()
+    rows[:, 70] = 5
+    out, lse, _ = sparse_mla(q, cache, rows, softmax_scale=0.05, backend=KERNEL)
+    others = torch.ones(2, 64, dtype=torch.bool, device="cuda")
+    others[0, 0] = others[1, 1] = False
+    assert out[others].isfinite().all()
+    assert lse[others].isfinite().all()
+    assert lse[1, 1].isnan()
+
+
+@pytest.mark.gpu
+@EVERY_FORMAT
+def test_millions_of_rows(format):
+    """Addresses past 2**31 bytes, and past 2**31 words."""
+    num_rows = 14 * 2**20
+    cache = empty_cache(format, num_rows)
+    slots = torch.randperm(num_rows, device="cuda")[:512]
+    slots[0] = num_rows - 1
+    cache.layer(0).write(slots, magnitudes(format, [1.0]).cuda())
+    q = torch.randn(3, 64, ROWS[format].width, device="cuda").bfloat16()
+    place = torch.randint(0, 512, (3, 256), device="cuda")
+    place[:, 0] = 0
+    results = sparse_mla(q, cache, slots[place].int(), softmax_scale=0.05, backend=KERNEL)
+    check(q, cache.layer(0).read(slots, torch.float64), place.int(), results)
+
+
+@pytest.mark.gpu
+@EVERY_FORMAT
+@pytest.mark.parametrize("num_tokens", [2, 300])
+def test_graphs_replay_with_other_lists(num_tokens, format):
+    """With 2 tokens lists are split."""
+    cache, stored = written_cache(format, magnitudes(format, [1.0]))
+    q = torch.randn(num_tokens, 128, stored.shape[1], device="cuda").bfloat16()
+    integers = {"device": "cuda", "dtype": torch.int32}
+    lists = [torch.randint(-20, 520, (num_tokens, 700), **integers) for _ in range(2)]
+    lens = [torch.randint(0, 701, (num_tokens,), **integers) for _ in range(2)]
+    rows, topk_lens = lists[0].clone(), lens[0].clone()
+
+    def call():
+        return sparse_mla(q, cache, rows, topk_lens=topk_lens, softmax_scale=0.05, backend="hopper")
+
+    for _ in range(3):
+        call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = call()
+    for i in (1, 0):
+        rows.copy_(lists[i])
+        topk_lens.copy_(lens[i])
+        for result in results:
+            poison(result)
+        graph.replay()
+        cut = torch.where(torch.arange(700, device="cuda") < topk_lens[:, None], rows, -1)
+        own = slice(0, 2)
+        check(q[own], stored, cut[own], tuple(result[own] for result in results))
+
+
+@pytest.mark.gpu
+@EVERY_FORMAT
+def test_replayed_launches_give_the_same_bits(format):
+    cache, _ = written_cache(format, magnitudes(format, [1.0]))
+    extra, _ = written_cache(format, magnitudes(format, [1.0])[:64])
+    q = torch.randn(9, 16, ROWS[format].width, device="cuda").bfloat16()
+    rows = torch.randint(-20, 520, (9, 300), device="cuda", dtype=torch.int32)
+    more = ExtraRows(extra, rows[:, :70] % 64)
+    results = [
+        sparse_mla(q, cache, rows, extra=more, softmax_scale=0.05, backend="hopper")
+        for _ in range(4)
+    ]
+    for other in results[1:]:
+        for name, got, want in zip(("out", "lse", "max_logits"), other, results[0], strict=True):
+            assert_same_bits(name, got, want)
+
+
+def problem(format: str, dtype: str = "torch.bfloat16", **fields: object) -> Problem:
+    given = {"heads": 16, "page_size": 64, "row": ROWS[format], **fields}
+    return Problem("cuda", arch=90, format=format, dtype=dtype, **given)
+
+
+@EVERY_FORMAT
+def test_fp8_rows_go_to_hopper(format):
+    assert dispatch.select("sparse_mla", problem(format)).name == KERNEL
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (
+            problem("fp8_block128", "torch.float16"),
+            "needs queries of torch.bfloat16 with rows of fp8_block128, got torch.float16",
+        ),
+        (
+            problem("fp8_token", "torch.float8_e4m3fn"),
+            "needs queries of torch.bfloat16 with rows of fp8_token, got torch.float8_e4m3fn",
+        ),
+        (
+            problem("fp8_block64", row=RowShape(512, 64)),
+            "needs 448 + 64 columns in rows of fp8_block64, got 512 + 64",
+        ),
+        (
+            problem("fp8", row=RowShape(448, 64, 512)),
+            "needs 512 + 64 columns in rows of fp8, got 448 + 64",
+        ),
+    ],
+    ids=["fp16-q", "e4m3-q", "block64-576", "fp8-512"],
+)
+def test_reasons(given, reason):
+    assert dispatch.explain_kernels("sparse_mla", given)[KERNEL] == reason
+    assert dispatch.select("sparse_mla", given).backend == "triton"
