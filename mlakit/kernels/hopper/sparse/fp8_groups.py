@@ -91,6 +91,7 @@ def _other_qk(scores, query, stages, number):
     queries, keys = _group(query.left, stages.left, stage, 0)
     qk = warpgroup_mma(queries, keys, scores, is_async=True)
     mbarrier.wait(stages.right_full.index(stage), phase)
+    mbarrier.wait(stages.rope_full.index(stage), phase)
     fence_async_shared()
     scores = warpgroup_mma_wait(0, deps=(qk,)) * _factor(groups.second, stage)
     queries, keys = _group(query.right, stages.right, stage, 128)
@@ -98,8 +99,6 @@ def _other_qk(scores, query, stages, number):
     scores = warpgroup_mma_wait(0, deps=(qk,)) * _factor(groups.third, stage)
     queries, keys = _group(query.right, stages.right, stage, 0)
     qk = warpgroup_mma(queries, keys, scores, is_async=True)
-    mbarrier.wait(stages.rope_full.index(stage), phase)
-    fence_async_shared()  # cp.async writes through the generic proxy
     scores = warpgroup_mma_wait(0, deps=(qk,)) * _factor(groups.last, stage)
     keys = stages.rope.index(stage).permute((1, 0))
     qk = warpgroup_mma(query.rope.index(opaque_zero()), keys, scores, is_async=True)

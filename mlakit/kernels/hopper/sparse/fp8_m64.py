@@ -100,13 +100,12 @@ def _issue_qk(query, stages, number):
     keys = stages.left.index(stage).permute((1, 0))
     qk = warpgroup_mma(query.left.index(zero), keys, zeros, use_acc=False, is_async=True)
     mbarrier.wait(stages.right_full.index(stage), phase)
+    if stages.rope_full is not None:
+        mbarrier.wait(stages.rope_full.index(stage), phase)
     fence_async_shared()
     keys = stages.right.index(stage).permute((1, 0))
     qk = warpgroup_mma(query.right.index(zero), keys, qk, is_async=True)
     if stages.rope is not None:
-        if stages.rope_full is not None:
-            mbarrier.wait(stages.rope_full.index(stage), phase)
-            fence_async_shared()  # cp.async writes through the generic proxy
         keys = stages.rope.index(stage).permute((1, 0))
         qk = warpgroup_mma(query.rope.index(zero), keys, qk, is_async=True)
     return qk
