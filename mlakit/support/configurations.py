@@ -293,17 +293,15 @@ HOPPER: dict[str, Case] = {
         sink="finite",
     ),
     "hopper-sparse-512": _sparse("bf16", 64, **V4_ROW, with_lens=False),
-    **{
-        f"hopper-sparse-{format}{name}": _sparse(format, heads, **more)
-        for format in ("fp8_block128", "fp8_block64", "fp8_token", "fp8")
-        for name, heads, more in (
-            ("", 128, {"with_lens": False}),
-            ("-splits", 16, {"topk": 512, "sink": "finite"}),
-            ("-extra", 64, {"extra_format": format, "extra_page_size": 2, "extra_topk": 64}),
-        )
-    },
+    "hopper-sparse-fp8_block128": _sparse("fp8_block128", 128, with_lens=False),
+    "hopper-sparse-fp8_block128-extra": _sparse(
+        "fp8_block128", 16, topk=512, extra_format="fp8_block128", extra_page_size=2, sink="finite"
+    ),
+    "hopper-sparse-fp8_block64": _sparse(
+        "fp8_block64", 64, extra_format="fp8_block64", extra_page_size=2, extra_topk=64
+    ),
+    "hopper-sparse-fp8_token": _sparse("fp8_token", 64),
     "hopper-sparse-fp8-fp16-q": _sparse("fp8", 64, dtype="fp16", tensor_scale_on_device=True),
-    "hopper-sparse-fp8_block64-fp16-q": _sparse("fp8_block64", 64, dtype="fp16"),
 }
 HOPPER |= {
     "hopper-prefill-192-128": _prefill(128, 64, 128),
