@@ -153,6 +153,23 @@ _PREFILL = {
     },
 }
 
+_SPARSE_FP8_KV = {
+    # of the dequant warpgroup, up to one load in its loop; fp8_block64 has up to six there
+    "3.6.0": {
+        "fp8_block128": (1, 1),
+        "fp8_block128-extra": (2, 2),
+        "fp8_block64": (6, 6),
+    },
+    # thread indices, as above; with a second cache also its strides
+    "3.9.0": {
+        "fp8_block128": (6, 24),
+        "fp8_block128-extra": (61, 99),
+        "fp8_block64": (13, 33),
+        "fp8_token": (6, 23),
+        "fp8-fp16-q": (6, 23),
+    },
+}
+
 
 def _of(
     kernel: str, prefix: str, known: dict[str, dict[str, tuple[int, int]]]
@@ -180,4 +197,5 @@ ALLOWED_SPILLS = {
     **_of("mla_decode_m64_fp8_qk_kernel", "hopper-decode-", _M64_FP8_QK),
     **_of("indexer_logits_kernel", "hopper-indexer-", _INDEXER),
     **_of("mla_prefill_kernel", "hopper-prefill-", _PREFILL),
+    **_of("sparse_mla_m64_fp8_kv_kernel", "hopper-sparse-", _SPARSE_FP8_KV),
 }
