@@ -262,6 +262,22 @@ def test_lists_with_invalid_blocks(first_valid, num_splits, format):
 
 @pytest.mark.gpu
 @EVERY_FORMAT
+@pytest.mark.parametrize("size", [1.0, 1e6])
+def test_one_entry_of_a_block_counts(size, format):
+    """Any of 64, after a block in which none counts: what scales a block is found in every lane."""
+    if format == "fp8":
+        size = min(size, 50.0)  # without a scale of its own e4m3 ends at 448
+    cache, stored = written_cache(format, magnitudes(format, [size])[:64])
+    rows = torch.full((64, 128), -1, device="cuda", dtype=torch.int32)
+    each = torch.arange(64, device="cuda")
+    rows[each, 64 + each] = each.int()
+    q = torch.randn(64, 16, stored.shape[1], device="cuda").bfloat16()
+    results = sparse_mla(q, cache, rows, softmax_scale=0.05 / size, backend=KERNEL)
+    check(q, stored, rows, results, scale=0.05 / size)
+
+
+@pytest.mark.gpu
+@EVERY_FORMAT
 def test_infinite_queries_over_invalid_entries(format):
     """0 · inf is NaN: the scores of invalid entries must not be computed with."""
     cache, _ = written_cache(format, magnitudes(format, [1.0])[:128])

@@ -79,7 +79,7 @@ class Position:
     blocks: object  # BlockRange of the tile
     block: object
     slot: object  # int32 [64]; −1 where an entry does not count
-    scale_ids: object  # the same entries as the list has them, in `SCALE_KEYS`
+    scale_ids: object  # the same entries as the list has them, in `SCALE_KEYS`; not fp8_block64
 
 
 @gluon.jit
@@ -145,7 +145,7 @@ def read_count(counts, tiles_done):
 @gluon.jit
 def _load_scale_ids(work, blocks, block, FORMAT: gl.constexpr):
     found = block
-    if FORMAT == "fp8_block128":
+    if FORMAT != "fp8_block64":
         found = load_ids(work, blocks, block, SCALE_KEYS)
     return found
 

@@ -49,7 +49,7 @@ SCALE_BYTES = gl.constexpr(_layout([[0, 0], [0, 0], [0, 0]], [[0, 1]], [64, 2]))
 # the two scales that 128 columns of fp8_block64 have
 SCALE_PAIRS = gl.constexpr(_layout([[0, 0], [0, 0], [0, 1]], [], [64, 2]))
 KEYS = gl.constexpr(gl.SliceLayout(1, WORDS))
-# all scales of fp8_block128 in each warp, two rows per thread: no warp waits for another
+# all scales of a block in each warp, two rows per thread: no warp waits for another
 SCALES = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [32, 0]],
@@ -135,8 +135,9 @@ def load_scales(work, row_scales, position, FORMAT: gl.constexpr):
     """Start to load the scales of a block's rows; nothing is computed from them here."""
     slot = position.slot
     is_extra = position.block >= position.blocks.main_blocks
-    if FORMAT == "fp8_block128":
+    if FORMAT != "fp8_block64":
         slot = valid_slots(work, position.blocks, position.block, position.scale_ids)
+    if FORMAT == "fp8_block128":
         at = gl.expand_dims(row_pointers(work, position.blocks, position.block, slot, 4), 1)
         at += gl.expand_dims(128 + gl.arange(0, 4, gl.SliceLayout(0, SCALES)), 0)
         scales = gl.load(at, mask=gl.expand_dims(slot >= 0, 1), other=0)
@@ -182,6 +183,20 @@ def _power_of_two(exponent):
 
 
 @gluon.jit
+def _max_of_rows(numbers):
+    """The largest of int32 [64] in `KEYS`.
+
+    The lanes that have different rows are not neighbours, and Triton 3.6.0 then exchanges numbers
+    between other lanes. So each warp takes the maximum of all its lanes first.
+    """
+    numbers = gl.inline_asm_elementwise(
+        "redux.sync.max.s32 $0, $1, 0xffffffff;", "=r,r", [numbers], dtype=gl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+    return gl.max(numbers, 0)
+
+
+@gluon.jit
 def _block_scale64(scales, rope):
     """(block_scale, its inverse) of fp8_block64; `rope` are words of two bfloat16."""
     # seven bytes of the eight are scales; each is an exponent
@@ -190,10 +205,11 @@ def _block_scale64(scales, rope):
     largest = gl.maximum(scales & 0xFF, (scales >> 8) & 0xFF)
     largest = gl.maximum(largest, gl.maximum((scales >> 16) & 0xFF, (scales >> 24) & 0xFF))
     largest = gl.max(largest, 1)
-    # rotated columns are values too; an e4m3 is up to 2**9 times its scale
+    # rotated columns are values too; an e4m3 is up to 2**9 times its scale. As in `_max_of_rows`
+    # this may be a maximum of other columns of the warp: only that of all is used
     bits = gl.max(gl.maximum(rope & 0x7FFF0000, (rope << 16) & 0x7FFF0000), 1)
     bits = gl.convert_layout(bits, largest.type.layout, assert_trivial=True)
-    exponent = gl.max(gl.maximum(largest, (bits >> 23) - 8), 0)
+    exponent = _max_of_rows(gl.maximum(largest, (bits >> 23) - 8))
     is_usual = (exponent >= SMALLEST_USUAL) & (exponent <= LARGEST_USUAL)
     return _power_of_two(gl.where(is_usual | (exponent == 0), 127, exponent - 6))
 
