@@ -158,15 +158,15 @@ _SPARSE_FP8_KV = {
     "3.6.0": {
         "fp8_block128": (1, 1),
         "fp8_block128-extra": (2, 2),
-        "fp8_block64": (6, 6),
+        "fp8_block64": (5, 5),
     },
     # thread indices, as above; with a second cache also its strides
     "3.9.0": {
         "fp8_block128": (6, 24),
-        "fp8_block128-extra": (61, 99),
-        "fp8_block64": (13, 33),
-        "fp8_token": (6, 23),
-        "fp8-fp16-q": (6, 23),
+        "fp8_block128-extra": (64, 99),
+        "fp8_block64": (15, 35),
+        "fp8_token": (8, 26),
+        "fp8-fp16-q": (8, 26),
     },
 }
 
