@@ -244,6 +244,23 @@ def test_nan_in_a_listed_row_reaches_its_token_only(column, format):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("group", range(4))
+@pytest.mark.parametrize("byte", [0xFF, 0x7F], ids=["nan", "large"])
+def test_nan_scale_of_a_listed_row_reaches_its_token_only(byte, group):
+    """0x7F7F7F7F is 3.4e38: products with it overflow."""
+    cache, _ = written_cache("fp8_block128", magnitudes("fp8_block128", [1.0]))
+    at = 512 + 4 * group
+    cache.payload.view(torch.uint8)[0, 7, 63, at : at + 4] = byte
+    q = torch.ones(2, 64, 576, dtype=torch.bfloat16, device="cuda")
+    rows = torch.arange(512, dtype=torch.int32, device="cuda").repeat(2, 1)
+    rows[1, 511] = 0
+    out, lse, max_logits = sparse_mla(q, cache, rows, softmax_scale=0.1, backend=KERNEL)
+    for result in (out, lse, max_logits):
+        assert byte != 0xFF or result[0].isnan().all()
+        assert result[1].isfinite().all()
+
+
+@pytest.mark.gpu
 @EVERY_FORMAT
 @pytest.mark.parametrize("first_valid", [1, 64, 128, 300, 511, 512])
 @pytest.mark.parametrize("num_splits", [1, 3])

@@ -109,8 +109,8 @@ def _other_qk(scores, query, stages, number):
 def _softmax_step(scores, number, softmax, row_scale, stages, SIGN: gl.constexpr):
     """(exponentials, rescale of acc, softmax after this block)"""
     stage, _ = two_stages(number)
-    counts = (_factor(stages.groups.last, stage) >= 0).broadcast_to(scores.shape)
-    scores = gl.where(counts, apply_sign(scores, SIGN), NEG_INF)
+    is_invalid = (_factor(stages.groups.last, stage) < 0).broadcast_to(scores.shape)  # no NaN is
+    scores = gl.where(is_invalid, NEG_INF, apply_sign(scores, SIGN))
     block_max = gl.max(scores, 1) * row_scale
     row_max = next_row_max(softmax.row_max, block_max)
     exponentials = gl.exp2(scores * gl.expand_dims(row_scale, 1) - gl.expand_dims(row_max, 1))
