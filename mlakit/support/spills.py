@@ -154,16 +154,17 @@ _PREFILL = {
 }
 
 _SPARSE_FP8_KV = {
-    # of the dequant warpgroup, up to one load in its loop; fp8_block64 has up to six there
+    # fp8_block128: in the last block of a work tile, but one load in the loop. fp8_block64: up to
+    # six in the loop of the dequant warpgroup
     "3.6.0": {
-        "fp8_block128": (1, 1),
-        "fp8_block128-extra": (2, 2),
+        "fp8_block128": (37, 38),
+        "fp8_block128-extra": (37, 40),
         "fp8_block64": (5, 5),
     },
     # thread indices, as above; with a second cache also its strides
     "3.9.0": {
-        "fp8_block128": (6, 24),
-        "fp8_block128-extra": (64, 99),
+        "fp8_block128": (24, 45),
+        "fp8_block128-extra": (63, 98),
         "fp8_block64": (15, 35),
         "fp8_token": (8, 26),
         "fp8-fp16-q": (8, 26),

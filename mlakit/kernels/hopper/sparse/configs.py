@@ -65,5 +65,5 @@ class M64Fp8KvConfig(NamedTuple):
 
 def m64_fp8_kv_config(format: str) -> M64Fp8KvConfig:
     # with fp8_block128 the QK-softmax warpgroup has probabilities in registers
-    dequant = 112 if format == "fp8_block128" else 136
+    dequant = 120 if format == "fp8_block128" else 136
     return M64Fp8KvConfig(PV_REGISTERS=160, DEQUANT_REGISTERS=dequant, MAX_REGISTERS=168)

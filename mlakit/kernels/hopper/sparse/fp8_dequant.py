@@ -43,7 +43,8 @@ class BlockStages:
     """Two blocks of float16, from the dequant warpgroup to both others.
 
     Block n of a CTA is in stage n % 2. `right` is released by the PV warpgroup; all others together
-    by the QK-softmax warpgroup, after PV of the left half.
+    by the QK-softmax warpgroup, after PV of the left half. With fp8_block128 the QK-softmax
+    warpgroup releases the left half only; both warpgroups release all others together.
     """
 
     left: object  # [2, 64, 256] float16
@@ -116,7 +117,7 @@ def alloc_stages(FORMAT: gl.constexpr):
         alloc_barriers(2, 1),
         alloc_barriers(2, 1),
         alloc_barriers(2, 1),
-        alloc_barriers(2, 1),
+        alloc_barriers(2, 2 if FORMAT == "fp8_block128" else 1),
         rope_full,
     )
 
@@ -152,7 +153,10 @@ def _load_scale_ids(work, blocks, block, FORMAT: gl.constexpr):
 
 @gluon.jit
 def dequant_warpgroup(work, row_scales, stages, counts, FORMAT: gl.constexpr):
-    """Rows are loaded a block ahead, list entries two."""
+    """Rows are loaded a block ahead, list entries two.
+
+    Of fp8_block128 the right half comes first, as it is released first.
+    """
     step = gl.num_programs(0)
     number = step * 0
     tiles_done = step * 0
@@ -175,23 +179,35 @@ def dequant_warpgroup(work, row_scales, stages, counts, FORMAT: gl.constexpr):
         for block in range(blocks.first, gl.maximum(blocks.end, blocks.first + 1)):
             stage, phase = two_stages(number)
             mbarrier.wait(stages.right_empty.index(stage), phase ^ 1)
-            mbarrier.wait(stages.left_empty.index(stage), phase ^ 1)
+            if FORMAT != "fp8_block128":
+                mbarrier.wait(stages.left_empty.index(stage), phase ^ 1)
             store_rope(stages, stage, start, is_valid, right, FORMAT)
             factors, inverse = store_scales(stages, stage, scales, right, FORMAT)
-            store_left(stages, stage, left, factors)
-            mbarrier.arrive(stages.left_full.index(stage), count=1)
+            if FORMAT == "fp8_block128":
+                store_right(stages, stage, right, factors, inverse, FORMAT)
+                mbarrier.arrive(stages.right_full.index(stage), count=1)
+            else:
+                store_left(stages, stage, left, factors)
+                mbarrier.arrive(stages.left_full.index(stage), count=1)
             slot = valid_slots(work, blocks, block + 1, ids)
             position = Position(blocks, block + 1, slot, scale_ids)
             start = row_pointers(work, blocks, block + 1, slot, 4)
             is_valid = slot >= 0
-            # fp8_block64 has no registers for both
-            if FORMAT != "fp8_block64":
+            if FORMAT == "fp8_block128":
+                right = load_right(start, is_valid, FORMAT)
+                mbarrier.wait(stages.left_empty.index(stage), phase ^ 1)
+                store_left(stages, stage, left, factors)
+                mbarrier.arrive(stages.left_full.index(stage), count=1)
                 left = load_left(start, is_valid)
-            store_right(stages, stage, right, factors, inverse, FORMAT)
-            mbarrier.arrive(stages.right_full.index(stage), count=1)
-            if FORMAT == "fp8_block64":
-                left = load_left(start, is_valid)
-            right = load_right(start, is_valid, FORMAT)
+            else:
+                # fp8_block64 has no registers for both
+                if FORMAT != "fp8_block64":
+                    left = load_left(start, is_valid)
+                store_right(stages, stage, right, factors, inverse, FORMAT)
+                mbarrier.arrive(stages.right_full.index(stage), count=1)
+                if FORMAT == "fp8_block64":
+                    left = load_left(start, is_valid)
+                right = load_right(start, is_valid, FORMAT)
             scales = load_scales(work, row_scales, position, FORMAT)
             ids = load_ids(work, blocks, block + 2, KEYS)
             scale_ids = _load_scale_ids(work, blocks, block + 2, FORMAT)

@@ -4,16 +4,18 @@ Products of values and scales do not fit float16: so each scale multiplies what 
 the scores, and the probabilities that its columns are multiplied by.
 
 Scores     the accumulator of QK is multiplied by a ratio of scales between two groups of columns
-           (`GroupScales`), each time once the wgmma before is done
+           (`GroupScales`), each time once the wgmma before is done. From right to left: the PV
+           warpgroup releases the right half of a block first
 PV         of the left half takes probabilities from registers, one accumulator per group. Those of
            the right half go through shared memory: of one group in the tile of the block's rotated
            columns, which QK has read
 
              QK-softmax                                       PV
-  a block    S = Q·Kᵀ, five wgmma
-             P of four groups                       probs ->  acc = acc·a + P·V, two groups
-             acc = acc·a + P·V, two groups               <-  empty
-             S of the next block
+  a block    P of four groups, meanwhile PV of
+             columns 0 to 127 of the block before
+                                                    probs ->  acc = acc·a + P·V, two groups
+             S of the next block, five wgmma;             <-  empty
+             meanwhile PV of columns 128 to 255
 
 Lineage    own design
 """
@@ -27,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     warpgroup_mma,
+    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
@@ -73,36 +76,42 @@ def _group(query_half, tiles, stage, FIRST: gl.constexpr):
 
 @gluon.jit
 def _first_qk(query, stages, number):
-    """QK of columns 128 to 255, issued."""
+    """Issue QK of columns 384 to 511."""
     stage, phase = two_stages(number)
-    mbarrier.wait(stages.left_full.index(stage), phase)
+    mbarrier.wait(stages.right_full.index(stage), phase)
     fence_async_shared()  # of the dequant warpgroup's stores
     zeros = gl.zeros([64, 64], gl.float32, SCORES)
-    queries, keys = _group(query.left, stages.left, stage, 128)
+    queries, keys = _group(query.right, stages.right, stage, 128)
     return warpgroup_mma(queries, keys, zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _other_qk(scores, query, stages, number):
-    """Scores of a block, where QK of the first group is done."""
+def _second_qk(scores, query, stages, number):
+    """Issue QK of columns 256 to 383, and wait for the columns left of them."""
     stage, phase = two_stages(number)
-    groups = stages.groups
-    scores *= _factor(groups.first, stage)
-    queries, keys = _group(query.left, stages.left, stage, 0)
+    queries, keys = _group(query.right, stages.right, stage, 0)
+    scores *= _factor(stages.groups.first, stage)
     qk = warpgroup_mma(queries, keys, scores, is_async=True)
-    mbarrier.wait(stages.right_full.index(stage), phase)
+    mbarrier.wait(stages.left_full.index(stage), phase)
     mbarrier.wait(stages.rope_full.index(stage), phase)
     fence_async_shared()
-    scores = warpgroup_mma_wait(0, deps=(qk,)) * _factor(groups.second, stage)
-    queries, keys = _group(query.right, stages.right, stage, 128)
+    return qk
+
+
+@gluon.jit
+def _other_qk(scores, query, stages, number):
+    """Scores of a block, of which QK of rotated columns is pending."""
+    stage, _ = two_stages(number)
+    groups = stages.groups
+    scores *= _factor(groups.second, stage)
+    queries, keys = _group(query.left, stages.left, stage, 128)
     qk = warpgroup_mma(queries, keys, scores, is_async=True)
     scores = warpgroup_mma_wait(0, deps=(qk,)) * _factor(groups.third, stage)
-    queries, keys = _group(query.right, stages.right, stage, 0)
+    queries, keys = _group(query.left, stages.left, stage, 0)
     qk = warpgroup_mma(queries, keys, scores, is_async=True)
     scores = warpgroup_mma_wait(0, deps=(qk,)) * _factor(groups.last, stage)
     keys = stages.rope.index(stage).permute((1, 0))
-    qk = warpgroup_mma(query.rope.index(opaque_zero()), keys, scores, is_async=True)
-    return warpgroup_mma_wait(0, deps=(qk,))
+    return warpgroup_mma(query.rope.index(opaque_zero()), keys, scores, is_async=True)
 
 
 @gluon.jit
@@ -124,7 +133,12 @@ def _softmax_step(scores, number, softmax, row_scale, stages, SIGN: gl.constexpr
 
 @gluon.jit
 def _operand(exponentials):
-    return gl.convert_layout(exponentials.to(gl.float16), PROBS, assert_trivial=True)
+    # not pure: the compiler would convert just before wgmma, and keep float32 until then
+    probs = gl.inline_asm_elementwise(
+        "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [exponentials], dtype=gl.float16,
+        is_pure=False, pack=2,
+    )  # fmt: skip
+    return gl.convert_layout(probs, PROBS, assert_trivial=True)
 
 
 @gluon.jit
@@ -134,33 +148,47 @@ def _rope_probs(stages):
 
 
 @gluon.jit
-def _block(scores, number, fill, softmax, row_scale, acc, stages, prob_stage, SIGN: gl.constexpr):
-    """Softmax of a block and PV of the left half, issued: (acc, probabilities, softmax).
+def _softmax_block(
+    scores, is_first, number, fill, softmax, row_scale, pending, acc1, stages,
+    prob_stage, SIGN: gl.constexpr,
+):  # fmt: skip
+    """Softmax of a block: (acc of the blocks before, rescaled; probabilities of the left half;
+    softmax after this block).
 
-    fill  of `prob_stage`
+    fill     of `prob_stage`
+    pending  acc of columns 0 to 127 that PV of the block before is accumulated to, and its
+             probabilities
+    acc1     acc of columns 128 to 255
     """
     exponentials, rescale, softmax = _softmax_step(scores, number, softmax, row_scale, stages, SIGN)
     stage, _ = two_stages(number)
     groups = stages.groups
+    # in this order: the softmax overlaps with PV, and only the spin wait on a barrier keeps the
+    # assembler from waiting for PV before it
     mbarrier.wait(prob_stage.empty, (fill & 1) ^ 1)
+    acc0, _ = warpgroup_mma_wait(0, deps=pending)
+    if not is_first:
+        mbarrier.arrive(stages.left_empty.index(stage ^ 1), count=1)
     factor = PROB_SCALE * inverse_power(softmax.acc_scale)
     exponentials *= _factor(groups.last, stage) * factor
-    _rope_probs(stages).index(stage).store(exponentials.to(gl.float16))
+    first = _operand(exponentials)
     exponentials *= _factor(groups.third, stage)
+    second = _operand(exponentials)
+    exponentials *= _factor(groups.second, stage)
+    _rope_probs(stages).index(stage).store(exponentials.to(gl.float16))
+    exponentials *= _factor(groups.first, stage)
     prob_stage.probs.store(exponentials.to(gl.float16))
     prob_stage.rescale.store(rescale)
     fence_async_shared()
     mbarrier.arrive(prob_stage.full, count=1)
-    exponentials *= _factor(groups.second, stage)
-    first = _operand(exponentials)
-    exponentials *= _factor(groups.first, stage)
-    second = _operand(exponentials)
-    values = stages.left.index(stage)
-    acc0 = rescale_acc(acc[0], rescale)
-    acc0 = warpgroup_mma(first, values.slice(0, 128, dim=1), acc0, is_async=True)
-    acc1 = rescale_acc(acc[1], rescale)
-    acc1 = warpgroup_mma(second, values.slice(128, 128, dim=1), acc1, is_async=True)
-    return (acc0, acc1), (first, second), softmax
+    mbarrier.arrive(stages.right_empty.index(stage), count=1)  # of the scales
+    return (rescale_acc(acc0, rescale), rescale_acc(acc1, rescale)), (first, second), softmax
+
+
+@gluon.jit
+def _issue_pv(probs, acc, stages, number, FIRST: gl.constexpr):
+    values = stages.left.index(number & 1).slice(FIRST, 128, dim=1)
+    return warpgroup_mma(probs, values, acc, is_async=True)
 
 
 @gluon.jit
@@ -184,44 +212,62 @@ def grouped_qk_warpgroup(
         mbarrier.wait(query.full, tiles_done & 1)
         row_scale = gl.maximum(scale_query(q, query) * scale_log2, SMALLEST_SCALE)
         softmax = initial_softmax()
-        acc = (_zeros(), _zeros())
+        pending = (warpgroup_mma_init(_zeros()), gl.zeros([64, 64], gl.float16, PROBS))
+        acc1 = _zeros()
         count = read_count(counts, tiles_done)
-        qk = warpgroup_mma_wait(0, deps=(_first_qk(query, stages, number),))
-        scores = _other_qk(qk, query, stages, number)
-        for _ in range(count - 1):
-            acc, probs, softmax = _block(
+        scores = warpgroup_mma_wait(0, deps=(_first_qk(query, stages, number),))
+        scores = warpgroup_mma_wait(0, deps=(_second_qk(scores, query, stages, number),))
+        scores = warpgroup_mma_wait(0, deps=(_other_qk(scores, query, stages, number),))
+        for block in range(count - 1):
+            acc, probs, softmax = _softmax_block(
                 scores,
+                block == 0,
                 number,
                 number + tiles_done,
                 softmax,
                 row_scale,
-                acc,
+                pending,
+                acc1,
                 stages,
                 prob_stage,
                 SIGN,
             )
+            # PV of columns 128 to 255 overlaps with the rescale of scores, that of columns 0 to 127
+            # with the softmax of the next block
             qk = _first_qk(query, stages, number + 1)
-            # PV is done as well
-            acc0, acc1, qk, _, _ = warpgroup_mma_wait(
-                0, deps=(acc[0], acc[1], qk, probs[0], probs[1])
-            )
-            acc = (acc0, acc1)
-            mbarrier.arrive(stages.left_empty.index(number & 1), count=1)
+            pv = _issue_pv(probs[1], acc[1], stages, number, 128)
+            scores = warpgroup_mma_wait(1, deps=(qk,))
+            qk = _second_qk(scores, query, stages, number + 1)
+            scores, acc1, _probs = warpgroup_mma_wait(0, deps=(qk, pv, probs[1]))
+            qk = _other_qk(scores, query, stages, number + 1)
+            pending = (_issue_pv(probs[0], acc[0], stages, number, 0), probs[0])
+            scores = warpgroup_mma_wait(1, deps=(qk,))
             number += 1
-            scores = _other_qk(qk, query, stages, number)
         next_tile = tile + step
         if next_tile < work.num_tiles:
             load_query(q, work, tokens, next_tile, query)
-        acc, probs, softmax = _block(
-            scores, number, number + tiles_done, softmax, row_scale, acc, stages, prob_stage, SIGN
+        acc, probs, softmax = _softmax_block(
+            scores,
+            count == 1,
+            number,
+            number + tiles_done,
+            softmax,
+            row_scale,
+            pending,
+            acc1,
+            stages,
+            prob_stage,
+            SIGN,
         )
-        acc0, acc1, _, _ = warpgroup_mma_wait(0, deps=(acc[0], acc[1], probs[0], probs[1]))
+        acc0 = _issue_pv(probs[0], acc[0], stages, number, 0)
+        acc1 = _issue_pv(probs[1], acc[1], stages, number, 128)
+        done = warpgroup_mma_wait(0, deps=(acc0, acc1, probs[0], probs[1]))
         mbarrier.arrive(stages.left_empty.index(number & 1), count=1)
         at = locate_tile(work, tokens, tile)
         fill = number + 1 + tiles_done
         out_scale = finish_tile(at, outputs, heads, softmax, prob_stage, fill)
-        store_values(at, outputs, heads, rescale_acc(acc0, out_scale), 0)
-        store_values(at, outputs, heads, rescale_acc(acc1, out_scale), 128)
+        store_values(at, outputs, heads, rescale_acc(done[0], out_scale), 0)
+        store_values(at, outputs, heads, rescale_acc(done[1], out_scale), 128)
         number += 1
         tiles_done += 1
         tile = next_tile

@@ -87,13 +87,13 @@ class GroupScales:
     """The scales of fp8_block128 in shared memory, as ratios [2 stages, 64] float32.
 
     A row has s0 of columns 0 to 127, …, s3 of columns 384 to 511. Scores are
-    (((QK of s1) · s1/s0 + QK of s0) · s0/s3 + …) · s2 + QK of rotated columns.
+    (((QK of s3) · s3/s2 + QK of s2) · s2/s1 + …) · s0 + QK of rotated columns.
     """
 
-    first: object  # s1 / s0
-    second: object  # s0 / s3
-    third: object  # s3 / s2
-    last: object  # s2; negative for an entry that does not count
+    first: object  # s3 / s2
+    second: object  # s2 / s1
+    third: object  # s1 / s0
+    last: object  # s0; negative for an entry that does not count
 
 
 @gluon.jit
@@ -231,11 +231,11 @@ def store_scales(stages, stage, scales, right, FORMAT: gl.constexpr):
         values = gl.where(values < gl.expand_dims(smallest, 1), gl.expand_dims(smallest, 1), values)
         s0, s1, s2, s3 = _columns(values)
         groups = stages.groups
-        groups.first.index(stage).store(s1 / s0)
-        groups.second.index(stage).store(s0 / s3)
-        groups.third.index(stage).store(s3 / s2)
-        is_valid = gl.convert_layout(is_valid, s2.type.layout, assert_trivial=True)
-        groups.last.index(stage).store(gl.where(is_valid, s2, -1.0))
+        groups.first.index(stage).store(s3 / s2)
+        groups.second.index(stage).store(s2 / s1)
+        groups.third.index(stage).store(s1 / s0)
+        is_valid = gl.convert_layout(is_valid, s0.type.layout, assert_trivial=True)
+        groups.last.index(stage).store(gl.where(is_valid, s0, -1.0))
         block_scale, _ = _power_of_two(gl.max(largest, 0).to(gl.int32, bitcast=True) >> 23)
     else:
         stages.bias.index(stage).store(gl.where(is_valid, 0.0, NEG_INF))
