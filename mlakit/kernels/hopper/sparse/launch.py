@@ -22,6 +22,7 @@ from mlakit.arguments import SparseArguments, filled
 from mlakit.cache import CacheLayer
 from mlakit.formats import SMALLEST_SCALE
 from mlakit.kernels.hopper.sparse.configs import (
+    BLOCK,
     D_R,
     D_V,
     HEAD_TILE,
@@ -45,6 +46,8 @@ KERNELS: dict[str, tuple[Any, Any]] = {
     "m64_bf16": (sparse_mla_m64_bf16_kernel, m64_bf16_config),
     "m64_fp8_kv": (sparse_mla_m64_fp8_kv_kernel, m64_fp8_kv_config),  # by the format of rows
 }
+# list entries of the tiles that `pick_sparse_splits` counts: a split has two of them or more
+LIST_TILES = {"m64_bf16": PAIR, "m64_fp8_kv": BLOCK}
 
 
 def sparse_mla(
@@ -92,7 +95,7 @@ def _launch(kernel: str, a: SparseArguments, out: Tensor, lse: Tensor, max_logit
         wanted=None if a.splits is None else a.splits.num_splits,
         rows=tokens * heads,
         head_tiles=head_tiles,
-        list_tiles=sum(triton.cdiv(rows.shape[1], PAIR) for _, rows, _ in lists),
+        list_tiles=sum(triton.cdiv(rows.shape[1], LIST_TILES[kernel]) for _, rows, _ in lists),
         num_sms=num_sms,
         row_bytes=4 * (D_V + 2),
     )
