@@ -158,13 +158,13 @@ _SPARSE_FP8_KV = {
     # six in the loop of the dequant warpgroup
     "3.6.0": {
         "fp8_block128": (37, 38),
-        "fp8_block128-extra": (37, 40),
+        "fp8_block128-extra": (35, 36),
         "fp8_block64": (5, 5),
     },
     # thread indices, as above; with a second cache also its strides
     "3.9.0": {
         "fp8_block128": (24, 45),
-        "fp8_block128-extra": (63, 98),
+        "fp8_block128-extra": (63, 100),
         "fp8_block64": (15, 35),
         "fp8_token": (8, 26),
         "fp8-fp16-q": (8, 26),
