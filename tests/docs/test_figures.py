@@ -41,6 +41,18 @@ HOST = times("h200-decode-host.json")
 GRID = times("h200-grid.json")
 SPARSE = times("h200-sparse-prefill.json")
 INDEXER = times("h200-indexer.json")
+SPARSE_DECODE = times("h200-sparse-decode.json")
+SPARSE_STEP = times("h200-sparse-step.json")
+PREFILL = times("h200-prefill.json")
+PREFILL_GRID = times("h200-prefill-grid.json")
+
+
+def speed(theirs: float, ours: float) -> str:
+    return f"{theirs / ours:.2f}x faster" if theirs >= ours else f"{ours / theirs:.2f}x slower"
+
+
+def us(time: float) -> str:
+    return f"{time:.0f}" if time >= 100 else f"{time:.1f}"
 
 
 @pytest.mark.parametrize("row", table(section("H200: decode"), "b, h, q_len, tokens"))
@@ -61,22 +73,57 @@ def test_sparse_prefill_times_are_those_of_the_data(row):
     assert row[1:6] == [*shown, *speeds]
 
 
+@pytest.mark.parametrize("row", table(section("H200: sparse decode"), "b, h, q_len"))
+def test_sparse_decode_times_are_those_of_the_data(row):
+    batch, heads, q_len = row[0].split(", ")
+    new_tokens = "" if q_len == "1" else f"-q{q_len}"
+    name = f"sparse-decode-fp8_block128-b{batch}-h{heads}{new_tokens}-32768-top2048"
+    measured = SPARSE_DECODE[name]
+    shown = [us(measured[name]) for name in ("mlakit", "flash_mla", "eager")]
+    assert row[1:5] == [*shown, speed(measured["flash_mla"], measured["mlakit"])]
+
+
+@pytest.mark.parametrize("row", table(section("H200: dense prefill"), "b, h, s, mask"))
+def test_prefill_times_are_those_of_the_data(row):
+    batch, heads, tokens, mask = row[0].split(", ")
+    measured = PREFILL[f"prefill-bf16-b{batch}-h{heads}-{tokens}-{mask}"]
+    shown = [us(measured[name]) for name in ("mlakit", "fa3", "sdpa")]
+    speeds = [speed(measured[peer], measured["mlakit"]) for peer in ("fa3", "sdpa")]
+    assert row[1:6] == [*shown, *speeds]
+
+
+@pytest.mark.parametrize("row", table(section("Prefill: a grid of shapes"), "mask, s"))
+def test_the_prefill_grid_is_that_of_the_data(row):
+    mask, tokens = row[0].split(", ")
+    batch = max(1, 16384 // int(tokens))
+    for cell, heads in zip(row[1:], (8, 16, 64, 128), strict=True):
+        measured = PREFILL_GRID[f"prefill-grid-bf16-b{batch}-h{heads}-{tokens}-{mask}"]
+        assert cell == speed(min(measured["fa3"], measured["sdpa"]), measured["mlakit"])
+
+
+@pytest.mark.parametrize("row", table(section("H200: a step of DeepSeek-V3.2"), "b, tokens"))
+def test_sparse_step_times_are_those_of_the_data(row):
+    batch, tokens = row[0].split(", ")
+    measured = SPARSE_STEP[f"sparse-step-fp8_block128-b{batch}-h128-{tokens}-top2048"]
+    stages = ("absorb", "append", "logits", "top-k", "attend", "up-project", "read same bytes")
+    assert row[1:] == [us(measured[name]) for name in ("mlakit", *stages)]
+
+
 @pytest.mark.parametrize("row", table(section("H200: indexer scores"), "b, q_len, keys"))
 def test_indexer_times_are_those_of_the_data(row):
     batch, q_len, keys = row[0].split(", ")
     new_tokens = "" if q_len == "1" else f"-q{q_len}"
     measured = INDEXER[f"indexer-logits-b{batch}-h64{new_tokens}-{keys}"]
-    speed = f"{measured['deep_gemm'] / measured['mlakit']:.2f}x faster"
-    assert row[1:4] == [f"{measured['mlakit']:.1f}", f"{measured['deep_gemm']:.1f}", speed]
+    shown = [f"{measured[name]:.1f}" for name in ("mlakit", "deep_gemm")]
+    assert row[1:4] == [*shown, speed(measured["deep_gemm"], measured["mlakit"])]
 
 
 @pytest.mark.parametrize("row", table(section("indexer_topk"), "rows x columns"))
 def test_topk_times_are_those_of_the_data(row):
     measured = INDEXER[f"indexer-topk-{row[0].replace(' ', '')}-k2048"]
     names = ("mlakit", "torch.topk", "torch.topk, unsorted", "read same bytes")
-    shown = [f"{us:.0f}" if us >= 100 else f"{us:.1f}" for us in map(measured.get, names)]
-    speed = f"{measured['torch.topk'] / measured['mlakit']:.2f}x faster"
-    assert row[1:6] == [*shown, speed]
+    shown = [us(measured[name]) for name in names]
+    assert row[1:6] == [*shown, speed(measured["torch.topk"], measured["mlakit"])]
 
 
 @pytest.mark.parametrize("row", table(section("Host time of a call"), "b, h, q_len, tokens"))
@@ -204,7 +251,7 @@ def test_a_page_gives_the_range_of_every_speed(page):
     expected = {
         ("faster", "FlashMLA"): spread("H200: decode", "against FlashMLA"),
         ("faster", "FlashAttention-3"): spread("H200: decode", "against FA3"),
-        ("slower", "FlashMLA"): spread("Sparse decode", "against FlashMLA"),
+        ("slower", "FlashMLA"): spread("H200: sparse decode", "against FlashMLA"),
     }
     said = ranges((ROOT / page).read_text(encoding="utf-8"))
     assert ("faster", "FlashMLA") in said
@@ -215,5 +262,5 @@ def test_a_page_gives_the_range_of_every_speed(page):
 
 def test_the_readme_says_what_is_slow():
     said = " ".join(README.partition("**What is not fast yet.**")[2].split())
-    low, high = spread("Sparse decode", "against FlashMLA")
+    low, high = spread("H200: sparse decode", "against FlashMLA")
     assert f"sparse decode is {low}x to {high}x slower than FlashMLA" in said
