@@ -17,6 +17,7 @@ from mlakit.layer import LightningIndexer, MLAAttention
 from mlakit.masks import CAUSAL, NULL, Mask
 from mlakit.ops import (
     ExtraRows,
+    append_rows,
     indexer_logits,
     indexer_select,
     indexer_topk,
@@ -52,6 +53,7 @@ __all__ = [
     "RowShape",
     "UnsupportedError",
     "UpProjection",
+    "append_rows",
     "decode_branch",
     "indexer_logits",
     "indexer_select",

@@ -51,6 +51,17 @@ class AppendArguments(NamedTuple):
     backend: str
 
 
+class AppendRowsArguments(NamedTuple):
+    """Of `append_rows`."""
+
+    latent: Tensor  # [tokens, D_C]
+    k_rope: Tensor | None  # [tokens, D_R]; None: D_R is 0
+    layer: WrittenLayer
+    slots: Tensor  # [tokens], -1: no row is written
+    power_of_two_scales: bool
+    backend: str
+
+
 class BatchedMatmulArguments(NamedTuple):
     """Of `batched_matmul`: a @ bᵀ."""
 

@@ -26,6 +26,7 @@ DecodeKernel = Literal[
 # in the order of `dispatch.OPS`, which a test holds them to
 OPS = (
     "norm_rope_quant_append",
+    "append_rows",
     "batched_matmul",
     "quantize_fp8",
     "scaled_mm_fp8",

@@ -1,5 +1,6 @@
 """The public functions: validate, select, allocate, launch. Each docstring is the contract."""
 
+from mlakit.ops.append_rows import append_rows
 from mlakit.ops.decode import mla_decode
 from mlakit.ops.fp8 import quantize_fp8, scaled_mm_fp8
 from mlakit.ops.indexer import indexer_logits, indexer_topk
@@ -12,6 +13,7 @@ from mlakit.ops.sparse import ExtraRows, sparse_mla
 
 __all__ = [
     "ExtraRows",
+    "append_rows",
     "batched_matmul",
     "indexer_logits",
     "indexer_select",

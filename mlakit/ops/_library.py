@@ -173,9 +173,11 @@ class Op:
         outs = [f"Tensor(r{i}!) {result}" for i, result in enumerate(self.results)]
         returned = ", ".join(["Tensor"] * len(self.results))
         self.functional = self._define(name, inputs, f"({returned})", self._run, self._fake)
-        self.writing = self._define(
-            f"{name}_out", [*inputs, *outs], "()", self._run_out, lambda *flat: None
-        )
+        self.writing = self.functional
+        if self.results:  # an op without results only writes to its arguments
+            self.writing = self._define(
+                f"{name}_out", [*inputs, *outs], "()", self._run_out, lambda *flat: None
+            )
 
     def _define(
         self,
@@ -196,8 +198,11 @@ class Op:
         if torch.compiler.is_compiling():
             return self._dispatch(arguments, results)
         got = self._calls.call(arguments, results)
+        if self._written:
+            self._count_writes(arguments, results)
+            return got
         for result in results:
-            if result is not None or self._written:
+            if result is not None:
                 self._count_writes(arguments, results)
                 break
         return got
@@ -265,10 +270,14 @@ class Op:
         return self._bare(self.fake(self._unpack(flat)))
 
     def _bare(self, results: Results) -> Any:
+        if not self.results:
+            return None
         return results[0] if len(self.results) == 1 else results
 
 
 def _as_tuple(results: Any) -> Results:
+    if results is None:
+        return ()
     return results if isinstance(results, tuple) else (results,)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from mlakit.formats import FORMATS
 from mlakit.workloads import (
     AppendCase,
+    AppendRowsCase,
     BatchedMatmulCase,
     Case,
     DecodeCase,
@@ -125,6 +126,10 @@ CONFIGURATIONS: dict[str, Case] = {
         "fp8_token", kv_lora_rank=128, qk_rope_head_dim=0, page_size=64, gamma_dtype="", heads=1
     ),
     "topk-131072": IndexerTopkCase(num_columns=65536, k=2048, num_tokens=400),
+    **{f"append-rows-{format}": AppendRowsCase(**_row(format)) for format in FORMATS},
+    "append-rows-index-keys": AppendRowsCase(
+        kv_lora_rank=128, qk_rope_head_dim=0, page_size=64, format="fp8_token"
+    ),
 }
 # enough work for `auto` to select an m64 kernel
 MUCH_WORK = {"kv_lens": (2200, 65), "q_lens": (64, 1)}

@@ -25,12 +25,13 @@ ARCHITECTURES = {
 MODEL = MLAGeometry.preset("deepseek-v3")
 CACHED_OPS = (
     "norm_rope_quant_append",
+    "append_rows",
     "mla_decode",
     "sparse_mla",
     "indexer_logits",
     "indexer_select",
 )
-HEADED_OPS = (*CACHED_OPS, "mla_prefill", "merge_states")
+HEADED_OPS = (*(op for op in CACHED_OPS if op != "append_rows"), "mla_prefill", "merge_states")
 MASKED_OPS = ("mla_prefill", "mla_decode", "indexer_logits", "indexer_select")
 # every compute capability of CUDA 12 and 13; from 90 on there is arch-specific code (90a), from 100
 # on family-specific code (100f)

@@ -14,6 +14,7 @@ decode, …        the cases of one op
 fp8_scores       scores with the accumulator precision of Hopper's FP8 tensor cores
 """
 
+from mlakit.workloads.append_rows import AppendRowsCase
 from mlakit.workloads.case import Case, Trial
 from mlakit.workloads.decode import DecodeCase
 from mlakit.workloads.decode_launch import DecodeLaunch
@@ -32,6 +33,7 @@ from mlakit.workloads.sparse_launch import SparseLaunch
 
 CASES: tuple[type[Case], ...] = (
     AppendCase,
+    AppendRowsCase,
     PrefillCase,
     DecodeCase,
     SparseCase,
@@ -47,6 +49,7 @@ CASES: tuple[type[Case], ...] = (
 __all__ = [
     "CASES",
     "AppendCase",
+    "AppendRowsCase",
     "BatchedMatmulCase",
     "Case",
     "DecodeCase",

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from mlakit.formats import FORMATS, Format
 from mlakit.masks import KINDS, WINDOWED
+from mlakit.workloads.append_rows import AppendRowsCase
 from mlakit.workloads.case import Case
 from mlakit.workloads.decode import DecodeCase
 from mlakit.workloads.fp8 import QuantizeCase, ScaledMatmulCase
@@ -178,6 +179,17 @@ def append_case(draw: Draw, format: Format) -> AppendCase:
         flat_table=draw.flip(),
         q_out=draw.choice(("", "in_place", "given", "e4m3")),
         slots=draw.choice(("", "", "all", "some")),
+    )
+
+
+def append_rows_case(draw: Draw, format: Format) -> AppendRowsCase:
+    return AppendRowsCase(
+        **_cached(draw, format),
+        num_tokens=draw.integer(0, 40),
+        num_pages=draw.integer(1, 4),
+        skipped=draw.choice((0.3, 0.0, 1.0)),
+        dtype=draw.choice(PLAIN),
+        rope_dtype=draw.choice(PLAIN),
     )
 
 
@@ -434,6 +446,7 @@ SPECIALISED: dict[tuple[str, type[Case]], Callable[[Draw], Case]] = {
 # ops with a cache: a case for one format
 CACHED: dict[type[Case], Callable[[Draw, Format], Case]] = {
     AppendCase: append_case,
+    AppendRowsCase: append_rows_case,
     DecodeCase: decode_case,
     SparseCase: sparse_case,
     IndexerLogitsCase: indexer_logits_case,

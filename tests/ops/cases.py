@@ -75,6 +75,8 @@ class Call:
     def run(self, **others: Any) -> tuple[Tensor, ...]:
         """The results, always as a tuple."""
         results = self.function(**{**self.arguments, **others})
+        if results is None:
+            return ()
         return results if isinstance(results, tuple) else (results,)
 
     def but(self, **others: Any) -> Call:
@@ -110,8 +112,7 @@ class Call:
     def empty_results(self, make: Callable[[Tensor], Tensor] = torch.empty_like) -> list[Tensor]:
         """Tensors to write to, in the order of `results`; `make` gives one like the result."""
         op, flat = self.packed()
-        fresh = op._fake(*flat)
-        return [make(tensor) for tensor in (fresh if isinstance(fresh, tuple) else (fresh,))]
+        return [make(tensor) for tensor in op.fake(op._unpack(flat))]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor the call can reach, pools included, by name."""
@@ -255,6 +256,26 @@ def append_by_slots(format: str = "fp8_block128") -> Call:
     positions = int32(reference.append_positions(KV_LENS, Q_LENS))
     slots[3], slots[5], positions[5] = -1, -1, 10_000
     return Call(call.function, {**arguments, "slots": slots, "positions": positions})
+
+
+def append_rows_call(format: str = "bf16", *, row: RowShape = ROW, **options: Any) -> Call:
+    """Finished rows at rows of the pool in any order; two tokens are padding, with poison."""
+    generator = torch.Generator().manual_seed(14)
+    tensor_scale = options.pop("tensor_scale", 1.0)
+    cache, _ = make_cache(generator, [0], format=format, row=row, tensor_scale=tensor_scale)
+    slots = torch.randperm(cache.layer(0).num_slots, generator=generator)[:TOKENS]
+    latent = strided(normal(generator, TOKENS, row.kv_lora_rank))
+    k_rope = normal(generator, TOKENS, row.qk_rope_head_dim, dtype=F32)
+    for padding in (2, 5):
+        slots[padding], latent[padding], k_rope[padding] = -1, torch.nan, torch.nan
+    arguments = {
+        "latent": latent,
+        "k_rope": k_rope if row.qk_rope_head_dim else None,
+        "cache": cache,
+        "slots": slots.int(),
+        "layer": 1,
+    }
+    return Call(ops.append_rows, {**arguments, **options})
 
 
 def append_transposed() -> Call:
@@ -422,6 +443,14 @@ CALLS: dict[str, Callable[[], Call]] = {
     "append-block128": lambda: append_call("fp8_block128"),
     "append-block64-transposed": append_transposed,
     "append-slots": append_by_slots,
+    "append-rows": append_rows_call,
+    "append-rows-fp8-scale-tensor": lambda: append_rows_call(
+        "fp8", tensor_scale=torch.tensor(0.02)
+    ),
+    "append-rows-block128": lambda: append_rows_call("fp8_block128"),
+    "append-rows-index-keys": lambda: append_rows_call(
+        "fp8_token", row=INDEX_ROW, power_of_two_scales=True
+    ),
     "prefill": prefill_call,
     "prefill-strided-window-alibi-sink": prefill_strided,
     "sparse": sparse_call,

@@ -16,6 +16,7 @@ from tests.ops.cases import CALLS, Call
 ONE_EACH = (
     "decode",
     "append",
+    "append-rows",
     "prefill",
     "sparse-extra",
     "logits",

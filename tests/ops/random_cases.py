@@ -16,6 +16,7 @@ from mlakit.formats import FORMATS
 from mlakit.specs import KernelSpec
 from mlakit.workloads import (
     AppendCase,
+    AppendRowsCase,
     BatchedMatmulCase,
     Case,
     DecodeCase,
@@ -128,6 +129,14 @@ PROPERTIES = [
 # what random problems of this size do not reach: every tile boundary of the kernels, real widths
 LARGE = [
     AppendCase(kv_lora_rank=512, qk_rope_head_dim=64, kv_lens=(503, 40), q_lens=(3, 40), heads=16),
+    AppendRowsCase(
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        num_tokens=700,
+        num_pages=60,
+        format="fp8_block128",
+        workspace_mib=1,
+    ),
     PrefillCase(kv_lens=(300, 129), q_lens=(290, 129), heads=2, workspace_mib=1, padded=True),
     PrefillCase(kv_lens=(1100,), q_lens=(600,), heads=1),
     PrefillCase(

@@ -73,7 +73,10 @@ def test_the_registered_op_is_the_function(name, place):
     call, other = (CALLS[name]().on(place.device) for _ in range(2))
     op, flat = call.packed()
     results = op.functional(*flat)
-    assert_same_results(results if isinstance(results, tuple) else (results,), other.run())
+    if op.results:
+        assert_same_results(results if isinstance(results, tuple) else (results,), other.run())
+    else:
+        assert (results, other.run()) == (None, ())
     assert_same_state(call, other)
 
 
@@ -81,7 +84,7 @@ def test_only_what_is_written_is_declared_so():
     for name in ONE_EACH:
         op, _ = CALLS[name]().packed()
         written = [a.name for a in op.functional._schema.arguments if a.is_write]
-        assert written == (["layer", "layer_scales"] if name == "append" else [])
+        assert written == (["layer", "layer_scales"] if name.startswith("append") else [])
         written_out = [a.name for a in op.writing._schema.arguments if a.is_write]
         assert written_out == [*written, *op.results]
         assert not op.writing._schema.returns

@@ -98,6 +98,11 @@ MUTATIONS = [
             "rotate",
             (does_nothing, gives_back_its_input),
         ),
+        (
+            norm_rope_quant.test_finished_rows_are_stored_at_their_slots,
+            "append_rows",
+            (does_nothing,),
+        ),
         (norm_rope_quant.test_norm_matches_torch, "rms_norm", (does_nothing, gives_back_its_input)),
         (
             norm_rope_quant.test_norm_rope_quant_takes_each_token_at_its_position,

@@ -26,6 +26,17 @@ def test_rotation_is_a_complex_product() -> None:
     assert_same(reference.rotate(x, cos_sin), torch.view_as_real(exact).flatten(-2))
 
 
+def test_finished_rows_are_stored_at_their_slots() -> None:
+    latent, k_rope = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[10.0], [20.0], [30.0]])
+    before = torch.full((4, 2), torch.nan)
+    after = reference.append_rows(latent, k_rope, before, [3, -1, 0])
+    expected = torch.tensor([[3, 30], [torch.nan] * 2, [torch.nan] * 2, [1, 10]]).double()
+    torch.testing.assert_close(after, expected, rtol=0, atol=0, equal_nan=True)
+    assert before.isnan().all()
+    keys = reference.append_rows(latent, None, torch.zeros(2, 1), [1, 0, -1])
+    assert keys.tolist() == [[2.0], [1.0]]
+
+
 def test_half_is_interleaved_with_the_columns_permuted() -> None:
     x, cos_sin = normal(5, 8, seed=1), rope_table(7, 8)[6]
     to_half = [0, 2, 4, 6, 1, 3, 5, 7]

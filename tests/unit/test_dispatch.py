@@ -87,7 +87,7 @@ def test_launchers_take_the_arguments_of_their_op_and_its_results(spec):
     first, *results = inspect.signature(spec.launch).parameters
     assert hints[first] is BLOCK_ARGUMENTS.get(spec.op, op.arguments)
     assert results == op.results
-    assert {hints[name] for name in results} == {torch.Tensor}
+    assert {hints[name] for name in results} <= {torch.Tensor}
     if spec.planner and spec.op not in BLOCK_ARGUMENTS:
         (only,) = inspect.signature(spec.plan).parameters
         planner = spec.plan.func if spec.kernel else spec.plan

@@ -18,6 +18,7 @@ from torch import Tensor
 from mlakit.arguments import AppendArguments, filled
 from mlakit.cache import token_positions, token_slots
 from mlakit.formats import saturating_cast
+from mlakit.kernels.cpu.append_rows import store_rows
 from mlakit.kernels.cpu.workers import SMALL, for_each
 from mlakit.kernels.cpu.workspace import rows_that_fit
 
@@ -70,10 +71,9 @@ def norm_rope_quant_append(a: AppendArguments, q_rope_out: Tensor) -> None:
         if gamma is not None:
             latent = rms_norm(latent, gamma, a.epsilon)
         rotated_k = rotate(kv[block, d_c:], cos_sin, rope=rope).to(q_rope.dtype)
-        written, rows = slots[block], torch.cat([latent.float(), rotated_k.float()], dim=-1)
-        if has_angle is not None:
-            written, rows = written[written >= 0], rows[written >= 0]
-        layer.write_unchecked(written, rows, power_of_two_scales=a.power_of_two_scales)
+        store_rows(
+            layer, slots[block], latent, rotated_k, power_of_two_scales=a.power_of_two_scales
+        )
         rotated_q = rotate(q_rope[block], cos_sin[:, None, :], rope=rope)
         if has_angle is not None:
             rotated_q = torch.where(has_angle[block, None, None], rotated_q, 0)

@@ -19,19 +19,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from mlakit.kernels.triton.norm_quant import (
-    BLOCK_SCALES,
-    NO_SCALE,
-    TENSOR_SCALE,
-    TOKEN_SCALE,
-    divide,
-    encode,
-    find_scales,
-    rms_norm,
-    store_elements,
-    store_scales,
-)
+from mlakit.kernels.triton.norm_quant import rms_norm
 from mlakit.kernels.triton.rope import load_angles, load_pairs, rotate, store_pairs
+from mlakit.kernels.triton.store_rows import store_latent, store_rope
 
 
 @triton.jit(
@@ -173,13 +163,6 @@ def _append_rows(
     kv, kv_stride_token = kv
     gamma, gamma_stride, epsilon = gamma
     payload, payload_stride_page, payload_stride_row = payload
-    scales, scales_stride_page, scales_stride_row = scales
-    tensor_scale, tensor_scale_at = tensor_scale
-    STORED: tl.constexpr = tl.uint8 if SCALING != NO_SCALE else payload.dtype.element_ty
-    ROPE_STORED: tl.constexpr = tl.bfloat16 if SCALING >= TOKEN_SCALE else STORED
-    ROPE_IS_SCALED: tl.constexpr = SCALING >= TENSOR_SCALE and SCALING <= TOKEN_SCALE
-    # the scales of fp8_block128 lie between the latent and the rope, other scales elsewhere
-    INLINE_BYTES: tl.constexpr = 4 * ((D_C + GROUP - 1) // GROUP) if SCALING == BLOCK_SCALES else 0
     is_token = token < tokens
     column = tl.arange(0, LATENT_TILE)
     in_row = (column < D_C)[None, :]
@@ -202,36 +185,18 @@ def _append_rows(
     if D_C < LATENT_TILE:
         # x is 0 there, but the norm may multiply its row by infinity
         latent = tl.where(in_row, latent, 0.0)
-    rope_scale = tl.zeros_like(token).to(tl.float32)[:, None, None]
-    if SCALING == TENSOR_SCALE:
-        rope_scale += tensor_scale
-        if tensor_scale_at is not None:
-            rope_scale = tl.zeros_like(rope_scale) + tl.load(tensor_scale_at).to(tl.float32)
-        latent = divide(latent, tl.reshape(rope_scale, [token.shape[0], 1]))
-    elif SCALING >= TOKEN_SCALE:
-        grouped = tl.reshape(latent, [token.shape[0], LATENT_TILE // GROUP, GROUP])
-        scale = find_scales(grouped, SMALLEST, POWER_OF_TWO)  # [T, groups]
-        grouped = divide(grouped, scale[:, :, None])
-        latent = tl.reshape(grouped, [token.shape[0], LATENT_TILE])
-        beside = row
-        if scales is not None:
-            beside = scales + page * scales_stride_page + offset * scales_stride_row
-        store_scales(row + D_C, beside, scale, is_stored, D_C, GROUP, SCALING, ALIGNED)
-        if SCALING == TOKEN_SCALE:
-            rope_scale = scale[:, :, None]
-    encoded = encode(latent, STORED, HAS_FP8)
-    inside = is_stored[:, None] & in_row
-    store_elements(row[:, None], column[None, :], encoded, inside, ALIGNED)
+    rope_scale = store_latent(
+        latent, row, page, offset, is_stored, scales, tensor_scale,
+        D_C, SCALING, GROUP, POWER_OF_TWO, SMALLEST, ALIGNED, HAS_FP8,
+    )  # fmt: skip
 
     if D_R > 0:
         cos, sin = load_angles(angles, position, has_angle, D_R, PAIRS)
         y0, y1 = rotate(k0, k1, cos, sin)
         y0, y1 = y0.to(Q_DTYPE).to(tl.float32), y1.to(Q_DTYPE).to(tl.float32)
-        if ROPE_IS_SCALED:
-            y0, y1 = divide(y0, rope_scale), divide(y1, rope_scale)
-        store_pairs(
-            (row + D_C + INLINE_BYTES)[:, None, None], is_stored[:, None, None], y0, y1,
-            ROPE_STORED, D_R, PAIRS, INTERLEAVED, ALIGNED, HAS_FP8,
+        store_rope(
+            y0, y1, row, is_stored, rope_scale,
+            D_C, D_R, PAIRS, SCALING, GROUP, ALIGNED, INTERLEAVED, HAS_FP8,
         )  # fmt: skip
 
 

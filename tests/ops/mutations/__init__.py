@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.mutations import Mutation
 from tests.ops.mutations import (
+    append_rows,
     decode,
     fp8,
     indexer,
@@ -15,6 +16,7 @@ from tests.ops.mutations import (
 )
 
 MUTATIONS: list[Mutation] = [
+    *append_rows.MUTATIONS,
     *decode.MUTATIONS,
     *fp8.MUTATIONS,
     *indexer.MUTATIONS,

@@ -49,13 +49,6 @@ MUTATIONS = [
     line(
         AppendCase,
         "norm_rope_quant",
-        "stores padding tokens",
-        "written[written >= 0], rows[written >= 0]",
-        "written.clamp_min(0), rows",
-    ),
-    line(
-        AppendCase,
-        "norm_rope_quant",
         "epsilon ignored",
         "keepdim=True) + epsilon)",
         "keepdim=True) + 1e-30)",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.ops.wrong_calls import (
+    append_rows,
     decode,
     fp8,
     indexer,
@@ -15,6 +16,7 @@ from tests.ops.wrong_calls import (
 from tests.ops.wrong_calls.spoiling import WrongCalls
 
 WRONG: WrongCalls = {
+    **append_rows.WRONG,
     **decode.WRONG,
     **fp8.WRONG,
     **indexer.WRONG,
