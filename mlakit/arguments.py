@@ -32,8 +32,8 @@ def filled(value: T | None) -> T:
 
 
 class AppendArguments(NamedTuple):
-    """Of `norm_rope_quant_append`. Rows and positions come from page_table, kv_lens and q_starts,
-    or from slots and positions; the others are None."""
+    """Of `norm_rope_quant_append`. Rows come from page_table, kv_lens and q_starts, or from slots
+    with positions; the others are None."""
 
     q_rope: Tensor  # [tokens, heads, D_R]
     kv: Tensor  # [tokens, D_C + D_R] raw latents
@@ -44,7 +44,8 @@ class AppendArguments(NamedTuple):
     kv_lens: Tensor | None  # [batch] tokens of each request, the new ones included
     q_starts: Tensor | None  # [batch + 1]; filled in with page_table
     slots: Tensor | None  # [tokens], -1: no row is written
-    positions: Tensor | None  # [tokens], anything where slots is -1
+    positions: Tensor | None  # [tokens], anything where slots is -1; None: from kv_lens
+    shard: KVShard
     epsilon: float
     rope: str  # of `geometry.ROPES`
     power_of_two_scales: bool

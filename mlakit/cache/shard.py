@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+from torch import Tensor
+
+Positions = TypeVar("Positions", int, Tensor)
 
 
 class KVShard(NamedTuple):
@@ -14,6 +18,15 @@ class KVShard(NamedTuple):
     rank: int
     world: int
     interleave: int = 1
+
+    def owner(self, position: Positions) -> Positions:
+        """The rank that caches a position."""
+        return position // self.interleave % self.world
+
+    def local_position(self, position: Positions) -> Positions:
+        """The place of a position among those that its rank caches."""
+        period = self.interleave * self.world
+        return position // period * self.interleave + position % self.interleave
 
     def local_count(self, num_tokens: int) -> int:
         """How many of the positions [0, num_tokens) this rank caches."""

@@ -182,6 +182,24 @@ def check_sink(dims: Dims, sink: Tensor | None) -> None:
         dims.match("sink", sink, "heads", dtypes=[torch.float32])
 
 
+def as_shard(op: str, shard: tuple[int, int, int] | None) -> KVShard:
+    if shard is None:
+        return UNSHARDED
+    if not isinstance(shard, tuple) or len(shard) not in (2, 3):
+        raise TypeError(f"{op}: kv_shard must be (rank, world, interleave), got {shard!r}")
+    # here, not only in the op's body: a replayed call does not run it, and 2.0 equals 2
+    if any(type(number) is not int for number in shard):
+        check_shard(Dims(op), KVShard(*shard))
+    return KVShard(*map(int, shard))
+
+
+def check_shard(dims: Dims, shard: KVShard) -> None:
+    dims.integer("kv_shard world", shard.world, 1)
+    dims.integer("kv_shard interleave", shard.interleave, 1)
+    rank = dims.integer("kv_shard rank", shard.rank, 0)
+    dims.require(rank < shard.world, "kv_shard rank", f"be below world, {shard.world}", rank)
+
+
 def check_result(
     dims: Dims, arg: str, tensor: Tensor | None, *axes: str, dtype: torch.dtype
 ) -> Tensor:

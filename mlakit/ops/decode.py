@@ -14,6 +14,7 @@ from mlakit.checks import Dims
 from mlakit.knobs import Backend, DecodeKernel
 from mlakit.masks import CAUSAL, Mask
 from mlakit.ops._checks import (
+    as_shard,
     check_absorbed_query,
     check_kv_lens,
     check_layer,
@@ -22,6 +23,7 @@ from mlakit.ops._checks import (
     check_query_starts,
     check_result,
     check_seen_rows,
+    check_shard,
     check_sink,
     lie_evenly,
     result_dtype,
@@ -206,17 +208,6 @@ def _uses(a: DecodeArguments, q_latent: Tensor, q_rope: Tensor) -> Iterator[Use]
         yield Use.LOOSE_QUERY
 
 
-def as_shard(op: str, shard: tuple[int, int, int] | None) -> KVShard:
-    if shard is None:
-        return UNSHARDED
-    if not isinstance(shard, tuple) or len(shard) not in (2, 3):
-        raise TypeError(f"{op}: kv_shard must be (rank, world, interleave), got {shard!r}")
-    # here, not only in the op's body: a replayed call does not run it, and 2.0 equals 2
-    if any(type(number) is not int for number in shard):
-        check_shard(Dims(op), KVShard(*shard))
-    return KVShard(*map(int, shard))
-
-
 def _splits(plan: DecodePlan | DecodePlanTensors | EvenSplit | None, layer: CacheLayer) -> Splits:
     if plan is None or isinstance(plan, (DecodePlanTensors, EvenSplit)):
         return plan
@@ -225,13 +216,6 @@ def _splits(plan: DecodePlan | DecodePlanTensors | EvenSplit | None, layer: Cach
     raise TypeError(
         f"{NAME}: plan must be a DecodePlan, its tensors or an EvenSplit, got {type(plan).__name__}"
     )
-
-
-def check_shard(dims: Dims, shard: KVShard) -> None:
-    dims.integer("kv_shard world", shard.world, 1)
-    dims.integer("kv_shard interleave", shard.interleave, 1)
-    rank = dims.integer("kv_shard rank", shard.rank, 0)
-    dims.require(rank < shard.world, "kv_shard rank", f"be below world, {shard.world}", rank)
 
 
 def _check_sizes(dims: Dims, plan: DecodePlanTensors) -> None:

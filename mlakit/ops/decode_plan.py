@@ -12,14 +12,16 @@ from mlakit.checks import FLOATS, Dims, UnsupportedError
 from mlakit.knobs import Backend, DecodeKernel
 from mlakit.masks import CAUSAL, Mask
 from mlakit.ops._checks import (
+    as_shard,
     check_kv_lens,
     check_layer,
     check_mask,
     check_page_table,
     check_query_starts,
+    check_shard,
 )
 from mlakit.ops.decode import NAME as PLANNED_OP
-from mlakit.ops.decode import as_shard, check_shard, decode_problem
+from mlakit.ops.decode import decode_problem
 from mlakit.plan import DecodePlanTensors
 from mlakit.replay.calls import made_current
 from mlakit.replay.plain import has_plain_memory

@@ -9,17 +9,19 @@ from torch import Tensor
 
 from mlakit import dispatch
 from mlakit.arguments import AppendArguments
-from mlakit.cache import CacheLayer, PagedLatentCache, PageTable
+from mlakit.cache import UNSHARDED, PagedLatentCache, PageTable
 from mlakit.checks import E4M3, FLOATS, Dims, values_visible
 from mlakit.geometry import ROPES, Rope
 from mlakit.knobs import Backend
 from mlakit.ops._checks import (
     INTEGERS,
+    as_shard,
     check_kv_lens,
     check_layer,
     check_page_table,
     check_query_starts,
     check_result,
+    check_shard,
     check_used_rows,
 )
 from mlakit.ops._library import op
@@ -43,6 +45,7 @@ def norm_rope_quant_append(
     rope: Rope = "interleaved",
     slots: Tensor | None = None,
     positions: Tensor | None = None,
+    kv_shard: tuple[int, int, int] | None = None,
     q_rope_out: Tensor | None = None,
     power_of_two_scales: bool = False,
     backend: Backend = "auto",
@@ -60,13 +63,19 @@ def norm_rope_quant_append(
     kv_lens    [batch] int32, as in `mla_decode`, tokens the cache holds once this step's are in it:
                new token i of a request with q_len of them is at position kv_len − q_len + i
     q_starts   [batch + 1] int32 rows of q per request; None means one new token each
+    positions  [tokens] int32 or int64 row of freqs of each token, if it is not its position in the
+               request; rows of the cache stay those of kv_lens
     rope       "interleaved" rotates pairs (0, 1), (2, 3), …; "half" pairs (p, p + D_R/2)
+    kv_shard   (rank, world, interleave), as in `mla_decode`: only tokens at positions p with
+               (p // interleave) % world == rank are stored, by the page table or the slots of this
+               rank; all queries are rotated. kv_lens stays global
     q_rope_out where the rotated queries go: q_rope itself, a strided slice, or e4m3 (saturating)
 
     Instead of page_table, kv_lens and q_starts:
 
     slots      [tokens] int32 or int64 row of each token, page · page_size + offset; no two tokens
-               have the same. −1: the token is not stored
+               have the same. −1: the token is not stored. With kv_shard, slots of tokens that
+               other ranks store are not read
     positions  [tokens] int32 or int64 position of each token, its row of freqs. That of a token
                with slot −1 may be anything: outside of freqs, its query becomes 0
 
@@ -87,6 +96,7 @@ def norm_rope_quant_append(
         q_starts=q_starts,
         slots=slots,
         positions=positions,
+        shard=UNSHARDED if kv_shard is None else as_shard(NAME, kv_shard),
         epsilon=epsilon,
         rope=rope,
         power_of_two_scales=power_of_two_scales,
@@ -117,6 +127,7 @@ def _append(a: AppendArguments, q_rope_out: Tensor | None) -> tuple[Tensor]:
         dims.match("gamma", a.gamma, "latent", dtypes=FLOATS)
     dims.same_device("cache", a.layer.payload)
     check_rope(dims, a.rope, a.epsilon)
+    check_shard(dims, a.shard)
     starts = _check_rows(dims, a)
     dtypes = (a.q_rope.dtype,) if q_rope_out is None else (a.q_rope.dtype, E4M3)
     if q_rope_out is not None:
@@ -145,27 +156,33 @@ def check_rope(dims: Dims, rope: str, epsilon: float) -> None:
 def _check_rows(dims: Dims, a: AppendArguments) -> Tensor | None:
     """Every new token has a row to be stored in and an angle; gives `q_starts` of page tables."""
     by_request = {"page_table": a.page_table, "kv_lens": a.kv_lens, "q_starts": a.q_starts}
-    by_slot = {"slots": a.slots, "positions": a.positions}
-    if any(value is not None for value in by_slot.values()):
+    if a.positions is not None:
+        dims.match("positions", a.positions, "tokens", dtypes=INTEGERS)
+    if a.slots is not None:
         _refuse_both(dims, by_request)
-        _check_slots(dims, _given(dims, "slots", by_slot), _given(dims, "positions", by_slot), a)
+        _check_slots(
+            dims,
+            a.slots,
+            _given(dims, "positions", {"slots": a.slots, "positions": a.positions}),
+            a,
+        )
         return None
+    if a.positions is not None and all(value is None for value in by_request.values()):
+        raise TypeError(f"{dims.op}: slots must be given with positions, got None")
     page_table = _given(dims, "page_table", by_request)
     kv_lens = check_kv_lens(dims, _given(dims, "kv_lens", by_request))
     starts = check_query_starts(dims, a.q_starts, dims["tokens"], dims["batch"])
     check_page_table(dims, page_table, dims["batch"])
     if kv_lens is not None:
-        _check_positions(dims, a.layer, page_table, kv_lens, starts.diff().tolist())
+        _check_places(dims, a, page_table, kv_lens, starts.diff().tolist())
     return starts
 
 
 def _refuse_both(dims: Dims, by_request: Mapping[str, object]) -> None:
     for name, value in by_request.items():
         if value is not None:
-            raise TypeError(
-                f"{dims.op}: {name} must be None where slots and positions are given, "
-                f"got {type(value).__name__}"
-            )
+            got = type(value).__name__
+            raise TypeError(f"{dims.op}: {name} must be None where slots are given, got {got}")
 
 
 def _given(dims: Dims, name: str, together: Mapping[str, Any]) -> Any:
@@ -179,32 +196,36 @@ def _given(dims: Dims, name: str, together: Mapping[str, Any]) -> Any:
 
 def _check_slots(dims: Dims, slots: Tensor, positions: Tensor, a: AppendArguments) -> None:
     dims.match("slots", slots, "tokens", dtypes=INTEGERS)
-    dims.match("positions", positions, "tokens", dtypes=INTEGERS)
     if not (values_visible(slots) and values_visible(positions)):
         return
     rows, angles = a.layer.num_slots, dims["positions"]
-    outside = ((slots < -1) | (slots >= rows)).nonzero()
+    is_own = a.shard.owner(positions) == a.shard.rank
+    outside = (is_own & ((slots < -1) | (slots >= rows))).nonzero()
     if len(outside):
         token = int(outside[0])
         dims.fail(f"slots[{token}]", f"be -1 or in [0, {rows})", int(slots[token]))
-    outside = ((slots >= 0) & ((positions < 0) | (positions >= angles))).nonzero()
+    outside = ((slots != -1) & ((positions < 0) | (positions >= angles))).nonzero()
     if len(outside):
         token = int(outside[0])
         must = f"be in [0, {angles}), the rows of freqs, or its slot -1"
         dims.fail(f"positions[{token}]", must, int(positions[token]))
 
 
-def _check_positions(
-    dims: Dims, layer: CacheLayer, page_table: PageTable, kv_lens: list[int], q_lens: list[int]
+def _check_places(
+    dims: Dims, a: AppendArguments, page_table: PageTable, kv_lens: list[int], q_lens: list[int]
 ) -> None:
     """Every new token has a row in the page table and an angle in freqs."""
     dims.new_tokens_counted(kv_lens, q_lens)
-    before = [kv_len - q_len for kv_len, q_len in zip(kv_lens, q_lens, strict=True)]
-    check_used_rows(dims, page_table, layer, before, kv_lens)
-    for request, (kv_len, q_len) in enumerate(zip(kv_lens, q_lens, strict=True)):
-        dims.require(
-            q_len == 0 or kv_len <= dims["positions"],
-            "freqs",
-            f"have a row for position {kv_len - 1} of request {request}",
-            f"{dims['positions']} rows",
-        )
+    lengths = list(zip(kv_lens, q_lens, strict=True))
+    before = [a.shard.local_count(kv_len - q_len) for kv_len, q_len in lengths]
+    after = [a.shard.local_count(kv_len) for kv_len in kv_lens]
+    check_used_rows(dims, page_table, a.layer, before, after)
+    angles = dims["positions"]
+    if a.positions is None:
+        for request, (kv_len, q_len) in enumerate(lengths):
+            must = f"have a row for position {kv_len - 1} of request {request}"
+            dims.require(q_len == 0 or kv_len <= angles, "freqs", must, f"{angles} rows")
+    elif values_visible(a.positions):
+        for token, position in enumerate(a.positions.tolist()):
+            must = f"be in [0, {angles}), the rows of freqs"
+            dims.require(0 <= position < angles, f"positions[{token}]", must, position)

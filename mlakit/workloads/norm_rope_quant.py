@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mlakit import reference
-from mlakit.cache import PageTable
+from mlakit.cache import KVShard, PageTable
 from mlakit.formats import RowCodec
 from mlakit.geometry import Rope
 from mlakit.knobs import Backend
@@ -44,6 +44,9 @@ class AppendCase(PagedCase):
     slots     how the op gets the destination of tokens: "" by page table and lengths, "all" by
               slots and positions, "some" the same with slot -1 for some tokens, whose positions may
               be outside of freqs
+    positions rows of freqs of tokens by page table: "" their positions, "given" other ones
+    rank      of `world` ranks of a context-parallel group: tokens of others are not stored, and
+              slots of others are garbage
     dtype     of q_rope and kv; freqs_dtype and gamma_dtype of the tables; "" for no gamma
     q_out     destination of the rotated queries: "" a new tensor, "in_place", or a given tensor of
               q's dtype ("given") or of e4m3 ("e4m3")
@@ -62,6 +65,10 @@ class AppendCase(PagedCase):
     rope: Rope = "interleaved"
     flat_table: bool = False
     slots: str = ""
+    positions: str = ""
+    rank: int = 0
+    world: int = 1
+    interleave: int = 1
     q_out: str = ""
 
     def trial(self, device: torch.device | str) -> Trial:
@@ -74,14 +81,14 @@ class AppendCase(PagedCase):
         tensors = {
             "q_rope": inputs.place("q_rope", q_rope, self.dtype),
             "kv": inputs.place("kv", kv, self.dtype),
-            "freqs": inputs.place("freqs", self._freqs(), self.freqs_dtype),
         }
+        positions = self._rope_positions(inputs)
+        tensors["freqs"] = inputs.place("freqs", self._freqs(positions), self.freqs_dtype)
         gamma = None
         if self.gamma_dtype:
             weight = inputs.uniform(0.5, 2.0, row.kv_lora_rank)
             gamma = inputs.place("gamma", weight, self.gamma_dtype)
         pool, table, slots = self._cache(inputs)
-        positions = self._positions
         if self.slots == "some":
             slots, positions = _with_skipped(inputs, slots, positions, len(tensors["freqs"]))
         pool.allow(slots[slots >= 0])
@@ -103,6 +110,7 @@ class AppendCase(PagedCase):
                 epsilon=self.epsilon,
                 layer=pool.layer_index,
                 rope=self.rope,
+                kv_shard=tuple(self.shard) if self.world > 1 else None,
                 q_rope_out=q_out,
                 power_of_two_scales=self.power_of_two,
                 backend=backend,
@@ -116,13 +124,22 @@ class AppendCase(PagedCase):
         return Trial(inputs, call, check)
 
     @property
-    def _positions(self) -> list[int]:
-        return reference.append_positions(self.kv_lens, self.q_lens)
+    def shard(self) -> KVShard:
+        """The tokens that are stored."""
+        return KVShard(self.rank, self.world, self.interleave)
 
-    def _freqs(self) -> Tensor:
+    def _rope_positions(self, inputs: Inputs) -> list[int]:
+        """The rows of freqs of the new tokens."""
+        positions = reference.append_positions(self.kv_lens, self.q_lens)
+        if not self.positions:
+            return positions
+        others: list[int] = inputs.integers(0, 40, len(positions)).tolist()
+        return others
+
+    def _freqs(self, positions: Sequence[int]) -> Tensor:
         """[positions, D_R] float32, NaN at positions without a new token."""
         d_r = self.row.qk_rope_head_dim
-        used = sorted(set(self._positions))
+        used = sorted(set(positions))
         freqs = torch.full(
             (max(used, default=0) + 1 + SPARE_POSITIONS, d_r), torch.nan, device="cpu"
         )
@@ -134,12 +151,20 @@ class AppendCase(PagedCase):
 
     def _cache(self, inputs: Inputs) -> tuple[Pool, PageTable, Tensor]:
         """The pool, its page table, and the slots of the new tokens."""
-        lengths = zip(self.kv_lens, self.q_lens, strict=True)
-        new = [torch.arange(kv_len, device="cpu") >= kv_len - q_len for kv_len, q_len in lengths]
-        pool = self.pool(inputs, "cache", num_pages_for(self.kv_lens, self.page_size))
+        owned, new = [], []  # per request: of all its tokens, and of those of this rank
+        for kv_len, q_len in zip(self.kv_lens, self.q_lens, strict=True):
+            position = torch.arange(kv_len, device="cpu")
+            is_own = self.shard.owner(position) == self.rank
+            owned.append(is_own[kv_len - q_len :])
+            new.append(position[is_own] >= kv_len - q_len)
+        pool = self.pool(inputs, "cache", num_pages_for(list(map(len, new)), self.page_size))
         table, slots = map_tokens(pool, new, flat=self.flat_table, wide=self.wide_indices)
-        written = [own[tokens] for own, tokens in zip(slots, new, strict=True)]
-        return pool, table, torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *written])
+        written = [torch.empty(0, dtype=torch.int64, device="cpu")]
+        for is_own, own, tokens in zip(owned, slots, new, strict=True):
+            stored = torch.full(is_own.shape, -1, device="cpu")
+            stored[is_own] = own[tokens]
+            written.append(stored)
+        return pool, table, torch.cat(written)
 
     def _where(self, inputs: Inputs, table: PageTable, step: Step) -> dict[str, Any]:
         """The arguments for the destination of the new tokens."""
@@ -148,12 +173,18 @@ class AppendCase(PagedCase):
             return inputs.place_ints(name, values, wide=self.wide_indices)
 
         if self.slots:
-            slots: list[int] = step.slots.tolist()
+            position = torch.tensor(step.positions, dtype=torch.int64, device="cpu")
+            is_foreign = self.shard.owner(position) != self.rank
+            is_foreign &= (position >= 0) & (position < len(step.freqs))
+            garbage = inputs.any_of([NEVER_A_PAGE, -1, 0], len(position))
+            slots: list[int] = torch.where(is_foreign, garbage, step.slots).tolist()
             return {"slots": place("slots", slots), "positions": place("positions", step.positions)}
+        given = {} if not self.positions else {"positions": place("positions", step.positions)}
         return {
             "page_table": table,
             "kv_lens": place("kv_lens", self.kv_lens),
             "q_starts": None if self.implicit_starts else place("q_starts", starts_of(self.q_lens)),
+            **given,
         }
 
     def _q_out(self, inputs: Inputs, q_rope: Tensor) -> Tensor | None:

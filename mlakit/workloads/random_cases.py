@@ -166,6 +166,8 @@ def append_case(draw: Draw, format: Format) -> AppendCase:
     shape = _cached(draw, format)
     steps = _lengths(draw, shape["page_size"])
     steps["kv_lens"] = tuple(map(max, steps["kv_lens"], steps["q_lens"]))
+    world = draw.choice((1, 1, 2, 3))
+    slots = draw.choice(("", "", "all", "some"))
     return AppendCase(
         **shape,
         **steps,
@@ -178,7 +180,11 @@ def append_case(draw: Draw, format: Format) -> AppendCase:
         rope=draw.choice(("interleaved", "half")),
         flat_table=draw.flip(),
         q_out=draw.choice(("", "in_place", "given", "e4m3")),
-        slots=draw.choice(("", "", "all", "some")),
+        slots=slots,
+        positions="" if slots else draw.choice(("", "", "given")),
+        rank=draw.integer(0, world - 1),
+        world=world,
+        interleave=draw.choice((1, 3, 16)),
     )
 
 

@@ -440,6 +440,9 @@ CALLS: dict[str, Callable[[], Call]] = {
     "append-fp8-flat": lambda: append_call("fp8", flat=True, tensor_scale=0.02),
     "append-fp8-scale-tensor": lambda: append_call("fp8", tensor_scale=torch.tensor(0.02)),
     "append-token-power-of-two": lambda: append_call("fp8_token", power_of_two_scales=True),
+    "append-shard-positions": lambda: append_call(
+        "fp8_token", kv_shard=(1, 2, 2), positions=int32([0, 8, 3, 3, 1, 7, 2])
+    ),
     "append-block128": lambda: append_call("fp8_block128"),
     "append-block64-transposed": append_transposed,
     "append-slots": append_by_slots,

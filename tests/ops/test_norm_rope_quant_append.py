@@ -9,14 +9,22 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from mlakit import dispatch
+from mlakit import PagedLatentCache, RowShape, dispatch, norm_rope_quant_append
+from mlakit.cache import KVShard
 from mlakit.formats import FORMATS
+from mlakit.testing import assert_same_bits
 from mlakit.workloads import AppendCase
 
 WAYS: dict[str, dict[str, Any]] = {
     "page table": {},
     "some slots": {"slots": "some", "wide_indices": True},
+    "given positions": {"positions": "given"},
+    "a shard": {"rank": 1, "world": 2, "interleave": 1},
+    "a shard by slots": {"slots": "some", "rank": 0, "world": 3, "interleave": 2},
+    "a shard of a flat table": {"rank": 2, "world": 3, "flat_table": True, "positions": "given"},
 }
 # a last page of one token, a full one, no new tokens, no tokens at all, over a page of new ones
 LENGTHS = {"kv_lens": (5, 0, 3, 4, 10), "q_lens": (1, 0, 0, 1, 5)}
@@ -34,6 +42,40 @@ def test_rows_among_poison(format, way, spec, device):
     skip_other_devices(spec, device)
     row = {"format": format, "page_size": 4, "num_layers": 2}
     AppendCase(**row, padded=True, heads=2, **LENGTHS, **WAYS[way]).run(device, spec.backend)
+
+
+def test_every_token_is_on_one_rank(device):
+    """Three ranks store what one rank alone stores, each token once, and rotate the same."""
+    generator = torch.Generator().manual_seed(0)
+    row, shape = RowShape(32, 8), {"num_pages": 8, "page_size": 4, "device": device}
+    q_rope = torch.randn(11, 2, 8, generator=generator).to(device)
+    kv = torch.randn(11, 40, generator=generator).to(device)
+    freqs = torch.randn(30, 8, generator=generator).to(device)
+    gamma = torch.rand(32, generator=generator).to(device)
+    table = torch.arange(8, dtype=torch.int32, device=device).view(2, 4)
+    kv_lens, starts = (torch.tensor(n, device=device) for n in ([9, 14], [0, 6, 11]))
+    step = (q_rope, kv, freqs, gamma)
+
+    def append(**shard: Any) -> tuple[Tensor, PagedLatentCache]:
+        cache = PagedLatentCache.allocate(row, "fp32", **shape)
+        cache.payload.fill_(torch.nan)
+        where = (cache, table, kv_lens, starts)
+        return norm_rope_quant_append(*step, *where, epsilon=1e-6, **shard), cache
+
+    rotated, whole = append()
+    shards = [KVShard(rank, 3, 2) for rank in range(3)]
+    parts = [append(kv_shard=tuple(shard)) for shard in shards]
+    for request, (first, last) in enumerate(((3, 9), (9, 14))):
+        for position in range(first, last):
+            shard = shards[shards[0].owner(position)]
+            local = shard.local_position(position)
+            assert shard.local_count(position) == local
+            stored = parts[shard.rank][1].payload[0, table[request, local // 4], local % 4]
+            expected = whole.payload[0, table[request, position // 4], position % 4]
+            assert_same_bits("row", stored, expected)
+    assert sum(int((~cache.payload[..., 0].isnan()).sum()) for _, cache in parts) == 11
+    for each, _ in parts:
+        assert_same_bits("queries", each, rotated)
 
 
 @pytest.mark.parametrize("spec", dispatch.specs("norm_rope_quant_append"), ids=str)

@@ -6,11 +6,14 @@ Numbers    the second product of the rotation is rounded to the dtype of `freqs`
            it is multiplied by γ
 Work       an item is some tokens, on one thread
 Memory     writes q_rope_out [tokens, heads, D_R] and the tokens' cache rows. A token with slot -1
-           has no row, and its query becomes 0 where its position is no row of `freqs`
+           has no row, and its query becomes 0 where its position is no row of `freqs`. A rank of a
+           context-parallel group stores only its own tokens
 Lineage    own design; ideas: the fused step of Modular MAX
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,20 +48,42 @@ def rms_norm(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
     return normalised.to(gamma.dtype) * gamma
 
 
+class Places(NamedTuple):
+    """Where the new tokens are stored, and how far they are rotated."""
+
+    slots: Tensor  # int64 [tokens], -1: no row is written
+    positions: Tensor  # int64 [tokens] rows of freqs
+    has_angle: Tensor | None  # where some tokens are padding, with arbitrary positions
+
+
+def places(a: AppendArguments) -> Places:
+    num_positions = len(a.freqs)
+    if a.slots is None:
+        tokens, shard = len(a.kv), a.shard
+        request, position = token_positions(filled(a.kv_lens), filled(a.q_starts), tokens)
+        assert a.page_table is not None
+        is_own = shard.owner(position) == shard.rank
+        own = token_slots(
+            a.page_table, a.layer.page_size, request[is_own], shard.local_position(position[is_own])
+        )
+        slots = torch.full_like(position, -1).masked_scatter_(is_own, own)
+        return Places(slots, position if a.positions is None else a.positions.long(), None)
+    slots, positions = a.slots.long(), filled(a.positions).long()
+    has_angle: Tensor | None = None
+    if bool((slots < 0).any()):
+        has_angle = (positions >= 0) & (positions < num_positions)
+        positions = torch.where(has_angle, positions, 0)
+    is_own = a.shard.owner(positions) == a.shard.rank
+    return Places(torch.where(is_own, slots, -1), positions, has_angle)
+
+
 def norm_rope_quant_append(a: AppendArguments, q_rope_out: Tensor) -> None:
     q_rope, kv, freqs, gamma, layer = a.q_rope, a.kv, a.freqs, a.gamma, a.layer
     d_c = layer.codec.row.kv_lora_rank
-    slots, positions, rope = a.slots, a.positions, a.rope
-    has_angle: Tensor | None = None  # where some tokens are padding, with arbitrary positions
-    if slots is None or positions is None:
-        request, positions = token_positions(filled(a.kv_lens), filled(a.q_starts), len(kv))
-        assert a.page_table is not None
-        slots = token_slots(a.page_table, layer.page_size, request, positions)
-    elif bool((slots < 0).any()):
-        has_angle = (positions >= 0) & (positions < len(freqs))
-        positions = torch.where(has_angle, positions, 0)
-        freqs = freqs if len(freqs) else freqs.new_zeros(1, freqs.shape[1])
-    slots, positions = slots.long(), positions.long()
+    slots, positions, has_angle = places(a)
+    rope = a.rope
+    if has_angle is not None and not len(freqs):
+        freqs = freqs.new_zeros(1, freqs.shape[1])
     tokens, heads, d_r = q_rope.shape
     # the rotation is in float64, with about six values per input
     tile = rows_that_fit(8 * 6 * (heads * d_r + kv.shape[1]))

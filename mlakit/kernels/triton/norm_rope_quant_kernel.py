@@ -30,6 +30,9 @@ from mlakit.kernels.triton.store_rows import store_latent, store_rope
         "heads",
         "batch",
         "num_positions",
+        "rank",
+        "world",
+        "interleave",
         "norm_programs",
         "kv_starts_stride",
         "table_stride_request",
@@ -53,13 +56,16 @@ def norm_rope_quant_kernel(
     kv_lens,  # [batch], the new tokens included
     q_starts,  # [batch + 1]
     slots,  # [tokens] or None; -1: no row is written
-    positions,  # [tokens] or None; not used where `slots` is -1
+    positions,  # [tokens] rows of freqs; None: the positions of kv_lens
     q_rope_out,  # [tokens, heads, D_R], e4m3 as uint8
     tokens,
     heads,
     batch,
     num_positions,  # rows of freqs
     epsilon,
+    rank,  # of a context-parallel group, as are the next two
+    world,
+    interleave,
     norm_programs,
     q_stride_token,
     q_stride_head,
@@ -88,6 +94,7 @@ def norm_rope_quant_kernel(
     POWER_OF_TWO: tl.constexpr,
     SMALLEST: tl.constexpr,  # scale
     ALIGNED: tl.constexpr,  # rows start at multiples of 4 bytes
+    IS_SHARDED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HAS_FP8: tl.constexpr,
     LATENT_TILE: tl.constexpr,  # D_C padded
@@ -113,12 +120,12 @@ def norm_rope_quant_kernel(
             (kv, kv_stride_token), (gamma, gamma_stride, epsilon), angles, batch_of,
             (
                 kv_starts, kv_starts_stride, table, table_stride_request, table_stride_column,
-                slots, slots_stride,
+                slots, slots_stride, rank, world, interleave,
             ),
             (payload, payload_stride_page, payload_stride_row),
             (scales, scales_stride_page, scales_stride_row), (tensor_scale, tensor_scale_at),
-            D_C, D_R, PAGE_SIZE, SCALING, GROUP, POWER_OF_TWO, SMALLEST, ALIGNED, INTERLEAVED,
-            HAS_FP8, LATENT_TILE, PAIRS, PROBES, q_rope.dtype.element_ty,
+            D_C, D_R, PAGE_SIZE, SCALING, GROUP, POWER_OF_TWO, SMALLEST, ALIGNED,
+            IS_SHARDED, INTERLEAVED, HAS_FP8, LATENT_TILE, PAIRS, PROBES, q_rope.dtype.element_ty,
         )  # fmt: skip
     elif D_R > 0:
         block = program - norm_programs
@@ -152,6 +159,7 @@ def _append_rows(
     POWER_OF_TWO: tl.constexpr,
     SMALLEST: tl.constexpr,
     ALIGNED: tl.constexpr,
+    IS_SHARDED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HAS_FP8: tl.constexpr,
     LATENT_TILE: tl.constexpr,
@@ -175,8 +183,10 @@ def _append_rows(
             (at + D_C)[:, None, None], is_token[:, None, None], D_R, PAIRS, INTERLEAVED
         )
 
-    request, position, has_angle = _find_positions(token, is_token, batch_of, PROBES)
-    page, offset, is_stored = _find_slots(token, request, position, is_token, slots_of, PAGE_SIZE)
+    request, position, angle, has_angle = _find_positions(token, is_token, batch_of, PROBES)
+    page, offset, is_stored = _find_slots(
+        token, request, position, is_token, slots_of, PAGE_SIZE, IS_SHARDED
+    )
     row = payload + page * payload_stride_page + offset * payload_stride_row  # [T]
 
     latent = x.to(tl.float32)
@@ -191,7 +201,7 @@ def _append_rows(
     )  # fmt: skip
 
     if D_R > 0:
-        cos, sin = load_angles(angles, position, has_angle, D_R, PAIRS)
+        cos, sin = load_angles(angles, angle, has_angle, D_R, PAIRS)
         y0, y1 = rotate(k0, k1, cos, sin)
         y0, y1 = y0.to(Q_DTYPE).to(tl.float32), y1.to(Q_DTYPE).to(tl.float32)
         store_rope(
@@ -228,8 +238,8 @@ def _rotate_queries(
     token_at, head_at = token[:, None, None], head[None, :, None]
     at = q_rope + token_at * q_stride_token + head_at * q_stride_head
     x0, x1 = load_pairs(at, inside, D_R, PAIRS, INTERLEAVED)
-    _, position, has_angle = _find_positions(token, is_token, batch_of, PROBES)
-    cos, sin = load_angles(angles, position, has_angle, D_R, PAIRS)
+    _, _, angle, has_angle = _find_positions(token, is_token, batch_of, PROBES)
+    cos, sin = load_angles(angles, angle, has_angle, D_R, PAIRS)
     y0, y1 = rotate(x0, x1, cos, sin)
     if positions is not None:
         y0 = tl.where(has_angle[:, None, None], y0, 0.0)
@@ -242,16 +252,18 @@ def _rotate_queries(
 
 @triton.jit
 def _find_positions(token, is_token, batch_of, PROBES: tl.constexpr):
-    """(request, position in it, has the position an angle?) of each token, the first two int64.
+    """(request, position in it, row of freqs, is there such a row?) of each token; the first three
+    are int64.
 
-    With `positions` the request is unknown. The request of a row that is no token is arbitrary.
+    Without `kv_lens` the request is unknown, and both positions are the given one. The request of a
+    row that is no token is arbitrary.
     """
     (
         q_starts, q_starts_stride, kv_lens, kv_lens_stride, positions, positions_stride, batch,
         num_positions,
     ) = batch_of  # fmt: skip
     request = tl.zeros_like(token)
-    if positions is None:
+    if kv_lens is not None:
         probe = tl.arange(0, PROBES)[None, :]
         span = batch
         # The request is in [request, request + span): the last one that starts at or before the
@@ -270,25 +282,41 @@ def _find_positions(token, is_token, batch_of, PROBES: tl.constexpr):
         position = kv_len.to(tl.int64) - (end - token)
         # the host does not check kv_lens: if they leave out new tokens, a position is negative,
         # and nothing before the tables may be read
+        angle = position
         has_angle = is_token & (position >= 0)
-    else:
+    if positions is not None:
         at = positions + token * positions_stride
-        position = tl.load(at, mask=is_token, other=0).to(tl.int64)
-        has_angle = is_token & (position >= 0) & (position < num_positions)
-    return request, position, has_angle
+        angle = tl.load(at, mask=is_token, other=0).to(tl.int64)
+        has_angle = is_token & (angle >= 0) & (angle < num_positions)
+        if kv_lens is None:
+            position = angle
+    return request, position, angle, has_angle
 
 
 @triton.jit
-def _find_slots(token, request, position, is_token, slots_of, PAGE_SIZE: tl.constexpr):
+def _find_slots(
+    token,
+    request,
+    position,
+    is_token,
+    slots_of,
+    PAGE_SIZE: tl.constexpr,
+    IS_SHARDED: tl.constexpr,
+):
     """(page, row in the page, is a row stored?) of each token, the first two int64."""
     (
         kv_starts, kv_starts_stride, table, table_stride_request, table_stride_column, slots,
-        slots_stride,
+        slots_stride, rank, world, interleave,
     ) = slots_of  # fmt: skip
     is_stored = is_token & (position >= 0)
+    if IS_SHARDED:
+        is_stored = is_stored & (position // interleave % world == rank)
+        # the place among this rank's tokens
+        period = interleave * world
+        position = position // period * interleave + position % interleave
     if slots is not None:
         slot = tl.load(slots + token * slots_stride, mask=is_token, other=-1).to(tl.int64)
-        is_stored = slot >= 0
+        is_stored = (slot >= 0) & is_stored if IS_SHARDED else slot >= 0
         page = slot // PAGE_SIZE
         offset = slot % PAGE_SIZE
     elif kv_starts is None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mlakit import ops
 from mlakit.arguments import AppendArguments
-from mlakit.cache import PagedLatentCache, PageTable, token_positions, token_slots
+from mlakit.cache import UNSHARDED, PagedLatentCache, PageTable, token_positions, token_slots
 from mlakit.formats import FORMATS, row_codec
 from mlakit.geometry import RowShape
 from mlakit.kernels.triton.configs import AppendConfig, pick_append_config
@@ -390,6 +390,7 @@ def test_lengths_that_leave_out_new_tokens_touch_nothing_before_the_tables(devic
             q_starts=torch.tensor([0, 7], device=device),
             slots=None,
             positions=None,
+            shard=UNSHARDED,
             epsilon=1e-6,
             rope="half",
             power_of_two_scales=False,

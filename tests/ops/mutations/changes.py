@@ -81,6 +81,11 @@ def with_next_slot(a: Arguments) -> Arguments:
     return {"slots": torch.where(a["slots"] < 0, a["slots"], later)}
 
 
+def with_next_rank(a: Arguments) -> Arguments:
+    shard = a["shard"]
+    return {"shard": shard._replace(rank=(shard.rank + 1) % shard.world)}
+
+
 def with_padding_stored(a: Arguments) -> Arguments:
     return {"slots": a["slots"].clamp_min(0)}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from mlakit.cache import UNSHARDED
 from mlakit.workloads import AppendCase
 from tests.ops.mutations.changes import (
     by_request,
@@ -12,6 +13,7 @@ from tests.ops.mutations.changes import (
     scaled,
     with_a_stray_write,
     with_any_position,
+    with_next_rank,
     with_next_slot,
     with_overflow,
     with_padding_stored,
@@ -23,6 +25,13 @@ MUTATIONS = [
     kernel(AppendCase, "appends one position late", by_request(lambda a: plus_one(a, "kv_lens"))),
     kernel(AppendCase, "swaps two pages", by_request(with_pages_swapped)),
     kernel(AppendCase, "rotates one position late", by_slot(lambda a: plus_one(a, "positions"))),
+    kernel(
+        AppendCase,
+        "rotates by lengths where positions are given",
+        by_request(lambda a: {"positions": None}),
+    ),
+    kernel(AppendCase, "stores the tokens of all ranks", lambda a: {"shard": UNSHARDED}),
+    kernel(AppendCase, "stores the tokens of the next rank", with_next_rank),
     kernel(AppendCase, "stores one slot late", by_slot(with_next_slot)),
     kernel(AppendCase, "stores padding tokens", by_slot(with_padding_stored)),
     kernel(AppendCase, "rotates padding tokens without a position", by_slot(with_any_position)),

@@ -80,15 +80,43 @@ WRONG: WrongCalls = {
         ),
         (
             lambda a: {"slots": int32(range(7)), "positions": int32(range(7))},
-            "TypeError: page_table must be None where slots and positions are given, got Tensor",
+            "TypeError: page_table must be None where slots are given, got Tensor",
         ),
         (
             lambda a: {"slots": int32(range(7)), "page_table": None},
-            "TypeError: kv_lens must be None where slots and positions are given, got Tensor",
+            "TypeError: kv_lens must be None where slots are given, got Tensor",
         ),
         (
             lambda a: {"positions": int32(range(7)), "page_table": None, "kv_lens": None},
-            "TypeError: q_starts must be None where slots and positions are given, got Tensor",
+            "TypeError: page_table must be given with q_starts, got None",
+        ),
+        (
+            lambda a: {"positions": int32([0, 1, 2, 3, 4, 9, 0])},
+            "ValueError: positions[5] must be in [0, 9), the rows of freqs, got 9",
+        ),
+        (
+            lambda a: {"positions": int32([0, 1, -1, 3, 4, 5, 0])},
+            "ValueError: positions[2] must be in [0, 9), the rows of freqs, got -1",
+        ),
+        (
+            lambda a: {"positions": int32(range(6))},
+            "ValueError: positions.shape[0] (tokens) must equal q_rope.shape[0], 7, got 6",
+        ),
+        (
+            lambda a: {"kv_shard": (2, 2, 1)},
+            "ValueError: kv_shard rank must be below world, 2, got 2",
+        ),
+        (
+            lambda a: {"kv_shard": 2},
+            "TypeError: kv_shard must be (rank, world, interleave), got 2",
+        ),
+        (
+            lambda a: {"kv_shard": (0, 2, 0)},
+            "ValueError: kv_shard interleave must be at least 1, got 0",
+        ),
+        (
+            lambda a: {"kv_shard": (0, 2, 1), "page_table": a["page_table"] * 0 - 1},
+            "ValueError: page_table[0, 0] must be in [0, 12), got -1",
         ),
         (
             lambda a: {"page_table": None},
@@ -114,7 +142,7 @@ WRONG: WrongCalls = {
         ),
         (
             lambda a: {"q_starts": starts(Q_LENS)},
-            "TypeError: q_starts must be None where slots and positions are given, got Tensor",
+            "TypeError: q_starts must be None where slots are given, got Tensor",
         ),
         (
             lambda a: {"slots": a["slots"].float()},
@@ -143,6 +171,10 @@ WRONG: WrongCalls = {
         (
             lambda a: {"slots": changed(a["slots"], 4, -2)},
             "ValueError: slots[4] must be -1 or in [0, 48), got -2",
+        ),
+        (
+            lambda a: {"slots": changed(a["slots"], 4, 48), "kv_shard": (0, 2, 1)},
+            "ValueError: slots[4] must be -1 or in [0, 48), got 48",
         ),
         (
             lambda a: {"positions": changed(a["positions"], 4, 9)},
