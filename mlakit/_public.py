@@ -10,7 +10,7 @@ from mlakit.branches import (
     prefill_branch,
     sparse_step,
 )
-from mlakit.cache import PagedLatentCache, physical_rows
+from mlakit.cache import PagedLatentCache
 from mlakit.checks import UnsupportedError
 from mlakit.geometry import MLAGeometry, RopeParameters, RowShape
 from mlakit.layer import LightningIndexer, MLAAttention
@@ -25,6 +25,7 @@ from mlakit.ops import (
     mla_decode,
     mla_prefill,
     norm_rope_quant_append,
+    physical_rows,
     quantize_fp8,
     scaled_mm_fp8,
     sparse_mla,

@@ -211,6 +211,16 @@ class SelectBlockArguments(NamedTuple):
     mask: Mask
 
 
+class PhysicalRowsArguments(NamedTuple):
+    """Of `physical_rows`."""
+
+    tokens: Tensor  # [queries, topk] positions
+    page_table: PageTable
+    page_size: int
+    q_starts: Tensor | None  # [batch + 1]; None: one query per request
+    backend: str
+
+
 class MergeArguments(NamedTuple):
     """Of `merge_states`."""
 

@@ -151,8 +151,19 @@ class Dims:
             if size > 1 and stride == 0:
                 self.fail(arg, "be writable", f"stride 0 on axis {i} (an expanded tensor)")
 
-    def starts(self, arg: str, offsets: Tensor, total: int | None, total_name: str = "") -> None:
-        """Row offsets start at 0, never decrease, and end at `total` if it is given."""
+    def starts(
+        self,
+        arg: str,
+        offsets: Tensor,
+        total: int | None,
+        total_name: str = "",
+        *,
+        is_padded: bool = False,
+    ) -> None:
+        """Row offsets start at 0, never decrease, and end at `total` if it is given.
+
+        is_padded  they may end before `total`
+        """
         if offsets.shape[0] < 1:
             self.fail(arg, "have batch + 1 entries", "none")
         if not values_visible(offsets):
@@ -161,7 +172,10 @@ class Dims:
         self.require(host[0] == 0, f"{arg}[0]", "be 0", host[0])
         for i, (low, high) in enumerate(pairwise(host)):
             self.require(high >= low, f"{arg}[{i + 1}]", f"not be below {arg}[{i}] = {low}", high)
-        if total is not None:
+        if total is not None and is_padded:
+            must = f"not exceed {total_name}, {total}"
+            self.require(host[-1] <= total, f"{arg}[-1]", must, host[-1])
+        elif total is not None:
             self.require(host[-1] == total, f"{arg}[-1]", f"equal {total_name}, {total}", host[-1])
 
     def lengths(self, arg: str, lengths: Tensor, maximum: int, maximum_name: str) -> None:

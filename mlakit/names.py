@@ -36,6 +36,7 @@ OPS = (
     "indexer_logits",
     "indexer_topk",
     "indexer_select",
+    "physical_rows",
     "merge_states",
 )
 

@@ -33,13 +33,12 @@ from mlakit.branches.decode import absorb
 from mlakit.branches.sparse import append_index_keys
 from mlakit.cache import (
     PagedLatentCache,
-    physical_rows,
     request_slots,
     token_positions,
     token_slots,
 )
 from mlakit.formats import Format, row_codec
-from mlakit.ops import indexer_logits, indexer_select, sparse_mla
+from mlakit.ops import indexer_logits, indexer_select, physical_rows, sparse_mla
 from mlakit.ops.indexer_select import MAX_SCORE_BYTES
 from mlakit.testing import assert_same_bits
 

@@ -16,7 +16,6 @@ at offset t % page_size.
 from mlakit.cache.page_table import (
     PageTable,
     from_host,
-    physical_rows,
     request_slots,
     select_requests,
     token_positions,
@@ -34,7 +33,6 @@ __all__ = [
     "PagedLatentCache",
     "from_host",
     "gather_rows",
-    "physical_rows",
     "request_slots",
     "select_requests",
     "token_positions",

@@ -62,26 +62,6 @@ def token_positions(kv_lens: Tensor, q_starts: Tensor, num_tokens: int) -> tuple
     return request, first[request] + index
 
 
-def physical_rows(
-    tokens: Tensor, page_table: Tensor, page_size: int, q_starts: Tensor | None = None
-) -> Tensor:
-    """int32 rows for `sparse_mla` from the token positions that an indexer selected.
-
-    tokens  [queries, topk] positions within the query's request; negative positions and positions
-            beyond the page table give −1
-    """
-    request = (
-        torch.arange(len(tokens), device=tokens.device)
-        if q_starts is None
-        else token_requests(q_starts, len(tokens))[0]
-    )
-    column = torch.div(tokens, page_size, rounding_mode="floor").long()
-    inside = (tokens >= 0) & (column < page_table.shape[1])
-    page = page_table[request[:, None], torch.where(inside, column, 0)]
-    row = page * page_size + tokens % page_size
-    return torch.where(inside & (page >= 0), row, -1).int()
-
-
 def select_requests(
     page_table: PageTable, requests: Sequence[int], tokens: Sequence[int] | None = None
 ) -> PageTable:

@@ -21,14 +21,13 @@ from torch import Tensor
 from mlakit.branches import CachedBatch, decode_branch, prefill_branch
 from mlakit.cache import (
     PagedLatentCache,
-    physical_rows,
     request_slots,
     token_positions,
     token_slots,
 )
 from mlakit.demo.model import Projected, RandomModel
 from mlakit.formats import Format
-from mlakit.ops import indexer_logits, indexer_topk
+from mlakit.ops import indexer_logits, indexer_topk, physical_rows
 from mlakit.pages import PageAllocator, PagedSequence
 from mlakit.plan import plan_context
 from mlakit.testing import poison

@@ -8,6 +8,7 @@ from mlakit.ops.indexer_select import indexer_select
 from mlakit.ops.matmul import batched_matmul
 from mlakit.ops.merge import merge_states
 from mlakit.ops.norm_rope_quant import norm_rope_quant_append
+from mlakit.ops.physical_rows import physical_rows
 from mlakit.ops.prefill import mla_prefill
 from mlakit.ops.sparse import ExtraRows, sparse_mla
 
@@ -22,6 +23,7 @@ __all__ = [
     "mla_decode",
     "mla_prefill",
     "norm_rope_quant_append",
+    "physical_rows",
     "quantize_fp8",
     "scaled_mm_fp8",
     "sparse_mla",

@@ -50,9 +50,18 @@ def check_query_starts(dims: Dims, q_starts: Tensor | None, num_tokens: int, bat
     return q_starts
 
 
-def check_page_table(dims: Dims, page_table: PageTable, batch: int) -> None:
+def check_padded_starts(dims: Dims, q_starts: Tensor, num_tokens: int) -> int:
+    """`q_starts` [batch + 1] of queries that padding may follow; gives the batch."""
+    dims.match("q_starts", q_starts, "batch + 1", dtypes=INTEGERS)
+    dims.starts("q_starts", q_starts, num_tokens, "the number of query tokens", is_padded=True)
+    return q_starts.shape[0] - 1
+
+
+def check_page_table(
+    dims: Dims, page_table: PageTable, batch: int, *, source: str = "the batch of kv_lens"
+) -> None:
     """Either form of a page table, for `batch` requests."""
-    dims.bind("batch", batch, f"the batch of kv_lens, {batch}")
+    dims.bind("batch", batch, source)
     if isinstance(page_table, tuple):
         dims.require(
             len(page_table) == 2,

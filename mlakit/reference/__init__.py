@@ -27,6 +27,7 @@ from mlakit.reference.norm_rope_quant import (
     rotate,
     rotate_stepwise,
 )
+from mlakit.reference.physical_rows import physical_rows
 from mlakit.reference.prefill import alibi_slopes, mla_prefill
 from mlakit.reference.sparse import sparse_mla
 
@@ -43,6 +44,7 @@ __all__ = [
     "mla_prefill",
     "norm_rope_quant",
     "norm_rope_quant_stepwise",
+    "physical_rows",
     "quantize_fp8",
     "rms_norm",
     "rms_norm_stepwise",

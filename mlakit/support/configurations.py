@@ -18,6 +18,7 @@ from mlakit.workloads import (
     IndexerSelectCase,
     IndexerTopkCase,
     MergeCase,
+    PhysicalRowsCase,
     PrefillCase,
     QuantizeCase,
     ScaledMatmulCase,
@@ -127,6 +128,8 @@ CONFIGURATIONS: dict[str, Case] = {
         "fp8_token", kv_lora_rank=128, qk_rope_head_dim=0, page_size=64, gamma_dtype="", heads=1
     ),
     "topk-131072": IndexerTopkCase(num_columns=65536, k=2048, num_tokens=400),
+    "physical-rows": PhysicalRowsCase(topk=2048, page_size=64),
+    "physical-rows-flat": PhysicalRowsCase(topk=64, flat_table=True),
     **{f"append-rows-{format}": AppendRowsCase(**_row(format)) for format in FORMATS},
     "append-rows-index-keys": AppendRowsCase(
         kv_lora_rank=128, qk_rope_head_dim=0, page_size=64, format="fp8_token"

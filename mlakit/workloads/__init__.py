@@ -25,6 +25,7 @@ from mlakit.workloads.indexer_select import IndexerSelectCase
 from mlakit.workloads.matmul import BatchedMatmulCase
 from mlakit.workloads.merge import MergeCase
 from mlakit.workloads.norm_rope_quant import AppendCase
+from mlakit.workloads.physical_rows import PhysicalRowsCase
 from mlakit.workloads.prefill import PrefillCase
 from mlakit.workloads.prefill_launch import PrefillLaunch
 from mlakit.workloads.select_launch import IndexerSelectLaunch, IndexerTopkLaunch
@@ -40,6 +41,7 @@ CASES: tuple[type[Case], ...] = (
     IndexerLogitsCase,
     IndexerTopkCase,
     IndexerSelectCase,
+    PhysicalRowsCase,
     MergeCase,
     QuantizeCase,
     ScaledMatmulCase,
@@ -61,6 +63,7 @@ __all__ = [
     "IndexerTopkCase",
     "IndexerTopkLaunch",
     "MergeCase",
+    "PhysicalRowsCase",
     "PrefillCase",
     "PrefillLaunch",
     "QuantizeCase",

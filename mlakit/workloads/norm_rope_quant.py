@@ -110,7 +110,7 @@ class AppendCase(PagedCase):
                 epsilon=self.epsilon,
                 layer=pool.layer_index,
                 rope=self.rope,
-                kv_shard=tuple(self.shard) if self.world > 1 else None,
+                kv_shard=self.shard if self.world > 1 else None,
                 q_rope_out=q_out,
                 power_of_two_scales=self.power_of_two,
                 backend=backend,

@@ -23,6 +23,7 @@ from mlakit.workloads.indexer_select import IndexerSelectCase
 from mlakit.workloads.matmul import BatchedMatmulCase
 from mlakit.workloads.merge import MergeCase
 from mlakit.workloads.norm_rope_quant import AppendCase
+from mlakit.workloads.physical_rows import PhysicalRowsCase
 from mlakit.workloads.prefill import PrefillCase
 from mlakit.workloads.sparse import SparseCase
 
@@ -336,6 +337,24 @@ def topk_case(draw: Draw) -> IndexerTopkCase:
     )
 
 
+def physical_rows_case(draw: Draw) -> PhysicalRowsCase:
+    page_size = draw.choice(USUAL_PAGES) if draw.model_widths else draw.integer(1, 70)
+    requests = _lengths(draw, page_size)
+    implicit = _may_imply_starts(draw, requests)
+    return PhysicalRowsCase(
+        **_common(draw),
+        **requests,
+        implicit_starts=implicit,
+        padding=0 if implicit else draw.choice((0, 0, 1, 5)),
+        topk=draw.integer(0, 70),
+        page_size=page_size,
+        flat_table=draw.flip(),
+        outside=draw.choice((0.3, 0.0, 0.9)),
+        wide_indices=draw.flip(),
+        given_results=draw.flip(),
+    )
+
+
 def merge_case(draw: Draw) -> MergeCase:
     is_model = draw.model_widths or draw.flip()
     return MergeCase(
@@ -461,6 +480,7 @@ CACHED: dict[type[Case], Callable[[Draw, Format], Case]] = {
 UNCACHED: dict[type[Case], Callable[[Draw], Case]] = {
     PrefillCase: prefill_case,
     IndexerTopkCase: topk_case,
+    PhysicalRowsCase: physical_rows_case,
     MergeCase: merge_case,
     QuantizeCase: quantize_case,
     ScaledMatmulCase: scaled_matmul_case,

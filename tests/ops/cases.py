@@ -370,6 +370,21 @@ def select_call(format: str = "fp8_token", *, flat: bool = False, **options: Any
     return Call(ops.indexer_select, {**call.arguments, **limit, **options})
 
 
+def physical_rows_call(*, flat: bool = False, **options: Any) -> Call:
+    """Two queries follow those of all requests."""
+    generator = torch.Generator().manual_seed(15)
+    _, table = make_cache(generator, KV_LENS)
+    tokens = torch.randint(-2, 9, (TOKENS + 2, 5), generator=generator)
+    tokens[1, 2], tokens[4, 0] = 10_000, -(2**31)
+    arguments = {
+        "tokens": tokens.int(),
+        "page_table": flat_table(table, KV_LENS) if flat else table.where(table < 1000, -1),
+        "page_size": PAGE_SIZE,
+        "q_starts": starts(Q_LENS),
+    }
+    return Call(ops.physical_rows, {**arguments, **options})
+
+
 def topk_call(**options: Any) -> Call:
     generator = torch.Generator().manual_seed(9)
     logits = normal(generator, TOKENS, 11, dtype=F32)
@@ -464,6 +479,8 @@ CALLS: dict[str, Callable[[], Call]] = {
     "select-flat-null-whole": lambda: select_call(
         "bf16", flat=True, mask=masks.NULL, max_kv_len=None, max_score_bytes=2**20
     ),
+    "physical-rows": physical_rows_call,
+    "physical-rows-flat": lambda: physical_rows_call(flat=True),
     "topk": topk_call,
     "topk-ranges": lambda: topk_call(
         row_starts=int32([0, 3, 0, 2, 11, 4, 5]), row_ends=int32([11, 4, 11, 9, 11, 4, 11])

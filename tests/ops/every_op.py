@@ -22,6 +22,7 @@ ONE_EACH = (
     "logits",
     "topk-ranges",
     "select",
+    "physical-rows",
     "merge",
     "quantize",
     "scaled-mm",

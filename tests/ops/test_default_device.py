@@ -100,11 +100,10 @@ def test_a_pool_of_every_format(format, generator):
 def test_page_tables(flat, generator):
     pool, table = make_cache(generator, KV_LENS)
     given = flat_table(table, KV_LENS) if flat else table
-    layer, q_starts, each = pool.layer(1), int32([0, 2, 3]), int32([0, 1, 2])
-    chosen = int32([[0, -1, 4], [1, 1, 900]])
+    layer, q_starts = pool.layer(1), int32([0, 2, 3])
 
     def results() -> list[torch.Tensor]:
-        found = [
+        return [
             *cache.gather_rows(layer, given, [0, 2, 3, 0, 1], KV_LENS),
             cache.request_slots(given, PAGE_SIZE, 2, 1, 6),
             *as_tuple(cache.select_requests(given, [2, 0])),
@@ -112,11 +111,6 @@ def test_page_tables(flat, generator):
             *cache.token_requests(q_starts, 3),
             cache.from_host([3, 1], torch.int32, torch.device("cpu")),
         ]
-        if not flat:
-            found += [
-                cache.physical_rows(chosen, given, PAGE_SIZE, starts) for starts in (None, each)
-            ]
-        return found
 
     assert_same_results(elsewhere(results)(), results())
 

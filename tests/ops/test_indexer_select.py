@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mlakit import masks, ops
-from mlakit.cache import physical_rows
+from mlakit.ops import physical_rows
 from mlakit.testing import assert_same_bits
 from tests.ops.cases import KV_LENS, TOKENS, Call, select_call
 

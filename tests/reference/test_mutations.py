@@ -92,6 +92,7 @@ MUTATIONS = [
         (sparse.test_sparse_extra_rows_join_the_same_softmax, "sparse_mla", ATTENTION),
         (sparse.test_indexer_logits_of_a_ragged_batch, "indexer_logits", (does_nothing,)),
         (sparse.test_topk_orders_ties_nan_and_infinities, "indexer_topk", (does_nothing,)),
+        (sparse.test_physical_rows_of_listed_positions, "physical_rows", (does_nothing,)),
         (sparse.test_selected_rows_are_those_of_the_best_tokens, "indexer_select", (does_nothing,)),
         (
             norm_rope_quant.test_rotation_is_a_complex_product,

@@ -167,6 +167,15 @@ def test_topk_of_distinct_logits_is_torch_topk() -> None:
     assert torch.equal(reference.indexer_topk(logits, 20).long(), expected)
 
 
+def test_physical_rows_of_listed_positions() -> None:
+    """Two requests, one of which has no query; the last query is padding."""
+    slots = [torch.tensor([90, 91, 92]), torch.tensor([40, -1, 27])]
+    tokens = torch.tensor([[0, 1, 2], [2, 3, -1], [0, 0, 0]])
+    rows = reference.physical_rows(tokens, slots, (0, 2))
+    assert rows.dtype == torch.int32
+    assert rows.tolist() == [[40, -1, 27], [27, -1, -1], [-1, -1, -1]]
+
+
 def test_selected_rows_are_those_of_the_best_tokens() -> None:
     """Two requests, one of which has no query; the second's queries see four and five keys."""
     q, weights = torch.ones(2, 1, 1), torch.tensor([[1.0], [-1.0]])

@@ -31,5 +31,6 @@ SPECS = (
     _spec("indexer_logits", "indexer"),
     _spec("indexer_topk", "indexer"),
     replace(_spec("indexer_select", "indexer_select"), planner=_QUERY_BLOCKS),
+    _spec("physical_rows", "physical_rows"),
     _spec("merge_states", "merge"),
 )

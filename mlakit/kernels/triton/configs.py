@@ -161,6 +161,10 @@ def pick_append_config(
     return AppendConfig(rows=rows, heads=block_heads, probes=128 if is_small else 32)
 
 
+PHYSICAL_ROWS_BLOCK = 1024  # entries of a list per program
+PHYSICAL_ROWS_PROBES = 128  # requests per iteration of the search for a query's request
+
+
 def power_of_two(n: int) -> int:
     """The smallest power of two ≥ n."""
     return 1 << (n - 1).bit_length()

@@ -20,6 +20,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from mlakit.kernels.triton.norm_quant import rms_norm
+from mlakit.kernels.triton.primitives import find_request
 from mlakit.kernels.triton.rope import load_angles, load_pairs, rotate, store_pairs
 from mlakit.kernels.triton.store_rows import store_latent, store_rope
 
@@ -264,18 +265,7 @@ def _find_positions(token, is_token, batch_of, PROBES: tl.constexpr):
     ) = batch_of  # fmt: skip
     request = tl.zeros_like(token)
     if kv_lens is not None:
-        probe = tl.arange(0, PROBES)[None, :]
-        span = batch
-        # The request is in [request, request + span): the last one that starts at or before the
-        # token, which skips empty requests. Each iteration compares PROBES starts.
-        while span > 1:
-            step = tl.cdiv(span, PROBES)
-            candidate = request[:, None] + probe * step  # [T, PROBES]
-            inside = is_token[:, None] & (candidate < batch)
-            start = tl.load(q_starts + candidate * q_starts_stride, mask=inside, other=0)
-            begun = inside & (start <= token[:, None])
-            request += tl.maximum(tl.sum(begun.to(tl.int32), 1) - 1, 0) * step
-            span = step
+        request = find_request(token, is_token, q_starts, q_starts_stride, batch, PROBES)
         # the last token of a request is its newest: it is at position kv_len - 1
         end = tl.load(q_starts + (request + 1) * q_starts_stride, mask=is_token, other=0)
         kv_len = tl.load(kv_lens + request * kv_lens_stride, mask=is_token, other=0)

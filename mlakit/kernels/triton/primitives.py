@@ -32,6 +32,25 @@ def narrow_e4m3(x, HAS_FP8: tl.constexpr):
 
 
 @triton.jit
+def find_request(token, is_token, q_starts, q_starts_stride, batch, PROBES: tl.constexpr):
+    """The request of each query token, int64 [T]; that of a row that is no token is arbitrary."""
+    request = tl.zeros_like(token)
+    probe = tl.arange(0, PROBES)[None, :]
+    span = batch
+    # The request is in [request, request + span): the last one that starts at or before the
+    # token, which skips empty requests. Each iteration compares PROBES starts.
+    while span > 1:
+        step = tl.cdiv(span, PROBES)
+        candidate = request[:, None] + probe * step  # [T, PROBES]
+        inside = is_token[:, None] & (candidate < batch)
+        start = tl.load(q_starts + candidate * q_starts_stride, mask=inside, other=0)
+        begun = inside & (start <= token[:, None])
+        request += tl.maximum(tl.sum(begun.to(tl.int32), 1) - 1, 0) * step
+        span = step
+    return request
+
+
+@triton.jit
 def is_finite(x):
     return tl.abs(x.to(tl.float32)) < float("inf")
 

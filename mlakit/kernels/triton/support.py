@@ -46,5 +46,6 @@ SPECS = (
     _spec("indexer_logits", "indexer"),
     _spec("indexer_topk", "indexer_topk"),
     replace(_spec("indexer_select", "indexer_topk"), planner=_QUERY_BLOCKS),
+    _spec("physical_rows", "physical_rows"),
     _spec("merge_states", "merge"),
 )

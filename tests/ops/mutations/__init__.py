@@ -11,6 +11,7 @@ from tests.ops.mutations import (
     matmul,
     merge,
     norm_rope_quant,
+    physical_rows,
     prefill,
     sparse,
 )
@@ -23,6 +24,7 @@ MUTATIONS: list[Mutation] = [
     *matmul.MUTATIONS,
     *merge.MUTATIONS,
     *norm_rope_quant.MUTATIONS,
+    *physical_rows.MUTATIONS,
     *prefill.MUTATIONS,
     *sparse.MUTATIONS,
 ]

@@ -73,6 +73,44 @@ WRONG: WrongCalls = {
         ),
         (lambda a: {"cache": None}, "TypeError: cache must be a PagedLatentCache, got NoneType"),
     ],
+    "physical-rows": [
+        (
+            lambda a: {"tokens": a["tokens"].float()},
+            "TypeError: tokens must be int32 or int64, got float32",
+        ),
+        (
+            lambda a: {"tokens": a["tokens"][0]},
+            "ValueError: tokens must have axes (queries, topk), got shape (5,)",
+        ),
+        (
+            lambda a: {"tokens": columns_first(a["tokens"])},
+            "ValueError: tokens must have a contiguous last axis, got strides (1, 9)",
+        ),
+        (lambda a: {"page_size": 0}, "ValueError: page_size must be at least 1, got 0"),
+        (lambda a: {"page_size": 4.0}, "TypeError: page_size must be an integer, got float"),
+        (
+            lambda a: {"page_table": a["page_table"][1:]},
+            "ValueError: page_table.shape[0] (batch) must equal the requests of the queries, 5, "
+            "got 4",
+        ),
+        (
+            lambda a: {"q_starts": None},
+            "ValueError: page_table.shape[0] (batch) must equal the requests of the queries, 9, "
+            "got 5",
+        ),
+        (
+            lambda a: {"q_starts": changed(a["q_starts"], 5, 10)},
+            "ValueError: q_starts[-1] must not exceed the number of query tokens, 9, got 10",
+        ),
+        (
+            lambda a: {"out": a["out"].long()},
+            "TypeError: out must be int32, got int64",
+        ),
+        (
+            lambda a: {"page_table": (a["q_starts"], a["q_starts"][:1])},
+            "ValueError: page_table[0][-1] must not exceed the 1 slots of page_table[1], got 7",
+        ),
+    ],
     "topk": [
         (lambda a: {"k": 0}, "ValueError: k must be at least 1, got 0"),
         (lambda a: {"k": 2.0}, "TypeError: k must be an integer, got float"),
