@@ -10,8 +10,16 @@ from mlakit.branches import (
     prefill_branch,
     sparse_step,
 )
-from mlakit.cache import PagedLatentCache
+from mlakit.cache import (
+    KVShard,
+    PagedLatentCache,
+    gather_rows,
+    request_slots,
+    token_requests,
+    token_slots,
+)
 from mlakit.checks import UnsupportedError
+from mlakit.formats import format_of_dtype
 from mlakit.geometry import MLAGeometry, RopeParameters, RowShape
 from mlakit.layer import LightningIndexer, MLAAttention
 from mlakit.masks import CAUSAL, NULL, Mask
@@ -43,6 +51,7 @@ __all__ = [
     "EvenSplit",
     "ExtraRows",
     "IndexInputs",
+    "KVShard",
     "LayerWeights",
     "LightningIndexer",
     "MLAAttention",
@@ -56,6 +65,8 @@ __all__ = [
     "UpProjection",
     "append_rows",
     "decode_branch",
+    "format_of_dtype",
+    "gather_rows",
     "indexer_logits",
     "indexer_select",
     "indexer_topk",
@@ -71,8 +82,11 @@ __all__ = [
     "plan_step",
     "prefill_branch",
     "quantize_fp8",
+    "request_slots",
     "rope_table",
     "scaled_mm_fp8",
     "sparse_mla",
     "sparse_step",
+    "token_requests",
+    "token_slots",
 ]

@@ -401,6 +401,26 @@ _BUILDERS: dict[Format, Callable[[Format, RowShape], RowCodec]] = {
 }
 
 
+FLOAT_FORMATS: dict[torch.dtype, Format] = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+}
+
+
+def format_of_dtype(dtype: torch.dtype) -> Format:
+    """The format whose rows hold nothing but values of `dtype`: "fp8" for float8_e4m3fn.
+
+    Raises TypeError for a dtype that no format stores alone.
+    """
+    formats: dict[torch.dtype, Format] = {**FLOAT_FORMATS, torch.float8_e4m3fn: "fp8"}
+    if dtype not in formats:
+        known = ", ".join(str(each).removeprefix("torch.") for each in formats)
+        got = str(dtype).removeprefix("torch.")
+        raise TypeError(f"format_of_dtype: dtype must be one of {known}, got {got}")
+    return formats[dtype]
+
+
 def known_format(name: object) -> Format:
     """`name` if it is a format; otherwise ValueError with the choices."""
     for known in FORMATS:

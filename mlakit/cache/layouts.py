@@ -12,14 +12,9 @@ import torch
 from torch import Tensor
 
 from mlakit.checks import Dims
-from mlakit.formats import Format, PageFooterCodec, RowCodec, row_codec
+from mlakit.formats import FLOAT_FORMATS, Format, PageFooterCodec, RowCodec, row_codec
 from mlakit.geometry import RowShape
 
-FLOAT_FORMATS: dict[torch.dtype, Format] = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-}
 FP8_FORMATS: tuple[Format, ...] = ("fp8", "fp8_token", "fp8_block128", "fp8_block64")
 BYTE_TYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mlakit.cache import PagedLatentCache
+from mlakit.cache import KVShard, PagedLatentCache
 from mlakit.formats import FORMATS, row_codec
 from mlakit.geometry import MLAGeometry, RowShape
 from mlakit.testing import assert_same_bits, assert_unchanged, poison, snapshot
@@ -151,3 +151,17 @@ def test_block64_page_is_rows_then_a_footer_of_scales():
         footer = page + page_size * 576 + token * 8
         expected[footer : footer + 8] = bytes([*range(124, 131), 0])
     assert bytes(pool.payload.untyped_storage().tolist()) == bytes(expected)
+
+
+def test_shards_deal_out_positions_in_order():
+    for world, interleave in ((1, 1), (2, 1), (3, 2), (4, 16)):
+        seen = [0] * world
+        for position in range(100):
+            owner = KVShard(0, world, interleave).owner(position)
+            shard = KVShard(owner, world, interleave)
+            assert shard.local_position(position) == seen[owner] == shard.local_count(position)
+            seen[owner] += 1
+        positions = torch.arange(100)
+        shard = KVShard(world - 1, world, interleave)
+        own = positions[shard.owner(positions) == shard.rank]
+        assert shard.local_position(own).tolist() == list(range(len(own)))

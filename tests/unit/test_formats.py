@@ -13,6 +13,7 @@ import torch
 from mlakit.formats import (
     SMALLEST_TOKEN_SCALE,
     PageFooterCodec,
+    format_of_dtype,
     round_up_power_of_two,
     row_codec,
     saturating_cast,
@@ -339,3 +340,11 @@ def test_cuda_gives_what_the_cpu_gives(name, power_of_two):
     torch.testing.assert_close(cuda_decoded.cpu(), decoded, rtol=0, atol=0, equal_nan=True)
     if scales is not None:
         torch.testing.assert_close(cuda_scales.cpu(), scales, rtol=0, atol=0, equal_nan=True)
+
+
+def test_formats_by_dtype():
+    for name in ("bf16", "fp16", "fp32", "fp8"):
+        codec = row_codec(name, RowShape(32, 8))
+        assert format_of_dtype(codec.payload_dtype) == name
+    with pytest.raises(TypeError, match=r"^format_of_dtype: dtype must be one of .*, got float64$"):
+        format_of_dtype(torch.float64)

@@ -7,9 +7,9 @@ from functools import lru_cache
 from torch import Tensor
 
 from mlakit.cache import PagedLatentCache
-from mlakit.cache.layouts import BYTE_TYPES, FLOAT_FORMATS
+from mlakit.cache.layouts import BYTE_TYPES
 from mlakit.checks import E4M3, FLOATS, Dims
-from mlakit.formats import Format, row_codec
+from mlakit.formats import FLOAT_FORMATS, Format, row_codec
 from mlakit.geometry import RowShape
 
 FOOTER_ROPE = 64  # rope columns of the rows with scales at the end of a page
