@@ -42,7 +42,11 @@ class LayerWeights:
 
 @dataclass(frozen=True, eq=False)
 class CachedBatch:
-    """The requests of a step, and where their tokens are cached."""
+    """The requests of a step, and where their tokens are cached.
+
+    Rows of q and kv after q_starts[-1] are padding, which engines have in a CUDA graph: they are
+    not cached and change no result, and their rows of a step's result hold nothing of use.
+    """
 
     cache: PagedLatentCache
     page_table: PageTable

@@ -37,10 +37,13 @@ def check_step(
     weights: LayerWeights,
     batch: CachedBatch,
     mask: Mask | None,
+    *,
+    is_padded: bool = True,
 ) -> StepLengths | None:
     """Check the arguments that all branches share; binds tokens, heads and D_V.
 
-    mask  None if the step does not read the cache by page table
+    mask       None if the step does not read the cache by page table
+    is_padded  rows after the last request's may follow
 
     Returns the lengths if the host may read them.
     """
@@ -70,7 +73,9 @@ def check_step(
         dims.dtype("q", q, up.kv_b_proj.weight.dtype)
     refuse_grad(dims.op, q=q, kv=kv, kv_b_proj=up.kv_b_proj.weight, gamma=weights.gamma)
     kv_lens = check_kv_lens(dims, batch.kv_lens)
-    starts = check_query_starts(dims, batch.q_starts, dims["tokens"], dims["batch"])
+    starts = check_query_starts(
+        dims, batch.q_starts, dims["tokens"], dims["batch"], is_padded=is_padded
+    )
     check_page_table(dims, batch.page_table, dims["batch"])
     if kv_lens is None or not values_visible(starts):
         return None

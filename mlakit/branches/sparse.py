@@ -79,7 +79,7 @@ def sparse_step(
     does not synchronise and can be captured in a CUDA graph.
     """
     dims = Dims("sparse_step")
-    lengths = check_step(dims, q, kv, weights, batch, CAUSAL)
+    lengths = check_step(dims, q, kv, weights, batch, CAUSAL, is_padded=False)
     check_absorbed_attention(dims, q, batch, lengths, None, None, CAUSAL, None)
     if not (plan is None or isinstance(plan, EvenSplit)):
         raise TypeError(f"{dims.op}: plan must be an EvenSplit, got {type(plan).__name__}")

@@ -32,8 +32,13 @@ def check_layer(op: str, cache: object, layer: int, *, owner: str = "") -> Cache
     return cache.layer(index)
 
 
-def check_query_starts(dims: Dims, q_starts: Tensor | None, num_tokens: int, batch: int) -> Tensor:
-    """`q_starts` [batch + 1], made here where every request has one query."""
+def check_query_starts(
+    dims: Dims, q_starts: Tensor | None, num_tokens: int, batch: int, *, is_padded: bool = False
+) -> Tensor:
+    """`q_starts` [batch + 1], made here where every request has one query.
+
+    is_padded  rows after the last request's may follow
+    """
     if q_starts is None:
         dims.require(
             num_tokens == batch,
@@ -44,7 +49,7 @@ def check_query_starts(dims: Dims, q_starts: Tensor | None, num_tokens: int, bat
         return one_query_each(batch, dims.device)
     dims.bind("batch + 1", batch + 1, "one more than the batch")
     dims.match("q_starts", q_starts, "batch + 1", dtypes=INTEGERS)
-    dims.starts("q_starts", q_starts, num_tokens, "the number of query tokens")
+    dims.starts("q_starts", q_starts, num_tokens, "the number of query tokens", is_padded=is_padded)
     known = batch > 0 or num_tokens == 0
     dims.require(known, "q_starts", f"have a request for {num_tokens} query tokens", "none")
     return q_starts

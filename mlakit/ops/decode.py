@@ -65,7 +65,8 @@ def mla_decode(
     page_table [batch, max_pages] int32, or (kv_starts [batch + 1], slots); entries past a request's
                last page are not read
     kv_lens    [batch] int32 cached tokens, these queries included
-    q_starts   [batch + 1] int32 rows of q per request; None means one query each
+    q_starts   [batch + 1] int32 rows of q per request; None means one query each. Rows after
+               q_starts[-1] are padding: not read, and left as they are in out and lse
     sink       [heads] float32 logit that joins out's denominator only
     kv_shard   (rank, world, interleave): the cache holds only this rank's tokens of each request,
                those at positions p with (p // interleave) % world == rank; kv_lens stays global
@@ -111,7 +112,7 @@ def _decode(a: DecodeArguments, out: Tensor | None, lse: Tensor | None) -> tuple
     if a.q_scale is not None:
         dims.match("q_scale", a.q_scale, "tokens", dtypes=[torch.float32])
     lengths = check_kv_lens(dims, a.kv_lens)
-    starts = check_query_starts(dims, a.q_starts, dims["tokens"], dims["batch"])
+    starts = check_query_starts(dims, a.q_starts, dims["tokens"], dims["batch"], is_padded=True)
     check_page_table(dims, a.page_table, dims["batch"])
     check_sink(dims, a.sink)
     scale = dims.finite("softmax_scale", a.softmax_scale)

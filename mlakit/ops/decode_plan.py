@@ -49,7 +49,7 @@ def plan_mla_decode(
 
     kv_lens    as for `mla_decode`, like all arguments of the same name
     heads      of the queries
-    num_tokens rows of q, where `q_starts` are given; else one per request
+    num_tokens rows of q, padding included, where `q_starts` are given; else one per request
     dtype      of the queries; None: that of the cache, or bf16 where it is FP8
     backend    the one that will run: tiles, CTAs and rows of a partial are those of its kernel
 
@@ -71,7 +71,7 @@ def plan_mla_decode(
         dims.require(q_starts is None, "num_tokens", "be given with q_starts", None)
         num_tokens = batch
     tokens = dims.integer("num_tokens", num_tokens, 0)
-    starts = check_query_starts(dims, q_starts, tokens, batch)
+    starts = check_query_starts(dims, q_starts, tokens, batch, is_padded=True)
     shard = as_shard(NAME, kv_shard)
     check_shard(dims, shard)
     if dtype is None:

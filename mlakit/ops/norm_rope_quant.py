@@ -62,7 +62,8 @@ def norm_rope_quant_append(
     page_table as in `mla_decode`
     kv_lens    [batch] int32, as in `mla_decode`, tokens the cache holds once this step's are in it:
                new token i of a request with q_len of them is at position kv_len − q_len + i
-    q_starts   [batch + 1] int32 rows of q per request; None means one new token each
+    q_starts   [batch + 1] int32 rows of q per request; None means one new token each. Rows after
+               q_starts[-1] are padding: not read, not stored, and not written in q_rope_out
     positions  [tokens] int32 or int64 row of freqs of each token, if it is not its position in the
                request; rows of the cache stay those of kv_lens
     rope       "interleaved" rotates pairs (0, 1), (2, 3), …; "half" pairs (p, p + D_R/2)
@@ -171,7 +172,7 @@ def _check_rows(dims: Dims, a: AppendArguments) -> Tensor | None:
         raise TypeError(f"{dims.op}: slots must be given with positions, got None")
     page_table = _given(dims, "page_table", by_request)
     kv_lens = check_kv_lens(dims, _given(dims, "kv_lens", by_request))
-    starts = check_query_starts(dims, a.q_starts, dims["tokens"], dims["batch"])
+    starts = check_query_starts(dims, a.q_starts, dims["tokens"], dims["batch"], is_padded=True)
     check_page_table(dims, page_table, dims["batch"])
     if kv_lens is not None:
         _check_places(dims, a, page_table, kv_lens, starts.diff().tolist())
@@ -226,6 +227,6 @@ def _check_places(
             must = f"have a row for position {kv_len - 1} of request {request}"
             dims.require(q_len == 0 or kv_len <= angles, "freqs", must, f"{angles} rows")
     elif values_visible(a.positions):
-        for token, position in enumerate(a.positions.tolist()):
+        for token, position in enumerate(a.positions[: sum(q_lens)].tolist()):
             must = f"be in [0, {angles}), the rows of freqs"
             dims.require(0 <= position < angles, f"positions[{token}]", must, position)

@@ -45,7 +45,8 @@ def mla_prefill(
     q            [tokens, heads, D_N + D_R]
     k_nope       [keys, heads, D_N], v [keys, heads, D_V], k_rope [keys, D_R]: as they are, strided
                  and apart; nothing is concatenated
-    q_starts     [batch + 1] int32: request b has queries q_starts[b] to q_starts[b + 1]
+    q_starts     [batch + 1] int32: request b has queries q_starts[b] to q_starts[b + 1]. Rows after
+                 q_starts[-1] are padding: not read, and left as they are in out and lse
     kv_starts    [batch + 1] int32: and these keys, of which its queries are the newest
     alibi_slopes [heads] float32
     sink         [heads] float32 logit that joins out's denominator only
@@ -95,7 +96,8 @@ def _prefill(a: PrefillArguments, out: Tensor | None, lse: Tensor | None) -> tup
         dims.rows_contiguous(name, tensor)
     dims.match("q_starts", a.q_starts, "batch + 1", dtypes=INTEGERS)
     dims.match("kv_starts", a.kv_starts, "batch + 1", dtypes=INTEGERS)
-    dims.starts("q_starts", a.q_starts, dims["tokens"], "the number of query tokens")
+    total = (dims["tokens"], "the number of query tokens")
+    dims.starts("q_starts", a.q_starts, *total, is_padded=True)
     dims.starts("kv_starts", a.kv_starts, dims["keys"], "the number of keys")
     if a.alibi_slopes is not None:
         dims.match("alibi_slopes", a.alibi_slopes, "heads", dtypes=[torch.float32])

@@ -162,8 +162,8 @@ def test_a_plan_of_a_window_is_refused_for_a_wider_one():
         ({"num_tokens": None}, "ValueError: num_tokens must be given with q_starts, got None"),
         ({"num_tokens": -1}, "ValueError: num_tokens must be at least 0, got -1"),
         (
-            {"num_tokens": 6},
-            "ValueError: q_starts[-1] must equal the number of query tokens, 6, got 5",
+            {"num_tokens": 4},
+            "ValueError: q_starts[-1] must not exceed the number of query tokens, 4, got 5",
         ),
         (
             {"num_tokens": 6, "q_starts": None},

@@ -51,7 +51,7 @@ def rms_norm(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
 class Places(NamedTuple):
     """Where the new tokens are stored, and how far they are rotated."""
 
-    slots: Tensor  # int64 [tokens], -1: no row is written
+    slots: Tensor  # int64 [tokens without padding], -1: no row is written
     positions: Tensor  # int64 [tokens] rows of freqs
     has_angle: Tensor | None  # where some tokens are padding, with arbitrary positions
 
@@ -59,7 +59,7 @@ class Places(NamedTuple):
 def places(a: AppendArguments) -> Places:
     num_positions = len(a.freqs)
     if a.slots is None:
-        tokens, shard = len(a.kv), a.shard
+        shard, tokens = a.shard, int(filled(a.q_starts)[-1])
         request, position = token_positions(filled(a.kv_lens), filled(a.q_starts), tokens)
         assert a.page_table is not None
         is_own = shard.owner(position) == shard.rank
@@ -67,7 +67,7 @@ def places(a: AppendArguments) -> Places:
             a.page_table, a.layer.page_size, request[is_own], shard.local_position(position[is_own])
         )
         slots = torch.full_like(position, -1).masked_scatter_(is_own, own)
-        return Places(slots, position if a.positions is None else a.positions.long(), None)
+        return Places(slots, position if a.positions is None else a.positions[:tokens].long(), None)
     slots, positions = a.slots.long(), filled(a.positions).long()
     has_angle: Tensor | None = None
     if bool((slots < 0).any()):
@@ -84,7 +84,9 @@ def norm_rope_quant_append(a: AppendArguments, q_rope_out: Tensor) -> None:
     rope = a.rope
     if has_angle is not None and not len(freqs):
         freqs = freqs.new_zeros(1, freqs.shape[1])
-    tokens, heads, d_r = q_rope.shape
+    tokens = len(slots)
+    q_rope, kv, q_rope_out = q_rope[:tokens], kv[:tokens], q_rope_out[:tokens]
+    heads, d_r = q_rope.shape[1:]
     # the rotation is in float64, with about six values per input
     tile = rows_that_fit(8 * 6 * (heads * d_r + kv.shape[1]))
     tile = min(tile, max(1, ITEM_ELEMENTS // (heads * d_r + kv.shape[1])))

@@ -22,7 +22,12 @@ from mlakit.cache import CacheLayer, KVShard, PageTable
 from mlakit.formats import SMALLEST_SCALE
 from mlakit.kernels.triton.configs import DecodeConfig, pick_decode_config
 from mlakit.kernels.triton.decode_kernel import mla_decode_kernel
-from mlakit.kernels.triton.decode_merge import RowTileSplits, merge_partials, rows_per_slot
+from mlakit.kernels.triton.decode_merge import (
+    RowTileSplits,
+    clear_results,
+    merge_partials,
+    rows_per_slot,
+)
 from mlakit.kernels.triton.decode_plan import plan_decode
 from mlakit.kernels.triton.launch import Target, launch, target
 from mlakit.kernels.triton.rows import (
@@ -64,8 +69,7 @@ def mla_decode(a: DecodeArguments, out: Tensor, lse: Tensor) -> None:
     )
     plan = splits if isinstance(splits, DecodePlanTensors) else None
     if plan is not None and plan.empty_requests.shape[0] > 0:
-        out.zero_()  # no item of a plan writes these
-        lse.fill_(-torch.inf)
+        clear_results(out, lse, q_starts)  # no item of a plan writes these
     partial_out = workspace.scratch(
         (schedule.partial_rows, out.shape[-1]), torch.float32, out.device
     )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -56,6 +57,13 @@ def rows_per_slot(plan: DecodePlanTensors, *, rows: int, all_rows: int, v_width:
         return plan.slot_rows
     is_little = 4 * plan.max_partials * all_rows * v_width <= SMALL_SCRATCH_BYTES
     return all_rows if is_little else rows
+
+
+def clear_results(out: Tensor, lse: Tensor, q_starts: Tensor) -> None:
+    """What queries without keys give, for every query; padding after them is left as it is."""
+    is_query = torch.arange(out.shape[0], device=out.device) < q_starts[-1]
+    out.masked_fill_(is_query[:, None, None], 0.0)
+    lse.masked_fill_(is_query[:, None], -torch.inf)
 
 
 def merge_partials(

@@ -184,7 +184,9 @@ def _append_rows(
             (at + D_C)[:, None, None], is_token[:, None, None], D_R, PAIRS, INTERLEAVED
         )
 
-    request, position, angle, has_angle = _find_positions(token, is_token, batch_of, PROBES)
+    request, position, angle, has_angle, is_token = _find_positions(
+        token, is_token, batch_of, PROBES
+    )
     page, offset, is_stored = _find_slots(
         token, request, position, is_token, slots_of, PAGE_SIZE, IS_SHARDED
     )
@@ -239,7 +241,8 @@ def _rotate_queries(
     token_at, head_at = token[:, None, None], head[None, :, None]
     at = q_rope + token_at * q_stride_token + head_at * q_stride_head
     x0, x1 = load_pairs(at, inside, D_R, PAIRS, INTERLEAVED)
-    _, _, angle, has_angle = _find_positions(token, is_token, batch_of, PROBES)
+    _, _, angle, has_angle, is_token = _find_positions(token, is_token, batch_of, PROBES)
+    inside = inside & is_token[:, None, None]
     cos, sin = load_angles(angles, angle, has_angle, D_R, PAIRS)
     y0, y1 = rotate(x0, x1, cos, sin)
     if positions is not None:
@@ -253,8 +256,8 @@ def _rotate_queries(
 
 @triton.jit
 def _find_positions(token, is_token, batch_of, PROBES: tl.constexpr):
-    """(request, position in it, row of freqs, is there such a row?) of each token; the first three
-    are int64.
+    """(request, position in it, row of freqs, is there such a row?, is it a token?) of each token;
+    the first three are int64.
 
     Without `kv_lens` the request is unknown, and both positions are the given one. The request of a
     row that is no token is arbitrary.
@@ -268,6 +271,7 @@ def _find_positions(token, is_token, batch_of, PROBES: tl.constexpr):
         request = find_request(token, is_token, q_starts, q_starts_stride, batch, PROBES)
         # the last token of a request is its newest: it is at position kv_len - 1
         end = tl.load(q_starts + (request + 1) * q_starts_stride, mask=is_token, other=0)
+        is_token = is_token & (token < end)  # rows after the last request are padding
         kv_len = tl.load(kv_lens + request * kv_lens_stride, mask=is_token, other=0)
         position = kv_len.to(tl.int64) - (end - token)
         # the host does not check kv_lens: if they leave out new tokens, a position is negative,
@@ -280,7 +284,7 @@ def _find_positions(token, is_token, batch_of, PROBES: tl.constexpr):
         has_angle = is_token & (angle >= 0) & (angle < num_positions)
         if kv_lens is None:
             position = angle
-    return request, position, angle, has_angle
+    return request, position, angle, has_angle, is_token
 
 
 @triton.jit

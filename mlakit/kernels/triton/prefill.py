@@ -29,7 +29,7 @@ def mla_prefill(a: PrefillArguments, out: Tensor, lse: Tensor) -> None:
     q_starts, kv_starts, softmax_scale, mask = a.q_starts, a.kv_starts, a.softmax_scale, a.mask
     alibi_slopes, sink = a.alibi_slopes, a.sink
     (tokens, heads, _), batch = q.shape, q_starts.shape[0] - 1
-    if tokens == 0 or heads == 0:
+    if tokens == 0 or heads == 0 or batch == 0:
         return
     d_n, d_r, d_v = k_nope.shape[2], k_rope.shape[1], v.shape[2]
     d_a = max(_power_of_two_below(d_n), 16)

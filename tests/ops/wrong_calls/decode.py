@@ -70,8 +70,8 @@ WRONG: WrongCalls = {
             "ValueError: q_starts[2] must not be below q_starts[1] = 2, got 1",
         ),
         (
-            lambda a: {"q_starts": changed(a["q_starts"], -1, 6)},
-            "ValueError: q_starts[-1] must equal the number of query tokens, 7, got 6",
+            lambda a: {"q_starts": changed(a["q_starts"], -1, 8)},
+            "ValueError: q_starts[-1] must not exceed the number of query tokens, 7, got 8",
         ),
         (
             lambda a: {"q_starts": None},

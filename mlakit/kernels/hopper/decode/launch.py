@@ -54,7 +54,7 @@ from mlakit.kernels.hopper.decode.m64_fp8_qk import mla_decode_m64_fp8_qk_kernel
 from mlakit.kernels.hopper.decode.small_m_bf16 import mla_decode_small_m_bf16_kernel
 from mlakit.kernels.hopper.decode.small_m_fp8_kv import mla_decode_small_m_fp8_kv_kernel
 from mlakit.kernels.hopper.primitives import smem_layout
-from mlakit.kernels.triton.decode_merge import merge_partials, rows_per_slot
+from mlakit.kernels.triton.decode_merge import clear_results, merge_partials, rows_per_slot
 from mlakit.kernels.triton.decode_plan import OwnSplits, plan_decode
 from mlakit.kernels.triton.launch import launch, target
 from mlakit.masks import Mask
@@ -91,8 +91,7 @@ def mla_decode(kernel: str, a: DecodeArguments, out: Tensor, lse: Tensor) -> Non
     if isinstance(splits, DecodePlanTensors):
         plan = splits
         if plan.empty_requests.shape[0] > 0:
-            out.zero_()  # no item of a plan writes these
-            lse.fill_(-torch.inf)
+            clear_results(out, lse, q_starts)  # no item of a plan writes these
     else:
         own = None
         if isinstance(splits, EvenSplit):
