@@ -140,14 +140,17 @@ class DecodePlanArguments(NamedTuple):
     heads: int
     num_tokens: int
     dtype: torch.dtype  # of the queries
+    out: DecodePlanTensors | None = None  # a plan of such a call, to fill in again
 
 
 class SparseArguments(NamedTuple):
     """Of `sparse_mla`."""
 
-    q: Tensor  # [tokens, heads, D_C + D_R]
+    q: Tensor  # [tokens, heads, D_C + D_R], or [tokens, heads, D_C] with q_rope
     layer: CacheLayer
     rows: Tensor  # [tokens, topk] slots
+    q_rope: Tensor | None  # [tokens, heads, D_R]; None: q has all columns
+    q_scale: Tensor | None  # [tokens] float32: q = stored q · q_scale
     topk_lens: Tensor | None  # [tokens]: slots from here on do not count
     extra: CacheLayer | None  # a second cache with lists of its own
     extra_rows: Tensor | None  # [tokens, extra_topk]; given with extra

@@ -30,6 +30,7 @@ class Use(Enum):
     FLAT_PAGE_TABLE = "flat page table"  # page_table=(kv_starts, slots)
     KV_SHARD = "kv_shard"  # kv_shard= of more than one rank
     BF16_Q_ROPE = "bf16 q_rope of e4m3 q"
+    Q_ROPE = "q_rope"  # q_rope= of sparse_mla, of q's dtype
     OTHER_Q_ROPE = "q_rope of another dtype"  # any other q_rope= that is not of q's dtype
     LOOSE_CACHE = "loose rows of the cache"  # no TMA descriptor addresses its rows
     LOOSE_QUERY = "loose rows of q"  # likewise of q or q_rope

@@ -47,6 +47,8 @@ def sparse_mla(
     rows: Tensor,
     *,
     softmax_scale: float,
+    q_rope: Tensor | None = None,
+    q_scale: Tensor | None = None,
     topk_lens: Tensor | None = None,
     sink: Tensor | None = None,
     extra: ExtraRows | tuple[PagedLatentCache, Tensor] | None = None,
@@ -59,7 +61,9 @@ def sparse_mla(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of every query token over the rows its own list names; prefill and decode alike.
 
-    q          [tokens, heads, D_C + D_R] absorbed and rotated
+    q          [tokens, heads, D_C + D_R] absorbed and rotated, or [tokens, heads, D_C] with
+    q_rope     [tokens, heads, D_R]
+    q_scale    [tokens] float32, multiplies q (for e4m3 queries)
     rows       [tokens, topk] int32 physical rows, page · page_size + offset; a negative or too
                large one does not count, a repeated one counts each time
     topk_lens  [tokens] int32: list entries from here on do not count; None: all may
@@ -80,6 +84,8 @@ def sparse_mla(
         q=q,
         layer=check_layer(NAME, cache, layer),
         rows=rows,
+        q_rope=q_rope,
+        q_scale=q_scale,
         topk_lens=topk_lens,
         extra=extra_layer,
         extra_rows=None if second is None else second.rows,
@@ -111,8 +117,10 @@ def _sparse(
     a: SparseArguments, out: Tensor | None, lse: Tensor | None, max_logits: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     dims = Dims(NAME)
-    check_absorbed_query(dims, a.q, None, a.layer)
+    check_absorbed_query(dims, a.q, a.q_rope, a.layer)
     dims.same_device("cache", a.layer.payload)
+    if a.q_scale is not None:
+        dims.match("q_scale", a.q_scale, "tokens", dtypes=[torch.float32])
     check_row_lists(dims, "rows", a.rows, "topk_lens", a.topk_lens)
     if a.extra is not None:
         dims.same_device("extra.cache", a.extra.payload)
@@ -149,7 +157,11 @@ def _uses(a: SparseArguments) -> Iterator[Use]:
     layers = [a.layer] if a.extra is None else [a.layer, a.extra]
     if not all(_is_aligned(each.payload) for each in layers):
         yield Use.LOOSE_CACHE
-    if not _is_aligned(a.q):
+    if a.q_scale is not None:
+        yield Use.Q_SCALE
+    if a.q_rope is not None:
+        yield Use.Q_ROPE if a.q_rope.dtype == a.q.dtype else Use.OTHER_Q_ROPE
+    if not all(_is_aligned(each) for each in (a.q, a.q_rope) if each is not None):
         yield Use.LOOSE_QUERY
 
 

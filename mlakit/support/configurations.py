@@ -99,6 +99,7 @@ CONFIGURATIONS: dict[str, Case] = {
     "decode-even-split": _decode("bf16", 16, num_splits=3),
     **{f"sparse-h128-{format}": _sparse(format, 128) for format in FORMATS},
     "sparse-h16-bf16": _sparse("bf16", 16),
+    "sparse-q-rope": _sparse("fp8_token", 128, dtype="e4m3", q_rope_dtype="bf16", q_scaled=True),
     "sparse-extra": _sparse("bf16", 64, extra_format="fp8_block128", extra_topk=64, sink="finite"),
     "indexer-e4m3": _index_keys(format="fp8_token", dtype="e4m3"),
     "indexer-bf16": _index_keys(format="bf16"),
@@ -290,6 +291,7 @@ HOPPER: dict[str, Case] = {
         )
     },
     "hopper-sparse-h128-bf16": _sparse("bf16", 128),
+    "hopper-sparse-q-rope": _sparse("bf16", 128, q_rope_dtype="bf16"),
     # lists of 512 entries are split
     "hopper-sparse-h16-fp16-splits": _sparse("fp16", 16, topk=512, sharpness=-2.0),
     "hopper-sparse-extra": _sparse(

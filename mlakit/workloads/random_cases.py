@@ -281,6 +281,8 @@ def sparse_case(draw: Draw, format: Format) -> SparseCase:
         extra_topk=draw.integer(0, 30),
         extra_with_lens=draw.flip(),
         num_splits=draw.integer(0, 4),
+        q_rope_dtype=draw.choice(("", "", *PLAIN, "e4m3")),
+        q_scaled=draw.flip(),
     )
 
 

@@ -47,6 +47,8 @@ class SparseCase(PagedCase):
 
     topk           entries of a list; `with_lens` bounds each, `extra_with_lens` those of the extra
     extra_format   of a second cache, "" for none, with pages of extra_page_size
+    q_rope_dtype   of a separate q_rope; "": q has all columns
+    q_scaled       pass a q_scale
     sharpness      standard deviation of the scores of a head of average magnitude
     sink           "", "finite" or "mixed" (with ±inf)
     num_splits     an EvenSplit
@@ -61,6 +63,8 @@ class SparseCase(PagedCase):
     with_lens: bool = True
     heads: int = 4
     dtype: str = "bf16"
+    q_rope_dtype: str = ""
+    q_scaled: bool = False
     sharpness: float = 2.0
     sink: str = ""
     extra_format: Format | Literal[""] = ""
@@ -77,8 +81,7 @@ class SparseCase(PagedCase):
 
     def trial(self, device: torch.device | str) -> Trial:
         inputs = Inputs(device, self.seed, padded=self.padded)
-        q_values = inputs.queries(self.num_tokens, self.heads, self.row.width)
-        q = inputs.place("q", q_values, self.dtype)
+        query, exact_q = self._query(inputs)
         main = self._lists(inputs, "cache", self.format, self.page_size, self.topk, self.with_lens)
         extra = None
         if self.extra_format:
@@ -93,7 +96,7 @@ class SparseCase(PagedCase):
                 pool = extra.pool
                 second = ExtraRows(pool.cache, extra.rows, extra.lens, pool.layer_index)
             return sparse_mla(
-                q,
+                query["q"],
                 main.pool.cache,
                 main.rows,
                 softmax_scale=self.softmax_scale,
@@ -103,15 +106,35 @@ class SparseCase(PagedCase):
                 layer=main.pool.layer_index,
                 plan=EvenSplit(self.num_splits) if self.num_splits else None,
                 backend=backend,
+                q_rope=query.get("q_rope"),
+                q_scale=query.get("q_scale"),
                 **given,
             )
 
         def check(results: Results) -> None:
             for name, result in zip(("out", "lse", "max_logits"), results, strict=True):
                 assert_given(name, result, given.get(name))
-            self._check(q.cpu(), main, extra, None if sink is None else sink.cpu(), results)
+            self._check(exact_q, main, extra, None if sink is None else sink.cpu(), results)
 
         return Trial(inputs, call, check)
+
+    def _query(self, inputs: Inputs) -> tuple[dict[str, Tensor], Tensor]:
+        """The query arguments, and the same numbers float64 [tokens, heads, width]."""
+        values, row = inputs.queries(self.num_tokens, self.heads, self.row.width), self.row
+        if self.q_rope_dtype:
+            latent, rope = values.split([row.kv_lora_rank, row.qk_rope_head_dim], dim=-1)
+            query = {
+                "q": inputs.place("q", latent, self.dtype),
+                "q_rope": inputs.place("q_rope", rope, self.q_rope_dtype),
+            }
+        else:
+            query = {"q": inputs.place("q", values, self.dtype)}
+        exact = torch.cat([part.cpu().double() for part in query.values()], dim=-1)
+        if self.q_scaled:
+            q_scale = inputs.place("q_scale", inputs.uniform(0.5, 1.5, self.num_tokens))
+            query["q_scale"] = q_scale
+            exact = exact * q_scale.cpu().double()[:, None, None]
+        return query, exact
 
     def _lists(
         self, inputs: Inputs, name: str, format: Format, page_size: int, topk: int, with_lens: bool

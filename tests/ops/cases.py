@@ -327,6 +327,17 @@ def sparse_call(format: str = "bf16", **options: Any) -> Call:
     return Call(ops.sparse_mla, {**arguments, **options})
 
 
+def sparse_apart() -> Call:
+    """e4m3 queries in two tensors, with a scale for each token."""
+    generator = torch.Generator().manual_seed(16)
+    q = normal(generator, TOKENS, HEADS, ROW.width)
+    return sparse_call("fp8_token").but(
+        q=strided(q[..., : ROW.kv_lora_rank].to(E4M3)),
+        q_rope=strided(q[..., ROW.kv_lora_rank :]),
+        q_scale=torch.rand(TOKENS, generator=generator) + 0.5,
+    )
+
+
 def row_lists(generator: torch.Generator, table: Tensor, *, topk: int) -> Tensor:
     """Rows that hold tokens, some twice, with numbers among them that are no rows."""
     _, slots = flat_table(table, KV_LENS)
@@ -473,6 +484,7 @@ CALLS: dict[str, Callable[[], Call]] = {
     "prefill-strided-window-alibi-sink": prefill_strided,
     "sparse": sparse_call,
     "sparse-extra": sparse_extra,
+    "sparse-apart-e4m3": sparse_apart,
     "logits": logits_call,
     "logits-flat-null-max": lambda: logits_call("bf16", flat=True, mask=masks.NULL, max_kv_len=10),
     "select": select_call,

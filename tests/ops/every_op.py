@@ -28,7 +28,13 @@ ONE_EACH = (
     "scaled-mm",
     "matmul",
 )
-OTHER_FORMS = ("decode-apart-e4m3", "decode-fp8-plan", "append-block64-transposed", "append-slots")
+OTHER_FORMS = (
+    "sparse-apart-e4m3",
+    "decode-apart-e4m3",
+    "decode-fp8-plan",
+    "append-block64-transposed",
+    "append-slots",
+)
 every_call = pytest.mark.parametrize("name", CALLS)
 one_of_each = pytest.mark.parametrize("name", ONE_EACH)
 interpreted = pytest.mark.interpreted

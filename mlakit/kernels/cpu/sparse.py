@@ -1,6 +1,6 @@
 """Absorbed MLA attention over per-token lists of cache rows.
 
-Maths      s = q·row · softmax_scale over the token's valid slots;  out = softmax(s) @ row
+Maths      s = q·row · softmax_scale [· q_scale] over valid slots;  out = softmax(s) @ row
 Valid      slot < topk_len and 0 ≤ row id < num_rows; the row of an invalid slot is not read
 Work       an item is a few tokens, on one thread; tiles of their lists come one after the other
 Memory     tiles of the lists are gathered, for as many tokens as fit the workspace
@@ -49,8 +49,8 @@ def sparse_mla(a: SparseArguments, out: Tensor, lse: Tensor, max_logits: Tensor)
     lists = [RowList(a.layer, a.rows, a.topk_lens)]
     if a.extra is not None:
         lists.append(RowList(a.extra, filled(a.extra_rows), a.extra_topk_lens))
-    tokens, heads, width = q.shape
-    v_width = out.shape[-1]
+    tokens, heads, _ = q.shape
+    width, v_width = a.layer.codec.row.width, out.shape[-1]
     bytes_per_entry = 4 * (4 * width + 2 * heads)
     entries = min(LIST_TILE, rows_that_fit(2 * bytes_per_entry, at_least=16))
     bytes_per_token = 4 * heads * (width + 4 * v_width) + entries * bytes_per_entry
@@ -59,6 +59,10 @@ def sparse_mla(a: SparseArguments, out: Tensor, lse: Tensor, max_logits: Tensor)
     def attend(start: int) -> None:
         block = slice(start, min(start + tile, tokens))
         scaled = q[block].float() * a.softmax_scale
+        if a.q_rope is not None:
+            scaled = torch.cat([scaled, a.q_rope[block].float() * a.softmax_scale], dim=-1)
+        if a.q_scale is not None:
+            scaled *= a.q_scale[block, None, None]
         state = OnlineSoftmax.over(len(scaled), heads, v_width=v_width)
         for each in lists:
             for first in range(0, each.rows.shape[1], entries):

@@ -20,6 +20,7 @@ from mlakit.kernels.triton.launch import launch, target
 from mlakit.kernels.triton.rows import (
     PLAIN,
     ComputeTypes,
+    as_bytes,
     compute_types,
     row_tiles,
     row_traits,
@@ -33,14 +34,16 @@ USUAL_PAGES = (1, 16, 32, 64, 128, 256)
 
 
 def sparse_mla(a: SparseArguments, out: Tensor, lse: Tensor, max_logits: Tensor) -> None:
-    q, splits, softmax_scale, sink = a.q, a.splits, a.softmax_scale, a.sink
+    q_scale, splits, softmax_scale, sink = a.q_scale, a.splits, a.softmax_scale, a.sink
+    d_c = a.layer.codec.row.kv_lora_rank
+    q, q_rope = (a.q[..., :d_c], a.q[..., d_c:]) if a.q_rope is None else (a.q, a.q_rope)
     tokens, heads, _ = q.shape
     if tokens == 0 or heads == 0:
         return
     lists = [(a.layer, a.rows, a.topk_lens)]
     if a.extra is not None:
         lists.append((a.extra, filled(a.extra_rows), a.extra_topk_lens))
-    types = [_types(q, each) for each, _, _ in lists]
+    types = [_types(q, q_rope, each) for each, _, _ in lists]
     # both caches share the accumulators, so they share the narrower column tiles
     tiles = min((_row_tiles(each) for each, _, _ in lists), key=lambda tiles: tiles.width)
     device = target(q.device)
@@ -73,7 +76,9 @@ def sparse_mla(a: SparseArguments, out: Tensor, lse: Tensor, max_logits: Tensor)
     launch(
         sparse_mla_kernel,
         (tokens * num_splits * head_tiles,),
-        q.view(torch.uint8) if q.dtype not in PLAIN else q,
+        as_bytes(q),
+        as_bytes(q_rope),
+        q_scale,
         *arguments[0],
         *(arguments[1] if a.extra is not None else _NO_LIST),
         None if num_splits > 1 else sink,
@@ -84,6 +89,8 @@ def sparse_mla(a: SparseArguments, out: Tensor, lse: Tensor, max_logits: Tensor)
         heads,
         num_splits,
         *q.stride()[:2],
+        *q_rope.stride()[:2],
+        0 if q_scale is None else q_scale.stride(0),
         0 if sink is None else sink.stride(0),
         *(stride for _, strides in results for stride in strides),
         HAS_EXTRA=a.extra is not None,
@@ -102,12 +109,12 @@ def sparse_mla(a: SparseArguments, out: Tensor, lse: Tensor, max_logits: Tensor)
         merge_list_splits(scratch, sink, out, lse, max_logits)
 
 
-def _types(q: Tensor, layer: CacheLayer) -> ComputeTypes:
+def _types(q: Tensor, q_rope: Tensor, layer: CacheLayer) -> ComputeTypes:
     """Types that hold q and the rows exactly; the extra cache may have another float than q."""
     stored = layer.payload.dtype
     if stored in PLAIN and q.dtype in PLAIN and stored != q.dtype:
         return ComputeTypes(torch.float32, torch.float32)
-    return compute_types(q, q, layer)
+    return compute_types(q, q_rope, layer)
 
 
 def _row_tiles(layer: CacheLayer) -> RowTiles:

@@ -1,6 +1,6 @@
 """Absorbed MLA attention over per-token lists of cache rows, portable Triton.
 
-Maths      s = q·row · softmax_scale over the token's valid slots;  out = softmax(s) @ row
+Maths      s = q·row · softmax_scale [· q_scale] over valid slots;  out = softmax(s) @ row
 Valid      slot < topk_len and 0 ≤ row id < num_rows; no address is computed from an invalid slot
 Work       one program per (token, head tile, split of the token's lists); `sparse_merge` combines
            the splits. Invalid entries at the end of a list, its usual padding, have no tile
@@ -31,8 +31,8 @@ from mlakit.kernels.triton.primitives import (
 
 # differ from call to call: specialised, each would compile further kernels
 VARYING = [
-    "scale_log2", "tokens", "heads", "num_splits", "stride_sink", "stride_lse_token",
-    "stride_lse_head", "stride_max_token", "stride_max_head",
+    "scale_log2", "tokens", "heads", "num_splits", "stride_q_scale", "stride_sink",
+    "stride_lse_token", "stride_lse_head", "stride_max_token", "stride_max_head",
     *(
         prefix + name
         for prefix in ("", "extra_")
@@ -48,7 +48,7 @@ SCANNED_ENTRIES = tl.constexpr(1024)  # of a list, at the same time
 
 @triton.jit(do_not_specialize=VARYING)
 def sparse_mla_kernel(
-    q,  # [tokens, heads, D_C + D_R], e4m3 as uint8
+    q, q_rope, q_scale,  # [tokens, heads, D_C], [tokens, heads, D_R], [tokens] or None; e4m3: uint8
     payload, scales,  # [pages, page_size, row], FP8 as uint8; [pages, page_size, n] or None
     device_scale,  # the tensor scale on the device, or None
     rows, lens,  # [tokens, topk]; [tokens] or None
@@ -64,7 +64,8 @@ def sparse_mla_kernel(
     lse, max_logits,  # [tokens, heads] float32
     scale_log2,  # |softmax_scale| · log2(e)
     tokens, heads, num_splits,
-    stride_q_token, stride_q_head, stride_sink, stride_out_token, stride_out_head,
+    stride_q_token, stride_q_head, stride_rope_token, stride_rope_head, stride_q_scale,
+    stride_sink, stride_out_token, stride_out_head,
     stride_lse_token, stride_lse_head, stride_max_token, stride_max_head,
     HAS_EXTRA: tl.constexpr,
     ROW: tl.constexpr,  # `rows.RowTraits`
@@ -104,6 +105,10 @@ def sparse_mla_kernel(
     is_head = head < heads
     head64 = head.to(tl.int64)
     q_rows = q + token * stride_q_token + head64 * stride_q_head
+    q_rope_rows = q_rope + token * stride_rope_token + head64 * stride_rope_head
+    factor = None
+    if q_scale is not None:
+        factor = tl.load(q_scale + token * stride_q_scale)
     row_max = tl.full([BH], -float("inf"), tl.float32)
     row_sum = tl.zeros([BH], tl.float32)
     acc = zero_acc(BH, ROW)
@@ -113,7 +118,7 @@ def sparse_mla_kernel(
 
     tensor_scale = _host_or_device(tensor_scale, device_scale)
     row_max, row_sum, acc = _attend_list(
-        row_max, row_sum, acc, q_rows, is_head,
+        row_max, row_sum, acc, q_rows, q_rope_rows, factor, is_head,
         rows, length, first_tile, tl.minimum(last_tile, tiles),
         payload, scales, scale_log2 * tensor_scale, num_slots, page_size,
         (stride_page, stride_row, stride_scales_page, stride_scales_row, stride_rows_entry),
@@ -125,7 +130,7 @@ def sparse_mla_kernel(
         extra_acc_scale, extra_rope_scale = _acc_scales(extra_tensor_scale, EXTRA_ROW)
         acc = _scale_acc(acc, acc_scale / extra_acc_scale, rope_scale / extra_rope_scale, ROW)
         row_max, row_sum, acc = _attend_list(
-            row_max, row_sum, acc, q_rows, is_head,
+            row_max, row_sum, acc, q_rows, q_rope_rows, factor, is_head,
             extra_rows, extra_length,
             tl.maximum(first_tile - tiles, 0), last_tile - tiles,
             extra_payload, extra_scales, scale_log2 * extra_tensor_scale, extra_num_slots,
@@ -216,7 +221,9 @@ def _without_invalid_end(entries, length, stride_entry, num_slots):
 def _attend_list(
     row_max, row_sum,
     acc,  # of the pieces that hold values, then of rotated columns if they hold values
-    q_rows, is_head,
+    q_rows, q_rope_rows,
+    factor,  # of the token's scores, or None
+    is_head,
     entries, length,  # the token's list
     first_tile, last_tile,
     payload, scales, scale_log2, num_slots, page_size, strides,
@@ -229,7 +236,7 @@ def _attend_list(
     q_rope = None
     if ROW.ROPE_WIDTH > 0:
         q_rope = load_query(
-            q_rows, is_head, ROW.D_C, ROW.ROPE_WIDTH, ROW.D_C + ROW.D_R, ROW.ROPE_DTYPE, ROW.HAS_FP8
+            q_rope_rows, is_head, 0, ROW.ROPE_WIDTH, ROW.D_R, ROW.ROPE_DTYPE, ROW.HAS_FP8
         )
     slot = _load_slots(entries, first_tile, length, stride_entry, num_slots, BN)
     for tile in tl.range(first_tile, last_tile, disable_licm=IS_UNCHAINED):
@@ -246,6 +253,8 @@ def _attend_list(
             scores = score_keys(q, q_rope, latent, rope, factors, ROW, scale_log2)
         else:
             scores = score_keys(q, q_rope, latent, rope, factors, ROW)
+        if factor is not None:
+            scores *= factor
         if IS_NEGATIVE:
             scores = -scores
         scores = tl.where(is_valid[None, :], scores, -float("inf"))

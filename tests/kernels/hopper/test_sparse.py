@@ -236,3 +236,12 @@ def test_replayed_launches_give_the_same_bits(calls):
     for other in results[1:]:
         for name, got, want in zip(("out", "lse", "max_logits"), other, results[0], strict=True):
             assert_same_bits(name, got, want)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 5, 150])
+def test_rotated_queries_apart(num_tokens, padded, dtype):
+    """Also with tails of their own, and rows of q_rope at other distances than those of q."""
+    case = {"heads": 70, "num_tokens": num_tokens, "topk": 200, "num_pages": 30, "padded": padded}
+    run(format=dtype, dtype=dtype, q_rope_dtype=dtype, **case)

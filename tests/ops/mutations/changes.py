@@ -130,6 +130,10 @@ def with_last_column_dropped(name: str) -> Before:
     return drop
 
 
+def apart_with_column_dropped(a: Arguments) -> Arguments:
+    return {} if a["q_rope"] is None else with_last_column_dropped("q_rope")(a)
+
+
 def scaled(name: str, factor: float) -> Before:
     return lambda a: {name: (a[name].float() * factor).to(a[name].dtype)}
 

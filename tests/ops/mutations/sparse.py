@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mlakit.workloads import SparseCase
 from tests.ops.mutations.changes import (
+    apart_with_column_dropped,
     averaged,
     rescaled,
     with_a_stray_write,
@@ -21,6 +22,8 @@ MUTATIONS = [
     kernel(SparseCase, "clamps rows", lambda a: {"rows": a["rows"].clamp(0)}),
     kernel(SparseCase, "ignores the extra cache", without("extra")),
     kernel(SparseCase, "ignores the sink", without("sink")),
+    kernel(SparseCase, "ignores q_scale", without("q_scale")),
+    kernel(SparseCase, "drops a column of a separate rope", apart_with_column_dropped),
     kernel(SparseCase, "gives lse for max_logits", after=lambda a: a["max_logits"].copy_(a["lse"])),
     kernel(SparseCase, "writes to the cache", after=with_a_stray_write),
     line(

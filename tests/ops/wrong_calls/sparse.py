@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch
+
 from mlakit.plan import plan_decode
-from tests.ops.cases import int32
+from tests.ops.cases import BF16, TOKENS, int32
 from tests.ops.wrong_calls.spoiling import OTHER_ROWS, WrongCalls
 
 WRONG: WrongCalls = {
@@ -23,6 +25,22 @@ WRONG: WrongCalls = {
         (
             lambda a: {"topk_lens": int32([7, -1, 7, 7, 7, 7, 7])},
             "ValueError: topk_lens[1] must not be negative, got -1",
+        ),
+        (
+            lambda a: {"q": a["q"][..., :32], "q_rope": a["q"][..., :7]},
+            "ValueError: q_rope.shape[2] (rope) must equal the cache's qk_rope_head_dim, 8, got 7",
+        ),
+        (
+            lambda a: {"q_rope": a["q"][..., :8]},
+            "ValueError: q.shape[2] (latent) must equal the cache's kv_lora_rank, 32, got 40",
+        ),
+        (
+            lambda a: {"q_scale": torch.ones(TOKENS, 1)},
+            "ValueError: q_scale must have axes (tokens), got shape (7, 1)",
+        ),
+        (
+            lambda a: {"q_scale": torch.ones(TOKENS, dtype=BF16)},
+            "TypeError: q_scale must be float32, got bfloat16",
         ),
         (
             lambda a: {"topk_lens": int32([7])},

@@ -27,6 +27,7 @@ from mlakit.kernels.hopper.sparse.configs import (
     D_V,
     HEAD_TILE,
     PAIR,
+    SPLIT_QUERY,
     Traits,
     m64_bf16_config,
     m64_fp8_kv_config,
@@ -77,6 +78,7 @@ def _of_tokens(a: SparseArguments, own: slice) -> SparseArguments:
 
     return a._replace(
         q=a.q[own],
+        q_rope=part(a.q_rope),
         rows=a.rows[own],
         topk_lens=part(a.topk_lens),
         extra_rows=part(a.extra_rows),
@@ -111,7 +113,7 @@ def _launch(kernel: str, a: SparseArguments, out: Tensor, lse: Tensor, max_logit
     launch(
         function,
         (min(num_sms, head_tiles * num_splits),),
-        *_query_tiles(a.q),
+        *_query_tiles(kernel, a.q, a.q_rope),
         *_list_arguments(*lists[0]),
         *(_list_arguments(*lists[1]) if a.extra is not None else _NO_LIST),
         *(each for each, _ in results),
@@ -125,7 +127,7 @@ def _launch(kernel: str, a: SparseArguments, out: Tensor, lse: Tensor, max_logit
         num_splits,
         *([scale_arguments(lists[0][0], lists[-1][0])] if kernel == "m64_fp8_kv" else []),
         TRAITS=Traits(
-            HAS_ROPE=a.q.shape[-1] > D_V,
+            HAS_ROPE=a.q_rope is not None or a.q.shape[-1] > D_V,
             HAS_EXTRA=a.extra is not None,
             PAGE=_page(lists[0][0]),
             EXTRA_PAGE=_page(lists[-1][0]),
@@ -191,17 +193,22 @@ def _q_layout() -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 
 
-def _query_tiles(q: Tensor) -> tuple[TensorDescriptor, TensorDescriptor | None]:
-    """TMA tiles of a token's queries: 64 heads x 256 columns, and 64 x 64 past column 512.
+def _query_tiles(
+    kernel: str, q: Tensor, q_rope: Tensor | None
+) -> tuple[TensorDescriptor, TensorDescriptor | None]:
+    """TMA tiles of a token's queries: 64 heads x 256 columns, and 64 x 64 of the rotated columns.
 
-    A third axis: TMA writes zeros for heads past the last one, and does not read them.
+    The latter begin at column 0 for kernels that take them apart from q, at 512 for others.
     """
+    if q_rope is None and q.shape[-1] > D_V:
+        q_rope = q[..., D_V:] if kernel in SPLIT_QUERY else q
+    return _q_tiles(q, D_V // 2), None if q_rope is None else _q_tiles(q_rope, D_R)
+
+
+def _q_tiles(q: Tensor, columns: int) -> TensorDescriptor:
+    """A third axis: TMA writes zeros for heads past the last one, and does not read them."""
     shape, strides = list(q.shape), list(q.stride())
     for axis in (0, 1):
         if shape[axis] == 1:
             strides[axis] = shape[-1]  # any that TMA takes: nothing is at this distance
-    tiles = [
-        TensorDescriptor(q, shape, strides, [1, HEAD_TILE, columns], _q_layout())
-        for columns in (D_V // 2, D_R)
-    ]
-    return tiles[0], tiles[1] if q.shape[-1] > D_V else None
+    return TensorDescriptor(q, shape, strides, [1, HEAD_TILE, columns], _q_layout())

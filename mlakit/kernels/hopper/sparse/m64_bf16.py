@@ -74,7 +74,7 @@ def load_query(q, q_rope, token, head, smem, full):
     if smem.q_rope is not None:
         ROPE_LAYOUT: gl.constexpr = q_rope.layout
         rope = reinterpret(smem.q_rope, DTYPE, [1, 64, 64], ROPE_LAYOUT)
-        tma_load(q_rope, [token, head, 512], full, rope)
+        tma_load(q_rope, [token, head, 0], full, rope)
 
 
 @gluon.jit
@@ -156,7 +156,7 @@ VARYING = [
 
 @gluon.jit(do_not_specialize=VARYING)
 def sparse_mla_m64_bf16_kernel(
-    q, q_rope,  # TMA descriptors: tiles of 1 x 64 x 256, of 1 x 64 x 64 past column 512 (or None)
+    q, q_rope,  # TMA descriptors: tiles of 1 x 64 x 256; of 1 x 64 x 64 rotated columns (or None)
     payload, rows, lens,  # the cache; [tokens, topk]; [tokens] or None
     num_slots, topk, page_chunks, row_chunks, stride_token, stride_entry, stride_lens,
     extra_payload, extra_rows, extra_lens,  # of a second cache
