@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, count
@@ -57,6 +57,41 @@ class DecodePlanTensors(NamedTuple):
 
     def __repr__(self) -> str:
         return shapes_repr(self)
+
+    @classmethod
+    def room(
+        cls,
+        out: DecodePlanTensors | None,
+        make: Callable[..., Tensor],
+        *,
+        max_items: int,
+        columns: int,
+        num_ctas: int,
+        batch: int,
+        tile: int,
+        max_partials: int,
+        slot_rows: int,
+        num_tokens: int,
+    ) -> DecodePlanTensors:
+        """A plan to be filled in that leaves no request out: `out`, or new tensors.
+
+        make  make(*shape) -> new int32 tensor
+
+        Raises ValueError if `out` has other sizes.
+        """
+        shapes = ((max_items, columns), (num_ctas + 1,), (batch + 1,), (0,))
+        sizes = (tile, max_partials, slot_rows, num_tokens)
+        if out is None:
+            items, cta_starts, partial_starts, empty = (make(*shape) for shape in shapes)
+            return cls(items, cta_starts, partial_starts, empty, *sizes)
+        if tuple(tuple(tensor.shape) for tensor in out[:4]) == shapes and out[4:] == sizes:
+            return out
+        raise ValueError(
+            "plan_mla_decode: out must be a plan of as many requests, query tokens and heads for "
+            f"the same kernel, got one of {out.partial_starts.shape[0] - 1} requests, "
+            f"{out.num_tokens} query tokens, {out.cta_starts.shape[0] - 1} CTAs and tiles of "
+            f"{out.tile} keys instead of {batch}, {num_tokens}, {num_ctas} and {tile}"
+        )
 
     def host_items(self) -> list[tuple[int, int, int, int]]:
         """(request, first_key, last_key, partial_slot) of the items in use. Synchronises."""

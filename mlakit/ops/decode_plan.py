@@ -40,17 +40,21 @@ def plan_mla_decode(
     dtype: torch.dtype | None = None,
     mask: Mask = CAUSAL,
     kv_shard: tuple[int, int, int] | None = None,
+    out: DecodePlanTensors | None = None,
     backend: Backend | DecodeKernel = "auto",
 ) -> DecodePlanTensors:
     """The plan that `mla_decode` would make of these lengths, to share among the layers of a step.
 
     It is made where the lengths are, without waiting for them. Captured in a CUDA graph together
     with the calls that use it, it is made again at every replay, from the lengths at that time.
+    Made outside of the graph, it is refilled with `out=` before each replay.
 
     kv_lens    as for `mla_decode`, like all arguments of the same name
     heads      of the queries
     num_tokens rows of q, padding included, where `q_starts` are given; else one per request
     dtype      of the queries; None: that of the cache, or bf16 where it is FP8
+    out        an earlier plan of as many requests, query tokens and heads for the same kernel: it
+               is written in place and returned
     backend    the one that will run: tiles, CTAs and rows of a partial are those of its kernel
 
     Calls that use the plan must have these lengths, this mask and this shard; another batch size or
@@ -74,6 +78,12 @@ def plan_mla_decode(
     starts = check_query_starts(dims, q_starts, tokens, batch, is_padded=True)
     shard = as_shard(NAME, kv_shard)
     check_shard(dims, shard)
+    if not (out is None or isinstance(out, DecodePlanTensors)):
+        got = type(out).__name__
+        raise TypeError(f"{NAME}: out must be a plan of plan_mla_decode, got {got}")
+    if out is not None:
+        for field, tensor in zip(out._fields[:4], out[:4], strict=True):
+            dims.same_device(f"out.{field}", tensor)
     if dtype is None:
         dtype = layer.payload.dtype if layer.payload.dtype in FLOATS else torch.bfloat16
 
@@ -87,11 +97,12 @@ def plan_mla_decode(
         heads=heads,
         num_tokens=tokens,
         dtype=dtype,
+        out=out,
     )
     spec = dispatch.select(PLANNED_OP, decode_problem(arguments), backend)
     with made_current(kv_lens.device):
         plan: DecodePlanTensors = spec.plan(arguments)
-    return plan._replace(num_tokens=tokens)
+    return plan
 
 
 def _refuse_wrappers(page_table: PageTable, **tensors: Tensor | None) -> None:

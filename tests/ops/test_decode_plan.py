@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlakit import dispatch, masks, ops
+from mlakit import PagedLatentCache, RowShape, dispatch, masks, ops
 from mlakit.ops import decode
 from mlakit.ops._checks import check_kv_lens
 from mlakit.ops.decode_plan import plan_mla_decode
-from mlakit.plan import DecodePlanTensors
+from mlakit.plan import DecodePlanTensors, EvenSplit
 from mlakit.testing import assert_matches, assert_same_bits, poison
 from tests.conftest import Place
 from tests.ops.cases import HEADS, ROW, Call, flat_table, int32, make_cache, normal, starts
@@ -110,6 +110,77 @@ def test_plans_of_other_heads_and_rows_serve_too():
         assert_equal_but_for_rounding(results, call.run())
 
 
+@interpreted
+def test_a_plan_is_refilled_in_place(place: Place):
+    """As an engine does that plans outside of its CUDA graph: the calls keep their tensors."""
+    call = call_of({}).on(place.device)
+    plan = plan_of(call)
+    later = [8, 129, 1, 0, 60]
+    stale = [tensor.clone() for tensor in plan[:3]]
+    other = call.but(kv_lens=int32(later).to(place.device))
+    refilled = plan_of(other, out=plan)
+    assert all(mine is old for mine, old in zip(refilled[:4], plan[:4], strict=True))
+    assert refilled[4:] == plan[4:]
+    assert any((mine != old).any() for mine, old in zip(plan[:3], stale, strict=True))
+    assert_equal_but_for_rounding(other.run(plan=refilled), other.run())
+    for mine, new in zip(refilled[1:3], plan_of(other)[1:3], strict=True):
+        assert_same_bits("offsets", mine, new)
+
+
+@interpreted
+@pytest.mark.parametrize("change", ["batch", "tokens"])
+def test_a_plan_of_other_sizes_is_not_refilled(change, place: Place):
+    call = call_of({}).on(place.device)
+    plan = plan_of(call)
+    before = [tensor.clone() for tensor in plan[:4]]
+    a = call.arguments
+    sizes = {"heads": HEADS, "num_tokens": len(a["q"]) + 1, "q_starts": a["q_starts"]}
+    if change == "batch":
+        sizes = {"heads": HEADS, "num_tokens": 3, "q_starts": a["q_starts"][:4]}
+    batch = len(sizes["q_starts"]) - 1
+    with pytest.raises(ValueError, match=r"^plan_mla_decode: out must be a plan of as many "):
+        plan_mla_decode(
+            a["cache"], a["page_table"][:batch], a["kv_lens"][:batch], out=plan, **sizes
+        )
+    for tensor, old in zip(plan[:4], before, strict=True):
+        assert_same_bits("plan", tensor, old)
+
+
+def test_what_is_no_plan_is_not_refilled():
+    with pytest.raises(TypeError, match="out must be a plan of plan_mla_decode, got EvenSplit"):
+        plan_of(call_of({}), out=EvenSplit(2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", ["bf16", "fp8_token"])
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+def test_a_graph_sees_a_plan_that_was_refilled_outside(backend, format):
+    generator = torch.Generator("cuda").manual_seed(0)
+    row, num_pages = RowShape(512, 64), 96
+    cache = PagedLatentCache.allocate(row, format, num_pages=num_pages, page_size=64, device="cuda")
+    rows = torch.randn(num_pages * 64, row.width, generator=generator, device="cuda")
+    cache.layer(0).write(torch.arange(len(rows), device="cuda"), rows)
+    table = torch.arange(num_pages, dtype=torch.int32, device="cuda").view(3, -1)
+    kv_lens = int32([2000, 5, 300]).cuda()
+    q = torch.randn(3, 128, row.width, generator=generator, device="cuda").bfloat16()
+    arguments = (cache, table, kv_lens)
+    plan = plan_mla_decode(*arguments, heads=128, backend=backend)
+    options = {"softmax_scale": 0.05, "backend": backend}
+    ops.mla_decode(q, *arguments, plan=plan, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = ops.mla_decode(q, *arguments, plan=plan, **options)
+    for lengths in ([1, 2048, 0], [700, 700, 2048]):
+        kv_lens.copy_(int32(lengths))
+        plan_mla_decode(*arguments, heads=128, backend=backend, out=plan)
+        graph.replay()
+        fresh = plan_mla_decode(*arguments, heads=128, backend=backend)
+        for got, want in zip(
+            results, ops.mla_decode(q, *arguments, plan=fresh, **options), strict=True
+        ):
+            assert_same_bits("result", got, want)
+
+
 def test_every_decode_kernel_has_a_planner():
     for spec in dispatch.specs("mla_decode"):
         assert spec.planner.endswith(":plan_mla_decode")
@@ -191,7 +262,7 @@ def test_plan_mla_decode_refuses(others, error):
 def test_on_the_cpu_a_plan_has_the_lengths_of_the_shard():
     call = call_of({"kv_shard": (1, 2, 16)})
     plan = plan_of(call, backend="cpu")
-    counts = {0: 192, 1: 64, 2: 32, 4: 32}
+    counts = {0: 192, 1: 64, 2: 32, 3: 0, 4: 32}
     assert plan.host_items() == [(request, 0, count, -1) for request, count in counts.items()]
 
 

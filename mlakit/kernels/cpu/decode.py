@@ -10,6 +10,7 @@ Lineage    own design; ideas: split-KV flash decoding
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from threading import Lock
 
@@ -23,7 +24,7 @@ from mlakit.kernels.cpu.merge import merge_partials
 from mlakit.kernels.cpu.softmax import OnlineSoftmax
 from mlakit.kernels.cpu.workers import for_each
 from mlakit.kernels.cpu.workspace import rows_that_fit
-from mlakit.plan import DecodePlanTensors, plan_decode
+from mlakit.plan import DecodePlanTensors
 from mlakit.split_heuristic import equal_key_ranges
 
 SPLIT_KEYS = 2048  # keys of a split without a plan: threads share a long request
@@ -95,9 +96,26 @@ class _Block:
 
 
 def plan_mla_decode(a: DecodePlanArguments) -> DecodePlanTensors:
-    """A plan of one CTA: no request is split."""
+    """A plan of one CTA: no request is split, and each has an item, with keys or without."""
     lengths = [a.shard.local_count(kv_len) for kv_len in a.kv_lens.tolist()]
-    return plan_decode(lengths, num_ctas=1).tensors(a.kv_lens.device)
+    batch = len(lengths)
+    plan = DecodePlanTensors.room(
+        a.out,
+        partial(torch.zeros, dtype=torch.int32, device="cpu"),
+        max_items=batch,
+        columns=4,
+        num_ctas=1,
+        batch=batch,
+        tile=SPLIT_GRANULARITY,
+        max_partials=0,
+        slot_rows=0,
+        num_tokens=a.num_tokens,
+    )
+    items = [(request, 0, length, -1) for request, length in enumerate(lengths)]
+    plan.items.copy_(torch.tensor(items, dtype=torch.int32, device="cpu").view(batch, 4))
+    plan.cta_starts.copy_(torch.tensor([0, batch], device="cpu"))
+    plan.partial_starts.zero_()
+    return plan
 
 
 def _query_tile(heads: int, row: RowShape, num_splits: int) -> int:

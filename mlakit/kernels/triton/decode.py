@@ -165,7 +165,12 @@ def plan_mla_decode(a: DecodePlanArguments) -> DecodePlanTensors:
     padded_heads = triton.cdiv(heads, config.block_m) * config.block_m
     rows = padded_heads * triton.cdiv(a.num_tokens, max(kv_lens.shape[0], 1))
     capacity = _capacity(page_table, layer)
-    return _plan(a.q_starts, kv_lens, a.shard, a.mask, config, device, padded_heads, rows, capacity)
+    sizes = (padded_heads, rows, capacity)
+    return _plan(
+        *(a.q_starts, kv_lens, a.shard, a.mask, config, device, *sizes),
+        num_tokens=a.num_tokens,
+        out=a.out,
+    )
 
 
 def _plan(
@@ -178,6 +183,9 @@ def _plan(
     padded_heads: int,
     rows: int,  # of a request, on average
     capacity: int,
+    *,
+    num_tokens: int = 0,
+    out: DecodePlanTensors | None = None,
 ) -> DecodePlanTensors:
     programs = max(rows // config.block_m, 1)  # of a CTA of the plan, one row tile each
     return plan_decode(
@@ -191,6 +199,8 @@ def _plan(
         min_tiles=config.min_tiles,
         slot_rows=rows,
         capacity=capacity,
+        num_tokens=num_tokens,
+        out=out,
     )
 
 

@@ -63,6 +63,8 @@ def plan_decode(
     slot_rows: int,  # rows of a partial
     capacity: int,  # keys that a request may have
     own: OwnSplits | None = None,  # of requests with one query
+    num_tokens: int = 0,
+    out: DecodePlanTensors | None = None,  # a plan to fill in again
 ) -> DecodePlanTensors:
     """As `mlakit.plan.plan_decode`, except that every request with queries has an item, with keys
     or without, and that a CTA with items has at least `min_tiles`.
@@ -78,14 +80,17 @@ def plan_decode(
     def int32(*shape: int) -> Tensor:
         return workspace.scratch(shape, torch.int32, kv_lens.device)
 
-    plan = DecodePlanTensors(
-        items=int32(max_items, ITEM_COLUMNS),
-        cta_starts=int32(num_ctas + 1),
-        partial_starts=int32(batch + 1),
-        empty_requests=int32(0),
+    plan = DecodePlanTensors.room(
+        out,
+        int32,
+        max_items=max_items,
+        columns=ITEM_COLUMNS,
+        num_ctas=num_ctas,
+        batch=batch,
         tile=tile,
         max_partials=max_partials,  # each boundary between two CTAs makes two partials at most
         slot_rows=slot_rows,
+        num_tokens=num_tokens,
     )
     launch(
         _plan_decode_kernel,

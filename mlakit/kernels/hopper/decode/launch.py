@@ -179,9 +179,8 @@ def plan_mla_decode(kernel: str, a: DecodePlanArguments) -> DecodePlanTensors:
     """A plan, made on the device, for as many CTAs as run at the same time."""
     assert isinstance(a.page_table, Tensor)
     tiles = tiles_of(kernel, a.heads, a.layer.page_size)
-    return _plan(
-        tiles, a.layer, a.page_table, a.q_starts, a.kv_lens, a.mask, a.heads, a.num_tokens, None
-    )
+    lengths = (a.q_starts, a.kv_lens, a.mask)
+    return _plan(tiles, a.layer, a.page_table, *lengths, a.heads, a.num_tokens, None, a.out)
 
 
 def _plan(
@@ -194,6 +193,7 @@ def _plan(
     heads: int,
     num_tokens: int,
     own: OwnSplits | None,
+    out: DecodePlanTensors | None = None,
 ) -> DecodePlanTensors:
     padded_heads = triton.cdiv(heads, tiles.rows) * tiles.rows
     rows = triton.cdiv(num_tokens, max(kv_lens.shape[0], 1)) * padded_heads
@@ -210,6 +210,8 @@ def _plan(
         slot_rows=rows,
         capacity=page_table.shape[1] * layer.page_size,
         own=own,
+        num_tokens=num_tokens,
+        out=out,
     )
 
 
