@@ -271,8 +271,9 @@ def _find_positions(token, is_token, batch_of, PROBES: tl.constexpr):
         request = find_request(token, is_token, q_starts, q_starts_stride, batch, PROBES)
         # the last token of a request is its newest: it is at position kv_len - 1
         end = tl.load(q_starts + (request + 1) * q_starts_stride, mask=is_token, other=0)
-        is_token = is_token & (token < end)  # rows after the last request are padding
         kv_len = tl.load(kv_lens + request * kv_lens_stride, mask=is_token, other=0)
+        # rows after the last request are padding; only now, so that no load waits for another one
+        is_token = is_token & (token < end)
         position = kv_len.to(tl.int64) - (end - token)
         # the host does not check kv_lens: if they leave out new tokens, a position is negative,
         # and nothing before the tables may be read
