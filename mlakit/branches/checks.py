@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mlakit import dispatch
 from mlakit.branches.batch import CachedBatch, LayerWeights
+from mlakit.cache import UNSHARDED, CacheLayer, KVShard
 from mlakit.checks import FLOATS, Dims, values_visible
 from mlakit.knobs import Backend
 from mlakit.masks import Mask
@@ -21,6 +22,7 @@ from mlakit.ops._checks import (
 )
 from mlakit.ops._library import refuse_grad
 from mlakit.specs import Problem, device_facts
+from mlakit.weights import UpProjection
 
 
 class StepLengths(NamedTuple):
@@ -47,18 +49,47 @@ def check_step(
 
     Returns the lengths if the host may read them.
     """
-    for name, value, kind in (("weights", weights, LayerWeights), ("batch", batch, CachedBatch)):
-        if not isinstance(value, kind):
-            got = type(value).__name__
-            raise TypeError(f"{dims.op}: {name} must be {kind.__name__}, got {got}")
-    up, g = weights.up, weights.up.geometry
+    _check_type(dims, "weights", weights, LayerWeights)
+    _check_type(dims, "batch", batch, CachedBatch)
+    dims.bind("D_C + D_R", weights.up.geometry.row.width, "the geometry's row width")
+    layer = _check_queries(dims, q, weights.up, batch, kv=kv)
+    refuse_grad(dims.op, q=q, kv=kv, kv_b_proj=weights.up.kv_b_proj.weight, gamma=weights.gamma)
+    return _check_lengths(dims, batch, layer, mask, UNSHARDED, is_padded=is_padded)
+
+
+def check_attention(
+    dims: Dims,
+    q: Tensor,
+    up: UpProjection,
+    batch: CachedBatch,
+    mask: Mask | None,
+    shard: KVShard = UNSHARDED,
+) -> StepLengths | None:
+    """As `check_step`, for attention of rotated queries over what the cache holds."""
+    _check_type(dims, "up", up, UpProjection)
+    _check_type(dims, "batch", batch, CachedBatch)
+    layer = _check_queries(dims, q, up, batch)
+    refuse_grad(dims.op, q=q, kv_b_proj=up.kv_b_proj.weight)
+    return _check_lengths(dims, batch, layer, mask, shard, is_padded=True)
+
+
+def _check_type(dims: Dims, name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{dims.op}: {name} must be {kind.__name__}, got {type(value).__name__}")
+
+
+def _check_queries(
+    dims: Dims, q: Tensor, up: UpProjection, batch: CachedBatch, *, kv: Tensor | None = None
+) -> CacheLayer:
+    """q, and kv where a step has it, fit the geometry, the weights and the cache."""
+    g = up.geometry
     layer = check_layer(dims.op, batch.cache, batch.layer)
     dims.bind("heads", g.num_heads, "the geometry's num_heads")
     dims.bind("D_N + D_R", g.qk_head_dim, "the geometry's qk_head_dim")
-    dims.bind("D_C + D_R", g.row.width, "the geometry's row width")
     dims.bind("D_V", g.v_head_dim, "the geometry's v_head_dim")
     dims.match("q", q, "tokens", "heads", "D_N + D_R", dtypes=FLOATS)
-    dims.match("kv", kv, "tokens", "D_C + D_R", dtypes=FLOATS)
+    if kv is not None:
+        dims.match("kv", kv, "tokens", "D_C + D_R", dtypes=FLOATS)
     dims.same_device("weights", up.kv_b_proj.weight)
     dims.same_device("cache", layer.payload)
     row = layer.codec.row
@@ -71,7 +102,18 @@ def check_step(
     )
     if not up.is_fp8:
         dims.dtype("q", q, up.kv_b_proj.weight.dtype)
-    refuse_grad(dims.op, q=q, kv=kv, kv_b_proj=up.kv_b_proj.weight, gamma=weights.gamma)
+    return layer
+
+
+def _check_lengths(
+    dims: Dims,
+    batch: CachedBatch,
+    layer: CacheLayer,
+    mask: Mask | None,
+    shard: KVShard,
+    *,
+    is_padded: bool,
+) -> StepLengths | None:
     kv_lens = check_kv_lens(dims, batch.kv_lens)
     starts = check_query_starts(
         dims, batch.q_starts, dims["tokens"], dims["batch"], is_padded=is_padded
@@ -82,7 +124,7 @@ def check_step(
     q_lens = starts.diff().tolist()
     dims.new_tokens_counted(kv_lens, q_lens)
     if mask is not None:
-        check_seen_rows(dims, batch.page_table, layer, mask, starts, kv_lens)
+        check_seen_rows(dims, batch.page_table, layer, mask, starts, kv_lens, shard)
     return StepLengths(tuple(kv_lens), tuple(q_lens))
 
 

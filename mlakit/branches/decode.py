@@ -1,18 +1,30 @@
-"""`decode_branch`: append, absorb the up-projection into q, attend to the cache, project up."""
+"""`decode_branch`: append, absorb the up-projection into q, attend to the cache, project up.
+
+`decode_attend` is the same without the append.
+"""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from mlakit.branches.batch import CachedBatch, LayerWeights, append_tokens
-from mlakit.branches.checks import StepLengths, check_step, select_kernels
+from mlakit.branches.checks import StepLengths, check_attention, check_step, select_kernels
+from mlakit.cache import UNSHARDED, KVShard
 from mlakit.checks import FLOATS, Dims
 from mlakit.knobs import Backend
 from mlakit.masks import CAUSAL, Mask
 from mlakit.ops import mla_decode, sparse_mla
-from mlakit.ops._checks import check_mask, check_result, check_row_lists
+from mlakit.ops._checks import (
+    as_shard,
+    check_mask,
+    check_result,
+    check_row_lists,
+    check_shard,
+    check_sink,
+)
 from mlakit.ops.decode import check_plan
 from mlakit.plan import DecodePlan, DecodePlanTensors, EvenSplit
+from mlakit.weights import UpProjection
 
 
 def decode_branch(
@@ -50,8 +62,66 @@ def decode_branch(
     attention = "mla_decode" if rows is None else "sparse_mla"
     select_kernels((attention,), q, weights, batch, mask, backend)
     append_tokens(q_rope, kv, weights, batch, q_rope_out=rotated, backend=backend)
-    attended = _attend(absorbed, weights, batch, rows, topk_lens, mask, plan, backend)
-    return weights.up.w_uv.apply(attended, out=out, backend=backend)
+    lists = (rows, topk_lens)
+    _attend(
+        (absorbed, None), weights.up, batch, weights.softmax_scale, lists, mask, plan, out, backend
+    )
+    return out
+
+
+def decode_attend(
+    q: Tensor,
+    up: UpProjection,
+    batch: CachedBatch,
+    *,
+    softmax_scale: float,
+    rows: Tensor | None = None,
+    topk_lens: Tensor | None = None,
+    mask: Mask = CAUSAL,
+    sink: Tensor | None = None,
+    kv_shard: tuple[int, int, int] | None = None,
+    plan: DecodePlan | DecodePlanTensors | EvenSplit | None = None,
+    out: Tensor | None = None,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]:
+    """`decode_branch` after its append: absorb the up-projection, attend to the cache, project up.
+
+    For engines that rotate queries and fill the cache themselves (`append_rows`). Nothing but the
+    results is written.
+
+    q          [tokens, heads, D_N + D_R], its rope columns rotated
+    up         of the layer; its heads are those of q
+    batch      requests whose new tokens are in the cache
+    rows, topk_lens, mask, plan   as in `decode_branch`
+    sink       [heads] float32 logit that joins out's denominator only
+    kv_shard   (rank, world, interleave), as in `mla_decode`; `merge_states` of all ranks is then
+               the attention, and takes the sink; not with rows
+
+    Returns out [tokens, heads, D_V] in q's dtype and lse [tokens, heads] float32, as `mla_decode`
+    does; where nothing was attended, out is 0 and lse −inf.
+    """
+    dims = Dims("decode_attend")
+    check_mask(dims.op, mask)
+    shard = as_shard(dims.op, kv_shard)
+    check_shard(dims, shard)
+    lengths = check_attention(dims, q, up, batch, mask if rows is None else None, shard)
+    check_absorbed_attention(dims, q, batch, lengths, rows, topk_lens, mask, plan, shard)
+    if rows is not None:
+        dims.require(shard.world == 1, "kv_shard", "be None with rows, which are local", kv_shard)
+    check_sink(dims, sink)
+    dims.finite("softmax_scale", softmax_scale)
+    out = check_result(dims, "out", out, "tokens", "heads", "D_V", dtype=q.dtype)
+    g = up.geometry
+    q_nope, q_rope = q.split([g.qk_nope_head_dim, g.qk_rope_head_dim], dim=-1)
+    latent = q.new_empty(*q.shape[:2], g.kv_lora_rank)
+    up.w_uk_t.apply(q_nope, out=latent, backend=backend)
+    lists = (rows, topk_lens)
+    lse = _attend(
+        *((latent, q_rope), up, batch, softmax_scale, lists, mask, plan, out, backend),
+        sink=sink,
+        kv_shard=shard,
+    )
+    return out, lse
 
 
 def absorb(q: Tensor, weights: LayerWeights, backend: Backend) -> tuple[Tensor, Tensor, Tensor]:
@@ -76,6 +146,7 @@ def check_absorbed_attention(
     topk_lens: Tensor | None,
     mask: Mask,
     plan: DecodePlan | DecodePlanTensors | EvenSplit | None,
+    shard: KVShard = UNSHARDED,
 ) -> None:
     """Check what `mla_decode` or `sparse_mla` would refuse after the append."""
     depends_on_lengths = isinstance(plan, (DecodePlan, DecodePlanTensors))
@@ -92,44 +163,62 @@ def check_absorbed_attention(
         return
     kv_lens, q_lens = lengths
     if isinstance(plan, DecodePlan):
-        must = f"be made for kv_lens {kv_lens}"
-        dims.require(plan.kv_lens == kv_lens, "plan", must, plan.kv_lens)
+        local = tuple(map(shard.local_count, kv_lens))
+        dims.require(plan.kv_lens == local, "plan", f"be made for kv_lens {local}", plan.kv_lens)
     elif isinstance(plan, DecodePlanTensors):
-        check_plan(dims, plan, q_lens, kv_lens, mask)
+        check_plan(dims, plan, q_lens, kv_lens, mask, shard)
 
 
 def _attend(
-    q: Tensor,
-    weights: LayerWeights,
+    q: tuple[Tensor, Tensor | None],
+    up: UpProjection,
     batch: CachedBatch,
-    rows: Tensor | None,
-    topk_lens: Tensor | None,
+    softmax_scale: float,
+    lists: tuple[Tensor | None, Tensor | None],
     mask: Mask,
     plan: DecodePlan | DecodePlanTensors | EvenSplit | None,
+    out: Tensor,
     backend: Backend,
+    *,
+    sink: Tensor | None = None,
+    kv_shard: KVShard | None = None,
 ) -> Tensor:
-    """Attention of absorbed, rotated q over the cache, [tokens, heads, D_C]."""
+    """Attention of absorbed, rotated q over the cache, projected up into `out`; gives lse.
+
+    q      (absorbed [tokens, heads, D_C + D_R], None), or its columns apart
+    lists  (rows, topk_lens)
+    """
+    absorbed, q_rope = q
+    rows, topk_lens = lists
     if rows is None:
-        return mla_decode(
-            q,
+        attended, lse = mla_decode(
+            absorbed,
             batch.cache,
             batch.page_table,
             batch.kv_lens,
+            q_rope=q_rope,
             q_starts=batch.q_starts,
             layer=batch.layer,
-            softmax_scale=weights.softmax_scale,
+            softmax_scale=softmax_scale,
             mask=mask,
+            sink=sink,
+            kv_shard=kv_shard,
             plan=plan,
             backend=backend,
-        )[0]
-    assert not isinstance(plan, (DecodePlan, DecodePlanTensors))
-    return sparse_mla(
-        q,
-        batch.cache,
-        rows,
-        topk_lens=topk_lens,
-        layer=batch.layer,
-        softmax_scale=weights.softmax_scale,
-        plan=plan,
-        backend=backend,
-    )[0]
+        )
+    else:
+        assert not isinstance(plan, (DecodePlan, DecodePlanTensors))
+        attended, lse, _ = sparse_mla(
+            absorbed,
+            batch.cache,
+            rows,
+            q_rope=q_rope,
+            topk_lens=topk_lens,
+            sink=sink,
+            layer=batch.layer,
+            softmax_scale=softmax_scale,
+            plan=plan,
+            backend=backend,
+        )
+    up.w_uv.apply(attended, out=out, backend=backend)
+    return lse
