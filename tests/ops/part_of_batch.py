@@ -15,6 +15,7 @@ from tests.ops.cases import KV_LENS, Q_LENS, Call, starts
 
 PER_TOKEN = ("q", "q_rope", "q_scale", "kv", "weights", "rows", "topk_lens", "logits")
 PER_TOKEN += ("row_starts", "row_ends", "x", "outs", "lses", "slots", "positions")
+PER_TOKEN += ("latent", "tokens")
 PER_KEY = ("k_nope", "k_rope", "v")
 
 
@@ -40,16 +41,15 @@ def of_requests(call: Call, requests: Sequence[int]) -> Call:
         if isinstance(value, (DecodePlan, DecodePlanTensors)):
             kv_lens = [KV_LENS[b] for b in requests]
             return plan_decode(kv_lens, num_ctas=2, tile=2, fixed_split=4)
-        if name in PER_TOKEN and value is not None:
+        if name == "kv_lens":
+            return value[torch.tensor(requests, dtype=torch.int64)]
+        if name == "page_table":
+            return select_requests(value, requests)
+        if name in PER_TOKEN or (name in PER_KEY and keys is None):
             return value[chosen]
-        if name in PER_KEY:
-            return value[keys]
-        return value
+        return value[keys] if name in PER_KEY else value
 
-    others = {name: part(name, value) for name, value in a.items()}
-    if "kv_lens" in a:
-        others["kv_lens"] = a["kv_lens"][torch.tensor(requests, dtype=torch.int64)]
-        others["page_table"] = select_requests(a["page_table"], requests)
+    others = {name: None if value is None else part(name, value) for name, value in a.items()}
     if ragged:
         others["q_starts"] = starts([Q_LENS[b] for b in requests])
     if keys is not None:

@@ -13,7 +13,17 @@ from mlakit import ops
 from mlakit.checks import UnsupportedError
 from mlakit.testing import assert_same_bits, assert_unchanged, snapshot
 from tests.ops import cases
-from tests.ops.cases import CALLS, LAYERS, SCALE, append_call, decode_call, int32, starts, strided
+from tests.ops.cases import (
+    CALLS,
+    LAYERS,
+    SCALE,
+    Call,
+    append_call,
+    decode_call,
+    int32,
+    starts,
+    strided,
+)
 from tests.ops.every_op import (
     assert_same_results,
     assert_same_state,
@@ -46,8 +56,8 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
 @pytest.mark.usefixtures("_fresh_dynamo")
 def test_compiled_equals_eager(name):
     call, eager = CALLS[name](), CALLS[name]()
-    results = compiled(call.function)(**call.arguments)
-    assert_same_results(results if isinstance(results, tuple) else (results,), eager.run())
+    results = Call(compiled(call.function), call.arguments).run()
+    assert_same_results(results, eager.run())
     assert_same_state(call, eager)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mlakit import ops
 from mlakit.cache import PagedLatentCache
 from mlakit.checks import UnsupportedError
 from mlakit.testing import assert_unchanged, snapshot
@@ -23,6 +24,9 @@ def float_arguments(call: Call) -> list[tuple[str, Tensor]]:
 def test_an_input_that_requires_grad_is_refused(name):
     call = CALLS[name]()
     want = CALLS[name]().run()
+    if call.function is ops.physical_rows:  # integers have no gradient
+        assert not float_arguments(call)
+        return
     assert float_arguments(call)
     for argument, _ in float_arguments(call):
         trained = with_grad(CALLS[name](), argument)

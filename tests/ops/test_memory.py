@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from mlakit import checks, dispatch, knobs, ops
 from mlakit.cache import PagedLatentCache
 from mlakit.geometry import RowShape
-from mlakit.ops import _checks, indexer
+from mlakit.ops import _checks, indexer, norm_rope_quant
 from mlakit.testing import assert_same_bits
 from tests.ops.cases import (
     BF16,
@@ -236,7 +237,9 @@ def nothing_is_read_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         raise AssertionError("a value was read on the host")
 
     with monkeypatch.context() as patch:
-        for module in (checks, _checks, indexer):
+        # a function has the name of its module
+        appending = import_module("mlakit.ops.append_rows")
+        for module in (checks, _checks, indexer, norm_rope_quant, appending):
             patch.setattr(module, "values_visible", lambda tensor: False)
         for read in ("tolist", "item", "cpu", "__bool__", "__int__", "__float__", "__index__"):
             patch.setattr(Tensor, read, refuse)
