@@ -15,6 +15,7 @@ from mlakit import (
     RowShape,
     decode_branch,
     mla_decode,
+    mla_prefill,
     mla_step,
     plan_decode,
     plan_mla_decode,
@@ -158,3 +159,24 @@ def test_padding_at_the_widths_of_a_model(heads, format):
     for own, got, old in zip(want, given, before, strict=True):
         assert_same_bits("queries", got[:3], own)
         assert_same_bits("padding", got[3:], old[3:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_lens", [(200, 40), (0, 0)], ids=["keys", "no keys"])
+def test_padding_of_a_prompt(kv_lens):
+    """Whatever kernel `auto` selects."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, device="cuda").bfloat16()
+
+    q, keys = normal(170, 16, 192), sum(kv_lens)
+    given_keys = normal(keys, 16, 128), normal(keys, 64), normal(keys, 16, 128)
+    starts = [int32([0, *torch.tensor(n).cumsum(0).tolist()]).cuda() for n in ((130, 40), kv_lens)]
+    want = mla_prefill(q, *given_keys, *starts, softmax_scale=0.1)
+    given = [poison(torch.empty_like(padded(each))) for each in want]
+    before = [each.clone() for each in given]
+    mla_prefill(padded(q), *given_keys, *starts, softmax_scale=0.1, out=given[0], lse=given[1])
+    for own, got, old in zip(want, given, before, strict=True):
+        assert_same_bits("queries", got[:170], own)
+        assert_same_bits("padding", got[170:], old[170:])

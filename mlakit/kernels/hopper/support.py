@@ -24,7 +24,6 @@ from mlakit.kernels.hopper.indexer.configs import WIDTH as INDEX_WIDTH
 from mlakit.kernels.hopper.prefill.configs import BLOCK_K as PREFILL_WIDTHS
 from mlakit.kernels.hopper.sparse.configs import D_V as SPARSE_D_V
 from mlakit.kernels.hopper.sparse.configs import ROWS as SPARSE_ROWS
-from mlakit.kernels.hopper.sparse.configs import SPLIT_QUERY
 from mlakit.specs import KernelSpec, Problem, Use
 
 __all__ = ["ARCH", "BLOCK", "FORMATS", "MASKS", "PAGES", "ROW", "SPARSE_ROWS", "SPECS"]
@@ -193,7 +192,7 @@ def _sparse_takes(kernel: str) -> Callable[[Problem], str | None]:
             if (row.kv_lora_rank, row.qk_rope_head_dim) != (columns, D_R):
                 got = f"{row.kv_lora_rank} + {row.qk_rope_head_dim}"
                 return f"needs {columns} + {D_R} columns in rows of {problem.format}, got {got}"
-        uses = [use for use in problem.uses if use != Use.Q_ROPE or kernel not in SPLIT_QUERY]
+        uses = [use for use in problem.uses if use != Use.Q_ROPE]
         if Use.Q_ROPE in problem.uses and row.kv_lora_rank != SPARSE_D_V:
             return f"needs {SPARSE_D_V} latent columns with q_rope, got {row.kv_lora_rank}"
         return f"takes no {uses[0]}" if uses else None

@@ -413,3 +413,12 @@ def test_fp8_rows_go_to_hopper(format):
 def test_reasons(given, reason):
     assert dispatch.explain_kernels("sparse_mla", given)[KERNEL] == reason
     assert dispatch.select("sparse_mla", given).backend == "triton"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", ["fp8", "fp8_token", "fp8_block128"])
+@pytest.mark.parametrize("num_tokens", [1, 5, 150])
+def test_rotated_queries_apart(num_tokens, format):
+    """Also with tails of their own, and rows of q_rope at other distances than those of q."""
+    given = {"heads": 70, "num_tokens": num_tokens, "num_pages": 30, "padded": num_tokens == 5}
+    run(format, q_rope_dtype="bf16", **given)

@@ -11,7 +11,6 @@ from functools import lru_cache
 from math import e, log2
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -21,6 +20,7 @@ from mlakit.kernels.hopper.prefill.configs import BLOCK_Q, prefill_config
 from mlakit.kernels.hopper.prefill.kernel import mla_prefill_kernel
 from mlakit.kernels.hopper.prefill.schedule import make_schedule
 from mlakit.kernels.hopper.primitives import smem_layout
+from mlakit.kernels.triton.decode_merge import clear_results
 from mlakit.kernels.triton.launch import launch, target
 
 
@@ -40,11 +40,10 @@ def mla_prefill(a: PrefillArguments, out: Tensor, lse: Tensor) -> None:
     q, k_nope, k_rope, v = a.q, a.k_nope, a.k_rope, a.v
     softmax_scale, mask, sink = a.softmax_scale, a.mask, a.sink
     tokens, heads, _ = q.shape
-    if tokens == 0 or heads == 0:
+    if tokens == 0 or heads == 0 or a.q_starts.shape[0] == 1:
         return
     if k_nope.shape[0] == 0:  # TMA has no tile of no rows
-        out.zero_()
-        lse.fill_(-torch.inf)
+        clear_results(out, lse, a.q_starts)
         return
     d_n, d_r, d_v = k_nope.shape[2], k_rope.shape[1], v.shape[2]
     config = prefill_config((d_n, d_r, d_v))

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 D_V = 512  # columns of a result
-SPLIT_QUERY = ("m64_bf16",)  # kernels that take q_rope apart from q
 D_R = 64  # columns of a row past the 512 that are values
 ROWS = ((576, 512), (512, 512))  # (width, v_width)
 BLOCK = 64  # list entries of a block

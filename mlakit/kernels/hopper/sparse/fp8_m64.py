@@ -261,7 +261,7 @@ def _pv_warpgroup(work, tokens, heads, outputs, prob_stage, stages, counts):
 
 @gluon.jit(do_not_specialize=VARYING)
 def sparse_mla_m64_fp8_kv_kernel(
-    q, q_rope,  # TMA descriptors: tiles of 1 x 64 x 256, of 1 x 64 x 64 past column 512 (or None)
+    q, q_rope,  # TMA descriptors: tiles of 1 x 64 x 256; of 1 x 64 x 64 rotated columns (or None)
     payload, rows, lens,  # the cache, int32; [tokens, topk]; [tokens] or None
     num_slots, topk, page_chunks, row_chunks, stride_token, stride_entry, stride_lens,
     extra_payload, extra_rows, extra_lens,  # of a second cache

@@ -70,7 +70,7 @@ def load_query(q, work, tokens, tile, query):
     tma_load(q.values, [at.token, at.first_head, 0], query.full, left)
     if q.rope is not None:
         rope = _as_loaded(query.rope, q.rope)
-        tma_load(q.rope, [at.token, at.first_head, 512], query.full, rope)
+        tma_load(q.rope, [at.token, at.first_head, 0], query.full, rope)
 
 
 @gluon.jit

@@ -27,7 +27,6 @@ from mlakit.kernels.hopper.sparse.configs import (
     D_V,
     HEAD_TILE,
     PAIR,
-    SPLIT_QUERY,
     Traits,
     m64_bf16_config,
     m64_fp8_kv_config,
@@ -113,7 +112,7 @@ def _launch(kernel: str, a: SparseArguments, out: Tensor, lse: Tensor, max_logit
     launch(
         function,
         (min(num_sms, head_tiles * num_splits),),
-        *_query_tiles(kernel, a.q, a.q_rope),
+        *_query_tiles(a.q, a.q_rope),
         *_list_arguments(*lists[0]),
         *(_list_arguments(*lists[1]) if a.extra is not None else _NO_LIST),
         *(each for each, _ in results),
@@ -194,14 +193,12 @@ def _q_layout() -> gl.NVMMASharedLayout:
 
 
 def _query_tiles(
-    kernel: str, q: Tensor, q_rope: Tensor | None
+    q: Tensor, q_rope: Tensor | None
 ) -> tuple[TensorDescriptor, TensorDescriptor | None]:
-    """TMA tiles of a token's queries: 64 heads x 256 columns, and 64 x 64 of the rotated columns.
-
-    The latter begin at column 0 for kernels that take them apart from q, at 512 for others.
-    """
+    """TMA tiles of a token's queries: 64 heads x 256 columns, and 64 x 64 of the rotated columns,
+    which are q_rope or come after column 512 of q."""
     if q_rope is None and q.shape[-1] > D_V:
-        q_rope = q[..., D_V:] if kernel in SPLIT_QUERY else q
+        q_rope = q[..., D_V:]
     return _q_tiles(q, D_V // 2), None if q_rope is None else _q_tiles(q_rope, D_R)
 
 
