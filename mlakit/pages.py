@@ -166,6 +166,20 @@ class PageAllocator:
         return len(self._free)
 
     @_locked
+    def grow(self, num_pages: int) -> None:
+        """Give the pool `num_pages` pages in all; new pages are handed out after the free ones.
+
+        Page ids stay valid. The cache grows with `PagedLatentCache.grown`, a copy.
+        """
+        dims = Dims("PageAllocator.grow")
+        total = dims.integer("num_pages", num_pages, 1)
+        must = f"not be below the {self._num_pages} pages of the pool"
+        dims.require(total >= self._num_pages, "num_pages", must, total)
+        self._free[:0] = range(total - 1, self._num_pages - 1, -1)
+        self._ref_counts += [0] * (total - self._num_pages)
+        self._num_pages = total
+
+    @_locked
     def reserve(self, num_tokens: int) -> PagedSequence:
         """A new sequence of `num_tokens` tokens, in unshared pages."""
         dims = Dims("PageAllocator.reserve")

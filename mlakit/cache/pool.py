@@ -291,6 +291,26 @@ class PagedLatentCache(CacheTensors):
         scale = self.tensor_scale
         return self._copied(self.device, scale.clone() if isinstance(scale, Tensor) else scale)
 
+    def grown(self, num_pages: int) -> PagedLatentCache:
+        """A pool with `num_pages` pages per layer and the rows of this one; new pages are empty.
+
+        It copies all rows into new memory, in the layout of `allocate`: both pools exist until this
+        one is dropped. Slots and page ids stay valid (`PageAllocator.grow`).
+        """
+        dims = Dims("PagedLatentCache.grown")
+        total = dims.integer("num_pages", num_pages, 1)
+        must = f"not be below the {self.num_pages} pages of the pool"
+        dims.require(total >= self.num_pages, "num_pages", must, total)
+        if self.scales is not None:
+            own, needed = tuple(self.scales.shape[1:3]), (self.num_pages, self.page_size)
+            dims.require(own == needed, "scales", f"have pages like the rows, {needed}", own)
+        rows = (self.num_layers, total, self.page_size)
+        payload, scales = new_tensors(self.codec, rows, device=self.device)
+        for copied, pool in ((payload, self.payload), (scales, self.scales)):
+            if copied is not None and pool is not None:
+                bits(copied)[:, : self.num_pages].copy_(bits(pool))
+        return PagedLatentCache(self.codec, payload, scales, self.tensor_scale)
+
     def zero_(self) -> PagedLatentCache:
         """Set all rows and their scales to zero, as in a new pool; `tensor_scale` is kept."""
         for pool in (self.payload, self.scales):

@@ -127,6 +127,33 @@ def test_the_footers_of_a_clone_follow_its_rows():
     assert not padding.any()
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_grown_pool_keeps_its_rows_and_has_empty_pages(format):
+    pool = filled(format)
+    before = snapshot(payload=pool.payload)
+    grown = pool.grown(5)
+    assert (grown.num_pages, grown.num_layers, grown.page_size) == (5, 2, 3)
+    assert grown.payload.data_ptr() != pool.payload.data_ptr()
+    assert grown.tensor_scale is pool.tensor_scale
+    empty = PagedLatentCache.allocate(row_of(format), format, num_pages=5, page_size=3)
+    for index in range(2):
+        assert_same_bits("rows", grown.layer(index).read(SLOTS), pool.layer(index).read(SLOTS))
+        for mine, other in (
+            (grown.layer(index).payload, empty.layer(0).payload),
+            (grown.layer(index).scales, empty.layer(0).scales),
+        ):
+            if mine is not None:
+                assert_same_bits("new pages", as_bytes(mine[2:]), as_bytes(other[2:]))
+    grown.layer(0).write(torch.tensor([14]), torch.ones(1, grown.row.width))
+    assert_unchanged(before)
+
+
+def test_a_pool_does_not_shrink():
+    message = "^PagedLatentCache.grown: num_pages must not be below the 2 pages of the pool, got 1$"
+    with pytest.raises(ValueError, match=message):
+        filled("bf16").grown(1)
+
+
 @pytest.mark.parametrize("format", sorted({*FORMATS} - {"fp16"}))  # whose queries are fp16
 def test_a_clone_decodes_like_its_original(format):
     call = decode_call(format, padded=format not in ("fp8_token", "fp8_block64"))

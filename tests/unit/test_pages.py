@@ -26,6 +26,23 @@ def test_reserve_takes_whole_pages():
     assert repr(sequences[3]) == f"PagedSequence(length=5, pages={sequences[3].pages})"
 
 
+def test_a_pool_grows_and_hands_out_new_pages_last():
+    allocator = PageAllocator(3, 4)
+    first = allocator.reserve(5)
+    kept = first.pages
+    allocator.grow(6)
+    assert (allocator.num_pages, allocator.num_free_pages) == (6, 4)
+    second = allocator.reserve(16)
+    assert first.pages == kept
+    assert second.pages == (2, 3, 4, 5)
+    assert_consistent(allocator)
+    allocator.grow(6)
+    assert allocator.num_free_pages == 0
+    for wrong, said in ((5, "not be below the 6 pages of the pool, got 5"), (0, "be at least 1")):
+        with pytest.raises(ValueError, match=f"^PageAllocator.grow: num_pages must {said}"):
+            allocator.grow(wrong)
+
+
 def test_append_fills_the_last_page_first():
     allocator = PageAllocator(4, 4)
     sequence = allocator.reserve(3)

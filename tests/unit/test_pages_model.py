@@ -178,6 +178,13 @@ class AllocatorMachine(RuleBasedStateMachine):
             getattr(self.allocator, method)(request.sequence, *arguments)
         assert state(self.allocator) == before
 
+    @rule(more=st.integers(0, 2))
+    def grow(self, more):
+        free, size = self.allocator.num_free_pages, self.allocator.page_size
+        self.allocator.grow(self.allocator.num_pages + more)
+        self.rows += [[None] * size for _ in range(more)]
+        assert self.allocator.num_free_pages == free + more
+
     @rule(data=st.data())
     def adopt_a_free_page(self, data):
         held = self.holders()
