@@ -110,6 +110,7 @@ def _require_kernels(device: torch.device, geometry: MLAGeometry, format: str) -
         dispatch.select("sparse_mla", attention)
         dispatch.select("indexer_logits", index)
         dispatch.select("indexer_topk", Problem(*where, dtype=str(torch.float32)))
+        dispatch.select("physical_rows", Problem(*where, dtype=str(torch.int32)))
 
 
 def _progress_bars(console: Console) -> Progress:

@@ -133,7 +133,7 @@ def test_listed_rows():
     longest = max(STEP.kv_lens)
     listed = torch.arange(longest).expand(len(q), longest).clone()
     listed[listed > torch.tensor(positions)[:, None]] = -1
-    rows = physical_rows(listed, batch.page_table, PAGE_SIZE, batch.q_starts)
+    rows = carried(physical_rows)(listed, batch.page_table, PAGE_SIZE, batch.q_starts)
     got = decode_attend(q, up, batch, rows=rows, sink=SINK, **options)
     assert_close(got, decode_attend(q, up, batch, sink=SINK, **options))
 
