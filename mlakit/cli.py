@@ -124,7 +124,7 @@ def bench(
     mode: str | None = typer.Option(
         None,
         help="How GPU time is taken: cold (cold L2, the default), b2b (back to back), graph (CUDA "
-        "graph replay, cold L2).",
+        "graph replay, cold L2; the default of suite layer).",
     ),
     host: bool = typer.Option(
         False, "--host", help="Measure the host time of a call instead of the GPU time."
@@ -219,7 +219,7 @@ def bench(
                     command=shlex.join(["mlakit", *sys.argv[1:]]),
                     shape=Shape.given(shape, options),
                     only=only,
-                    mode=command.checked_mode(mode or "cold", host=host),
+                    mode=command.checked_mode(mode, host=host),
                     with_peers=peers,
                     quick=quick,
                     threads=threads,

@@ -3,7 +3,8 @@
 command      turns the options into suites, workloads and a run
 suite        checks, times and reports each workload: the same steps for every suite
 measure      the timing protocol; independent of the ops; `gpu_timers` holds the GPU timers
-correctness  compares results with the float64 oracle; `prefill_oracle`, `branch_oracle`
+correctness  compares results with the float64 oracle; `prefill_oracle`, `branch_oracle`,
+             `layer_oracle`
 problems     the tensors that peers get in the GPU suites
 peers        other libraries (FlashMLA, FA3, FlashInfer, ...), timed where they are installed
 shapes       parses batch shapes of the command line
@@ -25,8 +26,10 @@ GPU_SUITES = (
     "indexer",
     "branch",
     "sparse-step",
+    "layer",
     "fp8",
     "grid",
 )
 GRIDS = ("grid", "prefill-grid")  # run only if named: each takes as long as the others together
+GRAPH_SUITES = ("layer",)  # timed in CUDA graphs without --mode
 SUITES = (*GPU_SUITES, "cpu")

@@ -19,6 +19,7 @@ BAR, GAP = 16, 14
 FULL = 560  # pixels of the widest bar
 LABELS = 200
 STAGE_BAR = 24
+STAGE_LABEL = 108  # pixels of a name in the legend
 SHORTEST_LABEL = 46  # pixels that a time needs
 LONGEST = 4.0  # the speedup of a full bar; longer bars are cut
 
@@ -93,11 +94,12 @@ def stage_chart(report: Report) -> Drawing:
     colours = dict(zip(named, COLOURS, strict=False))
     steps = [(name, list(rows)) for name, rows in groupby(report.rows, lambda row: row.workload)]
     pitch = 22 + STAGE_BAR + GAP
-    drawing = Drawing(FULL + 200, 84 + pitch * len(steps))
+    width = max(FULL + 200, 10 + STAGE_LABEL * len(named))
+    drawing = Drawing(width, 84 + pitch * len(steps))
     title = f"{report.suite} ({report.mode}): where the time goes, each stage timed alone"
     drawing.add(Text(10, 20, title, bold=True))
     for i, (name, colour) in enumerate(colours.items()):
-        x = 10 + 108 * i
+        x = 10 + STAGE_LABEL * i
         drawing.add(Rectangle(x, 38, 12, 12, colour), Text(x + 18, 44, name, size=11))
     for i, (workload, rows) in enumerate(steps):
         _add_stages(drawing, 72 + pitch * i, workload, rows, colours)

@@ -8,7 +8,18 @@ from importlib import import_module
 
 from rich.console import Console
 
-from mlakit.bench import GPU_SUITES, GRIDS, SUITES, busy, ceilings, gpu, gpu_timers, peers, suite
+from mlakit.bench import (
+    GPU_SUITES,
+    GRAPH_SUITES,
+    GRIDS,
+    SUITES,
+    busy,
+    ceilings,
+    gpu,
+    gpu_timers,
+    peers,
+    suite,
+)
 from mlakit.bench.ceilings import Ceilings
 from mlakit.bench.heatmap import heat_maps, heat_table
 from mlakit.bench.progress import progress_bars
@@ -17,12 +28,10 @@ from mlakit.bench.shapes import Shape
 from mlakit.bench.suite import Workload
 
 
-def checked_mode(mode: str, *, host: bool) -> str:
-    """The timing mode. Raises ValueError for an unknown mode, and for --mode with --host."""
-    if mode not in gpu_timers.MODES:
+def checked_mode(mode: str | None, *, host: bool) -> str | None:
+    """The timing mode, None if neither option is given. Raises ValueError for an unknown mode."""
+    if mode is not None and mode not in gpu_timers.MODES:
         raise ValueError(f"--mode must be one of {', '.join(gpu_timers.MODES)}, got {mode!r}")
-    if host and mode != "cold":
-        raise ValueError(f"--host measures host time, so --mode {mode} has no effect")
     return gpu_timers.HOST if host else mode
 
 
@@ -32,7 +41,8 @@ class Settings:
 
     command  the command line, for the report
     only     run only workloads whose name contains this
-    mode     one of `gpu_timers.MODES`, or its `HOST`; the suite cpu uses wall-clock time
+    mode     one of `gpu_timers.MODES`, or its `HOST`; the suite cpu uses wall-clock time. None:
+             graph for the suites in `GRAPH_SUITES`, cold for the others
     busy     number of busy processes next to the suite cpu; 0: none
     """
 
@@ -40,7 +50,7 @@ class Settings:
     command: str
     shape: Shape | None = None
     only: str = ""
-    mode: str = "cold"
+    mode: str | None = None
     with_peers: bool = True
     quick: bool = False
     threads: int | None = None
@@ -112,7 +122,7 @@ def run(settings: Settings, workloads: dict[str, list[Workload]]) -> list[Report
             command=settings.command,
             quick=settings.quick,
             threads=settings.threads,
-            mode=settings.mode if on_gpu else WALL,
+            mode=_mode_of(name, settings.mode) if on_gpu else WALL,
             peers_of=peers.baselines if with_peers and on_gpu else None,
             peer_builds=builds if on_gpu else None,
             ceilings=found if on_gpu else None,
@@ -123,6 +133,10 @@ def run(settings: Settings, workloads: dict[str, list[Workload]]) -> list[Report
             Console().print(heat_table(heat))
         reports.append(report)
     return reports
+
+
+def _mode_of(suite: str, given: str | None) -> str:
+    return given or ("graph" if suite in GRAPH_SUITES else "cold")
 
 
 def _measured_ceilings() -> Ceilings:

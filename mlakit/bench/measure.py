@@ -81,6 +81,7 @@ def time_interleaved(
     implementations: Mapping[str, Call],
     *,
     budget_s: float,
+    max_rounds: int = MAX_ROUNDS,
     seed: int = 0,
     timer: Timer | None = None,
     after_round: Callable[[int, int], None] = lambda done, rounds: None,
@@ -89,7 +90,7 @@ def time_interleaved(
     """Seconds of every implementation in every round, in the order of the rounds.
 
     Each implementation first runs its warm-up calls; the last of them determines how many rounds
-    fit into `budget_s`.
+    fit into `budget_s`, at most `max_rounds`.
 
     out_of_memory  receives, by name, the message of an implementation that ran out of memory; that
                    implementation is dropped. None: the error is raised.
@@ -109,7 +110,7 @@ def time_interleaved(
             return []
 
     last_s = [sum(time(name, timer.warm_ups)[-1:]) for name in implementations]
-    rounds = rounds_within(budget_s, sum(last_s) * timer.calls)
+    rounds = min(rounds_within(budget_s, sum(last_s) * timer.calls), max_rounds)
     order, seconds = random.Random(seed), {name: list[float]() for name in implementations}
     for done in range(1, rounds + 1):
         for name in order.sample(list(present), len(present)):

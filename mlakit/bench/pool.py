@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from mlakit.bench import gpu
-from mlakit.cache import PagedLatentCache
+from mlakit.branches import CachedBatch
+from mlakit.cache import PagedLatentCache, token_positions, token_slots
 from mlakit.formats import Format
 from mlakit.geometry import MLAGeometry
 from mlakit.testing import shuffled_pages
@@ -86,3 +87,26 @@ def filled_index_keys(
     cache = PagedLatentCache.wrap_index_keys(pages)
     fill(cache, generator)
     return pages, cache
+
+
+@dataclass(eq=False)
+class StepPool:
+    """Latents and index keys in pages with the same numbers, allocated at the first use."""
+
+    latents: SharedPool
+    _keys: list[PagedLatentCache] = field(default_factory=list)
+
+    def index_keys(self, width: int) -> PagedLatentCache:
+        """Keys of `width` columns; all uses of a pool have the same width."""
+        if not self._keys:
+            size = (self.latents.num_pages, self.latents.page_size)
+            self._keys.append(filled_index_keys(*size, width, gpu.generator(1))[1])
+        return self._keys[0]
+
+
+def clear_new_rows(batch: CachedBatch, tokens: int, *caches: PagedLatentCache) -> None:
+    """Zero the rows that a step of `tokens` new tokens appends: an earlier call may have."""
+    places = token_positions(batch.kv_lens, batch.q_starts, tokens)
+    slots = token_slots(batch.page_table, batch.cache.page_size, *places)
+    for cache in caches:
+        cache.layer(0).write(slots, torch.zeros(len(slots), cache.row.width, device=gpu.DEVICE))

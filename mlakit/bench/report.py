@@ -20,7 +20,18 @@ EMPTY_KERNEL = "empty kernel"
 HARDWARE_BASELINES = (READ_SAME_BYTES, COPY_SAME_BYTES, EMPTY_KERNEL)
 # parts of a whole step, timed alone; prompts too long for all their logits are not timed apart
 SELECT = "logits and top-k"
-STAGES = ("absorb", "append", "logits", "top-k", SELECT, "attend", "up-project")
+STAGES = (
+    "projections",
+    "absorb",
+    "append",
+    "indexer",
+    "logits",
+    "top-k",
+    SELECT,
+    "attend",
+    "up-project",
+    "output",
+)
 WALL = "wall"  # the mode of a suite without a GPU
 
 

@@ -23,7 +23,7 @@ from mlakit.bench.indexer import KEY_BYTES, scored_queries
 from mlakit.bench.indexer import MODEL as INDEX_MODEL
 from mlakit.bench.indexer import TOPK as INDEX_TOPK
 from mlakit.bench.indexer import WIDTH as INDEX_WIDTH
-from mlakit.bench.pool import ROW, SharedPool, filled_index_keys, page_counts
+from mlakit.bench.pool import ROW, SharedPool, StepPool, clear_new_rows, page_counts
 from mlakit.bench.report import MLAKIT, SELECT, STAGES
 from mlakit.bench.shapes import Batch, Shape
 from mlakit.bench.suite import Baseline, BenchmarkCase, Work, Workload
@@ -31,36 +31,14 @@ from mlakit.branches import CachedBatch, IndexInputs, LayerWeights, sparse_step
 from mlakit.branches.batch import append_tokens
 from mlakit.branches.decode import absorb
 from mlakit.branches.sparse import append_index_keys
-from mlakit.cache import (
-    PagedLatentCache,
-    request_slots,
-    token_positions,
-    token_slots,
-)
+from mlakit.cache import request_slots
 from mlakit.formats import Format, row_codec
 from mlakit.ops import indexer_logits, indexer_select, physical_rows, sparse_mla
 from mlakit.ops.indexer_select import MAX_SCORE_BYTES
 from mlakit.testing import assert_same_bits
 
 INDEX_HEADS = INDEX_MODEL.index_n_heads
-
-
-@dataclass(eq=False)
-class StepPool:
-    """Latents and index keys in pages with the same numbers, allocated at the first use."""
-
-    latents: SharedPool
-    _keys: list[PagedLatentCache] = field(default_factory=list)
-
-    def pages(
-        self, batch: Batch, generator: torch.Generator
-    ) -> tuple[PagedLatentCache, PagedLatentCache, Tensor]:
-        """The two caches, and a page table with random pages of them."""
-        cache, page_table = self.latents.pages(batch.kv_lens, generator)
-        if not self._keys:
-            size = (self.latents.num_pages, self.latents.page_size)
-            self._keys.append(filled_index_keys(*size, INDEX_WIDTH, gpu.generator(1))[1])
-        return cache, self._keys[0], page_table
+SEPARATE_STAGES = ("absorb", "append", "logits", "top-k", "attend", "up-project")
 
 
 @dataclass(frozen=True)
@@ -87,7 +65,7 @@ class SparseStep(Workload):
 
     @property
     def flops(self) -> int:
-        return sum(self.work_of(stage).flops for stage in STAGES if stage != SELECT)
+        return sum(self.work_of(stage).flops for stage in SEPARATE_STAGES)
 
     @property
     def bytes(self) -> int:
@@ -180,7 +158,8 @@ class SparseStep(Workload):
         counts = page_counts(self.batch.kv_lens, self.page_size)
         own = SharedPool(sum(counts), self.page_size, self.format)
         pool = StepPool(own) if self.pool is None else self.pool
-        cache, keys, page_table = pool.pages(self.batch, generator)
+        cache, page_table = pool.latents.pages(self.batch.kv_lens, generator)
+        keys = pool.index_keys(INDEX_WIDTH)
         kv_lens, starts = gpu.int32(self.batch.kv_lens), gpu.int32(self.batch.starts)
         tokens = self.batch.tokens
         width = D_N + ROW.qk_rope_head_dim
@@ -246,7 +225,7 @@ class SparseStep(Workload):
         columns = max(self.batch.kv_lens)
         assert isinstance(batch.page_table, Tensor)
         table = batch.page_table
-        self._clear_new_rows(batch, index)
+        clear_new_rows(batch, len(q), batch.cache, index.cache)
         rows = gpu.int32([[-1] * self.topk] * len(q))
         out = sparse_step(q, kv, weights, batch, index, self.topk, max_kv_len=columns, rows=rows)
         scored = (index.q, index.weights, index.cache, table)
@@ -271,13 +250,6 @@ class SparseStep(Workload):
             selected = latents.read(want[want >= 0].long(), torch.float64)
             attended = branch_oracle.Query(*position, selected, seen - 1)
             branch_oracle.assert_output_correct(out, each.token, attended, weights, is_decode=True)
-
-    def _clear_new_rows(self, batch: CachedBatch, index: IndexInputs) -> None:
-        """Zero what the step appends, which an earlier call may have appended already."""
-        tokens = token_positions(batch.kv_lens, batch.q_starts, self.batch.tokens)
-        slots = token_slots(batch.page_table, self.page_size, *tokens)
-        for cache in (batch.cache, index.cache):
-            cache.layer(0).write(slots, torch.zeros(len(slots), cache.row.width, device=gpu.DEVICE))
 
 
 def of_shape(shape: Shape) -> tuple[Workload, ...]:

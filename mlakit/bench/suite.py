@@ -16,6 +16,7 @@ from rich.markup import escape
 from mlakit.bench import environment, gpu_timers
 from mlakit.bench.ceilings import Ceilings
 from mlakit.bench.measure import (
+    MAX_ROUNDS,
     Call,
     Spread,
     Timer,
@@ -102,6 +103,7 @@ class Workload(ABC):
     products         "bf16" or "fp8": the compute ceiling of its roofline
     traffic          "read" or "copy": the bandwidth ceiling of its roofline
     budget_s         seconds for its rounds
+    max_rounds       bounds the rounds of a suite with many short calls
     only_grid_peers  time only the peers with `in_grid`
     """
 
@@ -110,6 +112,7 @@ class Workload(ABC):
     products: ClassVar[str] = "bf16"
     traffic: ClassVar[str] = "read"
     budget_s: ClassVar[float] = BUDGET_S
+    max_rounds: ClassVar[int] = MAX_ROUNDS
     only_grid_peers: ClassVar[bool] = False
 
     @property
@@ -252,6 +255,7 @@ def _measure(
     seconds = time_interleaved(
         {each.name: each.call for each in implementations},
         budget_s=QUICK_BUDGET_S if method.quick else workload.budget_s,
+        max_rounds=workload.max_rounds,
         timer=method.timer,
         after_round=progress.finish_round,
         out_of_memory=reasons,

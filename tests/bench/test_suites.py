@@ -18,8 +18,9 @@ from mlakit.bench.problems import (
     SparseDecode,
     SparsePrefill,
 )
-from mlakit.bench.report import SELECT, STAGES
+from mlakit.bench.report import SELECT
 from mlakit.bench.shapes import Batch
+from mlakit.bench.sparse_step import SEPARATE_STAGES
 from mlakit.bench.suite import Workload
 from mlakit.branches import sparse
 from tests.bench.fakes import pretend_gpu, solve
@@ -173,6 +174,7 @@ def test_flops_and_bytes_are_counted_as_promised():
 OPS_OF_STEPS = {
     "mla_step": ("mla_prefill", "mla_decode"),
     "sparse_step": ("sparse_mla",),
+    "MLAAttention": ("mla_decode", "sparse_mla"),
 }
 
 
@@ -214,7 +216,7 @@ def test_the_steps_of_sparse_attention_share_their_pools():
 
 def test_the_stages_of_a_step_add_up():
     step = workloads("sparse-step")[0]
-    works = {name: step.work_of(name) for name in STAGES}
+    works = {name: step.work_of(name) for name in (*SEPARATE_STAGES, SELECT)}
     assert works["logits"].flops == 2 * 8192 * 64 * 128
     assert works["attend"].flops == 2 * 128 * 2048 * 1088
     assert works["absorb"].flops == works["up-project"].flops == 2 * 128 * 128 * 512
