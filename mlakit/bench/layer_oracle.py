@@ -165,4 +165,5 @@ def through_e4m3(x: Tensor, group: int) -> Tensor:
     groups = x.unflatten(-1, (-1, group))
     scales = groups.abs().amax(-1, keepdim=True).clamp(min=1e-20) / E4M3_MAX
     codes = (groups / scales).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
-    return (codes.to(x.dtype) * scales).flatten(-2)
+    values: Tensor = codes.to(x.dtype) * scales
+    return values.flatten(-2)

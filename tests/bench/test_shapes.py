@@ -90,6 +90,16 @@ def test_a_batch_knows_its_requests():
             ["indexer-logits-b64-h64-8192", "indexer-topk-64x8192-k2048"],
         ),
         ("branch", "2q1s4k", {"heads": 16}, ["step-bf16-b2-h16-4096"]),
+        (
+            "layer",
+            "2q1s4k",
+            {"heads": 16, "format": "fp8"},
+            [
+                f"layer-{model}-{weights}-weights-b2-h16-4096-fp8-rows"
+                for model in ("v3", "v3.2")
+                for weights in ("bf16", "fp8")
+            ],
+        ),
         ("fp8", "1kx7168x2048", {}, ["scaled-mm-1024x7168x2048"]),
     ],
 )
