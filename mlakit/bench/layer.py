@@ -102,7 +102,7 @@ class Layer(Workload):
 
     op = "MLAAttention"
     budget_s = 1.0
-    max_rounds = 20
+    max_rounds = 12
 
     @property
     def name(self) -> str:

@@ -121,6 +121,13 @@ def test_one_that_runs_out_of_memory_is_dropped():
         time_interleaved(calls, budget_s=15.0, timer=clock)
 
 
+def test_a_suite_may_have_fewer_rounds_than_fit():
+    machine = FakeMachine(a=1.0)
+    clock = WallClock(machine.clock)
+    seconds = time_interleaved(machine.calls, budget_s=60.0, max_rounds=4, timer=clock)
+    assert seconds == {"a": [1.0] * 4}
+
+
 def test_progress_is_reported_after_every_round():
     machine, seen = FakeMachine(a=1.0), []
     time_interleaved(
