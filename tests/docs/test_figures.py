@@ -43,6 +43,7 @@ SPARSE = times("h200-sparse-prefill.json")
 INDEXER = times("h200-indexer.json")
 SPARSE_DECODE = times("h200-sparse-decode.json")
 SPARSE_STEP = times("h200-sparse-step.json")
+LAYER = times("h200-layer.json")
 PREFILL = times("h200-prefill.json")
 PREFILL_GRID = times("h200-prefill-grid.json")
 
@@ -107,6 +108,18 @@ def test_sparse_step_times_are_those_of_the_data(row):
     measured = SPARSE_STEP[f"sparse-step-fp8_block128-b{batch}-h128-{tokens}-top2048"]
     stages = ("absorb", "append", "logits", "top-k", "attend", "up-project", "read same bytes")
     assert row[1:] == [us(measured[name]) for name in ("mlakit", *stages)]
+
+
+@pytest.mark.parametrize("row", table(section("H200: a layer"), "layer, b, h, tokens"))
+def test_layer_times_are_those_of_the_data(row):
+    model, batch, heads, tokens = row[0].split(", ")
+    names = ("mlakit", "GEMMs in a row", "read same bytes")
+    shown = [
+        us(LAYER[f"layer-{model}-{weights}-weights-b{batch}-h{heads}-{tokens}"][name])
+        for weights in ("bf16", "fp8")
+        for name in names
+    ]
+    assert row[1:] == shown
 
 
 @pytest.mark.parametrize("row", table(section("H200: indexer scores"), "b, q_len, keys"))
