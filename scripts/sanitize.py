@@ -4,6 +4,7 @@
     compute-sanitizer --tool memcheck python scripts/sanitize.py gather
     compute-sanitizer --tool memcheck python scripts/sanitize.py sparse
     compute-sanitizer --tool memcheck python scripts/sanitize.py indexer
+    compute-sanitizer --tool memcheck python scripts/sanitize.py prefill
     compute-sanitizer --tool racecheck python scripts/sanitize.py one
     compute-sanitizer --tool racecheck python scripts/sanitize.py many
 
@@ -32,6 +33,7 @@ from mlakit.knobs import Backend
 from mlakit.ops import mla_decode
 from mlakit.workloads.case import Case
 from mlakit.workloads.indexer_launch import IndexerLaunch
+from mlakit.workloads.prefill_launch import PrefillLaunch
 from mlakit.workloads.select_launch import IndexerSelectLaunch, IndexerTopkLaunch
 from mlakit.workloads.sparse_launch import SparseLaunch
 
@@ -60,6 +62,33 @@ SPARSE = (  # lists that end within a block, splits, a second cache
         extra_page_size=2,
         extra_topk=70,
         padded=True,
+    ),
+)
+SPARSE_FP8 = tuple(
+    SparseLaunch(
+        seed=4, num_tokens=2, topk=200, heads=heads, num_pages=9, num_splits=2, format=format
+    )
+    for format, heads in (("fp8_block128", 128), ("fp8_token", 64), ("fp8", 16))
+)
+PREFILL = (  # cached context, no keys, a tile of one block
+    PrefillLaunch(
+        seed=1,
+        kv_lens=(300, 0, 40),
+        q_lens=(130, 0, 40),
+        heads=3,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+    ),
+    PrefillLaunch(
+        seed=2,
+        kv_lens=(200, 1),
+        q_lens=(200, 1),
+        heads=2,
+        qk_nope_head_dim=192,
+        qk_rope_head_dim=64,
+        v_head_dim=256,
+        mask="null",
     ),
 )
 INDEXER = (
@@ -93,8 +122,12 @@ def check(cases: tuple[Case, ...], backend: Backend) -> None:
 
 
 def sparse() -> None:
-    check(SPARSE, "hopper")
+    check((*SPARSE, *SPARSE_FP8), "hopper")
     check(SPARSE, "triton")
+
+
+def prefill() -> None:
+    check(PREFILL, "hopper")
 
 
 def indexer() -> None:
@@ -159,6 +192,7 @@ if __name__ == "__main__":
         "gather": lambda: decode(1),
         "sparse": sparse,
         "indexer": indexer,
+        "prefill": prefill,
         "one": one,
         "many": many,
     }
