@@ -184,8 +184,13 @@ def _of(
 
 # with 3.9.0, once per row: outside the loops of the search
 _TOPK = {
+    ("topk-4096", 90): (4, 8),
     ("topk-4096", 100): (5, 9),
     ("topk-8192", 90): (9, 9),
+    ("topk-131072", 90): (17, 17),
+    ("topk-131072", 100): (13, 13),
+    ("topk-131072", 120): (18, 18),
+    ("topk-long", 120): (18, 18),
     ("topk-many", 120): (1, 1),
 }
 
