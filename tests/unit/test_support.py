@@ -337,7 +337,7 @@ def test_an_interrupt_ends_compiling_at_once(begun, send, tmp_path):
         assert running.returncode == 130
         assert "Traceback" not in stderr
         assert stdout == ""
-        assert seconds < 5
+        assert seconds < 15  # two busy cores
         wait_for(lambda: not any(map(is_alive, workers)), 5)
     finally:
         if running.poll() is None:
