@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from mlakit.cache import PagedLatentCache, PageTable
+from mlakit.cache import KVShard, PagedLatentCache, PageTable
 from mlakit.checks import FLOATS, Dims
 from mlakit.geometry import Rope
 from mlakit.knobs import Backend
@@ -64,9 +64,10 @@ def append_tokens(
     batch: CachedBatch,
     *,
     q_rope_out: Tensor,
+    kv_shard: KVShard | None = None,
     backend: Backend,
 ) -> None:
-    """Append the new tokens to the cache, and rotate `q_rope` into `q_rope_out`."""
+    """Append the new tokens, or those of a shard, and rotate `q_rope` into `q_rope_out`."""
     norm_rope_quant_append(
         q_rope,
         kv,
@@ -79,6 +80,7 @@ def append_tokens(
         epsilon=weights.epsilon,
         layer=batch.layer,
         rope=weights.rope,
+        kv_shard=kv_shard,
         q_rope_out=q_rope_out,
         backend=backend,
     )

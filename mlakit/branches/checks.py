@@ -40,11 +40,13 @@ def check_step(
     batch: CachedBatch,
     mask: Mask | None,
     *,
+    shard: KVShard = UNSHARDED,
     is_padded: bool = True,
 ) -> StepLengths | None:
     """Check the arguments that all branches share; binds tokens, heads and D_V.
 
     mask       None if the step does not read the cache by page table
+    shard      the tokens that the cache holds
     is_padded  rows after the last request's may follow
 
     Returns the lengths if the host may read them.
@@ -54,7 +56,7 @@ def check_step(
     dims.bind("D_C + D_R", weights.up.geometry.row.width, "the geometry's row width")
     layer = _check_queries(dims, q, weights.up, batch, kv=kv)
     refuse_grad(dims.op, q=q, kv=kv, kv_b_proj=weights.up.kv_b_proj.weight, gamma=weights.gamma)
-    return _check_lengths(dims, batch, layer, mask, UNSHARDED, is_padded=is_padded)
+    return _check_lengths(dims, batch, layer, mask, shard, is_padded=is_padded)
 
 
 def check_attention(
@@ -151,8 +153,13 @@ def select_kernels(
     batch: CachedBatch,
     mask: Mask,
     backend: Backend,
+    *,
+    heads: int | None = None,
 ) -> None:
-    """Select the kernels of `ops`, so that an unsupported step fails before the first write."""
+    """Select the kernels of `ops`, so that an unsupported step fails before the first write.
+
+    heads  of the queries; None: the geometry's
+    """
     if torch.compiler.is_compiling():
         return
     g = weights.up.geometry
@@ -160,7 +167,7 @@ def select_kernels(
         *device_facts(q.device),
         dtype=str(q.dtype),
         format=batch.cache.format,
-        heads=g.num_heads,
+        heads=g.num_heads if heads is None else heads,
         page_size=batch.cache.page_size,
         row=g.row,
         head_widths=(g.qk_nope_head_dim, g.qk_rope_head_dim, g.v_head_dim),

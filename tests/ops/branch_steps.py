@@ -22,7 +22,7 @@ from torch import Tensor
 from mlakit import branches, masks, reference
 from mlakit.branches import CachedBatch, LayerWeights, plan_step
 from mlakit.branches.step import DECODE_THRESHOLD
-from mlakit.cache import PagedLatentCache, PageTable, request_slots
+from mlakit.cache import KVShard, PagedLatentCache, PageTable, request_slots
 from mlakit.geometry import MLAGeometry
 from mlakit.masks import CAUSAL, Mask
 from mlakit.plan import plan_context
@@ -175,6 +175,28 @@ class Step:
             cache.layer(LAYER).write(slots, rows)
         starts = int32([0, *accumulate(self.q_lens)])
         return CachedBatch(cache, self._page_table(table), int32(self.kv_lens), starts, LAYER)
+
+    def shard(self, shard: KVShard) -> CachedBatch:
+        """One rank's pool: its share of the cached context; all other rows are poison."""
+        lens = [shard.local_count(kv_len) for kv_len in self.kv_lens]
+        counts = [-(-n // PAGE_SIZE) for n in lens]
+        table = shuffled_pages(len(counts), counts, sum(counts) + 2, self._generator(6))
+        cache = PagedLatentCache.allocate(
+            self.geometry,
+            self.format,
+            num_pages=sum(counts) + 2,
+            page_size=PAGE_SIZE,
+            num_layers=LAYER + 1,
+        )
+        for stored in (cache.payload, cache.scales):
+            if stored is not None:
+                poison(stored)
+        for request, rows in enumerate(self._context):
+            owned = rows[shard.owner(torch.arange(len(rows))) == shard.rank]
+            slots = request_slots(table, PAGE_SIZE, request, 0, len(owned))
+            cache.layer(LAYER).write(slots, owned)
+        starts = int32([0, *accumulate(self.q_lens)])
+        return CachedBatch(cache, table, int32(self.kv_lens), starts, LAYER)
 
     def _page_table(self, table: Tensor) -> PageTable:
         if not self.flat:

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from mlakit import branches, masks, merge_states, norm_rope_quant_append, physical_rows, reference
 from mlakit.branches import CachedBatch
-from mlakit.cache import KVShard, PagedLatentCache, request_slots
+from mlakit.cache import KVShard
 from mlakit.plan import EvenSplit, plan_context, plan_decode
-from mlakit.testing import assert_same_bits, assert_unchanged, poison, snapshot
-from tests.ops.branch_steps import F32, GEOMETRY, LAYER, PAGE_SIZE, STEPS, Step, int32
+from mlakit.testing import assert_same_bits, assert_unchanged, snapshot
+from tests.ops.branch_steps import F32, PAGE_SIZE, STEPS, Step, int32
 from tests.transplant import CPU, carried, device_of_calls
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -147,7 +147,7 @@ def test_shards_merge_to_the_whole(world, interleave):
     parts = []
     for rank in range(world):
         shard = KVShard(rank, world, interleave)
-        local = shard_of(batch, shard)
+        local = STEP.shard(shard)
         mine = appended(STEP, local, kv_shard=shard)
         assert_same_bits("queries", mine, q)
         lens = [shard.local_count(n) for n in STEP.kv_lens]
@@ -155,22 +155,6 @@ def test_shards_merge_to_the_whole(world, interleave):
         parts.append(decode_attend(mine, up, local, kv_shard=shard, plan=plan, **options))
     outs, lses = zip(*parts, strict=True)
     assert_close(merge(list(outs), list(lses), sink=SINK), want)
-
-
-def shard_of(batch: CachedBatch, shard: KVShard) -> CachedBatch:
-    """One rank's cache: its share of the context of a step, poison where new tokens go."""
-    cache = PagedLatentCache.allocate(
-        GEOMETRY, "fp32", num_pages=40, page_size=PAGE_SIZE, num_layers=LAYER + 1
-    )
-    poison(cache.payload)
-    table = torch.arange(40).flip(0).view(-1, 5)[: len(STEP.kv_lens)].int()
-    for request, before in enumerate(STEP.before):
-        positions = torch.arange(before)
-        own = positions[shard.owner(positions) == shard.rank]
-        source = request_slots(batch.page_table, PAGE_SIZE, request, 0, before)[own]
-        target = request_slots(table, PAGE_SIZE, request, 0, len(own))
-        cache.layer(LAYER).write(target, batch.cache.layer(LAYER).read(source))
-    return CachedBatch(cache, table, batch.kv_lens, batch.q_starts, LAYER)
 
 
 WRONG = [

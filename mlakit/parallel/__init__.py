@@ -1,0 +1,24 @@
+"""Attention spread over the ranks of a `torch.distributed` process group.
+
+groups.py       rank and size of a group, the sum over its ranks
+buffers.py      out and lse of several ranks in one buffer, for one collective
+merge.py        merge_over_ranks: partial attentions of all ranks to the attention
+decode.py       context_parallel_decode: every rank caches and reads a shard of the tokens
+tensor_plan.py  tensor_parallel_plan: what the plans of transformers leave out
+
+All ranks of a group make the same calls in the same order. The collectives are those of the group's
+backend: NCCL on GPUs, gloo on CPUs.
+"""
+
+from mlakit.parallel.decode import context_parallel_decode
+from mlakit.parallel.groups import sum_over_ranks
+from mlakit.parallel.merge import MergeMethod, merge_over_ranks
+from mlakit.parallel.tensor_plan import tensor_parallel_plan
+
+__all__ = [
+    "MergeMethod",
+    "context_parallel_decode",
+    "merge_over_ranks",
+    "sum_over_ranks",
+    "tensor_parallel_plan",
+]

@@ -1,0 +1,84 @@
+"""Processes that are the ranks of gloo groups, kept for many tests: starting one takes seconds."""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+TIMEOUT = 60  # seconds; of a collective, and of a call
+WORLDS = (2, 4)
+
+
+class Ranks:
+    """Four processes, and the groups of the first two of them and of all.
+
+    A process is forked from a server that has imported torch and run nothing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "mlakit.parallel", "tests.ops.branch_steps"])
+        self.is_usable = True
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(max(WORLDS)):
+            mine, other = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, folder, other), daemon=True)
+            process.start()
+            other.close()
+            self._pipes.append(mine)
+            self._processes.append(process)
+
+    def run(self, world: int, function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Call function(group, *args, **kwargs) on the first `world` ranks; raises what they do.
+
+        The function is importable; it makes its checks itself.
+        """
+        pipes = self._pipes[:world]
+        for pipe in pipes:
+            pipe.send((world, function, args, kwargs))
+        failures = []
+        for rank, pipe in enumerate(pipes):
+            failure = pipe.recv() if pipe.poll(TIMEOUT) else "no answer"
+            if failure is not None:
+                failures.append(f"rank {rank} of {world}:\n{failure}")
+        if failures:
+            self.close()  # a rank that failed before a collective leaves others in it
+            raise AssertionError("\n".join(failures))
+
+    def close(self) -> None:
+        self.is_usable = False
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+
+
+def _serve(rank: int, folder: Path, pipe: Connection) -> None:
+    """Run what comes through the pipe until its other end is closed."""
+    import torch
+    from torch import distributed as dist
+
+    torch.set_num_threads(1)
+    # as in conftest: an uninitialised tensor holds NaN
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    store = dist.FileStore(str(folder / "store"), max(WORLDS))
+    timeout = timedelta(seconds=TIMEOUT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=max(WORLDS), timeout=timeout)
+    groups = {world: dist.new_group(list(range(world)), timeout=timeout) for world in WORLDS}
+    while True:
+        try:
+            world, function, args, kwargs = pipe.recv()
+        except EOFError:
+            return
+        try:
+            function(groups[world], *args, **kwargs)
+            pipe.send(None)
+        except BaseException:
+            pipe.send(traceback.format_exc())
