@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 
 from mlakit.autocast import without_autocast
 from mlakit.branches import (
@@ -27,6 +28,7 @@ from mlakit.layer.config import LayerConfig
 from mlakit.layer.indexer import LightningIndexer
 from mlakit.layer.linear import Activations, Linear, RMSNorm
 from mlakit.layer.rotary import RopeTable
+from mlakit.parallel import group_rank, sum_over_ranks
 from mlakit.plan import DecodePlan, DecodePlanTensors, EvenSplit
 from mlakit.weights import UpProjection
 
@@ -41,6 +43,9 @@ class MLAAttention(nn.Module):
     q_b_proj (or q_proj), kv_a_proj_with_mqa, kv_a_layernorm, kv_b_proj, o_proj, and `indexer` for
     DeepSeek Sparse Attention. `load_safetensors` reads them from a checkpoint's folder, `from_hf`
     takes those of a module of transformers.
+
+    `tp_group` is the process group of a tensor-parallel layer, or None: each rank has some of the
+    heads, and the layer's result is summed over the ranks.
 
     The absorbed matrices are made at the first call, and again after the weights, their dtype or
     their device changed.
@@ -84,6 +89,7 @@ class MLAAttention(nn.Module):
         self.indexer: LightningIndexer | None = None
         if self.config.selection == "own":
             self.indexer = LightningIndexer(self.config, max_positions=max_positions, **weights)
+        self.tp_group: dist.ProcessGroup | None = None
         self._prepared: tuple[tuple[object, ...], LayerWeights] | None = None
 
     @classmethod
@@ -94,6 +100,7 @@ class MLAAttention(nn.Module):
         *,
         tp_rank: int = 0,
         tp_size: int = 1,
+        tp_group: dist.ProcessGroup | None = None,
         prefix: str | None = None,
         max_positions: int | None = None,
         epsilon: float | None = None,
@@ -105,6 +112,8 @@ class MLAAttention(nn.Module):
         tp_rank, tp_size  the heads of one tensor-parallel rank: rows of q_b_proj (q_proj) and
                           kv_b_proj, columns of o_proj. The outputs of the ranks add up to the
                           layer's; only rank 0 has the bias of o_proj
+        tp_group          instead of them: rank and size are those of this process in the group, and
+                          `forward` sums the outputs over it
         prefix            of the tensors' names; None finds `layers.N.self_attn.` under any model
         max_positions     rows of the RoPE table; None: the config's max_position_embeddings
         epsilon           of the norms of the latents; None: 1e-6, as DeepSeek's code and
@@ -115,7 +124,11 @@ class MLAAttention(nn.Module):
         """
         from mlakit.layer.checkpoint import load_layer
 
-        return load_layer(
+        if tp_group is not None:
+            if (tp_rank, tp_size) != (0, 1):
+                raise TypeError("load_safetensors takes tp_group, or tp_rank and tp_size")
+            tp_rank, tp_size = group_rank("load_safetensors", tp_group)
+        layer_of_rank = load_layer(
             cls,
             folder,
             layer,
@@ -127,6 +140,8 @@ class MLAAttention(nn.Module):
             dtype=dtype,
             device=torch.device(device),
         )
+        layer_of_rank.tp_group = tp_group
+        return layer_of_rank
 
     @classmethod
     def from_hf(cls, module: nn.Module, *, max_positions: int | None = None) -> MLAAttention:
@@ -237,7 +252,7 @@ class MLAAttention(nn.Module):
                 backend=backend,
             )
         result: Tensor = self.o_proj(out.flatten(1), backend)
-        return result
+        return result if self.tp_group is None else sum_over_ranks(result, self.tp_group)
 
     def weights(self, device: torch.device) -> LayerWeights:
         """The weights of the layer's branches on `device`, made again after any of them changed."""

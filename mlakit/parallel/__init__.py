@@ -11,13 +11,15 @@ backend: NCCL on GPUs, gloo on CPUs.
 """
 
 from mlakit.parallel.decode import context_parallel_decode
-from mlakit.parallel.groups import sum_over_ranks
+from mlakit.parallel.groups import GroupRank, group_rank, sum_over_ranks
 from mlakit.parallel.merge import MergeMethod, merge_over_ranks
 from mlakit.parallel.tensor_plan import tensor_parallel_plan
 
 __all__ = [
+    "GroupRank",
     "MergeMethod",
     "context_parallel_decode",
+    "group_rank",
     "merge_over_ranks",
     "sum_over_ranks",
     "tensor_parallel_plan",

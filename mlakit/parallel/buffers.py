@@ -22,7 +22,7 @@ class Partials(NamedTuple):
 
     @classmethod
     def allocate(cls, ranks: int, like: Tensor, heads: int) -> Partials:
-        """Uninitialised, for `heads` heads; tokens, v_width, dtype and device are those of `like`."""
+        """Uninitialised; all but the number of heads is that of `like` [tokens, …, v_width]."""
         tokens, _, v_width = like.shape
         shape = (tokens, heads, v_width)
         out_bytes = tokens * heads * v_width * like.element_size()

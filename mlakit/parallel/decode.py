@@ -68,8 +68,8 @@ def context_parallel_decode(
     sink        [heads of q] float32 logit that joins out's denominator only, once
     plan        as in `mla_decode`, for this rank's lengths
 
-    Returns out [tokens, heads, D_V] in q's dtype; with "all_to_all" the heads of this rank, else all
-    of them. 0 for a query that sees no key.
+    Returns out [tokens, heads, D_V] in q's dtype: this rank's heads with "all_to_all", else all.
+    0 for a query that sees no key.
 
     A refused call changes nothing. An error on one rank only, such as a page table that is too
     small, leaves the others waiting in a collective until its timeout.

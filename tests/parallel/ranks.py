@@ -10,7 +10,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-TIMEOUT = 60  # seconds; of a collective, and of a call
+START_TIMEOUT = 240  # seconds: torch is imported, on a machine that may be busy
+TIMEOUT = 60  # of a collective, and of a call
 WORLDS = (2, 4)
 
 
@@ -33,6 +34,7 @@ class Ranks:
             other.close()
             self._pipes.append(mine)
             self._processes.append(process)
+        self._wait(self._pipes, START_TIMEOUT)
 
     def run(self, world: int, function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Call function(group, *args, **kwargs) on the first `world` ranks; raises what they do.
@@ -42,11 +44,15 @@ class Ranks:
         pipes = self._pipes[:world]
         for pipe in pipes:
             pipe.send((world, function, args, kwargs))
+        self._wait(pipes, TIMEOUT)
+
+    def _wait(self, pipes: list[Connection], seconds: float) -> None:
+        """Every rank says None, or its failure."""
         failures = []
         for rank, pipe in enumerate(pipes):
-            failure = pipe.recv() if pipe.poll(TIMEOUT) else "no answer"
+            failure = pipe.recv() if pipe.poll(seconds) else "no answer"
             if failure is not None:
-                failures.append(f"rank {rank} of {world}:\n{failure}")
+                failures.append(f"rank {rank} of {len(pipes)}:\n{failure}")
         if failures:
             self.close()  # a rank that failed before a collective leaves others in it
             raise AssertionError("\n".join(failures))
@@ -72,6 +78,7 @@ def _serve(rank: int, folder: Path, pipe: Connection) -> None:
     timeout = timedelta(seconds=TIMEOUT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=max(WORLDS), timeout=timeout)
     groups = {world: dist.new_group(list(range(world)), timeout=timeout) for world in WORLDS}
+    pipe.send(None)
     while True:
         try:
             world, function, args, kwargs = pipe.recv()
@@ -80,5 +87,5 @@ def _serve(rank: int, folder: Path, pipe: Connection) -> None:
         try:
             function(groups[world], *args, **kwargs)
             pipe.send(None)
-        except BaseException:
+        except BaseException:  # noqa: BLE001  # the test shows it
             pipe.send(traceback.format_exc())

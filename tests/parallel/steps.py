@@ -1,0 +1,273 @@
+"""What the ranks do in the tests: every function checks its own results."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed import _functional_collectives as functional
+
+from mlakit import reference
+from mlakit.branches import CachedBatch, LayerWeights, decode_attend, decode_branch
+from mlakit.cache import KVShard, request_slots
+from mlakit.geometry import MLAGeometry
+from mlakit.parallel import context_parallel_decode, merge_over_ranks, sum_over_ranks
+from mlakit.plan import EvenSplit, plan_decode
+from mlakit.testing import assert_same_bits, assert_unchanged, snapshot
+from mlakit.weights import UpProjection
+from tests.ops.branch_steps import BF16, F32, LAYER, PAGE_SIZE, Step
+
+HEADS = 4
+GEOMETRY = MLAGeometry(
+    num_heads=HEADS,
+    kv_lora_rank=32,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=8,  # a quarter of the latent, as DeepSeek-V3 has it
+    hidden_size=1,
+)
+# ragged, with several queries; a request without tokens, one without new tokens, and requests of
+# which some ranks have no token
+STEP = Step(
+    kv_lens=(12, 5, 18, 4, 1, 0, 15),
+    q_lens=(3, 5, 1, 0, 1, 0, 12),
+    format="fp32",
+    dtype=F32,
+    geometry=GEOMETRY,
+)
+HALF = replace(STEP, format="bf16", dtype=BF16)
+SINK = torch.tensor([0.5, -torch.inf, 2.0, 1.0])
+# two ways to one float32 result
+CLOSE = {"rtol": 2e-5, "atol": 2e-5}
+# parts are rounded to bf16 before they are merged
+CLOSE_BF16 = {"rtol": 2e-2, "atol": 2e-2}
+Group = dist.ProcessGroup
+
+
+def heads_of(group: Group) -> slice:
+    each = HEADS // group.size()
+    return slice(group.rank() * each, (group.rank() + 1) * each)
+
+
+def whole_result(step: Step, sink: Tensor | None = None, **options: Any) -> Tensor:
+    """What one process computes over the whole cache."""
+    q, kv, weights, batch = step.arguments()
+    out = decode_branch(q, kv, weights, batch, **options)
+    if sink is None:
+        return out
+    rotated = step.rotated(torch.float64).to(step.dtype)
+    scale = weights.softmax_scale
+    return decode_attend(rotated, weights.up, batch, softmax_scale=scale, sink=sink, **options)[0]
+
+
+def check_shard_rows(step: Step, batch: CachedBatch, shard: KVShard) -> None:
+    """A rank's pool is its share of one process's pool, and poison elsewhere."""
+    whole = step.batch()
+    decode_branch(step.q.clone(), step.kv, step.weights, whole)
+    untouched = step.shard(shard).cache
+    for request, kv_len in enumerate(step.kv_lens):
+        positions = torch.arange(kv_len)
+        owned = positions[shard.owner(positions) == shard.rank]
+        source = request_slots(whole.page_table, PAGE_SIZE, request, 0, kv_len)[owned]
+        target = request_slots(batch.page_table, PAGE_SIZE, request, 0, len(owned))
+        untouched.layer(LAYER).write(target, whole.cache.layer(LAYER).read(source))
+    assert_same_bits("the cache", batch.cache.payload, untouched.payload)
+
+
+def weights_of_heads(step: Step, heads: slice) -> LayerWeights:
+    """The weights that a tensor-parallel rank has."""
+    g, up = step.geometry, step.weights.up
+    matrix = up.kv_b_proj.weight[0].unflatten(0, (g.num_heads, -1))[heads]
+    local = g.with_heads(len(matrix))
+    return replace(step.weights, up=UpProjection.from_checkpoint(matrix.flatten(0, 1), local))
+
+
+def check_decode(
+    group: Group, step: Step, interleave: int, method: str | None, **options: Any
+) -> None:
+    shard = KVShard(group.rank(), group.size(), interleave)
+    close = CLOSE if step.dtype == F32 else CLOSE_BF16
+    for sink in (None, SINK):
+        batch = step.shard(shard)
+        q, kv = step.q.clone(), step.kv.clone()
+        before = snapshot(q=q, kv=kv)
+        out = context_parallel_decode(
+            *(q, kv, step.weights, batch, group),
+            **{"interleave": interleave, "method": method, "sink": sink, **options},
+        )
+        want = whole_result(step, sink, **options)
+        if method == "all_to_all":
+            want = want[:, heads_of(group)]
+        assert out.dtype == step.dtype
+        assert float(want.abs().max()) > 0.5
+        torch.testing.assert_close(out, want, **close)
+        assert_unchanged(before)
+        check_shard_rows(step, batch, shard)
+
+
+def check_plans(group: Group) -> None:
+    shard = KVShard(group.rank(), group.size(), 2)
+    lens = [shard.local_count(n) for n in STEP.kv_lens]
+    for plan in (EvenSplit(3), plan_decode(lens, num_ctas=3, tile=2)):
+        out = context_parallel_decode(
+            STEP.q, STEP.kv, STEP.weights, STEP.shard(shard), group, interleave=2, plan=plan
+        )
+        torch.testing.assert_close(out, whole_result(STEP), **CLOSE)
+
+
+def check_head_sharded(group: Group, step: Step, interleave: int) -> None:
+    """q, weights and result of the rank's heads; the cache of the rank's tokens."""
+    shard, heads = KVShard(group.rank(), group.size(), interleave), heads_of(group)
+    weights = weights_of_heads(step, heads)
+    for sink in (None, SINK):
+        batch = step.shard(shard)
+        out = context_parallel_decode(
+            *(step.q[:, heads].clone(), step.kv, weights, batch, group),
+            interleave=interleave,
+            is_head_sharded=True,
+            sink=None if sink is None else sink[heads],
+        )
+        close = CLOSE if step.dtype == F32 else CLOSE_BF16
+        torch.testing.assert_close(out, whole_result(step, sink)[:, heads], **close)
+        check_shard_rows(step, batch, shard)
+
+
+def reduced(x: Tensor, group: Group) -> Tensor:
+    """x, as the result of a functional collective that may still be under way."""
+    mine = x if group.rank() == 0 else torch.zeros_like(x)
+    made = functional.all_reduce(mine, "sum", group)
+    assert type(made) is functional.AsyncCollectiveTensor
+    return made
+
+
+def check_functional_collectives(group: Group) -> None:
+    shard = KVShard(group.rank(), group.size())
+    for method in ("all_gather", "all_to_all", "all_reduce"):
+        out = context_parallel_decode(
+            *(reduced(STEP.q, group), reduced(STEP.kv, group), STEP.weights, STEP.shard(shard)),
+            group,
+            method=method,
+            sink=reduced(SINK.clamp(min=-5), group),
+        )
+        want = whole_result(STEP, SINK.clamp(min=-5))
+        want = want[:, heads_of(group)] if method == "all_to_all" else want
+        torch.testing.assert_close(out, want, **CLOSE)
+        outs, lses = partials(group.size(), 5, F32, 6)
+        merged = merge_over_ranks(
+            reduced(outs[0], group), reduced(lses[0].clamp(min=-9), group), group, method=method
+        )
+        mine = heads_of(group) if method == "all_to_all" else slice(None)
+        torch.testing.assert_close(merged[0], outs[0][:, mine], **CLOSE)
+
+
+def partials(
+    world: int, tokens: int, dtype: torch.dtype, width: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """One part per rank; NaN where a part is empty, and a token without any key."""
+    generator = torch.Generator().manual_seed(7)
+    outs, lses = [], []
+    for rank in range(world):
+        out = torch.randn(tokens, HEADS, width, generator=generator).to(dtype)
+        lse = 3 * torch.randn(tokens, HEADS, generator=generator)
+        if rank and tokens:
+            empty = torch.rand(tokens, HEADS, generator=generator) < 0.4
+            empty[-1] = True
+            lse[empty] = -torch.inf
+            out[empty] = torch.nan
+        outs.append(out)
+        lses.append(lse)
+    return outs, lses
+
+
+def check_merge(group: Group, method: str, dtype: torch.dtype, width: int) -> None:
+    """Against the oracle: strided parts, parts without keys, a token that no rank has a key of."""
+    outs, lses = partials(group.size(), 5, dtype, width)
+    lses[0][2] = -torch.inf
+    outs[0][2] = torch.nan
+    for each in lses[1:]:
+        each[2] = -torch.inf
+    out = outs[group.rank()].transpose(0, 1).contiguous().transpose(0, 1)
+    lse = lses[group.rank()].T.contiguous().T
+    mine = heads_of(group) if method == "all_to_all" else slice(None)
+    for sink in (None, SINK):
+        before = snapshot(out=out, lse=lse)
+        got = merge_over_ranks(
+            out, lse, group, method=method, sink=None if sink is None else sink[mine]
+        )
+        want = reference.merge_states(torch.stack(outs), torch.stack(lses), sink=sink)
+        close = CLOSE if dtype == F32 else {"rtol": 2**-7, "atol": 1e-6}
+        torch.testing.assert_close(got[0], want[0][:, mine].to(dtype), **close)
+        torch.testing.assert_close(got[1], want[1][:, mine].float(), **CLOSE)
+        assert not got[0][2].any()
+        assert got[1][2].isneginf().all()
+        assert_unchanged(before)
+
+
+def check_no_tokens(group: Group) -> None:
+    for method in ("all_gather", "all_to_all", "all_reduce"):
+        heads = HEADS // group.size() if method == "all_to_all" else HEADS
+        out, lse = merge_over_ranks(
+            torch.empty(0, HEADS, 6), torch.empty(0, HEADS), group, method=method
+        )
+        assert out.shape == (0, heads, 6)
+        assert lse.shape == (0, heads)
+
+
+def check_ranks_agree(group: Group) -> None:
+    """All ranks get the same bits, so that they sample the same token."""
+    outs, lses = partials(group.size(), 5, BF16, 6)
+    for method in ("all_gather", "all_reduce"):
+        got = merge_over_ranks(outs[group.rank()], lses[group.rank()], group, method=method)
+        for tensor in got:
+            bits = tensor.contiguous().view(torch.uint8)
+            everywhere = [torch.empty_like(bits) for _ in range(group.size())]
+            dist.all_gather(everywhere, bits, group=group)
+            for other in everywhere:
+                assert torch.equal(other, bits)
+
+
+def check_bytes(group: Group) -> None:
+    """The result of W_UV is sent, not the latents it is made of."""
+    sent = []
+    gather = dist.all_gather_into_tensor
+
+    def counted(result: Tensor, mine: Tensor, **options: Any) -> None:
+        sent.append(mine.numel() * mine.element_size())
+        gather(result, mine, **options)
+
+    shard = KVShard(group.rank(), group.size())
+    with mock.patch.object(dist, "all_gather_into_tensor", counted):
+        context_parallel_decode(STEP.q, STEP.kv, STEP.weights, STEP.shard(shard), group)
+    columns = STEP.tokens * HEADS * 4  # bytes of a float32 column of all heads
+    assert sent == [columns * (GEOMETRY.v_head_dim + 1)]  # and lse
+
+
+def check_sum(group: Group) -> None:
+    x = torch.full((3,), float(group.rank() + 1))
+    assert sum_over_ranks(x, group) is x
+    assert x.tolist() == [group.size() * (group.size() + 1) / 2] * 3
+    assert sum_over_ranks(torch.empty(0), group).shape == (0,)
+
+
+def check_refused(group: Group, changes: dict[str, Any], said: str) -> None:
+    """The error of a wrong call, which changes nothing."""
+    batch = STEP.shard(KVShard(group.rank(), group.size()))
+    before = snapshot(cache=batch.cache.payload)
+    arguments = {"q": STEP.q, "kv": STEP.kv, "weights": STEP.weights, "batch": batch, **changes}
+    try:
+        context_parallel_decode(**arguments, group=group)
+    except (TypeError, ValueError) as error:
+        assert re.match(re.escape(f"context_parallel_decode: {said}"), str(error)), error
+    else:
+        raise AssertionError("not refused")
+    assert_unchanged(before)
+
+
+def fail(group: Group) -> None:
+    """One rank fails."""
+    assert group.rank() == 0, "on purpose"
