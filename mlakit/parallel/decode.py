@@ -21,7 +21,7 @@ from mlakit.knobs import Backend
 from mlakit.masks import CAUSAL, Mask
 from mlakit.ops import mla_decode
 from mlakit.ops._checks import check_mask, check_shard, check_sink
-from mlakit.parallel.groups import group_rank
+from mlakit.parallel.groups import gather_over_ranks, group_rank
 from mlakit.parallel.merge import (
     MergeMethod,
     check_divided_heads,
@@ -130,5 +130,5 @@ def _all_heads(absorbed: Tensor, group: dist.ProcessGroup | None, world: int) ->
     if world == 1 or absorbed.numel() == 0:
         return absorbed.repeat(1, world, 1)
     by_rank = absorbed.new_empty(world, *absorbed.shape)
-    dist.all_gather_into_tensor(by_rank, absorbed, group=group)
+    gather_over_ranks(by_rank, absorbed[None], group)
     return by_rank.transpose(0, 1).flatten(1, 2)

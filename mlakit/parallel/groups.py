@@ -35,3 +35,12 @@ def sum_over_ranks(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     if group_rank("sum_over_ranks", group).world > 1 and x.numel() > 0:
         dist.all_reduce(x, group=group)
     return x
+
+
+def gather_over_ranks(
+    received: Tensor, mine: Tensor, group: dist.ProcessGroup | None = None
+) -> None:
+    """Fill `received` [world, …] with `mine` [1, …] of every rank."""
+    # torch 2.13 renamed it, and warns of the old name
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(received, mine, group=group)

@@ -13,7 +13,7 @@ from mlakit.knobs import Backend
 from mlakit.ops import merge_states
 from mlakit.ops._library import refuse_grad
 from mlakit.parallel.buffers import Partials
-from mlakit.parallel.groups import group_rank
+from mlakit.parallel.groups import gather_over_ranks, group_rank
 
 NAME = "merge_over_ranks"
 MergeMethod = Literal["all_gather", "all_to_all", "all_reduce"]
@@ -88,7 +88,7 @@ def _gathered(out: Tensor, lse: Tensor, group: dist.ProcessGroup | None, world: 
     mine, received = Partials.allocate(1, out, heads), Partials.allocate(world, out, heads)
     mine.outs[0].copy_(out)
     mine.lses[0].copy_(lse)
-    dist.all_gather_into_tensor(received.buffer, mine.buffer, group=group)
+    gather_over_ranks(received.buffer, mine.buffer, group)
     return received
 
 

@@ -6,12 +6,14 @@ import multiprocessing
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 START_TIMEOUT = 240  # seconds: torch is imported, on a machine that may be busy
 TIMEOUT = 60  # of a collective, and of a call
+AFTER_FAILURE = 3  # one rank's failure may leave the others in a collective
 WORLDS = (2, 4)
 
 
@@ -48,14 +50,23 @@ class Ranks:
 
     def _wait(self, pipes: list[Connection], seconds: float) -> None:
         """Every rank says None, or its failure."""
-        failures = []
-        for rank, pipe in enumerate(pipes):
-            failure = pipe.recv() if pipe.poll(seconds) else "no answer"
-            if failure is not None:
-                failures.append(f"rank {rank} of {len(pipes)}:\n{failure}")
+        failures: dict[int, str] = {}
+        pending = list(pipes)
+        while pending:
+            ready = connection.wait(pending, seconds)
+            for pipe in ready or list(pending):
+                assert isinstance(pipe, Connection)
+                failure = pipe.recv() if ready else "no answer"
+                pending.remove(pipe)
+                if failure is not None:
+                    failures[pipes.index(pipe)] = failure
+                    seconds = AFTER_FAILURE
+            if not ready:
+                break
         if failures:
-            self.close()  # a rank that failed before a collective leaves others in it
-            raise AssertionError("\n".join(failures))
+            self.close()
+            lines = [f"rank {rank} of {len(pipes)}:\n{said}" for rank, said in failures.items()]
+            raise AssertionError("\n".join(lines))
 
     def close(self) -> None:
         self.is_usable = False

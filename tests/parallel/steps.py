@@ -7,18 +7,26 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import _functional_collectives as functional
 
-from mlakit import reference
+from mlakit import masks, reference
 from mlakit.branches import CachedBatch, LayerWeights, decode_attend, decode_branch
 from mlakit.cache import KVShard, request_slots
 from mlakit.geometry import MLAGeometry
-from mlakit.parallel import context_parallel_decode, merge_over_ranks, sum_over_ranks
+from mlakit.parallel import (
+    context_parallel_decode,
+    groups,
+    merge,
+    merge_over_ranks,
+    sum_over_ranks,
+)
+from mlakit.parallel.decode import NAME
 from mlakit.plan import EvenSplit, plan_decode
-from mlakit.testing import assert_same_bits, assert_unchanged, snapshot
+from mlakit.testing import assert_matches, assert_same_bits, assert_unchanged, snapshot
 from mlakit.weights import UpProjection
 from tests.ops.branch_steps import BF16, F32, LAYER, PAGE_SIZE, Step
 
@@ -44,8 +52,6 @@ HALF = replace(STEP, format="bf16", dtype=BF16)
 SINK = torch.tensor([0.5, -torch.inf, 2.0, 1.0])
 # two ways to one float32 result
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}
-# parts are rounded to bf16 before they are merged
-CLOSE_BF16 = {"rtol": 2e-2, "atol": 2e-2}
 Group = dist.ProcessGroup
 
 
@@ -54,15 +60,14 @@ def heads_of(group: Group) -> slice:
     return slice(group.rank() * each, (group.rank() + 1) * each)
 
 
-def whole_result(step: Step, sink: Tensor | None = None, **options: Any) -> Tensor:
+def whole_result(sink: Tensor | None = None) -> Tensor:
     """What one process computes over the whole cache."""
-    q, kv, weights, batch = step.arguments()
-    out = decode_branch(q, kv, weights, batch, **options)
+    q, kv, weights, batch = STEP.arguments()
+    out = decode_branch(q, kv, weights, batch)
     if sink is None:
         return out
-    rotated = step.rotated(torch.float64).to(step.dtype)
-    scale = weights.softmax_scale
-    return decode_attend(rotated, weights.up, batch, softmax_scale=scale, sink=sink, **options)[0]
+    rotated, scale = STEP.rotated(torch.float64).float(), weights.softmax_scale
+    return decode_attend(rotated, weights.up, batch, softmax_scale=scale, sink=sink)[0]
 
 
 def check_shard_rows(step: Step, batch: CachedBatch, shard: KVShard) -> None:
@@ -87,27 +92,22 @@ def weights_of_heads(step: Step, heads: slice) -> LayerWeights:
     return replace(step.weights, up=UpProjection.from_checkpoint(matrix.flatten(0, 1), local))
 
 
-def check_decode(
-    group: Group, step: Step, interleave: int, method: str | None, **options: Any
-) -> None:
+def check_decode(group: Group, interleave: int, method: str) -> None:
     shard = KVShard(group.rank(), group.size(), interleave)
-    close = CLOSE if step.dtype == F32 else CLOSE_BF16
     for sink in (None, SINK):
-        batch = step.shard(shard)
-        q, kv = step.q.clone(), step.kv.clone()
+        batch = STEP.shard(shard)
+        q, kv = STEP.q.clone(), STEP.kv.clone()
         before = snapshot(q=q, kv=kv)
         out = context_parallel_decode(
-            *(q, kv, step.weights, batch, group),
-            **{"interleave": interleave, "method": method, "sink": sink, **options},
+            q, kv, STEP.weights, batch, group, interleave=interleave, method=method, sink=sink
         )
-        want = whole_result(step, sink, **options)
+        want = whole_result(sink)
         if method == "all_to_all":
             want = want[:, heads_of(group)]
-        assert out.dtype == step.dtype
         assert float(want.abs().max()) > 0.5
-        torch.testing.assert_close(out, want, **close)
+        torch.testing.assert_close(out, want, **CLOSE)
         assert_unchanged(before)
-        check_shard_rows(step, batch, shard)
+        check_shard_rows(STEP, batch, shard)
 
 
 def check_plans(group: Group) -> None:
@@ -117,24 +117,71 @@ def check_plans(group: Group) -> None:
         out = context_parallel_decode(
             STEP.q, STEP.kv, STEP.weights, STEP.shard(shard), group, interleave=2, plan=plan
         )
-        torch.testing.assert_close(out, whole_result(STEP), **CLOSE)
+        torch.testing.assert_close(out, whole_result(), **CLOSE)
 
 
-def check_head_sharded(group: Group, step: Step, interleave: int) -> None:
+def check_head_sharded(group: Group, interleave: int) -> None:
     """q, weights and result of the rank's heads; the cache of the rank's tokens."""
     shard, heads = KVShard(group.rank(), group.size(), interleave), heads_of(group)
-    weights = weights_of_heads(step, heads)
+    weights = weights_of_heads(STEP, heads)
     for sink in (None, SINK):
-        batch = step.shard(shard)
+        batch = STEP.shard(shard)
         out = context_parallel_decode(
-            *(step.q[:, heads].clone(), step.kv, weights, batch, group),
+            *(STEP.q[:, heads].clone(), STEP.kv, weights, batch, group),
             interleave=interleave,
             is_head_sharded=True,
             sink=None if sink is None else sink[heads],
         )
-        close = CLOSE if step.dtype == F32 else CLOSE_BF16
-        torch.testing.assert_close(out, whole_result(step, sink)[:, heads], **close)
-        check_shard_rows(step, batch, shard)
+        torch.testing.assert_close(out, whole_result(sink)[:, heads], **CLOSE)
+        check_shard_rows(STEP, batch, shard)
+
+
+def naive_bf16(rows: list[Tensor], world: int, interleave: int, *, is_head_sharded: bool) -> Tensor:
+    """The naive run: float32, rounded where the ranks round."""
+    requests = [b for b, new in enumerate(HALF.q_lens) for _ in range(new)]
+    outs, lses = [], []
+    for rank in range(world):
+        shard = KVShard(rank, world, interleave)
+        seen = []
+        for request, position in zip(requests, HALF.positions, strict=True):
+            visible = torch.arange(position + 1)
+            seen.append(rows[request][visible[shard.owner(visible) == rank]])
+        latent, lse = reference.mla_decode(
+            HALF.absorbed(F32),
+            seen,
+            [1] * HALF.tokens,
+            softmax_scale=HALF.weights.softmax_scale,
+            v_width=GEOMETRY.kv_lora_rank,
+            mask=masks.NULL,
+            dtype=F32,
+        )
+        latent = latent.to(BF16)
+        outs.append(latent if is_head_sharded else HALF.projected(latent, F32).to(BF16))
+        lses.append(lse)
+    merged, _ = reference.merge_states(torch.stack(outs), torch.stack(lses), dtype=F32)
+    return HALF.projected(merged.to(BF16), F32) if is_head_sharded else merged
+
+
+def check_bf16(group: Group, method: str, *, is_head_sharded: bool = False) -> None:
+    """Against the oracle in float64."""
+    shard, heads = KVShard(group.rank(), group.size(), 2), heads_of(group)
+    given = heads if is_head_sharded else slice(None)
+    weights = weights_of_heads(HALF, heads) if is_head_sharded else HALF.weights
+    batch = HALF.shard(shard)
+    out = context_parallel_decode(
+        *(HALF.q[:, given], HALF.kv, weights, batch, group),
+        interleave=2,
+        method=method,
+        is_head_sharded=is_head_sharded,
+    )
+    check_shard_rows(HALF, batch, shard)
+    whole = HALF.batch()
+    decode_branch(HALF.q.clone(), HALF.kv, HALF.weights, whole)
+    rows = HALF.cached_rows(whole)
+    found = heads if method == "all_to_all" else slice(None)
+    naive = naive_bf16(rows, group.size(), 2, is_head_sharded=is_head_sharded)
+    assert out.dtype == BF16
+    assert_matches("out", out, HALF.exact(rows)[:, found], naive[:, found])
 
 
 def reduced(x: Tensor, group: Group) -> Tensor:
@@ -154,7 +201,7 @@ def check_functional_collectives(group: Group) -> None:
             method=method,
             sink=reduced(SINK.clamp(min=-5), group),
         )
-        want = whole_result(STEP, SINK.clamp(min=-5))
+        want = whole_result(SINK.clamp(min=-5))
         want = want[:, heads_of(group)] if method == "all_to_all" else want
         torch.testing.assert_close(out, want, **CLOSE)
         outs, lses = partials(group.size(), 5, F32, 6)
@@ -234,14 +281,13 @@ def check_ranks_agree(group: Group) -> None:
 def check_bytes(group: Group) -> None:
     """The result of W_UV is sent, not the latents it is made of."""
     sent = []
-    gather = dist.all_gather_into_tensor
 
-    def counted(result: Tensor, mine: Tensor, **options: Any) -> None:
+    def counted(received: Tensor, mine: Tensor, group: Group) -> None:
         sent.append(mine.numel() * mine.element_size())
-        gather(result, mine, **options)
+        groups.gather_over_ranks(received, mine, group)
 
     shard = KVShard(group.rank(), group.size())
-    with mock.patch.object(dist, "all_gather_into_tensor", counted):
+    with mock.patch.object(merge, "gather_over_ranks", counted):
         context_parallel_decode(STEP.q, STEP.kv, STEP.weights, STEP.shard(shard), group)
     columns = STEP.tokens * HEADS * 4  # bytes of a float32 column of all heads
     assert sent == [columns * (GEOMETRY.v_head_dim + 1)]  # and lse
@@ -259,12 +305,8 @@ def check_refused(group: Group, changes: dict[str, Any], said: str) -> None:
     batch = STEP.shard(KVShard(group.rank(), group.size()))
     before = snapshot(cache=batch.cache.payload)
     arguments = {"q": STEP.q, "kv": STEP.kv, "weights": STEP.weights, "batch": batch, **changes}
-    try:
+    with pytest.raises((TypeError, ValueError), match=f"^{NAME}: {re.escape(said)}"):
         context_parallel_decode(**arguments, group=group)
-    except (TypeError, ValueError) as error:
-        assert re.match(re.escape(f"context_parallel_decode: {said}"), str(error)), error
-    else:
-        raise AssertionError("not refused")
     assert_unchanged(before)
 
 

@@ -9,7 +9,7 @@ from mlakit.parallel import context_parallel_decode, merge_over_ranks
 from mlakit.plan import plan_decode
 from tests.parallel import steps
 from tests.parallel.ranks import WORLDS
-from tests.parallel.steps import BF16, F32, HALF, STEP
+from tests.parallel.steps import BF16, F32, STEP
 
 METHODS = ("all_gather", "all_to_all", "all_reduce")
 worlds = pytest.mark.parametrize("world", WORLDS)
@@ -20,13 +20,18 @@ methods = pytest.mark.parametrize("method", METHODS)
 @methods
 @pytest.mark.parametrize("interleave", [1, 4])
 def test_decode_is_that_of_one_process(ranks, world, method, interleave):
-    ranks.run(world, steps.check_decode, STEP, interleave, method)
+    ranks.run(world, steps.check_decode, interleave, method)
 
 
 @worlds
 @methods
 def test_bf16(ranks, world, method):
-    ranks.run(world, steps.check_decode, HALF, 2, method)
+    ranks.run(world, steps.check_bf16, method)
+
+
+@worlds
+def test_bf16_with_sharded_heads(ranks, world):
+    ranks.run(world, steps.check_bf16, "all_to_all", is_head_sharded=True)
 
 
 @worlds
@@ -35,9 +40,9 @@ def test_plans_are_of_a_ranks_lengths(ranks, world):
 
 
 @worlds
-@pytest.mark.parametrize(("step", "interleave"), [(STEP, 1), (STEP, 4), (HALF, 1)])
-def test_sharded_heads(ranks, world, step, interleave):
-    ranks.run(world, steps.check_head_sharded, step, interleave)
+@pytest.mark.parametrize("interleave", [1, 4])
+def test_sharded_heads(ranks, world, interleave):
+    ranks.run(world, steps.check_head_sharded, interleave)
 
 
 @worlds
@@ -88,13 +93,15 @@ def test_a_refused_call_changes_nothing(ranks, changes, said):
 
 def test_a_process_without_a_group():
     out, lse = torch.zeros(2, 3, 4), torch.zeros(2, 3)
-    with pytest.raises(RuntimeError, match="^merge_over_ranks needs torch.distributed.init_proc"):
+    with pytest.raises(
+        RuntimeError, match=r"^merge_over_ranks needs torch\.distributed\.init_proc"
+    ):
         merge_over_ranks(out, lse)
-    with pytest.raises(RuntimeError, match="^context_parallel_decode needs"):
+    with pytest.raises(RuntimeError, match=r"^context_parallel_decode needs"):
         context_parallel_decode(STEP.q, STEP.kv, STEP.weights, STEP.batch())
 
 
 def test_a_failing_rank_fails_the_test(ranks):
-    with pytest.raises(AssertionError, match="rank 1 of 2:(.|\n)*on purpose"):
+    with pytest.raises(AssertionError, match=r"rank 1 of 2:(.|\n)*on purpose"):
         ranks.run(2, steps.fail)
     assert not ranks.is_usable
