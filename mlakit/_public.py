@@ -42,6 +42,7 @@ from mlakit.ops import (
 )
 from mlakit.ops.decode_plan import plan_mla_decode
 from mlakit.pages import PageAllocator
+from mlakit.parallel import context_parallel_decode, merge_over_ranks, tensor_parallel_plan
 from mlakit.plan import EvenSplit, plan_context, plan_decode
 from mlakit.rope import rope_table
 from mlakit.weights import UpProjection
@@ -66,6 +67,7 @@ __all__ = [
     "UnsupportedError",
     "UpProjection",
     "append_rows",
+    "context_parallel_decode",
     "decode_attend",
     "decode_branch",
     "format_of_dtype",
@@ -73,6 +75,7 @@ __all__ = [
     "indexer_logits",
     "indexer_select",
     "indexer_topk",
+    "merge_over_ranks",
     "merge_states",
     "mla_decode",
     "mla_prefill",
@@ -91,6 +94,7 @@ __all__ = [
     "scaled_mm_fp8",
     "sparse_mla",
     "sparse_step",
+    "tensor_parallel_plan",
     "token_requests",
     "token_slots",
 ]

@@ -28,7 +28,7 @@ from mlakit.layer.config import LayerConfig
 from mlakit.layer.indexer import LightningIndexer
 from mlakit.layer.linear import Activations, Linear, RMSNorm
 from mlakit.layer.rotary import RopeTable
-from mlakit.parallel import group_rank, sum_over_ranks
+from mlakit.parallel.groups import group_rank, sum_over_ranks
 from mlakit.plan import DecodePlan, DecodePlanTensors, EvenSplit
 from mlakit.weights import UpProjection
 

@@ -1,6 +1,6 @@
 """Attention spread over the ranks of a `torch.distributed` process group.
 
-groups.py       rank and size of a group, the sum over its ranks
+groups.py       rank and size of a group, collectives over its ranks
 buffers.py      out and lse of several ranks in one buffer, for one collective
 merge.py        merge_over_ranks: partial attentions of all ranks to the attention
 decode.py       context_parallel_decode: every rank caches and reads a shard of the tokens
@@ -11,15 +11,13 @@ backend: NCCL on GPUs, gloo on CPUs.
 """
 
 from mlakit.parallel.decode import context_parallel_decode
-from mlakit.parallel.groups import GroupRank, group_rank, sum_over_ranks
+from mlakit.parallel.groups import sum_over_ranks
 from mlakit.parallel.merge import MergeMethod, merge_over_ranks
 from mlakit.parallel.tensor_plan import tensor_parallel_plan
 
 __all__ = [
-    "GroupRank",
     "MergeMethod",
     "context_parallel_decode",
-    "group_rank",
     "merge_over_ranks",
     "sum_over_ranks",
     "tensor_parallel_plan",

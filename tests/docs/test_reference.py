@@ -37,6 +37,7 @@ WHOLE_MODULES = (
     "mlakit.formats",
     "mlakit.branches",
     "mlakit.layer",
+    "mlakit.parallel",
     "mlakit.weights",
     "mlakit.compat.flash_mla",
     "mlakit.compat.modular",

@@ -34,7 +34,7 @@ def small_model(model_type: str, **fields: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = {**SIZES, "num_hidden_layers": 2, "vocab_size": 64, "intermediate_size": 32}
-    config = AutoConfig.for_model(model_type, **sizes, **fields)
+    config = AutoConfig.for_model(model_type, **(sizes | fields))
     config._attn_implementation = "eager"
     torch.manual_seed(3)
     return AutoModelForCausalLM.from_config(config).eval()
