@@ -12,11 +12,10 @@ backend: NCCL on GPUs, gloo on CPUs.
 
 from mlakit.parallel.decode import context_parallel_decode
 from mlakit.parallel.groups import sum_over_ranks
-from mlakit.parallel.merge import MergeMethod, merge_over_ranks
+from mlakit.parallel.merge import merge_over_ranks
 from mlakit.parallel.tensor_plan import tensor_parallel_plan
 
 __all__ = [
-    "MergeMethod",
     "context_parallel_decode",
     "merge_over_ranks",
     "sum_over_ranks",

@@ -50,9 +50,12 @@ STEP = Step(
 )
 HALF = replace(STEP, format="bf16", dtype=BF16)
 SINK = torch.tensor([0.5, -torch.inf, 2.0, 1.0])
-# two ways to one float32 result
-CLOSE = {"rtol": 2e-5, "atol": 2e-5}
 Group = dist.ProcessGroup
+
+
+def assert_close(got: Tensor, want: Tensor) -> None:
+    """Two ways to one float32 result."""
+    torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
 
 
 def heads_of(group: Group) -> slice:
@@ -105,7 +108,7 @@ def check_decode(group: Group, interleave: int, method: str) -> None:
         if method == "all_to_all":
             want = want[:, heads_of(group)]
         assert float(want.abs().max()) > 0.5
-        torch.testing.assert_close(out, want, **CLOSE)
+        assert_close(out, want)
         assert_unchanged(before)
         check_shard_rows(STEP, batch, shard)
 
@@ -117,7 +120,7 @@ def check_plans(group: Group) -> None:
         out = context_parallel_decode(
             STEP.q, STEP.kv, STEP.weights, STEP.shard(shard), group, interleave=2, plan=plan
         )
-        torch.testing.assert_close(out, whole_result(), **CLOSE)
+        assert_close(out, whole_result())
 
 
 def check_head_sharded(group: Group, interleave: int) -> None:
@@ -132,7 +135,7 @@ def check_head_sharded(group: Group, interleave: int) -> None:
             is_head_sharded=True,
             sink=None if sink is None else sink[heads],
         )
-        torch.testing.assert_close(out, whole_result(sink)[:, heads], **CLOSE)
+        assert_close(out, whole_result(sink)[:, heads])
         check_shard_rows(STEP, batch, shard)
 
 
@@ -203,13 +206,13 @@ def check_functional_collectives(group: Group) -> None:
         )
         want = whole_result(SINK.clamp(min=-5))
         want = want[:, heads_of(group)] if method == "all_to_all" else want
-        torch.testing.assert_close(out, want, **CLOSE)
+        assert_close(out, want)
         outs, lses = partials(group.size(), 5, F32, 6)
         merged = merge_over_ranks(
             reduced(outs[0], group), reduced(lses[0].clamp(min=-9), group), group, method=method
         )
         mine = heads_of(group) if method == "all_to_all" else slice(None)
-        torch.testing.assert_close(merged[0], outs[0][:, mine], **CLOSE)
+        assert_close(merged[0], outs[0][:, mine])
 
 
 def partials(
@@ -247,9 +250,12 @@ def check_merge(group: Group, method: str, dtype: torch.dtype, width: int) -> No
             out, lse, group, method=method, sink=None if sink is None else sink[mine]
         )
         want = reference.merge_states(torch.stack(outs), torch.stack(lses), sink=sink)
-        close = CLOSE if dtype == F32 else {"rtol": 2**-7, "atol": 1e-6}
-        torch.testing.assert_close(got[0], want[0][:, mine].to(dtype), **close)
-        torch.testing.assert_close(got[1], want[1][:, mine].float(), **CLOSE)
+        exact = want[0][:, mine].to(dtype)
+        if dtype == F32:
+            assert_close(got[0], exact)
+        else:
+            torch.testing.assert_close(got[0], exact, rtol=2**-7, atol=1e-6)  # rounded once
+        assert_close(got[1], want[1][:, mine].float())
         assert not got[0][2].any()
         assert got[1][2].isneginf().all()
         assert_unchanged(before)
