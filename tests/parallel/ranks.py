@@ -25,7 +25,7 @@ class Ranks:
 
     def __init__(self, folder: Path) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "mlakit.parallel", "tests.ops.branch_steps"])
+        context.set_forkserver_preload(["tests.parallel.steps", "tests.parallel.heads"])
         self.is_usable = True
         self._pipes: list[Connection] = []
         self._processes = []
@@ -62,9 +62,8 @@ class Ranks:
                     failures[pipes.index(pipe)] = failure
                     seconds = AFTER_FAILURE
             if not ready:
-                break
+                self.close()  # a rank is in a collective that others have not come to
         if failures:
-            self.close()
             lines = [f"rank {rank} of {len(pipes)}:\n{said}" for rank, said in failures.items()]
             raise AssertionError("\n".join(lines))
 

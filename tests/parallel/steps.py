@@ -77,14 +77,20 @@ def check_shard_rows(step: Step, batch: CachedBatch, shard: KVShard) -> None:
     """A rank's pool is its share of one process's pool, and poison elsewhere."""
     whole = step.batch()
     decode_branch(step.q.clone(), step.kv, step.weights, whole)
-    untouched = step.shard(shard).cache
+    wanted = step.shard(shard).cache
     for request, kv_len in enumerate(step.kv_lens):
         positions = torch.arange(kv_len)
         owned = positions[shard.owner(positions) == shard.rank]
         source = request_slots(whole.page_table, PAGE_SIZE, request, 0, kv_len)[owned]
         target = request_slots(batch.page_table, PAGE_SIZE, request, 0, len(owned))
-        untouched.layer(LAYER).write(target, whole.cache.layer(LAYER).read(source))
-    assert_same_bits("the cache", batch.cache.payload, untouched.payload)
+        for part in ("payload", "scales"):
+            rows, found = getattr(wanted, part), getattr(whole.cache, part)
+            if rows is not None:
+                stored = found[LAYER, source // PAGE_SIZE, source % PAGE_SIZE]
+                rows[LAYER, target // PAGE_SIZE, target % PAGE_SIZE] = stored
+    for part in ("payload", "scales"):
+        if getattr(wanted, part) is not None:
+            assert_same_bits(part, getattr(batch.cache, part), getattr(wanted, part))
 
 
 def weights_of_heads(step: Step, heads: slice) -> LayerWeights:
@@ -139,52 +145,55 @@ def check_head_sharded(group: Group, interleave: int) -> None:
         check_shard_rows(STEP, batch, shard)
 
 
-def naive_bf16(rows: list[Tensor], world: int, interleave: int, *, is_head_sharded: bool) -> Tensor:
+def naive_bf16(
+    step: Step, rows: list[Tensor], world: int, interleave: int, *, is_head_sharded: bool
+) -> Tensor:
     """The naive run: float32, rounded where the ranks round."""
-    requests = [b for b, new in enumerate(HALF.q_lens) for _ in range(new)]
+    requests = [b for b, new in enumerate(step.q_lens) for _ in range(new)]
     outs, lses = [], []
     for rank in range(world):
         shard = KVShard(rank, world, interleave)
         seen = []
-        for request, position in zip(requests, HALF.positions, strict=True):
+        for request, position in zip(requests, step.positions, strict=True):
             visible = torch.arange(position + 1)
             seen.append(rows[request][visible[shard.owner(visible) == rank]])
         latent, lse = reference.mla_decode(
-            HALF.absorbed(F32),
+            step.absorbed(F32),
             seen,
-            [1] * HALF.tokens,
-            softmax_scale=HALF.weights.softmax_scale,
+            [1] * step.tokens,
+            softmax_scale=step.weights.softmax_scale,
             v_width=GEOMETRY.kv_lora_rank,
             mask=masks.NULL,
             dtype=F32,
         )
         latent = latent.to(BF16)
-        outs.append(latent if is_head_sharded else HALF.projected(latent, F32).to(BF16))
+        outs.append(latent if is_head_sharded else step.projected(latent, F32).to(BF16))
         lses.append(lse)
     merged, _ = reference.merge_states(torch.stack(outs), torch.stack(lses), dtype=F32)
-    return HALF.projected(merged.to(BF16), F32) if is_head_sharded else merged
+    return step.projected(merged.to(BF16), F32) if is_head_sharded else merged
 
 
-def check_bf16(group: Group, method: str, *, is_head_sharded: bool = False) -> None:
+def check_bf16(group: Group, format: str, method: str, *, is_head_sharded: bool = False) -> None:
     """Against the oracle in float64."""
+    step = replace(HALF, format=format)
     shard, heads = KVShard(group.rank(), group.size(), 2), heads_of(group)
     given = heads if is_head_sharded else slice(None)
-    weights = weights_of_heads(HALF, heads) if is_head_sharded else HALF.weights
-    batch = HALF.shard(shard)
+    weights = weights_of_heads(step, heads) if is_head_sharded else step.weights
+    batch = step.shard(shard)
     out = context_parallel_decode(
-        *(HALF.q[:, given], HALF.kv, weights, batch, group),
+        *(step.q[:, given], step.kv, weights, batch, group),
         interleave=2,
         method=method,
         is_head_sharded=is_head_sharded,
     )
-    check_shard_rows(HALF, batch, shard)
-    whole = HALF.batch()
-    decode_branch(HALF.q.clone(), HALF.kv, HALF.weights, whole)
-    rows = HALF.cached_rows(whole)
+    check_shard_rows(step, batch, shard)
+    whole = step.batch()
+    decode_branch(step.q.clone(), step.kv, step.weights, whole)
+    rows = step.cached_rows(whole)
     found = heads if method == "all_to_all" else slice(None)
-    naive = naive_bf16(rows, group.size(), 2, is_head_sharded=is_head_sharded)
+    naive = naive_bf16(step, rows, group.size(), 2, is_head_sharded=is_head_sharded)
     assert out.dtype == BF16
-    assert_matches("out", out, HALF.exact(rows)[:, found], naive[:, found])
+    assert_matches("out", out, step.exact(rows)[:, found], naive[:, found])
 
 
 def reduced(x: Tensor, group: Group) -> Tensor:

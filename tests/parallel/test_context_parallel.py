@@ -26,12 +26,18 @@ def test_decode_is_that_of_one_process(ranks, world, method, interleave):
 @worlds
 @methods
 def test_bf16(ranks, world, method):
-    ranks.run(world, steps.check_bf16, method)
+    ranks.run(world, steps.check_bf16, "bf16", method)
+
+
+@worlds
+@pytest.mark.parametrize("format", ["fp8_token", "fp8_block128"])
+def test_fp8_rows(ranks, world, format):
+    ranks.run(world, steps.check_bf16, format, "all_gather")
 
 
 @worlds
 def test_bf16_with_sharded_heads(ranks, world):
-    ranks.run(world, steps.check_bf16, "all_to_all", is_head_sharded=True)
+    ranks.run(world, steps.check_bf16, "bf16", "all_to_all", is_head_sharded=True)
 
 
 @worlds
@@ -102,6 +108,7 @@ def test_a_process_without_a_group():
 
 
 def test_a_failing_rank_fails_the_test(ranks):
-    with pytest.raises(AssertionError, match=r"rank 1 of 2:(.|\n)*on purpose"):
+    with pytest.raises(AssertionError, match=r"^rank 1 of 2:(.|\n)*on purpose"):
         ranks.run(2, steps.fail)
-    assert not ranks.is_usable
+    assert ranks.is_usable
+    ranks.run(4, steps.check_sum)
