@@ -2,12 +2,12 @@
 
 groups.py       rank and size of a group, collectives over its ranks
 buffers.py      out and lse of several ranks in one buffer, for one collective
-merge.py        merge_over_ranks: partial attentions of all ranks to the attention
+merge.py        merge_over_ranks: merge the partial results of all ranks
 decode.py       context_parallel_decode: every rank caches and reads a shard of the tokens
-tensor_plan.py  tensor_parallel_plan: what the plans of transformers leave out
+tensor_plan.py  tensor_parallel_plan: plans for models of transformers, attention included
 
-All ranks of a group make the same calls in the same order. The collectives are those of the group's
-backend: NCCL on GPUs, gloo on CPUs.
+All ranks of a group make the same calls in the same order. The group's backend runs the
+collectives: NCCL on GPUs, gloo on CPUs.
 """
 
 from mlakit.parallel.decode import context_parallel_decode

@@ -1,4 +1,4 @@
-"""Partial attentions of several ranks in one buffer of bytes: one collective carries out and lse.
+"""Partial results of several ranks in one byte buffer: one collective carries out and lse.
 
 Two collectives would take twice the latency, and lse is a small message.
 """
@@ -22,7 +22,7 @@ class Partials(NamedTuple):
 
     @classmethod
     def allocate(cls, ranks: int, like: Tensor, heads: int) -> Partials:
-        """Uninitialised; all but the number of heads is that of `like` [tokens, …, v_width]."""
+        """Uninitialised; tokens, v_width, dtype and device are those of `like`."""
         tokens, _, v_width = like.shape
         shape = (tokens, heads, v_width)
         out_bytes = tokens * heads * v_width * like.element_size()

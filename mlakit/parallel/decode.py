@@ -61,7 +61,7 @@ def context_parallel_decode(
     method      as in `merge_over_ranks`; None: "all_to_all" with sharded heads, else "all_gather"
     is_head_sharded
                 False: q and weights have all heads. The ranks merge after W_UV, so D_V columns per
-                head are sent where D_C were attended: a quarter of the bytes for DeepSeek-V3.
+                head are sent instead of D_C: a quarter of the bytes for DeepSeek-V3.
                 True: q and weights have this rank's heads, a tensor-parallel layer's. The absorbed
                 queries of all heads are gathered; every rank gets the latents of its heads and
                 multiplies them by its W_UV

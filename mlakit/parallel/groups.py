@@ -9,7 +9,7 @@ from torch import distributed as dist
 
 
 class GroupRank(NamedTuple):
-    """The place of this process in a group."""
+    """The rank of this process in a group, and the number of ranks."""
 
     rank: int
     world: int
@@ -41,6 +41,6 @@ def gather_over_ranks(
     received: Tensor, mine: Tensor, group: dist.ProcessGroup | None = None
 ) -> None:
     """Fill `received` [world, …] with `mine` [1, …] of every rank."""
-    # torch 2.13 renamed it, and warns of the old name
+    # torch 2.13 renames the function and warns about the old name
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(received, mine, group=group)

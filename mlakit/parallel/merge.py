@@ -36,13 +36,13 @@ def merge_over_ranks(
             it; not read where lse is −inf, which is where this rank has no key of the request
     lse     [tokens, heads] float32, natural log
     group   of the ranks that share the keys; None: the default group
-    method  "all_gather"  one collective; every rank gets all heads, bit by bit the same
+    method  "all_gather"  one collective; every rank gets all heads, with the same bits
             "all_to_all"  one collective; every rank gets its heads / world heads, rank 0 the first
                           ones. For layers whose heads are sharded over the same group
-            "all_reduce"  a small one and a float32 sum; every rank gets all heads. It moves fewer
+            "all_reduce"  a maximum of lse and a float32 sum; every rank gets all heads. Sends fewer
                           bytes than all_gather over more than 4 ranks with 16-bit `out`
-    sink    [heads of the result] float32 logit that joins out's denominator only: given here, not
-            to the attention of the ranks, it is counted once
+    sink    [heads of the result] float32 logit that joins out's denominator only. Give it here,
+            not to the ranks' attention, so that it counts once
 
     Shapes, dtypes and options are the same on all ranks. Results of functional collectives are
     waited for. Does not synchronise with the host.

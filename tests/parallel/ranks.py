@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-START_TIMEOUT = 240  # seconds: torch is imported, on a machine that may be busy
+START_TIMEOUT = 240  # seconds: each process imports torch
 TIMEOUT = 60  # of a collective, and of a call
 AFTER_FAILURE = 3  # one rank's failure may leave the others in a collective
 WORLDS = (2, 4)
@@ -49,7 +49,7 @@ class Ranks:
         self._wait(pipes, TIMEOUT)
 
     def _wait(self, pipes: list[Connection], seconds: float) -> None:
-        """Every rank says None, or its failure."""
+        """Every rank sends None, or its traceback."""
         failures: dict[int, str] = {}
         pending = list(pipes)
         while pending:

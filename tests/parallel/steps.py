@@ -227,7 +227,7 @@ def check_functional_collectives(group: Group) -> None:
 def partials(
     world: int, tokens: int, dtype: torch.dtype, width: int
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """One part per rank; NaN where a part is empty, and a token without any key."""
+    """One partial per rank; NaN where a partial is empty, and a token without any key."""
     generator = torch.Generator().manual_seed(7)
     outs, lses = [], []
     for rank in range(world):
@@ -244,7 +244,7 @@ def partials(
 
 
 def check_merge(group: Group, method: str, dtype: torch.dtype, width: int) -> None:
-    """Against the oracle: strided parts, parts without keys, a token that no rank has a key of."""
+    """Against the oracle: strided and empty partials, a token without keys."""
     outs, lses = partials(group.size(), 5, dtype, width)
     lses[0][2] = -torch.inf
     outs[0][2] = torch.nan
