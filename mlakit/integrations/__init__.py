@@ -1,0 +1,1 @@
+"""mlakit under the models of other libraries. Each package imports its library when it is used."""

@@ -1,0 +1,21 @@
+"""The MLA models of transformers on mlakit's ops and its paged latent cache, for inference.
+
+    from mlakit.integrations.transformers import patch, unpatch
+
+    patch(model)     # generate() and forward() as before
+    unpatch(model)
+
+transformers has two places for it, so no forward of a model is replaced: the attention function
+(`AttentionInterface`), and `expand_kv`, the method of an MLA module that expands cached latents to
+K and V. Projections, norms, RoPE, gates and the indexer stay the model's.
+
+    patching.py      patch, unpatch, the hook on the decoder that begins a step
+    pool.py          LatentPool: sequences of a batch in the pages of one cache
+    cache_layers.py  the layers that a DynamicCache gets
+    attention.py     the attention and the mask function
+    checks.py        what is refused, and why
+"""
+
+from mlakit.integrations.transformers.patching import patch, unpatch
+
+__all__ = ["patch", "unpatch"]

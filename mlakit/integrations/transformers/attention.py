@@ -1,0 +1,141 @@
+"""The attention function and the mask function that a patched model calls."""
+
+from __future__ import annotations
+
+from threading import local
+from typing import Any
+
+from torch import Tensor, nn
+
+from mlakit import (
+    MLAGeometry,
+    UnsupportedError,
+    UpProjection,
+    decode_attend,
+    physical_rows,
+    prefill_attend,
+)
+from mlakit.branches.step import DECODE_THRESHOLD
+from mlakit.integrations.transformers import checks
+from mlakit.integrations.transformers.pool import LatentPool
+
+NAME = "mlakit"
+_UP_PROJECTION = "_mlakit_up_projection"
+
+
+class _Uncached(local):
+    """The pool of a forward without a cache, one per thread; all layers use its only layer."""
+
+    pool: LatentPool | None = None
+
+
+uncached = _Uncached()
+
+
+def unexpanded(latent: Any, k_rope: Tensor) -> tuple[Any, Tensor]:
+    """`expand_kv` of a patched module: the attention function takes the latents."""
+    return latent, k_rope
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Any,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    indices: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention of the new tokens over the pool, as an attention function of transformers.
+
+    query    [batch, heads, length, D_N + D_R], rotated
+    key      (pool, layer) with a cache; latents [batch, 1, length, D_C] without
+    value    rotated keys [batch, 1, length, D_R]
+    attention_mask  not used: the sequences hold no padding
+    indices  [batch, length, topk] columns that an indexer selected; they may name padding and
+             columns after the query's
+    s_aux    [heads] sinks
+
+    Returns [batch, length, heads, D_V]; 0 for padding.
+    """
+    checks.check_attention_arguments(module, dropout, others)
+    if isinstance(key, Tensor):
+        pool, layer = uncached.pool, 0
+        if pool is None:
+            raise UnsupportedError("mlakit: the decoder of the patched model must be called")
+        pool.write(layer, key, value)
+    else:
+        pool, layer = key
+    step = pool.step
+    batch, heads, length, _ = query.shape
+    q = step.take(query.transpose(1, 2).flatten(0, 1))
+    rows = None if indices is None else _selected_rows(pool, indices)
+    up = up_projection(module)
+    cached = pool.batch(layer)
+    scale = module.scaling if scaling is None else scaling
+    shared = {
+        "softmax_scale": float(scale),  # type: ignore[arg-type]
+        "sink": None if s_aux is None else s_aux.detach().float(),
+    }
+    if rows is None and max(step.context.q_lens) > DECODE_THRESHOLD:
+        out, _ = prefill_attend(q, up, cached, plan=step.context, **shared)
+    else:
+        out, _ = decode_attend(q, up, cached, rows=rows, **shared)
+    return step.put(out, batch * length).view(batch, length, heads, -1), None
+
+
+def _selected_rows(pool: LatentPool, indices: Tensor) -> Tensor | None:
+    """The rows [tokens, topk] of selected columns; None where every visible token is selected."""
+    step = pool.step
+    if indices.shape[-1] >= max(step.context.kv_lens):
+        return None
+    columns = step.take(indices.flatten(0, 1)).long()
+    tokens = step.positions[step.request[:, None], columns]
+    tokens = tokens.masked_fill(tokens > step.position[:, None], -1)
+    return physical_rows(tokens, step.page_table, pool.allocator.page_size, step.q_starts)
+
+
+def up_projection(module: nn.Module) -> UpProjection:
+    """W_UK and W_UV of a module, made again when its weight is another or was written."""
+    weight = checks.kv_b_proj(module)
+    version = 0 if weight.is_inference() else weight._version
+    key = (weight.data_ptr(), version, weight.dtype, weight.device, weight.shape)
+    known = module.__dict__.get(_UP_PROJECTION)
+    if known is None or known[0] != key:
+        geometry = MLAGeometry.from_config(module.config)
+        heads = weight.shape[0] // (geometry.qk_nope_head_dim + geometry.v_head_dim)
+        made = UpProjection.from_checkpoint(weight, geometry.with_heads(heads))
+        known = module.__dict__[_UP_PROJECTION] = (key, made)
+    up: UpProjection = known[1]
+    return up
+
+
+def forget_up_projection(module: nn.Module) -> None:
+    module.__dict__.pop(_UP_PROJECTION, None)
+
+
+def mask(*args: Any, config: Any = None, **arguments: Any) -> Tensor | None:
+    """The mask of a forward: None for dense models, whose lengths say it all.
+
+    A sparse model passes it to its indexer. That mask is additive and always made: the indexers of
+    transformers 5.15 and 5.16 add it to their scores, where a boolean one counts as 0 and 1.
+    """
+    from transformers.masking_utils import causal_mask_function, eager_mask
+
+    if arguments.get("mask_function", causal_mask_function) is not causal_mask_function:
+        raise UnsupportedError(
+            "mlakit: the mask must be causal; packed sequences and other masks are not supported"
+        )
+    if getattr(config, "index_topk", None) is None:
+        return None
+    arguments.pop("allow_is_causal_skip", None)
+    made: Tensor = eager_mask(*args, config=config, **arguments)
+    return made
+
+
+def refuse_continuous_batching(*args: Any, **others: Any) -> tuple[Tensor, None]:
+    """The attention function of `generate_batch` on a patched model."""
+    raise UnsupportedError("mlakit: generate_batch is not supported on a patched model")

@@ -1,0 +1,172 @@
+"""The layers that a DynamicCache of transformers gets: views of one pool of latent rows.
+
+transformers calls a cache method on every layer in turn. What concerns the whole batch is done by
+the first of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicIndexedLayer,
+    DynamicLayer,
+)
+
+from mlakit.formats import Format
+from mlakit.integrations.transformers.pool import LatentPool
+
+
+class PoolLayer(NamedTuple):
+    """What `update` returns in the place of keys: the attention function takes it."""
+
+    pool: LatentPool
+    layer: int
+
+
+class LatentLayer(CacheLayerMixin):
+    """One layer of a pool. Its length is in columns of the mask, padding included."""
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, pool: LatentPool, layer: int) -> None:
+        super().__init__()
+        self.pool, self.layer, self.columns = pool, layer, 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """The pool is made at the first `update`, with the dtype of its latents."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Tensor]:
+        """Store latents [batch, 1, length, D_C] and rotated keys [batch, 1, length, D_R]."""
+        self.pool.write(self.layer, key_states, value_states)
+        self.is_initialized = True
+        self.columns += key_states.shape[2]
+        return PoolLayer(self.pool, self.layer), value_states
+
+    def get_seq_length(self) -> int:
+        return self.columns
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.columns + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.columns = 0
+        if self.layer == 0:
+            self.pool.reset()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        if self.columns:
+            self._select(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.columns:
+            batch = range(len(self.pool.sequences))
+            self._select([row for row in batch for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.columns:
+            # indices may be a mask
+            self._select(torch.arange(len(self.pool.sequences))[indices.cpu()].tolist())
+
+    def _select(self, rows: Sequence[int]) -> None:
+        if self.layer == 0:
+            self.pool.select(rows)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove that many tokens, given as a negative number; a positive one is a length."""
+        given = int(tokens_to_remove)  # generate() passes a tensor
+        count = -given if given <= 0 else max(self.columns - given, 0)
+        if not count:
+            return
+        self.columns -= count
+        if self.layer == 0:
+            self.pool.crop(count)
+
+    def offload(self) -> None:
+        raise NotImplementedError("mlakit: a pool of latent rows cannot be offloaded")
+
+    def prefetch(self) -> None:
+        self.offload()
+
+
+class IndexedLatentLayer(LatentLayer):
+    """A layer of a sparse model. Its index keys stay the model's, one tensor with the padding."""
+
+    def __init__(self, pool: LatentPool, layer: int) -> None:
+        super().__init__(pool, layer)
+        self.indexer_keys: Tensor | None = None
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        known = self.indexer_keys
+        keys = indexer_key_states if known is None else torch.cat([known, indexer_key_states], 1)
+        self.indexer_keys = keys
+        return keys
+
+    def reset(self) -> None:
+        super().reset()
+        self.indexer_keys = None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        self._select_keys(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        if self.indexer_keys is not None:
+            self.indexer_keys = self.indexer_keys.repeat_interleave(repeats, 0)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._select_keys(indices)
+
+    def _select_keys(self, rows: Tensor) -> None:
+        if self.indexer_keys is not None:
+            self.indexer_keys = self.indexer_keys[rows.to(self.indexer_keys.device)]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        if self.indexer_keys is not None:
+            self.indexer_keys = self.indexer_keys[:, : self.columns]
+
+
+def pool_of(
+    cache: object, layers: Sequence[int], format: Format | None, page_size: int
+) -> LatentPool:
+    """The pool of a cache. An empty DynamicCache gets one: the caller keeps the object.
+
+    layers  the indices of the MLA layers in the cache
+    """
+    if not isinstance(cache, DynamicCache):
+        got = type(cache).__name__
+        raise ValueError(f"mlakit: past_key_values must be a DynamicCache, got {got}")
+    known = cache.layers[layers[0]] if layers[0] < len(cache.layers) else None
+    if isinstance(known, LatentLayer):
+        return known.pool
+    if cache.get_seq_length():
+        raise ValueError("mlakit: past_key_values must be empty or begun by a patched model")
+    if cache.offloading:
+        raise ValueError("mlakit: past_key_values must not be offloaded")
+    pool = LatentPool(len(layers), format, page_size)
+    while len(cache.layers) <= max(layers):
+        cache.layers.append(DynamicLayer())
+    for index, layer in enumerate(layers):
+        before = type(cache.layers[layer])
+        if before not in (DynamicLayer, DynamicIndexedLayer):
+            raise ValueError(
+                f"mlakit: layer {layer} of past_key_values must be a DynamicLayer, "
+                f"got {before.__name__}"
+            )
+        kind = IndexedLatentLayer if before is DynamicIndexedLayer else LatentLayer
+        cache.layers[layer] = kind(pool, index)
+    return pool

@@ -1,0 +1,143 @@
+"""What a patched model refuses, before it gives a wrong result."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mlakit import UnsupportedError
+from mlakit.checks import FLOATS
+from mlakit.formats import FLOAT_FORMATS, known_format
+
+OLDEST = (5, 15)  # the first release that caches latents and has expand_kv
+NEWEST_TESTED = (5, 22)
+REFUSED_MODELS = {"glm5_next": "its layers have no rope columns and build their own masks"}
+# arguments that reach an attention function and do not change what it computes
+HARMLESS = frozenset(
+    {
+        "cache_position",
+        "cache_params",
+        "is_causal",  # checked apart
+        "num_items_in_batch",
+        "output_hidden_states",
+        "output_router_logits",
+        "past_key_values",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
+
+
+def check_version(version: str) -> None:
+    """Refuse releases without `expand_kv`; warn of those that were not tested."""
+    release = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if release < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise UnsupportedError(f"patch: needs transformers {oldest} or newer, got {version}")
+    if release > NEWEST_TESTED:
+        newest = ".".join(map(str, NEWEST_TESTED))
+        warnings.warn(
+            f"patch: tested with transformers up to {newest}, got {version}", stacklevel=3
+        )
+
+
+def mla_modules(model: nn.Module) -> list[nn.Module]:
+    """The attention modules with `expand_kv`, in the order of their layers."""
+    found = [
+        module
+        for module in model.modules()
+        if hasattr(type(module), "expand_kv") and hasattr(module, "kv_b_proj")
+    ]
+    return sorted(found, key=lambda module: int(module.layer_idx))  # type: ignore[arg-type]
+
+
+def check_model(model: nn.Module, modules: Sequence[nn.Module], format: str | None) -> None:
+    """The model has MLA layers whose weights the ops take, and `format` stores their latents."""
+    for config in (model.config, *(module.config for module in modules)):
+        name = getattr(config, "model_type", "")
+        for refused, why in REFUSED_MODELS.items():
+            if str(name).startswith(refused):
+                raise UnsupportedError(f"patch: {name} is not supported: {why}")
+    if not modules:
+        raise UnsupportedError(
+            f"patch: {type(model).__name__} has no MLA attention (a module with expand_kv)"
+        )
+    devices = {kv_b_proj(module).device for module in modules}
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise UnsupportedError(f"patch: all layers must be on one device, got {names}")
+    if format is None:
+        return
+    dtype = kv_b_proj(modules[0]).dtype
+    known = known_format(format)
+    if known in FLOAT_FORMATS.values() and known != FLOAT_FORMATS[dtype]:
+        own = f"{FLOAT_FORMATS[dtype]!r} or an FP8 format"
+        raise UnsupportedError(
+            f"patch: format must be {own} for weights of {_name(dtype)}, got {format!r}"
+        )
+
+
+def kv_b_proj(module: nn.Module) -> Tensor:
+    """The up-projection of this rank's heads: a plain float matrix, not a parameter."""
+    linear: Any = module.kv_b_proj
+    if type(linear) is not nn.Linear:
+        # adapters and quantised layers compute something else than x @ weight.T
+        raise UnsupportedError(f"mlakit: kv_b_proj must be nn.Linear, got {type(linear).__name__}")
+    if linear.bias is not None:
+        raise UnsupportedError("mlakit: kv_b_proj must have no bias")
+    weight: Any = linear.weight.detach()
+    if hasattr(weight, "to_local"):  # a DTensor of tensor parallelism
+        weight = weight.to_local()
+    if type(weight) is not Tensor or weight.dtype not in FLOATS:
+        got = f"{type(weight).__name__} of {_name(weight.dtype)}"
+        raise UnsupportedError(
+            f"mlakit: kv_b_proj must not be quantised, a matrix of {', '.join(map(_name, FLOATS))},"
+            f" got {got}"
+        )
+    return weight
+
+
+def check_inference(decoder: nn.Module, modules: Sequence[nn.Module]) -> None:
+    """There is no backward."""
+    if decoder.training:
+        raise UnsupportedError("mlakit: the model must not be in training mode; call model.eval()")
+    if torch.is_grad_enabled() and any(
+        module.kv_b_proj.weight.requires_grad  # type: ignore[union-attr]
+        for module in modules
+    ):
+        raise UnsupportedError(
+            "mlakit: there is no backward; call the model under torch.no_grad() or "
+            "torch.inference_mode(), or model.requires_grad_(False)"
+        )
+
+
+def check_mask(mask: object) -> Tensor | None:
+    """A mask of padding, [batch, columns], or none."""
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        got = f"{mask.ndim} axes" if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"mlakit: attention_mask must have axes (batch, columns), got {got}")
+    return mask
+
+
+def check_attention_arguments(module: nn.Module, dropout: float, others: Mapping[str, Any]) -> None:
+    """Refuse what the ops do not compute, by name."""
+    if dropout or module.training:
+        raise UnsupportedError("mlakit: training and dropout are not supported")
+    if others.get("is_causal") is False:
+        raise UnsupportedError("mlakit: is_causal must not be False")
+    for name, value in others.items():
+        if name not in HARMLESS and value is not None and value is not False:
+            raise UnsupportedError(f"mlakit: {name} is not supported by the patched attention")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,122 @@
+"""Patch a loaded model and undo it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from mlakit.checks import Dims
+from mlakit.formats import Format
+from mlakit.integrations.transformers import attention, checks
+from mlakit.integrations.transformers.pool import LatentPool
+
+_PATCH = "_mlakit_patch"
+
+
+@dataclass(frozen=True)
+class Patch:
+    """What `unpatch` undoes."""
+
+    implementation: str
+    hooks: tuple[RemovableHandle, ...]
+
+
+def patch(model: nn.Module, *, format: Format | None = None, page_size: int = 64) -> None:
+    """Run the MLA layers of a transformers model on mlakit, with latents in a paged cache.
+
+    model      a loaded model of a type with MLA; changed in place, `unpatch` undoes it
+    format     of the cached rows; None: the dtype of the weights
+    page_size  tokens of a page
+
+    generate() and forward() then work as before. The cache is an ordinary DynamicCache, also one
+    that the caller made; its layers share one pool. Padding may be anywhere in a prompt and is not
+    stored. Raises UnsupportedError for a model that it cannot run; docs/transformers.md has the
+    list.
+    """
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "patch: needs transformers; pip install 'mlakit[transformers]'"
+        ) from error
+    checks.check_version(transformers.__version__)
+    page_size = Dims("patch").integer("page_size", page_size, 1)
+    if _PATCH in model.__dict__:
+        raise ValueError("patch: the model is patched already; call unpatch first")
+    modules = checks.mla_modules(model)
+    checks.check_model(model, modules, format)
+    transformers.AttentionInterface.register(attention.NAME, attention.attention)
+    transformers.AttentionInterface.register(
+        f"paged|{attention.NAME}", attention.refuse_continuous_batching
+    )
+    transformers.AttentionMaskInterface.register(attention.NAME, attention.mask)
+    implementation = model.config._attn_implementation  # type: ignore[union-attr]
+    model.set_attn_implementation(attention.NAME)  # type: ignore[operator]
+    for module in modules:
+        module.__dict__["expand_kv"] = attention.unexpanded
+    decoder: nn.Module = model.get_decoder()  # type: ignore[operator]
+    begin = decoder.register_forward_pre_hook(
+        _begin_step(modules, format, page_size), with_kwargs=True
+    )
+    end = decoder.register_forward_hook(_end_step, always_call=True)
+    model.__dict__[_PATCH] = Patch(implementation, (begin, end))
+
+
+def unpatch(model: nn.Module) -> None:
+    """Undo `patch`: the model attends as before. Caches that the patched model began are lost."""
+    if _PATCH not in model.__dict__:
+        raise ValueError("unpatch: the model is not patched")
+    undone: Patch = model.__dict__.pop(_PATCH)
+    for hook in undone.hooks:
+        hook.remove()
+    for module in checks.mla_modules(model):
+        module.__dict__.pop("expand_kv", None)
+        attention.forget_up_projection(module)
+    model.set_attn_implementation(undone.implementation)  # type: ignore[operator]
+
+
+def _begin_step(
+    modules: Sequence[nn.Module], format: Format | None, page_size: int
+) -> Callable[..., tuple[tuple[()], dict[str, Any]]]:
+    """The hook before the decoder's forward: the rows of the new tokens, once for all layers."""
+    layers = [int(module.layer_idx) for module in modules]  # type: ignore[arg-type]
+
+    def begin_step(
+        decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[()], dict[str, Any]]:
+        from transformers import DynamicCache
+
+        from mlakit.integrations.transformers.cache_layers import pool_of
+
+        checks.check_inference(decoder, modules)
+        given = dict(zip(signature(decoder.forward).parameters, args, strict=False)) | kwargs
+        mask = checks.check_mask(given.get("attention_mask"))
+        x = given.get("input_ids")
+        x = given.get("inputs_embeds") if x is None else x
+        if x is None:
+            raise ValueError("mlakit: input_ids or inputs_embeds must be given")
+        cache = given.get("past_key_values")
+        config: Any = decoder.config
+        use_cache = given.get("use_cache")
+        if cache is None and (config.use_cache if use_cache is None else use_cache):
+            cache = given["past_key_values"] = DynamicCache(config=config)
+        if cache is None:
+            pool = attention.uncached.pool = LatentPool(1, None, page_size)
+        else:
+            pool = pool_of(cache, layers, format, page_size)
+        pool.begin_step(x.shape[0], x.shape[1], mask, x.device)
+        return (), given
+
+    return begin_step
+
+
+def _end_step(decoder: nn.Module, args: object, output: object) -> None:
+    """The hook after the decoder's forward, also a failed one."""
+    attention.uncached.pool = None
+
+
