@@ -92,7 +92,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "HYV4": MOE | DENSE_TYPES | INDEX | SHARED_INDEXER,
 }
 SPARSE = ("DeepseekV32", "GlmMoeDsa", "AXK2", "HYV4")
-COLUMNS = 90  # longer than a page of 64
+COLUMNS = 70  # longer than a page of 64
 
 
 def build(name: str, **changes: Any) -> Any:

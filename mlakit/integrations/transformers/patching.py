@@ -118,5 +118,3 @@ def _begin_step(
 def _end_step(decoder: nn.Module, args: object, output: object) -> None:
     """The hook after the decoder's forward, also a failed one."""
     attention.uncached.pool = None
-
-

@@ -184,8 +184,8 @@ class LatentPool:
                 device=latent.device,
             )
         step = self.step
-        rows = (step.take(part[:, 0].flatten(0, 1)) for part in (latent, k_rope))
-        append_rows(*rows, self.cache, step.slots, layer=layer)
+        tokens = [step.take(part[:, 0].flatten(0, 1)) for part in (latent, k_rope)]
+        append_rows(tokens[0], tokens[1], self.cache, step.slots, layer=layer)
 
     def batch(self, layer: int) -> CachedBatch:
         """The sequences as the branches take them, with the tokens of the step."""
