@@ -67,15 +67,15 @@ def test_prompt_lookup_crops_the_cache(name, monkeypatch):
     model = build(name)
     ids = prompts(batch=1)[:, :24].repeat(1, 3)  # something to look up
     mask = torch.ones_like(ids)
-    eager = generate(model, ids, mask, max_new_tokens=12)
+    how = {"max_new_tokens": 12, "prompt_lookup_num_tokens": 3}
+    eager = generate(model, ids, mask, **how)
     patch(model)
     crops = []
     crop = LatentLayer.crop
     monkeypatch.setattr(
         LatentLayer, "crop", lambda self, n: (crops.append(int(n)), crop(self, n))[1]
     )
-    ours = generate(model, ids, mask, max_new_tokens=12, prompt_lookup_num_tokens=3)
-    assert torch.equal(ours, eager)
+    assert torch.equal(generate(model, ids, mask, **how), eager)
     assert any(crops)
 
 
