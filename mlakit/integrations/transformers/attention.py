@@ -75,15 +75,12 @@ def attention(
     rows = None if indices is None else _selected_rows(pool, indices)
     up = up_projection(module)
     cached = pool.batch(layer)
-    scale = module.scaling if scaling is None else scaling
-    shared = {
-        "softmax_scale": float(scale),  # type: ignore[arg-type]
-        "sink": None if s_aux is None else s_aux.detach().float(),
-    }
+    scale = float(module.scaling if scaling is None else scaling)  # type: ignore[arg-type]
+    sink = None if s_aux is None else s_aux.detach().float()
     if rows is None and max(step.context.q_lens) > DECODE_THRESHOLD:
-        out, _ = prefill_attend(q, up, cached, plan=step.context, **shared)
+        out, _ = prefill_attend(q, up, cached, softmax_scale=scale, sink=sink, plan=step.context)
     else:
-        out, _ = decode_attend(q, up, cached, rows=rows, **shared)
+        out, _ = decode_attend(q, up, cached, softmax_scale=scale, sink=sink, rows=rows)
     return step.put(out, batch * length).view(batch, length, heads, -1), None
 
 

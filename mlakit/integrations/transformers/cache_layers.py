@@ -36,7 +36,7 @@ class LatentLayer(CacheLayerMixin):
     is_croppable = True
 
     def __init__(self, pool: LatentPool, layer: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.pool, self.layer, self.columns = pool, layer, 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

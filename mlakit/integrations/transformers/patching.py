@@ -26,10 +26,10 @@ class Patch:
     hooks: tuple[RemovableHandle, ...]
 
 
-def patch(model: nn.Module, *, format: Format | None = None, page_size: int = 64) -> None:
+def patch(model: Any, *, format: Format | None = None, page_size: int = 64) -> None:
     """Run the MLA layers of a transformers model on mlakit, with latents in a paged cache.
 
-    model      a loaded model of a type with MLA; changed in place, `unpatch` undoes it
+    model      a loaded PreTrainedModel of a type with MLA; changed in place, `unpatch` undoes it
     format     of the cached rows; None: the dtype of the weights
     page_size  tokens of a page
 
@@ -55,19 +55,19 @@ def patch(model: nn.Module, *, format: Format | None = None, page_size: int = 64
         f"paged|{attention.NAME}", attention.refuse_continuous_batching
     )
     transformers.AttentionMaskInterface.register(attention.NAME, attention.mask)
-    implementation = model.config._attn_implementation  # type: ignore[union-attr]
-    model.set_attn_implementation(attention.NAME)  # type: ignore[operator]
+    implementation = model.config._attn_implementation
+    model.set_attn_implementation(attention.NAME)
     for module in modules:
         module.__dict__["expand_kv"] = attention.unexpanded
-    decoder: nn.Module = model.get_decoder()  # type: ignore[operator]
+    decoder: nn.Module = model.get_decoder()
     begin = decoder.register_forward_pre_hook(
-        _begin_step(modules, format, page_size), with_kwargs=True
+        _begin_step(decoder, modules, format, page_size), with_kwargs=True
     )
     end = decoder.register_forward_hook(_end_step, always_call=True)
     model.__dict__[_PATCH] = Patch(implementation, (begin, end))
 
 
-def unpatch(model: nn.Module) -> None:
+def unpatch(model: Any) -> None:
     """Undo `patch`: the model attends as before. Caches that the patched model began are lost."""
     if _PATCH not in model.__dict__:
         raise ValueError("unpatch: the model is not patched")
@@ -77,14 +77,15 @@ def unpatch(model: nn.Module) -> None:
     for module in checks.mla_modules(model):
         module.__dict__.pop("expand_kv", None)
         attention.forget_up_projection(module)
-    model.set_attn_implementation(undone.implementation)  # type: ignore[operator]
+    model.set_attn_implementation(undone.implementation)
 
 
 def _begin_step(
-    modules: Sequence[nn.Module], format: Format | None, page_size: int
+    decoder: nn.Module, modules: Sequence[nn.Module], format: Format | None, page_size: int
 ) -> Callable[..., tuple[tuple[()], dict[str, Any]]]:
     """The hook before the decoder's forward: the rows of the new tokens, once for all layers."""
     layers = [int(module.layer_idx) for module in modules]  # type: ignore[arg-type]
+    names = tuple(signature(decoder.forward).parameters)
 
     def begin_step(
         decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -94,7 +95,7 @@ def _begin_step(
         from mlakit.integrations.transformers.cache_layers import pool_of
 
         checks.check_inference(decoder, modules)
-        given = dict(zip(signature(decoder.forward).parameters, args, strict=False)) | kwargs
+        given = dict(zip(names, args, strict=False)) | kwargs
         mask = checks.check_mask(given.get("attention_mask"))
         x = given.get("input_ids")
         x = given.get("inputs_embeds") if x is None else x
