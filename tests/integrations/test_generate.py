@@ -236,7 +236,7 @@ def test_formats(format):
     patch(model, format=format)
     ours = model(ids)
     assert latent_layers(ours.past_key_values)[0].pool.cache.format == format
-    error = (ours.logits - eager).abs().max() / eager.std()
-    assert error < 0.5
+    error = (ours.logits - eager).std() / eager.std()
+    assert error < 0.2
     assert (error > 1e-3) == (format != "fp32")
     assert (model(ids, use_cache=False).logits - eager).abs().max() < TOLERANCE

@@ -66,22 +66,22 @@ class LatentLayer(CacheLayerMixin):
             self.pool.reset()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        if self.columns:
-            self._select(beam_idx.tolist())
+        if self._selects:
+            self.pool.select(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.columns:
+        if self._selects:
             batch = range(len(self.pool.sequences))
-            self._select([row for row in batch for _ in range(repeats)])
+            self.pool.select([row for row in batch for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        if self.columns:
+        if self._selects:
             # indices may be a mask
-            self._select(torch.arange(len(self.pool.sequences))[indices.cpu()].tolist())
+            self.pool.select(torch.arange(len(self.pool.sequences))[indices.cpu()].tolist())
 
-    def _select(self, rows: Sequence[int]) -> None:
-        if self.layer == 0:
-            self.pool.select(rows)
+    @property
+    def _selects(self) -> bool:
+        return self.layer == 0 and self.columns > 0
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove that many tokens, given as a negative number; a positive one is a length."""
