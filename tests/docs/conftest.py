@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.integrations.models import build
 from tests.layer.checkpoints import INDEX, SMALL, quantised, tensors, write_checkpoint
 
 
@@ -16,6 +17,7 @@ def _checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_checkpoint(folder / "DeepSeek-V3", SMALL, {0: quantised(tensors(SMALL))})
     sparse = SMALL | INDEX
     write_checkpoint(folder / "DeepSeek-V3.2", sparse, {0: quantised(tensors(sparse))})
+    build("DeepseekV2-no_q_latent").save_pretrained(folder / "DeepSeek-V2-Lite")
     return folder
 
 

@@ -79,7 +79,9 @@ def test_the_quick_start_appends_decodes_steps_and_wraps_a_foreign_cache():
 
 def test_the_pages_that_teach_have_examples():
     taught = {name.partition(":")[0] for name in EXAMPLES}
-    pages = "quickstart layer parallel concepts formats backends flash_mla flashinfer max"
+    pages = (
+        "quickstart layer transformers parallel concepts formats backends flash_mla flashinfer max"
+    )
     assert taught == {f"{page}.md" for page in pages.split()}
 
 
