@@ -235,12 +235,6 @@ def test_layers_on_two_devices():
         patch(model)
 
 
-def test_continuous_batching(model):
-    function = transformers.AttentionInterface()["paged|mlakit"]
-    with pytest.raises(UnsupportedError, match="generate_batch is not supported"):
-        function(model, None, None, None, None)
-
-
 def test_a_layer_outside_of_the_decoder(model):
     layer = model.model.layers[0].self_attn
     x = torch.randn(1, 4, model.config.hidden_size)

@@ -131,8 +131,3 @@ def mask(*args: Any, config: Any = None, **arguments: Any) -> Tensor | None:
     arguments.pop("allow_is_causal_skip", None)
     made: Tensor = eager_mask(*args, config=config, **arguments)
     return made
-
-
-def refuse_continuous_batching(*args: Any, **others: Any) -> tuple[Tensor, None]:
-    """The attention function of `generate_batch` on a patched model."""
-    raise UnsupportedError("mlakit: generate_batch is not supported on a patched model")

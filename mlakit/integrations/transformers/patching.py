@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mlakit.checks import Dims
 from mlakit.formats import Format
-from mlakit.integrations.transformers import attention, checks
+from mlakit.integrations.transformers import attention, checks, continuous
 from mlakit.integrations.transformers.pool import LatentPool
 
 _PATCH = "_mlakit_patch"
@@ -51,9 +52,7 @@ def patch(model: Any, *, format: Format | None = None, page_size: int = 64) -> N
     modules = checks.mla_modules(model)
     checks.check_model(model, modules, format)
     transformers.AttentionInterface.register(attention.NAME, attention.attention)
-    transformers.AttentionInterface.register(
-        f"paged|{attention.NAME}", attention.refuse_continuous_batching
-    )
+    transformers.AttentionInterface.register(continuous.PAGED_NAME, continuous.attention)
     transformers.AttentionMaskInterface.register(attention.NAME, attention.mask)
     implementation = model.config._attn_implementation
     model.set_attn_implementation(attention.NAME)
@@ -64,6 +63,7 @@ def patch(model: Any, *, format: Format | None = None, page_size: int = 64) -> N
         _begin_step(decoder, modules, format, page_size), with_kwargs=True
     )
     end = decoder.register_forward_hook(_end_step, always_call=True)
+    model.__dict__["generate_batch"] = partial(continuous.generate_batch, model)
     model.__dict__[_PATCH] = Patch(implementation, (begin, end))
 
 
@@ -72,6 +72,7 @@ def unpatch(model: Any) -> None:
     if _PATCH not in model.__dict__:
         raise ValueError("unpatch: the model is not patched")
     undone: Patch = model.__dict__.pop(_PATCH)
+    del model.__dict__["generate_batch"]
     for hook in undone.hooks:
         hook.remove()
     for module in checks.mla_modules(model):
@@ -82,19 +83,22 @@ def unpatch(model: Any) -> None:
 
 def _begin_step(
     decoder: nn.Module, modules: Sequence[nn.Module], format: Format | None, page_size: int
-) -> Callable[..., tuple[tuple[()], dict[str, Any]]]:
+) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
     """The hook before the decoder's forward: the rows of the new tokens, once for all layers."""
     layers = [int(module.layer_idx) for module in modules]  # type: ignore[arg-type]
     names = tuple(signature(decoder.forward).parameters)
 
     def begin_step(
         decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[()], dict[str, Any]]:
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         from transformers import DynamicCache
 
         from mlakit.integrations.transformers.cache_layers import pool_of
 
         checks.check_inference(decoder, modules)
+        config: Any = decoder.config
+        if config._attn_implementation == continuous.PAGED_NAME:
+            return args, kwargs  # it has a cache of its own
         given = dict(zip(names, args, strict=False)) | kwargs
         mask = checks.check_mask(given.get("attention_mask"))
         x = given.get("input_ids")
@@ -102,7 +106,6 @@ def _begin_step(
         if x is None:
             raise ValueError("mlakit: input_ids or inputs_embeds must be given")
         cache = given.get("past_key_values")
-        config: Any = decoder.config
         use_cache = given.get("use_cache")
         if cache is None and (config.use_cache if use_cache is None else use_cache):
             cache = given["past_key_values"] = DynamicCache(config=config)
