@@ -86,6 +86,8 @@ def generate_batch(model: Any, *args: Any, **kwargs: Any) -> Any:
         raise UnsupportedError(
             f"mlakit: generate_batch needs transformers {RELEASE}x, got {__version__}"
         )
+    for module in checks.mla_modules(model):
+        up_projection(module)  # head_dim of some configs is another name of qk_rope_head_dim
     with _latent_rows(model.config):
         return type(model).generate_batch(model, *args, **kwargs)
 
