@@ -256,8 +256,8 @@ def test_optional_packages_are_imported_late():
             r"kernels/(triton|hopper)/(?!support|configs|decode/configs).*|replay/launchers/.*"
         )
         allowed = {"triton"} if re.fullmatch(needs_triton, path) else set()
-        if path == "integrations/transformers/cache_layers.py":  # subclasses of its cache layer
-            allowed = {"transformers"}
+        if re.fullmatch(r"integrations/transformers/(cache_layers|static_cache)\.py", path):
+            allowed = {"transformers"}  # subclasses of its cache layers
         early = (imports_at_import_time(source) & optional) - allowed
         assert not early, f"{path} imports {early} when it is imported"
 

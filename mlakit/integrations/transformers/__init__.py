@@ -13,6 +13,7 @@ K and V. Projections, norms, RoPE, gates and the indexer stay the model's.
     pool.py          LatentPool: sequences of a batch in the pages of one cache
     cache_layers.py  the layers that a DynamicCache gets
     attention.py     the attention and the mask function
+    static_cache.py  StaticLatentCache, for torch.compile
     continuous.py    generate_batch
     checks.py        what is refused, and why
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from threading import local
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mlakit import (
@@ -62,6 +63,8 @@ def attention(
     Returns [batch, length, heads, D_V]; 0 for padding.
     """
     checks.check_attention_arguments(module, dropout, others)
+    if not isinstance(key, (Tensor, tuple)):
+        return _static_attention(module, query, key, scaling, s_aux), None
     if isinstance(key, Tensor):
         pool, layer = uncached.pool, 0
         if pool is None:
@@ -84,6 +87,19 @@ def attention(
     return step.put(out, batch * length).view(batch, length, heads, -1), None
 
 
+def _static_attention(
+    module: nn.Module, query: Tensor, layer: Any, scaling: float | None, s_aux: Tensor | None
+) -> Tensor:
+    """Attention over a `StaticLatentLayer`, without a look at lengths: absorbed for any step."""
+    batch, heads, length, _ = query.shape
+    q = query.transpose(1, 2).flatten(0, 1)
+    scale = float(module.scaling if scaling is None else scaling)  # type: ignore[arg-type]
+    sink = None if s_aux is None else s_aux.detach().float()
+    cached = layer.batch(length)
+    out, _ = decode_attend(q, up_projection(module), cached, softmax_scale=scale, sink=sink)
+    return out.view(batch, length, heads, -1)
+
+
 def _selected_rows(pool: LatentPool, indices: Tensor) -> Tensor | None:
     """The rows [tokens, topk] of selected columns; None where every visible token is selected."""
     step = pool.step
@@ -97,6 +113,9 @@ def _selected_rows(pool: LatentPool, indices: Tensor) -> Tensor | None:
 
 def up_projection(module: nn.Module) -> UpProjection:
     """W_UK and W_UV of a module, made again when its weight is another or was written."""
+    if torch.compiler.is_compiling():
+        compiled: UpProjection = getattr(module, _UP_PROJECTION)[1]  # the cache made it
+        return compiled
     weight = checks.kv_b_proj(module)
     version = 0 if weight.is_inference() else weight._version
     key = (weight.data_ptr(), version, weight.dtype, weight.device, weight.shape)

@@ -128,6 +128,17 @@ def check_mask(mask: object) -> Tensor | None:
     return mask
 
 
+def check_no_padding(mask: object) -> None:
+    """For a cache of fixed size: no mask, or one of ones. A graph takes none."""
+    if mask is None:
+        return
+    known = check_mask(mask)
+    if torch.compiler.is_compiling() or known is None or not bool(known.all()):
+        raise ValueError(
+            "mlakit: attention_mask must be None with a StaticLatentCache, which has no padding"
+        )
+
+
 def check_attention_arguments(module: nn.Module, dropout: float, others: Mapping[str, Any]) -> None:
     """Refuse what the ops do not compute, by name."""
     if dropout or module.training:

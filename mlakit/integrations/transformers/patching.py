@@ -94,12 +94,16 @@ def _begin_step(
         from transformers import DynamicCache
 
         from mlakit.integrations.transformers.cache_layers import pool_of
+        from mlakit.integrations.transformers.static_cache import StaticLatentCache
 
         checks.check_inference(decoder, modules)
         config: Any = decoder.config
         if config._attn_implementation == continuous.PAGED_NAME:
             return args, kwargs  # it has a cache of its own
         given = dict(zip(names, args, strict=False)) | kwargs
+        if isinstance(given.get("past_key_values"), StaticLatentCache):
+            checks.check_no_padding(given.get("attention_mask"))
+            return args, kwargs
         mask = checks.check_mask(given.get("attention_mask"))
         x = given.get("input_ids")
         x = given.get("inputs_embeds") if x is None else x
