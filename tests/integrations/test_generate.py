@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -240,3 +241,20 @@ def test_formats(format):
     assert error < 0.2
     assert (error > 1e-3) == (format != "fp32")
     assert (model(ids, use_cache=False).logits - eager).abs().max() < TOLERANCE
+
+
+def test_a_copy_of_a_patched_model():
+    """It has weights, hooks and a cache of its own, and can be unpatched."""
+    model, ids = build("DeepseekV3"), prompts()
+    eager = model(ids).logits
+    patch(model)
+    model(ids)
+    copied = deepcopy(model)
+    with torch.no_grad():
+        copied.model.layers[1].self_attn.kv_b_proj.weight.mul_(2)
+    changed = copied(ids).logits
+    assert (model(ids).logits - eager).abs().max() < TOLERANCE
+    unpatch(copied)
+    assert (copied(ids).logits - changed).abs().max() < TOLERANCE
+    assert (changed - eager).abs().max() > 0.1
+    assert (model(ids).logits - eager).abs().max() < TOLERANCE
