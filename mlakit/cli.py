@@ -82,6 +82,26 @@ def demo(
         raise typer.Exit(1)
 
 
+@app.command(
+    cls=Command, epilog="Example: [bold]mlakit generate DeepSeek-V2-Lite --prompt 'Paris is'[/bold]"
+)
+def generate(
+    model_dir: Annotated[Path, typer.Argument(help="Folder of a checkpoint of transformers.")],
+    prompt: str = typer.Option(..., help="Text to continue."),
+    tokens: int = typer.Option(64, min=1, help="Largest number of new tokens."),
+    format: str | None = typer.Option(None, help="Cache format. Default: the weights' dtype."),
+    page_size: int = typer.Option(64, min=1, help="Tokens per page."),
+    dtype: str = typer.Option("auto", help="Weights' dtype; auto is the checkpoint's."),
+    device: str = typer.Option("auto", help="auto, cpu or cuda."),
+    compare: bool = typer.Option(False, "--compare", help="Also run eager attention."),
+) -> None:
+    """Continue a prompt with an MLA model of transformers, patched. Greedy."""
+    from mlakit.integrations.transformers.command import run
+
+    with usage_errors():
+        run(model_dir, prompt, tokens, format, page_size, dtype, device, compare=compare)
+
+
 _FETCH_OPTIONS = ("platform", "unpinned")
 _REPORT_OPTIONS = ("json_file", "csv_file", "html_file", "plot_folder", "earlier")
 

@@ -148,6 +148,7 @@ def test_completed_ops_are_those_there_are():
 
 COMMANDS = {
     "demo": ["demo"],
+    "generate": ["generate", "DeepSeek-V2-Lite", "--prompt", "a"],
     "bench": ["bench", "cpu", "--quick"],
     "explain": ["explain", "mla_decode"],
     "support": ["support"],

@@ -16,6 +16,7 @@ K and V. Projections, norms, RoPE, gates and the indexer stay the model's.
     static_cache.py  StaticLatentCache, for torch.compile
     continuous.py    generate_batch
     checks.py        what is refused, and why
+    generation.py    mlakit generate: a local checkpoint, timed; command.py prints it
 """
 
 from mlakit.integrations.transformers.patching import patch, unpatch
