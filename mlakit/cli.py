@@ -86,7 +86,9 @@ def demo(
     cls=Command, epilog="Example: [bold]mlakit generate DeepSeek-V2-Lite --prompt 'Paris is'[/bold]"
 )
 def generate(
-    model_dir: Annotated[Path, typer.Argument(help="Folder of a checkpoint of transformers.")],
+    model_dir: Annotated[
+        Path, typer.Argument(help="Folder of a checkpoint of transformers.", metavar="MODEL_DIR")
+    ],
     prompt: str = typer.Option(..., help="Text to continue."),
     tokens: int = typer.Option(64, min=1, help="Largest number of new tokens."),
     format: str | None = typer.Option(None, help="Cache format. Default: the weights' dtype."),
