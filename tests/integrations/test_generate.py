@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from mlakit.integrations.transformers import patch, unpatch
+from mlakit import plan_mla_decode
+from mlakit.integrations.transformers import patch, pool, unpatch
 from mlakit.integrations.transformers.cache_layers import LatentLayer
 from tests.integrations.models import COLUMNS, MODELS, build, left_padding, prompts
 
@@ -258,3 +259,19 @@ def test_a_copy_of_a_patched_model():
     assert (copied(ids).logits - changed).abs().max() < TOLERANCE
     assert (changed - eager).abs().max() > 0.1
     assert (model(ids).logits - eager).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_one_plan_for_all_layers_of_a_step(name, monkeypatch):
+    """None for a prompt; the plan of an earlier step is not used again."""
+    model, ids = build(name, **({"index_topk": 100} if name == "DeepseekV32" else {})), prompts()
+    patch(model)
+    planned = []
+
+    def plan(cache: Any, page_table: Tensor, kv_lens: Tensor, **how: Any) -> Any:
+        planned.append(kv_lens.tolist())
+        return plan_mla_decode(cache, page_table, kv_lens, **how)
+
+    monkeypatch.setattr(pool, "plan_mla_decode", plan)
+    generate(model, ids, torch.ones_like(ids), max_new_tokens=4)
+    assert planned == [[COLUMNS + step] * 3 for step in (1, 2, 3)]

@@ -54,6 +54,12 @@ RANK = {module: rank for rank, names in enumerate(LAYERS) for module in names.sp
 ONLY = {"reference": {"autocast", "geometry", "formats", "masks"}}
 # a kernel trusts its caller
 NEVER = {("kernels", "checks"), ("kernels", "reference")}
+# files that cannot be read without an optional package, and that others import late: device code
+# with what launches it again, and subclasses of the package's classes
+NEEDED_BY = {
+    "triton": r"kernels/(triton|hopper)/(?!support|configs|decode/configs).*|replay/launchers/.*",
+    "transformers": r"integrations/transformers/(cache_layers|static_cache)\.py",
+}
 TOPICS = ("norm_rope_quant", "prefill", "decode", "sparse", "indexer", "merge", "fp8")
 VAGUE_NAMES = {"utils", "util", "common", "misc", "helpers", "core", "v2"}
 # the folders a developer's machine has and a user's has not
@@ -232,18 +238,18 @@ def test_the_import_checker_sees(path, source, found):
     assert forbidden_imports(path, source) == found
 
 
-def test_import_touches_no_device_and_no_optional_package_and_works_without_triton():
+def test_import_touches_no_device_and_no_optional_package_and_works_without_them():
     code = """
 import os, sys, torch
 child = os.fork()  # torch is imported once for both halves
 if child == 0:
-    sys.modules["triton"] = None
-    import mlakit, mlakit.cli, mlakit.dispatch, mlakit.testing
+    sys.modules["triton"] = sys.modules["transformers"] = None
+    import mlakit, mlakit.cli, mlakit.dispatch, mlakit.integrations.transformers, mlakit.testing
     os._exit(0)
-without_triton = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-import mlakit, mlakit.dispatch
+without_them = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+import mlakit, mlakit.dispatch, mlakit.integrations.transformers
 loaded = [name for name in ("triton", "transformers") if name in sys.modules]
-print(without_triton, torch.cuda.is_initialized(), loaded)
+print(without_them, torch.cuda.is_initialized(), loaded)
 """
     assert run_python(code) == "0 False []"
 
@@ -251,13 +257,7 @@ print(without_triton, torch.cuda.is_initialized(), loaded)
 def test_optional_packages_are_imported_late():
     optional = {"transformers", "matplotlib", "vllm", "flash_mla", "flashinfer", "triton"}
     for path, source in SOURCES.items():
-        # device code, and what starts it again
-        needs_triton = (
-            r"kernels/(triton|hopper)/(?!support|configs|decode/configs).*|replay/launchers/.*"
-        )
-        allowed = {"triton"} if re.fullmatch(needs_triton, path) else set()
-        if re.fullmatch(r"integrations/transformers/(cache_layers|static_cache)\.py", path):
-            allowed = {"transformers"}  # subclasses of its cache layers
+        allowed = {name for name, pattern in NEEDED_BY.items() if re.fullmatch(pattern, path)}
         early = (imports_at_import_time(source) & optional) - allowed
         assert not early, f"{path} imports {early} when it is imported"
 

@@ -80,10 +80,13 @@ def attention(
     cached = pool.batch(layer)
     scale = float(module.scaling if scaling is None else scaling)  # type: ignore[arg-type]
     sink = None if s_aux is None else s_aux.detach().float()
-    if rows is None and max(step.context.q_lens) > DECODE_THRESHOLD:
-        out, _ = prefill_attend(q, up, cached, softmax_scale=scale, sink=sink, plan=step.context)
+    how: dict[str, Any] = {"softmax_scale": scale, "sink": sink}
+    if rows is not None:
+        out, _ = decode_attend(q, up, cached, rows=rows, **how)
+    elif max(step.context.q_lens) > DECODE_THRESHOLD:
+        out, _ = prefill_attend(q, up, cached, plan=step.context, **how)
     else:
-        out, _ = decode_attend(q, up, cached, softmax_scale=scale, sink=sink, rows=rows)
+        out, _ = decode_attend(q, up, cached, plan=pool.decode_plan(heads, q.dtype), **how)
     return step.put(out, batch * length).view(batch, length, heads, -1), None
 
 

@@ -21,14 +21,16 @@ from mlakit import (
     append_rows,
     format_of_dtype,
     plan_context,
+    plan_mla_decode,
     token_requests,
     token_slots,
 )
 from mlakit.cache import from_host
 from mlakit.formats import Format
 from mlakit.pages import PagedSequence
-from mlakit.plan import ContextPlan
+from mlakit.plan import ContextPlan, DecodePlanTensors
 
+GROWTH = 8  # a full cache grows by 1 / GROWTH
 MAX_CONTEXT_ROWS = 32768  # cached keys that prefill expands at a time
 
 
@@ -60,7 +62,8 @@ class Step:
 class LatentPool:
     """The sequences of a batch in the pages of one cache, which grows as they do.
 
-    generate() announces no length: pages are added by doubling.
+    generate() announces no length. A full cache is copied to one that is an eighth larger: the
+    copies cost less than the reads of the cache in every step, and little memory is unused.
     """
 
     def __init__(self, num_layers: int, format: Format | None, page_size: int) -> None:
@@ -72,6 +75,7 @@ class LatentPool:
         self.columns = 0  # of the mask, padding included
         self._visible: Tensor | None = None  # [batch, columns] bool; None: no padding
         self._step: Step | None = None
+        self._plan: DecodePlanTensors | None = None  # of the step, made by its first layer
 
     @property
     def step(self) -> Step:
@@ -97,6 +101,7 @@ class LatentPool:
         self._append(counts)
         self.columns, self._visible = columns, visible
         self._step = self._make_step(before, counts, length, device)
+        self._plan = None
 
     def _new_tokens(
         self, batch: int, columns: int, mask: Tensor | None, device: torch.device
@@ -133,7 +138,7 @@ class LatentPool:
         )
         needed = allocator.num_pages - allocator.num_free_pages + sum(new_pages)
         if needed > allocator.num_pages:
-            allocator.grow(max(2 * allocator.num_pages, needed))
+            allocator.grow(max(allocator.num_pages * (GROWTH + 1) // GROWTH, needed))
             if self.cache is not None:
                 self.cache = self.cache.grown(allocator.num_pages)
         copies = allocator.append_batch(self.sequences, counts)
@@ -193,6 +198,22 @@ class LatentPool:
         step = self.step
         return CachedBatch(self.cache, step.page_table, step.kv_lens, step.q_starts, layer)
 
+    def decode_plan(self, heads: int, dtype: torch.dtype) -> DecodePlanTensors:
+        """The plan of absorbed attention in this step: one for all layers."""
+        if self._plan is None:
+            assert self.cache is not None
+            step = self.step
+            self._plan = plan_mla_decode(
+                self.cache,
+                step.page_table,
+                step.kv_lens,
+                heads=heads,
+                num_tokens=len(step.request),
+                q_starts=step.q_starts,
+                dtype=dtype,
+            )
+        return self._plan
+
     def select(self, rows: Sequence[int]) -> None:
         """Make the batch of these sequences; a repeated one shares its pages, copy on write."""
         before = self.sequences
@@ -218,4 +239,5 @@ class LatentPool:
         """Forget all tokens; the memory is kept."""
         for sequence in self.sequences:
             self.allocator.free(sequence)
-        self.sequences, self.columns, self._visible, self._step = [], 0, None, None
+        self.sequences, self.columns = [], 0
+        self._visible = self._step = self._plan = None
