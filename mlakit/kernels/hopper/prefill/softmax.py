@@ -61,8 +61,11 @@ def _spread_sum(probs):
 
 
 @gluon.jit
-def softmax_step(scores, row_max, row_sum, scale_log2, RESCALE_THRESHOLD: gl.constexpr):
-    """(probabilities, row_max, row_sum, what acc is to be rescaled by)."""
+def softmax_step(scores, row_max, seen_max, row_sum, scale_log2, RESCALE_THRESHOLD: gl.constexpr):
+    """(probabilities, row_max, seen_max, row_sum, what acc is to be rescaled by).
+
+    seen_max  the largest score so far; row_max may be less by RESCALE_THRESHOLD
+    """
     block_max = gl.max(scores, 1) * scale_log2
     new_max = next_row_max(row_max, block_max, RESCALE_THRESHOLD)
     rescale = gl.exp2(row_max - new_max)
@@ -70,4 +73,14 @@ def softmax_step(scores, row_max, row_sum, scale_log2, RESCALE_THRESHOLD: gl.con
     block_sum = _spread_sum(probs)
     factor = gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))
     row_sum = row_sum * gl.expand_dims(factor, 1) + block_sum
-    return probs, new_max, row_sum, rescale
+    return probs, new_max, gl.maximum(seen_max, block_max), row_sum, rescale
+
+
+@gluon.jit
+def rounding_of_largest(row_max, seen_max, DTYPE: gl.constexpr):
+    """What rounding to DTYPE adds to the largest probability of each row.
+
+    That probability is 1, which is exact, only if row_max is the largest score.
+    """
+    largest = gl.exp2(seen_max - row_max)
+    return largest.to(DTYPE).to(gl.float32) - largest
