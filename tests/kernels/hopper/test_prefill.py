@@ -237,11 +237,25 @@ def test_row_max_stays_below_scores_that_grow_slowly(mask):
             sharpness=4.0,
             sink="finite",
         ),
+        PrefillLaunch(
+            seed=1635308648,
+            padded=True,
+            kv_lens=(1664, 518),
+            q_lens=(768, 63),
+            heads=1,
+            qk_nope_head_dim=64,
+            qk_rope_head_dim=32,
+            v_head_dim=64,
+            dtype="fp16",
+            mask="null",
+            sharpness=-4.0,
+            sink="finite",
+        ),
     ],
-    ids=["256", "192"],
+    ids=["256", "192", "96"],
 )
-def test_the_denominator_has_the_rounding_of_the_largest_probability(launch):
-    """Without it one row of these random launches exceeds its tolerance by 2 %."""
+def test_the_rounding_of_the_largest_probability_is_taken_out(launch):
+    """Otherwise one row of each of these random launches exceeds its tolerance by 1 or 2 %."""
     launch.run("cuda", "hopper")
 
 
