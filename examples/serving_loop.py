@@ -70,7 +70,8 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, GEOMETRY.hidden_size)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.stack = [Block() for _ in range(LAYERS)]
+        self.blocks = nn.ModuleList(self.stack)  # registers their parameters
         self.norm = nn.RMSNorm(GEOMETRY.hidden_size)
         self.head = nn.Linear(GEOMETRY.hidden_size, VOCABULARY, bias=False)
 
@@ -80,7 +81,7 @@ class Model(nn.Module):
         """The logits [requests, vocabulary] after the last new token of each request."""
         plan = mlakit.plan_step(kv_lens, q_lens)  # who decodes, who prefills: for all layers
         x = self.embedding(ids)
-        for number, block in enumerate(self.blocks):
+        for number, block in enumerate(self.stack):
             # one pool for all layers: the page table is the same, the layer's number is not
             here = mlakit.CachedBatch(
                 batch.cache, batch.page_table, batch.kv_lens, batch.q_starts, number
@@ -308,7 +309,7 @@ def is_generated_alone(model: Model, request: Request) -> bool:
     those of the step in which it was the last.
     """
     x = model.embedding(torch.tensor(request.tokens[:-1], device=model.head.weight.device))
-    for block in model.blocks:
+    for block in model.stack:
         x = x + plain_attention(block.attention, block.before_attention(x))
         x = x + block.mlp(x)
     following = model.head(model.norm(x)).argmax(-1).tolist()
