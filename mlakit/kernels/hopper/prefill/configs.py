@@ -14,9 +14,8 @@ STAGES = 2  # of keys, and of values
 # of the keys and values of a head group; twice as many cost 1 to 2 % with causal masks of 8k and
 # more keys, and with 16 heads
 L2_BYTES = 16 << 20
-# row_max is kept until a score exceeds it by this much (log2). Above 0 the largest probability of a
-# row is not 1 and is rounded; `finish_rows` takes that rounding out again. H200, 2026-11-17:
-# 8, as in decode, takes 1 to 3 % less time than 1
+# row_max is kept until a score exceeds it by this much (log2), by less in rows of few large
+# weights. H200, 2026-11-17: 8, as in decode, takes 1 to 3 % less time than 1
 RESCALE_THRESHOLD = 8.0
 INITIAL_ROW_MAX = -3.0e38  # finite: the difference of two row_max is never inf − inf
 

@@ -40,23 +40,18 @@ def _store_layout(columns):
 
 
 @gluon.jit
-def finish_rows(outputs, tile, row_max, row_sum, largest_rounding):
-    """(lse, out_scale): out = acc · out_scale.
-
-    largest_rounding  what rounding added to the largest probability in acc. `kept` takes it out of
-                      the weights' sum: a row with one large weight has that weight exactly.
-    """
+def finish_rows(outputs, tile, row_max, row_sum):
+    """(lse, out_scale): out = acc · out_scale."""
     is_empty = row_sum == 0.0
     lse = (row_max + gl.log2(gl.where(is_empty, 1.0, row_sum))) * LN2
     lse = gl.where(is_empty, NEG_INF, lse)
     # an infinite score: the probabilities are NaN, row_sum is not
     lse = gl.where(row_max == float("inf"), row_max, lse)
-    kept = row_sum / (row_sum + largest_rounding)
     denominator = row_sum
     if outputs.sink is not None:
         sink = gl.load(outputs.sink + tile.head.to(gl.int64) * outputs.stride_sink)
         denominator += gl.exp2(sink * LOG2_E - row_max)
-    return lse, gl.where(is_empty, 0.0, kept / denominator)
+    return lse, gl.where(is_empty, 0.0, 1.0 / denominator)
 
 
 @gluon.jit

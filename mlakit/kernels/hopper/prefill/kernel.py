@@ -35,12 +35,7 @@ from mlakit.kernels.hopper.prefill.pipeline import (
     two_stages,
     wait_tile,
 )
-from mlakit.kernels.hopper.prefill.softmax import (
-    mask_scores,
-    no_sum,
-    rounding_of_largest,
-    softmax_step,
-)
+from mlakit.kernels.hopper.prefill.softmax import mask_scores, no_sum, softmax_step
 from mlakit.kernels.hopper.prefill.tiles import Schedule, block_start, locate_tile, no_tile
 from mlakit.kernels.hopper.prefill.values import CLEANER_WARPS, add_non_finite, cleaner
 from mlakit.kernels.hopper.primitives import (
@@ -175,8 +170,8 @@ def _issue_qk(parts, stage, ROW0: gl.constexpr):
 
 @gluon.jit
 def _step(
-    block, fill, schedule, tile, parts, keys, values, acc, probs, row_max, seen_max,
-    row_sum, rescale, scale_log2, ROW0: gl.constexpr, SIGN: gl.constexpr, CONFIG: gl.constexpr,
+    block, fill, schedule, tile, parts, keys, values, acc, probs, row_max, row_sum, rescale,
+    scale_log2, ROW0: gl.constexpr, SIGN: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """QK of `block` and PV of the block before it, then softmax of `block`."""
     k_stage, _ = two_stages(fill)
@@ -191,8 +186,8 @@ def _step(
     mbarrier.arrive(keys.empty.index(k_stage), count=1)
     start = block_start(schedule, tile, block)
     scores = mask_scores(scores, schedule, tile, start, ROW0, SIGN, False)
-    exponentials, row_max, seen_max, row_sum, rescale = softmax_step(
-        scores, row_max, seen_max, row_sum, scale_log2, CONFIG.RESCALE_THRESHOLD
+    exponentials, row_max, row_sum, rescale = softmax_step(
+        scores, row_max, row_sum, scale_log2, CONFIG.RESCALE_THRESHOLD
     )
     new_probs = exponentials.to(values.tiles.dtype)
     # The spin loop of this wait ends a basic block, and new_probs passes through the wait for PV:
@@ -201,7 +196,7 @@ def _step(
     acc, probs, new_probs = warpgroup_mma_wait(0, deps=(pv, probs, new_probs))
     mbarrier.arrive(values.empty.index(v_stage), count=1)
     probs = gl.convert_layout(new_probs, gl.DotOperandLayout(0, acc.type.layout, 2))
-    return acc, probs, row_max, seen_max, row_sum, rescale
+    return acc, probs, row_max, row_sum, rescale
 
 
 @gluon.jit
@@ -231,8 +226,8 @@ def _consumer(
         mbarrier.arrive(keys.empty.index(stage), count=1)
         start = block_start(schedule, tile, 0)
         scores = mask_scores(scores, schedule, tile, start, ROW0, SIGN, True)
-        exponentials, row_max, seen_max, row_sum, rescale = softmax_step(
-            scores, row_max, row_max, row_sum, scale_log2, CONFIG.RESCALE_THRESHOLD
+        exponentials, row_max, row_sum, rescale = softmax_step(
+            scores, row_max, row_sum, scale_log2, CONFIG.RESCALE_THRESHOLD
         )
         new_probs = exponentials.to(values.tiles.dtype)
         probs = gl.convert_layout(new_probs, gl.DotOperandLayout(0, ACC, 2))
@@ -240,9 +235,9 @@ def _consumer(
         stage, phase = two_stages(fill)
         mbarrier.wait(keys.full.index(stage), phase, pred=tile.num_blocks > 1)
         for block in range(1, tile.num_blocks):
-            acc, probs, row_max, seen_max, row_sum, rescale = _step(
-                block, fill, schedule, tile, parts, keys, values, acc, probs, row_max, seen_max,
-                row_sum, rescale, scale_log2, ROW0, SIGN, CONFIG,
+            acc, probs, row_max, row_sum, rescale = _step(
+                block, fill, schedule, tile, parts, keys, values, acc, probs, row_max, row_sum,
+                rescale, scale_log2, ROW0, SIGN, CONFIG,
             )  # fmt: skip
             fill += 1
         mbarrier.arrive(queries.empty.index(ROW0 // 64), count=1)
@@ -261,8 +256,7 @@ def _consumer(
             acc = add_non_finite(acc, schedule, tile, ROW0, v_rows, strides.v_token, strides.v)
         tiles_done += 1
         row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROW)
-        largest_rounding = rounding_of_largest(row_max, seen_max, values.tiles.dtype)
-        lse, out_scale = finish_rows(outputs, tile, row_max, row_sum, largest_rounding)
+        lse, out_scale = finish_rows(outputs, tile, row_max, row_sum)
         store_lse(outputs, tile, ROW0, lse)
         out_scale = gl.expand_dims(gl.convert_layout(out_scale, gl.SliceLayout(1, ACC)), 1)
         store_out(outputs, tile, ROW0, acc * out_scale)

@@ -61,26 +61,25 @@ def _spread_sum(probs):
 
 
 @gluon.jit
-def softmax_step(scores, row_max, seen_max, row_sum, scale_log2, RESCALE_THRESHOLD: gl.constexpr):
-    """(probabilities, row_max, seen_max, row_sum, what acc is to be rescaled by).
+def _rescale_threshold(row_sum, row_max, LARGEST: gl.constexpr):
+    """By how much (log2) a score of each row may exceed row_max.
 
-    seen_max  the largest score so far; row_max may be less by RESCALE_THRESHOLD
+    Its probability is then more than 1 and is rounded, where that of row_max is exactly 1. So it
+    may be an eighth of the row's sum: in a row of a few large weights it would be felt.
     """
+    log_sum = gl.log2(gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout))
+    return gl.minimum(gl.maximum(log_sum - 3.0, 0.0), LARGEST)
+
+
+@gluon.jit
+def softmax_step(scores, row_max, row_sum, scale_log2, RESCALE_THRESHOLD: gl.constexpr):
+    """(probabilities, row_max, row_sum, what acc is to be rescaled by)."""
     block_max = gl.max(scores, 1) * scale_log2
-    new_max = next_row_max(row_max, block_max, RESCALE_THRESHOLD)
+    threshold = _rescale_threshold(row_sum, row_max, RESCALE_THRESHOLD)
+    new_max = next_row_max(row_max, block_max, threshold)
     rescale = gl.exp2(row_max - new_max)
     probs = gl.exp2(scores * scale_log2 - gl.expand_dims(new_max, 1))
     block_sum = _spread_sum(probs)
     factor = gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))
     row_sum = row_sum * gl.expand_dims(factor, 1) + block_sum
-    return probs, new_max, gl.maximum(seen_max, block_max), row_sum, rescale
-
-
-@gluon.jit
-def rounding_of_largest(row_max, seen_max, DTYPE: gl.constexpr):
-    """What rounding to DTYPE adds to the largest probability of each row.
-
-    That probability is 1, which is exact, only if row_max is the largest score.
-    """
-    largest = gl.exp2(seen_max - row_max)
-    return largest.to(DTYPE).to(gl.float32) - largest
+    return probs, new_max, row_sum, rescale
