@@ -29,7 +29,10 @@ GPU_SUITES = (
     "layer",
     "fp8",
     "grid",
+    "transformers",
 )
-GRIDS = ("grid", "prefill-grid")  # run only if named: each takes as long as the others together
+# run only if named: a grid takes as long as the others together, a model needs transformers
+ONLY_IF_NAMED = ("grid", "prefill-grid", "transformers")
 GRAPH_SUITES = ("layer",)  # timed in CUDA graphs without --mode
+WALL_SUITES = ("transformers",)  # timed by the host's clock without --mode
 SUITES = (*GPU_SUITES, "cpu")

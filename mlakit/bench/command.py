@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 
 from rich.console import Console
 
 from mlakit.bench import (
     GPU_SUITES,
     GRAPH_SUITES,
-    GRIDS,
+    ONLY_IF_NAMED,
     SUITES,
+    WALL_SUITES,
     busy,
     ceilings,
     gpu,
@@ -42,7 +44,8 @@ class Settings:
     command  the command line, for the report
     only     run only workloads whose name contains this
     mode     one of `gpu_timers.MODES`, or its `HOST`; the suite cpu uses wall-clock time. None:
-             graph for the suites in `GRAPH_SUITES`, cold for the others
+             graph for the suites in `GRAPH_SUITES`, the wall clock for those in `WALL_SUITES`,
+             cold for the others
     busy     number of busy processes next to the suite cpu; 0: none
     """
 
@@ -68,6 +71,8 @@ def workloads_of(settings: Settings) -> dict[str, list[Workload]]:
             raise ValueError(f"suite must be one of {', '.join(SUITES)}, got {name!r}")
         if name in GPU_SUITES and (reason := gpu.why_not()):
             raise ValueError(f"suite {name} {reason}")
+        if name == "transformers" and find_spec(name) is None:
+            raise ValueError(f"suite {name} needs it; pip install 'mlakit[transformers]'")
         workloads = [
             each
             for each in _workloads(name, settings.shape, settings.busy)
@@ -82,8 +87,10 @@ def workloads_of(settings: Settings) -> dict[str, list[Workload]]:
 
 
 def _default_suites() -> tuple[str, ...]:
-    """All GPU suites except the grids."""
-    return ("cpu",) if gpu.why_not() else tuple(name for name in GPU_SUITES if name not in GRIDS)
+    """All GPU suites except those that are run only if named."""
+    if gpu.why_not():
+        return ("cpu",)
+    return tuple(name for name in GPU_SUITES if name not in ONLY_IF_NAMED)
 
 
 def _workloads(name: str, shape: Shape | None, busy: int) -> Sequence[Workload]:
@@ -136,7 +143,11 @@ def run(settings: Settings, workloads: dict[str, list[Workload]]) -> list[Report
 
 
 def _mode_of(suite: str, given: str | None) -> str:
-    return given or ("graph" if suite in GRAPH_SUITES else "cold")
+    if given is not None:
+        return given
+    if suite in WALL_SUITES:
+        return WALL
+    return "graph" if suite in GRAPH_SUITES else "cold"
 
 
 def _measured_ceilings() -> Ceilings:

@@ -78,6 +78,28 @@ class LeftOut:
 
 
 @dataclass(frozen=True)
+class MemoryUse:
+    """Bytes of an implementation: its weights, its cache, and the most that a step adds."""
+
+    weights: int
+    cache: int
+    step: int
+
+    @property
+    def peak(self) -> int:
+        return self.weights + self.cache + self.step
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory of one implementation on one workload."""
+
+    workload: str
+    implementation: str
+    use: MemoryUse
+
+
+@dataclass(frozen=True)
 class Report:
     """mode  how times were taken: wall, or on a GPU cold, b2b, graph, host."""
 
@@ -88,6 +110,7 @@ class Report:
     left_out: Sequence[LeftOut]
     mode: str = WALL
     ceilings: Ceilings | None = None
+    memory: Sequence[Memory] = ()
 
     def as_json(self) -> dict[str, object]:
         """Plain values; the keys of `rows` are the fields of `Row`, flat, and its rates."""
@@ -100,6 +123,11 @@ class Report:
             "ceilings": None if self.ceilings is None else asdict(self.ceilings),
             "rows": [flat(row) for row in self.rows],
             "left_out": [asdict(each) for each in self.left_out],
+            "memory": [
+                {"workload": each.workload, "implementation": each.implementation}
+                | asdict(each.use)
+                for each in self.memory
+            ],
         }
 
     @classmethod
@@ -123,6 +151,7 @@ class Report:
             left_out=[LeftOut(**each) for each in stored["left_out"]],
             mode=stored["mode"],
             ceilings=None if ceilings is None else Ceilings(**ceilings),
+            memory=[_memory(each) for each in stored.get("memory", ())],
         )
 
 
@@ -164,6 +193,11 @@ def _row(stored: Mapping[str, Any]) -> Row:
         met=stored["met"],
         roofline=stored["roofline"],
     )
+
+
+def _memory(stored: Mapping[str, Any]) -> Memory:
+    sizes = {name: stored[name] for name in ("weights", "cache", "step")}
+    return Memory(stored["workload"], stored["implementation"], MemoryUse(**sizes))
 
 
 def as_csv(reports: Iterable[Report]) -> str:

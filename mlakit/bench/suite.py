@@ -6,7 +6,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, TypeAlias
 
 import torch
@@ -27,8 +27,17 @@ from mlakit.bench.measure import (
 )
 from mlakit.bench.problems import Problem
 from mlakit.bench.progress import SuiteProgress, suite_progress
-from mlakit.bench.report import HARDWARE_BASELINES, MLAKIT, WALL, LeftOut, Report, Row
-from mlakit.bench.tables import left_out_lines, table
+from mlakit.bench.report import (
+    HARDWARE_BASELINES,
+    MLAKIT,
+    WALL,
+    LeftOut,
+    Memory,
+    MemoryUse,
+    Report,
+    Row,
+)
+from mlakit.bench.tables import left_out_lines, memory_lines, table
 from mlakit.columns import wide_console
 
 BUDGET_S = 10.0  # for the rounds of one workload; a slow one gets MIN_ROUNDS
@@ -72,6 +81,7 @@ class BenchmarkCase:
     problem     the same problem for other libraries; None if they have no such function
     peers       baselines that are timed only if they support the problem and pass `peer_error`
     peer_error  what is wrong with a peer's result; None if it is right
+    memory      of implementations, by name; there after `check`
     """
 
     call: Call
@@ -80,6 +90,7 @@ class BenchmarkCase:
     problem: Problem | None = None
     peers: Sequence[Baseline] = ()
     peer_error: Callable[[object], str | None] = lambda output: None
+    memory: Mapping[str, MemoryUse] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -203,6 +214,7 @@ def run(
     console = wide_console()
     rows: list[Row] = []
     left_out: list[LeftOut] = []
+    memory: list[Memory] = []
     with torch_threads(threads), _no_warnings():
         facts = environment.describe()
         if peer_builds:
@@ -212,17 +224,18 @@ def run(
             console.print(environment.summary(facts), highlight=False)
             for workload in workloads:
                 try:
-                    measured, reasons = _measure(workload, method, progress)
+                    measured, reasons, used = _measure(workload, method, progress)
                 except WrongResult as wrong:
                     print_wrong_result(console, workload, wrong)
                     return None
                 rows += measured
                 left_out += [LeftOut(workload.name, *each) for each in reasons.items()]
+                memory += [Memory(workload.name, *each) for each in used.items()]
                 progress.finish_workload()
     console.print(table(rows, "ms" if mode == WALL else "us", console.width))
-    for line in left_out_lines(left_out):
-        console.print(escape(line))
-    return Report(suite, command, facts, rows, left_out, mode, ceilings)
+    for line in (*memory_lines(memory), *left_out_lines(left_out)):
+        console.print(escape(line), highlight=False)
+    return Report(suite, command, facts, rows, left_out, mode, ceilings, memory)
 
 
 def chosen(workloads: Sequence[Workload], *, quick: bool) -> list[Workload]:
@@ -236,8 +249,8 @@ def print_wrong_result(console: Console, workload: Workload, error: Exception) -
 
 def _measure(
     workload: Workload, method: Method, progress: SuiteProgress
-) -> tuple[list[Row], dict[str, str]]:
-    """The rows of a workload, and by implementation the reason why it has no row.
+) -> tuple[list[Row], dict[str, str], Mapping[str, MemoryUse]]:
+    """The rows of a workload; by implementation the reason why it has no row, and its memory.
 
     Raises WrongResult before anything is timed if mlakit's result is wrong.
     """
@@ -245,12 +258,12 @@ def _measure(
         case = workload.build_case()
         case.check()
     except torch.OutOfMemoryError as error:
-        return [], {MLAKIT: first_line(error)}
+        return [], {MLAKIT: first_line(error)}, {}
     except AssertionError as wrong:
         raise WrongResult(str(wrong)) from wrong
     implementations, reasons = _implementations(workload, case, method)
     if MLAKIT in reasons:
-        return [], reasons
+        return [], reasons, {}
     progress.begin_workload(workload.name)
     seconds = time_interleaved(
         {each.name: each.call for each in implementations},
@@ -261,9 +274,10 @@ def _measure(
         out_of_memory=reasons,
     )
     if MLAKIT in reasons:  # there is nothing to compare the others with
-        return [], reasons
+        return [], reasons, {}
     timed = [each for each in implementations if each.name not in reasons]
-    return list(_rows(workload, timed, workload.with_derived(seconds), method)), reasons
+    rows = list(_rows(workload, timed, workload.with_derived(seconds), method))
+    return rows, reasons, case.memory
 
 
 def _implementations(

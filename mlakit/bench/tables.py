@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from rich.console import RenderableType
 
-from mlakit.bench.report import MLAKIT, LeftOut, Row
+from mlakit.bench.report import MLAKIT, LeftOut, Memory, Row
 from mlakit.columns import Column, fitting_table
 
 PERCENTILES = "median, 20th and 80th percentile of the rounds"
@@ -57,6 +57,19 @@ def left_out_lines(left_out: Iterable[LeftOut]) -> list[str]:
         f"{implementation} not timed, {reason}"
         for (implementation, reason), names in workloads.items()
     ]
+
+
+def memory_lines(memory: Iterable[Memory]) -> list[str]:
+    """A line per implementation: its peak, and what it is made of."""
+    return [
+        f"{each.workload}: {each.implementation} needs {_gb(each.use.peak)} GB: weights "
+        f"{_gb(each.use.weights)}, cache {_gb(each.use.cache)}, step {_gb(each.use.step)}"
+        for each in memory
+    ]
+
+
+def _gb(count: int) -> str:
+    return digits(count / 1e9)
 
 
 def target_text(row: Row) -> str:

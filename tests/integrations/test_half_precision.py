@@ -31,10 +31,11 @@ def attention_outputs(model: Any, hidden: Tensor, layer: int = 1) -> Tensor:
         module.register_forward_pre_hook(replace, with_kwargs=True),
         module.register_forward_hook(lambda _, args, out: found.append(out[0])),
     ]
-    model(prompts(), attention_mask=left_padding())
+    device = model.device
+    model(prompts().to(device), attention_mask=left_padding().to(device))
     for hook in hooks:
         hook.remove()
-    return found[0][left_padding().bool()].float()
+    return found[0][left_padding().bool().to(device)].float()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
