@@ -64,7 +64,7 @@ def attention(
     """
     checks.check_attention_arguments(module, dropout, others)
     if not isinstance(key, (Tensor, tuple)):
-        return _static_attention(module, query, key, scaling, s_aux), None
+        return _static_attention(module, query, key, scaling, indices, s_aux), None
     if isinstance(key, Tensor):
         pool, layer = uncached.pool, 0
         if pool is None:
@@ -91,7 +91,12 @@ def attention(
 
 
 def _static_attention(
-    module: nn.Module, query: Tensor, layer: Any, scaling: float | None, s_aux: Tensor | None
+    module: nn.Module,
+    query: Tensor,
+    layer: Any,
+    scaling: float | None,
+    indices: Tensor | None,
+    s_aux: Tensor | None,
 ) -> Tensor:
     """Attention over a `StaticLatentLayer`, without a look at lengths: absorbed for any step."""
     batch, heads, length, _ = query.shape
@@ -99,7 +104,9 @@ def _static_attention(
     scale = float(module.scaling if scaling is None else scaling)  # type: ignore[arg-type]
     sink = None if s_aux is None else s_aux.detach().float()
     cached = layer.batch(length)
-    out, _ = decode_attend(q, up_projection(module), cached, softmax_scale=scale, sink=sink)
+    rows = None if indices is None else layer.rows(indices)
+    up = up_projection(module)
+    out, _ = decode_attend(q, up, cached, softmax_scale=scale, sink=sink, rows=rows)
     return out.view(batch, length, heads, -1)
 
 

@@ -85,17 +85,17 @@ def _begin_step(
     decoder: nn.Module, modules: Sequence[nn.Module], format: Format | None, page_size: int
 ) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
     """The hook before the decoder's forward: the rows of the new tokens, once for all layers."""
+    from transformers import DynamicCache
+
+    from mlakit.integrations.transformers.cache_layers import pool_of
+    from mlakit.integrations.transformers.static_cache import StaticLatentCache
+
     layers = [int(module.layer_idx) for module in modules]  # type: ignore[arg-type]
     names = tuple(signature(decoder.forward).parameters)
 
     def begin_step(
         decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        from transformers import DynamicCache
-
-        from mlakit.integrations.transformers.cache_layers import pool_of
-        from mlakit.integrations.transformers.static_cache import StaticLatentCache
-
         checks.check_inference(decoder, modules)
         config: Any = decoder.config
         if config._attn_implementation == continuous.PAGED_NAME:

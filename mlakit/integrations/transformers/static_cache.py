@@ -57,6 +57,21 @@ class StaticLatentLayer(CacheLayerMixin):
         q_starts = torch.arange(size + 1, dtype=torch.int32, device=self.page_table.device)
         return CachedBatch(self.pool, self.page_table, self.kv_lens, q_starts * length, self.index)
 
+    def rows(self, indices: Tensor) -> Tensor | None:
+        """The rows [tokens, topk] of selected columns; None where every token can be selected.
+
+        indices  [batch, length, topk]; they may name columns after the query's
+        """
+        length, topk = indices.shape[1:]
+        if topk >= self.get_max_length():
+            return None
+        new = torch.arange(length, device=indices.device) - length
+        query = (self.kv_lens.long()[:, None] + new)[..., None]
+        column, page = indices.long(), self.pool.page_size
+        pages = self.page_table.long().gather(1, (column // page).flatten(1)).view_as(column)
+        rows = (pages * page + column % page).masked_fill(column > query, -1)
+        return rows.flatten(0, 1).int()
+
     def get_seq_length(self) -> Any:
         return self.kv_lens[0]  # a tensor, as that of a StaticLayer: a graph does not depend on it
 
@@ -70,11 +85,30 @@ class StaticLatentLayer(CacheLayerMixin):
         self.kv_lens.zero_()
 
 
+class StaticIndexedLatentLayer(StaticLatentLayer):
+    """A layer of a sparse model, with memory for the model's index keys."""
+
+    def __init__(self, pool: PagedLatentCache, page_table: Tensor, index: int) -> None:
+        super().__init__(pool, page_table, index)
+        self.indexer_keys: Tensor | None = None  # [batch, max_length, D], made with the first keys
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Store keys [batch, length, D] of the tokens that were appended; all keys, then zeros."""
+        batch, length, width = indexer_key_states.shape
+        if self.indexer_keys is None:
+            shape = (batch, self.get_max_length(), width)
+            self.indexer_keys = indexer_key_states.new_zeros(shape)
+        new = torch.arange(length, device=self.page_table.device) - length
+        position = (self.kv_lens.long()[:, None] + new)[..., None].expand(-1, -1, width)
+        self.indexer_keys.scatter_(1, position, indexer_key_states)
+        return self.indexer_keys
+
+
 class StaticLatentCache(Cache):
     """The cache of a patched model with memory for `max_length` tokens of each request.
 
     A decode step with it is one graph: `torch.compile(model.forward, fullgraph=True)`. The prompts
-    of a batch have one length: there is no padding. It is for dense models.
+    of a batch have one length: there is no padding.
     """
 
     def __init__(
@@ -92,7 +126,7 @@ class StaticLatentCache(Cache):
         pages = -(-dims.integer("max_length", max_length, 1) // page_size)
         modules = checks.mla_modules(model)
         checks.check_model(model, modules, format)
-        _check_dense(model, modules)
+        _check_layers(model, modules)
         weight = checks.kv_b_proj(modules[0])
         pool = PagedLatentCache.allocate(
             MLAGeometry.from_config(modules[0].config),
@@ -106,12 +140,12 @@ class StaticLatentCache(Cache):
         table = table.view(batch, pages)
         for module in modules:
             up_projection(module)  # a graph takes it as it is
-        super().__init__(layers=[StaticLatentLayer(pool, table, i) for i in range(len(modules))])
+        is_sparse = getattr(modules[0].config, "index_topk", None) is not None
+        kind = StaticIndexedLatentLayer if is_sparse else StaticLatentLayer
+        super().__init__(layers=[kind(pool, table, i) for i in range(len(modules))])
 
 
-def _check_dense(model: Any, modules: list[nn.Module]) -> None:
-    if getattr(modules[0].config, "index_topk", None) is not None:
-        raise UnsupportedError("StaticLatentCache: sparse models are not supported")
+def _check_layers(model: Any, modules: list[nn.Module]) -> None:
     layers = [int(module.layer_idx) for module in modules]  # type: ignore[arg-type]
     if layers != list(range(len(layers))):
         name = type(model).__name__
