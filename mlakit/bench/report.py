@@ -151,7 +151,7 @@ class Report:
             left_out=[LeftOut(**each) for each in stored["left_out"]],
             mode=stored["mode"],
             ceilings=None if ceilings is None else Ceilings(**ceilings),
-            memory=[_memory(each) for each in stored.get("memory", ())],
+            memory=tuple(_memory(each) for each in stored.get("memory", ())),
         )
 
 

@@ -235,7 +235,7 @@ def run(
     console.print(table(rows, "ms" if mode == WALL else "us", console.width))
     for line in (*memory_lines(memory), *left_out_lines(left_out)):
         console.print(escape(line), highlight=False)
-    return Report(suite, command, facts, rows, left_out, mode, ceilings, memory)
+    return Report(suite, command, facts, rows, left_out, mode, ceilings, tuple(memory))
 
 
 def chosen(workloads: Sequence[Workload], *, quick: bool) -> list[Workload]:

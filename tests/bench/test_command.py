@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from mlakit import cli
-from mlakit.bench import GPU_SUITES, ceilings, gpu_timers, suite
+from mlakit.bench import GPU_SUITES, ONLY_IF_NAMED, ceilings, gpu_timers, suite
 from mlakit.bench.measure import WallClock
 from tests.bench.fakes import CEILINGS, pretend_gpu, report, row
 from tests.kernel_launchers import by_name, replace_launcher
@@ -115,7 +115,7 @@ def test_without_a_suite_all_for_the_gpu_run(monkeypatch):
     ran = []
     monkeypatch.setattr(suite, "run", lambda name, *_, **__: ran.append(name) or report(suite=name))
     assert bench("--peers").exit_code == 0
-    assert ran == [name for name in GPU_SUITES if name not in ("grid", "prefill-grid")]
+    assert ran == [name for name in GPU_SUITES if name not in ONLY_IF_NAMED]
 
 
 def test_a_wrong_kernel_ends_the_command_with_status_1(monkeypatch, tmp_path):

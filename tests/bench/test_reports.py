@@ -14,7 +14,7 @@ from mlakit.bench.ceilings import Ceilings
 from mlakit.bench.compare import compare
 from mlakit.bench.drawing import Rectangle, Text
 from mlakit.bench.measure import Spread
-from mlakit.bench.report import LeftOut, Report, as_csv
+from mlakit.bench.report import LeftOut, Memory, MemoryUse, Report, as_csv
 from mlakit.bench.suite import Baseline, BenchmarkCase, Workload
 from mlakit.bench.tables import left_out_lines, target_text
 from tests.bench.fakes import CEILINGS, around, report, row
@@ -32,6 +32,9 @@ def test_a_report_survives_json():
         row("a", "fa3", 20.0, speedup=around(2.0), min_speedup=1.1, met=True),
     )
     assert Report.from_json(json.loads(json.dumps(stored.as_json()))) == stored
+    use = MemoryUse(weights=3, cache=2, step=1)
+    with_memory = replace(stored, memory=(Memory("a", "mlakit", use),))
+    assert Report.from_json(json.loads(json.dumps(with_memory.as_json()))) == with_memory
 
 
 def second_schema() -> dict[str, object]:

@@ -175,6 +175,7 @@ OPS_OF_STEPS = {
     "mla_step": ("mla_prefill", "mla_decode"),
     "sparse_step": ("sparse_mla",),
     "MLAAttention": ("mla_decode", "sparse_mla"),
+    "generate": ("mla_decode", "sparse_mla"),
 }
 
 
