@@ -149,7 +149,7 @@ def mask(*args: Any, config: Any = None, **arguments: Any) -> Tensor | None:
     A sparse model passes it to its indexer. That mask is additive and always made: the indexers of
     transformers 5.15 and 5.16 add it to their scores, where a boolean one counts as 0 and 1.
     """
-    from transformers.masking_utils import causal_mask_function, eager_mask
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     if arguments.get("mask_function", causal_mask_function) is not causal_mask_function:
         raise UnsupportedError(
@@ -157,6 +157,9 @@ def mask(*args: Any, config: Any = None, **arguments: Any) -> Tensor | None:
         )
     if getattr(config, "index_topk", None) is None:
         return None
-    arguments.pop("allow_is_causal_skip", None)
-    made: Tensor = eager_mask(*args, config=config, **arguments)
-    return made
+    dtype = arguments.pop("dtype", torch.float32)
+    arguments |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    visible: Tensor = sdpa_mask(*args, config=config, **arguments)
+    # eager_mask copies a scalar from the host, which a CUDA graph cannot capture
+    made = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return made.masked_fill_(~visible, torch.finfo(dtype).min)
