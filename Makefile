@@ -1,6 +1,6 @@
 # Everything a newcomer needs: `make demo` runs the library, `make quick` checks a change in a
-# minute, `make test` runs all tests (under 10 minutes); `make test-all` also compiles every GPU
-# kernel, with the newest Triton and the oldest.
+# minute, `make test` runs the tests (under 10 minutes); `make test-all` also runs more formats and
+# sizes in Triton's interpreter and compiles every GPU kernel, with the newest Triton and the oldest.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -19,7 +19,7 @@ OLDEST_TORCH_INSTALLED := $(OLDEST_TORCH_VENV)/.installed
 # tests differ in length by a factor of 1000: a worker that is done takes some of another's
 PYTEST_JOBS := -n auto --dist worksteal
 
-.PHONY: demo quick test test-all venv lint types unit compile oldest oldest-torch docs mutants
+.PHONY: demo quick test test-all venv lint types unit thorough compile oldest oldest-torch docs mutants
 .PHONY: slow-tests format clean
 .DEFAULT_GOAL := test
 
@@ -33,11 +33,11 @@ quick: lint types
 
 # measures anew which tests are slow: tests/slow_tests.txt
 slow-tests: $(INSTALLED)
-	$(BIN)/pytest $(PYTEST_JOBS) --measure-slow
+	$(BIN)/pytest $(PYTEST_JOBS) --measure-slow --thorough
 
 test: lint types unit
 
-test-all: test compile oldest
+test-all: test thorough compile oldest
 
 venv: $(INSTALLED)
 
@@ -51,18 +51,22 @@ types: $(INSTALLED)
 unit: $(INSTALLED)
 	$(BIN)/pytest $(PYTEST_JOBS)
 
+# what `unit` leaves out: more formats and sizes of kernels in Triton's interpreter
+thorough: $(INSTALLED)
+	$(BIN)/pytest $(PYTEST_JOBS) --thorough -m thorough
+
 # GPU kernels for every architecture, without a GPU
 compile: $(INSTALLED)
 	$(BIN)/mlakit support --compile
 
 oldest: $(OLDEST_INSTALLED)
-	$(OLDEST)/bin/python -m pytest $(PYTEST_JOBS) -k triton tests/kernels/triton/test_interpreter.py \
+	$(OLDEST)/bin/python -m pytest $(PYTEST_JOBS) --thorough -k triton tests/kernels/triton/test_interpreter.py \
 	  tests/kernels/triton/test_decode_plan.py tests/ops/test_properties.py
 	$(OLDEST)/bin/python -m mlakit support --compile
 
 # all tests with the oldest torch that pyproject.toml allows
 oldest-torch: $(OLDEST_TORCH_INSTALLED)
-	$(OLDEST_TORCH_VENV)/bin/python -m pytest $(PYTEST_JOBS)
+	$(OLDEST_TORCH_VENV)/bin/python -m pytest $(PYTEST_JOBS) --thorough
 
 # the pages in docs/ as a site in site/; a warning is an error. The variable keeps the theme from
 # announcing its successor at every build

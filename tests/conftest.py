@@ -98,6 +98,7 @@ def _places(test: pytest.Item) -> list[object]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items[:] = [item for item in items if not _too_slow_interpreted(item)]
     _leave_out_gpu_tests(config, items)
+    slow_tests.leave_out_thorough(config, items)
     slow_tests.select(config, items)
 
 
@@ -118,6 +119,7 @@ def pytest_testnodedown(node: Any) -> None:
     output = getattr(node, "workeroutput", {})
     node.config.stash[GPU_TESTS] = output.get("gpu_tests", 0)
     node.config.stash[slow_tests.LEFT_OUT] = output.get("slow_tests", 0)
+    node.config.stash[slow_tests.THOROUGH] = output.get("thorough_tests", 0)
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -136,6 +138,9 @@ def pytest_terminal_summary(
     count = config.stash.get(GPU_TESTS, 0)
     if count:
         terminalreporter.write_line(f"GPU tests left out: {count}, torch sees no CUDA device")
+    thorough = config.stash.get(slow_tests.THOROUGH, 0)
+    if thorough:
+        terminalreporter.write_line(f"thorough tests left out: {thorough}, make test-all runs them")
     if config.getoption("--quick"):
         terminalreporter.write_line(slow_tests.left_out(config))
     if config.getoption("--measure-slow"):

@@ -1,5 +1,8 @@
 """Which tests are slow, as measured: `--quick` leaves them out, `--measure-slow` finds them anew.
 
+Tests marked `thorough` repeat a code path of others with other numbers, in Triton's interpreter,
+which takes seconds for each. Without a GPU they run with `--thorough` only: `make test-all`.
+
 A test function is slow if its tests take more than LIMIT seconds of processor time on average. LIST
 has the functions, one on a line. Others are run.
 """
@@ -13,6 +16,7 @@ from statistics import mean
 from typing import Any
 
 import pytest
+import torch
 
 from tests.paths import ROOT
 
@@ -21,6 +25,7 @@ LIMIT = 0.03
 MEASURED = 5  # tests of each function, spread over its parameters
 SECONDS = "processor seconds"
 LEFT_OUT = pytest.StashKey[int]()
+THOROUGH = pytest.StashKey[int]()
 # of fixtures that several tests share, so that each of them is as slow as the first
 _fixture_seconds: dict[str, float] = {}
 
@@ -28,6 +33,7 @@ _fixture_seconds: dict[str, float] = {}
 def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("slow tests")
     group.addoption("--quick", action="store_true", help=f"leave out what {LIST.name} lists")
+    group.addoption("--thorough", action="store_true", help="also run tests marked thorough")
     group.addoption(
         "--measure-slow",
         action="store_true",
@@ -64,6 +70,18 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
         config.stash[LEFT_OUT] = len(left_out)
         if hasattr(config, "workeroutput"):
             config.workeroutput["slow_tests"] = len(left_out)
+
+
+def leave_out_thorough(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave tests marked `thorough` to `--thorough`; on a GPU they are quick and always run."""
+    if config.getoption("--thorough") or torch.cuda.is_available():
+        return
+    left_out = [item for item in items if item.get_closest_marker("thorough")]
+    items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+    config.hook.pytest_deselected(items=left_out)
+    config.stash[THOROUGH] = len(left_out)
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["thorough_tests"] = len(left_out)
 
 
 def processor_seconds() -> float:

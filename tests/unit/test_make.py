@@ -45,6 +45,14 @@ def test_make_test_all_also_compiles_with_the_newest_and_the_oldest_triton():
     assert "$(OLDEST)/bin/python -m pytest" in commands
 
 
+def test_make_test_all_runs_the_thorough_tests_that_make_test_leaves_out():
+    assert "--thorough" not in commands_of("test")
+    assert "pytest $(PYTEST_JOBS) --thorough -m thorough\n" in commands_of("test-all")
+    for target in ("oldest", "oldest-torch"):  # these run nothing else of the newest versions
+        (run,) = [line for line in commands_of(target).splitlines() if " pytest " in line]
+        assert " --thorough" in run
+
+
 def test_make_quick_checks_what_make_test_checks_and_leaves_out_slow_tests():
     assert commands_of("quick").startswith(commands_of("lint") + commands_of("types"))
     assert commands_of("quick").endswith(commands_of("unit").replace("\n", " --quick\n"))
@@ -96,6 +104,23 @@ def test_without_a_gpu_its_tests_are_left_out_and_counted(monkeypatch):
 
 def test_with_a_gpu_all_tests_are_run(monkeypatch):
     assert collect(monkeypatch, has_gpu=True) == (["host", "device", "slow"], [], "")
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "options", "kept"), [(False, (), 0), (False, ("--thorough",), 1), (True, (), 1)]
+)
+def test_thorough_tests_need_a_gpu_or_the_option(monkeypatch, has_gpu, options, kept):
+    item = SimpleNamespace(get_closest_marker=lambda mark: mark if mark == "thorough" else None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    config = SimpleNamespace(
+        hook=SimpleNamespace(pytest_deselected=lambda items: None),
+        stash=pytest.Stash(),
+        getoption=lambda option: option in options,
+    )
+    items = [item]
+    slow_tests.leave_out_thorough(config, items)
+    assert len(items) == kept
+    assert config.stash.get(slow_tests.THOROUGH, 0) == 1 - kept
 
 
 def test_a_quick_run_leaves_out_slow_tests_and_says_so(monkeypatch):

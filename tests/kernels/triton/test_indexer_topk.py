@@ -28,8 +28,18 @@ LOGITS = {
 }
 
 
+# as "three values", with more of them
+REPEATED = ("mostly special",)
+
+
 @pytest.mark.interpreted
-@pytest.mark.parametrize("logits", LOGITS.values(), ids=LOGITS.keys())
+@pytest.mark.parametrize(
+    "logits",
+    [
+        pytest.param(each, id=name, marks=[pytest.mark.thorough] if name in REPEATED else [])
+        for name, each in LOGITS.items()
+    ],
+)
 @pytest.mark.parametrize(("config", "k"), WAYS.values(), ids=WAYS.keys())
 def test_every_way(config, k, logits, place, monkeypatch):
     if place.on_cpu_backend:
@@ -96,7 +106,8 @@ MISLEADING = {
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("make", MISLEADING.values(), ids=MISLEADING.keys())
-@pytest.mark.parametrize("splits", [1, 3])
+# `test_every_way` has splits, too
+@pytest.mark.parametrize("splits", [1, pytest.param(3, marks=pytest.mark.thorough)])
 def test_a_sample_may_mislead(make, splits, place, monkeypatch):
     if place.on_cpu_backend:
         pytest.skip("takes no sample")
