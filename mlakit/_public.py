@@ -42,7 +42,12 @@ from mlakit.ops import (
 )
 from mlakit.ops.decode_plan import plan_mla_decode
 from mlakit.pages import PageAllocator
-from mlakit.parallel import context_parallel_decode, merge_over_ranks, tensor_parallel_plan
+from mlakit.parallel import (
+    context_parallel_decode,
+    context_parallel_sparse_step,
+    merge_over_ranks,
+    tensor_parallel_plan,
+)
 from mlakit.plan import EvenSplit, plan_context, plan_decode
 from mlakit.rope import rope_table
 from mlakit.weights import UpProjection
@@ -68,6 +73,7 @@ __all__ = [
     "UpProjection",
     "append_rows",
     "context_parallel_decode",
+    "context_parallel_sparse_step",
     "decode_attend",
     "decode_branch",
     "format_of_dtype",

@@ -11,10 +11,10 @@ from mlakit import dispatch
 from mlakit.branches.batch import CachedBatch, LayerWeights, append_tokens
 from mlakit.branches.checks import StepLengths, check_step, select_kernels
 from mlakit.branches.decode import absorb, check_absorbed_attention
-from mlakit.cache import CacheLayer, PagedLatentCache
+from mlakit.cache import UNSHARDED, CacheLayer, KVShard, PagedLatentCache
 from mlakit.checks import E4M3, FLOATS, Dims
 from mlakit.knobs import Backend
-from mlakit.masks import CAUSAL
+from mlakit.masks import CAUSAL, Mask
 from mlakit.ops import indexer_select, norm_rope_quant_append, sparse_mla
 from mlakit.ops._checks import check_layer, check_result, check_seen_rows
 from mlakit.ops._library import refuse_grad
@@ -83,13 +83,13 @@ def sparse_step(
     check_absorbed_attention(dims, q, batch, lengths, None, None, CAUSAL, None)
     if not (plan is None or isinstance(plan, EvenSplit)):
         raise TypeError(f"{dims.op}: plan must be an EvenSplit, got {type(plan).__name__}")
-    keys = _check_index(dims, index, batch, lengths, max_kv_len, max_score_bytes)
+    keys = check_index(dims, index, batch, lengths, max_kv_len, max_score_bytes)
     dims.bind("k", dims.integer("k", k, 1), "k")
     if rows is not None:
         rows = check_result(dims, "rows", rows, "tokens", "k", dtype=torch.int32)
     out = check_result(dims, "out", out, "tokens", "heads", "D_V", dtype=q.dtype)
     select_kernels(("sparse_mla",), q, weights, batch, CAUSAL, backend)
-    _select_index_kernels(index, keys, batch, backend)
+    select_index_kernels(index, keys, batch, backend)
     absorbed, q_rope, rotated = absorb(q, weights, backend)
     append_tokens(q_rope, kv, weights, batch, q_rope_out=rotated, backend=backend)
     append_index_keys(index, weights, batch, backend=backend)
@@ -120,9 +120,14 @@ def sparse_step(
 
 
 def append_index_keys(
-    index: IndexInputs, weights: LayerWeights, batch: CachedBatch, *, backend: Backend
+    index: IndexInputs,
+    weights: LayerWeights,
+    batch: CachedBatch,
+    *,
+    kv_shard: KVShard | None = None,
+    backend: Backend,
 ) -> None:
-    """Quantise the new tokens' keys and append them to the cache of index keys."""
+    """Quantise the keys of the new tokens, or of those of a shard, and append them to the cache."""
     norm_rope_quant_append(
         index.keys.new_empty(index.keys.shape[0], 1, 0),
         index.keys,
@@ -135,19 +140,24 @@ def append_index_keys(
         epsilon=0.0,
         layer=index.layer,
         power_of_two_scales=index.power_of_two_scales,
+        kv_shard=kv_shard,
         backend=backend,
     )
 
 
-def _check_index(
+def check_index(
     dims: Dims,
     index: IndexInputs,
     batch: CachedBatch,
     lengths: StepLengths | None,
     max_kv_len: int | None,
     max_score_bytes: int,
+    shard: KVShard = UNSHARDED,
 ) -> CacheLayer:
-    """Check what the append of index keys and `indexer_select` would refuse after a write."""
+    """Check what the append of index keys and `indexer_select` would refuse after a write.
+
+    shard  the tokens that the cache holds
+    """
     if not isinstance(index, IndexInputs):
         got = type(index).__name__
         raise TypeError(f"{dims.op}: index must be IndexInputs, got {got}")
@@ -169,21 +179,27 @@ def _check_index(
     refuse_grad(dims.op, **given)
     columns = table_capacity(dims.op, batch.page_table, layer)
     if max_kv_len is not None:
-        columns = dims.integer("max_kv_len", max_kv_len, 0)
+        columns = shard.local_count(dims.integer("max_kv_len", max_kv_len, 0))
     if lengths is not None:
-        dims.lengths("kv_lens", batch.kv_lens, columns, "max_kv_len")
+        if shard.world == 1 or max_kv_len is not None:
+            limit = columns if max_kv_len is None else max_kv_len
+            dims.lengths("kv_lens", batch.kv_lens, limit, "max_kv_len")
         check_seen_rows(
-            dims, batch.page_table, layer, CAUSAL, batch.q_starts, list(lengths.kv_lens)
+            dims, batch.page_table, layer, CAUSAL, batch.q_starts, list(lengths.kv_lens), shard
         )
     aligned_columns(dims, columns, max_score_bytes)
     return layer
 
 
-def _select_index_kernels(
-    index: IndexInputs, keys: CacheLayer, batch: CachedBatch, backend: Backend
+def select_index_kernels(
+    index: IndexInputs,
+    keys: CacheLayer,
+    batch: CachedBatch,
+    backend: Backend,
+    mask: Mask = CAUSAL,
 ) -> None:
     """Select the kernel of the scores, so that an unsupported step fails before a write."""
     if torch.compiler.is_compiling():
         return
-    problem = logits_problem(index.q, keys, batch.page_table, CAUSAL)
+    problem = logits_problem(index.q, keys, batch.page_table, mask)
     dispatch.select("indexer_logits", problem, backend)

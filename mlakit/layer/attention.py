@@ -13,6 +13,7 @@ from torch import distributed as dist
 from mlakit.autocast import without_autocast
 from mlakit.branches import (
     CachedBatch,
+    IndexInputs,
     LayerWeights,
     StepPlan,
     decode_branch,
@@ -28,7 +29,12 @@ from mlakit.layer.config import LayerConfig
 from mlakit.layer.indexer import LightningIndexer
 from mlakit.layer.linear import Activations, Linear, RMSNorm
 from mlakit.layer.rotary import RopeTable
-from mlakit.parallel.groups import group_rank, sum_over_ranks
+from mlakit.parallel import (
+    context_parallel_decode,
+    context_parallel_sparse_step,
+    sum_over_ranks,
+)
+from mlakit.parallel.groups import are_heads_sharded, group_rank
 from mlakit.plan import DecodePlan, DecodePlanTensors, EvenSplit
 from mlakit.weights import UpProjection
 
@@ -45,7 +51,9 @@ class MLAAttention(nn.Module):
     takes those of a module of transformers.
 
     `tp_group` is the process group of a tensor-parallel layer, or None: each rank has some of the
-    heads, and the layer's result is summed over the ranks.
+    heads, and the layer's result is summed over the ranks. `cp_group` is the process group of a
+    context-parallel layer, or None: each rank caches some of the tokens of every request, as
+    `context_parallel_decode` does. They are the same group, or have only this rank in common.
 
     The absorbed matrices are made at the first call, and again after the weights, their dtype or
     their device changed.
@@ -58,6 +66,8 @@ class MLAAttention(nn.Module):
         layer: int = 0,
         is_fp8: bool = False,
         max_positions: int | None = None,
+        cp_group: dist.ProcessGroup | None = None,
+        cp_interleave: int = 1,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -67,6 +77,8 @@ class MLAAttention(nn.Module):
         layer          the layer's number: in some models only certain layers have an indexer
         is_fp8         block-FP8 weights, one scale per 128 × 128
         max_positions  rows of the RoPE table; None: the config's max_position_embeddings
+        cp_group       of the ranks that share the cached tokens; None: this process caches all
+        cp_interleave  consecutive tokens that one rank caches
         """
         super().__init__()
         self.config = LayerConfig.from_config(config, layer)
@@ -90,6 +102,7 @@ class MLAAttention(nn.Module):
         if self.config.selection == "own":
             self.indexer = LightningIndexer(self.config, max_positions=max_positions, **weights)
         self.tp_group: dist.ProcessGroup | None = None
+        self.cp_group, self.cp_interleave = cp_group, cp_interleave
         self._prepared: tuple[tuple[object, ...], LayerWeights] | None = None
 
     @classmethod
@@ -101,6 +114,8 @@ class MLAAttention(nn.Module):
         tp_rank: int = 0,
         tp_size: int = 1,
         tp_group: dist.ProcessGroup | None = None,
+        cp_group: dist.ProcessGroup | None = None,
+        cp_interleave: int = 1,
         prefix: str | None = None,
         max_positions: int | None = None,
         epsilon: float | None = None,
@@ -114,6 +129,7 @@ class MLAAttention(nn.Module):
                           layer's; only rank 0 has the bias of o_proj
         tp_group          instead of them: rank and size are those of this process in the group, and
                           `forward` sums the outputs over it
+        cp_group, cp_interleave   as in the constructor
         prefix            of the tensors' names; None finds `layers.N.self_attn.` under any model
         max_positions     rows of the RoPE table; None: the config's max_position_embeddings
         epsilon           of the norms of the latents; None: 1e-6, as DeepSeek's code and
@@ -140,7 +156,8 @@ class MLAAttention(nn.Module):
             dtype=dtype,
             device=torch.device(device),
         )
-        layer_of_rank.tp_group = tp_group
+        layer_of_rank.tp_group, layer_of_rank.cp_group = tp_group, cp_group
+        layer_of_rank.cp_interleave = cp_interleave
         return layer_of_rank
 
     @classmethod
@@ -207,6 +224,11 @@ class MLAAttention(nn.Module):
         A layer with an indexer attends to all cached tokens where the host knows that no request
         has more than index_topk, unless `rows` is given.
 
+        With a `cp_group`, caches and page table hold this rank's tokens, `KVShard.local_count` of a
+        request's; kv_lens, positions and max_kv_len are those of whole requests; `plan` is one of
+        `mla_decode` for this rank's lengths; `rows` are this rank's. Prompts are attended to by the
+        absorbed form, like decode steps.
+
         Returns [tokens, hidden] in x's dtype. On a GPU it does not synchronise.
         """
         dims = Dims(NAME)
@@ -214,8 +236,7 @@ class MLAAttention(nn.Module):
         dims.match("x", x, "tokens", "hidden")
         self._check_dtype(dims, x)
         weights = self.weights(x.device)
-        if self.config.selection is not None:
-            plan = _checked_plan(dims, plan, batch)
+        plan = self._checked_plan(dims, plan, batch, rows)
         index = None if self.indexer is None else self._checked_keys(dims, index_cache, batch)
         at = batch.layer if index_layer is None else index_layer
         if positions is None and self._needs_positions:
@@ -224,7 +245,17 @@ class MLAAttention(nn.Module):
         q, residual = self._queries(states, positions, backend)
         kv = self.kv_a_proj_with_mqa(states, backend)
         split = plan if isinstance(plan, EvenSplit) else None
-        if self.config.selection is None or self._is_dense(plan, rows):
+        if self.cp_group is not None:
+            scored = (states, residual, positions, index, at)
+            out = self._context_parallel(
+                *(q, kv, weights, batch),
+                None if self.indexer is None else self.indexer(*scored, backend=backend),
+                plan=plan,
+                rows=rows,
+                max_kv_len=max_kv_len,
+                backend=backend,
+            )
+        elif self.config.selection is None or self._is_dense(plan, rows):
             out = _attend(q, kv, weights, batch, plan, backend)
             if self.indexer is not None:
                 assert positions is not None
@@ -282,6 +313,36 @@ class MLAAttention(nn.Module):
             rope=c.geometry.rope,
         )
 
+    def _context_parallel(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        weights: LayerWeights,
+        batch: CachedBatch,
+        index: IndexInputs | None,
+        *,
+        plan: AnyPlan | None,
+        rows: Tensor | None,
+        max_kv_len: int | None,
+        backend: Backend,
+    ) -> Tensor:
+        """Attention over the tokens of all ranks, [tokens, heads, D_V]."""
+        assert self.cp_group is not None
+        options: dict[str, Any] = {
+            "interleave": self.cp_interleave,
+            "is_head_sharded": are_heads_sharded(NAME, self.tp_group, self.cp_group),
+            "plan": plan,
+            "rows": None if self.config.selection is None else rows,
+            "backend": backend,
+        }
+        if index is None:
+            return context_parallel_decode(q, kv, weights, batch, self.cp_group, **options)
+        return context_parallel_sparse_step(
+            *(q, kv, weights, batch, index, self.config.geometry.index_topk, self.cp_group),
+            max_kv_len=max_kv_len,
+            **options,
+        )
+
     def _queries(
         self, x: Activations, positions: Tensor | None, backend: Backend
     ) -> tuple[Tensor, Activations | None]:
@@ -301,6 +362,20 @@ class MLAAttention(nn.Module):
             factor = 1 + scale.beta * torch.log1p(steps.float())
             q = q * factor.to(q.dtype)[:, None, None]
         return q, residual
+
+    def _checked_plan(
+        self, dims: Dims, plan: AnyPlan | None, batch: CachedBatch, rows: Tensor | None
+    ) -> AnyPlan | None:
+        is_sparse = self.config.selection is not None
+        if self.cp_group is None:
+            return _sparse_plan(dims, plan, batch) if is_sparse else plan
+        if is_sparse and self.indexer is None and rows is None:
+            dims.fail("rows", "be given to a layer that shares another's selection", None)
+        taken = (EvenSplit,) if is_sparse else (EvenSplit, DecodePlan, DecodePlanTensors)
+        if plan is not None and not isinstance(plan, taken):
+            kinds = "an EvenSplit" if is_sparse else "a plan of mla_decode"
+            dims.fail("plan", f"be {kinds} with a cp_group", type(plan).__name__)
+        return plan
 
     @property
     def _needs_positions(self) -> bool:
@@ -361,7 +436,7 @@ def _attend(
     return decode_branch(q, kv, weights, batch, plan=plan, backend=backend)
 
 
-def _checked_plan(dims: Dims, plan: AnyPlan | None, batch: CachedBatch) -> AnyPlan | None:
+def _sparse_plan(dims: Dims, plan: AnyPlan | None, batch: CachedBatch) -> AnyPlan | None:
     """The plan of a sparse layer; made here if the host may read the lengths."""
     if isinstance(plan, (DecodePlan, DecodePlanTensors)):
         must = "be a StepPlan or an EvenSplit for a layer that attends to a selection"

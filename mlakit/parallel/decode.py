@@ -6,8 +6,6 @@ Context parallelism divides it: a rank appends and reads its own tokens only.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 from torch import distributed as dist
 
@@ -15,19 +13,13 @@ from mlakit.branches import CachedBatch, LayerWeights
 from mlakit.branches.batch import append_tokens
 from mlakit.branches.checks import check_step, select_kernels
 from mlakit.branches.decode import absorb, check_absorbed_attention
-from mlakit.cache import KVShard
 from mlakit.checks import Dims
 from mlakit.knobs import Backend
 from mlakit.masks import CAUSAL, Mask
-from mlakit.ops import mla_decode
-from mlakit.ops._checks import check_mask, check_shard, check_sink
-from mlakit.parallel.groups import gather_over_ranks, group_rank
-from mlakit.parallel.merge import (
-    MergeMethod,
-    check_divided_heads,
-    check_method,
-    merge_over_ranks,
-)
+from mlakit.ops import mla_decode, sparse_mla
+from mlakit.ops._checks import check_mask, check_sink
+from mlakit.parallel.context import ContextGroup
+from mlakit.parallel.merge import MergeMethod
 from mlakit.plan import DecodePlan, DecodePlanTensors, EvenSplit
 
 NAME = "context_parallel_decode"
@@ -43,6 +35,7 @@ def context_parallel_decode(
     interleave: int = 1,
     method: MergeMethod | None = None,
     is_head_sharded: bool = False,
+    rows: Tensor | None = None,
     mask: Mask = CAUSAL,
     sink: Tensor | None = None,
     plan: DecodePlan | DecodePlanTensors | EvenSplit | None = None,
@@ -65,8 +58,10 @@ def context_parallel_decode(
                 True: q and weights have this rank's heads, a tensor-parallel layer's. The absorbed
                 queries of all heads are gathered; every rank gets the latents of its heads and
                 multiplies them by its W_UV
+    rows        [tokens, topk] physical rows of this rank's cache: attend to these only, as
+                `context_parallel_sparse_step` selects them; `mask` must be left at its default
     sink        [heads of q] float32 logit that joins out's denominator only, once
-    plan        as in `mla_decode`, for this rank's lengths
+    plan        as in `mla_decode`, for this rank's lengths; with `rows` an `EvenSplit`
 
     Returns out [tokens, heads, D_V] in q's dtype: this rank's heads with "all_to_all", else all.
     0 for a query that sees no key.
@@ -75,60 +70,45 @@ def context_parallel_decode(
     small, leaves the others waiting in a collective until its timeout.
     """
     dims = Dims(NAME)
-    rank, world = group_rank(NAME, group)
-    if method is None:
-        method = "all_to_all" if is_head_sharded else "all_gather"
-    check_method(dims, method)
+    ranks = ContextGroup.checked(dims, group, interleave, method, is_head_sharded=is_head_sharded)
     check_mask(dims.op, mask)
-    shard = KVShard(rank, world, interleave)
-    check_shard(dims, shard)
-    lengths = check_step(dims, q, kv, weights, batch, mask, shard=shard)
-    check_absorbed_attention(dims, q, batch, lengths, None, None, mask, plan, shard)
+    seen = mask if rows is None else None
+    lengths = check_step(dims, q, kv, weights, batch, seen, shard=ranks.shard)
+    check_absorbed_attention(dims, q, batch, lengths, rows, None, mask, plan, ranks.shard)
     check_sink(dims, sink)
-    heads = dims["heads"]
-    if is_head_sharded:
-        must = "be all_to_all with sharded heads"
-        dims.require(method == "all_to_all", "method", must, method)
-        heads *= world
-    elif method == "all_to_all":
-        check_divided_heads(dims, "q", heads, world)
-        if sink is not None:
-            sink = sink[rank * (heads // world) : (rank + 1) * (heads // world)]
-    select_kernels(("mla_decode",), q, weights, batch, mask, backend, heads=heads)
+    attention = "mla_decode" if rows is None else "sparse_mla"
+    heads = ranks.attending_heads(dims)
+    select_kernels((attention,), q, weights, batch, mask, backend, heads=heads)
     absorbed, q_rope, rotated = absorb(q, weights, backend)
-    append_tokens(q_rope, kv, weights, batch, q_rope_out=rotated, kv_shard=shard, backend=backend)
-    if is_head_sharded:
-        absorbed = _all_heads(absorbed, group, world)
-    attended, lse = mla_decode(
-        absorbed,
-        batch.cache,
-        batch.page_table,
-        batch.kv_lens,
-        q_starts=batch.q_starts,
-        layer=batch.layer,
-        softmax_scale=weights.softmax_scale,
-        mask=mask,
-        kv_shard=shard,
-        plan=plan,
-        backend=backend,
+    append_tokens(
+        q_rope, kv, weights, batch, q_rope_out=rotated, kv_shard=ranks.shard, backend=backend
     )
-    options: dict[str, Any] = {"method": method, "sink": sink, "backend": backend}
-    if is_head_sharded:  # a rank has W_UV of its own heads only
-        attended, _ = merge_over_ranks(attended, lse, group, **options)
-        return _projected(attended, weights, backend)
-    return merge_over_ranks(_projected(attended, weights, backend), lse, group, **options)[0]
 
+    def attend(absorbed: Tensor) -> tuple[Tensor, Tensor]:
+        if rows is not None:
+            assert not isinstance(plan, (DecodePlan, DecodePlanTensors))
+            latents, lse, _ = sparse_mla(
+                absorbed,
+                batch.cache,
+                rows,
+                layer=batch.layer,
+                softmax_scale=weights.softmax_scale,
+                plan=plan,
+                backend=backend,
+            )
+            return latents, lse
+        return mla_decode(
+            absorbed,
+            batch.cache,
+            batch.page_table,
+            batch.kv_lens,
+            q_starts=batch.q_starts,
+            layer=batch.layer,
+            softmax_scale=weights.softmax_scale,
+            mask=mask,
+            kv_shard=ranks.shard,
+            plan=plan,
+            backend=backend,
+        )
 
-def _projected(attended: Tensor, weights: LayerWeights, backend: Backend) -> Tensor:
-    """Latents [tokens, heads, D_C] times W_UV: [tokens, heads, D_V]."""
-    out = attended.new_empty(*attended.shape[:2], weights.up.geometry.v_head_dim)
-    return weights.up.w_uv.apply(attended, out=out, backend=backend)
-
-
-def _all_heads(absorbed: Tensor, group: dist.ProcessGroup | None, world: int) -> Tensor:
-    """Absorbed queries of all ranks' heads, rank after rank, from those of this rank."""
-    if world == 1 or absorbed.numel() == 0:
-        return absorbed.repeat(1, world, 1)
-    by_rank = absorbed.new_empty(world, *absorbed.shape)
-    gather_over_ranks(by_rank, absorbed[None], group)
-    return by_rank.transpose(0, 1).flatten(1, 2)
+    return ranks.attend(absorbed, attend, weights, sink, backend)

@@ -25,6 +25,25 @@ def group_rank(op: str, group: dist.ProcessGroup | None) -> GroupRank:
     return GroupRank(rank, dist.get_world_size(group))
 
 
+def are_heads_sharded(
+    op: str, tp_group: dist.ProcessGroup | None, cp_group: dist.ProcessGroup
+) -> bool:
+    """Whether the ranks of `cp_group` have different heads, those of `tp_group`.
+
+    The two groups have the same ranks, or no rank but this one in common; a third case would mix
+    different heads in one merge.
+    """
+    if tp_group is None or tp_group is cp_group:
+        return tp_group is not None
+    tp_ranks, cp_ranks = (dist.get_process_group_ranks(each) for each in (tp_group, cp_group))
+    if tp_ranks != cp_ranks and len(set(tp_ranks) & set(cp_ranks)) != 1:
+        raise ValueError(
+            f"{op}: cp_group must have the ranks of tp_group, {tp_ranks}, or only this one of them,"
+            f" got {cp_ranks}"
+        )
+    return tp_ranks == cp_ranks
+
+
 def sum_over_ranks(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """The sum of `x` over the ranks, in place: the end of a layer whose heads are sharded.
 
