@@ -58,11 +58,32 @@ def check_model(group: dist.ProcessGroup, model_type: str, fields: dict[str, Any
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
     config = DistributedConfig(tp_plan=plan, tp_size=group.size())
     model = type(model).maybe_distribute_model(model, config, mesh)
-    attention = model.model.layers[1].self_attn
-    c = model.config
-    heads = c.num_attention_heads // group.size()
-    local = attention.kv_b_proj.weight.to_local()
-    assert len(local) == heads * (c.qk_nope_head_dim + c.v_head_dim)
-    assert attention.o_proj.weight.to_local().shape[1] == heads * c.v_head_dim
+    check_sharded(model, group)
     assert float(want.std()) > 0.01
     torch.testing.assert_close(logits(model), want, rtol=1e-4, atol=1e-5)
+
+
+def check_loaded_model(group: dist.ProcessGroup, folder: str) -> None:
+    """`from_pretrained` shards the heads by the plan; the logits are those of one process."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    plan = tensor_parallel_plan(AutoConfig.from_pretrained(folder))
+    eager = {"attn_implementation": "eager"}
+    whole = AutoModelForCausalLM.from_pretrained(folder, **eager).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, distributed_config=DistributedConfig(tp_plan=plan), **eager
+    ).eval()
+    check_sharded(model, group)
+    want = logits(whole)
+    assert float(want.std()) > 0.01
+    torch.testing.assert_close(logits(model), want, rtol=1e-4, atol=1e-5)
+
+
+def check_sharded(model: Any, group: dist.ProcessGroup) -> None:
+    """This rank's weights are those of its heads."""
+    c, attention = model.config, model.model.layers[1].self_attn
+    count = c.num_attention_heads // group.size()
+    local = attention.kv_b_proj.weight.to_local()
+    assert len(local) == count * (c.qk_nope_head_dim + c.v_head_dim)
+    assert attention.o_proj.weight.to_local().shape[1] == count * c.v_head_dim

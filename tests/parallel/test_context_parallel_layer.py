@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from mlakit import MLAAttention, plan_step
-
 from tests.layer.checkpoints import INDEX, SMALL, tensors, write_checkpoint
 from tests.layer.serving import Server
 from tests.parallel import layers
