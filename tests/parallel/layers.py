@@ -22,7 +22,6 @@ LENGTHS = (45, 23, 1)
 # prompts in pieces, several queries per request, requests without new tokens, then decode steps; of
 # the last request all ranks but one have no token
 CHUNKS = ((25, 20, 0), (17, 1, 0), (1, 1, 1), (1, 1, 0), (1, 0, 0))
-TOLERANCE = {"rtol": 0, "atol": 3e-5}
 
 
 def served(
@@ -70,7 +69,7 @@ def check_layer(
     want, want_rows, want_server = served(whole, inputs)
     got, rows, server = served(layer, inputs, shard, splits)
     assert float(want.abs().max()) > 0.5
-    torch.testing.assert_close(got, want, **TOLERANCE)
+    torch.testing.assert_close(got, want, rtol=0, atol=3e-5)
     for mine, all_rows in (
         (server.cache, want_server.cache),
         (server.index_cache, want_server.index_cache),
@@ -140,7 +139,7 @@ def check_shared_selection(group: Group, folder: str) -> None:
             torch.tensor([0, 1, 1, 1], dtype=torch.int32),
         )
         outs.append(each(x[0][-1:], last, rows=rows[-1]))
-    torch.testing.assert_close(outs[1], outs[0], **TOLERANCE)
+    torch.testing.assert_close(outs[1], outs[0], rtol=0, atol=3e-5)
 
 
 def check_equal_scores(group: Group, folder: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -81,6 +82,8 @@ def _serve(rank: int, folder: Path, pipe: Connection) -> None:
     from torch import distributed as dist
 
     torch.set_num_threads(1)
+    size = str(max(WORLDS))  # as torchrun sets them; transformers reads them
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size}
     # as in conftest: an uninitialised tensor holds NaN
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True

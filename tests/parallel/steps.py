@@ -308,6 +308,19 @@ def check_bytes(group: Group) -> None:
     assert sent == [columns * (GEOMETRY.v_head_dim + 1)]  # and lse
 
 
+def check_compiled(group: Group) -> None:
+    """Traced to functional collectives, in one graph."""
+    shard = KVShard(group.rank(), group.size())
+
+    def decode(q: Tensor, kv: Tensor) -> Tensor:
+        return context_parallel_decode(q, kv, weights, batch, group)
+
+    weights, batch = STEP.weights, STEP.shard(shard)
+    compiled = torch.compile(decode, fullgraph=True, backend="aot_eager")
+    assert_close(compiled(STEP.q.clone(), STEP.kv), whole_result())
+    check_shard_rows(STEP, batch, shard)
+
+
 def check_sum(group: Group) -> None:
     x = torch.full((3,), float(group.rank() + 1))
     assert sum_over_ranks(x, group) is x

@@ -74,6 +74,10 @@ def test_ranks_agree(ranks, world):
     ranks.run(world, steps.check_ranks_agree)
 
 
+def test_torch_compile_makes_one_graph(ranks):
+    ranks.run(2, steps.check_compiled)
+
+
 def test_bytes_that_are_sent(ranks):
     ranks.run(2, steps.check_bytes)
 

@@ -50,6 +50,11 @@ def test_transformers_shards_the_heads_by_the_plan(ranks, world, model_type, fie
     ranks.run(world, heads.check_model, model_type, fields)
 
 
+def test_transformers_loads_the_heads_of_a_rank_by_the_plan(ranks, tmp_path):
+    heads.small_model("deepseek_v3", **DENSE).save_pretrained(tmp_path)
+    ranks.run(max(WORLDS), heads.check_loaded_model, str(tmp_path))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_plan_has_the_attention(family):
     config = FAMILIES[family].config()
