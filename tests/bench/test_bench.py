@@ -359,6 +359,7 @@ def test_the_json_has_its_schema(quick_run):
     _, written, _ = quick_run
     assert set(written) == {
         *("schema", "suite", "command", "mode", "environment", "ceilings", "rows", "left_out"),
+        "memory",
     }
     assert (written["schema"], written["suite"], written["mode"]) == (3, "cpu", "wall")
     assert written["ceilings"] is None
