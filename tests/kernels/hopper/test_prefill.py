@@ -237,25 +237,11 @@ def test_row_max_stays_below_scores_that_grow_slowly(mask):
             sharpness=4.0,
             sink="finite",
         ),
-        PrefillLaunch(
-            seed=1635308648,
-            padded=True,
-            kv_lens=(1664, 518),
-            q_lens=(768, 63),
-            heads=1,
-            qk_nope_head_dim=64,
-            qk_rope_head_dim=32,
-            v_head_dim=64,
-            dtype="fp16",
-            mask="null",
-            sharpness=-4.0,
-            sink="finite",
-        ),
     ],
-    ids=["256", "192", "96"],
+    ids=["256", "192"],
 )
 def test_a_large_weight_is_not_rounded(launch):
-    """Rounded, it makes a row of each of these launches exceed its tolerance by 1 or 2 %."""
+    """Rounded, it makes a row of each of these launches exceed its tolerance by 2 %."""
     launch.run("cuda", "hopper")
 
 

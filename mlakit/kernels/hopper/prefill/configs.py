@@ -17,6 +17,7 @@ L2_BYTES = 16 << 20
 # row_max is kept until a score exceeds it by this much (log2), by less in rows of few large
 # weights. H200, 2026-11-17: 8, as in decode, takes 1 to 3 % less time than 1
 RESCALE_THRESHOLD = 8.0
+RESCALE_THRESHOLD_FEW_COLUMNS = 1.0  # 64 value columns: the tolerance of a row is smallest there
 INITIAL_ROW_MAX = -3.0e38  # finite: the difference of two row_max is never inf − inf
 
 # keys of a block by (D_N, D_R, D_V): what fits beside the queries in shared memory, and beside the
@@ -45,5 +46,5 @@ def prefill_config(widths: tuple[int, int, int]) -> PrefillConfig:
         CONSUMER_REGISTERS=240,
         PRODUCER_REGISTERS=24,
         MAX_REGISTERS=168,
-        RESCALE_THRESHOLD=RESCALE_THRESHOLD,
+        RESCALE_THRESHOLD=RESCALE_THRESHOLD if widths[2] > 64 else RESCALE_THRESHOLD_FEW_COLUMNS,
     )
