@@ -24,7 +24,7 @@ from mlakit.ops._checks import (
 from mlakit.ops._library import op
 from mlakit.plan import EvenSplit
 from mlakit.reprs import shapes_repr
-from mlakit.specs import Problem, Use, device_facts
+from mlakit.specs import Problem, Use, device_facts, num_sms
 
 NAME = "sparse_mla"
 
@@ -144,6 +144,8 @@ def _sparse(
         page_size=a.layer.page_size,
         row=a.layer.codec.row,
         uses=tuple(_uses(a)),
+        num_tokens=a.q.shape[0],
+        num_sms=num_sms(a.q.device),
     )
     dispatch.select(NAME, problem, a.backend).launch(
         a._replace(softmax_scale=scale), out, lse, max_logits

@@ -306,8 +306,13 @@ HOPPER: dict[str, Case] = {
     "hopper-sparse-512": _sparse("bf16", 64, **V4_ROW, with_lens=False),
     "hopper-sparse-fp8_block128": _sparse("fp8_block128", 128, with_lens=False),
     "hopper-sparse-fp8_block128-extra": _sparse(
-        "fp8_block128", 16, topk=512, extra_format="fp8_block128", extra_page_size=2, sink="finite"
+        "fp8_block128", 64, topk=512, extra_format="fp8_block128", extra_page_size=2, sink="finite"
     ),
+    "hopper-sparse-h16-fp8_block128": _sparse("fp8_block128", 16, with_lens=False),
+    "hopper-sparse-h32-fp8_block128-extra": _sparse(
+        "fp8_block128", 32, topk=512, extra_format="fp8_block128", extra_page_size=2, sink="finite"
+    ),
+    "hopper-sparse-h8-fp8_token": _sparse("fp8_token", 8),
     "hopper-sparse-fp8_block64": _sparse(
         "fp8_block64", 64, extra_format="fp8_block64", extra_page_size=2, extra_topk=64
     ),

@@ -171,6 +171,13 @@ _SPARSE_FP8_KV = {
     },
 }
 
+_SPARSE_SMALL_M_FP8_KV = {
+    # with one cache three of each, once per work tile; not looked into with two
+    "3.6.0": {"h32-fp8_block128-extra": (6, 6)},
+    # thread indices, as above; with a second cache also its strides
+    "3.9.0": {"h16-fp8_block128": (2, 5), "h32-fp8_block128-extra": (37, 77)},
+}
+
 
 def _of(
     kernel: str, prefix: str, known: dict[str, dict[str, tuple[int, int]]]
@@ -204,4 +211,5 @@ ALLOWED_SPILLS = {
     **_of("indexer_logits_kernel", "hopper-indexer-", _INDEXER),
     **_of("mla_prefill_kernel", "hopper-prefill-", _PREFILL),
     **_of("sparse_mla_m64_fp8_kv_kernel", "hopper-sparse-", _SPARSE_FP8_KV),
+    **_of("sparse_mla_small_m_fp8_kv_kernel", "hopper-sparse-", _SPARSE_SMALL_M_FP8_KV),
 }

@@ -2,7 +2,7 @@
 
 `mla_decode` has five kernels. Each says what it cannot take (`why_not`); the m64 kernels also say
 when a small_m kernel is faster (`why_slower`). `mla_prefill` and `indexer_logits` have one.
-`sparse_mla` has one kernel per kind of cache row.
+`sparse_mla` has one kernel per kind of cache row, and another for few heads over FP8 rows.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _why_not_prefill(problem: Problem) -> str | None:
 
 
 # rows of a cache, and the queries that `sparse_mla` takes with them
-_SPARSE_FORMATS = {
+_SPARSE_FORMATS: dict[str, dict[str, tuple[str, ...]]] = {
     "m64_bf16": {"bf16": ("torch.bfloat16",), "fp16": ("torch.float16",)},
     "m64_fp8_kv": {
         # bf16 as their rotated columns
@@ -166,6 +166,10 @@ _SPARSE_FORMATS = {
         "fp8_token": ("torch.bfloat16",),
         "fp8_block64": ("torch.bfloat16", "torch.float16"),
         "fp8": ("torch.bfloat16", "torch.float16"),
+    },
+    "small_m_fp8_kv": {
+        "fp8_block128": ("torch.bfloat16",),
+        "fp8_token": ("torch.bfloat16",),
     },
 }
 
@@ -187,7 +191,7 @@ def _sparse_takes(kernel: str) -> Callable[[Problem], str | None]:
             needed = " or ".join(f"{width}/{v_width}" for width, v_width in SPARSE_ROWS)
             got = "none" if row is None else f"{row.width}/{row.v_width}"
             return f"needs rows of {needed}, got {got}"
-        if kernel == "m64_fp8_kv":
+        if kernel != "m64_bf16":
             columns = 448 if problem.format == "fp8_block64" else D_C
             if (row.kv_lora_rank, row.qk_rope_head_dim) != (columns, D_R):
                 got = f"{row.kv_lora_rank} + {row.qk_rope_head_dim}"
@@ -200,6 +204,24 @@ def _sparse_takes(kernel: str) -> Callable[[Problem], str | None]:
     return why_not
 
 
+def _why_slower_sparse_m64(problem: Problem) -> str | None:
+    """When small_m_fp8_kv is faster: with few heads, or where its tiles fill the SMs once.
+
+    The latter over fp8_block128: 64 heads would need splits, which cost more than they save.
+    """
+    if problem.format not in _SPARSE_FORMATS["small_m_fp8_kv"]:
+        return None
+    if problem.heads <= SMALL_M_HEADS:
+        return f"is for more than {SMALL_M_HEADS} heads, got {problem.heads}"
+    tiles = problem.num_tokens * -(-problem.heads // SMALL_M_HEADS)
+    if problem.format == "fp8_block128" and 0 <= problem.num_sms - tiles <= problem.num_sms // 4:
+        return (
+            f"is not for {tiles} tiles of {SMALL_M_HEADS} heads, about as many as the "
+            f"{problem.num_sms} SMs"
+        )
+    return None
+
+
 def _sparse(kernel: str) -> KernelSpec:
     return KernelSpec(
         "hopper",
@@ -207,6 +229,7 @@ def _sparse(kernel: str) -> KernelSpec:
         "mlakit.kernels.hopper.sparse.launch:sparse_mla",
         _sparse_takes(kernel),
         kernel=kernel,
+        why_slower=_why_slower_sparse_m64 if kernel == "m64_fp8_kv" else None,
     )
 
 

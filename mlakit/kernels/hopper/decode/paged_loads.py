@@ -41,7 +41,7 @@ def producer_arrivals(words):
 
 
 @gluon.constexpr_function
-def _gather_layout(width):
+def gather_layout(width):
     """[64, 16 or 32 words]: 16 bytes per thread, which has the same rows of either width."""
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [16, 0], [32, 0]],
@@ -52,7 +52,7 @@ def _gather_layout(width):
     )
 
 
-GATHERED_KEYS = gl.constexpr(gl.SliceLayout(1, _gather_layout(32)))
+GATHERED_KEYS = gl.constexpr(gl.SliceLayout(1, gather_layout(32)))
 
 
 @gluon.jit
@@ -184,7 +184,7 @@ def _gather_block(inputs, rows, word, smem):
     WIDTH: gl.constexpr = smem.shape[1] * smem.dtype.primitive_bitwidth // 32
     ATOM: gl.constexpr = min(WIDTH, 32)
     ATOMS: gl.constexpr = WIDTH // ATOM
-    LAYOUT: gl.constexpr = _gather_layout(ATOM)
+    LAYOUT: gl.constexpr = gather_layout(ATOM)
     atoms = reinterpret(smem, gl.int32, [ATOMS, 64, ATOM], smem_layout(ATOM, 32))
     row = gl.convert_layout(rows, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
     row = gl.expand_dims(row, 1)

@@ -116,7 +116,7 @@ def _read_values(latent, d: gl.constexpr, stage, phase, num_valid, LAYOUT: gl.co
 
 
 @gluon.jit
-def _pv(
+def pv_block(
     probs, number, latent, stage, phase, acc, num_valid, FIRST: gl.constexpr, LAYOUT: gl.constexpr
 ):  # fmt: skip
     """acc · rescale + Vᵀ·Pᵀ of a block whose first `num_valid` keys exist; releases its stages.
@@ -168,7 +168,7 @@ def _pv_warpgroup(
         for _ in gl.static_range(OWN_TILES):
             acc += (gl.zeros([D_TILE, HEADS], gl.float32, LAYOUT),)
         for block in range(keys.first_block, keys.end_block):
-            acc, stage, phase = _pv(
+            acc, stage, phase = pv_block(
                 probs, blocks_done, latent, stage, phase, acc, keys.end - block * 64, FIRST, LAYOUT
             )
             blocks_done += 1

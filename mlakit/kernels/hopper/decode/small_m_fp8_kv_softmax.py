@@ -163,7 +163,7 @@ def alloc_scaled_query(ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _scale_query(query, score_scale, FORMAT: gl.constexpr):
+def scale_queries(query, score_scale, FORMAT: gl.constexpr):
     """Scale queries to float16's range, permuted as `load_keys`; writes the scale of scores."""
     amax = row_amax(query.latent.index(0))
     for d in gl.static_range(1, D_TILES):
@@ -181,7 +181,7 @@ def _scale_query(query, score_scale, FORMAT: gl.constexpr):
 
 @gluon.jit
 def _convert_query(loaded, query, q_scale, score_scale, FORMAT: gl.constexpr):
-    """As `_scale_query` of FP8 queries, exactly; the scale of scores is that of the token."""
+    """As `scale_queries` of FP8 queries, exactly; the scale of scores is that of the token."""
     for d in gl.static_range(D_TILES):
         permute_fp8_query(loaded.latent.index(d), query.latent.index(d))
     if FORMAT == "fp8":
@@ -198,7 +198,7 @@ def _apply_q_scale(scores, score_scale):
 
 
 @gluon.jit
-def _load_row_scales(pipelines, stage, d: gl.constexpr, LAYOUT: gl.constexpr):
+def load_row_scales(pipelines, stage, d: gl.constexpr, LAYOUT: gl.constexpr):
     """The scales of a block's rows, for tile `d` of their columns: [64 keys, 1].
 
     Loaded where they are needed: they would take registers.
@@ -208,7 +208,7 @@ def _load_row_scales(pipelines, stage, d: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _qk(
+def qk_block(
     inputs, query, pipelines, stage, phase, rope_stage, rope_phase, score_scale,
     LAYOUT: gl.constexpr, FORMAT: gl.constexpr, SCALES_ROPE: gl.constexpr,
 ):  # fmt: skip
@@ -241,7 +241,7 @@ def _qk(
         if FORMAT == "fp8" or d > 0:
             pending, keys = warpgroup_mma_wait(0, deps=(pending, keys))
         if FORMAT == "fp8_block128" and d > 0:
-            scores += pending * _load_row_scales(pipelines, rope_stage, d - 1, LAYOUT)
+            scores += pending * load_row_scales(pipelines, rope_stage, d - 1, LAYOUT)
         keys = next_keys
         q = as_fp16(query.latent).index(zero + d).permute((1, 0))
         if FORMAT == "fp8" or (FORMAT == "fp8_token" and d > 0):
@@ -253,7 +253,7 @@ def _qk(
             stage, phase = advance(latent, stage, phase)
     pending, keys = warpgroup_mma_wait(0, deps=(pending, keys))
     if FORMAT == "fp8_block128":
-        pending = scores + pending * _load_row_scales(pipelines, rope_stage, D_TILES - 1, LAYOUT)
+        pending = scores + pending * load_row_scales(pipelines, rope_stage, D_TILES - 1, LAYOUT)
     scores = pending
     if not SCALES_ROPE:
         scores = _apply_q_scale(scores, score_scale)
@@ -265,7 +265,7 @@ def _qk(
         scores = warpgroup_mma(rope_keys, q, scores, is_async=True)
         scores = warpgroup_mma_wait(0, deps=(scores,))
     if FORMAT == "fp8_token":
-        scores *= _load_row_scales(pipelines, rope_stage, 0, LAYOUT)
+        scores *= load_row_scales(pipelines, rope_stage, 0, LAYOUT)
     if SCALES_ROPE:
         scores = _apply_q_scale(scores, score_scale)
     return scores, stage, phase
@@ -308,7 +308,7 @@ def _next_prob_scale(before, pipelines, stage):
 def _prob_factor(pipelines, rope_stage, d: gl.constexpr, factor, LAYOUT: gl.constexpr):
     """`factor`, times the scales of rows if they have any."""
     if pipelines.scales is not None:
-        factor = _load_row_scales(pipelines, rope_stage, d, LAYOUT) * factor
+        factor = load_row_scales(pipelines, rope_stage, d, LAYOUT) * factor
     return factor
 
 
@@ -332,7 +332,7 @@ def _store_probs(probs, number, exponentials, rescale, factor, pipelines, rope_s
 
 
 @gluon.jit
-def _sum_pairs(exponentials):
+def sum_pairs(exponentials):
     """Sums of the two keys that a thread has, [32, heads]; the whole row_sum can wait."""
     HEADS: gl.constexpr = exponentials.shape[1]
     return gl.sum(exponentials.reshape([4, 2, 8, HEADS]), 1).reshape([32, HEADS])
@@ -362,7 +362,71 @@ def _read_exchange(exchange, ROW: gl.constexpr, HAS_ROW_SCALES: gl.constexpr):
 
 
 @gluon.jit
-def _store_out_scale(probs, tiles_done, out_scale):
+def softmax_block(
+    alternation, scores, number, is_first, row_sum, probs, pipelines, rope_stage, scale_log2
+):  # fmt: skip
+    """The softmax of a block, whose probabilities go to PV: returns row_sum after this block.
+
+    scores   [64 keys, heads], −inf for keys that do not count
+    number   of the block in the CTA; `is_first` of its work tile
+    row_sum  of the warpgroup's own blocks (`sum_pairs`)
+    """
+    ROW: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
+    HAS_ROW_SCALES: gl.constexpr = pipelines.scales is not None
+    # not kept in registers; read here, because warps wait for each other before it is overwritten
+    own_max = alternation.own.row_max.load(ROW)
+    block_max = _reduce_max(alternation.block_max, scores) * scale_log2
+    max_before, scale_before = _wait_exchange(
+        alternation.before, ((number - 1) >> 1) & 1, ROW, HAS_ROW_SCALES
+    )
+    max_before = gl.where(is_first, INITIAL_ROW_MAX, max_before)
+    scale_before = gl.where(is_first, 0.0 if HAS_ROW_SCALES else 1.0, scale_before)
+    row_max = gl.maximum(max_before, block_max)
+    prob_scale, prob_factor = _next_prob_scale(scale_before, pipelines, rope_stage)
+    _write_exchange(alternation.own, row_max, prob_scale, HAS_ROW_SCALES)
+    exponentials = gl.exp2(scores * scale_log2 - gl.expand_dims(row_max, 0))
+    rescale = gl.exp2(max_before - row_max)
+    rescale *= scale_before * prob_factor * (1.0 / FP16_TARGET)
+    _store_probs(probs, number, exponentials, rescale, prob_factor, pipelines, rope_stage)
+    # at most 1: before the first block own_max is stale, and row_sum 0, but 0 · inf is NaN
+    own_rescale = gl.exp2(gl.minimum(own_max - row_max, 0.0))
+    own_rescale = gl.convert_layout(
+        own_rescale, gl.SliceLayout(0, row_sum.type.layout), assert_trivial=True
+    )
+    return row_sum * gl.expand_dims(own_rescale, 0) + sum_pairs(exponentials)
+
+
+@gluon.jit
+def sum_tile(alternation, has_none, row_sum, tiles_done, pipelines, LAYOUT: gl.constexpr):
+    """(row_max, row_sum, prob_scale) of a work tile, in the first warpgroup; the second one has
+    passed its own to the first.
+
+    has_none  no block of the tile is the warpgroup's own
+    """
+    ROW: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    HAS_ROW_SCALES: gl.constexpr = pipelines.scales is not None
+    row_sum = gl.convert_layout(gl.sum(row_sum, 0), ROW)
+    row_max, prob_scale = _read_exchange(alternation.own, ROW, HAS_ROW_SCALES)
+    row_max = gl.where(has_none, INITIAL_ROW_MAX, row_max)
+    # `pow2_scale` has a minimum
+    prob_scale = gl.where(has_none, 0.0 if HAS_ROW_SCALES else 1.0, prob_scale)
+    if alternation.NUMBER == 0:
+        other_max, other_scale = _wait_exchange(
+            alternation.end, tiles_done & 1, ROW, HAS_ROW_SCALES
+        )
+        last_max = gl.maximum(row_max, other_max)
+        row_sum = row_sum * gl.exp2(row_max - last_max)
+        row_sum += alternation.end_sum.load(ROW) * gl.exp2(other_max - last_max)
+        row_max = last_max
+        prob_scale = gl.maximum(prob_scale, other_scale)
+    else:
+        alternation.end_sum.store(row_sum)
+        _write_exchange(alternation.end, row_max, prob_scale, HAS_ROW_SCALES)
+    return row_max, row_sum, prob_scale
+
+
+@gluon.jit
+def store_out_scale(probs, tiles_done, out_scale):
     mbarrier.wait(probs.out_scale_empty, (tiles_done & 1) ^ 1)
     probs.out_scale.store(out_scale)
     mbarrier.arrive(probs.out_scale_full, count=1)
@@ -381,8 +445,6 @@ def qk_softmax_warpgroup(alternation, item, index, inputs, scheduler, outputs, s
     IS_FP8_QUERY: gl.constexpr = loaded.latent.dtype == gl.int32
     FORMAT: gl.constexpr = state.FORMAT
     SCALES_ROPE: gl.constexpr = IS_FP8_QUERY or FORMAT == "fp8"
-    HAS_ROW_SCALES: gl.constexpr = pipelines.scales is not None
-    FIRST_SCALE: gl.constexpr = 0.0 if HAS_ROW_SCALES else 1.0  # `pow2_scale` has a minimum
     zero = item * 0
     FILLS: gl.constexpr = D_TILES // pipelines.latent.TILES_PER_STAGE
     stage, phase = advance(pipelines.latent, zero, zero, NUMBER * FILLS)
@@ -395,7 +457,7 @@ def qk_softmax_warpgroup(alternation, item, index, inputs, scheduler, outputs, s
     for _ in tl.range(0, count_tiles(scheduler, item, index), disable_licm=True):
         keys = key_range(inputs, scheduler, item, index)
         first_block = keys.first_block + ((blocks_done + NUMBER) & 1)
-        row_sum = _sum_pairs(gl.zeros([64, HEADS], gl.float32, LAYOUT))
+        row_sum = sum_pairs(gl.zeros([64, HEADS], gl.float32, LAYOUT))
         if NUMBER == 0:
             if IS_FP8_QUERY:
                 q_scale = load_q_scale(state, scheduler, item, index)
@@ -403,7 +465,7 @@ def qk_softmax_warpgroup(alternation, item, index, inputs, scheduler, outputs, s
                 _convert_query(loaded, query, q_scale, scaled.scale, FORMAT)
             else:
                 mbarrier.wait(loaded.full, tiles_done & 1)
-                _scale_query(query, scaled.scale, FORMAT)
+                scale_queries(query, scaled.scale, FORMAT)
             mbarrier.arrive(scaled.full, count=1)
         else:
             mbarrier.wait(scaled.full, tiles_done & 1)
@@ -411,51 +473,22 @@ def qk_softmax_warpgroup(alternation, item, index, inputs, scheduler, outputs, s
             # opaque: the compiler would count blocks, keys and stages in registers of their own
             block = own_block + opaque_zero()
             number = blocks_done + block - keys.first_block
-            scores, stage, phase = _qk(
+            scores, stage, phase = qk_block(
                 inputs, query, pipelines, stage, phase, rope_stage, rope_phase, scaled.scale,
                 LAYOUT, FORMAT, SCALES_ROPE,
             )  # fmt: skip
             stage, phase = advance(pipelines.latent, stage, phase, FILLS)
             scores = mask_scores(scores, block, keys, 0, state.traits)
-            # not kept in registers; read here, because warps wait for each other before it is
-            # overwritten
-            own_max = alternation.own.row_max.load(ROW)
-            block_max = _reduce_max(alternation.block_max, scores) * scale_log2
-            max_before, scale_before = _wait_exchange(
-                alternation.before, ((number - 1) >> 1) & 1, ROW, HAS_ROW_SCALES
-            )
-            is_first = block == keys.first_block
-            max_before = gl.where(is_first, INITIAL_ROW_MAX, max_before)
-            scale_before = gl.where(is_first, FIRST_SCALE, scale_before)
-            row_max = gl.maximum(max_before, block_max)
-            prob_scale, prob_factor = _next_prob_scale(scale_before, pipelines, rope_stage)
-            _write_exchange(alternation.own, row_max, prob_scale, HAS_ROW_SCALES)
-            exponentials = gl.exp2(scores * scale_log2 - gl.expand_dims(row_max, 0))
-            rescale = gl.exp2(max_before - row_max)
-            rescale *= scale_before * prob_factor * (1.0 / FP16_TARGET)
-            _store_probs(probs, number, exponentials, rescale, prob_factor, pipelines, rope_stage)
+            row_sum = softmax_block(
+                alternation, scores, number, block == keys.first_block, row_sum, probs, pipelines,
+                rope_stage, scale_log2,
+            )  # fmt: skip
             rope_stage, rope_phase = advance(pipelines.rope, rope_stage, rope_phase, 2)
-            # at most 1: before the first block own_max is stale, and row_sum 0, but 0 · inf is NaN
-            own_rescale = gl.exp2(gl.minimum(own_max - row_max, 0.0))
-            own_rescale = gl.convert_layout(
-                own_rescale, gl.SliceLayout(0, row_sum.type.layout), assert_trivial=True
-            )
-            row_sum = row_sum * gl.expand_dims(own_rescale, 0) + _sum_pairs(exponentials)
-        row_sum = gl.convert_layout(gl.sum(row_sum, 0), ROW)
-        has_none = first_block >= keys.end_block
-        row_max, prob_scale = _read_exchange(alternation.own, ROW, HAS_ROW_SCALES)
-        row_max = gl.where(has_none, INITIAL_ROW_MAX, row_max)
-        prob_scale = gl.where(has_none, FIRST_SCALE, prob_scale)
+        row_max, row_sum, prob_scale = sum_tile(
+            alternation, first_block >= keys.end_block, row_sum, tiles_done, pipelines, LAYOUT
+        )
         next_item, next_index = next_tile(scheduler, item, index + gl.num_programs(0))
         if NUMBER == 0:
-            other_max, other_scale = _wait_exchange(
-                alternation.end, tiles_done & 1, ROW, HAS_ROW_SCALES
-            )
-            last_max = gl.maximum(row_max, other_max)
-            row_sum = row_sum * gl.exp2(row_max - last_max)
-            row_sum += alternation.end_sum.load(ROW) * gl.exp2(other_max - last_max)
-            row_max = last_max
-            prob_scale = gl.maximum(prob_scale, other_scale)
             if next_item < scheduler.last_item:
                 load_query(inputs, scheduler, next_item, next_index, loaded)
             tile = locate_tile(scheduler, item, index)
@@ -465,10 +498,7 @@ def qk_softmax_warpgroup(alternation, item, index, inputs, scheduler, outputs, s
             )
             store_lse(tile, outputs, scheduler.heads, row, lse)
             out_scale *= state.tensor_scale * (1.0 / FP16_TARGET)
-            _store_out_scale(probs, tiles_done, out_scale * prob_scale)
-        else:
-            alternation.end_sum.store(row_sum)
-            _write_exchange(alternation.end, row_max, prob_scale, HAS_ROW_SCALES)
+            store_out_scale(probs, tiles_done, out_scale * prob_scale)
         tiles_done += 1
         blocks_done += gl.maximum(keys.end_block - keys.first_block, 0)
         item = next_item

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from mlakit.kernels.hopper.decode.configs import SMALL_M_HEADS, small_m_tiles
+from mlakit.kernels.hopper.decode.configs import small_m_fp8_kv_config as decode_config
+
 D_V = 512  # columns of a result
 D_R = 64  # columns of a row past the 512 that are values
 ROWS = ((576, 512), (512, 512))  # (width, v_width)
@@ -67,3 +70,35 @@ def m64_fp8_kv_config(format: str) -> M64Fp8KvConfig:
     # with fp8_block128 the QK-softmax warpgroup has probabilities in registers
     dequant = 120 if format == "fp8_block128" else 136
     return M64Fp8KvConfig(PV_REGISTERS=160, DEQUANT_REGISTERS=dequant, MAX_REGISTERS=168)
+
+
+class SmallMFp8KvConfig(NamedTuple):
+    HEADS: int  # of a work tile
+    TILES_PER_STAGE: int  # 64 entries x 128 columns each
+    STAGES: int  # for two blocks at least
+    ROPE_STAGES: int
+    SOFTMAX_REGISTERS: int  # per thread of a QK-softmax warpgroup; the PV warpgroup has the rest
+    GATHER_REGISTERS: int
+    MAX_REGISTERS: int
+
+
+def head_tile(kernel: str, heads: int) -> int:
+    """Heads of a work tile."""
+    return small_m_tiles(heads, 1).rows if kernel == "small_m_fp8_kv" else HEAD_TILE
+
+
+def small_m_fp8_kv_config(format: str, heads: int) -> SmallMFp8KvConfig:
+    tile = head_tile("small_m_fp8_kv", heads)
+    stages = decode_config(
+        tile, format, rope_bytes=BLOCK * D_R * 2, copied_bytes=0, is_gathered=True
+    )
+    softmax, gather = (128, 48) if tile == SMALL_M_HEADS else (152, 56)
+    return SmallMFp8KvConfig(
+        HEADS=tile,
+        TILES_PER_STAGE=stages.TILES_PER_STAGE,
+        STAGES=stages.STAGES,
+        ROPE_STAGES=stages.ROPE_STAGES,
+        SOFTMAX_REGISTERS=softmax,
+        GATHER_REGISTERS=gather,
+        MAX_REGISTERS=128,
+    )

@@ -65,11 +65,11 @@ class BlockStages:
 class Counts:
     """The blocks of a work tile, from the dequant warpgroup to both others.
 
-    Four of them need no release: every tile has a block, and the dequant warpgroup is at most two
-    blocks ahead of the others.
+    They need no release if there are two more than blocks that the dequant warpgroup is ahead of
+    the others: every tile has a block.
     """
 
-    values: object  # [4, 1] int32
+    values: object  # [slots, 1] int32, a power of two of them
     full: object
 
 
@@ -123,14 +123,14 @@ def alloc_stages(FORMAT: gl.constexpr):
 
 
 @gluon.jit
-def alloc_counts():
-    values = gl.allocate_shared_memory(gl.int32, [4, 1], SMEM_VECTOR)
-    return Counts(values, alloc_barriers(4, 1))
+def alloc_counts(SLOTS: gl.constexpr):
+    values = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], SMEM_VECTOR)
+    return Counts(values, alloc_barriers(SLOTS, 1))
 
 
 @gluon.jit
-def _write_count(counts, tiles_done, count):
-    slot = tiles_done & 3
+def write_count(counts, tiles_done, count):
+    slot = tiles_done & (counts.values.shape[0] - 1)
     counts.values.index(slot).store(gl.full([1], count, gl.int32, lane_layout(4)))
     mbarrier.arrive(counts.full.index(slot), count=1)
 
@@ -138,8 +138,9 @@ def _write_count(counts, tiles_done, count):
 @gluon.jit
 def read_count(counts, tiles_done):
     """Blocks of a work tile; at least one, in which nothing may count."""
-    slot = tiles_done & 3
-    mbarrier.wait(counts.full.index(slot), (tiles_done >> 2) & 1)
+    SLOTS: gl.constexpr = counts.values.shape[0]
+    slot = tiles_done & (SLOTS - 1)
+    mbarrier.wait(counts.full.index(slot), tiles_done // SLOTS & 1)
     return gl.max(counts.values.index(slot).load(lane_layout(4)), 0)
 
 
@@ -165,7 +166,7 @@ def dequant_warpgroup(work, row_scales, stages, counts, FORMAT: gl.constexpr):
         block = blocks.first
         ids = load_ids(work, blocks, block, KEYS)
         scale_ids = _load_scale_ids(work, blocks, block, FORMAT)
-        _write_count(counts, tiles_done, gl.maximum(blocks.end - block, 1))
+        write_count(counts, tiles_done, gl.maximum(blocks.end - block, 1))
         position = Position(blocks, block, valid_slots(work, blocks, block, ids), scale_ids)
         start = row_pointers(work, blocks, block, position.slot, 4)
         is_valid = position.slot >= 0

@@ -306,7 +306,7 @@ def sparse_mla_m64_fp8_kv_kernel(
     stages = alloc_stages(FORMAT)
     query = alloc_query(stages.rope)
     prob_stage = alloc_prob_stage()
-    counts = alloc_counts()
+    counts = alloc_counts(4)
     SIGN: gl.constexpr = TRAITS.SIGN
     q_tiles = QueryTiles(q, q_rope)
     if stages.groups is not None:

@@ -229,7 +229,7 @@ def store_scales(stages, stage, scales, right, FORMAT: gl.constexpr):
         largest = gl.max(values, 1)
         smallest = gl.maximum(largest * SMALLEST_GROUP, SMALLEST_SCALE)
         values = gl.where(values < gl.expand_dims(smallest, 1), gl.expand_dims(smallest, 1), values)
-        s0, s1, s2, s3 = _columns(values)
+        s0, s1, s2, s3 = columns_of(values)
         groups = stages.groups
         groups.first.index(stage).store(s3 / s2)
         groups.second.index(stage).store(s2 / s1)
@@ -260,7 +260,7 @@ def store_scales(stages, stage, scales, right, FORMAT: gl.constexpr):
 
 
 @gluon.jit
-def _columns(table):
+def columns_of(table):
     """The four columns of [64, 4], as [64] each."""
     even, odd = gl.split(table.reshape([64, 2, 2]))
     c0, c2 = gl.split(even)

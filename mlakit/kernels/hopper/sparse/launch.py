@@ -28,12 +28,15 @@ from mlakit.kernels.hopper.sparse.configs import (
     HEAD_TILE,
     PAIR,
     Traits,
+    head_tile,
     m64_bf16_config,
     m64_fp8_kv_config,
+    small_m_fp8_kv_config,
     tail_start,
 )
 from mlakit.kernels.hopper.sparse.fp8_m64 import sparse_mla_m64_fp8_kv_kernel
 from mlakit.kernels.hopper.sparse.fp8_scales import scale_arguments, words_of
+from mlakit.kernels.hopper.sparse.fp8_small_m import sparse_mla_small_m_fp8_kv_kernel
 from mlakit.kernels.hopper.sparse.m64_bf16 import sparse_mla_m64_bf16_kernel
 from mlakit.kernels.triton.configs import pick_sparse_splits
 from mlakit.kernels.triton.launch import launch, target
@@ -45,9 +48,10 @@ CHUNK_BYTES = 16  # that one thread copies at a time: rows lie at multiples of i
 KERNELS: dict[str, tuple[Any, Any]] = {
     "m64_bf16": (sparse_mla_m64_bf16_kernel, m64_bf16_config),
     "m64_fp8_kv": (sparse_mla_m64_fp8_kv_kernel, m64_fp8_kv_config),  # by the format of rows
+    "small_m_fp8_kv": (sparse_mla_small_m_fp8_kv_kernel, small_m_fp8_kv_config),  # also by heads
 }
 # list entries of the tiles that `pick_sparse_splits` counts: a split has two of them or more
-LIST_TILES = {"m64_bf16": PAIR, "m64_fp8_kv": BLOCK}
+LIST_TILES = {"m64_bf16": PAIR, "m64_fp8_kv": BLOCK, "small_m_fp8_kv": PAIR}
 
 
 def sparse_mla(
@@ -60,7 +64,7 @@ def sparse_mla(
     topk = a.rows.shape[1] + (0 if a.extra_rows is None else a.extra_rows.shape[1])
     first = tokens
     if a.splits is None:
-        head_tiles = triton.cdiv(heads, HEAD_TILE)
+        head_tiles = triton.cdiv(heads, head_tile(kernel, heads))
         first = tail_start(tokens, head_tiles, topk, target(a.q.device).num_sms)
     if first == tokens:
         _launch(kernel, a, out, lse, max_logits)
@@ -91,7 +95,8 @@ def _launch(kernel: str, a: SparseArguments, out: Tensor, lse: Tensor, max_logit
     if a.extra is not None:
         lists.append((a.extra, filled(a.extra_rows), a.extra_topk_lens))
     num_sms = target(a.q.device).num_sms
-    head_tiles = tokens * triton.cdiv(heads, HEAD_TILE)
+    tile = head_tile(kernel, heads)
+    head_tiles = tokens * triton.cdiv(heads, tile)
     num_splits = pick_sparse_splits(
         wanted=None if a.splits is None else a.splits.num_splits,
         rows=tokens * heads,
@@ -108,11 +113,11 @@ def _launch(kernel: str, a: SparseArguments, out: Tensor, lse: Tensor, max_logit
         ]
         results = [(each, each.stride()[1:3]) for each in scratch]
     function, pick_config = KERNELS[kernel]
-    config = pick_config(a.layer.codec.name) if kernel == "m64_fp8_kv" else pick_config()
+    config = pick_config(*_config_arguments(kernel, a.layer.codec.name, heads))
     launch(
         function,
         (min(num_sms, head_tiles * num_splits),),
-        *_query_tiles(a.q, a.q_rope),
+        *_query_tiles(a.q, a.q_rope, tile),
         *_list_arguments(*lists[0]),
         *(_list_arguments(*lists[1]) if a.extra is not None else _NO_LIST),
         *(each for each, _ in results),
@@ -124,7 +129,7 @@ def _launch(kernel: str, a: SparseArguments, out: Tensor, lse: Tensor, max_logit
         tokens,
         heads,
         num_splits,
-        *([scale_arguments(lists[0][0], lists[-1][0])] if kernel == "m64_fp8_kv" else []),
+        *([scale_arguments(lists[0][0], lists[-1][0])] if kernel != "m64_bf16" else []),
         TRAITS=Traits(
             HAS_ROPE=a.q_rope is not None or a.q.shape[-1] > D_V,
             HAS_EXTRA=a.extra is not None,
@@ -141,6 +146,12 @@ def _launch(kernel: str, a: SparseArguments, out: Tensor, lse: Tensor, max_logit
     )
     if num_splits > 1:
         merge_list_splits(scratch, a.sink, out, lse, max_logits, is_chained=True)
+
+
+def _config_arguments(kernel: str, format: str, heads: int) -> tuple[object, ...]:
+    if kernel == "m64_bf16":
+        return ()
+    return (format,) if kernel == "m64_fp8_kv" else (format, heads)
 
 
 _NO_LIST = (*(None,) * 3, *(0,) * 7)  # as `_list_arguments`, of no list
@@ -193,19 +204,20 @@ def _q_layout() -> gl.NVMMASharedLayout:
 
 
 def _query_tiles(
-    q: Tensor, q_rope: Tensor | None
+    q: Tensor, q_rope: Tensor | None, heads: int
 ) -> tuple[TensorDescriptor, TensorDescriptor | None]:
-    """TMA tiles of a token's queries: 64 heads x 256 columns, and 64 x 64 of the rotated columns,
-    which are q_rope or come after column 512 of q."""
+    """TMA tiles of a token's queries: 64 heads x 256 columns or fewer x 128, and `heads` x 64 of
+    the rotated columns, which are q_rope or come after column 512 of q."""
     if q_rope is None and q.shape[-1] > D_V:
         q_rope = q[..., D_V:]
-    return _q_tiles(q, D_V // 2), None if q_rope is None else _q_tiles(q_rope, D_R)
+    rope = None if q_rope is None else _q_tiles(q_rope, heads, D_R)
+    return _q_tiles(q, heads, D_V // 2 if heads == HEAD_TILE else D_V // 4), rope
 
 
-def _q_tiles(q: Tensor, columns: int) -> TensorDescriptor:
+def _q_tiles(q: Tensor, heads: int, columns: int) -> TensorDescriptor:
     """A third axis: TMA writes zeros for heads past the last one, and does not read them."""
     shape, strides = list(q.shape), list(q.stride())
     for axis in (0, 1):
         if shape[axis] == 1:
             strides[axis] = shape[-1]  # any that TMA takes: nothing is at this distance
-    return TensorDescriptor(q, shape, strides, [1, HEAD_TILE, columns], _q_layout())
+    return TensorDescriptor(q, shape, strides, [1, heads, columns], _q_layout())
