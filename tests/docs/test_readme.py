@@ -91,7 +91,8 @@ def test_shell_commands_exist():
         else:
             torch = ["install", "torch", "--index-url", "https://download.pytorch.org/whl/cpu"]
             own = (["install", "."], ["install", "'.[transformers]'"])
-            assert program == "pip" and arguments in (*own, torch)
+            assert program == "pip"
+            assert arguments in (*own, torch)
 
 
 def test_support_table_is_that_of_the_command():
