@@ -46,6 +46,7 @@ SPARSE_STEP = times("h200-sparse-step.json")
 LAYER = times("h200-layer.json")
 PREFILL = times("h200-prefill.json")
 PREFILL_GRID = times("h200-prefill-grid.json")
+TRANSFORMERS = times("h200-transformers.json")
 
 
 def speed(theirs: float, ours: float) -> str:
@@ -91,6 +92,16 @@ def test_prefill_times_are_those_of_the_data(row):
     shown = [us(measured[name]) for name in ("mlakit", "fa3", "sdpa")]
     speeds = [speed(measured[peer], measured["mlakit"]) for peer in ("fa3", "sdpa")]
     assert row[1:6] == [*shown, *speeds]
+
+
+@pytest.mark.parametrize("row", table(section("H200: a model of transformers"), "model")[:2])
+def test_times_of_patched_models_are_those_of_the_data(row):
+    measured = TRANSFORMERS[f"transformers-{row[0].removeprefix('DeepSeek-').lower()}-b8-h128-8192"]
+    names = ("mlakit", "mlakit, CUDA graph", "eager", "sdpa")
+    assert [float(cell) * 1e3 for cell in row[1:5]] == [
+        pytest.approx(measured[name], rel=0.005) for name in names
+    ]
+    assert row[5:] == [speed(measured["eager"], measured[name]) for name in names[:2]]
 
 
 @pytest.mark.parametrize("row", table(section("Prefill: a grid of shapes"), "mask, s"))
@@ -265,6 +276,7 @@ def test_a_page_gives_the_range_of_every_speed(page):
         ("faster", "FlashMLA"): spread("H200: decode", "against FlashMLA"),
         ("faster", "FlashAttention-3"): spread("H200: decode", "against FA3"),
         ("slower", "FlashMLA"): spread("H200: sparse decode", "against FlashMLA"),
+        ("slower", "FlashAttention-3"): spread("H200: dense prefill", "against FA3"),
     }
     said = ranges((ROOT / page).read_text(encoding="utf-8"))
     assert ("faster", "FlashMLA") in said
