@@ -17,6 +17,7 @@ import typer
 
 from mlakit import __version__
 from mlakit.bench import SUITES
+from mlakit.cluster import commands as cluster
 from mlakit.geometry import PRESETS, MLAGeometry
 from mlakit.names import BACKENDS, OPS, one_of
 from mlakit.options import Command, refuse, refuse_all_but, usage_errors
@@ -450,6 +451,9 @@ def memory(
     else:
         console = wide_console()
         console.print(report.table(found, console.width), highlight=False)
+
+
+app.command("vllm-args", cls=Command, epilog=cluster.VLLM_ARGS_EXAMPLES)(cluster.vllm_args)
 
 
 @app.command(

@@ -1,8 +1,9 @@
-"""The attention fields of the config.json of each known release, by model name.
+"""Fields of the config.json of each known release, by model name.
 
-Only the fields that `MLAGeometry.from_config` and `mlakit memory` read, with their published names
-and values. The comment above an entry is the Hub id of the config. `ALIASES` has other names with
-the same attention: Hub ids, and releases that differ only in their weights.
+Only the fields that `MLAGeometry.from_config`, `mlakit memory` and, to count weights, `mlakit
+vllm-args` read, with their published names and values. The comment above an entry is the Hub id of
+the config. `ALIASES` has other names with the same attention: Hub ids, and releases that differ
+only in their weights. `HUB_IDS` has the first Hub id of each.
 """
 
 from __future__ import annotations
@@ -23,6 +24,21 @@ def _yarn(factor: float, **others: float) -> dict[str, Any]:
     } | others
 
 
+def _moe(intermediate: int, expert: int, routed: int, shared: int, active: int, dense: int) -> Any:
+    """The MLPs of a mixture of experts; the first `dense` layers have none."""
+    return {
+        "intermediate_size": intermediate,
+        "moe_intermediate_size": expert,
+        "n_routed_experts": routed,
+        "n_shared_experts": shared,
+        "num_experts_per_tok": active,
+        "first_k_dense_replace": dense,
+    }
+
+
+_FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+_BF16 = {"torch_dtype": "bfloat16", "quantization_config": None}
+
 _DEEPSEEK_V3: dict[str, Any] = {
     "model_type": "deepseek_v3",
     "num_hidden_layers": 61,
@@ -36,6 +52,9 @@ _DEEPSEEK_V3: dict[str, Any] = {
     "max_position_embeddings": 163840,
     "rope_theta": 10000,
     "rope_scaling": _yarn(40),
+    "vocab_size": 129280,
+    **_moe(18432, 2048, 256, 1, 8, 3),
+    **_FP8,
 }
 
 _KIMI_K2: dict[str, Any] = _DEEPSEEK_V3 | {
@@ -43,6 +62,8 @@ _KIMI_K2: dict[str, Any] = _DEEPSEEK_V3 | {
     "num_attention_heads": 64,
     "rope_theta": 50000.0,
     "max_position_embeddings": 262144,
+    "vocab_size": 163840,
+    **_moe(18432, 2048, 384, 1, 8, 1),
 }
 
 _GLM_5: dict[str, Any] = {
@@ -60,6 +81,9 @@ _GLM_5: dict[str, Any] = {
     "index_topk": 2048,
     "max_position_embeddings": 202752,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000000},
+    "vocab_size": 154880,
+    **_moe(12288, 2048, 256, 1, 8, 3),
+    **_BF16,
 }
 
 # `short_factor` and `long_factor` are the same list
@@ -90,6 +114,9 @@ RELEASES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 60,
         "hidden_size": 5120,
         "rope_scaling": _yarn(40, mscale=0.707, mscale_all_dim=0.707),
+        "vocab_size": 102400,
+        **_moe(12288, 1536, 160, 2, 6, 1),
+        **_BF16,
     },
     # deepseek-ai/DeepSeek-V2-Lite
     "deepseek-v2-lite": _DEEPSEEK_V3
@@ -100,6 +127,9 @@ RELEASES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 16,
         "q_lora_rank": None,
         "rope_scaling": _yarn(40, mscale=0.707, mscale_all_dim=0.707),
+        "vocab_size": 102400,
+        **_moe(10944, 1408, 64, 2, 6, 1),
+        **_BF16,
     },
     # deepseek-ai/DeepSeek-V3; R1 and V3.1 have the same architecture (their model cards)
     "deepseek-v3": _DEEPSEEK_V3,
@@ -116,8 +146,12 @@ RELEASES: dict[str, dict[str, Any]] = {
     | {"max_position_embeddings": 131072, "rope_scaling": _yarn(32.0, beta_fast=1.0)},
     # moonshotai/Kimi-K2-Instruct-0905; moonshotai/Kimi-K2-Thinking has the same attention
     "kimi-k2-0905": _KIMI_K2 | {"rope_scaling": _yarn(64.0, beta_fast=1.0)},
-    # moonshotai/Kimi-K2.5, its text_config; K2.6 has the same attention
-    "kimi-k2.5": _KIMI_K2 | {"rope_scaling": _yarn(64.0)},
+    # moonshotai/Kimi-K2.5, its text_config; K2.6 has the same attention. Only experts are packed.
+    "kimi-k2.5": _KIMI_K2
+    | {
+        "rope_scaling": _yarn(64.0),
+        "quantization_config": {"quant_method": "compressed-tensors"},
+    },
     # zai-org/GLM-4.7-Flash
     "glm-4.7-flash": {
         "model_type": "glm4_moe_lite",
@@ -133,6 +167,9 @@ RELEASES: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 1.0,
         "rope_theta": 1000000,
         "rope_scaling": None,
+        "vocab_size": 154880,
+        **_moe(10240, 1536, 64, 1, 4, 1),
+        **_BF16,
     },
     # zai-org/GLM-5; GLM-5.1 has the same attention
     "glm-5": _GLM_5,
@@ -187,6 +224,10 @@ RELEASES: dict[str, dict[str, Any]] = {
             "short_factor": _MINICPM3_FACTORS,
             "long_factor": _MINICPM3_FACTORS,
         },
+        "vocab_size": 73448,
+        "intermediate_size": 6400,
+        "tie_word_embeddings": True,
+        **_BF16,
     },
 }
 
@@ -236,6 +277,9 @@ _OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "minicpm3": ("minicpm3-4b", "openbmb/MiniCPM3-4B"),
 }
 
+HUB_IDS: dict[str, str] = {
+    name: next(other for other in others if "/" in other) for name, others in _OTHER_NAMES.items()
+}
 ALIASES: dict[str, str] = {
     other.lower(): name for name, others in _OTHER_NAMES.items() for other in others
 }

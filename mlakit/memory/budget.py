@@ -201,7 +201,7 @@ def _expanded_size(
 def _budget(gpu: str, config: str, weights_gib: float | None, tp: int) -> Budget:
     memory = gpu_bytes(gpu)
     if weights_gib is None:
-        stored = _checkpoint_bytes(config)
+        stored = checkpoint_bytes(config)
         if stored is None:
             return Budget(gpu, memory)
         budget = Budget(gpu, memory, -(-stored // tp), f"{CHECKPOINT_INDEX}, divided by TP")
@@ -218,7 +218,7 @@ def _budget(gpu: str, config: str, weights_gib: float | None, tp: int) -> Budget
     return budget
 
 
-def _checkpoint_bytes(config: str) -> int | None:
+def checkpoint_bytes(config: str) -> int | None:
     """The bytes of all weights by the index beside a config.json; None if it does not say."""
     path = config_path(config)
     index = None if path is None else path.with_name(CHECKPOINT_INDEX)

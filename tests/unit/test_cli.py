@@ -10,6 +10,7 @@ import sys
 import types
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import mlakit
@@ -51,6 +52,7 @@ def test_demo_runs_the_demo(monkeypatch, passed, exit_code):
         ("mlakit check --op mla_p", "mla_prefill"),
         ("mlakit explain sparse", "sparse_mla"),
         ("mlakit memory mini", "minicpm3"),
+        ("mlakit vllm-args mini", "minicpm3"),
     ],
 )
 def test_shells_complete_commands_and_values(words, found):
@@ -60,9 +62,11 @@ def test_shells_complete_commands_and_values(words, found):
     assert result.output.split() == [found]
 
 
+NAMES = list(get_command(cli.app).commands)
+
+
 def test_every_command_has_an_example():
-    for command in cli.app.registered_commands:
-        name = command.callback.__name__
+    for name in NAMES:
         output = CliRunner().invoke(cli.app, [name, "--help"]).output
         assert re.search(rf"Examples?: mlakit {name}\b", output), name
 
@@ -94,7 +98,7 @@ QUICK_CALLS = {
         )
         for words in (
             *("mlakit do", "mlakit bench sp", "mlakit check --op mla_p", "mlakit explain s"),
-            "mlakit memory deep",
+            *("mlakit memory deep", "mlakit vllm-args deep"),
         )
     },
 }
@@ -153,6 +157,7 @@ COMMANDS = {
     "explain": ["explain", "mla_decode"],
     "support": ["support"],
     "memory": ["memory", "deepseek-v3"],
+    "vllm-args": ["vllm-args", "deepseek-v3", "--gpus", "8", "--context", "4k"],
     "doctor": ["doctor", "--seconds", "0"],
     "check": ["check", "--count", "1"],
 }
@@ -165,7 +170,7 @@ def refusal(*arguments: str) -> str:
     return re.sub(r"[│\s]+", " ", result.output)
 
 
-@pytest.mark.parametrize("name", [each.callback.__name__ for each in cli.app.registered_commands])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_wrong_environment_variable_is_named_by_every_command(name, monkeypatch):
     monkeypatch.setenv("MLAKIT_BACKEND", "foo")
     said = "MLAKIT_BACKEND must be one of auto, hopper, triton, cpu, got 'foo'"
@@ -233,9 +238,7 @@ def test_an_option_that_would_do_nothing_is_refused(arguments, said):
 def test_every_option_that_goes_with_another_says_so_in_its_help():
     """And is in the list above: an option added later is refused, too."""
     refused = " ".join(arguments for arguments, _ in OPTIONS_WITHOUT_EFFECT)
-    for command in cli.app.registered_commands:
-        shown = CliRunner(env={"COLUMNS": "300"}).invoke(
-            cli.app, [command.callback.__name__, "--help"]
-        )
+    for name in NAMES:
+        shown = CliRunner(env={"COLUMNS": "300"}).invoke(cli.app, [name, "--help"])
         for option in re.findall(r"(--[a-z-]+)[^-]*?With --", shown.output):
             assert option in refused, option

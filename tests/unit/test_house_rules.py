@@ -47,6 +47,7 @@ LAYERS = (
     "integrations",
     "bench compat support selfcheck",
     "demo doctor memory",
+    "cluster",
     "cli",
     "__main__",
 )
