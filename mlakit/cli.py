@@ -445,7 +445,7 @@ def memory(
             weights_gib=weights,
         )
         if file is not None:
-            report.write_chart(found, file)
+            report.write_chart(report.chart(found), file)
     if as_json:
         typer.echo(json.dumps(found.as_json(), indent=2))
     else:
@@ -454,6 +454,7 @@ def memory(
 
 
 app.command("vllm-args", cls=Command, epilog=cluster.VLLM_ARGS_EXAMPLES)(cluster.vllm_args)
+app.command("plan-cluster", cls=Command, epilog=cluster.PLAN_EXAMPLES)(cluster.plan_cluster)
 
 
 @app.command(

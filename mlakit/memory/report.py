@@ -96,9 +96,8 @@ def check_chart_file(file: Path) -> None:
         raise ValueError(f"--plot {reason}; a file that ends in .svg needs no other package")
 
 
-def write_chart(report: MemoryReport, file: Path) -> None:
+def write_chart(drawing: Drawing, file: Path) -> None:
     """Raises ValueError if the file cannot be written."""
-    drawing = chart(report)
     try:
         if file.suffix == ".png":
             drawing.save_png(file)

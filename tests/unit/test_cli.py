@@ -53,6 +53,7 @@ def test_demo_runs_the_demo(monkeypatch, passed, exit_code):
         ("mlakit explain sparse", "sparse_mla"),
         ("mlakit memory mini", "minicpm3"),
         ("mlakit vllm-args mini", "minicpm3"),
+        ("mlakit plan-cluster mini", "minicpm3"),
     ],
 )
 def test_shells_complete_commands_and_values(words, found):
@@ -158,6 +159,7 @@ COMMANDS = {
     "support": ["support"],
     "memory": ["memory", "deepseek-v3"],
     "vllm-args": ["vllm-args", "deepseek-v3", "--gpus", "8", "--context", "4k"],
+    "plan-cluster": ["plan-cluster", "deepseek-v3"],
     "doctor": ["doctor", "--seconds", "0"],
     "check": ["check", "--count", "1"],
 }
