@@ -1,0 +1,262 @@
+"""vLLM's tensors into mlakit's ops. Nothing here imports vLLM.
+
+kv_cache     [blocks, block_size, row], blocks at any distance: 16-bit or float32 rows, e4m3 rows
+             with one scale for the layer (fp8), or 656 bytes (fp8_ds_mla)
+slots        [tokens] int64, block · block_size + offset; −1: the token is not stored
+block_table  [requests, max_blocks] int32; entries past a request's last block are anything
+seq_lens     [requests] int32, this step's tokens included; 0 for the padding of a CUDA graph
+query_start_loc  [requests + 1] int32; rows of queries after the last one are padding
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import mlakit
+from mlakit import KVShard, PagedLatentCache, RowShape
+from mlakit.plan import DecodePlanTensors
+
+FP8_CACHE_DTYPES = ("fp8", "fp8_e4m3")
+PACKED_CACHE_DTYPE = "fp8_ds_mla"
+CACHE_DTYPES = ("auto", "float16", "bfloat16", *FP8_CACHE_DTYPES, PACKED_CACHE_DTYPE)
+
+
+class Pools:
+    """The tensor of a layer as a pool, made once: vLLM hands over a tensor at every call."""
+
+    def __init__(self, row: RowShape) -> None:
+        self.row = row
+        self._key: tuple[object, ...] = ()
+        self._pool: PagedLatentCache | None = None
+
+    def of(self, kv_cache: Tensor, k_scale: Tensor | None) -> PagedLatentCache:
+        """The pool in the memory of `kv_cache`; `k_scale` counts for fp8 rows only."""
+        key = (
+            kv_cache.data_ptr(),
+            kv_cache.shape,
+            kv_cache.stride(),
+            kv_cache.dtype,
+            None if k_scale is None else k_scale.data_ptr(),
+        )
+        if self._pool is None or key != self._key:
+            self._key, self._pool = key, wrap(kv_cache, self.row, k_scale)
+        return self._pool
+
+
+def wrap(kv_cache: Tensor, row: RowShape, k_scale: Tensor | None) -> PagedLatentCache:
+    """vLLM's cache tensor of one layer as a pool, in the same memory."""
+    is_packed = kv_cache.dtype.itemsize > 1 or kv_cache.shape[-1] != row.width
+    if is_packed:
+        return PagedLatentCache.wrap(kv_cache, row)
+    scale = 1.0 if k_scale is None else k_scale
+    return PagedLatentCache.wrap(kv_cache, row, format="fp8", tensor_scale=scale)
+
+
+def update_cache(kv_c: Tensor, k_pe: Tensor, pool: PagedLatentCache, slots: Tensor) -> None:
+    """Store this step's tokens: what vLLM's `concat_and_cache_mla` does, byte for byte.
+
+    kv_c [tokens, D_C] normed, k_pe [tokens, 1, D_R] rotated. There may be more tokens than slots.
+    """
+    slots = slots.flatten()[: kv_c.shape[0]]
+    stored = slots.shape[0]
+    k_rope = k_pe.squeeze(1)[:stored] if pool.row.qk_rope_head_dim else None
+    mlakit.append_rows(kv_c[:stored], k_rope, pool, slots)
+
+
+@dataclass
+class DecodeBatch:
+    """The decode requests of one step, for all layers; `plan` is made by the first that attends."""
+
+    block_table: Tensor
+    kv_lens: Tensor  # of this rank's shard, or the global ones where `shard` is given
+    q_starts: Tensor | None = None  # None: one query per request
+    shard: KVShard | None = None
+    plan: DecodePlanTensors | None = None
+
+
+def decode_batch(
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    max_query_len: int,
+    *,
+    global_seq_lens: Tensor | None = None,
+    shard: KVShard | None = None,
+) -> DecodeBatch:
+    """What a step's layers need.
+
+    With one query per request, all keys of a rank are visible, so that their number is enough. With
+    drafts, a query sees the keys up to its own position: that needs the global lengths and the
+    shard, where the cache is split over the ranks of a context-parallel group.
+    """
+    if max_query_len <= 1:
+        return DecodeBatch(block_table, seq_lens)
+    if shard is None or shard.world == 1:
+        return DecodeBatch(block_table, seq_lens, query_start_loc)
+    if global_seq_lens is None:
+        raise ValueError("decode_batch: global_seq_lens must be given for a shard, got None")
+    return DecodeBatch(block_table, global_seq_lens, query_start_loc, shard)
+
+
+def decode(
+    q: Tensor | tuple[Tensor, Tensor],
+    pool: PagedLatentCache,
+    batch: DecodeBatch,
+    softmax_scale: float,
+    q_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out [tokens, heads, D_C], lse [tokens, heads]) of the decode tokens of one layer.
+
+    q        [tokens, heads, D_C + D_R] or its two parts, absorbed with W_UK
+    q_scale  of one element, for e4m3 queries
+
+    The first layer makes the plan. In a CUDA graph that is inside of it, so that every replay plans
+    anew from the lengths at that time.
+    """
+    q_latent, q_rope = q if isinstance(q, tuple) else (q, None)
+    several = batch.q_starts is not None
+    if batch.plan is None:
+        batch.plan = mlakit.plan_mla_decode(
+            pool,
+            batch.block_table,
+            batch.kv_lens,
+            heads=q_latent.shape[1],
+            num_tokens=q_latent.shape[0] if several else None,
+            q_starts=batch.q_starts,
+            dtype=q_latent.dtype,
+            kv_shard=batch.shard,
+        )
+    return mlakit.mla_decode(
+        q_latent,
+        pool,
+        batch.block_table,
+        batch.kv_lens,
+        q_rope=q_rope,
+        q_scale=_per_token(q_scale, q_latent),
+        q_starts=batch.q_starts,
+        softmax_scale=softmax_scale,
+        kv_shard=batch.shard,
+        plan=batch.plan,
+    )
+
+
+def _per_token(q_scale: Tensor | None, q: Tensor) -> Tensor | None:
+    if q_scale is None or q.dtype != torch.float8_e4m3fn:
+        return None
+    return q_scale.reshape(1).expand(q.shape[0])
+
+
+def sparse(
+    q: Tensor | tuple[Tensor, Tensor],
+    pool: PagedLatentCache,
+    topk_tokens: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    softmax_scale: float,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of tokens that each attend to their own selection, prefill and decode alike.
+
+    topk_tokens  [tokens, k] int32 positions in the token's request, −1 where there are fewer
+    """
+    q_latent, q_rope = q if isinstance(q, tuple) else (q, None)
+    rows = mlakit.physical_rows(topk_tokens, block_table, pool.page_size, query_start_loc)
+    out, lse, _ = mlakit.sparse_mla(
+        q_latent, pool, rows, q_rope=q_rope, softmax_scale=softmax_scale
+    )
+    return out, lse
+
+
+def prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_starts: Tensor,
+    kv_starts: Tensor,
+    nope_width: int,
+    softmax_scale: float,
+    *,
+    is_causal: bool,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out [tokens, heads, D_V], lse [heads, tokens]) of expanded attention.
+
+    k  [keys, heads, D_N + D_R] as vLLM concatenates it: its rope columns are the same key in every
+       head, of which the op takes one
+    """
+    tokens, heads = q.shape[:2]
+    # vLLM merges partial results with kernels that take lse by heads
+    lse = q.new_empty(heads, tokens, dtype=torch.float32)
+    result, _ = mlakit.mla_prefill(
+        q,
+        k[..., :nope_width],
+        k[:, 0, nope_width:],
+        v,
+        q_starts,
+        kv_starts,
+        softmax_scale=softmax_scale,
+        mask=mlakit.CAUSAL if is_causal else mlakit.NULL,
+        out=out,
+        lse=lse.T,
+    )
+    return result, lse
+
+
+def append_index_keys(
+    keys: Tensor, pool: PagedLatentCache, slots: Tensor, *, power_of_two_scales: bool
+) -> None:
+    """Store the index keys [tokens, D] of this step; there may be more of them than slots."""
+    slots = slots.flatten()[: keys.shape[0]]
+    mlakit.append_rows(
+        keys[: slots.shape[0]], None, pool, slots, power_of_two_scales=power_of_two_scales
+    )
+
+
+def select_tokens(
+    q: Tensor,
+    weights: Tensor,
+    pool: PagedLatentCache,
+    block_table: Tensor,
+    kv_lens: Tensor,
+    q_starts: Tensor | None,
+    max_kv_len: int,
+    out: Tensor,
+) -> None:
+    """Write the positions of every query's best keys to `out` [tokens, k] int32, −1 at the end.
+
+    q [tokens, index_heads, D] e4m3, weights [tokens, index_heads] float32 with q's scale in them
+    """
+    logits = mlakit.indexer_logits(
+        q,
+        weights,
+        pool,
+        block_table,
+        kv_lens,
+        q_starts=q_starts,
+        max_kv_len=min(max_kv_len, block_table.shape[1] * pool.page_size),
+    )
+    mlakit.indexer_topk(logits, out.shape[1], out=out)
+
+
+def chunk_requests(
+    row_starts: Tensor, row_ends: Tensor, kv_starts: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(q_starts [requests + 1], kv_lens [requests]) of a chunk of prefill queries.
+
+    vLLM describes it by the columns [row_starts, row_ends) that every query sees among the keys of
+    all requests, request after request from kv_starts on. The queries of a chunk may begin and end
+    within a request; kv_lens end with the last key that its last query in the chunk sees, and are 0
+    for requests without a query in it.
+    """
+    q_starts = torch.searchsorted(row_starts, kv_starts.to(row_starts.dtype), out_int32=True)
+    lengths = row_ends - row_starts
+    last = (q_starts[1:] - 1).clamp(min=0).long()
+    kv_lens = torch.where(q_starts.diff() > 0, lengths[last], 0)
+    return q_starts, kv_lens.to(torch.int32)
+
+
+def decode_starts(query_lens: Tensor) -> Tensor:
+    """[requests + 1] int32 from the number of queries of each request."""
+    return torch.nn.functional.pad(query_lens.cumsum(0, dtype=torch.int32), (1, 0))

@@ -1,0 +1,199 @@
+"""The backend MLAKIT: decode of models whose every token attends to all tokens before it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from mlakit import KVShard, RowShape, UnsupportedError
+from mlakit.integrations.vllm import calls, plugin, seams
+from mlakit.integrations.vllm.seams import (
+    AttentionCGSupport,
+    MLACommonBackend,
+    MLACommonDecodeMetadata,
+    MLACommonImpl,
+    MLACommonMetadataBuilder,
+    MultipleOf,
+    QueryLenSupport,
+)
+
+FLOAT_CACHES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class DenseBackend(MLACommonBackend):
+    """What vLLM asks before it takes a backend."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(calls.CACHE_DTYPES)
+
+    @staticmethod
+    def get_name() -> str:
+        return plugin.DENSE
+
+    @staticmethod
+    def get_impl_cls() -> type[DenseImpl]:
+        return DenseImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[DenseMetadataBuilder]:
+        return DenseMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [MultipleOf(1)]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return []  # all
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return bool(capability.major >= 8)
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str | None,
+        *others: Any,
+        **named: Any,
+    ) -> str | None:
+        if FLOAT_CACHES.get(kv_cache_dtype or "auto", dtype) != dtype:
+            own = str(dtype).removeprefix("torch.")
+            return f"a {kv_cache_dtype} cache needs queries of its dtype, and the model has {own}"
+        return None
+
+
+@dataclass
+class DecodeMetadata(MLACommonDecodeMetadata):
+    """vLLM's fields, and what the ops take; the plan in it is shared by all layers of a step."""
+
+    batch: calls.DecodeBatch | None = None
+
+
+class DenseMetadataBuilder(MLACommonMetadataBuilder):
+    """Metadata of a step, built outside of CUDA graphs: no plan is made here."""
+
+    # every request of a captured graph has the same number of queries, or none
+    _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
+    query_len_support: ClassVar[Any] = QueryLenSupport.VARLEN
+
+    def __init__(self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any) -> None:
+        super().__init__(
+            kv_cache_spec, layer_names, vllm_config, device, supports_dcp_with_varlen=True
+        )
+        first = self.compilation_config.static_forward_context[layer_names[0]]
+        self.dcp_rank: int = first.impl.dcp_rank
+
+    def _build_decode(
+        self,
+        block_table_tensor: Tensor,
+        seq_lens_device: Tensor,
+        max_seq_len: int,
+        query_start_loc_cpu: Tensor,
+        query_start_loc_device: Tensor,
+        num_decode_tokens: int,
+        max_query_len: int,
+        dcp_tot_seq_lens_device: Tensor | None,
+    ) -> DecodeMetadata:
+        shard = None
+        if self.dcp_world_size > 1:
+            interleave = seams.interleave(self.vllm_config)
+            shard = KVShard(self.dcp_rank, self.dcp_world_size, interleave)
+        batch = calls.decode_batch(
+            block_table_tensor,
+            seq_lens_device,
+            query_start_loc_device,
+            max_query_len,
+            global_seq_lens=dcp_tot_seq_lens_device,
+            shard=shard,
+        )
+        return DecodeMetadata(block_table_tensor, seq_lens_device, dcp_tot_seq_lens_device, batch)
+
+
+class CacheWriter:
+    """What dense and sparse layers share: the rows of their cache."""
+
+    pools: calls.Pools
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        kv_cache_dtype: str,
+        k_scale: Tensor,
+    ) -> None:
+        """Store this step's tokens; vLLM's own op writes the same bytes."""
+        if kv_cache.numel():
+            pool = self.pools.of(kv_cache, k_scale)
+            calls.update_cache(kv_c_normed, k_pe, pool, slot_mapping)
+
+
+class DenseImpl(CacheWriter, MLACommonImpl):
+    """One layer."""
+
+    can_return_lse_for_decode: bool = True
+    lse_base_on_e: bool = True
+    supports_dcp: bool = True
+    supports_mtp_with_cp_non_trivial_interleave_size: bool = True
+    supports_pcp: bool = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: Any,
+        sliding_window: Any,
+        kv_cache_dtype: str,
+        logits_soft_cap: Any,
+        *others: Any,
+        **named: Any,
+    ) -> None:
+        refuse(
+            "MLAKIT",
+            alibi_slopes=alibi_slopes,
+            sliding_window=sliding_window,
+            logits_soft_cap=logits_soft_cap,
+        )
+        super().__init__(
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            alibi_slopes,
+            sliding_window,
+            kv_cache_dtype,
+            logits_soft_cap,
+            *others,
+            **named,
+        )
+        self.pools = calls.Pools(RowShape(self.kv_lora_rank, self.qk_rope_head_dim))
+        # e4m3 queries for e4m3 rows, as in vLLM's own backends; their result is bf16
+        is_bf16 = torch.get_default_dtype() == torch.bfloat16
+        self.supports_quant_query_input = kv_cache_dtype in calls.FP8_CACHE_DTYPES and is_bf16
+
+    def forward_mqa(
+        self,
+        q: Tensor | tuple[Tensor, Tensor],
+        kv_c_and_k_pe_cache: Tensor,
+        attn_metadata: Any,
+        layer: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(out [tokens, heads, D_C], lse) of the decode tokens."""
+        pool = self.pools.of(kv_c_and_k_pe_cache, layer._k_scale)
+        return calls.decode(q, pool, attn_metadata.decode.batch, self.scale, layer._q_scale)
+
+
+def refuse(backend: str, **features: Any) -> None:
+    """Raise for what the ops of a backend do not compute."""
+    for name, value in features.items():
+        if value:
+            raise UnsupportedError(f"{backend}: {name} is not supported, got {value}")

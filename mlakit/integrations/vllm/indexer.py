@@ -1,0 +1,128 @@
+"""The lightning indexer of models on MLAKIT_SPARSE, in the place of vLLM's SparseAttnIndexer.
+
+It reads and writes vLLM's cache of index keys and its buffer of selected tokens, with mlakit's
+kernels; DeepGEMM is not needed. vLLM makes it for every model with such an indexer; where
+MLAKIT_SPARSE is not selected, or the keys are split over ranks, it is vLLM's own.
+"""
+
+# no `from __future__ import annotations`: torch reads the types of the op's function
+
+from typing import Any
+
+import torch
+
+from mlakit import PagedLatentCache
+from mlakit.integrations.vllm import plugin, seams, selection
+from mlakit.integrations.vllm.seams import SparseAttnIndexer
+
+OP = "mlakit_select_tokens"
+# indexers that run here, by the name of their cache
+INDEXERS: dict[str, "Indexer"] = {}
+
+
+class Indexer(SparseAttnIndexer):
+    """One layer's indexer, under vLLM's constructor."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        config = seams.get_current_vllm_config()
+        is_selected = seams.selects(config, plugin.SPARSE)
+        if is_selected:
+            with seams.deep_gemm_optional():
+                super().__init__(*arguments, **named)
+        else:
+            super().__init__(*arguments, **named)
+        self.runs_here = is_selected and why_not(self) is None
+        if self.runs_here:
+            INDEXERS[self.k_cache.prefix] = self
+            seams.replace_fused_call(select_or_defer)
+            register_op()
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        q_quant: Any,
+        k: torch.Tensor | None,
+        weights: torch.Tensor,
+    ) -> torch.Tensor:
+        """Append the keys k of this step, and fill `topk_indices_buffer`."""
+        if not self.runs_here:
+            own: torch.Tensor = super().forward(hidden_states, q_quant, k, weights)
+            return own
+        keys = None if self.skip_k_cache_insert else k
+        buffer: torch.Tensor = self.topk_indices_buffer
+        getattr(torch.ops.vllm, OP)(q_quant, keys, weights, buffer, self.k_cache.prefix)
+        return buffer
+
+
+def why_not(indexer: Any) -> str | None:
+    """Why vLLM's own indexer has to run."""
+    if indexer.dcp_world_size > 1 or indexer.use_pcp:
+        return "the index keys are split over ranks"
+    if indexer.use_fp4_cache:
+        return "the index keys are FP4"
+    if indexer.compress_ratio != 1 or indexer.candidate_blocks is not None:
+        return "index keys stand for blocks of tokens"
+    return None
+
+
+def register_op() -> None:
+    """An op of its own, which torch.compile does not look into: it reads the step's metadata."""
+    if not hasattr(torch.ops.vllm, OP):
+        seams.direct_register_custom_op(
+            OP, select_tokens, mutates_args=["topk_tokens"], fake_impl=_nothing
+        )
+
+
+def select_tokens(
+    q: torch.Tensor,
+    keys: torch.Tensor | None,
+    weights: torch.Tensor,
+    topk_tokens: torch.Tensor,
+    cache_name: str,
+) -> None:
+    """The selection of one layer in this step."""
+    indexer = INDEXERS[cache_name]
+    metadata = seams.layer_metadata(cache_name)
+    if metadata is None:  # vLLM measures memory
+        torch.empty(seams.max_logits_bytes(), dtype=torch.uint8, device=q.device)
+        return
+    is_unused = seams.attends_densely(indexer.dense_mha_metadata_layer_name)
+    selection.select_step(
+        q,
+        keys,
+        weights,
+        topk_tokens[:, : indexer.topk_tokens],
+        PagedLatentCache.wrap_index_keys(indexer.k_cache.kv_cache),
+        metadata,
+        max_model_len=indexer.max_model_len,
+        power_of_two_scales=indexer.scale_fmt == "ue8m0",
+        is_unused=is_unused,
+    )
+
+
+def _nothing(
+    q: torch.Tensor,
+    keys: torch.Tensor | None,
+    weights: torch.Tensor,
+    topk_tokens: torch.Tensor,
+    cache_name: str,
+) -> None:
+    return None
+
+
+def select_or_defer(
+    hidden_states: torch.Tensor,
+    k_cache_prefix: Any,
+    kv_cache: Any,
+    q_quant: Any,
+    *others: Any,
+    **named: Any,
+) -> Any:
+    """vLLM's function `sparse_attn_indexer`, called by layers that have written their keys."""
+    name = getattr(k_cache_prefix, "value", k_cache_prefix)
+    if name not in INDEXERS:
+        function = seams.indexer_function()
+        return function(hidden_states, k_cache_prefix, kv_cache, q_quant, *others, **named)
+    weights, buffer = others[2], others[9]
+    select_tokens(q_quant, None, weights, buffer, name)
+    return buffer

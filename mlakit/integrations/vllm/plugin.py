@@ -1,0 +1,31 @@
+"""The entry point of the group `vllm.general_plugins`: names for vLLM's registries."""
+
+from __future__ import annotations
+
+from mlakit.integrations.vllm import seams
+
+PACKAGE = "mlakit.integrations.vllm"
+DENSE, SPARSE, PREFILL, INDEXER = "MLAKIT", "MLAKIT_SPARSE", "MLAKIT", "SparseAttnIndexer"
+# vLLM asks that is_sparse() of a backend is that of the model: one class cannot be both
+BACKENDS = {DENSE: f"{PACKAGE}.dense.DenseBackend", SPARSE: f"{PACKAGE}.sparse.SparseBackend"}
+PREFILL_BACKENDS = {PREFILL: f"{PACKAGE}.prefill.PrefillBackend"}
+
+
+def register() -> None:
+    """Make the backends known to vLLM by name; none is selected by that.
+
+    vLLM calls it in every process, maybe more than once. Registering a name twice is an error
+    there, so that names that are registered already are left as they are.
+    """
+    seams.check_release()
+    for name, path in BACKENDS.items():
+        if name not in seams.AttentionBackendEnum.__members__:
+            seams.register_backend(name, path)
+    for name, path in PREFILL_BACKENDS.items():
+        if name not in seams.MLAPrefillBackendEnum.__members__:
+            seams.register_mla_prefill_backend(name, path)
+    if INDEXER not in seams.op_registry_oot:
+        # it acts as vLLM's own one unless MLAKIT_SPARSE is selected
+        from mlakit.integrations.vllm.indexer import Indexer
+
+        seams.CustomOp.register_oot(Indexer, name=INDEXER)

@@ -1,0 +1,101 @@
+"""The tokens that the lightning indexer selects in one step, from vLLM's metadata.
+
+Nothing here imports vLLM.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mlakit import PagedLatentCache
+from mlakit.integrations.vllm import calls
+
+
+def select_step(
+    q: torch.Tensor,
+    keys: torch.Tensor | None,
+    weights: torch.Tensor,
+    topk_tokens: torch.Tensor,
+    pool: PagedLatentCache,
+    metadata: Any,
+    *,
+    max_model_len: int,
+    power_of_two_scales: bool,
+    is_unused: bool = False,
+) -> None:
+    """Append keys, and write the selection of every token of a step to `topk_tokens`.
+
+    metadata  vLLM's DeepseekV32IndexerMetadata: decode requests first, then chunks of prefill
+    is_unused no layer reads the selection
+    """
+    if keys is not None:
+        calls.append_index_keys(
+            keys, pool, metadata.slot_mapping, power_of_two_scales=power_of_two_scales
+        )
+    if is_unused and not _is_capturing(q):
+        return
+    if metadata.num_decodes:
+        _select_decode(q, weights, topk_tokens, pool, metadata, max_model_len)
+    if metadata.num_prefills:
+        for chunk in metadata.prefill.chunks:
+            _select_chunk(q, weights, topk_tokens, pool, chunk)
+
+
+def _select_decode(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    topk_tokens: torch.Tensor,
+    pool: PagedLatentCache,
+    metadata: Any,
+    max_model_len: int,
+) -> None:
+    requests, tokens = metadata.num_decodes, metadata.num_decode_tokens
+    q_starts = None
+    if tokens != requests:
+        q_starts = getattr(metadata, "mlakit_q_starts", None)
+        if q_starts is None:  # the first layer makes it for all, inside of a CUDA graph
+            q_starts = calls.decode_starts(metadata.decode.per_req_decode_lens[:requests])
+            metadata.mlakit_q_starts = q_starts
+    # a graph is replayed with longer requests than those it was captured with
+    longest = max_model_len if _is_capturing(q) else metadata.max_seq_len
+    calls.select_tokens(
+        q[:tokens],
+        weights[:tokens],
+        pool,
+        metadata.block_table[:requests],
+        metadata.seq_lens[:requests],
+        q_starts,
+        longest,
+        topk_tokens[:tokens],
+    )
+
+
+def _select_chunk(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    topk_tokens: torch.Tensor,
+    pool: PagedLatentCache,
+    chunk: Any,
+) -> None:
+    tokens = slice(chunk.token_start, chunk.token_end)
+    requests = getattr(chunk, "mlakit_requests", None)
+    if requests is None:  # for all layers
+        requests = calls.chunk_requests(chunk.cu_seqlen_ks, chunk.cu_seqlen_ke, chunk.cu_seq_lens)
+        chunk.mlakit_requests = requests
+    q_starts, kv_lens = requests
+    calls.select_tokens(
+        q[tokens],
+        weights[tokens],
+        pool,
+        chunk.block_table,
+        kv_lens,
+        q_starts,
+        chunk.total_seq_lens,
+        topk_tokens[tokens],
+    )
+
+
+def _is_capturing(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,115 @@
+"""The backend MLAKIT_SPARSE: models whose tokens attend to those that an indexer selects."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from mlakit import RowShape
+from mlakit.integrations.vllm import calls, plugin
+from mlakit.integrations.vllm.dense import CacheWriter, DenseBackend, refuse
+from mlakit.integrations.vllm.seams import (
+    AttentionCGSupport,
+    MultipleOf,
+    SparseMLACommonImpl,
+    SparseMLACommonMetadata,
+    SparseMLACommonMetadataBuilder,
+)
+
+
+class SparseBackend(DenseBackend):
+    """What vLLM asks before it takes a backend."""
+
+    @staticmethod
+    def get_name() -> str:
+        return plugin.SPARSE
+
+    @staticmethod
+    def get_impl_cls() -> type[SparseImpl]:
+        return SparseImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[SparseMetadataBuilder]:
+        return SparseMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [MultipleOf(64)]  # the index keys are in blocks of 64
+
+    @classmethod
+    def is_sparse(cls) -> bool:
+        return True
+
+
+class SparseMetadataBuilder(SparseMLACommonMetadataBuilder):
+    """Drafts count as decode tokens: a selection says what each of them sees."""
+
+    metadata_cls: ClassVar[Any] = SparseMLACommonMetadata
+    _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+
+
+class SparseImpl(CacheWriter, SparseMLACommonImpl):
+    """One layer."""
+
+    can_return_lse_for_decode: bool = True
+    lse_base_on_e: bool = True
+    supports_pcp: bool = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: Any,
+        sliding_window: Any,
+        kv_cache_dtype: str,
+        logits_soft_cap: Any,
+        *others: Any,
+        **named: Any,
+    ) -> None:
+        refuse(
+            "MLAKIT_SPARSE",
+            alibi_slopes=alibi_slopes,
+            sliding_window=sliding_window,
+            logits_soft_cap=logits_soft_cap,
+        )
+        super().__init__(
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            alibi_slopes,
+            sliding_window,
+            kv_cache_dtype,
+            logits_soft_cap,
+            *others,
+            **named,
+        )
+        self.pools = calls.Pools(RowShape(self.kv_lora_rank, self.qk_rope_head_dim))
+
+    def forward_mqa(
+        self,
+        q: Tensor | tuple[Tensor, Tensor],
+        kv_c_and_k_pe_cache: Tensor,
+        attn_metadata: Any,
+        layer: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(out [tokens, heads, D_C], lse): decode tokens, or those of prefill as well."""
+        tokens = (q[0] if isinstance(q, tuple) else q).shape[0]
+        requests = attn_metadata.num_reqs
+        if attn_metadata.num_prefills and tokens == attn_metadata.num_decode_tokens:
+            requests = attn_metadata.num_decodes  # prefill tokens go another way
+        return calls.sparse(
+            q,
+            self.pools.of(kv_c_and_k_pe_cache, layer._k_scale),
+            self.topk_indices_buffer[:tokens],
+            attn_metadata.block_table[:requests],
+            attn_metadata.query_start_loc[: requests + 1],
+            self.scale,
+        )
