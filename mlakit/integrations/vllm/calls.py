@@ -181,15 +181,12 @@ def prefill(
     is_causal: bool,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out [tokens, heads, D_V], lse [heads, tokens]) of expanded attention.
+    """(out [tokens, heads, D_V], lse [heads, tokens] as a view) of expanded attention.
 
     k  [keys, heads, D_N + D_R] as vLLM concatenates it: its rope columns are the same key in every
        head, of which the op takes one
     """
-    tokens, heads = q.shape[:2]
-    # vLLM merges partial results with kernels that take lse by heads
-    lse = q.new_empty(heads, tokens, dtype=torch.float32)
-    result, _ = mlakit.mla_prefill(
+    result, lse = mlakit.mla_prefill(
         q,
         k[..., :nope_width],
         k[:, 0, nope_width:],
@@ -199,9 +196,8 @@ def prefill(
         softmax_scale=softmax_scale,
         mask=mlakit.CAUSAL if is_causal else mlakit.NULL,
         out=out,
-        lse=lse.T,
     )
-    return result, lse
+    return result, lse.T
 
 
 def append_index_keys(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 from mlakit.integrations.vllm import seams
 
 PACKAGE = "mlakit.integrations.vllm"
@@ -15,9 +17,12 @@ def register() -> None:
     """Make the backends known to vLLM by name; none is selected by that.
 
     vLLM calls it in every process, maybe more than once. Registering a name twice is an error
-    there, so that names that are registered already are left as they are.
+    there, so that names that are registered already are left as they are. A vLLM of another release
+    gets a warning and no backend: an error here would stop it for those who do not ask for one.
     """
-    seams.check_release()
+    if refusal := seams.why_not():
+        warnings.warn(refusal, stacklevel=2)
+        return
     for name, path in BACKENDS.items():
         if name not in seams.AttentionBackendEnum.__members__:
             seams.register_backend(name, path)

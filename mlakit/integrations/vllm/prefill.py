@@ -42,14 +42,15 @@ class PrefillBackend(MLAPrefillBackend):
             raise UnsupportedError("MLAKIT prefill: output_scale must be None")
         starts = self._prefill_metadata.query_start_loc
         result, lse = self._attend(q, k, v, starts, starts, is_causal=True, out=out)
-        return (result, lse) if return_softmax_lse else result
+        return (result, by_heads(lse)) if return_softmax_lse else result
 
     def run_prefill_context_chunk(
         self, chunk: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Attention of the new tokens to a part of the cached ones, all of which they see."""
         starts = chunk.query_start_loc, chunk.cu_seq_lens
-        return self._attend(q, k, v, *starts, is_causal=False, out=out)
+        result, lse = self._attend(q, k, v, *starts, is_causal=False, out=out)
+        return result, by_heads(lse)
 
     def _attend(
         self,
@@ -73,3 +74,8 @@ class PrefillBackend(MLAPrefillBackend):
             is_causal=is_causal,
             out=out,
         )
+
+
+def by_heads(lse: Tensor) -> Tensor:
+    """lse [heads, tokens] as vLLM's kernels take it that merge partial results."""
+    return lse.contiguous()

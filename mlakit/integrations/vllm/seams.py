@@ -54,21 +54,24 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(PATHS[name]), name)
 
 
-def check_release() -> None:
-    """Refuse a vLLM that is missing or of a release this package was not tested with."""
-    from mlakit.checks import UnsupportedError  # imports torch
-
+def why_not() -> str | None:
+    """Why this package cannot serve: vLLM is missing, or of a release that was not tested."""
     try:
         version = importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
-        raise UnsupportedError(
-            f"mlakit.integrations.vllm: vLLM must be installed: {INSTALL}"
-        ) from None
-    if version.partition("+")[0] != RELEASE:  # a local part names a build: 0.32.0+cu130
-        raise UnsupportedError(
-            f"mlakit.integrations.vllm: vLLM must be {RELEASE}, the release it is tested with, got "
-            f"{version}: {INSTALL}"
-        )
+        return f"mlakit.integrations.vllm: vLLM must be installed: {INSTALL}"
+    if version.partition("+")[0] == RELEASE:  # a local part names a build: 0.32.0+cu130
+        return None
+    tested = f"{RELEASE}, the release that was tested"
+    return f"mlakit.integrations.vllm: vLLM must be {tested}, got {version}: {INSTALL}"
+
+
+def check_release() -> None:
+    """Raise UnsupportedError if this package cannot serve."""
+    from mlakit.checks import UnsupportedError  # imports torch
+
+    if refusal := why_not():
+        raise UnsupportedError(refusal)
 
 
 def selects(config: Any, backend: str) -> bool:
