@@ -16,11 +16,15 @@ OLDEST_INSTALLED := $(OLDEST)/.installed
 OLDEST_TORCH := torch==2.10.0
 OLDEST_TORCH_VENV := .venv-oldest-torch
 OLDEST_TORCH_INSTALLED := $(OLDEST_TORCH_VENV)/.installed
+# vLLM's wheel without CUDA, in an environment of its own: 3.6 GB
+VLLM := vllm==0.32.0
+VLLM_VENV := .venv-vllm
+VLLM_INSTALLED := $(VLLM_VENV)/.installed
 # tests differ in length by a factor of 1000: a worker that is done takes some of another's
 PYTEST_JOBS := -n auto --dist worksteal
 
 .PHONY: demo quick test test-all venv lint types unit thorough compile oldest oldest-torch docs mutants
-.PHONY: slow-tests format clean
+.PHONY: slow-tests format clean test-vllm
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
@@ -68,6 +72,10 @@ oldest: $(OLDEST_INSTALLED)
 oldest-torch: $(OLDEST_TORCH_INSTALLED)
 	$(OLDEST_TORCH_VENV)/bin/python -m pytest $(PYTEST_JOBS) --thorough
 
+# the vLLM plugin in vLLM's engine, on CPUs; one engine at a time, since each uses all cores
+test-vllm: $(VLLM_INSTALLED)
+	VLLM_TARGET_DEVICE=cpu $(VLLM_VENV)/bin/python -m pytest tests/integrations/vllm
+
 # the pages in docs/ as a site in site/; a warning is an error. The variable keeps the theme from
 # announcing its successor at every build
 docs: $(DOCS_INSTALLED)
@@ -83,7 +91,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(OLDEST_TORCH_VENV) .mypy_cache .pytest_cache .ruff_cache dist site
+	rm -rf $(VENV) $(OLDEST) $(OLDEST_TORCH_VENV) $(VLLM_VENV) .mypy_cache .pytest_cache .ruff_cache dist site
 
 # torch goes first so that no later requirement may choose another build of it
 $(INSTALLED): pyproject.toml Makefile mlakit/_version.py
@@ -112,4 +120,14 @@ $(OLDEST_TORCH_INSTALLED): pyproject.toml Makefile mlakit/_version.py
 	$(OLDEST_TORCH_VENV)/bin/python -m pip install --upgrade pip
 	$(OLDEST_TORCH_VENV)/bin/python -m pip install "$(OLDEST_TORCH)"
 	$(OLDEST_TORCH_VENV)/bin/python -m pip install --editable ".[test]"
+	touch $@
+
+$(VLLM_INSTALLED): pyproject.toml Makefile mlakit/_version.py tests/integrations/vllm/requirements.py
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --upgrade pip
+	$(VLLM_VENV)/bin/python -m pip install "$(TORCH)"
+	$(VLLM_VENV)/bin/python -m pip install --no-deps "$(VLLM)"
+	$(VLLM_VENV)/bin/python tests/integrations/vllm/requirements.py > $(VLLM_VENV)/requirements.txt
+	$(VLLM_VENV)/bin/python -m pip install --requirement $(VLLM_VENV)/requirements.txt
+	$(VLLM_VENV)/bin/python -m pip install --editable ".[test]"
 	touch $@
