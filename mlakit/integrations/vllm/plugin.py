@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 from mlakit.integrations.vllm import seams
 
@@ -26,11 +27,25 @@ def register() -> None:
     for name, path in BACKENDS.items():
         if name not in seams.AttentionBackendEnum.__members__:
             seams.register_backend(name, path)
+            seams.pickle_by(seams.AttentionBackendEnum[name], backend_named, name)
     for name, path in PREFILL_BACKENDS.items():
         if name not in seams.MLAPrefillBackendEnum.__members__:
             seams.register_mla_prefill_backend(name, path)
+            seams.pickle_by(seams.MLAPrefillBackendEnum[name], prefill_backend_named, name)
     if INDEXER not in seams.op_registry_oot:
         # it acts as vLLM's own one unless MLAKIT_SPARSE is selected
         from mlakit.integrations.vllm.indexer import Indexer
 
         seams.CustomOp.register_oot(Indexer, name=INDEXER)
+
+
+def backend_named(name: str) -> Any:
+    """The member of vLLM's registry, in a process that may not have loaded its plugins yet."""
+    register()
+    return seams.AttentionBackendEnum[name]
+
+
+def prefill_backend_named(name: str) -> Any:
+    """The same among the prefill backends."""
+    register()
+    return seams.MLAPrefillBackendEnum[name]

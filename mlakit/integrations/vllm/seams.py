@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -72,6 +72,15 @@ def check_release() -> None:
 
     if refusal := why_not():
         raise UnsupportedError(refusal)
+
+
+def pickle_by(member: Any, find: Callable[[str], Any], name: str) -> None:
+    """Let `find(name)` restore a member of a registry in another process.
+
+    A spawned process unpickles its configuration before it loads plugins, and does not know a
+    member that a plugin has registered.
+    """
+    member.__reduce_ex__ = lambda protocol: (find, (name,))
 
 
 def selects(config: Any, backend: str) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import pickle
+import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -119,11 +121,25 @@ def test_old_gpus_and_parallel_prefill_are_refused(cuda, monkeypatch):
         )  # fmt: skip
 
 
-def test_the_configuration_takes_both_names():
+def test_the_configuration_takes_both_names_into_another_process():
     from vllm.config import AttentionConfig
 
     config = AttentionConfig(backend="MLAKIT", mla_prefill_backend="MLAKIT")
     assert (config.backend.name, config.mla_prefill_backend.name) == ("MLAKIT", "MLAKIT")
+    # a spawned process has not loaded its plugins when it unpickles this
+    code = (
+        "import pickle, sys; a, b = pickle.load(sys.stdin.buffer); "
+        "print(a.name, a.get_path(), b.name, b.get_path())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        input=pickle.dumps((config.backend, config.mla_prefill_backend)),
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    paths = [plugin.BACKENDS["MLAKIT"], plugin.PREFILL_BACKENDS["MLAKIT"]]
+    assert done.stdout.decode().split()[-4:] == ["MLAKIT", paths[0], "MLAKIT", paths[1]]
+    assert pickle.loads(pickle.dumps(config.backend)) is config.backend
 
 
 def impl_of(cls: type, **fields: Any) -> Any:

@@ -83,26 +83,33 @@ def test_a_name_that_is_no_seam():
         _ = seams.nothing
 
 
+class Registry:
+    """A registry of vLLM: an enum whose members may be added, each once."""
+
+    def __init__(self, own: str) -> None:
+        self.__members__ = {own: SimpleNamespace(path="")}
+
+    def __getitem__(self, name: str) -> Any:
+        return self.__members__[name]
+
+    def register(self, name: str, path: str) -> None:
+        assert name not in self.__members__  # an error in vLLM
+        self.__members__[name] = SimpleNamespace(path=path)
+
+
 def test_names_are_registered_once(monkeypatch):
     version_is(monkeypatch, seams.RELEASE)
-    dense, prefill, replaced = {"FLASHMLA": ""}, {"FLASH_ATTN": ""}, {}
-
-    def add(names: dict[str, str]) -> Any:
-        def register(name: str, path: str) -> None:
-            assert name not in names  # an error in vLLM
-            names[name] = path
-
-        return register
+    dense, prefill, replaced = Registry("FLASHMLA"), Registry("FLASH_ATTN"), {}
 
     def register_oot(cls: type, name: str) -> None:
         assert name not in replaced
         replaced[name] = cls
 
     fakes = {
-        "AttentionBackendEnum": SimpleNamespace(__members__=dense),
-        "MLAPrefillBackendEnum": SimpleNamespace(__members__=prefill),
-        "register_backend": add(dense),
-        "register_mla_prefill_backend": add(prefill),
+        "AttentionBackendEnum": dense,
+        "MLAPrefillBackendEnum": prefill,
+        "register_backend": dense.register,
+        "register_mla_prefill_backend": prefill.register,
         "op_registry_oot": replaced,
         "CustomOp": SimpleNamespace(register_oot=register_oot),
     }
@@ -112,9 +119,9 @@ def test_names_are_registered_once(monkeypatch):
     monkeypatch.setitem(sys.modules, "mlakit.integrations.vllm.indexer", indexer)
     plugin.register()
     plugin.register()
-    assert dense["MLAKIT"] == "mlakit.integrations.vllm.dense.DenseBackend"
-    assert dense["MLAKIT_SPARSE"] == "mlakit.integrations.vllm.sparse.SparseBackend"
-    assert prefill["MLAKIT"] == "mlakit.integrations.vllm.prefill.PrefillBackend"
+    assert dense["MLAKIT"].path == "mlakit.integrations.vllm.dense.DenseBackend"
+    assert dense["MLAKIT_SPARSE"].path == "mlakit.integrations.vllm.sparse.SparseBackend"
+    assert prefill["MLAKIT"].path == "mlakit.integrations.vllm.prefill.PrefillBackend"
     assert replaced == {"SparseAttnIndexer": indexer.Indexer}
 
 
