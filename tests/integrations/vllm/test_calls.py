@@ -415,11 +415,9 @@ def test_a_graph_selects_and_attends_with_other_lengths():
     for lengths in ([257, 300, 64, 190], [70, 299, 2, 0]):
         metadata.seq_lens.copy_(lens(lengths, device))
         graph.replay()
-        keys = index.keys(lengths)
-        seen = [int(length > 0) for length in lengths]
-        check_selection(
-            buffer[: sum(seen)], q_index, weights, keys[: sum(seen)], seen[: sum(seen)], k
-        )
+        keys = [each for each in index.keys(lengths) if len(each)]
+        seen = len(keys)
+        check_selection(buffer[:seen], q_index[:seen], weights[:seen], keys, [1] * seen, k)
         rows = cache.rows(lengths)
         for token, length in enumerate(lengths):
             chosen = buffer[token][buffer[token] >= 0].long().cpu()
