@@ -20,6 +20,8 @@ CHUNKS: dict[str, Any] = {
     "enable_chunked_prefill": True,
     "enable_prefix_caching": True,
 }
+# the ops that gather sharded or FP8 rows for chunks of prefill are compiled for CUDA only
+WHOLE: dict[str, Any] = {"max_num_batched_tokens": 320, "enable_prefix_caching": False}
 DRAFTS: dict[str, Any] = {
     "speculative_config": {
         "method": "ngram",
@@ -82,7 +84,7 @@ def test_tensor_and_decode_context_parallel(drafts, interleave, model, expected,
         models.prompts(),
         every=3,
         cp_kv_cache_interleave_size=interleave,
-        **CHUNKS,
+        **WHOLE,
         **DCP,
         **drafts,
     )
@@ -94,9 +96,7 @@ def test_tensor_and_decode_context_parallel(drafts, interleave, model, expected,
 @pytest.mark.parametrize("cache", ["fp8", "fp8_ds_mla"])
 def test_fp8_caches_give_the_tokens_of_an_oracle_over_the_same_cache(cache, model, tmp_path):
     prompts = models.prompts()
-    # the wheel's op that gathers cached rows of these formats for prefill is for CUDA
-    whole = {"max_num_batched_tokens": 320, "enable_prefix_caching": False}
-    arguments = {"kv_cache_dtype": cache, "every": 3, **whole}
+    arguments = {"kv_cache_dtype": cache, "every": 3, **WHOLE}
     served = engine.serve(tmp_path / "mlakit", model, prompts, **arguments)
     oracle = engine.serve(tmp_path / "oracle", model, prompts, oracle=True, **arguments)
     assert served["tokens"] == oracle["tokens"]
