@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "scaling.md"
 # a command in a block of its own, and what it prints in the block after it
 SHOWN = re.compile(r"```sh\n(mlakit [^\n]*)\n```\n\n```text\n(.*?)```", flags=re.DOTALL)
-PLOT = re.compile(r"^(mlakit [^\n]*--plot (\S+\.svg))$", flags=re.MULTILINE)
+PLOT = re.compile(r"^(mlakit (?:[^\n]|\\\n)*--plot (\S+\.svg))$", flags=re.MULTILINE)
 COLUMNS = 100
 
 
@@ -77,7 +77,7 @@ def filled(text: str) -> str:
 
 def plots(text: str) -> dict[str, str]:
     """The commands of a page that write a chart, by its file."""
-    return {match[2]: match[1] for match in PLOT.finditer(text)}
+    return {match[2]: match[1].replace("\\\n", "") for match in PLOT.finditer(text)}
 
 
 def main() -> None:
