@@ -20,11 +20,15 @@ OLDEST_TORCH_INSTALLED := $(OLDEST_TORCH_VENV)/.installed
 VLLM := vllm==0.32.0
 VLLM_VENV := .venv-vllm
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
+# Both ends of the range of transformers versions, each in an environment like the oldest Triton's;
+# the tests of $(VENV) have the version in between that pyproject.toml names
+TRANSFORMERS := 5.15.0 5.22.2
+TRANSFORMERS_VENV := .venv-transformers-
 # tests differ in length by a factor of 1000: a worker that is done takes some of another's
 PYTEST_JOBS := -n auto --dist worksteal
 
 .PHONY: demo quick test test-all venv lint types unit thorough compile oldest oldest-torch docs mutants
-.PHONY: slow-tests format clean test-vllm
+.PHONY: transformers-versions slow-tests format clean test-vllm
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
@@ -41,7 +45,7 @@ slow-tests: $(INSTALLED)
 
 test: lint types unit
 
-test-all: test thorough compile oldest
+test-all: test thorough compile oldest transformers-versions
 
 venv: $(INSTALLED)
 
@@ -68,6 +72,13 @@ oldest: $(OLDEST_INSTALLED)
 	  tests/kernels/triton/test_decode_plan.py tests/ops/test_properties.py
 	$(OLDEST)/bin/python -m mlakit support --compile
 
+# patched models with the oldest and the newest transformers
+transformers-versions: $(TRANSFORMERS:%=$(TRANSFORMERS_VENV)%/.installed)
+	set -e; for version in $(TRANSFORMERS); do \
+	  echo "transformers $$version"; \
+	  $(TRANSFORMERS_VENV)$$version/bin/python -m pytest $(PYTEST_JOBS) tests/integrations/test_*.py; \
+	done
+
 # all tests with the oldest torch that pyproject.toml allows
 oldest-torch: $(OLDEST_TORCH_INSTALLED)
 	$(OLDEST_TORCH_VENV)/bin/python -m pytest $(PYTEST_JOBS) --thorough
@@ -91,7 +102,8 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(OLDEST_TORCH_VENV) $(VLLM_VENV) .mypy_cache .pytest_cache .ruff_cache dist site
+	rm -rf $(VENV) $(OLDEST) $(OLDEST_TORCH_VENV) $(VLLM_VENV) $(TRANSFORMERS_VENV)* \
+	  .mypy_cache .pytest_cache .ruff_cache dist site
 
 # torch goes first so that no later requirement may choose another build of it
 $(INSTALLED): pyproject.toml Makefile mlakit/_version.py
@@ -105,14 +117,25 @@ $(DOCS_INSTALLED): $(INSTALLED)
 	$(BIN)/python -m pip install --editable ".[docs]"
 	touch $@
 
-# its own site-packages come first, then those of $(VENV)
+# in the environment $(1) its own site-packages come first, then those of $(VENV)
+define share
+	$(1)/bin/python -c "import sysconfig, pathlib; \
+	  own = pathlib.Path(sysconfig.get_path('purelib')); \
+	  shared = own.as_posix().replace('$(1)', '$(VENV)'); \
+	  (own / 'shared.pth').write_text(shared + '\n$(CURDIR)\n')"
+endef
+
 $(OLDEST_INSTALLED): $(INSTALLED)
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --no-deps "$(OLDEST_TRITON)"
-	$(OLDEST)/bin/python -c "import sysconfig, pathlib; \
-	  own = pathlib.Path(sysconfig.get_path('purelib')); \
-	  shared = own.as_posix().replace('$(OLDEST)', '$(VENV)'); \
-	  (own / 'shared.pth').write_text(shared + '\n$(CURDIR)\n')"
+	$(call share,$(OLDEST))
+	touch $@
+
+# pip sees the packages of $(VENV), and adds those that this version needs in another version
+$(TRANSFORMERS_VENV)%/.installed: $(INSTALLED)
+	$(PYTHON) -m venv $(TRANSFORMERS_VENV)$*
+	$(call share,$(TRANSFORMERS_VENV)$*)
+	$(TRANSFORMERS_VENV)$*/bin/python -m pip install "transformers==$*"
 	touch $@
 
 $(OLDEST_TORCH_INSTALLED): pyproject.toml Makefile mlakit/_version.py

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor
@@ -92,12 +93,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "HYV4": MOE | DENSE_TYPES | INDEX | SHARED_INDEXER,
 }
 SPARSE = ("DeepseekV32", "GlmMoeDsa", "AXK2", "HYV4")
+ABSENT = {"5.15": ("KimiLinear", "HYV4")}  # by release of transformers
 COLUMNS = 70  # longer than a page of 64
 
 
 def build(name: str, **changes: Any) -> Any:
     """The model in float32 with eager attention; the weights make attention far from uniform."""
     cls = name.split("-")[0]
+    if cls in ABSENT.get(transformers.__version__.rpartition(".")[0], ()):
+        pytest.skip(f"transformers {transformers.__version__} has no {cls}")
     fields = SIZES | MODELS[name] | changes
     if cls == "LongcatFlash":
         del fields["intermediate_size"]

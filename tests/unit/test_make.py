@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from mlakit.integrations.transformers import checks
 from tests import conftest, slow_tests
 from tests.paths import ROOT
 
@@ -20,7 +22,8 @@ def rules(makefile: str) -> dict[str, tuple[list[str], str]]:
     return {target: (needs.split(), commands) for target, needs, commands in found}
 
 
-RULES = rules((ROOT / "Makefile").read_text(encoding="utf-8"))
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+RULES = rules(MAKEFILE)
 
 
 def commands_of(target: str, given: dict[str, tuple[list[str], str]] = RULES) -> str:
@@ -51,6 +54,36 @@ def test_make_test_all_runs_the_thorough_tests_that_make_test_leaves_out():
     for target in ("oldest", "oldest-torch"):  # these run nothing else of the newest versions
         (run,) = [line for line in commands_of(target).splitlines() if " pytest " in line]
         assert " --thorough" in run
+
+
+def test_make_test_all_runs_patched_models_with_the_oldest_and_the_newest_transformers():
+    """The ends of the range that patch() takes without a warning."""
+    (versions,) = re.findall(r"^TRANSFORMERS := (.*)$", MAKEFILE, flags=re.MULTILINE)
+    ends = [tuple(int(part) for part in each.split(".")[:2]) for each in versions.split()]
+    assert ends == [checks.OLDEST, checks.NEWEST_TESTED]
+    commands = commands_of("transformers-versions")
+    assert "/bin/python -m pytest $(PYTEST_JOBS) tests/integrations/test_*.py;" in commands
+    assert "set -e" in commands  # a failure with the first version is not lost
+    assert commands in commands_of("test-all")
+    assert "TRANSFORMERS" not in commands_of("test")
+
+
+def test_every_version_of_transformers_has_an_environment_of_its_own():
+    """pip installs a version there, and what it needs; the rest is that of the other tests."""
+    made = subprocess.run(
+        ["make", "-n", "-B", "-C", str(ROOT), "transformers-versions"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert made.returncode == 0, made.stderr
+    for version in ("5.15.0", "5.22.2"):
+        folder = f".venv-transformers-{version}"
+        assert f"-m venv {folder}\n" in made.stdout
+        assert f'{folder}/bin/python -m pip install "transformers=={version}"\n' in made.stdout
+        assert f".replace('{folder}', '.venv')" in made.stdout
+    ignored = (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
+    assert "/.venv-*" in ignored
 
 
 def test_make_quick_checks_what_make_test_checks_and_leaves_out_slow_tests():
