@@ -76,8 +76,8 @@ class LatentLayer(CacheLayerMixin):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         if self._selects:
-            # indices may be a mask
-            self.pool.select(torch.arange(len(self.pool.sequences))[indices.cpu()].tolist())
+            rows = torch.arange(len(self.pool.sequences), device="cpu")
+            self.pool.select(rows[indices.cpu()].tolist())  # indices may be a mask
 
     @property
     def _selects(self) -> bool:
