@@ -215,7 +215,9 @@ def prefill(step: Step) -> list[float]:
 def e4m3(latent: Tensor) -> Tensor:
     """What remains of the latents after FP8 with a scale per token and GROUP columns."""
     groups = latent.unflatten(-1, (-1, GROUP))
-    scale = groups.abs().amax(-1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
+    largest = groups.abs().amax(-1, keepdim=True)
+    # by a tensor: CUDA divides by a number with its reciprocal, and codes between two others flip
+    scale = largest / torch.full_like(largest, torch.finfo(torch.float8_e4m3fn).max)
     codes = (groups * (1 / scale)).to(torch.float8_e4m3fn)
     return torch.flatten(codes.float() * scale, -2)
 
