@@ -1,6 +1,6 @@
 """`context_parallel_decode`: every rank caches a shard of the tokens of every request.
 
-DeepSeek's latents have one head, so tensor parallelism repeats the whole cache on every rank.
+DeepSeek's latents have one head, so tensor parallelism replicates the whole cache on every rank.
 Context parallelism divides it: a rank appends and reads its own tokens only.
 """
 

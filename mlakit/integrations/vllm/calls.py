@@ -10,49 +10,17 @@ query_start_loc  [requests + 1] int32; rows of queries after the last one are pa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 import mlakit
-from mlakit import KVShard, PagedLatentCache, RowShape
-from mlakit.plan import DecodePlanTensors
+from mlakit import KVShard, PagedLatentCache
+from mlakit.integrations import steps
+from mlakit.integrations.steps import DecodeBatch
 
 FP8_CACHE_DTYPES = ("fp8", "fp8_e4m3")
 PACKED_CACHE_DTYPE = "fp8_ds_mla"
 CACHE_DTYPES = ("auto", "float16", "bfloat16", *FP8_CACHE_DTYPES, PACKED_CACHE_DTYPE)
-
-
-class Pools:
-    """The tensor of a layer as a pool, made once: vLLM hands over a tensor at every call."""
-
-    def __init__(self, row: RowShape) -> None:
-        self.row = row
-        self._key: tuple[object, ...] = ()
-        self._pool: PagedLatentCache | None = None
-
-    def of(self, kv_cache: Tensor, k_scale: Tensor | None) -> PagedLatentCache:
-        """The pool in the memory of `kv_cache`; `k_scale` counts for fp8 rows only."""
-        key = (
-            kv_cache.data_ptr(),
-            kv_cache.shape,
-            kv_cache.stride(),
-            kv_cache.dtype,
-            None if k_scale is None else k_scale.data_ptr(),
-        )
-        if self._pool is None or key != self._key:
-            self._key, self._pool = key, wrap(kv_cache, self.row, k_scale)
-        return self._pool
-
-
-def wrap(kv_cache: Tensor, row: RowShape, k_scale: Tensor | None) -> PagedLatentCache:
-    """vLLM's cache tensor of one layer as a pool, in the same memory."""
-    is_packed = kv_cache.dtype.itemsize > 1 or kv_cache.shape[-1] != row.width
-    if is_packed:
-        return PagedLatentCache.wrap(kv_cache, row)
-    scale = 1.0 if k_scale is None else k_scale
-    return PagedLatentCache.wrap(kv_cache, row, format="fp8", tensor_scale=scale)
 
 
 def update_cache(kv_c: Tensor, k_pe: Tensor, pool: PagedLatentCache, slots: Tensor) -> None:
@@ -64,17 +32,6 @@ def update_cache(kv_c: Tensor, k_pe: Tensor, pool: PagedLatentCache, slots: Tens
     stored = slots.shape[0]
     k_rope = k_pe.squeeze(1)[:stored] if pool.row.qk_rope_head_dim else None
     mlakit.append_rows(kv_c[:stored], k_rope, pool, slots)
-
-
-@dataclass
-class DecodeBatch:
-    """The decode requests of one step, for all layers; `plan` is made by the first that attends."""
-
-    block_table: Tensor
-    kv_lens: Tensor  # of this rank's shard, or the global ones where `shard` is given
-    q_starts: Tensor | None = None  # None: one query per request
-    shard: KVShard | None = None
-    plan: DecodePlanTensors | None = None
 
 
 def decode_batch(
@@ -99,54 +56,6 @@ def decode_batch(
     if global_seq_lens is None:
         raise ValueError("decode_batch: global_seq_lens must be given for a shard, got None")
     return DecodeBatch(block_table, global_seq_lens, query_start_loc, shard)
-
-
-def decode(
-    q: Tensor | tuple[Tensor, Tensor],
-    pool: PagedLatentCache,
-    batch: DecodeBatch,
-    softmax_scale: float,
-    q_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(out [tokens, heads, D_C], lse [tokens, heads]) of the decode tokens of one layer.
-
-    q        [tokens, heads, D_C + D_R] or its two parts, absorbed with W_UK
-    q_scale  of one element, for e4m3 queries
-
-    The first layer makes the plan. In a CUDA graph that is inside of it, so that every replay plans
-    anew from the lengths at that time.
-    """
-    q_latent, q_rope = q if isinstance(q, tuple) else (q, None)
-    several = batch.q_starts is not None
-    if batch.plan is None:
-        batch.plan = mlakit.plan_mla_decode(
-            pool,
-            batch.block_table,
-            batch.kv_lens,
-            heads=q_latent.shape[1],
-            num_tokens=q_latent.shape[0] if several else None,
-            q_starts=batch.q_starts,
-            dtype=q_latent.dtype,
-            kv_shard=batch.shard,
-        )
-    return mlakit.mla_decode(
-        q_latent,
-        pool,
-        batch.block_table,
-        batch.kv_lens,
-        q_rope=q_rope,
-        q_scale=_per_token(q_scale, q_latent),
-        q_starts=batch.q_starts,
-        softmax_scale=softmax_scale,
-        kv_shard=batch.shard,
-        plan=batch.plan,
-    )
-
-
-def _per_token(q_scale: Tensor | None, q: Tensor) -> Tensor | None:
-    if q_scale is None or q.dtype != torch.float8_e4m3fn:
-        return None
-    return q_scale.reshape(1).expand(q.shape[0])
 
 
 def sparse(
@@ -183,19 +92,10 @@ def prefill(
 ) -> tuple[Tensor, Tensor]:
     """(out [tokens, heads, D_V], lse [heads, tokens] as a view) of expanded attention.
 
-    k  [keys, heads, D_N + D_R] as vLLM concatenates it: its rope columns are the same key in every
-       head, of which the op takes one
+    The arguments are those of `steps.prefill`.
     """
-    result, lse = mlakit.mla_prefill(
-        q,
-        k[..., :nope_width],
-        k[:, 0, nope_width:],
-        v,
-        q_starts,
-        kv_starts,
-        softmax_scale=softmax_scale,
-        mask=mlakit.CAUSAL if is_causal else mlakit.NULL,
-        out=out,
+    result, lse = steps.prefill(
+        q, k, v, q_starts, kv_starts, nope_width, softmax_scale, is_causal=is_causal, out=out
     )
     return result, lse.T
 
@@ -251,8 +151,3 @@ def chunk_requests(
     last = (q_starts[1:] - 1).clamp(min=0).long()
     kv_lens = torch.where(q_starts.diff() > 0, lengths[last], 0)
     return q_starts, kv_lens.to(torch.int32)
-
-
-def decode_starts(query_lens: Tensor) -> Tensor:
-    """[requests + 1] int32 from the number of queries of each request."""
-    return torch.nn.functional.pad(query_lens.cumsum(0, dtype=torch.int32), (1, 0))

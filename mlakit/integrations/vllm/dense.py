@@ -8,8 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mlakit import KVShard, RowShape, UnsupportedError
+from mlakit import KVShard
+from mlakit.integrations import steps
 from mlakit.integrations.vllm import calls, plugin, seams
+from mlakit.integrations.vllm.cached_layer import CachedLayer
 from mlakit.integrations.vllm.seams import (
     AttentionCGSupport,
     MLACommonBackend,
@@ -72,7 +74,7 @@ class DenseBackend(MLACommonBackend):
 class DecodeMetadata(MLACommonDecodeMetadata):
     """vLLM's fields, and what the ops take; the plan in it is shared by all layers of a step."""
 
-    batch: calls.DecodeBatch | None = None
+    batch: steps.DecodeBatch | None = None
 
 
 class DenseMetadataBuilder(MLACommonMetadataBuilder):
@@ -115,70 +117,21 @@ class DenseMetadataBuilder(MLACommonMetadataBuilder):
         return DecodeMetadata(block_table_tensor, seq_lens_device, dcp_tot_seq_lens_device, batch)
 
 
-class CacheWriter:
-    """What dense and sparse layers share: the rows of their cache."""
-
-    pools: calls.Pools
-
-    def do_kv_cache_update(
-        self,
-        kv_c_normed: Tensor,
-        k_pe: Tensor,
-        kv_cache: Tensor,
-        slot_mapping: Tensor,
-        kv_cache_dtype: str,
-        k_scale: Tensor,
-    ) -> None:
-        """Store this step's tokens; vLLM's own op writes the same bytes."""
-        if kv_cache.numel():
-            pool = self.pools.of(kv_cache, k_scale)
-            calls.update_cache(kv_c_normed, k_pe, pool, slot_mapping)
-
-
-class DenseImpl(CacheWriter, MLACommonImpl):
+class DenseImpl(CachedLayer, MLACommonImpl):
     """One layer."""
 
+    backend: ClassVar[str] = plugin.DENSE
     can_return_lse_for_decode: bool = True
     lse_base_on_e: bool = True
     supports_dcp: bool = True
     supports_mtp_with_cp_non_trivial_interleave_size: bool = True
     supports_pcp: bool = False
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: Any,
-        sliding_window: Any,
-        kv_cache_dtype: str,
-        logits_soft_cap: Any,
-        *others: Any,
-        **named: Any,
-    ) -> None:
-        refuse(
-            "MLAKIT",
-            alibi_slopes=alibi_slopes,
-            sliding_window=sliding_window,
-            logits_soft_cap=logits_soft_cap,
-        )
-        super().__init__(
-            num_heads,
-            head_size,
-            scale,
-            num_kv_heads,
-            alibi_slopes,
-            sliding_window,
-            kv_cache_dtype,
-            logits_soft_cap,
-            *others,
-            **named,
-        )
-        self.pools = calls.Pools(RowShape(self.kv_lora_rank, self.qk_rope_head_dim))
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
         # e4m3 queries for e4m3 rows, as in vLLM's own backends; their result is bf16
         is_bf16 = torch.get_default_dtype() == torch.bfloat16
-        self.supports_quant_query_input = kv_cache_dtype in calls.FP8_CACHE_DTYPES and is_bf16
+        self.supports_quant_query_input = self.kv_cache_dtype in calls.FP8_CACHE_DTYPES and is_bf16
 
     def forward_mqa(
         self,
@@ -189,11 +142,4 @@ class DenseImpl(CacheWriter, MLACommonImpl):
     ) -> tuple[Tensor, Tensor | None]:
         """(out [tokens, heads, D_C], lse) of the decode tokens."""
         pool = self.pools.of(kv_c_and_k_pe_cache, layer._k_scale)
-        return calls.decode(q, pool, attn_metadata.decode.batch, self.scale, layer._q_scale)
-
-
-def refuse(backend: str, **features: Any) -> None:
-    """Raise for what the ops of a backend do not compute."""
-    for name, value in features.items():
-        if value:
-            raise UnsupportedError(f"{backend}: {name} is not supported, got {value}")
+        return steps.decode(q, pool, attn_metadata.decode.batch, self.scale, layer._q_scale)

@@ -7,14 +7,15 @@ and not before; a vLLM that is missing or of another release is an UnsupportedEr
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from mlakit.integrations.releases import Release
+
 RELEASE = "0.32.0"
-INSTALL = f"pip install 'mlakit[vllm]' (vllm=={RELEASE})"
+_RELEASE = Release("vLLM", "vllm", RELEASE)
 
 _ATTENTION = "vllm.model_executor.layers.attention"
 _BACKENDS = "vllm.v1.attention.backends"
@@ -48,30 +49,12 @@ PATHS = {
 
 def __getattr__(name: str) -> Any:
     """A name of vLLM, imported now."""
-    if name not in PATHS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    check_release()
-    return getattr(importlib.import_module(PATHS[name]), name)
+    return _RELEASE.find(PATHS, __name__, name)
 
 
 def why_not() -> str | None:
     """Why this package cannot serve: vLLM is missing, or of a release that was not tested."""
-    try:
-        version = importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        return f"mlakit.integrations.vllm: vLLM must be installed: {INSTALL}"
-    if version.partition("+")[0] == RELEASE:  # a local part names a build: 0.32.0+cu130
-        return None
-    tested = f"{RELEASE}, the release that was tested"
-    return f"mlakit.integrations.vllm: vLLM must be {tested}, got {version}: {INSTALL}"
-
-
-def check_release() -> None:
-    """Raise UnsupportedError if this package cannot serve."""
-    from mlakit.checks import UnsupportedError  # imports torch
-
-    if refusal := why_not():
-        raise UnsupportedError(refusal)
+    return _RELEASE.why_not()
 
 
 def pickle_by(member: Any, find: Callable[[str], Any], name: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from mlakit import PagedLatentCache
+from mlakit.integrations.steps import starts_of
 from mlakit.integrations.vllm import calls
 
 
@@ -56,7 +57,7 @@ def _select_decode(
     if tokens != requests:
         q_starts = getattr(metadata, "mlakit_q_starts", None)
         if q_starts is None:  # the first layer makes it for all, inside of a CUDA graph
-            q_starts = calls.decode_starts(metadata.decode.per_req_decode_lens[:requests])
+            q_starts = starts_of(metadata.decode.per_req_decode_lens[:requests])
             metadata.mlakit_q_starts = q_starts
     # a graph is replayed with longer requests than those it was captured with
     longest = max_model_len if _is_capturing(q) else metadata.max_seq_len

@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from mlakit import RowShape
 from mlakit.integrations.vllm import calls, plugin
-from mlakit.integrations.vllm.dense import CacheWriter, DenseBackend, refuse
+from mlakit.integrations.vllm.cached_layer import CachedLayer
+from mlakit.integrations.vllm.dense import DenseBackend
 from mlakit.integrations.vllm.seams import (
     AttentionCGSupport,
     MultipleOf,
@@ -53,45 +53,13 @@ class SparseMetadataBuilder(SparseMLACommonMetadataBuilder):
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
 
 
-class SparseImpl(CacheWriter, SparseMLACommonImpl):
+class SparseImpl(CachedLayer, SparseMLACommonImpl):
     """One layer."""
 
+    backend: ClassVar[str] = plugin.SPARSE
     can_return_lse_for_decode: bool = True
     lse_base_on_e: bool = True
     supports_pcp: bool = False
-
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: Any,
-        sliding_window: Any,
-        kv_cache_dtype: str,
-        logits_soft_cap: Any,
-        *others: Any,
-        **named: Any,
-    ) -> None:
-        refuse(
-            "MLAKIT_SPARSE",
-            alibi_slopes=alibi_slopes,
-            sliding_window=sliding_window,
-            logits_soft_cap=logits_soft_cap,
-        )
-        super().__init__(
-            num_heads,
-            head_size,
-            scale,
-            num_kv_heads,
-            alibi_slopes,
-            sliding_window,
-            kv_cache_dtype,
-            logits_soft_cap,
-            *others,
-            **named,
-        )
-        self.pools = calls.Pools(RowShape(self.kv_lora_rank, self.qk_rope_head_dim))
 
     def forward_mqa(
         self,

@@ -32,9 +32,9 @@ def install() -> None:
     _correct_shards()
     _record_calls()
     if os.environ.get(ORACLE):
-        from mlakit.integrations.vllm import calls
+        from mlakit.integrations import steps
 
-        calls.decode = oracle
+        steps.decode = oracle
 
 
 def _define_ops(library: torch.library.Library) -> None:
@@ -137,6 +137,7 @@ def _record_calls() -> None:
     folder = os.environ.get(CALLS)
     if not folder:
         return
+    from mlakit.integrations import steps
     from mlakit.integrations.vllm import calls
 
     def recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -153,12 +154,12 @@ def _record_calls() -> None:
 
         return call
 
-    for name in ("update_cache", "decode", "prefill"):
-        setattr(calls, name, recorded(name, getattr(calls, name)))
+    for module, name in ((calls, "update_cache"), (steps, "decode"), (steps, "prefill")):
+        setattr(module, name, recorded(name, getattr(module, name)))
 
 
 def oracle(q, pool, batch, softmax_scale, q_scale=None):
-    """`calls.decode` in float64, one query at a time, over the same rows."""
+    """`steps.decode` in float64, one query at a time, over the same rows."""
     q = torch.cat(q, -1) if isinstance(q, tuple) else q
     starts = list(range(len(q) + 1)) if batch.q_starts is None else batch.q_starts.tolist()
     out = q.new_zeros(*q.shape[:2], pool.row.v_width)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mlakit import PagedLatentCache, RowShape
-from mlakit.integrations.vllm import calls
+from mlakit.integrations import steps
 from mlakit.testing import poison
 
 ROW = RowShape(512, 64)
@@ -70,7 +70,7 @@ def cache_of(
     if kind == "fp8":
         kv_cache = kv_cache.view(torch.float8_e4m3fn)  # as vLLM does before it attends
     k_scale = torch.tensor(K_SCALE, device=device)
-    pool = calls.wrap(kv_cache, ROW, k_scale)
+    pool = steps.wrap(kv_cache, ROW, k_scale)
     cache = Cache(everything, kv_cache, k_scale, pool, block_table(lengths, page, blocks, device))
     for request, length in enumerate(lengths):
         if length:

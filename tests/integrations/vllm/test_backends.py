@@ -15,7 +15,8 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed; `make test-vllm` installs it")
 
 from mlakit import UnsupportedError, reference
-from mlakit.integrations.vllm import calls, plugin, seams
+from mlakit.integrations import steps
+from mlakit.integrations.vllm import plugin, seams
 from tests.integrations.vllm.shapes import (
     INDEX_WIDTH,
     ROW,
@@ -145,7 +146,7 @@ def test_the_configuration_takes_both_names_into_another_process():
 def impl_of(cls: type, **fields: Any) -> Any:
     """An impl without an engine: its constructor asks for a model's configuration."""
     made = object.__new__(cls)
-    made.scale, made.pools = SCALE, calls.Pools(ROW)
+    made.scale, made.pools = SCALE, steps.Pools(ROW)
     vars(made).update(fields)
     return made
 
@@ -197,12 +198,17 @@ def test_the_cache_update_takes_the_bytes_of_an_fp8_layer():
     assert bool(((row - want).abs() <= 0.07 * want.abs() + 0.01).all())
 
 
+@pytest.mark.parametrize("backend", ["dense", "sparse"])
 @pytest.mark.parametrize("feature", ["alibi_slopes", "sliding_window", "logits_soft_cap"])
-def test_features_that_the_ops_have_not_are_refused(feature):
-    from mlakit.integrations.vllm.dense import refuse
+def test_features_that_the_ops_have_not_are_refused(backend, feature):
+    from mlakit.integrations.vllm.dense import DenseImpl
+    from mlakit.integrations.vllm.sparse import SparseImpl
 
-    with pytest.raises(UnsupportedError, match=f"MLAKIT: {feature} is not supported, got 4"):
-        refuse("MLAKIT", **{feature: 4})
+    impl = {"dense": DenseImpl, "sparse": SparseImpl}[backend]
+    features = dict.fromkeys(("alibi_slopes", "sliding_window", "logits_soft_cap"))
+    features[feature] = 4
+    with pytest.raises(UnsupportedError, match=f"^{impl.backend}: {feature} is not supported"):
+        impl(16, 576, 1.0, 1, kv_cache_dtype="auto", **features)
 
 
 def indexer_of(monkeypatch: pytest.MonkeyPatch, backend: str | None, **fields: Any) -> Any:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import mlakit
 from mlakit import KVShard, PagedLatentCache, reference
+from mlakit.integrations import steps
 from mlakit.integrations.vllm import calls, selection
 from mlakit.testing import assert_matches, assert_same_bits, poison
 from tests.integrations.vllm.shapes import (
@@ -60,11 +61,11 @@ def test_one_query_per_request_over_strided_blocks(kind, device):
     batch = calls.decode_batch(
         cache.table, lens(LENGTHS, device), starts([1] * len(LENGTHS), device), 1
     )
-    pool = calls.Pools(ROW).of(cache.kv_cache, cache.k_scale)
-    results = calls.decode(parts(q), pool, batch, SCALE)
+    pool = steps.Pools(ROW).of(cache.kv_cache, cache.k_scale)
+    results = steps.decode(parts(q), pool, batch, SCALE)
     check_decode(results, q, cache.rows(LENGTHS), [int(length > 0) for length in LENGTHS])
     first = batch.plan
-    again = calls.decode(parts(q), pool, batch, SCALE)
+    again = steps.decode(parts(q), pool, batch, SCALE)
     assert batch.plan is first  # another layer of the step takes the plan of the first
     assert_same_bits("out", again[0], results[0])
 
@@ -76,7 +77,7 @@ def test_drafts_with_padded_rows(kind, device):
     q = queries(sum(q_lens) + 5, device)
     poison(q[sum(q_lens) :])
     batch = calls.decode_batch(cache.table, lens(LENGTHS, device), starts(q_lens, device), 4)
-    out, lse = calls.decode(parts(q), cache.pool, batch, SCALE)
+    out, lse = steps.decode(parts(q), cache.pool, batch, SCALE)
     real = sum(q_lens)
     check_decode((out[:real], lse[:real]), q[:real], cache.rows(LENGTHS), q_lens)
 
@@ -108,7 +109,7 @@ def test_shards_of_a_context_parallel_group(drafts, interleave, device):
             shard=shard,
         )
         assert (batch.shard is not None) == drafts
-        results.append(calls.decode(q, cache.pool, batch, SCALE))
+        results.append(steps.decode(q, cache.pool, batch, SCALE))
     out, lse = (torch.stack(each) for each in zip(*results, strict=True))
     merged = mlakit.merge_states(out, lse)
     seen = [length if length else 0 for length in q_lens]
@@ -134,7 +135,7 @@ def test_e4m3_queries_over_e4m3_rows(device):
     batch = calls.decode_batch(
         cache.table, lens(LENGTHS, device), starts([1] * len(LENGTHS), device), 1
     )
-    out, lse = calls.decode(q, cache.pool, batch, SCALE, q_scale)
+    out, lse = steps.decode(q, cache.pool, batch, SCALE, q_scale)
     exact = reference.mla_decode(
         q.cpu().double() * 0.25,
         cache.rows(LENGTHS),
@@ -160,7 +161,7 @@ def test_the_cache_update_writes_the_rows_at_slots_and_nothing_else(kind, device
     poison(kv_c[1])
     before = cache.everything.clone()
     # the tensor of the layer is bytes when it is written, e4m3 when it is read
-    pool = calls.Pools(ROW).of(cache.everything[:, LAYER], cache.k_scale)
+    pool = steps.Pools(ROW).of(cache.everything[:, LAYER], cache.k_scale)
     calls.update_cache(kv_c, k_pe, pool, slots)
 
     kept = [i for i, slot in enumerate(slots.flatten().tolist()) if slot >= 0]
@@ -177,7 +178,7 @@ def test_the_cache_update_writes_the_rows_at_slots_and_nothing_else(kind, device
 
 def test_a_layer_wraps_its_tensor_once(device):
     cache = cache_of("fp8", [3], device)
-    pools = calls.Pools(ROW)
+    pools = steps.Pools(ROW)
     first = pools.of(cache.kv_cache, cache.k_scale)
     view = cache.everything[:, LAYER].view(torch.float8_e4m3fn)  # vLLM makes one at every call
     assert pools.of(view, cache.k_scale) is first
@@ -359,7 +360,7 @@ def test_a_graph_decodes_with_other_lengths_than_it_was_captured_with(kind, draf
         batch = calls.decode_batch(cache.table, static_lens, static_starts, drafts)
         calls.update_cache(kv_c, k_pe, cache.pool, slots)
         # two layers of one step
-        return [calls.decode(parts(static_q), cache.pool, batch, SCALE) for _ in range(2)]
+        return [steps.decode(parts(static_q), cache.pool, batch, SCALE) for _ in range(2)]
 
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
