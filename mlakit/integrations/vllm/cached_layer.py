@@ -43,7 +43,8 @@ class CachedLayer:
         )
         sizes = num_heads, head_size, scale, num_kv_heads
         features = alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap
-        super().__init__(*sizes, *features, *others, **named)
+        arguments: tuple[Any, ...] = (*sizes, *features, *others)
+        super().__init__(*arguments, **named)
         self.pools = Pools(RowShape(self.kv_lora_rank, self.qk_rope_head_dim))
         self.kv_cache_dtype = kv_cache_dtype  # not every class of vLLM keeps it
 
