@@ -1,0 +1,144 @@
+"""The seams against SGLang itself, where it is installed: no GPU is needed to import it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+import sys
+from typing import Any
+
+import pytest
+
+from mlakit.integrations.sglang import plugin, seams
+from tests.integrations.sglang import fake_engine
+
+try:
+    VERSION = importlib.metadata.version("sglang")
+except importlib.metadata.PackageNotFoundError:
+    VERSION = "none"
+pytestmark = pytest.mark.skipif(
+    VERSION != seams.RELEASE, reason=f"needs sglang {seams.RELEASE}, got {VERSION}"
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_classes() -> None:
+    """The backends have the bases of this engine, and not those of the fake one."""
+    for module in fake_engine.BACKEND_MODULES:
+        sys.modules.pop(module, None)
+
+
+@pytest.mark.parametrize("name", sorted(seams.PATHS))
+def test_every_name_is_where_it_was(name):
+    assert getattr(seams, name) is not None
+
+
+def test_the_plugin_registers_once_in_the_real_registries():
+    plugin.register()
+    plugin.register()
+    assert seams.ATTENTION_BACKEND_CHOICES.count("mlakit") == 1
+    assert seams.ATTENTION_BACKENDS["mlakit"] is plugin.create_backend
+
+
+def test_the_command_line_takes_the_name():
+    plugin.register()
+    arguments = importlib.import_module("sglang.srt.server_args")
+    assert arguments.ATTENTION_BACKEND_CHOICES is seams.ATTENTION_BACKEND_CHOICES
+
+
+def parameters(function: Any) -> list[str]:
+    return [name for name in inspect.signature(function).parameters if name != "kwargs"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "init_forward_metadata",
+        "init_forward_metadata_out_graph",
+        "init_forward_metadata_in_graph",
+        "init_cuda_graph_state",
+        "get_cuda_graph_seq_len_fill_value",
+        "get_indexer_metadata",
+        "forward_decode",
+        "forward_extend",
+    ],
+)
+def test_methods_take_the_arguments_of_the_base(name):
+    from mlakit.integrations.sglang.sparse import SparseBackend
+
+    base = parameters(getattr(seams.AttentionBackend, name))
+    assert parameters(getattr(SparseBackend, name))[: len(base)] == base
+
+
+def test_the_indexer_metadata_is_complete():
+    from mlakit.integrations.sglang.sparse import IndexerMetadata
+
+    assert issubclass(IndexerMetadata, seams.BaseIndexerMetadata)
+    assert not IndexerMetadata.__abstractmethods__
+
+
+@pytest.mark.parametrize("name", ["_get_topk_paged", "_get_topk_ragged"])
+def test_the_replaced_selection_has_the_signature_of_the_indexers(name, monkeypatch):
+    indexer = seams.Indexer
+    own = parameters(getattr(indexer, name))
+    for each in ("_get_topk_paged", "_get_topk_ragged"):  # put back after the test
+        monkeypatch.setattr(indexer, each, getattr(indexer, each))
+    calls: list[Any] = []
+    seams.replace_selection(lambda *arguments: calls.append(arguments), lambda metadata: True)
+    assert parameters(getattr(indexer, name)) == own
+    given = dict.fromkeys(own[1:])
+    getattr(indexer, name)(object(), **given)
+    assert len(calls) == 1
+    assert len(calls[0]) == 6
+
+
+@pytest.mark.parametrize(
+    ("fake", "path"),
+    [
+        ("ForwardMode", "sglang.srt.model_executor.forward_batch_info"),
+        ("AttnForwardMethod", seams.PATHS["AttnForwardMethod"]),
+    ],
+)
+def test_the_fake_engine_has_members_of_the_real_one(fake, path):
+    own = getattr(importlib.import_module(path), fake)
+    for member in getattr(fake_engine, fake):
+        assert member.name in own.__members__
+
+
+def test_forward_modes_answer_as_the_real_ones():
+    real = importlib.import_module("sglang.srt.model_executor.forward_batch_info").ForwardMode
+    questions = [name for name in vars(fake_engine.ForwardMode) if name.startswith("is_")]
+    assert questions
+    for member in fake_engine.ForwardMode:
+        for question in questions:
+            assert getattr(member, question)() == getattr(real[member.name], question)()
+
+
+def test_the_fake_pool_has_methods_of_the_real_one():
+    pool = importlib.import_module("sglang.srt.mem_cache.memory_pool").MLATokenToKVPool
+    for name in ("get_key_buffer", "set_mla_kv_buffer", "set_kv_buffer"):
+        own = parameters(getattr(fake_engine.Pool, name))
+        assert len(parameters(getattr(pool, name))) >= len(own)
+
+
+def test_a_layer_has_the_fields_that_are_read():
+    layer = seams_layer()
+    for name in vars(fake_engine.layer_of(16, fake_row(), 0.1)):
+        assert hasattr(layer, name), name
+
+
+def seams_layer() -> Any:
+    attention = importlib.import_module("sglang.srt.layers.radix_attention").RadixAttention
+    return attention(16, 576, 0.1, 1, layer_id=1, v_head_dim=512)
+
+
+def fake_row() -> Any:
+    from mlakit import RowShape
+
+    return RowShape(512, 64)
+
+
+def test_the_rules_of_fa3_exist():
+    assert seams.AttentionBackendRegistry._handlers[seams.RULES_OF]
+    assert seams.RULES_OF in seams.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
