@@ -27,7 +27,7 @@ from mlakit import knobs
 from mlakit.columns import Column, fitting_table
 from mlakit.knobs import Backend
 from mlakit.support.configurations import CONFIGURATIONS, HOPPER
-from mlakit.support.machine_code import machine_code
+from mlakit.support.machine_code import assembler_log, machine_code
 from mlakit.support.spills import ALLOWED_SPILLS
 
 NUM_SMS = {80: 108, 89: 142, 90: 132, 100: 148, 120: 170}
@@ -86,10 +86,10 @@ def check(configuration: str, arch: int) -> list[Compiled]:
     backend: Backend = "hopper" if configuration in HOPPER else "triton"
     trial = (HOPPER | CONFIGURATIONS)[configuration].trial("cpu")
     try:
-        with compiling(target) as compilation:
+        with assembler_log() as log, compiling(target) as compilation:
             trial.call(backend)
         unique = {kernel.hash: kernel for kernel in compilation.kernels}
-        codes = {hash: machine_code(kernel) for hash, kernel in unique.items()}
+        codes = {hash: machine_code(kernel, log.getvalue()) for hash, kernel in unique.items()}
     except Exception as error:  # noqa: BLE001  # any error of a compiler or a tool is the result
         return [Compiled(configuration, arch, "—", error=_innermost(error))]
     seconds = (perf_counter() - start) / max(len(compilation.kernels), 1)

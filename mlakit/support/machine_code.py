@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from contextlib import redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -32,7 +33,21 @@ class MachineCode:
     idle_barriers: int  # initialised and never used: the compiler may reuse their memory
 
 
-def machine_code(kernel: Any) -> MachineCode:
+@contextmanager
+def assembler_log() -> Iterator[StringIO]:
+    """The assembler's log of the kernels that are compiled in this scope."""
+    import triton
+
+    log = StringIO()
+    with triton.knobs.nvidia.scope(), redirect_stdout(log):
+        triton.knobs.nvidia.dump_ptxas_log = True
+        yield log
+
+
+def machine_code(kernel: Any, log: str = "") -> MachineCode:
+    """log  `assembler_log` of the scope in which the kernel was compiled; without it, or if the
+    kernel came from Triton's cache, the kernel is assembled again
+    """
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(kernel.asm["cubin"])
@@ -47,7 +62,7 @@ def machine_code(kernel: Any) -> MachineCode:
         max(int(registers) for registers, _, _ in functions),
         len(re.findall(r"\bSTL\b", code)),
         len(re.findall(r"\bLDL\b", code)),
-        "wgmma" in kernel.asm["ptx"] and "serializ" in _assembler_log(kernel),
+        "wgmma" in kernel.asm["ptx"] and "serializ" in _log_of(kernel, log),
         _count_idle_barriers(kernel.asm["ttgir"]),
     )
 
@@ -85,13 +100,17 @@ def _output_of(name: str, *arguments: str) -> str:
     return done.stdout
 
 
-def _assembler_log(kernel: Any) -> str:
-    """The assembler's log of a kernel: only it shows that wgmmas are serialised.
+def _log_of(kernel: Any, log: str) -> str:
+    """The assembler's log of a kernel: only it shows that wgmmas are serialised."""
+    if f"'{kernel.metadata.name}'" in log:
+        return "\n".join(line for line in log.splitlines() if kernel.metadata.name in line)
+    return _second_log(kernel)
 
-    Triton runs the assembler again, as it did for the cubin: the assembler and its options depend
-    on the version of Triton, and the registers on them.
+
+def _second_log(kernel: Any) -> str:
+    """Triton runs the assembler again, as it did for the cubin: the assembler and its options
+    depend on the version of Triton, and the registers on them.
     """
-    import triton
     from triton.backends.compiler import Language
     from triton.compiler.compiler import make_backend
 
@@ -100,9 +119,7 @@ def _assembler_log(kernel: Any) -> str:
     del metadata["num_warps"]  # it includes the warp-specialised warps, so it is no valid option
     stages: dict[str, Any] = {}
     backend.add_stages(stages, backend.parse_options(metadata), Language.TRITON)
-    log = StringIO()
-    with triton.knobs.nvidia.scope(), redirect_stdout(log):
-        triton.knobs.nvidia.dump_ptxas_log = True
+    with assembler_log() as log:
         cubin = stages["cubin"](kernel.asm["ptx"], metadata)
     if _instructions(cubin) != _instructions(kernel.asm["cubin"]):
         raise RuntimeError("the second assembly differs from the cubin")

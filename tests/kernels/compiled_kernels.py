@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from dataclasses import asdict
 from typing import Any
 
@@ -23,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from mlakit.kernels.hopper.primitives import alloc_barrier, alloc_barriers
 from mlakit.kernels.triton.launch import SHARED_BYTES, Target, compiling, launch
-from mlakit.support.machine_code import machine_code
+from mlakit.support.machine_code import assembler_log, machine_code
 
 
 @triton.jit
@@ -96,7 +97,7 @@ def _compiled(name: str) -> Any:
 
 
 def _read(name: str, name_of_code: str) -> dict[str, Any]:
-    """Of a kernel whose machine code may be another's."""
+    """Of a kernel whose machine code may be another's; it is assembled again for its log."""
     kernel = _compiled(name)
     kernel.asm["cubin"] = _compiled(name_of_code).asm["cubin"]
     try:
@@ -105,7 +106,20 @@ def _read(name: str, name_of_code: str) -> dict[str, Any]:
         return {"error": str(error)}
 
 
+def _read_once(name: str) -> dict[str, Any]:
+    """Of a kernel that Triton's cache does not have, with the log of its one assembly."""
+    with tempfile.TemporaryDirectory() as folder, triton.knobs.cache.scope():
+        triton.knobs.cache.dir = folder
+        _multiply.device_caches.clear()
+        with assembler_log() as log:
+            kernel = _compiled(name)
+        code = machine_code(kernel, log.getvalue())
+    return {**asdict(code), "log": log.getvalue()}
+
+
 if __name__ == "__main__":
     codes = {name: _read(name, name) for name in NAMES}
+    for name in ("asynchronous", "serialised"):
+        codes[f"{name}, first log"] = _read_once(name)
     codes["mixed-up"] = _read("asynchronous", "serialised")
     json.dump(codes, sys.stdout)

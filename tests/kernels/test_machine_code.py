@@ -58,6 +58,23 @@ def test_products_that_wait_for_each_other_are_seen(codes):
     assert not codes["asynchronous"]["is_serialised"]
 
 
+@pytest.mark.parametrize("name", ["asynchronous", "serialised"])
+def test_the_log_of_the_first_assembly_is_enough(name, codes):
+    code = dict(codes[f"{name}, first log"])
+    log = code.pop("log")
+    assert log.count("Compiling entry function '_multiply'") == 1  # no second assembly
+    assert code == codes[name]
+
+
+def test_the_log_of_another_kernel_is_not_read(monkeypatch):
+    log = "wgmma.mma_async instructions are serialized in function '_multiply'"
+    kernel = SimpleNamespace(metadata=SimpleNamespace(name="_other"))
+    monkeypatch.setattr(module, "_second_log", lambda kernel: "second")
+    assert module._log_of(kernel, log) == "second"
+    kernel.metadata.name = "_multiply"
+    assert module._log_of(kernel, log) == log
+
+
 @pytest.mark.parametrize(
     ("name", "count"), [("all-barriers-used", 0), ("one-barrier-idle", 1), ("barriers-idle", 2)]
 )
