@@ -30,9 +30,11 @@ GPU_SUITES = (
     "fp8",
     "grid",
     "transformers",
+    "vllm",
 )
-# run only if named: a grid takes as long as the others together, a model needs transformers
-ONLY_IF_NAMED = ("grid", "prefill-grid", "transformers")
+# run only if named: a grid takes as long as the others together, a model needs transformers, and
+# the calls of a plugin are those of the ops
+ONLY_IF_NAMED = ("grid", "prefill-grid", "transformers", "vllm")
 GRAPH_SUITES = ("layer",)  # timed in CUDA graphs without --mode
 WALL_SUITES = ("transformers",)  # timed by the host's clock without --mode
 SUITES = (*GPU_SUITES, "cpu")
