@@ -270,6 +270,8 @@ def test_a_graph_decodes_with_other_requests_than_it_was_captured_with(cache, dr
     backend, tokens = engine.backend, 4 * drafts
     mode = ForwardMode.DECODE if drafts == 1 else ForwardMode.TARGET_VERIFY
     batch = engine.batch(mode, [drafts] * 4)
+    if drafts > 1:  # lengths do not count drafts
+        batch.seq_lens -= drafts
     static_q = queries(tokens, device)
     backend.init_cuda_graph_state(4, tokens)
     backend.init_forward_metadata_out_graph(batch, in_capture=True)
