@@ -76,7 +76,7 @@ oldest: $(OLDEST_INSTALLED)
 transformers-versions: $(TRANSFORMERS:%=$(TRANSFORMERS_VENV)%/.installed)
 	set -e; for version in $(TRANSFORMERS); do \
 	  echo "transformers $$version"; \
-	  $(TRANSFORMERS_VENV)$$version/bin/python -m pytest $(PYTEST_JOBS) tests/integrations/test_*.py; \
+	  $(TRANSFORMERS_VENV)$$version/bin/python -m pytest $(PYTEST_JOBS) --thorough tests/integrations/test_*.py; \
 	done
 
 # all tests with the oldest torch that pyproject.toml allows

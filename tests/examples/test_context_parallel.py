@@ -13,7 +13,8 @@ from tests.paths import ROOT
 TIMEOUT = 300  # seconds; every rank imports torch
 
 
-@pytest.mark.parametrize("world", [2, 4])
+# tests/parallel runs 4 ranks, too
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_torchrun(world):
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
     sizes = ["--heads", "4", "--lengths", "70", "5", "1", "--interleave", "2"]

@@ -17,11 +17,19 @@ from tests.integrations.models import COLUMNS, MODELS, build, left_padding, prom
 
 TOLERANCE = 2e-4  # of logits, in float32
 FEW = ("DeepseekV3", "DeepseekV32")  # dense and sparse, where the model does not matter
+# with layers of its own kinds, or another order of them
+OTHERS = ("LongcatFlash", "KimiLinear")
 HOW = {
     "beams": {"num_beams": 3},
     "sampled": {"do_sample": True, "num_return_sequences": 2},
     "chunked_prefill": {"prefill_chunk_size": 33},
 }
+
+
+def thorough_but(*names: str) -> list[Any]:
+    """All models; those not named repeat the code path of one that is, with other numbers."""
+    marks = [pytest.mark.thorough]
+    return [pytest.param(each, marks=[] if each in names else marks) for each in MODELS]
 
 
 def generate(model: Any, ids: Tensor, mask: Tensor, **how: Any) -> Any:
@@ -56,7 +64,7 @@ def test_greedy_with_left_padding(name, page_size):
 
 
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", thorough_but(*FEW, *OTHERS))
 def test_other_ways_to_generate(name, how):
     model, ids, mask = build(name), prompts(), left_padding()
     eager = generate(model, ids, mask, **HOW[how])

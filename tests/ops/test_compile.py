@@ -124,7 +124,8 @@ def two_layers(arguments: dict[str, Any], scale: float) -> tuple[Tensor, ...]:
         ("aot_eager", "bf16"),
         ("aot_eager", "fp8_token"),
         ("aot_eager", "fp8_block64"),
-        ("inductor", "fp8_token"),
+        # 20 seconds of a C++ compiler for code around the ops
+        pytest.param("inductor", "fp8_token", marks=pytest.mark.thorough),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")

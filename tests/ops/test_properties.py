@@ -19,8 +19,16 @@ LIKE_BF16 = ("fp16", "fp32")
 
 
 def is_repeated(checked: Property) -> bool:
-    """Whether an interpreted kernel takes the same path as for another format."""
-    return checked.spec.backend == "triton" and checked.name.endswith(LIKE_BF16)
+    """Whether an interpreted kernel takes the same path as for another format.
+
+    `indexer_select` scores with the kernel of `indexer_logits`, which is run on every format.
+    """
+    repeated = LIKE_BF16
+    if checked.spec.op == "indexer_select":
+        repeated += ("fp8", "fp8_block128", "fp8_block64")
+    return checked.spec.backend == "triton" and checked.name.endswith(
+        tuple(f"-{format}" for format in repeated)
+    )
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,8 @@ def test_make_test_all_also_compiles_with_the_newest_and_the_oldest_triton():
 def test_make_test_all_runs_the_thorough_tests_that_make_test_leaves_out():
     assert "--thorough" not in commands_of("test")
     assert "pytest $(PYTEST_JOBS) --thorough -m thorough\n" in commands_of("test-all")
-    for target in ("oldest", "oldest-torch"):  # these run nothing else of the newest versions
+    # these run nothing else with their versions
+    for target in ("oldest", "oldest-torch", "transformers-versions"):
         (run,) = [line for line in commands_of(target).splitlines() if " pytest " in line]
         assert " --thorough" in run
 
@@ -62,7 +63,9 @@ def test_make_test_all_runs_patched_models_with_the_oldest_and_the_newest_transf
     ends = [tuple(int(part) for part in each.split(".")[:2]) for each in versions.split()]
     assert ends == [checks.OLDEST, checks.NEWEST_TESTED]
     commands = commands_of("transformers-versions")
-    assert "/bin/python -m pytest $(PYTEST_JOBS) tests/integrations/test_*.py;" in commands
+    assert (
+        "/bin/python -m pytest $(PYTEST_JOBS) --thorough tests/integrations/test_*.py;" in commands
+    )
     assert "set -e" in commands  # a failure with the first version is not lost
     assert commands in commands_of("test-all")
     assert "TRANSFORMERS" not in commands_of("test")

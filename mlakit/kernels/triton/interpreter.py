@@ -11,13 +11,15 @@ and it is slow:
 
     each call of a device function patches tl again          -> one patch per launch
     integer sums are checked for overflow, without effect    -> no checks
+    types and shapes are built anew for every tensor         -> kept, by element type and shape
 
-These two take about half the time of a kernel. `repair` runs before the first kernel wherever
-kernels are interpreted; a second call does nothing.
+The first two take about half the time of a kernel, the third a fifth of the rest. `repair` runs
+before the first kernel wherever kernels are interpreted; a second call does nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -44,6 +46,7 @@ def repair() -> None:
     _repair_loop_bounds()
     _patch_once_per_launch()
     _drop_overflow_checks()
+    _keep_types()
 
 
 def _repair_dot() -> None:
@@ -130,3 +133,62 @@ def _drop_overflow_checks() -> None:
     builder = interpreter.interpreter_builder
     if not builder.options.debug:  # `device_assert` then ignores what the checks find
         builder.options = replace(builder.options, sanitize_overflow=False)
+
+
+def _keep_types() -> None:
+    interpreter._get_np_dtype = _kept_np_dtypes(interpreter._get_np_dtype)
+    _keep_block_types()
+    _keep_shapes()
+
+
+def _kept_np_dtypes(get_np_dtype: Callable[[Any], np.dtype]) -> Callable[[Any], np.dtype]:
+    by_name: dict[str, np.dtype] = {}
+
+    def kept(dtype: Any) -> np.dtype:
+        name = dtype.scalar.name
+        found = by_name.get(name)
+        if found is None:
+            found = by_name[name] = get_np_dtype(dtype)
+        return found
+
+    return kept
+
+
+def _keep_block_types() -> None:
+    """A block type is its attributes, and none of them changes."""
+    block_type = tl.core.block_type
+    init = block_type.__init__
+    attributes: dict[Any, dict[str, Any]] = {}
+
+    def kept(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple(shape)
+        if not all(type(size) is int for size in sizes):
+            init(self, element_ty, shape)
+            return
+        key = (element_ty.name, sizes)
+        if key not in attributes:
+            init(self, element_ty, shape)
+            attributes[key] = dict(vars(self))
+        # pointers of one name may differ
+        vars(self).update(attributes[key], element_ty=element_ty)
+
+    block_type.__init__ = kept
+
+
+def _keep_shapes() -> None:
+    """A tensor has its shape as a tuple of constants, which no one changes."""
+    tensor = tl.core.tensor
+    init = tensor.__init__
+    by_shape: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+    def kept(self: Any, handle: Any, type: Any) -> None:
+        key = tuple(type.shape) if type.is_block() else ()
+        found = by_shape.get(key)
+        if found is None:
+            init(self, handle, type)
+            by_shape[key] = self.numel, self.shape
+            return
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = found
+
+    tensor.__init__ = kept

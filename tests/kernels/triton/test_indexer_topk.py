@@ -50,8 +50,18 @@ def test_every_way(config, k, logits, place, monkeypatch):
     trial.check(trial.call(place.backend))
 
 
+# `test_every_way` has those, too; here each method is enough
+METHODS = ("whole", "narrow", "narrow, in splits", "reread")
+
+
 @pytest.mark.interpreted
-@pytest.mark.parametrize(("config", "k"), WAYS.values(), ids=WAYS.keys())
+@pytest.mark.parametrize(
+    ("config", "k"),
+    [
+        pytest.param(*each, id=name, marks=[] if name in METHODS else [pytest.mark.thorough])
+        for name, each in WAYS.items()
+    ],
+)
 def test_every_way_of_selecting(config, k, place, monkeypatch):
     if place.on_cpu_backend:
         pytest.skip("has one way")
@@ -64,8 +74,20 @@ def test_every_way_of_selecting(config, k, place, monkeypatch):
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("bounds", [{}, {"with_ends": True}, {"with_starts": True}], ids=str)
-@pytest.mark.parametrize(("splits", "warps"), [(1, 1), (1, 2), (3, 1)])
+@pytest.mark.parametrize(
+    ("splits", "warps", "bounds"),
+    [
+        pytest.param(
+            *shape,
+            bounds,
+            # each shape and each bound once, and all of them together
+            marks=[] if i == j or (i, j) == (2, 1) else [pytest.mark.thorough],
+        )
+        for i, shape in enumerate([(1, 1), (1, 2), (3, 1)])
+        for j, bounds in enumerate([{}, {"with_ends": True}, {"with_starts": True}])
+    ],
+    ids=str,
+)
 def test_a_list_has_several_strides_of_columns(splits, warps, bounds, place, monkeypatch):
     if place.on_cpu_backend:
         pytest.skip("has no lists")
