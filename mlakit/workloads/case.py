@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar, TypeAlias
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from mlakit import knobs
 from mlakit.checks import UnsupportedError
 from mlakit.knobs import Backend
-from mlakit.testing import assert_matches
+from mlakit.testing import assert_matches, assert_same_bits
 from mlakit.workloads.inputs import Inputs
 
 FEW_COLUMNS = 64  # fewer columns than this are few
@@ -84,6 +84,26 @@ class Case(ABC):
         values = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
         given = (f"{name}={value!r}" for name, value, default in values if value != default)
         return f"{type(self).__name__}({', '.join(given)})"
+
+
+def repeated(
+    call: Callable[[Backend], Results], calls: int, names: Sequence[str]
+) -> Callable[[Backend], Results]:
+    """So many consecutive calls, which must all return the same bits; the results of the last.
+
+    names  of the results
+    """
+
+    def call_all(backend: Backend) -> Results:
+        results = call(backend)
+        for number in range(2, calls + 1):
+            before = [result.clone() for result in results]
+            results = call(backend)
+            for name, got, want in zip(names, results, before, strict=True):
+                assert_same_bits(f"{name} of call {number}", got, want)
+        return results
+
+    return call_all
 
 
 def assert_logits_match(

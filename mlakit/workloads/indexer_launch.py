@@ -12,8 +12,8 @@ from mlakit.knobs import Backend
 from mlakit.masks import Mask
 from mlakit.ops import indexer_logits
 from mlakit.reference.hopper_fp8_mma import fp8_mma
-from mlakit.testing import assert_same_bits, poison
-from mlakit.workloads.case import Results, Trial, assert_given, assert_logits_match
+from mlakit.testing import poison
+from mlakit.workloads.case import Results, Trial, assert_given, assert_logits_match, repeated
 from mlakit.workloads.decode_launch import Queries
 from mlakit.workloads.fp8_scores import FORMATS as FP8_FORMATS
 from mlakit.workloads.fp8_scores import uses_fp8_logits
@@ -109,14 +109,6 @@ class IndexerLaunch(IndexerLogitsCase):
             )
             return (logits,)
 
-        def call_all(backend: Backend) -> Results:
-            results = call(backend)
-            for number in range(2, self.calls + 1):
-                before = results[0].clone()
-                results = call(backend)
-                assert_same_bits(f"logits of call {number}", results[0], before)
-            return results
-
         def check(results: Results) -> None:
             assert_given("logits", results[0], out)
             exact = score(q.double(), weights.double(), rows, queries)
@@ -134,7 +126,7 @@ class IndexerLaunch(IndexerLogitsCase):
             exact, naive = _widened(exact, columns), _widened(naive, columns)
             assert_logits_match("logits", results[0], exact, naive, largest)
 
-        return Trial(inputs, call_all, check)
+        return Trial(inputs, repeated(call, self.calls, ("logits",)), check)
 
 
 def _widened(logits: Tensor, columns: int) -> Tensor:

@@ -17,8 +17,8 @@ from mlakit.knobs import Backend
 from mlakit.masks import Mask
 from mlakit.ops import mla_prefill
 from mlakit.reference.softmax import attention_weights
-from mlakit.testing import assert_matches, assert_same_bits, poison
-from mlakit.workloads.case import Results, Trial, assert_given, assert_logits_match
+from mlakit.testing import assert_matches, poison
+from mlakit.workloads.case import Results, Trial, assert_given, assert_logits_match, repeated
 from mlakit.workloads.inputs import DTYPES, Inputs
 from mlakit.workloads.paged import starts_of
 from mlakit.workloads.prefill import PrefillCase
@@ -95,22 +95,13 @@ class PrefillLaunch(PrefillCase):
                 backend=backend,
             )
 
-        def call_all(backend: Backend) -> Results:
-            results = call(backend)
-            for number in range(2, self.calls + 1):
-                before = [result.clone() for result in results]
-                results = call(backend)
-                for name, got, want in zip(("out", "lse"), results, before, strict=True):
-                    assert_same_bits(f"{name} of call {number}", got, want)
-            return results
-
         def check(results: Results) -> None:
             for name, result, given in zip(("out", "lse"), results, (out, lse), strict=True):
                 assert_given(name, result, given)
             finite = (q, *(each.nan_to_num() for each in (k_nope, k_rope, v)))
             self._check(finite, visible, sink, results)
 
-        return Trial(inputs, call_all, check)
+        return Trial(inputs, repeated(call, self.calls, ("out", "lse")), check)
 
     def _queries(self, inputs: Inputs) -> Tensor:
         width = self.qk_nope_head_dim + self.qk_rope_head_dim

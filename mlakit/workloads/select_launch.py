@@ -4,7 +4,6 @@ per minute.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +13,7 @@ from mlakit.knobs import Backend
 from mlakit.masks import Mask
 from mlakit.ops import indexer_select, indexer_topk
 from mlakit.testing import assert_same_bits, poison
-from mlakit.workloads.case import Case, Results, Trial, assert_given
+from mlakit.workloads.case import Case, Results, Trial, assert_given, repeated
 from mlakit.workloads.decode_launch import Queries
 from mlakit.workloads.inputs import Inputs
 from mlakit.workloads.paged import SPARE_COLUMNS, PagedCase, map_pages, num_pages_for, starts_of
@@ -34,19 +33,6 @@ def best_columns(logits: Tensor, k: int) -> Tensor:
     rows = logits.new_full((len(logits), k), -1, dtype=torch.int32)
     rows[:, : best.shape[1]] = torch.where(best < columns, best, -1).int()
     return rows
-
-
-def call_again(
-    call: Callable[[Backend], Results], calls: int, backend: Backend, out: Tensor
-) -> Results:
-    """The result of the last of several calls, which all have to give the same bits."""
-    (result,) = call(backend)
-    for number in range(2, calls + 1):
-        before = result.clone()
-        poison(out)
-        (result,) = call(backend)
-        assert_same_bits(f"call {number}", result, before)
-    return (result,)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -87,7 +73,7 @@ class IndexerTopkLaunch(Case):
         out = inputs.result("out", (self.num_tokens, self.k), torch.int32)
 
         def call(backend: Backend) -> Results:
-            return (indexer_topk(placed, self.k, out=out, backend=backend, **bounds),)
+            return (indexer_topk(placed, self.k, out=poison(out), backend=backend, **bounds),)
 
         def check(results: Results) -> None:
             assert_given("columns", results[0], out)
@@ -95,7 +81,7 @@ class IndexerTopkLaunch(Case):
             expected = torch.where(best >= 0, best - first[:, None].int(), -1)
             assert_same_bits("columns", results[0], expected)
 
-        return Trial(inputs, lambda backend: call_again(call, self.calls, backend, out), check)
+        return Trial(inputs, repeated(call, self.calls, ("columns",)), check)
 
     def _logits(self, inputs: Inputs) -> Tensor:
         shape = (self.num_tokens, self.num_columns)
@@ -178,7 +164,7 @@ class IndexerSelectLaunch(PagedCase):
                 q_starts=starts,
                 layer=pool.layer_index,
                 mask=mask,
-                out=out,
+                out=poison(out),
                 backend=backend,
                 **limit,
             )
@@ -196,4 +182,4 @@ class IndexerSelectLaunch(PagedCase):
             expected = torch.where(best >= 0, chosen, -1).int()
             assert_same_bits("rows", results[0], expected)
 
-        return Trial(inputs, lambda backend: call_again(call, self.calls, backend, out), check)
+        return Trial(inputs, repeated(call, self.calls, ("rows",)), check)

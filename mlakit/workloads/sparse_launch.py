@@ -11,10 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mlakit.knobs import Backend
 from mlakit.reference.softmax import attention_weights
-from mlakit.testing import assert_matches, assert_same_bits
-from mlakit.workloads.case import Results, Trial, assert_logits_match
+from mlakit.testing import assert_matches
+from mlakit.workloads.case import Results, Trial, assert_logits_match, repeated
 from mlakit.workloads.sparse import Lists, SparseCase
 
 NAMES = ("out", "lse", "max_logits")
@@ -53,17 +52,7 @@ class SparseLaunch(SparseCase):
 
     def trial(self, device: torch.device | str) -> Trial:
         trial = super().trial(device)
-
-        def call_all(backend: Backend) -> Results:
-            results = trial.call(backend)
-            for number in range(2, self.calls + 1):
-                before = [result.clone() for result in results]
-                results = trial.call(backend)
-                for name, got, want in zip(NAMES, results, before, strict=True):
-                    assert_same_bits(f"{name} of call {number}", got, want)
-            return results
-
-        return Trial(trial.inputs, call_all, trial.check)
+        return Trial(trial.inputs, repeated(trial.call, self.calls, NAMES), trial.check)
 
     def _check(
         self, q: Tensor, main: Lists, extra: Lists | None, sink: Tensor | None, results: Results
