@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mlakit
-from mlakit.pages import OutOfPagesError, PagedSequence
+from mlakit import OutOfPagesError, PagedSequence
 
 VOCABULARY, LAYERS, MAX_POSITIONS = 512, 2, 4096
 PAGE_SIZE = 16

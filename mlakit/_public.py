@@ -41,7 +41,7 @@ from mlakit.ops import (
     sparse_mla,
 )
 from mlakit.ops.decode_plan import plan_mla_decode
-from mlakit.pages import PageAllocator
+from mlakit.pages import OutOfPagesError, PageAllocator, PagedSequence
 from mlakit.parallel import (
     context_parallel_decode,
     context_parallel_sparse_step,
@@ -65,8 +65,10 @@ __all__ = [
     "MLAAttention",
     "MLAGeometry",
     "Mask",
+    "OutOfPagesError",
     "PageAllocator",
     "PagedLatentCache",
+    "PagedSequence",
     "RopeParameters",
     "RowShape",
     "UnsupportedError",
