@@ -1,9 +1,10 @@
-"""The suite `indexer`: indexer logits over 132-byte keys, and their top-k, on a GPU.
+"""The suite `indexer`: indexer logits over 132-byte keys, their top-k, and both, on a GPU.
 
 Widths  64 index heads of 128 columns, as in DeepSeek-V3.2; e4m3 queries and keys
 Logits  bytes: the keys once, q, weights and the logits; FLOPs: 2 · queries · keys · heads · 128
 Keys    paged; DeepGEMM reads gathered keys for more than 4 new tokens per request, as in vLLM
 Top-k   bytes: the logits once and the selection; against torch.topk on the same logits
+Select  both ops as one, for a prompt; against DeepGEMM's logits and torch.topk on all of them
 Check   some queries against the oracle; for top-k also the selected logits of every row
 """
 
@@ -17,6 +18,8 @@ from torch import Tensor
 
 from mlakit import reference
 from mlakit.bench import correctness, gpu
+from mlakit.bench.peers import deep_gemm
+from mlakit.bench.peers.peer import Unavailable, Unsupported
 from mlakit.bench.pool import filled_index_keys, page_counts
 from mlakit.bench.problems import IndexLogits
 from mlakit.bench.shapes import Batch, Shape
@@ -24,7 +27,7 @@ from mlakit.bench.suite import Baseline, BenchmarkCase, Workload
 from mlakit.cache import PagedLatentCache, request_slots
 from mlakit.geometry import MLAGeometry
 from mlakit.masks import CAUSAL
-from mlakit.ops import indexer_logits, indexer_topk
+from mlakit.ops import indexer_logits, indexer_select, indexer_topk
 from mlakit.testing import assert_same_bits, shuffled_pages
 from mlakit.workloads.case import assert_logits_match
 from mlakit.workloads.fp8_scores import fp8_logits, uses_fp8_logits
@@ -73,54 +76,77 @@ class Logits(Workload):
         return sum(a * b for a, b in zip(self.batch.q_lens, self.batch.kv_lens, strict=True))
 
     def build_case(self) -> BenchmarkCase:
-        generator, batch = gpu.generator(), self.batch
-        counts = page_counts(batch.kv_lens, PAGE_SIZE)
-        pages, cache = filled_index_keys(sum(counts), PAGE_SIZE, WIDTH, generator)
-        page_table = shuffled_pages(batch.size, counts, sum(counts), generator)
-        q = gpu.normal(generator, batch.tokens, self.heads, WIDTH, dtype=torch.float8_e4m3fn)
-        weights = gpu.normal(generator, batch.tokens, self.heads, dtype=torch.float32)
-        kv_lens, starts = gpu.int32(batch.kv_lens), gpu.int32(batch.starts)
-        columns = max(batch.kv_lens)
-
-        def call() -> Tensor:
-            return indexer_logits(
-                q, weights, cache, page_table, kv_lens, q_starts=starts, max_kv_len=columns
-            )
-
-        def queries() -> Iterator[ScoredQuery]:
-            return scored_queries(batch, q, weights, cache, page_table)
+        inputs = IndexerInputs.of(self.batch, self.heads)
 
         def check() -> None:
-            logits = call()
-            for each in queries():
+            logits = inputs.logits()
+            for each in inputs.queries():
                 each.assert_correct(logits)
 
         baselines = [gpu.read_baseline(self.bytes)]
-        if len(batch.groups) == 1 and batch.q_lens[0] == 1:
-            by_torch = _torch_scores(q, weights, cache, page_table)
+        if len(self.batch.groups) == 1 and self.batch.q_lens[0] == 1:
+            by_torch = _torch_scores(inputs.q, inputs.weights, inputs.cache, inputs.page_table)
             baselines.append(Baseline("torch bf16", by_torch, sets_target=False))
         return BenchmarkCase(
-            call,
+            inputs.logits,
             baselines,
             check,
-            problem=self._problem(q, weights, pages, page_table, kv_lens),
-            peer_error=lambda output: _peer_error(output, queries()),
+            problem=inputs.problem(),
+            peer_error=lambda output: _peer_error(output, inputs.queries()),
         )
 
-    def _problem(
-        self, q: Tensor, weights: Tensor, pages: Tensor, page_table: Tensor, kv_lens: Tensor
-    ) -> IndexLogits | None:
+
+@dataclass(frozen=True, eq=False)
+class IndexerInputs:
+    """Queries of a batch, and its paged index keys."""
+
+    batch: Batch
+    q: Tensor
+    weights: Tensor
+    pages: Tensor  # the cache, as peers take it
+    cache: PagedLatentCache
+    page_table: Tensor
+    kv_lens: Tensor
+    starts: Tensor
+
+    @classmethod
+    def of(cls, batch: Batch, heads: int) -> IndexerInputs:
+        generator = gpu.generator()
+        counts = page_counts(batch.kv_lens, PAGE_SIZE)
+        pages, cache = filled_index_keys(sum(counts), PAGE_SIZE, WIDTH, generator)
+        page_table = shuffled_pages(batch.size, counts, sum(counts), generator)
+        q = gpu.normal(generator, batch.tokens, heads, WIDTH, dtype=torch.float8_e4m3fn)
+        weights = gpu.normal(generator, batch.tokens, heads, dtype=torch.float32)
+        kv_lens, starts = gpu.int32(batch.kv_lens), gpu.int32(batch.starts)
+        return cls(batch, q, weights, pages, cache, page_table, kv_lens, starts)
+
+    @property
+    def columns(self) -> int:
+        return max(self.batch.kv_lens)
+
+    @property
+    def scored(self) -> tuple[Tensor, Tensor, PagedLatentCache, Tensor, Tensor]:
+        """The first arguments of `indexer_logits` and of `indexer_select`."""
+        return self.q, self.weights, self.cache, self.page_table, self.kv_lens
+
+    def logits(self) -> Tensor:
+        return indexer_logits(*self.scored, q_starts=self.starts, max_kv_len=self.columns)
+
+    def queries(self) -> Iterator[ScoredQuery]:
+        return scored_queries(self.batch, self.q, self.weights, self.cache, self.page_table)
+
+    def problem(self) -> IndexLogits | None:
         """For peers: every request has the same number of queries."""
         if not self.batch.is_even:
             return None
         return IndexLogits(
-            q=q.unflatten(0, (self.batch.size, -1)),
-            weights=weights,
-            pages=pages,
+            q=self.q.unflatten(0, (self.batch.size, -1)),
+            weights=self.weights,
+            pages=self.pages,
             # some peers read table entries past a request's last page
-            page_table=page_table.clamp(max=len(pages) - 1),
-            kv_lens=kv_lens,
-            max_kv_len=max(self.batch.kv_lens),
+            page_table=self.page_table.clamp(max=len(self.pages) - 1),
+            kv_lens=self.kv_lens,
+            max_kv_len=self.columns,
         )
 
 
@@ -256,6 +282,98 @@ class TopK(Workload):
         return BenchmarkCase(call, [*by_torch, gpu.read_baseline(self.bytes)], check)
 
 
+@dataclass(frozen=True)
+class Select(Workload):
+    """The cache rows of the top `k` keys of every token of a prompt."""
+
+    batch: Batch
+    heads: int = MODEL.index_n_heads
+    k: int = TOPK
+    min_speedup: float | None = None
+
+    op = "indexer_select"
+    target_baseline = "deep_gemm, torch.topk"
+    products = "fp8"
+    max_rounds = 12
+
+    @property
+    def name(self) -> str:
+        return f"indexer-select-{self.batch.label(self.heads)}-k{self.k}"
+
+    @property
+    def flops(self) -> int:
+        return Logits(self.batch, self.heads).flops
+
+    @property
+    def bytes(self) -> int:
+        per_query = self.heads * (WIDTH + 4) + 4 * self.k
+        return sum(self.batch.kv_lens) * KEY_BYTES + self.batch.tokens * per_query
+
+    @property
+    def small(self) -> Workload:
+        return replace(self, batch=self.batch.small, k=16, min_speedup=None)
+
+    def build_case(self) -> BenchmarkCase:
+        inputs = IndexerInputs.of(self.batch, self.heads)
+
+        def call() -> Tensor:
+            return indexer_select(
+                *inputs.scored, self.k, q_starts=inputs.starts, max_kv_len=inputs.columns
+            )
+
+        def check() -> None:
+            rows, logits = call(), inputs.logits()
+            for each in inputs.queries():
+                each.assert_correct(logits)
+                columns = reference.indexer_topk(logits[each.token : each.token + 1], self.k)[0]
+                expected = physical_rows(inputs.page_table[each.request], columns.long())
+                assert_same_bits(f"rows of {each.label}", rows[each.token], expected.int())
+
+        by_torch = Baseline(
+            "logits, torch.topk", lambda: torch.topk(inputs.logits(), self.k), sets_target=False
+        )
+        problem = inputs.problem()
+        return BenchmarkCase(
+            call,
+            [by_torch, gpu.read_baseline(self.bytes)],
+            check,
+            peers=[] if problem is None else deep_gemm_select(problem, self.k),
+            peer_error=lambda output: _selection_error(output, inputs.queries(), self.k),
+        )
+
+
+def physical_rows(pages: Tensor, columns: Tensor) -> Tensor:
+    """The cache rows of a request's tokens; −1 stays."""
+    rows = pages[columns.clamp(min=0) // PAGE_SIZE] * PAGE_SIZE + columns % PAGE_SIZE
+    return torch.where(columns < 0, -1, rows)
+
+
+def deep_gemm_select(problem: IndexLogits, k: int) -> list[Baseline]:
+    """DeepGEMM's logits, −inf where a key is not visible, and torch.topk; none if unavailable."""
+    try:
+        logits = deep_gemm.prepare(problem, clean=True)
+    except (Unavailable, Unsupported):
+        return []
+    return [Baseline(Select.target_baseline, lambda: torch.topk(logits(), k).indices)]
+
+
+def _selection_error(output: object, queries: Iterator[ScoredQuery], k: int) -> str | None:
+    """What is wrong with a peer's columns: the exact logits that they have are compared."""
+    if not isinstance(output, Tensor) or output.ndim != 2:
+        return correctness.peer_error(output, ())
+    for each in queries:
+        exact = each.logits(torch.float64)[0]
+        count = min(k, len(exact))
+        own = output[each.token, :count].cpu().long()
+        if len(own.unique()) < count or not bool(((own >= 0) & (own < len(exact))).all()):
+            return f"selects a column of {each.label} twice, or one that it does not see"
+        found, best = exact[own].sort(descending=True).values, exact.topk(count).values
+        sample = correctness.Sample(each.label, slice(0, 1), [best[None]], [best[None]])
+        if error := correctness.peer_error(found[None], [sample]):
+            return error
+    return None
+
+
 def of_shape(shape: Shape) -> tuple[Workload, ...]:
     """Both ops of an indexer's step over the batch."""
     given = shape.accept("indexer", "heads", "topk")
@@ -271,6 +389,7 @@ WORKLOADS: tuple[Workload, ...] = (
     Logits(Batch.of(1, 1, 131072), min_speedup=1.111),
     Logits(Batch.of(1, 2048, 32768), min_speedup=1.124),
     Logits(Batch.of(1, 8192, 32768), min_speedup=1.136),
+    Select(Batch.of(1, 32768, 32768), min_speedup=1.5),
     *(TopK(rows, columns) for rows in (1, 128, 4096) for columns in (4096, 16384, 65536, 131072)),
     TopK(64, 8192),
 )

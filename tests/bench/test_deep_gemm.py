@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mlakit import reference
-from mlakit.bench import correctness, gpu, peers
+from mlakit.bench import correctness, gpu, indexer, peers
 from mlakit.bench.peers import deep_gemm
 from mlakit.bench.problems import IndexLogits, Problem, ScaledMatmul
 from mlakit.cache import PagedLatentCache
@@ -84,6 +84,17 @@ def test_a_prompt_reads_gathered_keys(with_gpu):
     assert starts.tolist() == [0] * 20
     assert ends.tolist() == list(range(131, 151))
     assert clean is False
+
+
+def test_a_selection_is_that_of_clean_logits(with_gpu):
+    fake = install(with_gpu, "deep_gemm", DEEP_GEMM)
+    problem = index_logits((150,), s_q=20, heads=32)
+    (baseline,) = indexer.deep_gemm_select(problem, 5)
+    assert baseline.name == "deep_gemm, torch.topk"
+    assert torch.equal(baseline.call(), problem.weights.topk(5).indices)
+    ((name, arguments, _),) = fake.calls
+    assert (name, arguments[-1]) == ("ragged", True)
+    assert indexer.deep_gemm_select(index_logits(s_q=3), 5) == []
 
 
 def test_a_matmul_has_its_scales_laid_out_before_the_call(with_gpu):

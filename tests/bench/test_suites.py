@@ -8,7 +8,7 @@ from importlib import import_module
 import pytest
 import torch
 
-from mlakit.bench import GPU_SUITES, correctness
+from mlakit.bench import GPU_SUITES, correctness, indexer
 from mlakit.bench.pool import SharedPool
 from mlakit.bench.problems import (
     DenseDecode,
@@ -55,6 +55,7 @@ TARGETS = {
     "indexer-logits-b1-h64-131072": 1.111,
     "indexer-logits-b1-h64-q2048-32768": 1.124,
     "indexer-logits-b1-h64-q8192-32768": 1.136,
+    "indexer-select-b1-h64-q32768-32768-k2048": 1.5,
     "prefill-bf16-b8-h128-2048-causal": 1.08,
     "prefill-bf16-b4-h128-4096-causal": 1.04,
     "prefill-bf16-b4-h128-4096-full": 1.03,
@@ -110,7 +111,12 @@ def test_the_targets_are_in_the_suites():
     assert set(targets) == set(TARGETS)
     for name, (min_speedup, baseline) in targets.items():
         assert min_speedup == TARGETS[name]
-        baselines = {"prefill": "fa3", "decode-fp8": "bf16 rows", "indexer": "deep_gemm"}
+        baselines = {
+            "prefill": "fa3",
+            "decode-fp8": "bf16 rows",
+            "indexer-logits": "deep_gemm",
+            "indexer-select": "deep_gemm, torch.topk",
+        }
         own = [each for start, each in baselines.items() if name.startswith(start)]
         assert [baseline] == (own or ["flash_mla"])
 
@@ -273,6 +279,23 @@ def test_peers_are_given_the_problem_and_checked(suite):
     assert "returned shape" in case.peer_error(
         (right if right.ndim == 2 else right.flatten(0, -3))[:1]
     )
+    assert "returned tuple" in case.peer_error((right,))
+
+
+def test_a_peers_selection_is_compared_by_its_scores():
+    workload = next(each for each in workloads("indexer") if each.op == "indexer_select").small
+    case = workload.build_case()
+    inputs = indexer.IndexerInputs.of(workload.batch, workload.heads)  # the same seed
+    right = torch.topk(inputs.logits(), workload.k).indices
+    assert case.peer_error(right) is None
+    worst = torch.topk(inputs.logits(), workload.k, largest=False).indices
+    assert "twice, or one that it does not see" in case.peer_error(worst)
+    last = right.clone()
+    last[-1] = inputs.logits()[-1].argsort()[: workload.k]
+    assert "is wrong on" in case.peer_error(last)
+    twice = right.clone()
+    twice[-1, 0] = twice[-1, 1]
+    assert "twice" in case.peer_error(twice)
     assert "returned tuple" in case.peer_error((right,))
 
 

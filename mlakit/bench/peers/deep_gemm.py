@@ -2,8 +2,8 @@
 
 Few new tokens per request read the pages of keys as they are. Longer ones (a prompt) read gathered
 keys, as in vLLM; they are gathered before the clock starts. Scores of keys that are not visible are
-left unwritten, as in vLLM. Scales are brought into the layout of its matmul before the clock
-starts.
+left unwritten, as in vLLM, unless asked for. Scales are brought into the layout of its matmul
+before the clock starts.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ def _load_fetched(folder: Path) -> ModuleType:
     return fetched.load_package(folder / fetched.DEEP_GEMM, "deep_gemm")
 
 
-def prepare(problem: IndexLogits | ScaledMatmul) -> Call:
+def prepare(problem: IndexLogits | ScaledMatmul, *, clean: bool = False) -> Call:
+    """clean  scores of keys that are not visible are −inf"""
     match problem:
         case IndexLogits():
             if problem.q.shape[1] in PAGED_QUERIES:
-                return _paged_logits(load(), problem)
-            return _ragged_logits(load(), problem)
+                return _paged_logits(load(), problem, clean)
+            return _ragged_logits(load(), problem, clean)
         case ScaledMatmul():
             return _scaled_matmul(load(), problem)
 
 
-def _paged_logits(library: ModuleType, problem: IndexLogits) -> Call:
+def _paged_logits(library: ModuleType, problem: IndexLogits, clean: bool) -> Call:
     page_size = problem.pages.shape[1]
     if page_size != PAGE_SIZE:
         raise Unsupported(f"supports a page size of {PAGE_SIZE}, not {page_size}")
@@ -61,14 +62,14 @@ def _paged_logits(library: ModuleType, problem: IndexLogits) -> Call:
             problem.page_table,
             schedule,
             problem.max_kv_len,
-            False,
+            clean,
         )
         return logits
 
     return call
 
 
-def _ragged_logits(library: ModuleType, problem: IndexLogits) -> Call:
+def _ragged_logits(library: ModuleType, problem: IndexLogits, clean: bool) -> Call:
     batch, s_q = problem.q.shape[:2]
     if batch > 1:
         # its columns are the keys of all requests
@@ -85,7 +86,7 @@ def _ragged_logits(library: ModuleType, problem: IndexLogits) -> Call:
 
     def call() -> Tensor:
         logits: Tensor = library.fp8_mqa_logits(
-            q, (keys, scales), problem.weights, starts, ends, False
+            q, (keys, scales), problem.weights, starts, ends, clean
         )
         return logits
 
