@@ -280,7 +280,9 @@ def explain(
     op: str = typer.Argument(
         ..., help="A public op, such as mla_decode.", autocompletion=_complete_op
     ),
-    arch: str = typer.Option("cpu", help="cpu, or a compute capability: 90, 9.0, sm_90 or sm_90a."),
+    arch: str = typer.Option(
+        "cpu", help="cpu, a compute capability (90, 9.0, sm_90 or sm_90a), or gfx942."
+    ),
     dtype: str = typer.Option(
         "bf16", help="Dtype of the queries or activations: bf16, fp16, fp32 or e4m3."
     ),

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from mlakit.architectures import amd_arch, arch_name
 from mlakit.geometry import RowShape
 from mlakit.names import Backend
 
@@ -49,7 +50,7 @@ class Problem:
     """One call of an op. Fields an op has no use for keep their defaults."""
 
     device: str  # "cpu", "cuda"
-    arch: int = 0  # compute capability as 90 for sm_90; 0 off CUDA
+    arch: int = 0  # 90 for sm_90, 0x942 for gfx942 (`architectures`); 0 off CUDA and ROCm
     dtype: str = ""  # of the queries or activations, as torch prints it
     format: str = ""  # of the cache rows
     heads: int = 0
@@ -65,7 +66,7 @@ class Problem:
     is_batch_invariant: bool = False  # a request's result may not depend on the rest of the batch
 
     def __str__(self) -> str:
-        where = self.device + (f" sm_{self.arch}" if self.arch else "")
+        where = self.device + (f" {arch_name(self.arch)}" if self.arch else "")
         facts = {
             "dtype": self.dtype,
             "format": self.format,
@@ -148,8 +149,19 @@ def device_facts(device: torch.device) -> tuple[str, int]:
         return "cuda", pretended[0]
     if device.type != "cuda":
         return device.type, 0
-    major, minor = torch.cuda.get_device_capability(device)
-    return "cuda", 10 * major + minor
+    return "cuda", arch_of(device)
+
+
+def arch_of(device: torch.device) -> int:
+    """The architecture of a GPU; a ROCm build of torch names AMD's as CUDA devices."""
+    if torch.version.hip is None:
+        major, minor = torch.cuda.get_device_capability(device)
+        return 10 * major + minor
+    name: str = torch.cuda.get_device_properties(device).gcnArchName
+    arch = amd_arch(name)
+    if arch is None:
+        raise RuntimeError(f"the GPU's architecture must be named as gfx942, got {name!r}")
+    return arch
 
 
 def num_sms(device: torch.device) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mlakit.architectures import AMD
 from mlakit.formats import FORMATS
 from mlakit.workloads import (
     AppendCase,
@@ -26,6 +27,7 @@ from mlakit.workloads import (
 )
 
 ARCHITECTURES = (80, 89, 90, 100, 120)
+AMD_ARCHITECTURES = tuple(AMD)
 V3_ROW = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 V4_ROW = {"kv_lora_rank": 448, "qk_rope_head_dim": 64, "v_width": 512}
 
@@ -349,20 +351,41 @@ EVERYWHERE = (
     "topk-split",
     "topk-131072",
 )
+# every op once, each on the next of AMD's architectures; FP8 rows on gfx942 and gfx950
+ON_AMD = (
+    "decode-h16-fp8_token",
+    "sparse-h128-fp8_block128",
+    "decode-h16-bf16",
+    "append-fp8_block128",
+    "indexer-e4m3",
+    "prefill-192-128",
+    "scaled-mm-128",
+    "quantize-128",
+    "matmul-bf16",
+    "append-rows-fp8_token",
+    "select-decode",
+    "topk-4096",
+    "prefill-96-64",
+    "physical-rows",
+    "merge-8-fp32",
+)
 
 
 def named_checks() -> list[tuple[str, int]]:
-    """(configuration, architecture): every configuration once, some on every architecture."""
+    """(configuration, architecture): every configuration once, some on every architecture of
+    NVIDIA's, a few on AMD's."""
     others = [name for name in CONFIGURATIONS if name not in EVERYWHERE]
     # sm_90 twice: most users have it
     rotation = (90, 80, 100, 90, 89, 120)
     return [
         *((name, arch) for name in EVERYWHERE for arch in ARCHITECTURES),
         *((name, rotation[i % len(rotation)]) for i, name in enumerate(others)),
+        *((name, AMD_ARCHITECTURES[i % 3]) for i, name in enumerate(ON_AMD)),
         *((name, HOPPER_ARCH) for name in HOPPER),
     ]
 
 
 def all_checks() -> list[tuple[str, int]]:
-    portable = [(name, arch) for name in CONFIGURATIONS for arch in ARCHITECTURES]
+    architectures = (*ARCHITECTURES, *AMD_ARCHITECTURES)
+    portable = [(name, arch) for name in CONFIGURATIONS for arch in architectures]
     return [*portable, *((name, HOPPER_ARCH) for name in HOPPER)]

@@ -1,4 +1,4 @@
-"""Reads the resources of a compiled kernel from its cubin.
+"""Reads the resources of a compiled kernel from its cubin, or from AMD's assembly text.
 
 The tools (cuobjdump, nvdisasm) are those that come with Triton; if one is missing, the error names
 it.
@@ -31,6 +31,7 @@ class MachineCode:
     spill_loads: int
     is_serialised: bool  # its wgmmas are serialised
     idle_barriers: int  # initialised and never used: the compiler may reuse their memory
+    has_amd_fp8: bool = False  # instructions of AMD's for 8-bit floats
 
 
 @contextmanager
@@ -48,6 +49,8 @@ def machine_code(kernel: Any, log: str = "") -> MachineCode:
     """log  `assembler_log` of the scope in which the kernel was compiled; without it, or if the
     kernel came from Triton's cache, the kernel is assembled again
     """
+    if "amdgcn" in kernel.asm:
+        return _amd_machine_code(kernel.asm["amdgcn"])
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(kernel.asm["cubin"])
@@ -64,6 +67,21 @@ def machine_code(kernel: Any, log: str = "") -> MachineCode:
         len(re.findall(r"\bLDL\b", code)),
         "wgmma" in kernel.asm["ptx"] and "serializ" in _log_of(kernel, log),
         _count_idle_barriers(kernel.asm["ttgir"]),
+    )
+
+
+def _amd_machine_code(assembly: str) -> MachineCode:
+    """Scalar registers are spilled to lanes of vector registers: only scratch memory counts."""
+    registers = re.findall(r"^ *\.vgpr_count: +(\d+)$", assembly, re.MULTILINE)
+    if not registers:
+        raise RuntimeError("the assembly has no .vgpr_count")
+    return MachineCode(
+        max(map(int, registers)),
+        len(re.findall(r"^\s+scratch_store_", assembly, re.MULTILINE)),
+        len(re.findall(r"^\s+scratch_load_", assembly, re.MULTILINE)),
+        is_serialised=False,
+        idle_barriers=0,
+        has_amd_fp8=re.search(r"^\s+v_\w*(fp8|bf8)", assembly, re.MULTILINE) is not None,
     )
 
 

@@ -9,6 +9,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from mlakit import dispatch
+from mlakit.architectures import AMD, amd_arch, arch_name
 from mlakit.formats import FORMATS
 from mlakit.geometry import MLAGeometry
 from mlakit.specs import Problem
@@ -21,7 +22,10 @@ ARCHITECTURES = {
     90: "H100, H200",
     100: "B200",
     120: "RTX 50",
+    **AMD,
 }
+NVIDIA = tuple(arch for arch in ARCHITECTURES if arch not in AMD)
+NOT_RUN = f"{', '.join(map(arch_name, AMD))}: compiled, not run"
 MODEL = MLAGeometry.preset("deepseek-v3")
 CACHED_OPS = (
     "norm_rope_quant_append",
@@ -76,9 +80,13 @@ class Selection:
 
 
 def parse_arch(text: str) -> int | None:
-    """90 for 90, 9.0, sm_90 and sm_90a; None for cpu and 0. Raises ValueError for other text."""
+    """90 for 90, 9.0, sm_90 and sm_90a, 0x942 for gfx942; None for cpu and 0. Raises ValueError for
+    other text."""
     if text in ("cpu", "0"):
         return None
+    amd = amd_arch(text)
+    if amd is not None:
+        return amd
     found = ARCH.fullmatch(text.lower())
     arch = 0
     if found is not None:
@@ -87,8 +95,8 @@ def parse_arch(text: str) -> int | None:
     if arch not in CAPABILITIES or arch < first_of_kind:
         known = ", ".join(map(str, CAPABILITIES))
         raise ValueError(
-            f"--arch must be cpu or a compute capability written as 90, 9.0, sm_90 or sm_90a, "
-            f"got {text!r}; known: {known}"
+            f"--arch must be cpu, a compute capability written as 90, 9.0, sm_90 or sm_90a, or one "
+            f"of AMD's architectures such as gfx942, got {text!r}; known: {known}"
         )
     return arch
 
@@ -159,21 +167,36 @@ def selections() -> list[list[Selection]]:
 
 
 def support_table(rows: list[list[Selection]]) -> Table:
-    cards = "; ".join(f"sm_{arch} {names}" for arch, names in ARCHITECTURES.items())
+    cards = "; ".join(f"{arch_name(arch)} {names}" for arch, names in ARCHITECTURES.items())
+    cards = f"{cards}\n{_on_amd(rows)}\n{NOT_RUN}"
     shown = Table(box=SIMPLE, padding=(0, 1, 0, 0), caption=cards, caption_justify="left")
-    for heading in ("op", "cpu", *(f"sm_{arch}" for arch in ARCHITECTURES)):
+    for heading in ("op", "cpu", *map(arch_name, NVIDIA)):
         shown.add_column(heading, no_wrap=True)
     for row in rows:
-        shown.add_row(row[0].op, *(each.chosen or "—" for each in row))
+        own = row[: 1 + len(NVIDIA)]
+        shown.add_row(row[0].op, *(each.chosen or "—" for each in own))
     return shown
+
+
+def _on_amd(rows: list[list[Selection]]) -> str:
+    """What the columns of AMD's architectures would say, for which the table has no room."""
+    backends: dict[str, list[str]] = {}
+    for row in rows:
+        for each in row[1 + len(NVIDIA) :]:
+            backends.setdefault(each.chosen or "—", []).append(each.op)
+    said = (f"{name} for {', '.join(dict.fromkeys(ops))}" for name, ops in backends.items())
+    if len(backends) == 1:
+        said = (f"{name} for every op" for name in backends)
+    return f"AMD: {'; '.join(said)}"
 
 
 def markdown(rows: list[list[Selection]]) -> str:
     """The table in Markdown, as in the README."""
-    headings = ["op", "cpu", *(f"sm_{arch} ({names})" for arch, names in ARCHITECTURES.items())]
+    cards = (f"{arch_name(arch)} ({names})" for arch, names in ARCHITECTURES.items())
+    headings = ["op", "cpu", *cards]
     lines = [headings, ["---"] * len(headings)]
     lines += [[f"`{row[0].op}`", *(each.chosen or "—" for each in row)] for row in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", f"{NOT_RUN}."])
 
 
 def explanation(each: Selection) -> Table:

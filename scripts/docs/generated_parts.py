@@ -18,6 +18,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from mlakit import bench, cli, knobs
+from mlakit.architectures import arch_name
 from mlakit.bench import peers
 from mlakit.geometry import PRESETS, RopeParameters
 from mlakit.support import table
@@ -90,13 +91,14 @@ def knob_table() -> str:
 
 def support_table() -> str:
     """The table of `mlakit support`."""
-    header = ("op", "CPU", *(f"sm_{arch}" for arch in table.ARCHITECTURES))
+    header = ("op", "CPU", *map(arch_name, table.ARCHITECTURES))
     rows = (
         (f"`{row[0].op}`", *(selection.chosen or "—" for selection in row))
         for row in table.selections()
     )
-    cards = "; ".join(f"sm_{arch}: {names}" for arch, names in table.ARCHITECTURES.items())
-    return f"{markdown_table(header, rows)}\n\n{cards}."
+    names = ((arch_name(arch), names) for arch, names in table.ARCHITECTURES.items())
+    cards = "; ".join(f"{arch}: {cards}" for arch, cards in names)
+    return f"{markdown_table(header, rows)}\n\n{cards}. {table.NOT_RUN}."
 
 
 def _rotation(rope: RopeParameters) -> str:

@@ -41,6 +41,7 @@ def test_a_sound_kernel_has_no_spills_and_no_idle_barriers(codes):
         "spill_loads": 0,
         "is_serialised": False,
         "idle_barriers": 0,
+        "has_amd_fp8": False,
     }
 
 
@@ -111,6 +112,34 @@ def test_a_kernel_that_cannot_be_read_is_an_error():
     kernel = SimpleNamespace(asm={"cubin": b"no machine code", "ptx": "", "ttgir": ""})
     with pytest.raises(RuntimeError, match="cuobjdump cannot read the kernel: "):
         machine_code(kernel)
+
+
+AMD_CODE = """
+\tscratch_store_dwordx4 off, v[2:5], off
+\tv_mfma_f32_16x16x16_bf16 v[0:3], v[4:5], v[6:7], v[0:3]
+\tscratch_load_dword v1, off, off offset:16
+\tscratch_load_dword v2, off, off offset:20
+    .vgpr_count:     120
+"""
+
+
+def test_the_assembly_of_amd_is_read():
+    code = machine_code(SimpleNamespace(asm={"amdgcn": AMD_CODE}))
+    assert (code.registers, code.spill_stores, code.spill_loads) == (120, 1, 2)
+    assert not code.has_amd_fp8
+
+
+@pytest.mark.parametrize(
+    "instruction", ["v_cvt_pk_fp8_f32 v1, v2, v3", "v_cvt_f32_bf8 v1, v2", "v_mfma_f32_fp8_fp8 v1"]
+)
+def test_instructions_for_8_bit_floats_are_seen(instruction):
+    code = machine_code(SimpleNamespace(asm={"amdgcn": f"{AMD_CODE}\t{instruction}\n"}))
+    assert code.has_amd_fp8
+
+
+def test_an_assembly_without_registers_is_an_error():
+    with pytest.raises(RuntimeError, match=r"the assembly has no \.vgpr_count"):
+        machine_code(SimpleNamespace(asm={"amdgcn": "s_endpgm"}))
 
 
 @pytest.mark.parametrize("tool", ["cuobjdump", "nvdisasm"])

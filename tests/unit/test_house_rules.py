@@ -25,7 +25,7 @@ PACKAGE = ROOT / "mlakit"
 
 # lowest first; a module imports strictly lower layers, and nothing on its own
 LAYERS = (
-    "_version autocast names releases reprs",
+    "_version architectures autocast names releases reprs",
     "knobs",
     "columns model_config options",
     "checks geometry",

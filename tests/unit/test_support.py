@@ -16,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from mlakit import cli, dispatch, knobs
+from mlakit.architectures import arch_name
 from mlakit.formats import FORMATS
 from mlakit.support import compilation, configurations, table
 from mlakit.support.compilation import Compiled
@@ -45,9 +46,9 @@ HOPPER_KERNELS = {("mla_decode", 90), ("mla_prefill", 90), ("sparse_mla", 90)}
 
 
 @pytest.mark.parametrize("op", dispatch.OPS)
-@pytest.mark.parametrize("arch", table.ARCHITECTURES)
+@pytest.mark.parametrize("arch", table.ARCHITECTURES, ids=arch_name)
 def test_explain_says_which_backend_takes_an_op_on_every_architecture(op, arch):
-    code, output = invoke("explain", op, "--arch", str(arch), "--json")
+    code, output = invoke("explain", op, "--arch", arch_name(arch), "--json")
     said = json.loads(output)
     assert code == 0
     assert said["chosen"] == ("hopper" if (op, arch) in HOPPER_KERNELS else "triton")
@@ -162,7 +163,10 @@ def test_what_is_no_architecture_is_refused(written):
     code, output = invoke("explain", "mla_decode", f"--arch={written}")
     assert code == 2
     said = " ".join(re.sub(r"[│\s]+", " ", output).split())
-    rule = "--arch must be cpu or a compute capability written as 90, 9.0, sm_90 or sm_90a"
+    rule = (
+        "--arch must be cpu, a compute capability written as 90, 9.0, sm_90 or sm_90a, or one of "
+        "AMD's architectures such as gfx942"
+    )
     assert f"{rule}, got {written!r}; known: 50, " in said
 
 
@@ -190,17 +194,26 @@ def test_support_has_a_row_for_every_op():
     code, output = invoke("support")
     assert code == 0
     for op in dispatch.OPS:
-        cells = [
-            "hopper" if (op, arch) in HOPPER_KERNELS else "triton" for arch in table.ARCHITECTURES
-        ]
+        cells = ["hopper" if (op, arch) in HOPPER_KERNELS else "triton" for arch in table.NVIDIA]
         assert re.search(rf"{op} +cpu +{' +'.join(cells)}", output)
+    assert "AMD: triton for every op" in output
+    assert "gfx942, gfx950, gfx1100: compiled, not run" in output
+
+
+def test_a_difference_between_ops_on_amd_is_shown():
+    rows = [row for row in table.selections() if row[0].op in ("mla_decode", "merge_states")]
+    refused = replace(rows[0][-1], why_not={"triton": "no"})
+    shown = table._on_amd([[*rows[0][:-1], refused], rows[1]])
+    assert shown == "AMD: triton for mla_decode, merge_states; — for mla_decode"
 
 
 def test_support_as_markdown():
     code, output = invoke("support", "--markdown")
-    heading, rule, *rows = output.splitlines()
+    heading, rule, *rows, empty, note = output.splitlines()
     assert code == 0
     assert heading.startswith("| op | cpu | sm_80 (A100) |")
+    assert heading.endswith("| gfx942 (MI300X) | gfx950 (MI350X) | gfx1100 (RX 7900) |")
+    assert (empty, note) == ("", "gfx942, gfx950, gfx1100: compiled, not run.")
     assert rule == "|" + " --- |" * heading.count(" |")
     assert [row.split("|")[1].strip() for row in rows] == [f"`{op}`" for op in dispatch.OPS]
     assert all(row.count("|") == heading.count("|") for row in rows)
@@ -216,7 +229,11 @@ def test_support_as_json():
 
 def test_the_named_checks_leave_nothing_out():
     checks = configurations.named_checks()
-    assert {arch for _, arch in checks} == set(configurations.ARCHITECTURES)
+    architectures = {*configurations.ARCHITECTURES, *configurations.AMD_ARCHITECTURES}
+    assert {arch for _, arch in checks} == architectures
+    on_amd = {name for name, arch in checks if arch in configurations.AMD_ARCHITECTURES}
+    assert {configurations.CONFIGURATIONS[name].op for name in on_amd} == set(dispatch.OPS)
+    assert set(checks) <= set(configurations.all_checks())
     hopper = set(configurations.HOPPER)
     assert {name for name, _ in checks} == set(configurations.CONFIGURATIONS) | hopper
     assert {arch for name, arch in checks if name in hopper} == {90}
@@ -244,6 +261,15 @@ def test_the_named_checks_leave_nothing_out():
         (replace(MERGE, is_serialised=True), "its wgmmas are serialised"),
         (replace(MERGE, idle_barriers=2), "barriers that are never used: 2"),
         (replace(MERGE, error="no"), "no"),
+        (replace(MERGE, arch=0x942, spill_stores=2), ""),
+        (
+            replace(MERGE, arch=0x942, has_amd_fp8=True),
+            "has instructions for 8-bit floats, whose format is another on gfx942",
+        ),
+        (
+            replace(MERGE, arch=0x942, shared_bytes=1025),
+            "shared memory exceeds the limit of 1024 bytes",
+        ),
     ],
 )
 def test_what_counts_as_a_fault(kernel, fault):
@@ -252,12 +278,18 @@ def test_what_counts_as_a_fault(kernel, fault):
 
 
 def test_triton_kernels_compile_without_a_gpu():
-    done = compile_checks("--only", "merge-2", "--json", "--jobs", "1")
+    """Also for AMD: gfx942's own e4m3 has half the values, so kernels must not use it."""
+    done = compile_checks("--only", "append-rows-fp8_token", "--json", "--jobs", "1")
     assert done.returncode == 0, done.stderr
-    (kernel,) = json.loads(done.stdout)
-    assert kernel["configuration"] == "merge-2"
-    assert kernel["registers"] > 0
-    assert kernel["fault"] == ""
+    kernels = json.loads(done.stdout)
+    assert {kernel["configuration"] for kernel in kernels} == {"append-rows-fp8_token"}
+    nvidia, amd = kernels
+    assert nvidia["arch"] in configurations.ARCHITECTURES
+    assert amd["arch"] == 0x942
+    for kernel in kernels:
+        assert kernel["registers"] > 0
+        assert kernel["fault"] == ""
+        assert not kernel["has_amd_fp8"]
 
 
 def test_a_name_that_no_check_has_is_an_error(monkeypatch):
@@ -360,6 +392,16 @@ def test_allowed_spills_are_shown(monkeypatch):
     assert code == 0
     assert "ok, allowed spills" in output
     assert "all passed, 1 with allowed spills" in output
+
+
+def test_kernels_for_amd_are_said_not_to_have_run(monkeypatch):
+    amd = replace(MERGE, arch=0x942, spill_stores=2)
+    monkeypatch.setattr(compilation, "run_with_progress", lambda checks, jobs: [MERGE, amd])
+    code, output = invoke("support", "--compile")
+    assert code == 0
+    assert "gfx942" in output
+    assert "ok, not run" in output
+    assert "all passed; those for AMD's GPUs have not been run on one" in output
 
 
 def test_spills_are_allowed_of_checks_that_there_are():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from mlakit.architectures import arch_name
 from mlakit.kernels.hopper.decode.configs import (
     BLOCK,
     D_C,
@@ -46,7 +47,7 @@ PREFILL_DTYPES = ("torch.bfloat16", "torch.float16")
 def _why_not_device(problem: Problem) -> str | None:
     if problem.device == "cuda" and problem.arch == ARCH:
         return None
-    where = f"sm_{problem.arch}" if problem.device == "cuda" else problem.device
+    where = arch_name(problem.arch) if problem.device == "cuda" else problem.device
     return f"needs sm_{ARCH}, got {where}"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from mlakit.architectures import has_fp8
 from mlakit.geometry import RowShape
 
 
@@ -130,6 +131,8 @@ def pick_matmul_config(
     block_n = min(max(power_of_two(columns), 16), 128)
     block_k = min(max(power_of_two(depth), 16), 64)
     stages = 4 if shared_bytes > FOUR_STAGES_BYTES else 3
+    if 2 * stages * (block_m + block_n) * block_k > shared_bytes:
+        stages = 2
     return MatmulConfig(block_m, block_n, block_k, 8 if block_m * block_n > 8192 else 4, stages)
 
 
@@ -337,7 +340,7 @@ _DECODE_FP8 = (
     DecodeConfig(16, 32, num_warps=8, num_stages=3),
     DecodeConfig(16, 16, num_warps=8, num_stages=1),
 )
-# below sm_89 e4m3 is converted by integer arithmetic, which takes more registers
+# below sm_89 and on AMD's e4m3 is converted by integer arithmetic, which takes more registers
 _DECODE_FP8_SM80 = {
     "fp8": DecodeConfig(16, 32, num_warps=8, num_stages=2),
     "fp8_token": DecodeConfig(16, 16, num_warps=4, num_stages=1),
@@ -364,7 +367,7 @@ def pick_decode_config(
     if itemsize == 4:
         choices: tuple[DecodeConfig, ...] = _DECODE_FP32
     elif format.startswith("fp8"):
-        choices = _DECODE_FP8 if arch >= 89 else (_DECODE_FP8_SM80[format],)
+        choices = _DECODE_FP8 if has_fp8(arch) else (_DECODE_FP8_SM80[format],)
     else:
         choices = _DECODE_MEDIUM if rows > 16 else _DECODE_SMALL
         if rows > 32 and arch in _DECODE_LARGE:
@@ -423,7 +426,7 @@ _SPARSE_FP8 = {
 }
 # spills registers with two lists, and on sm_100 and sm_120
 _SPARSE_FP8_SM89_ONE_LIST = SparseConfig(32, 32, num_warps=8, num_stages=2)
-# below sm_89 e4m3 is converted by integer arithmetic, which takes more registers
+# below sm_89 and on AMD's e4m3 is converted by integer arithmetic, which takes more registers
 _SPARSE_FP8_SM80 = SparseConfig(16, 16, num_warps=8, num_stages=1)
 _SPARSE_FP8_SM80_ONE_LIST = SparseConfig(32, 16, num_warps=8, num_stages=2)
 # float32 has no tensor cores: tiles stay in registers
@@ -452,7 +455,7 @@ def pick_sparse_config(
         choices = (_SPARSE_SM90, *choices)
     elif arch // 10 == 10 and heads > 32 and not is_fp8:
         choices = (_SPARSE_16BIT_SM100, *choices)
-    elif is_fp8 and block_h == 32 and arch < 89:
+    elif is_fp8 and block_h == 32 and not has_fp8(arch):
         choices = (_SPARSE_FP8_SM80 if has_extra else _SPARSE_FP8_SM80_ONE_LIST,)
     elif is_fp8 and block_h == 32 and arch == 89 and not has_extra:
         choices = (_SPARSE_FP8_SM89_ONE_LIST, *choices)

@@ -92,7 +92,7 @@ def merge_partials(
     # padded heads have no rows to merge
     rows = slot_rows // padded_heads * heads if row_tile_splits is None else slot_rows
     row_groups = triton.cdiv(rows, config.rows)
-    is_chained = device.arch >= 90 and device is not INTERPRETED
+    is_chained = device.has_pdl and device is not INTERPRETED
     launch(
         _merge_partials_kernel,
         (min(num_owners * row_groups, PROGRAMS_PER_SM * device.num_sms),),

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mlakit.architectures import arch_name
 from mlakit.arguments import QuantizeArguments, ScaledMatmulArguments
 from mlakit.kernels.triton.configs import pick_quantize_config, pick_scaled_matmul_config
 from mlakit.kernels.triton.launch import launch, target
@@ -195,7 +196,7 @@ def library_refuses(
     arch  of the GPU, 90 for sm_90; 0 where there is none
     """
     if arch != 90:
-        return f"needs sm_90, got sm_{arch}"
+        return f"needs sm_90, got {arch_name(arch)}"
     if not _library_has_scaled_mm():
         return "needs a torch with scaled_mm"
     if a.ndim != 2:

@@ -19,8 +19,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from mlakit import knobs
+from mlakit.architectures import arch_name, has_fp8, is_amd
 from mlakit.replay import workspace
-from mlakit.specs import pretending
+from mlakit.specs import arch_of, pretending
 
 if knobs.interpreted():
     from mlakit.kernels.triton.interpreter import repair
@@ -32,18 +33,27 @@ if knobs.interpreted():
 class Target:
     """The properties of a GPU that configurations depend on."""
 
-    arch: int  # 90 for sm_90
+    arch: int  # 90 for sm_90, 0x942 for gfx942
     num_sms: int
     shared_bytes: int  # per block
 
     @property
     def has_fp8(self) -> bool:
-        """Has the GPU instructions for e4m3 conversions? Otherwise they are integer arithmetic."""
-        return self.arch >= 89
+        """Are e4m3 conversions instructions? Otherwise they are integer arithmetic."""
+        return has_fp8(self.arch)
+
+    @property
+    def has_pdl(self) -> bool:
+        """Can a kernel begin while the one before it ends (programmatic dependent launch)?"""
+        return self.arch >= 90 and not is_amd(self.arch)
 
 
 # shared memory per block, "Technical Specifications per Compute Capability" of the CUDA manual
 SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+# local data share of a workgroup, by the instruction set manuals of CDNA 3, CDNA 4 and RDNA 3
+AMD_SHARED_BYTES = {0x942: 65_536, 0x950: 163_840, 0x1100: 65_536}
+FIRST_OF_32_LANES = 0x1000  # RDNA; CDNA has 64 lanes per warp
+NVIDIA_OPTIONS = ("maxnreg", "launch_pdl")  # of a launch; Triton refuses them elsewhere
 INTERPRETED = Target(arch=90, num_sms=3, shared_bytes=232_448)  # few SMs, so that tests split work
 
 
@@ -70,14 +80,17 @@ def target(device: torch.device) -> Target:
 def _target_of(kind: str, index: int | None) -> Target:
     if kind != "cuda":
         return INTERPRETED
-    facts = torch.cuda.get_device_properties(torch.device(kind, index))
-    shared = facts.shared_memory_per_block_optin
-    return Target(10 * facts.major + facts.minor, facts.multi_processor_count, shared)
+    device = torch.device(kind, index)
+    arch, facts = arch_of(device), torch.cuda.get_device_properties(device)
+    shared = AMD_SHARED_BYTES[arch] if is_amd(arch) else facts.shared_memory_per_block_optin
+    return Target(arch, facts.multi_processor_count, shared)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """Start `kernel`; an empty grid starts nothing."""
     compilation = _COMPILATION.get()
+    if torch.version.hip is not None or (compilation and is_amd(compilation.target.arch)):
+        options = {name: each for name, each in options.items() if name not in NVIDIA_OPTIONS}
     if compilation is not None:
         compilation.kernels.append(kernel.warmup(*args, grid=grid, **options))
     elif 0 not in grid:
@@ -108,16 +121,20 @@ def compiling(target: Target) -> Iterator[Compilation]:
 
 
 class _NoDriver:
-    """Stands in for the CUDA driver where kernels are compiled and not run."""
+    """Stands in for the driver of CUDA or ROCm where kernels are compiled and not run."""
 
     def __init__(self, arch: int) -> None:
+        self.arch = arch
         self.target = GPUTarget("cuda", arch, 32)
+        if is_amd(arch):
+            lanes = 64 if arch < FIRST_OF_32_LANES else 32
+            self.target = GPUTarget("hip", arch_name(arch), lanes)
 
     def get_current_target(self) -> GPUTarget:
         return self.target
 
     def get_current_device(self) -> int:
-        return self.target.arch  # compiled kernels are kept by device: one per architecture
+        return self.arch  # compiled kernels are kept by device: one per architecture
 
     def get_current_stream(self, device: int) -> int:
         return 0

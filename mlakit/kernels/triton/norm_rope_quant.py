@@ -34,7 +34,7 @@ def norm_rope_quant_append(a: AppendArguments, q_rope_out: Tensor) -> None:
     flat = isinstance(page_table, tuple)
     kv_starts, pages = page_table if isinstance(page_table, tuple) else (None, page_table)
     scales = layer.scales
-    pdl = config.pdl and device.arch >= 90
+    pdl = config.pdl and device.has_pdl
     options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
 
     norm_programs = triton.cdiv(tokens, config.rows)

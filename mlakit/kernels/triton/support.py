@@ -1,4 +1,5 @@
-"""What the portable kernels take: every problem on a CUDA device of sm_80 and newer.
+"""What the portable kernels take: every problem on a GPU of sm_80 and newer, or of AMD's gfx942,
+gfx950 and gfx1100, for which they are compiled and not run.
 
 Under `TRITON_INTERPRET=1` they run in host memory too, slowly: that is how they are tested without
 a GPU, never what `backend="auto"` picks.
@@ -9,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mlakit import knobs
+from mlakit.architectures import AMD, arch_name, is_amd
 from mlakit.specs import KernelSpec, Problem
 
 OLDEST_ARCH = 80
@@ -16,6 +18,8 @@ OLDEST_ARCH = 80
 
 def _why_not(problem: Problem) -> str | None:
     if problem.device == "cuda":
+        if is_amd(problem.arch):
+            return None if problem.arch in AMD else _needs_amd(problem.arch)
         if problem.arch < OLDEST_ARCH:
             return f"needs sm_{OLDEST_ARCH} or newer, got sm_{problem.arch}"
         return None
@@ -24,6 +28,11 @@ def _why_not(problem: Problem) -> str | None:
             return None
         return "needs CUDA tensors, got cpu (TRITON_INTERPRET=1 runs it there, to test it)"
     return f"needs CUDA tensors, got {problem.device}"
+
+
+def _needs_amd(arch: int) -> str:
+    *others, last = map(arch_name, AMD)
+    return f"needs {', '.join(others)} or {last} of AMD's, got {arch_name(arch)}"
 
 
 def _spec(op: str, topic: str) -> KernelSpec:

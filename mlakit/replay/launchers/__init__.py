@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import triton
 
 from mlakit.replay.launchers import any_version, triton_3_6, triton_3_9
@@ -32,7 +33,8 @@ class RecordedLaunch:
     def prepare(self) -> PreparedLaunch:
         """How to make it again."""
         grid = (*self.grid, 1, 1)[:3]
-        for version, launcher in BY_VERSION.items():
+        known = BY_VERSION if torch.version.hip is None else {}  # these are CUDA's launchers
+        for version, launcher in known.items():
             if triton.__version__.startswith(version):
                 prepared: PreparedLaunch | None = launcher.prepare(
                     self.kernel, grid, self.arguments

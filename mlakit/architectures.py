@@ -1,0 +1,39 @@
+"""GPU architectures as integers: 90 is sm_90, 0x942 is gfx942.
+
+A compute capability of CUDA has at most three decimal digits. AMD numbers its architectures in
+hexadecimal (gfx90a), from gfx600 on, so that both fit one integer without a clash.
+"""
+
+from __future__ import annotations
+
+import re
+
+FIRST_AMD = 0x600
+# AMD's that the portable kernels are compiled for; they have not been run on any of them
+AMD = {0x942: "MI300X", 0x950: "MI350X", 0x1100: "RX 7900"}
+GFX = re.compile(r"gfx(?P<number>[0-9a-f]{3,4})")
+
+
+# e4m3 conversions of NVIDIA's from here on. gfx942 has them for another e4m3 (fnuz: the same bits
+# are half the value). gfx950 has them for this one, but that they saturate alike has not been run.
+FIRST_WITH_FP8 = 89
+
+
+def has_fp8(arch: int) -> bool:
+    """Are e4m3 conversions instructions? Otherwise they are integer arithmetic."""
+    return FIRST_WITH_FP8 <= arch < FIRST_AMD
+
+
+def is_amd(arch: int) -> bool:
+    return arch >= FIRST_AMD
+
+
+def arch_name(arch: int) -> str:
+    """sm_90, gfx942."""
+    return f"gfx{arch:x}" if is_amd(arch) else f"sm_{arch}"
+
+
+def amd_arch(name: str) -> int | None:
+    """0x942 for gfx942 and for gfx942:sramecc+:xnack-, as ROCm names it; None for other text."""
+    found = GFX.fullmatch(name.lower().partition(":")[0])
+    return int(found["number"], 16) if found else None
