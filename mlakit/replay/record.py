@@ -3,15 +3,15 @@
 The call runs with a stand-in for each of its tensors: the same memory in a storage of its own. A
 view has the storage of the tensor it is a view of, so the storage of each tensor that a kernel gets
 says which argument, result or scratch it points into, also where arguments overlap. Nothing is
-recorded where more happens than launches: a torch op that computes or reads values, or a pointer
-into memory of unknown origin.
+recorded where more happens than launches: a torch op that computes or reads values, other than a
+library call that says so (`workspace.library_call`), or a pointer into memory of unknown origin.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,11 +69,19 @@ class LaunchTemplate:
         return self.function, (*self.before_stream, addresses[-1], *self.after_stream, *last)
 
 
+class LibraryCall(NamedTuple):
+    """A call of torch over tensors of the recorded call."""
+
+    function: Callable[..., None]
+    tensors: Callable[[Sequence[Tensor]], Sequence[Tensor]]  # picks them by index
+
+
 @dataclass(frozen=True)
 class Recording:
     """What a call launched. Indices count the call's tensors, new results, scratch, the stream."""
 
     launches: tuple[LaunchTemplate, ...]
+    library_calls: tuple[LibraryCall, ...]  # only where there are no launches
     results: Callable[[Sequence[Tensor]], Results]  # picks them by index
     new: tuple[tuple[Any, ...], ...]  # shape, strides, dtype: of new results, and of all scratch
     alignments: list[int]  # of the call's tensors
@@ -105,6 +113,8 @@ class Recording:
             self.filled[addresses] = filled
         for function, arguments in filled:
             function(*arguments)
+        for call in self.library_calls:
+            call.function(*call.tensors(room))
         return self.results(room)
 
 
@@ -186,8 +196,9 @@ class CallRecorder(TorchDispatchMode):
         self._scratch: list[Tensor] = []
         self._constants: list[Tensor] = []
         self._launches: list[RecordedLaunch] = []
+        self._library_calls: list[tuple[Callable[..., None], Sequence[Tensor]]] = []
         self._refusal: str | None = None
-        self._is_allocating = False
+        self._is_allocating = False  # or in a library call
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -221,15 +232,33 @@ class CallRecorder(TorchDispatchMode):
     ) -> None:
         self._launches.append(RecordedLaunch(kernel, grid, arguments))
 
+    def add_library_call(self, function: Callable[..., None], tensors: Sequence[Tensor]) -> None:
+        self._is_allocating = True
+        try:
+            function(*tensors)
+        finally:
+            self._is_allocating = False
+        self._library_calls.append((function, tensors))
+
     def finish(self, returned: Sequence[Tensor], device: torch.device) -> Recording:
         if self._refusal is not None:
             raise RefusedRecordingError(self._refusal)
         indices = {id(tensor): i for i, tensor in enumerate([*self._arguments, *self._results])}
         if any(id(tensor) not in indices for tensor in returned):
             raise RefusedRecordingError("the call returns a tensor that is no result of its own")
+        if self._library_calls and self._launches:
+            raise RefusedRecordingError("the call launches kernels beside those of torch")
+        used = [tensor for _, tensors in self._library_calls for tensor in tensors]
+        if any(id(tensor) not in indices for tensor in used):
+            raise RefusedRecordingError("a library call takes a tensor that is not the call's")
+        library_calls = tuple(
+            LibraryCall(function, getter([indices[id(tensor)] for tensor in tensors]))
+            for function, tensors in self._library_calls
+        )
         origins = Origins(self._arguments, self._results, self._scratch, self._constants)
         return Recording(
             tuple(origins.template(launch) for launch in self._launches),
+            library_calls,
             getter([indices[id(tensor)] for tensor in returned]),
             origins.new,
             [tensor.data_ptr() % ALIGNMENT for tensor in self._arguments],

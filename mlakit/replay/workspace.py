@@ -6,7 +6,7 @@ it knows where every pointer of a launch came from, and refuses a launch that po
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Protocol
@@ -31,6 +31,9 @@ class Recorder(Protocol):
         self, kernel: object, grid: tuple[int, ...], arguments: tuple[object, ...]
     ) -> None:
         """A kernel that was started; `arguments` in the kernel's order, constexprs included."""
+
+    def add_library_call(self, function: Callable[..., None], tensors: Sequence[Tensor]) -> None:
+        """A call of torch, which is made now and again at every replay."""
 
 
 _RECORDER: ContextVar[Recorder | None] = ContextVar("mlakit_recorder", default=None)
@@ -65,6 +68,18 @@ def scratch(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> T
     if listener is None:
         return torch.empty(shape, dtype=dtype, device=device)
     return listener.add_scratch(shape, dtype, device)
+
+
+def library_call(function: Callable[..., None], *tensors: Tensor) -> None:
+    """function(*tensors): launches kernels of torch, depends on nothing but its tensors.
+
+    tensors  arguments and results of the call themselves, no views of them
+    """
+    listener = recorder()
+    if listener is None:
+        function(*tensors)
+    else:
+        listener.add_library_call(function, tensors)
 
 
 def constant(tensor: Tensor) -> Tensor:

@@ -58,6 +58,22 @@ def test_given_results_are_written_and_returned(op):
     assert call.ran == 2
 
 
+def test_a_library_call_is_made_again_with_the_tensors_of_each_call(op):
+    def body(x: Tensor, y: Tensor, factor: float, out: Tensor | None) -> tuple[Tensor]:
+        out = new(5) if out is None else out
+        workspace.library_call(lambda a, b, c: torch.add(b, a, alpha=2, out=c), x, y, out)
+        return (out,)
+
+    call = op(body)
+    for turn in range(5):
+        x, y, out = values(start=float(turn)), values(start=7.0 * turn), torch.zeros(5)
+        assert torch.equal(call(x, y), 2 * x + y)
+        assert call(x, y, out=out) is out
+        assert torch.equal(out, 2 * x + y)
+    assert call.ran == 4  # twice with out, twice without
+    assert call.stats.hits == 6
+
+
 @pytest.mark.parametrize(
     "other",
     [

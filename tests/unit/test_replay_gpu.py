@@ -270,3 +270,16 @@ def test_threads_with_more_host_scales_than_are_remembered(decode):
     for thread in threads:
         thread.join()
     assert not failed
+
+
+def test_library_products_are_replayed():
+    """`batched_matmul` by cuBLAS, over slices as in a decode step."""
+    weight = queries(99, heads=4).transpose(0, 1)[..., :512]  # [4, BATCH, 512]
+    for seed in range(6):
+        a = queries(seed, heads=4).transpose(0, 1)[..., :512]
+        out = torch.empty(BATCH, 4, BATCH, dtype=BF16, device="cuda")
+        with torch.autocast("cuda", dtype=torch.float16, enabled=seed == 5):
+            ops.batched_matmul(a, weight, out=out.transpose(0, 1))
+        want = in_full(ops.batched_matmul, a, weight)
+        assert_same_bits("out", out.transpose(0, 1), want)
+    assert hits("batched_matmul") == 4

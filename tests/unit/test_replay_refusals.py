@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mlakit import knobs
 from mlakit.kernels.triton import launch as launching
-from mlakit.replay import calls
+from mlakit.replay import calls, workspace
 from tests.unit.replay_calls import Add, four_times, multiply, new, op, settled, values
 
 __all__ = ["op"]  # a fixture
@@ -42,6 +42,32 @@ def test_a_call_with_other_torch_ops_runs_in_full(op, extra, reason):
     (refusal,) = call.stats.refused
     assert any(part in refusal for part in reason.split("|"))
     assert call.stats.refused[refusal] == 7
+
+
+def test_a_library_call_beside_kernels_runs_in_full(op):
+    def body(x: Tensor, *others: Any) -> tuple[Tensor, ...]:
+        (result,) = four_times(x, *others)
+        workspace.library_call(lambda a: a.add_(1), result)
+        return (result,)
+
+    call = op(body)
+    for _ in range(4):
+        assert torch.equal(call(values()), 4 * values() + 1)
+    assert call.ran == 4
+    assert set(call.stats.refused) == {"the call launches kernels beside those of torch"}
+
+
+def test_a_library_call_over_a_view_runs_in_full(op):
+    def body(x: Tensor, *others: Any) -> tuple[Tensor, ...]:
+        result = new(5)
+        workspace.library_call(lambda a, b: torch.mul(a, 2, out=b), x.view(-1), result)
+        return (result,)
+
+    call = op(body)
+    for _ in range(4):
+        assert torch.equal(call(values()), 2 * values())
+    assert call.ran == 4
+    assert set(call.stats.refused) == {"a library call takes a tensor that is not the call's"}
 
 
 def test_memory_of_unknown_origin_is_refused(op):

@@ -21,9 +21,11 @@ import triton.language as tl
 from torch import Tensor
 
 from mlakit.arguments import BatchedMatmulArguments
+from mlakit.autocast import without_autocast
 from mlakit.kernels.triton.configs import pick_matmul_config
 from mlakit.kernels.triton.launch import launch, target
 from mlakit.kernels.triton.primitives import narrow_e4m3
+from mlakit.replay import workspace
 
 E4M3 = torch.float8_e4m3fn
 TYPES_16BIT = (torch.bfloat16, torch.float16)
@@ -34,8 +36,7 @@ def batched_matmul(args: BatchedMatmulArguments, out: Tensor) -> None:
     """out = a @ bᵀ, rounded once."""
     a, b = args.a, args.b
     if a.device.type == "cuda" and library_refuses(a, b, out) is None:
-        with _float32_sums():
-            torch.bmm(a, b.mT, out=out)
+        workspace.library_call(_library_bmm, a, b, out)
         return
     (batch, rows, depth), columns = a.shape, b.shape[1]
     device = target(a.device)
@@ -91,6 +92,12 @@ def library_refuses(a: Tensor, b: Tensor, out: Tensor) -> str | None:
         if max(*matrix.shape, *matrix.stride()) >= 2**31:
             return f"needs sizes and strides of {name} below 2**31"
     return None
+
+
+@without_autocast
+def _library_bmm(a: Tensor, b: Tensor, out: Tensor) -> None:
+    with _float32_sums():
+        torch.bmm(a, b.mT, out=out)
 
 
 @contextmanager
