@@ -7,7 +7,7 @@ Sizes are in elements unless a name ends in `_bytes`. A change is checked by `ml
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mlakit.architectures import has_fp8
 from mlakit.geometry import RowShape
@@ -120,6 +120,47 @@ def pick_scaled_matmul_config(
     block_n = min(max(power_of_two(columns), 16), 128 if rows > 64 else 64)
     stages = 4 if shared_bytes > FOUR_STAGES_BYTES else 3
     return MatmulConfig(block_m, block_n, block_k, 8 if block_m * block_n > 4096 else 4, stages)
+
+
+@dataclass(frozen=True)
+class FewRowsConfig:
+    """Of the block-scaled matmul of few rows."""
+
+    block_n: int
+    lanes: int  # groups of K side by side, one warp each
+    num_warps: int
+    num_stages: int
+    prefetched: int = 4096  # bytes per row of weights, while the kernel waits for activations
+
+    def shared_bytes(self, rows: int, k_group: int) -> int:
+        """Tiles of both operands of every stage."""
+        return self.num_stages * self.lanes * k_group * (self.block_n + rows)
+
+
+def pick_few_rows_config(
+    *,
+    batch: int,
+    rows: int,
+    columns: int,
+    n_group: int,
+    k_group: int,
+    k_groups: int,
+    num_sms: int,
+    shared_bytes: int,
+) -> FewRowsConfig:
+    """Wide tiles read the activations less often; narrow ones are enough work for all SMs."""
+    lanes = min(power_of_two(k_groups), 4)
+    config = FewRowsConfig(16, lanes, num_warps=lanes, num_stages=3)
+    for block_n in (32, 64):
+        wider = replace(config, block_n=block_n)
+        if (
+            n_group % block_n == 0
+            and rows >= block_n // 4
+            and batch * columns // block_n >= num_sms
+            and wider.shared_bytes(rows, k_group) <= shared_bytes
+        ):
+            config = wider
+    return config
 
 
 def pick_matmul_config(

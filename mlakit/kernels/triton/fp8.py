@@ -21,13 +21,22 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from mlakit.architectures import arch_name
 from mlakit.arguments import QuantizeArguments, ScaledMatmulArguments
-from mlakit.kernels.triton.configs import pick_quantize_config, pick_scaled_matmul_config
-from mlakit.kernels.triton.launch import launch, target
+from mlakit.autocast import without_autocast
+from mlakit.kernels.triton.configs import (
+    pick_few_rows_config,
+    pick_quantize_config,
+    pick_scaled_matmul_config,
+)
+from mlakit.kernels.triton.fp8_few_rows import refuses as few_rows_refuses
+from mlakit.kernels.triton.fp8_few_rows import scaled_mm_few_rows
+from mlakit.kernels.triton.launch import has_pdl, launch, target
 from mlakit.kernels.triton.matmul import tile_of_program
 from mlakit.kernels.triton.primitives import narrow_e4m3, widen_e4m3
+from mlakit.replay import workspace
 
 E4M3 = torch.float8_e4m3fn
 LIBRARY_GROUP = 128
@@ -40,6 +49,8 @@ def quantize_fp8(args: QuantizeArguments, out: Tensor, scales: Tensor) -> None:
     batch, rows, columns = x.shape
     groups, padded_rows = scales.shape[1:]
     config = pick_quantize_config(rows=padded_rows, group=group)
+    device = target(x.device)
+    pdl = has_pdl(device)
     launch(
         _quantize_fp8_kernel,
         (batch * groups * triton.cdiv(padded_rows, config.rows),),
@@ -57,8 +68,10 @@ def quantize_fp8(args: QuantizeArguments, out: Tensor, scales: Tensor) -> None:
         GROUP=group,
         ROWS=config.rows,
         COLUMNS=config.columns,
-        HAS_FP8=target(x.device).has_fp8,
+        HAS_FP8=device.has_fp8,
+        PDL=pdl,
         num_warps=config.num_warps,
+        **({"launch_pdl": True} if pdl else {}),
     )
 
 
@@ -82,7 +95,11 @@ def _quantize_fp8_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     HAS_FP8: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()  # the matmul prefetches weights meanwhile
+        gdc_wait()
     program = tl.program_id(0)
     group = program % groups
     tiles = tl.cdiv(padded_rows, ROWS)
@@ -139,10 +156,23 @@ def scaled_mm_fp8(args: ScaledMatmulArguments, out: Tensor) -> None:
     a, a_scale, b, b_scale = args.a, args.a_scale, args.b, args.b_scale
     n_group, k_group = args.n_group, args.k_group
     device = target(a.device)
+    if few_rows_refuses(a.shape[-2], n_group, k_group) is None:
+        config = pick_few_rows_config(
+            batch=a.shape[0] if a.ndim == 3 else 1,
+            rows=a.shape[-2],
+            columns=b.shape[-2],
+            n_group=n_group,
+            k_group=k_group,
+            k_groups=triton.cdiv(a.shape[-1], k_group),
+            num_sms=device.num_sms,
+            shared_bytes=device.shared_bytes,
+        )
+        scaled_mm_few_rows(args, out, config)
+        return
     on_cuda = a.device.type == "cuda"
     groups = {"n_group": n_group, "k_group": k_group, "arch": device.arch if on_cuda else 0}
     if library_refuses(a, a_scale, b, b_scale, out, **groups) is None:
-        _library_scaled_mm(a, a_scale, b, b_scale, out)
+        workspace.library_call(_library_scaled_mm, a, a_scale, b, b_scale, out)
         return
     if a.ndim == 2:
         a, a_scale, b, b_scale, out = (each[None] for each in (a, a_scale, b, b_scale, out))
@@ -224,6 +254,7 @@ def _library_has_scaled_mm() -> bool:
     return packet is not None and "out" in packet.overloads()
 
 
+@without_autocast
 def _library_scaled_mm(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor) -> None:
     """`torch.nn.functional.scaled_mm`, which has no `out`."""
     from torch.nn.functional import ScalingType

@@ -76,6 +76,11 @@ def target(device: torch.device) -> Target:
     return _target_of(device.type, device.index)
 
 
+def has_pdl(device: Target) -> bool:
+    """May a kernel there start before the one it depends on is complete?"""
+    return device.arch >= 90 and not knobs.interpreted()
+
+
 @lru_cache(maxsize=64)
 def _target_of(kind: str, index: int | None) -> Target:
     if kind != "cuda":

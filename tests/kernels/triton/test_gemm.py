@@ -7,10 +7,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from mlakit.kernels.triton import configs, fp8
+from mlakit.kernels.triton import configs, fp8, fp8_few_rows
 from mlakit.kernels.triton.fp8 import library_refuses as scaled_mm_refuses
 from mlakit.kernels.triton.launch import SHARED_BYTES
 from mlakit.kernels.triton.matmul import library_refuses as bmm_refuses
+from mlakit.workloads.fp8 import ScaledMatmulCase
 
 E4M3 = torch.float8_e4m3fn
 
@@ -90,6 +91,68 @@ def test_the_library_may_be_too_old(monkeypatch):
 def test_the_library_refuses_a_batch():
     operands = {name: tensor[None] for name, tensor in scaled_operands().items()}
     assert "no batch" in refusal(operands)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ((1, 128, 128), None),
+        ((32, 16, 16), None),
+        ((0, 128, 128), "1 to 32 rows, got 0"),
+        ((33, 128, 128), "1 to 32 rows, got 33"),
+        ((1, 24, 128), "groups of N in 16s, got 24"),
+        ((1, 128, 48), "powers of two from 16 to 128, got 48"),
+        ((1, 128, 256), "powers of two from 16 to 128, got 256"),
+    ],
+)
+def test_the_kernel_of_few_rows_refuses_other_groups(sizes, reason):
+    got = fp8_few_rows.refuses(*sizes)
+    assert got is None if reason is None else reason in got
+
+
+@pytest.mark.parametrize("shared", sorted(set(SHARED_BYTES.values())))
+@pytest.mark.parametrize("rows", [1, 8, 32])
+@pytest.mark.parametrize("n_group", [16, 64, 128])
+@pytest.mark.parametrize("columns", [576, 24576])
+def test_tiles_of_few_rows_fit_shared_memory(shared, rows, n_group, columns):
+    for k_groups in (1, 2, 3, 56):
+        config = configs.pick_few_rows_config(
+            batch=1,
+            rows=rows,
+            columns=columns,
+            n_group=n_group,
+            k_group=128,
+            k_groups=k_groups,
+            num_sms=132,
+            shared_bytes=shared,
+        )
+        assert config.shared_bytes(rows, 128) <= shared
+        assert n_group % config.block_n == 0  # one scale of the weights per tile and group of K
+        assert config.lanes == config.num_warps
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ScaledMatmulCase(m=1, n=40, k=16 * 9, n_group=16, k_group=16),
+        ScaledMatmulCase(m=17, n=70, k=16 * 4, n_group=32, k_group=16, batch=2),
+        ScaledMatmulCase(m=32, n=144, k=128 * 5, n_group=128, k_group=128, padded=True),
+        ScaledMatmulCase(m=2, n=128, k=130, n_group=64, k_group=64, out_dtype="e4m3"),
+        ScaledMatmulCase(m=3, n=48, k=20, n_group=16, k_group=16, batch=3, out_dtype="fp32"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("num_sms", [1, 1000], ids=["wide tiles", "narrow tiles"])
+def test_products_of_few_rows_match_the_oracle(case, num_sms, device, monkeypatch):
+    taken = []
+
+    def pick(**sizes):
+        taken.append(configs.pick_few_rows_config(**{**sizes, "num_sms": num_sms}))
+        return taken[-1]
+
+    monkeypatch.setattr(fp8, "pick_few_rows_config", pick)
+    case.run(device, "triton")
+    assert taken
 
 
 def bmm_operands(dtype=torch.bfloat16, out_dtype=None):
