@@ -73,6 +73,14 @@ class HeadMatrices:
 
     __repr__ = shapes_repr
 
+    def of_rows(self, first: int, last: int) -> HeadMatrices:
+        """The rows [first, last) of each matrix; e4m3 in whole blocks. Not of float32 copies."""
+        if self.scale is None:
+            return HeadMatrices(self.weight[:, first:last])
+        assert first % self.group == 0
+        blocks = slice(first // self.group, -(-last // self.group))
+        return HeadMatrices(self.weight[:, first:last], self.scale[:, blocks], self.group)
+
     def apply(self, x: Tensor, *, out: Tensor, backend: Backend = "auto") -> Tensor:
         """x [tokens, heads, inputs] → out [tokens, heads, outputs], written through its strides."""
         by_head, out_by_head = x.transpose(0, 1), out.transpose(0, 1)
@@ -120,12 +128,42 @@ class UpProjection:
         """Whether the matrices are e4m3 with block scales."""
         return self.kv_b_proj.scale is not None
 
-    def expand(self, latent: Tensor, *, backend: Backend = "auto") -> tuple[Tensor, Tensor]:
-        """(k_nope [tokens, heads, D_N], v [tokens, heads, D_V]) of latent [tokens, D_C]."""
+    @property
+    def head_group(self) -> int:
+        """Heads that `expand` cannot separate: blocks of an e4m3 matrix may have rows of several,
+        and a float32 copy is used whole."""
+        if self.kv_b_proj.float32 is not None:
+            return self.geometry.num_heads
+        columns = self.geometry.qk_nope_head_dim + self.geometry.v_head_dim
+        return BLOCK // gcd(columns, BLOCK) if self.is_fp8 else 1
+
+    def expand(
+        self,
+        latent: Tensor,
+        *,
+        heads: slice | None = None,
+        buffer: Tensor | None = None,
+        backend: Backend = "auto",
+    ) -> tuple[Tensor, Tensor]:
+        """(k_nope [tokens, heads, D_N], v [tokens, heads, D_V]) of latent [tokens, D_C].
+
+        heads   some of them, in whole `head_group`s; None: all
+        buffer  contiguous memory of both results; None, or too small: new memory
+        """
         g = self.geometry
-        out = latent.new_empty(len(latent), 1, self.kv_b_proj.weight.shape[1])
-        self.kv_b_proj.apply(latent[:, None], out=out, backend=backend)
-        by_head = out.view(len(latent), g.num_heads, g.qk_nope_head_dim + g.v_head_dim)
+        columns = g.qk_nope_head_dim + g.v_head_dim
+        matrix, count = self.kv_b_proj, g.num_heads
+        if heads is not None and heads != slice(0, g.num_heads):
+            matrix = matrix.of_rows(heads.start * columns, heads.stop * columns)
+            count = heads.stop - heads.start
+        shape = (len(latent), 1, count * columns)
+        size = len(latent) * count * columns
+        if buffer is None or buffer.numel() < size:
+            out = latent.new_empty(shape)
+        else:
+            out = buffer[:size].view(shape)
+        matrix.apply(latent[:, None], out=out, backend=backend)
+        by_head = out.view(len(latent), count, columns)
         k_nope, v = by_head.split([g.qk_nope_head_dim, g.v_head_dim], dim=-1)
         return k_nope, v
 

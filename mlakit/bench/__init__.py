@@ -25,6 +25,7 @@ GPU_SUITES = (
     "norm-rope-quant",
     "indexer",
     "branch",
+    "long-context",
     "sparse-step",
     "layer",
     "fp8",

@@ -77,16 +77,18 @@ class Step(Workload):
         cache, page_table = filled_pages(self.batch.kv_lens, self.page_size, self.format, generator)
         kv_lens, starts = gpu.int32(self.batch.kv_lens), gpu.int32(self.batch.starts)
         batch = CachedBatch(cache, page_table, kv_lens, starts)
-        q = gpu.normal(generator, tokens, self.heads, D_N + D_R)
+        new_q = gpu.normal(generator, tokens, self.heads, D_N + D_R)
+        q = new_q.clone()  # rotated in place, again at every call
         kv = gpu.normal(generator, tokens, ROW.width)
         plan = self._plan
 
         def call() -> Tensor:
-            return mla_step(q, kv, weights, batch, plan=plan)
+            return mla_step(q, kv, weights, batch, plan=plan, overwrite_q=True)
 
         def check() -> None:
+            q.copy_(new_q)
             out = call()
-            for token, query, decodes in self._queries(q, batch, plan):
+            for token, query, decodes in self._queries(new_q, batch, plan):
                 branch_oracle.assert_row_appended(query, kv[token], weights, cache.codec)
                 branch_oracle.assert_output_correct(out, token, query, weights, is_decode=decodes)
 

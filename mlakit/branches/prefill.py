@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from mlakit.branches.batch import CachedBatch, LayerWeights, append_tokens
@@ -18,12 +19,21 @@ from mlakit.branches.checks import (
     check_step,
     select_kernels,
 )
-from mlakit.cache import gather_rows
+from mlakit.branches.context import (
+    WORKSPACE_BYTES,
+    Expanded,
+    KeyRange,
+    Part,
+    PartialResults,
+    divided,
+    expand_ahead,
+    pick_part_sizes,
+    read_keys,
+)
 from mlakit.checks import Dims
-from mlakit.kernels.cpu.workers import on_one_thread
 from mlakit.knobs import Backend
 from mlakit.masks import CAUSAL, NULL, Mask
-from mlakit.ops import merge_states, mla_prefill
+from mlakit.ops import mla_prefill
 from mlakit.ops._checks import check_mask, check_result, check_sink
 from mlakit.plan import ContextPlan, plan_context
 from mlakit.weights import UpProjection
@@ -38,6 +48,7 @@ def prefill_branch(
     mask: Mask = CAUSAL,
     plan: ContextPlan | None = None,
     max_context_rows: int | None = None,
+    max_workspace_bytes: int = WORKSPACE_BYTES,
     out: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
@@ -49,9 +60,10 @@ def prefill_branch(
     kv               [tokens, D_C + D_R] raw latents
     plan             `plan_context` of the step, shared by all layers; required on a GPU, where a
                      plan made here would synchronise
-    max_context_rows cached keys per chunk for a plan made here; None: one chunk. The results over
-                     the new tokens and over each chunk, in q's dtype, are merged in float32. A
-                     window or chunk mask reads only its own keys, in one chunk
+    max_context_rows cached keys per chunk for a plan made here; None: as the workspace allows. The
+                     results over the new tokens and over each chunk, in q's dtype, are merged in
+                     float32. A window or chunk mask reads only its own keys, in one chunk
+    max_workspace_bytes   for K and V: chunks that need more are divided, by keys and by heads
 
     Returns out [tokens, heads, D_V] in q's dtype; 0 for a query that sees no key.
     """
@@ -59,11 +71,12 @@ def prefill_branch(
     check_mask(dims.op, mask)
     lengths = check_step(dims, q, kv, weights, batch, mask)
     plan = _context_plan(dims, batch, plan, max_context_rows, lengths)
+    room = dims.integer("max_workspace_bytes", max_workspace_bytes, 1)
     out = check_result(dims, "out", out, "tokens", "heads", "D_V", dtype=q.dtype)
     select_kernels(prefill_ops(weights), q, weights, batch, mask, backend)
     q_rope = q[..., weights.up.geometry.qk_nope_head_dim :]
     append_tokens(q_rope, kv, weights, batch, q_rope_out=q_rope, backend=backend)
-    attention = Attention(weights.up, batch, weights.softmax_scale, None, backend)
+    attention = Attention(weights.up, batch, weights.softmax_scale, None, room, backend)
     _attend(q, attention, plan, mask, out)
     return out
 
@@ -78,6 +91,7 @@ def prefill_attend(
     sink: Tensor | None = None,
     plan: ContextPlan | None = None,
     max_context_rows: int | None = None,
+    max_workspace_bytes: int = WORKSPACE_BYTES,
     out: Tensor | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
@@ -90,7 +104,7 @@ def prefill_attend(
     up      of the layer; its heads are those of q
     batch   requests whose new tokens are in the cache
     sink    [heads] float32 logit that joins out's denominator only
-    plan, max_context_rows   as in `prefill_branch`
+    plan, max_context_rows, max_workspace_bytes   as in `prefill_branch`
 
     Returns out [tokens, heads, D_V] in q's dtype and lse [tokens, heads] float32, as `mla_prefill`
     does; where nothing was attended, out is 0 and lse −inf.
@@ -99,22 +113,43 @@ def prefill_attend(
     check_mask(dims.op, mask)
     lengths = check_attention(dims, q, up, batch, mask)
     plan = _context_plan(dims, batch, plan, max_context_rows, lengths)
+    room = dims.integer("max_workspace_bytes", max_workspace_bytes, 1)
     check_sink(dims, sink)
     dims.finite("softmax_scale", softmax_scale)
     out = check_result(dims, "out", out, "tokens", "heads", "D_V", dtype=q.dtype)
-    lse = _attend(q, Attention(up, batch, softmax_scale, sink, backend), plan, mask, out)
-    return out, lse
+    attention = Attention(up, batch, softmax_scale, sink, room, backend)
+    return out, _attend(q, attention, plan, mask, out)
 
 
 @dataclass(frozen=True)
 class Attention:
-    """What all chunks of a step's context have in common."""
+    """What all parts of a step's context have in common."""
 
     up: UpProjection
     batch: CachedBatch
     softmax_scale: float
     sink: Tensor | None
+    workspace_bytes: int
     backend: Backend
+
+    def expander(self, dtype: torch.dtype) -> Callable[[Part, Tensor], Expanded]:
+        """Makes K and V of a part, in memory of a buffer."""
+        layer = self.batch.cache.layer(self.batch.layer)
+        row = layer.codec.row
+        read: dict[KeyRange, tuple[Tensor, Tensor]] = {}  # of the last part: the next may share it
+
+        def expand(part: Part, buffer: Tensor) -> Expanded:
+            if part.keys not in read:
+                read.clear()
+                read[part.keys] = read_keys(layer, self.batch.page_table, part.keys, dtype)
+            rows, kv_starts = read[part.keys]
+            latent, k_rope = rows.split([row.kv_lora_rank, row.qk_rope_head_dim], dim=-1)
+            k_nope, v = self.up.expand(
+                latent, heads=part.heads, buffer=buffer, backend=self.backend
+            )
+            return Expanded(k_nope, k_rope, v, kv_starts)
+
+        return expand
 
 
 def prefill_ops(weights: LayerWeights) -> tuple[str, ...]:
@@ -141,64 +176,52 @@ def _context_plan(
 
 
 def _attend(q: Tensor, attention: Attention, plan: ContextPlan, mask: Mask, out: Tensor) -> Tensor:
-    """Attention of rotated q over keys expanded from the cache, chunk by chunk, into `out`; gives
+    """Attention of rotated q over keys expanded from the cache, part by part, into `out`; gives
     lse."""
-    after = plan.kv_lens
-    before = [high - new for high, new in zip(after, plan.q_lens, strict=True)]
-    if mask not in (CAUSAL, NULL):
-        # the mask depends on distances or on whole chunks: it may start at the first visible key
-        first = mask.first_visible_keys(before, after)
-        return _attend_to_keys(q, attention, first, after, mask, out)[1]
-    if not plan.chunks:
-        return _attend_to_keys(q, attention, before, after, mask, out)[1]
-    # the mask applies among the new tokens; they all see the whole context
-    sink, part = attention.sink, replace(attention, sink=None)
-    new, lse = _attend_to_keys(q, part, before, after, mask, None)
-    # float32 between chunks, so that the result is rounded to q's dtype once
-    merged = on_one_thread(new.float, q.device)
-    for i, chunk in enumerate(plan.chunks):
-        lows, highs = zip(*chunk, strict=True)
-        partial, partial_lse = _attend_to_keys(q, part, lows, highs, NULL, None)
-        partial = on_one_thread(partial.float, q.device)
-        merge_states(
-            [merged, partial],
-            [lse, partial_lse],
-            sink=sink if i == len(plan.chunks) - 1 else None,  # it counts once
-            out=merged,
-            lse=lse,
+    up, sink = attention.up, attention.sink
+    sizes = pick_part_sizes(
+        up.geometry,
+        tokens=len(q),
+        itemsize=q.element_size(),
+        workspace_bytes=attention.workspace_bytes,
+        head_group=up.head_group,
+    )
+    ranges = key_ranges(plan, mask, sizes.max_rows)
+    parts = [part for keys in ranges for part in sizes.parts(keys)]
+    merged = PartialResults(q, out, sink if len(ranges) > 1 else None, attention.backend)
+    partial, lse = merged.room(is_only=len(ranges) == 1)
+    for part, expanded in expand_ahead(parts, attention.expander(q.dtype), sizes, q):
+        if part.heads.start == 0 and part is not parts[0]:
+            partial, lse = merged.room()
+        own = (slice(None), part.heads)
+        mla_prefill(
+            q[own],
+            expanded.k_nope,
+            expanded.k_rope,
+            expanded.v,
+            attention.batch.q_starts,
+            expanded.kv_starts,
+            softmax_scale=attention.softmax_scale,
+            mask=part.keys.mask,
+            sink=None if sink is None or len(ranges) > 1 else sink[part.heads],
+            out=partial[own],
+            lse=lse[own],
             backend=attention.backend,
         )
-    on_one_thread(lambda: out.copy_(merged), q.device)
-    return lse
+    return merged.finish()
 
 
-def _attend_to_keys(
-    q: Tensor,
-    attention: Attention,
-    first: Sequence[int],
-    last: Sequence[int],
-    mask: Mask,
-    out: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of the queries over the cached tokens [first, last) of every request."""
-    batch = attention.batch
-    layer = batch.cache.layer(batch.layer)
-    rows, kv_starts = on_one_thread(
-        lambda: gather_rows(layer, batch.page_table, first, last, q.dtype), q.device
-    )
-    row = layer.codec.row
-    latent, k_rope = rows.split([row.kv_lora_rank, row.qk_rope_head_dim], dim=-1)
-    k_nope, v = attention.up.expand(latent, backend=attention.backend)
-    return mla_prefill(
-        q,
-        k_nope,
-        k_rope,
-        v,
-        batch.q_starts,
-        kv_starts,
-        softmax_scale=attention.softmax_scale,
-        mask=mask,
-        sink=attention.sink,
-        out=out,
-        backend=attention.backend,
-    )
+def key_ranges(plan: ContextPlan, mask: Mask, max_rows: int) -> list[KeyRange]:
+    """The keys of each partial result: those of the new tokens, then the context in chunks."""
+    after = plan.kv_lens
+    before = tuple(high - new for high, new in zip(after, plan.q_lens, strict=True))
+    if mask not in (CAUSAL, NULL):
+        # the mask depends on distances or on whole chunks: it may start at the first visible key
+        return [KeyRange(tuple(mask.first_visible_keys(before, after)), after, mask)]
+    # the mask applies among the new tokens; they all see the whole context
+    ranges = [KeyRange(before, after, mask)]
+    for chunk in plan.chunks:
+        for part in divided(chunk, max_rows):
+            first, last = zip(*part, strict=True)
+            ranges.append(KeyRange(first, last, NULL))
+    return ranges

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -78,15 +78,17 @@ def mla_step(
     plan: StepPlan | None = None,
     decode_threshold: int | None = None,
     max_context_rows: int | None = None,
+    overwrite_q: bool = False,
     out: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
     """One causal step over a mixed batch: requests with few new tokens decode, others prefill.
 
-    q     [tokens, heads, D_N + D_R], not modified
-    kv    [tokens, D_C + D_R] raw latents
-    plan  `plan_step` of the step, shared by all layers; required on a GPU. Without one,
-          `decode_threshold` (default 8) and `max_context_rows` go into the plan made here
+    q            [tokens, heads, D_N + D_R], not modified unless `overwrite_q`
+    kv           [tokens, D_C + D_R] raw latents
+    plan         `plan_step` of the step, shared by all layers; required on a GPU. Without one,
+                 `decode_threshold` (default 8) and `max_context_rows` go into the plan made here
+    overwrite_q  the rope columns of q may be rotated in place, which saves a copy of the prompts' q
 
     Returns out [tokens, heads, D_V] in q's dtype. Padding as in `CachedBatch`.
     """
@@ -100,13 +102,46 @@ def mla_step(
         return decode_branch(q, kv, weights, batch, out=out, backend=backend)
     select_kernels(prefill_ops(weights), q, weights, batch, CAUSAL, backend)
     if plan.decode:
-        tokens, decoding = _select(batch, plan.decode, plan)
-        out[tokens] = decode_branch(q[tokens], kv[tokens], weights, decoding, backend=backend)
-    tokens, prefilling = _select(batch, plan.prefill, plan)
-    out[tokens] = prefill_branch(
-        q[tokens], kv[tokens], weights, prefilling, plan=plan.context, backend=backend
+        own, decoding = _select(batch, plan.decode, plan)
+        _into(
+            out,
+            own,
+            lambda q, kv, out: decode_branch(q, kv, weights, decoding, out=out, backend=backend),
+            q,
+            kv,
+        )
+    own, prefilling = _select(batch, plan.prefill, plan)
+    is_copied = isinstance(own, Tensor)
+    _into(
+        out,
+        own,
+        lambda q, kv, out: prefill_branch(
+            q if overwrite_q or is_copied else q.clone(),
+            kv,
+            weights,
+            prefilling,
+            plan=plan.context,
+            out=out,
+            backend=backend,
+        ),
+        q,
+        kv,
     )
     return out
+
+
+def _into(
+    out: Tensor,
+    own: slice | Tensor,
+    branch: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    q: Tensor,
+    kv: Tensor,
+) -> None:
+    """Write branch(q, kv, out) of the tokens `own` to their rows of `out`."""
+    if isinstance(own, slice):
+        branch(q[own], kv[own], out[own])
+    else:
+        out.index_copy_(0, own, branch(q[own], kv[own], None))
 
 
 def _step_plan(
@@ -134,14 +169,22 @@ def _step_plan(
 
 def _select(
     batch: CachedBatch, requests: Sequence[int], plan: StepPlan
-) -> tuple[Tensor, CachedBatch]:
-    """(token indices, batch) of some requests, without a synchronisation."""
+) -> tuple[slice | Tensor, CachedBatch]:
+    """(tokens, batch) of some requests, without a synchronisation; tokens that follow each other
+    are a slice, so that nothing is copied."""
     device = batch.q_starts.device
     ranges = list(pairwise(accumulate(plan.q_lens, initial=0)))
-    tokens = torch.cat([torch.arange(*ranges[b], device="cpu") for b in requests])
+    first, last = ranges[requests[0]][0], ranges[requests[-1]][1]
+    count = sum(plan.q_lens[b] for b in requests)
+    own: slice | Tensor = slice(first, last)
+    if count < last - first:
+        tokens = torch.cat([torch.arange(*ranges[b], device="cpu") for b in requests])
+        own = from_host(tokens, torch.int64, device)
+    if len(requests) == len(plan.kv_lens):
+        return own, batch
     q_starts = list(accumulate((plan.q_lens[b] for b in requests), initial=0))
     kv_lens = [plan.kv_lens[b] for b in requests]
-    return from_host(tokens, torch.int64, device), CachedBatch(
+    return own, CachedBatch(
         batch.cache,
         select_requests(batch.page_table, requests, kv_lens),
         batch.kv_lens[from_host(list(requests), torch.int64, device)],

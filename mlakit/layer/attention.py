@@ -431,7 +431,7 @@ def _attend(
     """Attention to all cached tokens, [tokens, heads, D_V]."""
     one_token_each = plan is None and len(q) == len(batch.kv_lens)
     if isinstance(plan, StepPlan) or (plan is None and not one_token_each):
-        return mla_step(q, kv, weights, batch, plan=plan, backend=backend)
+        return mla_step(q, kv, weights, batch, plan=plan, overwrite_q=True, backend=backend)
     # also right where the tokens are distributed in another way
     return decode_branch(q, kv, weights, batch, plan=plan, backend=backend)
 

@@ -31,11 +31,13 @@ def merge_states(
 
         lse = log Σ_p exp lse_p        out = Σ_p exp(lse_p − lse) out_p
 
-    outs  one [tokens, heads, v_width] per part; not read where the part's lse is −inf
+    outs  one [tokens, heads, v_width] per part, which may differ in their dtypes; not read where
+          the part's lse is −inf
     lses  one [tokens, heads] float32 per part, natural log
     sink  [heads] float32 logit that joins out's denominator only
 
-    Returns out in the dtype of the parts, and lse float32; 0 and −inf where every part is empty.
+    Returns out in the dtype of the first part, or given in any other, and lse float32; 0 and −inf
+    where every part is empty.
     `out` and `lse` may be those of one of the parts, which is then merged in place.
     """
     arguments = MergeArguments(outs=list(outs), lses=list(lses), sink=sink, backend=backend)
@@ -55,14 +57,15 @@ def _merge(a: MergeArguments, out: Tensor | None, lse: Tensor | None) -> tuple[T
         len(a.lses) == len(a.outs), "lses", f"hold one per part, {len(a.outs)}", len(a.lses)
     )
     axes = ("tokens", "heads", "v_width")
-    dtypes: tuple[torch.dtype, ...] = FLOATS
     for i, (part, part_lse) in enumerate(zip(a.outs, a.lses, strict=True)):
-        dims.match(f"outs[{i}]", part, *axes, dtypes=dtypes)
+        dims.match(f"outs[{i}]", part, *axes, dtypes=FLOATS)
         dims.rows_contiguous(f"outs[{i}]", part)
         dims.match(f"lses[{i}]", part_lse, *axes[:2], dtypes=[torch.float32])
-        dtypes = (part.dtype,)
     check_sink(dims, a.sink)
-    out = check_result(dims, "out", out, *axes, dtype=a.outs[0].dtype)
+    if out is not None:
+        dims.dtype("out", dims.tensor("out", out), *FLOATS)
+    dtype = a.outs[0].dtype if out is None else out.dtype
+    out = check_result(dims, "out", out, *axes, dtype=dtype)
     lse = check_result(dims, "lse", lse, *axes[:2], dtype=torch.float32)
     problem = Problem(*device_facts(dims.device), dtype=str(out.dtype), heads=dims["heads"])
     dispatch.select(NAME, problem, a.backend).launch(a, out, lse)

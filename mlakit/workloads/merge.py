@@ -21,7 +21,8 @@ class MergeCase(Case):
     empty          share of states without keys: lse −inf, out NaN
     spread         standard deviation of the parts' lse
     sink           "", "finite" or "mixed" (with ±inf)
-    given_results  pass out= and lse=
+    mixed          parts are in turn in `dtype` and in float32
+    given_results  pass out= and lse=, out in float32 where the parts are mixed
     """
 
     op = "merge_states"
@@ -34,6 +35,7 @@ class MergeCase(Case):
     empty: float = 0.3
     spread: float = 2.0
     sink: str = ""
+    mixed: bool = False
     given_results: bool = False
 
     def trial(self, device: torch.device | str) -> Trial:
@@ -42,12 +44,13 @@ class MergeCase(Case):
         is_empty = inputs.chance(self.empty, *shape)
         part_lses = (self.spread * inputs.normal(*shape) + 3).masked_fill(is_empty, -torch.inf)
         part_outs = inputs.normal(*shape, self.v_width).masked_fill(is_empty[..., None], torch.nan)
-        outs = [inputs.place(f"outs[{i}]", part, self.dtype) for i, part in enumerate(part_outs)]
+        kinds = (self.dtype, "fp32" if self.mixed else self.dtype)
+        outs = [inputs.place(f"outs[{i}]", part, kinds[i % 2]) for i, part in enumerate(part_outs)]
         lses = [inputs.place(f"lses[{i}]", part) for i, part in enumerate(part_lses)]
         sink = inputs.sink(self.sink, self.heads)
         given = {}
         if self.given_results:
-            given["out"] = inputs.result("out", (*shape[1:], self.v_width), DTYPES[self.dtype])
+            given["out"] = inputs.result("out", (*shape[1:], self.v_width), DTYPES[kinds[1]])
             given["lse"] = inputs.result("lse", shape[1:], torch.float32)
 
         def call(backend: Backend) -> Results:

@@ -369,6 +369,7 @@ def merge_case(draw: Draw) -> MergeCase:
         empty=draw.choice((0.0, 0.3, 0.8)),
         spread=draw.choice((0.5, 3.0, 30.0)),
         sink=draw.choice(SINKS),
+        mixed=draw.flip(),
         given_results=draw.flip(),
     )
 

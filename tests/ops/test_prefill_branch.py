@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from torch import Tensor
 
 from mlakit import masks
+from mlakit.branches import context
 from mlakit.masks import CAUSAL
 from mlakit.plan import plan_context
 from mlakit.testing import assert_matches, assert_same_bits
 from mlakit.weights import UpProjection
 from tests.ops.branch_steps import (
     BF16,
+    E4M3,
+    F32,
     F64,
     FP8_STEPS,
+    GEOMETRY,
     STEPS,
     Step,
     every_mask,
@@ -101,6 +106,50 @@ def test_prefill_expands_no_more_context_at_once_than_asked(max_rows, monkeypatc
     assert new == step.tokens
     assert max(context) <= (max_rows or attended)
     assert sum(context) == attended  # every row once
+
+
+WIDE = replace(GEOMETRY, num_heads=4)
+LONG = {"kv_lens": (400, 7, 140), "q_lens": (3, 0, 140)}
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        Step(**LONG, geometry=WIDE, dtype=F32, format="fp32"),
+        Step(**LONG, geometry=WIDE, format="fp8_block128"),
+        Step(
+            **LONG,
+            geometry=replace(WIDE, qk_nope_head_dim=32, v_head_dim=32),
+            weights_dtype=E4M3,
+        ),
+        Step(kv_lens=(600,), q_lens=(4,), geometry=WIDE, dtype=F32, format="fp32"),
+    ],
+    ids=["fp32", "fp8-rows", "fp8-weights", "one-request"],
+)
+def test_prefill_in_parts_that_fit_a_workspace(step, monkeypatch):
+    """A buffer for 256 keys of as few heads as can be separated, and for 128 keys of all heads."""
+    monkeypatch.setattr(context, "MIN_TILES", 1)
+    g, parts = step.geometry, []
+    expand = UpProjection.expand
+
+    def note(up: UpProjection, latent: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        k_nope, v = expand(up, latent, **options)
+        parts.append(tuple(k_nope.shape[:2]))
+        return k_nope, v
+
+    monkeypatch.setattr(UpProjection, "expand", note)
+    q, kv, weights, batch = step.arguments()
+    group = weights.up.head_group
+    row = group * (g.qk_nope_head_dim + g.v_head_dim) + g.row.width
+    room = context.NUM_BUFFERS * 256 * row * q.element_size()
+    out = prefill_branch(q, kv, weights, batch, max_workspace_bytes=room)
+    step.check_prefill(out, batch, max_rows=256)
+    attended = sum(n for n, queries in zip(step.before, step.q_lens, strict=True) if queries)
+    assert max(rows for rows, _ in parts if rows != step.tokens) <= 256
+    assert {heads for rows, heads in parts if rows > 128} <= {group}
+    keys = (attended + step.tokens) * g.num_heads
+    assert sum(rows * heads for rows, heads in parts) == keys  # each row and head once
+    assert len(parts) > (2 if group == g.num_heads else 6)
 
 
 def test_a_window_expands_only_the_keys_it_shows(monkeypatch):

@@ -15,8 +15,8 @@ WRONG: WrongCalls = {
             "ValueError: outs[2].shape[0] (tokens) must equal outs[0].shape[0], 7, got 6",
         ),
         (
-            lambda a: {"outs": [*a["outs"][:2], a["outs"][2].float()]},
-            "TypeError: outs[2] must be bfloat16, got float32",
+            lambda a: {"outs": [*a["outs"][:2], a["outs"][2].int()]},
+            "TypeError: outs[2] must be bfloat16 or float16 or float32, got int32",
         ),
         (
             lambda a: {"lses": [*a["lses"][:2], a["lses"][2].bfloat16()]},
@@ -31,6 +31,9 @@ WRONG: WrongCalls = {
             "ValueError: sink.shape[0] (heads) must equal outs[0].shape[1], 3, got 1",
         ),
         (lambda a: {"outs": [1, 2, 3]}, "TypeError: outs[0] must be a tensor, got int"),
-        (lambda a: {"out": a["out"].float()}, "TypeError: out must be bfloat16, got float32"),
+        (
+            lambda a: {"out": a["out"].double()},
+            "TypeError: out must be bfloat16 or float16 or float32, got float64",
+        ),
     ],
 }
