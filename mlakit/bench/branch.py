@@ -1,6 +1,7 @@
 """The suite `branch`: a layer's whole step without its projections, `mla_step`, on a GPU.
 
 Step    append the new tokens, absorb or expand the up-projection, attend, project up
+Plan    made before the clock starts: all layers of a step share it
 Bytes   cached rows, weights, q, the raw latents and out once
 FLOPs   attention and the up-projection, absorbed or expanded as each request computes them
 Check   some tokens, all heads, and their cache rows against the float64 oracle
@@ -22,6 +23,8 @@ from mlakit.branches import CachedBatch, LayerWeights, StepPlan, mla_step, plan_
 from mlakit.cache import request_slots
 from mlakit.formats import Format, row_codec
 from mlakit.ops import mla_decode
+from mlakit.ops.decode_plan import plan_mla_decode
+from mlakit.plan import DecodePlanTensors
 from mlakit.rope import rope_table
 from mlakit.weights import UpProjection
 
@@ -80,10 +83,22 @@ class Step(Workload):
         new_q = gpu.normal(generator, tokens, self.heads, D_N + D_R)
         q = new_q.clone()  # rotated in place, again at every call
         kv = gpu.normal(generator, tokens, ROW.width)
-        plan = self._plan
+        plan, decode_plan = self._plan, None
+        if not plan.prefill:
+            decode_plan = plan_mla_decode(
+                cache,
+                page_table,
+                kv_lens,
+                heads=self.heads,
+                num_tokens=tokens,
+                q_starts=starts,
+                dtype=q.dtype,
+            )
 
         def call() -> Tensor:
-            return mla_step(q, kv, weights, batch, plan=plan, overwrite_q=True)
+            return mla_step(
+                q, kv, weights, batch, plan=plan, decode_plan=decode_plan, overwrite_q=True
+            )
 
         def check() -> None:
             q.copy_(new_q)
@@ -95,7 +110,7 @@ class Step(Workload):
         baselines = [gpu.read_baseline(self.bytes)]
         if not plan.prefill:
             attention = _attention_alone(
-                batch, gpu.normal(generator, tokens, self.heads, ROW.width)
+                batch, gpu.normal(generator, tokens, self.heads, ROW.width), decode_plan
             )
             baselines.append(Baseline("attention alone", attention, sets_target=False))
         return BenchmarkCase(call, baselines, check)
@@ -128,11 +143,13 @@ def layer_weights(generator: torch.Generator, heads: int, positions: int) -> Lay
     )
 
 
-def _attention_alone(batch: CachedBatch, q: Tensor) -> Callable[[], object]:
+def _attention_alone(
+    batch: CachedBatch, q: Tensor, plan: DecodePlanTensors | None
+) -> Callable[[], object]:
     where = (batch.cache, batch.page_table, batch.kv_lens)
 
     def attend() -> object:
-        return mla_decode(q, *where, q_starts=batch.q_starts, softmax_scale=SCALE)
+        return mla_decode(q, *where, q_starts=batch.q_starts, softmax_scale=SCALE, plan=plan)
 
     return attend
 

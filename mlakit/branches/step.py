@@ -18,7 +18,7 @@ from mlakit.checks import Dims
 from mlakit.knobs import Backend
 from mlakit.masks import CAUSAL
 from mlakit.ops._checks import check_result
-from mlakit.plan import ContextPlan, plan_context
+from mlakit.plan import ContextPlan, DecodePlan, DecodePlanTensors, EvenSplit, plan_context
 
 DECODE_THRESHOLD = 8  # a request with at most this many new tokens decodes
 
@@ -76,6 +76,7 @@ def mla_step(
     batch: CachedBatch,
     *,
     plan: StepPlan | None = None,
+    decode_plan: DecodePlan | DecodePlanTensors | EvenSplit | None = None,
     decode_threshold: int | None = None,
     max_context_rows: int | None = None,
     overwrite_q: bool = False,
@@ -88,6 +89,8 @@ def mla_step(
     kv           [tokens, D_C + D_R] raw latents
     plan         `plan_step` of the step, shared by all layers; required on a GPU. Without one,
                  `decode_threshold` (default 8) and `max_context_rows` go into the plan made here
+    decode_plan  as `plan` of `decode_branch`, shared by all layers, for a batch in which every
+                 request decodes; None: each layer makes its own
     overwrite_q  the rope columns of q may be rotated in place, which saves a copy of the prompts' q
 
     Returns out [tokens, heads, D_V] in q's dtype. Padding as in `CachedBatch`.
@@ -95,11 +98,13 @@ def mla_step(
     dims = Dims("mla_step")
     lengths = check_step(dims, q, kv, weights, batch, CAUSAL)
     plan = _step_plan(dims, batch, plan, decode_threshold, max_context_rows, lengths)
+    if plan.prefill and decode_plan is not None:
+        dims.fail("decode_plan", "be None where a request prefills", type(decode_plan).__name__)
     if plan.decode:
-        check_absorbed_attention(dims, q, batch, lengths, None, None, CAUSAL, None)
+        check_absorbed_attention(dims, q, batch, lengths, None, None, CAUSAL, decode_plan)
     out = check_result(dims, "out", out, "tokens", "heads", "D_V", dtype=q.dtype)
     if not plan.prefill:
-        return decode_branch(q, kv, weights, batch, out=out, backend=backend)
+        return decode_branch(q, kv, weights, batch, plan=decode_plan, out=out, backend=backend)
     select_kernels(prefill_ops(weights), q, weights, batch, CAUSAL, backend)
     if plan.decode:
         own, decoding = _select(batch, plan.decode, plan)

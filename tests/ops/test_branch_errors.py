@@ -16,7 +16,7 @@ from mlakit.branches import CachedBatch, LayerWeights, StepPlan, plan_step
 from mlakit.cache import PagedLatentCache
 from mlakit.checks import UnsupportedError
 from mlakit.geometry import RowShape
-from mlakit.plan import plan_context, plan_decode
+from mlakit.plan import EvenSplit, plan_context, plan_decode
 from mlakit.testing import assert_unchanged, snapshot
 from tests.ops.branch_steps import (
     BF16,
@@ -160,6 +160,10 @@ PREFILL: list[tuple[Change, str]] = [
         lambda q, kv, w, b: {"plan": plan_context(KV_LENS, Q_LENS), "max_context_rows": 4},
         "max_context_rows must be None if plan is given, got 4",
     ),
+    (
+        lambda q, kv, w, b: {"max_workspace_bytes": 0},
+        "max_workspace_bytes must be at least 1, got 0",
+    ),
 ]
 DECODE: list[tuple[Change, str]] = [
     (lambda q, kv, w, b: {"mask": None}, "mask must be a Mask, got NoneType"),
@@ -217,6 +221,10 @@ STEP: list[tuple[Change, str]] = [
     (
         lambda q, kv, w, b: {"plan": plan_step(KV_LENS, Q_LENS), "max_context_rows": 4},
         "max_context_rows must be None if plan is given, got 4",
+    ),
+    (
+        lambda q, kv, w, b: {"decode_plan": EvenSplit(2)},
+        "decode_plan must be None where a request prefills, got EvenSplit",
     ),
 ]
 REFUSALS = [

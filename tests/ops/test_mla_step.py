@@ -11,8 +11,9 @@ import pytest
 
 from mlakit import branches
 from mlakit.branches import CachedBatch, plan_step
+from mlakit.branches import step as steps
 from mlakit.cache import select_requests
-from mlakit.plan import plan_context
+from mlakit.plan import EvenSplit, plan_context
 from mlakit.testing import assert_matches, assert_same_bits
 from tests.ops.branch_steps import (
     FP8_STEPS,
@@ -142,3 +143,30 @@ def test_a_step_follows_its_plan(monkeypatch):
     assert_same_bits(
         "out", out, mla_step(*step.arguments(), decode_threshold=1, max_context_rows=5)
     )
+
+
+def test_a_step_takes_a_plan_of_its_decode(monkeypatch):
+    step = replace(STEPS["bf16"], q_lens=(1, 1, 0, 2, 1, 8))
+    q, kv, weights, batch = step.arguments()
+    given = []
+    decode = steps.decode_branch
+
+    def note(*arguments, plan, **options):
+        given.append(plan)
+        return decode(*arguments, plan=plan, **options)
+
+    monkeypatch.setattr(steps, "decode_branch", note)
+    split = EvenSplit(2)
+    out = mla_step(q, kv, weights, batch, decode_plan=split)
+    assert given == [split]
+    step.check_step(out, batch, 8)
+
+
+@pytest.mark.parametrize("decode_threshold", [0, 3], ids=["all prefill", "mixed"])
+def test_a_step_may_rotate_q_in_place(decode_threshold):
+    step = STEPS["bf16"]
+    q, kv, weights, batch = step.arguments()
+    out = mla_step(q, kv, weights, batch, decode_threshold=decode_threshold, overwrite_q=True)
+    step.check_step(out, batch, decode_threshold)
+    d_n = step.geometry.qk_nope_head_dim
+    assert_same_bits("q_nope", q[..., :d_n].contiguous(), step.q[..., :d_n].contiguous())

@@ -7,7 +7,7 @@ Sizes are in elements unless a name ends in `_bytes`. A change is checked by `ml
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from mlakit.architectures import has_fp8
 from mlakit.geometry import RowShape
@@ -128,9 +128,7 @@ class FewRowsConfig:
 
     block_n: int
     lanes: int  # groups of K side by side, one warp each
-    num_warps: int
-    num_stages: int
-    prefetched: int = 4096  # bytes per row of weights, while the kernel waits for activations
+    num_stages: int = 3
 
     def shared_bytes(self, rows: int, k_group: int) -> int:
         """Tiles of both operands of every stage."""
@@ -147,20 +145,30 @@ def pick_few_rows_config(
     k_groups: int,
     num_sms: int,
     shared_bytes: int,
+    has_fp8: bool,
 ) -> FewRowsConfig:
-    """Wide tiles read the activations less often; narrow ones are enough work for all SMs."""
-    lanes = min(power_of_two(k_groups), 4)
-    config = FewRowsConfig(16, lanes, num_warps=lanes, num_stages=3)
-    for block_n in (32, 64):
-        wider = replace(config, block_n=block_n)
-        if (
-            n_group % block_n == 0
-            and rows >= block_n // 4
-            and batch * columns // block_n >= num_sms
-            and wider.shared_bytes(rows, k_group) <= shared_bytes
-        ):
-            config = wider
-    return config
+    """Few tiles: many warps read each of them. Many tiles with short rows: few warps, so that each
+    has several steps. Wide tiles read the activations less often (docs/notes/steps.md)."""
+    tiles = batch * columns // 16
+    lanes = 4
+    if tiles < num_sms:
+        lanes = 8
+    elif tiles >= 4 * num_sms and k_groups < 16:
+        lanes = 2
+    if rows >= 16:
+        widths = [64, 32, 16] if batch * columns // 64 >= 3 * num_sms // 4 else [16]
+    else:
+        widths = [32, 16] if lanes == 2 else [16]
+    # wider tiles spill; without conversions in hardware, operands need more registers
+    widest = (64 if has_fp8 else 32) * 16 // max(rows, 16)
+    lanes = min(lanes, power_of_two(k_groups))
+    candidates = [FewRowsConfig(width, lanes) for width in widths if width <= widest]
+    candidates += [FewRowsConfig(16, fewer) for fewer in (4, 2, 1) if fewer < lanes]
+    return next(
+        config
+        for config in candidates
+        if n_group % config.block_n == 0 and config.shared_bytes(rows, k_group) <= shared_bytes
+    )
 
 
 def pick_matmul_config(

@@ -166,6 +166,7 @@ def scaled_mm_fp8(args: ScaledMatmulArguments, out: Tensor) -> None:
             k_groups=triton.cdiv(a.shape[-1], k_group),
             num_sms=device.num_sms,
             shared_bytes=device.shared_bytes,
+            has_fp8=device.has_fp8,
         )
         scaled_mm_few_rows(args, out, config)
         return

@@ -8,6 +8,7 @@ Memory     b once, in a pipeline that keeps the loads of several steps in flight
            program
 Precision  as `fp8`: operands are converted to fp16, exactly, and accumulated in float32
 Limits     groups of K that are powers of two from 16 to 128; groups of N in whole tiles
+Numbers    docs/notes/steps.md
 Lineage    own design; ideas: split K within a CTA (CUTLASS's sliced K)
 """
 
@@ -26,6 +27,9 @@ from mlakit.kernels.triton.primitives import narrow_e4m3, widen_e4m3
 
 E4M3 = torch.float8_e4m3fn
 MAX_ROWS = 32
+# Of weights. The kernel then starts while activations are quantised, which hides its launch. With
+# 117 MB of weights it takes 43 us instead of 38 so, with 4 to 38 MB 1 to 2 us less (H200, one row).
+MAX_PDL_BYTES = 64 << 20
 MMA_ROWS = 16  # the least rows that tensor cores multiply
 
 
@@ -46,7 +50,7 @@ def scaled_mm_few_rows(args: ScaledMatmulArguments, out: Tensor, config: FewRows
     (batch, rows, depth), columns = a.shape, b.shape[1]
     padded_rows = power_of_two(rows)
     device = target(a.device)
-    pdl = has_pdl(device)
+    pdl = has_pdl(device) and batch * columns * depth <= MAX_PDL_BYTES
     launch(
         _scaled_mm_few_rows_kernel,
         (batch * triton.cdiv(columns, config.block_n),),
@@ -70,10 +74,9 @@ def scaled_mm_few_rows(args: ScaledMatmulArguments, out: Tensor, config: FewRows
         BLOCK_N=config.block_n,
         LANES=config.lanes,
         WHOLE_STEPS=depth % (config.lanes * args.k_group) == 0,
-        PREFETCHED=config.prefetched,
         HAS_FP8=device.has_fp8,
         PDL=pdl,
-        num_warps=config.num_warps,
+        num_warps=config.lanes,
         num_stages=config.num_stages,
         **({"launch_pdl": True} if pdl else {}),
     )
@@ -108,7 +111,6 @@ def _scaled_mm_few_rows_kernel(
     BLOCK_N: tl.constexpr,
     LANES: tl.constexpr,
     WHOLE_STEPS: tl.constexpr,  # K is a multiple of LANES groups
-    PREFETCHED: tl.constexpr,  # bytes per row of b, with PDL
     HAS_FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -124,35 +126,32 @@ def _scaled_mm_few_rows_kernel(
     group_of_n = (n_tile * BLOCK_N // N_GROUP).to(tl.int64)
     b_scale += batch * stride_b_scale_b + group_of_n * stride_b_scale_n
     if PDL:
-        # weights come from no kernel: they are on their way while the one before quantises a
-        _prefetch_rows(b + batch * stride_b_b, n, N, K, stride_b_n, PREFETCHED)
-        gdc_wait()
+        gdc_wait()  # for the activations
     b += batch * stride_b_b + n.to(tl.int64)[None, None, :] * stride_b_n
     is_row = (m < M)[None, :, None]
     is_column = (n < N)[None, None, :]
 
     groups = tl.cdiv(K, K_GROUP)
     acc = tl.zeros([LANES, BLOCK_M, BLOCK_N], tl.float32)
-    by_row, by_block = _load_scales(
-        a_scale, b_scale, lane, groups, m, M, stride_a_scale_k, stride_b_scale_k
-    )
     for first in range(0, groups, LANES):
-        # one step ahead: these loads are not part of the pipeline, which holds operands of dots
-        next_by_row, next_by_block = _load_scales(
-            *(a_scale, b_scale, first + LANES + lane, groups, m, M),
-            *(stride_a_scale_k, stride_b_scale_k),
-        )
         k = first * K_GROUP + within
         a_mask, b_mask = is_row, is_column
         if not WHOLE_STEPS:
             a_mask, b_mask = a_mask & (k < K)[:, None, :], b_mask & (k < K)[:, :, None]
         right = tl.load(b + k[:, :, None], mask=b_mask, other=0)
         left = tl.load(a + k[:, None, :], mask=a_mask, other=0)  # [LANES, ROWS, K_GROUP]
+        group = first + lane
+        is_group = group < groups
+        by_block = tl.load(b_scale + group * stride_b_scale_k, mask=is_group, other=0.0)
+        by_row = tl.load(
+            a_scale + group.to(tl.int64)[:, None] * stride_a_scale_k,
+            mask=is_group[:, None] & (m < M)[None, :],
+            other=0.0,
+        )  # [LANES, ROWS]
         values = _repeat_rows(widen_e4m3(left, tl.float16, HAS_FP8), BLOCK_M)
-        of_row = tl.reshape(_repeat_rows(by_row[:, :, None], BLOCK_M), [LANES, BLOCK_M])
+        by_row = tl.reshape(_repeat_rows(by_row[:, :, None], BLOCK_M), [LANES, BLOCK_M])
         products = tl.dot(values, widen_e4m3(right, tl.float16, HAS_FP8))
-        acc += products * of_row[:, :, None] * by_block[:, None, None]
-        by_row, by_block = next_by_row, next_by_block
+        acc += products * by_row[:, :, None] * by_block[:, None, None]
 
     total = tl.sum(acc, 0)  # [BLOCK_M, BLOCK_N]
     # rows are repeated where there are fewer than the tensor cores take
@@ -163,36 +162,6 @@ def _scaled_mm_few_rows_kernel(
     if out.dtype.element_ty == tl.uint8:
         total = narrow_e4m3(total, HAS_FP8)
     tl.store(out, total.to(out.dtype.element_ty), mask=is_stored[:, None] & (n < N)[None, :])
-
-
-@triton.jit
-def _prefetch_rows(b, n, N, K, stride_b_n, BYTES: tl.constexpr):
-    """Prefetch the first BYTES of the rows `n` of b to L2."""
-    LINE: tl.constexpr = 128  # bytes
-    at = tl.arange(0, BYTES // LINE) * LINE
-    row = tl.minimum(n, N - 1).to(tl.int64)
-    line = (b + row[:, None] * stride_b_n) + tl.minimum(at, K - 1)[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [line.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def _load_scales(a_scale, b_scale, group, groups, m, M, stride_a_scale_k, stride_b_scale_k):
-    """Scales of groups of K: (of the rows of a [LANES, ROWS], of the tile of b [LANES])."""
-    is_group = group < groups
-    by_row = tl.load(
-        a_scale + group.to(tl.int64)[:, None] * stride_a_scale_k,
-        mask=is_group[:, None] & (m < M)[None, :],
-        other=0.0,
-    )
-    by_block = tl.load(b_scale + group * stride_b_scale_k, mask=is_group, other=0.0)
-    return by_row, by_block
 
 
 @triton.jit
