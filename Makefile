@@ -20,6 +20,12 @@ OLDEST_TORCH_INSTALLED := $(OLDEST_TORCH_VENV)/.installed
 VLLM := vllm==0.32.0
 VLLM_VENV := .venv-vllm
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
+# SGLang's wheel, likewise; torchvision is the one for TORCH
+SGLANG := sglang==0.5.23
+TORCHVISION := torchvision==0.28.0
+SGLANG_VENV := .venv-sglang
+SGLANG_INSTALLED := $(SGLANG_VENV)/.installed
+ENGINE_REQUIREMENTS := tests/integrations/engine_requirements.py
 # Both ends of the range of transformers versions, each in an environment like the oldest Triton's;
 # the tests of $(VENV) have the version in between that pyproject.toml names
 TRANSFORMERS := 5.15.0 5.22.2
@@ -28,7 +34,7 @@ TRANSFORMERS_VENV := .venv-transformers-
 PYTEST_JOBS := -n auto --dist worksteal
 
 .PHONY: demo quick test test-all venv lint types unit thorough compile oldest oldest-torch docs mutants
-.PHONY: transformers-versions slow-tests format clean test-vllm
+.PHONY: transformers-versions slow-tests format clean test-vllm test-sglang
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
@@ -87,6 +93,10 @@ oldest-torch: $(OLDEST_TORCH_INSTALLED)
 test-vllm: $(VLLM_INSTALLED)
 	VLLM_TARGET_DEVICE=cpu $(VLLM_VENV)/bin/python -m pytest tests/integrations/vllm
 
+# the SGLang plugin in SGLang's engine, likewise
+test-sglang: $(SGLANG_INSTALLED)
+	$(SGLANG_VENV)/bin/python -m pytest tests/integrations/sglang
+
 # the pages in docs/ as a site in site/; a warning is an error. The variable keeps the theme from
 # announcing its successor at every build
 docs: $(DOCS_INSTALLED)
@@ -102,7 +112,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(OLDEST_TORCH_VENV) $(VLLM_VENV) $(TRANSFORMERS_VENV)* \
+	rm -rf $(VENV) $(OLDEST) $(OLDEST_TORCH_VENV) $(VLLM_VENV) $(SGLANG_VENV) $(TRANSFORMERS_VENV)* \
 	  .mypy_cache .pytest_cache .ruff_cache dist site
 
 # torch goes first so that no later requirement may choose another build of it
@@ -145,12 +155,22 @@ $(OLDEST_TORCH_INSTALLED): pyproject.toml Makefile mlakit/_version.py
 	$(OLDEST_TORCH_VENV)/bin/python -m pip install --editable ".[test]"
 	touch $@
 
-$(VLLM_INSTALLED): pyproject.toml Makefile mlakit/_version.py tests/integrations/vllm/requirements.py
+$(VLLM_INSTALLED): pyproject.toml Makefile mlakit/_version.py $(ENGINE_REQUIREMENTS)
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --upgrade pip
 	$(VLLM_VENV)/bin/python -m pip install "$(TORCH)"
 	$(VLLM_VENV)/bin/python -m pip install --no-deps "$(VLLM)"
-	$(VLLM_VENV)/bin/python tests/integrations/vllm/requirements.py > $(VLLM_VENV)/requirements.txt
+	$(VLLM_VENV)/bin/python $(ENGINE_REQUIREMENTS) vllm > $(VLLM_VENV)/requirements.txt
 	$(VLLM_VENV)/bin/python -m pip install --requirement $(VLLM_VENV)/requirements.txt
 	$(VLLM_VENV)/bin/python -m pip install --editable ".[test]"
+	touch $@
+
+$(SGLANG_INSTALLED): pyproject.toml Makefile mlakit/_version.py $(ENGINE_REQUIREMENTS)
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/python -m pip install --upgrade pip
+	$(SGLANG_VENV)/bin/python -m pip install "$(TORCH)"
+	$(SGLANG_VENV)/bin/python -m pip install --no-deps "$(SGLANG)" "$(TORCHVISION)"
+	$(SGLANG_VENV)/bin/python $(ENGINE_REQUIREMENTS) sglang > $(SGLANG_VENV)/requirements.txt
+	$(SGLANG_VENV)/bin/python -m pip install --requirement $(SGLANG_VENV)/requirements.txt
+	$(SGLANG_VENV)/bin/python -m pip install --editable ".[test]"
 	touch $@

@@ -2,7 +2,7 @@
 
 Calls    what its classes compute in `forward_mqa` (decode, sparse), `run_prefill_new_tokens`,
          `do_kv_cache_update` and the indexer's step; vLLM is not needed
-Queries  in two parts: the transposed product with W_UK, and a view of the rotated columns
+Queries  in two parts: the product with W_UK, and a view of the rotated columns
 Sparse   token positions, turned into cache rows in the call; FlashMLA gets rows
 Prefill  keys concatenated, values a view of the projection's result; FA3 gets the same
 Plan     made by the first layer of a step, before the clock starts, for peers too
@@ -40,7 +40,7 @@ MAX_CHECKED = 64  # rows of a cache update, queries of a selection
 
 def query_parts(generator: torch.Generator, tokens: int, heads: int) -> tuple[Tensor, Tensor]:
     """(latent, rope) as vLLM's layer makes them of a projected query."""
-    latent = gpu.normal(generator, heads, tokens, D_C).transpose(0, 1)
+    latent = gpu.normal(generator, tokens, heads, D_C)
     return latent, gpu.normal(generator, tokens, heads, D_N + D_R)[..., D_N:]
 
 

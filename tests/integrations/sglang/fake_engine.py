@@ -1,6 +1,6 @@
 """The names that seams.py takes from SGLang, as modules with the same paths and conventions.
 
-Written from SGLang 0.5.23, whose wheel needs CUDA to run: `test_backend.py` drives the backends
+Written from SGLang 0.5.23. `test_backend.py` and `test_sparse.py` drive the backends
 with it, and `test_installed.py` compares it with SGLang where that is installed.
 """
 

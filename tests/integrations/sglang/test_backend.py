@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mlakit import CAUSAL, NULL, UnsupportedError, reference
+from mlakit.integrations import steps
 from mlakit.integrations.sglang import calls
 from mlakit.testing import assert_matches
 from tests.integrations.sglang import fake_engine
@@ -72,6 +73,23 @@ def test_queries_and_rows_may_come_in_one_piece(device, monkeypatch):
     check(out, q, engine.oracle_rows(LENGTHS), [1] * 4)
     stored = torch.stack([each[-1] for each in engine.oracle_rows(LENGTHS)])
     assert torch.equal(stored.bfloat16(), k[:, 0].cpu())
+
+
+def test_kernels_get_the_heads_of_a_token_together(monkeypatch):
+    """As Hopper's kernels need them, which others would stand in for without a word."""
+    engine = Engine(monkeypatch, LENGTHS, CPU)
+    batch, seen = engine.batch(ForwardMode.DECODE), []
+    given = parts(queries(4, CPU))
+    assert not given["q"].is_contiguous()
+
+    def decode(q, *others, **named):
+        seen.append(q)
+        return q[0], None
+
+    monkeypatch.setattr(steps, "decode", decode)
+    engine.backend.init_forward_metadata(batch)
+    engine.backend.forward(k=None, v=None, layer=engine.layer, forward_batch=batch, **given)
+    assert [latent.is_contiguous() for latent, _ in seen] == [True]
 
 
 def test_a_verification_step_has_a_chain_of_drafts(device, monkeypatch):
