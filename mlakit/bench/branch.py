@@ -4,27 +4,26 @@ Step    append the new tokens, absorb or expand the up-projection, attend, proje
 Plan    made before the clock starts: all layers of a step share it
 Bytes   cached rows, weights, q, the raw latents and out once
 FLOPs   attention and the up-projection, absorbed or expanded as each request computes them
+Kernels the products and the attention alone, and their sum; mixed batches have none
 Check   some tokens, all heads, and their cache rows against the float64 oracle
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from mlakit.bench import branch_oracle, correctness, gpu
+from mlakit.bench import branch_oracle, correctness, gpu, step_kernels
 from mlakit.bench.pool import MODEL, ROW, SCALE, filled_pages
 from mlakit.bench.shapes import Batch, Shape
-from mlakit.bench.suite import Baseline, BenchmarkCase, Workload
+from mlakit.bench.suite import BenchmarkCase, Workload
 from mlakit.branches import CachedBatch, LayerWeights, StepPlan, mla_step, plan_step
 from mlakit.cache import request_slots
 from mlakit.formats import Format, row_codec
-from mlakit.ops import mla_decode
 from mlakit.ops.decode_plan import plan_mla_decode
-from mlakit.plan import DecodePlanTensors
 from mlakit.rope import rope_table
 from mlakit.weights import UpProjection
 
@@ -48,6 +47,15 @@ class Step(Workload):
     def name(self) -> str:
         page = f"-page{self.page_size}" if self.page_size != 64 else ""
         return f"step-{self.format}-{self.batch.label(self.heads)}{page}"
+
+    target_baseline = step_kernels.SUM
+
+    @property
+    def min_speedup(self) -> float:
+        return 1 / step_kernels.max_over_sum(self.batch)
+
+    def with_derived(self, seconds: dict[str, list[float]]) -> dict[str, list[float]]:
+        return step_kernels.with_sum(seconds)
 
     @property
     def flops(self) -> int:
@@ -109,10 +117,9 @@ class Step(Workload):
 
         baselines = [gpu.read_baseline(self.bytes)]
         if not plan.prefill:
-            attention = _attention_alone(
-                batch, gpu.normal(generator, tokens, self.heads, ROW.width), decode_plan
-            )
-            baselines.append(Baseline("attention alone", attention, sets_target=False))
+            baselines += step_kernels.decode_kernels(new_q, weights, batch, decode_plan)
+        elif not plan.decode:
+            baselines += step_kernels.prefill_kernels(self.batch, weights)
         return BenchmarkCase(call, baselines, check)
 
     def _queries(
@@ -141,17 +148,6 @@ def layer_weights(generator: torch.Generator, heads: int, positions: int) -> Lay
         freqs=rope_table(MODEL, positions, device=gpu.DEVICE),
         softmax_scale=SCALE,
     )
-
-
-def _attention_alone(
-    batch: CachedBatch, q: Tensor, plan: DecodePlanTensors | None
-) -> Callable[[], object]:
-    where = (batch.cache, batch.page_table, batch.kv_lens)
-
-    def attend() -> object:
-        return mla_decode(q, *where, q_starts=batch.q_starts, softmax_scale=SCALE, plan=plan)
-
-    return attend
 
 
 def of_shape(shape: Shape) -> tuple[Workload, ...]:
