@@ -71,6 +71,11 @@ TARGETS = {
     "decode-fp8-b128-h128-4096-e4m3-queries": 1.0,
     "decode-fp8_token-b128-h128-4096-e4m3-queries": 1.0,
     "decode-fp8_block128-b128-h128-4096-e4m3-queries": 0.75,
+    **{
+        f"scaled-mm-{rows}x{shape}": 1.0
+        for rows in (1, 16, 30)
+        for shape in ("7168x16384", "24576x1536", "1536x7168", "576x7168", "7168x2048")
+    },
 }
 PROBLEMS = {
     "decode": DenseDecode,
@@ -116,6 +121,7 @@ def test_the_targets_are_in_the_suites():
             "decode-fp8": "bf16 rows",
             "indexer-logits": "deep_gemm",
             "indexer-select": "deep_gemm, torch.topk",
+            "scaled-mm": "bf16 matmul",
         }
         own = [each for start, each in baselines.items() if name.startswith(start)]
         assert [baseline] == (own or ["flash_mla"])
