@@ -22,6 +22,9 @@ def register() -> None:
         return
     if NAME not in seams.ATTENTION_BACKEND_CHOICES:
         seams.add_attention_backend_choices([NAME])
+    # without it, SGLang attends to long prefixes in the cache, absorbed, instead of expanding them
+    if NAME not in seams.CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS:
+        seams.add_chunked_prefix_cache_attention_backend(NAME)
     if NAME not in seams.ATTENTION_BACKENDS:
         seams.register_attention_backend(NAME)(create_backend)
 

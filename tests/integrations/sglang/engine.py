@@ -23,7 +23,6 @@ ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "SGLANG_PLUGINS": "mlakit,mlakit_cpu_shim",
     "SGLANG_CPU_OMP_THREADS_BIND": "0|1",  # a core of each rank
-    "SGLANG_CHUNKED_PREFIX_CACHE_THRESHOLD": "16",  # expanded attention to long prefixes
     "CUDA_VISIBLE_DEVICES": "",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -42,9 +41,17 @@ COMMON = {
 
 
 def serve(
-    folder: Path, model: Path, rounds: list[list[list[int]]], **arguments: Any
+    folder: Path,
+    model: Path,
+    rounds: list[list[list[int]]],
+    *,
+    expand_from: int = 8192,
+    **arguments: Any,
 ) -> dict[str, Any]:
-    """{"tokens": by round and prompt, "cached": likewise, "calls": kinds of attention}."""
+    """{"tokens": by round and prompt, "cached": likewise, "calls": kinds of attention}.
+
+    expand_from  cached tokens of a batch that are expanded; fewer are attended to in the cache
+    """
     calls = folder / "calls"
     calls.mkdir(parents=True)
     job = folder / "job.json"
@@ -55,6 +62,7 @@ def serve(
         **os.environ,
         **ENVIRONMENT,
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "SGLANG_CHUNKED_PREFIX_CACHE_THRESHOLD": str(expand_from),
         cpu_shim.CALLS: str(calls),
     }
     done = subprocess.run(

@@ -133,7 +133,7 @@ def install(monkeypatch: pytest.MonkeyPatch, settings: Settings | None = None) -
     """Put the modules in place until the test ends; returns what they hold, by name."""
     settings = settings or Settings()
     pool = SimpleNamespace(current=None)
-    choices, backends = ["triton", "fa3"], {"fa3": None}
+    choices, chunked, backends = ["triton", "fa3"], ["fa3"], {"fa3": None}
 
     def register_attention_backend(name):
         assert name not in backends, "registered twice"
@@ -153,10 +153,12 @@ def install(monkeypatch: pytest.MonkeyPatch, settings: Settings | None = None) -
         "AttentionBackendRegistry": handlers,
         "AttnForwardMethod": AttnForwardMethod,
         "BaseIndexerMetadata": type("BaseIndexerMetadata", (), {}),
+        "CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS": chunked,
         "FORWARD_ABSORB_CORE_ATTENTION_BACKENDS": ["fa3"],
         "Indexer": type("Indexer", (Indexer,), {}),
         "KVWriteLoc": KVWriteLoc,
         "add_attention_backend_choices": choices.extend,
+        "add_chunked_prefix_cache_attention_backend": chunked.append,
         "get_dsa_index_kpool": lambda config: getattr(config, "index_kpool", 1),
         "get_dsa_index_topk": lambda config: config.index_topk,
         "get_parallel": lambda: settings,

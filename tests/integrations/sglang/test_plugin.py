@@ -78,4 +78,5 @@ def test_the_name_is_registered_once(monkeypatch):
     plugin.register()
     plugin.register()
     assert names["ATTENTION_BACKEND_CHOICES"] == ["triton", "fa3", "mlakit"]
+    assert names["CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS"] == ["fa3", "mlakit"]
     assert names["ATTENTION_BACKENDS"]["mlakit"] is plugin.create_backend
