@@ -102,6 +102,10 @@ class PrefillArguments(NamedTuple):
     v: Tensor  # [keys, heads, D_V]
     q_starts: Tensor  # [batch + 1]
     kv_starts: Tensor  # [batch + 1]
+    # float32, what e4m3 is multiplied by; None: 1
+    q_scale: Tensor | None  # [tokens, heads]
+    k_scale: Tensor | None  # [keys]
+    v_scale: Tensor | None  # [keys, heads]
     softmax_scale: float
     mask: Mask
     alibi_slopes: Tensor | None  # [heads] float32

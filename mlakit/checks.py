@@ -188,6 +188,11 @@ class Dims:
                 length <= maximum, f"{arg}[{i}]", f"not exceed {maximum_name}, {maximum}", length
             )
 
+    def not_negative(self, arg: str, tensor: Tensor) -> None:
+        """No element is below 0."""
+        if values_visible(tensor) and bool((tensor < 0).any()):
+            self.fail(arg, "not be negative", float(tensor[tensor < 0].amin()))
+
     def new_tokens_counted(self, kv_lens: Sequence[int], q_lens: Sequence[int]) -> None:
         """The length of every request includes its new tokens."""
         for request, (kv_len, q_len) in enumerate(zip(kv_lens, q_lens, strict=True)):

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from mlakit import dispatch
 from mlakit.arguments import PrefillArguments
-from mlakit.checks import FLOATS, Dims
+from mlakit.checks import E4M3, FLOATS, Dims
 from mlakit.knobs import Backend
 from mlakit.masks import CAUSAL, Mask
-from mlakit.ops._checks import INTEGERS, check_mask, check_result, check_sink
+from mlakit.ops._checks import INTEGERS, check_mask, check_result, check_sink, result_dtype
 from mlakit.ops._library import op
 from mlakit.plan import PrefillPlan
 from mlakit.specs import Problem, Use, device_facts
@@ -29,6 +29,9 @@ def mla_prefill(
     kv_starts: Tensor,
     *,
     softmax_scale: float,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     mask: Mask = CAUSAL,
     alibi_slopes: Tensor | None = None,
     sink: Tensor | None = None,
@@ -48,12 +51,17 @@ def mla_prefill(
     q_starts     [batch + 1] int32: request b has queries q_starts[b] to q_starts[b + 1]. Rows after
                  q_starts[-1] are padding: not read, and left as they are in out and lse
     kv_starts    [batch + 1] int32: and these keys, of which its queries are the newest
+    q_scale      [tokens, heads] float32, not negative; multiplies q (for e4m3 queries, with which
+                 k_nope, k_rope and v are e4m3 too)
+    k_scale      [keys] float32, multiplies k_nope and k_rope: k_rope is shared by all heads
+    v_scale      [keys, heads] float32, multiplies v. e4m3 v may also have contiguous keys instead
+                 of columns, as a transposed up-projection writes them
     alibi_slopes [heads] float32
     sink         [heads] float32 logit that joins out's denominator only
 
     Query i of q_len stands at position kv_len − q_len + i among kv_len keys. Returns
-    out [tokens, heads, D_V] in q's dtype and lse [tokens, heads] float32; where nothing was
-    attended, out is 0 and lse −inf. `plan` is accepted and never changes a result.
+    out [tokens, heads, D_V] in q's dtype (bf16 for e4m3) and lse [tokens, heads] float32; where
+    nothing was attended, out is 0 and lse −inf. `plan` is accepted and never changes a result.
     """
     check_mask(NAME, mask)
     arguments = PrefillArguments(
@@ -63,6 +71,9 @@ def mla_prefill(
         v=v,
         q_starts=q_starts,
         kv_starts=kv_starts,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
         softmax_scale=softmax_scale,
         mask=mask,
         alibi_slopes=alibi_slopes,
@@ -73,14 +84,14 @@ def mla_prefill(
 
 
 def _empty(a: PrefillArguments) -> tuple[Tensor, Tensor]:
-    out = a.q.new_empty(*a.q.shape[:2], a.v.shape[2])
+    out = a.q.new_empty(*a.q.shape[:2], a.v.shape[2], dtype=result_dtype(a.q))
     return out, a.q.new_empty(a.q.shape[:2], dtype=torch.float32)
 
 
 @op(NAME, fake=_empty)
 def _prefill(a: PrefillArguments, out: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor]:
     dims = Dims(NAME)
-    dims.match("q", a.q, "tokens", "heads", "D_N + D_R", dtypes=FLOATS)
+    dims.match("q", a.q, "tokens", "heads", "D_N + D_R", dtypes=(*FLOATS, E4M3))
     dtype = (a.q.dtype,)
     dims.match("k_nope", a.k_nope, "keys", "heads", "D_N", dtypes=dtype)
     dims.match("k_rope", a.k_rope, "keys", "D_R", dtypes=dtype)
@@ -92,8 +103,11 @@ def _prefill(a: PrefillArguments, out: Tensor | None, lse: Tensor | None) -> tup
         f"equal the widths of k_nope and k_rope together, {widths}",
         dims["D_N + D_R"],
     )
-    for name, tensor in (("q", a.q), ("k_nope", a.k_nope), ("k_rope", a.k_rope), ("v", a.v)):
+    for name, tensor in (("q", a.q), ("k_nope", a.k_nope), ("k_rope", a.k_rope)):
         dims.rows_contiguous(name, tensor)
+    if not (a.v.dtype == E4M3 and _has_contiguous_keys(a.v)):
+        dims.rows_contiguous("v", a.v)
+    _check_scales(dims, a)
     dims.match("q_starts", a.q_starts, "batch + 1", dtypes=INTEGERS)
     dims.match("kv_starts", a.kv_starts, "batch + 1", dtypes=INTEGERS)
     total = (dims["tokens"], "the number of query tokens")
@@ -104,7 +118,7 @@ def _prefill(a: PrefillArguments, out: Tensor | None, lse: Tensor | None) -> tup
     check_sink(dims, a.sink)
     scale = dims.finite("softmax_scale", a.softmax_scale)
     axes = ("tokens", "heads", "D_V")
-    out = check_result(dims, "out", out, *axes, dtype=a.q.dtype)
+    out = check_result(dims, "out", out, *axes, dtype=result_dtype(a.q))
     lse = check_result(dims, "lse", lse, *axes[:2], dtype=torch.float32)
 
     problem = Problem(
@@ -119,6 +133,22 @@ def _prefill(a: PrefillArguments, out: Tensor | None, lse: Tensor | None) -> tup
     return out, lse
 
 
+def _check_scales(dims: Dims, a: PrefillArguments) -> None:
+    scales = (
+        ("q_scale", a.q_scale, ("tokens", "heads")),
+        ("k_scale", a.k_scale, ("keys",)),
+        ("v_scale", a.v_scale, ("keys", "heads")),
+    )
+    for name, scale, axes in scales:
+        if scale is None:
+            continue
+        if a.q.dtype != E4M3:
+            dims.fail(name, "be None unless q, k_nope, k_rope and v are e4m3", f"q of {a.q.dtype}")
+        dims.match(name, scale, *axes, dtypes=[torch.float32])
+    if a.q_scale is not None:
+        dims.not_negative("q_scale", a.q_scale)
+
+
 def _uses(a: PrefillArguments) -> Iterator[Use]:
     if a.alibi_slopes is not None:
         yield Use.ALIBI_SLOPES
@@ -126,8 +156,30 @@ def _uses(a: PrefillArguments) -> Iterator[Use]:
         yield Use.LOOSE_QUERY
     if not (_has_pitch(a.k_nope) and _has_pitch(a.k_rope)):
         yield Use.LOOSE_KEYS
-    if not _has_pitch(a.v):
+    if a.v.dtype == E4M3:
+        if not _has_key_pitch(a.v):
+            yield Use.FP8_VALUES_BY_ROWS
+    elif not _has_pitch(a.v):
         yield Use.LOOSE_VALUES
+
+
+def _has_contiguous_keys(v: Tensor) -> bool:
+    return v.shape[0] <= 1 or v.stride(0) == 1
+
+
+def _has_key_pitch(v: Tensor) -> bool:
+    """Are the keys of each column contiguous, columns at one multiple of 16 bytes and heads at a
+    multiple of it? Then a TMA descriptor addresses tiles [columns, keys]."""
+    if v.numel() == 0:
+        return True
+    _, head, pitch = v.stride()
+    is_aligned = v.data_ptr() % 16 == 0 and pitch * v.element_size() % 16 == 0
+    return (
+        _has_contiguous_keys(v)
+        and is_aligned
+        and pitch >= v.shape[0]
+        and (v.shape[1] == 1 or (head > 0 and head % pitch == 0))
+    )
 
 
 def _has_pitch(rows: Tensor) -> bool:

@@ -23,6 +23,9 @@ def mla_prefill(
     kv_starts: Sequence[int],
     *,
     softmax_scale: float,
+    q_scale: Tensor | None = None,  # [tokens, heads], multiplies q
+    k_scale: Tensor | None = None,  # [keys], multiplies k_nope and k_rope
+    v_scale: Tensor | None = None,  # [keys, heads], multiplies v
     mask: Mask = CAUSAL,
     alibi_slopes: Tensor | None = None,  # [heads]
     sink: Tensor | None = None,  # [heads]
@@ -35,22 +38,26 @@ def mla_prefill(
                       + alibi_slopes[h] · (j − p)
         out[h]      = Σ_j softmax_j(score[h]) v[j, h]        lse[h] = log Σ_j exp score[h, j]
 
-    Request b has queries q_starts[b]:q_starts[b + 1] and keys kv_starts[b]:kv_starts[b + 1].
-    Its queries are its newest tokens: query i is at position p = kv_len − q_len + i, and sees the
-    keys that `mask` allows for p. Returns out [tokens, heads, D_V] and lse [tokens, heads].
+    with q, k and v times their scales, if any. Request b has queries q_starts[b]:q_starts[b + 1]
+    and keys kv_starts[b]:kv_starts[b + 1]. Its queries are its newest tokens: query i is at
+    position p = kv_len − q_len + i, and sees the keys that `mask` allows for p. Returns
+    out [tokens, heads, D_V] and lse [tokens, heads].
     """
     tokens, heads, _ = q.shape
+    q, v = _scaled(q, q_scale, dtype), _scaled(v, v_scale, dtype)
+    k_nope = _scaled(k_nope, None if k_scale is None else k_scale[:, None], dtype)
+    k_rope = _scaled(k_rope, k_scale, dtype)
     out = torch.zeros(tokens, heads, v.shape[-1], dtype=dtype, device=q.device)
     lse = torch.full((tokens, heads), -torch.inf, dtype=dtype, device=q.device)
     requests = zip(pairwise(q_starts), pairwise(kv_starts), strict=True)
     for (q_start, q_end), (kv_start, kv_end) in requests:
         shared = k_rope[kv_start:kv_end, None].expand(-1, heads, -1)
-        keys = torch.cat([k_nope[kv_start:kv_end].to(dtype), shared.to(dtype)], dim=-1)
-        values = v[kv_start:kv_end].to(dtype)
+        keys = torch.cat([k_nope[kv_start:kv_end], shared], dim=-1)
+        values = v[kv_start:kv_end]
         for token in range(q_start, q_end):
             position = kv_end - kv_start - (q_end - token)
             first, last = mask.interval(position, kv_end - kv_start)
-            score = torch.einsum("hd,jhd->hj", q[token].to(dtype), keys[first:last])
+            score = torch.einsum("hd,jhd->hj", q[token], keys[first:last])
             score = score * softmax_scale
             if alibi_slopes is not None:
                 distance = torch.arange(first, last, device=q.device) - position
@@ -58,6 +65,12 @@ def mla_prefill(
             weights, lse[token] = attention_weights(score, sink, weights_dtype)
             out[token] = torch.einsum("hj,jhd->hd", weights, values[first:last])
     return out, lse
+
+
+def _scaled(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x in `dtype`, each row times its scale."""
+    x = x.to(dtype)
+    return x if scale is None else x * scale.to(dtype)[..., None]
 
 
 def alibi_slopes(num_heads: int) -> Tensor:

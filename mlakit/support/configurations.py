@@ -21,6 +21,7 @@ from mlakit.workloads import (
     MergeCase,
     PhysicalRowsCase,
     PrefillCase,
+    PrefillFp8Case,
     QuantizeCase,
     ScaledMatmulCase,
     SparseCase,
@@ -65,6 +66,11 @@ def _prefill(nope: int, rope: int, v: int, **more: Any) -> PrefillCase:
     return PrefillCase(**{"heads": 2, "kv_lens": (200,), "q_lens": (130,), **widths, **more})
 
 
+def _prefill_fp8(**more: Any) -> PrefillFp8Case:
+    widths = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    return PrefillFp8Case(**{"heads": 2, "kv_lens": (200,), "q_lens": (130,), **widths, **more})
+
+
 def _index_keys(**more: Any) -> IndexerLogitsCase:
     row = {"kv_lora_rank": 128, "qk_rope_head_dim": 0, "page_size": 64}
     return IndexerLogitsCase(**{"heads": 64, "kv_lens": (130,), "q_lens": (2,), **row, **more})
@@ -93,6 +99,7 @@ CONFIGURATIONS: dict[str, Case] = {
     "prefill-256-256": _prefill(192, 64, 256),
     "prefill-128-128": _prefill(128, 0, 128),
     "prefill-96-64": _prefill(64, 32, 64),
+    "prefill-e4m3": _prefill_fp8(),
     "prefill-fp32": _prefill(128, 64, 128, dtype="fp32"),
     "prefill-window-alibi-sink": _prefill(
         128, 64, 128, mask="sliding_window_causal", window=50, alibi=True, sink="finite"

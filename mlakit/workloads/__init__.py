@@ -27,6 +27,7 @@ from mlakit.workloads.merge import MergeCase
 from mlakit.workloads.norm_rope_quant import AppendCase
 from mlakit.workloads.physical_rows import PhysicalRowsCase
 from mlakit.workloads.prefill import PrefillCase
+from mlakit.workloads.prefill_fp8 import PrefillFp8Case
 from mlakit.workloads.prefill_launch import PrefillLaunch
 from mlakit.workloads.select_launch import IndexerSelectLaunch, IndexerTopkLaunch
 from mlakit.workloads.sparse import SparseCase
@@ -65,6 +66,7 @@ __all__ = [
     "MergeCase",
     "PhysicalRowsCase",
     "PrefillCase",
+    "PrefillFp8Case",
     "PrefillLaunch",
     "QuantizeCase",
     "ScaledMatmulCase",

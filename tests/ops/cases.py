@@ -314,6 +314,21 @@ def prefill_strided() -> Call:
     )
 
 
+def prefill_e4m3() -> Call:
+    """e4m3 with scales, and values whose keys are contiguous."""
+    call, generator = prefill_call(), torch.Generator().manual_seed(7)
+    tensors = {name: call.arguments[name].to(E4M3) for name in ("q", "k_nope", "k_rope")}
+    by_head = call.arguments["v"].permute(1, 2, 0).contiguous().to(E4M3)
+    keys = sum(KV_LENS)
+    return call.but(
+        **tensors,
+        v=by_head.permute(2, 0, 1),
+        q_scale=normal(generator, TOKENS, HEADS, dtype=F32).exp(),
+        k_scale=normal(generator, keys, dtype=F32).exp(),
+        v_scale=normal(generator, keys, HEADS, dtype=F32).exp(),
+    )
+
+
 def sparse_call(format: str = "bf16", **options: Any) -> Call:
     generator = torch.Generator().manual_seed(6)
     cache, table = make_cache(generator, KV_LENS, format=format)
@@ -482,6 +497,7 @@ CALLS: dict[str, Callable[[], Call]] = {
     ),
     "prefill": prefill_call,
     "prefill-strided-window-alibi-sink": prefill_strided,
+    "prefill-e4m3": prefill_e4m3,
     "sparse": sparse_call,
     "sparse-extra": sparse_extra,
     "sparse-apart-e4m3": sparse_apart,

@@ -16,7 +16,7 @@ from tests.ops.cases import KV_LENS, Q_LENS, Call, starts
 PER_TOKEN = ("q", "q_rope", "q_scale", "kv", "weights", "rows", "topk_lens", "logits")
 PER_TOKEN += ("row_starts", "row_ends", "x", "outs", "lses", "slots", "positions")
 PER_TOKEN += ("latent", "tokens")
-PER_KEY = ("k_nope", "k_rope", "v")
+PER_KEY = ("k_nope", "k_rope", "v", "k_scale", "v_scale")
 
 
 def tokens_of(lengths: Sequence[int], requests: Sequence[int]) -> Tensor:

@@ -31,7 +31,7 @@ PADDING = 3
 # the arguments with a row for each query token
 ROWS = {
     "mla_decode": ("q", "q_rope", "q_scale"),
-    "mla_prefill": ("q",),
+    "mla_prefill": ("q", "q_scale"),
     "norm_rope_quant_append": ("q_rope", "kv", "positions"),
 }
 PADDED = [

@@ -1,6 +1,7 @@
 """Expanded MLA attention over ragged batches.
 
 Maths      s = (q_n·k_n + q_r·k_r) · softmax_scale [+ slope · (key − query)];  out = softmax(s) v
+           e4m3 q, k and v are times their scales
 Work       an item is a query block of one request and a few heads, on one thread: key tiles come
            one after the other, and query tiles of the block share each of them
 Memory     a key tile is converted to float32 once per query block, with K transposed
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +38,11 @@ def mla_prefill(a: PrefillArguments, out: Tensor, lse: Tensor) -> None:
             a.k_nope[keys, heads],
             a.k_rope[keys],
             a.v[keys, heads],
+            _Scales(
+                None if a.q_scale is None else a.q_scale[rows, heads],
+                None if a.k_scale is None else a.k_scale[keys],
+                None if a.v_scale is None else a.v_scale[keys, heads],
+            ),
             torch.arange(rows.start, rows.stop, device="cpu") + item.first_position,
             item.tiling,
             softmax_scale=a.softmax_scale,
@@ -47,6 +54,14 @@ def mla_prefill(a: PrefillArguments, out: Tensor, lse: Tensor) -> None:
         lse[rows, heads] = block_lse.T
 
     for_each(attend, _items(a.q, a.v, a.q_starts, a.kv_starts))
+
+
+class _Scales(NamedTuple):
+    """Of e4m3 q [queries, heads], k [keys] and v [keys, heads]; None: 1."""
+
+    q: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -108,6 +123,7 @@ def _attend(
     k_nope: Tensor,
     k_rope: Tensor,
     v: Tensor,
+    scales: _Scales,
     positions: Tensor,  # [queries] int64
     tiling: _Tiling,
     *,
@@ -123,11 +139,18 @@ def _attend(
         .copy_(q.transpose(0, 1))
         .mul_(softmax_scale)
     )
+    if scales.q is not None:
+        scaled *= scales.q.T[..., None]
     state = OnlineSoftmax.over(heads, num_queries, v_width=d_v)
     first, last = _seen(mask, positions, num_keys)[0]
     for start in range(first, last, tiling.keys):
         stop = min(start + tiling.keys, last)
-        k, values = _to_float32(k_nope[start:stop], k_rope[start:stop], v[start:stop])
+        tile = slice(start, stop)
+        k, values = _to_float32(k_nope[tile], k_rope[tile], v[tile])
+        if scales.k is not None:
+            k *= scales.k[tile]
+        if scales.v is not None:
+            values *= scales.v[tile].T[..., None]
         for rows in _slices(0, num_queries, tiling.queries):
             by_any, by_all = _seen(mask, positions[rows], num_keys)
             low, high = max(start, by_any[0]), min(stop, by_any[1])

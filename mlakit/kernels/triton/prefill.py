@@ -1,6 +1,8 @@
 """Expanded MLA attention over ragged batches, portable Triton.
 
 Maths      s = (q_n·k_n + q_r·k_r) · softmax_scale [+ slope · (key − query)];  out = softmax(s) v
+           e4m3 q, k and v are multiplied as bf16, which is exact; scales multiply scores and
+           probabilities
 Work       one program per (query tile of one request, head), which finds its request by bisection:
            first the key tiles that every query sees, then those that need the mask
 Memory     q stays on chip; K and V of a head are read once per query tile, k_rope by every head
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 from math import e, log2
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,13 +24,19 @@ from mlakit.arguments import PrefillArguments
 from mlakit.formats import SMALLEST_SCALE
 from mlakit.kernels.triton.configs import pick_prefill_config
 from mlakit.kernels.triton.launch import launch, target
-from mlakit.kernels.triton.primitives import finish_softmax, is_finite, mask_interval, softmax_step
+from mlakit.kernels.triton.primitives import (
+    finish_softmax,
+    is_finite,
+    mask_interval,
+    softmax_step,
+    widen_e4m3,
+)
 
 
 def mla_prefill(a: PrefillArguments, out: Tensor, lse: Tensor) -> None:
-    q, k_nope, k_rope, v = a.q, a.k_nope, a.k_rope, a.v
+    q, k_nope, k_rope, v = (_as_bytes(each) for each in (a.q, a.k_nope, a.k_rope, a.v))
     q_starts, kv_starts, softmax_scale, mask = a.q_starts, a.kv_starts, a.softmax_scale, a.mask
-    alibi_slopes, sink = a.alibi_slopes, a.sink
+    alibi_slopes, sink, v_scale = a.alibi_slopes, a.sink, a.v_scale
     (tokens, heads, _), batch = q.shape, q_starts.shape[0] - 1
     if tokens == 0 or heads == 0 or batch == 0:
         return
@@ -52,6 +61,9 @@ def mla_prefill(a: PrefillArguments, out: Tensor, lse: Tensor) -> None:
         v,
         q_starts,
         kv_starts,
+        a.q_scale,
+        a.k_scale,
+        v_scale,
         alibi_slopes,
         sink,
         out,
@@ -65,11 +77,14 @@ def mla_prefill(a: PrefillArguments, out: Tensor, lse: Tensor) -> None:
         *q.stride()[:2],
         *k_nope.stride()[:2],
         k_rope.stride(0),
-        *v.stride()[:2],
+        *v.stride(),
         *out.stride()[:2],
         *lse.stride(),
         q_starts.stride(0),
         kv_starts.stride(0),
+        *((0, 0) if a.q_scale is None else a.q_scale.stride()),
+        0 if a.k_scale is None else a.k_scale.stride(0),
+        *((0, 0) if v_scale is None else v_scale.stride()),
         0 if alibi_slopes is None else alibi_slopes.stride(0),
         0 if sink is None else sink.stride(0),
         IS_CAUSAL=mask.is_causal,
@@ -88,9 +103,15 @@ def mla_prefill(a: PrefillArguments, out: Tensor, lse: Tensor) -> None:
         BLOCK_MASKED=config.block_masked,
         HEAD_GROUP=config.head_group,
         STAGES=config.num_stages,
+        HAS_FP8=device.has_fp8,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    """e4m3 as uint8: GPUs below sm_89 have no such type."""
+    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
 
 
 def _power_of_two_below(n: int) -> int:
@@ -106,7 +127,8 @@ def _padded(width: int) -> int:
 # differ from call to call: specialised, each would compile further kernels
 VARYING = [
     "window", "batch", "heads", "num_slots", "stride_q_starts", "stride_kv_starts", "stride_slopes",
-    "stride_sink", "stride_lse_token", "stride_lse_head",
+    "stride_sink", "stride_lse_token", "stride_lse_head", "stride_qs_token", "stride_qs_head",
+    "stride_ks", "stride_vs_token", "stride_vs_head",
 ]  # fmt: skip
 
 
@@ -118,6 +140,9 @@ def _mla_prefill_kernel(
     v,  # [keys, heads, D_V]
     q_starts,  # [batch + 1]
     kv_starts,  # [batch + 1]
+    q_scale,  # [tokens, heads] float32 or None
+    k_scale,  # [keys] float32 or None
+    v_scale,  # [keys, heads] float32 or None
     alibi_slopes,  # [heads] float32 or None
     sink,  # [heads] float32 or None
     out,  # [tokens, heads, D_V]
@@ -134,12 +159,18 @@ def _mla_prefill_kernel(
     stride_kr_token,
     stride_v_token,
     stride_v_head,
+    stride_v_column,
     stride_out_token,
     stride_out_head,
     stride_lse_token,
     stride_lse_head,
     stride_q_starts,
     stride_kv_starts,
+    stride_qs_token,
+    stride_qs_head,
+    stride_ks,
+    stride_vs_token,
+    stride_vs_head,
     stride_slopes,
     stride_sink,
     IS_CAUSAL: tl.constexpr,
@@ -158,6 +189,7 @@ def _mla_prefill_kernel(
     BLOCK_MASKED: tl.constexpr,  # keys per iteration where the mask is applied
     HEAD_GROUP: tl.constexpr,
     STAGES: tl.constexpr,
+    HAS_FP8: tl.constexpr,
 ):
     head, slot = _head_and_slot(tl.program_id(0), heads, num_slots, HEAD_GROUP)
     request = _request_of(slot, q_starts, stride_q_starts, batch, BLOCK_Q)
@@ -191,16 +223,24 @@ def _mla_prefill_kernel(
     token = (q_start + query).to(tl.int64)
     q_rows = q + token * stride_q_token + head.to(tl.int64) * stride_q_head
     q_a, q_b, q_r = _load_tiles(
-        q_rows, q_rows, is_query, True, D_N, D_N, D_R, BLOCK_A, BLOCK_B, BLOCK_R
+        q_rows, q_rows, is_query, True, D_N, D_N, D_R, BLOCK_A, BLOCK_B, BLOCK_R, HAS_FP8
     )
     if IS_NEGATIVE:
         q_a, q_b, q_r = -q_a, -q_b, -q_r
+    row_scale = None
+    if q_scale is not None:
+        q_scale += head.to(tl.int64) * stride_qs_head
+        row_scale = tl.load(q_scale + token * stride_qs_token, mask=is_query, other=0.0)
     slope = 0.0
     if alibi_slopes is not None:
         slope = tl.load(alibi_slopes + head * stride_slopes) * 1.4426950408889634  # log2(e)
 
     k_nope += kv_start * stride_kn_token + head.to(tl.int64) * stride_kn_head
     k_rope += kv_start * stride_kr_token
+    if k_scale is not None:
+        k_scale += kv_start * stride_ks
+    if v_scale is not None:
+        v_scale += kv_start * stride_vs_token + head.to(tl.int64) * stride_vs_head
     v += kv_start * stride_v_token + head.to(tl.int64) * stride_v_head
 
     row_max = tl.full([BLOCK_Q], -float("inf"), tl.float32)
@@ -210,8 +250,9 @@ def _mla_prefill_kernel(
     for start in tl.range(full_first, full_last, BLOCK_K, num_stages=STAGES):
         key = start + tile
         scores = _scores(
-            q_a, q_b, q_r, k_nope, k_rope, key, tile >= 0, False,
-            stride_kn_token, stride_kr_token, D_N, D_R, BLOCK_A, BLOCK_B, BLOCK_R,
+            q_a, q_b, q_r, k_nope, k_rope, row_scale, k_scale, key, tile >= 0, False,
+            stride_kn_token, stride_kr_token, stride_ks, D_N, D_R, BLOCK_A, BLOCK_B, BLOCK_R,
+            HAS_FP8,
         )  # fmt: skip
         if alibi_slopes is not None:
             scores = scores * scale_log2 + slope * (key[None, :] - position[:, None])
@@ -219,8 +260,11 @@ def _mla_prefill_kernel(
         else:
             probs, rescale, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale_log2)
         values = _load_rows(
-            v + key.to(tl.int64) * stride_v_token, tile >= 0, False, 0, D_V, BLOCK_V
-        )
+            v + key.to(tl.int64) * stride_v_token, tile >= 0, False, 0, D_V, BLOCK_V, HAS_FP8,
+            stride_v_column,
+        )  # fmt: skip
+        if v_scale is not None:
+            probs *= tl.load(v_scale + key.to(tl.int64) * stride_vs_token)[None, :]
         acc = acc * rescale[:, None]
         acc = tl.dot(probs.to(values.dtype), values, acc, input_precision="ieee")
 
@@ -240,8 +284,9 @@ def _mla_prefill_kernel(
         is_key = (key >= any_first) & (key < any_last)
         visible = (key[None, :] >= first[:, None]) & (key[None, :] < last[:, None])
         scores = _scores(
-            q_a, q_b, q_r, k_nope, k_rope, key, is_key, True,
-            stride_kn_token, stride_kr_token, D_N, D_R, BLOCK_A, BLOCK_B, BLOCK_R,
+            q_a, q_b, q_r, k_nope, k_rope, row_scale, k_scale, key, is_key, True,
+            stride_kn_token, stride_kr_token, stride_ks, D_N, D_R, BLOCK_A, BLOCK_B, BLOCK_R,
+            HAS_FP8,
         )  # fmt: skip
         if alibi_slopes is not None:
             scores = scores * scale_log2 + slope * (key[None, :] - position[:, None])
@@ -251,8 +296,13 @@ def _mla_prefill_kernel(
             scores = tl.where(visible, scores, -float("inf"))
             probs, rescale, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale_log2)
         rows = v + key.to(tl.int64) * stride_v_token
-        values = _load_rows(rows, is_key, True, 0, D_V, BLOCK_V)
+        values = _load_rows(rows, is_key, True, 0, D_V, BLOCK_V, HAS_FP8, stride_v_column)
         is_value_finite = is_finite(values)
+        if v_scale is not None:
+            scales = tl.load(v_scale + key.to(tl.int64) * stride_vs_token, mask=is_key, other=0.0)
+            is_scale_finite = is_finite(scales)
+            is_value_finite &= is_scale_finite[:, None]
+            probs *= tl.where(is_scale_finite, scales, 0.0)[None, :]
         all_finite &= tl.min(is_value_finite.to(tl.int32))
         acc = acc * rescale[:, None]
         # 0 · NaN is NaN: values that are not finite are left out here and added in the end
@@ -276,8 +326,8 @@ def _mla_prefill_kernel(
     if all_finite == 0:
         tl.debug_barrier()  # out is read back, also where other threads wrote it
         _add_non_finite(
-            out_rows, is_query, denominator, first, last, v, any_first, any_last,
-            stride_v_token, D_V, BLOCK_Q,
+            out_rows, is_query, denominator, first, last, v, v_scale, any_first, any_last,
+            stride_v_token, stride_v_column, stride_vs_token, D_V, BLOCK_Q, HAS_FP8,
         )  # fmt: skip
 
 
@@ -323,16 +373,21 @@ def _load_rows(
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
     BLOCK: tl.constexpr,
+    HAS_FP8: tl.constexpr,
+    stride_column=1,
 ):
-    """Columns [FIRST, FIRST + BLOCK) of rows, zeros from LAST on and, if MASKED, in other rows."""
+    """Columns [FIRST, FIRST + BLOCK) of rows, zeros from LAST on and, if MASKED, in other rows;
+    uint8 is e4m3, and becomes bf16."""
     column = FIRST + tl.arange(0, BLOCK)
-    pointers = rows[:, None] + column[None, :]
+    pointers = rows[:, None] + (column * stride_column)[None, :]
     if FIRST + BLOCK > LAST:
-        columns = tl.load(pointers, mask=is_row[:, None] & (column < LAST)[None, :], other=0.0)
+        columns = tl.load(pointers, mask=is_row[:, None] & (column < LAST)[None, :], other=0)
     elif MASKED:
-        columns = tl.load(pointers, mask=is_row[:, None], other=0.0)
+        columns = tl.load(pointers, mask=is_row[:, None], other=0)
     else:
         columns = tl.load(pointers)
+    if columns.dtype == tl.uint8:
+        columns = widen_e4m3(columns, tl.bfloat16, HAS_FP8)
     return columns
 
 
@@ -348,15 +403,16 @@ def _load_tiles(
     BLOCK_A: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    HAS_FP8: tl.constexpr,
 ):
     """The columns of rows in three tiles; a tile without columns is an unused number."""
-    a = _load_rows(nope_rows, is_row, MASKED, 0, D_N, BLOCK_A)
+    a = _load_rows(nope_rows, is_row, MASKED, 0, D_N, BLOCK_A, HAS_FP8)
     b = 0.0
     if BLOCK_B > 0:
-        b = _load_rows(nope_rows, is_row, MASKED, BLOCK_A, D_N, BLOCK_B)
+        b = _load_rows(nope_rows, is_row, MASKED, BLOCK_A, D_N, BLOCK_B, HAS_FP8)
     r = 0.0
     if BLOCK_R > 0:
-        r = _load_rows(rope_rows, is_row, MASKED, ROPE_AT, ROPE_AT + D_R, BLOCK_R)
+        r = _load_rows(rope_rows, is_row, MASKED, ROPE_AT, ROPE_AT + D_R, BLOCK_R, HAS_FP8)
     return a, b, r
 
 
@@ -367,28 +423,37 @@ def _scores(
     q_r,
     k_nope,
     k_rope,
+    row_scale,  # [BLOCK_Q] or None
+    k_scale,
     key,  # [BLOCK_K]
     is_key,
     MASKED: tl.constexpr,
     stride_kn_token,
     stride_kr_token,
+    stride_ks,
     D_N: tl.constexpr,
     D_R: tl.constexpr,
     BLOCK_A: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    HAS_FP8: tl.constexpr,
 ):
-    """q·k [BLOCK_Q, BLOCK_K] float32, not scaled."""
+    """q·k [BLOCK_Q, BLOCK_K] float32, without softmax_scale."""
     wide = key.to(tl.int64)
     k_a, k_b, k_r = _load_tiles(
         k_nope + wide * stride_kn_token, k_rope + wide * stride_kr_token,
-        is_key, MASKED, 0, D_N, D_R, BLOCK_A, BLOCK_B, BLOCK_R,
+        is_key, MASKED, 0, D_N, D_R, BLOCK_A, BLOCK_B, BLOCK_R, HAS_FP8,
     )  # fmt: skip
     scores = tl.dot(q_a, tl.trans(k_a), input_precision="ieee")
     if BLOCK_B > 0:
         scores = tl.dot(q_b, tl.trans(k_b), scores, input_precision="ieee")
     if BLOCK_R > 0:
         scores = tl.dot(q_r, tl.trans(k_r), scores, input_precision="ieee")
+    if row_scale is not None:
+        scores *= row_scale[:, None]
+    if k_scale is not None:
+        scales = tl.load(k_scale + wide * stride_ks, mask=is_key, other=0.0)
+        scores *= scales[None, :]
     return scores
 
 
@@ -400,11 +465,15 @@ def _add_non_finite(
     first,  # [BLOCK_Q]: query i sees the keys [first, last)
     last,
     v,
+    v_scale,
     any_first,
     any_last,
     stride_v_token,
+    stride_v_column,
+    stride_vs_token,
     D_V: tl.constexpr,
     BLOCK_Q: tl.constexpr,
+    HAS_FP8: tl.constexpr,
 ):
     """Add the values that are not finite to the stored results of the queries that see them.
 
@@ -418,7 +487,12 @@ def _add_non_finite(
         for i in tl.range(0, any_last - any_first, num_stages=1):
             key = any_first + i
             row = v + key.to(tl.int64) * stride_v_token
-            value = tl.load(row + column, mask=column < D_V, other=0.0).to(tl.float32)
+            value = tl.load(row + column * stride_v_column, mask=column < D_V, other=0)
+            if value.dtype == tl.uint8:
+                value = widen_e4m3(value, tl.bfloat16, HAS_FP8)
+            value = value.to(tl.float32)
+            if v_scale is not None:
+                value *= tl.load(v_scale + key.to(tl.int64) * stride_vs_token)
             counts = ((key >= first) & (key < last))[:, None] & ~is_finite(value)[None, :]
             special += tl.where(counts, value[None, :] / denominator[:, None], 0.0)
         pointers = out_rows[:, None] + column[None, :]

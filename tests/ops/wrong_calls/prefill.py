@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from tests.ops.cases import BF16, E4M3
+from tests.ops.cases import BF16, E4M3, TOKENS
 from tests.ops.wrong_calls.spoiling import WrongCalls, changed, columns_first
+
+
+def _fp8(a: dict[str, Any]) -> dict[str, Any]:
+    return {name: a[name].to(E4M3) for name in ("q", "k_nope", "k_rope", "v")}
+
 
 WRONG: WrongCalls = {
     "prefill": [
@@ -63,8 +70,37 @@ WRONG: WrongCalls = {
             "ValueError: softmax_scale must be finite, got inf",
         ),
         (
+            lambda a: {"q": a["q"].double()},
+            "TypeError: q must be bfloat16 or float16 or float32 or float8_e4m3fn, got float64",
+        ),
+        (
             lambda a: {"q": a["q"].to(E4M3)},
-            "TypeError: q must be bfloat16 or float16 or float32, got float8_e4m3fn",
+            "TypeError: k_nope must be float8_e4m3fn, got bfloat16",
+        ),
+        (
+            lambda a: {"k_scale": torch.ones(25)},
+            "ValueError: k_scale must be None unless q, k_nope, k_rope and v are e4m3, got q of "
+            "torch.bfloat16",
+        ),
+        (
+            lambda a: {**_fp8(a), "q_scale": torch.ones(a["q"].shape[0])},
+            f"ValueError: q_scale must have axes (tokens, heads), got shape ({TOKENS},)",
+        ),
+        (
+            lambda a: {**_fp8(a), "q_scale": torch.full((TOKENS, 3), -1.0)},
+            "ValueError: q_scale must not be negative, got -1.0",
+        ),
+        (
+            lambda a: {**_fp8(a), "k_scale": torch.ones(24)},
+            "ValueError: k_scale.shape[0] (keys) must equal k_nope.shape[0], 25, got 24",
+        ),
+        (
+            lambda a: {**_fp8(a), "v_scale": torch.ones(25, 3, dtype=BF16)},
+            "TypeError: v_scale must be float32, got bfloat16",
+        ),
+        (
+            lambda a: {**_fp8(a), "v": columns_first(a["v"].to(E4M3))},
+            "ValueError: v must have a contiguous last axis, got strides (15, 1, 3)",
         ),
     ],
 }
