@@ -162,7 +162,9 @@ def pick_few_rows_config(
         lanes = 8
     elif tiles >= 4 * num_sms and k_groups < 16:
         lanes = 2
-    if rows >= 16:
+    if 2 * tiles < num_sms and rows <= 16:
+        widths = [8, 16]
+    elif rows >= 16:
         widths = [64, 32, 16] if batch * columns // 64 >= 3 * num_sms // 4 else [16]
     else:
         widths = [32, 16] if lanes == 2 else [16]
