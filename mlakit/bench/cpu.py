@@ -4,8 +4,8 @@ Decode   the baseline is q·Kᵀ and P·V by torch.matmul, on contiguous K in th
          given: no softmax, no pages. The target, 0.67x of the fastest variant (at most 1.5 times
          its time), does not apply to quantised rows, which torch.matmul cannot read.
 Prefill  the baseline is scaled_dot_product_attention, causal, with k_rope repeated for every head.
-         Its fused kernel needs V as wide as K: padded V is a second baseline. The target is 0.77x
-         (at most 1.3 times the time of SDPA).
+         Its fused kernel needs V as wide as K: padded V is a second baseline. The target is 0.83x
+         of the faster one (at most 1.2 times its time).
 
 Contiguous K, expanded K and padding are prepared before the clock starts. mlakit is timed as it is
 called: the public op with its checks, and for decode with shuffled pages.
@@ -164,7 +164,7 @@ class Prefill(Workload):
 
     @property
     def min_speedup(self) -> float | None:
-        return 1 / 1.3
+        return 1 / 1.2
 
     @property
     def small(self) -> Prefill:
@@ -208,7 +208,7 @@ class Prefill(Workload):
 
         return [
             Baseline("SDPA", attention(v)),
-            Baseline("SDPA, V padded", attention(pad(v, (0, D_N + D_R - D_V))), sets_target=False),
+            Baseline("SDPA, V padded", attention(pad(v, (0, D_N + D_R - D_V)))),
         ]
 
 

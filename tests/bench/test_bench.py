@@ -229,7 +229,7 @@ def test_the_table_says_whether_the_target_is_met(stub_times, capsys, seconds, s
 def test_the_suite_measures_what_is_promised():
     assert Decode("bf16", "bf16", batch=4, heads=16, tokens=4096, page_size=64) in WORKLOADS
     targets = {(type(each), each.min_speedup) for each in WORKLOADS}
-    assert targets == {(Decode, 1 / 1.5), (Decode, None), (Prefill, 1 / 1.3)}
+    assert targets == {(Decode, 1 / 1.5), (Decode, None), (Prefill, 1 / 1.2)}
     assert len({each.name for each in WORKLOADS}) == len(WORKLOADS)
 
 
