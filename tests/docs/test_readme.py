@@ -88,6 +88,9 @@ def test_shell_commands_exist():
             assert set(arguments) <= make_targets()
         elif program == "mlakit":
             assert CliRunner().invoke(cli.app, [*arguments, "--help"]).exit_code == 0
+        elif program in ("vllm", "sglang"):
+            page = (ROOT / "docs" / f"{program}.md").read_text(encoding="utf-8")
+            assert " ".join([program, *arguments]) in page.splitlines()
         else:
             torch = ["install", "torch", "--index-url", "https://download.pytorch.org/whl/cpu"]
             own = (["install", "."], ["install", "'.[transformers]'"])
