@@ -78,7 +78,7 @@ def target(device: torch.device) -> Target:
 
 def has_pdl(device: Target) -> bool:
     """May a kernel there start before the one it depends on is complete?"""
-    return device.arch >= 90 and not knobs.interpreted()
+    return device.has_pdl and not knobs.interpreted()
 
 
 @lru_cache(maxsize=64)
