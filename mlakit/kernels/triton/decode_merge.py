@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_wait
 from mlakit.cache import UNSHARDED, KVShard
 from mlakit.kernels.triton.configs import pick_decode_merge_config
 from mlakit.kernels.triton.decode_plan import find_tile, key_tiles, load_lengths, own_split_tiles
-from mlakit.kernels.triton.launch import INTERPRETED, launch, target
+from mlakit.kernels.triton.launch import launch, target
 from mlakit.kernels.triton.primitives import merge_splits, store_merged
 from mlakit.masks import NULL, Mask
 from mlakit.plan import DecodePlanTensors
@@ -92,7 +92,7 @@ def merge_partials(
     # padded heads have no rows to merge
     rows = slot_rows // padded_heads * heads if row_tile_splits is None else slot_rows
     row_groups = triton.cdiv(rows, config.rows)
-    is_chained = device.has_pdl and device is not INTERPRETED
+    is_chained = device.has_pdl
     launch(
         _merge_partials_kernel,
         (min(num_owners * row_groups, PROGRAMS_PER_SM * device.num_sms),),

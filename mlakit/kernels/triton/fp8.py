@@ -26,14 +26,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from mlakit.architectures import arch_name
 from mlakit.arguments import QuantizeArguments, ScaledMatmulArguments
 from mlakit.autocast import without_autocast
-from mlakit.kernels.triton.configs import (
-    pick_few_rows_config,
-    pick_quantize_config,
-    pick_scaled_matmul_config,
-)
+from mlakit.kernels.triton.configs import pick_quantize_config, pick_scaled_matmul_config
+from mlakit.kernels.triton.few_rows_configs import pick_few_rows_config
 from mlakit.kernels.triton.fp8_few_rows import refuses as few_rows_refuses
 from mlakit.kernels.triton.fp8_few_rows import scaled_mm_few_rows
-from mlakit.kernels.triton.launch import has_pdl, launch, target
+from mlakit.kernels.triton.launch import launch, target
 from mlakit.kernels.triton.matmul import tile_of_program
 from mlakit.kernels.triton.primitives import narrow_e4m3, widen_e4m3
 from mlakit.replay import workspace
@@ -50,7 +47,6 @@ def quantize_fp8(args: QuantizeArguments, out: Tensor, scales: Tensor) -> None:
     groups, padded_rows = scales.shape[1:]
     config = pick_quantize_config(rows=padded_rows, group=group)
     device = target(x.device)
-    pdl = has_pdl(device)
     launch(
         _quantize_fp8_kernel,
         (batch * groups * triton.cdiv(padded_rows, config.rows),),
@@ -69,9 +65,9 @@ def quantize_fp8(args: QuantizeArguments, out: Tensor, scales: Tensor) -> None:
         ROWS=config.rows,
         COLUMNS=config.columns,
         HAS_FP8=device.has_fp8,
-        PDL=pdl,
+        PDL=device.has_pdl,
         num_warps=config.num_warps,
-        **({"launch_pdl": True} if pdl else {}),
+        **({"launch_pdl": True} if device.has_pdl else {}),
     )
 
 

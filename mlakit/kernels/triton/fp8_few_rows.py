@@ -21,8 +21,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from mlakit.arguments import ScaledMatmulArguments
-from mlakit.kernels.triton.configs import FewRowsConfig, power_of_two
-from mlakit.kernels.triton.launch import has_pdl, launch, target
+from mlakit.kernels.triton.configs import power_of_two
+from mlakit.kernels.triton.few_rows_configs import FewRowsConfig
+from mlakit.kernels.triton.launch import launch, target
 from mlakit.kernels.triton.primitives import narrow_e4m3, widen_e4m3
 
 E4M3 = torch.float8_e4m3fn
@@ -50,7 +51,7 @@ def scaled_mm_few_rows(args: ScaledMatmulArguments, out: Tensor, config: FewRows
     (batch, rows, depth), columns = a.shape, b.shape[1]
     padded_rows = power_of_two(rows)
     device = target(a.device)
-    pdl = has_pdl(device) and batch * columns * depth <= MAX_PDL_BYTES
+    pdl = device.has_pdl and batch * columns * depth <= MAX_PDL_BYTES
     launch(
         _scaled_mm_few_rows_kernel,
         (batch * triton.cdiv(columns, config.block_n),),

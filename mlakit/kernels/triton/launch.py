@@ -45,7 +45,7 @@ class Target:
     @property
     def has_pdl(self) -> bool:
         """Can a kernel begin while the one before it ends (programmatic dependent launch)?"""
-        return self.arch >= 90 and not is_amd(self.arch)
+        return self.arch >= 90 and not is_amd(self.arch) and not knobs.interpreted()
 
 
 # shared memory per block, "Technical Specifications per Compute Capability" of the CUDA manual
@@ -74,11 +74,6 @@ def target(device: torch.device) -> Target:
     if compilation is not None:
         return compilation.target
     return _target_of(device.type, device.index)
-
-
-def has_pdl(device: Target) -> bool:
-    """May a kernel there start before the one it depends on is complete?"""
-    return device.has_pdl and not knobs.interpreted()
 
 
 @lru_cache(maxsize=64)

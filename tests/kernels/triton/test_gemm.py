@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from mlakit.kernels.triton import configs, fp8, fp8_few_rows
+from mlakit.kernels.triton.few_rows_configs import pick_few_rows_config
 from mlakit.kernels.triton.fp8 import library_refuses as scaled_mm_refuses
 from mlakit.kernels.triton.launch import SHARED_BYTES
 from mlakit.kernels.triton.matmul import library_refuses as bmm_refuses
@@ -116,7 +117,7 @@ def test_the_kernel_of_few_rows_refuses_other_groups(sizes, reason):
 @pytest.mark.parametrize("columns", [576, 24576])
 def test_tiles_of_few_rows_fit_shared_memory(shared, rows, n_group, columns):
     for k_groups in (1, 2, 3, 56):
-        config = configs.pick_few_rows_config(
+        config = pick_few_rows_config(
             batch=1,
             rows=rows,
             columns=columns,
@@ -148,7 +149,7 @@ def test_products_of_few_rows_match_the_oracle(case, num_sms, device, monkeypatc
     taken = []
 
     def pick(**sizes):
-        taken.append(configs.pick_few_rows_config(**{**sizes, "num_sms": num_sms}))
+        taken.append(pick_few_rows_config(**{**sizes, "num_sms": num_sms}))
         return taken[-1]
 
     monkeypatch.setattr(fp8, "pick_few_rows_config", pick)
