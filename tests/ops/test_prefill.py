@@ -1,4 +1,4 @@
-"""What random problems do not hold: numbers that are not finite in keys that some queries see."""
+"""What random problems do not hold: numbers that are not finite, and negative scales."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from mlakit.checks import UnsupportedError
 from mlakit.masks import CAUSAL, NULL, Mask
 from mlakit.ops import mla_prefill
 from mlakit.testing import assert_matches
+from mlakit.workloads import PrefillCase
 
 NAN, INF = torch.nan, torch.inf
 MASKS = (
@@ -77,3 +78,13 @@ def test_values_that_are_not_finite_reach_exactly_the_queries_that_attend_to_the
     assert exact[0].isnan().any()
     for name, result, want, plain in zip(("out", "lse"), results, exact, naive, strict=True):
         assert_matches(name, result.cpu(), want, plain)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("spec", dispatch.specs("mla_prefill"), ids=str)
+def test_a_negative_scale_favours_the_lowest_scores(spec, dtype, device):
+    case = PrefillCase(kv_lens=(40, 7), q_lens=(23, 7), heads=2, sharpness=-2.0, dtype=dtype)
+    try:
+        case.run(device, spec.backend)
+    except UnsupportedError as refusal:
+        pytest.skip(str(refusal))

@@ -4,6 +4,7 @@ numpy has no bfloat16 and no 8-bit floats, so the interpreter keeps their bit pa
 It gives wrong numbers:
 
     a dot of bfloat16 multiplies the bit patterns            -> operands are converted first
+    −x, x + y, x < y, ... of bfloat16 do the same            -> in float32, the result is rounded
     casts to bfloat16 truncate, those to e4m3 round wrongly  -> nearest even, e4m3 saturates
     a loop bound loaded from memory fails (numpy ≥ 2.4)      -> its one element is read
 
@@ -43,6 +44,7 @@ TORCH_TYPES = {
 def repair() -> None:
     _repair_dot()
     _repair_casts()
+    _repair_arithmetic()
     _repair_loop_bounds()
     _patch_once_per_launch()
     _drop_overflow_checks()
@@ -86,6 +88,26 @@ def _repair_casts() -> None:
         return bits.view(f"uint{target.primitive_bitwidth}").reshape(x.shape)
 
     interpreter._convert_float = repaired
+
+
+def _repair_arithmetic() -> None:
+    builder = interpreter.InterpreterBuilder
+
+    def of_floats(method: Callable[..., Any]) -> Callable[..., Any]:
+        def repaired(self: Any, *operands_and_op: Any) -> Any:
+            *operands, op = operands_and_op
+            dtype = operands[0].dtype.scalar
+            if dtype != tl.bfloat16:
+                return method(self, *operands, op)
+            result = op(*map(_as_float32, operands))
+            if result.dtype != np.bool_:
+                result = interpreter._convert_float(result, tl.float32, dtype, None)
+            return interpreter.TensorHandle(result, dtype)
+
+        return repaired
+
+    builder.unary_op = of_floats(builder.unary_op)
+    builder.binary_op = of_floats(builder.binary_op)
 
 
 def _repair_loop_bounds() -> None:

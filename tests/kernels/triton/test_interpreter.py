@@ -32,6 +32,15 @@ def cast_kernel(x, out, SIZE: tl.constexpr):
 
 
 @triton.jit
+def arithmetic_kernel(x, y, out, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    a, b = tl.load(x + i), tl.load(y + i)
+    results = (-a, a + b, a - b, a * b, tl.maximum(a, b), tl.where(a < b, a, b))
+    for n in tl.static_range(len(results)):
+        tl.store(out + n * SIZE + i, results[n].to(out.dtype.element_ty))
+
+
+@triton.jit
 def count_kernel(bound, out):
     total = 0
     for i in range(tl.load(bound)):
@@ -72,6 +81,16 @@ def test_triton_casts_round_to_nearest_even(dtype, generator):
     launch(cast_kernel, (1,), x, out, SIZE=2048)
     expected = x.clamp(-largest, largest) if dtype.itemsize == 1 else x
     assert_same_bits("cast", out.view(torch.uint8), expected.to(dtype).view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_triton_arithmetic_is_of_values(dtype, generator):
+    """Not of the bit patterns that stand for them."""
+    x, y = (torch.randn(64, generator=generator).to(dtype) for _ in range(2))
+    out = torch.empty(6, 64, dtype=dtype)
+    launch(arithmetic_kernel, (1,), x, y, out, SIZE=64)
+    expected = (-x, x + y, x - y, x * y, torch.maximum(x, y), torch.minimum(x, y))
+    assert_same_bits("results", out, torch.stack(expected))
 
 
 def test_triton_casts_to_e4m3_saturate():
