@@ -1,9 +1,9 @@
 """Block-scaled e4m3 matmul of up to 32 rows, portable Triton: bound by reading the weights.
 
 Maths      out[m, n] = Σ_g a_scale[g, m] b_scale[n/h, g] Σ_{k in g} a[m, k] b[n, k]
-Work       one program per BLOCK_N columns of out, over the whole of K. LANES groups of K are
-           multiplied side by side, by different warps, and added at the end: split K within a
-           program, without partials in memory and always in the same order
+Work       one program per tile of up to 32 rows and BLOCK_N columns of out, over the whole of K.
+           LANES groups of K are multiplied side by side, by different warps, and added at the end:
+           split K within a program, without partials in memory and always in the same order
 Memory     b once, in a pipeline that keeps the loads of several steps in flight; a from L2 by every
            program
 Precision  as `fp8`: operands are converted to fp16, exactly, and accumulated in float32
@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from mlakit.arguments import ScaledMatmulArguments
 from mlakit.kernels.triton.configs import power_of_two
@@ -49,12 +49,12 @@ def scaled_mm_few_rows(args: ScaledMatmulArguments, out: Tensor, config: FewRows
     if a.ndim == 2:
         a, a_scale, b, b_scale, out = (each[None] for each in (a, a_scale, b, b_scale, out))
     (batch, rows, depth), columns = a.shape, b.shape[1]
-    padded_rows = power_of_two(rows)
+    row_tiles = triton.cdiv(rows, config.rows)
     device = target(a.device)
     pdl = device.has_pdl and batch * columns * depth <= MAX_PDL_BYTES
     launch(
         _scaled_mm_few_rows_kernel,
-        (batch * triton.cdiv(columns, config.block_n),),
+        (batch * triton.cdiv(columns, config.block_n) * row_tiles,),
         a.view(torch.uint8),
         a_scale,
         b.view(torch.uint8),
@@ -70,8 +70,9 @@ def scaled_mm_few_rows(args: ScaledMatmulArguments, out: Tensor, config: FewRows
         *out.stride()[:2],
         N_GROUP=args.n_group,
         K_GROUP=args.k_group,
-        ROWS=padded_rows,
-        BLOCK_M=max(padded_rows, MMA_ROWS),
+        ROWS=config.rows,
+        BLOCK_M=max(config.rows, MMA_ROWS),
+        ROW_TILES=row_tiles,
         BLOCK_N=config.block_n,
         LANES=config.lanes,
         WHOLE_STEPS=depth % (config.lanes * args.k_group) == 0,
@@ -107,8 +108,9 @@ def _scaled_mm_few_rows_kernel(
     stride_out_m,
     N_GROUP: tl.constexpr,
     K_GROUP: tl.constexpr,
-    ROWS: tl.constexpr,  # a power of two, at least M
+    ROWS: tl.constexpr,  # of a tile, a power of two
     BLOCK_M: tl.constexpr,  # ROWS, at least 16: rows of the tensor cores' tile
+    ROW_TILES: tl.constexpr,  # ROW_TILES · ROWS is at least M
     BLOCK_N: tl.constexpr,
     LANES: tl.constexpr,
     WHOLE_STEPS: tl.constexpr,  # K is a multiple of LANES groups
@@ -116,10 +118,13 @@ def _scaled_mm_few_rows_kernel(
     PDL: tl.constexpr,
 ):
     n_tiles = tl.cdiv(N, BLOCK_N)
-    batch = (tl.program_id(0) // n_tiles).to(tl.int64)
-    n_tile = tl.program_id(0) % n_tiles
+    # the row tiles of the same weights follow each other: they are read from memory once
+    first_m = tl.program_id(0) % ROW_TILES * ROWS
+    tile = tl.program_id(0) // ROW_TILES
+    batch = (tile // n_tiles).to(tl.int64)
+    n_tile = tile % n_tiles
     n = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.arange(0, ROWS)
+    m = first_m + tl.arange(0, ROWS)
     lane = tl.arange(0, LANES)
     within = lane[:, None] * K_GROUP + tl.arange(0, K_GROUP)[None, :]  # [LANES, K_GROUP]
     a += batch * stride_a_b + m.to(tl.int64)[None, :, None] * stride_a_m
@@ -127,6 +132,7 @@ def _scaled_mm_few_rows_kernel(
     group_of_n = (n_tile * BLOCK_N // N_GROUP).to(tl.int64)
     b_scale += batch * stride_b_scale_b + group_of_n * stride_b_scale_n
     if PDL:
+        gdc_launch_dependents()
         gdc_wait()  # for the activations
     b += batch * stride_b_b + n.to(tl.int64)[None, None, :] * stride_b_n
     is_row = (m < M)[None, :, None]
@@ -158,8 +164,9 @@ def _scaled_mm_few_rows_kernel(
     # rows are repeated where there are fewer than the tensor cores take
     REPEATS: tl.constexpr = BLOCK_M // ROWS
     row = tl.arange(0, BLOCK_M)
-    is_stored = (row % REPEATS == 0) & (row // REPEATS < M)
-    out += batch * stride_out_b + (row // REPEATS).to(tl.int64)[:, None] * stride_out_m + n[None, :]
+    out_row = first_m + row // REPEATS
+    is_stored = (row % REPEATS == 0) & (out_row < M)
+    out += batch * stride_out_b + out_row.to(tl.int64)[:, None] * stride_out_m + n[None, :]
     if out.dtype.element_ty == tl.uint8:
         total = narrow_e4m3(total, HAS_FP8)
     tl.store(out, total.to(out.dtype.element_ty), mask=is_stored[:, None] & (n < N)[None, :])

@@ -128,7 +128,7 @@ def test_tiles_of_few_rows_fit_shared_memory(shared, rows, n_group, columns):
             shared_bytes=shared,
             has_fp8=True,
         )
-        assert config.shared_bytes(rows, 128) <= shared
+        assert config.shared_bytes(128) <= shared
         assert n_group % config.block_n == 0  # one scale of the weights per tile and group of K
         assert config.lanes <= 8
 
