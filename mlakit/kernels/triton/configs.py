@@ -168,7 +168,7 @@ def pick_append_config(
     columns, rank = power_of_two(max(rope, 2)), power_of_two(kv_lora_rank)
     rows = 1 if is_small else min(max(_APPEND_LATENT_TILE // rank, 1), 4)
     block_heads = min(power_of_two(heads), max(tile // columns, 1))
-    return AppendConfig(rows=rows, heads=block_heads, probes=128 if is_small else 32)
+    return AppendConfig(rows=rows, heads=block_heads, probes=128 if is_small else 32, pdl=is_small)
 
 
 PHYSICAL_ROWS_BLOCK = 1024  # entries of a list per program

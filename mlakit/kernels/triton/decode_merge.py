@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from mlakit.cache import UNSHARDED, KVShard
 from mlakit.kernels.triton.configs import pick_decode_merge_config
@@ -165,6 +165,8 @@ def _merge_partials_kernel(
     IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows at a time of the requests (of the row tiles) that were split."""
+    if IS_CHAINED:
+        gdc_launch_dependents()  # the next kernel waits for this one
     tasks = num_owners * row_groups
     if partial_starts is not None:
         tasks = tl.where(tl.load(partial_starts + batch) > 0, tasks, 0)

@@ -107,8 +107,8 @@ def norm_rope_quant_kernel(
 ):
     """Cache rows of ROWS tokens (the first programs), or HEADS rotated queries of one token."""
     if PDL:
+        gdc_launch_dependents()  # the next kernel waits for this one
         gdc_wait()
-        gdc_launch_dependents()
     batch_of = (
         q_starts, q_starts_stride, kv_lens, kv_lens_stride, positions, positions_stride, batch,
         num_positions,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from mlakit.kernels.triton.configs import pick_decode_merge_config
 from mlakit.kernels.triton.launch import launch
@@ -80,6 +80,7 @@ def _merge_list_splits_kernel(
     IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     if IS_CHAINED:
+        gdc_launch_dependents()  # the next kernel waits for this one
         gdc_wait()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = row < num_rows
