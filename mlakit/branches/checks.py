@@ -146,6 +146,11 @@ def check_plan_lengths(
         )
 
 
+def product_ops(weights: LayerWeights) -> tuple[str, ...]:
+    """The ops that multiply by the up-projection."""
+    return ("quantize_fp8", "scaled_mm_fp8") if weights.up.is_fp8 else ("batched_matmul",)
+
+
 def select_kernels(
     ops: tuple[str, ...],
     q: Tensor,

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from mlakit.branches.side_stream import side_stream
 from mlakit.cache import CacheLayer, PageTable, gather_rows, token_slots
 from mlakit.geometry import MLAGeometry
 from mlakit.kernels.cpu.workers import on_one_thread
@@ -175,7 +175,7 @@ def expand_ahead(
         return
     most = max(part.keys.num_rows * part.num_heads for part in parts)
     buffers = q.new_empty(NUM_BUFFERS, most * sizes.columns_per_head)
-    here, aside = torch.cuda.current_stream(device), _second_stream(device)
+    here, aside = torch.cuda.current_stream(device), side_stream(device)
     aside.wait_stream(here)
     kept: list[Expanded | None] = [None] * NUM_BUFFERS  # the cache rows are memory of `aside`
 
@@ -235,8 +235,3 @@ class PartialResults:
             backend=self._backend,
         )
         self._outs, self._lses = [merged[0]], [merged[1]]
-
-
-@lru_cache(maxsize=64)
-def _second_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)

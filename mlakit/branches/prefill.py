@@ -17,6 +17,7 @@ from mlakit.branches.checks import (
     check_attention,
     check_plan_lengths,
     check_step,
+    product_ops,
     select_kernels,
 )
 from mlakit.branches.context import (
@@ -154,8 +155,7 @@ class Attention:
 
 def prefill_ops(weights: LayerWeights) -> tuple[str, ...]:
     """The ops that `prefill_branch` calls after the append."""
-    matmul = ("quantize_fp8", "scaled_mm_fp8") if weights.up.is_fp8 else ("batched_matmul",)
-    return (*matmul, "mla_prefill", "merge_states")
+    return (*product_ops(weights), "mla_prefill", "merge_states")
 
 
 def _context_plan(

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from mlakit import dispatch
 from mlakit.branches.batch import CachedBatch, LayerWeights, append_tokens
-from mlakit.branches.checks import StepLengths, check_step, select_kernels
+from mlakit.branches.checks import StepLengths, check_step, product_ops, select_kernels
 from mlakit.branches.decode import absorb, check_absorbed_attention
+from mlakit.branches.side_stream import MAX_TOKENS_BESIDE, Beside
 from mlakit.cache import UNSHARDED, CacheLayer, KVShard, PagedLatentCache
 from mlakit.checks import E4M3, FLOATS, Dims
 from mlakit.knobs import Backend
@@ -88,25 +89,28 @@ def sparse_step(
     if rows is not None:
         rows = check_result(dims, "rows", rows, "tokens", "k", dtype=torch.int32)
     out = check_result(dims, "out", out, "tokens", "heads", "D_V", dtype=q.dtype)
-    select_kernels(("sparse_mla",), q, weights, batch, CAUSAL, backend)
+    select_kernels((*product_ops(weights), "sparse_mla"), q, weights, batch, CAUSAL, backend)
     select_index_kernels(index, keys, batch, backend)
+    beside = Beside(q.device, is_worthwhile=len(q) <= MAX_TOKENS_BESIDE)
+    with beside.stream():  # the selection needs neither the absorbed queries nor the latents
+        append_index_keys(index, weights, batch, backend=backend)
+        rows = indexer_select(
+            index.q,
+            index.weights,
+            index.cache,
+            batch.page_table,
+            batch.kv_lens,
+            k,
+            q_starts=batch.q_starts,
+            layer=index.layer,
+            max_kv_len=max_kv_len,
+            max_score_bytes=max_score_bytes,
+            out=rows,
+            backend=backend,
+        )
     absorbed, q_rope, rotated = absorb(q, weights, backend)
     append_tokens(q_rope, kv, weights, batch, q_rope_out=rotated, backend=backend)
-    append_index_keys(index, weights, batch, backend=backend)
-    rows = indexer_select(
-        index.q,
-        index.weights,
-        index.cache,
-        batch.page_table,
-        batch.kv_lens,
-        k,
-        q_starts=batch.q_starts,
-        layer=index.layer,
-        max_kv_len=max_kv_len,
-        max_score_bytes=max_score_bytes,
-        out=rows,
-        backend=backend,
-    )
+    beside.join()
     attended, _, _ = sparse_mla(
         absorbed,
         batch.cache,

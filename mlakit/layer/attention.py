@@ -21,6 +21,7 @@ from mlakit.branches import (
     plan_step,
     sparse_step,
 )
+from mlakit.branches.side_stream import MAX_TOKENS_BESIDE, Beside
 from mlakit.cache import PagedLatentCache, token_positions
 from mlakit.checks import Dims, values_visible
 from mlakit.formats import Format
@@ -242,20 +243,21 @@ class MLAAttention(nn.Module):
         if positions is None and self._needs_positions:
             positions = token_positions(batch.kv_lens, batch.q_starts, len(x))[1]
         states = Activations(x, backend)
-        q, residual = self._queries(states, positions, backend)
-        kv = self.kv_a_proj_with_mqa(states, backend)
+        is_dense = self.cp_group is None and self._is_dense(plan, rows)
+        q, kv, scored = self._project(
+            states, positions, None if is_dense else index, at, backend=backend
+        )
         split = plan if isinstance(plan, EvenSplit) else None
         if self.cp_group is not None:
-            scored = (states, residual, positions, index, at)
             out = self._context_parallel(
                 *(q, kv, weights, batch),
-                None if self.indexer is None else self.indexer(*scored, backend=backend),
+                scored,
                 plan=plan,
                 rows=rows,
                 max_kv_len=max_kv_len,
                 backend=backend,
             )
-        elif self.config.selection is None or self._is_dense(plan, rows):
+        elif self.config.selection is None or is_dense:
             out = _attend(q, kv, weights, batch, plan, backend)
             if self.indexer is not None:
                 assert positions is not None
@@ -268,6 +270,7 @@ class MLAAttention(nn.Module):
                 dims.fail("rows", "be given to a layer that shares another's selection", None)
             out = decode_branch(q, kv, weights, batch, rows=rows, plan=split, backend=backend)
         else:
+            assert scored is not None
             if max_kv_len is None and isinstance(plan, StepPlan):
                 max_kv_len = max(plan.kv_lens, default=0)
             out = sparse_step(
@@ -275,7 +278,7 @@ class MLAAttention(nn.Module):
                 kv,
                 weights,
                 batch,
-                self.indexer(states, residual, positions, index, at, backend=backend),
+                scored,
                 self.indexer.topk,
                 max_kv_len=max_kv_len,
                 plan=split,
@@ -343,17 +346,51 @@ class MLAAttention(nn.Module):
             **options,
         )
 
-    def _queries(
-        self, x: Activations, positions: Tensor | None, backend: Backend
-    ) -> tuple[Tensor, Activations | None]:
-        """(q [tokens, heads, D_N + D_R] not rotated, the query's normalised latent)."""
-        g, residual = self.config.geometry, None
-        if g.q_lora_rank is None:
-            q = self.q_proj(x, backend)
-        else:
+    def _project(
+        self,
+        x: Activations,
+        positions: Tensor | None,
+        index: PagedLatentCache | None,
+        index_layer: int,
+        *,
+        backend: Backend,
+    ) -> tuple[Tensor, Tensor, IndexInputs | None]:
+        """(q [tokens, heads, D_N + D_R] not rotated, raw latents, the indexer's inputs).
+
+        index  the indexer's cache; None: its inputs are not needed
+
+        What q does not need is computed beside it: products of few tokens leave SMs idle.
+        """
+        indexer = None if index is None else self.indexer
+        beside = Beside(x.x.device, is_worthwhile=len(x.x) <= MAX_TOKENS_BESIDE)
+        x.prepare(self.kv_a_proj_with_mqa, *([] if indexer is None else [indexer.wk]))
+        scored = None
+        with beside.stream(0):
+            kv = self.kv_a_proj_with_mqa(x, backend)
+        if indexer is not None:
+            assert positions is not None
+            with beside.stream(1):
+                of_states = indexer.of_states(x, positions, backend=backend)
+        residual = x
+        if self.config.geometry.q_lora_rank is not None:
             latent = self.q_a_layernorm(self.q_a_proj(x, backend))
             residual = Activations(latent, backend)
-            q = self.q_b_proj(residual, backend)
+        if indexer is not None:
+            assert positions is not None
+            assert index is not None
+            residual.prepare(indexer.wq_b)
+            with beside.stream(0):
+                of_queries = indexer.of_queries(residual, positions, index, backend=backend)
+            with beside.stream(0, after=1):
+                scored = indexer.joined(of_states, of_queries, index, index_layer)
+        q = self._queries(residual, positions, backend)
+        beside.join()
+        return q, kv, scored
+
+    def _queries(self, x: Activations, positions: Tensor | None, backend: Backend) -> Tensor:
+        """q [tokens, heads, D_N + D_R], not rotated, of hidden states or the query's latent."""
+        g = self.config.geometry
+        q: Tensor = self.q_proj(x, backend) if g.q_lora_rank is None else self.q_b_proj(x, backend)
         q = q.unflatten(-1, (g.num_heads, g.qk_head_dim))
         scale = self.config.query_scale
         if scale is not None:
@@ -361,7 +398,7 @@ class MLAAttention(nn.Module):
             steps = torch.div(positions, scale.original, rounding_mode="floor")
             factor = 1 + scale.beta * torch.log1p(steps.float())
             q = q * factor.to(q.dtype)[:, None, None]
-        return q, residual
+        return q
 
     def _checked_plan(
         self, dims: Dims, plan: AnyPlan | None, batch: CachedBatch, rows: Tensor | None

@@ -134,16 +134,48 @@ class LightningIndexer(nn.Module):
         positions [tokens] of the tokens
         cache     of index keys, `allocate_index_cache` or `PagedLatentCache.wrap_index_keys`
         """
+        of_states = self.of_states(x, positions, backend=backend)
+        of_queries = self.of_queries(residual, positions, cache, backend=backend)
+        return self.joined(of_states, of_queries, cache, layer)
+
+    @without_autocast
+    def of_states(
+        self, x: Tensor | Activations, positions: Tensor, *, backend: Backend = "auto"
+    ) -> tuple[Tensor, Tensor]:
+        """(keys [tokens, D], weights [tokens, heads] float32): the part of x."""
+        weights = self.weights_proj.scaled(x, (self.heads * self.width) ** -0.5)
+        return self._keys(x, positions, backend), weights
+
+    @without_autocast
+    def of_queries(
+        self,
+        residual: Tensor | Activations,
+        positions: Tensor,
+        cache: PagedLatentCache,
+        *,
+        backend: Backend = "auto",
+    ) -> tuple[Tensor, Tensor | None]:
+        """(q [tokens, heads, D], scales [tokens, heads] of e4m3): the part of the residual."""
         q = self.wq_b(residual, backend).unflatten(-1, (self.heads, self.width))
         self.rope_table.rotate(q, positions, self.rope, backend=backend)
-        weights = self.weights_proj(x) * (self.heads * self.width) ** -0.5
         if self.uses_hadamard:
             q = q @ self._hadamard_matrix(q)
-        if cache.payload.dtype not in FLOATS:
-            quantised, scales = quantize_fp8(q.flatten(0, 1), self.width, backend=backend)
-            weights = weights * scales[0, : weights.numel()].view_as(weights)
-            q = quantised.view_as(q)
-        return IndexInputs(q, self._keys(x, positions, backend), weights, cache, layer)
+        if cache.payload.dtype in FLOATS:
+            return q, None
+        quantised, scales = quantize_fp8(q.flatten(0, 1), self.width, backend=backend)
+        rows = len(quantised)
+        return quantised.view_as(q), scales[0, :rows].view(q.shape[:2])
+
+    @staticmethod
+    def joined(
+        of_states: tuple[Tensor, Tensor],
+        of_queries: tuple[Tensor, Tensor | None],
+        cache: PagedLatentCache,
+        layer: int,
+    ) -> IndexInputs:
+        """The inputs of both parts."""
+        (keys, weights), (q, scales) = of_states, of_queries
+        return IndexInputs(q, keys, weights if scales is None else weights * scales, cache, layer)
 
     def append_keys(
         self,

@@ -22,6 +22,11 @@ class Activations:
         self.x, self.backend = x, backend
         self._quantised: tuple[Tensor, Tensor] | None = None
 
+    def prepare(self, *maps: Linear) -> None:
+        """Quantise now if one of the maps needs it: before several streams use the result."""
+        if any(each.is_fp8 for each in maps):
+            self.quantised()
+
     def quantised(self) -> tuple[Tensor, Tensor]:
         """(codes, scales) as `scaled_mm_fp8` takes them, one scale per token and 128 columns."""
         if self._quantised is None:
@@ -124,8 +129,13 @@ class Float32Linear(Linear):
 
     def forward(self, x: Tensor | Activations, backend: Backend = "auto") -> Tensor:
         """x [tokens, inputs] → [tokens, outputs] float32."""
+        return self.scaled(x, 1.0)
+
+    def scaled(self, x: Tensor | Activations, factor: float) -> Tensor:
+        """The result times `factor`, in one kernel."""
         values = x.x if isinstance(x, Activations) else x
-        return F.linear(values.float(), self.weight.float())
+        weight = self.weight.float()
+        return torch.addmm(weight[0, :1], values.float(), weight.t(), beta=0, alpha=factor)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         return super()._apply(lambda t: keep_dtype(fn, t), recurse)
