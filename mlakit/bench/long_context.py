@@ -20,6 +20,8 @@ from mlakit.bench.suite import Workload
 class LongContext(branch.Step):
     """One layer's step of the newest tokens of a prompt."""
 
+    max_rounds = 12  # of milliseconds each
+
     @property
     def name(self) -> str:
         return super().name.replace("step-", "long-context-", 1)
