@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mlakit.kernels.hopper.prefill.configs import BLOCK_Q, L2_BYTES
+from mlakit.kernels.hopper.prefill.configs import BLOCK_Q, L2_BYTES, MAX_TOGETHER
 from mlakit.kernels.hopper.prefill.schedule import make_schedule, max_query_tiles
 from mlakit.workloads.paged import starts_of
 
@@ -15,6 +15,8 @@ BATCHES = {
     "no queries": ((0, 0), (5, 0)),
     "tiles of one query and of all": ((1, 128, 129, 256), (1, 128, 129, 256)),
     "equal lengths keep their order": ((128, 128, 128), (200, 200, 200)),
+    "equal lengths of several tiles, others between": ((300, 9, 300) * 3, (300, 300, 300) * 3),
+    "more equal lengths than fit L2": ((1500,) * 40, (1500,) * 40),
     "longest first, empty ones between": ((5, 0, 300, 0, 7), (90, 40, 700, 0, 1000)),
     "more queries than keys": ((140, 9), (90, 0)),
     "more requests than a chunk": ((3,) * 260, tuple(range(260))),
@@ -76,3 +78,18 @@ def test_a_group_of_heads_fits_l2_and_does_its_last_queries_first(heads, kv_len,
     first_group = tiles[: group * 3]
     assert {head for _, head, _ in first_group} == set(range(group))
     assert [row for row, _, _ in first_group] == [256] * group + [128] * group + [0] * group
+
+
+@pytest.mark.parametrize(("heads", "kv_len"), [(4, 1024), (8, 1536), (16, 2048)])
+def test_equal_requests_that_fit_l2_do_their_last_queries_first(heads, kv_len, device):
+    together = min(L2_BYTES // KEY_BYTES // kv_len // heads, MAX_TOGETHER)
+    sizes = (together, together, 1)
+    starts = torch.arange(sum(sizes) + 1, dtype=torch.int32, device=device) * kv_len
+    rows, counters = make_schedule(
+        starts, starts, tokens=sum(sizes) * kv_len, heads=heads, key_bytes=KEY_BYTES
+    )
+    tiles = work_tiles(rows.cpu(), int(counters[1]), heads)
+    last_first = range(kv_len - BLOCK_Q, -1, -BLOCK_Q)
+    assert [row % kv_len for row, _, _ in tiles] == [
+        query for size in sizes for query in last_first for _ in range(size * heads)
+    ]

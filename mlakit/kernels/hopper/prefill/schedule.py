@@ -3,9 +3,10 @@
 Work       one program per request; each counts the tiles of the requests that come before its own
 Order      requests with more keys first; of a request a group of heads whose keys and values fit L2
            together, then the next; of a group the last queries first, which see the most keys if
-           the mask is causal; then head by head
-Memory     a row of ROW_COLUMNS int32 per query tile of a request, all alike: work tile t of all
-           heads has row t // heads
+           the mask is causal; then head by head. Equal requests whose keys and values fit L2
+           together are one group: the work tiles that CTAs take last are then short
+Memory     a row of ROW_COLUMNS int32 per query tile of a request: work tile t of all heads has row
+           t // heads
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from mlakit.kernels.hopper.prefill.configs import BLOCK_Q, L2_BYTES
+from mlakit.kernels.hopper.prefill.configs import BLOCK_Q, L2_BYTES, MAX_TOGETHER
 from mlakit.kernels.triton.launch import INTERPRETED, launch, target
 from mlakit.replay import workspace
 
-# q_start, q_len, kv_start, kv_len, the request's first row, its query tiles, heads of a group
+# q_start, q_len, kv_start, kv_len, the first row of the request if its rows were neighbours, its
+# query tiles, heads of a group
 ROW_COLUMNS = 8
 COUNTERS = 2  # work tiles that were taken beyond the first of each CTA; work tiles
 CHUNK = 256  # requests, or rows, at a time
@@ -57,6 +59,7 @@ def make_schedule(
         q_starts.stride(0),
         kv_starts.stride(0),
         BLOCK_Q=BLOCK_Q,
+        MAX_TOGETHER=MAX_TOGETHER,
         COLUMNS=ROW_COLUMNS,
         CHUNK=CHUNK,
         IS_CHAINED=target(q_starts.device) is not INTERPRETED,
@@ -80,6 +83,7 @@ def _schedule_prefill_kernel(
     stride_q_starts,
     stride_kv_starts,
     BLOCK_Q: tl.constexpr,
+    MAX_TOGETHER: tl.constexpr,
     COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr,
     IS_CHAINED: tl.constexpr,
@@ -90,6 +94,8 @@ def _schedule_prefill_kernel(
     q_start, q_len = _length(q_starts, request, stride_q_starts, True)
     kv_start, kv_len = _length(kv_starts, request, stride_kv_starts, True)
     tiles_before = tl.zeros([CHUNK], tl.int32)
+    equals_before = tl.zeros([CHUNK], tl.int32)
+    equals = tl.zeros([CHUNK], tl.int32)
     all_tiles = tl.zeros([CHUNK], tl.int32)
     for start in tl.range(0, batch, CHUNK):
         other = start + tl.arange(0, CHUNK)
@@ -97,26 +103,38 @@ def _schedule_prefill_kernel(
         _, other_q_len = _length(q_starts, other, stride_q_starts, is_there)
         _, other_kv_len = _length(kv_starts, other, stride_kv_starts, is_there)
         tiles = tl.where(is_there, tl.cdiv(other_q_len, BLOCK_Q), 0)
-        is_before = (other_kv_len > kv_len) | ((other_kv_len == kv_len) & (other < request))
-        tiles_before += tl.where(is_before, tiles, 0)
+        is_tie = other_kv_len == kv_len
+        is_equal = is_tie & (other_q_len == q_len) & is_there
+        is_longer = (other_kv_len > kv_len) | (is_tie & (other_q_len > q_len))
+        is_before = is_equal & (other < request)
+        tiles_before += tl.where(is_longer | is_before, tiles, 0)
+        equals_before += is_before.to(tl.int32)
+        equals += is_equal.to(tl.int32)
         all_tiles += tiles
     if request == 0:
         tl.store(counters, 0)
         tl.store(counters + 1, tl.sum(all_tiles, 0) * heads)
 
-    first = tl.sum(tiles_before, 0)
     num_tiles = tl.cdiv(q_len, BLOCK_Q)
     most = tl.minimum(tl.maximum(group_keys // tl.maximum(kv_len, 1), 1), heads)
     group = tl.cdiv(heads, tl.cdiv(heads, most))  # as few groups, but of one size
+    # of `together` equal requests the tile of each, then the next tile of each
+    together = group_keys // heads // tl.maximum(kv_len, 1)
+    together = tl.minimum(tl.maximum(together, 1), MAX_TOGETHER)
+    place = tl.sum(equals_before, 0)
+    own = place % together
+    step = tl.minimum(together, tl.sum(equals, 0) - (place - own))
+    first = tl.sum(tiles_before, 0) - own * num_tiles
     for start in tl.range(0, num_tiles, CHUNK):
-        row = start + tl.arange(0, CHUNK)
-        at = rows + (first + row) * COLUMNS
-        is_row = row < num_tiles
+        from_last = start + tl.arange(0, CHUNK)
+        row = first + own + from_last * step
+        at = rows + row * COLUMNS
+        is_row = from_last < num_tiles
         tl.store(at, q_start, mask=is_row)
         tl.store(at + 1, q_len, mask=is_row)
         tl.store(at + 2, kv_start, mask=is_row)
         tl.store(at + 3, kv_len, mask=is_row)
-        tl.store(at + 4, first, mask=is_row)
+        tl.store(at + 4, row - from_last, mask=is_row)
         tl.store(at + 5, num_tiles, mask=is_row)
         tl.store(at + 6, group, mask=is_row)
 
