@@ -56,8 +56,10 @@ class M64Bf16Config(NamedTuple):
     MAX_REGISTERS: int  # per thread at launch, before warps share them out
 
 
-def m64_bf16_config() -> M64Bf16Config:
-    return M64Bf16Config(CONSUMER_REGISTERS=216, PRODUCER_REGISTERS=72, MAX_REGISTERS=168)
+def m64_bf16_config(has_extra: bool) -> M64Bf16Config:
+    # without a second cache the even warpgroup keeps columns of the queries in registers
+    consumer = 216 if has_extra else 208
+    return M64Bf16Config(CONSUMER_REGISTERS=consumer, PRODUCER_REGISTERS=72, MAX_REGISTERS=168)
 
 
 class M64Fp8KvConfig(NamedTuple):

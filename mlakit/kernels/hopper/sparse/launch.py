@@ -46,7 +46,7 @@ from mlakit.replay import workspace
 CHUNK_BYTES = 16  # that one thread copies at a time: rows lie at multiples of it
 # a kernel, and the configuration that it is compiled with
 KERNELS: dict[str, tuple[Any, Any]] = {
-    "m64_bf16": (sparse_mla_m64_bf16_kernel, m64_bf16_config),
+    "m64_bf16": (sparse_mla_m64_bf16_kernel, m64_bf16_config),  # by a second cache
     "m64_fp8_kv": (sparse_mla_m64_fp8_kv_kernel, m64_fp8_kv_config),  # by the format of rows
     "small_m_fp8_kv": (sparse_mla_small_m_fp8_kv_kernel, small_m_fp8_kv_config),  # also by heads
 }
@@ -113,7 +113,7 @@ def _launch(kernel: str, a: SparseArguments, out: Tensor, lse: Tensor, max_logit
         ]
         results = [(each, each.stride()[1:3]) for each in scratch]
     function, pick_config = KERNELS[kernel]
-    config = pick_config(*_config_arguments(kernel, a.layer.codec.name, heads))
+    config = pick_config(*_config_arguments(kernel, a, heads))
     launch(
         function,
         (min(num_sms, head_tiles * num_splits),),
@@ -148,9 +148,10 @@ def _launch(kernel: str, a: SparseArguments, out: Tensor, lse: Tensor, max_logit
         merge_list_splits(scratch, a.sink, out, lse, max_logits, is_chained=True)
 
 
-def _config_arguments(kernel: str, format: str, heads: int) -> tuple[object, ...]:
+def _config_arguments(kernel: str, a: SparseArguments, heads: int) -> tuple[object, ...]:
     if kernel == "m64_bf16":
-        return ()
+        return (a.extra is not None,)
+    format = a.layer.codec.name
     return (format,) if kernel == "m64_fp8_kv" else (format, heads)
 
 

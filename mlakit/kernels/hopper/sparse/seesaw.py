@@ -11,8 +11,9 @@
 
 A producer loads the parts of a pair in the order: K0 left, K1 right with its columns past 512, K0
 right likewise, K1 left; each part has a `full` and an `empty` barrier. P0 replaces K0's columns
-past 512 where rows have them, so that tile is empty when K0 right is. With the queries of a tile
-comes the number of its pairs (`Smem.num_pairs`), with each block which of its entries count.
+past 512 where rows have them, so that tile is empty when K0 right is. The queries' columns past 512
+are in registers of the even warpgroup, if there is one cache. With the queries of a tile comes
+the number of its pairs (`Smem.num_pairs`), with each block which of its entries count.
 
 Shared by all sparse kernels with 64 heads per CTA: everything here. A kernel allocates
 (`alloc_smem`, `alloc_all_barriers`), starts `even_warpgroup`, `odd_warpgroup` and its own producer,
@@ -178,7 +179,19 @@ def _wait_part(part, phase):
 
 
 @gluon.jit
-def _even_scores(smem, barriers, phase, zero, scores, IS_FIRST: gl.constexpr):
+def _add_rope_scores(smem, zero, scores, q_rope, keys):
+    """Issue the product of the columns past 512.
+
+    q_rope  these columns of the queries, in registers: wgmma of 64 x 64 scores reads 128 bytes of
+            shared memory per cycle, all there is. A number: they are in shared memory
+    """
+    if len(q_rope.shape) == 0:
+        q_rope = smem.q_rope.index(zero)
+    return warpgroup_mma(q_rope, keys, scores, is_async=True)
+
+
+@gluon.jit
+def _even_scores(smem, barriers, phase, zero, scores, q_rope, IS_FIRST: gl.constexpr):
     """Issue Q·K0ᵀ: the columns right of 256 and past 512; if IS_FIRST, those left of it before."""
     if IS_FIRST:
         _wait_part(barriers.left_even, phase)
@@ -189,19 +202,19 @@ def _even_scores(smem, barriers, phase, zero, scores, IS_FIRST: gl.constexpr):
     scores = warpgroup_mma(smem.q_right.index(zero), keys, scores, is_async=True)
     if smem.rope_odd is not None:
         keys = smem.rope_even.index(zero).permute((1, 0))
-        scores = warpgroup_mma(smem.q_rope.index(zero), keys, scores, is_async=True)
+        scores = _add_rope_scores(smem, zero, scores, q_rope, keys)
     return scores
 
 
 @gluon.jit
-def _odd_scores(smem, barriers, phase, zero, scores):
+def _odd_scores(smem, barriers, phase, zero, scores, q_rope):
     """Issue Q·K1ᵀ."""
     _wait_part(barriers.right_odd, phase)
     keys = smem.right_odd.index(zero).permute((1, 0))
     scores = warpgroup_mma(smem.q_right.index(zero), keys, scores, use_acc=False, is_async=True)
     if smem.rope_odd is not None:
         keys = smem.rope_odd.index(zero).permute((1, 0))
-        scores = warpgroup_mma(smem.q_rope.index(zero), keys, scores, is_async=True)
+        scores = _add_rope_scores(smem, zero, scores, q_rope, keys)
     _wait_part(barriers.left_odd, phase)
     keys = smem.left_odd.index(zero).permute((1, 0))
     return warpgroup_mma(smem.q_left.index(zero), keys, scores, is_async=True)
@@ -209,7 +222,7 @@ def _odd_scores(smem, barriers, phase, zero, scores):
 
 @gluon.jit
 def _even_pair(
-    phase, smem, barriers, acc, row_max, row_sum, largest, scores, scale_log2,
+    phase, smem, barriers, acc, row_max, row_sum, largest, scores, scale_log2, q_rope,
     IS_LAST: gl.constexpr, SIGN: gl.constexpr,
 ):  # fmt: skip
     """The even warpgroup's side of a pair of blocks."""
@@ -250,7 +263,7 @@ def _even_pair(
         # these columns keep the tensor cores busy while the odd block's left half is reloaded
         acc = warpgroup_mma_wait(1, deps=(pending,))
         mbarrier.arrive(barriers.left_odd.empty, count=1)
-        qk = _even_scores(smem, barriers, phase ^ 1, zero, qk, False)
+        qk = _even_scores(smem, barriers, phase ^ 1, zero, qk, q_rope, False)
         scores = warpgroup_mma_wait(0, deps=(qk,))
     else:
         acc = warpgroup_mma_wait(0, deps=(pending,))
@@ -260,7 +273,7 @@ def _even_pair(
 
 @gluon.jit
 def _odd_pair(
-    phase, smem, barriers, acc, row_max, row_sum, largest, scores, scale_log2,
+    phase, smem, barriers, acc, row_max, row_sum, largest, scores, scale_log2, q_rope,
     IS_LAST: gl.constexpr, SIGN: gl.constexpr,
 ):  # fmt: skip
     """The odd warpgroup's side of the same pair."""
@@ -295,7 +308,7 @@ def _odd_pair(
     mbarrier.arrive(barriers.right_even.empty, count=1)
     if not IS_LAST:
         zeros = gl.zeros([64, 64], gl.float32, SCORES)
-        qk = _odd_scores(smem, barriers, phase ^ 1, zero, zeros)
+        qk = _odd_scores(smem, barriers, phase ^ 1, zero, zeros, q_rope)
         scores = warpgroup_mma_wait(0, deps=(qk,))
     return acc, odd_max, row_sum, largest, scores
 
@@ -320,28 +333,32 @@ def _warpgroup(
         largest = gl.full([64], NEG_INF, gl.float32, ROW)
         mbarrier.wait(barriers.q.full, tiles_done & 1)
         num_pairs = gl.max(smem.num_pairs.load(IN_EACH_THREAD), 0)
+        q_rope = zero
+        # the odd warpgroup has no registers left for them, with a second cache neither has
+        if IS_EVEN and smem.rope_odd is not None and not work.HAS_EXTRA:
+            q_rope = smem.q_rope.index(0).load(gl.DotOperandLayout(0, SCORES, 2))
         if IS_EVEN:
-            qk = _even_scores(smem, barriers, pairs_done & 1, zero, zeros, True)
+            qk = _even_scores(smem, barriers, pairs_done & 1, zero, zeros, q_rope, True)
         else:
-            qk = _odd_scores(smem, barriers, pairs_done & 1, zero, zeros)
+            qk = _odd_scores(smem, barriers, pairs_done & 1, zero, zeros, q_rope)
         scores = warpgroup_mma_wait(0, deps=(qk,))
         last_pair = pairs_done + num_pairs - 1
         for pair in range(pairs_done, last_pair):
             if IS_EVEN:
                 acc, row_max, row_sum, largest, scores = _even_pair(
                     pair & 1, smem, barriers, acc, row_max, row_sum, largest, scores, scale_log2,
-                    False, SIGN,
+                    q_rope, False, SIGN,
                 )  # fmt: skip
             else:
                 acc, row_max, row_sum, largest, scores = _odd_pair(
                     pair & 1, smem, barriers, acc, row_max, row_sum, largest, scores, scale_log2,
-                    False, SIGN,
+                    q_rope, False, SIGN,
                 )  # fmt: skip
         mbarrier.arrive(barriers.q.empty, count=1)
         if IS_EVEN:
             acc, row_max, row_sum, largest, scores = _even_pair(
                 last_pair & 1, smem, barriers, acc, row_max, row_sum, largest, scores, scale_log2,
-                True, SIGN,
+                q_rope, True, SIGN,
             )  # fmt: skip
             smem.sum_even.store(row_sum)
             mbarrier.arrive(barriers.sum_even, count=1)
@@ -351,7 +368,7 @@ def _warpgroup(
         else:
             acc, row_max, row_sum, largest, scores = _odd_pair(
                 last_pair & 1, smem, barriers, acc, row_max, row_sum, largest, scores, scale_log2,
-                True, SIGN,
+                q_rope, True, SIGN,
             )  # fmt: skip
             smem.sum_odd.store(row_sum)
             smem.largest_odd.store(largest)
