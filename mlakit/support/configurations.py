@@ -194,6 +194,18 @@ HOPPER: dict[str, Case] = {
             ),
         )
     },
+    **{
+        f"hopper-decode-m64-fp8_block128{name}": _decode(
+            "fp8_block128", heads, **{"page_size": 64, **MUCH_WORK, **more}
+        )
+        for name, heads, more in (
+            ("", 128, {}),
+            ("-external-plan", 128, {"page_size": 128, "num_ctas": 3, "tile": 16}),
+            ("-page8", 100, {"page_size": 8, "sink": "finite"}),
+            ("-page32", 64, {"page_size": 32}),
+            ("-page1", 128, {"page_size": 1}),
+        )
+    },
     "hopper-decode-m64-fp8-fp16-q": _decode("fp8", 128, page_size=64, dtype="fp16", **MUCH_WORK),
     "hopper-decode-m64-fp8_token-e4m3-q-bf16-rope": _decode(
         "fp8_token",

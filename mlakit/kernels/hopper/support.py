@@ -100,8 +100,7 @@ def _needs_fp8_query(problem: Problem) -> str | None:
 
 
 def _needs_16bit_query(problem: Problem) -> str | None:
-    # products with the four scales per row of fp8_block128 would be rounded
-    refusal = _needs_format("fp8", "fp8_token")(problem)
+    refusal = _needs_format(*FP8_FORMATS)(problem)
     if refusal is None and problem.dtype == E4M3:
         refusal = f"needs 16-bit queries, got {problem.dtype}"
     return refusal

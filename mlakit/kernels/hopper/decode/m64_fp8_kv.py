@@ -49,21 +49,28 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mlakit.kernels.hopper.compat import record, reinterpret, tma_load
 from mlakit.kernels.hopper.decode import configs
 from mlakit.kernels.hopper.decode.arguments import VARYING
 from mlakit.kernels.hopper.decode.epilogue import finish_rows, store_acc, store_lse
-from mlakit.kernels.hopper.decode.fp8_convert import (
-    FP16_TARGET,
-    pow2_scale,
-    row_amax,
-    scale_query,
-)
+from mlakit.kernels.hopper.decode.fp8_convert import FP16_TARGET, pow2_scale
 from mlakit.kernels.hopper.decode.m64_fp8_kv_dequant import (
     CacheRows,
     alloc_stages,
     dequant_warpgroup,
     num_blocks,
+)
+from mlakit.kernels.hopper.decode.m64_fp8_kv_groups import (
+    grouped_pv_warpgroup,
+    grouped_qk_warpgroup,
+)
+from mlakit.kernels.hopper.decode.m64_fp8_kv_query import (
+    SCORES,
+    ProbStage,
+    Query,
+    Softmax,
+    SoftmaxTraits,
+    load_query,
+    scale_queries,
 )
 from mlakit.kernels.hopper.decode.paged_loads import wait_block
 from mlakit.kernels.hopper.decode.pipeline import two_stages
@@ -95,95 +102,8 @@ from mlakit.kernels.hopper.primitives import (
     rescale_acc,
 )
 
-SCORES = gl.constexpr(acc_layout(64))
 ACC = gl.constexpr(acc_layout(256))
-MIN_ROPE_SHARE = gl.constexpr(configs.MIN_ROPE_SHARE)
 RESCALE_THRESHOLD_ROW_SCALES = gl.constexpr(configs.RESCALE_THRESHOLD_ROW_SCALES)
-
-
-@record
-class Query:
-    left: object  # [1, 64, 256] float16
-    right: object
-    rope: object  # [1, 64, 64], of the type of the blocks' rotated columns
-    full: object
-
-
-@record
-class ProbStage:
-    """From QK-softmax to PV: a block, and the end of a work tile."""
-
-    probs: object  # [64 heads, 64 keys] float16
-    rescale: object  # [64] float32, of acc
-    full: object
-    empty: object
-    out_scale: object  # [64] float32, of a work tile's acc
-    out_scale_full: object
-
-
-@record
-class Softmax:
-    row_max: object  # [64]
-    row_sum: object
-    prob_scale: object  # the power of two of the probabilities
-
-
-@record
-class SoftmaxTraits:
-    """What is known when the kernel is compiled."""
-
-    HAS_ROW_SCALES: object
-    scores: object
-
-
-@gluon.jit
-def _as_loaded(smem, descriptor):
-    """The memory of queries, as a TMA tile of the descriptor."""
-    shape: gl.constexpr = [1, 64, descriptor.block_shape[1]]
-    return reinterpret(smem, descriptor.dtype, shape, descriptor.layout).index(0)
-
-
-@gluon.jit
-def _load_query(inputs, scheduler, item, index, query):
-    tile = locate_tile(scheduler, item, index)
-    row = tile.token * inputs.q_token_rows + tile.first_head
-    rope_row = tile.token * inputs.q_rope_token_rows + tile.first_head
-    WIDTH: gl.constexpr = inputs.q.block_shape[1]
-    BITS: gl.constexpr = (
-        2 * WIDTH * inputs.q.dtype.primitive_bitwidth
-        + inputs.q_rope.block_shape[1] * inputs.q_rope.dtype.primitive_bitwidth
-    )
-    mbarrier.expect(query.full, 64 * BITS // 8)
-    right = _as_loaded(query.right, inputs.q)
-    tma_load(inputs.q, [row, WIDTH], query.full, right)
-    tma_load(inputs.q, [row, 0], query.full, _as_loaded(query.left, inputs.q))
-    rope = _as_loaded(query.rope, inputs.q_rope)
-    tma_load(inputs.q_rope, [rope_row, 0], query.full, rope)
-
-
-@gluon.jit
-def _scale_query(inputs, query, FORMAT: gl.constexpr):
-    """Scale queries to float16's range, in place; returns the scale of scores."""
-    ATOMS: gl.constexpr = [4, 64, 64]
-    DTYPE: gl.constexpr = inputs.q.dtype
-    LAYOUT: gl.constexpr = query.left.layout
-    left = reinterpret(query.left, DTYPE, ATOMS, LAYOUT)
-    right = reinterpret(query.right, DTYPE, ATOMS, LAYOUT)
-    rope = _as_loaded(query.rope, inputs.q_rope)
-    amax = row_amax(rope)
-    if FORMAT != "fp8":
-        amax *= MIN_ROPE_SHARE  # bfloat16 has the range, acc has not
-    # one swizzle atom after the other: less code
-    for atom in range(4):
-        amax = gl.maximum(amax, row_amax(left.index(atom)))
-        amax = gl.maximum(amax, row_amax(right.index(atom)))
-    scale, factor = pow2_scale(amax)
-    for atom in range(4):
-        scale_query(left.index(atom), gl.float16, factor)
-        scale_query(right.index(atom), gl.float16, factor)
-    scale_query(rope, query.rope.dtype, factor)
-    fence_async_shared()
-    return gl.convert_layout(scale * (1.0 / FP16_TARGET), gl.SliceLayout(1, SCORES))
 
 
 @gluon.jit
@@ -269,12 +189,12 @@ def _qk_softmax_warpgroup(
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     number = item * 0
     tiles_done = item * 0
-    _load_query(inputs, scheduler, item, index, query)
+    load_query(inputs, scheduler, item, index, query)
     # no hoisting: addresses of a thread's elements would be kept across tiles, and spilled
     for _ in tl.range(0, count_tiles(scheduler, item, index), disable_licm=True):
         keys = key_range(inputs, scheduler, item, index)
         mbarrier.wait(query.full, tiles_done & 1)
-        row_scale = gl.maximum(_scale_query(inputs, query, FORMAT) * scale_log2, SMALLEST_SCALE)
+        row_scale = gl.maximum(scale_queries(inputs, query, FORMAT) * scale_log2, SMALLEST_SCALE)
         softmax = Softmax(
             gl.full([64], INITIAL_ROW_MAX, gl.float32, ROW),
             gl.zeros([64], gl.float32, ROW),
@@ -297,7 +217,7 @@ def _qk_softmax_warpgroup(
             number += 1
         next_item, next_index = next_tile(scheduler, item, index + gl.num_programs(0))
         if next_item < scheduler.last_item:
-            _load_query(inputs, scheduler, next_item, next_index, query)
+            load_query(inputs, scheduler, next_item, next_index, query)
         acc, softmax = _softmax_block(
             scores, last_block, number, keys, softmax, row_scale, pending, blocks, prob_stage,
             traits,
@@ -378,7 +298,7 @@ def mla_decode_m64_fp8_kv_kernel(
         words, TRAITS.ROPE_COLUMN, CONFIG.IS_PACKED, kv_scales.row_scales, kv_scales.stride_page,
         kv_scales.stride_row, FORMAT,
     )  # fmt: skip
-    blocks = alloc_stages(gl.float16 if FORMAT == "fp8" else gl.bfloat16, gather.words)
+    blocks = alloc_stages(FORMAT, gather.words)
     query = Query(
         gl.allocate_shared_memory(gl.float16, [1, 64, 256], SMEM_16BIT),
         gl.allocate_shared_memory(gl.float16, [1, 64, 256], SMEM_16BIT),
@@ -398,21 +318,41 @@ def mla_decode_m64_fp8_kv_kernel(
     item, index = first_tile(scheduler, schedule)
     if item < scheduler.last_item:
         launch_dependents(scheduler, item)
-        gl.warp_specialize(
-            [
-                (
-                    _qk_softmax_warpgroup,
+        if FORMAT == "fp8_block128":
+            gl.warp_specialize(
+                [
                     (
-                        item, index, inputs, scheduler, outputs, query, prob_stage, blocks,
-                        scale_log2, tensor_scale, traits, FORMAT,
+                        grouped_qk_warpgroup,
+                        (
+                            item, index, inputs, scheduler, outputs, query, prob_stage, blocks,
+                            scale_log2, tensor_scale, traits, FORMAT,
+                        ),
                     ),
-                ),
-                (
-                    _pv_warpgroup,
-                    (item, index, inputs, scheduler, outputs, prob_stage, blocks),
-                ),
-                (dequant_warpgroup, (item, index, inputs, scheduler, rows, blocks)),
-            ],
-            [4, 4],
-            [CONFIG.PV_REGISTERS, CONFIG.DEQUANT_REGISTERS],
-        )  # fmt: skip
+                    (
+                        grouped_pv_warpgroup,
+                        (item, index, inputs, scheduler, outputs, prob_stage, blocks),
+                    ),
+                    (dequant_warpgroup, (item, index, inputs, scheduler, rows, blocks)),
+                ],
+                [4, 4],
+                [CONFIG.PV_REGISTERS, CONFIG.DEQUANT_REGISTERS],
+            )  # fmt: skip
+        else:
+            gl.warp_specialize(
+                [
+                    (
+                        _qk_softmax_warpgroup,
+                        (
+                            item, index, inputs, scheduler, outputs, query, prob_stage, blocks,
+                            scale_log2, tensor_scale, traits, FORMAT,
+                        ),
+                    ),
+                    (
+                        _pv_warpgroup,
+                        (item, index, inputs, scheduler, outputs, prob_stage, blocks),
+                    ),
+                    (dequant_warpgroup, (item, index, inputs, scheduler, rows, blocks)),
+                ],
+                [4, 4],
+                [CONFIG.PV_REGISTERS, CONFIG.DEQUANT_REGISTERS],
+            )  # fmt: skip

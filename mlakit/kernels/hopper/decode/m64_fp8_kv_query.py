@@ -1,0 +1,109 @@
+"""What the consumers of `m64_fp8_kv` share: queries, and what they hand to each other.
+
+Lineage    own design
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from mlakit.kernels.hopper.compat import record, reinterpret, tma_load
+from mlakit.kernels.hopper.decode import configs
+from mlakit.kernels.hopper.decode.fp8_convert import (
+    FP16_TARGET,
+    pow2_scale,
+    row_amax,
+    scale_query,
+)
+from mlakit.kernels.hopper.decode.scheduler import locate_tile
+from mlakit.kernels.hopper.primitives import acc_layout
+
+SCORES = gl.constexpr(acc_layout(64))
+MIN_ROPE_SHARE = gl.constexpr(configs.MIN_ROPE_SHARE)
+
+
+@record
+class Query:
+    left: object  # [1, 64, 256] float16
+    right: object
+    rope: object  # [1, 64, 64], of the type of the blocks' rotated columns
+    full: object
+
+
+@record
+class ProbStage:
+    """From QK-softmax to PV: a block, and the end of a work tile."""
+
+    probs: object  # [64 heads, 64 keys] float16
+    rescale: object  # [64] float32, of acc
+    full: object
+    empty: object
+    out_scale: object  # [64] float32, of a work tile's acc
+    out_scale_full: object
+
+
+@record
+class Softmax:
+    row_max: object  # [64]
+    row_sum: object
+    prob_scale: object  # the power of two of the probabilities
+
+
+@record
+class SoftmaxTraits:
+    """What is known when the kernel is compiled."""
+
+    HAS_ROW_SCALES: object
+    scores: object
+
+
+@gluon.jit
+def _as_loaded(smem, descriptor):
+    """The memory of queries, as a TMA tile of the descriptor."""
+    shape: gl.constexpr = [1, 64, descriptor.block_shape[1]]
+    return reinterpret(smem, descriptor.dtype, shape, descriptor.layout).index(0)
+
+
+@gluon.jit
+def load_query(inputs, scheduler, item, index, query):
+    tile = locate_tile(scheduler, item, index)
+    row = tile.token * inputs.q_token_rows + tile.first_head
+    rope_row = tile.token * inputs.q_rope_token_rows + tile.first_head
+    WIDTH: gl.constexpr = inputs.q.block_shape[1]
+    BITS: gl.constexpr = (
+        2 * WIDTH * inputs.q.dtype.primitive_bitwidth
+        + inputs.q_rope.block_shape[1] * inputs.q_rope.dtype.primitive_bitwidth
+    )
+    mbarrier.expect(query.full, 64 * BITS // 8)
+    right = _as_loaded(query.right, inputs.q)
+    tma_load(inputs.q, [row, WIDTH], query.full, right)
+    tma_load(inputs.q, [row, 0], query.full, _as_loaded(query.left, inputs.q))
+    rope = _as_loaded(query.rope, inputs.q_rope)
+    tma_load(inputs.q_rope, [rope_row, 0], query.full, rope)
+
+
+@gluon.jit
+def scale_queries(inputs, query, FORMAT: gl.constexpr):
+    """Scale queries to float16's range, in place; returns the scale of scores."""
+    ATOMS: gl.constexpr = [4, 64, 64]
+    DTYPE: gl.constexpr = inputs.q.dtype
+    LAYOUT: gl.constexpr = query.left.layout
+    left = reinterpret(query.left, DTYPE, ATOMS, LAYOUT)
+    right = reinterpret(query.right, DTYPE, ATOMS, LAYOUT)
+    rope = _as_loaded(query.rope, inputs.q_rope)
+    amax = row_amax(rope)
+    if FORMAT != "fp8":
+        amax *= MIN_ROPE_SHARE  # bfloat16 has the range, acc has not
+    # one swizzle atom after the other: less code
+    for atom in range(4):
+        amax = gl.maximum(amax, row_amax(left.index(atom)))
+        amax = gl.maximum(amax, row_amax(right.index(atom)))
+    scale, factor = pow2_scale(amax)
+    for atom in range(4):
+        scale_query(left.index(atom), gl.float16, factor)
+        scale_query(right.index(atom), gl.float16, factor)
+    scale_query(rope, query.rope.dtype, factor)
+    fence_async_shared()
+    return gl.convert_layout(scale * (1.0 / FP16_TARGET), gl.SliceLayout(1, SCORES))
