@@ -204,6 +204,8 @@ HOPPER: dict[str, Case] = {
             ("-page8", 100, {"page_size": 8, "sink": "finite"}),
             ("-page32", 64, {"page_size": 32}),
             ("-page1", 128, {"page_size": 1}),
+            ("-e4m3-q", 128, {"dtype": "e4m3", "q_scaled": True}),
+            ("-e4m3-q-bf16-rope", 128, {"dtype": "e4m3", "q_rope_dtype": "bf16"}),
         )
     },
     "hopper-decode-m64-fp8-fp16-q": _decode("fp8", 128, page_size=64, dtype="fp16", **MUCH_WORK),

@@ -99,10 +99,10 @@ def _needs_fp8_query(problem: Problem) -> str | None:
     return refusal
 
 
-def _needs_16bit_query(problem: Problem) -> str | None:
+def _why_not_m64_fp8_kv(problem: Problem) -> str | None:
     refusal = _needs_format(*FP8_FORMATS)(problem)
-    if refusal is None and problem.dtype == E4M3:
-        refusal = f"needs 16-bit queries, got {problem.dtype}"
+    if refusal is None and problem.dtype == E4M3 and problem.format != "fp8_block128":
+        refusal = f"needs 16-bit queries with rows of {problem.format}, got {problem.dtype}"
     return refusal
 
 
@@ -255,7 +255,7 @@ def _decode(
 SPECS = (
     _decode("m64_bf16", _needs_format("bf16", "fp16"), _why_slower_m64),
     _decode("m64_fp8_qk", _needs_fp8_query, _why_slower_m64),
-    _decode("m64_fp8_kv", _needs_16bit_query, _why_slower_m64),
+    _decode("m64_fp8_kv", _why_not_m64_fp8_kv, _why_slower_m64),
     _decode("small_m_bf16", _needs_format("bf16", "fp16")),
     _decode("small_m_fp8_kv", _needs_format(*FP8_FORMATS)),
     KernelSpec(

@@ -39,11 +39,11 @@ KERNELS = pytest.mark.parametrize("heads", [16, 64], ids=["small_m", "m64"])
 def kernel_for(heads: int, format: str = "bf16", dtype: str = "bf16", *, m64: bool = True) -> str:
     """What `backend=` takes for the kernel that decodes much work; without `m64` that of little."""
     is_fp8 = format in FP8
-    is_small_m = heads <= 32 or (format == "fp8_block128" and dtype == "e4m3")
-    if is_small_m or not m64:
+    if heads <= 32 or not m64:
         return "hopper:small_m_fp8_kv" if is_fp8 else "hopper:small_m_bf16"
     if is_fp8:
-        return "hopper:m64_fp8_qk" if dtype == "e4m3" else "hopper:m64_fp8_kv"
+        is_fp8_qk = dtype == "e4m3" and format != "fp8_block128"
+        return "hopper:m64_fp8_qk" if is_fp8_qk else "hopper:m64_fp8_kv"
     return "hopper:m64_bf16"
 
 

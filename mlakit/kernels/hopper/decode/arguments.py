@@ -83,7 +83,7 @@ class QScales(NamedTuple):
     """Scales of FP8 queries."""
 
     q_scale: Tensor | None  # [tokens] float32
-    stride: int
+    stride_q_scale: int
 
 
 class Traits(NamedTuple):

@@ -261,7 +261,7 @@ def _cache_arguments(
     if kernel == "m64_fp8_kv":
         gather = Gather(gather.words, words.stride(0) // 4)  # its own loads need the stride too
         config = m64_fp8_kv_config(layer.codec.name, is_packed=_is_packed(words))
-        others = (kv_scales,)
+        others = (kv_scales, _q_scales(q_scale))
         return CacheArguments(
             words, kv_rope, page_rows, rope_column, gather, others, host_scale, config
         )
@@ -279,7 +279,7 @@ def _cache_arguments(
             is_gathered=is_gathered,
         )
     kv = _tma_tiles(words, tile_rows, 32)
-    others = (kv_scales, QScales(q_scale, 0 if q_scale is None else q_scale.stride(0)))
+    others = (kv_scales, _q_scales(q_scale))
     return CacheArguments(kv, kv_rope, page_rows, rope_column, gather, others, host_scale, config)
 
 
@@ -304,6 +304,10 @@ def _kv_scales(layer: CacheLayer) -> tuple[KVScales, float]:
         scales = layer.payload[..., D_C : D_C + 16].view(torch.float32)
     strides = (0, 0) if scales is None else scales.stride()[:2]
     return KVScales(scales, *strides, host_scale, device_scale), host_scale
+
+
+def _q_scales(q_scale: Tensor | None) -> QScales:
+    return QScales(q_scale, 0 if q_scale is None else q_scale.stride(0))
 
 
 def _is_packed(rows: Tensor) -> bool:

@@ -281,7 +281,7 @@ def mla_decode_m64_fp8_kv_kernel(
     # words (fp8), which the dequant warpgroup loads with the others
     scale_log2, stride_table_request, q_token_rows, q_rope_token_rows, heads, slot_rows,
     stride_lse_token,
-    batch, schedule, outputs, gather, kv_scales,  # `arguments`
+    batch, schedule, outputs, gather, kv_scales, q_scales,  # `arguments`
     TRAITS: gl.constexpr,
     CONFIG: gl.constexpr,  # `configs.M64Fp8KvConfig`
 ):  # fmt: skip
@@ -325,7 +325,7 @@ def mla_decode_m64_fp8_kv_kernel(
                         grouped_qk_warpgroup,
                         (
                             item, index, inputs, scheduler, outputs, query, prob_stage, blocks,
-                            scale_log2, tensor_scale, traits, FORMAT,
+                            scale_log2, tensor_scale, traits, q_scales,
                         ),
                     ),
                     (

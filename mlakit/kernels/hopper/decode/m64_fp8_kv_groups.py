@@ -51,6 +51,7 @@ from mlakit.kernels.hopper.decode.m64_fp8_kv_dequant import (
 from mlakit.kernels.hopper.decode.m64_fp8_kv_query import (
     SCORES,
     Softmax,
+    convert_queries,
     load_query,
     scale_queries,
 )
@@ -179,7 +180,7 @@ def _zeros():
 @gluon.jit
 def grouped_qk_warpgroup(
     item, index, inputs, scheduler, outputs, query, prob_stage, blocks, scale_log2, tensor_scale,
-    traits, FORMAT: gl.constexpr,
+    traits, q_scales,
 ):  # fmt: skip
     """Also PV of the left column half."""
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -190,7 +191,11 @@ def grouped_qk_warpgroup(
     for _ in tl.range(0, count_tiles(scheduler, item, index), disable_licm=True):
         keys = key_range(inputs, scheduler, item, index)
         mbarrier.wait(query.full, tiles_done & 1)
-        row_scale = gl.maximum(scale_queries(inputs, query, FORMAT) * scale_log2, SMALLEST_SCALE)
+        if inputs.q.dtype == gl.int32:
+            row_scale = convert_queries(inputs, scheduler, q_scales, item, index, query)
+        else:
+            row_scale = scale_queries(inputs, query, "fp8_block128")
+        row_scale = gl.maximum(row_scale * scale_log2, SMALLEST_SCALE)
         softmax = Softmax(
             gl.full([64], INITIAL_ROW_MAX, gl.float32, ROW),
             gl.zeros([64], gl.float32, ROW),

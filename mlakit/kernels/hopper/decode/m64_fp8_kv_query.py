@@ -16,7 +16,9 @@ from mlakit.kernels.hopper.decode.fp8_convert import (
     pow2_scale,
     row_amax,
     scale_query,
+    to_fp16,
 )
+from mlakit.kernels.hopper.decode.row_scales import load_q_scale
 from mlakit.kernels.hopper.decode.scheduler import locate_tile
 from mlakit.kernels.hopper.primitives import acc_layout
 
@@ -107,3 +109,28 @@ def scale_queries(inputs, query, FORMAT: gl.constexpr):
     scale_query(rope, query.rope.dtype, factor)
     fence_async_shared()
     return gl.convert_layout(scale * (1.0 / FP16_TARGET), gl.SliceLayout(1, SCORES))
+
+
+@gluon.jit
+def _convert(smem, descriptor, factor):
+    """Queries · factor (±1 or NaN) as the 16-bit type of `smem`, in place; FP8 ones are words."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    values = _as_loaded(smem, descriptor).load(LAYOUT)
+    if descriptor.dtype == gl.int32:
+        values = to_fp16(values)
+    smem.index(0).store((values.to(gl.float32) * factor).to(smem.dtype))
+
+
+@gluon.jit
+def convert_queries(inputs, scheduler, q_scales, item, index, query):
+    """FP8 queries to float16, exactly and in place; returns the scale of scores.
+
+    q_scales  `arguments.QScales`: a scale is one of scores, but for its sign, which queries get
+    """
+    scale = load_q_scale(q_scales, scheduler, item, index)
+    factor = gl.where(scale < 0, -1.0, 1.0) + scale * 0.0  # a NaN stays one
+    _convert(query.left, inputs.q, factor)
+    _convert(query.right, inputs.q, factor)
+    _convert(query.rope, inputs.q_rope, factor)
+    fence_async_shared()
+    return gl.full([64], 1.0, gl.float32, gl.SliceLayout(1, SCORES)) * gl.abs(scale)

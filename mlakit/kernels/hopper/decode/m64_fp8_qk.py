@@ -215,7 +215,7 @@ def mla_decode_m64_fp8_qk_kernel(
         rotated = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], SMEM_16BIT)
     prob_stages = alloc_probs()
     given = SoftmaxInputs(
-        query, rotated, q_scales.q_scale, q_scales.stride, scale_log2, tensor_scale,
+        query, rotated, q_scales.q_scale, q_scales.stride_q_scale, scale_log2, tensor_scale,
         ScoreTraits(TRAITS.SIGN, TRAITS.IS_EXTERNAL_PLAN), HAS_ROW_SCALES,
     )  # fmt: skip
     WARPS: gl.constexpr = producer_warps(gather.words)

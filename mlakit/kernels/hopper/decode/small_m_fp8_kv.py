@@ -242,7 +242,7 @@ def mla_decode_small_m_fp8_kv_kernel(
         query = Query(latent, rope, loaded.full)
     probs = alloc_probs(ROWS, COPIES, CONFIG.PV_WARPGROUPS)
     state = SoftmaxState(
-        loaded, query, q_scales.q_scale, q_scales.stride, probs, pipelines, scale_log2,
+        loaded, query, q_scales.q_scale, q_scales.stride_q_scale, probs, pipelines, scale_log2,
         tensor_scale, ScoreTraits(TRAITS.SIGN, TRAITS.IS_EXTERNAL_PLAN), FORMAT,
     )  # fmt: skip
     scaled = alloc_scaled_query(ROWS)
