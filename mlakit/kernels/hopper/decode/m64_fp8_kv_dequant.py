@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from mlakit.kernels.hopper.compat import record
+from mlakit.kernels.hopper.compat import record, reinterpret
 from mlakit.kernels.hopper.decode.fp8_convert import to_fp16, to_fp16_scaled
 from mlakit.kernels.hopper.decode.paged_loads import (
     arrive_on_loads,
@@ -47,6 +47,7 @@ SECOND_SCALE = gl.constexpr(1)
 THIRD_RATIO = gl.constexpr(2)
 FOURTH_RATIO = gl.constexpr(3)
 NUM_SCALES = gl.constexpr(4)
+SMEM_TABLE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 SHIFT = gl.constexpr(6)  # values are up to 448 · 2**6, the largest power of two in float16's range
 SMALLEST_EXPONENT = gl.constexpr(27 + 6)  # of a row's scale, biased by 127: 2**-94
 AHEAD = gl.constexpr(2)  # blocks that are prefetched to L2 before they are loaded
@@ -317,11 +318,12 @@ def _group_scales(blocks, stage, bits):
     unit = gl.where(largest == 255, 0x7FC00000, (largest - SHIFT) << 23)
     unit = unit.to(gl.float32, bitcast=True)
     c0, c1 = _mantissa(b0), _mantissa(b1)
-    first = NUM_SCALES * stage
-    blocks.scales.index(first + FIRST_SCALE).store(c0 * unit)
-    blocks.scales.index(first + SECOND_SCALE).store(c1 * unit)
-    blocks.scales.index(first + THIRD_RATIO).store(_mantissa(b2) / c0)
-    blocks.scales.index(first + FOURTH_RATIO).store(_mantissa(b3) / c1)
+    # in the order of FIRST_SCALE, …: [64, which % 2, which // 2]
+    table = gl.join(gl.join(c0 * unit, c1 * unit), gl.join(_mantissa(b2) / c0, _mantissa(b3) / c1))
+    table = table.permute(0, 2, 1).reshape([64, NUM_SCALES])
+    # one store: between two the compiler would need a barrier
+    tables = reinterpret(blocks.scales, gl.float32, [2, NUM_SCALES, 64], SMEM_TABLE)
+    tables.index(stage).permute((1, 0)).store(table)
     left = gl.join(_power(e0, largest), _power(e1, largest))
     right = gl.join(_power(e2, largest), _power(e3, largest))
     return left, right
