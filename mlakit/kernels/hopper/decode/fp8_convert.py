@@ -44,7 +44,9 @@ CONVERT_WORD = gl.constexpr(f"{{ {_DECLARE} {_to_fp16('$4', 0)} }}")
 # byte 0 of $8, byte 0 of $9, byte 1 of $8, …
 _ZIP = "prmt.b32 a, $8, $9, 0x5140; prmt.b32 b, $8, $9, 0x7362;"
 CONVERT_PAIR = gl.constexpr(f"{{ {_DECLARE} {_ZIP} {_to_fp16('a', 0)} {_to_fp16('b', 4)} }}")
-_SCALED = _to_fp16("$4", 0).replace("mov.b32 {$0", "mul.f16x2 x, x, $5; mul.f16x2 y, y, $5; mov.b32 {$0")
+_SCALED = _to_fp16("$4", 0).replace(
+    "mov.b32 {$0", "mul.f16x2 x, x, $5; mul.f16x2 y, y, $5; mov.b32 {$0"
+)
 CONVERT_WORD_SCALED = gl.constexpr(f"{{ {_DECLARE} {_SCALED} }}")
 TO_FOUR = gl.constexpr("=&h,=&h,=&h,=&h,r")
 TO_FOUR_SCALED = gl.constexpr("=&h,=&h,=&h,=&h,r,r")

@@ -148,7 +148,7 @@ def _softmax_block(
     # in this order: the softmax overlaps with PV, and only the spin wait on a barrier keeps the
     # assembler from waiting for PV before it
     mbarrier.wait(prob_stage.empty, (number & 1) ^ 1)
-    acc0, acc1, probs, second = warpgroup_mma_wait(0, deps=pending + (probs, second))
+    acc0, acc1, probs, second = warpgroup_mma_wait(0, deps=(pending[0], pending[1], probs, second))
     if block > keys.first_block:
         mbarrier.arrive(blocks.left_empty.index((number & 1) ^ 1), count=1)
     prob_stage.probs.store(probs)
