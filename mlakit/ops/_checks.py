@@ -225,6 +225,18 @@ def check_result(
     return tensor
 
 
+def lie_by_head(q: Tensor) -> bool:
+    """Are queries [tokens, heads, columns] at one distance within a head, the heads at a larger
+    one, and each at a multiple of 16 bytes? So is what a product per head leaves."""
+    tokens, heads, columns = q.shape
+    apart, distance, _ = q.stride()
+    if tokens < 2 or heads < 2 or not 0 < apart < distance:
+        return False
+    if q.data_ptr() % 16 or apart * q.element_size() % 16 or distance * q.element_size() % 16:
+        return False
+    return distance >= (tokens - 1) * apart + columns
+
+
 def lie_evenly(rows: Tensor) -> bool:
     """Are rows [n, m, columns] at one distance, from one n to the next a multiple of it, and each
     at a multiple of 16 bytes? Then the hardware can copy boxes of them."""

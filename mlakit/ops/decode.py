@@ -25,6 +25,7 @@ from mlakit.ops._checks import (
     check_seen_rows,
     check_shard,
     check_sink,
+    lie_by_head,
     lie_evenly,
     result_dtype,
 )
@@ -204,9 +205,13 @@ def _uses(a: DecodeArguments, q_latent: Tensor, q_rope: Tensor) -> Iterator[Use]
         yield Use.BF16_Q_ROPE
     elif q_rope.dtype != q_latent.dtype:
         yield Use.OTHER_Q_ROPE
-    has_queries = q_latent.shape[0] > 0
-    if has_queries and not (lie_evenly(q_latent) and lie_evenly(q_rope)):
+    if q_latent.shape[0] > 0 and not (_is_addressable(q_latent) and _is_addressable(q_rope)):
         yield Use.LOOSE_QUERY
+
+
+def _is_addressable(q: Tensor) -> bool:
+    """Can the hardware copy boxes of these queries?"""
+    return lie_evenly(q) or lie_by_head(q)
 
 
 def _splits(plan: DecodePlan | DecodePlanTensors | EvenSplit | None, layer: CacheLayer) -> Splits:

@@ -190,9 +190,9 @@ class DenseBackend(AttentionBackend):
         """[tokens, heads · D_C] over the cache."""
         heads, latent = layer.tp_q_head_num, layer.v_head_dim
         # DeepSeek layers transpose q after its product with W_UK: tokens of a head lie together.
-        # Hopper's kernels need the heads of a token together. The portable kernel takes both and
-        # is slower: 454 us with 128 heads and 64 x 8192 keys, FlashMLA 257 (H200, 2026-11-17)
-        q = q.contiguous()
+        # Hopper's sparse kernels need the heads of a token together, its decode kernels do not
+        if topk_indices is not None or q.shape[1:] != (heads, latent):
+            q = q.contiguous()
         parts: Tensor | tuple[Tensor, Tensor] = q.view(
             -1, heads, layer.qk_head_dim if q_rope is None else latent
         )

@@ -78,12 +78,13 @@ def test_small_m_heads_are_not_padded_to_64(heads, rows):
     ("format", "heads", "is_m64"),
     [
         ("fp8", 32, False), ("fp8", 33, True), ("fp8_token", 128, True),
-        # its four scales a row are applied exactly by the small_m kernel only
-        ("fp8_block128", 128, False),
+        ("fp8_block128", 32, False), ("fp8_block128", 128, True),
     ],
 )  # fmt: skip
 def test_fp8_kv_and_fp8_qk_have_m64_kernels(format, heads, is_m64, dtype):
-    m64 = "m64_fp8_kv" if dtype == "torch.bfloat16" else "m64_fp8_qk"
+    """Products of e4m3 cannot be scaled per 128 columns: fp8_block128 is converted."""
+    is_fp8_qk = dtype == E4M3 and format != "fp8_block128"
+    m64 = "m64_fp8_qk" if is_fp8_qk else "m64_fp8_kv"
     given = {"format": format, "heads": heads, "dtype": dtype}
     assert kernel_of(**given, **MUCH_WORK) == (m64 if is_m64 else "small_m_fp8_kv")
     assert kernel_of(**given, **LITTLE_WORK) == "small_m_fp8_kv"
@@ -100,7 +101,7 @@ def test_the_work_up_to_which_small_m_is_chosen():
         "cpu": "needs CPU tensors, got cuda",
         "hopper:m64_bf16": slower,
         "hopper:m64_fp8_qk": "needs rows of fp8 or fp8_token, got bf16",
-        "hopper:m64_fp8_kv": "needs rows of fp8 or fp8_token, got bf16",
+        "hopper:m64_fp8_kv": "needs rows of fp8 or fp8_token or fp8_block128, got bf16",
         "hopper:small_m_bf16": None,
         "hopper:small_m_fp8_kv": "needs rows of fp8 or fp8_token or fp8_block128, got bf16",
         "triton": None,
@@ -126,10 +127,14 @@ def test_every_kernel_can_be_asked_for_by_name(dtype, format, heads):
     [
         ("m64_bf16", {"format": "fp8"}, "needs rows of bf16 or fp16, got fp8"),
         ("m64_fp8_qk", {"format": "fp8"}, f"needs queries of {E4M3}, got torch.bfloat16"),
-        ("m64_fp8_kv", {"format": "fp8", "dtype": E4M3}, f"needs 16-bit queries, got {E4M3}"),
         (
             "m64_fp8_kv",
-            {"format": "fp8_block128"},
+            {"format": "fp8", "dtype": E4M3},
+            f"needs 16-bit queries with rows of fp8, got {E4M3}",
+        ),
+        (
+            "m64_fp8_qk",
+            {"format": "fp8_block128", "dtype": E4M3},
             "needs rows of fp8 or fp8_token, got fp8_block128",
         ),
         ("small_m_bf16", {"format": "fp8"}, "needs rows of bf16 or fp16, got fp8"),
@@ -193,6 +198,16 @@ def test_a_batch_invariant_request_has_one_kernel(given):
     assert kernel_in_call() == "small_m_bf16"
     assert kernel_in_call(600) == "m64_bf16"
     assert kernel_in_call(**given) == "m64_bf16"
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_queries_whose_tokens_lie_together_are_not_left_to_the_portable_kernel(heads):
+    cache = PagedLatentCache.allocate(RowShape(512, 64), num_pages=1, page_size=64)
+    q = torch.empty(heads, 3, 576, dtype=torch.bfloat16).transpose(0, 1)
+    table, lens = torch.zeros(3, 1).int(), torch.full((3,), 64).int()
+    call = lambda: mla_decode(q, cache, table, lens, softmax_scale=0.1, backend="hopper")  # noqa: E731
+    (spec,) = selected_in(call)
+    assert spec.kernel == "small_m_bf16"
 
 
 @pytest.mark.parametrize("tokens", [1, 500, 600])

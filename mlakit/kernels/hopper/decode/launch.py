@@ -78,7 +78,8 @@ def tiles_of(kernel: str, heads: int, page_size: int) -> Tiles:
 
 
 def mla_decode(kernel: str, a: DecodeArguments, out: Tensor, lse: Tensor) -> None:
-    """kernel  of `KERNELS`; the rows of a.q lie at one distance, and so do those of a.q_rope"""
+    """kernel  of `KERNELS`; the rows of a.q and of a.q_rope lie evenly or by head, as
+    `ops._checks` has it"""
     q_latent, q_rope, q_scale, q_starts = a.q, filled(a.q_rope), a.q_scale, filled(a.q_starts)
     layer, kv_lens, splits = a.layer, a.kv_lens, a.splits
     softmax_scale, mask, sink = a.softmax_scale, a.mask, a.sink
@@ -154,6 +155,8 @@ def mla_decode(kernel: str, a: DecodeArguments, out: Tensor, lse: Tensor) -> Non
             SIGN=(softmax_scale > 0) - (softmax_scale < 0),
             IS_EXTERNAL_PLAN=plan.slot_rows != request_tiles * tiles.rows or plan.tile % BLOCK > 0,
             ITEM_COLUMNS=plan.items.shape[1],
+            Q_BY_HEAD=_is_by_head(q_latent),
+            Q_ROPE_BY_HEAD=_is_by_head(q_rope),
         ),
         CONFIG=cache.config,
         num_warps=4,
@@ -314,10 +317,25 @@ def _is_packed(rows: Tensor) -> bool:
     return rows.stride(0) == rows.shape[1]
 
 
+def _is_by_head(q: Tensor) -> bool:
+    """Do the tokens of a head lie together, not the heads of a token?"""
+    return q.shape[0] > 1 and q.shape[1] > 1 and 0 < q.stride(0) < q.stride(1)
+
+
 def _query_tiles(q: Tensor, rows: int, columns: int) -> tuple[TensorDescriptor, int]:
-    """TMA tiles of 16-bit queries, or of the words of FP8 ones, and rows between two tokens."""
-    q_rows, token_rows = _as_rows(q)
+    """TMA tiles of 16-bit queries, or of the words of FP8 ones, and rows between two tokens.
+
+    Where queries lie by head, a row has all tokens of a head, and columns are counted.
+    """
+    is_by_head = _is_by_head(q)
+    if is_by_head:
+        tokens, heads, width = q.shape
+        token_rows = q.stride(0)
+        q_rows = q.as_strided((heads, (tokens - 1) * token_rows + width), (q.stride(1), 1))
+    else:
+        q_rows, token_rows = _as_rows(q)
     if q.dtype == E4M3:
+        token_rows = token_rows // 4 if is_by_head else token_rows
         return _tma_tiles(q_rows.view(torch.int32), rows, columns // 4), token_rows
     return _tma_tiles(q_rows, rows, columns), token_rows
 

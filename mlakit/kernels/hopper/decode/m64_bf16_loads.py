@@ -27,7 +27,12 @@ from mlakit.kernels.hopper.decode.paged_loads import (
     rows_of_block,
     tma_rows,
 )
-from mlakit.kernels.hopper.decode.scheduler import key_range, locate_tile, next_tile
+from mlakit.kernels.hopper.decode.scheduler import (
+    key_range,
+    locate_tile,
+    next_tile,
+    query_at,
+)
 from mlakit.kernels.hopper.primitives import (
     alloc_barrier,
     alloc_vector,
@@ -184,15 +189,17 @@ def lookup_start(inputs, scheduler, item, index):
 @gluon.jit
 def load_even(inputs, token, first_head, rows, smem, barriers):
     """Start to load the queries of a work tile and its first block."""
-    q_row = token * inputs.q_token_rows + first_head
-    rope_row = token * inputs.q_rope_token_rows + first_head
+    q_row, column = query_at(token, first_head, inputs.q_token_rows, inputs.Q_BY_HEAD)
+    rope_row, rope_column = query_at(
+        token, first_head, inputs.q_rope_token_rows, inputs.Q_ROPE_BY_HEAD
+    )
     load_part(inputs.kv_rope, rows, 512, barriers.rope_even, smem.rope, 0, ROPE_BYTES)
     load_part(inputs.kv, rows, 0, barriers.left_even, smem.left, 0, HALF_BYTES)
     mbarrier.expect(barriers.q, 2 * ROPE_BYTES + 2 * HALF_BYTES)
-    tma_load(inputs.q_rope, [rope_row, 0], barriers.q, smem.p_even)
-    tma_load(inputs.q_rope, [rope_row, 0], barriers.q, smem.p_odd)
-    tma_load(inputs.q, [q_row, 0], barriers.q, smem.q_left.index(0))
-    tma_load(inputs.q, [q_row, 256], barriers.q, smem.q_right.index(0))
+    tma_load(inputs.q_rope, [rope_row, rope_column], barriers.q, smem.p_even)
+    tma_load(inputs.q_rope, [rope_row, rope_column], barriers.q, smem.p_odd)
+    tma_load(inputs.q, [q_row, column], barriers.q, smem.q_left.index(0))
+    tma_load(inputs.q, [q_row, column + 256], barriers.q, smem.q_right.index(0))
     load_part(inputs.kv, rows, 256, barriers.right_even, smem.right, 0, HALF_BYTES)
 
 

@@ -19,7 +19,7 @@ from mlakit.kernels.hopper.decode.fp8_convert import (
     to_fp16,
 )
 from mlakit.kernels.hopper.decode.row_scales import load_q_scale
-from mlakit.kernels.hopper.decode.scheduler import locate_tile
+from mlakit.kernels.hopper.decode.scheduler import locate_tile, query_at
 from mlakit.kernels.hopper.primitives import acc_layout
 
 SCORES = gl.constexpr(acc_layout(64))
@@ -71,8 +71,10 @@ def _as_loaded(smem, descriptor):
 @gluon.jit
 def load_query(inputs, scheduler, item, index, query):
     tile = locate_tile(scheduler, item, index)
-    row = tile.token * inputs.q_token_rows + tile.first_head
-    rope_row = tile.token * inputs.q_rope_token_rows + tile.first_head
+    row, column = query_at(tile.token, tile.first_head, inputs.q_token_rows, inputs.Q_BY_HEAD)
+    rope_row, rope_column = query_at(
+        tile.token, tile.first_head, inputs.q_rope_token_rows, inputs.Q_ROPE_BY_HEAD
+    )
     WIDTH: gl.constexpr = inputs.q.block_shape[1]
     BITS: gl.constexpr = (
         2 * WIDTH * inputs.q.dtype.primitive_bitwidth
@@ -80,10 +82,10 @@ def load_query(inputs, scheduler, item, index, query):
     )
     mbarrier.expect(query.full, 64 * BITS // 8)
     right = _as_loaded(query.right, inputs.q)
-    tma_load(inputs.q, [row, WIDTH], query.full, right)
-    tma_load(inputs.q, [row, 0], query.full, _as_loaded(query.left, inputs.q))
+    tma_load(inputs.q, [row, column + WIDTH], query.full, right)
+    tma_load(inputs.q, [row, column], query.full, _as_loaded(query.left, inputs.q))
     rope = _as_loaded(query.rope, inputs.q_rope)
-    tma_load(inputs.q_rope, [rope_row, 0], query.full, rope)
+    tma_load(inputs.q_rope, [rope_row, rope_column], query.full, rope)
 
 
 @gluon.jit

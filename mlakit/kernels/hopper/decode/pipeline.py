@@ -32,7 +32,7 @@ from mlakit.kernels.hopper.decode.row_scales import (
     store_scalar,
     store_scales,
 )
-from mlakit.kernels.hopper.decode.scheduler import key_range, locate_tile, next_tile
+from mlakit.kernels.hopper.decode.scheduler import key_range, locate_tile, next_tile, query_at
 from mlakit.kernels.hopper.primitives import alloc_barriers
 
 D_TILES = gl.constexpr(4)  # of the latent columns
@@ -203,14 +203,16 @@ def producer(item, index, inputs, scheduler, pipelines, scales, ROPE_COLUMN: gl.
 def load_query(inputs, scheduler, item, index, query):
     """Start to load the queries of a work tile."""
     tile = locate_tile(scheduler, item, index)
-    row = tile.token * inputs.q_token_rows + tile.first_head
-    rope_row = tile.token * inputs.q_rope_token_rows + tile.first_head
+    row, column = query_at(tile.token, tile.first_head, inputs.q_token_rows, inputs.Q_BY_HEAD)
+    rope_row, rope_column = query_at(
+        tile.token, tile.first_head, inputs.q_rope_token_rows, inputs.Q_ROPE_BY_HEAD
+    )
     WIDTH: gl.constexpr = query.latent.shape[2]
     BITS: gl.constexpr = (
         D_TILES * WIDTH * query.latent.dtype.primitive_bitwidth
         + query.rope.shape[2] * query.rope.dtype.primitive_bitwidth
     )
     mbarrier.expect(query.full, scheduler.ROWS * BITS // 8)
-    tma_load(inputs.q_rope, [rope_row, 0], query.full, query.rope.index(0))
+    tma_load(inputs.q_rope, [rope_row, rope_column], query.full, query.rope.index(0))
     for d in gl.static_range(D_TILES):
-        tma_load(inputs.q, [row, d * WIDTH], query.full, query.latent.index(d))
+        tma_load(inputs.q, [row, column + d * WIDTH], query.full, query.latent.index(d))

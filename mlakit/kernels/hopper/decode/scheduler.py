@@ -24,8 +24,10 @@ class Inputs:
     q_rope: object
     kv: object
     kv_rope: object
-    q_token_rows: object  # rows of a descriptor from a token to the next
+    q_token_rows: object  # rows of a descriptor from a token to the next; BY_HEAD: columns
     q_rope_token_rows: object
+    Q_BY_HEAD: object  # a row of the descriptor is a head, with all tokens
+    Q_ROPE_BY_HEAD: object
     page_table: object
     stride_request: object
     stride_entry: object
@@ -104,9 +106,9 @@ def make_work(
     HEAD_TILES  work tiles of a query: `schedule.head_tiles`, or a constant
     """
     inputs = Inputs(
-        q, q_rope, kv, kv_rope, q_token_rows, q_rope_token_rows, batch.page_table,
-        stride_table_request, batch.stride_entry, TRAITS.PAGE_ROWS, TRAITS.PAGE, gather.words,
-        gather.row_chunks,
+        q, q_rope, kv, kv_rope, q_token_rows, q_rope_token_rows, TRAITS.Q_BY_HEAD,
+        TRAITS.Q_ROPE_BY_HEAD, batch.page_table, stride_table_request, batch.stride_entry,
+        TRAITS.PAGE_ROWS, TRAITS.PAGE, gather.words, gather.row_chunks,
     )  # fmt: skip
     last_item = gl.load(schedule.cta_starts + gl.program_id(1) + 1)
     scheduler = TileScheduler(
@@ -121,6 +123,15 @@ def make_work(
         outputs.stride_lse_head, outputs.stride_sink,
     )  # fmt: skip
     return inputs, scheduler, outputs
+
+
+@gluon.jit
+def query_at(token, first_head, token_rows, BY_HEAD: gl.constexpr):
+    """(row, column) of a descriptor of queries, where those of a work tile begin."""
+    if BY_HEAD:
+        return first_head, token * token_rows
+    else:  # noqa: RET505
+        return token * token_rows + first_head, 0
 
 
 @gluon.jit
