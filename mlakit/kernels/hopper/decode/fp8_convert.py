@@ -90,25 +90,22 @@ def load_keys(smem, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def to_fp16(words, IS_PURE: gl.constexpr = True):
-    """Words [rows, words] as float16 [rows, columns].
-
-    IS_PURE  False: converted here, not where the compiler would
-    """
+def to_fp16(words):
+    """Words [rows, words] as float16 [rows, columns]."""
     v0, v1, v2, v3 = gl.inline_asm_elementwise(
         CONVERT_WORD, TO_FOUR, [words], dtype=(gl.int16, gl.int16, gl.int16, gl.int16),
-        is_pure=IS_PURE, pack=1,
+        is_pure=True, pack=1,
     )  # fmt: skip
     values = gl.join(gl.join(v0, v2), gl.join(v1, v3))  # [rows, words, byte // 2, byte % 2]
     return values.reshape([words.shape[0], words.shape[1] * 4]).to(gl.float16, bitcast=True)
 
 
 @gluon.jit
-def to_fp16_scaled(words, powers, IS_PURE: gl.constexpr = True):
+def to_fp16_scaled(words, powers):
     """`to_fp16`, times a power of two: `powers` has it of each word, as a float16 twice."""
     v0, v1, v2, v3 = gl.inline_asm_elementwise(
         CONVERT_WORD_SCALED, TO_FOUR_SCALED, [words, powers],
-        dtype=(gl.int16, gl.int16, gl.int16, gl.int16), is_pure=IS_PURE, pack=1,
+        dtype=(gl.int16, gl.int16, gl.int16, gl.int16), is_pure=True, pack=1,
     )  # fmt: skip
     values = gl.join(gl.join(v0, v2), gl.join(v1, v3))
     return values.reshape([words.shape[0], words.shape[1] * 4]).to(gl.float16, bitcast=True)

@@ -252,13 +252,12 @@ def _fetch(rows, inputs, keys, pages, block):
     if inputs.PAGE % 64 != 0:
         lookup = lookup_block(inputs, keys, block, WARPS=4)
         rope_rows = rows_of_block(inputs, keys, lookup, block)
-    scale = _load_scale(rows, inputs, keys, first_row, block)  # the first that is needed
     return Fetched(
         _load_words(rows, inputs, keys, first_row, block, HALF, HALF),
         _load_words(rows, inputs, keys, first_row, block, 0, HALF),
         _load_rope(rows, inputs, keys, first_row, block),
         rope_rows,
-        scale,
+        _load_scale(rows, inputs, keys, first_row, block),
     )
 
 
@@ -331,13 +330,12 @@ def _group_scales(blocks, stage, bits):
 
 
 @gluon.jit
-def _scaled(words, powers, IS_PURE: gl.constexpr = True):
+def _scaled(words, powers):
     """A column half as float16, times powers of two [64 rows, 2 groups]."""
     GROUPS: gl.constexpr = words.reshape([64, 2, HALF // 2]).type.layout
     powers = gl.convert_layout(powers, gl.SliceLayout(2, GROUPS), assert_trivial=True)
     powers = gl.expand_dims(powers, 2).broadcast_to([64, 2, HALF // 2]).reshape([64, HALF])
-    powers = gl.convert_layout(powers, words.type.layout, assert_trivial=True)
-    return to_fp16_scaled(words, powers, IS_PURE)
+    return to_fp16_scaled(words, gl.convert_layout(powers, words.type.layout, assert_trivial=True))
 
 
 @gluon.jit
@@ -361,13 +359,12 @@ def dequant_warpgroup(item, index, inputs, scheduler, rows, blocks):
             blocks.right.index(stage).store(right)
             fence_async_shared()
             mbarrier.arrive(blocks.right_full.index(stage), count=1)
-            # before the wait: from the release of the left half on, QK waits for it
-            if rows.FORMAT == "fp8_block128":
-                left = _scaled(fetched.left, left_powers, IS_PURE=False)
-            else:
-                left = to_fp16(fetched.left, IS_PURE=False)
             mbarrier.wait(blocks.left_empty.index(stage), phase ^ 1)
             _copy_rope(rows, inputs, blocks, stage, fetched.rope_rows)
+            if rows.FORMAT == "fp8_block128":
+                left = _scaled(fetched.left, left_powers)
+            else:
+                left = to_fp16(fetched.left)
             blocks.left.index(stage).store(left)
             if rows.FORMAT == "fp8":
                 blocks.rope.index(stage).store(to_fp16(fetched.rope[0]))
