@@ -32,7 +32,7 @@ _SMALL_M_FP8_KV = {
         "h32-fp8_block128-e4m3-q": (5, 3),
         "h32-fp8_block128-e4m3-q-bf16-rope": (5, 3),
         "h32-fp8_block128-external-plan": (5, 3),
-        "h32-fp8_block128-page1": (16, 17),
+        "h32-fp8_block128-page1": (14, 15),
         "h32-fp8_block128-page32": (5, 3),
         "h32-fp8_block128-page8": (6, 4),
         "h32-fp8_token-page1": (7, 6),
@@ -50,7 +50,6 @@ _SMALL_M_FP8_KV = {
         "h16-fp8-page32": (16, 45),
         "h16-fp8-page8": (7, 14),
         "h16-fp8_block128-page1": (22, 46),
-        "h16-fp8_block128-page32": (1, 1),
         "h16-fp8_token": (7, 14),
         "h16-fp8_token-e4m3-q": (5, 11),
         "h16-fp8_token-e4m3-q-bf16-rope": (5, 11),
@@ -66,8 +65,8 @@ _SMALL_M_FP8_KV = {
         "h32-fp8_block128-e4m3-q-bf16-rope": (43, 71),
         "h32-fp8_block128-external-plan": (33, 54),
         "h32-fp8_block128-page1": (54, 83),
-        "h32-fp8_block128-page32": (37, 58),
-        "h32-fp8_block128-page8": (32, 53),
+        "h32-fp8_block128-page32": (38, 59),
+        "h32-fp8_block128-page8": (33, 54),
         "h32-fp8_token": (2, 5),
         "h32-fp8_token-e4m3-q": (2, 4),
         "h32-fp8_token-e4m3-q-bf16-rope": (1, 3),
@@ -86,6 +85,30 @@ _M64_BF16 = {
         "h128-bf16-page1": (19, 50),
         "h128-bf16-page8": (14, 47),
         "h128-bf16-page96": (25, 55),
+    },
+}
+
+_M64_FP8_KV = {
+    # thread indices and loop bounds, most once per work tile; up to three stores and loads are in
+    # the loop of the dequant warpgroup, with page size 1 more
+    "3.6.0": {
+        "m64-fp8_block128": (10, 17),
+        "m64-fp8_block128-external-plan": (6, 15),
+        "m64-fp8_block128-page8": (5, 13),
+        "m64-fp8_block128-page32": (3, 10),
+        "m64-fp8_block128-page1": (20, 28),
+        "m64-fp8_block128-e4m3-q": (10, 17),
+        "m64-fp8_block128-e4m3-q-bf16-rope": (10, 17),
+    },
+    # likewise
+    "3.9.0": {
+        "m64-fp8_block128": (18, 33),
+        "m64-fp8_block128-external-plan": (16, 32),
+        "m64-fp8_block128-page8": (13, 29),
+        "m64-fp8_block128-page32": (14, 30),
+        "m64-fp8_block128-page1": (23, 42),
+        "m64-fp8_block128-e4m3-q": (18, 32),
+        "m64-fp8_block128-e4m3-q-bf16-rope": (18, 33),
     },
 }
 
@@ -207,6 +230,7 @@ ALLOWED_SPILLS = {
     **_of("sparse_mla_kernel", "", _SPARSE),
     **_of("mla_decode_small_m_fp8_kv_kernel", "hopper-decode-", _SMALL_M_FP8_KV),
     **_of("mla_decode_m64_bf16_kernel", "hopper-decode-", _M64_BF16),
+    **_of("mla_decode_m64_fp8_kv_kernel", "hopper-decode-", _M64_FP8_KV),
     **_of("mla_decode_m64_fp8_qk_kernel", "hopper-decode-", _M64_FP8_QK),
     **_of("indexer_logits_kernel", "hopper-indexer-", _INDEXER),
     **_of("mla_prefill_kernel", "hopper-prefill-", _PREFILL),

@@ -2,7 +2,10 @@
 
 Formats    fp8           one scale for the tensor: part of the softmax's scale, and of the result's
            fp8_token     a scale per row: multiplies scores and probabilities
-Queries    bf16 or fp16; FP8 queries have `m64_fp8_qk`
+           fp8_block128  a scale per 128 columns: its power of two multiplies values, the rest
+                         scores and probabilities (`m64_fp8_kv_groups`, whose schedule differs)
+Queries    bf16 or fp16; FP8 queries have `m64_fp8_qk`, but for those over fp8_block128, which are
+           converted
 Maths      scores = (q_c·c + q_r·r) · softmax_scale ; out = softmax(scores) @ c
 Work       a work tile is 64 heads of one query over a split of its request's keys, 64 keys per
            block; a persistent CTA computes one tile after the other
@@ -28,10 +31,10 @@ Deadlock   none: all walk the same work tiles and blocks. The dequant warpgroup 
            block n − 2; QK-softmax for block n + 1 while it holds n, so for what waits for n − 1 at
            most, and for PV; PV waits for probabilities only
 Memory     228 KB of shared memory, all registers. Splits write float32 partials (`merge_partials`)
-Limits     D_C = 512, D_R = 64; any page size. fp8_block128 has four scales per row, and products
-           with them would be rounded here: `small_m_fp8_kv` takes it
+Limits     D_C = 512, D_R = 64; any page size
 Numbers    as `small_m_fp8_kv`: rows and queries are converted exactly; P, times the row's scale, is
-           rounded to float16
+           rounded to float16. Of fp8_block128 the columns of a scale below 2**-21 of the row's
+           largest lose bits
 Lineage    own design; ideas: FlashMLA's split of the accumulator's columns over two warpgroups, and
            dequantisation by a warpgroup of its own as in its FP8 sparse decode
 """
