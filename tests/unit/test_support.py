@@ -68,7 +68,8 @@ def test_explain_says_which_backend_takes_an_op_on_every_architecture(op, arch):
             {"m64_fp8_qk": "needs queries of torch.float8_e4m3fn, got torch.bfloat16"},
         ),
         (("--format", "fp8", "--dtype", "e4m3"), "m64_fp8_qk", {}),
-        (("--format", "fp8_block128"), "small_m_fp8_kv", {}),
+        (("--format", "fp8_block128"), "m64_fp8_kv", {}),
+        (("--format", "fp8_block128", "--dtype", "e4m3"), "m64_fp8_kv", {}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
