@@ -34,6 +34,7 @@ from torch import Tensor
 
 from mlakit.autocast import without_autocast
 from mlakit.checks import E4M3, Dims
+from mlakit.e4m3 import widen_e4m3
 from mlakit.geometry import RowShape
 
 Format = Literal["bf16", "fp16", "fp32", "fp8", "fp8_token", "fp8_block128", "fp8_block64"]
@@ -89,7 +90,7 @@ def _quantise(x: Tensor, scales: Tensor, group: int) -> Tensor:
 
 def _dequantise(stored: Tensor, scales: Tensor, group: int, dtype: torch.dtype) -> Tensor:
     """stored · scale in `dtype`, one scale per `group` columns."""
-    values = stored.view(E4M3).to(dtype)
+    values = widen_e4m3(stored, dtype)
     for g, columns in enumerate(torch.split(values, group, -1)):
         columns.mul_(scales[..., g : g + 1])
     return values
@@ -252,7 +253,7 @@ class TensorScaleCodec(RowCodec):
 
     def _decode(self, payload: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
         assert scales is not None
-        return payload.to(dtype) * scales.to(dtype)
+        return widen_e4m3(payload, dtype) * scales.to(dtype)
 
 
 class TokenScaleCodec(RowCodec):

@@ -87,10 +87,16 @@ class CacheLayer(CacheTensors):
         rows = self.read_unchecked(torch.where(inside, slots, 0), dtype)
         return rows.masked_fill(~inside.unsqueeze(-1), torch.nan)
 
-    def read_unchecked(self, slots: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """`read` without checks, for slots that are known to be in [0, num_slots)."""
-        payload = _take_rows(bits(self.payload), slots).view(self.payload.dtype)
-        scales = None if self.scales is None else _take_rows(self.scales, slots)
+    def read_unchecked(
+        self, slots: Tensor, dtype: torch.dtype = torch.float32, *, run: int = 1
+    ) -> Tensor:
+        """`read` without checks, for slots that are known to be in [0, num_slots).
+
+        run  rows from each slot on, next to each other along the last axis of slots; slots are
+             multiples of it, and the payload is contiguous if it is not 1
+        """
+        payload = _take_rows(bits(self.payload), slots, run).view(self.payload.dtype)
+        scales = None if self.scales is None else _take_rows(self.scales, slots, run)
         return self.codec.decode(payload, scales, tensor_scale=self.tensor_scale, dtype=dtype)
 
     def read_tokens(self, page_table: PageTable, request: int, first: int, last: int) -> Tensor:
@@ -461,9 +467,14 @@ def _check_tensor_scale(dims: Dims, codec: RowCodec, scale: float | Tensor) -> N
         dims.require(dims.finite("tensor_scale", scale) > 0, "tensor_scale", "be positive", scale)
 
 
-def _take_rows(pool: Tensor, slots: Tensor) -> Tensor:
-    """pool [pages, page size, columns] at `slots`, [..., columns]."""
+def _take_rows(pool: Tensor, slots: Tensor, run: int = 1) -> Tensor:
+    """pool [pages, page size, columns] at `slots`, [..., columns]; `run` rows from each slot on."""
     pages, page_size, columns = pool.shape
+    if run > 1 and pool.is_contiguous():
+        runs = pool.view(-1, run * columns).index_select(0, slots.reshape(-1) // run)
+        return runs.view(*slots.shape[:-1], slots.shape[-1] * run, columns)
+    if run > 1:
+        slots = (slots[..., None] + torch.arange(run, device=slots.device)).flatten(-2)
     if pool.stride(0) == page_size * pool.stride(1):  # rows at one distance: a faster kernel
         rows = pool.as_strided((pages * page_size, columns), pool.stride()[1:])
         return rows.index_select(0, slots.reshape(-1)).view(*slots.shape, columns)

@@ -29,6 +29,7 @@ LAYERS = (
     "knobs",
     "columns model_config options",
     "checks geometry",
+    "e4m3",
     "formats masks rope split_heuristic",
     "reference",
     "cache pages plan specs",

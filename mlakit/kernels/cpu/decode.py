@@ -20,6 +20,7 @@ from torch import Tensor
 from mlakit.arguments import DecodeArguments, DecodePlanArguments, Splits, filled
 from mlakit.cache import CacheLayer, PageTable
 from mlakit.geometry import RowShape
+from mlakit.kernels.cpu.decode_fused import Request, attend_requests
 from mlakit.kernels.cpu.merge import merge_partials
 from mlakit.kernels.cpu.softmax import OnlineSoftmax
 from mlakit.kernels.cpu.workers import for_each
@@ -53,18 +54,24 @@ def mla_decode(a: DecodeArguments, out: Tensor, lse: Tensor) -> None:
             block_out, lse[block.rows] = whole
             out[block.rows] = block_out.to(out.dtype)
 
-    blocks = []
+    requests = []
     for request, (kv_len, (first, last)) in enumerate(
         zip(lengths, pairwise(q_starts.tolist()), strict=True)
     ):
-        tile = _query_tile(q_latent.shape[1], layer.codec.row, len(ranges[request]))
-        for start in range(first, last, tile):
-            rows = range(start, min(start + tile, last))
-            seen = [
-                tuple(map(shard.local_count, mask.interval(kv_len - last + token, kv_len)))
-                for token in rows
-            ]
-            blocks.append(_Block(request, slice(rows.start, rows.stop), seen, len(ranges[request])))
+        seen = [
+            tuple(map(shard.local_count, mask.interval(kv_len - last + token, kv_len)))
+            for token in range(first, last)
+        ]
+        if seen:
+            requests.append(Request(request, range(first, last), seen))
+    blocks = []
+    for left in attend_requests(a, requests, out, lse):
+        num_splits = len(ranges[left.number])
+        tile = _query_tile(q_latent.shape[1], layer.codec.row, num_splits)
+        for start in range(0, len(left.tokens), tile):
+            rows = left.tokens[start : start + tile]
+            own = left.seen[start : start + tile]
+            blocks.append(_Block(left.number, slice(rows.start, rows.stop), own, num_splits))
     for_each(attend, [(block, split) for block in blocks for split in range(block.num_splits)])
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mlakit.arguments import QuantizeArguments, ScaledMatmulArguments
+from mlakit.e4m3 import widen_e4m3
 from mlakit.formats import E4M3_MAX, saturating_cast
 from mlakit.kernels.cpu.matmul import ITEM_ELEMENTS, matmul_tiles, weight_items
 from mlakit.kernels.cpu.workers import SMALL, for_each
@@ -65,7 +66,9 @@ def scaled_mm_fp8(args: ScaledMatmulArguments, out: Tensor) -> None:
 
     def dequantised(quantised: Tensor, scale: Tensor) -> Tensor:
         """quantised [..., K] · scale [..., groups], one scale per group of columns."""
-        return quantised.float() * scale.repeat_interleave(k_group, -1)[..., :depth]
+        return (
+            widen_e4m3(quantised, torch.float32) * scale.repeat_interleave(k_group, -1)[..., :depth]
+        )
 
     def multiply(item: tuple[slice, slice]) -> None:
         matrices, right = item

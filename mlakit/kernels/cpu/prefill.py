@@ -11,6 +11,7 @@ Lineage    own design; ideas: FlashAttention-2
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from mlakit.arguments import PrefillArguments
+from mlakit.kernels.cpu.prefill_fused import Request, attend_request
 from mlakit.kernels.cpu.softmax import OnlineSoftmax
 from mlakit.kernels.cpu.workers import for_each
 from mlakit.kernels.cpu.workspace import rows_that_fit
@@ -53,7 +55,10 @@ def mla_prefill(a: PrefillArguments, out: Tensor, lse: Tensor) -> None:
         out[rows, heads] = block_out.transpose(0, 1).to(out.dtype)
         lse[rows, heads] = block_lse.T
 
-    for_each(attend, _items(a.q, a.v, a.q_starts, a.kv_starts))
+    q_ranges, kv_ranges = pairwise(a.q_starts.tolist()), pairwise(a.kv_starts.tolist())
+    requests = [Request(slice(*q), slice(*kv)) for q, kv in zip(q_ranges, kv_ranges, strict=True)]
+    left = [each for each in requests if not attend_request(a, each, out, lse)]
+    for_each(attend, _items(a.q, a.v, left))
 
 
 class _Scales(NamedTuple):
@@ -85,16 +90,14 @@ class _Item:
     tiling: _Tiling
 
 
-def _items(q: Tensor, v: Tensor, q_starts: Tensor, kv_starts: Tensor) -> list[_Item]:
+def _items(q: Tensor, v: Tensor, requests: Sequence[Request]) -> list[_Item]:
     """All items; the last queries of a request come first, since they see the most keys."""
     items: list[_Item] = []
-    q_ranges, kv_ranges = pairwise(q_starts.tolist()), pairwise(kv_starts.tolist())
-    for (q_first, q_last), (kv_first, kv_last) in zip(q_ranges, kv_ranges, strict=True):
-        q_len, kv_len = q_last - q_first, kv_last - kv_first
-        tiling = _tiling(q, v, q_len, kv_len)
+    for request in requests:
+        tiling = _tiling(q, v, request.q_len, request.kv_len)
         items += [
-            _Item(rows, slice(kv_first, kv_last), heads, kv_len - q_last, tiling)
-            for rows in reversed(_slices(q_first, q_last, tiling.block))
+            _Item(rows, request.keys, heads, request.kv_len - request.rows.stop, tiling)
+            for rows in reversed(_slices(request.rows.start, request.rows.stop, tiling.block))
             for heads in _slices(0, q.shape[1], tiling.heads)
         ]
     return items

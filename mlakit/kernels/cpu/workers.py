@@ -86,6 +86,11 @@ def num_sharers() -> int:
     return _thread.sharers or num_threads()
 
 
+def num_callers() -> int:
+    """The number of items of this call's caller that run at the same time; 1 outside of items."""
+    return _thread.sharers or 1
+
+
 class _Call(Generic[T]):
     """The items of one call, taken by workers one after the other."""
 

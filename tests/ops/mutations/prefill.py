@@ -51,4 +51,13 @@ MUTATIONS = [
         "visible = None if True else",
     ),
     line(PrefillCase, "prefill", "no alibi", "if alibi_slopes is not None:", "if False:"),
+    line(PrefillCase, "prefill_fused", "unmasked", "yield own, True", "yield own, False"),
+    line(PrefillCase, "prefill_fused", "forgets the context", "yield tile, False", "pass"),
+    line(
+        PrefillCase,
+        "prefill_fused",
+        "ignores the sink",
+        "None if a.sink is None else a.sink[heads, None]",
+        "None",
+    ),
 ]
