@@ -44,10 +44,13 @@ def pick_few_rows_config(
     if programs < num_sms:
         lanes = 8
     elif tiles >= 3 * num_sms and k_groups <= 16:
-        lanes = 2
+        lanes = 2 if k_groups > 4 else 1
     wide_tiles = batch * columns // 64
     if 2 * programs < num_sms:
         widths = [8, 16]
+    elif lanes == 1:
+        is_wide = rows > (4 if k_groups == 1 else 16) and wide_tiles >= 3 * num_sms // 2
+        widths = [64, 32, 16] if is_wide else [32, 16]
     elif rows > 4 and wide_tiles >= (3 * num_sms // 4 if lanes == 4 else 3 * num_sms // 2):
         widths = [64, 32, 16]
     else:
