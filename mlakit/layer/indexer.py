@@ -143,7 +143,7 @@ class LightningIndexer(nn.Module):
         self, x: Tensor | Activations, positions: Tensor, *, backend: Backend = "auto"
     ) -> tuple[Tensor, Tensor]:
         """(keys [tokens, D], weights [tokens, heads] float32): the part of x."""
-        weights = self.weights_proj.scaled(x, (self.heads * self.width) ** -0.5)
+        weights = self.weights_proj(x, factor=(self.heads * self.width) ** -0.5)
         return self._keys(x, positions, backend), weights
 
     @without_autocast

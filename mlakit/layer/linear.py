@@ -127,12 +127,10 @@ class Linear(nn.Module):
 class Float32Linear(Linear):
     """A linear map that computes in float32 and keeps its weight so, whatever the layer's dtype."""
 
-    def forward(self, x: Tensor | Activations, backend: Backend = "auto") -> Tensor:
-        """x [tokens, inputs] → [tokens, outputs] float32."""
-        return self.scaled(x, 1.0)
-
-    def scaled(self, x: Tensor | Activations, factor: float) -> Tensor:
-        """The result times `factor`, in one kernel."""
+    def forward(
+        self, x: Tensor | Activations, backend: Backend = "auto", *, factor: float = 1.0
+    ) -> Tensor:
+        """x [tokens, inputs] → [tokens, outputs] float32, times `factor` in the same kernel."""
         values = x.x if isinstance(x, Activations) else x
         weight = self.weight.float()
         return torch.addmm(weight[0, :1], values.float(), weight.t(), beta=0, alpha=factor)
