@@ -45,6 +45,9 @@ SPARSE_DECODE = times("h200-sparse-decode.json")
 SPARSE_STEP = times("h200-sparse-step.json")
 LAYER = times("h200-layer.json")
 PREFILL = times("h200-prefill.json")
+LONG_CONTEXT = times("h200-long-context.json")
+VLLM = times("h200-vllm.json")
+PLUGIN_ROWS = ("mlakit", "flash_mla", "fa3")
 PREFILL_GRID = times("h200-prefill-grid.json")
 TRANSFORMERS = times("h200-transformers.json")
 
@@ -131,6 +134,28 @@ def test_layer_times_are_those_of_the_data(row):
         for name in names
     ]
     assert row[1:] == shown
+
+
+@pytest.mark.parametrize("row", table(section("H200: prefill over a long context"), "b, h, tokens"))
+def test_long_context_times_are_those_of_the_data(row):
+    batch, heads, tokens = row[0].split(", ")
+    measured = LONG_CONTEXT[f"long-context-bf16-b{batch}-h{heads}-q2048-{tokens}"]
+    per_token = measured["mlakit"] / int(batch) / int(tokens)
+    step, *parts = (
+        f"{measured[name] / 1e3:.2f}" for name in ("mlakit", "GEMMs alone", "attention alone")
+    )
+    assert row[1:] == [step, f"{per_token * 1024:.0f}", *parts]
+
+
+def test_times_of_the_vllm_plugin_are_those_of_the_data():
+    rows = table(section("H200: calls of the vLLM plugin"), "call")
+    for row, measured in zip(rows, VLLM.values(), strict=True):
+        shown = [us(measured[name]) if name in measured else "" for name in PLUGIN_ROWS]
+        speeds = [
+            speed(measured[peer], measured["mlakit"]) if peer in measured else ""
+            for peer in PLUGIN_ROWS[1:]
+        ]
+        assert row[1:] == [*shown, *speeds]
 
 
 @pytest.mark.parametrize("row", table(section("H200: indexer scores"), "b, q_len, keys"))
