@@ -33,6 +33,12 @@ def without_weight_scale(b_scale):
     return b_scale
 
 
+def without_newest_values(v, kv_starts):
+    v = v.clone()
+    v[kv_starts[1:].long() - 1] = 0.0
+    return v
+
+
 def zero_past_the_rows(out):
     """One element further than each row: between the rows of a strided output."""
     out.as_strided(out.shape[:2], out.stride()[:2], out.storage_offset() + out.shape[2]).zero_()
@@ -55,6 +61,9 @@ CHANGES = {
     "does nothing": does_nothing,
     "writes zeros": lambda launch: lambda arguments, out, *others: out.zero_(),
     "misses the last key": by_name(lambda a: {"mask": OneKeyLess(a["mask"].kind)}),
+    "misses the newest values": by_name(
+        lambda a: {"v": without_newest_values(a["v"], a["kv_starts"])}
+    ),
     "scales two percent too much": by_name(lambda a: {"softmax_scale": a["softmax_scale"] * 1.02}),
     "misses the last head": leaves_unwritten("out", (slice(None), -1)),
     "misses the last token": leaves_unwritten("out", -1),
@@ -126,7 +135,7 @@ MUTATIONS = [
     mutation(op, make_case, name)
     for op, make_case, name in [
         *(("mla_decode", decode_case, name) for name in (*ATTENTION, "misses the last key")),
-        *(("mla_prefill", prefill_case, name) for name in (*ATTENTION, "misses the last key")),
+        *(("mla_prefill", prefill_case, name) for name in (*ATTENTION, "misses the newest values")),
         *(("sparse_mla", sparse_case, name) for name in ATTENTION),
         ("sparse_mla", sparse_case, "misses the last listed row"),
         ("sparse_mla", sparse_case, "counts rows past the length"),
