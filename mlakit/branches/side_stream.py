@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import torch
 
-MAX_TOKENS_BESIDE = 256  # whose products leave SMs idle; those of more fill the GPU on their own
+MAX_SIDE_TOKENS = 256  # whose products leave SMs idle; those of more fill the GPU on their own
 
 
 @lru_cache(maxsize=64)
@@ -17,8 +17,8 @@ def side_stream(device: torch.device, number: int = 0) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class Beside:
-    """Runs kernels on side streams, beside those that the current stream gets meanwhile.
+class SideStreams:
+    """Forks kernels off to side streams, beside those that the current stream gets meanwhile.
 
     `join` lets the current stream wait for them: before that none of their results may be used
     there, and no tensor of theirs may be released. After it memory needs no further care: side

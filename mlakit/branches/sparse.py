@@ -11,7 +11,7 @@ from mlakit import dispatch
 from mlakit.branches.batch import CachedBatch, LayerWeights, append_tokens
 from mlakit.branches.checks import StepLengths, check_step, product_ops, select_kernels
 from mlakit.branches.decode import absorb, check_absorbed_attention
-from mlakit.branches.side_stream import MAX_TOKENS_BESIDE, Beside
+from mlakit.branches.side_stream import MAX_SIDE_TOKENS, SideStreams
 from mlakit.cache import UNSHARDED, CacheLayer, KVShard, PagedLatentCache
 from mlakit.checks import E4M3, FLOATS, Dims
 from mlakit.knobs import Backend
@@ -91,8 +91,8 @@ def sparse_step(
     out = check_result(dims, "out", out, "tokens", "heads", "D_V", dtype=q.dtype)
     select_kernels((*product_ops(weights), "sparse_mla"), q, weights, batch, CAUSAL, backend)
     select_index_kernels(index, keys, batch, backend)
-    beside = Beside(q.device, is_worthwhile=len(q) <= MAX_TOKENS_BESIDE)
-    with beside.stream():  # the selection needs neither the absorbed queries nor the latents
+    side_streams = SideStreams(q.device, is_worthwhile=len(q) <= MAX_SIDE_TOKENS)
+    with side_streams.stream():  # the selection needs neither the absorbed queries nor the latents
         append_index_keys(index, weights, batch, backend=backend)
         rows = indexer_select(
             index.q,
@@ -110,7 +110,7 @@ def sparse_step(
         )
     absorbed, q_rope, rotated = absorb(q, weights, backend)
     append_tokens(q_rope, kv, weights, batch, q_rope_out=rotated, backend=backend)
-    beside.join()
+    side_streams.join()
     attended, _, _ = sparse_mla(
         absorbed,
         batch.cache,

@@ -21,7 +21,7 @@ from mlakit.branches import (
     plan_step,
     sparse_step,
 )
-from mlakit.branches.side_stream import MAX_TOKENS_BESIDE, Beside
+from mlakit.branches.side_stream import MAX_SIDE_TOKENS, SideStreams
 from mlakit.cache import PagedLatentCache, token_positions
 from mlakit.checks import Dims, values_visible
 from mlakit.formats import Format
@@ -362,14 +362,14 @@ class MLAAttention(nn.Module):
         What q does not need is computed beside it: products of few tokens leave SMs idle.
         """
         indexer = None if index is None else self.indexer
-        beside = Beside(x.x.device, is_worthwhile=len(x.x) <= MAX_TOKENS_BESIDE)
+        side_streams = SideStreams(x.x.device, is_worthwhile=len(x.x) <= MAX_SIDE_TOKENS)
         x.prepare(self.kv_a_proj_with_mqa, *([] if indexer is None else [indexer.wk]))
         scored = None
-        with beside.stream(0):
+        with side_streams.stream(0):
             kv = self.kv_a_proj_with_mqa(x, backend)
         if indexer is not None:
             assert positions is not None
-            with beside.stream(1):
+            with side_streams.stream(1):
                 of_states = indexer.of_states(x, positions, backend=backend)
         residual = x
         if self.config.geometry.q_lora_rank is not None:
@@ -379,12 +379,12 @@ class MLAAttention(nn.Module):
             assert positions is not None
             assert index is not None
             residual.prepare(indexer.wq_b)
-            with beside.stream(0):
+            with side_streams.stream(0):
                 of_queries = indexer.of_queries(residual, positions, index, backend=backend)
-            with beside.stream(0, after=1):
+            with side_streams.stream(0, after=1):
                 scored = indexer.joined(of_states, of_queries, index, index_layer)
         q = self._queries(residual, positions, backend)
-        beside.join()
+        side_streams.join()
         return q, kv, scored
 
     def _queries(self, x: Activations, positions: Tensor | None, backend: Backend) -> Tensor:

@@ -226,8 +226,8 @@ def check_result(
 
 
 def lie_by_head(q: Tensor) -> bool:
-    """Are queries [tokens, heads, columns] at one distance within a head, the heads at a larger
-    one, and each at a multiple of 16 bytes? So is what a product per head leaves."""
+    """Are queries [tokens, heads, columns] head-major: at one distance within a head, the heads at
+    a larger one, and each at a multiple of 16 bytes? So is what a product per head leaves."""
     tokens, heads, columns = q.shape
     apart, distance, _ = q.stride()
     if tokens < 2 or heads < 2 or not 0 < apart < distance:
