@@ -43,6 +43,7 @@ SPARSE = times("h200-sparse-prefill.json")
 INDEXER = times("h200-indexer.json")
 SPARSE_DECODE = times("h200-sparse-decode.json")
 SPARSE_STEP = times("h200-sparse-step.json")
+BRANCH = times("h200-branch.json")
 LAYER = times("h200-layer.json")
 PREFILL = times("h200-prefill.json")
 LONG_CONTEXT = times("h200-long-context.json")
@@ -122,6 +123,16 @@ def test_sparse_step_times_are_those_of_the_data(row):
     measured = SPARSE_STEP[f"sparse-step-fp8_block128-b{batch}-h128-{tokens}-top2048"]
     stages = ("absorb", "append", "logits", "top-k", "attend", "up-project", "read same bytes")
     assert row[1:] == [us(measured[name]) for name in ("mlakit", *stages)]
+
+
+@pytest.mark.parametrize("row", table(section("H200: whole steps"), "b, h, q_len, tokens, cache"))
+def test_times_of_whole_steps_are_those_of_the_data(row):
+    batch, heads, q_len, tokens, format = row[0].split(", ")
+    new_tokens = "" if q_len == "1" else f"-q{q_len}"
+    measured = BRANCH[f"step-{format}-b{batch}-h{heads}{new_tokens}-{tokens}"]
+    names = ("mlakit", "GEMMs + attention", "GEMMs alone", "attention alone")
+    shown = [us(measured[name]) for name in names]
+    assert row[1:] == [*shown, speed(measured["GEMMs + attention"], measured["mlakit"])]
 
 
 @pytest.mark.parametrize("row", table(section("H200: a layer"), "layer, b, h, tokens"))
