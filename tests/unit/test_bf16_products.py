@@ -1,0 +1,45 @@
+"""Products of bf16 matrices in float32: rounded once; those of other types are torch's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests import bf16_products
+
+SHAPES = {
+    "mm": ((5, 40), (40, 7)),
+    "bmm": ((3, 5, 40), (3, 40, 7)),
+    "addmm": ((7,), (5, 40), (40, 7)),
+    "baddbmm": ((3, 5, 7), (3, 5, 40), (3, 40, 7)),
+}
+
+
+def test_every_operator_is_here():
+    assert tuple(SHAPES) == bf16_products.OPERATORS
+
+
+@pytest.mark.parametrize("operator", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_products(operator, dtype, generator):
+    matrices = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES[operator]]
+    function = getattr(torch, operator)
+    factors = {"beta": 0.5, "alpha": 2.0} if "add" in operator else {}
+    wide = torch.float32 if dtype is torch.bfloat16 else dtype
+    exact = function(*(each.to(wide) for each in matrices), **factors)
+    found = bf16_products._in_float32(function)(*matrices, **factors)
+    assert found.dtype is dtype
+    assert torch.equal(found, exact.to(dtype))
+
+
+@pytest.mark.parametrize("operator", SHAPES)
+@pytest.mark.skipif(bf16_products.has_instructions(), reason="torch's own kernels are used")
+def test_torch_uses_them(operator, generator):
+    matrices = [torch.randn(shape, generator=generator).bfloat16() for shape in SHAPES[operator]]
+    exact = getattr(torch, operator)(*(each.float() for each in matrices))
+    assert torch.equal(getattr(torch, operator)(*matrices), exact.bfloat16())
+
+
+def test_shapes_that_do_not_match_are_refused():
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        bf16_products._in_float32(torch.mm)(torch.ones(2, 3), torch.ones(4, 2))
