@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 
 import pytest
@@ -105,8 +106,8 @@ def test_bytes_of_caches():
 def test_the_suite_runs(tmp_path, monkeypatch):
     use = suite.MemoryUse(weights=5 * 10**9, cache=10**9, step=10**8)
     monkeypatch.setattr(DecodeStep, "_memory", lambda self, decoders: {"mlakit": use})
-    file = tmp_path / "report.json"
-    options = ["transformers", "--quick", "--json", str(file)]
+    file, figures = tmp_path / "report.json", tmp_path / "figures.csv"
+    options = ["transformers", "--quick", "--json", str(file), "--csv", str(figures)]
     result = CliRunner(env={"COLUMNS": "300"}).invoke(cli.app, ["bench", *options])
     assert result.exit_code == 0, result.output
     assert "mlakit needs 6.1 GB: weights 5, cache 1, step 0.1" in result.output
@@ -116,6 +117,12 @@ def test_the_suite_runs(tmp_path, monkeypatch):
     implementations = ("mlakit", "eager", "sdpa", "mlakit, CUDA graph")
     assert names == {(model, name) for model in MODELS for name in implementations}
     assert [each.use for each in Report.from_json(stored).memory] == [use, use]
+    with figures.open(encoding="utf-8") as lines:
+        rows = list(csv.DictReader(lines))
+    assert len(rows) == len(names)
+    assert {each["suite"] for each in rows} == {"transformers"}
+    assert all(float(each["p50_us"]) > 0 for each in rows)
+    assert {each["min_speedup"] for each in rows} == {""}  # tiny problems have no targets
 
 
 @pytest.mark.parametrize("shape", ["8q2s8k", "4q1s8k+4q1s4k", "8q1s1"])

@@ -185,7 +185,7 @@ LARGE = [
         format="fp8_block64",
         topk=300,
         num_pages=30,
-        num_tokens=20,
+        num_tokens=6,
         workspace_mib=1,
     ),
     IndexerLogitsCase(kv_lens=(2100, 1024), q_lens=(2, 1), page_size=64, heads=8),

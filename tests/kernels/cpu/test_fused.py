@@ -119,9 +119,18 @@ PREFILLS = {
     ),
     "fp16": PrefillCase(kv_lens=(70,), q_lens=(50,), heads=2, dtype="fp16"),
     "negative scale": PrefillCase(kv_lens=(70,), q_lens=(50,), heads=2, sharpness=-2.0),
-    "few heads at a time": PrefillCase(kv_lens=(700,), q_lens=(500,), heads=9, workspace_mib=1),
+    "few heads at a time": PrefillCase(kv_lens=(400,), q_lens=(300,), heads=9, workspace_mib=1),
     "key tiles": PrefillCase(kv_lens=(9000,), q_lens=(40,), heads=2, workspace_mib=1),
-    "query tiles": PrefillCase(kv_lens=(4000,), q_lens=(3990,), heads=1, workspace_mib=1),
+    # of real widths, so that few tokens exceed the workspace
+    "query tiles": PrefillCase(
+        kv_lens=(620,),
+        q_lens=(610,),
+        heads=1,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        workspace_mib=1,
+    ),
 }
 
 
