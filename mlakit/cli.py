@@ -328,6 +328,11 @@ def support(
     only: str = typer.Option(
         "", help="With --compile: only configurations whose name contains this text."
     ),
+    sample: str = typer.Option(
+        "",
+        help="With --compile: hopper or portable, whose kernels have few configurations then.",
+        metavar="PART",
+    ),
     jobs: int = typer.Option(2, min=1, help="With --compile: number of processes."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON instead of a table."),
     as_markdown: bool = typer.Option(
@@ -345,7 +350,7 @@ def support(
     if as_markdown and (compile_kernels or as_json):
         raise typer.BadParameter("--markdown cannot be combined with --compile or --json")
     if not compile_kernels:
-        refuse(context, ["everything", "only", "jobs"], "{} needs --compile")
+        refuse(context, ["everything", "only", "sample", "jobs"], "{} needs --compile")
         from mlakit.support import table
 
         rows = table.selections()
@@ -357,10 +362,14 @@ def support(
             Console().print(table.support_table(rows))
         return
     from mlakit.columns import wide_console
-    from mlakit.support import compilation, configurations
+    from mlakit.support import compilation, configurations, samples
 
+    if everything:
+        refuse(context, ["sample"], "{} cannot be combined with --all")
     with usage_errors():
         known = configurations.all_checks() if everything else configurations.named_checks()
+        if sample:
+            known = samples.checks_with_sample(sample)
         checks = compilation.checks_with(only, known)
     kernels = compilation.run_with_progress(checks, jobs=jobs)
     if as_json:

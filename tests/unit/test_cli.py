@@ -197,6 +197,8 @@ OPTIONS_WITHOUT_EFFECT = [
     ("support --only merge --json", "--only needs --compile"),
     ("support --all", "--all needs --compile"),
     ("support --jobs 2", "--jobs needs --compile"),
+    ("support --sample hopper", "--sample needs --compile"),
+    ("support --compile --all --sample hopper", "--sample cannot be combined with --all"),
     ("support --compile --markdown", "--markdown cannot be combined with --compile or --json"),
     ("explain merge_states --format fp8", "--format has no effect on merge_states"),
     ("explain merge_states --page-size 64", "--page-size has no effect on merge_states"),

@@ -43,9 +43,18 @@ def test_make_test_checks_and_runs_the_tests_and_compiles_no_list_of_kernels():
 def test_make_test_all_also_compiles_with_the_newest_and_the_oldest_triton():
     commands = commands_of("test-all")
     assert commands.startswith(commands_of("test"))
-    assert commands.count("mlakit support --compile") == 2
-    assert "$(OLDEST)/bin/python -m mlakit support --compile" in commands
+    compiling = [line for line in commands.splitlines() if "mlakit support --compile" in line]
+    # all portable kernels with the newest, all of Hopper with the oldest: test_samples.py
+    assert [line.split() for line in compiling] == [
+        ["$(BIN)/mlakit", "support", "--compile", "--sample", "hopper"],
+        ["$(OLDEST)/bin/python", "-m", "mlakit", "support", "--compile", "--sample", "portable"],
+    ]
     assert "$(OLDEST)/bin/python -m pytest" in commands
+
+
+def test_make_compile_all_leaves_nothing_out():
+    whole = [line.split()[-2:] for line in commands_of("compile-all").splitlines()]
+    assert whole == [["support", "--compile"]] * 2
 
 
 def test_make_test_all_runs_the_thorough_tests_that_make_test_leaves_out():

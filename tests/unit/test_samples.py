@@ -1,0 +1,87 @@
+"""The shorter lists of compile checks: every kernel is in them, and CI compiles everything once."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from mlakit import cli, dispatch
+from mlakit.specs import KernelSpec, pretending
+from mlakit.support import compilation, configurations, samples
+from mlakit.support.compilation import NUM_SMS
+from tests.kernel_launchers import replace_launcher
+
+
+class Launched(Exception):
+    """In place of a kernel: nothing is compiled."""
+
+
+def selected(monkeypatch: pytest.MonkeyPatch, configuration: str) -> str:
+    """The Hopper kernel that a configuration launches."""
+    case = configurations.HOPPER[configuration]
+    launched: list[KernelSpec] = []
+
+    def stop(spec: KernelSpec):
+        def launch(*args, **kwargs):
+            launched.append(spec)
+            raise Launched
+
+        return launch
+
+    replace_launcher(monkeypatch, case.op, lambda launch: launch)  # and no replay
+    for spec in dispatch.specs(case.op):
+        monkeypatch.setitem(spec.__dict__, "launch", stop(spec))
+    trial = case.trial("cpu")
+    arch = configurations.HOPPER_ARCH
+    with pretending(arch, NUM_SMS[arch]), pytest.raises(Launched):
+        trial.call("hopper")
+    (spec,) = launched
+    return str(spec)
+
+
+def test_a_sample_has_every_hopper_kernel(monkeypatch):
+    found = {selected(monkeypatch, name) for name in samples.OF_HOPPER}
+    assert found == {str(spec) for spec in dispatch.SPECS if spec.backend == "hopper"}
+    assert len(samples.OF_HOPPER) < len(configurations.HOPPER) / 4
+
+
+def test_a_sample_has_every_portable_op():
+    ops = {configurations.CONFIGURATIONS[name].op for name in samples.OF_PORTABLE}
+    assert ops == set(dispatch.OPS)
+
+
+def test_of_the_other_part_nothing_is_left_out():
+    hopper, portable = (set(samples.checks_with_sample(part)) for part in samples.PARTS)
+    assert hopper | portable == {
+        *configurations.named_checks(),
+        *((name, configurations.HOPPER_ARCH) for name in samples.OF_PORTABLE),
+    }
+    in_hopper = {each for each in hopper | portable if each[0] in configurations.HOPPER}
+    assert in_hopper <= portable  # every configuration of Hopper, where the others are sampled
+    assert hopper & in_hopper == {(name, 90) for name in samples.OF_HOPPER}
+    assert {name for name, arch in portable if arch != 90} == set()
+    for checks in map(samples.checks_with_sample, samples.PARTS):
+        assert len(checks) == len(set(checks))
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(cli.app, ["support", "--compile", *arguments])
+    return result.exit_code, " ".join(re.sub(r"[│\s]+", " ", result.output).split())
+
+
+@pytest.mark.parametrize("part", samples.PARTS)
+def test_the_command_compiles_a_sample(monkeypatch, part):
+    asked = []
+    monkeypatch.setattr(
+        compilation, "run_with_progress", lambda checks, jobs: asked.extend(checks) or []
+    )
+    assert invoke("--sample", part)[0] == 0
+    assert asked == samples.checks_with_sample(part)
+
+
+def test_what_is_no_part_is_refused():
+    code, output = invoke("--sample", "half")
+    assert code == 2
+    assert "--sample must be hopper or portable, got 'half'" in output
