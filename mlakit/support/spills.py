@@ -177,20 +177,20 @@ _PREFILL = {
 }
 
 _SPARSE_FP8_KV = {
-    # fp8_block128: in the last block of a work tile, but one load in the loop. fp8_block64: up to
-    # six in the loop of the dequant warpgroup
+    # fp8_block128: two of each in the loop of the dequant warpgroup, the others once per work tile.
+    # fp8_block64: in the loop of the dequant warpgroup
     "3.6.0": {
-        "fp8_block128": (37, 38),
-        "fp8_block128-extra": (35, 36),
-        "fp8_block64": (5, 5),
+        "fp8_block128": (2, 2),
+        "fp8_block128-extra": (8, 7),
+        "fp8_block64": (4, 4),
     },
     # thread indices, as above; with a second cache also its strides
     "3.9.0": {
-        "fp8_block128": (24, 45),
-        "fp8_block128-extra": (63, 100),
-        "fp8_block64": (15, 35),
-        "fp8_token": (8, 26),
-        "fp8-fp16-q": (8, 26),
+        "fp8_block128": (4, 25),
+        "fp8_block128-extra": (9, 32),
+        "fp8_block64": (16, 36),
+        "fp8_token": (5, 22),
+        "fp8-fp16-q": (4, 21),
     },
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 from typing import Literal
 
@@ -22,6 +22,7 @@ from mlakit.workloads.case import (
     assert_logits_match,
     weights_dtype,
 )
+from mlakit.workloads.fp16_rows import rounded_rows, rounds_rows
 from mlakit.workloads.inputs import DTYPES, Inputs
 from mlakit.workloads.paged import PagedCase, Pool
 
@@ -39,6 +40,10 @@ class Lists:
     def on_cpu(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """The arguments of the oracle."""
         return self.stored, self.rows.cpu(), None if self.lens is None else self.lens.cpu()
+
+    def rounded(self, latent: int) -> Lists:
+        """With the latent columns of the stored rows rounded to float16."""
+        return replace(self, stored=rounded_rows(self.stored, latent))
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -90,7 +95,10 @@ class SparseCase(PagedCase):
         sink = inputs.sink(self.sink, self.heads)
         given = self._given(inputs)
 
+        backends: list[str] = []
+
         def call(backend: Backend) -> Results:
+            backends.append(backend)
             second = None
             if extra is not None:
                 pool = extra.pool
@@ -114,7 +122,10 @@ class SparseCase(PagedCase):
         def check(results: Results) -> None:
             for name, result in zip(("out", "lse", "max_logits"), results, strict=True):
                 assert_given(name, result, given.get(name))
-            self._check(exact_q, main, extra, None if sink is None else sink.cpu(), results)
+            rounds = rounds_rows(inputs.device, backends[-1], format=self.format, heads=self.heads)
+            self._check(
+                exact_q, main, extra, None if sink is None else sink.cpu(), results, rounds=rounds
+            )
 
         return Trial(inputs, call, check)
 
@@ -179,10 +190,22 @@ class SparseCase(PagedCase):
         }
 
     def _check(
-        self, q: Tensor, main: Lists, extra: Lists | None, sink: Tensor | None, results: Results
+        self,
+        q: Tensor,
+        main: Lists,
+        extra: Lists | None,
+        sink: Tensor | None,
+        results: Results,
+        *,
+        rounds: bool,
     ) -> None:
+        """rounds  `fp16_rows.rounds_rows`"""
+
         def oracle(dtype: torch.dtype) -> Results:
-            pool, rows, lens = main.on_cpu
+            lists = [main] if extra is None else [main, extra]
+            if rounds and dtype != torch.float64:
+                lists = [each.rounded(self.row.kv_lora_rank) for each in lists]
+            pool, rows, lens = lists[0].on_cpu
             return reference.sparse_mla(
                 q,
                 pool,
@@ -191,7 +214,7 @@ class SparseCase(PagedCase):
                 v_width=self.row.v_width,
                 topk_lens=lens,
                 sink=sink,
-                extra=None if extra is None else extra.on_cpu,
+                extra=None if extra is None else lists[1].on_cpu,
                 weights_dtype=weights_dtype(results[0], dtype),
                 dtype=dtype,
             )

@@ -14,6 +14,7 @@ from torch import Tensor
 from mlakit.reference.softmax import attention_weights
 from mlakit.testing import assert_matches
 from mlakit.workloads.case import Results, Trial, assert_logits_match, repeated
+from mlakit.workloads.fp16_rows import rounded_rows
 from mlakit.workloads.sparse import Lists, SparseCase
 
 NAMES = ("out", "lse", "max_logits")
@@ -55,24 +56,32 @@ class SparseLaunch(SparseCase):
         return Trial(trial.inputs, repeated(trial.call, self.calls, NAMES), trial.check)
 
     def _check(
-        self, q: Tensor, main: Lists, extra: Lists | None, sink: Tensor | None, results: Results
+        self,
+        q: Tensor,
+        main: Lists,
+        extra: Lists | None,
+        sink: Tensor | None,
+        results: Results,
+        *,
+        rounds: bool,
     ) -> None:
         device = results[0].device
         lists = [main] if extra is None else [main, extra]
         listed = [_listed(each, device) for each in lists]
         rows, counts = (torch.cat(parts, 1) for parts in zip(*listed, strict=True))
         q = q.to(device, torch.float64)
+        rounded = rounded_rows(rows, self.row.kv_lora_rank) if rounds else rows
         exact, naive = (
             attend_lists(
                 q,
-                rows,
+                of_rows,
                 counts,
                 softmax_scale=self.softmax_scale,
                 v_width=self.row.v_width,
                 sink=None if sink is None else sink.to(device),
                 dtype=dtype,
             )
-            for dtype in (torch.float64, torch.float32)
+            for of_rows, dtype in ((rows, torch.float64), (rounded, torch.float32))
         )
         assert_matches("out", results[0], exact[0], naive[0])
         largest = q.norm(dim=-1) * rows.norm(dim=-1).amax() * abs(self.softmax_scale)

@@ -68,10 +68,8 @@ class M64Fp8KvConfig(NamedTuple):
     MAX_REGISTERS: int
 
 
-def m64_fp8_kv_config(format: str) -> M64Fp8KvConfig:
-    # with fp8_block128 the QK-softmax warpgroup has probabilities in registers
-    dequant = 120 if format == "fp8_block128" else 136
-    return M64Fp8KvConfig(PV_REGISTERS=160, DEQUANT_REGISTERS=dequant, MAX_REGISTERS=168)
+def m64_fp8_kv_config() -> M64Fp8KvConfig:
+    return M64Fp8KvConfig(PV_REGISTERS=160, DEQUANT_REGISTERS=136, MAX_REGISTERS=168)
 
 
 class SmallMFp8KvConfig(NamedTuple):

@@ -26,10 +26,13 @@ from mlakit.kernels.hopper.primitives import (
 from mlakit.kernels.hopper.sparse.fp8_rows import (
     KEYS,
     SCALE_KEYS,
-    GroupScales,
+    convert_left,
+    convert_rope,
     load_left,
     load_right,
+    load_rope,
     load_scales,
+    scale_factors,
     store_left,
     store_right,
     store_rope,
@@ -43,17 +46,16 @@ class BlockStages:
     """Two blocks of float16, from the dequant warpgroup to both others.
 
     Block n of a CTA is in stage n % 2. `right` is released by the PV warpgroup; all others together
-    by the QK-softmax warpgroup, after PV of the left half. With fp8_block128 the QK-softmax
-    warpgroup releases the left half only; both warpgroups release all others together.
+    by the QK-softmax warpgroup, after PV of the left half.
     """
 
     left: object  # [2, 64, 256] float16
     right: object
     rope: object  # [2, 64, 64] bfloat16, or float16 (fp8); None where the values have them
-    bias: object  # [2, 64] float32: 0, or −inf for an entry that does not count; None: `groups`
-    key_factor: object  # [2, 64] float32: of scores and values of an entry; None: 1
-    groups: object  # `GroupScales`, or None
-    block_scale: object  # [2, 4] float32: a power of two that scales lie at or below, four times
+    bias: object  # [2, 64] float32: 0, or −inf for an entry that does not count; None: key_factor
+    key_factor: object  # [2, 64] float32: of scores and values of an entry, negative for one that
+    # does not count; None: it is block_scale
+    block_scale: object  # [2, 4] float32: the largest is a power of two at or above key_factor / 2
     left_full: object
     left_empty: object
     right_full: object
@@ -80,7 +82,7 @@ class Position:
     blocks: object  # BlockRange of the tile
     block: object
     slot: object  # int32 [64]; −1 where an entry does not count
-    scale_ids: object  # the same entries as the list has them, in `SCALE_KEYS`; not fp8_block64
+    scale_ids: object  # the same entries as the list has them, in `SCALE_KEYS`, or none of them
 
 
 @gluon.jit
@@ -96,15 +98,13 @@ def alloc_stages(FORMAT: gl.constexpr):
         rope = gl.allocate_shared_memory(gl.float16, [2, 64, 64], SMEM_16BIT)
     elif FORMAT != "fp8_block64":
         rope = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], SMEM_16BIT)
+    if FORMAT == "fp8_token":
         rope_full = alloc_barriers(2, 128)
     bias: gl.constexpr = None
     factor: gl.constexpr = None
-    groups: gl.constexpr = None
-    if FORMAT == "fp8_block128":
-        groups = GroupScales(_alloc_vectors(), _alloc_vectors(), _alloc_vectors(), _alloc_vectors())
-    else:
+    if FORMAT == "fp8_block64":
         bias = _alloc_vectors()
-    if FORMAT == "fp8" or FORMAT == "fp8_token":
+    else:
         factor = _alloc_vectors()
     return BlockStages(
         gl.allocate_shared_memory(gl.float16, [2, 64, 256], SMEM_16BIT),
@@ -112,12 +112,11 @@ def alloc_stages(FORMAT: gl.constexpr):
         rope,
         bias,
         factor,
-        groups,
         gl.allocate_shared_memory(gl.float32, [2, 4], SMEM_VECTOR),
         alloc_barriers(2, 1),
         alloc_barriers(2, 1),
         alloc_barriers(2, 1),
-        alloc_barriers(2, 2 if FORMAT == "fp8_block128" else 1),
+        alloc_barriers(2, 1),
         rope_full,
     )
 
@@ -147,17 +146,28 @@ def read_count(counts, tiles_done):
 @gluon.jit
 def _load_scale_ids(work, blocks, block, FORMAT: gl.constexpr):
     found = block
-    if FORMAT != "fp8_block64":
+    if FORMAT == "fp8_token" or FORMAT == "fp8":
         found = load_ids(work, blocks, block, SCALE_KEYS)
     return found
 
 
 @gluon.jit
-def dequant_warpgroup(work, row_scales, stages, counts, FORMAT: gl.constexpr):
-    """Rows are loaded a block ahead, list entries two.
+def _locate_rows(work, blocks, block, ids, scale_ids):
+    """(pointers to the rows of a block, which of them count, `Position`)"""
+    slot = valid_slots(work, blocks, block, ids)
+    start = row_pointers(work, blocks, block, slot, 4)
+    return start, slot >= 0, Position(blocks, block, slot, scale_ids)
 
-    Of fp8_block128 the right half comes first, as it is released first.
+
+@gluon.jit
+def dequant_warpgroup(work, row_scales, stages, counts, FORMAT: gl.constexpr):
+    """Rows are loaded a block ahead, and list entries two.
+
+    The QK-softmax warpgroup releases a left half shortly before it needs the next one. That one is
+    converted before if values are multiplied by scales; then the right half of the block after it
+    is loaded later, since there are no registers for both.
     """
+    CONVERTS_EARLY: gl.constexpr = FORMAT == "fp8_block128"
     step = gl.num_programs(0)
     number = step * 0
     tiles_done = step * 0
@@ -167,49 +177,44 @@ def dequant_warpgroup(work, row_scales, stages, counts, FORMAT: gl.constexpr):
         ids = load_ids(work, blocks, block, KEYS)
         scale_ids = _load_scale_ids(work, blocks, block, FORMAT)
         write_count(counts, tiles_done, gl.maximum(blocks.end - block, 1))
-        position = Position(blocks, block, valid_slots(work, blocks, block, ids), scale_ids)
-        start = row_pointers(work, blocks, block, position.slot, 4)
-        is_valid = position.slot >= 0
-        left = load_left(start, is_valid)
-        right = load_right(start, is_valid, FORMAT)
+        start, is_valid, position = _locate_rows(work, blocks, block, ids, scale_ids)
         scales = load_scales(work, row_scales, position, FORMAT)
+        left = load_left(start, is_valid)
+        rope = load_rope(start, is_valid, FORMAT)
+        right = load_right(start, is_valid, FORMAT)
         ids = load_ids(work, blocks, block + 1, KEYS)
         scale_ids = _load_scale_ids(work, blocks, block + 1, FORMAT)
         # before the loop: the first block of the next tile then waits for no length
         next_blocks = block_range(work, tile + step)
         for block in range(blocks.first, gl.maximum(blocks.end, blocks.first + 1)):
             stage, phase = two_stages(number)
+            factors, inverse, others = scale_factors(scales, right, FORMAT)
             mbarrier.wait(stages.right_empty.index(stage), phase ^ 1)
-            if FORMAT != "fp8_block128":
+            store_right(stages, stage, right, factors, inverse, FORMAT)
+            mbarrier.arrive(stages.right_full.index(stage), count=1)
+            if CONVERTS_EARLY:
+                left = convert_left(left, factors)
+                rope = convert_rope(rope, inverse, FORMAT)
                 mbarrier.wait(stages.left_empty.index(stage), phase ^ 1)
-            store_rope(stages, stage, start, is_valid, right, FORMAT)
-            factors, inverse = store_scales(stages, stage, scales, right, FORMAT)
-            if FORMAT == "fp8_block128":
-                store_right(stages, stage, right, factors, inverse, FORMAT)
-                mbarrier.arrive(stages.right_full.index(stage), count=1)
-            else:
-                store_left(stages, stage, left, factors)
+                store_left(stages, stage, left)
+                store_rope(stages, stage, start, is_valid, rope, FORMAT)
+                store_scales(stages, stage, others, FORMAT)
                 mbarrier.arrive(stages.left_full.index(stage), count=1)
-            slot = valid_slots(work, blocks, block + 1, ids)
-            position = Position(blocks, block + 1, slot, scale_ids)
-            start = row_pointers(work, blocks, block + 1, slot, 4)
-            is_valid = slot >= 0
-            if FORMAT == "fp8_block128":
+                start, is_valid, position = _locate_rows(work, blocks, block + 1, ids, scale_ids)
+                scales = load_scales(work, row_scales, position, FORMAT)
                 right = load_right(start, is_valid, FORMAT)
+            else:
                 mbarrier.wait(stages.left_empty.index(stage), phase ^ 1)
-                store_left(stages, stage, left, factors)
-                mbarrier.arrive(stages.left_full.index(stage), count=1)
-                left = load_left(start, is_valid)
-            else:
-                # fp8_block64 has no registers for both
-                if FORMAT != "fp8_block64":
-                    left = load_left(start, is_valid)
-                store_right(stages, stage, right, factors, inverse, FORMAT)
-                mbarrier.arrive(stages.right_full.index(stage), count=1)
-                if FORMAT == "fp8_block64":
-                    left = load_left(start, is_valid)
+                store_scales(stages, stage, others, FORMAT)
+                rope = convert_rope(rope, inverse, FORMAT)
+                store_rope(stages, stage, start, is_valid, rope, FORMAT)
+                start, is_valid, position = _locate_rows(work, blocks, block + 1, ids, scale_ids)
+                scales = load_scales(work, row_scales, position, FORMAT)
                 right = load_right(start, is_valid, FORMAT)
-            scales = load_scales(work, row_scales, position, FORMAT)
+                store_left(stages, stage, convert_left(left, factors))
+                mbarrier.arrive(stages.left_full.index(stage), count=1)
+            left = load_left(start, is_valid)
+            rope = load_rope(start, is_valid, FORMAT)
             ids = load_ids(work, blocks, block + 2, KEYS)
             scale_ids = _load_scale_ids(work, blocks, block + 2, FORMAT)
             number += 1

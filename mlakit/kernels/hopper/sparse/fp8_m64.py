@@ -12,16 +12,15 @@ Bound      by tensor cores, if rows are converted once for all 64 heads: so a de
 
              dequant                    QK-softmax (columns 0 to 255) PV (columns 256 to 511)
   a tile     count its blocks  count -> ----------------------------->
-  a block    load bytes of block n + 1
-             left half of n    full ->  S = Q·Kᵀ of n
-             right half of n   full ->  m' = next_row_max(m, S)
-                                        P = exp2(S − m')     probs ->  acc = acc·a + P·V right
-                                        acc = acc·a + P·V left    <-  empty
-                       <- left empty    and meanwhile S of n + 1
+  a block    right half of n   full ->  S = Q·Kᵀ of n
+             left half of n    full ->  m' = next_row_max(m, S)
+             load bytes of n + 1        P = exp2(S − m')     probs ->  acc = acc·a + P·V right
+                                        acc = acc·a + P·V left         prefetch rows of n + 3
+                       <- left empty    and meanwhile S of n + 1  <-  empty
                        <- right empty ----------------------------
   a tile                                write lse, acc  out_scale ->  write acc
 
-Schedule   that of `decode.m64_fp8_kv`; of fp8_block128 that of `fp8_groups`
+Schedule   that of `decode.m64_fp8_kv`, but that PV prefetches rows to L2, which are not contiguous
 Pipelines  `BlockStages`, two stages; one stage of probabilities with the rescale a of acc, which
            also passes on out_scale; `Counts`. Blocks and tiles are counted by each warpgroup
 Deadlock   none: all walk the same tiles and blocks. The dequant warpgroup waits for both others to
@@ -29,9 +28,11 @@ Deadlock   none: all walk the same tiles and blocks. The dequant warpgroup waits
            for probabilities only. A tile's count is written before its first block
 Memory     227 KB of shared memory, all registers. Splits write float32 partials (`sparse_merge`)
 Limits     rows at multiples of 16 bytes, 2**31 rows in a cache
-Numbers    queries are scaled by a power of two per head; rows are converted exactly, times powers
-           of two (`fp8_rows`); P, times the scales of rows, is rounded to float16. Rows of entries
-           that do not count are zeros: they are not read, and 0 · NaN is NaN
+Numbers    queries are scaled by a power of two per head. Values of fp8_block128 times their scales
+           are rounded to float16 once, an eighth of bf16's rounding; other rows are converted
+           exactly, times powers of two (`fp8_rows`). P, times the scale of a row if it has one, is
+           rounded to float16. Rows of entries that do not count are zeros: they are not read, and
+           0 · NaN is NaN
 Lineage    own design; ideas: FlashMLA's split of the accumulator's columns over two warpgroups, and
            dequantisation by a warpgroup of its own as in its FP8 sparse decode
 """
@@ -65,7 +66,6 @@ from mlakit.kernels.hopper.sparse.fp8_dequant import (
     dequant_warpgroup,
     read_count,
 )
-from mlakit.kernels.hopper.sparse.fp8_groups import grouped_pv_warpgroup, grouped_qk_warpgroup
 from mlakit.kernels.hopper.sparse.fp8_query import (
     SCORES,
     QueryTiles,
@@ -73,7 +73,7 @@ from mlakit.kernels.hopper.sparse.fp8_query import (
     load_query,
     scale_query,
 )
-from mlakit.kernels.hopper.sparse.fp8_rows import RowScales
+from mlakit.kernels.hopper.sparse.fp8_rows import PREFETCHED, RowScales, prefetch_rows
 from mlakit.kernels.hopper.sparse.fp8_softmax import (
     Softmax,
     alloc_prob_stage,
@@ -83,10 +83,18 @@ from mlakit.kernels.hopper.sparse.fp8_softmax import (
     load_block_scale,
     receive_out_scale,
 )
-from mlakit.kernels.hopper.sparse.lists import RowList, Work, locate_tile
+from mlakit.kernels.hopper.sparse.lists import (
+    RowList,
+    Work,
+    block_range,
+    load_ids,
+    locate_tile,
+)
 from mlakit.kernels.hopper.sparse.m64_bf16 import VARYING
 
 ACC = gl.constexpr(acc_layout(256))
+COLUMN = gl.constexpr(gl.SliceLayout(0, SCORES))
+AHEAD = gl.constexpr(3)  # blocks from PV to the one whose rows are prefetched
 
 
 @gluon.jit
@@ -95,16 +103,16 @@ def _issue_qk(query, stages, number):
     stage, phase = two_stages(number)
     zero = opaque_zero()
     zeros = gl.zeros([64, 64], gl.float32, SCORES)
-    mbarrier.wait(stages.left_full.index(stage), phase)
-    fence_async_shared()  # of the dequant warpgroup's stores
-    keys = stages.left.index(stage).permute((1, 0))
-    qk = warpgroup_mma(query.left.index(zero), keys, zeros, use_acc=False, is_async=True)
     mbarrier.wait(stages.right_full.index(stage), phase)
+    fence_async_shared()  # of the dequant warpgroup's stores
+    keys = stages.right.index(stage).permute((1, 0))
+    qk = warpgroup_mma(query.right.index(zero), keys, zeros, use_acc=False, is_async=True)
+    mbarrier.wait(stages.left_full.index(stage), phase)
     if stages.rope_full is not None:
         mbarrier.wait(stages.rope_full.index(stage), phase)
     fence_async_shared()
-    keys = stages.right.index(stage).permute((1, 0))
-    qk = warpgroup_mma(query.right.index(zero), keys, qk, is_async=True)
+    keys = stages.left.index(stage).permute((1, 0))
+    qk = warpgroup_mma(query.left.index(zero), keys, qk, is_async=True)
     if stages.rope is not None:
         keys = stages.rope.index(stage).permute((1, 0))
         qk = warpgroup_mma(query.rope.index(zero), keys, qk, is_async=True)
@@ -112,28 +120,35 @@ def _issue_qk(query, stages, number):
 
 
 @gluon.jit
-def _softmax_step(scores, number, softmax, row_scale, stages, SIGN: gl.constexpr):
+def _masked_scores(scores, number, row_scale, stages, SIGN: gl.constexpr):
+    """(scores, row_scale with that of the block, factor of probabilities without acc_scale)"""
+    stage, _ = two_stages(number)
+    if stages.key_factor is not None:
+        factor = gl.expand_dims(stages.key_factor.index(stage).load(COLUMN), 0)
+        scores = apply_sign(scores * factor, SIGN)
+        is_invalid = (factor < 0).broadcast_to(scores.shape)  # no NaN is
+    else:
+        factor = load_block_scale(stages, stage)
+        row_scale *= factor
+        scores = apply_sign(scores, SIGN)
+        bias = gl.expand_dims(stages.bias.index(stage).load(COLUMN), 0)
+        is_invalid = (bias < 0).broadcast_to(scores.shape)
+    # not added: a score of a row of zeros may be NaN
+    scores = gl.where(is_invalid, NEG_INF, scores)
+    return scores, gl.maximum(row_scale, SMALLEST_SCALE), factor
+
+
+@gluon.jit
+def _probabilities(scores, row_scale, factor, block_max, number, softmax, stages):
     """(probabilities as float16, rescale of acc, softmax after this block)"""
     stage, _ = two_stages(number)
-    block_scale = load_block_scale(stages, stage)
-    row_scale = gl.maximum(row_scale * block_scale, SMALLEST_SCALE)
-    if stages.key_factor is not None:
-        key_factor = stages.key_factor.index(stage).load(gl.SliceLayout(0, SCORES))
-        scores *= gl.expand_dims(key_factor, 0)
-    bias = stages.bias.index(stage).load(gl.SliceLayout(0, SCORES))
-    # not added: a score of a row of zeros may be NaN
-    counts = (gl.expand_dims(bias, 0) == 0.0).broadcast_to(scores.shape)
-    scores = gl.where(counts, apply_sign(scores, SIGN), NEG_INF)
-    block_max = gl.max(scores, 1) * row_scale
+    acc_scale = gl.maximum(softmax.acc_scale, load_block_scale(stages, stage))
+    inverse = inverse_power(acc_scale)
     row_max = next_row_max(softmax.row_max, block_max)
     exponentials = gl.exp2(scores * gl.expand_dims(row_scale, 1) - gl.expand_dims(row_max, 1))
     rescale = gl.exp2(softmax.row_max - row_max)
     row_sum = softmax.row_sum * rescale + gl.sum(exponentials, 1)
-    acc_scale = gl.maximum(softmax.acc_scale, block_scale)
-    inverse = inverse_power(acc_scale)
-    exponentials *= PROB_SCALE * (block_scale * inverse)
-    if stages.key_factor is not None:
-        exponentials *= gl.expand_dims(key_factor, 0)
+    exponentials *= factor * (PROB_SCALE * inverse)
     rescale *= softmax.acc_scale * inverse
     largest = gl.maximum(softmax.largest, block_max)
     return exponentials.to(gl.float16), rescale, Softmax(row_max, row_sum, largest, acc_scale)
@@ -149,7 +164,11 @@ def _softmax_block(
 
     pending  acc that PV of the block before is accumulated to
     """
-    probs, rescale, softmax = _softmax_step(scores, number, softmax, row_scale, stages, SIGN)
+    scores, row_scale, factor = _masked_scores(scores, number, row_scale, stages, SIGN)
+    block_max = gl.max(scores, 1) * row_scale
+    probs, rescale, softmax = _probabilities(
+        scores, row_scale, factor, block_max, number, softmax, stages
+    )
     # in this order: the softmax overlaps with PV, and only the spin wait on a barrier keeps the
     # assembler from waiting for PV before it
     mbarrier.wait(prob_stage.empty, ((number + tiles_done) & 1) ^ 1)
@@ -232,8 +251,15 @@ def _qk_softmax_warpgroup(
 
 
 @gluon.jit
-def _pv_warpgroup(work, tokens, heads, outputs, prob_stage, stages, counts):
-    """PV of the right column half."""
+def _pv_warpgroup(
+    work, tokens, heads, outputs, prob_stage, stages, counts, FORMAT: gl.constexpr
+):  # fmt: skip
+    """PV of the right column half.
+
+    It waits most of the time, so it also prefetches rows of fp8_block128 to L2, ahead of the
+    dequant warpgroup, which has most to do with them.
+    """
+    PREFETCHES: gl.constexpr = FORMAT == "fp8_block128"
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
     tile = gl.program_id(0)
     number = tile * 0
@@ -241,7 +267,13 @@ def _pv_warpgroup(work, tokens, heads, outputs, prob_stage, stages, counts):
     step = gl.num_programs(0)
     for _ in tl.range(0, (work.num_tiles - tile + step - 1) // step, disable_licm=True):
         acc = gl.zeros([64, 256], gl.float32, ACC)
-        for _ in range(read_count(counts, tiles_done)):
+        if PREFETCHES:
+            blocks = block_range(work, tile)
+            ahead = blocks.first + AHEAD
+            for block in range(blocks.first + 1, ahead):
+                prefetch_rows(work, blocks, block, load_ids(work, blocks, block, PREFETCHED))
+            ids = load_ids(work, blocks, ahead, PREFETCHED)
+        for block in range(read_count(counts, tiles_done)):
             stage = number & 1
             mbarrier.wait(prob_stage.full, (number + tiles_done) & 1)
             fence_async_shared()  # of the dequant warpgroup's stores
@@ -249,6 +281,9 @@ def _pv_warpgroup(work, tokens, heads, outputs, prob_stage, stages, counts):
             # the QK-softmax warpgroup has waited for these values
             values = stages.right.index(stage)
             pending = warpgroup_mma(prob_stage.probs, values, acc, is_async=True)
+            if PREFETCHES:
+                prefetch_rows(work, blocks, ahead + block, ids)
+                ids = load_ids(work, blocks, ahead + block + 1, PREFETCHED)
             acc = warpgroup_mma_wait(0, deps=(pending,))
             mbarrier.arrive(prob_stage.empty, count=1)
             mbarrier.arrive(stages.right_empty.index(stage), count=1)
@@ -309,35 +344,18 @@ def sparse_mla_m64_fp8_kv_kernel(
     counts = alloc_counts(4)
     SIGN: gl.constexpr = TRAITS.SIGN
     q_tiles = QueryTiles(q, q_rope)
-    if stages.groups is not None:
-        gl.warp_specialize(
-            [
+    gl.warp_specialize(
+        [
+            (
+                _qk_softmax_warpgroup,
                 (
-                    grouped_qk_warpgroup,
-                    (
-                        q_tiles, work, tokens, heads, outputs, query, prob_stage, stages, counts,
-                        scale_log2, SIGN,
-                    ),
+                    q_tiles, work, tokens, heads, outputs, query, prob_stage, stages, counts,
+                    scale_log2, SIGN,
                 ),
-                (grouped_pv_warpgroup, (work, tokens, heads, outputs, prob_stage, stages, counts)),
-                (dequant_warpgroup, (work, scales, stages, counts, FORMAT)),
-            ],
-            [4, 4],
-            [CONFIG.PV_REGISTERS, CONFIG.DEQUANT_REGISTERS],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (
-                    _qk_softmax_warpgroup,
-                    (
-                        q_tiles, work, tokens, heads, outputs, query, prob_stage, stages, counts,
-                        scale_log2, SIGN,
-                    ),
-                ),
-                (_pv_warpgroup, (work, tokens, heads, outputs, prob_stage, stages, counts)),
-                (dequant_warpgroup, (work, scales, stages, counts, FORMAT)),
-            ],
-            [4, 4],
-            [CONFIG.PV_REGISTERS, CONFIG.DEQUANT_REGISTERS],
-        )  # fmt: skip
+            ),
+            (_pv_warpgroup, (work, tokens, heads, outputs, prob_stage, stages, counts, FORMAT)),
+            (dequant_warpgroup, (work, scales, stages, counts, FORMAT)),
+        ],
+        [4, 4],
+        [CONFIG.PV_REGISTERS, CONFIG.DEQUANT_REGISTERS],
+    )  # fmt: skip

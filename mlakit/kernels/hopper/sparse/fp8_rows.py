@@ -1,16 +1,16 @@
 """Blocks of 64 listed FP8 rows: loaded to registers, converted to float16, stored.
 
-The conversion is exact. Scales are float32 and are not rounded to 16 bits:
+What scales do, which are float32:
 
-fp8_block128  a row has a scale per 128 columns. It multiplies what these columns add to scores, and
-              the probabilities that multiply them (`GroupScales`)
+fp8_block128  a row has a scale per 128 columns, which multiplies values: rounded to float16 once
 fp8_block64   a row has a power of two per 64 columns, which multiplies values
 fp8_token     a row has one scale, which multiplies scores and probabilities (`key_factor`)
 fp8           likewise, the scale of the tensor
 
-A power of two per block (`block_scale`) keeps all of this in float16's range. With fp8_block64 it
-is 1 unless the block's largest scale is far from 1; what is lost lies below 2**-20 of the block's
-largest value.
+All but the products of fp8_block128 are exact. Powers of two keep all of this in float16's range:
+of fp8_block128 one per row, which is a key_factor too, of fp8_block64 one per block
+(`block_scale`). They are 1 unless scales are far from 1. What fp8_block64 loses lies below 2**-20
+of the block's largest value.
 
 Lineage    own design
 """
@@ -60,14 +60,25 @@ SCALES = gl.constexpr(
     )
 )
 SCALE_KEYS = gl.constexpr(gl.SliceLayout(1, SCALES))
-SMALLEST_GROUP = gl.constexpr(2.0**-40)  # of a row's largest scale: their ratios stay finite
 
-# exponents of float32, biased by 127. block_scale is 1 where the largest scale lies between these
+# each row in two lanes
+PREFETCHED = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[],
+        lane_bases=[[0], [1], [2], [4], [8]],
+        warp_bases=[[16], [32]],
+        block_bases=[],
+        shape=[64],
+    )
+)
+
+# exponents of float32, biased by 127. The power of two is 1 where the largest scale of a block
+# (fp8_block64) or of a row (fp8_block128) lies between these
 SMALLEST_USUAL = gl.constexpr(127 - 14)
+SMALLEST_USUAL_128 = gl.constexpr(127 - 12)  # float16 has the scale to 13 bits, in two parts
 LARGEST_USUAL = gl.constexpr(127 + 6)
 SMALLEST_BLOCK_SCALE = gl.constexpr(127 - 60)
 LARGEST_BLOCK_SCALE = gl.constexpr(127 + 122)
-SMALLEST_SCALE = gl.constexpr(2.0**-126)
 NEG_INF = gl.constexpr(float("-inf"))
 
 
@@ -80,20 +91,6 @@ class RowScales:
     stride_page: object
     stride_row: object
     tensor_scale: object  # where it is on the host (fp8)
-
-
-@record
-class GroupScales:
-    """The scales of fp8_block128 in shared memory, as ratios [2 stages, 64] float32.
-
-    A row has s0 of columns 0 to 127, …, s3 of columns 384 to 511. Scores are
-    (((QK of s3) · s3/s2 + QK of s2) · s2/s1 + …) · s0 + QK of rotated columns.
-    """
-
-    first: object  # s3 / s2
-    second: object  # s2 / s1
-    third: object  # s1 / s0
-    last: object  # s0; negative for an entry that does not count
 
 
 @gluon.jit
@@ -135,13 +132,13 @@ def load_scales(work, row_scales, position, FORMAT: gl.constexpr):
     """Start to load the scales of a block's rows; nothing is computed from them here."""
     slot = position.slot
     is_extra = position.block >= position.blocks.main_blocks
-    if FORMAT != "fp8_block64":
+    if FORMAT == "fp8_token" or FORMAT == "fp8":
         slot = valid_slots(work, position.blocks, position.block, position.scale_ids)
     if FORMAT == "fp8_block128":
-        at = gl.expand_dims(row_pointers(work, position.blocks, position.block, slot, 4), 1)
-        at += gl.expand_dims(128 + gl.arange(0, 4, gl.SliceLayout(0, SCALES)), 0)
-        scales = gl.load(at, mask=gl.expand_dims(slot >= 0, 1), other=0)
-        return scales.to(gl.float32, bitcast=True), slot >= 0
+        at = row_pointers(work, position.blocks, position.block, slot, 4) + (
+            128 + _lane_group(slot)
+        )
+        return gl.load(at, mask=slot >= 0, other=0).to(gl.float32, bitcast=True), slot >= 0
     elif FORMAT == "fp8_block64":  # noqa: RET505
         at = _scale_pointers(work, row_scales, is_extra, slot)
         return _load(at, slot >= 0, 0, SCALE_BYTES), slot >= 0
@@ -156,21 +153,80 @@ def load_scales(work, row_scales, position, FORMAT: gl.constexpr):
 
 
 @gluon.jit
+def _lane_group(slot):
+    """The group of 128 columns whose scale a lane loads: of the eight lanes that have a row, two
+    have the same one. To the compiler all eight have the same number; shuffles undo that.
+    """
+    return gl.inline_asm_elementwise(
+        "{ mov.u32 $0, %laneid; and.b32 $0, $0, 3; }", "=r,r", [slot], dtype=gl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def load_scale_table(work, position):
+    """As `load_scales`, all four scales of fp8_block128, [64, 4] in `SCALES`."""
+    slot = valid_slots(work, position.blocks, position.block, position.scale_ids)
+    at = gl.expand_dims(row_pointers(work, position.blocks, position.block, slot, 4), 1)
+    at += gl.expand_dims(128 + gl.arange(0, 4, gl.SliceLayout(0, SCALES)), 0)
+    scales = gl.load(at, mask=gl.expand_dims(slot >= 0, 1), other=0)
+    return scales.to(gl.float32, bitcast=True), slot >= 0
+
+
+@gluon.jit
+def prefetch_rows(work, blocks, block, ids):
+    """Prefetch a block's rows of fp8_block128 to L2.
+
+    ids  in `PREFETCHED`: a lane prefetches half a row, three lines of 128 bytes
+    """
+    slot = valid_slots(work, blocks, block, ids)
+    start = row_pointers(work, blocks, block, slot, 4)
+    gl.inline_asm_elementwise(
+        """{
+        .reg .b32 byte; .reg .b64 at; .reg .pred is_read;
+        mov.u32 byte, %laneid;
+        and.b32 byte, byte, 1;
+        mul.lo.u32 byte, byte, 384;
+        cvt.u64.u32 at, byte;
+        add.u64 at, at, $1;
+        setp.lt.u32 is_read, byte, $2;
+        @is_read prefetch.global.L2 [at];
+        @is_read prefetch.global.L2 [at + 128];
+        add.u32 byte, byte, 256;
+        setp.lt.u32 is_read, byte, $2;
+        @is_read prefetch.global.L2 [at + 256];
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r", [start.to(gl.int64), gl.where(slot >= 0, 656, 0)], dtype=gl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def load_left(start, is_valid):
     """Start to load columns 0 to 255 of a block's rows."""
     return (_load(start, is_valid, 0, WORDS), _load(start, is_valid, 32, WORDS))
 
 
 @gluon.jit
+def load_rope(start, is_valid, FORMAT: gl.constexpr):
+    """Rotated columns that are converted with the left half."""
+    if FORMAT == "fp8":
+        return (_load(start, is_valid, 128, HALF_WORDS),)
+    elif FORMAT == "fp8_block128":  # noqa: RET505
+        return (_load(start, is_valid, 132, WORDS),)
+    else:
+        return ()
+
+
+@gluon.jit
 def load_right(start, is_valid, FORMAT: gl.constexpr):
-    """Columns 256 to 511, and rotated columns that are converted."""
+    """Columns 256 to 511; those of fp8_block64 include rotated ones."""
     words = (_load(start, is_valid, 64, WORDS),)
     if FORMAT == "fp8_block64":
         words += (_load(start, is_valid, 96, HALF_WORDS), _load(start, is_valid, 112, WORDS))
     else:
         words += (_load(start, is_valid, 96, WORDS),)
-    if FORMAT == "fp8":
-        words += (_load(start, is_valid, 128, HALF_WORDS),)
     return words
 
 
@@ -183,8 +239,8 @@ def _power_of_two(exponent):
 
 
 @gluon.jit
-def _max_of_rows(numbers):
-    """The largest of int32 [64] in `KEYS`.
+def _max_of_rows(numbers, AXIS: gl.constexpr = 0):
+    """The largest int32 of [64] in `KEYS`, or along an axis that is in a warp.
 
     The lanes that have different rows are not neighbours, and Triton 3.6.0 then exchanges numbers
     between other lanes. So each warp takes the maximum of all its lanes first.
@@ -193,7 +249,7 @@ def _max_of_rows(numbers):
         "redux.sync.max.s32 $0, $1, 0xffffffff;", "=r,r", [numbers], dtype=gl.int32,
         is_pure=False, pack=1,
     )  # fmt: skip
-    return gl.max(numbers, 0)
+    return gl.max(numbers, AXIS)
 
 
 @gluon.jit
@@ -215,30 +271,38 @@ def _block_scale64(scales, rope):
 
 
 @gluon.jit
-def store_scales(stages, stage, scales, right, FORMAT: gl.constexpr):
-    """Store what consumers need of a block's scales; returns what its values are multiplied by:
-    of each 128 columns a tuple, which is empty where they are not.
+def _row_powers(scales):
+    """(powers of two of rows, their inverses, the largest one of each warp [4]) of fp8_block128.
 
-    After both halves of the stage have been released.
+    A lane has the scale of `_lane_group`.
+    """
+    exponent = gl.inline_asm_elementwise(
+        """{
+        .reg .b32 x, y;
+        shfl.sync.bfly.b32 x, $1, 1, 0x1f, 0xffffffff;
+        max.s32 x, x, $1;
+        shfl.sync.bfly.b32 y, x, 2, 0x1f, 0xffffffff;
+        max.s32 x, x, y;
+        shr.u32 $0, x, 23;
+        }""",
+        "=r,r", [scales.to(gl.int32, bitcast=True)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    is_usual = (exponent >= SMALLEST_USUAL_128) & (exponent <= LARGEST_USUAL) | (exponent == 0)
+    exponent = gl.where(is_usual, LARGEST_USUAL, exponent) - 6
+    power, inverse = _power_of_two(exponent)
+    # [rows of a thread, warp, row]
+    of_warps, _ = _power_of_two(_max_of_rows(gl.max(exponent.reshape([4, 4, 4]), 0), 1))
+    return power, inverse, of_warps
+
+
+@gluon.jit
+def scale_factors(scales, right, FORMAT: gl.constexpr):
+    """(what a block's values are multiplied by, of each 128 columns a tuple, which is empty where
+    they are not; what its rotated columns are multiplied by; what `store_scales` takes)
     """
     values, is_valid = scales
     factors = ((), (), (), ())
     inverse = 1.0
-    if FORMAT == "fp8_block128":
-        values += values * 0.0  # inf becomes NaN
-        largest = gl.max(values, 1)
-        smallest = gl.maximum(largest * SMALLEST_GROUP, SMALLEST_SCALE)
-        values = gl.where(values < gl.expand_dims(smallest, 1), gl.expand_dims(smallest, 1), values)
-        s0, s1, s2, s3 = columns_of(values)
-        groups = stages.groups
-        groups.first.index(stage).store(s3 / s2)
-        groups.second.index(stage).store(s2 / s1)
-        groups.third.index(stage).store(s1 / s0)
-        is_valid = gl.convert_layout(is_valid, s0.type.layout, assert_trivial=True)
-        groups.last.index(stage).store(gl.where(is_valid, s0, -1.0))
-        block_scale, _ = _power_of_two(gl.max(largest, 0).to(gl.int32, bitcast=True) >> 23)
-    else:
-        stages.bias.index(stage).store(gl.where(is_valid, 0.0, NEG_INF))
     if FORMAT == "fp8_block64":
         block_scale, inverse = _block_scale64(values, right[2])
         low, high = gl.split(values)
@@ -248,15 +312,34 @@ def store_scales(stages, stage, scales, right, FORMAT: gl.constexpr):
             _exponents(high, inverse, 0),
             (_power(gl.convert_layout(high, KEYS, assert_trivial=True) >> 16, inverse),),
         )
-    if FORMAT == "fp8_token" or FORMAT == "fp8":
-        values = gl.where(values < 0, 0.0, values)  # a NaN stays one
-        bits = gl.max(values.to(gl.int32, bitcast=True), 0)
-        block_scale, inverse = _power_of_two(bits >> 23)
-        stages.key_factor.index(stage).store(values * inverse)
-    stages.block_scale.index(stage).store(
-        gl.full([4], 1.0, gl.float32, IN_EACH_THREAD) * block_scale
-    )
-    return factors, inverse
+        return factors, inverse, (gl.where(is_valid, 0.0, NEG_INF), block_scale)
+    else:  # noqa: RET505
+        values += values * 0.0  # inf becomes NaN
+        values = gl.where(values < 0, 0.0, values)
+        key_factor = values
+        if FORMAT == "fp8_block128":
+            key_factor, inverse, block_scale = _row_powers(values)
+            parts = _two_parts(values * inverse)
+            factors = (
+                _of_group(parts, 0), _of_group(parts, 1), _of_group(parts, 2), _of_group(parts, 3),
+            )  # fmt: skip
+        else:
+            bits = gl.max(values.to(gl.int32, bitcast=True), 0)
+            block_scale, _ = _power_of_two(bits >> 23)
+        return factors, inverse, (gl.where(is_valid, key_factor, -1.0), block_scale)
+
+
+@gluon.jit
+def store_scales(stages, stage, others, FORMAT: gl.constexpr):
+    """Store what consumers need of a block's scales, after the left half has been released."""
+    of_entries, block_scale = others
+    if FORMAT == "fp8_block64":
+        stages.bias.index(stage).store(of_entries)
+    else:
+        stages.key_factor.index(stage).store(of_entries)
+    if FORMAT != "fp8_block128":
+        block_scale = gl.full([4], 1.0, gl.float32, IN_EACH_THREAD) * block_scale
+    stages.block_scale.index(stage).store(block_scale)
 
 
 @gluon.jit
@@ -266,6 +349,35 @@ def columns_of(table):
     c0, c2 = gl.split(even)
     c1, c3 = gl.split(odd)
     return c0, c1, c2, c3
+
+
+@gluon.jit
+def _two_parts(scales):
+    """Words of two float16 whose sum is the scale."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b16 large, small; .reg .f32 x;
+        cvt.rn.f16.f32 large, $1;
+        cvt.f32.f16 x, large;
+        sub.f32 x, $1, x;
+        cvt.rn.f16.f32 small, x;
+        mov.b32 $0, {large, small};
+        }""",
+        "=r,f", [scales], dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _of_group(parts, GROUP: gl.constexpr):
+    """The large and the small part of a group's scale, each as words of it twice."""
+    word = gl.inline_asm_elementwise(
+        f"shfl.sync.idx.b32 $0, $1, {GROUP}, 0x1c1f, 0xffffffff;", "=r,r", [parts], dtype=gl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+    return gl.inline_asm_elementwise(
+        "prmt.b32 $0, $2, $2, 0x1010; prmt.b32 $1, $2, $2, 0x3232;", "=&r,=r,r", [word],
+        dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -303,8 +415,28 @@ def _spread(factor, words):
 
 @gluon.jit
 def _convert(words, factors):
-    """Words of four e4m3, times a factor if there is one, as words of two float16."""
-    if len(factors) == 1:
+    """Words of four e4m3, times the sum of the factors if there are some, as words of two float16.
+
+    With two factors, as `_two_parts`, the product is rounded once, but for the product with the
+    smaller one. That is not pure: it would be moved behind a wait, which it is to come before.
+    """
+    if len(factors) == 2:
+        low, high = gl.inline_asm_elementwise(
+            """{
+            .reg .b16 a, b; .reg .b32 x, y, u, v;
+            mov.b32 {a, b}, $2;
+            cvt.rn.f16x2.e4m3x2 x, a;
+            cvt.rn.f16x2.e4m3x2 y, b;
+            mul.f16x2 u, x, $4;
+            mul.f16x2 v, y, $4;
+            fma.rn.f16x2 $0, x, $3, u;
+            fma.rn.f16x2 $1, y, $3, v;
+            }""",
+            "=&r,=r,r,r,r",
+            [words, _spread(factors[0], words), _spread(factors[1], words)],
+            dtype=(gl.int32, gl.int32), is_pure=False, pack=1,
+        )  # fmt: skip
+    elif len(factors) == 1:
         low, high = gl.inline_asm_elementwise(
             """{
             .reg .b16 a, b; .reg .b32 x, y;
@@ -336,11 +468,16 @@ def _as_words(tile):
 
 
 @gluon.jit
-def store_left(stages, stage, left, factors):
-    """Store columns 0 to 255 of a block."""
+def convert_left(left, factors):
+    """Columns 0 to 255 of a block as float16."""
+    return _convert(left[0], factors[0]), _convert(left[1], factors[1])
+
+
+@gluon.jit
+def store_left(stages, stage, left):
     half = _as_words(stages.left.index(stage))
-    for i in gl.static_range(2):
-        half.slice(64 * i, 64, dim=1).store(_convert(left[i], factors[i]))
+    half.slice(0, 64, dim=1).store(left[0])
+    half.slice(64, 64, dim=1).store(left[1])
 
 
 @gluon.jit
@@ -362,13 +499,30 @@ def store_right(stages, stage, right, factors, inverse, FORMAT: gl.constexpr):
 
 
 @gluon.jit
-def store_rope(stages, stage, start, is_valid, right, FORMAT: gl.constexpr):
-    """Start to copy the rotated columns of a block; those of fp8 come with the left half."""
+def convert_rope(rope, inverse, FORMAT: gl.constexpr):
+    """Rotated columns as the tile of a stage has them, in a tuple, which may be empty."""
     if FORMAT == "fp8":
-        _as_words(stages.rope.index(stage)).store(_convert(right[2], ()))
-    elif FORMAT != "fp8_block64":
-        WORD: gl.constexpr = 132 if FORMAT == "fp8_block128" else 128
-        word = gl.expand_dims(WORD + gl.arange(0, 32, gl.SliceLayout(0, WORDS)), 0)
-        at = gl.expand_dims(start, 1) + word
+        return (_convert(rope[0], ()),)
+    elif FORMAT == "fp8_block128":  # noqa: RET505
+        # powers of two: as bfloat16 they are the upper half of float32
+        factor = inverse.to(gl.int32, bitcast=True)
+        factor = gl.expand_dims(factor | (factor >> 16), 1).broadcast_to(rope[0].shape)
+        words = gl.inline_asm_elementwise(
+            "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [rope[0], factor], dtype=gl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
+        return (words,)
+    else:
+        return rope
+
+
+@gluon.jit
+def store_rope(stages, stage, start, is_valid, rope, FORMAT: gl.constexpr):
+    """Store the rotated columns of a block, or start to copy them."""
+    if len(rope) == 1:
+        _as_words(stages.rope.index(stage)).store(rope[0])
+    if FORMAT == "fp8_token":
+        at = gl.expand_dims(start, 1)
+        at += gl.expand_dims(128 + gl.arange(0, 32, gl.SliceLayout(0, WORDS)), 0)
         copy_words(_as_words(stages.rope.index(stage)), at, mask=gl.expand_dims(is_valid, 1))
         async_copy.mbarrier_arrive(stages.rope_full.index(stage), increment_count=False)

@@ -85,7 +85,13 @@ from mlakit.kernels.hopper.sparse.fp8_dequant import (
     write_count,
 )
 from mlakit.kernels.hopper.sparse.fp8_query import QueryTiles
-from mlakit.kernels.hopper.sparse.fp8_rows import SCALE_KEYS, RowScales, columns_of, load_scales
+from mlakit.kernels.hopper.sparse.fp8_rows import (
+    SCALE_KEYS,
+    RowScales,
+    columns_of,
+    load_scale_table,
+    load_scales,
+)
 from mlakit.kernels.hopper.sparse.lists import (
     RowList,
     Work,
@@ -180,7 +186,10 @@ def _gather_warpgroup(work, row_scales, pipelines, counts, FORMAT: gl.constexpr)
         for block in range(blocks.first, gl.maximum(blocks.end, blocks.first + 1)):
             slot = valid_slots(work, blocks, block, ids)
             position = Position(blocks, block, slot, scale_ids)
-            scales = load_scales(work, row_scales, position, FORMAT)
+            if FORMAT == "fp8_block128":
+                scales = load_scale_table(work, position)
+            else:
+                scales = load_scales(work, row_scales, position, FORMAT)
             start = row_pointers(work, blocks, block, slot, 4)
             is_valid = slot >= 0
             ids = load_ids(work, blocks, block + 1, KEYS)

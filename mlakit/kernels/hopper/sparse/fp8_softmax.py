@@ -1,4 +1,4 @@
-"""What the two schedules of the FP8 sparse kernel share: records, and the end of a work tile.
+"""The softmax state of the FP8 sparse kernel of 64 heads, and the end of a work tile.
 
 Lineage    own design
 """

@@ -47,8 +47,9 @@ CHUNK_BYTES = 16  # that one thread copies at a time: rows lie at multiples of i
 # a kernel, and the configuration that it is compiled with
 KERNELS: dict[str, tuple[Any, Any]] = {
     "m64_bf16": (sparse_mla_m64_bf16_kernel, m64_bf16_config),  # by a second cache
-    "m64_fp8_kv": (sparse_mla_m64_fp8_kv_kernel, m64_fp8_kv_config),  # by the format of rows
-    "small_m_fp8_kv": (sparse_mla_small_m_fp8_kv_kernel, small_m_fp8_kv_config),  # also by heads
+    "m64_fp8_kv": (sparse_mla_m64_fp8_kv_kernel, m64_fp8_kv_config),
+    # by the format of rows, and heads
+    "small_m_fp8_kv": (sparse_mla_small_m_fp8_kv_kernel, small_m_fp8_kv_config),
 }
 # list entries of the tiles that `pick_sparse_splits` counts: a split has two of them or more
 LIST_TILES = {"m64_bf16": PAIR, "m64_fp8_kv": BLOCK, "small_m_fp8_kv": PAIR}
@@ -151,8 +152,7 @@ def _launch(kernel: str, a: SparseArguments, out: Tensor, lse: Tensor, max_logit
 def _config_arguments(kernel: str, a: SparseArguments, heads: int) -> tuple[object, ...]:
     if kernel == "m64_bf16":
         return (a.extra is not None,)
-    format = a.layer.codec.name
-    return (format,) if kernel == "m64_fp8_kv" else (format, heads)
+    return (a.layer.codec.name, heads) if kernel == "small_m_fp8_kv" else ()
 
 
 _NO_LIST = (*(None,) * 3, *(0,) * 7)  # as `_list_arguments`, of no list
