@@ -91,6 +91,8 @@ def check_used_rows(
     dims: Dims, page_table: PageTable, layer: CacheLayer, first: list[int], last: list[int]
 ) -> None:
     """Tokens [first, last) of every request have an entry in the table that is inside the pool."""
+    if _is_table_inside(page_table, layer, first, last):
+        return
     for request, (low, high) in enumerate(zip(first, last, strict=True)):
         if low == high:
             continue
@@ -115,6 +117,23 @@ def check_used_rows(
                 f"1][{begin + wrong}" if isinstance(page_table, tuple) else f"{request}, {wrong}"
             )
             dims.fail(f"page_table[{column}]", f"be in [0, {limit})", int(entries[wrong]))
+
+
+def _is_table_inside(
+    page_table: PageTable, layer: CacheLayer, first: list[int], last: list[int]
+) -> bool:
+    """Are all entries from the first to the last used column inside the pool, used or not?
+
+    Three operations for the whole batch; a request by itself takes ten.
+    """
+    if isinstance(page_table, tuple) or page_table.numel() == 0:
+        return False
+    low = min(first, default=0) // layer.page_size
+    high = -(-max(last, default=0) // layer.page_size)
+    if not low < high <= page_table.shape[1]:
+        return False
+    smallest, largest = page_table[:, low:high].aminmax()
+    return int(smallest) >= 0 and int(largest) < layer.payload.shape[0]
 
 
 def check_seen_rows(
