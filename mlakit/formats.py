@@ -34,7 +34,7 @@ from torch import Tensor
 
 from mlakit.autocast import without_autocast
 from mlakit.checks import E4M3, Dims
-from mlakit.e4m3 import widen_e4m3
+from mlakit.e4m3 import dequantise_e4m3, widen_e4m3
 from mlakit.geometry import RowShape
 
 Format = Literal["bf16", "fp16", "fp32", "fp8", "fp8_token", "fp8_block128", "fp8_block64"]
@@ -88,12 +88,16 @@ def _quantise(x: Tensor, scales: Tensor, group: int) -> Tensor:
     return saturating_cast(torch.cat(quotients, -1), E4M3).view(torch.uint8)
 
 
-def _dequantise(stored: Tensor, scales: Tensor, group: int, dtype: torch.dtype) -> Tensor:
-    """stored · scale in `dtype`, one scale per `group` columns."""
-    values = widen_e4m3(stored, dtype)
-    for g, columns in enumerate(torch.split(values, group, -1)):
-        columns.mul_(scales[..., g : g + 1])
-    return values
+def _dequantised_rows(
+    stored: Tensor, scales: Tensor, group: int, rope: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """[stored · scale | rope] in `dtype`, one scale per `group` columns of `stored`."""
+    d_c = stored.shape[-1]
+    shape = (*stored.shape[:-1], d_c + rope.shape[-1])
+    rows = torch.empty(shape, dtype=dtype, device=stored.device)
+    dequantise_e4m3(stored, scales, group, out=rows[..., :d_c])
+    rows[..., d_c:] = rope
+    return rows
 
 
 def _to_bytes(x: Tensor) -> Tensor:
@@ -103,7 +107,11 @@ def _to_bytes(x: Tensor) -> Tensor:
 
 def _from_bytes(stored: Tensor, dtype: torch.dtype) -> Tensor:
     """Bytes along the last axis as `dtype`; they may have any stride and alignment."""
-    elements = stored.shape[-1] // dtype.itemsize
+    size = dtype.itemsize
+    places = (stored.storage_offset(), *stored.stride()[:-1])
+    if stored.stride(-1) == 1 and not any(place % size for place in places):
+        return stored.view(dtype)
+    elements = stored.shape[-1] // size
     aligned = stored.clone(memory_format=torch.contiguous_format)
     return aligned.flatten().view(dtype).view(*stored.shape[:-1], elements)
 
@@ -276,9 +284,8 @@ class TokenScaleCodec(RowCodec):
         assert scales is not None
         d_c = self.row.kv_lora_rank
         scales = scales.to(dtype).clamp_min(0)
-        latent = _dequantise(payload[..., :d_c], scales, d_c, dtype)
         rope = _from_bytes(payload[..., d_c:], torch.bfloat16).to(dtype) * scales
-        return torch.cat([latent, rope], -1)
+        return _dequantised_rows(payload[..., :d_c], scales, d_c, rope, dtype)
 
 
 class BlockScaleCodec(RowCodec):
@@ -298,9 +305,8 @@ class BlockScaleCodec(RowCodec):
         d_c = self.row.kv_lora_rank
         rope_at = self.payload_elements - 2 * self.row.qk_rope_head_dim
         scales = _from_bytes(payload[..., d_c:rope_at], torch.float32).to(dtype)
-        latent = _dequantise(payload[..., :d_c], scales, self.group, dtype)
-        rope = _from_bytes(payload[..., rope_at:], torch.bfloat16).to(dtype)
-        return torch.cat([latent, rope], -1)
+        rope = _from_bytes(payload[..., rope_at:], torch.bfloat16)
+        return _dequantised_rows(payload[..., :d_c], scales, self.group, rope, dtype)
 
 
 class PageFooterCodec(RowCodec):
@@ -339,9 +345,8 @@ class PageFooterCodec(RowCodec):
         assert scales is not None
         d_c = self.row.kv_lora_rank
         scales = scales.view(torch.float8_e8m0fnu).to(dtype)
-        latent = _dequantise(payload[..., :d_c], scales, self.group, dtype)
-        rope = _from_bytes(payload[..., d_c:], torch.bfloat16).to(dtype)
-        return torch.cat([latent, rope], -1)
+        rope = _from_bytes(payload[..., d_c:], torch.bfloat16)
+        return _dequantised_rows(payload[..., :d_c], scales, self.group, rope, dtype)
 
 
 def _split_columns(row: RowShape, rows: Tensor) -> tuple[Tensor, Tensor]:
