@@ -2,9 +2,9 @@
 
 Maths      scores are float32 sums; for a 16-bit type the weights exp(s − row_max) and the result
            are rounded to it, and lse is less accurate (`is_accurate`)
-Limits     V must be as wide as K. `is_certain` finds results that may be wrong: the weight 0 of a
-           hidden key is multiplied by its value, and 0 · NaN is NaN; where all scores of a row are
-           −inf its lse is 0
+Limits     V must be as wide as K. `is_finite` and `has_scores` find results that may be wrong, to
+           be computed in another way: the weight 0 of a hidden key is multiplied by its value, and
+           0 · NaN is NaN; where all scores of a row are −inf its lse is 0
 Lineage    torch's `_scaled_dot_product_flash_attention_for_cpu`
 """
 
@@ -70,10 +70,13 @@ def is_accurate(lse: Tensor) -> bool:
     return 2 * int((lse.abs() >= MIN_LSE).sum()) >= lse.numel()
 
 
-def is_certain(out: Tensor, lse: Tensor) -> bool:
-    """Is the result of `attend` right? If not, it is to be computed in another way."""
-    # A finite sum has finite terms; if the sum overflows, the other way is also right. An lse of
-    # NaN or +inf has an out of NaN.
-    if not isfinite(out.sum(dtype=torch.float32).item()):
-        return False
+def is_finite(out: Tensor) -> bool:
+    """Are results, or sums of them, finite? An lse of NaN or +inf has an out of NaN."""
+    # A finite sum has finite terms; if the sum overflows, the other way is also right. Rows first:
+    # torch converts a whole tensor before it sums it in another type.
+    return isfinite(out.sum(-1).sum(dtype=torch.float32).item())
+
+
+def has_scores(out: Tensor, lse: Tensor) -> bool:
+    """Has every row a score above −inf? Where it has none, lse and out are 0."""
     return bool(lse.all()) or bool(out[lse == 0].any(-1).all())
