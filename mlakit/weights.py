@@ -10,7 +10,8 @@ An e4m3 matrix has one float32 scale per 128 × 128 block; activations are quant
 group of columns before the product. The blocks cover the whole matrix. If a block crosses the
 boundary of a head, the matrices of the heads get smaller blocks with the same values.
 
-A bf16 or fp16 matrix on the CPU has a float32 copy for the CPU kernels.
+A bf16 or fp16 matrix on the CPU has a float32 copy for the CPU kernels, unless the CPU multiplies
+bf16 matrices.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor
 from mlakit import dispatch
 from mlakit.checks import E4M3, FLOATS, Dims
 from mlakit.geometry import MLAGeometry
+from mlakit.kernels.cpu.matmul import multiplies_bf16
 from mlakit.kernels.cpu.workers import on_one_thread
 from mlakit.knobs import Backend
 from mlakit.ops import batched_matmul, quantize_fp8, scaled_mm_fp8
@@ -177,8 +179,8 @@ class UpProjection:
                (`weight_scale_inv` in checkpoints)
 
         A float matrix is viewed. On a CPU a bf16 or fp16 matrix is also copied to float32, for the
-        CPU kernels: 4 bytes per weight, 67 MB for a layer of DeepSeek-V3. W_UK of an e4m3 matrix is
-        copied, transposed.
+        CPU kernels: 4 bytes per weight, 67 MB for a layer of DeepSeek-V3. A bf16 matrix is not,
+        if the CPU multiplies such matrices. W_UK of an e4m3 matrix is copied, transposed.
         """
         dims = Dims("UpProjection.from_checkpoint")
         g = geometry
@@ -221,7 +223,8 @@ def _by_head(kv_b_proj: Tensor, g: MLAGeometry) -> tuple[Tensor, Tensor, Tensor]
 def _float_matrices(kv_b_proj: Tensor, g: MLAGeometry) -> list[HeadMatrices]:
     """The views, each with a view of one float32 copy if the CPU kernels need it."""
     views = _by_head(kv_b_proj, g)
-    if kv_b_proj.device.type != "cpu" or kv_b_proj.dtype == torch.float32:
+    is_used = kv_b_proj.dtype == torch.float32 or multiplies_bf16(kv_b_proj.dtype)
+    if kv_b_proj.device.type != "cpu" or is_used:
         return [HeadMatrices(view) for view in views]
     copies = _by_head(kv_b_proj.detach().float(), g)
     return [

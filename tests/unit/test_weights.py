@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlakit import reference
+from mlakit import reference, weights
 from mlakit.geometry import MLAGeometry
 from mlakit.testing import assert_matches, assert_same_bits, poison
 from mlakit.weights import SCALE_UB, HeadMatrices, UpProjection
@@ -268,7 +268,8 @@ def test_scales_of_other_blocks_are_refused():
 
 
 @every_geometry
-def test_a_half_matrix_on_the_cpu_has_one_float32_copy(g, group, generator):
+def test_a_half_matrix_on_the_cpu_has_one_float32_copy(g, group, generator, monkeypatch):
+    monkeypatch.setattr(weights, "multiplies_bf16", lambda dtype: False)
     matrix = float_matrix(generator, g, BF16)
     up = UpProjection.from_checkpoint(matrix, g)
     copies = [part.float32.current() for part in (up.kv_b_proj, up.w_uk_t, up.w_uv)]
@@ -278,8 +279,9 @@ def test_a_half_matrix_on_the_cpu_has_one_float32_copy(g, group, generator):
         assert_same_bits("copy", copy, part.weight.float())
 
 
-@pytest.mark.parametrize("dtype", [F32, E4M3], ids=str)
-def test_other_matrices_have_no_copy(dtype, generator):
+@pytest.mark.parametrize("dtype", [F32, E4M3, BF16], ids=str)
+def test_other_matrices_have_no_copy(dtype, generator, monkeypatch):
+    monkeypatch.setattr(weights, "multiplies_bf16", lambda dtype: dtype == BF16)
     g, _ = GEOMETRIES["glm 192+256"]
     matrix, scale = checkpoint(generator, g, dtype)
     up = UpProjection.from_checkpoint(matrix, g, scale)

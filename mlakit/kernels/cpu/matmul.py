@@ -1,7 +1,8 @@
 """Batched matmul of 16-bit or float32 matrices on the CPU, accumulated in float32.
 
 Maths      out[i] = a[i] @ b[i]ᵀ, accumulated in float32 and rounded once; e4m3 saturates
-Work       an item is some matrices of the batch, or some columns of one, on one thread
+Work       bf16 where the CPU has its products: one call of torch. Otherwise an item is some
+           matrices of the batch, or some columns of one, on one thread
 Memory     operands of an item are converted to float32: many CPUs have no bf16 or fp16 matrix
            units, and torch's matmul of such matrices is then far slower than in float32
 Lineage    own design
@@ -11,14 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from mlakit.arguments import BatchedMatmulArguments
 from mlakit.formats import saturating_cast
+from mlakit.kernels.cpu.fused import has_products
 from mlakit.kernels.cpu.workers import for_each
 from mlakit.kernels.cpu.workspace import rows_that_fit
 
 ITEM_ELEMENTS = 2**20  # of b, of an item: they take about half a millisecond to read
+
+
+def multiplies_bf16(dtype: torch.dtype) -> bool:
+    """Is `batched_matmul` of this type a matmul of torch, which adds in float32 and rounds once?"""
+    return dtype == torch.bfloat16 and has_products(dtype)
 
 
 def matmul_tiles(rows: int, *, bytes_per_row: int) -> Iterator[slice]:
@@ -53,6 +61,9 @@ def weight_items(
 def batched_matmul(args: BatchedMatmulArguments, out: Tensor) -> None:
     """out = a @ bᵀ, rounded once."""
     a, b = args.a, args.b
+    if out.dtype == a.dtype and multiplies_bf16(a.dtype):
+        torch.bmm(a, b.mT, out=out)
+        return
     _, rows, depth = a.shape
 
     def multiply(item: tuple[slice, slice]) -> None:
