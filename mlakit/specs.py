@@ -39,7 +39,6 @@ class Use(Enum):
     OTHER_EXTRA_FORMAT = "extra cache of another format"  # extra= of sparse_mla
     LOOSE_KEYS = "loose rows of k_nope or k_rope"  # likewise
     LOOSE_VALUES = "loose rows of v"  # likewise
-    FP8_VALUES_BY_ROWS = "e4m3 v without contiguous keys"  # or no TMA descriptor addresses them
     ALIBI_SLOPES = "alibi_slopes"  # alibi_slopes= is given
 
     def __str__(self) -> str:

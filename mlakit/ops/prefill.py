@@ -156,30 +156,12 @@ def _uses(a: PrefillArguments) -> Iterator[Use]:
         yield Use.LOOSE_QUERY
     if not (_has_pitch(a.k_nope) and _has_pitch(a.k_rope)):
         yield Use.LOOSE_KEYS
-    if a.v.dtype == E4M3:
-        if not _has_key_pitch(a.v):
-            yield Use.FP8_VALUES_BY_ROWS
-    elif not _has_pitch(a.v):
+    if a.v.dtype != E4M3 and not _has_pitch(a.v):
         yield Use.LOOSE_VALUES
 
 
 def _has_contiguous_keys(v: Tensor) -> bool:
     return v.shape[0] <= 1 or v.stride(0) == 1
-
-
-def _has_key_pitch(v: Tensor) -> bool:
-    """Are the keys of each column contiguous, columns at one multiple of 16 bytes and heads at a
-    multiple of it? Then a TMA descriptor addresses tiles [columns, keys]."""
-    if v.numel() == 0:
-        return True
-    _, head, pitch = v.stride()
-    is_aligned = v.data_ptr() % 16 == 0 and pitch * v.element_size() % 16 == 0
-    return (
-        _has_contiguous_keys(v)
-        and is_aligned
-        and pitch >= v.shape[0]
-        and (v.shape[1] == 1 or (head > 0 and head % pitch == 0))
-    )
 
 
 def _has_pitch(rows: Tensor) -> bool:

@@ -176,6 +176,25 @@ _PREFILL = {
     },
 }
 
+_PREFILL_FP8 = {
+    # in the loop over keys at most two stores and three loads with 3.6.0, seven and eleven with
+    # 3.9.0; the others are once per work tile
+    "3.6.0": {
+        "fp8": (74, 74),
+        "fp8-unscaled": (68, 68),
+        "fp8-null-sink": (77, 77),
+        "fp8-chunked": (85, 85),
+        "fp8-128-128": (74, 74),
+    },
+    "3.9.0": {
+        "fp8": (195, 213),
+        "fp8-unscaled": (172, 187),
+        "fp8-null-sink": (198, 206),
+        "fp8-chunked": (181, 207),
+        "fp8-128-128": (195, 213),
+    },
+}
+
 _SPARSE_FP8_KV = {
     # fp8_block128: two of each in the loop of the dequant warpgroup, the others once per work tile.
     # fp8_block64: in the loop of the dequant warpgroup
@@ -234,6 +253,7 @@ ALLOWED_SPILLS = {
     **_of("mla_decode_m64_fp8_qk_kernel", "hopper-decode-", _M64_FP8_QK),
     **_of("indexer_logits_kernel", "hopper-indexer-", _INDEXER),
     **_of("mla_prefill_kernel", "hopper-prefill-", _PREFILL),
+    **_of("mla_prefill_fp8_kernel", "hopper-prefill-", _PREFILL_FP8),
     **_of("sparse_mla_m64_fp8_kv_kernel", "hopper-sparse-", _SPARSE_FP8_KV),
     **_of("sparse_mla_small_m_fp8_kv_kernel", "hopper-sparse-", _SPARSE_SMALL_M_FP8_KV),
 }

@@ -231,10 +231,12 @@ def test_the_decode_kernels_of_hopper_are_named():
 
 def test_what_the_prefill_kernel_is_said_to_take_is_what_it_takes():
     said = dict(table(PAGES["backends.md"], "of prefill"))
-    names = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
+    names = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "e4m3": hopper.E4M3}
     assert tuple(names[name] for name in said["dtype"].split(" or ")) == hopper.PREFILL_DTYPES
     widths = re.findall(r"\d+\+\d+\+\d+", said["widths D_N+D_R+D_V"])
-    assert [tuple(numbers(each)) for each in widths] == list(hopper.PREFILL_WIDTHS)
+    widths = [tuple(numbers(each)) for each in widths]
+    assert widths == list(hopper.PREFILL_WIDTHS)
+    assert set(hopper.FP8_PREFILL_WIDTHS) == {w for w in widths if (w[0], w[2]) == (128, 128)}
 
 
 def test_the_words_for_what_few_kernels_take_are_those_of_the_code():

@@ -23,6 +23,7 @@ from mlakit.kernels.hopper.indexer.configs import MAX_HEADS as MAX_INDEX_HEADS
 from mlakit.kernels.hopper.indexer.configs import PIECE as INDEX_PIECE
 from mlakit.kernels.hopper.indexer.configs import WIDTH as INDEX_WIDTH
 from mlakit.kernels.hopper.prefill.configs import BLOCK_K as PREFILL_WIDTHS
+from mlakit.kernels.hopper.prefill.configs import FP8_BLOCK_K as FP8_PREFILL_WIDTHS
 from mlakit.kernels.hopper.sparse.configs import D_V as SPARSE_D_V
 from mlakit.kernels.hopper.sparse.configs import ROWS as SPARSE_ROWS
 from mlakit.specs import KernelSpec, Problem, Use
@@ -41,7 +42,7 @@ FORMATS = {
 }
 MASKS = ("causal", "null")
 INDEX_FORMAT = "fp8_token"
-PREFILL_DTYPES = ("torch.bfloat16", "torch.float16")
+PREFILL_DTYPES = ("torch.bfloat16", "torch.float16", E4M3)
 
 
 def _why_not_device(problem: Problem) -> str | None:
@@ -150,8 +151,9 @@ def _why_not_prefill(problem: Problem) -> str | None:
         return refusal
     if problem.dtype not in PREFILL_DTYPES:
         return f"needs {' or '.join(PREFILL_DTYPES)}, got {problem.dtype}"
-    if problem.head_widths not in PREFILL_WIDTHS:
-        known = ", ".join("+".join(map(str, widths)) for widths in PREFILL_WIDTHS)
+    taken = FP8_PREFILL_WIDTHS if problem.dtype == E4M3 else PREFILL_WIDTHS
+    if problem.head_widths not in taken:
+        known = ", ".join("+".join(map(str, widths)) for widths in taken)
         got = "+".join(map(str, problem.head_widths or ())) or "none"
         return f"needs widths D_N+D_R+D_V of {known}, got {got}"
     return f"takes no {problem.uses[0]}" if problem.uses else None

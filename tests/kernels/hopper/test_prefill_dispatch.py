@@ -32,7 +32,10 @@ def test_hopper_is_the_first_choice(mask, widths, dtype):
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"dtype": "torch.float32"}, "needs torch.bfloat16 or torch.float16, got torch.float32"),
+        (
+            {"dtype": "torch.float32"},
+            "needs torch.bfloat16 or torch.float16 or torch.float8_e4m3fn, got torch.float32",
+        ),
         (
             {"head_widths": (128, 64, 64)},
             "needs widths D_N+D_R+D_V of 128+64+128, 192+64+256, 128+0+128, 64+32+64, "
@@ -61,7 +64,10 @@ def test_the_kernel_needs_sm_90():
     ("fields", "words"),
     [
         ({"alibi": True}, "takes no alibi_slopes"),
-        ({"dtype": "fp32"}, "needs torch.bfloat16 or torch.float16, got torch.float32"),
+        (
+            {"dtype": "fp32"},
+            "needs torch.bfloat16 or torch.float16 or torch.float8_e4m3fn, got torch.float32",
+        ),
         ({"v_head_dim": 64}, "got 128\\+64\\+64"),
     ],
     ids=str,

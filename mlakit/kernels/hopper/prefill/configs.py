@@ -31,6 +31,11 @@ BLOCK_K = {
     (128, 0, 128): 128,
     (64, 32, 64): 128,
 }
+# of e4m3 queries, keys and values
+FP8_BLOCK_K = {(128, 64, 128): 128, (128, 0, 128): 128}
+FP8_STAGES = 4  # of keys, and of values: a power of two
+# probabilities are multiplied by 2 to this: the largest of a row is then 256, and e4m3 reaches 448
+FP8_PROB_SHIFT = 8
 
 
 class PrefillConfig(NamedTuple):
@@ -50,4 +55,22 @@ def prefill_config(widths: tuple[int, int, int]) -> PrefillConfig:
         PRODUCER_REGISTERS=24,
         MAX_REGISTERS=168,
         RESCALE_THRESHOLD=RESCALE_THRESHOLD if widths[2] > 64 else RESCALE_THRESHOLD_FEW_COLUMNS,
+    )
+
+
+class Fp8PrefillConfig(NamedTuple):
+    BLOCK_K: int
+    CONSUMER_REGISTERS: int
+    PRODUCER_REGISTERS: int
+    MAX_REGISTERS: int
+
+
+@lru_cache(maxsize=64)
+def fp8_prefill_config(widths: tuple[int, int, int]) -> Fp8PrefillConfig:
+    """widths  (D_N, D_R, D_V)"""
+    return Fp8PrefillConfig(
+        FP8_BLOCK_K[widths],
+        CONSUMER_REGISTERS=240,
+        PRODUCER_REGISTERS=24,
+        MAX_REGISTERS=168,
     )

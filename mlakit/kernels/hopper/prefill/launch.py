@@ -11,12 +11,14 @@ from functools import lru_cache
 from math import e, log2
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mlakit.arguments import PrefillArguments
 from mlakit.formats import SMALLEST_SCALE
 from mlakit.kernels.hopper.prefill.configs import BLOCK_Q, prefill_config
+from mlakit.kernels.hopper.prefill.fp8_launch import launch_fp8
 from mlakit.kernels.hopper.prefill.kernel import mla_prefill_kernel
 from mlakit.kernels.hopper.prefill.schedule import make_schedule
 from mlakit.kernels.hopper.primitives import smem_layout
@@ -46,6 +48,17 @@ def mla_prefill(a: PrefillArguments, out: Tensor, lse: Tensor) -> None:
         clear_results(out, lse, a.q_starts)
         return
     d_n, d_r, d_v = k_nope.shape[2], k_rope.shape[1], v.shape[2]
+    traits = Traits(
+        d_n,
+        d_r,
+        IS_CAUSAL=mask.is_causal,
+        IS_SLIDING=mask.kind.startswith("sliding_window"),
+        IS_CHUNKED=mask.kind.startswith("chunked"),
+        SIGN=(softmax_scale > 0) - (softmax_scale < 0),
+    )
+    if q.dtype == torch.float8_e4m3fn:
+        launch_fp8(a, out, lse, traits)
+        return
     config = prefill_config((d_n, d_r, d_v))
     key_bytes = (d_n + d_v) * q.element_size()
     rows, counters = make_schedule(
@@ -82,14 +95,7 @@ def mla_prefill(a: PrefillArguments, out: Tensor, lse: Tensor) -> None:
         *out.stride()[:2],
         *lse.stride(),
         0 if sink is None else sink.stride(0),
-        TRAITS=Traits(
-            d_n,
-            d_r,
-            IS_CAUSAL=mask.is_causal,
-            IS_SLIDING=mask.kind.startswith("sliding_window"),
-            IS_CHUNKED=mask.kind.startswith("chunked"),
-            SIGN=(softmax_scale > 0) - (softmax_scale < 0),
-        ),
+        TRAITS=traits,
         CONFIG=config,
         num_warps=4,
         maxnreg=config.MAX_REGISTERS,

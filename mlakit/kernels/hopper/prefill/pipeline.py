@@ -86,6 +86,7 @@ def publish_tile(tiles, tiles_done, tile):
     fields = gl.where(lane == 8, tile.end, fields)
     fields = gl.where(lane == 9, tile.all_first, fields)
     fields = gl.where(lane == 10, tile.all_end, fields)
+    fields = gl.where(lane == 11, tile.request, fields)
     tiles.fields.index(stage).store(fields)
     mbarrier.arrive(tiles.full.index(stage), count=1)
 
@@ -112,7 +113,7 @@ def read_tile(tiles, schedule, tiles_done, WARPS: gl.constexpr):
         _field(fields, index, 1), _field(fields, index, 2), _field(fields, index, 3),
         _field(fields, index, 4), _field(fields, index, 5), _field(fields, index, 6),
         first, _field(fields, index, 8), all_first, _field(fields, index, 10),
-        _field(fields, index, 0),
+        _field(fields, index, 0), _field(fields, index, 11),
     )  # fmt: skip
 
 

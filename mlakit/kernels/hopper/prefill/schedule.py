@@ -22,7 +22,7 @@ from mlakit.kernels.triton.launch import INTERPRETED, launch, target
 from mlakit.replay import workspace
 
 # q_start, q_len, kv_start, kv_len, the first row of the request if its rows were neighbours, its
-# query tiles, heads of a group
+# query tiles, heads of a group, the request
 ROW_COLUMNS = 8
 COUNTERS = 2  # work tiles that were taken beyond the first of each CTA; work tiles
 CHUNK = 256  # requests, or rows, at a time
@@ -137,6 +137,7 @@ def _schedule_prefill_kernel(
         tl.store(at + 4, row - from_last, mask=is_row)
         tl.store(at + 5, num_tiles, mask=is_row)
         tl.store(at + 6, group, mask=is_row)
+        tl.store(at + 7, request, mask=is_row)
 
 
 @triton.jit

@@ -50,6 +50,7 @@ class Tile:
     all_first: object  # the keys [all_first, all_end) are seen by all of them
     all_end: object
     num_blocks: object  # at least one; 0: no work tile
+    request: object
 
 
 @gluon.jit
@@ -71,6 +72,7 @@ def locate_tile(schedule, number):
     within = number - gl.load(row + 4) * schedule.heads
     num_tiles = gl.load(row + 5)
     group = gl.load(row + 6)
+    request = gl.load(row + 7)
     first_head = within // (num_tiles * group) * group
     within -= first_head * num_tiles
     in_group = gl.minimum(schedule.heads - first_head, group)
@@ -84,7 +86,7 @@ def locate_tile(schedule, number):
     num_blocks = gl.maximum((end - first + schedule.BLOCK_K - 1) // schedule.BLOCK_K, 1)
     return Tile(
         head, q_start + query, q_len - query, kv_start, position, kv_len, first, end, all_first,
-        all_end, num_blocks,
+        all_end, num_blocks, request,
     )  # fmt: skip
 
 
@@ -92,7 +94,7 @@ def locate_tile(schedule, number):
 def no_tile():
     """What comes after the last work tile."""
     zero = gl.to_tensor(0)
-    return Tile(zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero)
+    return Tile(zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero)
 
 
 @gluon.jit

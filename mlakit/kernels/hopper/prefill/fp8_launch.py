@@ -1,0 +1,97 @@
+"""Launching the FP8 prefill kernel of Hopper; see `launch`."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import e, log2
+
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from mlakit.arguments import PrefillArguments
+from mlakit.formats import SMALLEST_SCALE
+from mlakit.kernels.hopper.prefill.configs import BLOCK_Q, fp8_prefill_config
+from mlakit.kernels.hopper.prefill.fp8_kernel import mla_prefill_fp8_kernel
+from mlakit.kernels.hopper.prefill.fp8_values import SCALE_ROWS, has_token_scales, rewrite_values
+from mlakit.kernels.hopper.prefill.schedule import make_schedule
+from mlakit.kernels.hopper.primitives import smem_layout
+from mlakit.kernels.triton.launch import launch, target
+
+
+def launch_fp8(a: PrefillArguments, out: Tensor, lse: Tensor, traits: object) -> None:
+    """There are queries and keys."""
+    q, k_nope, k_rope, v, sink = a.q, a.k_nope, a.k_rope, a.v, a.sink
+    tokens, heads, _ = q.shape
+    d_n, d_r, d_v = k_nope.shape[2], k_rope.shape[1], v.shape[2]
+    config = fp8_prefill_config((d_n, d_r, d_v))
+    tiles, flags, scales = rewrite_values(v, a.k_scale, a.v_scale, a.kv_starts)
+    rows, counters = make_schedule(
+        a.q_starts, a.kv_starts, tokens=tokens, heads=heads, key_bytes=d_n + d_v
+    )
+    q_rows, k_rows = _as_rows(q), _as_rows(k_nope)
+    block_k = config.BLOCK_K
+    launch(
+        mla_prefill_fp8_kernel,
+        (min(target(q.device).num_sms, rows.shape[0] * heads),),
+        _tma_tiles(q_rows, BLOCK_Q // 2, d_n),
+        _tma_tiles(q_rows, BLOCK_Q // 2, d_r) if d_r else None,
+        _tma_tiles(k_rows, block_k, d_n),
+        _tma_tiles(_row_pitch(k_rope), block_k, d_r) if d_r else None,
+        _tma_tiles(tiles.view(-1, block_k), d_v, block_k),
+        None if scales is None else _tma_tiles(scales.view(-1, 32), SCALE_ROWS, 32),
+        v,
+        flags,
+        rows,
+        counters,
+        out,
+        lse,
+        sink,
+        a.q_scale,
+        a.k_scale,
+        a.v_scale,
+        # a scale of 0 would turn the −inf of a hidden key into NaN
+        max(abs(a.softmax_scale) * log2(e), SMALLEST_SCALE),
+        heads,
+        a.mask.window,
+        tiles.shape[1],
+        q.stride(1),
+        k_nope.stride(1),
+        *v.stride(),
+        *out.stride()[:2],
+        *lse.stride(),
+        0 if sink is None else sink.stride(0),
+        *((0, 0) if a.q_scale is None else a.q_scale.stride()),
+        0 if a.k_scale is None else a.k_scale.stride(0),
+        *((0, 0) if a.v_scale is None else a.v_scale.stride()),
+        HAS_KEY_SCALES=has_token_scales(a.k_scale),
+        HAS_VALUE_SCALES=has_token_scales(a.v_scale),
+        TRAITS=traits,
+        CONFIG=config,
+        num_warps=4,
+        maxnreg=config.MAX_REGISTERS,
+        launch_pdl=True,
+    )
+
+
+def _as_rows(heads: Tensor) -> Tensor:
+    """[n, heads, columns] as [n, all columns from the first head's to the last one's]."""
+    n, count, columns = heads.shape
+    span = (count - 1) * heads.stride(1) + columns
+    return _row_pitch(heads.as_strided((n, span), (heads.stride(0), 1)))
+
+
+def _row_pitch(rows: Tensor) -> Tensor:
+    """rows [n, columns]; with one row the stride says nothing, and TMA wants a possible one."""
+    n, columns = rows.shape
+    return rows.as_strided(rows.shape, (-(-columns // 16) * 16, 1)) if n == 1 else rows
+
+
+# kept: what a layout checks of itself takes the host longer than the rest of a descriptor
+_smem_layout = lru_cache(maxsize=64)(smem_layout)
+
+
+def _tma_tiles(rows: Tensor, tile_rows: int, columns: int) -> TensorDescriptor:
+    layout = _smem_layout(columns, 8 * rows.element_size())
+    return TensorDescriptor(
+        rows, list(rows.shape), list(rows.stride()), [tile_rows, columns], layout
+    )

@@ -1,0 +1,271 @@
+"""Online softmax of FP8 scores, whose probabilities are rounded to e4m3.
+
+Probabilities, and so row_sum, are multiplied by 2 to the power of SHIFT: e4m3 reaches 448 and loses
+precision below 1/64. row_max is the largest score: its probability is a power of two, which rounds
+to itself.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from mlakit.formats import SMALLEST_SCALE as _SMALLEST_SCALE
+from mlakit.kernels.hopper.compat import reinterpret
+from mlakit.kernels.hopper.decode.softmax import NEG_INF, apply_sign
+from mlakit.kernels.hopper.prefill import configs
+from mlakit.kernels.hopper.prefill.softmax import SUM_COLUMNS
+from mlakit.kernels.hopper.prefill.tiles import seen_keys
+from mlakit.kernels.hopper.primitives import SMEM_VECTOR, opaque_zero
+
+SHIFT = gl.constexpr(configs.FP8_PROB_SHIFT)
+SMALLEST_SCALE = gl.constexpr(_SMALLEST_SCALE)
+
+
+@gluon.jit
+def column_of(rows, like):
+    """[64] as [64, 1], in the layout of `like`, whose rows threads have alike."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, like.type.layout)
+    return gl.expand_dims(gl.convert_layout(rows, LAYOUT, assert_trivial=True), 1)
+
+
+@gluon.constexpr_function
+def _max_asm(count):
+    """PTX: the largest float32 of each of a thread's two rows, in all elements of that row.
+
+    As integers three at a time (VIMNMX3), which is the order of floats unless all are negative:
+    then, which is rare, as floats.
+    """
+    # two chains per row: an instruction waits for the one before it
+    chains = {
+        f"{name}{half}": [count + i for i in range(count) if (i & 2) == row][half::2]
+        for name, row in (("top", 0), ("low", 2))
+        for half in (0, 1)
+    }
+    steps = {}
+    for kind in ("s32", "f32"):
+        lines = [f"max.{kind} {name}, ${c[0]}, ${c[1]}; " for name, c in chains.items()]
+        for i in range(2, count // 4):
+            lines += [f"max.{kind} {name}, {name}, ${c[i]}; " for name, c in chains.items()]
+        lines += [f"max.{kind} {name}0, {name}0, {name}1; " for name in ("top", "low")]
+        steps[kind] = "".join(lines)
+    outputs = "".join(f"mov.b32 ${i}, {'low0' if i & 2 else 'top0'}; " for i in range(count))
+    return f"""{{
+        .reg .b32 top0, top1, low0, low1, least;
+        .reg .pred is_negative;
+        {steps["s32"]}
+        min.s32 least, top0, low0;
+        setp.lt.s32 is_negative, least, 0;
+        vote.sync.any.pred is_negative, is_negative, 0xFFFFFFFF;
+        @!is_negative bra.uni DONE;
+        {steps["f32"]}
+    DONE:
+        {outputs}
+    }}"""
+
+
+@gluon.constexpr_function
+def _max_constraints(count):
+    return ",".join(["=r"] * count + ["r"] * count)
+
+
+@gluon.jit
+def _row_max(scores):
+    """[64] largest of each row."""
+    COUNT: gl.constexpr = scores.shape[1] // 2
+    ROW: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
+    bits = gl.inline_asm_elementwise(
+        _max_asm(COUNT), _max_constraints(COUNT), [scores.to(gl.int32, bitcast=True)],
+        dtype=gl.int32, is_pure=True, pack=COUNT,
+    )  # fmt: skip
+    # of each thread of a quad one element: they are alike
+    each, _ = gl.split(gl.reshape(bits, [64, scores.shape[1] // 8, 4, 2]))
+    each = gl.permute(each, (0, 2, 1))
+    each, _ = gl.split(gl.reshape(each, [64, 4, 8, 2]))
+    each, _ = gl.split(gl.reshape(each, [64, 4, 4, 2]))
+    each, _ = gl.split(gl.reshape(each, [64, 4, 2, 2]))
+    each, _ = gl.split(each)
+    largest = gl.max(each.to(gl.float32, bitcast=True), 1)
+    return gl.convert_layout(largest, ROW, assert_trivial=True)
+
+
+@gluon.jit
+def spread_sum(probs):
+    """[64, SUM_COLUMNS] sums of every eighth column, which need no exchange between threads."""
+    return gl.sum(gl.reshape(probs, [64, probs.shape[1] // SUM_COLUMNS, SUM_COLUMNS]), 1)
+
+
+@gluon.jit
+def row_scales(scales, scale_log2, tile, ROW0: gl.constexpr, ROW: gl.constexpr):
+    """([64] what scores are multiplied by, besides the scales of each key; are they negated?)"""
+    scale = scale_log2
+    is_negated = gl.to_tensor(False)
+    if scales.k is not None and not scales.HAS_KEYS:
+        of_all_keys = gl.load(scales.k)
+        scale *= gl.abs(of_all_keys)
+        is_negated = of_all_keys < 0.0
+    if scales.q is not None:
+        row = ROW0 + gl.arange(0, 64, ROW)
+        token = (tile.q_row + row).to(gl.int64)
+        head = scales.q + tile.head.to(gl.int64) * scales.stride_q_head
+        own = gl.load(head + token * scales.stride_q_token, mask=row < tile.num_rows, other=0.0)
+        own *= scale
+    else:
+        own = gl.full([64], 0.0, gl.float32, ROW) + scale
+    # a scale of 0 would turn the −inf of a hidden key into NaN
+    return gl.where(own < SMALLEST_SCALE, SMALLEST_SCALE, own), is_negated
+
+
+@gluon.jit
+def _key_vector(scales, stage, NUMBER: gl.constexpr, like):
+    """[1, BLOCK_K] of a stage: 0 k_scale, 1 the logarithms of v_scale, 2 their inverses."""
+    BLOCK_K: gl.constexpr = like.shape[1]
+    # swizzled before TMA swizzled them: plain vectors
+    vectors = reinterpret(scales.tiles.index(stage), gl.float32, [4, BLOCK_K], SMEM_VECTOR)
+    vector = vectors.index(NUMBER).load(gl.SliceLayout(0, like.type.layout))
+    return gl.expand_dims(vector, 0)
+
+
+@gluon.jit
+def scale_keys(scores, scales, stage, is_negated):
+    """scores times the scales of each key, or the sign of the scale of all keys."""
+    if scales.HAS_KEYS:
+        scores *= _key_vector(scales, stage, 0, scores)
+    elif scales.k is not None:  # noqa: SIM102  # known when compiled
+        if is_negated:
+            scores = -scores
+    return scores
+
+
+@gluon.jit
+def _keys_left(scores, limit):
+    """(key, limit) that broadcast to scores as [64, keys / 8, 4, 2]: column key of the block is
+    before column `limit` [64] if key < limit. All that differs between threads is in limit: what
+    it is compared with are constants, and take no registers.
+    """
+    LAYOUT: gl.constexpr = scores.type.layout
+    ROW_THREAD: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))
+    GROUP_BIT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))
+    limit = gl.convert_layout(limit, gl.SliceLayout(1, ROW_THREAD), assert_trivial=True)
+    thread = gl.arange(0, 4, gl.SliceLayout(0, ROW_THREAD))
+    limit = gl.expand_dims(limit, 1) - 2 * gl.expand_dims(thread, 0)
+    group = gl.arange(0, scores.shape[1], gl.SliceLayout(1, GROUP_BIT))
+    bit = gl.arange(0, 2, gl.SliceLayout(0, GROUP_BIT))
+    key = 8 * gl.expand_dims(group, 1) + gl.expand_dims(bit, 0)
+    key = gl.expand_dims(gl.expand_dims(key, 0), 2)
+    return key, gl.expand_dims(gl.expand_dims(limit, 1), 3)
+
+
+@gluon.jit
+def mask_scores(scores, schedule, tile, start, ROW0: gl.constexpr, SIGN: gl.constexpr):
+    """scores · SIGN, −inf where a query does not see a key.
+
+    start  first key of the block, a multiple of BLOCK_K: any block may have the diagonal, or the
+           request's last key
+    """
+    LAYOUT: gl.constexpr = scores.type.layout
+    BLOCK_K: gl.constexpr = scores.shape[1]
+    scores = gl.reshape(apply_sign(scores, SIGN), [64, BLOCK_K // 8, 4, 2])
+    row = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    if start + BLOCK_K > tile.all_end:
+        position = tile.position + (row + (ROW0 + opaque_zero()))
+        _, end = seen_keys(schedule, position, tile.kv_len)
+        key, limit = _keys_left(scores, end - start)
+        scores = gl.where(key < limit, scores, NEG_INF)
+    if schedule.IS_SLIDING or schedule.IS_CHUNKED:  # noqa: SIM102  # known when compiled
+        if start < tile.all_first:
+            position = tile.position + (row + (ROW0 + opaque_zero()))
+            first, _ = seen_keys(schedule, position, tile.kv_len)
+            key, limit = _keys_left(scores, first - start)
+            scores = gl.where(key >= limit, scores, NEG_INF)
+    return gl.convert_layout(gl.reshape(scores, [64, BLOCK_K]), LAYOUT, assert_trivial=True)
+
+
+_PACK = gl.constexpr("""{
+    .reg .b16 low, high;
+    cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+    cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+    mov.b32 $0, {low, high};
+}""")
+_COPY = gl.constexpr("{ .reg .b16 low, high; mov.b32 {low, high}, $1; mov.b32 $0, {low, high}; }")
+
+
+@gluon.jit
+def to_e4m3(probs):
+    """[64, keys / 4] words of a thread's columns 8h + 2t + b of each 16: a loop would keep each
+    byte in a register of its own."""
+    GROUPS: gl.constexpr = probs.shape[1] // 16
+    # [64, groups, h, t, b] as [64, groups, t, b, h]
+    parts = gl.permute(gl.reshape(probs, [64, GROUPS, 2, 4, 2]), (0, 1, 3, 4, 2))
+    low, high = gl.split(parts)
+    first, second = gl.split(low)
+    third, fourth = gl.split(high)
+    words = gl.inline_asm_elementwise(
+        _PACK, "=r,f,f,f,f", [first, second, third, fourth], dtype=gl.int32, is_pure=False, pack=1
+    )
+    return gl.reshape(words, [64, GROUPS * 4])
+
+
+@gluon.constexpr_function
+def _anchor_asm(count):
+    """PTX that needs `count` words of a thread, ${count} to ${2 · count − 1}, here and now."""
+    ors = "".join(f"or.b32 all, all, ${i}; " for i in range(1, count))
+    return f"""{{
+        .reg .b32 all;
+        .reg .pred never;
+        mov.b32 all, $0;
+        {ors}
+        setp.eq.u32 never, all, 0x80808080;
+        @never nanosleep.u32 1;
+    }}"""
+
+
+@gluon.constexpr_function
+def _anchor_constraints(count):
+    return ",".join(["=r"] * count + [str(i) for i in range(count)])
+
+
+@gluon.jit
+def anchor(words):
+    """words, which are computed before this. Only an instruction with an effect of its own keeps
+    ptxas from moving exponentials behind the next wait: here one that is never executed, since
+    probabilities have no sign."""
+    COUNT: gl.constexpr = words.shape[1] // 2  # of a thread
+    return gl.inline_asm_elementwise(
+        _anchor_asm(COUNT), _anchor_constraints(COUNT), [words], dtype=gl.int32, is_pure=False,
+        pack=COUNT,
+    )  # fmt: skip
+
+
+@gluon.jit
+def as_a_operand(words, PROBS: gl.constexpr):
+    """Words of e4m3 as [64, keys] in the layout of an A operand; nothing moves.
+
+    ptxas would serialise wgmmas whose A operands were the registers that a loop keeps: a copy. By
+    halves: the compiler then sees that they are the word.
+    """
+    words = gl.inline_asm_elementwise(_COPY, "=r,r", [words], dtype=gl.int32, is_pure=False, pack=1)
+    low, high = words.to(gl.int16), (words >> 16).to(gl.int16)
+    first, second = low.to(gl.int8), (low >> 8).to(gl.int8)
+    third, fourth = high.to(gl.int8), (high >> 8).to(gl.int8)
+    joined = gl.join(gl.join(first, second), gl.join(third, fourth))
+    probs = gl.reshape(gl.permute(joined, (0, 1, 3, 2)), [64, 4 * words.shape[1]])
+    probs = probs.to(gl.float8e4nv, bitcast=True)
+    return gl.convert_layout(probs, PROBS, assert_trivial=True)
+
+
+@gluon.jit
+def softmax_step(scores, scales, stage, row_max, row_sum, row_scale):
+    """(words of e4m3, row_max, row_sum, what acc is to be rescaled by)."""
+    if scales.HAS_VALUES:
+        scores = scores * gl.expand_dims(row_scale, 1) + _key_vector(scales, stage, 1, scores)
+        new_max = gl.maximum(row_max, _row_max(scores))
+        probs = gl.exp2(scores - gl.expand_dims(new_max - SHIFT, 1))
+        weights = probs * _key_vector(scales, stage, 2, scores)
+    else:
+        new_max = gl.maximum(row_max, _row_max(scores) * row_scale)
+        probs = gl.exp2(scores * gl.expand_dims(row_scale, 1) - gl.expand_dims(new_max - SHIFT, 1))
+        weights = probs
+    rescale = gl.exp2(row_max - new_max)
+    row_sum = row_sum * column_of(rescale, row_sum) + spread_sum(weights)
+    return anchor(to_e4m3(probs)), new_max, row_sum, rescale

@@ -1,0 +1,233 @@
+"""Values of FP8 prefill, rewritten once per call for the attention kernel.
+
+FP8 wgmma takes only a B operand whose K axis is contiguous, and P's registers are an FP8 A operand
+only if keys are in another order: in 16 columns of scores a thread has 8h + 2t + b, where the
+operand has 4t + 2h + b. So a kernel writes v transposed, in tiles of 128 keys in that order:
+
+    tiles   [heads, tiles, D_V, 128] e4m3; a tile is one TMA load of 16 KB. Tiles of a request begin
+            at `kv_start // 128 + request`, its first key at the first one
+    flags   [heads, tiles] int32: does the tile have a value that is not finite? It is 0 in the tile
+    scales  [heads, tiles, 16, 32] float32, if each key or each value has a scale: of 128 keys
+            k_scale, log2 of |v_scale| (plus LOG2_SHIFT) and its inverse, four rows each. TMA
+            swizzles what it loads; the rows are swizzled here, so that shared memory has plain
+            vectors. The sign of v_scale is in the tile
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mlakit.kernels.triton.launch import launch
+from mlakit.replay import workspace
+
+BLOCK = 128
+CHUNK = 256  # requests at a time
+SCALE_ROWS = 16
+NO_SCALE = 2.0**-60  # of values that are 0: a scale of 0 has no logarithm
+LOG2_SHIFT = 64.0  # is added to logarithms: scores that they are added to are then positive
+
+
+def max_value_tiles(keys: int, batch: int) -> int:
+    return keys // BLOCK + batch
+
+
+def has_token_scales(scale: Tensor | None) -> bool:
+    """Does each token have its own scale? Otherwise, with a stride of 0, it is one for all."""
+    return scale is not None and scale.stride(0) != 0
+
+
+def rewrite_values(
+    v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, kv_starts: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(tiles, flags, scales)"""
+    keys, heads, d_v = v.shape
+    batch = kv_starts.shape[0] - 1
+    count = max_value_tiles(keys, batch)
+    tiles = workspace.scratch((heads, count, d_v, BLOCK), v.dtype, v.device)
+    flags = workspace.scratch((heads, count), torch.int32, v.device)
+    has_keys, has_values = has_token_scales(k_scale), has_token_scales(v_scale)
+    scales = None
+    if has_keys or has_values:
+        scales = workspace.scratch((heads, count, SCALE_ROWS, 32), torch.float32, v.device)
+    launch(
+        _rewrite_values_kernel,
+        (heads, count),
+        v,
+        k_scale,
+        v_scale,
+        kv_starts,
+        tiles,
+        flags,
+        scales,
+        batch,
+        *v.stride(),
+        0 if k_scale is None else k_scale.stride(0),
+        *((0, 0) if v_scale is None else v_scale.stride()),
+        kv_starts.stride(0),
+        D_V=d_v,
+        BLOCK=BLOCK,
+        CHUNK=CHUNK,
+        HAS_KEY_SCALES=has_keys,
+        HAS_VALUE_SCALES=has_values,
+        NO_SCALE=NO_SCALE,
+        LOG2_SHIFT=LOG2_SHIFT,
+        BY_WORDS=v.stride(2) == 1 and all(at % 16 == 0 for at in (v.data_ptr(), *v.stride()[:2])),
+        num_warps=8,
+    )
+    return tiles, flags, scales
+
+
+VARYING = ["batch", "stride_k_scale", "stride_scale_token", "stride_scale_head", "stride_kv_starts"]
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _rewrite_values_kernel(
+    v,  # [keys, heads, D_V] e4m3
+    k_scale,  # [keys] float32 or None
+    v_scale,  # [keys, heads] float32 or None
+    kv_starts,  # [batch + 1]
+    tiles,
+    flags,
+    scales,  # or None
+    batch,
+    stride_token,
+    stride_head,
+    stride_column,
+    stride_k_scale,
+    stride_scale_token,
+    stride_scale_head,
+    stride_kv_starts,
+    D_V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HAS_KEY_SCALES: tl.constexpr,  # one of each key, of each value
+    HAS_VALUE_SCALES: tl.constexpr,
+    NO_SCALE: tl.constexpr,
+    LOG2_SHIFT: tl.constexpr,
+    BY_WORDS: tl.constexpr,  # columns are contiguous, at multiples of 16 bytes
+):
+    """grid (heads, tiles)"""
+    head, tile = tl.program_id(0), tl.program_id(1)
+    # the last request whose tiles do not begin after this one
+    request = -1
+    for start in tl.range(0, batch, CHUNK):
+        other = start + tl.arange(0, CHUNK)
+        is_there = other < batch
+        first = tl.load(kv_starts + other * stride_kv_starts, mask=is_there, other=0).to(tl.int32)
+        is_before = is_there & (first // BLOCK + other <= tile)
+        request += tl.sum(is_before.to(tl.int32), 0)
+    kv_start = tl.load(kv_starts + request * stride_kv_starts).to(tl.int32)
+    kv_end = tl.load(kv_starts + (request + 1) * stride_kv_starts).to(tl.int32)
+    first_key = kv_start + (tile - kv_start // BLOCK - request) * BLOCK
+    if first_key < kv_end:
+        number = head.to(tl.int64) * tl.num_programs(1) + tile
+        place = tl.arange(0, BLOCK)
+        if BY_WORDS:
+            is_flagged = _rewrite_words(
+                v, v_scale, tiles, head, number, first_key, kv_end, stride_token, stride_head,
+                stride_scale_token, stride_scale_head, HAS_VALUE_SCALES, D_V, BLOCK,
+            )  # fmt: skip
+        else:
+            is_flagged = _rewrite_bytes(
+                v, v_scale, tiles, head, number, first_key, kv_end, stride_token, stride_head,
+                stride_column, stride_scale_token, stride_scale_head, HAS_VALUE_SCALES, D_V, BLOCK,
+            )  # fmt: skip
+        tl.store(flags + number, is_flagged)
+        key = (first_key + place).to(tl.int64)
+        if HAS_KEY_SCALES:
+            scale = tl.load(k_scale + key * stride_k_scale, mask=key < kv_end, other=0.0)
+            _store_vector(scales, number, 0, place, scale)
+        if HAS_VALUE_SCALES:
+            scale = _value_scale(
+                v_scale, head, key, key < kv_end, stride_scale_token, stride_scale_head
+            )
+            scale = tl.abs(scale)
+            scale = tl.where((scale > NO_SCALE) & (scale < float("inf")), scale, NO_SCALE)
+            _store_vector(scales, number, 4, place, tl.log2(scale) + LOG2_SHIFT)
+            _store_vector(scales, number, 8, place, 1.0 / scale)
+
+
+@triton.jit
+def _rewrite_bytes(
+    v, v_scale, tiles, head, number, first_key, kv_end, stride_token, stride_head, stride_column,
+    stride_scale_token, stride_scale_head, HAS_VALUE_SCALES: tl.constexpr, D_V: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A tile of values with any strides; 1 if some are not finite, else 0."""
+    place = tl.arange(0, BLOCK)
+    row = (first_key + place).to(tl.int64)
+    is_key = row < kv_end
+    column = tl.arange(0, D_V)
+    at = v.to(tl.pointer_type(tl.uint8)) + head.to(tl.int64) * stride_head
+    at = at + row[None, :] * stride_token + column[:, None] * stride_column
+    bits = tl.load(at, mask=is_key[None, :], other=0)
+    is_good = (bits & 0x7F) != 0x7F
+    if v_scale is not None:
+        scale = _value_scale(v_scale, head, row, is_key, stride_scale_token, stride_scale_head)
+        is_good = is_good & (tl.abs(scale) < float("inf"))[None, :]
+        if HAS_VALUE_SCALES:
+            bits = bits ^ tl.where(scale < 0.0, 0x80, 0).to(tl.uint8)[None, :]
+    bits = tl.reshape(tl.where(is_good, bits, 0), [D_V, BLOCK // 16, 2, 4, 2])
+    bits = tl.reshape(tl.permute(bits, (0, 1, 3, 2, 4)), [D_V, BLOCK]).to(tl.uint8)
+    out = tiles.to(tl.pointer_type(tl.uint8)) + number * (D_V * BLOCK)
+    tl.store(out + column[:, None] * BLOCK + place[None, :], bits)
+    return 1 - tl.min(tl.min(is_good.to(tl.int32), 1), 0)
+
+
+@triton.jit
+def _rewrite_words(
+    v, v_scale, tiles, head, number, first_key, kv_end, stride_token, stride_head,
+    stride_scale_token, stride_scale_head, HAS_VALUE_SCALES: tl.constexpr, D_V: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`_rewrite_bytes` of contiguous columns at multiples of 16 bytes, four bytes at a time."""
+    words = v.to(tl.pointer_type(tl.uint32)) + head.to(tl.int64) * (stride_head // 4)
+    group = tl.arange(0, BLOCK // 4)  # of four places
+    column = tl.arange(0, D_V // 4)
+    is_flagged = tl.zeros([BLOCK // 4, D_V // 4], tl.uint32)
+    keys = ()
+    for i in tl.static_range(4):
+        # the key of place 4t + 2h + b is 8h + 2t + b
+        row = first_key + group // 4 * 16 + (i // 2) * 8 + group % 4 * 2 + i % 2
+        is_key = row < kv_end
+        row = row.to(tl.int64)
+        at = words + row[:, None] * (stride_token // 4) + column[None, :]
+        four = tl.load(at, mask=is_key[:, None], other=0)
+        # 1 in each byte that is NaN: 0x7f carries into the highest bit
+        is_bad = (((four & 0x7F7F7F7F) + 0x01010101) >> 7) & 0x01010101
+        if v_scale is not None:
+            scale = _value_scale(v_scale, head, row, is_key, stride_scale_token, stride_scale_head)
+            is_bad = tl.where((tl.abs(scale) < float("inf"))[:, None], is_bad, 0x01010101)
+            if HAS_VALUE_SCALES:
+                four = four ^ tl.where(scale < 0.0, 0x80808080, 0).to(tl.uint32)[:, None]
+        is_flagged |= is_bad
+        keys = keys + (four & ~(is_bad * 255),)  # noqa: RUF005
+    # bytes of a word are now columns of a key; they become keys of a column
+    even01 = (keys[0] & 0x00FF00FF) | ((keys[1] & 0x00FF00FF) << 8)
+    even23 = (keys[2] & 0x00FF00FF) | ((keys[3] & 0x00FF00FF) << 8)
+    odd01 = ((keys[0] >> 8) & 0x00FF00FF) | (keys[1] & 0xFF00FF00)
+    odd23 = ((keys[2] >> 8) & 0x00FF00FF) | (keys[3] & 0xFF00FF00)
+    out = tiles.to(tl.pointer_type(tl.uint32)) + number * (D_V * BLOCK // 4)
+    out = out + column[:, None] * BLOCK + group[None, :]
+    tl.store(out, tl.trans((even01 & 0xFFFF) | (even23 << 16)))
+    tl.store(out + BLOCK // 4, tl.trans((odd01 & 0xFFFF) | (odd23 << 16)))
+    tl.store(out + BLOCK // 2, tl.trans((even01 >> 16) | (even23 & 0xFFFF0000)))
+    tl.store(out + 3 * BLOCK // 4, tl.trans((odd01 >> 16) | (odd23 & 0xFFFF0000)))
+    return tl.max(tl.max((is_flagged != 0).to(tl.int32), 1), 0)
+
+
+@triton.jit
+def _value_scale(v_scale, head, row, is_key, stride_token, stride_head):
+    at = v_scale + head.to(tl.int64) * stride_head + row * stride_token
+    return tl.load(at, mask=is_key, other=1.0)
+
+
+@triton.jit
+def _store_vector(scales, number, FIRST_ROW: tl.constexpr, place, vector):
+    row = FIRST_ROW + place // 32
+    # 16 bytes of a row change places as TMA changes them
+    column = (place % 32 // 4 ^ row % 8) * 4 + place % 4
+    tl.store(scales + (number * 16 + row) * 32 + column, vector)

@@ -1,0 +1,69 @@
+"""What Hopper's FP8 prefill makes of values and scales, by Triton's interpreter or on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mlakit.kernels.hopper.prefill.fp8_values import BLOCK, LOG2_SHIFT, NO_SCALE, rewrite_values
+from mlakit.workloads.paged import starts_of
+
+HEADS = 2
+D_V = 128
+LENGTHS = [(128,), (5,), (0, 300, 77, 0, 40), (127, 128, 129), (260, 0, 0, 1), (1,) * 260]
+
+
+def plain_vectors(rows: torch.Tensor) -> torch.Tensor:
+    """[16, 32] as shared memory has them after TMA: 16 bytes of row r go to place ^ (r % 8)."""
+    chunks = rows.view(16, 8, 4)
+    order = torch.arange(8) ^ (torch.arange(16) % 8)[:, None]
+    return chunks.gather(1, order[..., None].expand(-1, -1, 4)).reshape(4, BLOCK)
+
+
+def wanted_tile(bits: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """bits [keys, D_V], scale [keys] of a tile: (tile, flag)."""
+    is_bad = ((bits & 0x7F) == 0x7F) | ~scale.isfinite()[:, None]
+    signed = torch.where(is_bad, 0, bits ^ torch.where(scale < 0, 0x80, 0)[:, None])
+    tile = torch.zeros(D_V, BLOCK, dtype=torch.uint8)
+    tile[:, : len(bits)] = signed.T
+    # place 4t + 2h + b has key 8h + 2t + b
+    tile = tile.view(D_V, BLOCK // 16, 2, 4, 2).permute(0, 1, 3, 2, 4).reshape(D_V, BLOCK)
+    return tile, bool(is_bad.any())
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("lens", LENGTHS, ids=lambda lens: str(lens[:5]))
+def test_tiles_flags_and_scales(lens, transposed, device):
+    own = torch.Generator("cpu").manual_seed(0)
+    keys, starts = sum(lens), starts_of(lens)
+    v = torch.randn(keys, HEADS, D_V, generator=own, device="cpu").to(torch.float8_e4m3fn)
+    v.view(torch.uint8)[keys // 2, 1, 5] = 0xFF
+    k_scale = torch.rand(keys, generator=own, device="cpu") + 0.1
+    v_scale = torch.rand(keys, HEADS, generator=own, device="cpu") - 0.3
+    v_scale[0, 0], v_scale[-1, 0] = 0.0, torch.nan
+    placed = v.to(device)
+    if transposed:
+        placed = placed.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+    results = rewrite_values(
+        placed,
+        k_scale.to(device),
+        v_scale.to(device),
+        torch.tensor(starts, dtype=torch.int32, device=device),
+    )
+    tiles, flags, scales = (each.cpu() for each in results)
+    bits = v.view(torch.uint8)
+    for request, length in enumerate(lens):
+        first_tile = starts[request] // BLOCK + request
+        for start in range(0, length, BLOCK):
+            own_keys = slice(starts[request] + start, starts[request] + min(start + BLOCK, length))
+            count = own_keys.stop - own_keys.start
+            for head in range(HEADS):
+                at = head, first_tile + start // BLOCK
+                tile, is_flagged = wanted_tile(bits[own_keys, head], v_scale[own_keys, head])
+                assert torch.equal(tiles.view(torch.uint8)[at], tile)
+                assert bool(flags[at]) == is_flagged
+                vectors = plain_vectors(scales[at])[:, :count]
+                size = v_scale[own_keys, head].abs().nan_to_num().clamp(min=NO_SCALE)
+                assert torch.equal(vectors[0], k_scale[own_keys])
+                torch.testing.assert_close(vectors[1], size.log2() + LOG2_SHIFT, rtol=2e-6, atol=0)
+                torch.testing.assert_close(vectors[2], 1 / size, rtol=2e-6, atol=0)
