@@ -21,6 +21,7 @@ GPU_SUITES = (
     "sparse-prefill",
     "sparse-decode",
     "prefill",
+    "prefill-fp8",
     "prefill-grid",
     "norm-rope-quant",
     "indexer",

@@ -1,0 +1,167 @@
+"""The suite `prefill-fp8`: prefill of e4m3 queries, keys and values on a GPU, against bf16.
+
+Scales  q and v have one per token and head, k has one per token; or, "uniform", all keys have one
+        and the values of a head have one
+Target  1.35x the speed of bf16 with prompts of 8k tokens
+Bytes   q, k_nope, k_rope, v and their scales, and out, once
+Check   some tokens, all heads, against the float64 oracle of the dequantised tensors
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mlakit import reference
+from mlakit.bench import correctness, gpu
+from mlakit.bench.pool import SCALE
+from mlakit.bench.prefill import D_N, D_R, D_V, MAX_CHECKED, Prefill
+from mlakit.bench.shapes import Batch, Shape, even_lengths
+from mlakit.bench.suite import Baseline, BenchmarkCase, Workload
+from mlakit.masks import CAUSAL, NULL
+from mlakit.ops import mla_prefill
+from mlakit.workloads.prefill_fp8 import HALF_ROUNDING
+
+E4M3 = torch.float8_e4m3fn
+E4M3_MAX = 448.0
+BF16 = "mlakit bf16"
+
+
+@dataclass(frozen=True)
+class PrefillFp8(Prefill):
+    """min_speedup  target for the time of bf16 / the time of e4m3; None: no target
+    uniform  one scale of all keys, one of all values of a head
+    """
+
+    uniform: bool = False
+
+    target_baseline = BF16
+    products = "fp8"
+
+    @property
+    def name(self) -> str:
+        return f"prefill-fp8-{self.label}{'-uniform' if self.uniform else ''}"
+
+    @property
+    def bytes(self) -> int:
+        e4m3 = self.heads * (2 * D_N + D_R + D_V) + D_R
+        scales = 4 * (2 * self.heads + 1)
+        return self.batch.tokens * (e4m3 + scales + 2 * self.heads * D_V)
+
+    def build_case(self) -> BenchmarkCase:
+        generator, tokens = gpu.generator(), self.batch.tokens
+        q = gpu.normal(generator, tokens, self.heads, D_N + D_R)
+        k_nope = gpu.normal(generator, tokens, self.heads, D_N)
+        k_rope = gpu.normal(generator, tokens, D_R)
+        v = gpu.normal(generator, tokens, self.heads, D_V)
+        starts = gpu.int32(self.batch.starts)
+        mask = CAUSAL if self.causal else NULL
+        fp8 = _quantised(q, k_nope, k_rope, v, self.uniform)
+
+        def call() -> tuple[Tensor, Tensor]:
+            return mla_prefill(
+                *(fp8.q, fp8.k_nope, fp8.k_rope, fp8.v, starts, starts),
+                softmax_scale=SCALE,
+                q_scale=fp8.q_scale,
+                k_scale=fp8.k_scale,
+                v_scale=fp8.v_scale,
+                mask=mask,
+            )
+
+        def in_bf16() -> tuple[Tensor, Tensor]:
+            return mla_prefill(q, k_nope, k_rope, v, starts, starts, softmax_scale=SCALE, mask=mask)
+
+        return BenchmarkCase(
+            call,
+            [Baseline(BF16, in_bf16)],
+            check=lambda: correctness.assert_correct(("out",), call()[:1], self._fp8_samples(fp8)),
+        )
+
+    def _fp8_samples(self, fp8: _Quantised) -> Iterator[correctness.Sample]:
+        ends = list(pairwise(self.batch.starts))
+        for request in self.batch.checked_requests:
+            start, end = ends[request]
+            for place in correctness.evenly_spaced(end - start, MAX_CHECKED):
+                token = start + place
+                yield _sample(token, slice(start, token + 1 if self.causal else end), fp8)
+
+
+def _sample(token: int, keys: slice, fp8: _Quantised) -> correctness.Sample:
+    """`out` of a token; the naive run has probabilities that are wrong by half a rounding."""
+    own = slice(token, token + 1)
+    signs = torch.arange(keys.start, keys.stop, device=fp8.v.device) % 2 * 2 - 1
+
+    def out(v_scale: Tensor) -> Tensor:
+        return reference.mla_prefill(
+            *(fp8.q[own], fp8.k_nope[keys], fp8.k_rope[keys], fp8.v[keys]),
+            [0, 1],
+            [0, keys.stop - keys.start],
+            softmax_scale=SCALE,
+            q_scale=fp8.q_scale[own],
+            k_scale=fp8.k_scale[keys],
+            v_scale=v_scale,
+            mask=NULL,
+        )[0]
+
+    v_scale = fp8.v_scale[keys]
+    naive = out(v_scale * (1 + HALF_ROUNDING * signs[:, None]))
+    return correctness.Sample(f"token {token}", own, [out(v_scale)], [naive])
+
+
+class _Quantised(NamedTuple):
+    """Arguments of `mla_prefill`."""
+
+    q: Tensor
+    k_nope: Tensor
+    k_rope: Tensor
+    v: Tensor
+    q_scale: Tensor
+    k_scale: Tensor
+    v_scale: Tensor
+
+
+def _quantised(q: Tensor, k_nope: Tensor, k_rope: Tensor, v: Tensor, uniform: bool) -> _Quantised:
+    q_scale = q.abs().amax(-1).float() / E4M3_MAX
+    v_max = v.abs().amax(-1)
+    k_max = torch.maximum(k_nope.abs().amax((1, 2)), k_rope.abs().amax(1))
+    if uniform:
+        v_max, k_max = v_max.amax(0).expand(len(v), -1), k_max.amax().expand(len(v))
+    k_scale, v_scale = k_max.float() / E4M3_MAX, v_max.float() / E4M3_MAX
+    return _Quantised(
+        (q / q_scale[..., None]).to(E4M3),
+        (k_nope / k_scale[:, None, None]).to(E4M3),
+        (k_rope / k_scale[:, None]).to(E4M3),
+        (v / v_scale[..., None]).to(E4M3),
+        q_scale,
+        k_scale[:1].expand(len(v)) if uniform else k_scale,
+        v_scale[:1].expand(len(v), -1) if uniform else v_scale,
+    )
+
+
+def of_shape(shape: Shape) -> tuple[Workload, ...]:
+    given = {"heads": 128, **shape.accept("prefill-fp8", "heads", "causal")}
+    batch = even_lengths("prefill-fp8", shape.batch)
+    return (PrefillFp8(batch, **given),)  # type: ignore[arg-type]  # checked by their options
+
+
+def _prompts(
+    count: int, heads: int, length: int, causal: bool, uniform: bool = False
+) -> PrefillFp8:
+    min_speedup = 1.35 if length == 8192 else None
+    return PrefillFp8(Batch.of(count, length, length), heads, causal, min_speedup, uniform)
+
+
+WORKLOADS: tuple[Workload, ...] = (
+    _prompts(8, 128, 2048, True),
+    _prompts(2, 128, 8192, True),
+    _prompts(2, 128, 8192, False),
+    _prompts(2, 128, 8192, True, uniform=True),
+    _prompts(2, 128, 8192, False, uniform=True),
+    _prompts(4, 16, 4096, True),
+    _prompts(1, 16, 32768, True),
+)
