@@ -36,6 +36,7 @@ OF_HOPPER = (
     "hopper-sparse-h16-fp8_block128",
     "hopper-prefill-192-128",
     "hopper-prefill-256-256",
+    "hopper-prefill-fp8",
 )
 # every op, as on AMD's GPUs, and what is compiled everywhere; here on sm_90
 OF_PORTABLE = tuple(dict.fromkeys((*ON_AMD, *EVERYWHERE)))
