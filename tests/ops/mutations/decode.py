@@ -78,13 +78,19 @@ MUTATIONS = [
     line(DecodeCase, "decode", "ignores q_scale", "if q_scale is not None:", "if False:"),
     line(DecodeCase, "decode_fused", "ignores q_scale", "if a.q_scale is not None:", "if False:"),
     line(DecodeCase, "decode_fused", "forgets the last split", "if tail < last:", "if False:"),
-    line(DecodeCase, "decode_fused", "ignores the sink", "if sink is not None:", "if False:"),
+    line(
+        DecodeCase,
+        "decode_fused",
+        "ignores the sink",
+        "None if a.sink is None else a.sink.repeat(queries)",
+        "None",
+    ),
     line(
         DecodeCase,
         "decode_fused",
         "counts padding",
-        "bias.masked_fill_(~visible, -torch.inf)",
-        "bias.masked_fill_(~visible, 0.0)",
+        "~visible, -torch.inf",
+        "~visible, 0.0",
     ),
     line(DecodeCase, "fused", "values one column off", "out[..., :v_width]", "out[..., -v_width:]"),
     line(
