@@ -38,6 +38,17 @@ FP8_STAGES = 4  # of keys, and of values: a power of two
 FP8_PROB_SHIFT = 8
 
 
+class Traits(NamedTuple):
+    """What a prefill kernel is compiled for."""
+
+    D_N: int
+    D_R: int
+    IS_CAUSAL: bool
+    IS_SLIDING: bool
+    IS_CHUNKED: bool
+    SIGN: int  # of softmax_scale: 1, 0 or −1
+
+
 class PrefillConfig(NamedTuple):
     BLOCK_K: int
     CONSUMER_REGISTERS: int  # of the second consumer; the first one has the rest

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from math import e, log2
 
 from torch import Tensor
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mlakit.arguments import PrefillArguments
 from mlakit.formats import SMALLEST_SCALE
-from mlakit.kernels.hopper.prefill.configs import BLOCK_Q, fp8_prefill_config
+from mlakit.kernels.hopper.prefill.configs import BLOCK_Q, Traits, fp8_prefill_config
+from mlakit.kernels.hopper.prefill.descriptors import as_rows, row_pitch, tma_tiles
 from mlakit.kernels.hopper.prefill.fp8_kernel import mla_prefill_fp8_kernel
 from mlakit.kernels.hopper.prefill.fp8_values import SCALE_ROWS, has_token_scales, rewrite_values
 from mlakit.kernels.hopper.prefill.schedule import make_schedule
-from mlakit.kernels.hopper.primitives import smem_layout
 from mlakit.kernels.triton.launch import launch, target
 
 
-def launch_fp8(a: PrefillArguments, out: Tensor, lse: Tensor, traits: object) -> None:
+def launch_fp8(a: PrefillArguments, out: Tensor, lse: Tensor, traits: Traits) -> None:
     """There are queries and keys."""
     q, k_nope, k_rope, v, sink = a.q, a.k_nope, a.k_rope, a.v, a.sink
     tokens, heads, _ = q.shape
@@ -28,17 +26,17 @@ def launch_fp8(a: PrefillArguments, out: Tensor, lse: Tensor, traits: object) ->
     rows, counters = make_schedule(
         a.q_starts, a.kv_starts, tokens=tokens, heads=heads, key_bytes=d_n + d_v
     )
-    q_rows, k_rows = _as_rows(q), _as_rows(k_nope)
+    q_rows, k_rows = as_rows(q), as_rows(k_nope)
     block_k = config.BLOCK_K
     launch(
         mla_prefill_fp8_kernel,
         (min(target(q.device).num_sms, rows.shape[0] * heads),),
-        _tma_tiles(q_rows, BLOCK_Q // 2, d_n),
-        _tma_tiles(q_rows, BLOCK_Q // 2, d_r) if d_r else None,
-        _tma_tiles(k_rows, block_k, d_n),
-        _tma_tiles(_row_pitch(k_rope), block_k, d_r) if d_r else None,
-        _tma_tiles(tiles.view(-1, block_k), d_v, block_k),
-        None if scales is None else _tma_tiles(scales.view(-1, 32), SCALE_ROWS, 32),
+        tma_tiles(q_rows, BLOCK_Q // 2, d_n),
+        tma_tiles(q_rows, BLOCK_Q // 2, d_r) if d_r else None,
+        tma_tiles(k_rows, block_k, d_n),
+        tma_tiles(row_pitch(k_rope), block_k, d_r) if d_r else None,
+        tma_tiles(tiles.view(-1, block_k), d_v, block_k),
+        None if scales is None else tma_tiles(scales.view(-1, 32), SCALE_ROWS, 32),
         v,
         flags,
         rows,
@@ -70,28 +68,4 @@ def launch_fp8(a: PrefillArguments, out: Tensor, lse: Tensor, traits: object) ->
         num_warps=4,
         maxnreg=config.MAX_REGISTERS,
         launch_pdl=True,
-    )
-
-
-def _as_rows(heads: Tensor) -> Tensor:
-    """[n, heads, columns] as [n, all columns from the first head's to the last one's]."""
-    n, count, columns = heads.shape
-    span = (count - 1) * heads.stride(1) + columns
-    return _row_pitch(heads.as_strided((n, span), (heads.stride(0), 1)))
-
-
-def _row_pitch(rows: Tensor) -> Tensor:
-    """rows [n, columns]; with one row the stride says nothing, and TMA wants a possible one."""
-    n, columns = rows.shape
-    return rows.as_strided(rows.shape, (-(-columns // 16) * 16, 1)) if n == 1 else rows
-
-
-# kept: what a layout checks of itself takes the host longer than the rest of a descriptor
-_smem_layout = lru_cache(maxsize=64)(smem_layout)
-
-
-def _tma_tiles(rows: Tensor, tile_rows: int, columns: int) -> TensorDescriptor:
-    layout = _smem_layout(columns, 8 * rows.element_size())
-    return TensorDescriptor(
-        rows, list(rows.shape), list(rows.stride()), [tile_rows, columns], layout
     )

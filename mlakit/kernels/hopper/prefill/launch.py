@@ -7,34 +7,20 @@ Limits     `kernels.hopper.support` refuses what the kernel does not take
 
 from __future__ import annotations
 
-from functools import lru_cache
 from math import e, log2
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mlakit.arguments import PrefillArguments
 from mlakit.formats import SMALLEST_SCALE
-from mlakit.kernels.hopper.prefill.configs import BLOCK_Q, prefill_config
+from mlakit.kernels.hopper.prefill.configs import BLOCK_Q, Traits, prefill_config
+from mlakit.kernels.hopper.prefill.descriptors import as_rows, row_pitch, tma_tiles
 from mlakit.kernels.hopper.prefill.fp8_launch import launch_fp8
 from mlakit.kernels.hopper.prefill.kernel import mla_prefill_kernel
 from mlakit.kernels.hopper.prefill.schedule import make_schedule
-from mlakit.kernels.hopper.primitives import smem_layout
 from mlakit.kernels.triton.decode_merge import clear_results
 from mlakit.kernels.triton.launch import launch, target
-
-
-class Traits(NamedTuple):
-    """What the kernel is compiled for."""
-
-    D_N: int
-    D_R: int
-    IS_CAUSAL: bool
-    IS_SLIDING: bool
-    IS_CHUNKED: bool
-    SIGN: int  # of softmax_scale: 1, 0 or −1
 
 
 def mla_prefill(a: PrefillArguments, out: Tensor, lse: Tensor) -> None:
@@ -66,18 +52,18 @@ def mla_prefill(a: PrefillArguments, out: Tensor, lse: Tensor) -> None:
     )
     width = 1 << (d_n.bit_length() - 1)
     rest = d_n - width
-    q_rows, k_rows, v_rows = (_as_rows(tensor) for tensor in (q, k_nope, v))
+    q_rows, k_rows, v_rows = (as_rows(tensor) for tensor in (q, k_nope, v))
     block_k = config.BLOCK_K
     launch(
         mla_prefill_kernel,
         (min(target(q.device).num_sms, rows.shape[0] * heads),),
-        _tma_tiles(q_rows, BLOCK_Q // 2, width),
-        _tma_tiles(q_rows, BLOCK_Q // 2, rest) if rest else None,
-        _tma_tiles(q_rows, BLOCK_Q // 2, d_r) if d_r else None,
-        _tma_tiles(k_rows, block_k, width),
-        _tma_tiles(k_rows, block_k, rest) if rest else None,
-        _tma_tiles(_row_pitch(k_rope), block_k, d_r) if d_r else None,
-        _tma_tiles(v_rows, block_k, d_v),
+        tma_tiles(q_rows, BLOCK_Q // 2, width),
+        tma_tiles(q_rows, BLOCK_Q // 2, rest) if rest else None,
+        tma_tiles(q_rows, BLOCK_Q // 2, d_r) if d_r else None,
+        tma_tiles(k_rows, block_k, width),
+        tma_tiles(k_rows, block_k, rest) if rest else None,
+        tma_tiles(row_pitch(k_rope), block_k, d_r) if d_r else None,
+        tma_tiles(v_rows, block_k, d_v),
         v,
         rows,
         counters,
@@ -100,28 +86,4 @@ def mla_prefill(a: PrefillArguments, out: Tensor, lse: Tensor) -> None:
         num_warps=4,
         maxnreg=config.MAX_REGISTERS,
         launch_pdl=True,
-    )
-
-
-def _as_rows(heads: Tensor) -> Tensor:
-    """[n, heads, columns] as [n, all columns from the first head's to the last one's]."""
-    n, count, columns = heads.shape
-    span = (count - 1) * heads.stride(1) + columns
-    return _row_pitch(heads.as_strided((n, span), (heads.stride(0), 1)))
-
-
-def _row_pitch(rows: Tensor) -> Tensor:
-    """rows [n, columns]; with one row the stride says nothing, and TMA wants a possible one."""
-    n, columns = rows.shape
-    return rows.as_strided(rows.shape, (-(-columns // 8) * 8, 1)) if n == 1 else rows
-
-
-# kept: what a layout checks of itself takes the host longer than the rest of a descriptor
-_smem_layout = lru_cache(maxsize=64)(smem_layout)
-
-
-def _tma_tiles(rows: Tensor, tile_rows: int, columns: int) -> TensorDescriptor:
-    layout = _smem_layout(columns, 16)
-    return TensorDescriptor(
-        rows, list(rows.shape), list(rows.stride()), [tile_rows, columns], layout
     )
