@@ -329,9 +329,7 @@ def support(
         "", help="With --compile: only configurations whose name contains this text."
     ),
     sample: str = typer.Option(
-        "",
-        help="With --compile: hopper or portable, whose kernels have few configurations then.",
-        metavar="PART",
+        "", metavar="PART", help="With --compile: a sample of PART only, hopper or portable."
     ),
     jobs: int = typer.Option(2, min=1, help="With --compile: number of processes."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON instead of a table."),

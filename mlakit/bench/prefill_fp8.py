@@ -23,12 +23,12 @@ from mlakit.bench.pool import SCALE
 from mlakit.bench.prefill import D_N, D_R, D_V, MAX_CHECKED, Prefill
 from mlakit.bench.shapes import Batch, Shape, even_lengths
 from mlakit.bench.suite import Baseline, BenchmarkCase, Workload
+from mlakit.checks import E4M3
+from mlakit.formats import E4M3_MAX
 from mlakit.masks import CAUSAL, NULL
 from mlakit.ops import mla_prefill
 from mlakit.workloads.prefill_fp8 import HALF_ROUNDING
 
-E4M3 = torch.float8_e4m3fn
-E4M3_MAX = 448.0
 BF16 = "mlakit bf16"
 
 
