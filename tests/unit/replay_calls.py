@@ -30,7 +30,7 @@ class Multiply:
     arg_names = ("x", "y", "factor", "COUNT")
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        def first(x: Tensor, y: Tensor, factor: float, *, COUNT: int, num_warps: int) -> Any:
+        def first(x: Tensor, y: Tensor, factor: float, *, COUNT: int, **options: object) -> Any:
             run(*grid, 1, 1, 0, "function", "metadata", None, None, None,
                 x.data_ptr(), y.data_ptr(), factor, COUNT)  # fmt: skip
             return SimpleNamespace(run=run, function="function", packed_metadata="metadata")
@@ -55,7 +55,7 @@ class Add:
     arg_names = ("xs", "y")
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        def first(xs: Sequence[Tensor], y: Tensor) -> Any:
+        def first(xs: Sequence[Tensor], y: Tensor, **options: object) -> Any:
             run(*[None] * 9, tuple(x.data_ptr() for x in xs), y.data_ptr())
             return SimpleNamespace(run=run, function=None, packed_metadata=None)
 

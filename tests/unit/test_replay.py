@@ -155,7 +155,7 @@ class AddRows:
     arg_names = ("rows", "y", "CONFIG")
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def first(rows: Rows, y: Tensor, *, CONFIG: Config) -> Any:
+        def first(rows: Rows, y: Tensor, *, CONFIG: Config, **options: object) -> Any:
             more = tuple(each.data_ptr() for each in rows.more)
             run(*[None] * 9, (rows.first.data_ptr(), *rows[1:3], more), y.data_ptr(), CONFIG)
             return SimpleNamespace(run=run, function=None, packed_metadata=None)

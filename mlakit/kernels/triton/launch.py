@@ -89,6 +89,8 @@ def _target_of(kind: str, index: int | None) -> Target:
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """Start `kernel`; an empty grid starts nothing."""
     compilation = _COMPILATION.get()
+    # asked for: Triton 3.9 warns where a kernel leaves it open, and 3.10 will not fuse
+    options["enable_fp_fusion"] = True
     if torch.version.hip is not None or (compilation and is_amd(compilation.target.arch)):
         options = {name: each for name, each in options.items() if name not in NVIDIA_OPTIONS}
     if compilation is not None:
