@@ -89,8 +89,8 @@ def time_interleaved(
 ) -> dict[str, list[float]]:
     """Seconds of every implementation in every round, in the order of the rounds.
 
-    Each implementation first runs its warm-up calls; the last of them determines how many rounds
-    fit into `budget_s`, at most `max_rounds`.
+    Each implementation first runs its warm-up calls, for `budget_s` at most but two or more; the
+    last of them determines how many rounds fit into `budget_s`, at most `max_rounds`.
 
     out_of_memory  receives, by name, the message of an implementation that ran out of memory; that
                    implementation is dropped. None: the error is raised.
@@ -99,9 +99,12 @@ def time_interleaved(
     present = dict(implementations)
 
     def time(name: str, calls: int = 1) -> list[float]:
-        """The seconds of each of `calls` calls; empty if memory ran out."""
+        """The seconds of up to `calls` calls; empty if memory ran out."""
+        seconds: list[float] = []
         try:
-            return [timer(present[name]) for _ in range(calls)]
+            while len(seconds) < calls and (len(seconds) < 2 or sum(seconds) < budget_s):
+                seconds.append(timer(present[name]))
+            return seconds
         except torch.OutOfMemoryError as error:
             if out_of_memory is None:
                 raise
@@ -111,12 +114,12 @@ def time_interleaved(
 
     last_s = [sum(time(name, timer.warm_ups)[-1:]) for name in implementations]
     rounds = min(rounds_within(budget_s, sum(last_s) * timer.calls), max_rounds)
-    order, seconds = random.Random(seed), {name: list[float]() for name in implementations}
+    order, taken = random.Random(seed), {name: list[float]() for name in implementations}
     for done in range(1, rounds + 1):
         for name in order.sample(list(present), len(present)):
-            seconds[name] += time(name)
+            taken[name] += time(name)
         after_round(done, rounds)
-    return {name: seconds[name] for name in present}
+    return {name: taken[name] for name in present}
 
 
 def first_line(error: Exception) -> str:

@@ -1,7 +1,7 @@
 """The suite `prefill-grid`: prefill over a grid of lengths and heads, as heat maps.
 
-Grid    s {512, 2k, 8k, 32k} x h {8, 16, 64, 128}, causal and full, with max(1, 16k / s) prompts
-Target  0.952x of the fastest peer: mlakit takes at most 5 % more time
+Grid    s {512, 2k, 8k, 32k, 64k} x h {8, 16, 64, 128}, causal and full; max(1, 16k / s) prompts
+Target  0.97x of the fastest peer: mlakit takes at most 3 % more time
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from mlakit.bench.prefill import Prefill
 from mlakit.bench.shapes import Batch, Shape
 from mlakit.bench.suite import Workload
 
-LENGTHS = (512, 2 << 10, 8 << 10, 32 << 10)
+LENGTHS = (512, 2 << 10, 8 << 10, 32 << 10, 64 << 10)
 HEADS = (8, 16, 64, 128)
 TOKENS = 16 << 10  # of all prompts of a point, unless one prompt is longer
 
@@ -21,7 +21,7 @@ TOKENS = 16 << 10  # of all prompts of a point, unless one prompt is longer
 class GridPoint(Prefill):
     """One prefill of the grid, timed briefly and against the fast peers only."""
 
-    min_speedup: float | None = 0.952
+    min_speedup: float | None = 0.97
 
     target_baseline = None
     budget_s = 1.0

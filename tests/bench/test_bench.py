@@ -102,6 +102,15 @@ def test_implementations_are_interleaved():
     assert len(orders) > 1
 
 
+@pytest.mark.parametrize(("seconds", "warm_ups"), [(0.1, 10), (4.0, 4), (100.0, 2)])
+def test_warm_ups_of_a_long_call_end_with_the_budget(seconds, warm_ups):
+    machine = FakeMachine(a=seconds)
+    clock = WallClock(machine.clock)
+    clock.warm_ups = 10
+    taken = time_interleaved(machine.calls, budget_s=15.0, timer=clock)
+    assert len(machine.called) - len(taken["a"]) == warm_ups
+
+
 def test_one_that_runs_out_of_memory_is_dropped():
     machine = FakeMachine(a=1.0, b=2.0)
     calls, failed = dict(machine.calls), {}

@@ -146,10 +146,10 @@ def test_the_grid_is_what_fits():
 def test_the_grid_of_prompts_has_every_point_at_16k_tokens_or_one_prompt():
     points = workloads("prefill-grid")
     sizes = {(each.batch.size, each.batch.kv_lens[0]) for each in points}
-    assert sizes == {(32, 512), (8, 2048), (2, 8192), (1, 32768)}
+    assert sizes == {(32, 512), (8, 2048), (2, 8192), (1, 32768), (1, 65536)}
     assert {each.heads for each in points} == {8, 16, 64, 128}
     assert len(points) == 2 * 4 * len(sizes)
-    assert {(each.min_speedup, each.target_baseline) for each in points} == {(0.952, None)}
+    assert {(each.min_speedup, each.target_baseline) for each in points} == {(0.97, None)}
 
 
 def test_points_of_the_grid_share_a_pool():
