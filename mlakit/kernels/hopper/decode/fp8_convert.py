@@ -131,13 +131,13 @@ def as_fp16(smem):
 @gluon.jit
 def row_amax(smem):
     """max |x| of each row of queries, [rows, columns]."""
-    return gl.max(gl.abs(_load_rows(smem).to(gl.float32)), 1)
+    return gl.max(gl.abs(load_rows(smem).to(gl.float32)), 1)
 
 
 @gluon.jit
 def scale_query(smem, DTYPE: gl.constexpr, factor):
     """Queries [rows, columns] · factor [rows] as a 16-bit type, in the same shared memory."""
-    queries = _load_rows(smem).to(gl.float32) * gl.expand_dims(factor, 1)
+    queries = load_rows(smem).to(gl.float32) * gl.expand_dims(factor, 1)
     reinterpret(smem, DTYPE, smem.shape, smem.layout).store(queries.to(DTYPE))
 
 
@@ -147,13 +147,13 @@ def permute_query(smem, target, factor):
 
     target  may be the same memory
     """
-    queries = _load_rows(smem)
+    queries = load_rows(smem)
     queries = (queries.to(gl.float32) * gl.expand_dims(factor, 1)).to(gl.float16)
     target.store(_in_key_order(queries))
 
 
 @gluon.jit
-def _load_rows(smem):
+def load_rows(smem):
     # as many threads share a row of 64 columns as of 128, so that factors fit both
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     return smem.load(LAYOUT)

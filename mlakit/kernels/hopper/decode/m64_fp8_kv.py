@@ -67,16 +67,15 @@ from mlakit.kernels.hopper.decode.m64_fp8_kv_groups import (
     grouped_qk_warpgroup,
 )
 from mlakit.kernels.hopper.decode.m64_fp8_kv_query import (
-    SCORES,
     ProbStage,
     Query,
     Softmax,
     SoftmaxTraits,
     load_query,
-    scale_queries,
 )
 from mlakit.kernels.hopper.decode.paged_loads import wait_block
 from mlakit.kernels.hopper.decode.pipeline import two_stages
+from mlakit.kernels.hopper.decode.query_scale import SCORES, scale_to_fp16
 from mlakit.kernels.hopper.decode.row_scales import apply_tensor_scale
 from mlakit.kernels.hopper.decode.scheduler import (
     count_tiles,
@@ -197,7 +196,7 @@ def _qk_softmax_warpgroup(
     for _ in tl.range(0, count_tiles(scheduler, item, index), disable_licm=True):
         keys = key_range(inputs, scheduler, item, index)
         mbarrier.wait(query.full, tiles_done & 1)
-        row_scale = gl.maximum(scale_queries(inputs, query, FORMAT) * scale_log2, SMALLEST_SCALE)
+        row_scale = gl.maximum(scale_to_fp16(query, inputs.q.dtype) * scale_log2, SMALLEST_SCALE)
         softmax = Softmax(
             gl.full([64], INITIAL_ROW_MAX, gl.float32, ROW),
             gl.zeros([64], gl.float32, ROW),

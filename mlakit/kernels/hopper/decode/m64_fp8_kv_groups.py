@@ -49,14 +49,13 @@ from mlakit.kernels.hopper.decode.m64_fp8_kv_dequant import (
     num_blocks,
 )
 from mlakit.kernels.hopper.decode.m64_fp8_kv_query import (
-    SCORES,
     Softmax,
     convert_queries,
     load_query,
-    scale_queries,
 )
 from mlakit.kernels.hopper.decode.paged_loads import wait_block
 from mlakit.kernels.hopper.decode.pipeline import two_stages
+from mlakit.kernels.hopper.decode.query_scale import SCORES, scale_to_fp16
 from mlakit.kernels.hopper.decode.scheduler import (
     count_tiles,
     key_range,
@@ -194,7 +193,7 @@ def grouped_qk_warpgroup(
         if inputs.q.dtype == gl.int32:
             row_scale = convert_queries(inputs, scheduler, q_scales, item, index, query)
         else:
-            row_scale = scale_queries(inputs, query, "fp8_block128")
+            row_scale = scale_to_fp16(query, inputs.q.dtype)
         row_scale = gl.maximum(row_scale * scale_log2, SMALLEST_SCALE)
         softmax = Softmax(
             gl.full([64], INITIAL_ROW_MAX, gl.float32, ROW),

@@ -10,20 +10,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from mlakit.kernels.hopper.compat import record, reinterpret, tma_load
-from mlakit.kernels.hopper.decode import configs
-from mlakit.kernels.hopper.decode.fp8_convert import (
-    FP16_TARGET,
-    pow2_scale,
-    row_amax,
-    scale_query,
-    to_fp16,
-)
+from mlakit.kernels.hopper.decode.fp8_convert import to_fp16
+from mlakit.kernels.hopper.decode.query_scale import SCORES
 from mlakit.kernels.hopper.decode.row_scales import load_q_scale
 from mlakit.kernels.hopper.decode.scheduler import locate_tile, query_at
-from mlakit.kernels.hopper.primitives import acc_layout
-
-SCORES = gl.constexpr(acc_layout(64))
-MIN_ROPE_SHARE = gl.constexpr(configs.MIN_ROPE_SHARE)
 
 
 @record
@@ -86,31 +76,6 @@ def load_query(inputs, scheduler, item, index, query):
     tma_load(inputs.q, [row, column], query.full, _as_loaded(query.left, inputs.q))
     rope = _as_loaded(query.rope, inputs.q_rope)
     tma_load(inputs.q_rope, [rope_row, rope_column], query.full, rope)
-
-
-@gluon.jit
-def scale_queries(inputs, query, FORMAT: gl.constexpr):
-    """Scale queries to float16's range, in place; returns the scale of scores."""
-    ATOMS: gl.constexpr = [4, 64, 64]
-    DTYPE: gl.constexpr = inputs.q.dtype
-    LAYOUT: gl.constexpr = query.left.layout
-    left = reinterpret(query.left, DTYPE, ATOMS, LAYOUT)
-    right = reinterpret(query.right, DTYPE, ATOMS, LAYOUT)
-    rope = _as_loaded(query.rope, inputs.q_rope)
-    amax = row_amax(rope)
-    if FORMAT != "fp8":
-        amax *= MIN_ROPE_SHARE  # bfloat16 has the range, acc has not
-    # one swizzle atom after the other: less code
-    for atom in range(4):
-        amax = gl.maximum(amax, row_amax(left.index(atom)))
-        amax = gl.maximum(amax, row_amax(right.index(atom)))
-    scale, factor = pow2_scale(amax)
-    for atom in range(4):
-        scale_query(left.index(atom), gl.float16, factor)
-        scale_query(right.index(atom), gl.float16, factor)
-    scale_query(rope, query.rope.dtype, factor)
-    fence_async_shared()
-    return gl.convert_layout(scale * (1.0 / FP16_TARGET), gl.SliceLayout(1, SCORES))
 
 
 @gluon.jit

@@ -38,7 +38,12 @@ from mlakit.kernels.hopper.sparse.fp8_rows import (
     store_rope,
     store_scales,
 )
-from mlakit.kernels.hopper.sparse.lists import block_range, load_ids, row_pointers, valid_slots
+from mlakit.kernels.hopper.sparse.lists import (
+    block_range,
+    load_ids,
+    row_pointers,
+    valid_slots,
+)
 
 
 @record
@@ -171,11 +176,18 @@ def dequant_warpgroup(work, row_scales, stages, counts, FORMAT: gl.constexpr):
     step = gl.num_programs(0)
     number = step * 0
     tiles_done = step * 0
+    # ids are loaded while the end of the list is sought: most lists are not padded
+    expected = block_range(work, gl.program_id(0), IS_SCANNED=False)
+    ids = load_ids(work, expected, expected.first, KEYS)
+    scale_ids = _load_scale_ids(work, expected, expected.first, FORMAT)
     blocks = block_range(work, gl.program_id(0))
+    is_expected = (blocks.first == expected.first) & (blocks.main_blocks == expected.main_blocks)
     for tile in range(gl.program_id(0), work.num_tiles, step):
         block = blocks.first
-        ids = load_ids(work, blocks, block, KEYS)
-        scale_ids = _load_scale_ids(work, blocks, block, FORMAT)
+        if not is_expected:
+            ids = load_ids(work, blocks, block, KEYS)
+            scale_ids = _load_scale_ids(work, blocks, block, FORMAT)
+        is_expected = False
         write_count(counts, tiles_done, gl.maximum(blocks.end - block, 1))
         start, is_valid, position = _locate_rows(work, blocks, block, ids, scale_ids)
         scales = load_scales(work, row_scales, position, FORMAT)

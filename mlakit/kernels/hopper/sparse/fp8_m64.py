@@ -8,7 +8,8 @@ Maths      scores = (q_c·c + q_r·r) · softmax_scale ; out = softmax(scores) @
 Work       a work tile is 64 heads of one token over a split of its lists, 64 entries per block; a
            persistent CTA computes one tile after the other
 Bound      by tensor cores, if rows are converted once for all 64 heads: so a dequant warpgroup
-           writes them to shared memory as float16 (`fp8_dequant`)
+           writes them to shared memory as float16 (`fp8_dequant`). With few blocks per tile by the
+           fetch of instructions: about 10 cycles for each that runs once
 
              dequant                    QK-softmax (columns 0 to 255) PV (columns 256 to 511)
   a tile     count its blocks  count -> ----------------------------->
@@ -18,7 +19,7 @@ Bound      by tensor cores, if rows are converted once for all 64 heads: so a de
                                         acc = acc·a + P·V left         prefetch rows of n + 3
                        <- left empty    and meanwhile S of n + 1  <-  empty
                        <- right empty ----------------------------
-  a tile                                write lse, acc  out_scale ->  write acc
+  a tile                                write acc, lse  out_scale ->  write acc
 
 Schedule   that of `decode.m64_fp8_kv`, but that PV prefetches rows to L2, which are not contiguous
 Pipelines  `BlockStages`, two stages; one stage of probabilities with the rescale a of acc, which
@@ -51,6 +52,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from mlakit.kernels.hopper.decode.pipeline import two_stages
+from mlakit.kernels.hopper.decode.query_scale import SCORES, scale_to_fp16
 from mlakit.kernels.hopper.decode.softmax import (
     NEG_INF,
     PROB_SCALE,
@@ -66,13 +68,7 @@ from mlakit.kernels.hopper.sparse.fp8_dequant import (
     dequant_warpgroup,
     read_count,
 )
-from mlakit.kernels.hopper.sparse.fp8_query import (
-    SCORES,
-    QueryTiles,
-    alloc_query,
-    load_query,
-    scale_query,
-)
+from mlakit.kernels.hopper.sparse.fp8_query import QueryTiles, alloc_query, load_query
 from mlakit.kernels.hopper.sparse.fp8_rows import PREFETCHED, RowScales, prefetch_rows
 from mlakit.kernels.hopper.sparse.fp8_softmax import (
     Softmax,
@@ -82,6 +78,7 @@ from mlakit.kernels.hopper.sparse.fp8_softmax import (
     inverse_power,
     load_block_scale,
     receive_out_scale,
+    store_tile_statistics,
 )
 from mlakit.kernels.hopper.sparse.lists import (
     RowList,
@@ -197,13 +194,14 @@ def _qk_softmax_warpgroup(
     # no hoisting: addresses of a thread's elements would be kept across tiles, and spilled
     for _ in tl.range(0, (work.num_tiles - tile + step - 1) // step, disable_licm=True):
         mbarrier.wait(query.full, tiles_done & 1)
-        row_scale = scale_query(q, query) * scale_log2
+        row_scale = scale_to_fp16(query, q.values.dtype) * scale_log2
         softmax = initial_softmax()
         pending = warpgroup_mma_init(gl.zeros([64, 256], gl.float32, ACC))
         count = read_count(counts, tiles_done)
         qk = _issue_qk(query, stages, number)
         scores = warpgroup_mma_wait(0, deps=(qk,))
-        for block in range(count - 1):
+        # the last block is no copy after the loop: code that runs once waits to be fetched
+        for block in range(count):
             acc, softmax = _softmax_block(
                 scores,
                 block == 0,
@@ -216,36 +214,26 @@ def _qk_softmax_warpgroup(
                 prob_stage,
                 SIGN,
             )
-            qk = _issue_qk(query, stages, number + 1)
             values = stages.left.index(number & 1)
-            pending = warpgroup_mma(prob_stage.probs, values, acc, is_async=True)
-            scores = warpgroup_mma_wait(1, deps=(qk,))
+            if block + 1 < count:
+                qk = _issue_qk(query, stages, number + 1)
+                pending = warpgroup_mma(prob_stage.probs, values, acc, is_async=True)
+                scores = warpgroup_mma_wait(1, deps=(qk,))
+            else:
+                pending = warpgroup_mma(prob_stage.probs, values, acc, is_async=True)
+                scores = gl.zeros([64, 64], gl.float32, SCORES)  # frees those of this block
             number += 1
         next_tile = tile + step
         if next_tile < work.num_tiles:
             load_query(q, work, tokens, next_tile, query)
-        acc, softmax = _softmax_block(
-            scores,
-            count == 1,
-            number,
-            tiles_done,
-            softmax,
-            row_scale,
-            pending,
-            stages,
-            prob_stage,
-            SIGN,
-        )
-        values = stages.left.index(number & 1)
-        pending = warpgroup_mma(prob_stage.probs, values, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(pending,))
-        mbarrier.arrive(stages.left_empty.index(number & 1), count=1)
+        mbarrier.arrive(stages.left_empty.index((number & 1) ^ 1), count=1)
         at = locate_tile(work, tokens, tile)
-        fill = number + 1 + tiles_done
-        out_scale = finish_tile(at, outputs, heads, softmax, prob_stage, fill)
+        fill = number + tiles_done
+        lse, out_scale = finish_tile(at, outputs, heads, softmax, prob_stage, fill)
         acc = rescale_acc(acc, out_scale)
         store_values(at, outputs, heads, acc, 0)
-        number += 1
+        store_tile_statistics(at, outputs, heads, softmax, lse)
         tiles_done += 1
         tile = next_tile
 

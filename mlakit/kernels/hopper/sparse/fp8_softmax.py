@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from mlakit.kernels.hopper.compat import record
 from mlakit.kernels.hopper.decode.epilogue import finish_rows
+from mlakit.kernels.hopper.decode.query_scale import SCORES
 from mlakit.kernels.hopper.decode.softmax import INITIAL_ROW_MAX, NEG_INF, PROB_SCALE
 from mlakit.kernels.hopper.primitives import (
     IN_EACH_THREAD,
@@ -19,7 +20,6 @@ from mlakit.kernels.hopper.primitives import (
     alloc_vector,
 )
 from mlakit.kernels.hopper.sparse.epilogue import store_statistics
-from mlakit.kernels.hopper.sparse.fp8_query import SCORES
 
 SMALLEST_ACC_SCALE = gl.constexpr(2.0**-60)
 
@@ -79,18 +79,24 @@ def inverse_power(power):
 
 @gluon.jit
 def finish_tile(tile, outputs, heads, softmax, prob_stage, fill):
-    """Store lse and max_logits, and pass on the scale of acc, which is returned too.
+    """(lse, scale of acc); the scale also goes to the PV warpgroup, as soon as it is known.
 
     fill  of `prob_stage`
     """
     head = tile.first_head + gl.arange(0, 64, gl.SliceLayout(1, SCORES))
     lse, out_scale = finish_rows(tile, outputs, heads, head, softmax.row_max, softmax.row_sum)
-    store_statistics(tile, outputs, heads, head, lse, softmax.row_sum, softmax.largest)
     out_scale *= softmax.acc_scale * (1.0 / PROB_SCALE)
     mbarrier.wait(prob_stage.empty, (fill & 1) ^ 1)
     prob_stage.rescale.store(out_scale)
     mbarrier.arrive(prob_stage.full, count=1)
-    return out_scale
+    return lse, out_scale
+
+
+@gluon.jit
+def store_tile_statistics(tile, outputs, heads, softmax, lse):
+    """Store lse and max_logits."""
+    head = tile.first_head + gl.arange(0, 64, gl.SliceLayout(1, SCORES))
+    store_statistics(tile, outputs, heads, head, lse, softmax.row_sum, softmax.largest)
 
 
 @gluon.jit

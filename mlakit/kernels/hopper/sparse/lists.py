@@ -96,8 +96,8 @@ _SCANNED = gl.constexpr(
 
 
 @gluon.jit
-def _list_length(rows, token, is_tile):
-    """Entries of a token's list up to the last one that counts.
+def _list_length(rows, token, is_tile, IS_SCANNED: gl.constexpr):
+    """Entries of a token's list; up to the last one that counts if the list is scanned.
 
     Callers pad lists with invalid ids: blocks of nothing else are skipped at the end of a list.
     """
@@ -106,31 +106,36 @@ def _list_length(rows, token, is_tile):
         at = rows.lens + token.to(gl.int64) * rows.stride_lens
         given = gl.load(at, mask=is_tile, other=0)
         length = gl.minimum(given, length).to(gl.int32)
-    row = rows.rows + token.to(gl.int64) * rows.stride_token
-    is_found = length <= 0
-    while not is_found:
-        first = (length - 1) // 128 * 128
-        entry = first + gl.arange(0, 128, _SCANNED)
-        slot = gl.load(row + entry.to(gl.int64) * rows.stride_entry, mask=entry < length, other=-1)
-        does_count = (slot >= 0) & (slot < rows.num_slots)
-        last = gl.max(gl.where(does_count, entry + 1, 0), 0)
-        length = gl.where(last > 0, last, first)
-        is_found = (last > 0) | (first == 0)
+    if IS_SCANNED:
+        row = rows.rows + token.to(gl.int64) * rows.stride_token
+        is_found = length <= 0
+        while not is_found:
+            first = (length - 1) // 128 * 128
+            entry = first + gl.arange(0, 128, _SCANNED)
+            offset = entry.to(gl.int64) * rows.stride_entry
+            slot = gl.load(row + offset, mask=entry < length, other=-1)
+            does_count = (slot >= 0) & (slot < rows.num_slots)
+            last = gl.max(gl.where(does_count, entry + 1, 0), 0)
+            length = gl.where(last > 0, last, first)
+            is_found = (last > 0) | (first == 0)
     return gl.maximum(length, 0)
 
 
 @gluon.jit
-def block_range(work, tile):
-    """The blocks of a work tile; none past the last tile."""
+def block_range(work, tile, IS_SCANNED: gl.constexpr = True):
+    """The blocks of a work tile; none past the last tile.
+
+    IS_SCANNED  False: of lists that are not padded, which is known without a look at them
+    """
     is_tile = tile < work.num_tiles
     token = tile // work.head_tiles // work.num_splits
     split = tile // work.head_tiles % work.num_splits
-    length = _list_length(work.main, token, is_tile)
+    length = _list_length(work.main, token, is_tile, IS_SCANNED)
     main_blocks = (length + 63) // 64
     num_blocks = main_blocks
     extra_length = length
     if work.HAS_EXTRA:
-        extra_length = _list_length(work.extra, token, is_tile)
+        extra_length = _list_length(work.extra, token, is_tile, IS_SCANNED)
         num_blocks += (extra_length + 63) // 64
     # whole pairs, as the consumers take them
     split_pairs = ((num_blocks + 1) // 2 + work.num_splits - 1) // work.num_splits
