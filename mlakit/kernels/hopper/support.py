@@ -207,20 +207,10 @@ def _sparse_takes(kernel: str) -> Callable[[Problem], str | None]:
 
 
 def _why_slower_sparse_m64(problem: Problem) -> str | None:
-    """When small_m_fp8_kv is faster: with few heads, or where its tiles fill the SMs once.
-
-    The latter over fp8_block128: 64 heads would need splits, which cost more than they save.
-    """
-    if problem.format not in _SPARSE_FORMATS["small_m_fp8_kv"]:
-        return None
-    if problem.heads <= SMALL_M_HEADS:
+    """When small_m_fp8_kv is faster."""
+    takes = problem.format in _SPARSE_FORMATS["small_m_fp8_kv"]
+    if takes and problem.heads <= SMALL_M_HEADS:
         return f"is for more than {SMALL_M_HEADS} heads, got {problem.heads}"
-    tiles = problem.num_tokens * -(-problem.heads // SMALL_M_HEADS)
-    if problem.format == "fp8_block128" and 0 <= problem.num_sms - tiles <= problem.num_sms // 4:
-        return (
-            f"is not for {tiles} tiles of {SMALL_M_HEADS} heads, about as many as the "
-            f"{problem.num_sms} SMs"
-        )
     return None
 
 
