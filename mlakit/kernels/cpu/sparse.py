@@ -1,14 +1,16 @@
 """Absorbed MLA attention over per-token lists of cache rows.
 
 Maths      s = q·row · softmax_scale [· q_scale] over valid slots;  out = softmax(s) @ row
-Valid      slot < topk_len and 0 ≤ row id < num_rows; the row of an invalid slot is not read
-Work       an item is a few tokens, on one thread; tiles of their lists come one after the other
-Memory     tiles of the lists are gathered, for as many tokens as fit the workspace
+Valid      slot < topk_len and 0 ≤ row id < num_rows; the row of an invalid slot does not count
+Work       tokens with lists of about the same length share each operation, and torch shares the
+           operation out among its threads. How the list of a token is cut depends on that list only
+Memory     the lists of as many tokens as fit are gathered at once, or tiles of the lists
 Lineage    own design; ideas: FlashMLA's token-wise sparse attention and its second ("extra") cache
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,11 +19,9 @@ from torch import Tensor
 from mlakit.arguments import SparseArguments, filled
 from mlakit.cache import CacheLayer
 from mlakit.kernels.cpu.softmax import OnlineSoftmax
-from mlakit.kernels.cpu.workers import for_each
-from mlakit.kernels.cpu.workspace import rows_that_fit
+from mlakit.kernels.cpu.workspace import MAX_BLOCK, even_slices, rows_that_fit
 
-LIST_TILE = 256  # list entries gathered at a time for each token
-TOKEN_TILE = 4  # tokens of an item, which stays on one thread
+MIN_LENGTH = 64  # entries: lists are cut at powers of two from here on
 
 
 @dataclass(frozen=True)
@@ -32,45 +32,116 @@ class RowList:
     rows: Tensor
     lens: Tensor | None
 
-    def gather(self, tokens: slice, entries: slice) -> tuple[Tensor, Tensor]:
-        """(rows [tokens, entries, width] float32, zeros where invalid; valid [tokens, entries])."""
-        chosen = self.rows[tokens, entries].long()
+    def valid(self, tokens: slice) -> Tensor:
+        """[tokens, entries]"""
+        chosen = self.rows[tokens]
         valid = (chosen >= 0) & (chosen < self.layer.num_slots)
         if self.lens is not None:
-            entry = torch.arange(entries.start, entries.start + chosen.shape[1], device="cpu")
+            entry = torch.arange(chosen.shape[1], device="cpu")
             valid &= entry < self.lens[tokens, None]
-        gathered = torch.zeros(*chosen.shape, self.layer.codec.row.width, device="cpu")
-        gathered[valid] = self.layer.read_unchecked(chosen[valid])
-        return gathered, valid
+        return valid
+
+    def gather(self, tokens: slice | Tensor, entries: slice, valid: Tensor) -> Tensor:
+        """Rows [tokens, entries, width] float32, zeros where they are not valid."""
+        chosen = self.rows[tokens, entries].long()
+        invalid = (~valid).flatten().nonzero()[:, 0]
+        if len(invalid):
+            chosen = torch.where(valid, chosen, 0)
+        gathered = self.layer.read_unchecked(chosen)
+        if len(invalid):  # 0 · NaN is NaN: what row 0 holds must not be multiplied
+            gathered.flatten(0, 1).index_fill_(0, invalid, 0.0)
+        return gathered
 
 
 def sparse_mla(a: SparseArguments, out: Tensor, lse: Tensor, max_logits: Tensor) -> None:
-    q = a.q
     lists = [RowList(a.layer, a.rows, a.topk_lens)]
     if a.extra is not None:
         lists.append(RowList(a.extra, filled(a.extra_rows), a.extra_topk_lens))
-    tokens, heads, _ = q.shape
-    width, v_width = a.layer.codec.row.width, out.shape[-1]
-    bytes_per_entry = 4 * (4 * width + 2 * heads)
-    entries = min(LIST_TILE, rows_that_fit(2 * bytes_per_entry, at_least=16))
-    bytes_per_token = 4 * heads * (width + 4 * v_width) + entries * bytes_per_entry
-    tile = min(TOKEN_TILE, rows_that_fit(bytes_per_token))
+    longest = sum(each.rows.shape[1] for each in lists)
+    # a quarter of the workspace is for masks and indices: ids and their comparisons
+    for chunk in even_slices(len(a.q), rows_that_fit(4 * 12 * longest, by_item=False)):
+        valid = [each.valid(chunk) for each in lists]
+        for lengths, alike in _by_length(valid):
+            for some in even_slices(len(alike), _tokens_at_once(a, max(lengths))):
+                _attend(a, lists, valid, chunk, alike[some], lengths, (out, lse, max_logits))
 
-    def attend(start: int) -> None:
-        block = slice(start, min(start + tile, tokens))
-        scaled = q[block].float() * a.softmax_scale
-        if a.q_rope is not None:
-            scaled = torch.cat([scaled, a.q_rope[block].float() * a.softmax_scale], dim=-1)
-        if a.q_scale is not None:
-            scaled *= a.q_scale[block, None, None]
-        state = OnlineSoftmax.over(len(scaled), heads, v_width=v_width)
-        for each in lists:
-            for first in range(0, each.rows.shape[1], entries):
-                keys, valid = each.gather(block, slice(first, first + entries))
-                scores = (scaled @ keys.mT).masked_fill_(~valid[:, None, :], -torch.inf)
+
+def _by_length(valid: Sequence[Tensor]) -> Iterator[tuple[tuple[int, ...], list[int]]]:
+    """(entries of each list, the tokens whose last valid entries are within them)."""
+    ends = []
+    for each in valid:
+        entry = torch.arange(1, each.shape[1] + 1, dtype=torch.int32, device="cpu")
+        last = (each * entry).amax(1) if each.shape[1] else torch.zeros(len(each), device="cpu")
+        ends.append([_length(int(end), each.shape[1]) for end in last.tolist()])
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for token, lengths in enumerate(zip(*ends, strict=True)):
+        alike.setdefault(lengths, []).append(token)
+    yield from alike.items()
+
+
+def _length(end: int, most: int) -> int:
+    return min(max(MIN_LENGTH, 1 << (end - 1).bit_length()), most) if end else 0
+
+
+def _entries_at_once(a: SparseArguments) -> int:
+    """Entries whose rows (stored, dequantised, concatenated) and scores take half the workspace."""
+    return rows_that_fit(2 * _bytes_per_entry(a), at_least=16, by_item=False)
+
+
+def _bytes_per_entry(a: SparseArguments) -> int:
+    return 4 * (4 * a.layer.codec.row.width + 2 * a.q.shape[1])
+
+
+def _tokens_at_once(a: SparseArguments, length: int) -> int:
+    row, entries = a.layer.codec.row, min(length, _entries_at_once(a))
+    state = 4 * a.q.shape[1] * (2 * row.width + 4 * row.v_width)
+    fit = rows_that_fit(state + 4 * entries * _bytes_per_entry(a) // 3, by_item=False)
+    return min(fit, max(1, MAX_BLOCK // max(4 * row.width * entries, 1)))
+
+
+def _attend(
+    a: SparseArguments,
+    lists: Sequence[RowList],
+    valid: Sequence[Tensor],  # of the tokens of the chunk
+    chunk: slice,
+    members: Sequence[int],  # tokens of the chunk
+    lengths: Sequence[int],  # of the lists of these tokens
+    results: Sequence[Tensor],
+) -> None:
+    """Write (out, lse, max_logits) of some tokens."""
+    own = _slice_or_index(members)
+    if isinstance(own, slice):
+        tokens: slice | Tensor = slice(chunk.start + own.start, chunk.start + own.stop)
+    else:
+        tokens = own + chunk.start
+    out, lse, max_logits = results
+    parts = [a.q[tokens]] if a.q_rope is None else [a.q[tokens], a.q_rope[tokens]]
+    q = torch.cat([part.float() for part in parts], -1).mul_(a.softmax_scale)
+    if a.q_scale is not None:
+        q *= a.q_scale[tokens, None, None]
+    state, v_width, step = None, out.shape[2], _entries_at_once(a)
+    for each, is_valid, length in zip(lists, valid, lengths, strict=True):
+        for first in range(0, length, step):
+            entries = slice(first, min(first + step, length))
+            counts = is_valid[own, entries]
+            keys = each.gather(tokens, entries, counts)
+            # keys on the left: with a transposed right side a matmul takes longer
+            scores = torch.bmm(keys, q.mT).mT
+            if not bool(counts.all()):
+                scores.masked_fill_(~counts[:, None], -torch.inf)
+            if state is None:
+                state = OnlineSoftmax.of(scores, keys[..., :v_width])
+            else:
                 state.add(scores, keys[..., :v_width])
-        block_out, lse[block] = state.finish(a.sink)
-        out[block] = block_out.to(out.dtype)
-        max_logits[block] = state.row_max
+    if state is None:
+        state = OnlineSoftmax.over(*q.shape[:2], v_width=v_width)
+    block_out, lse[tokens] = state.finish(a.sink)
+    out[tokens] = block_out.to(out.dtype)
+    max_logits[tokens] = state.row_max
 
-    for_each(attend, range(0, tokens, tile))
+
+def _slice_or_index(members: Sequence[int]) -> slice | Tensor:
+    first, last = members[0], members[-1]
+    if len(members) == last + 1 - first:
+        return slice(first, last + 1)
+    return torch.tensor(members, dtype=torch.int64, device="cpu")
