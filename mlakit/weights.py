@@ -26,7 +26,6 @@ from mlakit import dispatch
 from mlakit.checks import E4M3, FLOATS, Dims
 from mlakit.geometry import MLAGeometry
 from mlakit.kernels.cpu.matmul import multiplies_bf16
-from mlakit.kernels.cpu.workers import on_one_thread
 from mlakit.knobs import Backend
 from mlakit.ops import batched_matmul, quantize_fp8, scaled_mm_fp8
 from mlakit.reprs import shapes_repr, summary
@@ -89,7 +88,7 @@ class HeadMatrices:
         if self.scale is None:
             weight = self.weight
             if self.float32 is not None and _on_cpu_kernels(x, backend):
-                by_head, weight = on_one_thread(by_head.float, x.device), self.float32.current()
+                by_head, weight = by_head.float(), self.float32.current()
             batched_matmul(by_head, weight, out=out_by_head, backend=backend)
             return out
         quantised, scales = quantize_fp8(by_head, self.group, scale_ub=SCALE_UB, backend=backend)

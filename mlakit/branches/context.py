@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from mlakit.branches.side_stream import side_stream
-from mlakit.cache import CacheLayer, PageTable, gather_rows, token_slots
+from mlakit.cache import CacheLayer, PageTable, token_slots
+from mlakit.cache.page_table import range_slots
 from mlakit.geometry import MLAGeometry
-from mlakit.kernels.cpu.workers import on_one_thread
+from mlakit.kernels.cpu.workspace import row_blocks
 from mlakit.knobs import Backend
 from mlakit.masks import Mask
 from mlakit.ops import merge_states
@@ -144,15 +145,25 @@ def read_keys(
     """(cache rows [n, width], kv_starts int32 [batch + 1]) of a range of keys."""
     device = layer.payload.device
     if len(keys.first) > 1 or device.type == "cpu":
-        return on_one_thread(
-            lambda: gather_rows(layer, page_table, keys.first, keys.last, dtype), device
-        )
+        slots, kv_starts = range_slots(page_table, layer.page_size, keys.first, keys.last, device)
+        if device.type == "cpu":
+            return _read_in_blocks(layer, slots, dtype), kv_starts
+        return layer.read_unchecked(slots, dtype), kv_starts
     # one request: nothing is copied from the host, so that a CUDA graph can hold it
     rows = keys.num_rows
     position = torch.arange(keys.first[0], keys.last[0], device=device)
     slots = token_slots(page_table, layer.page_size, torch.zeros_like(position), position)
     kv_starts = rows * torch.arange(2, dtype=torch.int32, device=device)
     return layer.read_unchecked(slots, dtype), kv_starts
+
+
+def _read_in_blocks(layer: CacheLayer, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows in host memory: the operations of a block find it in the caches."""
+    width = layer.codec.row.width
+    rows = torch.empty(len(slots), width, dtype=dtype, device="cpu")
+    for block in row_blocks(len(slots), layer.payload.shape[2], 4 * 3 * width):
+        rows[block] = layer.read_unchecked(slots[block], dtype)
+    return rows
 
 
 def expand_ahead(

@@ -80,3 +80,18 @@ def select_requests(
     new_starts = from_host([0, *accumulate(tokens)], starts.dtype, starts.device)
     request, index = token_requests(new_starts, sum(tokens))
     return new_starts, slots[starts.long()[selected[request]] + index]
+
+
+def range_slots(
+    page_table: PageTable,
+    page_size: int,
+    first: Sequence[int],
+    last: Sequence[int],
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """(int64 slots of tokens [first, last) of every request, kv_starts int32 [batch + 1])."""
+    counts = [high - low for low, high in zip(first, last, strict=True)]
+    kv_starts = from_host([0, *accumulate(counts)], torch.int32, device)
+    request, index = token_requests(kv_starts, sum(counts))
+    position = from_host(list(first), torch.int64, device)[request] + index
+    return token_slots(page_table, page_size, request, position), kv_starts

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -25,9 +24,8 @@ from mlakit.cache.layouts import (
 from mlakit.cache.page_table import (
     PageTable,
     from_host,
+    range_slots,
     request_slots,
-    token_requests,
-    token_slots,
 )
 from mlakit.cache.slot_checks import (
     SKIPPED,
@@ -489,10 +487,5 @@ def gather_rows(
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
     """(rows [n, width] of tokens [first, last) of every request, kv_starts int32 [batch + 1])."""
-    device = layer.payload.device
-    counts = [high - low for low, high in zip(first, last, strict=True)]
-    kv_starts = from_host([0, *accumulate(counts)], torch.int32, device)
-    request, index = token_requests(kv_starts, sum(counts))
-    position = from_host(list(first), torch.int64, device)[request] + index
-    slots = token_slots(page_table, layer.page_size, request, position)
+    slots, kv_starts = range_slots(page_table, layer.page_size, first, last, layer.payload.device)
     return layer.read_unchecked(slots, dtype), kv_starts

@@ -1,6 +1,6 @@
 """Finished rows, quantised and stored at their slots.
 
-Work       an item is some tokens, on one thread
+Work       a few operations for each block of tokens, which torch shares out among its threads
 Memory     writes one cache row per token, none for a token with slot -1
 Lineage    own design
 """
@@ -12,10 +12,7 @@ from torch import Tensor
 
 from mlakit.arguments import AppendRowsArguments
 from mlakit.cache import CacheLayer
-from mlakit.kernels.cpu.workers import SMALL, for_each
-from mlakit.kernels.cpu.workspace import rows_that_fit
-
-ITEM_ELEMENTS = 2**17  # of an item
+from mlakit.kernels.cpu.workspace import row_blocks
 
 
 def store_rows(
@@ -39,13 +36,8 @@ def append_rows(a: AppendRowsArguments) -> None:
     latent, k_rope, layer, slots = a.latent, a.k_rope, a.layer, a.slots.long()
     tokens, width = latent.shape[0], layer.codec.row.width
     # quantising takes about six float32 values per input
-    tile = min(rows_that_fit(4 * 6 * width), max(1, ITEM_ELEMENTS // width))
-
-    def append(start: int) -> None:
-        block = slice(start, start + tile)
+    for block in row_blocks(tokens, width, 4 * 6 * width):
         rope = None if k_rope is None else k_rope[block]
         store_rows(
             layer, slots[block], latent[block], rope, power_of_two_scales=a.power_of_two_scales
         )
-
-    for_each(append, range(0, tokens, tile), is_small=tokens * width <= SMALL)

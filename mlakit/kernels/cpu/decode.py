@@ -1,8 +1,9 @@
 """Absorbed MLA attention of each request's newest tokens over its cached rows.
 
 Maths      s = q·row · softmax_scale [· q_scale];  out = softmax(s) @ row[:, :v_width]
-Work       an item is a split of a request's keys for a block of its queries, on one thread. The
-           thread that finishes the last split of a block merges them
+Work       few calls of torch's fused attention for many requests (`decode_fused`). What is left
+           takes key tiles one after the other, for a block of a request's queries; torch shares
+           each operation out among its threads. Splits of a plan do not matter
 Memory     a key tile is gathered by whole pages and converted to float32; it serves as K and as V
 Lineage    own design; ideas: split-KV flash decoding
 """
@@ -12,94 +13,49 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
-from threading import Lock
 
 import torch
 from torch import Tensor
 
-from mlakit.arguments import DecodeArguments, DecodePlanArguments, Splits, filled
+from mlakit.arguments import DecodeArguments, DecodePlanArguments, filled
 from mlakit.cache import CacheLayer, PageTable
 from mlakit.geometry import RowShape
 from mlakit.kernels.cpu.decode_fused import Request, attend_requests
-from mlakit.kernels.cpu.merge import merge_partials
 from mlakit.kernels.cpu.softmax import OnlineSoftmax
-from mlakit.kernels.cpu.workers import for_each
-from mlakit.kernels.cpu.workspace import rows_that_fit
+from mlakit.kernels.cpu.workspace import even_slices, rows_that_fit
 from mlakit.plan import DecodePlanTensors
-from mlakit.split_heuristic import equal_key_ranges
 
-SPLIT_KEYS = 2048  # keys of a split without a plan: threads share a long request
 KEY_TILE = 4096  # keys: every tile costs about twenty calls of torch (docs/measured.md, CPU)
 QUERY_ROWS = 512  # queries × heads of a block: 1 MB of state at 512 columns
-SPLIT_GRANULARITY = 64  # keys; even splits begin at multiples of it
+PLAN_TILE = 64  # keys, of a plan; it has no splits
 
 
 def mla_decode(a: DecodeArguments, out: Tensor, lse: Tensor) -> None:
-    q_latent, q_rope, q_scale, q_starts = a.q, filled(a.q_rope), a.q_scale, filled(a.q_starts)
-    layer, page_table, shard, mask, sink = a.layer, a.page_table, a.shard, a.mask, a.sink
-    lengths: list[int] = a.kv_lens.tolist()
-    ranges = _split_ranges(a.splits, [shard.local_count(kv_len) for kv_len in lengths])
-
-    def attend(item: tuple[_Block, int]) -> None:
-        block, split = item
-        q = torch.cat([q_latent[block.rows].float(), q_rope[block.rows].float()], -1)
-        q.mul_(a.softmax_scale)
-        if q_scale is not None:
-            q *= q_scale[block.rows, None, None]
-        state = _attend_split(
-            q, layer, page_table, block.request, ranges[block.request][split], block.seen
-        )
-        whole = block.finish(split, state, sink)
-        if whole is not None:
-            block_out, lse[block.rows] = whole
-            out[block.rows] = block_out.to(out.dtype)
-
-    requests = []
-    for request, (kv_len, (first, last)) in enumerate(
-        zip(lengths, pairwise(q_starts.tolist()), strict=True)
-    ):
+    shard, mask, requests = a.shard, a.mask, list[Request]()
+    bounds = zip(a.kv_lens.tolist(), pairwise(filled(a.q_starts).tolist()), strict=True)
+    for request, (kv_len, (first, last)) in enumerate(bounds):
         seen = [
             tuple(map(shard.local_count, mask.interval(kv_len - last + token, kv_len)))
             for token in range(first, last)
         ]
         if seen:
             requests.append(Request(request, range(first, last), seen))
-    blocks = []
     for left in attend_requests(a, requests, out, lse):
-        num_splits = len(ranges[left.number])
-        tile = _query_tile(q_latent.shape[1], layer.codec.row, num_splits)
-        for start in range(0, len(left.tokens), tile):
-            rows = left.tokens[start : start + tile]
-            own = left.seen[start : start + tile]
-            blocks.append(_Block(left.number, slice(rows.start, rows.stop), own, num_splits))
-    for_each(attend, [(block, split) for block in blocks for split in range(block.num_splits)])
+        tile = _query_tile(a.q.shape[1], a.layer.codec.row)
+        for block in even_slices(len(left.tokens), tile):
+            tokens = left.tokens[block]
+            _attend_block(a, Request(left.number, tokens, left.seen[block]), out, lse)
 
 
-class _Block:
-    """A block of queries of one request, and the partials of its splits."""
-
-    def __init__(
-        self, request: int, rows: slice, seen: Sequence[tuple[int, ...]], num_splits: int
-    ) -> None:
-        self.request, self.rows, self.num_splits = request, rows, num_splits
-        self.seen = seen  # per query, the local keys [low, high) it sees
-        self._partials: list[tuple[Tensor, Tensor] | None] = [None] * num_splits
-        self._missing, self._lock = num_splits, Lock()
-
-    def finish(
-        self, split: int, state: OnlineSoftmax, sink: Tensor | None
-    ) -> tuple[Tensor, Tensor] | None:
-        """(out, lse) of the block after its last split, in any order of splits; before it None."""
-        if self.num_splits == 1:
-            return state.finish(sink)
-        self._partials[split] = state.finish()
-        with self._lock:
-            self._missing -= 1
-            is_last = self._missing == 0
-        if not is_last:
-            return None
-        partials, self._partials = [each for each in self._partials if each is not None], []
-        return merge_partials(partials, sink)
+def _attend_block(a: DecodeArguments, block: Request, out: Tensor, lse: Tensor) -> None:
+    """Write the results of some queries of a request."""
+    rows = slice(block.tokens.start, block.tokens.stop)
+    q = torch.cat([a.q[rows].float(), filled(a.q_rope)[rows].float()], -1)
+    q.mul_(a.softmax_scale)
+    if a.q_scale is not None:
+        q *= a.q_scale[rows, None, None]
+    block_out, lse[rows] = _attend_keys(q, a.layer, a.page_table, block).finish(a.sink)
+    out[rows] = block_out
 
 
 def plan_mla_decode(a: DecodePlanArguments) -> DecodePlanTensors:
@@ -113,7 +69,7 @@ def plan_mla_decode(a: DecodePlanArguments) -> DecodePlanTensors:
         columns=4,
         num_ctas=1,
         batch=batch,
-        tile=SPLIT_GRANULARITY,
+        tile=PLAN_TILE,
         max_partials=0,
         slot_rows=0,
         num_tokens=a.num_tokens,
@@ -125,44 +81,27 @@ def plan_mla_decode(a: DecodePlanArguments) -> DecodePlanTensors:
     return plan
 
 
-def _query_tile(heads: int, row: RowShape, num_splits: int) -> int:
-    """Queries per block: with their state and partials they take half of the workspace."""
-    bytes_per_query = 4 * heads * (row.width + (3 + num_splits) * row.v_width)
-    return min(max(1, QUERY_ROWS // heads), rows_that_fit(2 * bytes_per_query))
+def _query_tile(heads: int, row: RowShape) -> int:
+    """Queries per block: with their state they take half of the workspace."""
+    bytes_per_query = 4 * heads * (row.width + 4 * row.v_width)
+    fit = rows_that_fit(2 * bytes_per_query)
+    return min(max(1, QUERY_ROWS // heads), fit)
 
 
-def _split_ranges(splits: Splits, lengths: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Per request, the ranges of local keys that its splits have."""
-    if isinstance(splits, DecodePlanTensors):
-        ranges: list[list[tuple[int, int]]] = [[] for _ in lengths]
-        for request, first, last, _ in splits.host_items():
-            ranges[request].append((first, last))
-        return [each or [(0, 0)] for each in ranges]
-    if splits is None:
-        return [
-            [(first, min(first + SPLIT_KEYS, length)) for first in range(0, length, SPLIT_KEYS)]
-            or [(0, 0)]
-            for length in lengths
-        ]
-    return [equal_key_ranges(length, splits.num_splits, SPLIT_GRANULARITY) for length in lengths]
-
-
-def _attend_split(
+def _attend_keys(
     q: Tensor,  # [q_len, heads, width] float32, scaled
     layer: CacheLayer,
     page_table: PageTable,
-    request: int,
-    key_range: tuple[int, int],
-    seen: Sequence[tuple[int, ...]],  # per query, the local keys [low, high) it sees
+    queries: Request,
 ) -> OnlineSoftmax:
-    """The online softmax of every query over the keys of one split."""
-    q_len, heads, width = q.shape
-    v_width = layer.codec.row.v_width
-    first = max(key_range[0], min(low for low, _ in seen))
-    last = min(key_range[1], max(high for _, high in seen))
+    """The online softmax of every query over the keys it sees."""
+    (q_len, heads, width), v_width = q.shape, layer.codec.row.v_width
+    request, seen = queries.number, queries.seen
+    first, last = min(low for low, _ in seen), max(high for _, high in seen)
     common = (max(low for low, _ in seen), min(high for _, high in seen))
     # the other half of the workspace: a key tile (stored, dequantised, concatenated), its scores
-    tile = min(KEY_TILE, rows_that_fit(2 * 4 * (3 * width + 2 * q_len * heads), at_least=16))
+    bytes_per_key = 4 * (3 * width + 2 * q_len * heads)
+    tile = min(KEY_TILE, rows_that_fit(2 * bytes_per_key, at_least=16))
     tiles = list(_tiles(first, last, common, tile, layer.page_size))
     # keys on the left: with a transposed right side a matmul takes up to 3 times as long
     columns = q.flatten(0, 1).T.contiguous()

@@ -95,7 +95,7 @@ def _is_possible(a: DecodeArguments, member: _Member, dtype: torch.dtype) -> boo
     return (
         len(member.request.tokens) * a.q.shape[1] <= MAX_ROWS
         and all(low == 0 for low, _ in member.request.seen)
-        and longest <= rows_that_fit(2 * _bytes_per_key(a, dtype), at_least=0, by_item=False)
+        and longest <= rows_that_fit(2 * _bytes_per_key(a, dtype), at_least=0)
         and abs(a.softmax_scale) >= SMALLEST_SCALE
     )
 
@@ -112,7 +112,7 @@ def _groups(a: DecodeArguments, members: Sequence[_Member]) -> Iterator[list[_Me
     group: list[_Member] = []
     splits = 0
     rows = a.q.shape[1] * len(members[0].request.tokens)
-    most = rows_that_fit(2 * 4 * rows * (row.width + 3 * row.v_width), by_item=False)
+    most = rows_that_fit(2 * 4 * rows * (row.width + 3 * row.v_width))
     for member in sorted(members, key=lambda member: len(member.splits)):
         own = len(member.splits) + 1  # the result
         if group and splits + own > most:
@@ -244,7 +244,7 @@ def _gathered(
     slots  [splits, length / run]
     """
     dtype, width, payload = q.dtype, a.layer.codec.row.width, a.layer.payload
-    fit = rows_that_fit(2 * length * _bytes_per_key(a, dtype), by_item=False)
+    fit = rows_that_fit(2 * length * _bytes_per_key(a, dtype))
     split_bytes = length * width * dtype.itemsize
     call_bytes = min(max(CALL_BYTES, torch.get_num_threads() * split_bytes), MAX_BLOCK)
     most = min(fit, max(1, call_bytes // split_bytes))

@@ -47,16 +47,16 @@ def indexer_logits(a: LogitsArguments, out: Tensor) -> None:
         first = a.mask.interval(position, kv_len)[0]
         last = a.mask.interval(kv_len - 1, kv_len)[1]
         for low in range(first, last, _key_tile(a)):
-            keys = slice(low, min(low + _key_tile(a), last))
-            tile = _Tile(request, range(start, end), position, keys)
-            alike.setdefault((end - start, _padded(keys)), []).append(tile)
+            high = min(low + _key_tile(a), last)
+            tile = _Tile(request, range(start, end), position, slice(low, high))
+            alike.setdefault((end - start, _padded(high - low)), []).append(tile)
     for (queries, length), tiles in alike.items():
         for some in even_slices(len(tiles), _tiles_at_once(a, queries, length)):
             _score(a, tiles[some], length, out)
 
 
-def _padded(keys: slice) -> int:
-    return max(MIN_KEY_TILE, 1 << (keys.stop - keys.start - 1).bit_length())
+def _padded(keys: int) -> int:
+    return max(MIN_KEY_TILE, 1 << (keys - 1).bit_length())
 
 
 def _bytes_per_key(a: LogitsArguments) -> int:
@@ -65,7 +65,7 @@ def _bytes_per_key(a: LogitsArguments) -> int:
 
 def _key_tile(a: LogitsArguments) -> int:
     """Keys that fit half of the workspace, a power of two."""
-    fit = rows_that_fit(2 * _bytes_per_key(a), at_least=MIN_KEY_TILE, by_item=False)
+    fit = rows_that_fit(2 * _bytes_per_key(a), at_least=MIN_KEY_TILE)
     return min(KEY_TILE, 1 << (fit.bit_length() - 1))
 
 
@@ -73,14 +73,14 @@ def _queries_at_once(a: LogitsArguments, length: int) -> int:
     """Queries of which half of the workspace holds the dots with the keys of a tile."""
     heads, width = a.q.shape[1:]
     per_query = 4 * (heads * (length + width) + 2 * length)
-    fit = rows_that_fit(2 * per_query, by_item=False)
+    fit = rows_that_fit(2 * per_query)
     return min(fit, max(1, MAX_BLOCK // per_query))
 
 
 def _tiles_at_once(a: LogitsArguments, queries: int, length: int) -> int:
     most = _queries_at_once(a, length) // queries
     keys = min(
-        rows_that_fit(2 * length * _bytes_per_key(a), by_item=False),
+        rows_that_fit(2 * length * _bytes_per_key(a)),
         MAX_BLOCK // (length * _bytes_per_key(a)),
     )
     return max(1, min(most, keys))
@@ -129,7 +129,7 @@ def indexer_topk(a: TopkArguments, out: Tensor) -> None:
     tokens, columns = logits.shape
     out.fill_(-1)
     column = torch.arange(columns, device="cpu")
-    tile = rows_that_fit(columns * (2 * 4 + 2 * 8 + 4 + 1), by_item=False)
+    tile = rows_that_fit(columns * (2 * 4 + 2 * 8 + 4 + 1))
     for block in even_slices(tokens, tile):
         candidates = logits[block]
         if row_starts is not None:

@@ -1,7 +1,7 @@
 """Merging of partial softmaxes (`merge_states`) in host memory.
 
 Maths      lse = log Σ_p exp lse_p;  out = Σ_p exp(lse_p) out_p / (exp lse + exp sink)
-Work       an item is some tokens, on one thread
+Work       a few operations for each block of tokens, which torch shares out among its threads
 Lineage    own design; ideas: split-KV flash decoding
 """
 
@@ -13,28 +13,20 @@ import torch
 from torch import Tensor
 
 from mlakit.arguments import MergeArguments
-from mlakit.kernels.cpu.workers import SMALL, for_each
-from mlakit.kernels.cpu.workspace import rows_that_fit
-
-ITEM_ELEMENTS = 2**18  # of the result, of an item
+from mlakit.kernels.cpu.workspace import row_blocks
 
 
 def merge_states(a: MergeArguments, out: Tensor, lse: Tensor) -> None:
     outs, lses, sink = a.outs, a.lses, a.sink
     tokens, heads, v_width = out.shape
-    tile = rows_that_fit(4 * heads * (4 * v_width + len(outs) + 4))
-    tile = min(tile, max(1, ITEM_ELEMENTS // (heads * v_width)))
-
-    def merge(start: int) -> None:
-        block = slice(start, start + tile)
+    bytes_per_token = 4 * heads * (4 * v_width + len(outs) + 4)
+    for block in row_blocks(tokens, heads * v_width, bytes_per_token):
         partials = [
             (partial[block], partial_lse[block])
             for partial, partial_lse in zip(outs, lses, strict=True)
         ]
         merged, lse[block] = merge_partials(partials, sink)
-        out[block] = merged.to(out.dtype)
-
-    for_each(merge, range(0, tokens, tile), is_small=out.numel() <= SMALL)
+        out[block] = merged
 
 
 def merge_partials(
@@ -50,9 +42,12 @@ def merge_partials(
     divisor = lse.masked_fill(empty, 0.0)
     if sink is not None:
         divisor = torch.logaddexp(divisor, sink.expand_as(divisor))
-    merged = torch.zeros(partials[0][0].shape, device="cpu")
+    merged: Tensor | None = None
     for partial, partial_lse in partials:
-        weight = (partial_lse - divisor).exp()[..., None]
-        is_empty = (partial_lse == -torch.inf)[..., None]
-        merged += torch.where(is_empty, 0.0, weight * partial.float())
-    return merged.masked_fill_(empty[..., None], 0.0), lse
+        weighted = (partial_lse - divisor).exp()[..., None] * partial  # float32
+        is_empty = partial_lse == -torch.inf
+        if bool(is_empty.any()):
+            weighted.masked_fill_(is_empty[..., None], 0.0)
+        merged = weighted if merged is None else merged.add_(weighted)
+    assert merged is not None
+    return merged, lse

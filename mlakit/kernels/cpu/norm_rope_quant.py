@@ -4,7 +4,7 @@ Maths      y0 = x0·cos − x1·sin, y1 = x0·sin + x1·cos ;  c = x · rsqrt(me
 Numbers    the second product of the rotation is rounded to the dtype of `freqs`, then the fused
            sum, then the result to the dtype of x. The norm is float32, rounded to γ's dtype before
            it is multiplied by γ
-Work       an item is some tokens, on one thread
+Work       a few operations for each block of tokens, which torch shares out among its threads
 Memory     writes q_rope_out [tokens, heads, D_R] and the tokens' cache rows. A token with slot -1
            has no row, and its query becomes 0 where its position is no row of `freqs`. A rank of a
            context-parallel group stores only its own tokens
@@ -22,10 +22,7 @@ from mlakit.arguments import AppendArguments, filled
 from mlakit.cache import token_positions, token_slots
 from mlakit.formats import saturating_cast
 from mlakit.kernels.cpu.append_rows import store_rows
-from mlakit.kernels.cpu.workers import SMALL, for_each
-from mlakit.kernels.cpu.workspace import rows_that_fit
-
-ITEM_ELEMENTS = 2**17  # of q_rope and kv, of an item
+from mlakit.kernels.cpu.workspace import row_blocks
 
 
 def rotate(x: Tensor, cos_sin: Tensor, *, rope: str) -> Tensor:
@@ -88,11 +85,8 @@ def norm_rope_quant_append(a: AppendArguments, q_rope_out: Tensor) -> None:
     q_rope, kv, q_rope_out = q_rope[:tokens], kv[:tokens], q_rope_out[:tokens]
     heads, d_r = q_rope.shape[1:]
     # the rotation is in float64, with about six values per input
-    tile = rows_that_fit(8 * 6 * (heads * d_r + kv.shape[1]))
-    tile = min(tile, max(1, ITEM_ELEMENTS // (heads * d_r + kv.shape[1])))
-
-    def append(start: int) -> None:
-        block = slice(start, start + tile)
+    per_token = heads * d_r + kv.shape[1]
+    for block in row_blocks(tokens, max(heads * d_r, kv.shape[1]), 8 * 6 * per_token):
         cos_sin = freqs[positions[block]]
         latent = kv[block, :d_c]
         if gamma is not None:
@@ -105,5 +99,3 @@ def norm_rope_quant_append(a: AppendArguments, q_rope_out: Tensor) -> None:
         if has_angle is not None:
             rotated_q = torch.where(has_angle[block, None, None], rotated_q, 0)
         q_rope_out[block] = saturating_cast(rotated_q, q_rope_out.dtype)
-
-    for_each(append, range(0, tokens, tile), is_small=max(q_rope.numel(), kv.numel()) <= SMALL)

@@ -2,8 +2,10 @@
 
 Maths      s = (q_n·k_n + q_r·k_r) · softmax_scale [+ slope · (key − query)];  out = softmax(s) v
            e4m3 q, k and v are times their scales
-Work       an item is a query block of one request and a few heads, on one thread: key tiles come
-           one after the other, and query tiles of the block share each of them
+Work       few calls of torch's fused attention (`prefill_fused`). What is left takes a query block
+           of one request and some heads after the other: key tiles come one after the other, and
+           query tiles of the block share each of them. torch shares each operation out among its
+           threads
 Memory     a key tile is converted to float32 once per query block, with K transposed
 Measured   docs/measured.md, CPU
 Lineage    own design; ideas: FlashAttention-2
@@ -11,7 +13,7 @@ Lineage    own design; ideas: FlashAttention-2
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -22,43 +24,25 @@ from torch import Tensor
 from mlakit.arguments import PrefillArguments
 from mlakit.kernels.cpu.prefill_fused import Request, attend_request
 from mlakit.kernels.cpu.softmax import OnlineSoftmax
-from mlakit.kernels.cpu.workers import for_each
 from mlakit.kernels.cpu.workspace import rows_that_fit
 from mlakit.masks import Mask
 
-HEADS = 8  # of an item; up to 4 times as many if it has few queries or keys
+HEADS = 16  # of a block; up to 4 times as many if it has few queries or keys
 QUERY_BLOCK = 512  # queries that share a converted key tile
 QUERY_TILE = 128  # queries
 KEY_TILE = 512  # keys; with QUERY_TILE 256 kB of scores per head
 
 
 def mla_prefill(a: PrefillArguments, out: Tensor, lse: Tensor) -> None:
-    def attend(item: _Item) -> None:
-        rows, keys, heads = item.rows, item.keys, item.heads
-        block_out, block_lse = _attend(
-            a.q[rows, heads],
-            a.k_nope[keys, heads],
-            a.k_rope[keys],
-            a.v[keys, heads],
-            _Scales(
-                None if a.q_scale is None else a.q_scale[rows, heads],
-                None if a.k_scale is None else a.k_scale[keys],
-                None if a.v_scale is None else a.v_scale[keys, heads],
-            ),
-            torch.arange(rows.start, rows.stop, device="cpu") + item.first_position,
-            item.tiling,
-            softmax_scale=a.softmax_scale,
-            mask=a.mask,
-            alibi_slopes=None if a.alibi_slopes is None else a.alibi_slopes[heads],
-            sink=None if a.sink is None else a.sink[heads],
-        )
-        out[rows, heads] = block_out.transpose(0, 1).to(out.dtype)
-        lse[rows, heads] = block_lse.T
-
     q_ranges, kv_ranges = pairwise(a.q_starts.tolist()), pairwise(a.kv_starts.tolist())
     requests = [Request(slice(*q), slice(*kv)) for q, kv in zip(q_ranges, kv_ranges, strict=True)]
-    left = [each for each in requests if not attend_request(a, each, out, lse)]
-    for_each(attend, _items(a.q, a.v, left))
+    for request in requests:
+        if attend_request(a, request, out, lse):
+            continue
+        for block in _blocks(a.q, a.v, request):
+            block_out, block_lse = _attend(a, block)
+            out[block.rows, block.heads] = block_out.transpose(0, 1)
+            lse[block.rows, block.heads] = block_lse.T
 
 
 class _Scales(NamedTuple):
@@ -71,7 +55,7 @@ class _Scales(NamedTuple):
 
 @dataclass(frozen=True)
 class _Tiling:
-    """Sizes of an item: heads, queries per block, queries per tile, keys per tile."""
+    """Sizes of a block: heads, queries per block, queries per tile, keys per tile."""
 
     heads: int
     block: int
@@ -80,7 +64,7 @@ class _Tiling:
 
 
 @dataclass(frozen=True)
-class _Item:
+class _Block:
     """A query block of one request, for some heads."""
 
     rows: slice  # of q
@@ -90,17 +74,12 @@ class _Item:
     tiling: _Tiling
 
 
-def _items(q: Tensor, v: Tensor, requests: Sequence[Request]) -> list[_Item]:
-    """All items; the last queries of a request come first, since they see the most keys."""
-    items: list[_Item] = []
-    for request in requests:
-        tiling = _tiling(q, v, request.q_len, request.kv_len)
-        items += [
-            _Item(rows, request.keys, heads, request.kv_len - request.rows.stop, tiling)
-            for rows in reversed(_slices(request.rows.start, request.rows.stop, tiling.block))
-            for heads in _slices(0, q.shape[1], tiling.heads)
-        ]
-    return items
+def _blocks(q: Tensor, v: Tensor, request: Request) -> Iterator[_Block]:
+    tiling = _tiling(q, v, request.q_len, request.kv_len)
+    first_position = request.kv_len - request.rows.stop
+    for rows in _slices(request.rows.start, request.rows.stop, tiling.block):
+        for heads in _slices(0, q.shape[1], tiling.heads):
+            yield _Block(rows, request.keys, heads, first_position, tiling)
 
 
 def _tiling(q: Tensor, v: Tensor, q_len: int, kv_len: int) -> _Tiling:
@@ -121,26 +100,24 @@ def _tiling(q: Tensor, v: Tensor, q_len: int, kv_len: int) -> _Tiling:
     )
 
 
-def _attend(
-    q: Tensor,
-    k_nope: Tensor,
-    k_rope: Tensor,
-    v: Tensor,
-    scales: _Scales,
-    positions: Tensor,  # [queries] int64
-    tiling: _Tiling,
-    *,
-    softmax_scale: float,
-    mask: Mask,
-    alibi_slopes: Tensor | None,
-    sink: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def _attend(a: PrefillArguments, block: _Block) -> tuple[Tensor, Tensor]:
     """(out [heads, queries, D_V], lse [heads, queries]) of one query block."""
+    rows, all_keys, own, tiling = block.rows, block.keys, block.heads, block.tiling
+    q, k_nope, k_rope, v = a.q[rows, own], a.k_nope[all_keys, own], a.k_rope[all_keys], a.v
+    v = v[all_keys, own]
+    scales = _Scales(
+        None if a.q_scale is None else a.q_scale[rows, own],
+        None if a.k_scale is None else a.k_scale[all_keys],
+        None if a.v_scale is None else a.v_scale[all_keys, own],
+    )
+    alibi_slopes = None if a.alibi_slopes is None else a.alibi_slopes[own]
+    mask, positions = a.mask, torch.arange(rows.start, rows.stop, device="cpu")
+    positions += block.first_position
     (num_queries, heads, width), d_v, num_keys = q.shape, v.shape[2], v.shape[0]
     scaled = (
         torch.empty(heads, num_queries, width, device="cpu")
         .copy_(q.transpose(0, 1))
-        .mul_(softmax_scale)
+        .mul_(a.softmax_scale)
     )
     if scales.q is not None:
         scaled *= scales.q.T[..., None]
@@ -159,14 +136,14 @@ def _attend(
             low, high = max(start, by_any[0]), min(stop, by_any[1])
             if low >= high:
                 continue
-            block, keys = slice(low - start, high - start), torch.arange(low, high, device="cpu")
-            scores = scaled[:, rows] @ k[:, :, block]
+            some, keys = slice(low - start, high - start), torch.arange(low, high, device="cpu")
+            scores = scaled[:, rows] @ k[:, :, some]
             if alibi_slopes is not None:
                 scores += alibi_slopes[:, None, None] * (keys - positions[rows, None])
             is_full = by_all[0] <= low and high <= by_all[1]
             visible = None if is_full else mask.visible(positions[rows], keys)
-            state[:, rows].add(scores, values[:, block], visible)
-    return state.finish(None if sink is None else sink[:, None])
+            state[:, rows].add(scores, values[:, some], visible)
+    return state.finish(None if a.sink is None else a.sink[own, None])
 
 
 def _slices(first: int, last: int, step: int) -> list[slice]:

@@ -100,7 +100,7 @@ def _attend(
             lse[rows, heads] = block[1].T
             if out is None:
                 continue
-            out[rows, heads] = block[0].transpose(0, 1).to(out.dtype)
+            out[rows, heads] = block[0].transpose(0, 1)
             if not is_finite(out[rows, heads]):
                 return False
     return True
@@ -125,14 +125,14 @@ def _tiling(a: PrefillArguments, request: Request, dtype: torch.dtype) -> _Tilin
     # as many queries again may come first (`_attend_all_keys`)
     num_queries = request.q_len + min(request.q_len, request.kv_len - request.q_len)
     per_head = request.kv_len * per_key + num_queries * per_query
-    most = rows_that_fit(per_head, at_least=0, by_item=False)
+    most = rows_that_fit(per_head, at_least=0)
     if most > 0:
         most = min(most, max(1, MAX_BLOCK // (request.kv_len * per_key)))
         return _Tiling(most, request.q_len, request.kv_len)
     return _Tiling(
         heads=1,
-        queries=rows_that_fit(2 * (per_key + per_query), at_least=MIN_TILE, by_item=False),
-        keys=rows_that_fit(2 * per_key, at_least=MIN_TILE, by_item=False),
+        queries=rows_that_fit(2 * (per_key + per_query), at_least=MIN_TILE),
+        keys=rows_that_fit(2 * per_key, at_least=MIN_TILE),
     )
 
 

@@ -59,7 +59,7 @@ def sparse_mla(a: SparseArguments, out: Tensor, lse: Tensor, max_logits: Tensor)
         lists.append(RowList(a.extra, filled(a.extra_rows), a.extra_topk_lens))
     longest = sum(each.rows.shape[1] for each in lists)
     # a quarter of the workspace is for masks and indices: ids and their comparisons
-    for chunk in even_slices(len(a.q), rows_that_fit(4 * 12 * longest, by_item=False)):
+    for chunk in even_slices(len(a.q), rows_that_fit(4 * 12 * longest)):
         valid = [each.valid(chunk) for each in lists]
         for lengths, alike in _by_length(valid):
             for some in even_slices(len(alike), _tokens_at_once(a, max(lengths))):
@@ -85,7 +85,7 @@ def _length(end: int, most: int) -> int:
 
 def _entries_at_once(a: SparseArguments) -> int:
     """Entries whose rows (stored, dequantised, concatenated) and scores take half the workspace."""
-    return rows_that_fit(2 * _bytes_per_entry(a), at_least=16, by_item=False)
+    return rows_that_fit(2 * _bytes_per_entry(a), at_least=16)
 
 
 def _bytes_per_entry(a: SparseArguments) -> int:
@@ -95,7 +95,7 @@ def _bytes_per_entry(a: SparseArguments) -> int:
 def _tokens_at_once(a: SparseArguments, length: int) -> int:
     row, entries = a.layer.codec.row, min(length, _entries_at_once(a))
     state = 4 * a.q.shape[1] * (2 * row.width + 4 * row.v_width)
-    fit = rows_that_fit(state + 4 * entries * _bytes_per_entry(a) // 3, by_item=False)
+    fit = rows_that_fit(state + 4 * entries * _bytes_per_entry(a) // 3)
     return min(fit, max(1, MAX_BLOCK // max(4 * row.width * entries, 1)))
 
 

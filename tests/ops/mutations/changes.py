@@ -9,7 +9,6 @@ from math import e, log2
 import torch
 
 from mlakit.masks import CAUSAL, NULL, Mask
-from mlakit.plan import DecodePlanTensors
 from tests.kernel_launchers import Arguments
 
 Before = Callable[[Arguments], Arguments]
@@ -144,15 +143,6 @@ def rolled(name: str, axis: int) -> Before:
 
 def with_unit_scale(a: Arguments) -> Arguments:
     return {"layer": replace(a["layer"], tensor_scale=1.0)}
-
-
-def with_a_split_left_out(a: Arguments) -> Arguments:
-    plan = a["splits"]
-    return (
-        {"splits": plan._replace(items=plan.items[:-1])}
-        if isinstance(plan, DecodePlanTensors)
-        else {}
-    )
 
 
 def with_negative_rows_wrapped(a: Arguments) -> Arguments:

@@ -20,13 +20,13 @@ MUTATIONS = [
         "merge",
         "plain average",
         "(partial_lse - divisor).exp()",
-        "(part_lse * 0 + 1 / len(parts))",
+        "(partial_lse * 0 + 1 / len(partials))",
     ),
     line(
         MergeCase,
         "merge",
         "reads empty partials",
-        "torch.where(is_empty, 0.0,",
-        "(0.0 +",
+        "if bool(is_empty.any()):",
+        "if False:",
     ),
 ]

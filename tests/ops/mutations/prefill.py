@@ -33,8 +33,8 @@ MUTATIONS = [
         PrefillCase,
         "prefill",
         "scale 2 % off",
-        ".mul_(softmax_scale)",
-        ".mul_(softmax_scale * 1.02)",
+        ".mul_(a.softmax_scale)",
+        ".mul_(a.softmax_scale * 1.02)",
     ),
     line(
         PrefillCase,
