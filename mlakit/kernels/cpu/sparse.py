@@ -84,12 +84,12 @@ def _length(end: int, most: int) -> int:
 
 
 def _entries_at_once(a: SparseArguments) -> int:
-    """Entries whose rows (stored, dequantised, concatenated) and scores take half the workspace."""
+    """Entries whose rows (stored, in float16, in float32) and scores take half the workspace."""
     return rows_that_fit(2 * _bytes_per_entry(a), at_least=16)
 
 
 def _bytes_per_entry(a: SparseArguments) -> int:
-    return 4 * (4 * a.layer.codec.row.width + 2 * a.q.shape[1])
+    return 10 * a.layer.codec.row.width + 4 * 2 * a.q.shape[1]
 
 
 def _tokens_at_once(a: SparseArguments, length: int) -> int:
