@@ -254,7 +254,7 @@ def _gathered(
             yield some, a.layer.read_unchecked(slots[some], dtype, run=run)[:, None]
         return
     # one buffer: memory that is not returned between the calls costs no page faults
-    runs, index = payload.view(-1, run * width), slots // run
+    runs, index = payload.view(-1, run * width), slots if run == 1 else slots // run
     buffer = torch.empty(min(most, len(slots)), 1, length, width, dtype=dtype, device="cpu")
     for some in parts:
         rows = buffer[: some.stop - some.start]

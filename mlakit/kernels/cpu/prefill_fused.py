@@ -165,6 +165,7 @@ def _attend_block(
         part_out, part_lse = attend(
             q[None], k[None], v[None], a.v.shape[2], a.softmax_scale, is_causal=is_causal
         )
+        del k, v  # before the next ones are made
         part = part_out[0], part_lse[0]
         if not has_scores(*part):
             return None
