@@ -139,7 +139,8 @@ def _attend(a: PrefillArguments, block: _Block) -> tuple[Tensor, Tensor]:
             some, keys = slice(low - start, high - start), torch.arange(low, high, device="cpu")
             scores = scaled[:, rows] @ k[:, :, some]
             if alibi_slopes is not None:
-                scores += alibi_slopes[:, None, None] * (keys - positions[rows, None])
+                distance = (keys - positions[rows, None]).float()
+                scores.addcmul_(alibi_slopes[:, None, None], distance)
             is_full = by_all[0] <= low and high <= by_all[1]
             visible = None if is_full else mask.visible(positions[rows], keys)
             state[:, rows].add(scores, values[:, some], visible)
