@@ -74,6 +74,17 @@ class OnlineSoftmax:
                     "...k,...kv->...v", probs[..., row, seen], values[..., seen, :]
                 )
 
+    def joined(self, splits: int) -> OnlineSoftmax:
+        """The state over all keys, of states over `splits` ranges of keys next to each other on the
+        first axis."""
+        row_max, row_sum, acc = (
+            each.unflatten(0, (-1, splits)) for each in (self.row_max, self.row_sum, self.acc)
+        )
+        best = row_max.amax(1)
+        rescale = (row_max - _anchor(best)[:, None]).exp_()
+        row_sum, acc = (row_sum * rescale).sum(1), (acc * rescale[..., None]).sum(1)
+        return OnlineSoftmax(best, row_sum, acc)
+
     def finish(self, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(out, lse); `sink`, broadcast over rows, is added to the denominator of out only."""
         lse = self.row_max + self.row_sum.log()

@@ -3,7 +3,8 @@
 Maths      s = q·row · softmax_scale [· q_scale] over valid slots;  out = softmax(s) @ row
 Valid      slot < topk_len and 0 ≤ row id < num_rows; the row of an invalid slot does not count
 Work       tokens with lists of about the same length share each operation, and torch shares the
-           operation out among its threads. How the list of a token is cut depends on that list only
+           operation out among its threads. A split is some entries of a list; how a list is split
+           depends on that list only
 Memory     the lists of as many tokens as fit are gathered at once, or tiles of the lists
 Lineage    own design; ideas: FlashMLA's token-wise sparse attention and its second ("extra") cache
 """
@@ -22,6 +23,8 @@ from mlakit.kernels.cpu.softmax import OnlineSoftmax
 from mlakit.kernels.cpu.workspace import MAX_BLOCK, even_slices, rows_that_fit
 
 MIN_LENGTH = 64  # entries: lists are cut at powers of two from here on
+SPLIT = 512  # entries: MKL and OpenBLAS share out longer sums, whose bits depend on the threads
+MANY_HEADS = 64
 
 
 @dataclass(frozen=True)
@@ -58,8 +61,8 @@ def sparse_mla(a: SparseArguments, out: Tensor, lse: Tensor, max_logits: Tensor)
     if a.extra is not None:
         lists.append(RowList(a.extra, filled(a.extra_rows), a.extra_topk_lens))
     longest = sum(each.rows.shape[1] for each in lists)
-    # a quarter of the workspace is for masks and indices: ids and their comparisons
-    for chunk in even_slices(len(a.q), rows_that_fit(4 * 12 * longest)):
+    # an eighth of the workspace is for masks and indices: ids and their comparisons
+    for chunk in even_slices(len(a.q), rows_that_fit(8 * 12 * longest)):
         valid = [each.valid(chunk) for each in lists]
         for lengths, alike in _by_length(valid):
             for some in even_slices(len(alike), _tokens_at_once(a, max(lengths))):
@@ -85,17 +88,20 @@ def _length(end: int, most: int) -> int:
 
 def _entries_at_once(a: SparseArguments) -> int:
     """Entries whose rows (stored, in float16, in float32) and scores take half the workspace."""
-    return rows_that_fit(2 * _bytes_per_entry(a), at_least=16)
+    fit = rows_that_fit(2 * _bytes_per_entry(a), at_least=16)
+    return fit // SPLIT * SPLIT or fit
 
 
 def _bytes_per_entry(a: SparseArguments) -> int:
-    return 10 * a.layer.codec.row.width + 4 * 2 * a.q.shape[1]
+    row, heads = a.layer.codec.row, a.q.shape[1]
+    partials = 4 * 3 * heads * row.v_width // SPLIT
+    return 10 * row.width + 4 * 2 * heads + partials
 
 
 def _tokens_at_once(a: SparseArguments, length: int) -> int:
     row, entries = a.layer.codec.row, min(length, _entries_at_once(a))
     state = 4 * a.q.shape[1] * (2 * row.width + 4 * row.v_width)
-    fit = rows_that_fit(state + 4 * entries * _bytes_per_entry(a) // 3)
+    fit = rows_that_fit(8 * (state + entries * _bytes_per_entry(a)) // 7)
     return min(fit, max(1, MAX_BLOCK // max(4 * row.width * entries, 1)))
 
 
@@ -119,25 +125,56 @@ def _attend(
     q = torch.cat([part.float() for part in parts], -1).mul_(a.softmax_scale)
     if a.q_scale is not None:
         q *= a.q_scale[tokens, None, None]
-    state, v_width, step = None, out.shape[2], _entries_at_once(a)
+    state: OnlineSoftmax | None = None
     for each, is_valid, length in zip(lists, valid, lengths, strict=True):
-        for first in range(0, length, step):
-            entries = slice(first, min(first + step, length))
+        for entries, splits in _tiles(length, _entries_at_once(a)):
             counts = is_valid[own, entries]
             keys = each.gather(tokens, entries, counts)
-            # keys on the left: with a transposed right side a matmul takes longer
-            scores = torch.bmm(keys, q.mT).mT
-            if not bool(counts.all()):
-                scores.masked_fill_(~counts[:, None], -torch.inf)
-            if state is None:
-                state = OnlineSoftmax.of(scores, keys[..., :v_width])
-            else:
-                state.add(scores, keys[..., :v_width])
+            tile = _attend_rows(q, keys, counts, out.shape[2], splits)
+            state = tile if state is None else _both(state, tile)
+            del keys  # before the next ones are made
     if state is None:
-        state = OnlineSoftmax.over(*q.shape[:2], v_width=v_width)
+        state = OnlineSoftmax.over(*q.shape[:2], v_width=out.shape[2])
     block_out, lse[tokens] = state.finish(a.sink)
     out[tokens] = block_out.to(out.dtype)
     max_logits[tokens] = state.row_max
+
+
+def _tiles(length: int, most: int) -> Iterator[tuple[slice, int]]:
+    """(entries, number of splits) of a list."""
+    first = 0
+    while first < length:
+        last = min(first + most, length)
+        if last - first > SPLIT:
+            last -= (last - first) % SPLIT
+        yield slice(first, last), max(1, (last - first) // SPLIT)
+        first = last
+
+
+def _attend_rows(
+    q: Tensor,  # [tokens, heads, width], scaled
+    keys: Tensor,  # [tokens, entries, width]
+    counts: Tensor,  # [tokens, entries]
+    v_width: int,
+    splits: int,
+) -> OnlineSoftmax:
+    q, keys = q.repeat_interleave(splits, 0), keys.view(len(q) * splits, -1, keys.shape[2])
+    if q.shape[1] < MANY_HEADS:  # a transposed right side takes longer than these copies
+        scores = torch.bmm(keys, q.mT.contiguous()).mT.contiguous()
+    else:
+        scores = torch.bmm(q, keys.mT)
+    if not bool(counts.all()):
+        scores.masked_fill_(~counts.reshape(len(q), 1, -1), -torch.inf)
+    state = OnlineSoftmax.of(scores, keys[..., :v_width])
+    return state if splits == 1 else state.joined(splits)
+
+
+def _both(one: OnlineSoftmax, other: OnlineSoftmax) -> OnlineSoftmax:
+    row_max, row_sum, acc = (
+        torch.stack([getattr(one, name), getattr(other, name)], 1).flatten(0, 1)
+        for name in ("row_max", "row_sum", "acc")
+    )
+    return OnlineSoftmax(row_max, row_sum, acc).joined(2)
 
 
 def _slice_or_index(members: Sequence[int]) -> slice | Tensor:
