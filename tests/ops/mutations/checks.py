@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
 from hypothesis import Phase
 
 from mlakit import dispatch
@@ -55,23 +54,14 @@ def passes_random_problems(case: type[Case], examples_of: str, formats: tuple[st
 
 
 def passes_property_tests(op: str) -> None:
-    """The problems of `test_properties` for the CPU kernel of an op, the same examples.
-
-    On two threads: on one, nothing is shared between threads, and a mutant that does it wrongly
-    survives.
-    """
+    """The problems of `test_properties` for the CPU kernel of an op, the same examples."""
     spec = cpu_kernel(op)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        for each in PROPERTIES:
-            if each.spec == spec:
-                each.explore("cpu", phases=[Phase.generate])
-        for case in LARGE:
-            if case.op == op:
-                case.run("cpu", spec.name)
-    finally:
-        torch.set_num_threads(threads)
+    for each in PROPERTIES:
+        if each.spec == spec:
+            each.explore("cpu", phases=[Phase.generate])
+    for case in LARGE:
+        if case.op == op:
+            case.run("cpu", spec.name)
 
 
 def cpu_kernel(op: str) -> KernelSpec:
