@@ -146,7 +146,7 @@ def read_keys(
     device = layer.payload.device
     if len(keys.first) > 1 or device.type == "cpu":
         slots, kv_starts = range_slots(page_table, layer.page_size, keys.first, keys.last, device)
-        if device.type == "cpu":
+        if device.type == "cpu" and not torch.compiler.is_compiling():
             return _read_in_blocks(layer, slots, dtype), kv_starts
         return layer.read_unchecked(slots, dtype), kv_starts
     # one request: nothing is copied from the host, so that a CUDA graph can hold it
