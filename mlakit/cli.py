@@ -507,8 +507,7 @@ def check(
         typer.Option(help="Check only this op; may be repeated.", autocompletion=_complete_op),
     ] = None,
     minutes: float | None = typer.Option(
-        None,
-        help="Duration. Default: 1 minute; with --count or --launches: until they are done.",
+        None, help="Duration. Default: 1 minute, or until --count or --launches are done."
     ),
     count: int | None = typer.Option(None, min=1, help="Number of cases."),
     launches: int | None = typer.Option(
@@ -525,9 +524,7 @@ def check(
         help="With --launches: calls per launch, which must all return the same bits. Default: 1 "
         "or 3. Many calls find intermittent errors.",
     ),
-    seed: int | None = typer.Option(
-        None, min=0, help="Seed of the first case, or of all launches. Default: random."
-    ),
+    seed: int | None = typer.Option(None, min=0, help="First seed of the cases. Default: random."),
     device: str = typer.Option("auto", help="auto, cpu or cuda; auto is a GPU if torch sees one."),
     backend: str = typer.Option(
         "", help=f"{one_of(BACKENDS[1:])}. Default: every backend that supports the case."
@@ -536,6 +533,9 @@ def check(
         False,
         "--any-widths",
         help="Random widths and page sizes; a GPU then compiles a kernel for most cases.",
+    ),
+    jobs: int = typer.Option(
+        1, min=1, help="Processes: each compiles kernels on a core of its own."
     ),
     as_json: bool = typer.Option(False, "--json", help="Print JSON instead of a table."),
 ) -> None:
@@ -563,6 +563,7 @@ def check(
         launches=launches,
         first=first,
         calls=calls,
+        jobs=jobs,
     )
     with usage_errors():
         selfcheck.check_settings(settings)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ProcessPoolExecutor, wait
+from dataclasses import dataclass, field, replace
 from itertools import count
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from rich.box import SIMPLE
@@ -25,6 +27,7 @@ KINDS: dict[str, type[Case]] = {case.op: case for case in CASES}
 DEVICES = ("auto", "cpu", "cuda")
 DEFAULT_MINUTES = 1.0
 SECONDS_BETWEEN_LINES = 10.0  # of progress, where stderr is not a terminal
+POLL_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,9 @@ class Settings:
 
     launches  check this many launches of few compiled kernels instead of cases, from index `first`
     calls     calls per launch, which must all return the same bits; None: one, or sometimes three
+    jobs      processes that share the work. A process compiles on one core, and finds what others
+              have compiled in Triton's cache on disk
+    step      from a seed of cases, or an index of launches, to the next
     """
 
     ops: tuple[str, ...]
@@ -45,6 +51,8 @@ class Settings:
     launches: int | None = None
     first: int = 0
     calls: int | None = None
+    jobs: int = 1
+    step: int = 1
 
     @property
     def torch_device(self) -> str:
@@ -61,6 +69,14 @@ class Settings:
     @property
     def noun(self) -> str:
         return "cases" if self.launches is None else "launches"
+
+    def share(self, job: int) -> Settings:
+        """What one of the `jobs` processes checks."""
+        limit = None if self.limit is None else len(range(job, self.limit, self.jobs))
+        own = replace(self, jobs=1, step=self.jobs)
+        if self.launches is None:
+            return replace(own, seed=self.seed + job, count=limit)
+        return replace(own, first=self.first + job, launches=limit)
 
     def command(self, op: str, number: int) -> str:
         """The command that repeats one case or launch."""
@@ -161,7 +177,7 @@ def _check_launches(settings: Settings) -> None:
 
 def random_cases(settings: Settings) -> Iterator[tuple[int, Case]]:
     """An endless stream of (seed, case): for every seed one case of each op."""
-    for seed in count(settings.seed):
+    for seed in count(settings.seed, settings.step):
         for op in settings.ops:
             draw = SeededDraw(f"{op} {seed}", model_widths=not settings.any_widths)
             yield seed, random_case(draw, KINDS[op], settings.backend)
@@ -169,7 +185,7 @@ def random_cases(settings: Settings) -> Iterator[tuple[int, Case]]:
 
 def random_launches(settings: Settings) -> Iterator[tuple[int, Case]]:
     """An endless stream of (index, launch): for every index one launch of each op."""
-    for number in count(settings.first):
+    for number in count(settings.first, settings.step):
         for op in settings.ops:
             draw = SeededDraw(f"{op} {settings.seed} launch {number}")
             yield (
@@ -198,6 +214,51 @@ def run(
             outcome.num_done, outcome.seconds = done + 1, perf_counter() - start
             break
     return outcome
+
+
+def run_in_processes(
+    settings: Settings, after_each: Callable[[int, float], None] = lambda done, seconds: None
+) -> Outcome:
+    """`run`, shared out among `settings.jobs` processes; a wrong result ends only its own."""
+    jobs = settings.jobs if settings.limit is None else min(settings.jobs, settings.limit)
+    settings = replace(settings, jobs=jobs)
+    start, spawn = perf_counter(), multiprocessing.get_context("spawn")
+    done: Any = spawn.Array("q", jobs)
+    threads = max(1, torch.get_num_threads() // jobs)
+    with ProcessPoolExecutor(
+        jobs, spawn, initializer=_start_process, initargs=(done, threads)
+    ) as pool:
+        shares = [pool.submit(_run_share, settings.share(job), job) for job in range(jobs)]
+        while wait(shares, timeout=POLL_S).not_done:
+            after_each(sum(done), perf_counter() - start)
+    return _joined(settings, [share.result() for share in shares], perf_counter() - start)
+
+
+def _joined(settings: Settings, outcomes: Sequence[Outcome], seconds: float) -> Outcome:
+    together = Outcome(settings, seconds=seconds)
+    for each in outcomes:
+        together.num_done += each.num_done
+        together.failure = together.failure or each.failure
+        for key, tally in each.tallies.items():
+            known = together.tallies.get(key, Tally())
+            together.tallies[key] = Tally(*map(sum, zip(known, tally, strict=True)))
+    return together
+
+
+_DONE: Any = None  # the cases that each process has done: an array in shared memory
+
+
+def _start_process(done: Any, threads: int) -> None:
+    global _DONE
+    _DONE = done
+    torch.set_num_threads(threads)
+
+
+def _run_share(settings: Settings, job: int) -> Outcome:
+    def count_done(done: int, _: float) -> None:
+        _DONE[job] = done
+
+    return run(settings, count_done)
 
 
 def _is_over(settings: Settings, done: int, seconds: float) -> bool:
@@ -234,8 +295,9 @@ def run_with_progress(settings: Settings) -> Outcome:
     Most of the first minutes are spent on compiling kernels.
     """
     screen = Console(stderr=True)
+    check = run if settings.jobs == 1 else run_in_processes
     if not screen.is_terminal:
-        return run(settings, _reporter(settings, screen))
+        return check(settings, _reporter(settings, screen))
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=screen, transient=True) as progress:
         total = settings.limit if settings.minutes is None else 60 * settings.minutes
@@ -245,7 +307,7 @@ def run_with_progress(settings: Settings) -> Outcome:
             completed = done if settings.minutes is None else seconds
             progress.update(task, completed=completed, description=f"{done} {settings.noun}")
 
-        return run(settings, advance)
+        return check(settings, advance)
 
 
 def _reporter(settings: Settings, screen: Console) -> Callable[[int, float], None]:

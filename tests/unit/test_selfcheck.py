@@ -98,6 +98,37 @@ def test_time_ends_it(monkeypatch):
     assert (outcome.num_correct, outcome.seconds) == (4, 35.0)
 
 
+@pytest.mark.parametrize("launches", [None, 7])
+def test_processes_share_the_cases(launches):
+    settings = Settings(("merge_states",) if launches is None else ("mla_decode",), 3, "cpu")
+    settings = replace(settings, minutes=None, first=0 if launches is None else 5, jobs=3)
+    settings = replace(settings, count=7 if launches is None else None, launches=launches)
+    draw = random_cases if launches is None else selfcheck.random_launches
+    whole = list(islice(draw(settings), 7))
+    shares = [settings.share(job) for job in range(3)]
+    drawn = [case for share in shares for case in islice(draw(share), share.limit)]
+    assert [share.limit for share in shares] == [3, 2, 2]
+    assert sorted(drawn, key=lambda each: each[0]) == whole
+
+
+def test_a_check_in_processes_counts_all_of_them():
+    arguments = ("--op", "merge_states", "--count", "3", "--jobs", "2", "--device", "cpu")
+    code, output = invoke(*arguments, "--seed", "1", "--backend", "cpu")
+    assert code == 0, output
+    assert "3 calls, all results correct." in output
+
+
+def test_a_wrong_result_of_one_process_is_the_outcome(monkeypatch):
+    settings = Settings(("merge_states",), 0, "cpu", "cpu", None, 40)
+    right = run(settings)
+    mutate_merge(monkeypatch, from_heads=2)
+    wrong = run(settings)
+    together = selfcheck._joined(settings, [right, wrong], 1.0)
+    assert together.failure == wrong.failure is not None
+    assert together.num_done == right.num_done + wrong.num_done
+    assert together.num_correct == right.num_correct + wrong.num_correct
+
+
 def test_without_a_seed_a_new_one_is_drawn_and_shown():
     arguments = ("--op", "indexer_topk", "--count", "1", "--device", "cpu", "--json")
     seeds = {json.loads(invoke(*arguments)[1])["seed"] for _ in range(3)}
