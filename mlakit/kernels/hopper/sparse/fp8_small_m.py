@@ -6,8 +6,8 @@ Maths      scores = (q_c·c + q_r·r) · softmax_scale ; out = softmax(scores) @
            over the rows that a token's list names
 Work       a work tile is 8, 16 or 32 heads of one token over a split of its lists, 64 entries per
            block; a persistent CTA computes one tile after the other
-Bound      by bytes in flight: rows stay FP8 in shared memory, so that four blocks of them fit, and
-           both wgmma convert them in registers
+Bound      by latency: per block each role takes 2000 to 2550 cycles, memory about 2200. Rows stay
+           FP8 in shared memory, so that four blocks fit, and both wgmma convert them in registers
 
              gather, four warps        QK-softmax warpgroup            PV warpgroup
   a tile     count its blocks  count -> ----------------------------->
