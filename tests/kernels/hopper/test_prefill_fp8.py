@@ -8,11 +8,19 @@ import pytest
 import torch
 
 from mlakit import dispatch, mla_prefill, replay
-from mlakit.kernels.hopper.prefill.configs import BLOCK_Q, FP8_BLOCK_K, fp8_prefill_config
+from mlakit.kernels.hopper.prefill.configs import FP8_BLOCK_K, fp8_prefill_config
 from mlakit.specs import Problem, Use
 from mlakit.testing import assert_same_bits
 from mlakit.workloads import PrefillFp8Case
-from tests.kernels.hopper.test_prefill import LENGTHS, MASKS
+from tests.kernels.hopper.test_prefill import LENGTHS as BF16_LENGTHS
+from tests.kernels.hopper.test_prefill import MASKS
+
+LENGTHS = {  # kv_lens, q_lens; a tile is 192 queries, of which a warpgroup has 64
+    **BF16_LENGTHS,
+    "an fp8 tile less one, a tile, a tile and one": ((191, 192, 193), (191, 192, 193)),
+    "warpgroups without queries": ((64, 300, 128, 193), (64, 65, 128, 129)),
+    "blocks that some warpgroups do not see": ((576, 700), (576, 450)),
+}
 
 WIDTHS = {"192/128": (128, 64, 128), "128/128": (128, 0, 128)}  # D_N, D_R, D_V
 
@@ -163,9 +171,9 @@ def test_what_the_kernel_takes(fields, reason):
 
 @pytest.mark.parametrize("widths", FP8_BLOCK_K)
 def test_registers_of_all_warps_fit_an_sm(widths):
-    """Two consumer warpgroups, and four warps of which three are a producer and cleaners."""
+    """Three consumer warpgroups, and four warps of which one is the producer."""
     config = fp8_prefill_config(widths)
-    both = 3 * config.MAX_REGISTERS - config.PRODUCER_REGISTERS
-    assert both >= 2 * config.CONSUMER_REGISTERS
-    assert 3 * 128 * config.MAX_REGISTERS <= 65536
-    assert BLOCK_Q % config.BLOCK_K == 0
+    consumers = config.BLOCK_Q // 64
+    given = (consumers + 1) * config.MAX_REGISTERS - config.PRODUCER_REGISTERS
+    assert given >= consumers * config.CONSUMER_REGISTERS
+    assert (consumers + 1) * 128 * config.MAX_REGISTERS <= 65536

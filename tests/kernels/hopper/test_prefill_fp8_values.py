@@ -14,10 +14,12 @@ LENGTHS = [(128,), (5,), (0, 300, 77, 0, 40), (127, 128, 129), (260, 0, 0, 1), (
 
 
 def plain_vectors(rows: torch.Tensor) -> torch.Tensor:
-    """[16, 32] as shared memory has them after TMA: 16 bytes of row r go to place ^ (r % 8)."""
+    """[16, 32] as shared memory has them after TMA, 16 bytes of row r at place ^ (r % 8), in the
+    order of keys."""
     chunks = rows.view(16, 8, 4)
     order = torch.arange(8) ^ (torch.arange(16) % 8)[:, None]
-    return chunks.gather(1, order[..., None].expand(-1, -1, 4)).reshape(4, BLOCK)
+    vectors = chunks.gather(1, order[..., None].expand(-1, -1, 4))
+    return vectors.reshape(4, BLOCK // 16, 4, 2, 2).transpose(2, 3).reshape(4, BLOCK)
 
 
 def wanted_tile(bits: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, bool]:

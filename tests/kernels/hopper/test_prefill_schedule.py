@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mlakit.kernels.hopper.prefill.configs import BLOCK_Q, L2_BYTES, MAX_TOGETHER
+from mlakit.kernels.hopper.prefill.configs import BLOCK_Q, FP8_BLOCK_Q, L2_BYTES, MAX_TOGETHER
 from mlakit.kernels.hopper.prefill.schedule import make_schedule, max_query_tiles
 from mlakit.workloads.paged import starts_of
 
@@ -24,7 +24,9 @@ BATCHES = {
 }
 
 
-def work_tiles(rows: torch.Tensor, num_tiles: int, heads: int) -> list[tuple[int, int, int]]:
+def work_tiles(
+    rows: torch.Tensor, num_tiles: int, heads: int, block_q: int = BLOCK_Q
+) -> list[tuple[int, int, int]]:
     """(first query row, head, keys) of each work tile, in order, as `tiles.locate_tile` has it."""
     tiles = []
     for number in range(num_tiles):
@@ -34,30 +36,31 @@ def work_tiles(rows: torch.Tensor, num_tiles: int, heads: int) -> list[tuple[int
         within -= first_head * query_tiles
         in_group = min(heads - first_head, group)
         query_tile = query_tiles - 1 - within // in_group
-        tiles.append((q_start + query_tile * BLOCK_Q, first_head + within % in_group, kv_len))
+        tiles.append((q_start + query_tile * block_q, first_head + within % in_group, kv_len))
     return tiles
 
 
+@pytest.mark.parametrize("block_q", [BLOCK_Q, FP8_BLOCK_Q])
 @pytest.mark.parametrize(("heads", "dtype"), [(3, torch.int32), (128, torch.int64)], ids=str)
 @pytest.mark.parametrize(("q_lens", "kv_lens"), BATCHES.values(), ids=BATCHES)
 def test_every_work_tile_is_there_once_longest_requests_first(
-    q_lens, kv_lens, heads, dtype, device
+    q_lens, kv_lens, heads, dtype, block_q, device
 ):
     q_starts, kv_starts = (
         torch.tensor(starts_of(lens), dtype=dtype, device=device) for lens in (q_lens, kv_lens)
     )
     rows, counters = make_schedule(
-        q_starts, kv_starts, tokens=sum(q_lens), heads=heads, key_bytes=KEY_BYTES
+        q_starts, kv_starts, tokens=sum(q_lens), heads=heads, block_q=block_q, key_bytes=KEY_BYTES
     )
     taken, num_tiles = counters.tolist()
     assert taken == 0
-    assert len(rows) == max_query_tiles(sum(q_lens), len(q_lens))
+    assert len(rows) == max_query_tiles(sum(q_lens), len(q_lens), block_q)
     assert num_tiles <= len(rows) * heads
-    tiles = work_tiles(rows.cpu(), num_tiles, heads)
+    tiles = work_tiles(rows.cpu(), num_tiles, heads, block_q)
     want = {
         (start + query, head)
         for start, q_len in zip(starts_of(q_lens), q_lens, strict=False)
-        for query in range(0, q_len, BLOCK_Q)
+        for query in range(0, q_len, block_q)
         for head in range(heads)
     }
     assert len(tiles) == len(want)
@@ -70,7 +73,9 @@ def test_every_work_tile_is_there_once_longest_requests_first(
 def test_a_group_of_heads_fits_l2_and_does_its_last_queries_first(heads, kv_len, device):
     starts = torch.tensor([0, 300], dtype=torch.int32, device=device)
     kv_starts = torch.tensor([0, kv_len], dtype=torch.int32, device=device)
-    rows, counters = make_schedule(starts, kv_starts, tokens=300, heads=heads, key_bytes=KEY_BYTES)
+    rows, counters = make_schedule(
+        starts, kv_starts, tokens=300, heads=heads, block_q=BLOCK_Q, key_bytes=KEY_BYTES
+    )
     group = int(rows[0, 6])
     assert 1 <= group <= heads
     assert group == 1 or group * kv_len * KEY_BYTES <= L2_BYTES
@@ -86,7 +91,12 @@ def test_equal_requests_that_fit_l2_do_their_last_queries_first(heads, kv_len, d
     sizes = (together, together, 1)
     starts = torch.arange(sum(sizes) + 1, dtype=torch.int32, device=device) * kv_len
     rows, counters = make_schedule(
-        starts, starts, tokens=sum(sizes) * kv_len, heads=heads, key_bytes=KEY_BYTES
+        starts,
+        starts,
+        tokens=sum(sizes) * kv_len,
+        heads=heads,
+        block_q=BLOCK_Q,
+        key_bytes=KEY_BYTES,
     )
     tiles = work_tiles(rows.cpu(), int(counters[1]), heads)
     last_first = range(kv_len - BLOCK_Q, -1, -BLOCK_Q)

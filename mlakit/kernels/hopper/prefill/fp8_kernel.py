@@ -2,17 +2,16 @@
 
 Maths      scores = (q_n·k_n + q_r·k_r) · q_scale · k_scale · softmax_scale
            out = softmax(scores) @ (v · v_scale)
-Work       as `kernel`: persistent CTAs, work tiles of 128 queries of a head, two consumer
-           warpgroups and a producer warp. Softmax of block i runs under PV of block i − 1 and under
-           the wgmma of the other warpgroup, QK of block i + 1 under the promotion of that PV
+Work       as `kernel`: persistent CTAs, work tiles of queries of a head, and a producer warp. Three
+           consumer warpgroups of 64 queries each; a warpgroup does QK, softmax, PV and promotion of
+           a block one after the other, and tensor cores work for the other two meanwhile
 Memory     keys as they are; values rewritten by a kernel before this one, so that P stays in
            registers (`fp8_values`). Blocks of keys begin at multiples of BLOCK_K of a request
 Numbers    tensor cores accumulate FP8 products with 14 bits (`reference.hopper_fp8_mma`): scores,
            and PV of one block, which is then added to acc in float32. P is rounded to e4m3, row_sum
            is not
 Limits     e4m3, the widths of `configs.FP8_BLOCK_K`
-Lineage    own design; ideas: FlashAttention-3 (warp roles, QK ahead of PV), DeepGEMM (float32 sums
-           of FP8 products)
+Lineage    own design; ideas: FlashAttention-3 (warp roles), DeepGEMM (float32 sums of FP8 products)
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from mlakit.kernels.hopper.prefill.fp8_softmax import (
     column_of,
     mask_scores,
     row_scales,
-    scale_keys,
+    scale_scores,
     softmax_step,
     spread_sum,
 )
@@ -52,7 +51,14 @@ from mlakit.kernels.hopper.prefill.pipeline import (
     release_tile,
     wait_tile,
 )
-from mlakit.kernels.hopper.prefill.tiles import Schedule, Tile, block_start, locate_tile, no_tile
+from mlakit.kernels.hopper.prefill.tiles import (
+    Schedule,
+    Tile,
+    block_start,
+    locate_tile,
+    no_tile,
+    seen_keys,
+)
 from mlakit.kernels.hopper.primitives import acc_layout, alloc_barriers, lane_layout
 
 LOG2_SHIFT = gl.constexpr(fp8_values.LOG2_SHIFT)
@@ -67,7 +73,7 @@ class Part:
 
     q: object
     k: object
-    q_tiles: object  # [2, 64, columns], one per consumer warpgroup
+    q_tiles: object  # [3, 64, columns], one per consumer warpgroup
     k_tiles: object  # [STAGES, BLOCK_K, columns]
     COLUMN: object  # of q
     IS_ROPE: object  # the keys are those of all heads
@@ -122,8 +128,7 @@ class Inputs:
     parts: object
     values: object
     q_ready: object
-    k_ready: object
-    v_full: object
+    kv_ready: object
     scales: object
     strides: object
     scale_log2: object
@@ -131,14 +136,14 @@ class Inputs:
 
 @gluon.jit
 def _stage(fill):
-    """(stage, phase) of a fill of keys or values."""
+    """(stage, phase) of a fill of keys and values."""
     return fill & (STAGES - 1), (fill // STAGES) & 1
 
 
 @gluon.jit
-def _make_part(q, k, COLUMN: gl.constexpr, IS_ROPE: gl.constexpr):
+def _make_part(q, k, WARPGROUPS: gl.constexpr, COLUMN: gl.constexpr, IS_ROPE: gl.constexpr):
     columns: gl.constexpr = q.block_shape[1]
-    q_tiles = gl.allocate_shared_memory(q.dtype, [2, 64, columns], q.layout)
+    q_tiles = gl.allocate_shared_memory(q.dtype, [WARPGROUPS, 64, columns], q.layout)
     k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, k.block_shape[0], columns], k.layout)
     return Part(q, k, q_tiles, k_tiles, COLUMN, IS_ROPE)
 
@@ -157,7 +162,7 @@ def _align_tile(schedule, tile):
 
 @gluon.jit
 def _load_queries(inputs, tile, tiles_done, QK_WIDTH: gl.constexpr):
-    for i in gl.static_range(2):
+    for i in gl.static_range(inputs.schedule.BLOCK_Q // 64):
         full = inputs.q_ready.full.index(i)
         mbarrier.wait(inputs.q_ready.empty.index(i), (tiles_done & 1) ^ 1)
         mbarrier.expect(full, 64 * QK_WIDTH)
@@ -168,21 +173,16 @@ def _load_queries(inputs, tile, tiles_done, QK_WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def _wait_empty(inputs, fill):
-    """Consumers release keys `fill` and the values before them together."""
-    stage, phase = _stage(fill)
-    mbarrier.wait(inputs.k_ready.empty.index(stage), phase ^ 1)
-
-
-@gluon.jit
-def _load_keys(inputs, tile, row, v_tile, fill, QK_WIDTH: gl.constexpr):
-    _wait_empty(inputs, fill)
-    stage, _ = _stage(fill)
-    full = inputs.k_ready.full.index(stage)
+def _load_block(inputs, tile, row, v_tile, fill, QK_WIDTH: gl.constexpr):
+    """Keys and values of a block, and their scales."""
+    values = inputs.values
+    D_V: gl.constexpr = values.tiles.shape[1]
+    BLOCK_K: gl.constexpr = inputs.schedule.BLOCK_K
     SCALE_BYTES: gl.constexpr = 0 if inputs.scales.tma is None else 16 * 32 * 4
-    mbarrier.expect(full, inputs.schedule.BLOCK_K * QK_WIDTH + SCALE_BYTES)
-    if inputs.scales.tma is not None:
-        tma_load(inputs.scales.tma, [v_tile * 16, 0], full, inputs.scales.tiles.index(stage))
+    stage, phase = _stage(fill)
+    full = inputs.kv_ready.full.index(stage)
+    mbarrier.wait(inputs.kv_ready.empty.index(stage), phase ^ 1)
+    mbarrier.expect(full, BLOCK_K * (QK_WIDTH + D_V) + SCALE_BYTES)
     for i in gl.static_range(len(inputs.parts)):
         part = inputs.parts[i]
         if part.IS_ROPE:
@@ -190,17 +190,9 @@ def _load_keys(inputs, tile, row, v_tile, fill, QK_WIDTH: gl.constexpr):
         else:
             column = tile.head * inputs.strides.k + part.COLUMN
             tma_load(part.k, [row, column], full, part.k_tiles.index(stage))
-
-
-@gluon.jit
-def _load_values(inputs, number, fill):
-    values = inputs.values
-    D_V: gl.constexpr = values.tiles.shape[1]
-    _wait_empty(inputs, fill + 1)
-    stage, _ = _stage(fill)
-    full = inputs.v_full.index(stage)
-    mbarrier.expect(full, D_V * values.tiles.shape[2])
-    tma_load(values.tma, [number * D_V, 0], full, values.tiles.index(stage))
+    if inputs.scales.tma is not None:
+        tma_load(inputs.scales.tma, [v_tile * 16, 0], full, inputs.scales.tiles.index(stage))
+    tma_load(values.tma, [v_tile * D_V, 0], full, values.tiles.index(stage))
 
 
 @gluon.jit
@@ -219,21 +211,23 @@ def _producer(inputs, QK_WIDTH: gl.constexpr):
         row = tile.kv_row + block_start(schedule, tile, 0)
         v_tile = first_value_tile(inputs.values, tile, BLOCK_K)
         v_tile += block_start(schedule, tile, 0) // BLOCK_K
-        _load_keys(inputs, tile, row, v_tile, fill, QK_WIDTH)
-        _load_queries(inputs, tile, tiles_done, QK_WIDTH)
-        for _ in range(1, tile.num_blocks):
-            _load_keys(inputs, tile, row - BLOCK_K, v_tile - 1, fill + 1, QK_WIDTH)
-            _load_values(inputs, v_tile, fill)
+        # queries come when all warpgroups are done with the tile before: first the blocks whose
+        # stages are free then
+        for _ in range(gl.minimum(tile.num_blocks, STAGES - 1)):
+            _load_block(inputs, tile, row, v_tile, fill, QK_WIDTH)
             row -= BLOCK_K
             v_tile -= 1
             fill += 1
-        # Taken under the last blocks: a CTA with a long tile would keep an earlier one waiting.
+        _load_queries(inputs, tile, tiles_done, QK_WIDTH)
+        for _ in range(STAGES - 1, tile.num_blocks):
+            _load_block(inputs, tile, row, v_tile, fill, QK_WIDTH)
+            row -= BLOCK_K
+            v_tile -= 1
+            fill += 1
         taken = gl.atomic_add(
             schedule.counters + lane * 0, gl.full([32], 1, gl.int32, LANES), mask=lane == 0,
             sem="relaxed",
         )  # fmt: skip
-        _load_values(inputs, v_tile, fill)
-        fill += 1
         number = gl.sum(gl.where(lane == 0, taken, 0), 0) + gl.num_programs(0)
         tiles_done += 1
     publish_tile(inputs.tiles, tiles_done, no_tile())
@@ -263,53 +257,46 @@ def _issue_pv(probs, values, stage):
     return warpgroup_mma(probs, tile, pv, use_acc=False, is_async=True)
 
 
-@gluon.jit
-def _softmax_block(
-    block, stage, inputs, tile, scores, row_scale, is_negated, row_max, row_sum,
-    ROW0: gl.constexpr, SIGN: gl.constexpr,
-):  # fmt: skip
-    start = block_start(inputs.schedule, tile, block)
-    scores = scale_keys(scores, inputs.scales, stage, is_negated)
-    scores = mask_scores(scores, inputs.schedule, tile, start, ROW0, SIGN)
-    return softmax_step(scores, inputs.scales, stage, row_max, row_sum, row_scale)
+@record
+class Seen:
+    """The keys and blocks that the queries of a warpgroup see."""
+
+    all_first: object  # the keys [all_first, all_end) are seen by all of them
+    all_end: object
+    top: object  # the blocks [top, end) are seen by one of them
+    end: object
 
 
 @gluon.jit
-def _step(
-    block, fill, inputs, tile, qk, acc, probs, row_scale, is_negated, row_max, row_sum, rescale,
-    ROW0: gl.constexpr, SIGN: gl.constexpr,
-):  # fmt: skip
-    """PV of the block before `block`, softmax of `block`, then QK of the block after it.
+def _seen_blocks(schedule, tile, ROW0: gl.constexpr):
+    BLOCK_K: gl.constexpr = schedule.BLOCK_K
+    position = tile.position + ROW0
+    last_position = gl.minimum(position + 64, tile.kv_len) - 1
+    first, all_end = seen_keys(schedule, position, tile.kv_len)
+    all_first, end = seen_keys(schedule, last_position, tile.kv_len)
+    top = gl.minimum(gl.maximum(tile.end - end, 0) // BLOCK_K, tile.num_blocks)
+    top = gl.where(tile.num_rows > ROW0, top, tile.num_blocks)
+    last = gl.minimum((tile.end - first + BLOCK_K - 1) // BLOCK_K, tile.num_blocks)
+    return Seen(all_first, all_end, top, gl.maximum(last, top))
 
-    qk  of `block`, in flight
-    """
-    keys = inputs.k_ready
-    k_stage, _ = _stage(fill)
-    v_stage, v_phase = _stage(fill - 1)
-    next_stage, next_phase = _stage(fill + 1)
-    mbarrier.wait(inputs.v_full.index(v_stage), v_phase)
-    # 0: ptxas serialises wgmma if scores are read in a loop while another is in flight
-    scores = warpgroup_mma_wait(0, deps=(qk,))
-    pv = _issue_pv(probs, inputs.values, v_stage)
-    new_probs, row_max, row_sum, new_rescale = _softmax_block(
-        block, k_stage, inputs, tile, scores, row_scale, is_negated, row_max, row_sum, ROW0, SIGN
-    )
-    # The spin loop of this wait ends a basic block, and new_probs passes through the wait for
-    # PV: otherwise ptxas moves that wait in front of the exponentials.
-    mbarrier.wait(keys.full.index(next_stage), next_phase, pred=block + 1 < tile.num_blocks)
-    pv, new_probs = warpgroup_mma_wait(0, deps=(pv, new_probs))
-    # after the lowest block of keys that are not there: nothing uses these scores
-    qk = _issue_qk(inputs.parts, next_stage, ROW0)
-    mbarrier.arrive(keys.empty.index(k_stage), count=1)
-    acc = acc * column_of(rescale, acc) + pv
-    return qk, acc, new_probs, row_max, row_sum, new_rescale
+
+@gluon.jit
+def _skip_blocks(inputs, fill, count):
+    """Release blocks that only other warpgroups need."""
+    for _ in range(count):
+        stage, phase = _stage(fill)
+        # an arrival before the stage is full would count for what was in it before
+        mbarrier.wait(inputs.kv_ready.full.index(stage), phase)
+        mbarrier.arrive(inputs.kv_ready.empty.index(stage), count=1)
+        fill += 1
+    return fill
 
 
 @gluon.jit
 def _consumer(ROW0: gl.constexpr, inputs, outputs, SIGN: gl.constexpr, CONFIG: gl.constexpr):
     BLOCK_K: gl.constexpr = CONFIG.BLOCK_K
     schedule, tiles, parts = inputs.schedule, inputs.tiles, inputs.parts
-    queries, keys = inputs.q_ready, inputs.k_ready
+    queries, blocks = inputs.q_ready, inputs.kv_ready
     D_V: gl.constexpr = inputs.values.tiles.shape[1]
     SCORES: gl.constexpr = acc_layout(BLOCK_K, MMA_K)
     ACC: gl.constexpr = acc_layout(D_V, MMA_K)
@@ -323,38 +310,36 @@ def _consumer(ROW0: gl.constexpr, inputs, outputs, SIGN: gl.constexpr, CONFIG: g
         row_max = gl.full([64], INITIAL_ROW_MAX, gl.float32, ROW)
         row_sum = spread_sum(gl.zeros([64, BLOCK_K], gl.float32, SCORES))
         row_scale, is_negated = row_scales(inputs.scales, inputs.scale_log2, tile, ROW0, ROW)
-        # the top block
-        stage, phase = _stage(fill)
+        seen = _seen_blocks(schedule, tile, ROW0)
+        fill = _skip_blocks(inputs, fill, seen.top)
+        start = block_start(schedule, tile, seen.top)
+        all_end = gl.where(is_negated, 0, seen.all_end)
         mbarrier.wait(queries.full.index(ROW0 // 64), tiles_done & 1)
-        mbarrier.wait(keys.full.index(stage), phase)
-        qk = _issue_qk(parts, stage, ROW0)
-        scores = warpgroup_mma_wait(0, deps=(qk,))
-        probs, row_max, row_sum, rescale = _softmax_block(
-            0, stage, inputs, tile, scores, row_scale, is_negated, row_max, row_sum, ROW0, SIGN
-        )
-        mbarrier.arrive(keys.empty.index(stage), count=1)
-        fill += 1
-        stage, phase = _stage(fill)
-        mbarrier.wait(keys.full.index(stage), phase, pred=tile.num_blocks > 1)
-        qk = _issue_qk(parts, stage, ROW0)
-        for block in range(1, tile.num_blocks):
-            qk, acc, probs, row_max, row_sum, rescale = _step(
-                block, fill, inputs, tile, qk, acc, probs, row_scale, is_negated, row_max, row_sum,
-                rescale, ROW0, SIGN,
+        for _ in range(seen.top, seen.end):
+            stage, phase = _stage(fill)
+            mbarrier.wait(blocks.full.index(stage), phase)
+            qk = _issue_qk(parts, stage, ROW0)
+            scores = warpgroup_mma_wait(0, deps=(qk,))
+            scores = scale_scores(scores, inputs.scales, stage, row_scale, SIGN)
+            scores = mask_scores(
+                scores, inputs.scales, schedule, tiles, tiles_done, start, seen.all_first, all_end,
+                ROW0,
             )  # fmt: skip
+            probs, row_max, row_sum, rescale = softmax_step(
+                scores, inputs.scales, stage, row_max, row_sum, row_scale
+            )
+            pv = _issue_pv(probs, inputs.values, stage)
+            pv = warpgroup_mma_wait(0, deps=(pv,))
+            mbarrier.arrive(blocks.empty.index(stage), count=1)
+            acc = acc * column_of(rescale, acc) + pv
+            start -= BLOCK_K
             fill += 1
-        qk = warpgroup_mma_wait(0, deps=(qk,))
         mbarrier.arrive(queries.empty.index(ROW0 // 64), count=1)
-        # PV of the lowest block; what comes next is read under it
-        stage, phase = _stage(fill - 1)
-        mbarrier.wait(inputs.v_full.index(stage), phase)
-        pv = _issue_pv(probs, inputs.values, stage)
         # read again: kept through the loop, it would take registers
         tile = read_tile(tiles, schedule, tiles_done, 4)
+        fill = _skip_blocks(inputs, fill, tile.num_blocks - _seen_blocks(schedule, tile, ROW0).end)
         release_tile(tiles, tiles_done)
         is_flagged = has_flags(inputs.values, tile, BLOCK_K)
-        pv = warpgroup_mma_wait(0, deps=(pv,))
-        acc = acc * column_of(rescale, acc) + pv
         acc = finish_values(acc, schedule, tile, ROW0, inputs.values, inputs.scales, is_flagged)
         tiles_done += 1
         row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROW)
@@ -374,6 +359,11 @@ def _consumer_0(inputs, outputs, SIGN: gl.constexpr, CONFIG: gl.constexpr):
 @gluon.jit
 def _consumer_1(inputs, outputs, SIGN: gl.constexpr, CONFIG: gl.constexpr):
     _consumer(64, inputs, outputs, SIGN, CONFIG)
+
+
+@gluon.jit
+def _consumer_2(inputs, outputs, SIGN: gl.constexpr, CONFIG: gl.constexpr):
+    _consumer(128, inputs, outputs, SIGN, CONFIG)
 
 
 VARYING = [
@@ -429,6 +419,7 @@ def mla_prefill_fp8_kernel(
     """grid: persistent CTAs, at most one per SM"""
     BLOCK_K: gl.constexpr = CONFIG.BLOCK_K
     D_V: gl.constexpr = v.block_shape[0]
+    WARPGROUPS: gl.constexpr = CONFIG.BLOCK_Q // 64
     outputs = Outputs(
         out, lse, sink, stride_out_token, stride_out_head, stride_lse_token, stride_lse_head,
         stride_sink,
@@ -440,34 +431,34 @@ def mla_prefill_fp8_kernel(
         q_scale, k_scale, v_scale, HAS_KEY_SCALES, HAS_VALUE_SCALES, scales, scale_tiles,
         stride_qs_token, stride_qs_head, stride_ks, stride_vs_token, stride_vs_head,
     )  # fmt: skip
-    parts = (_make_part(q, k, 0, False),)
+    parts = (_make_part(q, k, WARPGROUPS, 0, False),)
     if q_rope is not None:
-        parts = parts + (_make_part(q_rope, k_rope, TRAITS.D_N, True),)  # noqa: RUF005
+        parts = parts + (_make_part(q_rope, k_rope, WARPGROUPS, TRAITS.D_N, True),)  # noqa: RUF005
     values = Values(
         v, gl.allocate_shared_memory(v.dtype, [STAGES, D_V, BLOCK_K], v.layout), flags,
         value_tiles, v_rows, stride_v_token, stride_v_head, stride_v_column,
     )  # fmt: skip
-    q_ready = Stages(alloc_barriers(2, 1), alloc_barriers(2, 1))
-    k_ready = Stages(alloc_barriers(STAGES, 1), alloc_barriers(STAGES, 2))
-    v_full = alloc_barriers(STAGES, 1)
-    tiles = alloc_tile_stages(2)
+    q_ready = Stages(alloc_barriers(WARPGROUPS, 1), alloc_barriers(WARPGROUPS, 1))
+    kv_ready = Stages(alloc_barriers(STAGES, 1), alloc_barriers(STAGES, WARPGROUPS))
+    tiles = alloc_tile_stages(WARPGROUPS)
     gdc_wait()  # for the schedule and the values
     schedule = Schedule(
         rows, counters, gl.load(counters + 1), heads, window, TRAITS.IS_CAUSAL, TRAITS.IS_SLIDING,
-        TRAITS.IS_CHUNKED, BLOCK_K,
+        TRAITS.IS_CHUNKED, CONFIG.BLOCK_Q, BLOCK_K,
     )  # fmt: skip
     SIGN: gl.constexpr = TRAITS.SIGN
     QK_WIDTH: gl.constexpr = TRAITS.D_N + TRAITS.D_R
     inputs = Inputs(
-        schedule, tiles, parts, values, q_ready, k_ready, v_full, scales,
+        schedule, tiles, parts, values, q_ready, kv_ready, scales,
         Strides(stride_q_head, stride_k_head), scale_log2,
     )  # fmt: skip
     gl.warp_specialize(
         [
             (_consumer_0, (inputs, outputs, SIGN, CONFIG)),
             (_consumer_1, (inputs, outputs, SIGN, CONFIG)),
+            (_consumer_2, (inputs, outputs, SIGN, CONFIG)),
             (_producer, (inputs, QK_WIDTH)),
         ],
-        [4, 1],
-        [CONFIG.CONSUMER_REGISTERS, CONFIG.PRODUCER_REGISTERS],
+        [4, 4, 1],
+        [CONFIG.CONSUMER_REGISTERS, CONFIG.CONSUMER_REGISTERS, CONFIG.PRODUCER_REGISTERS],
     )

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mlakit.arguments import PrefillArguments
 from mlakit.formats import SMALLEST_SCALE
-from mlakit.kernels.hopper.prefill.configs import BLOCK_Q, Traits, fp8_prefill_config
+from mlakit.kernels.hopper.prefill.configs import Traits, fp8_prefill_config
 from mlakit.kernels.hopper.prefill.descriptors import as_rows, row_pitch, tma_tiles
 from mlakit.kernels.hopper.prefill.fp8_kernel import mla_prefill_fp8_kernel
 from mlakit.kernels.hopper.prefill.fp8_values import SCALE_ROWS, has_token_scales, rewrite_values
@@ -24,15 +24,20 @@ def launch_fp8(a: PrefillArguments, out: Tensor, lse: Tensor, traits: Traits) ->
     config = fp8_prefill_config((d_n, d_r, d_v))
     tiles, flags, scales = rewrite_values(v, a.k_scale, a.v_scale, a.kv_starts)
     rows, counters = make_schedule(
-        a.q_starts, a.kv_starts, tokens=tokens, heads=heads, key_bytes=d_n + d_v
+        a.q_starts,
+        a.kv_starts,
+        tokens=tokens,
+        heads=heads,
+        block_q=config.BLOCK_Q,
+        key_bytes=d_n + d_v,
     )
     q_rows, k_rows = as_rows(q), as_rows(k_nope)
     block_k = config.BLOCK_K
     launch(
         mla_prefill_fp8_kernel,
         (min(target(q.device).num_sms, rows.shape[0] * heads),),
-        tma_tiles(q_rows, BLOCK_Q // 2, d_n),
-        tma_tiles(q_rows, BLOCK_Q // 2, d_r) if d_r else None,
+        tma_tiles(q_rows, 64, d_n),
+        tma_tiles(q_rows, 64, d_r) if d_r else None,
         tma_tiles(k_rows, block_k, d_n),
         tma_tiles(row_pitch(k_rope), block_k, d_r) if d_r else None,
         tma_tiles(tiles.view(-1, block_k), d_v, block_k),

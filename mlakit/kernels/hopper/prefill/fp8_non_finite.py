@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from mlakit.kernels.hopper.prefill.tiles import seen_keys
+from mlakit.kernels.hopper.primitives import opaque_zero
 
 ABSENT = gl.constexpr(0x7F0000)  # a tile that is beyond all tiles: TMA loads 0s
 FLAGS = gl.constexpr(128)  # at a time
@@ -51,7 +52,9 @@ def _add_non_finite(acc, schedule, tile, ROW0: gl.constexpr, values, scales):
     LAYOUT: gl.constexpr = acc.type.layout
     position = tile.position + ROW0 + gl.arange(0, acc.shape[0], gl.SliceLayout(1, LAYOUT))
     first, end = seen_keys(schedule, position, tile.kv_len)
-    column = gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT)).to(gl.int64)
+    # opaque: offsets would be kept in registers from tile to tile
+    column = gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT)) + opaque_zero()
+    column = column.to(gl.int64)
     head = values.v + tile.head.to(gl.int64) * values.stride_head
     column *= values.stride_column
     for key in range(tile.first, gl.minimum(tile.end, tile.kv_len)):

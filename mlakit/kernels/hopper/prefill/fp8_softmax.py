@@ -14,7 +14,7 @@ from mlakit.formats import SMALLEST_SCALE as _SMALLEST_SCALE
 from mlakit.kernels.hopper.compat import reinterpret
 from mlakit.kernels.hopper.decode.softmax import NEG_INF, apply_sign
 from mlakit.kernels.hopper.prefill import configs
-from mlakit.kernels.hopper.prefill.softmax import SUM_COLUMNS
+from mlakit.kernels.hopper.prefill.pipeline import read_tile
 from mlakit.kernels.hopper.prefill.tiles import seen_keys
 from mlakit.kernels.hopper.primitives import SMEM_VECTOR, opaque_zero
 
@@ -91,19 +91,28 @@ def _row_max(scores):
 
 @gluon.jit
 def spread_sum(probs):
-    """[64, SUM_COLUMNS] sums of every eighth column, which need no exchange between threads."""
-    return gl.sum(gl.reshape(probs, [64, probs.shape[1] // SUM_COLUMNS, SUM_COLUMNS]), 1)
+    """[64, 4] sums of every fourth pair of columns, which need no exchange between threads."""
+    pairs = gl.sum(gl.reshape(probs, [64, probs.shape[1] // 8, 8]), 1)
+    return gl.sum(gl.reshape(pairs, [64, 4, 2]), 2)
+
+
+@gluon.jit
+def _sign_of_keys(scales):
+    """−1 if the scale of all keys is negative, else 1."""
+    return gl.where(gl.load(scales.k) < 0.0, -1.0, 1.0)
 
 
 @gluon.jit
 def row_scales(scales, scale_log2, tile, ROW0: gl.constexpr, ROW: gl.constexpr):
-    """([64] what scores are multiplied by, besides the scales of each key; are they negated?)"""
+    """([64] what scores are multiplied by, besides the scales of each key; is it `mask_scores` that
+    negates them?)"""
     scale = scale_log2
     is_negated = gl.to_tensor(False)
     if scales.k is not None and not scales.HAS_KEYS:
         of_all_keys = gl.load(scales.k)
         scale *= gl.abs(of_all_keys)
-        is_negated = of_all_keys < 0.0
+        if not scales.HAS_VALUES:
+            is_negated = of_all_keys < 0.0
     if scales.q is not None:
         row = ROW0 + gl.arange(0, 64, ROW)
         token = (tile.q_row + row).to(gl.int64)
@@ -116,24 +125,45 @@ def row_scales(scales, scale_log2, tile, ROW0: gl.constexpr, ROW: gl.constexpr):
     return gl.where(own < SMALLEST_SCALE, SMALLEST_SCALE, own), is_negated
 
 
+@gluon.constexpr_function
+def _vector_layout(keys):
+    """[keys] of which a thread has 4t to 4t + 3 of each 16; t is its place in a quad."""
+    more = [[1 << bit] for bit in range(4, keys.bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        reg_bases=[[1], [2], *more],
+        lane_bases=[[4], [8], [0], [0], [0]],
+        warp_bases=[[0], [0]],
+        block_bases=[],
+        shape=[keys],
+    )
+
+
 @gluon.jit
 def _key_vector(scales, stage, NUMBER: gl.constexpr, like):
     """[1, BLOCK_K] of a stage: 0 k_scale, 1 the logarithms of v_scale, 2 their inverses."""
     BLOCK_K: gl.constexpr = like.shape[1]
+    COLUMN: gl.constexpr = gl.SliceLayout(0, like.type.layout)
     # swizzled before TMA swizzled them: plain vectors
     vectors = reinterpret(scales.tiles.index(stage), gl.float32, [4, BLOCK_K], SMEM_VECTOR)
-    vector = vectors.index(NUMBER).load(gl.SliceLayout(0, like.type.layout))
-    return gl.expand_dims(vector, 0)
+    vector = vectors.index(NUMBER).load(_vector_layout(BLOCK_K))
+    # [groups, t, h, b] as [groups, h, t, b]
+    vector = gl.permute(gl.reshape(vector, [BLOCK_K // 16, 4, 2, 2]), (0, 2, 1, 3))
+    vector = gl.reshape(vector, [BLOCK_K])
+    return gl.expand_dims(gl.convert_layout(vector, COLUMN, assert_trivial=True), 0)
 
 
 @gluon.jit
-def scale_keys(scores, scales, stage, is_negated):
-    """scores times the scales of each key, or the sign of the scale of all keys."""
+def scale_scores(scores, scales, stage, row_scale, SIGN: gl.constexpr):
+    """scores · SIGN times the scales of each key. If values have scales: times row_scale, and the
+    logarithms of these scales are added.
+    """
+    scores = apply_sign(scores, SIGN)
     if scales.HAS_KEYS:
         scores *= _key_vector(scales, stage, 0, scores)
-    elif scales.k is not None:  # noqa: SIM102  # known when compiled
-        if is_negated:
-            scores = -scores
+    if scales.HAS_VALUES:
+        if scales.k is not None and not scales.HAS_KEYS:
+            scores *= _sign_of_keys(scales)
+        scores = scores * gl.expand_dims(row_scale, 1) + _key_vector(scales, stage, 1, scores)
     return scores
 
 
@@ -157,23 +187,32 @@ def _keys_left(scores, limit):
 
 
 @gluon.jit
-def mask_scores(scores, schedule, tile, start, ROW0: gl.constexpr, SIGN: gl.constexpr):
-    """scores · SIGN, −inf where a query does not see a key.
+def mask_scores(
+    scores, scales, schedule, tiles, tiles_done, start, all_first, all_end, ROW0: gl.constexpr
+):  # fmt: skip
+    """scores, −inf where a query does not see a key.
 
+    tiles  of which the work tile is read, where it is needed: kept, it would take registers
     start  first key of the block, a multiple of BLOCK_K: any block may have the diagonal, or the
            request's last key
+    all_first, all_end  keys that all queries of the warpgroup see. all_end is 0 if the scale of all
+           keys is negative, which is as rare as masked blocks: one branch for both
     """
     LAYOUT: gl.constexpr = scores.type.layout
     BLOCK_K: gl.constexpr = scores.shape[1]
-    scores = gl.reshape(apply_sign(scores, SIGN), [64, BLOCK_K // 8, 4, 2])
+    scores = gl.reshape(scores, [64, BLOCK_K // 8, 4, 2])
     row = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-    if start + BLOCK_K > tile.all_end:
+    if start + BLOCK_K > all_end:
+        tile = read_tile(tiles, schedule, tiles_done, 4)
+        if scales.k is not None and not (scales.HAS_KEYS or scales.HAS_VALUES):
+            scores *= _sign_of_keys(scales)
         position = tile.position + (row + (ROW0 + opaque_zero()))
         _, end = seen_keys(schedule, position, tile.kv_len)
         key, limit = _keys_left(scores, end - start)
         scores = gl.where(key < limit, scores, NEG_INF)
     if schedule.IS_SLIDING or schedule.IS_CHUNKED:  # noqa: SIM102  # known when compiled
-        if start < tile.all_first:
+        if start < all_first:
+            tile = read_tile(tiles, schedule, tiles_done, 4)
             position = tile.position + (row + (ROW0 + opaque_zero()))
             first, _ = seen_keys(schedule, position, tile.kv_len)
             key, limit = _keys_left(scores, first - start)
@@ -187,7 +226,6 @@ _PACK = gl.constexpr("""{
     cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
     mov.b32 $0, {low, high};
 }""")
-_COPY = gl.constexpr("{ .reg .b16 low, high; mov.b32 {low, high}, $1; mov.b32 $0, {low, high}; }")
 
 
 @gluon.jit
@@ -201,50 +239,17 @@ def to_e4m3(probs):
     first, second = gl.split(low)
     third, fourth = gl.split(high)
     words = gl.inline_asm_elementwise(
-        _PACK, "=r,f,f,f,f", [first, second, third, fourth], dtype=gl.int32, is_pure=False, pack=1
+        _PACK, "=r,f,f,f,f", [first, second, third, fourth], dtype=gl.int32, is_pure=True, pack=1
     )
     return gl.reshape(words, [64, GROUPS * 4])
-
-
-@gluon.constexpr_function
-def _anchor_asm(count):
-    """PTX that needs `count` words of a thread, ${count} to ${2 · count − 1}, here and now."""
-    ors = "".join(f"or.b32 all, all, ${i}; " for i in range(1, count))
-    return f"""{{
-        .reg .b32 all;
-        .reg .pred never;
-        mov.b32 all, $0;
-        {ors}
-        setp.eq.u32 never, all, 0x80808080;
-        @never nanosleep.u32 1;
-    }}"""
-
-
-@gluon.constexpr_function
-def _anchor_constraints(count):
-    return ",".join(["=r"] * count + [str(i) for i in range(count)])
-
-
-@gluon.jit
-def anchor(words):
-    """words, which are computed before this. Only an instruction with an effect of its own keeps
-    ptxas from moving exponentials behind the next wait: here one that is never executed, since
-    probabilities have no sign."""
-    COUNT: gl.constexpr = words.shape[1] // 2  # of a thread
-    return gl.inline_asm_elementwise(
-        _anchor_asm(COUNT), _anchor_constraints(COUNT), [words], dtype=gl.int32, is_pure=False,
-        pack=COUNT,
-    )  # fmt: skip
 
 
 @gluon.jit
 def as_a_operand(words, PROBS: gl.constexpr):
     """Words of e4m3 as [64, keys] in the layout of an A operand; nothing moves.
 
-    ptxas would serialise wgmmas whose A operands were the registers that a loop keeps: a copy. By
-    halves: the compiler then sees that they are the word.
+    By halves: the compiler then sees that they are the word.
     """
-    words = gl.inline_asm_elementwise(_COPY, "=r,r", [words], dtype=gl.int32, is_pure=False, pack=1)
     low, high = words.to(gl.int16), (words >> 16).to(gl.int16)
     first, second = low.to(gl.int8), (low >> 8).to(gl.int8)
     third, fourth = high.to(gl.int8), (high >> 8).to(gl.int8)
@@ -256,9 +261,8 @@ def as_a_operand(words, PROBS: gl.constexpr):
 
 @gluon.jit
 def softmax_step(scores, scales, stage, row_max, row_sum, row_scale):
-    """(words of e4m3, row_max, row_sum, what acc is to be rescaled by)."""
+    """(words of e4m3, row_max, row_sum, what acc is to be rescaled by) of `scale_scores`."""
     if scales.HAS_VALUES:
-        scores = scores * gl.expand_dims(row_scale, 1) + _key_vector(scales, stage, 1, scores)
         new_max = gl.maximum(row_max, _row_max(scores))
         probs = gl.exp2(scores - gl.expand_dims(new_max - SHIFT, 1))
         weights = probs * _key_vector(scales, stage, 2, scores)
@@ -268,4 +272,4 @@ def softmax_step(scores, scales, stage, row_max, row_sum, row_scale):
         weights = probs
     rescale = gl.exp2(row_max - new_max)
     row_sum = row_sum * column_of(rescale, row_sum) + spread_sum(weights)
-    return anchor(to_e4m3(probs)), new_max, row_sum, rescale
+    return to_e4m3(probs), new_max, row_sum, rescale

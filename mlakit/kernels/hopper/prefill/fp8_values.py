@@ -8,9 +8,9 @@ operand has 4t + 2h + b. So a kernel writes v transposed, in tiles of 128 keys i
             at `kv_start // 128 + request`, its first key at the first one
     flags   [heads, tiles] int32: does the tile have a value that is not finite? It is 0 in the tile
     scales  [heads, tiles, 16, 32] float32, if each key or each value has a scale: of 128 keys
-            k_scale, log2 of |v_scale| (plus LOG2_SHIFT) and its inverse, four rows each. TMA
-            swizzles what it loads; the rows are swizzled here, so that shared memory has plain
-            vectors. The sign of v_scale is in the tile
+            k_scale, log2 of |v_scale| (plus LOG2_SHIFT) and its inverse, four rows each, keys in
+            the order of the tile. TMA swizzles what it loads; the rows are swizzled here, so that
+            shared memory has plain vectors. The sign of v_scale is in the tile
 """
 
 from __future__ import annotations
@@ -227,6 +227,8 @@ def _value_scale(v_scale, head, row, is_key, stride_token, stride_head):
 
 @triton.jit
 def _store_vector(scales, number, FIRST_ROW: tl.constexpr, place, vector):
+    # in each 16 keys the order of values
+    place = place // 16 * 16 + place % 8 // 2 * 4 + place % 16 // 8 * 2 + place % 2
     row = FIRST_ROW + place // 32
     # 16 bytes of a row change places as TMA changes them
     column = (place % 32 // 4 ^ row % 8) * 4 + place % 4

@@ -46,6 +46,7 @@ from mlakit.kernels.hopper.primitives import (
     rescale_acc,
 )
 
+BLOCK_Q = gl.constexpr(configs.BLOCK_Q)
 INITIAL_ROW_MAX = gl.constexpr(configs.INITIAL_ROW_MAX)
 
 
@@ -348,7 +349,7 @@ def mla_prefill_kernel(
     gdc_wait()  # for the schedule
     schedule = Schedule(
         rows, counters, gl.load(counters + 1), heads, window, TRAITS.IS_CAUSAL, TRAITS.IS_SLIDING,
-        TRAITS.IS_CHUNKED, BLOCK_K,
+        TRAITS.IS_CHUNKED, BLOCK_Q, BLOCK_K,
     )  # fmt: skip
     SIGN: gl.constexpr = TRAITS.SIGN
     QK_WIDTH: gl.constexpr = TRAITS.D_N + TRAITS.D_R

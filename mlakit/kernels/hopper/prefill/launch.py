@@ -48,7 +48,7 @@ def mla_prefill(a: PrefillArguments, out: Tensor, lse: Tensor) -> None:
     config = prefill_config((d_n, d_r, d_v))
     key_bytes = (d_n + d_v) * q.element_size()
     rows, counters = make_schedule(
-        a.q_starts, a.kv_starts, tokens=tokens, heads=heads, key_bytes=key_bytes
+        a.q_starts, a.kv_starts, tokens=tokens, heads=heads, block_q=BLOCK_Q, key_bytes=key_bytes
     )
     width = 1 << (d_n.bit_length() - 1)
     rest = d_n - width

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from mlakit.kernels.hopper.prefill.configs import BLOCK_Q, L2_BYTES, MAX_TOGETHER
+from mlakit.kernels.hopper.prefill.configs import L2_BYTES, MAX_TOGETHER
 from mlakit.kernels.triton.launch import INTERPRETED, launch, target
 from mlakit.replay import workspace
 
@@ -28,9 +28,9 @@ COUNTERS = 2  # work tiles that were taken beyond the first of each CTA; work ti
 CHUNK = 256  # requests, or rows, at a time
 
 
-def max_query_tiles(tokens: int, batch: int) -> int:
+def max_query_tiles(tokens: int, batch: int, block_q: int) -> int:
     """At least as many as a batch of so many query tokens has per head."""
-    return tokens // BLOCK_Q + min(batch, tokens)
+    return tokens // block_q + min(batch, tokens)
 
 
 def make_schedule(
@@ -39,11 +39,12 @@ def make_schedule(
     *,
     tokens: int,
     heads: int,
+    block_q: int,  # queries of a work tile
     key_bytes: int,  # of a key and its value, of one head
 ) -> tuple[Tensor, Tensor]:
     """(rows [max_query_tiles, ROW_COLUMNS], counters [COUNTERS])"""
     batch = q_starts.shape[0] - 1
-    shape = (max_query_tiles(tokens, batch), ROW_COLUMNS)
+    shape = (max_query_tiles(tokens, batch, block_q), ROW_COLUMNS)
     rows = workspace.scratch(shape, torch.int32, q_starts.device)
     counters = workspace.scratch((COUNTERS,), torch.int32, q_starts.device)
     launch(
@@ -58,7 +59,7 @@ def make_schedule(
         L2_BYTES // key_bytes,
         q_starts.stride(0),
         kv_starts.stride(0),
-        BLOCK_Q=BLOCK_Q,
+        BLOCK_Q=block_q,
         MAX_TOGETHER=MAX_TOGETHER,
         COLUMNS=ROW_COLUMNS,
         CHUNK=CHUNK,

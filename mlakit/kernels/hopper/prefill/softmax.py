@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from mlakit.kernels.hopper.decode.softmax import NEG_INF, apply_sign, next_row_max
-from mlakit.kernels.hopper.prefill.tiles import BLOCK_Q, seen_keys
+from mlakit.kernels.hopper.prefill.tiles import seen_keys
 from mlakit.kernels.hopper.primitives import opaque_zero
 
 SUM_COLUMNS = gl.constexpr(8)
@@ -33,7 +33,7 @@ def mask_scores(
     row = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
     # with a causal mask the diagonal is in the top block, unless blocks are smaller than tiles
     HAS_END: gl.constexpr = (
-        schedule.IS_CHUNKED if not schedule.IS_CAUSAL else (IS_TOP or BLOCK_K < BLOCK_Q)
+        schedule.IS_CHUNKED if not schedule.IS_CAUSAL else (IS_TOP or BLOCK_K < schedule.BLOCK_Q)
     )
     if HAS_END:  # noqa: SIM102  # known when compiled
         if start + BLOCK_K > tile.all_end:

@@ -11,11 +11,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from mlakit.kernels.hopper.compat import record
-from mlakit.kernels.hopper.prefill import configs
 from mlakit.kernels.hopper.prefill.schedule import ROW_COLUMNS
 from mlakit.kernels.triton import primitives
 
-BLOCK_Q = gl.constexpr(configs.BLOCK_Q)
 COLUMNS = gl.constexpr(ROW_COLUMNS)
 mask_interval = gluon.jit(primitives.mask_interval.fn)
 
@@ -32,6 +30,7 @@ class Schedule:
     IS_CAUSAL: object
     IS_SLIDING: object
     IS_CHUNKED: object
+    BLOCK_Q: object
     BLOCK_K: object
 
 
@@ -78,9 +77,9 @@ def locate_tile(schedule, number):
     in_group = gl.minimum(schedule.heads - first_head, group)
     from_last = within // in_group
     head = first_head + within - from_last * in_group
-    query = (num_tiles - 1 - from_last) * BLOCK_Q
+    query = (num_tiles - 1 - from_last) * schedule.BLOCK_Q
     position = kv_len - q_len + query
-    last_position = gl.minimum(position + BLOCK_Q, kv_len) - 1
+    last_position = gl.minimum(position + schedule.BLOCK_Q, kv_len) - 1
     first, all_end = seen_keys(schedule, position, kv_len)
     all_first, end = seen_keys(schedule, last_position, kv_len)
     num_blocks = gl.maximum((end - first + schedule.BLOCK_K - 1) // schedule.BLOCK_K, 1)
