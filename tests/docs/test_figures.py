@@ -46,6 +46,7 @@ SPARSE_STEP = times("h200-sparse-step.json")
 BRANCH = times("h200-branch.json")
 LAYER = times("h200-layer.json")
 PREFILL = times("h200-prefill.json")
+PREFILL_FP8 = times("h200-prefill-fp8.json")
 LONG_CONTEXT = times("h200-long-context.json")
 VLLM = times("h200-vllm.json")
 PLUGIN_ROWS = ("mlakit", "flash_mla", "fa3")
@@ -106,6 +107,15 @@ def test_times_of_patched_models_are_those_of_the_data(row):
         pytest.approx(measured[name], rel=0.005) for name in names
     ]
     assert row[5:] == [speed(measured["eager"], measured[name]) for name in names[:2]]
+
+
+@pytest.mark.parametrize("row", table(section("Prefill, e4m3"), "b, h, s, mask, scales"))
+def test_times_of_e4m3_prefill_are_those_of_the_data(row):
+    batch, heads, tokens, mask, scales = row[0].split(", ")
+    uniform = {"uniform": "-uniform", "token": ""}[scales]
+    measured = PREFILL_FP8[f"prefill-fp8-b{batch}-h{heads}-{tokens}-{mask}{uniform}"]
+    own, bf16 = measured["mlakit"], measured["mlakit bf16"]
+    assert row[1:] == [us(own), us(bf16), speed(bf16, own)]
 
 
 @pytest.mark.parametrize("row", table(section("Prefill: a grid of shapes"), "mask, s"))
