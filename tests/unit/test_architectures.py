@@ -90,4 +90,4 @@ def test_options_of_nvidia_are_left_out_on_rocm(rocm):
             return lambda *args, **options: given.update(options)
 
     launch.launch(Kernel(), (1,), num_warps=4, maxnreg=128, launch_pdl=True)
-    assert given == {"num_warps": 4}
+    assert given == {"num_warps": 4, "enable_fp_fusion": True}
