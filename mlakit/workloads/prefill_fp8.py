@@ -29,14 +29,16 @@ PITCH = 16  # keys of a transposed v are padded to a multiple, as TMA wants it
 class PrefillFp8Case(PrefillCase):
     """One call of `mla_prefill` of e4m3.
 
-    scaled      pass q_scale, k_scale and v_scale
-    uniform     all keys have the same k_scale, and those of a head the same v_scale: strides of 0
-    transposed  the keys of v are contiguous
+    scaled          pass q_scale, k_scale and v_scale
+    uniform_keys    all keys have the same k_scale, a stride of 0
+    uniform_values  all values of a head have the same v_scale, a stride of 0
+    transposed      the keys of v are contiguous
     """
 
     dtype: str = "e4m3"
     scaled: bool = True
-    uniform: bool = False
+    uniform_keys: bool = False
+    uniform_values: bool = False
     transposed: bool = True
 
     def trial(self, device: torch.device | str) -> Trial:
@@ -119,20 +121,19 @@ class PrefillFp8Case(PrefillCase):
         q_scale = inputs.uniform(-1, 1, tokens, self.heads).exp2()
         k_scale = inputs.uniform(-1, 1, keys).exp2()
         v_scale = inputs.uniform(-3, 3, keys, self.heads).exp2()
-        if self.uniform:
+        placed = {"q_scale": inputs.place("q_scale", q_scale)}
+        if self.uniform_keys:
             sign = -1 if self.seed % 2 else 1
-            k_scale, v_scale = k_scale[:1] * sign, v_scale[:1]
-            return {
-                "q_scale": inputs.place("q_scale", q_scale),
-                "k_scale": inputs.place("k_scale", k_scale).expand(keys),
-                "v_scale": inputs.place("v_scale", v_scale).expand(keys, -1),
-            }
-        k_scale[unseen], v_scale[unseen] = torch.nan, torch.nan
-        return {
-            "q_scale": inputs.place("q_scale", q_scale),
-            "k_scale": inputs.place("k_scale", k_scale),
-            "v_scale": inputs.place("v_scale", v_scale.T).T,
-        }
+            placed["k_scale"] = inputs.place("k_scale", k_scale[:1] * sign).expand(keys)
+        else:
+            k_scale[unseen] = torch.nan
+            placed["k_scale"] = inputs.place("k_scale", k_scale)
+        if self.uniform_values:
+            placed["v_scale"] = inputs.place("v_scale", v_scale[:1]).expand(keys, -1)
+        else:
+            v_scale[unseen] = torch.nan
+            placed["v_scale"] = inputs.place("v_scale", v_scale.T).T
+        return placed
 
     def _given(self, inputs: Inputs) -> dict[str, Tensor]:
         if not self.given_results:

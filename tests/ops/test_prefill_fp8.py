@@ -25,6 +25,8 @@ Tensors = dict[str, torch.Tensor]
         {},
         {"scaled": False},
         {"transposed": False},
+        {"uniform_keys": True},
+        {"uniform_values": True, "seed": 1},
         {"mask": "null"},
         {"mask": "sliding_window_causal", "window": 7},
         {"mask": "chunked", "window": 6},
