@@ -195,11 +195,14 @@ def random_launches(settings: Settings) -> Iterator[tuple[int, Case]]:
 
 
 def run(
-    settings: Settings, after_each: Callable[[int, float], None] = lambda done, seconds: None
+    settings: Settings,
+    after_each: Callable[[int, float], None] = lambda done, seconds: None,
+    is_stopped: Callable[[], bool] = lambda: False,
 ) -> Outcome:
     """Check until the time or the count is reached, or a result is wrong.
 
     after_each  is called with the number of cases or launches done, and the seconds so far
+    is_stopped  is asked before each of them
     """
     outcome = Outcome(settings)
     start = perf_counter()
@@ -207,7 +210,7 @@ def run(
     for done, (number, case) in enumerate(drawn):
         outcome.num_done, outcome.seconds = done, perf_counter() - start
         after_each(done, outcome.seconds)
-        if _is_over(settings, done, outcome.seconds):
+        if _is_over(settings, done, outcome.seconds) or is_stopped():
             break
         outcome.failure = _check(case, number, settings, outcome.tallies)
         if outcome.failure is not None:
@@ -219,18 +222,21 @@ def run(
 def run_in_processes(
     settings: Settings, after_each: Callable[[int, float], None] = lambda done, seconds: None
 ) -> Outcome:
-    """`run`, shared out among `settings.jobs` processes; a wrong result ends only its own."""
+    """`run`, shared out among `settings.jobs` processes; a wrong result stops all of them."""
     jobs = settings.jobs if settings.limit is None else min(settings.jobs, settings.limit)
     settings = replace(settings, jobs=jobs)
     start, spawn = perf_counter(), multiprocessing.get_context("spawn")
     done: Any = spawn.Array("q", jobs)
+    stop = spawn.Event()
     threads = max(1, torch.get_num_threads() // jobs)
     with ProcessPoolExecutor(
-        jobs, spawn, initializer=_start_process, initargs=(done, threads)
+        jobs, spawn, initializer=_start_process, initargs=(done, stop, threads)
     ) as pool:
         shares = [pool.submit(_run_share, settings.share(job), job) for job in range(jobs)]
         while wait(shares, timeout=POLL_S).not_done:
             after_each(sum(done), perf_counter() - start)
+            if any(each.done() and each.result().failure for each in shares):
+                stop.set()
     return _joined(settings, [share.result() for share in shares], perf_counter() - start)
 
 
@@ -245,12 +251,15 @@ def _joined(settings: Settings, outcomes: Sequence[Outcome], seconds: float) -> 
     return together
 
 
-_DONE: Any = None  # the cases that each process has done: an array in shared memory
+# of a process of `run_in_processes`, shared with the others: the cases that each has done, and
+# whether a result is wrong
+_DONE: Any = None
+_STOP: Any = None
 
 
-def _start_process(done: Any, threads: int) -> None:
-    global _DONE
-    _DONE = done
+def _start_process(done: Any, stop: Any, threads: int) -> None:
+    global _DONE, _STOP
+    _DONE, _STOP = done, stop
     torch.set_num_threads(threads)
 
 
@@ -258,7 +267,7 @@ def _run_share(settings: Settings, job: int) -> Outcome:
     def count_done(done: int, _: float) -> None:
         _DONE[job] = done
 
-    return run(settings, count_done)
+    return run(settings, count_done, _STOP.is_set)
 
 
 def _is_over(settings: Settings, done: int, seconds: float) -> bool:

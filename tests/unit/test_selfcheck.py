@@ -118,6 +118,12 @@ def test_a_check_in_processes_counts_all_of_them():
     assert "3 calls, all results correct." in output
 
 
+def test_a_check_ends_when_another_process_stops_it():
+    asked = iter([False, False, True])
+    settings = Settings(("merge_states",), 0, "cpu", "cpu", None, 40)
+    assert run(settings, is_stopped=lambda: next(asked)).num_done == 2
+
+
 def test_a_wrong_result_of_one_process_is_the_outcome(monkeypatch):
     settings = Settings(("merge_states",), 0, "cpu", "cpu", None, 40)
     right = run(settings)
