@@ -43,6 +43,7 @@ from mlakit.kernels.hopper.prefill.fp8_softmax import (
     softmax_step,
     spread_sum,
 )
+from mlakit.kernels.hopper.prefill.parts import issue_qk, make_part
 from mlakit.kernels.hopper.prefill.pipeline import (
     Stages,
     alloc_tile_stages,
@@ -65,18 +66,6 @@ LOG2_SHIFT = gl.constexpr(fp8_values.LOG2_SHIFT)
 INITIAL_ROW_MAX = gl.constexpr(configs.INITIAL_ROW_MAX)
 STAGES = gl.constexpr(configs.FP8_STAGES)
 MMA_K = gl.constexpr(32)
-
-
-@record
-class Part:
-    """Some columns of queries and keys: TMA descriptors and smem tiles."""
-
-    q: object
-    k: object
-    q_tiles: object  # [3, 64, columns], one per consumer warpgroup
-    k_tiles: object  # [STAGES, BLOCK_K, columns]
-    COLUMN: object  # of q
-    IS_ROPE: object  # the keys are those of all heads
 
 
 @record
@@ -138,14 +127,6 @@ class Inputs:
 def _stage(fill):
     """(stage, phase) of a fill of keys and values."""
     return fill & (STAGES - 1), (fill // STAGES) & 1
-
-
-@gluon.jit
-def _make_part(q, k, WARPGROUPS: gl.constexpr, COLUMN: gl.constexpr, IS_ROPE: gl.constexpr):
-    columns: gl.constexpr = q.block_shape[1]
-    q_tiles = gl.allocate_shared_memory(q.dtype, [WARPGROUPS, 64, columns], q.layout)
-    k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, k.block_shape[0], columns], k.layout)
-    return Part(q, k, q_tiles, k_tiles, COLUMN, IS_ROPE)
 
 
 @gluon.jit
@@ -234,19 +215,6 @@ def _producer(inputs, QK_WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def _issue_qk(parts, stage, ROW0: gl.constexpr):
-    """S = Q Kᵀ of a stage, in flight."""
-    BLOCK_K: gl.constexpr = parts[0].k_tiles.shape[1]
-    scores = gl.zeros([64, BLOCK_K], gl.float32, acc_layout(BLOCK_K, MMA_K))
-    for i in gl.static_range(len(parts)):
-        part = parts[i]
-        block = part.k_tiles.index(stage).permute((1, 0))
-        query = part.q_tiles.index(ROW0 // 64)
-        scores = warpgroup_mma(query, block, scores, use_acc=i > 0, is_async=True)
-    return scores
-
-
-@gluon.jit
 def _issue_pv(probs, values, stage):
     """PV of one block, in flight."""
     D_V: gl.constexpr = values.tiles.shape[1]
@@ -318,7 +286,7 @@ def _consumer(ROW0: gl.constexpr, inputs, outputs, SIGN: gl.constexpr, CONFIG: g
         for _ in range(seen.top, seen.end):
             stage, phase = _stage(fill)
             mbarrier.wait(blocks.full.index(stage), phase)
-            qk = _issue_qk(parts, stage, ROW0)
+            qk = issue_qk(parts, stage, ROW0, MMA_K)
             scores = warpgroup_mma_wait(0, deps=(qk,))
             scores = scale_scores(scores, inputs.scales, stage, row_scale, SIGN)
             scores = mask_scores(
@@ -431,9 +399,9 @@ def mla_prefill_fp8_kernel(
         q_scale, k_scale, v_scale, HAS_KEY_SCALES, HAS_VALUE_SCALES, scales, scale_tiles,
         stride_qs_token, stride_qs_head, stride_ks, stride_vs_token, stride_vs_head,
     )  # fmt: skip
-    parts = (_make_part(q, k, WARPGROUPS, 0, False),)
+    parts = (make_part(q, k, WARPGROUPS, STAGES, 0, False),)
     if q_rope is not None:
-        parts = parts + (_make_part(q_rope, k_rope, WARPGROUPS, TRAITS.D_N, True),)  # noqa: RUF005
+        parts = parts + (make_part(q_rope, k_rope, WARPGROUPS, STAGES, TRAITS.D_N, True),)  # noqa: RUF005
     values = Values(
         v, gl.allocate_shared_memory(v.dtype, [STAGES, D_V, BLOCK_K], v.layout), flags,
         value_tiles, v_rows, stride_v_token, stride_v_head, stride_v_column,

@@ -25,6 +25,7 @@ from triton.language.extra.cuda import gdc_wait
 from mlakit.kernels.hopper.compat import record, tma_load
 from mlakit.kernels.hopper.prefill import configs
 from mlakit.kernels.hopper.prefill.epilogue import Outputs, finish_rows, store_lse, store_out
+from mlakit.kernels.hopper.prefill.parts import issue_qk, make_part
 from mlakit.kernels.hopper.prefill.pipeline import (
     Stages,
     ValueStages,
@@ -51,18 +52,6 @@ INITIAL_ROW_MAX = gl.constexpr(configs.INITIAL_ROW_MAX)
 
 
 @record
-class Part:
-    """Some columns of queries and keys: TMA descriptors and smem tiles."""
-
-    q: object
-    k: object
-    q_tiles: object  # [2, 64, columns], one per consumer warpgroup
-    k_tiles: object  # [2, BLOCK_K, columns]
-    COLUMN: object  # of q
-    IS_ROPE: object  # the keys are those of all heads
-
-
-@record
 class Strides:
     """Columns of a TMA descriptor from a head to the next, and elements of v between tokens."""
 
@@ -70,14 +59,6 @@ class Strides:
     k: object
     v: object
     v_token: object
-
-
-@gluon.jit
-def _make_part(q, k, COLUMN: gl.constexpr, IS_ROPE: gl.constexpr):
-    columns: gl.constexpr = q.block_shape[1]
-    q_tiles = gl.allocate_shared_memory(q.dtype, [2, 64, columns], q.layout)
-    k_tiles = gl.allocate_shared_memory(k.dtype, [2, k.block_shape[0], columns], k.layout)
-    return Part(q, k, q_tiles, k_tiles, COLUMN, IS_ROPE)
 
 
 @gluon.jit
@@ -157,19 +138,6 @@ def _pin(x):
 
 
 @gluon.jit
-def _issue_qk(parts, stage, ROW0: gl.constexpr):
-    """S = Q Kᵀ of a stage, in flight."""
-    BLOCK_K: gl.constexpr = parts[0].k_tiles.shape[1]
-    scores = gl.zeros([64, BLOCK_K], gl.float32, acc_layout(BLOCK_K))
-    for i in gl.static_range(len(parts)):
-        part = parts[i]
-        block = part.k_tiles.index(stage).permute((1, 0))
-        query = part.q_tiles.index(ROW0 // 64)
-        scores = warpgroup_mma(query, block, scores, use_acc=i > 0, is_async=True)
-    return scores
-
-
-@gluon.jit
 def _step(
     block, fill, schedule, tile, parts, keys, values, acc, probs, row_max, row_sum, rescale,
     scale_log2, ROW0: gl.constexpr, SIGN: gl.constexpr, CONFIG: gl.constexpr,
@@ -178,7 +146,7 @@ def _step(
     k_stage, _ = two_stages(fill)
     v_stage, v_phase = two_stages(fill - 1)
     _, next_phase = two_stages(fill + 1)
-    qk = _issue_qk(parts, k_stage, ROW0)
+    qk = issue_qk(parts, k_stage, ROW0)
     mbarrier.wait(values.clean.index(v_stage), v_phase)
     # only now: nothing but a barrier is then between the end of one PV and the next QK
     acc = rescale_acc(acc, _pin(rescale))
@@ -222,7 +190,7 @@ def _consumer(
         stage, phase = two_stages(fill)
         mbarrier.wait(queries.full.index(ROW0 // 64), tiles_done & 1)
         mbarrier.wait(keys.full.index(stage), phase)
-        qk = _issue_qk(parts, stage, ROW0)
+        qk = issue_qk(parts, stage, ROW0)
         scores = warpgroup_mma_wait(0, deps=(qk,))
         mbarrier.arrive(keys.empty.index(stage), count=1)
         start = block_start(schedule, tile, 0)
@@ -331,11 +299,11 @@ def mla_prefill_kernel(
         stride_sink,
     )  # fmt: skip
     strides = Strides(stride_q_head, stride_k_head, stride_v_head, stride_v_token)
-    parts = (_make_part(q, k, 0, False),)
+    parts = (make_part(q, k, 2, 2, 0, False),)
     if q_rest is not None:
-        parts = parts + (_make_part(q_rest, k_rest, WIDTH, False),)  # noqa: RUF005
+        parts = parts + (make_part(q_rest, k_rest, 2, 2, WIDTH, False),)  # noqa: RUF005
     if q_rope is not None:
-        parts = parts + (_make_part(q_rope, k_rope, TRAITS.D_N, True),)  # noqa: RUF005
+        parts = parts + (make_part(q_rope, k_rope, 2, 2, TRAITS.D_N, True),)  # noqa: RUF005
     queries = Stages(alloc_barriers(2, 1), alloc_barriers(2, 1))
     keys = Stages(alloc_barriers(2, 1), alloc_barriers(2, 2))
     values = ValueStages(

@@ -1,0 +1,54 @@
+"""Columns of queries and keys that one TMA descriptor and one smem tile hold, and QK over them.
+
+Shared by both prefill kernels: everything here.
+
+Lineage    own design
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
+
+from mlakit.kernels.hopper.compat import record
+from mlakit.kernels.hopper.primitives import acc_layout
+
+
+@record
+class Part:
+    """Some columns of queries and keys: TMA descriptors and smem tiles."""
+
+    q: object
+    k: object
+    q_tiles: object  # [warpgroups, 64, columns], one per consumer warpgroup
+    k_tiles: object  # [stages, BLOCK_K, columns]
+    COLUMN: object  # of q
+    IS_ROPE: object  # the keys are those of all heads
+
+
+@gluon.jit
+def make_part(
+    q, k, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, COLUMN: gl.constexpr,
+    IS_ROPE: gl.constexpr,
+):  # fmt: skip
+    columns: gl.constexpr = q.block_shape[1]
+    q_tiles = gl.allocate_shared_memory(q.dtype, [WARPGROUPS, 64, columns], q.layout)
+    k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, k.block_shape[0], columns], k.layout)
+    return Part(q, k, q_tiles, k_tiles, COLUMN, IS_ROPE)
+
+
+@gluon.jit
+def issue_qk(parts, stage, ROW0: gl.constexpr, MMA_K: gl.constexpr = 16):
+    """S = Q Kᵀ of a stage, in flight.
+
+    MMA_K  of `acc_layout`
+    """
+    BLOCK_K: gl.constexpr = parts[0].k_tiles.shape[1]
+    scores = gl.zeros([64, BLOCK_K], gl.float32, acc_layout(BLOCK_K, MMA_K))
+    for i in gl.static_range(len(parts)):
+        part = parts[i]
+        block = part.k_tiles.index(stage).permute((1, 0))
+        query = part.q_tiles.index(ROW0 // 64)
+        scores = warpgroup_mma(query, block, scores, use_acc=i > 0, is_async=True)
+    return scores
