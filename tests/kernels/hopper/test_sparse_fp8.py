@@ -249,6 +249,23 @@ def test_rows_and_queries_of_any_magnitude(sizes, num_splits, kernel, format):
 
 
 @pytest.mark.gpu
+@EVERY_FORMAT
+def test_rows_of_neighbouring_scales(kernel, format):
+    """Weights are even: no row may vanish beside one whose scale is a little larger."""
+    if format == "fp8":
+        pytest.skip("one scale for all rows")
+    width = ROWS[format].width
+    q = torch.zeros(2, 64, width, dtype=torch.bfloat16, device="cuda")
+    rows = (torch.arange(2048, dtype=torch.int32, device="cuda") % 512).expand(2, -1)
+    values = torch.randn(512, width, generator=torch.Generator().manual_seed(0))
+    values[:256] /= 2
+    for exponent in range(-20, 10):
+        cache, stored = written_cache(format, values * 2.0**exponent * 448 / 3)
+        results = sparse_mla(q, cache, rows, softmax_scale=0.1, backend=kernel)
+        check(kernel, format, q, stored, rows, results, 0.1)
+
+
+@pytest.mark.gpu
 @BOTH_KERNELS
 def test_scales_are_not_rounded_to_16_bits(kernel):
     """A list of one row with one value: lse is 448 times its scale."""

@@ -9,8 +9,10 @@ fp8           likewise, the scale of the tensor
 
 All but the products of fp8_block128 are exact. Powers of two keep all of this in float16's range:
 of fp8_block128 one per row, which is a key_factor too, of fp8_block64 one per block
-(`block_scale`). They are 1 unless scales are far from 1. What fp8_block64 loses lies below 2**-20
-of the block's largest value.
+(`block_scale`). They follow the scales, whatever these are: a power that stayed 1 over a range of
+scales would jump at its end, and the probabilities of rows beyond it would be rounded to zero
+beside those of rows before it. What fp8_block64 loses lies below 2**-20 of the block's largest
+value.
 
 Lineage    own design
 """
@@ -72,11 +74,10 @@ PREFETCHED = gl.constexpr(
     )
 )
 
-# exponents of float32, biased by 127. The power of two is 1 where the largest scale of a block
-# (fp8_block64) or of a row (fp8_block128) lies between these
-SMALLEST_USUAL = gl.constexpr(127 - 14)
-SMALLEST_USUAL_128 = gl.constexpr(127 - 12)  # float16 has the scale to 13 bits, in two parts
-LARGEST_USUAL = gl.constexpr(127 + 6)
+# the largest scale of a block (fp8_block64) or of a row (fp8_block128) becomes 2**6 to 2**7: an e4m3
+# is less than 2**9, and float16 reaches 2**16
+HEADROOM = gl.constexpr(6)
+# exponents of float32, biased by 127
 SMALLEST_BLOCK_SCALE = gl.constexpr(127 - 60)
 LARGEST_BLOCK_SCALE = gl.constexpr(127 + 122)
 NEG_INF = gl.constexpr(float("-inf"))
@@ -266,8 +267,7 @@ def _block_scale64(scales, rope):
     bits = gl.max(gl.maximum(rope & 0x7FFF0000, (rope << 16) & 0x7FFF0000), 1)
     bits = gl.convert_layout(bits, largest.type.layout, assert_trivial=True)
     exponent = _max_of_rows(gl.maximum(largest, (bits >> 23) - 8))
-    is_usual = (exponent >= SMALLEST_USUAL) & (exponent <= LARGEST_USUAL)
-    return _power_of_two(gl.where(is_usual | (exponent == 0), 127, exponent - 6))
+    return _power_of_two(exponent - HEADROOM)
 
 
 @gluon.jit
@@ -287,8 +287,7 @@ def _row_powers(scales):
         }""",
         "=r,r", [scales.to(gl.int32, bitcast=True)], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
-    is_usual = (exponent >= SMALLEST_USUAL_128) & (exponent <= LARGEST_USUAL) | (exponent == 0)
-    exponent = gl.where(is_usual, LARGEST_USUAL, exponent) - 6
+    exponent -= HEADROOM
     power, inverse = _power_of_two(exponent)
     # [rows of a thread, warp, row]
     of_warps, _ = _power_of_two(_max_of_rows(gl.max(exponent.reshape([4, 4, 4]), 0), 1))
