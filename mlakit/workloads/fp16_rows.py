@@ -1,7 +1,9 @@
 """Rows of fp8_block128 as Hopper's `sparse_mla` with 64 heads per CTA multiplies them.
 
-The kernel `m64_fp8_kv` rounds the product of a value and its scale to float16, once. A float32 run
-over exact rows is too precise to be its naive run.
+The kernel `m64_fp8_kv` rounds the product of a value and its scale to float16, and has the scale as
+the sum of two float16. A float32 run over exact rows is too precise to be its naive run, and so is
+one over rows that are rounded once: a scale that is within 2**-22 of a tie rounds all its values
+with the same mantissa the other way.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from torch import Tensor
 FORMAT = "fp8_block128"
 MAX_EXACT_HEADS = 32  # up to these `small_m_fp8_kv` multiplies scores and probabilities instead
 BITS = 11  # of float16, the leading one among them
+GROUP = 128  # columns of a scale
 
 
 def rounds_rows(device: torch.device, backend: str, *, format: str, heads: int) -> bool:
@@ -24,10 +27,27 @@ def rounds_rows(device: torch.device, backend: str, *, format: str, heads: int) 
     return is_chosen or backend == "hopper:m64_fp8_kv"
 
 
-def rounded_rows(rows: Tensor, latent: int) -> Tensor:
-    """`rows` [..., width] with so many columns rounded to the bits of float16, not to its range."""
+def block_scales(payload: Tensor, latent: int) -> Tensor:
+    """The scales inside of rows [..., bytes] of so many latent columns, float64 [..., groups]."""
+    scales = payload[..., latent : latent + 4 * (latent // GROUP)].contiguous()
+    return scales.view(torch.float32).double()
+
+
+def rounded_rows(rows: Tensor, scales: Tensor) -> Tensor:
+    """`rows` float64 [..., width], whose latent columns are products of e4m3 and `scales`, rounded
+    to the bits of float16, not to its range."""
+    latent = GROUP * scales.shape[-1]
     columns = rows[..., :latent]
-    mantissa, exponent = torch.frexp(columns)
-    rounded = torch.ldexp((mantissa * 2.0**BITS).round(), exponent - BITS)
-    rounded = torch.where(columns.isfinite(), rounded, columns)
-    return torch.cat([rounded.to(rows.dtype), rows[..., latent:]], dim=-1)
+    scale = scales.repeat_interleave(GROUP, -1)
+    large = _rounded(scale)
+    small = _rounded(scale - large)
+    values = columns / torch.where(scale == 0, 1.0, scale)
+    products = _rounded(values * large + _rounded(values * small))
+    products = torch.where(columns.isfinite(), products, columns)
+    return torch.cat([products, rows[..., latent:]], dim=-1)
+
+
+def _rounded(numbers: Tensor) -> Tensor:
+    """To BITS bits."""
+    mantissa, exponent = torch.frexp(numbers)
+    return torch.ldexp((mantissa * 2.0**BITS).round(), exponent - BITS)

@@ -61,6 +61,10 @@ class Pool:
         assert payload is not None
         return self.cache.codec.decode(payload, scales, tensor_scale=self.cache.tensor_scale)
 
+    def payload(self, slots: Tensor) -> Tensor:
+        """Bytes of rows [n, bytes] on the CPU."""
+        return _bytes(self.layer.payload)[self._place(slots)].cpu()
+
     def allow(self, slots: Tensor) -> None:
         """Allow the op to write to these rows."""
         for name, stored in ((self.name, self.layer.payload), (self._scales, self.layer.scales)):

@@ -22,7 +22,7 @@ from mlakit.workloads.case import (
     assert_logits_match,
     weights_dtype,
 )
-from mlakit.workloads.fp16_rows import rounded_rows, rounds_rows
+from mlakit.workloads.fp16_rows import block_scales, rounded_rows, rounds_rows
 from mlakit.workloads.inputs import DTYPES, Inputs
 from mlakit.workloads.paged import PagedCase, Pool
 
@@ -42,8 +42,9 @@ class Lists:
         return self.stored, self.rows.cpu(), None if self.lens is None else self.lens.cpu()
 
     def rounded(self, latent: int) -> Lists:
-        """With the latent columns of the stored rows rounded to float16."""
-        return replace(self, stored=rounded_rows(self.stored, latent))
+        """With the stored rows as `fp16_rows` says; they have so many latent columns."""
+        scales = block_scales(self.pool.payload(torch.arange(len(self.stored))), latent)
+        return replace(self, stored=rounded_rows(self.stored, scales))
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

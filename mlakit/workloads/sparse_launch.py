@@ -6,6 +6,7 @@ tokens at once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,6 @@ from torch import Tensor
 from mlakit.reference.softmax import attention_weights
 from mlakit.testing import assert_matches
 from mlakit.workloads.case import Results, Trial, assert_logits_match, repeated
-from mlakit.workloads.fp16_rows import rounded_rows
 from mlakit.workloads.sparse import Lists, SparseCase
 
 NAMES = ("out", "lse", "max_logits")
@@ -67,10 +67,11 @@ class SparseLaunch(SparseCase):
     ) -> None:
         device = results[0].device
         lists = [main] if extra is None else [main, extra]
-        listed = [_listed(each, device) for each in lists]
-        rows, counts = (torch.cat(parts, 1) for parts in zip(*listed, strict=True))
+        rows, counts = _listed(lists, device)
+        rounded = rows
+        if rounds:
+            rounded, _ = _listed([each.rounded(self.row.kv_lora_rank) for each in lists], device)
         q = q.to(device, torch.float64)
-        rounded = rounded_rows(rows, self.row.kv_lora_rank) if rounds else rows
         exact, naive = (
             attend_lists(
                 q,
@@ -89,8 +90,15 @@ class SparseLaunch(SparseCase):
             assert_logits_match(NAMES[i], results[i], exact[i], naive[i], largest)
 
 
-def _listed(lists: Lists, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(rows, counts): float64 [tokens, entries, width], 0 where an entry does not count."""
+def _listed(lists: Sequence[Lists], device: torch.device) -> tuple[Tensor, Tensor]:
+    """(rows, counts) of all lists: float64 [tokens, entries, width], 0 where an entry does not
+    count."""
+    parts = [_listed_of_one(each, device) for each in lists]
+    rows, counts = (torch.cat(each, 1) for each in zip(*parts, strict=True))
+    return rows, counts
+
+
+def _listed_of_one(lists: Lists, device: torch.device) -> tuple[Tensor, Tensor]:
     slots, stored = lists.rows.long(), lists.stored.to(device)
     counts = (slots >= 0) & (slots < len(stored))
     if lists.lens is not None:

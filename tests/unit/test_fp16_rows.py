@@ -1,65 +1,53 @@
-"""The naive run of the sparse kernel that rounds rows of fp8_block128 to float16."""
+"""Rows of fp8_block128 rounded as a Hopper kernel rounds them."""
 
 from __future__ import annotations
 
-from unittest import mock
-
-import pytest
 import torch
 
-from mlakit.workloads import SparseCase, fp16_rows
-from mlakit.workloads.inputs import Inputs
+from mlakit import PagedLatentCache
+from mlakit.geometry import RowShape
+from mlakit.workloads.fp16_rows import block_scales, rounded_rows
 
 
-def stored_rows() -> torch.Tensor:
-    case = SparseCase(format="fp8_block128", kv_lora_rank=512, qk_rope_head_dim=64, num_pages=8)
-    inputs = Inputs("cpu", seed=1)
-    pool = case.pool(inputs, "cache", 16)
-    return pool.write(torch.arange(40), inputs.normal(40, 576))
+def written(size: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(64 rows as they are stored, their scales)."""
+    own = torch.Generator().manual_seed(0)
+    cache = PagedLatentCache.allocate(
+        RowShape(512, 64, 512), "fp8_block128", num_pages=1, page_size=64, device="cpu"
+    )
+    slots = torch.arange(64)
+    cache.layer(0).write(slots, torch.randn(64, 576, generator=own) * size)
+    payload = cache.layer(0).payload.view(torch.uint8).view(64, -1)
+    return cache.layer(0).read(slots, torch.float64), block_scales(payload, 512)
 
 
-def test_latent_columns_are_rounded_to_float16_and_rotated_ones_are_not():
-    rows = stored_rows()
-    rounded = fp16_rows.rounded_rows(rows, 512)
-    assert torch.equal(rounded[:, :512], (rows[:, :512] * 256).half().double() / 256)
-    assert torch.equal(rounded[:, 512:], rows[:, 512:])
-    assert not torch.equal(rounded, rows)
+def test_scales_are_those_inside_of_rows():
+    stored, scales = written(1.0)
+    largest = stored[:, :512].unflatten(-1, (4, 128)).abs().amax(-1)
+    assert torch.equal(largest, 448 * scales)
 
 
-@pytest.mark.parametrize("size", [1e-12, 1e6, 1e30])
-def test_the_range_of_float16_does_not_matter(size):
-    rows = stored_rows()
-    power = 2.0 ** torch.tensor(size).log2().round().item()
-    got = fp16_rows.rounded_rows(rows * power, 512) / power
-    assert torch.equal(got, fp16_rows.rounded_rows(rows, 512))
+def test_products_are_those_of_float16_at_any_magnitude():
+    """2**13 times the scale of normal numbers is 32 to 128: nothing is subnormal in float16."""
+    stored, scales = written(1.0)
+    scale = (2.0**13 * scales).repeat_interleave(128, -1)
+    large = scale.half()
+    small = (scale - large).half()
+    values = stored[:, :512] * 2.0**13 / scale
+    assert torch.equal(values, values.float().to(torch.float8_e4m3fn).double())
+    # exact in float64, so that each is rounded once
+    low = (values * small.double()).half()
+    want = (values * large.double() + low.double()).half().double() / 2.0**13
+    assert torch.equal(rounded_rows(stored, scales)[:, :512], want)
+    tiny, tiny_scales = stored * 2.0**-60, scales * 2.0**-60
+    assert torch.equal(rounded_rows(tiny, tiny_scales)[:, :512], want * 2.0**-60)
 
 
-def test_zeros_and_nan_stay():
-    rows = torch.tensor([[0.0, torch.nan, torch.inf, 1.0]], dtype=torch.float64)
-    assert torch.equal(fp16_rows.rounded_rows(rows, 4).nan_to_num(7.0), rows.nan_to_num(7.0))
-
-
-def test_what_the_docs_say_of_the_error_of_a_score():
-    """Normal numbers, DeepSeek's softmax scale."""
-    rows = stored_rows()
-    q = torch.randn(64, 576, generator=torch.Generator().manual_seed(0)).bfloat16().double()
-    lost = q @ (fp16_rows.rounded_rows(rows, 512) - rows).T / 192**0.5
-    assert 0.0002 < lost.square().mean().sqrt() < 0.0004
-    bf16 = q[:, :512] @ (rows[:, :512].bfloat16().double() - rows[:, :512]).T / 192**0.5
-    assert 0.0016 < bf16.square().mean().sqrt() < 0.0032
-
-
-def test_only_the_kernel_of_64_heads_rounds():
-    problem = {"format": "fp8_block128", "heads": 128}
-    cuda = torch.device("cuda")
-    with mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)):
-        assert fp16_rows.rounds_rows(cuda, "auto", **problem)
-        assert fp16_rows.rounds_rows(cuda, "hopper", **problem)
-        assert fp16_rows.rounds_rows(cuda, "hopper:m64_fp8_kv", **{**problem, "heads": 8})
-        assert not fp16_rows.rounds_rows(cuda, "hopper:small_m_fp8_kv", **problem)
-        assert not fp16_rows.rounds_rows(cuda, "triton", **problem)
-        assert not fp16_rows.rounds_rows(torch.device("cpu"), "auto", **problem)
-        for other in ({"format": "fp8_token"}, {"heads": 32}):
-            assert not fp16_rows.rounds_rows(cuda, "auto", **{**problem, **other})
-    with mock.patch("torch.cuda.get_device_capability", return_value=(10, 0)):
-        assert not fp16_rows.rounds_rows(cuda, "auto", **problem)
+def test_rotated_columns_and_poison_stay():
+    stored, scales = written(1.0)
+    stored[3], scales[3] = torch.nan, torch.nan
+    stored[5, :128], scales[5, 0] = 0.0, 0.0
+    rounded = rounded_rows(stored, scales)
+    assert rounded[3].isnan().all()
+    assert torch.equal(rounded[4:, 512:], stored[4:, 512:])
+    assert (rounded[5, :128] == 0).all()

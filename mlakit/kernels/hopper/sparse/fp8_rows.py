@@ -74,8 +74,8 @@ PREFETCHED = gl.constexpr(
     )
 )
 
-# the largest scale of a block (fp8_block64) or of a row (fp8_block128) becomes 2**6 to 2**7: an e4m3
-# is less than 2**9, and float16 reaches 2**16
+# the largest scale of a block (fp8_block64) or of a row (fp8_block128) becomes 2**6 to 2**7: an
+# e4m3 is less than 2**9, and float16 reaches 2**16
 HEADROOM = gl.constexpr(6)
 # exponents of float32, biased by 127
 SMALLEST_BLOCK_SCALE = gl.constexpr(127 - 60)
