@@ -283,9 +283,10 @@ def _consumer(ROW0: gl.constexpr, inputs, outputs, SIGN: gl.constexpr, CONFIG: g
         start = block_start(schedule, tile, seen.top)
         all_end = gl.where(is_negated, 0, seen.all_end)
         mbarrier.wait(queries.full.index(ROW0 // 64), tiles_done & 1)
-        for _ in range(seen.top, seen.end):
-            stage, phase = _stage(fill)
-            mbarrier.wait(blocks.full.index(stage), phase)
+        stage, phase = _stage(fill)
+        mbarrier.wait(blocks.full.index(stage), phase, pred=seen.top < seen.end)
+        for block in range(seen.top, seen.end):
+            stage, _ = _stage(fill)
             qk = issue_qk(parts, stage, ROW0, MMA_K)
             scores = warpgroup_mma_wait(0, deps=(qk,))
             scores = scale_scores(scores, inputs.scales, stage, row_scale, SIGN)
@@ -297,6 +298,9 @@ def _consumer(ROW0: gl.constexpr, inputs, outputs, SIGN: gl.constexpr, CONFIG: g
                 scores, inputs.scales, stage, row_max, row_sum, row_scale
             )
             pv = _issue_pv(probs, inputs.values, stage)
+            # the next block's: the latency of a barrier that is complete already is hidden by PV
+            next_stage, next_phase = _stage(fill + 1)
+            mbarrier.wait(blocks.full.index(next_stage), next_phase, pred=block + 1 < seen.end)
             pv = warpgroup_mma_wait(0, deps=(pv,))
             mbarrier.arrive(blocks.empty.index(stage), count=1)
             acc = acc * column_of(rescale, acc) + pv
