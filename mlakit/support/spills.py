@@ -145,34 +145,34 @@ _INDEXER = {
 }
 
 _PREFILL = {
-    # in a loop over keys up to three of each, in one consumer; the others are once per work tile
+    # once per work tile, none in the loops over keys
     "3.6.0": {
-        "192-128": (19, 19),
-        "256-256": (19, 22),
-        "128-128": (17, 17),
+        "192-128": (11, 12),
+        "256-256": (16, 19),
+        "128-128": (10, 10),
         "96-64": (9, 8),
-        "fp16-sink": (19, 19),
-        "null": (18, 18),
-        "256-256-null": (15, 18),
-        "sliding_window_causal": (21, 21),
-        "sliding_window_noncausal": (22, 22),
-        "chunked": (24, 24),
-        "chunked_causal": (22, 22),
+        "fp16-sink": (11, 12),
+        "null": (11, 12),
+        "256-256-null": (16, 19),
+        "sliding_window_causal": (12, 12),
+        "sliding_window_noncausal": (12, 12),
+        "chunked": (12, 12),
+        "chunked_causal": (12, 12),
     },
-    # in the loops over keys up to five stores and seven loads, with causal masks of 192/128 one of
-    # each; in the loops of the producer and the cleaner a few. Not timed with this Triton
+    # in the loops over keys one load of the chunked masks; in those of the producer and the cleaner
+    # a few
     "3.9.0": {
-        "192-128": (54, 70),
-        "256-256": (59, 87),
-        "128-128": (35, 48),
-        "96-64": (13, 24),
-        "fp16-sink": (55, 71),
-        "null": (49, 63),
-        "256-256-null": (49, 65),
-        "sliding_window_causal": (66, 95),
-        "sliding_window_noncausal": (65, 86),
-        "chunked": (57, 84),
-        "chunked_causal": (55, 82),
+        "192-128": (21, 32),
+        "256-256": (24, 45),
+        "128-128": (15, 25),
+        "96-64": (12, 23),
+        "fp16-sink": (22, 33),
+        "null": (19, 30),
+        "256-256-null": (24, 43),
+        "sliding_window_causal": (21, 37),
+        "sliding_window_noncausal": (20, 33),
+        "chunked": (23, 38),
+        "chunked_causal": (19, 34),
     },
 }
 
@@ -181,18 +181,18 @@ _PREFILL_FP8 = {
     # none and three without scales; most others are in a branch of the epilogue, for values that
     # are not finite
     "3.6.0": {
-        "fp8": (161, 159),
-        "fp8-unscaled": (119, 119),
-        "fp8-null-sink": (161, 159),
-        "fp8-chunked": (172, 170),
-        "fp8-128-128": (167, 167),
+        "fp8": (188, 186),
+        "fp8-unscaled": (123, 123),
+        "fp8-null-sink": (159, 157),
+        "fp8-chunked": (170, 170),
+        "fp8-128-128": (196, 194),
     },
     "3.9.0": {
-        "fp8": (229, 244),
-        "fp8-unscaled": (207, 225),
-        "fp8-null-sink": (144, 153),
-        "fp8-chunked": (256, 274),
-        "fp8-128-128": (232, 245),
+        "fp8": (255, 268),
+        "fp8-unscaled": (175, 193),
+        "fp8-null-sink": (142, 151),
+        "fp8-chunked": (214, 232),
+        "fp8-128-128": (255, 268),
     },
 }
 

@@ -14,6 +14,7 @@ from mlakit.formats import SMALLEST_SCALE as _SMALLEST_SCALE
 from mlakit.kernels.hopper.compat import reinterpret
 from mlakit.kernels.hopper.decode.softmax import NEG_INF, apply_sign
 from mlakit.kernels.hopper.prefill import configs
+from mlakit.kernels.hopper.prefill.masks import keys_left
 from mlakit.kernels.hopper.prefill.pipeline import read_tile
 from mlakit.kernels.hopper.prefill.tiles import seen_keys
 from mlakit.kernels.hopper.primitives import SMEM_VECTOR, opaque_zero
@@ -168,25 +169,6 @@ def scale_scores(scores, scales, stage, row_scale, SIGN: gl.constexpr):
 
 
 @gluon.jit
-def _keys_left(scores, limit):
-    """(key, limit) that broadcast to scores as [64, keys / 8, 4, 2]: column key of the block is
-    before column `limit` [64] if key < limit. All that differs between threads is in limit: what
-    it is compared with are constants, and take no registers.
-    """
-    LAYOUT: gl.constexpr = scores.type.layout
-    ROW_THREAD: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))
-    GROUP_BIT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))
-    limit = gl.convert_layout(limit, gl.SliceLayout(1, ROW_THREAD), assert_trivial=True)
-    thread = gl.arange(0, 4, gl.SliceLayout(0, ROW_THREAD))
-    limit = gl.expand_dims(limit, 1) - 2 * gl.expand_dims(thread, 0)
-    group = gl.arange(0, scores.shape[1], gl.SliceLayout(1, GROUP_BIT))
-    bit = gl.arange(0, 2, gl.SliceLayout(0, GROUP_BIT))
-    key = 8 * gl.expand_dims(group, 1) + gl.expand_dims(bit, 0)
-    key = gl.expand_dims(gl.expand_dims(key, 0), 2)
-    return key, gl.expand_dims(gl.expand_dims(limit, 1), 3)
-
-
-@gluon.jit
 def mask_scores(
     scores, scales, schedule, tiles, tiles_done, start, all_first, all_end, ROW0: gl.constexpr
 ):  # fmt: skip
@@ -208,14 +190,14 @@ def mask_scores(
             scores *= _sign_of_keys(scales)
         position = tile.position + (row + (ROW0 + opaque_zero()))
         _, end = seen_keys(schedule, position, tile.kv_len)
-        key, limit = _keys_left(scores, end - start)
+        key, limit = keys_left(scores, end - start)
         scores = gl.where(key < limit, scores, NEG_INF)
     if schedule.IS_SLIDING or schedule.IS_CHUNKED:  # noqa: SIM102  # known when compiled
         if start < all_first:
             tile = read_tile(tiles, schedule, tiles_done, 4)
             position = tile.position + (row + (ROW0 + opaque_zero()))
             first, _ = seen_keys(schedule, position, tile.kv_len)
-            key, limit = _keys_left(scores, first - start)
+            key, limit = keys_left(scores, first - start)
             scores = gl.where(key >= limit, scores, NEG_INF)
     return gl.convert_layout(gl.reshape(scores, [64, BLOCK_K]), LAYOUT, assert_trivial=True)
 

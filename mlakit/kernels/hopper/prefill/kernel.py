@@ -25,6 +25,7 @@ from triton.language.extra.cuda import gdc_wait
 from mlakit.kernels.hopper.compat import record, tma_load
 from mlakit.kernels.hopper.prefill import configs
 from mlakit.kernels.hopper.prefill.epilogue import Outputs, finish_rows, store_lse, store_out
+from mlakit.kernels.hopper.prefill.masks import mask_scores
 from mlakit.kernels.hopper.prefill.parts import issue_qk, make_part
 from mlakit.kernels.hopper.prefill.pipeline import (
     Stages,
@@ -36,7 +37,7 @@ from mlakit.kernels.hopper.prefill.pipeline import (
     two_stages,
     wait_tile,
 )
-from mlakit.kernels.hopper.prefill.softmax import mask_scores, no_sum, softmax_step
+from mlakit.kernels.hopper.prefill.softmax import softmax_of_top, softmax_step
 from mlakit.kernels.hopper.prefill.tiles import Schedule, block_start, locate_tile, no_tile
 from mlakit.kernels.hopper.prefill.values import CLEANER_WARPS, add_non_finite, cleaner
 from mlakit.kernels.hopper.primitives import (
@@ -48,7 +49,6 @@ from mlakit.kernels.hopper.primitives import (
 )
 
 BLOCK_Q = gl.constexpr(configs.BLOCK_Q)
-INITIAL_ROW_MAX = gl.constexpr(configs.INITIAL_ROW_MAX)
 
 
 @record
@@ -184,8 +184,6 @@ def _consumer(
     tile = read_tile(tiles, schedule, tiles_done, 4)
     while tile.num_blocks > 0:
         acc = gl.zeros([64, D_V], gl.float32, ACC)
-        row_max = gl.full([64], INITIAL_ROW_MAX, gl.float32, ROW)
-        row_sum = no_sum(SCORES, BLOCK_K)
         # the top block
         stage, phase = two_stages(fill)
         mbarrier.wait(queries.full.index(ROW0 // 64), tiles_done & 1)
@@ -195,9 +193,8 @@ def _consumer(
         mbarrier.arrive(keys.empty.index(stage), count=1)
         start = block_start(schedule, tile, 0)
         scores = mask_scores(scores, schedule, tile, start, ROW0, SIGN, True)
-        exponentials, row_max, row_sum, rescale = softmax_step(
-            scores, row_max, row_sum, scale_log2, CONFIG.RESCALE_THRESHOLD
-        )
+        exponentials, row_max, row_sum = softmax_of_top(scores, scale_log2)
+        rescale = gl.full([64], 1.0, gl.float32, ROW)
         new_probs = exponentials.to(values.tiles.dtype)
         probs = gl.convert_layout(new_probs, gl.DotOperandLayout(0, ACC, 2))
         fill += 1
@@ -224,13 +221,15 @@ def _consumer(
         if flagged_tile == tiles_done:
             acc = add_non_finite(acc, schedule, tile, ROW0, v_rows, strides.v_token, strides.v)
         tiles_done += 1
+        # before the stores: the latency of both is hidden by what computes the results
+        wait_tile(tiles, tiles_done)
+        next_tile = read_tile(tiles, schedule, tiles_done, 4)
         row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROW)
         lse, out_scale = finish_rows(outputs, tile, row_max, row_sum)
         store_lse(outputs, tile, ROW0, lse)
         out_scale = gl.expand_dims(gl.convert_layout(out_scale, gl.SliceLayout(1, ACC)), 1)
         store_out(outputs, tile, ROW0, acc * out_scale)
-        wait_tile(tiles, tiles_done)
-        tile = read_tile(tiles, schedule, tiles_done, 4)
+        tile = next_tile
 
 
 @gluon.jit

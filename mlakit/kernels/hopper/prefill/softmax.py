@@ -9,49 +9,11 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from mlakit.kernels.hopper.decode.softmax import NEG_INF, apply_sign, next_row_max
-from mlakit.kernels.hopper.prefill.tiles import seen_keys
-from mlakit.kernels.hopper.primitives import opaque_zero
+from mlakit.kernels.hopper.decode.softmax import next_row_max
+from mlakit.kernels.hopper.prefill import configs
 
 SUM_COLUMNS = gl.constexpr(8)
-
-
-@gluon.jit
-def mask_scores(
-    scores, schedule, tile, start, ROW0: gl.constexpr, SIGN: gl.constexpr, IS_TOP: gl.constexpr
-):  # fmt: skip
-    """scores · SIGN, −inf where a query does not see a key.
-
-    start  first key of the block
-    ROW0   the warpgroup's first query in the work tile
-    IS_TOP  it is the top block
-    """
-    LAYOUT: gl.constexpr = scores.type.layout
-    BLOCK_K: gl.constexpr = scores.shape[1]
-    scores = apply_sign(scores, SIGN)
-    column = gl.expand_dims(gl.arange(0, BLOCK_K, gl.SliceLayout(0, LAYOUT)), 0)
-    row = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-    # with a causal mask the diagonal is in the top block, unless blocks are smaller than tiles
-    HAS_END: gl.constexpr = (
-        schedule.IS_CHUNKED if not schedule.IS_CAUSAL else (IS_TOP or BLOCK_K < schedule.BLOCK_Q)
-    )
-    if HAS_END:  # noqa: SIM102  # known when compiled
-        if start + BLOCK_K > tile.all_end:
-            # opaque: predicates of the diagonal would be kept in registers from tile to tile
-            position = tile.position + (row + (ROW0 + opaque_zero()))
-            _, end = seen_keys(schedule, position, tile.kv_len)
-            scores = gl.where(column < gl.expand_dims(end - start, 1), scores, NEG_INF)
-    if start < tile.all_first:
-        position = tile.position + (row + (ROW0 + opaque_zero()))
-        first, _ = seen_keys(schedule, position, tile.kv_len)
-        scores = gl.where(column >= gl.expand_dims(first - start, 1), scores, NEG_INF)
-    return scores
-
-
-@gluon.jit
-def no_sum(LAYOUT: gl.constexpr, COLUMNS: gl.constexpr):
-    """A row_sum of 0, in the layout of `_spread_sum` over [64, COLUMNS]."""
-    return _spread_sum(gl.zeros([64, COLUMNS], gl.float32, LAYOUT))
+INITIAL_ROW_MAX = gl.constexpr(configs.INITIAL_ROW_MAX)
 
 
 @gluon.jit
@@ -71,6 +33,14 @@ def _rescale_threshold(row_sum, row_max, LARGEST: gl.constexpr):
     # the exponent field, less its bias and 2: gl.log2 takes 35 instructions
     exponent = (total.to(gl.int32, bitcast=True) >> 23) - (127 + 2)
     return gl.minimum(gl.maximum(exponent, 0), LARGEST).to(gl.float32)
+
+
+@gluon.jit
+def softmax_of_top(scores, scale_log2):
+    """(probabilities, row_max, row_sum) of the top block: there is nothing to rescale."""
+    row_max = gl.maximum(gl.max(scores, 1) * scale_log2, INITIAL_ROW_MAX)
+    probs = gl.exp2(scores * scale_log2 - gl.expand_dims(row_max, 1))
+    return probs, row_max, _spread_sum(probs)
 
 
 @gluon.jit
