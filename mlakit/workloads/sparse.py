@@ -43,7 +43,9 @@ class Lists:
 
     def rounded(self, latent: int) -> Lists:
         """With the stored rows as `fp16_rows` says; they have so many latent columns."""
-        scales = block_scales(self.pool.payload(torch.arange(len(self.stored))), latent)
+        scales = block_scales(
+            self.pool.payload(torch.arange(len(self.stored), device="cpu")), latent
+        )
         return replace(self, stored=rounded_rows(self.stored, scales))
 
 
