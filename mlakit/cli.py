@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
 import sys
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
@@ -109,8 +111,8 @@ _FETCH_OPTIONS = ("platform", "unpinned")
 _REPORT_OPTIONS = ("json_file", "csv_file", "html_file", "plot_folder", "earlier")
 
 
-def _complete_suite(incomplete: str) -> list[str]:
-    return [suite for suite in SUITES if suite.startswith(incomplete)]
+def _completion(words: Iterable[str]) -> Callable[[str], list[str]]:
+    return lambda incomplete: [word for word in words if word.startswith(incomplete)]
 
 
 @app.command(
@@ -129,7 +131,7 @@ def bench(
             help=f"One or more of {', '.join(SUITES)}. Default: all GPU suites except grids; "
             "without a GPU: cpu.",
             metavar="SUITE",
-            autocompletion=_complete_suite,
+            autocompletion=_completion(SUITES),
         ),
     ] = None,
     shape: str | None = typer.Option(
@@ -206,7 +208,8 @@ def bench(
     is wrong. mlakit and its baselines (FlashMLA, FA3, FlashInfer, torch) run interleaved in one
     process. The speedup is the baseline's time / mlakit's time: above 1x mlakit is faster. GPU
     times have a cold L2 and exclude launch overhead; the roofline is measured in the same run. The
-    suite cpu takes minutes, most of them on a CPU without bf16 matmuls.
+    suite cpu takes minutes, most of them on a CPU without bf16 matmuls. Ctrl-C and SIGTERM end a
+    run early: tables and files have the workloads that are done, the exit status is 130.
     """
     if fetch_peers:
         others = "--fetch-peers only downloads, so {} has no effect"
@@ -262,14 +265,8 @@ def bench(
                 raise typer.Exit(1)
             reports = measured
         wanted.write(reports)
-
-
-def _complete_model(incomplete: str) -> list[str]:
-    return [model for model in PRESETS if model.startswith(incomplete)]
-
-
-def _complete_op(incomplete: str) -> list[str]:
-    return [op for op in OPS if op.startswith(incomplete)]
+        if stored is None and any(report.is_interrupted for report in reports):
+            raise typer.Exit(128 + signal.SIGINT)
 
 
 @app.command(
@@ -278,7 +275,7 @@ def _complete_op(incomplete: str) -> list[str]:
 def explain(
     context: typer.Context,
     op: str = typer.Argument(
-        ..., help="A public op, such as mla_decode.", autocompletion=_complete_op
+        ..., help="A public op, such as mla_decode.", autocompletion=_completion(OPS)
     ),
     arch: str = typer.Option(
         "cpu", help="cpu, a compute capability (90, 9.0, sm_90 or sm_90a), or gfx942."
@@ -392,7 +389,7 @@ def memory(
         ...,
         help="A known model, a config.json or its folder.",
         metavar="MODEL_CONFIG",
-        autocompletion=_complete_model,
+        autocompletion=_completion(PRESETS),
     ),
     tokens: str = typer.Option(
         "4k,32k,128k",
@@ -504,7 +501,7 @@ def check(
     context: typer.Context,
     op: Annotated[
         list[str] | None,
-        typer.Option(help="Check only this op; may be repeated.", autocompletion=_complete_op),
+        typer.Option(help="Check only this op; may be repeated.", autocompletion=_completion(OPS)),
     ] = None,
     minutes: float | None = typer.Option(
         None, help="Duration. Default: 1 minute, or until --count or --launches are done."

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from threading import current_thread, main_thread
 
 from rich.console import Console
 
@@ -104,8 +107,29 @@ def _workloads(name: str, shape: Shape | None, busy: int) -> Sequence[Workload]:
     return of_shape(shape)
 
 
+@contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """SIGTERM, by which batch systems end a job, is the same as Ctrl-C here."""
+    if current_thread() is not main_thread():  # which cannot handle signals
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def run(settings: Settings, workloads: dict[str, list[Workload]]) -> list[Report] | None:
-    """Measure suite by suite; None, after an error message, on a wrong result."""
+    """Measure suite by suite; None, after an error message, on a wrong result.
+
+    Ctrl-C and SIGTERM end the run early; the last report has what was measured until then.
+    """
+    with _interrupted_by_sigterm():
+        return _run(settings, workloads)
+
+
+def _run(settings: Settings, workloads: dict[str, list[Workload]]) -> list[Report] | None:
     if settings.busy:
         loaded = busy.run(
             workloads["cpu"],
@@ -139,6 +163,8 @@ def run(settings: Settings, workloads: dict[str, list[Workload]]) -> list[Report
         for heat in heat_maps(report.rows):
             Console().print(heat_table(heat))
         reports.append(report)
+        if report.is_interrupted:
+            break
     return reports
 
 

@@ -68,6 +68,9 @@ class Row:
         return self.bytes / self.us.p50 / 1e3
 
 
+INTERRUPTED = "the run was interrupted"
+
+
 @dataclass(frozen=True)
 class LeftOut:
     """An implementation that was not timed on a workload, and why."""
@@ -111,6 +114,11 @@ class Report:
     mode: str = WALL
     ceilings: Ceilings | None = None
     memory: Sequence[Memory] = ()
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether Ctrl-C or SIGTERM ended the run before its last workload."""
+        return any(each.reason == INTERRUPTED for each in self.left_out)
 
     def as_json(self) -> dict[str, object]:
         """Plain values; the keys of `rows` are the fields of `Row`, flat, and its rates."""

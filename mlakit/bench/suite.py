@@ -29,6 +29,7 @@ from mlakit.bench.problems import Problem
 from mlakit.bench.progress import SuiteProgress, suite_progress
 from mlakit.bench.report import (
     HARDWARE_BASELINES,
+    INTERRUPTED,
     MLAKIT,
     WALL,
     LeftOut,
@@ -202,6 +203,8 @@ def run(
 ) -> Report | None:
     """Measure every workload and print the table; None, after an error message, on a wrong result.
 
+    Ctrl-C ends the run early: the report has the workloads that are done.
+
     quick        small problems and few rounds: shows that the suite runs, measures nothing
     threads      torch's threads, for all implementations; None keeps torch's own choice
     mode         how time is taken: `WALL`, or on a GPU one of `gpu_timers.MODES` or its `HOST`
@@ -222,12 +225,15 @@ def run(
         workloads = chosen(workloads, quick=quick)
         with suite_progress(suite, len(workloads)) as progress:
             console.print(environment.summary(facts), highlight=False)
-            for workload in workloads:
+            for number, workload in enumerate(workloads):
                 try:
                     measured, reasons, used = _measure(workload, method, progress)
                 except WrongResult as wrong:
                     print_wrong_result(console, workload, wrong)
                     return None
+                except KeyboardInterrupt:
+                    left_out += [LeftOut(w.name, MLAKIT, INTERRUPTED) for w in workloads[number:]]
+                    break
                 rows += measured
                 left_out += [LeftOut(workload.name, *each) for each in reasons.items()]
                 memory += [Memory(workload.name, *each) for each in used.items()]

@@ -5,6 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import re
+import signal
+from dataclasses import replace
+from threading import current_thread, main_thread
 from xml.etree import ElementTree
 
 import pytest
@@ -12,8 +15,9 @@ import torch
 from typer.testing import CliRunner
 
 from mlakit import cli
-from mlakit.bench import GPU_SUITES, ONLY_IF_NAMED, ceilings, gpu_timers, suite
+from mlakit.bench import GPU_SUITES, ONLY_IF_NAMED, SUITES, ceilings, gpu_timers, suite
 from mlakit.bench.measure import WallClock
+from mlakit.bench.report import INTERRUPTED, LeftOut
 from tests.bench.fakes import CEILINGS, pretend_gpu, report, row
 from tests.kernel_launchers import by_name, replace_launcher
 
@@ -78,6 +82,56 @@ def test_a_shape_is_measured_next_to_its_peers(tmp_path):
     ours = written["rows"][0]
     roofline_us = max(ours["flops"] / 700e6, ours["bytes"] / 4e6)
     assert ours["roofline"] == pytest.approx(roofline_us / ours["p50_us"])
+
+
+def ctrl_c() -> None:
+    raise KeyboardInterrupt
+
+
+def sigterm() -> None:
+    signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("interrupt", [ctrl_c, sigterm])
+def test_an_interrupted_run_keeps_what_is_done(interrupt, tmp_path, monkeypatch):
+    if current_thread() is not main_thread():
+        pytest.skip("signals go to the main thread")
+    file = tmp_path / "figures.json"
+    time_interleaved, timed = suite.time_interleaved, []
+
+    def interrupted(calls, **given):
+        timed.append(calls)
+        if len(timed) == 2:
+            interrupt()
+        return time_interleaved(calls, **given)
+
+    monkeypatch.setattr(suite, "time_interleaved", interrupted)
+    before = signal.getsignal(signal.SIGTERM)
+    result = bench("decode", "sparse-decode", "--quick", "--json", file)
+    assert result.exit_code == 130, result.output
+    assert len(timed) == 2  # and the second suite has not begun
+    written = json.loads(file.read_text("utf-8"))
+    (done,) = {each["workload"] for each in written["rows"]}
+    left_out = {
+        each["workload"]: each["reason"]
+        for each in written["left_out"]
+        if each["implementation"] == "mlakit"
+    }
+    assert done not in left_out
+    assert set(left_out.values()) == {"the run was interrupted"}
+    assert "mlakit not timed, the run was interrupted" in flat(result.output)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_stored_report_of_an_interrupted_run_is_no_error(tmp_path):
+    file = tmp_path / "stored.json"
+    left_out = [LeftOut("decode-b", "mlakit", INTERRUPTED)]
+    partial = replace(report(row("decode-a", "mlakit", 100.0)), left_out=left_out)
+    assert partial.is_interrupted
+    file.write_text(json.dumps(partial.as_json()), encoding="utf-8")
+    result = bench("--from", file)
+    assert result.exit_code == 0, result.output
+    assert "decode-b: mlakit not timed, the run was interrupted" in flat(result.output)
 
 
 def test_peers_can_be_left_out():
@@ -408,7 +462,7 @@ def test_the_comparison_says_only_what_moved(stored, tmp_path, monkeypatch):
     ("begun", "found"), [("sp", ["sparse-prefill", "sparse-decode", "sparse-step"]), ("x", [])]
 )
 def test_suites_are_completed(begun, found):
-    assert cli._complete_suite(begun) == found
+    assert cli._completion(SUITES)(begun) == found
 
 
 def test_examples_are_in_the_help():
