@@ -43,7 +43,7 @@ from mlakit.kernels.hopper.prefill.fp8_softmax import (
     softmax_step,
     spread_sum,
 )
-from mlakit.kernels.hopper.prefill.parts import issue_qk, make_part
+from mlakit.kernels.hopper.prefill.parts import issue_qk, load_keys, load_queries, make_part
 from mlakit.kernels.hopper.prefill.pipeline import (
     Stages,
     alloc_tile_stages,
@@ -56,11 +56,13 @@ from mlakit.kernels.hopper.prefill.tiles import (
     Schedule,
     Tile,
     block_start,
+    draw_tile,
+    drawn_number,
     locate_tile,
     no_tile,
     seen_keys,
 )
-from mlakit.kernels.hopper.primitives import acc_layout, alloc_barriers, lane_layout
+from mlakit.kernels.hopper.primitives import acc_layout, alloc_barriers
 
 LOG2_SHIFT = gl.constexpr(fp8_values.LOG2_SHIFT)
 INITIAL_ROW_MAX = gl.constexpr(configs.INITIAL_ROW_MAX)
@@ -142,19 +144,7 @@ def _align_tile(schedule, tile):
 
 
 @gluon.jit
-def _load_queries(inputs, tile, tiles_done, QK_WIDTH: gl.constexpr):
-    for i in gl.static_range(inputs.schedule.BLOCK_Q // 64):
-        full = inputs.q_ready.full.index(i)
-        mbarrier.wait(inputs.q_ready.empty.index(i), (tiles_done & 1) ^ 1)
-        mbarrier.expect(full, 64 * QK_WIDTH)
-        for j in gl.static_range(len(inputs.parts)):
-            part = inputs.parts[j]
-            column = tile.head * inputs.strides.q + part.COLUMN
-            tma_load(part.q, [tile.q_row + 64 * i, column], full, part.q_tiles.index(i))
-
-
-@gluon.jit
-def _load_block(inputs, tile, row, v_tile, fill, QK_WIDTH: gl.constexpr):
+def _load_block(inputs, tile, row, v_tile, fill, ROW_BYTES: gl.constexpr):
     """Keys and values of a block, and their scales."""
     values = inputs.values
     D_V: gl.constexpr = values.tiles.shape[1]
@@ -163,26 +153,18 @@ def _load_block(inputs, tile, row, v_tile, fill, QK_WIDTH: gl.constexpr):
     stage, phase = _stage(fill)
     full = inputs.kv_ready.full.index(stage)
     mbarrier.wait(inputs.kv_ready.empty.index(stage), phase ^ 1)
-    mbarrier.expect(full, BLOCK_K * (QK_WIDTH + D_V) + SCALE_BYTES)
-    for i in gl.static_range(len(inputs.parts)):
-        part = inputs.parts[i]
-        if part.IS_ROPE:
-            tma_load(part.k, [row, 0], full, part.k_tiles.index(stage))
-        else:
-            column = tile.head * inputs.strides.k + part.COLUMN
-            tma_load(part.k, [row, column], full, part.k_tiles.index(stage))
+    mbarrier.expect(full, BLOCK_K * (ROW_BYTES + D_V) + SCALE_BYTES)
+    load_keys(inputs.parts, stage, full, tile, row, inputs.strides.k)
     if inputs.scales.tma is not None:
         tma_load(inputs.scales.tma, [v_tile * 16, 0], full, inputs.scales.tiles.index(stage))
     tma_load(values.tma, [v_tile * D_V, 0], full, values.tiles.index(stage))
 
 
 @gluon.jit
-def _producer(inputs, QK_WIDTH: gl.constexpr):
+def _producer(inputs, ROW_BYTES: gl.constexpr):
     """The producer warp: loads, in the order in which stages are released and needed."""
     schedule = inputs.schedule
     BLOCK_K: gl.constexpr = schedule.BLOCK_K
-    LANES: gl.constexpr = lane_layout(1)
-    lane = gl.arange(0, 32, LANES)
     number = gl.program_id(0)
     tiles_done = gl.to_tensor(0)
     fill = gl.to_tensor(0)
@@ -195,21 +177,19 @@ def _producer(inputs, QK_WIDTH: gl.constexpr):
         # queries come when all warpgroups are done with the tile before: first the blocks whose
         # stages are free then
         for _ in range(gl.minimum(tile.num_blocks, STAGES - 1)):
-            _load_block(inputs, tile, row, v_tile, fill, QK_WIDTH)
+            _load_block(inputs, tile, row, v_tile, fill, ROW_BYTES)
             row -= BLOCK_K
             v_tile -= 1
             fill += 1
-        _load_queries(inputs, tile, tiles_done, QK_WIDTH)
-        for _ in range(STAGES - 1, tile.num_blocks):
-            _load_block(inputs, tile, row, v_tile, fill, QK_WIDTH)
-            row -= BLOCK_K
-            v_tile -= 1
-            fill += 1
-        taken = gl.atomic_add(
-            schedule.counters + lane * 0, gl.full([32], 1, gl.int32, LANES), mask=lane == 0,
-            sem="relaxed",
+        load_queries(
+            inputs.parts, inputs.q_ready, tile, tiles_done, inputs.strides.q, ROW_BYTES
         )  # fmt: skip
-        number = gl.sum(gl.where(lane == 0, taken, 0), 0) + gl.num_programs(0)
+        for _ in range(STAGES - 1, tile.num_blocks):
+            _load_block(inputs, tile, row, v_tile, fill, ROW_BYTES)
+            row -= BLOCK_K
+            v_tile -= 1
+            fill += 1
+        number = drawn_number(draw_tile(schedule))
         tiles_done += 1
     publish_tile(inputs.tiles, tiles_done, no_tile())
 
@@ -419,7 +399,7 @@ def mla_prefill_fp8_kernel(
         TRAITS.IS_CHUNKED, CONFIG.BLOCK_Q, BLOCK_K,
     )  # fmt: skip
     SIGN: gl.constexpr = TRAITS.SIGN
-    QK_WIDTH: gl.constexpr = TRAITS.D_N + TRAITS.D_R
+    ROW_BYTES: gl.constexpr = TRAITS.D_N + TRAITS.D_R  # of a query or key
     inputs = Inputs(
         schedule, tiles, parts, values, q_ready, kv_ready, scales,
         Strides(stride_q_head, stride_k_head), scale_log2,
@@ -429,7 +409,7 @@ def mla_prefill_fp8_kernel(
             (_consumer_0, (inputs, outputs, SIGN, CONFIG)),
             (_consumer_1, (inputs, outputs, SIGN, CONFIG)),
             (_consumer_2, (inputs, outputs, SIGN, CONFIG)),
-            (_producer, (inputs, QK_WIDTH)),
+            (_producer, (inputs, ROW_BYTES)),
         ],
         [4, 4, 1],
         [CONFIG.CONSUMER_REGISTERS, CONFIG.CONSUMER_REGISTERS, CONFIG.PRODUCER_REGISTERS],

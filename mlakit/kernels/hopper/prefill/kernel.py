@@ -26,7 +26,7 @@ from mlakit.kernels.hopper.compat import record, tma_load
 from mlakit.kernels.hopper.prefill import configs
 from mlakit.kernels.hopper.prefill.epilogue import Outputs, finish_rows, store_lse, store_out
 from mlakit.kernels.hopper.prefill.masks import mask_scores
-from mlakit.kernels.hopper.prefill.parts import issue_qk, make_part
+from mlakit.kernels.hopper.prefill.parts import issue_qk, load_keys, load_queries, make_part
 from mlakit.kernels.hopper.prefill.pipeline import (
     Stages,
     ValueStages,
@@ -38,7 +38,14 @@ from mlakit.kernels.hopper.prefill.pipeline import (
     wait_tile,
 )
 from mlakit.kernels.hopper.prefill.softmax import softmax_of_top, softmax_step
-from mlakit.kernels.hopper.prefill.tiles import Schedule, block_start, locate_tile, no_tile
+from mlakit.kernels.hopper.prefill.tiles import (
+    Schedule,
+    block_start,
+    draw_tile,
+    drawn_number,
+    locate_tile,
+    no_tile,
+)
 from mlakit.kernels.hopper.prefill.values import CLEANER_WARPS, add_non_finite, cleaner
 from mlakit.kernels.hopper.primitives import (
     SMEM_VECTOR,
@@ -62,31 +69,13 @@ class Strides:
 
 
 @gluon.jit
-def _load_queries(parts, stages, strides, tile, tiles_done, qk_width: gl.constexpr):
-    for i in gl.static_range(2):
-        full = stages.full.index(i)
-        mbarrier.wait(stages.empty.index(i), (tiles_done & 1) ^ 1)
-        mbarrier.expect(full, 64 * qk_width * 2)
-        for j in gl.static_range(len(parts)):
-            part = parts[j]
-            column = tile.head * strides.q + part.COLUMN
-            tma_load(part.q, [tile.q_row + 64 * i, column], full, part.q_tiles.index(i))
-
-
-@gluon.jit
-def _load_keys(parts, stages, strides, tile, row, fill, qk_width: gl.constexpr):
+def _load_keys(parts, stages, strides, tile, row, fill, ROW_BYTES: gl.constexpr):
     stage, phase = two_stages(fill)
     full = stages.full.index(stage)
     mbarrier.wait(stages.empty.index(stage), phase ^ 1)
     BLOCK_K: gl.constexpr = parts[0].k_tiles.shape[1]
-    mbarrier.expect(full, BLOCK_K * qk_width * 2)
-    for i in gl.static_range(len(parts)):
-        part = parts[i]
-        if part.IS_ROPE:
-            tma_load(part.k, [row, 0], full, part.k_tiles.index(stage))
-        else:
-            column = tile.head * strides.k + part.COLUMN
-            tma_load(part.k, [row, column], full, part.k_tiles.index(stage))
+    mbarrier.expect(full, BLOCK_K * ROW_BYTES)
+    load_keys(parts, stage, full, tile, row, strides.k)
 
 
 @gluon.jit
@@ -99,10 +88,8 @@ def _load_values(v, stages, strides, tile, row, fill):
 
 
 @gluon.jit
-def _producer(schedule, tiles, parts, v, strides, queries, keys, values, qk_width: gl.constexpr):
+def _producer(schedule, tiles, parts, v, strides, queries, keys, values, ROW_BYTES: gl.constexpr):
     """The producer warp: loads, in the order in which stages are released and needed."""
-    LANES: gl.constexpr = lane_layout(1)
-    lane = gl.arange(0, 32, LANES)
     number = gl.program_id(0)
     tiles_done = gl.to_tensor(0)
     fill = gl.to_tensor(0)
@@ -110,21 +97,18 @@ def _producer(schedule, tiles, parts, v, strides, queries, keys, values, qk_widt
         tile = locate_tile(schedule, number)
         publish_tile(tiles, tiles_done, tile)
         row = tile.kv_row + block_start(schedule, tile, 0)
-        _load_keys(parts, keys, strides, tile, row, fill, qk_width)
-        _load_queries(parts, queries, strides, tile, tiles_done, qk_width)
+        _load_keys(parts, keys, strides, tile, row, fill, ROW_BYTES)
+        load_queries(parts, queries, tile, tiles_done, strides.q, ROW_BYTES)
         for _ in range(1, tile.num_blocks):
-            _load_keys(parts, keys, strides, tile, row - schedule.BLOCK_K, fill + 1, qk_width)
+            _load_keys(parts, keys, strides, tile, row - schedule.BLOCK_K, fill + 1, ROW_BYTES)
             _load_values(v, values, strides, tile, row, fill)
             row -= schedule.BLOCK_K
             fill += 1
-        # Taken under the last blocks: a CTA with a long tile would keep an earlier one waiting.
-        taken = gl.atomic_add(
-            schedule.counters + lane * 0, gl.full([32], 1, gl.int32, LANES), mask=lane == 0,
-            sem="relaxed",
-        )  # fmt: skip
+        # under the last blocks: a CTA with a long tile would keep an earlier one waiting
+        drawn = draw_tile(schedule)
         _load_values(v, values, strides, tile, row, fill)
         fill += 1
-        number = gl.sum(gl.where(lane == 0, taken, 0), 0) + gl.num_programs(0)
+        number = drawn_number(drawn)
         tiles_done += 1
     publish_tile(tiles, tiles_done, no_tile())
 
@@ -319,7 +303,7 @@ def mla_prefill_kernel(
         TRAITS.IS_CHUNKED, BLOCK_Q, BLOCK_K,
     )  # fmt: skip
     SIGN: gl.constexpr = TRAITS.SIGN
-    QK_WIDTH: gl.constexpr = TRAITS.D_N + TRAITS.D_R
+    ROW_BYTES: gl.constexpr = (TRAITS.D_N + TRAITS.D_R) * 2  # of a query or key
     gl.warp_specialize(
         [
             (
@@ -338,7 +322,7 @@ def mla_prefill_kernel(
             ),
             (
                 _producer,
-                (schedule, tiles, parts, v, strides, queries, keys, values, QK_WIDTH),
+                (schedule, tiles, parts, v, strides, queries, keys, values, ROW_BYTES),
             ),
             (cleaner, (schedule, tiles, values, flags)),
         ],

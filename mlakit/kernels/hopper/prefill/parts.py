@@ -1,4 +1,4 @@
-"""Columns of queries and keys that one TMA descriptor and one smem tile hold, and QK over them.
+"""Columns of queries and keys that one TMA descriptor and one smem tile hold: loads and QK.
 
 Shared by both prefill kernels: everything here.
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
-from mlakit.kernels.hopper.compat import record
+from mlakit.kernels.hopper.compat import record, tma_load
 from mlakit.kernels.hopper.primitives import acc_layout
 
 
@@ -36,6 +36,36 @@ def make_part(
     q_tiles = gl.allocate_shared_memory(q.dtype, [WARPGROUPS, 64, columns], q.layout)
     k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, k.block_shape[0], columns], k.layout)
     return Part(q, k, q_tiles, k_tiles, COLUMN, IS_ROPE)
+
+
+@gluon.jit
+def load_queries(parts, stages, tile, tiles_done, stride_head, ROW_BYTES: gl.constexpr):
+    """Start to load the queries of a work tile, 64 per consumer warpgroup, once it releases them.
+
+    stages  `pipeline.Stages` of queries
+    ROW_BYTES  of a query, all parts
+    """
+    WARPGROUPS: gl.constexpr = parts[0].q_tiles.shape[0]
+    for i in gl.static_range(WARPGROUPS):
+        full = stages.full.index(i)
+        mbarrier.wait(stages.empty.index(i), (tiles_done & 1) ^ 1)
+        mbarrier.expect(full, 64 * ROW_BYTES)
+        for j in gl.static_range(len(parts)):
+            part = parts[j]
+            column = tile.head * stride_head + part.COLUMN
+            tma_load(part.q, [tile.q_row + 64 * i, column], full, part.q_tiles.index(i))
+
+
+@gluon.jit
+def load_keys(parts, stage, full, tile, row, stride_head):
+    """Start to load a block of keys, from `row` on, into a stage that is empty."""
+    for i in gl.static_range(len(parts)):
+        part = parts[i]
+        if part.IS_ROPE:
+            tma_load(part.k, [row, 0], full, part.k_tiles.index(stage))
+        else:
+            column = tile.head * stride_head + part.COLUMN
+            tma_load(part.k, [row, column], full, part.k_tiles.index(stage))
 
 
 @gluon.jit

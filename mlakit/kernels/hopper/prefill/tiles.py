@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from mlakit.kernels.hopper.compat import record
 from mlakit.kernels.hopper.prefill.schedule import ROW_COLUMNS
+from mlakit.kernels.hopper.primitives import lane_layout
 from mlakit.kernels.triton import primitives
 
 COLUMNS = gl.constexpr(ROW_COLUMNS)
@@ -87,6 +88,24 @@ def locate_tile(schedule, number):
         head, q_start + query, q_len - query, kv_start, position, kv_len, first, end, all_first,
         all_end, num_blocks, request,
     )  # fmt: skip
+
+
+@gluon.jit
+def draw_tile(schedule):
+    """Start to draw the next work tile, by one warp; `drawn_number` waits for it."""
+    LANES: gl.constexpr = lane_layout(1)
+    lane = gl.arange(0, 32, LANES)
+    return gl.atomic_add(
+        schedule.counters + lane * 0, gl.full([32], 1, gl.int32, LANES), mask=lane == 0,
+        sem="relaxed",
+    )  # fmt: skip
+
+
+@gluon.jit
+def drawn_number(drawn):
+    """The number of the work tile; the first of each CTA are not drawn."""
+    lane = gl.arange(0, 32, drawn.type.layout)
+    return gl.sum(gl.where(lane == 0, drawn, 0), 0) + gl.num_programs(0)
 
 
 @gluon.jit
