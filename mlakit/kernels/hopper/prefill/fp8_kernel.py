@@ -303,21 +303,6 @@ def _consumer(ROW0: gl.constexpr, inputs, outputs, SIGN: gl.constexpr, CONFIG: g
         tile = read_tile(tiles, schedule, tiles_done, 4)
 
 
-@gluon.jit
-def _consumer_0(inputs, outputs, SIGN: gl.constexpr, CONFIG: gl.constexpr):
-    _consumer(0, inputs, outputs, SIGN, CONFIG)
-
-
-@gluon.jit
-def _consumer_1(inputs, outputs, SIGN: gl.constexpr, CONFIG: gl.constexpr):
-    _consumer(64, inputs, outputs, SIGN, CONFIG)
-
-
-@gluon.jit
-def _consumer_2(inputs, outputs, SIGN: gl.constexpr, CONFIG: gl.constexpr):
-    _consumer(128, inputs, outputs, SIGN, CONFIG)
-
-
 VARYING = [
     "heads", "window", "value_tiles", "stride_q_head", "stride_k_head", "stride_lse_token",
     "stride_lse_head", "stride_sink", "stride_v_token", "stride_v_head", "stride_v_column",
@@ -406,9 +391,9 @@ def mla_prefill_fp8_kernel(
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (_consumer_0, (inputs, outputs, SIGN, CONFIG)),
-            (_consumer_1, (inputs, outputs, SIGN, CONFIG)),
-            (_consumer_2, (inputs, outputs, SIGN, CONFIG)),
+            (_consumer, (0, inputs, outputs, SIGN, CONFIG)),
+            (_consumer, (64, inputs, outputs, SIGN, CONFIG)),
+            (_consumer, (128, inputs, outputs, SIGN, CONFIG)),
             (_producer, (inputs, ROW_BYTES)),
         ],
         [4, 4, 1],
