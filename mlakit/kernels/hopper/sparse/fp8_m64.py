@@ -81,11 +81,10 @@ from mlakit.kernels.hopper.sparse.fp8_softmax import (
     store_tile_statistics,
 )
 from mlakit.kernels.hopper.sparse.lists import (
-    RowList,
-    Work,
     block_range,
     load_ids,
     locate_tile,
+    make_work,
 )
 from mlakit.kernels.hopper.sparse.m64_bf16 import VARYING
 
@@ -303,22 +302,18 @@ def sparse_mla_m64_fp8_kv_kernel(
 ):  # fmt: skip
     """grid: persistent CTAs"""
     FORMAT: gl.constexpr = TRAITS.FORMAT
-    main = RowList(
-        payload, rows, lens, num_slots, topk, page_chunks,
-        row_chunks if TRAITS.ROW_CHUNKS == 0 else TRAITS.ROW_CHUNKS, stride_token, stride_entry,
-        stride_lens, TRAITS.PAGE,
-    )  # fmt: skip
-    extra: gl.constexpr = None
-    if TRAITS.HAS_EXTRA:
-        extra = RowList(
-            extra_payload, extra_rows, extra_lens, extra_num_slots, extra_topk, extra_page_chunks,
-            extra_row_chunks if TRAITS.EXTRA_ROW_CHUNKS == 0 else TRAITS.EXTRA_ROW_CHUNKS,
-            extra_stride_token, extra_stride_entry, extra_stride_lens, TRAITS.EXTRA_PAGE,
-        )  # fmt: skip
     head_tiles = (heads + 63) // 64
-    work = Work(
-        main, extra, TRAITS.HAS_EXTRA, num_splits, head_tiles, tokens * num_splits * head_tiles
-    )
+    work = make_work(
+        (
+            payload, rows, lens, num_slots, topk, page_chunks, row_chunks, stride_token,
+            stride_entry, stride_lens,
+        ),
+        (
+            extra_payload, extra_rows, extra_lens, extra_num_slots, extra_topk, extra_page_chunks,
+            extra_row_chunks, extra_stride_token, extra_stride_entry, extra_stride_lens,
+        ),
+        num_splits, head_tiles, tokens * num_splits * head_tiles, TRAITS,
+    )  # fmt: skip
     outputs = Outputs(
         out, lse, max_logits, sink, stride_out_token, stride_out_head, stride_lse_token,
         stride_lse_head, stride_max_token, stride_max_head, stride_sink,

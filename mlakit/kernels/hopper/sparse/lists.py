@@ -45,11 +45,34 @@ class Work:
     """What there is to compute."""
 
     main: object  # RowList
-    extra: object  # RowList of the second cache, or anything where HAS_EXTRA is False
+    extra: object  # RowList of the second cache; None where HAS_EXTRA is False
     HAS_EXTRA: object
     num_splits: object
     head_tiles: object  # work tiles of a token and split
     num_tiles: object
+
+
+@gluon.jit
+def _row_list(
+    payload, rows, lens, num_slots, topk, page_chunks, row_chunks, stride_token, stride_entry,
+    stride_lens, ROW_CHUNKS: gl.constexpr, PAGE: gl.constexpr,
+):  # fmt: skip
+    """ROW_CHUNKS  row_chunks, or 0 where it is not known when compiled"""
+    return RowList(
+        payload, rows, lens, num_slots, topk, page_chunks,
+        row_chunks if ROW_CHUNKS == 0 else ROW_CHUNKS, stride_token, stride_entry, stride_lens,
+        PAGE,
+    )  # fmt: skip
+
+
+@gluon.jit
+def make_work(main, extra, num_splits, head_tiles, num_tiles, TRAITS: gl.constexpr):
+    """main, extra  tuples: the fields of a RowList, up to stride_lens"""
+    main_list = _row_list(*main, TRAITS.ROW_CHUNKS, TRAITS.PAGE)
+    extra_list: gl.constexpr = None
+    if TRAITS.HAS_EXTRA:
+        extra_list = _row_list(*extra, TRAITS.EXTRA_ROW_CHUNKS, TRAITS.EXTRA_PAGE)
+    return Work(main_list, extra_list, TRAITS.HAS_EXTRA, num_splits, head_tiles, num_tiles)
 
 
 @record
