@@ -1,35 +1,37 @@
-"""Rows of fp8_block128 rounded as a Hopper kernel rounds them."""
+"""The naive run of the sparse kernel that rounds rows of fp8_block128 to float16."""
 
 from __future__ import annotations
+
+from unittest import mock
 
 import torch
 
 from mlakit import PagedLatentCache
 from mlakit.geometry import RowShape
-from mlakit.workloads.fp16_rows import block_scales, rounded_rows
+from mlakit.workloads.fp16_rows import block_scales, rounded_rows, rounds_rows
 
 
-def written(size: float) -> tuple[torch.Tensor, torch.Tensor]:
+def written() -> tuple[torch.Tensor, torch.Tensor]:
     """(64 rows as they are stored, their scales)."""
     own = torch.Generator().manual_seed(0)
     cache = PagedLatentCache.allocate(
         RowShape(512, 64, 512), "fp8_block128", num_pages=1, page_size=64, device="cpu"
     )
     slots = torch.arange(64)
-    cache.layer(0).write(slots, torch.randn(64, 576, generator=own) * size)
+    cache.layer(0).write(slots, torch.randn(64, 576, generator=own))
     payload = cache.layer(0).payload.view(torch.uint8).view(64, -1)
     return cache.layer(0).read(slots, torch.float64), block_scales(payload, 512)
 
 
 def test_scales_are_those_inside_of_rows():
-    stored, scales = written(1.0)
+    stored, scales = written()
     largest = stored[:, :512].unflatten(-1, (4, 128)).abs().amax(-1)
     assert torch.equal(largest, 448 * scales)
 
 
 def test_products_are_those_of_float16_at_any_magnitude():
     """2**13 times the scale of normal numbers is 32 to 128: nothing is subnormal in float16."""
-    stored, scales = written(1.0)
+    stored, scales = written()
     scale = (2.0**13 * scales).repeat_interleave(128, -1)
     large = scale.half()
     small = (scale - large).half()
@@ -39,15 +41,50 @@ def test_products_are_those_of_float16_at_any_magnitude():
     low = (values * small.double()).half()
     want = (values * large.double() + low.double()).half().double() / 2.0**13
     assert torch.equal(rounded_rows(stored, scales)[:, :512], want)
-    tiny, tiny_scales = stored * 2.0**-60, scales * 2.0**-60
-    assert torch.equal(rounded_rows(tiny, tiny_scales)[:, :512], want * 2.0**-60)
+    for power in (2.0**-60, 2.0**20, 2.0**100):
+        assert torch.equal(rounded_rows(stored * power, scales * power)[:, :512], want * power)
+
+
+def test_scales_that_are_powers_of_two_round_nothing():
+    stored, scales = written()
+    powers = scales.log2().round().exp2()
+    exact = stored[:, :512] / scales.repeat_interleave(128, -1)
+    exact = torch.cat([exact * powers.repeat_interleave(128, -1), stored[:, 512:]], -1)
+    assert torch.equal(rounded_rows(exact, powers), exact)
 
 
 def test_rotated_columns_and_poison_stay():
-    stored, scales = written(1.0)
+    stored, scales = written()
     stored[3], scales[3] = torch.nan, torch.nan
     stored[5, :128], scales[5, 0] = 0.0, 0.0
     rounded = rounded_rows(stored, scales)
     assert rounded[3].isnan().all()
     assert torch.equal(rounded[4:, 512:], stored[4:, 512:])
     assert (rounded[5, :128] == 0).all()
+    assert not torch.equal(rounded[4:], stored[4:])
+
+
+def test_what_the_docs_say_of_the_error_of_a_score():
+    """Normal numbers, DeepSeek's softmax scale."""
+    stored, scales = written()
+    q = torch.randn(64, 576, generator=torch.Generator().manual_seed(0)).bfloat16().double()
+    lost = q @ (rounded_rows(stored, scales) - stored).T / 192**0.5
+    assert 0.0002 < lost.square().mean().sqrt() < 0.0004
+    bf16 = q[:, :512] @ (stored[:, :512].bfloat16().double() - stored[:, :512]).T / 192**0.5
+    assert 0.0016 < bf16.square().mean().sqrt() < 0.0032
+
+
+def test_only_the_kernel_of_64_heads_rounds():
+    problem = {"format": "fp8_block128", "heads": 128}
+    cuda = torch.device("cuda")
+    with mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)):
+        assert rounds_rows(cuda, "auto", **problem)
+        assert rounds_rows(cuda, "hopper", **problem)
+        assert rounds_rows(cuda, "hopper:m64_fp8_kv", **{**problem, "heads": 8})
+        assert not rounds_rows(cuda, "hopper:small_m_fp8_kv", **problem)
+        assert not rounds_rows(cuda, "triton", **problem)
+        assert not rounds_rows(torch.device("cpu"), "auto", **problem)
+        for other in ({"format": "fp8_token"}, {"heads": 32}):
+            assert not rounds_rows(cuda, "auto", **{**problem, **other})
+    with mock.patch("torch.cuda.get_device_capability", return_value=(10, 0)):
+        assert not rounds_rows(cuda, "auto", **problem)
