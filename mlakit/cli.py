@@ -521,7 +521,9 @@ def check(
         help="With --launches: calls per launch, which must all return the same bits. Default: 1 "
         "or 3. Many calls find intermittent errors.",
     ),
-    seed: int | None = typer.Option(None, min=0, help="Of the first case, or of all launches."),
+    seed: int | None = typer.Option(
+        None, min=0, help="Of the first case, or of all launches. Default: random."
+    ),
     device: str = typer.Option("auto", help="auto, cpu or cuda; auto is a GPU if torch sees one."),
     backend: str = typer.Option(
         "", help=f"{one_of(BACKENDS[1:])}. Default: every backend that supports the case."

@@ -110,7 +110,7 @@ def _workloads(name: str, shape: Shape | None, busy: int) -> Sequence[Workload]:
 @contextmanager
 def _interrupted_by_sigterm() -> Iterator[None]:
     """SIGTERM, by which batch systems end a job, is the same as Ctrl-C here."""
-    if current_thread() is not main_thread():  # which cannot handle signals
+    if current_thread() is not main_thread():  # Python lets no other thread handle signals
         yield
         return
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -91,14 +91,14 @@ class SparseLaunch(SparseCase):
 
 
 def _listed(lists: Sequence[Lists], device: torch.device) -> tuple[Tensor, Tensor]:
-    """(rows, counts) of all lists: float64 [tokens, entries, width], 0 where an entry does not
-    count."""
+    """(rows, counts) of all lists: float64 [tokens, entries, width], bool [tokens, entries]."""
     parts = [_listed_of_one(each, device) for each in lists]
     rows, counts = (torch.cat(each, 1) for each in zip(*parts, strict=True))
     return rows, counts
 
 
 def _listed_of_one(lists: Lists, device: torch.device) -> tuple[Tensor, Tensor]:
+    """As `_listed`; a row is 0 where its entry does not count."""
     slots, stored = lists.rows.long(), lists.stored.to(device)
     counts = (slots >= 0) & (slots < len(stored))
     if lists.lens is not None:
