@@ -28,12 +28,12 @@ _SMALL_M_FP8_KV = {
         "h16-fp8_block128-page1": (5, 6),
         "h16-fp8_token-page1": (6, 6),
         "h16-fp8_token-page32": (6, 5),
-        "h32-fp8_block128": (5, 3),
-        "h32-fp8_block128-e4m3-q": (5, 3),
-        "h32-fp8_block128-e4m3-q-bf16-rope": (5, 3),
-        "h32-fp8_block128-external-plan": (5, 3),
+        "h32-fp8_block128": (4, 2),
+        "h32-fp8_block128-e4m3-q": (4, 2),
+        "h32-fp8_block128-e4m3-q-bf16-rope": (4, 2),
+        "h32-fp8_block128-external-plan": (4, 2),
         "h32-fp8_block128-page1": (14, 15),
-        "h32-fp8_block128-page32": (5, 3),
+        "h32-fp8_block128-page32": (4, 2),
         "h32-fp8_block128-page8": (6, 4),
         "h32-fp8_token-page1": (7, 6),
     },
@@ -60,19 +60,19 @@ _SMALL_M_FP8_KV = {
         "h32-fp8-e4m3-q": (1, 3),
         "h32-fp8-e4m3-q-external-plan": (1, 3),
         "h32-fp8-external-plan": (2, 4),
-        "h32-fp8_block128": (36, 61),
-        "h32-fp8_block128-e4m3-q": (43, 72),
-        "h32-fp8_block128-e4m3-q-bf16-rope": (43, 71),
-        "h32-fp8_block128-external-plan": (33, 54),
-        "h32-fp8_block128-page1": (54, 83),
+        "h32-fp8_block128": (36, 60),
+        "h32-fp8_block128-e4m3-q": (43, 73),
+        "h32-fp8_block128-e4m3-q-bf16-rope": (43, 72),
+        "h32-fp8_block128-external-plan": (33, 56),
+        "h32-fp8_block128-page1": (53, 80),
         "h32-fp8_block128-page32": (38, 59),
         "h32-fp8_block128-page8": (33, 54),
         "h32-fp8_token": (2, 5),
         "h32-fp8_token-e4m3-q": (2, 4),
         "h32-fp8_token-e4m3-q-bf16-rope": (1, 3),
         "h32-fp8_token-e4m3-q-external-plan": (3, 6),
-        "h32-fp8_token-page1": (32, 58),
-        "h32-fp8_token-page32": (18, 41),
+        "h32-fp8_token-page1": (32, 59),
+        "h32-fp8_token-page32": (19, 43),
         "h32-fp8_token-page8": (6, 10),
     },
 }
@@ -89,18 +89,17 @@ _M64_BF16 = {
 }
 
 _M64_FP8_KV = {
-    # thread indices and loop bounds, most once per work tile; up to three stores and loads are in
-    # the loop of the dequant warpgroup, with page size 1 more
+    # thread indices and loop bounds, once per work tile; three loads of external-plan in a loop
     "3.6.0": {
-        "m64-fp8_block128": (10, 17),
-        "m64-fp8_block128-external-plan": (6, 15),
-        "m64-fp8_block128-page8": (5, 13),
-        "m64-fp8_block128-page32": (3, 10),
-        "m64-fp8_block128-page1": (20, 28),
-        "m64-fp8_block128-e4m3-q": (10, 17),
-        "m64-fp8_block128-e4m3-q-bf16-rope": (10, 17),
+        "m64-fp8_block128": (7, 7),
+        "m64-fp8_block128-external-plan": (4, 5),
+        "m64-fp8_block128-page8": (2, 2),
+        "m64-fp8_block128-page1": (5, 5),
+        "m64-fp8_block128-e4m3-q": (7, 7),
+        "m64-fp8_block128-e4m3-q-bf16-rope": (7, 7),
     },
-    # likewise
+    # most once per work tile; up to three stores and loads are in the loop of the dequant
+    # warpgroup, with page size 1 more
     "3.9.0": {
         "m64-fp8_block128": (18, 33),
         "m64-fp8_block128-external-plan": (16, 32),
@@ -213,9 +212,9 @@ _SPARSE_FP8_KV = {
 
 _SPARSE_SMALL_M_FP8_KV = {
     # with one cache three of each, once per work tile; not looked into with two
-    "3.6.0": {"h32-fp8_block128-extra": (6, 6)},
+    "3.6.0": {"h32-fp8_block128-extra": (2, 1)},
     # thread indices, as above; with a second cache also its strides
-    "3.9.0": {"h16-fp8_block128": (2, 5), "h32-fp8_block128-extra": (37, 77)},
+    "3.9.0": {"h32-fp8_block128-extra": (36, 75)},
 }
 
 

@@ -75,6 +75,14 @@ def allow_dependents():
 
 
 @gluon.jit
+def log2(x):
+    """Wrong by 2**-22 at most, relative to 1 or to the result; gl.log2 takes 35 instructions."""
+    return gl.inline_asm_elementwise(
+        "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
 def alloc_vector(COUNT: gl.constexpr):
     """float32 [COUNT] in shared memory, which warpgroups exchange values through."""
     return gl.allocate_shared_memory(gl.float32, [COUNT], SMEM_VECTOR)
@@ -95,6 +103,24 @@ def alloc_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     for stage in gl.static_range(COUNT):
         mbarrier.init(barriers.index(stage), count=ARRIVALS)
     return barriers
+
+
+# First in a loop: ptxas then leaves it as it is. In a function of its own it would do nothing: a
+# label would stand between the loop and the pragma.
+_NO_UNROLL = gl.constexpr('.pragma "nounroll"; mov.u32 $0, 0;')
+
+
+@gluon.jit
+def alloc_stage_barriers(STAGES: gl.constexpr, FULL: gl.constexpr, EMPTY: gl.constexpr):
+    """(full, empty) of a pipeline with many stages: `alloc_barriers` of FULL and EMPTY arrivals."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    # unrolled, a barrier takes 5 to 14 instructions, which run once, and wait to be fetched
+    for stage in range(opaque_zero(), STAGES):
+        gl.inline_asm_elementwise(_NO_UNROLL, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+        mbarrier.init(full.index(stage), count=FULL)
+        mbarrier.init(empty.index(stage), count=EMPTY)
+    return full, empty
 
 
 _PREFETCH = gl.constexpr("""{

@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from mlakit.kernels.hopper.decode.softmax import NEG_INF
+from mlakit.kernels.hopper.primitives import log2
 
 LN2 = gl.constexpr(0.6931471805599453)
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -23,7 +24,7 @@ D_C = gl.constexpr(512)  # columns of a result
 def finish_rows(tile, outputs, heads, head, row_max, row_sum):
     """(lse, out_scale): out = acc · out_scale."""
     is_empty = row_sum == 0.0
-    lse = (row_max + gl.log2(gl.where(is_empty, 1.0, row_sum))) * LN2
+    lse = (row_max + log2(gl.where(is_empty, 1.0, row_sum))) * LN2
     lse = gl.where(is_empty, NEG_INF, lse)
     # an infinite score: the probabilities are NaN, row_sum is not
     lse = gl.where(row_max == float("inf"), row_max, lse)

@@ -35,6 +35,7 @@ from mlakit.kernels.hopper.primitives import (
     SMEM_16BIT,
     SMEM_VECTOR,
     alloc_barriers,
+    alloc_stage_barriers,
     lane_layout,
     prefetch_l2,
 )
@@ -147,15 +148,17 @@ def alloc_stages(FORMAT: gl.constexpr, words):
     SCALES: gl.constexpr = NUM_SCALES if FORMAT == "fp8_block128" else 1
     if FORMAT != "fp8":
         rope_full = alloc_barriers(2, producer_arrivals(words))
+    left_full, left_empty = alloc_stage_barriers(2, 1, 1)
+    right_full, right_empty = alloc_stage_barriers(2, 1, 1)
     return BlockStages(
         gl.allocate_shared_memory(gl.float16, [2, 64, 256], SMEM_16BIT),
         gl.allocate_shared_memory(gl.float16, [2, 64, 256], SMEM_16BIT),
         gl.allocate_shared_memory(rope_dtype, [2, 64, 64], SMEM_16BIT),
         gl.allocate_shared_memory(gl.float32, [2 * SCALES, 64], SMEM_VECTOR),
-        alloc_barriers(2, 1),
-        alloc_barriers(2, 1),
-        alloc_barriers(2, 1),
-        alloc_barriers(2, 1),
+        left_full,
+        left_empty,
+        right_full,
+        right_empty,
         rope_full,
     )
 

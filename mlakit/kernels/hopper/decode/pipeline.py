@@ -33,7 +33,7 @@ from mlakit.kernels.hopper.decode.row_scales import (
     store_scales,
 )
 from mlakit.kernels.hopper.decode.scheduler import key_range, locate_tile, next_tile, query_at
-from mlakit.kernels.hopper.primitives import alloc_barriers
+from mlakit.kernels.hopper.primitives import alloc_stage_barriers
 
 D_TILES = gl.constexpr(4)  # of the latent columns
 D_TILE = gl.constexpr(128)  # columns
@@ -80,7 +80,7 @@ def alloc_pipeline(
     tiles = gl.allocate_shared_memory(
         descriptor.dtype, [STAGES * TILES_PER_STAGE, 64, WIDTH], descriptor.layout
     )
-    full, empty = alloc_barriers(STAGES, ARRIVALS), alloc_barriers(STAGES, CONSUMERS)
+    full, empty = alloc_stage_barriers(STAGES, ARRIVALS, CONSUMERS)
     return Pipeline(tiles, full, empty, TILES_PER_STAGE)
 
 

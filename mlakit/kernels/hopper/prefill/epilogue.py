@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from mlakit.kernels.hopper.compat import record
 from mlakit.kernels.hopper.decode.epilogue import LN2, LOG2_E
 from mlakit.kernels.hopper.decode.softmax import NEG_INF
-from mlakit.kernels.hopper.primitives import opaque_zero
+from mlakit.kernels.hopper.primitives import log2, opaque_zero
 
 
 @record
@@ -40,18 +40,10 @@ def _store_layout(columns):
 
 
 @gluon.jit
-def _log2(x):
-    """Wrong by 2**-22 at most, relative to 1 or to the result; gl.log2 takes 35 instructions."""
-    return gl.inline_asm_elementwise(
-        "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
 def finish_rows(outputs, tile, row_max, row_sum):
     """(lse, out_scale): out = acc · out_scale."""
     is_empty = row_sum == 0.0
-    lse = (row_max + _log2(gl.where(is_empty, 1.0, row_sum))) * LN2
+    lse = (row_max + log2(gl.where(is_empty, 1.0, row_sum))) * LN2
     lse = gl.where(is_empty, NEG_INF, lse)
     # an infinite score: the probabilities are NaN, row_sum is not
     lse = gl.where(row_max == float("inf"), row_max, lse)

@@ -71,7 +71,7 @@ from mlakit.kernels.hopper.primitives import (
     SMEM_16BIT,
     acc_layout,
     alloc_barrier,
-    alloc_barriers,
+    alloc_stage_barriers,
     alloc_vector,
     allow_dependents,
     opaque_zero,
@@ -347,19 +347,21 @@ def sparse_mla_small_m_fp8_kv_kernel(
         scales += (RowScales(*row_scales[1]),)
     COUNT: gl.constexpr = 4 if FORMAT == "fp8_block128" else 1
     NONE: gl.constexpr = None
+    full, empty = alloc_stage_barriers(CONFIG.STAGES, 128, 2)
+    rope_full, rope_empty = alloc_stage_barriers(CONFIG.ROPE_STAGES, 129, 1)
     pipelines = KVPipelines(
         Pipeline(
             gl.allocate_shared_memory(
                 gl.int32, [CONFIG.STAGES * CONFIG.TILES_PER_STAGE, 64, 32], WORD_TILE
             ),
-            alloc_barriers(CONFIG.STAGES, 128),
-            alloc_barriers(CONFIG.STAGES, 2),
+            full,
+            empty,
             CONFIG.TILES_PER_STAGE,
         ),
         Pipeline(
             gl.allocate_shared_memory(gl.bfloat16, [CONFIG.ROPE_STAGES, 64, 64], SMEM_16BIT),
-            alloc_barriers(CONFIG.ROPE_STAGES, 129),
-            alloc_barriers(CONFIG.ROPE_STAGES, 1),
+            rope_full,
+            rope_empty,
             1,
         ),
         alloc_scale_stages(CONFIG.ROPE_STAGES, COUNT),
