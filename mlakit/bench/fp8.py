@@ -87,7 +87,8 @@ class ScaledProduct(Workload):
         weight = b.to(torch.bfloat16)
         # scales of one row of `a` are contiguous in memory
         by_row = a_scale[:, : self.m].t()
-        operands = (a, by_row, b.t(), b_scale.t())
+        # torch takes no padding after the rows' scales of a group
+        operands = (a, a_scale[:, : self.m].contiguous().t(), b.t(), b_scale.t())
         return BenchmarkCase(
             call,
             [Baseline(BF16_MATMUL, lambda: torch.mm(wide, weight.t()), sets_target=False)],
