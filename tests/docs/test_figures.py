@@ -44,6 +44,7 @@ INDEXER = times("h200-indexer.json")
 SPARSE_DECODE = times("h200-sparse-decode.json")
 SPARSE_STEP = times("h200-sparse-step.json")
 BRANCH = times("h200-branch.json")
+FP8_PRODUCTS = times("h200-fp8.json")
 LAYER = times("h200-layer.json")
 PREFILL = times("h200-prefill.json")
 PREFILL_FP8 = times("h200-prefill-fp8.json")
@@ -143,6 +144,17 @@ def test_times_of_whole_steps_are_those_of_the_data(row):
     names = ("mlakit", "GEMMs + attention", "GEMMs alone", "attention alone")
     shown = [us(measured[name]) for name in names]
     assert row[1:] == [*shown, speed(measured["GEMMs + attention"], measured["mlakit"])]
+
+
+@pytest.mark.parametrize("row", table(section("H200: FP8 products"), "rows, columns, K"))
+def test_times_of_fp8_products_are_those_of_the_data(row):
+    measured = FP8_PRODUCTS["scaled-mm-" + row[0].replace(", ", "x")]
+    names = ("mlakit", "bf16 matmul", "torch scaled_mm")
+    shown = [us(measured[name]) if name in measured else "" for name in names]
+    speeds = [
+        speed(measured[name], measured["mlakit"]) if name in measured else "" for name in names[1:]
+    ]
+    assert row[1:] == [*shown, *speeds]
 
 
 @pytest.mark.parametrize("row", table(section("H200: a layer"), "layer, b, h, tokens"))
