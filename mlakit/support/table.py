@@ -11,7 +11,7 @@ from rich.table import Table
 from mlakit import dispatch
 from mlakit.architectures import AMD, amd_arch, arch_name
 from mlakit.formats import FORMATS
-from mlakit.geometry import MLAGeometry
+from mlakit.geometry import MLAGeometry, RowShape
 from mlakit.specs import Problem
 from mlakit.workloads.inputs import DTYPES
 
@@ -27,16 +27,17 @@ ARCHITECTURES = {
 NVIDIA = tuple(arch for arch in ARCHITECTURES if arch not in AMD)
 NOT_RUN = f"{', '.join(map(arch_name, AMD))}: compiled, not run"
 MODEL = MLAGeometry.preset("deepseek-v3")
+INDEX_KEYS = RowShape(128, 0)  # of DeepSeek-V3.2: the rows of the indexer's own cache
+INDEX_OPS = ("indexer_logits", "indexer_select")
 CACHED_OPS = (
     "norm_rope_quant_append",
     "append_rows",
     "mla_decode",
     "sparse_mla",
-    "indexer_logits",
-    "indexer_select",
+    *INDEX_OPS,
 )
 HEADED_OPS = (*(op for op in CACHED_OPS if op != "append_rows"), "mla_prefill", "merge_states")
-MASKED_OPS = ("mla_prefill", "mla_decode", "indexer_logits", "indexer_select")
+MASKED_OPS = ("mla_prefill", "mla_decode", *INDEX_OPS)
 # every compute capability of CUDA 12 and 13; from 90 on there is arch-specific code (90a), from 100
 # on family-specific code (100f)
 CAPABILITIES = (
@@ -124,7 +125,10 @@ def problem_of(
     page_size: int = 64,
     mask: str = "causal",
 ) -> Problem:
-    """A problem of `op` with the dimensions of DeepSeek-V3; `arch` None is the CPU."""
+    """A problem of `op` with the dimensions of DeepSeek-V3, of V3.2 for the indexer.
+
+    `arch` None is the CPU.
+    """
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if format not in FORMATS:
@@ -139,7 +143,7 @@ def problem_of(
     }
     facts: dict[str, object] = {name: given[name] for name in given if name in facts_of(op)}
     if op in CACHED_OPS:
-        facts["row"] = MODEL.row
+        facts["row"] = INDEX_KEYS if op in INDEX_OPS else MODEL.row
     elif op == "mla_prefill":
         facts["head_widths"] = (
             MODEL.qk_nope_head_dim,

@@ -90,6 +90,13 @@ def test_explain_names_no_kernel_where_a_backend_has_one():
     assert (code, said["chosen"], said["kernel"], said["kernels"]) == (0, "triton", None, {})
 
 
+def test_explain_asks_the_indexer_for_index_keys():
+    options = ("--arch", "90", "--dtype", "e4m3", "--format", "fp8_token", "--heads", "64")
+    code, output = invoke("explain", "indexer_logits", *options, "--json")
+    assert code == 0
+    assert json.loads(output)["chosen"] == "hopper"
+
+
 def test_explain_gives_a_reason_for_every_refusal():
     code, output = invoke("explain", "mla_decode", "--arch", "75")
     assert code == 1
