@@ -93,9 +93,9 @@ def test_shell_commands_exist():
             assert " ".join([program, *arguments]) in page.splitlines()
         else:
             torch = ["install", "torch", "--index-url", "https://download.pytorch.org/whl/cpu"]
-            own = (["install", "."], ["install", "'.[transformers]'"])
+            extras = (["install", f"'.[{name}]'"] for name in ("transformers", "vllm", "sglang"))
             assert program == "pip"
-            assert arguments in (*own, torch)
+            assert arguments in (["install", "."], *extras, torch)
 
 
 def test_support_table_is_that_of_the_command():
