@@ -230,7 +230,7 @@ def test_the_decode_kernels_of_hopper_are_named():
 
 
 def test_what_the_prefill_kernel_is_said_to_take_is_what_it_takes():
-    said = dict(table(PAGES["backends.md"], "of prefill"))
+    said = dict(table(PAGES["backends.md"], "argument of `mla_prefill`"))
     names = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "e4m3": hopper.E4M3}
     assert tuple(names[name] for name in said["dtype"].split(" or ")) == hopper.PREFILL_DTYPES
     widths = re.findall(r"\d+\+\d+\+\d+", said["widths D_N+D_R+D_V"])
