@@ -45,7 +45,8 @@ class CachedBatch:
     """The requests of a step, and where their tokens are cached.
 
     Rows of q and kv after q_starts[-1] are padding, which engines have in a CUDA graph: they are
-    not cached and change no result, and their rows of a step's result hold nothing of use.
+    not cached and change no result, and their rows of a step's result hold nothing of use. The
+    indexer has no padding, so `sparse_step` has none.
     """
 
     cache: PagedLatentCache

@@ -53,7 +53,7 @@ def indexer_logits(
     weights     [tokens, index_heads] float32
     cache       index keys, rows of D columns in any format; `PagedLatentCache.wrap_index_keys`
                 sees the 132-byte pages of vLLM and DeepGEMM as one
-    page_table, kv_lens, q_starts, mask   as in `mla_decode`
+    page_table, kv_lens, q_starts, mask   as in `mla_decode`; no padding after the queries
     max_kv_len  columns of the result, at least every kv_len; None: what the page table can hold
 
     Returns float32 [tokens, max_kv_len], −inf where a key is not visible.

@@ -56,7 +56,8 @@ def norm_rope_quant_append(
 
     q_rope     [tokens, heads, D_R]
     kv         [tokens, D_C + D_R] raw latents x, then the raw shared key k_rope
-    freqs      [positions, D_R] cos0, sin0, cos1, sin1, …; the rotation rounds in this dtype
+    freqs      [positions, D_R] cos0, sin0, cos1, sin1, …; the rotation rounds in this dtype, and
+               its results, the stored key's too, are rounded to that of q_rope
     gamma      [D_C]; the norm is float32, rounded to this dtype, then multiplied. None: x is stored
                as it is, without a norm; `epsilon` has no effect
     page_table as in `mla_decode`

@@ -29,6 +29,9 @@ NOT_RUN = f"{', '.join(map(arch_name, AMD))}: compiled, not run"
 MODEL = MLAGeometry.preset("deepseek-v3")
 INDEX_KEYS = RowShape(128, 0)  # of DeepSeek-V3.2: the rows of the indexer's own cache
 INDEX_OPS = ("indexer_logits", "indexer_select")
+# of a problem unless it is said: bf16 attention, and the indexer as DeepSeek-V3.2 has it
+ATTENTION_FACTS = {"dtype": "bf16", "format": "bf16", "heads": 128}
+INDEX_FACTS = {"dtype": "e4m3", "format": "fp8_token", "heads": 64}
 CACHED_OPS = (
     "norm_rope_quant_append",
     "append_rows",
@@ -119,29 +122,25 @@ def problem_of(
     op: str,
     arch: int | None,
     *,
-    dtype: str = "bf16",
-    format: str = "bf16",
-    heads: int = 128,
+    dtype: str | None = None,
+    format: str | None = None,
+    heads: int | None = None,
     page_size: int = 64,
     mask: str = "causal",
 ) -> Problem:
     """A problem of `op` with the dimensions of DeepSeek-V3, of V3.2 for the indexer.
 
-    `arch` None is the CPU.
+    `arch` None is the CPU; what else is None is of `ATTENTION_FACTS` or `INDEX_FACTS`.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    if format not in FORMATS:
-        raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
+    known: dict[str, object] = dict(INDEX_FACTS if op in INDEX_OPS else ATTENTION_FACTS)
+    named = {"dtype": dtype, "format": format, "heads": heads, "page_size": page_size, "mask": mask}
+    known |= {name: value for name, value in named.items() if value is not None}
+    for name, choices in (("dtype", DTYPES), ("format", FORMATS)):
+        if known[name] not in choices:
+            raise ValueError(f"{name} must be one of {', '.join(choices)}, got {known[name]!r}")
+    known["dtype"] = str(DTYPES[str(known["dtype"])])  # as in a call
     device = {"device": "cpu"} if arch is None else {"device": "cuda", "arch": arch}
-    given = {
-        "dtype": str(DTYPES[dtype]),  # as in a call
-        "format": format,
-        "heads": heads,
-        "page_size": page_size,
-        "mask": mask,
-    }
-    facts: dict[str, object] = {name: given[name] for name in given if name in facts_of(op)}
+    facts: dict[str, object] = {name: known[name] for name in known if name in facts_of(op)}
     if op in CACHED_OPS:
         facts["row"] = INDEX_KEYS if op in INDEX_OPS else MODEL.row
     elif op == "mla_prefill":

@@ -42,7 +42,7 @@ def compile_checks(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 # where `auto` has something better than the portable kernels
-HOPPER_KERNELS = {("mla_decode", 90), ("mla_prefill", 90), ("sparse_mla", 90)}
+HOPPER_KERNELS = {(op, 90) for op in ("mla_decode", "mla_prefill", "sparse_mla", "indexer_logits")}
 
 
 @pytest.mark.parametrize("op", dispatch.OPS)
@@ -91,10 +91,11 @@ def test_explain_names_no_kernel_where_a_backend_has_one():
 
 
 def test_explain_asks_the_indexer_for_index_keys():
-    options = ("--arch", "90", "--dtype", "e4m3", "--format", "fp8_token", "--heads", "64")
-    code, output = invoke("explain", "indexer_logits", *options, "--json")
+    code, output = invoke("explain", "indexer_logits", "--arch", "90", "--json")
     assert code == 0
     assert json.loads(output)["chosen"] == "hopper"
+    code, output = invoke("explain", "indexer_logits", "--arch", "90", "--dtype", "bf16", "--json")
+    assert json.loads(output)["chosen"] == "triton"
 
 
 def test_explain_gives_a_reason_for_every_refusal():
