@@ -136,7 +136,7 @@ class DecodePlan:
         if isinstance(device, torch.device) and device.index is not None:
             where = device
         else:  # "cuda" and None mean the current device
-            where = torch.empty(0, device=device).device
+            where = torch.empty(0, dtype=torch.uint8, device=device).device
         if where not in self._on_devices:
             self._on_devices[where] = self._copied_to(device)
         return self._on_devices[where]

@@ -120,7 +120,7 @@ def _checked(dims: Dims, geometry: MLAGeometry) -> RopeParameters:
 def _longest_context(p: RopeParameters, at: Tensor, length: int | None) -> Tensor:
     """Tokens of the longest context, on the device of the positions: no synchronisation."""
     if length is not None or p.rope_type not in ("dynamic", "longrope") or not len(at):
-        return torch.tensor(length or 0, device=at.device)
+        return torch.tensor(length or 0, dtype=torch.int64, device=at.device)
     return at.max() + 1
 
 

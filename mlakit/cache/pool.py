@@ -281,7 +281,8 @@ class PagedLatentCache(CacheTensors):
         if not isinstance(device, (torch.device, str, int)) or isinstance(device, bool):
             got = type(device).__name__
             raise TypeError(f"{dims.op}: device must be a device or its name, got {got}")
-        there = torch.empty(0, device=device).device  # "cuda" means the current device
+        # "cuda" means the current device
+        there = torch.empty(0, dtype=torch.uint8, device=device).device
         scale = self.tensor_scale
         if isinstance(scale, Tensor):
             scale = scale.to(there, non_blocking=non_blocking)

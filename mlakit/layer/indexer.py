@@ -216,7 +216,7 @@ def hadamard_matrix(width: int) -> Tensor:
 
     Entry (i, j) is (−1)^(bits that i and j share) / sqrt(width).
     """
-    matrix = torch.ones(1, 1, device="cpu")
+    matrix = torch.ones(1, 1, dtype=torch.float32, device="cpu")
     while len(matrix) < width:
         upper = torch.cat([matrix, matrix], dim=1)
         matrix = torch.cat([upper, torch.cat([matrix, -matrix], dim=1)])

@@ -29,7 +29,7 @@ def _nowhere(width: int, device: torch.device) -> _Nowhere:
             PagedLatentCache.allocate(
                 RowShape(1, width), "bf16", num_pages=1, page_size=1, device=device
             ),
-            torch.zeros(1, 1 + width, device=device),
+            torch.zeros(1, 1 + width, dtype=torch.float32, device=device),
             torch.full((1,), -1, dtype=torch.int32, device=device),
         )
 

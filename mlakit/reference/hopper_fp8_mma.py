@@ -43,11 +43,16 @@ def _accumulate(a: Tensor, b: Tensor, acc: Tensor) -> Tensor:
         exponents = torch.where(products == 0, ZERO_EXPONENT, exponents).amax(-1)
         acc_exponent = torch.where(acc == 0, ZERO_EXPONENT, _exponent(acc, SMALLEST_ACCUMULATOR))
         exponents = torch.maximum(exponents, acc_exponent)
-        ulp = torch.ldexp(torch.ones_like(acc), exponents - ALIGNED_PLACES)
+        ulp = _ldexp(torch.ones_like(acc), exponents - ALIGNED_PLACES)
         acc = (products / ulp[..., None]).trunc().sum(-1) + (acc / ulp).trunc()
         mantissa, exponent = torch.frexp(acc * ulp)
-        acc = torch.ldexp((mantissa * 2**ACCUMULATOR_BITS).trunc() / 2**ACCUMULATOR_BITS, exponent)
+        acc = _ldexp((mantissa * 2**ACCUMULATOR_BITS).trunc() / 2**ACCUMULATOR_BITS, exponent)
     return acc
+
+
+def _ldexp(mantissa: Tensor, exponent: Tensor) -> Tensor:
+    # torch computes 2**exponent of integers in its default dtype
+    return torch.ldexp(mantissa, exponent.float())
 
 
 def _exponent(x: Tensor, smallest: float) -> Tensor:

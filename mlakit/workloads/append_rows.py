@@ -73,14 +73,16 @@ class AppendRowsCase(PagedCase):
         """int64 [tokens], different rows of the pool in any order, and -1 for some."""
         num_slots = pool.layer.num_slots
         free = torch.randperm(num_slots, generator=inputs.generator, device="cpu")
-        slots = torch.full((self.num_tokens,), -1, device="cpu")
+        slots = torch.full((self.num_tokens,), -1, dtype=torch.int64, device="cpu")
         slots[: len(free)] = free[: self.num_tokens]
         return torch.where(inputs.chance(self.skipped, self.num_tokens), -1, slots)
 
     def _check(self, latent: Tensor, k_rope: Tensor | None, slots: Tensor, pool: Pool) -> None:
         written = slots[slots >= 0]
         rows, codec = pool.read(written), pool.cache.codec
-        cached = torch.full((pool.layer.num_slots, self.row.width), torch.nan, device="cpu")
+        cached = torch.full(
+            (pool.layer.num_slots, self.row.width), torch.nan, dtype=torch.float32, device="cpu"
+        )
         exact, naive = (
             reference.append_rows(latent, k_rope, cached, slots.tolist(), dtype)[written]
             for dtype in (torch.float64, torch.float32)

@@ -116,7 +116,8 @@ def assert_logits_match(
     """
     loss = naive.double() - exact
     rounding = torch.finfo(torch.float32).eps / 2 * largest.double().expand_as(exact)
-    widened = exact + torch.where(loss < 0, -1.0, 1.0) * loss.abs().maximum(rounding)
+    away = loss.abs().maximum(rounding)
+    widened = exact + torch.where(loss < 0, -away, away)
     assert_matches(name, actual, exact, torch.where(exact.isfinite(), widened, naive.double()))
 
 

@@ -206,10 +206,10 @@ class DecodeCase(DecodeBatch):
         pool = self.pool(inputs, name, num_pages_for(counts, self.page_size))
         table, slots = map_tokens(pool, seen, flat=self.flat_table, wide=self.wide_indices)
         stored = [
-            torch.full((count, self.row.width), torch.nan, device="cpu").double()
+            torch.full((count, self.row.width), torch.nan, dtype=torch.float64, device="cpu")
             for count in counts
         ]
-        row_scales = [torch.ones(count, device="cpu").double() for count in counts]
+        row_scales = [torch.ones(count, dtype=torch.float64, device="cpu") for count in counts]
         for request, used in enumerate(seen):
             rows = whole[request][positions[request][used]]
             stored[request][used] = pool.write(

@@ -171,7 +171,9 @@ class DecodeLaunch(DecodeBatch):
     ) -> Tensor:
         """Products of queries and rows, [requests, most queries, heads, keys]."""
         requests, most, keys = queries.visible.shape
-        products = torch.zeros(requests, most, self.heads, keys, device=q.device)
+        products = torch.zeros(
+            requests, most, self.heads, keys, dtype=torch.float32, device=q.device
+        )
         for token, (request, index) in enumerate(
             zip(queries.request.tolist(), queries.index.tolist(), strict=True)
         ):

@@ -50,4 +50,5 @@ def rounded_rows(rows: Tensor, scales: Tensor) -> Tensor:
 def _rounded(numbers: Tensor) -> Tensor:
     """To BITS bits."""
     mantissa, exponent = torch.frexp(numbers)
-    return torch.ldexp((mantissa * 2.0**BITS).round(), exponent - BITS)
+    # torch computes 2**exponent of integers in its default dtype
+    return torch.ldexp((mantissa * 2.0**BITS).round(), (exponent - BITS).float())

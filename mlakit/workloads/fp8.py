@@ -43,7 +43,7 @@ class QuantizeCase(Case):
         inputs = Inputs(device, self.seed, padded=self.padded)
         batch, groups = max(self.batch, 1), -(-self.k // self.group)
         size = inputs.uniform(0, 8, batch, self.m, groups).exp2()
-        kinds = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0, 1e-42], device="cpu")
+        kinds = torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0, 1e-42], dtype=torch.float32, device="cpu")
         size *= kinds[inputs.integers(0, len(kinds), batch, self.m, groups)]
         by_column = size.repeat_interleave(self.group, -1)[..., : self.k]
         values = inputs.normal(batch, self.m, self.k) * by_column

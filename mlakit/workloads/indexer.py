@@ -162,8 +162,10 @@ class IndexerTopkCase(Case):
         shape = (self.num_tokens, self.num_columns)
         logits = inputs.normal(*shape)
         if self.levels:
-            logits = inputs.integers(0, self.levels, *shape) - self.levels / 2
-        kinds = torch.tensor([-torch.inf, torch.inf, torch.nan, 0.0, -0.0], device="cpu")
+            logits = inputs.integers(0, self.levels, *shape).float() - self.levels / 2
+        kinds = torch.tensor(
+            [-torch.inf, torch.inf, torch.nan, 0.0, -0.0], dtype=torch.float32, device="cpu"
+        )
         special = kinds[inputs.integers(0, len(kinds), *shape)]
         logits = torch.where(inputs.chance(self.specials, *shape), special, logits)
         bounds = {}

@@ -51,7 +51,9 @@ class IndexerSelectCase(PagedCase):
         mask, tokens, wide = Mask(self.mask, self.window), sum(self.q_lens), self.wide_indices
         drawn = inputs.integers(-2, 3, tokens, self.heads, self.row.width).float()
         if self.specials and tokens:
-            kinds = torch.tensor([torch.nan, torch.inf, -torch.inf], device="cpu")
+            kinds = torch.tensor(
+                [torch.nan, torch.inf, -torch.inf], dtype=torch.float32, device="cpu"
+            )
             special = kinds[inputs.integers(0, len(kinds), tokens)]
             head = inputs.integers(0, self.heads, tokens)
             hit = inputs.chance(self.specials, tokens).nonzero().flatten()

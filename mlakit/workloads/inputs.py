@@ -44,7 +44,9 @@ class Inputs:
         self._writable: dict[str, Tensor] = {}
 
     def normal(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self.generator, device=self.drawn_on)
+        return torch.randn(
+            shape, generator=self.generator, dtype=torch.float32, device=self.drawn_on
+        )
 
     def uniform(self, low: float, high: float, *shape: int) -> Tensor:
         return low + (high - low) * self._rand(shape)
@@ -58,10 +60,14 @@ class Inputs:
 
     def any_of(self, values: Sequence[int], *shape: int) -> Tensor:
         """int64, each element one of `values`."""
-        return torch.tensor(values, device=self.drawn_on)[self.integers(0, len(values), *shape)]
+        return torch.tensor(values, dtype=torch.int64, device=self.drawn_on)[
+            self.integers(0, len(values), *shape)
+        ]
 
     def _rand(self, shape: Sequence[int]) -> Tensor:
-        return torch.rand(shape, generator=self.generator, device=self.drawn_on)
+        return torch.rand(
+            shape, generator=self.generator, dtype=torch.float32, device=self.drawn_on
+        )
 
     def queries(self, tokens: int, heads: int, width: int) -> Tensor:
         """Normal numbers; heads differ in magnitude: some attend broadly, some sharply."""

@@ -141,10 +141,13 @@ class AppendCase(PagedCase):
         d_r = self.row.qk_rope_head_dim
         used = sorted(set(positions))
         freqs = torch.full(
-            (max(used, default=0) + 1 + SPARE_POSITIONS, d_r), torch.nan, device="cpu"
+            (max(used, default=0) + 1 + SPARE_POSITIONS, d_r),
+            torch.nan,
+            dtype=torch.float32,
+            device="cpu",
         )
-        angle = torch.tensor(used, device="cpu")[:, None] * 100.0 ** (
-            -torch.arange(0, d_r, 2, device="cpu") / max(d_r, 1)
+        angle = torch.tensor(used, dtype=torch.float32, device="cpu")[:, None] * 100.0 ** (
+            -torch.arange(0, d_r, 2, dtype=torch.float32, device="cpu") / max(d_r, 1)
         )
         freqs[used] = torch.stack([angle.cos(), angle.sin()], dim=-1).flatten(1)
         return freqs
@@ -161,7 +164,7 @@ class AppendCase(PagedCase):
         table, slots = map_tokens(pool, new, flat=self.flat_table, wide=self.wide_indices)
         written = [torch.empty(0, dtype=torch.int64, device="cpu")]
         for is_own, own, tokens in zip(owned, slots, new, strict=True):
-            stored = torch.full(is_own.shape, -1, device="cpu")
+            stored = torch.full(is_own.shape, -1, dtype=torch.int64, device="cpu")
             stored[is_own] = own[tokens]
             written.append(stored)
         return pool, table, torch.cat(written)
@@ -267,6 +270,7 @@ def assert_quantised_alike(
     epsilon = torch.tensor(
         [max(torch.finfo(dtype).eps for dtype in (latent, normed))] * row.kv_lora_rank
         + [torch.finfo(rope).eps] * row.qk_rope_head_dim,
+        dtype=torch.float32,
         device="cpu",
     )
     size = expected.abs()

@@ -48,7 +48,7 @@ class Pool:
         if self.layer.scales is None:
             scale = self.cache.tensor_scale
             if not isinstance(scale, Tensor):
-                scale = torch.tensor(scale, device="cpu")
+                scale = torch.tensor(scale, dtype=torch.float32, device="cpu")
             return scale.float().double().expand(slots.shape)
         return self.layer.scales[self._place(slots)].view(len(slots)).double()
 
@@ -135,7 +135,8 @@ class PagedCase(Case):
         scale: float | Tensor = self.tensor_scale if codec.has_tensor_scale else 1.0
         if codec.has_tensor_scale and self.tensor_scale_on_device:
             scale = inputs.place(
-                f"{name} tensor_scale", torch.tensor([self.tensor_scale], device="cpu")
+                f"{name} tensor_scale",
+                torch.tensor([self.tensor_scale], dtype=torch.float32, device="cpu"),
             )
         cache = PagedLatentCache.wrap(
             blocks, self.row, format=codec.name, scales=scales, tensor_scale=scale
@@ -223,7 +224,7 @@ def map_pages(
     """
     inputs, page_size = pool.inputs, pool.cache.page_size
     pages = torch.randperm(pool.cache.num_pages, generator=inputs.generator, device=inputs.drawn_on)
-    firsts = torch.tensor(starts_of(counts)[:-1], device=inputs.drawn_on)
+    firsts = torch.tensor(starts_of(counts)[:-1], dtype=torch.int64, device=inputs.drawn_on)
     column = torch.arange(seen.shape[1] // page_size, device=inputs.drawn_on)
     # past a request's last page: pages of other requests, which have no visible keys here
     own = pages[(firsts[:, None] + column).clamp_max(len(pages) - 1)]
@@ -245,7 +246,7 @@ def _flat_table(
         room = _garbage(pool, len(own) + int(inputs.integers(0, 3)))
         room[: len(own)][tokens] = own[tokens]
         lists.append(room)
-    starts = torch.tensor([0, *accumulate(map(len, lists))], device="cpu").to(dtype)
+    starts = torch.tensor([0, *accumulate(map(len, lists))], dtype=dtype, device="cpu")
     flat = torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *lists]).to(dtype)
     names = (f"{pool.name} kv_starts", f"{pool.name} slots")
     return (inputs.place(names[0], starts), inputs.place(names[1], flat)), slots

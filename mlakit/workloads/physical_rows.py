@@ -77,7 +77,8 @@ class PhysicalRowsCase(Case):
         columns = max(counts, default=0) + 1
         largest = LARGEST // self.page_size - 1
         pages = inputs.integers(0, largest, len(counts), columns)
-        is_used = torch.arange(columns, device="cpu") < torch.tensor(counts, device="cpu")[:, None]
+        used = torch.tensor(counts, dtype=torch.int64, device="cpu")
+        is_used = torch.arange(columns, device="cpu") < used[:, None]
         # no page, and pages whose rows int32 cannot hold
         empty = inputs.any_of([-1, -5, LARGEST], len(counts), columns)
         if self.page_size == 1:
@@ -90,7 +91,7 @@ class PhysicalRowsCase(Case):
 
     def _flat(self, inputs: Inputs, dtype: torch.dtype) -> tuple[PageTable, list[Tensor]]:
         slots = [inputs.integers(-1, LARGEST, kv_len) for kv_len in self.kv_lens]
-        spare = torch.full((3,), 1, device="cpu")
+        spare = torch.full((3,), 1, dtype=torch.int64, device="cpu")
         flat = inputs.place("slots", torch.cat([*slots, spare]).to(dtype))
-        starts = torch.tensor(starts_of(self.kv_lens), device="cpu").to(dtype)
+        starts = torch.tensor(starts_of(self.kv_lens), dtype=dtype, device="cpu")
         return (inputs.place("kv_starts", starts), flat), slots

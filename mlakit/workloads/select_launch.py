@@ -86,7 +86,7 @@ class IndexerTopkLaunch(Case):
     def _logits(self, inputs: Inputs) -> Tensor:
         shape = (self.num_tokens, self.num_columns)
         if self.kind == "levels":
-            return (inputs.integers(0, 50, *shape) - 25) / 3
+            return (inputs.integers(0, 50, *shape).float() - 25) / 3
         if self.kind == "two":
             return inputs.chance(0.01, *shape).float()
         logits = inputs.normal(*shape)
@@ -96,7 +96,7 @@ class IndexerTopkLaunch(Case):
             return logits.masked_fill(inputs.chance(0.97, *shape), -torch.inf)
         if self.kind == "special":
             values = [-torch.inf, torch.inf, torch.nan, 0.0, -0.0]
-            kinds = torch.tensor(values, device=inputs.device)
+            kinds = torch.tensor(values, dtype=torch.float32, device=inputs.device)
             special = kinds[inputs.integers(0, len(values), *shape)]
             return torch.where(inputs.chance(0.5, *shape), special, logits)
         return logits

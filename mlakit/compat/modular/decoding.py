@@ -160,7 +160,7 @@ def _contiguous(
 
     offsets = torch.arange(batch + 1, device=q.device) * q_len
     table = torch.arange(batch, device=q.device)[:, None]
-    kv_lens = torch.full((batch,), keys, device=q.device)
+    kv_lens = torch.full((batch,), keys, dtype=torch.int64, device=q.device)
     results = output.new_empty(batch * q_len, *output.shape[2:])
     step = _Step(q.flatten(0, 1), None, table, offsets, kv_lens)
     _decode(results, step, layer, mask_functor, scale, splits)

@@ -76,7 +76,7 @@ def plan_mla_decode(a: DecodePlanArguments) -> DecodePlanTensors:
     )
     items = [(request, 0, length, -1) for request, length in enumerate(lengths)]
     plan.items.copy_(torch.tensor(items, dtype=torch.int32, device="cpu").view(batch, 4))
-    plan.cta_starts.copy_(torch.tensor([0, batch], device="cpu"))
+    plan.cta_starts.copy_(torch.tensor([0, batch], dtype=torch.int32, device="cpu"))
     plan.partial_starts.zero_()
     return plan
 

@@ -200,8 +200,8 @@ def _attend_keys(a: DecodeArguments, group: Sequence[_Member], q: Tensor) -> Par
 
 
 def _no_keys(q: Tensor, v_width: int) -> Partial:
-    lse = torch.full(q.shape[:2], -torch.inf, device="cpu")
-    return torch.zeros(*q.shape[:2], v_width, device="cpu"), lse
+    lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device="cpu")
+    return torch.zeros(*q.shape[:2], v_width, dtype=torch.float32, device="cpu"), lse
 
 
 def _attend_splits(

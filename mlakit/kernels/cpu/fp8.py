@@ -74,6 +74,6 @@ def scaled_mm_fp8(args: ScaledMatmulArguments, out: Tensor) -> None:
 
 def _dequantised(quantised: Tensor, scale: Tensor, group: int) -> Tensor:
     """quantised [..., K] · scale [..., groups] float32, one scale per group of columns."""
-    out = torch.empty(quantised.shape, device="cpu")
+    out = torch.empty(quantised.shape, dtype=torch.float32, device="cpu")
     dequantise_e4m3(quantised, scale, group, out)
     return out

@@ -89,7 +89,9 @@ def _tiles_at_once(a: LogitsArguments, queries: int, length: int) -> int:
 def _score(a: LogitsArguments, tiles: Sequence[_Tile], length: int, out: Tensor) -> None:
     """Logits of tiles with the same number of queries, and `length` keys with their padding."""
     request, first, last = torch.tensor(
-        [(tile.request, tile.keys.start, tile.keys.stop - 1) for tile in tiles], device="cpu"
+        [(tile.request, tile.keys.start, tile.keys.stop - 1) for tile in tiles],
+        dtype=torch.int64,
+        device="cpu",
     ).T[..., None]
     # padding repeats the last key: what lies past it may be no number
     position = torch.minimum(first + torch.arange(length, device="cpu"), last)
@@ -115,7 +117,9 @@ def _weighted_dots(a: LogitsArguments, rows: Sequence[range], keys: Tensor) -> T
     if count == 1:
         tokens: slice | Tensor = slice(rows[0].start, rows[0].stop)
     else:
-        tokens = torch.tensor([token for each in rows for token in each], device="cpu")
+        tokens = torch.tensor(
+            [token for each in rows for token in each], dtype=torch.int64, device="cpu"
+        )
     q = bits(a.q)[tokens].view(a.q.dtype).float()
     q = q.reshape(count, queries * heads, width)
     # keys on the left where it is possible: with a transposed right side a matmul takes longer

@@ -115,7 +115,7 @@ def _attend(a: PrefillArguments, block: _Block) -> tuple[Tensor, Tensor]:
     positions += block.first_position
     (num_queries, heads, width), d_v, num_keys = q.shape, v.shape[2], v.shape[0]
     scaled = (
-        torch.empty(heads, num_queries, width, device="cpu")
+        torch.empty(heads, num_queries, width, dtype=torch.float32, device="cpu")
         .copy_(q.transpose(0, 1))
         .mul_(a.softmax_scale)
     )
@@ -167,7 +167,8 @@ def _to_float32(k_nope: Tensor, k_rope: Tensor, v: Tensor) -> tuple[Tensor, Tens
     Neither is transposed in a matmul: with K [keys, D_N + D_R] it would take up to twice as long.
     """
     keys, heads, d_n = k_nope.shape
-    k = torch.empty(heads, d_n + k_rope.shape[1], keys, device="cpu")
+    k = torch.empty(heads, d_n + k_rope.shape[1], keys, dtype=torch.float32, device="cpu")
     k[:, :d_n] = k_nope.permute(1, 2, 0)
     k[:, d_n:] = k_rope.T
-    return k, torch.empty(heads, keys, v.shape[2], device="cpu").copy_(v.transpose(0, 1))
+    values = torch.empty(heads, keys, v.shape[2], dtype=torch.float32, device="cpu")
+    return k, values.copy_(v.transpose(0, 1))

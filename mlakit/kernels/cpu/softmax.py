@@ -24,9 +24,9 @@ class OnlineSoftmax:
     def over(cls, *rows: int, v_width: int) -> OnlineSoftmax:
         """The state before the first block."""
         return cls(
-            torch.full(rows, -torch.inf, device="cpu"),
-            torch.zeros(rows, device="cpu"),
-            torch.zeros(*rows, v_width, device="cpu"),
+            torch.full(rows, -torch.inf, dtype=torch.float32, device="cpu"),
+            torch.zeros(rows, dtype=torch.float32, device="cpu"),
+            torch.zeros(*rows, v_width, dtype=torch.float32, device="cpu"),
         )
 
     @classmethod

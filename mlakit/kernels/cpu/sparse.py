@@ -74,8 +74,8 @@ def _by_length(valid: Sequence[Tensor]) -> Iterator[tuple[tuple[int, ...], list[
     ends = []
     for each in valid:
         entry = torch.arange(1, each.shape[1] + 1, dtype=torch.int32, device="cpu")
-        last = (each * entry).amax(1) if each.shape[1] else torch.zeros(len(each), device="cpu")
-        ends.append([_length(int(end), each.shape[1]) for end in last.tolist()])
+        last = (each * entry).amax(1).tolist() if each.shape[1] else [0] * len(each)
+        ends.append([_length(end, each.shape[1]) for end in last])
     alike: dict[tuple[int, ...], list[int]] = {}
     for token, lengths in enumerate(zip(*ends, strict=True)):
         alike.setdefault(lengths, []).append(token)
