@@ -56,7 +56,7 @@ def dequantize_fp8(
 ) -> Tensor:
     """x[m, k] = q[m, k] · scales[k // group, m]; the padding of `scales` is not read."""
     rows, columns = q.shape
-    per_column = scales[:, :rows].repeat_interleave(group, dim=0)[:columns]
+    per_column = scales[:, :rows].repeat_interleave(min(group, columns), dim=0)[:columns]
     return q.to(dtype) * per_column.T.to(dtype)
 
 
@@ -77,6 +77,7 @@ def scaled_mm_fp8(
                   · b[n, k] · b_scale[n // n_group, k // k_group]
     """
     n, k = b.shape
-    per_weight = b_scale.repeat_interleave(n_group, dim=0).repeat_interleave(k_group, dim=1)
+    by_row = b_scale.repeat_interleave(min(n_group, n), dim=0)
+    per_weight = by_row.repeat_interleave(min(k_group, k), dim=1)
     weight = b.to(dtype) * per_weight[:n, :k].to(dtype)
     return dequantize_fp8(a, a_scale, k_group, dtype) @ weight.T

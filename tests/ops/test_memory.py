@@ -15,11 +15,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mlakit import checks, dispatch, knobs, ops
+from mlakit import checks, dispatch, knobs, ops, reference
 from mlakit.cache import PagedLatentCache
 from mlakit.geometry import RowShape
 from mlakit.ops import _checks, indexer, norm_rope_quant
 from mlakit.testing import assert_same_bits
+from tests.conftest import Place
 from tests.ops.cases import (
     BF16,
     CALLS,
@@ -31,8 +32,11 @@ from tests.ops.cases import (
     decode_call,
     int32,
     make_cache,
+    quantize_call,
+    scaled_mm_call,
     sparse_call,
 )
+from tests.ops.every_op import assert_same_results
 from tests.ops.inside_ops import modes_see_inside_ops
 
 
@@ -259,3 +263,34 @@ def test_no_value_is_read_on_the_host(name, monkeypatch):
     call = CALLS[name]()
     with nothing_is_read_back(monkeypatch):
         call.run()
+
+
+@pytest.mark.interpreted
+def test_a_group_larger_than_its_axis_takes_no_memory(place: Place):
+    huge = 2**50
+    for batch in ((), (2,)):
+        call = quantize_call(*batch).on(place.device)
+        columns = call.arguments["x"].shape[-1]
+        expected = call.run(group=columns)
+        assert_same_results(call.run(group=huge), expected)
+        call = scaled_mm_call(*batch)
+        call = call.but(
+            a_scale=call.arguments["a_scale"][..., :1, :],
+            b_scale=call.arguments["b_scale"][..., :1, :1],
+        ).on(place.device)
+        expected = call.run(n_group=call.arguments["b"].shape[-2], k_group=columns)
+        assert_same_results(call.run(n_group=huge, k_group=huge), expected)
+
+
+def test_a_group_larger_than_its_axis_takes_no_memory_in_the_reference():
+    huge = 2**50
+    x = torch.randn(3, 20)
+    q, scales = reference.quantize_fp8(x, huge)
+    assert_same_bits(
+        "x", reference.dequantize_fp8(q, scales, huge), reference.dequantize_fp8(q, scales, 20)
+    )
+    products = [
+        reference.scaled_mm_fp8(q, scales, q, scales[:, :1], n_group=n, k_group=k)
+        for n, k in ((3, 20), (huge, huge))
+    ]
+    assert_same_bits("product", *products)

@@ -25,6 +25,7 @@ def quantize_fp8(args: QuantizeArguments, out: Tensor, scales: Tensor) -> None:
     if x.ndim == 2:
         x, out, scales = x[None], out[None], scales[None]
     _, rows, columns = x.shape
+    group = min(group, max(columns, 1))  # a larger one would be padded to its size
     scales[..., rows:] = 0.0
     for block in _row_blocks(x):
         grouped = pad(x[block].float(), (0, -columns % group)).unflatten(-1, (-1, group))
@@ -60,6 +61,8 @@ def scaled_mm_fp8(args: ScaledMatmulArguments, out: Tensor) -> None:
     n_group, k_group = args.n_group, args.k_group
     if a.ndim == 2:
         a, a_scale, b, b_scale, out = (x[None] for x in (a, a_scale, b, b_scale, out))
+    # larger groups would repeat their scales beyond the matrix
+    n_group, k_group = min(n_group, max(b.shape[1], 1)), min(k_group, max(b.shape[2], 1))
     for matrices, right in weight_blocks(b, bytes_per_element=4 * 4, multiple=n_group):
         # blocks hold whole groups of columns, so that each has its own rows of b_scale
         groups = b_scale[matrices, right.start // n_group : -(-right.stop // n_group)]

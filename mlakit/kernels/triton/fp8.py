@@ -26,7 +26,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from mlakit.architectures import arch_name
 from mlakit.arguments import QuantizeArguments, ScaledMatmulArguments
 from mlakit.autocast import without_autocast
-from mlakit.kernels.triton.configs import pick_quantize_config, pick_scaled_matmul_config
+from mlakit.kernels.triton.configs import (
+    pick_quantize_config,
+    pick_scaled_matmul_config,
+    power_of_two,
+)
 from mlakit.kernels.triton.few_rows_configs import pick_few_rows_config
 from mlakit.kernels.triton.fp8_few_rows import refuses as few_rows_refuses
 from mlakit.kernels.triton.fp8_few_rows import scaled_mm_few_rows
@@ -39,12 +43,21 @@ E4M3 = torch.float8_e4m3fn
 LIBRARY_GROUP = 128
 
 
+def _within(group: int, size: int) -> int:
+    """A group no larger than an axis of `size` needs; it still holds whole tiles.
+
+    Kernels loop over whole groups, and their integers have 32 bits.
+    """
+    return min(group, power_of_two(max(size, LIBRARY_GROUP)))
+
+
 def quantize_fp8(args: QuantizeArguments, out: Tensor, scales: Tensor) -> None:
     x, group, scale_ub = args.x, args.group, args.scale_ub
     if x.ndim == 2:
         x, out, scales = x[None], out[None], scales[None]
     batch, rows, columns = x.shape
     groups, padded_rows = scales.shape[1:]
+    group = _within(group, columns)
     config = pick_quantize_config(rows=padded_rows, group=group)
     device = target(x.device)
     launch(
@@ -150,7 +163,8 @@ def _store_group(out, values, inverse, within, row_mask, width, HAS_FP8: tl.cons
 def scaled_mm_fp8(args: ScaledMatmulArguments, out: Tensor) -> None:
     """out[m, n] = Σ_k a[m, k] b[n, k] a_scale[k/g, m] b_scale[n/g, k/g], float32, rounded once."""
     a, a_scale, b, b_scale = args.a, args.a_scale, args.b, args.b_scale
-    n_group, k_group = args.n_group, args.k_group
+    n_group, k_group = map(_within, (args.n_group, args.k_group), b.shape[-2:])
+    args = args._replace(n_group=n_group, k_group=k_group)
     device = target(a.device)
     if few_rows_refuses(a.shape[-2], n_group, k_group) is None:
         config = pick_few_rows_config(
