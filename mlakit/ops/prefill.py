@@ -58,6 +58,7 @@ def mla_prefill(
                  of columns, as a transposed up-projection writes them
     alibi_slopes [heads] float32
     sink         [heads] float32 logit that joins out's denominator only
+    out, lse     to write to; on a GPU they share no memory with the other arguments
 
     Query i of q_len stands at position kv_len − q_len + i among kv_len keys. Returns
     out [tokens, heads, D_V] in q's dtype (bf16 for e4m3) and lse [tokens, heads] float32; where

@@ -34,6 +34,22 @@ KEY_TILE = 512  # keys; with QUERY_TILE 256 kB of scores per head
 
 
 def mla_prefill(a: PrefillArguments, out: Tensor, lse: Tensor) -> None:
+    # inputs are read after the first results are written: by later blocks, and by all blocks of a
+    # request whose fused result may be wrong
+    results = [each.clone() if _is_in_memory_of(a, each) else each for each in (out, lse)]
+    _write(a, *results)
+    for given, result in zip((out, lse), results, strict=True):
+        if result is not given:
+            given.copy_(result)
+
+
+def _is_in_memory_of(a: PrefillArguments, result: Tensor) -> bool:
+    address = result.untyped_storage().data_ptr()
+    inputs = (each for each in a if isinstance(each, Tensor))
+    return any(each.untyped_storage().data_ptr() == address for each in inputs)
+
+
+def _write(a: PrefillArguments, out: Tensor, lse: Tensor) -> None:
     q_ranges, kv_ranges = pairwise(a.q_starts.tolist()), pairwise(a.kv_starts.tolist())
     requests = [Request(slice(*q), slice(*kv)) for q, kv in zip(q_ranges, kv_ranges, strict=True)]
     for request in requests:
