@@ -1,8 +1,9 @@
-"""Every public op on batches: their order, one request alone, no tokens, the same bits twice."""
+"""Every public op on batches: order, one request alone, no tokens or heads, the same bits twice."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,13 @@ INDEPENDENT = [
     name
     for name in CALLS
     if name not in ("decode-fp8-plan", "quantize-batch", "matmul") and "scaled-mm" not in name
+]
+# results by head; the others with heads append rows or add up over heads
+BY_HEAD = [name for name in CALLS if name.startswith(("decode", "prefill", "sparse", "merge"))]
+OTHERS_WITH_HEADS = [
+    name
+    for name in CALLS
+    if name.startswith(("append", "logits", "select")) and "append-rows" not in name
 ]
 
 
@@ -124,3 +132,38 @@ def test_a_list_of_no_rows_attends_nothing(place):
     assert (out == 0).all()
     assert (lse == -torch.inf).all()
     assert (max_logits == -torch.inf).all()
+
+
+def without_heads(call: Call) -> Call:
+    """The call with none of its heads."""
+
+    def cut(name: str, value: Any) -> Any:
+        if name in ("outs", "lses"):
+            return [each[:, :0] for each in value]
+        if name in ("sink", "alibi_slopes"):
+            return value[:0]
+        by_head = name in ("q", "q_rope", "k_nope", "v", "weights", "v_scale", "q_scale")
+        return value[:, :0] if by_head and value.ndim > 1 else value
+
+    return call.but(**{name: cut(name, value) for name, value in call.arguments.items()})
+
+
+@interpreted_once
+@pytest.mark.parametrize("name", BY_HEAD)
+def test_no_heads(name, place: Place):
+    for result in without_heads(CALLS[name]()).on(place.device).run():
+        assert result.shape[1] == 0
+
+
+@interpreted_once
+@pytest.mark.parametrize("name", OTHERS_WITH_HEADS)
+def test_no_heads_beside_keys(name, place: Place):
+    """Rows are appended as with heads; the sum over no index heads is 0."""
+    call, other = (CALLS[name]().on(place.device) for _ in range(2))
+    if "weights" not in call.arguments:
+        assert without_heads(call).run()[0].shape[1] == 0
+        other.run()
+        assert_same_state(call, other)
+        return
+    other.arguments["weights"].zero_()
+    assert_same_results(without_heads(call).run(), other.run())

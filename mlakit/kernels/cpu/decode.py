@@ -31,6 +31,8 @@ PLAN_TILE = 64  # keys, of a plan; it has no splits
 
 
 def mla_decode(a: DecodeArguments, out: Tensor, lse: Tensor) -> None:
+    if lse.numel() == 0:  # no tokens or no heads
+        return
     shard, mask, requests = a.shard, a.mask, list[Request]()
     bounds = zip(a.kv_lens.tolist(), pairwise(filled(a.q_starts).tolist()), strict=True)
     for request, (kv_len, (first, last)) in enumerate(bounds):

@@ -124,7 +124,7 @@ def _weighted_dots(a: LogitsArguments, rows: Sequence[range], keys: Tensor) -> T
     q = q.reshape(count, queries * heads, width)
     # keys on the left where it is possible: with a transposed right side a matmul takes longer
     dots = torch.bmm(keys, q.mT).mT if queries == 1 else torch.bmm(q, keys.mT)
-    dots = dots.relu_().view(count * queries, heads, -1)
+    dots = dots.relu_().view(count * queries, heads, keys.shape[1])
     return torch.bmm(a.weights[tokens][:, None], dots).view(count, queries, -1)
 
 

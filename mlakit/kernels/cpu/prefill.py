@@ -50,6 +50,8 @@ def _is_in_memory_of(a: PrefillArguments, result: Tensor) -> bool:
 
 
 def _write(a: PrefillArguments, out: Tensor, lse: Tensor) -> None:
+    if lse.numel() == 0:  # no tokens or no heads
+        return
     q_ranges, kv_ranges = pairwise(a.q_starts.tolist()), pairwise(a.kv_starts.tolist())
     requests = [Request(slice(*q), slice(*kv)) for q, kv in zip(q_ranges, kv_ranges, strict=True)]
     for request in requests:
