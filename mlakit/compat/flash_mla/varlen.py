@@ -163,6 +163,8 @@ def _check_tensors(dims: Dims, q: Tensor, k: Tensor, v: Tensor) -> None:
     dims.match("v", v, "total_kv", "h_kv", "d_v", dtypes=[q.dtype])
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         dims.rows_contiguous(name, tensor)
+    for axis in ("d_qk", "d_v"):
+        dims.require(dims[axis] >= 1, axis, "be at least 1", dims[axis])
     h_q, h_kv = dims["h_q"], dims["h_kv"]
     dims.require(h_kv >= 1, "h_kv", "be at least 1", h_kv)
     dims.require(h_q >= h_kv and h_q % h_kv == 0, "h_q", f"be a multiple of h_kv, {h_kv}", h_q)

@@ -236,6 +236,12 @@ VARLEN_ERRORS: list[tuple[Change, type[Exception], str]] = [
     (lambda a: {"q": a["q"].clone().requires_grad_()}, UnsupportedError, "q must not require grad"),
     (lambda a: {"k": a["k"].clone().requires_grad_()}, UnsupportedError, "k must not require grad"),
     (lambda a: {"k": without(a["k"], 2)}, ValueError, r"k.shape\[2\] \(d_qk\) must equal q.shape"),
+    (lambda a: {"v": a["v"][..., :0]}, ValueError, "d_v must be at least 1, got 0"),
+    (
+        lambda a: {"q": a["q"][..., :0], "k": a["k"][..., :0]},
+        ValueError,
+        "d_qk must be at least 1, got 0",
+    ),
     (
         lambda a: {"v": without(a["v"], 0)},
         ValueError,
