@@ -93,6 +93,10 @@ class Dims:
             raise TypeError(f"{self.op}: {arg} must be a tensor, got {type(value).__name__}")
         return value
 
+    def instance(self, arg: str, value: object, kind: type) -> None:
+        if not isinstance(value, kind):
+            raise TypeError(f"{self.op}: {arg} must be {kind.__name__}, got {type(value).__name__}")
+
     def integer(self, arg: str, value: object, minimum: int) -> int:
         """An integer of at least `minimum`: an int, or a value with `__index__`."""
         number = _whole_number(value)
@@ -147,6 +151,10 @@ class Dims:
     def writable(self, arg: str, tensor: Tensor) -> None:
         """No two elements have the same address, as in an expanded tensor."""
         self.rows_contiguous(arg, tensor)
+        self.not_expanded(arg, tensor)
+
+    def not_expanded(self, arg: str, tensor: Tensor) -> None:
+        """No axis has stride 0: a write would change several elements."""
         for i, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
             if size > 1 and stride == 0:
                 self.fail(arg, "be writable", f"stride 0 on axis {i} (an expanded tensor)")

@@ -18,9 +18,11 @@ from mlakit.ops._checks import (
     check_layer,
     check_page_table,
     check_query_starts,
+    check_result,
     check_seen_rows,
 )
 from mlakit.ops._library import refuse_grad
+from mlakit.ops.norm_rope_quant import check_angles
 from mlakit.specs import Problem, device_facts
 from mlakit.weights import UpProjection
 
@@ -51,12 +53,33 @@ def check_step(
 
     Returns the lengths if the host may read them.
     """
-    _check_type(dims, "weights", weights, LayerWeights)
-    _check_type(dims, "batch", batch, CachedBatch)
+    dims.instance("weights", weights, LayerWeights)
+    dims.instance("batch", batch, CachedBatch)
     dims.bind("D_C + D_R", weights.up.geometry.row.width, "the geometry's row width")
     layer = _check_queries(dims, q, weights.up, batch, kv=kv)
-    refuse_grad(dims.op, q=q, kv=kv, kv_b_proj=weights.up.kv_b_proj.weight, gamma=weights.gamma)
-    return _check_lengths(dims, batch, layer, mask, shard, is_padded=is_padded)
+    dims.rows_contiguous("q", q)
+    dims.rows_contiguous("kv", kv)
+    dims.same_device("gamma", weights.gamma)
+    dims.same_device("freqs", weights.freqs)
+    refuse_grad(
+        dims.op,
+        q=q,
+        kv=kv,
+        kv_b_proj=weights.up.kv_b_proj.weight,
+        gamma=weights.gamma,
+        freqs=weights.freqs,
+        cache=layer,
+    )
+    lengths = _check_lengths(dims, batch, layer, mask, shard, is_padded=is_padded)
+    if lengths is not None:
+        check_angles(dims, weights.freqs, *lengths)
+    return lengths
+
+
+def check_out(dims: Dims, out: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The caller's result [tokens, heads, D_V], checked; or a new one."""
+    refuse_grad(dims.op, out=out)
+    return check_result(dims, "out", out, "tokens", "heads", "D_V", dtype=dtype)
 
 
 def check_attention(
@@ -68,16 +91,11 @@ def check_attention(
     shard: KVShard = UNSHARDED,
 ) -> StepLengths | None:
     """As `check_step`, for attention of rotated queries over what the cache holds."""
-    _check_type(dims, "up", up, UpProjection)
-    _check_type(dims, "batch", batch, CachedBatch)
+    dims.instance("up", up, UpProjection)
+    dims.instance("batch", batch, CachedBatch)
     layer = _check_queries(dims, q, up, batch)
     refuse_grad(dims.op, q=q, kv_b_proj=up.kv_b_proj.weight)
     return _check_lengths(dims, batch, layer, mask, shard, is_padded=True)
-
-
-def _check_type(dims: Dims, name: str, value: object, kind: type) -> None:
-    if not isinstance(value, kind):
-        raise TypeError(f"{dims.op}: {name} must be {kind.__name__}, got {type(value).__name__}")
 
 
 def _check_queries(

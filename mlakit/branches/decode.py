@@ -8,7 +8,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from mlakit.branches.batch import CachedBatch, LayerWeights, append_tokens
-from mlakit.branches.checks import StepLengths, check_attention, check_step, select_kernels
+from mlakit.branches.checks import (
+    StepLengths,
+    check_attention,
+    check_out,
+    check_step,
+    select_kernels,
+)
 from mlakit.cache import UNSHARDED, KVShard
 from mlakit.checks import FLOATS, Dims
 from mlakit.knobs import Backend
@@ -17,12 +23,11 @@ from mlakit.ops import mla_decode, sparse_mla
 from mlakit.ops._checks import (
     as_shard,
     check_mask,
-    check_result,
     check_row_lists,
     check_shard,
     check_sink,
 )
-from mlakit.ops.decode import check_plan
+from mlakit.ops.decode import check_plan, check_plan_sizes, check_plan_type
 from mlakit.plan import DecodePlan, DecodePlanTensors, EvenSplit
 from mlakit.weights import UpProjection
 
@@ -57,7 +62,7 @@ def decode_branch(
     check_mask(dims.op, mask)
     lengths = check_step(dims, q, kv, weights, batch, mask if rows is None else None)
     check_absorbed_attention(dims, q, batch, lengths, rows, topk_lens, mask, plan)
-    out = check_result(dims, "out", out, "tokens", "heads", "D_V", dtype=q.dtype)
+    out = check_out(dims, out, q.dtype)
     absorbed, q_rope, rotated = absorb(q, weights, backend)
     attention = "mla_decode" if rows is None else "sparse_mla"
     select_kernels((attention,), q, weights, batch, mask, backend)
@@ -110,7 +115,7 @@ def decode_attend(
         dims.require(shard.world == 1, "kv_shard", "be None with rows, which are local", kv_shard)
     check_sink(dims, sink)
     dims.finite("softmax_scale", softmax_scale)
-    out = check_result(dims, "out", out, "tokens", "heads", "D_V", dtype=q.dtype)
+    out = check_out(dims, out, q.dtype)
     g = up.geometry
     q_nope, q_rope = q.split([g.qk_nope_head_dim, g.qk_rope_head_dim], dim=-1)
     latent = q.new_empty(*q.shape[:2], g.kv_lora_rank)
@@ -147,8 +152,11 @@ def check_absorbed_attention(
     mask: Mask,
     plan: DecodePlan | DecodePlanTensors | EvenSplit | None,
     shard: KVShard = UNSHARDED,
+    *,
+    plan_name: str = "plan",
 ) -> None:
     """Check what `mla_decode` or `sparse_mla` would refuse after the append."""
+    check_plan_type(dims, plan_name, plan)
     depends_on_lengths = isinstance(plan, (DecodePlan, DecodePlanTensors))
     stored = batch.cache.payload.dtype
     if stored in FLOATS:
@@ -156,17 +164,20 @@ def check_absorbed_attention(
     if rows is not None:
         check_row_lists(dims, "rows", rows, "topk_lens", topk_lens)
         dims.require(mask == CAUSAL, "mask", "be left at its default with rows", mask)
-        dims.require(not depends_on_lengths, "plan", "be an EvenSplit with rows", "a DecodePlan")
+        dims.require(not depends_on_lengths, plan_name, "be an EvenSplit with rows", "a DecodePlan")
         return
     dims.require(topk_lens is None, "topk_lens", "be None without rows", "a tensor")
-    if not depends_on_lengths or lengths is None:
-        return
-    kv_lens, q_lens = lengths
-    if isinstance(plan, DecodePlan):
-        local = tuple(map(shard.local_count, kv_lens))
-        dims.require(plan.kv_lens == local, "plan", f"be made for kv_lens {local}", plan.kv_lens)
-    elif isinstance(plan, DecodePlanTensors):
-        check_plan(dims, plan, q_lens, kv_lens, mask, shard)
+    if isinstance(plan, DecodePlanTensors):
+        check_plan_sizes(dims, plan_name, plan)
+        if lengths is not None:
+            check_plan(dims, plan_name, plan, lengths.q_lens, lengths.kv_lens, mask, shard)
+    elif isinstance(plan, DecodePlan):
+        planned, size = len(plan.kv_lens), dims["batch"]
+        dims.require(planned == size, plan_name, f"be made for a batch of {size}", planned)
+        if lengths is not None:
+            local = tuple(map(shard.local_count, lengths.kv_lens))
+            must = f"be made for kv_lens {local}"
+            dims.require(plan.kv_lens == local, plan_name, must, plan.kv_lens)
 
 
 def _attend(

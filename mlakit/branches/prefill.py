@@ -15,6 +15,7 @@ from mlakit.branches.batch import CachedBatch, LayerWeights, append_tokens
 from mlakit.branches.checks import (
     StepLengths,
     check_attention,
+    check_out,
     check_plan_lengths,
     check_step,
     product_ops,
@@ -35,7 +36,7 @@ from mlakit.checks import Dims
 from mlakit.knobs import Backend
 from mlakit.masks import CAUSAL, NULL, Mask
 from mlakit.ops import mla_prefill
-from mlakit.ops._checks import check_mask, check_result, check_sink
+from mlakit.ops._checks import check_mask, check_sink
 from mlakit.plan import ContextPlan, plan_context
 from mlakit.weights import UpProjection
 
@@ -73,7 +74,7 @@ def prefill_branch(
     lengths = check_step(dims, q, kv, weights, batch, mask)
     plan = _context_plan(dims, batch, plan, max_context_rows, lengths)
     room = dims.integer("max_workspace_bytes", max_workspace_bytes, 1)
-    out = check_result(dims, "out", out, "tokens", "heads", "D_V", dtype=q.dtype)
+    out = check_out(dims, out, q.dtype)
     select_kernels(prefill_ops(weights), q, weights, batch, mask, backend)
     q_rope = q[..., weights.up.geometry.qk_nope_head_dim :]
     append_tokens(q_rope, kv, weights, batch, q_rope_out=q_rope, backend=backend)
@@ -117,7 +118,7 @@ def prefill_attend(
     room = dims.integer("max_workspace_bytes", max_workspace_bytes, 1)
     check_sink(dims, sink)
     dims.finite("softmax_scale", softmax_scale)
-    out = check_result(dims, "out", out, "tokens", "heads", "D_V", dtype=q.dtype)
+    out = check_out(dims, out, q.dtype)
     attention = Attention(up, batch, softmax_scale, sink, room, backend)
     return out, _attend(q, attention, plan, mask, out)
 
@@ -167,6 +168,7 @@ def _context_plan(
 ) -> ContextPlan:
     """The caller's plan, checked if the lengths are known; otherwise a new plan."""
     if plan is not None:
+        dims.instance("plan", plan, ContextPlan)
         dims.require(max_rows is None, "max_context_rows", "be None if plan is given", max_rows)
         check_plan_lengths(dims, StepLengths(plan.kv_lens, plan.q_lens), batch, lengths)
         return plan

@@ -9,7 +9,13 @@ from torch import Tensor
 
 from mlakit import dispatch
 from mlakit.branches.batch import CachedBatch, LayerWeights, append_tokens
-from mlakit.branches.checks import StepLengths, check_step, product_ops, select_kernels
+from mlakit.branches.checks import (
+    StepLengths,
+    check_out,
+    check_step,
+    product_ops,
+    select_kernels,
+)
 from mlakit.branches.decode import absorb, check_absorbed_attention
 from mlakit.branches.side_stream import MAX_SIDE_TOKENS, SideStreams
 from mlakit.cache import UNSHARDED, CacheLayer, KVShard, PagedLatentCache
@@ -88,7 +94,7 @@ def sparse_step(
     dims.bind("k", dims.integer("k", k, 1), "k")
     if rows is not None:
         rows = check_result(dims, "rows", rows, "tokens", "k", dtype=torch.int32)
-    out = check_result(dims, "out", out, "tokens", "heads", "D_V", dtype=q.dtype)
+    out = check_out(dims, out, q.dtype)
     select_kernels((*product_ops(weights), "sparse_mla"), q, weights, batch, CAUSAL, backend)
     select_index_kernels(index, keys, batch, backend)
     side_streams = SideStreams(q.device, is_worthwhile=len(q) <= MAX_SIDE_TOKENS)
@@ -162,9 +168,7 @@ def check_index(
 
     shard  the tokens that the cache holds
     """
-    if not isinstance(index, IndexInputs):
-        got = type(index).__name__
-        raise TypeError(f"{dims.op}: index must be IndexInputs, got {got}")
+    dims.instance("index", index, IndexInputs)
     layer = check_layer(dims.op, index.cache, index.layer, owner="index.")
     row = layer.codec.row
     rope = f"rows with {row.qk_rope_head_dim} rope columns"
@@ -180,7 +184,7 @@ def check_index(
     must = f"have pages of {pages} tokens, like the latent cache: both share the page table"
     dims.require(layer.page_size == pages, "index.cache", must, layer.page_size)
     given = {"index.q": index.q, "index.keys": index.keys, "index.weights": index.weights}
-    refuse_grad(dims.op, **given)
+    refuse_grad(dims.op, **given, **{"index.cache": layer})
     columns = table_capacity(dims.op, batch.page_table, layer)
     if max_kv_len is not None:
         columns = shard.local_count(dims.integer("max_kv_len", max_kv_len, 0))

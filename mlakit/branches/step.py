@@ -10,14 +10,19 @@ import torch
 from torch import Tensor
 
 from mlakit.branches.batch import CachedBatch, LayerWeights
-from mlakit.branches.checks import StepLengths, check_plan_lengths, check_step, select_kernels
+from mlakit.branches.checks import (
+    StepLengths,
+    check_out,
+    check_plan_lengths,
+    check_step,
+    select_kernels,
+)
 from mlakit.branches.decode import check_absorbed_attention, decode_branch
 from mlakit.branches.prefill import prefill_branch, prefill_ops
 from mlakit.cache import from_host, select_requests
 from mlakit.checks import Dims
 from mlakit.knobs import Backend
 from mlakit.masks import CAUSAL
-from mlakit.ops._checks import check_result
 from mlakit.plan import ContextPlan, DecodePlan, DecodePlanTensors, EvenSplit, plan_context
 
 DECODE_THRESHOLD = 8  # a request with at most this many new tokens decodes
@@ -100,9 +105,11 @@ def mla_step(
     plan = _step_plan(dims, batch, plan, decode_threshold, max_context_rows, lengths)
     if plan.prefill and decode_plan is not None:
         dims.fail("decode_plan", "be None where a request prefills", type(decode_plan).__name__)
-    if plan.decode:
-        check_absorbed_attention(dims, q, batch, lengths, None, None, CAUSAL, decode_plan)
-    out = check_result(dims, "out", out, "tokens", "heads", "D_V", dtype=q.dtype)
+    if plan.decode or not plan.prefill:
+        check_absorbed_attention(
+            *(dims, q, batch, lengths, None, None, CAUSAL, decode_plan), plan_name="decode_plan"
+        )
+    out = check_out(dims, out, q.dtype)
     if not plan.prefill:
         return decode_branch(q, kv, weights, batch, plan=decode_plan, out=out, backend=backend)
     select_kernels(prefill_ops(weights), q, weights, batch, CAUSAL, backend)
@@ -159,6 +166,7 @@ def _step_plan(
 ) -> StepPlan:
     """The caller's plan, checked if the lengths are known; otherwise a new plan."""
     if plan is not None:
+        dims.instance("plan", plan, StepPlan)
         choices = {"decode_threshold": decode_threshold, "max_context_rows": max_rows}
         for name, choice in choices.items():
             dims.require(choice is None, name, "be None if plan is given", choice)

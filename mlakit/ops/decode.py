@@ -119,11 +119,11 @@ def _decode(a: DecodeArguments, out: Tensor | None, lse: Tensor | None) -> tuple
     scale = dims.finite("softmax_scale", a.softmax_scale)
     check_shard(dims, a.shard)
     if isinstance(a.splits, DecodePlanTensors):
-        _check_sizes(dims, a.splits)
+        check_plan_sizes(dims, "plan", a.splits)
     if lengths is not None:
         check_seen_rows(dims, a.page_table, a.layer, a.mask, starts, lengths, a.shard)
         if isinstance(a.splits, DecodePlanTensors):
-            check_plan(dims, a.splits, starts.diff().tolist(), lengths, a.mask, a.shard)
+            check_plan(dims, "plan", a.splits, starts.diff().tolist(), lengths, a.mask, a.shard)
     dims.bind("v_width", a.layer.codec.row.v_width, "the cache's value width")
     axes = ("tokens", "heads", "v_width")
     out = check_result(dims, "out", out, *axes, dtype=result_dtype(a.q))
@@ -215,27 +215,31 @@ def _is_addressable(q: Tensor) -> bool:
 
 
 def _splits(plan: DecodePlan | DecodePlanTensors | EvenSplit | None, layer: CacheLayer) -> Splits:
-    if plan is None or isinstance(plan, (DecodePlanTensors, EvenSplit)):
-        return plan
-    if isinstance(plan, DecodePlan):
-        return plan.tensors(layer.payload.device)
-    raise TypeError(
-        f"{NAME}: plan must be a DecodePlan, its tensors or an EvenSplit, got {type(plan).__name__}"
-    )
+    check_plan_type(Dims(NAME), "plan", plan)
+    return plan.tensors(layer.payload.device) if isinstance(plan, DecodePlan) else plan
 
 
-def _check_sizes(dims: Dims, plan: DecodePlanTensors) -> None:
+def check_plan_type(dims: Dims, name: str, plan: object) -> None:
+    if plan is not None and not isinstance(plan, (DecodePlan, DecodePlanTensors, EvenSplit)):
+        got = type(plan).__name__
+        raise TypeError(
+            f"{dims.op}: {name} must be a DecodePlan, its tensors or an EvenSplit, got {got}"
+        )
+
+
+def check_plan_sizes(dims: Dims, name: str, plan: DecodePlanTensors) -> None:
     """What shows without a look into the plan: one of another batch would have rows written
     that are not there."""
     same_batch = plan.partial_starts.shape[0] == dims["batch"] + 1
-    dims.require(same_batch, "plan", "be made for this batch", "another batch size")
+    dims.require(same_batch, name, "be made for this batch", "another batch size")
     tokens = dims["tokens"]
     same_tokens = plan.num_tokens in (0, tokens)
-    dims.require(same_tokens, "plan", f"be made for {tokens} query tokens", plan.num_tokens)
+    dims.require(same_tokens, name, f"be made for {tokens} query tokens", plan.num_tokens)
 
 
 def check_plan(
     dims: Dims,
+    name: str,
     plan: DecodePlanTensors,
     q_lens: Sequence[int],
     kv_lens: Sequence[int],
@@ -245,7 +249,7 @@ def check_plan(
     """A plan is for the lengths it was made from: a stale one would leave keys out."""
     ranges: list[list[tuple[int, int]]] = [[] for _ in kv_lens]
     for request, first, last, _ in plan.host_items():
-        dims.require(request < len(kv_lens), "plan", "be made for this batch", "another batch size")
+        dims.require(request < len(kv_lens), name, "be made for this batch", "another batch size")
         ranges[request].append((first, last))
     for request, (kv_len, q_len) in enumerate(zip(kv_lens, q_lens, strict=True)):
         if q_len == 0:
@@ -260,7 +264,7 @@ def check_plan(
         )
         dims.require(
             planned == local and end <= whole_tiles,
-            "plan",
+            name,
             f"be made for kv_lens[{request}] = {local} keys",
             end if end > whole_tiles else planned,
         )

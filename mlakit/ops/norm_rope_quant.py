@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -224,10 +224,16 @@ def _check_places(
     check_used_rows(dims, page_table, a.layer, before, after)
     angles = dims["positions"]
     if a.positions is None:
-        for request, (kv_len, q_len) in enumerate(lengths):
-            must = f"have a row for position {kv_len - 1} of request {request}"
-            dims.require(q_len == 0 or kv_len <= angles, "freqs", must, f"{angles} rows")
+        check_angles(dims, a.freqs, kv_lens, q_lens)
     elif values_visible(a.positions):
         for token, position in enumerate(a.positions[: sum(q_lens)].tolist()):
             must = f"be in [0, {angles}), the rows of freqs"
             dims.require(0 <= position < angles, f"positions[{token}]", must, position)
+
+
+def check_angles(dims: Dims, freqs: Tensor, kv_lens: Sequence[int], q_lens: Sequence[int]) -> None:
+    """Every new token has an angle in freqs."""
+    angles = freqs.shape[0]
+    for request, (kv_len, q_len) in enumerate(zip(kv_lens, q_lens, strict=True)):
+        must = f"have a row for position {kv_len - 1} of request {request}"
+        dims.require(q_len == 0 or kv_len <= angles, "freqs", must, f"{angles} rows")

@@ -83,6 +83,11 @@ def other_pool(batch: CachedBatch, row: RowShape) -> CachedBatch:
     return replace(batch, cache=PagedLatentCache.allocate(row, num_pages=30, page_size=PAGE_SIZE))
 
 
+def strided(tensor: Tensor) -> Tensor:
+    """The same values, not contiguous along the last axis."""
+    return tensor.mT.contiguous().mT
+
+
 BOTH: list[tuple[Change, str]] = [
     (
         lambda q, kv, w, b: {"q": q[..., :-1]},
@@ -101,6 +106,14 @@ BOTH: list[tuple[Change, str]] = [
     (
         lambda q, kv, w, b: {"kv": kv[:, 1:]},
         "kv.shape[1] (D_C + D_R) must equal the geometry's row width, 40, got 39",
+    ),
+    (
+        lambda q, kv, w, b: {"q": strided(q)},
+        "q must have a contiguous last axis, got strides (72, 1, 3)",
+    ),
+    (
+        lambda q, kv, w, b: {"kv": strided(kv)},
+        "kv must have a contiguous last axis, got strides (1, 22)",
     ),
     (lambda q, kv, w, b: {"weights": w.up}, "weights must be LayerWeights, got UpProjection"),
     (lambda q, kv, w, b: {"batch": b.cache}, "batch must be CachedBatch, got PagedLatentCache"),
@@ -152,6 +165,7 @@ BOTH: list[tuple[Change, str]] = [
 ]
 PREFILL: list[tuple[Change, str]] = [
     (lambda q, kv, w, b: {"mask": "causal"}, "mask must be a Mask, got str"),
+    (lambda q, kv, w, b: {"plan": "x"}, "plan must be ContextPlan, got str"),
     (
         lambda q, kv, w, b: {"plan": plan_context(STALE, Q_LENS)},
         f"plan must be made for kv_lens {KV_LENS} and q_lens {Q_LENS}, got {STALE} and {Q_LENS}",
@@ -167,6 +181,18 @@ PREFILL: list[tuple[Change, str]] = [
 ]
 DECODE: list[tuple[Change, str]] = [
     (lambda q, kv, w, b: {"mask": None}, "mask must be a Mask, got NoneType"),
+    (
+        lambda q, kv, w, b: {"plan": "x"},
+        "plan must be a DecodePlan, its tensors or an EvenSplit, got str",
+    ),
+    (
+        lambda q, kv, w, b: {"plan": plan_decode((12, 5), num_ctas=2)},
+        "plan must be made for a batch of 6, got 2",
+    ),
+    (
+        lambda q, kv, w, b: {"plan": plan_decode((12, 5), num_ctas=2).tensors()},
+        "plan must be made for this batch, got another batch size",
+    ),
     (
         lambda q, kv, w, b: {"plan": plan_decode(STALE, num_ctas=2)},
         f"plan must be made for kv_lens {KV_LENS}, got {STALE}",
@@ -209,6 +235,18 @@ DECODE: list[tuple[Change, str]] = [
     ),
 ]
 STEP: list[tuple[Change, str]] = [
+    (lambda q, kv, w, b: {"plan": "x"}, "plan must be StepPlan, got str"),
+    (
+        lambda q, kv, w, b: {"decode_threshold": 12, "decode_plan": "x"},
+        "decode_plan must be a DecodePlan, its tensors or an EvenSplit, got str",
+    ),
+    (
+        lambda q, kv, w, b: {
+            "decode_threshold": 12,
+            "decode_plan": plan_decode(STALE, num_ctas=2),
+        },
+        f"decode_plan must be made for kv_lens {KV_LENS}, got {STALE}",
+    ),
     (
         lambda q, kv, w, b: {"plan": plan_step(KV_LENS, (3, 5, 1, 1, 0, 12))},
         f"plan must be made for kv_lens {KV_LENS} and q_lens {Q_LENS}, "
@@ -251,7 +289,27 @@ def test_a_wrong_step_is_refused_and_writes_nothing(branch, change, said):
         branch(**arguments)
     op, _, message = str(refusal.value).partition(": ")
     assert message == said
-    assert op in (branch.__name__, "norm_rope_quant_append", "batched_matmul", "decode_branch")
+    assert op in (branch.__name__, "batched_matmul")
+    assert_unchanged(before)
+
+
+@on_cpu
+def test_a_prompt_without_angles_is_refused_before_the_other_requests_are_appended():
+    q, kv, weights, batch = Step(kv_lens=(3, 20), q_lens=(1, 12)).arguments()
+    before = snapshot(q=q, payload=batch.cache.payload)
+    said = "mla_step: freqs must have a row for position 19 of request 1, got 19 rows"
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+        mla_step(q, kv, replace(weights, freqs=weights.freqs[:19]), batch)
+    assert_unchanged(before)
+
+
+@pytest.mark.parametrize("decode_threshold", [0, 8, 12])
+def test_a_result_that_requires_grad_is_refused_before_anything_is_written(decode_threshold):
+    q, kv, weights, batch = STEPS["bf16"].arguments()
+    out = torch.zeros(22, 3, 24, dtype=BF16, requires_grad=True)
+    before = snapshot(q=q, payload=batch.cache.payload)
+    with pytest.raises(UnsupportedError, match=r"^mla_step: out must not require grad"):
+        mla_step(q, kv, weights, batch, decode_threshold=decode_threshold, out=out)
     assert_unchanged(before)
 
 
@@ -277,13 +335,17 @@ def test_values_that_are_the_whole_row_are_refused(branch):
 
 
 @pytest.mark.parametrize("branch", [prefill_branch, decode_branch, mla_step])
-@pytest.mark.parametrize("name", ["q", "kv", "kv_b_proj", "gamma"])
+@pytest.mark.parametrize("name", ["q", "kv", "kv_b_proj", "gamma", "freqs"])
 def test_what_requires_grad_is_refused_before_anything_is_written(branch, name):
     step = STEPS["bf16"]
     q, kv, weights, batch = step.arguments()
-    trained = {"q": q, "kv": kv, "kv_b_proj": weights.up.kv_b_proj.weight, "gamma": weights.gamma}[
-        name
-    ]
+    trained = {
+        "q": q,
+        "kv": kv,
+        "kv_b_proj": weights.up.kv_b_proj.weight,
+        "gamma": weights.gamma,
+        "freqs": weights.freqs,
+    }[name]
     trained.requires_grad_()
     before = snapshot(q=q, payload=batch.cache.payload)
     try:

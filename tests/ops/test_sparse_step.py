@@ -388,6 +388,31 @@ def test_a_wrong_step_is_refused_and_writes_nothing(change, said):
     assert_unchanged(before)
 
 
+@pytest.mark.parametrize("name", ["q", "kv"])
+@pytest.mark.on_cpu
+def test_strided_inputs_are_refused_before_the_keys_are_appended(name):
+    arguments = CASES["bf16"].arguments()
+    before = written_by(arguments)
+    given = dict(zip(("q", "kv", "weights", "batch", "index"), arguments, strict=True))
+    given[name] = given[name].mT.contiguous().mT
+    with pytest.raises(ValueError, match=f"^sparse_step: {name} must have a contiguous last axis"):
+        sparse_step(**given, k=K)
+    assert_unchanged(before)
+
+
+@pytest.mark.parametrize("name", ["out", "the payload of cache"])
+@pytest.mark.on_cpu
+def test_what_is_written_and_requires_grad_is_refused_before_the_keys_are_appended(name):
+    arguments = CASES["bf16"].arguments()
+    before = written_by(arguments)
+    out = torch.zeros(22, 3, 24, dtype=BF16, requires_grad=name == "out")
+    payload = arguments[3].cache.payload.requires_grad_(name != "out")
+    with pytest.raises(UnsupportedError, match=f"^sparse_step: {name} must not require grad"):
+        sparse_step(*arguments, K, out=out)
+    payload.requires_grad_(False)
+    assert_unchanged(before)
+
+
 @pytest.mark.parametrize("name", ["q", "keys", "weights"])
 def test_index_inputs_that_require_grad_are_refused(name):
     *others, index = CASES["bf16"].arguments()
