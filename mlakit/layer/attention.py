@@ -213,7 +213,8 @@ class MLAAttention(nn.Module):
                      one new token per request. A plan of `mla_decode` (`plan_mla_decode`, an
                      `EvenSplit`) makes all requests decode. In a CUDA graph a `StepPlan` would keep
                      the lengths of the capture
-        index_cache  the indexer's cache of keys, in pages like the batch's cache
+        index_cache  the indexer's cache of keys, in pages like the batch's cache; None for a layer
+                     without an indexer
         index_layer  this layer's number in it; None: that of the batch
         rows         [tokens, index_topk] int32. A layer with an indexer writes its selection here;
                      a layer that shares the selection of another reads it
@@ -236,9 +237,10 @@ class MLAAttention(nn.Module):
         dims.bind("hidden", self.config.geometry.hidden_size, "the config's hidden_size")
         dims.match("x", x, "tokens", "hidden")
         self._check_dtype(dims, x)
+        dims.instance("batch", batch, CachedBatch)
         weights = self.weights(x.device)
         plan = self._checked_plan(dims, plan, batch, rows)
-        index = None if self.indexer is None else self._checked_keys(dims, index_cache, batch)
+        index = self._checked_keys(dims, index_cache, batch)
         at = batch.layer if index_layer is None else index_layer
         if positions is None and self._needs_positions:
             positions = token_positions(batch.kv_lens, batch.q_starts, len(x))[1]
@@ -426,8 +428,12 @@ class MLAAttention(nn.Module):
 
     def _checked_keys(
         self, dims: Dims, cache: PagedLatentCache | None, batch: CachedBatch
-    ) -> PagedLatentCache:
-        """The indexer's cache: its pages are those of the batch's cache."""
+    ) -> PagedLatentCache | None:
+        """The indexer's cache: its pages are those of the batch's cache. None: no indexer."""
+        if self.indexer is None:
+            must = "be None for a layer without an indexer"
+            dims.require(cache is None, "index_cache", must, type(cache).__name__)
+            return None
         if not isinstance(cache, PagedLatentCache):
             got = type(cache).__name__
             raise TypeError(f"{NAME}: index_cache must be a PagedLatentCache, got {got}")

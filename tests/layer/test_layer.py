@@ -431,6 +431,23 @@ def test_a_wrong_argument_is_named_and_changes_nothing(name):
     assert_unchanged(before)
 
 
+def test_a_layer_without_an_indexer_takes_no_index_cache():
+    layer = layer_of(DENSE)
+    server = Server(layer, [3])
+    x, batch = inputs(lengths=[3])[0], server.batch([3])
+    before = snapshot(latents=server.cache.payload)
+    match = "index_cache must be None for a layer without an indexer, got PagedLatentCache"
+    with pytest.raises(ValueError, match=match):
+        layer(x, batch, index_cache=server.cache)
+    assert_unchanged(before)
+
+
+def test_a_layer_needs_a_batch():
+    layer = layer_of(DENSE)
+    with pytest.raises(TypeError, match="batch must be CachedBatch, got NoneType"):
+        layer(inputs(lengths=[3])[0], None)
+
+
 def test_there_is_no_backward():
     layer = layer_of(DENSE)
     x = inputs(lengths=[3])[0].requires_grad_()
