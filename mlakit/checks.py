@@ -105,6 +105,13 @@ class Dims:
         self.require(number >= minimum, arg, f"be at least {minimum}", number)
         return number
 
+    def integers(self, arg: str, values: object, minimum: int) -> tuple[int, ...]:
+        """A sequence of integers of at least `minimum`."""
+        if not isinstance(values, Iterable):
+            got = type(values).__name__
+            raise TypeError(f"{self.op}: {arg} must be a sequence of integers, got {got}")
+        return tuple(self.integer(f"{arg}[{i}]", n, minimum) for i, n in enumerate(values))
+
     def finite(self, arg: str, value: object) -> float:
         """A finite real number on the host."""
         if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -186,15 +193,16 @@ class Dims:
         elif total is not None:
             self.require(host[-1] == total, f"{arg}[-1]", f"equal {total_name}, {total}", host[-1])
 
-    def lengths(self, arg: str, lengths: Tensor, maximum: int, maximum_name: str) -> None:
-        """Every entry of `lengths` is in [0, maximum]."""
+    def lengths(
+        self, arg: str, lengths: Tensor, maximum: int | None = None, maximum_name: str = ""
+    ) -> None:
+        """Every entry of `lengths` is in [0, maximum]; None: any maximum."""
         if not values_visible(lengths):
             return
         for i, length in enumerate(as_signed(lengths).tolist()):
             self.require(length >= 0, f"{arg}[{i}]", "not be negative", length)
-            self.require(
-                length <= maximum, f"{arg}[{i}]", f"not exceed {maximum_name}, {maximum}", length
-            )
+            if maximum is not None and length > maximum:
+                self.fail(f"{arg}[{i}]", f"not exceed {maximum_name}, {maximum}", length)
 
     def not_negative(self, arg: str, tensor: Tensor) -> None:
         """No element is below 0."""

@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, count
-from operator import index
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mlakit.checks import Dims
+from mlakit.checks import INTEGERS, Dims
 from mlakit.reprs import shapes_repr
 from mlakit.split_heuristic import ceil_div, split_tiles
 
@@ -195,8 +194,8 @@ def plan_context(
     rows (None: one chunk). Requests without new tokens attend to nothing and are left out.
     """
     dims = Dims("plan_context")
-    all_tokens = tuple(dims.integer(f"kv_lens[{b}]", n, 0) for b, n in enumerate(kv_lens))
-    new = tuple(dims.integer(f"q_lens[{b}]", n, 0) for b, n in enumerate(q_lens))
+    all_tokens = dims.integers("kv_lens", kv_lens, 0)
+    new = dims.integers("q_lens", q_lens, 0)
     batch = len(all_tokens)
     dims.require(len(new) == batch, "q_lens", f"have {batch} entries", len(new))
     dims.new_tokens_counted(all_tokens, new)
@@ -230,10 +229,16 @@ def plan_decode(
     Its splits, and the rounding of its result, then depend on its own length alone. The load of a
     CTA differs from the mean load by less than one split.
 
-    Raises ValueError for a negative length and for sizes below 1.
+    Raises TypeError for what is no integer, ValueError for a negative length and sizes below 1.
     """
-    lengths = tuple(index(kv_len) for kv_len in kv_lens)
-    _check_decode(lengths, num_ctas, tile, fixed_split)
+    dims = Dims("plan_decode")
+    lengths = dims.integers("kv_lens", kv_lens, 0)
+    num_ctas = dims.integer("num_ctas", num_ctas, 1)
+    tile = dims.integer("tile", tile, 1)
+    if fixed_split is not None:
+        fixed_split = dims.integer("fixed_split", fixed_split, 1)
+        multiple = fixed_split % tile == 0
+        dims.require(multiple, "fixed_split", f"be a multiple of tile, {tile}", fixed_split)
     tiles = [ceil_div(kv_len, tile) for kv_len in lengths]
     ranges = [
         (cta, request, first * tile, min(last * tile, lengths[request]))
@@ -259,19 +264,6 @@ def plan_decode(
         partial_starts=tuple(accumulate(partials, initial=0)),
         empty_requests=tuple(b for b, kv_len in enumerate(lengths) if kv_len == 0),
     )
-
-
-def _check_decode(
-    kv_lens: Sequence[int], num_ctas: int, tile: int, fixed_split: int | None
-) -> None:
-    dims = Dims("plan_decode")
-    dims.require(num_ctas >= 1, "num_ctas", "be at least 1", num_ctas)
-    dims.require(tile >= 1, "tile", "be at least 1", tile)
-    if fixed_split is not None:
-        multiple = fixed_split >= 1 and fixed_split % tile == 0
-        dims.require(multiple, "fixed_split", f"be a multiple of tile, {tile}", fixed_split)
-    for request, kv_len in enumerate(kv_lens):
-        dims.require(kv_len >= 0, f"kv_lens[{request}]", "not be negative", kv_len)
 
 
 @dataclass(frozen=True, eq=False)
@@ -311,13 +303,19 @@ def plan_prefill(
         buffer_row_offsets[c, b] = clamp(start[b] - c·buffer_size, 0, buffer_size)
         cache_offsets[c, b]      = clamp(c·buffer_size - start[b], 0, rows[b])
 
-    kv_lens  [batch] int; tokens of each request, including those of the step
+    kv_lens  [batch] int32, int64 or uint32; tokens of each request, including those of the step
 
     A batch without rows has one chunk of length 0; a batch without requests gives zeros. Raises
     ValueError, under the name `op`, if `max_chunks` is too small. Synchronises once, for the total
     number of rows.
     """
-    _check_prefill(Dims(op), buffer_size, page_size, max_chunks)
+    dims = Dims(op)
+    dims.match("kv_lens", kv_lens, "batch", dtypes=INTEGERS)
+    dims.lengths("kv_lens", kv_lens)
+    dims.integer("buffer_size", buffer_size, 1)
+    dims.require(buffer_size <= MAX_INT32, "buffer_size", f"not exceed {MAX_INT32}", buffer_size)
+    dims.integer("page_size", page_size, 1)
+    dims.integer("max_chunks", max_chunks, 1)
     if len(kv_lens) == 0:
         empty = torch.zeros(max_chunks, 1, dtype=torch.int32, device=kv_lens.device)
         return PrefillPlan(
@@ -336,13 +334,6 @@ def plan_prefill(
         cache_offsets=torch.nn.functional.pad(consumed, (0, 1)).to(torch.int32),
         buffer_lengths=buffer_lengths,
     )
-
-
-def _check_prefill(dims: Dims, buffer_size: int, page_size: int, max_chunks: int) -> None:
-    in_range = 1 <= buffer_size <= MAX_INT32
-    dims.require(in_range, "buffer_size", f"be between 1 and {MAX_INT32}", buffer_size)
-    dims.require(page_size >= 1, "page_size", "be at least 1", page_size)
-    dims.require(max_chunks >= 1, "max_chunks", "be at least 1", max_chunks)
 
 
 def _chunk_lengths(op: str, total: int, buffer_size: int, max_chunks: int) -> Tensor:

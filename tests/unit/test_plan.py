@@ -241,7 +241,7 @@ def test_decode_plan_without_keys_has_no_items(kv_lens):
             {"num_ctas": 1, "fixed_split": 96},
             "fixed_split must be a multiple of tile, 64, got 96",
         ),
-        ({"num_ctas": 1, "fixed_split": 0}, "fixed_split must be a multiple of tile, 64, got 0"),
+        ({"num_ctas": 1, "fixed_split": 0}, "fixed_split must be at least 1, got 0"),
     ],
     ids=str,
 )
@@ -251,12 +251,25 @@ def test_plan_decode_refuses_sizes(arguments, message):
 
 
 def test_plan_decode_refuses_lengths_that_are_none():
-    with pytest.raises(
-        ValueError, match=r"^plan_decode: kv_lens\[1\] must not be negative, got -2$"
-    ):
+    with pytest.raises(ValueError, match=r"^plan_decode: kv_lens\[1\] must be at least 0, got -2$"):
         plan_decode([3, -2], num_ctas=1)
-    with pytest.raises(TypeError):
-        plan_decode([3.5], num_ctas=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"kv_lens": [3.5]}, r"kv_lens\[0\] must be an integer, got float"),
+        ({"kv_lens": None}, "kv_lens must be a sequence of integers, got NoneType"),
+        ({"num_ctas": "4"}, "num_ctas must be an integer, got str"),
+        ({"num_ctas": 4.5}, "num_ctas must be an integer, got float"),
+        ({"tile": 64.0}, "tile must be an integer, got float"),
+        ({"fixed_split": 64.0}, "fixed_split must be an integer, got float"),
+    ],
+    ids=str,
+)
+def test_plan_decode_refuses_what_is_no_integer(arguments, message):
+    with pytest.raises(TypeError, match=f"^plan_decode: {message}$"):
+        plan_decode(**{"kv_lens": [5], "num_ctas": 4, **arguments})
 
 
 @properties
@@ -405,8 +418,8 @@ def test_prefill_plan_needs_its_chunks():
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ((0, 64, 1), "buffer_size must be between 1 and 2147483647, got 0"),
-        ((2**31, 64, 1), "buffer_size must be between 1 and 2147483647, got 2147483648"),
+        ((0, 64, 1), "buffer_size must be at least 1, got 0"),
+        ((2**31, 64, 1), "buffer_size must not exceed 2147483647, got 2147483648"),
         ((64, 0, 1), "page_size must be at least 1, got 0"),
         ((64, 64, 0), "max_chunks must be at least 1, got 0"),
     ],
@@ -421,3 +434,27 @@ def test_plan_prefill_refuses_sizes(sizes, message):
             page_size=page_size,
             max_chunks=max_chunks,
         )
+
+
+@pytest.mark.parametrize(
+    ("kv_lens", "error", "message"),
+    [
+        ([1, 2], TypeError, "kv_lens must be a tensor, got list"),
+        (torch.tensor([1.5]), TypeError, "kv_lens must be int32 or int64 or uint32, got float32"),
+        (
+            torch.ones(2, 2, dtype=torch.int32),
+            ValueError,
+            r"kv_lens must have axes \(batch\), got shape \(2, 2\)",
+        ),
+        (torch.tensor([3, -2]), ValueError, r"kv_lens\[1\] must not be negative, got -2"),
+    ],
+    ids=str,
+)
+def test_plan_prefill_refuses_lengths(kv_lens, error, message):
+    with pytest.raises(error, match=f"^plan_prefill: {message}$"):
+        plan_prefill(kv_lens, 64, page_size=16)
+
+
+def test_plan_prefill_refuses_what_is_no_integer():
+    with pytest.raises(TypeError, match=r"^plan_prefill: page_size must be an integer, got float$"):
+        plan_prefill(torch.tensor([1]), 64, page_size=16.0)

@@ -272,7 +272,7 @@ WRONG_ATTENTION_CALLS: dict[Make, list[Wrong]] = {
         Wrong("page_size must be at least 1, got 0", page_size=0),
         Wrong("TypeError: page_size must be an integer, got float", page_size=4.0),
         Wrong("buffer_size must be at least 1, got 0", buffer_size=0),
-        Wrong("buffer_size must be between 1 and 2147483647, got 2147483648", buffer_size=2**31),
+        Wrong("buffer_size must not exceed 2147483647, got 2147483648", buffer_size=2**31),
         Wrong("max_chunks must be at least 1, got 0", max_chunks=0),
     ],
     split_scalars: [
