@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from numbers import Real
 from typing import NoReturn
 
 import torch
@@ -113,11 +115,15 @@ class Dims:
         return tuple(self.integer(f"{arg}[{i}]", n, minimum) for i, n in enumerate(values))
 
     def finite(self, arg: str, value: object) -> float:
-        """A finite real number on the host."""
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        """A finite real number on the host: of Python, or a scalar of NumPy."""
+        if isinstance(value, bool) or not isinstance(value, (int, float, Real)):
             raise TypeError(f"{self.op}: {arg} must be a number, got {type(value).__name__}")
-        self.require(math.isfinite(value), arg, "be finite", value)
-        return float(value)
+        try:
+            number = float(value)
+        except OverflowError:
+            self.fail(arg, "be finite", f"a number above {sys.float_info.max}")
+        self.require(math.isfinite(number), arg, "be finite", number)
+        return number
 
     def dtype(self, arg: str, tensor: Tensor, *allowed: torch.dtype) -> None:
         if tensor.dtype not in allowed:

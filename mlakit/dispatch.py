@@ -74,6 +74,8 @@ def select(op: str, problem: Problem, backend: str = "auto") -> KernelSpec:
 
     backend  auto, a backend, or "backend:kernel" for one of its kernels by name
     """
+    if not isinstance(backend, str):
+        raise TypeError(f"{op}: backend must be a string, got {type(backend).__name__}")
     return _select(op, problem, knobs.backend() if backend == "auto" else backend)
 
 

@@ -31,12 +31,14 @@ class LayerWeights:
 
     def __post_init__(self) -> None:
         dims = Dims("LayerWeights")
+        dims.instance("up", self.up, UpProjection)
         g = self.up.geometry
         dims.bind("D_C", g.kv_lora_rank, "the geometry's kv_lora_rank")
         dims.bind("D_R", g.qk_rope_head_dim, "the geometry's qk_rope_head_dim")
         dims.match("gamma", self.gamma, "D_C", dtypes=FLOATS)
         dims.match("freqs", self.freqs, "positions", "D_R", dtypes=FLOATS)
-        dims.finite("softmax_scale", self.softmax_scale)
+        scale = dims.finite("softmax_scale", self.softmax_scale)
+        object.__setattr__(self, "softmax_scale", scale)
         check_rope(dims, self.rope, self.epsilon)
 
 

@@ -35,7 +35,15 @@ from mlakit.cache.slot_checks import (
     check_slots_unique,
 )
 from mlakit.checks import FLOATS, Dims, values_visible
-from mlakit.formats import Format, PageFooterCodec, RowCodec, known_format, row_codec
+from mlakit.formats import (
+    LARGEST_SCALE,
+    SMALLEST_SCALE,
+    Format,
+    PageFooterCodec,
+    RowCodec,
+    known_format,
+    row_codec,
+)
 from mlakit.geometry import MLAGeometry, RowShape
 
 # elements; torch copies a slice of 2**15 with one thread, and slices just below that gain less
@@ -229,6 +237,8 @@ class PagedLatentCache(CacheTensors):
 
     def layer(self, index: int) -> CacheLayer:
         """One layer of the pool, in the same memory; ValueError if there is no such layer."""
+        if type(index) is not int:
+            index = Dims("PagedLatentCache.layer").integer("index", index, 0)
         if not 0 <= index < self.num_layers:
             raise ValueError(
                 f"PagedLatentCache.layer: index must be in [0, {self.num_layers}), got {index}"
@@ -390,8 +400,8 @@ class PagedLatentCache(CacheTensors):
         sizes = {"num_pages": num_pages, "page_size": page_size, "num_layers": num_layers}
         for name, size in sizes.items():
             dims.integer(name, size, 1)
-        codec = row_codec(known_format(format), _row_shape(geometry))
-        _check_tensor_scale(dims, codec, tensor_scale)
+        codec = row_codec(known_format(format), _row_shape(dims, geometry))
+        tensor_scale = _checked_tensor_scale(dims, codec, tensor_scale)
         rows = (num_layers, num_pages, page_size)
         return cls(codec, *new_tensors(codec, rows, device=device), tensor_scale)
 
@@ -416,10 +426,10 @@ class PagedLatentCache(CacheTensors):
         """
         dims = Dims("PagedLatentCache.wrap")
         dims.tensor("blocks", blocks)
-        row = _row_shape(geometry)
+        row = _row_shape(dims, geometry)
         named = infer_format(dims, blocks, row) if format is None else known_format(format)
         codec = row_codec(named, row)
-        _check_tensor_scale(dims, codec, tensor_scale)
+        tensor_scale = _checked_tensor_scale(dims, codec, tensor_scale)
         nominal = four_axes(dims, "blocks", view_as_payload(dims, blocks, codec))
         check_rows(dims, blocks, nominal, codec)
         dims.match("blocks", nominal, "layers", "pages", "page_size", "row")
@@ -450,20 +460,29 @@ class PagedLatentCache(CacheTensors):
         return cls(row_codec("fp8_token", RowShape(d, 0)), payload, scales)
 
 
-def _row_shape(geometry: MLAGeometry | RowShape) -> RowShape:
-    return geometry.row if isinstance(geometry, MLAGeometry) else geometry
+def _row_shape(dims: Dims, geometry: MLAGeometry | RowShape) -> RowShape:
+    if isinstance(geometry, MLAGeometry):
+        return geometry.row
+    if isinstance(geometry, RowShape):
+        return geometry
+    got = type(geometry).__name__
+    raise TypeError(f"{dims.op}: geometry must be an MLAGeometry or a RowShape, got {got}")
 
 
-def _check_tensor_scale(dims: Dims, codec: RowCodec, scale: float | Tensor) -> None:
+def _checked_tensor_scale(dims: Dims, codec: RowCodec, scale: float | Tensor) -> float | Tensor:
     """Checks the value of a host number; the value of a device tensor is not read."""
     if not codec.has_tensor_scale:
         unit = not isinstance(scale, Tensor) and scale == 1.0
         dims.require(unit, "tensor_scale", f"be left at 1.0 for format {codec.name}", scale)
-    elif isinstance(scale, Tensor):
+        return 1.0
+    if isinstance(scale, Tensor):
         shape = tuple(scale.shape)
         dims.require(scale.numel() == 1, "tensor_scale", "have one element", f"shape {shape}")
-    else:
-        dims.require(dims.finite("tensor_scale", scale) > 0, "tensor_scale", "be positive", scale)
+        return scale
+    number = dims.finite("tensor_scale", scale)
+    usable = SMALLEST_SCALE <= number <= LARGEST_SCALE
+    dims.require(usable, "tensor_scale", "be positive and a normal float32", scale)
+    return number
 
 
 def _take_rows(pool: Tensor, slots: Tensor, run: int = 1) -> Tensor:

@@ -68,12 +68,7 @@ def check_page_table(
     """Either form of a page table, for `batch` requests."""
     dims.bind("batch", batch, source)
     if isinstance(page_table, tuple):
-        dims.require(
-            len(page_table) == 2,
-            "page_table",
-            "be a tensor or (kv_starts, slots)",
-            f"a tuple of {len(page_table)}",
-        )
+        check_table_pair(dims, page_table)
         starts, slots = page_table
         dims.bind("batch + 1", batch + 1, "one more than the batch")
         dims.match("page_table[0]", starts, "batch + 1", dtypes=INTEGERS)
@@ -85,6 +80,11 @@ def check_page_table(
             dims.require(last <= len(slots), "page_table[0][-1]", held, last)
     else:
         dims.match("page_table", page_table, "batch", "max_pages", dtypes=INTEGERS)
+
+
+def check_table_pair(dims: Dims, page_table: tuple[Tensor, ...]) -> None:
+    got = f"a tuple of {len(page_table)}"
+    dims.require(len(page_table) == 2, "page_table", "be a tensor or (kv_starts, slots)", got)
 
 
 def check_used_rows(

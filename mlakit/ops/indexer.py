@@ -22,6 +22,7 @@ from mlakit.ops._checks import (
     check_query_starts,
     check_result,
     check_seen_rows,
+    check_table_pair,
     lie_evenly,
 )
 from mlakit.ops._library import op
@@ -108,6 +109,7 @@ def table_capacity(op: str, page_table: PageTable, layer: CacheLayer) -> int:
     """The most tokens that a request of this page table can have."""
     dims = Dims(op)
     if isinstance(page_table, tuple):
+        check_table_pair(dims, page_table)
         return dims.match("page_table[1]", page_table[-1], "slots").shape[0]
     table = dims.match("page_table", page_table, "batch", "max_pages")
     return table.shape[1] * layer.page_size

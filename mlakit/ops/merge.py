@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -40,6 +40,10 @@ def merge_states(
     where every part is empty.
     `out` and `lse` may be those of one of the parts, which is then merged in place.
     """
+    for name, parts in (("outs", outs), ("lses", lses)):
+        if not isinstance(parts, Iterable):
+            got = type(parts).__name__
+            raise TypeError(f"{NAME}: {name} must be a sequence of tensors, got {got}")
     arguments = MergeArguments(outs=list(outs), lses=list(lses), sink=sink, backend=backend)
     return _merge(arguments, out, lse)
 

@@ -145,7 +145,8 @@ def _append(a: AppendArguments, q_rope_out: Tensor | None) -> tuple[Tensor]:
         page_size=a.layer.page_size,
         row=row,
     )
-    dispatch.select(NAME, problem, a.backend).launch(a._replace(q_starts=starts), q_rope_out)
+    checked = a._replace(q_starts=starts, epsilon=float(a.epsilon))
+    dispatch.select(NAME, problem, a.backend).launch(checked, q_rope_out)
     return (q_rope_out,)
 
 

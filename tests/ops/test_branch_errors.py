@@ -375,6 +375,7 @@ def test_what_requires_grad_is_refused_before_anything_is_written(branch, name):
             {"gamma": torch.ones(32, dtype=F64)},
             "gamma must be bfloat16 or float16 or float32, got float64",
         ),
+        ({"up": None}, "up must be UpProjection, got NoneType"),
         ({"softmax_scale": float("nan")}, "softmax_scale must be finite, got nan"),
         ({"softmax_scale": None}, "softmax_scale must be a number, got NoneType"),
         ({"epsilon": -1.0}, "epsilon must not be negative, got -1.0"),

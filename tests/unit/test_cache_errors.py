@@ -203,7 +203,10 @@ REFUSALS = [
             ValueError,
             f"tensor_scale must be {rule}, got {scale}",
         )
-        for scale, rule in [(0.0, "positive"), (-1.0, "positive"), (float("nan"), "finite")]
+        for scale, rule in [
+            *((scale, "positive and a normal float32") for scale in (0.0, -1.0, 1e39, 1e-45)),
+            (float("nan"), "finite"),
+        ]
     ),
     Refusal(
         "tensor-scale-of-two",
@@ -253,6 +256,25 @@ REFUSALS = [
             f"PagedLatentCache.layer: index must be in [0, 3), got {index}",
         )
         for index in (-1, 3)
+    ),
+    *(
+        Refusal(
+            f"layer-{index!r}",
+            lambda index=index: allocate().layer(index),
+            TypeError,
+            f"PagedLatentCache.layer: index must be an integer, got {type(index).__name__}",
+        )
+        for index in ("a", 0.0, False)
+    ),
+    *(
+        Refusal(
+            f"geometry-{geometry}",
+            lambda geometry=geometry: PagedLatentCache.allocate(geometry, num_pages=1),
+            TypeError,
+            "PagedLatentCache.allocate: geometry must be an MLAGeometry or a RowShape, got "
+            f"{type(geometry).__name__}",
+        )
+        for geometry in (None, (64, 16))
     ),
 ]
 

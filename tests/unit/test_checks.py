@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 
@@ -171,3 +173,20 @@ def test_lengths_count_new_tokens():
     dims.new_tokens_counted((5, 0, 3), (5, 0, 1))
     with raises("op: kv_lens[1] must include the 2 new tokens of the request, got 1"):
         dims.new_tokens_counted((5, 1), (0, 2))
+
+
+@pytest.mark.parametrize("number", [2, 0.5, Fraction(1, 2), np.float32(0.1), np.int64(3)])
+def test_finite_takes_every_real_number(dims, number):
+    assert dims.finite("scale", number) == float(number)
+    assert type(dims.finite("scale", number)) is float
+
+
+@pytest.mark.parametrize("value", [True, np.True_, "1", None, 1j, torch.tensor(1.0)], ids=repr)
+def test_finite_refuses_what_is_no_number(dims, value):
+    with raises(f"op: scale must be a number, got {type(value).__name__}", TypeError):
+        dims.finite("scale", value)
+
+
+def test_finite_refuses_integers_that_are_no_float(dims):
+    with raises("op: scale must be finite, got a number above 1.7976931348623157e+308"):
+        dims.finite("scale", 10**400)

@@ -10,6 +10,11 @@ from tests.ops.wrong_calls.spoiling import WrongCalls, changed, columns_first
 
 WRONG: WrongCalls = {
     "decode": [
+        (lambda a: {"backend": None}, "TypeError: backend must be a string, got NoneType"),
+        (
+            lambda a: {"softmax_scale": 10**400},
+            "ValueError: softmax_scale must be finite, got a number above 1.7976931348623157e+308",
+        ),
         (lambda a: {"q": [1.0]}, "TypeError: q must be a tensor, got list"),
         (
             lambda a: {"q": a["q"][0]},

@@ -9,6 +9,10 @@ from tests.ops.wrong_calls.spoiling import WrongCalls, changed, columns_first
 WRONG: WrongCalls = {
     "logits": [
         (
+            lambda a: {"page_table": (), "max_kv_len": None},
+            "ValueError: page_table must be a tensor or (kv_starts, slots), got a tuple of 0",
+        ),
+        (
             lambda a: {"weights": a["weights"].bfloat16()},
             "TypeError: weights must be float32, got bfloat16",
         ),

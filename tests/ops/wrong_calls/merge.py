@@ -8,6 +8,11 @@ from tests.ops.wrong_calls.spoiling import WrongCalls
 
 WRONG: WrongCalls = {
     "merge": [
+        (
+            lambda a: {"outs": None},
+            "TypeError: outs must be a sequence of tensors, got NoneType",
+        ),
+        (lambda a: {"lses": 1.0}, "TypeError: lses must be a sequence of tensors, got float"),
         (lambda a: {"outs": [], "lses": []}, "ValueError: outs must hold at least one part, got 0"),
         (lambda a: {"lses": a["lses"][1:]}, "ValueError: lses must hold one per part, 3, got 2"),
         (
