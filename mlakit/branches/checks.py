@@ -61,6 +61,7 @@ def check_step(
     dims.rows_contiguous("kv", kv)
     dims.same_device("gamma", weights.gamma)
     dims.same_device("freqs", weights.freqs)
+    layer.check_writable(dims)
     refuse_grad(
         dims.op,
         q=q,

@@ -180,6 +180,7 @@ def check_index(
     dims.rows_contiguous("index.keys", index.keys)
     dims.match("index.weights", index.weights, "tokens", "index_heads", dtypes=[torch.float32])
     dims.same_device("index.cache", layer.payload)
+    layer.check_writable(dims, "index.cache")
     pages = batch.cache.page_size
     must = f"have pages of {pages} tokens, like the latent cache: both share the page table"
     dims.require(layer.page_size == pages, "index.cache", must, layer.page_size)

@@ -75,6 +75,12 @@ class CacheLayer(CacheTensors):
         """Rows of the layer; slots are in [0, num_slots)."""
         return self.payload.shape[0] * self.payload.shape[1]
 
+    def check_writable(self, dims: Dims, arg: str = "cache") -> None:
+        """No two rows have the same address, as in a pool wrapped from an expanded tensor."""
+        dims.not_expanded(f"the payload of {arg}", self.payload)
+        if self.scales is not None:
+            dims.not_expanded(f"the scales of {arg}", self.scales)
+
     def read(self, slots: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Rows [..., width] at int32 or int64 `slots` [...], dequantised.
 
@@ -132,6 +138,7 @@ class CacheLayer(CacheTensors):
         every slot outside the pool is skipped, and a duplicate slot gets a mix of its rows.
         """
         dims = Dims("CacheLayer.write")
+        self.check_writable(dims, "the layer")
         check_slots(dims, slots, self.payload, self.num_slots)
         check_rows_for_slots(dims, slots, rows, self.codec.row.width)
         if slots.numel() == 0:

@@ -77,6 +77,7 @@ def _append_rows(a: AppendRowsArguments) -> tuple[()]:
         columns = f"{row.qk_rope_head_dim} rope columns"
         raise TypeError(f"{NAME}: k_rope must be given for a cache with {columns}, got None")
     dims.same_device("cache", a.layer.payload)
+    a.layer.check_writable(dims)
     dims.match("slots", a.slots, "tokens", dtypes=INTEGERS)
     if values_visible(a.slots):
         check_slot_values(dims, a.slots, a.layer.num_slots, minimum=SKIPPED)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mlakit import dispatch
 from mlakit.arguments import AppendArguments
 from mlakit.cache import UNSHARDED, PagedLatentCache, PageTable
+from mlakit.cache.slot_checks import SKIPPED, check_slots_unique
 from mlakit.checks import E4M3, FLOATS, Dims, values_visible
 from mlakit.geometry import ROPES, Rope
 from mlakit.knobs import Backend
@@ -85,7 +87,7 @@ def norm_rope_quant_append(
 
     Raises TypeError where both ways or neither are given. Raises ValueError, where the values are
     on the host, for a kv_len below the new tokens of its request, for rows outside of the cache,
-    and for tokens to store at positions outside of freqs.
+    for two equal slots, and for tokens to store at positions outside of freqs.
     """
     arguments = AppendArguments(
         q_rope=q_rope,
@@ -128,6 +130,7 @@ def _append(a: AppendArguments, q_rope_out: Tensor | None) -> tuple[Tensor]:
     if a.gamma is not None:
         dims.match("gamma", a.gamma, "latent", dtypes=FLOATS)
     dims.same_device("cache", a.layer.payload)
+    a.layer.check_writable(dims)
     check_rope(dims, a.rope, a.epsilon)
     check_shard(dims, a.shard)
     starts = _check_rows(dims, a)
@@ -207,6 +210,7 @@ def _check_slots(dims: Dims, slots: Tensor, positions: Tensor, a: AppendArgument
     if len(outside):
         token = int(outside[0])
         dims.fail(f"slots[{token}]", f"be -1 or in [0, {rows})", int(slots[token]))
+    check_slots_unique(dims, torch.where(is_own, slots, SKIPPED))
     outside = ((slots != -1) & ((positions < 0) | (positions >= angles))).nonzero()
     if len(outside):
         token = int(outside[0])

@@ -44,6 +44,17 @@ def test_rows_among_poison(format, way, spec, device):
     AppendCase(**row, padded=True, heads=2, **LENGTHS, **WAYS[way]).run(device, spec.backend)
 
 
+def test_slots_of_tokens_that_other_ranks_store_may_be_equal():
+    cache = PagedLatentCache.allocate(RowShape(32, 8), "fp32", num_pages=2, page_size=4)
+    slots, positions = torch.tensor([3, 5, 3]), torch.tensor([0, 1, 2])
+    arguments = (torch.ones(3, 1, 8), torch.ones(3, 40), torch.ones(3, 8), None, cache)
+    options = {"slots": slots, "positions": positions, "epsilon": 0.0}
+    norm_rope_quant_append(*arguments, **options, kv_shard=(1, 2, 1))
+    assert cache.payload.view(8, 40).any(1).nonzero().flatten().tolist() == [5]
+    with pytest.raises(ValueError, match="slots must be unique"):
+        norm_rope_quant_append(*arguments, **options, kv_shard=(0, 2, 1))
+
+
 def test_every_token_is_on_one_rank(device):
     """Three ranks store what one rank alone stores, each token once, and rotate the same."""
     generator = torch.Generator().manual_seed(0)

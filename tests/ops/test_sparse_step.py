@@ -400,6 +400,17 @@ def test_strided_inputs_are_refused_before_the_keys_are_appended(name):
     assert_unchanged(before)
 
 
+@pytest.mark.on_cpu
+def test_a_cache_of_one_page_expanded_is_refused_before_the_keys_are_appended():
+    q, kv, weights, batch, index = CASES["bf16"].arguments()
+    before = written_by((q, kv, weights, batch, index))
+    payload = batch.cache.payload[:, :1].expand(batch.cache.payload.shape)
+    expanded = replace(batch, cache=replace(batch.cache, payload=payload))
+    with pytest.raises(ValueError, match="sparse_step: the payload of cache must be writable"):
+        sparse_step(q, kv, weights, expanded, index, K)
+    assert_unchanged(before)
+
+
 @pytest.mark.parametrize("name", ["out", "the payload of cache"])
 @pytest.mark.on_cpu
 def test_what_is_written_and_requires_grad_is_refused_before_the_keys_are_appended(name):

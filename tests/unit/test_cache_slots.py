@@ -186,6 +186,23 @@ def test_a_write_that_is_refused_is_named_and_writes_nothing(refusal, format):
     assert_unchanged(before)
 
 
+@pytest.mark.parametrize(
+    ("blocks", "axis"),
+    [(torch.zeros(1, 3, 576).expand(4, 3, 576), 0), (torch.zeros(4, 1, 576).expand(4, 3, 576), 1)],
+    ids=["pages", "rows"],
+)
+def test_a_write_to_rows_at_one_address_is_refused(blocks, axis, visibility):
+    """A read is right; a write would change other rows."""
+    layer = PagedLatentCache.wrap(blocks, V3).layer(0)
+    said = (
+        "CacheLayer.write: the payload of the layer must be writable, "
+        f"got stride 0 on axis {axis} (an expanded tensor)"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+        layer.write(ONE_SLOT, torch.ones(1, 576))
+    assert not layer.read(torch.arange(NUM_SLOTS)).any()
+
+
 @pytest.mark.parametrize("refusal", [*SLOT_REFUSALS, *VALUE_REFUSALS], ids=str)
 def test_a_read_that_is_refused_is_named(refusal):
     with pytest.raises(refusal.error, match=re.escape(refusal.message)) as caught:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from tests.ops.cases import E4M3
-from tests.ops.wrong_calls.spoiling import WrongCalls, changed, columns_first
+from tests.ops.wrong_calls.spoiling import WrongCalls, changed, columns_first, expanded_pages
 
 WRONG: WrongCalls = {
     "append-rows": [
+        (
+            lambda a: {"cache": expanded_pages(a["cache"])},
+            "ValueError: the payload of cache must be writable, got stride 0 on axis 0 (an "
+            "expanded tensor)",
+        ),
         (
             lambda a: {"latent": a["latent"][:, :-1]},
             "ValueError: latent.shape[1] (latent) must equal the cache's kv_lora_rank, 32, got 31",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.ops.cases import E4M3, HEADS, Q_LENS, TOKENS, int32, starts
-from tests.ops.wrong_calls.spoiling import WrongCalls, changed, columns_first
+from tests.ops.wrong_calls.spoiling import WrongCalls, changed, columns_first, expanded_pages
 
 WRONG: WrongCalls = {
     "append": [
@@ -132,6 +132,15 @@ WRONG: WrongCalls = {
         ),
     ],
     "append-slots": [
+        (
+            lambda a: {"cache": expanded_pages(a["cache"])},
+            "ValueError: the payload of cache must be writable, got stride 0 on axis 0 (an "
+            "expanded tensor)",
+        ),
+        (
+            lambda a: {"slots": changed(changed(a["slots"], 2, 7), 4, 7)},
+            "ValueError: slots must be unique, got 7 in slots[2] and slots[4]",
+        ),
         (
             lambda a: {"positions": None},
             "TypeError: positions must be given with slots, got None",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -22,6 +23,11 @@ def changed(tensor: Tensor, index: Any, value: float) -> Tensor:
 def columns_first(tensor: Tensor) -> Tensor:
     """The same numbers, strided along the last axis."""
     return tensor.mT.contiguous().mT
+
+
+def expanded_pages(cache: PagedLatentCache) -> PagedLatentCache:
+    """The first page of the pool as every page: a write would change them all."""
+    return replace(cache, payload=cache.payload[:, :1].expand(cache.payload.shape))
 
 
 # by call, what to change in it and what is then said, the name of the op aside; `a` has the
