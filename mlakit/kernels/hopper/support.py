@@ -138,8 +138,8 @@ def _why_not_indexer_logits(problem: Problem) -> str | None:
     if row is None or (row.kv_lora_rank, row.qk_rope_head_dim) != (INDEX_WIDTH, 0):
         got = "none" if row is None else f"{row.kv_lora_rank} + {row.qk_rope_head_dim} columns"
         return f"needs keys of {INDEX_WIDTH} columns, none of them rotated, got {got}"
-    if problem.heads > MAX_INDEX_HEADS:
-        return f"needs at most {MAX_INDEX_HEADS} heads, got {problem.heads}"
+    if not 1 <= problem.heads <= MAX_INDEX_HEADS:
+        return f"needs 1 to {MAX_INDEX_HEADS} heads, got {problem.heads}"
     if problem.page_size % INDEX_PIECE:
         return f"needs pages of a multiple of {INDEX_PIECE} keys, got {problem.page_size}"
     return _why_not_mask(problem) or (f"takes no {problem.uses[0]}" if problem.uses else None)

@@ -46,7 +46,8 @@ def test_what_the_kernel_takes(fields):
     [
         ({"format": "bf16"}, "needs keys of fp8_token, got bf16"),
         ({"dtype": "torch.bfloat16"}, f"needs queries of {E4M3}, got torch.bfloat16"),
-        ({"heads": 65}, "needs at most 64 heads, got 65"),
+        ({"heads": 65}, "needs 1 to 64 heads, got 65"),
+        ({"heads": 0}, "needs 1 to 64 heads, got 0"),
         ({"page_size": 32}, "needs pages of a multiple of 64 keys, got 32"),
         (
             {"row": RowShape(64, 0)},

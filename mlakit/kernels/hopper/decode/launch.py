@@ -86,7 +86,7 @@ def mla_decode(kernel: str, a: DecodeArguments, out: Tensor, lse: Tensor) -> Non
     assert isinstance(a.page_table, Tensor)
     page_table = a.page_table
     (tokens, heads, _), batch = q_latent.shape, kv_lens.shape[0]
-    if tokens == 0:
+    if tokens == 0 or heads == 0:
         return  # nothing to write, and no tile for TMA to load
     tiles = tiles_of(kernel, heads, layer.page_size)
     if isinstance(splits, DecodePlanTensors):
