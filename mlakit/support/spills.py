@@ -91,12 +91,12 @@ _M64_BF16 = {
 _M64_FP8_KV = {
     # thread indices and loop bounds, once per work tile; three loads of external-plan in a loop
     "3.6.0": {
-        "m64-fp8_block128": (7, 7),
-        "m64-fp8_block128-external-plan": (4, 5),
+        "m64-fp8_block128": (6, 6),
+        "m64-fp8_block128-external-plan": (5, 6),
         "m64-fp8_block128-page8": (2, 2),
         "m64-fp8_block128-page1": (5, 5),
-        "m64-fp8_block128-e4m3-q": (7, 7),
-        "m64-fp8_block128-e4m3-q-bf16-rope": (7, 7),
+        "m64-fp8_block128-e4m3-q": (6, 6),
+        "m64-fp8_block128-e4m3-q-bf16-rope": (6, 6),
     },
     # most once per work tile; up to three stores and loads are in the loop of the dequant
     # warpgroup, with page size 1 more

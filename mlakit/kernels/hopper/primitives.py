@@ -111,11 +111,23 @@ _NO_UNROLL = gl.constexpr('.pragma "nounroll"; mov.u32 $0, 0;')
 
 
 @gluon.jit
+def alloc_barriers_by_loop(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """`alloc_barriers` in less code.
+
+    Unrolled, a barrier takes 5 to 14 instructions, which run once, and wait to be fetched.
+    """
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for stage in range(opaque_zero(), COUNT):
+        gl.inline_asm_elementwise(_NO_UNROLL, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+        mbarrier.init(barriers.index(stage), count=ARRIVALS)
+    return barriers
+
+
+@gluon.jit
 def alloc_stage_barriers(STAGES: gl.constexpr, FULL: gl.constexpr, EMPTY: gl.constexpr):
-    """(full, empty) of a pipeline with many stages: `alloc_barriers` of FULL and EMPTY arrivals."""
+    """(full, empty) of a pipeline with many stages: `alloc_barriers_by_loop`, with one loop."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    # unrolled, a barrier takes 5 to 14 instructions, which run once, and wait to be fetched
     for stage in range(opaque_zero(), STAGES):
         gl.inline_asm_elementwise(_NO_UNROLL, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
         mbarrier.init(full.index(stage), count=FULL)

@@ -34,8 +34,7 @@ from mlakit.kernels.hopper.decode.scheduler import key_range, next_tile
 from mlakit.kernels.hopper.primitives import (
     SMEM_16BIT,
     SMEM_VECTOR,
-    alloc_barriers,
-    alloc_stage_barriers,
+    alloc_barriers_by_loop,
     lane_layout,
     prefetch_l2,
 )
@@ -147,18 +146,16 @@ def alloc_stages(FORMAT: gl.constexpr, words):
     rope_dtype: gl.constexpr = gl.float16 if FORMAT == "fp8" else gl.bfloat16
     SCALES: gl.constexpr = NUM_SCALES if FORMAT == "fp8_block128" else 1
     if FORMAT != "fp8":
-        rope_full = alloc_barriers(2, producer_arrivals(words))
-    left_full, left_empty = alloc_stage_barriers(2, 1, 1)
-    right_full, right_empty = alloc_stage_barriers(2, 1, 1)
+        rope_full = alloc_barriers_by_loop(2, producer_arrivals(words))
     return BlockStages(
         gl.allocate_shared_memory(gl.float16, [2, 64, 256], SMEM_16BIT),
         gl.allocate_shared_memory(gl.float16, [2, 64, 256], SMEM_16BIT),
         gl.allocate_shared_memory(rope_dtype, [2, 64, 64], SMEM_16BIT),
         gl.allocate_shared_memory(gl.float32, [2 * SCALES, 64], SMEM_VECTOR),
-        left_full,
-        left_empty,
-        right_full,
-        right_empty,
+        alloc_barriers_by_loop(2, 1),
+        alloc_barriers_by_loop(2, 1),
+        alloc_barriers_by_loop(2, 1),
+        alloc_barriers_by_loop(2, 1),
         rope_full,
     )
 
