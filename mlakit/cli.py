@@ -281,10 +281,10 @@ def explain(
         "cpu", help="cpu, a compute capability (90, 9.0, sm_90 or sm_90a), or gfx942."
     ),
     dtype: str | None = typer.Option(
-        None, help="bf16, fp16, fp32 or e4m3, of the queries. Default: bf16 (indexer: e4m3)."
+        None, help="bf16, fp16, fp32 or e4m3, of the queries: default bf16, indexer e4m3."
     ),
-    format: str | None = typer.Option(None, help="Cache format: bf16 (indexer: fp8_token)."),
-    heads: int | None = typer.Option(None, min=1, help="Query heads: 128 (indexer: 64)."),
+    format: str | None = typer.Option(None, help="Cache format: default bf16, indexer fp8_token."),
+    heads: int | None = typer.Option(None, min=1, help="Query heads: default 128, indexer 64."),
     page_size: int = typer.Option(64, min=1, help="Rows per page of the cache."),
     as_json: bool = typer.Option(False, "--json", help="Print JSON instead of a table."),
 ) -> None:

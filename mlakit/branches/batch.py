@@ -48,7 +48,7 @@ class CachedBatch:
 
     Rows of q and kv after q_starts[-1] are padding, which engines have in a CUDA graph: they are
     not cached and change no result, and their rows of a step's result hold nothing of use. The
-    indexer has no padding, so `sparse_step` has none.
+    indexer takes no padding, so `sparse_step` takes none.
     """
 
     cache: PagedLatentCache

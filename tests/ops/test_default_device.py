@@ -5,9 +5,8 @@ The default device here is meta, where any work that should be done on the CPU f
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -25,11 +24,9 @@ from tests.conftest import Place
 from tests.ops.branch_steps import FP8_STEPS, STEPS, Step
 from tests.ops.cases import CALLS, KV_LENS, PAGE_SIZE, decode_call, flat_table, int32, make_cache
 from tests.ops.every_op import ONE_EACH, assert_same_results, assert_same_state
+from tests.ops.factory_calls import calls_without, package_calls_without
 from tests.unit.cache_rows import V3, V4
 
-PACKAGE = Path(mlakit.__file__).parent
-# commands, which have their process to themselves
-COMMANDS = {"bench", "demo", "cli.py", "doctor.py", "selfcheck.py", "support"}
 FACTORIES = {
     *("arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace"),
     *("logspace", "ones", "rand", "randint", "randn", "randperm", "scalar_tensor", "tensor"),
@@ -161,32 +158,13 @@ def test_workloads(kind):
         elsewhere(random_case(SeededDraw(seed), kind).run)()
 
 
-def without_device(source: str) -> Iterator[str]:
-    """Calls of torch's factories that leave the device to torch, such as `arange:12`."""
-    for node in ast.walk(ast.parse(source)):
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and isinstance(node.func.value, ast.Name)
-            and (node.func.value.id, node.func.attr in FACTORIES) == ("torch", True)
-            # device, or **options that have one
-            and not any(keyword.arg in ("device", None) for keyword in node.keywords)
-        ):
-            yield f"{node.func.attr}:{node.lineno}"
-
-
 def test_every_new_tensor_has_a_device():
-    found = {
-        path.relative_to(PACKAGE).as_posix(): calls
-        for path in sorted(PACKAGE.rglob("*.py"))
-        if path.relative_to(PACKAGE).parts[0] not in COMMANDS
-        and (calls := list(without_device(path.read_text(encoding="utf-8"))))
-    }
-    assert found == {}
+    assert package_calls_without("device", FACTORIES) == {}
 
 
 def test_the_device_checker_sees():
-    assert list(without_device("x = 1\ny = torch.arange(3)[None]")) == ["arange:2"]
-    assert list(without_device("torch.zeros(3, dtype=d)")) == ["zeros:1"]
-    assert not list(without_device("torch.zeros(3, device=d) + torch.ones(2, **options)"))
-    assert not list(without_device("x.new_zeros(3), torch.stack([a]), torch.zeros_like(a)"))
+    found_in = partial(calls_without, "device", FACTORIES)
+    assert list(found_in("x = 1\ny = torch.arange(3)[None]")) == ["arange:2"]
+    assert list(found_in("torch.zeros(3, dtype=d)")) == ["zeros:1"]
+    assert not list(found_in("torch.zeros(3, device=d) + torch.ones(2, **options)"))
+    assert not list(found_in("x.new_zeros(3), torch.stack([a]), torch.zeros_like(a)"))

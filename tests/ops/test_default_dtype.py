@@ -5,14 +5,12 @@ Programs that serve a model set it to the model's dtype.
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 
-import mlakit
 from mlakit import MLAAttention, branches, masks, ops, reference, workloads
 from mlakit.layer.indexer import hadamard_matrix
 from mlakit.plan import plan_prefill
@@ -44,10 +42,8 @@ from tests.ops.cases import (
     starts,
 )
 from tests.ops.every_op import ONE_EACH, assert_same_results, assert_same_state
+from tests.ops.factory_calls import calls_without, package_calls_without
 
-PACKAGE = Path(mlakit.__file__).parent
-# commands, which have their process to themselves
-COMMANDS = {"bench", "demo", "cli.py", "doctor.py", "selfcheck.py", "support"}
 # torch's factories whose dtype may be the default one; `arange` of integers is int64
 FACTORIES = {
     *("as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "logspace"),
@@ -167,32 +163,13 @@ def test_workloads(kind, default):
     under(default, random_case(SeededDraw(0), kind).run)()
 
 
-def without_dtype(source: str) -> Iterator[str]:
-    """Calls of torch's factories that leave the dtype to torch, such as `zeros:12`."""
-    for node in ast.walk(ast.parse(source)):
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and isinstance(node.func.value, ast.Name)
-            and (node.func.value.id, node.func.attr in FACTORIES) == ("torch", True)
-            # dtype, or **options that have one
-            and not any(keyword.arg in ("dtype", None) for keyword in node.keywords)
-        ):
-            yield f"{node.func.attr}:{node.lineno}"
-
-
 def test_every_new_tensor_has_a_dtype():
-    found = {
-        path.relative_to(PACKAGE).as_posix(): calls
-        for path in sorted(PACKAGE.rglob("*.py"))
-        if path.relative_to(PACKAGE).parts[0] not in COMMANDS
-        and (calls := list(without_dtype(path.read_text(encoding="utf-8"))))
-    }
-    assert found == {}
+    assert package_calls_without("dtype", FACTORIES) == {}
 
 
 def test_the_dtype_checker_sees():
-    assert list(without_dtype("x = 1\ny = torch.zeros(3, device=d)[None]")) == ["zeros:2"]
-    assert list(without_dtype("torch.full((3,), -torch.inf, device=d)")) == ["full:1"]
-    assert not list(without_dtype("torch.zeros(3, dtype=d) + torch.ones(2, **options)"))
-    assert not list(without_dtype("x.new_zeros(3), torch.arange(3), torch.zeros_like(a)"))
+    found_in = partial(calls_without, "dtype", FACTORIES)
+    assert list(found_in("x = 1\ny = torch.zeros(3, device=d)[None]")) == ["zeros:2"]
+    assert list(found_in("torch.full((3,), -torch.inf, device=d)")) == ["full:1"]
+    assert not list(found_in("torch.zeros(3, dtype=d) + torch.ones(2, **options)"))
+    assert not list(found_in("x.new_zeros(3), torch.arange(3), torch.zeros_like(a)"))

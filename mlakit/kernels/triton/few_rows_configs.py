@@ -48,7 +48,7 @@ def pick_few_rows_config(
     wide_tiles = batch * columns // 64
     if 2 * programs < num_sms:
         widths = [8, 16]
-    elif rows > tile == 16 and num_sms <= programs < 2 * num_sms:
+    elif rows > 16 and tile == 16 and num_sms <= programs < 2 * num_sms:
         widths = [8, 16]  # one or two programs per SM have too few loads in flight
     elif lanes == 1:
         is_wide = rows > (4 if k_groups == 1 else 16) and wide_tiles >= 3 * num_sms // 2
