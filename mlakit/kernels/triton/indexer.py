@@ -105,7 +105,8 @@ def indexer_logits(a: LogitsArguments, out: Tensor) -> None:
         IS_CHUNKED=mask.kind.startswith("chunked"),
         QUERIES=config.queries,
         HEAD_BLOCK=config.heads,
-        HEAD_BLOCKS=triton.cdiv(heads, config.heads),
+        # one of no heads, too: what a block loads has to be known when the kernel is compiled
+        HEAD_BLOCKS=max(triton.cdiv(heads, config.heads), 1),
         KEYS=config.keys,
         STAGES=config.num_stages,
         num_warps=config.num_warps,
