@@ -82,6 +82,44 @@ def log2(x):
     )
 
 
+# of 16 named barriers: the compiler has one for each warp role, of which there are up to five, and
+# one to start them
+NAMED_FIRST = 6
+
+
+@gluon.constexpr_function
+def _named_asm(kind, threads):
+    return f"""{{
+        .reg .pred is_asked;
+        setp.ne.s32 is_asked, $2, 0;
+        @is_asked bar.{kind} $1, {threads};
+        mov.u32 $0, 0;
+    }}"""
+
+
+@gluon.jit
+def named_arrive(number, THREADS: gl.constexpr):
+    """Arrive at a named barrier of the hardware, and go on.
+
+    An mbarrier counts one arrival per warp role, before which the compiler makes all warps of the
+    role wait for each other, and after which it does so again. Here each warp arrives by itself.
+    """
+    gl.inline_asm_elementwise(
+        _named_asm("arrive", THREADS), "=r,r,r", [gl.to_tensor(number), gl.to_tensor(1)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def named_wait(number, THREADS: gl.constexpr, is_asked=True):
+    """Arrive at a named barrier and wait for the other threads, if `is_asked`."""
+    asked = gl.to_tensor(is_asked).to(gl.int32)
+    gl.inline_asm_elementwise(
+        _named_asm("sync", THREADS), "=r,r,r", [gl.to_tensor(number), asked], dtype=gl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
 @gluon.jit
 def alloc_vector(COUNT: gl.constexpr):
     """float32 [COUNT] in shared memory, which warpgroups exchange values through."""

@@ -15,13 +15,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from mlakit.kernels.hopper.compat import record
-from mlakit.kernels.hopper.decode.pipeline import two_stages
 from mlakit.kernels.hopper.primitives import (
+    NAMED_FIRST,
     SMEM_16BIT,
     SMEM_VECTOR,
     alloc_barriers,
     allow_dependents,
     lane_layout,
+    named_arrive,
+    named_wait,
 )
 from mlakit.kernels.hopper.sparse.fp8_rows import (
     KEYS,
@@ -45,6 +47,12 @@ from mlakit.kernels.hopper.sparse.lists import (
     valid_slots,
 )
 
+# named barriers, one per stage
+LEFT_FULL = gl.constexpr(NAMED_FIRST)
+LEFT_EMPTY = gl.constexpr(NAMED_FIRST + 2)
+RIGHT_FULL = gl.constexpr(NAMED_FIRST + 4)
+RIGHT_EMPTY = gl.constexpr(NAMED_FIRST + 6)
+
 
 @record
 class BlockStages:
@@ -61,10 +69,6 @@ class BlockStages:
     key_factor: object  # [2, 64] float32: of scores and values of an entry, negative for one that
     # does not count; None: it is block_scale
     block_scale: object  # [2, 4] float32: the largest is a power of two at or above key_factor / 2
-    left_full: object
-    left_empty: object
-    right_full: object
-    right_empty: object
     rope_full: object  # None: rotated columns come with others
 
 
@@ -118,10 +122,6 @@ def alloc_stages(FORMAT: gl.constexpr):
         bias,
         factor,
         gl.allocate_shared_memory(gl.float32, [2, 4], SMEM_VECTOR),
-        alloc_barriers(2, 1),
-        alloc_barriers(2, 1),
-        alloc_barriers(2, 1),
-        alloc_barriers(2, 1),
         rope_full,
     )
 
@@ -199,24 +199,24 @@ def dequant_warpgroup(work, row_scales, stages, counts, FORMAT: gl.constexpr):
         # before the loop: the first block of the next tile then waits for no length
         next_blocks = block_range(work, tile + step)
         for block in range(blocks.first, gl.maximum(blocks.end, blocks.first + 1)):
-            stage, phase = two_stages(number)
+            stage = number & 1
             factors, inverse, others = scale_factors(scales, right, FORMAT)
-            mbarrier.wait(stages.right_empty.index(stage), phase ^ 1)
+            named_wait(RIGHT_EMPTY + stage, 256, number >= 2)
             store_right(stages, stage, right, factors, inverse, FORMAT)
-            mbarrier.arrive(stages.right_full.index(stage), count=1)
+            named_arrive(RIGHT_FULL + stage, 256)
             if CONVERTS_EARLY:
                 left = convert_left(left, factors)
                 rope = convert_rope(rope, inverse, FORMAT)
-                mbarrier.wait(stages.left_empty.index(stage), phase ^ 1)
+                named_wait(LEFT_EMPTY + stage, 256, number >= 2)
                 store_left(stages, stage, left)
                 store_rope(stages, stage, start, is_valid, rope, FORMAT)
                 store_scales(stages, stage, others, FORMAT)
-                mbarrier.arrive(stages.left_full.index(stage), count=1)
+                named_arrive(LEFT_FULL + stage, 256)
                 start, is_valid, position = _locate_rows(work, blocks, block + 1, ids, scale_ids)
                 scales = load_scales(work, row_scales, position, FORMAT)
                 right = load_right(start, is_valid, FORMAT)
             else:
-                mbarrier.wait(stages.left_empty.index(stage), phase ^ 1)
+                named_wait(LEFT_EMPTY + stage, 256, number >= 2)
                 store_scales(stages, stage, others, FORMAT)
                 rope = convert_rope(rope, inverse, FORMAT)
                 store_rope(stages, stage, start, is_valid, rope, FORMAT)
@@ -224,7 +224,7 @@ def dequant_warpgroup(work, row_scales, stages, counts, FORMAT: gl.constexpr):
                 scales = load_scales(work, row_scales, position, FORMAT)
                 right = load_right(start, is_valid, FORMAT)
                 store_left(stages, stage, convert_left(left, factors))
-                mbarrier.arrive(stages.left_full.index(stage), count=1)
+                named_arrive(LEFT_FULL + stage, 256)
             left = load_left(start, is_valid)
             rope = load_rope(start, is_valid, FORMAT)
             ids = load_ids(work, blocks, block + 2, KEYS)
@@ -234,3 +234,7 @@ def dequant_warpgroup(work, row_scales, stages, counts, FORMAT: gl.constexpr):
         blocks = next_blocks
     if work.num_splits > 1:
         allow_dependents()  # the merge kernel
+    # no arrival is left at a named barrier
+    for i in gl.static_range(2):
+        named_wait(LEFT_EMPTY + ((number + i) & 1), 256, number + i >= 2)
+        named_wait(RIGHT_EMPTY + ((number + i) & 1), 256, number + i >= 2)

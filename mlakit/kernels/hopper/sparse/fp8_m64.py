@@ -60,9 +60,19 @@ from mlakit.kernels.hopper.decode.softmax import (
     apply_sign,
     next_row_max,
 )
-from mlakit.kernels.hopper.primitives import acc_layout, opaque_zero, rescale_acc
+from mlakit.kernels.hopper.primitives import (
+    acc_layout,
+    named_arrive,
+    named_wait,
+    opaque_zero,
+    rescale_acc,
+)
 from mlakit.kernels.hopper.sparse.epilogue import Outputs, store_values
 from mlakit.kernels.hopper.sparse.fp8_dequant import (
+    LEFT_EMPTY,
+    LEFT_FULL,
+    RIGHT_EMPTY,
+    RIGHT_FULL,
     alloc_counts,
     alloc_stages,
     dequant_warpgroup,
@@ -71,6 +81,7 @@ from mlakit.kernels.hopper.sparse.fp8_dequant import (
 from mlakit.kernels.hopper.sparse.fp8_query import QueryTiles, alloc_query, load_query
 from mlakit.kernels.hopper.sparse.fp8_rows import PREFETCHED, RowScales, prefetch_rows
 from mlakit.kernels.hopper.sparse.fp8_softmax import (
+    PROBS_FULL,
     Softmax,
     alloc_prob_stage,
     finish_tile,
@@ -99,11 +110,11 @@ def _issue_qk(query, stages, number):
     stage, phase = two_stages(number)
     zero = opaque_zero()
     zeros = gl.zeros([64, 64], gl.float32, SCORES)
-    mbarrier.wait(stages.right_full.index(stage), phase)
+    named_wait(RIGHT_FULL + stage, 256)
     fence_async_shared()  # of the dequant warpgroup's stores
     keys = stages.right.index(stage).permute((1, 0))
     qk = warpgroup_mma(query.right.index(zero), keys, zeros, use_acc=False, is_async=True)
-    mbarrier.wait(stages.left_full.index(stage), phase)
+    named_wait(LEFT_FULL + stage, 256)
     if stages.rope_full is not None:
         mbarrier.wait(stages.rope_full.index(stage), phase)
     fence_async_shared()
@@ -170,12 +181,12 @@ def _softmax_block(
     mbarrier.wait(prob_stage.empty, ((number + tiles_done) & 1) ^ 1)
     acc, probs = warpgroup_mma_wait(0, deps=(pending, probs))
     if not is_first:
-        mbarrier.arrive(stages.left_empty.index((number & 1) ^ 1), count=1)
+        named_arrive(LEFT_EMPTY + ((number & 1) ^ 1), 256)
     # both wgmma have read the probabilities of the block before
     prob_stage.probs.store(probs)
     prob_stage.rescale.store(rescale)
     fence_async_shared()
-    mbarrier.arrive(prob_stage.full, count=1)
+    named_arrive(PROBS_FULL, 256)
     return rescale_acc(acc, rescale), softmax
 
 
@@ -226,7 +237,7 @@ def _qk_softmax_warpgroup(
         if next_tile < work.num_tiles:
             load_query(q, work, tokens, next_tile, query)
         acc = warpgroup_mma_wait(0, deps=(pending,))
-        mbarrier.arrive(stages.left_empty.index((number & 1) ^ 1), count=1)
+        named_arrive(LEFT_EMPTY + ((number & 1) ^ 1), 256)
         at = locate_tile(work, tokens, tile)
         fill = number + tiles_done
         lse, out_scale = finish_tile(at, outputs, heads, softmax, prob_stage, fill)
@@ -262,7 +273,7 @@ def _pv_warpgroup(
             ids = load_ids(work, blocks, ahead, PREFETCHED)
         for block in range(read_count(counts, tiles_done)):
             stage = number & 1
-            mbarrier.wait(prob_stage.full, (number + tiles_done) & 1)
+            named_wait(PROBS_FULL, 256)
             fence_async_shared()  # of the dequant warpgroup's stores
             acc = rescale_acc(acc, prob_stage.rescale.load(ROW))
             # the QK-softmax warpgroup has waited for these values
@@ -273,9 +284,9 @@ def _pv_warpgroup(
                 ids = load_ids(work, blocks, ahead + block + 1, PREFETCHED)
             acc = warpgroup_mma_wait(0, deps=(pending,))
             mbarrier.arrive(prob_stage.empty, count=1)
-            mbarrier.arrive(stages.right_empty.index(stage), count=1)
+            named_arrive(RIGHT_EMPTY + stage, 256)
             number += 1
-        acc = rescale_acc(acc, receive_out_scale(prob_stage, number + tiles_done, ROW))
+        acc = rescale_acc(acc, receive_out_scale(prob_stage, ROW))
         store_values(locate_tile(work, tokens, tile), outputs, heads, acc, 256)
         tiles_done += 1
         tile += step

@@ -15,13 +15,17 @@ from mlakit.kernels.hopper.decode.query_scale import SCORES
 from mlakit.kernels.hopper.decode.softmax import INITIAL_ROW_MAX, NEG_INF, PROB_SCALE
 from mlakit.kernels.hopper.primitives import (
     IN_EACH_THREAD,
+    NAMED_FIRST,
     SMEM_16BIT,
     alloc_barrier,
     alloc_vector,
+    named_arrive,
+    named_wait,
 )
 from mlakit.kernels.hopper.sparse.epilogue import store_statistics
 
 SMALLEST_ACC_SCALE = gl.constexpr(2.0**-60)
+PROBS_FULL = gl.constexpr(NAMED_FIRST + 8)  # a named barrier
 
 
 @record
@@ -33,8 +37,7 @@ class ProbStage:
 
     probs: object  # [64 heads, 64 entries] float16
     rescale: object  # [64] float32, of acc
-    full: object
-    empty: object
+    empty: object  # an mbarrier: see `fp8_m64`, where the QK-softmax warpgroup waits for it
 
 
 @record
@@ -50,7 +53,6 @@ def alloc_prob_stage():
     return ProbStage(
         gl.allocate_shared_memory(gl.float16, [64, 64], SMEM_16BIT),
         alloc_vector(64),
-        alloc_barrier(),
         alloc_barrier(),
     )
 
@@ -88,7 +90,7 @@ def finish_tile(tile, outputs, heads, softmax, prob_stage, fill):
     out_scale *= softmax.acc_scale * (1.0 / PROB_SCALE)
     mbarrier.wait(prob_stage.empty, (fill & 1) ^ 1)
     prob_stage.rescale.store(out_scale)
-    mbarrier.arrive(prob_stage.full, count=1)
+    named_arrive(PROBS_FULL, 256)
     return lse, out_scale
 
 
@@ -100,8 +102,8 @@ def store_tile_statistics(tile, outputs, heads, softmax, lse):
 
 
 @gluon.jit
-def receive_out_scale(prob_stage, fill, ROW: gl.constexpr):
-    mbarrier.wait(prob_stage.full, fill & 1)
+def receive_out_scale(prob_stage, ROW: gl.constexpr):
+    named_wait(PROBS_FULL, 256)
     out_scale = prob_stage.rescale.load(ROW)
     mbarrier.arrive(prob_stage.empty, count=1)
     return out_scale
