@@ -104,8 +104,9 @@ class PrefillArguments(NamedTuple):
     kv_starts: Tensor  # [batch + 1]
     # float32, what e4m3 is multiplied by; None: 1
     q_scale: Tensor | None  # [tokens, heads]
-    k_scale: Tensor | None  # [keys]
-    v_scale: Tensor | None  # [keys, heads]
+    k_scale: Tensor | None  # [keys], or [keys // keys_per_scale + batch]
+    v_scale: Tensor | None  # [keys, heads], or [keys // keys_per_scale + batch, heads]
+    keys_per_scale: int  # 1 or `formats.SCALE_BLOCK`
     softmax_scale: float
     mask: Mask
     alibi_slopes: Tensor | None  # [heads] float32

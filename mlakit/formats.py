@@ -42,6 +42,8 @@ Format = Literal["bf16", "fp16", "fp32", "fp8", "fp8_token", "fp8_block128", "fp
 FORMATS: tuple[Format, ...] = get_args(Format)
 
 E4M3_MAX = 448.0
+SCALE_BLOCK = 128
+"""Keys of a request that share a scale of K or V, where each has no scale of its own."""
 LARGEST_SCALE = torch.finfo(torch.float32).max
 SMALLEST_SCALE = torch.finfo(torch.float32).smallest_normal
 """Smallest scale of a block or tensor: some devices flush subnormals to 0, and 0/0 is NaN."""

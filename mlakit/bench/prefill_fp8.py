@@ -1,7 +1,8 @@
 """The suite `prefill-fp8`: prefill of e4m3 queries, keys and values on a GPU, against bf16.
 
-Scales  q and v have one per token and head, k has one per token; or, "uniform", all keys have one
-        and the values of a head have one
+Scales  q has one per token and head. "token": so has v, and k has one per token; "block": each 128
+        keys of a request have one, and so have their values of each head; "uniform": all keys have
+        one, and so have all values of a head
 Target  1.35x the speed of bf16 with prompts of 8k tokens
 Bytes   q, k_nope, k_rope, v and their scales, and out, once
 Check   some tokens, all heads, against the float64 oracle of the dequantised tensors
@@ -9,43 +10,46 @@ Check   some tokens, all heads, against the float64 oracle of the dequantised te
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from mlakit import reference
+from mlakit.arguments import filled
 from mlakit.bench import correctness, gpu
 from mlakit.bench.pool import SCALE
 from mlakit.bench.prefill import D_N, D_R, D_V, MAX_CHECKED, Prefill
 from mlakit.bench.shapes import Batch, Shape, even_lengths
 from mlakit.bench.suite import Baseline, BenchmarkCase, Workload
 from mlakit.checks import E4M3
-from mlakit.formats import E4M3_MAX
+from mlakit.formats import E4M3_MAX, SCALE_BLOCK
 from mlakit.masks import CAUSAL, NULL
 from mlakit.ops import mla_prefill
+from mlakit.reference.prefill import scales_of_keys
 from mlakit.workloads.prefill_fp8 import HALF_ROUNDING
 
 BF16 = "mlakit bf16"
+Scales: TypeAlias = Literal["token", "block", "uniform"]
 
 
 @dataclass(frozen=True)
 class PrefillFp8(Prefill):
     """min_speedup  target for the time of bf16 / the time of e4m3; None: no target
-    uniform  one scale of all keys, one of all values of a head
+    scales  of keys and values, see above
     """
 
-    uniform: bool = False
+    scales: Scales = "token"
 
     target_baseline = BF16
     products = "fp8"
 
     @property
     def name(self) -> str:
-        return f"prefill-fp8-{self.label}{'-uniform' if self.uniform else ''}"
+        return f"prefill-fp8-{self.label}{'' if self.scales == 'token' else '-' + self.scales}"
 
     @property
     def bytes(self) -> int:
@@ -61,7 +65,7 @@ class PrefillFp8(Prefill):
         v = gpu.normal(generator, tokens, self.heads, D_V)
         starts = gpu.int32(self.batch.starts)
         mask = CAUSAL if self.causal else NULL
-        fp8 = _quantised(q, k_nope, k_rope, v, self.uniform)
+        fp8 = _quantised(q, k_nope, k_rope, v, self.scales, self.batch.starts)
 
         def call() -> tuple[Tensor, Tensor]:
             return mla_prefill(
@@ -70,6 +74,7 @@ class PrefillFp8(Prefill):
                 q_scale=fp8.q_scale,
                 k_scale=fp8.k_scale,
                 v_scale=fp8.v_scale,
+                keys_per_scale=SCALE_BLOCK if self.scales == "block" else 1,
                 mask=mask,
             )
 
@@ -86,9 +91,15 @@ class PrefillFp8(Prefill):
         ends = list(pairwise(self.batch.starts))
         for request in self.batch.checked_requests:
             start, end = ends[request]
+            of_keys = fp8
+            if self.scales == "block":
+                of_keys = fp8._replace(
+                    k_scale=_of_keys(fp8.k_scale, self.batch.starts),
+                    v_scale=_of_keys(fp8.v_scale, self.batch.starts),
+                )
             for place in correctness.evenly_spaced(end - start, MAX_CHECKED):
                 token = start + place
-                yield _sample(token, slice(start, token + 1 if self.causal else end), fp8)
+                yield _sample(token, slice(start, token + 1 if self.causal else end), of_keys)
 
 
 def _sample(token: int, keys: slice, fp8: _Quantised) -> correctness.Sample:
@@ -125,22 +136,40 @@ class _Quantised(NamedTuple):
     v_scale: Tensor
 
 
-def _quantised(q: Tensor, k_nope: Tensor, k_rope: Tensor, v: Tensor, uniform: bool) -> _Quantised:
+def _quantised(
+    q: Tensor, k_nope: Tensor, k_rope: Tensor, v: Tensor, scales: Scales, starts: Sequence[int]
+) -> _Quantised:
     q_scale = q.abs().amax(-1).float() / E4M3_MAX
-    v_max = v.abs().amax(-1)
-    k_max = torch.maximum(k_nope.abs().amax((1, 2)), k_rope.abs().amax(1))
-    if uniform:
-        v_max, k_max = v_max.amax(0).expand(len(v), -1), k_max.amax().expand(len(v))
-    k_scale, v_scale = k_max.float() / E4M3_MAX, v_max.float() / E4M3_MAX
+    v_scale = v.abs().amax(-1).float() / E4M3_MAX
+    k_scale = torch.maximum(k_nope.abs().amax((1, 2)), k_rope.abs().amax(1)).float() / E4M3_MAX
+    if scales == "uniform":
+        k_scale, v_scale = (each.amax(0).expand_as(each) for each in (k_scale, v_scale))
+    k_of_keys, v_of_keys = k_scale, v_scale
+    if scales == "block":
+        k_scale, v_scale = (_largest_of_blocks(each, starts) for each in (k_scale, v_scale))
+        k_of_keys, v_of_keys = (_of_keys(each, starts) for each in (k_scale, v_scale))
     return _Quantised(
         (q / q_scale[..., None]).to(E4M3),
-        (k_nope / k_scale[:, None, None]).to(E4M3),
-        (k_rope / k_scale[:, None]).to(E4M3),
-        (v / v_scale[..., None]).to(E4M3),
+        (k_nope / k_of_keys[:, None, None]).to(E4M3),
+        (k_rope / k_of_keys[:, None]).to(E4M3),
+        (v / v_of_keys[..., None]).to(E4M3),
         q_scale,
-        k_scale[:1].expand(len(v)) if uniform else k_scale,
-        v_scale[:1].expand(len(v), -1) if uniform else v_scale,
+        k_scale,
+        v_scale,
     )
+
+
+def _largest_of_blocks(scale: Tensor, starts: Sequence[int]) -> Tensor:
+    """[blocks, ...] of scales [keys, ...]."""
+    blocks = len(scale) // SCALE_BLOCK + len(starts) - 1
+    own = _of_keys(torch.arange(blocks, device=scale.device), starts)
+    index = own.reshape(-1, *[1] * (scale.ndim - 1)).expand_as(scale)
+    return scale.new_zeros(blocks, *scale.shape[1:]).scatter_reduce(0, index, scale, "amax")
+
+
+def _of_keys(scale: Tensor, starts: Sequence[int]) -> Tensor:
+    """[keys, ...] of scales [blocks, ...]."""
+    return filled(scales_of_keys(scale, starts, SCALE_BLOCK))
 
 
 def of_shape(shape: Shape) -> tuple[Workload, ...]:
@@ -150,18 +179,20 @@ def of_shape(shape: Shape) -> tuple[Workload, ...]:
 
 
 def _prompts(
-    count: int, heads: int, length: int, causal: bool, uniform: bool = False
+    count: int, heads: int, length: int, causal: bool, scales: Scales = "token"
 ) -> PrefillFp8:
     min_speedup = 1.35 if length == 8192 else None
-    return PrefillFp8(Batch.of(count, length, length), heads, causal, min_speedup, uniform)
+    return PrefillFp8(Batch.of(count, length, length), heads, causal, min_speedup, scales)
 
 
 WORKLOADS: tuple[Workload, ...] = (
     _prompts(8, 128, 2048, True),
     _prompts(2, 128, 8192, True),
     _prompts(2, 128, 8192, False),
-    _prompts(2, 128, 8192, True, uniform=True),
-    _prompts(2, 128, 8192, False, uniform=True),
+    _prompts(2, 128, 8192, True, "block"),
+    _prompts(2, 128, 8192, False, "block"),
+    _prompts(2, 128, 8192, True, "uniform"),
+    _prompts(2, 128, 8192, False, "uniform"),
     _prompts(4, 16, 4096, True),
     _prompts(1, 16, 32768, True),
 )

@@ -10,6 +10,7 @@ from torch import Tensor
 from mlakit import dispatch
 from mlakit.arguments import PrefillArguments
 from mlakit.checks import E4M3, FLOATS, Dims
+from mlakit.formats import SCALE_BLOCK
 from mlakit.knobs import Backend
 from mlakit.masks import CAUSAL, Mask
 from mlakit.ops._checks import INTEGERS, check_mask, check_result, check_sink, result_dtype
@@ -32,6 +33,7 @@ def mla_prefill(
     q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    keys_per_scale: int = 1,
     mask: Mask = CAUSAL,
     alibi_slopes: Tensor | None = None,
     sink: Tensor | None = None,
@@ -56,6 +58,9 @@ def mla_prefill(
     k_scale      [keys] float32, multiplies k_nope and k_rope: k_rope is shared by all heads
     v_scale      [keys, heads] float32, multiplies v. e4m3 v may also have contiguous keys instead
                  of columns, as a transposed up-projection writes them
+    keys_per_scale  1, or 128: k_scale [blocks] and v_scale [blocks, heads] then have one for each
+                 128 keys of a request. Request b has those from kv_starts[b] // 128 + b on, of
+                 keys // 128 + batch blocks; blocks without keys are not read
     alibi_slopes [heads] float32
     sink         [heads] float32 logit that joins out's denominator only
     out, lse     to write to; on a GPU they share no memory with the other arguments
@@ -75,6 +80,7 @@ def mla_prefill(
         q_scale=q_scale,
         k_scale=k_scale,
         v_scale=v_scale,
+        keys_per_scale=keys_per_scale,
         softmax_scale=softmax_scale,
         mask=mask,
         alibi_slopes=alibi_slopes,
@@ -108,12 +114,12 @@ def _prefill(a: PrefillArguments, out: Tensor | None, lse: Tensor | None) -> tup
         dims.rows_contiguous(name, tensor)
     if not (a.v.dtype == E4M3 and _has_contiguous_keys(a.v)):
         dims.rows_contiguous("v", a.v)
-    _check_scales(dims, a)
     dims.match("q_starts", a.q_starts, "batch + 1", dtypes=INTEGERS)
     dims.match("kv_starts", a.kv_starts, "batch + 1", dtypes=INTEGERS)
     total = (dims["tokens"], "the number of query tokens")
     dims.starts("q_starts", a.q_starts, *total, is_padded=True)
     dims.starts("kv_starts", a.kv_starts, dims["keys"], "the number of keys")
+    keys_per_scale = _check_scales(dims, a)
     if a.alibi_slopes is not None:
         dims.match("alibi_slopes", a.alibi_slopes, "heads", dtypes=[torch.float32])
     check_sink(dims, a.sink)
@@ -130,15 +136,23 @@ def _prefill(a: PrefillArguments, out: Tensor | None, lse: Tensor | None) -> tup
         mask=a.mask.kind,
         uses=tuple(_uses(a)),
     )
-    dispatch.select(NAME, problem, a.backend).launch(a._replace(softmax_scale=scale), out, lse)
+    a = a._replace(softmax_scale=scale, keys_per_scale=keys_per_scale)
+    dispatch.select(NAME, problem, a.backend).launch(a, out, lse)
     return out, lse
 
 
-def _check_scales(dims: Dims, a: PrefillArguments) -> None:
+def _check_scales(dims: Dims, a: PrefillArguments) -> int:
+    """keys_per_scale"""
+    keys_per_scale = dims.integer("keys_per_scale", a.keys_per_scale, minimum=1)
+    allowed = (1, SCALE_BLOCK)
+    dims.require(keys_per_scale in allowed, "keys_per_scale", "be 1 or 128", keys_per_scale)
+    per_key = "keys" if keys_per_scale == 1 else "blocks"
+    blocks = dims["keys"] // SCALE_BLOCK + dims["batch + 1"] - 1
+    dims.bind("blocks", blocks, f"keys // {SCALE_BLOCK} + batch")
     scales = (
         ("q_scale", a.q_scale, ("tokens", "heads")),
-        ("k_scale", a.k_scale, ("keys",)),
-        ("v_scale", a.v_scale, ("keys", "heads")),
+        ("k_scale", a.k_scale, (per_key,)),
+        ("v_scale", a.v_scale, (per_key, "heads")),
     )
     for name, scale, axes in scales:
         if scale is None:
@@ -148,6 +162,7 @@ def _check_scales(dims: Dims, a: PrefillArguments) -> None:
         dims.match(name, scale, *axes, dtypes=[torch.float32])
     if a.q_scale is not None:
         dims.not_negative("q_scale", a.q_scale)
+    return keys_per_scale
 
 
 def _uses(a: PrefillArguments) -> Iterator[Use]:

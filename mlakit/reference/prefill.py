@@ -26,6 +26,7 @@ def mla_prefill(
     q_scale: Tensor | None = None,  # [tokens, heads], multiplies q
     k_scale: Tensor | None = None,  # [keys], multiplies k_nope and k_rope
     v_scale: Tensor | None = None,  # [keys, heads], multiplies v
+    keys_per_scale: int = 1,  # n: k_scale and v_scale have one for each n keys of a request
     mask: Mask = CAUSAL,
     alibi_slopes: Tensor | None = None,  # [heads]
     sink: Tensor | None = None,  # [heads]
@@ -44,6 +45,8 @@ def mla_prefill(
     out [tokens, heads, D_V] and lse [tokens, heads].
     """
     tokens, heads, _ = q.shape
+    k_scale = scales_of_keys(k_scale, kv_starts, keys_per_scale)
+    v_scale = scales_of_keys(v_scale, kv_starts, keys_per_scale)
     q, v = _scaled(q, q_scale, dtype), _scaled(v, v_scale, dtype)
     k_nope = _scaled(k_nope, None if k_scale is None else k_scale[:, None], dtype)
     k_rope = _scaled(k_rope, k_scale, dtype)
@@ -65,6 +68,21 @@ def mla_prefill(
             weights, lse[token] = attention_weights(score, sink, weights_dtype)
             out[token] = torch.einsum("hj,jhd->hd", weights, values[first:last])
     return out, lse
+
+
+def scales_of_keys(
+    scale: Tensor | None, kv_starts: Sequence[int], keys_per_scale: int
+) -> Tensor | None:
+    """[keys, ...] of the scales of each n keys: those of request b begin at kv_starts[b] // n + b,
+    room for as many as it may have."""
+    if scale is None or keys_per_scale == 1:
+        return scale
+    rows = [
+        kv_start // keys_per_scale + request + key // keys_per_scale
+        for request, (kv_start, kv_end) in enumerate(pairwise(kv_starts))
+        for key in range(kv_end - kv_start)
+    ]
+    return scale[torch.tensor(rows, dtype=torch.int64, device=scale.device)]
 
 
 def _scaled(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:

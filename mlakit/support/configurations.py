@@ -369,6 +369,7 @@ HOPPER |= {
 HOPPER |= {
     "hopper-prefill-fp8": _prefill_fp8(),
     "hopper-prefill-fp8-unscaled": _prefill_fp8(scaled=False),
+    "hopper-prefill-fp8-blocks": _prefill_fp8(block_scales=True),
     "hopper-prefill-fp8-null-sink": _prefill_fp8(mask="null", sink="finite"),
     "hopper-prefill-fp8-chunked": _prefill_fp8(mask="chunked", window=300),
     "hopper-prefill-fp8-128-128": _prefill_fp8(qk_rope_head_dim=0),

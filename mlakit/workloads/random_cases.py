@@ -25,6 +25,7 @@ from mlakit.workloads.merge import MergeCase
 from mlakit.workloads.norm_rope_quant import AppendCase
 from mlakit.workloads.physical_rows import PhysicalRowsCase
 from mlakit.workloads.prefill import PrefillCase
+from mlakit.workloads.prefill_fp8 import PrefillFp8Case
 from mlakit.workloads.sparse import SparseCase
 
 T = TypeVar("T")
@@ -205,19 +206,26 @@ def prefill_case(draw: Draw) -> PrefillCase:
         nope, rope, value = draw.choice(MODEL_HEADS)
     else:
         nope, rope, value = draw.integer(1, 40), draw.integer(0, 12), draw.integer(1, 40)
-    return PrefillCase(
+    fields: dict[str, Any] = {
         **_common(draw),
-        **_lengths(draw, longest=60, most_queries=30),
+        **_lengths(draw, longest=draw.choice((60, 60, 300)), most_queries=30),
         **_masked(draw),
         **_attending(draw),
-        qk_nope_head_dim=nope,
-        qk_rope_head_dim=rope,
-        v_head_dim=value,
-        dtype=draw.choice(PLAIN),
-        alibi=draw.flip(),
-        expanded=draw.flip(),
-        wide_indices=draw.flip(),
-    )
+        "qk_nope_head_dim": nope,
+        "qk_rope_head_dim": rope,
+        "v_head_dim": value,
+        "wide_indices": draw.flip(),
+    }
+    if draw.integer(0, 2) == 0:
+        return _prefill_fp8_case(draw, fields)
+    return PrefillCase(**fields, dtype=draw.choice(PLAIN), alibi=draw.flip(), expanded=draw.flip())
+
+
+def _prefill_fp8_case(draw: Draw, fields: dict[str, Any]) -> PrefillFp8Case:
+    uniform = {"uniform_keys": draw.flip(), "uniform_values": draw.flip()}
+    blocks = {"block_scales": True}
+    kinds: list[dict[str, Any]] = [{}, {"scaled": False}, blocks, blocks, uniform]
+    return PrefillFp8Case(**fields, **draw.choice(kinds), transposed=draw.flip())
 
 
 def decode_case(draw: Draw, format: Format) -> DecodeCase:
@@ -452,19 +460,25 @@ def hopper_decode_case(draw: Draw) -> DecodeCase:
 
 
 def hopper_prefill_case(draw: Draw) -> PrefillCase:
-    """A case for the Hopper kernel; a work tile is 128 queries, a block 64 or 128 keys."""
-    nope, rope, value = draw.choice(((128, 64, 128), (192, 64, 256), (128, 0, 128), (64, 32, 64)))
-    return PrefillCase(
+    """A case for the Hopper kernels; a work tile is 128 or 192 queries, a block 64 or 128 keys."""
+    is_fp8 = draw.integer(0, 2) == 0
+    widths = [(128, 64, 128), (128, 0, 128)]
+    if not is_fp8:
+        widths += [(192, 64, 256), (64, 32, 64)]
+    nope, rope, value = draw.choice(widths)
+    fields: dict[str, Any] = {
         **_common(draw),
         **_lengths(draw, longest=400, most_queries=300),
         **_masked(draw),
         **_attending(draw),
-        qk_nope_head_dim=nope,
-        qk_rope_head_dim=rope,
-        v_head_dim=value,
-        expanded=draw.flip(),
-        wide_indices=draw.flip(),
-    )
+        "qk_nope_head_dim": nope,
+        "qk_rope_head_dim": rope,
+        "v_head_dim": value,
+        "wide_indices": draw.flip(),
+    }
+    if is_fp8:
+        return _prefill_fp8_case(draw, fields)
+    return PrefillCase(**fields, expanded=draw.flip())
 
 
 SPECIALISED: dict[tuple[str, type[Case]], Callable[[Draw], Case]] = {

@@ -27,6 +27,8 @@ Tensors = dict[str, torch.Tensor]
         {"transposed": False},
         {"uniform_keys": True},
         {"uniform_values": True, "seed": 1},
+        {"block_scales": True},
+        {"block_scales": True, "kv_lens": (131, 0, 60), "q_lens": (3, 0, 2), "heads": 1},
         {"mask": "null"},
         {"mask": "sliding_window_causal", "window": 7},
         {"mask": "chunked", "window": 6},
@@ -111,6 +113,35 @@ def test_error_is_at_most_twice_that_of_quantising_the_inputs(
     assert allowed.square().mean().sqrt() > 0.01 * exact.square().mean().sqrt()
     assert error.square().mean().sqrt() <= 2 * allowed.square().mean().sqrt()
     assert error.abs().max() <= 2 * allowed.abs().max()
+
+
+@EACH_BACKEND
+def test_scales_of_blocks_that_are_not_finite_reach_exactly_the_queries_that_see_them(
+    spec, device, generator
+):
+    starts = [0, 4, 9], [0, 270, 405]
+    shapes = ((9, 1, 192), (405, 1, 128), (405, 64), (405, 1, 128))
+    tensors = [torch.randn(shape, generator=generator).to(E4M3) for shape in shapes]
+    names = dict(zip(("q", "k_nope", "k_rope", "v"), tensors, strict=True))
+    # request 0 has blocks 0 to 2, of which no query sees 1; request 1 has 3 and 4
+    names["k_scale"] = torch.tensor([1.0, torch.nan, 0.5, 2.0, -1.0])
+    names["v_scale"] = torch.tensor([2.0, torch.nan, 1.0, torch.nan, -0.5])[:, None]
+    given = {"softmax_scale": 0.02, "mask": Mask("chunked", 256), "keys_per_scale": 128}
+    exact = reference.mla_prefill(q_starts=starts[0], kv_starts=starts[1], **given, **names)
+    try:
+        results = mla_prefill(
+            **{name: each.to(device) for name, each in names.items()},
+            q_starts=torch.tensor(starts[0], dtype=torch.int32, device=device),
+            kv_starts=torch.tensor(starts[1], dtype=torch.int32, device=device),
+            **given,
+            backend=spec.backend,
+        )
+    except UnsupportedError as refusal:
+        pytest.skip(str(refusal))
+    assert exact[0][:4].isfinite().all()
+    assert not exact[0][4:].isfinite().any()
+    for name, result, want in zip(("out", "lse"), results, exact, strict=True):
+        assert_matches(name, result.cpu(), want, want * (1 + 1 / 16))
 
 
 @EACH_BACKEND

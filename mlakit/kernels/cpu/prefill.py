@@ -34,6 +34,8 @@ KEY_TILE = 512  # keys; with QUERY_TILE 256 kB of scores per head
 
 
 def mla_prefill(a: PrefillArguments, out: Tensor, lse: Tensor) -> None:
+    if a.keys_per_scale > 1:
+        a = _with_scales_of_keys(a)
     # inputs are read after the first results are written: by later blocks, and by all blocks of a
     # request whose fused result may be wrong
     results = [each.clone() if _is_in_memory_of(a, each) else each for each in (out, lse)]
@@ -41,6 +43,18 @@ def mla_prefill(a: PrefillArguments, out: Tensor, lse: Tensor) -> None:
     for given, result in zip((out, lse), results, strict=True):
         if result is not given:
             given.copy_(result)
+
+
+def _with_scales_of_keys(a: PrefillArguments) -> PrefillArguments:
+    """With a scale for each key instead of each block of keys."""
+    starts = a.kv_starts.long()
+    lengths = starts.diff()
+    request = torch.arange(len(lengths), device="cpu").repeat_interleave(lengths)
+    kv_start = starts[request]
+    key = torch.arange(len(request), device="cpu") - kv_start
+    rows = kv_start // a.keys_per_scale + request + key // a.keys_per_scale
+    k_scale, v_scale = (None if each is None else each[rows] for each in (a.k_scale, a.v_scale))
+    return a._replace(k_scale=k_scale, v_scale=v_scale, keys_per_scale=1)
 
 
 def _is_in_memory_of(a: PrefillArguments, result: Tensor) -> bool:

@@ -91,6 +91,7 @@ def mla_prefill(a: PrefillArguments, out: Tensor, lse: Tensor) -> None:
         IS_SLIDING=mask.kind.startswith("sliding_window"),
         IS_CHUNKED=mask.kind.startswith("chunked"),
         IS_NEGATIVE=softmax_scale < 0,
+        KEYS_PER_SCALE=a.keys_per_scale,
         D_N=d_n,
         D_R=d_r,
         D_V=d_v,
@@ -141,8 +142,8 @@ def _mla_prefill_kernel(
     q_starts,  # [batch + 1]
     kv_starts,  # [batch + 1]
     q_scale,  # [tokens, heads] float32 or None
-    k_scale,  # [keys] float32 or None
-    v_scale,  # [keys, heads] float32 or None
+    k_scale,  # [keys] or [keys // KEYS_PER_SCALE + batch] float32, or None
+    v_scale,  # [keys, heads] or [keys // KEYS_PER_SCALE + batch, heads] float32, or None
     alibi_slopes,  # [heads] float32 or None
     sink,  # [heads] float32 or None
     out,  # [tokens, heads, D_V]
@@ -177,6 +178,7 @@ def _mla_prefill_kernel(
     IS_SLIDING: tl.constexpr,
     IS_CHUNKED: tl.constexpr,
     IS_NEGATIVE: tl.constexpr,  # the scale is −scale_log2
+    KEYS_PER_SCALE: tl.constexpr,
     D_N: tl.constexpr,
     D_R: tl.constexpr,
     D_V: tl.constexpr,
@@ -237,10 +239,13 @@ def _mla_prefill_kernel(
 
     k_nope += kv_start * stride_kn_token + head.to(tl.int64) * stride_kn_head
     k_rope += kv_start * stride_kr_token
+    first_scale = kv_start
+    if KEYS_PER_SCALE > 1:
+        first_scale = kv_start // KEYS_PER_SCALE + request
     if k_scale is not None:
-        k_scale += kv_start * stride_ks
+        k_scale += first_scale * stride_ks
     if v_scale is not None:
-        v_scale += kv_start * stride_vs_token + head.to(tl.int64) * stride_vs_head
+        v_scale += first_scale * stride_vs_token + head.to(tl.int64) * stride_vs_head
     v += kv_start * stride_v_token + head.to(tl.int64) * stride_v_head
 
     row_max = tl.full([BLOCK_Q], -float("inf"), tl.float32)
@@ -251,8 +256,8 @@ def _mla_prefill_kernel(
         key = start + tile
         scores = _scores(
             q_a, q_b, q_r, k_nope, k_rope, row_scale, k_scale, key, tile >= 0, False,
-            stride_kn_token, stride_kr_token, stride_ks, D_N, D_R, BLOCK_A, BLOCK_B, BLOCK_R,
-            HAS_FP8,
+            stride_kn_token, stride_kr_token, stride_ks, KEYS_PER_SCALE, D_N, D_R, BLOCK_A, BLOCK_B,
+            BLOCK_R, HAS_FP8,
         )  # fmt: skip
         if alibi_slopes is not None:
             scores = scores * scale_log2 + slope * (key[None, :] - position[:, None])
@@ -264,7 +269,8 @@ def _mla_prefill_kernel(
             stride_v_column,
         )  # fmt: skip
         if v_scale is not None:
-            probs *= tl.load(v_scale + key.to(tl.int64) * stride_vs_token)[None, :]
+            scale = (key // KEYS_PER_SCALE).to(tl.int64)
+            probs *= tl.load(v_scale + scale * stride_vs_token)[None, :]
         acc = acc * rescale[:, None]
         acc = tl.dot(probs.to(values.dtype), values, acc, input_precision="ieee")
 
@@ -285,8 +291,8 @@ def _mla_prefill_kernel(
         visible = (key[None, :] >= first[:, None]) & (key[None, :] < last[:, None])
         scores = _scores(
             q_a, q_b, q_r, k_nope, k_rope, row_scale, k_scale, key, is_key, True,
-            stride_kn_token, stride_kr_token, stride_ks, D_N, D_R, BLOCK_A, BLOCK_B, BLOCK_R,
-            HAS_FP8,
+            stride_kn_token, stride_kr_token, stride_ks, KEYS_PER_SCALE, D_N, D_R, BLOCK_A, BLOCK_B,
+            BLOCK_R, HAS_FP8,
         )  # fmt: skip
         if alibi_slopes is not None:
             scores = scores * scale_log2 + slope * (key[None, :] - position[:, None])
@@ -299,7 +305,8 @@ def _mla_prefill_kernel(
         values = _load_rows(rows, is_key, True, 0, D_V, BLOCK_V, HAS_FP8, stride_v_column)
         is_value_finite = is_finite(values)
         if v_scale is not None:
-            scales = tl.load(v_scale + key.to(tl.int64) * stride_vs_token, mask=is_key, other=0.0)
+            scale = (key // KEYS_PER_SCALE).to(tl.int64)
+            scales = tl.load(v_scale + scale * stride_vs_token, mask=is_key, other=0.0)
             is_scale_finite = is_finite(scales)
             is_value_finite &= is_scale_finite[:, None]
             probs *= tl.where(is_scale_finite, scales, 0.0)[None, :]
@@ -327,7 +334,7 @@ def _mla_prefill_kernel(
         tl.debug_barrier()  # out is read back, also where other threads wrote it
         _add_non_finite(
             out_rows, is_query, denominator, first, last, v, v_scale, any_first, any_last,
-            stride_v_token, stride_v_column, stride_vs_token, D_V, BLOCK_Q, HAS_FP8,
+            stride_v_token, stride_v_column, stride_vs_token, KEYS_PER_SCALE, D_V, BLOCK_Q, HAS_FP8,
         )  # fmt: skip
 
 
@@ -431,6 +438,7 @@ def _scores(
     stride_kn_token,
     stride_kr_token,
     stride_ks,
+    KEYS_PER_SCALE: tl.constexpr,
     D_N: tl.constexpr,
     D_R: tl.constexpr,
     BLOCK_A: tl.constexpr,
@@ -452,7 +460,8 @@ def _scores(
     if row_scale is not None:
         scores *= row_scale[:, None]
     if k_scale is not None:
-        scales = tl.load(k_scale + wide * stride_ks, mask=is_key, other=0.0)
+        scale = (key // KEYS_PER_SCALE).to(tl.int64)
+        scales = tl.load(k_scale + scale * stride_ks, mask=is_key, other=0.0)
         scores *= scales[None, :]
     return scores
 
@@ -471,6 +480,7 @@ def _add_non_finite(
     stride_v_token,
     stride_v_column,
     stride_vs_token,
+    KEYS_PER_SCALE: tl.constexpr,
     D_V: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     HAS_FP8: tl.constexpr,
@@ -492,7 +502,7 @@ def _add_non_finite(
                 value = widen_e4m3(value, tl.bfloat16, HAS_FP8)
             value = value.to(tl.float32)
             if v_scale is not None:
-                value *= tl.load(v_scale + key.to(tl.int64) * stride_vs_token)
+                value *= tl.load(v_scale + (key // KEYS_PER_SCALE).to(tl.int64) * stride_vs_token)
             counts = ((key >= first) & (key < last))[:, None] & ~is_finite(value)[None, :]
             special += tl.where(counts, value[None, :] / denominator[:, None], 0.0)
         pointers = out_rows[:, None] + column[None, :]

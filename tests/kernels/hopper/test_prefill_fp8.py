@@ -39,13 +39,13 @@ def case(widths: str = "192/128", mask: str = "causal", **fields: object) -> Pre
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("scales", [{"scaled": False}, {}, {"block_scales": True}], ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("mask", MASKS)
-def test_masks(mask, lengths, scaled):
+def test_masks(mask, lengths, scales):
     """Requests begin at any key, tiles of rewritten values at multiples of 128 of each request."""
     kv_lens, q_lens = LENGTHS[lengths]
-    case(mask=mask, kv_lens=kv_lens, q_lens=q_lens, scaled=scaled).run("cuda", "hopper")
+    case(mask=mask, kv_lens=kv_lens, q_lens=q_lens, **scales).run("cuda", "hopper")
 
 
 @pytest.mark.gpu
@@ -55,6 +55,11 @@ def test_masks(mask, lengths, scaled):
         {"widths": "128/128"},
         {"widths": "128/128", "mask": "null", "scaled": False},
         {"transposed": False},
+        {"block_scales": True},
+        {"block_scales": True, "seed": 1, "transposed": False, "padded": True},
+        {"block_scales": True, "sharpness": -2.0},
+        {"block_scales": True, "sharpness": 30.0},
+        {"block_scales": True, "widths": "128/128", "sink": "mixed"},
         {"uniform_keys": True},
         {"uniform_keys": True, "seed": 1},
         {"uniform_values": True},
@@ -92,10 +97,10 @@ def test_keys_that_are_not_whole_groups(mask, keys):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mask", ["causal", "null"])
-@pytest.mark.parametrize("scaled", [True, False])
-def test_sums_of_many_blocks(mask, scaled):
+@pytest.mark.parametrize("scales", [{"scaled": False}, {}, {"block_scales": True}], ids=str)
+def test_sums_of_many_blocks(mask, scales):
     """Tensor cores would lose 1 % over so many keys: their sums are promoted to float32."""
-    case(mask=mask, kv_lens=(5000,), q_lens=(130,), scaled=scaled).run("cuda", "hopper")
+    case(mask=mask, kv_lens=(5000,), q_lens=(130,), **scales).run("cuda", "hopper")
 
 
 @pytest.mark.gpu
@@ -115,13 +120,15 @@ def test_many_tiles_per_cta(num_sms, mask, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(16))
 def test_random_batches(seed):
     draw = Random(seed)
     q_lens = tuple(draw.choice([0, 1, draw.randrange(400)]) for _ in range(draw.choice([1, 4, 30])))
     kv_lens = tuple(max(0, q_len + draw.choice([0, -3, draw.randrange(300)])) for q_len in q_lens)
     mask = draw.choice(list(MASKS))
-    case(mask=mask, kv_lens=kv_lens, q_lens=q_lens, seed=seed, heads=draw.choice([1, 2, 5])).run(
+    heads, block_scales = draw.choice([1, 2, 5]), draw.choice([False, True])
+    lengths = {"kv_lens": kv_lens, "q_lens": q_lens}
+    case(mask=mask, seed=seed, heads=heads, block_scales=block_scales, **lengths).run(
         "cuda", "hopper"
     )
 

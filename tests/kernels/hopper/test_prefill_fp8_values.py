@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mlakit.kernels.hopper.prefill.fp8_values import BLOCK, LOG2_SHIFT, NO_SCALE, rewrite_values
+from mlakit.kernels.hopper.prefill.fp8_values import (
+    BLOCK,
+    LOG2_SHIFT,
+    NO_SCALE,
+    rewrite_values,
+    scale_kinds,
+)
 from mlakit.workloads.paged import starts_of
 
 HEADS = 2
@@ -33,6 +39,19 @@ def wanted_tile(bits: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, 
     return tile, bool(is_bad.any())
 
 
+def rewritten(
+    v: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    starts: list[int],
+    keys_per_scale: int,
+) -> tuple[torch.Tensor, ...]:
+    k_scale, v_scale = (None if each is None else each.to(v.device) for each in (k_scale, v_scale))
+    kinds = scale_kinds(k_scale, v_scale, keys_per_scale)
+    kv_starts = torch.tensor(starts, dtype=torch.int32, device=v.device)
+    return tuple(each.cpu() for each in rewrite_values(v, k_scale, v_scale, kv_starts, kinds))
+
+
 @pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize("lens", LENGTHS, ids=lambda lens: str(lens[:5]))
 def test_tiles_flags_and_scales(lens, transposed, device):
@@ -46,13 +65,7 @@ def test_tiles_flags_and_scales(lens, transposed, device):
     placed = v.to(device)
     if transposed:
         placed = placed.permute(1, 2, 0).contiguous().permute(2, 0, 1)
-    results = rewrite_values(
-        placed,
-        k_scale.to(device),
-        v_scale.to(device),
-        torch.tensor(starts, dtype=torch.int32, device=device),
-    )
-    tiles, flags, scales = (each.cpu() for each in results)
+    tiles, flags, scales = rewritten(placed, k_scale, v_scale, starts, 1)
     bits = v.view(torch.uint8)
     for request, length in enumerate(lens):
         first_tile = starts[request] // BLOCK + request
@@ -69,3 +82,43 @@ def test_tiles_flags_and_scales(lens, transposed, device):
                 assert torch.equal(vectors[0], k_scale[own_keys])
                 torch.testing.assert_close(vectors[1], size.log2() + LOG2_SHIFT, rtol=2e-6, atol=0)
                 torch.testing.assert_close(vectors[2], 1 / size, rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize("missing", ["nothing", "k_scale", "v_scale"])
+@pytest.mark.parametrize("lens", LENGTHS, ids=lambda lens: str(lens[:5]))
+def test_scales_of_blocks(lens, missing, device):
+    """Scales of blocks without keys are NaN: they flag no tile."""
+    own = torch.Generator("cpu").manual_seed(0)
+    starts, blocks = starts_of(lens), sum(lens) // BLOCK + len(lens)
+    v = torch.randn(sum(lens), HEADS, D_V, generator=own, device="cpu").to(torch.float8_e4m3fn)
+    k_scale = torch.rand(blocks, generator=own, device="cpu") - 0.5
+    v_scale = torch.rand(blocks, HEADS, generator=own, device="cpu") - 0.5
+    v_scale[0, 0], v_scale[1:2, 1] = 0.0, torch.inf
+    has_keys = torch.zeros(blocks, dtype=torch.bool, device="cpu")
+    for request, length in enumerate(lens):
+        first = starts[request] // BLOCK + request
+        has_keys[first : first + -(-length // BLOCK)] = True
+    k_scale[~has_keys], v_scale[~has_keys] = torch.nan, torch.nan
+    given_k, given_v = (None if missing == "k_scale" else k_scale), v_scale
+    if missing == "v_scale":
+        given_v, v_scale = None, torch.ones_like(v_scale)
+    tiles, flags, scales = rewritten(v.to(device), given_k, given_v, starts, BLOCK)
+    assert scales.shape == (HEADS, blocks, 8, 8)
+    bits = v.view(torch.uint8)
+    for request, length in enumerate(lens):
+        first = starts[request] // BLOCK + request
+        for start in range(0, length, BLOCK):
+            block = first + start // BLOCK
+            keys = slice(starts[request] + start, starts[request] + min(start + BLOCK, length))
+            for head in range(HEADS):
+                scale = v_scale[block, head]
+                tile, is_flagged = wanted_tile(
+                    bits[keys, head], scale.expand(keys.stop - keys.start)
+                )
+                assert torch.equal(tiles.view(torch.uint8)[head, block], tile)
+                assert bool(flags[head, block]) == is_flagged
+                size = scale.abs() if 0 < scale.abs() < torch.inf else torch.tensor(NO_SCALE)
+                of_keys = torch.tensor(1.0) if given_k is None else k_scale[block]
+                wanted = torch.stack([of_keys, size.log2(), 1 / size, torch.tensor(0.0)])
+                copies = scales[head, block].reshape(16, 4)
+                torch.testing.assert_close(copies, wanted.expand(16, 4), rtol=2e-6, atol=1e-6)

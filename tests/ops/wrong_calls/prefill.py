@@ -99,6 +99,18 @@ WRONG: WrongCalls = {
             "TypeError: v_scale must be float32, got bfloat16",
         ),
         (
+            lambda a: {**_fp8(a), "keys_per_scale": 64},
+            "ValueError: keys_per_scale must be 1 or 128, got 64",
+        ),
+        (
+            lambda a: {"keys_per_scale": 128.0},
+            "TypeError: keys_per_scale must be an integer, got float",
+        ),
+        (
+            lambda a: {**_fp8(a), "k_scale": torch.ones(25), "keys_per_scale": 128},
+            "ValueError: k_scale.shape[0] (blocks) must equal keys // 128 + batch, 5, got 25",
+        ),
+        (
             lambda a: {**_fp8(a), "v": columns_first(a["v"].to(E4M3))},
             "ValueError: v must have a contiguous last axis, got strides (15, 1, 3)",
         ),

@@ -37,6 +37,7 @@ from mlakit.kernels.hopper.prefill.fp8_softmax import (
     SHIFT,
     as_a_operand,
     column_of,
+    load_block_scales,
     mask_scores,
     row_scales,
     scale_scores,
@@ -93,8 +94,9 @@ class Scales:
     v: object
     HAS_KEYS: object  # each key has a scale of its own
     HAS_VALUES: object  # and each value
+    HAS_BLOCKS: object  # or each block of keys, and of values
     tma: object  # of `fp8_values`, or None
-    tiles: object  # [STAGES, 16, 32]
+    tiles: object  # [STAGES, 16, 32], [STAGES, 8, 8] of blocks
     stride_q_token: object
     stride_q_head: object
     stride_k: object
@@ -143,20 +145,26 @@ def _align_tile(schedule, tile):
     )  # fmt: skip
 
 
+@gluon.constexpr_function
+def _tile_bytes(tma):
+    return 0 if tma is None else 4 * tma.block_shape[0] * tma.block_shape[1]
+
+
 @gluon.jit
 def _load_block(inputs, tile, row, v_tile, fill, ROW_BYTES: gl.constexpr):
     """Keys and values of a block, and their scales."""
     values = inputs.values
     D_V: gl.constexpr = values.tiles.shape[1]
     BLOCK_K: gl.constexpr = inputs.schedule.BLOCK_K
-    SCALE_BYTES: gl.constexpr = 0 if inputs.scales.tma is None else 16 * 32 * 4
+    SCALE_BYTES: gl.constexpr = _tile_bytes(inputs.scales.tma)
     stage, phase = _stage(fill)
     full = inputs.kv_ready.full.index(stage)
     mbarrier.wait(inputs.kv_ready.empty.index(stage), phase ^ 1)
     mbarrier.expect(full, BLOCK_K * (ROW_BYTES + D_V) + SCALE_BYTES)
     load_keys(inputs.parts, stage, full, tile, row, inputs.strides.k)
     if inputs.scales.tma is not None:
-        tma_load(inputs.scales.tma, [v_tile * 16, 0], full, inputs.scales.tiles.index(stage))
+        ROWS: gl.constexpr = inputs.scales.tma.block_shape[0]
+        tma_load(inputs.scales.tma, [v_tile * ROWS, 0], full, inputs.scales.tiles.index(stage))
     tma_load(values.tma, [v_tile * D_V, 0], full, values.tiles.index(stage))
 
 
@@ -268,14 +276,17 @@ def _consumer(ROW0: gl.constexpr, inputs, outputs, SIGN: gl.constexpr, CONFIG: g
         for block in range(seen.top, seen.end):
             stage, _ = _stage(fill)
             qk = issue_qk(parts, stage, ROW0, MMA_K)
+            of_block = (None,)
+            if inputs.scales.HAS_BLOCKS:
+                of_block = load_block_scales(inputs.scales, stage)
             scores = warpgroup_mma_wait(0, deps=(qk,))
             scores = scale_scores(scores, inputs.scales, stage, row_scale, SIGN)
             scores = mask_scores(
-                scores, inputs.scales, schedule, tiles, tiles_done, start, seen.all_first, all_end,
-                ROW0,
+                scores, inputs.scales, of_block[0], schedule, tiles, tiles_done, start,
+                seen.all_first, all_end, ROW0,
             )  # fmt: skip
             probs, row_max, row_sum, rescale = softmax_step(
-                scores, inputs.scales, stage, row_max, row_sum, row_scale
+                scores, inputs.scales, of_block, stage, row_max, row_sum, row_scale
             )
             pv = _issue_pv(probs, inputs.values, stage)
             # the next block's: the latency of a barrier that is complete already is hidden by PV
@@ -350,6 +361,7 @@ def mla_prefill_fp8_kernel(
     stride_vs_head,
     HAS_KEY_SCALES: gl.constexpr,  # one of each key, of each value
     HAS_VALUE_SCALES: gl.constexpr,
+    HAS_BLOCK_SCALES: gl.constexpr,  # one of each block of keys and of values; k_scale is None
     TRAITS: gl.constexpr,
     CONFIG: gl.constexpr,  # `configs.Fp8PrefillConfig`
 ):
@@ -363,10 +375,12 @@ def mla_prefill_fp8_kernel(
     )  # fmt: skip
     scale_tiles = None
     if scales is not None:
-        scale_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, 16, 32], scales.layout)
+        SHAPE: gl.constexpr = [STAGES, scales.block_shape[0], scales.block_shape[1]]
+        scale_tiles = gl.allocate_shared_memory(gl.float32, SHAPE, scales.layout)
     scales = Scales(
-        q_scale, k_scale, v_scale, HAS_KEY_SCALES, HAS_VALUE_SCALES, scales, scale_tiles,
-        stride_qs_token, stride_qs_head, stride_ks, stride_vs_token, stride_vs_head,
+        q_scale, k_scale, v_scale, HAS_KEY_SCALES, HAS_VALUE_SCALES, HAS_BLOCK_SCALES, scales,
+        scale_tiles, stride_qs_token, stride_qs_head, stride_ks, stride_vs_token,
+        stride_vs_head,
     )  # fmt: skip
     parts = (make_part(q, k, WARPGROUPS, STAGES, 0, False),)
     if q_rope is not None:

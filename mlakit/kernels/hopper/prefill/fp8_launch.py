@@ -11,7 +11,7 @@ from mlakit.formats import SMALLEST_SCALE
 from mlakit.kernels.hopper.prefill.configs import Traits, fp8_prefill_config
 from mlakit.kernels.hopper.prefill.descriptors import as_rows, row_pitch, tma_tiles
 from mlakit.kernels.hopper.prefill.fp8_kernel import mla_prefill_fp8_kernel
-from mlakit.kernels.hopper.prefill.fp8_values import SCALE_ROWS, has_token_scales, rewrite_values
+from mlakit.kernels.hopper.prefill.fp8_values import rewrite_values, scale_kinds
 from mlakit.kernels.hopper.prefill.schedule import make_schedule
 from mlakit.kernels.triton.launch import launch, target
 
@@ -22,7 +22,8 @@ def launch_fp8(a: PrefillArguments, out: Tensor, lse: Tensor, traits: Traits) ->
     tokens, heads, _ = q.shape
     d_n, d_r, d_v = k_nope.shape[2], k_rope.shape[1], v.shape[2]
     config = fp8_prefill_config((d_n, d_r, d_v))
-    tiles, flags, scales = rewrite_values(v, a.k_scale, a.v_scale, a.kv_starts)
+    kinds = scale_kinds(a.k_scale, a.v_scale, a.keys_per_scale)
+    tiles, flags, scales = rewrite_values(v, a.k_scale, a.v_scale, a.kv_starts, kinds)
     rows, counters = make_schedule(
         a.q_starts,
         a.kv_starts,
@@ -41,7 +42,7 @@ def launch_fp8(a: PrefillArguments, out: Tensor, lse: Tensor, traits: Traits) ->
         tma_tiles(k_rows, block_k, d_n),
         tma_tiles(row_pitch(k_rope), block_k, d_r) if d_r else None,
         tma_tiles(tiles.view(-1, block_k), d_v, block_k),
-        None if scales is None else tma_tiles(scales.view(-1, 32), SCALE_ROWS, 32),
+        None if scales is None else tma_tiles(scales.flatten(0, 2), *scales.shape[2:]),
         v,
         flags,
         rows,
@@ -50,7 +51,7 @@ def launch_fp8(a: PrefillArguments, out: Tensor, lse: Tensor, traits: Traits) ->
         lse,
         sink,
         a.q_scale,
-        a.k_scale,
+        None if kinds.has_blocks else a.k_scale,
         a.v_scale,
         # a scale of 0 would turn the −inf of a hidden key into NaN
         max(abs(a.softmax_scale) * log2(e), SMALLEST_SCALE),
@@ -66,8 +67,9 @@ def launch_fp8(a: PrefillArguments, out: Tensor, lse: Tensor, traits: Traits) ->
         *((0, 0) if a.q_scale is None else a.q_scale.stride()),
         0 if a.k_scale is None else a.k_scale.stride(0),
         *((0, 0) if a.v_scale is None else a.v_scale.stride()),
-        HAS_KEY_SCALES=has_token_scales(a.k_scale),
-        HAS_VALUE_SCALES=has_token_scales(a.v_scale),
+        HAS_KEY_SCALES=kinds.has_keys,
+        HAS_VALUE_SCALES=kinds.has_values,
+        HAS_BLOCK_SCALES=kinds.has_blocks,
         TRAITS=traits,
         CONFIG=config,
         num_warps=4,

@@ -39,7 +39,7 @@ def has_flags(values, tile, BLOCK_K: gl.constexpr):
 @gluon.jit
 def finish_values(acc, schedule, tile, ROW0: gl.constexpr, values, scales, is_flagged):
     """acc times the scale of all values, and the values that are not finite."""
-    if scales.v is not None and not scales.HAS_VALUES:
+    if scales.v is not None and not (scales.HAS_VALUES or scales.HAS_BLOCKS):
         scale = gl.load(scales.v + tile.head.to(gl.int64) * scales.stride_v_head)
         acc *= gl.where(gl.abs(scale) < float("inf"), scale, 0.0)
     if is_flagged > 0:
@@ -49,6 +49,7 @@ def finish_values(acc, schedule, tile, ROW0: gl.constexpr, values, scales, is_fl
 
 @gluon.jit
 def _add_non_finite(acc, schedule, tile, ROW0: gl.constexpr, values, scales):
+    BLOCK_K: gl.constexpr = schedule.BLOCK_K
     LAYOUT: gl.constexpr = acc.type.layout
     position = tile.position + ROW0 + gl.arange(0, acc.shape[0], gl.SliceLayout(1, LAYOUT))
     first, end = seen_keys(schedule, position, tile.kv_len)
@@ -62,7 +63,11 @@ def _add_non_finite(acc, schedule, tile, ROW0: gl.constexpr, values, scales):
         value = gl.load(head + row * values.stride_token + column).to(gl.float32)
         if scales.v is not None:
             at = scales.v + tile.head.to(gl.int64) * scales.stride_v_head
-            value *= gl.load(at + row * scales.stride_v_token)
+            if scales.HAS_BLOCKS:
+                block = tile.kv_row // BLOCK_K + tile.request + key // BLOCK_K
+                value *= gl.load(at + block.to(gl.int64) * scales.stride_v_token)
+            else:
+                value *= gl.load(at + row * scales.stride_v_token)
         is_finite = gl.abs(value) < float("inf")
         special = gl.expand_dims(gl.where(is_finite, 0.0, value), 0)
         is_seen = gl.expand_dims((key >= first) & (key < end), 1)

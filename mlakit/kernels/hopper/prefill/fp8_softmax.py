@@ -17,7 +17,7 @@ from mlakit.kernels.hopper.prefill import configs
 from mlakit.kernels.hopper.prefill.masks import keys_left
 from mlakit.kernels.hopper.prefill.pipeline import read_tile
 from mlakit.kernels.hopper.prefill.tiles import seen_keys
-from mlakit.kernels.hopper.primitives import SMEM_VECTOR, opaque_zero
+from mlakit.kernels.hopper.primitives import IN_EACH_THREAD, SMEM_VECTOR, opaque_zero
 
 SHIFT = gl.constexpr(configs.FP8_PROB_SHIFT)
 SMALLEST_SCALE = gl.constexpr(_SMALLEST_SCALE)
@@ -154,6 +154,16 @@ def _key_vector(scales, stage, NUMBER: gl.constexpr, like):
 
 
 @gluon.jit
+def load_block_scales(scales, stage):
+    """(k_scale, log2 of v_scale, its inverse) of a block's keys."""
+    copies = reinterpret(scales.tiles.index(stage), gl.float32, [16, 4], SMEM_VECTOR)
+    even, odd = gl.split(gl.reshape(copies.index(0).load(IN_EACH_THREAD), [2, 2]))
+    k_scale, inverse = gl.split(gl.reshape(even, [1, 2]))
+    log2_scale, _ = gl.split(gl.reshape(odd, [1, 2]))
+    return gl.max(k_scale, 0), gl.max(log2_scale, 0), gl.max(inverse, 0)
+
+
+@gluon.jit
 def scale_scores(scores, scales, stage, row_scale, SIGN: gl.constexpr):
     """scores · SIGN times the scales of each key. If values have scales: times row_scale, and the
     logarithms of these scales are added.
@@ -170,10 +180,12 @@ def scale_scores(scores, scales, stage, row_scale, SIGN: gl.constexpr):
 
 @gluon.jit
 def mask_scores(
-    scores, scales, schedule, tiles, tiles_done, start, all_first, all_end, ROW0: gl.constexpr
+    scores, scales, k_scale, schedule, tiles, tiles_done, start, all_first, all_end,
+    ROW0: gl.constexpr,
 ):  # fmt: skip
     """scores, −inf where a query does not see a key.
 
+    k_scale  of the block, or None
     tiles  of which the work tile is read, where it is needed: kept, it would take registers
     start  first key of the block, a multiple of BLOCK_K: any block may have the diagonal, or the
            request's last key
@@ -184,10 +196,15 @@ def mask_scores(
     BLOCK_K: gl.constexpr = scores.shape[1]
     scores = gl.reshape(scores, [64, BLOCK_K // 8, 4, 2])
     row = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-    if start + BLOCK_K > all_end:
+    is_rare = start + BLOCK_K > all_end
+    if k_scale is not None:
+        is_rare |= k_scale < 0.0
+    if is_rare:
         tile = read_tile(tiles, schedule, tiles_done, 4)
         if scales.k is not None and not (scales.HAS_KEYS or scales.HAS_VALUES):
             scores *= _sign_of_keys(scales)
+        if k_scale is not None:
+            scores *= gl.where(k_scale < 0.0, -1.0, 1.0)
         position = tile.position + (row + (ROW0 + opaque_zero()))
         _, end = seen_keys(schedule, position, tile.kv_len)
         key, limit = keys_left(scores, end - start)
@@ -242,9 +259,20 @@ def as_a_operand(words, PROBS: gl.constexpr):
 
 
 @gluon.jit
-def softmax_step(scores, scales, stage, row_max, row_sum, row_scale):
-    """(words of e4m3, row_max, row_sum, what acc is to be rescaled by) of `scale_scores`."""
-    if scales.HAS_VALUES:
+def softmax_step(scores, scales, of_block, stage, row_max, row_sum, row_scale):
+    """(words of e4m3, row_max, row_sum, what acc is to be rescaled by) of `scale_scores`.
+
+    of_block  `load_block_scales`: row_max has the logarithm of v_scale in it, row_sum has not
+    """
+    if scales.HAS_BLOCKS:
+        k_scale, log2_scale, _ = of_block
+        row_scale *= gl.abs(k_scale)
+        row_scale = gl.where(row_scale < SMALLEST_SCALE, SMALLEST_SCALE, row_scale)
+        new_max = gl.maximum(row_max, _row_max(scores) * row_scale + log2_scale)
+        shift = new_max - (SHIFT + log2_scale)
+        probs = gl.exp2(scores * gl.expand_dims(row_scale, 1) - gl.expand_dims(shift, 1))
+        weights = probs
+    elif scales.HAS_VALUES:
         new_max = gl.maximum(row_max, _row_max(scores))
         probs = gl.exp2(scores - gl.expand_dims(new_max - SHIFT, 1))
         weights = probs * _key_vector(scales, stage, 2, scores)
@@ -253,5 +281,8 @@ def softmax_step(scores, scales, stage, row_max, row_sum, row_scale):
         probs = gl.exp2(scores * gl.expand_dims(row_scale, 1) - gl.expand_dims(new_max - SHIFT, 1))
         weights = probs
     rescale = gl.exp2(row_max - new_max)
-    row_sum = row_sum * column_of(rescale, row_sum) + spread_sum(weights)
+    block_sum = spread_sum(weights)
+    if scales.HAS_BLOCKS:
+        block_sum *= of_block[2]
+    row_sum = row_sum * column_of(rescale, row_sum) + block_sum
     return to_e4m3(probs), new_max, row_sum, rescale

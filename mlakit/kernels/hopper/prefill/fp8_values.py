@@ -10,10 +10,14 @@ operand has 4t + 2h + b. So a kernel writes v transposed, in tiles of 128 keys i
     scales  [heads, tiles, 16, 32] float32, if each key or each value has a scale: of 128 keys
             k_scale, log2 of |v_scale| (plus LOG2_SHIFT) and its inverse, four rows each, keys in
             the order of the tile. TMA swizzles what it loads; the rows are swizzled here, so that
-            shared memory has plain vectors. The sign of v_scale is in the tile
+            shared memory has plain vectors. The sign of v_scale is in the tile.
+            [heads, tiles, 8, 8] if each tile has a scale: k_scale, log2 of |v_scale|, its inverse
+            and 0, 16 times: the same, however TMA swizzles them
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -25,7 +29,8 @@ from mlakit.replay import workspace
 
 BLOCK = 128
 CHUNK = 256  # requests at a time
-SCALE_ROWS = 16
+TOKEN_SCALES = (16, 32)  # of a tile
+BLOCK_SCALES = (8, 8)
 NO_SCALE = 2.0**-60  # of values that are 0: a scale of 0 has no logarithm
 LOG2_SHIFT = 64.0  # is added to logarithms: scores that they are added to are then positive
 
@@ -34,13 +39,28 @@ def max_value_tiles(keys: int, batch: int) -> int:
     return keys // BLOCK + batch
 
 
-def has_token_scales(scale: Tensor | None) -> bool:
-    """Does each token have its own scale? Otherwise, with a stride of 0, it is one for all."""
-    return scale is not None and scale.stride(0) != 0
+class ScaleKinds(NamedTuple):
+    """What has a scale of its own: each key, each value, each block of both."""
+
+    has_keys: bool
+    has_values: bool
+    has_blocks: bool
+
+
+def scale_kinds(k_scale: Tensor | None, v_scale: Tensor | None, keys_per_scale: int) -> ScaleKinds:
+    # with a stride of 0 it is one for all
+    varies = [scale is not None and scale.stride(0) != 0 for scale in (k_scale, v_scale)]
+    if keys_per_scale == 1:
+        return ScaleKinds(*varies, has_blocks=False)
+    return ScaleKinds(False, False, has_blocks=any(varies))
 
 
 def rewrite_values(
-    v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, kv_starts: Tensor
+    v: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    kv_starts: Tensor,
+    kinds: ScaleKinds,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(tiles, flags, scales)"""
     keys, heads, d_v = v.shape
@@ -48,10 +68,10 @@ def rewrite_values(
     count = max_value_tiles(keys, batch)
     tiles = workspace.scratch((heads, count, d_v, BLOCK), v.dtype, v.device)
     flags = workspace.scratch((heads, count), torch.int32, v.device)
-    has_keys, has_values = has_token_scales(k_scale), has_token_scales(v_scale)
     scales = None
-    if has_keys or has_values:
-        scales = workspace.scratch((heads, count, SCALE_ROWS, 32), torch.float32, v.device)
+    if any(kinds):
+        shape = BLOCK_SCALES if kinds.has_blocks else TOKEN_SCALES
+        scales = workspace.scratch((heads, count, *shape), torch.float32, v.device)
     launch(
         _rewrite_values_kernel,
         (heads, count),
@@ -70,8 +90,9 @@ def rewrite_values(
         D_V=d_v,
         BLOCK=BLOCK,
         CHUNK=CHUNK,
-        HAS_KEY_SCALES=has_keys,
-        HAS_VALUE_SCALES=has_values,
+        HAS_KEY_SCALES=kinds.has_keys,
+        HAS_VALUE_SCALES=kinds.has_values,
+        HAS_BLOCK_SCALES=kinds.has_blocks,
         NO_SCALE=NO_SCALE,
         LOG2_SHIFT=LOG2_SHIFT,
         BY_WORDS=v.stride(2) == 1 and all(at % 16 == 0 for at in (v.data_ptr(), *v.stride()[:2])),
@@ -86,8 +107,8 @@ VARYING = ["batch", "stride_k_scale", "stride_scale_token", "stride_scale_head",
 @triton.jit(do_not_specialize=VARYING)
 def _rewrite_values_kernel(
     v,  # [keys, heads, D_V] e4m3
-    k_scale,  # [keys] float32 or None
-    v_scale,  # [keys, heads] float32 or None
+    k_scale,  # [keys] or [count] float32, or None
+    v_scale,  # [keys, heads] or [count, heads] float32, or None
     kv_starts,  # [batch + 1]
     tiles,
     flags,
@@ -105,6 +126,7 @@ def _rewrite_values_kernel(
     CHUNK: tl.constexpr,
     HAS_KEY_SCALES: tl.constexpr,  # one of each key, of each value
     HAS_VALUE_SCALES: tl.constexpr,
+    HAS_BLOCK_SCALES: tl.constexpr,  # one of each tile's keys, one of its values
     NO_SCALE: tl.constexpr,
     LOG2_SHIFT: tl.constexpr,
     BY_WORDS: tl.constexpr,  # columns are contiguous, at multiples of 16 bytes
@@ -125,15 +147,23 @@ def _rewrite_values_kernel(
     if first_key < kv_end:
         number = head.to(tl.int64) * tl.num_programs(1) + tile
         place = tl.arange(0, BLOCK)
+        IS_SIGNED: tl.constexpr = HAS_VALUE_SCALES or HAS_BLOCK_SCALES
+        if HAS_BLOCK_SCALES:
+            # all keys have the scale of the tile
+            if k_scale is not None:
+                k_scale += tile.to(tl.int64) * stride_k_scale
+            if v_scale is not None:
+                v_scale += tile.to(tl.int64) * stride_scale_token
+            stride_scale_token = 0
         if BY_WORDS:
             is_flagged = _rewrite_words(
                 v, v_scale, tiles, head, number, first_key, kv_end, stride_token, stride_head,
-                stride_scale_token, stride_scale_head, HAS_VALUE_SCALES, D_V, BLOCK,
+                stride_scale_token, stride_scale_head, IS_SIGNED, D_V, BLOCK,
             )  # fmt: skip
         else:
             is_flagged = _rewrite_bytes(
                 v, v_scale, tiles, head, number, first_key, kv_end, stride_token, stride_head,
-                stride_column, stride_scale_token, stride_scale_head, HAS_VALUE_SCALES, D_V, BLOCK,
+                stride_column, stride_scale_token, stride_scale_head, IS_SIGNED, D_V, BLOCK,
             )  # fmt: skip
         tl.store(flags + number, is_flagged)
         key = (first_key + place).to(tl.int64)
@@ -144,16 +174,19 @@ def _rewrite_values_kernel(
             scale = _value_scale(
                 v_scale, head, key, key < kv_end, stride_scale_token, stride_scale_head
             )
-            scale = tl.abs(scale)
-            scale = tl.where((scale > NO_SCALE) & (scale < float("inf")), scale, NO_SCALE)
+            scale = _size_of(scale, NO_SCALE)
             _store_vector(scales, number, 4, place, tl.log2(scale) + LOG2_SHIFT)
             _store_vector(scales, number, 8, place, 1.0 / scale)
+        if HAS_BLOCK_SCALES:
+            _store_block_scales(
+                scales, number, k_scale, v_scale, head.to(tl.int64) * stride_scale_head, NO_SCALE
+            )
 
 
 @triton.jit
 def _rewrite_bytes(
     v, v_scale, tiles, head, number, first_key, kv_end, stride_token, stride_head, stride_column,
-    stride_scale_token, stride_scale_head, HAS_VALUE_SCALES: tl.constexpr, D_V: tl.constexpr,
+    stride_scale_token, stride_scale_head, IS_SIGNED: tl.constexpr, D_V: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A tile of values with any strides; 1 if some are not finite, else 0."""
@@ -168,7 +201,7 @@ def _rewrite_bytes(
     if v_scale is not None:
         scale = _value_scale(v_scale, head, row, is_key, stride_scale_token, stride_scale_head)
         is_good = is_good & (tl.abs(scale) < float("inf"))[None, :]
-        if HAS_VALUE_SCALES:
+        if IS_SIGNED:
             bits = bits ^ tl.where(scale < 0.0, 0x80, 0).to(tl.uint8)[None, :]
     bits = tl.reshape(tl.where(is_good, bits, 0), [D_V, BLOCK // 16, 2, 4, 2])
     bits = tl.reshape(tl.permute(bits, (0, 1, 3, 2, 4)), [D_V, BLOCK]).to(tl.uint8)
@@ -180,7 +213,7 @@ def _rewrite_bytes(
 @triton.jit
 def _rewrite_words(
     v, v_scale, tiles, head, number, first_key, kv_end, stride_token, stride_head,
-    stride_scale_token, stride_scale_head, HAS_VALUE_SCALES: tl.constexpr, D_V: tl.constexpr,
+    stride_scale_token, stride_scale_head, IS_SIGNED: tl.constexpr, D_V: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`_rewrite_bytes` of contiguous columns at multiples of 16 bytes, four bytes at a time."""
@@ -201,7 +234,7 @@ def _rewrite_words(
         if v_scale is not None:
             scale = _value_scale(v_scale, head, row, is_key, stride_scale_token, stride_scale_head)
             is_bad = tl.where((tl.abs(scale) < float("inf"))[:, None], is_bad, 0x01010101)
-            if HAS_VALUE_SCALES:
+            if IS_SIGNED:
                 four = four ^ tl.where(scale < 0.0, 0x80808080, 0).to(tl.uint32)[:, None]
         is_flagged |= is_bad
         keys = keys + (four & ~(is_bad * 255),)  # noqa: RUF005
@@ -217,6 +250,28 @@ def _rewrite_words(
     tl.store(out + BLOCK // 2, tl.trans((even01 >> 16) | (even23 & 0xFFFF0000)))
     tl.store(out + 3 * BLOCK // 4, tl.trans((odd01 >> 16) | (odd23 & 0xFFFF0000)))
     return tl.max(tl.max((is_flagged != 0).to(tl.int32), 1), 0)
+
+
+@triton.jit
+def _size_of(scale, NO_SCALE: tl.constexpr):
+    """|scale|, with a logarithm"""
+    scale = tl.abs(scale)
+    return tl.where((scale > NO_SCALE) & (scale < float("inf")), scale, NO_SCALE)
+
+
+@triton.jit
+def _store_block_scales(scales, number, k_scale, v_scale, head_offset, NO_SCALE: tl.constexpr):
+    """See `scales` above."""
+    of_keys, of_values = 1.0, 1.0
+    if k_scale is not None:
+        of_keys = tl.load(k_scale)
+    if v_scale is not None:
+        of_values = _size_of(tl.load(v_scale + head_offset), NO_SCALE)
+    place = tl.arange(0, 64)
+    four = tl.where(place % 4 == 0, of_keys, 0.0)
+    four = tl.where(place % 4 == 1, tl.log2(of_values + tl.zeros([64], tl.float32)), four)
+    four = tl.where(place % 4 == 2, 1.0 / of_values, four)
+    tl.store(scales + number * 64 + place, four)
 
 
 @triton.jit
