@@ -113,8 +113,8 @@ def test_times_of_patched_models_are_those_of_the_data(row):
 @pytest.mark.parametrize("row", table(section("Prefill, e4m3"), "b, h, s, mask, scales"))
 def test_times_of_e4m3_prefill_are_those_of_the_data(row):
     batch, heads, tokens, mask, scales = row[0].split(", ")
-    uniform = {"uniform": "-uniform", "token": ""}[scales]
-    measured = PREFILL_FP8[f"prefill-fp8-b{batch}-h{heads}-{tokens}-{mask}{uniform}"]
+    suffix = "" if scales == "token" else f"-{scales}"
+    measured = PREFILL_FP8[f"prefill-fp8-b{batch}-h{heads}-{tokens}-{mask}{suffix}"]
     own, bf16 = measured["mlakit"], measured["mlakit bf16"]
     assert row[1:] == [us(own), us(bf16), speed(bf16, own)]
 
@@ -149,7 +149,7 @@ def test_times_of_whole_steps_are_those_of_the_data(row):
 @pytest.mark.parametrize("row", table(section("H200: FP8 products"), "rows, columns, K"))
 def test_times_of_fp8_products_are_those_of_the_data(row):
     measured = FP8_PRODUCTS["scaled-mm-" + row[0].replace(", ", "x")]
-    names = ("mlakit", "bf16 matmul", "torch scaled_mm")
+    names = ("mlakit", "bf16 matmul", "torch scaled_mm", "deep_gemm")
     shown = [us(measured[name]) if name in measured else "" for name in names]
     speeds = [
         speed(measured[name], measured["mlakit"]) if name in measured else "" for name in names[1:]
