@@ -88,18 +88,16 @@ class PrefillFp8(Prefill):
         )
 
     def _fp8_samples(self, fp8: _Quantised) -> Iterator[correctness.Sample]:
-        ends = list(pairwise(self.batch.starts))
+        starts = self.batch.starts
+        if self.scales == "block":
+            k_scale, v_scale = (_of_keys(each, starts) for each in (fp8.k_scale, fp8.v_scale))
+            fp8 = fp8._replace(k_scale=k_scale, v_scale=v_scale)
+        ends = list(pairwise(starts))
         for request in self.batch.checked_requests:
             start, end = ends[request]
-            of_keys = fp8
-            if self.scales == "block":
-                of_keys = fp8._replace(
-                    k_scale=_of_keys(fp8.k_scale, self.batch.starts),
-                    v_scale=_of_keys(fp8.v_scale, self.batch.starts),
-                )
             for place in correctness.evenly_spaced(end - start, MAX_CHECKED):
                 token = start + place
-                yield _sample(token, slice(start, token + 1 if self.causal else end), of_keys)
+                yield _sample(token, slice(start, token + 1 if self.causal else end), fp8)
 
 
 def _sample(token: int, keys: slice, fp8: _Quantised) -> correctness.Sample:

@@ -115,6 +115,21 @@ def test_error_is_at_most_twice_that_of_quantising_the_inputs(
     assert error.abs().max() <= 2 * allowed.abs().max()
 
 
+def assert_same_where_not_finite(spec, on_device: Tensors, starts, given, exact) -> None:
+    """Call the op and compare what is not finite exactly, the rest with a run wrong by 1/16."""
+    q_starts, kv_starts = (
+        torch.tensor(each, dtype=torch.int32, device=on_device["q"].device) for each in starts
+    )
+    try:
+        results = mla_prefill(
+            **on_device, q_starts=q_starts, kv_starts=kv_starts, **given, backend=spec.backend
+        )
+    except UnsupportedError as refusal:
+        pytest.skip(str(refusal))
+    for name, result, want in zip(("out", "lse"), results, exact, strict=True):
+        assert_matches(name, result.cpu(), want, want * (1 + 1 / 16))
+
+
 @EACH_BACKEND
 def test_scales_of_blocks_that_are_not_finite_reach_exactly_the_queries_that_see_them(
     spec, device, generator
@@ -128,20 +143,10 @@ def test_scales_of_blocks_that_are_not_finite_reach_exactly_the_queries_that_see
     names["v_scale"] = torch.tensor([2.0, torch.nan, 1.0, torch.nan, -0.5])[:, None]
     given = {"softmax_scale": 0.02, "mask": Mask("chunked", 256), "keys_per_scale": 128}
     exact = reference.mla_prefill(q_starts=starts[0], kv_starts=starts[1], **given, **names)
-    try:
-        results = mla_prefill(
-            **{name: each.to(device) for name, each in names.items()},
-            q_starts=torch.tensor(starts[0], dtype=torch.int32, device=device),
-            kv_starts=torch.tensor(starts[1], dtype=torch.int32, device=device),
-            **given,
-            backend=spec.backend,
-        )
-    except UnsupportedError as refusal:
-        pytest.skip(str(refusal))
     assert exact[0][:4].isfinite().all()
     assert not exact[0][4:].isfinite().any()
-    for name, result, want in zip(("out", "lse"), results, exact, strict=True):
-        assert_matches(name, result.cpu(), want, want * (1 + 1 / 16))
+    on_device = {name: each.to(device) for name, each in names.items()}
+    assert_same_where_not_finite(spec, on_device, starts, given, exact)
 
 
 @EACH_BACKEND
@@ -166,17 +171,5 @@ def test_values_and_scales_that_are_not_finite_reach_exactly_the_queries_that_se
     fp8["k_scale"][30 * n, ...] = torch.nan
     given = {"softmax_scale": 0.1, "mask": Mask(kind, window * n)}
     exact = reference.mla_prefill(q_starts=starts[0], kv_starts=starts[1], **given, **fp8)
-    try:
-        results = mla_prefill(
-            **moved(fp8, device),
-            q_starts=torch.tensor(starts[0], dtype=torch.int32, device=device),
-            kv_starts=torch.tensor(starts[1], dtype=torch.int32, device=device),
-            **given,
-            backend=spec.backend,
-        )
-    except UnsupportedError as refusal:
-        pytest.skip(str(refusal))
     assert exact[0].isnan().any()
-    for name, result, want in zip(("out", "lse"), results, exact, strict=True):
-        # a run that is wrong by 1/16: what is not finite is compared exactly
-        assert_matches(name, result.cpu(), want, want * (1 + 1 / 16))
+    assert_same_where_not_finite(spec, moved(fp8, device), starts, given, exact)
