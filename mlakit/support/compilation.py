@@ -3,8 +3,9 @@
 A check is a configuration (`configurations`) and an architecture. The op is called with tensors in
 host memory; its kernels are compiled for the architecture and not run. A check fails if a kernel
 does not compile, needs more shared memory than a block has, has other spills than `ALLOWED_SPILLS`,
-has serialised wgmmas, or initialises barriers that it does not use. On AMD's spills are shown and
-not checked, since nothing is tuned for them, and instructions for 8-bit floats fail the check.
+has serialised wgmmas, initialises barriers that it does not use, or has named barriers that the
+compiler uses, too. On AMD's spills are shown and not checked, since nothing is tuned for them, and
+instructions for 8-bit floats fail the check.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Compiled:
     allowed_spills: tuple[int, int] = (0, 0)
     is_serialised: bool = False  # its wgmmas are serialised
     idle_barriers: int = 0
+    shared_barriers: int = 0  # named ones
     has_amd_fp8: bool = False
     shared_bytes: int = 0
     shared_limit: int = 0
@@ -63,6 +65,8 @@ class Compiled:
             return f"shared memory exceeds the limit of {self.shared_limit} bytes"
         if self.idle_barriers:
             return f"barriers that are never used: {self.idle_barriers}"
+        if self.shared_barriers:
+            return f"named barriers of the compiler, too: {self.shared_barriers}"
         if self.is_serialised:
             return "its wgmmas are serialised"
         if self.has_amd_fp8:

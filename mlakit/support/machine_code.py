@@ -31,6 +31,7 @@ class MachineCode:
     spill_loads: int
     is_serialised: bool  # its wgmmas are serialised
     idle_barriers: int  # initialised and never used: the compiler may reuse their memory
+    shared_barriers: int  # named barriers that both the compiler and the kernel use
     has_amd_fp8: bool = False  # instructions of AMD's for 8-bit floats
 
 
@@ -67,6 +68,7 @@ def machine_code(kernel: Any, log: str = "") -> MachineCode:
         len(re.findall(r"\bLDL\b", code)),
         "wgmma" in kernel.asm["ptx"] and "serializ" in _log_of(kernel, log),
         _count_idle_barriers(kernel.asm["ttgir"]),
+        count_shared_barriers(kernel.asm["ptx"]),
     )
 
 
@@ -81,6 +83,7 @@ def _amd_machine_code(assembly: str) -> MachineCode:
         len(re.findall(r"^\s+scratch_load_", assembly, re.MULTILINE)),
         is_serialised=False,
         idle_barriers=0,
+        shared_barriers=0,
         has_amd_fp8=re.search(r"^\s+v_\w*(fp8|bf8)", assembly, re.MULTILINE) is not None,
     )
 
@@ -93,6 +96,20 @@ def _count_idle_barriers(ttgir: str) -> int:
     """
     made = re.findall(r"%(\S+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<[\dx]*i64,", ttgir)
     return sum(_is_idle(barrier, ttgir) for barrier in made)
+
+
+def count_shared_barriers(ptx: str) -> int:
+    """The number of named barriers of the compiler that a kernel's own code may mean, too.
+
+    The compiler writes numbers of its barriers out. Those of kernels (`primitives.named_arrive`),
+    from NAMED_FIRST on, are in registers. That the compiler's stay below is nowhere promised.
+    """
+    used = re.findall(r"\bbar(?:rier)?(?:\.cta)?\.(?:sync|arrive)(?:\.aligned)?\s+(%?\w+)", ptx)
+    if not any(barrier.startswith("%") for barrier in used):
+        return 0
+    from mlakit.kernels.hopper.named_barriers import NAMED_FIRST
+
+    return len({each for each in used if each.isdecimal() and int(each) >= NAMED_FIRST})
 
 
 def _is_idle(barrier: str, ttgir: str) -> bool:

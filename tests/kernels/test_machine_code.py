@@ -41,8 +41,22 @@ def test_a_sound_kernel_has_no_spills_and_no_idle_barriers(codes):
         "spill_loads": 0,
         "is_serialised": False,
         "idle_barriers": 0,
+        "shared_barriers": 0,
         "has_amd_fp8": False,
     }
+
+
+@pytest.mark.parametrize(
+    ("compilers", "own", "count"),
+    [
+        ("bar.sync \t0, 128;\nbarrier.sync \t1;", "@%p1 bar.arrive %r7, 256;", 0),
+        ("bar.sync \t0, 128;\nbar.sync \t6, 128;", "@%p1 bar.arrive %r7, 256;", 1),
+        ("barrier.cta.sync.aligned 15;\nbar.sync \t9, 64;", "bar.sync %r7, 256;", 2),
+        ("bar.sync \t0, 128;\nbar.sync \t6, 128;", "", 0),
+    ],
+)
+def test_named_barriers_that_the_compiler_uses_too_are_counted(compilers, own, count):
+    assert module.count_shared_barriers(f"{compilers}\n{own}\n{compilers}") == count
 
 
 def test_spills_are_counted(codes):

@@ -82,11 +82,6 @@ def log2(x):
     )
 
 
-# of 16 named barriers: the compiler has one for each warp role, of which there are up to five, and
-# one to start them
-NAMED_FIRST = 6
-
-
 @gluon.constexpr_function
 def _named_asm(kind, threads):
     return f"""{{

@@ -15,8 +15,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from mlakit.kernels.hopper.compat import record
+from mlakit.kernels.hopper.named_barriers import NAMED_FIRST
 from mlakit.kernels.hopper.primitives import (
-    NAMED_FIRST,
     SMEM_16BIT,
     SMEM_VECTOR,
     alloc_barriers,

@@ -13,9 +13,9 @@ from mlakit.kernels.hopper.compat import record
 from mlakit.kernels.hopper.decode.epilogue import finish_rows
 from mlakit.kernels.hopper.decode.query_scale import SCORES
 from mlakit.kernels.hopper.decode.softmax import INITIAL_ROW_MAX, NEG_INF, PROB_SCALE
+from mlakit.kernels.hopper.named_barriers import NAMED_FIRST
 from mlakit.kernels.hopper.primitives import (
     IN_EACH_THREAD,
-    NAMED_FIRST,
     SMEM_16BIT,
     alloc_barrier,
     alloc_vector,
