@@ -117,7 +117,6 @@ CONFIGURATIONS: dict[str, Case] = {
     "sparse-extra": _sparse("bf16", 64, extra_format="fp8_block128", extra_topk=64, sink="finite"),
     "indexer-e4m3": _index_keys(format="fp8_token", dtype="e4m3"),
     "indexer-bf16": _index_keys(format="bf16"),
-    "indexer-no-heads": _index_keys(format="bf16", heads=0),
     "topk-4096": IndexerTopkCase(num_columns=4096, k=2048, num_tokens=2),
     "topk-8192": IndexerTopkCase(num_columns=9000, k=8192, num_tokens=2),
     "topk-split": IndexerTopkCase(num_columns=16384, k=2048, num_tokens=2),
@@ -150,6 +149,7 @@ CONFIGURATIONS: dict[str, Case] = {
     "append-rows-index-keys": AppendRowsCase(
         kv_lora_rank=128, qk_rope_head_dim=0, page_size=64, format="fp8_token"
     ),
+    "indexer-no-heads": _index_keys(format="bf16", heads=0),
 }
 # enough work for `auto` to select an m64 kernel
 MUCH_WORK = {"kv_lens": (2200, 65), "q_lens": (64, 1)}
