@@ -49,7 +49,7 @@ class Compiled:
     allowed_spills: tuple[int, int] = (0, 0)
     is_serialised: bool = False  # its wgmmas are serialised
     idle_barriers: int = 0
-    shared_barriers: int = 0  # named ones
+    clashing_barriers: int = 0  # named ones
     has_amd_fp8: bool = False
     shared_bytes: int = 0
     shared_limit: int = 0
@@ -65,8 +65,8 @@ class Compiled:
             return f"shared memory exceeds the limit of {self.shared_limit} bytes"
         if self.idle_barriers:
             return f"barriers that are never used: {self.idle_barriers}"
-        if self.shared_barriers:
-            return f"named barriers of the compiler, too: {self.shared_barriers}"
+        if self.clashing_barriers:
+            return f"named barriers that the compiler uses, too: {self.clashing_barriers}"
         if self.is_serialised:
             return "its wgmmas are serialised"
         if self.has_amd_fp8:

@@ -31,7 +31,7 @@ class MachineCode:
     spill_loads: int
     is_serialised: bool  # its wgmmas are serialised
     idle_barriers: int  # initialised and never used: the compiler may reuse their memory
-    shared_barriers: int  # named barriers that both the compiler and the kernel use
+    clashing_barriers: int  # named barriers that both the compiler and the kernel use
     has_amd_fp8: bool = False  # instructions of AMD's for 8-bit floats
 
 
@@ -68,7 +68,7 @@ def machine_code(kernel: Any, log: str = "") -> MachineCode:
         len(re.findall(r"\bLDL\b", code)),
         "wgmma" in kernel.asm["ptx"] and "serializ" in _log_of(kernel, log),
         _count_idle_barriers(kernel.asm["ttgir"]),
-        count_shared_barriers(kernel.asm["ptx"]),
+        count_clashing_barriers(kernel.asm["ptx"]),
     )
 
 
@@ -83,7 +83,7 @@ def _amd_machine_code(assembly: str) -> MachineCode:
         len(re.findall(r"^\s+scratch_load_", assembly, re.MULTILINE)),
         is_serialised=False,
         idle_barriers=0,
-        shared_barriers=0,
+        clashing_barriers=0,
         has_amd_fp8=re.search(r"^\s+v_\w*(fp8|bf8)", assembly, re.MULTILINE) is not None,
     )
 
@@ -98,7 +98,7 @@ def _count_idle_barriers(ttgir: str) -> int:
     return sum(_is_idle(barrier, ttgir) for barrier in made)
 
 
-def count_shared_barriers(ptx: str) -> int:
+def count_clashing_barriers(ptx: str) -> int:
     """The number of named barriers of the compiler that a kernel's own code may mean, too.
 
     The compiler writes numbers of its barriers out. Those of kernels (`primitives.named_arrive`),

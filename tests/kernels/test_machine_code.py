@@ -41,7 +41,7 @@ def test_a_sound_kernel_has_no_spills_and_no_idle_barriers(codes):
         "spill_loads": 0,
         "is_serialised": False,
         "idle_barriers": 0,
-        "shared_barriers": 0,
+        "clashing_barriers": 0,
         "has_amd_fp8": False,
     }
 
@@ -56,7 +56,7 @@ def test_a_sound_kernel_has_no_spills_and_no_idle_barriers(codes):
     ],
 )
 def test_named_barriers_that_the_compiler_uses_too_are_counted(compilers, own, count):
-    assert module.count_shared_barriers(f"{compilers}\n{own}\n{compilers}") == count
+    assert module.count_clashing_barriers(f"{compilers}\n{own}\n{compilers}") == count
 
 
 def test_spills_are_counted(codes):

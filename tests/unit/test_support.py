@@ -269,7 +269,7 @@ def test_the_named_checks_leave_nothing_out():
         (replace(MERGE, allowed_spills=(2, 3)), "spills: 0 stores, 0 loads; 2 and 3 are allowed"),
         (replace(MERGE, is_serialised=True), "its wgmmas are serialised"),
         (replace(MERGE, idle_barriers=2), "barriers that are never used: 2"),
-        (replace(MERGE, shared_barriers=1), "named barriers of the compiler, too: 1"),
+        (replace(MERGE, clashing_barriers=1), "named barriers that the compiler uses, too: 1"),
         (replace(MERGE, error="no"), "no"),
         (replace(MERGE, arch=0x942, spill_stores=2), ""),
         (

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from mlakit import dispatch, mla_prefill, replay
+from mlakit.formats import SCALE_BLOCK
 from mlakit.kernels.hopper.prefill.configs import FP8_BLOCK_K, fp8_prefill_config
+from mlakit.kernels.hopper.prefill.fp8_values import BLOCK
 from mlakit.specs import Problem, Use
 from mlakit.testing import assert_same_bits
 from mlakit.workloads import PrefillFp8Case
@@ -182,6 +184,12 @@ def problem(**fields: object) -> Problem:
 )
 def test_what_the_kernel_takes(fields, reason):
     assert dispatch.explain("mla_prefill", problem(**fields))["hopper"] == reason
+
+
+def test_a_block_of_keys_is_a_tile_of_values_and_has_one_scale():
+    """What loads scales, values and keys of a block has one number for it."""
+    assert set(FP8_BLOCK_K.values()) == {BLOCK}
+    assert BLOCK == SCALE_BLOCK
 
 
 @pytest.mark.parametrize("widths", FP8_BLOCK_K)

@@ -24,10 +24,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mlakit.formats import SCALE_BLOCK
 from mlakit.kernels.triton.launch import launch
 from mlakit.replay import workspace
 
-BLOCK = 128
+BLOCK = SCALE_BLOCK  # keys of a tile, and of the attention kernel's blocks
 CHUNK = 256  # requests at a time
 TOKEN_SCALES = (16, 32)  # of a tile
 BLOCK_SCALES = (8, 8)
