@@ -275,10 +275,11 @@ def _consumer(ROW0: gl.constexpr, inputs, outputs, SIGN: gl.constexpr, CONFIG: g
         mbarrier.wait(blocks.full.index(stage), phase, pred=seen.top < seen.end)
         for block in range(seen.top, seen.end):
             stage, _ = _stage(fill)
-            qk = issue_qk(parts, stage, ROW0, MMA_K)
+            # before QK: their sign is tested between its wgmma, which would wait for the load
             of_block = (None,)
             if inputs.scales.HAS_BLOCKS:
                 of_block = load_block_scales(inputs.scales, stage)
+            qk = issue_qk(parts, stage, ROW0, MMA_K)
             scores = warpgroup_mma_wait(0, deps=(qk,))
             scores = scale_scores(scores, inputs.scales, stage, row_scale, SIGN)
             scores = mask_scores(
