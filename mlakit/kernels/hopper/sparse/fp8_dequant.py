@@ -15,6 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from mlakit.kernels.hopper.compat import record
+from mlakit.kernels.hopper.decode.fp8_rows import KEYS
 from mlakit.kernels.hopper.named_barriers import NAMED_FIRST
 from mlakit.kernels.hopper.primitives import (
     SMEM_16BIT,
@@ -26,7 +27,6 @@ from mlakit.kernels.hopper.primitives import (
     named_wait,
 )
 from mlakit.kernels.hopper.sparse.fp8_rows import (
-    KEYS,
     SCALE_KEYS,
     convert_left,
     convert_rope,
