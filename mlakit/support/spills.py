@@ -88,29 +88,6 @@ _M64_BF16 = {
     },
 }
 
-_M64_FP8_KV = {
-    # thread indices and loop bounds, once per work tile; three loads of external-plan in a loop
-    "3.6.0": {
-        "m64-fp8_block128": (6, 6),
-        "m64-fp8_block128-external-plan": (5, 6),
-        "m64-fp8_block128-page8": (2, 2),
-        "m64-fp8_block128-page1": (5, 5),
-        "m64-fp8_block128-e4m3-q": (6, 6),
-        "m64-fp8_block128-e4m3-q-bf16-rope": (6, 6),
-    },
-    # most once per work tile; up to three stores and loads are in the loop of the dequant
-    # warpgroup, with page size 1 more
-    "3.9.0": {
-        "m64-fp8_block128": (18, 33),
-        "m64-fp8_block128-external-plan": (16, 32),
-        "m64-fp8_block128-page8": (13, 29),
-        "m64-fp8_block128-page32": (14, 30),
-        "m64-fp8_block128-page1": (23, 42),
-        "m64-fp8_block128-e4m3-q": (18, 32),
-        "m64-fp8_block128-e4m3-q-bf16-rope": (18, 33),
-    },
-}
-
 _M64_FP8_QK = {
     # in the epilogue of the PV warpgroups, after the loop over blocks
     "3.6.0": {
@@ -249,7 +226,6 @@ ALLOWED_SPILLS = {
     **_of("sparse_mla_kernel", "", _SPARSE),
     **_of("mla_decode_small_m_fp8_kv_kernel", "hopper-decode-", _SMALL_M_FP8_KV),
     **_of("mla_decode_m64_bf16_kernel", "hopper-decode-", _M64_BF16),
-    **_of("mla_decode_m64_fp8_kv_kernel", "hopper-decode-", _M64_FP8_KV),
     **_of("mla_decode_m64_fp8_qk_kernel", "hopper-decode-", _M64_FP8_QK),
     **_of("indexer_logits_kernel", "hopper-indexer-", _INDEXER),
     **_of("mla_prefill_kernel", "hopper-prefill-", _PREFILL),

@@ -27,6 +27,8 @@ from mlakit.workloads.case import (
 )
 from mlakit.workloads.fp8_scores import FORMATS as FP8_QK_FORMATS
 from mlakit.workloads.fp8_scores import fp8_qk_scores, uses_fp8_qk
+from mlakit.workloads.fp16_rows import FORMAT as ROUNDED_FORMAT
+from mlakit.workloads.fp16_rows import block_scales, rounded_rows, rounds_rows
 from mlakit.workloads.inputs import DTYPES, Inputs
 from mlakit.workloads.paged import (
     PagedCase,
@@ -48,7 +50,7 @@ class Rank:
     page_table: PageTable
     positions: list[Tensor]  # per request, of the tokens cached here
     rows: list[Tensor]  # per request [tokens, width] float64 as stored, NaN where never seen
-    row_scales: list[Tensor]  # per request [tokens]: see `Pool.row_scales`
+    row_scales: list[Tensor]  # per request: see `DecodeBatch.row_scales`
     plan: DecodePlan | EvenSplit | None
     given: dict[str, Tensor]  # results to write to
 
@@ -117,6 +119,19 @@ class DecodeBatch(PagedCase):
             device, backend, format=self.format, q_dtype=self.dtype, heads=self.heads
         )
 
+    def rounds_rows(self, device: torch.device, backend: str) -> bool:
+        """Whether this call may use the kernel `m64_fp8_kv`, with rows that it rounds."""
+        return rounds_rows(device, backend, format=self.format, heads=self.heads)
+
+    def row_scales(self, pool: Pool, slots: Tensor) -> Tensor | None:
+        """The scales of rows that the naive run of a kernel needs: float64 [n], of fp8_block128
+        [n, groups], or None."""
+        if self.format in FP8_QK_FORMATS:
+            return pool.row_scales(slots)
+        if self.format == ROUNDED_FORMAT:
+            return block_scales(pool.payload(slots), self.row.kv_lora_rank)
+        return None
+
     def results(self, inputs: Inputs, of: str = "") -> dict[str, Tensor]:
         """Output tensors out and lse."""
         shape = (sum(self.q_lens), self.heads)
@@ -167,8 +182,7 @@ class DecodeCase(DecodeBatch):
             return tuple(result for pair in results for result in pair)
 
         def check(results: Results) -> None:
-            is_fp8_qk = self.uses_fp8_qk(inputs.device, backends[-1])
-            self._check(query, ranks, results, is_fp8_qk=is_fp8_qk)
+            self._check(query, ranks, results, inputs.device, backends[-1])
 
         return Trial(inputs, call, check)
 
@@ -209,14 +223,14 @@ class DecodeCase(DecodeBatch):
             torch.full((count, self.row.width), torch.nan, dtype=torch.float64, device="cpu")
             for count in counts
         ]
-        row_scales = [torch.ones(count, dtype=torch.float64, device="cpu") for count in counts]
+        row_scales = []
         for request, used in enumerate(seen):
             rows = whole[request][positions[request][used]]
             stored[request][used] = pool.write(
                 slots[request][used], rows, power_of_two=self.power_of_two
             )
-            if self.format in FP8_QK_FORMATS:
-                row_scales[request][used] = pool.row_scales(slots[request][used]).cpu()
+            scales = self.row_scales(pool, slots[request][used])
+            row_scales.append(_spread(scales, used))
         given = self.results(inputs, of=f" of rank {rank}") if self.given_results else {}
         return Rank(pool, table, positions, stored, row_scales, self.plan(counts), given)
 
@@ -277,7 +291,12 @@ class DecodeCase(DecodeBatch):
         return self._attend(arguments, lens, single, 0, sink, backend)
 
     def _check(
-        self, query: Query, ranks: Sequence[Rank], results: Results, *, is_fp8_qk: bool
+        self,
+        query: Query,
+        ranks: Sequence[Rank],
+        results: Results,
+        device: torch.device,
+        backend: str,
     ) -> None:
         pairs = list(zip(results[::2], results[1::2], strict=True))
         if self._is_independent:
@@ -290,7 +309,8 @@ class DecodeCase(DecodeBatch):
                 query,
                 rank,
                 pair,
-                is_fp8_qk=is_fp8_qk,
+                is_fp8_qk=self.uses_fp8_qk(device, backend),
+                rounds=self.rounds_rows(device, backend),
             )
             for index, (rank, pair) in enumerate(zip(ranks, pairs, strict=False))
         ]
@@ -305,15 +325,17 @@ class DecodeCase(DecodeBatch):
         results: tuple[Tensor, Tensor],
         *,
         is_fp8_qk: bool,
+        rounds: bool,
     ) -> tuple[Tensor, Tensor]:
         """Check the results of a rank; returns its exact results."""
         sink = query.sink if self.world == 1 else None
         exact = self._oracle(query, rank.rows, rank.positions, sink, torch.float64)
         products = self._fp8_products(query, rank) if is_fp8_qk else None
         weights = weights_dtype(results[0], torch.float32)
-        naive = self._oracle(
-            query, rank.rows, rank.positions, sink, torch.float32, products, weights
-        )
+        rows = rank.rows
+        if rounds:
+            rows = [rounded_rows(*each) for each in zip(rows, rank.row_scales, strict=True)]
+        naive = self._oracle(query, rows, rank.positions, sink, torch.float32, products, weights)
         for name, result in zip(("out", "lse"), results, strict=True):
             assert_given(f"{name}{label}", result, rank.given.get(name))
         out, lse = results
@@ -399,6 +421,15 @@ class DecodeCase(DecodeBatch):
         largest = torch.stack([torch.zeros((), dtype=torch.float64, device="cpu"), *sizes]).amax()
         size: Tensor = query.exact.norm(dim=-1)
         return size * largest * self.softmax_scale
+
+
+def _spread(scales: Tensor | None, used: Tensor) -> Tensor:
+    """The scales of all tokens of a request, from those of its `used` ones; others are 1."""
+    groups = () if scales is None else scales.shape[1:]
+    spread = torch.ones(len(used), *groups, dtype=torch.float64, device="cpu")
+    if scales is not None:
+        spread[used] = scales.cpu()
+    return spread
 
 
 def _stacked(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:

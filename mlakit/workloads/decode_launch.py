@@ -21,8 +21,8 @@ from mlakit.reference.softmax import attention_weights
 from mlakit.testing import assert_matches, poison
 from mlakit.workloads.case import Results, Trial, assert_given, assert_logits_match, repeated
 from mlakit.workloads.decode import DecodeBatch
-from mlakit.workloads.fp8_scores import FORMATS as FP8_QK_FORMATS
 from mlakit.workloads.fp8_scores import fp8_qk_scores
+from mlakit.workloads.fp16_rows import rounded_rows
 from mlakit.workloads.inputs import Inputs
 from mlakit.workloads.paged import SPARE_COLUMNS, Pool, map_pages, num_pages_for, starts_of
 
@@ -143,7 +143,10 @@ class DecodeLaunch(DecodeBatch):
             products = None
             if self.uses_fp8_qk(inputs.device, backends[-1]):
                 products = self._fp8_products(q.double(), q_scale, rows, row_scales, queries)
-            self._check(exact_q, rows, queries, sink, results, products)
+            rounded = rows
+            if self.rounds_rows(inputs.device, backends[-1]):
+                rounded = rounded_rows(rows, row_scales)
+            self._check(exact_q, rows, rounded, queries, sink, results, products)
 
         return Trial(inputs, repeated(call, self.calls, ("out", "lse")), check)
 
@@ -152,7 +155,7 @@ class DecodeLaunch(DecodeBatch):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(page table, rows, row_scales): rows float64 [requests, keys, width] as stored.
 
-        Rows that no query sees are 0.
+        Rows that no query sees are 0, and their scales 1.
         """
         spare_columns = SPARE_COLUMNS + self.spare_pages
         page_table, slots = map_pages(pool, counts, seen, spare_columns=spare_columns)
@@ -161,9 +164,10 @@ class DecodeLaunch(DecodeBatch):
         stored = pool.write(slots[at], values, power_of_two=self.power_of_two)
         rows = stored.new_zeros(*seen.shape, self.row.width)
         rows[at] = stored
-        row_scales = stored.new_ones(seen.shape)
-        if self.format in FP8_QK_FORMATS:
-            row_scales[at] = pool.row_scales(slots[at]).to(row_scales.device)
+        scales = self.row_scales(pool, slots[at])
+        row_scales = stored.new_ones(*seen.shape, *(() if scales is None else scales.shape[1:]))
+        if scales is not None:
+            row_scales[at] = scales.to(row_scales.device)
         return page_table, rows, row_scales
 
     def _fp8_products(
@@ -187,15 +191,17 @@ class DecodeLaunch(DecodeBatch):
         self,
         exact_q: Tensor,
         rows: Tensor,
+        rounded: Tensor,
         queries: Queries,
         sink: Tensor | None,
         results: Results,
         products: Tensor | None,
     ) -> None:
+        """rounded  the rows of the naive run"""
         exact, naive = (
             attend(
                 exact_q,
-                rows,
+                of_rows,
                 queries,
                 softmax_scale=self.softmax_scale,
                 v_width=self.row.v_width,
@@ -203,7 +209,7 @@ class DecodeLaunch(DecodeBatch):
                 products=products if dtype == torch.float32 else None,
                 dtype=dtype,
             )
-            for dtype in (torch.float64, torch.float32)
+            for of_rows, dtype in ((rows, torch.float64), (rounded, torch.float32))
         )
         out, lse = results
         assert_matches("out", out, exact[0], naive[0])

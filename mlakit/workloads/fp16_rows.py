@@ -1,9 +1,9 @@
-"""Rows of fp8_block128 as Hopper's `sparse_mla` with 64 heads per CTA multiplies them.
+"""Rows of fp8_block128 as Hopper's kernels with 64 heads per CTA multiply them.
 
-The kernel `m64_fp8_kv` rounds the product of a value and its scale to float16, and has the scale as
-the sum of two float16. A float32 run over exact rows is too precise to be its naive run, and so is
-one over rows that are rounded once: a scale that is within 2**-22 of a tie rounds all its values
-with the same mantissa the other way.
+The kernels `m64_fp8_kv` of `mla_decode` and `sparse_mla` round the product of a value and its scale
+to float16, and have the scale as the sum of two float16. A float32 run over exact rows is too
+precise to be their naive run, and so is one over rows that are rounded once: a scale that is within
+2**-22 of a tie rounds all its values with the same mantissa the other way.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ GROUP = 128  # columns of a scale
 
 
 def rounds_rows(device: torch.device, backend: str, *, format: str, heads: int) -> bool:
-    """Whether such a call of `sparse_mla` may use the kernel."""
+    """Whether such a call may use one of these kernels."""
     if format != FORMAT or device.type != "cuda":
         return False
     if torch.cuda.get_device_capability(device) != (9, 0):

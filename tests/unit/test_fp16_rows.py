@@ -1,4 +1,4 @@
-"""The naive run of the sparse kernel that rounds rows of fp8_block128 to float16."""
+"""The naive run of the kernels that round rows of fp8_block128 to float16."""
 
 from __future__ import annotations
 

@@ -152,9 +152,7 @@ class M64Fp8KvConfig(NamedTuple):
     MAX_REGISTERS: int
 
 
-def m64_fp8_kv_config(format: str, *, is_packed: bool) -> M64Fp8KvConfig:
-    if format == "fp8_block128":
-        return M64Fp8KvConfig(is_packed, PV_REGISTERS=176, DEQUANT_REGISTERS=96, MAX_REGISTERS=168)
+def m64_fp8_kv_config(*, is_packed: bool) -> M64Fp8KvConfig:
     return M64Fp8KvConfig(is_packed, PV_REGISTERS=160, DEQUANT_REGISTERS=136, MAX_REGISTERS=168)
 
 

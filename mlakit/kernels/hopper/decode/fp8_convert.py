@@ -29,16 +29,12 @@ FP16_TARGET = gl.constexpr(configs.FP16_TARGET)
 _DECLARE = ".reg .b16 e, f; .reg .b32 x, y, a, b;"
 
 
-def _to_fp16(word: str, first: int, scale: str = "") -> str:
-    """PTX: the four bytes of a word to float16, the results from `first` on.
-
-    scale  PTX that multiplies the pairs x and y
-    """
+def _to_fp16(word: str, first: int) -> str:
+    """PTX: the four bytes of a word to float16, the results from `first` on."""
     return f"""
     mov.b32 {{e, f}}, {word};
     cvt.rn.f16x2.e4m3x2 x, e;
     cvt.rn.f16x2.e4m3x2 y, f;
-    {scale}
     mov.b32 {{${first}, ${first + 1}}}, x;
     mov.b32 {{${first + 2}, ${first + 3}}}, y;
     """
@@ -48,10 +44,7 @@ CONVERT_WORD = gl.constexpr(f"{{ {_DECLARE} {_to_fp16('$4', 0)} }}")
 # byte 0 of $8, byte 0 of $9, byte 1 of $8, …
 _ZIP = "prmt.b32 a, $8, $9, 0x5140; prmt.b32 b, $8, $9, 0x7362;"
 CONVERT_PAIR = gl.constexpr(f"{{ {_DECLARE} {_ZIP} {_to_fp16('a', 0)} {_to_fp16('b', 4)} }}")
-_SCALE = "mul.f16x2 x, x, $5; mul.f16x2 y, y, $5;"
-CONVERT_WORD_SCALED = gl.constexpr(f"{{ {_DECLARE} {_to_fp16('$4', 0, _SCALE)} }}")
 TO_FOUR = gl.constexpr("=&h,=&h,=&h,=&h,r")
-TO_FOUR_SCALED = gl.constexpr("=&h,=&h,=&h,=&h,r,r")
 TO_EIGHT = gl.constexpr("=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,r,r")
 
 
@@ -99,17 +92,6 @@ def to_fp16(words):
         is_pure=True, pack=1,
     )  # fmt: skip
     values = gl.join(gl.join(v0, v2), gl.join(v1, v3))  # [rows, words, byte // 2, byte % 2]
-    return values.reshape([words.shape[0], words.shape[1] * 4]).to(gl.float16, bitcast=True)
-
-
-@gluon.jit
-def to_fp16_scaled(words, powers):
-    """`to_fp16`, times a power of two: `powers` has it of each word, as a float16 twice."""
-    v0, v1, v2, v3 = gl.inline_asm_elementwise(
-        CONVERT_WORD_SCALED, TO_FOUR_SCALED, [words, powers],
-        dtype=(gl.int16, gl.int16, gl.int16, gl.int16), is_pure=True, pack=1,
-    )  # fmt: skip
-    values = gl.join(gl.join(v0, v2), gl.join(v1, v3))
     return values.reshape([words.shape[0], words.shape[1] * 4]).to(gl.float16, bitcast=True)
 
 

@@ -263,7 +263,7 @@ def _cache_arguments(
     kv_scales, host_scale = _kv_scales(layer)
     if kernel == "m64_fp8_kv":
         gather = Gather(gather.words, words.stride(0) // 4)  # its own loads need the stride too
-        config = m64_fp8_kv_config(layer.codec.name, is_packed=_is_packed(words))
+        config = m64_fp8_kv_config(is_packed=_is_packed(words))
         others = (kv_scales, _q_scales(q_scale))
         return CacheArguments(
             words, kv_rope, page_rows, rope_column, gather, others, host_scale, config

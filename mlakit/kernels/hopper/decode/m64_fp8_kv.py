@@ -2,8 +2,8 @@
 
 Formats    fp8           one scale for the tensor: part of the softmax's scale, and of the result's
            fp8_token     a scale per row: multiplies scores and probabilities
-           fp8_block128  a scale per 128 columns: its power of two multiplies values, the rest
-                         scores and probabilities (`m64_fp8_kv_groups`, whose schedule differs)
+           fp8_block128  a scale per 128 columns: multiplies values; a power of two per row, scores
+                         and probabilities (`fp8_rows`)
 Queries    bf16 or fp16; FP8 queries have `m64_fp8_qk`, but for those over fp8_block128, which are
            converted
 Maths      scores = (q_c·c + q_r·r) · softmax_scale ; out = softmax(scores) @ c
@@ -22,9 +22,8 @@ Bound      by tensor cores, if rows are dequantised once for all 64 heads: so a 
                        <- right empty ----------------------------
   a tile                                write lse, acc  out_scale ->  write acc
 
-Pipelines  `BlockStages` of float16, two stages, to which TMA copies rotated columns where they are
-           bf16; one stage of probabilities P with the rescale a of acc. Blocks are counted across
-           work tiles
+Pipelines  `BlockStages` of float16, two stages; one stage of probabilities P with the rescale a of
+           acc. Blocks are counted across work tiles
 Phases     out_scale is written when PV of the tile's last block is done: the PV warpgroup has then
            read the one before
 Deadlock   none: all walk the same work tiles and blocks. The dequant warpgroup waits for PV of
@@ -32,9 +31,9 @@ Deadlock   none: all walk the same work tiles and blocks. The dequant warpgroup 
            most, and for PV; PV waits for probabilities only
 Memory     228 KB of shared memory, all registers. Splits write float32 partials (`merge_partials`)
 Limits     D_C = 512, D_R = 64; any page size
-Numbers    as `small_m_fp8_kv`: rows and queries are converted exactly; P, times the row's scale, is
-           rounded to float16. Of fp8_block128 the columns of a scale below 2**-21 of the row's
-           largest lose bits
+Numbers    queries and rows of fp8 and fp8_token are converted exactly; values of fp8_block128 times
+           their scales are rounded to float16 once, an eighth of bf16's rounding. P, times the
+           row's scale, is rounded to float16
 Lineage    own design; ideas: FlashMLA's split of the accumulator's columns over two warpgroups, and
            dequantisation by a warpgroup of its own as in its FP8 sparse decode
 """
@@ -45,7 +44,6 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_init,
@@ -57,21 +55,27 @@ from mlakit.kernels.hopper.decode.arguments import VARYING
 from mlakit.kernels.hopper.decode.epilogue import finish_rows, store_acc, store_lse
 from mlakit.kernels.hopper.decode.fp8_convert import FP16_TARGET, pow2_scale
 from mlakit.kernels.hopper.decode.m64_fp8_kv_dequant import (
+    LEFT_EMPTY,
+    LEFT_FULL,
+    RIGHT_EMPTY,
+    RIGHT_FULL,
     CacheRows,
     alloc_stages,
+    dequant_scaled_warpgroup,
     dequant_warpgroup,
     num_blocks,
-)
-from mlakit.kernels.hopper.decode.m64_fp8_kv_groups import (
-    grouped_pv_warpgroup,
-    grouped_qk_warpgroup,
+    release,
+    wait_full,
 )
 from mlakit.kernels.hopper.decode.m64_fp8_kv_query import (
-    ProbStage,
     Query,
     Softmax,
     SoftmaxTraits,
+    alloc_prob_stage,
+    convert_queries,
     load_query,
+    store_probs,
+    wait_probs,
 )
 from mlakit.kernels.hopper.decode.paged_loads import wait_block
 from mlakit.kernels.hopper.decode.pipeline import two_stages
@@ -99,7 +103,6 @@ from mlakit.kernels.hopper.primitives import (
     SMEM_16BIT,
     acc_layout,
     alloc_barrier,
-    alloc_vector,
     opaque_zero,
     rescale_acc,
 )
@@ -114,10 +117,10 @@ def _issue_qk(inputs, query, blocks, number):
     stage, phase = two_stages(number)
     zero = opaque_zero()
     zeros = gl.zeros([64, 64], gl.float32, SCORES)
-    mbarrier.wait(blocks.right_full.index(stage), phase)
+    wait_full(blocks.right_full, RIGHT_FULL, stage, phase)
     keys = blocks.right.index(stage).permute((1, 0))
     qk = warpgroup_mma(query.right.index(zero), keys, zeros, use_acc=False, is_async=True)
-    mbarrier.wait(blocks.left_full.index(stage), phase)
+    wait_full(blocks.left_full, LEFT_FULL, stage, phase)
     keys = blocks.left.index(stage).permute((1, 0))
     qk = warpgroup_mma(query.left.index(zero), keys, qk, is_async=True)
     if blocks.rope_full is not None:
@@ -152,15 +155,6 @@ def _softmax_step(scores, block, number, keys, softmax, row_scale, scales, trait
 
 
 @gluon.jit
-def _store_probs(stage, probs, rescale):
-    """Once both wgmma have read the block before."""
-    stage.probs.store(probs)
-    stage.rescale.store(rescale)
-    fence_async_shared()
-    mbarrier.arrive(stage.full, count=1)
-
-
-@gluon.jit
 def _softmax_block(
     scores, block, number, keys, softmax, row_scale, pending, blocks, prob_stage, traits
 ):  # fmt: skip
@@ -177,15 +171,15 @@ def _softmax_block(
     mbarrier.wait(prob_stage.empty, (number & 1) ^ 1)
     acc, probs = warpgroup_mma_wait(0, deps=(pending, probs))
     if block > keys.first_block:
-        mbarrier.arrive(blocks.left_empty.index((number & 1) ^ 1), count=1)
-    _store_probs(prob_stage, probs, rescale)
+        release(blocks.left_empty, LEFT_EMPTY, (number & 1) ^ 1)
+    store_probs(prob_stage, probs, rescale)  # both wgmma have read those of the block before
     return rescale_acc(acc, rescale), softmax
 
 
 @gluon.jit
 def _qk_softmax_warpgroup(
     item, index, inputs, scheduler, outputs, query, prob_stage, blocks, scale_log2, tensor_scale,
-    traits, FORMAT: gl.constexpr,
+    traits, q_scales,
 ):  # fmt: skip
     """Also PV of the left column half."""
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -196,7 +190,11 @@ def _qk_softmax_warpgroup(
     for _ in tl.range(0, count_tiles(scheduler, item, index), disable_licm=True):
         keys = key_range(inputs, scheduler, item, index)
         mbarrier.wait(query.full, tiles_done & 1)
-        row_scale = gl.maximum(scale_to_fp16(query, inputs.q.dtype) * scale_log2, SMALLEST_SCALE)
+        if inputs.q.dtype == gl.int32:
+            row_scale = convert_queries(inputs, scheduler, q_scales, item, index, query)
+        else:
+            row_scale = scale_to_fp16(query, inputs.q.dtype)
+        row_scale = gl.maximum(row_scale * scale_log2, SMALLEST_SCALE)
         softmax = Softmax(
             gl.full([64], INITIAL_ROW_MAX, gl.float32, ROW),
             gl.zeros([64], gl.float32, ROW),
@@ -227,7 +225,7 @@ def _qk_softmax_warpgroup(
         values = blocks.left.index(number & 1)
         pending = warpgroup_mma(prob_stage.probs, values, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(pending,))
-        mbarrier.arrive(blocks.left_empty.index(number & 1), count=1)
+        release(blocks.left_empty, LEFT_EMPTY, number & 1)
         # located again: kept through the loop, it would take registers
         tile = locate_tile(scheduler, item, index)
         row = gl.arange(0, 64, ROW)
@@ -258,13 +256,13 @@ def _pv_warpgroup(item, index, inputs, scheduler, outputs, prob_stage, blocks):
         acc = gl.zeros([64, 256], gl.float32, ACC)
         for _ in range(num_blocks(keys)):
             stage = number & 1
-            mbarrier.wait(prob_stage.full, number & 1)
+            wait_probs(prob_stage, number)
             acc = rescale_acc(acc, prob_stage.rescale.load(ROW))
             # the QK-softmax warpgroup has waited for these values
             pending = warpgroup_mma(prob_stage.probs, blocks.right.index(stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(pending,))
             mbarrier.arrive(prob_stage.empty, count=1)
-            mbarrier.arrive(blocks.right_empty.index(stage), count=1)
+            release(blocks.right_empty, RIGHT_EMPTY, stage)
             number += 1
         mbarrier.wait(prob_stage.out_scale_full, tiles_done & 1)
         out_scale = prob_stage.out_scale.load(ROW)
@@ -307,54 +305,28 @@ def mla_decode_m64_fp8_kv_kernel(
         gl.allocate_shared_memory(blocks.rope.dtype, [1, 64, 64], SMEM_16BIT),
         alloc_barrier(),
     )
-    prob_stage = ProbStage(
-        gl.allocate_shared_memory(gl.float16, [64, 64], SMEM_16BIT),
-        alloc_vector(64),
-        alloc_barrier(),
-        alloc_barrier(),
-        alloc_vector(64),
-        alloc_barrier(),
-    )
+    IS_SCALED: gl.constexpr = FORMAT == "fp8_block128"
+    prob_stage = alloc_prob_stage(IS_NAMED=IS_SCALED)
     scores = ScoreTraits(TRAITS.SIGN, TRAITS.IS_EXTERNAL_PLAN)
     traits = SoftmaxTraits(kv_scales.row_scales is not None, scores)
     item, index = first_tile(scheduler, schedule)
     if item < scheduler.last_item:
         launch_dependents(scheduler, item)
-        if FORMAT == "fp8_block128":
-            gl.warp_specialize(
-                [
+        gl.warp_specialize(
+            [
+                (
+                    _qk_softmax_warpgroup,
                     (
-                        grouped_qk_warpgroup,
-                        (
-                            item, index, inputs, scheduler, outputs, query, prob_stage, blocks,
-                            scale_log2, tensor_scale, traits, q_scales,
-                        ),
+                        item, index, inputs, scheduler, outputs, query, prob_stage, blocks,
+                        scale_log2, tensor_scale, traits, q_scales,
                     ),
-                    (
-                        grouped_pv_warpgroup,
-                        (item, index, inputs, scheduler, outputs, prob_stage, blocks),
-                    ),
-                    (dequant_warpgroup, (item, index, inputs, scheduler, rows, blocks)),
-                ],
-                [4, 4],
-                [CONFIG.PV_REGISTERS, CONFIG.DEQUANT_REGISTERS],
-            )  # fmt: skip
-        else:
-            gl.warp_specialize(
-                [
-                    (
-                        _qk_softmax_warpgroup,
-                        (
-                            item, index, inputs, scheduler, outputs, query, prob_stage, blocks,
-                            scale_log2, tensor_scale, traits, FORMAT,
-                        ),
-                    ),
-                    (
-                        _pv_warpgroup,
-                        (item, index, inputs, scheduler, outputs, prob_stage, blocks),
-                    ),
-                    (dequant_warpgroup, (item, index, inputs, scheduler, rows, blocks)),
-                ],
-                [4, 4],
-                [CONFIG.PV_REGISTERS, CONFIG.DEQUANT_REGISTERS],
-            )  # fmt: skip
+                ),
+                (_pv_warpgroup, (item, index, inputs, scheduler, outputs, prob_stage, blocks)),
+                (
+                    dequant_scaled_warpgroup if IS_SCALED else dequant_warpgroup,
+                    (item, index, inputs, scheduler, rows, blocks),
+                ),
+            ],
+            [4, 4],
+            [CONFIG.PV_REGISTERS, CONFIG.DEQUANT_REGISTERS],
+        )  # fmt: skip

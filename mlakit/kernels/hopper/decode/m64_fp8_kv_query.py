@@ -14,6 +14,16 @@ from mlakit.kernels.hopper.decode.fp8_convert import to_fp16
 from mlakit.kernels.hopper.decode.query_scale import SCORES
 from mlakit.kernels.hopper.decode.row_scales import load_q_scale
 from mlakit.kernels.hopper.decode.scheduler import locate_tile, query_at
+from mlakit.kernels.hopper.named_barriers import NAMED_FIRST
+from mlakit.kernels.hopper.primitives import (
+    SMEM_16BIT,
+    alloc_barrier,
+    alloc_vector,
+    named_arrive,
+    named_wait,
+)
+
+PROBS_FULL = gl.constexpr(NAMED_FIRST + 8)  # after those of `m64_fp8_kv_dequant`
 
 
 @record
@@ -30,7 +40,7 @@ class ProbStage:
 
     probs: object  # [64 heads, 64 keys] float16
     rescale: object  # [64] float32, of acc
-    full: object
+    full: object  # None: a named barrier
     empty: object
     out_scale: object  # [64] float32, of a work tile's acc
     out_scale_full: object
@@ -49,6 +59,42 @@ class SoftmaxTraits:
 
     HAS_ROW_SCALES: object
     scores: object
+
+
+@gluon.jit
+def alloc_prob_stage(IS_NAMED: gl.constexpr):
+    full: gl.constexpr = None
+    if not IS_NAMED:
+        full = alloc_barrier()
+    return ProbStage(
+        gl.allocate_shared_memory(gl.float16, [64, 64], SMEM_16BIT),
+        alloc_vector(64),
+        full,
+        alloc_barrier(),
+        alloc_vector(64),
+        alloc_barrier(),
+    )
+
+
+@gluon.jit
+def store_probs(stage, probs, rescale):
+    stage.probs.store(probs)
+    stage.rescale.store(rescale)
+    fence_async_shared()
+    if stage.full is None:
+        named_arrive(PROBS_FULL, 256)
+    else:
+        mbarrier.arrive(stage.full, count=1)
+
+
+@gluon.jit
+def wait_probs(stage, number):
+    """Wait for the probabilities of a block."""
+    if stage.full is None:
+        named_wait(PROBS_FULL, 256)
+        fence_async_shared()  # of the dequant warpgroup's stores
+    else:
+        mbarrier.wait(stage.full, number & 1)
 
 
 @gluon.jit
