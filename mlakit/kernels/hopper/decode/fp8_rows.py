@@ -76,14 +76,14 @@ def _lane_group():
 
 @gluon.jit
 def load_group_scales(start, is_valid):
-    """Start to load the scales of fp8_block128, for `scale_of_rows`."""
+    """Start to load the scales of fp8_block128, for `group_factors`."""
     scales = gl.load(start + (128 + _lane_group()), mask=is_valid, other=0)
     return scales.to(gl.float32, bitcast=True)
 
 
 @gluon.jit
 def power_of_two(exponent):
-    """(2**(exponent − 127), its inverse), within what may be a power of rows."""
+    """(2**(exponent − 127), its inverse), from SMALLEST_POWER to LARGEST_POWER."""
     exponent = gl.maximum(gl.minimum(exponent, LARGEST_POWER), SMALLEST_POWER)
     scale = (exponent << 23).to(gl.float32, bitcast=True)
     return scale, ((254 - exponent) << 23).to(gl.float32, bitcast=True)
