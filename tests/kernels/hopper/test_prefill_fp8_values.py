@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mlakit.kernels.hopper.prefill import fp8_values
 from mlakit.kernels.hopper.prefill.fp8_values import (
     BLOCK,
+    CHUNK,
     LOG2_SHIFT,
     NO_SCALE,
     rewrite_values,
@@ -16,7 +18,14 @@ from mlakit.workloads.paged import starts_of
 
 HEADS = 2
 D_V = 128
-LENGTHS = [(128,), (5,), (0, 300, 77, 0, 40), (127, 128, 129), (260, 0, 0, 1), (1,) * 260]
+LENGTHS = [(128,), (5,), (0, 300, 77, 0, 40), (127, 128, 129), (260, 0, 0, 1), (1,) * 9]
+LENGTHS += [pytest.param((1,) * (CHUNK + 4), marks=pytest.mark.thorough)]
+
+
+@pytest.fixture(autouse=True)
+def four_requests_at_a_time(monkeypatch, lens):
+    if len(lens) < CHUNK:
+        monkeypatch.setattr(fp8_values, "CHUNK", 4)
 
 
 def plain_vectors(rows: torch.Tensor) -> torch.Tensor:
