@@ -11,13 +11,16 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from mlakit import reference
-from mlakit.cache import PageTable, select_requests
+from mlakit import dispatch, reference
+from mlakit.arguments import DecodePlanArguments
+from mlakit.cache import UNSHARDED, PageTable, select_requests
 from mlakit.knobs import Backend
 from mlakit.masks import Mask
 from mlakit.ops import merge_states, mla_decode
+from mlakit.ops.decode import decode_problem
 from mlakit.plan import DecodePlan, EvenSplit, plan_decode
 from mlakit.testing import assert_matches, assert_same_bits
+from mlakit.workloads import fp16_rows
 from mlakit.workloads.case import (
     Results,
     Trial,
@@ -27,8 +30,6 @@ from mlakit.workloads.case import (
 )
 from mlakit.workloads.fp8_scores import FORMATS as FP8_QK_FORMATS
 from mlakit.workloads.fp8_scores import fp8_qk_scores, uses_fp8_qk
-from mlakit.workloads.fp16_rows import FORMAT as ROUNDED_FORMAT
-from mlakit.workloads.fp16_rows import block_scales, rounded_rows, rounds_rows
 from mlakit.workloads.inputs import DTYPES, Inputs
 from mlakit.workloads.paged import (
     PagedCase,
@@ -39,6 +40,7 @@ from mlakit.workloads.paged import (
     starts_of,
 )
 
+NOT_ASKED = torch.empty(0, dtype=torch.int32, device="cpu")  # lengths decide nothing in dispatch
 Products: TypeAlias = Callable[[int, int, Tensor], Tensor]
 
 
@@ -119,17 +121,44 @@ class DecodeBatch(PagedCase):
             device, backend, format=self.format, q_dtype=self.dtype, heads=self.heads
         )
 
-    def rounds_rows(self, device: torch.device, backend: str) -> bool:
-        """Whether this call may use the kernel `m64_fp8_kv`, with rows that it rounds."""
-        return rounds_rows(device, backend, format=self.format, heads=self.heads)
+    def rounds_rows(self, pool: Pool, page_table: PageTable, backend: str) -> bool:
+        """Whether this call may use the kernel `m64_fp8_kv`, with rows that it rounds.
+
+        With little work another kernel is chosen, which does not, unless its choice must not depend
+        on the batch.
+        """
+        if not fp16_rows.rounds_rows(
+            pool.layer.payload.device, backend, format=self.format, heads=self.heads
+        ):
+            return False
+        problem = decode_problem(
+            DecodePlanArguments(
+                layer=pool.layer,
+                page_table=page_table,
+                kv_lens=NOT_ASKED,
+                q_starts=NOT_ASKED,
+                shard=UNSHARDED,
+                mask=Mask(self.mask, self.window),
+                heads=self.heads,
+                num_tokens=sum(self.q_lens),
+                dtype=DTYPES[self.dtype],
+            ),
+            is_batch_invariant=self.is_batch_invariant,
+        )
+        return dispatch.select(self.op, problem, backend).name == fp16_rows.KERNEL
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether the kernel is chosen whatever the work in the batch."""
+        return bool(self.num_splits or self.num_ctas)
 
     def row_scales(self, pool: Pool, slots: Tensor) -> Tensor | None:
         """The scales of rows that the naive run of a kernel needs: float64 [n], of fp8_block128
         [n, groups], or None."""
         if self.format in FP8_QK_FORMATS:
             return pool.row_scales(slots)
-        if self.format == ROUNDED_FORMAT:
-            return block_scales(pool.payload(slots), self.row.kv_lora_rank)
+        if self.format == fp16_rows.FORMAT:
+            return fp16_rows.block_scales(pool.payload(slots), self.row.kv_lora_rank)
         return None
 
     def results(self, inputs: Inputs, of: str = "") -> dict[str, Tensor]:
@@ -158,6 +187,10 @@ class DecodeCase(DecodeBatch):
     interleave: int = 1
     deterministic: bool = False
     given_results: bool = False
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        return super().is_batch_invariant or self.deterministic
 
     def trial(self, device: torch.device | str) -> Trial:
         inputs = Inputs(device, self.seed, padded=self.padded)
@@ -310,7 +343,7 @@ class DecodeCase(DecodeBatch):
                 rank,
                 pair,
                 is_fp8_qk=self.uses_fp8_qk(device, backend),
-                rounds=self.rounds_rows(device, backend),
+                rounds=self.rounds_rows(rank.pool, rank.page_table, backend),
             )
             for index, (rank, pair) in enumerate(zip(ranks, pairs, strict=False))
         ]
@@ -334,7 +367,9 @@ class DecodeCase(DecodeBatch):
         weights = weights_dtype(results[0], torch.float32)
         rows = rank.rows
         if rounds:
-            rows = [rounded_rows(*each) for each in zip(rows, rank.row_scales, strict=True)]
+            rows = [
+                fp16_rows.rounded_rows(*each) for each in zip(rows, rank.row_scales, strict=True)
+            ]
         naive = self._oracle(query, rows, rank.positions, sink, torch.float32, products, weights)
         for name, result in zip(("out", "lse"), results, strict=True):
             assert_given(f"{name}{label}", result, rank.given.get(name))

@@ -144,7 +144,7 @@ class DecodeLaunch(DecodeBatch):
             if self.uses_fp8_qk(inputs.device, backends[-1]):
                 products = self._fp8_products(q.double(), q_scale, rows, row_scales, queries)
             rounded = rows
-            if self.rounds_rows(inputs.device, backends[-1]):
+            if self.rounds_rows(pool, page_table, backends[-1]):
                 rounded = rounded_rows(rows, row_scales)
             self._check(exact_q, rows, rounded, queries, sink, results, products)
 

@@ -11,7 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mlakit.specs import device_facts
+
 FORMAT = "fp8_block128"
+KERNEL = "hopper:m64_fp8_kv"
+HOPPER_ARCH = 90
 MAX_EXACT_HEADS = 32  # up to these `small_m_fp8_kv` multiplies scores and probabilities instead
 BITS = 11  # of float16, the leading one among them
 GROUP = 128  # columns of a scale
@@ -19,12 +23,10 @@ GROUP = 128  # columns of a scale
 
 def rounds_rows(device: torch.device, backend: str, *, format: str, heads: int) -> bool:
     """Whether such a call may use one of these kernels."""
-    if format != FORMAT or device.type != "cuda":
-        return False
-    if torch.cuda.get_device_capability(device) != (9, 0):
+    if format != FORMAT or device_facts(device) != ("cuda", HOPPER_ARCH):
         return False
     is_chosen = backend in ("auto", "hopper") and heads > MAX_EXACT_HEADS
-    return is_chosen or backend == "hopper:m64_fp8_kv"
+    return is_chosen or backend == KERNEL
 
 
 def block_scales(payload: Tensor, latent: int) -> Tensor:

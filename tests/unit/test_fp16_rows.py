@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
+import pytest
 import torch
 
 from mlakit import PagedLatentCache
 from mlakit.geometry import RowShape
+from mlakit.specs import pretending
+from mlakit.workloads import DecodeCase
 from mlakit.workloads.fp16_rows import block_scales, rounded_rows, rounds_rows
+from mlakit.workloads.inputs import Inputs
 
 
 def written() -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,15 +78,34 @@ def test_what_the_docs_say_of_the_error_of_a_score():
 
 def test_only_the_kernel_of_64_heads_rounds():
     problem = {"format": "fp8_block128", "heads": 128}
-    cuda = torch.device("cuda")
-    with mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)):
-        assert rounds_rows(cuda, "auto", **problem)
-        assert rounds_rows(cuda, "hopper", **problem)
-        assert rounds_rows(cuda, "hopper:m64_fp8_kv", **{**problem, "heads": 8})
-        assert not rounds_rows(cuda, "hopper:small_m_fp8_kv", **problem)
-        assert not rounds_rows(cuda, "triton", **problem)
-        assert not rounds_rows(torch.device("cpu"), "auto", **problem)
+    device = torch.device("cpu")
+    with pretending(90):
+        assert rounds_rows(device, "auto", **problem)
+        assert rounds_rows(device, "hopper", **problem)
+        assert rounds_rows(device, "hopper:m64_fp8_kv", **{**problem, "heads": 8})
+        assert not rounds_rows(device, "hopper:small_m_fp8_kv", **problem)
+        assert not rounds_rows(device, "triton", **problem)
         for other in ({"format": "fp8_token"}, {"heads": 32}):
-            assert not rounds_rows(cuda, "auto", **{**problem, **other})
-    with mock.patch("torch.cuda.get_device_capability", return_value=(10, 0)):
-        assert not rounds_rows(cuda, "auto", **problem)
+            assert not rounds_rows(device, "auto", **{**problem, **other})
+    with pretending(100):
+        assert not rounds_rows(device, "auto", **problem)
+    assert not rounds_rows(device, "auto", **problem)
+
+
+@pytest.mark.parametrize("backend", ["auto", "hopper"])
+def test_decode_with_little_work_is_compared_with_exact_rows(backend):
+    """`small_m_fp8_kv` computes it: its check is no looser for the sake of another kernel."""
+    row = {"format": "fp8_block128", "kv_lora_rank": 512, "qk_rope_head_dim": 64, "page_size": 64}
+
+    def rounds(columns: int, **more: object) -> bool:
+        case = DecodeCase(**row, heads=128, kv_lens=(65,), q_lens=(1,), **more)
+        pool = case.pool(Inputs("cpu", 0), "cache", 2)
+        table = torch.zeros(1, columns, dtype=torch.int32)
+        with pretending(90, 132):
+            return case.rounds_rows(pool, table, backend)
+
+    assert not rounds(2)
+    assert rounds(1 << 16)
+    assert rounds(2, deterministic=True)
+    assert rounds(2, num_splits=2)
+    assert rounds(2, num_ctas=3)
