@@ -62,7 +62,7 @@ def rewritten(
 
 
 @pytest.mark.parametrize("transposed", [True, False])
-@pytest.mark.parametrize("lens", LENGTHS, ids=lambda lens: str(lens[:5]))
+@pytest.mark.parametrize("lens", LENGTHS, ids=lambda lens: f"{len(lens)} from {lens[:5]}")
 def test_tiles_flags_and_scales(lens, transposed, device):
     own = torch.Generator("cpu").manual_seed(0)
     keys, starts = sum(lens), starts_of(lens)
@@ -94,7 +94,7 @@ def test_tiles_flags_and_scales(lens, transposed, device):
 
 
 @pytest.mark.parametrize("missing", ["nothing", "k_scale", "v_scale"])
-@pytest.mark.parametrize("lens", LENGTHS, ids=lambda lens: str(lens[:5]))
+@pytest.mark.parametrize("lens", LENGTHS, ids=lambda lens: f"{len(lens)} from {lens[:5]}")
 def test_scales_of_blocks(lens, missing, device):
     """Scales of blocks without keys are NaN: they flag no tile."""
     own = torch.Generator("cpu").manual_seed(0)

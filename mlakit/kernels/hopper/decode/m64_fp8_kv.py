@@ -277,8 +277,8 @@ def _pv_warpgroup(item, index, inputs, scheduler, outputs, prob_stage, blocks):
 def mla_decode_m64_fp8_kv_kernel(
     q, q_rope,  # TMA descriptors: tiles of 64 x 256, of 64 x 64 where rotated
     words,  # the cache, int32
-    kv_rope,  # TMA descriptor: tiles of 64 x 64 bfloat16, of PAGE rows where pages are smaller; of
-    # words (fp8), which the dequant warpgroup loads with the others
+    kv_rope,  # TMA descriptor: tiles of 64 x 64 bfloat16, of PAGE rows where pages are smaller; for
+    # fp8_token: in other formats the dequant warpgroup loads rotated columns itself
     scale_log2, stride_table_request, q_token_rows, q_rope_token_rows, heads, slot_rows,
     stride_lse_token,
     batch, schedule, outputs, gather, kv_scales, q_scales,  # `arguments`
