@@ -26,6 +26,7 @@ from mlakit.bench.suite import Baseline, BenchmarkCase, Workload
 from mlakit.cache import PagedLatentCache
 from mlakit.formats import Format
 from mlakit.ops import sparse_mla
+from mlakit.workloads.fp16_rows import block_scales, rounded_rows, rounds_rows
 
 MAX_CHECKED = 6  # queries
 NUMBERS_AT_ONCE = 1 << 26
@@ -113,17 +114,26 @@ def random_tokens(queries: int, kv_len: int, topk: int, generator: torch.Generat
 def sampled_queries(
     q: Tensor, cache: PagedLatentCache, rows: Tensor
 ) -> Iterator[correctness.Sample]:
-    """The oracle's results for some queries, each over its own rows."""
+    """The oracle's results for some queries, each over its own rows.
+
+    The naive run has rows that are rounded as the kernel's are, where the kernel rounds them.
+    """
     layer = cache.layer(0)
+    is_rounded = rounds_rows(q.device, "auto", format=cache.format, heads=q.shape[1])
     for token in correctness.evenly_spaced(len(q), MAX_CHECKED):
-        own = slice(token, token + 1)
-        listed = layer.read(rows[token].long(), torch.float64)
+        own, slots = slice(token, token + 1), rows[token].long()
+        listed = naive_listed = layer.read(slots, torch.float64)
+        if is_rounded:
+            payload = layer.payload[slots // layer.page_size, slots % layer.page_size]
+            naive_listed = rounded_rows(
+                listed, block_scales(payload.view(torch.uint8), ROW.kv_lora_rank)
+            )
         place = torch.arange(len(listed), device=rows.device)[None]
         exact, naive = (
             reference.sparse_mla(
-                q[own], listed, place, softmax_scale=SCALE, v_width=ROW.v_width, dtype=dtype
+                q[own], keys, place, softmax_scale=SCALE, v_width=ROW.v_width, dtype=dtype
             )
-            for dtype in (torch.float64, torch.float32)
+            for keys, dtype in ((listed, torch.float64), (naive_listed, torch.float32))
         )
         yield correctness.Sample(f"query {token}", own, exact[:2], naive[:2])
 

@@ -176,11 +176,17 @@ def _uses(q: Tensor, layer: CacheLayer, page_table: PageTable) -> Iterator[Use]:
 
 
 def _are_packed(scales: Tensor) -> bool:
-    """Are the scales of a page [pages, page_size, 1] contiguous, at a multiple of 16 bytes, and all
-    of them within 2**31 numbers? Then the hardware can copy those of a page."""
+    """Can the hardware copy the scales [pages, page_size, 1] of a page at once?
+
+    Those of a page must be contiguous, every page must begin at a multiple of 16 bytes, and all of
+    them must lie within 2**31 numbers.
+    """
     pages, page_size, _ = scales.shape
-    is_contiguous = page_size <= 1 or scales.stride(1) == 1
-    return is_contiguous and scales.data_ptr() % 16 == 0 and pages * scales.stride(0) < 2**31
+    if page_size > 1 and scales.stride(1) != 1:
+        return False
+    pitch = scales.stride(0) if pages > 1 else 0
+    is_aligned = scales.data_ptr() % 16 == 0 and pitch * scales.element_size() % 16 == 0
+    return is_aligned and pages * pitch < 2**31
 
 
 def _empty_topk(a: TopkArguments) -> tuple[Tensor]:

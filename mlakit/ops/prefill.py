@@ -19,6 +19,7 @@ from mlakit.plan import PrefillPlan
 from mlakit.specs import Problem, Use, device_facts
 
 NAME = "mla_prefill"
+TMA_BYTES = 16  # addresses, pitches and first columns of TMA tiles are multiples of it
 
 
 def mla_prefill(
@@ -181,14 +182,23 @@ def _has_contiguous_keys(v: Tensor) -> bool:
 
 
 def _has_pitch(rows: Tensor) -> bool:
-    """Do the rows [n, heads, columns] or [n, columns] of each n lie together, those of the next n
-    behind them, at a multiple of 16 bytes? Then a TMA descriptor addresses tiles of them."""
+    """Can TMA descriptors address tiles of the rows [n, heads, columns] or [n, columns]?
+
+    The rows of each n must lie together, those of the next n behind them, and every row must begin
+    at a multiple of 16 bytes. A head begins at a column of the descriptor: a load from a column
+    that is not at a multiple of 16 bytes is an illegal instruction, which ends the CUDA context.
+    """
     if rows.numel() == 0:
         return True
-    pitch, span = rows.stride(0), 1
+    itemsize = rows.element_size()
+    if rows.data_ptr() % TMA_BYTES:
+        return False
+    span = 1
     for size, stride in zip(rows.shape[1:], rows.stride()[1:], strict=True):
         span += (size - 1) * stride
-    is_aligned = rows.data_ptr() % 16 == 0 and span < 2**31
+        if stride != 1 and size > 1 and stride * itemsize % TMA_BYTES:
+            return False
     if rows.shape[0] == 1:
-        return is_aligned
-    return is_aligned and pitch >= span and pitch * rows.element_size() % 16 == 0
+        return span < 2**31
+    pitch = rows.stride(0)
+    return span <= pitch and span < 2**31 and pitch * itemsize % TMA_BYTES == 0

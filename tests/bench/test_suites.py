@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mlakit.bench import GPU_SUITES, correctness, indexer
-from mlakit.bench.pool import SharedPool
+from mlakit.bench.pool import LATENT_STD, ROW, SharedPool
 from mlakit.bench.problems import (
     DenseDecode,
     DensePrefill,
@@ -20,9 +20,12 @@ from mlakit.bench.problems import (
 )
 from mlakit.bench.report import SELECT
 from mlakit.bench.shapes import Batch
+from mlakit.bench.sparse import sampled_queries
 from mlakit.bench.sparse_step import SEPARATE_STAGES
 from mlakit.bench.suite import Workload
 from mlakit.branches import sparse
+from mlakit.cache import PagedLatentCache
+from mlakit.specs import pretending
 from tests.bench.fakes import pretend_gpu, solve
 from tests.kernel_launchers import Arguments, by_name, replace_launcher
 
@@ -320,3 +323,20 @@ def test_a_peer_with_a_common_error_is_wrong():
 )
 def test_samples_are_evenly_spaced(count, places):
     assert correctness.evenly_spaced(count, 3) == places
+
+
+def test_naive_runs_of_sparse_decode_round_rows_as_the_kernel_does():
+    """Rounding to float16 moves lse by more than a float32 run over exact rows allows."""
+    generator = torch.Generator().manual_seed(0)
+    cache = PagedLatentCache.allocate(ROW, "fp8_block128", num_pages=3, page_size=64)
+    slots = torch.arange(3 * 64)
+    cache.layer(0).write(slots, LATENT_STD * torch.randn(192, ROW.width, generator=generator))
+    q = torch.randn(1, 128, ROW.width, generator=generator).bfloat16()
+    rows = torch.randperm(192, generator=generator)[None, :128].int()
+    losses = []
+    for arch in (80, 90):
+        with pretending(arch):
+            (sample,) = sampled_queries(q, cache, rows)
+        losses.append(float((sample.naive[1].double() - sample.exact[1]).abs().max()))
+    assert losses[0] < 2e-6
+    assert 2e-5 < losses[1] < 3e-4

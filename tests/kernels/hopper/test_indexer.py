@@ -104,13 +104,21 @@ LOOSE = {
             scales=torch.zeros(4, 64, 2)[:, :, :1],
         )
     },
+    "loose scales of the cache, pages apart": {
+        "cache": PagedLatentCache.wrap(
+            torch.zeros(4, 64, 128, dtype=torch.uint8),
+            RowShape(128, 0),
+            format="fp8_token",
+            scales=torch.zeros(4, 66, 1)[:, :64],  # page 1 begins 264 bytes behind page 0
+        )
+    },
 }
 
 
 @pytest.mark.parametrize("use", LOOSE)
 def test_tensors_that_tma_cannot_address(use):
     given = arguments(PAGES) | LOOSE[use]
-    with pretending(90), pytest.raises(UnsupportedError, match=f"takes no {use}"):
+    with pretending(90), pytest.raises(UnsupportedError, match=f"takes no {use.partition(',')[0]}"):
         indexer_logits(**given, backend="hopper")
 
 
@@ -233,24 +241,33 @@ def test_every_logit_is_written_once(batch, is_causal, config):
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize("tokens", range(1, MAX_SINGLE_TOKENS + 1))
+@pytest.mark.parametrize("tokens", range(MAX_SINGLE_TOKENS + 1))
+@pytest.mark.parametrize("padding", [0, 1])
 @pytest.mark.parametrize("kv_len", [0, 1, 2, 127, 128, 129, 255, 256, 257, 5000])
-def test_every_logit_of_a_single_token_block_is_written_once(kv_len, tokens, is_causal):
+def test_every_logit_of_a_single_token_block_is_written_once(kv_len, padding, tokens, is_causal):
+    """Rows of padding after the last query are not written."""
     from mlakit.kernels.hopper.indexer import scheduler
 
-    config, num_ctas = CONFIGS[64, {3: 4}.get(tokens, tokens)], 7
+    rows = min(tokens + padding, MAX_SINGLE_TOKENS)
+    if rows == 0:
+        return  # the op starts no kernel
+    config, num_ctas = CONFIGS[64, {3: 4}.get(rows, rows)], 7
+    memory = torch.tensor([0, tokens, kv_len])
     for columns in (max(kv_len, 1), kv_len + 130, kv_len + 9000):
-        written = torch.zeros(tokens, columns, dtype=torch.int32)
+        written = torch.zeros(rows, columns, dtype=torch.int32)
         for cta in range(num_ctas):
-            device = on_cpu(scheduler, torch.tensor([kv_len]), cta, num_ctas)
+            device = on_cpu(scheduler, memory, cta, num_ctas)
             requests = device.Requests(
-                *(None, torch.tensor(0), torch.tensor(0), 1, 1, 0, 1),
-                *(tokens, 0, columns, is_causal, True),
+                *(torch.tensor(0), torch.tensor(2), torch.tensor(0), 1, 1, 0, 1),
+                *(rows, 0, columns, is_causal, True),
                 *(config.TOKENS, config.KEYS, config.FILL_COLUMNS),
             )
             work = device.locate_single(requests)
             count_writes(written, work, torch.arange(columns) // config.KEYS, is_causal)
-        assert torch.equal(written, seen_once([kv_len], [tokens], columns, is_causal))
+        expected = torch.zeros_like(written)
+        if tokens:
+            expected[:tokens] = seen_once([kv_len], [tokens], columns, is_causal)
+        assert torch.equal(written, expected)
 
 
 def test_a_length_beyond_the_columns_stays_within_the_row():
@@ -284,6 +301,30 @@ def run(**fields: object) -> None:
 @pytest.mark.parametrize(("kv_lens", "q_lens"), LENGTHS.values(), ids=LENGTHS.keys())
 def test_lengths(kv_lens, q_lens, heads):
     run(kv_lens=kv_lens, q_lens=q_lens, heads=heads)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("q_len", [1, 2, 3])
+def test_padding_after_a_single_token_block_changes_no_logit(q_len):
+    """On a GPU the op cannot see that rows follow the last query."""
+    pages = torch.randint(0, 120, (6, 64 * 132), dtype=torch.uint8)  # finite e4m3
+    pages[:, 64 * 128 :] = torch.rand(6, 64).view(torch.uint8)  # scales
+    cache = PagedLatentCache.wrap_index_keys(pages.view(6, 64, 132).cuda())
+    q = torch.randn(4, 4, 128).to(torch.float8_e4m3fn).cuda()
+    weights = torch.rand(4, 4).cuda()
+    table = torch.tensor([[5, 2, 0]], dtype=torch.int32).cuda()
+    kv_lens = torch.tensor([150], dtype=torch.int32).cuda()
+    starts = torch.tensor([0, q_len], dtype=torch.int32).cuda()
+    out = torch.full((4, 192), 7.0, device="cuda")
+    indexer_logits(q, weights, cache, table, kv_lens, q_starts=starts, out=out, backend="hopper")
+    alone = indexer_logits(
+        q[:q_len], weights[:q_len], cache, table, kv_lens, q_starts=starts, backend="triton"
+    )
+    assert bool((out[q_len:] == 7.0).all())
+    assert torch.equal(out[:q_len].isneginf(), alone.isneginf())
+    seen = alone.isfinite()
+    largest = float(alone[seen].abs().max())
+    torch.testing.assert_close(out[:q_len][seen], alone[seen], rtol=0, atol=2e-3 * largest)
 
 
 @pytest.mark.gpu

@@ -110,6 +110,17 @@ def test_rows_of_one_pitch():
     assert not _has_pitch(torch.zeros(6, 1, 9, dtype=torch.bfloat16))
 
 
+@pytest.mark.parametrize("gap", [1, 2, 4, 6])
+def test_heads_that_do_not_begin_at_16_bytes(gap):
+    """Rows begin at multiples of 16 bytes, the second head does not: TMA faults at its column."""
+    heads = torch.zeros(6, 8, 64 + gap, dtype=torch.bfloat16)[..., :64]
+    assert heads.stride(0) * 2 % 16 == 0
+    assert not _has_pitch(heads)
+    assert not _has_pitch(heads[:1])
+    assert _has_pitch(heads[:, :1])  # no head begins at the stride
+    assert _has_pitch(torch.zeros(6, 8, 72, dtype=torch.bfloat16)[..., :64])
+
+
 @pytest.mark.parametrize("requests", [0, 2])
 def test_without_queries_no_kernel_is_started(requests):
     from mlakit.kernels.triton.launch import SHARED_BYTES, Target, compiling

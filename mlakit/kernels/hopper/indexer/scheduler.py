@@ -228,13 +228,13 @@ def locate_block(requests, request, block, tile, left):
 
 @gluon.jit
 def locate_single(requests):
-    """What this CTA computes of a batch of one token block."""
-    kv_len = gl.load(requests.kv_lens).to(gl.int32)
-    kv_len = gl.minimum(gl.maximum(kv_len, 0), requests.columns)
+    """What this CTA computes of a batch of one token block; rows of padding may follow it."""
+    _, q_len, kv_len = _load_lengths(requests, gl.to_tensor(0))
+    count = gl.minimum(q_len, requests.tokens)
     cta, num_ctas = gl.program_id(0), gl.num_programs(0)
     first_end = kv_len
     if requests.IS_CAUSAL:
-        first_end = kv_len - requests.tokens + 1
+        first_end = kv_len - count + 1
     # equal ranges of columns, of which the ones before first_end are skipped
     fill_start = gl.maximum((first_end >> FILL_ALIGNMENT) << FILL_ALIGNMENT, 0)
     blocks = _ceil_div(requests.columns - fill_start, FILL_ALIGNMENT)
@@ -242,7 +242,7 @@ def locate_single(requests):
     fill_first = fill_start + cta * width
     return TokenBlock(
         kv_len * 0,
-        requests.tokens,
+        count,
         first_end,
         kv_len,
         requests.page_table,
