@@ -15,7 +15,7 @@ import setuptools  # noqa: F401  patches distutils, so it comes before any impor
 import torch
 
 from mlakit import dispatch, knobs
-from tests import cpu_products, slow_tests, transplant
+from tests import cpu_products, gpu_session, gpu_workers, slow_tests, transplant
 
 # an assertion in these shows its values when it fails, as one in a test does
 pytest.register_assert_rewrite(
@@ -45,6 +45,7 @@ class Place(NamedTuple):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     slow_tests.add_options(parser)
+    gpu_session.add_options(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -52,6 +53,8 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)  # the workers of xdist already fill the cores
     if config.option.markexpr.strip() == "gpu" and not torch.cuda.is_available():
         raise pytest.UsageError("-m gpu needs a CUDA device, and torch sees none")
+    config.pluginmanager.register(gpu_session)
+    config.pluginmanager.register(gpu_workers)
     cpu_products.use_float32(cpu_products.slow_types())
     # torch.empty then holds NaN, the largest integer or 0xFF: reading what was never written shows
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -1,0 +1,149 @@
+"""Deals tests out to parts of equal measured time, so that each part fits one run: `--part 2/8`.
+
+TIMES has the seconds of every test function, as measured on a GPU. Tests of one file stay together
+as far as parts can be balanced, because they share compiled kernels: a file is cut between its
+functions, and a function between its parameters, only where it is longer than half of a part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import ceil
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from tests.paths import ROOT
+
+TIMES = ROOT / "docs" / "data" / "gpu-test-times.json"
+UNMEASURED = 1.0  # seconds of a test where nothing at all is measured
+
+
+class Part(NamedTuple):
+    """The part `number`, from 1, of `count`."""
+
+    number: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+
+class Measured(NamedTuple):
+    """The seconds that `tests` tests of one function took together."""
+
+    seconds: float
+    tests: int
+
+    @property
+    def per_test(self) -> float:
+        return self.seconds / self.tests
+
+
+class Piece(NamedTuple):
+    """Tests that run in the same part, and the seconds that they are expected to take."""
+
+    tests: list[str]
+    seconds: float
+
+
+def parse_part(text: str) -> Part:
+    number, _, count = text.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise argparse.ArgumentTypeError(f"--part must be like 1/4, the first of four, got {text}")
+    return Part(int(number), int(count))
+
+
+def function_of(test: str) -> str:
+    return test.partition("[")[0]
+
+
+def file_of(test: str) -> str:
+    return test.partition("::")[0]
+
+
+def read_times(path: Path = TIMES) -> dict[str, Measured]:
+    """Return what was measured of each test function, which is nothing where no file is."""
+    if not path.exists():
+        return {}
+    content = json.loads(path.read_text(encoding="utf-8"))
+    return {function: Measured(*measured) for function, measured in content.items()}
+
+
+def write_times(path: Path, times: Mapping[str, Measured]) -> None:
+    """Write one line for each function, sorted: [seconds of its tests, their number]."""
+    lines = [
+        f"{json.dumps(function)}: {json.dumps([round(seconds, 2), tests])}"
+        for function, (seconds, tests) in sorted(times.items())
+    ]
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+def add_up(tests: Iterable[tuple[str, float]]) -> dict[str, Measured]:
+    """Add up the seconds of each test by function."""
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for test, each in tests:
+        seconds[function_of(test)].append(each)
+    return {function: Measured(sum(each), len(each)) for function, each in seconds.items()}
+
+
+def expected_seconds(times: Mapping[str, Measured]) -> Callable[[str], float]:
+    """Return the function that gives the expected seconds of one test."""
+    usual = median(each.per_test for each in times.values()) if times else UNMEASURED
+
+    def seconds(test: str) -> float:
+        measured = times.get(function_of(test))
+        return usual if measured is None else measured.per_test
+
+    return seconds
+
+
+def deal(tests: Sequence[str], times: Mapping[str, Measured], count: int) -> dict[str, int]:
+    """Return the number of the part, from 1 to `count`, that each test runs in."""
+    seconds = expected_seconds(times)
+    limit = sum(map(seconds, tests)) / count / 2
+    longest_first = sorted(_cut(tests, seconds, limit), key=lambda piece: -piece.seconds)
+    loads = [0.0] * count
+    parts: dict[str, int] = {}
+    for piece in longest_first:
+        lightest = loads.index(min(loads))
+        loads[lightest] += piece.seconds
+        parts.update(dict.fromkeys(piece.tests, lightest + 1))
+    return parts
+
+
+def digest_of_deal(parts: Mapping[str, int]) -> str:
+    """Return a digest that is the same for all runs that deal the same tests out alike."""
+    lines = "\n".join(f"{part} {test}" for test, part in sorted(parts.items()))
+    return hashlib.sha256(lines.encode()).hexdigest()[:16]
+
+
+def _cut(tests: Sequence[str], seconds: Callable[[str], float], limit: float) -> Iterator[Piece]:
+    """Cut the tests of each file into pieces of at most `limit` seconds."""
+    files: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for test in tests:
+        files[file_of(test)][function_of(test)].append(test)
+    for functions in files.values():
+        piece = Piece([], 0.0)
+        for function, own in functions.items():
+            length = seconds(function) * len(own)
+            if piece.tests and piece.seconds + length > limit:
+                yield piece
+                piece = Piece([], 0.0)
+            if length > limit:
+                yield from _cut_function(own, seconds(function), limit)
+            else:
+                piece = Piece(piece.tests + own, piece.seconds + length)
+        if piece.tests:
+            yield piece
+
+
+def _cut_function(tests: list[str], seconds: float, limit: float) -> Iterator[Piece]:
+    size = ceil(len(tests) / ceil(len(tests) * seconds / limit))
+    for start in range(0, len(tests), size):
+        chunk = tests[start : start + size]
+        yield Piece(chunk, len(chunk) * seconds)
