@@ -118,8 +118,8 @@ test-sglang: $(SGLANG_INSTALLED)
 # git; RECORD is a folder for the results besides docs/data/gpu-tests.json
 test-gpu:
 	status=0; for part in $(PART); do \
-	  $(GPU_PYTHON) -m pytest -m gpu --part $$part -n $(GPU_WORKERS) --dist worksteal \
-	    --max-worker-restart 1000 --tb short --record $(RECORD) $(if $(COMMIT),--commit $(COMMIT)) || status=1; \
+	  $(GPU_PYTHON) -m pytest -m gpu --part=$$part -n $(GPU_WORKERS) --dist worksteal \
+	    --max-worker-restart 1000 --tb short --record=$(RECORD) $(if $(COMMIT),--commit=$(COMMIT)) || status=1; \
 	done; exit $$status
 
 # names the commit in a file, for a copy of this tree without git on a machine with a GPU

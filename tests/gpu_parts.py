@@ -3,6 +3,9 @@
 TIMES has the seconds of every test function, as measured on a GPU. Tests of one file stay together
 as far as parts can be balanced, because they share compiled kernels: a file is cut between its
 functions, and a function between its parameters, only where it is longer than half of a part.
+
+Tests marked `large` take turns at the memory of the GPU: LARGE_AT_ONCE of them run at a time. They
+count for more than others of the same time, and come first, on as many workers.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import argparse
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from math import ceil
 from pathlib import Path
 from statistics import median
@@ -21,6 +24,9 @@ from tests.paths import ROOT
 
 TIMES = ROOT / "docs" / "data" / "gpu-test-times.json"
 UNMEASURED = 1.0  # seconds of a test where nothing at all is measured
+UNMEASURED_LARGE = 100.0  # it checks a list of problems
+LARGE_AT_ONCE = 4
+WORKERS = 14  # of `make test-gpu`
 
 
 class Part(NamedTuple):
@@ -91,20 +97,27 @@ def add_up(tests: Iterable[tuple[str, float]]) -> dict[str, Measured]:
     return {function: Measured(sum(each), len(each)) for function, each in seconds.items()}
 
 
-def expected_seconds(times: Mapping[str, Measured]) -> Callable[[str], float]:
-    """Return the function that gives the expected seconds of one test."""
+def expected_seconds(
+    times: Mapping[str, Measured], large: Container[str] = ()
+) -> Callable[[str], float]:
+    """Return the function that gives the seconds of all workers that one test is expected to take.
+
+    A test in `large` keeps the workers waiting that are not among the LARGE_AT_ONCE.
+    """
     usual = median(each.per_test for each in times.values()) if times else UNMEASURED
 
     def seconds(test: str) -> float:
         measured = times.get(function_of(test))
-        return usual if measured is None else measured.per_test
+        if test not in large:
+            return usual if measured is None else measured.per_test
+        own = UNMEASURED_LARGE if measured is None else measured.per_test
+        return own * WORKERS / LARGE_AT_ONCE
 
     return seconds
 
 
-def deal(tests: Sequence[str], times: Mapping[str, Measured], count: int) -> dict[str, int]:
+def deal(tests: Sequence[str], seconds: Callable[[str], float], count: int) -> dict[str, int]:
     """Return the number of the part, from 1 to `count`, that each test runs in."""
-    seconds = expected_seconds(times)
     limit = sum(map(seconds, tests)) / count / 2
     longest_first = sorted(_cut(tests, seconds, limit), key=lambda piece: -piece.seconds)
     loads = [0.0] * count
@@ -114,6 +127,27 @@ def deal(tests: Sequence[str], times: Mapping[str, Measured], count: int) -> dic
         loads[lightest] += piece.seconds
         parts.update(dict.fromkeys(piece.tests, lightest + 1))
     return parts
+
+
+def large_first(tests: Sequence[str], large: Container[str], workers: int) -> list[str]:
+    """Return the tests in an order in which LARGE_AT_ONCE workers begin with the large ones.
+
+    The scheduler `worksteal` cuts the list into as many pieces of equal length as there are
+    workers; a worker that is done takes tests from the end of another's piece.
+    """
+    listed = [test for test in tests if test in large]
+    others = [test for test in tests if test not in large]
+    at_once = min(workers, LARGE_AT_ONCE)
+    ordered: list[str] = []
+    end = 0
+    for worker in range(workers):
+        end += (len(tests) - end) // (workers - worker)
+        if worker < at_once:
+            ordered += listed[worker::at_once]
+        taken = max(end - len(ordered), 0)
+        ordered += others[:taken]
+        others = others[taken:]
+    return ordered + others
 
 
 def digest_of_deal(parts: Mapping[str, int]) -> str:
@@ -129,13 +163,13 @@ def _cut(tests: Sequence[str], seconds: Callable[[str], float], limit: float) ->
         files[file_of(test)][function_of(test)].append(test)
     for functions in files.values():
         piece = Piece([], 0.0)
-        for function, own in functions.items():
-            length = seconds(function) * len(own)
+        for own in functions.values():
+            length = sum(map(seconds, own))
             if piece.tests and piece.seconds + length > limit:
                 yield piece
                 piece = Piece([], 0.0)
             if length > limit:
-                yield from _cut_function(own, seconds(function), limit)
+                yield from _cut_function(own, length, limit)
             else:
                 piece = Piece(piece.tests + own, piece.seconds + length)
         if piece.tests:
@@ -143,7 +177,7 @@ def _cut(tests: Sequence[str], seconds: Callable[[str], float], limit: float) ->
 
 
 def _cut_function(tests: list[str], seconds: float, limit: float) -> Iterator[Piece]:
-    size = ceil(len(tests) / ceil(len(tests) * seconds / limit))
+    size = ceil(len(tests) / ceil(seconds / limit))
     for start in range(0, len(tests), size):
         chunk = tests[start : start + size]
-        yield Piece(chunk, len(chunk) * seconds)
+        yield Piece(chunk, seconds * len(chunk) / len(tests))

@@ -76,13 +76,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     part = config.getoption("--part")
     if part is None:
         return
-    dealt = gpu_parts.deal([item.nodeid for item in items], gpu_parts.read_times(), part.count)
-    others = [item for item in items if dealt[item.nodeid] != part.number]
-    items[:] = [item for item in items if dealt[item.nodeid] == part.number]
-    config.hook.pytest_deselected(items=others)
+    named = {item.nodeid: item for item in items}
+    large = {test for test, item in named.items() if item.get_closest_marker("large")}
+    seconds = gpu_parts.expected_seconds(gpu_parts.read_times(), large)
+    dealt = gpu_parts.deal(list(named), seconds, part.count)
+    own = [test for test, number in dealt.items() if number == part.number]
+    config.hook.pytest_deselected(items=[named[test] for test in named if test not in set(own)])
+    items[:] = [named[test] for test in gpu_parts.large_first(own, large, _workers(config))]
     config.stash[_SESSION].deal = gpu_parts.digest_of_deal(dealt)
     if hasattr(config, "workeroutput"):
         config.workeroutput[_DEAL] = config.stash[_SESSION].deal
+
+
+def _workers(config: pytest.Config) -> int:
+    return int(getattr(config, "workerinput", {}).get("workercount", 1))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -10,7 +10,16 @@ import sys
 import pytest
 
 from tests import gpu_parts
-from tests.gpu_parts import Measured, Part, deal, digest_of_deal, parse_part
+from tests.gpu_parts import (
+    LARGE_AT_ONCE,
+    Measured,
+    Part,
+    deal,
+    digest_of_deal,
+    expected_seconds,
+    large_first,
+    parse_part,
+)
 from tests.paths import ROOT
 
 
@@ -31,6 +40,7 @@ TESTS = [test for name, (_, count) in FUNCTIONS.items() for test in ids_of(name,
 TIMES = {
     name: Measured(seconds * count, tests=count) for name, (seconds, count) in FUNCTIONS.items()
 }
+SECONDS = expected_seconds(TIMES)
 
 
 def load(parts: dict[str, int], number: int) -> float:
@@ -40,7 +50,7 @@ def load(parts: dict[str, int], number: int) -> float:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
 def test_every_test_is_in_one_part_and_parts_are_equally_long(count):
-    parts = deal(TESTS, TIMES, count)
+    parts = deal(TESTS, SECONDS, count)
     assert set(parts) == set(TESTS)
     assert set(parts.values()) == set(range(1, count + 1))
     loads = [load(parts, number) for number in range(1, count + 1)]
@@ -48,7 +58,7 @@ def test_every_test_is_in_one_part_and_parts_are_equally_long(count):
 
 
 def test_only_a_function_longer_than_half_of_a_part_is_cut():
-    parts = deal(TESTS, TIMES, 3)
+    parts = deal(TESTS, SECONDS, 3)
     spread = {
         name: len({parts[test] for test in ids_of(name, count)})
         for name, (_, count) in FUNCTIONS.items()
@@ -58,34 +68,50 @@ def test_only_a_function_longer_than_half_of_a_part_is_cut():
 
 
 def test_a_short_file_stays_together():
-    parts = deal(TESTS, TIMES, 4)
+    parts = deal(TESTS, SECONDS, 4)
     assert len({part for test, part in parts.items() if test.startswith("b.py")}) == 1
 
 
-def test_the_order_of_files_does_not_matter_within_a_run():
-    assert deal(TESTS, TIMES, 3) == deal(list(TESTS), dict(reversed(TIMES.items())), 3)
-
-
 def test_a_function_without_a_time_takes_the_median():
-    seconds = gpu_parts.expected_seconds(
+    seconds = expected_seconds(
         {"a::x": Measured(1.0, 1), "a::y": Measured(6.0, 2), "a::z": Measured(500.0, 5)}
     )
     assert [seconds(test) for test in ("a::y[1]", "a::new[2]", "a::new")] == [3.0, 3.0, 3.0]
-    assert gpu_parts.expected_seconds({})("a::new") == gpu_parts.UNMEASURED
+    assert expected_seconds({})("a::new") == gpu_parts.UNMEASURED
+
+
+def test_a_large_test_takes_the_time_of_all_workers_that_cannot_run_one():
+    seconds = expected_seconds({"a::x": Measured(8.0, 2)}, large={"a::x[1]", "a::new"})
+    assert [seconds(test) for test in ("a::x[0]", "a::x[1]", "a::new")] == [4.0, 14.0, 350.0]
+
+
+@pytest.mark.parametrize("workers", [1, 3, 14])
+def test_some_workers_begin_with_the_large_tests(workers):
+    tests = ids_of("a::x", 30) + ids_of("a::large", 7) + ids_of("a::y", 33)
+    large = set(ids_of("a::large", 7))
+    ordered = large_first(tests, large, workers)
+    assert sorted(ordered) == sorted(tests)
+    begin = [len(tests) * worker // workers for worker in range(min(workers, LARGE_AT_ONCE))]
+    assert large.issuperset(ordered[first] for first in begin)
+    if workers == 14:
+        at = [ordered.index(test) for test in sorted(large)]
+        assert sorted(at) == [0, 1, 5, 6, 10, 11, 15]
+    small = [test for test in ordered if test not in large]
+    assert small == [test for test in tests if test not in large]
 
 
 def test_runs_that_deal_alike_have_the_same_digest():
     digests = {
-        digest_of_deal(deal(tests, times, count))
-        for tests, times, count in (
-            (TESTS, TIMES, 3),
-            (TESTS, TIMES, 4),
-            (TESTS, {}, 3),
-            (TESTS[1:], TIMES, 3),
+        digest_of_deal(deal(tests, seconds, count))
+        for tests, seconds, count in (
+            (TESTS, SECONDS, 3),
+            (TESTS, SECONDS, 4),
+            (TESTS, expected_seconds({}), 3),
+            (TESTS[1:], SECONDS, 3),
         )
     }
     assert len(digests) == 4
-    assert digest_of_deal(deal(TESTS, TIMES, 3)) == digest_of_deal(deal(TESTS, TIMES, 3))
+    assert digest_of_deal(deal(TESTS, SECONDS, 3)) == digest_of_deal(deal(TESTS, SECONDS, 3))
 
 
 def test_times_are_written_and_read(tmp_path):
