@@ -119,7 +119,7 @@ test-sglang: $(SGLANG_INSTALLED)
 test-gpu:
 	status=0; for part in $(PART); do \
 	  $(GPU_PYTHON) -m pytest -m gpu --part=$$part -n $(GPU_WORKERS) --dist worksteal \
-	    --max-worker-restart 1000 --tb short --record=$(RECORD) $(if $(COMMIT),--commit=$(COMMIT)) || status=1; \
+	    --max-worker-restart 60 --tb short --record=$(RECORD) $(if $(COMMIT),--commit=$(COMMIT)) || status=1; \
 	done; exit $$status
 
 # names the commit in a file, for a copy of this tree without git on a machine with a GPU
