@@ -13,9 +13,11 @@ import hashlib
 import json
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import mean
 
 from tests import gpu_parts
 from tests.paths import ROOT
@@ -181,8 +183,12 @@ def merge(folders: Sequence[Path], record: Path = RECORD, times: Path = gpu_part
         if digest_of_commit(run.commit) != run.sources:
             raise NotRecordableError(f"{run} is not of the sources of {run.commit}")
     add(runs, record)
-    logs = [log for folder in folders for log in sorted(folder.glob("*.jsonl"))]
-    measured = gpu_parts.add_up(seconds for log in logs for seconds in _seconds_of(log))
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for folder in folders:
+        for log in sorted(folder.glob("*.jsonl")):
+            for test, each in _seconds_of(log):
+                seconds[test].append(each)
+    measured = gpu_parts.add_up((test, mean(each)) for test, each in seconds.items())
     gpu_parts.write_times(times, {**gpu_parts.read_times(times), **measured})
     return f"{len(runs)} runs added, {len(measured)} functions measured"
 
