@@ -15,8 +15,10 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from math import ceil
 from pathlib import Path
+from random import Random
 from statistics import median
 from typing import NamedTuple
 
@@ -129,11 +131,14 @@ def deal(tests: Sequence[str], seconds: Callable[[str], float], count: int) -> d
     return parts
 
 
-def large_first(tests: Sequence[str], large: Container[str], workers: int) -> list[str]:
-    """Return the tests in an order in which LARGE_AT_ONCE workers begin with the large ones.
+def arrange(tests: Sequence[str], large: Container[str], workers: int) -> list[str]:
+    """Return the tests in the order in which `workers` workers are to run them.
 
     The scheduler `worksteal` cuts the list into as many pieces of equal length as there are
-    workers; a worker that is done takes tests from the end of another's piece.
+    workers; a worker that is done takes tests from the end of another's piece. LARGE_AT_ONCE
+    workers begin with the large tests. The tests of a file are shuffled in each piece, always
+    alike: workers with tests of the same file would otherwise all compile its first kernel, then
+    all its second, where each can compile another and find the rest in Triton's cache.
     """
     listed = [test for test in tests if test in large]
     others = [test for test in tests if test not in large]
@@ -145,9 +150,17 @@ def large_first(tests: Sequence[str], large: Container[str], workers: int) -> li
         if worker < at_once:
             ordered += listed[worker::at_once]
         taken = max(end - len(ordered), 0)
-        ordered += others[:taken]
+        ordered += _shuffled_by_file(others[:taken], seed=worker)
         others = others[taken:]
     return ordered + others
+
+
+def _shuffled_by_file(tests: list[str], seed: int) -> Iterator[str]:
+    draw = Random(seed)
+    for _, own in groupby(tests, key=file_of):
+        shuffled = list(own)
+        draw.shuffle(shuffled)
+        yield from shuffled
 
 
 def digest_of_deal(parts: Mapping[str, int]) -> str:

@@ -82,7 +82,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     dealt = gpu_parts.deal(list(named), seconds, part.count)
     own = [test for test, number in dealt.items() if number == part.number]
     config.hook.pytest_deselected(items=[named[test] for test in named if test not in set(own)])
-    items[:] = [named[test] for test in gpu_parts.large_first(own, large, _workers(config))]
+    items[:] = [named[test] for test in gpu_parts.arrange(own, large, _workers(config))]
     config.stash[_SESSION].deal = gpu_parts.digest_of_deal(dealt)
     if hasattr(config, "workeroutput"):
         config.workeroutput[_DEAL] = config.stash[_SESSION].deal

@@ -14,10 +14,10 @@ from tests.gpu_parts import (
     LARGE_AT_ONCE,
     Measured,
     Part,
+    arrange,
     deal,
     digest_of_deal,
     expected_seconds,
-    large_first,
     parse_part,
 )
 from tests.paths import ROOT
@@ -89,15 +89,32 @@ def test_a_large_test_takes_the_time_of_all_workers_that_cannot_run_one():
 def test_some_workers_begin_with_the_large_tests(workers):
     tests = ids_of("a::x", 30) + ids_of("a::large", 7) + ids_of("a::y", 33)
     large = set(ids_of("a::large", 7))
-    ordered = large_first(tests, large, workers)
+    ordered = arrange(tests, large, workers)
     assert sorted(ordered) == sorted(tests)
     begin = [len(tests) * worker // workers for worker in range(min(workers, LARGE_AT_ONCE))]
     assert large.issuperset(ordered[first] for first in begin)
     if workers == 14:
         at = [ordered.index(test) for test in sorted(large)]
         assert sorted(at) == [0, 1, 5, 6, 10, 11, 15]
-    small = [test for test in ordered if test not in large]
-    assert small == [test for test in tests if test not in large]
+
+
+def test_the_tests_of_a_file_begin_with_different_ones_in_each_worker():
+    """Kernels follow the parameters, so workers in the same order compile the same ones at once."""
+    tests = [
+        f"{file}.py::{function}[{heads}]"
+        for file in ("a", "b")
+        for function in ("test_x", "test_y", "test_z")
+        for heads in (8, 16, 32, 128)
+    ]
+    ordered = arrange(tests, (), 6)
+    assert ordered == arrange(tests, (), 6)
+    pieces = [ordered[start : start + 4] for start in range(0, 24, 4)]
+    assert [sorted(piece) for piece in pieces] == [
+        sorted(tests[start : start + 4]) for start in range(0, 24, 4)
+    ]
+    assert len({piece[0].partition("[")[2] for piece in pieces}) > 1
+    halves = arrange(tests, (), 1)
+    assert [test[0] for test in halves] == ["a"] * 12 + ["b"] * 12, "files stay together"
 
 
 def test_runs_that_deal_alike_have_the_same_digest():
