@@ -5,7 +5,7 @@ as far as parts can be balanced, because they share compiled kernels: a file is 
 functions, and a function between its parameters, only where it is longer than half of a part.
 
 Tests marked `large` take turns at the memory of the GPU: LARGE_AT_ONCE of them run at a time. They
-count for more than others of the same time, and come first, on as many workers.
+are dealt out by themselves, so that every part has its share, and come first, on as many workers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from tests.paths import ROOT
 
 TIMES = ROOT / "docs" / "data" / "gpu-test-times.json"
 UNMEASURED = 1.0  # seconds of a test where nothing at all is measured
-UNMEASURED_LARGE = 100.0  # it checks a list of problems
 LARGE_AT_ONCE = 4
 WORKERS = 14  # of `make test-gpu`
 
@@ -99,32 +98,39 @@ def add_up(tests: Iterable[tuple[str, float]]) -> dict[str, Measured]:
     return {function: Measured(sum(each), len(each)) for function, each in seconds.items()}
 
 
-def expected_seconds(
-    times: Mapping[str, Measured], large: Container[str] = ()
-) -> Callable[[str], float]:
-    """Return the function that gives the seconds of all workers that one test is expected to take.
-
-    A test in `large` keeps the workers waiting that are not among the LARGE_AT_ONCE.
-    """
+def expected_seconds(times: Mapping[str, Measured]) -> Callable[[str], float]:
+    """Return the function that gives the expected seconds of one test."""
     usual = median(each.per_test for each in times.values()) if times else UNMEASURED
 
     def seconds(test: str) -> float:
         measured = times.get(function_of(test))
-        if test not in large:
-            return usual if measured is None else measured.per_test
-        own = UNMEASURED_LARGE if measured is None else measured.per_test
-        return own * WORKERS / LARGE_AT_ONCE
+        return usual if measured is None else measured.per_test
 
     return seconds
 
 
-def deal(tests: Sequence[str], seconds: Callable[[str], float], count: int) -> dict[str, int]:
+def deal(
+    tests: Sequence[str], times: Mapping[str, Measured], count: int, large: Container[str] = ()
+) -> dict[str, int]:
     """Return the number of the part, from 1 to `count`, that each test runs in."""
-    limit = sum(map(seconds, tests)) / count / 2
-    longest_first = sorted(_cut(tests, seconds, limit), key=lambda piece: -piece.seconds)
+    seconds = expected_seconds(times)
+    parts: dict[str, int] = {}
+    for is_large in (False, True):
+        group = [test for test in tests if (test in large) == is_large]
+        # large tests, and slow files that are not measured, are spread over all parts
+        together = not is_large and len(times) > 0
+        parts.update(_deal(group, seconds, count, share=1 / 2 if together else 1 / 10))
+    return {test: parts[test] for test in tests}
+
+
+def _deal(
+    tests: Sequence[str], seconds: Callable[[str], float], count: int, share: float
+) -> dict[str, int]:
+    """Deal pieces, each at most a `share` of a part, longest first to the part that has least."""
+    pieces = _cut(tests, seconds, limit=share * sum(map(seconds, tests)) / count)
     loads = [0.0] * count
     parts: dict[str, int] = {}
-    for piece in longest_first:
+    for piece in sorted(pieces, key=lambda piece: -piece.seconds):
         lightest = loads.index(min(loads))
         loads[lightest] += piece.seconds
         parts.update(dict.fromkeys(piece.tests, lightest + 1))

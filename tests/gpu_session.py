@@ -78,8 +78,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     named = {item.nodeid: item for item in items}
     large = {test for test, item in named.items() if item.get_closest_marker("large")}
-    seconds = gpu_parts.expected_seconds(gpu_parts.read_times(), large)
-    dealt = gpu_parts.deal(list(named), seconds, part.count)
+    dealt = gpu_parts.deal(list(named), gpu_parts.read_times(), part.count, large)
     own = [test for test, number in dealt.items() if number == part.number]
     config.hook.pytest_deselected(items=[named[test] for test in named if test not in set(own)])
     items[:] = [named[test] for test in gpu_parts.arrange(own, large, _workers(config))]

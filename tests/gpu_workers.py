@@ -22,7 +22,7 @@ import pytest
 
 CONTEXT_DIED = 86  # exit status of a worker whose CUDA context is dead
 # A kernel that hangs ends its worker after these seconds; tests marked `large` check long lists.
-PATIENCE = 240
+PATIENCE = 300
 PATIENCE_LARGE = 540
 _STDERR = pytest.StashKey[int]()
 

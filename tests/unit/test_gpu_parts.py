@@ -6,6 +6,7 @@ import argparse
 import re
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 
@@ -40,7 +41,6 @@ TESTS = [test for name, (_, count) in FUNCTIONS.items() for test in ids_of(name,
 TIMES = {
     name: Measured(seconds * count, tests=count) for name, (seconds, count) in FUNCTIONS.items()
 }
-SECONDS = expected_seconds(TIMES)
 
 
 def load(parts: dict[str, int], number: int) -> float:
@@ -50,7 +50,7 @@ def load(parts: dict[str, int], number: int) -> float:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
 def test_every_test_is_in_one_part_and_parts_are_equally_long(count):
-    parts = deal(TESTS, SECONDS, count)
+    parts = deal(TESTS, TIMES, count)
     assert set(parts) == set(TESTS)
     assert set(parts.values()) == set(range(1, count + 1))
     loads = [load(parts, number) for number in range(1, count + 1)]
@@ -58,7 +58,7 @@ def test_every_test_is_in_one_part_and_parts_are_equally_long(count):
 
 
 def test_only_a_function_longer_than_half_of_a_part_is_cut():
-    parts = deal(TESTS, SECONDS, 3)
+    parts = deal(TESTS, TIMES, 3)
     spread = {
         name: len({parts[test] for test in ids_of(name, count)})
         for name, (_, count) in FUNCTIONS.items()
@@ -68,7 +68,7 @@ def test_only_a_function_longer_than_half_of_a_part_is_cut():
 
 
 def test_a_short_file_stays_together():
-    parts = deal(TESTS, SECONDS, 4)
+    parts = deal(TESTS, TIMES, 4)
     assert len({part for test, part in parts.items() if test.startswith("b.py")}) == 1
 
 
@@ -80,9 +80,14 @@ def test_a_function_without_a_time_takes_the_median():
     assert expected_seconds({})("a::new") == gpu_parts.UNMEASURED
 
 
-def test_a_large_test_takes_the_time_of_all_workers_that_cannot_run_one():
-    seconds = expected_seconds({"a::x": Measured(8.0, 2)}, large={"a::x[1]", "a::new"})
-    assert [seconds(test) for test in ("a::x[0]", "a::x[1]", "a::new")] == [4.0, 14.0, 350.0]
+@pytest.mark.parametrize("times", [TIMES, {}], ids=["measured", "unmeasured"])
+def test_every_part_has_its_share_of_large_tests(times):
+    large = {f"c.py::test_huge[{number}]" for number in range(12)}
+    parts = deal(TESTS, times, 4, large)
+    assert set(parts) == set(TESTS)
+    assert Counter(parts[test] for test in large) == {1: 3, 2: 3, 3: 3, 4: 3}
+    others = Counter(part for test, part in parts.items() if test not in large)
+    assert times or max(others.values()) - min(others.values()) < 6
 
 
 @pytest.mark.parametrize("workers", [1, 3, 14])
@@ -119,16 +124,16 @@ def test_the_tests_of_a_file_begin_with_different_ones_in_each_worker():
 
 def test_runs_that_deal_alike_have_the_same_digest():
     digests = {
-        digest_of_deal(deal(tests, seconds, count))
-        for tests, seconds, count in (
-            (TESTS, SECONDS, 3),
-            (TESTS, SECONDS, 4),
-            (TESTS, expected_seconds({}), 3),
-            (TESTS[1:], SECONDS, 3),
+        digest_of_deal(deal(tests, times, count))
+        for tests, times, count in (
+            (TESTS, TIMES, 3),
+            (TESTS, TIMES, 4),
+            (TESTS, {}, 3),
+            (TESTS[1:], TIMES, 3),
         )
     }
     assert len(digests) == 4
-    assert digest_of_deal(deal(TESTS, SECONDS, 3)) == digest_of_deal(deal(TESTS, SECONDS, 3))
+    assert digest_of_deal(deal(TESTS, TIMES, 3)) == digest_of_deal(deal(TESTS, TIMES, 3))
 
 
 def test_times_are_written_and_read(tmp_path):
