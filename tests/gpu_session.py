@@ -49,11 +49,13 @@ class Session:
 
 
 def add_options(parser: pytest.Parser) -> None:
-    group = parser.getgroup("GPU tests")
+    # pytest reads the command line once before it knows these: without the = a folder that exists
+    # would be taken for the tests
+    group = parser.getgroup("GPU tests", "give their values with =")
     group.addoption(
         "--part",
         type=gpu_parts.parse_part,
-        help="run only this part of the tests, such as 1/4, by the times measured",
+        help="run only this part of the tests, such as --part=1/4, by the times measured",
     )
     group.addoption("--record", type=Path, metavar="FOLDER", help="record the part here as well")
     group.addoption("--commit", help="the commit that the sources are, where git cannot tell")

@@ -231,6 +231,9 @@ def test_of_a_kernel(case):
 
 def test_on_another_gpu():
     pytest.skip("not on this GPU")
+
+def test_that_has_something_to_say(record_property):
+    record_property("terminal", "said after all tests")
 """
 
 
@@ -259,21 +262,22 @@ def test_a_run_records_failures_crashes_and_skips(checkout):
     assert len(recorded) == 1, done.stdout
     (run,) = recorded
     assert gpu_record.read(checkout / "left/gpu-tests.json") == [run]
-    assert (run.passed, run.skipped) == (6, {"not on this GPU": 2})
+    assert (run.passed, run.skipped) == (7, {"not on this GPU": 2})
     assert run.failed == [f"tests/test_decode.py::test_of_a_kernel[{case}]" for case in (3, 5)]
     assert (run.triton, run.part, run.parts) == ("3.9.0", 1, 1)
     assert (run.gpu, run.torch) == ("a GPU", "2.11.0")
     assert run.commit == gpu_record.head(checkout)
     assert run.sources == gpu_record.digest_of_commit(run.commit, checkout)
     log = (checkout / "left/gpu-tests-1of1-3.9.0.jsonl").read_text().splitlines()
-    assert len(log) == 10
+    assert len(log) == 11
+    assert "\nsaid after all tests\n" in done.stdout
     assert "recorded in gpu-tests.json: part 1/1 with Triton 3.9.0" in done.stdout
 
 
 def test_a_run_is_not_recorded_if_it_is_not_of_the_commit_or_not_of_the_part(checkout):
     reasons = {
         "paths or options chose among the tests": ("-k", "kernel"),
-        "[1-9] of 10 tests have no result": ("--maxfail=1",),
+        "[1-9] of 11 tests have no result": ("--maxfail=1",),
     }
     for reason, options in reasons.items():
         done = recording(checkout, *options)
@@ -281,7 +285,7 @@ def test_a_run_is_not_recorded_if_it_is_not_of_the_commit_or_not_of_the_part(che
     change(checkout)
     done = recording(checkout)
     assert "not recorded: there are changes that" in done.stdout
-    assert "2 failed, 6 passed, 2 skipped" in done.stdout, "it runs all the same"
+    assert "2 failed, 7 passed, 2 skipped" in done.stdout, "it runs all the same"
     assert not (checkout / "docs").exists()
 
 
