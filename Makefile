@@ -33,8 +33,16 @@ TRANSFORMERS := 5.15.0 5.22.2
 TRANSFORMERS_VENV := .venv-transformers-
 # tests differ in length by a factor of 1000: a worker that is done takes some of another's
 PYTEST_JOBS := -n auto --dist worksteal
+# The GPU tests: the machine's own Python, and as many parts as fit 8 minutes each on 14 workers
+GPU_PYTHON ?= $(PYTHON)
+GPU_WORKERS ?= 14
+GPU_PARTS ?= 8
+PART ?= $(foreach number,$(shell seq $(GPU_PARTS)),$(number)/$(GPU_PARTS))
+RECORD ?= .gpu-record
+FROM ?= .gpu-record
 
 .PHONY: demo quick test test-all venv lint types unit thorough compile compile-all oldest oldest-torch docs
+.PHONY: test-gpu gpu-commit gpu-record
 .PHONY: mutants transformers-versions slow-tests format clean test-vllm test-sglang
 .DEFAULT_GOAL := test
 
@@ -104,6 +112,23 @@ test-vllm: $(VLLM_INSTALLED)
 # the SGLang plugin in SGLang's engine, likewise
 test-sglang: $(SGLANG_INSTALLED)
 	$(SGLANG_VENV)/bin/python -m pytest tests/integrations/sglang
+
+# One part of the GPU tests, such as PART=1/8, or all of them in turn. Nothing is installed. Only
+# with worksteal or load is a worker replaced that a test has crashed. COMMIT is for copies without
+# git; RECORD is a folder for the results besides docs/data/gpu-tests.json
+test-gpu:
+	status=0; for part in $(PART); do \
+	  $(GPU_PYTHON) -m pytest -m gpu --part=$$part -n $(GPU_WORKERS) --dist worksteal \
+	    --max-worker-restart 60 --tb short --record=$(RECORD) $(if $(COMMIT),--commit=$(COMMIT)) || status=1; \
+	done; exit $$status
+
+# names the commit in a file, for a copy of this tree without git on a machine with a GPU
+gpu-commit:
+	$(PYTHON) -m tests.gpu_record commit
+
+# adds what `make test-gpu` left in folders to docs/data: results, and times by which parts are dealt
+gpu-record:
+	$(PYTHON) -m tests.gpu_record merge $(FROM)
 
 # the pages in docs/ as a site in site/; a warning is an error. The variable keeps the theme from
 # announcing its successor at every build

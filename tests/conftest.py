@@ -5,17 +5,19 @@ from __future__ import annotations
 import fcntl
 import os
 import tempfile
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import pytest
 import setuptools  # noqa: F401  patches distutils, so it comes before any import of that
 import torch
 
 from mlakit import dispatch, knobs
-from tests import cpu_products, slow_tests, transplant
+from tests import cpu_products, gpu_parts, gpu_session, gpu_workers, slow_tests, transplant
 
 # an assertion in these shows its values when it fails, as one in a test does
 pytest.register_assert_rewrite(
@@ -28,7 +30,6 @@ pytest.register_assert_rewrite(
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
 INTERPRETED = ("triton", "cpu")
-LARGE_AT_ONCE = 4
 GPU_TESTS = pytest.StashKey[int]()
 
 
@@ -45,6 +46,7 @@ class Place(NamedTuple):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     slow_tests.add_options(parser)
+    gpu_session.add_options(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -52,6 +54,8 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)  # the workers of xdist already fill the cores
     if config.option.markexpr.strip() == "gpu" and not torch.cuda.is_available():
         raise pytest.UsageError("-m gpu needs a CUDA device, and torch sees none")
+    config.pluginmanager.register(gpu_session)
+    config.pluginmanager.register(gpu_workers)
     cpu_products.use_float32(cpu_products.slow_types())
     # torch.empty then holds NaN, the largest integer or 0xFF: reading what was never written shows
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -202,11 +206,28 @@ def _gpu_memory(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.node.get_closest_marker("large") is None:
         yield
     else:
-        worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0")
-        lane = int(worker.removeprefix("gw")) % LARGE_AT_ONCE
-        with (Path(tempfile.gettempdir()) / f"mlakit-large-{lane}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with _turn_of_large_tests():
             yield
             torch.cuda.empty_cache()
     if torch.cuda.memory_reserved() > 2**30:
         torch.cuda.empty_cache()
+
+
+@contextmanager
+def _turn_of_large_tests() -> Iterator[None]:
+    """Hold one of the locks, of which there are as many as large tests may run at a time."""
+    folder = Path(tempfile.gettempdir())
+    names = [folder / f"mlakit-large-{number}.lock" for number in range(gpu_parts.LARGE_AT_ONCE)]
+    with ExitStack() as stack:
+        locks = [stack.enter_context(name.open("w")) for name in names]
+        while not any(_is_taken(lock) for lock in locks):
+            time.sleep(0.1)
+        yield
+
+
+def _is_taken(lock: IO[str]) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mlakit.integrations.transformers import checks
-from tests import conftest, slow_tests
+from tests import conftest, gpu_parts, slow_tests
 from tests.paths import ROOT
 
 
@@ -102,6 +102,33 @@ def test_make_quick_checks_what_make_test_checks_and_leaves_out_slow_tests():
     assert commands_of("quick").startswith(commands_of("lint") + commands_of("types"))
     assert commands_of("quick").endswith(commands_of("unit").replace("\n", " --quick\n"))
     assert "--quick" not in commands_of("test")
+
+
+def dry_run(*arguments: str) -> str:
+    command = ["make", "-n", "-C", str(ROOT), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_make_test_gpu_runs_a_part_with_the_python_of_the_machine_and_installs_nothing():
+    made = dry_run("test-gpu", "PART=2/4", "PYTHON=python3", "RECORD=left", "COMMIT=abc")
+    assert "for part in 2/4;" in made
+    assert re.search(r"^ *python3 -m pytest -m gpu --part=\$part -n 14 ", made, flags=re.MULTILINE)
+    assert "--record=left --commit=abc" in made
+    assert "pip" not in made
+    assert "venv" not in made
+
+
+def test_make_test_gpu_alone_runs_all_parts_and_workers_that_can_be_replaced():
+    made = dry_run("test-gpu", "GPU_PARTS=3")
+    assert "for part in 1/3 2/3 3/3;" in made
+    assert "--commit" not in made
+    assert f"-n {gpu_parts.WORKERS} --dist worksteal" in made
+
+
+def test_a_part_of_the_gpu_tests_takes_less_than_eight_minutes_as_measured():
+    (parts,) = re.findall(r"^GPU_PARTS \?= (\d+)$", MAKEFILE, flags=re.MULTILINE)
+    seconds = sum(measured.seconds for measured in gpu_parts.read_times().values())
+    assert seconds / int(parts) / gpu_parts.WORKERS < 8 * 60
 
 
 def test_ci_runs_make_test_and_then_make_test_all():
