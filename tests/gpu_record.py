@@ -69,7 +69,10 @@ def read(path: Path = RECORD) -> list[Run]:
 
 
 def add(runs: Iterable[Run], path: Path = RECORD) -> None:
-    """Put runs into the record, in place of those of the same part, or of other parts than n."""
+    """Put runs into the record.
+
+    A run replaces that of the same part and Triton, and all runs of another number of parts.
+    """
     kept = read(path)
     for run in runs:
         kept = [

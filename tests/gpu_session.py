@@ -17,14 +17,14 @@ from tests import gpu_parts, gpu_record
 SAY = "terminal"  # the property of a test whose value is printed after all tests
 _DEAL = "deal"
 _SESSION = pytest.StashKey["Session"]()
-# pytest's own results of a phase that matter; others are in tests that ran
+# the outcomes of a phase, from the worst on
 _OUTCOMES = ("failed", "skipped", "passed")
 # options that leave out tests of a part
 _NARROWING = ("keyword", "deselect", "ignore", "ignore_glob", "lf", "quick", "measure_slow")
 
 
 class Session:
-    """What the process that starts the workers learns from them."""
+    """Collects, in the process that starts the workers, what they report."""
 
     def __init__(self, log: Path | None) -> None:
         self.started = time.monotonic()
