@@ -127,7 +127,8 @@ def _alloc_part(words):
         NONE: gl.constexpr = None
         return PartBarriers(alloc_barrier(), NONE)
     else:  # noqa: RET505
-        return PartBarriers(alloc_barrier(producer_arrivals(words)), alloc_barrier())
+        # one arrival is that of the warpgroup that releases the part (`load_part`)
+        return PartBarriers(alloc_barrier(producer_arrivals(words) + 1), alloc_barrier())
 
 
 @gluon.jit
@@ -140,6 +141,10 @@ def load_part(descriptor, rows, column, part, tiles, BLOCK: gl.constexpr, BYTES:
     tile = tiles.index(BLOCK)
     if part.empty is not None:
         mbarrier.arrive(part.empty, count=1)
+        # The arrivals of cp.async order the copies alone, not what the producer waited for before
+        # them. This one orders the releasing warpgroup's wgmma before what the other warpgroup
+        # writes after it has waited for the part.
+        mbarrier.arrive(part.full, count=1)
     elif descriptor.block_shape[0] < 64:
         PAGES: gl.constexpr = 64 // descriptor.block_shape[0]
         tma_load_page_slices(descriptor, rows, BLOCK * PAGES, column, part.full, tile, BYTES)
