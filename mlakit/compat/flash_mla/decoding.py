@@ -20,7 +20,7 @@ from mlakit.compat.flash_mla.rows import row_format, wrap_cache
 from mlakit.masks import CAUSAL, NULL
 from mlakit.ops import ExtraRows, mla_decode, sparse_mla
 from mlakit.ops._checks import INTEGERS
-from mlakit.ops._library import refuse_grad
+from mlakit.ops._refusals import refuse_grad
 
 NAME = "flash_mla_with_kvcache"
 
