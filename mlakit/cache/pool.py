@@ -76,10 +76,10 @@ class CacheLayer(CacheTensors):
         return self.payload.shape[0] * self.payload.shape[1]
 
     def check_writable(self, dims: Dims, arg: str = "cache") -> None:
-        """No two rows have the same address, as in a pool wrapped from an expanded tensor."""
-        dims.not_expanded(f"the payload of {arg}", self.payload)
+        """No two rows share memory, as in a pool wrapped from an expanded tensor."""
+        dims.not_overlapping(f"the payload of {arg}", self.payload)
         if self.scales is not None:
-            dims.not_expanded(f"the scales of {arg}", self.scales)
+            dims.not_overlapping(f"the scales of {arg}", self.scales)
 
     def read(self, slots: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Rows [..., width] at int32 or int64 `slots` [...], dequantised.
