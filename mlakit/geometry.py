@@ -209,6 +209,8 @@ def _preset_name(name: object) -> str | None:
 
 # defaults of transformers for fields that configs of these model types omit
 _HALF_ROTATION = ("minicpm3", "hy_v4")
+# the model types whose modules obey `rope_interleave`; the others ignore it
+_READ_ROPE_INTERLEAVE = ("axk1", "deepseek_v3", "glm4_moe_lite", "mistral4", "youtu")
 _DEFAULT_THETA = {"longcat_flash": 1e7}
 # vLLM's name for DeepSeek's YaRN
 _ROPE_TYPE_ALIASES = {"deepseek_yarn": "yarn"}
@@ -233,7 +235,6 @@ def _from_fields(config: ConfigFields) -> MLAGeometry:
         v_head_dim = hidden // heads
     else:
         v_head_dim = config.integer("v_head_dim")
-    half = config.get("rope_interleave") is False or config.get("model_type") in _HALF_ROTATION
     rope_parameters = _rope_parameters(config)
     return MLAGeometry(
         num_heads=heads,
@@ -247,9 +248,19 @@ def _from_fields(config: ConfigFields) -> MLAGeometry:
         index_n_heads=config.get("index_n_heads", 0),
         index_head_dim=config.get("index_head_dim", 0),
         index_topk=config.get("index_topk", 0),
-        rope="half" if half else "interleaved",
+        rope=_rope(config),
         rope_parameters=rope_parameters,
     )
+
+
+def _rope(config: ConfigFields) -> Rope:
+    model_type = config.get("model_type")
+    if model_type in _HALF_ROTATION:
+        return "half"
+    # a config without a type describes no module but itself
+    is_read = model_type is None or model_type in _READ_ROPE_INTERLEAVE
+    # null is false to transformers
+    return "interleaved" if not is_read or config.stored("rope_interleave", True) else "half"
 
 
 def _rope_parameters(config: ConfigFields) -> RopeParameters:

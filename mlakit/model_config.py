@@ -21,11 +21,14 @@ class ConfigFields:
 
     def get(self, name: str, default: Any = None) -> Any:
         """A field, or `default` if it is missing or null."""
-        if isinstance(self._config, Mapping):
-            value = self._config.get(name)
-        else:
-            value = getattr(self._config, name, None)
+        value = self.stored(name)
         return default if value is None else value
+
+    def stored(self, name: str, default: Any = None) -> Any:
+        """A field, or `default` if it is missing."""
+        if isinstance(self._config, Mapping):
+            return self._config.get(name, default)
+        return getattr(self._config, name, default)
 
     def integer(self, name: str) -> int:
         """A required integer field."""
