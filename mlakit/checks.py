@@ -162,15 +162,31 @@ class Dims:
             self.fail(arg, "have a contiguous last axis", f"strides {tensor.stride()}")
 
     def writable(self, arg: str, tensor: Tensor) -> None:
-        """No two elements have the same address, as in an expanded tensor."""
+        """The last axis is contiguous, and no two elements have the same address."""
         self.rows_contiguous(arg, tensor)
-        self.not_expanded(arg, tensor)
+        self.not_overlapping(arg, tensor)
 
-    def not_expanded(self, arg: str, tensor: Tensor) -> None:
-        """No axis has stride 0: a write would change several elements."""
-        for i, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+    def not_overlapping(self, arg: str, tensor: Tensor) -> None:
+        """No two elements have the same address: a write would change several of them.
+
+        Axes must be nested in memory, as in every slice of a packed tensor: a step along one of
+        them goes beyond all elements of those with smaller strides.
+        """
+        is_compiling = torch.compiler.is_compiling()
+        if not is_compiling and tensor.is_contiguous():
+            return
+        axes = tuple(zip(tensor.stride(), tensor.shape, strict=True))
+        for i, (stride, size) in enumerate(axes):
             if size > 1 and stride == 0:
                 self.fail(arg, "be writable", f"stride 0 on axis {i} (an expanded tensor)")
+        if is_compiling:  # sizes are symbols: the traced ops check the rest when they run
+            return
+        last = 0  # the largest offset along the axes so far
+        for stride, size in sorted(axes):
+            if size > 1 and stride <= last:
+                got = f"shape {tuple(tensor.shape)} with strides {tensor.stride()}"
+                self.fail(arg, "be writable", f"{got}, whose elements share memory")
+            last += (size - 1) * stride
 
     def starts(
         self,

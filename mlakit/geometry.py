@@ -209,10 +209,27 @@ def _preset_name(name: object) -> str | None:
 
 # defaults of transformers for fields that configs of these model types omit
 _HALF_ROTATION = ("minicpm3", "hy_v4")
+# the model types whose modules obey `rope_interleave`; the others ignore it
+_READ_ROPE_INTERLEAVE = ("axk1", "deepseek_v3", "glm4_moe_lite", "mistral4", "youtu")
 _DEFAULT_THETA = {"longcat_flash": 1e7}
 # vLLM's name for DeepSeek's YaRN
 _ROPE_TYPE_ALIASES = {"deepseek_yarn": "yarn"}
 _ORIGINAL = "original_max_position_embeddings"
+_ROPE_NUMBERS = (
+    "rope_theta",
+    "factor",
+    "max_position_embeddings",
+    _ORIGINAL,
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+    "beta_fast",
+    "beta_slow",
+    "low_freq_factor",
+    "high_freq_factor",
+    "partial_rotary_factor",
+)
+_ROPE_LISTS = ("short_factor", "long_factor")
 _OPTIONAL = (
     "attention_factor",
     "mscale",
@@ -233,7 +250,6 @@ def _from_fields(config: ConfigFields) -> MLAGeometry:
         v_head_dim = hidden // heads
     else:
         v_head_dim = config.integer("v_head_dim")
-    half = config.get("rope_interleave") is False or config.get("model_type") in _HALF_ROTATION
     rope_parameters = _rope_parameters(config)
     return MLAGeometry(
         num_heads=heads,
@@ -242,14 +258,24 @@ def _from_fields(config: ConfigFields) -> MLAGeometry:
         qk_rope_head_dim=config.integer("qk_rope_head_dim"),
         v_head_dim=v_head_dim,
         hidden_size=hidden,
-        q_lora_rank=config.get("q_lora_rank"),
+        q_lora_rank=None if config.get("q_lora_rank") is None else config.integer("q_lora_rank"),
         attention_mscale=rope_parameters.attention_mscale,
-        index_n_heads=config.get("index_n_heads", 0),
-        index_head_dim=config.get("index_head_dim", 0),
-        index_topk=config.get("index_topk", 0),
-        rope="half" if half else "interleaved",
+        index_n_heads=config.integer("index_n_heads", 0),
+        index_head_dim=config.integer("index_head_dim", 0),
+        index_topk=config.integer("index_topk", 0),
+        rope=_rope(config),
         rope_parameters=rope_parameters,
     )
+
+
+def _rope(config: ConfigFields) -> Rope:
+    model_type = config.get("model_type")
+    if model_type in _HALF_ROTATION:
+        return "half"
+    # a config without a type describes no module but itself
+    is_read = model_type is None or model_type in _READ_ROPE_INTERLEAVE
+    # null is false to transformers
+    return "interleaved" if not is_read or config.stored("rope_interleave", True) else "half"
 
 
 def _rope_parameters(config: ConfigFields) -> RopeParameters:
@@ -267,15 +293,15 @@ def _rope_parameters(config: ConfigFields) -> RopeParameters:
             f"{config.source}: {name} must be for one layer type, got {', '.join(map(str, rope))}"
         )
     given: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value
-        for key, value in rope.items()
-        if value is not None
+        key: _rope_value(config, key, value) for key, value in rope.items() if value is not None
     }
     rope_type = given.get("rope_type", given.get("type", "default"))
+    if not isinstance(rope_type, str):
+        raise TypeError(f"{config.source}: rope_type must be a string, got {rope_type!r}")
     rope_type = _ROPE_TYPE_ALIASES.get(rope_type, rope_type)
     theta = given.get("rope_theta", config.get("rope_theta", _DEFAULT_THETA.get(model_type, 1e4)))
-    longest = config.get("max_position_embeddings")
-    before = config.get(_ORIGINAL, given.get(_ORIGINAL))
+    longest = _rope_value(config, "max_position_embeddings", config.get("max_position_embeddings"))
+    before = _rope_value(config, _ORIGINAL, config.get(_ORIGINAL, given.get(_ORIGINAL)))
     if rope_type in ("yarn", "longrope", "llama3"):
         before = longest if before is None else before
     factor = given.get("factor")
@@ -285,7 +311,7 @@ def _rope_parameters(config: ConfigFields) -> RopeParameters:
         given["partial_rotary_factor"] = config.get("partial_rotary_factor")
     return RopeParameters(
         rope_type=rope_type,
-        rope_theta=float(theta),
+        rope_theta=float(config.number("rope_theta", theta)),
         factor=factor,
         max_position_embeddings=longest,
         original_max_position_embeddings=before,
@@ -293,6 +319,16 @@ def _rope_parameters(config: ConfigFields) -> RopeParameters:
         beta_slow=given.get("beta_slow") or 1.0,
         **{key: given[key] for key in _OPTIONAL if key in given},
     )
+
+
+def _rope_value(config: ConfigFields, name: str, value: Any) -> Any:
+    """A value among the RoPE fields, with the type that `RopeParameters` needs."""
+    if name in _ROPE_LISTS:
+        if not isinstance(value, (list, tuple)):
+            raise TypeError(f"{config.source}: {name} must be a list of numbers, got {value!r}")
+        return tuple(config.number(f"{name}[{i}]", each) for i, each in enumerate(value))
+    is_number = value is not None and name in _ROPE_NUMBERS
+    return config.number(name, value) if is_number else value
 
 
 PRESETS: dict[str, MLAGeometry] = {

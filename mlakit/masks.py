@@ -30,9 +30,12 @@ WINDOWED = (
 KINDS = ("null", "causal", *WINDOWED)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Mask:
-    """A mask by name; `window` is W, and 0 for masks without a window."""
+    """A mask by name; `window` is W, and 0 for masks without a window.
+
+    Masks are compared by value: an object of a subclass equals the mask with its kind and window.
+    """
 
     kind: str
     window: int = 0
@@ -46,6 +49,14 @@ class Mask:
             raise ValueError(f"mask {self.kind}: window must be at least 1, got {self.window}")
         if self.kind not in WINDOWED and self.window != 0:
             raise ValueError(f"mask {self.kind}: window must be 0, got {self.window}")
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mask):
+            return NotImplemented
+        return self.kind == other.kind and self.window == other.window
+
+    def __hash__(self) -> int:
+        return hash((self.kind, self.window))
 
     @property
     def is_causal(self) -> bool:

@@ -21,20 +21,29 @@ class ConfigFields:
 
     def get(self, name: str, default: Any = None) -> Any:
         """A field, or `default` if it is missing or null."""
-        if isinstance(self._config, Mapping):
-            value = self._config.get(name)
-        else:
-            value = getattr(self._config, name, None)
+        value = self.stored(name)
         return default if value is None else value
 
-    def integer(self, name: str) -> int:
-        """A required integer field."""
-        value = self.get(name)
+    def stored(self, name: str, default: Any = None) -> Any:
+        """A field, or `default` if it is missing."""
+        if isinstance(self._config, Mapping):
+            return self._config.get(name, default)
+        return getattr(self._config, name, default)
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        """An integer field, required if there is no `default`."""
+        value = self.get(name, default)
         if value is None:
             raise ValueError(f"{self.source} has no {name}: not an MLA config")
         if isinstance(value, bool) or not hasattr(value, "__index__"):
             raise TypeError(f"{self.source}: {name} must be an integer, got {value!r}")
         return operator.index(value)
+
+    def number(self, name: str, value: object) -> float:
+        """`value` of the field `name`, which must be a number."""
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"{self.source}: {name} must be a number, got {value!r}")
+        return value
 
 
 def config_path(path: str | os.PathLike[str]) -> Path | None:

@@ -201,24 +201,22 @@ class PageAllocator:
 
     @_locked
     def append_batch(
-        self, sequences: Sequence[PagedSequence], counts: Sequence[int]
+        self, sequences: Iterable[PagedSequence], counts: Iterable[int]
     ) -> list[PageCopy]:
         """Append counts[i] tokens to each of several different sequences, all or none.
 
         No page is the target of two copies or both source and target: copies may run in any order.
         """
         dims = Dims("PageAllocator.append_batch")
-        self._check_members(dims, sequences)
+        members = self._members(dims, sequences)
         seen: dict[PagedSequence, int] = {}
-        for i, sequence in enumerate(sequences):
+        for i, sequence in enumerate(members):
             first = seen.setdefault(sequence, i)
             dims.require(first == i, f"sequences[{i}]", "appear once", f"sequences[{first}] again")
-        batch = len(sequences)
-        dims.require(
-            len(counts) == batch, "counts", f"have one entry per sequence, {batch}", len(counts)
-        )
-        checked = [dims.integer(f"counts[{i}]", count, 0) for i, count in enumerate(counts)]
-        return self._grow(dims.op, sequences, checked)
+        checked = dims.integers("counts", counts, 0)
+        must = f"have one entry per sequence, {len(members)}"
+        dims.require(len(checked) == len(members), "counts", must, len(checked))
+        return self._grow(dims.op, members, checked)
 
     @_locked
     def truncate(self, sequence: PagedSequence, length: int) -> None:
@@ -245,7 +243,7 @@ class PageAllocator:
         return self._admit(pages, shared)
 
     @_locked
-    def adopt(self, page_ids: Sequence[int], length: int) -> PagedSequence:
+    def adopt(self, page_ids: Iterable[int], length: int) -> PagedSequence:
         """`fork` by page id: a new sequence of `length` tokens in pages of live sequences.
 
         For prefix caches that store page ids. Checks that the pages are in use and that their
@@ -273,7 +271,7 @@ class PageAllocator:
     @_locked
     def page_table(
         self,
-        sequences: Sequence[PagedSequence],
+        sequences: Iterable[PagedSequence],
         *,
         columns: int | None = None,
         device: torch.device | str = "cpu",
@@ -283,26 +281,26 @@ class PageAllocator:
         `columns` defaults to the largest number of pages of a sequence, and may be larger.
         """
         dims = Dims("PageAllocator.page_table")
-        self._check_members(dims, sequences)
-        most = max((len(sequence._pages) for sequence in sequences), default=0)
+        members = self._members(dims, sequences)
+        most = max((len(sequence._pages) for sequence in members), default=0)
         width = most if columns is None else dims.integer("columns", columns, most)
         table = array("i")
-        for sequence in sequences:
+        for sequence in members:
             table.extend(sequence._pages)
             table.extend(array("i", [UNUSED_PAGE]) * (width - len(sequence._pages)))
-        return _as_tensor(table, device).view(len(sequences), width)
+        return _as_tensor(table, device).view(len(members), width)
 
     @_locked
     def kv_lens(
-        self, sequences: Sequence[PagedSequence], device: torch.device | str = "cpu"
+        self, sequences: Iterable[PagedSequence], device: torch.device | str = "cpu"
     ) -> Tensor:
         """int32 [batch]: the length of each sequence, including the tokens of its latest append.
 
         This is `kv_lens` of `norm_rope_quant_append`, `CachedBatch` and `mla_decode` in the step
         that writes those tokens.
         """
-        self._check_members(Dims("PageAllocator.kv_lens"), sequences)
-        return _as_tensor(array("i", [sequence._length for sequence in sequences]), device)
+        members = self._members(Dims("PageAllocator.kv_lens"), sequences)
+        return _as_tensor(array("i", [sequence._length for sequence in members]), device)
 
     def _grow(
         self, op: str, sequences: Sequence[PagedSequence], counts: Sequence[int]
@@ -372,9 +370,15 @@ class PageAllocator:
             free = f"{self.num_free_pages} of {self.num_pages} are free"
             raise OutOfPagesError(f"{op}: needs {needed} pages, {free}")
 
-    def _check_members(self, dims: Dims, sequences: Sequence[PagedSequence]) -> None:
-        for i, sequence in enumerate(sequences):
+    def _members(self, dims: Dims, sequences: Iterable[PagedSequence]) -> list[PagedSequence]:
+        """The sequences, each checked; a generator is read once."""
+        if not isinstance(sequences, Iterable):
+            got = type(sequences).__name__
+            raise TypeError(f"{dims.op}: sequences must be several PagedSequence, got {got}")
+        members = list(sequences)
+        for i, sequence in enumerate(members):
             self._check_member(dims, f"sequences[{i}]", sequence)
+        return members
 
     def _check_member(self, dims: Dims, arg: str, sequence: object) -> None:
         if not isinstance(sequence, PagedSequence):
@@ -384,11 +388,10 @@ class PageAllocator:
         dims.require(mine, arg, "belong to this allocator", "a sequence of another one")
         _require_live(dims, arg, sequence)
 
-    def _pages_in_use(self, dims: Dims, page_ids: Sequence[int]) -> list[int]:
+    def _pages_in_use(self, dims: Dims, page_ids: Iterable[int]) -> list[int]:
         seen: dict[int, int] = {}
-        for i, page_id in enumerate(page_ids):
+        for i, page in enumerate(dims.integers("page_ids", page_ids, 0)):
             arg = f"page_ids[{i}]"
-            page = dims.integer(arg, page_id, 0)
             dims.require(page < self.num_pages, arg, f"be below num_pages, {self.num_pages}", page)
             dims.require(
                 self._ref_counts[page] > 0, arg, "be a page in use", f"the free page {page}"

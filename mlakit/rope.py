@@ -75,6 +75,15 @@ def rope_table(
     return table.flatten(1).float()
 
 
+def check_rope(op: str, geometry: MLAGeometry) -> None:
+    """Raise what `rope_table` would raise for the parameters of a geometry, as an error of `op`."""
+    dims = Dims(op)
+    parameters = _checked(dims, geometry)
+    nothing = torch.zeros((), dtype=torch.int64, device="cpu")
+    _frequencies(dims, parameters, geometry.qk_rope_head_dim, nothing)
+    _attention_factor(dims, parameters)
+
+
 def _positions(dims: Dims, positions: object, device: torch.device | str | None) -> Tensor:
     if not isinstance(positions, Tensor):
         if isinstance(positions, bool) or not hasattr(positions, "__index__"):
@@ -113,7 +122,8 @@ def _checked(dims: Dims, geometry: MLAGeometry) -> RopeParameters:
             f"rotate all {geometry.qk_rope_head_dim} columns of qk_rope_head_dim",
             part,
         )
-    dims.require(p.rope_theta > 1, "rope_theta", "be above 1", p.rope_theta)
+    theta = dims.finite("rope_theta", p.rope_theta)
+    dims.require(theta > 1, "rope_theta", "be above 1", theta)
     return p
 
 

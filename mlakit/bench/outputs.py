@@ -14,6 +14,7 @@ from mlakit.bench.compare import Comparison, compare, comparison_table
 from mlakit.bench.drawing import why_no_png
 from mlakit.bench.heatmap import heat_maps, heat_table
 from mlakit.bench.html import page
+from mlakit.bench.json_fields import FieldError
 from mlakit.bench.report import WALL, Report, as_csv
 from mlakit.bench.tables import left_out_lines, table
 from mlakit.columns import wide_console
@@ -100,13 +101,18 @@ def read_reports(option: str, file: Path) -> list[Report]:
     """The reports in a --json file. Raises ValueError, naming `option`, if it is none."""
     try:
         stored = json.loads(file.read_text("utf-8"))
-        return [
-            Report.from_json(each) for each in (stored if isinstance(stored, list) else [stored])
-        ]
+        reports = stored if isinstance(stored, list) else [stored]
+        if not reports:
+            raise ValueError("has no report of mlakit bench")
+        return [Report.from_json(each) for each in reports]
     except OSError as error:
         raise ValueError(f"{option}: {file} cannot be read, {error.strerror}") from None
     except (json.JSONDecodeError, UnicodeDecodeError):
         raise ValueError(f"{option}: {file} is not JSON") from None
+    except RecursionError:
+        raise ValueError(f"{option}: {file} is nested too deeply for a report") from None
+    except FieldError as error:
+        raise ValueError(f"{option}: {file}: {error}") from None
     except (KeyError, TypeError) as error:
         raise ValueError(f"{option}: {file} is no report of mlakit bench, {error}") from None
     except ValueError as error:

@@ -9,6 +9,7 @@ from io import StringIO
 from typing import Any
 
 from mlakit.bench.ceilings import Ceilings
+from mlakit.bench.json_fields import JsonFields
 from mlakit.bench.measure import Spread
 from mlakit.bench.old_schemas import OLD_SCHEMAS, upgraded
 
@@ -150,16 +151,17 @@ class Report:
             raise ValueError(
                 f"has schema {stored.get('schema')}, this version reads {known} and {SCHEMA}"
             )
-        ceilings = stored["ceilings"]
+        fields = JsonFields(stored)
+        ceilings = fields.optional_object("ceilings")
         return cls(
-            suite=stored["suite"],
-            command=stored["command"],
-            environment=dict(stored["environment"]),
-            rows=[_row(each) for each in stored["rows"]],
-            left_out=[LeftOut(**each) for each in stored["left_out"]],
-            mode=stored["mode"],
-            ceilings=None if ceilings is None else Ceilings(**ceilings),
-            memory=tuple(_memory(each) for each in stored.get("memory", ())),
+            suite=fields.name("suite"),
+            command=fields.text("command"),
+            environment=fields.object("environment").as_dict(),
+            rows=[_row(each) for each in fields.objects("rows")],
+            left_out=[_left_out(each) for each in fields.objects("left_out")],
+            mode=fields.name("mode"),
+            ceilings=None if ceilings is None else _ceilings(ceilings),
+            memory=tuple(map(_memory, fields.objects("memory") if "memory" in stored else ())),
         )
 
 
@@ -186,26 +188,39 @@ def _quantiles(spread: Spread | None, *names: str) -> dict[str, float | None]:
     return dict(zip(names, values, strict=True))
 
 
-def _row(stored: Mapping[str, Any]) -> Row:
-    speedup = [stored[f"speedup_{p}"] for p in ("p20", "p50", "p80")]
+def _row(stored: JsonFields) -> Row:
+    p20, p50, p80 = (stored.optional_positive(f"speedup_{p}") for p in ("p20", "p50", "p80"))
     return Row(
-        workload=stored["workload"],
-        op=stored["op"],
-        implementation=stored["implementation"],
-        rounds=stored["rounds"],
-        us=Spread(*(stored[f"{p}_us"] for p in ("p20", "p50", "p80"))),
-        flops=stored["flops"],
-        bytes=stored["bytes"],
-        speedup=None if None in speedup else Spread(*speedup),
-        min_speedup=stored["min_speedup"],
-        met=stored["met"],
-        roofline=stored["roofline"],
+        workload=stored.text("workload"),
+        op=stored.text("op"),
+        implementation=stored.text("implementation"),
+        rounds=stored.count("rounds"),
+        us=Spread(*(stored.positive(f"{p}_us") for p in ("p20", "p50", "p80"))),
+        flops=stored.count("flops"),
+        bytes=stored.count("bytes"),
+        speedup=None if p20 is None or p50 is None or p80 is None else Spread(p20, p50, p80),
+        min_speedup=stored.optional_positive("min_speedup"),
+        met=stored.optional_flag("met"),
+        roofline=stored.optional_positive("roofline"),
     )
 
 
-def _memory(stored: Mapping[str, Any]) -> Memory:
-    sizes = {name: stored[name] for name in ("weights", "cache", "step")}
-    return Memory(stored["workload"], stored["implementation"], MemoryUse(**sizes))
+def _left_out(stored: JsonFields) -> LeftOut:
+    return LeftOut(*(stored.text(name) for name in ("workload", "implementation", "reason")))
+
+
+def _ceilings(stored: JsonFields) -> Ceilings:
+    return Ceilings(
+        read_gb_s=stored.positive("read_gb_s"),
+        copy_gb_s=stored.positive("copy_gb_s"),
+        bf16_tflops=stored.positive("bf16_tflops"),
+        fp8_tflops=stored.optional_positive("fp8_tflops"),
+    )
+
+
+def _memory(stored: JsonFields) -> Memory:
+    sizes = {name: stored.count(name) for name in ("weights", "cache", "step")}
+    return Memory(stored.text("workload"), stored.text("implementation"), MemoryUse(**sizes))
 
 
 def as_csv(reports: Iterable[Report]) -> str:

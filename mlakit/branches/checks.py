@@ -21,7 +21,7 @@ from mlakit.ops._checks import (
     check_result,
     check_seen_rows,
 )
-from mlakit.ops._library import refuse_grad
+from mlakit.ops._refusals import refuse_grad
 from mlakit.ops.norm_rope_quant import check_angles
 from mlakit.specs import Problem, device_facts
 from mlakit.weights import UpProjection

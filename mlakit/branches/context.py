@@ -144,17 +144,22 @@ def read_keys(
 ) -> tuple[Tensor, Tensor]:
     """(cache rows [n, width], kv_starts int32 [batch + 1]) of a range of keys."""
     device = layer.payload.device
-    if len(keys.first) > 1 or device.type == "cpu":
-        slots, kv_starts = range_slots(page_table, layer.page_size, keys.first, keys.last, device)
-        if device.type == "cpu" and not torch.compiler.is_compiling():
-            return _read_in_blocks(layer, slots, dtype), kv_starts
-        return layer.read_unchecked(slots, dtype), kv_starts
-    # one request: nothing is copied from the host, so that a CUDA graph can hold it
-    rows = keys.num_rows
-    position = torch.arange(keys.first[0], keys.last[0], device=device)
-    slots = token_slots(page_table, layer.page_size, torch.zeros_like(position), position)
-    kv_starts = rows * torch.arange(2, dtype=torch.int32, device=device)
+    slots, kv_starts = _key_slots(page_table, layer.page_size, keys, device)
+    if device.type == "cpu" and not torch.compiler.is_compiling():
+        return _read_in_blocks(layer, slots, dtype), kv_starts
     return layer.read_unchecked(slots, dtype), kv_starts
+
+
+def _key_slots(
+    page_table: PageTable, page_size: int, keys: KeyRange, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """(int64 slots [n], kv_starts int32 [batch + 1]) of a range of keys."""
+    if len(keys.first) != 1:
+        return range_slots(page_table, page_size, keys.first, keys.last, device)
+    # one request: nothing is copied from the host, so that a CUDA graph can hold it
+    position = torch.arange(keys.first[0], keys.last[0], device=device)
+    slots = token_slots(page_table, page_size, torch.zeros_like(position), position)
+    return slots, keys.num_rows * torch.arange(2, dtype=torch.int32, device=device)
 
 
 def _read_in_blocks(layer: CacheLayer, slots: Tensor, dtype: torch.dtype) -> Tensor:

@@ -24,7 +24,7 @@ from mlakit.knobs import Backend
 from mlakit.masks import CAUSAL, Mask
 from mlakit.ops import indexer_select, norm_rope_quant_append, sparse_mla
 from mlakit.ops._checks import check_layer, check_result, check_seen_rows
-from mlakit.ops._library import refuse_grad
+from mlakit.ops._refusals import refuse_grad
 from mlakit.ops.indexer import logits_problem, table_capacity
 from mlakit.ops.indexer_select import MAX_SCORE_BYTES, aligned_columns
 from mlakit.plan import EvenSplit

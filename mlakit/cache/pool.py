@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mlakit.cache.layer_views import CacheTensors, LayerViews, can_cache_views
 from mlakit.cache.layouts import (
@@ -76,10 +76,10 @@ class CacheLayer(CacheTensors):
         return self.payload.shape[0] * self.payload.shape[1]
 
     def check_writable(self, dims: Dims, arg: str = "cache") -> None:
-        """No two rows have the same address, as in a pool wrapped from an expanded tensor."""
-        dims.not_expanded(f"the payload of {arg}", self.payload)
+        """No two rows share memory, as in a pool wrapped from an expanded tensor."""
+        dims.not_overlapping(f"the payload of {arg}", self.payload)
         if self.scales is not None:
-            dims.not_expanded(f"the scales of {arg}", self.scales)
+            dims.not_overlapping(f"the scales of {arg}", self.scales)
 
     def read(self, slots: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Rows [..., width] at int32 or int64 `slots` [...], dequantised.
@@ -477,7 +477,7 @@ def _row_shape(dims: Dims, geometry: MLAGeometry | RowShape) -> RowShape:
 
 
 def _checked_tensor_scale(dims: Dims, codec: RowCodec, scale: float | Tensor) -> float | Tensor:
-    """Checks the value of a host number; the value of a device tensor is not read."""
+    """Check a scale; the value of a tensor only where the host may read it."""
     if not codec.has_tensor_scale:
         unit = not isinstance(scale, Tensor) and scale == 1.0
         dims.require(unit, "tensor_scale", f"be left at 1.0 for format {codec.name}", scale)
@@ -485,7 +485,14 @@ def _checked_tensor_scale(dims: Dims, codec: RowCodec, scale: float | Tensor) ->
     if isinstance(scale, Tensor):
         shape = tuple(scale.shape)
         dims.require(scale.numel() == 1, "tensor_scale", "have one element", f"shape {shape}")
+        # a fake tensor has no value
+        if type(scale) in (Tensor, nn.Parameter) and values_visible(scale):
+            _usable_scale(dims, scale.item())
         return scale
+    return _usable_scale(dims, scale)
+
+
+def _usable_scale(dims: Dims, scale: object) -> float:
     number = dims.finite("tensor_scale", scale)
     usable = SMALLEST_SCALE <= number <= LARGEST_SCALE
     dims.require(usable, "tensor_scale", "be positive and a normal float32", scale)

@@ -1,8 +1,8 @@
 """One layer from a checkpoint's folder: config.json and safetensors files, nothing pickled.
 
-Tensors are found by name under `layers.N.self_attn.`, in the files that the index names, or in all
-safetensors files of the folder. Only those of the layer are read, and of a tensor-parallel rank
-only the rows or columns of its heads.
+Tensors are found by name under `layers.N.self_attn.`: in model.safetensors, else in the files that
+the index names, as in transformers, else in all safetensors files of the folder. Only those of the
+layer are read, and of a tensor-parallel rank only the rows or columns of its heads.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from mlakit.model_config import read_config
 from mlakit.weights import BLOCK
 
 NAME = "load_safetensors"
+MODEL_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 SCALE = "weight_scale_inv"
 ALWAYS_THERE = "kv_a_proj_with_mqa.weight"
@@ -47,24 +48,26 @@ class TensorFiles:
         self._open: dict[str, Any] = {}
 
     def _index(self) -> dict[str, str]:
+        if (self.folder / MODEL_FILE).is_file():
+            return self._names_in([MODEL_FILE])
         index = self.folder / INDEX_FILE
         if index.is_file():
-            try:
-                content = json.loads(index.read_text(encoding="utf-8"))
-                names = dict(content["weight_map"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{NAME}: {index} has no weight_map: {error!r}") from None
-            for file in set(names.values()):
-                # the index may come from anywhere: it names no file outside of the folder
-                if not isinstance(file, str) or Path(file).name != file:
-                    raise ValueError(f"{NAME}: {index} names a file outside of it, {file!r}")
-            return names
+            return _weight_map(index)
         files = sorted(file.name for file in self.folder.glob("*.safetensors"))
         if not files:
             raise FileNotFoundError(f"{NAME}: there is no safetensors file in {self.folder}")
+        return self._names_in(files)
+
+    def _names_in(self, files: Sequence[str]) -> dict[str, str]:
         found: dict[str, str] = {}
         for file in files:
-            found.update(dict.fromkeys(_safe_open(self.folder / file).keys(), file))
+            for name in _safe_open(self.folder / file).keys():  # noqa: SIM118  it is no dict
+                other = found.setdefault(name, file)
+                if other != file:
+                    raise ValueError(
+                        f"{NAME}: {self.folder} has {name} in {other} and in {file}, and no "
+                        f"{INDEX_FILE} that names one of them"
+                    )
         return found
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -74,6 +77,9 @@ class TensorFiles:
     def read(self, name: str, axis: int = 0, rows: slice = slice(None)) -> Tensor:
         """A tensor, or some of its rows or columns."""
         found = self._slice(name)
+        shape = tuple(found.get_shape())
+        if len(shape) <= axis:
+            raise ValueError(f"{NAME}: {name} must have {axis + 1} axes or more, got shape {shape}")
         part: Tensor = found[:, rows] if axis == 1 else found[rows]
         return part.clone(memory_format=torch.contiguous_format)  # the file may change or go
 
@@ -92,14 +98,33 @@ class TensorFiles:
             raise KeyError(f"{NAME}: {self.folder / file} has no tensor {name}") from error
 
 
+def _weight_map(index: Path) -> dict[str, str]:
+    """The file of each tensor, as an index has it."""
+    try:
+        files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{NAME}: {index} has no weight_map: {error!r}") from None
+    if not isinstance(files, dict):
+        got = type(files).__name__
+        raise ValueError(f"{NAME}: weight_map of {index} must be a JSON object, got a {got}")
+    for file in files.values():
+        # the index may come from anywhere: it names no file outside of the folder
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ValueError(f"{NAME}: {index} names a file outside of it, {file!r}")
+    return files
+
+
 def _safe_open(path: Path) -> Any:
     try:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
     except ImportError:
         raise ImportError(
             f"{NAME} needs the package safetensors: pip install safetensors"
         ) from None
-    return safe_open(path, framework="pt", device="cpu")
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{NAME}: {path} is not a whole safetensors file: {error}") from None
 
 
 def load_layer(
@@ -137,7 +162,7 @@ def load_layer(
     heads_of = range(rank * config.geometry.num_heads, (rank + 1) * config.geometry.num_heads)
     for name, part in _leaves(made):
         _Reader(dims, files, f"{prefix}{name}.", dtype, device).fill(
-            part, *_cut(config, name, heads_of), whole_bias=name != "o_proj" or rank == 0
+            part, _cut(whole, name, heads_of), whole_bias=name != "o_proj" or rank == 0
         )
     return made
 
@@ -190,9 +215,20 @@ def _refuse_unknown(layer: nn.Module, files: TensorFiles, prefix: str) -> None:
         raise ValueError(f"{NAME}: {prefix} has tensors that no MLA layer has: {shown}")
 
 
-def _cut(config: LayerConfig, name: str, heads: range) -> tuple[int, slice]:
-    """(axis, rows or columns) of the heads of a rank; all of a matrix that ranks share."""
-    g = config.geometry
+class _Cut(NamedTuple):
+    """The rows (axis 0) or columns (axis 1) of a matrix that belong to a rank."""
+
+    axis: int = 0
+    rows: slice = slice(None)
+    total: int | None = None  # rows or columns of the whole matrix; None: ranks share all of it
+
+
+def _cut(whole: LayerConfig, name: str, heads: range) -> _Cut:
+    """What the heads of a rank have of a matrix.
+
+    whole  the layer with all heads
+    """
+    g = whole.geometry
     per_head = {
         "q_proj": (0, g.qk_head_dim),
         "q_b_proj": (0, g.qk_head_dim),
@@ -200,9 +236,9 @@ def _cut(config: LayerConfig, name: str, heads: range) -> tuple[int, slice]:
         "o_proj": (1, g.v_head_dim),
     }
     if name not in per_head:
-        return 0, slice(None)
+        return _Cut()
     axis, width = per_head[name]
-    return axis, slice(heads.start * width, heads.stop * width)
+    return _Cut(axis, slice(heads.start * width, heads.stop * width), g.num_heads * width)
 
 
 class _Reader:
@@ -214,51 +250,72 @@ class _Reader:
         self._dims, self._files, self._prefix = dims, files, prefix
         self._dtype, self._device = dtype, device
 
-    def fill(self, part: nn.Module, axis: int, rows: slice, *, whole_bias: bool) -> None:
+    def fill(self, part: nn.Module, cut: _Cut, *, whole_bias: bool) -> None:
         """Replace the meta parameters of `part`."""
-        dtype = torch.float32 if isinstance(part, Float32Linear | KeyNorm) else self._dtype
-        weight = self._read("weight", axis, rows)
-        if weight.dtype == E4M3 and isinstance(part, Linear):
-            part.weight_scale_inv = self._put(self._scales(axis, rows), torch.float32)
-            dtype = E4M3
-        elif weight.dtype not in FLOATS:
-            got = str(weight.dtype).removeprefix("torch.")
-            raise TypeError(f"{NAME}: {self._prefix}weight must be a float or e4m3, got {got}")
         known = part._parameters["weight"]
         assert known is not None
-        must = f"have shape {tuple(known.shape)} for this config and rank"
-        got_shape = tuple(weight.shape)
-        self._dims.require(known.shape == weight.shape, f"{self._prefix}weight", must, got_shape)
+        shape = list(known.shape)
+        if cut.total is not None:
+            shape[cut.axis] = cut.total
+        self._require_shape("weight", tuple(shape), "for this config")
+        dtype = torch.float32 if isinstance(part, Float32Linear | KeyNorm) else self._dtype
+        weight = self._read("weight", cut)
+        if weight.dtype == E4M3 and isinstance(part, Linear):
+            part.weight_scale_inv = self._put(self._scales(cut), torch.float32)
+            dtype = E4M3
+        else:
+            self._require_float("weight", weight, *([E4M3] if isinstance(part, Linear) else []))
+            if self._has(SCALE):
+                must = f"be there for float8_e4m3fn weights only, got one for {weight.dtype}"
+                raise ValueError(f"{NAME}: {self._prefix}{SCALE} must {must}")
         part.weight = self._put(weight, dtype)
         if part._parameters.get("bias") is not None or self._has("bias"):
-            bias = self._read("bias", 0, slice(None) if axis else rows)
-            if not whole_bias:  # the outputs of the ranks are added up
-                bias = torch.zeros_like(bias)
-            part.bias = self._put(bias, torch.float32 if dtype == torch.float32 else self._dtype)
+            part.bias = self._bias(shape[0], cut, dtype, is_zero=not whole_bias)
+
+    def _bias(self, size: int, cut: _Cut, dtype: torch.dtype, *, is_zero: bool) -> nn.Parameter:
+        """The bias of a module with `size` outputs.
+
+        is_zero  the outputs of the ranks are added up, and another rank has the bias
+        """
+        self._require_shape("bias", (size,), "for this config")
+        bias = self._read("bias", _Cut() if cut.axis else cut)
+        self._require_float("bias", bias)
+        if is_zero:
+            bias = torch.zeros_like(bias)
+        return self._put(bias, torch.float32 if dtype == torch.float32 else self._dtype)
+
+    def _require_shape(self, name: str, shape: tuple[int, ...], why: str) -> None:
+        stored = self._files.shape(self._prefix + name)
+        must = f"have shape {shape} {why}"
+        self._dims.require(stored == shape, self._prefix + name, must, stored)
+
+    def _require_float(self, name: str, tensor: Tensor, *more: torch.dtype) -> None:
+        self._dims.dtype(self._prefix + name, tensor, *FLOATS, *more)
 
     def _has(self, name: str) -> bool:
         return self._prefix + name in self._files.file_of
 
-    def _read(self, name: str, axis: int, rows: slice) -> Tensor:
-        return self._files.read(self._prefix + name, axis, rows)
+    def _read(self, name: str, cut: _Cut) -> Tensor:
+        return self._files.read(self._prefix + name, cut.axis, cut.rows)
 
-    def _scales(self, axis: int, rows: slice) -> Tensor:
-        """The scales of the blocks of these rows or columns, which must be whole blocks."""
+    def _scales(self, cut: _Cut) -> Tensor:
+        """The scales of the blocks of a rank's rows or columns, which must be whole blocks."""
         shape = self._files.shape(f"{self._prefix}weight")
         blocks = tuple(-(-size // BLOCK) for size in shape)
-        stored = self._files.shape(self._prefix + SCALE)
-        must = f"have shape {blocks}, one per {BLOCK} × {BLOCK} block"
-        self._dims.require(stored == blocks, self._prefix + SCALE, must, stored)
-        if rows == slice(None):
-            return self._read(SCALE, 0, rows)
-        for edge in (rows.start, rows.stop):
-            self._dims.require(
-                edge % BLOCK == 0 or edge == shape[axis],
-                "tp_size",
-                f"cut {self._prefix}weight between its blocks of {BLOCK}",
-                f"a cut at {edge}",
-            )
-        return self._read(SCALE, axis, slice(rows.start // BLOCK, -(-rows.stop // BLOCK)))
+        self._require_shape(SCALE, blocks, f"one per {BLOCK} × {BLOCK} block")
+        rows = cut.rows
+        if rows != slice(None):
+            for edge in (rows.start, rows.stop):
+                self._dims.require(
+                    edge % BLOCK == 0 or edge == shape[cut.axis],
+                    "tp_size",
+                    f"cut {self._prefix}weight between its blocks of {BLOCK}",
+                    f"a cut at {edge}",
+                )
+            rows = slice(rows.start // BLOCK, -(-rows.stop // BLOCK))
+        scales = self._read(SCALE, cut._replace(rows=rows))
+        self._require_float(SCALE, scales)
+        return scales
 
     def _put(self, tensor: Tensor, dtype: torch.dtype) -> nn.Parameter:
         return frozen(tensor.to(self._device, dtype))

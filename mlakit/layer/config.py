@@ -117,7 +117,9 @@ def _query_scale(fields: ConfigFields) -> QueryScale | None:
     beta = rope.get("llama_4_scaling_beta")
     if not beta:
         return None
-    return QueryScale(float(beta), int(rope["original_max_position_embeddings"]))
+    scaling = ConfigFields(rope, f"rope parameters of {fields.source}")
+    original = scaling.integer("original_max_position_embeddings")
+    return QueryScale(float(fields.number("llama_4_scaling_beta", beta)), original)
 
 
 def _selection(fields: ConfigFields, geometry: MLAGeometry, layer: int) -> Selection | None:
@@ -131,6 +133,6 @@ def _selection(fields: ConfigFields, geometry: MLAGeometry, layer: int) -> Selec
         # a layer beyond the list predicts further tokens and has an indexer
         kind = types[layer] if layer < len(types) else "full"
         return "shared" if kind in ("shared", "S") else "own"
-    frequency = max(fields.get("index_topk_freq", 1), 1)
-    since_first = max(layer - fields.get("index_skip_topk_offset", 2) + 1, 0)
+    frequency = max(fields.integer("index_topk_freq", 1), 1)
+    since_first = max(layer - fields.integer("index_skip_topk_offset", 2) + 1, 0)
     return "own" if since_first % frequency == 0 else "shared"

@@ -12,7 +12,7 @@ from mlakit.cache import PagedLatentCache
 from mlakit.geometry import MLAGeometry, Rope, RopeParameters, RowShape
 from mlakit.knobs import Backend
 from mlakit.ops import norm_rope_quant_append
-from mlakit.rope import rope_table
+from mlakit.rope import check_rope, rope_table
 
 
 class _Nowhere(NamedTuple):
@@ -42,6 +42,7 @@ class RopeTable:
     """
 
     def __init__(self, geometry: MLAGeometry, positions: int) -> None:
+        check_rope("MLAAttention", geometry)  # here: the table itself is computed at its first use
         self.geometry, self.positions = geometry, positions
         self._by_device: dict[torch.device, Tensor] = {}
         self._nowhere: dict[torch.device, _Nowhere] = {}

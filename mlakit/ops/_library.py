@@ -8,6 +8,10 @@ torch.compile, under a dispatch mode (fake tensors, make_fx) and with tensors th
 `torch.ops.mlakit.<name>`, whose implementation unpacks its tensors, numbers and strings and runs
 the same body: every call is checked alike.
 
+There are no derivatives. Backward mode is refused before a body runs. Forward mode and torch.vmap
+are refused by the dispatcher's keys for them, where the tensors of each nested transform of
+torch.func appear: a kernel below would get plain tensors, and its results would have no tangents.
+
 A body takes a record of `mlakit.arguments`. The types of its fields say how they are packed.
 """
 
@@ -16,21 +20,29 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any, ParamSpec, TypeAlias, TypeVar, get_type_hints
+from typing import Any, NoReturn, ParamSpec, TypeAlias, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 from mlakit.arguments import Splits, WrittenLayer
 from mlakit.autocast import without_autocast
 from mlakit.cache import CacheLayer, KVShard, PageTable
-from mlakit.checks import UnsupportedError
 from mlakit.formats import row_codec
 from mlakit.geometry import RowShape
 from mlakit.masks import Mask
+from mlakit.ops._refusals import (
+    refuse_grad,
+    refuse_lazy_signs,
+    refuse_memory,
+    refuse_tangents,
+    refuse_vmap,
+    requires_grad,
+)
 from mlakit.plan import DecodePlanTensors, EvenSplit
-from mlakit.replay.calls import RecordedCalls
+from mlakit.replay.calls import RecordedCalls, is_intercepted
 
 Results: TypeAlias = tuple[Tensor, ...]
 
@@ -172,11 +184,11 @@ class Op:
         inputs = [part.format(field) for field, each in self._packings for part in each.schema]
         outs = [f"Tensor(r{i}!) {result}" for i, result in enumerate(self.results)]
         returned = ", ".join(["Tensor"] * len(self.results))
-        self.functional = self._define(name, inputs, f"({returned})", self._run, self._fake)
+        self.functional = self._define(name, inputs, f"({returned})", self._call_flat, self._fake)
         self.writing = self.functional
         if self.results:  # an op without results only writes to its arguments
             self.writing = self._define(
-                f"{name}_out", [*inputs, *outs], "()", self._run_out, lambda *flat: None
+                f"{name}_out", [*inputs, *outs], "()", self._call_flat_out, lambda *flat: None
             )
 
     def _define(
@@ -184,19 +196,47 @@ class Op:
         name: str,
         schema: list[str],
         returns: str,
-        implementation: Callable[..., Any],
+        call: Callable[[Sequence[Any]], Any],
         fake: Callable[..., Any],
     ) -> Callable[..., Any]:
+        """Register an op.
+
+        call  runs the op with flat arguments; None if a tensor is not plain
+        """
         _LIBRARY.define(f"{name}({', '.join(schema)}) -> {returns}")
-        _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"mlakit::{name}", fake, lib=_LIBRARY)
         overload: Callable[..., Any] = getattr(torch.ops.mlakit, name).default
+
+        def run(*flat: Any) -> Any:
+            got = call(flat)
+            if got is None:
+                refuse_memory(self.name, **self._named(*self._unpack_all(flat)))
+            return self._bare(got)
+
+        def run_above_autograd(*flat: Any) -> Any:
+            if forward_ad._current_level >= 0:
+                refuse_tangents(self.name, **self._named(*self._unpack_all(flat)))
+            # other dispatch keys, such as those of fake tensors and of dispatch modes, come later
+            got = None if is_intercepted() else call(flat)
+            if got is not None:
+                return self._bare(got)
+            with torch._C._AutoDispatchBelowAutograd():
+                return overload(*flat)
+
+        def run_batched(*flat: Any) -> NoReturn:
+            refuse_vmap(self.name, **self._named(*self._unpack_all(flat)))
+
+        _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+        _LIBRARY.impl(name, run_above_autograd, "Autograd")
+        _LIBRARY.impl(name, run_batched, "FuncTorchBatched")
+        torch.library.register_fake(f"mlakit::{name}", fake, lib=_LIBRARY)
         return overload
 
     def call(self, arguments: Any, *results: Tensor | None) -> Results:
         """Run with the caller's results where given; all of them come back."""
         if torch.compiler.is_compiling():
             return self._dispatch(arguments, results)
+        if forward_ad._current_level >= 0:
+            refuse_tangents(self.name, **self._named(arguments, results))
         got = self._calls.call(arguments, results)
         if self._written:
             self._count_writes(arguments, results)
@@ -210,6 +250,8 @@ class Op:
     def _dispatch(self, arguments: Any, results: Sequence[Tensor | None]) -> Results:
         """Through `torch.ops.mlakit`."""
         self._refuse_grad(arguments, results)
+        if not torch.compiler.is_compiling():
+            self._refuse_lazy_signs(arguments, results)
         flat = self.pack(arguments)
         if all(result is None for result in results):
             return _as_tuple(self.functional(*flat))
@@ -235,9 +277,17 @@ class Op:
         increment_version([each for each in written if not each.is_inference()])
 
     def _refuse_grad(self, arguments: Any, results: Sequence[Tensor | None]) -> None:
-        if torch.is_grad_enabled() and _requires_grad([*arguments, *results]):
-            given = dict(zip(self.results, results, strict=True))
-            refuse_grad(self.name, **arguments._asdict(), **given)
+        if torch.is_grad_enabled() and requires_grad([*arguments, *results]):
+            refuse_grad(self.name, **self._named(arguments, results))
+
+    def _refuse_lazy_signs(self, arguments: Any, results: Sequence[Tensor | None]) -> None:
+        layers = {arguments._fields[at]: arguments[at] for at in self._written}
+        given = dict(zip(self.results, results, strict=True))
+        refuse_lazy_signs(self.name, **layers, **given)
+
+    def _named(self, arguments: Any, results: Sequence[Tensor | None]) -> dict[str, Any]:
+        given = dict(zip(self.results, results, strict=True)) if results else {}
+        return {**arguments._asdict(), **given}
 
     def pack(self, arguments: Any) -> list[Any]:
         """The arguments as `torch.ops.mlakit.<name>` takes them."""
@@ -256,58 +306,32 @@ class Op:
             )
         )
 
-    def _run(self, *flat: Any) -> Any:
-        nothing = (None,) * len(self.results)
-        return self._bare(self._calls.call_plain(self._unpack(flat), nothing))
+    def _unpack_all(self, flat: Sequence[Any]) -> tuple[Any, tuple[Tensor, ...]]:
+        """The arguments, and the results if the call writes to the caller's."""
+        inputs = sum(len(packing.schema) for _, packing in self._packings)
+        return self._unpack(flat[:inputs]), tuple(flat[inputs:])
 
-    def _run_out(self, *flat: Any) -> None:
-        inputs, results = flat[: -len(self.results)], flat[-len(self.results) :]
-        arguments = self._unpack(inputs)
-        self._calls.call_plain(arguments, results)
+    def _call_flat(self, flat: Sequence[Any]) -> Results | None:
+        nothing = (None,) * len(self.results)
+        return self._calls.call_plain(self._unpack(flat), nothing)
+
+    def _call_flat_out(self, flat: Sequence[Any]) -> Results | None:
+        arguments, results = self._unpack_all(flat)
+        if self._calls.call_plain(arguments, results) is None:
+            return None
         self._count_writes(arguments, results)
+        return ()
 
     def _fake(self, *flat: Any) -> Any:
         return self._bare(self.fake(self._unpack(flat)))
 
     def _bare(self, results: Results) -> Any:
-        if not self.results:
+        if not results:
             return None
-        return results[0] if len(self.results) == 1 else results
+        return results[0] if len(results) == 1 else results
 
 
 def _as_tuple(results: Any) -> Results:
     if results is None:
         return ()
     return results if isinstance(results, tuple) else (results,)
-
-
-def refuse_grad(op: str, **arguments: Any) -> None:
-    """There is no backward: a graph that would end here silently is refused."""
-    if not torch.is_grad_enabled():
-        return
-    for argument, value in arguments.items():
-        for name, part in _parts(argument, value):
-            if _requires_grad(part):
-                raise UnsupportedError(
-                    f"{op}: {name} must not require grad, for there is no backward; "
-                    "call it under torch.no_grad() or torch.inference_mode()"
-                )
-
-
-def _requires_grad(value: Any) -> bool:
-    """Of a tensor, a cache layer or a list; the answer is nearly always no, and must be quick."""
-    if isinstance(value, Tensor):
-        return value.requires_grad
-    if isinstance(value, CacheLayer):
-        return any(map(_requires_grad, (value.payload, value.scales, value.tensor_scale)))
-    return isinstance(value, list) and any(map(_requires_grad, value))
-
-
-def _parts(name: str, value: Any) -> list[tuple[str, Any]]:
-    """What an argument consists of, by name."""
-    if isinstance(value, list):
-        return [(f"{name}[{i}]", each) for i, each in enumerate(value)]
-    if isinstance(value, CacheLayer):
-        parts = ("payload", "scales", "tensor_scale")
-        return [(f"the {part} of {name}", getattr(value, part)) for part in parts]
-    return [(name, value)]

@@ -11,7 +11,7 @@ from torch import distributed as dist
 from mlakit.checks import FLOATS, Dims
 from mlakit.knobs import Backend
 from mlakit.ops import merge_states
-from mlakit.ops._library import refuse_grad
+from mlakit.ops._refusals import refuse_grad
 from mlakit.parallel.buffers import Partials
 from mlakit.parallel.groups import gather_over_ranks, group_rank
 

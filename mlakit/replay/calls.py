@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from mlakit import knobs
-from mlakit.checks import UnsupportedError
 from mlakit.replay.counters import stats_of
 from mlakit.replay.key import comparison_with, split, tensor_key
 from mlakit.replay.plain import has_plain_memory, is_plain
@@ -83,22 +82,20 @@ class RecordedCalls:
             got = self._replay_recent(key, tensors) if may_replay else None
             if got is not None:
                 return got
-        if _is_dispatch_mode_active() or not all(is_plain(t) or _is_meta(t) for t in tensors):
+        if is_intercepted() or not all(is_plain(t) or _is_meta(t) for t in tensors):
             return self._dispatch(arguments, results)
         return self._call_unseen(key, tensors, arguments, results)
 
-    def call_plain(self, arguments: Arguments, results: tuple[Tensor | None, ...]) -> Results:
-        """As `call`, below torch's dispatcher."""
+    def call_plain(
+        self, arguments: Arguments, results: tuple[Tensor | None, ...]
+    ) -> Results | None:
+        """As `call`, below torch's dispatcher; None if the values of a tensor are not in its
+        memory."""
         backend, may_replay = knobs.for_replay()
         tensors, rest = split(arguments + results)
         key, tensors = _without_duplicates((backend, torch.is_grad_enabled(), *rest), tensors)
-        for tensor in tensors:
-            if not has_plain_memory(tensor):
-                keys = torch._C._dispatch_keys(tensor)
-                raise UnsupportedError(
-                    f"{self._op}: takes tensors whose memory a kernel can read, got a "
-                    f"{type(tensor).__name__} with {keys}"
-                )
+        if not all(map(has_plain_memory, tensors)):
+            return None
         got = self._replay_recent(key, tensors) if may_replay else None
         return self._call_unseen(key, tensors, arguments, results) if got is None else got
 
@@ -113,6 +110,7 @@ class RecordedCalls:
             if (
                 is_alike(*tensors)
                 and torch._C._len_torch_dispatch_stack() == 0
+                and not torch._C._are_functorch_transforms_active()
                 and recording.device_index == _current_device()
                 and not recording.has_launch_hooks()
                 and (got := recording.replay(tensors)) is not None
@@ -212,7 +210,7 @@ def _keep(table: OrderedDict[Hashable, Any], key: Hashable, value: object) -> No
 
 def _why_not() -> str | None:
     """Why no call is replayed at present."""
-    if _is_dispatch_mode_active():
+    if is_intercepted():
         return "a dispatch mode of torch is active"
     if not knobs.replay():
         return f"{knobs.replay.variable} is off"
@@ -229,8 +227,9 @@ def _why_not_now(tensors: Sequence[Tensor], device: torch.device) -> str | None:
     return "a CUDA graph is being captured" if _is_capturing() else None
 
 
-def _is_dispatch_mode_active() -> bool:
-    return torch._C._len_torch_dispatch_stack() > 0
+def is_intercepted() -> bool:
+    """Whether a dispatch mode or a transform of torch.func sees every call."""
+    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._are_functorch_transforms_active()
 
 
 def _is_meta(tensor: Tensor) -> bool:

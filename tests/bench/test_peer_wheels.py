@@ -153,6 +153,20 @@ def test_a_wheel_of_another_shape_is_an_error(tmp_path, missing):
         fetch.keep(make_wheel(tmp_path / "a.whl", without=missing), tmp_path / "peers")
 
 
+@pytest.mark.parametrize("outside", ["../../escaped.py", "a/../../escaped.py", "ABSOLUTE"])
+def test_a_wheel_with_a_file_outside_of_its_folder_is_not_unpacked(tmp_path, outside):
+    name = fetch.PACKAGE + outside.replace("ABSOLUTE", str(tmp_path / "escaped.py"))
+    wheel = make_wheel(tmp_path / "a.whl")
+    with zipfile.ZipFile(wheel, "a") as archive:
+        archive.writestr(name, "raise SystemExit")
+    target = tmp_path / "deep" / "peers"
+    message = f"a.whl has a file outside of its folder, {name}: nothing was unpacked"
+    with pytest.raises(fetch.FetchError, match=re.escape(message)):
+        fetch.keep(wheel, target)
+    assert not list(tmp_path.rglob("*.py"))
+    assert not target.exists()
+
+
 def test_platforms():
     assert fetch.platform_tags(None) == []
     assert fetch.platform_tags("manylinux_2_17_x86_64") == ["manylinux_2_17_x86_64"]

@@ -93,6 +93,8 @@ FAMILIES = {
     "deepseek_v32": Family("deepseek_v32", "DeepseekV32", {"rope_parameters": YARN, **INDEX}),
     "glm_moe_dsa": Family("glm_moe_dsa", "GlmMoeDsa", INDEX),
     "glm4_moe_lite": Family("glm4_moe_lite", "Glm4MoeLite"),
+    "axk1": Family("axk1", "AXK1", {"rope_parameters": YARN}),
+    "youtu": Family("youtu", "Youtu", {"rope_parameters": YARN}),
     "mistral4": Family("mistral4", "Mistral4", {"rope_parameters": MISTRAL}),
     "minicpm3": Family("minicpm3", "MiniCPM3"),
     "kimi_linear": Family(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -200,7 +202,37 @@ def changed(**changes: Tensor) -> dict[str, Tensor]:
             changed(q_b_proj__weight=torch.zeros(512, 128, dtype=torch.int8)),
             {},
             TypeError,
-            r"q_b_proj\.weight must be a float or e4m3, got int8",
+            r"q_b_proj\.weight must be .*float32 or float8_e4m3fn, got int8",
+        ),
+        (
+            changed(q_b_proj__weight=torch.zeros(640, 128)),  # the rows of 5 heads
+            {},
+            ValueError,
+            r"q_b_proj\.weight must have shape \(512, 128\) .*got \(640, 128\)",
+        ),
+        (
+            changed(q_b_proj__weight=torch.zeros(640, 128)),
+            {"tp_size": 2},
+            ValueError,
+            r"q_b_proj\.weight must have shape \(512, 128\) .*got \(640, 128\)",
+        ),
+        (
+            changed(kv_a_layernorm__weight=torch.tensor(1.0)),
+            {},
+            ValueError,
+            r"kv_a_layernorm\.weight must have shape \(128,\) .*got \(\)",
+        ),
+        (
+            changed(o_proj__weight=torch.tensor(1.0)),
+            {},
+            ValueError,
+            r"o_proj\.weight must have 1 axes or more, got shape \(\)",
+        ),
+        (
+            changed(q_b_proj__weight_scale_inv=torch.ones(4, 1)),
+            {},
+            ValueError,
+            r"q_b_proj\.weight_scale_inv must be there for float8_e4m3fn weights only, .*float32",
         ),
         (changed(), {"tp_size": 3}, ValueError, "tp_size must divide the 4 heads, got 3"),
         (changed(), {"tp_rank": 1}, ValueError, "tp_rank must be below tp_size, 1, got 1"),
@@ -212,6 +244,166 @@ def test_errors_say_what_is_wrong(tmp_path, stored, arguments, error, match):
     write_checkpoint(tmp_path, SMALL, {0: stored})
     with pytest.raises(error, match=match):
         MLAAttention.load_safetensors(tmp_path, **{"layer": 0, **arguments})
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.float64], ids=str)
+def test_scales_must_be_floats(tmp_path, dtype):
+    """The byte 127 of an e8m0 scale means 1, and must not become 127."""
+    stored = quantised(tensors(SMALL))
+    stored["q_b_proj.weight_scale_inv"] = torch.full((4, 1), 127).to(dtype)
+    write_checkpoint(tmp_path, SMALL, {0: stored})
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(TypeError, match=rf"q_b_proj\.weight_scale_inv must be .*, got {name}"):
+        MLAAttention.load_safetensors(tmp_path, 0)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("q_a_proj", 128), ("kv_a_proj_with_mqa", 192), ("o_proj", 256), ("q_b_proj", 512)],
+)
+def test_a_bias_must_have_one_entry_per_output(tmp_path, name, size, tp_size):
+    config = SMALL | {"attention_bias": True}
+    for wrong in (torch.ones(1), torch.ones(3), torch.ones(size + 1), torch.ones(size, 1)):
+        stored = tensors(config) | {f"{name}.bias": wrong}
+        write_checkpoint(tmp_path, config, {0: stored})
+        message = (
+            rf"{name}\.bias must have shape \({size},\) .*got {re.escape(str(tuple(wrong.shape)))}"
+        )
+        with pytest.raises(ValueError, match=message):
+            MLAAttention.load_safetensors(tmp_path, 0, tp_rank=tp_size - 1, tp_size=tp_size)
+
+
+def test_a_bias_of_integers_is_refused(tmp_path):
+    config = SMALL | {"attention_bias": True}
+    stored = tensors(config) | {"q_a_proj.bias": torch.ones(128, dtype=torch.int32)}
+    write_checkpoint(tmp_path, config, {0: stored})
+    with pytest.raises(TypeError, match=r"q_a_proj\.bias must be .*, got int32"):
+        MLAAttention.load_safetensors(tmp_path, 0)
+
+
+def copied(folder: Path, name: str, seed: int) -> dict[str, Tensor]:
+    """Other tensors under the names of a checkpoint, in one more file of its folder."""
+    from safetensors.torch import save_file  # the tests on a GPU do without it
+
+    stored = tensors(SMALL, seed=seed)
+    save_file(
+        {f"model.layers.0.self_attn.{key}": each for key, each in stored.items()}, folder / name
+    )
+    return stored
+
+
+def test_a_tensor_in_two_files_is_refused_without_an_index(tmp_path):
+    stored = tensors(SMALL)
+    write_checkpoint(tmp_path, SMALL, {0: stored}, files=1, index=False)
+    copied(tmp_path, "zz_backup.safetensors", seed=4)
+    message = r"has model\.layers\.0\..* in model-00001-of-00001\.\w+ and in zz_backup\.safetensors"
+    with pytest.raises(ValueError, match=f"^load_safetensors: .* {message}"):
+        MLAAttention.load_safetensors(tmp_path, 0)
+    write_checkpoint(tmp_path, SMALL, {0: stored}, files=1, index=True)
+    layer = MLAAttention.load_safetensors(tmp_path, 0)
+    assert_same_bits("o_proj", layer.o_proj.weight, stored["o_proj.weight"])
+
+
+@pytest.mark.parametrize("index", [True, False], ids=["index", "no index"])
+def test_model_safetensors_comes_first_as_in_transformers(tmp_path, index):
+    write_checkpoint(tmp_path, SMALL, {0: tensors(SMALL)}, index=index)
+    stored = copied(tmp_path, "model.safetensors", seed=4)
+    layer = MLAAttention.load_safetensors(tmp_path, 0)
+    assert_same_bits("o_proj", layer.o_proj.weight, stored["o_proj.weight"])
+
+
+@pytest.mark.parametrize("index", [True, False], ids=["index", "no index"])
+@pytest.mark.parametrize("kind", ["empty", "zeros", "short", "cut", "header"])
+def test_a_file_that_is_not_whole_is_named(tmp_path, kind, index):
+    write_checkpoint(tmp_path, SMALL, {0: tensors(SMALL)}, index=index)
+    file = tmp_path / "model-00002-of-00002.safetensors"
+    whole = file.read_bytes()
+    broken = {
+        "empty": b"",
+        "zeros": bytes(64),
+        "short": b"{}",
+        "cut": whole[:-100],
+        "header": b"\xff" * 8 + whole[8:],
+    }
+    file.write_bytes(broken[kind])
+    message = f"^load_safetensors: {re.escape(str(file))} is not a whole safetensors file: "
+    with pytest.raises(ValueError, match=message):
+        MLAAttention.load_safetensors(tmp_path, 0)
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "message"),
+    [
+        ({"a": ["x.safetensors"]}, r"index\.json names a file outside of it, \['x\.safetensors'\]"),
+        ({"a": None}, r"index\.json names a file outside of it, None"),
+        ([["a", "b"]], r"weight_map of .*index\.json must be a JSON object, got a list"),
+        ("a", r"weight_map of .*index\.json must be a JSON object, got a str"),
+    ],
+    ids=str,
+)
+def test_an_index_of_other_types_is_refused(tmp_path, weight_map, message):
+    folder = write_checkpoint(tmp_path, SMALL, {0: tensors(SMALL)})
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
+    with pytest.raises(ValueError, match=f"^load_safetensors: .*{message}$"):
+        MLAAttention.load_safetensors(folder, 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"q_lora_rank": "a"}, TypeError, "config .*: q_lora_rank must be an integer, got 'a'"),
+        ({"index_topk": "x"}, TypeError, "config .*: index_topk must be an integer, got 'x'"),
+        ({"rope_theta": "a"}, TypeError, "config .*: rope_theta must be a number, got 'a'"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": "4", "mscale_all_dim": 1.0}},
+            TypeError,
+            "config .*: factor must be a number, got '4'",
+        ),
+        (
+            {"rope_scaling": {"type": "longrope", "factor": 4, "short_factor": 2.0}},
+            TypeError,
+            r"config .*: short_factor must be a list of numbers, got 2\.0",
+        ),
+        (
+            {"rope_scaling": {"type": "longrope", "factor": 4, "long_factor": [2.0, "a"]}},
+            TypeError,
+            r"config .*: long_factor\[1\] must be a number, got 'a'",
+        ),
+        ({"rope_scaling": {"type": 5}}, TypeError, "config .*: rope_type must be a string, got 5"),
+        (
+            {"rope_parameters": {"llama_4_scaling_beta": 0.1}},
+            ValueError,
+            "rope parameters of config .* has no original_max_position_embeddings",
+        ),
+        ({"rope_theta": -5}, ValueError, "MLAAttention: rope_theta must be above 1, got -5"),
+        ({"rope_theta": 1e999}, ValueError, "MLAAttention: rope_theta must be finite, got inf"),
+        (
+            {"rope_scaling": {"type": "bent", "factor": 2.0}},
+            ValueError,
+            "MLAAttention: rope_type must be one of default, .*, got 'bent'",
+        ),
+        (
+            {"rope_scaling": {"type": "linear"}},
+            ValueError,
+            "MLAAttention: rope_parameters must have factor for linear",
+        ),
+    ],
+    ids=str,
+)
+def test_a_config_of_other_types_or_values_is_refused_before_a_call(
+    tmp_path, fields, error, message
+):
+    write_checkpoint(tmp_path, SMALL | fields, {0: tensors(SMALL)})
+    with pytest.raises(error, match=f"^{message}"):
+        MLAAttention.load_safetensors(tmp_path, 0)
+
+
+@pytest.mark.parametrize("field", ["index_topk_freq", "index_skip_topk_offset"])
+def test_numbers_of_glms_indexer_are_checked(field):
+    with pytest.raises(TypeError, match=f"{field} must be an integer, got 'x'"):
+        MLAAttention(SPARSE | {"model_type": "glm_moe_dsa", field: "x"})
 
 
 def test_epsilon_can_be_chosen(tmp_path):

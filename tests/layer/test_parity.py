@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mlakit.layer import LayerConfig, MLAAttention
+from tests.layer.checkpoints import write_checkpoint
 from tests.layer.models import FAMILIES, HIDDEN, Family, results
 from tests.layer.serving import CHUNKS, Server, serve
 
@@ -59,6 +60,20 @@ def test_a_layer_of_the_config_alone_is_the_same(family):
     assert replace(layer.config, **same) == replace(copied, **same)
     x = inputs()
     assert worst(serve(layer, x), exact_results(model, module, x)) < TOLERANCE
+
+
+@pytest.mark.parametrize("is_interleaved", [True, False], ids=["interleaved", "not interleaved"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rope_interleave_means_what_it_means_to_transformers(family, is_interleaved, tmp_path):
+    """Some modules obey it, others rotate the same pairs whatever it says."""
+    model = FAMILIES[family]
+    module = model.module(model.config(rope_interleave=is_interleaved))
+    x = inputs()
+    exact = exact_results(model, module, x)
+    assert worst(serve(MLAAttention.from_hf(module), x), exact) < TOLERANCE
+    write_checkpoint(tmp_path, module.config.to_dict(), {model.layer: module.state_dict()})
+    loaded = MLAAttention.load_safetensors(tmp_path, model.layer, dtype=torch.float32)
+    assert worst(serve(loaded, x), exact) < TOLERANCE
 
 
 def test_a_shared_layer_attends_to_the_rows_of_the_layer_before_it():

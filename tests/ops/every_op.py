@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -57,11 +57,16 @@ def results_at(place: Place, call: Call, **others: Any) -> list[Tensor]:
     return [result.cpu() for result in call.on(place.device).run(**others)]
 
 
-def with_grad(call: Call, name: str) -> Call:
+def changed(call: Call, name: str, change: Callable[[Tensor], Tensor]) -> Call:
+    """The call with another tensor in the place of one, by its name in `Call.tensors`."""
     argument, _, index = name.partition("[")
     value = call.arguments[argument]
     if not index:
-        return call.but(**{argument: value.detach().requires_grad_()})
-    parts = [part.detach() for part in value]
-    parts[int(index.rstrip("]"))].requires_grad_()
-    return call.but(**{argument: parts})
+        return call.but(**{argument: change(value)})
+    at = int(index.rstrip("]"))
+    parts = [change(part) if i == at else part for i, part in enumerate(value)]
+    return call.but(**{argument: type(value)(parts)})
+
+
+def with_grad(call: Call, name: str) -> Call:
+    return changed(call, name, lambda value: value.detach().requires_grad_())

@@ -13,5 +13,5 @@ from mlakit.replay import calls
 def modes_see_inside_ops() -> Iterator[None]:
     """Under a dispatch mode a call is one op, `mlakit::…`; in this scope its body runs in the
     mode instead."""
-    with mock.patch.object(calls, "_is_dispatch_mode_active", return_value=False):
+    with mock.patch.object(calls, "is_intercepted", return_value=False):
         yield

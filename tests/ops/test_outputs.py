@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -46,6 +48,35 @@ def test_nothing_around_a_given_tensor_is_written(name, place):
     for room, old, written in zip(rooms, before, inner, strict=True):
         old[(slice(1, -1),) * room.ndim].copy_(written)
         assert_same_bits("the tensor around a result", room, old)
+
+
+@every_call
+def test_a_tensor_whose_rows_share_memory_is_not_written(name, place):
+    """Its rows would hold a mix of the results."""
+    call = CALLS[name]().on(place.device)
+    for keyword, result in zip(call.results, call.empty_results(), strict=True):
+        assert result.shape[-1] > 1
+        room = poison(result.new_empty(sum(result.shape)))
+        before = snapshot(room=room)
+        out = room.as_strided(result.shape, (1,) * result.ndim)
+        message = f"^{call.function.__name__}: {keyword} must be writable, got .* share memory$"
+        with pytest.raises(ValueError, match=message):
+            call.run(**{keyword: out})
+        assert_unchanged(before)
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name.startswith("append")])
+def test_a_cache_whose_rows_share_memory_is_not_written(name, place):
+    call = CALLS[name]().on(place.device)
+    cache = call.arguments["cache"]
+    layers, pages, page_size, columns = cache.payload.shape
+    before = snapshot(payload=cache.payload)
+    strides = (cache.payload.stride(0), columns, columns, 1)
+    rows = cache.payload.as_strided((layers, pages, page_size, columns), strides)
+    message = f"^{call.function.__name__}: the payload of cache must be writable, .* share memory$"
+    with pytest.raises(ValueError, match=message):
+        call.run(cache=replace(cache, payload=rows))
+    assert_unchanged(before)
 
 
 @interpreted

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mlakit import masks
 from mlakit.branches import context
+from mlakit.compat.modular import CausalMask, NullMask
 from mlakit.masks import CAUSAL
 from mlakit.plan import plan_context
 from mlakit.testing import assert_matches, assert_same_bits
@@ -88,8 +89,9 @@ def test_many_chunks_lose_no_more_than_one():
     step.check_prefill(many, batch, max_rows=1)
 
 
+@pytest.mark.parametrize("mask", [CAUSAL, CausalMask(), NullMask()], ids=["own", "MAX", "null"])
 @pytest.mark.parametrize("max_rows", [1, 3, 7, 64, None])
-def test_prefill_expands_no_more_context_at_once_than_asked(max_rows, monkeypatch):
+def test_prefill_expands_no_more_context_at_once_than_asked(mask, max_rows, monkeypatch):
     step = STEPS["bf16"]
     expanded = []
     expand = UpProjection.expand
@@ -100,7 +102,7 @@ def test_prefill_expands_no_more_context_at_once_than_asked(max_rows, monkeypatc
 
     monkeypatch.setattr(UpProjection, "expand", note)
     q, kv, weights, batch = step.arguments()
-    prefill_branch(q, kv, weights, batch, max_context_rows=max_rows)
+    prefill_branch(q, kv, weights, batch, mask=mask, max_context_rows=max_rows)
     new, *context = expanded
     attended = sum(n for n, queries in zip(step.before, step.q_lens, strict=True) if queries)
     assert new == step.tokens

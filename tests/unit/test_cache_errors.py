@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from torch import tensor
+from torch._subclasses import FakeTensorMode
 
 from mlakit.cache import PagedLatentCache
 from mlakit.geometry import RowShape
@@ -208,6 +210,24 @@ REFUSALS = [
             (float("nan"), "finite"),
         ]
     ),
+    *(
+        Refusal(
+            f"tensor-scale-tensor-{scale}",
+            lambda scale=scale: wrap(4, 3, 576, dtype=torch.uint8, tensor_scale=tensor(scale)),
+            ValueError,
+            f"tensor_scale must be {rule}, got {tensor(scale).item()}",
+        )
+        for scale, rule in [
+            *((scale, "positive and a normal float32") for scale in (0.0, -1.0, 1e-45)),
+            *((scale, "finite") for scale in (float("nan"), float("inf"))),
+        ]
+    ),
+    Refusal(
+        "tensor-scale-tensor-of-bool",
+        lambda: allocate(format="fp8", tensor_scale=tensor(True)),
+        TypeError,
+        "PagedLatentCache.allocate: tensor_scale must be a number, got bool",
+    ),
     Refusal(
         "tensor-scale-of-two",
         lambda: wrap(4, 3, 576, dtype=torch.uint8, tensor_scale=torch.ones(2)),
@@ -283,3 +303,8 @@ REFUSALS = [
 def test_a_wrong_argument_is_named(refusal):
     with pytest.raises(refusal.error, match=re.escape(refusal.message)):
         refusal.call()
+
+
+def test_the_value_of_a_fake_scale_is_not_read():
+    with FakeTensorMode():
+        assert allocate(format="fp8", tensor_scale=torch.zeros(1)) is not None

@@ -203,6 +203,14 @@ def test_a_write_to_rows_at_one_address_is_refused(blocks, axis, visibility):
     assert not layer.read(torch.arange(NUM_SLOTS)).any()
 
 
+def test_a_write_to_rows_that_share_memory_is_refused(visibility):
+    blocks = torch.zeros(4 * 3 * 576).as_strided((4, 3, 576), (576, 576, 1))
+    layer = PagedLatentCache.wrap(blocks, V3).layer(0)
+    with pytest.raises(ValueError, match=r"the layer must be writable, got .* share memory$"):
+        layer.write(ONE_SLOT, torch.ones(1, 576))
+    assert not layer.read(torch.arange(NUM_SLOTS)).any()
+
+
 @pytest.mark.parametrize("refusal", [*SLOT_REFUSALS, *VALUE_REFUSALS], ids=str)
 def test_a_read_that_is_refused_is_named(refusal):
     with pytest.raises(refusal.error, match=re.escape(refusal.message)) as caught:

@@ -102,6 +102,37 @@ def test_writable_refuses_an_expanded_tensor(dims):
         dims.writable("out", torch.zeros(8, 4).T)
 
 
+def test_writable_takes_slices_of_packed_tensors(dims):
+    base = torch.zeros(4, 6, 5, 8)
+    for view in (
+        base[1:, :, ::2, 2:5],
+        base.transpose(0, 1),
+        base.permute(2, 0, 1, 3)[::3],
+        base[:, 0, :, :1],
+        base[:0].transpose(0, 1),
+        torch.zeros(10).as_strided((3, 1, 2), (3, 1, 1)),  # a stride along one element says nothing
+        torch.zeros(6).as_strided((2, 3), (3, 1)),
+    ):
+        dims.writable("out", view)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides"),
+    [
+        ((2, 3), (2, 1)),
+        ((3, 4, 8), (8, 8, 1)),
+        ((3, 4, 8), (31, 8, 1)),
+        ((3, 4, 8), (8, 23, 1)),
+        ((2, 2, 1), (1, 1, 1)),
+    ],
+)
+def test_writable_refuses_elements_that_share_memory(dims, shape, strides):
+    tensor = torch.zeros(100).as_strided(shape, strides)
+    got = f"shape {shape} with strides {strides}, whose elements share memory"
+    with raises(f"op: out must be writable, got {got}"):
+        dims.writable("out", tensor)
+
+
 @pytest.mark.parametrize("dtype", INTEGERS, ids=str)
 def test_starts_that_are_right_pass(dims, dtype):
     dims.starts("q_starts", torch.tensor([0, 3, 3, 7], dtype=dtype), 7, "q.shape[0]")

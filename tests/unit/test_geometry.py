@@ -6,13 +6,16 @@ import dataclasses
 import importlib
 import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import AutoConfig
 
+from mlakit import geometry
 from mlakit.geometry import PRESETS, MLAGeometry, RopeParameters, RowShape, yarn_mscale
 from mlakit.releases import ALIASES, RELEASES
 
@@ -167,15 +170,25 @@ def test_from_config_of_every_family(model_type, stretched):
 @pytest.mark.parametrize(
     ("model_type", "flag", "rope"),
     [
+        ("axk1", False, "half"),
+        ("axk2", False, "interleaved"),
         ("deepseek_v2", None, "interleaved"),
+        ("deepseek_v2", False, "interleaved"),
         ("deepseek_v3", None, "interleaved"),
         ("deepseek_v3", False, "half"),
         ("deepseek_v32", None, "interleaved"),
+        ("deepseek_v32", False, "interleaved"),
         ("glm4_moe_lite", False, "half"),
         ("glm_moe_dsa", None, "interleaved"),
+        ("glm_moe_dsa", False, "interleaved"),
         ("hy_v4", None, "half"),
+        ("hy_v4", True, "half"),
+        ("longcat_flash", False, "interleaved"),
         ("minicpm3", None, "half"),
+        ("minicpm3", True, "half"),
         ("mistral4", None, "interleaved"),
+        ("mistral4", False, "half"),
+        ("youtu", False, "half"),
     ],
 )
 def test_from_config_knows_which_columns_are_rotated_together(model_type, flag, rope):
@@ -183,6 +196,24 @@ def test_from_config_knows_which_columns_are_rotated_together(model_type, flag, 
     assert MLAGeometry.from_config(AutoConfig.for_model(model_type, **fields)).rope == rope
     raw = {**RELEASES["deepseek-v3"], "model_type": model_type, **fields}
     assert MLAGeometry.from_config(raw).rope == rope
+
+
+def test_the_types_that_read_rope_interleave_are_those_of_transformers():
+    folder = Path(transformers.__file__).parent / "models"
+    reading = {
+        file.parent.name
+        for file in folder.glob("*/modeling_*.py")
+        if "config.rope_interleave" in file.read_text(encoding="utf-8")
+    }
+    assert reading == set(geometry._READ_ROPE_INTERLEAVE)
+
+
+@pytest.mark.parametrize(("stored", "rope"), [(None, "half"), (0, "half"), (1, "interleaved")])
+def test_any_false_value_of_rope_interleave_means_halves(stored, rope):
+    fields = {**RELEASES["deepseek-v3"], "model_type": "deepseek_v3", "rope_interleave": stored}
+    assert MLAGeometry.from_config(fields).rope == rope
+    del fields["model_type"]
+    assert MLAGeometry.from_config(fields).rope == rope
 
 
 def test_from_config_takes_the_text_model_of_a_wrapper():

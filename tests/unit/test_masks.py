@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mlakit import masks
+from mlakit.compat import modular
 from mlakit.masks import CAUSAL, KINDS, NULL, WINDOWED, Mask
 
 WINDOWS = [1, 2, 3, 5, 8, 100]
@@ -96,6 +97,29 @@ def test_constructors_by_name():
 def test_a_mask_that_makes_no_sense_is_refused(kind, window, message):
     with pytest.raises(ValueError, match=message):
         Mask(kind, window)
+
+
+MAX_MASKS = {
+    modular.CausalMask(): CAUSAL,
+    modular.NullMask(): NULL,
+    modular.SlidingWindowCausalMask(3): masks.sliding_window_causal(3),
+    modular.SlidingWindowNonCausalMask(3): masks.sliding_window_noncausal(3),
+    modular.ChunkedMask(3): masks.chunked(3),
+    modular.ChunkedCausalMask(3): masks.chunked_causal(3),
+}
+
+
+@pytest.mark.parametrize(("of_max", "own"), MAX_MASKS.items(), ids=lambda mask: mask.kind)
+def test_masks_of_max_equal_those_of_the_same_kind_and_window(of_max, own):
+    assert of_max == own
+    assert own == of_max
+    assert {of_max, own} == {own}
+    assert [mask for mask in MASKS if mask == of_max] == [own]
+
+
+def test_a_mask_is_not_its_name():
+    assert CAUSAL != "causal"
+    assert CAUSAL != ("causal", 0)
 
 
 def test_masks_are_frozen_and_hashable():

@@ -245,6 +245,17 @@ def test_batches_name_the_sequence_they_refuse(method, make, must, error):
     assert state(allocator) == before
 
 
+def test_sequences_may_come_from_a_generator():
+    allocator = PageAllocator(8, 4)
+    sequences = [allocator.reserve(5), allocator.reserve(2)]
+    assert allocator.append_batch(iter(sequences), (count for count in (4, 1))) == []
+    assert allocator.kv_lens(iter(sequences)).tolist() == [9, 3]
+    listed = allocator.page_table(sequences)
+    assert allocator.page_table(each for each in sequences).tolist() == listed.tolist()
+    pages = sequences[0].pages
+    assert allocator.adopt(iter(pages), 9).pages == pages
+
+
 def test_a_sequence_of_another_allocator_keeps_its_pages():
     mine, other = PageAllocator(4, 4), PageAllocator(4, 4)
     mine.reserve(5)
@@ -332,6 +343,18 @@ def test_bad_arguments_are_named_and_change_nothing(call, message):
         (lambda a, s: a.append(s, True), "append: num_tokens must be an integer, got bool"),
         (lambda a, s: a.fork(s, "5"), "fork: length must be an integer, got str"),
         (lambda a, s: a.adopt([0.0], 1), "adopt: page_ids[0] must be an integer, got float"),
+        (lambda a, s: a.adopt(3, 1), "adopt: page_ids must be a sequence of integers, got int"),
+        (
+            lambda a, s: a.append_batch([s], 3),
+            "append_batch: counts must be a sequence of integers, got int",
+        ),
+        *(
+            (
+                lambda a, s, method=method: getattr(a, method)(s),
+                f"{method}: sequences must be several PagedSequence, got PagedSequence",
+            )
+            for method in ("page_table", "kv_lens")
+        ),
     ],
 )
 def test_counts_are_whole_numbers(call, message):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Collection
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 import pytest
 import torch
@@ -211,11 +214,35 @@ def test_widths_are_those_of_models_unless_any_will_do():
     assert len({each.kv_lora_rank for each in free[::2]}) > len(MODEL_ROWS)
 
 
+def assert_checked_every_op(
+    checked: list[dict[str, Any]], cases: int, portable: str, backends: Collection[str]
+) -> None:
+    """So many cases of every op went to each of its backends, and `portable` took all of them."""
+    asked = {(row["op"], row["backend"]): row["correct"] + row["unsupported"] for row in checked}
+    offered = {(op, name) for op in dispatch.OPS for name in dispatch.backends(op)}
+    assert asked == {each: cases for each in offered if each[1] in backends}
+    taken = {row["op"]: row["correct"] for row in checked if row["backend"] == portable}
+    assert taken == dict.fromkeys(dispatch.OPS, cases)
+
+
 @pytest.mark.gpu
 def test_every_op_passes_on_the_gpu():
-    code, output = invoke("--device", "cuda", "--seed", "0", "--count", "20")
+    count = str(2 * len(dispatch.OPS))
+    code, output = invoke("--device", "cuda", "--seed", "0", "--count", count, "--json")
+    said = json.loads(output)
+    assert code == 0, said["failure"]
+    assert_checked_every_op(said["checked"], 2, "triton", dispatch.BACKENDS)
+
+
+@pytest.mark.parametrize("left_out", [None, "merge_states"])
+def test_an_op_that_is_left_out_is_noticed(left_out):
+    names = [op for op in dispatch.OPS if op != left_out]
+    ops = [word for op in names for word in ("--op", op)]
+    where = ("--device", "cpu", "--backend", "cpu")
+    code, output = invoke(*where, "--seed", "0", "--count", str(len(names)), "--json", *ops)
     assert code == 0, output
-    assert "20 calls, all results correct." in output
+    with pytest.raises(AssertionError) if left_out else nullcontext():
+        assert_checked_every_op(json.loads(output)["checked"], 1, "cpu", ["cpu"])
 
 
 def test_cases_for_the_hopper_kernel_are_ones_it_takes():

@@ -130,6 +130,7 @@ def keep(wheel: Path, target: Path) -> list[Path]:
         for source in (*WANTED, f"{PACKAGE}{fetched.DEEP_GEMM.name}"):
             if source not in names:
                 raise FetchError(f"{wheel.name} has no {source}: this release cannot be used")
+        package = _package_files(archive, target, wheel.name)
         for source, destination in WANTED.items():
             size = archive.getinfo(source).file_size
             task = progress.add_task(destination.name, total=size)
@@ -138,21 +139,33 @@ def keep(wheel: Path, target: Path) -> list[Path]:
             for done in _copied(archive, source, out):
                 progress.advance(task, done)
             kept.append(out)
-        kept.append(_keep_package(archive, target, progress))
+        task = progress.add_task(
+            "deep_gemm", total=sum(archive.getinfo(name).file_size for name in package)
+        )
+        for name, out in package.items():
+            out.parent.mkdir(parents=True, exist_ok=True)
+            for done in _copied(archive, name, out):
+                progress.advance(task, done)
+        kept.append(target / fetched.DEEP_GEMM)
     return kept
 
 
-def _keep_package(archive: zipfile.ZipFile, target: Path, progress: Progress) -> Path:
-    """Copy all files of DeepGEMM; returns the path of its `__init__.py`."""
-    init = target / fetched.DEEP_GEMM
-    files = [name for name in archive.namelist() if name.startswith(PACKAGE) and name[-1] != "/"]
-    task = progress.add_task("deep_gemm", total=sum(archive.getinfo(f).file_size for f in files))
-    for name in files:
-        out = init.parent / name.removeprefix(PACKAGE)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        for done in _copied(archive, name, out):
-            progress.advance(task, done)
-    return init
+def _package_files(archive: zipfile.ZipFile, target: Path, wheel: str) -> dict[str, Path]:
+    """Where each file of DeepGEMM goes, by its name in the wheel.
+
+    Raises FetchError for a name that leads out of the folder, with `..` or as an absolute path.
+    """
+    folder = target / fetched.DEEP_GEMM.parent
+    files = {}
+    for name in archive.namelist():
+        if name.startswith(PACKAGE) and name[-1] != "/":
+            out = folder / name.removeprefix(PACKAGE)
+            if not out.resolve().is_relative_to(folder.resolve()):
+                raise FetchError(
+                    f"{wheel} has a file outside of its folder, {name}: nothing was unpacked"
+                )
+            files[name] = out
+    return files
 
 
 def _copied(archive: zipfile.ZipFile, source: str, out: Path) -> Iterator[int]:

@@ -20,7 +20,7 @@ from mlakit.compat.flash_mla.rows import row_format, wrap_cache
 from mlakit.masks import CAUSAL, NULL
 from mlakit.ops import ExtraRows, mla_decode, sparse_mla
 from mlakit.ops._checks import INTEGERS
-from mlakit.ops._library import refuse_grad
+from mlakit.ops._refusals import refuse_grad
 
 NAME = "flash_mla_with_kvcache"
 
@@ -282,10 +282,17 @@ def _check_blocks(
 def _one_scale(dims: Dims, arg: str, scale: float | Tensor, device: torch.device) -> Tensor:
     """The scale of a tensor as [1] float32 on its device."""
     if not isinstance(scale, Tensor):
-        number = dims.finite(arg, scale)
-        dims.require(number > 0, arg, "be positive", number)
+        number = _positive(dims, arg, scale)
         return torch.full((1,), number, dtype=torch.float32, device=device)
     dims.dtype(arg, scale, torch.float32)
     dims.same_device(arg, scale)
     dims.require(scale.numel() == 1, arg, "have one element", f"shape {tuple(scale.shape)}")
+    if values_visible(scale):
+        _positive(dims, arg, scale.item())
     return scale.reshape(1)
+
+
+def _positive(dims: Dims, arg: str, scale: object) -> float:
+    number = dims.finite(arg, scale)
+    dims.require(number > 0, arg, "be positive", number)
+    return number

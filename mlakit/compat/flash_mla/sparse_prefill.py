@@ -10,7 +10,7 @@ from mlakit.compat.flash_mla.results import flash_mla_lse
 from mlakit.compat.flash_mla.rows import row_format, wrap_cache
 from mlakit.ops import sparse_mla
 from mlakit.ops._checks import INTEGERS
-from mlakit.ops._library import refuse_grad
+from mlakit.ops._refusals import refuse_grad
 
 NAME = "flash_mla_sparse_fwd"
 

@@ -9,7 +9,7 @@ from mlakit.checks import FLOATS, Dims, UnsupportedError
 from mlakit.masks import CAUSAL, NULL
 from mlakit.ops import mla_prefill
 from mlakit.ops._checks import INTEGERS
-from mlakit.ops._library import refuse_grad
+from mlakit.ops._refusals import refuse_grad
 
 NAME = "flash_attn_varlen_func"
 

@@ -155,6 +155,24 @@ DECODE_ERRORS: list[tuple[Change, type[Exception], str]] = [
         ValueError,
         "descale_k must have one element",
     ),
+    *(
+        (
+            lambda a, wrong=wrong: {"k_cache": a["k_cache"].to(E4M3), "descale_k": wrong},
+            ValueError,
+            f"descale_k must be {rule}, got {wrong.item()}",
+        )
+        for wrong, rule in [
+            (torch.zeros(1), "positive"),
+            (torch.tensor(-2.0), "positive"),
+            (torch.tensor(torch.nan), "finite"),
+            (torch.tensor([torch.inf]), "finite"),
+        ]
+    ),
+    (
+        lambda a: {"q": a["q"].to(E4M3), "descale_q": torch.zeros(1)},
+        ValueError,
+        "descale_q must be positive, got 0.0",
+    ),
     (
         lambda a: {"k_cache": a["k_cache"].to(E4M3), "descale_k": -1.0},
         ValueError,

@@ -2,8 +2,9 @@
 
 `packages` makes a folder for PYTHONPATH with
     sgl_kernel          the compiled kernels: names that raise when they are called
-    sitecustomize       torchvision without its compiled ops
-    an entry point      of `record`, which notes what the processes of an engine call
+    sitecustomize       torchvision without its compiled ops, and another machine if one is named
+    an entry point      of `start`, which every process of an engine calls first: it defines the
+                        ops of `OPS`, and notes what the process calls
 """
 
 from __future__ import annotations
@@ -11,10 +12,16 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
 CALLS = "MLAKIT_TEST_CALLS"  # a folder
+MACHINE = "MLAKIT_TEST_MACHINE"  # what Python says that it runs on
 
 SGL_KERNEL = """
 def __getattr__(name):
@@ -26,10 +33,12 @@ def __getattr__(name):
 
     return missing
 """
-SITE = """
-import sys, types
+SITE = f"""
+import os, platform, sys, types
 
 sys.modules["torchvision._meta_registrations"] = types.ModuleType("torchvision._meta_registrations")
+if machine := os.environ.get("{MACHINE}"):
+    platform.machine = lambda: machine
 """
 
 
@@ -44,7 +53,7 @@ def is_installed() -> bool:
 def packages(folder: Path) -> Path:
     """Make the folder."""
     info = folder / "mlakit_cpu_shim-0.dist-info"
-    points = {"mlakit": "mlakit.integrations.sglang.plugin:register", "mlakit_cpu_shim": RECORD}
+    points = {"mlakit": "mlakit.integrations.sglang.plugin:register", "mlakit_cpu_shim": START}
     files = {
         folder / "sgl_kernel" / "__init__.py": SGL_KERNEL,
         folder / "sitecustomize.py": SITE,
@@ -58,7 +67,51 @@ def packages(folder: Path) -> Path:
     return folder
 
 
-RECORD = f"{__name__}:record"
+START = f"{__name__}:start"
+
+
+def start() -> None:
+    define_ops()
+    record()
+
+
+def _init_cpu_threads_env(cpu_ids: str) -> str:
+    return f"threads are not bound to {cpu_ids}"
+
+
+def _initialize(size: int, rank: int) -> None:
+    pass
+
+
+def _shm_allreduce(data: Tensor, reduce_op: int) -> None:
+    assert reduce_op == int(dist.ReduceOp.SUM)
+    dist.all_reduce(data)
+
+
+def _shm_allgather(data: Tensor, dim: int) -> Tensor:
+    parts = [torch.empty_like(data) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, data)
+    return torch.cat(parts, dim)
+
+
+# the ops of torch that SGLang calls on every arm64 machine, and on x86 only where it has AMX. The
+# ranks of a test are those of one group, and memory that they share is left to torch
+OPS: dict[str, Callable[..., Any]] = {
+    "init_cpu_threads_env(str cpu_ids) -> str": _init_cpu_threads_env,
+    "initialize(int size, int rank) -> ()": _initialize,
+    "shm_allreduce(Tensor(a!) data, int reduce_op) -> ()": _shm_allreduce,
+    "shm_allgather(Tensor data, int dim) -> Tensor": _shm_allgather,
+}
+
+
+@cache
+def define_ops() -> torch.library.Library:
+    """Define `OPS` in this process; they exist as long as the library does."""
+    library = torch.library.Library("sgl_kernel", "FRAGMENT")
+    for schema, function in OPS.items():
+        library.define(schema)
+        library.impl(schema.partition("(")[0], function, "CompositeExplicitAutograd")
+    return library
 
 
 def record() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -137,3 +138,15 @@ def fake_row() -> Any:
 def test_the_rules_of_fa3_exist():
     assert seams.AttentionBackendRegistry._handlers[seams.RULES_OF]
     assert seams.RULES_OF in seams.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
+
+
+def test_the_start_of_an_engine_on_arm64_finds_its_ops(monkeypatch):
+    bootstrap = importlib.import_module("sglang.srt.distributed.bootstrap")
+    monkeypatch.setattr(bootstrap, "_is_cpu_arm64", True)
+    ranks = SimpleNamespace(tp_size=2, tp_rank=1)
+    monkeypatch.setattr(bootstrap, "get_parallel", lambda: ranks)
+    monkeypatch.setattr(bootstrap.os, "environ", {})
+    cpu_shim.define_ops()
+    address = "tcp://127.0.0.1:2345"
+    bootstrap._init_cpu_threads_env(local_omp_cpuid="0,1", dist_init_method=address)
+    assert bootstrap.os.environ["LOCAL_SIZE"] == "2"

@@ -1,0 +1,110 @@
+"""What no op takes: tensors with derivatives, batches of torch.vmap, values that are not in memory.
+
+Each function names the op and the argument, and raises UnsupportedError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from mlakit.cache import CacheLayer
+from mlakit.checks import UnsupportedError
+from mlakit.replay.plain import has_plain_memory
+
+
+def refuse_grad(op: str, **arguments: Any) -> None:
+    """Refuse derivatives: there are none, and a graph would end here silently."""
+    if forward_ad._current_level >= 0 and not torch.compiler.is_compiling():
+        refuse_tangents(op, **arguments)
+    if not torch.is_grad_enabled():
+        return
+    for name, part in _all_parts(arguments):
+        if requires_grad(part):
+            raise UnsupportedError(
+                f"{op}: {name} must not require grad, for there is no backward; "
+                "call it under torch.no_grad() or torch.inference_mode()"
+            )
+
+
+def refuse_tangents(op: str, **arguments: Any) -> None:
+    """Refuse forward-mode derivatives, which torch.no_grad() leaves on."""
+    if not torch._C._is_fwd_grad_enabled():
+        return
+    for name, part in _all_parts(arguments):
+        if isinstance(part, Tensor) and _has_tangent(part):
+            raise UnsupportedError(
+                f"{op}: {name} must not have a tangent, for there is no forward-mode derivative; "
+                "call it outside of torch.func.jvp, torch.func.jacfwd and dual_level()"
+            )
+
+
+def _has_tangent(tensor: Tensor) -> bool:
+    if torch._C._functorch.is_batchedtensor(tensor):  # torch.vmap is refused later
+        return False
+    return forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def refuse_vmap(op: str, **arguments: Any) -> NoReturn:
+    """Name the argument that is a batch of torch.vmap."""
+    names = [
+        name
+        for name, part in _all_parts(arguments)
+        if isinstance(part, Tensor) and torch._C._functorch.is_batchedtensor(part)
+    ]
+    raise UnsupportedError(
+        f"{op}: {names[0]} must not be a batch of torch.vmap, for there is no batching rule; "
+        "the op takes many tokens and requests in one call"
+    )
+
+
+def refuse_lazy_signs(op: str, **written: Any) -> None:
+    """Refuse to write to a tensor whose memory holds the negative or conjugate of its values."""
+    for name, part in _all_parts(written):
+        if isinstance(part, Tensor) and (part.is_neg() or part.is_conj()):
+            view = "negative" if part.is_neg() else "conjugate"
+            raise UnsupportedError(
+                f"{op}: {name} must hold its values in memory, got a {view} view"
+            )
+
+
+def refuse_memory(op: str, **arguments: Any) -> NoReturn:
+    """Name the argument whose values a kernel cannot find at its address."""
+    name, part = next(
+        (name, part)
+        for name, part in _all_parts(arguments)
+        if isinstance(part, Tensor) and not has_plain_memory(part)
+    )
+    raise UnsupportedError(
+        f"{op}: {name} must have memory that a kernel can read, got a "
+        f"{type(part).__name__} with {torch._C._dispatch_keys(part)}"
+    )
+
+
+def requires_grad(value: Any) -> bool:
+    """Whether a tensor, a cache layer or a list of tensors requires grad; quick, for few do."""
+    if isinstance(value, Tensor):
+        return value.requires_grad
+    if isinstance(value, CacheLayer):
+        return any(map(requires_grad, (value.payload, value.scales, value.tensor_scale)))
+    return isinstance(value, list) and any(map(requires_grad, value))
+
+
+def _all_parts(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The parts of each argument, by name."""
+    for argument, value in arguments.items():
+        yield from _parts(argument, value)
+
+
+def _parts(name: str, value: Any) -> list[tuple[str, Any]]:
+    """What an argument consists of, by name."""
+    if isinstance(value, (list, tuple)):
+        return [(f"{name}[{i}]", each) for i, each in enumerate(value)]
+    if isinstance(value, CacheLayer):
+        parts = ("payload", "scales", "tensor_scale")
+        return [(f"the {part} of {name}", getattr(value, part)) for part in parts]
+    return [(name, value)]
