@@ -10,6 +10,12 @@ and for 448 + 64 in `fp8_block64`:
     fp8_token      D_C e4m3 | D_R bf16, both divided by the scale   1 f32              640 + 4
     fp8_block128   D_C e4m3 | ceil(D_C/128) f32 scales | D_R bf16   none               656
     fp8_block64    D_C e4m3 | D_R bf16                              8 bytes e8m0       576 + 8
+    fp8_row        D_C + D_R e4m3                                   1 f32              576 + 4
+    fp8_group32    D_C + D_R e4m3                                   1 f32 / 32 columns 576 + 72
+    fp8_group64    D_C + D_R e4m3                                   1 f32 / 64 columns 576 + 36
+    fp8_group128   D_C + D_R e4m3                                   1 f32 / 128        576 + 20
+
+The last four are `GROUP_FORMATS`: rows of caches that come from MAX.
 
 Dequantisation multiplies by the scale: value = stored · scale. Scales are float32 and are never
 rounded to a 16-bit type. `power_of_two=True` makes the encoder choose powers of two; `fp8_block64`,
@@ -37,9 +43,15 @@ from mlakit.checks import E4M3, Dims
 from mlakit.e4m3 import dequantise_e4m3, widen_e4m3
 from mlakit.geometry import RowShape
 
-Format = Literal["bf16", "fp16", "fp32", "fp8", "fp8_token", "fp8_block128", "fp8_block64"]
+GeneralFormat = Literal["bf16", "fp16", "fp32", "fp8", "fp8_token", "fp8_block128", "fp8_block64"]
+GroupFormat = Literal["fp8_row", "fp8_group32", "fp8_group64", "fp8_group128"]
+Format = Literal[GeneralFormat, GroupFormat]
 """The values of the argument `format`."""
-FORMATS: tuple[Format, ...] = get_args(Format)
+FORMATS: tuple[Format, ...] = get_args(GeneralFormat)
+"""The formats that every op takes."""
+GROUP_FORMATS: tuple[Format, ...] = get_args(GroupFormat)
+"""E4m3 columns only, with one float32 scale per row or per 32, 64 or 128 columns in a tensor beside
+them. Ops that append and `mla_decode` take them."""
 
 E4M3_MAX = 448.0
 SCALE_BLOCK = 128
@@ -126,6 +138,7 @@ class RowCodec(ABC):
     scale_dtype, scale_elements       separate scales of one row; None and 0 if there are none
     has_tensor_scale                  one scale for the whole tensor, an argument of `encode` and
                                       `decode`
+    scale_group                       columns of a row that share a scale; 0 if rows have no scales
     """
 
     name: Format
@@ -135,6 +148,7 @@ class RowCodec(ABC):
     scale_dtype: torch.dtype | None = None
     scale_elements: int = 0
     has_tensor_scale: bool = False
+    scale_group: int = 0
 
     @property
     def bytes_per_token(self) -> int:
@@ -311,6 +325,27 @@ class BlockScaleCodec(RowCodec):
         return _dequantised_rows(payload[..., :d_c], scales, self.group, rope, dtype)
 
 
+class GroupScaleCodec(RowCodec):
+    """e4m3(x / s_g) in all columns, and separately s_g = max(amax_g / 448, smallest normal).
+
+    Group g is the columns from g · `scale_group` on, latent and rotated ones alike; the last group
+    may be short.
+    """
+
+    def _encode(
+        self, rows: Tensor, tensor_scale: Tensor | None, power_of_two: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        rows = rows.to(torch.float32)
+        scales = _scales_for(_amax(rows, self.scale_group), SMALLEST_SCALE, power_of_two)
+        return _quantise(rows, scales, self.scale_group).view(E4M3), scales
+
+    def _decode(self, payload: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+        assert scales is not None
+        rows = torch.empty(payload.shape, dtype=dtype, device=payload.device)
+        dequantise_e4m3(payload, scales.to(dtype), self.scale_group, out=rows)
+        return rows
+
+
 class PageFooterCodec(RowCodec):
     """e4m3(c / 2**e_g) | bf16(r), and separately one byte e_g + 127 per 64 columns (e8m0).
 
@@ -375,14 +410,17 @@ def _tensor_scaled(name: Format, row: RowShape) -> RowCodec:
 def _token_scaled(name: Format, row: RowShape) -> RowCodec:
     _require_aligned(name, row)
     payload_bytes = row.kv_lora_rank + 2 * row.qk_rope_head_dim
-    return TokenScaleCodec(name, row, torch.uint8, payload_bytes, torch.float32, 1)
+    return TokenScaleCodec(
+        name, row, torch.uint8, payload_bytes, torch.float32, 1, scale_group=row.width
+    )
 
 
 def _block_scaled(name: Format, row: RowShape) -> RowCodec:
     _require_aligned(name, row)
     scale_bytes = 4 * ceil(row.kv_lora_rank / BlockScaleCodec.group)
     payload_bytes = row.kv_lora_rank + scale_bytes + 2 * row.qk_rope_head_dim
-    return BlockScaleCodec(name, row, torch.uint8, payload_bytes)
+    group = BlockScaleCodec.group
+    return BlockScaleCodec(name, row, torch.uint8, payload_bytes, scale_group=group)
 
 
 def _page_footer(name: Format, row: RowShape) -> RowCodec:
@@ -395,7 +433,37 @@ def _page_footer(name: Format, row: RowShape) -> RowCodec:
             f"one per {PageFooterCodec.group} columns), got {row.kv_lora_rank}"
         )
     payload_bytes = row.kv_lora_rank + 2 * row.qk_rope_head_dim
-    return PageFooterCodec(name, row, torch.uint8, payload_bytes, torch.uint8, footer_bytes)
+    return PageFooterCodec(
+        name,
+        row,
+        torch.uint8,
+        payload_bytes,
+        torch.uint8,
+        footer_bytes,
+        scale_group=PageFooterCodec.group,
+    )
+
+
+def _row_scaled(name: Format, row: RowShape) -> RowCodec:
+    return GroupScaleCodec(name, row, E4M3, row.width, torch.float32, 1, scale_group=row.width)
+
+
+def _group_scaled(group: int) -> Callable[[Format, RowShape], RowCodec]:
+    def build(name: Format, row: RowShape) -> RowCodec:
+        if row.kv_lora_rank % group:
+            raise ValueError(
+                f"{name}: kv_lora_rank must be a multiple of {group} (latent and rotated columns "
+                f"share no scale), got {row.kv_lora_rank}"
+            )
+        if row.v_width > row.kv_lora_rank:
+            raise ValueError(
+                f"{name}: v_width must not exceed kv_lora_rank {row.kv_lora_rank}, "
+                f"got {row.v_width}"
+            )
+        groups = ceil(row.width / group)
+        return GroupScaleCodec(name, row, E4M3, row.width, torch.float32, groups, scale_group=group)
+
+    return build
 
 
 _BUILDERS: dict[Format, Callable[[Format, RowShape], RowCodec]] = {
@@ -406,6 +474,10 @@ _BUILDERS: dict[Format, Callable[[Format, RowShape], RowCodec]] = {
     "fp8_token": _token_scaled,
     "fp8_block128": _block_scaled,
     "fp8_block64": _page_footer,
+    "fp8_row": _row_scaled,
+    "fp8_group32": _group_scaled(32),
+    "fp8_group64": _group_scaled(64),
+    "fp8_group128": _group_scaled(128),
 }
 
 
@@ -431,10 +503,10 @@ def format_of_dtype(dtype: torch.dtype) -> Format:
 
 def known_format(name: object) -> Format:
     """`name` if it is a format; otherwise ValueError with the choices."""
-    for known in FORMATS:
+    for known in _BUILDERS:
         if name == known:
             return known
-    raise ValueError(f"unknown cache format {name!r}; choose from {', '.join(FORMATS)}")
+    raise ValueError(f"unknown cache format {name!r}; choose from {', '.join(_BUILDERS)}")
 
 
 @lru_cache(maxsize=256)

@@ -427,7 +427,8 @@ class PagedLatentCache(CacheTensors):
         blocks  [pages, page, row]                     vLLM
                 [pages, page, 1, row]                  FlashMLA; the page stride may be padded
                 [pages, 1, layers, page, 1, row]       MAX
-        scales  the same axes with one float32 column, for format "fp8_token"
+        scales  the same axes with one float32 column, for format "fp8_token"; with one per group
+                of columns for `mlakit.formats.GROUP_FORMATS`, which `format` must name
         `row` is the geometry's width (bf16, fp16, fp32, fp8), or bytes: 640 (fp8_token) or 656
         (fp8_block128) for 512 + 64 columns, 584 (fp8_block64) for 448 + 64.
         """

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from mlakit.architectures import AMD
-from mlakit.formats import FORMATS
+from mlakit.formats import FORMATS, GROUP_FORMATS
 from mlakit.workloads import (
     AppendCase,
     AppendRowsCase,
@@ -150,6 +150,8 @@ CONFIGURATIONS: dict[str, Case] = {
         kv_lora_rank=128, qk_rope_head_dim=0, page_size=64, format="fp8_token"
     ),
     "indexer-no-heads": _index_keys(format="bf16", heads=0),
+    **{f"append-{format}": _append(format) for format in GROUP_FORMATS},
+    **{f"decode-h16-{format}": _decode(format, 16) for format in GROUP_FORMATS},
 }
 # enough work for `auto` to select an m64 kernel
 MUCH_WORK = {"kv_lens": (2200, 65), "q_lens": (64, 1)}

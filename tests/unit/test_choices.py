@@ -11,7 +11,7 @@ import torch
 
 import mlakit
 from mlakit import dispatch, formats, knobs, ops
-from mlakit.formats import FORMATS, Format, known_format, row_codec
+from mlakit.formats import FORMATS, GROUP_FORMATS, Format, known_format, row_codec
 from mlakit.geometry import ROPES, MLAGeometry, Rope, RowShape
 from mlakit.names import BACKENDS, Backend, DecodeKernel
 from mlakit.workloads.case import Case
@@ -49,7 +49,7 @@ def test_the_types_have_the_names_that_are_registered():
     assert get_args(DecodeKernel) == tuple(
         spec.name for spec in dispatch.specs("mla_decode") if spec.kernel
     )
-    assert get_args(Format) == FORMATS == tuple(formats._BUILDERS)
+    assert get_args(Format) == (*FORMATS, *GROUP_FORMATS) == tuple(formats._BUILDERS)
     assert get_args(Rope) == ROPES
 
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from mlakit import cli, dispatch, knobs
 from mlakit.architectures import arch_name
-from mlakit.formats import FORMATS
+from mlakit.formats import FORMATS, GROUP_FORMATS
 from mlakit.support import compilation, configurations, table
 from mlakit.support.compilation import Compiled
 from mlakit.support.spills import ALLOWED_SPILLS
@@ -249,8 +249,12 @@ def test_the_named_checks_leave_nothing_out():
     assert len(checks) == len(set(checks))
     cases = configurations.CONFIGURATIONS.values()
     assert {case.op for case in cases} == set(dispatch.OPS)
-    for op in ("norm_rope_quant_append", "mla_decode", "sparse_mla"):
-        assert {case.format for case in cases if case.op == op} == set(FORMATS)
+    for op, formats in {
+        "norm_rope_quant_append": (*FORMATS, *GROUP_FORMATS),
+        "mla_decode": (*FORMATS, *GROUP_FORMATS),
+        "sparse_mla": FORMATS,
+    }.items():
+        assert {case.format for case in cases if case.op == op} == set(formats)
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def flare_mla_decoding(output: Tensor, q: Tensor, *args: Any, **kwargs: Any) -> 
                   or bf16 for float8_e4m3fn q; written
     q             [..., heads, D_C + D_R], absorbed and rotated; float8_e4m3fn rows of D_C + 2·D_R
                   bytes with `per_token_scale_rope_aware`
-    k             a KeyCache that already holds the new tokens
+    k             a KeyCache that already holds the new tokens, with or without scales
     k_tensor      [batch, keys, 1, 576], the new tokens last
     mask_functor  a mask of this package
     valid_length  ragged: row offsets [batch + 1]; else new tokens [batch] of each request; further
@@ -99,7 +99,7 @@ def _paged(
     cache = check_key_cache(dims, "k", k)
     _check_rows(dims, cache, per_token_scale_rope_aware)
     axes = ("tokens", "heads") if ragged else ("batch", "q_len", "heads")
-    depth = cache.layer.payload.shape[-1] if per_token_scale_rope_aware else cache.row.width
+    depth = cache.layer.payload.shape[-1] if cache.is_rope_aware else cache.row.width
     _check_query(dims, output, q, axes, depth, cache.row.v_width, cache.layer)
     scale = _check_common(dims, mask_functor, scale, config, cache.row.width)
     if ragged:
@@ -118,7 +118,7 @@ def _paged(
 
     kv_lens = cache.kv_lens(offsets)
     first = first_visible_keys_on_device(mask_functor, cache.cache_lengths, kv_lens)
-    layer = cache.with_scales_by_page(first, kv_lens)
+    layer = cache.with_scales_by_page(first, kv_lens).layer
     step = _Step(q, q_scale, cache.lookup_table, offsets, kv_lens)
     if ragged:
         _decode(output, step, layer, mask_functor, scale, splits)
@@ -174,17 +174,17 @@ for _overload in (_paged, _contiguous):
 
 
 def _check_rows(dims: Dims, cache: KeyCache, rope_aware: bool) -> None:
-    has_scales = cache.layer.codec.name == "fp8_token"
     dims.require(
-        not rope_aware or has_scales,
+        not rope_aware or cache.is_rope_aware,
         "k",
-        "hold float8 rows with one scale per token for per_token_scale_rope_aware",
+        "hold float8 rows with one scale per token and bf16 rope columns for "
+        "per_token_scale_rope_aware",
         f"format {cache.layer.codec.name}",
     )
     dims.require(
-        rope_aware or not has_scales,
+        rope_aware or not cache.is_rope_aware,
         "per_token_scale_rope_aware",
-        "be True for a cache with one scale per token",
+        "be True for a cache with one scale per token and bf16 rope columns",
         rope_aware,
     )
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mlakit import dispatch
-from mlakit.cache import gather_rows, token_positions, token_requests, token_slots
+from mlakit.cache import gather_rows, token_requests, token_slots
 from mlakit.checks import E4M3, FLOATS, INTEGERS, Dims, as_signed, values_visible
 from mlakit.compat.modular.arguments import (
     check_collection,
@@ -53,7 +53,8 @@ def mla_prefill_branch_fp8(
 ) -> Tensor:
     """Prefill of new tokens whose raw latents are already in the cache.
 
-    1. Rotates q's rope columns, and rotates and normalises the new cache rows, in place.
+    1. Rotates q's rope columns, and rotates and normalises the new cache rows, in place. Rows with
+       scales are read times their scales and written with new ones.
     2. Quantises the latents of all keys per token and group, and up-projects them to K and V.
     3. Attends in the expanded form, with K's rope columns from the cache.
 
@@ -98,9 +99,12 @@ def mla_prefill_branch_fp8(
 
     _select_kernels(q, cache, (dims["qk"] - rope, rope, dims["v"]), mask)
     q_rope = q[..., dims["qk"] - rope :]
-    raw = _raw_latents(cache, offsets, dims["tokens"]).to(q.dtype)
-    append_step(cache, q_rope, q_rope, raw, offsets, freqs_cis, kv_norm_gamma, epsilon)
-    rows, kv_starts = _visible_rows(cache, offsets, mask, length, q.dtype)
+    by_page = _with_scales_by_page(cache, offsets, mask)
+    new_slots, _ = by_page.new_slots(offsets, dims["tokens"])
+    raw = by_page.layer.read_unchecked(new_slots)
+    append_step(by_page, q_rope, q_rope, raw, offsets, freqs_cis, kv_norm_gamma, epsilon)
+    cache.store_scales(by_page, offsets, dims["tokens"])
+    rows, kv_starts = _visible_rows(by_page, offsets, mask, length, q.dtype)
     latent, k_rope = rows.split([cache.row.kv_lora_rank, rope], dim=-1)
     quantised, scales = quantize_fp8(latent, group, scale_ub=SCALE_UB)
     expanded = scaled_mm_fp8(
@@ -149,9 +153,9 @@ def _select_kernels(
 def _check_cache(dims: Dims, cache: KeyCache, q: Tensor) -> None:
     payload = cache.layer.payload
     dims.require(
-        cache.layer.codec.name == "fp8" or payload.dtype == q.dtype,
+        payload.dtype == q.dtype or payload.dtype not in FLOATS,
         "kv_collection",
-        f"hold rows of q's dtype, {q.dtype}, or unit-scale float8_e4m3fn",
+        f"hold rows of q's dtype, {q.dtype}, or float8_e4m3fn",
         f"format {cache.layer.codec.name}",
     )
 
@@ -233,11 +237,12 @@ def _check_buffer(
         )
 
 
-def _raw_latents(cache: KeyCache, row_offsets: Tensor, num_tokens: int) -> Tensor:
-    request, position = token_positions(cache.kv_lens(row_offsets), row_offsets, num_tokens)
-    return cache.layer.read_unchecked(
-        token_slots(cache.lookup_table, cache.page_size, request, position)
-    )
+def _with_scales_by_page(cache: KeyCache, row_offsets: Tensor, mask: Mask) -> KeyCache:
+    """The cache with the scales of all visible keys in the pages of their rows."""
+    if cache.scales_lookup_table is None:
+        return cache
+    before, after = cache.cache_lengths, cache.kv_lens(row_offsets)
+    return cache.with_scales_by_page(first_visible_keys_on_device(mask, before, after), after)
 
 
 def _visible_rows(

@@ -46,7 +46,8 @@ def fused_rope_rmsnorm_quantization_kernel(
     input_row_offsets  [batch + 1]: the first token of each request
     freqs_cis          [positions, D_R] cos0, sin0, cos1, …; the rotation rounds in this dtype
     gamma              [D_C] weight of the RMSNorm, which rounds to this dtype before the product
-    k_cache            written at the positions of the tokens; unit-scale float8 saturates at ±448
+    k_cache            written at the positions of the tokens; unit-scale float8 saturates at ±448.
+                       In a cache with scales, those of the new tokens are computed and written
 
     Token i of request b is at position cache_lengths[b] + i. The launch shape (`block_size`,
     `n_rope_blocks`, `n_rms_blocks`) has no effect on results. Returns `q_rope_output`.
@@ -138,18 +139,21 @@ def append_step(
     """Append with checked arguments; no effect without tokens."""
     if len(q_rope) == 0:
         return
+    kv_lens = cache.kv_lens(row_offsets)
+    by_page = cache.with_scales_by_page(cache.cache_lengths, kv_lens)
     norm_rope_quant_append(
         q_rope,
         kv,
         freqs_cis,
         gamma,
-        cache.layer.as_pool,
+        by_page.layer.as_pool,
         cache.lookup_table,
-        cache.kv_lens(row_offsets),
+        kv_lens,
         row_offsets,
         epsilon=float(epsilon),
         q_rope_out=q_rope_output,
     )
+    cache.store_scales(by_page, row_offsets, len(q_rope))
 
 
 def _load(kv_input: Callable[[Tensor, Tensor], Tensor], num_tokens: int, cache: KeyCache) -> Tensor:
@@ -172,9 +176,3 @@ def _check_output_and_latents(
     dims.bind("row", cache.row.width, "the cache's row width")
     dims.match(kv_name, kv, "tokens", "row", dtypes=FLOATS)
     dims.rows_contiguous(kv_name, kv)
-    dims.require(
-        cache.scales_lookup_table is None,
-        "scales_lookup_table",
-        "be None for a cache that is written",
-        "a tensor",
-    )

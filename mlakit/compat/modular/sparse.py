@@ -8,6 +8,7 @@ from torch import Tensor
 from mlakit.checks import FLOATS, INTEGERS, Dims, as_signed
 from mlakit.compat.modular.arguments import check_key_cache
 from mlakit.compat.modular.collection import KeyCache
+from mlakit.formats import FORMATS
 from mlakit.ops import sparse_mla
 
 QK_DEPTH, V_DEPTH = 576, 512
@@ -50,6 +51,13 @@ def mla_sm100_prefill_sparse(
     widths = (cache.row.width, cache.row.v_width)
     dims.require(
         widths == (QK_DEPTH, V_DEPTH), "kv_cache", "have rows of 576 with 512 value columns", widths
+    )
+    format = cache.layer.codec.name
+    dims.require(
+        format in FORMATS,
+        "kv_cache",
+        "hold bf16, f16, f32, unit-scale float8 or rope-aware rows (others are dense only)",
+        f"format {format}",
     )
     dims.require(
         cache.scales_lookup_table is None,

@@ -115,13 +115,16 @@ def append_rows_kernel(
         )  # fmt: skip
     page, offset = slot // PAGE_SIZE, slot % PAGE_SIZE
     row = payload + page * payload_stride_page + offset * payload_stride_row  # [T]
+    rope = None
+    if D_R > 0:
+        rope = (k0.to(tl.float32), k1.to(tl.float32))
     rope_scale = store_latent(
-        x.to(tl.float32), row, page, offset, is_stored,
+        x.to(tl.float32), rope, row, page, offset, is_stored,
         (scales, scales_stride_page, scales_stride_row), (tensor_scale, tensor_scale_at),
         D_C, SCALING, GROUP, POWER_OF_TWO, SMALLEST, ALIGNED, HAS_FP8,
     )  # fmt: skip
     if D_R > 0:
         store_rope(
-            k0.to(tl.float32), k1.to(tl.float32), row, is_stored, rope_scale,
-            D_C, D_R, PAIRS, SCALING, GROUP, ALIGNED, True, HAS_FP8,
+            rope[0], rope[1], row, is_stored, rope_scale,
+            D_C, D_R, PAIRS, SCALING, GROUP, POWER_OF_TWO, SMALLEST, ALIGNED, True, HAS_FP8,
         )  # fmt: skip

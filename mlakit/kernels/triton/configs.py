@@ -283,12 +283,9 @@ class RowTiles:
     rope_width: int  # d_r padded; 0 where no columns are rotated
 
     @classmethod
-    def of(cls, format: str, d_c: int, d_r: int, v_width: int, widest: int = 1024) -> RowTiles:
-        """Pieces of at most 128 columns in fp8_block128, which has one scale for each; of at most
-        `widest` in other formats."""
+    def of(cls, d_c: int, d_r: int, v_width: int, widest: int = 1024) -> RowTiles:
+        """Pieces of at most `widest` columns."""
         width = min(max(power_of_two(d_c), 16), widest)
-        if format == "fp8_block128":
-            width = min(width, 128)
         pieces, value_pieces = -(-d_c // width), -(-min(v_width, d_c) // width)
         rope_width = max(power_of_two(d_r), 16) if d_r else 0
         return cls(d_c, d_r, v_width, pieces, width, value_pieces, rope_width)
@@ -353,6 +350,10 @@ _DECODE_FP8_SM80 = {
     "fp8_token": DecodeConfig(16, 16, num_warps=4, num_stages=1),
     "fp8_block128": DecodeConfig(16, 16, num_warps=4, num_stages=1),
     "fp8_block64": DecodeConfig(16, 16, num_warps=8, num_stages=1),
+    "fp8_row": DecodeConfig(16, 16, num_warps=4, num_stages=1),
+    "fp8_group32": DecodeConfig(16, 16, num_warps=4, num_stages=1),
+    "fp8_group64": DecodeConfig(16, 16, num_warps=4, num_stages=1),
+    "fp8_group128": DecodeConfig(16, 16, num_warps=4, num_stages=1),
 }
 # float32 has no tensor cores: tiles stay in registers
 _DECODE_FP32 = (DecodeConfig(16, 16, num_warps=4, num_stages=1),)

@@ -113,7 +113,7 @@ def _attend(
     # keys may begin inside a tile
     HAS_LOW: tl.constexpr = CUTS_TILES or (MASK != "null" and MASK != "causal")
     ROPE_WIDTH: tl.constexpr = ROW.ROPE_WIDTH
-    ROPE_UNIT: tl.constexpr = ROW.VALUE_UNIT if ROW.FORMAT == "fp8_token" else 1.0
+    ROPE_UNIT: tl.constexpr = ROW.VALUE_UNIT if ROW.FACTORS == "row" else 1.0
     query = first_row // padded_heads
     head = first_row % padded_heads + tl.arange(0, BM)
     is_row = head < heads
@@ -128,10 +128,10 @@ def _attend(
         entries = table + first_entry.to(tl.int64) * stride_table_entry
     pages = _load_pages(entries, begin // BN, end, stride_table_entry, BN, PAGE, IS_FLAT)
     q_rows = q_latent + (token * stride_q_token + head.to(tl.int64) * stride_q_head)
-    q = load_latent_query(q_rows, is_row, ROW)
+    rope_rows = q_rope + (token * stride_rope_token + head.to(tl.int64) * stride_rope_head)
+    q = load_latent_query(q_rows, rope_rows, is_row, ROW)
     rotated_q = None
     if ROW.ROPE_WIDTH > 0:
-        rope_rows = q_rope + (token * stride_rope_token + head.to(tl.int64) * stride_rope_head)
         rotated_q = load_query(
             rope_rows, is_row, 0, ROW.ROPE_WIDTH, ROW.D_R, ROW.ROPE_DTYPE, ROW.HAS_FP8
         )

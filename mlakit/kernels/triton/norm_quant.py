@@ -14,12 +14,15 @@ import triton.language as tl
 from mlakit.formats import PageFooterCodec
 from mlakit.kernels.triton.primitives import narrow_e4m3
 
-# how the scales of a row are computed and where they are stored
+# How the scales of a row are computed and where they are stored. In order: up to TOKEN_SCALE latent
+# and rotated columns share a scale, and from TOKEN_SCALE to FOOTER_SCALES rotated columns are bf16.
 NO_SCALE = tl.constexpr(0)  # bf16, fp16, fp32
 TENSOR_SCALE = tl.constexpr(1)  # fp8
-TOKEN_SCALE = tl.constexpr(2)  # fp8_token
-BLOCK_SCALES = tl.constexpr(3)  # fp8_block128
-FOOTER_SCALES = tl.constexpr(4)  # fp8_block64
+ROW_SCALE = tl.constexpr(2)  # fp8_row
+TOKEN_SCALE = tl.constexpr(3)  # fp8_token
+BLOCK_SCALES = tl.constexpr(4)  # fp8_block128
+FOOTER_SCALES = tl.constexpr(5)  # fp8_block64
+GROUP_SCALES = tl.constexpr(6)  # fp8_group32, fp8_group64, fp8_group128
 FOOTER_BYTES = tl.constexpr(PageFooterCodec.footer_bytes)
 
 
@@ -42,11 +45,18 @@ def divide(x, scale):
 
 
 @triton.jit
-def find_scales(x, SMALLEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """max(amax / 448, SMALLEST) of groups x [T, groups, columns]; NaN if a group has one."""
-    # as integers, magnitudes have the same order, with NaN above infinity
-    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    amax = tl.max(magnitude, 2).to(tl.float32, bitcast=True)
+def largest_magnitude(x):
+    """The bits of the largest magnitude of groups x [T, groups, columns], int32 [T, groups].
+
+    As integers, magnitudes have the same order, with NaN above infinity.
+    """
+    return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 2)
+
+
+@triton.jit
+def find_scales(magnitude, SMALLEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """max(amax / 448, SMALLEST) for the bits of amax; NaN if amax is."""
+    amax = magnitude.to(tl.float32, bitcast=True)
     scale = tl.div_rn(amax, tl.zeros_like(amax) + 448.0)
     scale = tl.where(scale < SMALLEST, SMALLEST, scale)
     if POWER_OF_TWO:
@@ -79,7 +89,7 @@ def store_scales(
             beside[:, None] + group, exponent, mask=is_stored[:, None] & (group < FOOTER_BYTES)
         )
     else:
-        tl.store(beside[:, None] + group, scale, mask=is_stored[:, None])
+        tl.store(beside[:, None] + group, scale, mask=is_stored[:, None] & used)
 
 
 @triton.jit

@@ -198,18 +198,19 @@ def _append_rows(
     if D_C < LATENT_TILE:
         # x is 0 there, but the norm may multiply its row by infinity
         latent = tl.where(in_row, latent, 0.0)
-    rope_scale = store_latent(
-        latent, row, page, offset, is_stored, scales, tensor_scale,
-        D_C, SCALING, GROUP, POWER_OF_TWO, SMALLEST, ALIGNED, HAS_FP8,
-    )  # fmt: skip
-
+    rope = None
     if D_R > 0:
         cos, sin = load_angles(angles, angle, has_angle, D_R, PAIRS)
         y0, y1 = rotate(k0, k1, cos, sin)
-        y0, y1 = y0.to(Q_DTYPE).to(tl.float32), y1.to(Q_DTYPE).to(tl.float32)
+        rope = (y0.to(Q_DTYPE).to(tl.float32), y1.to(Q_DTYPE).to(tl.float32))
+    rope_scale = store_latent(
+        latent, rope, row, page, offset, is_stored, scales, tensor_scale,
+        D_C, SCALING, GROUP, POWER_OF_TWO, SMALLEST, ALIGNED, HAS_FP8,
+    )  # fmt: skip
+    if D_R > 0:
         store_rope(
-            y0, y1, row, is_stored, rope_scale,
-            D_C, D_R, PAIRS, SCALING, GROUP, ALIGNED, INTERLEAVED, HAS_FP8,
+            rope[0], rope[1], row, is_stored, rope_scale,
+            D_C, D_R, PAIRS, SCALING, GROUP, POWER_OF_TWO, SMALLEST, ALIGNED, INTERLEAVED, HAS_FP8,
         )  # fmt: skip
 
 

@@ -133,29 +133,31 @@ def widen_e4m3(stored, dtype: tl.constexpr, HAS_FP8: tl.constexpr):
 
 # Cache rows. `rows` are pointers [keys] to payload rows (FP8 as uint8), `scales` to the scales
 # beside them, or None. ROW is a `rows.RowTraits`: latent columns come in ROW.PIECES tiles of
-# ROW.WIDTH columns, a power of two. In a format with one scale per 128 columns a piece has at most
-# 128: each piece then has one scale per key, which multiplies dot products over the piece instead
-# of its columns.
+# ROW.WIDTH columns, a power of two. In a format with one scale per group of columns a piece is at
+# most a group: each piece then has one scale per key, which multiplies dot products over the piece
+# instead of its columns. If such groups have rotated columns too, these are the last pieces.
 
 
 @triton.jit
 def load_latent(rows, scales, is_read, PIECE: tl.constexpr, ROW: tl.constexpr):
     """Latent columns of one piece, [keys, ROW.WIDTH] in ROW.DTYPE: as stored, to be multiplied by
-    `load_factor`. Only fp8_block64 is dequantised: its scales are powers of two.
+    `load_factor`. Only fp8_block64 is dequantised: its scales are powers of two. A piece of rotated
+    columns is in ROW.ROPE_DTYPE.
 
     is_read  [keys]; other rows, and columns past D_C, are 0
     """
+    DTYPE: tl.constexpr = ROW.DTYPE if PIECE * ROW.WIDTH < ROW.Q_COLUMNS else ROW.ROPE_DTYPE
     column = PIECE * ROW.WIDTH + tl.arange(0, ROW.WIDTH)
     mask = is_read[:, None]
     if (PIECE + 1) * ROW.WIDTH > ROW.D_C:
         mask = mask & (column < ROW.D_C)[None, :]
     stored = tl.load(rows[:, None] + column[None, :], mask=mask, other=0)
     if ROW.FORMAT == "bf16" or ROW.FORMAT == "fp16" or ROW.FORMAT == "fp32":
-        columns = stored.to(ROW.DTYPE)
+        columns = stored.to(DTYPE)
     elif ROW.FORMAT == "fp8_block64":
         columns = _dequant_block64(stored, scales, is_read, PIECE, ROW)
     else:
-        columns = widen_e4m3(stored, ROW.DTYPE, ROW.HAS_FP8)
+        columns = widen_e4m3(stored, DTYPE, ROW.HAS_FP8)
     return columns
 
 
@@ -187,7 +189,7 @@ def load_rope(rows, is_read, ROW: tl.constexpr):
         mask = mask & (column < ROW.D_R)[None, :]
     if ROW.FORMAT == "bf16" or ROW.FORMAT == "fp16" or ROW.FORMAT == "fp32":
         return tl.load(rows[:, None] + (ROW.D_C + column)[None, :], mask=mask, other=0).to(DTYPE)
-    if ROW.FORMAT == "fp8":
+    if ROW.IS_FP8_ROPE:
         stored = tl.load(rows[:, None] + (ROW.D_C + column)[None, :], mask=mask, other=0)
         return widen_e4m3(stored, DTYPE, ROW.HAS_FP8)
     SCALE_BYTES: tl.constexpr = 4 * ((ROW.D_C + 127) // 128) if ROW.FORMAT == "fp8_block128" else 0
@@ -203,10 +205,12 @@ def load_rope(rows, is_read, ROW: tl.constexpr):
 
 @triton.jit
 def load_factor(rows, scales, is_read, PIECE: tl.constexpr, ROW: tl.constexpr):
-    """float32 [keys] that multiplies the columns of a piece; fp8_token and fp8_block128 only."""
+    """float32 [keys] that multiplies the columns of a piece; only where ROW.FACTORS is not ""."""
     if ROW.FORMAT == "fp8_token":
         factor = tl.load(scales, mask=is_read, other=0.0)
         return tl.where(factor < 0, 0.0, factor)  # a NaN stays one
+    if ROW.FORMAT != "fp8_block128":
+        return tl.load(scales + PIECE, mask=is_read, other=0.0)
     at = rows + (ROW.D_C + 4 * PIECE)
     if ROW.IS_ALIGNED:
         return tl.load(at.to(tl.pointer_type(tl.float32), bitcast=True), mask=is_read, other=0.0)
@@ -235,7 +239,7 @@ def load_row_tile(rows, scales, is_read, ROW: tl.constexpr, HAS_FACTOR_TILE: tl.
 
     latent   a tuple of ROW.PIECES [keys, ROW.WIDTH] in ROW.DTYPE, as stored
     rope     [keys, ROW.ROPE_WIDTH] in ROW.ROPE_DTYPE, as stored; unused where ROPE_WIDTH is 0
-    factors  a tuple of float32 [keys]: one per piece (fp8_block128), one (fp8_token), or empty
+    factors  a tuple of float32 [keys], as many as ROW.FACTORS says
 
     HAS_FACTOR_TILE: all factors of an fp8_block128 row come with one load, which takes fewer
     registers. Loads of single factors are repeated by every thread that needs one.
@@ -251,9 +255,9 @@ def load_row_tile(rows, scales, is_read, ROW: tl.constexpr, HAS_FACTOR_TILE: tl.
         latent += (load_latent(rows, scales, is_read, piece, ROW),)
         if AT_ONCE:
             factors += (tl.sum(tl.where(column == piece, block_factors, 0.0), 1),)
-        elif ROW.FORMAT == "fp8_block128":
+        elif ROW.FACTORS == "piece":
             factors += (load_factor(rows, scales, is_read, piece, ROW),)
-    if ROW.FORMAT == "fp8_token":
+    if ROW.FACTORS == "row":
         factors = (load_factor(rows, scales, is_read, 0, ROW),)
     rope = latent[0]  # not None: a returned tuple cannot hold it
     if ROW.ROPE_WIDTH > 0:
@@ -289,11 +293,11 @@ def score_keys(
     separately.
     """
     scores = tl.dot(q[0], tl.trans(latent[0]), input_precision="ieee")
-    if ROW.FORMAT == "fp8_block128":
+    if ROW.FACTORS == "piece":
         scores *= factors[0][None, :]
     PIECES: tl.constexpr = ROW.PIECES
     for piece in tl.static_range(1, PIECES):
-        if ROW.FORMAT == "fp8_block128":
+        if ROW.FACTORS == "piece":
             piece_scores = tl.dot(q[piece], tl.trans(latent[piece]), input_precision="ieee")
             scores += piece_scores * factors[piece][None, :]
         else:
@@ -307,7 +311,7 @@ def score_keys(
             scores = scores * scale + rotated * scale
     elif scale is not None:
         scores *= scale
-    if ROW.FORMAT == "fp8_token":
+    if ROW.FACTORS == "row":
         scores *= factors[0][None, :]
     return scores
 
@@ -330,9 +334,9 @@ def accumulate_pv(
     VALUE_PIECES: tl.constexpr = ROW.VALUE_PIECES
     for piece in tl.static_range(VALUE_PIECES):
         scaled = probs
-        if ROW.FORMAT == "fp8_block128":
+        if ROW.FACTORS == "piece":
             scaled = probs * (factors[piece] * ROW.VALUE_UNIT)[None, :]
-        elif ROW.FORMAT == "fp8_token":
+        elif ROW.FACTORS == "row":
             scaled = probs * (factors[0] * ROW.VALUE_UNIT)[None, :]
         columns = latent[piece]
         rescaled = acc[piece] * rescale[:, None]
@@ -351,9 +355,9 @@ def accumulate_rope_pv(
 ):
     """`accumulate_pv` of rotated columns, in float32 where their type is not that of P.
 
-    VALUE_UNIT multiplies them in fp8_token only: other formats do not scale rotated columns.
+    VALUE_UNIT multiplies them only where a factor belongs to a whole row.
     """
-    if ROW.FORMAT == "fp8_token":
+    if ROW.FACTORS == "row":
         probs = probs * (factors[0] * ROW.VALUE_UNIT)[None, :]
     acc = acc * rescale[:, None]
     if rope.dtype == ROW.DTYPE:
@@ -449,13 +453,22 @@ def load_query(
 
 
 @triton.jit
-def load_latent_query(rows, is_row, ROW: tl.constexpr):
-    """The latent columns of queries: a tuple of ROW.PIECES [rows, ROW.WIDTH]."""
+def load_latent_query(rows, rope_rows, is_row, ROW: tl.constexpr):
+    """The columns of queries that all pieces need: a tuple of ROW.PIECES [rows, ROW.WIDTH].
+
+    rope_rows  pointers [rows] to the rotated query, for pieces of rotated columns
+    """
     q = ()
     PIECES: tl.constexpr = ROW.PIECES
     for piece in tl.static_range(PIECES):
-        columns = load_query(
-            rows, is_row, piece * ROW.WIDTH, ROW.WIDTH, ROW.D_C, ROW.DTYPE, ROW.HAS_FP8
-        )
+        if piece * ROW.WIDTH < ROW.Q_COLUMNS:
+            columns = load_query(
+                rows, is_row, piece * ROW.WIDTH, ROW.WIDTH, ROW.Q_COLUMNS, ROW.DTYPE, ROW.HAS_FP8
+            )
+        else:
+            columns = load_query(
+                rope_rows, is_row, piece * ROW.WIDTH - ROW.Q_COLUMNS, ROW.WIDTH,
+                ROW.D_C - ROW.Q_COLUMNS, ROW.ROPE_DTYPE, ROW.HAS_FP8,
+            )  # fmt: skip
         q += (columns,)
     return q

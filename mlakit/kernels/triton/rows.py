@@ -18,6 +18,16 @@ TRITON_TYPES = {
     torch.float32: tl.float32,
 }
 PLAIN = (torch.bfloat16, torch.float16, torch.float32)
+# What multiplies dot products with the columns as stored: one factor per key, or one per key and
+# piece. fp8_block64 is dequantised instead, and the scale of a tensor is part of the softmax scale.
+_FACTORS = {
+    "fp8_token": "row",
+    "fp8_row": "row",
+    "fp8_block128": "piece",
+    "fp8_group32": "piece",
+    "fp8_group64": "piece",
+    "fp8_group128": "piece",
+}
 
 
 @dataclass(frozen=True)
@@ -30,16 +40,19 @@ class RowTraits(NamedTuple):
     """The cache rows that a kernel is compiled for: one constexpr argument."""
 
     FORMAT: str
+    FACTORS: str  # "row", "piece" or "", see `_FACTORS`
     DTYPE: Any  # Triton's types of `ComputeTypes`
     ROPE_DTYPE: Any
-    D_C: int
+    D_C: int  # columns of all pieces
     D_R: int
+    Q_COLUMNS: int  # of the latent query; the pieces from here on belong to the rotated query
     V_WIDTH: int
     PIECES: int  # column tiles of the latent
     WIDTH: int  # columns of a piece, a power of two
     VALUE_PIECES: int  # the first pieces, which hold values
     ROPE_WIDTH: int  # D_R padded; 0 where rows have no rotated columns
     VALUE_UNIT: float  # see `value_unit`
+    IS_FP8_ROPE: bool  # rotated columns are e4m3
     HAS_FP8: bool  # e4m3 conversions in hardware
     IS_ALIGNED: bool  # 16-bit and float32 values in a row are aligned to 4 bytes
 
@@ -49,16 +62,19 @@ def row_traits(
 ) -> RowTraits:
     return RowTraits(
         layer.codec.name,
+        _FACTORS.get(layer.codec.name, ""),
         TRITON_TYPES[types.latent],
         TRITON_TYPES[types.rope],
         tiles.d_c,
         tiles.d_r,
+        layer.codec.row.kv_lora_rank,
         tiles.v_width,
         tiles.pieces,
         tiles.width,
         tiles.value_pieces,
         tiles.rope_width,
         value_unit(types.latent, layer.codec.name),
+        layer.payload.dtype == torch.float8_e4m3fn,
         has_fp8,
         rows_are_aligned(layer),
     )
@@ -74,16 +90,24 @@ def compute_types(q_latent: Tensor, q_rope: Tensor, layer: CacheLayer) -> Comput
     """Types that hold q and the rows exactly; float32 where they have different 16-bit types."""
     latent = latent_type(q_latent.dtype, layer)
     stored_rope = layer.payload.dtype
-    if stored_rope not in PLAIN:
-        stored_rope = torch.float8_e4m3fn if layer.codec.name == "fp8" else torch.bfloat16
+    if stored_rope == torch.uint8:
+        stored_rope = torch.bfloat16
     exact = {dtype for dtype in (stored_rope, q_rope.dtype) if dtype in PLAIN} or {latent}
     return ComputeTypes(latent, exact.pop() if len(exact) == 1 else torch.float32)
 
 
 def row_tiles(layer: CacheLayer, widest: int = 1024) -> RowTiles:
-    row = layer.codec.row
-    widths = (row.kv_lora_rank, row.qk_rope_head_dim, row.v_width)
-    return RowTiles.of(layer.codec.name, *widths, widest)
+    """The tiles of a layer's rows; where factors belong to pieces, each piece has one scale.
+
+    Groups of e4m3 columns may be narrower than the rotated columns: those are pieces as well.
+    """
+    codec, row = layer.codec, layer.codec.row
+    if _FACTORS.get(codec.name) != "piece":
+        return RowTiles.of(row.kv_lora_rank, row.qk_rope_head_dim, row.v_width, widest)
+    widest = min(widest, codec.scale_group)
+    if codec.payload_dtype == torch.float8_e4m3fn:
+        return RowTiles.of(row.width, 0, row.v_width, widest)
+    return RowTiles.of(row.kv_lora_rank, row.qk_rope_head_dim, row.v_width, widest)
 
 
 def value_unit(dtype: torch.dtype, format: str) -> float:
@@ -91,8 +115,7 @@ def value_unit(dtype: torch.dtype, format: str) -> float:
 
     A row that float16 can hold has scales of at most 146, so the product stays below 65504.
     """
-    is_scaled = format in ("fp8_token", "fp8_block128")
-    return 256.0 if is_scaled and dtype == torch.float16 else 1.0
+    return 256.0 if format in _FACTORS and dtype == torch.float16 else 1.0
 
 
 def rows_are_aligned(layer: CacheLayer) -> bool:

@@ -182,7 +182,7 @@ def _host_or_device(on_host, on_device):
 @triton.jit
 def _acc_scales(tensor_scale, ROW: tl.constexpr):
     """What multiplies the accumulators of latent columns, and that of rotated columns."""
-    ROPE_UNIT: tl.constexpr = ROW.VALUE_UNIT if ROW.FORMAT == "fp8_token" else 1.0
+    ROPE_UNIT: tl.constexpr = ROW.VALUE_UNIT if ROW.FACTORS == "row" else 1.0
     return tensor_scale * (1.0 / ROW.VALUE_UNIT), tensor_scale * (1.0 / ROPE_UNIT)
 
 
@@ -232,7 +232,7 @@ def _attend_list(
 ):  # fmt: skip
     """The online softmax (row_max, row_sum, acc) of a token's heads after some tiles of a list."""
     stride_page, stride_row, stride_scales_page, stride_scales_row, stride_entry = strides
-    q = load_latent_query(q_rows, is_head, ROW)
+    q = load_latent_query(q_rows, q_rope_rows, is_head, ROW)
     q_rope = None
     if ROW.ROPE_WIDTH > 0:
         q_rope = load_query(

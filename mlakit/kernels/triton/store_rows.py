@@ -16,16 +16,19 @@ import triton.language as tl
 from torch import Tensor
 
 from mlakit.cache import CacheLayer
-from mlakit.formats import SMALLEST_SCALE, SMALLEST_TOKEN_SCALE, BlockScaleCodec, PageFooterCodec
+from mlakit.formats import SMALLEST_SCALE, SMALLEST_TOKEN_SCALE, PageFooterCodec, RowCodec
 from mlakit.kernels.triton.norm_quant import (
     BLOCK_SCALES,
     FOOTER_SCALES,
+    GROUP_SCALES,
     NO_SCALE,
+    ROW_SCALE,
     TENSOR_SCALE,
     TOKEN_SCALE,
     divide,
     encode,
     find_scales,
+    largest_magnitude,
     store_elements,
     store_scales,
 )
@@ -37,12 +40,17 @@ _SCALING = {
     "fp8_token": TOKEN_SCALE,
     "fp8_block128": BLOCK_SCALES,
     "fp8_block64": FOOTER_SCALES,
+    "fp8_row": ROW_SCALE,
+    "fp8_group32": GROUP_SCALES,
+    "fp8_group64": GROUP_SCALES,
+    "fp8_group128": GROUP_SCALES,
 }
 
 
 @triton.jit
 def store_latent(
     latent,  # float32 [T, LATENT_TILE], 0 beyond D_C
+    rope,  # (y0, y1) of `store_rope`, or None
     row,  # pointers [T] to the rows
     page,  # int64 [T]
     offset,  # int64 [T]
@@ -57,35 +65,40 @@ def store_latent(
     ALIGNED: tl.constexpr,
     HAS_FP8: tl.constexpr,
 ):
-    """Quantise and store the latent columns and their scales; gives the scale of the rope columns,
-    [T, 1, 1]."""
+    """Quantise and store the latent columns and their scales. Returns the scale of the rope
+    columns, [T, 1, 1], and pointers [T] to where they store scales of their own."""
     scales, scales_stride_page, scales_stride_row = scales
     tensor_scale, tensor_scale_at = tensor_scale
     STORED: tl.constexpr = tl.uint8 if SCALING != NO_SCALE else row.dtype.element_ty
     TOKENS: tl.constexpr = latent.shape[0]
     LATENT_TILE: tl.constexpr = latent.shape[1]
     rope_scale = tl.zeros_like(page).to(tl.float32)[:, None, None]
+    beside = row
+    if scales is not None:
+        beside = scales + page * scales_stride_page + offset * scales_stride_row
     if SCALING == TENSOR_SCALE:
         rope_scale += tensor_scale
         if tensor_scale_at is not None:
             rope_scale = tl.zeros_like(rope_scale) + tl.load(tensor_scale_at).to(tl.float32)
         latent = divide(latent, tl.reshape(rope_scale, [TOKENS, 1]))
-    elif SCALING >= TOKEN_SCALE:
+    elif SCALING >= ROW_SCALE:
         grouped = tl.reshape(latent, [TOKENS, LATENT_TILE // GROUP, GROUP])
-        scale = find_scales(grouped, SMALLEST, POWER_OF_TWO)  # [T, groups]
+        magnitude = largest_magnitude(grouped)  # [T, groups]
+        if SCALING == ROW_SCALE and rope is not None:
+            y0, y1 = rope
+            magnitude = tl.maximum(magnitude, largest_magnitude(y0))
+            magnitude = tl.maximum(magnitude, largest_magnitude(y1))
+        scale = find_scales(magnitude, SMALLEST, POWER_OF_TWO)
         grouped = divide(grouped, scale[:, :, None])
         latent = tl.reshape(grouped, [TOKENS, LATENT_TILE])
-        beside = row
-        if scales is not None:
-            beside = scales + page * scales_stride_page + offset * scales_stride_row
         store_scales(row + D_C, beside, scale, is_stored, D_C, GROUP, SCALING, ALIGNED)
-        if SCALING == TOKEN_SCALE:
+        if SCALING <= TOKEN_SCALE:
             rope_scale = scale[:, :, None]
     encoded = encode(latent, STORED, HAS_FP8)
     column = tl.arange(0, LATENT_TILE)
     inside = is_stored[:, None] & (column < D_C)[None, :]
     store_elements(row[:, None], column[None, :], encoded, inside, ALIGNED)
-    return rope_scale
+    return rope_scale, beside + (D_C // GROUP if SCALING == GROUP_SCALES else 0)
 
 
 @triton.jit
@@ -94,34 +107,71 @@ def store_rope(
     y1,
     row,  # pointers [T] to the rows
     is_stored,  # [T]
-    rope_scale,  # [T, 1, 1], of `store_latent`
+    rope_scale,  # (scale, pointers to scales) of `store_latent`
     D_C: tl.constexpr,
     D_R: tl.constexpr,
     PAIRS: tl.constexpr,
     SCALING: tl.constexpr,
     GROUP: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    SMALLEST: tl.constexpr,
     ALIGNED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     HAS_FP8: tl.constexpr,
 ):
     """Store pairs of rope columns, divided by a scale where the format has one for them."""
+    scale, scales_at = rope_scale
     STORED: tl.constexpr = tl.uint8 if SCALING != NO_SCALE else row.dtype.element_ty
-    ROPE_STORED: tl.constexpr = tl.bfloat16 if SCALING >= TOKEN_SCALE else STORED
+    IS_BF16: tl.constexpr = SCALING >= TOKEN_SCALE and SCALING <= FOOTER_SCALES
+    ROPE_STORED: tl.constexpr = tl.bfloat16 if IS_BF16 else STORED
     # the scales of fp8_block128 lie between the latent and the rope, other scales elsewhere
     INLINE_BYTES: tl.constexpr = 4 * ((D_C + GROUP - 1) // GROUP) if SCALING == BLOCK_SCALES else 0
     if SCALING >= TENSOR_SCALE and SCALING <= TOKEN_SCALE:
-        y0, y1 = divide(y0, rope_scale), divide(y1, rope_scale)
+        y0, y1 = divide(y0, scale), divide(y1, scale)
+    elif SCALING == GROUP_SCALES:
+        y0, y1 = _scale_groups(
+            y0, y1, scales_at, is_stored, D_R, PAIRS, GROUP, POWER_OF_TWO, SMALLEST, INTERLEAVED
+        )
     store_pairs(
         (row + D_C + INLINE_BYTES)[:, None, None], is_stored[:, None, None], y0, y1,
         ROPE_STORED, D_R, PAIRS, INTERLEAVED, ALIGNED, HAS_FP8,
     )  # fmt: skip
 
 
+@triton.jit
+def _scale_groups(
+    y0,
+    y1,
+    scales_at,  # pointers [T] to the scale of the first group
+    is_stored,
+    D_R: tl.constexpr,
+    PAIRS: tl.constexpr,
+    GROUP: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Divide pairs of rope columns by the scale of each GROUP columns, and store these scales."""
+    pair = tl.arange(0, PAIRS)[None, None, :]
+    column0 = 2 * pair if INTERLEAVED else pair
+    column1 = column0 + 1 if INTERLEAVED else D_R // 2 + pair
+    for group in tl.static_range((D_R + GROUP - 1) // GROUP):
+        in0, in1 = column0 // GROUP == group, column1 // GROUP == group
+        magnitude = tl.maximum(
+            largest_magnitude(tl.where(in0, y0, 0.0)), largest_magnitude(tl.where(in1, y1, 0.0))
+        )
+        scale = find_scales(magnitude, SMALLEST, POWER_OF_TWO)  # [T, 1]
+        tl.store((scales_at + group)[:, None], scale, mask=is_stored[:, None])
+        y0 = tl.where(in0, divide(y0, scale[:, :, None]), y0)
+        y1 = tl.where(in1, divide(y1, scale[:, :, None]), y1)
+    return y0, y1
+
+
 def row_options(layer: CacheLayer, *, power_of_two: bool, has_fp8: bool) -> dict[str, Any]:
     """The constexpr arguments of a kernel that stores rows of a layer."""
     row = layer.codec.row
     scaling = _SCALING.get(layer.codec.name, NO_SCALE)
-    group, latent_tile = _tile_of_latent(scaling, row.kv_lora_rank)
+    group, latent_tile = _tile_of_latent(scaling, layer.codec)
     return {
         "D_C": row.kv_lora_rank,
         "D_R": row.qk_rope_head_dim,
@@ -150,11 +200,11 @@ def stride_of(tensor: Tensor | None, axis: int) -> int:
     return 0 if tensor is None else tensor.stride(axis)
 
 
-def _tile_of_latent(scaling: Any, d_c: int) -> tuple[int, int]:
+def _tile_of_latent(scaling: Any, codec: RowCodec) -> tuple[int, int]:
     """(columns that share a scale, columns of the tile), powers of two."""
-    width = triton.next_power_of_2(d_c)
-    if scaling == BLOCK_SCALES:
-        return BlockScaleCodec.group, max(width, BlockScaleCodec.group)
+    width = triton.next_power_of_2(codec.row.kv_lora_rank)
+    if scaling in (BLOCK_SCALES, GROUP_SCALES):
+        return codec.scale_group, max(width, codec.scale_group)
     if scaling == FOOTER_SCALES:  # one group per byte of a footer
         return PageFooterCodec.group, PageFooterCodec.group * PageFooterCodec.footer_bytes
     return width, width

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from mlakit import knobs
 from mlakit.architectures import AMD, arch_name, is_amd
+from mlakit.formats import FORMATS, GROUP_FORMATS
 from mlakit.specs import KernelSpec, Problem
 
 OLDEST_ARCH = 80
@@ -39,6 +40,12 @@ def _spec(op: str, topic: str) -> KernelSpec:
     return KernelSpec("triton", op, f"mlakit.kernels.triton.{topic}:{op}", _why_not)
 
 
+def _general_why_not(problem: Problem) -> str | None:
+    if problem.format in GROUP_FORMATS:
+        return f"needs rows of {' or '.join(FORMATS)}, got {problem.format}"
+    return _why_not(problem)
+
+
 _DECODE_PLANNER = "mlakit.kernels.triton.decode:plan_mla_decode"
 _QUERY_BLOCKS = "mlakit.kernels.triton.indexer_select:plan_query_blocks"
 
@@ -51,8 +58,8 @@ SPECS = (
     _spec("scaled_mm_fp8", "fp8"),
     _spec("mla_prefill", "prefill"),
     replace(_spec("mla_decode", "decode"), planner=_DECODE_PLANNER),
-    _spec("sparse_mla", "sparse"),
-    _spec("indexer_logits", "indexer"),
+    replace(_spec("sparse_mla", "sparse"), why_not=_general_why_not),
+    replace(_spec("indexer_logits", "indexer"), why_not=_general_why_not),
     _spec("indexer_topk", "indexer_topk"),
     replace(_spec("indexer_select", "indexer_topk"), planner=_QUERY_BLOCKS),
     _spec("physical_rows", "physical_rows"),

@@ -6,7 +6,6 @@ with a float64 oracle and asserts that nothing else was written.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +67,8 @@ class RopeCase:
     layer: int = 1
     std: float = 1.0
     has_token_scales: bool = False
+    scale_columns: int = 0
+    has_scale_pool: bool = False
     step: Step | None = None
 
     def __post_init__(self) -> None:
@@ -85,6 +86,8 @@ class RopeCase:
             integers=self.integers,
             layer=self.layer,
             has_token_scales=self.has_token_scales,
+            scale_columns=self.scale_columns,
+            has_scale_pool=self.has_scale_pool,
         )
         self.paged.pages.clear()
         q_rope = normal(g, tokens, self.heads, d_r, std=self.std).to(self.dtype)
@@ -134,46 +137,56 @@ class RopeCase:
     def check(self) -> None:
         arguments = (self.q_rope.remembered, self.kv.remembered, self.freqs, self.gamma)
         out_dtype = self.q_rope_output.dtype
-        check_appended(
-            self.q_rope_output,
-            self.paged.pages.stored(self.paged.new_slots),
-            *arguments,
-            self.paged.step.positions,
-            out_dtype=out_dtype,
-            cache_dtype=self.cache_dtype,
-        )
+        check_appended(self.q_rope_output, self.paged, *arguments, out_dtype=out_dtype)
         column = torch.arange(self.buffer.shape[-1])
         self.buffer.assert_only_written("q_rope_output", column >= self.first_column)
         if self.output != "alias":
             self.q_rope.assert_only_written("q_rope", NOTHING)
         self.kv.assert_only_written("kv", NOTHING)
-        self.paged.pages.assert_only_written(self.paged.new_slots)
+        self.paged.pages.assert_only_written(self.paged.new_slots, self.paged.new_scale_slots)
 
 
 def check_appended(
     q_rope_out: Tensor,
-    rows: Tensor,
+    paged: PagedStep,
     q_rope: Tensor,
     kv: Tensor,
     freqs: Tensor,
     gamma: Tensor,
-    positions: Sequence[int],
     *,
     out_dtype: torch.dtype,
-    cache_dtype: torch.dtype,
 ) -> None:
     """Rotated queries and new cache rows against the exact and the stepwise oracle."""
-    arguments = (q_rope, kv, freqs, gamma, positions)
+    arguments = (q_rope, kv, freqs, gamma, paged.step.positions)
+    has_scales = paged.pages.scales is not None
     exact = reference.norm_rope_quant(*arguments, epsilon=EPSILON)
     stepwise = reference.norm_rope_quant_stepwise(
-        *arguments, epsilon=EPSILON, out_dtype=out_dtype, cache_dtype=cache_dtype
+        *arguments,
+        epsilon=EPSILON,
+        out_dtype=out_dtype,
+        cache_dtype=F32 if has_scales else paged.dtype,
     )
-    d_c = gamma.shape[0]
-    latent, rope = (..., slice(d_c)), (..., slice(d_c, None))
-    for name, actual, want, naive, computed_in in (
-        ("q_rope_output", q_rope_out, exact[0], stepwise[0], freqs.dtype),
-        ("latents", rows[latent], exact[1][latent], stepwise[1][latent], gamma.dtype),
-        ("rotated keys", rows[rope], exact[1][rope], stepwise[1][rope], freqs.dtype),
+    assert_stepwise("q_rope_output", q_rope_out, stepwise[0], freqs.dtype)
+    assert_matches("q_rope_output", q_rope_out, saturated(exact[0], out_dtype), stepwise[0])
+    if has_scales:
+        check_scaled_rows(paged, exact[1], stepwise[1])
+        return
+    rows, d_c = paged.pages.stored(paged.new_slots), gamma.shape[0]
+    for name, part, computed_in in (
+        ("latents", slice(d_c), gamma.dtype),
+        ("rotated keys", slice(d_c, None), freqs.dtype),
     ):
+        actual, want, naive = rows[:, part], exact[1][:, part], stepwise[1][:, part]
         assert_stepwise(name, actual, naive, computed_in)
         assert_matches(name, actual, saturated(want, actual.dtype), naive)
+
+
+def check_scaled_rows(paged: PagedStep, exact: Tensor, stepwise: Tensor) -> None:
+    """The new rows of a cache with scales: the scales, and the rows times their scales."""
+    pages, d_c = paged.pages, paged.row.kv_lora_rank
+    naive, naive_scales = pages.quantised(stepwise)
+    _, scales = pages.quantised(exact)
+    assert_matches("scales", pages.stored_scales(paged.new_scale_slots), scales, naive_scales)
+    rows = pages.meaning(paged.new_slots, paged.new_scale_slots)
+    for name, part in (("latents", slice(d_c)), ("rotated keys", slice(d_c, None))):
+        assert_matches(name, rows[:, part], exact[:, part], naive[:, part])

@@ -60,6 +60,7 @@ class DecodeCase:
     window: int = 0
     is_ragged: bool = True
     has_token_scales: bool = False
+    scale_columns: int = 0
     has_scale_pool: bool = False
     has_q_scale: bool = True
     integers: torch.dtype = torch.int32
@@ -80,6 +81,7 @@ class DecodeCase:
             integers=self.integers,
             layer=self.layer,
             has_token_scales=self.has_token_scales,
+            scale_columns=self.scale_columns,
             has_scale_pool=self.has_scale_pool,
         )
         tokens, d_c = self.step.num_tokens, self.row.kv_lora_rank
@@ -301,6 +303,9 @@ class PrefillCase:
     scale: float = SCALE
     skips_hidden: bool = False
     std: float = 1.5
+    has_token_scales: bool = False
+    scale_columns: int = 0
+    has_scale_pool: bool = False
     step: Step | None = None
     _quantised: list[tuple[Tensor, Tensor, Tensor]] | None = None
 
@@ -318,6 +323,9 @@ class PrefillCase:
             integers=self.integers,
             layer=self.layer,
             std=self.std,
+            has_token_scales=self.has_token_scales,
+            scale_columns=self.scale_columns,
+            has_scale_pool=self.has_scale_pool,
         )
         q = normal(g, tokens, self.heads, self.d_n + d_r).to(self.dtype)
         self.q = Padded.holding(q, gaps=(1, 1, 6))
@@ -368,16 +376,16 @@ class PrefillCase:
         )
 
     def raw_latents(self) -> Tensor:
-        """The new tokens' rows before the call, in q's dtype."""
+        """The new tokens' rows before the call, times their scales."""
         news = zip(self.paged.rows, self.step.new, strict=True)
-        return torch.cat([rows[len(rows) - new :] for rows, new in news]).to(self.dtype)
+        return torch.cat([rows[len(rows) - new :] for rows, new in news]).to(F32)
 
     def quantised_rows(self) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Per request: the rows now cached in q's dtype, their latents in e4m3, the scales."""
         if self._quantised is None:
             self._quantised = []
-            for slots in self.paged.slots:
-                rows = self.paged.pages.stored(slots).to(self.dtype)
+            for slots in zip(self.paged.slots, self.paged.scale_slots, strict=True):
+                rows = self.paged.pages.meaning(*slots).to(self.dtype)
                 latent = rows[:, : self.row.kv_lora_rank]
                 quantised = reference.quantize_fp8(latent, self.group, scale_ub=1200.0)
                 self._quantised.append((rows, *quantised))
@@ -431,19 +439,17 @@ class PrefillCase:
     def check(self) -> None:
         check_appended(
             self.q.view[..., self.d_n :],
-            self.paged.pages.stored(self.paged.new_slots),
+            self.paged,
             self.q.remembered[..., self.d_n :],
             self.raw_latents(),
             self.freqs,
             self.gamma,
-            self.step.positions,
             out_dtype=self.dtype,
-            cache_dtype=self.paged.dtype,
         )
         assert_matches("output", self.output.view, self.oracle(), self.oracle(F32))
         self.output.assert_only_written("output", EVERYTHING)
         self.q.assert_only_written("q", torch.arange(self.q.shape[-1]) >= self.d_n)
-        self.paged.pages.assert_only_written(self.paged.new_slots)
+        self.paged.pages.assert_only_written(self.paged.new_slots, self.paged.new_scale_slots)
 
     def assert_untouched(self) -> None:
         for name, tensor in (("output", self.output), ("q", self.q)):

@@ -213,7 +213,11 @@ def ragged_step(page_size: int, generator: torch.Generator, longest: int = 300) 
 
 @dataclass
 class Pages:
-    """A pool of several layers, all poison, into which rows of one layer are filled."""
+    """A pool of several layers, all poison, into which rows of one layer are filled.
+
+    has_token_scales  rope-aware rows: e4m3 latent and bf16 rope columns, with one scale per token
+    scale_columns     rows of e4m3 with one scale per so many columns; 0: no such rows
+    """
 
     num_pages: int
     page_size: int
@@ -222,6 +226,7 @@ class Pages:
     layers: int = 3
     layer: int = 1
     has_token_scales: bool = False
+    scale_columns: int = 0
     num_scale_pages: int = 0
     blocks: Padded = field(init=False)
     scales: Padded | None = field(init=False, default=None)
@@ -229,16 +234,18 @@ class Pages:
     def __post_init__(self) -> None:
         rope = self.row.qk_rope_head_dim * (2 if self.has_token_scales else 1)
         axes = (1, self.layers, self.page_size, 1)
+        has_scales = self.has_token_scales or self.scale_columns > 0
         self.blocks = Padded(
             self.num_pages,
             *axes,
             self.row.kv_lora_rank + rope,
-            dtype=E4M3 if self.has_token_scales else self.dtype,
+            dtype=E4M3 if has_scales else self.dtype,
             gaps=(0, 0, 0, 1, 0, 8),
         )
-        if self.has_token_scales:
+        if has_scales:
             pages = self.num_scale_pages or self.num_pages
-            self.scales = Padded(pages, *axes, 1, dtype=F32, gaps=(1, 0, 0, 1, 0, 2))
+            groups = -(-self.row.width // self.scale_columns) if self.scale_columns else 1
+            self.scales = Padded(pages, *axes, groups, dtype=F32, gaps=(1, 0, 0, 1, 0, 2))
 
     @property
     def num_slots(self) -> int:
@@ -248,11 +255,17 @@ class Pages:
         """The index of slots of this layer."""
         return slots // self.page_size, 0, self.layer, slots % self.page_size, 0
 
-    def at_slots(self, slots: Tensor) -> Tensor:
-        """Bool over the rows of all layers, true at `slots` of this one."""
-        rows = torch.zeros(*self.blocks.shape[:-1], 1, dtype=torch.bool)
+    def at_slots(self, pool: Padded, slots: Tensor) -> Tensor:
+        """Bool over the rows of all layers of `pool`, true at `slots` of this one."""
+        rows = torch.zeros(*pool.shape[:-1], 1, dtype=torch.bool)
         rows[self.at(slots)] = True
         return rows
+
+    def per_column(self, scales: Tensor) -> Tensor:
+        """Scales [slots, groups] for each column of rows."""
+        if not self.scale_columns:
+            return scales
+        return scales.repeat_interleave(self.scale_columns, -1)[:, : self.row.width]
 
     def fill(
         self,
@@ -267,20 +280,45 @@ class Pages:
             stored = store(normal(generator, len(slots), self.row.width, std=std), self.dtype)
             bits(self.blocks.view)[self.at(slots)] = bits(stored)
             return stored.double()
+        groups = self.scales.shape[-1]
         content = to_e4m3(normal(generator, len(slots), self.row.kv_lora_rank, std=90.0))
-        rope = normal(generator, len(slots), self.row.qk_rope_head_dim, std=90.0).to(BF16)
-        sigma = normal(generator, len(slots), 1, std=0.7).exp() * std / 90
+        rope = normal(generator, len(slots), self.row.qk_rope_head_dim, std=90.0)
+        rope = to_e4m3(rope) if self.scale_columns else rope.to(BF16)
+        sigma = normal(generator, len(slots), groups, std=0.7).exp() * std / 90
         stored = torch.cat([content.view(torch.uint8), rope.view(torch.uint8)], -1)
         bits(self.blocks.view)[self.at(slots)] = stored
         self.scales.view[self.at(slots if scale_slots is None else scale_slots)] = sigma
-        return torch.cat([content.double(), rope.double()], -1) * sigma.double()
+        columns = torch.cat([content.double(), rope.double()], -1)
+        return columns * self.per_column(sigma.double())
+
+    def meaning(self, slots: Tensor, scale_slots: Tensor) -> Tensor:
+        """The rows now stored at `slots`, times their scales: float32 [slots, width]."""
+        stored = self.stored(slots)
+        if self.scales is None:
+            return stored.float()
+        d_c, raw = self.row.kv_lora_rank, stored.view(torch.uint8)
+        rope = raw[:, d_c:].contiguous().view(E4M3 if self.scale_columns else BF16)
+        columns = torch.cat([raw[:, :d_c].view(E4M3).float(), rope.float()], -1)
+        return columns * self.per_column(self.stored_scales(scale_slots))
+
+    def quantised(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """(what float32 rows become in this cache, their scales), if it has scales."""
+        latent, rope = rows.split([self.row.kv_lora_rank, self.row.qk_rope_head_dim], -1)
+        if not self.scale_columns:
+            sigma = latent.abs().amax(-1, keepdim=True) / 448
+            columns = [to_e4m3(latent / sigma).float(), (rope / sigma).to(BF16).float()]
+            return torch.cat(columns, -1) * sigma, sigma
+        groups = rows.split(self.scale_columns, -1)
+        sigma = torch.stack([group.abs().amax(-1) for group in groups], -1) / 448
+        expanded = self.per_column(sigma)
+        return to_e4m3(rows / expanded).float() * expanded, sigma
 
     def stored(self, slots: Tensor) -> Tensor:
         """The elements now stored at `slots`."""
         return bits(self.blocks.view)[self.at(slots)].view(self.blocks.view.dtype)
 
     def stored_scales(self, slots: Tensor) -> Tensor:
-        """Their scales, float32 [slots, 1]."""
+        """The scales at `slots`, float32 [slots, groups]."""
         assert self.scales is not None
         return self.scales.view[self.at(slots)]
 
@@ -296,12 +334,12 @@ class Pages:
         if self.scales is not None:
             self.scales.remember()
 
-    def assert_only_written(self, slots: Tensor) -> None:
+    def assert_only_written(self, slots: Tensor, scale_slots: Tensor | None = None) -> None:
         """No other row of this layer, no other layer and no gap between rows changed."""
-        written = self.at_slots(slots)
-        self.blocks.assert_only_written("blocks", written)
+        self.blocks.assert_only_written("blocks", self.at_slots(self.blocks, slots))
         if self.scales is not None:
-            self.scales.assert_only_written("scales", written if len(slots) else NOTHING)
+            written = self.at_slots(self.scales, slots if scale_slots is None else scale_slots)
+            self.scales.assert_only_written("scales", written)
 
 
 def page_table(
@@ -346,11 +384,13 @@ class PagedStep:
     layer: int = 1
     layers: int = 3
     has_token_scales: bool = False
+    scale_columns: int = 0
     has_scale_pool: bool = False
     std: float = 1.0
     pages: Pages = field(init=False)
     rows: list[Tensor] = field(init=False)
     slots: list[Tensor] = field(init=False)
+    scale_slots: list[Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
         used = sum(-(-after // self.page_size) for after in self.step.after)
@@ -362,12 +402,13 @@ class PagedStep:
             layers=self.layers,
             layer=self.layer,
             has_token_scales=self.has_token_scales,
+            scale_columns=self.scale_columns,
             num_scale_pages=used + 5 if self.has_scale_pool else 0,
         )
         self.table, self.slots = self._table(used + 3)
-        self.scales_table, scale_slots = None, self.slots
+        self.scales_table, self.scale_slots = None, self.slots
         if self.has_scale_pool:
-            self.scales_table, scale_slots = self._table(used + 5)
+            self.scales_table, self.scale_slots = self._table(used + 5)
         self.rows = [
             torch.cat(
                 [
@@ -375,7 +416,7 @@ class PagedStep:
                     self.pages.fill(slots, self.generator, scale_slots=places, std=self.std),
                 ]
             )
-            for first, slots, places in zip(self.first, self.slots, scale_slots, strict=True)
+            for first, slots, places in zip(self.first, self.slots, self.scale_slots, strict=True)
         ]
         self.pages.remember()
         self.cache_lengths = integers(list(self.step.before), self.integers)
@@ -392,8 +433,16 @@ class PagedStep:
     @property
     def new_slots(self) -> Tensor:
         """Where the new tokens live, in the order of the ragged batch."""
+        return self._newest(self.slots)
+
+    @property
+    def new_scale_slots(self) -> Tensor:
+        """Where the scales of the new tokens live."""
+        return self._newest(self.scale_slots)
+
+    def _newest(self, slots: list[Tensor]) -> Tensor:
         nowhere = torch.zeros(0, dtype=torch.int64)
-        ends = [s[len(s) - new :] for s, new in zip(self.slots, self.step.new, strict=True)]
+        ends = [s[len(s) - new :] for s, new in zip(slots, self.step.new, strict=True)]
         return torch.cat([nowhere, *ends])
 
     def collection(self) -> documented.KVCollection:
@@ -405,6 +454,8 @@ class PagedStep:
             scales=None if scales is None else scales.view,
             scales_lookup_table=self.scales_table,
             kv_lora_rank=self.row.kv_lora_rank,
+            # rows of the documented widths need no flag
+            per_token_scale_rope_aware=None if self.row == ROW else self.has_token_scales,
         )
 
     def key_cache(self) -> documented.KeyCache:

@@ -185,7 +185,7 @@ def test_09_decode_does_not_depend_on_the_number_of_splits():
 def clean_up(paged):
     """Zeros instead of NaN, and page 0 instead of garbage."""
     paged.pages.blocks.view.view(torch.uint8).masked_fill_(
-        ~paged.pages.at_slots(torch.cat(paged.slots)), 0
+        ~paged.pages.at_slots(paged.pages.blocks, torch.cat(paged.slots)), 0
     )
     tables = [(paged.table, paged.pages.blocks)]
     if paged.pages.scales is not None:

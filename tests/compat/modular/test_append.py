@@ -9,12 +9,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mlakit import reference
 from mlakit.geometry import RowShape
-from mlakit.testing import assert_matches, assert_same_bits
+from mlakit.testing import assert_same_bits
 from tests.compat.modular.append_cases import RopeCase
-from tests.compat.modular.inputs import BF16, E4M3, EPSILON, F16, F32, NOTHING, SMALL_ROW, to_e4m3
-from tests.compat.modular.parameters import NO_REQUESTS, NO_TOKENS, integer_types, pages_and_heads
+from tests.compat.modular.inputs import BF16, E4M3, F16, F32, NOTHING, SMALL_ROW
+from tests.compat.modular.parameters import (
+    NO_REQUESTS,
+    NO_TOKENS,
+    SCALED,
+    all_fp8_rows,
+    integer_types,
+    pages_and_heads,
+    scale_pools,
+    scaled_rows,
+)
 
 pytestmark = pytest.mark.usefixtures("place")
 
@@ -149,24 +157,66 @@ def test_rope_norm_of_nothing_writes_nothing(step):
         case.paged.pages.assert_only_written(case.paged.new_slots)
 
 
-def test_rope_norm_writes_rows_with_a_scale_per_token():
-    case = RopeCase(has_token_scales=True, gamma_dtype=F32)
+@scaled_rows
+@scale_pools
+@pytest.mark.interpreted
+def test_rope_norm_writes_rows_with_scales(scaled, has_scale_pool):
+    case = RopeCase(gamma_dtype=F32, has_scale_pool=has_scale_pool, **SCALED[scaled])
     case.run()
-    pages, slots = case.paged.pages, case.paged.new_slots
-    arguments = (case.q_rope.remembered, case.kv.remembered, case.freqs, case.gamma)
-    positions = case.paged.step.positions
-    _, exact = reference.norm_rope_quant(*arguments, positions, epsilon=EPSILON)
-    _, rows = reference.norm_rope_quant_stepwise(
-        *arguments, positions, epsilon=EPSILON, out_dtype=BF16, cache_dtype=F32
-    )
-    sigma = rows[:, :512].abs().amax(-1, keepdim=True) / 448
-    naive = torch.cat(
-        [to_e4m3(rows[:, :512] / sigma).float(), (rows[:, 512:] / sigma).to(BF16).float()], -1
-    )
-    stored = pages.stored(slots).view(torch.uint8)
-    content = stored[:, :512].view(E4M3).double()
-    rope = stored[:, 512:].contiguous().view(BF16).double()
-    meaning = torch.cat([content, rope], -1) * pages.stored_scales(slots).double()
-    for part in (slice(0, 512), slice(512, 576)):
-        assert_matches("row", meaning[:, part], exact[:, part], (naive * sigma)[:, part])
-    pages.assert_only_written(slots)
+    case.check()
+
+
+@scaled_rows
+@pages_and_heads
+def test_rope_norm_kernel_writes_rows_with_scales(scaled, page_size, heads):
+    case = RopeCase(page_size=page_size, heads=heads, layer=2, **SCALED[scaled])
+    case.run_kernel()
+    case.check()
+
+
+@scaled_rows
+@pytest.mark.parametrize(
+    ("dtype", "freqs", "gamma"), [(BF16, BF16, BF16), (F16, F32, BF16), (F32, F32, F32)], ids=str
+)
+def test_rope_norm_scales_rows_in_every_type(scaled, dtype, freqs, gamma):
+    case = RopeCase(dtype=dtype, freqs_dtype=freqs, gamma_dtype=gamma, **SCALED[scaled])
+    case.run()
+    case.check()
+
+
+@pytest.mark.parametrize(
+    ("row", "scale_columns"),
+    [
+        (SMALL_ROW, 128),
+        (SMALL_ROW, 32),
+        (RowShape(64, 0), 32),
+        (RowShape(33, 2), 35),
+        (RowShape(128, 96), 64),
+        (RowShape(256, 16), 128),
+    ],
+    ids=str,
+)
+@pytest.mark.interpreted
+def test_rope_norm_scales_rows_of_other_shapes(row, scale_columns):
+    case = RopeCase(row=row, scale_columns=scale_columns, page_size=7)
+    case.run()
+    case.check()
+
+
+@all_fp8_rows
+def test_rope_norm_scales_do_not_saturate(scaled):
+    """Rotated keys that are far larger than the latents, and latents above 448."""
+    case = RopeCase(std=3000.0, gamma_dtype=F32, **SCALED[scaled])
+    case.gamma *= 300
+    case.run()
+    case.check()
+    rows = case.paged.pages.meaning(case.paged.new_slots, case.paged.new_scale_slots).abs()
+    assert float(rows[:, :512].max()) > 900
+    assert float(rows[:, 512:].max()) > 4000
+
+
+@integer_types
+def test_rope_norm_finds_the_pages_of_scales_by_every_integer_type(integer_type):
+    case = RopeCase(integers=integer_type, page_size=7, scale_columns=64, has_scale_pool=True)
+    case.run()
+    case.check()

@@ -41,23 +41,25 @@ from tests.compat.modular.calls import (
     split_scalars,
     spoil,
 )
+from tests.compat.modular.scaled_calls import SCALED_MAKERS, SCALED_WRITERS
 from tests.compat.modular.wrong_attention_calls import WRONG_ATTENTION_CALLS
 from tests.compat.modular.wrong_cache_calls import WRONG_CACHE_CALLS
+from tests.compat.modular.wrong_scaled_calls import WRONG_SCALED_CALLS
 
 HOUSE_FORM = re.compile(r"\S.* must \S.*, got \S.*")
 
-WRONG = WRONG_CACHE_CALLS | WRONG_ATTENTION_CALLS
-ROWS = [(make, wrong) for make, wrongs in WRONG.items() for wrong in wrongs]
+TABLES = (WRONG_CACHE_CALLS, WRONG_ATTENTION_CALLS, WRONG_SCALED_CALLS)
+ROWS = [(make, wrong) for table in TABLES for make, wrongs in table.items() for wrong in wrongs]
 NAMES = [f"{make.__name__}: {wrong.message}" for make, wrong in ROWS]
 
 
-@pytest.mark.parametrize("make", MAKERS, ids=name_of)
+@pytest.mark.parametrize("make", [*MAKERS, *SCALED_MAKERS], ids=name_of)
 def test_the_calls_that_the_tables_spoil_pass(make):
     """Without this, a row could pass for a reason that is not its own."""
     make()()
 
 
-@pytest.mark.parametrize("make", WRITERS, ids=name_of)
+@pytest.mark.parametrize("make", [*WRITERS, *SCALED_WRITERS], ids=name_of)
 def test_a_call_that_passes_writes(make):
     """Without this, "nothing was written" would say nothing."""
     call = make()
@@ -86,7 +88,7 @@ def test_a_wrong_call_says_what_is_wrong_and_writes_nothing(make, wrong):
 FLAGS = ("ragged", "per_token_scale_rope_aware")  # Python takes the truth of anything
 
 
-@pytest.mark.parametrize("make", MAKERS, ids=name_of)
+@pytest.mark.parametrize("make", [*MAKERS, *SCALED_MAKERS], ids=name_of)
 def test_no_argument_takes_what_is_nothing_it_could_mean(make):
     for name in make().arguments.keys() - set(FLAGS):
         for nonsense in (object(), torch.zeros(1, 1, 1, 1, 1, 1, 1, dtype=torch.complex64)):
@@ -98,7 +100,7 @@ def test_no_argument_takes_what_is_nothing_it_could_mean(make):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("make", [*WRITERS, plan], ids=name_of)
+@pytest.mark.parametrize("make", [*WRITERS, *SCALED_WRITERS, plan], ids=name_of)
 def test_tensors_of_two_devices_are_refused(make):
     names = [name for name, value in make().arguments.items() if isinstance(value, Tensor)]
     for name in names:
@@ -119,7 +121,9 @@ def refusal(call: Call) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("make", [*WRITERS, collection, scaled_collection, plan], ids=name_of)
+@pytest.mark.parametrize(
+    "make", [*WRITERS, *SCALED_MAKERS, collection, scaled_collection, plan], ids=name_of
+)
 def test_no_number_in_an_integer_tensor_gets_past_the_checks_to_a_crash(make):
     sizes = {
         name: tensor.numel()

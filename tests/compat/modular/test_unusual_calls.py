@@ -46,6 +46,13 @@ from tests.compat.modular.calls import (
     sparse,
     spoil,
 )
+from tests.compat.modular.scaled_calls import (
+    SCALED_PAGED,
+    SCALED_WRITERS,
+    group_decode,
+    group_prefill,
+    rope_aware_prefill,
+)
 
 
 def written_by(call: Call) -> dict[str, Tensor]:
@@ -64,7 +71,7 @@ def assert_writes_the_same(odd: Call, plain: Call) -> None:
 
 
 @pytest.mark.parametrize("garbage", [-INT_MAX - 1, -1, PAGES, INT_MAX])
-@pytest.mark.parametrize("make", PAGED, ids=name_of)
+@pytest.mark.parametrize("make", [*PAGED, *SCALED_PAGED], ids=name_of)
 def test_unused_entries_of_the_page_table_may_be_anything(make, garbage):
     odd = make()
     for entry in UNUSED_ENTRIES:
@@ -72,7 +79,7 @@ def test_unused_entries_of_the_page_table_may_be_anything(make, garbage):
     assert_writes_the_same(odd, make())
 
 
-@pytest.mark.parametrize("make", PAGED, ids=name_of)
+@pytest.mark.parametrize("make", [*PAGED, *SCALED_PAGED], ids=name_of)
 def test_the_page_table_may_be_wider_than_needed(make):
     odd = make()
     table = odd.cache["lookup_table"]
@@ -81,7 +88,7 @@ def test_the_page_table_may_be_wider_than_needed(make):
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint32], ids=str)
-@pytest.mark.parametrize("make", WRITERS, ids=name_of)
+@pytest.mark.parametrize("make", [*WRITERS, *SCALED_WRITERS], ids=name_of)
 def test_integers_may_come_in_other_types(make, dtype):
     odd = make()
     for name, value in odd.arguments.items():
@@ -95,7 +102,7 @@ def test_integers_may_come_in_other_types(make, dtype):
     assert_writes_the_same(odd, make())
 
 
-@pytest.mark.parametrize("make", PAGED, ids=name_of)
+@pytest.mark.parametrize("make", [*PAGED, *SCALED_PAGED], ids=name_of)
 def test_a_request_without_new_tokens_needs_no_pages(make):
     odd = make()
     odd.cache["cache_lengths"][1] = 2 * PAGE  # its table names no page at all
@@ -109,6 +116,9 @@ WINDOW = {"mask_str": "sliding_window_causal", "local_window_size": 2}
     ("make", "window"),
     [
         (prefill, WINDOW),
+        (rope_aware_prefill, WINDOW),
+        (group_prefill, WINDOW),
+        (group_decode, {"mask_functor": SlidingWindowCausalMask(2)}),
         (ragged_decode, {"mask_functor": SlidingWindowCausalMask(2)}),
         (padded_decode, {"mask_functor": ChunkedMask(4)}),
         (rope_aware_decode, {"mask_functor": SlidingWindowCausalMask(2)}),
@@ -174,7 +184,7 @@ def no_tokens(make: Make, requests: int) -> Call:
 
 
 @pytest.mark.parametrize("requests", [0, 3])
-@pytest.mark.parametrize("make", PAGED, ids=name_of)
+@pytest.mark.parametrize("make", [*PAGED, *SCALED_PAGED], ids=name_of)
 def test_no_tokens_write_nothing(make, requests):
     assert written_by(no_tokens(make, requests)) == {}
 

@@ -8,9 +8,7 @@ from mlakit.checks import E4M3
 from tests.compat.modular.calls import (
     EXPANDED,
     INT_MAX,
-    LAYERS,
     ON_META,
-    PAGE,
     PAGES,
     RANK_ABOVE,
     RANK_BELOW,
@@ -28,10 +26,7 @@ from tests.compat.modular.calls import (
     key_cache,
     of,
     prefill,
-    scaled_cache_parts,
-    scaled_collection,
     shortened,
-    unwritten,
 )
 from tests.compat.modular.wrong_calls import (
     A_COLLECTION,
@@ -141,29 +136,6 @@ WRONG_CACHE_CALLS: dict[Make, list[Wrong]] = {
         Wrong("max_prompt_length must be at least 0, got -1", max_prompt_length=-1),
         Wrong("TypeError: max_cache_length must be an integer, got float", max_cache_length=8.0),
     ],
-    scaled_collection: [
-        Wrong("TypeError: scales must be float32, got float64", scales=of(torch.float64)),
-        Wrong("scales must have axes ..., got shape (1, 2, 4, 1, 1)", scales=RANK_BELOW),
-        Wrong(f"scales {NO_DATA}", scales=ON_META),
-        Wrong("scales.shape[0] (pages) must equal blocks.shape[0], 6, got 5", scales=shortened(0)),
-        Wrong(
-            "scales.shape[5] (groups) must equal one scale per token, 1, got 2", scales=doubled(5)
-        ),
-        Wrong(f"scales {STRIDE_0}", scales=EXPANDED),
-        Wrong(
-            "scales_lookup_table.shape[1] (columns) must equal lookup_table.shape[1], 2, got 1",
-            scales_lookup_table=TABLE_OF_ZEROS[:, :1],
-        ),
-        Wrong(
-            "blocks must have rows of 16 latent bytes and whole bf16 ..., got head_size 23",
-            blocks=shortened(5),
-        ),
-        Wrong(
-            "kv_lora_rank must be a multiple of 4 with scales, got 18",
-            kv_lora_rank=18,
-            blocks=unwritten(PAGES, 1, LAYERS, PAGE, 1, 26, dtype=E4M3),
-        ),
-    ],
     key_cache: a_layer(),
     fused_kernel: [
         *an_output("q_rope_output", fused_kernel(), "q_rope.shape[1]"),
@@ -186,10 +158,6 @@ WRONG_CACHE_CALLS: dict[Make, list[Wrong]] = {
         Wrong("block_size must be at least 1, got 0", block_size=0),
         Wrong("n_rope_blocks must be at least 1, got 0", n_rope_blocks=0),
         Wrong("TypeError: n_rms_blocks must be an integer, got float", n_rms_blocks=1.0),
-        Wrong(
-            "scales_lookup_table must be None for a cache that is written, got a tensor",
-            cache=scaled_cache_parts() | {"scales_lookup_table": TABLE_OF_ZEROS},
-        ),
     ],
     fused: [
         *a_layer(),
@@ -233,10 +201,6 @@ WRONG_CACHE_CALLS: dict[Make, list[Wrong]] = {
         Wrong(
             "kv_collection must hold rows of q's dtype, ..., got format fp16",
             cache=cache_parts(dtype=torch.float16),
-        ),
-        Wrong(
-            "kv_collection must hold ...unit-scale float8_e4m3fn, got format fp8_token",
-            cache=scaled_cache_parts(),
         ),
         Wrong("scale must be finite, got nan", scale=float("nan")),
         Wrong("scale must be finite, got -inf", scale=-float("inf")),

@@ -159,7 +159,7 @@ def test_short_lists_that_are_padded(with_lens, heads, monkeypatch):
 def test_configurations_fit_shared_memory(format):
     widths = (448, 64, 512) if format == "fp8_block64" else (512, 64, 512)
     is_fp8 = format.startswith("fp8")
-    tiles = RowTiles.of(format, *widths, widest=128 if is_fp8 else 1024)
+    tiles = RowTiles.of(*widths, widest=128 if is_fp8 else 1024)
     itemsize = 4 if format == "fp32" else 2
     for arch, shared_bytes in SHARED_BYTES.items():
         for heads, has_extra in product((1, 16, 17, 32, 33, 64, 128, 200), (False, True)):

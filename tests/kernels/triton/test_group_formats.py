@@ -1,0 +1,96 @@
+"""Appending and decoding rows of e4m3 with scales per row or per group of columns beside them."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlakit import dispatch
+from mlakit.formats import GROUP_FORMATS
+from mlakit.geometry import RowShape
+from mlakit.specs import Problem
+from mlakit.workloads import AppendCase, AppendRowsCase, DecodeCase
+
+every_format = pytest.mark.parametrize("format", GROUP_FORMATS)
+each_backend = pytest.mark.parametrize("backend", ["cpu", "triton"])
+every_row = pytest.mark.parametrize(
+    ("kv_lora_rank", "qk_rope_head_dim"), [(512, 64), (128, 96), (256, 8), (128, 0)]
+)
+
+
+@pytest.fixture(autouse=True)
+def _own_device(backend, device):
+    if backend == "cpu" and device.type != "cpu":
+        pytest.skip("the CPU kernels take CPU tensors only")
+
+
+def row(format: str, kv_lora_rank: int = 128, qk_rope_head_dim: int = 96) -> dict:
+    widths = {"kv_lora_rank": kv_lora_rank, "qk_rope_head_dim": qk_rope_head_dim}
+    return {"format": format, "page_size": 16, **widths}
+
+
+@every_format
+@every_row
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "e4m3"])
+@each_backend
+def test_decode(format, kv_lora_rank, qk_rope_head_dim, dtype, backend, device):
+    widths = (kv_lora_rank, qk_rope_head_dim)
+    DecodeCase(heads=3, dtype=dtype, kv_lens=(37, 5), q_lens=(1, 2), **row(format, *widths)).run(
+        device, backend
+    )
+
+
+@every_format
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"flat_table": True},
+        {"num_splits": 3, "kv_lens": (150, 65)},
+        {"sink": "finite", "q_scaled": True, "num_layers": 2},
+        {"dtype": "e4m3", "q_rope_dtype": "bf16"},
+        {"dtype": "fp16", "q_rope_dtype": "bf16"},
+        {"page_size": 7, "mask": "sliding_window_causal", "window": 9},
+        {"heads": 40, "page_size": 64},
+    ],
+    ids="-".join,
+)
+@each_backend
+def test_decode_options(format, more, backend, device):
+    case = {"heads": 2, "dtype": "bf16", "kv_lens": (37, 5), "q_lens": (1, 2), **row(format)}
+    DecodeCase(**{**case, **more}).run(device, backend)
+
+
+@every_format
+@every_row
+@pytest.mark.parametrize("rope", ["interleaved", "half"])
+@pytest.mark.parametrize("power_of_two", [False, True], ids=["any", "pow2"])
+@each_backend
+def test_append(format, kv_lora_rank, qk_rope_head_dim, rope, power_of_two, backend, device):
+    widths = (kv_lora_rank, qk_rope_head_dim)
+    AppendCase(
+        heads=2,
+        kv_lens=(7, 20),
+        q_lens=(3, 1),
+        rope=rope,
+        power_of_two=power_of_two,
+        **row(format, *widths),
+    ).run(device, backend)
+
+
+@every_format
+@every_row
+@each_backend
+def test_append_rows(format, kv_lora_rank, qk_rope_head_dim, backend, device):
+    widths = (kv_lora_rank, qk_rope_head_dim)
+    AppendRowsCase(num_tokens=9, padded=True, **row(format, *widths)).run(device, backend)
+
+
+@every_format
+@pytest.mark.parametrize("backend", ["triton"])
+@pytest.mark.parametrize("op", ["sparse_mla", "indexer_logits"])
+def test_ops_that_take_no_such_rows_say_so(format, op, backend):
+    problem = Problem("cuda", 90, "torch.bfloat16", format, 16, 64, RowShape(512, 64))
+    (spec,) = (each for each in dispatch.specs(op) if each.backend == backend)
+    assert spec.why_not(problem) == (
+        "needs rows of bf16 or fp16 or fp32 or fp8 or fp8_token or fp8_block128 or fp8_block64, "
+        f"got {format}"
+    )
