@@ -66,16 +66,23 @@ class WeightCopy:
         """Copy the weight again, to the same memory."""
         self.values.copy_(self._computed())
 
-    def differs(self) -> Tensor | bool:
-        """Whether the next sample of the weight differs from the copy; a tensor on a GPU."""
+    def differs(self) -> Tensor:
+        """Whether the next sample of the weight differs from the copy, a bool on its device."""
+        return _differ(*self._next_pair())
+
+    def differs_on_cpu(self) -> bool:
+        """`differs` in fewer operations: a sample that is equal has no NaN to look for."""
+        now, kept = self._next_pair()
+        return not torch.equal(now, kept) and bool(_differ(now, kept))
+
+    def _next_pair(self) -> tuple[Tensor, Tensor]:
+        """The next sample of the weight, converted, and of the copy."""
         at = self._next_sample()
         now = self._converted(self.source[at]) if self.index is None else self._computed()[at]
         kept = self.values[at]
         if self.dtype == E4M3:  # codes, which torch compares as bytes
-            now, kept = now.view(torch.uint8), kept.view(torch.uint8)
-        if now.device.type == "cpu" and torch.equal(now, kept):
-            return False
-        return ((now != kept) & ~(now.isnan() & kept.isnan())).any()
+            return now.view(torch.uint8), kept.view(torch.uint8)
+        return now, kept
 
     def _computed(self) -> Tensor:
         return self._converted(self.source if self.index is None else self.source[self.index])
@@ -93,6 +100,10 @@ class WeightCopy:
             at.append(slice(rest % step, None, step))
             rest //= step
         return tuple(at)
+
+
+def _differ(now: Tensor, kept: Tensor) -> Tensor:
+    return ((now != kept) & ~(now.isnan() & kept.isnan())).any()
 
 
 def _sample_steps(shape: Sequence[int]) -> tuple[int, ...]:
@@ -161,7 +172,7 @@ class WeightCopies:
 
     def _compare(self) -> None:
         for copy in self.copies:
-            if bool(copy.differs()):
+            if copy.differs_on_cpu():
                 self._written = copy.name
 
     def _compare_later(self) -> None:

@@ -204,8 +204,7 @@ def _by_head(kv_b_proj: Tensor, g: MLAGeometry) -> tuple[Tensor, Tensor, Tensor]
 def _float_matrices(kv_b_proj: Tensor, g: MLAGeometry) -> list[HeadMatrices]:
     """The views, each with a view of one float32 copy if the CPU kernels need it."""
     views = _by_head(kv_b_proj, g)
-    is_used = kv_b_proj.dtype == torch.float32 or multiplies_bf16(kv_b_proj.dtype)
-    if kv_b_proj.device.type != "cpu" or is_used or torch.compiler.is_compiling():
+    if not _needs_float32_copy(kv_b_proj):
         return [HeadMatrices(view) for view in views]
     copy = WeightCopy("kv_b_proj", kv_b_proj.detach(), dtype=torch.float32)
     watched = WeightCopies("UpProjection", [copy])
@@ -213,6 +212,13 @@ def _float_matrices(kv_b_proj: Tensor, g: MLAGeometry) -> list[HeadMatrices]:
         HeadMatrices(view, float32=values, copies=watched)
         for view, values in zip(views, _by_head(copy.values, g), strict=True)
     ]
+
+
+def _needs_float32_copy(kv_b_proj: Tensor) -> bool:
+    """Whether the CPU kernels multiply a copy; torch.compile graphs use the original weights."""
+    if torch.compiler.is_compiling() or kv_b_proj.device.type != "cpu":
+        return False
+    return kv_b_proj.dtype != torch.float32 and not multiplies_bf16(kv_b_proj.dtype)
 
 
 def _fp8_matrices(kv_b_proj: Tensor, scale: Tensor, g: MLAGeometry) -> list[HeadMatrices]:

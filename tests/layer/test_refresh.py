@@ -128,9 +128,13 @@ def test_a_write_on_a_gpu_is_refused_after_some_calls():
     layer, other = (layer_of(DENSE, "fp8", gpu, seed) for seed in (0, 9))
     run(layer)
     write(layer, other)
-    with pytest.raises(RuntimeError, match=r"must equal the copy.*refresh_weights\(\)"):
+
+    def many() -> None:
         for _ in range(GPU_INTERVAL + 1):  # each has two decode steps
             run(layer)
             torch.cuda.synchronize()
+
+    with pytest.raises(RuntimeError, match=r"must equal the copy.*refresh_weights\(\)"):
+        many()
     layer.refresh_weights()
     assert_same_bits("out", run(layer).cpu(), run(other).cpu())

@@ -30,17 +30,19 @@ def copies_of(source: Tensor, **how: Any) -> tuple[WeightCopies, Tensor]:
 
 
 def uses_until_found(copies: WeightCopies, limit: int) -> int:
-    """The uses before the one that raises."""
-    for use in range(limit):
-        try:
+    """The uses before the one that raises, which must be one of `limit`."""
+    used = []
+
+    def use() -> None:
+        for i in range(limit):
             copies.ensure_current()
-        except RuntimeError as error:
-            assert "UpProjection: kv_b_proj must equal the copy" in str(error)
-            assert "refresh_weights()" in str(error)
-            return use
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-    raise AssertionError(f"not found by {limit} uses")
+            used.append(i)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+
+    with pytest.raises(RuntimeError, match=r"UpProjection: kv_b_proj must.*refresh_weights\(\)"):
+        use()
+    return len(used)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
