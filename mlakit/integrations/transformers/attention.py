@@ -129,8 +129,9 @@ class _Known:
     A copied or unpickled module has another weight and makes its own.
     """
 
-    def __init__(self, key: object = None, up: UpProjection | None = None) -> None:
-        self.key, self.up = key, up
+    def __init__(self) -> None:
+        self.identity: tuple[object, ...] | None = None
+        self.up: UpProjection | None = None
 
     def __reduce__(self) -> tuple[type[_Known], tuple[()]]:
         return _Known, ()
@@ -139,26 +140,30 @@ class _Known:
 def up_projection(module: nn.Module, geometry: MLAGeometry | None = None) -> UpProjection:
     """W_UK and W_UV of a module, made again when its weight is another or was written.
 
-    geometry  of the whole model; None: that of the module's config
+    geometry  of the whole model; None: the one that was used before, or that of the config
 
     A graph of torch.compile has them as views of the module's weight, whichever that is then.
     """
     weight = checks.kv_b_proj(module)
-    if torch.compiler.is_compiling():
-        return _made(module, weight, geometry)
-    key = identity(weight)
+    if torch.compiler.is_compiling() and geometry is not None:
+        return _made(weight, geometry)
     known: _Known = module.__dict__.setdefault(_UP_PROJECTION, _Known())
-    if known.up is None or known.key != key:
+    if geometry is None:  # generate_batch changes the config while it runs
+        config: Any = module.config
+        geometry = MLAGeometry.from_config(config) if known.up is None else known.up.geometry
+    if torch.compiler.is_compiling():
+        return _made(weight, geometry)
+    found = identity(weight)
+    if known.up is None or known.identity != found:
         # not inference tensors: they could not be refreshed outside of inference mode
         with torch.inference_mode(False), torch.no_grad():
-            known.key, known.up = key, _made(module, weight, geometry)
+            known.identity, known.up = found, _made(weight, geometry)
     return known.up
 
 
-def _made(module: nn.Module, weight: Tensor, geometry: MLAGeometry | None) -> UpProjection:
-    model = MLAGeometry.from_config(module.config) if geometry is None else geometry
-    heads = weight.shape[0] // (model.qk_nope_head_dim + model.v_head_dim)
-    return UpProjection.from_checkpoint(weight, model.with_heads(heads))
+def _made(weight: Tensor, geometry: MLAGeometry) -> UpProjection:
+    heads = weight.shape[0] // (geometry.qk_nope_head_dim + geometry.v_head_dim)
+    return UpProjection.from_checkpoint(weight, geometry.with_heads(heads))
 
 
 def forget_up_projection(module: nn.Module) -> None:
