@@ -11,7 +11,9 @@ group of columns before the product. The blocks cover the whole matrix. If a blo
 boundary of a head, the matrices of the heads get smaller blocks with the same values.
 
 A bf16 or fp16 matrix on the CPU has a float32 copy for the CPU kernels, unless the CPU multiplies
-bf16 matrices.
+bf16 matrices: most CPUs multiply float32 matrices fastest, and converting a layer's weights takes
+longer than a decode step. W_UK of an e4m3 matrix has a transposed copy. `weight_copies` keeps them
+current.
 """
 
 from __future__ import annotations
@@ -28,39 +30,12 @@ from mlakit.geometry import MLAGeometry
 from mlakit.kernels.cpu.matmul import multiplies_bf16
 from mlakit.knobs import Backend
 from mlakit.ops import batched_matmul, quantize_fp8, scaled_mm_fp8
-from mlakit.reprs import shapes_repr, summary
+from mlakit.reprs import shapes_repr
 from mlakit.specs import Problem, device_facts
+from mlakit.weight_copies import WeightCopies, WeightCopy
 
 BLOCK = 128  # rows and columns per scale of an e4m3 checkpoint
 SCALE_UB = 1200.0  # upper bound of an activation group's amax; larger entries saturate
-
-
-class _Float32Copy:
-    """A float32 copy of a 16-bit matrix on the CPU, made once and refreshed after writes.
-
-    Most CPUs multiply float32 matrices fastest, and converting a layer's weights takes longer than
-    a decode step. The next use after a write to the matrix refreshes the copy. Torch does not count
-    writes to a tensor made in inference mode: these are missed.
-    """
-
-    def __init__(self, source: Tensor, values: Tensor) -> None:
-        """values  `source` in float32"""
-        self._source, self._values, self._version = source, values, _version(source)
-
-    def __repr__(self) -> str:
-        return summary(self._values)
-
-    def current(self) -> Tensor:
-        """The copy, equal to `source`."""
-        version = _version(self._source)
-        if version != self._version:
-            self._values.copy_(self._source)
-            self._version = version
-        return self._values
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +45,9 @@ class HeadMatrices:
     weight: Tensor
     scale: Tensor | None = None  # [heads, ceil(outputs / group), ceil(inputs / group)] float32
     group: int = 0
-    float32: _Float32Copy | None = field(default=None, repr=False)  # for the CPU kernels
+    float32: Tensor | None = field(default=None, repr=False)  # a copy for the CPU kernels
+    # what keeps `float32`, or an e4m3 `weight` and `scale`, equal to the checkpoint's matrix
+    copies: WeightCopies | None = field(default=None, repr=False)
 
     __repr__ = shapes_repr
 
@@ -88,9 +65,13 @@ class HeadMatrices:
         if self.scale is None:
             weight = self.weight
             if self.float32 is not None and _on_cpu_kernels(x, backend):
-                by_head, weight = by_head.float(), self.float32.current()
+                assert self.copies is not None
+                self.copies.ensure_current()
+                by_head, weight = by_head.float(), self.float32
             batched_matmul(by_head, weight, out=out_by_head, backend=backend)
             return out
+        if self.copies is not None:
+            self.copies.ensure_current()
         quantised, scales = quantize_fp8(by_head, self.group, scale_ub=SCALE_UB, backend=backend)
         scaled_mm_fp8(
             quantised,
@@ -138,6 +119,16 @@ class UpProjection:
         columns = self.geometry.qk_nope_head_dim + self.geometry.v_head_dim
         return BLOCK // gcd(columns, BLOCK) if self.is_fp8 else 1
 
+    def refresh_weights(self) -> None:
+        """Make the copies of the matrix again, after writes that torch does not count.
+
+        These are writes through `.data`, and to tensors that were made in inference mode. Without
+        this call a sample of the matrix is compared with the copies at each use, and a use after
+        such a write raises RuntimeError once a sample differs (`mlakit.weight_copies`).
+        """
+        if self.w_uk_t.copies is not None:
+            self.w_uk_t.copies.refresh()
+
     def expand(
         self,
         latent: Tensor,
@@ -179,7 +170,8 @@ class UpProjection:
 
         A float matrix is viewed. On a CPU a bf16 or fp16 matrix is also copied to float32, for the
         CPU kernels: 4 bytes per weight, 67 MB for a layer of DeepSeek-V3. A bf16 matrix is not,
-        if the CPU multiplies such matrices. W_UK of an e4m3 matrix is copied, transposed.
+        if the CPU multiplies such matrices. W_UK of an e4m3 matrix is copied, transposed. Writes to
+        the matrix refresh the copies, or need `refresh_weights`.
         """
         dims = Dims("UpProjection.from_checkpoint")
         g = geometry
@@ -199,17 +191,7 @@ class UpProjection:
         dims.bind("row blocks", -(-kv_b_proj.shape[0] // BLOCK), "the rows of kv_b_proj / 128")
         dims.bind("column blocks", -(-g.kv_lora_rank // BLOCK), "kv_lora_rank / 128")
         dims.match("scale", scale, "row blocks", "column blocks", dtypes=[torch.float32])
-        group = _head_group(g)
-        w_uk_scale = _head_scales(scale, g, 0, g.qk_nope_head_dim, group)
-        w_uv_scale = _head_scales(scale, g, g.qk_nope_head_dim, g.v_head_dim, group)
-        matrix, w_uk_t, w_uv = _by_head(kv_b_proj, g)
-        w_uk_t_scale = w_uk_scale.transpose(1, 2).contiguous()
-        return cls(
-            g,
-            HeadMatrices(matrix, scale[None], BLOCK),
-            HeadMatrices(w_uk_t.contiguous(), w_uk_t_scale, group),
-            HeadMatrices(w_uv, w_uv_scale, group),
-        )
+        return cls(g, *_fp8_matrices(kv_b_proj, scale, g))
 
 
 def _by_head(kv_b_proj: Tensor, g: MLAGeometry) -> tuple[Tensor, Tensor, Tensor]:
@@ -222,13 +204,40 @@ def _by_head(kv_b_proj: Tensor, g: MLAGeometry) -> tuple[Tensor, Tensor, Tensor]
 def _float_matrices(kv_b_proj: Tensor, g: MLAGeometry) -> list[HeadMatrices]:
     """The views, each with a view of one float32 copy if the CPU kernels need it."""
     views = _by_head(kv_b_proj, g)
-    is_used = kv_b_proj.dtype == torch.float32 or multiplies_bf16(kv_b_proj.dtype)
-    if kv_b_proj.device.type != "cpu" or is_used:
+    if not _needs_float32_copy(kv_b_proj):
         return [HeadMatrices(view) for view in views]
-    copies = _by_head(kv_b_proj.detach().float(), g)
+    copy = WeightCopy("kv_b_proj", kv_b_proj.detach(), dtype=torch.float32)
+    watched = WeightCopies("UpProjection", [copy])
     return [
-        HeadMatrices(view, float32=_Float32Copy(view, copy))
-        for view, copy in zip(views, copies, strict=True)
+        HeadMatrices(view, float32=values, copies=watched)
+        for view, values in zip(views, _by_head(copy.values, g), strict=True)
+    ]
+
+
+def _needs_float32_copy(kv_b_proj: Tensor) -> bool:
+    """Whether the CPU kernels multiply a copy; torch.compile graphs use the original weights."""
+    if torch.compiler.is_compiling() or kv_b_proj.device.type != "cpu":
+        return False
+    return kv_b_proj.dtype != torch.float32 and not multiplies_bf16(kv_b_proj.dtype)
+
+
+def _fp8_matrices(kv_b_proj: Tensor, scale: Tensor, g: MLAGeometry) -> list[HeadMatrices]:
+    """The matrix and W_UV as views, W_UKᵀ as a copy, and the scales of each head's blocks."""
+    group = _head_group(g)
+    matrix, w_uk_t, w_uv = _by_head(kv_b_proj, g)
+    scales = scale.detach()
+    rows, columns = _head_blocks(g, 0, g.qk_nope_head_dim, group, scale.device)
+    transposed = WeightCopy("kv_b_proj", w_uk_t.detach())
+    w_uk_t_scale = WeightCopy("scale", scales, index=(rows[:, None], columns[:, None]))
+    rows, columns = _head_blocks(g, g.qk_nope_head_dim, g.v_head_dim, group, scale.device)
+    w_uv_scale = WeightCopy("scale", scales, index=(rows[..., None], columns))
+    watched = None
+    if not torch.compiler.is_compiling():
+        watched = WeightCopies("UpProjection", [transposed, w_uk_t_scale, w_uv_scale])
+    return [
+        HeadMatrices(matrix, scale[None], BLOCK),
+        HeadMatrices(transposed.values, w_uk_t_scale.values, group, copies=watched),
+        HeadMatrices(w_uv, w_uv_scale.values, group, copies=watched),
     ]
 
 
@@ -237,11 +246,14 @@ def _head_group(g: MLAGeometry) -> int:
     return gcd(g.qk_nope_head_dim, g.v_head_dim, BLOCK)
 
 
-def _head_scales(scale: Tensor, g: MLAGeometry, first_row: int, rows: int, group: int) -> Tensor:
-    """Scales [heads, rows / group, ceil(D_C / group)] of `rows` rows of each head."""
-    per_head = g.qk_nope_head_dim + g.v_head_dim
-    head = torch.arange(g.num_heads, device=scale.device)[:, None]
-    row = torch.arange(0, rows, group, device=scale.device)
-    by_row = scale[(head * per_head + first_row + row) // BLOCK]
-    columns = -(-g.kv_lora_rank // group)
-    return by_row.repeat_interleave(BLOCK // group, dim=-1)[..., :columns].contiguous()
+def _head_blocks(
+    g: MLAGeometry, first_row: int, rows: int, group: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """The checkpoint's blocks that hold the blocks of `group`² of `rows` rows of each head.
+
+    Returns their rows [heads, rows / group] and columns [ceil(D_C / group)].
+    """
+    head = torch.arange(g.num_heads, device=device)[:, None]
+    row = torch.arange(0, rows, group, device=device)
+    first = head * (g.qk_nope_head_dim + g.v_head_dim) + first_row
+    return (first + row) // BLOCK, torch.arange(0, g.kv_lora_rank, group, device=device) // BLOCK

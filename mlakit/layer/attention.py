@@ -29,6 +29,7 @@ from mlakit.knobs import Backend
 from mlakit.layer.config import LayerConfig
 from mlakit.layer.indexer import LightningIndexer
 from mlakit.layer.linear import Activations, Linear, RMSNorm
+from mlakit.layer.prepared import PreparedWeights
 from mlakit.layer.rotary import RopeTable
 from mlakit.parallel import (
     context_parallel_decode,
@@ -37,7 +38,6 @@ from mlakit.parallel import (
 )
 from mlakit.parallel.groups import are_heads_sharded, group_rank
 from mlakit.plan import DecodePlan, DecodePlanTensors, EvenSplit
-from mlakit.weights import UpProjection
 
 NAME = "MLAAttention"
 AnyPlan = StepPlan | DecodePlan | DecodePlanTensors | EvenSplit
@@ -57,7 +57,7 @@ class MLAAttention(nn.Module):
     `context_parallel_decode` does. They are the same group, or have only this rank in common.
 
     The absorbed matrices are made at the first call, and again after the weights, their dtype or
-    their device changed.
+    their device changed. After writes to weights through `.data` call `refresh_weights`.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class MLAAttention(nn.Module):
             self.indexer = LightningIndexer(self.config, max_positions=max_positions, **weights)
         self.tp_group: dist.ProcessGroup | None = None
         self.cp_group, self.cp_interleave = cp_group, cp_interleave
-        self._prepared: tuple[tuple[object, ...], LayerWeights] | None = None
+        self._prepared = PreparedWeights()
 
     @classmethod
     def load_safetensors(
@@ -292,31 +292,16 @@ class MLAAttention(nn.Module):
 
     def weights(self, device: torch.device) -> LayerWeights:
         """The weights of the layer's branches on `device`, made again after any of them changed."""
-        gamma = self.kv_a_layernorm.weight
-        sources = (self.kv_b_proj.weight, self.kv_b_proj.weight_scale_inv, gamma)
-        if torch.compiler.is_compiling():
-            return self._made_weights(device)
-        key = (device, *map(_identity, sources))
-        if self._prepared is None or self._prepared[0] != key:
-            # not inference tensors: they could not be refreshed outside of inference mode
-            with torch.inference_mode(False), torch.no_grad():
-                self._prepared = key, self._made_weights(device)
-        return self._prepared[1]
+        return self._prepared.of(self, device)
 
-    def _made_weights(self, device: torch.device) -> LayerWeights:
-        c, gamma = self.config, self.kv_a_layernorm.weight
-        scale = self.kv_b_proj.weight_scale_inv
-        up = UpProjection.from_checkpoint(self.kv_b_proj.weight, c.geometry, scale)
-        if c.latent_factor != 1.0:  # float32: a rounded product would scale the whole cache
-            gamma = gamma.float() * c.latent_factor  # type: ignore[assignment]
-        return LayerWeights(
-            up,
-            gamma,
-            self.rope_table.on(device),
-            c.scale * c.q_factor,  # the query enters the scores only
-            epsilon=self.kv_a_layernorm.epsilon,
-            rope=c.geometry.rope,
-        )
+    def refresh_weights(self) -> None:
+        """Make what is derived of the weights again, after writes that torch does not count.
+
+        Call it after writes through `.data`, or to weights made in inference mode. Other writes,
+        new parameters, `load_state_dict` and `to` are seen without it. The derived tensors stay
+        where they are: a CUDA graph of the layer has the new values at its next replay.
+        """
+        self._prepared.refresh()
 
     def _context_parallel(
         self,
@@ -451,16 +436,16 @@ class MLAAttention(nn.Module):
         dims.same_device("the layer", self.kv_b_proj.weight)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        self._prepared = None  # releases the old memory
+        self._prepared = PreparedWeights()  # releases the old memory
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         # torch does not count writes to inference tensors
-        self._prepared = None
+        self._prepared = PreparedWeights()
         super()._load_from_state_dict(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_prepared": None}
+        return {**self.__dict__, "_prepared": PreparedWeights()}
 
 
 def _attend(
@@ -487,11 +472,3 @@ def _sparse_plan(dims: Dims, plan: AnyPlan | None, batch: CachedBatch) -> AnyPla
     if plan is not None or not (values_visible(batch.kv_lens) and values_visible(batch.q_starts)):
         return plan
     return plan_step(batch.kv_lens.tolist(), batch.q_starts.diff().tolist())
-
-
-def _identity(tensor: Tensor | None) -> object:
-    """What changes when a tensor is replaced or written to."""
-    if tensor is None:
-        return None
-    version = 0 if tensor.is_inference() else tensor._version
-    return tensor.data_ptr(), version, tensor.dtype, tensor.device, tuple(tensor.shape)

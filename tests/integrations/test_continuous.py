@@ -80,7 +80,9 @@ def test_other_releases_are_refused(version, monkeypatch):
 
 def test_rows_of_other_widths_are_refused():
     """Continuous batching that is not begun by generate_batch has rows of the config's sizes."""
-    module = build("DeepseekV3").model.layers[1].self_attn
+    model = build("DeepseekV3")
+    patch(model)
+    module = model.model.layers[1].self_attn
     cache = SimpleNamespace(
         layer_index_to_group_indices={1: (0, 0)}, key_cache=[torch.zeros(8, 4, 16)]
     )

@@ -34,6 +34,7 @@ class Model:
             if layer == 1:
                 for own, row, shown in zip(self.rows, rows[:, 0], new.bool(), strict=True):
                     own.extend(row[shown])
+        self.pool.commit()
 
     def select(self, rows: list[int]) -> None:
         self.pool.select(rows)

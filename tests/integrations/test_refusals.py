@@ -139,6 +139,81 @@ def test_a_kv_b_proj_that_is_no_plain_matrix(kind, when):
         patch(model) if when == "before" else model(prompts())
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("kind", ["hook", "pre-hook", "forward"])
+def test_a_kv_b_proj_that_is_watched_or_replaced(kind, when):
+    """The attention multiplies by the weight: what the module does besides would be left out."""
+    model = build("DeepseekV3")
+    if when == "after":
+        patch(model)
+        model(prompts())
+    linear = kv_b_proj(model)
+    if kind == "hook":
+        linear.register_forward_hook(lambda module, args, out: out * 2)
+    elif kind == "pre-hook":
+        linear.register_forward_pre_hook(lambda module, args: None)
+    else:
+        linear.forward = lambda x: nn.functional.linear(x, linear.weight) * 2
+    with pytest.raises(UnsupportedError, match="kv_b_proj must have no forward hooks and no fo"):
+        patch(model) if when == "before" else model(prompts())
+
+
+def test_hooks_of_other_modules_are_called():
+    model, ids = build("DeepseekV3"), prompts()
+    attention = model.model.layers[1].self_attn
+    called = []
+    for name, module in attention.named_children():
+        if name != "kv_b_proj":
+            module.register_forward_hook(lambda *args, name=name: called.append(name))
+    attention.o_proj.register_forward_hook(lambda module, args, out: out * 3)
+    eager = model(ids).logits
+    expected, called[:] = list(called), []
+    patch(model)
+    assert (model(ids).logits - eager).abs().max() < 2e-4
+    assert called == expected
+    assert called
+
+
+@pytest.mark.parametrize("format", ["bf16", None])
+def test_another_dtype_after_the_patch(format):
+    model, ids = build("DeepseekV3").bfloat16(), prompts()
+    patch(model, format=format)
+    cache = model(ids).past_key_values
+    model.float()
+    if format is None:
+        with pytest.raises(UnsupportedError, match="past_key_values must have rows of 'fp32' or"):
+            model(ids[:, :1], past_key_values=cache)
+        model(ids)  # a new cache has rows of the new dtype
+        return
+    for given in (None, cache):
+        with pytest.raises(UnsupportedError, match=r"format must be 'fp32' or .* got 'bf16'"):
+            model(ids, past_key_values=given)
+
+
+def test_a_config_shared_with_a_patched_model(model):
+    """The config names the attention function of both."""
+    other = type(model)(model.config).eval().requires_grad_(False)
+    with pytest.raises(UnsupportedError, match=r"mlakit: the model must not share its config"):
+        other(prompts())
+    with pytest.raises(UnsupportedError, match=r"patch: the model must not share.*deepcopy"):
+        patch(other)
+    model(prompts())
+    unpatch(model)
+    other(prompts())
+
+
+@pytest.mark.parametrize("cache", ["new", "begun"])
+def test_another_attention_implementation_while_patched(model, cache):
+    ids = prompts()
+    given = model(ids).past_key_values if cache == "begun" else None
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(UnsupportedError, match=r"must be 'mlakit', got 'sdpa'; call unpatch"):
+        model(ids, past_key_values=given)
+    unpatch(model)
+    assert model.config._attn_implementation == "sdpa"
+    model(ids)
+
+
 def test_training(model):
     with pytest.raises(UnsupportedError, match=r"training mode; call model.eval\(\)"):
         model.train()(prompts())

@@ -32,7 +32,7 @@ LAYERS = (
     "e4m3",
     "formats masks rope split_heuristic",
     "reference",
-    "cache pages plan specs",
+    "cache pages plan specs weight_copies",
     "arguments",
     "replay",
     "kernels",
@@ -61,7 +61,7 @@ NEVER = {("kernels", "checks"), ("kernels", "reference")}
 # with what launches it again, and subclasses of the package's classes
 NEEDED_BY = {
     "triton": r"kernels/(triton|hopper)/(?!support|configs|decode/configs).*|replay/launchers/.*",
-    "transformers": r"integrations/transformers/(cache_layers|static_cache)\.py",
+    "transformers": r"integrations/transformers/(cache_layers|static_cache|step_hooks)\.py",
 }
 TOPICS = ("norm_rope_quant", "prefill", "decode", "sparse", "indexer", "merge", "fp8")
 VAGUE_NAMES = {"utils", "util", "common", "misc", "helpers", "core", "v2"}

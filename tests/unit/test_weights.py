@@ -272,7 +272,7 @@ def test_a_half_matrix_on_the_cpu_has_one_float32_copy(g, group, generator, monk
     monkeypatch.setattr(weights, "multiplies_bf16", lambda dtype: False)
     matrix = float_matrix(generator, g, BF16)
     up = UpProjection.from_checkpoint(matrix, g)
-    copies = [part.float32.current() for part in (up.kv_b_proj, up.w_uk_t, up.w_uv)]
+    copies = [part.float32 for part in (up.kv_b_proj, up.w_uk_t, up.w_uv)]
     assert len({copy.untyped_storage().data_ptr() for copy in copies}) == 1
     assert copies[0].untyped_storage().nbytes() == 4 * matrix.numel()
     for part, copy in zip((up.kv_b_proj, up.w_uk_t, up.w_uv), copies, strict=True):

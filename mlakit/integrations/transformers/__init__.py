@@ -9,7 +9,8 @@ transformers has two places for it, so no forward of a model is replaced: the at
 (`AttentionInterface`), and `expand_kv`, the method of an MLA module that expands cached latents to
 K and V. Projections, norms, RoPE, gates and the indexer stay the model's.
 
-    patching.py      patch, unpatch, the hook on the decoder that begins a step
+    patching.py      patch, unpatch, refresh_weights
+    step_hooks.py    the hooks on the decoder that begin a step and commit it
     pool.py          LatentPool: sequences of a batch in the pages of one cache
     cache_layers.py  the layers that a DynamicCache gets
     attention.py     the attention and the mask function
@@ -19,6 +20,6 @@ K and V. Projections, norms, RoPE, gates and the indexer stay the model's.
     generation.py    mlakit generate: a local checkpoint, timed; command.py prints it
 """
 
-from mlakit.integrations.transformers.patching import patch, unpatch
+from mlakit.integrations.transformers.patching import patch, refresh_weights, unpatch
 
-__all__ = ["patch", "unpatch"]
+__all__ = ["patch", "refresh_weights", "unpatch"]

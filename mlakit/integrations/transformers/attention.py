@@ -19,8 +19,8 @@ from mlakit import (
 from mlakit.branches.step import DECODE_THRESHOLD
 from mlakit.integrations.transformers import checks
 from mlakit.integrations.transformers.pool import LatentPool
+from mlakit.weight_copies import identity
 
-NAME = "mlakit"
 _UP_PROJECTION = "_mlakit_up_projection"
 
 
@@ -62,6 +62,7 @@ def attention(
 
     Returns [batch, length, heads, D_V]; 0 for padding.
     """
+    checks.check_patched(module)
     checks.check_attention_arguments(module, dropout, others)
     if not isinstance(key, (Tensor, tuple)):
         return _static_attention(module, query, key, scaling, indices, s_aux), None
@@ -105,9 +106,10 @@ def _static_attention(
     sink = None if s_aux is None else s_aux.detach().float()
     cached = layer.batch(length)
     rows = None if indices is None else layer.rows(indices)
-    up = up_projection(module)
+    up = up_projection(module, layer.geometry)
     out, _ = decode_attend(q, up, cached, softmax_scale=scale, sink=sink, rows=rows)
-    return out.view(batch, length, heads, -1)
+    marked: Tensor = layer.mark_lost(out.view(batch, length, heads, -1))
+    return marked
 
 
 def _selected_rows(pool: LatentPool, indices: Tensor) -> Tensor | None:
@@ -121,22 +123,47 @@ def _selected_rows(pool: LatentPool, indices: Tensor) -> Tensor | None:
     return physical_rows(tokens, step.page_table, pool.allocator.page_size, step.q_starts)
 
 
-def up_projection(module: nn.Module) -> UpProjection:
-    """W_UK and W_UV of a module, made again when its weight is another or was written."""
-    if torch.compiler.is_compiling():
-        compiled: UpProjection = getattr(module, _UP_PROJECTION)[1]  # the cache made it
-        return compiled
+class _Known:
+    """The up-projection that was made of a module's weight, and the identity of that weight.
+
+    A copied or unpickled module has another weight and makes its own.
+    """
+
+    def __init__(self) -> None:
+        self.identity: tuple[object, ...] | None = None
+        self.up: UpProjection | None = None
+
+    def __reduce__(self) -> tuple[type[_Known], tuple[()]]:
+        return _Known, ()
+
+
+def up_projection(module: nn.Module, geometry: MLAGeometry | None = None) -> UpProjection:
+    """W_UK and W_UV of a module, made again when its weight is another or was written.
+
+    geometry  of the whole model; None: the one that was used before, or that of the config
+
+    A graph of torch.compile has them as views of the module's weight, whichever that is then.
+    """
     weight = checks.kv_b_proj(module)
-    version = 0 if weight.is_inference() else weight._version
-    key = (weight.data_ptr(), version, weight.dtype, weight.device, weight.shape)
-    known = module.__dict__.get(_UP_PROJECTION)
-    if known is None or known[0] != key:
-        geometry = MLAGeometry.from_config(module.config)
-        heads = weight.shape[0] // (geometry.qk_nope_head_dim + geometry.v_head_dim)
-        made = UpProjection.from_checkpoint(weight, geometry.with_heads(heads))
-        known = module.__dict__[_UP_PROJECTION] = (key, made)
-    up: UpProjection = known[1]
-    return up
+    if torch.compiler.is_compiling() and geometry is not None:
+        return _made(weight, geometry)
+    known: _Known = module.__dict__.setdefault(_UP_PROJECTION, _Known())
+    if geometry is None:  # generate_batch changes the config while it runs
+        config: Any = module.config
+        geometry = MLAGeometry.from_config(config) if known.up is None else known.up.geometry
+    if torch.compiler.is_compiling():
+        return _made(weight, geometry)
+    found = identity(weight)
+    if known.up is None or known.identity != found:
+        # not inference tensors: they could not be refreshed outside of inference mode
+        with torch.inference_mode(False), torch.no_grad():
+            known.identity, known.up = found, _made(weight, geometry)
+    return known.up
+
+
+def _made(weight: Tensor, geometry: MLAGeometry) -> UpProjection:
+    heads = weight.shape[0] // (geometry.qk_nope_head_dim + geometry.v_head_dim)
+    return UpProjection.from_checkpoint(weight, geometry.with_heads(heads))
 
 
 def forget_up_projection(module: nn.Module) -> None:

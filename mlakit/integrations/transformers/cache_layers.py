@@ -30,14 +30,22 @@ class PoolLayer(NamedTuple):
 
 
 class LatentLayer(CacheLayerMixin):
-    """One layer of a pool. Its length is in columns of the mask, padding included."""
+    """One layer of a pool. Its length is in columns of the mask, padding included.
+
+    The length grows when the step is committed, at the end of a forward that did not fail.
+    """
 
     is_sliding = False
     is_croppable = True
 
     def __init__(self, pool: LatentPool, layer: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.pool, self.layer, self.columns = pool, layer, 0
+        self.pool, self.layer = pool, layer
+
+    @property
+    def columns(self) -> int:
+        """The columns of the committed steps."""
+        return self.pool.columns
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """The pool is made at the first `update`, with the dtype of its latents."""
@@ -48,7 +56,6 @@ class LatentLayer(CacheLayerMixin):
         """Store latents [batch, 1, length, D_C] and rotated keys [batch, 1, length, D_R]."""
         self.pool.write(self.layer, key_states, value_states)
         self.is_initialized = True
-        self.columns += key_states.shape[2]
         return PoolLayer(self.pool, self.layer), value_states
 
     def get_seq_length(self) -> int:
@@ -61,7 +68,6 @@ class LatentLayer(CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
-        self.columns = 0
         if self.layer == 0:
             self.pool.reset()
 
@@ -87,10 +93,7 @@ class LatentLayer(CacheLayerMixin):
         """Remove that many tokens, given as a negative number; a positive one is a length."""
         given = int(tokens_to_remove)  # generate() passes a tensor
         count = -given if given <= 0 else max(self.columns - given, 0)
-        if not count:
-            return
-        self.columns -= count
-        if self.layer == 0:
+        if count and self.layer == 0:
             self.pool.crop(count)
 
     def offload(self) -> None:
@@ -108,8 +111,10 @@ class IndexedLatentLayer(LatentLayer):
         self.indexer_keys: Tensor | None = None
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        known = self.indexer_keys
-        keys = indexer_key_states if known is None else torch.cat([known, indexer_key_states], 1)
+        keys = indexer_key_states
+        if self.indexer_keys is not None and self.columns:
+            # a forward that failed may have left keys after the committed columns
+            keys = torch.cat([self.indexer_keys[:, : self.columns], keys], 1)
         self.indexer_keys = keys
         return keys
 
@@ -140,6 +145,14 @@ class IndexedLatentLayer(LatentLayer):
             self.indexer_keys = self.indexer_keys[:, : self.columns]
 
 
+def known_pool(cache: object, layer: int) -> LatentPool | None:
+    """The pool of a cache whose first MLA layer is `layer`; None if it has none."""
+    if not isinstance(cache, DynamicCache) or layer >= len(cache.layers):
+        return None
+    known = cache.layers[layer]
+    return known.pool if isinstance(known, LatentLayer) else None
+
+
 def pool_of(
     cache: object, layers: Sequence[int], format: Format | None, page_size: int
 ) -> LatentPool:
@@ -150,9 +163,9 @@ def pool_of(
     if not isinstance(cache, DynamicCache):
         got = type(cache).__name__
         raise ValueError(f"mlakit: past_key_values must be a DynamicCache, got {got}")
-    known = cache.layers[layers[0]] if layers[0] < len(cache.layers) else None
-    if isinstance(known, LatentLayer):
-        return known.pool
+    known = known_pool(cache, layers[0])
+    if known is not None:
+        return known
     if cache.get_seq_length():
         raise ValueError("mlakit: past_key_values must be empty or begun by a patched model")
     if cache.offloading:

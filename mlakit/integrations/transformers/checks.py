@@ -14,6 +14,12 @@ from mlakit import UnsupportedError
 from mlakit.checks import FLOATS
 from mlakit.formats import FLOAT_FORMATS, known_format
 
+NAME = "mlakit"  # of the attention function
+PAGED_NAME = f"paged|{NAME}"
+_SHARED_CONFIG = (
+    "the model must not share its config object with a patched model; give each model its own, "
+    "copy.deepcopy(config)"
+)
 OLDEST = (5, 15)  # the first release that caches latents and has expand_kv
 NEWEST_TESTED = (5, 22)
 REFUSED_MODELS = {"glm5_next": "its layers have no rope columns and build their own masks"}
@@ -73,14 +79,41 @@ def check_model(model: nn.Module, modules: Sequence[nn.Module], format: str | No
     if len(devices) > 1:
         names = ", ".join(sorted(map(str, devices)))
         raise UnsupportedError(f"patch: all layers must be on one device, got {names}")
+    check_format("patch: format must be", format, kv_b_proj(modules[0]).dtype)
+
+
+def check_format(must: str, format: str | None, dtype: torch.dtype) -> None:
+    """Rows of `format` go with weights of this dtype; None: the weights decide.
+
+    must  the beginning of the error, such as "patch: format must be"
+    """
     if format is None:
         return
-    dtype = kv_b_proj(modules[0]).dtype
     known = known_format(format)
     if known in FLOAT_FORMATS.values() and known != FLOAT_FORMATS[dtype]:
         own = f"{FLOAT_FORMATS[dtype]!r} or an FP8 format"
+        raise UnsupportedError(f"{must} {own} for weights of {_name(dtype)}, got {format!r}")
+
+
+def check_own_config(model: nn.Module, modules: Sequence[nn.Module]) -> None:
+    """The config, which names the attention function, is not that of a patched model."""
+    for config in (model.config, modules[0].config):
+        if config._attn_implementation == NAME:  # type: ignore[union-attr]
+            raise UnsupportedError(f"patch: {_SHARED_CONFIG}")
+
+
+def check_patched(module: nn.Module) -> None:
+    """The module's model is patched, not only one that has the same config object."""
+    if "expand_kv" not in module.__dict__:
+        raise UnsupportedError(f"mlakit: {_SHARED_CONFIG}")
+
+
+def check_implementation(found: str | None) -> None:
+    """The config of a patched model still names the attention function of the patch."""
+    if found not in (NAME, PAGED_NAME):
         raise UnsupportedError(
-            f"patch: format must be {own} for weights of {_name(dtype)}, got {format!r}"
+            f"mlakit: the attention implementation of a patched model must be {NAME!r}, got "
+            f"{found!r}; call unpatch(model) before model.set_attn_implementation"
         )
 
 
@@ -92,6 +125,11 @@ def kv_b_proj(module: nn.Module) -> Tensor:
         raise UnsupportedError(f"mlakit: kv_b_proj must be nn.Linear, got {type(linear).__name__}")
     if linear.bias is not None:
         raise UnsupportedError("mlakit: kv_b_proj must have no bias")
+    if linear._forward_hooks or linear._forward_pre_hooks or "forward" in linear.__dict__:
+        raise UnsupportedError(
+            "mlakit: kv_b_proj must have no forward hooks and no forward of its own, because the "
+            "attention multiplies by its weight and does not call it; remove them, or call unpatch"
+        )
     weight: Any = linear.weight.detach()
     if hasattr(weight, "to_local"):  # a DTensor of tensor parallelism
         weight = weight.to_local()
@@ -128,11 +166,16 @@ def check_mask(mask: object) -> Tensor | None:
     return mask
 
 
-def check_no_padding(mask: object) -> None:
+def check_no_padding(mask: object, max_length: int) -> None:
     """For a cache of fixed size: no mask, or one of ones. A graph takes none."""
     if mask is None:
         return
     known = check_mask(mask)
+    if known is not None and known.shape[1] > max_length:
+        raise ValueError(
+            f"StaticLatentCache: attention_mask must have at most {max_length} columns, the "
+            f"tokens that the cache has memory for, got {known.shape[1]}"
+        )
     if torch.compiler.is_compiling() or known is None or not bool(known.all()):
         raise ValueError(
             "mlakit: attention_mask must be None with a StaticLatentCache, which has no padding"

@@ -23,9 +23,8 @@ from mlakit import (
     format_of_dtype,
 )
 from mlakit.integrations.transformers import checks
-from mlakit.integrations.transformers.attention import NAME, up_projection
+from mlakit.integrations.transformers.attention import up_projection
 
-PAGED_NAME = f"paged|{NAME}"
 RELEASE = "5.17."
 # arguments of a paged attention function that only describe the batch
 DESCRIPTIVE = frozenset(
@@ -55,6 +54,7 @@ def attention(
     read_index, write_index  slots per group of layers; no slots to read where nothing is cached
     """
     described = {name: value for name, value in others.items() if name not in DESCRIPTIVE}
+    checks.check_patched(module)
     checks.check_attention_arguments(module, dropout, described)
     up = up_projection(module)
     row = up.geometry.row

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from inspect import signature
 from typing import Any
 
 from torch import nn
@@ -14,7 +12,6 @@ from torch.utils.hooks import RemovableHandle
 from mlakit.checks import Dims
 from mlakit.formats import Format
 from mlakit.integrations.transformers import attention, checks, continuous
-from mlakit.integrations.transformers.pool import LatentPool
 
 _PATCH = "_mlakit_patch"
 
@@ -51,18 +48,18 @@ def patch(model: Any, *, format: Format | None = None, page_size: int = 64) -> N
         raise ValueError("patch: the model is patched already; call unpatch first")
     modules = checks.mla_modules(model)
     checks.check_model(model, modules, format)
-    transformers.AttentionInterface.register(attention.NAME, attention.attention)
-    transformers.AttentionInterface.register(continuous.PAGED_NAME, continuous.attention)
-    transformers.AttentionMaskInterface.register(attention.NAME, attention.mask)
+    checks.check_own_config(model, modules)
+    from mlakit.integrations.transformers.step_hooks import StepHooks, register_attention
+
+    register_attention()
     implementation = model.config._attn_implementation
-    model.set_attn_implementation(attention.NAME)
+    model.set_attn_implementation(checks.NAME)
     for module in modules:
         module.__dict__["expand_kv"] = attention.unexpanded
     decoder: nn.Module = model.get_decoder()
-    begin = decoder.register_forward_pre_hook(
-        _begin_step(decoder, modules, format, page_size), with_kwargs=True
-    )
-    end = decoder.register_forward_hook(_end_step, always_call=True)
+    hooks = StepHooks(decoder, modules, format, page_size)
+    begin = decoder.register_forward_pre_hook(hooks.begin, with_kwargs=True)
+    end = decoder.register_forward_hook(hooks.end, with_kwargs=True, always_call=True)
     model.__dict__["generate_batch"] = partial(continuous.generate_batch, model)
     model.__dict__[_PATCH] = Patch(implementation, (begin, end))
 
@@ -78,51 +75,18 @@ def unpatch(model: Any) -> None:
     for module in checks.mla_modules(model):
         module.__dict__.pop("expand_kv", None)
         attention.forget_up_projection(module)
-    model.set_attn_implementation(undone.implementation)
+    if model.config._attn_implementation == checks.NAME:  # not if the caller chose another
+        model.set_attn_implementation(undone.implementation)
 
 
-def _begin_step(
-    decoder: nn.Module, modules: Sequence[nn.Module], format: Format | None, page_size: int
-) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
-    """The hook before the decoder's forward: the rows of the new tokens, once for all layers."""
-    from transformers import DynamicCache
+def refresh_weights(model: Any) -> None:
+    """Make what is derived of the weights of a patched model again.
 
-    from mlakit.integrations.transformers.cache_layers import pool_of
-    from mlakit.integrations.transformers.static_cache import StaticLatentCache
-
-    layers = [int(module.layer_idx) for module in modules]  # type: ignore[arg-type]
-    names = tuple(signature(decoder.forward).parameters)
-
-    def begin_step(
-        decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        checks.check_inference(decoder, modules)
-        config: Any = decoder.config
-        if config._attn_implementation == continuous.PAGED_NAME:
-            return args, kwargs  # it has a cache of its own
-        given = dict(zip(names, args, strict=False)) | kwargs
-        if isinstance(given.get("past_key_values"), StaticLatentCache):
-            checks.check_no_padding(given.get("attention_mask"))
-            return args, kwargs
-        mask = checks.check_mask(given.get("attention_mask"))
-        x = given.get("input_ids")
-        x = given.get("inputs_embeds") if x is None else x
-        if x is None:
-            raise ValueError("mlakit: input_ids or inputs_embeds must be given")
-        cache = given.get("past_key_values")
-        use_cache = given.get("use_cache")
-        if cache is None and (config.use_cache if use_cache is None else use_cache):
-            cache = given["past_key_values"] = DynamicCache(config=config)
-        if cache is None:
-            pool = attention.uncached.pool = LatentPool(1, None, page_size)
-        else:
-            pool = pool_of(cache, layers, format, page_size)
-        pool.begin_step(x.shape[0], x.shape[1], mask, x.device)
-        return (), given
-
-    return begin_step
-
-
-def _end_step(decoder: nn.Module, args: object, output: object) -> None:
-    """The hook after the decoder's forward, also a failed one."""
-    attention.uncached.pool = None
+    Call it after writes to weights that torch does not count: through `.data`, as some weight
+    synchronisations and loaders write, and to tensors made in inference mode. Other writes, new
+    parameters, `load_state_dict` and `to` are seen without it.
+    """
+    if _PATCH not in model.__dict__:
+        raise ValueError("refresh_weights: the model is not patched")
+    for module in checks.mla_modules(model):
+        attention.up_projection(module).refresh_weights()

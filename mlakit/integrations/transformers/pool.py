@@ -59,8 +59,20 @@ class Step:
         return tokens.new_zeros(count, *tokens.shape[1:]).index_copy_(0, self.unpadded, tokens)
 
 
+@dataclass(frozen=True, eq=False)
+class Uncommitted:
+    """What a step adds to a pool, and the lengths that the sequences had before it."""
+
+    lengths: list[int]
+    columns: int
+    visible: Tensor | None
+
+
 class LatentPool:
     """The sequences of a batch in the pages of one cache, which grows as they do.
+
+    A step is part of the pool once it is committed. The pool drops a step that was begun and not
+    committed, because the forward failed, before it does anything else.
 
     generate() announces no length. A full cache is copied to one that is an eighth larger: the
     copies cost less than the reads of the cache in every step, and little memory is unused.
@@ -75,6 +87,7 @@ class LatentPool:
         self.columns = 0  # of the mask, padding included
         self._visible: Tensor | None = None  # [batch, columns] bool; None: no padding
         self._step: Step | None = None
+        self._uncommitted: Uncommitted | None = None
         self._plan: DecodePlanTensors | None = None  # of the step, made by its first layer
 
     @property
@@ -90,6 +103,7 @@ class LatentPool:
 
         mask  [batch, columns] of all tokens so far; None: no padding
         """
+        self.roll_back()
         size = len(self.sequences) or batch
         if batch != size:
             raise ValueError(f"mlakit: the cache has {size} sequences, got a batch of {batch}")
@@ -98,10 +112,26 @@ class LatentPool:
         if not self.sequences:
             self.sequences = [self.allocator.reserve(0) for _ in range(batch)]
         before = [sequence.length for sequence in self.sequences]
+        step = self._uncommitted = Uncommitted(before, columns, visible)
         self._append(counts)
-        self.columns, self._visible = columns, visible
-        self._step = self._make_step(before, counts, length, device)
+        self._step = self._make_step(step, counts, length, device)
         self._plan = None
+
+    def commit(self) -> None:
+        """Make the tokens of the step part of the sequences: every layer has written its rows."""
+        if self._uncommitted is not None:
+            self.columns, self._visible = self._uncommitted.columns, self._uncommitted.visible
+            self._uncommitted = None
+
+    def roll_back(self) -> None:
+        """Drop a step that was not committed; its rows are in pages that become free."""
+        dropped, self._uncommitted = self._uncommitted, None
+        if dropped is None:
+            return
+        for sequence, length in zip(self.sequences, dropped.lengths, strict=True):
+            self.allocator.truncate(sequence, length)
+        if self.columns == 0:  # the next batch may have another size
+            self.reset()
 
     def _new_tokens(
         self, batch: int, columns: int, mask: Tensor | None, device: torch.device
@@ -138,30 +168,31 @@ class LatentPool:
         )
         needed = allocator.num_pages - allocator.num_free_pages + sum(new_pages)
         if needed > allocator.num_pages:
-            allocator.grow(max(allocator.num_pages * (GROWTH + 1) // GROWTH, needed))
-            if self.cache is not None:
-                self.cache = self.cache.grown(allocator.num_pages)
+            pages = max(allocator.num_pages * (GROWTH + 1) // GROWTH, needed)
+            if self.cache is not None:  # first, since there may be no memory for it
+                self.cache = self.cache.grown(pages)
+            allocator.grow(pages)
         copies = allocator.append_batch(self.sequences, counts)
         if copies and self.cache is not None:
             self.cache.copy_pages([c.source for c in copies], [c.target for c in copies])
 
     def _make_step(
-        self, before: Sequence[int], counts: list[int], length: int, device: torch.device
+        self, new: Uncommitted, counts: list[int], length: int, device: torch.device
     ) -> Step:
-        batch, tokens = len(counts), sum(counts)
+        batch, tokens, before = len(counts), sum(counts), new.lengths
         page_table = self.allocator.page_table(self.sequences, device=device)
         q_starts = from_host([0, *accumulate(counts)], torch.int32, device)
-        first = from_host(list(before), torch.int64, device)
+        first = from_host(before, torch.int64, device)
         request, index = token_requests(q_starts, tokens)
         position = first[request] + index
-        visible, unpadded = self._visible, None
+        visible, unpadded = new.visible, None
         if visible is None:
-            positions = torch.arange(self.columns, dtype=torch.int32, device=device)
+            positions = torch.arange(new.columns, dtype=torch.int32, device=device)
             positions = positions.expand(batch, -1)
         else:
             positions = torch.where(visible, visible.cumsum(1) - 1, -1).int()
         if visible is not None and tokens < batch * length:
-            column = visible[:, self.columns - length :].flatten()
+            column = visible[:, new.columns - length :].flatten()
             # the number of tokens is known: nonzero would synchronise
             unpadded = column.int().argsort(descending=True, stable=True)[:tokens]
         after = [low + count for low, count in zip(before, counts, strict=True)]
@@ -216,6 +247,7 @@ class LatentPool:
 
     def select(self, rows: Sequence[int]) -> None:
         """Make the batch of these sequences; a repeated one shares its pages, copy on write."""
+        self.roll_back()
         before = self.sequences
         self.sequences = [self.allocator.fork(before[row]) for row in rows]
         for sequence in before:
@@ -226,6 +258,7 @@ class LatentPool:
 
     def crop(self, count: int) -> None:
         """Remove the last `count` columns."""
+        self.roll_back()
         kept = self.columns - count
         removed = [count] * len(self.sequences)
         if self._visible is not None:
@@ -240,4 +273,4 @@ class LatentPool:
         for sequence in self.sequences:
             self.allocator.free(sequence)
         self.sequences, self.columns = [], 0
-        self._visible = self._step = self._plan = None
+        self._visible = self._step = self._plan = self._uncommitted = None

@@ -1,0 +1,105 @@
+"""The hooks on the decoder of a patched model: they begin a step and commit it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from inspect import signature
+from typing import Any
+
+import transformers
+from torch import nn
+from transformers import DynamicCache
+
+from mlakit.formats import Format
+from mlakit.integrations.transformers import attention, checks, continuous
+from mlakit.integrations.transformers.cache_layers import known_pool, pool_of
+from mlakit.integrations.transformers.pool import LatentPool
+from mlakit.integrations.transformers.static_cache import StaticLatentCache
+
+
+def register_attention() -> None:
+    """Make the attention functions known to transformers, by name."""
+    transformers.AttentionInterface.register(checks.NAME, attention.attention)
+    transformers.AttentionInterface.register(checks.PAGED_NAME, continuous.attention)
+    transformers.AttentionMaskInterface.register(checks.NAME, attention.mask)
+
+
+class StepHooks:
+    """`begin` before the decoder's forward, `end` after it, also after one that failed.
+
+    An object with methods, unlike a closure, is pickled and copied together with its model.
+    """
+
+    def __init__(
+        self,
+        decoder: nn.Module,
+        modules: Sequence[nn.Module],
+        format: Format | None,
+        page_size: int,
+    ) -> None:
+        self.modules, self.format, self.page_size = tuple(modules), format, page_size
+        self.layers = [int(module.layer_idx) for module in modules]  # type: ignore[arg-type]
+        self.names = tuple(signature(decoder.forward).parameters)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        register_attention()  # the process that unpickles a model may not have patched any
+        self.__dict__.update(state)
+
+    def begin(
+        self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Reserve the rows of the new tokens, once for all layers."""
+        checks.check_inference(decoder, self.modules)
+        config: Any = decoder.config
+        checks.check_implementation(config._attn_implementation)
+        if config._attn_implementation == checks.PAGED_NAME:
+            return args, kwargs  # it has a cache of its own
+        given = self._given(args, kwargs)
+        cache = given.get("past_key_values")
+        if isinstance(cache, StaticLatentCache):
+            self._check_static(cache, given.get("attention_mask"))
+            return args, kwargs
+        mask = checks.check_mask(given.get("attention_mask"))
+        x = given.get("input_ids")
+        x = given.get("inputs_embeds") if x is None else x
+        if x is None:
+            raise ValueError("mlakit: input_ids or inputs_embeds must be given")
+        use_cache = given.get("use_cache")
+        if cache is None and (config.use_cache if use_cache is None else use_cache):
+            cache = given["past_key_values"] = DynamicCache(config=config)
+        if cache is None:
+            pool = attention.uncached.pool = LatentPool(1, None, self.page_size)
+        else:
+            pool = pool_of(cache, self.layers, self.format, self.page_size)
+            self._check_rows(None if pool.cache is None else pool.cache.format)
+        pool.begin_step(x.shape[0], x.shape[1], mask, x.device)
+        return (), given
+
+    def end(
+        self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object
+    ) -> None:
+        """Commit the step, or drop it if the forward failed.
+
+        Torch does not call a hook after a KeyboardInterrupt. The pool drops that step later.
+        """
+        attention.uncached.pool = None
+        pool = known_pool(self._given(args, kwargs).get("past_key_values"), self.layers[0])
+        if pool is None:
+            return
+        if output is None:
+            pool.roll_back()
+        else:
+            pool.commit()
+
+    def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        return dict(zip(self.names, args, strict=False)) | kwargs
+
+    def _check_static(self, cache: StaticLatentCache, mask: object) -> None:
+        checks.check_no_padding(mask, cache.get_max_length())
+        self._check_rows(cache.format)
+
+    def _check_rows(self, stored: str | None) -> None:
+        """The weights may have got another dtype since the patch or since the cache began."""
+        dtype = checks.kv_b_proj(self.modules[0]).dtype
+        checks.check_format("patch: format must be", self.format, dtype)
+        checks.check_format("mlakit: past_key_values must have rows of", stored, dtype)

@@ -1,0 +1,73 @@
+"""The weights that a layer's branches take, made of its parameters and kept until these change."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from mlakit.branches import LayerWeights
+from mlakit.weight_copies import WeightCopies, WeightCopy, identity
+from mlakit.weights import UpProjection
+
+if TYPE_CHECKING:
+    from mlakit.layer.attention import MLAAttention
+
+
+class PreparedWeights:
+    """The `LayerWeights` of one layer on one device.
+
+    They are views of the parameters where the ops can read these, and copies otherwise: an
+    up-projection in FP8, a 16-bit one on a CPU, and the norm of a model with a latent factor.
+    """
+
+    def __init__(self) -> None:
+        self._key: tuple[object, ...] | None = None
+        self._made: LayerWeights | None = None
+        self._norm_copy: WeightCopies | None = None
+
+    def of(self, layer: MLAAttention, device: torch.device) -> LayerWeights:
+        """The weights, made again after any of them changed. A graph makes them of its inputs."""
+        if torch.compiler.is_compiling():
+            return self._make(layer, device)[0]
+        linear, norm = layer.kv_b_proj, layer.kv_a_layernorm
+        sources = (linear.weight, linear.weight_scale_inv, norm.weight)
+        key = (device, *map(identity, sources))
+        if self._made is None or self._key != key:
+            # not inference tensors: they could not be refreshed outside of inference mode
+            with torch.inference_mode(False), torch.no_grad():
+                self._made, copy = self._make(layer, device)
+            self._norm_copy = None if copy is None else WeightCopies("MLAAttention", [copy])
+            self._key = key
+        if self._norm_copy is not None:
+            self._norm_copy.ensure_current()
+        return self._made
+
+    def refresh(self) -> None:
+        """Make the copies again, where they are: CUDA graphs read them there."""
+        if self._made is not None:
+            self._made.up.refresh_weights()
+        if self._norm_copy is not None:
+            self._norm_copy.refresh()
+
+    def _make(
+        self, layer: MLAAttention, device: torch.device
+    ) -> tuple[LayerWeights, WeightCopy | None]:
+        c, norm = layer.config, layer.kv_a_layernorm
+        linear, gamma, copy = layer.kv_b_proj, norm.weight, None
+        if c.latent_factor != 1.0:  # float32: a rounded product would scale the whole cache
+            copy = WeightCopy(
+                "kv_a_layernorm.weight",
+                gamma.detach(),
+                dtype=torch.float32,
+                factor=c.latent_factor,
+            )
+        made = LayerWeights(
+            UpProjection.from_checkpoint(linear.weight, c.geometry, linear.weight_scale_inv),
+            gamma if copy is None else copy.values,
+            layer.rope_table.on(device),
+            c.scale * c.q_factor,  # the query enters the scores only
+            epsilon=norm.epsilon,
+            rope=c.geometry.rope,
+        )
+        return made, copy
