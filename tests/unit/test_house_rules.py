@@ -47,7 +47,7 @@ LAYERS = (
     "__init__",
     "integrations",
     "bench compat support selfcheck",
-    "demo doctor memory",
+    "demo doctor memory tools",
     "cluster",
     "cli",
     "__main__",
@@ -60,7 +60,8 @@ NEVER = {("kernels", "checks"), ("kernels", "reference")}
 # files that cannot be read without an optional package, and that others import late: device code
 # with what launches it again, and subclasses of the package's classes
 NEEDED_BY = {
-    "triton": r"kernels/(triton|hopper)/(?!support|configs|decode/configs).*|replay/launchers/.*",
+    "triton": r"kernels/(triton|hopper)/(?!support|configs|decode/configs).*|replay/launchers/.*"
+    r"|tools/emulator/.*",
     "transformers": r"integrations/transformers/(cache_layers|static_cache)\.py",
 }
 TOPICS = ("norm_rope_quant", "prefill", "decode", "sparse", "indexer", "merge", "fp8")
