@@ -162,7 +162,7 @@ class Emitter:
             self.assign(targets, self.of(op))
             return
         if name.startswith(SYNC):
-            self.write(f"p.where = {f'{self.module.where(op.loc)} ({name})'!r}")
+            self.write(f"p.where = {f'{self.module.where(op.location)} ({name})'!r}")
         handler = getattr(self, "do_" + name.replace(".", "_"), None)
         if handler is not None:
             handler(op)
@@ -738,7 +738,7 @@ class Emitter:
 
 
 def _result_types(op: Op) -> list[str]:
-    from mlakit.tools.emulator.ir import split_top
+    from mlakit.tools.emulator.scanning import split_top
 
     text = op.types.split("->", 1)[1].strip() if "->" in op.types else op.types
     if text.startswith("(") and text.endswith(")"):

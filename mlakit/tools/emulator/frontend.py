@@ -20,7 +20,7 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction
 
 from mlakit.tools.emulator.codegen import compile_module
-from mlakit.tools.emulator.ir import parse
+from mlakit.tools.emulator.parser import parse
 from mlakit.tools.emulator.machine import Descriptor, GlobalMemory, Machine
 from mlakit.tools.emulator.runtime import Runtime
 

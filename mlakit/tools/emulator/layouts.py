@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from mlakit.tools.emulator.ir import split_top
+from mlakit.tools.emulator.scanning import split_top
 
 
 def attributes(text: str) -> dict[str, str]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mlakit.tools.emulator.dtypes import E4M3, decode, encode
-from mlakit.tools.emulator.ir import split_top
+from mlakit.tools.emulator.scanning import split_top
 
 _VIEWS = {
     "f32": np.float32,

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
-from mlakit.tools.emulator.ir import split_top
+from mlakit.tools.emulator.scanning import split_top
 
 
 @dataclass(frozen=True)
