@@ -309,26 +309,40 @@ class NamedBarrier:
         return generation
 
 
+@dataclass(frozen=True)
+class Operation:
+    """An asynchronous operation in flight."""
+
+    where: str  # it was issued
+    complete: Callable[[], None]
+
+
 class Queue:
     """Operations of an engine that complete in their order."""
 
     def __init__(self, agent: int, name: str) -> None:
         self.agent, self.name = agent, name
-        self.operations: deque[Callable[[], None]] = deque()
+        self.operations: deque[Operation] = deque()
         self.issued = 0
         self.done = 0
         self.last = 0  # that is no arrival
 
-    def issue(self, operation: Callable[[], None], *, is_arrival: bool = False) -> int:
-        self.operations.append(operation)
+    def issue(
+        self, operation: Callable[[], None], where: str, *, is_arrival: bool = False
+    ) -> int:
+        """Queue an operation that was issued at `where`."""
+        self.operations.append(Operation(where, operation))
         self.issued += 1
         if not is_arrival:
             self.last = self.issued
         return self.issued
 
-    def step(self) -> None:
-        self.operations.popleft()()
+    def step(self) -> Operation:
+        """Complete the first operation."""
+        operation = self.operations.popleft()
+        operation.complete()
         self.done += 1
+        return operation
 
 
 class AsyncTensor:
@@ -360,13 +374,23 @@ class Partition:
         self.stores = Queue(machine.new_agent(f"TMA stores of {name}"), "TMA store")
         self.tensor = Queue(machine.new_agent(f"tcgen05 of {name}"), "tcgen05")
         machine.queues += [self.wgmma, self.copies, self.stores, self.tensor]
-        self.where = ""  # operation that runs
+        self._where = ""
         self.coroutine: Coroutine | None = None
         self.blocked: Callable[[], bool] | None = None
         self.reason = ""
         self.groups: list[int] = []  # cp.async groups: number of the last copy of each
         self.results: deque[AsyncTensor] = deque(maxlen=64)  # of the last wgmmas
         self.released = 0  # own time at the last arrival: what it wrote since is not published
+
+    @property
+    def where(self) -> str:
+        """The operation that runs: its source lines and its name."""
+        return self._where
+
+    @where.setter
+    def where(self, where: str) -> None:
+        self._where = where
+        self.machine.observer(self.name, where)
 
     def tick(self) -> int:
         self.clock.seen[self.agent] += 1
@@ -396,7 +420,8 @@ class Machine:
         self.agents: list[str] = ["nobody"]
         self.is_generic = np.zeros(MAX_AGENTS, bool)
         self.queues: list[Queue] = []
-        self.loads: list[Callable[[], None]] = []  # TMA: complete in any order
+        self.loads: list[Operation] = []  # TMA: complete in any order
+        self.observer: Callable[[str, str], None] = lambda who, what: None  # of every step
         self.partitions: list[Partition] = []
         self.named: dict[int, NamedBarrier] = {}
         self.warnings: dict[str, int] = {}
@@ -456,9 +481,12 @@ class Machine:
             if pick < len(ready):
                 self._resume(ready[pick])
             elif pick < len(ready) + len(engines):
-                engines[pick - len(ready)].step()
+                queue = engines[pick - len(ready)]
+                self.observer(self.agents[queue.agent], f"completes {queue.step().where}")
             else:
-                self.loads.pop(self.rng.randrange(len(self.loads)))()
+                load = self.loads.pop(self.rng.randrange(len(self.loads)))
+                self.observer("TMA loads", f"completes {load.where}")
+                load.complete()
 
     def _resume(self, partition: Partition) -> None:
         partition.blocked = None
@@ -476,6 +504,7 @@ class Machine:
                 raise
             if partition.blocked is not None:
                 if not partition.blocked():
+                    self.observer(partition.name, f"waits for {partition.reason}")
                     return
                 partition.blocked = None
 

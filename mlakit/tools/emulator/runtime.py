@@ -23,6 +23,7 @@ from mlakit.tools.emulator.machine import (
     Machine,
     MemDesc,
     NamedBarrier,
+    Operation,
     Partition,
     UseBeforeWait,
 )
@@ -401,12 +402,12 @@ class Runtime:
             on.clock.seen[on.agent] = max(on.clock.seen[on.agent], on.phase + 1)
             on.transfer(tile.size // int(np.prod(cta_split(tile.layout))))  # bytes of each CTA
 
-        self.machine.loads.append(operation)
+        self.machine.loads.append(Operation(p.where, operation))
 
     def tma_store(self, p: Partition, descriptor: Any, at: list[int], tile: MemDesc) -> Coroutine:
         yield
         self.machine.check_read(p, tile, p.stores.agent, p.stores.issued + 1, is_async=True)
-        p.stores.issue(lambda: descriptor.put(self.memory, at, tile.read()))
+        p.stores.issue(lambda: descriptor.put(self.memory, at, tile.read()), p.where)
 
     def drain(self, p: Partition, queue: Any, pending: int) -> Coroutine:
         """Wait until no more than `pending` operations of a queue are left."""
@@ -425,7 +426,7 @@ class Runtime:
         def operation() -> None:
             tile.write(self.load(pointer, mask, other, tile.kind))
 
-        queue.issue(operation)
+        queue.issue(operation, p.where)
 
     def copy_arrive(self, p: Partition, barrier: MemDesc) -> Coroutine:
         """All copies of a thread so far, then an arrival per thread.
@@ -445,7 +446,7 @@ class Runtime:
             on.clock.seen[queue.agent] = max(on.clock.seen[queue.agent], number)
             on.arrive(p.num_warps * 32)
 
-        queue.issue(operation, is_arrival=True)
+        queue.issue(operation, p.where, is_arrival=True)
 
     def commit_group(self, p: Partition) -> None:
         p.groups.append(p.copies.issued)
@@ -478,7 +479,7 @@ class Runtime:
                 product = product + (c.value if isinstance(c, AsyncTensor) else c)
             result.value = product
 
-        queue.issue(operation)
+        queue.issue(operation, p.where)
         p.results.append(result)
         if is_async:
             return result
@@ -564,7 +565,7 @@ class Runtime:
             product = a.read().astype(np.float32) @ b.read().astype(np.float32)
             d.write(product + d.read() if uses_d else product)
 
-        queue.issue(operation)
+        queue.issue(operation, p.where)
         for barrier, is_on in barriers:
             if is_on:
                 self.commit(p, barrier)
@@ -581,7 +582,7 @@ class Runtime:
             on.clock.seen[queue.agent] = max(on.clock.seen[queue.agent], number)
             on.arrive()
 
-        queue.issue(operation, is_arrival=True)
+        queue.issue(operation, p.where, is_arrival=True)
 
     def copy_to_tensor_memory(self, p: Partition, source: MemDesc, target: MemDesc) -> Coroutine:
         """tcgen05.cp of plain tiles; scales have layouts of their own."""
@@ -589,7 +590,7 @@ class Runtime:
         queue, number = p.tensor, p.tensor.issued + 1
         self.machine.check_read(p, source, queue.agent, number, is_async=True, in_order=True)
         self.machine.check_write(p, target, queue.agent, number, is_async=False, in_order=True)
-        queue.issue(lambda: target.write(source.read().reshape(target.shape)))
+        queue.issue(lambda: target.write(source.read().reshape(target.shape)), p.where)
 
     # -------------------------------------------------------------- partitions
 
