@@ -1,184 +1,161 @@
-"""Launches of @gluon.jit and @triton.jit kernels on a CPU.
+"""Launches of @gluon.jit and @triton.jit kernels that run here, on tensors in host memory.
 
-A launch is bound and specialised as Triton does it, compiled to TTGIR (a @triton.jit kernel to TTIR)
-for a GPU that need not exist, and interpreted, one CTA after the other.
+    with emulating_mlakit(seed=3) as emulation:
+        mla_decode(..., backend="hopper")  # CPU tensors
+
+A launch is lowered to IR (`lowering`), and its CTAs run one after the other (`machine`). A fault of
+a kernel is raised where the kernel is launched.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import product
+from time import perf_counter
 from typing import Any
 
 import torch
 import triton
-from triton._C.libtriton import ir as triton_ir
-from triton.backends.compiler import GPUTarget, Language
-from triton.compiler.compiler import make_backend
+from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from mlakit.kernels.triton.launch import SHARED_BYTES, Target, compiling
 from mlakit.tools.emulator.codegen import compile_module
-from mlakit.tools.emulator.parser import parse
+from mlakit.tools.emulator.ir import Module
+from mlakit.tools.emulator.lowering import lower
 from mlakit.tools.emulator.machine import Descriptor, GlobalMemory, Machine
+from mlakit.tools.emulator.parser import parse
 from mlakit.tools.emulator.runtime import Runtime
 
+HOPPER_ARCH = 90
+NUM_SMS = 2  # of the emulated GPU: few, so that a CTA has several tiles of little work
+SEEDS_APART = 7919  # between the schedulers of two seeds of a launch, so that no two CTAs share one
 KINDS = {
     torch.bfloat16: "bf16",
     torch.float16: "f16",
     torch.float32: "f32",
-    torch.int32: "i32",
-    torch.float8_e4m3fn: "f8E4M3FN",
-    torch.uint8: "i8",
-    torch.int8: "i8",
-    torch.int64: "i64",
     torch.float64: "f64",
-    torch.int16: "i16",
-    torch.bool: "i1",
+    torch.float8_e4m3fn: "f8E4M3FN",
     torch.float8_e5m2: "f8E5M2",
+    torch.bool: "i1",
+    torch.int8: "i8",
+    torch.uint8: "i8",
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.int64: "i64",
 }
+
+Mutate = Callable[[str, str], str]  # from the name of a kernel and its IR to other IR
+Observer = Callable[[str, str], None]  # of a partition or an engine, and what it does
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch that has run."""
+
+    kernel: str
+    ctas: int
+    steps: int  # of the scheduler, over all CTAs
+    lowering_s: float  # and generating Python
+    run_s: float
 
 
 @dataclass
 class Emulation:
-    """What ran, and how."""
+    """The settings of emulated launches, and what they did.
 
-    arch: int = 90
+    arch      90 for sm_90
+    seed      of the schedulers: another seed is another interleaving
+    checks    for races, fences and unwritten memory
+    mutate    changes the IR of kernels, for mutation tests
+    observer  is told every step of every CTA
+    sources   the IR of each kernel as it ran, by its name
+    warnings  how often each was given
+    """
+
+    arch: int = HOPPER_ARCH
     seed: int = 0
     checks: bool = True
-    mutate: Callable[[str, str], str] | None = None  # (name of the kernel, its IR) -> other IR
-    order: Callable[[list], list] = list  # of CTAs
-    launches: list[dict] = field(default_factory=list)
+    mutate: Mutate | None = None
+    observer: Observer | None = None
+    launches: list[Launch] = field(default_factory=list)
     warnings: dict[str, int] = field(default_factory=dict)
-    compiled: dict[str, Any] = field(default_factory=dict)
-    sources: dict[str, str] = field(default_factory=dict)  # IR by kernel
+    sources: dict[str, str] = field(default_factory=dict)
 
-    def launch(self, kernel: JITFunction, grid: tuple, args: tuple, options: dict) -> None:
-        start = time.perf_counter()
-        text, leaves = self._compile(kernel, args, options)
+    def launch(
+        self,
+        kernel: JITFunction,
+        grid: tuple[int, ...],
+        args: tuple[Any, ...],
+        options: Mapping[str, Any],
+    ) -> None:
+        """Run a kernel."""
+        started = perf_counter()
+        lowered = lower(kernel, args, options, self.arch)
+        text, name = lowered.text, kernel.__name__
         if self.mutate is not None:
-            text = self.mutate(kernel.__name__, text)
-        if text not in self.compiled:
-            module = parse(text)
-            self.compiled[text] = (module, *compile_module(module))
-        module, function, _, _ = self.compiled[text]
-        self.sources[kernel.__name__] = text
-        compiled = time.perf_counter()
+            text = self.mutate(name, text)
+        module, function = _compiled(text)
+        self.sources[name] = text
+        compiled = perf_counter()
         memory = GlobalMemory()
-        values = [_value(leaf, memory) for leaf in leaves]
-        values = [one for each in values for one in each]
-        assert len(values) == len(module.kernel.args), (
-            f"{len(values)} arguments for {[name for name, _ in module.kernel.args]}"
-        )
-        full = tuple(grid) + (1,) * (3 - len(grid))
-        ctas = [(x, y, z) for z in range(full[2]) for y in range(full[1]) for x in range(full[0])]
+        values = [value for each in lowered.arguments for value in _values(each, memory)]
+        if len(values) != len(module.kernel.args):
+            names = [argument for argument, _ in module.kernel.args]
+            raise ValueError(f"{name}: the IR must have {len(values)} arguments, got {names}")
+        extent = (*grid, 1, 1)[:3]
+        ctas = [(x, y, z) for z, y, x in product(*map(range, reversed(extent)))]
         steps = 0
-        for i, cta in enumerate(self.order(ctas)):
-            machine = Machine(memory, cta, full, self.seed * 7919 + i, checks=self.checks)
-            runtime = Runtime(machine)
-            machine.run(lambda p: function(runtime, p, *values), module.num_warps)
-            steps += machine.steps
-            for warning, count in machine.warnings.items():
-                self.warnings[warning] = self.warnings.get(warning, 0) + count
-        self.launches.append(
-            {
-                "kernel": kernel.__name__,
-                "ctas": len(ctas),
-                "steps": steps,
-                "compile_s": compiled - start,
-                "run_s": time.perf_counter() - compiled,
-            }
-        )
+        for index, cta in enumerate(ctas):
+            seed = self.seed * SEEDS_APART + index
+            machine = Machine(memory, cta, extent, seed, checks=self.checks)
+            steps += self._run_cta(machine, function, values, module.num_warps)
+        run_s = perf_counter() - compiled
+        self.launches.append(Launch(name, len(ctas), steps, compiled - started, run_s))
 
-    def _compile(self, kernel: JITFunction, args: tuple, options: dict) -> tuple[str, list]:
-        target = GPUTarget("cuda", self.arch, 32)
-        backend = make_backend(target)
-        _, _, _, _, binder = _binder(kernel, target)
-        known = backend.parse_options({"enable_fp_fusion": True}).__dict__
-        more = {"debug": False, "instrumentation_mode": "", "fpsan_homomorphic_casts": False}
-        kwargs = options | {name: value for name, value in more.items() if name in known}
-        bound, specialization, extra = binder(*args, **kwargs)
-        parsed, signature, constexprs, attrs = kernel._pack_args(
-            backend, kwargs, bound, specialization, extra
-        )
-        source = kernel.ASTSource(kernel, signature, constexprs, attrs)
-        leaves: list[Any] = []
-        for name, type in signature.items():
-            _flatten(bound[name], type, leaves)
-        key = (
-            f"{kernel.__name__} {signature} {constexprs} {sorted(map(str, attrs.items()))} {parsed}"
-        )
-        if key not in _TEXTS:
-            _TEXTS[key] = _ir(source, target, backend, parsed)
-        return _TEXTS[key], leaves
+    def _run_cta(self, machine: Machine, function: Any, values: list[Any], num_warps: int) -> int:
+        if self.observer is not None:
+            self.observer("CTA", f"{machine.program} begins")
+            machine.observer = self.observer
+        runtime = Runtime(machine)
+        machine.run(lambda partition: function(runtime, partition, *values), num_warps)
+        for warning, count in machine.warnings.items():
+            self.warnings[warning] = self.warnings.get(warning, 0) + count
+        return machine.steps
 
 
-_TEXTS: dict[str, str] = {}
-_BINDERS: dict[Any, Any] = {}
+@lru_cache(maxsize=32)  # there are thousands of mutants, each run a few times in a row
+def _compiled(text: str) -> tuple[Module, Any]:
+    """Return the module of an IR and its kernel as Python."""
+    module = parse(text)
+    return module, compile_module(module)[0]
 
 
-def _binder(kernel: JITFunction, target: GPUTarget) -> Any:
-    key = (kernel, target.arch)
-    if key not in _BINDERS:
-        _BINDERS[key] = kernel.create_binder()
-    return _BINDERS[key]
+def _values(argument: Any, memory: GlobalMemory) -> list[Any]:
+    """Return what a function of the IR takes for an argument, and make its memory known."""
+    if isinstance(argument, torch.Tensor):
+        _add(argument, memory)
+        return [argument.data_ptr()]
+    if hasattr(argument, "block_shape"):  # a TMA descriptor, which is followed by its extents
+        base, shape, strides = argument.base, list(argument.shape), list(argument.strides)
+        _add(base, memory)
+        block = list(argument.block_shape)
+        descriptor = Descriptor(base.data_ptr(), shape, strides, block, KINDS[base.dtype])
+        return [descriptor, *shape, *strides]
+    return [argument]
 
 
-def _ir(source: Any, target: GPUTarget, backend: Any, options: Any) -> str:
-    context = triton_ir.context()
-    triton_ir.load_dialects(context)
-    backend.load_dialects(context)
-    module = source.make_ir(
-        target,
-        options,
-        backend.get_codegen_implementation(options),
-        backend.get_module_map(),
-        context,
-    )
-    stages: dict[str, Any] = {}
-    backend.add_stages(stages, options, source.language)
-    last = "ttgir" if source.language == Language.GLUON else "ttir"
-    for name, stage in stages.items():
-        module = stage(module, {})
-        if name == last:
-            return str(module)
-    raise AssertionError(last)
-
-
-def _flatten(value: Any, type: Any, out: list) -> None:
-    """The arguments that are left of a launch's: neither constants nor specialised away."""
-    if type == "constexpr":
-        return
-    if isinstance(type, (tuple, list)):
-        for one, its in zip(value, type, strict=True):
-            _flatten(one, its, out)
-    else:
-        out.append((value, type))
-
-
-def _value(leaf: tuple[Any, Any], memory: GlobalMemory) -> list[Any]:
-    value, type = leaf
-    if isinstance(value, torch.Tensor):
-        storage = value.untyped_storage()
-        memory.add(storage.data_ptr(), storage.nbytes())
-        return [value.data_ptr()]
-    if hasattr(value, "block_shape"):
-        base = value.base
-        storage = base.untyped_storage()
-        memory.add(storage.data_ptr(), storage.nbytes())
-        descriptor = Descriptor(
-            base.data_ptr(),
-            list(value.shape),
-            list(value.strides),
-            list(value.block_shape),
-            KINDS[base.dtype],
-        )
-        return [descriptor, *value.shape, *value.strides]
-    return [value]
+def _add(tensor: torch.Tensor, memory: GlobalMemory) -> None:
+    storage = tensor.untyped_storage()
+    memory.add(storage.data_ptr(), storage.nbytes())
 
 
 class _NoDriver:
+    """Stands in for CUDA's driver, which is not there."""
+
     def __init__(self, arch: int) -> None:
         self.target = GPUTarget("cuda", arch, 32)
 
@@ -197,35 +174,32 @@ class _NoDriver:
 
 @contextmanager
 def emulating(**settings: Any) -> Iterator[Emulation]:
-    """Kernels that are launched in this scope run here, on tensors in host memory."""
+    """Run kernels that are launched in this scope here. `settings` are those of `Emulation`."""
     emulation = Emulation(**settings)
-    saved = JITFunction.run
+
+    def run(kernel: JITFunction, *args: Any, grid: Any, warmup: bool = False, **given: Any) -> None:
+        if callable(grid):
+            grid = grid(dict(zip(kernel.arg_names, args, strict=False)))
+        emulation.launch(kernel, grid, args, given)
+
+    # not `.active`: that property looks for a driver, and there may be none
     driver = triton.runtime.driver._active
+    methods = JITFunction.run, JITFunction.warmup
     triton.runtime.driver.set_active(_NoDriver(emulation.arch))
-
-    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        emulation.launch(
-            self, grid(dict(zip(self.arg_names, args))) if callable(grid) else grid, args, options
-        )
-        return None
-
-    def launch(self: JITFunction, *args: Any, grid: Any, **options: Any) -> Any:
-        return run(self, *args, grid=grid, warmup=False, **options)
-
-    warm = JITFunction.warmup
-    JITFunction.run, JITFunction.warmup = run, launch
+    JITFunction.run, JITFunction.warmup = run, run
     try:
         yield emulation
     finally:
-        JITFunction.run, JITFunction.warmup = saved, warm
+        JITFunction.run, JITFunction.warmup = methods
         triton.runtime.driver.set_active(driver)
 
 
 @contextmanager
-def emulating_mlakit(num_sms: int = 2, **settings: Any) -> Iterator[Emulation]:
-    """Ops of mlakit on CPU tensors select, and run, the kernels of a Hopper GPU of `num_sms` SMs."""
-    from mlakit.kernels.triton.launch import SHARED_BYTES, Target, compiling
-
-    arch = settings.get("arch", 90)
-    with compiling(Target(arch, num_sms, SHARED_BYTES[arch])), emulating(**settings) as emulation:
+def emulating_mlakit(num_sms: int = NUM_SMS, **settings: Any) -> Iterator[Emulation]:
+    """Let ops of mlakit on CPU tensors select and run the kernels of a GPU with `num_sms` SMs."""
+    arch = settings.get("arch", HOPPER_ARCH)
+    with (
+        compiling(Target(arch, num_sms, SHARED_BYTES[arch])),
+        emulating(**settings) as emulation,
+    ):
         yield emulation

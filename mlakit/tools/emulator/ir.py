@@ -12,7 +12,9 @@ Locations  are named in an operation; `Module.where` resolves them to lines of P
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from mlakit.tools.emulator.scanning import split_top
 
@@ -152,28 +154,31 @@ class Module:
 
     def where(self, location: str) -> str:
         """Return file:line of a location and of its callers, innermost first."""
-        frames: list[str] = []
-        self._add_frames(location, frames, 0)
-        return " <- ".join(dict.fromkeys(frames)) or location
+        frames = [f"{Path(file).name}:{line}" for file, line in self.frames(location)]
+        return " <- ".join(list(dict.fromkeys(frames))[:MAX_FRAMES]) or location
+
+    def frames(self, location: str) -> list[tuple[str, int]]:
+        """Return the path and line of a location and of its callers, innermost first."""
+        return list(self._frames(location, 0))
 
     def source_of(self, op: Op) -> str:
         """Name an operation with its source line and its line of the IR, for a message."""
         text = self.lines[op.line].strip()[:200]
         return f"{op.name} at {self.where(op.location)} (IR line {op.line + 1}: {text})"
 
-    def _add_frames(self, location: str, frames: list[str], depth: int) -> None:
-        if depth > MAX_NESTING or len(frames) >= MAX_FRAMES:
+    def _frames(self, location: str, depth: int) -> Iterator[tuple[str, int]]:
+        if depth > MAX_NESTING:
             return
         text = self.locations.get(location, location)
         call = re.match(r"callsite\((.*) at (#loc\d*)\)$", text)
         if call:
-            self._add_frames(call.group(1), frames, depth + 1)
-            self._add_frames(call.group(2), frames, depth + 1)
+            yield from self._frames(call.group(1), depth + 1)
+            yield from self._frames(call.group(2), depth + 1)
             return
         file = re.search(r'"([^"]*\.py)":(\d+)', text)
         if file:
-            frames.append(f"{file.group(1).rsplit('/', 1)[-1]}:{file.group(2)}")
+            yield file.group(1), int(file.group(2))
             return
         named = re.match(r'"[^"]*"\((#loc\d*)\)', text)
         if named:
-            self._add_frames(named.group(1), frames, depth + 1)
+            yield from self._frames(named.group(1), depth + 1)
