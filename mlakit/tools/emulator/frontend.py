@@ -102,9 +102,11 @@ class Emulation:
         self.sources[name] = text
         compiled = perf_counter()
         memory = GlobalMemory()
-        values = [value for each in lowered.arguments for value in _values(each, memory)]
+        names = [argument.lstrip("%") for argument, _ in module.kernel.args]
+        values: list[Any] = []
+        for each in lowered.arguments:
+            values += _values(each, names[len(values)] if len(values) < len(names) else "", memory)
         if len(values) != len(module.kernel.args):
-            names = [argument for argument, _ in module.kernel.args]
             raise ValueError(f"{name}: the IR must have {len(values)} arguments, got {names}")
         extent = (*grid, 1, 1)[:3]
         ctas = [(x, y, z) for z, y, x in product(*map(range, reversed(extent)))]
@@ -134,7 +136,7 @@ def _compiled(text: str) -> tuple[Module, Any]:
     return module, compile_module(module)[0]
 
 
-def _values(argument: Any, memory: GlobalMemory) -> list[Any]:
+def _values(argument: Any, name: str, memory: GlobalMemory) -> list[Any]:
     """Return what a function of the IR takes for an argument, and make its memory known."""
     if isinstance(argument, torch.Tensor):
         _add(argument, memory)
@@ -142,8 +144,11 @@ def _values(argument: Any, memory: GlobalMemory) -> list[Any]:
     if hasattr(argument, "block_shape"):  # a TMA descriptor, which is followed by its extents
         base, shape, strides = argument.base, list(argument.shape), list(argument.strides)
         _add(base, memory)
-        block = list(argument.block_shape)
-        descriptor = Descriptor(base.data_ptr(), shape, strides, block, KINDS[base.dtype])
+        block, layout = list(argument.block_shape), getattr(argument, "layout", None)
+        descriptor = Descriptor(
+            base.data_ptr(), shape, strides, block, KINDS[base.dtype],
+            swizzle=getattr(layout, "swizzle_byte_width", 0), name=name,
+        )  # fmt: skip
         return [descriptor, *shape, *strides]
     return [argument]
 
