@@ -24,6 +24,12 @@ def init_barrier(emitter: Emitter, op: Op) -> str:
     return f"rt.init_barrier(p, {emitter.operands(op)[0]}, {_number_after_operand(op)})"
 
 
+@emits("ttng.inval_barrier")
+def invalidate_barrier(emitter: Emitter, op: Op) -> str:
+    """The end of an mbarrier."""
+    return f"rt.invalidate_barrier(p, {emitter.operands(op)[0]})"
+
+
 @emits("ttng.arrive_barrier")
 def arrive(emitter: Emitter, op: Op) -> str:
     """Arrivals on an mbarrier, under a predicate."""
@@ -44,6 +50,12 @@ def wait(emitter: Emitter, op: Op) -> str:
     before = SSA.findall(re.split(r"\bdeps\b", op.text)[0])
     tile, phase, *rest = (emitter.variable(each) for each in before)
     return f"yield from rt.wait(p, {tile}, {phase}, {optional(rest, 'True')})"
+
+
+@emits("ttg.barrier", "gpu.barrier")
+def sync_warps(emitter: Emitter, op: Op) -> str:
+    """A barrier of the warps of the partition."""
+    return "rt.sync_warps(p)"
 
 
 @emits("ttng.fence_async_shared")
@@ -117,7 +129,8 @@ def copy_async(emitter: Emitter, op: Op) -> None:
 @emits("ttng.async_copy_mbarrier_arrive")
 def copy_arrive(emitter: Emitter, op: Op) -> str:
     """An arrival when all copies of each thread so far are complete."""
-    return f"yield from rt.copy_arrive(p, {emitter.operands(op)[0]})"
+    increments = "noIncrement" not in op.text
+    return f"yield from rt.copy_arrive(p, {emitter.operands(op)[0]}, {increments})"
 
 
 @emits("ttg.async_commit_group")

@@ -169,18 +169,15 @@ def rounded(expression: str, kind: str) -> str:
 
 
 @emits(
-    "gpu.barrier",
     "llvm.intr.assume",
     "tt.assert",
     "tt.grid_dependency_launch_dependents",
     "tt.grid_dependency_wait",
     "tt.print",
-    "ttg.barrier",
     "ttg.local_dealloc",
     "ttg.warp_return",
     "ttg.warp_yield",
     "ttng.fence_mbarrier_init_release_cluster",
-    "ttng.inval_barrier",
 )
 def ignored(emitter: Emitter, op: Op) -> None:
     """Write nothing: warps of a partition are in step, CTAs run one after the other."""

@@ -14,7 +14,8 @@ def load(emitter: Emitter, op: Op) -> str:
     pointer, *rest = emitter.operands(op)
     mask, other = [*rest, "None", "None"][:2]
     kind = emitter.type(op.operand_types()[0]).pointee
-    return f"rt.load({pointer}, {mask}, {other}, {kind!r})"
+    type = emitter.type_constant(op.operand_types()[0])
+    return f"rt.load({pointer}, {mask}, {other}, {kind!r}, p, {type})"
 
 
 @emits("tt.store")
@@ -22,7 +23,8 @@ def store(emitter: Emitter, op: Op) -> str:
     """A store to global memory, with a mask."""
     pointer, value, *rest = emitter.operands(op)
     kind = emitter.type(op.operand_types()[0]).pointee
-    return f"rt.store({pointer}, {value}, {optional(rest, 'None')}, {kind!r})"
+    type = emitter.type_constant(op.operand_types()[0])
+    return f"rt.store({pointer}, {value}, {optional(rest, 'None')}, {kind!r}, p, {type})"
 
 
 @emits("tt.atomic_rmw")
