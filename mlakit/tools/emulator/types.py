@@ -1,4 +1,4 @@
-"""Types of TTGIR."""
+"""Types of the IR: scalars, pointers, tensors, tiles of memory (memdesc), TMA descriptors."""
 
 from __future__ import annotations
 
@@ -6,42 +6,49 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
+from mlakit.tools.emulator.ir import Unsupported
 from mlakit.tools.emulator.scanning import split_top
+
+MAX_ALIAS_DEPTH = 8
+# names with a dialect, such as #ttg.slice, are no aliases
+_ALIAS = re.compile(r"#(?!ttg\.|ttng\.|tt\.|gluon\.)\w+")
 
 
 @dataclass(frozen=True)
 class Type:
-    kind: str  # i32, f32, bf16, ..., ptr, memdesc, tensordesc, other
-    shape: tuple[int, ...] | None = None  # of a tensor or tile
+    """A type.
+
+    kind       i32, f32, bf16, ... of a scalar or of a tensor's elements; ptr, memdesc, tensordesc
+    shape      of a tensor or a tile
+    is_tensor  whether values are distributed over threads
+    layout     its text, without aliases
+    pointee    the kind of what a pointer points to, or of a tile's elements
+    alloc      the shape that a tile's layout is of, which a slice keeps from its source
+    space      the memory of a tile: shared or tensor memory
+    """
+
+    kind: str
+    shape: tuple[int, ...] = ()
     layout: str = ""
-    pointee: str = ""  # of a pointer; element of a tile
+    pointee: str = ""
     alloc: tuple[int, ...] = ()
     space: str = ""
-
-    @property
-    def is_tensor(self) -> bool:
-        return self.shape is not None and self.kind not in ("memdesc", "tensordesc")
+    is_tensor: bool = False
 
 
-def expand(text: str, aliases: dict[str, str]) -> str:
-    """The text of a layout without aliases."""
-    for _ in range(8):
-        new = re.sub(
-            r"#(?!ttg\.|ttng\.|tt\.|gluon\.)\w+", lambda m: aliases.get(m.group(), m.group()), text
-        )
-        if new == text:
-            break
-        text = new
-    return text
-
-
-def _shaped(text: str) -> tuple[tuple[int, ...], str]:
-    found = re.match(r"((?:\d+x)*)(.*)$", text.strip())
-    assert found
-    return tuple(int(n) for n in found.group(1).split("x") if n), found.group(2).strip()
+def expand_aliases(text: str, aliases: dict[str, str]) -> str:
+    """Return the text of a layout without aliases."""
+    for _ in range(MAX_ALIAS_DEPTH):
+        expanded = _ALIAS.sub(lambda found: aliases.get(found.group(), found.group()), text)
+        if expanded == text:
+            return text
+        text = expanded
+    raise Unsupported(f"aliases of layouts nested deeper than {MAX_ALIAS_DEPTH}: {text}")
 
 
 class Types:
+    """A reader of the types of one module, which has the aliases of its layouts."""
+
     def __init__(self, aliases: dict[str, str]) -> None:
         self.aliases = aliases
         self.parse = lru_cache(maxsize=4096)(self._parse)
@@ -49,33 +56,59 @@ class Types:
     def _parse(self, text: str) -> Type:
         text = text.strip()
         if text.startswith("tensor<"):
-            parts = split_top(text[7:-1], ",")
-            shape, element = _shaped(parts[0])
-            inner = self._parse(element)
-            layout = expand(",".join(parts[1:]).strip(), self.aliases) if len(parts) > 1 else ""
-            return Type(inner.kind, shape, layout, inner.pointee)
+            return self._tensor(text)
         if text.startswith(("!ttg.memdesc<", "<")):
-            parts = split_top(text[text.index("<") + 1 : -1], ",")
-            shape, element = _shaped(parts[0])
-            layout = expand(parts[1].strip(), self.aliases)
-            space = expand(parts[2].strip(), self.aliases)
-            alloc = shape
-            if re.match(r"\s*\d+(x\d+)*\s*$", parts[-1]):
-                alloc = tuple(int(n) for n in parts[-1].strip().split("x"))
-            # the layout is of the last dimensions: leading ones that were indexed are gone
-            return Type(
-                "memdesc", shape, layout, self._parse(element).kind, alloc[-len(shape) :], space
-            )
+            return self._memdesc(text)
         if text.startswith("!tt.tensordesc<"):
-            parts = split_top(text[15:-1], ",")
-            inner = parts[0].strip()
-            if inner.startswith("tensor<"):
-                shaped = self._parse(inner)
-                return Type("tensordesc", shaped.shape, "", shaped.kind)
-            shape, element = _shaped(inner)
-            return Type("tensordesc", shape, "", element)
+            return self._tensordesc(text)
         if text.startswith("!tt.ptr<"):
-            return Type("ptr", None, "", self._parse(split_top(text[8:-1], ",")[0]).kind)
-        if text == "index":
-            return Type("i64")
-        return Type(text)
+            return Type("ptr", pointee=self._parse(_inside(text)[0]).kind)
+        return Type("i64" if text == "index" else text)
+
+    def _tensor(self, text: str) -> Type:
+        shaped, *layout = _inside(text)
+        shape, element = _split_shape(shaped)
+        inner = self._parse(element)
+        return Type(
+            inner.kind,
+            shape=shape,
+            layout=expand_aliases(",".join(layout).strip(), self.aliases),
+            pointee=inner.pointee,
+            is_tensor=True,
+        )
+
+    def _memdesc(self, text: str) -> Type:
+        parts = [each.strip() for each in _inside(text)]
+        shape, element = _split_shape(parts[0])
+        alloc = shape
+        if re.fullmatch(r"\d+(x\d+)*", parts[-1]):
+            alloc = tuple(int(size) for size in parts[-1].split("x"))
+        return Type(
+            "memdesc",
+            shape=shape,
+            layout=expand_aliases(parts[1], self.aliases),
+            pointee=self._parse(element).kind,
+            # the layout is of the last dimensions: leading ones that were indexed are gone
+            alloc=alloc[-len(shape) :],
+            space=expand_aliases(parts[2], self.aliases),
+        )
+
+    def _tensordesc(self, text: str) -> Type:
+        inner = _inside(text)[0].strip()
+        if inner.startswith("tensor<"):
+            tensor = self._parse(inner)
+            return Type("tensordesc", shape=tensor.shape, pointee=tensor.kind)
+        shape, element = _split_shape(inner)
+        return Type("tensordesc", shape=shape, pointee=self._parse(element).kind)
+
+
+def _inside(text: str) -> list[str]:
+    """Return the arguments of `name<a, b>`."""
+    return split_top(text[text.index("<") + 1 : -1], ",")
+
+
+def _split_shape(text: str) -> tuple[tuple[int, ...], str]:
+    """Return the shape and the element of `64x128xbf16`."""
+    sizes = re.match(r"(?:\d+x)*", text.strip())
+    head = sizes.group() if sizes else ""
+    return tuple(int(size) for size in head.split("x") if size), text.strip()[len(head) :].strip()

@@ -36,6 +36,7 @@ from mlakit.tools.emulator.codegen import (
     tensor_memory,
 )
 from mlakit.tools.emulator.codegen.emitter import OPERATIONS, Emitter
+from mlakit.tools.emulator.engines import AsyncTensor
 from mlakit.tools.emulator.ir import Module, Unsupported
 
 __all__ = ["OPERATIONS", "Emitter", "Unsupported", "compile_module"]
@@ -73,6 +74,6 @@ def compile_module(module: Module) -> tuple[Callable[..., Any], Emitter, str]:
 
 def _usable(value: Any) -> Any:
     """Return a value that may be used: the result of a pending wgmma is a fault."""
-    if isinstance(value, runtime.AsyncTensor):
+    if isinstance(value, AsyncTensor):
         value.used()
     return value

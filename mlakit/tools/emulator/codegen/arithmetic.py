@@ -79,7 +79,7 @@ def constant(emitter: Emitter, op: Op) -> str:
     literal = found.group(1) if found.group(1) is not None else found.group(2)
     value = _number(literal, type.kind)
     if type.is_tensor:
-        array = np.full(type.shape or (), value, dtypes.value_dtype(type.kind))
+        array: dtypes.Array = np.full(type.shape, value, dtypes.value_dtype(type.kind))
         array.setflags(write=False)
         return emitter.constant(array, f"dense {literal} {type.kind} {type.shape}")
     if type.kind.startswith("i"):

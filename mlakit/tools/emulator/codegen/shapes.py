@@ -35,7 +35,7 @@ def reshape(emitter: Emitter, op: Op) -> str:
 
 def _reshape_last(emitter: Emitter, op: Op, value: str) -> str:
     source, target = emitter.type(op.source_type), emitter.type(op.result_type)
-    rank = len(source.shape or ())
+    rank = len(source.shape)
     if op.name == "tt.trans":
         order = [each - rank for each in op.array_attr("order")]
         return f"transpose_last({value}, {order})"
