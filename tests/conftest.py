@@ -15,7 +15,7 @@ import setuptools  # noqa: F401  patches distutils, so it comes before any impor
 import torch
 
 from mlakit import dispatch, knobs
-from tests import cpu_products, slow_tests, transplant
+from tests import cpu_products, emulation, slow_tests, transplant
 
 # an assertion in these shows its values when it fails, as one in a test does
 pytest.register_assert_rewrite(
@@ -23,9 +23,6 @@ pytest.register_assert_rewrite(
     "tests.compat.modular.contiguous_decoding",
     "tests.reference.inputs",
 )
-
-# Triton decides when a kernel is defined: without a GPU the portable kernels run interpreted
-os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
 INTERPRETED = ("triton", "cpu")
 LARGE_AT_ONCE = 4
@@ -45,12 +42,17 @@ class Place(NamedTuple):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     slow_tests.add_options(parser)
+    emulation.add_options(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    is_emulated = config.getoption(emulation.OPTION)
+    # Triton decides when a kernel is defined: without a GPU the portable kernels run interpreted
+    is_compiled = is_emulated or torch.cuda.is_available()
+    os.environ.setdefault("TRITON_INTERPRET", "0" if is_compiled else "1")
     if hasattr(config, "workerinput"):
         torch.set_num_threads(1)  # the workers of xdist already fill the cores
-    if config.option.markexpr.strip() == "gpu" and not torch.cuda.is_available():
+    if config.option.markexpr.strip() == "gpu" and not is_compiled:
         raise pytest.UsageError("-m gpu needs a CUDA device, and torch sees none")
     cpu_products.use_float32(cpu_products.slow_types())
     # torch.empty then holds NaN, the largest integer or 0xFF: reading what was never written shows
@@ -99,6 +101,7 @@ def _places(test: pytest.Item) -> list[object]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items[:] = [item for item in items if not _too_slow_interpreted(item)]
     _leave_out_gpu_tests(config, items)
+    emulation.leave_out(config, items)
     slow_tests.leave_out_thorough(config, items)
     slow_tests.select(config, items)
 
@@ -106,8 +109,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _leave_out_gpu_tests(config: pytest.Config, items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
-    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
-    items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    on_gpu = [
+        item
+        for item in items
+        if item.get_closest_marker("gpu") and not emulation.runs(config, item)
+    ]
+    left_out = set(on_gpu)
+    items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=on_gpu)
     config.stash[GPU_TESTS] = len(on_gpu)
     if hasattr(config, "workeroutput"):
@@ -119,6 +127,7 @@ def pytest_testnodedown(node: Any) -> None:
     """With xdist only the workers collect, each of them everything."""
     output = getattr(node, "workeroutput", {})
     node.config.stash[GPU_TESTS] = output.get("gpu_tests", 0)
+    node.config.stash[emulation.LEFT_OUT] = output.get("emulated_tests", 0)
     node.config.stash[slow_tests.LEFT_OUT] = output.get("slow_tests", 0)
     node.config.stash[slow_tests.THOROUGH] = output.get("thorough_tests", 0)
 
@@ -133,12 +142,25 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     yield from slow_tests.measure_call(item)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
+    """A test that is marked `gpu` runs in the emulator where it was not left out for want of one."""
+    is_on_gpu = pyfuncitem.get_closest_marker("gpu") is not None
+    if is_on_gpu and pyfuncitem.config.getoption(emulation.OPTION):
+        with emulation.emulated_test():
+            return (yield)
+    return (yield)
+
+
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
     count = config.stash.get(GPU_TESTS, 0)
     if count:
         terminalreporter.write_line(f"GPU tests left out: {count}, torch sees no CUDA device")
+    emulated = config.stash.get(emulation.LEFT_OUT, 0)
+    if emulated:
+        terminalreporter.write_line(f"emulated tests left out: {emulated}, make emulate runs them")
     thorough = config.stash.get(slow_tests.THOROUGH, 0)
     if thorough:
         terminalreporter.write_line(f"thorough tests left out: {thorough}, make test-all runs them")

@@ -7,6 +7,8 @@ The IR of a specialisation is made once per process.
 
 from __future__ import annotations
 
+import atexit
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +32,11 @@ class Lowered:
 
     text: str  # the IR
     arguments: list[Any]  # those that the IR has: neither constants nor specialised away
+
+
+def exit_without_leak_reports() -> None:
+    """Close stderr before Triton's bindings list the objects that they leaked themselves."""
+    atexit.register(lambda: os.dup2(os.open(os.devnull, os.O_WRONLY), 2))
 
 
 def lower(

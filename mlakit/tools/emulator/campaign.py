@@ -1,0 +1,127 @@
+"""Mutation tests of synchronisation: which mutants of a kernel do the emulator's checks catch?
+
+A subject is a kernel with the cases that its mutants run. The first case is the one whose IR is
+mutated; the others reach operations that the first does not. `survivors.toml`, beside the tests,
+lists the mutants that no check can catch, each with its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from mlakit.support.configurations import HOPPER
+from mlakit.tools.emulator.harness import Verdict, run_trial
+from mlakit.tools.emulator.mutations import Mutant, Name, mutants
+from mlakit.workloads import Case
+from mlakit.workloads.case import Trial
+
+SEEDS = (0, 1, 2)
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A kernel whose mutants are run in `cases`, in order, until one catches them."""
+
+    kernel: str
+    cases: tuple[Case, ...]
+
+    @cached_property
+    def trials(self) -> list[Trial]:
+        """The cases with their inputs, which all mutants share."""
+        return [case.trial("cpu") for case in self.cases]
+
+    @cached_property
+    def mutants(self) -> list[Mutant]:
+        """The mutants of the kernel as the first case compiles it."""
+        return mutants(self.kernel, self.text)
+
+    @cached_property
+    def text(self) -> str:
+        """The IR of the kernel as the first case compiles it, which runs without a fault."""
+        texts: dict[str, str] = {}
+
+        def keep(kernel: str, text: str) -> str:
+            texts[kernel] = text
+            return text
+
+        verdict = run_trial(self.trials[0], self.kernel, seed=0, mutate=keep)
+        if not verdict.passed:
+            raise AssertionError(f"the kernel without a mutation fails: {verdict}")
+        if self.kernel not in texts:
+            raise ValueError(f"the case must launch {self.kernel}, got {', '.join(texts)}")
+        return texts[self.kernel]
+
+    def run(self, name: Name) -> Verdict:
+        """Run the mutant of a name with every case and seed until one catches it.
+
+        Returns the verdict that caught it, or the last one.
+        """
+
+        def mutate(kernel: str, text: str) -> str:
+            if kernel != name.kernel:
+                return text
+            # a case may specialise the kernel otherwise, and then lacks the mutant
+            named = [each for each in mutants(kernel, text) if each.name == name]
+            return named[0].text(text) if named else text
+
+        for trial in self.trials:
+            for seed in SEEDS:
+                verdict = run_trial(trial, str(name), seed, mutate=mutate)
+                if not verdict.passed:
+                    return verdict
+        return verdict
+
+
+def _cases(configuration: str, *changes: dict[str, Any]) -> tuple[Case, ...]:
+    return tuple(replace(HOPPER[configuration], **each) for each in changes)
+
+
+def _indexer() -> tuple[Case, ...]:
+    lens = {"kv_lens": (1500, 700, 300, 900, 100, 600), "q_lens": (1,) * 6}
+    return _cases("hopper-indexer-h32-q1", lens)
+
+
+# work for several pairs of blocks and tiles per CTA, so that every stage is used again
+_M64 = {"kv_lens": (310, 65), "q_lens": (2, 1)}
+_SMALL_M = {"kv_lens": (900, 300)}
+SUBJECTS: dict[str, Subject] = {
+    "decode-m64_bf16": Subject(
+        "mla_decode_m64_bf16_kernel", _cases("hopper-decode-h128-bf16", _M64)
+    ),
+    "decode-m64_bf16-gather": Subject(
+        "mla_decode_m64_bf16_kernel", _cases("hopper-decode-h128-bf16-page1", _M64)
+    ),
+    "decode-small_m_bf16": Subject(
+        "mla_decode_small_m_bf16_kernel", _cases("hopper-decode-h16-bf16", _SMALL_M)
+    ),
+    "decode-m64_fp8_kv": Subject(
+        "mla_decode_m64_fp8_kv_kernel", _cases("hopper-decode-m64-fp8_block128", _M64)
+    ),
+    "decode-m64_fp8_qk": Subject(
+        "mla_decode_m64_fp8_qk_kernel", _cases("hopper-decode-m64-fp8_token-e4m3-q", _M64)
+    ),
+    "decode-small_m_fp8_kv": Subject(
+        "mla_decode_small_m_fp8_kv_kernel", _cases("hopper-decode-h16-fp8_block128", _SMALL_M)
+    ),
+    "sparse-m64_bf16": Subject(
+        "sparse_mla_m64_bf16_kernel", _cases("hopper-sparse-h128-bf16", {"topk": 512})
+    ),
+    "sparse-m64_fp8_kv": Subject(
+        "sparse_mla_m64_fp8_kv_kernel", _cases("hopper-sparse-fp8_block128", {"topk": 512})
+    ),
+    "sparse-small_m_fp8_kv": Subject(
+        "sparse_mla_small_m_fp8_kv_kernel", _cases("hopper-sparse-h16-fp8_block128", {"topk": 512})
+    ),
+    "prefill-bf16": Subject("mla_prefill_kernel", _cases("hopper-prefill-192-128", {})),
+    "prefill-fp8": Subject("mla_prefill_fp8_kernel", _cases("hopper-prefill-fp8", {})),
+    "indexer": Subject("indexer_logits_kernel", _indexer()),
+}
+
+
+def outcomes(subject: Subject, chosen: Sequence[Mutant]) -> Iterator[tuple[Mutant, Verdict]]:
+    """Run mutants, and yield each with its verdict."""
+    for mutant in chosen:
+        yield mutant, subject.run(mutant.name)

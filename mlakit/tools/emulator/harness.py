@@ -1,0 +1,123 @@
+"""Runs of Hopper's configurations in the emulator, each compared with the float64 oracle.
+
+A configuration is one of `support.configurations.HOPPER`. Those with enough work for a whole GPU
+are cut to what a GPU with two SMs has to do for the same kernel.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+
+from mlakit import knobs
+from mlakit.support.configurations import HOPPER, MUCH_WORK
+from mlakit.tools.emulator.frontend import Launch, Mutate, emulating_mlakit
+from mlakit.tools.emulator.machine import Fault
+from mlakit.workloads import Case
+from mlakit.workloads.case import Trial
+
+SEEDS = (0, 1)
+LESS_WORK = {"kv_lens": (330, 65), "q_lens": (3, 1)}
+TRACED_STEPS = 4000  # the last ones of a CTA are kept
+WRONG_RESULT = "WrongResult"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One line of a trace."""
+
+    who: str  # a partition, or the engine that completes an operation
+    what: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of one run: `kind` and `message` say what is wrong, and are "" if nothing is."""
+
+    configuration: str
+    seed: int
+    kind: str = ""  # the name of a fault's class, or WRONG_RESULT
+    message: str = ""
+    launches: tuple[Launch, ...] = ()
+    warnings: dict[str, int] = field(default_factory=dict)
+    trace: tuple[Step, ...] = ()  # of the CTA with the fault
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        return not self.kind
+
+    def __str__(self) -> str:
+        outcome = "ok" if self.passed else f"{self.kind}: {self.message}"
+        return f"{self.configuration}, seed {self.seed}: {outcome}"
+
+
+def configuration(name: str) -> Case:
+    """Return the case of a configuration with little work. Raises ValueError for other names."""
+    if name not in HOPPER:
+        raise ValueError(f"NAME must be a configuration, as --list shows them, got {name!r}")
+    case = HOPPER[name]
+    if getattr(case, "kv_lens", None) == MUCH_WORK["kv_lens"]:
+        return replace(case, **LESS_WORK)
+    return case
+
+
+def emulate(name: str, seed: int, *, is_traced: bool = False) -> Verdict:
+    """Run a configuration; inputs and interleaving are made from the seed."""
+    return run_case(replace(configuration(name), seed=seed), name, seed, is_traced=is_traced)
+
+
+def run_case(case: Case, name: str, seed: int, *, is_traced: bool = False) -> Verdict:
+    """Run a case; the verdict calls it `name`."""
+    return run_trial(case.trial("cpu"), name, seed, is_traced=is_traced)
+
+
+def run_trial(
+    trial: Trial,
+    name: str,
+    seed: int,
+    *,
+    is_traced: bool = False,
+    mutate: Mutate | None = None,
+) -> Verdict:
+    """Run a trial on Hopper's kernels, whose IR `mutate` may change, and check its results."""
+    if knobs.interpreted():
+        raise RuntimeError(
+            "TRITON_INTERPRET is set, so kernels have no IR: unset it to emulate them"
+        )
+    started = perf_counter()
+    steps: deque[Step] = deque(maxlen=TRACED_STEPS)
+
+    def observe(who: str, what: str) -> None:
+        if who == "CTA":
+            steps.clear()
+        steps.append(Step(who, what))
+
+    kind = message = ""
+    with emulating_mlakit(
+        seed=seed, mutate=mutate, observer=observe if is_traced else None
+    ) as emulation:
+        try:
+            before = trial.inputs.snapshot()
+            results = trial.call("hopper")
+            trial.inputs.assert_only_written(before)
+        except Fault as fault:
+            kind, message = type(fault).__name__, str(fault)
+        except AssertionError as error:
+            kind, message = WRONG_RESULT, str(error)
+    if not kind:
+        try:
+            trial.check(results)
+        except AssertionError as error:
+            kind, message = WRONG_RESULT, str(error)
+    return Verdict(
+        name,
+        seed,
+        kind,
+        message,
+        tuple(emulation.launches),
+        emulation.warnings,
+        tuple(steps) if kind else (),
+        perf_counter() - started,
+    )
