@@ -61,26 +61,28 @@ class Copies(GlobalOperations, Synchronisation):
     def tma_store(
         self, p: Partition, descriptor: Descriptor, at: list[int], tile: MemDesc
     ) -> Coroutine:
-        """Start to store a tile.
-
-        PTX, "cp.async.bulk.wait_group": with .read the wait ends when the sources have been read.
-        Triton waits so: the tile may then be reused, and what is in global memory is not yet known
-        to be there. So nothing in the same CTA may access what a store has written.
-        """
+        """Start to store a tile; `store_wait` says when it is complete."""
         yield None
         machine, queue = self.machine, p.stores
         check_copy(descriptor, at, tile)
         machine.check_read(tile, p.queued(queue, is_async=True))
         if machine.checks:
             address, inside = descriptor.addresses(descriptor.index(at, descriptor.block))
-            agent = self._store_agent(p)
-            self._check_global(p, address[inside], descriptor.size, agent, 1, is_write=True)
+            agent, time = p.written, queue.issued + 1
+            self._check_global(p, address[inside], descriptor.size, agent, time, is_write=True)
         queue.issue(lambda: descriptor.put(machine.memory, at, tile.read()), p.where)
 
-    def _store_agent(self, p: Partition) -> int:
-        """Return the agent of a partition's TMA writes to global memory, which no wait observes."""
-        agents, name = self.machine.agents, f"TMA stores of {p.name} to global memory"
-        return agents.names.index(name) if name in agents.names else agents.add(name)
+    def store_wait(self, p: Partition, pending: int, is_read: bool) -> Coroutine:
+        """Wait until at most `pending` TMA stores are left.
+
+        PTX, "cp.async.bulk.wait_group": with .read, which `is_read` says and is Gluon's default,
+        the wait ends when the sources have been read. The tile may then be reused, and the writes
+        to global memory are not known to be done: nothing in this CTA may read them. Without .read
+        they have been made visible to the executing thread.
+        """
+        yield from self.drain(p, p.stores, pending)
+        if not is_read:
+            p.clock.observe(p.written, p.stores.issued - pending)
 
     def _check_global(
         self, p: Partition, addresses: Array, size: int, agent: int, time: int, *, is_write: bool

@@ -70,6 +70,8 @@ class Emulation:
     arch      90 for sm_90
     seed      of the schedulers: another seed is another interleaving
     checks    for races, fences and unwritten memory
+    exact_fp8  sums of e4m3 products are exact, not rounded as Hopper's tensor cores do
+    trusts_copy_arrivals  what PTX does not promise of cp.async.mbarrier.arrive (`copies`)
     mutate    changes the IR of kernels, for mutation tests
     observer  is told every step of every CTA
     sources   the IR of each kernel as it ran, by its name
@@ -79,6 +81,8 @@ class Emulation:
     arch: int = HOPPER_ARCH
     seed: int = 0
     checks: bool = True
+    exact_fp8: bool = False
+    trusts_copy_arrivals: bool = False
     mutate: Mutate | None = None
     observer: Observer | None = None
     launches: list[Launch] = field(default_factory=list)
@@ -108,12 +112,21 @@ class Emulation:
             values += _values(each, names[len(values)] if len(values) < len(names) else "", memory)
         if len(values) != len(module.kernel.args):
             raise ValueError(f"{name}: the IR must have {len(values)} arguments, got {names}")
-        extent = (*grid, 1, 1)[:3]
+        x, y, z = (*grid, 1, 1)[:3]
+        extent = (x, y, z)
         ctas = [(x, y, z) for z, y, x in product(*map(range, reversed(extent)))]
         steps = 0
         for index, cta in enumerate(ctas):
             seed = self.seed * SEEDS_APART + index
-            machine = Machine(memory, cta, extent, seed, checks=self.checks)
+            machine = Machine(
+                memory,
+                cta,
+                extent,
+                seed,
+                checks=self.checks,
+                exact_fp8=self.exact_fp8,
+                trusts_copy_arrivals=self.trusts_copy_arrivals,
+            )
             steps += self._run_cta(machine, function, values, module.num_warps)
         run_s = perf_counter() - compiled
         self.launches.append(Launch(name, len(ctas), steps, compiled - started, run_s))

@@ -73,6 +73,7 @@ class Partition:
     groups    the number of the last copy of each cp.async group
     results   the results of its latest wgmmas
     synced    its own time when its warps last waited for each other
+    written   the agent of what its TMA stores write to global memory
     """
 
     def __init__(self, machine: Machine, name: str, num_warps: int) -> None:
@@ -84,6 +85,7 @@ class Partition:
         # PTX, "cp.async": the copies are weak operations of the generic proxy, not of the async one
         self.copies = Queue(agents.add(f"cp.async of {name}", is_generic=True), "cp.async")
         self.stores = Queue(agents.add(f"TMA stores of {name}"), "TMA store")
+        self.written = agents.add(f"TMA stores of {name} to global memory")
         self.tensor = Queue(agents.add(f"tcgen05 of {name}"), "tcgen05")
         machine.queues += [self.wgmma, self.copies, self.stores, self.tensor]
         self._where = ""

@@ -25,6 +25,15 @@ class Wrapped(int):
     def __mul__(self, other: Any) -> Wrapped:
         return Wrapped(int(self) * int(other))
 
+    def __floordiv__(self, other: Any) -> Wrapped:
+        return Wrapped(int(self) // int(other))
+
+    def __abs__(self) -> Wrapped:
+        return Wrapped(abs(int(self)))
+
+    def __neg__(self) -> Wrapped:
+        return Wrapped(-int(self))
+
     __radd__ = __add__
     __rmul__ = __mul__
 

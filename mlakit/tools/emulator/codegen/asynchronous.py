@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import re
+from inspect import signature
+
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from mlakit.tools.emulator.codegen.emitter import Emitter, emits, optional
 from mlakit.tools.emulator.ir import SSA, Op, Unsupported
+
+# until Triton 3.8 a wait for TMA stores is always one for the end of their reads
+NAMES_READS = "read_only" in signature(tma.store_wait).parameters
 
 # ---------------------------------------------------------- mbarriers and fences
 
@@ -107,7 +113,8 @@ def tma_store(emitter: Emitter, op: Op) -> str:
 @emits("ttng.async_tma_store_wait")
 def tma_store_wait(emitter: Emitter, op: Op) -> str:
     """A wait until few TMA stores of the partition are pending."""
-    return f"yield from rt.drain(p, p.stores, {op.int_attr('pendings')})"
+    is_read = "read_only" in op.text or not NAMES_READS
+    return f"yield from rt.store_wait(p, {op.int_attr('pendings')}, {is_read})"
 
 
 # ---------------------------------------------------------- cp.async
