@@ -144,9 +144,9 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
-    """A test that is marked `gpu` runs in the emulator where it was not left out for want of one."""
+    """Run the tests of Hopper's kernels in the emulator, if that is asked for."""
     is_on_gpu = pyfuncitem.get_closest_marker("gpu") is not None
-    if is_on_gpu and pyfuncitem.config.getoption(emulation.OPTION):
+    if is_on_gpu and emulation.runs(pyfuncitem.config, pyfuncitem):
         with emulation.emulated_test():
             return (yield)
     return (yield)

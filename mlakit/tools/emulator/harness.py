@@ -11,8 +11,10 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 from mlakit import knobs
-from mlakit.support.configurations import HOPPER, MUCH_WORK
-from mlakit.tools.emulator.frontend import Launch, Mutate, emulating_mlakit
+from mlakit.specs import pretending
+from mlakit.support.compilation import NUM_SMS as WHOLE_GPU
+from mlakit.support.configurations import HOPPER, HOPPER_ARCH, MUCH_WORK
+from mlakit.tools.emulator.frontend import NUM_SMS, Launch, Mutate, emulating_mlakit
 from mlakit.tools.emulator.machine import Fault
 from mlakit.workloads import Case
 from mlakit.workloads.case import Trial
@@ -53,24 +55,29 @@ class Verdict:
         return f"{self.configuration}, seed {self.seed}: {outcome}"
 
 
-def configuration(name: str) -> Case:
-    """Return the case of a configuration with little work. Raises ValueError for other names."""
+@dataclass(frozen=True)
+class Configuration:
+    """A case with little work, and the number of SMs that dispatch counts on."""
+
+    case: Case
+    selects_for: int
+
+
+def configuration(name: str) -> Configuration:
+    """Return a configuration by name. Raises ValueError for unknown names."""
     if name not in HOPPER:
         raise ValueError(f"NAME must be a configuration, as --list shows them, got {name!r}")
     case = HOPPER[name]
     if getattr(case, "kv_lens", None) == MUCH_WORK["kv_lens"]:
-        return replace(case, **LESS_WORK)
-    return case
+        return Configuration(replace(case, **LESS_WORK), NUM_SMS)
+    return Configuration(case, WHOLE_GPU[HOPPER_ARCH])
 
 
 def emulate(name: str, seed: int, *, is_traced: bool = False) -> Verdict:
     """Run a configuration; inputs and interleaving are made from the seed."""
-    return run_case(replace(configuration(name), seed=seed), name, seed, is_traced=is_traced)
-
-
-def run_case(case: Case, name: str, seed: int, *, is_traced: bool = False) -> Verdict:
-    """Run a case; the verdict calls it `name`."""
-    return run_trial(case.trial("cpu"), name, seed, is_traced=is_traced)
+    chosen = configuration(name)
+    trial = replace(chosen.case, seed=seed).trial("cpu")
+    return run_trial(trial, name, seed, selects_for=chosen.selects_for, is_traced=is_traced)
 
 
 def run_trial(
@@ -78,10 +85,14 @@ def run_trial(
     name: str,
     seed: int,
     *,
+    selects_for: int = NUM_SMS,
     is_traced: bool = False,
     mutate: Mutate | None = None,
 ) -> Verdict:
-    """Run a trial on Hopper's kernels, whose IR `mutate` may change, and check its results."""
+    """Run a trial on Hopper's kernels, whose IR `mutate` may change, and check its results.
+
+    selects_for  SMs of the GPU that a kernel is selected for; it runs on few
+    """
     if knobs.interpreted():
         raise RuntimeError(
             "TRITON_INTERPRET is set, so kernels have no IR: unset it to emulate them"
@@ -95,9 +106,11 @@ def run_trial(
         steps.append(Step(who, what))
 
     kind = message = ""
-    with emulating_mlakit(
-        seed=seed, mutate=mutate, observer=observe if is_traced else None
-    ) as emulation:
+    settings = {"seed": seed, "mutate": mutate, "observer": observe if is_traced else None}
+    with (
+        emulating_mlakit(**settings) as emulation,
+        pretending(HOPPER_ARCH, selects_for),
+    ):
         try:
             before = trial.inputs.snapshot()
             results = trial.call("hopper")
