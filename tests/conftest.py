@@ -109,13 +109,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _leave_out_gpu_tests(config: pytest.Config, items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
-    on_gpu = [
-        item
-        for item in items
-        if item.get_closest_marker("gpu") and not emulation.runs(config, item)
-    ]
-    left_out = set(on_gpu)
-    items[:] = [item for item in items if item not in left_out]
+
+    def is_left_out(item: pytest.Item) -> bool:
+        return item.get_closest_marker("gpu") is not None and not emulation.runs(config, item)
+
+    on_gpu = [item for item in items if is_left_out(item)]
+    items[:] = [item for item in items if not is_left_out(item)]
     config.hook.pytest_deselected(items=on_gpu)
     config.stash[GPU_TESTS] = len(on_gpu)
     if hasattr(config, "workeroutput"):

@@ -50,8 +50,9 @@ def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 def runs(config: pytest.Config, item: pytest.Item) -> bool:
     """Whether a test marked `gpu` runs in the emulator."""
-    is_small = item.get_closest_marker("large") is None
-    return bool(config.getoption(OPTION)) and is_small and FOLDER in item.path.parents
+    if not config.getoption(OPTION) or item.get_closest_marker("large"):
+        return False
+    return FOLDER in item.path.parents
 
 
 @contextmanager

@@ -220,6 +220,6 @@ def test_no_test_here_waits_for_a_gpu_that_is_not_there(request):
 
 def test_asking_for_gpu_tests_without_a_gpu_is_a_usage_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    config = SimpleNamespace(option=SimpleNamespace(markexpr="gpu"))
+    config = SimpleNamespace(option=SimpleNamespace(markexpr="gpu"), getoption=lambda option: False)
     with pytest.raises(pytest.UsageError, match="-m gpu needs a CUDA device"):
         conftest.pytest_configure(config)
