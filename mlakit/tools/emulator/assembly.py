@@ -51,11 +51,12 @@ class Assembly:
             inputs[f"${num_out + i}"] = register
             if kind.isdigit():
                 inputs[f"${kind}"] = register
-        after = ptx.Thread(inputs, shape).run(text)
+        threads = ptx.Threads(inputs, shape)
+        ptx.compile_program(text).run(threads)
         outs, at = [], 0
         for type in results:
             count = pack // _per_register(type.kind, pack)
-            raw = [after.get(f"${at + k}", np.zeros(shape, np.uint32)) for k in range(count)]
+            raw = [threads.result(f"${at + k}") for k in range(count)]
             outs.append(_repack(raw, type, pack, places))
             at += count
         return outs[0] if len(outs) == 1 else tuple(outs)

@@ -24,6 +24,7 @@ def inline_assembly(emitter: Emitter, op: Op) -> None:
         _named_barrier(emitter, named, text, values)
         emitter.assign(results, ["0"] * len(results))
         return
+    ptx.compile_program(text)  # an instruction that is not known is reported with its source line
     types = [emitter.type(each) for each in op.operand_types()] if values else []
     printed = op.result_types() if values else found.group(3).replace("->", "").split(",")
     outs = [emitter.type(each) for each in printed]
