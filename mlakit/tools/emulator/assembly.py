@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mlakit.tools.emulator import dtypes, ptx
-from mlakit.tools.emulator.clocks import Array
+from mlakit.tools.emulator.dtypes import Array
 from mlakit.tools.emulator.engines import AsyncTensor
 from mlakit.tools.emulator.layouts import thread_elements
 from mlakit.tools.emulator.machine import Partition

@@ -8,12 +8,9 @@ with release semantics stores the clock of its issuer, and a wait with acquire s
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[Any]
+from mlakit.tools.emulator.dtypes import Array
 
 MAX_AGENTS = 512
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mlakit.tools.emulator.barriers import WARP
-from mlakit.tools.emulator.clocks import Array
+from mlakit.tools.emulator.dtypes import Array
 from mlakit.tools.emulator.engines import Operation, Queue
 from mlakit.tools.emulator.global_operations import GlobalOperations
 from mlakit.tools.emulator.global_races import GlobalAccess

@@ -26,9 +26,11 @@ from mlakit.kernels.triton.launch import SHARED_BYTES, Target, compiling
 from mlakit.tools.emulator.codegen import compile_module
 from mlakit.tools.emulator.ir import Module
 from mlakit.tools.emulator.lowering import lower
-from mlakit.tools.emulator.machine import Descriptor, GlobalMemory, Machine
+from mlakit.tools.emulator.machine import Machine
+from mlakit.tools.emulator.memory import GlobalMemory
 from mlakit.tools.emulator.parser import parse
 from mlakit.tools.emulator.runtime import Runtime
+from mlakit.tools.emulator.tma import Descriptor
 
 HOPPER_ARCH = 90
 NUM_SMS = 2  # of the emulated GPU: few, so that a CTA has several tiles of little work

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mlakit.tools.emulator import dtypes
-from mlakit.tools.emulator.clocks import Array
+from mlakit.tools.emulator.dtypes import Array
 from mlakit.tools.emulator.engines import AsyncTensor
 from mlakit.tools.emulator.global_races import GlobalAccess
 from mlakit.tools.emulator.layouts import thread_elements

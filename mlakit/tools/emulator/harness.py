@@ -14,8 +14,8 @@ from mlakit import knobs
 from mlakit.specs import pretending
 from mlakit.support.compilation import NUM_SMS as WHOLE_GPU
 from mlakit.support.configurations import HOPPER, HOPPER_ARCH, MUCH_WORK
+from mlakit.tools.emulator.faults import Fault
 from mlakit.tools.emulator.frontend import NUM_SMS, Launch, Mutate, emulating_mlakit
-from mlakit.tools.emulator.machine import Fault
 from mlakit.workloads import Case
 from mlakit.workloads.case import Trial
 

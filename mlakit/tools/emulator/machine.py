@@ -19,43 +19,10 @@ from typing import Any
 from mlakit.tools.emulator.barriers import Barrier, NamedBarrier
 from mlakit.tools.emulator.clocks import Agents, Clock
 from mlakit.tools.emulator.engines import AsyncTensor, Operation, Queue
-from mlakit.tools.emulator.faults import (
-    BarrierMisuse,
-    Deadlock,
-    Fault,
-    IllegalCopy,
-    MissingFence,
-    OutOfBounds,
-    Race,
-    UnfinishedAtExit,
-    UseBeforeWait,
-)
+from mlakit.tools.emulator.faults import BarrierMisuse, Deadlock, Fault, UnfinishedAtExit
 from mlakit.tools.emulator.global_races import GlobalRaces
-from mlakit.tools.emulator.memory import Allocation, GlobalMemory, MemDesc
+from mlakit.tools.emulator.memory import GlobalMemory, MemDesc
 from mlakit.tools.emulator.races import Access, RaceDetector
-from mlakit.tools.emulator.tma import Descriptor
-
-__all__ = [
-    "Allocation",
-    "AsyncTensor",
-    "Barrier",
-    "BarrierMisuse",
-    "Coroutine",
-    "Deadlock",
-    "Descriptor",
-    "Fault",
-    "GlobalMemory",
-    "IllegalCopy",
-    "Machine",
-    "MemDesc",
-    "MissingFence",
-    "NamedBarrier",
-    "OutOfBounds",
-    "Partition",
-    "Race",
-    "UnfinishedAtExit",
-    "UseBeforeWait",
-]
 
 MAX_STEPS = 10_000_000
 MAX_BURST = 12  # yields that a partition runs through at once

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mlakit.tools.emulator.clocks import Array
-from mlakit.tools.emulator.dtypes import decode, element_size, encode, memory_dtype
+from mlakit.tools.emulator.dtypes import Array, decode, element_size, encode, memory_dtype
 from mlakit.tools.emulator.faults import OutOfBounds
 from mlakit.tools.emulator.layouts import offsets
 from mlakit.tools.emulator.races import Shadow

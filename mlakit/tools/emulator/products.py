@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from mlakit.reference.hopper_fp8_mma import fp8_mma
-from mlakit.tools.emulator.clocks import Array
 from mlakit.tools.emulator.copies import Copies
+from mlakit.tools.emulator.dtypes import Array
 from mlakit.tools.emulator.engines import AsyncTensor
 from mlakit.tools.emulator.faults import Fault
 from mlakit.tools.emulator.layouts import thread_elements

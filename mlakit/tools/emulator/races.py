@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mlakit.tools.emulator.clocks import Agents, Array, Clock
+from mlakit.tools.emulator.clocks import Agents, Clock
+from mlakit.tools.emulator.dtypes import Array
 from mlakit.tools.emulator.faults import MissingFence, Race
 
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mlakit.tools.emulator.clocks import Array
-from mlakit.tools.emulator.dtypes import element_size
+from mlakit.tools.emulator.dtypes import Array, element_size
 from mlakit.tools.emulator.faults import IllegalCopy
 from mlakit.tools.emulator.layouts import attributes
 from mlakit.tools.emulator.memory import GlobalMemory, MemDesc

@@ -12,10 +12,9 @@ from typing import Any, cast
 import numpy as np
 
 from mlakit.tools.emulator import dtypes
-from mlakit.tools.emulator.clocks import Array
+from mlakit.tools.emulator.dtypes import Array
 from mlakit.tools.emulator.faults import Fault
 from mlakit.tools.emulator.layouts import thread_elements
-from mlakit.tools.emulator.overflow import wrap
 from mlakit.tools.emulator.types import Type
 
 Combine = Callable[..., tuple[Array, ...]]
@@ -164,21 +163,3 @@ def scan(
     if is_reverse:
         values = tuple(each[::-1] for each in values)
     return tuple(np.moveaxis(each, 0, axis) for each in values)
-
-
-__all__ = [
-    "Divergent",
-    "astype",
-    "bitcast",
-    "fma",
-    "reduce",
-    "reshape_last",
-    "scalar",
-    "scan",
-    "signed",
-    "transpose_last",
-    "trunc_div",
-    "trunc_rem",
-    "unsigned",
-    "wrap",
-]

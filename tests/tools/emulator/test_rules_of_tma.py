@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from mlakit.tools.emulator.faults import IllegalCopy
 from mlakit.tools.emulator.memory import Allocation, GlobalMemory, MemDesc
@@ -196,3 +198,50 @@ def test_elements_outside_of_the_tensor_are_zeros_and_are_not_written() -> None:
     assert (data.reshape(5, 64)[3:, 32:] == -1).all()
     assert (data.reshape(5, 64)[:3] >= 0).all()
     assert (data.reshape(5, 64)[:, :32] >= 0).all()
+
+
+def _launch_prefill(gap: int) -> str:
+    """Launch the prefill kernel over heads that lie `gap` columns apart; return the fault."""
+    from mlakit.arguments import PrefillArguments
+    from mlakit.kernels.hopper.prefill.launch import mla_prefill
+    from mlakit.masks import CAUSAL
+    from mlakit.tools.emulator.frontend import emulating_mlakit
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.bfloat16)
+
+    q, expanded = randn(10, 4, 256 + gap)[:, :3, :256], randn(100, 3, 448)
+    arguments = PrefillArguments(
+        q=q,
+        k_nope=expanded[..., :192],
+        k_rope=randn(100, 64),
+        v=expanded[..., 192:],
+        q_starts=torch.tensor([0, 10], dtype=torch.int32),
+        kv_starts=torch.tensor([0, 100], dtype=torch.int32),
+        q_scale=None,
+        k_scale=None,
+        v_scale=None,
+        keys_per_scale=1,
+        softmax_scale=0.1,
+        mask=CAUSAL,
+        alibi_slopes=None,
+        sink=None,
+        backend="auto",
+    )
+    with emulating_mlakit():
+        try:
+            mla_prefill(arguments, torch.empty_like(q), torch.empty(10, 3))
+        except IllegalCopy as fault:
+            return str(fault)
+    return ""
+
+
+def test_prefill_over_heads_at_odd_distances_is_an_illegal_instruction(
+    in_emulator: Callable[..., Any],
+) -> None:
+    """The rows of q are 2,096 bytes apart, which TMA takes; its heads are 524 bytes apart."""
+    pytest.importorskip("triton.experimental.gluon")
+    fault = in_emulator(_launch_prefill, 6)
+    assert "descriptor q: the innermost coordinate must be a multiple of 16 bytes" in fault
+    assert "at parts.py:" in fault
+    assert in_emulator(_launch_prefill, 8) == ""

@@ -42,7 +42,9 @@ SMEM = gl.constexpr(smem_layout(64, 16))
 BLOCKED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 ACC = gl.constexpr(acc_layout(64))
 LANES = gl.constexpr(lane_layout(4))
+# to Triton 3.8 the second names
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+sync_threads = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 @gluon.jit
@@ -261,7 +263,7 @@ def exchange(tiles, x, out, BREAK: gl.constexpr):
     thread = gl.arange(0, 128, LANES)
     gl.store(scratch + thread, gl.load(x + thread))
     if BREAK == "":
-        gl.barrier()
+        sync_threads()
     elif BREAK == "by a named barrier":
         named_wait(6, 128)
     elif BREAK == "by an arrival alone":

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from mlakit.tools.emulator import dtypes, runtime
+from mlakit.tools.emulator import dtypes, overflow, values
 from mlakit.tools.emulator.codegen import (
     arithmetic,
     asynchronous,
@@ -46,10 +46,10 @@ TOPICS = (
     arithmetic, asynchronous, control_flow, inline_assembly, memory, reductions, shapes,
     tensor_memory,
 )  # fmt: skip
-# functions of the runtime that generated code calls by name
+# functions of `values` that generated code calls by name
 CALLED = (
     "astype", "bitcast", "fma", "reduce", "reshape_last", "scalar", "scan", "signed",
-    "transpose_last", "trunc_div", "trunc_rem", "unsigned", "wrap",
+    "transpose_last", "trunc_div", "trunc_rem", "unsigned",
 )  # fmt: skip
 
 
@@ -65,7 +65,8 @@ def compile_module(module: Module) -> tuple[Callable[..., Any], Emitter, str]:
         "np": np,
         "value": _usable,
         "rounded": dtypes.rounded,
-        **{name: getattr(runtime, name) for name in CALLED},
+        "wrap": overflow.wrap,
+        **{name: getattr(values, name) for name in CALLED},
         **emitter.constants,
     }
     exec(compile(source, f"<{module.kernel.name}>", "exec"), scope)
