@@ -33,6 +33,7 @@ def builder() -> Iterator[Any]:
     ir.load_dialects(context)
     make_backend(GPUTarget("cuda", 90, 32)).load_dialects(context)
     yield gluon_ir.GluonOpBuilder(context)
+    del context
 
 
 def span(bases: list[list[int]], rank: int) -> np.ndarray:
@@ -191,9 +192,10 @@ def test_stages_follow_each_other():
 
 
 def test_a_shared_linear_layout_is_its_bases():
-    text = "#ttg.shared_linear<{offset = [[0, 1], [0, 2], [1, 2], [2, 0]], block = []}, alignment = 16>"
+    bases = [[0, 1], [0, 2], [1, 2], [2, 0]]
+    text = f"#ttg.shared_linear<{{offset = {bases}, block = []}}, alignment = 16>"
     ours = offsets(text, (4, 4), (4, 4), (0, 0), 16)
-    theirs = span([[0, 1], [0, 2], [1, 2], [2, 0]], 2)
+    theirs = span(bases, 2)
     np.testing.assert_array_equal(ours[tuple(theirs.T)], np.arange(16))
 
 

@@ -52,10 +52,13 @@ def flush(value: Any) -> Any:
     return np.where(np.abs(value) < SMALLEST_NORMAL, np.copysign(np.float32(0), value), value)
 
 
-def _elementwise(instruction: Instruction, function: Function, *, flushes: bool) -> Execute:
-    """Run a function of all sources, which have the type of the instruction."""
-    kind, target = instruction.kind, instruction.operands[0]
-    sources = instruction.sources(*[kind] * (len(instruction.operands) - 1))
+def _elementwise(
+    instruction: Instruction, function: Function, count: int, *, flushes: bool
+) -> Execute:
+    """Run a function of `count` sources, which have the type of the instruction."""
+    kind = instruction.kind
+    sources = instruction.sources(*[kind] * count)
+    target = instruction.operands[0]
     dtype = KINDS[kind]
 
     def execute(threads: Threads) -> None:
@@ -75,7 +78,7 @@ def binary(instruction: Instruction) -> Execute:
     if instruction.kind in ("f16x2", "bf16x2"):
         return packed_arithmetic(instruction)
     found = instruction.modifiers("rn", "ftz")
-    return _elementwise(instruction, BINARY[instruction.name], flushes="ftz" in found)
+    return _elementwise(instruction, BINARY[instruction.name], 2, flushes="ftz" in found)
 
 
 @runs("mul")
@@ -86,7 +89,7 @@ def multiply(instruction: Instruction) -> Execute:
         return packed_arithmetic(instruction)
     found = instruction.modifiers("rn", "ftz", "lo", "hi", "wide")
     if not found & {"hi", "wide"}:
-        return _elementwise(instruction, np.multiply, flushes="ftz" in found)
+        return _elementwise(instruction, np.multiply, 2, flushes="ftz" in found)
     if kind not in ("s32", "u32"):
         raise instruction.unsupported()
     a, b = instruction.sources(kind, kind)
@@ -107,7 +110,7 @@ def multiply_add(instruction: Instruction) -> Execute:
     """The low half of a product of integers, and a sum."""
     if instruction.modifiers("lo") != {"lo"}:
         raise instruction.unsupported()
-    return _elementwise(instruction, lambda a, b, c: a * b + c, flushes=False)
+    return _elementwise(instruction, lambda a, b, c: a * b + c, 3, flushes=False)
 
 
 @runs("fma")
@@ -123,7 +126,7 @@ def fused_multiply_add(instruction: Instruction) -> Execute:
         wide = [np.asarray(each).astype(np.float64) for each in (a, b, c)]
         return np.asarray(wide[0] * wide[1] + wide[2]).astype(np.float32)
 
-    return _elementwise(instruction, fma, flushes="ftz" in found)
+    return _elementwise(instruction, fma, 3, flushes="ftz" in found)
 
 
 @runs("max", "min")
@@ -131,16 +134,17 @@ def extremum(instruction: Instruction) -> Execute:
     """The larger or smaller value; floats without .NaN ignore a NaN."""
     found = instruction.modifiers("NaN", "ftz")
     is_max = instruction.name == "max"
+    function: Function = np.maximum if is_max else np.minimum
     if instruction.kind.startswith("f") and "NaN" not in found:
-        return _elementwise(instruction, np.fmax if is_max else np.fmin, flushes="ftz" in found)
-    return _elementwise(instruction, np.maximum if is_max else np.minimum, flushes="ftz" in found)
+        function = np.fmax if is_max else np.fmin
+    return _elementwise(instruction, function, 2, flushes="ftz" in found)
 
 
 @runs("abs", "neg", "not", "ex2", "lg2", "sqrt", "rsqrt", "rcp")
 def unary(instruction: Instruction) -> Execute:
     """A function of one operand; approximate ones are computed exactly here."""
     found = instruction.modifiers("approx", "ftz", "rn")
-    return _elementwise(instruction, UNARY[instruction.name], flushes="ftz" in found)
+    return _elementwise(instruction, UNARY[instruction.name], 1, flushes="ftz" in found)
 
 
 @runs("shl", "shr")

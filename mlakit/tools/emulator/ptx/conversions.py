@@ -172,7 +172,7 @@ def packed_arithmetic(instruction: Instruction) -> Execute:
     if instruction.name not in PACKED:
         raise instruction.unsupported()
     function, kind = PACKED[instruction.name], HALF_PAIRS[instruction.kind]
-    sources = instruction.sources(*["b32"] * (len(instruction.operands) - 1))
+    sources = instruction.sources(*["b32"] * (3 if instruction.name == "fma" else 2))
     target = instruction.operands[0]
 
     def execute(threads: Threads) -> None:

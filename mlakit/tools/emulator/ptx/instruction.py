@@ -73,4 +73,7 @@ def build(instruction: Instruction) -> Execute:
     entry = INSTRUCTIONS.get(instruction.name)
     if entry is None:
         raise instruction.unsupported()
-    return entry(instruction)
+    try:
+        return entry(instruction)
+    except Unsupported as error:
+        raise instruction.unsupported() from error
