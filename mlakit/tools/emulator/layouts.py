@@ -1,6 +1,6 @@
 """Layouts: which thread has which element of a tensor, and where an element of a tile is in memory.
 
-Threads         blocked, slice, linear, nvidia_mma (wgmma) and dot_op layouts, as bases of registers,
+Threads         blocked, slice, linear, nvidia_mma (wgmma), dot_op layouts, as bases of registers,
                 lanes and warps: the element of a register is the exclusive or of the bases of the
                 bits of its number, and likewise for lanes and warps (Triton's linear layouts)
 Shared memory   nvmma_shared, swizzled_shared and shared_linear layouts: offsets of elements

@@ -21,6 +21,7 @@ from mlakit.tools.emulator.clocks import Agents, Clock
 from mlakit.tools.emulator.engines import AsyncTensor, Operation, Queue
 from mlakit.tools.emulator.faults import BarrierMisuse, Deadlock, Fault, UnfinishedAtExit
 from mlakit.tools.emulator.global_races import GlobalRaces
+from mlakit.tools.emulator.ir import Unsupported
 from mlakit.tools.emulator.memory import GlobalMemory, MemDesc
 from mlakit.tools.emulator.races import Access, RaceDetector
 
@@ -215,8 +216,8 @@ class Machine:
             except StopIteration:
                 partition.coroutine = None
                 return
-            except Fault as fault:
-                fault.args = (f"{fault.args[0]}\n  in {partition.name} at {partition.where}",)
+            except (Fault, Unsupported) as error:
+                error.args = (f"{error.args[0]}\n  in {partition.name} at {partition.where}",)
                 raise
             if partition.blocked is not None:
                 if not partition.blocked():

@@ -10,7 +10,10 @@ import pytest
 
 from mlakit.tools.emulator.codegen import OPERATIONS, compile_module
 from mlakit.tools.emulator.ir import Unsupported
+from mlakit.tools.emulator.machine import Machine
+from mlakit.tools.emulator.memory import GlobalMemory
 from mlakit.tools.emulator.parser import parse
+from mlakit.tools.emulator.runtime import Runtime
 
 
 def evaluate(body: str, *args: Any, signature: str = "", results: str = "i32") -> Any:
@@ -219,3 +222,20 @@ module attributes {"ttg.num-warps" = 4 : i32} {
 
 def test_every_operation_of_the_table_says_what_it_does():
     assert [name for name, emit in OPERATIONS.items() if not inspect.getdoc(emit)] == []
+
+
+def test_a_layout_that_is_not_known_is_named_with_the_source_line_that_runs():
+    attributes = '{constraints = "=r", packed_element = 1 : i32, pure = true}'
+    text = f"""
+#mma = #ttg.nvidia_mma<{{versionMajor = 2, warpsPerCTA = [4, 1], instrShape = [16, 8]}}>
+#loc1 = loc("/somewhere/lanes.py":5:1)
+module attributes {{"ttg.num-warps" = 4 : i32}} {{
+  tt.func public @kernel() {{
+    %r = tt.elementwise_inline_asm "mov.u32 $0, %laneid;" {attributes} -> tensor<16x8xi32, #mma> loc(#loc1)
+    tt.return
+  }}
+}}"""  # noqa: E501
+    kernel = compile_module(parse(text))[0]
+    machine = Machine(GlobalMemory(), (0, 0, 0), (1, 1, 1), 0)
+    with pytest.raises(Unsupported, match=r"(?s)nvidia_mma.*in default at lanes\.py:5"):
+        machine.run(lambda partition: kernel(Runtime(machine), partition), 4)
