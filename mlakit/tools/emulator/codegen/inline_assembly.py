@@ -7,6 +7,7 @@ import re
 from mlakit.tools.emulator import ptx
 from mlakit.tools.emulator.codegen.emitter import Emitter, emits
 from mlakit.tools.emulator.ir import SSA, Op, Unsupported
+from mlakit.tools.emulator.scanning import split_top
 
 
 @emits("tt.elementwise_inline_asm")
@@ -26,7 +27,8 @@ def inline_assembly(emitter: Emitter, op: Op) -> None:
         return
     ptx.compile_program(text)  # an instruction that is not known is reported with its source line
     types = [emitter.type(each) for each in op.operand_types()] if values else []
-    printed = op.result_types() if values else found.group(3).replace("->", "").split(",")
+    # without operands there is no colon, and the types of results are left in the text
+    printed = op.result_types() if values else split_top(found.group(3).replace("->", ""), ",")
     outs = [emitter.type(each) for each in printed]
     code = emitter.constant(text, f"asm {text}")
     kinds = emitter.constant((types, outs), f"asm types {types} {outs}")
