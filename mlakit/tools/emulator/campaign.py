@@ -7,7 +7,6 @@ lists the mutants that no check can catch, each with its reason.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -84,9 +83,22 @@ def _indexer() -> tuple[Case, ...]:
     return _cases("hopper-indexer-h32-q1", lens)
 
 
+# Several tiles of several blocks for each CTA, so that every stage is used again, with blocks that
+# one warpgroup sees and the other does not; a window with keys outside of it whose values are not
+# finite; tiles of one block, which are drawn before the one before the last is released
+_PREFILL = (
+    {"kv_lens": (700, 300), "q_lens": (252, 60)},
+    {
+        "kv_lens": (578, 279),
+        "q_lens": (130, 130),
+        "mask": "sliding_window_causal",
+        "window": 50,
+    },
+    {"kv_lens": (60, 70, 40), "q_lens": (60, 70, 40)},
+)
 # work for several pairs of blocks and tiles per CTA, so that every stage is used again
 _M64 = {"kv_lens": (310, 65), "q_lens": (2, 1)}
-_SMALL_M = {"kv_lens": (900, 300)}
+_SMALL_M = {"kv_lens": (1900, 300)}
 SUBJECTS: dict[str, Subject] = {
     "decode-m64_bf16": Subject(
         "mla_decode_m64_bf16_kernel", _cases("hopper-decode-h128-bf16", _M64)
@@ -115,13 +127,22 @@ SUBJECTS: dict[str, Subject] = {
     "sparse-small_m_fp8_kv": Subject(
         "sparse_mla_small_m_fp8_kv_kernel", _cases("hopper-sparse-h16-fp8_block128", {"topk": 512})
     ),
-    "prefill-bf16": Subject("mla_prefill_kernel", _cases("hopper-prefill-192-128", {})),
-    "prefill-fp8": Subject("mla_prefill_fp8_kernel", _cases("hopper-prefill-fp8", {})),
+    "prefill-bf16": Subject("mla_prefill_kernel", _cases("hopper-prefill-192-128", *_PREFILL)),
+    "prefill-fp8": Subject("mla_prefill_fp8_kernel", _cases("hopper-prefill-fp8", *_PREFILL)),
     "indexer": Subject("indexer_logits_kernel", _indexer()),
 }
 
 
-def outcomes(subject: Subject, chosen: Sequence[Mutant]) -> Iterator[tuple[Mutant, Verdict]]:
-    """Run mutants, and yield each with its verdict."""
-    for mutant in chosen:
-        yield mutant, subject.run(mutant.name)
+def names(subject: str) -> list[Name]:
+    """Return the names of a subject's mutants."""
+    return [mutant.name for mutant in SUBJECTS[subject].mutants]
+
+
+def run_mutant(subject: str, name: Name) -> Verdict:
+    """Run a mutant of a subject until a case and seed catch it."""
+    return SUBJECTS[subject].run(name)
+
+
+def run_part(subject: str, part: int, parts: int) -> dict[Name, Verdict]:
+    """Run every `parts`-th mutant of a subject, from number `part` on."""
+    return {name: run_mutant(subject, name) for name in names(subject)[part::parts]}
