@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from mlakit.support.configurations import HOPPER
-from mlakit.tools.emulator.harness import Verdict, run_trial
+from mlakit.tools.emulator.harness import Outcome, run_trial
 from mlakit.tools.emulator.mutations import Mutant, Name, mutants
 from mlakit.workloads import Case
 from mlakit.workloads.case import Trial
@@ -46,17 +46,17 @@ class Subject:
             texts[kernel] = text
             return text
 
-        verdict = run_trial(self.trials[0], self.kernel, seed=0, mutate=keep)
-        if not verdict.passed:
-            raise AssertionError(f"the kernel without a mutation fails: {verdict}")
+        outcome = run_trial(self.trials[0], self.kernel, seed=0, mutate=keep)
+        if not outcome.passed:
+            raise AssertionError(f"the kernel without a mutation fails: {outcome}")
         if self.kernel not in texts:
             raise ValueError(f"the case must launch {self.kernel}, got {', '.join(texts)}")
         return texts[self.kernel]
 
-    def run(self, name: Name) -> Verdict:
+    def run(self, name: Name) -> Outcome:
         """Run the mutant of a name with every case and seed until one catches it.
 
-        Returns the verdict that caught it, or the last one.
+        Returns the outcome that caught it, or the last one.
         """
 
         def mutate(kernel: str, text: str) -> str:
@@ -68,10 +68,10 @@ class Subject:
 
         for trial in self.trials:
             for seed in SEEDS:
-                verdict = run_trial(trial, str(name), seed, mutate=mutate)
-                if not verdict.passed:
-                    return verdict
-        return verdict
+                outcome = run_trial(trial, str(name), seed, mutate=mutate)
+                if not outcome.passed:
+                    return outcome
+        return outcome
 
 
 def _cases(configuration: str, *changes: dict[str, Any]) -> tuple[Case, ...]:
@@ -138,11 +138,11 @@ def names(subject: str) -> list[Name]:
     return [mutant.name for mutant in SUBJECTS[subject].mutants]
 
 
-def run_mutant(subject: str, name: Name) -> Verdict:
+def run_mutant(subject: str, name: Name) -> Outcome:
     """Run a mutant of a subject until a case and seed catch it."""
     return SUBJECTS[subject].run(name)
 
 
-def run_part(subject: str, part: int, parts: int) -> dict[Name, Verdict]:
+def run_part(subject: str, part: int, parts: int) -> dict[Name, Outcome]:
     """Run every `parts`-th mutant of a subject, from number `part` on."""
     return {name: run_mutant(subject, name) for name in names(subject)[part::parts]}

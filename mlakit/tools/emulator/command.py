@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from mlakit.support.configurations import HOPPER
-from mlakit.tools.emulator.harness import Step, Verdict, configuration, emulate
+from mlakit.tools.emulator.harness import Outcome, Step, configuration, emulate
 from mlakit.tools.emulator.lowering import exit_without_leak_reports
 
 
@@ -30,9 +30,9 @@ def listing() -> str:
 
 
 def run(names: Sequence[str], seeds: Sequence[int], *, is_traced: bool, steps: int) -> bool:
-    """Run configurations with every seed, print the verdicts, and return whether all passed."""
+    """Run configurations with every seed, print the outcomes, and return whether all passed."""
     exit_without_leak_reports()
-    console, verdicts = Console(), []
+    console, outcomes = Console(), []
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -44,34 +44,34 @@ def run(names: Sequence[str], seeds: Sequence[int], *, is_traced: bool, steps: i
         for name in names:
             for seed in seeds:
                 progress.update(task, description=name)
-                verdicts.append(emulate(name, seed, is_traced=is_traced))
+                outcomes.append(emulate(name, seed, is_traced=is_traced))
                 progress.advance(task)
-                print_verdict(console, verdicts[-1], steps)
-    faulty = sum(not each.passed for each in verdicts)
-    if len(verdicts) > 1:
+                print_outcome(console, outcomes[-1], steps)
+    faulty = sum(not each.passed for each in outcomes)
+    if len(outcomes) > 1:
         result = f"[red]{faulty} of them failed[/red]" if faulty else "[green]all passed[/green]"
-        console.print(f"{len(verdicts)} runs, {result}", highlight=False)
+        console.print(f"{len(outcomes)} runs, {result}", highlight=False)
     return faulty == 0
 
 
-def print_verdict(console: Console, verdict: Verdict, steps: int) -> None:
+def print_outcome(console: Console, outcome: Outcome, steps: int) -> None:
     """Print a line for a run, and its fault with the steps that led to it."""
     ran = ", ".join(
         f"{each.kernel} ({each.ctas} {'CTA' if each.ctas == 1 else 'CTAs'}, {each.steps} steps)"
-        for each in verdict.launches
+        for each in outcome.launches
     )
-    state = "[green]ok[/green]" if verdict.passed else f"[red]{verdict.kind}[/red]"
-    head = f"{verdict.configuration}, seed {verdict.seed}: {state}, {verdict.seconds:.1f} s"
+    state = "[green]ok[/green]" if outcome.passed else f"[red]{outcome.kind}[/red]"
+    head = f"{outcome.configuration}, seed {outcome.seed}: {state}, {outcome.seconds:.1f} s"
     console.print(head, highlight=False, soft_wrap=True)
     if ran:
         console.print(f"  ran {ran}", highlight=False, soft_wrap=True)
-    for warning, count in verdict.warnings.items():
+    for warning, count in outcome.warnings.items():
         console.print(f"  warning, {count}x: {escape(warning)}", highlight=False, soft_wrap=True)
-    if not verdict.passed:
-        console.print(f"  {escape(verdict.message)}", highlight=False, soft_wrap=True)
-    if verdict.trace:
+    if not outcome.passed:
+        console.print(f"  {escape(outcome.message)}", highlight=False, soft_wrap=True)
+    if outcome.trace:
         console.print("  the steps that led to it:", highlight=False)
-        for line in traced_lines(verdict.trace, steps):
+        for line in traced_lines(outcome.trace, steps):
             console.print(f"    {escape(line)}", highlight=False, soft_wrap=True)
 
 

@@ -34,7 +34,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Outcome:
     """The outcome of one run: `kind` and `message` say what is wrong, and are "" if nothing is."""
 
     configuration: str
@@ -73,7 +73,7 @@ def configuration(name: str) -> Configuration:
     return Configuration(case, WHOLE_GPU[HOPPER_ARCH])
 
 
-def emulate(name: str, seed: int, *, is_traced: bool = False) -> Verdict:
+def emulate(name: str, seed: int, *, is_traced: bool = False) -> Outcome:
     """Run a configuration; inputs and interleaving are made from the seed."""
     chosen = configuration(name)
     trial = replace(chosen.case, seed=seed).trial("cpu")
@@ -88,7 +88,7 @@ def run_trial(
     selects_for: int = NUM_SMS,
     is_traced: bool = False,
     mutate: Mutate | None = None,
-) -> Verdict:
+) -> Outcome:
     """Run a trial on Hopper's kernels, whose IR `mutate` may change, and check its results.
 
     selects_for  SMs of the GPU that a kernel is selected for; it runs on few
@@ -124,7 +124,7 @@ def run_trial(
             trial.check(results)
         except AssertionError as error:
             kind, message = WRONG_RESULT, str(error)
-    return Verdict(
+    return Outcome(
         name,
         seed,
         kind,

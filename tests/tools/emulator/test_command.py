@@ -12,7 +12,7 @@ from mlakit import cli
 from mlakit.support.configurations import HOPPER
 from mlakit.tools.emulator import command
 from mlakit.tools.emulator.frontend import Launch
-from mlakit.tools.emulator.harness import Step, Verdict
+from mlakit.tools.emulator.harness import Outcome, Step
 
 NAME = "hopper-indexer-h32-q1"
 LAUNCH = Launch("indexer_logits_kernel", ctas=2, steps=70, lowering_s=1.0, run_s=0.1)
@@ -23,9 +23,9 @@ RACE = {"kind": "Race", "message": "write of keys[0]\n  in default at kernel.py:
 def invoke(monkeypatch: pytest.MonkeyPatch, *arguments: str, **outcome: Any) -> tuple[int, str]:
     """Run the command; its runs have this outcome."""
 
-    def emulate(name: str, seed: int, *, is_traced: bool) -> Verdict:
+    def emulate(name: str, seed: int, *, is_traced: bool) -> Outcome:
         trace = STEPS if is_traced else ()
-        return Verdict(name, seed, launches=(LAUNCH,), trace=trace, seconds=0.5, **outcome)
+        return Outcome(name, seed, launches=(LAUNCH,), trace=trace, seconds=0.5, **outcome)
 
     monkeypatch.setattr(command, "emulate", emulate)
     result = CliRunner().invoke(cli.app, ["emulate", *arguments])

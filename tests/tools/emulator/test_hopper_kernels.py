@@ -30,8 +30,8 @@ def selected(monkeypatch: pytest.MonkeyPatch, name: str) -> str:
 
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_kernel_has_no_fault(name, in_emulator):
-    verdict = in_emulator(harness.emulate, name, 0)
-    assert verdict.passed, verdict
+    outcome = in_emulator(harness.emulate, name, 0)
+    assert outcome.passed, outcome
 
 
 @pytest.mark.emulated
@@ -39,8 +39,8 @@ def test_a_kernel_has_no_fault(name, in_emulator):
 def test_no_configuration_has_a_fault_with_any_seed(name, in_emulator):
     """Both seeds in one test, so that the IR is made once."""
     for seed in harness.SEEDS:
-        verdict = in_emulator(harness.emulate, name, seed)
-        assert verdict.passed, verdict
+        outcome = in_emulator(harness.emulate, name, seed)
+        assert outcome.passed, outcome
 
 
 @pytest.mark.parametrize("name", CUT)

@@ -30,9 +30,9 @@ SURVIVORS = survivors()
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("subject", SUBJECTS)
 def test_every_mutant_is_caught_unless_it_is_listed(subject, part, in_emulator):
-    verdicts = in_emulator(campaign.run_part, subject, part, PARTS)
-    survived = {name for name, verdict in verdicts.items() if verdict.passed}
-    listed = {name for name in SURVIVORS[subject] if name in verdicts}
+    outcomes = in_emulator(campaign.run_part, subject, part, PARTS)
+    survived = {name for name, outcome in outcomes.items() if outcome.passed}
+    listed = {name for name in SURVIVORS[subject] if name in outcomes}
     assert survived - listed == set(), "no check catches these"
     assert listed - survived == set(), "these are caught, and need not be listed"
 
@@ -60,8 +60,8 @@ def test_a_sample_of_mutants_without_a_wait_or_fence_is_caught(family, in_emulat
                 if each.operation in WAITS_AND_FENCES and each not in SURVIVORS[subject]
             ]
         )
-        verdict = in_emulator(campaign.run_mutant, subject, name)
-        assert not verdict.passed, f"no check catches {name}"
+        outcome = in_emulator(campaign.run_mutant, subject, name)
+        assert not outcome.passed, f"no check catches {name}"
 
 
 IR = """\

@@ -11,7 +11,7 @@ import pytest
 from triton.runtime.jit import JITFunction
 
 from mlakit.tools.emulator.campaign import SEEDS, SUBJECTS
-from mlakit.tools.emulator.harness import Verdict, run_trial
+from mlakit.tools.emulator.harness import Outcome, run_trial
 
 KERNEL = "mlakit.kernels.hopper.decode.m64_bf16"
 LOADS = "mlakit.kernels.hopper.decode.m64_bf16_loads"
@@ -88,26 +88,26 @@ MISTAKES = {
 @pytest.mark.emulated
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_in_the_order_of_the_seesaw_is_found(name, in_emulator):
-    verdict = in_emulator(run_mistake, MISTAKES[name])
-    assert not verdict.passed
+    outcome = in_emulator(run_mistake, MISTAKES[name])
+    assert not outcome.passed
 
 
 @pytest.mark.emulated
 @pytest.mark.parametrize("subject", ["decode-m64_bf16", "decode-m64_bf16-gather"])
 def test_the_seesaw_without_a_mistake_passes(subject, in_emulator):
-    verdict = in_emulator(run_mistake, Mistake(KERNEL, "_warpgroup", (), subject))
-    assert verdict.passed, verdict
+    outcome = in_emulator(run_mistake, Mistake(KERNEL, "_warpgroup", (), subject))
+    assert outcome.passed, outcome
 
 
-def run_mistake(mistake: Mistake) -> Verdict:
+def run_mistake(mistake: Mistake) -> Outcome:
     """Run the kernel with a mistake until a seed finds it."""
     function = getattr(import_module(mistake.module), mistake.function)
     with mistaken(function, mistake.replacements):
         for seed in SEEDS:
-            verdict = run_trial(SUBJECTS[mistake.subject].trials[0], mistake.function, seed)
-            if not verdict.passed:
+            outcome = run_trial(SUBJECTS[mistake.subject].trials[0], mistake.function, seed)
+            if not outcome.passed:
                 break
-    return verdict
+    return outcome
 
 
 @contextmanager
