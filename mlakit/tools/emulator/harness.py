@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field, replace
 from time import perf_counter
+from typing import Any
 
 from mlakit import knobs
 from mlakit.specs import pretending
@@ -20,7 +21,7 @@ from mlakit.workloads import Case
 from mlakit.workloads.case import Trial
 
 SEEDS = (0, 1)
-LESS_WORK = {"kv_lens": (330, 65), "q_lens": (3, 1)}
+LESS_WORK: dict[str, Any] = {"kv_lens": (330, 65), "q_lens": (3, 1)}
 TRACED_STEPS = 4000  # the last ones of a CTA are kept
 WRONG_RESULT = "WrongResult"
 
@@ -106,7 +107,11 @@ def run_trial(
         steps.append(Step(who, what))
 
     kind = message = ""
-    settings = {"seed": seed, "mutate": mutate, "observer": observe if is_traced else None}
+    settings: dict[str, Any] = {
+        "seed": seed,
+        "mutate": mutate,
+        "observer": observe if is_traced else None,
+    }
     with (
         emulating_mlakit(**settings) as emulation,
         pretending(HOPPER_ARCH, selects_for),
