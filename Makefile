@@ -41,7 +41,7 @@ PART ?= $(foreach number,$(shell seq $(GPU_PARTS)),$(number)/$(GPU_PARTS))
 RECORD ?= .gpu-record
 FROM ?= .gpu-record
 
-.PHONY: demo quick test test-all venv lint types unit thorough compile compile-all oldest oldest-torch docs
+.PHONY: demo quick test test-all venv lint types unit thorough emulate compile compile-all oldest oldest-torch docs
 .PHONY: test-gpu gpu-commit gpu-record
 .PHONY: mutants transformers-versions slow-tests format clean test-vllm test-sglang
 .DEFAULT_GOAL := test
@@ -61,7 +61,7 @@ slow-tests: $(INSTALLED)
 test: lint types unit
 
 # what takes longest comes last
-test-all: test thorough transformers-versions compile oldest
+test-all: test thorough emulate transformers-versions compile oldest
 
 venv: $(INSTALLED)
 
@@ -78,6 +78,12 @@ unit: $(INSTALLED)
 # what `unit` leaves out: more formats and sizes of kernels in Triton's interpreter
 thorough: $(INSTALLED)
 	$(BIN)/pytest $(PYTEST_JOBS) --thorough -m thorough
+
+# Hopper's kernels in the emulator: all configurations with two seeds, and some of their mutants;
+# with the oldest Triton a sample. Under 6 minutes on 2 cores
+emulate: $(INSTALLED) $(OLDEST_INSTALLED)
+	$(BIN)/pytest $(PYTEST_JOBS) --emulate -m emulated -k "not every_mutant" tests/tools/emulator
+	$(OLDEST)/bin/python -m pytest $(PYTEST_JOBS) -k has_no_fault tests/tools/emulator
 
 # GPU kernels for every architecture, without a GPU: all configurations of the portable kernels
 # here, and all of Hopper's with the oldest Triton, which the GPU tests have
@@ -136,9 +142,11 @@ docs: $(DOCS_INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "site/index.html"
 
-# the mutation tests alone: every named change to a kernel or an oracle must fail a check
+# the mutation tests alone: every named change to a kernel or an oracle must fail a check, and
+# every kernel of Hopper's without one of its waits, fences or arrivals: 20 minutes on 2 cores
 mutants: $(INSTALLED)
 	$(BIN)/pytest $(PYTEST_JOBS) -k mutant
+	$(BIN)/pytest $(PYTEST_JOBS) --emulate -m emulated -k "mutant or seesaw" tests/tools/emulator
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .

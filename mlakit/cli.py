@@ -578,6 +578,58 @@ def check(
         raise typer.Exit(1)
 
 
+@app.command(
+    cls=Command,
+    epilog="Examples: [bold]mlakit emulate --list[/bold], "
+    "[bold]mlakit emulate hopper-decode-h128-bf16 --seed 3 --trace[/bold], "
+    "mlakit emulate sparse --seeds 5",
+)
+def emulate(
+    context: typer.Context,
+    name: Annotated[
+        str | None,
+        typer.Argument(help="A configuration, or a part of the names of several.", metavar="NAME"),
+    ] = None,
+    show_list: bool = typer.Option(False, "--list", help="List the configurations and exit."),
+    seed: int = typer.Option(0, min=0, help="Seed of the inputs and of the interleaving."),
+    seeds: int = typer.Option(1, min=1, help="Number of seeds, from --seed on."),
+    trace: bool = typer.Option(
+        False, "--trace", help="Show the interleaving that led to a fault, step by step."
+    ),
+    steps: int = typer.Option(60, min=1, help="With --trace: number of steps, the last ones."),
+) -> None:
+    """Run Hopper's kernels on the CPU, and look for races, deadlocks and wrong results.
+
+    A configuration runs with little work in an emulator of a Hopper GPU, which interprets the
+    kernel's TTGIR in a random interleaving of its warp partitions and asynchronous copies. Results
+    are compared with a float64 oracle. The exit status is 1 if there is a fault. The emulator is in
+    the source tree only; docs/emulator.md describes what it proves.
+    """
+    if not trace:
+        refuse(context, ["steps"], "{} needs --trace")
+    try:
+        from mlakit.tools.emulator import command
+    except ModuleNotFoundError as error:
+        if error.name not in ("mlakit.tools", "mlakit.tools.emulator"):
+            raise
+        typer.echo(
+            "Error: the emulator is in the source tree of mlakit only, not in its wheel. Run the "
+            "command in a clone of https://github.com/mlakit/mlakit.",
+            err=True,
+        )
+        raise typer.Exit(1) from None
+    if show_list:
+        refuse_all_but(context, ["show_list"], "{} has no effect with --list")
+        typer.echo(command.listing())
+        return
+    with usage_errors():
+        if name is None:
+            raise ValueError("NAME must be a configuration, as --list shows them, got nothing")
+        names = command.names_with(name)
+    if not command.run(names, range(seed, seed + seeds), is_traced=trace, steps=steps):
+        raise typer.Exit(1)
+
+
 def _fetch_peers(folders: list[str], platform: str | None, *, unpinned: bool) -> None:
     from mlakit import knobs
     from mlakit.bench.peers import fetch

@@ -17,7 +17,15 @@ import setuptools  # noqa: F401  patches distutils, so it comes before any impor
 import torch
 
 from mlakit import dispatch, knobs
-from tests import cpu_products, gpu_parts, gpu_session, gpu_workers, slow_tests, transplant
+from tests import (
+    cpu_products,
+    emulation,
+    gpu_parts,
+    gpu_session,
+    gpu_workers,
+    slow_tests,
+    transplant,
+)
 
 # an assertion in these shows its values when it fails, as one in a test does
 pytest.register_assert_rewrite(
@@ -25,9 +33,6 @@ pytest.register_assert_rewrite(
     "tests.compat.modular.contiguous_decoding",
     "tests.reference.inputs",
 )
-
-# Triton decides when a kernel is defined: without a GPU the portable kernels run interpreted
-os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
 INTERPRETED = ("triton", "cpu")
 GPU_TESTS = pytest.StashKey[int]()
@@ -47,12 +52,17 @@ class Place(NamedTuple):
 def pytest_addoption(parser: pytest.Parser) -> None:
     slow_tests.add_options(parser)
     gpu_session.add_options(parser)
+    emulation.add_options(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    is_emulated = config.getoption(emulation.OPTION)
+    # Triton decides when a kernel is defined: without a GPU the portable kernels run interpreted
+    is_compiled = is_emulated or torch.cuda.is_available()
+    os.environ.setdefault("TRITON_INTERPRET", "0" if is_compiled else "1")
     if hasattr(config, "workerinput"):
         torch.set_num_threads(1)  # the workers of xdist already fill the cores
-    if config.option.markexpr.strip() == "gpu" and not torch.cuda.is_available():
+    if config.option.markexpr.strip() == "gpu" and not is_compiled:
         raise pytest.UsageError("-m gpu needs a CUDA device, and torch sees none")
     config.pluginmanager.register(gpu_session)
     config.pluginmanager.register(gpu_workers)
@@ -103,6 +113,7 @@ def _places(test: pytest.Item) -> list[object]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items[:] = [item for item in items if not _too_slow_interpreted(item)]
     _leave_out_gpu_tests(config, items)
+    emulation.leave_out(config, items)
     slow_tests.leave_out_thorough(config, items)
     slow_tests.select(config, items)
 
@@ -110,8 +121,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _leave_out_gpu_tests(config: pytest.Config, items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
-    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
-    items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+    def is_left_out(item: pytest.Item) -> bool:
+        return item.get_closest_marker("gpu") is not None and not emulation.runs(config, item)
+
+    on_gpu = [item for item in items if is_left_out(item)]
+    items[:] = [item for item in items if not is_left_out(item)]
     config.hook.pytest_deselected(items=on_gpu)
     config.stash[GPU_TESTS] = len(on_gpu)
     if hasattr(config, "workeroutput"):
@@ -123,6 +138,7 @@ def pytest_testnodedown(node: Any) -> None:
     """With xdist only the workers collect, each of them everything."""
     output = getattr(node, "workeroutput", {})
     node.config.stash[GPU_TESTS] = output.get("gpu_tests", 0)
+    node.config.stash[emulation.LEFT_OUT] = output.get("emulated_tests", 0)
     node.config.stash[slow_tests.LEFT_OUT] = output.get("slow_tests", 0)
     node.config.stash[slow_tests.THOROUGH] = output.get("thorough_tests", 0)
 
@@ -137,12 +153,25 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     yield from slow_tests.measure_call(item)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
+    """Run the tests of Hopper's kernels in the emulator, if that is asked for."""
+    is_on_gpu = pyfuncitem.get_closest_marker("gpu") is not None
+    if is_on_gpu and emulation.runs(pyfuncitem.config, pyfuncitem):
+        with emulation.emulated_test():
+            return (yield)
+    return (yield)
+
+
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
     count = config.stash.get(GPU_TESTS, 0)
     if count:
         terminalreporter.write_line(f"GPU tests left out: {count}, torch sees no CUDA device")
+    emulated = config.stash.get(emulation.LEFT_OUT, 0)
+    if emulated:
+        terminalreporter.write_line(f"emulated tests left out: {emulated}, make emulate runs them")
     thorough = config.stash.get(slow_tests.THOROUGH, 0)
     if thorough:
         terminalreporter.write_line(f"thorough tests left out: {thorough}, make test-all runs them")

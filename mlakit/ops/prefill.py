@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -129,17 +127,35 @@ def _prefill(a: PrefillArguments, out: Tensor | None, lse: Tensor | None) -> tup
     out = check_result(dims, "out", out, *axes, dtype=result_dtype(a.q))
     lse = check_result(dims, "lse", lse, *axes[:2], dtype=torch.float32)
 
-    problem = Problem(
-        *device_facts(a.q.device),
-        dtype=str(a.q.dtype),
-        heads=dims["heads"],
-        head_widths=(dims["D_N"], dims["D_R"], dims["D_V"]),
-        mask=a.mask.kind,
-        uses=tuple(_uses(a)),
-    )
     a = a._replace(softmax_scale=scale, keys_per_scale=keys_per_scale)
+    problem = prefill_problem(
+        a.q, a.k_nope, a.k_rope, a.v, mask=a.mask, has_alibi=a.alibi_slopes is not None
+    )
     dispatch.select(NAME, problem, a.backend).launch(a, out, lse)
     return out, lse
+
+
+def prefill_problem(
+    q: Tensor, k_nope: Tensor, k_rope: Tensor, v: Tensor, *, mask: Mask, has_alibi: bool = False
+) -> Problem:
+    """Describe a call to dispatch by the shapes, strides and dtypes of its tensors."""
+    uses: list[Use] = []
+    if has_alibi:
+        uses.append(Use.ALIBI_SLOPES)
+    if not _has_pitch(q):
+        uses.append(Use.LOOSE_QUERY)
+    if not (_has_pitch(k_nope) and _has_pitch(k_rope)):
+        uses.append(Use.LOOSE_KEYS)
+    if v.dtype != E4M3 and not _has_pitch(v):
+        uses.append(Use.LOOSE_VALUES)
+    return Problem(
+        *device_facts(q.device),
+        dtype=str(q.dtype),
+        heads=q.shape[1],
+        head_widths=(k_nope.shape[2], k_rope.shape[1], v.shape[2]),
+        mask=mask.kind,
+        uses=tuple(uses),
+    )
 
 
 def _check_scales(dims: Dims, a: PrefillArguments) -> int:
@@ -164,17 +180,6 @@ def _check_scales(dims: Dims, a: PrefillArguments) -> int:
     if a.q_scale is not None:
         dims.not_negative("q_scale", a.q_scale)
     return keys_per_scale
-
-
-def _uses(a: PrefillArguments) -> Iterator[Use]:
-    if a.alibi_slopes is not None:
-        yield Use.ALIBI_SLOPES
-    if not _has_pitch(a.q):
-        yield Use.LOOSE_QUERY
-    if not (_has_pitch(a.k_nope) and _has_pitch(a.k_rope)):
-        yield Use.LOOSE_KEYS
-    if a.v.dtype != E4M3 and not _has_pitch(a.v):
-        yield Use.LOOSE_VALUES
 
 
 def _has_contiguous_keys(v: Tensor) -> bool:

@@ -67,6 +67,14 @@ class Query:
     sink: Tensor | None
 
 
+@dataclass(frozen=True)
+class Losses:
+    """The precision that the selected kernel gives up; its naive run gives up the same."""
+
+    is_fp8_qk: bool  # see `DecodeBatch.uses_fp8_qk`
+    rounds_rows: list[bool]  # per rank, see `DecodeBatch.rounds_rows`
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class DecodeBatch(PagedCase):
     """The arguments of every call of `mla_decode`.
@@ -198,10 +206,9 @@ class DecodeCase(DecodeBatch):
         whole = [inputs.normal(kv_len, self.row.width) for kv_len in self.kv_lens]
         ranks = [self._rank(inputs, rank, whole) for rank in range(self.world)]
         kv_lens = inputs.place_ints("kv_lens", self.kv_lens, wide=self.wide_indices)
-        backends = [""]  # the last one made the results
+        selected: list[Losses] = []  # the last are those of the results to check
 
         def call(backend: Backend) -> Results:
-            backends.append(backend)
             sink = query.sink if self.world == 1 else None
             results = [
                 self._attend(query.arguments, kv_lens, rank, index, sink, backend)
@@ -212,10 +219,11 @@ class DecodeCase(DecodeBatch):
                 results.append(merge_states(outs, lses, sink=query.sink))
             if self._is_independent:
                 results.append(self._attend_alone(query, kv_lens, ranks[0], sink, backend))
+            selected.append(self._losses(ranks, inputs.device, backend))
             return tuple(result for pair in results for result in pair)
 
         def check(results: Results) -> None:
-            self._check(query, ranks, results, inputs.device, backends[-1])
+            self._check(query, ranks, results, selected[-1])
 
         return Trial(inputs, call, check)
 
@@ -323,13 +331,18 @@ class DecodeCase(DecodeBatch):
         lens = kv_lens[request : request + 1]
         return self._attend(arguments, lens, single, 0, sink, backend)
 
+    def _losses(self, ranks: Sequence[Rank], device: torch.device, backend: str) -> Losses:
+        return Losses(
+            self.uses_fp8_qk(device, backend),
+            [self.rounds_rows(rank.pool, rank.page_table, backend) for rank in ranks],
+        )
+
     def _check(
         self,
         query: Query,
         ranks: Sequence[Rank],
         results: Results,
-        device: torch.device,
-        backend: str,
+        losses: Losses,
     ) -> None:
         pairs = list(zip(results[::2], results[1::2], strict=True))
         if self._is_independent:
@@ -342,8 +355,8 @@ class DecodeCase(DecodeBatch):
                 query,
                 rank,
                 pair,
-                is_fp8_qk=self.uses_fp8_qk(device, backend),
-                rounds=self.rounds_rows(rank.pool, rank.page_table, backend),
+                is_fp8_qk=losses.is_fp8_qk,
+                rounds=losses.rounds_rows[index],
             )
             for index, (rank, pair) in enumerate(zip(ranks, pairs, strict=False))
         ]

@@ -20,7 +20,7 @@ from mlakit.ops import mla_decode
 from mlakit.reference.softmax import attention_weights
 from mlakit.testing import assert_matches, poison
 from mlakit.workloads.case import Results, Trial, assert_given, assert_logits_match, repeated
-from mlakit.workloads.decode import DecodeBatch
+from mlakit.workloads.decode import DecodeBatch, Losses
 from mlakit.workloads.fp8_scores import fp8_qk_scores
 from mlakit.workloads.fp16_rows import rounded_rows
 from mlakit.workloads.inputs import Inputs
@@ -116,11 +116,10 @@ class DecodeLaunch(DecodeBatch):
         given = self.results(inputs)
 
         plan = self.plan(self.kv_lens)
-        backends = [""]  # the last is that of the results to check
+        selected: list[Losses] = []  # the last are those of the results to check
 
         def call(backend: Backend) -> Results:
-            backends.append(backend)
-            return mla_decode(
+            results = mla_decode(
                 q,
                 pool.cache,
                 page_table,
@@ -136,15 +135,18 @@ class DecodeLaunch(DecodeBatch):
                 lse=poison(given["lse"]),
                 backend=backend,
             )
+            rounds = self.rounds_rows(pool, page_table, backend)
+            selected.append(Losses(self.uses_fp8_qk(inputs.device, backend), [rounds]))
+            return results
 
         def check(results: Results) -> None:
             for name, result in zip(("out", "lse"), results, strict=True):
                 assert_given(name, result, given[name])
             products = None
-            if self.uses_fp8_qk(inputs.device, backends[-1]):
+            if selected[-1].is_fp8_qk:
                 products = self._fp8_products(q.double(), q_scale, rows, row_scales, queries)
             rounded = rows
-            if self.rounds_rows(pool, page_table, backends[-1]):
+            if selected[-1].rounds_rows[0]:
                 rounded = rounded_rows(rows, row_scales)
             self._check(exact_q, rows, rounded, queries, sink, results, products)
 

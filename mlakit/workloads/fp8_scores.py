@@ -17,6 +17,7 @@ from mlakit.kernels.triton.configs import has_fp8_dots
 from mlakit.masks import Mask
 from mlakit.ops.indexer import LOGITS, logits_problem
 from mlakit.reference.hopper_fp8_mma import fp8_mma
+from mlakit.specs import device_facts
 
 FORMATS = ("fp8", "fp8_token")
 HOPPER_ARCH = 90
@@ -27,7 +28,7 @@ def uses_fp8_qk(
     device: torch.device, backend: str, *, format: str, q_dtype: str, heads: int
 ) -> bool:
     """Whether such a call may use the kernel `m64_fp8_qk`."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+    if device_facts(device) != ("cuda", HOPPER_ARCH):
         return False
     if backend == "hopper:m64_fp8_qk":
         return True

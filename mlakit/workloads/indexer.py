@@ -71,10 +71,9 @@ class IndexerLogitsCase(PagedCase):
         if self.given_results and columns is not None:
             out = inputs.result("out", (tokens, columns), torch.float32)
 
-        backends = [""]  # the last is that of the results to check
+        is_fp8: list[bool] = []  # the last is that of the results to check
 
         def call(backend: Backend) -> Results:
-            backends.append(backend)
             logits = indexer_logits(
                 q,
                 weights,
@@ -88,13 +87,13 @@ class IndexerLogitsCase(PagedCase):
                 out=out,
                 backend=backend,
             )
+            is_fp8.append(uses_fp8_logits(q, pool.layer, table, mask, backend))
             return (logits,)
 
         def check(results: Results) -> None:
             assert_given("logits", results[0], out)
-            is_fp8 = uses_fp8_logits(q, pool.layer, table, mask, backends[-1])
             given = (q.cpu(), weights.cpu(), keys, results[0].cpu())
-            self._check(*given, key_scales=key_scales if is_fp8 else None)
+            self._check(*given, key_scales=key_scales if is_fp8[-1] else None)
 
         return Trial(inputs, call, check)
 

@@ -90,10 +90,9 @@ class IndexerLaunch(IndexerLogitsCase):
         starts = inputs.place_ints("q_starts", starts_of(self.q_lens))
         columns = max(self.kv_lens, default=0) + (self.spare_columns or 0)
         out = inputs.result("out", (tokens, columns), torch.float32)
-        backends = [""]  # the last is that of the results to check
+        is_fp8: list[bool] = []  # the last is that of the results to check
 
         def call(backend: Backend) -> Results:
-            backends.append(backend)
             logits = indexer_logits(
                 q,
                 weights,
@@ -107,18 +106,18 @@ class IndexerLaunch(IndexerLogitsCase):
                 out=poison(out),
                 backend=backend,
             )
+            is_fp8.append(uses_fp8_logits(q, pool.layer, page_table, mask, backend))
             return (logits,)
 
         def check(results: Results) -> None:
             assert_given("logits", results[0], out)
             exact = score(q.double(), weights.double(), rows, queries)
-            is_fp8 = uses_fp8_logits(q, pool.layer, page_table, mask, backends[-1])
             naive = score(
                 q.double(),
                 weights,
                 rows,
                 queries,
-                key_scales=key_scales if is_fp8 else None,
+                key_scales=key_scales if is_fp8[-1] else None,
                 dtype=torch.float32,
             )
             terms = weights.double().abs() * q.double().norm(dim=-1)

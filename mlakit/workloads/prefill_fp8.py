@@ -9,14 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mlakit import dispatch
 from mlakit.arguments import filled
 from mlakit.formats import SCALE_BLOCK
 from mlakit.knobs import Backend
 from mlakit.masks import Mask
 from mlakit.ops import mla_prefill
+from mlakit.ops.prefill import prefill_problem
 from mlakit.reference.hopper_fp8_mma import fp8_mma
 from mlakit.reference.prefill import scales_of_keys
 from mlakit.reference.softmax import attention_weights
+from mlakit.specs import KernelSpec
 from mlakit.testing import assert_matches
 from mlakit.workloads.case import Results, Trial, assert_given, assert_logits_match
 from mlakit.workloads.inputs import Inputs
@@ -61,23 +64,26 @@ class PrefillFp8Case(PrefillCase):
         )
         sink = inputs.sink(self.sink, self.heads)
         given = self._given(inputs)
-        asked: list[Backend] = []
+        mask = Mask(self.mask, self.window)
+        kernels: list[KernelSpec] = []  # the last is that of the results to check
 
         def call(backend: Backend) -> Results:
-            asked.append(backend)
-            return mla_prefill(
+            results = mla_prefill(
                 *(q, k_nope, k_rope, v, *starts),
                 softmax_scale=self.softmax_scale,
                 q_scale=scales.get("q_scale"),
                 k_scale=scales.get("k_scale"),
                 v_scale=scales.get("v_scale"),
                 keys_per_scale=self._keys_per_scale,
-                mask=Mask(self.mask, self.window),
+                mask=mask,
                 sink=sink,
                 out=given.get("out"),
                 lse=given.get("lse"),
                 backend=backend,
             )
+            problem = prefill_problem(q, k_nope, k_rope, v, mask=mask)
+            kernels.append(dispatch.select(self.op, problem, backend))
+            return results
 
         def check(results: Results) -> None:
             for name, result in zip(("out", "lse"), results, strict=True):
@@ -88,7 +94,7 @@ class PrefillFp8Case(PrefillCase):
             extras["keys_per_scale"] = self._keys_per_scale
             exact = self._oracle(tensors, extras, torch.float64)
             of_keys = self._of_keys(scales)
-            if inputs.device.type == "cuda" and asked[-1] in ("auto", "hopper"):
+            if kernels[-1].backend == "hopper":
                 draws, lse_run = self._fp8_run((q, k_nope, k_rope, v), of_keys, sink)
                 naive = _worst_rows(draws, exact[0]), lse_run
             else:

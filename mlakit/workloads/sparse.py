@@ -98,15 +98,14 @@ class SparseCase(PagedCase):
         sink = inputs.sink(self.sink, self.heads)
         given = self._given(inputs)
 
-        backends: list[str] = []
+        rounds: list[bool] = []  # the last is that of the results to check
 
         def call(backend: Backend) -> Results:
-            backends.append(backend)
             second = None
             if extra is not None:
                 pool = extra.pool
                 second = ExtraRows(pool.cache, extra.rows, extra.lens, pool.layer_index)
-            return sparse_mla(
+            results = sparse_mla(
                 query["q"],
                 main.pool.cache,
                 main.rows,
@@ -121,14 +120,14 @@ class SparseCase(PagedCase):
                 q_scale=query.get("q_scale"),
                 **given,
             )
+            rounds.append(rounds_rows(inputs.device, backend, format=self.format, heads=self.heads))
+            return results
 
         def check(results: Results) -> None:
             for name, result in zip(("out", "lse", "max_logits"), results, strict=True):
                 assert_given(name, result, given.get(name))
-            rounds = rounds_rows(inputs.device, backends[-1], format=self.format, heads=self.heads)
-            self._check(
-                exact_q, main, extra, None if sink is None else sink.cpu(), results, rounds=rounds
-            )
+            on_cpu = None if sink is None else sink.cpu()
+            self._check(exact_q, main, extra, on_cpu, results, rounds=rounds[-1])
 
         return Trial(inputs, call, check)
 

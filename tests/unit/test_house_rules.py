@@ -47,7 +47,7 @@ LAYERS = (
     "__init__",
     "integrations",
     "bench compat support selfcheck",
-    "demo doctor memory",
+    "demo doctor memory tools",
     "cluster",
     "cli",
     "__main__",
@@ -60,7 +60,8 @@ NEVER = {("kernels", "checks"), ("kernels", "reference")}
 # files that cannot be read without an optional package, and that others import late: device code
 # with what launches it again, and subclasses of the package's classes
 NEEDED_BY = {
-    "triton": r"kernels/(triton|hopper)/(?!support|configs|decode/configs).*|replay/launchers/.*",
+    "triton": r"kernels/(triton|hopper)/(?!support|configs|decode/configs).*|replay/launchers/.*"
+    r"|tools/emulator/.*",
     "transformers": r"integrations/transformers/(cache_layers|static_cache|step_hooks)\.py",
 }
 TOPICS = ("norm_rope_quant", "prefill", "decode", "sparse", "indexer", "merge", "fp8")
@@ -265,7 +266,26 @@ def test_optional_packages_are_imported_late():
         assert not early, f"{path} imports {early} when it is imported"
 
 
+def test_only_the_command_line_imports_the_tools_and_late():
+    """The wheel leaves them out."""
+    importers = {path for path, source in SOURCES.items() if "tools" in imported_modules(source)}
+    assert {path for path in importers if not path.startswith("tools/")} == {"cli.py"}
+    assert "mlakit.tools" not in early_modules(SOURCES["cli.py"])
+
+
+def early_modules(source: str) -> set[str]:
+    """The packages of mlakit that importing a source imports, as mlakit.tools."""
+    tree = ast.parse(source)
+    return {
+        ".".join(each.module.split(".")[:2])
+        for each in tree.body
+        if isinstance(each, ast.ImportFrom) and each.module
+    }
+
+
 def test_the_late_import_checker_sees():
+    assert early_modules("from mlakit.tools.emulator import command") == {"mlakit.tools"}
+    assert early_modules("def f():\n    from mlakit.tools import emulator") == set()
     source = "import os\ntry:\n    import triton.language as tl\nexcept ImportError:\n    pass\n"
     assert imports_at_import_time(source) == {"os", "triton"}
     assert imports_at_import_time("class A:\n    from vllm.x import y") == {"vllm"}

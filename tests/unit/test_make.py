@@ -66,6 +66,21 @@ def test_make_test_all_runs_the_thorough_tests_that_make_test_leaves_out():
         assert " --thorough" in run
 
 
+def test_make_test_all_runs_hoppers_kernels_in_the_emulator_with_both_versions_of_triton():
+    newest, oldest = [line.split() for line in commands_of("emulate").splitlines()]
+    assert {"$(BIN)/pytest", "--emulate", "emulated"} <= set(newest)
+    assert newest[-1] == oldest[-1] == "tests/tools/emulator"
+    assert oldest[0] == "$(OLDEST)/bin/python"
+    assert commands_of("emulate") in commands_of("test-all")
+    assert "--emulate" not in commands_of("test")
+
+
+def test_make_mutants_runs_every_mutant_in_the_emulator():
+    _, emulated = commands_of("mutants").splitlines()
+    assert "--emulate -m emulated" in emulated
+    assert "every_mutant" not in emulated
+
+
 def test_make_test_all_runs_patched_models_with_the_oldest_and_the_newest_transformers():
     """The ends of the range that patch() takes without a warning."""
     (versions,) = re.findall(r"^TRANSFORMERS := (.*)$", MAKEFILE, flags=re.MULTILINE)
@@ -242,11 +257,12 @@ def test_every_slow_test_exists():
 
 def test_no_test_here_waits_for_a_gpu_that_is_not_there(request):
     on_gpu = [each for each in request.session.items if each.get_closest_marker("gpu")]
-    assert torch.cuda.is_available() or not on_gpu
+    is_run = torch.cuda.is_available() or request.config.getoption("--emulate")
+    assert is_run or not on_gpu
 
 
 def test_asking_for_gpu_tests_without_a_gpu_is_a_usage_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    config = SimpleNamespace(option=SimpleNamespace(markexpr="gpu"))
+    config = SimpleNamespace(option=SimpleNamespace(markexpr="gpu"), getoption=lambda option: False)
     with pytest.raises(pytest.UsageError, match="-m gpu needs a CUDA device"):
         conftest.pytest_configure(config)

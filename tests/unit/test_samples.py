@@ -8,37 +8,16 @@ import pytest
 from typer.testing import CliRunner
 
 from mlakit import cli, dispatch
-from mlakit.specs import KernelSpec, pretending
 from mlakit.support import compilation, configurations, samples
 from mlakit.support.compilation import NUM_SMS
-from tests.kernel_launchers import replace_launcher
-
-
-class Launched(Exception):
-    """In place of a kernel: nothing is compiled."""
+from tests.kernels.selection import selected_kernel
 
 
 def selected(monkeypatch: pytest.MonkeyPatch, configuration: str) -> str:
     """The Hopper kernel that a configuration launches."""
-    case = configurations.HOPPER[configuration]
-    launched: list[KernelSpec] = []
-
-    def stop(spec: KernelSpec):
-        def launch(*args, **kwargs):
-            launched.append(spec)
-            raise Launched
-
-        return launch
-
-    replace_launcher(monkeypatch, case.op, lambda launch: launch)  # and no replay
-    for spec in dispatch.specs(case.op):
-        monkeypatch.setitem(spec.__dict__, "launch", stop(spec))
-    trial = case.trial("cpu")
     arch = configurations.HOPPER_ARCH
-    with pretending(arch, NUM_SMS[arch]), pytest.raises(Launched):
-        trial.call("hopper")
-    (spec,) = launched
-    return str(spec)
+    case = configurations.HOPPER[configuration]
+    return selected_kernel(monkeypatch, case, arch, num_sms=NUM_SMS[arch])
 
 
 def test_a_sample_has_every_hopper_kernel(monkeypatch):

@@ -26,7 +26,7 @@ Order      S0, S1, P0·V0, P1·V1 use the tensor cores one after the other, so t
            even PV likewise for the odd QK
 Barriers   one per column half of a block and per rotated part, counted in pairs. There are no
            `empty` barriers: a warpgroup reloads only what it was the last to read, and the exchange
-           of P orders the rest. `scripts/check_seesaw_barriers.py` models it in random orders
+           of P orders the rest. `mlakit emulate decode-h128-bf16` runs it in random orders
 Memory     231 KB of shared memory, 255 registers. Splits write float32 partials (`merge_partials`)
 Limits     D_C = 512, D_R = 64; any page size, by TMA or by a gather producer
 Numbers    P is rounded to the cache's dtype, acc is float32; rows past a query's last key are

@@ -1,0 +1,148 @@
+"""Mutation tests of synchronisation: which mutants of a kernel do the emulator's checks catch?
+
+A subject is a kernel with the cases that its mutants run. The first case is the one whose IR is
+mutated; the others reach operations that the first does not. `survivors.toml`, beside the tests,
+lists the mutants that no check can catch, each with its reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from mlakit.support.configurations import HOPPER
+from mlakit.tools.emulator.harness import Outcome, run_trial
+from mlakit.tools.emulator.mutations import Mutant, Name, mutants
+from mlakit.workloads import Case
+from mlakit.workloads.case import Trial
+
+SEEDS = (0, 1, 2)
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A kernel whose mutants are run in `cases`, in order, until one catches them."""
+
+    kernel: str
+    cases: tuple[Case, ...]
+
+    @cached_property
+    def trials(self) -> list[Trial]:
+        """The cases with their inputs, which all mutants share."""
+        return [case.trial("cpu") for case in self.cases]
+
+    @cached_property
+    def mutants(self) -> list[Mutant]:
+        """The mutants of the kernel as the first case compiles it."""
+        return mutants(self.kernel, self.text)
+
+    @cached_property
+    def text(self) -> str:
+        """The IR of the kernel as the first case compiles it, which runs without a fault."""
+        texts: dict[str, str] = {}
+
+        def keep(kernel: str, text: str) -> str:
+            texts[kernel] = text
+            return text
+
+        outcome = run_trial(self.trials[0], self.kernel, seed=0, mutate=keep)
+        if not outcome.passed:
+            raise AssertionError(f"the kernel without a mutation fails: {outcome}")
+        if self.kernel not in texts:
+            raise ValueError(f"the case must launch {self.kernel}, got {', '.join(texts)}")
+        return texts[self.kernel]
+
+    def run(self, name: Name) -> Outcome:
+        """Run the mutant of a name with every case and seed until one catches it.
+
+        Returns the outcome that caught it, or the last one.
+        """
+
+        def mutate(kernel: str, text: str) -> str:
+            if kernel != name.kernel:
+                return text
+            # a case may specialise the kernel otherwise, and then lacks the mutant
+            named = [each for each in mutants(kernel, text) if each.name == name]
+            return named[0].text(text) if named else text
+
+        for trial in self.trials:
+            for seed in SEEDS:
+                outcome = run_trial(trial, str(name), seed, mutate=mutate)
+                if not outcome.passed:
+                    return outcome
+        return outcome
+
+
+def _cases(configuration: str, *changes: dict[str, Any]) -> tuple[Case, ...]:
+    return tuple(replace(HOPPER[configuration], **each) for each in changes)
+
+
+def _indexer() -> tuple[Case, ...]:
+    lens = {"kv_lens": (1500, 700, 300, 900, 100, 600), "q_lens": (1,) * 6}
+    return _cases("hopper-indexer-h32-q1", lens)
+
+
+# Several tiles of several blocks for each CTA, so that every stage is used again, with blocks that
+# one warpgroup sees and the other does not; a window with keys outside of it whose values are not
+# finite; tiles of one block, which are drawn before the one before the last is released
+_PREFILL = (
+    {"kv_lens": (700, 300), "q_lens": (252, 60)},
+    {
+        "kv_lens": (578, 279),
+        "q_lens": (130, 130),
+        "mask": "sliding_window_causal",
+        "window": 50,
+    },
+    {"kv_lens": (60, 70, 40), "q_lens": (60, 70, 40)},
+)
+# work for several pairs of blocks and tiles per CTA, so that every stage is used again
+_M64 = {"kv_lens": (310, 65), "q_lens": (2, 1)}
+_SMALL_M = {"kv_lens": (1900, 300)}
+SUBJECTS: dict[str, Subject] = {
+    "decode-m64_bf16": Subject(
+        "mla_decode_m64_bf16_kernel", _cases("hopper-decode-h128-bf16", _M64)
+    ),
+    "decode-m64_bf16-gather": Subject(
+        "mla_decode_m64_bf16_kernel", _cases("hopper-decode-h128-bf16-page1", _M64)
+    ),
+    "decode-small_m_bf16": Subject(
+        "mla_decode_small_m_bf16_kernel", _cases("hopper-decode-h16-bf16", _SMALL_M)
+    ),
+    "decode-m64_fp8_kv": Subject(
+        "mla_decode_m64_fp8_kv_kernel", _cases("hopper-decode-m64-fp8_block128", _M64)
+    ),
+    "decode-m64_fp8_qk": Subject(
+        "mla_decode_m64_fp8_qk_kernel", _cases("hopper-decode-m64-fp8_token-e4m3-q", _M64)
+    ),
+    "decode-small_m_fp8_kv": Subject(
+        "mla_decode_small_m_fp8_kv_kernel", _cases("hopper-decode-h16-fp8_block128", _SMALL_M)
+    ),
+    "sparse-m64_bf16": Subject(
+        "sparse_mla_m64_bf16_kernel", _cases("hopper-sparse-h128-bf16", {"topk": 512})
+    ),
+    "sparse-m64_fp8_kv": Subject(
+        "sparse_mla_m64_fp8_kv_kernel", _cases("hopper-sparse-fp8_block128", {"topk": 512})
+    ),
+    "sparse-small_m_fp8_kv": Subject(
+        "sparse_mla_small_m_fp8_kv_kernel", _cases("hopper-sparse-h16-fp8_block128", {"topk": 512})
+    ),
+    "prefill-bf16": Subject("mla_prefill_kernel", _cases("hopper-prefill-192-128", *_PREFILL)),
+    "prefill-fp8": Subject("mla_prefill_fp8_kernel", _cases("hopper-prefill-fp8", *_PREFILL)),
+    "indexer": Subject("indexer_logits_kernel", _indexer()),
+}
+
+
+def names(subject: str) -> list[Name]:
+    """Return the names of a subject's mutants."""
+    return [mutant.name for mutant in SUBJECTS[subject].mutants]
+
+
+def run_mutant(subject: str, name: Name) -> Outcome:
+    """Run a mutant of a subject until a case and seed catch it."""
+    return SUBJECTS[subject].run(name)
+
+
+def run_part(subject: str, part: int, parts: int) -> dict[Name, Outcome]:
+    """Run every `parts`-th mutant of a subject, from number `part` on."""
+    return {name: run_mutant(subject, name) for name in names(subject)[part::parts]}

@@ -1,0 +1,141 @@
+"""Runs of Hopper's configurations in the emulator, each compared with the float64 oracle.
+
+A configuration is one of `support.configurations.HOPPER`. Those with enough work for a whole GPU
+are cut to what a GPU with two SMs has to do for the same kernel.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+from typing import Any
+
+from mlakit import knobs
+from mlakit.specs import pretending
+from mlakit.support.compilation import NUM_SMS as WHOLE_GPU
+from mlakit.support.configurations import HOPPER, HOPPER_ARCH, MUCH_WORK
+from mlakit.tools.emulator.faults import Fault
+from mlakit.tools.emulator.frontend import NUM_SMS, Launch, Mutate, emulating_mlakit
+from mlakit.workloads import Case
+from mlakit.workloads.case import Trial
+
+SEEDS = (0, 1)
+LESS_WORK: dict[str, Any] = {"kv_lens": (330, 65), "q_lens": (3, 1)}
+TRACED_STEPS = 4000  # the last ones of a CTA are kept
+WRONG_RESULT = "WrongResult"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One line of a trace."""
+
+    who: str  # a partition, or the engine that completes an operation
+    what: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome of one run: `kind` and `message` say what is wrong, and are "" if nothing is."""
+
+    configuration: str
+    seed: int
+    kind: str = ""  # the name of a fault's class, or WRONG_RESULT
+    message: str = ""
+    launches: tuple[Launch, ...] = ()
+    warnings: dict[str, int] = field(default_factory=dict)
+    trace: tuple[Step, ...] = ()  # of the CTA with the fault
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        return not self.kind
+
+    def __str__(self) -> str:
+        outcome = "ok" if self.passed else f"{self.kind}: {self.message}"
+        return f"{self.configuration}, seed {self.seed}: {outcome}"
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A case with little work, and the number of SMs that dispatch counts on."""
+
+    case: Case
+    selects_for: int
+
+
+def configuration(name: str) -> Configuration:
+    """Return a configuration by name. Raises ValueError for unknown names."""
+    if name not in HOPPER:
+        raise ValueError(f"NAME must be a configuration, as --list shows them, got {name!r}")
+    case = HOPPER[name]
+    if getattr(case, "kv_lens", None) == MUCH_WORK["kv_lens"]:
+        return Configuration(replace(case, **LESS_WORK), NUM_SMS)
+    return Configuration(case, WHOLE_GPU[HOPPER_ARCH])
+
+
+def emulate(name: str, seed: int, *, is_traced: bool = False) -> Outcome:
+    """Run a configuration; inputs and interleaving are made from the seed."""
+    chosen = configuration(name)
+    trial = replace(chosen.case, seed=seed).trial("cpu")
+    return run_trial(trial, name, seed, selects_for=chosen.selects_for, is_traced=is_traced)
+
+
+def run_trial(
+    trial: Trial,
+    name: str,
+    seed: int,
+    *,
+    selects_for: int = NUM_SMS,
+    is_traced: bool = False,
+    mutate: Mutate | None = None,
+) -> Outcome:
+    """Run a trial on Hopper's kernels, whose IR `mutate` may change, and check its results.
+
+    selects_for  SMs of the GPU that a kernel is selected for; it runs on few
+    """
+    if knobs.interpreted():
+        raise RuntimeError(
+            "TRITON_INTERPRET is set, so kernels have no IR: unset it to emulate them"
+        )
+    started = perf_counter()
+    steps: deque[Step] = deque(maxlen=TRACED_STEPS)
+
+    def observe(who: str, what: str) -> None:
+        if who == "CTA":
+            steps.clear()
+        steps.append(Step(who, what))
+
+    kind = message = ""
+    settings: dict[str, Any] = {
+        "seed": seed,
+        "mutate": mutate,
+        "observer": observe if is_traced else None,
+    }
+    with (
+        emulating_mlakit(**settings) as emulation,
+        pretending(HOPPER_ARCH, selects_for),
+    ):
+        try:
+            before = trial.inputs.snapshot()
+            results = trial.call("hopper")
+            trial.inputs.assert_only_written(before)
+        except Fault as fault:
+            kind, message = type(fault).__name__, str(fault)
+        except AssertionError as error:
+            kind, message = WRONG_RESULT, str(error)
+    if not kind:
+        try:
+            trial.check(results)
+        except AssertionError as error:
+            kind, message = WRONG_RESULT, str(error)
+    return Outcome(
+        name,
+        seed,
+        kind,
+        message,
+        tuple(emulation.launches),
+        emulation.warnings,
+        tuple(steps) if kind else (),
+        perf_counter() - started,
+    )

@@ -1,0 +1,161 @@
+"""Memories: tensors in global memory by address, tiles in shared and tensor memory as bytes."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mlakit.tools.emulator.dtypes import Array, decode, element_size, encode, memory_dtype
+from mlakit.tools.emulator.faults import OutOfBounds
+from mlakit.tools.emulator.layouts import offsets
+from mlakit.tools.emulator.races import Shadow
+
+if TYPE_CHECKING:
+    from mlakit.tools.emulator.barriers import Barrier
+
+WORD = 4  # bytes that share an entry of shadow memory
+
+
+@dataclass(frozen=True)
+class Span:
+    """The bytes of one tensor's storage: addresses [start, end)."""
+
+    start: int
+    end: int
+    data: Array
+
+
+class GlobalMemory:
+    """Tensors by their addresses."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+
+    def add(self, address: int, size: int) -> None:
+        """Make `size` bytes of host memory accessible."""
+        if size == 0 or any(each.start <= address < each.end for each in self.spans):
+            return
+        raw = (ctypes.c_uint8 * size).from_address(address)
+        self.spans.append(Span(address, address + size, np.frombuffer(memoryview(raw), np.uint8)))
+
+    def locate(self, addresses: Array, size: int) -> Span:
+        """Return the span that holds all elements of `size` bytes at `addresses`.
+
+        PTX: an address of ld, st and atom must be a multiple of the size of the access
+        ("Addresses as Operands", alignment), and one outside of an allocation faults.
+        """
+        low, high = int(addresses.min()), int(addresses.max()) + size
+        for span in self.spans:
+            if span.start <= low and high <= span.end:
+                if (addresses % size).any():
+                    raise OutOfBounds(f"address {low:#x} is not a multiple of {size} bytes")
+                return span
+        spans = ", ".join(f"[{each.start:#x}, {each.end:#x})" for each in self.spans)
+        raise OutOfBounds(f"addresses {low:#x} to {high:#x} are in no tensor: {spans}")
+
+    def _view(self, addresses: Array, kind: str) -> tuple[Array, Array]:
+        """Return the elements of a span, and the index of each address among them."""
+        size = element_size(kind)
+        span = self.locate(addresses, size)
+        first = -span.start % size  # elements lie at multiples of their size
+        usable = span.data[first : first + (span.data.size - first) // size * size]
+        return usable.view(memory_dtype(kind)), (addresses - span.start - first) // size
+
+    def load(self, addresses: Array, kind: str) -> Array:
+        """Return the elements at `addresses`."""
+        elements, index = self._view(addresses, kind)
+        return decode(elements[index], kind)
+
+    def store(self, addresses: Array, values: Array, kind: str) -> None:
+        """Write elements to `addresses`."""
+        elements, index = self._view(addresses, kind)
+        elements[index] = encode(values, kind)
+
+
+class Allocation:
+    """Bytes of shared or tensor memory, with their shadow and the mbarriers that lie in them."""
+
+    def __init__(self, size: int, name: str) -> None:
+        # random bytes: a value that nobody has written must not be a lucky zero
+        self.data: Array = np.random.default_rng(1).integers(0, 256, size, np.uint8)
+        self.name = name
+        self.shadow = Shadow(-(-size // WORD), name)
+        self.barriers: dict[int, Barrier] = {}  # by their first byte
+
+    def elements(self, kind: str) -> Array:
+        """Return the bytes as elements of a type; what is written to them is written here."""
+        size = element_size(kind)
+        return self.data[: self.data.size // size * size].view(memory_dtype(kind))
+
+
+@dataclass(frozen=True)
+class MemDesc:
+    """A tile in shared or tensor memory.
+
+    base   its first byte in the allocation, before `first`
+    alloc  the shape that the layout describes
+    first  the element of that shape where the tile begins
+    """
+
+    allocation: Allocation
+    base: int
+    shape: tuple[int, ...]
+    kind: str
+    layout: str
+    alloc: tuple[int, ...]
+    first: tuple[int, ...]
+
+    def index(self) -> Array:
+        """Return where each element of the tile is among those of the allocation."""
+        size = element_size(self.kind)
+        at: Array = offsets(self.layout, self.alloc, self.shape, self.first, size * 8)
+        if self.base % size:
+            raise OutOfBounds(
+                f"a tile of {self.kind} begins at byte {self.base} of {self.allocation.name}"
+            )
+        return at + self.base // size if self.base else at
+
+    def words(self) -> Array:
+        """Return the numbers of the words of shadow memory that the tile covers."""
+        size = element_size(self.kind)
+        return _words(self.layout, self.alloc, self.shape, self.first, size, self.base)
+
+    def read(self) -> Array:
+        """Return the values of the tile."""
+        return decode(self.allocation.elements(self.kind)[self.index()], self.kind)
+
+    def write(self, values: Array) -> None:
+        """Set the values of the tile."""
+        self.allocation.elements(self.kind)[self.index()] = encode(values, self.kind)
+
+    @property
+    def size(self) -> int:
+        """The bytes of the tile's elements."""
+        return int(np.prod(self.shape)) * element_size(self.kind)
+
+    @property
+    def first_byte(self) -> int:
+        """Where the tile's first element lies in the allocation."""
+        one = MemDesc(
+            self.allocation, 0, (1,) * len(self.shape), self.kind, self.layout, self.alloc,
+            self.first,
+        )  # fmt: skip
+        return self.base + int(one.index().flat[0]) * element_size(self.kind)
+
+
+@lru_cache(maxsize=4096)
+def _words(
+    layout: str,
+    alloc: tuple[int, ...],
+    shape: tuple[int, ...],
+    first: tuple[int, ...],
+    size: int,
+    base: int,
+) -> Array:
+    at = offsets(layout, alloc, shape, first, size * 8).ravel() * size + base
+    low = at // WORD
+    return np.unique(low if size <= WORD else np.concatenate([low, low + 1]))

@@ -1,0 +1,114 @@
+"""Matrix products of Hopper: wgmma, and the arithmetic of its tensor cores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from mlakit.reference.hopper_fp8_mma import fp8_mma
+from mlakit.tools.emulator.copies import Copies
+from mlakit.tools.emulator.dtypes import Array
+from mlakit.tools.emulator.engines import AsyncTensor
+from mlakit.tools.emulator.faults import Fault
+from mlakit.tools.emulator.layouts import thread_elements
+from mlakit.tools.emulator.machine import Coroutine, Partition
+from mlakit.tools.emulator.memory import MemDesc
+from mlakit.tools.emulator.types import Type
+from mlakit.tools.emulator.values import Divergent
+
+E4M3 = "f8E4M3FN"
+
+
+class Products(Copies):
+    """wgmma: issued in order, complete in order, unusable until a wait."""
+
+    def dot(
+        self, p: Partition, a: Any, b: MemDesc, c: Any, uses_c: bool, is_async: bool
+    ) -> Coroutine:
+        """Issue D = A B, plus C if `uses_c`. A may be in registers.
+
+        PTX, "wgmma.mma_async": operands in shared memory are read through the asynchronous proxy,
+        at any time until wgmma.wait_group. Products of one partition complete in order, and may use
+        the accumulator of the one before without a wait.
+        """
+        yield None
+        queue = p.wgmma
+        for each in (a, b):
+            if isinstance(each, MemDesc):
+                self.machine.check_read(each, p.queued(queue, is_async=True))
+            elif isinstance(each, AsyncTensor):
+                each.used()
+        result = AsyncTensor(p.where)
+        rounds = b.kind == E4M3 and not self.machine.exact_fp8
+
+        def operation() -> None:
+            left: Array = a.read() if isinstance(a, MemDesc) else a
+            accumulator = None
+            if uses_c:
+                accumulator = c.value if isinstance(c, AsyncTensor) else c
+            product = fp8_product if rounds else exact_product
+            result.value = product(left, b.read(), accumulator)
+
+        queue.issue(operation, p.where)
+        p.results.append(result)
+        if is_async:
+            return result
+        yield from self.drain(p, queue, 0)
+        return result.value
+
+    def dot_wait(self, p: Partition, values: list[Any], pending: int) -> Coroutine:
+        """Wait until at most `pending` products are left (wgmma.wait_group).
+
+        The result of a product that is left may be passed through a wait, which orders what comes
+        later behind the wait; it stays unusable.
+        """
+        yield from self.drain(p, p.wgmma, pending)
+        recent = list(p.results)
+        left = {id(each) for each in recent[len(recent) - pending :]} if pending else set()
+        return [
+            each.value if isinstance(each, AsyncTensor) and id(each) not in left else each
+            for each in values
+        ]
+
+    def convert(self, value: Any, source: Type, target: Type, warps: int) -> Any:
+        """Return a value in another layout.
+
+        Moving the registers of a pending product uses them. A layout that has each element where it
+        was only renames it, which the compiler does without an instruction.
+        """
+        if isinstance(value, AsyncTensor):
+            assert source.shape is not None
+            assert target.shape is not None
+            before = thread_elements(source.layout, source.shape, warps)
+            after = thread_elements(target.layout, target.shape, warps)
+            if not np.array_equal(before, after):
+                value.used()
+        elif isinstance(value, Divergent) and source.layout != target.layout:
+            raise Fault("threads have different values of what convert_layout takes for one")
+        return value
+
+
+def exact_product(a: Array, b: Array, accumulator: Array | None) -> Array:
+    """Return a b in float32: 16-bit products are exact, and so are their sums but for rounding."""
+    product: Array = a.astype(np.float32) @ b.astype(np.float32)
+    return product if accumulator is None else product + accumulator
+
+
+def fp8_product(a: Array, b: Array, accumulator: Array | None) -> Array:
+    """Return a b of e4m3 values as Hopper's tensor cores accumulate it, to the bit.
+
+    A in registers may be e5m2 in principle; B decides, as no kernel mixes them.
+    """
+    left, right = (np.ascontiguousarray(each, np.float32) for each in (a, b.T))
+    if not (np.isfinite(left).all() and np.isfinite(right).all()):
+        # the reference is of finite values; NaN spreads in any order of summation
+        return exact_product(a, b, accumulator)
+    before = None
+    if accumulator is not None:
+        if not np.isfinite(accumulator).all():
+            return exact_product(a, b, accumulator)
+        before = torch.from_numpy(np.array(accumulator, np.float32))
+    result: Array = fp8_mma(torch.from_numpy(left), torch.from_numpy(right), before).numpy()
+    return result
