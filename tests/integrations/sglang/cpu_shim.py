@@ -2,7 +2,7 @@
 
 `packages` makes a folder for PYTHONPATH with
     sgl_kernel          the compiled kernels: names that raise when they are called
-    sitecustomize       torchvision without its compiled ops, and another machine if one is named
+    sitecustomize       torchvision without its compiled ops
     an entry point      of `start`, which every process of an engine calls first: it defines the
                         ops of `OPS`, and notes what the process calls
 """
@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 CALLS = "MLAKIT_TEST_CALLS"  # a folder
-MACHINE = "MLAKIT_TEST_MACHINE"  # what Python says that it runs on
 
 SGL_KERNEL = """
 def __getattr__(name):
@@ -33,12 +32,10 @@ def __getattr__(name):
 
     return missing
 """
-SITE = f"""
-import os, platform, sys, types
+SITE = """
+import sys, types
 
 sys.modules["torchvision._meta_registrations"] = types.ModuleType("torchvision._meta_registrations")
-if machine := os.environ.get("{MACHINE}"):
-    platform.machine = lambda: machine
 """
 
 
@@ -71,6 +68,7 @@ START = f"{__name__}:start"
 
 
 def start() -> None:
+    """Prepare a process of an engine."""
     define_ops()
     record()
 

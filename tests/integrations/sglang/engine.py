@@ -46,13 +46,11 @@ def serve(
     rounds: list[list[list[int]]],
     *,
     expand_from: int = 8192,
-    machine: str = "",
     **arguments: Any,
 ) -> dict[str, Any]:
     """{"tokens": by round and prompt, "cached": likewise, "calls": kinds of attention}.
 
     expand_from  cached tokens of a batch that are expanded; fewer are attended to in the cache
-    machine      that the engine believes to run on; "": this one
     """
     calls = folder / "calls"
     calls.mkdir(parents=True)
@@ -66,7 +64,6 @@ def serve(
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "SGLANG_CHUNKED_PREFIX_CACHE_THRESHOLD": str(expand_from),
         cpu_shim.CALLS: str(calls),
-        cpu_shim.MACHINE: machine,
     }
     done = subprocess.run(
         [sys.executable, "-m", __name__, str(job)],

@@ -27,7 +27,7 @@ def test_ops_are_called_as_sglang_calls_them():
 
 @pytest.mark.usefixtures("_group_of_one")
 def test_ranks_reduce_and_gather():
-    """`sglang.srt.distributed.parallel_state`, likewise; a test of the engine has two ranks."""
+    """`sglang.srt.distributed.parallel_state`, likewise."""
     cpu_shim.define_ops()
     data = torch.arange(6.0).view(2, 3)
     assert torch.ops.sgl_kernel.shm_allreduce(data, int(dist.ReduceOp.SUM)) is None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import sys
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -145,8 +147,8 @@ def test_the_start_of_an_engine_on_arm64_finds_its_ops(monkeypatch):
     monkeypatch.setattr(bootstrap, "_is_cpu_arm64", True)
     ranks = SimpleNamespace(tp_size=2, tp_rank=1)
     monkeypatch.setattr(bootstrap, "get_parallel", lambda: ranks)
-    monkeypatch.setattr(bootstrap.os, "environ", {})
     cpu_shim.define_ops()
     address = "tcp://127.0.0.1:2345"
-    bootstrap._init_cpu_threads_env(local_omp_cpuid="0,1", dist_init_method=address)
-    assert bootstrap.os.environ["LOCAL_SIZE"] == "2"
+    with mock.patch.dict(os.environ):
+        bootstrap._init_cpu_threads_env(local_omp_cpuid="0,1", dist_init_method=address)
+        assert os.environ["LOCAL_SIZE"] == "2"
