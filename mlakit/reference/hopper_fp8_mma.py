@@ -33,21 +33,23 @@ def fp8_mma(a: Tensor, b: Tensor, accumulator: Tensor | None = None) -> Tensor:
 
 
 def _accumulate(a: Tensor, b: Tensor, acc: Tensor) -> Tensor:
+    exponents_a, exponents_b = _factor_exponents(a), _factor_exponents(b)
     for first in range(0, a.shape[1], MMA_K):
         columns = slice(first, first + MMA_K)
         products = a[:, None, columns] * b[None, :, columns]
-        exponents = (
-            _exponent(a, E4M3_SMALLEST_NORMAL)[:, None, columns]
-            + _exponent(b, E4M3_SMALLEST_NORMAL)[:, columns]
-        )
-        exponents = torch.where(products == 0, ZERO_EXPONENT, exponents).amax(-1)
+        exponents = (exponents_a[:, None, columns] + exponents_b[:, columns]).amax(-1)
         acc_exponent = torch.where(acc == 0, ZERO_EXPONENT, _exponent(acc, SMALLEST_ACCUMULATOR))
-        exponents = torch.maximum(exponents, acc_exponent)
+        exponents = torch.maximum(exponents.clamp_min(ZERO_EXPONENT), acc_exponent)
         ulp = _ldexp(torch.ones_like(acc), exponents - ALIGNED_PLACES)
         acc = (products / ulp[..., None]).trunc().sum(-1) + (acc / ulp).trunc()
         mantissa, exponent = torch.frexp(acc * ulp)
         acc = _ldexp((mantissa * 2**ACCUMULATOR_BITS).trunc() / 2**ACCUMULATOR_BITS, exponent)
     return acc
+
+
+def _factor_exponents(x: Tensor) -> Tensor:
+    """Exponents of e4m3 values; a product with a zero gets one below ZERO_EXPONENT."""
+    return torch.where(x == 0, 2 * ZERO_EXPONENT, _exponent(x, E4M3_SMALLEST_NORMAL))
 
 
 def _ldexp(mantissa: Tensor, exponent: Tensor) -> Tensor:

@@ -153,17 +153,24 @@ def permute(instruction: Instruction) -> Execute:
     def execute(threads: Threads) -> None:
         low = np.asarray(a(threads)).astype(np.uint64)
         both = low | (np.asarray(b(threads)).astype(np.uint64) << np.uint64(32))
-        digits = np.asarray(selector(threads)).astype(np.uint64)
-        result: Array = np.zeros(threads.shape, np.uint64)
+        digits = selector(threads)
+        result: Array = np.zeros(threads.shape, np.uint32)
         for place in range(4):
-            digit = (digits >> np.uint64(4 * place)) & np.uint64(15)
-            byte = (both >> ((digit & np.uint64(7)) * np.uint64(8))) & np.uint64(255)
-            sign = np.where(byte >= 128, np.uint64(255), np.uint64(0))
-            byte = np.where(digit >= 8, sign, byte)
-            result = result | (byte << np.uint64(8 * place))
-        threads.write(target, result.astype(np.uint32))
+            byte = _pick_byte(both, (digits >> np.uint32(4 * place)) & np.uint32(15))
+            result |= byte << np.uint32(8 * place)
+        threads.write(target, result)
 
     return execute
+
+
+def _pick_byte(both: Array, digit: Any) -> Array:
+    """Return a byte of 64 bits, or its sign; `digit` is a number, or one per thread."""
+    places = np.asarray((digit & np.uint32(7)) * np.uint32(8)).astype(np.uint64)
+    byte = (both >> places).astype(np.uint32) & np.uint32(255)
+    if not np.any(digit >= 8):
+        return np.asarray(byte)
+    sign = np.where(byte >= 128, np.uint32(255), np.uint32(0))
+    return np.where(digit >= 8, sign, byte)
 
 
 def packed_arithmetic(instruction: Instruction) -> Execute:
