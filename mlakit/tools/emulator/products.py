@@ -102,13 +102,16 @@ def fp8_product(a: Array, b: Array, accumulator: Array | None) -> Array:
     A in registers may be e5m2 in principle; B decides, as no kernel mixes them.
     """
     left, right = (np.ascontiguousarray(each, np.float32) for each in (a, b.T))
-    if not (np.isfinite(left).all() and np.isfinite(right).all()):
-        # the reference is of finite values; NaN spreads in any order of summation
-        return exact_product(a, b, accumulator)
-    before = None
-    if accumulator is not None:
-        if not np.isfinite(accumulator).all():
-            return exact_product(a, b, accumulator)
-        before = torch.from_numpy(np.array(accumulator, np.float32))
-    result: Array = fp8_mma(torch.from_numpy(left), torch.from_numpy(right), before).numpy()
-    return result
+    before = np.zeros((len(left), len(right)), np.float32) if accumulator is None else accumulator
+    # The reference is of finite values. What is not finite spreads to its own row or column only,
+    # in any order of summation: other results of the tile stay those of the tensor cores.
+    tensors = [torch.from_numpy(_finite(each)) for each in (left, right, before)]
+    result: Array = fp8_mma(*tensors).numpy()
+    if all(np.isfinite(each).all() for each in (left, right, before)):
+        return result
+    exact = exact_product(a, b, accumulator)
+    return np.where(np.isfinite(exact), result, exact)
+
+
+def _finite(values: Array) -> Array:
+    return np.where(np.isfinite(values), values, 0).astype(np.float32)
