@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from mlakit.support.configurations import HOPPER
+from mlakit.tools.emulator.frontend import Mutate
 from mlakit.tools.emulator.harness import Outcome, run_trial
 from mlakit.tools.emulator.mutations import Mutant, Name, mutants
 from mlakit.workloads import Case
@@ -26,6 +27,7 @@ class Subject:
 
     kernel: str
     cases: tuple[Case, ...]
+    trusts_copy_arrivals: bool = False  # see `harness.TRUSTING`
 
     @cached_property
     def trials(self) -> list[Trial]:
@@ -46,7 +48,7 @@ class Subject:
             texts[kernel] = text
             return text
 
-        outcome = run_trial(self.trials[0], self.kernel, seed=0, mutate=keep)
+        outcome = self.attempt(self.trials[0], self.kernel, 0, keep)
         if not outcome.passed:
             raise AssertionError(f"the kernel without a mutation fails: {outcome}")
         if self.kernel not in texts:
@@ -68,68 +70,79 @@ class Subject:
 
         for trial in self.trials:
             for seed in SEEDS:
-                outcome = run_trial(trial, str(name), seed, mutate=mutate)
+                outcome = self.attempt(trial, str(name), seed, mutate)
                 if not outcome.passed:
                     return outcome
         return outcome
+
+    def attempt(self, trial: Trial, name: str, seed: int, mutate: Mutate | None = None) -> Outcome:
+        """Run a trial once; the outcome calls it `name`."""
+        trusts = self.trusts_copy_arrivals
+        return run_trial(trial, name, seed, mutate=mutate, trusts_copy_arrivals=trusts)
 
 
 def _cases(configuration: str, *changes: dict[str, Any]) -> tuple[Case, ...]:
     return tuple(replace(HOPPER[configuration], **each) for each in changes)
 
 
-def _indexer() -> tuple[Case, ...]:
-    lens = {"kv_lens": (1500, 700, 300, 900, 100, 600), "q_lens": (1,) * 6}
-    return _cases("hopper-indexer-h32-q1", lens)
-
-
-# Several tiles of several blocks for each CTA, so that every stage is used again, with blocks that
-# one warpgroup sees and the other does not; a window with keys outside of it whose values are not
-# finite; tiles of one block, which are drawn before the one before the last is released
+# several pairs of blocks and several tiles for each CTA, so that every stage is used again; then
+# tiles of one block, with which a warpgroup is as far ahead of another as it can be
+_SHORT = {"kv_lens": (60, 700, 64, 30, 1, 300), "q_lens": (1,) * 6}
+_M64 = ({"kv_lens": (310, 65), "q_lens": (2, 1)}, _SHORT)
+_SMALL_M = ({"kv_lens": (1900, 300)}, _SHORT)
+_SPARSE = ({"topk": 512}, {"topk": 64, "num_tokens": 7})
+# Tiles of several blocks, some of which one warpgroup sees and the other does not; a window with
+# keys outside of it whose values are not finite; tiles of one block
 _PREFILL = (
     {"kv_lens": (700, 300), "q_lens": (252, 60)},
-    {
-        "kv_lens": (578, 279),
-        "q_lens": (130, 130),
-        "mask": "sliding_window_causal",
-        "window": 50,
-    },
+    {"kv_lens": (578, 279), "q_lens": (130, 130), "mask": "sliding_window_causal", "window": 50},
     {"kv_lens": (60, 70, 40), "q_lens": (60, 70, 40)},
 )
-# work for several pairs of blocks and tiles per CTA, so that every stage is used again
-_M64 = {"kv_lens": (310, 65), "q_lens": (2, 1)}
-_SMALL_M = {"kv_lens": (1900, 300)}
+_INDEXER = {"kv_lens": (1500, 700, 300, 900, 100, 600), "q_lens": (1,) * 6}
 SUBJECTS: dict[str, Subject] = {
     "decode-m64_bf16": Subject(
-        "mla_decode_m64_bf16_kernel", _cases("hopper-decode-h128-bf16", _M64)
+        "mla_decode_m64_bf16_kernel", _cases("hopper-decode-h128-bf16", *_M64)
     ),
     "decode-m64_bf16-gather": Subject(
-        "mla_decode_m64_bf16_kernel", _cases("hopper-decode-h128-bf16-page1", _M64)
+        "mla_decode_m64_bf16_kernel",
+        _cases("hopper-decode-h128-bf16-page1", *_M64),
+        trusts_copy_arrivals=True,
     ),
     "decode-small_m_bf16": Subject(
-        "mla_decode_small_m_bf16_kernel", _cases("hopper-decode-h16-bf16", _SMALL_M)
+        "mla_decode_small_m_bf16_kernel",
+        # with 8 heads there is one stage more
+        (
+            *_cases("hopper-decode-h16-bf16", *_SMALL_M),
+            *_cases("hopper-decode-h8-bf16", _SMALL_M[0]),
+        ),
     ),
     "decode-m64_fp8_kv": Subject(
-        "mla_decode_m64_fp8_kv_kernel", _cases("hopper-decode-m64-fp8_block128", _M64)
+        "mla_decode_m64_fp8_kv_kernel", _cases("hopper-decode-m64-fp8_block128", *_M64)
     ),
     "decode-m64_fp8_qk": Subject(
-        "mla_decode_m64_fp8_qk_kernel", _cases("hopper-decode-m64-fp8_token-e4m3-q", _M64)
+        "mla_decode_m64_fp8_qk_kernel", _cases("hopper-decode-m64-fp8_token-e4m3-q", *_M64)
     ),
     "decode-small_m_fp8_kv": Subject(
-        "mla_decode_small_m_fp8_kv_kernel", _cases("hopper-decode-h16-fp8_block128", _SMALL_M)
+        "mla_decode_small_m_fp8_kv_kernel",
+        (
+            *_cases("hopper-decode-h16-fp8_block128", *_SMALL_M),
+            *_cases("hopper-decode-h8-fp8_block128", _SMALL_M[0]),
+        ),
     ),
     "sparse-m64_bf16": Subject(
-        "sparse_mla_m64_bf16_kernel", _cases("hopper-sparse-h128-bf16", {"topk": 512})
+        "sparse_mla_m64_bf16_kernel", _cases("hopper-sparse-h128-bf16", *_SPARSE)
     ),
     "sparse-m64_fp8_kv": Subject(
-        "sparse_mla_m64_fp8_kv_kernel", _cases("hopper-sparse-fp8_block128", {"topk": 512})
+        "sparse_mla_m64_fp8_kv_kernel", _cases("hopper-sparse-fp8_block128", *_SPARSE)
     ),
     "sparse-small_m_fp8_kv": Subject(
-        "sparse_mla_small_m_fp8_kv_kernel", _cases("hopper-sparse-h16-fp8_block128", {"topk": 512})
+        "sparse_mla_small_m_fp8_kv_kernel",
+        # with 8 heads there are more stages
+        _cases("hopper-sparse-h16-fp8_block128", *_SPARSE, {"heads": 8, "topk": 1024}),
     ),
     "prefill-bf16": Subject("mla_prefill_kernel", _cases("hopper-prefill-192-128", *_PREFILL)),
     "prefill-fp8": Subject("mla_prefill_fp8_kernel", _cases("hopper-prefill-fp8", *_PREFILL)),
-    "indexer": Subject("indexer_logits_kernel", _indexer()),
+    "indexer": Subject("indexer_logits_kernel", _cases("hopper-indexer-h32-q1", _INDEXER)),
 }
 
 

@@ -159,6 +159,25 @@ def _bf16_of(values: torch.Tensor) -> torch.Tensor:
     return candidates.view(torch.int16).gather(0, best)[0].view(torch.bfloat16)
 
 
+@pytest.mark.parametrize(
+    ("kind", "factors", "smallest", "expected"),
+    [
+        # a product halfway between two values, and a term that float32 drops beside it
+        ("bf16", (7 / 16, 37 / 16), 2.0**-40, (1 + 2.0**-7, 1 + 2.0**-6)),
+        ("f16", (7 / 8, 293 / 256), 2.0**-24, (1 + 2.0**-10, 1 + 2.0**-9)),
+    ],
+)
+def test_a_sum_that_float32_does_not_hold_is_rounded_once(kind, factors, smallest, expected):
+    def register(low: float, high: float) -> np.ndarray:
+        bits = encode(np.asarray([low, high]), kind).astype(np.uint32)
+        return np.full(SHAPE, bits[0] | bits[1] << 16, np.uint32)
+
+    pairs = [register(each, each) for each in factors]
+    found = run(f"fma.rn.{kind}x2 $0, $1, $2, $3;", *pairs, register(-smallest, smallest))
+    for half, value in zip((found & 0xFFFF, found >> 16), expected, strict=True):
+        assert (decode(half.astype(np.uint16), kind) == value).all()
+
+
 def test_round_to_odd_marks_what_is_lost():
     exact = np.asarray([1.0, 1 + 2.0**-23, -3.5, 0.0, np.inf])
     np.testing.assert_array_equal(round_to_odd(exact), exact.astype(np.float32))

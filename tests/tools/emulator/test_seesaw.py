@@ -11,7 +11,7 @@ import pytest
 from triton.runtime.jit import JITFunction
 
 from mlakit.tools.emulator.campaign import SEEDS, SUBJECTS
-from mlakit.tools.emulator.harness import Outcome, run_trial
+from mlakit.tools.emulator.harness import Outcome
 
 KERNEL = "mlakit.kernels.hopper.decode.m64_bf16"
 LOADS = "mlakit.kernels.hopper.decode.m64_bf16_loads"
@@ -102,9 +102,10 @@ def test_the_seesaw_without_a_mistake_passes(subject, in_emulator):
 def run_mistake(mistake: Mistake) -> Outcome:
     """Run the kernel with a mistake until a seed finds it."""
     function = getattr(import_module(mistake.module), mistake.function)
+    subject = SUBJECTS[mistake.subject]
     with mistaken(function, mistake.replacements):
         for seed in SEEDS:
-            outcome = run_trial(SUBJECTS[mistake.subject].trials[0], mistake.function, seed)
+            outcome = subject.attempt(subject.trials[0], mistake.function, seed)
             if not outcome.passed:
                 break
     return outcome
