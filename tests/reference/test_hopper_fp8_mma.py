@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mlakit import ops, reference
+from mlakit.reference.hopper_fp8_mma import bf16_mma, fp16_mma
 from tests.reference import hopper_scaled_mm
 
 E4M3 = torch.float8_e4m3fn
@@ -52,3 +53,32 @@ def test_the_library_adds_as_the_model_does() -> None:
     exact = reference.scaled_mm_fp8(quantised, a_scale, b, b_scale, **groups).to(got.dtype)
     assert torch.equal(got, modelled)
     assert not torch.equal(got, exact)
+
+
+@pytest.mark.parametrize(
+    ("mma", "dtype"),
+    [(bf16_mma, torch.bfloat16), (fp16_mma, torch.float16)],
+    ids=["bf16", "fp16"],
+)
+def test_16_bit_products_are_truncated_after_25_places(mma, dtype) -> None:
+    a, b = torch.zeros(1, 32, dtype=dtype), torch.ones(1, 32, dtype=dtype)
+    a[0, 0], a[0, 1] = 1.0, 2.0**-12
+    b[0, 1] = 2.0**-13  # a product of 2**-25, the last place that is kept beside 1
+    start = torch.full((1, 1), 2.0**-1)
+    assert mma(a, b, start).item() == 1.5  # 24 bits of the result do not hold it
+    a[0, 2:18], b[0, 2:18] = 2.0**-12, 2.0**-13
+    # The first instruction adds 15 of 17 such terms beside 1 and truncates the sum to 24 bits; the
+    # two of the second one are below its last place.
+    assert mma(a, b, start).item() == 1.5 + 3 * 2.0**-23
+    a[0, 0] = 0.0
+    assert mma(a, b).item() == 17 * 2.0**-25  # alone they are exact
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_16_bit_products_are_nearly_exact(dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(n, 512, generator=generator).to(dtype) for n in (5, 64))
+    mma = bf16_mma if dtype == torch.bfloat16 else fp16_mma
+    exact = a.double() @ b.double().T
+    error = (mma(a, b) - exact).abs().max() / exact.abs().max()
+    assert 2.0**-26 < error < 2.0**-19

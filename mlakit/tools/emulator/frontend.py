@@ -73,6 +73,7 @@ class Emulation:
     seed      of the schedulers: another seed is another interleaving
     checks    for races, fences and unwritten memory
     exact_fp8  sums of e4m3 products are exact, not rounded as Hopper's tensor cores do
+    hardware_sums  16-bit products are added up as Hopper's tensor cores do, to the bit; slower
     trusts_copy_arrivals  what PTX does not promise of cp.async.mbarrier.arrive (`copies`)
     mutate    changes the IR of kernels, for mutation tests
     observer  is told every step of every CTA
@@ -84,6 +85,7 @@ class Emulation:
     seed: int = 0
     checks: bool = True
     exact_fp8: bool = False
+    hardware_sums: bool = False
     trusts_copy_arrivals: bool = False
     mutate: Mutate | None = None
     observer: Observer | None = None
@@ -127,6 +129,7 @@ class Emulation:
                 seed,
                 checks=self.checks,
                 exact_fp8=self.exact_fp8,
+                hardware_sums=self.hardware_sums,
                 trusts_copy_arrivals=self.trusts_copy_arrivals,
             )
             steps += self._run_cta(machine, function, values, module.num_warps)

@@ -97,6 +97,7 @@ class Machine:
 
     checks     for races, fences and unwritten memory; the rules of barriers and TMA always hold
     exact_fp8  sums of e4m3 products are exact instead of rounded as Hopper's tensor cores do
+    hardware_sums  sums of 16-bit products are rounded as they do, too
     trusts_copy_arrivals  what PTX does not promise of cp.async.mbarrier.arrive (`copies`)
     observer   is told every step
     loads      TMA loads in flight
@@ -112,11 +113,12 @@ class Machine:
         *,
         checks: bool = True,
         exact_fp8: bool = False,
+        hardware_sums: bool = False,
         trusts_copy_arrivals: bool = False,
     ) -> None:
         self.memory, self.program, self.grid = memory, program, grid
         self.rng = random.Random(seed)
-        self.checks, self.exact_fp8 = checks, exact_fp8
+        self.checks, self.exact_fp8, self.hardware_sums = checks, exact_fp8, hardware_sums
         self.trusts_copy_arrivals = trusts_copy_arrivals
         self.agents = Agents()
         self.races = RaceDetector(self.agents)

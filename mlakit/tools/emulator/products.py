@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from mlakit.reference.hopper_fp8_mma import fp8_mma
+from mlakit.reference.hopper_fp8_mma import bf16_mma, fp8_mma, fp16_mma
 from mlakit.tools.emulator.copies import Copies
 from mlakit.tools.emulator.dtypes import Array
 from mlakit.tools.emulator.engines import AsyncTensor
@@ -19,6 +20,7 @@ from mlakit.tools.emulator.types import Type
 from mlakit.tools.emulator.values import Divergent
 
 E4M3 = "f8E4M3FN"
+SUMS = {E4M3: fp8_mma, "bf16": bf16_mma, "f16": fp16_mma}
 
 
 class Products(Copies):
@@ -41,15 +43,19 @@ class Products(Copies):
             elif isinstance(each, AsyncTensor):
                 each.used()
         result = AsyncTensor(p.where)
-        rounds = b.kind == E4M3 and not self.machine.exact_fp8
+        sums = None
+        if self.machine.hardware_sums or (b.kind == E4M3 and not self.machine.exact_fp8):
+            sums = SUMS.get(b.kind)
 
         def operation() -> None:
             left: Array = a.read() if isinstance(a, MemDesc) else a
             accumulator = None
             if uses_c:
                 accumulator = c.value if isinstance(c, AsyncTensor) else c
-            product = fp8_product if rounds else exact_product
-            result.value = product(left, b.read(), accumulator)
+            if sums is None:
+                result.value = exact_product(left, b.read(), accumulator)
+            else:
+                result.value = hardware_product(sums, left, b.read(), accumulator)
 
         queue.issue(operation, p.where)
         p.results.append(result)
@@ -96,17 +102,19 @@ def exact_product(a: Array, b: Array, accumulator: Array | None) -> Array:
     return product if accumulator is None else product + accumulator
 
 
-def fp8_product(a: Array, b: Array, accumulator: Array | None) -> Array:
-    """Return a b of e4m3 values as Hopper's tensor cores accumulate it, to the bit.
+def hardware_product(
+    sums: Callable[..., torch.Tensor], a: Array, b: Array, accumulator: Array | None
+) -> Array:
+    """Return a b as Hopper's tensor cores accumulate it, to the bit.
 
-    A in registers may be e5m2 in principle; B decides, as no kernel mixes them.
+    sums  of `reference.hopper_fp8_mma`, for the type of B, which is that of A in all kernels
     """
     left, right = (np.ascontiguousarray(each, np.float32) for each in (a, b.T))
     before = np.zeros((len(left), len(right)), np.float32) if accumulator is None else accumulator
     # The reference is of finite values. What is not finite spreads to its own row or column only,
     # in any order of summation: other results of the tile stay those of the tensor cores.
     tensors = [torch.from_numpy(_finite(each)) for each in (left, right, before)]
-    result: Array = fp8_mma(*tensors).numpy()
+    result: Array = sums(*tensors).numpy()
     if all(np.isfinite(each).all() for each in (left, right, before)):
         return result
     exact = exact_product(a, b, accumulator)

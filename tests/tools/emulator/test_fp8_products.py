@@ -45,13 +45,16 @@ def test_products_of_e4m3_are_exact_where_that_is_asked_for(
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_spreads(bad: float) -> None:
-    from mlakit.tools.emulator.products import fp8_product
+    from mlakit.tools.emulator.products import hardware_product
 
     a, b = np.ones((64, 32), np.float32), np.ones((32, 64), np.float32)
     a[3, 5] = np.nan
     accumulator = np.zeros((64, 64), np.float32)
     accumulator[7, 9] = bad
-    out = fp8_product(a, b, accumulator)
+    out = hardware_product(fp8_mma, a, b, accumulator)
     assert np.isnan(out[3]).all()
     assert not np.isfinite(out[7, 9])
     assert out[0, 0] == 32
+    finite = np.isfinite(out)
+    expected = hardware_product(fp8_mma, np.nan_to_num(a), b, np.where(finite, accumulator, 0))
+    assert np.array_equal(out[finite], expected[finite])
