@@ -220,8 +220,28 @@ _TOPK = {
     ("topk-many", 120): (1, 1),
 }
 
+# the queries and the accumulators of all pieces of a row stay live: 18 pieces of fp8_group32, 9 of
+# fp8_group64
+_DECODE_GROUPS = {
+    ("3.6.0", "decode-h16-fp8_group32", 80): (8, 11),
+    ("3.6.0", "decode-h16-fp8_group32", 89): (30, 32),
+    ("3.6.0", "decode-h16-fp8_group32", 90): (12, 14),
+    ("3.6.0", "decode-h16-fp8_group32", 100): (30, 33),
+    ("3.6.0", "decode-h16-fp8_group32", 120): (28, 32),
+    ("3.6.0", "decode-h16-fp8_group64", 80): (3, 4),
+    ("3.6.0", "decode-h16-fp8_group64", 89): (5, 4),
+    ("3.6.0", "decode-h16-fp8_group64", 90): (5, 4),
+    ("3.6.0", "decode-h16-fp8_group64", 100): (2, 1),
+    ("3.9.0", "decode-h16-fp8_group32", 80): (14, 14),
+    ("3.9.0", "decode-h16-fp8_group32", 89): (5, 4),
+    ("3.9.0", "decode-h16-fp8_group32", 90): (3, 3),
+    ("3.9.0", "decode-h16-fp8_group32", 100): (2, 2),
+    ("3.9.0", "decode-h16-fp8_group32", 120): (4, 4),
+}
+
 # by (version of Triton, configuration, architecture)
 ALLOWED_SPILLS = {
+    **{where: {"mla_decode_kernel": spills} for where, spills in _DECODE_GROUPS.items()},
     **{("3.9.0", *where): {"_select_kernel": spills} for where, spills in _TOPK.items()},
     **_of("sparse_mla_kernel", "", _SPARSE),
     **_of("mla_decode_small_m_fp8_kv_kernel", "hopper-decode-", _SMALL_M_FP8_KV),

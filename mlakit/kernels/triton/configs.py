@@ -344,6 +344,9 @@ _DECODE_FP8 = (
     DecodeConfig(16, 32, num_warps=8, num_stages=3),
     DecodeConfig(16, 16, num_warps=8, num_stages=1),
 )
+# the accumulators of many narrow pieces (fp8_group32) take more registers than those of wide ones
+_DECODE_FP8_MANY_PIECES = (DecodeConfig(16, 16, num_warps=8, num_stages=2),)
+MANY_PIECES = 16
 # below sm_89 and on AMD's e4m3 is converted by integer arithmetic, which takes more registers
 _DECODE_FP8_SM80 = {
     "fp8": DecodeConfig(16, 32, num_warps=8, num_stages=2),
@@ -375,7 +378,9 @@ def pick_decode_config(
     if itemsize == 4:
         choices: tuple[DecodeConfig, ...] = _DECODE_FP32
     elif format.startswith("fp8"):
-        choices = _DECODE_FP8 if has_fp8(arch) else (_DECODE_FP8_SM80[format],)
+        choices = _DECODE_FP8_MANY_PIECES if tiles.pieces > MANY_PIECES else _DECODE_FP8
+        if not has_fp8(arch):
+            choices = (_DECODE_FP8_SM80[format],)
     else:
         choices = _DECODE_MEDIUM if rows > 16 else _DECODE_SMALL
         if rows > 32 and arch in _DECODE_LARGE:
