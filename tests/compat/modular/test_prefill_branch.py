@@ -29,7 +29,7 @@ from tests.compat.modular.inputs import (
 )
 from tests.compat.modular.parameters import NO_REQUESTS, NO_TOKENS, integer_types, windowed_masks
 
-pytestmark = pytest.mark.usefixtures("place")
+pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.hopper_too]
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,7 @@ def test_sums_of_many_blocks(mask, scales):
 @pytest.mark.gpu
 @pytest.mark.parametrize("mask", ["causal", "null", "a window of several blocks"])
 @pytest.mark.parametrize("num_sms", [1, 3, 20])
+@pytest.mark.usefixtures("no_replay")
 def test_many_tiles_per_cta(num_sms, mask, monkeypatch):
     """Stages wrap, and the number of blocks of a tile is odd and even."""
     from dataclasses import replace
