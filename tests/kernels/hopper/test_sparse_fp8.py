@@ -53,7 +53,7 @@ def run(kernel: str, format: str, **fields: object) -> None:
 
 @pytest.mark.gpu
 @EVERY_FORMAT
-@pytest.mark.parametrize("heads", [1, 16, 33, 64, 65, 128, 200])
+@pytest.mark.parametrize("heads", [1, 33, 64, 65, 200])
 def test_heads(heads, kernel, format):
     run(kernel, format, heads=heads, num_tokens=3, topk=150, sink="finite")
 
@@ -81,7 +81,7 @@ def test_splits(num_splits, kernel, with_extra):
 
 @pytest.mark.gpu
 @EVERY_FORMAT
-@pytest.mark.parametrize("num_tokens", [0, 1, 132, 133, 400])
+@pytest.mark.parametrize("num_tokens", [0, 1, 133, 400])
 def test_more_tiles_than_ctas(num_tokens, kernel, format):
     """Tiles of a CTA have odd and even numbers of blocks, some none."""
     run(kernel, format, num_tokens=num_tokens, heads=65, topk=300, num_splits=1)
