@@ -7,16 +7,18 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any, NamedTuple
+from unittest import mock
 
 import pytest
 import setuptools  # noqa: F401  patches distutils, so it comes before any import of that
 import torch
 
 from mlakit import dispatch, knobs
+from mlakit.specs import KernelSpec, Problem
 from tests import (
     cpu_products,
     emulation,
@@ -77,13 +79,18 @@ def pytest_configure(config: pytest.Config) -> None:
         "interpreted(**values): a `place` may be Triton's interpreter, if parameters have `values`",
     )
     config.addinivalue_line("markers", "on_cpu: about what no device changes, so a `place` is one")
+    config.addinivalue_line(
+        "markers",
+        "hopper_too: `auto` may take kernels of Hopper, so a `place` has the portable ones as well",
+    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test with a `device` runs on the CPU and, marked `gpu`, on CUDA; one with a `place` too.
 
     Marked `interpreted`, the latter also runs the portable kernels on CPU tensors, where there is
-    no GPU: for small cases only.
+    no GPU: for small cases only. Marked `hopper_too`, it runs on CUDA with the kernels that `auto`
+    takes and with the portable ones; without, these are the same, which `place` makes sure of.
     """
     if "place" in metafunc.fixturenames:
         metafunc.parametrize("place", _places(metafunc.definition), indirect=True)
@@ -104,8 +111,7 @@ def _places(test: pytest.Item) -> list[object]:
     if interpreted and test.get_closest_marker("interpreted"):
         places.append(pytest.param(INTERPRETED, id="interpreted"))
     places.append(pytest.param(("auto", "cuda"), id="cuda", marks=pytest.mark.gpu))
-    if {spec.backend for spec in dispatch.SPECS} - {"cpu", "triton"}:
-        # then `auto` is not the portable kernels everywhere
+    if test.get_closest_marker("hopper_too"):
         places.append(pytest.param(("triton", "cuda"), id="triton-cuda", marks=pytest.mark.gpu))
     return places
 
@@ -201,8 +207,33 @@ def place(request: pytest.FixtureRequest) -> Iterator[Place]:
     """Where the test runs: its backend is the one that `auto` means, its device that of calls."""
     backend, device = request.param
     here = Place(backend, torch.device(device))
-    with knobs.override(backend=backend), transplant.calls_run_on(here.device):
+    kernels = nullcontext() if request.node.get_closest_marker("hopper_too") else portable_kernels()
+    with knobs.override(backend=backend), transplant.calls_run_on(here.device), kernels:
         yield here
+
+
+@contextmanager
+def portable_kernels() -> Iterator[None]:
+    """In this scope no kernel is selected but portable ones and those of the CPU."""
+    select = dispatch.select
+
+    def select_portable(op: str, problem: Problem, backend: str = "auto") -> KernelSpec:
+        spec = select(op, problem, backend)
+        assert spec.backend in ("cpu", "triton"), f"{op} runs {spec.name}: mark it hopper_too"
+        return spec
+
+    with mock.patch.object(dispatch, "select", select_portable):
+        yield
+
+
+@pytest.fixture
+def no_replay() -> Iterator[None]:
+    """For a test that changes a launcher or a picker: a replayed call would not ask it.
+
+    Nor is a call recorded that other tests would then replay as it was changed here.
+    """
+    with knobs.override(replay=False):
+        yield
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlakit.testing import poison
 from tests.compat.flash_mla.inputs import (
     NOT_A_BLOCK,
     padded,
@@ -42,13 +41,15 @@ class DenseCase:
         )
         table = scattered_blocks(lengths, self.page, -(-256 // self.page), generator)
         drawn = torch.Generator(device).manual_seed(seed)
-        shapes = (
-            (self.b, self.s_q, self.h_q, self.d),
-            (table.numel(), self.page, self.h_kv, self.d),
-        )
+        # in place: the largest cache takes 11 GB, and several tests share a GPU
         q, k_cache = (
-            (torch.randn(shape, generator=drawn, device=device) / 10).clamp_(-1, 1).to(self.dtype)
-            for shape in shapes
+            torch.empty(shape, dtype=self.dtype, device=device)
+            .normal_(0.0, 0.1, generator=drawn)
+            .clamp_(-1, 1)
+            for shape in (
+                (self.b, self.s_q, self.h_q, self.d),
+                (table.numel(), self.page, self.h_kv, self.d),
+            )
         )
         table = table.to(device)
         ends = torch.tensor(lengths, dtype=torch.int32, device=device)
@@ -56,7 +57,7 @@ class DenseCase:
         used = (positions < ends[:, None]).view(self.b, -1, self.page)
         keep = torch.zeros(k_cache.shape[:2], dtype=torch.bool, device=device)
         keep[table.long()] = used
-        poison(k_cache, keep)
+        k_cache.masked_fill_(~keep[:, :, None, None], torch.nan)
         table = torch.where(used.any(2), table, NOT_A_BLOCK)
         return DenseProblem(self, padded(q), k_cache, padded(table), ends)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -94,10 +94,11 @@ KINDS: dict[type, tuple[Callable[..., Any], tuple[tuple[str, Tolerance], ...]]] 
 FEW = [*FEW_DENSE, *FEW_SPARSE, *FEW_PREFILL, *FEW_VARLEN]
 
 
-def check(problem: Any, got: tuple[Tensor, ...]) -> None:
-    """By FlashMLA's rule."""
+def check(problem: Any, got: tuple[Tensor, ...], answer: tuple[Tensor, ...] | None = None) -> None:
+    """By FlashMLA's rule, against the problem's answer or the one that is given."""
     _, rules = KINDS[type(problem.case)]
-    for (name, tolerance), actual, want in zip(rules, got, problem.answer(), strict=True):
+    wanted = problem.answer() if answer is None else answer
+    for (name, tolerance), actual, want in zip(rules, got, wanted, strict=True):
         assert_close(f"{name} of {problem.case}", actual, want, tolerance)
 
 
@@ -105,3 +106,15 @@ def check_all(listed: Iterator[Any] | list[Any], device: torch.device) -> None:
     for seed, case in enumerate(listed):
         problem = case.make(device, seed)
         check(problem, KINDS[type(case)][0](problem))
+
+
+def check_all_by_heads(
+    listed: Iterator[SparseCase], device: torch.device, heads: Sequence[int]
+) -> None:
+    """Each problem, and those of its first `heads`: their answers are part of the whole one's."""
+    for seed, case in enumerate(listed):
+        problem = case.make(device, seed)
+        out, lse = problem.answer()
+        for count in heads:
+            own = problem.of_heads(count)
+            check(own, run_sparse(own), (out[:, :, :count], lse[:, :count]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from typing import Any
@@ -76,10 +76,10 @@ class SparseCase:
         tokens = random_lists(limits, scope.topk, generator)
         if self.all_invalid:
             tokens.fill_(-1)
-        blocks = table.repeat_interleave(self.s_q, 0).gather(
+        own_blocks = table.repeat_interleave(self.s_q, 0).gather(
             1, (tokens // scope.page).clamp_min(0).long()
         )
-        rows = torch.where(tokens >= 0, blocks * scope.page + tokens % scope.page, -1)
+        rows = torch.where(tokens >= 0, own_blocks * scope.page + tokens % scope.page, -1)
         topk_length = None
         counts = torch.full((self.b,), scope.topk, device=device)
         if scope.has_length:
@@ -89,7 +89,9 @@ class SparseCase:
             counts = topk_length
         seen = torch.arange(scope.topk, device=device) < counts.repeat_interleave(self.s_q)[:, None]
         used = rows[seen & (rows >= 0)].unique().long()
-        cache = self._cache(table.numel(), scope.page, device)
+        # Triton compiles other kernels for numbers of rows that are no multiples of 16
+        blocks = -(-table.numel() // 16) * 16
+        cache = self._cache(blocks, scope.page, device)
         pool = PagedLatentCache.wrap(cache, ROWS[self.d][1])
         values = torch.randn(len(used), self.d, generator=generator, device=device) / 10
         pool.layer(0).write(used, values.clamp_(-1, 1).bfloat16(), power_of_two_scales=True)
@@ -173,6 +175,13 @@ class SparseProblem:
     def __post_init__(self) -> None:
         object.__setattr__(self, "scale", self.case.d**-0.55)
 
+    def of_heads(self, heads: int) -> SparseProblem:
+        """The problem of the first heads."""
+        sink = None if self.attn_sink is None else self.attn_sink[:heads]
+        return replace(
+            self, case=replace(self.case, h_q=heads), q=self.q[:, :, :heads], attn_sink=sink
+        )
+
     @property
     def arguments(self) -> tuple[Any, ...]:
         """In the positions of `flash_mla_with_kvcache` from softmax_scale on."""
@@ -224,40 +233,47 @@ SCOPES = (
     (1024, 576, 61), (2046, 2048, 2), (2046, 2048, 64), (2046, 2048, 576),
 )  # fmt: skip
 CORNER_SCOPES = ((512, 64, 61), (650, 576, 53))
+SPARSE_HEADS = (64, 128)
+MOST_HEADS = max(SPARSE_HEADS)
 
 
 @dataclass(frozen=True)
 class SparseGroup:
-    """The cases of FlashMLA's list that share these features."""
+    """The cases of FlashMLA's list that share these features, for 128 heads.
+
+    Its list has the same cases for 64 heads: they are the first of the 128.
+    """
 
     d: int
-    h_q: int
+    main: tuple[int, int, int]
     has_length: bool = False
     has_extra: bool = False
     has_extra_length: bool = False
 
     def __str__(self) -> str:
         features = ("has_length", "has_extra", "has_extra_length")
-        return "-".join(
-            [str(self.d), str(self.h_q), *(f[4:] for f in features if getattr(self, f))]
-        )
+        named = [f[4:] for f in features if getattr(self, f)]
+        return "-".join([str(self.d), *named, *map(str, self.main)])
 
     def cases(self) -> Iterator[SparseCase]:
-        for (main, extra), b, s_q in product(self._pairs(SCOPES), (4, 74, 321), (1, 3)):
-            for varlen in self._varlen(b):
-                yield SparseCase(b, s_q, main, extra, self.h_q, self.d, varlen)
+        if self.main in SCOPES:
+            for extra, b, s_q in product(self._extras(SCOPES), (4, 74, 321), (1, 3)):
+                for varlen in self._varlen(b):
+                    yield SparseCase(b, s_q, self._main, extra, MOST_HEADS, self.d, varlen)
+            return
         corners = [c for c in product((True, False), repeat=3) if any(c)]
-        for (main, extra), b in product(self._pairs(CORNER_SCOPES), (4, 74, 321)):
+        for extra, b in product(self._extras(CORNER_SCOPES), (4, 74, 321)):
             for varlen, corner in product(self._varlen(b), corners):
-                yield SparseCase(b, 3, main, extra, self.h_q, self.d, varlen, *corner)
+                yield SparseCase(b, 3, self._main, extra, MOST_HEADS, self.d, varlen, *corner)
 
-    def _pairs(
-        self, scopes: Sequence[tuple[int, int, int]]
-    ) -> Iterator[tuple[Scope, Scope | None]]:
-        for main in scopes:
-            for extra in scopes if self.has_extra else (None,):
-                second = None if extra is None else Scope(*extra, self.has_extra_length)
-                yield Scope(*main, self.has_length), second
+    @property
+    def _main(self) -> Scope:
+        return Scope(*self.main, self.has_length)
+
+    def _extras(self, scopes: Sequence[tuple[int, int, int]]) -> Sequence[Scope | None]:
+        if not self.has_extra:
+            return (None,)
+        return [Scope(*extra, self.has_extra_length) for extra in scopes]
 
     def _varlen(self, b: int) -> tuple[bool, ...]:
         both = b == 74 and not (self.has_length or self.has_extra_length)
@@ -265,13 +281,12 @@ class SparseGroup:
 
 
 SPARSE_GROUPS = [
-    *(SparseGroup(576, h_q) for h_q in (64, 128)),
+    *(SparseGroup(576, main) for main in (*SCOPES, *CORNER_SCOPES)),
     *(
-        SparseGroup(512, h_q, has_length, has_extra, has_extra_length)
-        for h_q, has_length, has_extra, has_extra_length in product(
-            (64, 128), (False, True), (False, True), (False, True)
-        )
+        SparseGroup(512, main, has_length, has_extra, has_extra_length)
+        for has_length, has_extra, has_extra_length in product((False, True), repeat=3)
         if has_extra or not has_extra_length
+        for main in (*SCOPES, *CORNER_SCOPES)
     ),
 ]
 WINDOW = Scope(16384, 128, 256)

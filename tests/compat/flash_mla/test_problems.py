@@ -8,13 +8,21 @@ import torch
 from mlakit.testing import assert_matches
 from tests.compat.flash_mla.dense_cases import HEADS, SERVING_DENSE, dense_cases
 from tests.compat.flash_mla.inputs import DENSE_OUT, assert_close
-from tests.compat.flash_mla.running import FEW, KINDS, check, check_all, run_sparse
+from tests.compat.flash_mla.running import (
+    FEW,
+    KINDS,
+    check,
+    check_all,
+    check_all_by_heads,
+    run_sparse,
+)
 from tests.compat.flash_mla.sparse_cases import (
     LONG_PREFILL,
     SERVING_PREFILL,
     SERVING_SPARSE,
     SMALL,
     SPARSE_GROUPS,
+    SPARSE_HEADS,
     Scope,
     SparseCase,
     prefill_cases,
@@ -31,6 +39,15 @@ def test_some_of_its_problems_and_others(case, device):
     naive, exact = problem.answer(torch.float32), problem.answer()
     for (name, _), actual, want, plain in zip(rules, got, exact, naive, strict=True):
         assert_matches(name, actual, want, plain)
+
+
+def test_the_first_heads_are_a_problem_of_their_own(device):
+    case = SparseCase(3, 2, SMALL, Scope(30, 33, 2), h_q=6, d=512)
+    check_all_by_heads(iter([case]), device, (2, 5, 6))
+    problem = case.make(device)
+    whole, part = problem.answer(), problem.of_heads(5).answer()
+    torch.testing.assert_close(part[0], whole[0][:, :, :5], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(part[1], whole[1][:, :5], rtol=1e-12, atol=1e-12)
 
 
 def test_a_row_that_is_listed_twice_counts_twice(device):
@@ -53,7 +70,7 @@ def test_all_of_its_dense_problems(h_q, h_kv, device):
 @pytest.mark.large
 @pytest.mark.parametrize("group", SPARSE_GROUPS, ids=str)
 def test_all_of_its_sparse_decode_problems(group, device):
-    check_all(group.cases(), device)
+    check_all_by_heads(group.cases(), device, SPARSE_HEADS)
 
 
 @pytest.mark.gpu
@@ -91,7 +108,9 @@ def test_more_queries_than_a_grid_axis_has(device):
 def test_the_lists_are_as_long_as_flash_mlas():
     assert len(HEADS) == 16
     assert sum(1 for heads in HEADS for _ in dense_cases(*heads)) == 16 * 146
-    assert len(SPARSE_GROUPS) == 14
+    sparse = [case for group in SPARSE_GROUPS for case in group.cases()]
+    assert len(set(sparse)) == len(sparse) == 120 + 120 + 90 + 624 + 3 * 468
+    assert SPARSE_HEADS == (64, 128)
     assert len(SERVING_SPARSE) == 4 + 24 + 4
 
 

@@ -12,7 +12,7 @@ from tests.compat.modular.inputs import E4M3, F32, SEES, SMALL_ROW, Step, make_m
 from tests.compat.modular.parameters import windowed_masks
 from tests.transplant import calls_may_not_wait
 
-pytestmark = pytest.mark.usefixtures("place")
+pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.hopper_too]
 
 
 @pytest.mark.on_cpu

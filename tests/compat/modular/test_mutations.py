@@ -14,7 +14,7 @@ from tests.compat.modular.inputs import Step
 from tests.kernel_launchers import by_name, does_nothing, leaves_unwritten
 from tests.mutations import of_kernel
 
-pytestmark = pytest.mark.usefixtures("place")
+pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.hopper_too]
 
 
 class OneKeyLess(Mask):

@@ -43,6 +43,7 @@ pytestmark = pytest.mark.usefixtures("place")
         (128, 16, 128, 128),
     ],
 )
+@pytest.mark.hopper_too
 def test_prefill_branch_matches_the_oracle(page_size, heads, d_n, d_v):
     case = PrefillCase(seed=heads, page_size=page_size, heads=heads, d_n=d_n, d_v=d_v)
     returned = case.run()
@@ -62,6 +63,7 @@ def test_prefill_branch_matches_the_oracle(page_size, heads, d_n, d_v):
     ],
     ids=str,
 )
+@pytest.mark.hopper_too
 def test_prefill_branch_in_every_type(dtype, cache, freqs, gamma):
     case = PrefillCase(dtype=dtype, cache_dtype=cache, freqs_dtype=freqs, gamma_dtype=gamma)
     case.run()
@@ -116,6 +118,7 @@ def test_prefill_branch_with_alibi(heads, mask):
     ],
     ids=str,
 )
+@pytest.mark.hopper_too
 def test_prefill_branch_at_every_granularity(group, d_n, d_v, row, heads):
     case = PrefillCase(group=group, d_n=d_n, d_v=d_v, row=row, heads=heads)
     case.run()

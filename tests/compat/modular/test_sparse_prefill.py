@@ -14,7 +14,7 @@ from tests.compat.modular.attention_cases import SparseCase
 from tests.compat.modular.inputs import BF16, E4M3, F16, F32, normal
 from tests.compat.modular.parameters import integer_types, pages_and_heads
 
-pytestmark = pytest.mark.usefixtures("place")
+pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.hopper_too]
 
 
 @pages_and_heads

@@ -28,10 +28,12 @@ LENGTHS = {
 MANY_TILES = {"kv_lens": (1, 0, 65, 64, 200, 0, 130, 3, 700, 1), "num_ctas": 1, "tile": 64}
 FP8 = ("fp8", "fp8_token", "fp8_block128")
 BF16_AND_FP8 = ("bf16", *FP8)
-SMALL_M_HEADS = pytest.mark.parametrize("heads", [8, 16, 32])
-FP8_HEADS = pytest.mark.parametrize("heads", [8, 16, 32, 128])
+HEADS = (8, 16, 32, 128)  # of every tile: those of small_m kernels, and of an m64 kernel
+SMALL_M_HEADS = pytest.mark.parametrize("heads", HEADS[:3])
+FP8_HEADS = pytest.mark.parametrize("heads", HEADS)
 FP8_FORMATS = pytest.mark.parametrize("format", FP8)
-PAGE_SIZES_NOT_OF_64 = pytest.mark.parametrize("page_size", [1, 3, 4, 8, 16, 24, 32, 96])
+PAGE_SIZES_NOT_OF_64 = (1, 3, 4, 8, 16, 24, 32, 96)
+BATCHES = (1, 7, 40, 150)  # of random batches
 # heads of a small_m kernel, and of an m64 kernel
 KERNELS = pytest.mark.parametrize("heads", [16, 64], ids=["small_m", "m64"])
 
@@ -61,10 +63,12 @@ def around_pages(page_size: int) -> dict[str, tuple[int, ...]]:
     return {"kv_lens": lengths, "q_lens": (1,) * len(lengths), "page_size": page_size}
 
 
-def random_batch(seed: int) -> dict[str, tuple[int, ...]]:
-    draw = Random(seed)
-    q_lens = tuple(draw.choice([1, 1, 1, 0, 2, 4]) for _ in range(draw.choice([1, 7, 150])))
-    return {"kv_lens": tuple(max(q, draw.randrange(2000)) for q in q_lens), "q_lens": q_lens}
+def random_batch(batch: int, longest: int = 9000) -> dict[str, tuple[int, ...]]:
+    """Lengths of 100,000 tokens at most, each shorter than `longest`."""
+    draw = Random(batch)
+    q_lens = tuple(draw.choice([1, 1, 1, 0, 2, 4]) for _ in range(batch))
+    longest = min(100_000 // batch, longest)
+    return {"kv_lens": tuple(max(q, draw.randrange(longest)) for q in q_lens), "q_lens": q_lens}
 
 
 def with_magnitudes(format: str, sizes: list[float]) -> tuple[PagedLatentCache, torch.Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from math import log
-from random import Random
 
 import pytest
 import torch
@@ -12,8 +11,10 @@ from mlakit import PagedLatentCache, mla_decode, reference
 from mlakit.testing import assert_matches
 from mlakit.workloads import DecodeCase
 from tests.kernels.hopper.decode_cases import (
+    BATCHES,
     BF16_AND_FP8,
     FP8,
+    HEADS,
     KERNELS,
     LENGTHS,
     PAGE_SIZES_NOT_OF_64,
@@ -23,10 +24,11 @@ from tests.kernels.hopper.decode_cases import (
     random_batch,
     run,
 )
+from tests.pairs import pairwise
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads", [33, 64, 128])
+@pytest.mark.parametrize("heads", [33, 128])
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_small_m_bf16_with_more_than_32_heads(lengths, heads):
     kv_lens, q_lens = LENGTHS[lengths]
@@ -34,7 +36,7 @@ def test_small_m_bf16_with_more_than_32_heads(lengths, heads):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads", [8, 16, 32, 128])
+@pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize(("kv_lens", "q_lens"), LENGTHS.values(), ids=LENGTHS.keys())
 def test_lengths(kv_lens, q_lens, heads):
     run(kv_lens=kv_lens, q_lens=q_lens, heads=heads)
@@ -54,50 +56,47 @@ def test_pages(page_size, heads):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads", [8, 16, 32, 128])
-@PAGE_SIZES_NOT_OF_64
+@pytest.mark.parametrize("heads", [8, 32])
+@pytest.mark.parametrize("page_size", PAGE_SIZES_NOT_OF_64)
 def test_page_sizes_not_of_64(page_size, heads):
-    """Rows past a length are NaN, and table entries past the last page name no page."""
+    """Rows past a length are NaN, and table entries past the last page name no page.
+
+    The kernels for 16 and 64 heads are those of `test_page_sizes_not_of_64_with_other_arguments`.
+    """
     run(heads=heads, **around_pages(page_size))
 
 
+FIELDS_WITH_PAGES = {
+    "num_layers": {"num_layers": 2},
+    "wide_indices": {"wide_indices": True},
+    "mask": {"mask": "null", "sink": "mixed", "sharpness": -2.0},
+    "num_ctas": {"num_ctas": 3, "tile": 16},
+    "long": {"kv_lens": (5000, 3, 4097), "q_lens": (1, 2, 1)},
+}
+HEADS_AND_FORMATS = {
+    "m64": {"heads": 64, "format": "bf16"},
+    **{f"small_m-{each}": {"heads": 16, "format": each} for each in BF16_AND_FP8},
+}
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("heads", "format"), [(64, "bf16"), *((16, each) for each in BF16_AND_FP8)]
-)
-@PAGE_SIZES_NOT_OF_64
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"num_layers": 2},
-        {"wide_indices": True},
-        {"mask": "null", "sink": "mixed", "sharpness": -2.0},
-        {"num_ctas": 3, "tile": 16},
-        {"kv_lens": (5000, 3, 4097), "q_lens": (1, 2, 1)},
-    ],
-    ids=lambda fields: next(iter(fields)),
-)
-def test_page_sizes_not_of_64_with_other_arguments(fields, page_size, heads, format):
+@pairwise(page_size=PAGE_SIZES_NOT_OF_64, kernel=HEADS_AND_FORMATS, fields=FIELDS_WITH_PAGES)
+def test_page_sizes_not_of_64_with_other_arguments(page_size, kernel, fields):
     """The last key that a query sees differs by query and may be before the last page."""
     given = {"kv_lens": (400, 65, 9, 0), "q_lens": (20, 1, 9, 1), **fields}
-    run(page_size=page_size, heads=heads, format=format, **given)
+    run(page_size=page_size, **kernel, **given)
 
 
 @pytest.mark.gpu
-@KERNELS
-@PAGE_SIZES_NOT_OF_64
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("seed", range(3))
-def test_page_sizes_not_of_64_in_random_batches(seed, dtype, page_size, heads):
+@pairwise(page_size=PAGE_SIZES_NOT_OF_64, heads=[16, 64], dtype=["bf16", "fp16"], batch=[1, 7, 150])
+def test_page_sizes_not_of_64_in_random_batches(page_size, heads, dtype, batch):
     given = {"page_size": page_size, "heads": heads, "dtype": dtype, "format": dtype}
-    run(seed=seed, **given, **random_batch(seed))
+    run(seed=batch, **given, **random_batch(batch, longest=2000))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads", [8, 16, 32, 64])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("mask", ["causal", "null"])
-def test_dtypes_and_masks(dtype, mask, heads):
+@pairwise(heads=[8, 16, 32, 64], dtype=["bf16", "fp16"], mask=["causal", "null"])
+def test_dtypes_and_masks(heads, dtype, mask):
     run(kv_lens=(500, 65), q_lens=(3, 2), dtype=dtype, format=dtype, mask=mask, heads=heads)
 
 
@@ -116,10 +115,8 @@ def test_sinks(sink, heads):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads", [7, 16, 32, 64])
-@pytest.mark.parametrize("tile", [16, 64, 128])
-@pytest.mark.parametrize("num_ctas", [1, 3, 50])
-def test_plans(tile, num_ctas, heads):
+@pairwise(heads=[7, 16, 32, 64], tile=[16, 64, 128], num_ctas=[1, 3, 50])
+def test_plans(heads, tile, num_ctas):
     run(
         kv_lens=(900, 65, 0, 130),
         q_lens=(1, 2, 1, 1),
@@ -174,26 +171,13 @@ def test_forms_of_arguments(fields, heads):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("seed", range(40))
-def test_random_batches(seed):
-    draw = Random(seed)
-    batch = draw.choice([1, 2, 7, 40, 150])
-    most = 200_000 // batch // draw.choice([1, 4])
-    q_lens = tuple(draw.choice([1, 1, 1, 0, 2, 4]) for _ in range(batch))
-    kv_lens = tuple(max(q, draw.randrange(min(most, 9000))) for q in q_lens)
-    run(
-        seed=seed,
-        kv_lens=kv_lens,
-        q_lens=q_lens,
-        heads=draw.choice([1, 8, 16, 32, 64, 128]),
-        sink=draw.choice(["", "finite"]),
-    )
+@pairwise(heads=[1, 16, 32, 64, 128], batch=BATCHES, sink=["", "finite"])
+def test_random_batches(heads, batch, sink):
+    run(seed=batch, heads=heads, sink=sink, **random_batch(batch))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads", [16, 32, 128])
-@pytest.mark.parametrize("format", ["bf16", "fp16", *FP8])
-@pytest.mark.parametrize("step", [0.4, 3.0, 7.9, 8.1, 40.0])
+@pairwise(step=[0.4, 3.0, 7.9, 8.1, 40.0], format=["bf16", "fp16", *FP8], heads=[16, 32, 128])
 def test_scores_that_rise_and_fall_from_block_to_block(step, format, heads):
     """Scores step by powers of two: row_max is kept until a score exceeds it by a threshold."""
     row, dtype = DecodeCase(**ROW).row, torch.float16 if format == "fp16" else torch.bfloat16

@@ -9,6 +9,7 @@ from torch import Tensor
 from mlakit import mla_decode
 from mlakit.ops._checks import lie_by_head, lie_evenly
 from tests.kernels.hopper.decode_cases import FP8, kernel_for, with_magnitudes
+from tests.pairs import pairwise
 
 E4M3 = torch.float8_e4m3fn
 
@@ -33,14 +34,17 @@ def test_which_queries_lie_by_head():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads", [1, 7, 16, 32, 100, 128])
-@pytest.mark.parametrize("format", ["bf16", *FP8])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3], ids=["bf16", "e4m3"])
-@pytest.mark.parametrize("parts", ["whole", "latent", "rope", "both"])
-def test_queries_by_head_give_the_same_bits(parts, dtype, format, heads):
+@pairwise(
+    heads=[1, 7, 16, 32, 100, 128],
+    types={
+        **{f"bf16-{each}": (torch.bfloat16, each) for each in ("bf16", *FP8)},
+        **{f"e4m3-{each}": (E4M3, each) for each in FP8},
+    },
+    parts=["whole", "latent", "rope", "both"],
+)
+def test_queries_by_head_give_the_same_bits(heads, types, parts):
     """With NaN around them: TMA tiles reach past the last head."""
-    if format == "bf16" and dtype == E4M3:
-        pytest.skip("bf16 rows have 16-bit queries")
+    dtype, format = types
     tokens = 5
     memory = torch.full((heads + 2, tokens + 2, 608), torch.nan, device="cuda").to(dtype)
     q = memory[1:-1, 1:-1, 16:592].transpose(0, 1)

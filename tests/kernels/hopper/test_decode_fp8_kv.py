@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from random import Random
-
 import pytest
 import torch
 
 from mlakit import mla_decode
 from mlakit.workloads.fp16_rows import rounds_rows
 from tests.kernels.hopper.decode_cases import (
+    BATCHES,
+    FP8,
     FP8_FORMATS,
     FP8_HEADS,
-    KERNELS,
+    HEADS,
     LENGTHS,
     MANY_TILES,
     PAGE_SIZES_NOT_OF_64,
@@ -22,28 +22,26 @@ from tests.kernels.hopper.decode_cases import (
     run,
     with_magnitudes,
 )
+from tests.pairs import pairwise
 
 
 @pytest.mark.gpu
-@FP8_FORMATS
-@FP8_HEADS
-@PAGE_SIZES_NOT_OF_64
+@pairwise(page_size=PAGE_SIZES_NOT_OF_64, heads=[8, 32, 128], format=FP8)
 def test_fp8_kv_page_sizes_not_of_64(page_size, heads, format):
     run(heads=heads, format=format, tensor_scale=0.05, **around_pages(page_size))
 
 
 @pytest.mark.gpu
-@PAGE_SIZES_NOT_OF_64
-@pytest.mark.parametrize("seed", range(5))
-def test_fp8_kv_page_sizes_not_of_64_in_random_batches(seed, page_size):
-    run(seed=seed, page_size=page_size, format="fp8_block128", **random_batch(seed))
+@pytest.mark.parametrize("page_size", PAGE_SIZES_NOT_OF_64)
+def test_fp8_kv_page_sizes_not_of_64_in_random_batches(page_size):
+    batch = random_batch(150, longest=2000)
+    run(seed=page_size, page_size=page_size, format="fp8_block128", **batch)
 
 
 @pytest.mark.gpu
-@FP8_FORMATS
-@FP8_HEADS
-@pytest.mark.parametrize(("kv_lens", "q_lens"), LENGTHS.values(), ids=LENGTHS.keys())
-def test_fp8_kv_lengths(kv_lens, q_lens, heads, format):
+@pairwise(lengths=LENGTHS, heads=HEADS, format=FP8)
+def test_fp8_kv_lengths(lengths, heads, format):
+    kv_lens, q_lens = lengths
     run(kv_lens=kv_lens, q_lens=q_lens, heads=heads, format=format, tensor_scale=0.05)
 
 
@@ -55,9 +53,7 @@ def test_fp8_kv_heads(heads, format):
 
 
 @pytest.mark.gpu
-@FP8_FORMATS
-@KERNELS
-@pytest.mark.parametrize("page_size", [64, 192, 1024])
+@pairwise(page_size=[64, 192, 1024], heads=[16, 64], format=FP8)
 def test_fp8_kv_page_sizes(page_size, heads, format):
     run(
         heads=heads,
@@ -70,10 +66,8 @@ def test_fp8_kv_page_sizes(page_size, heads, format):
 
 
 @pytest.mark.gpu
-@FP8_HEADS
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("on_device", [False, True], ids=["float", "tensor"])
-def test_fp8_kv_tensor_scales(dtype, on_device, heads):
+@pairwise(heads=HEADS, dtype=["bf16", "fp16"], on_device={"float": False, "tensor": True})
+def test_fp8_kv_tensor_scales(heads, dtype, on_device):
     run(
         kv_lens=(500, 65),
         q_lens=(3, 2),
@@ -86,9 +80,7 @@ def test_fp8_kv_tensor_scales(dtype, on_device, heads):
 
 
 @pytest.mark.gpu
-@FP8_FORMATS
-@FP8_HEADS
-@pytest.mark.parametrize("sharpness", [-2.0, 0.0, 0.01, 30.0])
+@pairwise(sharpness=[-2.0, 0.0, 0.01, 30.0], heads=HEADS, format=FP8)
 def test_fp8_kv_softmax_scales(sharpness, heads, format):
     run(
         kv_lens=(500, 65),
@@ -102,17 +94,18 @@ def test_fp8_kv_softmax_scales(sharpness, heads, format):
 
 
 @pytest.mark.gpu
-@FP8_FORMATS
-@FP8_HEADS
-@pytest.mark.parametrize(("tile", "num_ctas"), [(16, 3), (64, 1), (64, 50), (128, 3)])
-def test_fp8_kv_plans(tile, num_ctas, heads, format):
+@pairwise(
+    plan=[{"tile": 16, "num_ctas": 3}, {"tile": 64, "num_ctas": 1}, {"tile": 128, "num_ctas": 50}],
+    heads=HEADS,
+    format=FP8,
+)
+def test_fp8_kv_plans(plan, heads, format):
     run(
         kv_lens=(900, 65, 0, 130),
         q_lens=(1, 2, 1, 1),
-        tile=tile,
-        num_ctas=num_ctas,
         heads=heads,
         format=format,
+        **plan,
     )
 
 
@@ -125,29 +118,22 @@ def test_fp8_kv_pipeline_phases_continue_across_work_tiles(heads, format):
 
 
 @pytest.mark.gpu
-@FP8_FORMATS
-@pytest.mark.parametrize("seed", range(20))
-def test_fp8_kv_random_batches(seed, format):
-    draw = Random(seed)
-    batch = draw.choice([1, 2, 7, 40, 150])
-    q_lens = tuple(draw.choice([1, 1, 1, 0, 2, 4]) for _ in range(batch))
-    most = min(100_000 // batch, 9000)
-    kv_lens = tuple(max(q, draw.randrange(most)) for q in q_lens)
-    run(
-        seed=seed,
-        kv_lens=kv_lens,
-        q_lens=q_lens,
-        format=format,
-        heads=draw.choice([1, 8, 16, 32, 64, 128]),
-        sink=draw.choice(["", "finite"]),
-    )
+@pairwise(heads=[1, 16, 32, 64, 128], batch=BATCHES, format=FP8, sink=["", "finite"])
+def test_fp8_kv_random_batches(heads, batch, format, sink):
+    run(seed=batch, heads=heads, format=format, sink=sink, **random_batch(batch))
 
 
 @pytest.mark.gpu
-@KERNELS
-@pytest.mark.parametrize("format", ["fp8_token", "fp8_block128"])
-@pytest.mark.parametrize(
-    "sizes", [[1.0], [1e-6, 1e3, 1.0], [1e12], [1e-12], [1e-3] * 400 + [1e6] + [1e-3] * 111]
+@pairwise(
+    sizes={
+        "1": [1.0],
+        "1e-6 to 1e3": [1e-6, 1e3, 1.0],
+        "1e12": [1e12],
+        "1e-12": [1e-12],
+        "one of 1e6": [1e-3] * 400 + [1e6] + [1e-3] * 111,
+    },
+    format=["fp8_token", "fp8_block128"],
+    heads=[16, 64],
 )
 def test_fp8_kv_rows_of_any_magnitude(sizes, format, heads):
     """float16 has a small range: rows are scaled into it before the product."""
@@ -175,9 +161,7 @@ def test_fp8_kv_rows_of_any_magnitude(sizes, format, heads):
 
 
 @pytest.mark.gpu
-@FP8_FORMATS
-@KERNELS
-@pytest.mark.parametrize("column", [0, 200, 511])
+@pairwise(column=[0, 200, 511], heads=[16, 64], format=FP8)
 def test_fp8_kv_nan_in_an_attended_row_reaches_the_output(column, heads, format):
     cache, _ = with_magnitudes(format, [1.0])
     cache.payload.view(torch.uint8)[0, 7, 63, column] = 0xFF

@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
-from random import Random
-
 import pytest
 import torch
 
 from mlakit import PagedLatentCache, mla_decode
 from mlakit.workloads import DecodeCase, fp8_scores
 from tests.kernels.hopper.decode_cases import (
+    BATCHES,
     FP8,
     FP8_FORMATS,
     FP8_HEADS,
+    HEADS,
     LENGTHS,
     MANY_TILES,
-    PAGE_SIZES_NOT_OF_64,
     ROW,
     around_pages,
+    random_batch,
     run,
     with_magnitudes,
 )
+from tests.pairs import pairwise
 
-BF16_ROPE_FORMATS = pytest.mark.parametrize("format", FP8[1:])
 FP8_QK = {"dtype": "e4m3", "q_scaled": True, "tensor_scale": 0.05}
 
 
 @pytest.mark.gpu
-@FP8_FORMATS
-@pytest.mark.parametrize("heads", [8, 16, 32, 100, 128])
-@pytest.mark.parametrize(("kv_lens", "q_lens"), LENGTHS.values(), ids=LENGTHS.keys())
-def test_fp8_qk_lengths(kv_lens, q_lens, heads, format):
+@pairwise(lengths=LENGTHS, heads=HEADS, format=FP8)
+def test_fp8_qk_lengths(lengths, heads, format):
+    kv_lens, q_lens = lengths
     run(kv_lens=kv_lens, q_lens=q_lens, heads=heads, format=format, **FP8_QK)
 
 
@@ -44,46 +43,44 @@ def test_fp8_qk_heads(heads, format):
 
 
 @pytest.mark.gpu
-@FP8_FORMATS
-@FP8_HEADS
-@PAGE_SIZES_NOT_OF_64
+@pairwise(page_size=[1, 3, 8, 24, 96], heads=HEADS, format=FP8)
 def test_fp8_qk_page_sizes_not_of_64(page_size, heads, format):
     run(heads=heads, format=format, **FP8_QK, **around_pages(page_size))
 
 
 @pytest.mark.gpu
-@FP8_FORMATS
-@FP8_HEADS
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"q_scaled": False},
-        {"num_layers": 2, "page_size": 192},
-        {"wide_indices": True},
-        {"given_results": True},
-        {"q_rope_dtype": "e4m3"},
-        {"tensor_scale_on_device": True},
-        {"mask": "null", "sink": "mixed", "sharpness": -2.0},
-        {"sharpness": 0.0},
-        {"sharpness": 30.0},
-        {"num_ctas": 3, "tile": 16},
-        {"num_ctas": 50, "tile": 64},
-        {"deterministic": True, "implicit_starts": True, "q_lens": (1,) * 4},
-    ],
-    ids=lambda fields: ", ".join(f"{name}={value}" for name, value in fields.items()),
+@pairwise(
+    fields={
+        "q_scaled": {"q_scaled": False},
+        "num_layers": {"num_layers": 2, "page_size": 192},
+        "wide_indices": {"wide_indices": True},
+        "given_results": {"given_results": True},
+        "q_rope_dtype": {"q_rope_dtype": "e4m3"},
+        "mask": {"mask": "null", "sink": "mixed", "sharpness": -2.0},
+        "sharpness 0": {"sharpness": 0.0},
+        "sharpness 30": {"sharpness": 30.0},
+        "3 ctas": {"num_ctas": 3, "tile": 16},
+        "50 ctas": {"num_ctas": 50, "tile": 64},
+        "deterministic": {"deterministic": True, "implicit_starts": True, "q_lens": (1,) * 4},
+    },
+    heads=HEADS,
+    format=FP8,
 )
 def test_fp8_qk_with_other_arguments(fields, heads, format):
-    if "tensor_scale_on_device" in fields and format != "fp8":
-        pytest.skip("of rows with a scale of the tensor only")
     given = {"kv_lens": (400, 65, 9, 0), "q_lens": (20, 1, 9, 1), **FP8_QK, **fields}
     run(heads=heads, format=format, **given)
 
 
 @pytest.mark.gpu
-@BF16_ROPE_FORMATS
-@pytest.mark.parametrize("heads", [1, 8, 16, 32, 100])
-@pytest.mark.parametrize("q_scaled", [False, True], ids=["plain", "scaled"])
-def test_fp8_qk_with_bf16_q_rope(q_scaled, heads, format):
+@FP8_HEADS
+def test_fp8_qk_with_a_scale_of_the_tensor_on_the_gpu(heads):
+    lengths = {"kv_lens": (400, 65, 9, 0), "q_lens": (20, 1, 9, 1)}
+    run(heads=heads, format="fp8", tensor_scale_on_device=True, **lengths, **FP8_QK)
+
+
+@pytest.mark.gpu
+@pairwise(heads=[1, 8, 16, 32, 100], format=FP8[1:], q_scaled={"plain": False, "scaled": True})
+def test_fp8_qk_with_bf16_q_rope(heads, format, q_scaled):
     lengths = {"kv_lens": (700, 65, 0, 130), "q_lens": (2, 1, 1, 3)}
     queries = {"dtype": "e4m3", "q_rope_dtype": "bf16", "q_scaled": q_scaled}
     run(**lengths, **queries, heads=heads, format=format, sink="finite")
@@ -144,18 +141,9 @@ def test_fp8_qk_many_work_tiles_of_one_cta(heads, format):
 
 
 @pytest.mark.gpu
-@FP8_FORMATS
-@pytest.mark.parametrize("seed", range(10))
-def test_fp8_qk_random_batches(seed, format):
-    draw = Random(seed)
-    batch = draw.choice([1, 2, 7, 40, 150])
-    q_lens = tuple(draw.choice([1, 1, 1, 0, 2, 4]) for _ in range(batch))
-    kv_lens = tuple(max(q, draw.randrange(min(100_000 // batch, 9000))) for q in q_lens)
-    heads = draw.choice([1, 8, 16, 32, 100, 128])
-    run(
-        seed=seed, kv_lens=kv_lens, q_lens=q_lens, heads=heads, format=format, sink="mixed",
-        **FP8_QK,
-    )  # fmt: skip
+@pairwise(heads=[1, 16, 32, 100, 128], batch=BATCHES, format=FP8)
+def test_fp8_qk_random_batches(heads, batch, format):
+    run(seed=batch, heads=heads, format=format, sink="mixed", **random_batch(batch), **FP8_QK)
 
 
 def attend_all(
@@ -196,9 +184,7 @@ def test_fp8_qk_every_e4m3_value_is_converted_exactly(heads, format):
 
 
 @pytest.mark.gpu
-@FP8_FORMATS
-@pytest.mark.parametrize("heads", [1, 16, 32, 100])
-@pytest.mark.parametrize("form", ["packed", "strided", "one for all"])
+@pairwise(form=["packed", "strided", "one for all"], heads=[1, 16, 32, 100], format=FP8)
 def test_q_scales_of_any_size_sign_and_stride(form, heads, format):
     cache, rows = with_magnitudes(format, [1.0])
     own = torch.Generator().manual_seed(2)

@@ -21,6 +21,7 @@ from mlakit.kernels.hopper.indexer.configs import (
 from mlakit.specs import Problem, pretending
 from mlakit.workloads import IndexerLogitsCase
 from tests.kernels.hopper.device_functions import on_cpu
+from tests.pairs import pairwise
 
 E4M3 = "torch.float8_e4m3fn"
 KEYS = {"kv_lora_rank": 128, "qk_rope_head_dim": 0, "format": "fp8_token", "page_size": 64}
@@ -357,7 +358,7 @@ def test_forms_of_arguments(fields, q_len):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_random_batches(seed):
     draw = Random(seed)
     most = draw.choice([1, 2, 4, 40])
@@ -421,9 +422,7 @@ def test_a_row_beyond_2_to_31():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads", [20, 64])
-@pytest.mark.parametrize("q_len", [1, 2, 3, 4])
-@pytest.mark.parametrize("kv_len", [0, 1, 63, 65, 256, 1500])
+@pairwise(kv_len=[0, 1, 63, 65, 256, 1500], q_len=[1, 2, 3, 4], heads=[20, 64])
 def test_single_token_blocks(kv_len, q_len, heads):
     """A batch of one token block, whose queries may be more than its keys."""
     for mask, spare_columns in (("causal", 3), ("null", 9000)):

@@ -14,6 +14,7 @@ from mlakit.masks import CAUSAL, NULL, Mask
 from mlakit.testing import assert_matches, assert_same_bits, poison
 from mlakit.workloads import PrefillCase, PrefillLaunch
 from mlakit.workloads.paged import starts_of
+from tests.pairs import pairwise as every_pair
 
 WIDTHS = {  # D_N, D_R, D_V
     "192/128": (128, 64, 128),
@@ -43,6 +44,7 @@ MASKS = {
     "chunks of several blocks": Mask("chunked", 300),
     "causal chunks": Mask("chunked_causal", 256),
 }
+OTHER_WIDTHS = tuple(WIDTHS)[1:]
 EACH_WIDTH = pytest.mark.parametrize("widths", WIDTHS)
 EACH_MASK = pytest.mark.parametrize("mask", MASKS)
 
@@ -62,17 +64,15 @@ def case(widths: str = "192/128", mask: str = "causal", **fields: object) -> Pre
 
 
 @pytest.mark.gpu
-@EACH_WIDTH
-@pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("mask", ["causal", "null"])
-def test_lengths(mask, lengths, widths):
+@every_pair(lengths=list(LENGTHS), widths=list(WIDTHS), mask=["causal", "null"])
+def test_lengths(lengths, widths, mask):
     kv_lens, q_lens = LENGTHS[lengths]
     case(widths, mask, kv_lens=kv_lens, q_lens=q_lens).run("cuda", "hopper")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("lengths", LENGTHS)
-@EACH_MASK
+@pytest.mark.parametrize("mask", sorted(MASKS.keys() - {"causal", "null"}))
 def test_masks(mask, lengths):
     kv_lens, q_lens = LENGTHS[lengths]
     case("192/128", mask, kv_lens=kv_lens, q_lens=q_lens).run("cuda", "hopper")
@@ -86,32 +86,25 @@ def test_masks_with_each_width(mask, widths):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("widths", "mask"),
-    [
-        *(("192/128", mask) for mask in ("causal", "null", "small chunks")),
-        *((widths, "causal") for widths in ("256/256", "128/128", "96/64")),
-    ],
+@every_pair(
+    fields={
+        "fp16": {"dtype": "fp16"},
+        "sink": {"sink": "finite"},
+        "mixed sink": {"sink": "mixed"},
+        "negative scale": {"sharpness": -2.0},
+        "no scale": {"sharpness": 0.0},
+        "large scale": {"sharpness": 30.0},
+        "expanded": {"expanded": True},
+        "padded": {"padded": True},
+        "given results": {"padded": True, "expanded": True, "given_results": True},
+        "wide indices": {"wide_indices": True},
+        "1 head": {"heads": 1},
+        "7 heads": {"heads": 7},
+    },
+    mask=["causal", "null", "small chunks"],
+    widths=list(WIDTHS),
 )
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"dtype": "fp16"},
-        {"sink": "finite"},
-        {"sink": "mixed"},
-        {"sharpness": -2.0},
-        {"sharpness": 0.0},
-        {"sharpness": 30.0},
-        {"expanded": True},
-        {"padded": True},
-        {"padded": True, "expanded": True, "given_results": True},
-        {"wide_indices": True},
-        {"heads": 1},
-        {"heads": 7},
-    ],
-    ids=str,
-)
-def test_other_arguments(fields, widths, mask):
+def test_other_arguments(fields, mask, widths):
     case(widths, mask, kv_lens=(500, 0, 130), q_lens=(200, 0, 130), **fields).run("cuda", "hopper")
 
 
@@ -135,6 +128,7 @@ def test_the_main_loop_is_empty(fields, widths):
 @pytest.mark.gpu
 @pytest.mark.parametrize("mask", ["causal", "null", "a window of several blocks"])
 @pytest.mark.parametrize("num_sms", [1, 3, 20])
+@pytest.mark.usefixtures("no_replay")
 def test_many_tiles_per_cta(num_sms, mask, monkeypatch):
     """Stages wrap, and the number of blocks of a tile is odd and even."""
     from dataclasses import replace
@@ -160,11 +154,14 @@ def test_random_batches(seed):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("widths", "dtype"),
-    [*((widths, torch.bfloat16) for widths in WIDTHS), ("192/128", torch.float16)],
+    ("mask", "widths", "dtype"),
+    [
+        *((mask, "192/128", torch.bfloat16) for mask in MASKS),
+        *((mask, widths, torch.bfloat16) for mask in ("causal", "null") for widths in OTHER_WIDTHS),
+        ("causal", "192/128", torch.float16),
+    ],
     ids=str,
 )
-@EACH_MASK
 def test_values_that_are_not_finite_reach_exactly_the_queries_that_see_them(mask, widths, dtype):
     nope, rope, value = WIDTHS[widths]
     q_starts, kv_starts = [0, 300, 429], [0, 520, 649]

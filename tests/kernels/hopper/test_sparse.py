@@ -16,6 +16,7 @@ from mlakit.plan import EvenSplit
 from mlakit.testing import assert_matches, assert_same_bits, poison
 from mlakit.workloads.case import assert_logits_match
 from tests.kernels.hopper.sparse_cases import EVERY_ROW, KERNEL, ROWS, run
+from tests.pairs import pairwise
 
 pytestmark = pytest.mark.gpu
 
@@ -67,8 +68,10 @@ def test_pages(page_size, padded):
     run(page_size=page_size, num_pages=num_pages, num_layers=3, padded=padded)
 
 
-@pytest.mark.parametrize(("extra_page_size", "padded"), [(64, 0), (16, 1), (3, 1), (1, 0)])
-@pytest.mark.parametrize("extra_topk", [1, 64, 130])
+@pytest.mark.parametrize(
+    ("extra_page_size", "padded", "extra_topk"),
+    [(64, 0, 1), (64, 0, 130), (16, 1, 64), (3, 1, 130), (1, 0, 1), (1, 0, 64)],
+)
 def test_second_cache(extra_page_size, padded, extra_topk):
     run(
         extra_format="bf16",
@@ -238,9 +241,7 @@ def test_replayed_launches_give_the_same_bits(calls):
             assert_same_bits(name, got, want)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("num_tokens", [1, 5, 150])
+@pairwise(num_tokens=[1, 5, 150], padded=[False, True], dtype=["bf16", "fp16"])
 def test_rotated_queries_apart(num_tokens, padded, dtype):
     """Also with tails of their own, and rows of q_rope at other distances than those of q."""
     case = {"heads": 70, "num_tokens": num_tokens, "topk": 200, "num_pages": 30, "padded": padded}

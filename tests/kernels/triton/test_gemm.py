@@ -145,6 +145,7 @@ def test_tiles_of_few_rows_fit_shared_memory(shared, rows, n_group, columns):
     ids=str,
 )
 @pytest.mark.parametrize("num_sms", [1, 12, 1000], ids=["wide tiles", "tiles of 8", "narrow tiles"])
+@pytest.mark.usefixtures("no_replay")
 def test_products_of_few_rows_match_the_oracle(case, num_sms, device, monkeypatch):
     taken = []
 

@@ -11,6 +11,8 @@ from mlakit.kernels.triton.configs import TopkConfig, pick_topk_config
 from mlakit.testing import assert_same_bits
 from mlakit.workloads import IndexerSelectCase, IndexerTopkCase
 
+pytestmark = pytest.mark.usefixtures("no_replay")
+
 WAYS = {
     "whole": (TopkConfig(1, 512, "whole", 0, 512, 0, 1), 70),
     "whole, stored in steps": (TopkConfig(1, 512, "whole", 0, 64, 0, 4), 70),

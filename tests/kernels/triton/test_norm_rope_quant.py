@@ -288,6 +288,7 @@ def test_tiny_rows_have_the_smallest_scale(format, device):
     ("format", "probes", "rows", "heads"),
     [("bf16", 2, 4, 1), ("fp8_block128", 4, 4, 16), ("bf16", 16, 2, 2)],
 )
+@pytest.mark.usefixtures("no_replay")
 def test_requests_are_found_among_many(format, probes, rows, heads, device, monkeypatch):
     """Empty ones first, last and in between; programs of several tokens, the last one of fewer."""
     config = AppendConfig(rows=rows, heads=heads, probes=probes)
@@ -334,6 +335,7 @@ def test_given_slots_are_those_of_the_page_table(format, device):
 
 
 @pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.usefixtures("no_replay")
 def test_padding_alone_writes_no_row(rows, device, monkeypatch):
     """Also programs of several tokens, and NaN in the latents of padding."""
     config = AppendConfig(rows=rows, heads=2, probes=4)

@@ -1,0 +1,28 @@
+"""Where tests with a `place` run, and with which kernels."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlakit import dispatch, knobs
+from mlakit.geometry import RowShape
+from mlakit.specs import Problem
+from tests.conftest import portable_kernels
+
+CALL = {"dtype": "torch.bfloat16", "format": "bf16", "heads": 16, "page_size": 64, "mask": "causal"}
+SMALL = Problem("cuda", 90, row=RowShape(32, 8), **CALL)
+OF_A_MODEL = Problem("cuda", 90, row=RowShape(512, 64), **CALL)
+
+
+def test_a_kernel_of_hopper_is_seen_where_only_portable_ones_are_expected():
+    with portable_kernels():
+        assert dispatch.select("mla_decode", SMALL).backend == "triton"
+        with pytest.raises(AssertionError, match=r"mla_decode runs hopper:.*: mark it hopper_too"):
+            dispatch.select("mla_decode", OF_A_MODEL)
+    assert dispatch.select("mla_decode", OF_A_MODEL).backend == "hopper"
+
+
+@pytest.mark.usefixtures("no_replay")
+def test_nothing_is_replayed_or_recorded_where_a_test_asks_for_that():
+    _, may_replay = knobs.for_replay()
+    assert not may_replay
