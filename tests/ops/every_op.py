@@ -36,6 +36,14 @@ OTHER_FORMS = (
     "append-slots",
 )
 every_call = pytest.mark.parametrize("name", CALLS)
+# those left to `thorough` repeat a form of arguments with another format, mask or plan
+every_form = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ONE_EACH + OTHER_FORMS else [pytest.mark.thorough])
+        for name in CALLS
+    ],
+)
 one_of_each = pytest.mark.parametrize("name", ONE_EACH)
 interpreted = pytest.mark.interpreted
 interpreted_once = pytest.mark.interpreted(name=ONE_EACH)

@@ -27,7 +27,7 @@ from tests.ops.cases import (
 from tests.ops.every_op import (
     assert_same_results,
     assert_same_state,
-    every_call,
+    every_form,
     one_of_each,
     with_grad,
 )
@@ -52,7 +52,7 @@ def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]
     return torch.compile(function, fullgraph=True, **{"backend": "aot_eager", **options})
 
 
-@every_call
+@every_form
 @pytest.mark.usefixtures("_fresh_dynamo")
 def test_compiled_equals_eager(name):
     call, eager = CALLS[name](), CALLS[name]()

@@ -25,9 +25,14 @@ def in_steps(call: Call, backend: str) -> torch.Tensor:
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
-    "mask", [masks.CAUSAL, masks.NULL, masks.sliding_window_causal(3)], ids=str
+    ("queries", "mask"),
+    [
+        *((queries, masks.CAUSAL) for queries in (1, 2, 3, TOKENS - 1, TOKENS)),
+        (3, masks.NULL),
+        (2, masks.sliding_window_causal(3)),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("queries", [1, 2, 3, TOKENS - 1, TOKENS])
 def test_blocks_change_no_bit(queries, mask, place):
     call = select_call(mask=mask, max_kv_len=9, max_score_bytes=queries * ROW_BYTES)
     call = call.on(place.device)

@@ -20,7 +20,7 @@ from tests.ops.every_op import (
     assert_same_results,
     assert_same_state,
     every_call,
-    interpreted,
+    interpreted_once,
     one_of_each,
     results_at,
 )
@@ -33,7 +33,7 @@ def test_the_calls_here_cover_every_public_function():
     assert set(dispatch.OPS) == functions
 
 
-@interpreted
+@interpreted_once
 @every_call
 def test_the_calls_here_give_numbers(name, place):
     """A test of two equal results proves nothing about results of poison."""
