@@ -162,6 +162,7 @@ COMMANDS = {
     "plan-cluster": ["plan-cluster", "deepseek-v3"],
     "doctor": ["doctor", "--seconds", "0"],
     "check": ["check", "--count", "1"],
+    "emulate": ["emulate", "--list"],
 }
 
 
@@ -205,6 +206,8 @@ OPTIONS_WITHOUT_EFFECT = [
     ("explain mla_prefill --page-size 64", "--page-size has no effect on mla_prefill"),
     ("explain quantize_fp8 --heads 128", "--heads has no effect on quantize_fp8"),
     ("memory deepseek-v3 --weights 80", "--weights needs --gpu"),
+    ("emulate hopper-indexer-h32-q1 --steps 9", "--steps needs --trace"),
+    ("emulate hopper-indexer-h32-q1 --list", "NAME has no effect with --list"),
     ("check --first 0", "--first needs --launches"),
     ("check --calls 3", "calls needs launches"),
     ("check --launches 2 --count 2", "count has no effect"),

@@ -81,8 +81,6 @@ def test_the_list_has_every_configuration(monkeypatch):
     [
         ((), "NAME must be a configuration, as --list shows them, got nothing"),
         (("encode",), "NAME must be a configuration, as --list shows them, got 'encode'"),
-        ((NAME, "--list"), "NAME has no effect with --list"),
-        ((NAME, "--steps", "9"), "--steps needs --trace"),
     ],
     ids=str,
 )
