@@ -36,7 +36,7 @@ PYTEST_JOBS := -n auto --dist worksteal
 # The GPU tests: the machine's own Python, and as many parts as fit 8 minutes each on 14 workers
 GPU_PYTHON ?= $(PYTHON)
 GPU_WORKERS ?= 14
-GPU_PARTS ?= 8
+GPU_PARTS ?= 3
 PART ?= $(foreach number,$(shell seq $(GPU_PARTS)),$(number)/$(GPU_PARTS))
 RECORD ?= .gpu-record
 FROM ?= .gpu-record
@@ -119,7 +119,7 @@ test-vllm: $(VLLM_INSTALLED)
 test-sglang: $(SGLANG_INSTALLED)
 	$(SGLANG_VENV)/bin/python -m pytest tests/integrations/sglang
 
-# One part of the GPU tests, such as PART=1/8, or all of them in turn. Nothing is installed. Only
+# One part of the GPU tests, such as PART=1/3, or all of them in turn. Nothing is installed. Only
 # with worksteal or load is a worker replaced that a test has crashed. COMMIT is for copies without
 # git; RECORD is a folder for the results besides docs/data/gpu-tests.json
 test-gpu:

@@ -1,4 +1,4 @@
-"""Deals tests out to parts of equal measured time, so that each part fits one run: `--part 2/8`.
+"""Deals tests out to parts of equal measured time, so that each part fits one run: `--part 2/3`.
 
 TIMES has the seconds of every test function, as measured on a GPU. Tests of one file stay together
 as far as parts can be balanced, because they share compiled kernels: a file is cut between its
