@@ -7,11 +7,10 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any, NamedTuple
-from unittest import mock
 
 import pytest
 import setuptools  # noqa: F401  patches distutils, so it comes before any import of that
@@ -203,18 +202,21 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 
 @pytest.fixture
-def place(request: pytest.FixtureRequest) -> Iterator[Place]:
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     """Where the test runs: its backend is the one that `auto` means, its device that of calls."""
     backend, device = request.param
     here = Place(backend, torch.device(device))
-    kernels = nullcontext() if request.node.get_closest_marker("hopper_too") else portable_kernels()
-    with knobs.override(backend=backend), transplant.calls_run_on(here.device), kernels:
+    if not request.node.get_closest_marker("hopper_too"):
+        refuse_hopper(monkeypatch)
+    with knobs.override(backend=backend), transplant.calls_run_on(here.device):
         yield here
 
 
-@contextmanager
-def portable_kernels() -> Iterator[None]:
-    """In this scope no kernel is selected but portable ones and those of the CPU."""
+def refuse_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no kernel be selected but portable ones and those of the CPU.
+
+    By `monkeypatch`, which a test may use for the same function: it undoes both in order.
+    """
     select = dispatch.select
 
     def select_portable(op: str, problem: Problem, backend: str = "auto") -> KernelSpec:
@@ -222,8 +224,7 @@ def portable_kernels() -> Iterator[None]:
         assert spec.backend in ("cpu", "triton"), f"{op} runs {spec.name}: mark it hopper_too"
         return spec
 
-    with mock.patch.object(dispatch, "select", select_portable):
-        yield
+    monkeypatch.setattr(dispatch, "select", select_portable)
 
 
 @pytest.fixture

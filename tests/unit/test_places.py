@@ -7,15 +7,16 @@ import pytest
 from mlakit import dispatch, knobs
 from mlakit.geometry import RowShape
 from mlakit.specs import Problem
-from tests.conftest import portable_kernels
+from tests.conftest import refuse_hopper
 
 CALL = {"dtype": "torch.bfloat16", "format": "bf16", "heads": 16, "page_size": 64, "mask": "causal"}
 SMALL = Problem("cuda", 90, row=RowShape(32, 8), **CALL)
 OF_A_MODEL = Problem("cuda", 90, row=RowShape(512, 64), **CALL)
 
 
-def test_a_kernel_of_hopper_is_seen_where_only_portable_ones_are_expected():
-    with portable_kernels():
+def test_a_kernel_of_hopper_is_seen_where_only_portable_ones_are_expected(monkeypatch):
+    with monkeypatch.context() as patch:
+        refuse_hopper(patch)
         assert dispatch.select("mla_decode", SMALL).backend == "triton"
         with pytest.raises(AssertionError, match=r"mla_decode runs hopper:.*: mark it hopper_too"):
             dispatch.select("mla_decode", OF_A_MODEL)
