@@ -42,8 +42,16 @@ def latent_layers(cache: DynamicCache) -> list[LatentLayer]:
     return [layer for layer in cache.layers if isinstance(layer, LatentLayer)]
 
 
-@pytest.mark.parametrize("page_size", [64, 7])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "page_size"),
+    [
+        *((name, 64) for name in MODELS),
+        *(
+            pytest.param(name, 7, marks=[] if name in FEW + OTHERS else [pytest.mark.thorough])
+            for name in MODELS
+        ),
+    ],
+)
 def test_greedy_with_left_padding(name, page_size):
     model, ids, mask = build(name), prompts(), left_padding()
     how = {"return_dict_in_generate": True, "output_logits": True}
@@ -72,7 +80,9 @@ def test_other_ways_to_generate(name, how):
     assert torch.equal(generate(model, ids, mask, **HOW[how]), eager)
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "KimiLinear"])
+@pytest.mark.parametrize(
+    "name", [each for each in thorough_but(*FEW, *OTHERS) if each.values != ("KimiLinear",)]
+)
 def test_prompt_lookup_crops_the_cache(name, monkeypatch):
     model = build(name)
     ids = prompts(batch=1)[:, :24].repeat(1, 3)  # something to look up

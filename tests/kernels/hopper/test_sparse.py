@@ -134,7 +134,7 @@ def check(q: torch.Tensor, stored: torch.Tensor, rows: torch.Tensor, results: tu
         assert_logits_match(name, results[i].cpu(), exact[i], naive[i], largest)
 
 
-@pytest.mark.parametrize("first_valid", [1, 64, 128, 300, 511, 512])
+@pytest.mark.parametrize("first_valid", [1, 64, 300, 512])
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_lists_that_begin_with_invalid_blocks(first_valid, num_splits):
     cache, stored = written_cache(256)
