@@ -76,9 +76,13 @@ class RaceDetector:
                 continue
             if (times[words] > access.clock.seen[reader]).any():
                 self._report("write", "read", shadow, reader)
-            if access.is_async and self.agents.is_generic[reader]:
-                if (times[words] > access.clock.fenced[reader]).any():
-                    self._report_proxy(shadow, reader, "read")
+            is_generic = self.agents.is_generic[reader]
+            if (
+                access.is_async
+                and is_generic
+                and (times[words] > access.clock.fenced[reader]).any()
+            ):
+                self._report_proxy(shadow, reader, "read")
         shadow.writer[words], shadow.written[words] = access.agent, access.time
         shadow.is_initialised[words] = True
         shadow.places[access.agent] = access.where

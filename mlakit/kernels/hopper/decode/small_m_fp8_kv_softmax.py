@@ -250,8 +250,8 @@ def qk_block(
         else:
             pending = warpgroup_mma(keys, q, zeros, use_acc=False, is_async=True)
         if d % latent.TILES_PER_STAGE == latent.TILES_PER_STAGE - 1:
-            # no fence: the PV warpgroup releases the stage after this block's probabilities, and its
-            # fence covers what has happened before them
+            # no fence: the PV warpgroup releases the stage after it has waited for this block's
+            # probabilities, and its fence covers what has happened before them
             release(latent, stage)
             stage, phase = advance(latent, stage, phase)
     pending, keys = warpgroup_mma_wait(0, deps=(pending, keys))
