@@ -76,6 +76,13 @@ class RaceDetector:
                 continue
             if (times[words] > access.clock.seen[reader]).any():
                 self._report("write", "read", shadow, reader)
+            is_generic = self.agents.is_generic[reader]
+            if (
+                access.is_async
+                and is_generic
+                and (times[words] > access.clock.fenced[reader]).any()
+            ):
+                self._report_proxy(shadow, reader, "read")
         shadow.writer[words], shadow.written[words] = access.agent, access.time
         shadow.is_initialised[words] = True
         shadow.places[access.agent] = access.where
@@ -103,27 +110,30 @@ class RaceDetector:
         if late.any():
             self._report(action, "written", shadow, int(writer[late][0]))
         if access.is_async:
-            self._check_proxy(shadow, writer, written, access)
+            unfenced = self.agents.is_generic[writer] & (access.clock.fenced[writer] < written)
+            if unfenced.any():
+                self._report_proxy(shadow, int(writer[unfenced][0]), "written")
 
-    def _check_proxy(self, shadow: Shadow, writer: Array, written: Array, access: Access) -> None:
-        """Require a proxy fence after generic writes and before an asynchronous access.
+    def _report_proxy(self, shadow: Shadow, who: int, done: str) -> None:
+        """Report accesses through both proxies without a fence between them.
 
-        PTX: fence.proxy.async "establishes ordering between the proxies"; wgmma, TMA and tcgen05
-        access shared memory through the asynchronous proxy (instruction descriptions of
-        cp.async.bulk and wgmma.mma_async). The fence may be on the writer's or on the reader's side
-        of the synchronisation between them: it covers what happened before it. An asynchronous
-        write over generic data needs it too, or the older write may land last. The other direction
-        needs none: the completion of a bulk copy on an mbarrier, and wgmma.wait_group, are followed
-        by an implicit generic-async proxy fence.
+        PTX: "Accessing the same memory location across multiple proxies needs a cross-proxy fence.
+        For the async proxy, fence.proxy.async should be used" (cp.async.bulk); wgmma, TMA and
+        tcgen05 access shared memory through it. Causality order joins two proxies by "a proxy fence
+        along the base causality path" (memory consistency model, "Causality Order"), so the fence
+        may be on either side of the synchronisation between them: by the one before its arrival, or
+        by the other after its wait. It covers what happened before it.
+
+        An asynchronous read needs it after a generic write, an asynchronous write also after a
+        generic read: unordered, the read may return what is written after it. Two reads need none.
+        From the asynchronous proxy to the generic one none is needed: the completion of a bulk copy
+        on an mbarrier, and wgmma.wait_group, are followed by an implicit generic-async proxy fence.
         """
-        unfenced = self.agents.is_generic[writer] & (access.clock.fenced[writer] < written)
-        if unfenced.any():
-            who = int(writer[unfenced][0])
-            raise MissingFence(
-                f"{shadow.name}: written by {self.agents.names[who]} at"
-                f" {shadow.places.get(who, '?')} through the generic proxy and accessed through"
-                " the asynchronous one without a fence between them"
-            )
+        raise MissingFence(
+            f"{shadow.name}: {done} by {self.agents.names[who]} at {shadow.places.get(who, '?')}"
+            " through the generic proxy and accessed through the asynchronous one without a fence"
+            " between them"
+        )
 
     def _report(self, action: str, done: str, shadow: Shadow, who: int) -> None:
         raise Race(

@@ -58,6 +58,7 @@ BROKEN = [
     ("pipeline", "no wait for the tile", "Race Deadlock"),
     ("pipeline", "release before read", "Race"),
     ("pipeline", "no release", "Deadlock"),
+    ("pipeline", "no fence", "MissingFence"),
     ("pipeline", "two releases", "Race Deadlock"),
     ("pipeline", "stage out of range", "OutOfBounds"),
     ("product", "no fence", "MissingFence"),
@@ -109,6 +110,11 @@ def test_a_broken_kernel_is_reported(
     assert outcome.fault in faults.split(), outcome.message or "no fault"
     places = ("tiny_kernels.py:", "primitives.py:", "nothing has waited")
     assert any(each in outcome.message for each in places)
+
+
+def test_a_fence_of_the_producer_covers_the_reads_that_it_has_waited_for(run: Run) -> None:
+    outcome = run("pipeline", "fence of the producer")
+    assert not outcome.fault, outcome.message
 
 
 @pytest.mark.parametrize("barrier", ["", "by a named barrier"])

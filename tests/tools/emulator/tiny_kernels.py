@@ -96,6 +96,8 @@ def _produce(tiles, stages, full, empty, BREAK: gl.constexpr):
         stage = i % 2
         if BREAK == "stage out of range":
             stage = i
+        if BREAK == "fence of the producer":
+            fence_async_shared()
         tma_load(tiles, [i * 64, 0], full.index(i % 2), stages.index(stage))
 
 
@@ -108,6 +110,8 @@ def _consume(stages, full, empty, out, BREAK: gl.constexpr):
         if BREAK == "release before read":
             mbarrier.arrive(empty.index(i % 2), count=1)
         total += stages.index(i % 2).load(BLOCKED).to(gl.float32)
+        if BREAK != "no fence" and BREAK != "fence of the producer":
+            fence_async_shared()  # of the read, before TMA writes the stage again
         if BREAK != "no release" and BREAK != "release before read":
             mbarrier.arrive(empty.index(i % 2), count=1)
         if BREAK == "two releases":

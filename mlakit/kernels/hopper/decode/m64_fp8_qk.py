@@ -63,7 +63,7 @@ from mlakit.kernels.hopper.decode.pipeline import (
     Query,
     next_stage,
     producer,
-    release,
+    release_read,
     two_stages,
 )
 from mlakit.kernels.hopper.decode.row_scales import (
@@ -150,7 +150,7 @@ def _pv(prob_stages, number, latent, stage, phase, acc, num_valid, FIRST: gl.con
             own, values = warpgroup_mma_wait(0, deps=(pending, values))
             values = next_values
         done += (own,)
-    release(latent, stage)
+    release_read(latent, stage)
     mbarrier.arrive(prob_stages.empty.index(prob_stage), count=1)
     return done
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from mlakit.kernels.hopper.compat import record, tma_load
 from mlakit.kernels.hopper.decode.paged_loads import (
@@ -115,6 +115,13 @@ def release(pipeline, stage):
     threads waits for that, and the next load of the stage could be faster.
     """
     mbarrier.arrive(pipeline.empty.index(stage), count=1)
+
+
+@gluon.jit
+def release_read(pipeline, stage):
+    """`release` of tiles that threads have read: TMA writes them next, through the other proxy."""
+    fence_async_shared()
+    release(pipeline, stage)
 
 
 @gluon.jit

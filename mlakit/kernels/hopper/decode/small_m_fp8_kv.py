@@ -71,7 +71,7 @@ from mlakit.kernels.hopper.decode.pipeline import (
     advance,
     alloc_pipeline,
     producer,
-    release,
+    release_read,
     two_stages,
 )
 from mlakit.kernels.hopper.decode.row_scales import (
@@ -135,7 +135,7 @@ def pv_block(
         p = copy.index(prob_stage).permute((1, 0))
         pending = warpgroup_mma(values, p, acc[d] * rescale, is_async=True)
         if d % latent.TILES_PER_STAGE == latent.TILES_PER_STAGE - 1:
-            release(latent, stage)
+            release_read(latent, stage)
             stage, phase = advance(latent, stage, phase)
         next_values = values
         if d + 1 < OWN_TILES:

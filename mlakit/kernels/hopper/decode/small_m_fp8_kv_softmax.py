@@ -44,6 +44,7 @@ from mlakit.kernels.hopper.decode.pipeline import (
     advance,
     load_query,
     release,
+    release_read,
     two_stages,
 )
 from mlakit.kernels.hopper.decode.row_scales import load_q_scale, store_scalar
@@ -231,7 +232,7 @@ def qk_block(
         keys = load_keys(rope_keys, LAYOUT)
         q = as_fp16(query.rope).index(zero).permute((1, 0))
         pending = warpgroup_mma(keys, q, zeros, use_acc=False, is_async=True)
-        release(rope, rope_stage)
+        release_read(rope, rope_stage)
     for d in gl.static_range(D_TILES):
         if d % latent.TILES_PER_STAGE == 0:
             mbarrier.wait(latent.full.index(stage), phase)
@@ -249,6 +250,8 @@ def qk_block(
         else:
             pending = warpgroup_mma(keys, q, zeros, use_acc=False, is_async=True)
         if d % latent.TILES_PER_STAGE == latent.TILES_PER_STAGE - 1:
+            # no fence: the PV warpgroup releases the stage after it has waited for this block's
+            # probabilities, and its fence covers what has happened before them
             release(latent, stage)
             stage, phase = advance(latent, stage, phase)
     pending, keys = warpgroup_mma_wait(0, deps=(pending, keys))

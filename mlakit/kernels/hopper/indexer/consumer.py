@@ -10,6 +10,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -109,6 +110,7 @@ def _score_tile(stages, stage, phase, q, lane, key, tiling, ROW: gl.constexpr):
         else:
             acc = warpgroup_mma_wait(0, deps=(running,))
             if piece == PIECES - 1:
+                fence_async_shared()  # threads have read scales, which TMA writes again
                 mbarrier.arrive(stages.empty.index(stage), count=1)
         _store(lane, acc, scale, key + piece * PIECE, TOKENS, tiling.ADDS_ODD_RELU)
 

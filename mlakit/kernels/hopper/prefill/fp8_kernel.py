@@ -19,6 +19,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -163,6 +164,9 @@ def _load_block(inputs, tile, row, v_tile, fill, ROW_BYTES: gl.constexpr):
     mbarrier.expect(full, BLOCK_K * (ROW_BYTES + D_V) + SCALE_BYTES)
     load_keys(inputs.parts, stage, full, tile, row, inputs.strides.k)
     if inputs.scales.tma is not None:
+        # threads have read scales, and TMA writes them through the other proxy. Here rather than
+        # before the consumers' arrivals: the producer has the time
+        fence_async_shared()
         ROWS: gl.constexpr = inputs.scales.tma.block_shape[0]
         tma_load(inputs.scales.tma, [v_tile * ROWS, 0], full, inputs.scales.tiles.index(stage))
     tma_load(values.tma, [v_tile * D_V, 0], full, values.tiles.index(stage))

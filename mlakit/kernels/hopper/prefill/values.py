@@ -79,8 +79,9 @@ def _clean_block(values, first, end):
             row = chunk * CHUNK_ROWS % ROWS + gl.arange(0, CHUNK_ROWS, gl.SliceLayout(1, LAYOUT))
             is_seen = gl.expand_dims((row >= first) & (row < end), 1)
             hits |= gl.where((low | high) & is_seen, 1, 0)
-        fence_async_shared()
         is_flagged = _any(hits)
+    # of the writes, before wgmma reads them, and of the reads, before TMA writes the stage again
+    fence_async_shared()
     return is_flagged
 
 
