@@ -153,7 +153,9 @@ def test_more_tokens_than_there_is_memory_for(name):
     assert (ours - eager).abs().max() < 2e-4
     cache.reset()
     # newer versions of transformers pass no mask where every token is visible
-    refusal = r"must have at most 24 columns.*got 25|at least the 24 cached and 1 new tokens, got 24"
+    refusal = (
+        r"must have at most 24 columns.*got 25|at least the 24 cached and 1 new tokens, got 24"
+    )
     with pytest.raises(ValueError, match=refusal):
         model.generate(ids[:, :20], past_key_values=cache, max_new_tokens=12, do_sample=False)
 
