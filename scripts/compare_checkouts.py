@@ -1,14 +1,22 @@
-"""Compares the decode times of several checkouts of mlakit, interleaved on one GPU.
+"""Compares the times of ops in several checkouts of mlakit, interleaved on one GPU.
 
     git worktree add /tmp/before HEAD~1
     python scripts/compare_checkouts.py before=/tmp/before after=. --decode 128q1s4k,128 4q1s32k,128
+    python scripts/compare_checkouts.py before=/tmp/before after=. --prefill 2q8ks8k,128 \\
+        --sparse 128q1s32k,128 1q4ks32k,128,bf16 --indexer 64q1s8k,64
 
-A decode is a shape of `mlakit bench --shape`, the number of heads, and optionally in any order: the
-cache format, `e4m3` for FP8 queries, `page1` for a page size of 1. Environment variables of a
-checkout's process may follow it: `NAME=FOLDER,VARIABLE=VALUE`. Each checkout runs in its own
-process, which compares every result with the oracle before it times one call between two events,
-with a cold L2 and a plan made before. The table shows the median in microseconds and the speedup
-over the first checkout.
+A workload is a shape of `mlakit bench --shape`, the number of heads, and optionally in any order:
+
+    decode   the cache format, `e4m3` for FP8 queries, `page1` for a page size of 1
+    prefill  `full`: without the causal mask; prompts have no context, so q_len is kv_len
+    sparse   the cache format, `page1` for a page size of 1, `top512` for lists of 512 rows
+    indexer  none; the heads are index heads
+
+Environment variables of a checkout's process may follow it: `NAME=FOLDER,VARIABLE=VALUE`. Each
+checkout runs in its own process and finds its own modules, wherever its version of mlakit has them.
+The process compares every result with the oracle before it times one call between two events, with
+a cold L2 and a plan made before. The table shows the median in microseconds and the speedup over
+the first checkout.
 """
 
 from __future__ import annotations
@@ -18,18 +26,45 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
+from types import ModuleType
 from typing import Any
 
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+# the suites of `mlakit bench`, by the option that names their workloads
+SUITES = {
+    "decode": "decode",
+    "prefill": "prefill",
+    "sparse": "sparse_decode",
+    "indexer": "indexer",
+}
+FOLDERS = ("mlakit.tools.bench", "mlakit.bench")  # of the suites, the newest first
 CALLS = 3  # per measurement; the first one warms the caches and does not count
 READY = "ready"
 CONSOLE = Console()
+
+
+@dataclass(frozen=True)
+class Request:
+    """A workload as it is given: the option and its text."""
+
+    op: str  # one of SUITES
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.text}"
+
+    @classmethod
+    def parse(cls, text: str) -> Request:
+        """Return the request that `str` of it gives."""
+        return cls(*text.split(" ", 1))
 
 
 @dataclass(frozen=True)
@@ -38,16 +73,15 @@ class Checkout:
     process: subprocess.Popen[str]
 
     @classmethod
-    def start(cls, text: str, decodes: Sequence[str]) -> Checkout:
-        """`text` is NAME=FOLDER or NAME=FOLDER,VARIABLE=VALUE,…"""
+    def start(cls, text: str, requests: Sequence[Request]) -> Checkout:
+        """Start the process of NAME=FOLDER or NAME=FOLDER,VARIABLE=VALUE,…"""
         name, _, rest = text.partition("=")
         folder, *settings = rest.split(",")
         if not (Path(folder) / "mlakit").is_dir():
             sys.exit(f"{text!r} must be NAME=FOLDER with a checkout of mlakit in the folder")
         own = dict(setting.split("=", 1) for setting in settings)
-        command = [sys.executable, __file__, "--serve", "--decode", *decodes]
         process = subprocess.Popen(
-            command,
+            [sys.executable, __file__, "--serve", *map(str, requests)],
             env={**os.environ, "PYTHONPATH": str(Path(folder).resolve()), **own},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -62,20 +96,18 @@ class Checkout:
             sys.exit(f"{self.name} ended early; its output is above")
         return line
 
-    def measure(self, decode: int) -> list[float]:
-        """Microseconds of the calls that count."""
+    def measure(self, number: int) -> list[float]:
+        """Return the microseconds of the calls that count, of a request by its number."""
         assert self.process.stdin is not None
-        self.process.stdin.write(f"{decode}\n")
+        self.process.stdin.write(f"{number}\n")
         self.process.stdin.flush()
         return [float(us) for us in self.answer().split()[1:]]
 
 
-def serve(decodes: Sequence[str]) -> None:
-    """In a checkout's own process: time the decode whose index is read from stdin, until EOF."""
-    from mlakit.bench.gpu_timers import ColdGpu
-
-    timer = ColdGpu()
-    calls = [_call(decode) for decode in decodes]
+def serve(requests: Sequence[Request]) -> None:
+    """Time the request whose number is read from stdin, until EOF, in a checkout's own process."""
+    timer = _bench("gpu_timers").ColdGpu()
+    calls = [_call(request) for request in requests]
     for call in calls:
         for _ in range(timer.warm_ups):
             timer(call)
@@ -85,44 +117,56 @@ def serve(decodes: Sequence[str]) -> None:
         print(*times, flush=True)  # noqa: T201
 
 
-def _call(decode: str) -> Callable[[], object]:
-    """The call of a decode, compared with the oracle."""
+def _bench(module: str) -> ModuleType:
+    """Import a module of this checkout's benchmarks."""
+    for folder in FOLDERS:
+        try:
+            found = find_spec(folder)
+        except ModuleNotFoundError:  # its parent is not there
+            continue
+        if found is not None:
+            return import_module(f"{folder}.{module}")
+    sys.exit(f"the checkout has no {' and no '.join(FOLDERS)}")
+
+
+def _call(request: Request) -> Callable[[], object]:
+    """Return the call of a request, whose result is compared with the oracle."""
     import torch
 
-    from mlakit.bench.decode import Decode
-    from mlakit.bench.shapes import Batch
-
-    shape, heads, *rest = decode.split(",")
+    shape, heads, *rest = request.text.split(",")
     given: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     for each in rest:
         if each == "e4m3":
-            given["dtype"] = torch.float8_e4m3fn
+            changes["dtype"] = torch.float8_e4m3fn
+        elif each == "full":
+            given["causal"] = False
         elif each.startswith("page"):
             given["page_size"] = int(each.removeprefix("page"))
+        elif each.startswith("top"):
+            given["topk"] = int(each.removeprefix("top"))
         else:
             given["format"] = each
-    workload: Any = Decode(Batch.parse(shape), int(heads), **given)
-    if not hasattr(workload, "build_case"):  # a checkout from before these names
-        case = workload.contest()
-        case.gate()
-        return case.ours  # type: ignore[no-any-return]
-    case = workload.build_case()
+    shaped = _bench("shapes").Shape(shape, heads=int(heads), **given)
+    workload = _bench(SUITES[request.op]).of_shape(shaped)[0]
+    case = replace(workload, **changes).build_case()
     case.check()
     return case.call  # type: ignore[no-any-return]
 
 
-def compare(checkouts: Sequence[Checkout], decodes: Sequence[str], rounds: int) -> Table:
-    table = Table("decode")
+def compare(checkouts: Sequence[Checkout], requests: Sequence[Request], rounds: int) -> Table:
+    table = Table("workload")
     for checkout in checkouts:
         table.add_column(f"{checkout.name}, us", justify="right")
-    for number, decode in enumerate(decodes):
+    for number, request in enumerate(requests):
         times: dict[str, list[float]] = {checkout.name: [] for checkout in checkouts}
-        for i in track(range(rounds), description=decode, console=CONSOLE, transient=True):
+        for i in track(range(rounds), description=str(request), console=CONSOLE, transient=True):
             # the order alternates between rounds
             for checkout in checkouts[:: 1 if i % 2 else -1]:
                 times[checkout.name] += checkout.measure(number)
         medians = [median(each) for each in times.values()]
-        table.add_row(decode, *(f"{each:.1f} ({medians[0] / each:.3f}x)" for each in medians))
+        cells = (f"{each:.1f} ({medians[0] / each:.3f}x)" for each in medians)
+        table.add_row(str(request), *cells)
     return table
 
 
@@ -131,20 +175,24 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("checkouts", nargs="*", metavar="NAME=FOLDER")
-    parser.add_argument("--decode", nargs="+", required=True, metavar="SHAPE,HEADS")
+    for op in SUITES:
+        parser.add_argument(f"--{op}", nargs="+", default=[], metavar="SHAPE,HEADS")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--serve", nargs="+", default=[], help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.serve:
-        serve(asked.decode)
+        serve([Request.parse(each) for each in asked.serve])
         return
     if not asked.checkouts:
         parser.error("name at least one checkout")
-    checkouts = [Checkout.start(text, asked.decode) for text in asked.checkouts]
+    requests = [Request(op, text) for op in SUITES for text in getattr(asked, op)]
+    if not requests:
+        parser.error(f"name at least one workload: {', '.join(f'--{op}' for op in SUITES)}")
+    checkouts = [Checkout.start(text, requests) for text in asked.checkouts]
     try:
         for checkout in checkouts:
             checkout.answer()  # READY
-        CONSOLE.print(compare(checkouts, asked.decode, asked.rounds))
+        CONSOLE.print(compare(checkouts, requests, asked.rounds))
     finally:
         for checkout in checkouts:
             checkout.process.kill()
