@@ -1,6 +1,6 @@
 """`python -m mlakit` is the `mlakit` command."""
 
-from mlakit.cli import main
+from mlakit.tools.cli import main
 
 if __name__ == "__main__":
     main()

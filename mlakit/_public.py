@@ -1,17 +1,5 @@
 """The public names of `mlakit`, imported on first use. Add a new public name here."""
 
-from mlakit.branches import (
-    CachedBatch,
-    IndexInputs,
-    LayerWeights,
-    decode_attend,
-    decode_branch,
-    mla_step,
-    plan_step,
-    prefill_attend,
-    prefill_branch,
-    sparse_step,
-)
 from mlakit.cache import (
     KVShard,
     PagedLatentCache,
@@ -20,11 +8,13 @@ from mlakit.cache import (
     token_requests,
     token_slots,
 )
-from mlakit.checks import UnsupportedError
+from mlakit.cache.pages import OutOfPagesError, PageAllocator, PagedSequence
+from mlakit.dispatch.checks import UnsupportedError
 from mlakit.formats import format_of_dtype
-from mlakit.geometry import MLAGeometry, RopeParameters, RowShape
 from mlakit.layer import LightningIndexer, MLAAttention
-from mlakit.masks import CAUSAL, NULL, Mask
+from mlakit.model.geometry import MLAGeometry, RopeParameters, RowShape
+from mlakit.model.masks import CAUSAL, NULL, Mask
+from mlakit.model.rope import rope_table
 from mlakit.ops import (
     ExtraRows,
     append_rows,
@@ -41,7 +31,6 @@ from mlakit.ops import (
     sparse_mla,
 )
 from mlakit.ops.decode_plan import plan_mla_decode
-from mlakit.pages import OutOfPagesError, PageAllocator, PagedSequence
 from mlakit.parallel import (
     context_parallel_decode,
     context_parallel_sparse_step,
@@ -49,8 +38,19 @@ from mlakit.parallel import (
     tensor_parallel_plan,
 )
 from mlakit.plan import EvenSplit, plan_context, plan_decode
-from mlakit.rope import rope_table
-from mlakit.weights import UpProjection
+from mlakit.steps import (
+    CachedBatch,
+    IndexInputs,
+    LayerWeights,
+    decode_attend,
+    decode_branch,
+    mla_step,
+    plan_step,
+    prefill_attend,
+    prefill_branch,
+    sparse_step,
+)
+from mlakit.steps.weights import UpProjection
 
 __all__ = [
     "CAUSAL",

@@ -27,15 +27,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from mlakit.bench import gpu
-from mlakit.bench.pool import filled_pages
-from mlakit.knobs import Backend
+from mlakit.dispatch.knobs import Backend
 from mlakit.ops import mla_decode
-from mlakit.workloads.case import Case
-from mlakit.workloads.indexer_launch import IndexerLaunch
-from mlakit.workloads.prefill_launch import PrefillLaunch
-from mlakit.workloads.select_launch import IndexerSelectLaunch, IndexerTopkLaunch
-from mlakit.workloads.sparse_launch import SparseLaunch
+from mlakit.tools.bench import gpu
+from mlakit.tools.bench.pool import filled_pages
+from mlakit.tools.workloads.case import Case
+from mlakit.tools.workloads.indexer_launch import IndexerLaunch
+from mlakit.tools.workloads.prefill_launch import PrefillLaunch
+from mlakit.tools.workloads.select_launch import IndexerSelectLaunch, IndexerTopkLaunch
+from mlakit.tools.workloads.sparse_launch import SparseLaunch
 
 LENGTHS = [700, 64, 1, 333]  # split, one block, one key, an end within a block
 E4M3 = torch.float8_e4m3fn

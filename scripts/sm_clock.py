@@ -108,10 +108,10 @@ def measure(rows: str, rest_ms: float) -> Table:
 
     clocks = torch.zeros(4 * 1024, dtype=torch.int64, device="cuda")
     os.environ[ADDRESS] = str(clocks.data_ptr())
-    from mlakit.bench.decode import Decode
-    from mlakit.bench.gpu_timers import ColdGpu
-    from mlakit.bench.problems import DenseDecode
-    from mlakit.bench.shapes import Batch
+    from mlakit.tools.bench.decode import Decode
+    from mlakit.tools.bench.gpu_timers import ColdGpu
+    from mlakit.tools.bench.problems import DenseDecode
+    from mlakit.tools.bench.shapes import Batch
 
     timer = ColdGpu()
     table = Table("decode", "us", "GHz", "cycles of a CTA", title=f"rows: {rows}")

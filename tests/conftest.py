@@ -16,8 +16,8 @@ import pytest
 import setuptools  # noqa: F401  patches distutils, so it comes before any import of that
 import torch
 
-from mlakit import dispatch, knobs
-from mlakit.specs import KernelSpec, Problem
+from mlakit.dispatch import knobs, selection
+from mlakit.dispatch.specs import KernelSpec, Problem
 from tests import (
     cpu_products,
     emulation,
@@ -217,14 +217,14 @@ def refuse_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
     By `monkeypatch`, which a test may use for the same function: it undoes both in order.
     """
-    select = dispatch.select
+    select = selection.select
 
     def select_portable(op: str, problem: Problem, backend: str = "auto") -> KernelSpec:
         spec = select(op, problem, backend)
         assert spec.backend in ("cpu", "triton"), f"{op} runs {spec.name}: mark it hopper_too"
         return spec
 
-    monkeypatch.setattr(dispatch, "select", select_portable)
+    monkeypatch.setattr(selection, "select", select_portable)
 
 
 @pytest.fixture

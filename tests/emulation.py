@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from mlakit import dispatch
-from mlakit.specs import KernelSpec
+from mlakit.dispatch import selection
+from mlakit.dispatch.specs import KernelSpec
 from tests.paths import ROOT
 
 OPTION = "--emulate"
@@ -63,7 +63,7 @@ def emulated_test() -> Iterator[None]:
     with ExitStack() as scopes:
         patch = scopes.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(torch, "Generator", _host_generator(torch.Generator))
-        for spec in dispatch.SPECS:
+        for spec in selection.SPECS:
             if spec.backend == "hopper":
                 patch.setitem(spec.__dict__, "launch", _of_little_work(spec, spec.launch))
         # the tests do not say which kernel they run: see `harness.TRUSTING`

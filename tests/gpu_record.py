@@ -29,7 +29,7 @@ TRITONS = ("3.6.0", "3.9.0")
 # what the results of the GPU tests depend on
 SOURCES = ("mlakit", "tests", "examples", "pyproject.toml")
 # changed after the recorded commit, these are worth another run
-ON_THE_GPU = ("kernels", "replay", "ops", "branches", "cache", "layer")
+ON_THE_GPU = ("kernels", "launch_cache", "ops", "steps", "cache", "layer")
 
 
 class NotRecordableError(Exception):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mlakit import dispatch, knobs
+from mlakit.dispatch import knobs, selection
 
 Launcher = Callable[..., object]
 Change = Callable[[Launcher], Launcher]
@@ -19,7 +19,7 @@ def replace_launcher(
     monkeypatch: pytest.MonkeyPatch, op: str, change: Change, *, backend: str | None = None
 ) -> None:
     """Every kernel of `op` becomes change(kernel), also in calls that are known from before."""
-    specs = [each for each in dispatch.specs(op) if backend in (None, each.backend)]
+    specs = [each for each in selection.specs(op) if backend in (None, each.backend)]
     assert specs, f"{op} has no kernel of {backend}"
     for spec in specs:
         # the dictionary is where cached_property keeps the launcher

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from mlakit.cache.layouts import bits
+from mlakit.dispatch.reprs import fields_repr
 from mlakit.formats import RowCodec
-from mlakit.reprs import fields_repr
 
 PLAIN = (Tensor, Parameter)  # subclasses may have no memory of their own
 LayerT = TypeVar("LayerT")

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from mlakit.checks import Dims
+from mlakit.dispatch.checks import Dims
 from mlakit.formats import FLOAT_FORMATS, Format, PageFooterCodec, RowCodec, row_codec
-from mlakit.geometry import RowShape
+from mlakit.model.geometry import RowShape
 
 FP8_FORMATS: tuple[Format, ...] = ("fp8", "fp8_token", "fp8_block128", "fp8_block64")
 BYTE_TYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn)

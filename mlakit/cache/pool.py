@@ -34,7 +34,7 @@ from mlakit.cache.slot_checks import (
     check_slots,
     check_slots_unique,
 )
-from mlakit.checks import FLOATS, Dims, values_visible
+from mlakit.dispatch.checks import FLOATS, Dims, values_visible
 from mlakit.formats import (
     LARGEST_SCALE,
     SMALLEST_SCALE,
@@ -44,7 +44,7 @@ from mlakit.formats import (
     known_format,
     row_codec,
 )
-from mlakit.geometry import MLAGeometry, RowShape
+from mlakit.model.geometry import MLAGeometry, RowShape
 
 # elements; torch copies a slice of 2**15 with one thread, and slices just below that gain less
 GATHER_ELEMENTS = 2**14

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mlakit.checks import Dims
+from mlakit.dispatch.checks import Dims
 
 SKIPPED = -1
 """The slot of a row that is not written; engines pad their slot mappings with it."""

@@ -44,7 +44,7 @@ class Release:
 
     def check(self) -> None:
         """Raise UnsupportedError if the integration cannot serve."""
-        from mlakit.checks import UnsupportedError  # imports torch
+        from mlakit.dispatch.checks import UnsupportedError  # imports torch
 
         if refusal := self.why_not():
             raise UnsupportedError(refusal)

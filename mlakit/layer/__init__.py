@@ -1,6 +1,6 @@
 """One attention layer as a module: from hidden states to hidden states over a paged cache.
 
-attention.py   MLAAttention: projections, norms, the steps of `mlakit.branches`
+attention.py   MLAAttention: projections, norms, the steps of `mlakit.steps`
 indexer.py     LightningIndexer of DeepSeek-V3.2
 config.py      LayerConfig: what a model's config says of one layer
 linear.py      linear maps of float or block-FP8 weights, RMSNorm

@@ -10,22 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from mlakit.autocast import without_autocast
-from mlakit.branches import (
-    CachedBatch,
-    IndexInputs,
-    LayerWeights,
-    StepPlan,
-    decode_branch,
-    mla_step,
-    plan_step,
-    sparse_step,
-)
-from mlakit.branches.side_stream import MAX_SIDE_TOKENS, SideStreams
 from mlakit.cache import PagedLatentCache, token_positions
-from mlakit.checks import Dims, values_visible
+from mlakit.dispatch.autocast import without_autocast
+from mlakit.dispatch.checks import Dims, values_visible
+from mlakit.dispatch.knobs import Backend
 from mlakit.formats import Format
-from mlakit.knobs import Backend
 from mlakit.layer.config import LayerConfig
 from mlakit.layer.indexer import LightningIndexer
 from mlakit.layer.linear import Activations, Linear, RMSNorm
@@ -38,6 +27,17 @@ from mlakit.parallel import (
 )
 from mlakit.parallel.groups import are_heads_sharded, group_rank
 from mlakit.plan import DecodePlan, DecodePlanTensors, EvenSplit
+from mlakit.steps import (
+    CachedBatch,
+    IndexInputs,
+    LayerWeights,
+    StepPlan,
+    decode_branch,
+    mla_step,
+    plan_step,
+    sparse_step,
+)
+from mlakit.steps.side_stream import MAX_SIDE_TOKENS, SideStreams
 
 NAME = "MLAAttention"
 AnyPlan = StepPlan | DecodePlan | DecodePlanTensors | EvenSplit

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from mlakit.checks import E4M3, FLOATS, Dims
+from mlakit.dispatch.checks import E4M3, FLOATS, Dims
 from mlakit.layer.attention import MLAAttention
 from mlakit.layer.config import LayerConfig
 from mlakit.layer.indexer import KeyNorm
 from mlakit.layer.linear import Float32Linear, Linear, frozen
-from mlakit.model_config import read_config
-from mlakit.weights import BLOCK
+from mlakit.model.config import read_config
+from mlakit.steps.weights import BLOCK
 
 NAME = "load_safetensors"
 MODEL_FILE = "model.safetensors"

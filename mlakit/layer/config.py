@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from mlakit.checks import Dims
-from mlakit.geometry import MLAGeometry, Rope
-from mlakit.model_config import ConfigFields, config_path, read_config
-from mlakit.releases import ALIASES, RELEASES
+from mlakit.dispatch.checks import Dims
+from mlakit.model.config import ConfigFields, config_path, read_config
+from mlakit.model.geometry import MLAGeometry, Rope
+from mlakit.model.releases import ALIASES, RELEASES
 
 NORM_EPSILON = 1e-6
 """Of the norms of the query's and the key's latents in DeepSeek's code and in transformers, also

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from mlakit.checks import E4M3, FLOATS
+from mlakit.dispatch.checks import E4M3, FLOATS
 from mlakit.layer.attention import MLAAttention
 from mlakit.layer.config import LayerConfig
 

@@ -9,18 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mlakit.autocast import without_autocast
-from mlakit.branches import CachedBatch, IndexInputs, LayerWeights
-from mlakit.branches.sparse import append_index_keys
 from mlakit.cache import PagedLatentCache
-from mlakit.checks import FLOATS, Dims
+from mlakit.dispatch.autocast import without_autocast
+from mlakit.dispatch.checks import FLOATS, Dims
+from mlakit.dispatch.knobs import Backend
 from mlakit.formats import Format
-from mlakit.geometry import RowShape
-from mlakit.knobs import Backend
 from mlakit.layer.config import NORM_EPSILON, LayerConfig
 from mlakit.layer.linear import Activations, Float32Linear, Linear, frozen, keep_dtype
 from mlakit.layer.rotary import RopeTable
+from mlakit.model.geometry import RowShape
 from mlakit.ops import quantize_fp8
+from mlakit.steps import CachedBatch, IndexInputs, LayerWeights
+from mlakit.steps.sparse import append_index_keys
 
 NAME = "LightningIndexer"
 

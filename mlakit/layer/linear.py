@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mlakit.checks import E4M3
-from mlakit.knobs import Backend
+from mlakit.dispatch.checks import E4M3
+from mlakit.dispatch.knobs import Backend
 from mlakit.ops import quantize_fp8, scaled_mm_fp8
-from mlakit.weights import BLOCK
+from mlakit.steps.weights import BLOCK
 
 
 class Activations:

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mlakit.branches import LayerWeights
-from mlakit.weight_copies import WeightCopies, WeightCopy, identity
-from mlakit.weights import UpProjection
+from mlakit.steps import LayerWeights
+from mlakit.steps.weight_copies import WeightCopies, WeightCopy, identity
+from mlakit.steps.weights import UpProjection
 
 if TYPE_CHECKING:
     from mlakit.layer.attention import MLAAttention

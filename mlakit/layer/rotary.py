@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from mlakit.cache import PagedLatentCache
-from mlakit.geometry import MLAGeometry, Rope, RopeParameters, RowShape
-from mlakit.knobs import Backend
+from mlakit.dispatch.knobs import Backend
+from mlakit.model.geometry import MLAGeometry, Rope, RopeParameters, RowShape
+from mlakit.model.rope import check_rope, rope_table
 from mlakit.ops import norm_rope_quant_append
-from mlakit.rope import check_rope, rope_table
 
 
 class _Nowhere(NamedTuple):

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from mlakit.cache import UNSHARDED, CacheLayer, KVShard, PagedLatentCache, PageTable
-from mlakit.checks import E4M3, FLOATS, Dims, values_visible
-from mlakit.masks import Mask
+from mlakit.dispatch.checks import E4M3, FLOATS, Dims, values_visible
+from mlakit.kernels import workspace
+from mlakit.model.masks import Mask
 from mlakit.ops._one_query_each import one_query_each
-from mlakit.replay import workspace
 
 INTEGERS = (torch.int32, torch.int64)
 

@@ -1,8 +1,8 @@
 """Registration with torch.library, and how objects travel through an op that takes tensors only.
 
 Each public function has one body that validates, selects, allocates and launches; `@op` stands
-above it. Called eagerly with plain tensors it runs, or its launches are replayed (`mlakit.replay`):
-going through the dispatcher would cost a decode call microseconds and give nothing. Under
+above it. Called eagerly with plain tensors it runs, or its launches are replayed
+(`launch_cache`): going through the dispatcher would cost a decode call microseconds. Under
 torch.compile, under a dispatch mode (fake tensors, make_fx) and with tensors that are not plain
 (wrapper subclasses, such as the result of a functional collective) the call goes to
 `torch.ops.mlakit.<name>`, whose implementation unpacks its tensors, numbers and strings and runs
@@ -12,7 +12,7 @@ There are no derivatives. Backward mode is refused before a body runs. Forward m
 are refused by the dispatcher's keys for them, where the tensors of each nested transform of
 torch.func appear: a kernel below would get plain tensors, and its results would have no tangents.
 
-A body takes a record of `mlakit.arguments`. The types of its fields say how they are packed.
+A body takes a record of `kernels.arguments`. The types of its fields say how they are packed.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
-from mlakit.arguments import Splits, WrittenLayer
-from mlakit.autocast import without_autocast
 from mlakit.cache import CacheLayer, KVShard, PageTable
+from mlakit.dispatch.autocast import without_autocast
 from mlakit.formats import row_codec
-from mlakit.geometry import RowShape
-from mlakit.masks import Mask
+from mlakit.kernels.arguments import Splits, WrittenLayer
+from mlakit.launch_cache.calls import RecordedCalls, is_intercepted
+from mlakit.model.geometry import RowShape
+from mlakit.model.masks import Mask
 from mlakit.ops._refusals import (
     refuse_grad,
     refuse_lazy_signs,
@@ -42,7 +43,6 @@ from mlakit.ops._refusals import (
     requires_grad,
 )
 from mlakit.plan import DecodePlanTensors, EvenSplit
-from mlakit.replay.calls import RecordedCalls, is_intercepted
 
 Results: TypeAlias = tuple[Tensor, ...]
 
@@ -153,7 +153,7 @@ R = TypeVar("R", bound=Results)
 def op(name: str, *, fake: Callable[[Any], Results]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Makes a public op of a body; it is called as the body is.
 
-    The body takes a record of `mlakit.arguments`, then the results, each given or None:
+    The body takes a record of `mlakit.kernels.arguments`, then the results, each given or None:
     body(arguments, *results) -> results. It validates, selects, allocates and launches.
 
     fake  fake(arguments) -> new tensors in the shapes and dtypes of the results

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mlakit.replay import workspace
+from mlakit.kernels import workspace
 
 MIN_SIZE = 1024
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from mlakit.cache import CacheLayer
-from mlakit.checks import UnsupportedError
-from mlakit.replay.plain import has_plain_memory
+from mlakit.dispatch.checks import UnsupportedError
+from mlakit.launch_cache.plain import has_plain_memory
 
 
 def refuse_grad(op: str, **arguments: Any) -> None:

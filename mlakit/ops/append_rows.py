@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mlakit import dispatch
-from mlakit.arguments import AppendRowsArguments
 from mlakit.cache import PagedLatentCache
 from mlakit.cache.slot_checks import (
     SKIPPED,
     check_slot_values,
     check_slots_unique,
 )
-from mlakit.checks import FLOATS, Dims, values_visible
-from mlakit.knobs import Backend
+from mlakit.dispatch import selection
+from mlakit.dispatch.checks import FLOATS, Dims, values_visible
+from mlakit.dispatch.knobs import Backend
+from mlakit.dispatch.specs import Problem, device_facts
+from mlakit.kernels.arguments import AppendRowsArguments
 from mlakit.ops._checks import INTEGERS, check_layer
 from mlakit.ops._library import op
-from mlakit.specs import Problem, device_facts
 
 NAME = "append_rows"
 
@@ -89,5 +89,5 @@ def _append_rows(a: AppendRowsArguments) -> tuple[()]:
         page_size=a.layer.page_size,
         row=row,
     )
-    dispatch.select(NAME, problem, a.backend).launch(a)
+    selection.select(NAME, problem, a.backend).launch(a)
     return ()

@@ -7,12 +7,13 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from mlakit import dispatch
-from mlakit.arguments import DecodeArguments, DecodePlanArguments, Splits
 from mlakit.cache import UNSHARDED, CacheLayer, KVShard, PagedLatentCache, PageTable
-from mlakit.checks import Dims
-from mlakit.knobs import Backend, DecodeKernel
-from mlakit.masks import CAUSAL, Mask
+from mlakit.dispatch import selection
+from mlakit.dispatch.checks import Dims
+from mlakit.dispatch.knobs import Backend, DecodeKernel
+from mlakit.dispatch.specs import Problem, Use, device_facts, num_sms
+from mlakit.kernels.arguments import DecodeArguments, DecodePlanArguments, Splits
+from mlakit.model.masks import CAUSAL, Mask
 from mlakit.ops._checks import (
     as_shard,
     check_absorbed_query,
@@ -31,7 +32,6 @@ from mlakit.ops._checks import (
 )
 from mlakit.ops._library import op
 from mlakit.plan import DecodePlan, DecodePlanTensors, EvenSplit
-from mlakit.specs import Problem, Use, device_facts, num_sms
 
 NAME = "mla_decode"
 
@@ -146,7 +146,7 @@ def _decode(a: DecodeArguments, out: Tensor | None, lse: Tensor | None) -> tuple
         _uses(a, q_latent, q_rope),
         is_batch_invariant=_is_batch_invariant(a),
     )
-    dispatch.select(NAME, problem, a.backend).launch(checked, out, lse)
+    selection.select(NAME, problem, a.backend).launch(checked, out, lse)
     return out, lse
 
 

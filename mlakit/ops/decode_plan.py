@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mlakit import dispatch
-from mlakit.arguments import DecodePlanArguments
 from mlakit.cache import PagedLatentCache, PageTable
-from mlakit.checks import FLOATS, Dims, UnsupportedError
-from mlakit.knobs import Backend, DecodeKernel
-from mlakit.masks import CAUSAL, Mask
+from mlakit.dispatch import selection
+from mlakit.dispatch.checks import FLOATS, Dims, UnsupportedError
+from mlakit.dispatch.knobs import Backend, DecodeKernel
+from mlakit.kernels.arguments import DecodePlanArguments
+from mlakit.launch_cache.calls import made_current
+from mlakit.launch_cache.plain import has_plain_memory
+from mlakit.model.masks import CAUSAL, Mask
 from mlakit.ops._checks import (
     as_shard,
     check_kv_lens,
@@ -23,8 +25,6 @@ from mlakit.ops._checks import (
 from mlakit.ops.decode import NAME as PLANNED_OP
 from mlakit.ops.decode import decode_problem
 from mlakit.plan import DecodePlanTensors
-from mlakit.replay.calls import made_current
-from mlakit.replay.plain import has_plain_memory
 
 NAME = "plan_mla_decode"
 
@@ -99,7 +99,7 @@ def plan_mla_decode(
         dtype=dtype,
         out=out,
     )
-    spec = dispatch.select(PLANNED_OP, decode_problem(arguments), backend)
+    spec = selection.select(PLANNED_OP, decode_problem(arguments), backend)
     with made_current(kv_lens.device):
         plan: DecodePlanTensors = spec.plan(arguments)
     return plan

@@ -7,13 +7,13 @@ from math import inf
 import torch
 from torch import Tensor
 
-from mlakit import dispatch
-from mlakit.arguments import QuantizeArguments, ScaledMatmulArguments
-from mlakit.checks import E4M3, FLOATS, Dims
-from mlakit.knobs import Backend
+from mlakit.dispatch import selection
+from mlakit.dispatch.checks import E4M3, FLOATS, Dims
+from mlakit.dispatch.knobs import Backend
+from mlakit.dispatch.specs import Problem, device_facts
+from mlakit.kernels.arguments import QuantizeArguments, ScaledMatmulArguments
 from mlakit.ops._checks import check_result
 from mlakit.ops._library import op
-from mlakit.specs import Problem, device_facts
 
 QUANTIZE = "quantize_fp8"
 MATMUL = "scaled_mm_fp8"
@@ -116,7 +116,7 @@ def _quantize(
     scales = check_result(dims, "scales", scales, *batch, "groups", "padded M", dtype=torch.float32)
     problem = Problem(*device_facts(x.device), dtype=str(x.dtype))
     checked = args._replace(group=group, scale_ub=float(args.scale_ub))
-    dispatch.select(QUANTIZE, problem, args.backend).launch(checked, out, scales)
+    selection.select(QUANTIZE, problem, args.backend).launch(checked, out, scales)
     return out, scales
 
 
@@ -153,5 +153,5 @@ def _scaled_mm(args: ScaledMatmulArguments, out: Tensor | None) -> tuple[Tensor]
     out = check_result(dims, "out", out, *batch, "M", "N", dtype=args.out_dtype)
     problem = Problem(*device_facts(a.device), dtype=str(args.out_dtype))
     checked = args._replace(n_group=n_group, k_group=k_group)
-    dispatch.select(MATMUL, problem, args.backend).launch(checked, out)
+    selection.select(MATMUL, problem, args.backend).launch(checked, out)
     return (out,)

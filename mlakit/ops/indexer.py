@@ -7,12 +7,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mlakit import dispatch
-from mlakit.arguments import LogitsArguments, TopkArguments
 from mlakit.cache import CacheLayer, PagedLatentCache, PageTable
-from mlakit.checks import E4M3, FLOATS, Dims, values_visible
-from mlakit.knobs import Backend
-from mlakit.masks import CAUSAL, Mask
+from mlakit.dispatch import selection
+from mlakit.dispatch.checks import E4M3, FLOATS, Dims, values_visible
+from mlakit.dispatch.knobs import Backend
+from mlakit.dispatch.specs import Problem, Use, device_facts
+from mlakit.kernels.arguments import LogitsArguments, TopkArguments
+from mlakit.model.masks import CAUSAL, Mask
 from mlakit.ops._checks import (
     INTEGERS,
     check_kv_lens,
@@ -26,7 +27,6 @@ from mlakit.ops._checks import (
     lie_evenly,
 )
 from mlakit.ops._library import op
-from mlakit.specs import Problem, Use, device_facts
 
 LOGITS = "indexer_logits"
 TOPK = "indexer_topk"
@@ -124,7 +124,7 @@ def _logits(a: LogitsArguments, out: Tensor | None) -> tuple[Tensor]:
     dims = Dims(LOGITS)
     a = check_scoring(dims, a)
     out = check_result(dims, "out", out, "tokens", "columns", dtype=torch.float32)
-    dispatch.select(LOGITS, logits_problem(a.q, a.layer, a.page_table, a.mask), a.backend).launch(
+    selection.select(LOGITS, logits_problem(a.q, a.layer, a.page_table, a.mask), a.backend).launch(
         a, out
     )
     return (out,)
@@ -206,5 +206,5 @@ def _topk(a: TopkArguments, out: Tensor | None) -> tuple[Tensor]:
                 dims.lengths(name, bounds, dims["columns"], "the columns of logits")
     out = check_result(dims, "out", out, "tokens", "k", dtype=torch.int32)
     problem = Problem(*device_facts(a.logits.device), dtype=str(a.logits.dtype))
-    dispatch.select(TOPK, problem, a.backend).launch(a, out)
+    selection.select(TOPK, problem, a.backend).launch(a, out)
     return (out,)

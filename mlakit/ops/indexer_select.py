@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mlakit import dispatch
-from mlakit.arguments import LogitsArguments, SelectArguments, SelectBlockArguments, filled
 from mlakit.cache import PagedLatentCache, PageTable
-from mlakit.checks import Dims
-from mlakit.knobs import Backend
-from mlakit.masks import CAUSAL, Mask
+from mlakit.dispatch import selection
+from mlakit.dispatch.checks import Dims
+from mlakit.dispatch.knobs import Backend
+from mlakit.kernels import workspace
+from mlakit.kernels.arguments import LogitsArguments, SelectArguments, SelectBlockArguments, filled
+from mlakit.model.masks import CAUSAL, Mask
 from mlakit.ops._checks import check_layer, check_mask, check_result
 from mlakit.ops._library import op
 from mlakit.ops.indexer import LOGITS, check_scoring, logits_problem, table_capacity
-from mlakit.replay import workspace
 
 NAME = "indexer_select"
 MAX_SCORE_BYTES = 256 * 2**20
@@ -87,9 +87,9 @@ def _select(a: SelectArguments, out: Tensor | None) -> tuple[Tensor]:
     out = check_result(dims, "out", out, "tokens", "k", dtype=torch.int32)
     problem = logits_problem(a.q, a.layer, a.page_table, a.mask)
     # a backend that only has kernels for scores leaves the selection to others
-    scores_only = a.backend in dispatch.BACKENDS and a.backend not in dispatch.backends(NAME)
-    select = dispatch.select(NAME, problem, "auto" if scores_only else a.backend)
-    score = dispatch.select(LOGITS, problem, a.backend)
+    scores_only = a.backend in selection.BACKENDS and a.backend not in selection.backends(NAME)
+    select = selection.select(NAME, problem, "auto" if scores_only else a.backend)
+    score = selection.select(LOGITS, problem, a.backend)
 
     starts = filled(scoring.q_starts)
     scores = workspace.scratch(

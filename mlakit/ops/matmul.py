@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mlakit import dispatch
-from mlakit.arguments import BatchedMatmulArguments
-from mlakit.checks import E4M3, FLOATS, Dims
-from mlakit.knobs import Backend
+from mlakit.dispatch import selection
+from mlakit.dispatch.checks import E4M3, FLOATS, Dims
+from mlakit.dispatch.knobs import Backend
+from mlakit.dispatch.specs import Problem, device_facts
+from mlakit.kernels.arguments import BatchedMatmulArguments
 from mlakit.ops._checks import check_result
 from mlakit.ops._library import op
-from mlakit.specs import Problem, device_facts
 
 NAME = "batched_matmul"
 
@@ -41,5 +41,5 @@ def _matmul(args: BatchedMatmulArguments, out: Tensor | None) -> tuple[Tensor]:
     dtype = args.a.dtype if out is None else out.dtype
     out = check_result(dims, "out", out, "batch", "M", "N", dtype=dtype)
     problem = Problem(*device_facts(args.a.device), dtype=str(args.a.dtype))
-    dispatch.select(NAME, problem, args.backend).launch(args, out)
+    selection.select(NAME, problem, args.backend).launch(args, out)
     return (out,)

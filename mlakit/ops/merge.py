@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from mlakit import dispatch
-from mlakit.arguments import MergeArguments
-from mlakit.checks import FLOATS, Dims
-from mlakit.knobs import Backend
+from mlakit.dispatch import selection
+from mlakit.dispatch.checks import FLOATS, Dims
+from mlakit.dispatch.knobs import Backend
+from mlakit.dispatch.specs import Problem, device_facts
+from mlakit.kernels.arguments import MergeArguments
 from mlakit.ops._checks import check_result, check_sink
 from mlakit.ops._library import op
-from mlakit.specs import Problem, device_facts
 
 NAME = "merge_states"
 
@@ -72,5 +72,5 @@ def _merge(a: MergeArguments, out: Tensor | None, lse: Tensor | None) -> tuple[T
     out = check_result(dims, "out", out, *axes, dtype=dtype)
     lse = check_result(dims, "lse", lse, *axes[:2], dtype=torch.float32)
     problem = Problem(*device_facts(dims.device), dtype=str(out.dtype), heads=dims["heads"])
-    dispatch.select(NAME, problem, a.backend).launch(a, out, lse)
+    selection.select(NAME, problem, a.backend).launch(a, out, lse)
     return out, lse

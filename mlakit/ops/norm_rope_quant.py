@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlakit import dispatch
-from mlakit.arguments import AppendArguments
 from mlakit.cache import UNSHARDED, PagedLatentCache, PageTable
 from mlakit.cache.slot_checks import SKIPPED, check_slots_unique
-from mlakit.checks import E4M3, FLOATS, Dims, values_visible
-from mlakit.geometry import ROPES, Rope
-from mlakit.knobs import Backend
+from mlakit.dispatch import selection
+from mlakit.dispatch.checks import E4M3, FLOATS, Dims, values_visible
+from mlakit.dispatch.knobs import Backend
+from mlakit.dispatch.specs import Problem, device_facts
+from mlakit.kernels.arguments import AppendArguments
+from mlakit.model.geometry import ROPES, Rope
 from mlakit.ops._checks import (
     INTEGERS,
     as_shard,
@@ -27,7 +28,6 @@ from mlakit.ops._checks import (
     check_used_rows,
 )
 from mlakit.ops._library import op
-from mlakit.specs import Problem, device_facts
 
 NAME = "norm_rope_quant_append"
 
@@ -149,7 +149,7 @@ def _append(a: AppendArguments, q_rope_out: Tensor | None) -> tuple[Tensor]:
         row=row,
     )
     checked = a._replace(q_starts=starts, epsilon=float(a.epsilon))
-    dispatch.select(NAME, problem, a.backend).launch(checked, q_rope_out)
+    selection.select(NAME, problem, a.backend).launch(checked, q_rope_out)
     return (q_rope_out,)
 
 

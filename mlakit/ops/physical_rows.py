@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mlakit import dispatch
-from mlakit.arguments import PhysicalRowsArguments
 from mlakit.cache import PageTable
-from mlakit.checks import Dims
-from mlakit.knobs import Backend
+from mlakit.dispatch import selection
+from mlakit.dispatch.checks import Dims
+from mlakit.dispatch.knobs import Backend
+from mlakit.dispatch.specs import Problem, device_facts
+from mlakit.kernels.arguments import PhysicalRowsArguments
 from mlakit.ops._checks import INTEGERS, check_padded_starts, check_page_table, check_result
 from mlakit.ops._library import op
-from mlakit.specs import Problem, device_facts
 
 NAME = "physical_rows"
 
@@ -67,5 +67,5 @@ def _physical_rows(a: PhysicalRowsArguments, out: Tensor | None) -> tuple[Tensor
     check_page_table(dims, a.page_table, batch, source="the requests of the queries")
     out = check_result(dims, "out", out, "queries", "topk", dtype=torch.int32)
     problem = Problem(*device_facts(a.tokens.device), dtype=str(a.tokens.dtype))
-    dispatch.select(NAME, problem, a.backend).launch(a._replace(page_size=page_size), out)
+    selection.select(NAME, problem, a.backend).launch(a._replace(page_size=page_size), out)
     return (out,)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mlakit import dispatch
-from mlakit.arguments import PrefillArguments
-from mlakit.checks import E4M3, FLOATS, Dims
+from mlakit.dispatch import selection
+from mlakit.dispatch.checks import E4M3, FLOATS, Dims
+from mlakit.dispatch.knobs import Backend
+from mlakit.dispatch.specs import Problem, Use, device_facts
 from mlakit.formats import SCALE_BLOCK
-from mlakit.knobs import Backend
-from mlakit.masks import CAUSAL, Mask
+from mlakit.kernels.arguments import PrefillArguments
+from mlakit.model.masks import CAUSAL, Mask
 from mlakit.ops._checks import INTEGERS, check_mask, check_result, check_sink, result_dtype
 from mlakit.ops._library import op
 from mlakit.plan import PrefillPlan
-from mlakit.specs import Problem, Use, device_facts
 
 NAME = "mla_prefill"
 TMA_BYTES = 16  # addresses, pitches and first columns of TMA tiles are multiples of it
@@ -131,7 +131,7 @@ def _prefill(a: PrefillArguments, out: Tensor | None, lse: Tensor | None) -> tup
     problem = prefill_problem(
         a.q, a.k_nope, a.k_rope, a.v, mask=a.mask, has_alibi=a.alibi_slopes is not None
     )
-    dispatch.select(NAME, problem, a.backend).launch(a, out, lse)
+    selection.select(NAME, problem, a.backend).launch(a, out, lse)
     return out, lse
 
 

@@ -8,11 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mlakit import dispatch
-from mlakit.arguments import SparseArguments
 from mlakit.cache import PagedLatentCache
-from mlakit.checks import Dims
-from mlakit.knobs import Backend
+from mlakit.dispatch import selection
+from mlakit.dispatch.checks import Dims
+from mlakit.dispatch.knobs import Backend
+from mlakit.dispatch.reprs import shapes_repr
+from mlakit.dispatch.specs import Problem, Use, device_facts, num_sms
+from mlakit.kernels.arguments import SparseArguments
 from mlakit.ops._checks import (
     check_absorbed_query,
     check_layer,
@@ -23,8 +25,6 @@ from mlakit.ops._checks import (
 )
 from mlakit.ops._library import op
 from mlakit.plan import EvenSplit
-from mlakit.reprs import shapes_repr
-from mlakit.specs import Problem, Use, device_facts, num_sms
 
 NAME = "sparse_mla"
 
@@ -147,7 +147,7 @@ def _sparse(
         num_tokens=a.q.shape[0],
         num_sms=num_sms(a.q.device),
     )
-    dispatch.select(NAME, problem, a.backend).launch(
+    selection.select(NAME, problem, a.backend).launch(
         a._replace(softmax_scale=scale), out, lse, max_logits
     )
     return out, lse, max_logits

@@ -8,10 +8,9 @@ from typing import NamedTuple
 from torch import Tensor
 from torch import distributed as dist
 
-from mlakit.branches import LayerWeights
 from mlakit.cache import KVShard
-from mlakit.checks import Dims
-from mlakit.knobs import Backend
+from mlakit.dispatch.checks import Dims
+from mlakit.dispatch.knobs import Backend
 from mlakit.ops._checks import check_shard
 from mlakit.parallel.groups import gather_over_ranks, group_rank
 from mlakit.parallel.merge import (
@@ -20,6 +19,7 @@ from mlakit.parallel.merge import (
     check_method,
     merge_over_ranks,
 )
+from mlakit.steps import LayerWeights
 
 
 class ContextGroup(NamedTuple):

@@ -9,18 +9,18 @@ from __future__ import annotations
 from torch import Tensor
 from torch import distributed as dist
 
-from mlakit.branches import CachedBatch, LayerWeights
-from mlakit.branches.batch import append_tokens
-from mlakit.branches.checks import check_step, select_kernels
-from mlakit.branches.decode import absorb, check_absorbed_attention
-from mlakit.checks import Dims
-from mlakit.knobs import Backend
-from mlakit.masks import CAUSAL, Mask
+from mlakit.dispatch.checks import Dims
+from mlakit.dispatch.knobs import Backend
+from mlakit.model.masks import CAUSAL, Mask
 from mlakit.ops import mla_decode, sparse_mla
 from mlakit.ops._checks import check_mask, check_sink
 from mlakit.parallel.context import ContextGroup
 from mlakit.parallel.merge import MergeMethod
 from mlakit.plan import DecodePlan, DecodePlanTensors, EvenSplit
+from mlakit.steps import CachedBatch, LayerWeights
+from mlakit.steps.batch import append_tokens
+from mlakit.steps.checks import check_step, select_kernels
+from mlakit.steps.decode import absorb, check_absorbed_attention
 
 NAME = "context_parallel_decode"
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from mlakit.checks import FLOATS, Dims
-from mlakit.knobs import Backend
+from mlakit.dispatch.checks import FLOATS, Dims
+from mlakit.dispatch.knobs import Backend
 from mlakit.ops import merge_states
 from mlakit.ops._refusals import refuse_grad
 from mlakit.parallel.buffers import Partials

@@ -9,14 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mlakit import dispatch
-from mlakit.branches import CachedBatch, IndexInputs
 from mlakit.cache import KVShard, token_positions
-from mlakit.knobs import Backend
-from mlakit.masks import NULL
+from mlakit.dispatch import selection
+from mlakit.dispatch.knobs import Backend
+from mlakit.model.masks import NULL
 from mlakit.ops import indexer_logits, indexer_topk, physical_rows
 from mlakit.parallel.context import ContextGroup
 from mlakit.parallel.groups import gather_over_ranks
+from mlakit.steps import CachedBatch, IndexInputs
 
 NO_TOKEN = torch.iinfo(torch.int32).max  # sorts after all tokens
 
@@ -115,4 +115,4 @@ def local_counts(num_tokens: Tensor, shard: KVShard) -> Tensor:
 
 def _topk_backend(backend: Backend) -> Backend:
     """A backend that only has kernels for scores leaves the selection to others."""
-    return backend if backend == "auto" or backend in dispatch.backends("indexer_topk") else "auto"
+    return backend if backend == "auto" or backend in selection.backends("indexer_topk") else "auto"

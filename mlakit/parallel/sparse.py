@@ -6,14 +6,9 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from mlakit.branches import CachedBatch, IndexInputs, LayerWeights
-from mlakit.branches.batch import append_tokens
-from mlakit.branches.checks import check_step, select_kernels
-from mlakit.branches.decode import absorb, check_absorbed_attention
-from mlakit.branches.sparse import append_index_keys, check_index, select_index_kernels
-from mlakit.checks import Dims
-from mlakit.knobs import Backend
-from mlakit.masks import CAUSAL, NULL
+from mlakit.dispatch.checks import Dims
+from mlakit.dispatch.knobs import Backend
+from mlakit.model.masks import CAUSAL, NULL
 from mlakit.ops import sparse_mla
 from mlakit.ops._checks import check_result
 from mlakit.ops.indexer import table_capacity
@@ -22,6 +17,11 @@ from mlakit.parallel.context import ContextGroup
 from mlakit.parallel.merge import MergeMethod
 from mlakit.parallel.select import select_over_ranks
 from mlakit.plan import EvenSplit
+from mlakit.steps import CachedBatch, IndexInputs, LayerWeights
+from mlakit.steps.batch import append_tokens
+from mlakit.steps.checks import check_step, select_kernels
+from mlakit.steps.decode import absorb, check_absorbed_attention
+from mlakit.steps.sparse import append_index_keys, check_index, select_index_kernels
 
 NAME = "context_parallel_sparse_step"
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mlakit.autocast import without_autocast
+from mlakit.dispatch.autocast import without_autocast
 
 
 @without_autocast

@@ -11,7 +11,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-from mlakit.autocast import without_autocast
+from mlakit.dispatch.autocast import without_autocast
 from mlakit.formats import E4M3_MAX, saturating_cast
 
 E4M3 = torch.float8_e4m3fn

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mlakit.autocast import without_autocast
+from mlakit.dispatch.autocast import without_autocast
 
 SMALLEST_ACCUMULATOR = 2.0**-100
 ZERO_EXPONENT = -100  # below every exponent

@@ -8,8 +8,8 @@ from math import inf, isnan
 import torch
 from torch import Tensor
 
-from mlakit.autocast import without_autocast
-from mlakit.masks import CAUSAL, Mask
+from mlakit.dispatch.autocast import without_autocast
+from mlakit.model.masks import CAUSAL, Mask
 
 
 @without_autocast

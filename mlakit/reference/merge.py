@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mlakit.autocast import without_autocast
+from mlakit.dispatch.autocast import without_autocast
 
 
 @without_autocast

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from mlakit.autocast import without_autocast
+from mlakit.dispatch.autocast import without_autocast
 from mlakit.formats import saturating_cast
-from mlakit.geometry import Rope
+from mlakit.model.geometry import Rope
 
 
 @without_autocast

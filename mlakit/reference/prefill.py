@@ -8,8 +8,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from mlakit.autocast import without_autocast
-from mlakit.masks import CAUSAL, Mask
+from mlakit.dispatch.autocast import without_autocast
+from mlakit.model.masks import CAUSAL, Mask
 from mlakit.reference.softmax import attention_weights
 
 

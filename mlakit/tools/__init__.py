@@ -1,1 +1,1 @@
-"""Tools of the people who work on mlakit's kernels: nothing here is part of a release."""
+"""What people run: the command line, benchmarks, checks, and the emulator of kernels."""

@@ -17,11 +17,11 @@ from links import api_entries, linked
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from mlakit import bench, cli, knobs
-from mlakit.architectures import arch_name
-from mlakit.bench import peers
-from mlakit.geometry import PRESETS, RopeParameters
-from mlakit.support import table
+from mlakit.dispatch import knobs
+from mlakit.dispatch.architectures import arch_name
+from mlakit.model.geometry import PRESETS, RopeParameters
+from mlakit.tools import bench, cli, support
+from mlakit.tools.bench import peers
 
 HELP_COLUMNS = 88  # the width of a page
 SUITE = re.compile(r"The suite `([a-z0-9-]+)`: ")
@@ -91,14 +91,14 @@ def knob_table() -> str:
 
 def support_table() -> str:
     """The table of `mlakit support`."""
-    header = ("op", "CPU", *map(arch_name, table.ARCHITECTURES))
+    header = ("op", "CPU", *map(arch_name, support.ARCHITECTURES))
     rows = (
         (f"`{row[0].op}`", *(selection.chosen or "—" for selection in row))
-        for row in table.selections()
+        for row in support.selections()
     )
-    names = ((arch_name(arch), names) for arch, names in table.ARCHITECTURES.items())
+    names = ((arch_name(arch), names) for arch, names in support.ARCHITECTURES.items())
     cards = "; ".join(f"{arch}: {cards}" for arch, cards in names)
-    return f"{markdown_table(header, rows)}\n\n{cards}. {table.NOT_RUN}."
+    return f"{markdown_table(header, rows)}\n\n{cards}. {support.NOT_RUN}."
 
 
 def _rotation(rope: RopeParameters) -> str:

@@ -1,6 +1,6 @@
 """Brings what follows from docs/data up to date, after new measurements:
 
-mlakit/cluster/h200.json   the kernel times that `mlakit plan-cluster` interpolates
+mlakit/tools/planner/h200.json   the kernel times that `mlakit plan-cluster` interpolates
 docs/scaling.md            its tables, by the commands above them
 docs/img/plots/            the chart of the page
 
@@ -17,8 +17,8 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from mlakit import cli
-from mlakit.cluster.kernel_times import FILE, SOURCES
+from mlakit.tools import cli
+from mlakit.tools.planner.kernel_times import FILE, SOURCES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "scaling.md"

@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from mlakit import reference
-from mlakit.bench import ceilings, gpu, gpu_timers, peers
-from mlakit.bench.ceilings import Ceilings
-from mlakit.bench.measure import Spread, WallClock
-from mlakit.bench.problems import (
+from mlakit.cache import PagedLatentCache, request_slots
+from mlakit.model.geometry import MLAGeometry
+from mlakit.model.masks import CAUSAL, NULL
+from mlakit.tools.bench import ceilings, gpu, gpu_timers, peers
+from mlakit.tools.bench.ceilings import Ceilings
+from mlakit.tools.bench.measure import Spread, WallClock
+from mlakit.tools.bench.problems import (
     DenseDecode,
     DensePrefill,
     IndexLogits,
@@ -20,11 +23,8 @@ from mlakit.bench.problems import (
     SparseDecode,
     SparsePrefill,
 )
-from mlakit.bench.report import LeftOut, Report, Row
-from mlakit.bench.suite import Baseline
-from mlakit.cache import PagedLatentCache, request_slots
-from mlakit.geometry import MLAGeometry
-from mlakit.masks import CAUSAL, NULL
+from mlakit.tools.bench.report import LeftOut, Report, Row
+from mlakit.tools.bench.suite import Baseline
 
 CEILINGS = Ceilings(read_gb_s=4000.0, copy_gb_s=3500.0, bf16_tflops=700.0, fp8_tflops=1200.0)
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlakit import knobs
-from mlakit.bench import gpu
-from mlakit.bench.peers.fetched import MODULE_PREFIX
-from mlakit.bench.problems import DenseDecode
-from mlakit.testing import shuffled_pages
+from mlakit.dispatch import knobs
+from mlakit.tools.bench import gpu
+from mlakit.tools.bench.peers.fetched import MODULE_PREFIX
+from mlakit.tools.bench.problems import DenseDecode
+from mlakit.tools.testing import shuffled_pages
 
 SCALE = 0.07
 PACKAGES = (

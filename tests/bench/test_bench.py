@@ -10,10 +10,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mlakit import cli, reference
-from mlakit.bench import cpu, environment, suite
-from mlakit.bench.cpu import WORKLOADS, Decode, Prefill
-from mlakit.bench.measure import (
+from mlakit import reference
+from mlakit.cache import request_slots
+from mlakit.tools import cli
+from mlakit.tools.bench import cpu, environment, suite
+from mlakit.tools.bench.cpu import WORKLOADS, Decode, Prefill
+from mlakit.tools.bench.measure import (
     MAX_ROUNDS,
     MIN_ROUNDS,
     Spread,
@@ -22,9 +24,8 @@ from mlakit.bench.measure import (
     rounds_within,
     time_interleaved,
 )
-from mlakit.bench.suite import Baseline, BenchmarkCase, Workload
-from mlakit.cache import request_slots
-from mlakit.testing import assert_matches
+from mlakit.tools.bench.suite import Baseline, BenchmarkCase, Workload
+from mlakit.tools.testing import assert_matches
 from tests.kernel_launchers import by_name, replace_launcher
 from tests.ops.mutations.changes import rescaled
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mlakit import cli
-from mlakit.bench import busy, command
-from mlakit.bench.busy import BusyProcesses, Step, busy_processes
+from mlakit.tools import cli
+from mlakit.tools.bench import busy, command
+from mlakit.tools.bench.busy import BusyProcesses, Step, busy_processes
 
 proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 

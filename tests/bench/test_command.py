@@ -14,10 +14,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mlakit import cli
-from mlakit.bench import GPU_SUITES, ONLY_IF_NAMED, SUITES, ceilings, gpu_timers, suite
-from mlakit.bench.measure import WallClock
-from mlakit.bench.report import INTERRUPTED, LeftOut
+from mlakit.tools import cli
+from mlakit.tools.bench import GPU_SUITES, ONLY_IF_NAMED, SUITES, ceilings, gpu_timers, suite
+from mlakit.tools.bench.measure import WallClock
+from mlakit.tools.bench.report import INTERRUPTED, LeftOut
 from tests.bench.fakes import CEILINGS, pretend_gpu, report, row
 from tests.kernel_launchers import by_name, replace_launcher
 
@@ -220,7 +220,7 @@ def test_what_cannot_be_captured_is_left_out(monkeypatch):
 
 
 def test_a_workload_too_large_is_left_out(monkeypatch):
-    from mlakit.bench.decode import Decode
+    from mlakit.tools.bench.decode import Decode
 
     def too_large(self):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 999 GiB.\nmore")
@@ -327,7 +327,7 @@ def test_charts_are_written_as_svg_and_png(stored, tmp_path):
 
 
 def test_plots_without_matplotlib_are_refused_before_the_run(stored, tmp_path, monkeypatch):
-    from mlakit.bench import drawing
+    from mlakit.tools.bench import drawing
 
     monkeypatch.setattr(drawing, "find_spec", lambda name: None)
     result = bench("--from", stored, "--plot", tmp_path / "charts")
@@ -422,7 +422,7 @@ def test_targets_are_there_while_the_work_is_done(fails, tmp_path, monkeypatch):
 
 
 def test_figures_that_are_written_stay_when_a_later_file_fails(measured, tmp_path, monkeypatch):
-    from mlakit.bench import outputs
+    from mlakit.tools.bench import outputs
 
     def broken(*_: object) -> str:
         raise RuntimeError("no page")

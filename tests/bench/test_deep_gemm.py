@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from mlakit import reference
-from mlakit.bench import correctness, gpu, indexer, peers
-from mlakit.bench.peers import deep_gemm
-from mlakit.bench.problems import IndexLogits, Problem, ScaledMatmul
 from mlakit.cache import PagedLatentCache
-from mlakit.testing import shuffled_pages
+from mlakit.tools.bench import correctness, gpu, indexer, peers
+from mlakit.tools.bench.peers import deep_gemm
+from mlakit.tools.bench.problems import IndexLogits, Problem, ScaledMatmul
+from mlakit.tools.testing import shuffled_pages
 from tests.bench.fakes import solve
 from tests.bench.peer_fakes import DEEP_GEMM, dense_decode, install, normal, pretend_gpu
 

@@ -8,16 +8,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mlakit import cli
-from mlakit.bench import layer as suite
-from mlakit.bench.gemms import Gemm
-from mlakit.bench.layer import GEMM_SUM, GEMMS_IN_A_ROW, WORKLOADS, Layer
-from mlakit.bench.layer_oracle import through_e4m3
-from mlakit.bench.report import SELECT, STAGES
-from mlakit.bench.shapes import Batch
-from mlakit.branches import sparse
 from mlakit.ops import quantize_fp8
 from mlakit.reference import dequantize_fp8
+from mlakit.steps import sparse
+from mlakit.tools import cli
+from mlakit.tools.bench import layer as suite
+from mlakit.tools.bench.gemms import Gemm
+from mlakit.tools.bench.layer import GEMM_SUM, GEMMS_IN_A_ROW, WORKLOADS, Layer
+from mlakit.tools.bench.layer_oracle import through_e4m3
+from mlakit.tools.bench.report import SELECT, STAGES
+from mlakit.tools.bench.shapes import Batch
 from tests.bench.fakes import pretend_gpu
 from tests.bench.test_suites import mutate_kernel
 
@@ -151,7 +151,7 @@ def test_kernels_of_a_dense_layer_are_checked(op, monkeypatch):
     case = small("v3", "bf16").build_case()
     case.check()
     if op == "norm_rope_quant_append":
-        monkeypatch.setattr("mlakit.branches.decode.append_tokens", lambda *a, **options: None)
+        monkeypatch.setattr("mlakit.steps.decode.append_tokens", lambda *a, **options: None)
     else:
         mutate_kernel(monkeypatch, op)
     with pytest.raises(AssertionError):

@@ -16,9 +16,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mlakit import cli, knobs
-from mlakit.bench import peers
-from mlakit.bench.peers import fetch, fetched
+from mlakit.dispatch import knobs
+from mlakit.tools import cli
+from mlakit.tools.bench import peers
+from mlakit.tools.bench.peers import fetch, fetched
 from tests.bench.peer_fakes import (
     DEEP_GEMM,
     FA3_OF_VLLM,

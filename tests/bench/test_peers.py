@@ -12,19 +12,19 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from mlakit import reference
-from mlakit.bench import gpu, peers
-from mlakit.bench.peers import eager, fa3, flash_mla, flashinfer, sdpa
-from mlakit.bench.peers.peer import Unsupported
-from mlakit.bench.problems import (
+from mlakit.formats import row_codec
+from mlakit.model.geometry import RowShape
+from mlakit.model.masks import CAUSAL, NULL
+from mlakit.tools.bench import gpu, peers
+from mlakit.tools.bench.peers import eager, fa3, flash_mla, flashinfer, sdpa
+from mlakit.tools.bench.peers.peer import Unsupported
+from mlakit.tools.bench.problems import (
     DenseDecode,
     DensePrefill,
     Problem,
     SparseDecode,
     SparsePrefill,
 )
-from mlakit.formats import row_codec
-from mlakit.geometry import RowShape
-from mlakit.masks import CAUSAL, NULL
 from tests.bench.peer_fakes import (
     FA3_OF_VLLM,
     FLASH_MLA,

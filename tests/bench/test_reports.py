@@ -9,14 +9,14 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from mlakit.bench import charts, heatmap, suite
-from mlakit.bench.ceilings import Ceilings
-from mlakit.bench.compare import compare
-from mlakit.bench.drawing import Rectangle, Text
-from mlakit.bench.measure import Spread
-from mlakit.bench.report import LeftOut, Memory, MemoryUse, Report, as_csv
-from mlakit.bench.suite import Baseline, BenchmarkCase, Workload
-from mlakit.bench.tables import left_out_lines, target_text
+from mlakit.tools.bench import charts, heatmap, suite
+from mlakit.tools.bench.ceilings import Ceilings
+from mlakit.tools.bench.compare import compare
+from mlakit.tools.bench.drawing import Rectangle, Text
+from mlakit.tools.bench.measure import Spread
+from mlakit.tools.bench.report import LeftOut, Memory, MemoryUse, Report, as_csv
+from mlakit.tools.bench.suite import Baseline, BenchmarkCase, Workload
+from mlakit.tools.bench.tables import left_out_lines, target_text
 from tests.bench.fakes import CEILINGS, around, report, row
 
 

@@ -8,13 +8,13 @@ from importlib import import_module
 import pytest
 from typer.testing import CliRunner
 
-from mlakit import cli
-from mlakit.bench.shapes import Batch, Group, Shape, product_sizes
+from mlakit.tools import cli
+from mlakit.tools.bench.shapes import Batch, Group, Shape, product_sizes
 from tests.bench.fakes import pretend_gpu
 
 
 def workloads(suite: str, text: str, **options: object):
-    module = import_module(f"mlakit.bench.{suite.replace('-', '_')}")
+    module = import_module(f"mlakit.tools.bench.{suite.replace('-', '_')}")
     return module.of_shape(Shape(text, **options))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from mlakit import cli
+from mlakit.tools import cli
 from tests.bench.fakes import around, report, row
 
 

@@ -8,9 +8,12 @@ from importlib import import_module
 import pytest
 import torch
 
-from mlakit.bench import GPU_SUITES, correctness, indexer
-from mlakit.bench.pool import LATENT_STD, ROW, SharedPool
-from mlakit.bench.problems import (
+from mlakit.cache import PagedLatentCache
+from mlakit.dispatch.specs import pretending
+from mlakit.steps import sparse
+from mlakit.tools.bench import GPU_SUITES, correctness, indexer
+from mlakit.tools.bench.pool import LATENT_STD, ROW, SharedPool
+from mlakit.tools.bench.problems import (
     DenseDecode,
     DensePrefill,
     IndexLogits,
@@ -18,14 +21,11 @@ from mlakit.bench.problems import (
     SparseDecode,
     SparsePrefill,
 )
-from mlakit.bench.report import SELECT
-from mlakit.bench.shapes import Batch
-from mlakit.bench.sparse import sampled_queries
-from mlakit.bench.sparse_step import SEPARATE_STAGES
-from mlakit.bench.suite import Workload
-from mlakit.branches import sparse
-from mlakit.cache import PagedLatentCache
-from mlakit.specs import pretending
+from mlakit.tools.bench.report import SELECT
+from mlakit.tools.bench.shapes import Batch
+from mlakit.tools.bench.sparse import sampled_queries
+from mlakit.tools.bench.sparse_step import SEPARATE_STAGES
+from mlakit.tools.bench.suite import Workload
 from tests.bench.fakes import pretend_gpu, solve
 from tests.kernel_launchers import Arguments, by_name, replace_launcher
 
@@ -94,7 +94,7 @@ RESULTS = {"prefill": 128, "prefill-grid": 128, "indexer": 200, "fp8": 256}  # c
 
 
 def workloads(suite: str) -> tuple[Workload, ...]:
-    return import_module(f"mlakit.bench.{suite.replace('-', '_')}").WORKLOADS
+    return import_module(f"mlakit.tools.bench.{suite.replace('-', '_')}").WORKLOADS
 
 
 SMALL = [

@@ -9,9 +9,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from mlakit.bench import ceilings, gpu_timers
-from mlakit.bench.measure import WallClock, time_interleaved
-from mlakit.bench.progress import suite_progress
+from mlakit.tools.bench import ceilings, gpu_timers
+from mlakit.tools.bench.measure import WallClock, time_interleaved
+from mlakit.tools.bench.progress import suite_progress
 
 
 class FakeGpu:

@@ -9,12 +9,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mlakit import cli
-from mlakit.bench import command
-from mlakit.bench import transformers as suite
-from mlakit.bench.report import Report
-from mlakit.bench.shapes import Batch
-from mlakit.bench.transformers import WORKLOADS, DecodeStep, cache_bytes
+from mlakit.tools import cli
+from mlakit.tools.bench import command
+from mlakit.tools.bench import transformers as suite
+from mlakit.tools.bench.report import Report
+from mlakit.tools.bench.shapes import Batch
+from mlakit.tools.bench.transformers import WORKLOADS, DecodeStep, cache_bytes
 from tests.bench.fakes import pretend_gpu
 
 MODELS = ("v3", "v3.2")

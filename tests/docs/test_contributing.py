@@ -87,19 +87,23 @@ def test_a_path_exists_with_its_symbols(page, path, symbols):
 
 
 def test_paths_and_symbols_are_read():
-    text = "`mlakit/plan.py` (`plan_decode`, `A.b`) and `tests/`, not `bench/x y` or `fp8`"
-    assert references(text) == [("mlakit/plan.py", ["plan_decode", "A.b"]), ("tests/", [])]
-    assert references("`mlakit/plan.py`\n(`plan_decode`)") == [("mlakit/plan.py", ["plan_decode"])]
+    text = "`mlakit/plan/decode.py` (`plan_decode`, `A.b`) and `tests/`, not `bench/x y` or `fp8`"
+    assert references(text) == [("mlakit/plan/decode.py", ["plan_decode", "A.b"]), ("tests/", [])]
+    assert references("`mlakit/plan/decode.py`\n(`plan_decode`)") == [
+        ("mlakit/plan/decode.py", ["plan_decode"])
+    ]
     assert references("```text\n`nowhere.py`\n```") == []
     assert len(REFERENCES) > 60
 
 
 def test_the_checker_sees_what_is_renamed():
-    assert missing("mlakit/masks.py", ["Mask", "Mask.interval", "KINDS"]) == []
+    assert missing("mlakit/model/masks.py", ["Mask", "Mask.interval", "KINDS"]) == []
     assert missing("mlakit/mask.py", []) == ["mlakit/mask.py"]
-    assert missing("mlakit/masks.py", ["Masque"]) == ["mlakit/masks.py: Masque"]
-    assert missing("mlakit/masks.py", ["Mask.gap"]) == ["mlakit/masks.py: Mask.gap"]
-    assert missing("mlakit/masks.py", ["Tensor"]) == ["mlakit/masks.py: Tensor"]  # imported only
+    assert missing("mlakit/model/masks.py", ["Masque"]) == ["mlakit/model/masks.py: Masque"]
+    assert missing("mlakit/model/masks.py", ["Mask.gap"]) == ["mlakit/model/masks.py: Mask.gap"]
+    assert missing("mlakit/model/masks.py", ["Tensor"]) == [
+        "mlakit/model/masks.py: Tensor"
+    ]  # imported only
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.stem)
@@ -156,8 +160,8 @@ def test_an_answer_that_names_a_module_names_what_to_look_for(question, guess, a
 
 
 def test_a_search_is_carried_out_as_git_does():
-    assert found_by("git ls-files 'mlakit/mask*'") == ["mlakit/masks.py"]
-    assert found_by("git grep -il 'ATTENTION MASKS:' -- mlakit") == ["mlakit/masks.py"]
+    assert found_by("git ls-files 'mlakit/mask*'") == ["mlakit/model/masks.py"]
+    assert found_by("git grep -il 'ATTENTION MASKS:' -- mlakit") == ["mlakit/model/masks.py"]
     assert found_by("git grep -l 'ATTENTION MASKS:' -- mlakit") == []
 
 

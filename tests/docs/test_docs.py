@@ -13,12 +13,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mlakit import cli, dispatch
 from mlakit.compat import flash_mla, modular
+from mlakit.dispatch import selection
+from mlakit.dispatch.specs import Use
 from mlakit.formats import FORMATS, PageFooterCodec, row_codec
-from mlakit.geometry import MLAGeometry, RowShape
 from mlakit.kernels.hopper import support as hopper
-from mlakit.specs import Use
+from mlakit.model.geometry import MLAGeometry, RowShape
+from mlakit.tools import cli
 from tests.docs.snippets import (
     FENCE,
     angles_by_hand,
@@ -205,14 +206,14 @@ def test_a_speed_needs_a_figure():
 
 
 def test_the_ops_that_hopper_is_said_to_have_kernels_of_are_those_it_has():
-    ops = {spec.op for spec in dispatch.SPECS if spec.backend == "hopper"}
+    ops = {spec.op for spec in selection.SPECS if spec.backend == "hopper"}
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     for text in (PAGES["backends.md"], readme):
         (devices,) = (row[1] for row in table(text, "backend") if row[0] == "hopper")
-        assert {op for op in dispatch.OPS if op in devices} == ops
+        assert {op for op in selection.OPS if op in devices} == ops
     said = PAGES["index.md"].partition("- Only four ops have kernels for one")[2]
     said = said.partition("Portable")[0]
-    assert {op for op in dispatch.OPS if f"`{op}`" in said} == ops
+    assert {op for op in selection.OPS if f"`{op}`" in said} == ops
 
 
 def test_what_the_hopper_kernel_is_said_to_take_is_what_it_takes():

@@ -7,9 +7,10 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from mlakit import cli, ops
+from mlakit import ops
 from mlakit.formats import row_codec
-from mlakit.geometry import MLAGeometry
+from mlakit.model.geometry import MLAGeometry
+from mlakit.tools import cli
 from tests.docs.snippets import (
     FENCE,
     boasts,

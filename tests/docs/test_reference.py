@@ -13,8 +13,9 @@ from links import api_entries, linked
 from torch import nn
 from typer.main import get_command
 
-from mlakit import cli, dispatch, knobs
-from mlakit.geometry import PRESETS
+from mlakit.dispatch import knobs, selection
+from mlakit.model.geometry import PRESETS
+from mlakit.tools import cli
 from tests.docs.snippets import table
 from tests.paths import ROOT
 
@@ -30,19 +31,19 @@ WHOLE_MODULES = (
     "mlakit",
     "mlakit.ops",
     "mlakit.cache",
-    "mlakit.pages",
+    "mlakit.cache.pages",
     "mlakit.plan",
-    "mlakit.masks",
-    "mlakit.geometry",
-    "mlakit.formats",
-    "mlakit.branches",
+    "mlakit.model.masks",
+    "mlakit.model.geometry",
+    "mlakit.formats.rows",
+    "mlakit.steps",
     "mlakit.layer",
     "mlakit.parallel",
-    "mlakit.weights",
+    "mlakit.steps.weights",
     "mlakit.compat.flash_mla",
     "mlakit.compat.modular",
-    "mlakit.workloads",
-    "mlakit.testing",
+    "mlakit.tools.workloads",
+    "mlakit.tools.testing",
     "mlakit.reference",
 )
 
@@ -129,7 +130,7 @@ def test_generated_tables_have_a_row_for_everything():
         if name not in ("cli", "commands", "suites")
     }
     assert rows["knobs"] == [knob.variable for knob in knobs.REGISTRY.values()]
-    assert rows["support"] == list(dispatch.OPS)
+    assert rows["support"] == list(selection.OPS)
     assert rows["models"] == list(PRESETS)
 
 

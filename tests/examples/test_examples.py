@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mlakit
-from mlakit.branches import decode_branch
+from mlakit.steps import decode_branch
 from tests.examples.scripts import FOLDER, imported, printed
 
 AGREES = "plain torch agrees\n"
@@ -112,7 +112,7 @@ def test_serving_loop_notices_wrong_tokens(broken, monkeypatch, capsys):
         monkeypatch.setattr(example, "common_prefix", lambda a, b: min(len(a), len(b)))
     else:
         wrong = last_request_halved(decode_branch)
-        monkeypatch.setattr("mlakit.branches.step.decode_branch", wrong)
+        monkeypatch.setattr("mlakit.steps.step.decode_branch", wrong)
     assert example.main(["--check", "--requests", "5"]) == 1
     assert "DIFFERENT tokens alone: r" in capsys.readouterr().out
 

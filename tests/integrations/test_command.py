@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from mlakit import cli
 from mlakit.integrations.transformers.generation import Run
+from mlakit.tools import cli
 from tests.integrations.models import SIZES, build
 
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from mlakit.bench.gpu_timers import captured
 from mlakit.integrations.transformers import patch
 from mlakit.integrations.transformers.static_cache import StaticLatentCache
+from mlakit.tools.bench.gpu_timers import captured
 from tests.integrations.models import SPARSE, build, left_padding, prompts
 from tests.integrations.test_half_precision import FACTOR, attention_outputs
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlakit import weights
 from mlakit.integrations.transformers import patch, refresh_weights, unpatch
+from mlakit.steps import weights
 from tests.integrations.models import build, prompts
 from tests.integrations.test_generate import FEW, generate
 

@@ -22,9 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mlakit.kernels.hopper.primitives import alloc_barrier, alloc_barriers
-from mlakit.kernels.triton.launch import SHARED_BYTES, Target, compiling, launch
-from mlakit.support.machine_code import assembler_log, machine_code
+from mlakit.kernels.hopper.device.primitives import alloc_barrier, alloc_barriers
+from mlakit.kernels.launch import SHARED_BYTES, Target, compiling, launch
+from mlakit.tools.compile.machine_code import assembler_log, machine_code
 
 
 @triton.jit

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from mlakit import dispatch
-from mlakit.specs import KernelSpec, pretending
-from mlakit.workloads import Case
+from mlakit.dispatch import selection
+from mlakit.dispatch.specs import KernelSpec, pretending
+from mlakit.tools.workloads import Case
 from tests.kernel_launchers import replace_launcher
 
 
@@ -27,7 +27,7 @@ def selected_kernel(monkeypatch: pytest.MonkeyPatch, case: Case, arch: int, *, n
 
     with monkeypatch.context() as patch:
         replace_launcher(patch, case.op, lambda launch: launch)  # and no replay
-        for spec in dispatch.specs(case.op):
+        for spec in selection.specs(case.op):
             patch.setitem(spec.__dict__, "launch", stop(spec))
         trial = case.trial("cpu")
         with pretending(arch, num_sms), pytest.raises(Launched):

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import triton
 
-from mlakit.support import machine_code as module
-from mlakit.support.machine_code import machine_code
+from mlakit.tools.compile import machine_code as module
+from mlakit.tools.compile.machine_code import machine_code
 from tests.paths import ROOT
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from mlakit import rope_table
-from mlakit.geometry import Rope
 from mlakit.layer import LayerConfig
+from mlakit.model.geometry import Rope
 
 
 class Oracle:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mlakit import CachedBatch, PagedLatentCache, plan_step
 from mlakit.layer import MLAAttention
-from mlakit.testing import poison, shuffled_pages
+from mlakit.tools.testing import poison, shuffled_pages
 
 PAGE = 16
 # prompts longer than a page in uneven pieces, with steps that have nothing new for one of the

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mlakit import MLAAttention
-from mlakit.testing import assert_same_bits
+from mlakit.tools.testing import assert_same_bits
 from tests.layer.checkpoints import (
     INDEX,
     SMALL,

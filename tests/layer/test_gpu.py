@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mlakit import CachedBatch, MLAAttention, plan_mla_decode, plan_step
-from mlakit.testing import assert_matches, assert_same_bits
+from mlakit.tools.testing import assert_matches, assert_same_bits
 from tests.layer.checkpoints import INDEX, SMALL, quantised, tensors
 from tests.layer.oracle import Oracle
 from tests.layer.selections import check_selection, selected_by

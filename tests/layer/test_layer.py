@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from mlakit import EvenSplit, MLAAttention, PagedLatentCache, plan_decode, plan_step, reference
-from mlakit.branches import decode_branch
-from mlakit.checks import UnsupportedError
+from mlakit.dispatch.checks import UnsupportedError
 from mlakit.layer import LayerConfig
 from mlakit.layer.indexer import hadamard_matrix
 from mlakit.layer.linear import Linear
 from mlakit.layer.rotary import RopeTable
-from mlakit.testing import assert_matches, assert_same_bits, assert_unchanged, snapshot
+from mlakit.steps import decode_branch
+from mlakit.tools.testing import assert_matches, assert_same_bits, assert_unchanged, snapshot
 from tests.layer.checkpoints import INDEX, SMALL, in_blocks, quantised, tensors
 from tests.layer.models import FAMILIES, HIDDEN
 from tests.layer.oracle import Oracle
@@ -262,7 +262,7 @@ def test_a_batch_whose_lengths_are_unknown_needs_a_plan(monkeypatch):
     server, rest = server_with(layer, inputs(lengths=[7, 9]), [(6, 8)])
     batch = server.batch([1, 1])
     want = layer(rest, batch)
-    for module in ("branches.checks", "layer.attention", "ops._checks"):
+    for module in ("steps.checks", "layer.attention", "ops._checks"):
         monkeypatch.setattr(f"mlakit.{module}.values_visible", lambda tensor: False)
     assert_same_bits("out", layer(rest, batch), want)
     more = torch.cat([rest, rest])

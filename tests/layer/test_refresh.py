@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlakit import MLAAttention, weights
-from mlakit.testing import assert_same_bits
-from mlakit.weight_copies import GPU_INTERVAL
+from mlakit import MLAAttention
+from mlakit.steps import weights
+from mlakit.steps.weight_copies import GPU_INTERVAL
+from mlakit.tools.testing import assert_same_bits
 from tests.layer.checkpoints import SMALL, quantised, tensors
 from tests.layer.serving import serve
 

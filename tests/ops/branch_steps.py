@@ -1,6 +1,6 @@
 """Steps of one layer against float64: what is appended, expanded, absorbed, attended, merged.
 
-One oracle checks both branches, the expanded form in float64 over the rows as the cache holds them:
+One oracle checks both steps, the expanded form in float64 over the rows as the cache holds them:
 that the absorbed form meets it too is the identity the library rests on. Where the FP8 product
 quantises its input, so does the oracle; nothing else in it rounds. The naive run, from which
 budgets are made, computes in float32 and rounds where the branches say they do: latents read back,
@@ -19,15 +19,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlakit import branches, masks, reference
-from mlakit.branches import CachedBatch, LayerWeights, plan_step
-from mlakit.branches.step import DECODE_THRESHOLD
+from mlakit import reference, steps
 from mlakit.cache import KVShard, PagedLatentCache, PageTable, request_slots
-from mlakit.geometry import MLAGeometry
-from mlakit.masks import CAUSAL, Mask
+from mlakit.model import masks
+from mlakit.model.geometry import MLAGeometry
+from mlakit.model.masks import CAUSAL, Mask
 from mlakit.plan import plan_context
-from mlakit.testing import assert_matches, assert_same_bits, poison, shuffled_pages
-from mlakit.weights import SCALE_UB, HeadMatrices, UpProjection
+from mlakit.steps import CachedBatch, LayerWeights, plan_step
+from mlakit.steps.step import DECODE_THRESHOLD
+from mlakit.steps.weights import SCALE_UB, HeadMatrices, UpProjection
+from mlakit.tools.testing import assert_matches, assert_same_bits, poison, shuffled_pages
 from tests.transplant import CPU, carried, device_of_calls
 
 BF16, F32, F64, E4M3 = torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn
@@ -72,10 +73,10 @@ def planned(branch: Callable[..., Tensor], make: Callable[..., Any], **names: st
     return run
 
 
-prefill_branch = planned(branches.prefill_branch, plan_context, max_context_rows="max_rows")
-decode_branch = carried(branches.decode_branch)
+prefill_branch = planned(steps.prefill_branch, plan_context, max_context_rows="max_rows")
+decode_branch = carried(steps.decode_branch)
 mla_step = planned(
-    branches.mla_step,
+    steps.mla_step,
     plan_step,
     decode_threshold="decode_threshold",
     max_context_rows="max_context_rows",

@@ -17,13 +17,14 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from mlakit import masks, ops, reference
+from mlakit import ops, reference
 from mlakit.cache import PagedLatentCache, PageTable, request_slots
 from mlakit.formats import row_codec
-from mlakit.geometry import RowShape
+from mlakit.model import masks
+from mlakit.model.geometry import RowShape
 from mlakit.ops._library import OPS, Op
 from mlakit.plan import EvenSplit, plan_decode
-from mlakit.testing import poison, shuffled_pages
+from mlakit.tools.testing import poison, shuffled_pages
 from tests.transplant import Transplant
 
 BF16, F32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from mlakit.testing import assert_same_bits
+from mlakit.tools.testing import assert_same_bits
 from tests.conftest import Place
 from tests.ops.cases import CALLS, Call
 

@@ -10,7 +10,10 @@ import mlakit
 
 PACKAGE = Path(mlakit.__file__).parent
 # commands, which have their process to themselves
-COMMANDS = {"bench", "demo", "cli.py", "doctor.py", "selfcheck.py", "support"}
+COMMANDS = tuple(
+    f"tools/{each}"
+    for each in ("bench/", "demo/", "compile/", "cli.py", "doctor.py", "check.py", "support.py")
+)
 
 
 def calls_without(keyword: str, factories: Collection[str], source: str) -> Iterator[str]:
@@ -30,8 +33,8 @@ def calls_without(keyword: str, factories: Collection[str], source: str) -> Iter
 def package_calls_without(keyword: str, factories: Collection[str]) -> dict[str, list[str]]:
     """By file of the package, its commands left out."""
     return {
-        path.relative_to(PACKAGE).as_posix(): calls
+        name: calls
         for path in sorted(PACKAGE.rglob("*.py"))
-        if path.relative_to(PACKAGE).parts[0] not in COMMANDS
+        if not (name := path.relative_to(PACKAGE).as_posix()).startswith(COMMANDS)
         and (calls := list(calls_without(keyword, factories, path.read_text(encoding="utf-8"))))
     }

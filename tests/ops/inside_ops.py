@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from mlakit.replay import calls
+from mlakit.launch_cache import calls
 
 
 @contextmanager

@@ -10,11 +10,11 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from mlakit import dispatch
-from mlakit.checks import UnsupportedError
+from mlakit.dispatch import selection
+from mlakit.dispatch.checks import UnsupportedError
+from mlakit.dispatch.specs import KernelSpec
 from mlakit.formats import FORMATS
-from mlakit.specs import KernelSpec
-from mlakit.workloads import (
+from mlakit.tools.workloads import (
     AppendCase,
     AppendRowsCase,
     BatchedMatmulCase,
@@ -30,7 +30,7 @@ from mlakit.workloads import (
     ScaledMatmulCase,
     SparseCase,
 )
-from mlakit.workloads.random_cases import CACHED, UNCACHED, Draw
+from mlakit.tools.workloads.random_cases import CACHED, UNCACHED, Draw
 
 
 class HypothesisDraw(Draw):
@@ -119,13 +119,13 @@ PROPERTIES = [
     *(
         Property(spec, cached_cases(case, format), 15, f"{spec}-{format}")
         for case in CACHED
-        for spec in dispatch.specs(case.op)
+        for spec in selection.specs(case.op)
         for format in FORMATS
     ),
     *(
         Property(spec, uncached_cases(case), 40, str(spec))
         for case in UNCACHED
-        for spec in dispatch.specs(case.op)
+        for spec in selection.specs(case.op)
     ),
 ]
 # what random problems of this size do not reach: every tile boundary of the kernels, real widths

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mlakit import PagedLatentCache, RowShape, append_rows, dispatch, norm_rope_quant_append
+from mlakit import PagedLatentCache, RowShape, append_rows, norm_rope_quant_append
+from mlakit.dispatch import selection
 from mlakit.formats import FORMATS
-from mlakit.testing import assert_same_bits
-from mlakit.workloads import AppendRowsCase
+from mlakit.tools.testing import assert_same_bits
+from mlakit.tools.workloads import AppendRowsCase
 from tests.ops.cases import append_rows_call
 
-each_kernel = pytest.mark.parametrize("spec", dispatch.specs("append_rows"), ids=str)
+each_kernel = pytest.mark.parametrize("spec", selection.specs("append_rows"), ids=str)
 
 
 def skip_other_devices(spec, device):

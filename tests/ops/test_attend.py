@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlakit import branches, masks, merge_states, norm_rope_quant_append, physical_rows, reference
-from mlakit.branches import CachedBatch
+from mlakit import merge_states, norm_rope_quant_append, physical_rows, reference, steps
 from mlakit.cache import KVShard
+from mlakit.model import masks
 from mlakit.plan import EvenSplit, plan_context, plan_decode
-from mlakit.testing import assert_same_bits, assert_unchanged, snapshot
+from mlakit.steps import CachedBatch
+from mlakit.tools.testing import assert_same_bits, assert_unchanged, snapshot
 from tests.ops.branch_steps import F32, PAGE_SIZE, STEPS, Step, int32
 from tests.transplant import CPU, carried, device_of_calls
 
@@ -25,8 +26,8 @@ interpreted = pytest.mark.interpreted
 STEP = Step(format="fp32", dtype=F32)
 SINK = torch.tensor([0.5, -torch.inf, 2.0])
 append = carried(norm_rope_quant_append)
-decode_attend = carried(branches.decode_attend)
-decode_branch = carried(branches.decode_branch)
+decode_attend = carried(steps.decode_attend)
+decode_branch = carried(steps.decode_branch)
 merge = carried(merge_states)
 
 
@@ -35,7 +36,7 @@ def prefill_attend(q: Tensor, up: Any, batch: CachedBatch, **options: Any) -> An
     if device_of_calls() != CPU and "plan" not in options:
         lengths = batch.kv_lens.tolist(), batch.q_starts.diff().tolist()
         options["plan"] = plan_context(*lengths, max_rows=options.pop("max_context_rows", None))
-    return carried(branches.prefill_attend)(q, up, batch, **options)
+    return carried(steps.prefill_attend)(q, up, batch, **options)
 
 
 def appended(step: Step, batch: CachedBatch, **options: Any) -> Tensor:
@@ -175,7 +176,7 @@ def test_wrong_calls(others, error, function):
     arguments = {"q": q, "up": up, "batch": batch, **options, **others}
     kind, _, said = error.partition(": ")
     with pytest.raises((TypeError, ValueError), match=re.escape(f"{function}: {said}")) as refusal:
-        getattr(branches, function)(**arguments)
+        getattr(steps, function)(**arguments)
     assert type(refusal.value).__name__ == kind
 
 
@@ -190,4 +191,4 @@ def test_wrong_shards_and_plans():
         ({"topk_lens": int32([1] * len(q))}, "topk_lens must be None without rows"),
     ):
         with pytest.raises(ValueError, match=f"^decode_attend: {re.escape(said)}"):
-            branches.decode_attend(q, up, batch, **options, **others)
+            steps.decode_attend(q, up, batch, **options, **others)

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlakit import branches, reference
-from mlakit.autocast import without_autocast
+from mlakit import reference, steps
 from mlakit.cache import PagedLatentCache
+from mlakit.dispatch.autocast import without_autocast
 from mlakit.formats import FORMATS
-from mlakit.geometry import RowShape
-from mlakit.testing import assert_same_bits
+from mlakit.model.geometry import RowShape
+from mlakit.tools.testing import assert_same_bits
 from tests.ops.branch_steps import STEPS, Step
 from tests.ops.cases import CALLS
 
@@ -36,7 +36,7 @@ def test_ops_have_the_same_bits(name):
 
 
 @pytest.mark.parametrize("step", STEPS.values(), ids=list(STEPS))
-@pytest.mark.parametrize("branch", [branches.decode_branch, branches.prefill_branch])
+@pytest.mark.parametrize("branch", [steps.decode_branch, steps.prefill_branch])
 def test_branches_have_the_same_bits(branch, step: Step):
     *plain, plain_batch = step.arguments()
     *scoped, scoped_batch = step.arguments()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mlakit import ops
-from mlakit.testing import assert_same_bits, assert_unchanged, snapshot
+from mlakit.tools.testing import assert_same_bits, assert_unchanged, snapshot
 from tests.conftest import Place
 from tests.ops.cases import CALLS, KV_LENS, Q_LENS, TOKENS, Call, sparse_call
 from tests.ops.every_op import (

@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlakit import dispatch, masks
-from mlakit.branches import CachedBatch, LayerWeights, StepPlan, plan_step
 from mlakit.cache import PagedLatentCache
-from mlakit.checks import UnsupportedError
-from mlakit.geometry import RowShape
+from mlakit.dispatch import selection
+from mlakit.dispatch.checks import UnsupportedError
+from mlakit.model import masks
+from mlakit.model.geometry import RowShape
 from mlakit.plan import EvenSplit, plan_context, plan_decode
-from mlakit.testing import assert_unchanged, snapshot
+from mlakit.steps import CachedBatch, LayerWeights, StepPlan, plan_step
+from mlakit.tools.testing import assert_unchanged, snapshot
 from tests.ops.branch_steps import (
     BF16,
     E4M3,
@@ -52,14 +53,14 @@ def test_a_decode_without_a_kernel_of_attention_writes_nothing(monkeypatch):
 def assert_refused_untouched(
     branch: Callable[..., Tensor], op: str, step: Step, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    select = dispatch.select
+    select = selection.select
 
     def refuse(name: str, *arguments: Any) -> Any:
         if name == op:
             raise UnsupportedError(f"{name}: no kernel")
         return select(name, *arguments)
 
-    monkeypatch.setattr(dispatch, "select", refuse)
+    monkeypatch.setattr(selection, "select", refuse)
     q, kv, weights, batch = step.arguments()
     before = snapshot(q=q, payload=batch.cache.payload)
     with pytest.raises(UnsupportedError, match=op):
@@ -160,7 +161,7 @@ BOTH: list[tuple[Change, str]] = [
     ),
     (
         lambda q, kv, w, b: {"backend": "fast"},
-        f"backend must be one of auto, {', '.join(dispatch.BACKENDS)}, got 'fast'",
+        f"backend must be one of auto, {', '.join(selection.BACKENDS)}, got 'fast'",
     ),
 ]
 PREFILL: list[tuple[Change, str]] = [

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlakit import branches
-from mlakit.branches import CachedBatch, LayerWeights, plan_step
+from mlakit import steps
 from mlakit.ops import _checks
 from mlakit.plan import plan_context
-from mlakit.testing import assert_same_bits, assert_unchanged, poison, snapshot
+from mlakit.steps import CachedBatch, LayerWeights, plan_step
+from mlakit.tools.testing import assert_same_bits, assert_unchanged, poison, snapshot
 from tests.ops.branch_steps import (
     BF16,
     FP8_STEPS,
@@ -95,7 +95,7 @@ def empty_arguments(step: Step) -> tuple[Tensor, Tensor, LayerWeights, CachedBat
 @pytest.fixture
 def _lengths_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the lengths could not be read without waiting."""
-    monkeypatch.setattr(branches.checks, "values_visible", lambda tensor: False)
+    monkeypatch.setattr(steps.checks, "values_visible", lambda tensor: False)
     monkeypatch.setattr(_checks, "values_visible", lambda tensor: False)
 
 

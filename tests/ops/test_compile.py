@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from mlakit import ops
-from mlakit.checks import UnsupportedError
-from mlakit.testing import assert_same_bits, assert_unchanged, snapshot
+from mlakit.dispatch.checks import UnsupportedError
+from mlakit.tools.testing import assert_same_bits, assert_unchanged, snapshot
 from tests.ops import cases
 from tests.ops.cases import (
     CALLS,

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlakit import branches, reference
+from mlakit import reference, steps
 from mlakit.cache import request_slots
-from mlakit.masks import CAUSAL, Mask
+from mlakit.model.masks import CAUSAL, Mask
 from mlakit.plan import EvenSplit, plan_decode
-from mlakit.testing import assert_matches, assert_same_bits
-from mlakit.weights import HeadMatrices
+from mlakit.steps.weights import HeadMatrices
+from mlakit.tools.testing import assert_matches, assert_same_bits
 from tests.ops.branch_steps import (
     F32,
     F64,
@@ -154,7 +154,7 @@ def test_decode_compiles_into_one_graph(step, place):
     there = Transplant(place.device)
     want_arguments, arguments = there.moved(step.arguments()), there.moved(step.arguments())
     torch._dynamo.reset()
-    out = torch.compile(branches.decode_branch, fullgraph=True, backend="aot_eager")(*arguments)
-    assert_same_bits("out", out, branches.decode_branch(*want_arguments))
+    out = torch.compile(steps.decode_branch, fullgraph=True, backend="aot_eager")(*arguments)
+    assert_same_bits("out", out, steps.decode_branch(*want_arguments))
     assert_same_bits("payload", arguments[3].cache.payload, want_arguments[3].cache.payload)
     torch._dynamo.reset()

@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlakit import PagedLatentCache, RowShape, dispatch, masks, ops
+from mlakit import PagedLatentCache, RowShape, ops
+from mlakit.dispatch import selection
+from mlakit.model import masks
 from mlakit.ops import decode
 from mlakit.ops._checks import check_kv_lens
 from mlakit.ops.decode_plan import plan_mla_decode
 from mlakit.plan import DecodePlanTensors, EvenSplit
-from mlakit.testing import assert_matches, assert_same_bits, poison
+from mlakit.tools.testing import assert_matches, assert_same_bits, poison
 from tests.conftest import Place
 from tests.ops.cases import HEADS, ROW, Call, flat_table, int32, make_cache, normal, starts
 
@@ -182,7 +184,7 @@ def test_a_graph_sees_a_plan_that_was_refilled_outside(backend, format):
 
 
 def test_every_decode_kernel_has_a_planner():
-    for spec in dispatch.specs("mla_decode"):
+    for spec in selection.specs("mla_decode"):
         assert spec.planner.endswith(":plan_mla_decode")
         assert callable(spec.plan)
 

@@ -12,13 +12,14 @@ import pytest
 import torch
 
 import mlakit
-from mlakit import branches, cache, reference, workloads
+from mlakit import cache, reference, steps
 from mlakit.cache import PagedLatentCache
+from mlakit.cache.pages import PageAllocator
 from mlakit.formats import FORMATS
-from mlakit.pages import PageAllocator
 from mlakit.plan import plan_decode, plan_prefill
-from mlakit.testing import assert_same_bits, shuffled_pages
-from mlakit.workloads.random_cases import SeededDraw, random_case
+from mlakit.tools import workloads
+from mlakit.tools.testing import assert_same_bits, shuffled_pages
+from mlakit.tools.workloads.random_cases import SeededDraw, random_case
 from tests.compat.modular.calls import WRITERS, name_of, plan, split_scalars
 from tests.conftest import Place
 from tests.ops.branch_steps import FP8_STEPS, STEPS, Step
@@ -59,7 +60,7 @@ def test_every_op(name, place: Place):
 )
 @pytest.mark.parametrize("branch", ["prefill_branch", "decode_branch", "mla_step"])
 def test_every_branch(branch, step: Step):
-    run = getattr(branches, branch)
+    run = getattr(steps, branch)
     expected = run(*step.arguments())
     assert_same_bits("out", elsewhere(run)(*step.arguments()), expected)
 

@@ -11,13 +11,15 @@ from functools import partial
 import pytest
 import torch
 
-from mlakit import MLAAttention, branches, masks, ops, reference, workloads
+from mlakit import MLAAttention, ops, reference, steps
 from mlakit.layer.indexer import hadamard_matrix
+from mlakit.model import masks
+from mlakit.model.rope import rope_table
 from mlakit.plan import plan_prefill
 from mlakit.reference.hopper_fp8_mma import fp8_mma
-from mlakit.rope import rope_table
-from mlakit.testing import assert_same_bits
-from mlakit.workloads.random_cases import SeededDraw, random_case
+from mlakit.tools import workloads
+from mlakit.tools.testing import assert_same_bits
+from mlakit.tools.workloads.random_cases import SeededDraw, random_case
 from tests.compat.modular.calls import WRITERS, name_of, plan, split_scalars
 from tests.conftest import Place
 from tests.layer.checkpoints import INDEX, SMALL, tensors
@@ -105,7 +107,7 @@ def test_every_op(name, default, place: Place):
 @pytest.mark.parametrize("step", [STEPS["bf16"], FP8_STEPS["fp8_token"]], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("branch", ["prefill_branch", "decode_branch", "mla_step"])
 def test_every_branch(branch, step: Step, default):
-    run = getattr(branches, branch)
+    run = getattr(steps, branch)
     expected = run(*step.arguments())
     assert_same_bits("out", under(default, run)(*step.arguments()), expected)
 

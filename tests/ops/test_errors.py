@@ -8,10 +8,12 @@ from collections import Counter
 import pytest
 import torch
 
-from mlakit import checks, masks, ops
-from mlakit.checks import Dims
+from mlakit import ops
+from mlakit.dispatch import checks
+from mlakit.dispatch.checks import Dims
+from mlakit.model import masks
 from mlakit.ops._checks import check_query_starts
-from mlakit.testing import NEVER_A_PAGE, assert_same_bits, assert_unchanged, snapshot
+from mlakit.tools.testing import NEVER_A_PAGE, assert_same_bits, assert_unchanged, snapshot
 from tests.ops.cases import CALLS, PAGE_SIZE, append_call, decode_call, int32, sparse_call, strided
 from tests.ops.wrong_calls import WRONG
 from tests.ops.wrong_calls.spoiling import changed

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from mlakit import ops
 from mlakit.cache import PagedLatentCache
-from mlakit.geometry import RowShape
-from mlakit.masks import NULL
-from mlakit.testing import assert_same_bits, poison
+from mlakit.model.geometry import RowShape
+from mlakit.model.masks import NULL
+from mlakit.tools.testing import assert_same_bits, poison
 from tests.ops.cases import CALLS, Call
 
 pytestmark = pytest.mark.gpu

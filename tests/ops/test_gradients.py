@@ -12,8 +12,8 @@ from torch import Tensor
 
 from mlakit import ops
 from mlakit.cache import PagedLatentCache
-from mlakit.checks import UnsupportedError
-from mlakit.testing import assert_unchanged, snapshot
+from mlakit.dispatch.checks import UnsupportedError
+from mlakit.tools.testing import assert_unchanged, snapshot
 from tests.ops.branch_steps import STEPS, decode_branch, mla_step, prefill_branch
 from tests.ops.cases import CALLS, Call, decode_call
 from tests.ops.every_op import (

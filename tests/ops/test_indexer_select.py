@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mlakit import masks, ops
+from mlakit import ops
+from mlakit.model import masks
 from mlakit.ops import physical_rows
-from mlakit.testing import assert_same_bits
+from mlakit.tools.testing import assert_same_bits
 from tests.ops.cases import KV_LENS, TOKENS, Call, select_call
 
 ROW_BYTES = 4 * 12  # of the scores of 9 columns, padded to 12

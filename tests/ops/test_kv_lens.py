@@ -23,8 +23,8 @@ from mlakit import (
     reference,
 )
 from mlakit.cache import request_slots, token_positions
-from mlakit.geometry import RowShape
-from mlakit.testing import assert_matches
+from mlakit.model.geometry import RowShape
+from mlakit.tools.testing import assert_matches
 from tests.ops.branch_steps import (
     KV_LENS,
     LAYER,

@@ -15,11 +15,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mlakit import checks, dispatch, knobs, ops, reference
+from mlakit import ops, reference
 from mlakit.cache import PagedLatentCache
-from mlakit.geometry import RowShape
+from mlakit.dispatch import checks, knobs, selection
+from mlakit.model.geometry import RowShape
 from mlakit.ops import _checks, indexer, norm_rope_quant
-from mlakit.testing import assert_same_bits
+from mlakit.tools.testing import assert_same_bits
 from tests.conftest import Place
 from tests.ops.cases import (
     BF16,
@@ -254,7 +255,7 @@ def nothing_is_read_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             launch=lambda *_, **__: None,
             plan=lambda starts, lens, mask, blocks: [(starts, lens) for _ in blocks],
         )
-        patch.setattr(dispatch, "select", lambda *_: nothing)
+        patch.setattr(selection, "select", lambda *_: nothing)
         yield
 
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from mlakit import branches
-from mlakit.branches import CachedBatch, plan_step
-from mlakit.branches import step as steps
+from mlakit import steps
 from mlakit.cache import select_requests
 from mlakit.plan import EvenSplit, plan_context
-from mlakit.testing import assert_matches, assert_same_bits
+from mlakit.steps import CachedBatch, plan_step
+from mlakit.steps import step as mixed
+from mlakit.tools.testing import assert_matches, assert_same_bits
 from tests.ops.branch_steps import (
     FP8_STEPS,
     KV_LENS,
@@ -40,8 +40,8 @@ class Spy:
         self.decoded: list[list[int]] = []
         self.prefilled: list[list[int]] = []
         for branch, name, seen in (
-            (branches.decode, "mla_decode", self.decoded),
-            (branches.prefill, "mla_prefill", self.prefilled),
+            (steps.decode, "mla_decode", self.decoded),
+            (steps.prefill, "mla_prefill", self.prefilled),
         ):
             monkeypatch.setattr(branch, name, self._noting(getattr(branch, name), seen))
 
@@ -149,13 +149,13 @@ def test_a_step_takes_a_plan_of_its_decode(monkeypatch):
     step = replace(STEPS["bf16"], q_lens=(1, 1, 0, 2, 1, 8))
     q, kv, weights, batch = step.arguments()
     given = []
-    decode = steps.decode_branch
+    decode = mixed.decode_branch
 
     def note(*arguments, plan, **options):
         given.append(plan)
         return decode(*arguments, plan=plan, **options)
 
-    monkeypatch.setattr(steps, "decode_branch", note)
+    monkeypatch.setattr(mixed, "decode_branch", note)
     split = EvenSplit(2)
     out = mla_step(q, kv, weights, batch, decode_plan=split)
     assert given == [split]

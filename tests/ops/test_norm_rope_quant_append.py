@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlakit import PagedLatentCache, RowShape, dispatch, norm_rope_quant_append
+from mlakit import PagedLatentCache, RowShape, norm_rope_quant_append
 from mlakit.cache import KVShard
+from mlakit.dispatch import selection
 from mlakit.formats import FORMATS
-from mlakit.testing import assert_same_bits
-from mlakit.workloads import AppendCase
+from mlakit.tools.testing import assert_same_bits
+from mlakit.tools.workloads import AppendCase
 
 WAYS: dict[str, dict[str, Any]] = {
     "page table": {},
@@ -35,7 +36,7 @@ def skip_other_devices(spec, device):
         pytest.skip("the CPU kernels take CPU tensors only")
 
 
-@pytest.mark.parametrize("spec", dispatch.specs("norm_rope_quant_append"), ids=str)
+@pytest.mark.parametrize("spec", selection.specs("norm_rope_quant_append"), ids=str)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("format", FORMATS)
 def test_rows_among_poison(format, way, spec, device):
@@ -89,7 +90,7 @@ def test_every_token_is_on_one_rank(device):
         assert_same_bits("queries", each, rotated)
 
 
-@pytest.mark.parametrize("spec", dispatch.specs("norm_rope_quant_append"), ids=str)
+@pytest.mark.parametrize("spec", selection.specs("norm_rope_quant_append"), ids=str)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("power_of_two", [False, True])
 def test_finished_index_keys_among_poison(power_of_two, way, spec, device):
@@ -100,7 +101,7 @@ def test_finished_index_keys_among_poison(power_of_two, way, spec, device):
     AppendCase(**keys, padded=True, **LENGTHS, **WAYS[way]).run(device, spec.backend)
 
 
-@pytest.mark.parametrize("spec", dispatch.specs("norm_rope_quant_append"), ids=str)
+@pytest.mark.parametrize("spec", selection.specs("norm_rope_quant_append"), ids=str)
 @pytest.mark.parametrize("format", ["bf16", "fp8_block128"])
 def test_finished_latents_among_poison(format, spec, device):
     skip_other_devices(spec, device)
@@ -124,7 +125,7 @@ def test_tiles_of_tokens(way, device):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("lengths", [((), ()), ((4, 0), (0, 0))], ids=["no requests", "no tokens"])
-@pytest.mark.parametrize("spec", dispatch.specs("norm_rope_quant_append"), ids=str)
+@pytest.mark.parametrize("spec", selection.specs("norm_rope_quant_append"), ids=str)
 def test_a_step_without_tokens(spec, lengths, way, device):
     skip_other_devices(spec, device)
     kv_lens, q_lens = lengths

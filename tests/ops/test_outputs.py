@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mlakit.masks import CAUSAL, sliding_window_causal
+from mlakit.model.masks import CAUSAL, sliding_window_causal
 from mlakit.ops import mla_prefill
-from mlakit.testing import assert_same_bits, assert_unchanged, poison, snapshot
+from mlakit.tools.testing import assert_same_bits, assert_unchanged, poison, snapshot
 from tests.ops.cases import CALLS, E4M3, SCALE, Call, append_call, starts, strided
 from tests.ops.every_op import assert_same_results, every_call, interpreted, interpreted_once
 

@@ -22,7 +22,7 @@ from mlakit import (
     plan_step,
     prefill_branch,
 )
-from mlakit.testing import assert_same_bits, poison
+from mlakit.tools.testing import assert_same_bits, poison
 from tests.ops.branch_steps import Step
 from tests.ops.cases import CALLS, Call, decode_call, int32
 from tests.ops.every_op import assert_same_state, interpreted

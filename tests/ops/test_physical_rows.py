@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mlakit import dispatch, physical_rows
-from mlakit.workloads import PhysicalRowsCase
+from mlakit import physical_rows
+from mlakit.dispatch import selection
+from mlakit.tools.workloads import PhysicalRowsCase
 
 MANY = {"kv_lens": (20, 3, 0, 70, 9) * 30, "q_lens": (0, 1, 3, 0, 1) * 30}
 
 
-@pytest.mark.parametrize("spec", dispatch.specs("physical_rows"), ids=str)
+@pytest.mark.parametrize("spec", selection.specs("physical_rows"), ids=str)
 @pytest.mark.parametrize("flat", [False, True], ids=["pages", "flat"])
 @pytest.mark.parametrize(
     "case",

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from mlakit import dispatch, reference
-from mlakit.checks import UnsupportedError
-from mlakit.masks import CAUSAL, NULL, Mask
+from mlakit import reference
+from mlakit.dispatch import selection
+from mlakit.dispatch.checks import UnsupportedError
+from mlakit.model.masks import CAUSAL, NULL, Mask
 from mlakit.ops import mla_prefill
-from mlakit.testing import assert_matches
-from mlakit.workloads import PrefillCase
+from mlakit.tools.testing import assert_matches
+from mlakit.tools.workloads import PrefillCase
 
 NAN, INF = torch.nan, torch.inf
 MASKS = (
@@ -59,7 +60,7 @@ def wanted(mask: Mask, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.kind)
-@pytest.mark.parametrize("spec", dispatch.specs("mla_prefill"), ids=str)
+@pytest.mark.parametrize("spec", selection.specs("mla_prefill"), ids=str)
 def test_values_that_are_not_finite_reach_exactly_the_queries_that_attend_to_them(
     spec, mask, device
 ):
@@ -81,7 +82,7 @@ def test_values_that_are_not_finite_reach_exactly_the_queries_that_attend_to_the
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("spec", dispatch.specs("mla_prefill"), ids=str)
+@pytest.mark.parametrize("spec", selection.specs("mla_prefill"), ids=str)
 def test_a_negative_scale_favours_the_lowest_scores(spec, dtype, device):
     case = PrefillCase(kv_lens=(40, 7), q_lens=(23, 7), heads=2, sharpness=-2.0, dtype=dtype)
     try:

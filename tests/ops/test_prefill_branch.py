@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from mlakit import masks
-from mlakit.branches import context
 from mlakit.compat.modular import CausalMask, NullMask
-from mlakit.masks import CAUSAL
+from mlakit.model import masks
+from mlakit.model.masks import CAUSAL
 from mlakit.plan import plan_context
-from mlakit.testing import assert_matches, assert_same_bits
-from mlakit.weights import UpProjection
+from mlakit.steps import context
+from mlakit.steps.weights import UpProjection
+from mlakit.tools.testing import assert_matches, assert_same_bits
 from tests.ops.branch_steps import (
     BF16,
     E4M3,

@@ -5,16 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mlakit import dispatch, reference
-from mlakit.checks import UnsupportedError
+from mlakit import reference
+from mlakit.dispatch import selection
+from mlakit.dispatch.checks import UnsupportedError
 from mlakit.formats import E4M3_MAX
-from mlakit.masks import CAUSAL, NULL, Mask
+from mlakit.model.masks import CAUSAL, NULL, Mask
 from mlakit.ops import mla_prefill
-from mlakit.testing import assert_matches
-from mlakit.workloads import PrefillFp8Case
+from mlakit.tools.testing import assert_matches
+from mlakit.tools.workloads import PrefillFp8Case
 
 E4M3 = torch.float8_e4m3fn
-EACH_BACKEND = pytest.mark.parametrize("spec", dispatch.specs("mla_prefill"), ids=str)
+EACH_BACKEND = pytest.mark.parametrize("spec", selection.specs("mla_prefill"), ids=str)
 Tensors = dict[str, torch.Tensor]
 
 

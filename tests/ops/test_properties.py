@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import pytest
 
-from mlakit import dispatch
-from mlakit.checks import UnsupportedError
-from mlakit.workloads import CASES
-from mlakit.workloads.random_cases import CACHED, UNCACHED
+from mlakit.dispatch import selection
+from mlakit.dispatch.checks import UnsupportedError
+from mlakit.tools.workloads import CASES
+from mlakit.tools.workloads.random_cases import CACHED, UNCACHED
 from tests.ops.random_cases import LARGE, PROPERTIES, Exploration, Property
 
 # rows without scales, like those of bf16
@@ -53,7 +53,7 @@ def test_random_problems_match_the_oracle(checked, device, pytestconfig):
     [
         pytest.param(spec, case, id=f"{spec}-{i}")
         for i, case in enumerate(LARGE)
-        for spec in dispatch.specs(case.op)
+        for spec in selection.specs(case.op)
     ],
 )
 def test_large_problems_match_the_oracle(spec, case, device):
@@ -64,5 +64,5 @@ def test_large_problems_match_the_oracle(spec, case, device):
 
 
 def test_every_op_has_a_case():
-    assert {case.op for case in CASES} == set(dispatch.OPS)
+    assert {case.op for case in CASES} == set(selection.OPS)
     assert set(CASES) == {*CACHED, *UNCACHED}

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlakit import dispatch, ops
-from mlakit.checks import UnsupportedError
-from mlakit.specs import Problem
-from mlakit.testing import assert_unchanged, snapshot
+from mlakit import ops
+from mlakit.dispatch import selection
+from mlakit.dispatch.checks import UnsupportedError
+from mlakit.dispatch.specs import Problem
+from mlakit.tools.testing import assert_unchanged, snapshot
 from tests.ops.cases import CALLS, E4M3, strided
 from tests.ops.every_op import (
     ONE_EACH,
@@ -30,7 +31,7 @@ def test_the_calls_here_cover_every_public_function():
     functions = {name for name in ops.__all__ if inspect.isfunction(getattr(ops, name))}
     for names in (CALLS, ONE_EACH):
         assert {CALLS[name]().function.__name__ for name in names} == functions
-    assert set(dispatch.OPS) == functions
+    assert set(selection.OPS) == functions
 
 
 @interpreted_once
@@ -131,20 +132,20 @@ def test_a_gpu_problem_never_falls_to_the_cpu(name, monkeypatch):
     """As the op itself describes the problem, on another device."""
     call = CALLS[name]()
     asked: list[tuple[str, Problem]] = []
-    select = dispatch.select
+    select = selection.select
 
     def note(op: str, problem: Problem, backend: str) -> Any:
         asked.append((op, problem))
         return select(op, problem, backend)
 
-    monkeypatch.setattr(dispatch, "select", note)
+    monkeypatch.setattr(selection, "select", note)
     call.run()
     assert call.function.__name__ in [op for op, _ in asked]
     for op, problem in asked:  # an op may have a kernel of another op beside its own
         facts = {field: getattr(problem, field) for field in problem.__dataclass_fields__}
         for arch in (80, 89, 90, 100, 120):
             on_gpu = Problem(**{**facts, "device": "cuda", "arch": arch})
-            assert dispatch.explain(op, on_gpu)["cpu"] == "needs CPU tensors, got cuda"
+            assert selection.explain(op, on_gpu)["cpu"] == "needs CPU tensors, got cuda"
             with pytest.raises(UnsupportedError, match="cpu: needs CPU tensors, got cuda"):
                 select(op, on_gpu, "cpu")
-        assert dispatch.explain(op, problem)["cpu"] is None
+        assert selection.explain(op, problem)["cpu"] is None

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from mlakit import dispatch
-from mlakit.checks import UnsupportedError
-from mlakit.workloads import CASES, AppendCase, Case, DecodeCase, MergeCase
+from mlakit.dispatch import selection
+from mlakit.dispatch.checks import UnsupportedError
+from mlakit.tools.workloads import CASES, AppendCase, Case, DecodeCase, MergeCase
 from tests.kernel_launchers import by_name, replace_launcher
 from tests.ops.mutations.changes import keyless
 from tests.ops.random_cases import any_case
@@ -49,7 +49,7 @@ def test_the_reproduction_line_is_the_case(case):
 
 def test_the_reproduction_line_names_device_and_backend():
     assert MergeCase(seed=3).reproduction("cuda", "triton") == (
-        'python -c "from mlakit.workloads import MergeCase; '
+        'python -c "from mlakit.tools.workloads import MergeCase; '
         "MergeCase(seed=3).run(device='cuda', backend='triton')\""
     )
 
@@ -83,6 +83,6 @@ def test_a_refusal_stays_a_refusal(monkeypatch):
     def refuse(*_: object) -> None:
         raise UnsupportedError("no kernel")
 
-    monkeypatch.setattr(dispatch, "select", refuse)
+    monkeypatch.setattr(selection, "select", refuse)
     with pytest.raises(UnsupportedError, match=r"^no kernel$"):
         MergeCase().run()

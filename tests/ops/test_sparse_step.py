@@ -16,13 +16,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlakit import branches, dispatch, reference
-from mlakit.branches import CachedBatch, IndexInputs, LayerWeights
+from mlakit import reference, steps
 from mlakit.cache import PagedLatentCache, request_slots
-from mlakit.checks import UnsupportedError
-from mlakit.geometry import RowShape
+from mlakit.dispatch import selection
+from mlakit.dispatch.checks import UnsupportedError
+from mlakit.model.geometry import RowShape
 from mlakit.plan import EvenSplit, plan_decode
-from mlakit.testing import assert_same_bits, assert_unchanged, poison, snapshot
+from mlakit.steps import CachedBatch, IndexInputs, LayerWeights
+from mlakit.tools.testing import assert_same_bits, assert_unchanged, poison, snapshot
 from tests.ops.branch_steps import (
     BF16,
     E4M3,
@@ -39,7 +40,7 @@ from tests.transplant import Transplant, carried
 
 pytestmark = pytest.mark.usefixtures("place")
 interpreted = pytest.mark.interpreted
-sparse_step = carried(branches.sparse_step)
+sparse_step = carried(steps.sparse_step)
 INDEX_LAYER = 2
 INDEX_HEADS, INDEX_WIDTH = 2, 16
 K = 4
@@ -256,23 +257,23 @@ def test_a_step_compiles_into_one_graph(place):
     case = SparseStep(q_dtype=E4M3)  # aot_autograd takes no pages whose scales are views of bytes
     want_arguments, arguments = there.moved(case.arguments()), there.moved(case.arguments())
     torch._dynamo.reset()
-    compiled = torch.compile(branches.sparse_step, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(steps.sparse_step, fullgraph=True, backend="aot_eager")
     out = compiled(*arguments, K)
-    assert_same_bits("out", out, branches.sparse_step(*want_arguments, K))
+    assert_same_bits("out", out, steps.sparse_step(*want_arguments, K))
     assert_same_bits("keys", arguments[4].cache.payload, want_arguments[4].cache.payload)
     torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("op", ["sparse_mla", "indexer_logits"])
 def test_a_step_without_a_kernel_of_a_later_op_writes_nothing(op, monkeypatch):
-    select = dispatch.select
+    select = selection.select
 
     def refuse(name: str, *arguments: Any) -> Any:
         if name == op:
             raise UnsupportedError(f"{name}: no kernel")
         return select(name, *arguments)
 
-    monkeypatch.setattr(dispatch, "select", refuse)
+    monkeypatch.setattr(selection, "select", refuse)
     arguments = CASES["bf16"].arguments()
     before = written_by(arguments)
     with pytest.raises(UnsupportedError, match=op):
@@ -442,7 +443,7 @@ def test_one_cuda_graph_follows_the_lengths(place):
     out = torch.empty(len(q), 3, 24, dtype=q.dtype, device=q.device)
 
     def step() -> None:
-        branches.sparse_step(q, kv, weights, batch, index, K, rows=rows, out=out)
+        steps.sparse_step(q, kv, weights, batch, index, K, rows=rows, out=out)
 
     step()  # compiles
     graph = torch.cuda.CUDAGraph()
@@ -474,7 +475,7 @@ def test_one_cuda_graph_follows_the_lengths(place):
         graph.replay()
         torch.cuda.synchronize()
         want_rows = torch.empty_like(rows)
-        want = branches.sparse_step(
+        want = steps.sparse_step(
             other_q, other_kv, weights, other_batch, other_index, K, rows=want_rows
         )
         assert_same_bits("rows", rows, want_rows)

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch import distributed as dist
 
 from mlakit import EvenSplit
-from mlakit.branches import CachedBatch
 from mlakit.cache import KVShard, PagedLatentCache, request_slots
 from mlakit.layer import MLAAttention
-from mlakit.testing import assert_same_bits
+from mlakit.steps import CachedBatch
+from mlakit.tools.testing import assert_same_bits
 from tests.layer.serving import Server
 
 Group = dist.ProcessGroup

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import _functional_collectives as functional
 
-from mlakit import masks, reference
-from mlakit.branches import CachedBatch, LayerWeights, decode_attend, decode_branch
+from mlakit import reference
 from mlakit.cache import KVShard, request_slots
-from mlakit.geometry import MLAGeometry
+from mlakit.model import masks
+from mlakit.model.geometry import MLAGeometry
 from mlakit.parallel import (
     context_parallel_decode,
     groups,
@@ -26,8 +26,9 @@ from mlakit.parallel import (
 )
 from mlakit.parallel.decode import NAME
 from mlakit.plan import EvenSplit, plan_decode
-from mlakit.testing import assert_matches, assert_same_bits, assert_unchanged, snapshot
-from mlakit.weights import UpProjection
+from mlakit.steps import CachedBatch, LayerWeights, decode_attend, decode_branch
+from mlakit.steps.weights import UpProjection
+from mlakit.tools.testing import assert_matches, assert_same_bits, assert_unchanged, snapshot
 from tests.ops.branch_steps import BF16, F32, LAYER, PAGE_SIZE, Step
 
 HEADS = 4

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlakit import masks
-from mlakit.masks import CAUSAL, NULL, Mask
+from mlakit.model import masks
+from mlakit.model.masks import CAUSAL, NULL, Mask
 
 E4M3 = torch.float8_e4m3fn
 INF = math.inf

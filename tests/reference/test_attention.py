@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mlakit import reference
-from mlakit.masks import CAUSAL, NULL, Mask
+from mlakit.model.masks import CAUSAL, NULL, Mask
 from tests.reference.inputs import (
     INF,
     SCALE,

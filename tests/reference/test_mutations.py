@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mlakit import reference
-from mlakit.masks import CAUSAL
+from mlakit.model.masks import CAUSAL
 from tests.kernel_launchers import Launcher
 from tests.mutations import Mutation, of_attribute
 from tests.reference import test_attention as attention

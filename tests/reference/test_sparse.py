@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mlakit import reference
-from mlakit.masks import Mask
+from mlakit.model.masks import Mask
 from tests.reference.inputs import (
     INF,
     SCALE,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mlakit.geometry import RowShape
+from mlakit.model.geometry import RowShape
 
 V3 = RowShape(512, 64)
 V4 = RowShape(448, 64, 512)

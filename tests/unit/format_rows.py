@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mlakit.formats import FORMATS
-from mlakit.geometry import RowShape
+from mlakit.model.geometry import RowShape
 
 E4M3 = torch.float8_e4m3fn
 NAN, INF = math.nan, math.inf

@@ -8,7 +8,7 @@ from math import ceil
 
 import pytest
 
-from mlakit.pages import PageAllocator, PagedSequence
+from mlakit.cache.pages import PageAllocator, PagedSequence
 
 
 def raises(message: str, error: type[Exception] = ValueError):

@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlakit.kernels.triton import launch as launching
-from mlakit.replay import calls, key, launchers, record, workspace
-from mlakit.replay.calls import RecordedCalls
-from mlakit.replay.counters import OpStats
+from mlakit.kernels import launch as launching
+from mlakit.kernels import workspace
+from mlakit.launch_cache import calls, key, launchers, record
+from mlakit.launch_cache.calls import RecordedCalls
+from mlakit.launch_cache.counters import OpStats
 
 CPU = torch.device("cpu")
 

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mlakit import dispatch
-from mlakit.architectures import AMD, amd_arch, arch_name, has_fp8, is_amd
-from mlakit.kernels.triton import launch
-from mlakit.specs import Problem, device_facts
+from mlakit.dispatch import selection
+from mlakit.dispatch.architectures import AMD, amd_arch, arch_name, has_fp8, is_amd
+from mlakit.dispatch.specs import Problem, device_facts
+from mlakit.kernels import launch
 
 GPU = torch.device("cuda", 0)
 
@@ -56,8 +56,8 @@ def test_compute_capabilities_are_not_amd(arch):
 def test_a_rocm_build_selects_the_portable_kernels(arch, rocm):
     rocm(f"{arch_name(arch)}:sramecc+:xnack-")
     assert device_facts(GPU) == ("cuda", arch)
-    for op in dispatch.OPS:
-        assert dispatch.select(op, Problem("cuda", arch)).backend == "triton"
+    for op in selection.OPS:
+        assert selection.select(op, Problem("cuda", arch)).backend == "triton"
     launch._target_of.cache_clear()
     try:
         target = launch.target(GPU)
@@ -70,7 +70,7 @@ def test_a_rocm_build_selects_the_portable_kernels(arch, rocm):
 
 
 def test_another_gpu_of_amd_is_refused_by_name():
-    why = dispatch.explain("mla_decode", Problem("cuda", 0x90A))
+    why = selection.explain("mla_decode", Problem("cuda", 0x90A))
     assert why["triton"] == "needs gfx942, gfx950 or gfx1100 of AMD's, got gfx90a"
     assert why["hopper"] == "needs sm_90, got gfx90a"
 

@@ -1,4 +1,4 @@
-"""A backend is its name in `mlakit.names.Backend` and a folder in `mlakit/kernels`."""
+"""A backend is its name in `mlakit.dispatch.names.Backend` and a folder in `mlakit/kernels`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from mlakit import dispatch
-from mlakit.names import BACKENDS, one_of
+from mlakit.dispatch import selection
+from mlakit.dispatch.names import BACKENDS, one_of
 from tests.paths import ROOT
 
 SUPPORT = """
-from mlakit.specs import KernelSpec, Problem
+from mlakit.dispatch.specs import KernelSpec, Problem
 
 
 def why_not(problem: Problem) -> str | None:
@@ -27,15 +27,17 @@ SPECS = (KernelSpec("blackwell", "mla_decode", LAUNCHER, why_not),)
 # what a source that has the name in its Literal would give
 PROGRAM = """
 import json, sys
-import mlakit.kernels, mlakit.names
+import mlakit.kernels, mlakit.dispatch.names
 
 mlakit.kernels.__path__.append(sys.argv[1])
-mlakit.names.BACKENDS = ("auto", "blackwell", *mlakit.names.BACKENDS[1:])
+mlakit.dispatch.names.BACKENDS = ("auto", "blackwell", *mlakit.dispatch.names.BACKENDS[1:])
 
 import torch
 from typer.testing import CliRunner
 
-from mlakit import cli, knobs, merge_states
+from mlakit import merge_states
+from mlakit.dispatch import knobs
+from mlakit.tools import cli
 
 said = {}
 for command in ("explain mla_decode --arch 100 --json", "explain mla_decode --arch 90 --json",
@@ -94,13 +96,13 @@ def test_a_new_backend_is_named_by_the_command_line_and_by_errors(said):
 
 def test_backends_are_documented():
     page = (ROOT / "docs" / "backends.md").read_text(encoding="utf-8")
-    for backend in dispatch.BACKENDS:
+    for backend in selection.BACKENDS:
         assert f"\n| `{backend}` | " in page
 
 
 def test_every_backend_has_a_folder_of_kernels():
     folders = {path.parent.name for path in Path(ROOT, "mlakit", "kernels").glob("*/support.py")}
-    assert folders == set(dispatch.BACKENDS)
+    assert folders == set(selection.BACKENDS)
 
 
 @pytest.mark.parametrize(
@@ -111,4 +113,4 @@ def test_names_are_listed_in_words(names, text):
 
 
 def test_auto_is_the_first_name():
-    assert ("auto", *dispatch.BACKENDS) == BACKENDS
+    assert ("auto", *selection.BACKENDS) == BACKENDS

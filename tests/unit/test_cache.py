@@ -7,8 +7,8 @@ import torch
 
 from mlakit.cache import KVShard, PagedLatentCache
 from mlakit.formats import FORMATS, row_codec
-from mlakit.geometry import MLAGeometry, RowShape
-from mlakit.testing import assert_same_bits, assert_unchanged, poison, snapshot
+from mlakit.model.geometry import MLAGeometry, RowShape
+from mlakit.tools.testing import assert_same_bits, assert_unchanged, poison, snapshot
 from tests.unit.cache_rows import V3, V4, as_bytes, random_rows
 
 

@@ -12,7 +12,7 @@ from torch import tensor
 from torch._subclasses import FakeTensorMode
 
 from mlakit.cache import PagedLatentCache
-from mlakit.geometry import RowShape
+from mlakit.model.geometry import RowShape
 from tests.unit.cache_rows import V3, V4
 
 

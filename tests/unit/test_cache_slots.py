@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlakit import knobs
 from mlakit.cache import PagedLatentCache
+from mlakit.dispatch import knobs
 from mlakit.formats import FORMATS
-from mlakit.testing import assert_same_bits, assert_unchanged, poison, snapshot
+from mlakit.tools.testing import assert_same_bits, assert_unchanged, poison, snapshot
 from tests.unit.cache_rows import V3, V4, random_rows
 
 NUM_SLOTS = 12

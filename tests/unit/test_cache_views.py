@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import mlakit
 from mlakit.cache import CacheLayer, PagedLatentCache
 from mlakit.formats import FORMATS
-from mlakit.testing import assert_same_bits
+from mlakit.tools.testing import assert_same_bits
 from tests.unit.cache_rows import V3, V4, as_bytes, random_rows
 
 SLOTS = torch.arange(6)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from mlakit.cache import PagedLatentCache
 from mlakit.formats import row_codec
-from mlakit.geometry import RowShape
-from mlakit.testing import assert_same_bits, assert_unchanged, poison, snapshot
+from mlakit.model.geometry import RowShape
+from mlakit.tools.testing import assert_same_bits, assert_unchanged, poison, snapshot
 from tests.unit.cache_rows import V3, V4, as_bytes, random_rows
 
 BYTE_TYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn)

@@ -9,8 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from mlakit import knobs
-from mlakit.checks import FLOATS, INTEGERS, Dims, UnsupportedError, as_signed, values_visible
+from mlakit.dispatch import knobs
+from mlakit.dispatch.checks import (
+    FLOATS,
+    INTEGERS,
+    Dims,
+    UnsupportedError,
+    as_signed,
+    values_visible,
+)
 
 
 def raises(message: str, error: type[Exception] = ValueError):

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 import mlakit
-from mlakit import dispatch, formats, knobs, ops
-from mlakit.formats import FORMATS, GROUP_FORMATS, Format, known_format, row_codec
-from mlakit.geometry import ROPES, MLAGeometry, Rope, RowShape
-from mlakit.names import BACKENDS, Backend, DecodeKernel
-from mlakit.workloads.case import Case
+from mlakit import ops
+from mlakit.dispatch import knobs, selection
+from mlakit.dispatch.names import BACKENDS, Backend, DecodeKernel
+from mlakit.formats import FORMATS, GROUP_FORMATS, Format, known_format, row_codec, rows
+from mlakit.model.geometry import ROPES, MLAGeometry, Rope, RowShape
+from mlakit.tools.workloads.case import Case
 
 TYPES = {"backend": Backend, "format": Format, "rope": Rope}
 ROW = RowShape(512, 64)
@@ -44,12 +45,12 @@ CHOICES = {
 
 
 def test_the_types_have_the_names_that_are_registered():
-    assert set(get_args(Backend)) == {"auto", *(spec.backend for spec in dispatch.SPECS)}
-    assert get_args(Backend) == BACKENDS == ("auto", *dispatch.BACKENDS)
+    assert set(get_args(Backend)) == {"auto", *(spec.backend for spec in selection.SPECS)}
+    assert get_args(Backend) == BACKENDS == ("auto", *selection.BACKENDS)
     assert get_args(DecodeKernel) == tuple(
-        spec.name for spec in dispatch.specs("mla_decode") if spec.kernel
+        spec.name for spec in selection.specs("mla_decode") if spec.kernel
     )
-    assert get_args(Format) == (*FORMATS, *GROUP_FORMATS) == tuple(formats._BUILDERS)
+    assert get_args(Format) == (*FORMATS, *GROUP_FORMATS) == tuple(rows._BUILDERS)
     assert get_args(Rope) == ROPES
 
 

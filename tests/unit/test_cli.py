@@ -14,8 +14,9 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import mlakit
-from mlakit import cli, dispatch, names
-from mlakit.geometry import MLAGeometry
+from mlakit.dispatch import names, selection
+from mlakit.model.geometry import MLAGeometry
+from mlakit.tools import cli
 
 
 def test_version():
@@ -33,10 +34,10 @@ def test_help_names_the_commands_and_gives_an_example(arguments):
 @pytest.mark.parametrize(("passed", "exit_code"), [(True, 0), (False, 1)])
 def test_demo_runs_the_demo(monkeypatch, passed, exit_code):
     calls = []
-    stand_in = types.ModuleType("mlakit.demo")
+    stand_in = types.ModuleType("mlakit.tools.demo")
     stand_in.make_settings = lambda geometry, **options: options
     stand_in.run = lambda *args, **kwargs: calls.append((args, kwargs)) or passed
-    monkeypatch.setitem(sys.modules, "mlakit.demo", stand_in)
+    monkeypatch.setitem(sys.modules, "mlakit.tools.demo", stand_in)
     arguments = ["--model", "kimi-k2", "--prompt", "9", "--device", "cpu", "--no-documented"]
     result = CliRunner().invoke(cli.app, ["demo", *arguments])
     assert result.exit_code == exit_code, result.output
@@ -83,7 +84,7 @@ def test_python_dash_m_is_the_command():
 
 
 # what the console script does
-SCRIPT = "import sys; sys.argv = ['mlakit', {}]; from mlakit.cli import main; main()"
+SCRIPT = "import sys; sys.argv = ['mlakit', {}]; from mlakit.tools.cli import main; main()"
 QUICK_CALLS = {
     "--version": ([sys.executable, "-c", SCRIPT.format("'--version'")], {}),
     "-m": ([sys.executable, "-m", "mlakit", "--version"], {}),
@@ -113,7 +114,7 @@ def test_what_needs_no_torch_does_not_import_it(name):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.stdout.strip()
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "mlakit.cli" in imported
+    assert "mlakit.tools.cli" in imported
     assert imported & {"torch", "numpy", "triton", "mlakit._public"} == set()
 
 
@@ -148,7 +149,7 @@ def test_what_needs_no_torch_is_quick(name):
 
 
 def test_completed_ops_are_those_there_are():
-    assert names.OPS == dispatch.OPS
+    assert names.OPS == selection.OPS
 
 
 COMMANDS = {

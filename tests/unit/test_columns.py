@@ -10,13 +10,13 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from mlakit import cli
-from mlakit.bench.compare import compare, comparison_table
-from mlakit.bench.grid import WORKLOADS as GRID
-from mlakit.bench.heatmap import heat_maps, heat_table
-from mlakit.bench.tables import digits, table, times_of
-from mlakit.columns import WIDE, Column, fitting_table
-from mlakit.support.compilation import Compiled, compile_table
+from mlakit.tools import cli
+from mlakit.tools.bench.compare import compare, comparison_table
+from mlakit.tools.bench.grid import WORKLOADS as GRID
+from mlakit.tools.bench.heatmap import heat_maps, heat_table
+from mlakit.tools.bench.tables import digits, table, times_of
+from mlakit.tools.columns import WIDE, Column, fitting_table
+from mlakit.tools.compile.compilation import Compiled, compile_table
 from tests.bench.fakes import report, row
 
 LONG = "decode-fp8_block128-b128-h128-q2-8192"  # among the longest names there are

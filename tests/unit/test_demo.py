@@ -12,21 +12,22 @@ from rich.console import Console
 from rich.progress import Progress
 from typer.testing import CliRunner
 
-from mlakit import cli, demo, dispatch
 from mlakit.cache import PagedLatentCache
-from mlakit.checks import UnsupportedError
 from mlakit.compat import modular
-from mlakit.demo import Settings, documented
-from mlakit.demo.check import Result, check_results, row_errors
-from mlakit.demo.model import RandomModel, make_model
-from mlakit.demo.oracles import prefill_heads
-from mlakit.demo.serving import Transcript, serve
+from mlakit.dispatch import selection
+from mlakit.dispatch.checks import UnsupportedError
+from mlakit.dispatch.specs import Problem
 from mlakit.formats import FORMATS, row_codec
-from mlakit.geometry import PRESETS, MLAGeometry, RopeParameters
-from mlakit.masks import NULL
-from mlakit.rope import rope_table
-from mlakit.specs import Problem
-from mlakit.testing import assert_matches
+from mlakit.model.geometry import PRESETS, MLAGeometry, RopeParameters
+from mlakit.model.masks import NULL
+from mlakit.model.rope import rope_table
+from mlakit.tools import cli, demo
+from mlakit.tools.demo import Settings, documented
+from mlakit.tools.demo.check import Result, check_results, row_errors
+from mlakit.tools.demo.model import RandomModel, make_model
+from mlakit.tools.demo.oracles import prefill_heads
+from mlakit.tools.demo.serving import Transcript, serve
+from mlakit.tools.testing import assert_matches
 from tests.kernel_launchers import Arguments, Change, by_name, does_nothing, replace_launcher
 
 TINY = MLAGeometry(
@@ -426,19 +427,19 @@ def cuda(monkeypatch):
 @pytest.mark.usefixtures("cuda")
 def test_auto_is_a_gpu_only_where_every_op_has_a_kernel(monkeypatch):
     asked = []
-    monkeypatch.setattr(dispatch, "select", lambda op, problem: asked.append((op, problem)))
+    monkeypatch.setattr(selection, "select", lambda op, problem: asked.append((op, problem)))
     assert demo.choose_device("auto", TINY, "fp8").type == "cuda"
     assert {problem.device for _, problem in asked} == {"cuda"}
 
-    monkeypatch.setattr(dispatch, "select", only_on_the_cpu)
+    monkeypatch.setattr(selection, "select", only_on_the_cpu)
     assert demo.choose_device("auto", TINY, "fp8").type == "cpu"
     with pytest.raises(ValueError, match="device cuda: norm_rope_quant_append: no kernel"):
         demo.choose_device("cuda", TINY, "fp8")
 
 
 def test_a_device_is_asked_for_the_kernels_that_run(monkeypatch):
-    select, ops = dispatch.select, []
-    monkeypatch.setattr(dispatch, "select", lambda op, *rest: ops.append(op) or select(op, *rest))
+    select, ops = selection.select, []
+    monkeypatch.setattr(selection, "select", lambda op, *rest: ops.append(op) or select(op, *rest))
     demo.choose_device("cpu", TINY, "fp8")
     asked = set(ops)
     ops.clear()

@@ -10,12 +10,12 @@ from typing import get_type_hints
 import pytest
 import torch
 
-from mlakit import dispatch, knobs
-from mlakit.arguments import DecodePlanArguments, SelectBlockArguments
-from mlakit.checks import UnsupportedError
-from mlakit.geometry import RowShape
+from mlakit.dispatch import knobs, selection
+from mlakit.dispatch.checks import UnsupportedError
+from mlakit.dispatch.specs import KernelSpec, Problem, device_facts
+from mlakit.kernels.arguments import DecodePlanArguments, SelectBlockArguments
+from mlakit.model.geometry import RowShape
 from mlakit.ops._library import OPS
-from mlakit.specs import KernelSpec, Problem, device_facts
 
 CPU = Problem("cpu", dtype="torch.bfloat16", format="bf16", heads=16, page_size=64)
 HOPPER = replace(CPU, device="cuda", arch=90, row=RowShape(512, 64), mask="causal")
@@ -41,29 +41,29 @@ def three_backends(monkeypatch):
         KernelSpec(backend, "attend", f"nowhere.{backend}:attend", why_not)
         for backend, why_not in predicates.items()
     )
-    monkeypatch.setattr(dispatch, "SPECS", specs)
-    monkeypatch.setattr(dispatch, "OPS", ("attend",))
-    monkeypatch.setattr(dispatch, "BACKENDS", tuple(predicates))
-    dispatch._select.cache_clear()
+    monkeypatch.setattr(selection, "SPECS", specs)
+    monkeypatch.setattr(selection, "OPS", ("attend",))
+    monkeypatch.setattr(selection, "BACKENDS", tuple(predicates))
+    selection._select.cache_clear()
     yield
-    dispatch._select.cache_clear()
+    selection._select.cache_clear()
 
 
-@pytest.mark.parametrize("op", dispatch.OPS)
+@pytest.mark.parametrize("op", selection.OPS)
 def test_every_op_runs_on_the_cpu(op):
-    assert dispatch.select(op, CPU).backend == "cpu"
-    assert dispatch.select(op, CPU, backend="cpu").op == op
-    assert dispatch.explain(op, CPU)["cpu"] is None
+    assert selection.select(op, CPU).backend == "cpu"
+    assert selection.select(op, CPU, backend="cpu").op == op
+    assert selection.explain(op, CPU)["cpu"] is None
 
 
-@pytest.mark.parametrize("op", dispatch.OPS)
+@pytest.mark.parametrize("op", selection.OPS)
 def test_no_call_falls_from_the_gpu_to_the_cpu(op):
-    assert dispatch.explain(op, HOPPER)["cpu"] == "needs CPU tensors, got cuda"
+    assert selection.explain(op, HOPPER)["cpu"] == "needs CPU tensors, got cuda"
     with pytest.raises(UnsupportedError, match=re.escape("cpu: needs CPU tensors, got cuda")):
-        dispatch.select(op, HOPPER, backend="cpu")
+        selection.select(op, HOPPER, backend="cpu")
 
 
-@pytest.mark.parametrize("spec", dispatch.SPECS, ids=str)
+@pytest.mark.parametrize("spec", selection.SPECS, ids=str)
 def test_launchers_exist_and_are_named_like_their_op(spec):
     module, function = spec.launcher.split(":")
     assert function == spec.op
@@ -79,7 +79,7 @@ def test_launchers_exist_and_are_named_like_their_op(spec):
 BLOCK_ARGUMENTS = {"indexer_select": SelectBlockArguments}
 
 
-@pytest.mark.parametrize("spec", dispatch.SPECS, ids=str)
+@pytest.mark.parametrize("spec", selection.SPECS, ids=str)
 def test_launchers_take_the_arguments_of_their_op_and_its_results(spec):
     op = OPS[spec.op]
     function = spec.launch.func if spec.kernel else spec.launch
@@ -95,24 +95,24 @@ def test_launchers_take_the_arguments_of_their_op_and_its_results(spec):
 
 
 def test_kernels_have_names_where_a_backend_has_several():
-    names = [(spec.name, spec.op) for spec in dispatch.SPECS]
+    names = [(spec.name, spec.op) for spec in selection.SPECS]
     assert len(names) == len(set(names))
-    for op in dispatch.OPS:
-        for backend in dispatch.backends(op):
-            kernels = [spec.kernel for spec in dispatch.specs(op) if spec.backend == backend]
+    for op in selection.OPS:
+        for backend in selection.backends(op):
+            kernels = [spec.kernel for spec in selection.specs(op) if spec.backend == backend]
             assert kernels == [""] or all(kernels)
 
 
 def test_auto_takes_the_first_kernel_without_an_objection(three_backends):
     blackwell = replace(HOPPER, arch=100)
-    chosen = [dispatch.select("attend", p).backend for p in (HOPPER, blackwell, CPU)]
+    chosen = [selection.select("attend", p).backend for p in (HOPPER, blackwell, CPU)]
     assert chosen == ["hopper", "triton", "cpu"]
 
 
 def test_a_backend_asked_for_by_name_is_the_only_candidate(three_backends):
-    assert dispatch.select("attend", HOPPER, backend="triton").backend == "triton"
+    assert selection.select("attend", HOPPER, backend="triton").backend == "triton"
     with pytest.raises(UnsupportedError) as error:
-        dispatch.select("attend", CPU, backend="triton")
+        selection.select("attend", CPU, backend="triton")
     assert str(error.value).endswith("\n  triton: needs CUDA tensors, got cpu")
     assert "hopper" not in str(error.value)
 
@@ -120,7 +120,7 @@ def test_a_backend_asked_for_by_name_is_the_only_candidate(three_backends):
 def test_unsupported_lists_the_reason_of_every_backend(three_backends):
     problem = Problem("mps", dtype="torch.bfloat16", heads=16, row=RowShape(512, 64))
     with pytest.raises(UnsupportedError) as error:
-        dispatch.select("attend", problem)
+        selection.select("attend", problem)
     assert str(error.value).splitlines() == [
         "attend: no kernel for mps, dtype=torch.bfloat16, heads=16, row=576/512",
         "  hopper: needs sm_90, got mps sm_0",
@@ -131,12 +131,12 @@ def test_unsupported_lists_the_reason_of_every_backend(three_backends):
 
 
 def test_explain_gives_every_backends_reason_or_none(three_backends):
-    assert dispatch.explain("attend", HOPPER) == {
+    assert selection.explain("attend", HOPPER) == {
         "hopper": None,
         "triton": None,
         "cpu": "needs CPU tensors, got cuda",
     }
-    assert list(dispatch.explain("attend", CPU)) == ["hopper", "triton", "cpu"]
+    assert list(selection.explain("attend", CPU)) == ["hopper", "triton", "cpu"]
 
 
 @pytest.fixture
@@ -153,68 +153,71 @@ def two_kernels(monkeypatch):
         KernelSpec("hopper", "attend", "a:b", needs_sm90, kernel="wide", why_slower=why_slower),
         KernelSpec("hopper", "attend", "a:b", few_only, kernel="narrow"),
     )
-    monkeypatch.setattr(dispatch, "SPECS", specs)
-    monkeypatch.setattr(dispatch, "OPS", ("attend",))
-    dispatch._select.cache_clear()
+    monkeypatch.setattr(selection, "SPECS", specs)
+    monkeypatch.setattr(selection, "OPS", ("attend",))
+    selection._select.cache_clear()
     yield
-    dispatch._select.cache_clear()
+    selection._select.cache_clear()
 
 
 def test_auto_passes_over_a_kernel_that_is_slower(two_kernels):
     def chosen(heads: int, backend: str = "auto") -> str:
-        return dispatch.select("attend", replace(HOPPER, heads=heads), backend).kernel
+        return selection.select("attend", replace(HOPPER, heads=heads), backend).kernel
 
     assert (chosen(16), chosen(8)) == ("wide", "narrow")
     assert (chosen(16, "hopper"), chosen(8, "hopper")) == ("wide", "narrow")
     assert (chosen(16, "hopper:narrow"), chosen(8, "hopper:wide")) == ("narrow", "wide")
     few = replace(HOPPER, heads=8)
     slower = "is for more than 8 heads, got 8"
-    assert dispatch.explain_kernels("attend", few) == {"hopper:wide": slower, "hopper:narrow": None}
-    assert dispatch.explain_kernels("attend", replace(HOPPER, heads=16)) == {
+    assert selection.explain_kernels("attend", few) == {
+        "hopper:wide": slower,
+        "hopper:narrow": None,
+    }
+    assert selection.explain_kernels("attend", replace(HOPPER, heads=16)) == {
         "hopper:wide": None,
         "hopper:narrow": "wide is faster",
     }
-    assert dispatch.explain("attend", few)["hopper"] is None
+    assert selection.explain("attend", few)["hopper"] is None
 
 
 def test_the_only_kernel_that_can_runs_though_another_would_be_faster(two_kernels):
     asked = replace(HOPPER, heads=8, arch=80)
-    assert dispatch.select("attend", asked).kernel == "narrow"
+    assert selection.select("attend", asked).kernel == "narrow"
     with pytest.raises(UnsupportedError) as error:
-        dispatch.select("attend", replace(HOPPER, heads=65, arch=80))
+        selection.select("attend", replace(HOPPER, heads=65, arch=80))
     assert str(error.value).splitlines()[1:] == [
         "  hopper:wide: needs sm_90, got cuda sm_80",
         "  hopper:narrow: needs at most 64 heads, got 65",
     ]
     with pytest.raises(UnsupportedError, match=r"\n  hopper:wide: needs sm_90"):
-        dispatch.select("attend", asked, "hopper:wide")
+        selection.select("attend", asked, "hopper:wide")
 
 
 def test_an_unknown_kernel_is_named_with_the_choices(two_kernels):
     message = "attend: kernel of hopper must be one of wide, narrow, got 'tall'"
     with pytest.raises(ValueError, match=re.escape(message)):
-        dispatch.select("attend", HOPPER, "hopper:tall")
+        selection.select("attend", HOPPER, "hopper:tall")
 
 
 def test_unknown_op_and_backend_are_named_with_the_choices(three_backends):
     with pytest.raises(ValueError, match=re.escape("unknown op 'atend'; choose from attend")):
-        dispatch.select("atend", CPU)
+        selection.select("atend", CPU)
     with pytest.raises(ValueError, match=re.escape("unknown op 'atend'; choose from attend")):
-        dispatch.explain("atend", CPU)
+        selection.explain("atend", CPU)
     message = "attend: backend must be one of auto, hopper, triton, cpu, got 'cuda'"
     with pytest.raises(ValueError, match=re.escape(message)):
-        dispatch.select("attend", CPU, backend="cuda")
+        selection.select("attend", CPU, backend="cuda")
 
 
 def test_the_knob_says_what_auto_stands_for(three_backends, monkeypatch):
     with knobs.override(backend="triton"):
-        assert dispatch.select("attend", HOPPER).backend == "triton"
-        assert dispatch.select("attend", HOPPER, backend="hopper").backend == "hopper"
+        assert selection.select("attend", HOPPER).backend == "triton"
+        assert selection.select("attend", HOPPER, backend="hopper").backend == "hopper"
         with pytest.raises(UnsupportedError, match="triton: needs CUDA tensors, got cpu"):
-            dispatch.select("attend", CPU)
-    assert dispatch.select("attend", HOPPER).backend == "hopper"
+            selection.select("attend", CPU)
+    assert selection.select("attend", HOPPER).backend == "hopper"
     monkeypatch.setenv("MLAKIT_BACKEND", "triton")
-    assert dispatch.select("attend", HOPPER).backend == "triton"
+    assert selection.select("attend", HOPPER).backend == "triton"
 
 
 def test_a_problem_says_only_what_it_knows():
@@ -234,6 +237,6 @@ def test_device_facts(monkeypatch):
 def test_a_known_backend_without_the_kernel_is_unsupported():
     message = "^merge_states: no kernel for backend 'hopper', only for cpu, triton$"
     with pytest.raises(UnsupportedError, match=message):
-        dispatch.select("merge_states", HOPPER, backend="hopper")
-    assert dispatch.explain("merge_states", HOPPER)["hopper"] == "has no kernel of merge_states"
-    assert dispatch.select("merge_states", HOPPER).backend == "triton"
+        selection.select("merge_states", HOPPER, backend="hopper")
+    assert selection.explain("merge_states", HOPPER)["hopper"] == "has no kernel of merge_states"
+    assert selection.select("merge_states", HOPPER).backend == "triton"

@@ -9,9 +9,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mlakit import cli, dispatch, doctor
-from mlakit.bench import gpu, peers
-from mlakit.specs import pretending
+from mlakit.dispatch import selection
+from mlakit.dispatch.specs import pretending
+from mlakit.tools import cli, doctor
+from mlakit.tools.bench import gpu, peers
 from tests.kernel_launchers import replace_launcher
 
 
@@ -52,9 +53,9 @@ def test_json_has_everything():
     assert said["origins"] == {"eager": f"torch {torch.__version__}"}
     assert set(said["peers"]) == {peer.name for peer in peers.PEERS}
     by_name = {each["backend"]: each for each in said["backends"]}
-    assert set(by_name) == set(dispatch.BACKENDS)
+    assert set(by_name) == set(selection.BACKENDS)
     assert (by_name["triton"]["works"], by_name["triton"]["why_not"]) == (False, "needs a card")
-    assert {each["op"] for each in by_name["cpu"]["ops"]} == set(dispatch.OPS)
+    assert {each["op"] for each in by_name["cpu"]["ops"]} == set(selection.OPS)
     assert all(each["error"] is None for each in by_name["cpu"]["ops"])
     assert by_name["cpu"]["random"] is None
 
@@ -109,7 +110,7 @@ def test_why_a_backend_does_not_work(monkeypatch):
     monkeypatch.setattr(doctor, "find_spec", lambda name: "a spec")
     assert doctor.why_not("triton") is None
     assert doctor.why_not("cpu") is None
-    monkeypatch.setattr(dispatch, "SPECS", ())
+    monkeypatch.setattr(selection, "SPECS", ())
     assert doctor.why_not("triton") == "this version has no kernels for it"
 
 
@@ -117,7 +118,7 @@ def test_a_refusal_is_no_error(monkeypatch):
     def refuse(*_: object) -> None:
         raise doctor.UnsupportedError("merge_states: no kernel for cpu\n  cpu: not here")
 
-    monkeypatch.setattr(dispatch, "select", refuse)
+    monkeypatch.setattr(selection, "select", refuse)
     health = doctor._op_health("merge_states", "cpu", "cpu")
     assert (health.unsupported, health.error) == ("not here", None)
 
@@ -138,7 +139,7 @@ def test_a_backend_that_takes_nothing_here_does_not_count_as_working(monkeypatch
 @pytest.mark.parametrize("op", ["mla_decode", "sparse_mla", "indexer_logits"])
 def test_every_backend_takes_the_case_of_the_doctor(op, backend, monkeypatch):
     launches = []
-    for spec in dispatch.specs(op):
+    for spec in selection.specs(op):
         if spec.backend == backend:
             watched = lambda *args, **kwargs: launches.append(args)  # noqa: E731
             monkeypatch.setitem(spec.__dict__, "launch", watched)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mlakit import e4m3
-from mlakit.testing import assert_same_bits
+from mlakit.formats import e4m3
+from mlakit.tools.testing import assert_same_bits
 
 CODES = torch.arange(256, dtype=torch.int32).to(torch.uint8)
 

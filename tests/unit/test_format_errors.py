@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mlakit.formats import PageFooterCodec, row_codec
-from mlakit.geometry import RowShape
+from mlakit.model.geometry import RowShape
 from tests.unit.format_rows import E4M3, INF, NAN, V3, V4, random_rows
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mlakit.formats import FORMATS, row_codec
-from mlakit.geometry import RowShape
+from mlakit.model.geometry import RowShape
 from tests.unit.format_rows import (
     INF,
     NAN,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from mlakit.formats import FORMATS, SMALLEST_TOKEN_SCALE, row_codec
-from mlakit.geometry import RowShape
+from mlakit.model.geometry import RowShape
 from tests.unit.format_rows import (
     PARTIAL,
     SCALED,

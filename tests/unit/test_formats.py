@@ -18,7 +18,7 @@ from mlakit.formats import (
     row_codec,
     saturating_cast,
 )
-from mlakit.geometry import RowShape
+from mlakit.model.geometry import RowShape
 from tests.unit.format_rows import (
     E4M3,
     E4M3_MAGNITUDES,

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from mlakit import PagedLatentCache
-from mlakit.geometry import RowShape
-from mlakit.specs import pretending
-from mlakit.workloads import DecodeCase
-from mlakit.workloads.fp16_rows import block_scales, rounded_rows, rounds_rows
-from mlakit.workloads.inputs import Inputs
+from mlakit.dispatch.specs import pretending
+from mlakit.model.geometry import RowShape
+from mlakit.tools.workloads import DecodeCase
+from mlakit.tools.workloads.fp16_rows import block_scales, rounded_rows, rounds_rows
+from mlakit.tools.workloads.inputs import Inputs
 
 
 def written() -> tuple[torch.Tensor, torch.Tensor]:

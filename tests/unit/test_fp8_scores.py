@@ -7,10 +7,10 @@ from unittest import mock
 import pytest
 import torch
 
-from mlakit.geometry import RowShape
-from mlakit.workloads import DecodeCase, fp8_scores
-from mlakit.workloads.inputs import Inputs
-from mlakit.workloads.paged import Pool
+from mlakit.model.geometry import RowShape
+from mlakit.tools.workloads import DecodeCase, fp8_scores
+from mlakit.tools.workloads.inputs import Inputs
+from mlakit.tools.workloads.paged import Pool
 
 ROW = RowShape(512, 64)
 FORMATS = pytest.mark.parametrize("format", fp8_scores.FORMATS)

@@ -15,9 +15,9 @@ import torch
 import transformers
 from transformers import AutoConfig
 
-from mlakit import geometry
-from mlakit.geometry import PRESETS, MLAGeometry, RopeParameters, RowShape, yarn_mscale
-from mlakit.releases import ALIASES, RELEASES
+from mlakit.model import geometry
+from mlakit.model.geometry import PRESETS, MLAGeometry, RopeParameters, RowShape, yarn_mscale
+from mlakit.model.releases import ALIASES, RELEASES
 
 
 def published_yarn(

@@ -99,7 +99,7 @@ def git(folder: Path, *arguments: str) -> str:
 def checkout(tmp_path) -> Path:
     """A repository with one commit of a kernel and of a test."""
     folder = tmp_path / "checkout"
-    for name in ("mlakit/kernels/decode.py", "mlakit/cli.py", "tests/test_decode.py"):
+    for name in ("mlakit/kernels/decode.py", "mlakit/tools/cli.py", "tests/test_decode.py"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(f"# {name}\n")
     git(tmp_path, "init", "-q", str(folder))
@@ -120,7 +120,7 @@ def test_a_clean_checkout_is_recordable(checkout):
 
 
 def change(checkout: Path) -> None:
-    (checkout / "mlakit/cli.py").write_text("# another\n")
+    (checkout / "mlakit/tools/cli.py").write_text("# another\n")
 
 
 def add_file(checkout: Path) -> None:
@@ -128,11 +128,11 @@ def add_file(checkout: Path) -> None:
 
 
 def remove(checkout: Path) -> None:
-    (checkout / "mlakit/cli.py").unlink()
+    (checkout / "mlakit/tools/cli.py").unlink()
 
 
 def rename(checkout: Path) -> None:
-    (checkout / "mlakit/cli.py").rename(checkout / "mlakit/clu.py")
+    (checkout / "mlakit/tools/cli.py").rename(checkout / "mlakit/clu.py")
 
 
 @pytest.mark.parametrize("meddle", [change, add_file, remove, rename])
@@ -169,7 +169,7 @@ def test_the_folders_that_changed_since_are_named(checkout):
     assert "no kernel and nothing above it changed since" in gpu_record.changed_since(
         runs, checkout
     )
-    (checkout / "mlakit/cli.py").write_text("# not on the GPU\n")
+    (checkout / "mlakit/tools/cli.py").write_text("# not on the GPU\n")
     (checkout / "mlakit/kernels/decode.py").write_text("# faster\n")
     assert gpu_record.changed_since(runs, checkout).endswith("changed since: mlakit/kernels")
     unknown = [replace(RUN, commit="0" * 40)]

@@ -9,7 +9,7 @@ import torch
 
 from mlakit.cache import PagedLatentCache
 from mlakit.formats import GROUP_FORMATS, row_codec
-from mlakit.geometry import RowShape
+from mlakit.model.geometry import RowShape
 from tests.unit.format_rows import (
     E4M3,
     INF,

@@ -23,45 +23,47 @@ else:  # pytest brings it where the standard library has none
 
 PACKAGE = ROOT / "mlakit"
 
-# lowest first; a module imports strictly lower layers, and nothing on its own
+# lowest first; a module imports strictly lower layers, and nothing on its own. A folder is one
+# layer, except for those in SPLIT, whose modules have layers of their own
 LAYERS = (
-    "_version architectures autocast names releases reprs",
-    "knobs",
-    "columns model_config options",
-    "checks geometry",
-    "e4m3",
-    "formats masks rope split_heuristic",
+    "_version dispatch.architectures dispatch.autocast dispatch.names dispatch.reprs",
+    "dispatch.knobs",
+    "dispatch.checks",
+    "model",
+    "dispatch.specs",
+    "formats",
     "reference",
-    "cache pages plan specs weight_copies",
-    "arguments",
-    "replay",
+    "cache plan",
     "kernels",
-    "dispatch",
+    "launch_cache",
+    "dispatch dispatch.selection",
     "ops",
-    "weights",
-    "branches",
+    "steps",
     "parallel",
-    "layer testing",
-    "workloads",
+    "layer",
+    "geometry knobs specs",
     "_public",
     "__init__",
-    "integrations",
-    "bench compat support selfcheck",
-    "demo doctor memory tools",
-    "cluster",
-    "cli",
+    "compat integrations",
+    "tools tools.columns tools.options tools.testing",
+    "tools.workloads",
+    "tools.bench tools.check tools.compile",
+    "tools.demo tools.doctor tools.emulator tools.generate tools.memory tools.support",
+    "tools.planner",
+    "tools.cli",
     "__main__",
 )
+SPLIT = ("dispatch", "tools")
 RANK = {module: rank for rank, names in enumerate(LAYERS) for module in names.split()}
 # an oracle imports nothing that it checks
-ONLY = {"reference": {"autocast", "geometry", "formats", "masks"}}
+ONLY = {"reference": {"dispatch.autocast", "formats", "model"}}
 # a kernel trusts its caller
-NEVER = {("kernels", "checks"), ("kernels", "reference")}
+NEVER = {("kernels", "dispatch.checks"), ("kernels", "reference")}
 # files that cannot be read without an optional package, and that others import late: device code
 # with what launches it again, and subclasses of the package's classes
 NEEDED_BY = {
-    "triton": r"kernels/(triton|hopper)/(?!support|configs|decode/configs).*|replay/launchers/.*"
-    r"|tools/emulator/.*",
+    "triton": r"kernels/(?!(workspace|arguments)\.py)\w+\.py|launch_cache/launchers/.*"
+    r"|kernels/(triton|hopper)/(?!support|configs|decode/configs).*|tools/emulator/.*",
     "transformers": r"integrations/transformers/(cache_layers|static_cache|step_hooks)\.py",
 }
 TOPICS = ("norm_rope_quant", "prefill", "decode", "sparse", "indexer", "merge", "fp8")
@@ -75,36 +77,48 @@ SOURCES = {
 }
 
 
-def imported_modules(source: str) -> Iterator[str]:
-    """The modules of this package a source imports, anywhere in it; `.` for a relative import."""
+def layer_of(module: str) -> str:
+    """The layer of a module, such as cache of cache.pool, and dispatch.knobs of itself."""
+    head, _, tail = module.partition(".")
+    return f"{head}.{tail.split('.')[0]}" if head in SPLIT and tail else head
+
+
+def imported_layers(source: str) -> Iterator[str]:
+    """The layers that a source imports, anywhere in it; `.` for a relative import."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom):
-            head, *tail = (node.module or "").split(".")
+            head, _, module = (node.module or "").partition(".")
             if node.level:
                 yield "."
-            elif head == "mlakit" and tail:
-                yield tail[0]
+            elif head == "mlakit" and module in ("", *SPLIT):
+                inner = [f"{module}.{each.name}".lstrip(".") for each in node.names]
+                yield from (each if each in RANK else module or "__init__" for each in inner)
             elif head == "mlakit":
-                yield from (name.name if name.name in RANK else "__init__" for name in node.names)
+                yield layer_of(module)
         elif isinstance(node, ast.Import):
-            for name in node.names:
-                head, *tail = name.name.split(".")
+            for each in node.names:
+                head, _, module = each.name.partition(".")
                 if head == "mlakit":
-                    yield tail[0] if tail else "__init__"
+                    yield layer_of(module) if module else "__init__"
+
+
+def layer_of_file(path: str) -> str:
+    """The layer of a file by its path in the package."""
+    return layer_of(path.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
 
 
 def forbidden_imports(path: str, source: str) -> list[str]:
     """Imports in `path` (relative to the package) that do not point strictly downwards."""
-    here = path.split("/")[0].removesuffix(".py")
+    here = layer_of_file(path)
 
-    def allowed(module: str) -> bool:
-        if module == here:
+    def allowed(layer: str) -> bool:
+        if layer == here:
             return True
-        if (here, module) in NEVER or module not in ONLY.get(here, {module}):
+        if (here, layer) in NEVER or layer not in ONLY.get(here, {layer}):
             return False
-        return module in RANK and RANK[module] < RANK[here]
+        return layer in RANK and RANK[layer] < RANK[here]
 
-    return [f"{path} imports {m}" for m in imported_modules(source) if not allowed(m)]
+    return [f"{path} imports {each}" for each in imported_layers(source) if not allowed(each)]
 
 
 def environment_reads(source: str) -> list[str]:
@@ -190,56 +204,45 @@ def test_imports_point_strictly_downwards(path):
 
 
 def test_every_module_has_a_layer():
-    modules = {path.split("/")[0].removesuffix(".py") for path in SOURCES}
-    assert modules <= set(RANK), f"give a layer to {sorted(modules - set(RANK))}"
+    layers = {layer_of_file(path) for path in SOURCES}
+    assert layers <= set(RANK), f"give a layer to {sorted(layers - set(RANK))}"
+    assert layers == set(RANK), f"nothing is in {sorted(set(RANK) - layers)}"
 
 
 @pytest.mark.parametrize(
     ("path", "source", "found"),
     [
-        ("cache.py", "from mlakit import ops", ["cache.py imports ops"]),
-        ("cache.py", "from mlakit import geometry, ops", ["cache.py imports ops"]),
-        ("cache.py", "import mlakit.ops.decode", ["cache.py imports ops"]),
-        ("cache.py", "from mlakit.ops.decode import mla_decode", ["cache.py imports ops"]),
-        ("cache.py", "from mlakit import mla_decode", ["cache.py imports __init__"]),
-        ("cache.py", "import mlakit", ["cache.py imports __init__"]),
-        ("cache.py", "from mlakit.plan import DecodePlan", ["cache.py imports plan"]),
-        ("cache.py", "from mlakit.unheard_of import x", ["cache.py imports unheard_of"]),
-        ("cache.py", "def f():\n    from mlakit import ops", ["cache.py imports ops"]),
-        (
-            "cache.py",
-            "if TYPE_CHECKING:\n    from mlakit.layer import MLAAttention",
-            ["cache.py imports layer"],
-        ),
-        ("ops/decode.py", "from .prefill import x", ["ops/decode.py imports ."]),
-        ("ops/decode.py", "from . import prefill", ["ops/decode.py imports ."]),
-        ("ops/decode.py", "from ..cache import x", ["ops/decode.py imports ."]),
-        ("reference/decode.py", "from mlakit import knobs", ["reference/decode.py imports knobs"]),
-        (
-            "reference/decode.py",
-            "from mlakit.checks import Dims",
-            ["reference/decode.py imports checks"],
-        ),
-        (
-            "kernels/cpu/decode.py",
-            "from mlakit import checks",
-            ["kernels/cpu/decode.py imports checks"],
-        ),
-        (
-            "kernels/triton/decode.py",
-            "import mlakit.reference.decode",
-            ["kernels/triton/decode.py imports reference"],
-        ),
-        ("cache.py", "import os\nfrom mlakit.formats import x\nimport mlakit.geometry", []),
+        ("cache/pool.py", "from mlakit import ops", ["ops"]),
+        ("cache/pool.py", "from mlakit import formats, ops", ["ops"]),
+        ("cache/pool.py", "import mlakit.ops.decode", ["ops"]),
+        ("cache/pool.py", "from mlakit.ops.decode import mla_decode", ["ops"]),
+        ("cache/pool.py", "from mlakit import mla_decode", ["__init__"]),
+        ("cache/pool.py", "import mlakit", ["__init__"]),
+        ("cache/pool.py", "from mlakit.plan import DecodePlan", ["plan"]),
+        ("cache/pool.py", "from mlakit.dispatch import explain", ["dispatch"]),
+        ("cache/pool.py", "from mlakit.dispatch import knobs, selection", ["dispatch.selection"]),
+        ("cache/pool.py", "from mlakit.unheard_of import x", ["unheard_of"]),
+        ("cache/pool.py", "def f():\n    from mlakit import ops", ["ops"]),
+        ("cache/pool.py", "if TYPE_CHECKING:\n    from mlakit.layer import x", ["layer"]),
+        ("ops/decode.py", "from .prefill import x", ["."]),
+        ("ops/decode.py", "from . import prefill", ["."]),
+        ("ops/decode.py", "from ..cache import x", ["."]),
+        ("reference/decode.py", "from mlakit.dispatch import knobs", ["dispatch.knobs"]),
+        ("reference/decode.py", "from mlakit.dispatch.checks import Dims", ["dispatch.checks"]),
+        ("kernels/cpu/decode.py", "from mlakit.dispatch import checks", ["dispatch.checks"]),
+        ("kernels/triton/decode.py", "import mlakit.reference.decode", ["reference"]),
+        ("layer/attention.py", "from mlakit.tools.testing import x", ["tools.testing"]),
+        ("tools/columns.py", "from mlakit.tools import cli", ["tools.cli"]),
+        ("cache/pool.py", "import os\nfrom mlakit.formats import x\nimport mlakit.model.rope", []),
         ("ops/decode.py", "from mlakit.ops._library import register", []),
-        ("kernels/cpu/decode.py", "from mlakit import knobs\nfrom mlakit.cache import x", []),
-        ("reference/decode.py", "from mlakit.masks import CAUSAL", []),
-        ("cli.py", "from mlakit import __version__, demo", []),
-        ("cache.py", "import mlakitchen\nfrom mlakitchen.ops import x", []),
+        ("kernels/cpu/decode.py", "from mlakit.dispatch import knobs", []),
+        ("reference/decode.py", "from mlakit.model.masks import CAUSAL", []),
+        ("tools/cli.py", "from mlakit import __version__\nfrom mlakit.tools import demo", []),
+        ("cache/pool.py", "import mlakitchen\nfrom mlakitchen.ops import x", []),
     ],
 )
 def test_the_import_checker_sees(path, source, found):
-    assert forbidden_imports(path, source) == found
+    assert forbidden_imports(path, source) == [f"{path} imports {each}" for each in found]
 
 
 def test_import_touches_no_device_and_no_optional_package_and_works_without_them():
@@ -248,10 +251,11 @@ import os, sys, torch
 child = os.fork()  # torch is imported once for both halves
 if child == 0:
     sys.modules["triton"] = sys.modules["transformers"] = None
-    import mlakit, mlakit.cli, mlakit.dispatch, mlakit.integrations.transformers, mlakit.testing
+    import mlakit, mlakit.dispatch.selection, mlakit.integrations.transformers
+    import mlakit.tools.cli, mlakit.tools.testing
     os._exit(0)
 without_them = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-import mlakit, mlakit.dispatch, mlakit.integrations.transformers
+import mlakit, mlakit.dispatch.selection, mlakit.integrations.transformers
 loaded = [name for name in ("triton", "transformers") if name in sys.modules]
 print(without_them, torch.cuda.is_initialized(), loaded)
 """
@@ -266,25 +270,36 @@ def test_optional_packages_are_imported_late():
         assert not early, f"{path} imports {early} when it is imported"
 
 
-def test_only_the_command_line_imports_the_tools_and_late():
-    """The wheel leaves them out."""
-    importers = {path for path, source in SOURCES.items() if "tools" in imported_modules(source)}
-    assert {path for path in importers if not path.startswith("tools/")} == {"cli.py"}
-    assert "mlakit.tools" not in early_modules(SOURCES["cli.py"])
+def test_nothing_outside_imports_the_tools():
+    importers = {
+        path
+        for path, source in SOURCES.items()
+        if any(each.startswith("tools") for each in imported_layers(source))
+    }
+    assert {path for path in importers if not path.startswith("tools/")} == {"__main__.py"}
+
+
+def test_only_its_command_imports_the_emulator_and_late():
+    """The wheel leaves it out."""
+    importers = {
+        path for path, source in SOURCES.items() if "tools.emulator" in imported_layers(source)
+    }
+    assert {path for path in importers if "emulator" not in path} == {"tools/cli.py"}
+    assert "mlakit.tools.emulator" not in early_modules(SOURCES["tools/cli.py"])
 
 
 def early_modules(source: str) -> set[str]:
-    """The packages of mlakit that importing a source imports, as mlakit.tools."""
+    """The packages of tools that importing a source imports, as mlakit.tools.emulator."""
     tree = ast.parse(source)
     return {
-        ".".join(each.module.split(".")[:2])
+        ".".join(each.module.split(".")[:3])
         for each in tree.body
         if isinstance(each, ast.ImportFrom) and each.module
     }
 
 
 def test_the_late_import_checker_sees():
-    assert early_modules("from mlakit.tools.emulator import command") == {"mlakit.tools"}
+    assert early_modules("from mlakit.tools.emulator.x import y") == {"mlakit.tools.emulator"}
     assert early_modules("def f():\n    from mlakit.tools import emulator") == set()
     source = "import os\ntry:\n    import triton.language as tl\nexcept ImportError:\n    pass\n"
     assert imports_at_import_time(source) == {"os", "triton"}
@@ -297,7 +312,7 @@ def test_the_late_import_checker_sees():
 
 def test_only_knobs_reads_the_environment():
     readers = {path for path, source in SOURCES.items() if environment_reads(source)}
-    assert readers == {"knobs.py"}
+    assert readers == {"dispatch/knobs.py"}
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from mlakit import knobs
+from mlakit.dispatch import knobs
 
 
 def test_defaults_need_no_environment():

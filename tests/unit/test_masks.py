@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from mlakit import masks
 from mlakit.compat import modular
-from mlakit.masks import CAUSAL, KINDS, NULL, WINDOWED, Mask
+from mlakit.model import masks
+from mlakit.model.masks import CAUSAL, KINDS, NULL, WINDOWED, Mask
 
 WINDOWS = [1, 2, 3, 5, 8, 100]
 MASKS = [NULL, CAUSAL, *(Mask(kind, window) for kind in WINDOWED for window in WINDOWS)]

@@ -14,16 +14,16 @@ import torch
 from transformers import AutoConfig
 from typer.testing import CliRunner
 
-from mlakit import cli
 from mlakit.cache import KVShard, PagedLatentCache
 from mlakit.formats import FORMATS, row_codec
-from mlakit.geometry import PRESETS, MLAGeometry, RowShape
-from mlakit.memory import GPUS, gpu_bytes, layer_counts, memory_report, parse_contexts
-from mlakit.memory.budget import EXPANDED
-from mlakit.memory.gpus import GIB
-from mlakit.memory.layers import config_fields
-from mlakit.model_config import read_config
-from mlakit.releases import RELEASES
+from mlakit.model.config import read_config
+from mlakit.model.geometry import PRESETS, MLAGeometry, RowShape
+from mlakit.model.releases import RELEASES
+from mlakit.tools import cli
+from mlakit.tools.memory import GPUS, gpu_bytes, layer_counts, memory_report, parse_contexts
+from mlakit.tools.memory.budget import EXPANDED
+from mlakit.tools.memory.gpus import GIB
+from mlakit.tools.memory.layers import config_fields
 from tests.paths import ROOT
 
 SMALL = {
@@ -373,7 +373,7 @@ def test_the_chart_has_every_format_and_the_limit(tmp_path):
 
 
 def test_the_chart_as_png(tmp_path, monkeypatch):
-    from mlakit.bench import drawing
+    from mlakit.tools.bench import drawing
 
     file = tmp_path / "cache.png"
     run("minicpm3", "--plot", file)

@@ -104,7 +104,7 @@ sys.modules["numpy"] = None
 import mlakit
 import torch
 from typer.testing import CliRunner
-from mlakit import cli
+from mlakit.tools import cli
 mlakit.quantize_fp8(torch.ones(4, 128), 128)
 assert CliRunner().invoke(cli.app, ["support"]).exit_code == 0
 """
@@ -125,7 +125,7 @@ def test_the_absence_of_numpy_causes_no_warning():
 FIRST_USE = """
 import sys
 import mlakit
-mlakit.knobs.backend()
+mlakit.knobs.override
 assert "torch" not in sys.modules
 assert mlakit.mla_decode is mlakit.ops.mla_decode
 assert "mla_decode" in vars(mlakit)

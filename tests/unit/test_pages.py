@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mlakit.cache import PagedLatentCache, request_slots
-from mlakit.geometry import RowShape
-from mlakit.pages import OutOfPagesError, PageAllocator, PageCopy, PagedSequence
+from mlakit.cache.pages import OutOfPagesError, PageAllocator, PageCopy, PagedSequence
+from mlakit.model.geometry import RowShape
 from tests.unit.page_states import assert_consistent, raises, state
 
 

@@ -23,7 +23,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from mlakit.pages import OutOfPagesError, PageAllocator, PageCopy, PagedSequence
+from mlakit.cache.pages import OutOfPagesError, PageAllocator, PageCopy, PagedSequence
 from tests.unit.page_states import assert_consistent, raises, state
 
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from mlakit import pages
-from mlakit.pages import OutOfPagesError, PageAllocator, PagedSequence
+from mlakit.cache import pages
+from mlakit.cache.pages import OutOfPagesError, PageAllocator, PagedSequence
 from tests.unit.page_states import assert_consistent
 
 THREADS = 4

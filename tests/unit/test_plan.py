@@ -16,7 +16,7 @@ from mlakit.plan import (
     plan_decode,
     plan_prefill,
 )
-from mlakit.split_heuristic import equal_key_ranges
+from mlakit.plan.split_heuristic import equal_key_ranges
 
 properties = settings(max_examples=150, deadline=None)
 

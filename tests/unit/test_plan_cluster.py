@@ -11,11 +11,12 @@ import pytest
 import scaling_page
 from typer.testing import CliRunner
 
-from mlakit import cli
-from mlakit.cluster import kernel_times
-from mlakit.cluster.kernel_times import KernelTimes, interpolated, measured_times
-from mlakit.cluster.report import chart
-from mlakit.cluster.simulation import (
+from mlakit.tools import cli
+from mlakit.tools.memory.gpus import GIB
+from mlakit.tools.planner import kernel_times
+from mlakit.tools.planner.kernel_times import KernelTimes, interpolated, measured_times
+from mlakit.tools.planner.report import chart
+from mlakit.tools.planner.simulation import (
     Link,
     Model,
     Plan,
@@ -26,7 +27,6 @@ from mlakit.cluster.simulation import (
     plan_cluster,
     step_of,
 )
-from mlakit.memory.gpus import GIB
 from tests.paths import ROOT
 from tests.unit.test_vllm_args import SPARSE, written
 

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from mlakit import PagedLatentCache
 from mlakit.cache import CacheLayer
-from mlakit.geometry import RowShape
-from mlakit.kernels.triton import launch as launching
+from mlakit.kernels import launch as launching
+from mlakit.kernels import workspace
+from mlakit.launch_cache import calls, key
+from mlakit.model.geometry import RowShape
 from mlakit.plan import DecodePlanTensors
-from mlakit.replay import calls, key, workspace
-from mlakit.workloads import CASES
+from mlakit.tools.workloads import CASES
 from tests.unit.replay_calls import (
     Add,
     add_both,

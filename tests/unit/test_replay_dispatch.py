@@ -94,7 +94,7 @@ def test_fake_tensors_and_modes_go_through_the_dispatcher(op):
 
 def workspace_recorder() -> Any:
     """Some dispatch mode."""
-    from mlakit.replay.record import CallRecorder
+    from mlakit.launch_cache.record import CallRecorder
 
     return CallRecorder([])
 

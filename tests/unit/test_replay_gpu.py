@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlakit import PagedLatentCache, knobs, ops, replay
-from mlakit.geometry import RowShape
-from mlakit.testing import assert_same_bits
+from mlakit import PagedLatentCache, launch_cache, ops
+from mlakit.dispatch import knobs
+from mlakit.model.geometry import RowShape
+from mlakit.tools.testing import assert_same_bits
 
 pytestmark = pytest.mark.gpu
 
@@ -29,7 +30,7 @@ class Table(NamedTuple):
 
 @pytest.fixture(autouse=True)
 def _fresh_counts() -> None:
-    replay.reset_stats()
+    launch_cache.reset_stats()
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def in_full(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def hits(op: str = "mla_decode") -> int:
-    return replay.stats()[op].hits
+    return launch_cache.stats()[op].hits
 
 
 def test_repeated_calls_are_replayed_and_counted(decode):
@@ -73,7 +74,7 @@ def test_repeated_calls_are_replayed_and_counted(decode):
         q = queries(seed)
         got = decode(q, **own)
         assert_same_bits("out", got[0], in_full(decode, q, **own)[0])
-    stats = replay.stats()["mla_decode"]
+    stats = launch_cache.stats()["mla_decode"]
     assert stats.hits == 4
     assert stats.misses == 2
     assert stats.refused == {"MLAKIT_REPLAY is off": 6}

@@ -11,9 +11,15 @@ import torch
 import triton
 from torch import Tensor
 
-from mlakit.replay import launchers
-from mlakit.replay.launchers import RecordedLaunch, any_version, descriptors, triton_3_6, triton_3_9
-from mlakit.replay.launchers.prepared import Pointer, PreparedLaunch
+from mlakit.launch_cache import launchers
+from mlakit.launch_cache.launchers import (
+    RecordedLaunch,
+    any_version,
+    descriptors,
+    triton_3_6,
+    triton_3_9,
+)
+from mlakit.launch_cache.launchers.prepared import Pointer, PreparedLaunch
 
 ENCODE = "triton.backends.nvidia.driver.make_tensordesc_arg"
 

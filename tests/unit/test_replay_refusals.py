@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlakit import knobs
-from mlakit.kernels.triton import launch as launching
-from mlakit.replay import calls, workspace
+from mlakit.dispatch import knobs
+from mlakit.kernels import launch as launching
+from mlakit.kernels import workspace
+from mlakit.launch_cache import calls
 from tests.unit.replay_calls import Add, four_times, multiply, new, op, settled, values
 
 __all__ = ["op"]  # a fixture

@@ -14,11 +14,11 @@ import mlakit
 from mlakit.cache import CacheLayer, PagedLatentCache
 from mlakit.cache.layer_views import CacheTensors
 from mlakit.compat.modular import KVCollection
-from mlakit.geometry import MLAGeometry
+from mlakit.dispatch.reprs import shapes_repr
+from mlakit.model.geometry import MLAGeometry
 from mlakit.ops import ExtraRows
 from mlakit.plan import plan_decode, plan_prefill
-from mlakit.reprs import shapes_repr
-from mlakit.testing import snapshot
+from mlakit.tools.testing import snapshot
 from tests.compat.modular.calls import cache_parts
 from tests.docs.test_reference import WHOLE_MODULES, public_names, resolved
 from tests.unit.cache_rows import V3

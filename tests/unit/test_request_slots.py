@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mlakit.cache import request_slots, select_requests, token_requests, token_slots
-from mlakit.testing import NEVER_A_PAGE, assert_same_bits, shuffled_pages
+from mlakit.tools.testing import NEVER_A_PAGE, assert_same_bits, shuffled_pages
 
 
 def slots_by_hand(table: Tensor, page_size: int, request: int, tokens: range) -> list[int]:

@@ -21,9 +21,9 @@ from torch import Tensor
 from transformers import AutoConfig
 
 import mlakit
-from mlakit.geometry import PRESETS, MLAGeometry, RopeParameters
-from mlakit.releases import RELEASES
-from mlakit.rope import ROPE_TYPES, rope_table
+from mlakit.model.geometry import PRESETS, MLAGeometry, RopeParameters
+from mlakit.model.releases import RELEASES
+from mlakit.model.rope import ROPE_TYPES, rope_table
 
 U = 2.0**-24
 POSITIONS = torch.tensor([0, 1, 2, 3, 63, 64, 511, 1000, 4095, 4096, 20_000, 163_839])

@@ -7,9 +7,10 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from mlakit import cli, dispatch
-from mlakit.support import compilation, configurations, samples
-from mlakit.support.compilation import NUM_SMS
+from mlakit.dispatch import selection
+from mlakit.tools import cli
+from mlakit.tools.compile import compilation, configurations, samples
+from mlakit.tools.compile.compilation import NUM_SMS
 from tests.kernels.selection import selected_kernel
 
 
@@ -22,13 +23,13 @@ def selected(monkeypatch: pytest.MonkeyPatch, configuration: str) -> str:
 
 def test_a_sample_has_every_hopper_kernel(monkeypatch):
     found = {selected(monkeypatch, name) for name in samples.OF_HOPPER}
-    assert found == {str(spec) for spec in dispatch.SPECS if spec.backend == "hopper"}
+    assert found == {str(spec) for spec in selection.SPECS if spec.backend == "hopper"}
     assert len(samples.OF_HOPPER) < len(configurations.HOPPER) / 4
 
 
 def test_a_sample_has_every_portable_op():
     ops = {configurations.CONFIGURATIONS[name].op for name in samples.OF_PORTABLE}
-    assert ops == set(dispatch.OPS)
+    assert ops == set(selection.OPS)
 
 
 def test_of_the_other_part_nothing_is_left_out():

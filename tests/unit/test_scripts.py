@@ -89,7 +89,7 @@ module {
 @pytest.fixture
 def compare_checkouts(tmp_path):
     """Runs the script on two such checkouts, of which the older one has no folder for tools."""
-    for folder in ("old/mlakit/bench", "new/mlakit/tools/bench"):
+    for folder in ("old/mlakit/tools/bench", "new/mlakit/tools/bench"):
         package = tmp_path / folder
         package.mkdir(parents=True)
         for each in (package, package.parent, tmp_path / folder[:3] / "mlakit"):

@@ -1,14 +1,14 @@
-"""Checks allow for what the selected kernel loses: they ask dispatch, not the tensors' device."""
+"""Checks allow for what the selected kernel loses: they ask selection, not the tensors' device."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from mlakit import dispatch
-from mlakit.knobs import Backend
-from mlakit.specs import pretending
-from mlakit.workloads import Case, DecodeCase, PrefillFp8Case
+from mlakit.dispatch import selection
+from mlakit.dispatch.knobs import Backend
+from mlakit.dispatch.specs import pretending
+from mlakit.tools.workloads import Case, DecodeCase, PrefillFp8Case
 from tests.kernel_launchers import replace_launcher
 
 V3 = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
@@ -22,7 +22,7 @@ def lossy_results(case: Case, backend: Backend, monkeypatch: pytest.MonkeyPatch)
 
     Returns a function that checks the results, outside of the scope in which the call was made.
     """
-    (cpu,) = [each for each in dispatch.specs(case.op) if each.backend == "cpu"]
+    (cpu,) = [each for each in selection.specs(case.op) if each.backend == "cpu"]
     own = cpu.launch
 
     def launch(arguments, out, lse):

@@ -14,12 +14,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mlakit import cli, dispatch, selfcheck
+from mlakit.dispatch import selection
+from mlakit.dispatch.specs import Problem, Use
 from mlakit.formats import FORMATS
-from mlakit.selfcheck import KINDS, Settings, random_cases, run
-from mlakit.specs import Problem, Use
-from mlakit.workloads.inputs import DTYPES
-from mlakit.workloads.random_cases import MODEL_HEADS, MODEL_ROWS, USUAL_PAGES
+from mlakit.tools import check, cli
+from mlakit.tools.check import KINDS, Settings, random_cases, run
+from mlakit.tools.workloads.inputs import DTYPES
+from mlakit.tools.workloads.random_cases import MODEL_HEADS, MODEL_ROWS, USUAL_PAGES
 from tests.kernel_launchers import Arguments, by_name, replace_launcher
 
 
@@ -39,13 +40,13 @@ def mutate_merge(monkeypatch: pytest.MonkeyPatch, *, from_heads: int) -> None:
 
 
 def test_every_op_is_checked_and_the_table_says_how_often():
-    count = 2 * len(dispatch.OPS)
+    count = 2 * len(selection.OPS)
     code, output = invoke(
         "--count", str(count), "--seed", "1", "--device", "cpu", "--backend", "cpu"
     )
     assert code == 0, output
     assert "cpu, seed 1, " in output
-    for op in dispatch.OPS:
+    for op in selection.OPS:
         row = next(line for line in output.splitlines() if line.strip().startswith(op))
         assert row.split() == [op, "cpu", "2", "0"]
     assert output.endswith(f"{count} calls, all results correct.\n")
@@ -93,10 +94,10 @@ def test_json():
 
 def test_time_ends_it(monkeypatch):
     clock = iter(range(0, 1000, 7))
-    monkeypatch.setattr(selfcheck, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(check, "perf_counter", lambda: float(next(clock)))
     seen = []
     settings = Settings(("indexer_topk",), seed=0, device="cpu", backend="cpu", minutes=0.5)
-    outcome = selfcheck.run(settings, lambda done, seconds: seen.append((done, seconds)))
+    outcome = check.run(settings, lambda done, seconds: seen.append((done, seconds)))
     assert seen == [(0, 7.0), (1, 14.0), (2, 21.0), (3, 28.0), (4, 35.0)]
     assert (outcome.num_correct, outcome.seconds) == (4, 35.0)
 
@@ -106,7 +107,7 @@ def test_processes_share_the_cases(launches):
     settings = Settings(("merge_states",) if launches is None else ("mla_decode",), 3, "cpu")
     settings = replace(settings, minutes=None, first=0 if launches is None else 5, jobs=3)
     settings = replace(settings, count=7 if launches is None else None, launches=launches)
-    draw = random_cases if launches is None else selfcheck.random_launches
+    draw = random_cases if launches is None else check.random_launches
     whole = list(islice(draw(settings), 7))
     shares = [settings.share(job) for job in range(3)]
     drawn = [case for share in shares for case in islice(draw(share), share.limit)]
@@ -132,7 +133,7 @@ def test_a_wrong_result_of_one_process_is_the_outcome(monkeypatch):
     right = run(settings)
     mutate_merge(monkeypatch, from_heads=2)
     wrong = run(settings)
-    together = selfcheck._joined(settings, [right, wrong], 1.0)
+    together = check._joined(settings, [right, wrong], 1.0)
     assert together.failure == wrong.failure is not None
     assert together.num_done == right.num_done + wrong.num_done
     assert together.num_correct == right.num_correct + wrong.num_correct
@@ -219,25 +220,25 @@ def assert_checked_every_op(
 ) -> None:
     """So many cases of every op went to each of its backends, and `portable` took all of them."""
     asked = {(row["op"], row["backend"]): row["correct"] + row["unsupported"] for row in checked}
-    offered = {(op, name) for op in dispatch.OPS for name in dispatch.backends(op)}
+    offered = {(op, name) for op in selection.OPS for name in selection.backends(op)}
     assert asked == {each: cases for each in offered if each[1] in backends}
     taken = {row["op"]: row["correct"] for row in checked if row["backend"] == portable}
-    assert taken == dict.fromkeys(dispatch.OPS, cases)
+    assert taken == dict.fromkeys(selection.OPS, cases)
 
 
 @pytest.mark.gpu
 def test_every_op_passes_on_the_gpu():
-    count = str(2 * len(dispatch.OPS))
+    count = str(2 * len(selection.OPS))
     arguments = ["check", "--device", "cuda", "--seed", "0", "--count", count, "--json"]
     result = CliRunner().invoke(cli.app, arguments)
     said = json.loads(result.stdout)  # progress goes to stderr
     assert result.exit_code == 0, said["failure"]
-    assert_checked_every_op(said["checked"], 2, "triton", dispatch.BACKENDS)
+    assert_checked_every_op(said["checked"], 2, "triton", selection.BACKENDS)
 
 
 @pytest.mark.parametrize("left_out", [None, "merge_states"])
 def test_an_op_that_is_left_out_is_noticed(left_out):
-    names = [op for op in dispatch.OPS if op != left_out]
+    names = [op for op in selection.OPS if op != left_out]
     ops = [word for op in names for word in ("--op", op)]
     where = ("--device", "cpu", "--backend", "cpu")
     code, output = invoke(*where, "--seed", "0", "--count", str(len(names)), "--json", *ops)
@@ -254,7 +255,7 @@ def test_cases_for_the_hopper_kernel_are_ones_it_takes():
             "cuda", 90, str(DTYPES[case.dtype]), case.format, case.heads, case.page_size, case.row,
             mask=case.mask, uses=(Use.Q_SCALE,) if case.q_scaled else (),
         )  # fmt: skip
-        assert dispatch.select("mla_decode", problem).backend == "hopper"
+        assert selection.select("mla_decode", problem).backend == "hopper"
         assert not case.padded
         assert case.num_splits == 0
         assert any(case.kv_lens)

@@ -7,16 +7,17 @@ from itertools import islice
 import pytest
 import torch
 
-from mlakit import dispatch, reference
-from mlakit.geometry import RowShape
-from mlakit.masks import CAUSAL, NULL, Mask
-from mlakit.selfcheck import Settings, random_launches, run
-from mlakit.specs import Problem
-from mlakit.testing import assert_matches
-from mlakit.workloads import IndexerLaunch
-from mlakit.workloads.decode_launch import Queries
-from mlakit.workloads.fp8_scores import fp8_logits
-from mlakit.workloads.indexer_launch import score
+from mlakit import reference
+from mlakit.dispatch import selection
+from mlakit.dispatch.specs import Problem
+from mlakit.model.geometry import RowShape
+from mlakit.model.masks import CAUSAL, NULL, Mask
+from mlakit.tools.check import Settings, random_launches, run
+from mlakit.tools.testing import assert_matches
+from mlakit.tools.workloads import IndexerLaunch
+from mlakit.tools.workloads.decode_launch import Queries
+from mlakit.tools.workloads.fp8_scores import fp8_logits
+from mlakit.tools.workloads.indexer_launch import score
 from tests.kernel_launchers import by_name
 from tests.mutations import Mutation, of_kernel
 from tests.ops.mutations.changes import After, Before, keyless, unmasked, with_a_stray_write
@@ -134,7 +135,7 @@ def test_few_kernels_are_compiled_and_all_are_hoppers():
             "cuda", 90, "torch.float8_e4m3fn", each.format, each.heads, each.page_size,
             RowShape(128, 0), mask=each.mask,
         )  # fmt: skip
-        assert dispatch.select(OP, problem).backend == "hopper"
+        assert selection.select(OP, problem).backend == "hopper"
 
 
 @pytest.mark.gpu

@@ -13,15 +13,17 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mlakit import cli, dispatch, reference, selfcheck
+from mlakit import reference
+from mlakit.dispatch import selection
+from mlakit.dispatch.specs import Problem, Use
 from mlakit.kernels.triton.configs import pick_topk_config, power_of_two
-from mlakit.masks import CAUSAL, NULL, Mask
-from mlakit.selfcheck import Settings, random_launches, run
-from mlakit.specs import Problem, Use
-from mlakit.testing import NEVER_A_PAGE, assert_matches
-from mlakit.workloads import DecodeLaunch
-from mlakit.workloads.decode_launch import Queries, attend
-from mlakit.workloads.inputs import DTYPES
+from mlakit.model.masks import CAUSAL, NULL, Mask
+from mlakit.tools import check, cli
+from mlakit.tools.check import Settings, random_launches, run
+from mlakit.tools.testing import NEVER_A_PAGE, assert_matches
+from mlakit.tools.workloads import DecodeLaunch
+from mlakit.tools.workloads.decode_launch import Queries, attend
+from mlakit.tools.workloads.inputs import DTYPES
 from tests.kernel_launchers import by_name, replace_launcher
 from tests.mutations import Mutation, of_kernel
 from tests.ops.mutations.changes import (
@@ -190,7 +192,7 @@ def test_a_miss_prints_a_command_that_makes_that_launch_again(monkeypatch):
     assert failure["python"] in output
     assert failure["command"] == shlex.join(command)
     assert failure["launch"] == said["first"] == int(command[command.index("--first") + 1])
-    assert "from mlakit.workloads import DecodeLaunch" in failure["python"]
+    assert "from mlakit.tools.workloads import DecodeLaunch" in failure["python"]
     monkeypatch.undo()
     assert invoke(*command[2:])[0] == 0
 
@@ -243,7 +245,7 @@ def test_few_kernels_are_compiled_for_launches_of_the_hopper_kernel():
             "cuda", 90, str(DTYPES[each.dtype]), each.format, each.heads, each.page_size, each.row,
             mask=each.mask, uses=(Use.Q_SCALE,) if each.q_scaled else (),
         )  # fmt: skip
-        assert dispatch.select("mla_decode", problem).backend == "hopper"
+        assert selection.select("mla_decode", problem).backend == "hopper"
         assert each == replace(each, padded=False, wide_indices=False, num_splits=0)
 
 
@@ -290,9 +292,9 @@ def test_launches_are_counted_in_json_and_in_words():
 
 
 def test_progress_is_a_line_now_and_then_without_a_terminal(monkeypatch, capsys):
-    monkeypatch.setattr(selfcheck, "SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(check, "SECONDS_BETWEEN_LINES", 0.0)
     settings = Settings(("indexer_topk",), 0, device="cpu", minutes=None, launches=2)
-    selfcheck.run_with_progress(settings)
+    check.run_with_progress(settings)
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(" in ")[0] for line in lines] == ["0 launches", "1 launches", "2 launches"]
 

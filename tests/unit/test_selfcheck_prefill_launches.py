@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from mlakit import dispatch, reference
-from mlakit.masks import CAUSAL, NULL, Mask
-from mlakit.selfcheck import Settings, random_launches, run
-from mlakit.specs import Problem
-from mlakit.testing import assert_matches
-from mlakit.workloads import PrefillLaunch
-from mlakit.workloads.inputs import DTYPES
-from mlakit.workloads.paged import starts_of
-from mlakit.workloads.prefill_launch import _visible, attend
+from mlakit import reference
+from mlakit.dispatch import selection
+from mlakit.dispatch.specs import Problem
+from mlakit.model.masks import CAUSAL, NULL, Mask
+from mlakit.tools.check import Settings, random_launches, run
+from mlakit.tools.testing import assert_matches
+from mlakit.tools.workloads import PrefillLaunch
+from mlakit.tools.workloads.inputs import DTYPES
+from mlakit.tools.workloads.paged import starts_of
+from mlakit.tools.workloads.prefill_launch import _visible, attend
 from tests.kernel_launchers import by_name, replace_launcher
 from tests.mutations import Mutation, of_kernel
 from tests.ops.mutations.changes import After, Before, rescaled, unmasked, without
@@ -137,7 +138,7 @@ def test_few_kernels_are_compiled_and_all_are_hopper_ones():
             "cuda", 90, str(DTYPES[each.dtype]), heads=each.heads, head_widths=widths,
             mask=each.mask,
         )  # fmt: skip
-        assert dispatch.select(OP, problem).backend == "hopper"
+        assert selection.select(OP, problem).backend == "hopper"
 
 
 @pytest.mark.gpu

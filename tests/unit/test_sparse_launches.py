@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from mlakit import dispatch, reference
-from mlakit.selfcheck import Settings, random_launches
-from mlakit.specs import Problem
-from mlakit.testing import assert_matches
-from mlakit.workloads import SparseLaunch
-from mlakit.workloads.inputs import DTYPES
-from mlakit.workloads.sparse_launch import attend_lists
+from mlakit import reference
+from mlakit.dispatch import selection
+from mlakit.dispatch.specs import Problem
+from mlakit.tools.check import Settings, random_launches
+from mlakit.tools.testing import assert_matches
+from mlakit.tools.workloads import SparseLaunch
+from mlakit.tools.workloads.inputs import DTYPES
+from mlakit.tools.workloads.sparse_launch import attend_lists
 from tests.kernel_launchers import by_name, replace_launcher
 
 
@@ -96,7 +97,7 @@ def test_hopper_takes_its_launches_with_few_kernels():
         problem = Problem(
             "cuda", 90, str(DTYPES[each.dtype]), each.format, each.heads, each.page_size, each.row
         )
-        assert dispatch.select("sparse_mla", problem).backend == "hopper"
+        assert selection.select("sparse_mla", problem).backend == "hopper"
         assert each.extra_format in ("", each.format)
     compiled = {
         replace(

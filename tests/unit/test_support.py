@@ -15,12 +15,13 @@ from time import monotonic, sleep
 import pytest
 from typer.testing import CliRunner
 
-from mlakit import cli, dispatch, knobs
-from mlakit.architectures import arch_name
+from mlakit.dispatch import knobs, selection
+from mlakit.dispatch.architectures import arch_name
 from mlakit.formats import FORMATS, GROUP_FORMATS
-from mlakit.support import compilation, configurations, table
-from mlakit.support.compilation import Compiled
-from mlakit.support.spills import ALLOWED_SPILLS
+from mlakit.tools import cli, support
+from mlakit.tools.compile import compilation, configurations
+from mlakit.tools.compile.compilation import Compiled
+from mlakit.tools.compile.spills import ALLOWED_SPILLS
 
 MERGE = Compiled("merge-2", 90, "_kernel", 32, shared_bytes=512, shared_limit=1024)
 
@@ -45,8 +46,8 @@ def compile_checks(*arguments: str) -> subprocess.CompletedProcess[str]:
 HOPPER_KERNELS = {(op, 90) for op in ("mla_decode", "mla_prefill", "sparse_mla", "indexer_logits")}
 
 
-@pytest.mark.parametrize("op", dispatch.OPS)
-@pytest.mark.parametrize("arch", table.ARCHITECTURES, ids=arch_name)
+@pytest.mark.parametrize("op", selection.OPS)
+@pytest.mark.parametrize("arch", support.ARCHITECTURES, ids=arch_name)
 def test_explain_says_which_backend_takes_an_op_on_every_architecture(op, arch):
     code, output = invoke("explain", op, "--arch", arch_name(arch), "--json")
     said = json.loads(output)
@@ -54,7 +55,7 @@ def test_explain_says_which_backend_takes_an_op_on_every_architecture(op, arch):
     assert said["chosen"] == ("hopper" if (op, arch) in HOPPER_KERNELS else "triton")
     assert said["why_not"]["triton"] is None
     assert said["why_not"]["cpu"] == "needs CPU tensors, got cuda"
-    assert set(said["why_not"]) == set(dispatch.BACKENDS)
+    assert set(said["why_not"]) == set(selection.BACKENDS)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +137,7 @@ def test_explain_asks_what_a_call_would_ask(option, value, reason):
 
 def test_explain_tells_kernels_the_size_of_pages(monkeypatch):
     asked = []
-    monkeypatch.setattr(dispatch, "explain", lambda op, problem: asked.append(problem) or {})
+    monkeypatch.setattr(support, "explain", lambda op, problem: asked.append(problem) or {})
     invoke("explain", "mla_decode", "--page-size", "24")
     assert [problem.page_size for problem in asked] == [24]
 
@@ -180,11 +181,11 @@ def test_what_is_no_architecture_is_refused(written):
 
 
 def test_an_explained_problem_has_the_facts_of_a_call():
-    for op in dispatch.OPS:
-        problem = table.problem_of(op, 90)
-        facts = {name for name in table.facts_of(op) if getattr(problem, name)}
-        assert facts == table.facts_of(op)
-    assert table.problem_of("quantize_fp8", None).heads == 0  # as `quantize_fp8` asks
+    for op in selection.OPS:
+        problem = support.problem_of(op, 90)
+        facts = {name for name in support.facts_of(op) if getattr(problem, name)}
+        assert facts == support.facts_of(op)
+    assert support.problem_of("quantize_fp8", None).heads == 0  # as `quantize_fp8` asks
 
 
 def test_explain_refuses_an_unknown_op():
@@ -194,25 +195,25 @@ def test_explain_refuses_an_unknown_op():
 
 
 def test_triton_is_not_picked_in_host_memory_even_where_it_is_interpreted():
-    problem = table.problem_of("mla_decode", None)
-    assert dispatch.select("mla_decode", problem).backend == "cpu"
-    assert (dispatch.explain("mla_decode", problem)["triton"] is None) == knobs.interpreted()
+    problem = support.problem_of("mla_decode", None)
+    assert selection.select("mla_decode", problem).backend == "cpu"
+    assert (selection.explain("mla_decode", problem)["triton"] is None) == knobs.interpreted()
 
 
 def test_support_has_a_row_for_every_op():
     code, output = invoke("support")
     assert code == 0
-    for op in dispatch.OPS:
-        cells = ["hopper" if (op, arch) in HOPPER_KERNELS else "triton" for arch in table.NVIDIA]
+    for op in selection.OPS:
+        cells = ["hopper" if (op, arch) in HOPPER_KERNELS else "triton" for arch in support.NVIDIA]
         assert re.search(rf"{op} +cpu +{' +'.join(cells)}", output)
     assert "AMD: triton for every op" in output
     assert "gfx942, gfx950, gfx1100: compiled, not run" in output
 
 
 def test_a_difference_between_ops_on_amd_is_shown():
-    rows = [row for row in table.selections() if row[0].op in ("mla_decode", "merge_states")]
+    rows = [row for row in support.selections() if row[0].op in ("mla_decode", "merge_states")]
     refused = replace(rows[0][-1], why_not={"triton": "no"})
-    shown = table._on_amd([[*rows[0][:-1], refused], rows[1]])
+    shown = support._on_amd([[*rows[0][:-1], refused], rows[1]])
     assert shown == "AMD: triton for mla_decode, merge_states; — for mla_decode"
 
 
@@ -224,7 +225,7 @@ def test_support_as_markdown():
     assert heading.endswith("| gfx942 (MI300X) | gfx950 (MI350X) | gfx1100 (RX 7900) |")
     assert (empty, note) == ("", "gfx942, gfx950, gfx1100: compiled, not run.")
     assert rule == "|" + " --- |" * heading.count(" |")
-    assert [row.split("|")[1].strip() for row in rows] == [f"`{op}`" for op in dispatch.OPS]
+    assert [row.split("|")[1].strip() for row in rows] == [f"`{op}`" for op in selection.OPS]
     assert all(row.count("|") == heading.count("|") for row in rows)
     for other in ("--compile", "--json"):
         assert invoke("support", "--markdown", other)[0] == 2
@@ -233,7 +234,7 @@ def test_support_as_markdown():
 def test_support_as_json():
     code, output = invoke("support", "--json")
     assert code == 0
-    assert [row[0]["op"] for row in json.loads(output)] == list(dispatch.OPS)
+    assert [row[0]["op"] for row in json.loads(output)] == list(selection.OPS)
 
 
 def test_the_named_checks_leave_nothing_out():
@@ -241,14 +242,14 @@ def test_the_named_checks_leave_nothing_out():
     architectures = {*configurations.ARCHITECTURES, *configurations.AMD_ARCHITECTURES}
     assert {arch for _, arch in checks} == architectures
     on_amd = {name for name, arch in checks if arch in configurations.AMD_ARCHITECTURES}
-    assert {configurations.CONFIGURATIONS[name].op for name in on_amd} == set(dispatch.OPS)
+    assert {configurations.CONFIGURATIONS[name].op for name in on_amd} == set(selection.OPS)
     assert set(checks) <= set(configurations.all_checks())
     hopper = set(configurations.HOPPER)
     assert {name for name, _ in checks} == set(configurations.CONFIGURATIONS) | hopper
     assert {arch for name, arch in checks if name in hopper} == {90}
     assert len(checks) == len(set(checks))
     cases = configurations.CONFIGURATIONS.values()
-    assert {case.op for case in cases} == set(dispatch.OPS)
+    assert {case.op for case in cases} == set(selection.OPS)
     for op, formats in {
         "norm_rope_quant_append": (*FORMATS, *GROUP_FORMATS),
         "mla_decode": (*FORMATS, *GROUP_FORMATS),

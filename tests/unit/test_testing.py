@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mlakit.testing import (
+from mlakit.tools.testing import (
     NEVER_A_PAGE,
     assert_matches,
     assert_same_bits,

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from mlakit import cli
-from mlakit.cluster.serve import CACHE_DTYPES, serve_plan
-from mlakit.cluster.weights import model_weights
-from mlakit.memory.budget import CHECKPOINT_INDEX
-from mlakit.memory.gpus import GIB
-from mlakit.releases import RELEASES
+from mlakit.model.releases import RELEASES
+from mlakit.tools import cli
+from mlakit.tools.memory.budget import CHECKPOINT_INDEX
+from mlakit.tools.memory.gpus import GIB
+from mlakit.tools.planner.serve import CACHE_DTYPES, serve_plan
+from mlakit.tools.planner.weights import model_weights
 
 # counts by hand: see test_parameters_are_those_of_a_hand_count
 SMALL: dict[str, Any] = {

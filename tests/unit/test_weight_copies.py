@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mlakit.testing import assert_same_bits
-from mlakit.weight_copies import GPU_INTERVAL, SAMPLE, WeightCopies, WeightCopy
+from mlakit.steps.weight_copies import GPU_INTERVAL, SAMPLE, WeightCopies, WeightCopy
+from mlakit.tools.testing import assert_same_bits
 
 BF16, F32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 SHAPES = [(300,), (96, 50), (4, 24, 40), (1, 7, 513), (3, 3)]

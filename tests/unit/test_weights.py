@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlakit import reference, weights
-from mlakit.geometry import MLAGeometry
-from mlakit.testing import assert_matches, assert_same_bits, poison
-from mlakit.weights import SCALE_UB, HeadMatrices, UpProjection
+from mlakit import reference
+from mlakit.model.geometry import MLAGeometry
+from mlakit.steps import weights
+from mlakit.steps.weights import SCALE_UB, HeadMatrices, UpProjection
+from mlakit.tools.testing import assert_matches, assert_same_bits, poison
 
 BF16, F32, F64, E4M3 = torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn
 BLOCK = 128

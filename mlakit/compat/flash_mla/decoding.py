@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from mlakit.cache import PagedLatentCache
-from mlakit.checks import E4M3, FLOATS, Dims, values_visible
 from mlakit.compat.flash_mla.metadata import FlashMLASchedMeta, check_metadata, set_config
 from mlakit.compat.flash_mla.results import Results
 from mlakit.compat.flash_mla.rows import row_format, wrap_cache
-from mlakit.masks import CAUSAL, NULL
+from mlakit.dispatch.checks import E4M3, FLOATS, Dims, values_visible
+from mlakit.model.masks import CAUSAL, NULL
 from mlakit.ops import ExtraRows, mla_decode, sparse_mla
 from mlakit.ops._checks import INTEGERS
 from mlakit.ops._refusals import refuse_grad

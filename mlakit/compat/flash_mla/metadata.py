@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from mlakit.checks import Dims
-from mlakit.reprs import shapes_repr
+from mlakit.dispatch.checks import Dims
+from mlakit.dispatch.reprs import shapes_repr
 
 
 @dataclass

@@ -8,7 +8,7 @@ from math import inf, nan
 import torch
 from torch import Tensor
 
-from mlakit.checks import E4M3, Dims
+from mlakit.dispatch.checks import E4M3, Dims
 
 
 @dataclass(frozen=True, eq=False)

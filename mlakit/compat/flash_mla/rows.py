@@ -8,9 +8,9 @@ from torch import Tensor
 
 from mlakit.cache import PagedLatentCache
 from mlakit.cache.layouts import BYTE_TYPES
-from mlakit.checks import E4M3, FLOATS, Dims
+from mlakit.dispatch.checks import E4M3, FLOATS, Dims
 from mlakit.formats import FLOAT_FORMATS, Format, row_codec
-from mlakit.geometry import RowShape
+from mlakit.model.geometry import RowShape
 
 FOOTER_ROPE = 64  # rope columns of the rows with scales at the end of a page
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mlakit.checks import FLOATS, Dims
 from mlakit.compat.flash_mla.results import flash_mla_lse
 from mlakit.compat.flash_mla.rows import row_format, wrap_cache
+from mlakit.dispatch.checks import FLOATS, Dims
 from mlakit.ops import sparse_mla
 from mlakit.ops._checks import INTEGERS
 from mlakit.ops._refusals import refuse_grad

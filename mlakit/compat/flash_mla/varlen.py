@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mlakit.checks import FLOATS, Dims, UnsupportedError
-from mlakit.masks import CAUSAL, NULL
+from mlakit.dispatch.checks import FLOATS, Dims, UnsupportedError
+from mlakit.model.masks import CAUSAL, NULL
 from mlakit.ops import mla_prefill
 from mlakit.ops._checks import INTEGERS
 from mlakit.ops._refusals import refuse_grad

@@ -7,9 +7,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from mlakit.checks import INTEGERS, Dims, as_signed, values_visible
 from mlakit.compat.modular.collection import KeyCache, KVCollection
-from mlakit.masks import Mask
+from mlakit.dispatch.checks import INTEGERS, Dims, as_signed, values_visible
+from mlakit.model.masks import Mask
 
 
 def check_used_pages(

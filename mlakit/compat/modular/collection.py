@@ -9,10 +9,10 @@ from torch import Tensor
 
 from mlakit.cache import CacheLayer, PagedLatentCache, token_positions, token_slots
 from mlakit.cache.layouts import as_integers
-from mlakit.checks import E4M3, FLOATS, INTEGERS, Dims, as_signed
+from mlakit.dispatch.checks import E4M3, FLOATS, INTEGERS, Dims, as_signed
+from mlakit.dispatch.reprs import fields_repr, shapes_repr
 from mlakit.formats import Format, row_codec
-from mlakit.geometry import RowShape
-from mlakit.reprs import fields_repr, shapes_repr
+from mlakit.model.geometry import RowShape
 
 FORMAT_BY_GROUP: dict[int, Format] = {
     32: "fp8_group32",

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from mlakit.cache import CacheLayer, PagedLatentCache, token_requests
 from mlakit.cache.layouts import bits
-from mlakit.checks import E4M3, FLOATS, INTEGERS, Dims, as_signed
 from mlakit.compat.modular.arguments import (
     check_key_cache,
     check_row_offsets,
@@ -19,8 +18,9 @@ from mlakit.compat.modular.arguments import (
     step_lengths,
 )
 from mlakit.compat.modular.collection import KeyCache
-from mlakit.geometry import RowShape
-from mlakit.masks import Mask
+from mlakit.dispatch.checks import E4M3, FLOATS, INTEGERS, Dims, as_signed
+from mlakit.model.geometry import RowShape
+from mlakit.model.masks import Mask
 from mlakit.ops import mla_decode
 from mlakit.plan import EvenSplit
 

@@ -2,7 +2,7 @@
 
 The number of splits changes no result beyond rounding, only the occupancy of the GPU. It equals
 MAX's exactly, because callers store it (`scalar_args_buf`), compare it and use it as a key of
-captured graphs. mlakit's own kernels use `mlakit.split_heuristic`.
+captured graphs. mlakit's own kernels use `mlakit.plan.split_heuristic`.
 
     L       keys of the longest request         pages  = ceil(L / page), page 64 or 128
     ctas    CTAs of a launch without splits     target = splits that fill the GPU about once
@@ -20,8 +20,8 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from mlakit.checks import Dims
-from mlakit.split_heuristic import ceil_div
+from mlakit.dispatch.checks import Dims
+from mlakit.plan.split_heuristic import ceil_div
 
 BUCKETS = (1, 2, 3, 4, 8, 9, 16, 18, 20, 32, 37, 64, 72)
 HEADS_PER_GROUP = 64

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mlakit.checks import Dims
-from mlakit.masks import KINDS, WINDOWED, Mask
+from mlakit.dispatch.checks import Dims
+from mlakit.model.masks import KINDS, WINDOWED, Mask
 
 
 class CausalMask(Mask):

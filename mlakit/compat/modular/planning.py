@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mlakit.checks import INTEGERS, Dims, as_signed
 from mlakit.compat.modular.arguments import check_row_offsets
+from mlakit.dispatch.checks import INTEGERS, Dims, as_signed
 from mlakit.plan import plan_prefill
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mlakit import dispatch
 from mlakit.cache import gather_rows, token_requests, token_slots
-from mlakit.checks import E4M3, FLOATS, INTEGERS, Dims, as_signed, values_visible
 from mlakit.compat.modular.arguments import (
     check_collection,
     check_target,
@@ -19,10 +17,12 @@ from mlakit.compat.modular.collection import KeyCache, KVCollection
 from mlakit.compat.modular.masks import mask_from_name
 from mlakit.compat.modular.rope_norm import append_step, check_step
 from mlakit.compat.modular.score_mods import slopes_from_name
-from mlakit.masks import Mask
+from mlakit.dispatch import selection
+from mlakit.dispatch.checks import E4M3, FLOATS, INTEGERS, Dims, as_signed, values_visible
+from mlakit.dispatch.specs import Problem, device_facts
+from mlakit.model.masks import Mask
 from mlakit.ops import mla_prefill, quantize_fp8, scaled_mm_fp8
-from mlakit.specs import Problem, device_facts
-from mlakit.weights import SCALE_UB
+from mlakit.steps.weights import SCALE_UB
 
 GRANULARITIES = (64, 128)
 
@@ -147,7 +147,7 @@ def _select_kernels(
         mask=mask.kind,
     )
     for op in ("quantize_fp8", "scaled_mm_fp8", "mla_prefill"):
-        dispatch.select(op, problem)
+        selection.select(op, problem)
 
 
 def _check_cache(dims: Dims, cache: KeyCache, q: Tensor) -> None:

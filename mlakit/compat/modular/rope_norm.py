@@ -8,7 +8,6 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from mlakit.checks import E4M3, FLOATS, Dims
 from mlakit.compat.modular.arguments import (
     check_collection,
     check_key_cache,
@@ -17,6 +16,7 @@ from mlakit.compat.modular.arguments import (
     step_lengths,
 )
 from mlakit.compat.modular.collection import KeyCache, KVCollection
+from mlakit.dispatch.checks import E4M3, FLOATS, Dims
 from mlakit.ops import norm_rope_quant_append
 
 KVInput: TypeAlias = "Tensor | Callable[[Tensor, Tensor], Tensor]"

@@ -7,8 +7,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from mlakit.checks import Dims
-from mlakit.masks import Mask
+from mlakit.dispatch.checks import Dims
+from mlakit.model.masks import Mask
 
 SCORE_MODS = ("no_pos", "alibi")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mlakit.checks import FLOATS, INTEGERS, Dims, as_signed
 from mlakit.compat.modular.arguments import check_key_cache
 from mlakit.compat.modular.collection import KeyCache
+from mlakit.dispatch.checks import FLOATS, INTEGERS, Dims, as_signed
 from mlakit.formats import FORMATS
 from mlakit.ops import sparse_mla
 

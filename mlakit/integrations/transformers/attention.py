@@ -16,10 +16,10 @@ from mlakit import (
     physical_rows,
     prefill_attend,
 )
-from mlakit.branches.step import DECODE_THRESHOLD
 from mlakit.integrations.transformers import checks
 from mlakit.integrations.transformers.pool import LatentPool
-from mlakit.weight_copies import identity
+from mlakit.steps.step import DECODE_THRESHOLD
+from mlakit.steps.weight_copies import identity
 
 _UP_PROJECTION = "_mlakit_up_projection"
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mlakit import UnsupportedError
-from mlakit.checks import FLOATS
+from mlakit.dispatch.checks import FLOATS
 from mlakit.formats import FLOAT_FORMATS, known_format
 
 NAME = "mlakit"  # of the attention function

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from mlakit.checks import Dims
+from mlakit.dispatch.checks import Dims
 from mlakit.formats import Format
 from mlakit.integrations.transformers import attention, checks, continuous
 

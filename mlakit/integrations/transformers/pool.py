@@ -26,8 +26,8 @@ from mlakit import (
     token_slots,
 )
 from mlakit.cache import from_host
+from mlakit.cache.pages import PagedSequence
 from mlakit.formats import Format
-from mlakit.pages import PagedSequence
 from mlakit.plan import ContextPlan, DecodePlanTensors
 
 GROWTH = 8  # a full cache grows by 1 / GROWTH

@@ -16,7 +16,7 @@ from mlakit import (
     append_rows,
     format_of_dtype,
 )
-from mlakit.checks import Dims, values_visible
+from mlakit.dispatch.checks import Dims, values_visible
 from mlakit.formats import Format
 from mlakit.integrations.transformers import checks
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mlakit.arguments import AppendRowsArguments
 from mlakit.cache import CacheLayer
+from mlakit.kernels.arguments import AppendRowsArguments
 from mlakit.kernels.cpu.workspace import row_blocks
 
 

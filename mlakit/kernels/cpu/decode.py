@@ -17,12 +17,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from mlakit.arguments import DecodeArguments, DecodePlanArguments, filled
 from mlakit.cache import CacheLayer, PageTable
-from mlakit.geometry import RowShape
+from mlakit.kernels.arguments import DecodeArguments, DecodePlanArguments, filled
 from mlakit.kernels.cpu.decode_fused import Request, attend_requests
 from mlakit.kernels.cpu.softmax import OnlineSoftmax
 from mlakit.kernels.cpu.workspace import even_slices, rows_that_fit
+from mlakit.model.geometry import RowShape
 from mlakit.plan import DecodePlanTensors
 
 KEY_TILE = 4096  # keys: every tile costs about twenty calls of torch (docs/measured.md, CPU)

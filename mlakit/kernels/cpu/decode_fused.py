@@ -20,8 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mlakit.arguments import DecodeArguments, filled
 from mlakit.cache import token_slots
+from mlakit.kernels.arguments import DecodeArguments, filled
 from mlakit.kernels.cpu.fused import (
     MIN_KEYS,
     SMALLEST_SCALE,

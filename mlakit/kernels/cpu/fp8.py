@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mlakit.arguments import QuantizeArguments, ScaledMatmulArguments
-from mlakit.e4m3 import dequantise_e4m3
 from mlakit.formats import E4M3_MAX, saturating_cast
+from mlakit.formats.e4m3 import dequantise_e4m3
+from mlakit.kernels.arguments import QuantizeArguments, ScaledMatmulArguments
 from mlakit.kernels.cpu.matmul import matmul_tiles, store_product, weight_blocks
 from mlakit.kernels.cpu.workspace import CACHED_BLOCK, row_blocks, rows_that_fit
 

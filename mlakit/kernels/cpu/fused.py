@@ -20,8 +20,8 @@ Partial = tuple[Tensor, Tensor]  # (out [..., v_width], lse [...] float32)
 
 # For a 16-bit type torch's exponential is wrong by up to 1.3e-4, and lse with it; over the keys of
 # a query the errors partly cancel. A query must see MIN_KEYS, and lse must be so large that its
-# tolerance as a float32 sum (`mlakit.testing`) is 8.5e-5: errors of 5.4e-5 (AVX-512) and 7e-5 (ARM)
-# were measured there (docs/notes/cpu.md).
+# tolerance as a float32 sum (`mlakit.tools.testing`) is 8.5e-5: errors of 5.4e-5 (AVX-512) and 7e-5
+# (ARM) were measured there (docs/notes/cpu.md).
 MIN_KEYS = 128
 MIN_LSE = 5.5
 

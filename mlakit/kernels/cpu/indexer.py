@@ -18,9 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mlakit.arguments import LogitsArguments, TopkArguments, filled
 from mlakit.cache import token_slots
 from mlakit.cache.layouts import bits
+from mlakit.kernels.arguments import LogitsArguments, TopkArguments, filled
 from mlakit.kernels.cpu.workspace import MAX_BLOCK, even_slices, rows_that_fit
 
 KEY_TILE = 1024

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from mlakit.arguments import SelectBlockArguments, TopkArguments
 from mlakit.cache import token_requests, token_slots
+from mlakit.kernels.arguments import SelectBlockArguments, TopkArguments
 from mlakit.kernels.cpu.indexer import indexer_topk
-from mlakit.masks import Mask
+from mlakit.model.masks import Mask
 
 
 def plan_query_blocks(

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mlakit.arguments import BatchedMatmulArguments
 from mlakit.formats import E4M3_MAX
+from mlakit.kernels.arguments import BatchedMatmulArguments
 from mlakit.kernels.cpu.fused import has_products
 from mlakit.kernels.cpu.workspace import MAX_BLOCK, rows_that_fit
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mlakit.arguments import MergeArguments
+from mlakit.kernels.arguments import MergeArguments
 from mlakit.kernels.cpu.workspace import row_blocks
 
 

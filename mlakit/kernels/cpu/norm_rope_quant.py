@@ -18,9 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mlakit.arguments import AppendArguments, filled
 from mlakit.cache import token_positions, token_slots
 from mlakit.formats import saturating_cast
+from mlakit.kernels.arguments import AppendArguments, filled
 from mlakit.kernels.cpu.append_rows import store_rows
 from mlakit.kernels.cpu.workspace import row_blocks
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mlakit.arguments import PhysicalRowsArguments
 from mlakit.cache import token_requests, token_slots
+from mlakit.kernels.arguments import PhysicalRowsArguments
 
 
 def physical_rows(a: PhysicalRowsArguments, out: Tensor) -> None:

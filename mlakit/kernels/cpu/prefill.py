@@ -21,11 +21,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mlakit.arguments import PrefillArguments
+from mlakit.kernels.arguments import PrefillArguments
 from mlakit.kernels.cpu.prefill_fused import Request, attend_request
 from mlakit.kernels.cpu.softmax import OnlineSoftmax
 from mlakit.kernels.cpu.workspace import rows_that_fit
-from mlakit.masks import Mask
+from mlakit.model.masks import Mask
 
 HEADS = 16  # of a block; up to 4 times as many if it has few queries or keys
 QUERY_BLOCK = 512  # queries that share a converted key tile

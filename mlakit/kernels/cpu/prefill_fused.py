@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mlakit.arguments import PrefillArguments
+from mlakit.kernels.arguments import PrefillArguments
 from mlakit.kernels.cpu.fused import (
     MIN_KEYS,
     SMALLEST_SCALE,

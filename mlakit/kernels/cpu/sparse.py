@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mlakit.arguments import SparseArguments, filled
 from mlakit.cache import CacheLayer
+from mlakit.kernels.arguments import SparseArguments, filled
 from mlakit.kernels.cpu.softmax import OnlineSoftmax
 from mlakit.kernels.cpu.workspace import MAX_BLOCK, even_slices, rows_that_fit
 

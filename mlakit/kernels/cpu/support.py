@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mlakit.specs import KernelSpec, Problem
+from mlakit.dispatch.specs import KernelSpec, Problem
 
 
 def _why_not(problem: Problem) -> str | None:

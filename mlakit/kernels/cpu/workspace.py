@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlakit import knobs
+from mlakit.dispatch import knobs
 
 # malloc returns larger blocks to the system when they are freed, and every page of a new one costs
 # a page fault: a gather of 38 MB takes 5 times as long as one into memory that is held

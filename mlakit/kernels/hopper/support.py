@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mlakit.architectures import arch_name
+from mlakit.dispatch.architectures import arch_name
+from mlakit.dispatch.specs import KernelSpec, Problem, Use
 from mlakit.kernels.hopper.decode.configs import (
     BLOCK,
     D_C,
@@ -26,7 +27,6 @@ from mlakit.kernels.hopper.prefill.configs import BLOCK_K as PREFILL_WIDTHS
 from mlakit.kernels.hopper.prefill.configs import FP8_BLOCK_K as FP8_PREFILL_WIDTHS
 from mlakit.kernels.hopper.sparse.configs import D_V as SPARSE_D_V
 from mlakit.kernels.hopper.sparse.configs import ROWS as SPARSE_ROWS
-from mlakit.specs import KernelSpec, Problem, Use
 
 __all__ = ["ARCH", "BLOCK", "FORMATS", "MASKS", "PAGES", "ROW", "SPARSE_ROWS", "SPECS"]
 

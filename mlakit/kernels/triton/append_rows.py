@@ -12,9 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mlakit.arguments import AppendRowsArguments
+from mlakit.kernels.arguments import AppendRowsArguments
+from mlakit.kernels.launch import launch, target
 from mlakit.kernels.triton.configs import pick_append_config
-from mlakit.kernels.triton.launch import launch, target
 from mlakit.kernels.triton.rope import load_pairs
 from mlakit.kernels.triton.rows import as_bytes
 from mlakit.kernels.triton.store_rows import (

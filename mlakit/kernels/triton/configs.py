@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mlakit.architectures import has_fp8
-from mlakit.geometry import RowShape
+from mlakit.dispatch.architectures import has_fp8
+from mlakit.model.geometry import RowShape
 
 
 @dataclass(frozen=True)

@@ -17,19 +17,20 @@ import torch
 import triton
 from torch import Tensor
 
-from mlakit.arguments import DecodeArguments, DecodePlanArguments, Splits, filled
 from mlakit.cache import CacheLayer, KVShard, PageTable
 from mlakit.formats import SMALLEST_SCALE
-from mlakit.kernels.triton.configs import DecodeConfig, pick_decode_config
-from mlakit.kernels.triton.decode_kernel import mla_decode_kernel
-from mlakit.kernels.triton.decode_merge import (
+from mlakit.kernels import workspace
+from mlakit.kernels.arguments import DecodeArguments, DecodePlanArguments, Splits, filled
+from mlakit.kernels.decode_merge import (
     RowTileSplits,
     clear_results,
     merge_partials,
     rows_per_slot,
 )
-from mlakit.kernels.triton.decode_plan import plan_decode
-from mlakit.kernels.triton.launch import Target, launch, target
+from mlakit.kernels.decode_plan import plan_decode
+from mlakit.kernels.launch import Target, launch, target
+from mlakit.kernels.triton.configs import DecodeConfig, pick_decode_config
+from mlakit.kernels.triton.decode_kernel import mla_decode_kernel
 from mlakit.kernels.triton.rows import (
     as_bytes,
     compute_types,
@@ -37,10 +38,9 @@ from mlakit.kernels.triton.rows import (
     row_tiles,
     row_traits,
 )
-from mlakit.masks import Mask
+from mlakit.model.masks import Mask
 from mlakit.plan import DecodePlanTensors, EvenSplit
-from mlakit.replay import workspace
-from mlakit.split_heuristic import DETERMINISTIC_SPLIT_KEYS
+from mlakit.plan.split_heuristic import DETERMINISTIC_SPLIT_KEYS
 
 
 def mla_decode(a: DecodeArguments, out: Tensor, lse: Tensor) -> None:

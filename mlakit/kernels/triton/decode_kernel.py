@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mlakit.kernels.triton.decode_plan import (
+from mlakit.kernels.decode_plan import (
     find_tile,
     key_tiles,
     load_lengths,

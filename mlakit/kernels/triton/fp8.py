@@ -23,21 +23,21 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from mlakit.architectures import arch_name
-from mlakit.arguments import QuantizeArguments, ScaledMatmulArguments
-from mlakit.autocast import without_autocast
+from mlakit.dispatch.architectures import arch_name
+from mlakit.dispatch.autocast import without_autocast
+from mlakit.kernels import workspace
+from mlakit.kernels.arguments import QuantizeArguments, ScaledMatmulArguments
+from mlakit.kernels.launch import launch, target
 from mlakit.kernels.triton.configs import (
     pick_quantize_config,
     pick_scaled_matmul_config,
     power_of_two,
 )
-from mlakit.kernels.triton.few_rows_configs import pick_few_rows_config
-from mlakit.kernels.triton.fp8_few_rows import refuses as few_rows_refuses
-from mlakit.kernels.triton.fp8_few_rows import scaled_mm_few_rows
-from mlakit.kernels.triton.launch import launch, target
+from mlakit.kernels.triton.fp8_small_m import refuses as few_rows_refuses
+from mlakit.kernels.triton.fp8_small_m import scaled_mm_few_rows
+from mlakit.kernels.triton.fp8_small_m_configs import pick_few_rows_config
 from mlakit.kernels.triton.matmul import tile_of_program
 from mlakit.kernels.triton.primitives import narrow_e4m3, widen_e4m3
-from mlakit.replay import workspace
 
 E4M3 = torch.float8_e4m3fn
 LIBRARY_GROUP = 128

@@ -19,10 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mlakit.arguments import LogitsArguments, filled
 from mlakit.cache import CacheLayer
+from mlakit.kernels.arguments import LogitsArguments, filled
+from mlakit.kernels.launch import launch, target
 from mlakit.kernels.triton.configs import has_fp8_dots, pick_indexer_config
-from mlakit.kernels.triton.launch import launch, target
 from mlakit.kernels.triton.primitives import load_row_tile, mask_interval, widen_e4m3
 from mlakit.kernels.triton.rows import (
     TRITON_TYPES,

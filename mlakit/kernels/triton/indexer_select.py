@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mlakit.kernels import workspace
+from mlakit.kernels.launch import launch
 from mlakit.kernels.triton.configs import power_of_two
-from mlakit.kernels.triton.launch import launch
-from mlakit.masks import Mask
-from mlakit.replay import workspace
+from mlakit.model.masks import Mask
 
 BATCH_BLOCK = 1024
 

@@ -25,9 +25,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mlakit.arguments import SelectBlockArguments, TopkArguments
+from mlakit.kernels import workspace
+from mlakit.kernels.arguments import SelectBlockArguments, TopkArguments
+from mlakit.kernels.launch import launch, target
 from mlakit.kernels.triton.configs import pick_topk_config, power_of_two
-from mlakit.kernels.triton.launch import launch, target
 from mlakit.kernels.triton.primitives import mask_interval
 from mlakit.kernels.triton.topk_search import (
     LOWEST,
@@ -50,7 +51,6 @@ from mlakit.kernels.triton.topk_search import (
     store_candidate,
     take_best,
 )
-from mlakit.replay import workspace
 
 
 def indexer_topk(a: TopkArguments, out: Tensor) -> None:

@@ -20,12 +20,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mlakit.arguments import BatchedMatmulArguments
-from mlakit.autocast import without_autocast
+from mlakit.dispatch.autocast import without_autocast
+from mlakit.kernels import workspace
+from mlakit.kernels.arguments import BatchedMatmulArguments
+from mlakit.kernels.launch import launch, target
 from mlakit.kernels.triton.configs import pick_matmul_config
-from mlakit.kernels.triton.launch import launch, target
 from mlakit.kernels.triton.primitives import narrow_e4m3
-from mlakit.replay import workspace
 
 E4M3 = torch.float8_e4m3fn
 TYPES_16BIT = (torch.bfloat16, torch.float16)

@@ -18,11 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mlakit.arguments import MergeArguments
+from mlakit.kernels import workspace
+from mlakit.kernels.arguments import MergeArguments
+from mlakit.kernels.launch import launch
 from mlakit.kernels.triton.configs import MERGED_SPLITS, pick_merge_config
-from mlakit.kernels.triton.launch import launch
 from mlakit.kernels.triton.primitives import finish_merge, load_sink, merge_split
-from mlakit.replay import workspace
 
 
 def merge_states(a: MergeArguments, out: Tensor, lse: Tensor) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import triton
 from torch import Tensor
 
-from mlakit.arguments import AppendArguments
+from mlakit.kernels.arguments import AppendArguments
+from mlakit.kernels.launch import launch, target
 from mlakit.kernels.triton.configs import pick_append_config
-from mlakit.kernels.triton.launch import launch, target
 from mlakit.kernels.triton.norm_rope_quant_kernel import norm_rope_quant_kernel
 from mlakit.kernels.triton.rows import as_bytes
 from mlakit.kernels.triton.store_rows import row_options, stride_of, tensor_scale_of

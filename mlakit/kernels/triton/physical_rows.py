@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mlakit.arguments import PhysicalRowsArguments
+from mlakit.kernels.arguments import PhysicalRowsArguments
+from mlakit.kernels.launch import launch
 from mlakit.kernels.triton.configs import PHYSICAL_ROWS_BLOCK, PHYSICAL_ROWS_PROBES
-from mlakit.kernels.triton.launch import launch
 from mlakit.kernels.triton.primitives import find_request
 from mlakit.kernels.triton.store_rows import stride_of
 

@@ -20,10 +20,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mlakit.arguments import PrefillArguments
 from mlakit.formats import SMALLEST_SCALE
+from mlakit.kernels.arguments import PrefillArguments
+from mlakit.kernels.launch import launch, target
 from mlakit.kernels.triton.configs import pick_prefill_config
-from mlakit.kernels.triton.launch import launch, target
 from mlakit.kernels.triton.primitives import (
     finish_softmax,
     is_finite,

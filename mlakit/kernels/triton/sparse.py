@@ -12,11 +12,13 @@ import torch
 import triton
 from torch import Tensor
 
-from mlakit.arguments import SparseArguments, filled
 from mlakit.cache import CacheLayer
 from mlakit.formats import SMALLEST_SCALE
+from mlakit.kernels import workspace
+from mlakit.kernels.arguments import SparseArguments, filled
+from mlakit.kernels.launch import launch, target
+from mlakit.kernels.sparse_merge import merge_list_splits
 from mlakit.kernels.triton.configs import RowTiles, pick_sparse_config, pick_sparse_splits
-from mlakit.kernels.triton.launch import launch, target
 from mlakit.kernels.triton.rows import (
     PLAIN,
     ComputeTypes,
@@ -26,8 +28,6 @@ from mlakit.kernels.triton.rows import (
     row_traits,
 )
 from mlakit.kernels.triton.sparse_kernel import sparse_mla_kernel
-from mlakit.kernels.triton.sparse_merge import merge_list_splits
-from mlakit.replay import workspace
 
 # page sizes that are constants in a kernel; all others share one kernel
 USUAL_PAGES = (1, 16, 32, 64, 128, 256)

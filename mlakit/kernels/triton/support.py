@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mlakit import knobs
-from mlakit.architectures import AMD, arch_name, is_amd
+from mlakit.dispatch import knobs
+from mlakit.dispatch.architectures import AMD, arch_name, is_amd
+from mlakit.dispatch.specs import KernelSpec, Problem
 from mlakit.formats import FORMATS, GROUP_FORMATS
-from mlakit.specs import KernelSpec, Problem
 
 OLDEST_ARCH = 80
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from mlakit.support.configurations import HOPPER
+from mlakit.tools.compile.configurations import HOPPER
 from mlakit.tools.emulator.frontend import Mutate
 from mlakit.tools.emulator.harness import Outcome, run_trial
 from mlakit.tools.emulator.mutations import Mutant, Name, mutants
-from mlakit.workloads import Case
-from mlakit.workloads.case import Trial
+from mlakit.tools.workloads import Case
+from mlakit.tools.workloads.case import Trial
 
 SEEDS = (0, 1, 2)
 

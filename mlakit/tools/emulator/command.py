@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from mlakit.support.configurations import HOPPER
+from mlakit.tools.compile.configurations import HOPPER
 from mlakit.tools.emulator.harness import Outcome, Step, configuration, emulate
 from mlakit.tools.emulator.lowering import exit_without_leak_reports
 

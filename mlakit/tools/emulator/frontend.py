@@ -22,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from mlakit.kernels.triton.launch import SHARED_BYTES, Target, compiling
+from mlakit.kernels.launch import SHARED_BYTES, Target, compiling
 from mlakit.tools.emulator.codegen import compile_module
 from mlakit.tools.emulator.ir import Module
 from mlakit.tools.emulator.lowering import lower

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
-from mlakit import knobs
-from mlakit.specs import pretending
-from mlakit.support.compilation import NUM_SMS as WHOLE_GPU
-from mlakit.support.configurations import HOPPER, HOPPER_ARCH, MUCH_WORK
+from mlakit.dispatch import knobs
+from mlakit.dispatch.specs import pretending
+from mlakit.tools.compile.compilation import NUM_SMS as WHOLE_GPU
+from mlakit.tools.compile.configurations import HOPPER, HOPPER_ARCH, MUCH_WORK
 from mlakit.tools.emulator.faults import Fault
 from mlakit.tools.emulator.frontend import NUM_SMS, Launch, Mutate, emulating_mlakit
-from mlakit.workloads import Case
-from mlakit.workloads.case import Trial
+from mlakit.tools.workloads import Case
+from mlakit.tools.workloads.case import Trial
 
 SEEDS = (0, 1)
 LESS_WORK: dict[str, Any] = {"kv_lens": (330, 65), "q_lens": (3, 1)}

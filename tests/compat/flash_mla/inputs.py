@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mlakit.testing import poison
+from mlakit.tools.testing import poison
 
 NOT_A_BLOCK = 2147480000
 NOT_INDICES = (-(2**31), -123456, -1, 114514, 1919810, NOT_A_BLOCK, 2**31 - 1)

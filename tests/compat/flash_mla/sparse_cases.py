@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from mlakit.cache import PagedLatentCache
-from mlakit.geometry import RowShape
-from mlakit.testing import poison
+from mlakit.model.geometry import RowShape
+from mlakit.tools.testing import poison
 from tests.compat.flash_mla.inputs import (
     ENTRIES_AT_A_TIME,
     NOT_INDICES,

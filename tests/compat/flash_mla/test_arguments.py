@@ -17,7 +17,7 @@ from mlakit.compat.flash_mla import (
     flash_mla_with_kvcache,
 )
 from mlakit.formats import saturating_cast
-from mlakit.testing import assert_matches, assert_same_bits, poison
+from mlakit.tools.testing import assert_matches, assert_same_bits, poison
 from tests.compat.flash_mla.dense_cases import DenseProblem, as_keywords, dense_problem
 from tests.compat.flash_mla.inputs import (
     DECODE_LSE,

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlakit.checks import UnsupportedError
 from mlakit.compat.flash_mla import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
@@ -18,6 +17,7 @@ from mlakit.compat.flash_mla import (
     flash_mla_sparse_fwd,
     flash_mla_with_kvcache,
 )
+from mlakit.dispatch.checks import UnsupportedError
 from tests.compat.flash_mla.dense_cases import as_keywords, dense_problem
 from tests.compat.flash_mla.sparse_cases import PrefillCase
 from tests.compat.flash_mla.varlen_cases import VarlenCase

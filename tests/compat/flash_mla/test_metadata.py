@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mlakit.compat.flash_mla import FlashMLASchedMeta, flash_mla_with_kvcache, get_mla_metadata
-from mlakit.testing import assert_same_bits
+from mlakit.tools.testing import assert_same_bits
 from tests.compat.flash_mla.dense_cases import (
     FEW_DENSE,
     DenseCase,

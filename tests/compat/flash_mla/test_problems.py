@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mlakit.testing import assert_matches
+from mlakit.tools.testing import assert_matches
 from tests.compat.flash_mla.dense_cases import HEADS, SERVING_DENSE, dense_cases
 from tests.compat.flash_mla.inputs import DENSE_OUT, assert_close
 from tests.compat.flash_mla.running import (

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from mlakit.compat.flash_mla import flash_attn_varlen_func, flash_mla_with_kvcache
-from mlakit.testing import assert_matches, assert_same_bits, assert_unchanged, poison, snapshot
+from mlakit.tools.testing import (
+    assert_matches,
+    assert_same_bits,
+    assert_unchanged,
+    poison,
+    snapshot,
+)
 from tests.compat.flash_mla.dense_cases import DenseCase
 from tests.compat.flash_mla.inputs import padded
 from tests.compat.flash_mla.running import KINDS

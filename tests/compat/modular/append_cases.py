@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from mlakit import reference
-from mlakit.geometry import RowShape
-from mlakit.testing import assert_matches, poison
+from mlakit.model.geometry import RowShape
+from mlakit.tools.testing import assert_matches, poison
 from tests.compat.modular.inputs import (
     BF16,
     E4M3,

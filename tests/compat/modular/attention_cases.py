@@ -15,9 +15,9 @@ from torch import Tensor
 
 from mlakit import reference
 from mlakit.compat import modular as documented
-from mlakit.geometry import RowShape
-from mlakit.masks import Mask
-from mlakit.testing import assert_matches
+from mlakit.model.geometry import RowShape
+from mlakit.model.masks import Mask
+from mlakit.tools.testing import assert_matches
 from tests.compat.modular.append_cases import check_appended, rope_table
 from tests.compat.modular.inputs import (
     BF16,

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlakit.checks import E4M3
 from mlakit.compat.modular import (
     CausalMask,
     ChunkedCausalMask,
@@ -27,7 +26,8 @@ from mlakit.compat.modular import (
     mla_prefill_plan,
     mla_sm100_prefill_sparse,
 )
-from mlakit.testing import poison, shuffled_pages
+from mlakit.dispatch.checks import E4M3
+from mlakit.tools.testing import poison, shuffled_pages
 
 HEADS, RANK, ROPE, NOPE, VALUE = 2, 16, 4, 40, 40
 WIDTH = RANK + ROPE

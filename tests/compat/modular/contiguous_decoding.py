@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mlakit import reference
-from mlakit.testing import assert_matches
+from mlakit.tools.testing import assert_matches
 from tests.compat.modular.inputs import (
     BF16,
     E4M3,

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from mlakit import ops
 from mlakit.compat import modular as documented
-from mlakit.geometry import RowShape
-from mlakit.masks import Mask
-from mlakit.testing import assert_same_bits, poison
+from mlakit.model.geometry import RowShape
+from mlakit.model.masks import Mask
+from mlakit.tools.testing import assert_same_bits, poison
 from tests.transplant import carried
 
 # their `scalar_args_buf` is made on the CPU and stays there

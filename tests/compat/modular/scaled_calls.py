@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from mlakit.checks import E4M3
 from mlakit.compat.modular import KVCollection
+from mlakit.dispatch.checks import E4M3
 from tests.compat.modular.calls import (
     HEADS,
     KEYS,

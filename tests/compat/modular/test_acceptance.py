@@ -7,11 +7,12 @@ from functools import partial
 import pytest
 import torch
 
-from mlakit import dispatch, ops, reference
+from mlakit import ops, reference
 from mlakit.compat.modular.dispatch_scalars import BUCKETS, num_partitions
-from mlakit.geometry import RowShape
-from mlakit.specs import Problem
-from mlakit.testing import assert_matches, assert_same_bits, poison
+from mlakit.dispatch import selection
+from mlakit.dispatch.specs import Problem
+from mlakit.model.geometry import RowShape
+from mlakit.tools.testing import assert_matches, assert_same_bits, poison
 from tests.compat.modular.append_cases import RopeCase
 from tests.compat.modular.attention_cases import DecodeCase, PrefillCase, SparseCase
 from tests.compat.modular.inputs import (
@@ -39,7 +40,7 @@ QUANTISERS = [
     pytest.param(reference.quantize_fp8, id="oracle"),
     *(
         pytest.param(partial(ops.quantize_fp8, backend=spec.backend), id=str(spec))
-        for spec in dispatch.specs("quantize_fp8")
+        for spec in selection.specs("quantize_fp8")
         if spec.why_not(Problem("cpu", dtype=str(F32))) is None
     ),
 ]

@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mlakit.geometry import RowShape
-from mlakit.testing import assert_same_bits
+from mlakit.model.geometry import RowShape
+from mlakit.tools.testing import assert_same_bits
 from tests.compat.modular.append_cases import RopeCase
 from tests.compat.modular.inputs import BF16, E4M3, F16, F32, NOTHING, SMALL_ROW
 from tests.compat.modular.parameters import (

@@ -11,9 +11,9 @@ from itertools import accumulate
 import pytest
 import torch
 
-from mlakit import knobs
-from mlakit.geometry import RowShape
-from mlakit.testing import assert_same_bits
+from mlakit.dispatch import knobs
+from mlakit.model.geometry import RowShape
+from mlakit.tools.testing import assert_same_bits
 from tests.compat.modular.attention_cases import DecodeCase
 from tests.compat.modular.contiguous_decoding import contiguous_decoding
 from tests.compat.modular.inputs import (

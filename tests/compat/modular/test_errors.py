@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlakit import dispatch
-from mlakit.checks import UnsupportedError
-from mlakit.testing import assert_unchanged, snapshot
+from mlakit.dispatch import selection
+from mlakit.dispatch.checks import UnsupportedError
+from mlakit.tools.testing import assert_unchanged, snapshot
 from tests.compat.modular.calls import (
     INT_MAX,
     MAKERS,
@@ -242,7 +242,7 @@ def test_a_plan_of_too_many_chunks_says_how_many_it_needs():
     ids=name_of,
 )
 def test_a_call_that_no_kernel_takes_writes_nothing(make, op, monkeypatch):
-    select = dispatch.select
+    select = selection.select
 
     def refusing(asked, problem, backend="auto"):
         if asked == op:
@@ -251,7 +251,7 @@ def test_a_call_that_no_kernel_takes_writes_nothing(make, op, monkeypatch):
 
     call = make()
     before = snapshot(**call.storages())
-    monkeypatch.setattr(dispatch, "select", refusing)
+    monkeypatch.setattr(selection, "select", refusing)
     with pytest.raises(UnsupportedError, match=f"^{op}: no kernel for cpu, dtype=torch.bfloat16"):
         call()
     assert_unchanged(before)

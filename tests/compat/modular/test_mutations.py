@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from mlakit.masks import Mask
+from mlakit.model.masks import Mask
 from tests.compat.modular.append_cases import RopeCase
 from tests.compat.modular.attention_cases import DecodeCase, PrefillCase, SparseCase
 from tests.compat.modular.inputs import Step

@@ -9,10 +9,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mlakit import checks, knobs
 from mlakit.compat.modular import arguments, prefill
-from mlakit.geometry import RowShape
-from mlakit.testing import assert_matches
+from mlakit.dispatch import checks, knobs
+from mlakit.model.geometry import RowShape
+from mlakit.tools.testing import assert_matches
 from tests.compat.modular.attention_cases import PrefillCase
 from tests.compat.modular.inputs import (
     BF16,

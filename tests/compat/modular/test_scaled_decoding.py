@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mlakit.geometry import RowShape
+from mlakit.model.geometry import RowShape
 from tests.compat.modular.attention_cases import DecodeCase
 from tests.compat.modular.inputs import BF16, E4M3, F16, F32, NOTHING, SMALL_ROW, Step
 from tests.compat.modular.parameters import (

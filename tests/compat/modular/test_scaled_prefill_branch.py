@@ -9,9 +9,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mlakit import checks
 from mlakit.compat.modular import arguments, prefill
-from mlakit.geometry import RowShape
+from mlakit.dispatch import checks
+from mlakit.model.geometry import RowShape
 from tests.compat.modular.attention_cases import PrefillCase
 from tests.compat.modular.inputs import (
     BF16,

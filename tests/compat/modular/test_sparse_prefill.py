@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mlakit import knobs
+from mlakit.dispatch import knobs
 from tests.compat.modular.attention_cases import SparseCase
 from tests.compat.modular.inputs import BF16, E4M3, F16, F32, normal
 from tests.compat.modular.parameters import integer_types, pages_and_heads

@@ -14,7 +14,7 @@ from mlakit.compat.modular import (
     SlidingWindowCausalMask,
     mla_prefill_plan,
 )
-from mlakit.testing import assert_same_bits
+from mlakit.tools.testing import assert_same_bits
 from tests.compat.modular.calls import (
     CACHED,
     HEADS,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from mlakit.checks import E4M3
 from mlakit.compat.modular import CausalMask, MLAConfig
+from mlakit.dispatch.checks import E4M3
 from tests.compat.modular.calls import (
     INT_MAX,
     LAYERS,

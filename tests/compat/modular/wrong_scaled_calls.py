@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mlakit.checks import E4M3
+from mlakit.dispatch.checks import E4M3
 from tests.compat.modular.calls import (
     EXPANDED,
     LAYERS,

@@ -12,7 +12,7 @@ from torch import Tensor
 from mlakit import PagedLatentCache, RowShape, reference
 from mlakit.integrations import steps
 from mlakit.integrations.sglang import calls, plugin
-from mlakit.testing import assert_matches, poison
+from mlakit.tools.testing import assert_matches, poison
 from tests.integrations.sglang import fake_engine
 from tests.integrations.sglang.fake_engine import ForwardMode, Settings
 

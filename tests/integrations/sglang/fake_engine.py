@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mlakit import RowShape
 from mlakit.integrations.sglang import seams
-from mlakit.testing import poison
+from mlakit.tools.testing import poison
 
 BACKEND_MODULES = tuple(f"mlakit.integrations.sglang.{name}" for name in ("backend", "sparse"))
 

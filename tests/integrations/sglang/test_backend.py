@@ -10,7 +10,7 @@ import torch
 from mlakit import CAUSAL, NULL, UnsupportedError, reference
 from mlakit.integrations import steps
 from mlakit.integrations.sglang import calls
-from mlakit.testing import assert_matches
+from mlakit.tools.testing import assert_matches
 from tests.integrations.sglang import fake_engine
 from tests.integrations.sglang.driver import (
     CACHES,

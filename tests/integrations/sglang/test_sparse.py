@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mlakit import UnsupportedError, reference
-from mlakit.testing import assert_matches, assert_same_bits
+from mlakit.tools.testing import assert_matches, assert_same_bits
 from tests.integrations.sglang.driver import (
     HEADS,
     INDEX_HEADS,

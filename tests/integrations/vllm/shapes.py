@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mlakit import PagedLatentCache, RowShape
 from mlakit.integrations import steps
-from mlakit.testing import poison
+from mlakit.tools.testing import poison
 
 ROW = RowShape(512, 64)
 LAYERS, LAYER = 3, 1

@@ -10,7 +10,7 @@ import mlakit
 from mlakit import KVShard, PagedLatentCache, reference
 from mlakit.integrations import steps
 from mlakit.integrations.vllm import calls, selection
-from mlakit.testing import assert_matches, assert_same_bits, poison
+from mlakit.tools.testing import assert_matches, assert_same_bits, poison
 from tests.integrations.vllm.shapes import (
     CACHES,
     INDEX_WIDTH,

@@ -12,12 +12,12 @@ import torch
 
 from mlakit import reference
 from mlakit.cache import PagedLatentCache
-from mlakit.geometry import RowShape
 from mlakit.kernels.cpu import decode, decode_fused, fused, prefill, prefill_fused
-from mlakit.masks import CAUSAL
+from mlakit.model.geometry import RowShape
+from mlakit.model.masks import CAUSAL
 from mlakit.ops import mla_decode, mla_prefill
-from mlakit.testing import assert_matches
-from mlakit.workloads import DecodeCase, PrefillCase
+from mlakit.tools.testing import assert_matches
+from mlakit.tools.workloads import DecodeCase, PrefillCase
 
 WIDE = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "page_size": 64}
 EITHER_WAY = pytest.mark.parametrize("has_products", [False, True], ids=["float32", "16-bit"])

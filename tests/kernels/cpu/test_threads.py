@@ -14,9 +14,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mlakit.bench import busy, cpu
 from mlakit.kernels.cpu.workspace import SMALL
-from mlakit.testing import assert_same_bits
+from mlakit.tools.bench import busy, cpu
+from mlakit.tools.testing import assert_same_bits
 from tests.ops.cases import CALLS
 from tests.ops.inside_ops import modes_see_inside_ops
 

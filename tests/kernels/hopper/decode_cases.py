@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mlakit import PagedLatentCache
-from mlakit.workloads import DecodeCase
+from mlakit.tools.workloads import DecodeCase
 
 ROW = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 LENGTHS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlakit.workloads import SparseCase
+from mlakit.tools.workloads import SparseCase
 
 ROW = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 # 512 columns that are all values, with and without rotated columns among them

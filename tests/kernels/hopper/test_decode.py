@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mlakit import PagedLatentCache, mla_decode, reference
-from mlakit.testing import assert_matches
-from mlakit.workloads import DecodeCase
+from mlakit.tools.testing import assert_matches
+from mlakit.tools.workloads import DecodeCase
 from tests.kernels.hopper.decode_cases import (
     BATCHES,
     BF16_AND_FP8,

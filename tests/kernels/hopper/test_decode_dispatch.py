@@ -8,14 +8,15 @@ from unittest import mock
 import pytest
 import torch
 
-from mlakit import PagedLatentCache, dispatch, mla_decode
-from mlakit.checks import UnsupportedError
-from mlakit.geometry import RowShape
+from mlakit import PagedLatentCache, mla_decode
+from mlakit.dispatch import selection
+from mlakit.dispatch.checks import UnsupportedError
+from mlakit.dispatch.specs import KernelSpec, Problem, Use, pretending
 from mlakit.kernels.hopper.decode import configs
+from mlakit.model.geometry import RowShape
 from mlakit.ops.decode_plan import plan_mla_decode
 from mlakit.plan import EvenSplit, plan_decode
-from mlakit.specs import KernelSpec, Problem, Use, pretending
-from mlakit.workloads import DecodeCase
+from mlakit.tools.workloads import DecodeCase
 from tests.kernels.hopper.decode_cases import (
     BF16_AND_FP8,
     FP8,
@@ -28,7 +29,7 @@ from tests.kernels.hopper.decode_cases import (
 
 @pytest.mark.parametrize("requests", [0, 2])
 def test_without_queries_no_kernel_is_started(requests):
-    from mlakit.kernels.triton.launch import SHARED_BYTES, Target, compiling
+    from mlakit.kernels.launch import SHARED_BYTES, Target, compiling
 
     cache = PagedLatentCache.allocate(RowShape(512, 64), num_pages=1, page_size=64)
     table, lens = torch.zeros(requests, 1).int(), torch.full((requests,), 3).int()
@@ -55,7 +56,7 @@ LITTLE_WORK = {"num_tokens": 1, "max_keys": 128, "num_sms": 132}
 
 
 def kernel_of(**fields: object) -> str:
-    return dispatch.select("mla_decode", problem(**fields)).kernel
+    return selection.select("mla_decode", problem(**fields)).kernel
 
 
 @pytest.mark.parametrize(
@@ -94,10 +95,10 @@ def test_the_work_up_to_which_small_m_is_chosen():
     """16 blocks of 32 heads x 64 keys per SM: 2112 on 132 SMs."""
     asked = problem(heads=128, num_tokens=33, num_sms=132)
     for max_keys, kernel in ((16 * 64, "small_m_bf16"), (16 * 64 + 1, "m64_bf16")):
-        assert dispatch.select("mla_decode", replace(asked, max_keys=max_keys)).kernel == kernel
+        assert selection.select("mla_decode", replace(asked, max_keys=max_keys)).kernel == kernel
     slower = "is for more than 2112 blocks of 32 heads x 64 keys, got 2112"
     little = replace(asked, max_keys=16 * 64)
-    assert dispatch.explain_kernels("mla_decode", little) == {
+    assert selection.explain_kernels("mla_decode", little) == {
         "cpu": "needs CPU tensors, got cuda",
         "hopper:m64_bf16": slower,
         "hopper:m64_fp8_qk": "needs rows of fp8 or fp8_token, got bf16",
@@ -119,7 +120,7 @@ def test_every_kernel_can_be_asked_for_by_name(dtype, format, heads):
         asked = problem(format=format, heads=heads, dtype=names[dtype], **work)
         for m64 in (False, True):
             name = kernel_for(heads, format, dtype, m64=m64)
-            assert dispatch.select("mla_decode", asked, name).name == name
+            assert selection.select("mla_decode", asked, name).name == name
 
 
 @pytest.mark.parametrize(
@@ -148,14 +149,14 @@ def test_every_kernel_can_be_asked_for_by_name(dtype, format, heads):
 )
 def test_a_kernel_asked_for_by_name_says_what_it_cannot_take(kernel, fields, reason):
     asked = problem(**fields)
-    assert dispatch.explain_kernels("mla_decode", asked)[f"hopper:{kernel}"] == reason
+    assert selection.explain_kernels("mla_decode", asked)[f"hopper:{kernel}"] == reason
     with pytest.raises(UnsupportedError, match=f"\\n  hopper:{kernel}: {reason}$"):
-        dispatch.select("mla_decode", asked, f"hopper:{kernel}")
+        selection.select("mla_decode", asked, f"hopper:{kernel}")
 
 
 def selected_in(call) -> list[KernelSpec]:
     """The kernels that calls of 128 heads over one page choose, before anything is launched."""
-    from mlakit.kernels.triton.launch import SHARED_BYTES, Target, compiling
+    from mlakit.kernels.launch import SHARED_BYTES, Target, compiling
 
     chosen: list[KernelSpec] = []
 
@@ -163,9 +164,9 @@ def selected_in(call) -> list[KernelSpec]:
         chosen.append(dispatch_select(*args))
         raise InterruptedError
 
-    dispatch_select = dispatch.select
+    dispatch_select = selection.select
     with (
-        mock.patch.object(dispatch, "select", select),
+        mock.patch.object(selection, "select", select),
         compiling(Target(90, 132, SHARED_BYTES[90])),
         pytest.raises(InterruptedError),
     ):
@@ -240,7 +241,7 @@ def test_rows_are_gathered_where_no_tma_tile_fits_a_page(page_size, heads, forma
 
 
 def test_shared_memory_is_what_the_portable_kernels_know_of_it():
-    from mlakit.kernels.triton.launch import SHARED_BYTES
+    from mlakit.kernels.launch import SHARED_BYTES
 
     assert SHARED_BYTES[90] == configs.SMEM_BYTES
 
@@ -306,19 +307,19 @@ def test_m64_fp8_qk_has_four_stages_and_no_more_registers_than_there_are(is_gath
 @pytest.mark.parametrize("format", BF16_AND_FP8)
 def test_hopper_is_the_first_choice(format, page_size):
     asked = problem(page_size=page_size, format=format)
-    assert dispatch.select("mla_decode", asked).backend == "hopper"
+    assert selection.select("mla_decode", asked).backend == "hopper"
 
 
 @FP8_FORMATS
 def test_hopper_is_the_first_choice_for_small_m_fp8_kv(format):
-    assert dispatch.select("mla_decode", problem(format=format, heads=32)).backend == "hopper"
+    assert selection.select("mla_decode", problem(format=format, heads=32)).backend == "hopper"
 
 
 @FP8_FORMATS
 @pytest.mark.parametrize("uses", [(), (Use.Q_SCALE,)], ids=["plain", "scaled"])
 def test_hopper_is_the_first_choice_for_fp8_qk(uses, format):
     asked = problem(format=format, dtype="torch.float8_e4m3fn", heads=128, uses=uses)
-    assert dispatch.select("mla_decode", asked).backend == "hopper"
+    assert selection.select("mla_decode", asked).backend == "hopper"
 
 
 @pytest.mark.parametrize(
@@ -358,14 +359,14 @@ def test_hopper_is_the_first_choice_for_fp8_qk(uses, format):
 )
 def test_problems_that_are_left_to_the_portable_kernel(fields, reason):
     asked = problem(**fields)
-    assert dispatch.explain("mla_decode", asked)["hopper"] == reason
-    assert dispatch.select("mla_decode", asked).backend == "triton"
+    assert selection.explain("mla_decode", asked)["hopper"] == reason
+    assert selection.select("mla_decode", asked).backend == "triton"
 
 
 def test_hopper_kernels_need_sm_90():
     for where, got in ((("cuda", 100), "sm_100"), (("cpu", 0), "cpu")):
         asked = Problem(*where, dtype="torch.bfloat16", format="bf16")
-        assert dispatch.explain("mla_decode", asked)["hopper"] == f"needs sm_90, got {got}"
+        assert selection.explain("mla_decode", asked)["hopper"] == f"needs sm_90, got {got}"
 
 
 def test_rows_that_tma_cannot_address_are_said_to_be_loose():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mlakit import mla_decode
-from mlakit.workloads.fp16_rows import rounds_rows
+from mlakit.tools.workloads.fp16_rows import rounds_rows
 from tests.kernels.hopper.decode_cases import (
     BATCHES,
     FP8,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mlakit import PagedLatentCache, mla_decode
-from mlakit.workloads import DecodeCase, fp8_scores
+from mlakit.tools.workloads import DecodeCase, fp8_scores
 from tests.kernels.hopper.decode_cases import (
     BATCHES,
     FP8,

@@ -7,9 +7,10 @@ from random import Random
 import pytest
 import torch
 
-from mlakit import PagedLatentCache, dispatch, indexer_logits, knobs
-from mlakit.checks import UnsupportedError
-from mlakit.geometry import RowShape
+from mlakit import PagedLatentCache, indexer_logits
+from mlakit.dispatch import knobs, selection
+from mlakit.dispatch.checks import UnsupportedError
+from mlakit.dispatch.specs import Problem, pretending
 from mlakit.kernels.hopper.decode.configs import OTHER_SMEM_BYTES, REGISTERS, SMEM_BYTES
 from mlakit.kernels.hopper.indexer.configs import (
     CONFIGS,
@@ -18,8 +19,8 @@ from mlakit.kernels.hopper.indexer.configs import (
     is_single_block,
     pick_config,
 )
-from mlakit.specs import Problem, pretending
-from mlakit.workloads import IndexerLogitsCase
+from mlakit.model.geometry import RowShape
+from mlakit.tools.workloads import IndexerLogitsCase
 from tests.kernels.hopper.device_functions import on_cpu
 from tests.pairs import pairwise
 
@@ -39,7 +40,7 @@ def problem(**fields: object) -> Problem:
     ids=str,
 )
 def test_what_the_kernel_takes(fields):
-    assert dispatch.select("indexer_logits", problem(**fields)).backend == "hopper"
+    assert selection.select("indexer_logits", problem(**fields)).backend == "hopper"
 
 
 @pytest.mark.parametrize(
@@ -66,14 +67,14 @@ def test_what_the_kernel_takes(fields):
 )
 def test_what_is_left_to_the_portable_kernel(fields, reason):
     asked = problem(**fields)
-    assert dispatch.explain("indexer_logits", asked)["hopper"] == reason
-    assert dispatch.select("indexer_logits", asked).backend == "triton"
+    assert selection.explain("indexer_logits", asked)["hopper"] == reason
+    assert selection.select("indexer_logits", asked).backend == "triton"
 
 
 def test_the_kernel_needs_sm_90():
     for where, got in ((("cuda", 100), "sm_100"), (("cpu", 0), "cpu")):
         asked = Problem(*where, dtype=E4M3, format="fp8_token")
-        assert dispatch.explain("indexer_logits", asked)["hopper"] == f"needs sm_90, got {got}"
+        assert selection.explain("indexer_logits", asked)["hopper"] == f"needs sm_90, got {got}"
 
 
 def arguments(pages: torch.Tensor) -> dict[str, object]:

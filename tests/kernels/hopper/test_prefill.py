@@ -8,12 +8,12 @@ from random import Random
 import pytest
 import torch
 
-from mlakit import mla_prefill, reference, replay
+from mlakit import launch_cache, mla_prefill, reference
 from mlakit.kernels.hopper.prefill import configs
-from mlakit.masks import CAUSAL, NULL, Mask
-from mlakit.testing import assert_matches, assert_same_bits, poison
-from mlakit.workloads import PrefillCase, PrefillLaunch
-from mlakit.workloads.paged import starts_of
+from mlakit.model.masks import CAUSAL, NULL, Mask
+from mlakit.tools.testing import assert_matches, assert_same_bits, poison
+from mlakit.tools.workloads import PrefillCase, PrefillLaunch
+from mlakit.tools.workloads.paged import starts_of
 from tests.pairs import pairwise as every_pair
 
 WIDTHS = {  # D_N, D_R, D_V
@@ -287,13 +287,13 @@ AFTER = ((1, 300, 128), (1, 671, 128))
 def test_repeated_calls_are_replayed_and_take_new_lengths():
     """The third call and later ones replay the launches that the second recorded."""
     call = Call(*BEFORE)
-    replay.reset_stats()
+    launch_cache.reset_stats()
     first = call()
     for _ in range(3):
         results = call()
         assert_same_bits("out", results[0], first[0])
         assert_same_bits("lse", results[1], first[1])
-    assert replay.stats()["mla_prefill"].hits >= 2
+    assert launch_cache.stats()["mla_prefill"].hits >= 2
     call.check(first)
     call.set_lengths(*AFTER)
     call.check(call())

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mlakit import dispatch, mla_prefill
-from mlakit.checks import UnsupportedError
+from mlakit import mla_prefill
+from mlakit.dispatch import selection
+from mlakit.dispatch.checks import UnsupportedError
+from mlakit.dispatch.specs import Problem, Use, pretending
 from mlakit.kernels.hopper.prefill.configs import BLOCK_K, BLOCK_Q, prefill_config
-from mlakit.masks import KINDS
+from mlakit.model.masks import KINDS
 from mlakit.ops.prefill import _has_pitch
-from mlakit.specs import Problem, Use, pretending
-from mlakit.workloads import PrefillCase
+from mlakit.tools.workloads import PrefillCase
 
 WIDTHS = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 
@@ -26,7 +27,7 @@ def problem(**fields: object) -> Problem:
 @pytest.mark.parametrize("mask", KINDS)
 def test_hopper_is_the_first_choice(mask, widths, dtype):
     asked = problem(mask=mask, head_widths=widths, dtype=dtype)
-    assert dispatch.select("mla_prefill", asked).name == "hopper"
+    assert selection.select("mla_prefill", asked).name == "hopper"
 
 
 @pytest.mark.parametrize(
@@ -50,14 +51,14 @@ def test_hopper_is_the_first_choice(mask, widths, dtype):
 )
 def test_problems_that_are_left_to_the_portable_kernel(fields, reason):
     asked = problem(**fields)
-    assert dispatch.explain("mla_prefill", asked)["hopper"] == reason
-    assert dispatch.select("mla_prefill", asked).backend == "triton"
+    assert selection.explain("mla_prefill", asked)["hopper"] == reason
+    assert selection.select("mla_prefill", asked).backend == "triton"
 
 
 def test_the_kernel_needs_sm_90():
     for where, got in ((("cuda", 100), "sm_100"), (("cuda", 80), "sm_80"), (("cpu", 0), "cpu")):
         asked = Problem(*where, dtype="torch.bfloat16", head_widths=(128, 64, 128))
-        assert dispatch.explain("mla_prefill", asked)["hopper"] == f"needs sm_90, got {got}"
+        assert selection.explain("mla_prefill", asked)["hopper"] == f"needs sm_90, got {got}"
 
 
 @pytest.mark.parametrize(
@@ -123,7 +124,7 @@ def test_heads_that_do_not_begin_at_16_bytes(gap):
 
 @pytest.mark.parametrize("requests", [0, 2])
 def test_without_queries_no_kernel_is_started(requests):
-    from mlakit.kernels.triton.launch import SHARED_BYTES, Target, compiling
+    from mlakit.kernels.launch import SHARED_BYTES, Target, compiling
 
     starts = torch.zeros(requests + 1, dtype=torch.int32)
     q, k_nope = torch.empty(0, 2, 192), torch.empty(0, 2, 128)
@@ -136,7 +137,7 @@ def test_without_queries_no_kernel_is_started(requests):
 
 def test_without_keys_results_are_empty():
     """TMA has no tile of no rows."""
-    from mlakit.kernels.triton.launch import SHARED_BYTES, Target, compiling
+    from mlakit.kernels.launch import SHARED_BYTES, Target, compiling
 
     case = PrefillCase(**WIDTHS, kv_lens=(0, 0), q_lens=(3, 1))
     trial = case.trial("cpu")

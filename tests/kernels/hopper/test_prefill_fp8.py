@@ -7,13 +7,14 @@ from random import Random
 import pytest
 import torch
 
-from mlakit import dispatch, mla_prefill, replay
+from mlakit import launch_cache, mla_prefill
+from mlakit.dispatch import selection
+from mlakit.dispatch.specs import Problem, Use
 from mlakit.formats import SCALE_BLOCK
 from mlakit.kernels.hopper.prefill.configs import FP8_BLOCK_K, fp8_prefill_config
 from mlakit.kernels.hopper.prefill.fp8_values import BLOCK
-from mlakit.specs import Problem, Use
-from mlakit.testing import assert_same_bits
-from mlakit.workloads import PrefillFp8Case
+from mlakit.tools.testing import assert_same_bits
+from mlakit.tools.workloads import PrefillFp8Case
 from tests.kernels.hopper.test_prefill import LENGTHS as BF16_LENGTHS
 from tests.kernels.hopper.test_prefill import MASKS
 from tests.pairs import pairwise
@@ -156,13 +157,13 @@ def test_repeated_calls_are_replayed_with_the_same_bits():
             backend="hopper",
         )
 
-    replay.reset_stats()
+    launch_cache.reset_stats()
     first = call()
     for _ in range(20):
         results = call()
         assert_same_bits("out", results[0], first[0])
         assert_same_bits("lse", results[1], first[1])
-    assert replay.stats()["mla_prefill"].hits >= 2
+    assert launch_cache.stats()["mla_prefill"].hits >= 2
 
 
 def problem(**fields: object) -> Problem:
@@ -184,7 +185,7 @@ def problem(**fields: object) -> Problem:
     ids=str,
 )
 def test_what_the_kernel_takes(fields, reason):
-    assert dispatch.explain("mla_prefill", problem(**fields))["hopper"] == reason
+    assert selection.explain("mla_prefill", problem(**fields))["hopper"] == reason
 
 
 def test_a_block_of_keys_is_a_tile_of_values_and_has_one_scale():

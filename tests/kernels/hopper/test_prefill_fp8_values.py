@@ -14,7 +14,7 @@ from mlakit.kernels.hopper.prefill.fp8_values import (
     rewrite_values,
     scale_kinds,
 )
-from mlakit.workloads.paged import starts_of
+from mlakit.tools.workloads.paged import starts_of
 
 HEADS = 2
 D_V = 128

@@ -7,7 +7,7 @@ import torch
 
 from mlakit.kernels.hopper.prefill.configs import BLOCK_Q, FP8_BLOCK_Q, L2_BYTES, MAX_TOGETHER
 from mlakit.kernels.hopper.prefill.schedule import make_schedule, max_query_tiles
-from mlakit.workloads.paged import starts_of
+from mlakit.tools.workloads.paged import starts_of
 
 KEY_BYTES = 512
 BATCHES = {

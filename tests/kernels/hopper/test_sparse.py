@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from mlakit import PagedLatentCache, reference, sparse_mla
-from mlakit.geometry import RowShape
+from mlakit.model.geometry import RowShape
 from mlakit.ops import ExtraRows
 from mlakit.plan import EvenSplit
-from mlakit.testing import assert_matches, assert_same_bits, poison
-from mlakit.workloads.case import assert_logits_match
+from mlakit.tools.testing import assert_matches, assert_same_bits, poison
+from mlakit.tools.workloads.case import assert_logits_match
 from tests.kernels.hopper.sparse_cases import EVERY_ROW, KERNEL, ROWS, run
 from tests.pairs import pairwise
 

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from mlakit import PagedLatentCache, dispatch, sparse_mla
-from mlakit.checks import UnsupportedError
-from mlakit.geometry import RowShape
+from mlakit import PagedLatentCache, sparse_mla
+from mlakit.dispatch import selection
+from mlakit.dispatch.checks import UnsupportedError
+from mlakit.dispatch.specs import Problem, Use, pretending
+from mlakit.model.geometry import RowShape
 from mlakit.ops import ExtraRows
 from mlakit.plan import EvenSplit
-from mlakit.specs import Problem, Use, pretending
 from tests.kernels.hopper.sparse_cases import ROWS
 
 ROW = RowShape(512, 64)
@@ -28,7 +29,7 @@ def problem(**fields: object) -> Problem:
 def test_16_bit_rows_go_to_hopper(row, dtype):
     name = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[dtype]
     given = problem(dtype=name, format=dtype, row=RowShape(**ROWS[row]), heads=3)
-    assert dispatch.select("sparse_mla", given).name == "hopper:m64_bf16"
+    assert selection.select("sparse_mla", given).name == "hopper:m64_bf16"
 
 
 @pytest.mark.parametrize(
@@ -51,8 +52,8 @@ def test_16_bit_rows_go_to_hopper(row, dtype):
 )
 def test_reasons(fields, reason):
     given = problem(**fields)
-    assert dispatch.explain_kernels("sparse_mla", given)["hopper:m64_bf16"] == reason
-    assert dispatch.select("sparse_mla", given).backend == "triton"
+    assert selection.explain_kernels("sparse_mla", given)["hopper:m64_bf16"] == reason
+    assert selection.select("sparse_mla", given).backend == "triton"
 
 
 class Launched(list):
@@ -64,9 +65,9 @@ class Launched(list):
 
 @pytest.fixture
 def launched(monkeypatch):
+    from mlakit.kernels import sparse_merge
     from mlakit.kernels.hopper.sparse import launch
-    from mlakit.kernels.triton import sparse_merge
-    from mlakit.kernels.triton.launch import SHARED_BYTES, Target
+    from mlakit.kernels.launch import SHARED_BYTES, Target
 
     launches = Launched()
     monkeypatch.setattr(launch, "launch", launches)

@@ -9,15 +9,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mlakit import PagedLatentCache, dispatch, reference, sparse_mla
-from mlakit.geometry import RowShape
+from mlakit import PagedLatentCache, reference, sparse_mla
+from mlakit.dispatch import selection
+from mlakit.dispatch.specs import Problem
+from mlakit.model.geometry import RowShape
 from mlakit.ops import ExtraRows
 from mlakit.plan import EvenSplit
-from mlakit.specs import Problem
-from mlakit.testing import assert_matches, assert_same_bits, poison
-from mlakit.workloads import SparseCase
-from mlakit.workloads.case import assert_logits_match
-from mlakit.workloads.fp16_rows import rounded_rows, rounds_rows
+from mlakit.tools.testing import assert_matches, assert_same_bits, poison
+from mlakit.tools.workloads import SparseCase
+from mlakit.tools.workloads.case import assert_logits_match
+from mlakit.tools.workloads.fp16_rows import rounded_rows, rounds_rows
 from tests.pairs import pairwise
 
 KERNEL = "hopper:m64_fp8_kv"
@@ -493,7 +494,7 @@ def problem(format: str, dtype: str = "torch.bfloat16", **fields: object) -> Pro
 def test_kernel_by_heads_and_tokens(heads, tokens, small_m_formats, format):
     given = problem(format, heads=heads, num_tokens=tokens, num_sms=132)
     want = SMALL_M if format in small_m_formats else KERNEL
-    assert dispatch.select("sparse_mla", given).name == want
+    assert selection.select("sparse_mla", given).name == want
 
 
 @pytest.mark.parametrize(
@@ -519,8 +520,8 @@ def test_kernel_by_heads_and_tokens(heads, tokens, small_m_formats, format):
     ids=["fp16-q", "e4m3-q", "block64-576", "fp8-512"],
 )
 def test_reasons(given, reason):
-    assert dispatch.explain_kernels("sparse_mla", given)[KERNEL] == reason
-    assert dispatch.select("sparse_mla", given).backend == "triton"
+    assert selection.explain_kernels("sparse_mla", given)[KERNEL] == reason
+    assert selection.select("sparse_mla", given).backend == "triton"
 
 
 @pytest.mark.gpu

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlakit import knobs
 from mlakit.cache import UNSHARDED
-from mlakit.kernels.triton.decode_plan import OwnSplits, plan_decode
-from mlakit.masks import CAUSAL
+from mlakit.dispatch import knobs
+from mlakit.kernels.decode_plan import OwnSplits, plan_decode
+from mlakit.model.masks import CAUSAL
 from mlakit.plan import DecodePlanTensors
 from mlakit.plan import plan_decode as plan_on_host
 

@@ -7,12 +7,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from mlakit.kernels.triton import configs, fp8, fp8_few_rows
-from mlakit.kernels.triton.few_rows_configs import pick_few_rows_config
+from mlakit.kernels.launch import SHARED_BYTES
+from mlakit.kernels.triton import configs, fp8, fp8_small_m
 from mlakit.kernels.triton.fp8 import library_refuses as scaled_mm_refuses
-from mlakit.kernels.triton.launch import SHARED_BYTES
+from mlakit.kernels.triton.fp8_small_m_configs import pick_few_rows_config
 from mlakit.kernels.triton.matmul import library_refuses as bmm_refuses
-from mlakit.workloads.fp8 import ScaledMatmulCase
+from mlakit.tools.workloads.fp8 import ScaledMatmulCase
 
 E4M3 = torch.float8_e4m3fn
 
@@ -107,7 +107,7 @@ def test_the_library_refuses_a_batch():
     ],
 )
 def test_the_kernel_of_few_rows_refuses_other_groups(sizes, reason):
-    got = fp8_few_rows.refuses(*sizes)
+    got = fp8_small_m.refuses(*sizes)
     assert got is None if reason is None else reason in got
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from mlakit import dispatch
+from mlakit.dispatch import selection
+from mlakit.dispatch.specs import Problem
 from mlakit.formats import GROUP_FORMATS
-from mlakit.geometry import RowShape
-from mlakit.specs import Problem
-from mlakit.workloads import AppendCase, AppendRowsCase, DecodeCase
+from mlakit.model.geometry import RowShape
+from mlakit.tools.workloads import AppendCase, AppendRowsCase, DecodeCase
 
 every_format = pytest.mark.parametrize("format", GROUP_FORMATS)
 each_backend = pytest.mark.parametrize("backend", ["cpu", "triton"])
@@ -89,7 +89,7 @@ def test_append_rows(format, kv_lora_rank, qk_rope_head_dim, backend, device):
 @pytest.mark.parametrize("op", ["sparse_mla", "indexer_logits"])
 def test_ops_that_take_no_such_rows_say_so(format, op, backend):
     problem = Problem("cuda", 90, "torch.bfloat16", format, 16, 64, RowShape(512, 64))
-    (spec,) = (each for each in dispatch.specs(op) if each.backend == backend)
+    (spec,) = (each for each in selection.specs(op) if each.backend == backend)
     assert spec.why_not(problem) == (
         "needs rows of bf16 or fp16 or fp32 or fp8 or fp8_token or fp8_block128 or fp8_block64, "
         f"got {format}"

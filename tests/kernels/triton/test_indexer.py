@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from mlakit import knobs
-from mlakit.geometry import RowShape
+from mlakit.dispatch import knobs
+from mlakit.dispatch.specs import pretending
 from mlakit.kernels.triton.configs import has_fp8_dots
-from mlakit.specs import pretending
-from mlakit.workloads import IndexerLogitsCase
-from mlakit.workloads.fp8_scores import uses_fp8_logits
+from mlakit.model.geometry import RowShape
+from mlakit.tools.workloads import IndexerLogitsCase
+from mlakit.tools.workloads.fp8_scores import uses_fp8_logits
 
 E4M3 = "torch.float8_e4m3fn"
 
@@ -48,8 +48,8 @@ def test_which_dots_have_operands_of_e4m3(q_dtype, format, row, is_fp8):
     ],
 )
 def test_the_tolerance_is_that_of_the_kernel_that_runs(dtype, arch, backend, page_size, is_fp8):
-    from mlakit.masks import CAUSAL
-    from mlakit.workloads.inputs import DTYPES, Inputs
+    from mlakit.model.masks import CAUSAL
+    from mlakit.tools.workloads.inputs import DTYPES, Inputs
 
     case = IndexerLogitsCase(
         kv_lora_rank=128, qk_rope_head_dim=0, format="fp8_token", page_size=page_size
@@ -98,8 +98,8 @@ def test_fp8_dots_in_the_interpreter(monkeypatch, batch, format):
 
 @interpreted
 def test_16_bit_dots_where_there_are_none_of_fp8(monkeypatch):
-    from mlakit.kernels.triton import launch
-    from mlakit.kernels.triton.launch import Target
+    from mlakit.kernels import launch
+    from mlakit.kernels.launch import Target
 
     monkeypatch.setattr(launch, "INTERPRETED", Target(80, 3, 166_912))
     launch._target_of.cache_clear()

@@ -8,8 +8,8 @@ import torch
 from mlakit import ops
 from mlakit.kernels.triton import indexer_topk
 from mlakit.kernels.triton.configs import TopkConfig, pick_topk_config
-from mlakit.testing import assert_same_bits
-from mlakit.workloads import IndexerSelectCase, IndexerTopkCase
+from mlakit.tools.testing import assert_same_bits
+from mlakit.tools.workloads import IndexerSelectCase, IndexerTopkCase
 
 pytestmark = pytest.mark.usefixtures("no_replay")
 

@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from mlakit import knobs
-from mlakit.kernels.triton.launch import launch
-from mlakit.testing import assert_matches, assert_same_bits
+from mlakit.dispatch import knobs
+from mlakit.kernels.launch import launch
+from mlakit.tools.testing import assert_matches, assert_same_bits
 
 pytestmark = pytest.mark.skipif(not knobs.interpreted(), reason="kernels are compiled here")
 

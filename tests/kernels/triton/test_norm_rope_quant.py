@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from mlakit import ops
-from mlakit.arguments import AppendArguments
 from mlakit.cache import UNSHARDED, PagedLatentCache, PageTable, token_positions, token_slots
 from mlakit.formats import FORMATS, row_codec
-from mlakit.geometry import RowShape
+from mlakit.kernels.arguments import AppendArguments
 from mlakit.kernels.triton.configs import AppendConfig, pick_append_config
-from mlakit.workloads.inputs import DTYPES
+from mlakit.model.geometry import RowShape
+from mlakit.tools.workloads.inputs import DTYPES
 
 E4M3 = torch.float8_e4m3fn
 ROPES = ("interleaved", "half")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mlakit import knobs
+from mlakit.dispatch import knobs
 from mlakit.formats import FORMATS
 from mlakit.kernels.triton.configs import (
     SPARSE_SCRATCH_BYTES,
@@ -16,7 +16,7 @@ from mlakit.kernels.triton.configs import (
     pick_sparse_config,
     pick_sparse_splits,
 )
-from mlakit.workloads import SparseCase
+from mlakit.tools.workloads import SparseCase
 
 if not knobs.interpreted():
     pytest.skip("kernels are compiled here", allow_module_level=True)
@@ -24,8 +24,8 @@ if not knobs.interpreted():
 import triton
 import triton.language as tl
 
+from mlakit.kernels.launch import SHARED_BYTES
 from mlakit.kernels.triton import sparse
-from mlakit.kernels.triton.launch import SHARED_BYTES
 from mlakit.kernels.triton.sparse_kernel import SCANNED_ENTRIES, _without_invalid_end
 
 NUM_SMS = 132

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlakit.workloads import AppendRowsCase
+from mlakit.tools.workloads import AppendRowsCase
 from tests.ops.mutations.changes import (
     rolled,
     scaled,

@@ -8,7 +8,7 @@ from math import e, log2
 
 import torch
 
-from mlakit.masks import CAUSAL, NULL, Mask
+from mlakit.model.masks import CAUSAL, NULL, Mask
 from tests.kernel_launchers import Arguments
 
 Before = Callable[[Arguments], Arguments]

@@ -9,17 +9,17 @@ from functools import partial
 
 from hypothesis import Phase
 
-from mlakit import dispatch
+from mlakit.dispatch import selection
+from mlakit.dispatch.specs import KernelSpec
 from mlakit.formats import FORMATS
-from mlakit.specs import KernelSpec
-from mlakit.workloads import Case
+from mlakit.tools.workloads import Case
 from tests.kernel_launchers import by_name
 from tests.mutations import Mutation, of_kernel, of_source
 from tests.ops.mutations.changes import After, Before
 from tests.ops.random_cases import LARGE, PROPERTIES, Exploration, any_case
 
 # a failure says how to run its problem again
-REPRODUCTION = r'^python -c "from mlakit.workloads import'
+REPRODUCTION = r'^python -c "from mlakit.tools.workloads import'
 
 
 def kernel(
@@ -65,5 +65,5 @@ def passes_property_tests(op: str) -> None:
 
 
 def cpu_kernel(op: str) -> KernelSpec:
-    (spec,) = (each for each in dispatch.specs(op) if each.backend == "cpu")
+    (spec,) = (each for each in selection.specs(op) if each.backend == "cpu")
     return spec

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mlakit.cache import UNSHARDED
-from mlakit.workloads import DecodeCase
+from mlakit.tools.workloads import DecodeCase
 from tests.ops.mutations.changes import (
     averaged,
     keyless,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mlakit.workloads import QuantizeCase, ScaledMatmulCase
+from mlakit.tools.workloads import QuantizeCase, ScaledMatmulCase
 from tests.ops.mutations.changes import rolled, scaled, with_last_column_dropped, with_overflow
 from tests.ops.mutations.checks import kernel, line
 

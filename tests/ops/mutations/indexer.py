@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mlakit.workloads import IndexerLogitsCase, IndexerSelectCase, IndexerTopkCase
+from mlakit.tools.workloads import IndexerLogitsCase, IndexerSelectCase, IndexerTopkCase
 from tests.kernel_launchers import Arguments
 from tests.ops.mutations.changes import (
     keyless,

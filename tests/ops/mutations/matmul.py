@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlakit.workloads import BatchedMatmulCase
+from mlakit.tools.workloads import BatchedMatmulCase
 from tests.ops.mutations.changes import rolled, scaled, with_last_column_dropped, with_overflow
 from tests.ops.mutations.checks import kernel, line
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlakit.workloads import MergeCase
+from mlakit.tools.workloads import MergeCase
 from tests.ops.mutations.changes import with_empty_parts_read, with_equal_weights, without
 from tests.ops.mutations.checks import kernel, line
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mlakit.cache import UNSHARDED
-from mlakit.workloads import AppendCase
+from mlakit.tools.workloads import AppendCase
 from tests.ops.mutations.changes import (
     by_request,
     by_slot,

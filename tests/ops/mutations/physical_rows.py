@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlakit.workloads import PhysicalRowsCase
+from mlakit.tools.workloads import PhysicalRowsCase
 from tests.ops.mutations.changes import plus_one
 from tests.ops.mutations.checks import kernel, line
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlakit.workloads import PrefillCase
+from mlakit.tools.workloads import PrefillCase
 from tests.ops.mutations.changes import (
     averaged,
     loosened,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlakit.workloads import SparseCase
+from mlakit.tools.workloads import SparseCase
 from tests.ops.mutations.changes import (
     apart_with_column_dropped,
     averaged,

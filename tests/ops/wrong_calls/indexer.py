@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlakit import masks
+from mlakit.model import masks
 from tests.ops.cases import int32
 from tests.ops.wrong_calls.spoiling import WrongCalls, changed, columns_first
 

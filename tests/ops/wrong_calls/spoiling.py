@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from mlakit.cache import PagedLatentCache
-from mlakit.geometry import RowShape
+from mlakit.model.geometry import RowShape
 
 OTHER_ROWS = PagedLatentCache.allocate(RowShape(40, 8), num_pages=2, page_size=4)
 

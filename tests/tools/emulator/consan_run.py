@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from mlakit import knobs
+from mlakit.dispatch import knobs
 from mlakit.tools.emulator import harness
 
 RIGHT = "results are right"

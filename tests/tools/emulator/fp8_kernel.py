@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mlakit.kernels.hopper.primitives import acc_layout, smem_layout
+from mlakit.kernels.hopper.device.primitives import acc_layout, smem_layout
 
 BLOCKED = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))
 ACC = gl.constexpr(acc_layout(64, 32))

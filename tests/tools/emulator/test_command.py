@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from mlakit import cli
-from mlakit.support.configurations import HOPPER
+from mlakit.tools import cli
+from mlakit.tools.compile.configurations import HOPPER
 from mlakit.tools.emulator import command
 from mlakit.tools.emulator.frontend import Launch
 from mlakit.tools.emulator.harness import Outcome, Step

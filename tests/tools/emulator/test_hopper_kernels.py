@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from mlakit.support.compilation import NUM_SMS
-from mlakit.support.configurations import HOPPER, HOPPER_ARCH
-from mlakit.support.samples import OF_HOPPER
+from mlakit.tools.compile.compilation import NUM_SMS
+from mlakit.tools.compile.configurations import HOPPER, HOPPER_ARCH
+from mlakit.tools.compile.samples import OF_HOPPER
 from mlakit.tools.emulator import harness
 from tests.kernels.selection import selected_kernel
 

@@ -17,10 +17,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mlakit import knobs
-from mlakit.kernels.triton import launch
-from mlakit.specs import pretending
-from mlakit.support.configurations import HOPPER, HOPPER_ARCH
+from mlakit.dispatch import knobs
+from mlakit.dispatch.specs import pretending
+from mlakit.kernels import launch
+from mlakit.tools.compile.configurations import HOPPER, HOPPER_ARCH
 from mlakit.tools.emulator import harness
 from mlakit.tools.emulator.frontend import NUM_SMS, emulating_mlakit
 

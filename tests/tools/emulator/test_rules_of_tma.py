@@ -202,9 +202,9 @@ def test_elements_outside_of_the_tensor_are_zeros_and_are_not_written() -> None:
 
 def _launch_prefill(gap: int) -> str:
     """Launch the prefill kernel over heads that lie `gap` columns apart; return the fault."""
-    from mlakit.arguments import PrefillArguments
+    from mlakit.kernels.arguments import PrefillArguments
     from mlakit.kernels.hopper.prefill.launch import mla_prefill
-    from mlakit.masks import CAUSAL
+    from mlakit.model.masks import CAUSAL
     from mlakit.tools.emulator.frontend import emulating_mlakit
 
     def randn(*shape: int) -> torch.Tensor:

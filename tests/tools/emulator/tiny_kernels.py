@@ -22,8 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from mlakit.kernels.hopper.compat import copy_words, tma_load
-from mlakit.kernels.hopper.primitives import (
+from mlakit.kernels.hopper.device.compat import copy_words, tma_load
+from mlakit.kernels.hopper.device.primitives import (
     acc_layout,
     alloc_barrier,
     alloc_barriers,

@@ -120,7 +120,7 @@ def _fp8_registers(rows: int, format: str, *, is_gathered: bool) -> tuple[int, i
     """PV warpgroups; registers of QK-softmax, second PV and producer warps; and at launch.
 
     Two PV warpgroups are faster where acc and scales leave the QK-softmax warpgroups enough
-    registers beside them. `support.spills` has what is spilled.
+    registers beside them. `tools.compile.spills` has what is spilled.
     """
     producer = 48 if is_gathered else 32
     if rows <= 16 and format != "fp8_block128":

@@ -20,9 +20,12 @@ import triton
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from mlakit.arguments import DecodeArguments, DecodePlanArguments, filled
 from mlakit.cache import UNSHARDED, CacheLayer
 from mlakit.formats import SMALLEST_SCALE
+from mlakit.kernels import workspace
+from mlakit.kernels.arguments import DecodeArguments, DecodePlanArguments, filled
+from mlakit.kernels.decode_merge import clear_results, merge_partials, rows_per_slot
+from mlakit.kernels.decode_plan import OwnSplits, plan_decode
 from mlakit.kernels.hopper.decode.arguments import (
     Batch,
     Gather,
@@ -53,14 +56,11 @@ from mlakit.kernels.hopper.decode.m64_fp8_kv import mla_decode_m64_fp8_kv_kernel
 from mlakit.kernels.hopper.decode.m64_fp8_qk import mla_decode_m64_fp8_qk_kernel
 from mlakit.kernels.hopper.decode.small_m_bf16 import mla_decode_small_m_bf16_kernel
 from mlakit.kernels.hopper.decode.small_m_fp8_kv import mla_decode_small_m_fp8_kv_kernel
-from mlakit.kernels.hopper.primitives import smem_layout
-from mlakit.kernels.triton.decode_merge import clear_results, merge_partials, rows_per_slot
-from mlakit.kernels.triton.decode_plan import OwnSplits, plan_decode
-from mlakit.kernels.triton.launch import launch, target
-from mlakit.masks import Mask
+from mlakit.kernels.hopper.device.primitives import smem_layout
+from mlakit.kernels.launch import launch, target
+from mlakit.model.masks import Mask
 from mlakit.plan import DecodePlanTensors, EvenSplit
-from mlakit.replay import workspace
-from mlakit.split_heuristic import DETERMINISTIC_SPLIT_KEYS
+from mlakit.plan.split_heuristic import DETERMINISTIC_SPLIT_KEYS
 
 E4M3 = torch.float8_e4m3fn
 KERNELS: dict[str, Any] = {

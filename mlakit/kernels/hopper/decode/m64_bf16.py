@@ -51,7 +51,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from mlakit.kernels.hopper.decode.arguments import VARYING
-from mlakit.kernels.hopper.decode.epilogue import finish_rows, store_lse, store_staged
 from mlakit.kernels.hopper.decode.m64_bf16_loads import (
     HALF_BYTES,
     ROPE_BYTES,
@@ -66,7 +65,6 @@ from mlakit.kernels.hopper.decode.m64_bf16_loads import (
     prefetch_block,
     rows_of_pair,
 )
-from mlakit.kernels.hopper.decode.paged_loads import NO_ROW, wait_block
 from mlakit.kernels.hopper.decode.scheduler import (
     count_tiles,
     first_tile_or_warm_up,
@@ -76,14 +74,16 @@ from mlakit.kernels.hopper.decode.scheduler import (
     make_work,
     next_tile,
 )
-from mlakit.kernels.hopper.decode.softmax import (
+from mlakit.kernels.hopper.device.epilogue import finish_rows, store_lse, store_staged
+from mlakit.kernels.hopper.device.paged_loads import NO_ROW, wait_block
+from mlakit.kernels.hopper.device.primitives import acc_layout, opaque_zero, rescale_acc, zero_rows
+from mlakit.kernels.hopper.device.softmax import (
     INITIAL_ROW_MAX,
     ScoreTraits,
     apply_sign,
     mask_scores,
     next_row_max,
 )
-from mlakit.kernels.hopper.primitives import acc_layout, opaque_zero, rescale_acc, zero_rows
 
 
 @gluon.jit

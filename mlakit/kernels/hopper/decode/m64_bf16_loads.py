@@ -15,8 +15,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from mlakit.kernels.hopper.compat import record, tma_load
-from mlakit.kernels.hopper.decode.paged_loads import (
+from mlakit.kernels.hopper.decode.scheduler import (
+    key_range,
+    locate_tile,
+    next_tile,
+    query_at,
+)
+from mlakit.kernels.hopper.device.compat import record, tma_load
+from mlakit.kernels.hopper.device.paged_loads import (
     NO_ROW,
     arrive_on_loads,
     load_block,
@@ -27,13 +33,7 @@ from mlakit.kernels.hopper.decode.paged_loads import (
     rows_of_block,
     tma_rows,
 )
-from mlakit.kernels.hopper.decode.scheduler import (
-    key_range,
-    locate_tile,
-    next_tile,
-    query_at,
-)
-from mlakit.kernels.hopper.primitives import (
+from mlakit.kernels.hopper.device.primitives import (
     alloc_barrier,
     alloc_vector,
     lane_layout,

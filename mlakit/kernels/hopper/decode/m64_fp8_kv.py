@@ -52,8 +52,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from mlakit.kernels.hopper.decode import configs
 from mlakit.kernels.hopper.decode.arguments import VARYING
-from mlakit.kernels.hopper.decode.epilogue import finish_rows, store_acc, store_lse
-from mlakit.kernels.hopper.decode.fp8_convert import FP16_TARGET, pow2_scale
 from mlakit.kernels.hopper.decode.m64_fp8_kv_dequant import (
     LEFT_EMPTY,
     LEFT_FULL,
@@ -77,10 +75,6 @@ from mlakit.kernels.hopper.decode.m64_fp8_kv_query import (
     store_probs,
     wait_probs,
 )
-from mlakit.kernels.hopper.decode.paged_loads import wait_block
-from mlakit.kernels.hopper.decode.pipeline import two_stages
-from mlakit.kernels.hopper.decode.query_scale import SCORES, scale_to_fp16
-from mlakit.kernels.hopper.decode.row_scales import apply_tensor_scale
 from mlakit.kernels.hopper.decode.scheduler import (
     count_tiles,
     first_tile,
@@ -90,7 +84,20 @@ from mlakit.kernels.hopper.decode.scheduler import (
     make_work,
     next_tile,
 )
-from mlakit.kernels.hopper.decode.softmax import (
+from mlakit.kernels.hopper.device.epilogue import finish_rows, store_acc, store_lse
+from mlakit.kernels.hopper.device.fp8_convert import FP16_TARGET, pow2_scale
+from mlakit.kernels.hopper.device.paged_loads import wait_block
+from mlakit.kernels.hopper.device.pipeline import two_stages
+from mlakit.kernels.hopper.device.primitives import (
+    SMEM_16BIT,
+    acc_layout,
+    alloc_barrier,
+    opaque_zero,
+    rescale_acc,
+)
+from mlakit.kernels.hopper.device.query_scale import SCORES, scale_to_fp16
+from mlakit.kernels.hopper.device.row_scales import apply_tensor_scale
+from mlakit.kernels.hopper.device.softmax import (
     INITIAL_ROW_MAX,
     PROB_SCALE,
     RESCALE_THRESHOLD,
@@ -98,13 +105,6 @@ from mlakit.kernels.hopper.decode.softmax import (
     ScoreTraits,
     mask_scores,
     next_row_max,
-)
-from mlakit.kernels.hopper.primitives import (
-    SMEM_16BIT,
-    acc_layout,
-    alloc_barrier,
-    opaque_zero,
-    rescale_acc,
 )
 
 ACC = gl.constexpr(acc_layout(256))

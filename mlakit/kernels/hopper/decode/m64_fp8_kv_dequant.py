@@ -21,9 +21,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from mlakit.kernels.hopper.compat import record
-from mlakit.kernels.hopper.decode.fp8_convert import to_fp16
-from mlakit.kernels.hopper.decode.fp8_rows import (
+from mlakit.kernels.hopper.decode.scheduler import key_range, next_tile
+from mlakit.kernels.hopper.device.compat import record
+from mlakit.kernels.hopper.device.fp8_convert import to_fp16
+from mlakit.kernels.hopper.device.fp8_rows import (
     KEYS,
     WORDS,
     as_words,
@@ -35,7 +36,8 @@ from mlakit.kernels.hopper.decode.fp8_rows import (
     scale_rope,
     store_half,
 )
-from mlakit.kernels.hopper.decode.paged_loads import (
+from mlakit.kernels.hopper.device.named_barriers import NAMED_FIRST
+from mlakit.kernels.hopper.device.paged_loads import (
     arrive_on_loads,
     expect_block,
     load_block,
@@ -47,10 +49,8 @@ from mlakit.kernels.hopper.decode.paged_loads import (
     row_in_page,
     rows_of_block,
 )
-from mlakit.kernels.hopper.decode.pipeline import two_stages
-from mlakit.kernels.hopper.decode.scheduler import key_range, next_tile
-from mlakit.kernels.hopper.named_barriers import NAMED_FIRST
-from mlakit.kernels.hopper.primitives import (
+from mlakit.kernels.hopper.device.pipeline import two_stages
+from mlakit.kernels.hopper.device.primitives import (
     SMEM_16BIT,
     SMEM_VECTOR,
     alloc_barriers_by_loop,

@@ -9,19 +9,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from mlakit.kernels.hopper.compat import record, reinterpret, tma_load
-from mlakit.kernels.hopper.decode.fp8_convert import to_fp16
-from mlakit.kernels.hopper.decode.query_scale import SCORES
-from mlakit.kernels.hopper.decode.row_scales import load_q_scale
 from mlakit.kernels.hopper.decode.scheduler import locate_tile, query_at
-from mlakit.kernels.hopper.named_barriers import NAMED_FIRST
-from mlakit.kernels.hopper.primitives import (
+from mlakit.kernels.hopper.device.compat import record, reinterpret, tma_load
+from mlakit.kernels.hopper.device.fp8_convert import to_fp16
+from mlakit.kernels.hopper.device.named_barriers import NAMED_FIRST
+from mlakit.kernels.hopper.device.primitives import (
     SMEM_16BIT,
     alloc_barrier,
     alloc_vector,
     named_arrive,
     named_wait,
 )
+from mlakit.kernels.hopper.device.query_scale import SCORES
+from mlakit.kernels.hopper.device.row_scales import load_q_scale
 
 PROBS_FULL = gl.constexpr(NAMED_FIRST + 8)  # after those of `m64_fp8_kv_dequant`
 

@@ -44,8 +44,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from mlakit.kernels.hopper.decode.arguments import VARYING
-from mlakit.kernels.hopper.decode.epilogue import store_acc
-from mlakit.kernels.hopper.decode.fp8_convert import acc_columns, load_values
 from mlakit.kernels.hopper.decode.m64_fp8_qk_softmax import (
     KEY_CHUNK,
     KEY_CHUNKS,
@@ -53,23 +51,6 @@ from mlakit.kernels.hopper.decode.m64_fp8_qk_softmax import (
     SoftmaxInputs,
     alloc_probs,
     qk_softmax_warpgroup,
-)
-from mlakit.kernels.hopper.decode.paged_loads import producer_arrivals, producer_warps
-from mlakit.kernels.hopper.decode.pipeline import (
-    D_TILE,
-    D_TILES,
-    KVPipelines,
-    Pipeline,
-    Query,
-    next_stage,
-    producer,
-    release_read,
-    two_stages,
-)
-from mlakit.kernels.hopper.decode.row_scales import (
-    RowScales,
-    alloc_scale_stages,
-    apply_tensor_scale,
 )
 from mlakit.kernels.hopper.decode.scheduler import (
     count_tiles,
@@ -80,8 +61,21 @@ from mlakit.kernels.hopper.decode.scheduler import (
     make_work,
     next_tile,
 )
-from mlakit.kernels.hopper.decode.softmax import ScoreTraits
-from mlakit.kernels.hopper.primitives import (
+from mlakit.kernels.hopper.device.epilogue import store_acc
+from mlakit.kernels.hopper.device.fp8_convert import acc_columns, load_values
+from mlakit.kernels.hopper.device.paged_loads import producer_arrivals, producer_warps
+from mlakit.kernels.hopper.device.pipeline import (
+    D_TILE,
+    D_TILES,
+    KVPipelines,
+    Pipeline,
+    Query,
+    next_stage,
+    producer,
+    release_read,
+    two_stages,
+)
+from mlakit.kernels.hopper.device.primitives import (
     IN_EACH_THREAD,
     SMEM_16BIT,
     SMEM_VECTOR,
@@ -89,6 +83,12 @@ from mlakit.kernels.hopper.primitives import (
     alloc_barrier,
     alloc_barriers,
 )
+from mlakit.kernels.hopper.device.row_scales import (
+    RowScales,
+    alloc_scale_stages,
+    apply_tensor_scale,
+)
+from mlakit.kernels.hopper.device.softmax import ScoreTraits
 
 ACC = gl.constexpr(acc_layout(64))
 OWN_TILES = gl.constexpr(2)  # of latent columns, of a PV warpgroup

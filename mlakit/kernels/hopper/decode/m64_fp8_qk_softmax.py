@@ -18,34 +18,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mlakit.kernels.hopper.compat import record, reinterpret
 from mlakit.kernels.hopper.decode import configs
-from mlakit.kernels.hopper.decode.epilogue import finish_rows, store_lse
-from mlakit.kernels.hopper.decode.fp8_convert import FP16_TARGET, convert_fp8_query, pow2_scale
-from mlakit.kernels.hopper.decode.paged_loads import wait_block
-from mlakit.kernels.hopper.decode.pipeline import (
-    D_TILES,
-    load_query,
-    next_stage,
-    release,
-    two_stages,
-)
-from mlakit.kernels.hopper.decode.row_scales import load_q_scale
 from mlakit.kernels.hopper.decode.scheduler import (
     count_tiles,
     key_range,
     locate_tile,
     next_tile,
 )
-from mlakit.kernels.hopper.decode.softmax import (
-    INITIAL_ROW_MAX,
-    PROB_SCALE,
-    RESCALE_THRESHOLD,
-    SMALLEST_SCALE,
-    mask_scores,
-    next_row_max,
+from mlakit.kernels.hopper.device.compat import record, reinterpret
+from mlakit.kernels.hopper.device.epilogue import finish_rows, store_lse
+from mlakit.kernels.hopper.device.fp8_convert import FP16_TARGET, convert_fp8_query, pow2_scale
+from mlakit.kernels.hopper.device.paged_loads import wait_block
+from mlakit.kernels.hopper.device.pipeline import (
+    D_TILES,
+    load_query,
+    next_stage,
+    release,
+    two_stages,
 )
-from mlakit.kernels.hopper.primitives import (
+from mlakit.kernels.hopper.device.primitives import (
     SMEM_VECTOR,
     acc_layout,
     alloc_barrier,
@@ -54,6 +45,15 @@ from mlakit.kernels.hopper.primitives import (
     lane_layout,
     opaque_zero,
     smem_layout,
+)
+from mlakit.kernels.hopper.device.row_scales import load_q_scale
+from mlakit.kernels.hopper.device.softmax import (
+    INITIAL_ROW_MAX,
+    PROB_SCALE,
+    RESCALE_THRESHOLD,
+    SMALLEST_SCALE,
+    mask_scores,
+    next_row_max,
 )
 
 KEY_CHUNK = gl.constexpr(32)  # keys that a PV warpgroup takes at a time

@@ -12,8 +12,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from mlakit.kernels.hopper.compat import record
-from mlakit.kernels.hopper.primitives import allow_dependents
+from mlakit.kernels.hopper.device.compat import record
+from mlakit.kernels.hopper.device.primitives import allow_dependents
 
 
 @record

@@ -40,23 +40,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from mlakit.kernels.hopper.decode.arguments import VARYING
-from mlakit.kernels.hopper.decode.epilogue import finish_rows, store_acc, store_lse
-from mlakit.kernels.hopper.decode.paged_loads import (
-    producer_arrivals,
-    producer_warps,
-    wait_block,
-)
-from mlakit.kernels.hopper.decode.pipeline import (
-    D_TILE,
-    D_TILES,
-    KVPipelines,
-    Query,
-    advance,
-    alloc_pipeline,
-    load_query,
-    producer,
-)
-from mlakit.kernels.hopper.decode.row_scales import RowScales
 from mlakit.kernels.hopper.decode.scheduler import (
     count_tiles,
     first_tile,
@@ -66,8 +49,30 @@ from mlakit.kernels.hopper.decode.scheduler import (
     make_work,
     next_tile,
 )
-from mlakit.kernels.hopper.decode.softmax import INITIAL_ROW_MAX, ScoreTraits, mask_scores
-from mlakit.kernels.hopper.primitives import acc_layout, alloc_barrier, opaque_zero, zero_rows
+from mlakit.kernels.hopper.device.epilogue import finish_rows, store_acc, store_lse
+from mlakit.kernels.hopper.device.paged_loads import (
+    producer_arrivals,
+    producer_warps,
+    wait_block,
+)
+from mlakit.kernels.hopper.device.pipeline import (
+    D_TILE,
+    D_TILES,
+    KVPipelines,
+    Query,
+    advance,
+    alloc_pipeline,
+    load_query,
+    producer,
+)
+from mlakit.kernels.hopper.device.primitives import (
+    acc_layout,
+    alloc_barrier,
+    opaque_zero,
+    zero_rows,
+)
+from mlakit.kernels.hopper.device.row_scales import RowScales
+from mlakit.kernels.hopper.device.softmax import INITIAL_ROW_MAX, ScoreTraits, mask_scores
 
 
 @gluon.jit

@@ -60,25 +60,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from mlakit.kernels.hopper.decode.arguments import VARYING
-from mlakit.kernels.hopper.decode.epilogue import store_acc
-from mlakit.kernels.hopper.decode.fp8_convert import acc_columns, load_values
-from mlakit.kernels.hopper.decode.paged_loads import producer_arrivals, producer_warps
-from mlakit.kernels.hopper.decode.pipeline import (
-    D_TILE,
-    D_TILES,
-    KVPipelines,
-    Query,
-    advance,
-    alloc_pipeline,
-    producer,
-    release_read,
-    two_stages,
-)
-from mlakit.kernels.hopper.decode.row_scales import (
-    RowScales,
-    alloc_scale_stages,
-    apply_tensor_scale,
-)
 from mlakit.kernels.hopper.decode.scheduler import (
     count_tiles,
     first_tile,
@@ -97,13 +78,32 @@ from mlakit.kernels.hopper.decode.small_m_fp8_kv_softmax import (
     alloc_scaled_query,
     qk_softmax_warpgroup,
 )
-from mlakit.kernels.hopper.decode.softmax import ScoreTraits
-from mlakit.kernels.hopper.primitives import (
+from mlakit.kernels.hopper.device.epilogue import store_acc
+from mlakit.kernels.hopper.device.fp8_convert import acc_columns, load_values
+from mlakit.kernels.hopper.device.paged_loads import producer_arrivals, producer_warps
+from mlakit.kernels.hopper.device.pipeline import (
+    D_TILE,
+    D_TILES,
+    KVPipelines,
+    Query,
+    advance,
+    alloc_pipeline,
+    producer,
+    release_read,
+    two_stages,
+)
+from mlakit.kernels.hopper.device.primitives import (
     SMEM_16BIT,
     acc_layout,
     alloc_barrier,
     alloc_vector,
 )
+from mlakit.kernels.hopper.device.row_scales import (
+    RowScales,
+    alloc_scale_stages,
+    apply_tensor_scale,
+)
+from mlakit.kernels.hopper.device.softmax import ScoreTraits
 
 
 @gluon.jit

@@ -26,9 +26,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mlakit.kernels.hopper.compat import record
-from mlakit.kernels.hopper.decode.epilogue import finish_rows, store_lse
-from mlakit.kernels.hopper.decode.fp8_convert import (
+from mlakit.kernels.hopper.decode.scheduler import (
+    count_tiles,
+    key_range,
+    locate_tile,
+    next_tile,
+)
+from mlakit.kernels.hopper.device.compat import record
+from mlakit.kernels.hopper.device.epilogue import finish_rows, store_lse
+from mlakit.kernels.hopper.device.fp8_convert import (
     FP16_TARGET,
     as_fp16,
     convert_fp8_query,
@@ -38,8 +44,8 @@ from mlakit.kernels.hopper.decode.fp8_convert import (
     pow2_scale,
     row_amax,
 )
-from mlakit.kernels.hopper.decode.paged_loads import wait_block
-from mlakit.kernels.hopper.decode.pipeline import (
+from mlakit.kernels.hopper.device.paged_loads import wait_block
+from mlakit.kernels.hopper.device.pipeline import (
     D_TILES,
     advance,
     load_query,
@@ -47,15 +53,7 @@ from mlakit.kernels.hopper.decode.pipeline import (
     release_read,
     two_stages,
 )
-from mlakit.kernels.hopper.decode.row_scales import load_q_scale, store_scalar
-from mlakit.kernels.hopper.decode.scheduler import (
-    count_tiles,
-    key_range,
-    locate_tile,
-    next_tile,
-)
-from mlakit.kernels.hopper.decode.softmax import INITIAL_ROW_MAX, mask_scores
-from mlakit.kernels.hopper.primitives import (
+from mlakit.kernels.hopper.device.primitives import (
     SMEM_16BIT,
     SMEM_VECTOR,
     acc_layout,
@@ -65,6 +63,8 @@ from mlakit.kernels.hopper.primitives import (
     lane_layout,
     opaque_zero,
 )
+from mlakit.kernels.hopper.device.row_scales import load_q_scale, store_scalar
+from mlakit.kernels.hopper.device.softmax import INITIAL_ROW_MAX, mask_scores
 
 
 @record

@@ -16,11 +16,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mlakit.kernels.hopper.compat import record
+from mlakit.kernels.hopper.device.compat import record
+from mlakit.kernels.hopper.device.primitives import acc_layout, lane_layout
 from mlakit.kernels.hopper.indexer.head_sum import logits_layout, sum_heads
 from mlakit.kernels.hopper.indexer.loads import PIECE, next_stage
 from mlakit.kernels.hopper.indexer.scheduler import locate_block, locate_single, next_block
-from mlakit.kernels.hopper.primitives import acc_layout, lane_layout
 
 FILL_STEP = gl.constexpr(512)  # columns that a warpgroup fills at once
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from mlakit.arguments import LogitsArguments, filled
 from mlakit.cache import CacheLayer
+from mlakit.kernels.arguments import LogitsArguments, filled
 from mlakit.kernels.hopper.decode.arguments import Batch
 from mlakit.kernels.hopper.indexer.configs import (
     PIECE,
@@ -25,7 +25,7 @@ from mlakit.kernels.hopper.indexer.configs import (
     pick_config,
 )
 from mlakit.kernels.hopper.indexer.kernel import indexer_logits_kernel
-from mlakit.kernels.triton.launch import launch, target
+from mlakit.kernels.launch import launch, target
 
 E4M3 = torch.float8_e4m3fn
 

@@ -17,9 +17,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from mlakit.kernels.hopper.compat import record, reinterpret, tma_load
+from mlakit.kernels.hopper.device.compat import record, reinterpret, tma_load
+from mlakit.kernels.hopper.device.primitives import alloc_barriers, lane_layout
 from mlakit.kernels.hopper.indexer.scheduler import locate_block, locate_single, next_block
-from mlakit.kernels.hopper.primitives import alloc_barriers, lane_layout
 
 PIECE = gl.constexpr(64)  # keys
 WIDTH = gl.constexpr(128)  # columns

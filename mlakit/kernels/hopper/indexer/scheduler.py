@@ -19,7 +19,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from mlakit.kernels.hopper.compat import record
+from mlakit.kernels.hopper.device.compat import record
 
 FILL_ALIGNMENT = gl.constexpr(7)  # bits: fill tiles begin at multiples of 128 columns
 REQUESTS = gl.constexpr(256)  # whose work tiles are added up together

@@ -7,7 +7,7 @@ from functools import lru_cache
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from mlakit.kernels.hopper.primitives import smem_layout
+from mlakit.kernels.hopper.device.primitives import smem_layout
 
 PITCH_BYTES = 16  # rows of a descriptor lie at multiples of it
 

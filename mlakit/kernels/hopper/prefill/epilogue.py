@@ -5,10 +5,10 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from mlakit.kernels.hopper.compat import record
-from mlakit.kernels.hopper.decode.epilogue import LN2, LOG2_E
-from mlakit.kernels.hopper.decode.softmax import NEG_INF
-from mlakit.kernels.hopper.primitives import log2, opaque_zero
+from mlakit.kernels.hopper.device.compat import record
+from mlakit.kernels.hopper.device.epilogue import LN2, LOG2_E
+from mlakit.kernels.hopper.device.primitives import log2, opaque_zero
+from mlakit.kernels.hopper.device.softmax import NEG_INF
 
 
 @record

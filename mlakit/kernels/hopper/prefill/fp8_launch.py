@@ -6,14 +6,14 @@ from math import e, log2
 
 from torch import Tensor
 
-from mlakit.arguments import PrefillArguments
 from mlakit.formats import SMALLEST_SCALE
+from mlakit.kernels.arguments import PrefillArguments
 from mlakit.kernels.hopper.prefill.configs import Traits, fp8_prefill_config
 from mlakit.kernels.hopper.prefill.descriptors import as_rows, row_pitch, tma_tiles
-from mlakit.kernels.hopper.prefill.fp8_kernel import mla_prefill_fp8_kernel
+from mlakit.kernels.hopper.prefill.fp8 import mla_prefill_fp8_kernel
 from mlakit.kernels.hopper.prefill.fp8_values import rewrite_values, scale_kinds
 from mlakit.kernels.hopper.prefill.schedule import make_schedule
-from mlakit.kernels.triton.launch import launch, target
+from mlakit.kernels.launch import launch, target
 
 
 def launch_fp8(a: PrefillArguments, out: Tensor, lse: Tensor, traits: Traits) -> None:

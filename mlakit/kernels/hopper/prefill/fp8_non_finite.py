@@ -9,8 +9,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from mlakit.kernels.hopper.device.primitives import opaque_zero
 from mlakit.kernels.hopper.prefill.tiles import seen_keys
-from mlakit.kernels.hopper.primitives import opaque_zero
 
 ABSENT = gl.constexpr(0x7F0000)  # a tile that is beyond all tiles: TMA loads 0s
 FLAGS = gl.constexpr(128)  # at a time

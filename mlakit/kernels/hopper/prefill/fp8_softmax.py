@@ -11,13 +11,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from mlakit.formats import SMALLEST_SCALE as _SMALLEST_SCALE
-from mlakit.kernels.hopper.compat import reinterpret
-from mlakit.kernels.hopper.decode.softmax import NEG_INF, apply_sign
+from mlakit.kernels.hopper.device.compat import reinterpret
+from mlakit.kernels.hopper.device.primitives import IN_EACH_THREAD, SMEM_VECTOR, opaque_zero
+from mlakit.kernels.hopper.device.softmax import NEG_INF, apply_sign
 from mlakit.kernels.hopper.prefill import configs
 from mlakit.kernels.hopper.prefill.masks import keys_left
 from mlakit.kernels.hopper.prefill.pipeline import read_tile
 from mlakit.kernels.hopper.prefill.tiles import seen_keys
-from mlakit.kernels.hopper.primitives import IN_EACH_THREAD, SMEM_VECTOR, opaque_zero
 
 SHIFT = gl.constexpr(configs.FP8_PROB_SHIFT)
 SMALLEST_SCALE = gl.constexpr(_SMALLEST_SCALE)

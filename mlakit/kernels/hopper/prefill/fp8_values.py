@@ -25,8 +25,8 @@ import triton.language as tl
 from torch import Tensor
 
 from mlakit.formats import SCALE_BLOCK
-from mlakit.kernels.triton.launch import launch
-from mlakit.replay import workspace
+from mlakit.kernels import workspace
+from mlakit.kernels.launch import launch
 
 BLOCK = SCALE_BLOCK  # keys of a tile, and of the attention kernel's blocks
 CHUNK = 256  # requests at a time

@@ -12,15 +12,15 @@ from math import e, log2
 import torch
 from torch import Tensor
 
-from mlakit.arguments import PrefillArguments
 from mlakit.formats import SMALLEST_SCALE
+from mlakit.kernels.arguments import PrefillArguments
+from mlakit.kernels.decode_merge import clear_results
+from mlakit.kernels.hopper.prefill.bf16 import mla_prefill_kernel
 from mlakit.kernels.hopper.prefill.configs import BLOCK_Q, Traits, prefill_config
 from mlakit.kernels.hopper.prefill.descriptors import as_rows, row_pitch, tma_tiles
 from mlakit.kernels.hopper.prefill.fp8_launch import launch_fp8
-from mlakit.kernels.hopper.prefill.kernel import mla_prefill_kernel
 from mlakit.kernels.hopper.prefill.schedule import make_schedule
-from mlakit.kernels.triton.decode_merge import clear_results
-from mlakit.kernels.triton.launch import launch, target
+from mlakit.kernels.launch import launch, target
 
 
 def mla_prefill(a: PrefillArguments, out: Tensor, lse: Tensor) -> None:

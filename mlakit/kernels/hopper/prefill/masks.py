@@ -5,9 +5,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from mlakit.kernels.hopper.decode.softmax import NEG_INF, apply_sign
+from mlakit.kernels.hopper.device.primitives import opaque_zero
+from mlakit.kernels.hopper.device.softmax import NEG_INF, apply_sign
 from mlakit.kernels.hopper.prefill.tiles import seen_keys
-from mlakit.kernels.hopper.primitives import opaque_zero
 
 
 @gluon.jit

@@ -11,8 +11,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
-from mlakit.kernels.hopper.compat import record, tma_load
-from mlakit.kernels.hopper.primitives import acc_layout
+from mlakit.kernels.hopper.device.compat import record, tma_load
+from mlakit.kernels.hopper.device.primitives import acc_layout
 
 
 @record

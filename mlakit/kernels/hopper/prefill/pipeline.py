@@ -14,9 +14,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from mlakit.kernels.hopper.compat import record
+from mlakit.kernels.hopper.device.compat import record
+from mlakit.kernels.hopper.device.primitives import SMEM_VECTOR, alloc_barriers, lane_layout
 from mlakit.kernels.hopper.prefill.tiles import Tile
-from mlakit.kernels.hopper.primitives import SMEM_VECTOR, alloc_barriers, lane_layout
 
 
 @record

@@ -17,9 +17,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from mlakit.kernels import workspace
 from mlakit.kernels.hopper.prefill.configs import L2_BYTES, MAX_TOGETHER
-from mlakit.kernels.triton.launch import INTERPRETED, launch, target
-from mlakit.replay import workspace
+from mlakit.kernels.launch import INTERPRETED, launch, target
 
 # q_start, q_len, kv_start, kv_len, the first row of the request if its rows were neighbours, its
 # query tiles, heads of a group, the request

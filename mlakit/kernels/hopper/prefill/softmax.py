@@ -9,7 +9,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from mlakit.kernels.hopper.decode.softmax import next_row_max
+from mlakit.kernels.hopper.device.softmax import next_row_max
 from mlakit.kernels.hopper.prefill import configs
 
 SUM_COLUMNS = gl.constexpr(8)

@@ -10,9 +10,9 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from mlakit.kernels.hopper.compat import record
+from mlakit.kernels.hopper.device.compat import record
+from mlakit.kernels.hopper.device.primitives import lane_layout
 from mlakit.kernels.hopper.prefill.schedule import ROW_COLUMNS
-from mlakit.kernels.hopper.primitives import lane_layout
 from mlakit.kernels.triton import primitives
 
 COLUMNS = gl.constexpr(ROW_COLUMNS)

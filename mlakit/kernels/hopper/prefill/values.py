@@ -13,10 +13,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from mlakit.kernels.hopper.compat import reinterpret
+from mlakit.kernels.hopper.device.compat import reinterpret
+from mlakit.kernels.hopper.device.primitives import lane_layout, smem_layout
 from mlakit.kernels.hopper.prefill.pipeline import read_tile, release_tile, two_stages, wait_tile
 from mlakit.kernels.hopper.prefill.tiles import block_start, is_masked, seen_keys
-from mlakit.kernels.hopper.primitives import lane_layout, smem_layout
 
 CLEANER_WARPS = gl.constexpr(2)
 CHUNK_ROWS = gl.constexpr(16)

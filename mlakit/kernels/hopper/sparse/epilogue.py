@@ -1,7 +1,7 @@
 """The epilogue of a sparse work tile: out, lse and max_logits, or the float32 partials of a split.
 
 A split has the same results as a whole list, in float32 and without the sink; the merge kernel
-(`kernels.triton.sparse_merge`) combines them. `Outputs` hence has one form for both.
+(`kernels.sparse_merge`) combines them. `Outputs` hence has one form for both.
 
 Shared by all sparse kernels: everything here.
 
@@ -13,8 +13,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from mlakit.kernels.hopper.compat import record
-from mlakit.kernels.hopper.decode.epilogue import LN2, finish_rows
+from mlakit.kernels.hopper.device.compat import record
+from mlakit.kernels.hopper.device.epilogue import LN2, finish_rows
 
 
 @record

@@ -21,8 +21,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from mlakit.kernels.hopper.compat import copy_words, record
-from mlakit.kernels.hopper.decode.fp8_rows import (
+from mlakit.kernels.hopper.device.compat import copy_words, record
+from mlakit.kernels.hopper.device.fp8_rows import (
     HEADROOM,
     KEYS,
     WORDS,
@@ -39,7 +39,7 @@ from mlakit.kernels.hopper.decode.fp8_rows import (
     scale_rope,
     store_half,
 )
-from mlakit.kernels.hopper.primitives import IN_EACH_THREAD
+from mlakit.kernels.hopper.device.primitives import IN_EACH_THREAD
 from mlakit.kernels.hopper.sparse.lists import row_pointers, split_slots, valid_slots
 
 # half as many columns as `WORDS`: two threads have the same ones

@@ -18,9 +18,10 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from mlakit.arguments import SparseArguments, filled
 from mlakit.cache import CacheLayer
 from mlakit.formats import SMALLEST_SCALE
+from mlakit.kernels import workspace
+from mlakit.kernels.arguments import SparseArguments, filled
 from mlakit.kernels.hopper.sparse.configs import (
     BLOCK,
     D_R,
@@ -34,14 +35,13 @@ from mlakit.kernels.hopper.sparse.configs import (
     small_m_fp8_kv_config,
     tail_start,
 )
-from mlakit.kernels.hopper.sparse.fp8_m64 import sparse_mla_m64_fp8_kv_kernel
 from mlakit.kernels.hopper.sparse.fp8_scales import scale_arguments, words_of
-from mlakit.kernels.hopper.sparse.fp8_small_m import sparse_mla_small_m_fp8_kv_kernel
 from mlakit.kernels.hopper.sparse.m64_bf16 import sparse_mla_m64_bf16_kernel
+from mlakit.kernels.hopper.sparse.m64_fp8_kv import sparse_mla_m64_fp8_kv_kernel
+from mlakit.kernels.hopper.sparse.small_m_fp8_kv import sparse_mla_small_m_fp8_kv_kernel
+from mlakit.kernels.launch import launch, target
+from mlakit.kernels.sparse_merge import merge_list_splits
 from mlakit.kernels.triton.configs import pick_sparse_splits
-from mlakit.kernels.triton.launch import launch, target
-from mlakit.kernels.triton.sparse_merge import merge_list_splits
-from mlakit.replay import workspace
 
 CHUNK_BYTES = 16  # that one thread copies at a time: rows lie at multiples of it
 # a kernel, and the configuration that it is compiled with

@@ -5,7 +5,7 @@ Work       a work tile is 64 heads of one token over a split of its lists, 64 en
            persistent CTA computes one tile after the other
 Roles      two consumer warpgroups (`seesaw`), and a producer warpgroup that gathers rows with
            cp.async, 16 bytes per thread and copy, straight into the layout that wgmma reads
-Memory     231 KB of shared memory. Splits write float32 partials (`kernels.triton.sparse_merge`)
+Memory     231 KB of shared memory. Splits write float32 partials (`kernels.sparse_merge`)
 Limits     rows of 576/512 or 512/512 columns at multiples of 16 bytes, 2**31 rows in a cache
 Numbers    P is rounded to the cache's dtype, acc is float32. Rows of invalid entries are zeros in
            shared memory: they are not read, and 0 · NaN is NaN
@@ -19,8 +19,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from mlakit.kernels.hopper.compat import copy_words, reinterpret, tma_load
-from mlakit.kernels.hopper.primitives import IN_EACH_THREAD, allow_dependents
+from mlakit.kernels.hopper.device.compat import copy_words, reinterpret, tma_load
+from mlakit.kernels.hopper.device.primitives import IN_EACH_THREAD, allow_dependents
 from mlakit.kernels.hopper.sparse.epilogue import Outputs
 from mlakit.kernels.hopper.sparse.lists import (
     block_range,

@@ -37,14 +37,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mlakit.kernels.hopper.compat import record, reinterpret
-from mlakit.kernels.hopper.decode.softmax import (
-    INITIAL_ROW_MAX,
-    NEG_INF,
-    apply_sign,
-    next_row_max,
-)
-from mlakit.kernels.hopper.primitives import (
+from mlakit.kernels.hopper.device.compat import record, reinterpret
+from mlakit.kernels.hopper.device.primitives import (
     IN_EACH_THREAD,
     SMEM_16BIT,
     SMEM_VECTOR,
@@ -53,6 +47,12 @@ from mlakit.kernels.hopper.primitives import (
     alloc_vector,
     opaque_zero,
     rescale_acc,
+)
+from mlakit.kernels.hopper.device.softmax import (
+    INITIAL_ROW_MAX,
+    NEG_INF,
+    apply_sign,
+    next_row_max,
 )
 from mlakit.kernels.hopper.sparse.epilogue import store_half
 from mlakit.kernels.hopper.sparse.lists import locate_tile

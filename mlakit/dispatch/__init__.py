@@ -1,0 +1,12 @@
+"""Which kernel serves a call and why the others do not, with the settings and checks of a call."""
+
+from importlib import import_module
+
+__all__ = ["explain", "explain_kernels", "select"]
+
+
+def __getattr__(name: str) -> object:
+    """Import `selection` late: it reads what the kernels support, and they import this package."""
+    if name in __all__:
+        return getattr(import_module("mlakit.dispatch.selection"), name)
+    raise AttributeError(f"module 'mlakit.dispatch' has no attribute {name!r}")

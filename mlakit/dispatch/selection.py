@@ -1,0 +1,119 @@
+"""Which kernel carries out a call, and why not the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from importlib import import_module
+
+from mlakit.dispatch import knobs, names
+from mlakit.dispatch.checks import UnsupportedError
+from mlakit.dispatch.names import Backend
+from mlakit.dispatch.specs import KernelSpec, Problem
+
+
+def _specs_of(backend: Backend) -> tuple[KernelSpec, ...]:
+    specs: tuple[KernelSpec, ...] = import_module(f"mlakit.kernels.{backend}.support").SPECS
+    return specs
+
+
+BACKENDS: tuple[Backend, ...] = tuple(name for name in names.BACKENDS if name != "auto")
+# fastest first: `auto` takes the first kernel that has no objection. `cpu` comes before all others:
+# in host memory the portable kernels are only ever interpreted
+SPECS: tuple[KernelSpec, ...] = tuple(
+    spec for name in sorted(BACKENDS, key=lambda name: name != "cpu") for spec in _specs_of(name)
+)
+OPS: tuple[str, ...] = tuple(dict.fromkeys(spec.op for spec in SPECS))
+
+
+def specs(op: str) -> list[KernelSpec]:
+    """The kernels of one op, fastest first."""
+    if op not in OPS:
+        raise ValueError(f"unknown op {op!r}; choose from {', '.join(OPS)}")
+    return [spec for spec in SPECS if spec.op == op]
+
+
+def backends(op: str) -> list[Backend]:
+    """The backends with a kernel of one op, in the order in which `auto` asks them."""
+    return list(dict.fromkeys(spec.backend for spec in specs(op)))
+
+
+def explain(op: str, problem: Problem) -> dict[str, str | None]:
+    """For each backend: the reason it refuses `problem`, or None if it takes it.
+
+    Those with a kernel of `op` come first, in the order in which `auto` asks them. The reason is
+    that of the backend's first kernel; `explain_kernels` has those of all.
+    """
+    asked: dict[str, str | None] = {}
+    for spec in specs(op):
+        refusal = spec.why_not(problem)
+        if refusal is None or spec.backend not in asked:
+            asked[spec.backend] = refusal
+    absent: dict[str, str | None] = {
+        backend: f"has no kernel of {op}" for backend in BACKENDS if backend not in asked
+    }
+    return asked | absent
+
+
+def explain_kernels(op: str, problem: Problem) -> dict[str, str | None]:
+    """For each kernel of `op`, by name: why its backend does not take it, or None if it does."""
+    reasons: dict[str, str | None] = {}
+    taken: dict[str, str] = {}
+    for spec in specs(op):
+        reason = spec.why_not(problem) or _why_slower(spec, problem)
+        if reason is None and spec.backend in taken:
+            reason = f"{taken[spec.backend]} is faster"
+        elif reason is None:
+            taken[spec.backend] = spec.kernel
+        reasons[spec.name] = reason
+    return reasons
+
+
+def select(op: str, problem: Problem, backend: str = "auto") -> KernelSpec:
+    """The first kernel with no objection to `problem`; raises with every objection otherwise.
+
+    backend  auto, a backend, or "backend:kernel" for one of its kernels by name
+    """
+    if not isinstance(backend, str):
+        raise TypeError(f"{op}: backend must be a string, got {type(backend).__name__}")
+    return _select(op, problem, knobs.backend() if backend == "auto" else backend)
+
+
+@lru_cache(maxsize=1024)
+def _select(op: str, problem: Problem, backend: str) -> KernelSpec:
+    name, _, kernel = backend.partition(":")
+    candidates = [spec for spec in specs(op) if name in ("auto", spec.backend)]
+    if name not in ("auto", *BACKENDS):
+        raise ValueError(
+            f"{op}: backend must be one of auto, {', '.join(BACKENDS)}, got {backend!r}"
+        )
+    if not candidates:
+        have = ", ".join(backends(op))
+        raise UnsupportedError(f"{op}: no kernel for backend {backend!r}, only for {have}")
+    if kernel:
+        named = [spec for spec in candidates if spec.kernel == kernel]
+        if not named:
+            have = ", ".join(spec.kernel for spec in candidates if spec.kernel) or "no names"
+            raise ValueError(f"{op}: kernel of {name} must be one of {have}, got {kernel!r}")
+        candidates = named
+    able = [spec for spec in candidates if spec.why_not(problem) is None]
+    if not able:
+        raise UnsupportedError(f"{op}: no kernel for {problem}\n{_reasons(candidates, problem)}")
+    # a kernel asked for by name runs even where another one is faster
+    fast = [spec for spec in able if kernel or _why_slower(spec, problem) is None]
+    return (fast or able)[0]
+
+
+def _why_slower(spec: KernelSpec, problem: Problem) -> str | None:
+    return None if spec.why_slower is None else spec.why_slower(problem)
+
+
+def _reasons(candidates: Sequence[KernelSpec], problem: Problem) -> str:
+    """A line per backend where its kernels agree, else per kernel."""
+    lines: list[str] = []
+    for backend in dict.fromkeys(spec.backend for spec in candidates):
+        own = {s.name: s.why_not(problem) for s in candidates if s.backend == backend}
+        if len(set(own.values())) == 1 and len(own) > 1:
+            own = {backend: next(iter(own.values()))}
+        lines += [f"  {name}: {why}" for name, why in own.items()]
+    return "\n".join(lines)

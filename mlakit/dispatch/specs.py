@@ -1,0 +1,179 @@
+"""What a kernel says it can take, and what it is asked to take.
+
+A `Problem` is a plain description of one call: names and numbers, no tensors. A `KernelSpec` holds
+a `why_not` predicate over problems that returns the reason of a refusal, or None. Adding a kernel
+is adding a spec; nothing else decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property, lru_cache, partial
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from mlakit.dispatch.architectures import amd_arch, arch_name
+from mlakit.dispatch.names import Backend
+from mlakit.model.geometry import RowShape
+
+
+class Use(Enum):
+    """What a call makes use of and few kernels take. A kernel that does not "takes no <value>"."""
+
+    Q_SCALE = "q_scale"  # q_scale= is given
+    FIXED_SPLITS = "fixed splits of several queries"  # deterministic=True or EvenSplit, q_starts=
+    FLAT_PAGE_TABLE = "flat page table"  # page_table=(kv_starts, slots)
+    KV_SHARD = "kv_shard"  # kv_shard= of more than one rank
+    BF16_Q_ROPE = "bf16 q_rope of e4m3 q"
+    Q_ROPE = "q_rope"  # q_rope= of sparse_mla, of q's dtype
+    OTHER_Q_ROPE = "q_rope of another dtype"  # any other q_rope= that is not of q's dtype
+    LOOSE_CACHE = "loose rows of the cache"  # no TMA descriptor addresses its rows
+    LOOSE_QUERY = "loose rows of q"  # likewise of q or q_rope
+    LOOSE_SCALES = "loose scales of the cache"  # likewise of the scales of a page
+    OTHER_EXTRA_FORMAT = "extra cache of another format"  # extra= of sparse_mla
+    LOOSE_KEYS = "loose rows of k_nope or k_rope"  # likewise
+    LOOSE_VALUES = "loose rows of v"  # likewise
+    ALIBI_SLOPES = "alibi_slopes"  # alibi_slopes= is given
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call of an op. Fields an op has no use for keep their defaults."""
+
+    device: str  # "cpu", "cuda"
+    arch: int = 0  # 90 for sm_90, 0x942 for gfx942 (`architectures`); 0 off CUDA and ROCm
+    dtype: str = ""  # of the queries or activations, as torch prints it
+    format: str = ""  # of the cache rows
+    heads: int = 0
+    page_size: int = 0
+    row: RowShape | None = None
+    head_widths: tuple[int, int, int] | None = None  # (D_N, D_R, D_V) of the expanded form
+    mask: str = ""
+    uses: tuple[Use, ...] = ()
+    # how much work there is, which decides between kernels that can all do it
+    num_tokens: int = 0
+    max_keys: int = 0  # of a request, as its page table has room for
+    num_sms: int = 0  # 0: not known
+    is_batch_invariant: bool = False  # a request's result may not depend on the rest of the batch
+
+    def __str__(self) -> str:
+        where = self.device + (f" {arch_name(self.arch)}" if self.arch else "")
+        facts = {
+            "dtype": self.dtype,
+            "format": self.format,
+            "heads": self.heads,
+            "page_size": self.page_size,
+            "row": f"{self.row.width}/{self.row.v_width}" if self.row else "",
+            "widths": "+".join(map(str, self.head_widths or ())),
+            "mask": self.mask,
+            "uses": " and ".join(map(str, self.uses)),
+            "num_tokens": self.num_tokens,
+            "max_keys": self.max_keys,
+            "num_sms": self.num_sms,
+        }
+        return ", ".join([where, *(f"{name}={fact}" for name, fact in facts.items() if fact)])
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One kernel: which op it serves on which backend, where its launcher is, what it refuses.
+
+    Where a backend has several kernels of an op, each has a name, which its launcher and its
+    planner take as their first argument.
+    """
+
+    backend: Backend
+    op: str
+    launcher: str  # "module:function", imported at the first call
+    why_not: Callable[[Problem], str | None]
+    planner: str = ""  # "module:function" that makes its plans, where they can be made ahead
+    kernel: str = ""  # its name among the backend's kernels of this op; "" for the only one
+    # when it could take a problem, but another kernel of the backend is faster
+    why_slower: Callable[[Problem], str | None] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.op}"
+
+    @property
+    def name(self) -> str:
+        """What `backend=` takes to ask for this kernel."""
+        return f"{self.backend}:{self.kernel}" if self.kernel else self.backend
+
+    @cached_property
+    def launch(self) -> Callable[..., Any]:
+        """The launcher itself."""
+        return self._named(_imported(self.launcher))
+
+    @cached_property
+    def plan(self) -> Callable[..., Any]:
+        """The planner itself."""
+        return self._named(_imported(self.planner))
+
+    def _named(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return partial(function, self.kernel) if self.kernel else function
+
+
+def _imported(path: str) -> Callable[..., Any]:
+    module, name = path.split(":")
+    function: Callable[..., Any] = getattr(import_module(module), name)
+    return function
+
+
+# (arch, number of SMs)
+_PRETENDED: ContextVar[tuple[int, int] | None] = ContextVar("mlakit_pretended", default=None)
+
+
+@contextmanager
+def pretending(arch: int, num_sms: int = 0) -> Iterator[None]:
+    """Have problems in this scope described as if their tensors were on a GPU of `arch`."""
+    token = _PRETENDED.set((arch, num_sms))
+    try:
+        yield
+    finally:
+        _PRETENDED.reset(token)
+
+
+def device_facts(device: torch.device) -> tuple[str, int]:
+    """(device type, arch) of a torch device, as `Problem` wants them."""
+    pretended = _PRETENDED.get()
+    if pretended is not None:
+        return "cuda", pretended[0]
+    if device.type != "cuda":
+        return device.type, 0
+    return "cuda", arch_of(device)
+
+
+def arch_of(device: torch.device) -> int:
+    """The architecture of a GPU; a ROCm build of torch names AMD's as CUDA devices."""
+    if torch.version.hip is None:
+        major, minor = torch.cuda.get_device_capability(device)
+        return 10 * major + minor
+    name: str = torch.cuda.get_device_properties(device).gcnArchName
+    arch = amd_arch(name)
+    if arch is None:
+        raise RuntimeError(f"the GPU's architecture must be named as gfx942, got {name!r}")
+    return arch
+
+
+def num_sms(device: torch.device) -> int:
+    """SMs of a torch device, as `Problem` wants them; 0 off CUDA."""
+    pretended = _PRETENDED.get()
+    if pretended is not None:
+        return pretended[1]
+    return _num_sms(device.index) if device.type == "cuda" else 0
+
+
+@lru_cache(maxsize=64)
+def _num_sms(index: int | None) -> int:
+    facts = torch.cuda.get_device_properties("cuda" if index is None else index)
+    count: int = facts.multi_processor_count
+    return count

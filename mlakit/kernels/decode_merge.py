@@ -1,0 +1,239 @@
+"""The merge kernel of a decode that was split over keys: float32 partials become results.
+
+Maths      lse = log Σ_p exp lse_p;  out = Σ_p exp(lse_p − lse) · out_p, a sink in the denominator
+Work       a program merges a few rows of a request that a plan split, or of a row tile that was
+           split on its own; it reads several of their partials at a time, in the order of keys
+Memory     float32 partials [slots, slot_rows, v_width], read once. Row r of a slot is head
+           r % padded_heads of query r // padded_heads of the request (of the row tile)
+Limits     a request with more rows than a slot was not split, whatever its plan says
+Lineage    own design; ideas: split-KV flash decoding, programmatic dependent launch
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from mlakit.cache import UNSHARDED, KVShard
+from mlakit.kernels.decode_plan import find_tile, key_tiles, load_lengths, own_split_tiles
+from mlakit.kernels.launch import launch, target
+from mlakit.kernels.triton.configs import pick_decode_merge_config
+from mlakit.kernels.triton.primitives import merge_splits, store_merged
+from mlakit.model.masks import NULL, Mask
+from mlakit.plan import DecodePlanTensors
+
+PROGRAMS_PER_SM = 4  # that run at once
+
+
+@dataclass(frozen=True)
+class RowTileSplits:
+    """Every row tile split on its own: how its splits are found again without a plan."""
+
+    max_splits: int
+    num_tiles: int  # row tiles of the batch
+    split_tiles: int  # key tiles of a split; 0: all splits of a request alike
+    block_m: int
+    block_n: int
+    mask: Mask
+    shard: KVShard
+
+
+# with a plan: masks and shards compile no further kernels
+NO_SPLITS = RowTileSplits(0, 0, 0, 1, 1, NULL, UNSHARDED)
+
+
+SMALL_SCRATCH_BYTES = 64 * 2**20
+
+
+def rows_per_slot(plan: DecodePlanTensors, *, rows: int, all_rows: int, v_width: int) -> int:
+    """Rows of a slot: those the plan was made for; else room for a request that has all the
+    queries, if the scratch stays small; else as many rows as a request has on average."""
+    if plan.slot_rows > 0:
+        return plan.slot_rows
+    is_little = 4 * plan.max_partials * all_rows * v_width <= SMALL_SCRATCH_BYTES
+    return all_rows if is_little else rows
+
+
+def clear_results(out: Tensor, lse: Tensor, q_starts: Tensor) -> None:
+    """What queries without keys give, for every query; padding after them is left as it is."""
+    is_query = torch.arange(out.shape[0], device=out.device) < q_starts[-1]
+    out.masked_fill_(is_query[:, None, None], 0.0)
+    lse.masked_fill_(is_query[:, None], -torch.inf)
+
+
+def merge_partials(
+    partial_out: Tensor,  # [slots · slot_rows, v_width] float32
+    partial_lse: Tensor,  # [slots · slot_rows] float32
+    *,
+    partial_starts: Tensor | None,  # [batch + 1] slots of each request, of a plan
+    row_tile_splits: RowTileSplits | None = None,  # where there is no plan
+    q_starts: Tensor,  # [batch + 1]
+    kv_lens: Tensor,  # [batch]
+    padded_heads: int,  # rows of a query in a slot
+    slot_rows: int,
+    sink: Tensor | None,  # [heads] float32
+    out: Tensor,  # [tokens, heads, v_width]
+    lse: Tensor,  # [tokens, heads] float32
+) -> None:
+    """Write the rows of `out` and `lse` that were split; the others are not touched."""
+    heads, v_width = out.shape[1:]
+    batch = kv_lens.shape[0]
+    splits = row_tile_splits or NO_SPLITS
+    device = target(out.device)
+    num_owners = batch if row_tile_splits is None else splits.num_tiles
+    # a plan has two slots per CTA, at most
+    expected_splits = partial_lse.shape[0] // max(2 * slot_rows * num_owners, 1)
+    config = pick_decode_merge_config(v_width=v_width, expected_splits=expected_splits)
+    # padded heads have no rows to merge
+    rows = slot_rows // padded_heads * heads if row_tile_splits is None else slot_rows
+    row_groups = triton.cdiv(rows, config.rows)
+    is_chained = device.has_pdl
+    launch(
+        _merge_partials_kernel,
+        (min(num_owners * row_groups, PROGRAMS_PER_SM * device.num_sms),),
+        partial_out,
+        partial_lse,
+        partial_starts,
+        q_starts,
+        kv_lens,
+        sink,
+        out,
+        lse,
+        num_owners,
+        row_groups,
+        heads,
+        padded_heads,
+        splits.mask.window,
+        *splits.shard,
+        slot_rows,
+        splits.split_tiles,
+        splits.max_splits,
+        batch,
+        q_starts.stride(0),
+        kv_lens.stride(0),
+        0 if sink is None else sink.stride(0),
+        *out.stride()[:2],
+        *lse.stride(),
+        MASK=splits.mask.kind,
+        IS_SHARDED=splits.shard.world > 1,
+        V_WIDTH=v_width,
+        COLUMNS=triton.next_power_of_2(v_width),
+        BM=splits.block_m,
+        BN=splits.block_n,
+        ROWS=config.rows,
+        SPLITS=config.splits,
+        IS_CHAINED=is_chained,
+        num_warps=config.num_warps,
+        # finding the splits again takes registers; without this the assembler spills
+        **({} if row_tile_splits is None else {"maxnreg": 168}),
+        **({"launch_pdl": True} if is_chained else {}),
+    )
+
+
+VARYING = [
+    "num_owners", "row_groups", "heads", "padded_heads", "window", "rank", "world", "interleave",
+    "slot_rows", "split_tiles", "max_splits", "batch", "stride_q_starts", "stride_kv_lens",
+    "stride_sink", "stride_lse_token", "stride_lse_head",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _merge_partials_kernel(
+    partial_out, partial_lse,  # float32 [slots, slot_rows, V_WIDTH], [slots, slot_rows]
+    partial_starts,  # of a plan; None: splits are `RowTileSplits`
+    q_starts, kv_lens, sink, out, lse,
+    num_owners,  # requests, or row tiles
+    row_groups,  # of ROWS rows, of an owner
+    heads, padded_heads,
+    window, rank, world, interleave,  # of the mask and of the KV shard
+    slot_rows, split_tiles, max_splits, batch,
+    stride_q_starts, stride_kv_lens, stride_sink,
+    stride_out_token, stride_out_head, stride_lse_token, stride_lse_head,
+    MASK: tl.constexpr,
+    IS_SHARDED: tl.constexpr,
+    V_WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    IS_CHAINED: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows at a time of the requests (of the row tiles) that were split."""
+    if IS_CHAINED:
+        gdc_launch_dependents()  # the next kernel waits for this one
+    tasks = num_owners * row_groups
+    if partial_starts is not None:
+        tasks = tl.where(tl.load(partial_starts + batch) > 0, tasks, 0)
+    for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
+        owner = task // row_groups
+        row = task % row_groups * ROWS + tl.arange(0, ROWS)
+        if partial_starts is not None:
+            first_slot = tl.load(partial_starts + owner)
+            splits = tl.load(partial_starts + owner + 1) - first_slot
+            q_first, q_len, _ = load_lengths(
+                q_starts, kv_lens, stride_q_starts, stride_kv_lens, owner, owner >= 0
+            )
+            splits = tl.where(q_len * padded_heads > slot_rows, 0, splits)
+            query, head = row // heads, row % heads
+            slot_row = query * padded_heads + head
+            is_row = query < q_len
+        else:
+            request, row_tile = find_tile(owner, q_starts, stride_q_starts, batch, padded_heads, BM)
+            q_first, q_len, kv_len = load_lengths(
+                q_starts, kv_lens, stride_q_starts, stride_kv_lens, request, request >= 0
+            )
+            shard = (rank, world, interleave)
+            _, num_tiles = key_tiles(q_len, kv_len, window, shard, MASK, IS_SHARDED, BN)
+            _, splits = own_split_tiles(num_tiles, split_tiles, max_splits)
+            first_slot = owner * max_splits
+            query = (row_tile * BM + row) // padded_heads
+            head = (row_tile * BM + row) % padded_heads
+            slot_row = row
+            is_row = (row < BM) & (head < heads)
+            splits = tl.where((request >= 0) & (splits > 1), splits, 0)
+        if IS_CHAINED:
+            gdc_wait()  # only now: the plan was complete before the decode kernel started
+        if splits > 0:
+            _merge_rows(
+                partial_out, partial_lse, first_slot, splits, slot_row, slot_rows, q_first + query,
+                head, is_row, sink, out, lse, stride_sink, stride_out_token, stride_out_head,
+                stride_lse_token, stride_lse_head, V_WIDTH, COLUMNS, ROWS, SPLITS,
+            )  # fmt: skip
+    if IS_CHAINED:
+        gdc_wait()  # in every program: the next kernel also relies on the decode kernel
+
+
+@triton.jit
+def _merge_rows(
+    partial_out, partial_lse, first_slot, splits, slot_row, slot_rows, token, head, is_row, sink,
+    out, lse, stride_sink, stride_out_token, stride_out_head, stride_lse_token, stride_lse_head,
+    V_WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Rows `slot_row` of the slots from `first_slot` on, in the order of keys."""
+    column = tl.arange(0, COLUMNS)
+    row_max = tl.full([ROWS], -float("inf"), tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, splits, SPLITS):
+        split = start + tl.arange(0, SPLITS)
+        at = (first_slot + split).to(tl.int64)[:, None] * slot_rows + slot_row[None, :]
+        exists = (split < splits)[:, None] & is_row[None, :]
+        # [SPLITS, ROWS], and with columns; loaded together: latency, not bandwidth, is the limit
+        split_lse = tl.load(partial_lse + at, mask=exists, other=-float("inf"))
+        values = tl.load(
+            partial_out + at[:, :, None] * V_WIDTH + column[None, None, :],
+            mask=exists[:, :, None] & (column < V_WIDTH)[None, None, :],
+            other=0.0,
+        )
+        row_max, row_sum, acc = merge_splits(row_max, row_sum, acc, split_lse, values)
+    token = token.to(tl.int64)
+    head = head.to(tl.int64)
+    out_rows = out + (token * stride_out_token + head * stride_out_head)
+    lse_at = lse + token * stride_lse_token + head * stride_lse_head
+    store_merged(row_max, row_sum, acc, sink, stride_sink, head, out_rows, lse_at, is_row, V_WIDTH)

@@ -1,0 +1,1 @@
+"""Device code that the topics of this folder share."""

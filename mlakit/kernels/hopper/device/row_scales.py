@@ -1,0 +1,176 @@
+"""Scales of an FP8 cache's rows on their way to shared memory, and of FP8 queries.
+
+A producer loads the scales of a block before it waits for a free stage, and stores them after the
+loads of the block are issued: their latency of about a thousand cycles is then hidden. The pages
+they are in are looked up a block earlier.
+
+Lineage    own design
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from mlakit.kernels.hopper.decode.scheduler import locate_tile
+from mlakit.kernels.hopper.device.compat import record
+from mlakit.kernels.hopper.device.paged_loads import pages_of_keys, row_in_page
+from mlakit.kernels.hopper.device.primitives import SMEM_VECTOR, lane_layout
+
+
+@record
+class RowScales:
+    """The scales of a cache's rows, in global memory."""
+
+    first: object  # float32; None: there are none
+    stride_page: object
+    stride_row: object
+    COUNT: object  # scales of a row, contiguous
+    WARPS: object  # of the producer
+
+
+@record
+class ScaleStages:
+    """The scales of blocks, in shared memory."""
+
+    values: object  # float32 [stages · COUNT, 64]
+    amax: object  # float32 [stages, 1]: the largest of a block
+    COUNT: object
+
+
+@gluon.constexpr_function
+def _keys_layout(warps, count):
+    """[64 keys]: all of them in each warp, so that no warp waits for another.
+
+    With four scales per row the registers of four warps do not suffice for that.
+    """
+    if (warps, count) == (4, 4):
+        return lane_layout(4)
+    return gl.DistributedLinearLayout(
+        reg_bases=[[1]],
+        lane_bases=[[2], [4], [8], [16], [32]],
+        warp_bases=[[0], [0]] if warps == 4 else [],
+        block_bases=[],
+        shape=[64],
+    )
+
+
+@gluon.constexpr_function
+def _groups_layout(warps):
+    """[64 keys, 4 scales]: keys as `_keys_layout` has them, with all their scales."""
+    own = [[0, 1], [0, 2]]
+    lanes = [[1, 0], [2, 0], [4, 0], [8, 0], [16, 0]]
+    return gl.DistributedLinearLayout(
+        reg_bases=own if warps == 4 else [*own, [1, 0]],
+        lane_bases=lanes if warps == 4 else [*lanes[1:], [32, 0]],
+        warp_bases=[[32, 0], [0, 0]] if warps == 4 else [],
+        block_bases=[],
+        shape=[64, 4],
+    )
+
+
+@gluon.jit
+def _load_groups(scales, inputs, block, pages, is_read):
+    """The four scales of each key, 16 bytes at once: four vectors [64 keys]."""
+    LAYOUT: gl.constexpr = _groups_layout(scales.WARPS)
+    KEYS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    offset = gl.arange(0, 64, KEYS)
+    if len(pages.shape) == 1:
+        pages = gl.convert_layout(pages, KEYS, assert_trivial=True)
+    # the explicit factors of four show the compiler the alignment to 16 bytes
+    at = pages.to(gl.int64) * (scales.stride_page // 4 * 4)
+    at += row_in_page(inputs, block, offset).to(gl.int64) * (scales.stride_row // 4 * 4)
+    group = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, LAYOUT)), 0)
+    is_read = gl.expand_dims(gl.convert_layout(is_read, KEYS, assert_trivial=True), 1)
+    found = gl.load(scales.first + (gl.expand_dims(at, 1) + group), mask=is_read, other=0.0)
+    even, odd = gl.split(found.reshape([64, 2, 2]))
+    s0, s2 = gl.split(even)
+    s1, s3 = gl.split(odd)
+    KEY: gl.constexpr = _keys_layout(scales.WARPS, 4)
+    return (
+        gl.convert_layout(s0, KEY, assert_trivial=True),
+        gl.convert_layout(s1, KEY, assert_trivial=True),
+        gl.convert_layout(s2, KEY, assert_trivial=True),
+        gl.convert_layout(s3, KEY, assert_trivial=True),
+    )
+
+
+@gluon.jit
+def store_scalar(smem, value, WARPS: gl.constexpr):
+    """Store one number, to an smem vector [1]."""
+    smem.store(gl.full([1], value, gl.float32, lane_layout(WARPS)))
+
+
+@gluon.jit
+def alloc_scale_stages(STAGES: gl.constexpr, COUNT: gl.constexpr):
+    return ScaleStages(
+        gl.allocate_shared_memory(gl.float32, [STAGES * COUNT, 64], SMEM_VECTOR),
+        gl.allocate_shared_memory(gl.float32, [STAGES, 1], SMEM_VECTOR),
+        COUNT,
+    )
+
+
+@gluon.jit
+def lookup_scales(scales, inputs, keys, block):
+    """Start the page lookup of a block's scales."""
+    if scales.first is not None:
+        return pages_of_keys(inputs, keys, block, _keys_layout(scales.WARPS, scales.COUNT))
+    else:  # noqa: RET505
+        return block
+
+
+@gluon.jit
+def load_scales(scales, inputs, keys, block, pages):
+    """Start to load the scales of a block, and the page lookup of the next one's.
+
+    Returns (a tuple of COUNT vectors [64 keys], zeros past the last key; pages of the next block).
+    """
+    found = ()
+    if scales.first is not None:
+        offset = gl.arange(0, 64, _keys_layout(scales.WARPS, scales.COUNT))
+        is_read = block * 64 + offset < keys.end
+        if scales.COUNT == 4:
+            found += _load_groups(scales, inputs, block, pages, is_read)
+        else:
+            at = scales.first + pages.to(gl.int64) * scales.stride_page
+            at += row_in_page(inputs, block, offset).to(gl.int64) * scales.stride_row
+            found += (gl.load(at, mask=is_read, other=0.0),)
+    return found, lookup_scales(scales, inputs, keys, block + 1)
+
+
+@gluon.jit
+def store_scales(scales, stages, stage, found):
+    """Store the scales of a block to its stage; returns them as they are stored."""
+    stored = ()
+    for group in gl.static_range(len(found)):
+        scale = found[group]
+        if len(found) == 1:
+            scale = gl.where(scale < 0, 0.0, scale)  # a NaN stays one
+        stages.values.index(stage * len(found) + group).store(scale)
+        stored += (scale,)
+    amax = stored[0]
+    for group in gl.static_range(1, len(found)):
+        amax = gl.maximum(amax, stored[group])
+    store_scalar(stages.amax.index(stage), gl.max(amax, 0), scales.WARPS)
+    return stored
+
+
+@gluon.jit
+def apply_tensor_scale(kv_scales, scale_log2):
+    """(scale_log2, tensor_scale) of `arguments.KVScales`; a scale on the device is not yet part of
+    scale_log2."""
+    tensor_scale = kv_scales.tensor_scale
+    if kv_scales.device_scale is not None:
+        tensor_scale = gl.load(kv_scales.device_scale).to(gl.float32)
+        scale_log2 *= tensor_scale
+    return scale_log2, tensor_scale
+
+
+@gluon.jit
+def load_q_scale(scales, scheduler, item, index):
+    """The scale of a work tile's query: `scales` has q_scale [tokens] or None, and its stride."""
+    scale = gl.to_tensor(1.0)
+    if scales.q_scale is not None:
+        token = locate_tile(scheduler, item, index).token.to(gl.int64)
+        scale = gl.load(scales.q_scale + token * scales.stride_q_scale)
+    return scale

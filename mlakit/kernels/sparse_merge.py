@@ -1,0 +1,116 @@
+"""The merge kernel of a sparse attention whose lists were split: float32 partials become results.
+
+Maths      lse = log Σ_p exp lse_p;  out = Σ_p exp(lse_p − lse) · out_p, a sink in the denominator;
+           max_logits is the largest of all splits, or NaN if one is NaN
+Work       a program merges all splits of a few (token, head) rows, several at a time
+Memory     float32 partials [num_splits, tokens, heads, v_width], read once
+Limits     none
+Lineage    own design; ideas: split-KV flash decoding, programmatic dependent launch
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from mlakit.kernels.launch import launch
+from mlakit.kernels.triton.configs import pick_decode_merge_config
+from mlakit.kernels.triton.primitives import merge_splits, store_merged
+
+
+def merge_list_splits(
+    partials: list[Tensor],  # of out, lse, max_logits: float32 [num_splits, tokens, heads, n]
+    sink: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    max_logits: Tensor,
+    *,
+    is_chained: bool = False,
+) -> None:
+    """is_chained  start before the attention kernel ends (PDL, from sm_90 on)"""
+    num_splits, tokens, heads, v_width = partials[0].shape
+    config = pick_decode_merge_config(v_width=v_width, expected_splits=num_splits)
+    launch(
+        _merge_list_splits_kernel,
+        (triton.cdiv(tokens * heads, config.rows),),
+        *partials,
+        sink,
+        out,
+        lse,
+        max_logits,
+        tokens * heads,
+        heads,
+        num_splits,
+        0 if sink is None else sink.stride(0),
+        *out.stride()[:2],
+        *lse.stride(),
+        *max_logits.stride(),
+        V_WIDTH=v_width,
+        COLUMNS=triton.next_power_of_2(v_width),
+        ROWS=config.rows,
+        SPLITS=min(config.splits, triton.next_power_of_2(num_splits)),
+        IS_CHAINED=is_chained,
+        num_warps=config.num_warps,
+        **({"launch_pdl": True} if is_chained else {}),
+    )
+
+
+VARYING = [
+    "num_rows", "heads", "num_splits", "stride_sink", "stride_lse_token", "stride_lse_head",
+    "stride_max_token", "stride_max_head",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _merge_list_splits_kernel(
+    partial_out,  # [num_splits, rows, V_WIDTH] float32
+    partial_lse, partial_max,  # [num_splits, rows] float32
+    sink,  # [heads] float32, or None
+    out, lse, max_logits,
+    num_rows,  # tokens · heads
+    heads, num_splits,
+    stride_sink, stride_out_token, stride_out_head,
+    stride_lse_token, stride_lse_head, stride_max_token, stride_max_head,
+    V_WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,  # of each row, read at the same time
+    IS_CHAINED: tl.constexpr,
+):  # fmt: skip
+    if IS_CHAINED:
+        gdc_launch_dependents()  # the next kernel waits for this one
+        gdc_wait()
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_row = row < num_rows
+    column = tl.arange(0, COLUMNS)
+    in_row = (column < V_WIDTH)[None, None, :]
+    row_max = tl.full([ROWS], -float("inf"), tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    max_logit = tl.full([ROWS], -float("inf"), tl.float32)
+    num_nan = tl.zeros([ROWS], tl.int32)
+    for start in range(0, num_splits, SPLITS):
+        split = start + tl.arange(0, SPLITS)
+        at = split.to(tl.int64)[:, None] * num_rows + row[None, :]
+        exists = (split < num_splits)[:, None] & is_row[None, :]
+        # loaded together: latency, not bandwidth, is the limit
+        split_lse = tl.load(partial_lse + at, mask=exists, other=-float("inf"))
+        split_max = tl.load(partial_max + at, mask=exists, other=-float("inf"))
+        values = tl.load(
+            partial_out + at[:, :, None] * V_WIDTH + column[None, None, :],
+            mask=exists[:, :, None] & in_row,
+            other=0.0,
+        )
+        row_max, row_sum, acc = merge_splits(row_max, row_sum, acc, split_lse, values)
+        is_nan = split_max != split_max
+        num_nan += tl.sum(is_nan.to(tl.int32), 0)
+        max_logit = tl.maximum(max_logit, tl.max(tl.where(is_nan, -float("inf"), split_max), 0))
+    token = (row // heads).to(tl.int64)
+    head = (row % heads).to(tl.int64)
+    out_rows = out + (token * stride_out_token + head * stride_out_head)
+    lse_at = lse + token * stride_lse_token + head * stride_lse_head
+    store_merged(row_max, row_sum, acc, sink, stride_sink, head, out_rows, lse_at, is_row, V_WIDTH)
+    max_logit = tl.where(num_nan > 0, float("nan"), max_logit)
+    tl.store(max_logits + token * stride_max_token + head * stride_max_head, max_logit, mask=is_row)

@@ -1,0 +1,34 @@
+"""Triton 3.6: each kernel has a launch function of its own, compiled for its arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mlakit.launch_cache.launchers.compiled import encoded, unwrap
+from mlakit.launch_cache.launchers.descriptors import MovedDescriptor
+from mlakit.launch_cache.launchers.prepared import PreparedLaunch
+
+
+def prepare(
+    kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...]
+) -> PreparedLaunch | None:
+    """None for a kernel that needs scratch, or whose launcher has another form."""
+    run = kernel.run
+    found = unwrap(run.launch)
+    if found is None or run.global_scratch_size or run.profile_scratch_size:
+        return None
+    function, encodings = found
+    after_stream = (
+        *(kernel.function, run.launch_cooperative_grid, run.launch_pdl),
+        *(None, None),  # global and profile scratch
+        kernel.packed_metadata,
+        *(None, None, None),  # launch metadata, enter and exit hooks
+    )
+    return PreparedLaunch(function, grid, after_stream, encoded(arguments, encodings, _encode))
+
+
+def _encode(moved: MovedDescriptor, encoding: Any) -> Any:
+    # of one vendor, and only there where kernels with descriptors run
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    return make_tensordesc_arg(moved, encoding)

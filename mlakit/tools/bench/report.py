@@ -1,0 +1,238 @@
+"""The figures of a suite: one row per workload and implementation, as JSON and CSV."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from io import StringIO
+from typing import Any
+
+from mlakit.tools.bench.ceilings import Ceilings
+from mlakit.tools.bench.json_fields import JsonFields
+from mlakit.tools.bench.measure import Spread
+from mlakit.tools.bench.old_schemas import OLD_SCHEMAS, upgraded
+
+SCHEMA = 3
+MLAKIT = "mlakit"
+READ_SAME_BYTES, COPY_SAME_BYTES = "read same bytes", "copy same bytes"
+EMPTY_KERNEL = "empty kernel"
+# they compute nothing of the workload
+HARDWARE_BASELINES = (READ_SAME_BYTES, COPY_SAME_BYTES, EMPTY_KERNEL)
+# parts of a whole step, timed alone; prompts too long for all their logits are not timed apart
+SELECT = "logits and top-k"
+STAGES = (
+    "projections",
+    "absorb",
+    "append",
+    "indexer",
+    "logits",
+    "top-k",
+    SELECT,
+    "attend",
+    "up-project",
+    "output",
+)
+WALL = "wall"  # the mode of a suite without a GPU
+
+
+@dataclass(frozen=True)
+class Row:
+    """One implementation on one workload.
+
+    us           microseconds of a call
+    bytes        the least traffic of the call: each input read once, each result written once
+    speedup      this implementation's time / mlakit's time, round by round; None for mlakit itself
+    min_speedup  the target for `speedup`; only on the row of the baseline the target refers to
+    met          whether the target is met; None without one
+    roofline     the time at the measured ceilings / the time of the call; None without ceilings
+    """
+
+    workload: str
+    op: str
+    implementation: str
+    rounds: int
+    us: Spread
+    flops: int
+    bytes: int
+    speedup: Spread | None
+    min_speedup: float | None
+    met: bool | None = None
+    roofline: float | None = None
+
+    @property
+    def gflops(self) -> float:
+        return self.flops / self.us.p50 / 1e3
+
+    @property
+    def gbytes_per_s(self) -> float:
+        return self.bytes / self.us.p50 / 1e3
+
+
+INTERRUPTED = "the run was interrupted"
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """An implementation that was not timed on a workload, and why."""
+
+    workload: str
+    implementation: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes of an implementation: its weights, its cache, and the most that a step adds."""
+
+    weights: int
+    cache: int
+    step: int
+
+    @property
+    def peak(self) -> int:
+        return self.weights + self.cache + self.step
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory of one implementation on one workload."""
+
+    workload: str
+    implementation: str
+    use: MemoryUse
+
+
+@dataclass(frozen=True)
+class Report:
+    """mode  how times were taken: wall, or on a GPU cold, b2b, graph, host."""
+
+    suite: str
+    command: str
+    environment: dict[str, object]
+    rows: Sequence[Row]
+    left_out: Sequence[LeftOut]
+    mode: str = WALL
+    ceilings: Ceilings | None = None
+    memory: Sequence[Memory] = ()
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether Ctrl-C or SIGTERM ended the run before its last workload."""
+        return any(each.reason == INTERRUPTED for each in self.left_out)
+
+    def as_json(self) -> dict[str, object]:
+        """Plain values; the keys of `rows` are the fields of `Row`, flat, and its rates."""
+        return {
+            "schema": SCHEMA,
+            "suite": self.suite,
+            "command": self.command,
+            "mode": self.mode,
+            "environment": self.environment,
+            "ceilings": None if self.ceilings is None else asdict(self.ceilings),
+            "rows": [flat(row) for row in self.rows],
+            "left_out": [asdict(each) for each in self.left_out],
+            "memory": [
+                {"workload": each.workload, "implementation": each.implementation}
+                | asdict(each.use)
+                for each in self.memory
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any]) -> Report:
+        """Reads what `as_json` wrote, in this schema or an older one. Raises ValueError."""
+        if not isinstance(stored, Mapping) or "rows" not in stored:
+            raise ValueError("is no report of mlakit bench")
+        if stored.get("schema") in OLD_SCHEMAS:
+            stored = upgraded(stored)
+        elif stored.get("schema") != SCHEMA:
+            known = ", ".join(map(str, OLD_SCHEMAS))
+            raise ValueError(
+                f"has schema {stored.get('schema')}, this version reads {known} and {SCHEMA}"
+            )
+        fields = JsonFields(stored)
+        ceilings = fields.optional_object("ceilings")
+        return cls(
+            suite=fields.name("suite"),
+            command=fields.text("command"),
+            environment=fields.object("environment").as_dict(),
+            rows=[_row(each) for each in fields.objects("rows")],
+            left_out=[_left_out(each) for each in fields.objects("left_out")],
+            mode=fields.name("mode"),
+            ceilings=None if ceilings is None else _ceilings(ceilings),
+            memory=tuple(map(_memory, fields.objects("memory") if "memory" in stored else ())),
+        )
+
+
+def flat(row: Row) -> dict[str, object]:
+    return {
+        "workload": row.workload,
+        "op": row.op,
+        "implementation": row.implementation,
+        "rounds": row.rounds,
+        **_quantiles(row.us, "p20_us", "p50_us", "p80_us"),
+        "flops": row.flops,
+        "bytes": row.bytes,
+        "gflops": row.gflops,
+        "gbytes_per_s": row.gbytes_per_s,
+        "roofline": row.roofline,
+        **_quantiles(row.speedup, "speedup_p20", "speedup_p50", "speedup_p80"),
+        "min_speedup": row.min_speedup,
+        "met": row.met,
+    }
+
+
+def _quantiles(spread: Spread | None, *names: str) -> dict[str, float | None]:
+    values = (None,) * 3 if spread is None else (spread.p20, spread.p50, spread.p80)
+    return dict(zip(names, values, strict=True))
+
+
+def _row(stored: JsonFields) -> Row:
+    p20, p50, p80 = (stored.optional_positive(f"speedup_{p}") for p in ("p20", "p50", "p80"))
+    return Row(
+        workload=stored.text("workload"),
+        op=stored.text("op"),
+        implementation=stored.text("implementation"),
+        rounds=stored.count("rounds"),
+        us=Spread(*(stored.positive(f"{p}_us") for p in ("p20", "p50", "p80"))),
+        flops=stored.count("flops"),
+        bytes=stored.count("bytes"),
+        speedup=None if p20 is None or p50 is None or p80 is None else Spread(p20, p50, p80),
+        min_speedup=stored.optional_positive("min_speedup"),
+        met=stored.optional_flag("met"),
+        roofline=stored.optional_positive("roofline"),
+    )
+
+
+def _left_out(stored: JsonFields) -> LeftOut:
+    return LeftOut(*(stored.text(name) for name in ("workload", "implementation", "reason")))
+
+
+def _ceilings(stored: JsonFields) -> Ceilings:
+    return Ceilings(
+        read_gb_s=stored.positive("read_gb_s"),
+        copy_gb_s=stored.positive("copy_gb_s"),
+        bf16_tflops=stored.positive("bf16_tflops"),
+        fp8_tflops=stored.optional_positive("fp8_tflops"),
+    )
+
+
+def _memory(stored: JsonFields) -> Memory:
+    sizes = {name: stored.count(name) for name in ("weights", "cache", "step")}
+    return Memory(stored.text("workload"), stored.text("implementation"), MemoryUse(**sizes))
+
+
+def as_csv(reports: Iterable[Report]) -> str:
+    """A line per row, under the keys of the JSON, with suite and mode first."""
+    lines = [
+        {"suite": report.suite, "mode": report.mode, **flat(row)}
+        for report in reports
+        for row in report.rows
+    ]
+    text = StringIO()
+    if lines:
+        writer = csv.DictWriter(text, lines[0].keys(), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(lines)
+    return text.getvalue()

@@ -1,0 +1,428 @@
+"""The problems whose kernels `mlakit support --compile` compiles.
+
+Each is a case of `mlakit.tools.workloads` with the dimensions of a real model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mlakit.dispatch.architectures import AMD
+from mlakit.formats import FORMATS, GROUP_FORMATS
+from mlakit.tools.workloads import (
+    AppendCase,
+    AppendRowsCase,
+    BatchedMatmulCase,
+    Case,
+    DecodeCase,
+    IndexerLogitsCase,
+    IndexerSelectCase,
+    IndexerTopkCase,
+    MergeCase,
+    PhysicalRowsCase,
+    PrefillCase,
+    PrefillFp8Case,
+    QuantizeCase,
+    ScaledMatmulCase,
+    SparseCase,
+)
+
+ARCHITECTURES = (80, 89, 90, 100, 120)
+AMD_ARCHITECTURES = tuple(AMD)
+V3_ROW = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+V4_ROW = {"kv_lora_rank": 448, "qk_rope_head_dim": 64, "v_width": 512}
+
+
+def _row(format: str) -> dict[str, Any]:
+    return {"format": format, "page_size": 64, **(V4_ROW if format == "fp8_block64" else V3_ROW)}
+
+
+def _query(format: str) -> str:
+    return format if format in ("bf16", "fp16", "fp32") else "bf16"
+
+
+def _decode(format: str, heads: int, **more: Any) -> DecodeCase:
+    given = {
+        "dtype": _query(format),
+        "kv_lens": (130, 65),
+        "q_lens": (1, 1),
+        **_row(format),
+        **more,
+    }
+    return DecodeCase(heads=heads, **given)
+
+
+def _sparse(format: str, heads: int, **more: Any) -> SparseCase:
+    given = {"dtype": _query(format), "topk": 128, "num_tokens": 2, **_row(format), **more}
+    return SparseCase(heads=heads, **given)
+
+
+def _append(format: str, **more: Any) -> AppendCase:
+    return AppendCase(**{"heads": 16, "kv_lens": (7,), "q_lens": (2,), **_row(format), **more})
+
+
+def _prefill(nope: int, rope: int, v: int, **more: Any) -> PrefillCase:
+    widths = {"qk_nope_head_dim": nope, "qk_rope_head_dim": rope, "v_head_dim": v}
+    return PrefillCase(**{"heads": 2, "kv_lens": (200,), "q_lens": (130,), **widths, **more})
+
+
+def _prefill_fp8(**more: Any) -> PrefillFp8Case:
+    widths = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    return PrefillFp8Case(**{"heads": 2, "kv_lens": (200,), "q_lens": (130,), **widths, **more})
+
+
+def _index_keys(**more: Any) -> IndexerLogitsCase:
+    row = {"kv_lora_rank": 128, "qk_rope_head_dim": 0, "page_size": 64}
+    return IndexerLogitsCase(**{"heads": 64, "kv_lens": (130,), "q_lens": (2,), **row, **more})
+
+
+def _select(**more: Any) -> IndexerSelectCase:
+    row = {"kv_lora_rank": 128, "qk_rope_head_dim": 0, "page_size": 64, "format": "fp8_token"}
+    shape = {"heads": 64, "dtype": "e4m3", "kv_lens": (130,), "q_lens": (2,), "k": 2048}
+    return IndexerSelectCase(**{**row, **shape, **more})
+
+
+CONFIGURATIONS: dict[str, Case] = {
+    **{f"append-{format}": _append(format) for format in FORMATS},
+    "append-half-split-e4m3-q": _append("fp8_block128", rope="half", q_out="e4m3"),
+    "append-flat-table": _append("bf16", flat_table=True),
+    "quantize-128": QuantizeCase(m=130, k=512, group=128),
+    "scaled-mm-128": ScaledMatmulCase(m=130, n=256, k=512, n_group=128, k_group=128),
+    "scaled-mm-64": ScaledMatmulCase(m=130, n=256, k=512, n_group=64, k_group=64, batch=2),
+    "scaled-mm-1-row": ScaledMatmulCase(m=1, n=2112, k=512, n_group=128, k_group=128),
+    "scaled-mm-few-tiles": ScaledMatmulCase(m=16, n=576, k=1024, n_group=128, k_group=128),
+    "scaled-mm-16-rows": ScaledMatmulCase(m=16, n=16896, k=512, n_group=128, k_group=128),
+    "scaled-mm-32-rows": ScaledMatmulCase(m=32, n=16896, k=512, n_group=128, k_group=128),
+    "scaled-mm-heads": ScaledMatmulCase(m=4, n=512, k=128, n_group=128, k_group=128, batch=128),
+    "matmul-bf16": BatchedMatmulCase(batch=2, m=130, n=128, k=512),
+    "matmul-fp32": BatchedMatmulCase(batch=2, m=130, n=128, k=512, dtype="fp32"),
+    "prefill-192-128": _prefill(128, 64, 128),
+    "prefill-256-256": _prefill(192, 64, 256),
+    "prefill-128-128": _prefill(128, 0, 128),
+    "prefill-96-64": _prefill(64, 32, 64),
+    "prefill-e4m3": _prefill_fp8(),
+    "prefill-fp32": _prefill(128, 64, 128, dtype="fp32"),
+    "prefill-window-alibi-sink": _prefill(
+        128, 64, 128, mask="sliding_window_causal", window=50, alibi=True, sink="finite"
+    ),
+    **{f"decode-h16-{format}": _decode(format, 16) for format in FORMATS},
+    **{f"decode-h128-{format}": _decode(format, 128) for format in ("bf16", "fp8", "fp8_block128")},
+    "decode-e4m3-q": _decode("fp8_token", 128, dtype="e4m3", q_scaled=True),
+    "decode-page1": _decode("bf16", 16, flat_table=True),
+    "decode-ragged": _decode("bf16", 20, q_lens=(3, 2), kv_lens=(130, 65), sink="finite"),
+    "decode-even-split": _decode("bf16", 16, num_splits=3),
+    **{f"sparse-h128-{format}": _sparse(format, 128) for format in FORMATS},
+    "sparse-h16-bf16": _sparse("bf16", 16),
+    "sparse-q-rope": _sparse("fp8_token", 128, dtype="e4m3", q_rope_dtype="bf16", q_scaled=True),
+    "sparse-extra": _sparse("bf16", 64, extra_format="fp8_block128", extra_topk=64, sink="finite"),
+    "indexer-e4m3": _index_keys(format="fp8_token", dtype="e4m3"),
+    "indexer-bf16": _index_keys(format="bf16"),
+    "topk-4096": IndexerTopkCase(num_columns=4096, k=2048, num_tokens=2),
+    "topk-8192": IndexerTopkCase(num_columns=9000, k=8192, num_tokens=2),
+    "topk-split": IndexerTopkCase(num_columns=16384, k=2048, num_tokens=2),
+    "topk-long": IndexerTopkCase(num_columns=20000, k=2048, num_tokens=200),
+    "topk-many": IndexerTopkCase(num_columns=20000, k=9000, num_tokens=200),
+    "topk-64": IndexerTopkCase(num_columns=500, k=64, num_tokens=2),
+    "select-decode": _select(spare_columns=16384),
+    "select-prefill": _select(kv_lens=(200,), q_lens=(150,), block_tokens=140, spare_columns=6000),
+    "select-long": _select(kv_lens=(200,), q_lens=(150,), spare_columns=20000),
+    "select-short": _select(k=64, flat_table=True),
+    "merge-2": MergeCase(num_parts=2, v_width=512, heads=16),
+    "merge-8-fp32": MergeCase(num_parts=8, v_width=128, heads=16, dtype="fp32", sink="finite"),
+    "sparse-odd-pages": _sparse(
+        "fp8_block64",
+        64,
+        page_size=61,
+        extra_format="fp8_block64",
+        extra_page_size=2,
+        extra_topk=64,
+    ),
+    "append-slots": _append("fp8_block128", slots="some"),
+    "append-shard": _append("bf16", rank=1, world=2, positions="given"),
+    "append-index-keys": _append(
+        "fp8_token", kv_lora_rank=128, qk_rope_head_dim=0, page_size=64, gamma_dtype="", heads=1
+    ),
+    "topk-131072": IndexerTopkCase(num_columns=65536, k=2048, num_tokens=400),
+    "physical-rows": PhysicalRowsCase(topk=2048, page_size=64),
+    "physical-rows-flat": PhysicalRowsCase(topk=64, flat_table=True),
+    **{f"append-rows-{format}": AppendRowsCase(**_row(format)) for format in FORMATS},
+    "append-rows-index-keys": AppendRowsCase(
+        kv_lora_rank=128, qk_rope_head_dim=0, page_size=64, format="fp8_token"
+    ),
+    "indexer-no-heads": _index_keys(format="bf16", heads=0),
+    **{f"append-{format}": _append(format) for format in GROUP_FORMATS},
+    **{f"decode-h16-{format}": _decode(format, 16) for format in GROUP_FORMATS},
+}
+# enough work for `auto` to select an m64 kernel
+MUCH_WORK = {"kv_lens": (2200, 65), "q_lens": (64, 1)}
+# Gluon kernels, for one architecture only
+HOPPER: dict[str, Case] = {
+    "hopper-decode-h128-bf16": _decode("bf16", 128, page_size=64, **MUCH_WORK),
+    "hopper-decode-h40-fp16": _decode("fp16", 40, page_size=64, sink="finite", **MUCH_WORK),
+    "hopper-decode-external-plan": _decode(
+        "bf16", 128, page_size=128, num_ctas=3, tile=16, **MUCH_WORK
+    ),
+    "hopper-decode-small-batch": _decode("bf16", 128, page_size=64),
+    **{
+        f"hopper-decode-h{heads}-{format}": _decode(format, heads, page_size=64, sink=sink)
+        for heads, format, sink in (
+            (8, "bf16", ""),
+            (16, "bf16", ""),
+            (16, "fp16", "finite"),
+            (32, "bf16", ""),
+        )
+    },
+    "hopper-decode-small_m-external-plan": _decode("bf16", 32, page_size=128, num_ctas=3, tile=16),
+    **{
+        f"hopper-decode-h{heads}-{format}": _decode(format, heads, page_size=64, sink=sink)
+        for heads, sink in ((8, ""), (16, "finite"), (32, ""))
+        for format in ("fp8", "fp8_token", "fp8_block128")
+    },
+    **{
+        f"hopper-decode-m64-{format}{name}": _decode(
+            format, heads, **{"page_size": 64, **MUCH_WORK, **more}
+        )
+        for format in ("fp8", "fp8_token")
+        for name, heads, more in (
+            ("", 128, {}),
+            ("-external-plan", 128, {"page_size": 128, "num_ctas": 3, "tile": 16}),
+            ("-page8", 100, {"page_size": 8, "sink": "finite"}),
+            ("-page32", 64, {"page_size": 32}),
+            ("-e4m3-q", 128, {"dtype": "e4m3", "q_scaled": True}),
+            ("-e4m3-q-page8", 100, {"dtype": "e4m3", "page_size": 8, "sink": "finite"}),
+            (
+                "-e4m3-q-external-plan",
+                64,
+                {"dtype": "e4m3", "page_size": 128, "num_ctas": 3, "tile": 16},
+            ),
+        )
+    },
+    **{
+        f"hopper-decode-m64-fp8_block128{name}": _decode(
+            "fp8_block128", heads, **{"page_size": 64, **MUCH_WORK, **more}
+        )
+        for name, heads, more in (
+            ("", 128, {}),
+            ("-external-plan", 128, {"page_size": 128, "num_ctas": 3, "tile": 16}),
+            ("-page8", 100, {"page_size": 8, "sink": "finite"}),
+            ("-page32", 64, {"page_size": 32}),
+            ("-page1", 128, {"page_size": 1}),
+            ("-e4m3-q", 128, {"dtype": "e4m3", "q_scaled": True}),
+            ("-e4m3-q-bf16-rope", 128, {"dtype": "e4m3", "q_rope_dtype": "bf16"}),
+        )
+    },
+    "hopper-decode-m64-fp8-fp16-q": _decode("fp8", 128, page_size=64, dtype="fp16", **MUCH_WORK),
+    "hopper-decode-m64-fp8_token-e4m3-q-bf16-rope": _decode(
+        "fp8_token",
+        128,
+        page_size=64,
+        dtype="e4m3",
+        q_rope_dtype="bf16",
+        q_scaled=True,
+        **MUCH_WORK,
+    ),
+    "hopper-decode-h16-fp8-fp16-q": _decode("fp8", 16, page_size=64, dtype="fp16"),
+    **{
+        f"hopper-decode-h{heads}-{format}-e4m3-q": _decode(
+            format, heads, page_size=64, dtype="e4m3", q_scaled=is_scaled
+        )
+        for heads, is_scaled, formats in (
+            (8, True, ("fp8_token",)),
+            (16, False, ("fp8", "fp8_token", "fp8_block128")),
+            (32, True, ("fp8", "fp8_token", "fp8_block128")),
+        )
+        for format in formats
+    },
+    **{
+        f"hopper-decode-h{heads}-{format}-e4m3-q-bf16-rope": _decode(
+            format, heads, page_size=64, dtype="e4m3", q_rope_dtype="bf16", q_scaled=True
+        )
+        for heads, format in ((16, "fp8_token"), (32, "fp8_token"), (32, "fp8_block128"))
+    },
+    **{
+        f"hopper-decode-h{heads}-{format}-e4m3-q-external-plan": _decode(
+            format, heads, page_size=page_size, dtype="e4m3", q_scaled=True, num_ctas=3, tile=16
+        )
+        for heads, format, page_size in (
+            (16, "fp8_block128", 128),
+            (32, "fp8", 16),
+            (32, "fp8_token", 16),
+        )
+    },
+    **{
+        f"hopper-decode-h{heads}-{format}-external-plan": _decode(
+            format, heads, page_size=128, num_ctas=3, tile=16
+        )
+        for heads, format in ((16, "fp8_block128"), (32, "fp8"), (32, "fp8_block128"))
+    },
+    **{
+        f"hopper-decode-h{heads}-{format}-page{page_size}": _decode(
+            format, heads, page_size=page_size, **more
+        )
+        for page_size in (8, 32)
+        for heads, format, more in (
+            (16, "bf16", {}),
+            (128, "bf16", MUCH_WORK),
+            (16, "fp8", {}),
+            *(
+                (heads, format, {})
+                for heads in (16, 32)
+                for format in ("fp8_token", "fp8_block128")
+            ),
+        )
+    },
+    "hopper-decode-h128-bf16-page16": _decode("bf16", 128, page_size=16, **MUCH_WORK),
+    # with a gather producer
+    **{
+        f"hopper-decode-h{heads}-{format}-page{page_size}": _decode(
+            format, heads, page_size=page_size, **more
+        )
+        for heads, format, page_size, more in (
+            (16, "bf16", 1, {}),
+            (32, "fp16", 24, {}),
+            (128, "bf16", 1, MUCH_WORK),
+            (128, "bf16", 96, MUCH_WORK),
+            (16, "fp8", 3, {}),
+            (16, "fp8_token", 1, {}),
+            (32, "fp8_token", 1, {}),
+            (16, "fp8_block128", 1, {}),
+            (32, "fp8_block128", 1, {}),
+            (128, "fp8", 96, MUCH_WORK),
+            (128, "fp8_token", 1, MUCH_WORK),
+        )
+    },
+    **{
+        f"hopper-decode-h128-{format}-e4m3-q-page{page_size}": _decode(
+            format, 128, page_size=page_size, dtype="e4m3", q_scaled=True, **MUCH_WORK
+        )
+        for format, page_size in (("fp8", 24), ("fp8_token", 1))
+    },
+    **{
+        f"hopper-indexer-h{heads}-q{q_len}": _index_keys(
+            format="fp8_token", dtype="e4m3", heads=heads, kv_lens=(130, 65), q_lens=(q_len, q_len)
+        )
+        for heads in (32, 64)
+        for q_len in (1, 2, 4, 9)
+    },
+    **{
+        f"hopper-indexer-single-h{heads}-q{q_len}": _index_keys(
+            format="fp8_token", dtype="e4m3", heads=heads, q_lens=(q_len,)
+        )
+        for heads in (32, 64)
+        for q_len in (1, 2, 4)
+    },
+    **{
+        f"hopper-indexer-{name}": _index_keys(format="fp8_token", dtype="e4m3", **more)
+        for name, more in (
+            ("h20-q3", {"heads": 20, "q_lens": (3,)}),
+            ("h48-q9", {"heads": 48, "q_lens": (9,)}),
+            ("null-mask-page128", {"mask": "null", "page_size": 128}),
+            ("null-mask-q9", {"mask": "null", "q_lens": (9,)}),
+            ("int64", {"wide_indices": True, "q_lens": (9,)}),
+        )
+    },
+    "hopper-sparse-h128-bf16": _sparse("bf16", 128),
+    "hopper-sparse-q-rope": _sparse("bf16", 128, q_rope_dtype="bf16"),
+    # lists of 512 entries are split
+    "hopper-sparse-h16-fp16-splits": _sparse("fp16", 16, topk=512, sharpness=-2.0),
+    "hopper-sparse-extra": _sparse(
+        "bf16",
+        64,
+        extra_format="bf16",
+        extra_topk=64,
+        extra_page_size=16,
+        padded=True,
+        sink="finite",
+    ),
+    "hopper-sparse-512": _sparse("bf16", 64, **V4_ROW, with_lens=False),
+    "hopper-sparse-fp8_block128": _sparse("fp8_block128", 128, with_lens=False),
+    "hopper-sparse-fp8_block128-extra": _sparse(
+        "fp8_block128", 64, topk=512, extra_format="fp8_block128", extra_page_size=2, sink="finite"
+    ),
+    "hopper-sparse-h16-fp8_block128": _sparse("fp8_block128", 16, with_lens=False),
+    "hopper-sparse-h32-fp8_block128-extra": _sparse(
+        "fp8_block128", 32, topk=512, extra_format="fp8_block128", extra_page_size=2, sink="finite"
+    ),
+    "hopper-sparse-h8-fp8_token": _sparse("fp8_token", 8),
+    "hopper-sparse-fp8_block64": _sparse(
+        "fp8_block64", 64, extra_format="fp8_block64", extra_page_size=2, extra_topk=64
+    ),
+    "hopper-sparse-fp8_token": _sparse("fp8_token", 64),
+    "hopper-sparse-fp8-fp16-q": _sparse("fp8", 64, dtype="fp16", tensor_scale_on_device=True),
+}
+HOPPER |= {
+    "hopper-prefill-192-128": _prefill(128, 64, 128),
+    "hopper-prefill-256-256": _prefill(192, 64, 256),
+    "hopper-prefill-128-128": _prefill(128, 0, 128),
+    "hopper-prefill-96-64": _prefill(64, 32, 64),
+    "hopper-prefill-fp16-sink": _prefill(128, 64, 128, dtype="fp16", sink="finite"),
+    "hopper-prefill-null": _prefill(128, 64, 128, mask="null"),
+    "hopper-prefill-256-256-null": _prefill(192, 64, 256, mask="null"),
+    **{
+        f"hopper-prefill-{mask}": _prefill(128, 64, 128, mask=mask, window=300)
+        for mask in (
+            "sliding_window_causal",
+            "sliding_window_noncausal",
+            "chunked",
+            "chunked_causal",
+        )
+    },
+}
+HOPPER |= {
+    "hopper-prefill-fp8": _prefill_fp8(),
+    "hopper-prefill-fp8-unscaled": _prefill_fp8(scaled=False),
+    "hopper-prefill-fp8-blocks": _prefill_fp8(block_scales=True),
+    "hopper-prefill-fp8-null-sink": _prefill_fp8(mask="null", sink="finite"),
+    "hopper-prefill-fp8-chunked": _prefill_fp8(mask="chunked", window=300),
+    "hopper-prefill-fp8-128-128": _prefill_fp8(qk_rope_head_dim=0),
+}
+HOPPER_ARCH = 90
+EVERYWHERE = (
+    "append-fp8_block128",
+    "scaled-mm-128",
+    "prefill-192-128",
+    "decode-h16-bf16",
+    "decode-h128-fp8_block128",
+    "sparse-h128-fp8_block128",
+    "indexer-e4m3",
+    "topk-split",
+    "topk-131072",
+)
+# every op once, each on the next of AMD's architectures; FP8 rows on gfx942 and gfx950
+ON_AMD = (
+    "decode-h16-fp8_token",
+    "sparse-h128-fp8_block128",
+    "decode-h16-bf16",
+    "append-fp8_block128",
+    "indexer-e4m3",
+    "prefill-192-128",
+    "scaled-mm-128",
+    "quantize-128",
+    "matmul-bf16",
+    "append-rows-fp8_token",
+    "select-decode",
+    "topk-4096",
+    "prefill-96-64",
+    "physical-rows",
+    "merge-8-fp32",
+)
+
+
+def named_checks() -> list[tuple[str, int]]:
+    """(configuration, architecture): every configuration once, some on every architecture of
+    NVIDIA's, a few on AMD's."""
+    others = [name for name in CONFIGURATIONS if name not in EVERYWHERE]
+    # sm_90 twice: most users have it
+    rotation = (90, 80, 100, 90, 89, 120)
+    return [
+        *((name, arch) for name in EVERYWHERE for arch in ARCHITECTURES),
+        *((name, rotation[i % len(rotation)]) for i, name in enumerate(others)),
+        *((name, AMD_ARCHITECTURES[i % 3]) for i, name in enumerate(ON_AMD)),
+        *((name, HOPPER_ARCH) for name in HOPPER),
+    ]
+
+
+def all_checks() -> list[tuple[str, int]]:
+    architectures = (*ARCHITECTURES, *AMD_ARCHITECTURES)
+    portable = [(name, arch) for name in CONFIGURATIONS for arch in architectures]
+    return [*portable, *((name, HOPPER_ARCH) for name in HOPPER)]

@@ -1,0 +1,56 @@
+"""Rows of fp8_block128 as Hopper's kernels with 64 heads per CTA multiply them.
+
+The kernels `m64_fp8_kv` of `mla_decode` and `sparse_mla` round the product of a value and its scale
+to float16, and have the scale as the sum of two float16. A float32 run over exact rows is too
+precise to be their naive run, and so is one over rows that are rounded once: a scale that is within
+2**-22 of a tie rounds all its values with the same mantissa the other way.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mlakit.dispatch.specs import device_facts
+
+FORMAT = "fp8_block128"
+KERNEL = "hopper:m64_fp8_kv"
+HOPPER_ARCH = 90
+MAX_EXACT_HEADS = 32  # up to these `small_m_fp8_kv` multiplies scores and probabilities instead
+BITS = 11  # of float16, the leading one among them
+GROUP = 128  # columns of a scale
+
+
+def rounds_rows(device: torch.device, backend: str, *, format: str, heads: int) -> bool:
+    """Whether such a call may use one of these kernels."""
+    if format != FORMAT or device_facts(device) != ("cuda", HOPPER_ARCH):
+        return False
+    is_chosen = backend in ("auto", "hopper") and heads > MAX_EXACT_HEADS
+    return is_chosen or backend == KERNEL
+
+
+def block_scales(payload: Tensor, latent: int) -> Tensor:
+    """The scales inside of rows [..., bytes] of so many latent columns, float64 [..., groups]."""
+    scales = payload[..., latent : latent + 4 * (latent // GROUP)].contiguous()
+    return scales.view(torch.float32).double()
+
+
+def rounded_rows(rows: Tensor, scales: Tensor) -> Tensor:
+    """`rows` float64 [..., width], whose latent columns are products of e4m3 and `scales`, rounded
+    to the bits of float16, not to its range."""
+    latent = GROUP * scales.shape[-1]
+    columns = rows[..., :latent]
+    scale = scales.repeat_interleave(GROUP, -1)
+    large = _rounded(scale)
+    small = _rounded(scale - large)
+    values = columns / torch.where(scale == 0, 1.0, scale)
+    products = _rounded(values * large + _rounded(values * small))
+    products = torch.where(columns.isfinite(), products, columns)
+    return torch.cat([products, rows[..., latent:]], dim=-1)
+
+
+def _rounded(numbers: Tensor) -> Tensor:
+    """To BITS bits."""
+    mantissa, exponent = torch.frexp(numbers)
+    # torch computes 2**exponent of integers in its default dtype
+    return torch.ldexp((mantissa * 2.0**BITS).round(), (exponent - BITS).float())

@@ -1,0 +1,265 @@
+"""Poisoned caches and page tables for the ops that read or write one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from mlakit.cache import CacheLayer, PagedLatentCache, PageTable
+from mlakit.formats import Format, PageFooterCodec, RowCodec, row_codec
+from mlakit.model.geometry import RowShape
+from mlakit.model.masks import Mask
+from mlakit.tools.testing import NEVER_A_PAGE, poison, shuffled_pages
+from mlakit.tools.workloads.case import Case
+from mlakit.tools.workloads.inputs import GUARD, PAD_BYTES, Inputs
+
+SPARE_PAGES = 3  # pages of a pool that no request uses
+SPARE_COLUMNS = 2  # columns of a page table that no request uses
+
+
+@dataclass(frozen=True, eq=False)
+class Pool:
+    """One layer of a cache that is poison except for the rows written to it."""
+
+    inputs: Inputs
+    name: str
+    cache: PagedLatentCache
+    layer_index: int
+
+    @property
+    def layer(self) -> CacheLayer:
+        return self.cache.layer(self.layer_index)
+
+    def write(self, slots: Tensor, rows: Tensor, *, power_of_two: bool = False) -> Tensor:
+        """Store `rows` [n, width] at `slots` int64 [n]; returns what was stored, float64."""
+        codec, scale = self.cache.codec, self.cache.tensor_scale
+        payload, scales = codec.encode(rows, tensor_scale=scale, power_of_two=power_of_two)
+        for stored, values in ((self.layer.payload, payload), (self.layer.scales, scales)):
+            if stored is not None and values is not None:
+                _bytes(stored)[self._place(slots)] = _bytes(values).to(stored.device)
+        return codec.decode(payload, scales, tensor_scale=scale, dtype=torch.float64)
+
+    def row_scales(self, slots: Tensor) -> Tensor:
+        """float64 [n]: the scale of each row."""
+        if self.layer.scales is None:
+            scale = self.cache.tensor_scale
+            if not isinstance(scale, Tensor):
+                scale = torch.tensor(scale, dtype=torch.float32, device="cpu")
+            return scale.float().double().expand(slots.shape)
+        return self.layer.scales[self._place(slots)].view(len(slots)).double()
+
+    def read(self, slots: Tensor) -> Tensor:
+        """Rows [n, width] float32 on the CPU."""
+        payload, scales = (
+            None if stored is None else _bytes(stored)[self._place(slots)].cpu().view(stored.dtype)
+            for stored in (self.layer.payload, self.layer.scales)
+        )
+        assert payload is not None
+        return self.cache.codec.decode(payload, scales, tensor_scale=self.cache.tensor_scale)
+
+    def payload(self, slots: Tensor) -> Tensor:
+        """Bytes of rows [n, bytes] on the CPU."""
+        return _bytes(self.layer.payload)[self._place(slots)].cpu()
+
+    def allow(self, slots: Tensor) -> None:
+        """Allow the op to write to these rows."""
+        for name, stored in ((self.name, self.layer.payload), (self._scales, self.layer.scales)):
+            if stored is not None:
+                page, offset = self._place(slots)
+                self.inputs.allow(name, stored, (page.cpu(), offset.cpu()))
+
+    @property
+    def _scales(self) -> str:
+        """The memory of the scales: the pages themselves for formats with a page footer."""
+        return self.name if isinstance(self.cache.codec, PageFooterCodec) else f"{self.name} scales"
+
+    def _place(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        slots = slots.to(self.inputs.device)
+        return slots // self.cache.page_size, slots % self.cache.page_size
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """e4m3 viewed as uint8: some devices cannot gather and scatter e4m3."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PagedCase(Case):
+    """A case with a cache.
+
+    num_layers              the last layer is used, the others are poison
+    tensor_scale            of format "fp8"; a tensor if `tensor_scale_on_device`
+    power_of_two            scales of the rows
+    wide_indices            int64 instead of int32 for tables, lengths and offsets
+    """
+
+    kv_lora_rank: int = 32
+    qk_rope_head_dim: int = 8
+    v_width: int = 0
+    format: Format = "bf16"
+    page_size: int = 16
+    num_layers: int = 1
+    tensor_scale: float = 1.0
+    tensor_scale_on_device: bool = False
+    power_of_two: bool = False
+    wide_indices: bool = False
+
+    @property
+    def row(self) -> RowShape:
+        """The columns of the cache's rows."""
+        return RowShape(self.kv_lora_rank, self.qk_rope_head_dim, self.v_width)
+
+    def pool(
+        self,
+        inputs: Inputs,
+        name: str,
+        num_pages: int,
+        *,
+        format: Format | None = None,
+        page_size: int | None = None,
+    ) -> Pool:
+        """A poisoned pool."""
+        codec = row_codec(format or self.format, self.row)
+        shape = (num_pages, self.num_layers, page_size or self.page_size)
+        footer = isinstance(codec, PageFooterCodec)
+        columns = codec.bytes_per_token if footer else codec.payload_elements
+        blocks = _blocks(inputs, name, codec, shape, columns, codec.payload_dtype)
+        scales = None
+        if codec.scale_dtype is not None and not footer:
+            axes = (shape, codec.scale_elements, codec.scale_dtype)
+            scales = _blocks(inputs, f"{name} scales", codec, *axes)
+        scale: float | Tensor = self.tensor_scale if codec.has_tensor_scale else 1.0
+        if codec.has_tensor_scale and self.tensor_scale_on_device:
+            scale = inputs.place(
+                f"{name} tensor_scale",
+                torch.tensor([self.tensor_scale], dtype=torch.float32, device="cpu"),
+            )
+        cache = PagedLatentCache.wrap(
+            blocks, self.row, format=codec.name, scales=scales, tensor_scale=scale
+        )
+        return Pool(inputs, name, cache, self.num_layers - 1)
+
+
+def _blocks(
+    inputs: Inputs,
+    name: str,
+    codec: RowCodec,
+    shape: tuple[int, int, int],
+    columns: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Poisoned [pages, 1, layers, page_size, 1, columns] for `PagedLatentCache.wrap`.
+
+    Packed and layer-major; with padded inputs page-major, with gaps between rows and pages.
+    """
+    pages, layers, page_size = shape
+    pad = max(PAD_BYTES // dtype.itemsize, 1) if inputs.padded else 0
+    if isinstance(codec, PageFooterCodec):
+        by_row, by_page = columns, codec.page_bytes(page_size) + bool(pad) * codec.payload_elements
+    else:
+        by_row = columns + pad
+        by_page = page_size * by_row + pad
+    page_stride, layer_stride = (
+        (layers * by_page, by_page) if inputs.padded else (by_page, pages * by_page)
+    )
+    memory = torch.empty(2 * GUARD + pages * layers * by_page, dtype=dtype, device=inputs.device)
+    inputs.watch(name, poison(memory))
+    return memory.as_strided(
+        (pages, 1, layers, page_size, 1, columns),
+        (page_stride, by_page, layer_stride, by_row, by_row, 1),
+        GUARD,
+    )
+
+
+def num_pages_for(counts: Sequence[int], page_size: int) -> int:
+    """Pages for requests of so many tokens, and some spare pages."""
+    return sum(-(-count // page_size) for count in counts) + SPARE_PAGES
+
+
+def map_tokens(
+    pool: Pool, used: Sequence[Tensor], *, flat: bool, wide: bool
+) -> tuple[PageTable, list[Tensor]]:
+    """(page table on the device, per request int64 [tokens]: the slots of its tokens).
+
+    used  per request, bool [tokens]: tokens the op may read; the entries of other pages are garbage
+    """
+    make = _flat_table if flat else _paged_table
+    return make(pool, used, torch.int64 if wide else torch.int32)
+
+
+def _garbage(pool: Pool, *shape: int) -> Tensor:
+    """Table entries that must not be read: invalid pages, or poisoned ones."""
+    return pool.inputs.any_of([NEVER_A_PAGE, -1, pool.cache.layer(0).num_slots, 0], *shape)
+
+
+def _paged_table(
+    pool: Pool, used: Sequence[Tensor], dtype: torch.dtype
+) -> tuple[PageTable, list[Tensor]]:
+    page_size, inputs = pool.cache.page_size, pool.inputs
+    counts = [-(-len(tokens) // page_size) for tokens in used]
+    pages = shuffled_pages(len(used), counts, pool.cache.num_pages, inputs.generator).long()
+    table = _garbage(pool, len(used), pages.shape[1] + SPARE_COLUMNS)
+    slots = []
+    for request, tokens in enumerate(used):
+        token = torch.arange(len(tokens), device="cpu")
+        slots.append(pages[request, token // page_size] * page_size + token % page_size)
+        looked_up = (token[tokens] // page_size).unique()
+        table[request, looked_up] = pages[request, looked_up]
+    return inputs.place(f"{pool.name} page_table", table.to(dtype)), slots
+
+
+def map_pages(
+    pool: Pool, counts: Sequence[int], seen: Tensor, *, spare_columns: int = SPARE_COLUMNS
+) -> tuple[Tensor, Tensor]:
+    """(page table, int64 [requests, keys]: the slots of keys), all requests at once.
+
+    Pages are shuffled; the entries of pages without a visible key are garbage.
+
+    counts  pages of each request
+    seen    bool [requests, keys], a whole number of pages; on `inputs.drawn_on`
+    """
+    inputs, page_size = pool.inputs, pool.cache.page_size
+    pages = torch.randperm(pool.cache.num_pages, generator=inputs.generator, device=inputs.drawn_on)
+    firsts = torch.tensor(starts_of(counts)[:-1], dtype=torch.int64, device=inputs.drawn_on)
+    column = torch.arange(seen.shape[1] // page_size, device=inputs.drawn_on)
+    # past a request's last page: pages of other requests, which have no visible keys here
+    own = pages[(firsts[:, None] + column).clamp_max(len(pages) - 1)]
+    slots = own[:, :, None] * page_size + torch.arange(page_size, device=inputs.drawn_on)
+    looked_up = seen.unflatten(1, (-1, page_size)).any(-1)
+    table = _garbage(pool, len(counts), len(column) + spare_columns)
+    table[:, : len(column)] = torch.where(looked_up, own, table[:, : len(column)])
+    return inputs.place(f"{pool.name} page_table", table.int()), slots.flatten(1)
+
+
+def _flat_table(
+    pool: Pool, used: Sequence[Tensor], dtype: torch.dtype
+) -> tuple[PageTable, list[Tensor]]:
+    inputs = pool.inputs
+    free = torch.randperm(pool.cache.layer(0).num_slots, generator=inputs.generator, device="cpu")
+    slots = list(free[: sum(map(len, used))].split([len(tokens) for tokens in used]))
+    lists = []
+    for tokens, own in zip(used, slots, strict=True):
+        room = _garbage(pool, len(own) + int(inputs.integers(0, 3)))
+        room[: len(own)][tokens] = own[tokens]
+        lists.append(room)
+    starts = torch.tensor([0, *accumulate(map(len, lists))], dtype=dtype, device="cpu")
+    flat = torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *lists]).to(dtype)
+    names = (f"{pool.name} kv_starts", f"{pool.name} slots")
+    return (inputs.place(names[0], starts), inputs.place(names[1], flat)), slots
+
+
+def seen_tokens(mask: Mask, kv_len: int, q_len: int) -> Tensor:
+    """bool [kv_len]: tokens that at least one of the newest q_len queries sees."""
+    seen = torch.zeros(kv_len, dtype=torch.bool, device="cpu")
+    for position in range(kv_len - q_len, kv_len):
+        first, last = mask.interval(position, kv_len)
+        seen[first:last] = True
+    return seen
+
+
+def starts_of(lengths: Sequence[int]) -> list[int]:
+    return [0, *accumulate(lengths)]

@@ -1,0 +1,241 @@
+"""Cases of `mla_prefill` of e4m3 queries, keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mlakit.dispatch import selection
+from mlakit.dispatch.knobs import Backend
+from mlakit.dispatch.specs import KernelSpec
+from mlakit.formats import SCALE_BLOCK
+from mlakit.kernels.arguments import filled
+from mlakit.model.masks import Mask
+from mlakit.ops import mla_prefill
+from mlakit.ops.prefill import prefill_problem
+from mlakit.reference.hopper_fp8_mma import fp8_mma
+from mlakit.reference.prefill import scales_of_keys
+from mlakit.reference.softmax import attention_weights
+from mlakit.tools.testing import assert_matches
+from mlakit.tools.workloads.case import Results, Trial, assert_given, assert_logits_match
+from mlakit.tools.workloads.inputs import Inputs
+from mlakit.tools.workloads.paged import seen_tokens, starts_of
+from mlakit.tools.workloads.prefill import PrefillCase
+
+# half of the largest error of rounding a probability to e4m3: the tolerance is twice the error of a
+# run whose probabilities are wrong by so much
+HALF_ROUNDING = 1 / 32
+# of their signs: in a row of two or three large probabilities the errors of one draw may cancel
+DRAWS = 4
+PITCH = 16  # keys of a transposed v are padded to a multiple, as TMA wants it
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PrefillFp8Case(PrefillCase):
+    """One call of `mla_prefill` of e4m3.
+
+    scaled          pass q_scale, k_scale and v_scale
+    uniform_keys    all keys have the same k_scale, a stride of 0
+    uniform_values  all values of a head have the same v_scale, a stride of 0
+    block_scales    each 128 keys of a request have a k_scale, and a v_scale for each head
+    transposed      the keys of v are contiguous
+    """
+
+    dtype: str = "e4m3"
+    scaled: bool = True
+    uniform_keys: bool = False
+    uniform_values: bool = False
+    block_scales: bool = False
+    transposed: bool = True
+
+    def trial(self, device: torch.device | str) -> Trial:
+        inputs = Inputs(device, self.seed, padded=self.padded)
+        tokens, width = sum(self.q_lens), self.qk_nope_head_dim + self.qk_rope_head_dim
+        q = inputs.place("q", inputs.queries(tokens, self.heads, width), self.dtype)
+        k_nope, k_rope, v = self._keys(inputs)
+        scales = self._scales(inputs)
+        starts = (
+            inputs.place_ints("q_starts", starts_of(self.q_lens), wide=self.wide_indices),
+            inputs.place_ints("kv_starts", starts_of(self.kv_lens), wide=self.wide_indices),
+        )
+        sink = inputs.sink(self.sink, self.heads)
+        given = self._given(inputs)
+        mask = Mask(self.mask, self.window)
+        kernels: list[KernelSpec] = []  # the last is that of the results to check
+
+        def call(backend: Backend) -> Results:
+            results = mla_prefill(
+                *(q, k_nope, k_rope, v, *starts),
+                softmax_scale=self.softmax_scale,
+                q_scale=scales.get("q_scale"),
+                k_scale=scales.get("k_scale"),
+                v_scale=scales.get("v_scale"),
+                keys_per_scale=self._keys_per_scale,
+                mask=mask,
+                sink=sink,
+                out=given.get("out"),
+                lse=given.get("lse"),
+                backend=backend,
+            )
+            problem = prefill_problem(q, k_nope, k_rope, v, mask=mask)
+            kernels.append(selection.select(self.op, problem, backend))
+            return results
+
+        def check(results: Results) -> None:
+            for name, result in zip(("out", "lse"), results, strict=True):
+                assert_given(name, result, given.get(name))
+            tensors = tuple(each.cpu() for each in (q, k_nope, k_rope, v))
+            extras: dict[str, Any] = {name: each.cpu() for name, each in scales.items()}
+            extras |= {} if sink is None else {"sink": sink.cpu()}
+            extras["keys_per_scale"] = self._keys_per_scale
+            exact = self._oracle(tensors, extras, torch.float64)
+            of_keys = self._of_keys(scales)
+            if kernels[-1].backend == "hopper":
+                draws, lse_run = self._fp8_run((q, k_nope, k_rope, v), of_keys, sink)
+                naive = _worst_rows(draws, exact[0]), lse_run
+            else:
+                rounded = {"weights_dtype": torch.bfloat16}
+                naive = self._oracle(tensors, {**extras, **rounded}, torch.float32)
+            out, lse = results
+            assert_matches("out", out.cpu(), exact[0], naive[0])
+            dequantised = [
+                _dequantised(each, of_keys.get(name)).cpu()
+                for name, each in (("q_scale", q), ("k_scale", k_nope), ("k_scale", k_rope))
+            ]
+            largest = self._largest_score(*dequantised)
+            assert_logits_match("lse", lse.cpu(), exact[1], naive[1], largest)
+
+        return Trial(inputs, call, check)
+
+    @property
+    def _keys_per_scale(self) -> int:
+        return SCALE_BLOCK if self.block_scales else 1
+
+    def _unseen(self) -> Tensor:
+        """bool [keys]: no query sees them."""
+        mask = Mask(self.mask, self.window)
+        seen = [seen_tokens(mask, *each) for each in zip(self.kv_lens, self.q_lens, strict=True)]
+        return ~torch.cat([torch.empty(0, dtype=torch.bool, device="cpu"), *seen])
+
+    def _keys(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        """k_nope, k_rope and v; keys that no query sees are poison."""
+        keys, unseen = sum(self.kv_lens), self._unseen()
+        k_nope = inputs.normal(keys, self.heads, self.qk_nope_head_dim)
+        k_rope = inputs.normal(keys, self.qk_rope_head_dim)
+        v = inputs.normal(keys, self.heads, self.v_head_dim)
+        for each in (k_nope, k_rope, v):
+            each[unseen] = torch.nan
+        placed = [inputs.place("k_nope", k_nope, "e4m3"), inputs.place("k_rope", k_rope, "e4m3")]
+        if not self.transposed:
+            return placed[0], placed[1], inputs.place("v", v, "e4m3")
+        padded = v.new_full((self.heads, self.v_head_dim, -(-keys // PITCH) * PITCH), torch.nan)
+        padded[..., :keys] = v.permute(1, 2, 0)
+        return placed[0], placed[1], inputs.place("v", padded, "e4m3").permute(2, 0, 1)[:keys]
+
+    def _scales(self, inputs: Inputs) -> dict[str, Tensor]:
+        if not self.scaled:
+            return {}
+        tokens, keys, unseen = sum(self.q_lens), sum(self.kv_lens), self._unseen()
+        q_scale = inputs.uniform(-1, 1, tokens, self.heads).exp2()
+        if self.block_scales:
+            return {"q_scale": inputs.place("q_scale", q_scale), **self._block_scales(inputs)}
+        k_scale = inputs.uniform(-1, 1, keys).exp2()
+        v_scale = inputs.uniform(-3, 3, keys, self.heads).exp2()
+        placed = {"q_scale": inputs.place("q_scale", q_scale)}
+        if self.uniform_keys:
+            sign = -1 if self.seed % 2 else 1
+            placed["k_scale"] = inputs.place("k_scale", k_scale[:1] * sign).expand(keys)
+        else:
+            k_scale[unseen] = torch.nan
+            placed["k_scale"] = inputs.place("k_scale", k_scale)
+        if self.uniform_values:
+            placed["v_scale"] = inputs.place("v_scale", v_scale[:1]).expand(keys, -1)
+        else:
+            v_scale[unseen] = torch.nan
+            placed["v_scale"] = inputs.place("v_scale", v_scale.T).T
+        return placed
+
+    def _block_scales(self, inputs: Inputs) -> dict[str, Tensor]:
+        """k_scale with both signs, and v_scale; what belongs to no key that is seen is poison."""
+        blocks = sum(self.kv_lens) // SCALE_BLOCK + len(self.kv_lens)
+        own = torch.arange(blocks, device="cpu")
+        rows = filled(scales_of_keys(own, starts_of(self.kv_lens), SCALE_BLOCK))
+        unseen = torch.ones(blocks, dtype=torch.bool, device="cpu")
+        unseen[rows[~self._unseen()]] = False
+        k_scale = inputs.uniform(-1, 1, blocks).exp2()
+        k_scale[1::3] *= -1
+        v_scale = inputs.uniform(-3, 3, blocks, self.heads).exp2()
+        v_scale[::4] *= -1
+        k_scale[unseen], v_scale[unseen] = torch.nan, torch.nan
+        return {
+            "k_scale": inputs.place("k_scale", k_scale),
+            "v_scale": inputs.place("v_scale", v_scale.T).T,
+        }
+
+    def _given(self, inputs: Inputs) -> dict[str, Tensor]:
+        if not self.given_results:
+            return {}
+        shape = (sum(self.q_lens), self.heads)
+        return {
+            "out": inputs.result("out", (*shape, self.v_head_dim), torch.bfloat16),
+            "lse": inputs.result("lse", shape, torch.float32),
+        }
+
+    def _of_keys(self, scales: dict[str, Tensor]) -> dict[str, Tensor]:
+        """`scales` with a k_scale and v_scale of each key."""
+        starts, per_scale = starts_of(self.kv_lens), self._keys_per_scale
+        return {
+            name: each if name == "q_scale" else filled(scales_of_keys(each, starts, per_scale))
+            for name, each in scales.items()
+        }
+
+    def _fp8_run(
+        self, tensors: tuple[Tensor, ...], scales: dict[str, Tensor], sink: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """What Hopper's tensor cores lose: scores have their accumulation, probabilities are wrong
+        by `HALF_ROUNDING`. On the CPU, float32: (out of each draw of signs, lse)."""
+        q, k_nope, k_rope, v = tensors
+        values = _dequantised(v, scales.get("v_scale")).float().nan_to_num()
+        own = torch.Generator("cpu").manual_seed(0)
+        draws = (DRAWS, *values.shape[:2])
+        signs = torch.randint(0, 2, draws, generator=own, device="cpu") * 2 - 1
+        values = values * (1 + HALF_ROUNDING * signs[..., None].to(values.device))
+        outs, lses = [], []
+        starts = zip(
+            pairwise(starts_of(self.q_lens)), pairwise(starts_of(self.kv_lens)), strict=True
+        )
+        for (q_start, q_end), (kv_start, kv_end) in starts:
+            position = torch.arange(q_start, q_end, device=q.device) - q_end + kv_end - kv_start
+            key = torch.arange(kv_end - kv_start, device=q.device)
+            visible = Mask(self.mask, self.window).visible(position, key)
+            keys, queries = slice(kv_start, kv_end), slice(q_start, q_end)
+            scores = q.new_empty(q_end - q_start, self.heads, len(key), dtype=torch.float32)
+            for head in range(self.heads):
+                key_rows = torch.cat([k_nope[keys, head].float(), k_rope[keys].float()], dim=-1)
+                scores[:, head] = fp8_mma(q[queries, head], key_rows.nan_to_num())
+            if self.scaled:
+                scores *= scales["q_scale"][queries, :, None]
+                scores *= scales["k_scale"][keys].nan_to_num()
+            scores = (scores * self.softmax_scale).masked_fill(~visible[:, None], -torch.inf)
+            weights, lse = attention_weights(scores, sink)
+            outs.append(torch.einsum("qhk,nkhd->nqhd", weights, values[:, keys]))
+            lses.append(lse)
+        out, lse = torch.cat(outs, 1), torch.cat(lses)
+        return torch.where(lse.isneginf()[..., None], 0.0, out).cpu(), lse.cpu()
+
+
+def _worst_rows(draws: Tensor, exact: Tensor) -> Tensor:
+    """Of several runs [draws, tokens, heads, D_V], in each row that with the largest error."""
+    worst = (draws - exact).square().sum(-1).nan_to_num().argmax(0)
+    return draws.gather(0, worst[None, ..., None].expand(1, *draws.shape[1:]))[0]
+
+
+def _dequantised(x: Tensor, scale: Tensor | None) -> Tensor:
+    """x [n, heads, columns] or [n, columns] times its scale [n, heads] or [n], float64."""
+    if scale is None:
+        return x.double()
+    return x.double() * scale.double().reshape(*scale.shape, *[1] * (x.ndim - scale.ndim))

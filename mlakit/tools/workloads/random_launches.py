@@ -1,0 +1,387 @@
+"""Random launches in few configurations: thousands of launches compile few kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
+
+from mlakit.formats import Format
+from mlakit.tools.workloads.case import Case
+from mlakit.tools.workloads.decode_launch import DecodeLaunch
+from mlakit.tools.workloads.indexer_launch import IndexerLaunch
+from mlakit.tools.workloads.paged import SPARE_COLUMNS
+from mlakit.tools.workloads.prefill_launch import PrefillLaunch, prefill_launch
+from mlakit.tools.workloads.random_cases import Draw
+from mlakit.tools.workloads.select_launch import KINDS, IndexerSelectLaunch, IndexerTopkLaunch
+from mlakit.tools.workloads.sparse_launch import SparseLaunch
+
+EDGES = (0, 1, 63, 64, 65)
+LONGEST = 4000
+# keys of a batch, padded to its longest request: a GPU checks such a problem in a millisecond
+GPU_KEYS = 12_000
+CPU_KEYS = 400
+GPU_BATCHES = (1, 2, 3, 4, 7, 8, 30, 32)  # few distinct powers of two: plans are compiled for these
+CPU_BATCHES = (1, 2, 3)
+GPU_WORKERS = 132
+CPU_WORKERS = 5
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """The compile-time parameters of a `mla_decode` kernel."""
+
+    heads: tuple[int, int]  # first, last
+    format: Format = "bf16"
+    dtype: str = "bf16"
+    page_size: int = 64
+    mask: str = "causal"
+    window: int = 0
+    sink: str = ""
+    is_negative: bool = False
+    q_scaled: bool = False
+
+
+SPARE_KEYS = 70_400  # table capacity with which the m64 kernels are selected
+# a kernel each for up to 8, 16, 32, 64 and 128 heads, for FP8 caches and for FP8 queries
+FOR_HOPPER = (
+    Configuration((1, 8), sink="mixed"),
+    Configuration((9, 16), "fp16", "fp16", 128, "null", is_negative=True),
+    Configuration((17, 32)),
+    Configuration((33, 64), mask="null", sink="finite"),
+    Configuration((97, 128)),
+    Configuration((97, 128), "fp16", "fp16", 256, sink="mixed", is_negative=True),
+    Configuration((1, 8), "fp8", mask="null"),
+    Configuration((9, 16), "fp8_token", sink="mixed"),
+    Configuration((97, 128), "fp8_block128", page_size=128, is_negative=True),
+    Configuration((9, 16), "fp8", "e4m3", q_scaled=True, sink="finite"),
+    Configuration((17, 32), "fp8_token", "e4m3", q_scaled=True, mask="null", is_negative=True),
+    Configuration((33, 64), "fp8_block128", "e4m3", page_size=16),
+    Configuration((97, 128), "fp8_token", sink="mixed"),
+    Configuration((33, 64), "fp8", "e4m3", page_size=32, q_scaled=True, mask="null"),
+    Configuration((9, 16), page_size=1),
+    Configuration((97, 128), page_size=24, sink="mixed"),
+    Configuration((9, 16), "fp8_token", page_size=1, mask="null"),
+    Configuration((97, 128), "fp8_token", page_size=1),
+    Configuration((97, 128), "fp8", "e4m3", page_size=1, q_scaled=True),
+)
+FOR_ANY = (
+    *FOR_HOPPER,
+    Configuration((1, 16), page_size=16, sink="finite"),
+    Configuration((17, 32), mask="sliding_window_causal", window=70),
+    Configuration((1, 64), "fp8_block128", is_negative=True),
+    Configuration((1, 64), "fp8_token", "e4m3", mask="null", sink="mixed"),
+)
+CONFIGURATIONS = {"hopper": FOR_HOPPER}
+
+
+def random_launch(draw: Draw, op: str, backend: str, device: str, calls: int | None = None) -> Case:
+    """A launch of `op`; problems on a CPU are small.
+
+    backend  if its kernels support few problems: a launch that they support
+    calls    calls per launch, without effect on the other choices; None: random
+    """
+    launch = LAUNCHES[op](draw, backend, device)
+    return launch if calls is None else replace(launch, calls=calls)
+
+
+def decode_launch(draw: Draw, backend: str, device: str) -> DecodeLaunch:
+    is_gpu = device != "cpu"
+    batch = draw.choice(GPU_BATCHES if is_gpu else CPU_BATCHES)
+    longest = min(LONGEST, (GPU_KEYS if is_gpu else CPU_KEYS) // batch)
+    configuration = draw.choice(CONFIGURATIONS.get(backend, FOR_ANY))
+    q_lens = tuple(draw.choice((1, 1, 1, 1, 2, 4, 0)) for _ in range(batch))
+    if draw.flip() or not any(q_lens):
+        q_lens = (1,) * batch
+    sharpness = draw.choice((0.5, 1.5, 4.0))
+    return DecodeLaunch(
+        **_scheduled(draw, most_ctas=GPU_WORKERS if is_gpu else CPU_WORKERS, backend=backend),
+        seed=draw.integer(0, 2**31),
+        calls=draw.choice((1, 1, 1, 3)),
+        spare_pages=draw.choice((0, SPARE_KEYS // configuration.page_size)) if is_gpu else 0,
+        num_layers=draw.integer(1, 2),
+        kv_lens=tuple(_length(draw, longest) for _ in range(batch)),
+        q_lens=q_lens,
+        heads=draw.choice((*configuration.heads, draw.integer(*configuration.heads))),
+        format=configuration.format,
+        dtype=configuration.dtype,
+        page_size=configuration.page_size,
+        q_scaled=configuration.q_scaled,
+        mask=configuration.mask,
+        window=configuration.window,
+        sink=configuration.sink,
+        sharpness=-sharpness if configuration.is_negative else sharpness,
+    )
+
+
+def _length(draw: Draw, longest: int) -> int:
+    drawn = draw.integer(0, longest)
+    return draw.choice((draw.choice(EDGES), drawn // 64 * 64, drawn, drawn))
+
+
+def _scheduled(draw: Draw, *, most_ctas: int, backend: str) -> dict[str, Any]:
+    tile = draw.choice((64, 128))
+    cut = {"num_ctas": draw.integer(1, most_ctas), "tile": tile}
+    schedules: list[dict[str, Any]] = [{}, cut, {**cut, "fixed_split": draw.integer(1, 8) * tile}]
+    if backend not in CONFIGURATIONS:
+        schedules.append({"num_splits": draw.integer(1, 5)})
+    return draw.choice(schedules)
+
+
+@dataclass(frozen=True)
+class IndexerConfiguration:
+    """The compile-time parameters of an `indexer_logits` kernel."""
+
+    heads: int
+    q_lens: tuple[int, ...]  # of a request: their mean is that of a token block of 1, 2, 4 or 8
+    page_size: int = 64
+    mask: str = "causal"
+
+
+INDEXER_CONFIGURATIONS = (
+    IndexerConfiguration(64, (1,)),
+    IndexerConfiguration(64, (1, 2, 2), 128, "null"),
+    IndexerConfiguration(64, (3, 4, 4, 0)),
+    IndexerConfiguration(64, (1, 9, 30, 8, 0)),
+    IndexerConfiguration(32, (1,), 128),
+    IndexerConfiguration(20, (1, 2, 2)),
+    IndexerConfiguration(32, (3, 4, 4, 0), mask="null"),
+    IndexerConfiguration(32, (1, 9, 30, 8, 0)),
+    IndexerConfiguration(48, (1, 9, 30, 8, 0), mask="null"),
+)
+INDEXER_EDGES = (*EDGES, 127, 128, 129, 255, 256, 257)
+
+
+def indexer_launch(draw: Draw, backend: str, device: str) -> IndexerLaunch:
+    is_gpu = device != "cpu"
+    batch = draw.choice(GPU_BATCHES if is_gpu else CPU_BATCHES)
+    configuration = draw.choice(INDEXER_CONFIGURATIONS)
+    q_lens = tuple(draw.choice(configuration.q_lens) for _ in range(batch))
+    if not any(q_lens):
+        q_lens = (configuration.q_lens[0],) * batch
+    # pairs of query and key, padded to the longest request, take a GPU milliseconds
+    pairs = (4 * GPU_KEYS if is_gpu else CPU_KEYS) // (batch * max(q_lens))
+    longest = max(min(LONGEST, pairs), max(q_lens))
+    return IndexerLaunch(
+        seed=draw.integer(0, 2**31),
+        calls=draw.choice((1, 1, 1, 3)),
+        num_layers=draw.integer(1, 2),
+        kv_lens=tuple(_indexer_length(draw, longest) for _ in range(batch)),
+        q_lens=q_lens,
+        heads=configuration.heads if is_gpu else draw.integer(1, 3),
+        page_size=configuration.page_size,
+        mask=configuration.mask,
+        spare_columns=draw.choice((0, 1, 200, 9000)) if is_gpu else draw.integer(0, 3),
+    )
+
+
+def _indexer_length(draw: Draw, longest: int) -> int:
+    drawn = draw.integer(0, longest)
+    return min(draw.choice((draw.choice(INDEXER_EDGES), drawn // 64 * 64, drawn, drawn)), longest)
+
+
+@dataclass(frozen=True)
+class SparseConfiguration:
+    """The compile-time parameters of a `sparse_mla` kernel."""
+
+    format: Format = "bf16"
+    dtype: str = "bf16"
+    row: tuple[int, int, int] = (512, 64, 512)  # D_C, D_R, columns that are values
+    page_size: int = 64
+    padded: bool = False  # with gaps between rows and between pages
+    with_lens: bool = True  # the first list; the second one: if the first has none
+    extra_format: Format | Literal[""] = ""
+    extra_page_size: int = 64
+    sink: str = ""
+    is_negative: bool = False
+
+
+# rows of 576 and of 512 columns, with and without a gap between pages, with a second cache
+SPARSE_FOR_HOPPER = (
+    SparseConfiguration(),
+    SparseConfiguration("fp16", "fp16", page_size=3, sink="mixed"),
+    SparseConfiguration(padded=True, with_lens=False, is_negative=True),
+    SparseConfiguration(extra_format="bf16", extra_page_size=2, padded=True, sink="finite"),
+    SparseConfiguration(row=(448, 64, 512), sink="mixed"),
+    SparseConfiguration(
+        "fp16", "fp16", (512, 0, 512), with_lens=False, extra_format="fp16", is_negative=True
+    ),
+    SparseConfiguration("fp8_block128", sink="finite"),
+    SparseConfiguration(
+        "fp8_block128", padded=True, extra_format="fp8_block128", extra_page_size=2, sink="mixed"
+    ),
+    SparseConfiguration("fp8_block64", row=(448, 64, 512), page_size=61, is_negative=True),
+    SparseConfiguration("fp8_token", page_size=16, extra_format="fp8_token", padded=True),
+    SparseConfiguration("fp8", "fp16", with_lens=False, sink="finite"),
+)
+SPARSE_FOR_ANY = (
+    *SPARSE_FOR_HOPPER,
+    SparseConfiguration("fp8_token", extra_format="bf16", page_size=16),
+)
+SPARSE_CONFIGURATIONS = {"hopper": SPARSE_FOR_HOPPER}
+LIST_EDGES = (1, 63, 64, 65, 127, 128, 129)
+
+
+def sparse_launch(draw: Draw, backend: str, device: str) -> SparseLaunch:
+    is_gpu = device != "cpu"
+    configuration = draw.choice(SPARSE_CONFIGURATIONS.get(backend, SPARSE_FOR_ANY))
+    tokens = draw.choice((1, 2, 7, 40, 150) if is_gpu else (1, 2, 3))
+    longest = min(2100, 12_000 // tokens) if is_gpu else 200
+    topk, extra_topk = (
+        draw.choice((draw.choice(LIST_EDGES), draw.integer(1, longest))) for _ in range(2)
+    )
+    kv_lora_rank, qk_rope_head_dim, v_width = configuration.row
+    sharpness = draw.choice((0.5, 1.5, 4.0))
+    return SparseLaunch(
+        seed=draw.integer(0, 2**31),
+        calls=draw.choice((1, 1, 1, 3)),
+        num_tokens=tokens,
+        topk=topk,
+        extra_topk=extra_topk,
+        with_lens=configuration.with_lens,
+        extra_with_lens=not configuration.with_lens,
+        num_splits=draw.choice((0, 0, 1, draw.integer(2, 9))),
+        num_pages=-(-draw.integer(10, 1500 if is_gpu else 150) // configuration.page_size),
+        heads=draw.choice((16, 64, 128, draw.integer(1, 140)) if is_gpu else (1, 5)),
+        kv_lora_rank=kv_lora_rank,
+        qk_rope_head_dim=qk_rope_head_dim,
+        v_width=v_width,
+        format=configuration.format,
+        dtype=configuration.dtype,
+        page_size=configuration.page_size,
+        num_layers=draw.integer(1, 2),
+        padded=configuration.padded,
+        extra_format=configuration.extra_format,
+        extra_page_size=configuration.extra_page_size,
+        sink=configuration.sink,
+        sharpness=-sharpness if configuration.is_negative else sharpness,
+        given_results=draw.flip(),
+    )
+
+
+@dataclass(frozen=True)
+class TopkConfiguration:
+    """Ranges with the same compile-time parameters of an `indexer_topk` kernel."""
+
+    columns: tuple[int, int]  # first, last
+    k: tuple[int, int]  # first, last
+    rows: tuple[int, ...]  # many are not split; few are
+    with_starts: bool = False
+    with_ends: bool = False
+    padded: bool = False
+    is_aligned: bool = True  # columns and k are multiples of ALIGNED, or none is
+
+
+ALIGNED = 16  # Triton compiles kernels for strides that are multiples of this
+# rows in registers, rows that are narrowed down, rows that are read again and again
+TOPK_CONFIGURATIONS = (
+    TopkConfiguration((2049, 4096), (16, 2048), (1, 40, 600), with_ends=True),
+    TopkConfiguration((4097, 8192), (2, 8192), (1, 300), with_starts=True, is_aligned=False),
+    TopkConfiguration((8193, 16384), (1639, 2048), (300, 600), with_ends=True),
+    TopkConfiguration((65537, 131072), (1639, 2048), (265, 280), with_starts=True, with_ends=True),
+    TopkConfiguration((69632, 131072), (1639, 2048), (1, 3, 8), with_ends=True, padded=True),
+    TopkConfiguration((16385, 32768), (2, 512), (265, 600), padded=True, is_aligned=False),
+    TopkConfiguration((24576, 28671), (2, 512), (1, 16), with_starts=True, is_aligned=False),
+    TopkConfiguration((8193, 16384), (8192, 8192), (1, 140), with_ends=True),
+    TopkConfiguration((16385, 32768), (4097, 8192), (265, 300)),
+    TopkConfiguration((16385, 32768), (8193, 9008), (1, 140), with_ends=True, is_aligned=False),
+)
+CPU_TOPK_CONFIGURATIONS = (
+    TopkConfiguration((48, 400), (16, 48), (5,), padded=True),
+    TopkConfiguration((50, 400), (2, 40), (5,), with_ends=True, is_aligned=False),
+    TopkConfiguration((50, 400), (2, 400), (5,), True, True, padded=True, is_aligned=False),
+)
+
+
+def topk_launch(draw: Draw, backend: str, device: str) -> IndexerTopkLaunch:
+    is_gpu = device != "cpu"
+    configuration = draw.choice(TOPK_CONFIGURATIONS if is_gpu else CPU_TOPK_CONFIGURATIONS)
+    is_aligned = configuration.is_aligned
+    return IndexerTopkLaunch(
+        seed=draw.integer(0, 2**31),
+        padded=configuration.padded,
+        calls=draw.choice((1, 1, 1, 3)),
+        num_tokens=draw.choice(configuration.rows),
+        num_columns=_width(draw, *configuration.columns, is_aligned=is_aligned),
+        k=_width(draw, *configuration.k, is_aligned=is_aligned),
+        kind=draw.choice((KINDS[0], *KINDS)),
+        with_starts=configuration.with_starts,
+        with_ends=configuration.with_ends,
+    )
+
+
+def _width(draw: Draw, first: int, last: int, *, is_aligned: bool) -> int:
+    """`last`, or less; a multiple of ALIGNED, or none."""
+    drawn = draw.choice((last, last, draw.integer(first, last)))
+    if is_aligned:
+        return max(drawn // ALIGNED * ALIGNED, -(-first // ALIGNED) * ALIGNED)
+    return drawn if drawn % ALIGNED else drawn - 1
+
+
+@dataclass(frozen=True)
+class SelectConfiguration:
+    """The compile-time parameters of the kernels of `indexer_select`, nearly."""
+
+    heads: int
+    format: Format
+    k: int
+    pages: int  # of the page table, per request
+    mask: str = "causal"
+
+
+SELECT_CONFIGURATIONS = (
+    SelectConfiguration(64, "fp8_token", 2048, 64),
+    SelectConfiguration(32, "bf16", 512, 128, "null"),
+    SelectConfiguration(64, "bf16", 2048, 256),
+    SelectConfiguration(64, "fp8_token", 2048, 1000, "null"),
+    SelectConfiguration(32, "fp8_token", 16, 300),
+)
+SELECT_PAGE = 64
+
+
+def select_launch(draw: Draw, backend: str, device: str) -> IndexerSelectLaunch:
+    is_gpu = device != "cpu"
+    configuration = draw.choice(SELECT_CONFIGURATIONS)
+    batch = draw.choice((1, 2, 3, 8) if is_gpu else CPU_BATCHES)
+    pages = configuration.pages if is_gpu else 30
+    longest = min((12_000 if is_gpu else CPU_KEYS) // batch, (pages - SPARE_COLUMNS) * SELECT_PAGE)
+    kv_lens = tuple(_length(draw, longest) for _ in range(batch))
+    q_lens = tuple(draw.choice((1, 1, 2, 5, 0)) for _ in range(batch))
+    if draw.flip() or not any(q_lens):
+        q_lens = (1,) * batch
+    if batch == 1 and draw.flip():
+        q_lens = (draw.integer(1, 100 if is_gpu else 9),)
+    return IndexerSelectLaunch(
+        seed=draw.integer(0, 2**31),
+        calls=draw.choice((1, 1, 1, 3)),
+        kv_lens=kv_lens,
+        q_lens=q_lens,
+        heads=configuration.heads,
+        k=configuration.k,
+        format=configuration.format,
+        dtype="e4m3" if configuration.format == "fp8_token" else "bf16",
+        page_size=SELECT_PAGE,
+        mask=configuration.mask,
+        block_tokens=draw.choice((0, 0, 1, 3, 40)),
+        # tables of one width: the kernel depends on it
+        spare_pages=pages - SPARE_COLUMNS - max(1, -(-max(kv_lens) // SELECT_PAGE)),
+    )
+
+
+Launcher: TypeAlias = Callable[
+    [Draw, str, str],
+    DecodeLaunch
+    | PrefillLaunch
+    | IndexerLaunch
+    | SparseLaunch
+    | IndexerSelectLaunch
+    | IndexerTopkLaunch,
+]
+LAUNCHES: dict[str, Launcher] = {
+    DecodeLaunch.op: decode_launch,
+    PrefillLaunch.op: prefill_launch,
+    IndexerLaunch.op: indexer_launch,
+    SparseLaunch.op: sparse_launch,
+    IndexerTopkLaunch.op: topk_launch,
+    IndexerSelectLaunch.op: select_launch,
+}

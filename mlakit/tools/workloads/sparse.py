@@ -1,0 +1,230 @@
+"""Cases of `sparse_mla`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import sqrt
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mlakit import reference
+from mlakit.dispatch.knobs import Backend
+from mlakit.formats import Format
+from mlakit.ops import ExtraRows, sparse_mla
+from mlakit.plan import EvenSplit
+from mlakit.tools.testing import NEVER_A_PAGE, assert_matches
+from mlakit.tools.workloads.case import (
+    Results,
+    Trial,
+    assert_given,
+    assert_logits_match,
+    weights_dtype,
+)
+from mlakit.tools.workloads.fp16_rows import block_scales, rounded_rows, rounds_rows
+from mlakit.tools.workloads.inputs import DTYPES, Inputs
+from mlakit.tools.workloads.paged import PagedCase, Pool
+
+
+@dataclass(frozen=True, eq=False)
+class Lists:
+    """One cache of a call and the listed rows; half of its rows are poison."""
+
+    pool: Pool
+    stored: Tensor  # [num_slots, width] float64, NaN where poison
+    rows: Tensor  # [tokens, topk]
+    lens: Tensor | None
+
+    @property
+    def on_cpu(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The arguments of the oracle."""
+        return self.stored, self.rows.cpu(), None if self.lens is None else self.lens.cpu()
+
+    def rounded(self, latent: int) -> Lists:
+        """With the stored rows as `fp16_rows` says; they have so many latent columns."""
+        scales = block_scales(
+            self.pool.payload(torch.arange(len(self.stored), device="cpu")), latent
+        )
+        return replace(self, stored=rounded_rows(self.stored, scales))
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class SparseCase(PagedCase):
+    """One call of `sparse_mla`. Lists have repeated, invalid and, past their length, poisoned rows.
+
+    topk           entries of a list; `with_lens` bounds each, `extra_with_lens` those of the extra
+    extra_format   of a second cache, "" for none, with pages of extra_page_size
+    q_rope_dtype   of a separate q_rope; "": q has all columns
+    q_scaled       pass a q_scale
+    sharpness      standard deviation of the scores of a head of average magnitude
+    sink           "", "finite" or "mixed" (with ±inf)
+    num_splits     an EvenSplit
+    given_results  pass out=, lse= and max_logits=
+    """
+
+    op = "sparse_mla"
+
+    num_pages: int = 4
+    num_tokens: int = 5
+    topk: int = 12
+    with_lens: bool = True
+    heads: int = 4
+    dtype: str = "bf16"
+    q_rope_dtype: str = ""
+    q_scaled: bool = False
+    sharpness: float = 2.0
+    sink: str = ""
+    extra_format: Format | Literal[""] = ""
+    extra_page_size: int = 4
+    extra_topk: int = 7
+    extra_with_lens: bool = True
+    num_splits: int = 0
+    given_results: bool = False
+
+    @property
+    def softmax_scale(self) -> float:
+        """Gives the scores a standard deviation of `sharpness`."""
+        return self.sharpness / sqrt(self.row.width)
+
+    def trial(self, device: torch.device | str) -> Trial:
+        inputs = Inputs(device, self.seed, padded=self.padded)
+        query, exact_q = self._query(inputs)
+        main = self._lists(inputs, "cache", self.format, self.page_size, self.topk, self.with_lens)
+        extra = None
+        if self.extra_format:
+            sizes = (self.extra_page_size, self.extra_topk, self.extra_with_lens)
+            extra = self._lists(inputs, "extra", self.extra_format, *sizes)
+        sink = inputs.sink(self.sink, self.heads)
+        given = self._given(inputs)
+
+        rounds: list[bool] = []  # the last is that of the results to check
+
+        def call(backend: Backend) -> Results:
+            second = None
+            if extra is not None:
+                pool = extra.pool
+                second = ExtraRows(pool.cache, extra.rows, extra.lens, pool.layer_index)
+            results = sparse_mla(
+                query["q"],
+                main.pool.cache,
+                main.rows,
+                softmax_scale=self.softmax_scale,
+                topk_lens=main.lens,
+                sink=sink,
+                extra=second,
+                layer=main.pool.layer_index,
+                plan=EvenSplit(self.num_splits) if self.num_splits else None,
+                backend=backend,
+                q_rope=query.get("q_rope"),
+                q_scale=query.get("q_scale"),
+                **given,
+            )
+            rounds.append(rounds_rows(inputs.device, backend, format=self.format, heads=self.heads))
+            return results
+
+        def check(results: Results) -> None:
+            for name, result in zip(("out", "lse", "max_logits"), results, strict=True):
+                assert_given(name, result, given.get(name))
+            on_cpu = None if sink is None else sink.cpu()
+            self._check(exact_q, main, extra, on_cpu, results, rounds=rounds[-1])
+
+        return Trial(inputs, call, check)
+
+    def _query(self, inputs: Inputs) -> tuple[dict[str, Tensor], Tensor]:
+        """The query arguments, and the same numbers float64 [tokens, heads, width]."""
+        values, row = inputs.queries(self.num_tokens, self.heads, self.row.width), self.row
+        if self.q_rope_dtype:
+            latent, rope = values.split([row.kv_lora_rank, row.qk_rope_head_dim], dim=-1)
+            query = {
+                "q": inputs.place("q", latent, self.dtype),
+                "q_rope": inputs.place("q_rope", rope, self.q_rope_dtype),
+            }
+        else:
+            query = {"q": inputs.place("q", values, self.dtype)}
+        exact = torch.cat([part.cpu().double() for part in query.values()], dim=-1)
+        if self.q_scaled:
+            q_scale = inputs.place("q_scale", inputs.uniform(0.5, 1.5, self.num_tokens))
+            query["q_scale"] = q_scale
+            exact = exact * q_scale.cpu().double()[:, None, None]
+        return query, exact
+
+    def _lists(
+        self, inputs: Inputs, name: str, format: Format, page_size: int, topk: int, with_lens: bool
+    ) -> Lists:
+        pool = self.pool(inputs, name, self.num_pages, format=format, page_size=page_size)
+        num_slots = pool.layer.num_slots
+        shuffled = torch.randperm(num_slots, generator=inputs.generator, device="cpu")
+        live, dead = shuffled[: -(-num_slots // 2)], shuffled[num_slots // 2 :]
+        stored = torch.full(
+            (num_slots, self.row.width), torch.nan, dtype=torch.float64, device="cpu"
+        )
+        values = inputs.normal(len(live), self.row.width)
+        stored[live] = pool.write(live, values, power_of_two=self.power_of_two)
+
+        shape = (self.num_tokens, topk)
+        rows = live[inputs.integers(0, len(live), *shape)]
+        invalid = [-1, -2, -num_slots, num_slots, num_slots + 5, NEVER_A_PAGE]
+        rows = torch.where(inputs.chance(0.2, *shape), inputs.any_of(invalid, *shape), rows)
+        lens = None
+        if with_lens:
+            lens = inputs.integers(0, topk + 1, self.num_tokens)
+            past = torch.arange(topk, device="cpu") >= lens[:, None]
+            poisoned = inputs.any_of(dead.tolist(), *shape)
+            rows = torch.where(past & inputs.chance(0.7, *shape), poisoned, rows)
+        dtype = torch.int64 if self.wide_indices else torch.int32
+        return Lists(
+            pool,
+            stored,
+            inputs.place(f"{name} rows", rows.to(dtype)),
+            None if lens is None else inputs.place(f"{name} topk_lens", lens.to(dtype)),
+        )
+
+    def _given(self, inputs: Inputs) -> dict[str, Tensor]:
+        if not self.given_results:
+            return {}
+        shape = (self.num_tokens, self.heads)
+        dtype = torch.bfloat16 if self.dtype == "e4m3" else DTYPES[self.dtype]
+        return {
+            "out": inputs.result("out", (*shape, self.row.v_width), dtype),
+            "lse": inputs.result("lse", shape, torch.float32),
+            "max_logits": inputs.result("max_logits", shape, torch.float32),
+        }
+
+    def _check(
+        self,
+        q: Tensor,
+        main: Lists,
+        extra: Lists | None,
+        sink: Tensor | None,
+        results: Results,
+        *,
+        rounds: bool,
+    ) -> None:
+        """rounds  `fp16_rows.rounds_rows`"""
+
+        def oracle(dtype: torch.dtype) -> Results:
+            lists = [main] if extra is None else [main, extra]
+            if rounds and dtype != torch.float64:
+                lists = [each.rounded(self.row.kv_lora_rank) for each in lists]
+            pool, rows, lens = lists[0].on_cpu
+            return reference.sparse_mla(
+                q,
+                pool,
+                rows,
+                softmax_scale=self.softmax_scale,
+                v_width=self.row.v_width,
+                topk_lens=lens,
+                sink=sink,
+                extra=None if extra is None else lists[1].on_cpu,
+                weights_dtype=weights_dtype(results[0], dtype),
+                dtype=dtype,
+            )
+
+        exact, naive = oracle(torch.float64), oracle(torch.float32)
+        assert_matches("out", results[0].cpu(), exact[0], naive[0])
+        pools = [main.stored] if extra is None else [main.stored, extra.stored]
+        longest = torch.cat(pools).norm(dim=-1).nan_to_num().amax()
+        largest = q.double().norm(dim=-1) * longest * self.softmax_scale
+        for i, name in ((1, "lse"), (2, "max_logits")):
+            assert_logits_match(name, results[i], exact[i], naive[i], largest)
