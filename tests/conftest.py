@@ -233,7 +233,7 @@ def no_replay() -> Iterator[None]:
 
     Nor is a call recorded that other tests would then replay as it was changed here.
     """
-    with knobs.override(replay=False):
+    with knobs.override(launch_cache=False):
         yield
 
 

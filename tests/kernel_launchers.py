@@ -24,7 +24,7 @@ def replace_launcher(
     for spec in specs:
         # the dictionary is where cached_property keeps the launcher
         monkeypatch.setitem(spec.__dict__, "launch", change(spec.launch))
-    monkeypatch.setenv(knobs.replay.variable, "0")
+    monkeypatch.setenv(knobs.launch_cache.variable, "0")
 
 
 def result_names(launch: Launcher) -> list[str]:

@@ -34,6 +34,7 @@ class Knob(Generic[T]):
     default: T
     parse: Callable[[str], T]
     meaning: str
+    old_variable: str = ""  # the environment variable that set it before; an error where it is set
 
     @cached_property
     def variable(self) -> str:
@@ -49,6 +50,8 @@ class Knob(Generic[T]):
         overrides = _OVERRIDES.get()
         if overrides is not None and self.name in overrides:
             return overrides[self.name]  # type: ignore[return-value]  # override() checked it
+        if self.old_variable and self.old_variable in os.environ:
+            raise ValueError(f"{self.old_variable} must not be set: it is {self.variable} now")
         # `in os.environ` encodes the name each time, a good part of the host cost of a call
         if self._key not in os.environ._data:  # type: ignore[attr-defined]
             return self.default
@@ -86,8 +89,10 @@ def _folder(text: str) -> str:
     return text
 
 
-def _knob(name: str, default: T, parse: Callable[[str], T], meaning: str) -> Knob[T]:
-    knob = Knob(name, default, parse, meaning)
+def _knob(
+    name: str, default: T, parse: Callable[[str], T], meaning: str, old_variable: str = ""
+) -> Knob[T]:
+    knob = Knob(name, default, parse, meaning, old_variable)
     REGISTRY[name] = knob  # type: ignore[assignment]  # a registry of knobs of every type
     return knob
 
@@ -104,11 +109,12 @@ backend: Knob[str] = _knob(
     _backend,
     f"Backend that backend='auto' stands for: {one_of(BACKENDS)}.",
 )
-replay = _knob(
-    "replay",
+launch_cache = _knob(
+    "launch_cache",
     True,
     _boolean,
-    "Replay the recorded launches of repeated calls on a GPU; 0 turns replay off.",
+    "Launch the recorded kernels of repeated calls on a GPU again; 0 turns that off.",
+    old_variable="MLAKIT_REPLAY",
 )
 workspace_mib = _knob(
     "workspace_mib",
@@ -125,20 +131,22 @@ peers = _knob(
 )
 
 
-def for_replay() -> tuple[str, bool]:
-    """(backend, may calls be replayed?), in one look: an op asks at every call."""
+def for_launch_cache() -> tuple[str, bool]:
+    """Return (backend, may calls be replayed?) in one look: an op asks at every call."""
     environment = os.environ._data  # type: ignore[attr-defined]
     if (
         _OVERRIDES.get() is None
         and backend._key not in environment
-        and replay._key not in environment
+        and launch_cache._key not in environment
+        and _OLD_KEY not in environment
         and check_values._key not in environment
     ):
-        return _FOR_REPLAY
-    return backend(), replay() and not check_values()
+        return _FOR_LAUNCH_CACHE
+    return backend(), launch_cache() and not check_values()
 
 
-_FOR_REPLAY = backend.default, replay.default and not check_values.default
+_FOR_LAUNCH_CACHE = backend.default, launch_cache.default and not check_values.default
+_OLD_KEY = os.environ.encodekey(launch_cache.old_variable)  # type: ignore[attr-defined]
 
 
 def peers_folder() -> Path:

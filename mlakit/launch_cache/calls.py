@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from mlakit.dispatch import knobs
+from mlakit.launch_cache import private
 from mlakit.launch_cache.counters import stats_of
-from mlakit.launch_cache.key import comparison_with, split, tensor_key
+from mlakit.launch_cache.key import split, tensor_key
 from mlakit.launch_cache.plain import has_plain_memory, is_plain
 
 if TYPE_CHECKING:  # it needs Triton, which is installed where a call is worth recording
@@ -71,7 +72,7 @@ class RecordedCalls:
 
     def call(self, arguments: Arguments, results: tuple[Tensor | None, ...]) -> Results:
         """The results of the op; `results` are the caller's, or None for new ones."""
-        backend, may_replay = knobs.for_replay()
+        backend, may_replay = knobs.for_launch_cache()
         tensors, rest = split(arguments + results)
         key: Key = (backend, torch.is_grad_enabled(), *rest)
         got = self._replay_recent(key, tensors) if may_replay else None
@@ -91,7 +92,7 @@ class RecordedCalls:
     ) -> Results | None:
         """As `call`, below torch's dispatcher; None if the values of a tensor are not in its
         memory."""
-        backend, may_replay = knobs.for_replay()
+        backend, may_replay = knobs.for_launch_cache()
         tensors, rest = split(arguments + results)
         key, tensors = _without_duplicates((backend, torch.is_grad_enabled(), *rest), tensors)
         if not all(map(has_plain_memory, tensors)):
@@ -109,9 +110,9 @@ class RecordedCalls:
         for is_alike, recording in recent:
             if (
                 is_alike(*tensors)
-                and torch._C._len_torch_dispatch_stack() == 0
-                and not torch._C._are_functorch_transforms_active()
-                and recording.device_index == _current_device()
+                and private.dispatch_modes() == 0
+                and not private.is_transformed()
+                and recording.device_index == private.current_device()
                 and not recording.has_launch_hooks()
                 and (got := recording.replay(tensors)) is not None
             ):
@@ -183,7 +184,7 @@ class RecordedCalls:
         if recording.has_launch_hooks():
             self._stats.refused["a launch hook of Triton is set"] += 1
             return self._run(arguments, results)
-        is_alike = comparison_with(tensors)
+        is_alike = private.comparison_with(tensors)
         if is_alike is not None:
             others = self._recent.get(key, ())[: MAX_RECENT - 1]
             _keep(self._recent, key, (Recent(is_alike, recording), *others))
@@ -212,8 +213,8 @@ def _why_not() -> str | None:
     """Why no call is replayed at present."""
     if is_intercepted():
         return "a dispatch mode of torch is active"
-    if not knobs.replay():
-        return f"{knobs.replay.variable} is off"
+    if not knobs.launch_cache():
+        return f"{knobs.launch_cache.variable} is off"
     return f"{knobs.check_values.variable} is on" if knobs.check_values() else None
 
 
@@ -229,7 +230,7 @@ def _why_not_now(tensors: Sequence[Tensor], device: torch.device) -> str | None:
 
 def is_intercepted() -> bool:
     """Whether a dispatch mode or a transform of torch.func sees every call."""
-    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._are_functorch_transforms_active()
+    return private.dispatch_modes() > 0 or private.is_transformed()
 
 
 def _is_meta(tensor: Tensor) -> bool:
@@ -244,11 +245,6 @@ def _is_capturing() -> bool:
 def _has_kernels(device: torch.device) -> bool:
     """Do kernels of Triton run there?"""
     return device.type == "cuda"
-
-
-def _current_device() -> int:
-    index: int = torch._C._cuda_getDevice()
-    return index
 
 
 def made_current(device: torch.device) -> AbstractContextManager[Any]:

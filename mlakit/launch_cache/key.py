@@ -1,7 +1,7 @@
 """The key of a call: all that decides which kernels it launches, and with which numbers.
 
-`split` takes arguments apart into tensors and the rest of the key. `tensor_key` and
-`comparison_with` describe the tensors.
+`split` takes arguments apart into tensors and the rest of the key. `tensor_key` describes the
+tensors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from operator import itemgetter
 from threading import Lock
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mlakit.cache import CacheLayer, KVShard
@@ -120,19 +119,3 @@ def tensor_key(tensors: Iterable[Tensor]) -> tuple[object, ...]:
             *(tensor.data_ptr() % ALIGNMENT, tensor.requires_grad),
         )
     return tuple(key)
-
-
-def comparison_with(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
-    """A function that compares as many other tensors with these: types, dtypes, devices, shapes,
-    strides, dispatch keys and need of gradients. None if unavailable.
-
-    torch.compile guards compiled code with it; torch makes no promise of it.
-    """
-    try:
-        guards = torch._C._dynamo.guards.TensorGuards(
-            *tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None
-        )
-        is_alike = guards.check(*tensors)
-    except (AttributeError, TypeError, SystemError):
-        return None
-    return guards.check if is_alike else None

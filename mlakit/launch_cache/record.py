@@ -20,8 +20,9 @@ from torch.utils.dlpack import from_dlpack
 
 from mlakit.cache import CacheLayer
 from mlakit.kernels import workspace
+from mlakit.launch_cache import private
 from mlakit.launch_cache.key import ALIGNMENT, getter
-from mlakit.launch_cache.launchers import Pointer, RecordedLaunch, has_launch_hooks
+from mlakit.launch_cache.launches import Pointer
 
 Results = tuple[Tensor, ...]
 FilledLaunch = tuple[Callable[..., None], tuple[Any, ...]]  # a launch function and its arguments
@@ -69,6 +70,14 @@ class LaunchTemplate:
         return self.function, (*self.before_stream, addresses[-1], *self.after_stream, *last)
 
 
+class RecordedLaunch(NamedTuple):
+    """A launch as it was recorded."""
+
+    kernel: Any  # compiled
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]  # in the kernel's order, constexprs included
+
+
 class LibraryCall(NamedTuple):
     """A call of torch over tensors of the recorded call."""
 
@@ -97,10 +106,10 @@ class Recording:
 
         None if their alignment differs; nothing was launched then.
         """
-        is_quick = not torch._C._get_deterministic_algorithms()
+        is_quick = not private.is_deterministic()
         allocate = self.quick_allocator if is_quick else self.allocate
         room = tensors + [allocate(*each) for each in self.new]
-        addresses = (*map(data_ptr, room), _current_stream(self.device_index))
+        addresses = (*map(data_ptr, room), private.current_stream(self.device_index))
         # the allocator hands out the same memory again and again: filled arguments are kept
         filled = self.filled.get(addresses)
         if filled is None:
@@ -118,23 +127,14 @@ class Recording:
         return self.results(room)
 
 
-def _current_stream(device_index: int) -> int:
-    stream: int = torch._C._cuda_getCurrentRawStream(device_index)
-    return stream
-
-
 def allocators(device: torch.device) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    """How to make tensors of a shape, strides and a dtype on `device`, and how to do so at less
-    cost on the current device.
-
-    Code compiled by torch allocates past its dispatcher, in half the time; but that memory is not
-    filled where `torch.utils.deterministic` asks for it.
-    """
+    """Return what makes tensors of a shape, strides and a dtype on `device`, and what does so at
+    less cost on the current device."""
 
     def allocate(shape: Any, strides: Any, dtype: torch.dtype) -> Tensor:
         return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
-    return allocate, getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", allocate)
+    return allocate, private.quick_allocator(device.type) or allocate
 
 
 def record(
@@ -265,7 +265,7 @@ class CallRecorder(TorchDispatchMode):
             device.index,
             *allocators(device),
             tuple(self._constants),
-            has_launch_hooks,
+            private.launch_hooks(),
         )
 
 
@@ -292,7 +292,8 @@ class Origins:
         self.new = tuple(new)
 
     def template(self, launch: RecordedLaunch) -> LaunchTemplate:
-        prepared = launch.prepare()
+        grid = (*launch.grid, 1, 1)[:3]
+        prepared = private.prepare_launch(launch.kernel, grid, launch.arguments)
         return LaunchTemplate(
             prepared.function,
             prepared.before_stream,

@@ -31,6 +31,7 @@ from mlakit.cache import CacheLayer, KVShard, PageTable
 from mlakit.dispatch.autocast import without_autocast
 from mlakit.formats import row_codec
 from mlakit.kernels.arguments import Splits, WrittenLayer
+from mlakit.launch_cache import private
 from mlakit.launch_cache.calls import RecordedCalls, is_intercepted
 from mlakit.model.geometry import RowShape
 from mlakit.model.masks import Mask
@@ -219,7 +220,7 @@ class Op:
             got = None if is_intercepted() else call(flat)
             if got is not None:
                 return self._bare(got)
-            with torch._C._AutoDispatchBelowAutograd():
+            with private.below_autograd():
                 return overload(*flat)
 
         def run_batched(*flat: Any) -> NoReturn:

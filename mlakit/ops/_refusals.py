@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 
 from mlakit.cache import CacheLayer
 from mlakit.dispatch.checks import UnsupportedError
+from mlakit.launch_cache import private
 from mlakit.launch_cache.plain import has_plain_memory
 
 
@@ -33,7 +34,7 @@ def refuse_grad(op: str, **arguments: Any) -> None:
 
 def refuse_tangents(op: str, **arguments: Any) -> None:
     """Refuse forward-mode derivatives, which torch.no_grad() leaves on."""
-    if not torch._C._is_fwd_grad_enabled():
+    if not private.is_forward_mode():
         return
     for name, part in _all_parts(arguments):
         if isinstance(part, Tensor) and _has_tangent(part):
@@ -44,7 +45,7 @@ def refuse_tangents(op: str, **arguments: Any) -> None:
 
 
 def _has_tangent(tensor: Tensor) -> bool:
-    if torch._C._functorch.is_batchedtensor(tensor):  # torch.vmap is refused later
+    if private.is_batched(tensor):  # torch.vmap is refused later
         return False
     return forward_ad.unpack_dual(tensor).tangent is not None
 
@@ -54,7 +55,7 @@ def refuse_vmap(op: str, **arguments: Any) -> NoReturn:
     names = [
         name
         for name, part in _all_parts(arguments)
-        if isinstance(part, Tensor) and torch._C._functorch.is_batchedtensor(part)
+        if isinstance(part, Tensor) and private.is_batched(part)
     ]
     raise UnsupportedError(
         f"{op}: {names[0]} must not be a batch of torch.vmap, for there is no batching rule; "
@@ -81,7 +82,7 @@ def refuse_memory(op: str, **arguments: Any) -> NoReturn:
     )
     raise UnsupportedError(
         f"{op}: {name} must have memory that a kernel can read, got a "
-        f"{type(part).__name__} with {torch._C._dispatch_keys(part)}"
+        f"{type(part).__name__} with {private.dispatch_keys(part)}"
     )
 
 

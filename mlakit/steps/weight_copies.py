@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from mlakit.dispatch.checks import E4M3
+from mlakit.launch_cache import private
 
 SAMPLE = 256
 GPU_INTERVAL = 16
@@ -148,7 +149,7 @@ class WeightCopies:
 
     def ensure_current(self) -> None:
         """Refresh the copies after counted writes; raise RuntimeError if others were found."""
-        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        if torch.compiler.is_compiling() or private.dispatch_modes():
             return
         if self._versions != self._current_versions():
             self.refresh()

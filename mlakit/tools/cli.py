@@ -290,7 +290,7 @@ def explain(
 ) -> None:
     """Show which backend and kernel run a call, and why the others do not. Needs no GPU.
 
-    On a GPU a repeated call replays its recorded launches. MLAKIT_REPLAY=0 turns replay off.
+    On a GPU a repeated call replays its recorded launches. MLAKIT_LAUNCH_CACHE=0 turns replay off.
     """
     from rich.console import Console
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mlakit.kernels import launch as launching
 from mlakit.kernels import workspace
-from mlakit.launch_cache import calls, key, launchers, record
+from mlakit.launch_cache import calls, key, private, record
 from mlakit.launch_cache.calls import RecordedCalls
 from mlakit.launch_cache.counters import OpStats
 
@@ -129,10 +129,10 @@ class Calls:
 @pytest.fixture
 def op(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Calls]:
     monkeypatch.setattr(calls, "_has_kernels", lambda device: True)
-    monkeypatch.setattr(calls, "_current_device", lambda: None)  # the index of every CPU device
+    monkeypatch.setattr(private, "current_device", lambda: None)  # the index of every CPU device
     monkeypatch.setattr(calls, "_is_capturing", lambda: False)
-    monkeypatch.setattr(record, "_current_stream", lambda device: 0)
-    monkeypatch.setattr(launchers, "BY_VERSION", {})  # `Multiply` has no launcher of Triton's
+    monkeypatch.setattr(private, "current_stream", lambda device: 0)
+    monkeypatch.setattr(private, "triton_version", lambda: "3.7")  # `Multiply` has no launcher in C
     for module in (key, record):
         monkeypatch.setattr(module, "ALIGNMENT", 64)  # as torch allocates in host memory
     return lambda body=four_times, num_arguments=3: Calls(body, num_arguments)

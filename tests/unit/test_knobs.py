@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 
 import pytest
+import torch
 
+from mlakit import merge_states
 from mlakit.dispatch import knobs
 
 
@@ -123,3 +125,14 @@ def test_a_wrong_override_is_refused_and_changes_nothing(values, error, message)
         pass
     assert knobs.workspace_mib() == 64
     assert knobs.backend() == "auto"
+
+
+def test_a_variable_that_has_another_name_now_is_an_error(monkeypatch):
+    monkeypatch.setenv("MLAKIT_REPLAY", "0")
+    message = "^MLAKIT_REPLAY must not be set: it is MLAKIT_LAUNCH_CACHE now$"
+    for asked in (knobs.launch_cache, knobs.for_launch_cache):
+        with pytest.raises(ValueError, match=message):
+            asked()
+    out, lse = torch.zeros(1, 1, 4), torch.zeros(1, 1)
+    with pytest.raises(ValueError, match=message):
+        merge_states([out], [lse])

@@ -25,5 +25,5 @@ def test_a_kernel_of_hopper_is_seen_where_only_portable_ones_are_expected(monkey
 
 @pytest.mark.usefixtures("no_replay")
 def test_nothing_is_replayed_or_recorded_where_a_test_asks_for_that():
-    _, may_replay = knobs.for_replay()
+    _, may_replay = knobs.for_launch_cache()
     assert not may_replay

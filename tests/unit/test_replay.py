@@ -19,7 +19,7 @@ from mlakit import PagedLatentCache
 from mlakit.cache import CacheLayer
 from mlakit.kernels import launch as launching
 from mlakit.kernels import workspace
-from mlakit.launch_cache import calls, key
+from mlakit.launch_cache import calls, key, private
 from mlakit.model.geometry import RowShape
 from mlakit.plan import DecodePlanTensors
 from mlakit.tools.workloads import CASES
@@ -327,7 +327,7 @@ def test_kernels_start_on_the_device_of_the_tensors(monkeypatch):
 
 def test_on_another_device_than_the_current_one_nothing_recent_is_replayed(op, monkeypatch):
     call = settled(op())
-    monkeypatch.setattr(calls, "_current_device", lambda: 1)
+    monkeypatch.setattr(private, "current_device", lambda: 1)
     monkeypatch.setattr(calls, "_has_kernels", lambda device: False)
     call(values())
     assert call.ran == 3
@@ -364,7 +364,7 @@ def test_other_alignment_is_not_the_recording_used_last(op):
 
 
 def test_without_help_of_torch_calls_are_known_all_the_same(op, monkeypatch):
-    monkeypatch.delattr(torch._C._dynamo.guards, "TensorGuards")
+    monkeypatch.setattr(private, "_TensorGuards", None)
     call = op()
     for turn in range(6):
         x = values(start=float(turn))

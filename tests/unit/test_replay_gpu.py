@@ -60,7 +60,7 @@ def queries(seed: int, heads: int = HEADS) -> Tensor:
 
 
 def in_full(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with knobs.override(replay=False):
+    with knobs.override(launch_cache=False):
         return function(*args, **kwargs)
 
 
@@ -77,7 +77,7 @@ def test_repeated_calls_are_replayed_and_counted(decode):
     stats = launch_cache.stats()["mla_decode"]
     assert stats.hits == 4
     assert stats.misses == 2
-    assert stats.refused == {"MLAKIT_REPLAY is off": 6}
+    assert stats.refused == {"MLAKIT_LAUNCH_CACHE is off": 6}
 
 
 def test_a_sink_that_is_a_view_of_q(decode):

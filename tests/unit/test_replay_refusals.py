@@ -151,7 +151,7 @@ def test_a_launch_hook_is_called_at_every_launch(op, monkeypatch):
     ("knob", "reason"),
     [
         ({"check_values": True}, "MLAKIT_CHECK_VALUES is on"),
-        ({"replay": False}, "MLAKIT_REPLAY is off"),
+        ({"launch_cache": False}, "MLAKIT_LAUNCH_CACHE is off"),
         ({"backend": "triton"}, None),
     ],
     ids=str,
@@ -167,7 +167,7 @@ def test_knobs_are_read_at_every_call(op, knob, reason):
 
 
 def test_the_environment_turns_replay_off(op, monkeypatch):
-    monkeypatch.setenv("MLAKIT_REPLAY", "0")
+    monkeypatch.setenv("MLAKIT_LAUNCH_CACHE", "0")
     call = op()
     for _ in range(5):
         call(values())

@@ -532,7 +532,7 @@ def test_a_graph_and_a_recorded_launch_follow_the_lengths(q_lens):
         kv_lens.copy_(torch.tensor(lens, dtype=torch.int32))
         out.fill_(torch.nan)
         graph.replay()
-        with knobs.override(replay=False):
+        with knobs.override(launch_cache=False):
             want = call()
         assert torch.equal(out, want)
         for _ in range(3):  # from the third call on of the recorded launch

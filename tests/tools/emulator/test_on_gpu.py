@@ -35,7 +35,7 @@ def few_sms(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let kernels on the GPU have as many CTAs as those of the emulator, and so the same splits."""
     shared = launch.SHARED_BYTES[HOPPER_ARCH]
     few = launch.Target(HOPPER_ARCH, NUM_SMS, shared)
-    with monkeypatch.context() as patch, knobs.override(replay=False):
+    with monkeypatch.context() as patch, knobs.override(launch_cache=False):
         patch.setattr(launch, "_target_of", lambda kind, index: few)
         yield
 

@@ -1,0 +1,193 @@
+"""Private interfaces of torch and of Triton: what a new version of them may break is here.
+
+torch's are looked up when this module is imported, and one that is missing is an error that names
+it; those that only make calls cheaper are None instead. Triton's belong to versions:
+`prepare_launch` knows the launch functions of 3.6 and 3.9, and calls a kernel's own launcher in any
+other version. A test calls each of them, and its name says which one a new version broke.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import lru_cache, reduce
+from operator import or_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mlakit.launch_cache.launches import (
+    Descriptors,
+    MovedDescriptor,
+    PreparedLaunch,
+    is_descriptor,
+    with_pointers,
+)
+
+
+def _of_torch(path: str, *, is_needed: bool = True) -> Any:
+    """Look up `torch.<path>`."""
+    found: Any = torch
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    if found is None and is_needed:
+        raise ImportError(f"mlakit needs torch.{path}, which torch {torch.__version__} lacks")
+    return found
+
+
+# of the dispatcher
+dispatch_modes: Callable[[], int] = _of_torch("_C._len_torch_dispatch_stack")  # how many are active
+is_transformed: Callable[[], bool] = _of_torch("_C._are_functorch_transforms_active")
+is_batched: Callable[[Tensor], bool] = _of_torch("_C._functorch.is_batchedtensor")
+is_forward_mode: Callable[[], bool] = _of_torch("_C._is_fwd_grad_enabled")
+below_autograd: Callable[[], Any] = _of_torch("_C._AutoDispatchBelowAutograd")
+dispatch_keys: Callable[[Tensor], Any] = _of_torch("_C._dispatch_keys")
+_Key = _of_torch("_C.DispatchKey")
+_KeySet = _of_torch("_C.DispatchKeySet")
+# of CUDA; builds without it lack them
+current_device: Callable[[], int] = _of_torch("_C._cuda_getDevice", is_needed=False)
+current_stream: Callable[[int], int] = _of_torch("_C._cuda_getCurrentRawStream", is_needed=False)
+is_deterministic: Callable[[], bool] = _of_torch("_C._get_deterministic_algorithms")
+# of code that torch compiles
+_TensorGuards = _of_torch("_C._dynamo.guards.TensorGuards", is_needed=False)
+
+
+@lru_cache(maxsize=16)
+def plain_keys(device_type: str) -> frozenset[int]:
+    """Return the dispatch keys of a tensor of `torch.empty`, out of inference mode and in it."""
+    name = device_type.upper()
+    if name not in ("CPU", "CUDA"):  # meta tensors have no memory; others have no kernels here
+        return frozenset()
+    inference = _key_set(getattr(_Key, name), getattr(_Key, f"Autocast{name}"))
+    usual = inference | _key_set(_Key.ADInplaceOrView, getattr(_Key, f"Autograd{name}"))
+    return frozenset((inference.raw_repr(), usual.raw_repr()))
+
+
+def _key_set(*keys: Any) -> Any:
+    return reduce(or_, map(_KeySet, keys))
+
+
+def comparison_with(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
+    """Return a function that compares as many other tensors with these, or None if unavailable.
+
+    It compares types, dtypes, devices, shapes, strides, dispatch keys and need of gradients, as
+    torch.compile guards compiled code.
+    """
+    try:
+        guards = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        is_alike = guards.check(*tensors)
+    except (AttributeError, TypeError, SystemError):
+        return None
+    return guards.check if is_alike else None
+
+
+def quick_allocator(device_type: str) -> Callable[..., Tensor] | None:
+    """Return what makes a tensor of a shape, strides and a dtype on the current device, or None.
+
+    Code compiled by torch allocates so, past its dispatcher, in half the time; but that memory is
+    not filled where `torch.utils.deterministic` asks for it.
+    """
+    found: Callable[..., Tensor] | None = _of_torch(
+        f"_C._dynamo.guards._empty_strided_{device_type}", is_needed=False
+    )
+    return found
+
+
+def launch_hooks() -> Callable[[], bool]:
+    """Return what says whether a profiler wants Triton to call it at each launch."""
+    import triton
+
+    runtime = triton.knobs.runtime
+    return lambda: bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
+
+
+def prepare_launch(
+    kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...]
+) -> PreparedLaunch:
+    """Prepare a compiled kernel's launch to be made again, past Triton's look at its arguments.
+
+    Triton's own launcher, which any version has, encodes every TMA descriptor at every launch:
+    kernel.run(x, y, z, stream, function, metadata, launch_metadata, hooks …, *arguments).
+    """
+    prepared = None if torch.version.hip else _prepare_compiled(kernel, grid, arguments)
+    if prepared is not None:
+        return prepared
+    marked = tuple(with_pointers(value, Descriptors) for value in arguments)
+    return PreparedLaunch(
+        kernel.run, grid, (kernel.function, kernel.packed_metadata, None, None, None), marked
+    )
+
+
+def _prepare_compiled(
+    kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...]
+) -> PreparedLaunch | None:
+    """Prepare a call of the launch function in C. None if this version's is not known, and for a
+    kernel that needs scratch, is instrumented, or has a launcher of another form."""
+    version, run = triton_version(), kernel.run
+    if version not in ("3.6", "3.9"):
+        return None
+    found = _unwrapped(run.launch)
+    if found is None or run.global_scratch_size or run.profile_scratch_size:
+        return None
+    function, encodings = found
+    expanded = _encoded(arguments, encodings)
+    start = kernel.function, run.launch_cooperative_grid, run.launch_pdl
+    scratch = None, None  # global and of a profile
+    hooks = None, None, None  # launch metadata, enter and exit hooks
+    if version == "3.6":  # a launch function for each kernel
+        after_stream = (*start, *scratch, kernel.packed_metadata, *hooks)
+        return PreparedLaunch(function, grid, after_stream, expanded)
+    if run.gsan_enabled:
+        return None
+    # one launch function for all kernels, which takes a description of the arguments' types
+    types = run.arg_annotations, run.kernel_signature
+    after_stream = (*start, kernel.packed_metadata, *hooks, *scratch, *types)
+    return PreparedLaunch(function, grid, after_stream, expanded, arguments_are_one=True)
+
+
+def triton_version() -> str:
+    """Return Triton's version as 3.6."""
+    import triton
+
+    return ".".join(triton.__version__.split(".")[:2])
+
+
+def _unwrapped(launch: Any) -> tuple[Callable[..., None], Sequence[Any]] | None:
+    """Return the function in C that a wrapper in Python calls, and how each descriptor is encoded.
+
+    None for a wrapper of another form, which a kernel has whose descriptors the hardware does not
+    read.
+    """
+    if inspect.isbuiltin(launch):
+        return launch, ()
+    wrapped = inspect.getclosurevars(launch).nonlocals
+    function, encodings = wrapped.get("launcher"), wrapped.get("tensordesc_meta") or [None]
+    if not inspect.isbuiltin(function) or None in encodings:
+        return None
+    return function, encodings
+
+
+def _encoded(arguments: Sequence[Any], encodings: Sequence[Any]) -> tuple[Any, ...]:
+    """Mark the pointers among arguments; a descriptor becomes its encoding, shape and strides."""
+    remaining = iter(encodings)
+
+    def descriptors(value: Any) -> Descriptors:
+        encoding = next(remaining)
+        return Descriptors(value, lambda moved: _encode(moved, encoding))
+
+    expanded: list[Any] = []
+    for value in arguments:
+        expanded.append(with_pointers(value, descriptors))
+        if is_descriptor(value):
+            expanded += (*value.shape, *value.strides)
+    return tuple(expanded)
+
+
+def _encode(moved: MovedDescriptor, encoding: Any) -> Any:
+    """Encode a descriptor for the hardware, once per address."""
+    # of one vendor, and only there where kernels with descriptors run
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    more = () if triton_version() == "3.6" else (None,)
+    return make_tensordesc_arg(moved, encoding, *more)[0]
