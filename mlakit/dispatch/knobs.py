@@ -146,7 +146,7 @@ def for_launch_cache() -> tuple[str, bool]:
 
 
 _FOR_LAUNCH_CACHE = backend.default, launch_cache.default and not check_values.default
-_OLD_KEY = os.environ.encodekey(launch_cache.old_variable)  # type: ignore[attr-defined]
+_OLD_KEY = os.environ.encodekey(launch_cache.old_variable)
 
 
 def peers_folder() -> Path:

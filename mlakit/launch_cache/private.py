@@ -103,7 +103,7 @@ def launch_hooks() -> Callable[[], bool]:
 
 
 def prepare_launch(
-    kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...]
+    kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...]
 ) -> PreparedLaunch:
     """Prepare a compiled kernel's launch to be made again, past Triton's look at its arguments.
 
@@ -120,7 +120,7 @@ def prepare_launch(
 
 
 def _prepare_compiled(
-    kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...]
+    kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...]
 ) -> PreparedLaunch | None:
     """Prepare a call of the launch function in C. None if this version's is not known, and for a
     kernel that needs scratch, is instrumented, or has a launcher of another form."""
@@ -136,8 +136,8 @@ def _prepare_compiled(
     scratch = None, None  # global and of a profile
     hooks = None, None, None  # launch metadata, enter and exit hooks
     if version == "3.6":  # a launch function for each kernel
-        after_stream = (*start, *scratch, kernel.packed_metadata, *hooks)
-        return PreparedLaunch(function, grid, after_stream, expanded)
+        rest = (*start, *scratch, kernel.packed_metadata, *hooks)
+        return PreparedLaunch(function, grid, rest, expanded)
     if run.gsan_enabled:
         return None
     # one launch function for all kernels, which takes a description of the arguments' types
