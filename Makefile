@@ -42,7 +42,7 @@ RECORD ?= .gpu-record
 FROM ?= .gpu-record
 
 .PHONY: demo quick test test-all venv lint types unit thorough emulate compile compile-all oldest oldest-torch docs
-.PHONY: test-gpu gpu-commit gpu-record
+.PHONY: test-gpu gpu-commit gpu-record house
 .PHONY: mutants transformers-versions slow-tests format clean test-vllm test-sglang
 .DEFAULT_GOAL := test
 
@@ -147,6 +147,10 @@ docs: $(DOCS_INSTALLED)
 mutants: $(INSTALLED)
 	$(BIN)/pytest $(PYTEST_JOBS) -k mutant
 	$(BIN)/pytest $(PYTEST_JOBS) --emulate -m emulated -k "mutant or seesaw" tests/tools/emulator
+
+# counts of what keeps the code base small: lines, arguments of kernels, fragments, long sentences
+house: $(INSTALLED)
+	$(BIN)/python scripts/house.py
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .

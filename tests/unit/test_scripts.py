@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gzip
 import importlib.util
 import json
@@ -72,6 +73,7 @@ def load(name):
 
 sm_clock = load("sm_clock")
 compare_ir = load("compare_ir")
+house = load("house")
 IR = """\
 #loc1 = loc("a.py":3:4)
 module {
@@ -205,3 +207,47 @@ def test_kernels_that_differ_are_listed(tmp_path, capsys):
     assert "decode on 90: kernel 1\n" in shown
     assert "1 checks, 2 kernels, 1 differ" in shown
     assert compare_ir.diff(tmp_path / "after", tmp_path / "after") == 0
+
+
+def test_sentences_of_a_page_are_told_from_code_and_tables():
+    page = """# Title
+
+One sentence. `Another` one
+that goes on.
+
+| a table. Not prose. |
+```python
+code = "A string. Another."
+```
+- An item
+- Two items. Of two sentences.
+"""
+    assert list(house.sentences(page)) == [
+        (3, "One sentence."),
+        (3, "`Another` one that goes on."),
+        (10, "- An item"),
+        (11, "- Two items."),
+        (11, "Of two sentences."),
+    ]
+
+
+def test_the_house_is_counted():
+    counts, places = house.survey()
+    assert counts["lines of mlakit/"] > counts["lines of mlakit/ without tools"] > 10_000
+    assert counts["words of prose in docs/ and README.md"] > 10_000
+    assert len(places) == 3
+
+
+def test_kernels_and_fragments_are_told_from_others():
+    source = """
+@gluon.jit
+def decode_kernel(a, b, *, C):
+    "Of a kernel."
+
+def launch_kernel(a):
+    "Start it."
+"""
+    tree = ast.parse(source)
+    assert [each.name for each in ast.walk(tree) if house.is_kernel(each)] == ["decode_kernel"]
+    texts = [text for _, text in house.documented(tree)]
+    assert [text for text in texts if text.startswith(house.FRAGMENTS)] == ["Of a kernel."]
