@@ -42,7 +42,7 @@ RECORD ?= .gpu-record
 FROM ?= .gpu-record
 
 .PHONY: demo quick test test-all venv lint types unit thorough emulate compile compile-all oldest oldest-torch docs
-.PHONY: test-gpu gpu-commit gpu-record house
+.PHONY: test-gpu gpu-commit gpu-record house figures
 .PHONY: mutants transformers-versions slow-tests format clean test-vllm test-sglang
 .DEFAULT_GOAL := test
 
@@ -147,6 +147,10 @@ docs: $(DOCS_INSTALLED)
 mutants: $(INSTALLED)
 	$(BIN)/pytest $(PYTEST_JOBS) -k mutant
 	$(BIN)/pytest $(PYTEST_JOBS) --emulate -m emulated -k "mutant or seesaw" tests/tools/emulator
+
+# the tables of docs/measured.md and README.md, from the reports in docs/data
+figures:
+	$(PYTHON) scripts/docs/figures.py
 
 # counts of what keeps the code base small: lines, arguments of kernels, fragments, long sentences
 house: $(INSTALLED)
