@@ -1,8 +1,8 @@
 """Writes the tables of figures into the pages, from the reports in docs/data: `make figures`.
 
 A page has a table between `<!-- figure: NAME -->` and `<!-- end -->`, where NAME is one of FIGURES.
-A table has a line for each workload, by the name that `mlakit bench --only` takes, and ends with its
-date, versions and command. `--check` says which pages are not as their data has them.
+A table has a line for each workload, by the name that `mlakit bench --only` takes, and ends with
+its date, versions and command. `--check` names the pages that are not as their data has them.
 """
 
 from __future__ import annotations
