@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -99,9 +100,15 @@ def test_shell_commands_exist():
             assert arguments in (["install", "."], *extras, torch)
 
 
-def test_support_table_is_that_of_the_command():
-    shown = README.partition("<!-- support -->\n")[2].partition("<!-- /support -->")[0]
-    assert shown == CliRunner().invoke(cli.app, ["support", "--markdown"]).output
+def test_the_kernels_of_sm_90_are_those_of_the_command():
+    rows = json.loads(CliRunner().invoke(cli.app, ["support", "--json"]).output)
+    on_gpus = [each for row in rows for each in row if not each["problem"].startswith("cpu")]
+    assert {each["chosen"] for each in on_gpus} == {"hopper", "triton"}
+    assert all("sm_90" in each["problem"] for each in on_gpus if each["chosen"] == "hopper")
+    hopper = {each["op"] for each in on_gpus if each["chosen"] == "hopper"}
+    (line,) = (line for line in README.splitlines() if line.startswith("| `hopper` | sm_90"))
+    assert hopper == set(re.findall(r"`([a-z_]+)`", line)) - {"hopper"}
+    assert len(hopper) == 4
 
 
 def test_links_lead_somewhere():
