@@ -10,11 +10,10 @@ calls        per op: finds the recording of a call, decides when to record (`Rec
 key          the key of a call
 plain        which tensors are plain
 record       runs a call with stand-ins for its tensors and notes each launch (`Recording`)
-launches     a launch with marked pointers, and TMA descriptors at other addresses
-private      the private interfaces of torch and Triton
 counters     how often calls were replayed, and why not
 
 Launchers take results and scratch from `kernels.workspace`, which tells a recording of them.
+`dispatch.private` has the private interfaces of torch and Triton that this needs.
 `MLAKIT_LAUNCH_CACHE=0` turns it off. `stats()` counts, per op, calls that were replayed, that ran
 in full because nothing was recorded yet, and that ran in full for a reason.
 """

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mlakit.dispatch import knobs
-from mlakit.launch_cache import private
+from mlakit.dispatch import knobs, private
 from mlakit.launch_cache.counters import stats_of
 from mlakit.launch_cache.key import split, tensor_key
 from mlakit.launch_cache.plain import has_plain_memory, is_plain

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import Parameter
 
-from mlakit.launch_cache import private
+from mlakit.dispatch import private
 
 PLAIN_TYPES = (Tensor, Parameter)
 

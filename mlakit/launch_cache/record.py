@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.dlpack import from_dlpack
 
 from mlakit.cache import CacheLayer
+from mlakit.dispatch import private
+from mlakit.dispatch.private import Pointer
 from mlakit.kernels import workspace
-from mlakit.launch_cache import private
 from mlakit.launch_cache.key import ALIGNMENT, getter
-from mlakit.launch_cache.launches import Pointer
 
 Results = tuple[Tensor, ...]
 FilledLaunch = tuple[Callable[..., None], tuple[Any, ...]]  # a launch function and its arguments

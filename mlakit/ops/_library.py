@@ -28,10 +28,10 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 from mlakit.cache import CacheLayer, KVShard, PageTable
+from mlakit.dispatch import private
 from mlakit.dispatch.autocast import without_autocast
 from mlakit.formats import row_codec
 from mlakit.kernels.arguments import Splits, WrittenLayer
-from mlakit.launch_cache import private
 from mlakit.launch_cache.calls import RecordedCalls, is_intercepted
 from mlakit.model.geometry import RowShape
 from mlakit.model.masks import Mask

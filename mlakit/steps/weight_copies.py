@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from mlakit.dispatch import private
 from mlakit.dispatch.checks import E4M3
-from mlakit.launch_cache import private
 
 SAMPLE = 256
 GPU_INTERVAL = 16
@@ -31,9 +32,15 @@ _FIRST_USES = count()  # the layers of a model then do not all compare in the sa
 
 
 def identity(tensor: Tensor | None) -> tuple[object, ...] | None:
-    """What changes when a tensor is replaced, or written to as far as torch counts it."""
+    """What changes when a tensor is replaced, or written to as far as torch counts it.
+
+    A tensor with a tangent has the memory of one without. Where there may be some, and in
+    transforms of torch.func, a tensor is always another one.
+    """
     if tensor is None:
         return None
+    if forward_ad._current_level >= 0 or private.is_transformed():
+        return (object(),)
     return tensor.data_ptr(), _version(tensor), tensor.dtype, tensor.device, tuple(tensor.shape)
 
 
@@ -149,7 +156,11 @@ class WeightCopies:
 
     def ensure_current(self) -> None:
         """Refresh the copies after counted writes; raise RuntimeError if others were found."""
-        if torch.compiler.is_compiling() or private.dispatch_modes():
+        if torch.compiler.is_compiling() or private.is_traced():
+            return
+        if private.is_transformed() and any(
+            private.is_batched(copy.source) for copy in self.copies
+        ):  # of torch.vmap, which the ops refuse by name
             return
         if self._versions != self._current_versions():
             self.refresh()

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from mlakit.dispatch import private
 from mlakit.kernels import launch as launching
 from mlakit.kernels import workspace
-from mlakit.launch_cache import calls, key, private, record
+from mlakit.launch_cache import calls, key, record
 from mlakit.launch_cache.calls import RecordedCalls
 from mlakit.launch_cache.counters import OpStats
 

@@ -26,7 +26,8 @@ PACKAGE = ROOT / "mlakit"
 # lowest first; a module imports strictly lower layers, and nothing on its own. A folder is one
 # layer, except for those in SPLIT, whose modules have layers of their own
 LAYERS = (
-    "_version dispatch.architectures dispatch.autocast dispatch.names dispatch.reprs",
+    "_version dispatch.architectures dispatch.autocast dispatch.names dispatch.private"
+    " dispatch.reprs",
     "dispatch.knobs",
     "dispatch.checks",
     "model",

@@ -11,9 +11,10 @@ import torch
 import triton
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
-from mlakit.launch_cache import launches, private
-from mlakit.launch_cache.launches import Pointer, PreparedLaunch
+from mlakit.dispatch import private
+from mlakit.dispatch.private import Pointer, PreparedLaunch
 
 ENCODE = "triton.backends.nvidia.driver.make_tensordesc_arg"
 
@@ -156,8 +157,8 @@ def test_an_instrumented_kernel_is_called_as_triton_calls_it(triton_version):
 
 
 def test_encoded_descriptors_are_bounded(monkeypatch):
-    monkeypatch.setattr(launches, "MAX_DESCRIPTORS", 3)
-    boxes = launches.Descriptors(Descriptor(torch.arange(8.0)))
+    monkeypatch.setattr(private, "MAX_DESCRIPTORS", 3)
+    boxes = private.Descriptors(Descriptor(torch.arange(8.0)))
     for address in range(10):
         assert boxes[address].data_ptr() == address
     assert len(boxes) <= 3
@@ -192,6 +193,15 @@ def test_dispatch_modes_are_counted():
     before = private.dispatch_modes()
     with FakeTensorMode():
         assert private.dispatch_modes() == before + 1
+
+
+def test_tracing_is_seen():
+    assert not private.is_traced()
+    with FakeTensorMode():
+        assert private.is_traced()
+    with FlopCounterMode(display=False):  # a mode whose tensors have values
+        assert private.dispatch_modes()
+        assert not private.is_traced()
 
 
 def test_transforms_batches_and_forward_mode_are_seen():

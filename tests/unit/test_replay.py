@@ -17,9 +17,10 @@ from torch import Tensor
 
 from mlakit import PagedLatentCache
 from mlakit.cache import CacheLayer
+from mlakit.dispatch import private
 from mlakit.kernels import launch as launching
 from mlakit.kernels import workspace
-from mlakit.launch_cache import calls, key, private
+from mlakit.launch_cache import calls, key
 from mlakit.model.geometry import RowShape
 from mlakit.plan import DecodePlanTensors
 from mlakit.tools.workloads import CASES

@@ -22,6 +22,7 @@ from mlakit.dispatch.checks import E4M3, FLOATS, INTEGERS, Dims, as_signed, valu
 from mlakit.dispatch.specs import Problem, device_facts
 from mlakit.model.masks import Mask
 from mlakit.ops import mla_prefill, quantize_fp8, scaled_mm_fp8
+from mlakit.ops._refusals import refuse_grad, refuse_results
 from mlakit.steps.weights import SCALE_UB
 
 GRANULARITIES = (64, 128)
@@ -74,6 +75,8 @@ def mla_prefill_branch_fp8(
     dims.writable("q", q)
     dims.match("output", output, "tokens", "heads", "v", dtypes=[q.dtype])
     dims.writable("output", output)
+    refuse_results(dims.op, q=q, output=output)
+    refuse_grad(dims.op, kv_b_proj=kv_b_proj, kv_b_proj_scale=kv_b_proj_scale)
     check_target(dims, target, q)
     _check_cache(dims, cache, q)
     rope = dims["rope"]

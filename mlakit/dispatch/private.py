@@ -9,21 +9,14 @@ other version. A test calls each of them, and its name says which one a new vers
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, reduce
 from operator import or_
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from mlakit.launch_cache.launches import (
-    Descriptors,
-    MovedDescriptor,
-    PreparedLaunch,
-    is_descriptor,
-    with_pointers,
-)
 
 
 def _of_torch(path: str, *, is_needed: bool = True) -> Any:
@@ -41,6 +34,8 @@ dispatch_modes: Callable[[], int] = _of_torch("_C._len_torch_dispatch_stack")  #
 is_transformed: Callable[[], bool] = _of_torch("_C._are_functorch_transforms_active")
 is_batched: Callable[[Tensor], bool] = _of_torch("_C._functorch.is_batchedtensor")
 is_forward_mode: Callable[[], bool] = _of_torch("_C._is_fwd_grad_enabled")
+_dispatch_mode: Callable[[Any], object] = _of_torch("_C._get_dispatch_mode")
+_ModeKey = _of_torch("_C._TorchDispatchModeKey")
 below_autograd: Callable[[], Any] = _of_torch("_C._AutoDispatchBelowAutograd")
 dispatch_keys: Callable[[Tensor], Any] = _of_torch("_C._dispatch_keys")
 _Key = _of_torch("_C.DispatchKey")
@@ -51,6 +46,14 @@ current_stream: Callable[[int], int] = _of_torch("_C._cuda_getCurrentRawStream",
 is_deterministic: Callable[[], bool] = _of_torch("_C._get_deterministic_algorithms")
 # of code that torch compiles
 _TensorGuards = _of_torch("_C._dynamo.guards.TensorGuards", is_needed=False)
+
+
+def is_traced() -> bool:
+    """Return whether operations give tensors without values, as under FakeTensorMode and make_fx."""
+    if not dispatch_modes():
+        return False
+    modes = map(_dispatch_mode, (_ModeKey.FAKE, _ModeKey.PROXY, _ModeKey.FUNCTIONAL))
+    return any(mode is not None for mode in modes)
 
 
 @lru_cache(maxsize=16)
@@ -92,6 +95,84 @@ def quick_allocator(device_type: str) -> Callable[..., Tensor] | None:
         f"_C._dynamo.guards._empty_strided_{device_type}", is_needed=False
     )
     return found
+
+
+MAX_DESCRIPTORS = 4096  # of 128 bytes: one per layer of a cache, and one per address of the queries
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """An argument that is an address; `encode[address]` is what the launch function takes for it,
+    None where it takes the address itself."""
+
+    tensor: Tensor
+    encode: Mapping[int, Any] | None = None
+
+
+@dataclass(frozen=True)
+class PreparedLaunch:
+    """`function(*before_stream, stream, *after_stream, *arguments)` makes the launch again.
+
+    Every `Pointer` among the arguments, also in tuples, is replaced by an address first, aligned
+    like the recorded one. With `arguments_are_one` the function takes them as one tuple.
+    """
+
+    function: Callable[..., None]
+    before_stream: tuple[Any, ...]
+    after_stream: tuple[Any, ...]
+    arguments: tuple[Any, ...]
+    arguments_are_one: bool = False
+
+
+def with_pointers(value: Any, encoder: Callable[[Any], Mapping[int, Any]]) -> Any:
+    """`value` with a `Pointer` for every address; `encoder` makes the mapping of a descriptor."""
+    if isinstance(value, Tensor):
+        return Pointer(value)
+    if isinstance(value, tuple):
+        return tuple(with_pointers(part, encoder) for part in value)
+    return Pointer(value.base, encoder(value)) if is_descriptor(value) else value
+
+
+def is_descriptor(value: Any) -> bool:
+    """Is it a TMA descriptor?"""
+    return hasattr(value, "block_shape")
+
+
+class MovedDescriptor:
+    """A descriptor's shape, strides and options at any address."""
+
+    __slots__ = ("address", "padding", "round_f32_to_tf32", "shape", "strides")
+
+    def __init__(self, descriptor: Any, address: int) -> None:
+        self.shape, self.strides = descriptor.shape, descriptor.strides
+        self.padding = descriptor.padding
+        self.round_f32_to_tf32 = getattr(descriptor, "round_f32_to_tf32", False)
+        self.address = address
+
+    @property
+    def base(self) -> MovedDescriptor:
+        """Itself: launchers ask a descriptor's tensor for its address only."""
+        return self
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+class Descriptors(dict[int, Any]):
+    """By address: moved descriptors, or what `encode` makes of them."""
+
+    def __init__(self, descriptor: Any, encode: Callable[[MovedDescriptor], Any] | None = None):
+        super().__init__()
+        # not the descriptor itself: it would keep its tensor alive
+        self._like = MovedDescriptor(descriptor, 0)
+        self._encode = encode
+
+    def __missing__(self, address: int) -> Any:
+        if len(self) >= MAX_DESCRIPTORS:
+            self.clear()
+        moved = MovedDescriptor(self._like, address)
+        self[address] = made = moved if self._encode is None else self._encode(moved)
+        return made
 
 
 def launch_hooks() -> Callable[[], bool]:
