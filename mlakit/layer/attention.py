@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from mlakit.branches import (
 )
 from mlakit.branches.side_stream import MAX_SIDE_TOKENS, SideStreams
 from mlakit.cache import PagedLatentCache, token_positions
-from mlakit.checks import Dims, values_visible
+from mlakit.checks import E4M3, FLOATS, Dims, values_visible
 from mlakit.formats import Format
 from mlakit.knobs import Backend
 from mlakit.layer.config import LayerConfig
@@ -439,10 +439,18 @@ class MLAAttention(nn.Module):
         self._prepared = PreparedWeights()  # releases the old memory
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        # torch would convert e4m3 codes to their values without scales, and integers to floats
+        for name, own in self.named_parameters():
+            given = state_dict.get(prefix + name)
+            if isinstance(given, Tensor):
+                dtypes = (E4M3,) if own.dtype == E4M3 else (*FLOATS, torch.float64)
+                Dims(NAME).dtype(name, given, *dtypes)
         # torch does not count writes to inference tensors
         self._prepared = PreparedWeights()
-        super()._load_from_state_dict(*args, **kwargs)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_prepared": PreparedWeights()}

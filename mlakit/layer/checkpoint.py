@@ -22,14 +22,13 @@ from mlakit.checks import E4M3, FLOATS, Dims
 from mlakit.layer.attention import MLAAttention
 from mlakit.layer.config import LayerConfig
 from mlakit.layer.indexer import KeyNorm
-from mlakit.layer.linear import Float32Linear, Linear, frozen
+from mlakit.layer.linear import SCALE, Float32Linear, frozen
 from mlakit.model_config import read_config
 from mlakit.weights import BLOCK
 
 NAME = "load_safetensors"
 MODEL_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-SCALE = "weight_scale_inv"
 ALWAYS_THERE = "kv_a_proj_with_mqa.weight"
 # angles that some old checkpoints store; they follow from the config
 UNUSED = ("rotary_emb.inv_freq",)
@@ -260,11 +259,12 @@ class _Reader:
         self._require_shape("weight", tuple(shape), "for this config")
         dtype = torch.float32 if isinstance(part, Float32Linear | KeyNorm) else self._dtype
         weight = self._read("weight", cut)
-        if weight.dtype == E4M3 and isinstance(part, Linear):
+        takes_fp8 = SCALE in part._parameters
+        if weight.dtype == E4M3 and takes_fp8:
             part.weight_scale_inv = self._put(self._scales(cut), torch.float32)
             dtype = E4M3
         else:
-            self._require_float("weight", weight, *([E4M3] if isinstance(part, Linear) else []))
+            self._require_float("weight", weight, *([E4M3] if takes_fp8 else []))
             if self._has(SCALE):
                 must = f"be there for float8_e4m3fn weights only, got one for {weight.dtype}"
                 raise ValueError(f"{NAME}: {self._prefix}{SCALE} must {must}")

@@ -7,9 +7,10 @@ from typing import TypeVar
 
 from torch import nn
 
-from mlakit.checks import E4M3, FLOATS
+from mlakit.checks import E4M3, FLOATS, Dims, UnsupportedError
 from mlakit.layer.attention import MLAAttention
 from mlakit.layer.config import LayerConfig
+from mlakit.layer.linear import SCALE, does_more_when_called
 
 Layer = TypeVar("Layer", bound=MLAAttention)
 
@@ -19,6 +20,7 @@ def layer_of(cls: type[Layer], module: nn.Module, max_positions: int | None) -> 
     if not hasattr(module, "kv_b_proj") or not hasattr(module, "config"):
         name = type(module).__name__
         raise TypeError(f"from_hf: module must be an MLA attention of transformers, got {name}")
+    _check_calls(module)
     config = _config_of(module)
     layer = cls(config, max_positions=max_positions, device="meta")
     given = dict(module.named_parameters())
@@ -28,6 +30,19 @@ def layer_of(cls: type[Layer], module: nn.Module, max_positions: int | None) -> 
     for name, parameter in given.items():
         _put(layer, name, parameter, type(module).__name__)
     return layer
+
+
+def _check_calls(module: nn.Module) -> None:
+    """What the module computes follows from its config and its parameters."""
+    for name, part in module.named_modules():
+        if does_more_when_called(part):
+            raise UnsupportedError(
+                f"from_hf: {name or 'module'} must have no forward hooks and no forward of its "
+                "own, because the layer takes its parameters and does not call it"
+            )
+        kind = type(part)
+        if issubclass(kind, nn.Linear) and kind is not nn.Linear and not hasattr(part, SCALE):
+            raise UnsupportedError(f"from_hf: {name} must be nn.Linear, got {kind.__name__}")
 
 
 def _config_of(module: nn.Module) -> LayerConfig:
@@ -62,9 +77,7 @@ def _put(layer: MLAAttention, name: str, parameter: nn.Parameter, source: str) -
     if known is not None and known.shape != parameter.shape:
         shapes = f"{tuple(known.shape)}, got {tuple(parameter.shape)}"
         raise ValueError(f"from_hf: {name} of {source} must have shape {shapes}")
-    if parameter.dtype not in (*FLOATS, E4M3):
-        raise TypeError(
-            f"from_hf: {name} of {source} must be bfloat16, float16, float32 or float8_e4m3fn, "
-            f"got {str(parameter.dtype).removeprefix('torch.')}"
-        )
+    takes_fp8 = own == "weight" and SCALE in owner._parameters
+    dtypes = (*FLOATS, E4M3) if takes_fp8 else FLOATS
+    Dims("from_hf").dtype(f"{name} of {source}", parameter, *dtypes)
     owner._parameters[own] = parameter

@@ -92,9 +92,7 @@ class LightningIndexer(nn.Module):
         self.wq_b = Linear(g.q_lora_rank, self.heads * width, **weights)
         self.wk = Linear(g.hidden_size, width, **weights)
         self.k_norm = KeyNorm(width, device=device)
-        self.weights_proj = Float32Linear(
-            g.hidden_size, self.heads, dtype=torch.float32, device=device
-        )
+        self.weights_proj = Float32Linear(g.hidden_size, self.heads, device=device)
         self._hadamard: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def allocate_index_cache(

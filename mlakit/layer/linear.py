@@ -14,6 +14,14 @@ from mlakit.knobs import Backend
 from mlakit.ops import quantize_fp8, scaled_mm_fp8
 from mlakit.weights import BLOCK
 
+SCALE = "weight_scale_inv"  # the parameter of the scales of an e4m3 weight
+# modules of transformers whose hooks and forwards place the shards of a weight or note results
+HARMLESS = (
+    "transformers.integrations.tensor_parallel",  # 5.15
+    "transformers.distributed.tensor_parallel",
+    "transformers.utils.output_capturing",
+)
+
 
 class Activations:
     """The input of several linear maps, quantised for those with FP8 weights at most once."""
@@ -125,7 +133,16 @@ class Linear(nn.Module):
 
 
 class Float32Linear(Linear):
-    """A linear map that computes in float32 and keeps its weight so, whatever the layer's dtype."""
+    """A linear map that computes in float32 and keeps its weight so, whatever the layer's dtype.
+
+    It has no place for a bias or for the scales of an e4m3 weight.
+    """
+
+    def __init__(self, inputs: int, outputs: int, *, device: torch.device | str | None) -> None:
+        super().__init__(inputs, outputs, dtype=torch.float32, device=device)
+        for name in ("bias", SCALE):
+            del self._parameters[name]
+            setattr(self, name, None)
 
     def forward(
         self, x: Tensor | Activations, backend: Backend = "auto", *, factor: float = 1.0
@@ -161,6 +178,17 @@ class RMSNorm(nn.Module):
     def extra_repr(self) -> str:
         """Width and ε."""
         return f"{len(self.weight)}, epsilon={self.epsilon}"
+
+
+def does_more_when_called(module: nn.Module) -> bool:
+    """Whether a module has hooks or a forward of its own, which a use of its parameters skips.
+
+    Those of `HARMLESS` do not count.
+    """
+    added = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    if "forward" in module.__dict__:
+        added.append(module.__dict__["forward"])
+    return any(getattr(each, "__module__", None) not in HARMLESS for each in added)
 
 
 def frozen(tensor: Tensor) -> nn.Parameter:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from mlakit.branches import LayerWeights
+from mlakit.checks import UnsupportedError
+from mlakit.layer.linear import does_more_when_called
 from mlakit.weight_copies import WeightCopies, WeightCopy, identity
 from mlakit.weights import UpProjection
 
@@ -28,6 +30,7 @@ class PreparedWeights:
 
     def of(self, layer: MLAAttention, device: torch.device) -> LayerWeights:
         """The weights, made again after any of them changed. A graph makes them of its inputs."""
+        _check_uncalled(layer)
         if torch.compiler.is_compiling():
             return self._make(layer, device)[0]
         linear, norm = layer.kv_b_proj, layer.kv_a_layernorm
@@ -71,3 +74,15 @@ class PreparedWeights:
             rope=c.geometry.rope,
         )
         return made, copy
+
+
+def _check_uncalled(layer: MLAAttention) -> None:
+    """The ops take the weights of these modules: what else a call of them computes is left out."""
+    for name in ("kv_b_proj", "kv_a_layernorm"):
+        if does_more_when_called(getattr(layer, name)):
+            raise UnsupportedError(
+                f"MLAAttention: {name} must have no forward hooks and no forward of its own, "
+                "because the layer takes its weight and does not call it"
+            )
+    if layer.kv_b_proj.bias is not None:
+        raise UnsupportedError("MLAAttention: kv_b_proj must have no bias")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mlakit import MLAAttention
-from mlakit.testing import assert_same_bits
+from mlakit.testing import assert_same_bits, assert_unchanged, snapshot
 from tests.layer.checkpoints import (
     INDEX,
     SMALL,
@@ -255,6 +255,48 @@ def test_scales_must_be_floats(tmp_path, dtype):
     name = str(dtype).removeprefix("torch.")
     with pytest.raises(TypeError, match=rf"q_b_proj\.weight_scale_inv must be .*, got {name}"):
         MLAAttention.load_safetensors(tmp_path, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("bias", torch.ones(8)), ("weight_scale_inv", torch.ones(1, 2))],
+    ids=["bias", "scale"],
+)
+def test_the_indexers_weights_have_no_bias_and_no_scales(tmp_path, name, value):
+    """`weights_proj` multiplies in float32: it would leave them out."""
+    stored = tensors(SPARSE) | {f"indexer.weights_proj.{name}": value}
+    if name != "bias":
+        weight = stored["indexer.weights_proj.weight"]
+        stored["indexer.weights_proj.weight"] = weight.to(torch.float8_e4m3fn)
+    write_checkpoint(tmp_path, SPARSE, {0: stored})
+    with pytest.raises(ValueError, match=rf"no MLA layer has: indexer\.weights_proj\.{name}$"):
+        MLAAttention.load_safetensors(tmp_path, 0)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize(
+    ("is_fp8", "name", "dtype", "must"),
+    [
+        (True, "kv_b_proj.weight_scale_inv", torch.uint8, "float64"),
+        (True, "kv_b_proj.weight_scale_inv", torch.int32, "float64"),
+        (True, "q_b_proj.weight", torch.bfloat16, "float8_e4m3fn"),
+        (False, "q_b_proj.weight", torch.float8_e4m3fn, "float64"),
+        (False, "kv_a_layernorm.weight", torch.int32, "float64"),
+    ],
+    ids=str,
+)
+def test_load_state_dict_converts_no_codes(is_fp8, name, dtype, must, assign):
+    """Torch would: the byte 127 to 127, and e4m3 codes to their values without scales."""
+    layer = MLAAttention(SMALL, is_fp8=is_fp8, dtype=torch.bfloat16)
+    before = snapshot(**dict(layer.named_parameters()))
+    stored = quantised(tensors(SMALL)) if is_fp8 else tensors(SMALL)
+    stored[name] = torch.full(stored[name].shape, 127).to(dtype)
+    got = str(dtype).removeprefix("torch.")
+    with pytest.raises(TypeError, match=f"^MLAAttention: {name} must be .*{must}, got {got}$"):
+        torch.nn.ModuleDict({"attention": layer}).load_state_dict(
+            {f"attention.{key}": each for key, each in stored.items()}, assign=assign
+        )
+    assert_unchanged(before)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])

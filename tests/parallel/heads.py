@@ -64,9 +64,12 @@ def check_model(group: dist.ProcessGroup, model_type: str, fields: dict[str, Any
 
 
 def check_loaded_model(group: dist.ProcessGroup, folder: str) -> None:
-    """`from_pretrained` shards the heads by the plan; the logits are those of one process."""
+    """`from_pretrained` shards the heads by the plan; the logits are those of one process, also
+    those of a patched model."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
+
+    from mlakit.integrations.transformers import patch
 
     plan = tensor_parallel_plan(AutoConfig.from_pretrained(folder))
     eager = {"attn_implementation": "eager"}
@@ -77,6 +80,8 @@ def check_loaded_model(group: dist.ProcessGroup, folder: str) -> None:
     check_sharded(model, group)
     want = logits(whole)
     assert float(want.std()) > 0.01
+    torch.testing.assert_close(logits(model), want, rtol=1e-4, atol=1e-5)
+    patch(model)
     torch.testing.assert_close(logits(model), want, rtol=1e-4, atol=1e-5)
 
 

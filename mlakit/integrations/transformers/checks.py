@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from mlakit import UnsupportedError
 from mlakit.checks import FLOATS
 from mlakit.formats import FLOAT_FORMATS, known_format
+from mlakit.layer.linear import does_more_when_called
 
 NAME = "mlakit"  # of the attention function
 PAGED_NAME = f"paged|{NAME}"
@@ -125,7 +126,7 @@ def kv_b_proj(module: nn.Module) -> Tensor:
         raise UnsupportedError(f"mlakit: kv_b_proj must be nn.Linear, got {type(linear).__name__}")
     if linear.bias is not None:
         raise UnsupportedError("mlakit: kv_b_proj must have no bias")
-    if linear._forward_hooks or linear._forward_pre_hooks or "forward" in linear.__dict__:
+    if does_more_when_called(linear):
         raise UnsupportedError(
             "mlakit: kv_b_proj must have no forward hooks and no forward of its own, because the "
             "attention multiplies by its weight and does not call it; remove them, or call unpatch"
