@@ -16,6 +16,7 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from mlakit import knobs
 
@@ -36,6 +37,28 @@ def values_visible(tensor: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return False
     return tensor.device.type == "cpu" or (tensor.device.type != "meta" and knobs.check_values())
+
+
+def refuse_gradient(op: str, name: str, tensor: Tensor) -> None:
+    """There is no backward: a graph would end here silently."""
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        raise UnsupportedError(
+            f"{op}: {name} must not require grad, for there is no backward; "
+            "call it under torch.no_grad() or torch.inference_mode()"
+        )
+
+
+def refuse_tangent(op: str, name: str, tensor: Tensor) -> None:
+    """There is no forward-mode derivative, which torch.no_grad() leaves on."""
+    if forward_ad._current_level < 0 or not torch._C._is_fwd_grad_enabled():
+        return
+    if torch._C._functorch.is_batchedtensor(tensor):  # torch.vmap is refused later
+        return
+    if forward_ad.unpack_dual(tensor).tangent is not None:
+        raise UnsupportedError(
+            f"{op}: {name} must not have a tangent, for there is no forward-mode derivative; "
+            "call it outside of torch.func.jvp, torch.func.jacfwd and dual_level()"
+        )
 
 
 def as_signed(tensor: Tensor) -> Tensor:

@@ -36,10 +36,10 @@ from math import ceil
 from typing import Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mlakit.autocast import without_autocast
-from mlakit.checks import E4M3, Dims
+from mlakit.checks import E4M3, FLOATS, Dims, values_visible
 from mlakit.e4m3 import dequantise_e4m3, widen_e4m3
 from mlakit.geometry import RowShape
 
@@ -229,12 +229,9 @@ class RowCodec(ABC):
             if isinstance(scale, Tensor) or scale != 1.0:
                 dims.fail("tensor_scale", "be left at 1.0 (the format has no tensor scale)", scale)
             return None
+        scale = check_scale(dims, "tensor_scale", scale)
         if isinstance(scale, Tensor):
-            if scale.numel() != 1:
-                dims.fail("tensor_scale", "have one element", f"shape {tuple(scale.shape)}")
             return scale.detach().to(device, torch.float32).reshape(())
-        usable = SMALLEST_SCALE <= scale <= LARGEST_SCALE
-        dims.require(usable, "tensor_scale", "be finite and positive in float32", scale)
         return torch.full((), scale, dtype=torch.float32, device=device)
 
     def _check_scales(self, dims: Dims, payload: Tensor, scales: Tensor | None) -> None:
@@ -247,6 +244,25 @@ class RowCodec(ABC):
         expected = (*payload.shape[:-1], self.scale_elements)
         if scales.shape != expected:
             dims.fail("scales", f"have shape {expected}", tuple(scales.shape))
+
+
+def check_scale(dims: Dims, arg: str, scale: float | Tensor) -> float | Tensor:
+    """The scale of a whole tensor: a number, or a tensor of one element.
+
+    It must be positive and a normal float32. The value of a tensor is checked where the host may
+    read it; a fake tensor has none.
+    """
+    value: object = scale
+    if isinstance(scale, Tensor):
+        dims.dtype(arg, scale, *FLOATS, torch.float64)
+        dims.require(scale.numel() == 1, arg, "have one element", f"shape {tuple(scale.shape)}")
+        if type(scale) not in (Tensor, nn.Parameter) or not values_visible(scale):
+            return scale
+        value = scale.item()
+    number = dims.finite(arg, value)
+    usable = SMALLEST_SCALE <= number <= LARGEST_SCALE
+    dims.require(usable, arg, "be positive and a normal float32", value)
+    return scale if isinstance(scale, Tensor) else number
 
 
 def _last_axis(dims: Dims, arg: str, tensor: Tensor, size: int) -> None:

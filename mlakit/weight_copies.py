@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from mlakit.checks import E4M3
 
@@ -30,9 +31,15 @@ _FIRST_USES = count()  # the layers of a model then do not all compare in the sa
 
 
 def identity(tensor: Tensor | None) -> tuple[object, ...] | None:
-    """What changes when a tensor is replaced, or written to as far as torch counts it."""
+    """What changes when a tensor is replaced, or written to as far as torch counts it.
+
+    A tensor with a tangent has the memory of one without. Where there may be some, and in
+    transforms of torch.func, a tensor is always another one.
+    """
     if tensor is None:
         return None
+    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+        return (object(),)
     return tensor.data_ptr(), _version(tensor), tensor.dtype, tensor.device, tuple(tensor.shape)
 
 
@@ -148,7 +155,11 @@ class WeightCopies:
 
     def ensure_current(self) -> None:
         """Refresh the copies after counted writes; raise RuntimeError if others were found."""
-        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        if torch.compiler.is_compiling() or _is_traced():
+            return
+        if torch._C._are_functorch_transforms_active() and any(
+            torch._C._functorch.is_batchedtensor(copy.source) for copy in self.copies
+        ):  # of torch.vmap, which the ops refuse by name
             return
         if self._versions != self._current_versions():
             self.refresh()
@@ -189,6 +200,15 @@ class WeightCopies:
             host.copy_(found, non_blocking=True)
             event = torch.cuda.current_stream(self._device).record_event()
             self._comparison = _Comparison(host, event)
+
+
+def _is_traced() -> bool:
+    """Whether operations give tensors without values, as those of FakeTensorMode and make_fx."""
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    keys = torch._C._TorchDispatchModeKey
+    modes = map(torch._C._get_dispatch_mode, (keys.FAKE, keys.PROXY, keys.FUNCTIONAL))
+    return any(mode is not None for mode in modes)
 
 
 def _is_capturing(device: torch.device) -> bool:

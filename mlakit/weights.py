@@ -30,6 +30,7 @@ from mlakit.geometry import MLAGeometry
 from mlakit.kernels.cpu.matmul import multiplies_bf16
 from mlakit.knobs import Backend
 from mlakit.ops import batched_matmul, quantize_fp8, scaled_mm_fp8
+from mlakit.ops._refusals import refuse_grad
 from mlakit.reprs import shapes_repr
 from mlakit.specs import Problem, device_facts
 from mlakit.weight_copies import WeightCopies, WeightCopy
@@ -66,6 +67,7 @@ class HeadMatrices:
             weight = self.weight
             if self.float32 is not None and _on_cpu_kernels(x, backend):
                 assert self.copies is not None
+                refuse_grad("UpProjection", kv_b_proj=self.weight)  # the copy has no derivative
                 self.copies.ensure_current()
                 by_head, weight = by_head.float(), self.float32
             batched_matmul(by_head, weight, out=out_by_head, backend=backend)

@@ -21,7 +21,7 @@ from mlakit.ops._checks import (
     check_result,
     check_seen_rows,
 )
-from mlakit.ops._refusals import refuse_grad
+from mlakit.ops._refusals import refuse_grad, refuse_results
 from mlakit.ops.norm_rope_quant import check_angles
 from mlakit.specs import Problem, device_facts
 from mlakit.weights import UpProjection
@@ -67,6 +67,7 @@ def check_step(
         q=q,
         kv=kv,
         kv_b_proj=weights.up.kv_b_proj.weight,
+        kv_b_proj_scale=weights.up.kv_b_proj.scale,
         gamma=weights.gamma,
         freqs=weights.freqs,
         cache=layer,
@@ -79,8 +80,14 @@ def check_step(
 
 def check_out(dims: Dims, out: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The caller's result [tokens, heads, D_V], checked; or a new one."""
-    refuse_grad(dims.op, out=out)
+    refuse_results(dims.op, out=out)
     return check_result(dims, "out", out, "tokens", "heads", "D_V", dtype=dtype)
+
+
+def check_overwritten(dims: Dims, q: Tensor) -> None:
+    """The rope columns of q are rotated in place."""
+    dims.not_overlapping("q", q)
+    refuse_results(dims.op, q=q)
 
 
 def check_attention(
@@ -95,7 +102,8 @@ def check_attention(
     dims.instance("up", up, UpProjection)
     dims.instance("batch", batch, CachedBatch)
     layer = _check_queries(dims, q, up, batch)
-    refuse_grad(dims.op, q=q, kv_b_proj=up.kv_b_proj.weight)
+    matrix = up.kv_b_proj
+    refuse_grad(dims.op, q=q, kv_b_proj=matrix.weight, kv_b_proj_scale=matrix.scale)
     return _check_lengths(dims, batch, layer, mask, shard, is_padded=True)
 
 

@@ -16,6 +16,7 @@ from mlakit.branches.checks import (
     StepLengths,
     check_attention,
     check_out,
+    check_overwritten,
     check_plan_lengths,
     check_step,
     product_ops,
@@ -72,6 +73,7 @@ def prefill_branch(
     dims = Dims("prefill_branch")
     check_mask(dims.op, mask)
     lengths = check_step(dims, q, kv, weights, batch, mask)
+    check_overwritten(dims, q)
     plan = _context_plan(dims, batch, plan, max_context_rows, lengths)
     room = dims.integer("max_workspace_bytes", max_workspace_bytes, 1)
     out = check_out(dims, out, q.dtype)

@@ -24,7 +24,7 @@ from mlakit.knobs import Backend
 from mlakit.masks import CAUSAL, Mask
 from mlakit.ops import indexer_select, norm_rope_quant_append, sparse_mla
 from mlakit.ops._checks import check_layer, check_result, check_seen_rows
-from mlakit.ops._refusals import refuse_grad
+from mlakit.ops._refusals import refuse_grad, refuse_results
 from mlakit.ops.indexer import logits_problem, table_capacity
 from mlakit.ops.indexer_select import MAX_SCORE_BYTES, aligned_columns
 from mlakit.plan import EvenSplit
@@ -93,6 +93,7 @@ def sparse_step(
     keys = check_index(dims, index, batch, lengths, max_kv_len, max_score_bytes)
     dims.bind("k", dims.integer("k", k, 1), "k")
     if rows is not None:
+        refuse_results(dims.op, rows=rows)
         rows = check_result(dims, "rows", rows, "tokens", "k", dtype=torch.int32)
     out = check_out(dims, out, q.dtype)
     select_kernels((*product_ops(weights), "sparse_mla"), q, weights, batch, CAUSAL, backend)
@@ -207,8 +208,11 @@ def select_index_kernels(
     backend: Backend,
     mask: Mask = CAUSAL,
 ) -> None:
-    """Select the kernel of the scores, so that an unsupported step fails before a write."""
-    if torch.compiler.is_compiling():
+    """Select the kernel of the scores, so that an unsupported step fails before a write.
+
+    Not where tensors have no addresses: under torch.compile and in transforms of torch.func.
+    """
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return
     problem = logits_problem(index.q, keys, batch.page_table, mask)
     dispatch.select("indexer_logits", problem, backend)

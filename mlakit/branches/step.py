@@ -13,6 +13,7 @@ from mlakit.branches.batch import CachedBatch, LayerWeights
 from mlakit.branches.checks import (
     StepLengths,
     check_out,
+    check_overwritten,
     check_plan_lengths,
     check_step,
     select_kernels,
@@ -109,6 +110,8 @@ def mla_step(
         check_absorbed_attention(
             *(dims, q, batch, lengths, None, None, CAUSAL, decode_plan), plan_name="decode_plan"
         )
+    if overwrite_q and plan.prefill:
+        check_overwritten(dims, q)
     out = check_out(dims, out, q.dtype)
     if not plan.prefill:
         return decode_branch(q, kv, weights, batch, plan=decode_plan, out=out, backend=backend)
@@ -128,7 +131,7 @@ def mla_step(
         out,
         own,
         lambda q, kv, out: prefill_branch(
-            q if overwrite_q or is_copied else q.clone(),
+            q if overwrite_q or is_copied else q.clone(memory_format=torch.contiguous_format),
             kv,
             weights,
             prefilling,
@@ -153,7 +156,7 @@ def _into(
     if isinstance(own, slice):
         branch(q[own], kv[own], out[own])
     else:
-        out.index_copy_(0, own, branch(q[own], kv[own], None))
+        out.index_copy_(0, own, branch(q.index_select(0, own), kv.index_select(0, own), None))
 
 
 def _step_plan(

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.autograd import forward_ad
 
 from mlakit.cache.layer_views import CacheTensors, LayerViews, can_cache_views
 from mlakit.cache.layouts import (
@@ -34,13 +35,12 @@ from mlakit.cache.slot_checks import (
     check_slots,
     check_slots_unique,
 )
-from mlakit.checks import FLOATS, Dims, values_visible
+from mlakit.checks import FLOATS, Dims, refuse_gradient, refuse_tangent, values_visible
 from mlakit.formats import (
-    LARGEST_SCALE,
-    SMALLEST_SCALE,
     Format,
     PageFooterCodec,
     RowCodec,
+    check_scale,
     known_format,
     row_codec,
 )
@@ -141,6 +141,9 @@ class CacheLayer(CacheTensors):
         self.check_writable(dims, "the layer")
         check_slots(dims, slots, self.payload, self.num_slots)
         check_rows_for_slots(dims, slots, rows, self.codec.row.width)
+        refuse_gradient(dims.op, "rows", rows)
+        if not torch.compiler.is_compiling():
+            refuse_tangent(dims.op, "rows", rows)
         if slots.numel() == 0:
             return
         visible = values_visible(slots)
@@ -256,9 +259,10 @@ class PagedLatentCache(CacheTensors):
         """The cached view of a layer: the same object as long as the pool's memory is the same.
 
         None if there is no such layer and if views cannot be cached: tensors that require grad or
-        have no memory of their own, and while torch.compile traces.
+        have no memory of their own, while torch.compile traces and where tensors have tangents.
         """
-        if torch.compiler.is_compiling():  # a traced tensor belongs to one graph
+        # a traced tensor belongs to one graph, and a cached view has no tangent
+        if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
             return None
         views: LayerViews[CacheLayer] | None = self.__dict__.get("_views")
         if views is None or not views.is_current(self):
@@ -478,26 +482,11 @@ def _row_shape(dims: Dims, geometry: MLAGeometry | RowShape) -> RowShape:
 
 
 def _checked_tensor_scale(dims: Dims, codec: RowCodec, scale: float | Tensor) -> float | Tensor:
-    """Check a scale; the value of a tensor only where the host may read it."""
     if not codec.has_tensor_scale:
         unit = not isinstance(scale, Tensor) and scale == 1.0
         dims.require(unit, "tensor_scale", f"be left at 1.0 for format {codec.name}", scale)
         return 1.0
-    if isinstance(scale, Tensor):
-        shape = tuple(scale.shape)
-        dims.require(scale.numel() == 1, "tensor_scale", "have one element", f"shape {shape}")
-        # a fake tensor has no value
-        if type(scale) in (Tensor, nn.Parameter) and values_visible(scale):
-            _usable_scale(dims, scale.item())
-        return scale
-    return _usable_scale(dims, scale)
-
-
-def _usable_scale(dims: Dims, scale: object) -> float:
-    number = dims.finite("tensor_scale", scale)
-    usable = SMALLEST_SCALE <= number <= LARGEST_SCALE
-    dims.require(usable, "tensor_scale", "be positive and a normal float32", scale)
-    return number
+    return check_scale(dims, "tensor_scale", scale)
 
 
 def _take_rows(pool: Tensor, slots: Tensor, run: int = 1) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from mlakit.branches import LayerWeights
 from mlakit.checks import UnsupportedError
 from mlakit.layer.linear import does_more_when_called
+from mlakit.ops._refusals import refuse_grad
 from mlakit.weight_copies import WeightCopies, WeightCopy, identity
 from mlakit.weights import UpProjection
 
@@ -43,6 +44,7 @@ class PreparedWeights:
             self._norm_copy = None if copy is None else WeightCopies("MLAAttention", [copy])
             self._key = key
         if self._norm_copy is not None:
+            refuse_grad("MLAAttention", **{"kv_a_layernorm.weight": norm.weight})
             self._norm_copy.ensure_current()
         return self._made
 

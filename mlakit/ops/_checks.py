@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mlakit.cache import UNSHARDED, CacheLayer, KVShard, PagedLatentCache, PageTable
 from mlakit.checks import E4M3, FLOATS, Dims, values_visible
+from mlakit.formats import check_scale
 from mlakit.masks import Mask
 from mlakit.ops._one_query_each import one_query_each
 from mlakit.replay import workspace
@@ -30,6 +31,13 @@ def check_layer(op: str, cache: object, layer: int, *, owner: str = "") -> Cache
     below = f"be below the cache's {cache.num_layers} layers"
     dims.require(index < cache.num_layers, f"{owner}layer", below, index)
     return cache.layer(index)
+
+
+def check_stored(dims: Dims, layer: CacheLayer, arg: str = "cache") -> None:
+    """The rows are on the device of the arguments so far, and the scale of all rows is usable."""
+    dims.same_device(arg, layer.payload)
+    if layer.codec.has_tensor_scale:
+        check_scale(dims, f"the tensor_scale of {arg}", layer.tensor_scale)
 
 
 def check_query_starts(

@@ -13,53 +13,39 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from mlakit.cache import CacheLayer
-from mlakit.checks import UnsupportedError
+from mlakit.checks import UnsupportedError, refuse_gradient, refuse_tangent
 from mlakit.replay.plain import has_plain_memory
 
 
 def refuse_grad(op: str, **arguments: Any) -> None:
-    """Refuse derivatives: there are none, and a graph would end here silently."""
+    """Refuse derivatives of both modes."""
     if forward_ad._current_level >= 0 and not torch.compiler.is_compiling():
         refuse_tangents(op, **arguments)
     if not torch.is_grad_enabled():
         return
     for name, part in _all_parts(arguments):
-        if requires_grad(part):
-            raise UnsupportedError(
-                f"{op}: {name} must not require grad, for there is no backward; "
-                "call it under torch.no_grad() or torch.inference_mode()"
-            )
+        if isinstance(part, Tensor):
+            refuse_gradient(op, name, part)
 
 
 def refuse_tangents(op: str, **arguments: Any) -> None:
-    """Refuse forward-mode derivatives, which torch.no_grad() leaves on."""
-    if not torch._C._is_fwd_grad_enabled():
-        return
+    """Refuse forward-mode derivatives."""
     for name, part in _all_parts(arguments):
-        if isinstance(part, Tensor) and _has_tangent(part):
-            raise UnsupportedError(
-                f"{op}: {name} must not have a tangent, for there is no forward-mode derivative; "
-                "call it outside of torch.func.jvp, torch.func.jacfwd and dual_level()"
-            )
-
-
-def _has_tangent(tensor: Tensor) -> bool:
-    if torch._C._functorch.is_batchedtensor(tensor):  # torch.vmap is refused later
-        return False
-    return forward_ad.unpack_dual(tensor).tangent is not None
+        if isinstance(part, Tensor):
+            refuse_tangent(op, name, part)
 
 
 def refuse_vmap(op: str, **arguments: Any) -> NoReturn:
     """Name the argument that is a batch of torch.vmap."""
-    names = [
-        name
-        for name, part in _all_parts(arguments)
-        if isinstance(part, Tensor) and torch._C._functorch.is_batchedtensor(part)
-    ]
+    names = [name for name, part in _all_parts(arguments) if _is_batch(part)]
     raise UnsupportedError(
         f"{op}: {names[0]} must not be a batch of torch.vmap, for there is no batching rule; "
         "the op takes many tokens and requests in one call"
     )
+
+
+def _is_batch(value: object) -> bool:
+    return isinstance(value, Tensor) and torch._C._functorch.is_batchedtensor(value)
 
 
 def refuse_lazy_signs(op: str, **written: Any) -> None:
@@ -70,6 +56,16 @@ def refuse_lazy_signs(op: str, **written: Any) -> None:
             raise UnsupportedError(
                 f"{op}: {name} must hold its values in memory, got a {view} view"
             )
+
+
+def refuse_results(op: str, **written: Any) -> None:
+    """What an op refuses of its results, for a function that writes before it calls that op."""
+    refuse_grad(op, **written)
+    if torch.compiler.is_compiling():
+        return
+    refuse_lazy_signs(op, **written)
+    if any(map(_is_batch, written.values())):
+        refuse_vmap(op, **written)
 
 
 def refuse_memory(op: str, **arguments: Any) -> NoReturn:

@@ -14,7 +14,7 @@ from mlakit.cache.slot_checks import (
 )
 from mlakit.checks import FLOATS, Dims, values_visible
 from mlakit.knobs import Backend
-from mlakit.ops._checks import INTEGERS, check_layer
+from mlakit.ops._checks import INTEGERS, check_layer, check_stored
 from mlakit.ops._library import op
 from mlakit.specs import Problem, device_facts
 
@@ -76,7 +76,7 @@ def _append_rows(a: AppendRowsArguments) -> tuple[()]:
     elif row.qk_rope_head_dim:
         columns = f"{row.qk_rope_head_dim} rope columns"
         raise TypeError(f"{NAME}: k_rope must be given for a cache with {columns}, got None")
-    dims.same_device("cache", a.layer.payload)
+    check_stored(dims, a.layer)
     a.layer.check_writable(dims)
     dims.match("slots", a.slots, "tokens", dtypes=INTEGERS)
     if values_visible(a.slots):

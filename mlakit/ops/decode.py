@@ -25,6 +25,7 @@ from mlakit.ops._checks import (
     check_seen_rows,
     check_shard,
     check_sink,
+    check_stored,
     lie_by_head,
     lie_evenly,
     result_dtype,
@@ -109,7 +110,7 @@ def _empty(a: DecodeArguments) -> tuple[Tensor, Tensor]:
 def _decode(a: DecodeArguments, out: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor]:
     dims = Dims(NAME)
     q_latent, q_rope = check_absorbed_query(dims, a.q, a.q_rope, a.layer)
-    dims.same_device("cache", a.layer.payload)
+    check_stored(dims, a.layer)
     if a.q_scale is not None:
         dims.match("q_scale", a.q_scale, "tokens", dtypes=[torch.float32])
     lengths = check_kv_lens(dims, a.kv_lens)

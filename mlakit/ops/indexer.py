@@ -22,6 +22,7 @@ from mlakit.ops._checks import (
     check_query_starts,
     check_result,
     check_seen_rows,
+    check_stored,
     check_table_pair,
     lie_evenly,
 )
@@ -136,7 +137,7 @@ def check_scoring(dims: Dims, a: LogitsArguments) -> LogitsArguments:
     dims.match("q", a.q, "tokens", "index_heads", "D", dtypes=(*FLOATS, E4M3))
     dims.rows_contiguous("q", a.q)
     dims.match("weights", a.weights, "tokens", "index_heads", dtypes=[torch.float32])
-    dims.same_device("cache", a.layer.payload)
+    check_stored(dims, a.layer)
     lengths = check_kv_lens(dims, a.kv_lens)
     starts = check_query_starts(dims, a.q_starts, dims["tokens"], dims["batch"])
     check_page_table(dims, a.page_table, dims["batch"])

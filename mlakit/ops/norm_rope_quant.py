@@ -24,6 +24,7 @@ from mlakit.ops._checks import (
     check_query_starts,
     check_result,
     check_shard,
+    check_stored,
     check_used_rows,
 )
 from mlakit.ops._library import op
@@ -129,7 +130,7 @@ def _append(a: AppendArguments, q_rope_out: Tensor | None) -> tuple[Tensor]:
     dims.match("freqs", a.freqs, "positions", "rope", dtypes=FLOATS)
     if a.gamma is not None:
         dims.match("gamma", a.gamma, "latent", dtypes=FLOATS)
-    dims.same_device("cache", a.layer.payload)
+    check_stored(dims, a.layer)
     a.layer.check_writable(dims)
     check_rope(dims, a.rope, a.epsilon)
     check_shard(dims, a.shard)

@@ -19,6 +19,7 @@ from mlakit.ops._checks import (
     check_result,
     check_row_lists,
     check_sink,
+    check_stored,
     result_dtype,
 )
 from mlakit.ops._library import op
@@ -118,12 +119,12 @@ def _sparse(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dims = Dims(NAME)
     check_absorbed_query(dims, a.q, a.q_rope, a.layer)
-    dims.same_device("cache", a.layer.payload)
+    check_stored(dims, a.layer)
     if a.q_scale is not None:
         dims.match("q_scale", a.q_scale, "tokens", dtypes=[torch.float32])
     check_row_lists(dims, "rows", a.rows, "topk_lens", a.topk_lens)
     if a.extra is not None:
-        dims.same_device("extra.cache", a.extra.payload)
+        check_stored(dims, a.extra, "extra.cache")
         row, main = a.extra.codec.row, a.layer.codec.row
         dims.require(row == main, "extra.cache", f"have rows like the cache's, {main}", row)
         rows = dims.tensor("extra.rows", a.extra_rows)

@@ -23,6 +23,7 @@ from tests.ops.branch_steps import (
     E4M3,
     F32,
     F64,
+    FP8_STEPS,
     GEOMETRY,
     KV_LENS,
     PAGE_SIZE,
@@ -407,3 +408,76 @@ def test_plans_of_steps_are_checked(arguments, said):
     with pytest.raises(ValueError, match="plan_step: decode_threshold must be at least 0, got -1"):
         plan_step((1,), (1,), decode_threshold=-1)
     assert isinstance(plan_step((), ()), StepPlan)
+
+
+def results_of(step: Step) -> Tensor:
+    return torch.empty(step.tokens, GEOMETRY.num_heads, GEOMETRY.v_head_dim, dtype=BF16)
+
+
+@on_cpu
+@pytest.mark.parametrize("branch", [prefill_branch, decode_branch, mla_step])
+def test_a_result_that_a_later_op_refuses_writes_nothing(branch):
+    q, kv, weights, batch = STEPS["bf16"].arguments()
+    before = snapshot(q=q, payload=batch.cache.payload)
+    out = results_of(STEPS["bf16"])
+    with pytest.raises(UnsupportedError, match=f"^{branch.__name__}: out must hold its values in"):
+        branch(q, kv, weights, batch, out=torch._neg_view(out))
+    with pytest.raises(UnsupportedError, match=f"^{branch.__name__}: out must not be a batch of"):
+        torch.func.vmap(lambda out: branch(q, kv, weights, batch, out=out))(out[None])
+    with pytest.raises(UnsupportedError, match=f"^{branch.__name__}: out must not require grad"):
+        branch(q, kv, weights, batch, out=out.requires_grad_())
+    assert_unchanged(before)
+
+
+OVERWRITTEN: dict[str, tuple[Callable[[Tensor], Tensor], type[Exception], str]] = {
+    "expanded": (lambda q: q[:, :1].expand_as(q), ValueError, "q must be writable, got stride 0"),
+    "overlapping": (
+        lambda q: q.flatten().as_strided(q.shape, (8, 1, 1)),
+        ValueError,
+        "q must be writable, got shape .* share memory",
+    ),
+    "negative": (torch._neg_view, UnsupportedError, "q must hold its values in memory"),
+}
+
+
+@on_cpu
+@pytest.mark.parametrize("kind", OVERWRITTEN)
+@pytest.mark.parametrize(
+    ("branch", "options"),
+    [(prefill_branch, {}), (mla_step, {"overwrite_q": True, "decode_threshold": 3})],
+    ids=["prefill_branch", "mla_step"],
+)
+def test_queries_that_cannot_be_rotated_in_place_are_refused_first(branch, options, kind):
+    change, error, message = OVERWRITTEN[kind]
+    q, kv, weights, batch = STEPS["bf16"].arguments()
+    before = snapshot(q=q, payload=batch.cache.payload)
+    with pytest.raises(error, match=f"^{branch.__name__}: {message}"):
+        branch(change(q), kv, weights, batch, **options)
+    assert_unchanged(before)
+
+
+@on_cpu
+@pytest.mark.parametrize("kind", OVERWRITTEN)
+def test_a_step_takes_such_queries_where_it_keeps_them(kind):
+    """Some requests decode, others prefill."""
+    change = OVERWRITTEN[kind][0]
+    found, expected = [], []
+    for results, keeps in ((found, True), (expected, False)):
+        q, kv, weights, batch = STEPS["bf16"].arguments()
+        q = change(q) if keeps else change(q).clone(memory_format=torch.contiguous_format)
+        results += [mla_step(q, kv, weights, batch, decode_threshold=3), batch.cache.payload]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.02, atol=0.02, equal_nan=True)
+
+
+@on_cpu
+@pytest.mark.parametrize("branch", [prefill_branch, decode_branch, mla_step])
+def test_scales_of_the_up_projection_that_require_grad_are_refused(branch):
+    q, kv, weights, batch = FP8_STEPS["bf16"].arguments()
+    scale = weights.up.kv_b_proj.scale
+    before = snapshot(q=q, payload=batch.cache.payload)
+    matrix = replace(weights.up.kv_b_proj, scale=scale.clone().requires_grad_())
+    changed = replace(weights, up=replace(weights.up, kv_b_proj=matrix))
+    with pytest.raises(UnsupportedError, match="kv_b_proj_scale must not require grad"):
+        branch(q, kv, changed, batch)
+    assert_unchanged(before)

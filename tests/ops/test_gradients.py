@@ -185,6 +185,23 @@ def test_no_call_with_a_tangent_is_replayed(entry, monkeypatch):
     assert not replayed
 
 
+@pytest.mark.parametrize("when", ["made", "written", "cached"])
+def test_a_cache_with_a_tangent_is_refused(when):
+    """Also one whose layer views were cached before."""
+    call = decode_call()
+    cache = call.arguments["cache"]
+    if when == "cached":
+        call.run()
+    with fwAD.dual_level():
+        dual = fwAD.make_dual(cache.payload, torch.ones_like(cache.payload))
+        if when == "made":
+            call = call.but(cache=PagedLatentCache(cache.codec, dual, None))
+        else:
+            cache.payload.copy_(dual)
+        with tangent_refusal(call, "the payload of layer"):
+            call.run()
+
+
 @pytest.mark.parametrize("branch", [prefill_branch, decode_branch, mla_step])
 def test_a_step_with_a_tangent_is_refused(branch):
     q, kv, weights, batch = STEPS["bf16"].arguments()

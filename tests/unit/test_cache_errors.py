@@ -222,11 +222,17 @@ REFUSALS = [
             *((scale, "finite") for scale in (float("nan"), float("inf"))),
         ]
     ),
-    Refusal(
-        "tensor-scale-tensor-of-bool",
-        lambda: allocate(format="fp8", tensor_scale=tensor(True)),
-        TypeError,
-        "PagedLatentCache.allocate: tensor_scale must be a number, got bool",
+    *(
+        Refusal(
+            f"tensor-scale-tensor-of-{name}",
+            lambda name=name: allocate(
+                format="fp8", tensor_scale=tensor(1).to(getattr(torch, name))
+            ),
+            TypeError,
+            "PagedLatentCache.allocate: tensor_scale must be bfloat16 or float16 or float32 or "
+            f"float64, got {name}",
+        )
+        for name in ("bool", "uint8", "int32", "float8_e8m0fnu")  # the byte 127 is no scale of 127
     ),
     Refusal(
         "tensor-scale-of-two",

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from mlakit import knobs
-from mlakit.cache import PagedLatentCache
+from mlakit.cache import CacheLayer, PagedLatentCache
+from mlakit.checks import UnsupportedError
 from mlakit.formats import FORMATS
 from mlakit.testing import assert_same_bits, assert_unchanged, poison, snapshot
 from tests.unit.cache_rows import V3, V4, random_rows
@@ -30,7 +31,7 @@ def pool_of(format: str = "bf16", device: torch.device | str = "cpu") -> PagedLa
     return pool
 
 
-def tensors_of(pool: PagedLatentCache) -> dict[str, Tensor]:
+def tensors_of(pool: PagedLatentCache | CacheLayer) -> dict[str, Tensor]:
     tensors = {"payload": pool.payload, "scales": pool.scales}
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
@@ -184,6 +185,31 @@ def test_a_write_that_is_refused_is_named_and_writes_nothing(refusal, format):
         pool.layer(0).write(refusal.slots, refusal.rows)
     assert str(caught.value).startswith("CacheLayer.write: ")
     assert_unchanged(before)
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp8_token"])
+@pytest.mark.parametrize("mode", ["backward", "forward"])
+def test_rows_with_a_derivative_are_not_written(mode, format):
+    """What is read again would have none."""
+    layer = pool_of(format).layer(0)
+    before = snapshot(**tensors_of(layer))
+    slots, rows = torch.tensor([2, 5]), torch.randn(2, 576)
+
+    def write(rows: Tensor) -> Tensor:
+        layer.write(slots, rows)
+        return layer.read(slots)
+
+    if mode == "backward":
+        with pytest.raises(
+            UnsupportedError, match=r"^CacheLayer.write: rows must not require grad"
+        ):
+            write(rows.clone().requires_grad_())
+    else:
+        with pytest.raises(UnsupportedError, match=r"^CacheLayer.write: rows must not have a tang"):
+            torch.func.jvp(write, (rows,), (rows,))
+    assert_unchanged(before)
+    with torch.no_grad():
+        write(rows.clone().requires_grad_())
 
 
 @pytest.mark.parametrize(

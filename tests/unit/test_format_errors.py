@@ -45,14 +45,16 @@ def test_encode_errors():
             codec.encode(torch.zeros(1, 576), tensor_scale=scale)
 
 
-@pytest.mark.parametrize("scale", [0.0, -1.0, NAN, INF, 1e-46, 1e39])
-def test_tensor_scale_must_be_finite_and_positive(scale):
+@pytest.mark.parametrize("kind", [float, torch.tensor], ids=["number", "tensor"])
+@pytest.mark.parametrize("scale", [0.0, -1.0, NAN, INF, 1e-46, 1e-40, 1e39])
+def test_tensor_scale_must_be_finite_and_positive(scale, kind):
     codec = row_codec("fp8", V3)
-    with pytest.raises(ValueError, match=r"^fp8 encode: tensor_scale must be finite and positive"):
-        codec.encode(torch.zeros(1, 576), tensor_scale=scale)
+    must = "tensor_scale must be (finite|positive and a normal float32), got"
+    with pytest.raises(ValueError, match=f"^fp8 encode: {must}"):
+        codec.encode(torch.zeros(1, 576), tensor_scale=kind(scale))
     payload, _ = codec.encode(torch.zeros(1, 576))
-    with pytest.raises(ValueError, match=r"^fp8 decode: tensor_scale must be finite and positive"):
-        codec.decode(payload, None, tensor_scale=scale)
+    with pytest.raises(ValueError, match=f"^fp8 decode: {must}"):
+        codec.decode(payload, None, tensor_scale=kind(scale))
 
 
 def test_tensor_scale_must_be_one_number():

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mlakit.testing import assert_same_bits
 from mlakit.weight_copies import GPU_INTERVAL, SAMPLE, WeightCopies, WeightCopy
@@ -146,13 +147,41 @@ def test_copies_are_copied_with_their_weights(how):
     copies.ensure_current()
 
 
-def test_nothing_is_compared_under_a_dispatch_mode():
+def test_nothing_is_compared_where_tensors_have_no_values():
     """A fake tensor has no values."""
     source = matrix(64, 200)
     copies, _ = copies_of(source, dtype=F32)
     source.data.zero_()
     with FakeTensorMode():
         copies.ensure_current()
+
+
+class Passing(TorchDispatchMode):
+    """A mode that watches operations, as profilers have it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_writes_are_seen_under_a_mode_that_only_watches():
+    source = matrix(64, 200)
+    copies, values = copies_of(source, dtype=F32)
+    with Passing():
+        source.copy_(matrix(64, 200, seed=1))
+        copies.ensure_current()
+        assert_same_bits("values", values, source.float())
+        source.data.zero_()
+        assert uses_until_found(copies, 2) == 0
+
+
+def test_a_batch_of_vmap_is_left_to_the_op_that_refuses_it():
+    def use(source: Tensor) -> Tensor:
+        copies, values = copies_of(source, dtype=F32)
+        copies.ensure_current()
+        return values
+
+    source = matrix(3, 8, 20)
+    assert_same_bits("values", torch.func.vmap(use)(source), source.float())
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mlakit import reference, weights
+from mlakit.checks import UnsupportedError
 from mlakit.geometry import MLAGeometry
 from mlakit.testing import assert_matches, assert_same_bits, poison
 from mlakit.weights import SCALE_UB, HeadMatrices, UpProjection
@@ -316,3 +317,28 @@ def test_a_matrix_made_in_inference_mode_is_taken(generator):
         torch.einsum("tc,hcn->thn", latent.double(), up.w_uk_t.weight.double()),
         torch.einsum("tc,hcn->thn", latent.float(), up.w_uk_t.weight.float()).to(BF16),
     )
+
+
+@pytest.mark.parametrize("part", ["expand", "w_uk_t"])
+@pytest.mark.parametrize("mode", ["backward", "forward"])
+def test_a_copy_hides_no_derivative_of_its_matrix(mode, part, generator, monkeypatch):
+    """The copy itself has none."""
+    monkeypatch.setattr(weights, "multiplies_bf16", lambda dtype: False)
+    g, _ = GEOMETRIES["minicpm3 64+64"]
+    matrix = float_matrix(generator, g, BF16)
+    x = torch.randn(2, g.num_heads, g.qk_nope_head_dim, generator=generator).to(BF16)
+
+    def run(matrix: Tensor) -> Tensor:
+        up = UpProjection.from_checkpoint(matrix, g)
+        if part == "expand":
+            return up.expand(x.new_ones(2, g.kv_lora_rank))[0]
+        return up.w_uk_t.apply(x, out=x.new_empty(2, g.num_heads, g.kv_lora_rank))
+
+    if mode == "backward":
+        with pytest.raises(UnsupportedError, match=r"^UpProjection: kv_b_proj must not require gr"):
+            run(matrix.clone().requires_grad_())
+        with torch.no_grad():
+            assert_same_bits("out", run(matrix.clone().requires_grad_()), run(matrix))
+    else:
+        with pytest.raises(UnsupportedError, match=r"^UpProjection: kv_b_proj must not have a tan"):
+            torch.func.jvp(run, (matrix,), (matrix,))

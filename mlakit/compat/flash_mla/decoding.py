@@ -17,6 +17,7 @@ from mlakit.checks import E4M3, FLOATS, Dims, values_visible
 from mlakit.compat.flash_mla.metadata import FlashMLASchedMeta, check_metadata, set_config
 from mlakit.compat.flash_mla.results import Results
 from mlakit.compat.flash_mla.rows import row_format, wrap_cache
+from mlakit.formats import check_scale
 from mlakit.masks import CAUSAL, NULL
 from mlakit.ops import ExtraRows, mla_decode, sparse_mla
 from mlakit.ops._checks import INTEGERS
@@ -281,18 +282,10 @@ def _check_blocks(
 
 def _one_scale(dims: Dims, arg: str, scale: float | Tensor, device: torch.device) -> Tensor:
     """The scale of a tensor as [1] float32 on its device."""
-    if not isinstance(scale, Tensor):
-        number = _positive(dims, arg, scale)
-        return torch.full((1,), number, dtype=torch.float32, device=device)
-    dims.dtype(arg, scale, torch.float32)
-    dims.same_device(arg, scale)
-    dims.require(scale.numel() == 1, arg, "have one element", f"shape {tuple(scale.shape)}")
-    if values_visible(scale):
-        _positive(dims, arg, scale.item())
-    return scale.reshape(1)
-
-
-def _positive(dims: Dims, arg: str, scale: object) -> float:
-    number = dims.finite(arg, scale)
-    dims.require(number > 0, arg, "be positive", number)
-    return number
+    if isinstance(scale, Tensor):
+        dims.dtype(arg, scale, torch.float32)
+        dims.same_device(arg, scale)
+    checked = check_scale(dims, arg, scale)
+    if isinstance(checked, Tensor):
+        return checked.reshape(1)
+    return torch.full((1,), checked, dtype=torch.float32, device=device)

@@ -22,6 +22,7 @@ from mlakit.compat.modular.collection import KeyCache
 from mlakit.geometry import RowShape
 from mlakit.masks import Mask
 from mlakit.ops import mla_decode
+from mlakit.ops._refusals import refuse_grad
 from mlakit.plan import EvenSplit
 
 NAME = "flare_mla_decoding"
@@ -200,6 +201,7 @@ def _check_query(
 ) -> None:
     dims.bind("depth", depth, "the row width of the cache")
     dims.match("q", q, *axes, "depth")
+    refuse_grad(dims.op, q=q)  # padded queries are packed as bytes, without derivatives
     rope_aware = layer is not None and layer.codec.name == "fp8_token"
     stored = layer.payload.dtype if layer is not None else E4M3
     float_dtypes = FLOATS if stored not in FLOATS else (stored,)

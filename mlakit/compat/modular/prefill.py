@@ -21,6 +21,7 @@ from mlakit.compat.modular.rope_norm import append_step, check_step
 from mlakit.compat.modular.score_mods import slopes_from_name
 from mlakit.masks import Mask
 from mlakit.ops import mla_prefill, quantize_fp8, scaled_mm_fp8
+from mlakit.ops._refusals import refuse_grad, refuse_results
 from mlakit.specs import Problem, device_facts
 from mlakit.weights import SCALE_UB
 
@@ -74,6 +75,8 @@ def mla_prefill_branch_fp8(
     dims.writable("q", q)
     dims.match("output", output, "tokens", "heads", "v", dtypes=[q.dtype])
     dims.writable("output", output)
+    refuse_results(dims.op, q=q, output=output)
+    refuse_grad(dims.op, kv_b_proj=kv_b_proj, kv_b_proj_scale=kv_b_proj_scale)
     check_target(dims, target, q)
     _check_cache(dims, cache, q)
     rope = dims["rope"]

@@ -162,8 +162,9 @@ DECODE_ERRORS: list[tuple[Change, type[Exception], str]] = [
             f"descale_k must be {rule}, got {wrong.item()}",
         )
         for wrong, rule in [
-            (torch.zeros(1), "positive"),
-            (torch.tensor(-2.0), "positive"),
+            (torch.zeros(1), "positive and a normal float32"),
+            (torch.tensor(-2.0), "positive and a normal float32"),
+            (torch.tensor(1e-40), "positive and a normal float32"),
             (torch.tensor(torch.nan), "finite"),
             (torch.tensor([torch.inf]), "finite"),
         ]
@@ -171,7 +172,15 @@ DECODE_ERRORS: list[tuple[Change, type[Exception], str]] = [
     (
         lambda a: {"q": a["q"].to(E4M3), "descale_q": torch.zeros(1)},
         ValueError,
-        "descale_q must be positive, got 0.0",
+        "descale_q must be positive and a normal float32, got 0.0",
+    ),
+    *(
+        (
+            lambda a, wrong=wrong: {"q": a["q"].to(E4M3), "descale_q": wrong},
+            ValueError,
+            "descale_q must be positive and a normal float32, got 1e",
+        )
+        for wrong in (1e-40, 1e39)
     ),
     (
         lambda a: {"k_cache": a["k_cache"].to(E4M3), "descale_k": -1.0},
