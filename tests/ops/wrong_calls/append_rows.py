@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from tests.ops.cases import E4M3
-from tests.ops.wrong_calls.spoiling import WrongCalls, changed, columns_first, expanded_pages
+from tests.ops.wrong_calls.spoiling import (
+    WrongCalls,
+    changed,
+    columns_first,
+    expanded_pages,
+    with_scale,
+)
 
 WRONG: WrongCalls = {
     "append-rows": [
+        (
+            lambda a: {"cache": with_scale(a["cache"], -1.0)},
+            "ValueError: the tensor_scale of cache must be positive and a normal float32, got -1.0",
+        ),
         (
             lambda a: {"cache": expanded_pages(a["cache"])},
             "ValueError: the payload of cache must be writable, got stride 0 on axis 0 (an "

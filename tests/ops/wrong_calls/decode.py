@@ -6,10 +6,14 @@ import torch
 
 from mlakit.plan import plan_context, plan_decode
 from tests.ops.cases import BF16, HEADS, TOKENS
-from tests.ops.wrong_calls.spoiling import WrongCalls, changed, columns_first
+from tests.ops.wrong_calls.spoiling import WrongCalls, changed, columns_first, with_scale
 
 WRONG: WrongCalls = {
     "decode": [
+        (
+            lambda a: {"cache": with_scale(a["cache"], 0.0)},
+            "ValueError: the tensor_scale of cache must be positive and a normal float32, got 0.0",
+        ),
         (lambda a: {"backend": None}, "TypeError: backend must be a string, got NoneType"),
         (
             lambda a: {"softmax_scale": 10**400},

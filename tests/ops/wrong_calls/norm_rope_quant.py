@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from tests.ops.cases import E4M3, HEADS, Q_LENS, TOKENS, int32, starts
-from tests.ops.wrong_calls.spoiling import WrongCalls, changed, columns_first, expanded_pages
+from tests.ops.wrong_calls.spoiling import (
+    WrongCalls,
+    changed,
+    columns_first,
+    expanded_pages,
+    with_scale,
+)
 
 WRONG: WrongCalls = {
     "append": [
+        (
+            lambda a: {"cache": with_scale(a["cache"], float("inf"))},
+            "ValueError: the tensor_scale of cache must be finite, got inf",
+        ),
         (
             lambda a: {"q_rope": a["q_rope"][..., :6]},
             "ValueError: q_rope.shape[2] (rope) must equal the cache's qk_rope_head_dim, 8, got 6",

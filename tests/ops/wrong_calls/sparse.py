@@ -6,10 +6,14 @@ import torch
 
 from mlakit.plan import plan_decode
 from tests.ops.cases import BF16, TOKENS, int32
-from tests.ops.wrong_calls.spoiling import OTHER_ROWS, WrongCalls
+from tests.ops.wrong_calls.spoiling import OTHER_ROWS, WrongCalls, with_scale
 
 WRONG: WrongCalls = {
     "sparse": [
+        (
+            lambda a: {"cache": with_scale(a["cache"], 0.0)},
+            "ValueError: the tensor_scale of cache must be positive and a normal float32, got 0.0",
+        ),
         (
             lambda a: {"rows": a["rows"][1:]},
             "ValueError: rows.shape[0] (tokens) must equal q.shape[0], 7, got 6",
@@ -86,6 +90,10 @@ WRONG: WrongCalls = {
         ),
     ],
     "sparse-extra": [
+        (
+            lambda a: {"extra": a["extra"]._replace(cache=with_scale(a["cache"], float("nan")))},
+            "ValueError: the tensor_scale of extra.cache must be finite, got nan",
+        ),
         (
             lambda a: {"q": a["q"].double()},
             "TypeError: q must be bfloat16 or float16 or float32 or float8_e4m3fn, got float64",

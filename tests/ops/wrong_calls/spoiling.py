@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mlakit.cache import PagedLatentCache
@@ -28,6 +29,22 @@ def columns_first(tensor: Tensor) -> Tensor:
 def expanded_pages(cache: PagedLatentCache) -> PagedLatentCache:
     """The first page of the pool as every page: a write would change them all."""
     return replace(cache, payload=cache.payload[:, :1].expand(cache.payload.shape))
+
+
+def with_scale(cache: PagedLatentCache, value: float) -> PagedLatentCache:
+    """A pool of e4m3 rows whose tensor scale got another value after the pool was made."""
+    layers, pages, page_size, _ = cache.payload.shape
+    scale = torch.tensor(1.0)
+    pool = PagedLatentCache.allocate(
+        cache.row,
+        "fp8",
+        num_pages=pages,
+        page_size=page_size,
+        num_layers=layers,
+        tensor_scale=scale,
+    )
+    scale.fill_(value)
+    return pool
 
 
 # by call, what to change in it and what is then said, the name of the op aside; `a` has the
