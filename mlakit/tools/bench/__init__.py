@@ -10,7 +10,7 @@ peers        other libraries (FlashMLA, FA3, FlashInfer, ...), timed where they 
 shapes       parses batch shapes of the command line
 ceilings     measures the bandwidth and the peak FLOP/s of the GPU
 environment  records the machine and the versions
-report       rows, JSON, CSV; `tables` and `heatmap` print them, `html` and `charts` draw them
+report       rows, JSON, CSV; `tables` and `heatmap` print them, `charts` draws them
 busy         the suite cpu on a loaded machine
 compare      what changed since another report
 decode, …    the workloads of the suite of that name
