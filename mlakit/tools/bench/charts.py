@@ -8,17 +8,15 @@ from importlib.util import find_spec
 from itertools import groupby
 from math import nan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 from mlakit.tools.bench.ceilings import Ceilings
 from mlakit.tools.bench.heatmap import HeatMap, heat_maps
 from mlakit.tools.bench.report import HARDWARE_BASELINES, MLAKIT, STAGES, Report, Row
 from mlakit.tools.bench.tables import digits, times_of
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
+Axes: TypeAlias = Any  # matplotlib's, which is imported late
+Figure: TypeAlias = Any
 MLAKIT_COLOUR = "#d1495b"
 COLOURS = ("#00798c", "#edae49", "#66a182", "#8d6a9f", "#2e4057", "#a0a0a0", "#b5651d", "#5f9ea0")
 STYLE: Any = {  # matplotlib's types list every name of a setting
@@ -73,7 +71,7 @@ def bar_chart(report: Report) -> Figure:
     """mlakit's speedup over each implementation: a longer bar is a slower implementation."""
     colours = implementation_colours(report.rows)
     steps = _steps(report)
-    figure, axes = _figure(9, BAR_INCHES * (len(report.rows) + 2 * len(steps)) + 0.6)
+    figure, (axes,) = _figure(9, BAR_INCHES * (len(report.rows) + 2 * len(steps)) + 0.6)
     y, ticks, names = 0, [], []
     for workload, rows in steps:
         own_us = next((row.us.p50 for row in rows if row.implementation == MLAKIT), rows[0].us.p50)
@@ -107,7 +105,7 @@ def stage_chart(report: Report) -> Figure:
         (workload, {row.implementation: row.us.p50 for row in rows})
         for workload, rows in _steps(report)
     ]
-    figure, axes = _figure(11, 0.35 * len(steps) + 1.2)
+    figure, (axes,) = _figure(11, 0.35 * len(steps) + 1.2)
     for y, (_, us) in enumerate(steps):
         total, left = sum(us.get(name, 0.0) for name in colours), 0.0
         for name in (name for name in colours if name in us):
@@ -130,7 +128,7 @@ def roofline_chart(rows: Sequence[Row], ceilings: Ceilings) -> Figure:
     peaks = {"bf16": ceilings.bf16_tflops}
     if ceilings.fp8_tflops is not None:
         peaks["fp8"] = ceilings.fp8_tflops
-    figure, axes = _figure(9, 5)
+    figure, (axes,) = _figure(9, 5)
     for name, colour in colours.items():
         own = [row for row in rows if row.implementation == name]
         intensity = [row.flops / row.bytes for row in own]
@@ -155,12 +153,11 @@ def roofline_chart(rows: Sequence[Row], ceilings: Ceilings) -> Figure:
 
 def heat_chart(maps: Sequence[HeatMap]) -> Figure:
     """The maps one below the other; green is fast, red is slow."""
-    from matplotlib.figure import Figure
-
     across = max(len(heat.columns) for heat in maps)
     down = max(len(heat.lengths) for heat in maps)
-    figure = Figure((0.8 * across + 1, (0.35 * down + 0.8) * len(maps)))
-    for axes, heat in zip(figure.subplots(len(maps), squeeze=False)[:, 0], maps, strict=True):
+    height = (0.35 * down + 0.8) * len(maps)
+    figure, all_axes = _figure(0.8 * across + 1, height, len(maps))
+    for axes, heat in zip(all_axes, maps, strict=True):
         shades = [
             [heat.goodness(s, each) if heat.text(s, each) else nan for each in heat.columns]
             for s in heat.lengths
@@ -187,12 +184,12 @@ def _steps(report: Report) -> list[tuple[str, list[Row]]]:
     return [(name, list(rows)) for name, rows in groupby(report.rows, lambda row: row.workload)]
 
 
-def _figure(width: float, height: float) -> tuple[Figure, Axes]:
-    """A figure of so many inches with one pair of axes."""
-    from matplotlib.figure import Figure
+def _figure(width: float, height: float, count: int = 1) -> tuple[Figure, Sequence[Axes]]:
+    """A figure of so many inches, and its axes, one below the other."""
+    from matplotlib import figure
 
-    figure = Figure((width, height))
-    return figure, figure.subplots()
+    made = figure.Figure((width, height))
+    return made, list(made.subplots(count, squeeze=False)[:, 0])
 
 
 def _title(axes: Axes, report: Report, text: str) -> None:
