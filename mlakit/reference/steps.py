@@ -5,14 +5,14 @@
     out = (softmax([q_nope W_UK | rotate(q_rope)]·row · scale) c) W_UVᵀ
     y = W_o out
 
-`exact` is float64 over dequantised weights, for the absorbed and the expanded form: they are equal.
+The exact oracle is float64 over dequantised weights, and serves the expanded form too: it is equal.
 A naive run computes in float32 and rounds to bf16 where the step does; with FP8 weights it also
 quantises the input of every product to e4m3.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
 from typing import Any
@@ -50,88 +50,82 @@ class StepWeights:
     epsilon: float
     rope: Rope
 
-    @property
-    def d_n(self) -> int:
-        return self.w_uk.shape[1]
-
 
 @dataclass(frozen=True, eq=False)
 class StepQuery:
-    """One new token of a step: its projection, its position, and the rows that it sees."""
+    """One new token of a step: its projections, its position, and the rows that it sees."""
 
     q: Tensor  # [heads, D_N + D_R], not rotated
+    kv: Tensor  # [D_C + D_R], neither normed nor rotated
     position: int
     rows: Tensor  # float64 [keys, D_C + D_R] dequantised from the cache
     cached: int  # number of these rows that precede the step
 
 
-def step_output(query: StepQuery, weights: StepWeights) -> Tensor:
-    """[1, heads, D_V] float64.
+class StepOracle:
+    """A step of absorbed attention in float64, or in the precision of its tensors."""
 
-    out = (softmax([q_nope W_UK | rotate(q_rope)]·row · scale) c) W_UVᵀ
-    """
-    rotated = rotate(query.q[:, weights.d_n :], weights.freqs[query.position], rope=weights.rope)
-    return _absorbed(query, rotated, weights, F64, lambda x: x)
+    def __init__(self, weights: StepWeights, *, is_exact: bool) -> None:
+        self.weights, self.is_exact = weights, is_exact
+        self.dtype = F64 if is_exact else F32
+        self.w_uk, self.w_uv = weights.w_uk.to(self.dtype), weights.w_uv.to(self.dtype)
 
+    def absorb(self, q: Tensor, kv: Tensor, positions: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Absorbed queries [tokens, heads, D_C + D_R], and cache rows before they are quantised."""
+        w = self.weights
+        nope, rope = q.tensor_split([self.w_uk.shape[1]], -1)
+        given = (w.freqs, w.gamma, positions)
+        if self.is_exact:
+            rotated, rows = norm_rope_quant(rope, kv, *given, epsilon=w.epsilon, rope=w.rope)
+        else:
+            rotated, rows = norm_rope_quant_stepwise(
+                rope.to(BF16),
+                kv.to(BF16),
+                *given,
+                epsilon=w.epsilon,
+                rope=w.rope,
+                out_dtype=BF16,
+                cache_dtype=F32,
+            )
+        latent = torch.einsum("thn,hnc->thc", self.up_operand(nope), self.w_uk)
+        return torch.cat([self.rounded(latent), rotated.to(self.dtype)], -1), rows
 
-def naive_decode_output(query: StepQuery, weights: StepWeights) -> Tensor:
-    """[1, heads, D_V] float32: absorbed queries and the latent result are rounded to bf16."""
-    rotated = _rotated_stepwise(query, weights)
-    return _absorbed(query, rotated, weights, F32, lambda x: x.to(query.q.dtype))
+    def attend(self, q: Tensor, rows: Tensor) -> Tensor:
+        """[1, heads, D_V] of one absorbed query [heads, D_C + D_R] over its cache rows."""
+        attended, _ = mla_decode(
+            q[None],
+            [rows],
+            [1],
+            softmax_scale=self.weights.softmax_scale,
+            v_width=self.w_uv.shape[-1],
+            dtype=self.dtype,
+        )
+        return torch.einsum("thc,hvc->thv", self.up_operand(self.rounded(attended)), self.w_uv)
+
+    def output(self, query: StepQuery) -> Tensor:
+        """[1, heads, D_V]."""
+        absorbed, _ = self.absorb(query.q[None], query.kv[None], [query.position])
+        return self.attend(absorbed[0], query.rows)
+
+    def up_operand(self, x: Tensor) -> Tensor:
+        """What is multiplied by W_UK and W_UV."""
+        return x.to(self.dtype)
+
+    def rounded(self, x: Tensor) -> Tensor:
+        return x if self.is_exact else x.to(BF16).to(self.dtype)
 
 
 def naive_prefill_output(query: StepQuery, weights: StepWeights) -> Tensor:
     """[1, heads, D_V] float32: K, V and the merged parts are rounded to bf16."""
-    q = torch.cat([query.q[:, : weights.d_n], _rotated_stepwise(query, weights)], -1)[None]
+    nope, rope = query.q.tensor_split([weights.w_uk.shape[1]], -1)
+    rotated = rotate_stepwise(rope, weights.freqs[query.position], rope=weights.rope)
+    q = torch.cat([nope, rotated], -1)[None]
     parts = [part for part in query.rows.tensor_split([query.cached]) if len(part)]
     results = [_expanded(q, part, weights) for part in parts]
     if len(results) == 1:
         return results[0][0]
     outs, lses = zip(*results, strict=True)
     return merge_states(torch.stack(outs).to(q.dtype), torch.stack(lses), dtype=F32)[0]
-
-
-def step_row(query: StepQuery, kv: Tensor, weights: StepWeights) -> tuple[Tensor, Tensor]:
-    """(exact, naive) row [1, D_C + D_R] of a token with kv [D_C + D_R], before it is quantised."""
-    given = (
-        query.q[None, :, weights.d_n :],
-        kv[None],
-        weights.freqs,
-        weights.gamma,
-        [query.position],
-    )
-    epsilon, rope = weights.epsilon, weights.rope
-    _, exact = norm_rope_quant(*given, epsilon=epsilon, rope=rope)
-    _, naive = norm_rope_quant_stepwise(
-        *given, epsilon=epsilon, rope=rope, out_dtype=query.q.dtype, cache_dtype=F32
-    )
-    return exact, naive
-
-
-def _rotated_stepwise(query: StepQuery, weights: StepWeights) -> Tensor:
-    rope = query.q[:, weights.d_n :]
-    return rotate_stepwise(rope, weights.freqs[query.position], rope=weights.rope)
-
-
-def _absorbed(
-    query: StepQuery,
-    rotated: Tensor,
-    weights: StepWeights,
-    dtype: torch.dtype,
-    rounded: Callable[[Tensor], Tensor],
-) -> Tensor:
-    nope = query.q[:, : weights.d_n].to(dtype)
-    latent = rounded(torch.einsum("hn,hnc->hc", nope, weights.w_uk.to(dtype)))
-    attended = _attended(
-        torch.cat([latent, rotated], -1), query.rows, weights.softmax_scale, latent.shape[-1], dtype
-    )
-    return torch.einsum("thc,hvc->thv", rounded(attended).to(dtype), weights.w_uv.to(dtype))
-
-
-def _attended(q: Tensor, rows: Tensor, scale: float, v_width: int, dtype: torch.dtype) -> Tensor:
-    """[1, heads, D_C] of one absorbed query [heads, D_C + D_R]."""
-    options = {"softmax_scale": scale, "v_width": v_width, "dtype": dtype}
-    return mla_decode(q[None], [rows], [1], **options)[0]  # type: ignore[arg-type]
 
 
 def _expanded(q: Tensor, rows: Tensor, weights: StepWeights) -> tuple[Tensor, Tensor]:
@@ -178,19 +172,20 @@ class Projected:
     index: IndexOracle | None
 
 
-class LayerOracle:
+class LayerOracle(StepOracle):
     """A layer in float64, or in the precision of its tensors.
 
     layer  an `mlakit.MLAAttention`; of its modules only weights and settings are read
     """
 
     def __init__(self, layer: Any, *, is_exact: bool) -> None:
-        self.layer, self.is_exact = layer, is_exact
-        self.dtype = F64 if is_exact else F32
-        g = layer.config.geometry
+        self.layer, self.dtype = layer, F64 if is_exact else F32
+        c, g, norm = layer.config, layer.config.geometry, layer.kv_a_layernorm
         up = self.weight(layer.kv_b_proj).unflatten(0, (g.num_heads, -1))
-        self.w_uk, self.w_uv = up.split([g.qk_nope_head_dim, g.v_head_dim], dim=1)
-        self.freqs = layer.rope_table.on(up.device)
+        w_uk, w_uv = up.split([g.qk_nope_head_dim, g.v_head_dim], dim=1)
+        freqs = layer.rope_table.on(up.device)
+        given = (w_uk, w_uv, norm.weight, freqs, c.scale, norm.epsilon, g.rope)
+        super().__init__(StepWeights(*given), is_exact=is_exact)
 
     def project(self, x: Tensor, positions: Sequence[int]) -> Projected:
         """x [tokens, hidden] at these positions."""
@@ -200,20 +195,13 @@ class LayerOracle:
         residual = self.rounded(rms_norm(residual, norm.weight, norm.epsilon, self.dtype))
         q = self.linear(layer.q_b_proj, residual).unflatten(-1, (g.num_heads, g.qk_head_dim))
         kv = self.linear(layer.kv_a_proj_with_mqa, x)
-        nope, rope = q.split([g.qk_nope_head_dim, g.qk_rope_head_dim], dim=-1)
-        rotated, rows = self._rotated(rope, kv, positions)
-        latent = torch.einsum("thn,hnc->thc", self.operand(layer.kv_b_proj, nope), self.w_uk)
-        absorbed = torch.cat([self.rounded(latent), rotated.to(self.dtype)], dim=-1)
+        absorbed, rows = self.absorb(q, kv, positions)
         index = None if layer.indexer is None else self._index(x, residual, positions)
         return Projected(absorbed, rows, index)
 
-    def output(self, q: Tensor, rows: Tensor) -> Tensor:
+    def result(self, q: Tensor, rows: Tensor) -> Tensor:
         """[1, hidden] of one absorbed query [heads, D_C + D_R] over its cache rows."""
-        c, up = self.layer.config, self.layer.kv_b_proj
-        attended = _attended(q, rows, c.scale, c.geometry.kv_lora_rank, self.dtype)
-        values = self.operand(up, self.rounded(attended))
-        heads = self.rounded(torch.einsum("thc,hvc->thv", values, self.w_uv))
-        return self.linear(self.layer.o_proj, heads.flatten(1))
+        return self.linear(self.layer.o_proj, self.rounded(self.attend(q, rows)).flatten(1))
 
     def _index(self, x: Tensor, residual: Tensor, positions: Sequence[int]) -> IndexOracle:
         indexer = self.layer.indexer
@@ -236,7 +224,7 @@ class LayerOracle:
         for token, position in enumerate(positions):
             turned[token, ..., :width] = rotate(
                 x[token, ..., :width],
-                self.freqs[position],
+                self.weights.freqs[position],
                 rope=self.layer.config.index_rope,
                 dtype=self.dtype,
             )
@@ -244,18 +232,6 @@ class LayerOracle:
         if not self.layer.config.index_hadamard:
             return turned
         return self.rounded(turned @ self.rounded(_hadamard(x.shape[-1]).to(turned)))
-
-    def _rotated(
-        self, q_rope: Tensor, kv: Tensor, positions: Sequence[int]
-    ) -> tuple[Tensor, Tensor]:
-        """(rotated queries, cache rows before they are quantised)."""
-        norm, rope = self.layer.kv_a_layernorm, self.layer.config.geometry.rope
-        weights = (self.freqs, norm.weight, positions)
-        options = {"epsilon": norm.epsilon, "rope": rope}
-        if self.is_exact:
-            return norm_rope_quant(q_rope, kv, *weights, **options)
-        options |= {"out_dtype": BF16, "cache_dtype": F32}
-        return norm_rope_quant_stepwise(q_rope.to(BF16), kv.to(BF16), *weights, **options)
 
     def linear(self, module: Any, x: Tensor) -> Tensor:
         return self.rounded(self.operand(module, x) @ self.weight(module).T)
@@ -275,8 +251,8 @@ class LayerOracle:
         x = x.to(self.dtype)
         return through_e4m3(x, BLOCK) if module.is_fp8 and not self.is_exact else x
 
-    def rounded(self, x: Tensor) -> Tensor:
-        return x if self.is_exact else x.to(BF16).to(self.dtype)
+    def up_operand(self, x: Tensor) -> Tensor:
+        return self.operand(self.layer.kv_b_proj, x)
 
 
 def through_e4m3(x: Tensor, group: int) -> Tensor:

@@ -185,7 +185,7 @@ class Step(Workload):
                 token = (request + 1) * self.new - 1
                 slots = request_slots(page_table, self.page_size, request, 0, total)
                 rows = layer.read(slots, torch.float64)
-                query = StepQuery(q[token], total - 1, rows, self.cached)
+                query = StepQuery(q[token], kv[token], total - 1, rows, self.cached)
                 is_decode = self.branch == "decode"
                 assert_output_correct(out, token, query, weights, is_decode=is_decode)
 

@@ -11,8 +11,13 @@ from mlakit import reference
 from mlakit.cache import request_slots
 from mlakit.formats import RowCodec
 from mlakit.ops import indexer_logits, physical_rows
-from mlakit.reference import steps as oracles
-from mlakit.reference.steps import LayerOracle, StepQuery, StepWeights
+from mlakit.reference.steps import (
+    LayerOracle,
+    StepOracle,
+    StepQuery,
+    StepWeights,
+    naive_prefill_output,
+)
 from mlakit.steps import CachedBatch, IndexInputs, LayerWeights
 from mlakit.tools.bench import correctness, gpu
 from mlakit.tools.bench.indexer import scored_queries
@@ -40,23 +45,28 @@ def assert_output_correct(
     out: Tensor, token: int, query: StepQuery, weights: LayerWeights, *, is_decode: bool
 ) -> None:
     """Assert that row `token` of a step's output matches the oracle of its branch."""
-    given = query, oracle_weights(weights)
-    naive = oracles.naive_decode_output if is_decode else oracles.naive_prefill_output
-    own = out[token : token + 1]
-    assert_matches(f"out of token {token}", own, oracles.step_output(*given), naive(*given))
+    own = oracle_weights(weights)
+    exact = StepOracle(own, is_exact=True).output(query)
+    if is_decode:
+        naive = StepOracle(own, is_exact=False).output(query)
+    else:
+        naive = naive_prefill_output(query, own)
+    assert_matches(f"out of token {token}", out[token : token + 1], exact, naive)
 
 
-def assert_row_appended(
-    query: StepQuery, kv: Tensor, weights: LayerWeights, codec: RowCodec
-) -> None:
+def assert_row_appended(query: StepQuery, weights: LayerWeights, codec: RowCodec) -> None:
     """Assert that the token's own row, the last visible one, is its latent normed and rotated."""
-    exact, naive = oracles.step_row(query, kv, oracle_weights(weights))
+    given = query.q[None], query.kv[None], [query.position]
+    exact, naive = (
+        StepOracle(oracle_weights(weights), is_exact=is_exact).absorb(*given)[1]
+        for is_exact in (True, False)
+    )
     stored = codec.decode(*codec.encode(naive))
     assert_matches(f"row {query.position}", query.rows[-1:].float(), exact, stored)
 
 
 def step_queries(
-    lengths: Batch, q: Tensor, batch: CachedBatch
+    lengths: Batch, q: Tensor, kv: Tensor, batch: CachedBatch
 ) -> Iterator[tuple[int, int, StepQuery]]:
     """Some new tokens of a step: (request, token, its query for the oracle)."""
     layer, page_size = batch.cache.layer(0), batch.cache.page_size
@@ -67,7 +77,8 @@ def step_queries(
             token, seen = lengths.starts[request] + place, before + place + 1
             slots = request_slots(batch.page_table, page_size, request, 0, seen)
             rows = layer.read(slots, torch.float64)
-            yield request, token, StepQuery(q[token], before + place, rows, before)
+            query = StepQuery(q[token], kv[token], before + place, rows, before)
+            yield request, token, query
 
 
 def check_sparse_step(
@@ -97,9 +108,9 @@ def check_sparse_step(
         want = physical_rows(best, table[request : request + 1], page_size)
         assert_same_bits(f"rows of {each.label}", chosen[own], want)
         slots = request_slots(table, page_size, request, seen - 1, seen)
-        place = (q[each.token], seen - 1)
+        place = (q[each.token], kv[each.token], seen - 1)
         appended = StepQuery(*place, latents.read(slots, torch.float64), seen - 1)
-        assert_row_appended(appended, kv[each.token], weights, latents.codec)
+        assert_row_appended(appended, weights, latents.codec)
         power = index.power_of_two_scales
         stored = keys.codec.decode(*keys.codec.encode(index.keys[own], power_of_two=power))
         assert_same_bits(f"index key of {each.label}", keys.read(slots), stored)
@@ -144,7 +155,7 @@ def check_layer(inputs: LayerInputs, lengths: Batch) -> None:
             slots = selected[selected >= 0].long()
         rows = latents.read(slots, torch.float64)
         wanted, plain = (
-            oracle.output(each.q[i], rows)
+            oracle.result(each.q[i], rows)
             for oracle, each in zip(runs, (exact, naive), strict=True)
         )
         assert_matches(f"out of {label}", out[token : token + 1], wanted, plain)

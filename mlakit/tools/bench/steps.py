@@ -240,9 +240,9 @@ class Step(StepWorkload):
             clear_new_rows(batch, tokens, batch.cache)
             q.copy_(new_q)
             out = call()
-            for request, token, query in step_queries(self.batch, new_q, batch):
+            for request, token, query in step_queries(self.batch, new_q, kv, batch):
                 is_decode = request in plan.decode
-                assert_row_appended(query, kv[token], weights, batch.cache.codec)
+                assert_row_appended(query, weights, batch.cache.codec)
                 assert_output_correct(out, token, query, weights, is_decode=is_decode)
 
         kernels = {}
