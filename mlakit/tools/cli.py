@@ -108,7 +108,7 @@ def generate(
 
 
 _FETCH_OPTIONS = ("platform", "unpinned")
-_REPORT_OPTIONS = ("json_file", "csv_file", "html_file", "plot_folder", "earlier")
+_REPORT_OPTIONS = ("json_file", "csv_file", "plot_folder", "earlier")
 
 
 def _completion(words: Iterable[str]) -> Callable[[str], list[str]]:
@@ -119,7 +119,7 @@ def _completion(words: Iterable[str]) -> Callable[[str], list[str]]:
     cls=Command,
     epilog="Examples: [bold]mlakit bench decode sparse-decode --json h200.json[/bold] · "
     "[bold]mlakit bench decode --shape 64q1s4k+2q1s64k --heads 16[/bold] · "
-    "[bold]mlakit bench prefill --mode graph --html page.html[/bold] · "
+    "[bold]mlakit bench prefill --mode graph --csv prefill.csv[/bold] · "
     "[bold]mlakit bench decode --host[/bold] · "
     "[bold]mlakit bench --from h200.json --compare older.json --plot charts[/bold]",
 )
@@ -159,9 +159,6 @@ def bench(
         None, "--json", help="Write the figures to this JSON file."
     ),
     csv_file: str | None = typer.Option(None, "--csv", help="Write the figures to this CSV file."),
-    html_file: str | None = typer.Option(
-        None, "--html", help="Write an HTML page with tables, charts, environment and command."
-    ),
     plot_folder: str | None = typer.Option(
         None, "--plot", help="Write charts as SVG and PNG to this folder; needs matplotlib."
     ),
@@ -232,7 +229,7 @@ def bench(
         "topk": topk,
         "causal": causal,
     }
-    files = (json_file, csv_file, html_file, plot_folder, earlier)
+    files = (json_file, csv_file, plot_folder, earlier)
     wanted = outputs.Outputs(*(None if file is None else Path(file) for file in files))
     with ExitStack() as open_files:
         with usage_errors():

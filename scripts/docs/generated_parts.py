@@ -24,7 +24,7 @@ from mlakit.tools import bench, cli, support
 from mlakit.tools.bench import peers
 
 HELP_COLUMNS = 88  # the width of a page
-SUITE = re.compile(r"The suite `([a-z0-9-]+)`: ")
+SUITE = re.compile(r"^The suite `([a-z0-9-]+)`: ", flags=re.MULTILINE)
 MARKER = re.compile(r"^<!-- generated: ([a-z]+) -->$", flags=re.MULTILINE)
 
 
@@ -67,9 +67,10 @@ def suite_methods() -> str:
     found = {}
     for path in sorted(Path(bench.__path__[0]).glob("*.py")):
         text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-        if match := SUITE.match(text):
-            text = text[match.end() :]
-            found[match[1]] = f"### {match[1]}\n\n{markdown_of(text[0].upper() + text[1:])}"
+        _, *parts = SUITE.split(text)
+        for name, method in zip(parts[::2], parts[1::2], strict=True):
+            method = method.strip()
+            found[name] = f"### {name}\n\n{markdown_of(method[0].upper() + method[1:])}"
     return "\n\n".join(found[name] for name in sorted(found))
 
 

@@ -15,7 +15,15 @@ import torch
 from typer.testing import CliRunner
 
 from mlakit.tools import cli
-from mlakit.tools.bench import GPU_SUITES, ONLY_IF_NAMED, SUITES, ceilings, gpu_timers, suite
+from mlakit.tools.bench import (
+    GPU_SUITES,
+    ONLY_IF_NAMED,
+    SUITES,
+    ceilings,
+    charts,
+    gpu_timers,
+    suite,
+)
 from mlakit.tools.bench.measure import WallClock
 from mlakit.tools.bench.report import INTERRUPTED, LeftOut
 from tests.bench.fakes import CEILINGS, pretend_gpu, report, row
@@ -176,8 +184,8 @@ def test_without_a_suite_all_for_the_gpu_run(monkeypatch):
 def test_a_wrong_kernel_ends_the_command_with_status_1(monkeypatch, tmp_path):
     scale_out = by_name(after=lambda a: a["out"].mul_(1.1))
     replace_launcher(monkeypatch, "mla_decode", scale_out, backend="cpu")
-    file = tmp_path / "page.html"
-    result = bench("decode", *SHAPE, "--html", file)
+    file = tmp_path / "figures.csv"
+    result = bench("decode", *SHAPE, "--csv", file)
     assert result.exit_code == 1
     assert "decode-bf16-b3-h2-q2-70 is wrong: out of request 0" in flat(result.output)
     assert not file.exists()
@@ -293,25 +301,6 @@ def test_the_csv_has_the_keys_of_the_json(stored, tmp_path):
     assert others[0].startswith("decode,cold,decode-a,mla_decode,mlakit,30,99.0,100.0,101.0,")
 
 
-def test_the_page_needs_nothing_else(stored, tmp_path):
-    file = tmp_path / "page.html"
-    assert bench("--from", stored, "--html", file).exit_code == 0
-    page = file.read_text("utf-8")
-    assert "$ mlakit bench decode --peers" in page
-    assert "H200 &lt;test&gt;" in page
-    assert "<td>slow &lt;one&gt;</td>" in page
-    assert '<td class="good">≥ 1.18x</td>' in page
-    assert '<td class="bad">below 1.18x</td>' in page
-    assert "eager not timed, is too slow &amp; old" in page
-    assert str(CEILINGS) in page
-    assert page.count("<svg") == 2  # bars and roofline
-    links = set(re.findall(r"""(?:src|href|url)\s*[=(]|https?://[^"'\s]+""", page))
-    assert links == {"http://www.w3.org/2000/svg"}  # a name, not an address
-    ElementTree.fromstring(
-        page.removeprefix("<!DOCTYPE html>\n").replace('<meta charset="utf-8">', "")
-    )
-
-
 def test_charts_are_written_as_svg_and_png(stored, tmp_path):
     folder = tmp_path / "charts"
     assert bench("--from", stored, "--plot", folder).exit_code == 0
@@ -327,15 +316,10 @@ def test_charts_are_written_as_svg_and_png(stored, tmp_path):
 
 
 def test_plots_without_matplotlib_are_refused_before_the_run(stored, tmp_path, monkeypatch):
-    from mlakit.tools.bench import drawing
-
-    monkeypatch.setattr(drawing, "find_spec", lambda name: None)
+    monkeypatch.setattr(charts, "find_spec", lambda name: None)
     result = bench("--from", stored, "--plot", tmp_path / "charts")
     assert result.exit_code == 2
     assert "--plot needs matplotlib, which is not installed: pip install" in flat(result.output)
-    page = tmp_path / "page.html"
-    assert bench("--from", stored, "--html", page).exit_code == 0
-    assert page.read_text("utf-8").count("<svg") == 2
 
 
 @pytest.mark.parametrize(
@@ -350,9 +334,8 @@ def test_plots_without_matplotlib_are_refused_before_the_run(stored, tmp_path, m
         (["--from", "FOLDER/none.json"], "--from: FOLDER/none.json cannot be read, No such file"),
         (["--from", "FOLDER/text"], "--from: FOLDER/text is not JSON"),
         (["--from", "FOLDER/other.json"], "is no report of mlakit bench"),
-        (["--from", "FOLDER/newer.json"], "has schema 9, this version reads 1, 2 and 3"),
+        (["--from", "FOLDER/newer.json"], "has schema 9, this version reads 3"),
         (["--from", "STORED", "--compare", "FOLDER/text"], "--compare: FOLDER/text is not JSON"),
-        (["--from", "STORED", "--html", "FOLDER/no/page"], "--html: there is no folder FOLDER/no"),
         (["--from", "STORED", "--csv", "FOLDER/no/file"], "--csv: there is no folder FOLDER/no"),
         (["--from", "STORED", "--plot", "FOLDER/no/file"], "--plot: there is no folder FOLDER/no"),
     ],
@@ -379,7 +362,7 @@ def measured(monkeypatch):
     return ran
 
 
-@pytest.mark.parametrize("option", ["--json", "--csv", "--html", "--plot"])
+@pytest.mark.parametrize("option", ["--json", "--csv", "--plot"])
 def test_a_target_that_cannot_be_written_ends_the_command_before_the_work(
     option, measured, tmp_path, monkeypatch
 ):
@@ -422,17 +405,15 @@ def test_targets_are_there_while_the_work_is_done(fails, tmp_path, monkeypatch):
 
 
 def test_figures_that_are_written_stay_when_a_later_file_fails(measured, tmp_path, monkeypatch):
-    from mlakit.tools.bench import outputs
+    def broken(*_: object) -> None:
+        raise RuntimeError("no chart")
 
-    def broken(*_: object) -> str:
-        raise RuntimeError("no page")
-
-    monkeypatch.setattr(outputs, "page", broken)
-    figures, page = tmp_path / "figures.json", tmp_path / "page.html"
-    result = bench("decode", "--json", figures, "--html", page)
+    monkeypatch.setattr(charts, "save_charts", broken)
+    figures, folder = tmp_path / "figures.json", tmp_path / "charts"
+    result = bench("decode", "--json", figures, "--plot", folder)
     assert isinstance(result.exception, RuntimeError)
     assert json.loads(figures.read_text("utf-8"))["suite"] == "decode"
-    assert not page.exists()
+    assert not folder.exists()
 
 
 def test_the_comparison_says_only_what_moved(stored, tmp_path, monkeypatch):
@@ -445,8 +426,7 @@ def test_the_comparison_says_only_what_moved(stored, tmp_path, monkeypatch):
         row("decode-c", "mlakit", 40.0),
     ]
     earlier.write_text(json.dumps(report(*rows).as_json()), "utf-8")
-    page = tmp_path / "page.html"
-    result = bench("--from", stored, "--compare", earlier, "--html", page)
+    result = bench("--from", stored, "--compare", earlier)
     assert result.exit_code == 0, result.output
     assert re.search(r"decode-a +mlakit, us +100 +100 +0\.995 +within the spread", result.output)
     assert re.search(
@@ -455,7 +435,6 @@ def test_the_comparison_says_only_what_moved(stored, tmp_path, monkeypatch):
     assert re.search(r"decode-b +mlakit, us +40 +50 +1\.250 +worse by 25\.0%", result.output)
     assert "3 figures: 1 better, 1 worse, 1 within the spread" in result.output
     assert "only before: decode-c" in result.output
-    assert '<td class="bad">worse by 25.0%</td>' in page.read_text("utf-8")
 
 
 @pytest.mark.parametrize(
@@ -467,6 +446,6 @@ def test_suites_are_completed(begun, found):
 
 def test_examples_are_in_the_help():
     output = flat(bench("--help").output)
-    for option in ("--shape", "--host", "--mode", "--html", "--plot", "--compare", "--from"):
+    for option in ("--shape", "--host", "--mode", "--csv", "--plot", "--compare", "--from"):
         assert option in output
     assert "mlakit bench decode --shape 64q1s4k+2q1s64k --heads 16" in output

@@ -10,14 +10,14 @@ from typer.testing import CliRunner
 
 from mlakit.ops import quantize_fp8
 from mlakit.reference import dequantize_fp8
+from mlakit.reference.steps import through_e4m3
 from mlakit.steps import sparse
 from mlakit.tools import cli
-from mlakit.tools.bench import layer as suite
 from mlakit.tools.bench.gemms import Gemm
-from mlakit.tools.bench.layer import GEMM_SUM, GEMMS_IN_A_ROW, WORKLOADS, Layer
-from mlakit.tools.bench.layer_oracle import through_e4m3
 from mlakit.tools.bench.report import SELECT, STAGES
 from mlakit.tools.bench.shapes import Batch
+from mlakit.tools.bench.step_checks import check_layer, check_selection
+from mlakit.tools.bench.steps import GEMM_SUM, GEMMS_IN_A_ROW, WORKLOADS, Layer
 from tests.bench.fakes import pretend_gpu
 from tests.bench.test_suites import mutate_kernel
 
@@ -37,7 +37,7 @@ def small(model: str, weights: str) -> Layer:
 def test_the_workloads_are_every_combination():
     found = {
         (each.model, each.weights, each.heads, each.batch.size, each.batch.kv_lens[0])
-        for each in WORKLOADS
+        for each in WORKLOADS["layer"]
     }
     assert found == {
         (*kind, heads, batch, context)
@@ -46,9 +46,9 @@ def test_the_workloads_are_every_combination():
         for batch in (1, 16, 128)
         for context in (4096, 65536)
     }
-    assert len(WORKLOADS) == len(found)
-    assert len({id(each.pool) for each in WORKLOADS}) == 1
-    assert WORKLOADS[0].pool.latents.num_pages == 128 * 65536 // 64
+    assert len(WORKLOADS["layer"]) == len(found)
+    assert len({id(each.pool) for each in WORKLOADS["layer"]}) == 1
+    assert WORKLOADS["layer"][0].pool.latents.num_pages == 128 * 65536 // 64
 
 
 def test_the_products_are_those_of_the_layer():
@@ -71,7 +71,7 @@ def test_the_products_are_those_of_the_layer():
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_products_have_the_shapes_of_the_weights(kind):
     workload = small(*kind)
-    layer = workload._layer(torch.Generator().manual_seed(0))
+    layer = workload.layer(torch.Generator().manual_seed(0))
     found = {tuple(each.weight.shape) for each in layer.modules() if hasattr(each, "is_fp8")}
     up = tuple(layer.kv_b_proj.weight.shape)
     by_head = {each for each in workload.gemms if each.heads > 1}
@@ -120,7 +120,7 @@ def test_times_of_products_become_a_sum():
 def test_every_stage_is_timed(kind):
     workload = small(*kind)
     found = [each.name for each in workload.build_case().baselines]
-    stages = [name for name in STAGES if name in workload._stage_names]
+    stages = [name for name in STAGES if name in workload.parts]
     assert [name for name in STAGES if name in found] == stages
     assert len(stages) == (8 if kind[0] == "v3.2" else 6)
     gemms = [f"GEMM {each.name}" for each in workload.gemms]
@@ -138,12 +138,12 @@ INDEXER = ["indexer.wq_b", "indexer.wk", "indexer.k_norm", "indexer.weights_proj
 )
 def test_every_module_is_checked(model, module, weights):
     workload = small(model, weights)
-    inputs = workload._inputs(torch.Generator().manual_seed(0))
-    suite._check(inputs, workload.batch)
+    inputs = workload.inputs(torch.Generator().manual_seed(0))
+    check_layer(inputs, workload.batch)
     rolled = inputs.layer.get_submodule(module)
     rolled.register_forward_hook(lambda module, given, out: out.roll(1, dims=-1))
     with pytest.raises(AssertionError):
-        suite._check(inputs, workload.batch)
+        check_layer(inputs, workload.batch)
 
 
 @pytest.mark.parametrize("op", ["mla_decode", "batched_matmul", "norm_rope_quant_append"])
@@ -181,7 +181,7 @@ def test_a_selection_is_the_best_within_the_error_of_its_scores():
 
     def check(*selected: int) -> None:
         chosen = torch.tensor(selected, dtype=torch.int32)
-        suite._check_selection("token", chosen, slots, exact, naive)
+        check_selection("token", chosen, slots, exact, naive)
 
     check(40, 41, 7)
     check(8, 40, 41)  # 3.0 and 2.9 are within the error

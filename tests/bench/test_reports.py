@@ -7,14 +7,14 @@ from dataclasses import replace
 from io import StringIO
 
 import pytest
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 from rich.console import Console
 
 from mlakit.tools.bench import charts, heatmap, suite
 from mlakit.tools.bench.ceilings import Ceilings
 from mlakit.tools.bench.compare import compare
-from mlakit.tools.bench.drawing import Rectangle, Text
-from mlakit.tools.bench.measure import Spread
-from mlakit.tools.bench.report import LeftOut, Memory, MemoryUse, Report, as_csv
+from mlakit.tools.bench.report import LeftOut, Memory, MemoryUse, Report, Row, as_csv
 from mlakit.tools.bench.suite import Baseline, BenchmarkCase, Workload
 from mlakit.tools.bench.tables import left_out_lines, target_text
 from tests.bench.fakes import CEILINGS, around, report, row
@@ -35,42 +35,6 @@ def test_a_report_survives_json():
     use = MemoryUse(weights=3, cache=2, step=1)
     with_memory = replace(stored, memory=(Memory("a", "mlakit", use),))
     assert Report.from_json(json.loads(json.dumps(with_memory.as_json()))) == with_memory
-
-
-def second_schema() -> dict[str, object]:
-    """A report as schema 2 stored it: ratios of mlakit's time to the contender's."""
-    stored = report(row("a", "fa3", 20.0), row("a", "read same bytes", 8.0)).as_json()
-    names = ("fa3", "reading its bytes")
-    for each, name in zip(stored["rows"], names, strict=True):
-        for key in ("implementation", "min_speedup", *(f"speedup_p{p}" for p in (20, 50, 80))):
-            del each[key]
-        ratios = {"ratio_p20": 0.4, "ratio_p50": 0.5, "ratio_p80": 0.8}
-        each |= {"contender": name, **ratios, "limit": 0.625, "met": True}
-    stored["left_out"] = [{"workload": "a", "contender": "eager", "reason": "too slow"}]
-    return {**stored, "schema": 2}
-
-
-def test_a_report_of_the_second_schema_is_read():
-    read = Report.from_json(second_schema())
-    fa3, reading = read.rows
-    assert (fa3.implementation, reading.implementation) == ("fa3", "read same bytes")
-    assert fa3.speedup == Spread(1.25, 2.0, 2.5)
-    assert (fa3.min_speedup, fa3.met) == (1.6, True)
-    assert read.left_out == [LeftOut("a", "eager", "too slow")]
-    assert read.as_json()["schema"] == 3
-
-
-@pytest.mark.parametrize(("limit", "met"), [(0.625, True), (0.4, False), (None, None)])
-def test_a_report_of_the_first_schema_is_read(limit, met):
-    stored = second_schema()
-    for key in ("mode", "ceilings"):
-        del stored[key]
-    first = stored["rows"][0]
-    for key in ("roofline", "met"):
-        del first[key]
-    first["limit"] = limit
-    read = Report.from_json({**stored, "schema": 1})
-    assert (read.mode, read.ceilings, read.rows[0].met) == ("cold", None, met)
 
 
 def test_a_csv_of_nothing_is_empty():
@@ -219,8 +183,7 @@ def test_prompts_have_a_map_per_mask_with_heads_across():
     assert (causal.cells, full.cells) == ({(512, 8): 1.2, (512, 16): 1.3}, {(512, 128): 1.1})
     assert causal.title == "causal: mlakit's speedup over the fastest peer"
     assert "h 16" in printed(heatmap.heat_table(causal))
-    texts = [s.text for s in charts.charts(report(*rows))["heatmap"].shapes if isinstance(s, Text)]
-    assert {"h 8", "h 128", "512", "1.30x"} <= set(texts)
+    assert {"h 8", "h 128", "512", "1.30x"} <= texts(dict(charts.charts(report(*rows)))["heatmap"])
 
 
 def test_other_rows_make_no_map():
@@ -236,49 +199,50 @@ def test_a_map_is_printed():
     ]
 
 
+def texts(figure: Figure) -> set[str]:
+    """What is written in a chart."""
+    return {each.get_text() for each in figure.findobj(Text)}
+
+
+def widths(figure: Figure) -> list[float]:
+    """Of the bars of a chart, from the first to the last."""
+    return [each.get_width() for axes in figure.axes for each in axes.patches]
+
+
 def test_a_map_is_drawn():
-    drawn = charts.charts(report(*GRID, suite="grid"))["heatmap"]
-    shades = [shape.fill for shape in drawn.shapes if isinstance(shape, Rectangle)]
-    texts = [shape.text for shape in drawn.shapes if isinstance(shape, Text)]
-    assert len(shades) == 3
-    assert {"0.80x", "1.25x", "1.00x", "b 4", "65536"} <= set(texts)
-
-
-@pytest.mark.parametrize(
-    ("goodness", "shade"), [(0.0, "#ffffff"), (1.0, "#50eb50"), (-1.0, "#eb5050")]
-)
-def test_good_is_green_and_bad_is_red(goodness, shade):
-    assert charts.shade_of(goodness) == shade
+    drawn = dict(charts.charts(report(*GRID, suite="grid")))["heatmap"]
+    eight, sixteen = (axes.images[0].get_array() for axes in drawn.axes)
+    assert eight.filled(9).flatten().tolist() == pytest.approx([0.5, 9, 9, -0.625])
+    assert sixteen.tolist() == [[0]]
+    assert {"0.80x", "1.25x", "1.00x", "b 4", "65536"} <= texts(drawn)
 
 
 def test_bars_are_as_long_as_speedups():
     slow = row("a", "eager", 900.0, speedup=around(90.0))
     rows = [row("a", "mlakit", 10.0), row("a", "fa3", 20.0), slow]
     drawn = charts.bar_chart(report(*rows))
-    own, twice, cut = (s.width for s in drawn.shapes if isinstance(s, Rectangle))
-    assert twice == pytest.approx(2 * own)
-    assert cut == pytest.approx(4 * own)
-    assert "900 us, 90x →" in [s.text for s in drawn.shapes if isinstance(s, Text)]
+    assert widths(drawn) == pytest.approx([1, 2, 4])
+    assert "900 us, 90x →" in texts(drawn)
 
 
 def test_stages_are_stacked_by_their_time():
     step = [row("a", "mlakit", 95.0), row("a", "append", 10.0), row("a", "logits", 60.0)]
     more = [row("a", "attend", 30.0), row("a", "read same bytes", 20.0), row("b", "append", 5.0)]
-    drawings = charts.charts(report(*step, *more, suite="sparse-step"))
+    drawings = dict(charts.charts(report(*step, *more, suite="sparse-step")))
     assert set(drawings) == {"stages", "roofline"}
-    bars = [s for s in drawings["stages"].shapes if isinstance(s, Rectangle) and s.hint]
-    append, logits, attend, alone = bars
-    assert logits.width == pytest.approx(6 * append.width)
-    assert (append.x + append.width, logits.x + logits.width) == pytest.approx((logits.x, attend.x))
-    assert alone.width == pytest.approx(append.width + logits.width + attend.width)
-    assert logits.hint == "logits: 60 us, 60 % of the stages"
-    texts = [s.text for s in drawings["stages"].shapes if isinstance(s, Text)]
-    assert {"step 95 us", "stages 5 us", "60 us", "append", "logits", "attend"} <= set(texts)
-    assert not {"top-k", "read same bytes"} & set(texts)
+    assert widths(drawings["stages"]) == pytest.approx([0.1, 0.6, 0.3, 1])
+    lefts = [each.get_x() for each in drawings["stages"].axes[0].patches]
+    assert lefts == pytest.approx([0, 0.1, 0.7, 0])
+    shown = texts(drawings["stages"])
+    assert {"step 95 us", "stages 5 us", "60 us", "append", "logits", "attend"} <= shown
+    assert not {"top-k", "read same bytes"} & shown
 
 
 def test_a_report_without_ceilings_has_no_roofline():
-    assert set(charts.charts(report(row("a", "mlakit", 1.0), ceilings=None))) == {"bars"}
-    assert set(charts.charts(report(row("a", "mlakit", 1.0, flops=0)))) == {"bars"}
-    assert set(charts.charts(report(row("a", "read same bytes", 1.0)))) == {"bars"}
-    assert set(charts.charts(report())) == set()
+    def kinds(*rows: Row, **others: object) -> list[str]:
+        return [kind for kind, _ in charts.charts(report(*rows, **others))]
+
+    assert kinds(row("a", "mlakit", 1.0), ceilings=None) == ["bars"]
+    assert kinds(row("a", "mlakit", 1.0, flops=0)) == ["bars"]
+    assert kinds(row("a", "read same bytes", 1.0)) == ["bars"]
+    assert kinds() == []

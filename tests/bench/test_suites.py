@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib import import_module
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ import torch
 from mlakit.cache import PagedLatentCache
 from mlakit.dispatch.specs import pretending
 from mlakit.steps import sparse
-from mlakit.tools.bench import GPU_SUITES, correctness, indexer
+from mlakit.tools.bench import GPU_SUITES, command, correctness, indexer
 from mlakit.tools.bench.pool import LATENT_STD, ROW, SharedPool
 from mlakit.tools.bench.problems import (
     DenseDecode,
@@ -24,7 +23,6 @@ from mlakit.tools.bench.problems import (
 from mlakit.tools.bench.report import SELECT
 from mlakit.tools.bench.shapes import Batch
 from mlakit.tools.bench.sparse import sampled_queries
-from mlakit.tools.bench.sparse_step import SEPARATE_STAGES
 from mlakit.tools.bench.suite import Workload
 from tests.bench.fakes import pretend_gpu, solve
 from tests.kernel_launchers import Arguments, by_name, replace_launcher
@@ -90,11 +88,12 @@ PROBLEMS = {
     "fp8": ScaledMatmul,
     "vllm": DenseDecode,
 }
+SEPARATE_STAGES = ("absorb", "append", "logits", "top-k", "attend", "up-project")
 RESULTS = {"prefill": 128, "prefill-grid": 128, "indexer": 200, "fp8": 256}  # columns; others 512
 
 
 def workloads(suite: str) -> tuple[Workload, ...]:
-    return import_module(f"mlakit.tools.bench.{suite.replace('-', '_')}").WORKLOADS
+    return tuple(command._workloads(suite, None, 0))
 
 
 SMALL = [

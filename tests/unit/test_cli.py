@@ -225,7 +225,7 @@ OPTIONS_WITHOUT_EFFECT = [
         (f"bench --fetch-peers {option}", f"so {option.split()[0]} has no effect")
         for option in (
             *("--shape 1q1s1", "--heads 2", "--quick", "--host", "--no-peers", "--only decode"),
-            *("--json x.json", "--html x.html", "--from x.json", "--threads 2", "--mode cold"),
+            *("--json x.json", "--csv x.csv", "--from x.json", "--threads 2", "--mode cold"),
         )
     ),
     *(

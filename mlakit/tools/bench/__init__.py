@@ -3,14 +3,14 @@
 command      turns the options into suites, workloads and a run
 suite        checks, times and reports each workload: the same steps for every suite
 measure      the timing protocol; independent of the ops; `gpu_timers` holds the GPU timers
-correctness  compares results with the float64 oracle; `prefill_oracle`, `branch_oracle`,
-             `layer_oracle`
+correctness  compares results with the float64 oracle; `step_checks` whole steps
+steps        the suites of whole steps, whose stages are in `step_stages`
 problems     the tensors that peers get in the GPU suites
 peers        other libraries (FlashMLA, FA3, FlashInfer, ...), timed where they are installed
 shapes       parses batch shapes of the command line
 ceilings     measures the bandwidth and the peak FLOP/s of the GPU
 environment  records the machine and the versions
-report       rows, JSON, CSV; `tables` and `heatmap` print them, `html` and `charts` draw them
+report       rows, JSON, CSV; `tables` and `heatmap` print them, `charts` draws them
 busy         the suite cpu on a loaded machine
 compare      what changed since another report
 decode, …    the workloads of the suite of that name
@@ -37,6 +37,7 @@ GPU_SUITES = (
 # run only if named: a grid takes as long as the others together, a model needs transformers, and
 # the calls of a plugin are those of the ops
 ONLY_IF_NAMED = ("grid", "prefill-grid", "transformers", "vllm")
+STEP_SUITES = ("branch", "long-context", "sparse-step", "layer")  # in the module `steps`
 GRAPH_SUITES = ("layer",)  # timed in CUDA graphs without --mode
 WALL_SUITES = ("transformers",)  # timed by the host's clock without --mode
 SUITES = (*GPU_SUITES, "cpu")

@@ -30,12 +30,14 @@ from torch import Tensor
 from mlakit.cache import PagedLatentCache, request_slots
 from mlakit.formats import Format, row_codec
 from mlakit.model.rope import rope_table
+from mlakit.reference.steps import StepQuery
 from mlakit.steps import CachedBatch, LayerWeights, decode_branch, prefill_branch
 from mlakit.steps.weights import UpProjection
-from mlakit.tools.bench import branch_oracle, cpu, environment
+from mlakit.tools.bench import cpu, environment
 from mlakit.tools.bench.measure import Call, Spread, paired_speedup
 from mlakit.tools.bench.progress import suite_progress
 from mlakit.tools.bench.report import MLAKIT, Report, Row
+from mlakit.tools.bench.step_checks import assert_output_correct
 from mlakit.tools.bench.suite import (
     BenchmarkCase,
     Workload,
@@ -183,9 +185,9 @@ class Step(Workload):
                 token = (request + 1) * self.new - 1
                 slots = request_slots(page_table, self.page_size, request, 0, total)
                 rows = layer.read(slots, torch.float64)
-                query = branch_oracle.Query(q[token], total - 1, rows, self.cached)
+                query = StepQuery(q[token], kv[token], total - 1, rows, self.cached)
                 is_decode = self.branch == "decode"
-                branch_oracle.assert_output_correct(out, token, query, weights, is_decode=is_decode)
+                assert_output_correct(out, token, query, weights, is_decode=is_decode)
 
         return BenchmarkCase(call, [], check)
 

@@ -1,45 +1,175 @@
-"""The charts of a report: bars of speedups or stages, the roofline, heat maps of a grid."""
+"""The charts of a report by matplotlib, the extra `plot`: bars of speedups or stages, the roofline,
+heat maps of a grid."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from itertools import groupby
-from math import ceil, floor, log10
+from math import nan
+from pathlib import Path
+from typing import Any, TypeAlias
 
 from mlakit.tools.bench.ceilings import Ceilings
-from mlakit.tools.bench.drawing import Dot, Drawing, Line, Rectangle, Text
 from mlakit.tools.bench.heatmap import HeatMap, heat_maps
 from mlakit.tools.bench.report import HARDWARE_BASELINES, MLAKIT, STAGES, Report, Row
 from mlakit.tools.bench.tables import digits, times_of
 
+Axes: TypeAlias = Any  # matplotlib's, which is imported late
+Figure: TypeAlias = Any
 MLAKIT_COLOUR = "#d1495b"
 COLOURS = ("#00798c", "#edae49", "#66a182", "#8d6a9f", "#2e4057", "#a0a0a0", "#b5651d", "#5f9ea0")
-GREY, PALE = "#888888", "#dddddd"
-BAR, GAP = 16, 14
-FULL = 560  # pixels of the widest bar
-LABELS = 200
-STAGE_BAR = 24
-STAGE_LABEL = 108  # pixels of a name in the legend
-SHORTEST_LABEL = 46  # pixels that a time needs
+STYLE: Any = {  # matplotlib's types list every name of a setting
+    "font.size": 9,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "figure.constrained_layout.use": True,
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": MLAKIT,  # equal charts are equal files
+    "text.parse_math": False,
+}
+BAR_INCHES = 0.17
 LONGEST = 4.0  # the speedup of a full bar; longer bars are cut
+LABELLED_SHARE = 0.09  # of a step: a shorter stage has no room for its time
 
 
-def charts(report: Report) -> dict[str, Drawing]:
-    """By kind, the charts that the report has rows for."""
-    found: dict[str, Drawing] = {}
+def why_not() -> str | None:
+    """Why charts cannot be drawn; None if they can."""
+    if find_spec("matplotlib") is None:
+        return "needs matplotlib, which is not installed: pip install 'mlakit[plot]'"
+    return None
+
+
+def save_charts(report: Report, folder: Path) -> None:
+    """Each chart that the report has rows for, as SVG and as PNG."""
+    import matplotlib as mpl
+
+    with mpl.rc_context(STYLE):
+        for kind, figure in charts(report):
+            file = folder / f"{report.suite}-{report.mode}-{kind}"
+            figure.savefig(file.with_suffix(".svg"), metadata={"Date": None})
+            figure.savefig(file.with_suffix(".png"), dpi=100)
+
+
+def charts(report: Report) -> Iterator[tuple[str, Figure]]:
+    """(kind, chart) of each chart that the report has rows for."""
     maps = heat_maps(report.rows)
     if maps:
-        found["heatmap"] = heat_chart(maps)
+        yield "heatmap", heat_chart(maps)
     elif any(row.implementation in STAGES for row in report.rows):
-        found["stages"] = stage_chart(report)
+        yield "stages", stage_chart(report)
     elif report.rows:
-        found["bars"] = bar_chart(report)
+        yield "bars", bar_chart(report)
     computing = [
         row for row in report.rows if row.flops and row.implementation not in HARDWARE_BASELINES
     ]
     if report.ceilings is not None and computing:
-        found["roofline"] = roofline_chart(computing, report.ceilings)
-    return found
+        yield "roofline", roofline_chart(computing, report.ceilings)
+
+
+def bar_chart(report: Report) -> Figure:
+    """mlakit's speedup over each implementation: a longer bar is a slower implementation."""
+    colours = implementation_colours(report.rows)
+    steps = _steps(report)
+    figure, (axes,) = _figure(9, BAR_INCHES * (len(report.rows) + 2 * len(steps)) + 0.6)
+    y, ticks, names = 0, [], []
+    for workload, rows in steps:
+        own_us = next((row.us.p50 for row in rows if row.implementation == MLAKIT), rows[0].us.p50)
+        y += 2
+        axes.text(0, y - 1, workload, weight="bold", va="center")
+        for row in rows:
+            cut = " →" if row.us.p50 / own_us > LONGEST else ""
+            p20, end, p80 = (
+                min(us / own_us, LONGEST) for us in (row.us.p20, row.us.p50, row.us.p80)
+            )
+            axes.barh(y, end, color=colours[row.implementation])
+            axes.plot((p20, p80), (y, y), color="#222222", lw=0.8)
+            speedup = "" if row.speedup is None else f", {times_of(row.speedup.p50)}"
+            text = f"{digits(row.us.p50)} us{speedup}{cut}"
+            axes.text(max(end, p80) + 0.03, y, text, va="center")
+            ticks.append(y)
+            names.append(row.implementation)
+            y += 1
+    axes.set_yticks(ticks, names)
+    axes.set(xlim=(0, LONGEST * 1.2), ylim=(y, 0))
+    axes.axvline(1, color="#888888", ls="--", lw=0.8)
+    _title(axes, report, f"{MLAKIT}'s speedup over each implementation")
+    return figure
+
+
+def stage_chart(report: Report) -> Figure:
+    """Where the time of a step goes: a bar per workload, split by the shares of its stages."""
+    present = {row.implementation for row in report.rows}
+    colours = dict(zip((name for name in STAGES if name in present), COLOURS, strict=False))
+    steps = [
+        (workload, {row.implementation: row.us.p50 for row in rows})
+        for workload, rows in _steps(report)
+    ]
+    figure, (axes,) = _figure(11, 0.35 * len(steps) + 1.2)
+    for y, (_, us) in enumerate(steps):
+        total, left = sum(us.get(name, 0.0) for name in colours), 0.0
+        for name in (name for name in colours if name in us):
+            label = f"{digits(us[name])} us" if us[name] > LABELLED_SHARE * total else ""
+            bar = axes.barh(y, us[name] / total, left=left, color=colours[name])
+            axes.bar_label(bar, [label], label_type="center", color="white")
+            left += us[name] / total
+        step = f"step {digits(us[MLAKIT])} us" if MLAKIT in us else f"stages {digits(total)} us"
+        axes.text(1.01, y, step, va="center")
+    axes.set_yticks(range(len(steps)), [workload for workload, _ in steps])
+    axes.set(xlim=(0, 1.15), xticks=[], ylim=(len(steps) - 0.5, -0.5))
+    _title(axes, report, "where the time goes, each stage timed alone")
+    _legend(figure, colours)
+    return figure
+
+
+def roofline_chart(rows: Sequence[Row], ceilings: Ceilings) -> Figure:
+    """TFLOP/s over FLOPs per byte, both logarithmic, with the measured ceilings."""
+    colours = implementation_colours(rows)
+    peaks = {"bf16": ceilings.bf16_tflops}
+    if ceilings.fp8_tflops is not None:
+        peaks["fp8"] = ceilings.fp8_tflops
+    figure, (axes,) = _figure(9, 5)
+    for name, colour in colours.items():
+        own = [row for row in rows if row.implementation == name]
+        intensity = [row.flops / row.bytes for row in own]
+        axes.scatter(intensity, [row.gflops / 1e3 for row in own], 16, color=colour)
+    axes.set(xscale="log", yscale="log", xlabel="FLOPs per byte", ylabel="TFLOP/s")
+    bandwidth, highest = ceilings.read_gb_s / 1e3, max(peaks.values())  # TFLOP/s at one FLOP a byte
+    left, right = axes.get_xlim()
+    right = max(right, 1e4)
+    left = min(left, highest / bandwidth)
+    axes.plot((left, highest / bandwidth), (left * bandwidth, highest), color="#444444")
+    for kind, peak in peaks.items():
+        axes.plot((peak / bandwidth, right), (peak, peak), color="#444444")
+        axes.text(right, peak, f" {kind} {peak:.0f} TFLOP/s", va="center")
+    axes.set_xlim(left, right)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.grid(color="#dddddd")
+    axes.set_title("Roofline: ceilings measured in the same run", loc="left", weight="bold")
+    _legend(figure, colours)
+    return figure
+
+
+def heat_chart(maps: Sequence[HeatMap]) -> Figure:
+    """The maps one below the other; green is fast, red is slow."""
+    across = max(len(heat.columns) for heat in maps)
+    down = max(len(heat.lengths) for heat in maps)
+    height = (0.35 * down + 0.8) * len(maps)
+    figure, all_axes = _figure(0.8 * across + 1, height, len(maps))
+    for axes, heat in zip(all_axes, maps, strict=True):
+        shades = [
+            [heat.goodness(s, each) if heat.text(s, each) else nan for each in heat.columns]
+            for s in heat.lengths
+        ]
+        axes.imshow(shades, "RdYlGn", vmin=-1, vmax=1, aspect="auto")
+        axes.set_xticks(range(len(heat.columns)), [f"{heat.axis} {each}" for each in heat.columns])
+        axes.set_yticks(range(len(heat.lengths)), map(str, heat.lengths))
+        axes.set_title(heat.title, loc="left", weight="bold")
+        for y, length in enumerate(heat.lengths):
+            for x, column in enumerate(heat.columns):
+                axes.text(x, y, heat.text(length, column), ha="center", va="center")
+    return figure
 
 
 def implementation_colours(rows: Sequence[Row]) -> dict[str, str]:
@@ -49,164 +179,26 @@ def implementation_colours(rows: Sequence[Row]) -> dict[str, str]:
     }
 
 
-def bar_chart(report: Report) -> Drawing:
-    """mlakit's speedup over each implementation: a longer bar is a slower implementation."""
-    colours = implementation_colours(report.rows)
-    groups = [(name, list(rows)) for name, rows in groupby(report.rows, lambda row: row.workload)]
-    height = 60 + sum(22 + BAR * len(rows) + GAP for _, rows in groups)
-    drawing = Drawing(LABELS + FULL + 140, height)
-    title = f"{report.suite} ({report.mode}): {MLAKIT}'s speedup over each implementation"
-    drawing.add(Text(10, 20, title, bold=True))
-    y = 44.0
-    for workload, rows in groups:
-        own_us = next((row.us.p50 for row in rows if row.implementation == MLAKIT), rows[0].us.p50)
-        drawing.add(Text(10, y + 8, workload, bold=True))
-        y += 22
-        for row in rows:
-            _add_bar(drawing, y, row, own_us, colours[row.implementation])
-            y += BAR
-        y += GAP
-    one = LABELS + FULL / LONGEST
-    drawing.add(Line([(one, 36), (one, height - 10)], GREY, dashed=True))
-    return drawing
+def _steps(report: Report) -> list[tuple[str, list[Row]]]:
+    """The rows by workload."""
+    return [(name, list(rows)) for name, rows in groupby(report.rows, lambda row: row.workload)]
 
 
-def _add_bar(drawing: Drawing, y: float, row: Row, own_us: float, colour: str) -> None:
-    def x(us: float) -> float:
-        return LABELS + FULL * min(us / own_us, LONGEST) / LONGEST
+def _figure(width: float, height: float, count: int = 1) -> tuple[Figure, Sequence[Axes]]:
+    """A figure of so many inches, and its axes, one below the other."""
+    from matplotlib import figure
 
-    middle, end = y + BAR / 2, x(row.us.p50)
-    spread = f"{digits(row.us.p20)} to {digits(row.us.p80)}"
-    hint = f"{row.implementation}: {digits(row.us.p50)} us ({spread})"
-    cut = " →" if row.us.p50 / own_us > LONGEST else ""
-    speedup = "" if row.speedup is None else f", {times_of(row.speedup.p50)}"
-    drawing.add(
-        Text(LABELS - 8, middle, row.implementation, anchor="end", size=11),
-        Rectangle(LABELS, y + 2, end - LABELS, BAR - 4, colour, hint),
-        Line([(x(row.us.p20), middle), (x(row.us.p80), middle)], "#222222"),
-        Text(end + 6, middle, f"{digits(row.us.p50)} us{speedup}{cut}", size=11),
-    )
+    made = figure.Figure((width, height))
+    return made, list(made.subplots(count, squeeze=False)[:, 0])
 
 
-def stage_chart(report: Report) -> Drawing:
-    """Where the time of a step goes: a bar per workload, as wide as its stages together."""
-    named = [name for name in STAGES if any(row.implementation == name for row in report.rows)]
-    colours = dict(zip(named, COLOURS, strict=False))
-    steps = [(name, list(rows)) for name, rows in groupby(report.rows, lambda row: row.workload)]
-    pitch = 22 + STAGE_BAR + GAP
-    width = max(FULL + 200, 10 + STAGE_LABEL * len(named))
-    drawing = Drawing(width, 84 + pitch * len(steps))
-    title = f"{report.suite} ({report.mode}): where the time goes, each stage timed alone"
-    drawing.add(Text(10, 20, title, bold=True))
-    for i, (name, colour) in enumerate(colours.items()):
-        x = 10 + STAGE_LABEL * i
-        drawing.add(Rectangle(x, 38, 12, 12, colour), Text(x + 18, 44, name, size=11))
-    for i, (workload, rows) in enumerate(steps):
-        _add_stages(drawing, 72 + pitch * i, workload, rows, colours)
-    return drawing
+def _title(axes: Axes, report: Report, text: str) -> None:
+    title = f"{report.suite} ({report.mode}): {text}"
+    axes.set_title(title, loc="left", weight="bold")
 
 
-def _add_stages(
-    drawing: Drawing, y: float, workload: str, rows: Sequence[Row], colours: dict[str, str]
-) -> None:
-    us = {row.implementation: row.us.p50 for row in rows}
-    stages = {name: us[name] for name in colours if name in us}
-    total = sum(stages.values())
-    drawing.add(Text(10, y, workload, bold=True))
-    y, x = y + 12, 10.0
-    for name, own in stages.items():
-        width, share = FULL * own / total, f"{100 * own / total:.0f} %"
-        hint = f"{name}: {digits(own)} us, {share} of the stages"
-        drawing.add(Rectangle(x, y, width, STAGE_BAR, colours[name], hint))
-        if width > SHORTEST_LABEL:
-            at = (x + width / 2, y + STAGE_BAR / 2)
-            drawing.add(Text(*at, f"{digits(own)} us", "middle", size=11, colour="#ffffff"))
-        x += width
-    step = f"step {digits(us[MLAKIT])} us" if MLAKIT in us else f"stages {digits(total)} us"
-    drawing.add(Text(x + 8, y + STAGE_BAR / 2, step, size=11))
+def _legend(figure: Figure, colours: dict[str, str]) -> None:
+    from matplotlib.patches import Patch
 
-
-def roofline_chart(rows: Sequence[Row], ceilings: Ceilings) -> Drawing:
-    """TFLOP/s over FLOPs per byte, both logarithmic, with the measured ceilings."""
-    colours = implementation_colours(rows)
-    xs = [row.flops / row.bytes for row in rows]
-    ys = [row.gflops / 1e3 for row in rows]
-    peaks = {"bf16": ceilings.bf16_tflops} | (
-        {} if ceilings.fp8_tflops is None else {"fp8": ceilings.fp8_tflops}
-    )
-    left, right = floor(log10(min(xs))), max(ceil(log10(max(xs))), 4)
-    bottom, top = floor(log10(min(ys))), ceil(log10(max(*peaks.values(), *ys)))
-    width, height = 560, 400
-    drawing = Drawing(width + 280, height + 100)
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        across = (log10(x) - left) / (right - left)
-        up = (log10(y) - bottom) / max(top - bottom, 1)
-        return 70 + width * across, 40 + height * (1 - up)
-
-    drawing.add(Text(10, 18, "Roofline: ceilings measured in the same run", bold=True))
-    for power in range(left, right + 1):
-        x, y = place(10.0**power, 10.0**bottom)
-        drawing.add(Line([(x, 40), (x, y)], PALE), Text(x, y + 16, f"{10.0**power:g}", "middle"))
-    for power in range(bottom, top + 1):
-        x, y = place(10.0**left, 10.0**power)
-        drawing.add(
-            Line([(x, y), (70 + width, y)], PALE), Text(x - 8, y, f"{10.0**power:g}", "end")
-        )
-    drawing.add(
-        Text(70 + width / 2, height + 78, "FLOPs per byte", "middle"),
-        Text(76, 32, "TFLOP/s"),
-    )
-    bandwidth = ceilings.read_gb_s / 1e3  # TFLOP/s at one FLOP per byte
-    highest = max(peaks.values())
-    start = max(10.0**left, 10.0**bottom / bandwidth)
-    drawing.add(
-        Line([place(start, start * bandwidth), place(highest / bandwidth, highest)], "#444444", 2)
-    )
-    for kind, peak in peaks.items():
-        first, last = place(peak / bandwidth, peak), place(10.0**right, peak)
-        drawing.add(
-            Line([first, last], "#444444", 2),
-            Text(last[0] + 6, last[1], f"{kind} {peak:.0f} TFLOP/s", size=11),
-        )
-    for row, x, y in zip(rows, xs, ys, strict=True):
-        hint = f"{row.workload}, {row.implementation}: {digits(y)} TFLOP/s"
-        drawing.add(Dot(*place(x, y), colours[row.implementation], hint))
-    for i, (name, colour) in enumerate(colours.items()):
-        y = height - 10 - 18 * i
-        drawing.add(Dot(70 + width + 20, y, colour), Text(70 + width + 32, y, name, size=11))
-    return drawing
-
-
-def heat_chart(maps: Sequence[HeatMap]) -> Drawing:
-    """The maps one below the other; green is fast, red is slow."""
-    cell, across = (62, 30), max(len(heat.columns) for heat in maps)
-    down = max(len(heat.lengths) for heat in maps)
-    width, height = 70 + cell[0] * across, 76 + cell[1] * down
-    drawing = Drawing(width + 20, height * len(maps))
-    for i, heat in enumerate(maps):
-        top = i * height + 50
-        drawing.add(Text(10, top - 32, heat.title, bold=True))
-        for place, column in enumerate(heat.columns):
-            label = f"{heat.axis} {column}"
-            drawing.add(Text(70 + cell[0] * (place + 0.5), top - 12, label, "middle"))
-        for line, length in enumerate(heat.lengths):
-            y = top + cell[1] * line
-            drawing.add(Text(60, y + cell[1] / 2, f"{length}", "end"))
-            for place, column in enumerate(heat.columns):
-                x, text = 70 + cell[0] * place, heat.text(length, column)
-                if text:
-                    shade = shade_of(heat.goodness(length, column))
-                    drawing.add(
-                        Rectangle(x, y, cell[0] - 2, cell[1] - 2, shade),
-                        Text(x + cell[0] / 2 - 1, y + cell[1] / 2 - 1, text, "middle"),
-                    )
-    return drawing
-
-
-def shade_of(goodness: float) -> str:
-    """From red over white to green."""
-    strength = abs(goodness)
-    kept, faded = round(255 - 20 * strength), round(255 - 175 * strength)
-    red, green = (faded, kept) if goodness > 0 else (kept, faded)
-    return f"#{red:02x}{green:02x}{faded:02x}"
+    patches = [Patch(color=colour, label=name) for name, colour in colours.items()]
+    figure.legend(handles=patches, loc="outside right upper", frameon=False)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from threading import current_thread, main_thread
+from typing import Any
 
 from rich.console import Console
 
@@ -16,6 +17,7 @@ from mlakit.tools.bench import (
     GPU_SUITES,
     GRAPH_SUITES,
     ONLY_IF_NAMED,
+    STEP_SUITES,
     SUITES,
     WALL_SUITES,
     busy,
@@ -97,14 +99,18 @@ def _default_suites() -> tuple[str, ...]:
 
 
 def _workloads(name: str, shape: Shape | None, busy: int) -> Sequence[Workload]:
-    module = import_module(f"mlakit.tools.bench.{'busy' if busy else name.replace('-', '_')}")
+    own = "steps" if name in STEP_SUITES else "busy" if busy else name.replace("-", "_")
+    module: Any = import_module(f"mlakit.tools.bench.{own}")
     if shape is None:
         known: Sequence[Workload] = module.WORKLOADS
+        if name in STEP_SUITES:
+            known = module.WORKLOADS[name]
         return known
     if name == "cpu":
         raise ValueError("suite cpu does not take --shape")
-    of_shape: Callable[[Shape], Sequence[Workload]] = module.of_shape
-    return of_shape(shape)
+    found: Sequence[Workload]
+    found = module.of_shape(*([name] if name in STEP_SUITES else []), shape)
+    return found
 
 
 @contextmanager

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mlakit import reference
+from mlakit.model.masks import NULL
 from mlakit.tools.testing import assert_matches
 
 COSINE_DIFFERENCE = 1e-4
@@ -34,6 +36,28 @@ class Sample:
     ) -> Sample:
         """The results of `oracle` in float64 and in float32."""
         return cls(label, rows, oracle(torch.float64), oracle(torch.float32))
+
+
+def token_sample(
+    token: int, keys: slice, q: Tensor, k_nope: Tensor, k_rope: Tensor, v: Tensor, scale: float
+) -> Sample:
+    """(out, lse) of a prompt's `token` over its visible `keys`, which its mask has selected."""
+    own = slice(token, token + 1)
+
+    def oracle(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return reference.mla_prefill(
+            q[own],
+            k_nope[keys],
+            k_rope[keys],
+            v[keys],
+            [0, 1],
+            [0, keys.stop - keys.start],
+            softmax_scale=scale,
+            mask=NULL,
+            dtype=dtype,
+        )
+
+    return Sample.of(f"token {token}", own, oracle)
 
 
 def assert_correct(

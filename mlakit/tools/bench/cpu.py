@@ -26,8 +26,7 @@ from mlakit.cache import PagedLatentCache, request_slots
 from mlakit.formats import Format, row_codec
 from mlakit.model.geometry import MLAGeometry
 from mlakit.ops import mla_decode, mla_prefill
-from mlakit.tools.bench.correctness import Sample, assert_correct
-from mlakit.tools.bench.prefill_oracle import token_sample
+from mlakit.tools.bench.correctness import Sample, assert_correct, token_sample
 from mlakit.tools.bench.suite import Baseline, BenchmarkCase, Workload
 from mlakit.tools.testing import shuffled_pages
 

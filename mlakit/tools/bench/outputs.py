@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from mlakit.tools.bench.charts import charts
+from mlakit.tools.bench import charts
 from mlakit.tools.bench.compare import Comparison, compare, comparison_table
-from mlakit.tools.bench.drawing import why_no_png
 from mlakit.tools.bench.heatmap import heat_maps, heat_table
-from mlakit.tools.bench.html import page
 from mlakit.tools.bench.json_fields import FieldError
 from mlakit.tools.bench.report import WALL, Report, as_csv
 from mlakit.tools.bench.tables import left_out_lines, table
@@ -26,7 +24,6 @@ class Outputs:
 
     json: Path | None = None
     csv: Path | None = None
-    html: Path | None = None
     plot: Path | None = None  # a folder
     earlier: Path | None = None
 
@@ -39,13 +36,13 @@ class Outputs:
             other = taken.setdefault(file.resolve(), option)
             if other != option and not file.is_char_device():
                 raise ValueError(f"{other} and {option} both name {file}")
-        if self.plot is not None and (reason := why_no_png()):
-            raise ValueError(f"--plot {reason}; --html needs no other package")
+        if self.plot is not None and (reason := charts.why_not()):
+            raise ValueError(f"--plot {reason}")
         if self.earlier is not None:
             read_reports("--compare", self.earlier)
 
     def _targets(self) -> dict[str, Path]:
-        named = {"--json": self.json, "--csv": self.csv, "--html": self.html, "--plot": self.plot}
+        named = {"--json": self.json, "--csv": self.csv, "--plot": self.plot}
         return {option: file for option, file in named.items() if file is not None}
 
     @contextmanager
@@ -81,20 +78,18 @@ class Outputs:
 
     def write(self, reports: Sequence[Report]) -> None:
         """Write the requested files and print the comparison."""
-        comparison = None
         if self.earlier is not None:
-            comparison = compare(read_reports("--compare", self.earlier), reports)
-            _print_comparison(comparison)
+            _print_comparison(compare(read_reports("--compare", self.earlier), reports))
         if self.json is not None:
             stored = [each.as_json() for each in reports]
             found = stored if len(stored) > 1 else stored[0]
             self.json.write_text(f"{json.dumps(found, indent=2, ensure_ascii=False)}\n", "utf-8")
         if self.csv is not None:
             self.csv.write_text(as_csv(reports), "utf-8")
-        if self.html is not None:
-            self.html.write_text(page(reports, comparison), "utf-8")
         if self.plot is not None:
-            _plot(reports, self.plot)
+            self.plot.mkdir(exist_ok=True)
+            for report in reports:
+                charts.save_charts(report, self.plot)
 
 
 def read_reports(option: str, file: Path) -> list[Report]:
@@ -137,12 +132,3 @@ def _print_comparison(comparison: Comparison) -> None:
     console = wide_console()
     console.print(comparison_table(comparison, console.width))
     console.print(comparison.summary, highlight=False, markup=False)
-
-
-def _plot(reports: Sequence[Report], folder: Path) -> None:
-    folder.mkdir(exist_ok=True)
-    for report in reports:
-        for kind, drawing in charts(report).items():
-            file = folder / f"{report.suite}-{report.mode}-{kind}"
-            file.with_suffix(".svg").write_text(drawing.svg(), "utf-8")
-            drawing.save_png(file.with_suffix(".png"))

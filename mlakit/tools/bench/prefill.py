@@ -20,7 +20,6 @@ from mlakit.model.masks import CAUSAL, NULL
 from mlakit.ops import mla_prefill
 from mlakit.tools.bench import correctness, gpu
 from mlakit.tools.bench.pool import MODEL, SCALE
-from mlakit.tools.bench.prefill_oracle import token_sample
 from mlakit.tools.bench.problems import DensePrefill
 from mlakit.tools.bench.shapes import Batch, Shape, even_lengths
 from mlakit.tools.bench.suite import BenchmarkCase, Workload
@@ -106,7 +105,7 @@ class Prefill(Workload):
             for place in correctness.evenly_spaced(end - start, MAX_CHECKED):
                 token = start + place
                 keys = slice(start, token + 1 if self.causal else end)
-                yield token_sample(token, keys, q, k_nope, k_rope, v, SCALE)
+                yield correctness.token_sample(token, keys, q, k_nope, k_rope, v, SCALE)
 
 
 def of_shape(shape: Shape) -> tuple[Workload, ...]:

@@ -11,7 +11,6 @@ from typing import Any
 from mlakit.tools.bench.ceilings import Ceilings
 from mlakit.tools.bench.json_fields import JsonFields
 from mlakit.tools.bench.measure import Spread
-from mlakit.tools.bench.old_schemas import OLD_SCHEMAS, upgraded
 
 SCHEMA = 3
 MLAKIT = "mlakit"
@@ -141,16 +140,11 @@ class Report:
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> Report:
-        """Reads what `as_json` wrote, in this schema or an older one. Raises ValueError."""
+        """Reads what `as_json` wrote. Raises ValueError."""
         if not isinstance(stored, Mapping) or "rows" not in stored:
             raise ValueError("is no report of mlakit bench")
-        if stored.get("schema") in OLD_SCHEMAS:
-            stored = upgraded(stored)
-        elif stored.get("schema") != SCHEMA:
-            known = ", ".join(map(str, OLD_SCHEMAS))
-            raise ValueError(
-                f"has schema {stored.get('schema')}, this version reads {known} and {SCHEMA}"
-            )
+        if stored.get("schema") != SCHEMA:
+            raise ValueError(f"has schema {stored.get('schema')}, this version reads {SCHEMA}")
         fields = JsonFields(stored)
         ceilings = fields.optional_object("ceilings")
         return cls(
@@ -161,7 +155,7 @@ class Report:
             left_out=[_left_out(each) for each in fields.objects("left_out")],
             mode=fields.name("mode"),
             ceilings=None if ceilings is None else _ceilings(ceilings),
-            memory=tuple(map(_memory, fields.objects("memory") if "memory" in stored else ())),
+            memory=tuple(map(_memory, fields.objects("memory"))),
         )
 
 
