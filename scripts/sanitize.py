@@ -31,11 +31,14 @@ from mlakit.dispatch.knobs import Backend
 from mlakit.ops import mla_decode
 from mlakit.tools.bench import gpu
 from mlakit.tools.bench.pool import filled_pages
-from mlakit.tools.workloads.case import Case
-from mlakit.tools.workloads.indexer_launch import IndexerLaunch
-from mlakit.tools.workloads.prefill_launch import PrefillLaunch
-from mlakit.tools.workloads.select_launch import IndexerSelectLaunch, IndexerTopkLaunch
-from mlakit.tools.workloads.sparse_launch import SparseLaunch
+from mlakit.tools.workloads import (
+    Case,
+    IndexerLogitsCase,
+    IndexerSelectCase,
+    IndexerTopkCase,
+    PrefillCase,
+    SparseCase,
+)
 
 LENGTHS = [700, 64, 1, 333]  # split, one block, one key, an end within a block
 E4M3 = torch.float8_e4m3fn
@@ -49,30 +52,25 @@ CALLS = (  # kernel, heads, format, type of the queries
     ("m64_fp8_qk", 128, "fp8", E4M3),
     ("m64_fp8_qk", 128, "fp8_token", E4M3),
 )
+ROW = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "page_size": 64, "num_pages": 9}
 SPARSE = (  # lists that end within a block, splits, a second cache
-    SparseLaunch(seed=1, num_tokens=3, topk=200, heads=128, num_pages=9, num_splits=2),
-    SparseLaunch(seed=2, num_tokens=2, topk=65, heads=16, num_pages=9, page_size=3),
-    SparseLaunch(
-        seed=3,
-        num_tokens=2,
-        topk=64,
-        heads=64,
-        num_pages=9,
+    SparseCase(**{**ROW, "num_tokens": 3, "topk": 200, "heads": 128, "num_splits": 2}),
+    SparseCase(**{**ROW, "num_tokens": 2, "topk": 65, "heads": 16, "page_size": 3}),
+    SparseCase(
+        **{**ROW, "num_tokens": 2, "topk": 64, "heads": 64, "padded": True},
         extra_format="bf16",
         extra_page_size=2,
         extra_topk=70,
-        padded=True,
     ),
 )
 SPARSE_FP8 = tuple(
-    SparseLaunch(
-        seed=4, num_tokens=2, topk=200, heads=heads, num_pages=9, num_splits=2, format=format
+    SparseCase(
+        **{**ROW, "num_tokens": 2, "topk": 200, "heads": heads, "num_splits": 2, "format": format}
     )
     for format, heads in (("fp8_block128", 128), ("fp8_token", 64), ("fp8", 16))
 )
 PREFILL = (  # cached context, no keys, a tile of one block
-    PrefillLaunch(
-        seed=1,
+    PrefillCase(
         kv_lens=(300, 0, 40),
         q_lens=(130, 0, 40),
         heads=3,
@@ -80,8 +78,7 @@ PREFILL = (  # cached context, no keys, a tile of one block
         qk_rope_head_dim=64,
         v_head_dim=128,
     ),
-    PrefillLaunch(
-        seed=2,
+    PrefillCase(
         kv_lens=(200, 1),
         q_lens=(200, 1),
         heads=2,
@@ -91,14 +88,25 @@ PREFILL = (  # cached context, no keys, a tile of one block
         mask="null",
     ),
 )
-INDEXER = (
-    IndexerLaunch(seed=1, kv_lens=(700, 64, 1), q_lens=(1, 1, 1), heads=64, page_size=64),
-    IndexerLaunch(seed=2, kv_lens=(700, 64), q_lens=(30, 9), heads=32, page_size=128),
+INDEX_ROW = {"kv_lora_rank": 128, "qk_rope_head_dim": 0, "format": "fp8_token", "dtype": "e4m3"}
+INDEXER = tuple(
+    IndexerLogitsCase(**INDEX_ROW, heads=heads, page_size=page_size, kv_lens=kv_lens, q_lens=q_lens)
+    for heads, page_size, kv_lens, q_lens in (
+        (64, 64, (700, 64, 1), (1, 1, 1)),
+        (32, 128, (700, 64), (30, 9)),
+    )
 )
 SELECTION = (
-    IndexerTopkLaunch(seed=1, num_tokens=3, num_columns=4096, k=2048),
-    IndexerTopkLaunch(seed=2, num_tokens=2, num_columns=20000, k=512),
-    IndexerSelectLaunch(seed=3, kv_lens=(3000, 65), q_lens=(2, 1), heads=64, k=512),
+    IndexerTopkCase(num_tokens=3, num_columns=4096, k=2048),
+    IndexerTopkCase(num_tokens=2, num_columns=20000, k=512),
+    IndexerSelectCase(
+        **{**INDEX_ROW, "format": "bf16", "dtype": "bf16"},
+        page_size=64,
+        kv_lens=(3000, 65),
+        q_lens=(2, 1),
+        heads=64,
+        k=512,
+    ),
 )
 ROUNDS = 16
 CONSOLE = Console()

@@ -4,7 +4,7 @@ Plain torch in float64, one request and one token at a time, with the equation i
 With a kernel's own `dtype` instead of float64, the same code is the naive run from which error
 budgets are made. References take dequantised inputs, read nothing that is not attended to, and do
 not round their results. The `*_stepwise` functions are the exception: they make the documented
-roundings.
+roundings. `batched` has those of attention and selection for all queries of a request at once.
 
 `lse` is natural log; for a query that sees no key it is -inf and the output is 0. A `sink` [heads]
 is one more natural-log logit per head in the denominator of the output. It has no value, and does

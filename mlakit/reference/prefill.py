@@ -47,9 +47,9 @@ def mla_prefill(
     tokens, heads, _ = q.shape
     k_scale = scales_of_keys(k_scale, kv_starts, keys_per_scale)
     v_scale = scales_of_keys(v_scale, kv_starts, keys_per_scale)
-    q, v = _scaled(q, q_scale, dtype), _scaled(v, v_scale, dtype)
-    k_nope = _scaled(k_nope, None if k_scale is None else k_scale[:, None], dtype)
-    k_rope = _scaled(k_rope, k_scale, dtype)
+    q, v = scaled(q, q_scale, dtype), scaled(v, v_scale, dtype)
+    k_nope = scaled(k_nope, None if k_scale is None else k_scale[:, None], dtype)
+    k_rope = scaled(k_rope, k_scale, dtype)
     out = torch.zeros(tokens, heads, v.shape[-1], dtype=dtype, device=q.device)
     lse = torch.full((tokens, heads), -torch.inf, dtype=dtype, device=q.device)
     requests = zip(pairwise(q_starts), pairwise(kv_starts), strict=True)
@@ -85,7 +85,7 @@ def scales_of_keys(
     return scale[torch.tensor(rows, dtype=torch.int64, device=scale.device)]
 
 
-def _scaled(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+def scaled(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """x in `dtype`, each row times its scale."""
     x = x.to(dtype)
     return x if scale is None else x * scale.to(dtype)[..., None]

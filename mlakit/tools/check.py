@@ -21,13 +21,14 @@ from mlakit.dispatch import selection
 from mlakit.dispatch.checks import UnsupportedError
 from mlakit.tools.workloads import CASES, Case
 from mlakit.tools.workloads.random_cases import SeededDraw, random_case
-from mlakit.tools.workloads.random_launches import LAUNCHES, random_launch
+from mlakit.tools.workloads.random_launches import LAUNCHES, kernel_of, random_launch
 
 KINDS: dict[str, type[Case]] = {case.op: case for case in CASES}
 DEVICES = ("auto", "cpu", "cuda")
 DEFAULT_MINUTES = 1.0
 SECONDS_BETWEEN_LINES = 10.0  # of progress, where stderr is not a terminal
 POLL_S = 0.5
+MAX_MISSES = 300  # launches in a row that dispatch gives to other kernels than the one asked for
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Settings:
 
     launches  check this many launches of few compiled kernels instead of cases, from index `first`
     calls     calls per launch, which must all return the same bits; None: one, or sometimes three
+    kernel    only launches that dispatch gives to this kernel of `backend`; see `with_kernel`
     jobs      processes that share the work. A process compiles on one core, and finds what others
               have compiled in Triton's cache on disk
     step      from a seed of cases, or an index of launches, to the next
@@ -51,6 +53,7 @@ class Settings:
     launches: int | None = None
     first: int = 0
     calls: int | None = None
+    kernel: str = ""
     jobs: int = 1
     step: int = 1
 
@@ -86,6 +89,7 @@ class Settings:
         else:
             words += ["--seed", str(self.seed), "--launches", "1", "--first", str(number)]
             words += ["--calls", str(self.calls)] if self.calls else []
+            words += ["--kernel", self.kernel] if self.kernel else []
         words += ["--device", self.device] if self.device != "auto" else []
         words += ["--backend", self.backend] if self.backend else []
         words += ["--any-widths"] if self.any_widths else []
@@ -161,9 +165,27 @@ def check_settings(settings: Settings) -> None:
     _check_launches(settings)
 
 
+def with_kernel(settings: Settings) -> Settings:
+    """`settings` with the ops and the backend that have its kernel, if it names one."""
+    if not settings.kernel:
+        return settings
+    specs = [
+        spec
+        for op in settings.ops
+        for spec in selection.specs(op)
+        if spec.kernel and settings.backend in ("", spec.backend)
+    ]
+    found = [spec for spec in specs if spec.kernel == settings.kernel]
+    if not found:
+        known = ", ".join(dict.fromkeys(spec.kernel for spec in specs)) or "no names"
+        raise ValueError(f"kernel must be one of {known}, got {settings.kernel!r}")
+    return replace(settings, ops=tuple(spec.op for spec in found), backend=found[0].backend)
+
+
 def _check_launches(settings: Settings) -> None:
     if settings.launches is None:
-        for name, value in (("first", settings.first), ("calls", settings.calls)):
+        options = ("first", "calls", "kernel")
+        for name, value in ((name, getattr(settings, name)) for name in options):
             if value:
                 raise ValueError(f"{name} needs launches")
         return
@@ -184,14 +206,23 @@ def random_cases(settings: Settings) -> Iterator[tuple[int, Case]]:
 
 
 def random_launches(settings: Settings) -> Iterator[tuple[int, Case]]:
-    """An endless stream of (index, launch): for every index one launch of each op."""
+    """A stream of (index, launch): for every index one launch of each op.
+
+    It is endless, unless `settings.kernel` is not selected for `MAX_MISSES` launches in a row.
+    """
+    misses = 0
+    place, backend = settings.torch_device, settings.backend
     for number in count(settings.first, settings.step):
         for op in settings.ops:
             draw = SeededDraw(f"{op} {settings.seed} launch {number}")
-            yield (
-                number,
-                random_launch(draw, op, settings.backend, settings.torch_device, settings.calls),
-            )
+            launch = random_launch(draw, op, backend, place, settings.calls)
+            if not settings.kernel or kernel_of(launch, place, backend) == settings.kernel:
+                misses = 0
+                yield number, launch
+                continue
+            misses += 1
+            if misses == MAX_MISSES:
+                return
 
 
 def run(
@@ -213,8 +244,9 @@ def run(
         if _is_over(settings, done, outcome.seconds) or is_stopped():
             break
         outcome.failure = _check(case, number, settings, outcome.tallies)
+        outcome.num_done = done + 1
         if outcome.failure is not None:
-            outcome.num_done, outcome.seconds = done + 1, perf_counter() - start
+            outcome.seconds = perf_counter() - start
             break
     return outcome
 

@@ -525,6 +525,12 @@ def check(
     backend: str = typer.Option(
         "", help=f"{one_of(BACKENDS[1:])}. Default: every backend that supports the case."
     ),
+    kernel: str = typer.Option(
+        "",
+        metavar="NAME",
+        help="With --launches: only launches that dispatch gives to this kernel, such as m64_bf16 "
+        "of mla_decode and sparse_mla.",
+    ),
     any_widths: bool = typer.Option(
         False,
         "--any-widths",
@@ -559,9 +565,11 @@ def check(
         launches=launches,
         first=first,
         calls=calls,
+        kernel=kernel,
         jobs=jobs,
     )
     with usage_errors():
+        settings = check.with_kernel(settings)
         check.check_settings(settings)
     if launches is None:
         refuse(context, ["first"], "{} needs --launches")  # also for --first 0

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mlakit.model.geometry import RowShape
+from mlakit.reference.hopper_fp8_mma import fp8_mma
 from mlakit.tools.workloads import DecodeCase, fp8_scores
 from mlakit.tools.workloads.inputs import Inputs
 from mlakit.tools.workloads.paged import Pool
@@ -112,3 +113,18 @@ def test_the_tolerance_allows_what_the_hardware_loses_and_no_more(format, loss):
     out, lse = trial.call("cpu")
     with pytest.raises(AssertionError, match="lse"):
         trial.check((out, lse + noise))
+
+
+def test_fp8_logits_are_weighted_products_of_stored_keys(generator):
+    """Each query by itself, with the accumulation of FP8 tensor cores."""
+    e4m3 = torch.randn(4, 70, 128, generator=generator).to(E4M3).double()
+    q, stored = e4m3[:3, :5], e4m3[3]
+    weights = torch.randn(3, 5, generator=generator)
+    scales = torch.rand(70, generator=generator, dtype=torch.float64)
+    got = fp8_scores.fp8_logits(q, weights, stored * scales[:, None], scales)
+    for own, factors, logits in zip(q, weights, got, strict=True):
+        products = fp8_mma(own, stored).relu()
+        want = factors @ products * scales.float()
+        torch.testing.assert_close(logits, want, rtol=1e-5, atol=1e-4)
+        precise = factors @ (own @ stored.T).relu().float() * scales.float()
+        assert not torch.allclose(logits, precise, rtol=1e-5, atol=1e-4)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from fnmatch import filter as matching
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -21,7 +22,7 @@ from mlakit.formats import FORMATS, GROUP_FORMATS
 from mlakit.tools import cli, support
 from mlakit.tools.compile import compilation, configurations
 from mlakit.tools.compile.compilation import Compiled
-from mlakit.tools.compile.spills import ALLOWED_SPILLS
+from mlakit.tools.compile.spills import SPILL_BOUNDS, spill_bound
 
 MERGE = Compiled("merge-2", 90, "_kernel", 32, shared_bytes=512, shared_limit=1024)
 
@@ -264,14 +265,18 @@ def test_the_named_checks_leave_nothing_out():
         (MERGE, ""),
         (replace(MERGE, shared_bytes=1024), ""),
         (replace(MERGE, shared_bytes=1025), "shared memory exceeds the limit of 1024 bytes"),
-        (replace(MERGE, spill_stores=2), "spills: 2 stores, 0 loads; 0 and 0 are allowed"),
-        (replace(MERGE, spill_loads=3), "spills: 0 stores, 3 loads; 0 and 0 are allowed"),
-        (replace(MERGE, spill_stores=2, spill_loads=3, allowed_spills=(2, 3)), ""),
+        (replace(MERGE, spill_stores=2), "spills: 2 stores, 0 loads; at most 0 and 0 are allowed"),
+        (replace(MERGE, spill_loads=3), "spills: 0 stores, 3 loads; at most 0 and 0 are allowed"),
+        (replace(MERGE, spill_stores=2, spill_loads=3, spill_bound=(2, 3)), ""),
         (
-            replace(MERGE, spill_stores=2, spill_loads=4, allowed_spills=(2, 3)),
-            "spills: 2 stores, 4 loads; 2 and 3 are allowed",
+            replace(MERGE, spill_stores=2, spill_loads=4, spill_bound=(2, 3)),
+            "spills: 2 stores, 4 loads; at most 2 and 3 are allowed",
         ),
-        (replace(MERGE, allowed_spills=(2, 3)), "spills: 0 stores, 0 loads; 2 and 3 are allowed"),
+        (
+            replace(MERGE, spill_stores=3, spill_loads=1, spill_bound=(2, 3)),
+            "spills: 3 stores, 1 loads; at most 2 and 3 are allowed",
+        ),
+        (replace(MERGE, spill_bound=(2, 3)), ""),
         (replace(MERGE, is_serialised=True), "its wgmmas are serialised"),
         (replace(MERGE, idle_barriers=2), "barriers that are never used: 2"),
         (replace(MERGE, clashing_barriers=1), "named barriers that the compiler uses, too: 1"),
@@ -401,7 +406,7 @@ def test_a_faulty_kernel_fails_the_command(monkeypatch):
 
 
 def test_allowed_spills_are_shown(monkeypatch):
-    spilling = replace(MERGE, spill_stores=2, spill_loads=3, allowed_spills=(2, 3))
+    spilling = replace(MERGE, spill_stores=2, spill_loads=3, spill_bound=(2, 3))
     monkeypatch.setattr(compilation, "run_with_progress", lambda checks, jobs: [MERGE, spilling])
     code, output = invoke("support", "--compile")
     assert code == 0
@@ -419,9 +424,24 @@ def test_kernels_for_amd_are_said_not_to_have_run(monkeypatch):
     assert "all passed; those for AMD's GPUs have not been run on one" in " ".join(output.split())
 
 
-def test_spills_are_allowed_of_checks_that_there_are():
-    checks = {(name, arch) for _, name, arch in ALLOWED_SPILLS}
-    assert checks <= set(configurations.all_checks())
+def test_every_bound_of_spills_is_that_of_a_check():
+    names = {name for name, _ in configurations.all_checks()}
+    for bounds in SPILL_BOUNDS.values():
+        uncovered = names
+        for pattern in bounds:
+            covered = set(matching(uncovered, pattern))
+            assert covered, pattern
+            uncovered = uncovered - covered
+
+
+def test_the_first_pattern_of_a_configuration_bounds_its_spills():
+    kernel = "mla_decode_small_m_fp8_kv_kernel"
+    bounds = SPILL_BOUNDS[kernel]
+    first = spill_bound(kernel, "hopper-decode-h32-fp8_block128-page1")
+    assert first == bounds["hopper-decode-h32-fp8_block128*"] != bounds["*-page*"]
+    assert spill_bound(kernel, "hopper-decode-h16-fp8-page3") == bounds["*-page*"]
+    assert spill_bound("sparse_mla_kernel", "sparse-h16-bf16") == (0, 0)
+    assert spill_bound("another_kernel", "sparse-extra") == (0, 0)
 
 
 @pytest.mark.skipif(not knobs.interpreted(), reason="kernels are compiled here")

@@ -5,5 +5,5 @@ compilation      compiles the GPU kernels for every architecture and checks thei
 configurations   the problems that it compiles
 samples          fewer of them, for one more version of Triton
 machine_code     reads registers, spills and barriers from a compiled kernel
-spills           the register spills that are known and allowed
+spills           the largest number of register spills of each kernel
 """

@@ -9,18 +9,17 @@ case             the base class of cases
 inputs           seeded tensors surrounded by poison
 paged            poisoned caches and page tables
 random_cases     random cases of every op
-random_launches  random launches of few compiled configurations, thousands per minute
+random_launches  random cases of few compiled configurations with the batched oracle: a GPU checks
+                 thousands a minute
 decode, …        the cases of one op
 fp8_scores       scores with the accumulator precision of Hopper's FP8 tensor cores
 """
 
 from mlakit.tools.workloads.append_rows import AppendRowsCase
-from mlakit.tools.workloads.case import Case, Trial
+from mlakit.tools.workloads.case import BatchedCase, Case, Trial
 from mlakit.tools.workloads.decode import DecodeCase
-from mlakit.tools.workloads.decode_launch import DecodeLaunch
 from mlakit.tools.workloads.fp8 import QuantizeCase, ScaledMatmulCase
 from mlakit.tools.workloads.indexer import IndexerLogitsCase, IndexerTopkCase
-from mlakit.tools.workloads.indexer_launch import IndexerLaunch
 from mlakit.tools.workloads.indexer_select import IndexerSelectCase
 from mlakit.tools.workloads.matmul import BatchedMatmulCase
 from mlakit.tools.workloads.merge import MergeCase
@@ -28,10 +27,7 @@ from mlakit.tools.workloads.norm_rope_quant import AppendCase
 from mlakit.tools.workloads.physical_rows import PhysicalRowsCase
 from mlakit.tools.workloads.prefill import PrefillCase
 from mlakit.tools.workloads.prefill_fp8 import PrefillFp8Case
-from mlakit.tools.workloads.prefill_launch import PrefillLaunch
-from mlakit.tools.workloads.select_launch import IndexerSelectLaunch, IndexerTopkLaunch
 from mlakit.tools.workloads.sparse import SparseCase
-from mlakit.tools.workloads.sparse_launch import SparseLaunch
 
 CASES: tuple[type[Case], ...] = (
     AppendCase,
@@ -53,24 +49,19 @@ __all__ = [
     "CASES",
     "AppendCase",
     "AppendRowsCase",
+    "BatchedCase",
     "BatchedMatmulCase",
     "Case",
     "DecodeCase",
-    "DecodeLaunch",
-    "IndexerLaunch",
     "IndexerLogitsCase",
     "IndexerSelectCase",
-    "IndexerSelectLaunch",
     "IndexerTopkCase",
-    "IndexerTopkLaunch",
     "MergeCase",
     "PhysicalRowsCase",
     "PrefillCase",
     "PrefillFp8Case",
-    "PrefillLaunch",
     "QuantizeCase",
     "ScaledMatmulCase",
     "SparseCase",
-    "SparseLaunch",
     "Trial",
 ]

@@ -5,34 +5,51 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import ClassVar, TypeAlias
+from itertools import cycle
+from types import ModuleType
+from typing import ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
+from mlakit import reference
 from mlakit.dispatch import knobs
 from mlakit.dispatch.checks import UnsupportedError
 from mlakit.dispatch.knobs import Backend
+from mlakit.reference import batched
 from mlakit.tools.testing import assert_matches, assert_same_bits
 from mlakit.tools.workloads.inputs import Inputs
 
 FEW_COLUMNS = 64  # fewer columns than this are few
 
 Results: TypeAlias = tuple[Tensor, ...]
+Oracle: TypeAlias = Literal["loop", "batched"]
 
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """A case on a device: `call` the op on a backend, then `check` its results."""
+    """A case on a device: `call` the op on a backend, then `check` its results.
+
+    calls  consecutive calls of `run`, which must all return the same bits
+    names  of the results
+    """
 
     inputs: Inputs
     call: Callable[[Backend], Results]
     check: Callable[[Results], None]
+    calls: int = 1
+    names: Sequence[str] = ()
 
     def run(self, backend: Backend) -> None:
         """Assert that the results are correct and that nothing else was written."""
         before = self.inputs.snapshot()
         results = self.call(backend)
+        for number in range(2, self.calls + 1):
+            earlier = [result.clone() for result in results]
+            self.inputs.poison_results()
+            results = self.call(backend)
+            for name, got, want in zip(cycle(self.names), results, earlier, strict=False):
+                assert_same_bits(f"{name} of call {number}", got, want)
         self.inputs.assert_only_written(before)
         self.check(results)
 
@@ -86,24 +103,27 @@ class Case(ABC):
         return f"{type(self).__name__}({', '.join(given)})"
 
 
-def repeated(
-    call: Callable[[Backend], Results], calls: int, names: Sequence[str]
-) -> Callable[[Backend], Results]:
-    """So many consecutive calls, which must all return the same bits; the results of the last.
+@dataclass(frozen=True, kw_only=True, repr=False)
+class BatchedCase(Case):
+    """A case with two oracles; a GPU checks thousands a minute with the batched one.
 
-    names  of the results
+    oracle  "loop": one query at a time, on the CPU; "batched": all queries of a request at once, on
+            the device, which also draws the inputs
+    calls   consecutive calls, which must all return the same bits; the last is checked. From the
+            third on a GPU may replay the recorded launches of the second.
     """
 
-    def call_all(backend: Backend) -> Results:
-        results = call(backend)
-        for number in range(2, calls + 1):
-            before = [result.clone() for result in results]
-            results = call(backend)
-            for name, got, want in zip(names, results, before, strict=True):
-                assert_same_bits(f"{name} of call {number}", got, want)
-        return results
+    oracle: Oracle = "loop"
+    calls: int = 1
 
-    return call_all
+    def inputs(self, device: torch.device | str) -> Inputs:
+        """Inputs for `device`, drawn where the oracle runs."""
+        return Inputs(device, self.seed, padded=self.padded, draws_there=self.oracle == "batched")
+
+    @property
+    def reference(self) -> ModuleType:
+        """The oracles."""
+        return batched if self.oracle == "batched" else reference
 
 
 def assert_logits_match(

@@ -23,6 +23,7 @@ from mlakit.plan import DecodePlan, EvenSplit, plan_decode
 from mlakit.tools.testing import assert_matches, assert_same_bits
 from mlakit.tools.workloads import fp16_rows
 from mlakit.tools.workloads.case import (
+    BatchedCase,
     Results,
     Trial,
     assert_given,
@@ -33,12 +34,16 @@ from mlakit.tools.workloads.fp8_scores import FORMATS as FP8_QK_FORMATS
 from mlakit.tools.workloads.fp8_scores import fp8_qk_scores, uses_fp8_qk
 from mlakit.tools.workloads.inputs import DTYPES, Inputs
 from mlakit.tools.workloads.paged import (
+    SPARE_COLUMNS,
     PagedCase,
     Pool,
     map_tokens,
     num_pages_for,
     seen_tokens,
+    spread,
     starts_of,
+    used_slots,
+    write_tokens,
 )
 
 NOT_ASKED = torch.empty(0, dtype=torch.int32, device="cpu")  # lengths decide nothing in dispatch
@@ -53,7 +58,7 @@ class Rank:
     page_table: PageTable
     positions: list[Tensor]  # per request, of the tokens cached here
     rows: list[Tensor]  # per request [tokens, width] float64 as stored, NaN where never seen
-    row_scales: list[Tensor]  # per request: see `DecodeBatch.row_scales`
+    row_scales: list[Tensor]  # per request, 1 where never seen: see `DecodeCase.row_scales`
     plan: DecodePlan | EvenSplit | None
     given: dict[str, Tensor]  # results to write to
 
@@ -72,37 +77,51 @@ class Query:
 class Losses:
     """The precision that the selected kernel gives up; its naive run gives up the same."""
 
-    is_fp8_qk: bool  # see `DecodeBatch.uses_fp8_qk`
-    rounds_rows: list[bool]  # per rank, see `DecodeBatch.rounds_rows`
+    is_fp8_qk: bool  # see `DecodeCase.uses_fp8_qk`
+    rounds_rows: list[bool]  # per rank, see `DecodeCase.rounds_rows`
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class DecodeBatch(PagedCase):
-    """The arguments of every call of `mla_decode`.
+class DecodeCase(BatchedCase, PagedCase):
+    """One call of `mla_decode`; with `world` > 1 one per rank, and the merge of their results.
 
     kv_lens        cached tokens of each request, including its q_lens queries
     dtype          of q
-    sharpness      standard deviation of the scores of a head of average magnitude
-    sink           "", "finite" or "mixed" (with ±inf)
+    q_rope_dtype   of a separate q_rope; "": q has all columns
     q_scaled       pass a q_scale
+    sharpness      standard deviation of the scores of a head of average magnitude; negative for a
+                   negative softmax_scale
+    sink           "", "finite" or "mixed" (with ±inf)
+    spare_pages    page table columns past the longest request: kernels are selected by the table's
+                   capacity
     num_splits     an EvenSplit; num_ctas, tile and fixed_split are arguments of `plan_decode`
+    deterministic  then, as with fixed_split, a request alone gives the same bits
+    given_results  pass out= and lse=
     """
 
     op = "mla_decode"
 
     kv_lens: tuple[int, ...] = (33, 0, 17)
     q_lens: tuple[int, ...] = (1, 1, 1)
+    implicit_starts: bool = False
     heads: int = 4
     dtype: str = "bf16"
+    q_rope_dtype: str = ""
     q_scaled: bool = False
     mask: str = "causal"
     window: int = 0
     sharpness: float = 2.0
     sink: str = ""
+    flat_table: bool = False
+    spare_pages: int = 0
+    world: int = 1
+    interleave: int = 1
     num_splits: int = 0
     num_ctas: int = 0
     tile: int = 16
     fixed_split: int = 0
+    deterministic: bool = False
+    given_results: bool = False
 
     @property
     def softmax_scale(self) -> float:
@@ -159,16 +178,16 @@ class DecodeBatch(PagedCase):
     @property
     def is_batch_invariant(self) -> bool:
         """Whether the kernel is chosen whatever the work in the batch."""
-        return bool(self.num_splits or self.num_ctas)
+        return bool(self.num_splits or self.num_ctas or self.deterministic)
 
-    def row_scales(self, pool: Pool, slots: Tensor) -> Tensor | None:
+    def row_scales(self, pool: Pool, slots: Tensor) -> Tensor:
         """The scales of rows that the naive run of a kernel needs: float64 [n], of fp8_block128
-        [n, groups], or None."""
+        [n, groups]; 1 for other formats."""
         if self.format in FP8_QK_FORMATS:
             return pool.row_scales(slots)
         if self.format == fp16_rows.FORMAT:
             return fp16_rows.block_scales(pool.payload(slots), self.row.kv_lora_rank)
-        return None
+        return torch.ones(len(slots), dtype=torch.float64, device=slots.device)
 
     def results(self, inputs: Inputs, of: str = "") -> dict[str, Tensor]:
         """Output tensors out and lse."""
@@ -179,32 +198,10 @@ class DecodeBatch(PagedCase):
             "lse": inputs.result(f"lse{of}", shape, torch.float32),
         }
 
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class DecodeCase(DecodeBatch):
-    """One call of `mla_decode`; with `world` > 1 one per rank, and the merge of their results.
-
-    q_rope_dtype   of a separate q_rope; "": q has all columns
-    deterministic  then, as with fixed_split, a request alone gives the same bits
-    given_results  pass out= and lse=
-    """
-
-    implicit_starts: bool = False
-    q_rope_dtype: str = ""
-    flat_table: bool = False
-    world: int = 1
-    interleave: int = 1
-    deterministic: bool = False
-    given_results: bool = False
-
-    @property
-    def is_batch_invariant(self) -> bool:
-        return super().is_batch_invariant or self.deterministic
-
     def trial(self, device: torch.device | str) -> Trial:
-        inputs = Inputs(device, self.seed, padded=self.padded)
+        inputs = self.inputs(device)
         query = self._query(inputs)
-        whole = [inputs.normal(kv_len, self.row.width) for kv_len in self.kv_lens]
+        whole = inputs.normal(sum(self.kv_lens), self.row.width).split(list(self.kv_lens))
         ranks = [self._rank(inputs, rank, whole) for rank in range(self.world)]
         kv_lens = inputs.place_ints("kv_lens", self.kv_lens, wide=self.wide_indices)
         selected: list[Losses] = []  # the last are those of the results to check
@@ -226,7 +223,7 @@ class DecodeCase(DecodeBatch):
         def check(results: Results) -> None:
             self._check(query, ranks, results, selected[-1])
 
-        return Trial(inputs, call, check)
+        return Trial(inputs, call, check, self.calls, ("out", "lse"))
 
     def _query(self, inputs: Inputs) -> Query:
         tokens, row = sum(self.q_lens), self.row
@@ -241,38 +238,37 @@ class DecodeCase(DecodeBatch):
             arguments["q_rope"] = inputs.place("q_rope", rope, self.q_rope_dtype)
         else:
             arguments["q"] = inputs.place("q", q, self.dtype)
-        stored = [arguments[name].cpu().double() for name in ("q", "q_rope") if name in arguments]
-        exact = whole = torch.cat(stored, dim=-1)
+        parts = [arguments[name] for name in ("q", "q_rope") if name in arguments]
+        exact = whole = torch.cat([each.to(inputs.drawn_on).double() for each in parts], dim=-1)
         q_scale = self.q_scale(inputs)
         if q_scale is not None:
             arguments["q_scale"] = q_scale
-            exact = whole * q_scale.cpu().double()[:, None, None]
+            exact = whole * q_scale.to(whole.device).double()[:, None, None]
         return Query(arguments, exact, whole, inputs.sink(self.sink, self.heads))
 
     def _rank(self, inputs: Inputs, rank: int, whole: Sequence[Tensor]) -> Rank:
         mask = Mask(self.mask, self.window)
         positions, seen = [], []
-        for kv_len, q_len in zip(self.kv_lens, self.q_lens, strict=True):
-            position = torch.arange(kv_len, device="cpu")
+        for tokens in seen_tokens(mask, self.kv_lens, self.q_lens, inputs.drawn_on):
+            position = torch.arange(len(tokens), device=inputs.drawn_on)
             position = position[position // self.interleave % self.world == rank]
             positions.append(position)
-            seen.append(seen_tokens(mask, kv_len, q_len)[position])
+            seen.append(tokens[position])
         counts = [len(position) for position in positions]
         name = f"cache of rank {rank}"
         pool = self.pool(inputs, name, num_pages_for(counts, self.page_size))
-        table, slots = map_tokens(pool, seen, flat=self.flat_table, wide=self.wide_indices)
-        stored = [
-            torch.full((count, self.row.width), torch.nan, dtype=torch.float64, device="cpu")
-            for count in counts
-        ]
-        row_scales = []
-        for request, used in enumerate(seen):
-            rows = whole[request][positions[request][used]]
-            stored[request][used] = pool.write(
-                slots[request][used], rows, power_of_two=self.power_of_two
-            )
-            scales = self.row_scales(pool, slots[request][used])
-            row_scales.append(_spread(scales, used))
+        table, slots = map_tokens(
+            pool,
+            seen,
+            flat=self.flat_table,
+            wide=self.wide_indices,
+            spare_columns=SPARE_COLUMNS + self.spare_pages,
+        )
+        parts = [rows[position] for rows, position in zip(whole, positions, strict=True)]
+        drawn = torch.cat([inputs.normal(0, self.row.width), *parts])
+        stored = write_tokens(pool, slots, seen, drawn, power_of_two=self.power_of_two)
+        scales = self.row_scales(pool, used_slots(slots, seen)).to(inputs.drawn_on)
+        row_scales = spread(scales, seen, 1.0)
         given = self.results(inputs, of=f" of rank {rank}") if self.given_results else {}
         return Rank(pool, table, positions, stored, row_scales, self.plan(counts), given)
 
@@ -349,7 +345,7 @@ class DecodeCase(DecodeBatch):
         if self._is_independent:
             _, tokens = self._alone
             for name, alone, batched in zip(("out", "lse"), pairs.pop(), pairs[0], strict=True):
-                assert_same_bits(f"{name} of a request alone", alone.cpu(), batched[tokens].cpu())
+                assert_same_bits(f"{name} of a request alone", alone, batched[tokens])
         exact = [
             self._check_rank(
                 f" of rank {index}" if self.world > 1 else "",
@@ -388,7 +384,7 @@ class DecodeCase(DecodeBatch):
         for name, result in zip(("out", "lse"), results, strict=True):
             assert_given(f"{name}{label}", result, rank.given.get(name))
         out, lse = results
-        assert_matches(f"out{label}", out.cpu(), exact[0], naive[0])
+        assert_matches(f"out{label}", out.to(exact[0].device), exact[0], naive[0])
         assert_logits_match(
             f"lse{label}", lse, exact[1], naive[1], self._largest_score(query, rank.rows)
         )
@@ -408,16 +404,17 @@ class DecodeCase(DecodeBatch):
         """
         positions = [torch.cat(each) for each in zip(*(r.positions for r in ranks), strict=True)]
         rows = [torch.cat(each) for each in zip(*(r.rows for r in ranks), strict=True)]
-        sink = _on_cpu(query.sink)
+        device = query.exact.device
+        sink = None if query.sink is None else query.sink.to(device)
         whole = self._oracle(query, rows, positions, query.sink, torch.float64)
         together = reference.merge_states(*_stacked(exact), sink=sink)
         torch.testing.assert_close(together, whole, rtol=1e-9, atol=1e-9, equal_nan=True)
 
         *parts, (out, lse) = results
-        given = tuple(each.cpu() for each in _stacked(parts))
+        given = tuple(each.to(device) for each in _stacked(parts))
         want = reference.merge_states(*given, sink=sink)
         naive = reference.merge_states(*given, sink=sink, dtype=torch.float32)
-        assert_matches("merged out", out.cpu(), want[0], naive[0])
+        assert_matches("merged out", out.to(device), want[0], naive[0])
         assert_logits_match("merged lse", lse, want[1], naive[1], self._largest_score(query, rows))
 
     def _oracle(
@@ -431,23 +428,24 @@ class DecodeCase(DecodeBatch):
         weights: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor]:
         queries = [
-            torch.arange(kv_len - q_len, kv_len, device="cpu")
+            torch.arange(kv_len - q_len, kv_len, device=query.exact.device)
             for kv_len, q_len in zip(self.kv_lens, self.q_lens, strict=True)
         ]
-        return reference.mla_decode(
+        results: tuple[Tensor, Tensor] = self.reference.mla_decode(
             query.exact,
             rows,
             self.q_lens,
             softmax_scale=self.softmax_scale,
             v_width=self.row.v_width,
             mask=Mask(self.mask, self.window),
-            sink=_on_cpu(sink),
+            sink=None if sink is None else sink.to(query.exact.device),
             key_positions=positions,
             query_positions=queries,
             products=products,
             weights_dtype=weights,
             dtype=dtype,
         )
+        return results
 
     def _fp8_products(self, query: Query, rank: Rank) -> Products:
         q_scale = query.arguments.get("q_scale")
@@ -467,24 +465,11 @@ class DecodeCase(DecodeBatch):
     def _largest_score(self, query: Query, rows: Sequence[Tensor]) -> Tensor:
         """|q| · max |row| · softmax_scale, [tokens, heads]."""
         sizes = [part.norm(dim=-1).nan_to_num().amax() for part in rows if len(part)]
-        largest = torch.stack([torch.zeros((), dtype=torch.float64, device="cpu"), *sizes]).amax()
+        largest = torch.stack([query.exact.new_zeros(()), *sizes]).amax()
         size: Tensor = query.exact.norm(dim=-1)
-        return size * largest * self.softmax_scale
-
-
-def _spread(scales: Tensor | None, used: Tensor) -> Tensor:
-    """The scales of all tokens of a request, from those of its `used` ones; others are 1."""
-    groups = () if scales is None else scales.shape[1:]
-    spread = torch.ones(len(used), *groups, dtype=torch.float64, device="cpu")
-    if scales is not None:
-        spread[used] = scales.cpu()
-    return spread
+        return size * largest * abs(self.softmax_scale)
 
 
 def _stacked(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
     """All outs, and all lses."""
     return tuple(torch.stack(each) for each in zip(*parts, strict=True))
-
-
-def _on_cpu(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.cpu()

@@ -69,11 +69,12 @@ def uses_fp8_logits(
 
 
 def fp8_logits(
-    q: Tensor,  # [index_heads, width] as stored
-    weights: Tensor,  # [index_heads] float32
+    q: Tensor,  # [tokens, index_heads, width] as stored
+    weights: Tensor,  # [tokens, index_heads] float32
     keys: Tensor,  # [keys, width] dequantised
     key_scales: Tensor,  # [keys] the scale of each key
 ) -> Tensor:
-    """float32 [keys]: Σ_h weights[h] · relu(q[h]·key) of one query."""
+    """float32 [tokens, keys]: Σ_h weights[t, h] · relu(q[t, h]·key)."""
     stored = torch.where(key_scales == 0, 0.0, keys.T / key_scales).T
-    return weights.float() @ fp8_mma(q, stored).relu() * key_scales.float()
+    products = fp8_mma(q.flatten(0, 1), stored).relu().view(*q.shape[:2], len(keys))
+    return torch.einsum("th,thk->tk", weights.float(), products) * key_scales.float()

@@ -42,6 +42,7 @@ class Inputs:
         self.generator = torch.Generator(self.drawn_on).manual_seed(seed)
         self._memory: dict[str, Tensor] = {}
         self._writable: dict[str, Tensor] = {}
+        self._results: list[Tensor] = []
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(
@@ -99,7 +100,13 @@ class Inputs:
         """A poisoned tensor for the op to write to."""
         view = self._enclosed(name, shape, dtype)
         self.allow(name, view)
+        self._results.append(view)
         return view
+
+    def poison_results(self) -> None:
+        """Poison the results again, between two calls."""
+        for result in self._results:
+            poison(result)
 
     def watch(self, name: str, memory: Tensor) -> None:
         """Compare `memory`, contiguous, after the call."""

@@ -13,7 +13,7 @@ from mlakit.cache import CacheLayer, PagedLatentCache, PageTable
 from mlakit.formats import Format, PageFooterCodec, RowCodec, row_codec
 from mlakit.model.geometry import RowShape
 from mlakit.model.masks import Mask
-from mlakit.tools.testing import NEVER_A_PAGE, poison, shuffled_pages
+from mlakit.tools.testing import NEVER_A_PAGE, poison
 from mlakit.tools.workloads.case import Case
 from mlakit.tools.workloads.inputs import GUARD, PAD_BYTES, Inputs
 
@@ -181,14 +181,23 @@ def num_pages_for(counts: Sequence[int], page_size: int) -> int:
 
 
 def map_tokens(
-    pool: Pool, used: Sequence[Tensor], *, flat: bool, wide: bool
+    pool: Pool,
+    used: Sequence[Tensor],
+    *,
+    flat: bool,
+    wide: bool,
+    spare_columns: int = SPARE_COLUMNS,
 ) -> tuple[PageTable, list[Tensor]]:
     """(page table on the device, per request int64 [tokens]: the slots of its tokens).
 
-    used  per request, bool [tokens]: tokens the op may read; the entries of other pages are garbage
+    used           per request, bool [tokens]: tokens the op may read; the entries of other pages
+                   are garbage
+    spare_columns  of a page table, past the longest request
     """
-    make = _flat_table if flat else _paged_table
-    return make(pool, used, torch.int64 if wide else torch.int32)
+    dtype = torch.int64 if wide else torch.int32
+    return (
+        _flat_table(pool, used, dtype) if flat else _paged_table(pool, used, dtype, spare_columns)
+    )
 
 
 def _garbage(pool: Pool, *shape: int) -> Tensor:
@@ -197,67 +206,86 @@ def _garbage(pool: Pool, *shape: int) -> Tensor:
 
 
 def _paged_table(
-    pool: Pool, used: Sequence[Tensor], dtype: torch.dtype
+    pool: Pool, used: Sequence[Tensor], dtype: torch.dtype, spare_columns: int
 ) -> tuple[PageTable, list[Tensor]]:
     page_size, inputs = pool.cache.page_size, pool.inputs
     counts = [-(-len(tokens) // page_size) for tokens in used]
-    pages = shuffled_pages(len(used), counts, pool.cache.num_pages, inputs.generator).long()
-    table = _garbage(pool, len(used), pages.shape[1] + SPARE_COLUMNS)
-    slots = []
-    for request, tokens in enumerate(used):
-        token = torch.arange(len(tokens), device="cpu")
-        slots.append(pages[request, token // page_size] * page_size + token % page_size)
-        looked_up = (token[tokens] // page_size).unique()
-        table[request, looked_up] = pages[request, looked_up]
-    return inputs.place(f"{pool.name} page_table", table.to(dtype)), slots
-
-
-def map_pages(
-    pool: Pool, counts: Sequence[int], seen: Tensor, *, spare_columns: int = SPARE_COLUMNS
-) -> tuple[Tensor, Tensor]:
-    """(page table, int64 [requests, keys]: the slots of keys), all requests at once.
-
-    Pages are shuffled; the entries of pages without a visible key are garbage.
-
-    counts  pages of each request
-    seen    bool [requests, keys], a whole number of pages; on `inputs.drawn_on`
-    """
-    inputs, page_size = pool.inputs, pool.cache.page_size
     pages = torch.randperm(pool.cache.num_pages, generator=inputs.generator, device=inputs.drawn_on)
-    firsts = torch.tensor(starts_of(counts)[:-1], dtype=torch.int64, device=inputs.drawn_on)
-    column = torch.arange(seen.shape[1] // page_size, device=inputs.drawn_on)
-    # past a request's last page: pages of other requests, which have no visible keys here
-    own = pages[(firsts[:, None] + column).clamp_max(len(pages) - 1)]
-    slots = own[:, :, None] * page_size + torch.arange(page_size, device=inputs.drawn_on)
-    looked_up = seen.unflatten(1, (-1, page_size)).any(-1)
-    table = _garbage(pool, len(counts), len(column) + spare_columns)
-    table[:, : len(column)] = torch.where(looked_up, own, table[:, : len(column)])
-    return inputs.place(f"{pool.name} page_table", table.int()), slots.flatten(1)
+    table = _garbage(pool, len(used), max([1, *counts]) + spare_columns)
+    slots = []
+    for row, tokens, first, count in zip(table, used, starts_of(counts), counts, strict=False):
+        own = pages[first : first + count]
+        token = torch.arange(len(tokens), device=inputs.drawn_on)
+        slots.append(own[token // page_size] * page_size + token % page_size)
+        whole = torch.nn.functional.pad(tokens, (0, count * page_size - len(tokens)))
+        looked_up = whole.view(count, page_size).any(1)
+        row[:count] = torch.where(looked_up, own, row[:count])
+    return inputs.place(f"{pool.name} page_table", table.to(dtype)), slots
 
 
 def _flat_table(
     pool: Pool, used: Sequence[Tensor], dtype: torch.dtype
 ) -> tuple[PageTable, list[Tensor]]:
     inputs = pool.inputs
-    free = torch.randperm(pool.cache.layer(0).num_slots, generator=inputs.generator, device="cpu")
+    num_slots = pool.cache.layer(0).num_slots
+    free = torch.randperm(num_slots, generator=inputs.generator, device=inputs.drawn_on)
     slots = list(free[: sum(map(len, used))].split([len(tokens) for tokens in used]))
     lists = []
     for tokens, own in zip(used, slots, strict=True):
         room = _garbage(pool, len(own) + int(inputs.integers(0, 3)))
         room[: len(own)][tokens] = own[tokens]
         lists.append(room)
-    starts = torch.tensor([0, *accumulate(map(len, lists))], dtype=dtype, device="cpu")
-    flat = torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *lists]).to(dtype)
+    starts = torch.tensor(starts_of(list(map(len, lists))), dtype=dtype, device="cpu")
+    flat = joined(lists, torch.int64, inputs.drawn_on).to(dtype)
     names = (f"{pool.name} kv_starts", f"{pool.name} slots")
     return (inputs.place(names[0], starts), inputs.place(names[1], flat)), slots
 
 
-def seen_tokens(mask: Mask, kv_len: int, q_len: int) -> Tensor:
-    """bool [kv_len]: tokens that at least one of the newest q_len queries sees."""
-    seen = torch.zeros(kv_len, dtype=torch.bool, device="cpu")
-    for position in range(kv_len - q_len, kv_len):
-        first, last = mask.interval(position, kv_len)
-        seen[first:last] = True
+def write_tokens(
+    pool: Pool,
+    slots: Sequence[Tensor],
+    used: Sequence[Tensor],
+    rows: Tensor,  # [tokens of all requests, width]
+    *,
+    power_of_two: bool = False,
+) -> list[Tensor]:
+    """Store the rows of the `used` tokens; per request float64 [tokens, width], NaN for others."""
+    is_used = joined(used, torch.bool, pool.inputs.drawn_on)
+    stored = pool.write(used_slots(slots, used), rows[is_used], power_of_two=power_of_two)
+    return spread(stored, used, torch.nan)
+
+
+def used_slots(slots: Sequence[Tensor], used: Sequence[Tensor]) -> Tensor:
+    """int64 [n]: the slots of the `used` tokens of all requests."""
+    return joined(slots, torch.int64)[joined(used, torch.bool)]
+
+
+def spread(values: Tensor, used: Sequence[Tensor], other: float) -> list[Tensor]:
+    """Per request the `values` [n, ...] of its `used` tokens, and `other` for its other tokens."""
+    is_used = joined(used, torch.bool, values.device)
+    whole = values.new_full((len(is_used), *values.shape[1:]), other)
+    whole[is_used] = values
+    return list(whole.split([len(tokens) for tokens in used]))
+
+
+def joined(
+    parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> Tensor:
+    """All parts in one tensor; `dtype` and `device` if there is none."""
+    return torch.cat(list(parts)) if parts else torch.empty(0, dtype=dtype, device=device)
+
+
+def seen_tokens(
+    mask: Mask,
+    kv_lens: Sequence[int],
+    q_lens: Sequence[int],
+    device: torch.device | str = "cpu",
+) -> list[Tensor]:
+    """Per request bool [kv_len]: tokens that at least one of its newest q_len queries sees."""
+    seen = []
+    for kv_len, q_len in zip(kv_lens, q_lens, strict=True):
+        position = torch.arange(kv_len - q_len, kv_len, device=device)
+        seen.append(mask.visible(position, torch.arange(kv_len, device=device)).any(0))
     return seen
 
 

@@ -15,7 +15,7 @@ from mlakit.model.masks import Mask
 from mlakit.ops import mla_prefill
 from mlakit.tools.testing import assert_matches
 from mlakit.tools.workloads.case import (
-    Case,
+    BatchedCase,
     Results,
     Trial,
     assert_given,
@@ -23,16 +23,17 @@ from mlakit.tools.workloads.case import (
     weights_dtype,
 )
 from mlakit.tools.workloads.inputs import DTYPES, Inputs
-from mlakit.tools.workloads.paged import seen_tokens, starts_of
+from mlakit.tools.workloads.paged import joined, seen_tokens, starts_of
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class PrefillCase(Case):
+class PrefillCase(BatchedCase):
     """One call of `mla_prefill`.
 
     kv_lens        keys of each request; its q_lens queries are the newest
     expanded       k_nope and v are views of one tensor, as after an up-projection
-    sharpness      standard deviation of the scores of a head of average magnitude
+    sharpness      standard deviation of the scores of a head of average magnitude; negative for a
+                   negative softmax_scale
     sink           "", "finite" or "mixed" (with ±inf)
     given_results  pass out= and lse=
     """
@@ -61,7 +62,7 @@ class PrefillCase(Case):
         return self.sharpness / sqrt(self.qk_nope_head_dim + self.qk_rope_head_dim)
 
     def trial(self, device: torch.device | str) -> Trial:
-        inputs = Inputs(device, self.seed, padded=self.padded)
+        inputs = self.inputs(device)
         tokens, width = sum(self.q_lens), self.qk_nope_head_dim + self.qk_rope_head_dim
         q = inputs.place("q", inputs.queries(tokens, self.heads, width), self.dtype)
         k_nope, k_rope, v = self._keys(inputs)
@@ -92,9 +93,10 @@ class PrefillCase(Case):
             )
 
         def check(results: Results) -> None:
-            tensors = tuple(tensor.cpu() for tensor in (q, k_nope, k_rope, v))
+            where = inputs.drawn_on
+            tensors = tuple(tensor.to(where) for tensor in (q, k_nope, k_rope, v))
             extras = {
-                name: None if tensor is None else tensor.cpu()
+                name: None if tensor is None else tensor.to(where)
                 for name, tensor in (("alibi_slopes", slopes), ("sink", sink))
             }
             exact = self._oracle(tensors, extras, torch.float64)
@@ -103,16 +105,14 @@ class PrefillCase(Case):
             for name, result in zip(("out", "lse"), results, strict=True):
                 assert_given(name, result, given.get(name))
             out, lse = results
-            assert_matches("out", out.cpu(), exact[0], naive[0])
+            assert_matches("out", out.to(where), exact[0], naive[0])
             assert_logits_match("lse", lse, exact[1], naive[1], self._largest_score(*tensors[:3]))
 
-        return Trial(inputs, call, check)
+        return Trial(inputs, call, check, self.calls, ("out", "lse"))
 
     def _keys(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         """k_nope, k_rope and v; keys that no query sees are poison."""
-        mask, keys = Mask(self.mask, self.window), sum(self.kv_lens)
-        seen = [seen_tokens(mask, *each) for each in zip(self.kv_lens, self.q_lens, strict=True)]
-        unseen = ~torch.cat([torch.empty(0, dtype=torch.bool, device="cpu"), *seen])
+        keys, unseen = sum(self.kv_lens), self._unseen(inputs.drawn_on)
         widths = [self.qk_nope_head_dim, self.v_head_dim]
         per_head = inputs.normal(keys, self.heads, sum(widths))
         k_rope = inputs.normal(keys, self.qk_rope_head_dim)
@@ -125,6 +125,11 @@ class PrefillCase(Case):
                 for name, part in zip(("k_nope", "v"), per_head.split(widths, dim=-1), strict=True)
             )
         return parts[0], inputs.place("k_rope", k_rope, self.dtype), parts[1]
+
+    def _unseen(self, device: torch.device) -> Tensor:
+        """bool [keys]: no query sees them."""
+        seen = seen_tokens(Mask(self.mask, self.window), self.kv_lens, self.q_lens, device)
+        return ~joined(seen, torch.bool, device)
 
     def _given(self, inputs: Inputs) -> dict[str, Tensor]:
         if not self.given_results:
@@ -139,7 +144,7 @@ class PrefillCase(Case):
         self, tensors: tuple[Tensor, ...], extras: dict[str, Any], dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         q, k_nope, k_rope, v = tensors
-        return reference.mla_prefill(
+        results: tuple[Tensor, Tensor] = self.reference.mla_prefill(
             q,
             k_nope,
             k_rope,
@@ -151,11 +156,12 @@ class PrefillCase(Case):
             dtype=dtype,
             **extras,
         )
+        return results
 
     def _largest_score(self, q: Tensor, k_nope: Tensor, k_rope: Tensor) -> Tensor:
         """|q| · max |key| · softmax_scale + the largest bias, [tokens, heads]."""
         squares = k_nope.double().square().sum(-1) + k_rope.double().square().sum(-1)[:, None]
-        largest: float = max([0.0, *squares.sqrt().nan_to_num().flatten().tolist()])
+        longest = squares.sqrt().nan_to_num().amax() if squares.numel() else squares.new_zeros(())
         bias = max(self.kv_lens, default=0) if self.alibi else 0
         size: Tensor = q.double().norm(dim=-1)
-        return size * largest * self.softmax_scale + bias
+        return size * longest * abs(self.softmax_scale) + bias

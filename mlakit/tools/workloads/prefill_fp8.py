@@ -23,7 +23,7 @@ from mlakit.reference.softmax import attention_weights
 from mlakit.tools.testing import assert_matches
 from mlakit.tools.workloads.case import Results, Trial, assert_given, assert_logits_match
 from mlakit.tools.workloads.inputs import Inputs
-from mlakit.tools.workloads.paged import seen_tokens, starts_of
+from mlakit.tools.workloads.paged import starts_of
 from mlakit.tools.workloads.prefill import PrefillCase
 
 # half of the largest error of rounding a probability to e4m3: the tolerance is twice the error of a
@@ -53,7 +53,7 @@ class PrefillFp8Case(PrefillCase):
     transposed: bool = True
 
     def trial(self, device: torch.device | str) -> Trial:
-        inputs = Inputs(device, self.seed, padded=self.padded)
+        inputs = self.inputs(device)
         tokens, width = sum(self.q_lens), self.qk_nope_head_dim + self.qk_rope_head_dim
         q = inputs.place("q", inputs.queries(tokens, self.heads, width), self.dtype)
         k_nope, k_rope, v = self._keys(inputs)
@@ -88,42 +88,37 @@ class PrefillFp8Case(PrefillCase):
         def check(results: Results) -> None:
             for name, result in zip(("out", "lse"), results, strict=True):
                 assert_given(name, result, given.get(name))
-            tensors = tuple(each.cpu() for each in (q, k_nope, k_rope, v))
-            extras: dict[str, Any] = {name: each.cpu() for name, each in scales.items()}
-            extras |= {} if sink is None else {"sink": sink.cpu()}
+            where = inputs.drawn_on
+            tensors = tuple(each.to(where) for each in (q, k_nope, k_rope, v))
+            extras: dict[str, Any] = {name: each.to(where) for name, each in scales.items()}
+            extras |= {} if sink is None else {"sink": sink.to(where)}
             extras["keys_per_scale"] = self._keys_per_scale
             exact = self._oracle(tensors, extras, torch.float64)
             of_keys = self._of_keys(scales)
             if kernels[-1].backend == "hopper":
                 draws, lse_run = self._fp8_run((q, k_nope, k_rope, v), of_keys, sink)
-                naive = _worst_rows(draws, exact[0]), lse_run
+                naive = _worst_rows(draws.to(where), exact[0]), lse_run.to(where)
             else:
                 rounded = {"weights_dtype": torch.bfloat16}
                 naive = self._oracle(tensors, {**extras, **rounded}, torch.float32)
             out, lse = results
-            assert_matches("out", out.cpu(), exact[0], naive[0])
+            assert_matches("out", out.to(where), exact[0], naive[0])
             dequantised = [
-                _dequantised(each, of_keys.get(name)).cpu()
+                _dequantised(each, of_keys.get(name)).to(where)
                 for name, each in (("q_scale", q), ("k_scale", k_nope), ("k_scale", k_rope))
             ]
             largest = self._largest_score(*dequantised)
-            assert_logits_match("lse", lse.cpu(), exact[1], naive[1], largest)
+            assert_logits_match("lse", lse.to(where), exact[1], naive[1], largest)
 
-        return Trial(inputs, call, check)
+        return Trial(inputs, call, check, self.calls, ("out", "lse"))
 
     @property
     def _keys_per_scale(self) -> int:
         return SCALE_BLOCK if self.block_scales else 1
 
-    def _unseen(self) -> Tensor:
-        """bool [keys]: no query sees them."""
-        mask = Mask(self.mask, self.window)
-        seen = [seen_tokens(mask, *each) for each in zip(self.kv_lens, self.q_lens, strict=True)]
-        return ~torch.cat([torch.empty(0, dtype=torch.bool, device="cpu"), *seen])
-
     def _keys(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         """k_nope, k_rope and v; keys that no query sees are poison."""
-        keys, unseen = sum(self.kv_lens), self._unseen()
+        keys, unseen = sum(self.kv_lens), self._unseen(inputs.drawn_on)
         k_nope = inputs.normal(keys, self.heads, self.qk_nope_head_dim)
         k_rope = inputs.normal(keys, self.qk_rope_head_dim)
         v = inputs.normal(keys, self.heads, self.v_head_dim)
@@ -139,7 +134,8 @@ class PrefillFp8Case(PrefillCase):
     def _scales(self, inputs: Inputs) -> dict[str, Tensor]:
         if not self.scaled:
             return {}
-        tokens, keys, unseen = sum(self.q_lens), sum(self.kv_lens), self._unseen()
+        tokens, keys = sum(self.q_lens), sum(self.kv_lens)
+        unseen = self._unseen(inputs.drawn_on)
         q_scale = inputs.uniform(-1, 1, tokens, self.heads).exp2()
         if self.block_scales:
             return {"q_scale": inputs.place("q_scale", q_scale), **self._block_scales(inputs)}
@@ -162,10 +158,10 @@ class PrefillFp8Case(PrefillCase):
     def _block_scales(self, inputs: Inputs) -> dict[str, Tensor]:
         """k_scale with both signs, and v_scale; what belongs to no key that is seen is poison."""
         blocks = sum(self.kv_lens) // SCALE_BLOCK + len(self.kv_lens)
-        own = torch.arange(blocks, device="cpu")
+        own = torch.arange(blocks, device=inputs.drawn_on)
         rows = filled(scales_of_keys(own, starts_of(self.kv_lens), SCALE_BLOCK))
-        unseen = torch.ones(blocks, dtype=torch.bool, device="cpu")
-        unseen[rows[~self._unseen()]] = False
+        unseen = torch.ones(blocks, dtype=torch.bool, device=inputs.drawn_on)
+        unseen[rows[~self._unseen(inputs.drawn_on)]] = False
         k_scale = inputs.uniform(-1, 1, blocks).exp2()
         k_scale[1::3] *= -1
         v_scale = inputs.uniform(-3, 3, blocks, self.heads).exp2()
@@ -197,7 +193,7 @@ class PrefillFp8Case(PrefillCase):
         self, tensors: tuple[Tensor, ...], scales: dict[str, Tensor], sink: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """What Hopper's tensor cores lose: scores have their accumulation, probabilities are wrong
-        by `HALF_ROUNDING`. On the CPU, float32: (out of each draw of signs, lse)."""
+        by `HALF_ROUNDING`. float32: (out of each draw of signs, lse)."""
         q, k_nope, k_rope, v = tensors
         values = _dequantised(v, scales.get("v_scale")).float().nan_to_num()
         own = torch.Generator("cpu").manual_seed(0)
@@ -225,7 +221,7 @@ class PrefillFp8Case(PrefillCase):
             outs.append(torch.einsum("qhk,nkhd->nqhd", weights, values[:, keys]))
             lses.append(lse)
         out, lse = torch.cat(outs, 1), torch.cat(lses)
-        return torch.where(lse.isneginf()[..., None], 0.0, out).cpu(), lse.cpu()
+        return torch.where(lse.isneginf()[..., None], 0.0, out), lse
 
 
 def _worst_rows(draws: Tensor, exact: Tensor) -> Tensor:

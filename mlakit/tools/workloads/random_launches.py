@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
+from unittest.mock import patch
 
+from mlakit.dispatch import knobs, selection
+from mlakit.dispatch.checks import UnsupportedError
+from mlakit.dispatch.knobs import Backend
+from mlakit.dispatch.specs import KernelSpec, Problem
 from mlakit.formats import Format
-from mlakit.tools.workloads.case import Case
-from mlakit.tools.workloads.decode_launch import DecodeLaunch
-from mlakit.tools.workloads.indexer_launch import IndexerLaunch
+from mlakit.tools.workloads.case import BatchedCase
+from mlakit.tools.workloads.decode import DecodeCase
+from mlakit.tools.workloads.indexer import IndexerLogitsCase, IndexerTopkCase
+from mlakit.tools.workloads.indexer_select import IndexerSelectCase
 from mlakit.tools.workloads.paged import SPARE_COLUMNS
-from mlakit.tools.workloads.prefill_launch import PrefillLaunch, prefill_launch
+from mlakit.tools.workloads.prefill import PrefillCase
+from mlakit.tools.workloads.prefill_fp8 import PrefillFp8Case
 from mlakit.tools.workloads.random_cases import Draw
-from mlakit.tools.workloads.select_launch import KINDS, IndexerSelectLaunch, IndexerTopkLaunch
-from mlakit.tools.workloads.sparse_launch import SparseLaunch
+from mlakit.tools.workloads.sparse import SparseCase
 
 EDGES = (0, 1, 63, 64, 65)
 LONGEST = 4000
@@ -75,7 +81,9 @@ FOR_ANY = (
 CONFIGURATIONS = {"hopper": FOR_HOPPER}
 
 
-def random_launch(draw: Draw, op: str, backend: str, device: str, calls: int | None = None) -> Case:
+def random_launch(
+    draw: Draw, op: str, backend: str, device: str, calls: int | None = None
+) -> BatchedCase:
     """A launch of `op`; problems on a CPU are small.
 
     backend  if its kernels support few problems: a launch that they support
@@ -85,7 +93,39 @@ def random_launch(draw: Draw, op: str, backend: str, device: str, calls: int | N
     return launch if calls is None else replace(launch, calls=calls)
 
 
-def decode_launch(draw: Draw, backend: str, device: str) -> DecodeLaunch:
+class _Selected(Exception):
+    """Carries the name of the selected kernel out of a call before its launch."""
+
+
+def kernel_of(launch: BatchedCase, device: str, backend: str) -> str:
+    """The name of the kernel to which dispatch gives a launch, which does not run; "" if none."""
+    real = selection.select
+
+    def select(op: str, problem: Problem, asked: str = "auto") -> KernelSpec:
+        spec = real(op, problem, asked)
+        if op == launch.op:
+            raise _Selected(spec.kernel)
+        return spec
+
+    try:
+        with patch.object(selection, "select", select), knobs.override(replay=False):
+            launch.trial(device).call(cast("Backend", backend))
+    except _Selected as selected:
+        return str(selected)
+    except UnsupportedError:
+        pass
+    return ""
+
+
+def _common(draw: Draw) -> dict[str, Any]:
+    return {
+        "oracle": "batched",
+        "seed": draw.integer(0, 2**31),
+        "calls": draw.choice((1, 1, 1, 3)),
+    }
+
+
+def decode_launch(draw: Draw, backend: str, device: str) -> DecodeCase:
     is_gpu = device != "cpu"
     batch = draw.choice(GPU_BATCHES if is_gpu else CPU_BATCHES)
     longest = min(LONGEST, (GPU_KEYS if is_gpu else CPU_KEYS) // batch)
@@ -94,10 +134,12 @@ def decode_launch(draw: Draw, backend: str, device: str) -> DecodeLaunch:
     if draw.flip() or not any(q_lens):
         q_lens = (1,) * batch
     sharpness = draw.choice((0.5, 1.5, 4.0))
-    return DecodeLaunch(
+    return DecodeCase(
+        **_common(draw),
+        given_results=True,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
         **_scheduled(draw, most_ctas=GPU_WORKERS if is_gpu else CPU_WORKERS, backend=backend),
-        seed=draw.integer(0, 2**31),
-        calls=draw.choice((1, 1, 1, 3)),
         spare_pages=draw.choice((0, SPARE_KEYS // configuration.page_size)) if is_gpu else 0,
         num_layers=draw.integer(1, 2),
         kv_lens=tuple(_length(draw, longest) for _ in range(batch)),
@@ -149,10 +191,11 @@ INDEXER_CONFIGURATIONS = (
     IndexerConfiguration(32, (1, 9, 30, 8, 0)),
     IndexerConfiguration(48, (1, 9, 30, 8, 0), mask="null"),
 )
+INDEX_ROW: dict[str, Any] = {"kv_lora_rank": 128, "qk_rope_head_dim": 0}
 INDEXER_EDGES = (*EDGES, 127, 128, 129, 255, 256, 257)
 
 
-def indexer_launch(draw: Draw, backend: str, device: str) -> IndexerLaunch:
+def indexer_launch(draw: Draw, backend: str, device: str) -> IndexerLogitsCase:
     is_gpu = device != "cpu"
     batch = draw.choice(GPU_BATCHES if is_gpu else CPU_BATCHES)
     configuration = draw.choice(INDEXER_CONFIGURATIONS)
@@ -162,9 +205,12 @@ def indexer_launch(draw: Draw, backend: str, device: str) -> IndexerLaunch:
     # pairs of query and key, padded to the longest request, take a GPU milliseconds
     pairs = (4 * GPU_KEYS if is_gpu else CPU_KEYS) // (batch * max(q_lens))
     longest = max(min(LONGEST, pairs), max(q_lens))
-    return IndexerLaunch(
-        seed=draw.integer(0, 2**31),
-        calls=draw.choice((1, 1, 1, 3)),
+    return IndexerLogitsCase(
+        **_common(draw),
+        **INDEX_ROW,
+        given_results=True,
+        format="fp8_token",
+        dtype="e4m3",
         num_layers=draw.integer(1, 2),
         kv_lens=tuple(_indexer_length(draw, longest) for _ in range(batch)),
         q_lens=q_lens,
@@ -222,7 +268,7 @@ SPARSE_CONFIGURATIONS = {"hopper": SPARSE_FOR_HOPPER}
 LIST_EDGES = (1, 63, 64, 65, 127, 128, 129)
 
 
-def sparse_launch(draw: Draw, backend: str, device: str) -> SparseLaunch:
+def sparse_launch(draw: Draw, backend: str, device: str) -> SparseCase:
     is_gpu = device != "cpu"
     configuration = draw.choice(SPARSE_CONFIGURATIONS.get(backend, SPARSE_FOR_ANY))
     tokens = draw.choice((1, 2, 7, 40, 150) if is_gpu else (1, 2, 3))
@@ -232,9 +278,8 @@ def sparse_launch(draw: Draw, backend: str, device: str) -> SparseLaunch:
     )
     kv_lora_rank, qk_rope_head_dim, v_width = configuration.row
     sharpness = draw.choice((0.5, 1.5, 4.0))
-    return SparseLaunch(
-        seed=draw.integer(0, 2**31),
-        calls=draw.choice((1, 1, 1, 3)),
+    return SparseCase(
+        **_common(draw),
         num_tokens=tokens,
         topk=topk,
         extra_topk=extra_topk,
@@ -272,6 +317,17 @@ class TopkConfiguration:
     is_aligned: bool = True  # columns and k are multiples of ALIGNED, or none is
 
 
+# distinct numbers; many equal ones; almost all equal; best at the end, or at the start; infinities
+# and NaN; almost all −inf
+TOPK_KINDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"levels": 50},
+    {"rare": 0.01},
+    {"order": "ascending"},
+    {"order": "descending"},
+    {"specials": 0.5},
+    {"invisible": 0.97},
+)
 ALIGNED = 16  # Triton compiles kernels for strides that are multiples of this
 # rows in registers, rows that are narrowed down, rows that are read again and again
 TOPK_CONFIGURATIONS = (
@@ -293,18 +349,18 @@ CPU_TOPK_CONFIGURATIONS = (
 )
 
 
-def topk_launch(draw: Draw, backend: str, device: str) -> IndexerTopkLaunch:
+def topk_launch(draw: Draw, backend: str, device: str) -> IndexerTopkCase:
     is_gpu = device != "cpu"
     configuration = draw.choice(TOPK_CONFIGURATIONS if is_gpu else CPU_TOPK_CONFIGURATIONS)
     is_aligned = configuration.is_aligned
-    return IndexerTopkLaunch(
-        seed=draw.integer(0, 2**31),
+    return IndexerTopkCase(
+        **_common(draw),
+        **draw.choice((TOPK_KINDS[0], *TOPK_KINDS)),
+        given_results=True,
         padded=configuration.padded,
-        calls=draw.choice((1, 1, 1, 3)),
         num_tokens=draw.choice(configuration.rows),
         num_columns=_width(draw, *configuration.columns, is_aligned=is_aligned),
         k=_width(draw, *configuration.k, is_aligned=is_aligned),
-        kind=draw.choice((KINDS[0], *KINDS)),
         with_starts=configuration.with_starts,
         with_ends=configuration.with_ends,
     )
@@ -339,7 +395,7 @@ SELECT_CONFIGURATIONS = (
 SELECT_PAGE = 64
 
 
-def select_launch(draw: Draw, backend: str, device: str) -> IndexerSelectLaunch:
+def select_launch(draw: Draw, backend: str, device: str) -> IndexerSelectCase:
     is_gpu = device != "cpu"
     configuration = draw.choice(SELECT_CONFIGURATIONS)
     batch = draw.choice((1, 2, 3, 8) if is_gpu else CPU_BATCHES)
@@ -351,9 +407,11 @@ def select_launch(draw: Draw, backend: str, device: str) -> IndexerSelectLaunch:
         q_lens = (1,) * batch
     if batch == 1 and draw.flip():
         q_lens = (draw.integer(1, 100 if is_gpu else 9),)
-    return IndexerSelectLaunch(
-        seed=draw.integer(0, 2**31),
-        calls=draw.choice((1, 1, 1, 3)),
+    return IndexerSelectCase(
+        **_common(draw),
+        **INDEX_ROW,
+        given_results=True,
+        spare_columns=None,
         kv_lens=kv_lens,
         q_lens=q_lens,
         heads=configuration.heads,
@@ -368,20 +426,71 @@ def select_launch(draw: Draw, backend: str, device: str) -> IndexerSelectLaunch:
     )
 
 
-Launcher: TypeAlias = Callable[
-    [Draw, str, str],
-    DecodeLaunch
-    | PrefillLaunch
-    | IndexerLaunch
-    | SparseLaunch
-    | IndexerSelectLaunch
-    | IndexerTopkLaunch,
-]
+PREFILL_EDGES = (0, 1, 63, 64, 65, 127, 128, 129, 256)
+LONGEST_PREFILL = 1500
+GPU_SCORES = 3_000_000  # a GPU checks so many in milliseconds
+CPU_SCORES = 60_000
+PREFILL_BATCHES = (1, 2, 3, 5, 20)
+# D_N, D_R and D_V, dtype, mask, window, sink, sign of softmax_scale
+PREFILL_CONFIGURATIONS = (
+    ((128, 64, 128), "bf16", "causal", 0, "", 1),
+    ((128, 64, 128), "bf16", "null", 0, "", 1),
+    ((128, 64, 128), "fp16", "causal", 0, "mixed", -1),
+    ((128, 64, 128), "bf16", "sliding_window_causal", 100, "finite", 1),
+    ((128, 64, 128), "bf16", "sliding_window_noncausal", 300, "", 1),
+    ((128, 64, 128), "bf16", "chunked", 90, "", 1),
+    ((128, 64, 128), "bf16", "chunked_causal", 260, "", 1),
+    ((192, 64, 256), "bf16", "causal", 0, "finite", 1),
+    ((192, 64, 256), "fp16", "null", 0, "", 1),
+    ((128, 0, 128), "bf16", "causal", 0, "", 1),
+    ((64, 32, 64), "bf16", "causal", 0, "", 1),
+    ((64, 32, 64), "fp16", "null", 0, "finite", -1),
+    ((128, 64, 128), "e4m3", "causal", 0, "", 1),
+    ((128, 64, 128), "e4m3", "null", 0, "finite", 1),
+)
+
+
+def prefill_launch(draw: Draw, backend: str, device: str) -> PrefillCase:
+    widths, dtype, mask, window, sink, sign = draw.choice(PREFILL_CONFIGURATIONS)
+    batch, heads = draw.choice(PREFILL_BATCHES), draw.integer(1, 4)
+    most = (GPU_SCORES if device != "cpu" else CPU_SCORES) // (batch * heads)
+    longest = min(LONGEST_PREFILL, int(most**0.5))
+    q_lens = [_prefill_length(draw, longest) for _ in range(batch)]
+    kv_lens = [
+        draw.choice((n, n, n + _prefill_length(draw, longest), max(n - 3, 0))) for n in q_lens
+    ]
+    fields: dict[str, Any] = {
+        **_common(draw),
+        "given_results": True,
+        "padded": draw.flip(),
+        "q_lens": tuple(q_lens),
+        "kv_lens": tuple(kv_lens),
+        "heads": heads,
+        "qk_nope_head_dim": widths[0],
+        "qk_rope_head_dim": widths[1],
+        "v_head_dim": widths[2],
+        "mask": mask,
+        "window": window,
+        "sink": sink,
+        "sharpness": sign * draw.choice((0.5, 1.5, 4.0)),
+    }
+    if dtype == "e4m3":
+        return PrefillFp8Case(**fields, block_scales=not sink)
+    return PrefillCase(**fields, dtype=dtype, expanded=True)
+
+
+def _prefill_length(draw: Draw, longest: int) -> int:
+    drawn = draw.integer(0, longest)
+    edge = min(draw.choice(PREFILL_EDGES), longest)
+    return draw.choice((edge, drawn // 128 * 128, drawn, drawn))
+
+
+Launcher: TypeAlias = Callable[[Draw, str, str], BatchedCase]
 LAUNCHES: dict[str, Launcher] = {
-    DecodeLaunch.op: decode_launch,
-    PrefillLaunch.op: prefill_launch,
-    IndexerLaunch.op: indexer_launch,
-    SparseLaunch.op: sparse_launch,
-    IndexerTopkLaunch.op: topk_launch,
-    IndexerSelectLaunch.op: select_launch,
+    "mla_decode": decode_launch,
+    "mla_prefill": prefill_launch,
+    "indexer_logits": indexer_launch,
+    "sparse_mla": sparse_launch,
+    "indexer_topk": topk_launch,
+    "indexer_select": select_launch,
 }

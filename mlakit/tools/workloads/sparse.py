@@ -9,13 +9,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mlakit import reference
 from mlakit.dispatch.knobs import Backend
 from mlakit.formats import Format
 from mlakit.ops import ExtraRows, sparse_mla
 from mlakit.plan import EvenSplit
 from mlakit.tools.testing import NEVER_A_PAGE, assert_matches
 from mlakit.tools.workloads.case import (
+    BatchedCase,
     Results,
     Trial,
     assert_given,
@@ -25,6 +25,8 @@ from mlakit.tools.workloads.case import (
 from mlakit.tools.workloads.fp16_rows import block_scales, rounded_rows, rounds_rows
 from mlakit.tools.workloads.inputs import DTYPES, Inputs
 from mlakit.tools.workloads.paged import PagedCase, Pool
+
+NAMES = ("out", "lse", "max_logits")
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,27 +39,28 @@ class Lists:
     lens: Tensor | None
 
     @property
-    def on_cpu(self) -> tuple[Tensor, Tensor, Tensor | None]:
+    def of_oracle(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """The arguments of the oracle."""
-        return self.stored, self.rows.cpu(), None if self.lens is None else self.lens.cpu()
+        where = self.stored.device
+        return self.stored, self.rows.to(where), None if self.lens is None else self.lens.to(where)
 
     def rounded(self, latent: int) -> Lists:
         """With the stored rows as `fp16_rows` says; they have so many latent columns."""
-        scales = block_scales(
-            self.pool.payload(torch.arange(len(self.stored), device="cpu")), latent
-        )
+        slots = torch.arange(len(self.stored), device="cpu")
+        scales = block_scales(self.pool.payload(slots), latent).to(self.stored.device)
         return replace(self, stored=rounded_rows(self.stored, scales))
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class SparseCase(PagedCase):
+class SparseCase(BatchedCase, PagedCase):
     """One call of `sparse_mla`. Lists have repeated, invalid and, past their length, poisoned rows.
 
     topk           entries of a list; `with_lens` bounds each, `extra_with_lens` those of the extra
     extra_format   of a second cache, "" for none, with pages of extra_page_size
     q_rope_dtype   of a separate q_rope; "": q has all columns
     q_scaled       pass a q_scale
-    sharpness      standard deviation of the scores of a head of average magnitude
+    sharpness      standard deviation of the scores of a head of average magnitude; negative for a
+                   negative softmax_scale
     sink           "", "finite" or "mixed" (with ±inf)
     num_splits     an EvenSplit
     given_results  pass out=, lse= and max_logits=
@@ -88,7 +91,7 @@ class SparseCase(PagedCase):
         return self.sharpness / sqrt(self.row.width)
 
     def trial(self, device: torch.device | str) -> Trial:
-        inputs = Inputs(device, self.seed, padded=self.padded)
+        inputs = self.inputs(device)
         query, exact_q = self._query(inputs)
         main = self._lists(inputs, "cache", self.format, self.page_size, self.topk, self.with_lens)
         extra = None
@@ -124,12 +127,12 @@ class SparseCase(PagedCase):
             return results
 
         def check(results: Results) -> None:
-            for name, result in zip(("out", "lse", "max_logits"), results, strict=True):
+            for name, result in zip(NAMES, results, strict=True):
                 assert_given(name, result, given.get(name))
-            on_cpu = None if sink is None else sink.cpu()
-            self._check(exact_q, main, extra, on_cpu, results, rounds=rounds[-1])
+            own = None if sink is None else sink.to(inputs.drawn_on)
+            self._check(exact_q, main, extra, own, results, rounds=rounds[-1])
 
-        return Trial(inputs, call, check)
+        return Trial(inputs, call, check, self.calls, NAMES)
 
     def _query(self, inputs: Inputs) -> tuple[dict[str, Tensor], Tensor]:
         """The query arguments, and the same numbers float64 [tokens, heads, width]."""
@@ -142,22 +145,23 @@ class SparseCase(PagedCase):
             }
         else:
             query = {"q": inputs.place("q", values, self.dtype)}
-        exact = torch.cat([part.cpu().double() for part in query.values()], dim=-1)
+        where = inputs.drawn_on
+        exact = torch.cat([part.to(where).double() for part in query.values()], dim=-1)
         if self.q_scaled:
             q_scale = inputs.place("q_scale", inputs.uniform(0.5, 1.5, self.num_tokens))
             query["q_scale"] = q_scale
-            exact = exact * q_scale.cpu().double()[:, None, None]
+            exact = exact * q_scale.to(where).double()[:, None, None]
         return query, exact
 
     def _lists(
         self, inputs: Inputs, name: str, format: Format, page_size: int, topk: int, with_lens: bool
     ) -> Lists:
         pool = self.pool(inputs, name, self.num_pages, format=format, page_size=page_size)
-        num_slots = pool.layer.num_slots
-        shuffled = torch.randperm(num_slots, generator=inputs.generator, device="cpu")
+        num_slots, where = pool.layer.num_slots, inputs.drawn_on
+        shuffled = torch.randperm(num_slots, generator=inputs.generator, device=where)
         live, dead = shuffled[: -(-num_slots // 2)], shuffled[num_slots // 2 :]
         stored = torch.full(
-            (num_slots, self.row.width), torch.nan, dtype=torch.float64, device="cpu"
+            (num_slots, self.row.width), torch.nan, dtype=torch.float64, device=where
         )
         values = inputs.normal(len(live), self.row.width)
         stored[live] = pool.write(live, values, power_of_two=self.power_of_two)
@@ -169,7 +173,7 @@ class SparseCase(PagedCase):
         lens = None
         if with_lens:
             lens = inputs.integers(0, topk + 1, self.num_tokens)
-            past = torch.arange(topk, device="cpu") >= lens[:, None]
+            past = torch.arange(topk, device=where) >= lens[:, None]
             poisoned = inputs.any_of(dead.tolist(), *shape)
             rows = torch.where(past & inputs.chance(0.7, *shape), poisoned, rows)
         dtype = torch.int64 if self.wide_indices else torch.int32
@@ -207,8 +211,8 @@ class SparseCase(PagedCase):
             lists = [main] if extra is None else [main, extra]
             if rounds and dtype != torch.float64:
                 lists = [each.rounded(self.row.kv_lora_rank) for each in lists]
-            pool, rows, lens = lists[0].on_cpu
-            return reference.sparse_mla(
+            pool, rows, lens = lists[0].of_oracle
+            computed: Results = self.reference.sparse_mla(
                 q,
                 pool,
                 rows,
@@ -216,15 +220,16 @@ class SparseCase(PagedCase):
                 v_width=self.row.v_width,
                 topk_lens=lens,
                 sink=sink,
-                extra=None if extra is None else lists[1].on_cpu,
+                extra=None if extra is None else lists[1].of_oracle,
                 weights_dtype=weights_dtype(results[0], dtype),
                 dtype=dtype,
             )
+            return computed
 
         exact, naive = oracle(torch.float64), oracle(torch.float32)
-        assert_matches("out", results[0].cpu(), exact[0], naive[0])
+        assert_matches("out", results[0].to(q.device), exact[0], naive[0])
         pools = [main.stored] if extra is None else [main.stored, extra.stored]
         longest = torch.cat(pools).norm(dim=-1).nan_to_num().amax()
-        largest = q.double().norm(dim=-1) * longest * self.softmax_scale
-        for i, name in ((1, "lse"), (2, "max_logits")):
-            assert_logits_match(name, results[i], exact[i], naive[i], largest)
+        largest = q.double().norm(dim=-1) * longest * abs(self.softmax_scale)
+        for i in (1, 2):
+            assert_logits_match(NAMES[i], results[i], exact[i], naive[i], largest)

@@ -12,7 +12,7 @@ from mlakit import launch_cache, mla_prefill, reference
 from mlakit.kernels.hopper.prefill import configs
 from mlakit.model.masks import CAUSAL, NULL, Mask
 from mlakit.tools.testing import assert_matches, assert_same_bits, poison
-from mlakit.tools.workloads import PrefillCase, PrefillLaunch
+from mlakit.tools.workloads import PrefillCase
 from mlakit.tools.workloads.paged import starts_of
 from tests.pairs import pairwise as every_pair
 
@@ -209,21 +209,30 @@ def test_row_max_stays_below_scores_that_grow_slowly(mask):
         assert_matches(name, result.cpu(), want, plain)
 
 
+LAUNCH = {"oracle": "batched", "expanded": True, "given_results": True}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "launch",
     [
-        PrefillLaunch(
+        PrefillCase(
+            **LAUNCH,
             seed=1765657173,
             kv_lens=(486, 595),
             q_lens=(486, 595),
             heads=4,
             qk_nope_head_dim=192,
+            qk_rope_head_dim=64,
             v_head_dim=256,
             sharpness=4.0,
             sink="finite",
         ),
-        PrefillLaunch(
+        PrefillCase(
+            **LAUNCH,
+            qk_nope_head_dim=128,
+            qk_rope_head_dim=64,
+            v_head_dim=128,
             seed=862927364,
             padded=True,
             kv_lens=(381, 640, 979, 318, 536),

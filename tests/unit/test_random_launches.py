@@ -13,17 +13,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mlakit import reference
 from mlakit.dispatch import selection
-from mlakit.dispatch.specs import Problem, Use
+from mlakit.dispatch.specs import Problem, Use, pretending
 from mlakit.kernels.triton.configs import pick_topk_config, power_of_two
-from mlakit.model.masks import CAUSAL, NULL, Mask
+from mlakit.model.geometry import RowShape
 from mlakit.tools import check, cli
-from mlakit.tools.check import Settings, random_launches, run
-from mlakit.tools.testing import NEVER_A_PAGE, assert_matches
-from mlakit.tools.workloads import DecodeLaunch
-from mlakit.tools.workloads.decode_launch import Queries, attend
+from mlakit.tools.check import Settings, random_launches, run, with_kernel
+from mlakit.tools.testing import NEVER_A_PAGE
+from mlakit.tools.workloads import BatchedCase, DecodeCase, PrefillCase, SparseCase
 from mlakit.tools.workloads.inputs import DTYPES
+from mlakit.tools.workloads.random_launches import LAUNCHES, kernel_of
 from tests.kernel_launchers import by_name, replace_launcher
 from tests.mutations import Mutation, of_kernel
 from tests.ops.mutations.changes import (
@@ -40,8 +39,6 @@ from tests.ops.mutations.changes import (
 DECODE = ("--op", "mla_decode")
 CPU = ("--device", "cpu", "--backend", "cpu")
 ON_CPU = {"device": "cpu", "backend": "cpu", "minutes": None}
-CPU = ("--device", "cpu", "--backend", "cpu")
-DECODE = ("--op", "mla_decode")
 
 
 def invoke(*arguments: str) -> tuple[int, str]:
@@ -54,37 +51,26 @@ def change_decode(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
     replace_launcher(monkeypatch, "mla_decode", by_name(**changes))
 
 
-# --- the oracle ---------------------------------------------------------------------------------
+# --- the inputs ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mask", [CAUSAL, NULL, Mask("sliding_window_causal", 5)], ids=str)
-@pytest.mark.parametrize("has_sink", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_requests_attended_together_give_what_the_reference_gives(mask, has_sink, dtype):
-    q_lens, kv_lens, keys = (1, 0, 4, 2, 1), (7, 9, 3, 0, 16), 16
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(5, keys, 12, generator=generator, dtype=torch.float64)
-    q = torch.randn(sum(q_lens), 3, 12, generator=generator, dtype=torch.float64)
-    sink = torch.tensor([0.5, -torch.inf, torch.inf]) if has_sink else None
-    settings = {"softmax_scale": -0.7, "v_width": 8, "sink": sink, "dtype": dtype}
-    queries = Queries.of(q_lens, kv_lens, mask, keys, torch.device("cpu"))
-    got = attend(q, rows, queries, **settings)
-    own = [part[:kv_len] for part, kv_len in zip(rows, kv_lens, strict=True)]
-    naive = reference.mla_decode(q, own, q_lens, mask=mask, **settings)
-    exact = reference.mla_decode(q, own, q_lens, mask=mask, **settings | {"dtype": torch.float64})
-    for name, *results in zip(("out", "lse"), got, exact, naive, strict=True):
-        assert_matches(name, *results)
+# keys 125 to 129 of the first request; the second has no query, the third no key
+SEEN_KEYS = {
+    "kv_lens": (130, 70, 0),
+    "q_lens": (1, 0, 2),
+    "mask": "sliding_window_causal",
+    "window": 5,
+}
 
 
 def test_a_launch_is_poison_and_garbage_wherever_nothing_is_seen(monkeypatch):
     seen: list[dict[str, Any]] = []
     change_decode(monkeypatch, before=lambda a: seen.append(dict(a)) or {})
-    DecodeLaunch(
-        kv_lens=(130, 70, 0), q_lens=(1, 0, 2), mask="sliding_window_causal", window=5, num_layers=2
-    ).run("cpu", "cpu")
+    DecodeCase(**SEEN_KEYS, oracle="batched", page_size=64, kv_lora_rank=512, num_layers=2).run(
+        "cpu", "cpu"
+    )
     (call,) = seen
     payload, table = call["layer"].payload, call["page_table"]
-    # keys 125 to 129 of the first request; the second has no query, the third no key
     assert int((~payload.isnan().any(-1)).sum()) == 5
     used = (table >= 0) & (table < len(payload))
     pages = table[0, 1:3]
@@ -94,6 +80,18 @@ def test_a_launch_is_poison_and_garbage_wherever_nothing_is_seen(monkeypatch):
     looked_up[0, 1:3] = True
     garbage = {NEVER_A_PAGE, -1, call["layer"].num_slots, 0}
     assert set(table[~looked_up].tolist()) <= garbage
+
+
+def test_keys_that_no_query_sees_are_poison(monkeypatch):
+    seen: list[dict[str, Any]] = []
+    replace_launcher(
+        monkeypatch, "mla_prefill", by_name(before=lambda a: seen.append(dict(a)) or {})
+    )
+    PrefillCase(**SEEN_KEYS, oracle="batched").run("cpu", "cpu")
+    (call,) = seen
+    for name in ("k_nope", "k_rope", "v"):
+        finite = ~call[name].flatten(1).isnan().any(1)
+        assert finite.nonzero().flatten().tolist() == [125, 126, 127, 128, 129]
 
 
 @pytest.mark.parametrize("wrong_call", [1, 2, 3])
@@ -108,7 +106,9 @@ def test_several_calls_give_the_same_bits(monkeypatch, wrong_call):
     change_decode(monkeypatch, after=wrong_once)
     differing = max(wrong_call, 2)
     with pytest.raises(AssertionError, match=f"out of call {differing}: "):
-        DecodeLaunch(calls=3, dtype="fp32", format="fp32").run("cpu", "cpu")
+        DecodeCase(oracle="batched", given_results=True, calls=3, dtype="fp32", format="fp32").run(
+            "cpu", "cpu"
+        )
     assert calls == [False] * differing
 
 
@@ -118,7 +118,7 @@ def test_the_last_of_several_calls_is_compared(monkeypatch):
 
     change_decode(monkeypatch, after=wrong_each_time)
     with pytest.raises(AssertionError, match="NaN pattern"):
-        DecodeLaunch(calls=3).run("cpu", "cpu")
+        DecodeCase(oracle="batched", calls=3).run("cpu", "cpu")
 
 
 # --- what is found ------------------------------------------------------------------------------
@@ -126,6 +126,16 @@ def test_the_last_of_several_calls_is_compared(monkeypatch):
 
 def with_one_element_off(a: dict[str, Any]) -> None:
     if 65 in a["kv_lens"].tolist():
+        a["out"][-1, -1, -1] += 0.1
+
+
+def with_one_logit_off(a: dict[str, Any]) -> None:
+    if 65 in a["kv_lens"].tolist():
+        a["out"][-1, 0] += 0.01
+
+
+def with_one_prefill_element_off(a: dict[str, Any]) -> None:
+    if 64 in a["kv_starts"].diff().tolist():
         a["out"][-1, -1, -1] += 0.1
 
 
@@ -147,6 +157,8 @@ def mutation(name: str, before: Before = lambda a: {}, after: After = lambda a: 
     return of_kernel("mla_decode", name, by_name(before, after), every_launch_is_right)
 
 
+logits_mutation = partial(other_mutation, "indexer_logits")
+prefill_mutation = partial(other_mutation, "mla_prefill")
 MUTATIONS = [
     mutation("drops the last key", keyless),
     mutation("reads past the end", lambda a: {"kv_lens": a["kv_lens"] + 1}),
@@ -168,6 +180,29 @@ MUTATIONS = [
     other_mutation("indexer_select", "takes a block for the first", lambda a: {"first_token": 0}),
     other_mutation("indexer_select", "drops a row", after=lambda a: a["out"][:, -1:].fill_(-1)),
     other_mutation("indexer_select", "sees few keys", lambda a: {"logits": a["logits"][:, :5]}),
+    logits_mutation("drops the last key", keyless),
+    logits_mutation("does not mask the tail", unmasked),
+    logits_mutation("scales weights by 1.02", lambda a: {"weights": a["weights"] * 1.02}),
+    logits_mutation("is off in one logit where a request has 65 keys", after=with_one_logit_off),
+    logits_mutation("leaves a row unwritten", after=lambda a: a["out"][-1:].fill_(torch.nan)),
+    logits_mutation(
+        "leaves the last column unwritten", after=lambda a: a["out"][:, -1:].fill_(0.0)
+    ),
+    logits_mutation("writes to the cache", after=with_a_stray_write),
+    prefill_mutation("takes the key before", lambda a: {"k_nope": a["k_nope"].roll(1, 0)}),
+    prefill_mutation("scales scores by 1.02", rescaled),
+    prefill_mutation(
+        "ignores the sign of the scale", lambda a: {"softmax_scale": abs(a["softmax_scale"])}
+    ),
+    prefill_mutation("does not mask", unmasked),
+    prefill_mutation("ignores the sink", without("sink")),
+    prefill_mutation("ignores k_rope", lambda a: {"k_rope": torch.zeros_like(a["k_rope"])}),
+    prefill_mutation(
+        "is off in one element where a request has 64 keys", after=with_one_prefill_element_off
+    ),
+    prefill_mutation("leaves a row unwritten", after=lambda a: a["out"][-1:].fill_(torch.nan)),
+    prefill_mutation("adds to lse", after=lambda a: a["lse"].add_(1e-3)),
+    prefill_mutation("writes to v", after=lambda a: a["v"][:1].fill_(0.0)),
 ]
 
 
@@ -192,16 +227,30 @@ def test_a_miss_prints_a_command_that_makes_that_launch_again(monkeypatch):
     assert failure["python"] in output
     assert failure["command"] == shlex.join(command)
     assert failure["launch"] == said["first"] == int(command[command.index("--first") + 1])
-    assert "from mlakit.tools.workloads import DecodeLaunch" in failure["python"]
+    assert "from mlakit.tools.workloads import DecodeCase" in failure["python"]
     monkeypatch.undo()
     assert invoke(*command[2:])[0] == 0
+
+
+@pytest.mark.parametrize("result", ["out", "lse", "max_logits"])
+def test_a_wrong_result_of_sparse_attention_is_noticed(monkeypatch, result):
+    launch = SparseCase(
+        oracle="batched", num_tokens=3, topk=70, heads=2, extra_format="bf16", with_lens=False
+    )
+    launch.run("cpu", "cpu")
+    spoilt = by_name(after=lambda a: a[result][-1, -1].mul_(1.02))
+    replace_launcher(monkeypatch, "sparse_mla", spoilt)
+    with pytest.raises(AssertionError, match=f"{result}: "):
+        launch.run("cpu", "cpu")
 
 
 # --- what is drawn ------------------------------------------------------------------------------
 
 
-def drawn(backend: str, number: int, first: int = 0, place: str = "cpu") -> list[DecodeLaunch]:
-    settings = Settings(("mla_decode",), 5, place, backend, launches=1, first=first)
+def drawn(
+    backend: str, number: int, first: int = 0, place: str = "cpu", op: str = "mla_decode"
+) -> list[Any]:
+    settings = Settings((op,), 5, place, backend, launches=1, first=first)
     return [launch for _, launch in islice(random_launches(settings), number)]
 
 
@@ -272,6 +321,152 @@ def test_other_backends_are_given_more_formats_masks_and_splits():
     assert {each.num_splits > 0 for each in launches} == {True, False}
 
 
+def test_launches_of_the_indexer_are_those_where_kernels_go_wrong():
+    launches = drawn("hopper", 600, place="cuda", op="indexer_logits")
+    lengths = {kv_len for launch in launches for kv_len in launch.kv_lens}
+    assert lengths >= {0, 1, 63, 64, 65, 127, 128, 129, 255, 256, 257}
+    assert max(lengths) > 3000
+    assert {0, 1, 2, 3, 4, 8, 9, 30} == {n for launch in launches for n in launch.q_lens}
+    assert {len(launch.kv_lens) for launch in launches} >= {1, 2, 32}
+    pairs = (max(each.kv_lens) * len(each.kv_lens) * max(each.q_lens) for each in launches)
+    assert max(pairs) <= 48_000
+    # a batch of one token block, and batches in which a request has more queries than keys
+    assert any(len(each.kv_lens) == 1 and each.q_lens[0] <= 4 for each in launches)
+    assert any(
+        kv_len < q_len
+        for each in launches
+        for kv_len, q_len in zip(each.kv_lens, each.q_lens, strict=True)
+    )
+
+
+def test_few_kernels_are_compiled_for_launches_of_the_indexer():
+    launches = drawn("hopper", 600, place="cuda", op="indexer_logits")
+    assert len({(each.heads, each.page_size, each.mask) for each in launches}) <= 9
+    for each in launches:
+        problem = Problem(
+            "cuda", 90, "torch.float8_e4m3fn", each.format, each.heads, each.page_size,
+            RowShape(128, 0), mask=each.mask,
+        )  # fmt: skip
+        assert selection.select("indexer_logits", problem).backend == "hopper"
+
+
+def test_lengths_of_prefill_are_those_where_the_kernel_goes_wrong():
+    launches = drawn("hopper", 400, place="cuda", op="mla_prefill")
+    q_lens = {length for launch in launches for length in launch.q_lens}
+    kv_lens = {length for launch in launches for length in launch.kv_lens}
+    assert q_lens >= {0, 1, 63, 64, 65, 127, 128, 129, 256}
+    assert kv_lens >= {0, 1, 64, 127, 128, 129}
+    assert max(kv_lens) > 1500
+    # one block of keys at most: the unmasked main loop is empty
+    assert any(0 < max(launch.kv_lens) <= 64 for launch in launches)
+    pairs = [
+        pair for launch in launches for pair in zip(launch.q_lens, launch.kv_lens, strict=True)
+    ]
+    assert any(q_len > kv_len for q_len, kv_len in pairs)
+    assert any(q_len < kv_len for q_len, kv_len in pairs)
+    assert {launch.padded for launch in launches} == {True, False}
+
+
+def test_few_kernels_are_compiled_for_launches_of_prefill():
+    launches = drawn("hopper", 400, place="cuda", op="mla_prefill")
+    compiled = {
+        (
+            each.qk_nope_head_dim, each.qk_rope_head_dim, each.v_head_dim, each.dtype, each.mask,
+            bool(each.sink), each.sharpness < 0,
+        )
+        for each in launches
+    }  # fmt: skip
+    assert len(compiled) == 14
+    for each in launches:
+        widths = (each.qk_nope_head_dim, each.qk_rope_head_dim, each.v_head_dim)
+        problem = Problem(
+            "cuda", 90, str(DTYPES[each.dtype]), heads=each.heads, head_widths=widths,
+            mask=each.mask,
+        )  # fmt: skip
+        assert selection.select("mla_prefill", problem).backend == "hopper"
+
+
+def test_lists_are_those_where_kernels_go_wrong():
+    launches = drawn("hopper", 400, place="cuda", op="sparse_mla")
+    assert {each.topk for each in launches} >= {1, 63, 64, 65, 127, 128, 129}
+    assert max(each.topk for each in launches) > 1500
+    assert {each.heads for each in launches} >= {16, 64, 128}
+    assert {min(each.num_splits, 2) for each in launches} == {0, 1, 2}
+    assert max(each.num_tokens for each in launches) > 132
+
+
+def test_few_kernels_are_compiled_for_launches_of_sparse_attention():
+    launches = drawn("hopper", 400, place="cuda", op="sparse_mla")
+    for each in launches:
+        problem = Problem(
+            "cuda", 90, str(DTYPES[each.dtype]), each.format, each.heads, each.page_size, each.row
+        )
+        assert selection.select("sparse_mla", problem).backend == "hopper"
+        assert each.extra_format in ("", each.format)
+    compiled = {
+        replace(
+            each, seed=0, calls=1, num_tokens=1, topk=1, extra_topk=1, num_splits=0, num_pages=1,
+            heads=1, num_layers=1, given_results=False, sharpness=each.sharpness < 0,
+        )
+        for each in launches
+    }  # fmt: skip
+    assert len(compiled) == 11
+
+
+# --- launches of one kernel ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", ["mla_decode", "sparse_mla"])
+def test_every_kernel_with_a_name_is_selected_for_some_launches(op):
+    names = {spec.kernel for spec in selection.specs(op) if spec.backend == "hopper"}
+    launches = map(small, drawn("hopper", 60, place="cuda", op=op))
+    with pretending(90, 132):
+        selected = {kernel_of(each, "cpu", "hopper") for each in launches}
+    assert selected == names
+
+
+def small(launch: DecodeCase | SparseCase) -> BatchedCase:
+    """A launch in a part of its memory."""
+    if isinstance(launch, DecodeCase):
+        return replace(launch, kv_lens=tuple(min(each, 65) for each in launch.kv_lens))
+    return replace(launch, topk=min(launch.topk, 65), extra_topk=1, num_tokens=2)
+
+
+def test_launches_are_those_that_dispatch_gives_to_a_kernel(monkeypatch):
+    monkeypatch.setattr(Settings, "torch_device", "cpu")
+    settings = with_kernel(Settings(("mla_decode",), 0, launches=8, kernel="small_m_fp8_kv"))
+    assert settings.backend == "hopper"
+    with pretending(90, 132):
+        launches = list(islice(random_launches(settings), 8))
+    numbers = [number for number, _ in launches]
+    assert numbers == sorted(numbers) != list(range(8))
+    assert all(each.format.startswith("fp8") for _, each in launches)
+    assert "--kernel small_m_fp8_kv" in settings.command("mla_decode", numbers[0])
+    every = dict(random_launches_of(replace(settings, kernel=""), numbers[-1] + 1))
+    assert [every[number] for number in numbers] == [each for _, each in launches]
+
+
+def random_launches_of(settings: Settings, number: int) -> list[tuple[int, BatchedCase]]:
+    return list(islice(random_launches(settings), number))
+
+
+def test_a_kernel_that_no_launch_reaches_ends_the_check(monkeypatch):
+    monkeypatch.setattr(check, "MAX_MISSES", 20)
+    arguments = ("--launches", "2", "--kernel", "m64_bf16", "--op", "mla_decode", "--device", "cpu")
+    code, output = invoke(*arguments)
+    assert code == 1
+    assert output.splitlines()[-1].startswith("Nothing was checked")
+
+
+def test_a_launch_whose_kernel_is_asked_for_does_not_run(monkeypatch):
+    calls: list[int] = []
+    change_decode(monkeypatch, before=lambda a: calls.append(1) or {})
+    assert kernel_of(DecodeCase(), "cpu", "cpu") == ""
+    assert calls == []
+    DecodeCase().run("cpu", "cpu")
+    assert calls == [1]
+
+
 # --- the command --------------------------------------------------------------------------------
 
 
@@ -327,6 +522,8 @@ def test_launches_that_no_backend_takes_are_no_success():
         (("--first", "3"), "first needs launches"),
         (("--calls", "3"), "calls needs launches"),
         (("--launches", "2", "--count", "2"), "count has no effect"),
+        (("--kernel", "m64_bf16"), "kernel needs launches"),
+        (("--launches", "2", "--kernel", "m65"), "kernel must be one of m64_bf16,"),
         (("--launches", "2", "--any-widths"), "any_widths has no effect"),
         (("--launches", "2", "--op", "merge_states"), "launches support only mla_decode,"),
     ],
@@ -338,12 +535,15 @@ def test_what_does_not_go_together_is_said(arguments, message):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("seed", range(2))
-def test_launches_pass_on_the_gpu(seed):
-    ops = ("mla_decode", "indexer_topk", "indexer_select")
-    outcome = run(Settings(ops, seed, device="cuda", minutes=None, launches=30))
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+@pytest.mark.parametrize("op", LAUNCHES)
+def test_launches_pass_on_the_gpu(op, backend):
+    if backend not in selection.backends(op):
+        pytest.skip(f"{backend} has no kernel of {op}")
+    settings = Settings((op,), 0, device="cuda", backend=backend, minutes=None, launches=40)
+    outcome = run(settings)
     assert outcome.failure is None, outcome.failure
-    assert outcome.num_correct >= 10
+    assert outcome.num_correct >= 20
 
 
 @pytest.mark.gpu
