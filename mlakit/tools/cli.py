@@ -63,15 +63,13 @@ def demo(
         "fp8_block128",
         help="Cache format: bf16, fp16, fp32, fp8, fp8_token, fp8_block128 or fp8_block64.",
     ),
-    device: str = typer.Option(
-        "auto", help="auto, cpu or cuda; auto is a GPU that supports every op, else the CPU."
-    ),
-    seed: int = typer.Option(0, min=0, help="Seed of the weights, the prompt and the sampling."),
+    device: str = typer.Option("auto", help="auto, cpu or cuda; auto is a GPU if torch sees one."),
+    seed: int = typer.Option(0, min=0, help="Seed of the weights and activations."),
     documented: bool = typer.Option(True, help="Also call the functions of Modular's API."),
 ) -> None:
-    """Serve one full-size attention layer and check every result. Runs on a CPU or a GPU.
+    """Serve with one full-size attention layer and check every result. Runs on a CPU or a GPU.
 
-    Runs prefill, decode and sparse attention over a paged KV cache with random weights, and
+    Runs prefill, decode and sparse attention over a paged KV cache with random activations, and
     compares each result with a float64 oracle. The exit status is 1 if a result is wrong.
     """
     from mlakit.tools.demo import make_settings, run
