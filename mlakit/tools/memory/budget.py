@@ -146,9 +146,9 @@ def memory_report(
         row_codec("bf16", RowShape(each.expanded_elements_per_token, 0))
         for each in (geometry, geometry.with_heads(geometry.num_heads // tp))
     )
-    token_bytes = (layers.mla * each.bytes_per_token for each in (whole, own))
+    token_bytes, rank_bytes = (layers.mla * each.bytes_per_token for each in (whole, own))
     page_bytes = layers.mla * own.page_bytes(page_size)
-    sizes.append(CacheSize(EXPANDED, *token_bytes, page_bytes, page_size, shards=1))
+    sizes.append(CacheSize(EXPANDED, token_bytes, rank_bytes, page_bytes, page_size, shards=1))
     weights = None if weights_gib is None else int(weights_gib * GIB)
     if weights is None and (stored := checkpoint_bytes(config)) is not None:
         weights = -(-stored // tp)

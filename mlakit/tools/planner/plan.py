@@ -136,8 +136,16 @@ class Task:
         pages = max(int(free / (size.page_bytes * share)), 0)
         us = None
         if needed <= free and pp == 1:
-            counts = {"tp": tp, "dcp": dcp, "requests": self.requests, "context": self.context}
-            us = step_us(self.geometry, self.layers, self.weights, format=format, **counts)
+            us = step_us(
+                self.geometry,
+                self.layers,
+                self.weights,
+                format=format,
+                tp=tp,
+                dcp=dcp,
+                requests=self.requests,
+                context=self.context,
+            )
         return Candidate(
             gpus=gpus,
             tp=tp,

@@ -113,12 +113,11 @@ def step_us(
     """A step that gives one token to each request; None for rows that were not measured."""
     times = times or measured_times()
     heads = -(-geometry.num_heads * dcp // tp)
-    is_measured = format == SPARSE_FORMAT and geometry.index_topk == TOPK
     if (geometry.kv_lora_rank, geometry.qk_rope_head_dim) != ROW:
         return None
     if not geometry.has_indexer:
         attention = times.dense_us(heads, requests * -(-context // dcp), format)
-    elif is_measured:
+    elif format == SPARSE_FORMAT and geometry.index_topk == TOPK:
         attention = times.sparse_us(heads, requests, context)
     else:
         return None
