@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,7 +99,7 @@ class Batch:
         layer = kv.cache.layer(LAYER)
         rows = layer.read(self.new_slots).to(layer.payload.dtype).cpu()
         tensors = (each.cpu() for each in (q_rope, raw, self.freqs, self.gamma))
-        step = (*tensors, self.positions.tolist())
+        step: Any = (*tensors, self.positions.tolist())
         exact = reference.norm_rope_quant(*step, epsilon=EPSILON)
         naive = reference.norm_rope_quant_stepwise(
             *step, epsilon=EPSILON, out_dtype=q_out.dtype, cache_dtype=rows.dtype
@@ -134,7 +135,7 @@ def append(batch: Batch, kv: modular.KVCollection, *, by_layer: bool) -> Stage:
 def decode(batch: Batch, kv: modular.KVCollection) -> Stage:
     q, out = batch.normal(TOKENS, HEADS, WIDTH), batch.unwritten(TOKENS, HEADS, D_C)
     arguments = (out, q, kv.get_key_cache(LAYER), modular.CausalMask(), batch.offsets, SCALE)
-    options = {"ragged": True, "num_partitions": 3}
+    options: Any = {"ragged": True, "num_partitions": 3}
     name = "flare_mla_decoding"
     stage = batch.timed(name, lambda: modular.flare_mla_decoding(*arguments, **options))
     exact, naive = (
@@ -157,13 +158,13 @@ def sparse(batch: Batch, kv: modular.KVCollection) -> Stage:
         own = batch.requests[token].expand(len(seen))
         rows[token, : len(seen)] = token_slots(batch.page_table, PAGE_SIZE, own, seen).int()
     lengths = (rows >= 0).sum(-1, dtype=torch.int32)
-    widths = {"num_q_heads": HEADS, "qk_depth": WIDTH, "v_depth": D_C, "indices_stride": TOPK}
+    widths: Any = {"num_q_heads": HEADS, "qk_depth": WIDTH, "v_depth": D_C, "indices_stride": TOPK}
     arguments = (out, q, kv.get_key_cache(LAYER), rows, lengths, sink, SCALE)
     name = "mla_sm100_prefill_sparse"
     stage = batch.timed(name, lambda: modular.mla_sm100_prefill_sparse(*arguments, **widths))
     layer = kv.cache.layer(LAYER)
     pool = layer.read(torch.arange(layer.num_slots, device=batch.device), torch.float64).cpu()
-    options = {"topk_lens": lengths.cpu(), "sink": sink.cpu()}
+    options: Any = {"topk_lens": lengths.cpu(), "sink": sink.cpu()}
     exact, naive = (
         reference.sparse_mla(
             *(q.cpu(), pool, rows.cpu()), softmax_scale=SCALE, v_width=D_C, dtype=dtype, **options

@@ -7,6 +7,7 @@ between two kernels; it determines the tolerance.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,12 +61,12 @@ class Oracle:
         rotate = reference.rotate if precision.stored is None else reference.rotate_stepwise
         freqs = self.layer.freqs[first : len(rows)].cpu()
         turned = [rotate(x, f, rope=self.layer.rope) for x, f in zip(rope, freqs, strict=True)]
-        queries = [nope.to(precision.dtype), torch.stack(turned).to(precision.dtype)]
+        nope, rope = nope.to(precision.dtype), torch.stack(turned).to(precision.dtype)
         by_head = self.kv_b.cpu().unflatten(0, (g.num_heads, -1))[self.heads]
-        weights = by_head.to(precision.dtype).split([g.qk_nope_head_dim, g.v_head_dim], 1)
+        keys, values = by_head.to(precision.dtype).split([g.qk_nope_head_dim, g.v_head_dim], 1)
         if is_prefill:
-            return self._expanded(torch.cat(queries, -1), rows, *weights, precision)
-        return self._absorbed(*queries, rows, seen, *weights, precision)
+            return self._expanded(torch.cat([nope, rope], -1), rows, keys, values, precision)
+        return self._absorbed(nope, rope, rows, seen, keys, values, precision)
 
     def _expanded(
         self, q: Tensor, rows: Tensor, keys: Tensor, values: Tensor, precision: Precision
@@ -77,10 +78,14 @@ class Oracle:
         )
 
         def over(first: int, last: int, mask: Mask) -> tuple[Tensor, Tensor]:
-            parts = (each[first:last] for each in (k_nope, k_rope, v))
-            ranges = ([0, len(q)], [0, last - first])
-            options = {"softmax_scale": g.softmax_scale, "mask": mask, "dtype": precision.dtype}
-            return reference.mla_prefill(q, *parts, *ranges, **options)
+            arguments: list[Any] = [each[first:last] for each in (k_nope, k_rope, v)]
+            arguments += [[0, len(q)], [0, last - first]]
+            options: Any = {
+                "softmax_scale": g.softmax_scale,
+                "mask": mask,
+                "dtype": precision.dtype,
+            }
+            return reference.mla_prefill(q, *arguments, **options)
 
         if precision.stored is None or before == 0:
             return over(0, len(rows), CAUSAL)[0]
@@ -102,7 +107,7 @@ class Oracle:
         g = self.geometry
         latent = precision.keep(torch.einsum("thn,hnc->thc", nope, keys))
         q = torch.cat([latent, rope], -1)
-        options = {"softmax_scale": g.softmax_scale, "v_width": g.row.v_width}
+        options: Any = {"softmax_scale": g.softmax_scale, "v_width": g.row.v_width}
         options["dtype"] = precision.dtype
         if seen is None:
             out = reference.mla_decode(q, [rows], [len(q)], **options)[0]

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,7 +70,7 @@ class Session:
             rope=g.rope,
         )
         num_pages = CONTINUATIONS * -(-positions // PAGE_SIZE) + 1
-        pools = {"num_pages": num_pages, "page_size": PAGE_SIZE, "device": self.device}
+        pools: Any = {"num_pages": num_pages, "page_size": PAGE_SIZE, "device": self.device}
         self.caches = [PagedLatentCache.allocate(g, settings.format, **pools)]
         if g.has_indexer:
             shape = (num_pages, PAGE_SIZE, g.index_head_dim + SCALE_BYTES)
@@ -177,7 +178,7 @@ class Session:
         for sequence, raw in self.raw.items():
             no_queries = torch.empty(len(raw), 0, self.geometry.qk_rope_head_dim, dtype=raw.dtype)
             step = (no_queries, raw.cpu(), freqs, gamma, range(len(raw)))
-            options = {"epsilon": layer.epsilon, "rope": layer.rope}
+            options: Any = {"epsilon": layer.epsilon, "rope": layer.rope}
             _, exact = reference.norm_rope_quant(*step, **options)
             _, naive = reference.norm_rope_quant_stepwise(
                 *step, **options, out_dtype=raw.dtype, cache_dtype=torch.float32
