@@ -1,7 +1,7 @@
 """Fields of the config.json of each known release, by model name.
 
 Only the fields that `MLAGeometry.from_config`, `mlakit memory` and, to count weights, `mlakit
-vllm-args` read, with their published names and values. The comment above an entry is the Hub id of
+plan` read, with their published names and values. The comment above an entry is the Hub id of
 the config. `ALIASES` has other names with the same attention: Hub ids, and releases that differ
 only in their weights. `HUB_IDS` has the first Hub id of each.
 """

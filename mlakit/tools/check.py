@@ -19,6 +19,7 @@ from rich.table import Table
 
 from mlakit.dispatch import selection
 from mlakit.dispatch.checks import UnsupportedError
+from mlakit.dispatch.knobs import Backend
 from mlakit.tools.workloads import CASES, Case
 from mlakit.tools.workloads.random_cases import SeededDraw, random_case
 from mlakit.tools.workloads.random_launches import LAUNCHES, kernel_of, random_launch
@@ -94,6 +95,33 @@ class Settings:
         words += ["--backend", self.backend] if self.backend else []
         words += ["--any-widths"] if self.any_widths else []
         return shlex.join(words)
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """One call of an op on one backend, compared with the oracle."""
+
+    op: str
+    seconds: float
+    unsupported: str | None = None  # why the backend does not support it
+    error: str | None = None  # what is wrong, below the line of Python that repeats it
+
+    def as_json(self) -> dict[str, object]:
+        return {**vars(self), "seconds": round(self.seconds, 3)}
+
+
+def run_case(case: Case, device: str, backend: Backend) -> CaseResult:
+    """Call a case and check its results. Random checks and `mlakit doctor` both come here."""
+    start = perf_counter()
+    unsupported = error = None
+    try:
+        case.run(device, backend)
+    except UnsupportedError as why:
+        *_, last_line = str(why).splitlines()  # the reason of this backend
+        unsupported = last_line.strip().removeprefix(f"{backend}: ")
+    except AssertionError as wrong:
+        error = str(wrong)
+    return CaseResult(case.op, perf_counter() - start, unsupported, error)
 
 
 class Tally(NamedTuple):
@@ -315,12 +343,11 @@ def _check(
         if settings.backend not in ("", backend):
             continue
         tally = tallies.get((case.op, backend), Tally())
-        try:
-            case.run(settings.torch_device, backend)
-        except UnsupportedError:
+        result = run_case(case, settings.torch_device, backend)
+        if result.unsupported is not None:
             tally = tally._replace(unsupported=tally.unsupported + 1)
-        except AssertionError as wrong:
-            python, _, error = str(wrong).partition("\n")
+        elif result.error is not None:
+            python, _, error = result.error.partition("\n")
             seed, launch = (number, None) if settings.launches is None else (settings.seed, number)
             command = settings.command(case.op, number)
             return Failure(case.op, backend, seed, error, command, python, launch)

@@ -22,7 +22,7 @@ from mlakit.dispatch.names import BACKENDS, OPS, one_of
 from mlakit.model.geometry import PRESETS, MLAGeometry
 from mlakit.tools.bench import SUITES
 from mlakit.tools.options import Command, refuse, refuse_all_but, usage_errors
-from mlakit.tools.planner import commands as cluster
+from mlakit.tools.planner import command as planner
 
 app = typer.Typer(
     name="mlakit",
@@ -63,15 +63,13 @@ def demo(
         "fp8_block128",
         help="Cache format: bf16, fp16, fp32, fp8, fp8_token, fp8_block128 or fp8_block64.",
     ),
-    device: str = typer.Option(
-        "auto", help="auto, cpu or cuda; auto is a GPU that supports every op, else the CPU."
-    ),
-    seed: int = typer.Option(0, min=0, help="Seed of the weights, the prompt and the sampling."),
+    device: str = typer.Option("auto", help="auto, cpu or cuda; auto is a GPU if torch sees one."),
+    seed: int = typer.Option(0, min=0, help="Seed of the weights and activations."),
     documented: bool = typer.Option(True, help="Also call the functions of Modular's API."),
 ) -> None:
-    """Serve one full-size attention layer and check every result. Runs on a CPU or a GPU.
+    """Serve with one full-size attention layer and check every result. Runs on a CPU or a GPU.
 
-    Runs prefill, decode and sparse attention over a paged KV cache with random weights, and
+    Runs prefill, decode and sparse attention over a paged KV cache with random activations, and
     compares each result with a float64 oracle. The exit status is 1 if a result is wrong.
     """
     from mlakit.tools.demo import make_settings, run
@@ -376,9 +374,8 @@ def support(
 
 @app.command(
     cls=Command,
-    epilog="Examples: [bold]mlakit memory deepseek-v3.2 --context 128k --gpu H200 --tp 8 "
-    "--weights 80[/bold] · "
-    "[bold]mlakit memory path/to/checkpoint --format fp8_block128 --plot cache.svg[/bold]",
+    epilog="Examples: [bold]mlakit memory deepseek-v3.2 --context 128k --gpu-memory 141 --tp 8 "
+    "--weights 80[/bold] · [bold]mlakit memory path/to/checkpoint --format fp8_block128[/bold]",
 )
 def memory(
     context: typer.Context,
@@ -394,49 +391,43 @@ def memory(
         metavar="N[,N...]",
         help="Tokens per request; a number may end in k or m.",
     ),
-    batch: int = typer.Option(1, help="Number of requests."),
-    gpu: str | None = typer.Option(
-        None, metavar="NAME|GiB", help="A GPU such as H200, or its memory in GiB: shows what fits."
+    batch: int = typer.Option(1, min=1, help="Number of requests."),
+    gpu_memory: float | None = typer.Option(
+        None, "--gpu-memory", metavar="GiB", min=0, help="Show how many tokens fit on such a GPU."
     ),
-    tp: int = typer.Option(1, help="Tensor-parallel ranks. They do not divide the latent cache."),
+    tp: int = typer.Option(
+        1, min=1, help="Tensor-parallel ranks. They do not divide the latent cache."
+    ),
     dcp: int = typer.Option(
-        1, help="Decode-context-parallel ranks, which divide the cache; must divide --tp."
+        1, min=1, help="Decode-context-parallel ranks, which divide the cache; must divide --tp."
     ),
     format: Annotated[
         list[str] | None,
         typer.Option(help="Cache format; may be repeated. Default: all that the model supports."),
     ] = None,
-    page_size: int = typer.Option(64, help="Tokens per page; a request has whole pages."),
+    page_size: int = typer.Option(64, min=1, help="Tokens per page; a request has whole pages."),
     weights: float | None = typer.Option(
         None,
         metavar="GiB",
-        help="With --gpu: weights per rank. Default: the total_size of a checkpoint's index in the "
-        "folder divided by --tp; else they are not counted.",
+        min=0,
+        help="With --gpu-memory: weights per rank. Default: the total_size of a checkpoint's index "
+        "in the folder divided by --tp; else they are not counted.",
     ),
     as_json: bool = typer.Option(False, "--json", help="Print JSON instead of a table."),
-    plot_file: str | None = typer.Option(
-        None,
-        "--plot",
-        metavar="FILE",
-        help="Write a chart of bytes over context to this .svg or .png file; .png needs "
-        "matplotlib.",
-    ),
 ) -> None:
     """Show the bytes of a model's KV cache per format and rank, and how many tokens fit on a GPU.
 
     Index keys are included, pages are counted as they are allocated, and the last row is the K/V
     cache without MLA. Needs no GPU.
     """
-    from mlakit.tools.columns import wide_console
-    from mlakit.tools.memory import memory_report, parse_contexts, report
+    from rich.console import Console
 
-    if gpu is None:
-        refuse(context, ["weights"], "{} needs --gpu")
-    file = None if plot_file is None else Path(plot_file)
+    from mlakit.tools.memory import memory_report, parse_contexts, table
+
+    if gpu_memory is None:
+        refuse(context, ["weights"], "{} needs --gpu-memory")
     with usage_errors():
-        if file is not None:
-            report.check_chart_file(file)
-        found = memory_report(
+        report = memory_report(
             model,
             parse_contexts(tokens),
             batch=batch,
@@ -444,20 +435,16 @@ def memory(
             dcp=dcp,
             formats=format or (),
             page_size=page_size,
-            gpu=gpu,
+            gpu_gib=gpu_memory,
             weights_gib=weights,
         )
-        if file is not None:
-            report.write_chart(report.chart(found), file)
     if as_json:
-        typer.echo(json.dumps(found.as_json(), indent=2))
+        typer.echo(json.dumps(report.as_json(), indent=2))
     else:
-        console = wide_console()
-        console.print(report.table(found, console.width), highlight=False)
+        Console().print(table(report), highlight=False)
 
 
-app.command("vllm-args", cls=Command, epilog=cluster.VLLM_ARGS_EXAMPLES)(cluster.vllm_args)
-app.command("plan-cluster", cls=Command, epilog=cluster.PLAN_EXAMPLES)(cluster.plan_cluster)
+app.command("plan", cls=Command, epilog=planner.EXAMPLES)(planner.plan)
 
 
 @app.command(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
-from time import perf_counter
 
 import torch
 from rich.box import SIMPLE
@@ -15,7 +14,6 @@ from rich.table import Table
 
 from mlakit import launch_cache
 from mlakit.dispatch import knobs, selection
-from mlakit.dispatch.checks import UnsupportedError
 from mlakit.dispatch.knobs import Backend
 from mlakit.tools import check
 from mlakit.tools.bench import environment, gpu, peers
@@ -37,26 +35,13 @@ OPTIONAL = (
 
 
 @dataclass(frozen=True)
-class OpHealth:
-    """One small call of an op."""
-
-    op: str
-    seconds: float
-    unsupported: str | None = None  # why the backend does not support it
-    error: str | None = None  # what is wrong
-
-    def as_json(self) -> dict[str, object]:
-        return {**vars(self), "seconds": round(self.seconds, 3)}
-
-
-@dataclass(frozen=True)
 class BackendHealth:
     """A backend on this machine."""
 
     backend: Backend
     device: str
     why_not: str | None  # why no call was made, or none is supported
-    ops: tuple[OpHealth, ...] = ()
+    ops: tuple[check.CaseResult, ...] = ()
     random: check.Outcome | None = None  # random calls, if those of `ops` are correct
 
     @property
@@ -151,7 +136,8 @@ def _backend_health(backend: Backend, seconds: float) -> BackendHealth:
     if reason is not None:
         return BackendHealth(backend, device, reason)
     named = [op for op in check.KINDS if backend in selection.backends(op)]
-    ops = tuple(_op_health(op, device, backend) for op in named)
+    cases = (WIDE_CASES.get(op) or check.KINDS[op]() for op in named)
+    ops = tuple(check.run_case(case, device, backend) for case in cases)
     if all(each.unsupported for each in ops):
         return BackendHealth(backend, device, ops[0].unsupported, ops)
     random = None
@@ -161,20 +147,6 @@ def _backend_health(backend: Backend, seconds: float) -> BackendHealth:
         )
         random = check.run(settings)
     return BackendHealth(backend, device, None, ops, random)
-
-
-def _op_health(op: str, device: str, backend: Backend) -> OpHealth:
-    case = WIDE_CASES.get(op) or check.KINDS[op]()
-    start = perf_counter()
-    unsupported = error = None
-    try:
-        case.run(device, backend)
-    except UnsupportedError as why:
-        *_, last_line = str(why).splitlines()  # the reason of this backend
-        unsupported = last_line.strip().removeprefix(f"{backend}: ")
-    except AssertionError as wrong:
-        error = str(wrong)
-    return OpHealth(op, perf_counter() - start, unsupported, error)
 
 
 def report(diagnosis: Diagnosis) -> RenderableType:

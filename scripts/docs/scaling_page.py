@@ -1,8 +1,7 @@
 """Brings what follows from docs/data up to date, after new measurements:
 
-mlakit/tools/planner/h200.json   the kernel times that `mlakit plan-cluster` interpolates
-docs/scaling.md            its tables, by the commands above them
-docs/img/plots/            the chart of the page
+mlakit/tools/planner/h200.json   the kernel times that `mlakit plan` interpolates
+docs/scaling.md                  what its commands print
 
     python scripts/docs/scaling_page.py
 """
@@ -12,80 +11,105 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from typer.testing import CliRunner
 
 from mlakit.tools import cli
-from mlakit.tools.planner.kernel_times import FILE, SOURCES
+from mlakit.tools.planner.times import FILE
 
 ROOT = Path(__file__).resolve().parents[2]
+DATA = ROOT / "docs" / "data"
 PAGE = ROOT / "docs" / "scaling.md"
 # a command in a block of its own, and what it prints in the block after it
 SHOWN = re.compile(r"```sh\n(mlakit [^\n]*)\n```\n\n```text\n(.*?)```", flags=re.DOTALL)
-PLOT = re.compile(r"^(mlakit (?:[^\n]|\\\n)*--plot (\S+\.svg))$", flags=re.MULTILINE)
 COLUMNS = 100
+NAME = re.compile(r"(?P<kind>[a-z0-9_-]+?)-b(?P<b>\d+)-h(?P<h>\d+)-(?P<n>\d+)(-top2048)?")
+
+Row = tuple[str, int, int, int, float]
 
 
-def measured(folder: Path) -> dict[str, Any]:
-    """The figures of docs/data that h200.json has."""
-    found: dict[str, Any] = {}
-    for name, wanted in SOURCES.items():
-        report = json.loads((folder / name).read_text(encoding="utf-8"))
-        found[name] = {
-            "commit": report["environment"]["commit"],
-            "ceilings": {key: round(value, 1) for key, value in report["ceilings"].items()},
-            "us": {
-                f"{row['workload']} {row['implementation']}": round(row["p50_us"], 2)
-                for row in report["rows"]
-                if row["implementation"] in wanted
-            },
-        }
+def rows(file: str, implementation: str = "mlakit") -> list[Row]:
+    """(kind, requests, heads, tokens, us) of the workloads with one query per request."""
+    found = []
+    for row in json.loads((DATA / file).read_text(encoding="utf-8"))["rows"]:
+        match = NAME.fullmatch(row["workload"])
+        if match and row["implementation"] == implementation:
+            sizes = (int(match[each]) for each in "bhn")
+            found.append((match["kind"], *sizes, row["p50_us"]))
     return found
 
 
-def run(command: str) -> str:
-    """What a command of mlakit prints on stdout and stderr."""
-    return CliRunner(env={"COLUMNS": str(COLUMNS)}).invoke(cli.app, shlex.split(command)[1:]).output
+def lines(points: Iterable[tuple[int, int, float]]) -> dict[str, list[tuple[int, float]]]:
+    """(key, x, us) as lines by key; the median of those with the same key and x."""
+    grouped: dict[int, dict[int, list[float]]] = {}
+    for key, x, us in points:
+        grouped.setdefault(key, {}).setdefault(x, []).append(us)
+    return {
+        str(key): sorted((x, round(median(us), 2)) for x, us in line.items())
+        for key, line in sorted(grouped.items())
+    }
+
+
+def measured() -> dict[str, Any]:
+    """The figures of docs/data that h200.json has."""
+    decode, step = rows("h200-decode.json"), "h200-sparse-step.json"
+    bf16 = {(b, h, n): us for kind, b, h, n, us in decode if kind == "decode-bf16"}
+    factors: dict[str, dict[int, list[float]]] = {}
+    for kind, b, h, n, us in decode:
+        if kind != "decode-bf16":
+            by_heads = factors.setdefault(kind.removeprefix("decode-"), {})
+            by_heads.setdefault(h, []).append(us / bf16[b, h, n])
+    attend = {(h, b): us for _, b, h, _, us in rows(step, "attend")}
+    attend |= {(h, b): us for _, b, h, _, us in rows("h200-sparse-decode.json") if h < 128}
+    sparse = lines((h, b, us) for (h, b), us in attend.items())
+    ceilings = json.loads((DATA / "h200-grid.json").read_text(encoding="utf-8"))["ceilings"]
+    return {
+        # rows of the grid with as many tokens differ by up to 20 %
+        "dense": lines((h, b * n, us) for _, b, h, n, us in rows("h200-grid.json")),
+        "factors": {
+            name: sorted((h, round(median(found), 4)) for h, found in by_heads.items())
+            for name, by_heads in factors.items()
+        },
+        "logits": lines((n, b, us) for _, b, _, n, us in rows(step, "logits")),
+        "topk": lines((n, b, us) for _, b, _, n, us in rows(step, "top-k")),
+        # with 32 and 64 heads there is one point each: 16 and 128 heads have several
+        "attend": {heads: points for heads, points in sparse.items() if len(points) > 1},
+        "read_gb_s": round(ceilings["read_gb_s"], 1),
+        "bf16_tflops": round(ceilings["bf16_tflops"], 1),
+    }
 
 
 def printed(command: str) -> str:
-    """The same for a page: long serve lines are continued."""
-    lines = [_continued(line.rstrip()) for line in run(command).splitlines()]
-    return "\n".join(lines).strip("\n") + "\n"
+    """What a command of mlakit prints on stdout and stderr, with long serve lines continued."""
+    runner = CliRunner(env={"COLUMNS": str(COLUMNS)})
+    output = runner.invoke(cli.app, shlex.split(command)[1:]).output
+    return "\n".join(_continued(line.rstrip()) for line in output.splitlines()).strip("\n") + "\n"
 
 
 def _continued(line: str) -> str:
     if not line.startswith("vllm serve"):
         return line
     options = re.sub(r" (?=--)", "\n", line).splitlines()
-    rows = [options[0]]
+    shown = [options[0]]
     for each in options[1:]:
-        if len(rows[-1]) + len(each) > COLUMNS - 3:
-            rows.append("   ")
-        rows[-1] += f" {each}"
-    return " \\\n".join(rows)
-
-
-def filled(text: str) -> str:
-    """A page with the output of its commands."""
-    return SHOWN.sub(
-        lambda match: f"```sh\n{match[1]}\n```\n\n```text\n{printed(match[1])}```", text
-    )
-
-
-def plots(text: str) -> dict[str, str]:
-    """The commands of a page that write a chart, by its file."""
-    return {match[2]: match[1].replace("\\\n", "") for match in PLOT.finditer(text)}
+        if len(shown[-1]) + len(each) > COLUMNS - 3:
+            shown.append("   ")
+        shown[-1] += f" {each}"
+    return " \\\n".join(shown)
 
 
 def main() -> None:
-    FILE.write_text(json.dumps(measured(ROOT / "docs" / "data"), indent=1) + "\n", "utf-8")
-    text = filled(PAGE.read_text(encoding="utf-8"))
-    PAGE.write_text(text, "utf-8")
-    for file, command in plots(text).items():
-        run(command.replace(file, str(ROOT / file)))
+    kinds = (f"{json.dumps(name)}: {json.dumps(each)}" for name, each in measured().items())
+    FILE.write_text("{\n" + ",\n".join(kinds) + "\n}\n", "utf-8")
+    text = PAGE.read_text(encoding="utf-8")
+    filled = SHOWN.sub(
+        lambda found: f"```sh\n{found[1]}\n```\n\n```text\n{printed(found[1])}```", text
+    )
+    PAGE.write_text(filled, "utf-8")
 
 
 if __name__ == "__main__":

@@ -53,8 +53,7 @@ def test_demo_runs_the_demo(monkeypatch, passed, exit_code):
         ("mlakit check --op mla_p", "mla_prefill"),
         ("mlakit explain sparse", "sparse_mla"),
         ("mlakit memory mini", "minicpm3"),
-        ("mlakit vllm-args mini", "minicpm3"),
-        ("mlakit plan-cluster mini", "minicpm3"),
+        ("mlakit plan mini", "minicpm3"),
     ],
 )
 def test_shells_complete_commands_and_values(words, found):
@@ -100,7 +99,7 @@ QUICK_CALLS = {
         )
         for words in (
             *("mlakit do", "mlakit bench sp", "mlakit check --op mla_p", "mlakit explain s"),
-            *("mlakit memory deep", "mlakit vllm-args deep"),
+            *("mlakit memory deep", "mlakit plan deep"),
         )
     },
 }
@@ -159,8 +158,7 @@ COMMANDS = {
     "explain": ["explain", "mla_decode"],
     "support": ["support"],
     "memory": ["memory", "deepseek-v3"],
-    "vllm-args": ["vllm-args", "deepseek-v3", "--gpus", "8", "--context", "4k"],
-    "plan-cluster": ["plan-cluster", "deepseek-v3"],
+    "plan": ["plan", "deepseek-v3", "--context", "4k"],
     "doctor": ["doctor", "--seconds", "0"],
     "check": ["check", "--count", "1"],
     "emulate": ["emulate", "--list"],
@@ -206,7 +204,7 @@ OPTIONS_WITHOUT_EFFECT = [
     ("explain merge_states --page-size 64", "--page-size has no effect on merge_states"),
     ("explain mla_prefill --page-size 64", "--page-size has no effect on mla_prefill"),
     ("explain quantize_fp8 --heads 128", "--heads has no effect on quantize_fp8"),
-    ("memory deepseek-v3 --weights 80", "--weights needs --gpu"),
+    ("memory deepseek-v3 --weights 80", "--weights needs --gpu-memory"),
     ("emulate hopper-indexer-h32-q1 --steps 9", "--steps needs --trace"),
     ("emulate hopper-indexer-h32-q1 --list", "NAME has no effect with --list"),
     ("check --first 0", "--first needs --launches"),

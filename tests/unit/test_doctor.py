@@ -10,8 +10,9 @@ import torch
 from typer.testing import CliRunner
 
 from mlakit.dispatch import selection
+from mlakit.dispatch.checks import UnsupportedError
 from mlakit.dispatch.specs import pretending
-from mlakit.tools import cli, doctor
+from mlakit.tools import check, cli, doctor
 from mlakit.tools.bench import gpu, peers
 from tests.kernel_launchers import replace_launcher
 
@@ -77,13 +78,13 @@ def test_a_broken_op_is_noticed(monkeypatch):
 
 @pytest.mark.usefixtures("no_gpu")
 def test_what_only_random_calls_show_is_noticed(monkeypatch):
-    failure = doctor.selfcheck.Failure(
+    failure = doctor.check.Failure(
         "mla_decode", "cpu", 7, "out: wrong", "mlakit check …", "python …"
     )
     monkeypatch.setattr(
-        doctor.selfcheck,
+        doctor.check,
         "run",
-        lambda settings: doctor.selfcheck.Outcome(settings, {}, 0.0, failure),
+        lambda settings: doctor.check.Outcome(settings, {}, 0.0, failure),
     )
     code, output = invoke()
     assert code == 1
@@ -116,17 +117,18 @@ def test_why_a_backend_does_not_work(monkeypatch):
 
 def test_a_refusal_is_no_error(monkeypatch):
     def refuse(*_: object) -> None:
-        raise doctor.UnsupportedError("merge_states: no kernel for cpu\n  cpu: not here")
+        raise UnsupportedError("merge_states: no kernel for cpu\n  cpu: not here")
 
     monkeypatch.setattr(selection, "select", refuse)
-    health = doctor._op_health("merge_states", "cpu", "cpu")
-    assert (health.unsupported, health.error) == ("not here", None)
+    result = check.run_case(check.KINDS["merge_states"](), "cpu", "cpu")
+    assert (result.unsupported, result.error) == ("not here", None)
 
 
 def test_a_backend_that_takes_nothing_here_does_not_count_as_working(monkeypatch):
     reason = "needs sm_90, got sm_80"
     monkeypatch.setattr(doctor, "why_not", lambda backend: None)
-    monkeypatch.setattr(doctor, "_op_health", lambda op, *_: doctor.OpHealth(op, 0.0, reason))
+    refused = lambda case, *_: check.CaseResult(case.op, 0.0, reason)  # noqa: E731
+    monkeypatch.setattr(check, "run_case", refused)
     health = doctor._backend_health("hopper", 1.0)
     ops = ["mla_prefill", "mla_decode", "sparse_mla", "indexer_logits"]
     assert [each.op for each in health.ops] == ops

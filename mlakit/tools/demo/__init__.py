@@ -1,23 +1,29 @@
-"""`mlakit demo`: serves one full-size attention layer and compares it with its oracles."""
+"""`mlakit demo`: serves with one full-size attention layer and compares it with its oracles.
+
+serving.py     a prompt, two continuations and a sparse step over a paged cache
+oracles.py     the attention of a step, exactly and as the kernels compute it
+documented.py  one step through the functions of Modular's API
+check.py       a stage: its time, and its comparison by `testing.assert_matches`
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from time import perf_counter
 
 import torch
+import typer
+from rich.box import SIMPLE
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.markup import escape
+from rich.table import Table
 
-from mlakit.dispatch import selection
-from mlakit.dispatch.checks import FLOATS, UnsupportedError
-from mlakit.dispatch.specs import Problem, device_facts
+from mlakit.dispatch.checks import UnsupportedError
 from mlakit.formats import known_format, row_codec
-from mlakit.model.geometry import MLAGeometry, RowShape
-from mlakit.model.masks import CAUSAL
-from mlakit.tools.demo import documented, report
-from mlakit.tools.demo.model import make_model
-from mlakit.tools.demo.oracles import checked_stages
-from mlakit.tools.demo.serving import PAGE_SIZE, Settings, serve
+from mlakit.model.geometry import MLAGeometry
+from mlakit.tools.demo import documented
+from mlakit.tools.demo.check import Stage
+from mlakit.tools.demo.serving import CONTINUATIONS, PAGE_SIZE, SCALE_BYTES, Settings, serve
 
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -25,35 +31,42 @@ DEVICES = ("auto", "cpu", "cuda")
 def run(
     name: str, geometry: MLAGeometry, settings: Settings, *, with_documented: bool = True
 ) -> bool:
-    """Serve, check and print. Returns whether every result is within its tolerance."""
-    console = Console()
-    start = perf_counter()
-    codec = row_codec(settings.format, geometry.row)
-    with _progress_bars(console) as progress:
-        task = progress.add_task("random weights", total=None)
-        model = make_model(
-            geometry,
-            positions=settings.positions,
-            dtype=activation_dtype(settings.format, geometry),
-            device=settings.device,
-            generator=torch.Generator().manual_seed(settings.seed),
-        )
-        progress.update(task, total=1, completed=1)
-        console.print(report.introduction(name, model, settings))
-        if settings.device.type == "cuda":
-            serve(model, settings, progress)  # the first calls compile the kernels
-            if with_documented:
-                documented.all_calls(progress, settings.device)
-        transcript = serve(model, settings, progress)
-        stages = checked_stages(transcript, model, codec, progress)
-        calls = documented.all_calls(progress, settings.device) if with_documented else []
-    console.print(report.stage_table(stages, geometry))
-    console.print("", report.facts(geometry, settings, transcript.pages), sep="\n")
+    """Serve, check and print. Returns whether every result is within its tolerance.
+
+    Raises BadParameter if the device has no kernel for one of the ops.
+    """
+    console, start, device = Console(), perf_counter(), settings.device
+    is_cuda = device.type == "cuda"
+    where = torch.cuda.get_device_name(device) if is_cuda else "the CPU"
+    console.print(
+        f"{name}: the attention of one layer with {geometry.num_heads} heads, on {where}. "
+        f"A prompt of {settings.prompt} tokens is prefilled in two chunks into {settings.format} "
+        f"pages of {PAGE_SIZE}, forked, and continued {CONTINUATIONS} times."
+    )
+    try:
+        with Console(stderr=True).status("attending, and computing the float64 oracles"):
+            for _ in range(1 + is_cuda):  # the first calls compile the kernels
+                stages, session = serve(geometry, settings)
+                calls = documented.all_calls(device) if with_documented else []
+    except UnsupportedError as unsupported:
+        raise typer.BadParameter(f"device {device}: {unsupported}") from None
+    console.print(table("stage", stages))
+    held = [page for sequence in session.raw for page in sequence.pages]
+    console.print(
+        f"{cache_line(geometry, settings)}\nPages: {len(set(held))} of {PAGE_SIZE} tokens, "
+        f"{len(held)} without sharing."
+    )
     if calls:
-        console.print(report.call_table(calls))
-    checks = [*(stage.check for stage in stages), *(call.check for call in calls)]
-    console.print("", report.summary(checks, perf_counter() - start), sep="\n", soft_wrap=True)
-    return all(check.passed for check in checks)
+        console.print(table("function of Modular's API", calls))
+    seconds, wrong = perf_counter() - start, [each for each in [*stages, *calls] if each.message]
+    for each in wrong:
+        console.print(escape(each.message), soft_wrap=True)
+    if wrong:
+        console.print(f"FAIL: {', '.join(each.name for each in wrong)}", soft_wrap=True)
+    else:
+        total = len(stages) + len(calls)
+        console.print(f"PASS: {total} of {total} checks within tolerance ({seconds:.0f} s)")
+    return not wrong
 
 
 def make_settings(
@@ -61,58 +74,36 @@ def make_settings(
 ) -> Settings:
     """The settings of a run. Raises ValueError for an unknown format or device."""
     row_codec(format, geometry.row)  # raises for an unknown format
-    device_here = choose_device(device, geometry, format)
-    return Settings(prompt, tokens, known_format(format), device_here, seed)
+    if device not in DEVICES:
+        raise ValueError(f"unknown device {device!r}; choose from {', '.join(DEVICES)}")
+    has_cuda = torch.cuda.is_available()
+    if device == "cuda" and not has_cuda:
+        raise ValueError("device cuda: torch sees no CUDA device")
+    chosen = device if device != "auto" else "cuda" if has_cuda else "cpu"
+    return Settings(prompt, tokens, known_format(format), torch.device(chosen), seed)
 
 
-def activation_dtype(format: str, geometry: MLAGeometry) -> torch.dtype:
-    """The dtype of unquantised rows; bf16 for quantised ones."""
-    stored = row_codec(format, geometry.row).payload_dtype
-    return stored if stored in FLOATS else torch.bfloat16
+def table(heading: str, stages: Sequence[Stage]) -> Table:
+    """The stages. The error is that of the worst row, relative to its largest element."""
+    shown = Table(box=SIMPLE, padding=(0, 1, 0, 0))
+    shown.add_column(heading, overflow="fold")
+    for column in ("tokens", "ms per token", "error"):
+        shown.add_column(column, justify="right", no_wrap=True)
+    shown.add_column("result", no_wrap=True)
+    for each in stages:
+        time = f"{1e3 * each.seconds / each.tokens:.2f}" if each.seconds else ""
+        result = "[bold red]WRONG[/bold red]" if each.message else "[green]ok[/green]"
+        shown.add_row(each.name, str(each.tokens), time, f"{each.error:.1e}", result)
+    return shown
 
 
-def choose_device(wanted: str, geometry: MLAGeometry, format: str) -> torch.device:
-    """The device `wanted`; "auto" is a GPU that supports every op of the demo, else the CPU."""
-    if wanted not in DEVICES:
-        raise ValueError(f"unknown device {wanted!r}; choose from {', '.join(DEVICES)}")
-    reasons = []
-    for name in ("cuda", "cpu") if wanted == "auto" else (wanted,):
-        if (reason := _why_not(torch.device(name), geometry, format)) is None:
-            return torch.device(name)
-        reasons.append(f"device {name}: {reason}")
-    raise ValueError("\n".join(reasons))
-
-
-def _why_not(device: torch.device, geometry: MLAGeometry, format: str) -> str | None:
-    if device.type == "cuda" and not torch.cuda.is_available():
-        return "torch sees no CUDA device"
-    try:
-        _require_kernels(device, geometry, format)
-    except UnsupportedError as unsupported:
-        return str(unsupported)
-    return None
-
-
-def _require_kernels(device: torch.device, geometry: MLAGeometry, format: str) -> None:
-    """Raise `UnsupportedError` unless every op of the demo has a kernel on `device`."""
-    g, where = geometry, device_facts(device)
-    dtype = str(activation_dtype(format, geometry))
-    widths = (g.qk_nope_head_dim, g.qk_rope_head_dim, g.v_head_dim)
-    attention = Problem(*where, dtype, format, g.num_heads, PAGE_SIZE, g.row, widths, CAUSAL.kind)
-    ops = ["norm_rope_quant_append", "batched_matmul", "mla_prefill", "merge_states", "mla_decode"]
-    for op in ops:
-        selection.select(op, attention)
-    if g.has_indexer:
-        keys = RowShape(g.index_head_dim, 0)
-        index = Problem(
-            *where, dtype, "fp8_token", g.index_n_heads, PAGE_SIZE, keys, mask=CAUSAL.kind
-        )
-        selection.select("sparse_mla", attention)
-        selection.select("indexer_logits", index)
-        selection.select("indexer_topk", Problem(*where, dtype=str(torch.float32)))
-        selection.select("physical_rows", Problem(*where, dtype=str(torch.int32)))
-
-
-def _progress_bars(console: Console) -> Progress:
-    columns = (TextColumn("{task.description:<20}"), BarColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console, transient=True)
+def cache_line(geometry: MLAGeometry, settings: Settings) -> str:
+    """The bytes of a token in the cache."""
+    size, bf16 = (row_codec(f, geometry.row).bytes_per_token for f in (settings.format, "bf16"))
+    expanded = geometry.expanded_elements_per_token * torch.bfloat16.itemsize
+    keys = geometry.index_head_dim + SCALE_BYTES if geometry.has_indexer else 0
+    return (
+        f"Cache: {size} bytes per token and layer ({settings.format})"
+        + (f", and {keys} for its index key" if keys else "; this model has no indexer")
+        + f"; {bf16} in bf16; {expanded} as K and V of {geometry.num_heads} heads."
+    )

@@ -1,75 +1,60 @@
-"""Compares every result of the demo with its oracle by `testing.assert_matches`, with numbers."""
+"""A stage of the demo: results compared with the float64 oracle by `testing.assert_matches`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from time import perf_counter
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from mlakit.formats import saturating_cast
-from mlakit.tools.testing import ACCUMULATED_ROUNDINGS, STORED_ROUNDINGS, assert_matches
+from mlakit.tools.testing import assert_matches, assert_same_bits
+
+T = TypeVar("T")
 
 
-class Result(NamedTuple):
-    """A result, the exact one, and that of a naive run in the same precision."""
-
-    actual: Tensor
-    exact: Tensor  # float64
-    naive: Tensor
-
-
-@dataclass(frozen=True)
-class Check:
-    """Results of one stage compared with their oracles: the row that uses most of its tolerance."""
+@dataclass
+class Stage:
+    """One line of the table. `error` is the worst of a row, relative to its largest element."""
 
     name: str
-    error: float
-    tolerance: float
+    tokens: int = 0
+    seconds: float = 0.0
+    error: float = 0.0
     message: str = ""  # what is wrong; empty if nothing is
 
-    @property
-    def passed(self) -> bool:
-        return not self.message
+    def timed(self, tokens: int, device: torch.device, call: Callable[[], T]) -> T:
+        """The result of a call on so many tokens, whose time is added."""
+        _finish(device)
+        start = perf_counter()
+        result = call()
+        _finish(device)
+        self.seconds += perf_counter() - start
+        self.tokens += tokens
+        return result
+
+    def check(self, actual: Tensor, exact: Tensor, naive: Tensor) -> None:
+        """Compare all rows; `naive` is the oracle in the precision of the kernels."""
+        actual = actual.cpu()
+        size = exact.abs().amax(-1).clamp_min(torch.finfo(torch.float64).tiny)
+        errors = (actual.double() - exact).abs().amax(-1) / size
+        self.error = max(self.error, float(errors.nan_to_num(nan=torch.inf).max()))
+        try:
+            assert_matches(self.name, actual, exact, naive)
+            if not exact.isfinite().all():
+                raise AssertionError(f"{self.name}: the oracle is not finite: wrong inputs")
+        except AssertionError as wrong:
+            self.message = self.message or str(wrong)
+
+    def check_same(self, actual: Tensor, expected: Tensor) -> None:
+        try:
+            assert_same_bits(self.name, actual.cpu(), expected)
+        except AssertionError as wrong:
+            self.message = self.message or str(wrong)
 
 
-def check_results(name: str, *results: Result) -> Check:
-    """Compare all rows of all results by `assert_matches`; a value that is not finite fails."""
-    error, tolerance = (torch.cat(rows) for rows in zip(*map(row_errors, results), strict=True))
-    used = error / tolerance.clamp_min(torch.finfo(torch.float64).tiny)
-    # NaN counts as the largest error
-    worst = int(used.nan_to_num(nan=torch.inf).argmax())
-    message = ""
-    try:
-        for result in results:
-            assert_matches(name, *result)
-    except AssertionError as wrong:
-        message = str(wrong)
-    if not (message or bool(error.isfinite().all())):
-        message = f"{name}: the oracle is not finite either, so its inputs are wrong"
-    return Check(name, float(error[worst]), float(tolerance[worst]), message)
-
-
-def row_errors(result: Result) -> tuple[Tensor, Tensor]:
-    """(error, tolerance) of every row of 64 columns or more, in the max norm.
-
-        tolerance = max(2 |naive − exact| + |store(exact) − exact|,  2 u |row| + 256 u32 |row|)
-
-    `naive` is rounded to the dtype of `actual`, with unit roundoff u; the last term uses at least
-    the median row.
-    """
-    actual, exact, naive = result
-    dtype = actual.dtype
-
-    def per_row(x: Tensor) -> Tensor:
-        return x.double().abs().amax(-1).flatten()
-
-    def lost(x: Tensor) -> Tensor:
-        return per_row(saturating_cast(x.double(), dtype).double() - exact)
-
-    size = per_row(exact)
-    storing = STORED_ROUNDINGS * torch.finfo(dtype).eps / 2 * size
-    summing = ACCUMULATED_ROUNDINGS * torch.finfo(torch.float32).eps / 2
-    floor = storing + summing * size.clamp_min(size.median())
-    return per_row(actual.double() - exact), torch.maximum(2 * lost(naive) + lost(exact), floor)
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,44 +1,43 @@
-"""What the demo serves: a prompt in two chunks, two continuations of it, one sparse step.
+"""The attention of one layer serves a prompt in two chunks, two continuations, and a sparse step.
 
-The prompt is forked after prefill: both continuations share its pages, and the first write to the
-last, partly filled page goes to a copy. Pool rows without a token are NaN, and pages are allocated
-in random order: reading a wrong row would show.
+Activations and weights are random. The prompt is forked after prefill: both continuations share its
+pages, and the first write to the last, partly filled page goes to a copy. Pool rows without a token
+are NaN, and pages are allocated in random order: reading a wrong row would show. Each step is
+compared with an oracle that reads the dequantised rows of the cache; the last stage compares the
+rows themselves.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
-from time import perf_counter
-from typing import TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+from typing import Any
 
 import torch
-from rich.progress import Progress
 from torch import Tensor
 
-from mlakit.cache import (
-    PagedLatentCache,
-    request_slots,
-    token_positions,
-    token_slots,
-)
+from mlakit import reference
+from mlakit.cache import PagedLatentCache, request_slots, token_positions, token_slots
 from mlakit.cache.pages import PageAllocator, PagedSequence
-from mlakit.formats import Format
+from mlakit.dispatch.checks import FLOATS
+from mlakit.formats import Format, row_codec
+from mlakit.model.geometry import MLAGeometry
+from mlakit.model.rope import rope_table
 from mlakit.ops import indexer_logits, indexer_topk, physical_rows
 from mlakit.plan import plan_context
-from mlakit.steps import CachedBatch, decode_branch, prefill_branch
-from mlakit.tools.demo.model import Projected, RandomModel
+from mlakit.steps import CachedBatch, LayerWeights, decode_branch, prefill_branch
+from mlakit.steps.weights import UpProjection
+from mlakit.tools.demo.check import Stage
+from mlakit.tools.demo.oracles import EXACT, Oracle, Precision
 from mlakit.tools.testing import poison
 
 PAGE_SIZE = 64
 CONTINUATIONS = 2
 SCALE_BYTES = 4  # of an index key, after its e4m3 columns
 KEEP_ONE_IN = 4  # the sparse step attends to at most this share of the cached tokens
-
+PREFILL_HEADS = 16  # the float64 oracle would take 15 seconds for all 128 heads of a prompt
 CPU = torch.device("cpu")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -51,271 +50,161 @@ class Settings:
     device: torch.device = CPU
     seed: int = 0
 
-    @property
-    def positions(self) -> int:
-        """Tokens of a continuation at its end, including the sparse step."""
-        return self.prompt + self.tokens + 1
-
-
-@dataclass(frozen=True, eq=False)
-class Attended:
-    """One attention call, or several of the same kind: inputs, outputs and seconds."""
-
-    q_lens: tuple[int, ...]  # new tokens of each sequence; tokens are ordered by sequence
-    q: Tensor  # [tokens, heads, D_N + D_R] not rotated
-    kv: Tensor  # [tokens, D_C + D_R] raw
-    out: Tensor  # [tokens, heads, D_V]
-    projection_seconds: float
-    attention_seconds: float
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.q_lens)
-
-
-@dataclass(frozen=True, eq=False)
-class Selection:
-    """Inputs and outputs of the indexer in the sparse step."""
-
-    q: Tensor  # [tokens, index_heads, D]
-    weights: Tensor  # [tokens, index_heads]
-    logits: Tensor  # [tokens, kv_len] float32
-    chosen: Tensor  # [tokens, topk] int32 positions
-    seconds: float
-
-
-@dataclass(frozen=True)
-class PageCount:
-    """Pages of the two continuations, and how many are shared."""
-
-    used: int
-    shared: int
-    copied: int
-    unshared: int  # pages without sharing
-
-
-@dataclass(frozen=True, eq=False)
-class Transcript:
-    """All results of a run, for its oracles."""
-
-    prefills: list[Attended]
-    decode: Attended
-    sparse: Attended | None  # of models with an indexer
-    selection: Selection | None
-    rows: list[Tensor]  # of each continuation [kv_len, width] float64, dequantised
-    index_keys: list[Tensor]  # of each continuation [kv_len, D]; empty without an indexer
-    pages: PageCount
-
 
 class Session:
-    """A model, its caches, and the sequences they hold."""
+    """A layer, its caches, and the sequences they hold."""
 
-    def __init__(self, model: RandomModel, settings: Settings, generator: torch.Generator) -> None:
-        self.model, self.generator, self.device = model, generator, settings.device
-        num_pages = CONTINUATIONS * -(-settings.positions // PAGE_SIZE) + 1
-        self.allocator = scattered_pool(num_pages, generator)
-        self.cache = PagedLatentCache.allocate(
-            model.geometry,
-            settings.format,
-            num_pages=num_pages,
-            page_size=PAGE_SIZE,
-            device=self.device,
+    def __init__(self, geometry: MLAGeometry, settings: Settings) -> None:
+        g, self.geometry, self.device = geometry, geometry, settings.device
+        self.random = torch.Generator().manual_seed(settings.seed)
+        stored = row_codec(settings.format, g.row).payload_dtype
+        self.dtype = stored if stored in FLOATS else torch.bfloat16
+        positions = settings.prompt + settings.tokens + 1
+        kv_b = self.normal(g.num_heads * (g.qk_nope_head_dim + g.v_head_dim), g.kv_lora_rank)
+        self.kv_b = kv_b / sqrt(g.kv_lora_rank)
+        self.layer = LayerWeights(
+            up=UpProjection.from_checkpoint(self.kv_b, g),
+            gamma=1 + 0.1 * self.normal(g.kv_lora_rank),
+            freqs=rope_table(g, positions, device=self.device),
+            softmax_scale=g.softmax_scale,
+            rope=g.rope,
         )
-        self.num_copies = 0
-        self.caches = [self.cache]  # and the index keys, if the model has an indexer
-        if model.indexer is not None:
-            shape = (num_pages, PAGE_SIZE, model.geometry.index_head_dim + SCALE_BYTES)
+        num_pages = CONTINUATIONS * -(-positions // PAGE_SIZE) + 1
+        pools: Any = {"num_pages": num_pages, "page_size": PAGE_SIZE, "device": self.device}
+        self.caches = [PagedLatentCache.allocate(g, settings.format, **pools)]
+        if g.has_indexer:
+            shape = (num_pages, PAGE_SIZE, g.index_head_dim + SCALE_BYTES)
             blocks = torch.empty(shape, dtype=torch.uint8, device=self.device)
             self.caches.append(PagedLatentCache.wrap_index_keys(blocks))
-        for cache in self.caches:
-            for pool in (cache.payload, cache.scales):
-                if pool is not None:
-                    poison(pool)
+        for pool in (each for cache in self.caches for each in (cache.payload, cache.scales)):
+            if pool is not None:
+                poison(pool)
+        self.pages = PageAllocator(num_pages, PAGE_SIZE)
+        held = [self.pages.reserve(PAGE_SIZE) for _ in range(num_pages)]
+        for page in torch.randperm(num_pages, generator=self.random).tolist():
+            self.pages.free(held[page])
+        self.raw: dict[PagedSequence, Tensor] = {}  # the latents that each sequence was given
 
-    def grow(self, sequences: Sequence[PagedSequence]) -> None:
-        """Append one token to each; a shared page is copied before it is written."""
-        copies = self.allocator.append_batch(sequences, [1] * len(sequences))
-        for cache in self.caches:
-            cache.copy_pages([copy.source for copy in copies], [copy.target for copy in copies])
-        self.num_copies += len(copies)
-
-    def batch(self, sequences: Sequence[PagedSequence], counts: Sequence[int]) -> CachedBatch:
-        """The step in which the last `counts` tokens of the sequences are new."""
-        return CachedBatch(
-            self.cache,
-            self.allocator.page_table(sequences, device=self.device),
-            self.allocator.kv_lens(sequences, device=self.device),
-            torch.tensor([0, *accumulate(counts)], dtype=torch.int32).to(self.device),
-        )
-
-    def project(self, words: Tensor, batch: CachedBatch) -> Projected:
-        """The projections of a step's words; writes the index keys to their cache."""
-        request, positions = token_positions(batch.kv_lens, batch.q_starts, len(words))
-        projected = self.model.project(words, positions)
-        if projected.index is not None:
-            slots = token_slots(batch.page_table, PAGE_SIZE, request, positions)
-            self.caches[1].layer(0).write(slots, projected.index.keys)
-        return projected
-
-    def attend(
-        self,
-        words: Tensor,
-        sequences: Sequence[PagedSequence],
-        counts: Sequence[int],
-        branch: Callable[[Projected, CachedBatch], Tensor],
-    ) -> tuple[Attended, Tensor]:
-        """One step of `counts` new words per sequence; also the next word of every sequence."""
-        batch = self.batch(sequences, counts)
-        projected, before = self.timed(lambda: self.project(words, batch))
-        out, seconds = self.timed(lambda: branch(projected, batch))
-        last = [end - 1 for end in accumulate(counts)]
-        following, after = self.timed(lambda: self.model.next_words(out, last, self.generator))
-        step = Attended(tuple(counts), projected.q, projected.kv, out, before + after, seconds)
-        return step, following
-
-    def prefill(self, projected: Projected, batch: CachedBatch) -> Tensor:
-        kv_lens, q_lens = batch.kv_lens.tolist(), batch.q_starts.diff().tolist()
-        # a copy: the branch rotates its queries in place
-        q, plan = projected.q.clone(), plan_context(kv_lens, q_lens)
-        return prefill_branch(q, projected.kv, self.model.layer, batch, plan=plan)
-
-    def decode(self, projected: Projected, batch: CachedBatch) -> Tensor:
-        return decode_branch(projected.q, projected.kv, self.model.layer, batch)
-
-    def select(self, projected: Projected, batch: CachedBatch) -> tuple[Selection, Tensor]:
-        """The best tokens of every sequence for its one query, and their rows in the cache."""
-        index, table = projected.index, batch.page_table
-        assert index is not None
-        assert isinstance(table, Tensor)
-        kv_lens = batch.kv_lens
-        longest = int(kv_lens.max())
-        topk = max(1, min(self.model.geometry.index_topk, longest // KEEP_ONE_IN))
-
-        def choose() -> tuple[Tensor, Tensor, Tensor]:
-            logits = indexer_logits(
-                index.q, index.weights, self.caches[1], table, kv_lens, max_kv_len=longest
-            )
-            chosen = indexer_topk(logits, topk)
-            return logits, chosen, physical_rows(chosen, table, PAGE_SIZE)
-
-        (logits, chosen, rows), seconds = self.timed(choose)
-        return Selection(index.q, index.weights, logits, chosen, seconds), rows
-
-    def timed(self, call: Callable[[], T]) -> tuple[T, float]:
-        self._finish()
-        start = perf_counter()
-        result = call()
-        self._finish()
-        return result, perf_counter() - start
-
-    def _finish(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+    def normal(self, *shape: int) -> Tensor:
+        """Made on the CPU: every device gets the same numbers."""
+        return torch.randn(*shape, generator=self.random).to(self.device, self.dtype)
 
     def rows(self, cache: PagedLatentCache, sequence: PagedSequence) -> Tensor:
         """float64 on the CPU [kv_len, width], dequantised."""
-        table = self.allocator.page_table([sequence], device=self.device)
+        table = self.pages.page_table([sequence], device=self.device)
         slots = request_slots(table, PAGE_SIZE, 0, 0, sequence.length)
         return cache.layer(0).read(slots, torch.float64).cpu()
 
+    def step(
+        self,
+        stage: Stage,
+        sequences: Sequence[PagedSequence],
+        count: int,
+        heads: slice | None = None,
+        index: Stage | None = None,
+    ) -> None:
+        """`count` new tokens of each sequence; with `index` they attend to a selection.
 
-def scattered_pool(num_pages: int, generator: torch.Generator) -> PageAllocator:
-    """An allocator whose free pages are in random order."""
-    allocator = PageAllocator(num_pages, PAGE_SIZE)
-    held = [allocator.reserve(PAGE_SIZE) for _ in range(num_pages)]
-    for page in torch.randperm(num_pages, generator=generator).tolist():
-        allocator.free(held[page])
-    return allocator
+        heads  of a prefill that are compared with the oracle; None: the step decodes
+        """
+        is_prefill, heads = heads is not None, heads or slice(None)
+        g, tokens = self.geometry, count * len(sequences)
+        copies = self.pages.append_batch(sequences, [count] * len(sequences))
+        for cache in self.caches:  # a shared page is copied before it is written
+            cache.copy_pages([copy.source for copy in copies], [copy.target for copy in copies])
+        q, kv = self.normal(tokens, g.num_heads, g.qk_head_dim), self.normal(tokens, g.row.width)
+        for sequence, new in zip(sequences, kv.split(count), strict=True):
+            self.raw[sequence] = torch.cat([self.raw.get(sequence, new[:0]), new])
+        starts = torch.arange(len(sequences) + 1, dtype=torch.int32) * count
+        table = self.pages.page_table(sequences, device=self.device)
+        kv_lens = self.pages.kv_lens(sequences, device=self.device)
+        batch = CachedBatch(self.caches[0], table, kv_lens, starts.to(self.device))
+        request, positions = token_positions(kv_lens, batch.q_starts, tokens)
+        if g.has_indexer:
+            keys = self.normal(tokens, g.index_head_dim)
+            slots = token_slots(table, PAGE_SIZE, request, positions)
+            self.caches[1].layer(0).write(slots, keys)
+        chosen = rows = None
+        if index is not None:
+            chosen = self.select(index, sequences, table, kv_lens)
+            rows = physical_rows(chosen, table, PAGE_SIZE)
+
+        def attend() -> Tensor:
+            if not is_prefill:
+                return decode_branch(q, kv, self.layer, batch, rows=rows)
+            plan = plan_context(kv_lens.tolist(), batch.q_starts.diff().tolist())
+            # a copy: the branch rotates its queries in place
+            return prefill_branch(q.clone(), kv, self.layer, batch, plan=plan)
+
+        out = stage.timed(tokens, self.device, attend)
+        oracle = Oracle(g, self.kv_b, self.layer, heads)
+        cached = [self.rows(self.caches[0], each) for each in sequences]
+        for i, own in enumerate(zip(q.split(count), out.split(count), strict=True)):
+            queries, result = (each.cpu()[:, heads] for each in own)
+            seen = None if chosen is None else chosen[i].cpu().long()
+            exact, naive = (
+                oracle.attend(queries, cached[i], precision, seen=seen, is_prefill=is_prefill)
+                for precision in (EXACT, Precision(torch.float32, q.dtype))
+            )
+            stage.check(result, exact, naive)
+
+    def select(
+        self, stage: Stage, sequences: Sequence[PagedSequence], table: Tensor, kv_lens: Tensor
+    ) -> Tensor:
+        """The best tokens of each sequence, checked: the logits, and that these are the top k."""
+        g, n = self.geometry, len(sequences)
+        q = self.normal(n, g.index_n_heads, g.index_head_dim)
+        weights = self.normal(n, g.index_n_heads).float() / sqrt(g.index_n_heads * g.index_head_dim)
+        longest = int(kv_lens.max())
+        topk = max(1, min(g.index_topk, longest // KEEP_ONE_IN))
+
+        def choose() -> tuple[Tensor, Tensor]:
+            keys = self.caches[1]
+            logits = indexer_logits(q, weights, keys, table, kv_lens, max_kv_len=longest)
+            return logits, indexer_topk(logits, topk)
+
+        logits, chosen = stage.timed(n, self.device, choose)
+        keys = [self.rows(self.caches[1], each) for each in sequences]
+        arguments = (q.cpu(), weights.cpu(), keys, [1] * n)
+        exact = reference.indexer_logits(*arguments)
+        stage.check(logits, exact, reference.indexer_logits(*arguments, dtype=torch.float32))
+        stage.check_same(chosen, reference.indexer_topk(logits.cpu(), topk))
+        return chosen
+
+    def check_rows(self, stage: Stage) -> None:
+        """The cache rows of all sequences, including the rounding of the format."""
+        codec = row_codec(self.caches[0].format, self.geometry.row)
+        layer, freqs, gamma = self.layer, self.layer.freqs.cpu(), self.layer.gamma.cpu()
+        for sequence, raw in self.raw.items():
+            no_queries = torch.empty(len(raw), 0, self.geometry.qk_rope_head_dim, dtype=raw.dtype)
+            step = (no_queries, raw.cpu(), freqs, gamma, range(len(raw)))
+            options: Any = {"epsilon": layer.epsilon, "rope": layer.rope}
+            _, exact = reference.norm_rope_quant(*step, **options)
+            _, naive = reference.norm_rope_quant_stepwise(
+                *step, **options, out_dtype=raw.dtype, cache_dtype=torch.float32
+            )
+            rows = self.rows(self.caches[0], sequence).float()
+            stage.check(rows, exact, codec.decode(*codec.encode(naive)))
+            stage.tokens += len(rows)
 
 
-def serve(model: RandomModel, settings: Settings, progress: Progress) -> Transcript:
+def serve(geometry: MLAGeometry, settings: Settings) -> tuple[list[Stage], Session]:
     """Prefill the prompt, fork it, decode both continuations, end with a sparse step."""
-    generator = torch.Generator().manual_seed(settings.seed)
-    session = Session(model, settings, generator)
-    prompt = torch.randint(len(model.embedding), (settings.prompt,), generator=generator)
-    prefills, sequence, words = prefill_prompt(session, prompt.to(settings.device), progress)
-
-    forks = (session.allocator.fork(sequence) for _ in range(CONTINUATIONS - 1))
-    sequences = [sequence, *forks]
-    words = words.repeat(
-        CONTINUATIONS
-    )  # the same first word; each continuation samples its own next ones
-    decoded = []
-    for _ in progress.track(range(settings.tokens), description="decode"):
-        session.grow(sequences)
-        step, words = session.attend(words, sequences, [1] * CONTINUATIONS, session.decode)
-        decoded.append(step)
-
-    sparse, selection = None, None
-    if model.indexer is not None:
-        session.grow(sequences)
-        for _ in progress.track(range(1), description="sparse"):
-            sparse, selection = sparse_step(session, words, sequences)
-
-    return Transcript(
-        prefills=prefills,
-        decode=joined(decoded),
-        sparse=sparse,
-        selection=selection,
-        rows=[session.rows(session.cache, each) for each in sequences],
-        index_keys=[
-            session.rows(cache, each) for cache in session.caches[1:] for each in sequences
-        ],
-        pages=count_pages(sequences, session.num_copies),
-    )
-
-
-def prefill_prompt(
-    session: Session, prompt: Tensor, progress: Progress
-) -> tuple[list[Attended], PagedSequence, Tensor]:
-    """The prompt in two chunks, the second with the first as its context; also the next word."""
-    first = 2 * len(prompt) // 3
-    steps, sequence = [], session.allocator.reserve(0)
-    for words in progress.track([prompt[:first], prompt[first:]], description="prefill"):
-        session.allocator.append(sequence, len(words))
-        step, following = session.attend(words, [sequence], [len(words)], session.prefill)
-        steps.append(step)
-    return steps, sequence, following
-
-
-def sparse_step(
-    session: Session, words: Tensor, sequences: Sequence[PagedSequence]
-) -> tuple[Attended, Selection]:
-    """One word per sequence, attending to the top-k cached tokens of the indexer."""
-    selections = []
-
-    def branch(projected: Projected, batch: CachedBatch) -> Tensor:
-        selection, rows = session.select(projected, batch)
-        selections.append(selection)
-        return decode_branch(projected.q, projected.kv, session.model.layer, batch, rows=rows)
-
-    step, _ = session.attend(words, sequences, [1] * len(sequences), branch)
-    (selection,) = selections
-    alone = step.attention_seconds - selection.seconds
-    return replace(step, attention_seconds=alone), selection
-
-
-def joined(steps: Sequence[Attended]) -> Attended:
-    """Steps of one new token per sequence as one record, its tokens ordered by sequence."""
-
-    def by_sequence(tensors: Sequence[Tensor]) -> Tensor:
-        return torch.stack(list(tensors), dim=1).flatten(0, 1)
-
-    return Attended(
-        q_lens=(len(steps),) * len(steps[0].q_lens),
-        q=by_sequence([step.q for step in steps]),
-        kv=by_sequence([step.kv for step in steps]),
-        out=by_sequence([step.out for step in steps]),
-        projection_seconds=sum(step.projection_seconds for step in steps),
-        attention_seconds=sum(step.attention_seconds for step in steps),
-    )
-
-
-def count_pages(sequences: Sequence[PagedSequence], num_copies: int) -> PageCount:
-    holders = Counter(page for sequence in sequences for page in sequence.pages)
-    return PageCount(
-        used=len(holders),
-        shared=sum(count > 1 for count in holders.values()),
-        copied=num_copies,
-        unshared=holders.total(),
-    )
+    session = Session(geometry, settings)
+    first = 2 * settings.prompt // 3
+    every = -(-geometry.num_heads // PREFILL_HEADS)  # other heads in each of the two chunks
+    prompt = session.pages.reserve(0)
+    stages = [Stage("prefill"), Stage(f"prefill on {first} cached"), Stage("decode")]
+    session.step(stages[0], [prompt], first, slice(0, None, every))
+    session.step(stages[1], [prompt], settings.prompt - first, slice(every // 2, None, every))
+    sequences = [prompt, *(session.pages.fork(prompt) for _ in range(CONTINUATIONS - 1))]
+    session.raw.update(dict.fromkeys(sequences, session.raw[prompt]))
+    for _ in range(settings.tokens):
+        session.step(stages[2], sequences, 1)
+    if geometry.has_indexer:
+        index, sparse = Stage("index"), Stage("sparse")
+        session.step(sparse, sequences, 1, index=index)
+        stages += [index, sparse]
+    stages.append(Stage("cached rows"))
+    session.check_rows(stages[-1])
+    return stages, session

@@ -1,4 +1,4 @@
-"""Bytes of a model's KV cache per token, per rank and per request, and what fits on a GPU.
+"""Bytes of a model's KV cache per token, per rank and per request, and the tokens that fit.
 
 Each rank of tensor parallelism (TP) has all latent rows of a token, because they have no heads to
 divide. Decode context parallelism (DCP) divides the tokens over `dcp` of the `tp` ranks, as
@@ -10,29 +10,31 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from math import isfinite
+from dataclasses import dataclass
 from typing import Any
+
+from rich.box import SIMPLE
+from rich.table import Table
 
 from mlakit.cache import KVShard
 from mlakit.formats import FORMATS, known_format, row_codec
-from mlakit.model.config import config_path
+from mlakit.model.config import ConfigFields, config_path
 from mlakit.model.geometry import MLAGeometry, RowShape
 from mlakit.tools.bench.shapes import NUMBER, parse_number
-from mlakit.tools.memory.gpus import GIB, gpu_bytes
 from mlakit.tools.memory.layers import LayerCounts, config_fields, layer_counts
 
 EXPANDED = "K/V without MLA"
 CHECKPOINT_INDEX = "model.safetensors.index.json"
+GIB = 1 << 30
 
 
 @dataclass(frozen=True)
 class CacheSize:
-    """A kind of cache: sizes of all layers together.
+    """The bytes of one kind of cache, all layers together.
 
-    token_bytes       of one token of the model, without padding of pages
+    token_bytes       one token of the model, without padding of pages
     rank_token_bytes  the same on one rank, on average
-    page_bytes        of one page on one rank, as a new pool allocates it
+    page_bytes        one page on one rank, as a new pool allocates it
     shards            ranks that the tokens are divided over
     """
 
@@ -47,74 +49,63 @@ class CacheSize:
         """Pages of one request on the rank that has the most."""
         return -(-KVShard(0, self.shards).local_count(context) // self.page_size)
 
-    def rank_bytes(self, context: int, batch: int) -> int:
+    def rank_bytes(self, context: int, batch: int = 1) -> int:
         return batch * self.pages(context) * self.page_bytes
 
-
-@dataclass(frozen=True)
-class Budget:
-    """The memory of a GPU and of the weights on it. Weights that are not known are not counted."""
-
-    gpu: str
-    gpu_bytes: int
-    weight_bytes: int | None = None
-    weight_source: str = ""
-
-    @property
-    def cache_bytes(self) -> int:
-        """What is left for the cache, also if nothing else takes memory."""
-        return self.gpu_bytes - (self.weight_bytes or 0)
-
-
-@dataclass(frozen=True)
-class Fit:
-    """One kind of cache with requests of one length. The last three are None without a GPU.
-
-    rank_bytes    of the whole batch, on one rank
-    max_tokens    tokens of all requests that fit, if every page is full
-    max_requests  requests of this length that fit
-    fits          whether the batch does
-    """
-
-    context: int
-    format: str
-    bytes_per_token: int
-    rank_bytes_per_token: float
-    rank_bytes: int
-    max_tokens: int | None = None
-    max_requests: int | None = None
-    fits: bool | None = None
+    def max_tokens(self, free_bytes: int) -> int:
+        """Tokens of all requests that fit on the ranks, if every page is full."""
+        return max(free_bytes, 0) // self.page_bytes * self.page_size * self.shards
 
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """The cache of a model in several formats and lengths, on one rank."""
+    """The cache of a model in several formats. Weights that are not known are not counted."""
 
     model: str
     layers: LayerCounts
+    contexts: tuple[int, ...]
     batch: int
-    tp: int
-    dcp: int
-    page_size: int
-    budget: Budget | None
+    gpu_bytes: int | None
+    weight_bytes: int | None
     sizes: tuple[CacheSize, ...]
-    fits: tuple[Fit, ...]
     unsupported: tuple[str, ...]  # why a format is left out
 
+    @property
+    def cache_bytes(self) -> int | None:
+        """The memory that is left for the cache; None if the GPU's memory is not given."""
+        return None if self.gpu_bytes is None else self.gpu_bytes - (self.weight_bytes or 0)
+
     def as_json(self) -> dict[str, Any]:
-        stored = asdict(self) | {"layers": self.layers._asdict()}
-        if self.budget is not None:
-            stored["budget"]["cache_bytes"] = self.budget.cache_bytes
-        del stored["sizes"]  # `fits` has what is in them
-        return stored
+        free = self.cache_bytes
+        sizes = [
+            vars(size)
+            | {
+                "rank_bytes": {each: size.rank_bytes(each, self.batch) for each in self.contexts},
+                "max_tokens": None if free is None else size.max_tokens(free),
+            }
+            for size in self.sizes
+        ]
+        layers = self.layers._asdict()
+        return vars(self) | {"layers": layers, "cache_bytes": free, "sizes": sizes}
 
 
 def parse_contexts(text: str) -> tuple[int, ...]:
     """The lengths in `4096,32k`, each once. Raises ValueError for other text."""
     found = [re.fullmatch(NUMBER, part.strip().lower()) for part in text.split(",")]
-    if any(each is None for each in found):
+    contexts = tuple(dict.fromkeys(parse_number(each[0]) for each in found if each))
+    if None in found or 0 in contexts:
         raise ValueError(f"context must be numbers such as 4096,32k, got {text!r}")
-    return tuple(dict.fromkeys(parse_number(each[0]) for each in found if each))
+    return contexts
+
+
+def read_model(config: str) -> tuple[ConfigFields, MLAGeometry, LayerCounts]:
+    """A known model, or the one of a config.json or its folder. Raises ValueError."""
+    try:
+        geometry = MLAGeometry.from_config(config)
+        fields = config_fields(config)
+        return fields, geometry, layer_counts(fields)
+    except (TypeError, OSError) as error:  # a field of another type; a file that cannot be read
+        raise ValueError(str(error)) from None
 
 
 def memory_report(
@@ -126,7 +117,7 @@ def memory_report(
     dcp: int = 1,
     formats: Sequence[str] = (),
     page_size: int = 64,
-    gpu: str | None = None,
+    gpu_gib: float | None = None,
     weights_gib: float | None = None,
 ) -> MemoryReport:
     """The cache bytes of a model. Raises ValueError for wrong arguments.
@@ -134,88 +125,50 @@ def memory_report(
     config       as in `MLAGeometry.from_config`: a known model, a config.json or its folder
     contexts     tokens per request
     formats      cache formats; empty: all that support the model's rows
-    gpu          as in `gpu_bytes`
-    weights_gib  weights per rank; None: the size that the checkpoint in the folder has by its
-                 index, divided by `tp`, or not counted if there is none
+    weights_gib  weights per rank; None: the checkpoint's by its index, divided by `tp`, or not
+                 counted if there is no index
     """
-    try:
-        geometry = MLAGeometry.from_config(config)
-        layers = layer_counts(config_fields(config))
-    except (TypeError, OSError) as error:  # a field of another type; a file that cannot be read
-        raise ValueError(str(error)) from None
-    counts = {"batch": batch, "page_size": page_size, "tp": tp, "dcp": dcp}
-    for name, value in (*counts.items(), *(("context", each) for each in contexts)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+    _, geometry, layers = read_model(config)
     if geometry.num_heads % tp:
         raise ValueError(f"tp must divide the {geometry.num_heads} heads, got {tp}")
     if tp % dcp:
         raise ValueError(f"dcp must divide tp, {tp}, got {dcp}")
-    sizes, unsupported = _latent_sizes(geometry, layers, dcp, page_size, formats)
-    sizes += (_expanded_size(geometry, layers, tp, page_size),)
-    budget = None if gpu is None else _budget(gpu, config, weights_gib, tp)
-    fits = tuple(_fit(size, each, batch, budget) for each in contexts for size in sizes)
-    return MemoryReport(config, layers, batch, tp, dcp, page_size, budget, sizes, fits, unsupported)
-
-
-def _latent_sizes(
-    geometry: MLAGeometry, layers: LayerCounts, dcp: int, page_size: int, formats: Sequence[str]
-) -> tuple[tuple[CacheSize, ...], tuple[str, ...]]:
-    """The size in every format, index keys included; why other formats are left out."""
-    index = row_codec("fp8_token", RowShape(geometry.index_head_dim, 0)) if layers.indexer else None
     sizes, unsupported = [], []
     for name in map(known_format, dict.fromkeys(formats or FORMATS)):
         try:
-            codec = row_codec(name, geometry.row)
+            sizes.append(latent_size(geometry, layers, name, dcp=dcp, page_size=page_size))
         except ValueError as error:
             if formats:
                 raise
             unsupported.append(str(error))
-            continue
-        parts = [(codec, layers.mla)] + ([] if index is None else [(index, layers.indexer)])
-        token_bytes = sum(each.bytes_per_token * count for each, count in parts)
-        page_bytes = sum(each.page_bytes(page_size) * count for each, count in parts)
-        size = CacheSize(name, token_bytes, token_bytes / dcp, page_bytes, page_size, dcp)
-        sizes.append(size)
-    return tuple(sizes), tuple(unsupported)
-
-
-def _expanded_size(
-    geometry: MLAGeometry, layers: LayerCounts, tp: int, page_size: int
-) -> CacheSize:
-    """K and V of every head in bf16. TP divides the heads, so there is no use for DCP."""
+    # K and V of every head in bf16. TP divides the heads, so there is no use for DCP.
     whole, own = (
         row_codec("bf16", RowShape(each.expanded_elements_per_token, 0))
         for each in (geometry, geometry.with_heads(geometry.num_heads // tp))
     )
-    return CacheSize(
-        EXPANDED,
-        layers.mla * whole.bytes_per_token,
-        layers.mla * own.bytes_per_token,
-        layers.mla * own.page_bytes(page_size),
-        page_size,
-        shards=1,
+    token_bytes, rank_bytes = (layers.mla * each.bytes_per_token for each in (whole, own))
+    page_bytes = layers.mla * own.page_bytes(page_size)
+    sizes.append(CacheSize(EXPANDED, token_bytes, rank_bytes, page_bytes, page_size, shards=1))
+    weights = None if weights_gib is None else int(weights_gib * GIB)
+    if weights is None and (stored := checkpoint_bytes(config)) is not None:
+        weights = -(-stored // tp)
+    memory = None if gpu_gib is None else int(gpu_gib * GIB)
+    return MemoryReport(
+        config, layers, tuple(contexts), batch, memory, weights, tuple(sizes), tuple(unsupported)
     )
 
 
-def _budget(gpu: str, config: str, weights_gib: float | None, tp: int) -> Budget:
-    memory = gpu_bytes(gpu)
-    if weights_gib is None:
-        stored = checkpoint_bytes(config)
-        if stored is None:
-            return Budget(gpu, memory)
-        budget = Budget(gpu, memory, -(-stored // tp), f"{CHECKPOINT_INDEX}, divided by TP")
-    else:
-        if not isfinite(weights_gib) or weights_gib < 0:
-            raise ValueError(f"weights must be at least 0 GiB, got {weights_gib}")
-        budget = Budget(gpu, memory, int(weights_gib * GIB), "given")
-    if budget.cache_bytes <= 0:
-        weights = (budget.weight_bytes or 0) / GIB
-        raise ValueError(
-            f"weights must be below the memory of {gpu}, {memory / GIB:g} GiB, got {weights:.1f} "
-            f"GiB per rank ({budget.weight_source})"
-        )
-    return budget
+def latent_size(
+    geometry: MLAGeometry, layers: LayerCounts, name: str, *, dcp: int, page_size: int
+) -> CacheSize:
+    """The size in one format, index keys included. Raises ValueError for unsupported rows."""
+    parts = [(row_codec(name, geometry.row), layers.mla)]
+    if layers.indexer:
+        keys = row_codec("fp8_token", RowShape(geometry.index_head_dim, 0))
+        parts.append((keys, layers.indexer))
+    token_bytes = sum(codec.bytes_per_token * count for codec, count in parts)
+    page_bytes = sum(codec.page_bytes(page_size) * count for codec, count in parts)
+    return CacheSize(name, token_bytes, token_bytes / dcp, page_bytes, page_size, dcp)
 
 
 def checkpoint_bytes(config: str) -> int | None:
@@ -231,15 +184,30 @@ def checkpoint_bytes(config: str) -> int | None:
     return int(found) if isinstance(found, int | float) and found > 0 else None
 
 
-def _fit(size: CacheSize, context: int, batch: int, budget: Budget | None) -> Fit:
-    needed = size.rank_bytes(context, batch)
-    shown = (context, size.name, size.token_bytes, size.rank_token_bytes, needed)
-    if budget is None:
-        return Fit(*shown)
-    pages = budget.cache_bytes // size.page_bytes
-    return Fit(
-        *shown,
-        max_tokens=pages * size.page_size * size.shards,
-        max_requests=pages // size.pages(context),
-        fits=needed <= budget.cache_bytes,
-    )
+def table(report: MemoryReport) -> Table:
+    """The sizes per format, and below them what they assume."""
+    total, mla, indexer = report.layers
+    title = f"{report.model}: {mla} MLA layers" + (f" of {total}" if mla < total else "")
+    title += (f", {indexer} with index keys" if indexer else "") + f"; batch {report.batch}"
+    shown = Table(box=SIMPLE, padding=(0, 1, 0, 0), title=title, title_justify="left")
+    shown.add_column("cache", overflow="fold")
+    gib = [f"GiB/rank, {each:,} tokens" for each in report.contexts]
+    free = report.cache_bytes
+    fit = [] if free is None else ["tokens that fit"]
+    for heading in ("bytes/token", "of a rank", *gib, *fit):
+        shown.add_column(heading, justify="right")
+    for size in report.sizes:
+        needed = (size.rank_bytes(each, report.batch) / GIB for each in report.contexts)
+        cells = [f"{size.token_bytes:,}", f"{size.rank_token_bytes:,.0f}"]
+        cells += [f"{each:,.2f}" for each in needed]
+        cells += [] if free is None else [f"{size.max_tokens(free):,}"]
+        shown.add_row(size.name, *cells)
+    notes = [f"Left out: {reason}." for reason in report.unsupported]
+    if mla < total:
+        notes.append("The state of linear attention is not counted: its size is constant.")
+    if free is not None:
+        known = report.weight_bytes
+        weights = "are not counted" if known is None else f"take {known / GIB:.1f} GiB per rank"
+        notes.append(f"Weights {weights}; activations are not counted.")
+    shown.caption, shown.caption_justify = "\n".join(notes) or None, "left"
+    return shown

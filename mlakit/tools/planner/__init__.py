@@ -1,12 +1,10 @@
-"""Serving beyond one GPU: `mlakit vllm-args` and `mlakit plan-cluster`.
+"""`mlakit plan`: how many GPUs serve a model, with which TP and DCP, and by which arguments.
 
-    weights.py        the weights of a model, by its checkpoint or its config
-    room.py           the memory that a GPU has for the cache
-    serve.py          the `vllm serve` line for a model and a number of GPUs
-    kernel_times.py   the time of the attention kernels, interpolated between measured ones
-    h200.json         these measured times: a copy of figures in docs/data
-    simulation.py     the time of a decode step per tensor and context parallel degree
-    report.py         tables and the chart
+    weights.py   the weights of a model, by its checkpoint or its config
+    times.py     the time of a decode step, from measured times of the attention kernels
+    h200.json    these times, from figures in docs/data
+    plan.py      the candidates, the one that is chosen, and its `vllm serve` lines
+    command.py   the command: its arguments and its table
 
 All of it is computed on the host: nothing is started, and no GPU is needed.
 """

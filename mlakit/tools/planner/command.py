@@ -1,0 +1,136 @@
+"""The command `mlakit plan`. What takes long to import is imported when it runs, as in cli.py."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import typer
+
+from mlakit.model.geometry import PRESETS
+from mlakit.tools.options import usage_errors
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from mlakit.tools.planner.plan import Plan
+
+EXAMPLES = (
+    "Examples: [bold]mlakit plan deepseek-v3 --context 128k --requests 32[/bold] · "
+    "[bold]mlakit plan path/to/DeepSeek-V3.2 --context 64k --gpus 16 --json[/bold]"
+)
+
+
+def _complete_model(incomplete: str) -> list[str]:
+    return [model for model in PRESETS if model.startswith(incomplete)]
+
+
+def plan(
+    model: str = typer.Argument(
+        ...,
+        help="A folder with a config.json, or a known model.",
+        metavar="MODEL_DIR",
+        autocompletion=_complete_model,
+    ),
+    tokens: str = typer.Option(
+        ..., "--context", metavar="N", help="Tokens of a request, prompt and answer, such as 128k."
+    ),
+    requests: int = typer.Option(1, min=1, help="Requests of that length at a time."),
+    gpus: int | None = typer.Option(
+        None, min=1, help="GPUs of one engine. Default: the fewest that fit."
+    ),
+    cache_dtype: str | None = typer.Option(
+        None,
+        "--cache-dtype",
+        help="vLLM's --kv-cache-dtype: auto, bfloat16, float16, fp8, fp8_e4m3 or fp8_ds_mla. "
+        "Default: auto (bf16) if it fits, else fp8; fp8_ds_mla for models with an indexer.",
+    ),
+    gpu_memory: float = typer.Option(
+        141.0, "--gpu-memory", metavar="GiB", min=1, max=2048, help="Memory of one GPU: H200."
+    ),
+    gpus_per_node: int = typer.Option(8, "--gpus-per-node", min=1, help="GPUs of a node."),
+    weights: float | None = typer.Option(
+        None,
+        metavar="GiB",
+        help="Weights of the whole model. Default: total_size of the checkpoint's index, else its "
+        "files, else by the config.",
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print JSON with the lines and reasons."),
+) -> None:
+    """Print how many GPUs serve a model, which TP and DCP, and the [bold]vllm serve[/bold] line.
+
+    The line goes to stdout, one per node; candidates and reasons go to stderr. The step of one
+    token per request is a model: the attention kernels were measured on one H200, the rest is
+    computed. Needs no GPU and starts nothing. The exit status is 1 if nothing fits.
+    """
+    from rich.console import Console
+
+    from mlakit.tools.memory import parse_contexts
+    from mlakit.tools.planner.plan import make_plan
+
+    with usage_errors():
+        context, *others = parse_contexts(tokens)
+        if others:
+            raise ValueError(f"context must be one number such as 128k, got {tokens!r}")
+        found = make_plan(
+            model,
+            context=context,
+            requests=requests,
+            gpus=gpus,
+            gpu_gib=gpu_memory,
+            cache_dtype=cache_dtype,
+            gpus_per_node=gpus_per_node,
+            weights_gib=weights,
+        )
+    if as_json:
+        typer.echo(json.dumps(found.as_json(), indent=2))
+    else:
+        for line in found.lines:
+            typer.echo(line)
+        console = Console(stderr=True)
+        for part in shown(found):
+            console.print(part, highlight=False)
+    if found.why_not is not None:
+        typer.echo(f"Nothing fits: {found.why_not}.", err=True)
+        raise typer.Exit(1)
+
+
+def shown(found: Plan) -> Iterator[RenderableType]:
+    """The candidates, the options of the chosen one with their reasons, and the assumptions."""
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    from mlakit.tools.memory import GIB
+    from mlakit.tools.planner.plan import RESERVE
+
+    candidates = Table(box=SIMPLE, padding=(0, 1, 0, 0))
+    candidates.add_column("GPUs", justify="right")
+    for heading in ("TP", "PP", "DCP"):
+        candidates.add_column(heading, justify="right")
+    candidates.add_column("cache", no_wrap=True)
+    for heading in ("GiB needed", "free", "requests fit", "step ms", "tokens/s per GPU"):
+        candidates.add_column(heading, justify="right")
+    for each in found.candidates:
+        mark = "*" if each == found.chosen else ""
+        row = [f"{mark}{each.gpus}", str(each.tp), str(each.pp), str(each.dcp), each.cache_dtype]
+        row += [f"{bytes / GIB:,.1f}" for bytes in (each.needed_bytes, max(each.free_bytes, 0))]
+        row.append(f"{each.max_requests:,}")
+        if each.step_ms is not None:
+            rate = found.requests / each.step_ms * 1e3 / each.gpus
+            row += [f"{each.step_ms:.1f}", f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}"]
+        candidates.add_row(*row)
+    yield candidates
+    if found.options:
+        options = Table(box=SIMPLE, padding=(0, 1, 0, 0))
+        options.add_column("option", no_wrap=True)
+        options.add_column("value", no_wrap=True)
+        options.add_column("why")
+        for option in found.options:
+            options.add_row(*option)
+        yield options
+    yield (
+        f"* chosen. Weights: {found.weights.total_bytes / GIB:,.1f} GiB ({found.weights.source}). "
+        f"Assumed: {RESERVE / GIB:g} GiB per GPU for activations, CUDA graphs and NCCL."
+    )
+    yield from found.notes
