@@ -49,7 +49,7 @@ _TensorGuards = _of_torch("_C._dynamo.guards.TensorGuards", is_needed=False)
 
 
 def is_traced() -> bool:
-    """Return whether operations give tensors without values, as under FakeTensorMode and make_fx."""
+    """Return whether operations give tensors without values, as under FakeTensorMode."""
     if not dispatch_modes():
         return False
     modes = map(_dispatch_mode, (_ModeKey.FAKE, _ModeKey.PROXY, _ModeKey.FUNCTIONAL))
