@@ -140,7 +140,7 @@ def wrap_footer_pages(dims: Dims, nominal: Tensor, codec: RowCodec) -> tuple[Ten
 
 
 def wrap_index_key_pages(dims: Dims, blocks: Tensor) -> tuple[int, Tensor, Tensor]:
-    """(D, payload, scales) of pages with D e4m3 per row, then one float32 scale per row."""
+    """Return (D, payload, scales) of pages with D e4m3 per row, then one float32 scale per row."""
     dims.dtype("blocks", dims.tensor("blocks", blocks), *BYTE_TYPES)
     nominal = four_axes(dims, "blocks", blocks.view(torch.uint8))
     layers, pages, page_size, width = nominal.shape

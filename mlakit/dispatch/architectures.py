@@ -20,7 +20,7 @@ FIRST_WITH_FP8 = 89
 
 
 def has_fp8(arch: int) -> bool:
-    """Are e4m3 conversions instructions? Otherwise they are integer arithmetic."""
+    """Return whether e4m3 conversions are instructions; otherwise they are integer arithmetic."""
     return FIRST_WITH_FP8 <= arch < FIRST_AMD
 
 

@@ -29,7 +29,7 @@ class UnsupportedError(NotImplementedError):
 
 
 def values_visible(tensor: Tensor) -> bool:
-    """Whether the host may read the values of `tensor`: no synchronisation, or one asked for.
+    """Return whether the host may read `tensor`: without a synchronisation, or with one asked for.
 
     False while torch.compile traces: the traced ops check when they run.
     """

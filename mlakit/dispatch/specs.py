@@ -1,4 +1,4 @@
-"""What a kernel says it can take, and what it is asked to take.
+"""The description of a call, and of the calls that a kernel takes.
 
 A `Problem` is a plain description of one call: names and numbers, no tensors. A `KernelSpec` holds
 a `why_not` predicate over problems that returns the reason of a refusal, or None. Adding a kernel
@@ -105,7 +105,7 @@ class KernelSpec:
 
     @property
     def name(self) -> str:
-        """What `backend=` takes to ask for this kernel."""
+        """The name by which `backend=` asks for this kernel."""
         return f"{self.backend}:{self.kernel}" if self.kernel else self.backend
 
     @cached_property
@@ -143,7 +143,7 @@ def pretending(arch: int, num_sms: int = 0) -> Iterator[None]:
 
 
 def device_facts(device: torch.device) -> tuple[str, int]:
-    """(device type, arch) of a torch device, as `Problem` wants them."""
+    """Return (device type, arch) of a torch device, as `Problem` wants them."""
     pretended = _PRETENDED.get()
     if pretended is not None:
         return "cuda", pretended[0]

@@ -105,7 +105,7 @@ def _quantise(x: Tensor, scales: Tensor, group: int) -> Tensor:
 def _dequantised_rows(
     stored: Tensor, scales: Tensor, group: int, rope: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """[stored · scale | rope] in `dtype`, one scale per `group` columns of `stored`."""
+    """Return [stored · scale | rope] in `dtype`, one scale per `group` columns of `stored`."""
     d_c = stored.shape[-1]
     shape = (*stored.shape[:-1], d_c + rope.shape[-1])
     rows = torch.empty(shape, dtype=dtype, device=stored.device)

@@ -58,7 +58,7 @@ class Waiting:
 
 
 class RecordedCalls:
-    """What is known of the calls of one op.
+    """The recorded calls of one op.
 
     run       runs a call in full
     dispatch  runs a call through torch's dispatcher, which unwraps or refuses its tensors
@@ -90,7 +90,7 @@ class RecordedCalls:
     def call_plain(
         self, arguments: Arguments, results: tuple[Tensor | None, ...]
     ) -> Results | None:
-        """As `call`, below torch's dispatcher; None if the values of a tensor are not in its
+        """Run `call` below torch's dispatcher; return None if the values of a tensor are not in its
         memory."""
         backend, may_replay = knobs.for_launch_cache()
         tensors, rest = split(arguments + results)
@@ -101,8 +101,8 @@ class RecordedCalls:
         return self._call_unseen(key, tensors, arguments, results) if got is None else got
 
     def _replay_recent(self, key: Key, tensors: list[Tensor]) -> Results | None:
-        """None where no recording fits these tensors. Arguments that are the same tensor fit none
-        before `_without_duplicates`."""
+        """Replay the recording that fits these tensors; return None if there is none. Arguments
+        that are the same tensor fit none before `_without_duplicates`."""
         try:
             recent = self._recent.get(key, ())
         except TypeError:  # a list where a number should be: the op says what is wrong with it
@@ -195,7 +195,7 @@ class RecordedCalls:
 
 
 def _without_duplicates(key: Key, tensors: list[Tensor]) -> tuple[Key, list[Tensor]]:
-    """Which arguments are one tensor becomes part of the key; the tensors, each of them once."""
+    """Return a key that says which arguments are one tensor, and the tensors, each once."""
     ids = tuple(map(id, tensors))
     if len(set(ids)) == len(ids):
         return key, tensors
@@ -229,12 +229,12 @@ def _why_not_now(tensors: Sequence[Tensor], device: torch.device) -> str | None:
 
 
 def is_intercepted() -> bool:
-    """Whether a dispatch mode or a transform of torch.func sees every call."""
+    """Return whether a dispatch mode or a transform of torch.func sees every call."""
     return private.dispatch_modes() > 0 or private.is_transformed()
 
 
 def _is_meta(tensor: Tensor) -> bool:
-    """Has it no memory? The op says so; the dispatcher would return a tensor without any."""
+    """Return whether a tensor has no memory. The op refuses it, which the dispatcher would not."""
     return tensor.device.type == "meta"
 
 
@@ -243,7 +243,7 @@ def _is_capturing() -> bool:
 
 
 def _has_kernels(device: torch.device) -> bool:
-    """Do kernels of Triton run there?"""
+    """Return whether Triton's kernels run on a device."""
     return device.type == "cuda"
 
 

@@ -49,7 +49,7 @@ def with_pointers(value: Any, encoder: Callable[[Any], Mapping[int, Any]]) -> An
 
 
 def is_descriptor(value: Any) -> bool:
-    """Is it a TMA descriptor?"""
+    """Return whether a value is a TMA descriptor."""
     return hasattr(value, "block_shape")
 
 
@@ -74,7 +74,7 @@ class MovedDescriptor:
 
 
 class Descriptors(dict[int, Any]):
-    """By address: moved descriptors, or what `encode` makes of them."""
+    """A map from addresses to moved descriptors, or to what `encode` makes of them."""
 
     def __init__(self, descriptor: Any, encode: Callable[[MovedDescriptor], Any] | None = None):
         super().__init__()

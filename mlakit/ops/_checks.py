@@ -122,7 +122,7 @@ def check_used_rows(
 def _is_table_inside(
     page_table: PageTable, layer: CacheLayer, first: list[int], last: list[int]
 ) -> bool:
-    """Are all entries from the first to the last used column inside the pool, used or not?
+    """Return whether all entries between the first and the last used column are in the pool.
 
     Three operations for the whole batch; a request by itself takes ten.
     """
@@ -190,7 +190,7 @@ def check_absorbed_query(
 
 
 def result_dtype(q: Tensor) -> torch.dtype:
-    """What attention over q is stored as: q's dtype, bf16 for e4m3."""
+    """Return the dtype of the results of attention over q: q's dtype, bf16 for e4m3."""
     return torch.bfloat16 if q.dtype == E4M3 else q.dtype
 
 
@@ -245,8 +245,8 @@ def check_result(
 
 
 def lie_by_head(q: Tensor) -> bool:
-    """Are queries [tokens, heads, columns] head-major: at one distance within a head, the heads at
-    a larger one, and each at a multiple of 16 bytes? So is what a product per head leaves."""
+    """Return whether queries [tokens, heads, columns] are heads-major: tokens of a head are at one
+    stride and heads at a larger one, multiples of 16 bytes, as `batched_matmul` writes them."""
     tokens, heads, columns = q.shape
     apart, distance, _ = q.stride()
     if tokens < 2 or heads < 2 or not 0 < apart < distance:
@@ -257,8 +257,8 @@ def lie_by_head(q: Tensor) -> bool:
 
 
 def lie_evenly(rows: Tensor) -> bool:
-    """Are rows [n, m, columns] at one distance, from one n to the next a multiple of it, and each
-    at a multiple of 16 bytes? Then the hardware can copy boxes of them."""
+    """Return whether rows [n, m, columns] have one stride, a multiple of 16 bytes, of which the
+    stride of n is a multiple. TMA can then copy tiles of them."""
     apart, distance, _ = rows.stride()
     if rows.shape[1] == 1 < rows.shape[0]:
         distance = apart  # no row is at the other

@@ -131,7 +131,7 @@ def _logits(a: LogitsArguments, out: Tensor | None) -> tuple[Tensor]:
 
 
 def check_scoring(dims: Dims, a: LogitsArguments) -> LogitsArguments:
-    """What is scored, checked and filled in; binds tokens and columns."""
+    """Check and complete the arguments of scoring; bind tokens and columns."""
     dims.bind("D", a.layer.codec.row.width, "the row width of the cache")
     dims.match("q", a.q, "tokens", "index_heads", "D", dtypes=(*FLOATS, E4M3))
     dims.rows_contiguous("q", a.q)
@@ -149,7 +149,7 @@ def check_scoring(dims: Dims, a: LogitsArguments) -> LogitsArguments:
 
 
 def logits_problem(q: Tensor, layer: CacheLayer, page_table: PageTable, mask: Mask) -> Problem:
-    """What dispatch is asked by a call."""
+    """Describe a call to dispatch."""
     return Problem(
         *device_facts(q.device),
         dtype=str(q.dtype),
@@ -163,7 +163,7 @@ def logits_problem(q: Tensor, layer: CacheLayer, page_table: PageTable, mask: Ma
 
 
 def _uses(q: Tensor, layer: CacheLayer, page_table: PageTable) -> Iterator[Use]:
-    """What few kernels take."""
+    """Yield the uses of a call that few kernels take."""
     if isinstance(page_table, tuple):
         yield Use.FLAT_PAGE_TABLE
     if not lie_evenly(layer.payload):
@@ -176,7 +176,7 @@ def _uses(q: Tensor, layer: CacheLayer, page_table: PageTable) -> Iterator[Use]:
 
 
 def _are_packed(scales: Tensor) -> bool:
-    """Can the hardware copy the scales [pages, page_size, 1] of a page at once?
+    """Return whether TMA can copy the scales [pages, page_size, 1] of a page at once.
 
     Those of a page must be contiguous, every page must begin at a multiple of 16 bytes, and all of
     them must lie within 2**31 numbers.

@@ -168,7 +168,7 @@ def _uses(a: SparseArguments) -> Iterator[Use]:
 
 
 def _is_aligned(rows: Tensor) -> bool:
-    """Does each row of [n, m, columns] lie at a multiple of 16 bytes?
+    """Return whether each row of [n, m, columns] is at a multiple of 16 bytes.
 
     The hardware copies such rows. The stride of an axis of size 1 does not matter, that of another
     one is not 0, which TMA refuses.

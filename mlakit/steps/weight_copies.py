@@ -31,7 +31,7 @@ _FIRST_USES = count()  # the layers of a model then do not all compare in the sa
 
 
 def identity(tensor: Tensor | None) -> tuple[object, ...] | None:
-    """What changes when a tensor is replaced, or written to as far as torch counts it."""
+    """Return a value that changes when a tensor is replaced, or written to as torch counts."""
     if tensor is None:
         return None
     return tensor.data_ptr(), _version(tensor), tensor.dtype, tensor.device, tuple(tensor.shape)
@@ -68,7 +68,7 @@ class WeightCopy:
         self.values.copy_(self._computed())
 
     def differs(self) -> Tensor:
-        """Whether the next sample of the weight differs from the copy, a bool on its device."""
+        """Return whether the weight's next sample differs from the copy, a bool on its device."""
         return _differ(*self._next_pair())
 
     def differs_on_cpu(self) -> bool:

@@ -248,7 +248,7 @@ def _with_scales_by_page(cache: KeyCache, row_offsets: Tensor, mask: Mask) -> Ke
 def _visible_rows(
     cache: KeyCache, row_offsets: Tensor, mask: Mask, buffer_length: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """(cache rows [keys, width] of the visible keys, kv_starts [batch + 1]).
+    """Return (cache rows [keys, width] of the visible keys, kv_starts [batch + 1]).
 
     A window or chunk mask hides the oldest keys. It depends on distances to the queries or on whole
     chunks, so it is the same mask over the remaining keys.

@@ -57,7 +57,7 @@ class LocalModel:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def generate(self, prompt: str, count: int, progress: Callable[[int], object]) -> Run:
-        """At most `count` greedy tokens; `progress` is called with the number of new ones."""
+        """Generate at most `count` greedy tokens; call `progress` with the number of new ones."""
         given = self.tokenizer(prompt, return_tensors="pt").to(self.model.device)
         watch = Stopwatch(given["input_ids"].shape[1], progress)
         start = perf_counter()

@@ -67,7 +67,7 @@ def pickle_by(member: Any, find: Callable[[str], Any], name: str) -> None:
 
 
 def selects(config: Any, backend: str) -> bool:
-    """Does a VllmConfig ask for an attention backend by name, for all layers or for MLA layers?"""
+    """Return whether a VllmConfig names an attention backend, for all or for MLA layers."""
     attention = config.attention_config
     per_kind = getattr(attention, "backend_per_kind", None) or {}
     asked = [attention.backend, *per_kind.values()]

@@ -24,7 +24,7 @@ FEW_ROWS = 16
 
 
 def multiplies_bf16(dtype: torch.dtype) -> bool:
-    """Is `batched_matmul` of this type a matmul of torch, which adds in float32 and rounds once?"""
+    """Return whether torch's matmul of this type adds in float32 and rounds once."""
     return dtype == torch.bfloat16 and has_products(dtype)
 
 

@@ -146,7 +146,7 @@ def _attend_block(
     *,
     has_values: bool,  # else keys take their place, and the result does not count
 ) -> Partial | None:
-    """(out [heads, queries, D_V], lse [heads, queries]); None if it may be wrong.
+    """Return (out [heads, queries, D_V], lse [heads, queries]); None if it may be wrong.
 
     out may also be wrong if it is not finite.
     """
@@ -179,7 +179,7 @@ def _attend_block(
 def _is_one_call(
     a: PrefillArguments, request: Request, queries: slice, key_tile: int, dtype: torch.dtype
 ) -> bool:
-    """Must keys before the queries be in the same call? 16-bit partials are rounded once more."""
+    """Return whether one call needs all keys: 16-bit partials are rounded once more."""
     before, bias_bytes = request.kv_len - request.q_len, request.q_len * request.kv_len * 2
     return (
         dtype != torch.float32
@@ -193,7 +193,7 @@ def _is_one_call(
 def _attend_all_keys(
     a: PrefillArguments, request: Request, heads: slice, q: Tensor, *, has_values: bool
 ) -> Partial | None:
-    """`_attend_block` in one call. Up to a third of the scores are computed in vain."""
+    """Compute `_attend_block` in one call. Up to a third of the scores are computed in vain."""
     before, num_queries, bias = request.kv_len - request.q_len, request.q_len, None
     k, v = _expanded(a, request.keys, heads, q.dtype, has_values=has_values)
     if before <= num_queries:
@@ -214,7 +214,7 @@ def _attend_all_keys(
 def _key_tiles(
     a: PrefillArguments, request: Request, queries: slice, key_tile: int
 ) -> Iterator[tuple[slice, bool]]:
-    """(rows of keys, is the mask needed) for a block of queries."""
+    """Return (rows of keys, is the mask needed) for a block of queries."""
     first, last = request.keys.start, request.keys.stop
     if a.mask.kind == "causal":
         before = request.kv_len - request.q_len

@@ -36,7 +36,7 @@ class RowList:
     lens: Tensor | None
 
     def valid(self, tokens: slice) -> Tensor:
-        """[tokens, entries]"""
+        """Return [tokens, entries]"""
         chosen = self.rows[tokens]
         valid = (chosen >= 0) & (chosen < self.layer.num_slots)
         if self.lens is not None:
@@ -70,7 +70,7 @@ def sparse_mla(a: SparseArguments, out: Tensor, lse: Tensor, max_logits: Tensor)
 
 
 def _by_length(valid: Sequence[Tensor]) -> Iterator[tuple[tuple[int, ...], list[int]]]:
-    """(entries of each list, the tokens whose last valid entries are within them)."""
+    """Return (entries of each list, the tokens whose last valid entries are within them)."""
     ends = []
     for each in valid:
         entry = torch.arange(1, each.shape[1] + 1, dtype=torch.int32, device="cpu")
@@ -141,7 +141,7 @@ def _attend(
 
 
 def _tiles(length: int, most: int) -> Iterator[tuple[slice, int]]:
-    """(entries, number of splits) of a list."""
+    """Return (entries, number of splits) of a list."""
     first = 0
     while first < length:
         last = min(first + most, length)

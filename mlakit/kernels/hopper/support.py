@@ -1,4 +1,4 @@
-"""What the Gluon kernels take; everything else is left to the portable ones.
+"""Support of the Gluon kernels; the portable kernels take everything else.
 
 `mla_decode` has five kernels. Each says what it cannot take (`why_not`); the m64 kernels also say
 when a small_m kernel is faster (`why_slower`). `mla_prefill` and `indexer_logits` have one.
@@ -59,7 +59,7 @@ def _why_not_mask(problem: Problem) -> str | None:
 
 
 def _why_not_decode(problem: Problem) -> str | None:
-    """What no decode kernel takes."""
+    """Return why no decode kernel takes a problem; None if some may."""
     refusal = _why_not_device(problem)
     if refusal is not None:
         return refusal
@@ -108,7 +108,7 @@ def _why_not_m64_fp8_kv(problem: Problem) -> str | None:
 
 
 def _why_slower_m64(problem: Problem) -> str | None:
-    """When a small_m kernel is faster: it wastes no rows on few heads, and starts sooner.
+    """Return why a small_m kernel is faster: it wastes no rows on few heads, and starts sooner.
 
     With batch-invariant results the work in the batch does not decide: kernels round differently.
     """
@@ -207,7 +207,7 @@ def _sparse_takes(kernel: str) -> Callable[[Problem], str | None]:
 
 
 def _why_slower_sparse_m64(problem: Problem) -> str | None:
-    """When small_m_fp8_kv is faster."""
+    """Return why small_m_fp8_kv is faster than m64_fp8_kv, or None."""
     takes = problem.format in _SPARSE_FORMATS["small_m_fp8_kv"]
     if takes and problem.heads <= SMALL_M_HEADS:
         return f"is for more than {SMALL_M_HEADS} heads, got {problem.heads}"

@@ -272,7 +272,7 @@ def pick_decode_merge_config(*, v_width: int, expected_splits: int) -> DecodeMer
 
 @dataclass(frozen=True)
 class RowTiles:
-    """How the columns of cache rows are split into tiles of a power of two."""
+    """The split of a cache row's columns into tiles whose widths are powers of two."""
 
     d_c: int
     d_r: int
@@ -499,7 +499,7 @@ def pick_sparse_splits(
     most = min(list_tiles // MIN_SPARSE_TILES_PER_SPLIT, MAX_SPARSE_SPLITS)
 
     def list_tiles_in_sequence(splits: int) -> int:
-        """On the busiest SM, with what costs as much."""
+        """Return the list tiles of the busiest SM, with its other costs in the same unit."""
         waves = -(-head_tiles * splits // num_sms)
         tiles = -(-list_tiles // splits) + SPARSE_PROGRAM_TILES
         return waves * (tiles + (SPARSE_PARTIAL_TILES if splits > 1 else 0))
@@ -527,7 +527,7 @@ class IndexerConfig:
 
 
 def has_fp8_dots(q_dtype: str, format: str, row: RowShape) -> bool:
-    """Does the indexer multiply e4m3 by e4m3, on GPUs that have such dots?"""
+    """Return whether the indexer multiplies e4m3 by e4m3, on GPUs that have such dots."""
     is_fp8 = q_dtype == "torch.float8_e4m3fn" and format in ("fp8", "fp8_token")
     # a dot of e4m3 needs 32 columns
     return is_fp8 and row.qk_rope_head_dim == 0 and row.kv_lora_rank > 16
@@ -563,7 +563,7 @@ def pick_indexer_config(
 def _indexer_tiles(
     heads: int, block: int, padded_width: int, itemsize: int, mean_queries: float, arch: int
 ) -> Iterator[tuple[int, int, int, int]]:
-    """(queries, keys, num_warps, num_stages), the fastest first."""
+    """Return (queries, keys, num_warps, num_stages), the fastest first."""
     most = max(128 // block, 1)
     if itemsize == 1 and arch == 90 and heads <= block:
         # e4m3 operands take no registers. 4 warps beat 8, and 5 stages 3, on an H200

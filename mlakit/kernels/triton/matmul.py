@@ -131,7 +131,7 @@ def tile_of_program(
     BLOCK_N: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """(batch int64, row tile, column tile) of a program.
+    """Return (batch int64, row tile, column tile) of a program.
 
     Neighbouring programs have GROUP_M row tiles and few column tiles, which then stay in L2.
     """

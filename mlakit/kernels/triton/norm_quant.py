@@ -94,7 +94,7 @@ def store_scales(
 
 @triton.jit
 def encode(x, STORED: tl.constexpr, HAS_FP8: tl.constexpr):
-    """float32 `x` in the dtype STORED; uint8 stands for e4m3."""
+    """Return float32 `x` in the dtype STORED; uint8 stands for e4m3."""
     return narrow_e4m3(x, HAS_FP8) if tl.uint8 == STORED else x.to(STORED)
 
 

@@ -40,7 +40,7 @@ class Batch(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """Which keys each persistent CTA attends to; see `mlakit.plan.DecodePlanTensors`."""
+    """The keys that each persistent CTA attends to; see `mlakit.plan.DecodePlanTensors`."""
 
     items: Tensor  # [max_items, ITEM_COLUMNS]
     cta_starts: Tensor  # [num_ctas + 1]
@@ -87,7 +87,7 @@ class QScales(NamedTuple):
 
 
 class Traits(NamedTuple):
-    """What a kernel is compiled for."""
+    """The constants that a kernel is compiled for."""
 
     ROWS: int  # heads of a work tile
     PAGE: int  # rows of a page

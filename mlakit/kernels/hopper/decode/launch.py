@@ -220,7 +220,7 @@ def _plan(
 
 @dataclass(frozen=True)
 class CacheArguments:
-    """How a kernel reads the rows of a cache."""
+    """Arguments by which a kernel reads the rows of a cache."""
 
     kv: TensorDescriptor | Tensor
     kv_rope: TensorDescriptor
@@ -287,7 +287,7 @@ def _cache_arguments(
 
 
 def _gather(kernel: str, layer: CacheLayer, rows: Tensor) -> Gather:
-    """What a gather producer needs; nothing where TMA loads blocks."""
+    """Return the arguments of a gather producer; they are None where TMA loads blocks."""
     is_tma_page = layer.page_size in PAGES or layer.page_size % BLOCK == 0
     if kernel == "m64_bf16" and layer.page_size < MIN_TMA_PAGE_M64_BF16:
         is_tma_page = False
@@ -318,7 +318,7 @@ def _is_packed(rows: Tensor) -> bool:
 
 
 def _is_by_head(q: Tensor) -> bool:
-    """Do the tokens of a head lie together, not the heads of a token?"""
+    """Return whether q is heads-major: the tokens of a head are adjacent."""
     return q.shape[0] > 1 and q.shape[1] > 1 and 0 < q.stride(0) < q.stride(1)
 
 

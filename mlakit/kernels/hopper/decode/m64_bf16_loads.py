@@ -66,7 +66,7 @@ class Smem:
 
 @record
 class PartBarriers:
-    """Of a part of a block."""
+    """Barriers of one part of a block of keys."""
 
     full: object
     empty: object  # of the gather producer; None: the warpgroup that releases it reloads it
@@ -74,7 +74,7 @@ class PartBarriers:
 
 @record
 class Barriers:
-    """Of loads, then of what one warpgroup passes to the other."""
+    """Barriers of the loads, and of the data that one warpgroup hands to the other."""
 
     q: object
     left_even: object  # PartBarriers, as all of blocks
@@ -113,7 +113,7 @@ def alloc_smem(kv):
 
 @gluon.jit
 def alloc_all_barriers(words):
-    """`words` of the inputs: not None where a gather producer loads rows."""
+    """Allocate all barriers; `words` is not None where a gather producer loads rows."""
     return Barriers(
         alloc_barrier(), _alloc_part(words), _alloc_part(words), _alloc_part(words),
         _alloc_part(words), _alloc_part(words), _alloc_part(words), alloc_barrier(),
@@ -178,7 +178,7 @@ def rows_of_pair(inputs, keys, block):
 
 @gluon.jit
 def lookup_start(inputs, scheduler, item, index):
-    """Where a work tile begins: (token, first head, rows of its first block, of its second)."""
+    """Return (token, first head, rows of the first block, of the second) of a work tile."""
     token, first_head, rows = item * 0, item * 0, item * 0
     if inputs.words is None and inputs.PAGE < 64:
         rows = gl.zeros([32], gl.int32, lane_layout(4))

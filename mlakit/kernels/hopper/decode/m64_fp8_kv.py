@@ -131,7 +131,7 @@ def _issue_qk(inputs, query, blocks, number):
 
 @gluon.jit
 def _softmax_step(scores, block, number, keys, softmax, row_scale, scales, traits):
-    """(probabilities as float16, rescale of acc, softmax after this block)"""
+    """Return (probabilities as float16, rescale of acc, softmax after this block)"""
     prob_scale, factor = softmax.prob_scale, PROB_SCALE
     THRESHOLD: gl.constexpr = (
         RESCALE_THRESHOLD_ROW_SCALES if traits.HAS_ROW_SCALES else RESCALE_THRESHOLD
@@ -181,7 +181,7 @@ def _qk_softmax_warpgroup(
     item, index, inputs, scheduler, outputs, query, prob_stage, blocks, scale_log2, tensor_scale,
     traits, q_scales,
 ):  # fmt: skip
-    """Also PV of the left column half."""
+    """Run the QK-softmax warpgroup, which also computes PV of the left column half."""
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     number = item * 0
     tiles_done = item * 0
@@ -247,7 +247,7 @@ def _qk_softmax_warpgroup(
 
 @gluon.jit
 def _pv_warpgroup(item, index, inputs, scheduler, outputs, prob_stage, blocks):
-    """PV of the right column half."""
+    """Run the PV warpgroup, which computes PV of the right column half."""
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
     number = item * 0
     tiles_done = item * 0

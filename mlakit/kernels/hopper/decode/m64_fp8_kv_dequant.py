@@ -115,7 +115,7 @@ class Fetched:
 
 @gluon.constexpr_function
 def _words_layout(width):
-    """[64, words]: sixteen bytes per thread.
+    """Return [64, words]: sixteen bytes per thread.
 
     Eight threads have 64 bytes of two rows, which as float16 fill all banks of shared memory. A
     warp has lines of 128 bytes, where rows are that wide.
@@ -225,7 +225,7 @@ def _load_words(rows, inputs, keys, first_row, block, FIRST: gl.constexpr, WIDTH
 
 @gluon.jit
 def _load_rope(rows, inputs, keys, first_row, block):
-    """In a tuple, which is empty where TMA copies them."""
+    """Load the rotated columns of a block, as a tuple that is empty where TMA copies them."""
     found = ()
     if rows.FORMAT == "fp8":
         found += (_load_words(rows, inputs, keys, first_row, block, rows.ROPE_COLUMN, 16),)
@@ -245,7 +245,7 @@ def _copy_rope(rows, inputs, blocks, stage, rope_rows):
 
 @gluon.jit
 def _load_scale(rows, inputs, keys, first_row, block):
-    """float32 [64 keys] in a tuple, which is empty where rows have none."""
+    """Return float32 [64 keys] in a tuple, which is empty where rows have none."""
     KEY: gl.constexpr = lane_layout(4)
     found = ()
     if rows.scales is not None:
@@ -292,7 +292,7 @@ def _prefetch(rows, inputs, keys, pages, block, BLOCKS: gl.constexpr):
 
 @gluon.jit
 def dequant_warpgroup(item, index, inputs, scheduler, rows, blocks):
-    """Of fp8 and fp8_token."""
+    """Run the dequant warpgroup of fp8 and fp8_token rows."""
     KEY: gl.constexpr = gl.SliceLayout(1, _words_layout(HALF))
     number = item * 0
     while item < scheduler.last_item:
@@ -358,8 +358,8 @@ def _fetch_rows(rows, inputs, keys, pages, block):
 
 @gluon.jit
 def dequant_scaled_warpgroup(item, index, inputs, scheduler, rows, blocks):
-    """Of fp8_block128. The left half is converted before its stage is free: the QK-softmax
-    warpgroup releases it shortly before it needs the next one."""
+    """Run the dequant warpgroup of fp8_block128 rows. The left half is converted before its stage
+    is free: the QK-softmax warpgroup releases it shortly before it needs the next one."""
     number = item * 0
     while item < scheduler.last_item:
         keys = key_range(inputs, scheduler, item, index)

@@ -1,4 +1,4 @@
-"""What the consumers of `m64_fp8_kv` share: queries, and what they hand to each other.
+"""Shared state of the consumers of `m64_fp8_kv`: queries, and the data they hand to each other.
 
 Lineage    own design
 """
@@ -36,7 +36,7 @@ class Query:
 
 @record
 class ProbStage:
-    """From QK-softmax to PV: a block, and the end of a work tile."""
+    """Hand-over from QK-softmax to PV: a block of probabilities, and the end of a work tile."""
 
     probs: object  # [64 heads, 64 keys] float16
     rescale: object  # [64] float32, of acc
@@ -55,7 +55,7 @@ class Softmax:
 
 @record
 class SoftmaxTraits:
-    """What is known when the kernel is compiled."""
+    """Properties of the softmax that are known when the kernel is compiled."""
 
     HAS_ROW_SCALES: object
     scores: object

@@ -116,7 +116,7 @@ def _alloc_pipelines(STAGES: gl.constexpr, inputs, HAS_ROW_SCALES: gl.constexpr)
 
 @gluon.jit
 def _read_values(latent, stage, d, chunk: gl.constexpr, num_valid):
-    """float16 [D_TILE, KEY_CHUNK] of a tile of a block's values."""
+    """Return float16 [D_TILE, KEY_CHUNK] of a tile of a block's values."""
     tile = latent.tiles.index(stage * D_TILES + d).slice(chunk * KEY_CHUNK, KEY_CHUNK, 0)
     return load_values(tile, num_valid - chunk * KEY_CHUNK, ACC)
 

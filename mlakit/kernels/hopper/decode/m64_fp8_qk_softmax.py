@@ -67,7 +67,7 @@ MAX_SCALE_RATIO = gl.constexpr(configs.MAX_SCALE_RATIO)
 
 @record
 class ProbStages:
-    """From QK-softmax to both PV warpgroups: block n in stage n % 2, and the end of a work tile."""
+    """Hand-over from QK-softmax to PV: block n in stage n % 2, and the end of a work tile."""
 
     probs: object  # float16 [2 · KEY_CHUNKS, 64 heads, KEY_CHUNK keys]
     rescale: object  # [2, 64] float32, of acc
@@ -81,7 +81,7 @@ class ProbStages:
 
 @record
 class SoftmaxInputs:
-    """What the warpgroup reads, and what it knows when the kernel is compiled."""
+    """Inputs of the QK-softmax warpgroup, and its constants."""
 
     query: object
     q_rope: object  # rotated queries, of the type of the rows' rotated columns
@@ -154,7 +154,7 @@ def _issue_tile(given, pipelines, stage, d: gl.constexpr, qk):
 
 @gluon.jit
 def _first_scores(inputs, given, pipelines, stage, phase):
-    """Of a work tile's first block."""
+    """Return QK of a work tile's first block."""
     wait_block(inputs, pipelines.latent.full.index(stage), phase)
     qk = _issue_rope(given, pipelines, stage)
     for d in gl.static_range(D_TILES):
@@ -198,8 +198,8 @@ def _scale_and_mask(scores, block, keys, q_scale, scales, given):
 
 @gluon.jit
 def _next_prob_scale(softmax, pipelines, stage, HAS_ROW_SCALES: gl.constexpr):
-    """With the row scales of a block: (power of two, smallest scale, factor of probabilities,
-    rescale threshold).
+    """Return (power of two, smallest scale, factor of probabilities, rescale threshold) once the
+    row scales of a block are included.
 
     Where row scales are far apart, probabilities of rows with small ones are small too: they need
     all of float16's range, and the threshold is 0.
@@ -221,8 +221,8 @@ def _softmax_block(
     inputs, scores, block, keys, softmax, q_scale, given, pipelines, stage, phase,
     IS_LAST: gl.constexpr,
 ):  # fmt: skip
-    """(probabilities as two chunks of float16, rescale of acc, softmax after this block, QK of the
-    block in the next stage, which the last one has not)"""
+    """Return (probabilities as two chunks of float16, rescale of acc, softmax after this block, QK
+    of the block in the next stage, which the last one has not)"""
     scale_log2 = gl.maximum(given.scale_log2, SMALLEST_SCALE)
     scales = pipelines.scales.values.index(stage)
     prob_scale, min_scale, factor, threshold = _next_prob_scale(

@@ -69,7 +69,7 @@ from mlakit.kernels.hopper.device.softmax import INITIAL_ROW_MAX, mask_scores
 
 @record
 class ProbStages:
-    """From QK-softmax to all PV warpgroups: block n in stage n % 2, and the end of a work tile."""
+    """Hand-over from QK-softmax to PV: block n in stage n % 2, and the end of a work tile."""
 
     probs: object  # float16 [2, heads, 64 keys], one per scale of a row
     rescale: object  # [2, heads] float32, of acc
@@ -83,7 +83,7 @@ class ProbStages:
 
 @record
 class SoftmaxState:
-    """What both QK-softmax warpgroups use."""
+    """State that both QK-softmax warpgroups use."""
 
     loaded: object  # queries as they arrive
     query: object  # the same as float16, in the same memory if they are 16-bit
@@ -108,7 +108,7 @@ class Exchange:
 
 @record
 class ScaledQuery:
-    """That the queries are converted, from the first warpgroup to the second."""
+    """Signalled by the first warpgroup when the queries are converted; the second waits for it."""
 
     scale: object  # [heads] float32, of scores
     full: object  # a barrier
@@ -116,7 +116,7 @@ class ScaledQuery:
 
 @record
 class Alternation:
-    """Which blocks a warpgroup has, and what it exchanges with the other one."""
+    """The blocks of one QK-softmax warpgroup, and its exchange with the other one."""
 
     NUMBER: object
     block_max: object
@@ -182,7 +182,7 @@ def scale_queries(query, score_scale, FORMAT: gl.constexpr):
 
 @gluon.jit
 def _convert_query(loaded, query, q_scale, score_scale, FORMAT: gl.constexpr):
-    """As `scale_queries` of FP8 queries, exactly; the scale of scores is that of the token."""
+    """Convert FP8 queries exactly, permuted as by `scale_queries`; scores get the token's scale."""
     for d in gl.static_range(D_TILES):
         permute_fp8_query(loaded.latent.index(d), query.latent.index(d))
     if FORMAT == "fp8":
@@ -357,7 +357,7 @@ def _wait_exchange(exchange, phase, ROW: gl.constexpr, HAS_ROW_SCALES: gl.conste
 
 @gluon.jit
 def _read_exchange(exchange, ROW: gl.constexpr, HAS_ROW_SCALES: gl.constexpr):
-    """(row_max, prob_scale)"""
+    """Return (row_max, prob_scale)"""
     prob_scale = gl.to_tensor(1.0)
     if HAS_ROW_SCALES:
         prob_scale = gl.max(exchange.prob_scale.load(lane_layout(4)), 0)
@@ -401,8 +401,8 @@ def softmax_block(
 
 @gluon.jit
 def sum_tile(alternation, has_none, row_sum, tiles_done, pipelines, LAYOUT: gl.constexpr):
-    """(row_max, row_sum, prob_scale) of a work tile, in the first warpgroup; the second one has
-    passed its own to the first.
+    """Return (row_max, row_sum, prob_scale) of a work tile, in the first warpgroup; the second one
+    has passed its own to the first.
 
     has_none  no block of the tile is the warpgroup's own
     """
@@ -437,7 +437,7 @@ def store_out_scale(probs, tiles_done, out_scale):
 
 @gluon.jit
 def qk_softmax_warpgroup(alternation, item, index, inputs, scheduler, outputs, state):
-    """One of the two; `alternation` is its Alternation."""
+    """Run one of the two QK-softmax warpgroups; `alternation` says which."""
     loaded, query = state.loaded, state.query
     probs, pipelines, scale_log2 = state.probs, state.pipelines, state.scale_log2
     HEADS: gl.constexpr = scheduler.ROWS

@@ -97,7 +97,7 @@ def to_fp16(words):
 
 @gluon.jit
 def _in_key_order(rows):
-    """[rows, columns], of sixteen columns 4t + 2h + i at 8h + 2t + i."""
+    """Return [rows, columns], of sixteen columns 4t + 2h + i at 8h + 2t + i."""
     ROWS: gl.constexpr = rows.shape[0]
     WIDTH: gl.constexpr = rows.shape[1]
     ordered = rows.reshape([ROWS, WIDTH // 16, 4, 2, 2]).permute(0, 1, 3, 2, 4)
@@ -143,7 +143,7 @@ def load_rows(smem):
 
 @gluon.jit
 def permute_fp8_query(smem, target):
-    """As `permute_query`, of FP8 queries: words [rows, columns / 4], which need no factor."""
+    """Permute FP8 queries, words [rows, columns / 4], like `permute_query`; they need no factor."""
     target.store(_in_key_order(_load_fp8(smem)))
 
 
@@ -209,6 +209,6 @@ def load_values(smem, num_valid, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def acc_columns(LAYOUT: gl.constexpr):
-    """Which of 128 columns each row of an accumulator of `load_values` is."""
+    """Return which of 128 columns each row of an accumulator of `load_values` is."""
     row = gl.arange(0, 128, gl.SliceLayout(1, LAYOUT))
     return row // 16 % 4 * 32 + row % 8 * 4 + row // 64 * 2 + row // 8 % 2

@@ -27,7 +27,7 @@ LARGEST_POWER = gl.constexpr(127 + 122)
 
 @gluon.constexpr_function
 def row_layout(lanes, in_thread, shape):
-    """[64 rows, …]: each thread has the same four rows, whatever else it has."""
+    """Return [64 rows, …]: each thread has the same four rows, whatever else it has."""
     rows = [0] * (len(shape) - 1)
     return gl.DistributedLinearLayout(
         reg_bases=[*in_thread, [16, *rows], [32, *rows]],
@@ -83,7 +83,7 @@ def load_group_scales(start, is_valid):
 
 @gluon.jit
 def power_of_two(exponent):
-    """(2**(exponent − 127), its inverse), from SMALLEST_POWER to LARGEST_POWER."""
+    """Return (2**(exponent − 127), its inverse), from SMALLEST_POWER to LARGEST_POWER."""
     exponent = gl.maximum(gl.minimum(exponent, LARGEST_POWER), SMALLEST_POWER)
     scale = (exponent << 23).to(gl.float32, bitcast=True)
     return scale, ((254 - exponent) << 23).to(gl.float32, bitcast=True)
@@ -158,8 +158,8 @@ def _of_group(parts, GROUP: gl.constexpr):
 
 @gluon.jit
 def group_factors(scales):
-    """(factors of each 128 columns, for `convert`; the power of two of each row, which is a factor
-    of its scores; its inverse, for rotated columns; the largest power of each warp [4])
+    """Return (factors of each 128 columns, for `convert`; the power of two of each row, which is a
+    factor of its scores; its inverse, for rotated columns; the largest power of each warp [4])
 
     scales  `load_group_scales`
     """

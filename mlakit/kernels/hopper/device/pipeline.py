@@ -103,7 +103,7 @@ def next_stage(pipeline, stage, phase):
 
 @gluon.jit
 def two_stages(number):
-    """(stage, phase) of fill `number` in a pipeline of two stages."""
+    """Return (stage, phase) of fill `number` in a pipeline of two stages."""
     return number & 1, (number >> 1) & 1
 
 

@@ -35,7 +35,7 @@ def acc_layout(columns, k=16):
 
 @gluon.constexpr_function
 def lane_layout(warps):
-    """[32 · n], one element per lane; [32] has the same elements in each of `warps` warps."""
+    """Return the layout of [32 · n], an element per lane; each of `warps` warps has all of [32]."""
     return gl.BlockedLayout([1], [32], [warps], [0])
 
 
@@ -76,7 +76,7 @@ def allow_dependents():
 
 @gluon.jit
 def log2(x):
-    """Wrong by 2**-22 at most, relative to 1 or to the result; gl.log2 takes 35 instructions."""
+    """Return log2(x) within 2**-22, relative to 1 or the result; gl.log2 takes 35 instructions."""
     return gl.inline_asm_elementwise(
         "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
     )
@@ -117,13 +117,13 @@ def named_wait(number, THREADS: gl.constexpr, is_asked=True):
 
 @gluon.jit
 def alloc_vector(COUNT: gl.constexpr):
-    """float32 [COUNT] in shared memory, which warpgroups exchange values through."""
+    """Return float32 [COUNT] in shared memory, which warpgroups exchange values through."""
     return gl.allocate_shared_memory(gl.float32, [COUNT], SMEM_VECTOR)
 
 
 @gluon.jit
 def alloc_barrier(ARRIVALS: gl.constexpr = 1):
-    """An allocation each: between two barriers the compiler then needs no CTA-wide barrier."""
+    """Allocate one barrier. Separate allocations need no CTA-wide barrier between two barriers."""
     barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(barrier, count=ARRIVALS)
     return barrier
@@ -237,8 +237,8 @@ def tma_load_block(descriptor, rows, column, barrier, smem):
 def tma_load_page_slices(
     descriptor, rows, FIRST: gl.constexpr, column, barrier, smem, BYTES: gl.constexpr
 ):  # fmt: skip
-    """As `_tma_load_pages`, with TMA tiles as wide as the smem tile: each of four warps then loads
-    a swizzle atom.
+    """Load pages like `_tma_load_pages`, with TMA tiles as wide as the smem tile: each of four
+    warps then loads a swizzle atom.
 
     FIRST  lane of `rows` that has the first page
     """

@@ -40,7 +40,7 @@ class ScaleStages:
 
 @gluon.constexpr_function
 def _keys_layout(warps, count):
-    """[64 keys]: all of them in each warp, so that no warp waits for another.
+    """Return [64 keys]: all of them in each warp, so that no warp waits for another.
 
     With four scales per row the registers of four warps do not suffice for that.
     """
@@ -57,7 +57,7 @@ def _keys_layout(warps, count):
 
 @gluon.constexpr_function
 def _groups_layout(warps):
-    """[64 keys, 4 scales]: keys as `_keys_layout` has them, with all their scales."""
+    """Return [64 keys, 4 scales]: keys as `_keys_layout` has them, with all their scales."""
     own = [[0, 1], [0, 2]]
     lanes = [[1, 0], [2, 0], [4, 0], [8, 0], [16, 0]]
     return gl.DistributedLinearLayout(
@@ -157,8 +157,8 @@ def store_scales(scales, stages, stage, found):
 
 @gluon.jit
 def apply_tensor_scale(kv_scales, scale_log2):
-    """(scale_log2, tensor_scale) of `arguments.KVScales`; a scale on the device is not yet part of
-    scale_log2."""
+    """Return (scale_log2, tensor_scale) of `arguments.KVScales`; a scale on the device is not yet
+    part of scale_log2."""
     tensor_scale = kv_scales.tensor_scale
     if kv_scales.device_scale is not None:
         tensor_scale = gl.load(kv_scales.device_scale).to(gl.float32)

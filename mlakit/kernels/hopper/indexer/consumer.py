@@ -27,7 +27,7 @@ FILL_STEP = gl.constexpr(512)  # columns that a warpgroup fills at once
 
 @record
 class Tiling:
-    """Members of `IndexerConfig`."""
+    """Tile sizes of `IndexerConfig` that the consumers read."""
 
     TOKENS: object
     HEADS: object
@@ -53,7 +53,7 @@ class Outputs:
 
 @record
 class Lane:
-    """What a thread keeps for a token block."""
+    """Values that a thread keeps for a token block."""
 
     weights: object  # [WG_TOKENS · HEADS]
     out: object  # pointers [64, WG_TOKENS] to the logits of the first piece of key tile 0
@@ -80,7 +80,7 @@ def _times_scale(logits, scale):
 
 @gluon.jit
 def _store(lane, acc, scale, key, TOKENS: gl.constexpr, ADDS_ODD: gl.constexpr):
-    """The logits of a piece, `key` keys from the first one on."""
+    """Store the logits of a piece, `key` keys after the first one."""
     logits = sum_heads(acc, lane.weights, TOKENS, ADDS_ODD)
     logits = _times_scale(logits, gl.expand_dims(scale, 1).broadcast_to(logits.shape))
     gl.store(lane.out + key, logits, mask=lane.limit > key)
@@ -88,7 +88,7 @@ def _store(lane, acc, scale, key, TOKENS: gl.constexpr, ADDS_ODD: gl.constexpr):
 
 @gluon.jit
 def _score_tile(stages, stage, phase, q, lane, key, tiling, ROW: gl.constexpr):
-    """The warpgroup's pieces of a key tile; no wgmma is in flight before or after.
+    """Score the warpgroup's pieces of a key tile; no wgmma is in flight before or after.
 
     ROW  of the key tile that its pieces begin with
     """
@@ -145,7 +145,7 @@ def _load_lane(requests, outputs, work, tiling, TOKEN: gl.constexpr, ROW: gl.con
 
 @gluon.jit
 def _fill(requests, outputs, work, WG: gl.constexpr, WARPGROUPS: gl.constexpr):
-    """−inf to the hidden keys among the columns of fill tiles."""
+    """Store −inf for the hidden keys among the columns of fill tiles."""
     offset = gl.arange(0, FILL_STEP, lane_layout(4))
     hidden = gl.full([FILL_STEP], -float("inf"), gl.float32, lane_layout(4))
     for own in range(gl.where(work.fill_first < work.fill_end, work.count, 0)):
@@ -168,7 +168,7 @@ def _warpgroups(tiling):
 def _score_block(
     requests, outputs, stages, work, q_stage, q_phase, stage, phase, tiling, WG: gl.constexpr
 ):
-    """The key tiles of a token block; returns the next stage and its phase."""
+    """Score the key tiles of a token block; return the next stage and its phase."""
     TOKEN_GROUPS: gl.constexpr = tiling.TOKENS // tiling.WG_TOKENS
     TOKEN: gl.constexpr = WG % TOKEN_GROUPS * tiling.WG_TOKENS
     ROW: gl.constexpr = WG // TOKEN_GROUPS * tiling.WG_PIECES * PIECE
@@ -186,7 +186,7 @@ def _score_block(
 
 @gluon.jit
 def consumer(request, block, tile, left, requests, outputs, stages, tiling, WG: gl.constexpr):
-    """Consumer warpgroup WG."""
+    """Run consumer warpgroup WG."""
     WARPGROUPS: gl.constexpr = _warpgroups(tiling)
     stage, phase, uses = tile * 0, tile * 0, tile * 0
     if requests.IS_SINGLE:

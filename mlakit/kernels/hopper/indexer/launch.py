@@ -39,7 +39,7 @@ class ResultArguments(NamedTuple):
 
 
 class IndexerTraits(NamedTuple):
-    """What the kernel is compiled for."""
+    """Constants that the indexer kernel is compiled for."""
 
     HEADS: int
     PAGE: int  # keys of a page

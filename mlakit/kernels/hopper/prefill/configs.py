@@ -43,7 +43,7 @@ FP8_PROB_SHIFT = 8
 
 
 class Traits(NamedTuple):
-    """What a prefill kernel is compiled for."""
+    """Constants that a prefill kernel is compiled for."""
 
     D_N: int
     D_R: int

@@ -74,7 +74,7 @@ MMA_K = gl.constexpr(32)
 
 @record
 class Values:
-    """What `fp8_values` wrote, its smem tiles, and v itself."""
+    """The results of `fp8_values`, their smem tiles, and v itself."""
 
     tma: object  # rows of D_V per tile
     tiles: object  # [STAGES, D_V, BLOCK_K]
@@ -88,7 +88,7 @@ class Values:
 
 @record
 class Scales:
-    """Where scales are, float32 or None."""
+    """Pointers to the scales, float32 or None."""
 
     q: object
     k: object
@@ -115,7 +115,7 @@ class Strides:
 
 @record
 class Inputs:
-    """What all warp roles read."""
+    """Inputs that all warp roles read."""
 
     schedule: object
     tiles: object
@@ -130,7 +130,7 @@ class Inputs:
 
 @gluon.jit
 def _stage(fill):
-    """(stage, phase) of a fill of keys and values."""
+    """Return (stage, phase) of a fill of keys and values."""
     return fill & (STAGES - 1), (fill // STAGES) & 1
 
 

@@ -41,7 +41,7 @@ def max_value_tiles(keys: int, batch: int) -> int:
 
 
 class ScaleKinds(NamedTuple):
-    """What has a scale of its own: each key, each value, each block of both."""
+    """Kinds of scales that vary: by key, by value, by block of both."""
 
     has_keys: bool
     has_values: bool
@@ -63,7 +63,7 @@ def rewrite_values(
     kv_starts: Tensor,
     kinds: ScaleKinds,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(tiles, flags, scales)"""
+    """Return (tiles, flags, scales)"""
     keys, heads, d_v = v.shape
     batch = kv_starts.shape[0] - 1
     count = max_value_tiles(keys, batch)
@@ -255,14 +255,14 @@ def _rewrite_words(
 
 @triton.jit
 def _size_of(scale, NO_SCALE: tl.constexpr):
-    """|scale|, with a logarithm"""
+    """Return |scale|, if it has a logarithm."""
     scale = tl.abs(scale)
     return tl.where((scale > NO_SCALE) & (scale < float("inf")), scale, NO_SCALE)
 
 
 @triton.jit
 def _store_block_scales(scales, number, k_scale, v_scale, head_offset, NO_SCALE: tl.constexpr):
-    """See `scales` above."""
+    """Store the scales of blocks; see `scales` above."""
     of_keys, of_values = 1.0, 1.0
     if k_scale is not None:
         of_keys = tl.load(k_scale)

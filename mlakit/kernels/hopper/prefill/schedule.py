@@ -29,7 +29,7 @@ CHUNK = 256  # requests, or rows, at a time
 
 
 def max_query_tiles(tokens: int, batch: int, block_q: int) -> int:
-    """At least as many as a batch of so many query tokens has per head."""
+    """Return an upper bound of the query tiles per head of a batch with `tokens` query tokens."""
     return tokens // block_q + min(batch, tokens)
 
 
@@ -42,7 +42,7 @@ def make_schedule(
     block_q: int,  # queries of a work tile
     key_bytes: int,  # of a key and its value, of one head
 ) -> tuple[Tensor, Tensor]:
-    """(rows [max_query_tiles, ROW_COLUMNS], counters [COUNTERS])"""
+    """Return (rows [max_query_tiles, ROW_COLUMNS], counters [COUNTERS])"""
     batch = q_starts.shape[0] - 1
     shape = (max_query_tiles(tokens, batch, block_q), ROW_COLUMNS)
     rows = workspace.scratch(shape, torch.int32, q_starts.device)
@@ -143,7 +143,7 @@ def _schedule_prefill_kernel(
 
 @triton.jit
 def _length(starts, request, stride, is_there):
-    """(start, length) of requests, as int32."""
+    """Return (start, length) of requests, as int32."""
     at = starts + request * stride
     start = tl.load(at, mask=is_there, other=0).to(tl.int32)
     return start, tl.load(at + stride, mask=is_there, other=0).to(tl.int32) - start

@@ -24,7 +24,7 @@ CHUNK_ROWS = gl.constexpr(16)
 
 @gluon.jit
 def cleaner(schedule, tiles, values, flags):
-    """The cleaner warps: pass every block of values on to the consumers, clean."""
+    """Run the masking warps: pass every block of values on, without non-finite values."""
     tiles_done = gl.to_tensor(0)
     fill = gl.to_tensor(0)
     wait_tile(tiles, tiles_done)
@@ -87,7 +87,7 @@ def _clean_block(values, first, end):
 
 @gluon.jit
 def _any(flags):
-    """The largest of [rows, columns]."""
+    """Return the maximum of [rows, columns]."""
     return gl.max(gl.max(flags, 1), 0)
 
 

@@ -19,7 +19,7 @@ from mlakit.kernels.hopper.device.epilogue import LN2, finish_rows
 
 @record
 class Outputs:
-    """Where results go; rows are split · tokens + token."""
+    """The tensors that results are written to; rows are split · tokens + token."""
 
     out: object  # [rows, heads, 512]
     lse: object  # [rows, heads] float32
@@ -36,7 +36,7 @@ class Outputs:
 
 @gluon.constexpr_function
 def _stored_layout(columns):
-    """[64, columns]: 8 bytes of a 16-bit type per thread, whole sectors per row.
+    """Return [64, columns]: 8 bytes of a 16-bit type per thread, whole sectors per row.
 
     One swap of a lane and a register away from an accumulator, so that shuffles convert it and no
     shared memory is needed.

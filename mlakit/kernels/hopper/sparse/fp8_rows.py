@@ -134,7 +134,7 @@ def load_scales(work, row_scales, position, FORMAT: gl.constexpr):
 
 @gluon.jit
 def load_scale_table(work, position):
-    """As `load_scales`, all four scales of fp8_block128, [64, 4] in `SCALES`."""
+    """Load all four scales of each fp8_block128 row: [64, 4] in layout `SCALES`."""
     slot = valid_slots(work, position.blocks, position.block, position.scale_ids)
     at = gl.expand_dims(row_pointers(work, position.blocks, position.block, slot, 4), 1)
     at += gl.expand_dims(128 + gl.arange(0, 4, gl.SliceLayout(0, SCALES)), 0)
@@ -203,7 +203,7 @@ def load_right(start, is_valid, FORMAT: gl.constexpr):
 
 @gluon.jit
 def _block_scale64(scales, rope):
-    """(block_scale, its inverse) of fp8_block64; `rope` are words of two bfloat16."""
+    """Return (block_scale, its inverse) of fp8_block64; `rope` are words of two bfloat16."""
     # seven bytes of the eight are scales; each is an exponent
     word = gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(0, SCALE_BYTES)), 0)
     scales = scales & gl.where(word == 1, 0x00FFFFFF, -1)
@@ -220,9 +220,8 @@ def _block_scale64(scales, rope):
 
 @gluon.jit
 def scale_factors(scales, right, FORMAT: gl.constexpr):
-    """(what a block's values are multiplied by, of each 128 columns a tuple, which is empty where
-    they are not; what its rotated columns are multiplied by; what `store_scales` takes)
-    """
+    """Return (what a block's values are multiplied by, of each 128 columns a tuple, which is empty
+    where they are not; what its rotated columns are multiplied by; what `store_scales` takes)"""
     values, is_valid = scales
     factors = ((), (), (), ())
     inverse = 1.0

@@ -75,7 +75,7 @@ def sparse_mla(
 
 
 def _of_tokens(a: SparseArguments, own: slice) -> SparseArguments:
-    """The call for some of its tokens."""
+    """Return the call for some of its tokens."""
 
     def part(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor[own]

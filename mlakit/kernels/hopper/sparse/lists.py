@@ -42,7 +42,7 @@ class RowList:
 
 @record
 class Work:
-    """What there is to compute."""
+    """The lists of all tokens, and how their work is split."""
 
     main: object  # RowList
     extra: object  # RowList of the second cache; None where HAS_EXTRA is False
@@ -77,7 +77,7 @@ def make_work(main, extra, num_splits, head_tiles, num_tiles, TRAITS: gl.constex
 
 @record
 class WorkTile:
-    """Where the results of a work tile go."""
+    """The position of a work tile's results."""
 
     row: object  # split · tokens + token, int64
     token: object
@@ -182,7 +182,7 @@ def choose_blocks(is_first, first, second):
 
 @gluon.jit
 def num_pairs(blocks):
-    """At least 1: the consumers write the results of an empty tile as well."""
+    """Return the pairs of blocks; at least 1, for consumers write the results of empty tiles."""
     return gl.maximum((blocks.end - blocks.first + 1) // 2, 1)
 
 
@@ -226,7 +226,7 @@ def load_slots(work, blocks, block, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def split_slots(rows, slot):
-    """int64 (page, row in the page) of valid slots; page 0, row 0 of invalid ones."""
+    """Return int64 (page, row in the page) of valid slots; page 0, row 0 of invalid ones."""
     slot = gl.maximum(slot, 0)
     PAGE: gl.constexpr = rows.PAGE
     if PAGE == 0:
@@ -237,7 +237,7 @@ def split_slots(rows, slot):
 
 @gluon.jit
 def row_offsets(rows, slot):
-    """Where rows begin, int64 in chunks of 16 bytes from `rows.payload`; 0 of invalid slots."""
+    """Return where rows begin, int64 in chunks of 16 bytes; 0 for invalid slots."""
     page, in_page = split_slots(rows, slot)
     offset = in_page * rows.row_chunks
     if rows.PAGE > 0:

@@ -147,7 +147,7 @@ def _masked_scores(scores, number, row_scale, stages, SIGN: gl.constexpr):
 
 @gluon.jit
 def _probabilities(scores, row_scale, factor, block_max, number, softmax, stages):
-    """(probabilities as float16, rescale of acc, softmax after this block)"""
+    """Return (probabilities as float16, rescale of acc, softmax after this block)"""
     stage, _ = two_stages(number)
     acc_scale = gl.maximum(softmax.acc_scale, load_block_scale(stages, stage))
     inverse = inverse_power(acc_scale)
@@ -195,7 +195,7 @@ def _qk_softmax_warpgroup(
     q, work, tokens, heads, outputs, query, prob_stage, stages, counts, scale_log2,
     SIGN: gl.constexpr,
 ):  # fmt: skip
-    """Also PV of the left column half."""
+    """Run the QK-softmax warpgroup, which also computes PV of the left column half."""
     tile = gl.program_id(0)
     number = tile * 0
     tiles_done = tile * 0
@@ -252,7 +252,7 @@ def _qk_softmax_warpgroup(
 def _pv_warpgroup(
     work, tokens, heads, outputs, prob_stage, stages, counts, FORMAT: gl.constexpr
 ):  # fmt: skip
-    """PV of the right column half.
+    """Run the PV warpgroup, which computes PV of the right column half.
 
     It waits most of the time, so it also prefetches rows of fp8_block128 to L2, ahead of the
     dequant warpgroup, which has most to do with them.

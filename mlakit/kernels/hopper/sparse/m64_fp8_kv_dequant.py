@@ -1,4 +1,4 @@
-"""The dequant warpgroup of `fp8_m64`: listed FP8 rows as float16 in shared memory.
+"""The dequant warpgroup of `m64_fp8_kv`: listed FP8 rows as float16 in shared memory.
 
 Bytes go from the cache to registers, one block of 64 list entries ahead: shared memory has no room
 for them beside two blocks of float16. Entries that do not count read nothing: their rows are zeros.
@@ -141,7 +141,7 @@ def write_count(counts, tiles_done, count):
 
 @gluon.jit
 def read_count(counts, tiles_done):
-    """Blocks of a work tile; at least one, in which nothing may count."""
+    """Return the blocks of a work tile: at least one, whose entries may all be invalid."""
     SLOTS: gl.constexpr = counts.values.shape[0]
     slot = tiles_done & (SLOTS - 1)
     mbarrier.wait(counts.full.index(slot), tiles_done // SLOTS & 1)
@@ -158,7 +158,7 @@ def _load_scale_ids(work, blocks, block, FORMAT: gl.constexpr):
 
 @gluon.jit
 def _locate_rows(work, blocks, block, ids, scale_ids):
-    """(pointers to the rows of a block, which of them count, `Position`)"""
+    """Return (pointers to the rows of a block, which of them count, `Position`)"""
     slot = valid_slots(work, blocks, block, ids)
     start = row_pointers(work, blocks, block, slot, 4)
     return start, slot >= 0, Position(blocks, block, slot, scale_ids)
@@ -166,7 +166,7 @@ def _locate_rows(work, blocks, block, ids, scale_ids):
 
 @gluon.jit
 def dequant_warpgroup(work, row_scales, stages, counts, FORMAT: gl.constexpr):
-    """Rows are loaded a block ahead, and list entries two.
+    """Run the dequant warpgroup, which loads rows one block ahead and list entries two.
 
     The QK-softmax warpgroup releases a left half shortly before it needs the next one. That one is
     converted before if values are multiplied by scales; then the right half of the block after it

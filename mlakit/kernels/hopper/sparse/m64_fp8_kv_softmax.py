@@ -30,7 +30,7 @@ PROBS_FULL = gl.constexpr(NAMED_FIRST + 8)  # a named barrier
 
 @record
 class ProbStage:
-    """From QK-softmax to PV: a block, or after a tile's last one the scale of its results.
+    """Hand-over from QK-softmax to PV: a block, or after the last one the scale of results.
 
     One stage; fill n is block n − t of the CTA, or the end of its tile t.
     """
@@ -81,7 +81,7 @@ def inverse_power(power):
 
 @gluon.jit
 def finish_tile(tile, outputs, heads, softmax, prob_stage, fill):
-    """(lse, scale of acc); the scale also goes to the PV warpgroup, as soon as it is known.
+    """Return (lse, scale of acc); the scale also goes to the PV warpgroup, as soon as it is known.
 
     fill  of `prob_stage`
     """

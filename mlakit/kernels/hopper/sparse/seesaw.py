@@ -85,7 +85,7 @@ class Smem:
 
 @record
 class PartBarriers:
-    """Of a part of a block."""
+    """Barriers of one part of a block of keys."""
 
     full: object
     empty: object
@@ -93,7 +93,7 @@ class PartBarriers:
 
 @record
 class Barriers:
-    """Of loads, then of what one warpgroup passes to the other."""
+    """Barriers of the loads, and of the data that one warpgroup hands to the other."""
 
     q: object  # PartBarriers: the queries of a tile and its number of pairs
     left_even: object  # PartBarriers, as all of blocks
@@ -163,7 +163,7 @@ def alloc_all_barriers(Q_ARRIVALS: gl.constexpr, PART_ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def _mask(scores, counts, full, phase, SIGN: gl.constexpr):
-    """−inf for entries that do not count."""
+    """Return scores with −inf for invalid entries."""
     scores = apply_sign(scores, SIGN)
     mbarrier.wait(full, phase)
     # no addition of −inf: with an infinite query the score of a row of zeros is NaN

@@ -111,14 +111,14 @@ QUERY_TILE = gl.constexpr(smem_layout(128, 16))
 
 @record
 class Gathered:
-    """As `decode.scheduler.Inputs`: rows are not loaded by TMA."""
+    """The listed rows, in place of `decode.scheduler.Inputs`; TMA does not load them."""
 
     words: object
 
 
 @gluon.jit
 def _locate_tile(work, tokens, tile, HEADS: gl.constexpr):
-    """As the tile of `decode.epilogue`: its results are in row `token`."""
+    """Return the work tile as `decode.epilogue` takes it; its results are in row `token`."""
     at = locate_m64_tile(work, tokens, tile)
     first_head = at.first_head // (64 // HEADS)
     return WorkTile(at.row, at.token, first_head, -1), WorkTile(at.row, at.row, first_head, -1)
@@ -170,7 +170,7 @@ def _store_scales(scale_stages, stage, scales, FORMAT: gl.constexpr):
 
 @gluon.jit
 def _gather_warpgroup(work, row_scales, pipelines, counts, FORMAT: gl.constexpr):
-    """Row ids are loaded a block ahead, scales before the wait for an empty stage."""
+    """Load row ids a block ahead, and scales before the wait for an empty stage."""
     latent, rope = pipelines.latent, pipelines.rope
     TILES: gl.constexpr = latent.TILES_PER_STAGE
     ROPE_WORD: gl.constexpr = 132 if FORMAT == "fp8_block128" else 128
@@ -216,7 +216,7 @@ def _qk_softmax_warpgroup(
     alternation, q, work, tokens, heads, outputs, gathered, query, probs, pipelines, counts,
     scale_log2, SIGN: gl.constexpr, FORMAT: gl.constexpr,
 ):  # fmt: skip
-    """One of the two; `alternation` is its Alternation."""
+    """Run one of the two QK-softmax warpgroups; `alternation` says which."""
     HEADS: gl.constexpr = query.rope.shape[1]
     LAYOUT: gl.constexpr = acc_layout(HEADS)
     ROW: gl.constexpr = gl.SliceLayout(0, LAYOUT)
