@@ -24,7 +24,7 @@ from mlakit.model.geometry import RowShape
 
 
 class Use(Enum):
-    """What a call makes use of and few kernels take. A kernel that does not "takes no <value>"."""
+    """A property of a call that few kernels take; the others refuse it as "takes no <value>"."""
 
     Q_SCALE = "q_scale"  # q_scale= is given
     FIXED_SPLITS = "fixed splits of several queries"  # deterministic=True or EvenSplit, q_starts=
@@ -33,16 +33,23 @@ class Use(Enum):
     BF16_Q_ROPE = "bf16 q_rope of e4m3 q"
     Q_ROPE = "q_rope"  # q_rope= of sparse_mla, of q's dtype
     OTHER_Q_ROPE = "q_rope of another dtype"  # any other q_rope= that is not of q's dtype
-    LOOSE_CACHE = "loose rows of the cache"  # no TMA descriptor addresses its rows
-    LOOSE_QUERY = "loose rows of q"  # likewise of q or q_rope
-    LOOSE_SCALES = "loose scales of the cache"  # likewise of the scales of a page
+    # by strides or addresses that are no multiple of 16 bytes
+    UNALIGNED_CACHE = "unaligned rows of the cache"
+    UNALIGNED_QUERY = "unaligned rows of q"  # or of q_rope
+    UNALIGNED_SCALES = "unaligned scales of the cache"  # of a page
+    UNALIGNED_KEYS = "unaligned rows of k_nope or k_rope"
+    UNALIGNED_VALUES = "unaligned rows of v"
     OTHER_EXTRA_FORMAT = "extra cache of another format"  # extra= of sparse_mla
-    LOOSE_KEYS = "loose rows of k_nope or k_rope"  # likewise
-    LOOSE_VALUES = "loose rows of v"  # likewise
     ALIBI_SLOPES = "alibi_slopes"  # alibi_slopes= is given
 
     def __str__(self) -> str:
         return self.value
+
+    @property
+    def refusal(self) -> str:
+        """The reason that a kernel gives which does not take it."""
+        why = ": no TMA descriptor can address them" if self.value.startswith("unaligned") else ""
+        return f"takes no {self.value}{why}"
 
 
 @dataclass(frozen=True)

@@ -244,7 +244,7 @@ def check_result(
     return tensor
 
 
-def lie_by_head(q: Tensor) -> bool:
+def is_heads_major(q: Tensor) -> bool:
     """Return whether queries [tokens, heads, columns] are heads-major: tokens of a head are at one
     stride and heads at a larger one, multiples of 16 bytes, as `batched_matmul` writes them."""
     tokens, heads, columns = q.shape
@@ -256,12 +256,12 @@ def lie_by_head(q: Tensor) -> bool:
     return distance >= (tokens - 1) * apart + columns
 
 
-def lie_evenly(rows: Tensor) -> bool:
+def is_uniformly_strided(rows: Tensor) -> bool:
     """Return whether rows [n, m, columns] have one stride, a multiple of 16 bytes, of which the
     stride of n is a multiple. TMA can then copy tiles of them."""
     apart, distance, _ = rows.stride()
     if rows.shape[1] == 1 < rows.shape[0]:
-        distance = apart  # no row is at the other
+        distance = apart  # all rows have the same stride
     if rows.numel() == 0 or distance == 0:
         return False
     if distance * rows.element_size() % 16 or rows.data_ptr() % 16:

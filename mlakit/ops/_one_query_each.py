@@ -22,7 +22,7 @@ class Counts:
         self._made.record(torch.cuda.current_stream(device))
 
     def is_made(self) -> bool:
-        """Return whether every stream may read the tensor; False where a capture hides the answer."""
+        """Return whether every stream may read the tensor; not known (False) during a capture."""
         if self._made is None:
             return True
         if torch.cuda.is_current_stream_capturing() or not self._made.query():

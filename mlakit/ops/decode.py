@@ -26,8 +26,8 @@ from mlakit.ops._checks import (
     check_seen_rows,
     check_shard,
     check_sink,
-    lie_by_head,
-    lie_evenly,
+    is_heads_major,
+    is_uniformly_strided,
     result_dtype,
 )
 from mlakit.ops._library import op
@@ -162,8 +162,8 @@ def decode_problem(
         uses.append(Use.FLAT_PAGE_TABLE)
     if a.shard.world > 1:
         uses.append(Use.KV_SHARD)
-    if not lie_evenly(a.layer.payload):
-        uses.append(Use.LOOSE_CACHE)
+    if not is_uniformly_strided(a.layer.payload):
+        uses.append(Use.UNALIGNED_CACHE)
     return Problem(
         *device_facts(a.layer.payload.device),
         dtype=str(a.dtype),
@@ -206,12 +206,12 @@ def _uses(a: DecodeArguments, q_latent: Tensor, q_rope: Tensor) -> Iterator[Use]
     elif q_rope.dtype != q_latent.dtype:
         yield Use.OTHER_Q_ROPE
     if q_latent.shape[0] > 0 and not (_is_addressable(q_latent) and _is_addressable(q_rope)):
-        yield Use.LOOSE_QUERY
+        yield Use.UNALIGNED_QUERY
 
 
 def _is_addressable(q: Tensor) -> bool:
     """Return whether TMA can copy tiles of these queries."""
-    return lie_evenly(q) or lie_by_head(q)
+    return is_uniformly_strided(q) or is_heads_major(q)
 
 
 def _splits(plan: DecodePlan | DecodePlanTensors | EvenSplit | None, layer: CacheLayer) -> Splits:

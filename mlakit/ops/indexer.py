@@ -24,7 +24,7 @@ from mlakit.ops._checks import (
     check_result,
     check_seen_rows,
     check_table_pair,
-    lie_evenly,
+    is_uniformly_strided,
 )
 from mlakit.ops._library import op
 
@@ -166,13 +166,13 @@ def _uses(q: Tensor, layer: CacheLayer, page_table: PageTable) -> Iterator[Use]:
     """Yield the uses of a call that few kernels take."""
     if isinstance(page_table, tuple):
         yield Use.FLAT_PAGE_TABLE
-    if not lie_evenly(layer.payload):
-        yield Use.LOOSE_CACHE
+    if not is_uniformly_strided(layer.payload):
+        yield Use.UNALIGNED_CACHE
     if layer.scales is not None and not _are_packed(layer.scales):
-        yield Use.LOOSE_SCALES
+        yield Use.UNALIGNED_SCALES
     is_repeated = q.shape[0] > 1 and q.stride(0) == 0
-    if q.shape[0] > 0 and (is_repeated or not lie_evenly(q)):
-        yield Use.LOOSE_QUERY
+    if q.shape[0] > 0 and (is_repeated or not is_uniformly_strided(q)):
+        yield Use.UNALIGNED_QUERY
 
 
 def _are_packed(scales: Tensor) -> bool:

@@ -143,11 +143,11 @@ def prefill_problem(
     if has_alibi:
         uses.append(Use.ALIBI_SLOPES)
     if not _has_pitch(q):
-        uses.append(Use.LOOSE_QUERY)
+        uses.append(Use.UNALIGNED_QUERY)
     if not (_has_pitch(k_nope) and _has_pitch(k_rope)):
-        uses.append(Use.LOOSE_KEYS)
+        uses.append(Use.UNALIGNED_KEYS)
     if v.dtype != E4M3 and not _has_pitch(v):
-        uses.append(Use.LOOSE_VALUES)
+        uses.append(Use.UNALIGNED_VALUES)
     return Problem(
         *device_facts(q.device),
         dtype=str(q.dtype),

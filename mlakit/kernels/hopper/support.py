@@ -73,7 +73,7 @@ def _why_not_decode(problem: Problem) -> str | None:
         got = "none" if row is None else f"{row.width}/{row.v_width}"
         return f"needs rows of {ROW[0]}/{ROW[1]}, got {got}"
     refused = [use for use in problem.uses if use not in _taken_uses(problem)]
-    return _why_not_mask(problem) or (f"takes no {refused[0]}" if refused else None)
+    return _why_not_mask(problem) or (refused[0].refusal if refused else None)
 
 
 def _taken_uses(problem: Problem) -> tuple[Use, ...]:
@@ -142,7 +142,7 @@ def _why_not_indexer_logits(problem: Problem) -> str | None:
         return f"needs 1 to {MAX_INDEX_HEADS} heads, got {problem.heads}"
     if problem.page_size % INDEX_PIECE:
         return f"needs pages of a multiple of {INDEX_PIECE} keys, got {problem.page_size}"
-    return _why_not_mask(problem) or (f"takes no {problem.uses[0]}" if problem.uses else None)
+    return _why_not_mask(problem) or (problem.uses[0].refusal if problem.uses else None)
 
 
 def _why_not_prefill(problem: Problem) -> str | None:
@@ -156,7 +156,7 @@ def _why_not_prefill(problem: Problem) -> str | None:
         known = ", ".join("+".join(map(str, widths)) for widths in taken)
         got = "+".join(map(str, problem.head_widths or ())) or "none"
         return f"needs widths D_N+D_R+D_V of {known}, got {got}"
-    return f"takes no {problem.uses[0]}" if problem.uses else None
+    return problem.uses[0].refusal if problem.uses else None
 
 
 # rows of a cache, and the queries that `sparse_mla` takes with them
@@ -201,7 +201,7 @@ def _sparse_takes(kernel: str) -> Callable[[Problem], str | None]:
         uses = [use for use in problem.uses if use != Use.Q_ROPE]
         if Use.Q_ROPE in problem.uses and row.kv_lora_rank != SPARSE_D_V:
             return f"needs {SPARSE_D_V} latent columns with q_rope, got {row.kv_lora_rank}"
-        return f"takes no {uses[0]}" if uses else None
+        return uses[0].refusal if uses else None
 
     return why_not
 

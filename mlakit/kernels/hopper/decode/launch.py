@@ -155,8 +155,8 @@ def mla_decode(kernel: str, a: DecodeArguments, out: Tensor, lse: Tensor) -> Non
             SIGN=(softmax_scale > 0) - (softmax_scale < 0),
             IS_EXTERNAL_PLAN=plan.slot_rows != request_tiles * tiles.rows or plan.tile % BLOCK > 0,
             ITEM_COLUMNS=plan.items.shape[1],
-            Q_BY_HEAD=_is_by_head(q_latent),
-            Q_ROPE_BY_HEAD=_is_by_head(q_rope),
+            Q_BY_HEAD=_is_heads_major(q_latent),
+            Q_ROPE_BY_HEAD=_is_heads_major(q_rope),
         ),
         CONFIG=cache.config,
         num_warps=4,
@@ -317,7 +317,7 @@ def _is_packed(rows: Tensor) -> bool:
     return rows.stride(0) == rows.shape[1]
 
 
-def _is_by_head(q: Tensor) -> bool:
+def _is_heads_major(q: Tensor) -> bool:
     """Return whether q is heads-major: the tokens of a head are adjacent."""
     return q.shape[0] > 1 and q.shape[1] > 1 and 0 < q.stride(0) < q.stride(1)
 
@@ -327,15 +327,15 @@ def _query_tiles(q: Tensor, rows: int, columns: int) -> tuple[TensorDescriptor, 
 
     Where queries lie by head, a row has all tokens of a head, and columns are counted.
     """
-    is_by_head = _is_by_head(q)
-    if is_by_head:
+    is_heads_major = _is_heads_major(q)
+    if is_heads_major:
         tokens, heads, width = q.shape
         token_rows = q.stride(0)
         q_rows = q.as_strided((heads, (tokens - 1) * token_rows + width), (q.stride(1), 1))
     else:
         q_rows, token_rows = _as_rows(q)
     if q.dtype == E4M3:
-        token_rows = token_rows // 4 if is_by_head else token_rows
+        token_rows = token_rows // 4 if is_heads_major else token_rows
         return _tma_tiles(q_rows.view(torch.int32), rows, columns // 4), token_rows
     return _tma_tiles(q_rows, rows, columns), token_rows
 

@@ -100,7 +100,7 @@ def _mask(scores, block, keys, IS_LAST: gl.constexpr, traits):
     # besides, some compilers would keep the mask's columns in registers through the loop
     if IS_LAST or traits.IS_EXTERNAL_PLAN:
         return mask_scores(scores, block, keys, 1, traits)
-    else:  # noqa: RET505
+    else:
         return apply_sign(scores, traits.SIGN)
 
 

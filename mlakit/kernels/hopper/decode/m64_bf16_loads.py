@@ -126,7 +126,7 @@ def _alloc_part(words):
     if words is None:
         NONE: gl.constexpr = None
         return PartBarriers(alloc_barrier(), NONE)
-    else:  # noqa: RET505
+    else:
         # one arrival is that of the warpgroup that releases the part (`load_part`)
         return PartBarriers(alloc_barrier(producer_arrivals(words) + 1), alloc_barrier())
 
@@ -168,7 +168,7 @@ def rows_of_pair(inputs, keys, block):
     """
     if inputs.words is not None:
         return block, block
-    elif inputs.PAGE < 64:  # noqa: RET505
+    elif inputs.PAGE < 64:
         rows = tma_rows(inputs, keys, block, WARPS=4)
         return rows, rows
     else:

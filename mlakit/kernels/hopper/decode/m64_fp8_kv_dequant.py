@@ -193,7 +193,7 @@ def _lookup_pages(inputs, keys, block, KEY: gl.constexpr):
     """The pages of a block's keys; where a block lies within one, also those of the next blocks."""
     if inputs.PAGE % 64 != 0:
         return pages_of_keys(inputs, keys, block, KEY)
-    else:  # noqa: RET505
+    else:
         return pages_ahead(inputs, keys, block, WARPS=4)
 
 
@@ -202,7 +202,7 @@ def _first_rows(inputs, keys, pages, block):
     """The first row of a block, or of each key the first row of its page."""
     if inputs.PAGE % 64 != 0:
         return pages * inputs.PAGE_ROWS
-    else:  # noqa: RET505
+    else:
         return row_ahead(inputs, keys, pages, block, 0)
 
 

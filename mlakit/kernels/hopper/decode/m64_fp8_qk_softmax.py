@@ -135,7 +135,7 @@ def _issue_rope(given, pipelines, stage):
         zeros = gl.zeros([64, 64], gl.float32, SCORES)
         keys = _as_fp8(tile).permute((1, 0))
         return warpgroup_mma(q, keys, zeros, use_acc=False, is_async=True)
-    else:  # noqa: RET505
+    else:
         q = given.q_rope.index(zero)
         zeros = gl.zeros([64, 64], gl.float32, SCORES_16BIT)
         qk = warpgroup_mma(q, tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -212,7 +212,7 @@ def _next_prob_scale(softmax, pipelines, stage, HAS_ROW_SCALES: gl.constexpr):
         are_close = prob_scale < min_scale * MAX_SCALE_RATIO
         factor *= gl.where(are_close, PROB_SCALE / FP16_TARGET, 1.0)
         return prob_scale, min_scale, factor, gl.where(are_close, RESCALE_THRESHOLD, 0.0)
-    else:  # noqa: RET505
+    else:
         return softmax.prob_scale, softmax.min_scale, PROB_SCALE, RESCALE_THRESHOLD
 
 

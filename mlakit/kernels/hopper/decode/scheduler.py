@@ -130,7 +130,7 @@ def query_at(token, first_head, token_rows, BY_HEAD: gl.constexpr):
     """Return (row, column) of a descriptor of queries, where those of a work tile begin."""
     if BY_HEAD:
         return first_head, token * token_rows
-    else:  # noqa: RET505
+    else:
         return token * token_rows + first_head, 0
 
 
@@ -163,7 +163,7 @@ def _fits_slot(scheduler, q_len, slot):
     """
     if scheduler.IS_EXTERNAL_PLAN:
         return (slot < 0) | (q_len * scheduler.head_tiles * scheduler.ROWS <= scheduler.slot_rows)
-    else:  # noqa: RET505
+    else:
         return slot == slot
 
 

@@ -70,8 +70,8 @@ from mlakit.kernels.hopper.decode.scheduler import (
     next_tile,
 )
 from mlakit.kernels.hopper.decode.small_m_fp8_kv_softmax import (
-    Alternation,
     SoftmaxState,
+    SoftmaxWarpgroup,
     alloc_block_max,
     alloc_exchange,
     alloc_probs,
@@ -251,8 +251,12 @@ def mla_decode_small_m_fp8_kv_kernel(
         launch_dependents(scheduler, item)
         to_second, to_first = alloc_exchange(ROWS), alloc_exchange(ROWS)
         end, end_sum = alloc_exchange(ROWS), alloc_vector(ROWS)
-        first = Alternation(0, alloc_block_max(ROWS), to_first, to_second, end, end_sum, scaled)
-        second = Alternation(1, alloc_block_max(ROWS), to_second, to_first, end, end_sum, scaled)
+        first = SoftmaxWarpgroup(
+            0, alloc_block_max(ROWS), to_first, to_second, end, end_sum, scaled
+        )
+        second = SoftmaxWarpgroup(
+            1, alloc_block_max(ROWS), to_second, to_first, end, end_sum, scaled
+        )
         ROPE_COLUMN: gl.constexpr = TRAITS.ROPE_COLUMN
         if CONFIG.PV_WARPGROUPS == 1:
             gl.warp_specialize(

@@ -46,7 +46,7 @@ KEYS = gl.constexpr(gl.SliceLayout(1, WORDS))
 
 @gluon.jit
 def load_words(start, is_valid, WORD: gl.constexpr, LAYOUT: gl.constexpr):
-    """Words of rows from word WORD on; zeros of entries that do not count."""
+    """Words of rows from word WORD on; zeros for invalid entries."""
     KEY: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     at = gl.expand_dims(gl.convert_layout(start, KEY, assert_trivial=True), 1)
     at += gl.expand_dims(WORD + gl.arange(0, LAYOUT.shape[1], gl.SliceLayout(0, LAYOUT)), 0)
@@ -178,7 +178,7 @@ def _spread(factor, words):
     if len(factor.shape) == 1:
         factor = gl.convert_layout(factor, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
         return gl.expand_dims(factor, 1).broadcast_to(words.shape)
-    else:  # noqa: RET505
+    else:
         PARTS: gl.constexpr = words.reshape([64, 2, 16]).type.layout
         factor = gl.convert_layout(factor, gl.SliceLayout(2, PARTS), assert_trivial=True)
         spread = gl.expand_dims(factor, 2).broadcast_to([64, 2, 16]).reshape([64, 32])

@@ -105,7 +105,7 @@ def pages_of_keys(inputs, keys, block, LAYOUT: gl.constexpr):
     """The page of each key of a block, [64], or one page for all; page 0 past the last key."""
     if inputs.PAGE % 64 != 0:
         return _pages_from(inputs, keys, block, LAYOUT, 64)
-    else:  # noqa: RET505
+    else:
         return _page_of_block(inputs, keys, block)
 
 
@@ -114,7 +114,7 @@ def row_in_page(inputs, block, offset):
     """The row in its page of the key at `offset` in a block."""
     if 64 % inputs.PAGE == 0:
         return offset % inputs.PAGE
-    elif inputs.PAGE % 64 != 0:  # noqa: RET505
+    elif inputs.PAGE % 64 != 0:
         return (block * 64 + offset) % inputs.PAGE
     else:
         return offset + block % (inputs.PAGE // 64) * 64
@@ -132,7 +132,7 @@ def tma_rows(inputs, keys, block, WARPS: gl.constexpr):
         is_there = entry * inputs.PAGE < keys.end
         page = _load_page(inputs, keys, entry, is_there)
         return gl.where(is_there, page * inputs.PAGE_ROWS, NO_ROW)
-    else:  # noqa: RET505
+    else:
         return _first_row(inputs, keys, _page_of_block(inputs, keys, block), block)
 
 
@@ -144,7 +144,7 @@ def lookup_block(inputs, keys, block, WARPS: gl.constexpr = 1):
     """
     if inputs.words is None:
         return tma_rows(inputs, keys, block, WARPS)
-    else:  # noqa: RET505
+    else:
         return pages_of_keys(inputs, keys, block, GATHERED_KEYS)
 
 
@@ -153,7 +153,7 @@ def rows_of_block(inputs, keys, lookup, block):
     """Return the first row of each TMA tile, or the row of each key, for `load_block`."""
     if inputs.words is None:
         return lookup
-    else:  # noqa: RET505
+    else:
         offset = gl.arange(0, 64, GATHERED_KEYS)
         row = lookup * inputs.PAGE_ROWS + row_in_page(inputs, block, offset)
         return gl.where(block * 64 + offset < keys.end, row, NO_ROW)

@@ -115,7 +115,7 @@ def lookup_scales(scales, inputs, keys, block):
     """Start the page lookup of a block's scales."""
     if scales.first is not None:
         return pages_of_keys(inputs, keys, block, _keys_layout(scales.WARPS, scales.COUNT))
-    else:  # noqa: RET505
+    else:
         return block
 
 

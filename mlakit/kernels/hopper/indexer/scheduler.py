@@ -103,7 +103,7 @@ def tiles_before(
         fills = _floor_sum(top, FILL_BITS - TOKEN_BITS)
         fills -= _floor_sum(top - block, FILL_BITS - TOKEN_BITS)
         return gl.where(block > 0, scores + fills, 0)
-    else:  # noqa: RET505
+    else:
         return block * (_ceil_div(kv_len, KEY_BITS) + _ceil_div(columns - kv_len, FILL_BITS))
 
 

@@ -2,7 +2,7 @@
 
 Maths      scores = (q_n·k_n + q_r·k_r) · softmax_scale ; out = softmax(scores) @ v
 Work       persistent CTAs; a work tile is 128 queries of a head: two consumer warpgroups of 64, a
-           producer warp (TMA), two cleaner warps (`values`). QK of block i + 1 is issued before PV
+           producer warp (TMA), two masking warps (`values`). QK of block i + 1 is issued before PV
            of block i: softmax runs under PV and under the wgmma of the other warpgroup
 Memory     keys as they are: k_nope of the head and k_rope of all heads are TMA tiles of their own
            and chained wgmma; P stays in registers
@@ -53,7 +53,7 @@ from mlakit.kernels.hopper.prefill.tiles import (
     locate_tile,
     no_tile,
 )
-from mlakit.kernels.hopper.prefill.values import CLEANER_WARPS, add_non_finite, cleaner
+from mlakit.kernels.hopper.prefill.values import MASKING_WARPS, add_non_finite, masking_warps
 
 BLOCK_Q = gl.constexpr(configs.BLOCK_Q)
 
@@ -324,8 +324,8 @@ def mla_prefill_kernel(
                 _producer,
                 (schedule, tiles, parts, v, strides, queries, keys, values, ROW_BYTES),
             ),
-            (cleaner, (schedule, tiles, values, flags)),
+            (masking_warps, (schedule, tiles, values, flags)),
         ],
-        [4, 1, CLEANER_WARPS],
+        [4, 1, MASKING_WARPS],
         [CONFIG.CONSUMER_REGISTERS, CONFIG.PRODUCER_REGISTERS, CONFIG.PRODUCER_REGISTERS],
     )  # fmt: skip

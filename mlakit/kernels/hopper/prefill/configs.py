@@ -56,7 +56,7 @@ class Traits(NamedTuple):
 class PrefillConfig(NamedTuple):
     BLOCK_K: int
     CONSUMER_REGISTERS: int  # of the second consumer; the first one has the rest
-    PRODUCER_REGISTERS: int  # of the producer and the cleaner
+    PRODUCER_REGISTERS: int  # of the producer and the masking warps
     MAX_REGISTERS: int
     RESCALE_THRESHOLD: int
 

@@ -119,7 +119,7 @@ def load_scales(work, row_scales, position, FORMAT: gl.constexpr):
     if FORMAT == "fp8_block128":
         start = row_pointers(work, position.blocks, position.block, slot, 4)
         return load_group_scales(start, slot >= 0), slot >= 0
-    elif FORMAT == "fp8_block64":  # noqa: RET505
+    elif FORMAT == "fp8_block64":
         at = _scale_pointers(work, row_scales, is_extra, slot)
         return load_words(at, slot >= 0, 0, SCALE_BYTES), slot >= 0
     elif FORMAT == "fp8_token":
@@ -182,7 +182,7 @@ def load_rope(start, is_valid, FORMAT: gl.constexpr):
     """Rotated columns that are converted with the left half."""
     if FORMAT == "fp8":
         return (load_words(start, is_valid, 128, HALF_WORDS),)
-    elif FORMAT == "fp8_block128":  # noqa: RET505
+    elif FORMAT == "fp8_block128":
         return (load_words(start, is_valid, 132, WORDS),)
     else:
         return ()
@@ -197,7 +197,7 @@ def load_right(start, is_valid, FORMAT: gl.constexpr):
             load_words(start, is_valid, 96, HALF_WORDS),
             load_words(start, is_valid, 112, WORDS),
         )
-    else:  # noqa: RET505
+    else:
         return load_half(start, is_valid, 64)
 
 
@@ -235,7 +235,7 @@ def scale_factors(scales, right, FORMAT: gl.constexpr):
             (_power(gl.convert_layout(high, KEYS, assert_trivial=True) >> 16, inverse),),
         )
         return factors, inverse, (gl.where(is_valid, 0.0, NEG_INF), block_scale)
-    elif FORMAT == "fp8_block128":  # noqa: RET505
+    elif FORMAT == "fp8_block128":
         factors, key_factor, inverse, block_scale = group_factors(values)
         return factors, inverse, (gl.where(is_valid, key_factor, -1.0), block_scale)
     else:
@@ -320,7 +320,7 @@ def convert_rope(rope, inverse, FORMAT: gl.constexpr):
     """Rotated columns as the tile of a stage has them, in a tuple, which may be empty."""
     if FORMAT == "fp8":
         return (convert(rope[0], ()),)
-    elif FORMAT == "fp8_block128":  # noqa: RET505
+    elif FORMAT == "fp8_block128":
         return (scale_rope(rope[0], inverse),)
     else:
         return rope

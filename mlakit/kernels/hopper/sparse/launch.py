@@ -164,7 +164,7 @@ def _list_arguments(layer: CacheLayer, rows: Tensor, lens: Tensor | None) -> tup
         stride * payload.element_size() // CHUNK_BYTES for stride in payload.stride()[:2]
     )
     if _page(layer) == 0 and layer.page_size == 1:
-        row_chunks = page_chunks  # no row is at the other distance
+        row_chunks = page_chunks  # all rows have the same stride
     return (
         words_of(payload) if payload.element_size() == 1 else payload,
         rows,

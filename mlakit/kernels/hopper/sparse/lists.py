@@ -92,7 +92,7 @@ class BlockRange:
     token: object
     first: object
     end: object
-    length: object  # entries of the first list that may count
+    length: object  # entries of the first list that may be valid
     extra_length: object
     main_blocks: object  # blocks of the first list
 
@@ -120,7 +120,7 @@ _SCANNED = gl.constexpr(
 
 @gluon.jit
 def _list_length(rows, token, is_tile, IS_SCANNED: gl.constexpr):
-    """Entries of a token's list; up to the last one that counts if the list is scanned.
+    """Entries of a token's list; up to the last valid one if the list is scanned.
 
     Callers pad lists with invalid ids: blocks of nothing else are skipped at the end of a list.
     """
@@ -137,8 +137,8 @@ def _list_length(rows, token, is_tile, IS_SCANNED: gl.constexpr):
             entry = first + gl.arange(0, 128, _SCANNED)
             offset = entry.to(gl.int64) * rows.stride_entry
             slot = gl.load(row + offset, mask=entry < length, other=-1)
-            does_count = (slot >= 0) & (slot < rows.num_slots)
-            last = gl.max(gl.where(does_count, entry + 1, 0), 0)
+            is_valid = (slot >= 0) & (slot < rows.num_slots)
+            last = gl.max(gl.where(is_valid, entry + 1, 0), 0)
             length = gl.where(last > 0, last, first)
             is_found = (last > 0) | (first == 0)
     return gl.maximum(length, 0)
@@ -211,7 +211,7 @@ def load_ids(work, blocks, block, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def valid_slots(work, blocks, block, ids):
-    """The ids of a block as int32; −1 where an entry does not count."""
+    """The ids of a block as int32; −1 where an entry is invalid."""
     num_slots = work.main.num_slots
     if work.HAS_EXTRA:
         num_slots = gl.where(block >= blocks.main_blocks, work.extra.num_slots, num_slots)
@@ -231,7 +231,7 @@ def split_slots(rows, slot):
     PAGE: gl.constexpr = rows.PAGE
     if PAGE == 0:
         return (slot * 0).to(gl.int64), slot.to(gl.int64)
-    else:  # noqa: RET505
+    else:
         return (slot // PAGE).to(gl.int64), (slot % PAGE).to(gl.int64)
 
 

@@ -23,7 +23,7 @@ Bound      by tensor cores, if rows are converted once for all 64 heads: so a de
 
 Schedule   that of `decode.m64_fp8_kv`, but that PV prefetches rows to L2, which are not contiguous
 Pipelines  `BlockStages`, two stages; one stage of probabilities with the rescale a of acc, which
-           also passes on out_scale; `Counts`. Blocks and tiles are counted by each warpgroup
+           also passes on out_scale; `BlockCounts`. Blocks and tiles are counted by each warpgroup
 Deadlock   none: all walk the same tiles and blocks. The dequant warpgroup waits for both others to
            release block n − 2; QK-softmax for block n + 1 while it holds n, and for PV; PV waits
            for probabilities only. A tile's count is written before its first block
@@ -32,7 +32,7 @@ Limits     rows at multiples of 16 bytes, 2**31 rows in a cache
 Numbers    queries are scaled by a power of two per head. Values of fp8_block128 times their scales
            are rounded to float16 once, an eighth of bf16's rounding; other rows are converted
            exactly, times powers of two (`fp8_rows`). P, times the scale of a row if it has one, is
-           rounded to float16. Rows of entries that do not count are zeros: they are not read, and
+           rounded to float16. Rows of invalid entries are zeros: they are not read, and
            0 · NaN is NaN
 Lineage    own design; ideas: FlashMLA's split of the accumulator's columns over two warpgroups, and
            dequantisation by a warpgroup of its own as in its FP8 sparse decode
@@ -81,7 +81,7 @@ from mlakit.kernels.hopper.sparse.m64_fp8_kv_dequant import (
     LEFT_FULL,
     RIGHT_EMPTY,
     RIGHT_FULL,
-    alloc_counts,
+    alloc_block_counts,
     alloc_stages,
     dequant_warpgroup,
     read_count,
@@ -157,8 +157,8 @@ def _probabilities(scores, row_scale, factor, block_max, number, softmax, stages
     row_sum = softmax.row_sum * rescale + gl.sum(exponentials, 1)
     exponentials *= factor * (PROB_SCALE * inverse)
     rescale *= softmax.acc_scale * inverse
-    largest = gl.maximum(softmax.largest, block_max)
-    return exponentials.to(gl.float16), rescale, Softmax(row_max, row_sum, largest, acc_scale)
+    max_logit = gl.maximum(softmax.max_logit, block_max)
+    return exponentials.to(gl.float16), rescale, Softmax(row_max, row_sum, max_logit, acc_scale)
 
 
 @gluon.jit
@@ -192,7 +192,7 @@ def _softmax_block(
 
 @gluon.jit
 def _qk_softmax_warpgroup(
-    q, work, tokens, heads, outputs, query, prob_stage, stages, counts, scale_log2,
+    q, work, tokens, heads, outputs, query, prob_stage, stages, block_counts, scale_log2,
     SIGN: gl.constexpr,
 ):  # fmt: skip
     """Run the QK-softmax warpgroup, which also computes PV of the left column half."""
@@ -207,7 +207,7 @@ def _qk_softmax_warpgroup(
         row_scale = scale_to_fp16(query, q.values.dtype) * scale_log2
         softmax = initial_softmax()
         pending = warpgroup_mma_init(gl.zeros([64, 256], gl.float32, ACC))
-        count = read_count(counts, tiles_done)
+        count = read_count(block_counts, tiles_done)
         qk = _issue_qk(query, stages, number)
         scores = warpgroup_mma_wait(0, deps=(qk,))
         # the last block is no copy after the loop: code that runs once waits to be fetched
@@ -250,7 +250,7 @@ def _qk_softmax_warpgroup(
 
 @gluon.jit
 def _pv_warpgroup(
-    work, tokens, heads, outputs, prob_stage, stages, counts, FORMAT: gl.constexpr
+    work, tokens, heads, outputs, prob_stage, stages, block_counts, FORMAT: gl.constexpr
 ):  # fmt: skip
     """Run the PV warpgroup, which computes PV of the right column half.
 
@@ -271,7 +271,7 @@ def _pv_warpgroup(
             for block in range(blocks.first + 1, ahead):
                 prefetch_rows(work, blocks, block, load_ids(work, blocks, block, PREFETCHED))
             ids = load_ids(work, blocks, ahead, PREFETCHED)
-        for block in range(read_count(counts, tiles_done)):
+        for block in range(read_count(block_counts, tiles_done)):
             stage = number & 1
             named_wait(PROBS_FULL, 256)
             fence_async_shared()  # of the dequant warpgroup's stores
@@ -335,7 +335,7 @@ def sparse_mla_m64_fp8_kv_kernel(
     stages = alloc_stages(FORMAT)
     query = alloc_query(stages.rope)
     prob_stage = alloc_prob_stage()
-    counts = alloc_counts(4)
+    block_counts = alloc_block_counts(4)
     SIGN: gl.constexpr = TRAITS.SIGN
     q_tiles = QueryTiles(q, q_rope)
     gl.warp_specialize(
@@ -343,12 +343,15 @@ def sparse_mla_m64_fp8_kv_kernel(
             (
                 _qk_softmax_warpgroup,
                 (
-                    q_tiles, work, tokens, heads, outputs, query, prob_stage, stages, counts,
+                    q_tiles, work, tokens, heads, outputs, query, prob_stage, stages, block_counts,
                     scale_log2, SIGN,
                 ),
             ),
-            (_pv_warpgroup, (work, tokens, heads, outputs, prob_stage, stages, counts, FORMAT)),
-            (dequant_warpgroup, (work, scales, stages, counts, FORMAT)),
+            (
+                _pv_warpgroup,
+                (work, tokens, heads, outputs, prob_stage, stages, block_counts, FORMAT),
+            ),
+            (dequant_warpgroup, (work, scales, stages, block_counts, FORMAT)),
         ],
         [4, 4],
         [CONFIG.PV_REGISTERS, CONFIG.DEQUANT_REGISTERS],

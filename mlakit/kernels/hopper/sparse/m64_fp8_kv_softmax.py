@@ -37,14 +37,14 @@ class ProbStage:
 
     probs: object  # [64 heads, 64 entries] float16
     rescale: object  # [64] float32, of acc
-    empty: object  # an mbarrier: see `fp8_m64`, where the QK-softmax warpgroup waits for it
+    empty: object  # an mbarrier: see `m64_fp8_kv`, where the QK-softmax warpgroup waits for it
 
 
 @record
 class Softmax:
     row_max: object  # [64], kept until a score exceeds it by far
     row_sum: object
-    largest: object  # [64] the largest score
+    max_logit: object  # [64]
     acc_scale: object  # the largest block_scale: acc is divided by it
 
 
@@ -98,7 +98,7 @@ def finish_tile(tile, outputs, heads, softmax, prob_stage, fill):
 def store_tile_statistics(tile, outputs, heads, softmax, lse):
     """Store lse and max_logits."""
     head = tile.first_head + gl.arange(0, 64, gl.SliceLayout(1, SCORES))
-    store_statistics(tile, outputs, heads, head, lse, softmax.row_sum, softmax.largest)
+    store_statistics(tile, outputs, heads, head, lse, softmax.row_sum, softmax.max_logit)
 
 
 @gluon.jit
