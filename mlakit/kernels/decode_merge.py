@@ -43,7 +43,7 @@ class RowTileSplits:
     shard: KVShard
 
 
-# with a plan: masks and shards compile no further kernels
+# constants of a merge with a plan: masks and shards compile no further kernels
 NO_SPLITS = RowTileSplits(0, 0, 0, 1, 1, NULL, UNSHARDED)
 
 

@@ -9,7 +9,7 @@ from mlakit.kernels import workspace
 
 MIN_SIZE = 1024
 
-# by size, a power of two; never freed, because a stream may still be reading
+# tensors by size, a power of two; never freed, because a stream may still be reading
 _MADE: dict[tuple[torch.device, int], Counts] = {}
 
 

@@ -276,7 +276,7 @@ def _hidden(position: Tensor, ends: Tensor, q: Tensor) -> tuple[Tensor, Tensor |
         return bias[:, None], None
     heads = q.shape[1] // ends.shape[1]
     unseen = ~visible.any(-1)
-    bias.masked_fill_(unseen[..., None], 0.0)  # not a row of −inf alone: their results do not count
+    bias.masked_fill_(unseen[..., None], 0.0)  # not a row of −inf alone: their results are not used
     return bias.repeat_interleave(heads, 1)[:, None], unseen.repeat_interleave(heads, 1)
 
 

@@ -144,14 +144,14 @@ def _attend_block(
     key_tile: int,
     dtype: torch.dtype,
     *,
-    has_values: bool,  # else keys take their place, and the result does not count
+    has_values: bool,  # else keys take their place, and the result is not used
 ) -> Partial | None:
     """Return (out [heads, queries, D_V], lse [heads, queries]); None if it may be wrong.
 
     out may also be wrong if it is not finite.
     """
     rows = slice(request.rows.start + queries.start, request.rows.start + queries.stop)
-    # by head: fused attention of rows that lie far apart takes a sixth longer, the copy a twentieth
+    # copied by head: attention over distant rows takes a sixth longer, the copy a twentieth
     q = a.q[rows, heads].transpose(0, 1).to(dtype).contiguous()
     if a.q_scale is not None:
         q = q * a.q_scale[rows, heads].T[..., None]
@@ -197,7 +197,7 @@ def _attend_all_keys(
     before, num_queries, bias = request.kv_len - request.q_len, request.q_len, None
     k, v = _expanded(a, request.keys, heads, q.dtype, has_values=has_values)
     if before <= num_queries:
-        # query i sees the keys up to i: some queries come first whose result does not count
+        # query i sees the keys up to i: some queries come first whose result is not used
         q = torch.cat([q.new_zeros(len(q), before, q.shape[2]), q], 1)
     else:
         last = torch.arange(before, request.kv_len, device="cpu")

@@ -60,7 +60,7 @@ def append_rows(a: AppendRowsArguments) -> None:
         ROWS=config.rows,
         num_warps=config.num_warps,
         **row_options(layer, power_of_two=a.power_of_two_scales, has_fp8=device.has_fp8),
-        # as for `norm_rope_quant_kernel`
+        # the choices of `norm_rope_quant_kernel`
         **({"maxnreg": 128} if device.arch == 120 else {}),
     )
 

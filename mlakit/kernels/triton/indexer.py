@@ -360,7 +360,7 @@ def _load_queries(
     token, head, is_row = _rows_of_block(
         first_token, num_queries, block, HEADS, HEAD_BLOCK, QUERIES
     )
-    # of rows, not reshaped from [queries, heads]: the compiler then knows how addresses are aligned
+    # not reshaped from [queries, heads]: the compiler then knows how addresses are aligned
     at = (token * stride_q_token + head.to(tl.int64) * stride_q_head)[None, :]
     is_row = is_row[None, :]
     latent = ()

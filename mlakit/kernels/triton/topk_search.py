@@ -338,7 +338,7 @@ def gather(
         e, f, g, h = _load_tiles(
             at + after, column + after, first, last, (after < length) & (end + after <= last)
         )
-        # as vectors: of a matrix the compiler might store its columns
+        # keep vectors: the compiler might store a matrix by columns
         a, b = split_quads(tl.reshape(a, [4 * QUADS])), split_quads(tl.reshape(b, [4 * QUADS]))
         c, d = split_quads(tl.reshape(c, [4 * QUADS])), split_quads(tl.reshape(d, [4 * QUADS]))
         count = _count_tile(a, threshold) + (_count_tile(b, threshold) << 8)

@@ -18,7 +18,7 @@ BLOCK = 64  # keys of a block
 PAGES = (8, 16, 32)  # rows of a page that a block has several of, each a TMA tile
 FP8_FORMATS = ("fp8", "fp8_token", "fp8_block128")
 
-# which kernel is faster: `support` decides with these
+# `support` decides with these which kernel is faster
 SMALL_M_HEADS = 32  # at most: more heads fill half of the 64 rows of an m64 kernel, or more
 SMALL_WORK_BLOCKS = 16  # per SM: up to here the small_m kernels are faster, they start sooner
 
@@ -96,7 +96,7 @@ def small_m_fp8_kv_config(
     rope_bytes    of a block's rotated columns
     copied_bytes  of FP8 queries, which are converted to memory of their own"""
     copies = prob_copies(format)
-    # of a block, and the largest of them
+    # the scales of a block, and the largest of them
     scale_bytes = 0 if format == "fp8" else (copies * BLOCK + 4) * 4
     stages = _fp8_stages(rows, copies, rope_bytes + scale_bytes, copied_bytes)
     return SmallMFp8KvConfig(*stages, *_fp8_registers(rows, format, is_gathered=is_gathered))

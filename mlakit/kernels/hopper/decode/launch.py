@@ -94,12 +94,12 @@ def mla_decode(kernel: str, a: DecodeArguments, out: Tensor, lse: Tensor) -> Non
         if plan.empty_requests.shape[0] > 0:
             clear_results(out, lse, q_starts)  # no item of a plan writes these
     else:
-        own = None
+        own_splits = None
         if isinstance(splits, EvenSplit):
-            own = OwnSplits(0, splits.num_splits)
+            own_splits = OwnSplits(0, splits.num_splits)
         elif a.deterministic:
-            own = OwnSplits(DETERMINISTIC_SPLIT_KEYS // tiles.keys)
-        plan = _plan(tiles, layer, page_table, q_starts, kv_lens, mask, heads, tokens, own)
+            own_splits = OwnSplits(DETERMINISTIC_SPLIT_KEYS // tiles.keys)
+        plan = _plan(tiles, layer, page_table, q_starts, kv_lens, mask, heads, tokens, own_splits)
     head_tiles = triton.cdiv(heads, tiles.rows)
     request_tiles = triton.cdiv(tokens, batch) * head_tiles
     slot_rows = rows_per_slot(
@@ -144,7 +144,7 @@ def mla_decode(kernel: str, a: DecodeArguments, out: Tensor, lse: Tensor) -> Non
             *(*out.stride()[:2], lse.stride(1), 0 if sink is None else sink.stride(0)),
         ),
         cache.gather,
-        *cache.others,
+        *cache.extra_arguments,
         TRAITS=Traits(
             ROWS=tiles.rows,
             PAGE=layer.page_size,
@@ -195,7 +195,7 @@ def _plan(
     mask: Mask,
     heads: int,
     num_tokens: int,
-    own: OwnSplits | None,
+    own_splits: OwnSplits | None,
     out: DecodePlanTensors | None = None,
 ) -> DecodePlanTensors:
     padded_heads = triton.cdiv(heads, tiles.rows) * tiles.rows
@@ -212,7 +212,7 @@ def _plan(
         min_tiles=tiles.min_keys // tiles.keys,
         slot_rows=rows,
         capacity=page_table.shape[1] * layer.page_size,
-        own=own,
+        own=own_splits,
         num_tokens=num_tokens,
         out=out,
     )
@@ -227,7 +227,7 @@ class CacheArguments:
     page_rows: int
     rope_column: int
     gather: Gather
-    others: tuple[Any, ...]  # arguments that not every kernel has
+    extra_arguments: tuple[Any, ...]  # arguments that not every kernel has
     host_scale: float  # of the tensor; 1 where it is on the device
     config: Any  # of `configs`
 
@@ -248,12 +248,12 @@ def _cache_arguments(
     if layer.codec.name not in FP8_FORMATS:
         kv = _tma_tiles(rows, tile_rows, tiles.kv_columns)
         kv_rope = _tma_tiles(rows, tile_rows, D_R)
-        others: tuple[Any, ...] = ()
+        extra_arguments: tuple[Any, ...] = ()
         config: Any = small_m_bf16_config(tiles.rows) if kernel == "small_m_bf16" else None
         if kernel == "m64_bf16":
-            others = (rows if _is_packed(rows) else None,)
+            extra_arguments = (rows if _is_packed(rows) else None,)
             config = m64_bf16_config(head_tiles, is_gathered=is_gathered)
-        return CacheArguments(kv, kv_rope, page_rows, D_C, gather, others, 1.0, config)
+        return CacheArguments(kv, kv_rope, page_rows, D_C, gather, extra_arguments, 1.0, config)
     words = rows.view(torch.int32)
     if layer.codec.name == "fp8":
         kv_rope, rope_column = _tma_tiles(words, tile_rows, D_R // 4), D_C // 4
@@ -264,9 +264,9 @@ def _cache_arguments(
     if kernel == "m64_fp8_kv":
         gather = Gather(gather.words, words.stride(0) // 4)  # its own loads need the stride too
         config = m64_fp8_kv_config(is_packed=_is_packed(words))
-        others = (kv_scales, _q_scales(q_scale))
+        extra_arguments = (kv_scales, _q_scales(q_scale))
         return CacheArguments(
-            words, kv_rope, page_rows, rope_column, gather, others, host_scale, config
+            words, kv_rope, page_rows, rope_column, gather, extra_arguments, host_scale, config
         )
     rope_bytes = BLOCK * kv_rope.block_shape[1] * kv_rope.base.element_size()
     if kernel == "m64_fp8_qk":
@@ -282,8 +282,10 @@ def _cache_arguments(
             is_gathered=is_gathered,
         )
     kv = _tma_tiles(words, tile_rows, 32)
-    others = (kv_scales, _q_scales(q_scale))
-    return CacheArguments(kv, kv_rope, page_rows, rope_column, gather, others, host_scale, config)
+    extra_arguments = (kv_scales, _q_scales(q_scale))
+    return CacheArguments(
+        kv, kv_rope, page_rows, rope_column, gather, extra_arguments, host_scale, config
+    )
 
 
 def _gather(kernel: str, layer: CacheLayer, rows: Tensor) -> Gather:

@@ -88,13 +88,13 @@ def store_probs(stage, probs, rescale):
 
 
 @gluon.jit
-def wait_probs(stage, number):
+def wait_probs(stage, fill):
     """Wait for the probabilities of a block."""
     if stage.full is None:
         named_wait(PROBS_FULL, 256)
         fence_async_shared()  # of the dequant warpgroup's stores
     else:
-        mbarrier.wait(stage.full, number & 1)
+        mbarrier.wait(stage.full, fill & 1)
 
 
 @gluon.jit

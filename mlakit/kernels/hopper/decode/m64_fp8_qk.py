@@ -122,9 +122,9 @@ def _read_values(latent, stage, d, chunk: gl.constexpr, num_valid):
 
 
 @gluon.jit
-def _pv(prob_stages, number, latent, stage, phase, acc, num_valid, FIRST: gl.constexpr):
+def _pv(prob_stages, fill, latent, stage, phase, acc, num_valid, FIRST: gl.constexpr):
     """acc · rescale + Vᵀ·Pᵀ of a block whose first `num_valid` keys exist; releases its stage."""
-    prob_stage, prob_phase = two_stages(number)
+    prob_stage, prob_phase = two_stages(fill)
     mbarrier.wait(prob_stages.full.index(prob_stage), prob_phase)
     first, second = acc
     # before values are read: together they would take more registers than there are
@@ -138,18 +138,18 @@ def _pv(prob_stages, number, latent, stage, phase, acc, num_valid, FIRST: gl.con
     values = _read_values(latent, stage, FIRST, 0, num_valid)
     done = ()
     for d in gl.static_range(OWN_TILES):
-        own = acc[d]
+        tile_acc = acc[d]
         for chunk in gl.static_range(KEY_CHUNKS):
             probs = prob_stages.probs.index(prob_stage * KEY_CHUNKS + chunk).permute((1, 0))
-            pending = warpgroup_mma(values, probs, own, is_async=True)
+            pending = warpgroup_mma(values, probs, tile_acc, is_async=True)
             next_values = values
             if chunk + 1 < KEY_CHUNKS:
                 next_values = _read_values(latent, stage, FIRST + d, chunk + 1, num_valid)
             elif d + 1 < OWN_TILES:
                 next_values = _read_values(latent, stage, FIRST + d + 1, 0, num_valid)
-            own, values = warpgroup_mma_wait(0, deps=(pending, values))
+            tile_acc, values = warpgroup_mma_wait(0, deps=(pending, values))
             values = next_values
-        done += (own,)
+        done += (tile_acc,)
     release_read(latent, stage)
     mbarrier.arrive(prob_stages.empty.index(prob_stage), count=1)
     return done
@@ -214,7 +214,7 @@ def mla_decode_m64_fp8_qk_kernel(
     if kv_rope.dtype != gl.int32 and q_rope.dtype == gl.int32:
         rotated = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], SMEM_16BIT)
     prob_stages = alloc_probs()
-    given = SoftmaxInputs(
+    operands = SoftmaxInputs(
         query, rotated, q_scales.q_scale, q_scales.stride_q_scale, scale_log2, tensor_scale,
         ScoreTraits(TRAITS.SIGN, TRAITS.IS_EXTERNAL_PLAN), HAS_ROW_SCALES,
     )  # fmt: skip
@@ -238,7 +238,7 @@ def mla_decode_m64_fp8_qk_kernel(
                 ),
                 (
                     qk_softmax_warpgroup,
-                    (item, index, inputs, scheduler, outputs, prob_stages, pipelines, given),
+                    (item, index, inputs, scheduler, outputs, prob_stages, pipelines, operands),
                 ),
                 (
                     producer,

@@ -117,7 +117,7 @@ def _read_values(latent, d: gl.constexpr, stage, phase, num_valid, LAYOUT: gl.co
 
 @gluon.jit
 def pv_block(
-    probs, number, latent, stage, phase, acc, num_valid, FIRST: gl.constexpr, LAYOUT: gl.constexpr
+    probs, fill, latent, stage, phase, acc, num_valid, FIRST: gl.constexpr, LAYOUT: gl.constexpr
 ):  # fmt: skip
     """acc · rescale + Vᵀ·Pᵀ of a block whose first `num_valid` keys exist; releases its stages.
 
@@ -125,7 +125,7 @@ def pv_block(
     """
     OWN_TILES: gl.constexpr = len(acc)
     values = _read_values(latent, 0, stage, phase, num_valid, LAYOUT)
-    prob_stage, prob_phase = two_stages(number)
+    prob_stage, prob_phase = two_stages(fill)
     mbarrier.wait(probs.full.index(prob_stage), prob_phase)
     rescale = probs.rescale.index(prob_stage).load(gl.SliceLayout(0, LAYOUT))
     rescale = gl.expand_dims(rescale, 0)

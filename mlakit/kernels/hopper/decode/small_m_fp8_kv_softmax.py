@@ -316,10 +316,10 @@ def _prob_factor(pipelines, rope_stage, d: gl.constexpr, factor, LAYOUT: gl.cons
 
 
 @gluon.jit
-def _store_probs(probs, number, exponentials, rescale, factor, pipelines, rope_stage):
+def _store_probs(probs, fill, exponentials, rescale, factor, pipelines, rope_stage):
     """exponentials · row scales · factor as float16, and the rescale of acc."""
     LAYOUT: gl.constexpr = exponentials.type.layout
-    stage, phase = two_stages(number)
+    stage, phase = two_stages(fill)
     factors = _prob_factor(pipelines, rope_stage, 0, factor, LAYOUT)
     mbarrier.wait(probs.empty.index(stage), phase ^ 1)
     for copy in gl.static_range(probs.COPIES):
@@ -366,12 +366,12 @@ def _read_exchange(exchange, ROW: gl.constexpr, HAS_ROW_SCALES: gl.constexpr):
 
 @gluon.jit
 def softmax_block(
-    warpgroup, scores, number, is_first, row_sum, probs, pipelines, rope_stage, scale_log2
+    warpgroup, scores, fill, is_first, row_sum, probs, pipelines, rope_stage, scale_log2
 ):  # fmt: skip
     """Hand the probabilities of a block to PV; return row_sum after this block.
 
     scores   [64 keys, heads], −inf for hidden keys
-    number   of the block in the CTA; `is_first`: the first one of its work tile
+    fill     of `probs`: the index of the block in the CTA; `is_first` in its work tile
     row_sum  of the warpgroup's own blocks (`sum_pairs`)
     """
     ROW: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
@@ -380,7 +380,7 @@ def softmax_block(
     own_max = warpgroup.outgoing.row_max.load(ROW)
     block_max = _reduce_max(warpgroup.block_max, scores) * scale_log2
     max_before, scale_before = _wait_exchange(
-        warpgroup.incoming, ((number - 1) >> 1) & 1, ROW, HAS_ROW_SCALES
+        warpgroup.incoming, ((fill - 1) >> 1) & 1, ROW, HAS_ROW_SCALES
     )
     max_before = gl.where(is_first, INITIAL_ROW_MAX, max_before)
     scale_before = gl.where(is_first, 0.0 if HAS_ROW_SCALES else 1.0, scale_before)
@@ -390,7 +390,7 @@ def softmax_block(
     exponentials = gl.exp2(scores * scale_log2 - gl.expand_dims(row_max, 0))
     rescale = gl.exp2(max_before - row_max)
     rescale *= scale_before * prob_factor * (1.0 / FP16_TARGET)
-    _store_probs(probs, number, exponentials, rescale, prob_factor, pipelines, rope_stage)
+    _store_probs(probs, fill, exponentials, rescale, prob_factor, pipelines, rope_stage)
     # at most 1: before the first block own_max is stale, and row_sum 0, but 0 · inf is NaN
     own_rescale = gl.exp2(gl.minimum(own_max - row_max, 0.0))
     own_rescale = gl.convert_layout(
@@ -473,7 +473,7 @@ def qk_softmax_warpgroup(warpgroup, item, index, inputs, scheduler, outputs, sta
         for own_block in range(first_block, keys.end_block, 2):
             # opaque: the compiler would count blocks, keys and stages in registers of their own
             block = own_block + opaque_zero()
-            number = blocks_done + block - keys.first_block
+            fill = blocks_done + block - keys.first_block
             scores, stage, phase = qk_block(
                 inputs, query, pipelines, stage, phase, rope_stage, rope_phase, scaled.scale,
                 LAYOUT, FORMAT, SCALES_ROPE,
@@ -481,7 +481,7 @@ def qk_softmax_warpgroup(warpgroup, item, index, inputs, scheduler, outputs, sta
             stage, phase = advance(pipelines.latent, stage, phase, FILLS)
             scores = mask_scores(scores, block, keys, 0, state.traits)
             row_sum = softmax_block(
-                warpgroup, scores, number, block == keys.first_block, row_sum, probs, pipelines,
+                warpgroup, scores, fill, block == keys.first_block, row_sum, probs, pipelines,
                 rope_stage, scale_log2,
             )  # fmt: skip
             rope_stage, rope_phase = advance(pipelines.rope, rope_stage, rope_phase, 2)

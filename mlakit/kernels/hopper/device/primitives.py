@@ -93,24 +93,24 @@ def _named_asm(kind, threads):
 
 
 @gluon.jit
-def named_arrive(number, THREADS: gl.constexpr):
+def named_arrive(barrier_id, THREADS: gl.constexpr):
     """Arrive at a named barrier of the hardware, and go on.
 
     An mbarrier counts one arrival per warp role, before which the compiler makes all warps of the
     role wait for each other, and after which it does so again. Here each warp arrives by itself.
     """
     gl.inline_asm_elementwise(
-        _named_asm("arrive", THREADS), "=r,r,r", [gl.to_tensor(number), gl.to_tensor(1)],
+        _named_asm("arrive", THREADS), "=r,r,r", [gl.to_tensor(barrier_id), gl.to_tensor(1)],
         dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
 @gluon.jit
-def named_wait(number, THREADS: gl.constexpr, is_asked=True):
+def named_wait(barrier_id, THREADS: gl.constexpr, is_asked=True):
     """Arrive at a named barrier and wait for the other threads, if `is_asked`."""
     asked = gl.to_tensor(is_asked).to(gl.int32)
     gl.inline_asm_elementwise(
-        _named_asm("sync", THREADS), "=r,r,r", [gl.to_tensor(number), asked], dtype=gl.int32,
+        _named_asm("sync", THREADS), "=r,r,r", [gl.to_tensor(barrier_id), asked], dtype=gl.int32,
         is_pure=False, pack=1,
     )  # fmt: skip
 
@@ -293,7 +293,7 @@ def zero_rows(tiles, stages, first):
 
     Rows past a request's last key may hold NaN, and 0 · NaN is NaN.
     """
-    # as words, one swizzle atom after the other: less code, fewer registers
+    # view tiles as words, one swizzle atom after the other: less code, fewer registers
     ATOMS: gl.constexpr = tiles.shape[2] // 64
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     if first < 64:

@@ -58,10 +58,10 @@ def _keys_layout(warps, count):
 @gluon.constexpr_function
 def _groups_layout(warps):
     """Return [64 keys, 4 scales]: keys as `_keys_layout` has them, with all their scales."""
-    own = [[0, 1], [0, 2]]
+    bases = [[0, 1], [0, 2]]
     lanes = [[1, 0], [2, 0], [4, 0], [8, 0], [16, 0]]
     return gl.DistributedLinearLayout(
-        reg_bases=own if warps == 4 else [*own, [1, 0]],
+        reg_bases=bases if warps == 4 else [*bases, [1, 0]],
         lane_bases=lanes if warps == 4 else [*lanes[1:], [32, 0]],
         warp_bases=[[32, 0], [0, 0]] if warps == 4 else [],
         block_bases=[],
@@ -82,8 +82,8 @@ def _load_groups(scales, inputs, block, pages, is_read):
     at += row_in_page(inputs, block, offset).to(gl.int64) * (scales.stride_row // 4 * 4)
     group = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, LAYOUT)), 0)
     is_read = gl.expand_dims(gl.convert_layout(is_read, KEYS, assert_trivial=True), 1)
-    found = gl.load(scales.first + (gl.expand_dims(at, 1) + group), mask=is_read, other=0.0)
-    even, odd = gl.split(found.reshape([64, 2, 2]))
+    loaded = gl.load(scales.first + (gl.expand_dims(at, 1) + group), mask=is_read, other=0.0)
+    even, odd = gl.split(loaded.reshape([64, 2, 2]))
     s0, s2 = gl.split(even)
     s1, s3 = gl.split(odd)
     KEY: gl.constexpr = _keys_layout(scales.WARPS, 4)
@@ -125,31 +125,31 @@ def load_scales(scales, inputs, keys, block, pages):
 
     Returns (a tuple of COUNT vectors [64 keys], zeros past the last key; pages of the next block).
     """
-    found = ()
+    loaded = ()
     if scales.first is not None:
         offset = gl.arange(0, 64, _keys_layout(scales.WARPS, scales.COUNT))
         is_read = block * 64 + offset < keys.end
         if scales.COUNT == 4:
-            found += _load_groups(scales, inputs, block, pages, is_read)
+            loaded += _load_groups(scales, inputs, block, pages, is_read)
         else:
             at = scales.first + pages.to(gl.int64) * scales.stride_page
             at += row_in_page(inputs, block, offset).to(gl.int64) * scales.stride_row
-            found += (gl.load(at, mask=is_read, other=0.0),)
-    return found, lookup_scales(scales, inputs, keys, block + 1)
+            loaded += (gl.load(at, mask=is_read, other=0.0),)
+    return loaded, lookup_scales(scales, inputs, keys, block + 1)
 
 
 @gluon.jit
-def store_scales(scales, stages, stage, found):
+def store_scales(scales, stages, stage, loaded):
     """Store the scales of a block to its stage; returns them as they are stored."""
     stored = ()
-    for group in gl.static_range(len(found)):
-        scale = found[group]
-        if len(found) == 1:
+    for group in gl.static_range(len(loaded)):
+        scale = loaded[group]
+        if len(loaded) == 1:
             scale = gl.where(scale < 0, 0.0, scale)  # a NaN stays one
-        stages.values.index(stage * len(found) + group).store(scale)
+        stages.values.index(stage * len(loaded) + group).store(scale)
         stored += (scale,)
     amax = stored[0]
-    for group in gl.static_range(1, len(found)):
+    for group in gl.static_range(1, len(loaded)):
         amax = gl.maximum(amax, stored[group])
     store_scalar(stages.amax.index(stage), gl.max(amax, 0), scales.WARPS)
     return stored

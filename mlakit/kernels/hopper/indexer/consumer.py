@@ -122,23 +122,23 @@ def _load_lane(requests, outputs, work, tiling, TOKEN: gl.constexpr, ROW: gl.con
     N: gl.constexpr = TOKENS * HEADS
     LAYOUT: gl.constexpr = logits_layout(TOKENS)
     column = gl.arange(0, N, gl.SliceLayout(0, acc_layout(N, 32)))
-    own, head = TOKEN + column // HEADS, column % HEADS
-    token = (work.token + own).to(gl.int64)
+    in_block, head = TOKEN + column // HEADS, column % HEADS
+    token = (work.token + in_block).to(gl.int64)
     at = token * outputs.stride_weights_token + head * outputs.stride_weights_head
-    is_there = (own < work.count) & (head < outputs.HEADS)
+    is_there = (in_block < work.count) & (head < outputs.HEADS)
     weights = gl.load(outputs.weights + at, mask=is_there, other=0.0)
     if tiling.ADDS_ODD_RELU:
         weights = gl.where(column % 2 == 1, weights * 0.5, weights)
 
-    own = TOKEN + gl.arange(0, TOKENS, gl.SliceLayout(0, LAYOUT))
+    in_block = TOKEN + gl.arange(0, TOKENS, gl.SliceLayout(0, LAYOUT))
     row = gl.expand_dims(ROW + gl.arange(0, PIECE, gl.SliceLayout(1, LAYOUT)), 1)
     end = work.first_end
     if requests.IS_CAUSAL:
-        end += own
+        end += in_block
     else:
-        end += own * 0
-    end = gl.where(own < work.count, end, 0)
-    start = (work.token + own).to(gl.int64) * outputs.stride_out
+        end += in_block * 0
+    end = gl.where(in_block < work.count, end, 0)
+    start = (work.token + in_block).to(gl.int64) * outputs.stride_out
     out = outputs.out + (gl.expand_dims(start, 0) + row)
     return Lane(weights, out, gl.expand_dims(end, 0) - row)
 
@@ -148,11 +148,11 @@ def _fill(requests, outputs, work, WG: gl.constexpr, WARPGROUPS: gl.constexpr):
     """Store −inf for the hidden keys among the columns of fill tiles."""
     offset = gl.arange(0, FILL_STEP, lane_layout(4))
     hidden = gl.full([FILL_STEP], -float("inf"), gl.float32, lane_layout(4))
-    for own in range(gl.where(work.fill_first < work.fill_end, work.count, 0)):
+    for in_block in range(gl.where(work.fill_first < work.fill_end, work.count, 0)):
         end = work.first_end
         if requests.IS_CAUSAL:
-            end += own
-        row = outputs.out + (work.token + own).to(gl.int64) * outputs.stride_out
+            end += in_block
+        row = outputs.out + (work.token + in_block).to(gl.int64) * outputs.stride_out
         first = work.fill_first + WG * FILL_STEP
         for start in range(first, work.fill_end, WARPGROUPS * FILL_STEP):
             column = start + offset

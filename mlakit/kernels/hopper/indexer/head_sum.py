@@ -82,8 +82,8 @@ def _sum_asm(tokens, heads, adds_odd):
         lines += [f"mov.f32 $0, {sums[0][0]};", f"mov.f32 $2, {sums[0][1]};"]
     else:
         choose(2)
-        for own in sums:
-            exchange(2, *own)
+        for pair in sums:
+            exchange(2, *pair)
         if tokens == 2:
             choose(1)
             exchange(1, sums[0][0], sums[1][0])

@@ -90,11 +90,11 @@ def _load_values(v, stages, strides, tile, row, fill):
 @gluon.jit
 def _producer(schedule, tiles, parts, v, strides, queries, keys, values, ROW_BYTES: gl.constexpr):
     """The producer warp: loads, in the order in which stages are released and needed."""
-    number = gl.program_id(0)
+    tile_index = gl.program_id(0)
     tiles_done = gl.to_tensor(0)
     fill = gl.to_tensor(0)
-    while number < schedule.num_tiles:
-        tile = locate_tile(schedule, number)
+    while tile_index < schedule.num_tiles:
+        tile = locate_tile(schedule, tile_index)
         publish_tile(tiles, tiles_done, tile)
         row = tile.kv_row + block_start(schedule, tile, 0)
         _load_keys(parts, keys, strides, tile, row, fill, ROW_BYTES)
@@ -108,7 +108,7 @@ def _producer(schedule, tiles, parts, v, strides, queries, keys, values, ROW_BYT
         drawn = draw_tile(schedule)
         _load_values(v, values, strides, tile, row, fill)
         fill += 1
-        number = drawn_number(drawn)
+        tile_index = drawn_number(drawn)
         tiles_done += 1
     publish_tile(tiles, tiles_done, no_tile())
 

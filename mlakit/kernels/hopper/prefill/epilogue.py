@@ -71,6 +71,6 @@ def store_out(outputs, tile, ROW0: gl.constexpr, acc):
     column = gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT))
     first = outputs.out + tile.head.to(gl.int64) * outputs.stride_out_head
     first += (tile.q_row + ROW0).to(gl.int64) * outputs.stride_out_token
-    # of 64 rows: int32 unless rows are 64 MB apart
+    # offsets of 64 rows fit int32 unless rows are 64 MB apart
     at = gl.expand_dims(row * outputs.stride_out_token, 1) + gl.expand_dims(column, 0)
     gl.store(first + at, values, mask=gl.expand_dims(ROW0 + row < tile.num_rows, 1))

@@ -177,11 +177,11 @@ def _producer(inputs, ROW_BYTES: gl.constexpr):
     """The producer warp: loads, in the order in which stages are released and needed."""
     schedule = inputs.schedule
     BLOCK_K: gl.constexpr = schedule.BLOCK_K
-    number = gl.program_id(0)
+    tile_index = gl.program_id(0)
     tiles_done = gl.to_tensor(0)
     fill = gl.to_tensor(0)
-    while number < schedule.num_tiles:
-        tile = _align_tile(schedule, locate_tile(schedule, number))
+    while tile_index < schedule.num_tiles:
+        tile = _align_tile(schedule, locate_tile(schedule, tile_index))
         publish_tile(inputs.tiles, tiles_done, tile)
         row = tile.kv_row + block_start(schedule, tile, 0)
         v_tile = first_value_tile(inputs.values, tile, BLOCK_K)
@@ -201,7 +201,7 @@ def _producer(inputs, ROW_BYTES: gl.constexpr):
             row -= BLOCK_K
             v_tile -= 1
             fill += 1
-        number = drawn_number(draw_tile(schedule))
+        tile_index = drawn_number(draw_tile(schedule))
         tiles_done += 1
     publish_tile(inputs.tiles, tiles_done, no_tile())
 

@@ -20,8 +20,8 @@ EACH_WARP = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 @gluon.jit
 def first_value_tile(values, tile, BLOCK_K: gl.constexpr):
     """Return the request's first tile of values, counted among the tiles of all heads."""
-    own = tile.head * values.count + tile.kv_row // BLOCK_K + tile.request
-    return gl.where(tile.kv_len > 0, own, ABSENT)
+    first = tile.head * values.count + tile.kv_row // BLOCK_K + tile.request
+    return gl.where(tile.kv_len > 0, first, ABSENT)
 
 
 @gluon.jit

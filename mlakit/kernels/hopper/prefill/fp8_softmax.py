@@ -79,7 +79,7 @@ def _row_max(scores):
         _max_asm(COUNT), _max_constraints(COUNT), [scores.to(gl.int32, bitcast=True)],
         dtype=gl.int32, is_pure=True, pack=COUNT,
     )  # fmt: skip
-    # of each thread of a quad one element: they are alike
+    # keep one element per thread of a quad: all four are alike
     each, _ = gl.split(gl.reshape(bits, [64, scores.shape[1] // 8, 4, 2]))
     each = gl.permute(each, (0, 2, 1))
     each, _ = gl.split(gl.reshape(each, [64, 4, 8, 2]))
@@ -118,12 +118,12 @@ def row_scales(scales, scale_log2, tile, ROW0: gl.constexpr, ROW: gl.constexpr):
         row = ROW0 + gl.arange(0, 64, ROW)
         token = (tile.q_row + row).to(gl.int64)
         head = scales.q + tile.head.to(gl.int64) * scales.stride_q_head
-        own = gl.load(head + token * scales.stride_q_token, mask=row < tile.num_rows, other=0.0)
-        own *= scale
+        factor = gl.load(head + token * scales.stride_q_token, mask=row < tile.num_rows, other=0.0)
+        factor *= scale
     else:
-        own = gl.full([64], 0.0, gl.float32, ROW) + scale
+        factor = gl.full([64], 0.0, gl.float32, ROW) + scale
     # a scale of 0 would turn the −inf of a hidden key into NaN
-    return gl.where(own < SMALLEST_SCALE, SMALLEST_SCALE, own), is_negated
+    return gl.where(factor < SMALLEST_SCALE, SMALLEST_SCALE, factor), is_negated
 
 
 @gluon.constexpr_function

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from mlakit.kernels import workspace
-from mlakit.kernels.hopper.prefill.configs import L2_BYTES, MAX_TOGETHER
+from mlakit.kernels.hopper.prefill.configs import L2_BYTES, MAX_INTERLEAVED
 from mlakit.kernels.launch import INTERPRETED, launch, target
 
 # q_start, q_len, kv_start, kv_len, the first row of the request if its rows were neighbours, its
@@ -60,7 +60,7 @@ def make_schedule(
         q_starts.stride(0),
         kv_starts.stride(0),
         BLOCK_Q=block_q,
-        MAX_TOGETHER=MAX_TOGETHER,
+        MAX_INTERLEAVED=MAX_INTERLEAVED,
         COLUMNS=ROW_COLUMNS,
         CHUNK=CHUNK,
         IS_CHAINED=target(q_starts.device) is not INTERPRETED,
@@ -84,7 +84,7 @@ def _schedule_prefill_kernel(
     stride_q_starts,
     stride_kv_starts,
     BLOCK_Q: tl.constexpr,
-    MAX_TOGETHER: tl.constexpr,
+    MAX_INTERLEAVED: tl.constexpr,
     COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr,
     IS_CHAINED: tl.constexpr,
@@ -119,16 +119,16 @@ def _schedule_prefill_kernel(
     num_tiles = tl.cdiv(q_len, BLOCK_Q)
     most = tl.minimum(tl.maximum(group_keys // tl.maximum(kv_len, 1), 1), heads)
     group = tl.cdiv(heads, tl.cdiv(heads, most))  # as few groups, but of one size
-    # of `together` equal requests the tile of each, then the next tile of each
-    together = group_keys // heads // tl.maximum(kv_len, 1)
-    together = tl.minimum(tl.maximum(together, 1), MAX_TOGETHER)
+    # `interleaved` equal requests take turns: the first tile of each, then the next tile of each
+    interleaved = group_keys // heads // tl.maximum(kv_len, 1)
+    interleaved = tl.minimum(tl.maximum(interleaved, 1), MAX_INTERLEAVED)
     place = tl.sum(equals_before, 0)
-    own = place % together
-    step = tl.minimum(together, tl.sum(equals, 0) - (place - own))
-    first = tl.sum(tiles_before, 0) - own * num_tiles
+    offset = place % interleaved
+    step = tl.minimum(interleaved, tl.sum(equals, 0) - (place - offset))
+    first = tl.sum(tiles_before, 0) - offset * num_tiles
     for start in tl.range(0, num_tiles, CHUNK):
         from_last = start + tl.arange(0, CHUNK)
-        row = first + own + from_last * step
+        row = first + offset + from_last * step
         at = rows + row * COLUMNS
         is_row = from_last < num_tiles
         tl.store(at, q_start, mask=is_row)

@@ -63,13 +63,13 @@ def seen_keys(schedule, position, kv_len):
 
 
 @gluon.jit
-def locate_tile(schedule, number):
-    row = schedule.rows + number // schedule.heads * COLUMNS
+def locate_tile(schedule, tile_index):
+    row = schedule.rows + tile_index // schedule.heads * COLUMNS
     q_start = gl.load(row)
     q_len = gl.load(row + 1)
     kv_start = gl.load(row + 2)
     kv_len = gl.load(row + 3)
-    within = number - gl.load(row + 4) * schedule.heads
+    within = tile_index - gl.load(row + 4) * schedule.heads
     num_tiles = gl.load(row + 5)
     group = gl.load(row + 6)
     request = gl.load(row + 7)

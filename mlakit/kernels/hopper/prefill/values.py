@@ -59,7 +59,7 @@ def _zero_non_finite(values, first, end):
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [MASKING_WARPS, 1], [1, 0])
     ROWS: gl.constexpr = values.shape[0]
     CHUNKS: gl.constexpr = values.shape[1] // 64 * ROWS // CHUNK_ROWS
-    # as words, one swizzle atom of 64 columns after the other
+    # view the tile as words, one swizzle atom of 64 columns after the other
     chunks = reinterpret(values, gl.int32, [CHUNKS, CHUNK_ROWS, 32], smem_layout(32, 32))
     carries = gl.zeros([CHUNK_ROWS, 32], gl.int32, LAYOUT)
     # program_id(2) is 0, which no compiler knows: unrolled, the loops would exceed the registers
@@ -80,7 +80,7 @@ def _zero_non_finite(values, first, end):
             is_seen = gl.expand_dims((row >= first) & (row < end), 1)
             hits |= gl.where((low | high) & is_seen, 1, 0)
         is_flagged = _any(hits)
-    # of the writes, before wgmma reads them, and of the reads, before TMA writes the stage again
+    # order the writes before wgmma reads them, and the reads before TMA writes the stage again
     fence_async_shared()
     return is_flagged
 

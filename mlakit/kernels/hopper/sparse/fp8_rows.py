@@ -95,7 +95,7 @@ def _scale_pointers(work, row_scales, is_extra, slot):
         extra = row_scales[1]
         page, in_page = split_slots(work.extra, slot)
         other = page * extra.stride_page + in_page * extra.stride_row
-        # from the first tensor to the second, as `lists.row_pointers`
+        # add the distance between the tensors, as `lists.row_pointers` does
         apart = (extra.first.to(gl.int64) - main.first.to(gl.int64)) // 4
         offset = gl.where(is_extra, other + apart, offset)
     return main.first + offset
@@ -246,9 +246,9 @@ def scale_factors(scales, right, FORMAT: gl.constexpr):
 
 
 @gluon.jit
-def store_scales(stages, stage, others, FORMAT: gl.constexpr):
+def store_scales(stages, stage, consumer_scales, FORMAT: gl.constexpr):
     """Store what consumers need of a block's scales, after the left half has been released."""
-    of_entries, block_scale = others
+    of_entries, block_scale = consumer_scales
     if FORMAT == "fp8_block64":
         stages.bias.index(stage).store(of_entries)
     else:

@@ -70,20 +70,20 @@ def sparse_mla(
     if first == tokens:
         _launch(kernel, a, out, lse, max_logits)
         return
-    for own in (slice(0, first), slice(first, tokens)):
-        _launch(kernel, _of_tokens(a, own), out[own], lse[own], max_logits[own])
+    for part in (slice(0, first), slice(first, tokens)):
+        _launch(kernel, _of_tokens(a, part), out[part], lse[part], max_logits[part])
 
 
-def _of_tokens(a: SparseArguments, own: slice) -> SparseArguments:
+def _of_tokens(a: SparseArguments, part: slice) -> SparseArguments:
     """Return the call for some of its tokens."""
 
     def part(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor[own]
+        return None if tensor is None else tensor[part]
 
     return a._replace(
-        q=a.q[own],
+        q=a.q[part],
         q_rope=part(a.q_rope),
-        rows=a.rows[own],
+        rows=a.rows[part],
         topk_lens=part(a.topk_lens),
         extra_rows=part(a.extra_rows),
         extra_topk_lens=part(a.extra_topk_lens),
@@ -155,7 +155,7 @@ def _config_arguments(kernel: str, a: SparseArguments, heads: int) -> tuple[obje
     return (a.layer.codec.name, heads) if kernel == "small_m_fp8_kv" else ()
 
 
-_NO_LIST = (*(None,) * 3, *(0,) * 7)  # as `_list_arguments`, of no list
+_NO_LIST = (*(None,) * 3, *(0,) * 7)  # `_list_arguments` of no list
 
 
 def _list_arguments(layer: CacheLayer, rows: Tensor, lens: Tensor | None) -> tuple[object, ...]:

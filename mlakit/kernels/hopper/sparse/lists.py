@@ -127,8 +127,8 @@ def _list_length(rows, token, is_tile, IS_SCANNED: gl.constexpr):
     length = gl.where(is_tile, rows.topk, 0)
     if rows.lens is not None:
         at = rows.lens + token.to(gl.int64) * rows.stride_lens
-        given = gl.load(at, mask=is_tile, other=0)
-        length = gl.minimum(given, length).to(gl.int32)
+        token_length = gl.load(at, mask=is_tile, other=0)
+        length = gl.minimum(token_length, length).to(gl.int32)
     if IS_SCANNED:
         row = rows.rows + token.to(gl.int64) * rows.stride_token
         is_found = length <= 0
@@ -253,7 +253,7 @@ def row_pointers(work, blocks, block, slot, CHUNK: gl.constexpr):
     """
     offset = row_offsets(work.main, slot)
     if work.HAS_EXTRA:
-        # from the first cache to the second: of a choice between pointers no alignment is known
+        # add the distance between the caches: a choice between pointers has no known alignment
         apart = (work.extra.payload.to(gl.int64) - work.main.payload.to(gl.int64)) // 16
         is_extra = block >= blocks.main_blocks
         offset = gl.where(is_extra, row_offsets(work.extra, slot) + apart, offset)

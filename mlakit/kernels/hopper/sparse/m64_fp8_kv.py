@@ -105,9 +105,9 @@ AHEAD = gl.constexpr(3)  # blocks from PV to the one whose rows are prefetched
 
 
 @gluon.jit
-def _issue_qk(query, stages, number):
+def _issue_qk(query, stages, blocks_done):
     """Scores of a block, [64 heads, 64 entries], issued as soon as its halves have arrived."""
-    stage, phase = two_stages(number)
+    stage, phase = two_stages(blocks_done)
     zero = opaque_zero()
     zeros = gl.zeros([64, 64], gl.float32, SCORES)
     named_wait(RIGHT_FULL + stage, 256)
@@ -127,9 +127,9 @@ def _issue_qk(query, stages, number):
 
 
 @gluon.jit
-def _masked_scores(scores, number, row_scale, stages, SIGN: gl.constexpr):
+def _masked_scores(scores, blocks_done, row_scale, stages, SIGN: gl.constexpr):
     """(scores, row_scale with that of the block, factor of probabilities without acc_scale)"""
-    stage, _ = two_stages(number)
+    stage, _ = two_stages(blocks_done)
     if stages.key_factor is not None:
         factor = gl.expand_dims(stages.key_factor.index(stage).load(COLUMN), 0)
         scores = apply_sign(scores * factor, SIGN)
@@ -146,9 +146,9 @@ def _masked_scores(scores, number, row_scale, stages, SIGN: gl.constexpr):
 
 
 @gluon.jit
-def _probabilities(scores, row_scale, factor, block_max, number, softmax, stages):
+def _probabilities(scores, row_scale, factor, block_max, blocks_done, softmax, stages):
     """Return (probabilities as float16, rescale of acc, softmax after this block)"""
-    stage, _ = two_stages(number)
+    stage, _ = two_stages(blocks_done)
     acc_scale = gl.maximum(softmax.acc_scale, load_block_scale(stages, stage))
     inverse = inverse_power(acc_scale)
     row_max = next_row_max(softmax.row_max, block_max)
@@ -163,7 +163,7 @@ def _probabilities(scores, row_scale, factor, block_max, number, softmax, stages
 
 @gluon.jit
 def _softmax_block(
-    scores, is_first, number, tiles_done, softmax, row_scale, pending, stages, prob_stage,
+    scores, is_first, blocks_done, tiles_done, softmax, row_scale, pending, stages, prob_stage,
     SIGN: gl.constexpr,
 ):  # fmt: skip
     """Softmax of a block, whose probabilities go to PV: (acc of the blocks before, rescaled;
@@ -171,17 +171,17 @@ def _softmax_block(
 
     pending  acc that PV of the block before is accumulated to
     """
-    scores, row_scale, factor = _masked_scores(scores, number, row_scale, stages, SIGN)
+    scores, row_scale, factor = _masked_scores(scores, blocks_done, row_scale, stages, SIGN)
     block_max = gl.max(scores, 1) * row_scale
     probs, rescale, softmax = _probabilities(
-        scores, row_scale, factor, block_max, number, softmax, stages
+        scores, row_scale, factor, block_max, blocks_done, softmax, stages
     )
     # in this order: the softmax overlaps with PV, and only the spin wait on a barrier keeps the
     # assembler from waiting for PV before it
-    mbarrier.wait(prob_stage.empty, ((number + tiles_done) & 1) ^ 1)
+    mbarrier.wait(prob_stage.empty, ((blocks_done + tiles_done) & 1) ^ 1)
     acc, probs = warpgroup_mma_wait(0, deps=(pending, probs))
     if not is_first:
-        named_arrive(LEFT_EMPTY + ((number & 1) ^ 1), 256)
+        named_arrive(LEFT_EMPTY + ((blocks_done & 1) ^ 1), 256)
     # both wgmma have read the probabilities of the block before
     prob_stage.probs.store(probs)
     prob_stage.rescale.store(rescale)
@@ -197,7 +197,7 @@ def _qk_softmax_warpgroup(
 ):  # fmt: skip
     """Run the QK-softmax warpgroup, which also computes PV of the left column half."""
     tile = gl.program_id(0)
-    number = tile * 0
+    blocks_done = tile * 0
     tiles_done = tile * 0
     step = gl.num_programs(0)
     load_query(q, work, tokens, tile, query)
@@ -208,14 +208,14 @@ def _qk_softmax_warpgroup(
         softmax = initial_softmax()
         pending = warpgroup_mma_init(gl.zeros([64, 256], gl.float32, ACC))
         count = read_count(block_counts, tiles_done)
-        qk = _issue_qk(query, stages, number)
+        qk = _issue_qk(query, stages, blocks_done)
         scores = warpgroup_mma_wait(0, deps=(qk,))
         # the last block is no copy after the loop: code that runs once waits to be fetched
         for block in range(count):
             acc, softmax = _softmax_block(
                 scores,
                 block == 0,
-                number,
+                blocks_done,
                 tiles_done,
                 softmax,
                 row_scale,
@@ -224,22 +224,22 @@ def _qk_softmax_warpgroup(
                 prob_stage,
                 SIGN,
             )
-            values = stages.left.index(number & 1)
+            values = stages.left.index(blocks_done & 1)
             if block + 1 < count:
-                qk = _issue_qk(query, stages, number + 1)
+                qk = _issue_qk(query, stages, blocks_done + 1)
                 pending = warpgroup_mma(prob_stage.probs, values, acc, is_async=True)
                 scores = warpgroup_mma_wait(1, deps=(qk,))
             else:
                 pending = warpgroup_mma(prob_stage.probs, values, acc, is_async=True)
                 scores = gl.zeros([64, 64], gl.float32, SCORES)  # frees those of this block
-            number += 1
+            blocks_done += 1
         next_tile = tile + step
         if next_tile < work.num_tiles:
             load_query(q, work, tokens, next_tile, query)
         acc = warpgroup_mma_wait(0, deps=(pending,))
-        named_arrive(LEFT_EMPTY + ((number & 1) ^ 1), 256)
+        named_arrive(LEFT_EMPTY + ((blocks_done & 1) ^ 1), 256)
         at = locate_tile(work, tokens, tile)
-        fill = number + tiles_done
+        fill = blocks_done + tiles_done
         lse, out_scale = finish_tile(at, outputs, heads, softmax, prob_stage, fill)
         acc = rescale_acc(acc, out_scale)
         store_values(at, outputs, heads, acc, 0)
@@ -260,7 +260,7 @@ def _pv_warpgroup(
     PREFETCHES: gl.constexpr = FORMAT == "fp8_block128"
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
     tile = gl.program_id(0)
-    number = tile * 0
+    blocks_done = tile * 0
     tiles_done = tile * 0
     step = gl.num_programs(0)
     for _ in tl.range(0, (work.num_tiles - tile + step - 1) // step, disable_licm=True):
@@ -272,7 +272,7 @@ def _pv_warpgroup(
                 prefetch_rows(work, blocks, block, load_ids(work, blocks, block, PREFETCHED))
             ids = load_ids(work, blocks, ahead, PREFETCHED)
         for block in range(read_count(block_counts, tiles_done)):
-            stage = number & 1
+            stage = blocks_done & 1
             named_wait(PROBS_FULL, 256)
             fence_async_shared()  # of the dequant warpgroup's stores
             acc = rescale_acc(acc, prob_stage.rescale.load(ROW))
@@ -285,7 +285,7 @@ def _pv_warpgroup(
             acc = warpgroup_mma_wait(0, deps=(pending,))
             mbarrier.arrive(prob_stage.empty, count=1)
             named_arrive(RIGHT_EMPTY + stage, 256)
-            number += 1
+            blocks_done += 1
         acc = rescale_acc(acc, receive_out_scale(prob_stage, ROW))
         store_values(locate_tile(work, tokens, tile), outputs, heads, acc, 256)
         tiles_done += 1

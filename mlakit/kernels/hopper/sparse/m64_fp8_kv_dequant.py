@@ -150,10 +150,10 @@ def read_count(block_counts, tiles_done):
 
 @gluon.jit
 def _load_scale_ids(work, blocks, block, FORMAT: gl.constexpr):
-    found = block
+    ids = block
     if FORMAT == "fp8_token" or FORMAT == "fp8":
-        found = load_ids(work, blocks, block, SCALE_KEYS)
-    return found
+        ids = load_ids(work, blocks, block, SCALE_KEYS)
+    return ids
 
 
 @gluon.jit
@@ -174,7 +174,7 @@ def dequant_warpgroup(work, row_scales, stages, block_counts, FORMAT: gl.constex
     """
     CONVERTS_EARLY: gl.constexpr = FORMAT == "fp8_block128"
     step = gl.num_programs(0)
-    number = step * 0
+    fill = step * 0
     tiles_done = step * 0
     # ids are loaded while the end of the list is sought: most lists are not padded
     expected = block_range(work, gl.program_id(0), IS_SCANNED=False)
@@ -199,25 +199,25 @@ def dequant_warpgroup(work, row_scales, stages, block_counts, FORMAT: gl.constex
         # before the loop: the first block of the next tile then waits for no length
         next_blocks = block_range(work, tile + step)
         for block in range(blocks.first, gl.maximum(blocks.end, blocks.first + 1)):
-            stage = number & 1
-            factors, inverse, others = scale_factors(scales, right, FORMAT)
-            named_wait(RIGHT_EMPTY + stage, 256, number >= 2)
+            stage = fill & 1
+            factors, inverse, consumer_scales = scale_factors(scales, right, FORMAT)
+            named_wait(RIGHT_EMPTY + stage, 256, fill >= 2)
             store_right(stages, stage, right, factors, inverse, FORMAT)
             named_arrive(RIGHT_FULL + stage, 256)
             if CONVERTS_EARLY:
                 left = convert_left(left, factors)
                 rope = convert_rope(rope, inverse, FORMAT)
-                named_wait(LEFT_EMPTY + stage, 256, number >= 2)
+                named_wait(LEFT_EMPTY + stage, 256, fill >= 2)
                 store_left(stages, stage, left)
                 store_rope(stages, stage, start, is_valid, rope, FORMAT)
-                store_scales(stages, stage, others, FORMAT)
+                store_scales(stages, stage, consumer_scales, FORMAT)
                 named_arrive(LEFT_FULL + stage, 256)
                 start, is_valid, position = _locate_rows(work, blocks, block + 1, ids, scale_ids)
                 scales = load_scales(work, row_scales, position, FORMAT)
                 right = load_right(start, is_valid, FORMAT)
             else:
-                named_wait(LEFT_EMPTY + stage, 256, number >= 2)
-                store_scales(stages, stage, others, FORMAT)
+                named_wait(LEFT_EMPTY + stage, 256, fill >= 2)
+                store_scales(stages, stage, consumer_scales, FORMAT)
                 rope = convert_rope(rope, inverse, FORMAT)
                 store_rope(stages, stage, start, is_valid, rope, FORMAT)
                 start, is_valid, position = _locate_rows(work, blocks, block + 1, ids, scale_ids)
@@ -229,12 +229,12 @@ def dequant_warpgroup(work, row_scales, stages, block_counts, FORMAT: gl.constex
             rope = load_rope(start, is_valid, FORMAT)
             ids = load_ids(work, blocks, block + 2, KEYS)
             scale_ids = _load_scale_ids(work, blocks, block + 2, FORMAT)
-            number += 1
+            fill += 1
         tiles_done += 1
         blocks = next_blocks
     if work.num_splits > 1:
         allow_dependents()  # the merge kernel
     # no arrival is left at a named barrier
     for i in gl.static_range(2):
-        named_wait(LEFT_EMPTY + ((number + i) & 1), 256, number + i >= 2)
-        named_wait(RIGHT_EMPTY + ((number + i) & 1), 256, number + i >= 2)
+        named_wait(LEFT_EMPTY + ((fill + i) & 1), 256, fill + i >= 2)
+        named_wait(RIGHT_EMPTY + ((fill + i) & 1), 256, fill + i >= 2)

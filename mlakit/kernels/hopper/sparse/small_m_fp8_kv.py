@@ -246,7 +246,7 @@ def _qk_softmax_warpgroup(
         for own_block in range(first_block, count, 2):
             # opaque: the compiler would count blocks, keys and stages in registers of their own
             block = own_block + opaque_zero()
-            number = blocks_done + block
+            fill = blocks_done + block
             scores, stage, phase = qk_block(
                 gathered, query, pipelines, stage, phase, rope_stage, rope_phase, scaled.scale,
                 LAYOUT, FORMAT, False,
@@ -255,7 +255,7 @@ def _qk_softmax_warpgroup(
             is_invalid = load_row_scales(pipelines, rope_stage, 0, LAYOUT) < 0  # no NaN is
             scores = gl.where(is_invalid, NEG_INF, apply_sign(scores, SIGN))
             row_sum = softmax_block(
-                warpgroup, scores, number, block == 0, row_sum, probs, pipelines, rope_stage,
+                warpgroup, scores, fill, block == 0, row_sum, probs, pipelines, rope_stage,
                 scale_log2,
             )  # fmt: skip
             rope_stage, rope_phase = advance(pipelines.rope, rope_stage, rope_phase, 2)
