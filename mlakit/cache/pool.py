@@ -76,7 +76,7 @@ class CacheLayer(CacheTensors):
         return self.payload.shape[0] * self.payload.shape[1]
 
     def check_writable(self, dims: Dims, arg: str = "cache") -> None:
-        """No two rows share memory, as in a pool wrapped from an expanded tensor."""
+        """Require that no two rows share memory, as in a pool wrapped from an expanded tensor."""
         dims.not_overlapping(f"the payload of {arg}", self.payload)
         if self.scales is not None:
             dims.not_overlapping(f"the scales of {arg}", self.scales)

@@ -172,7 +172,7 @@ def arch_of(device: torch.device) -> int:
 
 
 def num_sms(device: torch.device) -> int:
-    """SMs of a torch device, as `Problem` wants them; 0 off CUDA."""
+    """Return the SMs of a torch device, as `Problem` wants them; 0 off CUDA."""
     pretended = _PRETENDED.get()
     if pretended is not None:
         return pretended[1]

@@ -219,7 +219,8 @@ class RowCodec(ABC):
 
     @abstractmethod
     def _decode(self, payload: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """scales  the separate scales, the tensor scale, or None, as the format has them"""
+        """Decode rows; `scales` are separate scales, the tensor scale, or None, as the format has
+        them."""
 
     def _tensor_scale(
         self, dims: Dims, scale: float | Tensor, device: torch.device

@@ -128,7 +128,7 @@ class WeightCopies:
     """The copies of one owner's weights. `ensure_current` comes before each use of them."""
 
     def __init__(self, owner: str, copies: Sequence[WeightCopy]) -> None:
-        """owner  begins the message of an error"""
+        """Watch a weight; `owner` begins the message of an error."""
         self.owner, self.copies = owner, tuple(copies)
         self._versions = self._current_versions()
         self._written: str | None = None  # the name of a weight that differs

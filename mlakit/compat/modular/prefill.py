@@ -191,7 +191,7 @@ def _check_buffer(
     cache_offsets: Tensor,
     buffer_length: int,
 ) -> None:
-    """Every key that a new token sees has a row in the buffer and a page in the cache."""
+    """Require a row in the buffer and a page in the cache for every key that a new token sees."""
     batch = dims["batch"]
     dims.match("buffer_row_offsets", buffer_row_offsets, "batch + 1", dtypes=INTEGERS)
     dims.match("cache_offsets", cache_offsets, "cache offsets", dtypes=INTEGERS)

@@ -227,7 +227,7 @@ class DenseBackend(AttentionBackend):
     def _store(
         self, layer: Any, forward_batch: Any, k: Tensor, v: Tensor | None, k_rope: Tensor | None
     ) -> None:
-        """SGLang's pool writes its rows: it knows how they are laid out, moved and shared."""
+        """Let SGLang's pool write its rows: it knows how they are laid out, moved and shared."""
         where = seams.write_location(forward_batch)
         if k_rope is None:
             self.token_to_kv_pool.set_kv_buffer(layer, where, k, v)

@@ -62,7 +62,7 @@ class Step:
 def decode_step(
     req_to_token: Tensor, requests: Tensor, seq_lens: Tensor, page_size: int, max_kv_len: int
 ) -> Step:
-    """One query per request."""
+    """Prepare a step with one query per request."""
     table = page_table(req_to_token, requests, page_size, max_kv_len)
     return Step(DecodeBatch(table, seq_lens.to(torch.int32)), page_size, max_kv_len, len(requests))
 

@@ -53,7 +53,7 @@ def _find(name: str) -> Any:
 
 
 def why_not() -> str | None:
-    """Why this package cannot serve: SGLang is missing, or of a release that was not tested."""
+    """Return why this package cannot serve: SGLang is missing, or of an untested release."""
     return _RELEASE.why_not()
 
 

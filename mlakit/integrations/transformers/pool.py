@@ -79,7 +79,7 @@ class LatentPool:
     """
 
     def __init__(self, num_layers: int, format: Format | None, page_size: int) -> None:
-        """format  of the rows; None: the dtype of the latents"""
+        """Make an empty pool; `format` None stands for the dtype of the latents."""
         self.num_layers, self.format = num_layers, format
         self.allocator = PageAllocator(1, page_size)
         self.cache: PagedLatentCache | None = None

@@ -128,9 +128,9 @@ def _attend(
     state: OnlineSoftmax | None = None
     for each, is_valid, length in zip(lists, valid, lengths, strict=True):
         for entries, splits in _tiles(length, _entries_at_once(a)):
-            valid = is_valid[own, entries]
-            keys = each.gather(tokens, entries, valid)
-            tile = _attend_rows(q, keys, valid, out.shape[2], splits)
+            tile_valid = is_valid[own, entries]
+            keys = each.gather(tokens, entries, tile_valid)
+            tile = _attend_rows(q, keys, tile_valid, out.shape[2], splits)
             state = tile if state is None else _both(state, tile)
             del keys  # before the next ones are made
     if state is None:

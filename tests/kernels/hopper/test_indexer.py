@@ -10,7 +10,7 @@ import torch
 from mlakit import PagedLatentCache, indexer_logits
 from mlakit.dispatch import knobs, selection
 from mlakit.dispatch.checks import UnsupportedError
-from mlakit.dispatch.specs import Problem, pretending
+from mlakit.dispatch.specs import Problem, Use, pretending
 from mlakit.kernels.hopper.decode.configs import OTHER_SMEM_BYTES, REGISTERS, SMEM_BYTES
 from mlakit.kernels.hopper.indexer.configs import (
     CONFIGS,
@@ -61,7 +61,7 @@ def test_what_the_kernel_takes(fields):
         ),
         ({"row": None}, "needs keys of 128 columns, none of them rotated, got none"),
         ({"mask": "chunked"}, "needs a mask of causal or null, got chunked"),
-        ({"uses": ("flat page table",)}, "takes no flat page table"),
+        ({"uses": (Use.FLAT_PAGE_TABLE,)}, "takes no flat page table"),
     ],
     ids=str,
 )

@@ -17,6 +17,7 @@ from mlakit.plan import EvenSplit
 from tests.kernels.hopper.sparse_cases import ROWS
 
 ROW = RowShape(512, 64)
+NO_TMA = ": no TMA descriptor can address them"
 
 
 def problem(**fields: object) -> Problem:
@@ -44,8 +45,8 @@ def test_16_bit_rows_go_to_hopper(row, dtype):
         ),
         ({"row": RowShape(256, 64)}, "needs rows of 576/512 or 512/512, got 320/256"),
         ({"row": None}, "needs rows of 576/512 or 512/512, got none"),
-        ({"uses": (Use.UNALIGNED_CACHE,)}, "takes no unaligned rows of the cache"),
-        ({"uses": (Use.UNALIGNED_QUERY,)}, "takes no unaligned rows of q"),
+        ({"uses": (Use.UNALIGNED_CACHE,)}, "takes no unaligned rows of the cache" + NO_TMA),
+        ({"uses": (Use.UNALIGNED_QUERY,)}, "takes no unaligned rows of q" + NO_TMA),
         ({"uses": (Use.OTHER_EXTRA_FORMAT,)}, "takes no extra cache of another format"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -58,7 +58,7 @@ def m64_tiles(kernel: str) -> Tiles:
 
 
 def small_m_tiles(heads: int, page_size: int) -> Tiles:
-    """8, 16 or 32 heads; where a block has several pages, a TMA tile is a swizzle atom wide."""
+    """Return tiles of 8, 16 or 32 heads; a TMA tile of a block of several pages is an atom wide."""
     rows = max(1 << (min(heads, SMALL_M_HEADS) - 1).bit_length(), 8)
     kv_columns = 64 if page_size in PAGES else 128
     return Tiles(rows=rows, q_columns=128, kv_columns=kv_columns, keys=BLOCK, min_keys=64)

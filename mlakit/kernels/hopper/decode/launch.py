@@ -78,8 +78,8 @@ def tiles_of(kernel: str, heads: int, page_size: int) -> Tiles:
 
 
 def mla_decode(kernel: str, a: DecodeArguments, out: Tensor, lse: Tensor) -> None:
-    """kernel  of `KERNELS`; the rows of a.q and of a.q_rope lie evenly or by head, as
-    `ops._checks` has it"""
+    """Launch one of `KERNELS`; a.q and a.q_rope are uniformly strided or heads-major
+    (`_checks`)."""
     q_latent, q_rope, q_scale, q_starts = a.q, filled(a.q_rope), a.q_scale, filled(a.q_starts)
     layer, kv_lens, splits = a.layer, a.kv_lens, a.splits
     softmax_scale, mask, sink = a.softmax_scale, a.mask, a.sink
@@ -240,7 +240,8 @@ def _cache_arguments(
     copied_bytes: int,
     q_scale: Tensor | None,
 ) -> CacheArguments:
-    """copied_bytes  of shared memory for FP8 queries as they are loaded"""
+    """Return how a kernel reads rows; FP8 queries as loaded take `copied_bytes` of shared
+    memory."""
     rows, page_rows = _as_rows(layer.payload)
     tile_rows = layer.page_size if layer.page_size in PAGES else BLOCK
     gather = _gather(kernel, layer, rows)
@@ -353,7 +354,7 @@ def _tma_tiles(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 def _as_rows(pool: Tensor) -> tuple[Tensor, int]:
-    """[pages, page_size, columns] as (rows at one distance, rows from a page to the next)."""
+    """Return [pages, page_size, columns] as (rows of one stride, rows from a page to the next)."""
     num_pages, page_size, columns = pool.shape
     distance = pool.stride(0) if page_size == 1 < num_pages else pool.stride(1)
     page_rows = pool.stride(0) // distance if num_pages > 1 else page_size

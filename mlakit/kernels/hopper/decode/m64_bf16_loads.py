@@ -93,7 +93,7 @@ class Barriers:
 
 @gluon.jit
 def alloc_smem(kv):
-    """Tiles with the type and layout of the cache's descriptor."""
+    """Allocate tiles with the type and layout of the cache's descriptor."""
     DTYPE: gl.constexpr = kv.dtype
     LAYOUT: gl.constexpr = kv.layout
     return Smem(
@@ -230,7 +230,7 @@ def _gather_part(inputs, descriptor, rows, column, part, phase, tile):
 
 @gluon.jit
 def gather_producer(item, index, inputs, scheduler, smem, barriers):
-    """Pairs of blocks: the rotated columns, left half and right half of each."""
+    """Load pairs of blocks: the rotated columns, left half and right half of each."""
     rope = (barriers.rope_even, barriers.rope_odd)
     left = (barriers.left_even, barriers.left_odd)
     right = (barriers.right_even, barriers.right_odd)

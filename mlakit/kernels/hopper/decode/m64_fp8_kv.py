@@ -285,7 +285,7 @@ def mla_decode_m64_fp8_kv_kernel(
     TRAITS: gl.constexpr,
     CONFIG: gl.constexpr,  # `configs.M64Fp8KvConfig`
 ):  # fmt: skip
-    """grid: (work tiles of a request that run at once, CTAs of the plan)"""
+    """Run the plan on a grid (work tiles of a request that run at once, CTAs of the plan)."""
     NONE: gl.constexpr = None
     scale_log2, tensor_scale = apply_tensor_scale(kv_scales, scale_log2)
     inputs, scheduler, outputs = make_work(

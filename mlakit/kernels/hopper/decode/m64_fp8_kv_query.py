@@ -136,7 +136,7 @@ def _convert(smem, descriptor, factor):
 
 @gluon.jit
 def convert_queries(inputs, scheduler, q_scales, item, index, query):
-    """FP8 queries to float16, exactly and in place; returns the scale of scores.
+    """Convert FP8 queries to float16, exactly and in place; return the scale of scores.
 
     q_scales  `arguments.QScales`: a scale is one of scores, but for its sign, which queries get
     """

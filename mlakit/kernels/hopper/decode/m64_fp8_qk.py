@@ -96,7 +96,7 @@ OWN_TILES = gl.constexpr(2)  # of latent columns, of a PV warpgroup
 
 @gluon.jit
 def _alloc_pipelines(STAGES: gl.constexpr, inputs, HAS_ROW_SCALES: gl.constexpr):
-    """Tiles with the type and layout of the cache's descriptors."""
+    """Allocate tiles with the type and layout of the cache's descriptors."""
     kv, kv_rope = inputs.kv, inputs.kv_rope
     latent = gl.allocate_shared_memory(
         kv.dtype, [STAGES * D_TILES, 64, kv.block_shape[1]], kv.layout
@@ -196,7 +196,7 @@ def mla_decode_m64_fp8_qk_kernel(
     TRAITS: gl.constexpr,
     CONFIG: gl.constexpr,  # `configs.M64Fp8QkConfig`
 ):  # fmt: skip
-    """grid: (work tiles of a request that run at once, CTAs of the plan)"""
+    """Run the plan on a grid (work tiles of a request that run at once, CTAs of the plan)."""
     scale_log2, tensor_scale = apply_tensor_scale(kv_scales, scale_log2)
     inputs, scheduler, outputs = make_work(
         q, q_rope, kv, kv_rope, stride_table_request, q_token_rows, q_rope_token_rows, heads,

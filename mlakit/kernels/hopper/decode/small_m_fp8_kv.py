@@ -196,7 +196,7 @@ def mla_decode_small_m_fp8_kv_kernel(
     TRAITS: gl.constexpr,
     CONFIG: gl.constexpr,  # `configs.SmallMFp8KvConfig`
 ):  # fmt: skip
-    """grid: (work tiles of a request that run at once, CTAs of the plan)"""
+    """Run the plan on a grid (work tiles of a request that run at once, CTAs of the plan)."""
     scale_log2, tensor_scale = apply_tensor_scale(kv_scales, scale_log2)
     inputs, scheduler, outputs = make_work(
         q, q_rope, kv, kv_rope, stride_table_request, q_token_rows, q_rope_token_rows, heads,

@@ -317,7 +317,7 @@ def _prob_factor(pipelines, rope_stage, d: gl.constexpr, factor, LAYOUT: gl.cons
 
 @gluon.jit
 def _store_probs(probs, fill, exponentials, rescale, factor, pipelines, rope_stage):
-    """exponentials · row scales · factor as float16, and the rescale of acc."""
+    """Store exponentials · row scales · factor as float16, and the rescale of acc."""
     LAYOUT: gl.constexpr = exponentials.type.layout
     stage, phase = two_stages(fill)
     factors = _prob_factor(pipelines, rope_stage, 0, factor, LAYOUT)

@@ -62,7 +62,7 @@ def pow2_scale(amax):
 
 @gluon.jit
 def load_keys(smem, LAYOUT: gl.constexpr):
-    """Words [64, columns / 4] as the A operand [64, columns] of a wgmma with acc in LAYOUT.
+    """Load words [64, columns / 4] as the A operand [64, columns] of a wgmma with acc in LAYOUT.
 
     Of sixteen columns, 8h + 2t + i of the operand is column 4t + 2h + i of the row: queries have
     the same order (`permute_query`).
@@ -118,14 +118,14 @@ def row_amax(smem):
 
 @gluon.jit
 def scale_query(smem, DTYPE: gl.constexpr, factor):
-    """Queries [rows, columns] · factor [rows] as a 16-bit type, in the same shared memory."""
+    """Scale queries [rows, columns] by factor [rows], as a 16-bit type in the same memory."""
     queries = load_rows(smem).to(gl.float32) * gl.expand_dims(factor, 1)
     reinterpret(smem, DTYPE, smem.shape, smem.layout).store(queries.to(DTYPE))
 
 
 @gluon.jit
 def permute_query(smem, target, factor):
-    """Queries [rows, columns] · factor [rows] as float16, columns in the order of `load_keys`.
+    """Store queries [rows, columns] · factor [rows] as float16, in the column order of `load_keys`.
 
     target  may be the same memory
     """
@@ -149,7 +149,7 @@ def permute_fp8_query(smem, target):
 
 @gluon.jit
 def convert_fp8_query(smem, target):
-    """FP8 queries, words [rows, columns / 4], as the 16-bit type of `target`, columns in order."""
+    """Convert FP8 queries, words [rows, columns / 4], to the type of `target`, columns in order."""
     target.store(_load_fp8(smem).to(gl.float32).to(target.dtype))
 
 
@@ -162,7 +162,7 @@ def _load_fp8(smem):
 
 @gluon.jit
 def load_values(smem, num_valid, LAYOUT: gl.constexpr):
-    """Words [keys, 32] as the A operand [128 columns, keys] of a wgmma with acc in LAYOUT.
+    """Load words [keys, 32] as the A operand [128 columns, keys] of a wgmma with acc in LAYOUT.
 
     Rows from `num_valid` on may hold NaN, and become zeros. Columns are in the order of
     `acc_columns`.

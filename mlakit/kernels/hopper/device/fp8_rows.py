@@ -46,7 +46,7 @@ KEYS = gl.constexpr(gl.SliceLayout(1, WORDS))
 
 @gluon.jit
 def load_words(start, is_valid, WORD: gl.constexpr, LAYOUT: gl.constexpr):
-    """Words of rows from word WORD on; zeros for invalid entries."""
+    """Load words of rows from word WORD on; zeros for invalid entries."""
     KEY: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     at = gl.expand_dims(gl.convert_layout(start, KEY, assert_trivial=True), 1)
     at += gl.expand_dims(WORD + gl.arange(0, LAYOUT.shape[1], gl.SliceLayout(0, LAYOUT)), 0)
@@ -56,7 +56,7 @@ def load_words(start, is_valid, WORD: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def load_half(start, is_valid, FIRST: gl.constexpr):
-    """256 columns from word FIRST on, as two tiles of words."""
+    """Load 256 columns from word FIRST on, as two tiles of words."""
     return load_words(start, is_valid, FIRST, WORDS), load_words(start, is_valid, FIRST + 32, WORDS)
 
 

@@ -170,7 +170,7 @@ def _store_block_scales(scales, pipelines, stage, loaded):
 
 @gluon.jit
 def producer(item, index, inputs, scheduler, pipelines, scales, ROPE_COLUMN: gl.constexpr):
-    """The producer warps: the rotated columns of every block, then its tiles of latent columns.
+    """Run the producer: load the rotated columns of every block, then its latent columns.
 
     The scales of rows, if there are any, go with the rotated columns.
     """

@@ -131,7 +131,7 @@ def alloc_barrier(ARRIVALS: gl.constexpr = 1):
 
 @gluon.jit
 def alloc_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """COUNT barriers that are indexed at run time; each phase completes after ARRIVALS arrivals."""
+    """Allocate COUNT barriers indexed at run time; each phase takes ARRIVALS arrivals."""
     barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(COUNT):
         mbarrier.init(barriers.index(stage), count=ARRIVALS)

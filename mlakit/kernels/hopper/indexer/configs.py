@@ -50,7 +50,7 @@ FOUR_WARPGROUPS = {"CONSUMER_REGISTERS": 112, "PRODUCER_REGISTERS": 32, "MAX_REG
 
 
 def _decode(tokens: int, heads: int, stages: int, *, adds_odd_relu: bool) -> IndexerConfig:
-    """Bound by memory: two warpgroups side by side in the keys, two accumulators each."""
+    """Return the config of decode, bound by memory: two warpgroups side by side in the keys."""
     return IndexerConfig(
         TOKENS=tokens,
         HEADS=heads,
@@ -66,7 +66,7 @@ def _decode(tokens: int, heads: int, stages: int, *, adds_odd_relu: bool) -> Ind
 
 
 def _prefill(tokens: int, heads: int, keys: int, stages: int) -> IndexerConfig:
-    """Bound by tensor cores and the sum over heads: four warpgroups of N = 128."""
+    """Return the config of prefill, bound by tensor cores and the sum over heads: N = 128."""
     return IndexerConfig(
         TOKENS=tokens,
         HEADS=heads,

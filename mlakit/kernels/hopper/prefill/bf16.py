@@ -126,7 +126,7 @@ def _step(
     block, fill, schedule, tile, parts, keys, values, acc, probs, row_max, row_sum, rescale,
     scale_log2, ROW0: gl.constexpr, SIGN: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """QK of `block` and PV of the block before it, then softmax of `block`."""
+    """Issue QK of `block` and PV of the block before it, then compute softmax of `block`."""
     k_stage, _ = two_stages(fill)
     v_stage, v_phase = two_stages(fill - 1)
     _, next_phase = two_stages(fill + 1)
@@ -274,7 +274,7 @@ def mla_prefill_kernel(
     TRAITS: gl.constexpr,
     CONFIG: gl.constexpr,  # `configs.PrefillConfig`
 ):
-    """grid: persistent CTAs, at most one per SM"""
+    """Run persistent CTAs, at most one per SM, over the work tiles that they draw."""
     BLOCK_K: gl.constexpr = CONFIG.BLOCK_K
     WIDTH: gl.constexpr = q.block_shape[1]
     outputs = Outputs(

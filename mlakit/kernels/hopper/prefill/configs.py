@@ -63,7 +63,7 @@ class PrefillConfig(NamedTuple):
 
 @lru_cache(maxsize=64)
 def prefill_config(widths: tuple[int, int, int]) -> PrefillConfig:
-    """widths  (D_N, D_R, D_V)"""
+    """Return the config for `widths` (D_N, D_R, D_V)."""
     return PrefillConfig(
         BLOCK_K[widths],
         CONSUMER_REGISTERS=240,
@@ -83,7 +83,7 @@ class Fp8PrefillConfig(NamedTuple):
 
 @lru_cache(maxsize=64)
 def fp8_prefill_config(widths: tuple[int, int, int]) -> Fp8PrefillConfig:
-    """widths  (D_N, D_R, D_V)"""
+    """Return the FP8 config for `widths` (D_N, D_R, D_V)."""
     return Fp8PrefillConfig(
         FP8_BLOCK_Q,
         FP8_BLOCK_K[widths],

@@ -153,7 +153,7 @@ def _tile_bytes(tma):
 
 @gluon.jit
 def _load_block(inputs, tile, row, v_tile, fill, ROW_BYTES: gl.constexpr):
-    """Keys and values of a block, and their scales."""
+    """Load keys and values of a block, and their scales."""
     values = inputs.values
     D_V: gl.constexpr = values.tiles.shape[1]
     BLOCK_K: gl.constexpr = inputs.schedule.BLOCK_K
@@ -208,7 +208,7 @@ def _producer(inputs, ROW_BYTES: gl.constexpr):
 
 @gluon.jit
 def _issue_pv(probs, values, stage):
-    """PV of one block, in flight."""
+    """Issue PV of one block."""
     D_V: gl.constexpr = values.tiles.shape[1]
     ACC: gl.constexpr = acc_layout(D_V, MMA_K)
     probs = as_a_operand(probs, gl.DotOperandLayout(0, ACC, 4))
@@ -370,7 +370,7 @@ def mla_prefill_fp8_kernel(
     TRAITS: gl.constexpr,
     CONFIG: gl.constexpr,  # `configs.Fp8PrefillConfig`
 ):
-    """grid: persistent CTAs, at most one per SM"""
+    """Run persistent CTAs, at most one per SM, over the work tiles that they draw."""
     BLOCK_K: gl.constexpr = CONFIG.BLOCK_K
     D_V: gl.constexpr = v.block_shape[0]
     WARPGROUPS: gl.constexpr = CONFIG.BLOCK_Q // 64

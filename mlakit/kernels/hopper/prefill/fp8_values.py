@@ -132,7 +132,7 @@ def _rewrite_values_kernel(
     LOG2_SHIFT: tl.constexpr,
     BY_WORDS: tl.constexpr,  # columns are contiguous, at multiples of 16 bytes
 ):
-    """grid (heads, tiles)"""
+    """Rewrite one tile of values of one head; the grid is (heads, tiles)."""
     head, tile = tl.program_id(0), tl.program_id(1)
     # the last request whose tiles do not begin after this one
     request = -1

@@ -53,7 +53,7 @@ def masking_warps(schedule, tiles, values, flags):
 
 @gluon.jit
 def _zero_non_finite(values, first, end):
-    """Replace what is not finite by 0; 1 if it was in one of the rows [first, end), else 0."""
+    """Zero what is not finite; return 1 if it was in one of the rows [first, end), else 0."""
     EXPONENT: gl.constexpr = 0x7F80 if values.dtype == gl.bfloat16 else 0x7C00
     UNIT: gl.constexpr = EXPONENT & -EXPONENT  # the lowest bit of the exponent
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [MASKING_WARPS, 1], [1, 0])

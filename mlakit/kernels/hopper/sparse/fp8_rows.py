@@ -179,7 +179,7 @@ def load_left(start, is_valid):
 
 @gluon.jit
 def load_rope(start, is_valid, FORMAT: gl.constexpr):
-    """Rotated columns that are converted with the left half."""
+    """Load the rotated columns that are converted with the left half."""
     if FORMAT == "fp8":
         return (load_words(start, is_valid, 128, HALF_WORDS),)
     elif FORMAT == "fp8_block128":
@@ -190,7 +190,7 @@ def load_rope(start, is_valid, FORMAT: gl.constexpr):
 
 @gluon.jit
 def load_right(start, is_valid, FORMAT: gl.constexpr):
-    """Columns 256 to 511; those of fp8_block64 include rotated ones."""
+    """Load columns 256 to 511; those of fp8_block64 include rotated ones."""
     if FORMAT == "fp8_block64":
         return (
             load_words(start, is_valid, 64, WORDS),
@@ -288,7 +288,7 @@ def _power(exponent, inverse):
 
 @gluon.jit
 def convert_left(left, factors):
-    """Columns 0 to 255 of a block as float16."""
+    """Convert columns 0 to 255 of a block to float16."""
     return convert_half(left, factors[0], factors[1])
 
 

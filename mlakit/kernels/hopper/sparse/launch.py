@@ -58,7 +58,7 @@ LIST_TILES = {"m64_bf16": PAIR, "m64_fp8_kv": BLOCK, "small_m_fp8_kv": PAIR}
 def sparse_mla(
     kernel: str, a: SparseArguments, out: Tensor, lse: Tensor, max_logits: Tensor
 ) -> None:
-    """kernel  of `KERNELS`"""
+    """Launch one of `KERNELS`."""
     tokens, heads, _ = a.q.shape
     if tokens == 0 or heads == 0:
         return
@@ -70,20 +70,20 @@ def sparse_mla(
     if first == tokens:
         _launch(kernel, a, out, lse, max_logits)
         return
-    for part in (slice(0, first), slice(first, tokens)):
-        _launch(kernel, _of_tokens(a, part), out[part], lse[part], max_logits[part])
+    for some in (slice(0, first), slice(first, tokens)):
+        _launch(kernel, _of_tokens(a, some), out[some], lse[some], max_logits[some])
 
 
-def _of_tokens(a: SparseArguments, part: slice) -> SparseArguments:
+def _of_tokens(a: SparseArguments, some: slice) -> SparseArguments:
     """Return the call for some of its tokens."""
 
     def part(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor[part]
+        return None if tensor is None else tensor[some]
 
     return a._replace(
-        q=a.q[part],
+        q=a.q[some],
         q_rope=part(a.q_rope),
-        rows=a.rows[part],
+        rows=a.rows[some],
         topk_lens=part(a.topk_lens),
         extra_rows=part(a.extra_rows),
         extra_topk_lens=part(a.extra_topk_lens),

@@ -57,7 +57,7 @@ def _row_list(
     payload, rows, lens, num_slots, topk, page_chunks, row_chunks, stride_token, stride_entry,
     stride_lens, ROW_CHUNKS: gl.constexpr, PAGE: gl.constexpr,
 ):  # fmt: skip
-    """ROW_CHUNKS  row_chunks, or 0 where it is not known when compiled"""
+    """Make a RowList; ROW_CHUNKS is row_chunks, or 0 where it is not known when compiled."""
     return RowList(
         payload, rows, lens, num_slots, topk, page_chunks,
         row_chunks if ROW_CHUNKS == 0 else ROW_CHUNKS, stride_token, stride_entry, stride_lens,
@@ -67,7 +67,7 @@ def _row_list(
 
 @gluon.jit
 def make_work(main, extra, num_splits, head_tiles, num_tiles, TRAITS: gl.constexpr):
-    """main, extra  tuples: the fields of a RowList, up to stride_lens"""
+    """Make a Work; `main` and `extra` are tuples: the fields of a RowList, up to stride_lens."""
     main_list = _row_list(*main, TRAITS.ROW_CHUNKS, TRAITS.PAGE)
     extra_list: gl.constexpr = None
     if TRAITS.HAS_EXTRA:
@@ -99,7 +99,7 @@ class BlockRange:
 
 @gluon.jit
 def locate_tile(work, tokens, tile):
-    """tokens  of the call"""
+    """Locate the results of a work tile; `tokens` is the number of tokens of the call."""
     token = tile // work.head_tiles // work.num_splits
     split = tile // work.head_tiles % work.num_splits
     row = split.to(gl.int64) * tokens + token
@@ -169,7 +169,7 @@ def block_range(work, tile, IS_SCANNED: gl.constexpr = True):
 
 @gluon.jit
 def choose_blocks(is_first, first, second):
-    """One of two ranges: with a branch around `load_ids` the producer might wait for the loads."""
+    """Choose one of two ranges; at a branch around `load_ids` the producer might wait."""
     return BlockRange(
         gl.where(is_first, first.token, second.token),
         gl.where(is_first, first.first, second.first),

@@ -78,7 +78,7 @@ def load_query(q, q_rope, token, head, smem, full):
 
 @gluon.jit
 def producer(q, q_rope, work, smem, barriers):
-    """Queries and pairs of blocks, in the order of `seesaw`."""
+    """Load queries and pairs of blocks, in the order of `seesaw`."""
     tile = gl.program_id(0)
     blocks = block_range(work, tile)
     ids_even, ids_odd = _load_pair(work, blocks, blocks.first)
@@ -171,7 +171,7 @@ def sparse_mla_m64_bf16_kernel(
     TRAITS: gl.constexpr,  # `configs.Traits`
     CONFIG: gl.constexpr,  # `configs.M64Bf16Config`
 ):  # fmt: skip
-    """grid: persistent CTAs"""
+    """Run persistent CTAs over the work tiles of all tokens."""
     head_tiles = (heads + 63) // 64
     work = make_work(
         (

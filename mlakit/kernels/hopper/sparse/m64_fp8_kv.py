@@ -311,7 +311,7 @@ def sparse_mla_m64_fp8_kv_kernel(
     TRAITS: gl.constexpr,  # `configs.Traits`
     CONFIG: gl.constexpr,  # `configs.M64Fp8KvConfig`
 ):  # fmt: skip
-    """grid: persistent CTAs"""
+    """Run persistent CTAs over the work tiles of all tokens."""
     FORMAT: gl.constexpr = TRAITS.FORMAT
     head_tiles = (heads + 63) // 64
     work = make_work(

@@ -32,7 +32,7 @@ class QueryTiles:
 
 @gluon.jit
 def alloc_query(rope_tiles):
-    """rope_tiles  of the blocks' rotated columns, or None"""
+    """Allocate the queries; `rope_tiles` are those of the blocks' rotated columns, or None."""
     rope: gl.constexpr = None
     if rope_tiles is not None:
         rope = gl.allocate_shared_memory(rope_tiles.dtype, [1, 64, 64], SMEM_16BIT)

@@ -111,8 +111,8 @@ class Barriers:
 
 @gluon.jit
 def alloc_smem(DTYPE: gl.constexpr, ROPE_DTYPE: gl.constexpr, HAS_ROPE: gl.constexpr):
-    """DTYPE       of queries, keys and probabilities
-    ROPE_DTYPE  of columns past 512"""
+    """Allocate tiles of DTYPE for queries, keys and probabilities, of ROPE_DTYPE past column
+    512."""
     q_rope: gl.constexpr = None
     rope_even: gl.constexpr = None
     rope_odd: gl.constexpr = None
@@ -148,8 +148,8 @@ def alloc_smem(DTYPE: gl.constexpr, ROPE_DTYPE: gl.constexpr, HAS_ROPE: gl.const
 
 @gluon.jit
 def alloc_all_barriers(Q_ARRIVALS: gl.constexpr, PART_ARRIVALS: gl.constexpr):
-    """Q_ARRIVALS     of the producer, per tile: of `num_pairs` and of the queries
-    PART_ARRIVALS  of the producer, per part of a block"""
+    """Allocate all barriers. The producer arrives Q_ARRIVALS times per tile, for `num_pairs` and
+    the queries, and PART_ARRIVALS times per part of a block."""
     return Barriers(
         PartBarriers(alloc_barrier(Q_ARRIVALS), alloc_barrier(2)),
         PartBarriers(alloc_barrier(PART_ARRIVALS), alloc_barrier()),

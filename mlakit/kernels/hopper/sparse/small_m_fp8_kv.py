@@ -323,7 +323,7 @@ def sparse_mla_small_m_fp8_kv_kernel(
     TRAITS: gl.constexpr,  # `configs.Traits`
     CONFIG: gl.constexpr,  # `configs.SmallMFp8KvConfig`
 ):  # fmt: skip
-    """grid: persistent CTAs"""
+    """Run persistent CTAs over the work tiles of all tokens."""
     FORMAT: gl.constexpr = TRAITS.FORMAT
     HEADS: gl.constexpr = CONFIG.HEADS
     head_tiles = (heads + HEADS - 1) // HEADS
