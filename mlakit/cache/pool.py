@@ -508,7 +508,7 @@ def _take_rows(pool: Tensor, slots: Tensor, run: int = 1) -> Tensor:
         return runs.view(*slots.shape[:-1], slots.shape[-1] * run, columns)
     if run > 1:
         slots = (slots[..., None] + torch.arange(run, device=slots.device)).flatten(-2)
-    if pool.stride(0) == page_size * pool.stride(1):  # rows at one distance: a faster kernel
+    if pool.stride(0) == page_size * pool.stride(1):  # rows of one stride: a faster kernel
         rows = pool.as_strided((pages * page_size, columns), pool.stride()[1:])
         return rows.index_select(0, slots.reshape(-1)).view(*slots.shape, columns)
     return pool[slots // page_size, slots % page_size]

@@ -189,7 +189,7 @@ def _has_contiguous_keys(v: Tensor) -> bool:
 def _has_pitch(rows: Tensor) -> bool:
     """Return whether TMA can address tiles of the rows [n, heads, columns] or [n, columns].
 
-    The rows of each n must lie together, those of the next n behind them, and every row must begin
+    The rows of each n must be adjacent, those of the next n behind them, and every row must begin
     at a multiple of 16 bytes. A head begins at a column of the descriptor: a load from a column
     that is not at a multiple of 16 bytes is an illegal instruction, which ends the CUDA context.
     """

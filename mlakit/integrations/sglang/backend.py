@@ -189,7 +189,7 @@ class DenseBackend(AttentionBackend):
     ) -> Tensor:
         """Return [tokens, heads · D_C] over the cache."""
         heads, latent = layer.tp_q_head_num, layer.v_head_dim
-        # DeepSeek layers transpose q after its product with W_UK: tokens of a head lie together.
+        # DeepSeek layers transpose q after its product with W_UK: q is heads-major.
         # Hopper's sparse kernels need the heads of a token together, its decode kernels do not
         if topk_indices is not None or q.shape[1:] != (heads, latent):
             q = q.contiguous()

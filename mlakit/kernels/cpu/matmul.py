@@ -5,7 +5,6 @@ Work       bf16 where the CPU has its products: one call of torch. Otherwise one
            some matrices of the batch or some columns of one
 Memory     operands of a block are converted to float32: many CPUs have no bf16 or fp16 matrix
            units, and torch's matmul of such matrices is then far slower than in float32
-Lineage    own design
 """
 
 from __future__ import annotations

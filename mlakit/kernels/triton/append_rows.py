@@ -4,7 +4,6 @@ Maths      `store_rows` has the equations
 Work       one program per ROWS tokens
 Memory     reads latent, k_rope and slots; writes one cache row per token with a slot in the pool
 Limits     none: widths are padded to powers of two, rows may have any stride and alignment
-Lineage    own design
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Blocks of query tokens for `indexer_select`, portable Triton; `indexer_topk` has its selection.
 
 Work       one program per block and run of requests
-Lineage    own design
 """
 
 from __future__ import annotations

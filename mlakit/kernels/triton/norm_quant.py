@@ -3,7 +3,6 @@
 Maths      c = x · rsqrt(mean x² + ε) · γ ;  scale = max(amax / 448, smallest) ;  stored = c / scale
 Numbers    the norm is float32, rounded to γ's dtype before it is multiplied by γ. Scales are those
            of `mlakit.formats`, and the division is exact: the same bits as the CPU kernel
-Lineage    own design
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ Maths      scale = max(amax / 448, smallest) ;  stored = c / scale
 Memory     one row per token that has a slot, and its scales: in the row, beside it or in the page's
            footer
 Limits     none: widths are padded to powers of two, rows may have any stride and alignment
-Lineage    own design
 """
 
 from __future__ import annotations

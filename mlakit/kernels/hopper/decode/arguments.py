@@ -98,5 +98,5 @@ class Traits(NamedTuple):
     SIGN: int  # of softmax_scale: 1, 0 or −1
     IS_EXTERNAL_PLAN: bool  # the plan was not made for this kernel's tiles
     ITEM_COLUMNS: int
-    Q_BY_HEAD: bool  # the tokens of a head lie together, not the heads of a token
+    Q_BY_HEAD: bool  # heads-major: the tokens of a head are adjacent
     Q_ROPE_BY_HEAD: bool

@@ -1,7 +1,4 @@
-"""Shared state of the consumers of `m64_fp8_kv`: queries, and the data they hand to each other.
-
-Lineage    own design
-"""
+"""Shared state of the consumers of `m64_fp8_kv`: queries, and the data they hand to each other."""
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 
 A final result goes to `out` and `lse`. A split goes to float32 partials, which the merge kernel
 combines; it then adds the sink, once.
-
-Lineage    own design
 """
 
 from __future__ import annotations

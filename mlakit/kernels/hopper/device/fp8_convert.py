@@ -11,8 +11,6 @@ accumulator is multiplied back (`pow2_scale`). What is lost lies below 2**-38 of
 
 Element (row, column) of a wgmma A operand [64, 16] is at row 16·warp + 8u + r and column
 8h + 2t + i, in lane 4r + t; u, h and i count a thread's own elements.
-
-Lineage    own design
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ power of two per row keeps the products in float16's range, and is a factor of i
 probabilities. It follows the row's largest scale, whatever that is: a power that stayed 1 over a
 range of scales would jump at its end, and the probabilities of rows beyond it would be rounded to
 zero beside those of rows before it.
-
-Lineage    own design
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Device functions and layouts that the Gluon kernels for Hopper share.
-
-Lineage    own design
-"""
+"""Device functions and layouts that the Gluon kernels for Hopper share."""
 
 from __future__ import annotations
 

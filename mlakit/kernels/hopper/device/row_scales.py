@@ -3,8 +3,6 @@
 A producer loads the scales of a block before it waits for a free stage, and stores them after the
 loads of the block are issued: their latency of about a thousand cycles is then hidden. The pages
 they are in are looked up a block earlier.
-
-Lineage    own design
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Columns of queries and keys that one TMA descriptor and one smem tile hold: loads and QK.
 
 Shared by both prefill kernels: everything here.
-
-Lineage    own design
 """
 
 from __future__ import annotations

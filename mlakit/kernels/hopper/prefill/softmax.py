@@ -27,7 +27,7 @@ def _rescale_threshold(row_sum, row_max, LARGEST: gl.constexpr):
     """Return by how much (log2) a score of each row may exceed row_max.
 
     Its probability is then more than 1 and is rounded, where that of row_max is exactly 1. So it
-    may be a quarter of the row's sum: in a row of a few large weights it would be felt.
+    may be a quarter of the row's sum, and rows of a few large weights would lose accuracy.
     """
     total = gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout)
     # the exponent field, less its bias and 2: gl.log2 takes 35 instructions

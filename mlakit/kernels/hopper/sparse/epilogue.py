@@ -4,8 +4,6 @@ A split has the same results as a whole list, in float32 and without the sink; t
 (`kernels.sparse_merge`) combines them. `Outputs` hence has one form for both.
 
 Shared by all sparse kernels: everything here.
-
-Lineage    own design
 """
 
 from __future__ import annotations

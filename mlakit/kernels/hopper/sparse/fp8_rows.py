@@ -11,8 +11,6 @@ All but the products of fp8_block128 are exact. Powers of two keep all of this i
 of fp8_block128 one per row, which is a key_factor too, of fp8_block64 one per block
 (`block_scale`). They follow the scales, whatever these are (`decode.fp8_rows` says why). What
 fp8_block64 loses lies below 2**-20 of the block's largest value.
-
-Lineage    own design
 """
 
 from __future__ import annotations

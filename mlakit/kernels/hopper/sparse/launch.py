@@ -179,7 +179,7 @@ def _list_arguments(layer: CacheLayer, rows: Tensor, lens: Tensor | None) -> tup
 
 
 def _page(layer: CacheLayer) -> int:
-    """Rows of a page; 0 where all rows of the cache lie at one distance, and so do their scales."""
+    """Return the rows of a page; 0 where all rows, and their scales, have one stride."""
     tensors = [layer.payload] if layer.scales is None else [layer.payload, layer.scales]
     return 0 if all(_is_even(each) for each in tensors) else layer.page_size
 

@@ -1,7 +1,4 @@
-"""Queries of the FP8 sparse kernel of 64 heads in shared memory; `decode.query_scale` scales them.
-
-Lineage    own design
-"""
+"""Queries of the 64-head FP8 sparse kernel in shared memory; `device.query_scale` scales them."""
 
 from __future__ import annotations
 

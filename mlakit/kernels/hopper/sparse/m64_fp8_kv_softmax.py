@@ -1,7 +1,4 @@
-"""The softmax state of the FP8 sparse kernel of 64 heads, and the end of a work tile.
-
-Lineage    own design
-"""
+"""The softmax state of the FP8 sparse kernel of 64 heads, and the end of a work tile."""
 
 from __future__ import annotations
 
