@@ -210,7 +210,7 @@ def _keep(table: OrderedDict[Hashable, Any], key: Hashable, value: object) -> No
 
 
 def _why_not() -> str | None:
-    """Why no call is replayed at present."""
+    """Return why no call is replayed at present."""
     if is_intercepted():
         return "a dispatch mode of torch is active"
     if not knobs.launch_cache():
@@ -219,7 +219,7 @@ def _why_not() -> str | None:
 
 
 def _why_not_now(tensors: Sequence[Tensor], device: torch.device) -> str | None:
-    """Why this call is neither replayed nor recorded."""
+    """Return why this call is neither replayed nor recorded."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return "a tensor requires grad"  # the op refuses it
     if any(tensor.device != device for tensor in tensors):

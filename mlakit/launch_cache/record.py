@@ -32,7 +32,7 @@ data_ptr = Tensor.data_ptr
 
 
 class RefusedRecordingError(Exception):
-    """Why a call cannot be recorded."""
+    """The reason why a call cannot be recorded."""
 
 
 @dataclass(frozen=True)
