@@ -1,4 +1,4 @@
-"""What a call asks for and what a kernel takes: `mlakit.dispatch.specs` under a shorter path."""
+"""The description of a call and of kernels: `mlakit.dispatch.specs` under a shorter path."""
 
 from mlakit.dispatch.specs import KernelSpec, Problem, Use
 

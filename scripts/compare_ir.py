@@ -19,6 +19,7 @@ import json
 import os
 import re
 import sys
+from collections import ChainMap
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from difflib import unified_diff
@@ -43,6 +44,8 @@ MODULES = {
 LOCATION = re.compile(r" loc\((?:[^()]|\([^()]*\))*\)|^#loc.*\n|^.*= loc\(.*\n", re.MULTILINE)
 SYMBOL = re.compile(r"@(?:\"[^\"]*\"|[\w.$]+)")
 VALUE = re.compile(r"%[\w.$-]+")
+RESULTS = re.compile(r"(\s*(?:%[\w.$:-]+(?:, )?)+ = )?(.*)", re.DOTALL)
+REGION_VALUE = re.compile(r"%[\w.$-]+(?= = %|: )")
 FUNCTION = re.compile(
     r"(tt\.func [^(]*)\((.*?)\)((?: -> .*?)? attributes \{.*?\})? \{\n", re.DOTALL
 )
@@ -74,17 +77,34 @@ def normalised(text: str) -> str:
         arguments = (VALUE.sub("%", each) for each in re.split(r", (?=%)", function[2]))
         pieces.append(f"{function[1]}({', '.join(sorted(arguments))}){function[3] or ''} {{\n")
         end = function.end()
-    text = "".join([*pieces, text[end:]])
+    return numbered("".join([*pieces, text[end:]]))
+
+
+def numbered(text: str) -> str:
+    """Number values by their definitions: isolated regions use one name for several values."""
     numbers = count()
-    values: dict[str, str] = {}
-
-    def number(each: re.Match[str]) -> str:
-        name, _, part = each[0].partition("#")
-        if name not in values and name != "%":
-            values[name] = f"%{next(numbers)}"
-        return values.get(name, name) + part
-
-    return VALUE.sub(number, text)
+    arguments: dict[str, str] = {}
+    scopes: list[dict[str, str]] = [{}]
+    lines = []
+    for line in text.splitlines():
+        if line.lstrip().startswith("}"):
+            scopes.pop()
+        scope = scopes[-1]
+        results, operation = RESULTS.match(line).groups("")
+        is_label = operation.lstrip().startswith("^")
+        inner = scope if is_label else dict(scope)
+        if is_label or line.endswith("{"):
+            inner |= {name: f"%{next(numbers)}" for name in REGION_VALUE.findall(operation)}
+        known = ChainMap(inner, arguments)
+        for name in VALUE.findall(operation):
+            if name not in known:
+                arguments[name] = f"%a{len(arguments)}"
+        operation = VALUE.sub(lambda each, known=known: known[each[0]], operation)
+        scope |= {name: f"%{next(numbers)}" for name in VALUE.findall(results)}
+        lines.append(VALUE.sub(lambda each, scope=scope: scope[each[0]], results) + operation)
+        if line.endswith("{"):
+            scopes.append(inner)
+    return "\n".join(lines)
 
 
 def make_ir(check: tuple[str, int]) -> tuple[str, dict[str, str]]:
@@ -146,7 +166,9 @@ def diff(before: Path, after: Path) -> int:
         own, others = old.get(check, {}), new.get(check, {})
         for kernel in sorted({*own, *others}):
             if own.get(kernel) != others.get(kernel):
-                different.append((check, kernel, own.get(kernel, ""), others.get(kernel, "")))
+                was, now = numbered(own.get(kernel, "")), numbered(others.get(kernel, ""))
+                if was != now:
+                    different.append((check, kernel, was, now))
     for check, kernel, was, now in different:
         CONSOLE.print(f"{check}: {kernel}{'' if was and now else ', on one side only'}")
     if different:

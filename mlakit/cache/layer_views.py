@@ -103,7 +103,7 @@ class LayerViews(Generic[LayerT]):
         self._scales = None if pool.scales is None else _identity(pool.scales, self.layers)
 
     def is_current(self, pool: CacheTensors) -> bool:
-        """Whether the tensors of `pool` are the same objects with the same memory.
+        """Return whether the tensors of `pool` are the same objects with the same memory.
 
         Written without a loop: every eager call of an op runs it.
         """
@@ -137,13 +137,13 @@ class LayerViews(Generic[LayerT]):
 def _identity(
     tensor: Tensor, views: dict[int, Any]
 ) -> tuple[weakref.ref[Tensor], int, torch.Size, tuple[int, ...], torch.dtype]:
-    """What `LayerViews` compares; `views` are dropped with the tensor."""
+    """Return what `LayerViews` compares of a tensor; `views` are dropped with the tensor."""
     tensor_ref = weakref.ref(tensor, lambda _: views.clear())
     return tensor_ref, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def can_cache_views(pool: CacheTensors) -> bool:
-    """Whether views of its tensors can be cached: they need memory, and no grad."""
+    """Return whether views of the pool's tensors can be cached: they need memory, and no grad."""
     try:
         return all(
             type(tensor) in PLAIN and not tensor.requires_grad and tensor.data_ptr() >= 0

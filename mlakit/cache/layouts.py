@@ -21,12 +21,12 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """e4m3 as bytes: not every torch version indexes e4m3 on CUDA."""
+    """Return e4m3 as bytes: not every torch version indexes e4m3 on CUDA."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 def as_integers(tensor: Tensor) -> Tensor:
-    """Integers of the same width: copying floats on a GPU may change the bits of a NaN."""
+    """Return integers of the same width: copying floats on a GPU may change the bits of a NaN."""
     return tensor.view(_INTEGERS[tensor.dtype.itemsize])
 
 
@@ -40,7 +40,7 @@ def refuse_scales(dims: Dims, codec: RowCodec, scales: Tensor | None) -> None:
 
 
 def check_rows(dims: Dims, blocks: Tensor, nominal: Tensor, codec: RowCodec) -> None:
-    """Errors name the shape of `blocks`, not the four axes that `nominal` has."""
+    """Check the rows of `blocks`; errors name its shape, not the four axes of `nominal`."""
     width = _row_elements(codec)
     dims.require(
         blocks.shape[-1] == width,
@@ -90,7 +90,7 @@ def view_as_payload(dims: Dims, blocks: Tensor, codec: RowCodec) -> Tensor:
 
 
 def four_axes(dims: Dims, arg: str, blocks: Tensor) -> Tensor:
-    """Any of the shapes that `wrap` takes as [layers, pages, page_size, row]."""
+    """Return any of the shapes that `wrap` takes as [layers, pages, page_size, row]."""
     if blocks.ndim == 3:
         return blocks.unsqueeze(0)
     if blocks.ndim == 4:
@@ -140,7 +140,7 @@ def wrap_footer_pages(dims: Dims, nominal: Tensor, codec: RowCodec) -> tuple[Ten
 
 
 def wrap_index_key_pages(dims: Dims, blocks: Tensor) -> tuple[int, Tensor, Tensor]:
-    """(D, payload, scales) of pages with D e4m3 per row, then one float32 scale per row."""
+    """Return (D, payload, scales) of pages with D e4m3 per row, then one float32 scale per row."""
     dims.dtype("blocks", dims.tensor("blocks", blocks), *BYTE_TYPES)
     nominal = four_axes(dims, "blocks", blocks.view(torch.uint8))
     layers, pages, page_size, width = nominal.shape

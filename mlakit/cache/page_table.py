@@ -24,7 +24,7 @@ def from_host(values: Sequence[int] | Tensor, dtype: torch.dtype, device: torch.
 def request_slots(
     page_table: PageTable, page_size: int, request: int, first: int, last: int
 ) -> Tensor:
-    """int64 slots of tokens [first, last) of one request."""
+    """Return int64 slots of tokens [first, last) of one request."""
     if isinstance(page_table, tuple):
         starts, flat = page_table
         start = int(starts[request])
@@ -35,7 +35,7 @@ def request_slots(
 
 
 def token_slots(page_table: PageTable, page_size: int, request: Tensor, position: Tensor) -> Tensor:
-    """int64 slots of tokens given by their request and position, both int64 [tokens]."""
+    """Return int64 slots of tokens given by their request and position, both int64 [tokens]."""
     if isinstance(page_table, tuple):
         starts, flat = page_table
         return flat[starts.long()[request] + position].long()

@@ -276,7 +276,7 @@ class PageAllocator:
         columns: int | None = None,
         device: torch.device | str = "cpu",
     ) -> Tensor:
-        """int32 [batch, columns]: the page ids of each sequence, padded with -1.
+        """Return int32 [batch, columns]: the page ids of each sequence, padded with -1.
 
         `columns` defaults to the largest number of pages of a sequence, and may be larger.
         """
@@ -414,7 +414,7 @@ def _length_within(dims: Dims, sequence: PagedSequence, length: int) -> int:
 
 
 def _as_tensor(values: array[int], device: torch.device | str) -> Tensor:
-    """int32 [len(values)] on `device`; on the CPU it shares the memory of `values`."""
+    """Return int32 [len(values)] on `device`; on the CPU it shares the memory of `values`."""
     if not values:  # torch.frombuffer rejects an empty buffer
         return torch.empty(0, dtype=torch.int32, device=device)
     return torch.frombuffer(values, dtype=torch.int32).to(device)

@@ -76,7 +76,7 @@ class CacheLayer(CacheTensors):
         return self.payload.shape[0] * self.payload.shape[1]
 
     def check_writable(self, dims: Dims, arg: str = "cache") -> None:
-        """No two rows share memory, as in a pool wrapped from an expanded tensor."""
+        """Require that no two rows share memory, as in a pool wrapped from an expanded tensor."""
         dims.not_overlapping(f"the payload of {arg}", self.payload)
         if self.scales is not None:
             dims.not_overlapping(f"the scales of {arg}", self.scales)
@@ -497,7 +497,7 @@ def _take_rows(pool: Tensor, slots: Tensor, run: int = 1) -> Tensor:
         return runs.view(*slots.shape[:-1], slots.shape[-1] * run, columns)
     if run > 1:
         slots = (slots[..., None] + torch.arange(run, device=slots.device)).flatten(-2)
-    if pool.stride(0) == page_size * pool.stride(1):  # rows at one distance: a faster kernel
+    if pool.stride(0) == page_size * pool.stride(1):  # rows of one stride: a faster kernel
         rows = pool.as_strided((pages * page_size, columns), pool.stride()[1:])
         return rows.index_select(0, slots.reshape(-1)).view(*slots.shape, columns)
     return pool[slots // page_size, slots % page_size]

@@ -10,7 +10,7 @@ Positions = TypeVar("Positions", int, Tensor)
 
 
 class KVShard(NamedTuple):
-    """Which tokens of every request one rank of a context-parallel group caches.
+    """The share of every request's tokens that one rank of a context-parallel group caches.
 
     Position p is cached by rank (p // interleave) % world; a rank stores its positions in order.
     """
@@ -29,7 +29,7 @@ class KVShard(NamedTuple):
         return position // period * self.interleave + position % self.interleave
 
     def local_count(self, num_tokens: int) -> int:
-        """How many of the positions [0, num_tokens) this rank caches."""
+        """Return how many of the positions [0, num_tokens) this rank caches."""
         period = self.interleave * self.world
         full, rest = divmod(num_tokens, period)
         mine = min(max(rest - self.rank * self.interleave, 0), self.interleave)

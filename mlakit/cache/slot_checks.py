@@ -12,7 +12,7 @@ SKIPPED = -1
 
 
 def check_slots(dims: Dims, slots: object, payload: Tensor, num_slots: int) -> None:
-    """Slots are an integer tensor on the device of the layer's `payload`."""
+    """Require slots to be an integer tensor on the device of the layer's `payload`."""
     dims.same_device("the cache", payload)
     tensor = dims.tensor("slots", slots)
     dims.dtype("slots", tensor, torch.int32, torch.int64)
@@ -24,7 +24,7 @@ def check_slots(dims: Dims, slots: object, payload: Tensor, num_slots: int) -> N
 
 
 def check_rows_for_slots(dims: Dims, slots: Tensor, rows: object, width: int) -> None:
-    """One row of `width` floats per slot; a single row is not broadcast."""
+    """Require one row of `width` floats per slot; a single row is not broadcast."""
     tensor = dims.tensor("rows", rows)
     if not tensor.is_floating_point():
         got = str(tensor.dtype).removeprefix("torch.")
@@ -36,7 +36,7 @@ def check_rows_for_slots(dims: Dims, slots: Tensor, rows: object, width: int) ->
 
 
 def check_slot_values(dims: Dims, slots: Tensor, num_slots: int, *, minimum: int) -> None:
-    """Every slot is in [minimum, num_slots); `minimum` is 0 or `SKIPPED`.
+    """Require every slot to be in [minimum, num_slots); `minimum` is 0 or `SKIPPED`.
 
     Reads the values: call it only if `values_visible(slots)`.
     """
@@ -52,7 +52,7 @@ def check_slot_values(dims: Dims, slots: Tensor, num_slots: int, *, minimum: int
 
 
 def check_slots_unique(dims: Dims, slots: Tensor) -> None:
-    """No slot is written twice: the result would depend on the order of the threads."""
+    """Require that no slot is written twice: the order of the threads would decide the result."""
     if len(slots) < 2:
         return
     ordered = slots.sort().values

@@ -1,4 +1,4 @@
-"""Which kernel serves a call and why the others do not, with the settings and checks of a call."""
+"""The choice of the kernel that serves a call, with the settings and the checks of a call."""
 
 from importlib import import_module
 

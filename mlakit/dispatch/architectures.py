@@ -20,7 +20,7 @@ FIRST_WITH_FP8 = 89
 
 
 def has_fp8(arch: int) -> bool:
-    """Are e4m3 conversions instructions? Otherwise they are integer arithmetic."""
+    """Return whether e4m3 conversions are instructions; otherwise they are integer arithmetic."""
     return FIRST_WITH_FP8 <= arch < FIRST_AMD
 
 
@@ -29,11 +29,11 @@ def is_amd(arch: int) -> bool:
 
 
 def arch_name(arch: int) -> str:
-    """sm_90, gfx942."""
+    """Return the name of an architecture, such as sm_90 or gfx942."""
     return f"gfx{arch:x}" if is_amd(arch) else f"sm_{arch}"
 
 
 def amd_arch(name: str) -> int | None:
-    """0x942 for gfx942 and for gfx942:sramecc+:xnack-, as ROCm names it; None for other text."""
+    """Return 0x942 for gfx942 or gfx942:sramecc+:xnack-, ROCm's names; None for other text."""
     found = GFX.fullmatch(name.lower().partition(":")[0])
     return int(found["number"], 16) if found else None

@@ -30,7 +30,7 @@ class UnsupportedError(NotImplementedError):
 
 
 def values_visible(tensor: Tensor) -> bool:
-    """Whether the host may read the values of `tensor`: no synchronisation, or one asked for.
+    """Return whether the host may read `tensor`: without a synchronisation, or with one asked for.
 
     False while torch.compile traces: the traced ops check when they run.
     """
@@ -180,17 +180,17 @@ class Dims:
             self.fail(arg, f"be on the device of {source}, {device}", tensor.device)
 
     def rows_contiguous(self, arg: str, tensor: Tensor) -> None:
-        """The last axis is contiguous; other axes may have any stride."""
+        """Require a contiguous last axis; other axes may have any stride."""
         if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             self.fail(arg, "have a contiguous last axis", f"strides {tensor.stride()}")
 
     def writable(self, arg: str, tensor: Tensor) -> None:
-        """The last axis is contiguous, and no two elements have the same address."""
+        """Require a contiguous last axis, and no two elements at the same address."""
         self.rows_contiguous(arg, tensor)
         self.not_overlapping(arg, tensor)
 
     def not_overlapping(self, arg: str, tensor: Tensor) -> None:
-        """No two elements have the same address: a write would change several of them.
+        """Require that no two elements have the same address: a write would change several of them.
 
         Axes must be nested in memory, as in every slice of a packed tensor: a step along one of
         them goes beyond all elements of those with smaller strides.
@@ -220,7 +220,7 @@ class Dims:
         *,
         is_padded: bool = False,
     ) -> None:
-        """Row offsets start at 0, never decrease, and end at `total` if it is given.
+        """Require row offsets to start at 0, never decrease, and end at `total` if it is given.
 
         is_padded  they may end before `total`
         """
@@ -241,7 +241,7 @@ class Dims:
     def lengths(
         self, arg: str, lengths: Tensor, maximum: int | None = None, maximum_name: str = ""
     ) -> None:
-        """Every entry of `lengths` is in [0, maximum]; None: any maximum."""
+        """Require every entry of `lengths` to be in [0, maximum]; None: any maximum."""
         if not values_visible(lengths):
             return
         for i, length in enumerate(as_signed(lengths).tolist()):
@@ -250,12 +250,12 @@ class Dims:
                 self.fail(f"{arg}[{i}]", f"not exceed {maximum_name}, {maximum}", length)
 
     def not_negative(self, arg: str, tensor: Tensor) -> None:
-        """No element is below 0."""
+        """Require that no element is below 0."""
         if values_visible(tensor) and bool((tensor < 0).any()):
             self.fail(arg, "not be negative", float(tensor[tensor < 0].amin()))
 
     def new_tokens_counted(self, kv_lens: Sequence[int], q_lens: Sequence[int]) -> None:
-        """The length of every request includes its new tokens."""
+        """Require that the length of every request includes its new tokens."""
         for request, (kv_len, q_len) in enumerate(zip(kv_lens, q_lens, strict=True)):
             must = f"include the {q_len} new tokens of the request"
             self.require(kv_len >= q_len, f"kv_lens[{request}]", must, kv_len)

@@ -43,7 +43,7 @@ class Knob(Generic[T]):
 
     @cached_property
     def _key(self) -> object:
-        """Its name as the environment keeps it."""
+        """The name of the variable as the environment keeps it."""
         return os.environ.encodekey(self.variable)
 
     def __call__(self) -> T:
@@ -150,7 +150,7 @@ _OLD_KEY = os.environ.encodekey(launch_cache.old_variable)
 
 
 def peers_folder() -> Path:
-    """What `peers` stands for: its default lies in the user's cache folder."""
+    """Return the folder that `peers` stands for; its default is in the user's cache folder."""
     text = peers()
     if text != peers.default:
         return Path(text).expanduser()
@@ -161,13 +161,13 @@ def peers_folder() -> Path:
 
 
 def columns() -> int | None:
-    """How wide output is, where the terminal's own variable says so."""
+    """Return the width of the output, where the terminal's variable says it; else None."""
     text = os.environ.get("COLUMNS", "")
     return int(text) if text.isdecimal() else None
 
 
 def interpreted() -> bool:
-    """Does Triton run kernels in its interpreter? Its own variable, read as Triton reads it."""
+    """Return whether Triton's own variable makes it run kernels in its interpreter."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 

@@ -29,7 +29,7 @@ def _of_torch(path: str, *, is_needed: bool = True) -> Any:
     return found
 
 
-# of the dispatcher
+# state of the dispatcher
 dispatch_modes: Callable[[], int] = _of_torch("_C._len_torch_dispatch_stack")  # how many are active
 is_transformed: Callable[[], bool] = _of_torch("_C._are_functorch_transforms_active")
 is_batched: Callable[[Tensor], bool] = _of_torch("_C._functorch.is_batchedtensor")
@@ -40,11 +40,11 @@ below_autograd: Callable[[], Any] = _of_torch("_C._AutoDispatchBelowAutograd")
 dispatch_keys: Callable[[Tensor], Any] = _of_torch("_C._dispatch_keys")
 _Key = _of_torch("_C.DispatchKey")
 _KeySet = _of_torch("_C.DispatchKeySet")
-# of CUDA; builds without it lack them
+# CUDA functions, which builds without CUDA lack
 current_device: Callable[[], int] = _of_torch("_C._cuda_getDevice", is_needed=False)
 current_stream: Callable[[int], int] = _of_torch("_C._cuda_getCurrentRawStream", is_needed=False)
 is_deterministic: Callable[[], bool] = _of_torch("_C._get_deterministic_algorithms")
-# of code that torch compiles
+# state of torch.compile
 _TensorGuards = _of_torch("_C._dynamo.guards.TensorGuards", is_needed=False)
 
 
@@ -267,7 +267,7 @@ def _encoded(arguments: Sequence[Any], encodings: Sequence[Any]) -> tuple[Any, .
 
 def _encode(moved: MovedDescriptor, encoding: Any) -> Any:
     """Encode a descriptor for the hardware, once per address."""
-    # of one vendor, and only there where kernels with descriptors run
+    # only one vendor has these functions, where kernels with descriptors run
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
     more = () if triton_version() == "3.6" else (None,)

@@ -1,4 +1,4 @@
-"""Which kernel carries out a call, and why not the others."""
+"""Selection of the kernel that carries out a call, with the refusals of the others."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def backends(op: str) -> list[Backend]:
 
 
 def explain(op: str, problem: Problem) -> dict[str, str | None]:
-    """For each backend: the reason it refuses `problem`, or None if it takes it.
+    """Return for each backend the reason why it refuses `problem`, or None if it takes it.
 
     Those with a kernel of `op` come first, in the order in which `auto` asks them. The reason is
     that of the backend's first kernel; `explain_kernels` has those of all.
@@ -56,7 +56,7 @@ def explain(op: str, problem: Problem) -> dict[str, str | None]:
 
 
 def explain_kernels(op: str, problem: Problem) -> dict[str, str | None]:
-    """For each kernel of `op`, by name: why its backend does not take it, or None if it does."""
+    """Return, for each kernel of `op`, why its backend does not take it; None if it does."""
     reasons: dict[str, str | None] = {}
     taken: dict[str, str] = {}
     for spec in specs(op):

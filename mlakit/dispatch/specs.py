@@ -1,4 +1,4 @@
-"""What a kernel says it can take, and what it is asked to take.
+"""The description of a call, and of the calls that a kernel takes.
 
 A `Problem` is a plain description of one call: names and numbers, no tensors. A `KernelSpec` holds
 a `why_not` predicate over problems that returns the reason of a refusal, or None. Adding a kernel
@@ -24,7 +24,7 @@ from mlakit.model.geometry import RowShape
 
 
 class Use(Enum):
-    """What a call makes use of and few kernels take. A kernel that does not "takes no <value>"."""
+    """A property of a call that few kernels take; the others refuse it as "takes no <value>"."""
 
     Q_SCALE = "q_scale"  # q_scale= is given
     FIXED_SPLITS = "fixed splits of several queries"  # deterministic=True or EvenSplit, q_starts=
@@ -33,16 +33,23 @@ class Use(Enum):
     BF16_Q_ROPE = "bf16 q_rope of e4m3 q"
     Q_ROPE = "q_rope"  # q_rope= of sparse_mla, of q's dtype
     OTHER_Q_ROPE = "q_rope of another dtype"  # any other q_rope= that is not of q's dtype
-    LOOSE_CACHE = "loose rows of the cache"  # no TMA descriptor addresses its rows
-    LOOSE_QUERY = "loose rows of q"  # likewise of q or q_rope
-    LOOSE_SCALES = "loose scales of the cache"  # likewise of the scales of a page
+    # by strides or addresses that are no multiple of 16 bytes
+    UNALIGNED_CACHE = "unaligned rows of the cache"
+    UNALIGNED_QUERY = "unaligned rows of q"  # or of q_rope
+    UNALIGNED_SCALES = "unaligned scales of the cache"  # of a page
+    UNALIGNED_KEYS = "unaligned rows of k_nope or k_rope"
+    UNALIGNED_VALUES = "unaligned rows of v"
     OTHER_EXTRA_FORMAT = "extra cache of another format"  # extra= of sparse_mla
-    LOOSE_KEYS = "loose rows of k_nope or k_rope"  # likewise
-    LOOSE_VALUES = "loose rows of v"  # likewise
     ALIBI_SLOPES = "alibi_slopes"  # alibi_slopes= is given
 
     def __str__(self) -> str:
         return self.value
+
+    @property
+    def refusal(self) -> str:
+        """The reason that a kernel gives which does not take it."""
+        why = ": no TMA descriptor can address them" if self.value.startswith("unaligned") else ""
+        return f"takes no {self.value}{why}"
 
 
 @dataclass(frozen=True)
@@ -105,7 +112,7 @@ class KernelSpec:
 
     @property
     def name(self) -> str:
-        """What `backend=` takes to ask for this kernel."""
+        """The name by which `backend=` asks for this kernel."""
         return f"{self.backend}:{self.kernel}" if self.kernel else self.backend
 
     @cached_property
@@ -143,7 +150,7 @@ def pretending(arch: int, num_sms: int = 0) -> Iterator[None]:
 
 
 def device_facts(device: torch.device) -> tuple[str, int]:
-    """(device type, arch) of a torch device, as `Problem` wants them."""
+    """Return (device type, arch) of a torch device, as `Problem` wants them."""
     pretended = _PRETENDED.get()
     if pretended is not None:
         return "cuda", pretended[0]
@@ -165,7 +172,7 @@ def arch_of(device: torch.device) -> int:
 
 
 def num_sms(device: torch.device) -> int:
-    """SMs of a torch device, as `Problem` wants them; 0 off CUDA."""
+    """Return the SMs of a torch device, as `Problem` wants them; 0 off CUDA."""
     pretended = _PRETENDED.get()
     if pretended is not None:
         return pretended[1]

@@ -12,7 +12,7 @@ from mlakit.dispatch.checks import E4M3, values_visible
 
 @lru_cache(maxsize=1)
 def _converts_halves() -> bool:
-    """Has the CPU conversions of float16? torch converts e4m3 one number after the other."""
+    """Return whether the CPU converts float16 in vectors; torch converts e4m3 one by one."""
     return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 
 

@@ -105,7 +105,7 @@ def _quantise(x: Tensor, scales: Tensor, group: int) -> Tensor:
 def _dequantised_rows(
     stored: Tensor, scales: Tensor, group: int, rope: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """[stored · scale | rope] in `dtype`, one scale per `group` columns of `stored`."""
+    """Return [stored · scale | rope] in `dtype`, one scale per `group` columns of `stored`."""
     d_c = stored.shape[-1]
     shape = (*stored.shape[:-1], d_c + rope.shape[-1])
     rows = torch.empty(shape, dtype=dtype, device=stored.device)
@@ -219,7 +219,8 @@ class RowCodec(ABC):
 
     @abstractmethod
     def _decode(self, payload: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """scales  the separate scales, the tensor scale, or None, as the format has them"""
+        """Decode rows; `scales` are separate scales, the tensor scale, or None, as the format has
+        them."""
 
     def _tensor_scale(
         self, dims: Dims, scale: float | Tensor, device: torch.device

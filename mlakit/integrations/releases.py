@@ -32,7 +32,7 @@ class Release:
         return f"pip install 'mlakit[{self.distribution}]' ({wanted})"
 
     def why_not(self) -> str | None:
-        """Why the integration cannot serve: the engine is missing, or of another release."""
+        """Return why the integration cannot serve: the engine is missing, or of another release."""
         try:
             version = importlib.metadata.version(self.distribution)
         except importlib.metadata.PackageNotFoundError:

@@ -121,7 +121,7 @@ def prefill(
     is_causal: bool,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out [tokens, heads, D_V], lse [tokens, heads]) of expanded attention.
+    """Return (out [tokens, heads, D_V], lse [tokens, heads]) of expanded attention.
 
     k  [keys, heads, D_N + D_R] as engines concatenate it: its rope columns are the same key in
        every head, of which the op takes one
@@ -140,5 +140,5 @@ def prefill(
 
 
 def starts_of(lengths: Tensor) -> Tensor:
-    """[requests + 1] int32: 0, lengths[0], lengths[0] + lengths[1], …"""
+    """Return [requests + 1] int32: 0, lengths[0], lengths[0] + lengths[1], …"""
     return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))

@@ -1,1 +1,1 @@
-"""Kernels by dialect. Arguments are right by the time they arrive; nothing is checked again."""
+"""Kernels by dialect. The ops have checked all arguments; kernels check nothing again."""

@@ -26,14 +26,14 @@ WrittenLayer: TypeAlias = Annotated[CacheLayer, "written"]
 
 
 def filled(value: T | None) -> T:
-    """A field that callers may leave out and that the op has filled in for its kernel."""
+    """Declare a field that callers may leave out and that the op fills in for its kernel."""
     assert value is not None
     return value
 
 
 class AppendArguments(NamedTuple):
-    """Of `norm_rope_quant_append`. Rows come from page_table, kv_lens and q_starts, or from slots
-    with positions; the others are None."""
+    """Arguments of `norm_rope_quant_append`. Rows are named by page_table, kv_lens and q_starts, or
+    by slots and positions; the other fields are None."""
 
     q_rope: Tensor  # [tokens, heads, D_R]
     kv: Tensor  # [tokens, D_C + D_R] raw latents
@@ -53,7 +53,7 @@ class AppendArguments(NamedTuple):
 
 
 class AppendRowsArguments(NamedTuple):
-    """Of `append_rows`."""
+    """Arguments of `append_rows`."""
 
     latent: Tensor  # [tokens, D_C]
     k_rope: Tensor | None  # [tokens, D_R]; None: D_R is 0
@@ -64,7 +64,7 @@ class AppendRowsArguments(NamedTuple):
 
 
 class BatchedMatmulArguments(NamedTuple):
-    """Of `batched_matmul`: a @ bᵀ."""
+    """Arguments of `batched_matmul`, which returns a @ bᵀ."""
 
     a: Tensor  # [batch, M, K]
     b: Tensor  # [batch, N, K]
@@ -72,7 +72,7 @@ class BatchedMatmulArguments(NamedTuple):
 
 
 class QuantizeArguments(NamedTuple):
-    """Of `quantize_fp8`."""
+    """Arguments of `quantize_fp8`."""
 
     x: Tensor  # [M, K] or [batch, M, K]
     group: int  # columns that share a scale
@@ -81,7 +81,7 @@ class QuantizeArguments(NamedTuple):
 
 
 class ScaledMatmulArguments(NamedTuple):
-    """Of `scaled_mm_fp8`: a @ bᵀ, each with its scales."""
+    """Arguments of `scaled_mm_fp8`, which returns a @ bᵀ; each operand has its scales."""
 
     a: Tensor  # [M, K] or [batch, M, K] e4m3
     a_scale: Tensor  # [..., ceil(K / k_group), at least M] float32
@@ -94,7 +94,7 @@ class ScaledMatmulArguments(NamedTuple):
 
 
 class PrefillArguments(NamedTuple):
-    """Of `mla_prefill`."""
+    """Arguments of `mla_prefill`."""
 
     q: Tensor  # [tokens, heads, D_N + D_R]
     k_nope: Tensor  # [keys, heads, D_N]
@@ -115,7 +115,7 @@ class PrefillArguments(NamedTuple):
 
 
 class DecodeArguments(NamedTuple):
-    """Of `mla_decode`. Kernels get q and q_rope apart, as views where they came as one."""
+    """Arguments of `mla_decode` for kernels. q and q_rope are separate, or views of one tensor."""
 
     q: Tensor  # [tokens, heads, D_C + D_R], or [tokens, heads, D_C] with q_rope
     layer: CacheLayer
@@ -134,7 +134,7 @@ class DecodeArguments(NamedTuple):
 
 
 class DecodePlanArguments(NamedTuple):
-    """Of `plan_mla_decode`, and what of a call of `mla_decode` decides which kernel runs."""
+    """Arguments of `plan_mla_decode`: the part of a decode call that selects the kernel."""
 
     layer: CacheLayer
     page_table: PageTable
@@ -149,7 +149,7 @@ class DecodePlanArguments(NamedTuple):
 
 
 class SparseArguments(NamedTuple):
-    """Of `sparse_mla`."""
+    """Arguments of `sparse_mla`."""
 
     q: Tensor  # [tokens, heads, D_C + D_R], or [tokens, heads, D_C] with q_rope
     layer: CacheLayer
@@ -167,7 +167,7 @@ class SparseArguments(NamedTuple):
 
 
 class LogitsArguments(NamedTuple):
-    """Of `indexer_logits`."""
+    """Arguments of `indexer_logits`."""
 
     q: Tensor  # [tokens, index_heads, D]
     weights: Tensor  # [tokens, index_heads] float32
@@ -182,7 +182,7 @@ class LogitsArguments(NamedTuple):
 
 
 class TopkArguments(NamedTuple):
-    """Of `indexer_topk`."""
+    """Arguments of `indexer_topk`."""
 
     logits: Tensor  # [tokens, columns] float32
     k: int
@@ -192,7 +192,7 @@ class TopkArguments(NamedTuple):
 
 
 class SelectArguments(NamedTuple):
-    """Of `indexer_select`."""
+    """Arguments of `indexer_select`."""
 
     q: Tensor  # [tokens, index_heads, D]
     weights: Tensor  # [tokens, index_heads] float32
@@ -208,7 +208,7 @@ class SelectArguments(NamedTuple):
 
 
 class SelectBlockArguments(NamedTuple):
-    """Of the kernels of `indexer_select`, which select from the logits of one query block."""
+    """Arguments of the kernels of `indexer_select`, for the logits of one query block."""
 
     logits: Tensor  # [block tokens, columns] float32
     first_token: int  # of the block
@@ -220,7 +220,7 @@ class SelectBlockArguments(NamedTuple):
 
 
 class PhysicalRowsArguments(NamedTuple):
-    """Of `physical_rows`."""
+    """Arguments of `physical_rows`."""
 
     tokens: Tensor  # [queries, topk] positions
     page_table: PageTable
@@ -230,7 +230,7 @@ class PhysicalRowsArguments(NamedTuple):
 
 
 class MergeArguments(NamedTuple):
-    """Of `merge_states`."""
+    """Arguments of `merge_states`."""
 
     outs: list[Tensor]  # [tokens, heads, v_width] each
     lses: list[Tensor]  # [tokens, heads] float32 each

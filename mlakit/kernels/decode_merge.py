@@ -32,7 +32,7 @@ PROGRAMS_PER_SM = 4  # that run at once
 
 @dataclass(frozen=True)
 class RowTileSplits:
-    """Every row tile split on its own: how its splits are found again without a plan."""
+    """Splits of every row tile by itself, which are found again without a plan."""
 
     max_splits: int
     num_tiles: int  # row tiles of the batch
@@ -43,7 +43,7 @@ class RowTileSplits:
     shard: KVShard
 
 
-# with a plan: masks and shards compile no further kernels
+# constants of a merge with a plan: masks and shards compile no further kernels
 NO_SPLITS = RowTileSplits(0, 0, 0, 1, 1, NULL, UNSHARDED)
 
 
@@ -51,8 +51,8 @@ SMALL_SCRATCH_BYTES = 64 * 2**20
 
 
 def rows_per_slot(plan: DecodePlanTensors, *, rows: int, all_rows: int, v_width: int) -> int:
-    """Rows of a slot: those the plan was made for; else room for a request that has all the
-    queries, if the scratch stays small; else as many rows as a request has on average."""
+    """Return the rows of a slot: those the plan was made for; else room for a request that has all
+    the queries."""
     if plan.slot_rows > 0:
         return plan.slot_rows
     is_little = 4 * plan.max_partials * all_rows * v_width <= SMALL_SCRATCH_BYTES
@@ -60,7 +60,7 @@ def rows_per_slot(plan: DecodePlanTensors, *, rows: int, all_rows: int, v_width:
 
 
 def clear_results(out: Tensor, lse: Tensor, q_starts: Tensor) -> None:
-    """What queries without keys give, for every query; padding after them is left as it is."""
+    """Write the results of no keys for every query; padding after the queries stays as it is."""
     is_query = torch.arange(out.shape[0], device=out.device) < q_starts[-1]
     out.masked_fill_(is_query[:, None, None], 0.0)
     lse.masked_fill_(is_query[:, None], -torch.inf)

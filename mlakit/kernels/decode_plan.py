@@ -37,7 +37,7 @@ ITEM_COLUMNS = 8
 
 
 class OwnSplits(NamedTuple):
-    """Splits that depend on a request's own length alone: `tiles` key tiles each, or, where that is
+    """Splits that depend on a request's length alone: `tiles` key tiles each or, where `tiles` is
     0, `splits` equal ones."""
 
     tiles: int
@@ -66,8 +66,8 @@ def plan_decode(
     num_tokens: int = 0,
     out: DecodePlanTensors | None = None,  # a plan to fill in again
 ) -> DecodePlanTensors:
-    """As `mlakit.plan.plan_decode`, except that every request with queries has an item, with keys
-    or without, and that a CTA with items has at least `min_tiles`.
+    """Make the plan of `mlakit.plan.plan_decode` on the device, with two differences: every request
+    with queries has an item, with keys or without, and a CTA with items has at least `min_tiles`.
 
     With `own` the splits of a request depend on its own length alone."""
     batch = kv_lens.shape[0]
@@ -133,7 +133,7 @@ def _line_type(longest_line: int, num_ctas: int) -> tl.dtype:
 
 @triton.jit
 def local_count(position, shard, IS_SHARDED: tl.constexpr):
-    """How many of the positions [0, position) this rank caches.
+    """Return how many of the positions [0, position) this rank caches.
 
     shard  (rank, world, interleave)
     """
@@ -162,7 +162,7 @@ def seen_keys(query, q_len, kv_len, window, shard, MASK: tl.constexpr, IS_SHARDE
 
 @triton.jit
 def load_lengths(q_starts, kv_lens, stride_q_starts, stride_kv_lens, request, mask):
-    """int32 (first query, queries, keys) of requests; nothing outside `mask`."""
+    """Return int32 (first query, queries, keys) of requests; nothing outside `mask`."""
     at = request.to(tl.int64)
     first = tl.load(q_starts + at * stride_q_starts, mask=mask, other=0).to(tl.int32)
     last = tl.load(q_starts + (at + 1) * stride_q_starts, mask=mask, other=0).to(tl.int32)
@@ -180,7 +180,7 @@ def key_tiles(
     IS_SHARDED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """(first key tile, number of them) that the queries of a request see.
+    """Return (first key tile, number of them) that the queries of a request see.
 
     One at least where there are queries: rows that see nothing are written, too.
     """
@@ -193,7 +193,7 @@ def key_tiles(
 
 @triton.jit
 def find_tile(tile, q_starts, stride_q_starts, batch, padded_heads, BM: tl.constexpr):
-    """(request, row tile of it) of a row tile among all; request −1 past the last."""
+    """Return (request, row tile of it) of a row tile among all; request −1 past the last."""
     request = tl.zeros((), tl.int32) - 1
     row_tile = tile * 0
     before = tile * 0
@@ -214,7 +214,7 @@ def find_tile(tile, q_starts, stride_q_starts, batch, padded_heads, BM: tl.const
 
 @triton.jit
 def own_split_tiles(num_tiles, split_tiles, num_splits):
-    """(key tiles of a split, number of splits) of a request with splits of its own."""
+    """Return (key tiles of a split, number of splits) of a request with splits of its own."""
     even = (num_tiles + num_splits - 1) // num_splits
     tiles = tl.maximum(tl.where(split_tiles > 0, split_tiles, even), 1)
     return tiles, (num_tiles + tiles - 1) // tiles

@@ -14,5 +14,5 @@ def _empty_kernel(argument):
 
 
 def launch_empty_kernel(argument: Tensor) -> None:
-    """One program that returns at once."""
+    """Launch one program that returns at once."""
     launch(_empty_kernel, (1,), argument)

@@ -1,4 +1,4 @@
-"""How every portable kernel is launched, and what it runs on.
+"""The launch of every portable kernel, and the GPU that it runs on.
 
 A launcher picks its configuration by `target(device)` and starts kernels with `launch`. Inside
 `compiling(target)` the target is a GPU that need not exist: `launch` compiles kernels for it from
@@ -39,12 +39,12 @@ class Target:
 
     @property
     def has_fp8(self) -> bool:
-        """Are e4m3 conversions instructions? Otherwise they are integer arithmetic."""
+        """Whether e4m3 conversions are instructions; otherwise they are integer arithmetic."""
         return has_fp8(self.arch)
 
     @property
     def has_pdl(self) -> bool:
-        """Can a kernel begin while the one before it ends (programmatic dependent launch)?"""
+        """Whether a kernel can begin while the one before it ends (PDL)."""
         return self.arch >= 90 and not is_amd(self.arch) and not knobs.interpreted()
 
 

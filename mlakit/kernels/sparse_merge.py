@@ -29,7 +29,7 @@ def merge_list_splits(
     *,
     is_chained: bool = False,
 ) -> None:
-    """is_chained  start before the attention kernel ends (PDL, from sm_90 on)"""
+    """Merge the splits; if `is_chained` start before the attention kernel ends (PDL, sm_90)."""
     num_splits, tokens, heads, v_width = partials[0].shape
     config = pick_decode_merge_config(v_width=v_width, expected_splits=num_splits)
     launch(

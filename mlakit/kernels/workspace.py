@@ -1,4 +1,4 @@
-"""Where launchers take memory from: results, scratch, and constants that calls share.
+"""The memory that launchers take: results, scratch, and constants that calls share.
 
 Outside a recording these are plain allocations. Inside one, the recorder learns which is which: so
 it knows where every pointer of a launch came from, and refuses a launch that points elsewhere.
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Recorder(Protocol):
-    """What launchers report to a recording."""
+    """The interface through which launchers report to a recording."""
 
     def add_result(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A new tensor that the call returns."""
@@ -50,7 +50,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
 
 
 def recorder() -> Recorder | None:
-    """The one in scope; None in code that torch compiles, which cannot read context variables."""
+    """Return the recorder in scope; None in code that torch compiles: it cannot read it."""
     return None if torch.compiler.is_compiling() else _RECORDER.get()
 
 

@@ -57,7 +57,7 @@ class Waiting:
 
 
 class RecordedCalls:
-    """What is known of the calls of one op.
+    """The recorded calls of one op.
 
     run       runs a call in full
     dispatch  runs a call through torch's dispatcher, which unwraps or refuses its tensors
@@ -89,7 +89,7 @@ class RecordedCalls:
     def call_plain(
         self, arguments: Arguments, results: tuple[Tensor | None, ...]
     ) -> Results | None:
-        """As `call`, below torch's dispatcher; None if the values of a tensor are not in its
+        """Run `call` below torch's dispatcher; return None if the values of a tensor are not in its
         memory."""
         backend, may_replay = knobs.for_launch_cache()
         tensors, rest = split(arguments + results)
@@ -100,8 +100,8 @@ class RecordedCalls:
         return self._call_unseen(key, tensors, arguments, results) if got is None else got
 
     def _replay_recent(self, key: Key, tensors: list[Tensor]) -> Results | None:
-        """None where no recording fits these tensors. Arguments that are the same tensor fit none
-        before `_without_duplicates`."""
+        """Replay the recording that fits these tensors; return None if there is none. Arguments
+        that are the same tensor fit none before `_without_duplicates`."""
         try:
             recent = self._recent.get(key, ())
         except TypeError:  # a list where a number should be: the op says what is wrong with it
@@ -194,7 +194,7 @@ class RecordedCalls:
 
 
 def _without_duplicates(key: Key, tensors: list[Tensor]) -> tuple[Key, list[Tensor]]:
-    """Which arguments are one tensor becomes part of the key; the tensors, each of them once."""
+    """Return a key that says which arguments are one tensor, and the tensors, each once."""
     ids = tuple(map(id, tensors))
     if len(set(ids)) == len(ids):
         return key, tensors
@@ -209,7 +209,7 @@ def _keep(table: OrderedDict[Hashable, Any], key: Hashable, value: object) -> No
 
 
 def _why_not() -> str | None:
-    """Why no call is replayed at present."""
+    """Return why no call is replayed at present."""
     if is_intercepted():
         return "a dispatch mode of torch is active"
     if not knobs.launch_cache():
@@ -218,7 +218,7 @@ def _why_not() -> str | None:
 
 
 def _why_not_now(tensors: Sequence[Tensor], device: torch.device) -> str | None:
-    """Why this call is neither replayed nor recorded."""
+    """Return why this call is neither replayed nor recorded."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return "a tensor requires grad"  # the op refuses it
     if any(tensor.device != device for tensor in tensors):
@@ -228,12 +228,12 @@ def _why_not_now(tensors: Sequence[Tensor], device: torch.device) -> str | None:
 
 
 def is_intercepted() -> bool:
-    """Whether a dispatch mode or a transform of torch.func sees every call."""
+    """Return whether a dispatch mode or a transform of torch.func sees every call."""
     return private.dispatch_modes() > 0 or private.is_transformed()
 
 
 def _is_meta(tensor: Tensor) -> bool:
-    """Has it no memory? The op says so; the dispatcher would return a tensor without any."""
+    """Return whether a tensor has no memory. The op refuses it, which the dispatcher would not."""
     return tensor.device.type == "meta"
 
 
@@ -242,7 +242,7 @@ def _is_capturing() -> bool:
 
 
 def _has_kernels(device: torch.device) -> bool:
-    """Do kernels of Triton run there?"""
+    """Return whether Triton's kernels run on a device."""
     return device.type == "cuda"
 
 

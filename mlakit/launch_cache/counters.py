@@ -1,4 +1,4 @@
-"""How often calls on a GPU were replayed, and why not."""
+"""Counters of the calls on a GPU that were replayed, and of the reasons why others were not."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ MAX_LAYOUTS = 4096
 
 @dataclass(frozen=True, eq=False)  # compared by identity: it stands for its types in a key
 class Layout:
-    """Where the tensors are among values of certain types."""
+    """The positions of the tensors among values of certain types."""
 
     tensors: Callable[[Values], Values]
     scalars: Callable[[Values], Values]  # numbers, strings and the like
@@ -92,7 +92,7 @@ _LOCK = Lock()
 
 
 def _flatten(layer: CacheLayer) -> tuple[int, list[Tensor]]:
-    """Its kind and its tensors. Kept with the layer: kept here they would keep the pool alive."""
+    """Return a layer's kind and tensors; kept with the layer, so that no pool is kept alive."""
     tensors, rest = split((layer.payload, layer.scales, layer.tensor_scale))
     kind = _layer_kind((layer.codec.name, layer.codec.row, *rest))
     vars(layer)["_flat"] = flat = kind, tensors

@@ -11,7 +11,7 @@ PLAIN_TYPES = (Tensor, Parameter)
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Is what a kernel finds at `data_ptr()` the tensor's values?
+    """Return whether a kernel finds the tensor's values at `data_ptr()`.
 
     Not for wrapper subclasses, fake and functional tensors, negative views, tensors of torch.func:
     their dispatch keys tell. Under their own dispatch they become plain tensors, or refuse the op.

@@ -32,7 +32,7 @@ data_ptr = Tensor.data_ptr
 
 
 class RefusedRecordingError(Exception):
-    """Why a call cannot be recorded."""
+    """The reason why a call cannot be recorded."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class LibraryCall(NamedTuple):
 
 @dataclass(frozen=True)
 class Recording:
-    """What a call launched. Indices count the call's tensors, new results, scratch, the stream."""
+    """The launches of a call. Indices count its tensors, new results, scratch, the stream."""
 
     launches: tuple[LaunchTemplate, ...]
     library_calls: tuple[LibraryCall, ...]  # only where there are no launches
@@ -270,7 +270,7 @@ class CallRecorder(TorchDispatchMode):
 
 
 class Origins:
-    """Where each pointer of a launch comes from: by the storage of the tensor it was taken from."""
+    """The origin of each pointer of a launch, by the storage of the tensor it was taken from."""
 
     def __init__(
         self,

@@ -342,7 +342,7 @@ class MLAAttention(nn.Module):
         *,
         backend: Backend,
     ) -> tuple[Tensor, Tensor, IndexInputs | None]:
-        """(q [tokens, heads, D_N + D_R] not rotated, raw latents, the indexer's inputs).
+        """Return (q [tokens, heads, D_N + D_R] not rotated, raw latents, the indexer's inputs).
 
         index  the indexer's cache; None: its inputs are not needed
 
@@ -406,7 +406,7 @@ class MLAAttention(nn.Module):
         return self.indexer is not None or self.config.query_scale is not None
 
     def _is_dense(self, plan: AnyPlan | None, rows: Tensor | None) -> bool:
-        """Whether every query may attend to all it sees: none sees more than index_topk keys."""
+        """Return whether no query sees more than index_topk keys, and so may attend to all."""
         if rows is not None or not isinstance(plan, StepPlan):
             return False
         return max(plan.kv_lens, default=0) <= self.config.geometry.index_topk

@@ -223,7 +223,7 @@ class _Cut(NamedTuple):
 
 
 def _cut(whole: LayerConfig, name: str, heads: range) -> _Cut:
-    """What the heads of a rank have of a matrix.
+    """Return the part of a matrix that belongs to the heads of a rank.
 
     whole  the layer with all heads
     """

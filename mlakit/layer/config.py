@@ -1,4 +1,4 @@
-"""What one attention layer of a model computes beyond its sizes, read from the model's config."""
+"""The config of one attention layer beyond its sizes, read from the model's config."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ class LightningIndexer(nn.Module):
     def of_states(
         self, x: Tensor | Activations, positions: Tensor, *, backend: Backend = "auto"
     ) -> tuple[Tensor, Tensor]:
-        """(keys [tokens, D], weights [tokens, heads] float32): the part of x."""
+        """Return (keys [tokens, D], weights [tokens, heads] float32): the part of x."""
         weights = self.weights_proj(x, factor=(self.heads * self.width) ** -0.5)
         return self._keys(x, positions, backend), weights
 
@@ -186,7 +186,7 @@ class LightningIndexer(nn.Module):
         *,
         backend: Backend = "auto",
     ) -> None:
-        """Only append the keys of the new tokens, for a step that attends to all tokens."""
+        """Append the keys of the new tokens without scoring, for a step that attends to all."""
         keys = self._keys(x, positions, backend)
         no_queries = keys.new_empty(len(keys), 0, self.width)
         inputs = IndexInputs(no_queries, keys, no_queries[..., 0], cache, layer)

@@ -197,6 +197,6 @@ def frozen(tensor: Tensor) -> nn.Parameter:
 
 
 def keep_dtype(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-    """What `Module._apply` makes of a tensor, except for a change of dtype."""
+    """Return the result of `Module._apply` for a tensor, except for a change of dtype."""
     changed = fn(tensor)
     return changed if changed.dtype == tensor.dtype else tensor.to(changed.device)

@@ -16,7 +16,7 @@ from mlakit.ops import norm_rope_quant_append
 
 
 class _Nowhere(NamedTuple):
-    """What an append takes that rotates queries and stores nothing."""
+    """The cache argument of an append that rotates queries and stores nothing."""
 
     cache: PagedLatentCache
     row: Tensor  # [1, 1 + D_R]

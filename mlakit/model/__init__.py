@@ -1,1 +1,1 @@
-"""What a model is: its widths, its releases, its RoPE tables and its masks."""
+"""A model's widths, releases, RoPE tables and masks."""

@@ -214,7 +214,7 @@ def _longrope(dims: Dims, p: RopeParameters, plain: Tensor, context: Tensor) -> 
 
 
 def _llama3(dims: Dims, p: RopeParameters, plain: Tensor) -> Tensor:
-    """As yarn, with a ramp over the rotations in the original context instead of over pairs."""
+    """Scale like yarn, with a ramp over rotations in the original context instead of pairs."""
     factor = _needed(dims, p, "factor")
     low, high = _needed(dims, p, "low_freq_factor"), _needed(dims, p, "high_freq_factor")
     dims.require(high > low, "high_freq_factor", f"be above low_freq_factor, {low}", high)

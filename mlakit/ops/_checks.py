@@ -130,7 +130,7 @@ def check_used_rows(
 def _is_table_inside(
     page_table: PageTable, layer: CacheLayer, first: list[int], last: list[int]
 ) -> bool:
-    """Are all entries from the first to the last used column inside the pool, used or not?
+    """Return whether all entries between the first and the last used column are in the pool.
 
     Three operations for the whole batch; a request by itself takes ten.
     """
@@ -198,7 +198,7 @@ def check_absorbed_query(
 
 
 def result_dtype(q: Tensor) -> torch.dtype:
-    """What attention over q is stored as: q's dtype, bf16 for e4m3."""
+    """Return the dtype of the results of attention over q: q's dtype, bf16 for e4m3."""
     return torch.bfloat16 if q.dtype == E4M3 else q.dtype
 
 
@@ -252,9 +252,9 @@ def check_result(
     return tensor
 
 
-def lie_by_head(q: Tensor) -> bool:
-    """Are queries [tokens, heads, columns] head-major: at one distance within a head, the heads at
-    a larger one, and each at a multiple of 16 bytes? So is what a product per head leaves."""
+def is_heads_major(q: Tensor) -> bool:
+    """Return whether queries [tokens, heads, columns] are heads-major: tokens of a head are at one
+    stride and heads at a larger one, multiples of 16 bytes, as `batched_matmul` writes them."""
     tokens, heads, columns = q.shape
     apart, distance, _ = q.stride()
     if tokens < 2 or heads < 2 or not 0 < apart < distance:
@@ -264,12 +264,12 @@ def lie_by_head(q: Tensor) -> bool:
     return distance >= (tokens - 1) * apart + columns
 
 
-def lie_evenly(rows: Tensor) -> bool:
-    """Are rows [n, m, columns] at one distance, from one n to the next a multiple of it, and each
-    at a multiple of 16 bytes? Then the hardware can copy boxes of them."""
+def is_uniformly_strided(rows: Tensor) -> bool:
+    """Return whether rows [n, m, columns] have one stride, a multiple of 16 bytes, of which the
+    stride of n is a multiple. TMA can then copy tiles of them."""
     apart, distance, _ = rows.stride()
     if rows.shape[1] == 1 < rows.shape[0]:
-        distance = apart  # no row is at the other
+        distance = apart  # all rows have the same stride
     if rows.numel() == 0 or distance == 0:
         return False
     if distance * rows.element_size() % 16 or rows.data_ptr() % 16:

@@ -53,7 +53,7 @@ _LIBRARY = torch.library.Library("mlakit", "DEF")
 
 @dataclass(frozen=True)
 class Packing:
-    """How one type of argument becomes tensors, numbers and strings, and back."""
+    """The conversion of one type of argument to tensors, numbers and strings, and back."""
 
     schema: tuple[str, ...]  # "Tensor? {}_scales": a type, and a name made from the argument's
     pack: Callable[[Any], Sequence[Any]]
@@ -249,7 +249,7 @@ class Op:
         return got
 
     def _dispatch(self, arguments: Any, results: Sequence[Tensor | None]) -> Results:
-        """Through `torch.ops.mlakit`."""
+        """Call the op through `torch.ops.mlakit`."""
         self._refuse_grad(arguments, results)
         if not torch.compiler.is_compiling():
             self._refuse_lazy_signs(arguments, results)

@@ -9,12 +9,12 @@ from mlakit.kernels import workspace
 
 MIN_SIZE = 1024
 
-# by size, a power of two; never freed, because a stream may still be reading
+# tensors by size, a power of two; never freed, because a stream may still be reading
 _MADE: dict[tuple[torch.device, int], Counts] = {}
 
 
 class Counts:
-    """0, 1, 2, … on a GPU, being made by the current stream."""
+    """A tensor 0, 1, 2, … on a GPU, which the current stream may still be writing."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.values = _count(size, device)
@@ -22,7 +22,7 @@ class Counts:
         self._made.record(torch.cuda.current_stream(device))
 
     def is_made(self) -> bool:
-        """May every stream read them? Not known while a graph is captured."""
+        """Return whether every stream may read the tensor; not known (False) during a capture."""
         if self._made is None:
             return True
         if torch.cuda.is_current_stream_capturing() or not self._made.query():
@@ -32,7 +32,7 @@ class Counts:
 
 
 def one_query_each(batch: int, device: torch.device) -> Tensor:
-    """[batch + 1] int32."""
+    """Return 0, 1, …, batch as int32."""
     if device.type != "cuda" or torch.compiler.is_compiling():
         return _count(batch + 1, device)
     key = (device, 1 << max(batch, MIN_SIZE).bit_length())

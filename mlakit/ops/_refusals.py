@@ -1,4 +1,4 @@
-"""What no op takes: tensors with derivatives, batches of torch.vmap, values that are not in memory.
+"""Refusals of what no op takes: derivatives, vmap's batches, values outside of memory.
 
 Each function names the op and the argument, and raises UnsupportedError.
 """
@@ -83,7 +83,7 @@ def refuse_memory(op: str, **arguments: Any) -> NoReturn:
 
 
 def requires_grad(value: Any) -> bool:
-    """Whether a tensor, a cache layer or a list of tensors requires grad; quick, for few do."""
+    """Return whether a tensor, layer or list of tensors requires grad; quick, for few do."""
     if isinstance(value, Tensor):
         return value.requires_grad
     if isinstance(value, CacheLayer):
@@ -98,7 +98,7 @@ def _all_parts(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _parts(name: str, value: Any) -> list[tuple[str, Any]]:
-    """What an argument consists of, by name."""
+    """Yield the parts of an argument by name."""
     if isinstance(value, (list, tuple)):
         return [(f"{name}[{i}]", each) for i, each in enumerate(value)]
     if isinstance(value, CacheLayer):

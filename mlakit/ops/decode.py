@@ -27,8 +27,8 @@ from mlakit.ops._checks import (
     check_shard,
     check_sink,
     check_stored,
-    lie_by_head,
-    lie_evenly,
+    is_heads_major,
+    is_uniformly_strided,
     result_dtype,
 )
 from mlakit.ops._library import op
@@ -157,14 +157,14 @@ def decode_problem(
     *,
     is_batch_invariant: bool = False,
 ) -> Problem:
-    """What dispatch is asked, by a call and by the plan of one."""
+    """Describe a call, or the plan of one, to dispatch."""
     uses = list(uses)
     if isinstance(a.page_table, tuple):
         uses.append(Use.FLAT_PAGE_TABLE)
     if a.shard.world > 1:
         uses.append(Use.KV_SHARD)
-    if not lie_evenly(a.layer.payload):
-        uses.append(Use.LOOSE_CACHE)
+    if not is_uniformly_strided(a.layer.payload):
+        uses.append(Use.UNALIGNED_CACHE)
     return Problem(
         *device_facts(a.layer.payload.device),
         dtype=str(a.dtype),
@@ -189,14 +189,14 @@ def _capacity(page_table: PageTable, layer: CacheLayer) -> int:
 
 
 def _is_batch_invariant(a: DecodeArguments) -> bool:
-    """Are the splits a request's own? Those of a plan are, unless it was made for a kernel."""
+    """Return whether splits depend on a request alone; a plan's do unless made for a kernel."""
     if isinstance(a.splits, DecodePlanTensors):
         return a.splits.slot_rows == 0
     return a.splits is not None or a.deterministic
 
 
 def _uses(a: DecodeArguments, q_latent: Tensor, q_rope: Tensor) -> Iterator[Use]:
-    """What a plan need not know."""
+    """Yield the uses of a call that a plan need not know."""
     if a.q_scale is not None:
         yield Use.Q_SCALE
     has_own_cuts = isinstance(a.splits, EvenSplit) or (a.deterministic and a.splits is None)
@@ -207,12 +207,12 @@ def _uses(a: DecodeArguments, q_latent: Tensor, q_rope: Tensor) -> Iterator[Use]
     elif q_rope.dtype != q_latent.dtype:
         yield Use.OTHER_Q_ROPE
     if q_latent.shape[0] > 0 and not (_is_addressable(q_latent) and _is_addressable(q_rope)):
-        yield Use.LOOSE_QUERY
+        yield Use.UNALIGNED_QUERY
 
 
 def _is_addressable(q: Tensor) -> bool:
-    """Can the hardware copy boxes of these queries?"""
-    return lie_evenly(q) or lie_by_head(q)
+    """Return whether TMA can copy tiles of these queries."""
+    return is_uniformly_strided(q) or is_heads_major(q)
 
 
 def _splits(plan: DecodePlan | DecodePlanTensors | EvenSplit | None, layer: CacheLayer) -> Splits:
@@ -229,8 +229,8 @@ def check_plan_type(dims: Dims, name: str, plan: object) -> None:
 
 
 def check_plan_sizes(dims: Dims, name: str, plan: DecodePlanTensors) -> None:
-    """What shows without a look into the plan: one of another batch would have rows written
-    that are not there."""
+    """Check the sizes of a plan without reading it: the plan of another batch would make kernels
+    write rows that do not exist."""
     same_batch = plan.partial_starts.shape[0] == dims["batch"] + 1
     dims.require(same_batch, name, "be made for this batch", "another batch size")
     tokens = dims["tokens"]

@@ -25,7 +25,7 @@ from mlakit.ops._checks import (
     check_seen_rows,
     check_stored,
     check_table_pair,
-    lie_evenly,
+    is_uniformly_strided,
 )
 from mlakit.ops._library import op
 
@@ -132,7 +132,7 @@ def _logits(a: LogitsArguments, out: Tensor | None) -> tuple[Tensor]:
 
 
 def check_scoring(dims: Dims, a: LogitsArguments) -> LogitsArguments:
-    """What is scored, checked and filled in; binds tokens and columns."""
+    """Check and complete the arguments of scoring; bind tokens and columns."""
     dims.bind("D", a.layer.codec.row.width, "the row width of the cache")
     dims.match("q", a.q, "tokens", "index_heads", "D", dtypes=(*FLOATS, E4M3))
     dims.rows_contiguous("q", a.q)
@@ -150,7 +150,7 @@ def check_scoring(dims: Dims, a: LogitsArguments) -> LogitsArguments:
 
 
 def logits_problem(q: Tensor, layer: CacheLayer, page_table: PageTable, mask: Mask) -> Problem:
-    """What dispatch is asked by a call."""
+    """Describe a call to dispatch."""
     return Problem(
         *device_facts(q.device),
         dtype=str(q.dtype),
@@ -164,20 +164,20 @@ def logits_problem(q: Tensor, layer: CacheLayer, page_table: PageTable, mask: Ma
 
 
 def _uses(q: Tensor, layer: CacheLayer, page_table: PageTable) -> Iterator[Use]:
-    """What few kernels take."""
+    """Yield the uses of a call that few kernels take."""
     if isinstance(page_table, tuple):
         yield Use.FLAT_PAGE_TABLE
-    if not lie_evenly(layer.payload):
-        yield Use.LOOSE_CACHE
+    if not is_uniformly_strided(layer.payload):
+        yield Use.UNALIGNED_CACHE
     if layer.scales is not None and not _are_packed(layer.scales):
-        yield Use.LOOSE_SCALES
+        yield Use.UNALIGNED_SCALES
     is_repeated = q.shape[0] > 1 and q.stride(0) == 0
-    if q.shape[0] > 0 and (is_repeated or not lie_evenly(q)):
-        yield Use.LOOSE_QUERY
+    if q.shape[0] > 0 and (is_repeated or not is_uniformly_strided(q)):
+        yield Use.UNALIGNED_QUERY
 
 
 def _are_packed(scales: Tensor) -> bool:
-    """Can the hardware copy the scales [pages, page_size, 1] of a page at once?
+    """Return whether TMA can copy the scales [pages, page_size, 1] of a page at once.
 
     Those of a page must be contiguous, every page must begin at a multiple of 16 bytes, and all of
     them must lie within 2**31 numbers.

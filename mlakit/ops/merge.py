@@ -27,7 +27,7 @@ def merge_states(
     lse: Tensor | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """The attention over all keys, from attentions over parts of them.
+    """Combine partial attention results into the attention over all keys.
 
         lse = log Σ_p exp lse_p        out = Σ_p exp(lse_p − lse) out_p
 

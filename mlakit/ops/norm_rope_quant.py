@@ -193,7 +193,7 @@ def _refuse_both(dims: Dims, by_request: Mapping[str, object]) -> None:
 
 
 def _given(dims: Dims, name: str, together: Mapping[str, Any]) -> Any:
-    """The argument of this name, without which the others are of no use."""
+    """Return the argument of this name, without which the others are of no use."""
     if together[name] is None:
         others = [other for other, value in together.items() if value is not None]
         why = f"with {' and '.join(others)}" if others else "with kv_lens, or slots with positions"

@@ -143,11 +143,11 @@ def prefill_problem(
     if has_alibi:
         uses.append(Use.ALIBI_SLOPES)
     if not _has_pitch(q):
-        uses.append(Use.LOOSE_QUERY)
+        uses.append(Use.UNALIGNED_QUERY)
     if not (_has_pitch(k_nope) and _has_pitch(k_rope)):
-        uses.append(Use.LOOSE_KEYS)
+        uses.append(Use.UNALIGNED_KEYS)
     if v.dtype != E4M3 and not _has_pitch(v):
-        uses.append(Use.LOOSE_VALUES)
+        uses.append(Use.UNALIGNED_VALUES)
     return Problem(
         *device_facts(q.device),
         dtype=str(q.dtype),
@@ -187,9 +187,9 @@ def _has_contiguous_keys(v: Tensor) -> bool:
 
 
 def _has_pitch(rows: Tensor) -> bool:
-    """Can TMA descriptors address tiles of the rows [n, heads, columns] or [n, columns]?
+    """Return whether TMA can address tiles of the rows [n, heads, columns] or [n, columns].
 
-    The rows of each n must lie together, those of the next n behind them, and every row must begin
+    The rows of each n must be adjacent, those of the next n behind them, and every row must begin
     at a multiple of 16 bytes. A head begins at a column of the descriptor: a load from a column
     that is not at a multiple of 16 bytes is an illegal instruction, which ends the CUDA context.
     """

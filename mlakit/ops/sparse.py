@@ -159,17 +159,17 @@ def _uses(a: SparseArguments) -> Iterator[Use]:
         yield Use.OTHER_EXTRA_FORMAT
     layers = [a.layer] if a.extra is None else [a.layer, a.extra]
     if not all(_is_aligned(each.payload) for each in layers):
-        yield Use.LOOSE_CACHE
+        yield Use.UNALIGNED_CACHE
     if a.q_scale is not None:
         yield Use.Q_SCALE
     if a.q_rope is not None:
         yield Use.Q_ROPE if a.q_rope.dtype == a.q.dtype else Use.OTHER_Q_ROPE
     if not all(_is_aligned(each) for each in (a.q, a.q_rope) if each is not None):
-        yield Use.LOOSE_QUERY
+        yield Use.UNALIGNED_QUERY
 
 
 def _is_aligned(rows: Tensor) -> bool:
-    """Does each row of [n, m, columns] lie at a multiple of 16 bytes?
+    """Return whether each row of [n, m, columns] is at a multiple of 16 bytes.
 
     The hardware copies such rows. The stride of an axis of size 1 does not matter, that of another
     one is not 0, which TMA refuses.

@@ -1,4 +1,4 @@
-"""What context-parallel steps share: the ranks, the heads of their queries, the merge."""
+"""The ranks of context-parallel steps, the heads of their queries, and the merge."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def group_rank(op: str, group: dist.ProcessGroup | None) -> GroupRank:
 def are_heads_sharded(
     op: str, tp_group: dist.ProcessGroup | None, cp_group: dist.ProcessGroup
 ) -> bool:
-    """Whether the ranks of `cp_group` have different heads, those of `tp_group`.
+    """Return whether the ranks of `cp_group` have different heads, those of `tp_group`.
 
     The two groups have the same ranks, or no rank but this one in common; a third case would mix
     different heads in one merge.

@@ -32,7 +32,7 @@ def select_over_ranks(
     out: Tensor | None,
     backend: Backend,
 ) -> Tensor:
-    """This rank's rows of the k best keys of all ranks, per query: int32 [tokens, k].
+    """Return this rank's rows of the k best keys of all ranks, per query: int32 [tokens, k].
 
     columns  at least the cached tokens of every request on this rank
 

@@ -93,7 +93,7 @@ class DecodePlanTensors(NamedTuple):
         )
 
     def host_items(self) -> list[tuple[int, int, int, int]]:
-        """(request, first_key, last_key, partial_slot) of the items in use. Synchronises."""
+        """Return (request, first_key, last_key, partial_slot) of the items in use. Synchronises."""
         return [tuple(item) for item in self.items[: int(self.cta_starts[-1]), :4].tolist()]
 
 

@@ -1,4 +1,4 @@
-"""How Hopper's tensor cores accumulate products of e4m3, and of 16-bit numbers, to the bit.
+"""The sums of products of Hopper's tensor cores, for e4m3 and 16-bit numbers, to the bit.
 
 One wgmma instruction adds the products of 32 columns of e4m3, or of 16 columns of bf16 or fp16, to
 the accumulator. All terms are aligned to the largest exponent among them (for a product, the sum of
@@ -37,7 +37,7 @@ OF_FP16 = Accumulation(16, 25, 24, 2.0**-14, torch.float64)
 
 @without_autocast
 def fp8_mma(a: Tensor, b: Tensor, accumulator: Tensor | None = None) -> Tensor:
-    """float32 [M, N]: a [M, K] bᵀ [K, N] of e4m3 values, added to `accumulator` [M, N]."""
+    """Return float32 [M, N]: a [M, K] bᵀ [K, N] of e4m3 values, added to `accumulator` [M, N]."""
     return _mma(OF_E4M3, a, b, accumulator)
 
 

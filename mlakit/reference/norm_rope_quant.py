@@ -165,7 +165,7 @@ def norm_rope_quant_stepwise(
 def _angles(
     positions: Sequence[int], freqs: Tensor, q_rope_out: Tensor, rows: Tensor
 ) -> Iterator[tuple[int, Tensor]]:
-    """(token, its row of freqs); writes the results of padding tokens and skips them."""
+    """Return (token, its row of freqs); writes the results of padding tokens and skips them."""
     for token, position in enumerate(positions):
         if 0 <= position < len(freqs):
             yield token, freqs[position]

@@ -73,8 +73,8 @@ def mla_prefill(
 def scales_of_keys(
     scale: Tensor | None, kv_starts: Sequence[int], keys_per_scale: int
 ) -> Tensor | None:
-    """[keys, ...] of the scales of each n keys: those of request b begin at kv_starts[b] // n + b,
-    room for as many as it may have."""
+    """Return [keys, ...] of the scales of each n keys: those of request b begin at kv_starts[b] //
+    n + b, room for as many as it may have."""
     if scale is None or keys_per_scale == 1:
         return scale
     rows = [

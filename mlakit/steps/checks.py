@@ -98,7 +98,7 @@ def check_attention(
     mask: Mask | None,
     shard: KVShard = UNSHARDED,
 ) -> StepLengths | None:
-    """As `check_step`, for attention of rotated queries over what the cache holds."""
+    """Check a step as `check_step` does, for attention of rotated queries over the cached rows."""
     dims.instance("up", up, UpProjection)
     dims.instance("batch", batch, CachedBatch)
     layer = _check_queries(dims, q, up, batch)

@@ -69,7 +69,7 @@ class Expanded(NamedTuple):
 
 @dataclass(frozen=True)
 class PartSizes:
-    """What fits one buffer: K and V of some heads and keys, and the cache rows they come from."""
+    """The sizes that fit one buffer: K and V of some heads and keys, and their cache rows."""
 
     geometry: MLAGeometry
     buffer_bytes: int
@@ -142,7 +142,7 @@ def divided(chunk: Sequence[tuple[int, int]], max_rows: int) -> Iterator[list[tu
 def read_keys(
     layer: CacheLayer, page_table: PageTable, keys: KeyRange, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """(cache rows [n, width], kv_starts int32 [batch + 1]) of a range of keys."""
+    """Return (cache rows [n, width], kv_starts int32 [batch + 1]) of a range of keys."""
     device = layer.payload.device
     slots, kv_starts = _key_slots(page_table, layer.page_size, keys, device)
     if device.type == "cpu" and not torch.compiler.is_compiling():
@@ -153,7 +153,7 @@ def read_keys(
 def _key_slots(
     page_table: PageTable, page_size: int, keys: KeyRange, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """(int64 slots [n], kv_starts int32 [batch + 1]) of a range of keys."""
+    """Return (int64 slots [n], kv_starts int32 [batch + 1]) of a range of keys."""
     if len(keys.first) != 1:
         return range_slots(page_table, page_size, keys.first, keys.last, device)
     # one request: nothing is copied from the host, so that a CUDA graph can hold it

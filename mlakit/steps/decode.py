@@ -130,7 +130,7 @@ def decode_attend(
 
 
 def absorb(q: Tensor, weights: LayerWeights, backend: Backend) -> tuple[Tensor, Tensor, Tensor]:
-    """(absorbed [tokens, heads, D_C + D_R], the rope columns of q, those of `absorbed`).
+    """Return (absorbed [tokens, heads, D_C + D_R], the rope columns of q, those of `absorbed`).
 
     The latent columns of `absorbed` are q_nope W_UK; its rope columns are not written.
     """

@@ -127,7 +127,7 @@ def prefill_attend(
 
 @dataclass(frozen=True)
 class Attention:
-    """What all parts of a step's context have in common."""
+    """The arguments of attention that all parts of a step's context share."""
 
     up: UpProjection
     batch: CachedBatch

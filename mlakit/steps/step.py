@@ -31,7 +31,7 @@ DECODE_THRESHOLD = 8  # a request with at most this many new tokens decodes
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Which requests of a mixed batch decode and which prefill; all layers share it.
+    """The requests of a mixed batch that decode and those that prefill, for all layers.
 
     kv_lens  tokens of each request, including those of the step
     q_lens   new tokens of the step, per request
@@ -186,8 +186,8 @@ def _step_plan(
 def _select(
     batch: CachedBatch, requests: Sequence[int], plan: StepPlan
 ) -> tuple[slice | Tensor, CachedBatch]:
-    """(tokens, batch) of some requests, without a synchronisation; tokens that follow each other
-    are a slice, so that nothing is copied."""
+    """Return (tokens, batch) of some requests, without a synchronisation; tokens that follow each
+    other are a slice, so that nothing is copied."""
     device = batch.q_starts.device
     ranges = list(pairwise(accumulate(plan.q_lens, initial=0)))
     first, last = ranges[requests[0]][0], ranges[requests[-1]][1]

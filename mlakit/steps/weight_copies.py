@@ -32,7 +32,7 @@ _FIRST_USES = count()  # the layers of a model then do not all compare in the sa
 
 
 def identity(tensor: Tensor | None) -> tuple[object, ...] | None:
-    """What changes when a tensor is replaced, or written to as far as torch counts it.
+    """Return a value that changes when a tensor is replaced, or written to as torch counts.
 
     A tensor with a tangent has the memory of one without. Where there may be some, and in
     transforms of torch.func, a tensor is always another one.
@@ -75,7 +75,7 @@ class WeightCopy:
         self.values.copy_(self._computed())
 
     def differs(self) -> Tensor:
-        """Whether the next sample of the weight differs from the copy, a bool on its device."""
+        """Return whether the weight's next sample differs from the copy, a bool on its device."""
         return _differ(*self._next_pair())
 
     def differs_on_cpu(self) -> bool:
@@ -135,7 +135,7 @@ class WeightCopies:
     """The copies of one owner's weights. `ensure_current` comes before each use of them."""
 
     def __init__(self, owner: str, copies: Sequence[WeightCopy]) -> None:
-        """owner  begins the message of an error"""
+        """Watch a weight; `owner` begins the message of an error."""
         self.owner, self.copies = owner, tuple(copies)
         self._versions = self._current_versions()
         self._written: str | None = None  # the name of a weight that differs

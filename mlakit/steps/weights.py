@@ -89,7 +89,7 @@ class HeadMatrices:
 
 
 def _on_cpu_kernels(x: Tensor, backend: str) -> bool:
-    """Whether a CPU kernel multiplies `x`; torch.compile graphs use the original weights."""
+    """Return whether a CPU kernel multiplies `x`; torch.compile graphs use the original weights."""
     if x.device.type != "cpu" or torch.compiler.is_compiling():
         return False
     problem = Problem(*device_facts(x.device), dtype=str(x.dtype))
@@ -139,7 +139,7 @@ class UpProjection:
         buffer: Tensor | None = None,
         backend: Backend = "auto",
     ) -> tuple[Tensor, Tensor]:
-        """(k_nope [tokens, heads, D_N], v [tokens, heads, D_V]) of latent [tokens, D_C].
+        """Return (k_nope [tokens, heads, D_N], v [tokens, heads, D_V]) of latent [tokens, D_C].
 
         heads   some of them, in whole `head_group`s; None: all
         buffer  contiguous memory of both results; None, or too small: new memory
@@ -165,7 +165,7 @@ class UpProjection:
     def from_checkpoint(
         cls, kv_b_proj: Tensor, geometry: MLAGeometry, scale: Tensor | None = None
     ) -> UpProjection:
-        """From the checkpoint's matrix [heads · (D_N + D_V), D_C].
+        """Make the projection from the checkpoint's matrix [heads · (D_N + D_V), D_C].
 
         scale  [ceil(rows / 128), ceil(D_C / 128)] float32 of an e4m3 matrix: value = stored · scale
                (`weight_scale_inv` in checkpoints)
@@ -217,7 +217,7 @@ def _float_matrices(kv_b_proj: Tensor, g: MLAGeometry) -> list[HeadMatrices]:
 
 
 def _needs_float32_copy(kv_b_proj: Tensor) -> bool:
-    """Whether the CPU kernels multiply a copy; torch.compile graphs use the original weights."""
+    """Return whether CPU kernels multiply a copy; torch.compile graphs use the weights."""
     if torch.compiler.is_compiling() or kv_b_proj.device.type != "cpu":
         return False
     return kv_b_proj.dtype != torch.float32 and not multiplies_bf16(kv_b_proj.dtype)

@@ -198,6 +198,14 @@ def test_ir_of_another_computation_differs(old, new):
     assert compare_ir.normalised(IR.replace(old, new)) != compare_ir.normalised(IR)
 
 
+def test_isolated_regions_may_share_names():
+    same = "partition0(%a: i32) {\n  use %a\n}\npartition1(%a: i32) {\n  use %a\n}"
+    first, second = same.split("partition1")
+    other = f"{first}partition1{second.replace('%a', '%b')}"
+    assert compare_ir.numbered(same) == compare_ir.numbered(other)
+    assert compare_ir.numbered(same) != compare_ir.numbered(other.replace("use %b", "use %c"))
+
+
 def test_kernels_that_differ_are_listed(tmp_path, capsys):
     for name, text in (("before", "a"), ("after", "b")):
         with gzip.open(tmp_path / name, "wt") as file:

@@ -265,7 +265,7 @@ def _check_query(dims: Dims, q: Tensor, head_dim_v: int) -> None:
 def _check_blocks(
     dims: Dims, block_table: Tensor, cache_seqlens: Tensor, pool: PagedLatentCache
 ) -> None:
-    """Every cached token is in a block of the pool."""
+    """Require that every cached token is in a block of the pool."""
     if not (values_visible(block_table) and values_visible(cache_seqlens)):
         return
     columns = block_table.shape[1]

@@ -62,7 +62,7 @@ def uninstall() -> None:
 
 
 def is_installed() -> bool:
-    """Whether `import flash_mla` finds this package."""
+    """Return whether `import flash_mla` finds this package."""
     spec = getattr(sys.modules.get(ALIAS), "__spec__", None)
     return spec is not None and spec.origin == PACKAGE
 

@@ -50,7 +50,7 @@ def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None
 
 
 def check_metadata(dims: Dims, tile_scheduler_metadata: object, num_splits: object) -> None:
-    """Metadata of any FlashMLA version is accepted; its content has no effect."""
+    """Accept metadata of any FlashMLA version; its content has no effect."""
     is_schedule = hasattr(tile_scheduler_metadata, "have_initialized")
     if not (tile_scheduler_metadata is None or is_schedule or _is_tensor(tile_scheduler_metadata)):
         got = type(tile_scheduler_metadata).__name__

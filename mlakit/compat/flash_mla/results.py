@@ -37,7 +37,7 @@ class Results:
         return cls(out, out.flatten(0, 1), lse)
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        """(out, lse [b, h_q, s_q])."""
+        """Return (out, lse [b, h_q, s_q])."""
         if self.needs_copy:
             self.out.copy_(self.out_tokens.view(self.out.shape))
         b, s_q, h_q, _ = self.out.shape

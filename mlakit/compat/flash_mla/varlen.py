@@ -138,7 +138,7 @@ def _attend(
 
 
 def _groups(q: Tensor, k: Tensor, v: Tensor) -> list[tuple[slice, Tensor, Tensor]]:
-    """(query heads, keys, values) of each call, in the memory of k and v.
+    """Return (query heads, keys, values) of each call, in the memory of k and v.
 
     One call if every query head has its own KV head, otherwise one per KV head: repeated KV heads
     have no single stride.

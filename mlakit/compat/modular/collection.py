@@ -46,12 +46,12 @@ class KeyCache:
         return self.layer.page_size
 
     def kv_lens(self, row_offsets: Tensor) -> Tensor:
-        """[batch] cached tokens including those of this step: `kv_lens` of the ops."""
+        """Return [batch] cached tokens including those of this step: `kv_lens` of the ops."""
         return self.cache_lengths + row_offsets.diff()
 
     @property
     def is_rope_aware(self) -> bool:
-        """Whether rope columns are bf16 beside e4m3 latent columns, with one scale per token."""
+        """Return whether rope columns are bf16 beside e4m3 latents with one scale per token."""
         return self.layer.codec.name == "fp8_token"
 
     def with_scales_by_page(self, first: Tensor, last: Tensor) -> KeyCache:

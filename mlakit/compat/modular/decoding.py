@@ -309,7 +309,7 @@ class _Step(NamedTuple):
 
 
 def _packed(step: _Step) -> tuple[_Step, Tensor, Tensor]:
-    """(ragged step, rows [batch, q_len], is_valid [batch, q_len]) of a padded step.
+    """Return (ragged step, rows [batch, q_len], is_valid [batch, q_len]) of a padded step.
 
     The valid tokens are packed; `rows` is the packed row of each token of q. The host may not know
     how many tokens are valid: the padding tokens become one more request, without keys.

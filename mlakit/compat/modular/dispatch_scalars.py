@@ -41,7 +41,7 @@ def compute_mla_dispatch_scalars(
     is_fp8_kv: bool = False,
     indices_stride: int | None = None,
 ) -> Tensor:
-    """[batch_size, q_max_seq_len, num_partitions], int64 on the CPU: a `scalar_args_buf`.
+    """Return [batch_size, q_max_seq_len, num_partitions], int64 on the CPU: a `scalar_args_buf`.
 
     max_cache_length  tokens of the longest request before this step
     indices_stride    top-k of sparse attention; None: dense
@@ -183,7 +183,7 @@ class Launch:
 
 
 def one_head_group(launch: Launch, min_pages: int = 4) -> int:
-    """Up to 64 heads: one wave, with at least `min_pages` pages per split."""
+    """Return the splits of up to 64 heads: one wave, with at least `min_pages` pages per split."""
     # query tokens of a request share a CTA if all their heads fit its 64 rows
     folds = launch.q_len > 1 and launch.num_heads * launch.q_len <= HEADS_PER_GROUP
     ctas = launch.batch if folds else launch.unfolded_ctas
@@ -195,7 +195,7 @@ def one_head_group(launch: Launch, min_pages: int = 4) -> int:
 
 
 def several_head_groups(launch: Launch) -> int:
-    """More than 64 heads: whole waves of CTAs, at most 32 pages per split."""
+    """Return the splits of more than 64 heads: whole waves of CTAs, at most 32 pages per split."""
     ctas = launch.unfolded_ctas
     if ctas >= launch.sm_count:
         return 1

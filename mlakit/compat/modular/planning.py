@@ -17,7 +17,7 @@ def mla_prefill_plan(
     page_size: int,
     max_chunks: int = 16,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(buffer_row_offsets, cache_offsets, buffer_lengths) for `mla_prefill_branch_fp8`.
+    """Return (buffer_row_offsets, cache_offsets, buffer_lengths) for `mla_prefill_branch_fp8`.
 
     The keys of all requests, each rounded up to whole pages, are concatenated and divided into
     chunks of `buffer_size` rows.

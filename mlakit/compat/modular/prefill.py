@@ -194,7 +194,7 @@ def _check_buffer(
     cache_offsets: Tensor,
     buffer_length: int,
 ) -> None:
-    """Every key that a new token sees has a row in the buffer and a page in the cache."""
+    """Require a row in the buffer and a page in the cache for every key that a new token sees."""
     batch = dims["batch"]
     dims.match("buffer_row_offsets", buffer_row_offsets, "batch + 1", dtypes=INTEGERS)
     dims.match("cache_offsets", cache_offsets, "cache offsets", dtypes=INTEGERS)
@@ -251,7 +251,7 @@ def _with_scales_by_page(cache: KeyCache, row_offsets: Tensor, mask: Mask) -> Ke
 def _visible_rows(
     cache: KeyCache, row_offsets: Tensor, mask: Mask, buffer_length: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """(cache rows [keys, width] of the visible keys, kv_starts [batch + 1]).
+    """Return (cache rows [keys, width] of the visible keys, kv_starts [batch + 1]).
 
     A window or chunk mask hides the oldest keys. It depends on distances to the queries or on whole
     chunks, so it is the same mask over the remaining keys.

@@ -31,7 +31,7 @@ def slopes_from_name(
 
 @lru_cache(maxsize=64)
 def _slopes_on(device: torch.device, num_heads: int) -> Tensor:
-    """Cached per device: the copy synchronises."""
+    """Return the slopes on a device, cached: the copy synchronises."""
     return torch.tensor(alibi_slopes(num_heads), dtype=torch.float32, device=device)
 
 

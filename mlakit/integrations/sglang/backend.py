@@ -61,7 +61,7 @@ class DenseBackend(AttentionBackend):
     # metadata of a step
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Of a step that runs eagerly."""
+        """Prepare the metadata of a step that runs eagerly."""
         lens = forward_batch.seq_lens_cpu
         longest = self._longest if lens is None or not len(lens) else int(lens.max())
         self.forward_metadata = self._step(forward_batch, longest)
@@ -83,7 +83,7 @@ class DenseBackend(AttentionBackend):
             self.forward_metadata = self._step(forward_batch, self._longest)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Nothing: the memory of a step's metadata is that of its graph."""
+        """Do nothing: the memory of a step's metadata is that of its graph."""
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """The length of requests that only fill up the batch of a graph."""
@@ -127,7 +127,7 @@ class DenseBackend(AttentionBackend):
         attn_sink: Tensor | None = None,
         **others: Any,
     ) -> Tensor:
-        """[tokens, heads · D_C]: one query per request, over the cache."""
+        """Return [tokens, heads · D_C]: one query per request, over the cache."""
         for name, value in others.items():
             require(value is None, name, "be None", type(value).__name__)
         if save_kv_cache and k is not None:
@@ -187,9 +187,9 @@ class DenseBackend(AttentionBackend):
         topk_indices: Tensor | None,
         sink: Tensor | None,
     ) -> Tensor:
-        """[tokens, heads · D_C] over the cache."""
+        """Return [tokens, heads · D_C] over the cache."""
         heads, latent = layer.tp_q_head_num, layer.v_head_dim
-        # DeepSeek layers transpose q after its product with W_UK: tokens of a head lie together.
+        # DeepSeek layers transpose q after its product with W_UK: q is heads-major.
         # Hopper's sparse kernels need the heads of a token together, its decode kernels do not
         if topk_indices is not None or q.shape[1:] != (heads, latent):
             q = q.contiguous()
@@ -227,7 +227,7 @@ class DenseBackend(AttentionBackend):
     def _store(
         self, layer: Any, forward_batch: Any, k: Tensor, v: Tensor | None, k_rope: Tensor | None
     ) -> None:
-        """SGLang's pool writes its rows: it knows how they are laid out, moved and shared."""
+        """Let SGLang's pool write its rows: it knows how they are laid out, moved and shared."""
         where = seams.write_location(forward_batch)
         if k_rope is None:
             self.token_to_kv_pool.set_kv_buffer(layer, where, k, v)

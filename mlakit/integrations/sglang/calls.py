@@ -27,7 +27,7 @@ def paged(key_buffer: Tensor, page_size: int) -> Tensor:
 
 
 def page_table(req_to_token: Tensor, requests: Tensor, page_size: int, tokens: int) -> Tensor:
-    """[requests, pages] int32 for the first `tokens` tokens of each request.
+    """Return [requests, pages] int32 for the first `tokens` tokens of each request.
 
     The first slot of a page is a multiple of page_size. Entries past a request's last page are
     anything. No length is read: a CUDA graph can hold the call.
@@ -38,7 +38,7 @@ def page_table(req_to_token: Tensor, requests: Tensor, page_size: int, tokens: i
 
 @dataclass
 class Step:
-    """What the layers of one step share."""
+    """The metadata that all layers of one step share."""
 
     batch: DecodeBatch
     page_size: int
@@ -48,7 +48,7 @@ class Step:
 
     @property
     def q_starts(self) -> Tensor:
-        """Of extend steps: [requests + 1] int32."""
+        """The first query token of each request of an extend step, [requests + 1] int32."""
         if self.batch.q_starts is None:
             raise ValueError("Step.q_starts: a decode step has one query per request")
         return self.batch.q_starts
@@ -62,7 +62,7 @@ class Step:
 def decode_step(
     req_to_token: Tensor, requests: Tensor, seq_lens: Tensor, page_size: int, max_kv_len: int
 ) -> Step:
-    """One query per request."""
+    """Prepare a step with one query per request."""
     table = page_table(req_to_token, requests, page_size, max_kv_len)
     return Step(DecodeBatch(table, seq_lens.to(torch.int32)), page_size, max_kv_len, len(requests))
 
@@ -99,7 +99,7 @@ def extend_step(
 
 
 def visible_lens(step: Step) -> Tensor:
-    """[tokens] int32: how many tokens each query sees, itself included."""
+    """Return [tokens] int32: how many tokens each query sees, itself included."""
     if step.batch.q_starts is None:
         return step.batch.kv_lens
     _, position = token_positions(step.batch.kv_lens, step.batch.q_starts, step.num_tokens)
@@ -107,7 +107,7 @@ def visible_lens(step: Step) -> Tensor:
 
 
 def visible_rows(step: Step, k: int) -> Tensor:
-    """[tokens, k] int32: the rows of all tokens that a query sees, at most k; −1 after them.
+    """Return [tokens, k] int32: the rows of all tokens that a query sees, at most k; −1 after them.
 
     Every layer of a step has the same ones, so that they are made once.
     """
@@ -129,7 +129,7 @@ def select_rows(
     k: int,
     out: Tensor | None = None,
 ) -> Tensor:
-    """[rows of q, k] int32: the cache rows of every query's best keys, −1 after them.
+    """Return [rows of q, k] int32: the cache rows of every query's best keys, −1 after them.
 
     q           [tokens, index_heads, 128] e4m3; rows after the step's tokens are padding
     weights     [tokens, index_heads, 1] float32 with q's scale in them

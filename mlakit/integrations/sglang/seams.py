@@ -53,7 +53,7 @@ def _find(name: str) -> Any:
 
 
 def why_not() -> str | None:
-    """Why this package cannot serve: SGLang is missing, or of a release that was not tested."""
+    """Return why this package cannot serve: SGLang is missing, or of an untested release."""
     return _RELEASE.why_not()
 
 
@@ -130,7 +130,7 @@ def replace_selection(select: Callable[..., Any], is_ours: Callable[[Any], bool]
 
 
 def index_keys(indexer: Any, layer_id: int) -> Any:
-    """[pages, page bytes]: the index keys of a layer, 128 e4m3 each, then their scales."""
+    """Return [pages, page bytes]: the index keys of a layer, 128 e4m3 each, then their scales."""
     return indexer._get_index_k_read_buffer(_find("get_token_to_kv_pool")(), layer_id)
 
 
@@ -145,5 +145,5 @@ def speculative_topk() -> int:
 
 
 def write_location(forward_batch: Any) -> Any:
-    """Where the cache rows of a step go."""
+    """Return the slots that the cache rows of a step are written to."""
     return _find("KVWriteLoc").for_batch(forward_batch)

@@ -44,7 +44,7 @@ class SparseBackend(DenseBackend):
         return int(seams.get_dsa_index_topk(config.hf_config))
 
     def get_indexer_metadata(self, layer_id: int, forward_batch: Any) -> IndexerMetadata:
-        """What the indexer of a layer needs of the step."""
+        """Return the metadata of the step that a layer's indexer needs."""
         return IndexerMetadata(self._current())
 
     def _attend(

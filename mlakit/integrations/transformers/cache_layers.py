@@ -23,7 +23,7 @@ from mlakit.integrations.transformers.pool import LatentPool
 
 
 class PoolLayer(NamedTuple):
-    """What `update` returns in the place of keys: the attention function takes it."""
+    """The value that `update` returns in place of keys; the attention function takes it."""
 
     pool: LatentPool
     layer: int

@@ -1,4 +1,4 @@
-"""What a patched model refuses, before it gives a wrong result."""
+"""Refusals of a patched model: each is raised before the model would give a wrong result."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def kv_b_proj(module: nn.Module) -> Tensor:
 
 
 def check_inference(decoder: nn.Module, modules: Sequence[nn.Module]) -> None:
-    """There is no backward."""
+    """Refuse training and gradients: there is no backward."""
     if decoder.training:
         raise UnsupportedError("mlakit: the model must not be in training mode; call model.eval()")
     if torch.is_grad_enabled() and any(
@@ -168,7 +168,7 @@ def check_mask(mask: object) -> Tensor | None:
 
 
 def check_no_padding(mask: object, max_length: int) -> None:
-    """For a cache of fixed size: no mask, or one of ones. A graph takes none."""
+    """Require no mask, or one of ones, for a cache of fixed size. A graph takes no mask."""
     if mask is None:
         return
     known = check_mask(mask)

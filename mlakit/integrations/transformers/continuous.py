@@ -94,7 +94,7 @@ def generate_batch(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def _latent_rows(config: Any) -> Iterator[None]:
-    """In this scope the config has one head of latent and rope columns."""
+    """Give the config one head of latent and rope columns in this scope."""
     fields = {
         "num_key_value_heads": 1,
         "head_dim": config.kv_lora_rank + config.qk_rope_head_dim,

@@ -37,11 +37,12 @@ class LocalModel:
     """A model and its tokenizer, from a folder."""
 
     def __init__(self, folder: Path, *, dtype: str = "auto", device: str = "auto") -> None:
-        """dtype  of the weights, such as bfloat16; auto: the checkpoint's"""
+        """Load a model; `dtype` is that of the weights, such as bfloat16, or auto: the
+        checkpoint's."""
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         if not (folder / "config.json").is_file():
-            raise ValueError(f"{folder} is no folder of a checkpoint: it has no config.json")
+            raise ValueError(f"{folder} is not a checkpoint folder: config.json is missing")
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -57,7 +58,7 @@ class LocalModel:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def generate(self, prompt: str, count: int, progress: Callable[[int], object]) -> Run:
-        """At most `count` greedy tokens; `progress` is called with the number of new ones."""
+        """Generate at most `count` greedy tokens; call `progress` with the number of new ones."""
         given = self.tokenizer(prompt, return_tensors="pt").to(self.model.device)
         watch = Stopwatch(given["input_ids"].shape[1], progress)
         start = perf_counter()

@@ -18,7 +18,7 @@ _PATCH = "_mlakit_patch"
 
 @dataclass(frozen=True)
 class Patch:
-    """What `unpatch` undoes."""
+    """The changes to a model that `unpatch` undoes."""
 
     implementation: str
     hooks: tuple[RemovableHandle, ...]

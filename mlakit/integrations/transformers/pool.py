@@ -61,7 +61,7 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class Uncommitted:
-    """What a step adds to a pool, and the lengths that the sequences had before it."""
+    """The tokens that a step adds to a pool, and the lengths that the sequences had before it."""
 
     lengths: list[int]
     columns: int
@@ -79,7 +79,7 @@ class LatentPool:
     """
 
     def __init__(self, num_layers: int, format: Format | None, page_size: int) -> None:
-        """format  of the rows; None: the dtype of the latents"""
+        """Make an empty pool; `format` None stands for the dtype of the latents."""
         self.num_layers, self.format = num_layers, format
         self.allocator = PageAllocator(1, page_size)
         self.cache: PagedLatentCache | None = None
@@ -136,7 +136,7 @@ class LatentPool:
     def _new_tokens(
         self, batch: int, columns: int, mask: Tensor | None, device: torch.device
     ) -> tuple[Tensor | None, list[int]]:
-        """(the columns that are no padding, the new tokens of each sequence)."""
+        """Return (the columns that are no padding, the new tokens of each sequence)."""
         length = columns - self.columns
         if mask is None and self._visible is None:
             return None, [length] * batch

@@ -1,4 +1,4 @@
-"""What the layers of both backends share: their arguments and the rows of their cache.
+"""The parts that the layers of both backends share: their arguments and the rows of their cache.
 
 Nothing here imports vLLM.
 """

@@ -43,7 +43,7 @@ def decode_batch(
     global_seq_lens: Tensor | None = None,
     shard: KVShard | None = None,
 ) -> DecodeBatch:
-    """What a step's layers need.
+    """Return the batch that all layers of a decode step share.
 
     With one query per request, all keys of a rank are visible, so that their number is enough. With
     drafts, a query sees the keys up to its own position: that needs the global lengths and the
@@ -90,7 +90,7 @@ def prefill(
     is_causal: bool,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out [tokens, heads, D_V], lse [heads, tokens] as a view) of expanded attention.
+    """Return (out [tokens, heads, D_V], lse [heads, tokens] as a view) of expanded attention.
 
     The arguments are those of `steps.prefill`.
     """
@@ -139,7 +139,7 @@ def select_tokens(
 def chunk_requests(
     row_starts: Tensor, row_ends: Tensor, kv_starts: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(q_starts [requests + 1], kv_lens [requests]) of a chunk of prefill queries.
+    """Return (q_starts [requests + 1], kv_lens [requests]) of a chunk of prefill queries.
 
     vLLM describes it by the columns [row_starts, row_ends) that every query sees among the keys of
     all requests, request after request from kv_starts on. The queries of a chunk may begin and end

@@ -26,7 +26,7 @@ FLOAT_CACHES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 class DenseBackend(MLACommonBackend):
-    """What vLLM asks before it takes a backend."""
+    """The description of dense attention that vLLM reads before it takes a backend."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(calls.CACHE_DTYPES)
@@ -140,6 +140,6 @@ class DenseImpl(CachedLayer, MLACommonImpl):
         attn_metadata: Any,
         layer: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """(out [tokens, heads, D_C], lse) of the decode tokens."""
+        """Return (out [tokens, heads, D_C], lse) of the decode tokens."""
         pool = self.pools.of(kv_c_and_k_pe_cache, layer._k_scale)
         return steps.decode(q, pool, attn_metadata.decode.batch, self.scale, layer._q_scale)

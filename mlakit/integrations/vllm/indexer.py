@@ -55,7 +55,7 @@ class Indexer(SparseAttnIndexer):
 
 
 def why_not(indexer: Any) -> str | None:
-    """Why vLLM's own indexer has to run."""
+    """Return why vLLM's own indexer has to run."""
     if indexer.dcp_world_size > 1 or indexer.use_pcp:
         return "the index keys are split over ranks"
     if indexer.use_fp4_cache:

@@ -53,7 +53,7 @@ def __getattr__(name: str) -> Any:
 
 
 def why_not() -> str | None:
-    """Why this package cannot serve: vLLM is missing, or of a release that was not tested."""
+    """Return why this package cannot serve: vLLM is missing, or of an untested release."""
     return _RELEASE.why_not()
 
 
@@ -67,7 +67,7 @@ def pickle_by(member: Any, find: Callable[[str], Any], name: str) -> None:
 
 
 def selects(config: Any, backend: str) -> bool:
-    """Does a VllmConfig ask for an attention backend by name, for all layers or for MLA layers?"""
+    """Return whether a VllmConfig names an attention backend, for all or for MLA layers."""
     attention = config.attention_config
     per_kind = getattr(attention, "backend_per_kind", None) or {}
     asked = [attention.backend, *per_kind.values()]
@@ -101,7 +101,7 @@ def indexer_function() -> Any:
 
 
 def replace_fused_call(function: Any) -> None:
-    """DeepSeek-V3.2 layers call the indexer's function directly: put `function` in its place."""
+    """Put `function` in the place of the indexer's, which DeepSeek-V3.2 layers call directly."""
     layer = sys.modules.get(_FUSED_LAYER)
     if layer is not None:
         layer.sparse_attn_indexer = function  # type: ignore[attr-defined]
@@ -114,7 +114,7 @@ def layer_metadata(layer_name: str) -> Any:
 
 
 def attends_densely(layer_name: str) -> bool:
-    """Will no layer of this step use a selection? Short prompts are attended to as a whole.
+    """Return whether no layer of this step uses a selection: short prompts attend to all tokens.
 
     The condition is that of vLLM's indexer; a captured graph always selects.
     """

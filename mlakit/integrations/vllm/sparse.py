@@ -19,7 +19,7 @@ from mlakit.integrations.vllm.seams import (
 
 
 class SparseBackend(DenseBackend):
-    """What vLLM asks before it takes a backend."""
+    """The description of sparse attention that vLLM reads before it takes a backend."""
 
     @staticmethod
     def get_name() -> str:
@@ -68,7 +68,7 @@ class SparseImpl(CachedLayer, SparseMLACommonImpl):
         attn_metadata: Any,
         layer: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """(out [tokens, heads, D_C], lse): decode tokens, or those of prefill as well."""
+        """Return (out [tokens, heads, D_C], lse): decode tokens, or those of prefill as well."""
         tokens = (q[0] if isinstance(q, tuple) else q).shape[0]
         requests = attn_metadata.num_reqs
         if attn_metadata.num_prefills and tokens == attn_metadata.num_decode_tokens:

@@ -2,7 +2,6 @@
 
 Work       a few operations for each block of tokens, which torch shares out among its threads
 Memory     writes one cache row per token, none for a token with slot -1
-Lineage    own design
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def _is_possible(a: DecodeArguments, member: _Member, dtype: torch.dtype) -> boo
 
 
 def _bytes_per_key(a: DecodeArguments, dtype: torch.dtype) -> int:
-    """Gathered, and if it is not stored as `dtype`, dequantised."""
+    """Return the bytes of a gathered key, dequantised if it is not stored as `dtype`."""
     copies = 1 if a.layer.payload.dtype == dtype else 3
     return copies * dtype.itemsize * a.layer.codec.row.width
 
@@ -135,7 +135,7 @@ def _splits(request: Request) -> Iterator[_Split]:
 
 
 def _power_of_two(n: int) -> int:
-    """The smallest one that is n or more."""
+    """Return the smallest power of two that is n or more."""
     return 1 << (n - 1).bit_length() if n > 0 else 0
 
 
@@ -210,7 +210,7 @@ def _attend_splits(
     splits: Sequence[tuple[int, _Split]],  # and the request of each; all of one kind
     q: Tensor,  # [requests, query rows, width]
 ) -> Partial:
-    """(out [splits, query rows, v_width], lse [splits, query rows])."""
+    """Return (out [splits, query rows, v_width], lse [splits, query rows])."""
     length, is_last = splits[0][1].length, splits[0][1].is_last
     run = 1 if is_last or isinstance(a.page_table, tuple) else _run_length(a, length)
     numbers = [number for number, _ in splits]
@@ -239,7 +239,7 @@ def _attend_splits(
 def _gathered(
     a: DecodeArguments, slots: Tensor, run: int, length: int, q: Tensor
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Some splits at a time, and their rows [splits, 1, length, width] until the next ones.
+    """Yield some splits at a time, and their rows [splits, 1, length, width], valid until the next.
 
     slots  [splits, length / run]
     """
@@ -263,7 +263,7 @@ def _gathered(
 
 
 def _hidden(position: Tensor, ends: Tensor, q: Tensor) -> tuple[Tensor, Tensor | None]:
-    """(bias [splits, 1, query rows or 1, keys], rows of queries that see no key of a split).
+    """Return (bias [splits, 1, query rows or 1, keys], rows of queries that see no key of a split).
 
     position  [splits, keys]
     ends      [splits, queries]: each sees the keys before its own
@@ -276,12 +276,12 @@ def _hidden(position: Tensor, ends: Tensor, q: Tensor) -> tuple[Tensor, Tensor |
         return bias[:, None], None
     heads = q.shape[1] // ends.shape[1]
     unseen = ~visible.any(-1)
-    bias.masked_fill_(unseen[..., None], 0.0)  # not a row of −inf alone: their results do not count
+    bias.masked_fill_(unseen[..., None], 0.0)  # not a row of −inf alone: their results are not used
     return bias.repeat_interleave(heads, 1)[:, None], unseen.repeat_interleave(heads, 1)
 
 
 def _by_request(numbers: Sequence[int], partial: Partial) -> tuple[list[int], Partial]:
-    """The requests, and the sum of the partials of each, in the order of its keys."""
+    """Return the requests, and the sum of the partials of each, in the order of its keys."""
     counts = [(number, len(list(own))) for number, own in groupby(numbers)]
     sums, start = [], 0
     for splits, alike in groupby(counts, key=lambda item: item[1]):

@@ -31,7 +31,7 @@ SMALLEST_SCALE = 1e-20
 
 @lru_cache(maxsize=8)
 def has_products(dtype: torch.dtype) -> bool:
-    """Has the CPU matrix products of a 16-bit type with float32 sums? torch emulates others."""
+    """Return whether the CPU multiplies a 16-bit type into float32 sums; torch emulates others."""
     if dtype == torch.bfloat16:
         return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
     if dtype == torch.float16 and torch.cpu._is_avx512_supported():
@@ -56,7 +56,7 @@ def attend(
     is_causal: bool = False,  # query i sees the keys up to i
     bias: Tensor | None = None,  # [batch, 1, queries or 1, keys], added to scores
 ) -> Partial:
-    """(out [batch, heads, queries, v_width], lse [batch, heads, queries])."""
+    """Return (out [batch, heads, queries, v_width], lse [batch, heads, queries])."""
     if softmax_scale < 0:  # torch would multiply the −inf of the causal mask by it
         q, softmax_scale = -q, -softmax_scale
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -66,17 +66,17 @@ def attend(
 
 
 def is_accurate(lse: Tensor) -> bool:
-    """Is the lse of a 16-bit type, of queries that see MIN_KEYS, as accurate as that of float32?"""
+    """Return whether a 16-bit lse is as accurate as float32, with MIN_KEYS keys per query."""
     return 2 * int((lse.abs() >= MIN_LSE).sum()) >= lse.numel()
 
 
 def is_finite(out: Tensor) -> bool:
-    """Are results, or sums of them, finite? An lse of NaN or +inf has an out of NaN."""
+    """Return whether results, or sums of them, are finite. A lse of NaN or +inf has out = NaN."""
     # A finite sum has finite terms; if the sum overflows, the other way is also right. Rows first:
     # torch converts a whole tensor before it sums it in another type.
     return isfinite(out.sum(-1).sum(dtype=torch.float32).item())
 
 
 def has_scores(out: Tensor, lse: Tensor) -> bool:
-    """Has every row a score above −inf? Where it has none, lse and out are 0."""
+    """Return whether every row has a score above −inf. A row without one has lse and out of 0."""
     return bool(lse.all()) or bool(out[lse == 0].any(-1).all())

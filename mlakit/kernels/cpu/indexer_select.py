@@ -15,7 +15,7 @@ from mlakit.model.masks import Mask
 def plan_query_blocks(
     q_starts: Tensor, kv_lens: Tensor, mask: Mask, blocks: Sequence[range]
 ) -> list[tuple[Tensor, Tensor]]:
-    """(q_starts, kv_lens) of each block of query tokens, as if no other queries existed."""
+    """Return (q_starts, kv_lens) of each block of query tokens, as if no other queries existed."""
     bounds = []
     for block in blocks:
         starts = (q_starts - block.start).clamp(0, len(block))

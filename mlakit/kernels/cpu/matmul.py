@@ -5,7 +5,6 @@ Work       bf16 where the CPU has its products: one call of torch. Otherwise one
            some matrices of the batch or some columns of one
 Memory     operands of a block are converted to float32: many CPUs have no bf16 or fp16 matrix
            units, and torch's matmul of such matrices is then far slower than in float32
-Lineage    own design
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ FEW_ROWS = 16
 
 
 def multiplies_bf16(dtype: torch.dtype) -> bool:
-    """Is `batched_matmul` of this type a matmul of torch, which adds in float32 and rounds once?"""
+    """Return whether torch's matmul of this type adds in float32 and rounds once."""
     return dtype == torch.bfloat16 and has_products(dtype)
 
 

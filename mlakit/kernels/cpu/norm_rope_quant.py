@@ -46,7 +46,7 @@ def rms_norm(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
 
 
 class Places(NamedTuple):
-    """Where the new tokens are stored, and how far they are rotated."""
+    """The cache slots of the new tokens, and their angles of rotation."""
 
     slots: Tensor  # int64 [tokens without padding], -1: no row is written
     positions: Tensor  # int64 [tokens] rows of freqs

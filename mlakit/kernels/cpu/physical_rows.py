@@ -2,7 +2,6 @@
 
 Maths      rows[t, i] = table[request of t, tokens[t, i] // page] · page + tokens[t, i] % page
 Memory     an entry that names no row becomes -1; table entries of others are not read
-Lineage    own design
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def mla_prefill(a: PrefillArguments, out: Tensor, lse: Tensor) -> None:
 
 
 def _with_scales_of_keys(a: PrefillArguments) -> PrefillArguments:
-    """With a scale for each key instead of each block of keys."""
+    """Return the arguments with a scale for each key instead of each block of keys."""
     starts = a.kv_starts.long()
     lengths = starts.diff()
     request = torch.arange(len(lengths), device="cpu").repeat_interleave(lengths)
@@ -78,7 +78,7 @@ def _write(a: PrefillArguments, out: Tensor, lse: Tensor) -> None:
 
 
 class _Scales(NamedTuple):
-    """Of e4m3 q [queries, heads], k [keys] and v [keys, heads]; None: 1."""
+    """Scales of e4m3 q [queries, heads], k [keys] and v [keys, heads]; None stands for 1."""
 
     q: Tensor | None
     k: Tensor | None
@@ -133,7 +133,7 @@ def _tiling(q: Tensor, v: Tensor, q_len: int, kv_len: int) -> _Tiling:
 
 
 def _attend(a: PrefillArguments, block: _Block) -> tuple[Tensor, Tensor]:
-    """(out [heads, queries, D_V], lse [heads, queries]) of one query block."""
+    """Return (out [heads, queries, D_V], lse [heads, queries]) of one query block."""
     rows, all_keys, own, tiling = block.rows, block.keys, block.heads, block.tiling
     q, k_nope, k_rope, v = a.q[rows, own], a.k_nope[all_keys, own], a.k_rope[all_keys], a.v
     v = v[all_keys, own]
@@ -194,7 +194,7 @@ def _seen(mask: Mask, positions: Tensor, num_keys: int) -> tuple[tuple[int, int]
 
 
 def _to_float32(k_nope: Tensor, k_rope: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """(K [heads, D_N + D_R, keys], V [heads, keys, D_V]) float32.
+    """Return (K [heads, D_N + D_R, keys], V [heads, keys, D_V]) float32.
 
     Neither is transposed in a matmul: with K [keys, D_N + D_R] it would take up to twice as long.
     """

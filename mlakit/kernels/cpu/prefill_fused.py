@@ -144,14 +144,14 @@ def _attend_block(
     key_tile: int,
     dtype: torch.dtype,
     *,
-    has_values: bool,  # else keys take their place, and the result does not count
+    has_values: bool,  # else keys take their place, and the result is not used
 ) -> Partial | None:
-    """(out [heads, queries, D_V], lse [heads, queries]); None if it may be wrong.
+    """Return (out [heads, queries, D_V], lse [heads, queries]); None if it may be wrong.
 
     out may also be wrong if it is not finite.
     """
     rows = slice(request.rows.start + queries.start, request.rows.start + queries.stop)
-    # by head: fused attention of rows that lie far apart takes a sixth longer, the copy a twentieth
+    # copied by head: attention over distant rows takes a sixth longer, the copy a twentieth
     q = a.q[rows, heads].transpose(0, 1).to(dtype).contiguous()
     if a.q_scale is not None:
         q = q * a.q_scale[rows, heads].T[..., None]
@@ -179,7 +179,7 @@ def _attend_block(
 def _is_one_call(
     a: PrefillArguments, request: Request, queries: slice, key_tile: int, dtype: torch.dtype
 ) -> bool:
-    """Must keys before the queries be in the same call? 16-bit partials are rounded once more."""
+    """Return whether one call needs all keys: 16-bit partials are rounded once more."""
     before, bias_bytes = request.kv_len - request.q_len, request.q_len * request.kv_len * 2
     return (
         dtype != torch.float32
@@ -193,11 +193,11 @@ def _is_one_call(
 def _attend_all_keys(
     a: PrefillArguments, request: Request, heads: slice, q: Tensor, *, has_values: bool
 ) -> Partial | None:
-    """`_attend_block` in one call. Up to a third of the scores are computed in vain."""
+    """Compute `_attend_block` in one call. Up to a third of the scores are computed in vain."""
     before, num_queries, bias = request.kv_len - request.q_len, request.q_len, None
     k, v = _expanded(a, request.keys, heads, q.dtype, has_values=has_values)
     if before <= num_queries:
-        # query i sees the keys up to i: some queries come first whose result does not count
+        # query i sees the keys up to i: some queries come first whose result is not used
         q = torch.cat([q.new_zeros(len(q), before, q.shape[2]), q], 1)
     else:
         last = torch.arange(before, request.kv_len, device="cpu")
@@ -214,7 +214,7 @@ def _attend_all_keys(
 def _key_tiles(
     a: PrefillArguments, request: Request, queries: slice, key_tile: int
 ) -> Iterator[tuple[slice, bool]]:
-    """(rows of keys, is the mask needed) for a block of queries."""
+    """Return (rows of keys, is the mask needed) for a block of queries."""
     first, last = request.keys.start, request.keys.stop
     if a.mask.kind == "causal":
         before = request.kv_len - request.q_len

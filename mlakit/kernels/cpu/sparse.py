@@ -1,7 +1,7 @@
 """Absorbed MLA attention over per-token lists of cache rows.
 
 Maths      s = q·row · softmax_scale [· q_scale] over valid slots;  out = softmax(s) @ row
-Valid      slot < topk_len and 0 ≤ row id < num_rows; the row of an invalid slot does not count
+Valid      slot < topk_len and 0 ≤ row id < num_rows; the row of an invalid slot is not read
 Work       tokens with lists of about the same length share each operation, and torch shares the
            operation out among its threads. A split is some entries of a list; how a list is split
            depends on that list only
@@ -36,7 +36,7 @@ class RowList:
     lens: Tensor | None
 
     def valid(self, tokens: slice) -> Tensor:
-        """[tokens, entries]"""
+        """Return [tokens, entries]"""
         chosen = self.rows[tokens]
         valid = (chosen >= 0) & (chosen < self.layer.num_slots)
         if self.lens is not None:
@@ -70,7 +70,7 @@ def sparse_mla(a: SparseArguments, out: Tensor, lse: Tensor, max_logits: Tensor)
 
 
 def _by_length(valid: Sequence[Tensor]) -> Iterator[tuple[tuple[int, ...], list[int]]]:
-    """(entries of each list, the tokens whose last valid entries are within them)."""
+    """Return (entries of each list, the tokens whose last valid entries are within them)."""
     ends = []
     for each in valid:
         entry = torch.arange(1, each.shape[1] + 1, dtype=torch.int32, device="cpu")
@@ -128,9 +128,9 @@ def _attend(
     state: OnlineSoftmax | None = None
     for each, is_valid, length in zip(lists, valid, lengths, strict=True):
         for entries, splits in _tiles(length, _entries_at_once(a)):
-            counts = is_valid[own, entries]
-            keys = each.gather(tokens, entries, counts)
-            tile = _attend_rows(q, keys, counts, out.shape[2], splits)
+            tile_valid = is_valid[own, entries]
+            keys = each.gather(tokens, entries, tile_valid)
+            tile = _attend_rows(q, keys, tile_valid, out.shape[2], splits)
             state = tile if state is None else _both(state, tile)
             del keys  # before the next ones are made
     if state is None:
@@ -141,7 +141,7 @@ def _attend(
 
 
 def _tiles(length: int, most: int) -> Iterator[tuple[slice, int]]:
-    """(entries, number of splits) of a list."""
+    """Return (entries, number of splits) of a list."""
     first = 0
     while first < length:
         last = min(first + most, length)
@@ -154,7 +154,7 @@ def _tiles(length: int, most: int) -> Iterator[tuple[slice, int]]:
 def _attend_rows(
     q: Tensor,  # [tokens, heads, width], scaled
     keys: Tensor,  # [tokens, entries, width]
-    counts: Tensor,  # [tokens, entries]
+    valid: Tensor,  # [tokens, entries]
     v_width: int,
     splits: int,
 ) -> OnlineSoftmax:
@@ -163,8 +163,8 @@ def _attend_rows(
         scores = torch.bmm(keys, q.mT.contiguous()).mT.contiguous()
     else:
         scores = torch.bmm(q, keys.mT)
-    if not bool(counts.all()):
-        scores.masked_fill_(~counts.reshape(len(q), 1, -1), -torch.inf)
+    if not bool(valid.all()):
+        scores.masked_fill_(~valid.reshape(len(q), 1, -1), -torch.inf)
     state = OnlineSoftmax.of(scores, keys[..., :v_width])
     return state if splits == 1 else state.joined(splits)
 

@@ -1,4 +1,4 @@
-"""What the CPU kernels take: every problem whose tensors are in host memory."""
+"""Support of the CPU kernels: they take every problem whose tensors are in host memory."""
 
 from __future__ import annotations
 

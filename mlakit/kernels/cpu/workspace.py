@@ -1,4 +1,4 @@
-"""How many rows fit the workspace that a CPU kernel may use."""
+"""The number of rows that fit the workspace of a CPU kernel."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ def row_blocks(rows: int, elements: int, bytes_per_row: int) -> list[slice]:
 
 
 def even_slices(count: int, most: int) -> list[slice]:
-    """As few slices of range(count) as have `most` elements each, of equal size."""
+    """Split range(count) into the fewest slices of at most `most` elements, of equal size."""
     number = -(-count // max(most, 1))
     return [slice(count * i // number, count * (i + 1) // number) for i in range(number)]

@@ -1,4 +1,4 @@
-"""What the Gluon kernels take; everything else is left to the portable ones.
+"""Support of the Gluon kernels; the portable kernels take everything else.
 
 `mla_decode` has five kernels. Each says what it cannot take (`why_not`); the m64 kernels also say
 when a small_m kernel is faster (`why_slower`). `mla_prefill` and `indexer_logits` have one.
@@ -59,7 +59,7 @@ def _why_not_mask(problem: Problem) -> str | None:
 
 
 def _why_not_decode(problem: Problem) -> str | None:
-    """What no decode kernel takes."""
+    """Return why no decode kernel takes a problem; None if some may."""
     refusal = _why_not_device(problem)
     if refusal is not None:
         return refusal
@@ -73,7 +73,7 @@ def _why_not_decode(problem: Problem) -> str | None:
         got = "none" if row is None else f"{row.width}/{row.v_width}"
         return f"needs rows of {ROW[0]}/{ROW[1]}, got {got}"
     refused = [use for use in problem.uses if use not in _taken_uses(problem)]
-    return _why_not_mask(problem) or (f"takes no {refused[0]}" if refused else None)
+    return _why_not_mask(problem) or (refused[0].refusal if refused else None)
 
 
 def _taken_uses(problem: Problem) -> tuple[Use, ...]:
@@ -108,7 +108,7 @@ def _why_not_m64_fp8_kv(problem: Problem) -> str | None:
 
 
 def _why_slower_m64(problem: Problem) -> str | None:
-    """When a small_m kernel is faster: it wastes no rows on few heads, and starts sooner.
+    """Return why a small_m kernel is faster: it wastes no rows on few heads, and starts sooner.
 
     With batch-invariant results the work in the batch does not decide: kernels round differently.
     """
@@ -142,7 +142,7 @@ def _why_not_indexer_logits(problem: Problem) -> str | None:
         return f"needs 1 to {MAX_INDEX_HEADS} heads, got {problem.heads}"
     if problem.page_size % INDEX_PIECE:
         return f"needs pages of a multiple of {INDEX_PIECE} keys, got {problem.page_size}"
-    return _why_not_mask(problem) or (f"takes no {problem.uses[0]}" if problem.uses else None)
+    return _why_not_mask(problem) or (problem.uses[0].refusal if problem.uses else None)
 
 
 def _why_not_prefill(problem: Problem) -> str | None:
@@ -156,7 +156,7 @@ def _why_not_prefill(problem: Problem) -> str | None:
         known = ", ".join("+".join(map(str, widths)) for widths in taken)
         got = "+".join(map(str, problem.head_widths or ())) or "none"
         return f"needs widths D_N+D_R+D_V of {known}, got {got}"
-    return f"takes no {problem.uses[0]}" if problem.uses else None
+    return problem.uses[0].refusal if problem.uses else None
 
 
 # rows of a cache, and the queries that `sparse_mla` takes with them
@@ -201,13 +201,13 @@ def _sparse_takes(kernel: str) -> Callable[[Problem], str | None]:
         uses = [use for use in problem.uses if use != Use.Q_ROPE]
         if Use.Q_ROPE in problem.uses and row.kv_lora_rank != SPARSE_D_V:
             return f"needs {SPARSE_D_V} latent columns with q_rope, got {row.kv_lora_rank}"
-        return f"takes no {uses[0]}" if uses else None
+        return uses[0].refusal if uses else None
 
     return why_not
 
 
 def _why_slower_sparse_m64(problem: Problem) -> str | None:
-    """When small_m_fp8_kv is faster."""
+    """Return why small_m_fp8_kv is faster than m64_fp8_kv, or None."""
     takes = problem.format in _SPARSE_FORMATS["small_m_fp8_kv"]
     if takes and problem.heads <= SMALL_M_HEADS:
         return f"is for more than {SMALL_M_HEADS} heads, got {problem.heads}"

@@ -4,7 +4,6 @@ Maths      `store_rows` has the equations
 Work       one program per ROWS tokens
 Memory     reads latent, k_rope and slots; writes one cache row per token with a slot in the pool
 Limits     none: widths are padded to powers of two, rows may have any stride and alignment
-Lineage    own design
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def append_rows(a: AppendRowsArguments) -> None:
         ROWS=config.rows,
         num_warps=config.num_warps,
         **row_options(layer, power_of_two=a.power_of_two_scales, has_fp8=device.has_fp8),
-        # as for `norm_rope_quant_kernel`
+        # the choices of `norm_rope_quant_kernel`
         **({"maxnreg": 128} if device.arch == 120 else {}),
     )
 

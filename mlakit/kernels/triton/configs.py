@@ -59,9 +59,8 @@ _PREFILL = {1: _PREFILL_FP8, 2: _PREFILL_16BIT, 4: _PREFILL_FP32}
 def pick_prefill_config(
     *, qk_width: int, v_width: int, itemsize: int, mean_queries: float, arch: int, shared_bytes: int
 ) -> PrefillConfig:
-    """qk_width, v_width  padded widths
-    mean_queries       queries per request: a query tile is less than twice as large
-    """
+    """Pick a config for padded widths. A query tile is less than twice as large as `mean_queries`,
+    the queries per request."""
     # tensor cores of sm_90 and sm_100 read operands from shared memory; elsewhere q and key tiles
     # also need registers. sm_90 has room for twice as many accumulators without a spill.
     keeps_queries = arch // 10 in (9, 10)
@@ -161,7 +160,7 @@ _APPEND_LATENT_TILE = 2048  # columns
 def pick_append_config(
     *, tokens: int, heads: int, kv_lora_rank: int, rope: int, itemsize: int, num_sms: int
 ) -> AppendConfig:
-    """Few tokens: many small programs. Many tokens: programs with many bytes in flight."""
+    """Pick many small programs for few tokens, and many bytes in flight per program for many."""
     small_work_bytes = _APPEND_SMALL_TILES_PER_SM * num_sms * _APPEND_TILE_BYTES
     is_small = tokens * (heads * rope + kv_lora_rank) * itemsize < small_work_bytes
     tile = (_APPEND_SMALL_TILE_BYTES if is_small else _APPEND_TILE_BYTES) // itemsize
@@ -262,7 +261,7 @@ class DecodeMergeConfig:
 
 
 def pick_decode_merge_config(*, v_width: int, expected_splits: int) -> DecodeMergeConfig:
-    """Few requests have many splits each: more of them are read at the same time."""
+    """Pick how many splits are read at once: more with few requests, which have many splits."""
     if expected_splits > 4 * MERGED_SPLITS:
         return DecodeMergeConfig(1, 4 * MERGED_SPLITS, num_warps=8)
     if expected_splits > MERGED_SPLITS:
@@ -272,7 +271,7 @@ def pick_decode_merge_config(*, v_width: int, expected_splits: int) -> DecodeMer
 
 @dataclass(frozen=True)
 class RowTiles:
-    """How the columns of cache rows are split into tiles of a power of two."""
+    """The split of a cache row's columns into tiles whose widths are powers of two."""
 
     d_c: int
     d_r: int
@@ -372,9 +371,7 @@ def pick_decode_config(
     arch: int,
     shared_bytes: int,
 ) -> DecodeConfig:
-    """rows      heads of a query
-    itemsize  bytes of a dot's operand
-    """
+    """Pick a config for `rows` heads of a query and operands of `itemsize` bytes."""
     if itemsize == 4:
         choices: tuple[DecodeConfig, ...] = _DECODE_FP32
     elif format.startswith("fp8"):
@@ -456,10 +453,8 @@ def pick_sparse_config(
     arch: int,
     shared_bytes: int,
 ) -> SparseConfig:
-    """itemsize   bytes of a dot's operand
-    is_fp8     some rows are stored as e4m3
-    has_extra  a token has a second list
-    """
+    """Pick a config for operands of `itemsize` bytes. If `is_fp8` some rows are stored as e4m3; if
+    `has_extra` a token has a second list."""
     block_h = min(max(power_of_two(heads), 16), 32)
     choices: tuple[SparseConfig, ...] = (_SPARSE_FP8 if is_fp8 else _SPARSE_16BIT)[block_h]
     if itemsize == 4:
@@ -499,7 +494,7 @@ def pick_sparse_splits(
     most = min(list_tiles // MIN_SPARSE_TILES_PER_SPLIT, MAX_SPARSE_SPLITS)
 
     def list_tiles_in_sequence(splits: int) -> int:
-        """On the busiest SM, with what costs as much."""
+        """Return the list tiles of the busiest SM, with its other costs in the same unit."""
         waves = -(-head_tiles * splits // num_sms)
         tiles = -(-list_tiles // splits) + SPARSE_PROGRAM_TILES
         return waves * (tiles + (SPARSE_PARTIAL_TILES if splits > 1 else 0))
@@ -527,7 +522,7 @@ class IndexerConfig:
 
 
 def has_fp8_dots(q_dtype: str, format: str, row: RowShape) -> bool:
-    """Does the indexer multiply e4m3 by e4m3, on GPUs that have such dots?"""
+    """Return whether the indexer multiplies e4m3 by e4m3, on GPUs that have such dots."""
     is_fp8 = q_dtype == "torch.float8_e4m3fn" and format in ("fp8", "fp8_token")
     # a dot of e4m3 needs 32 columns
     return is_fp8 and row.qk_rope_head_dim == 0 and row.kv_lora_rank > 16
@@ -545,7 +540,7 @@ def pick_indexer_config(
     num_sms: int,
     shared_bytes: int,
 ) -> IndexerConfig:
-    """Tiles of several queries are used if most would be full."""
+    """Pick tiles of several queries if most would be full."""
     if itemsize == 4:  # float32 has no tensor cores: tiles stay in registers
         return IndexerConfig(1, 16, keys=16, tiles=16, num_warps=8, num_stages=1)
     block = min(max(power_of_two(heads), 16), 64)
@@ -563,7 +558,7 @@ def pick_indexer_config(
 def _indexer_tiles(
     heads: int, block: int, padded_width: int, itemsize: int, mean_queries: float, arch: int
 ) -> Iterator[tuple[int, int, int, int]]:
-    """(queries, keys, num_warps, num_stages), the fastest first."""
+    """Return (queries, keys, num_warps, num_stages), the fastest first."""
     most = max(128 // block, 1)
     if itemsize == 1 and arch == 90 and heads <= block:
         # e4m3 operands take no registers. 4 warps beat 8, and 5 stages 3, on an H200

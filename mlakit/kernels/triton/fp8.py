@@ -232,7 +232,7 @@ def library_refuses(
     k_group: int,
     arch: int,
 ) -> str | None:
-    """Why torch's block-scaled product cannot write this `out` without a copy; None if it can.
+    """Return why torch's block-scaled product cannot write this `out` without a copy, or None.
 
     arch  of the GPU, 90 for sm_90; 0 where there is none
     """

@@ -35,7 +35,7 @@ MMA_ROWS = 16  # the least rows that tensor cores multiply
 
 
 def refuses(rows: int, n_group: int, k_group: int) -> str | None:
-    """Why the kernel does not take a product with these sizes; None if it does."""
+    """Return why the kernel does not take a product with these sizes; None if it does."""
     if not 1 <= rows <= MAX_ROWS:
         return f"takes 1 to {MAX_ROWS} rows, got {rows}"
     if k_group != power_of_two(k_group) or not 16 <= k_group <= 128:

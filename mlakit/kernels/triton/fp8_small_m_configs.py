@@ -9,7 +9,7 @@ from mlakit.kernels.triton.configs import power_of_two
 
 @dataclass(frozen=True)
 class FewRowsConfig:
-    """Of the block-scaled matmul of few rows."""
+    """Tile sizes of the block-scaled matmul of few rows."""
 
     block_n: int
     lanes: int  # groups of K side by side, one warp each

@@ -115,7 +115,7 @@ def indexer_logits(a: LogitsArguments, out: Tensor) -> None:
 
 
 def _has_whole_pages(keys: int, page_size: int) -> bool:
-    """Is a key tile part of a page, or a few whole pages?"""
+    """Return whether a key tile is part of a page, or a few whole pages."""
     return page_size % keys == 0 or (keys % page_size == 0 and keys // page_size <= 4)
 
 
@@ -284,7 +284,7 @@ def _locate_tile(
 
 @triton.jit
 def _locate(key, entries, is_read, stride_entry, PAGE: tl.constexpr, IS_FLAT: tl.constexpr):
-    """int64 (page, row in the page) of a request's keys."""
+    """Return int64 (page, row in the page) of a request's keys."""
     entry = key if IS_FLAT else key // PAGE
     named = tl.load(entries + entry.to(tl.int64) * stride_entry, mask=is_read, other=0).to(tl.int64)
     if IS_FLAT:
@@ -297,8 +297,8 @@ def _find_queries(
     tile, query_tiles, q_starts, kv_lens, batch, stride_q_starts, stride_kv_lens,
     QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """(request int64, its first query token, its query tokens, its keys, index of the first query
-    of a query tile, which may be past the query tokens).
+    """Return (request int64, its first query token, its query tokens, its keys, index of the first
+    query of a query tile, which may be past the query tokens).
 
     The tiles of request r start at q_starts[r] // QUERIES + r: every request has enough of them.
     With one query per tile, a tile's request is the last one that starts at or before it.
@@ -334,7 +334,7 @@ def _first_tile(start, request, QUERIES: tl.constexpr):
 
 @triton.jit
 def _load_lengths(request, q_starts, kv_lens, stride_q_starts, stride_kv_lens):
-    """(first query token, one past the last, keys) of a request."""
+    """Return (first query token, one past the last, keys) of a request."""
     starts = q_starts + request * stride_q_starts
     start, end = tl.load(starts).to(tl.int32), tl.load(starts + stride_q_starts).to(tl.int32)
     return start, end, tl.load(kv_lens + request * stride_kv_lens).to(tl.int32)
@@ -360,7 +360,7 @@ def _load_queries(
     token, head, is_row = _rows_of_block(
         first_token, num_queries, block, HEADS, HEAD_BLOCK, QUERIES
     )
-    # of rows, not reshaped from [queries, heads]: the compiler then knows how addresses are aligned
+    # not reshaped from [queries, heads]: the compiler then knows how addresses are aligned
     at = (token * stride_q_token + head.to(tl.int64) * stride_q_head)[None, :]
     is_row = is_row[None, :]
     latent = ()
@@ -400,7 +400,7 @@ def _load_weights(
     weights, first_token, num_queries, block, stride_token, stride_head, HEADS: tl.constexpr,
     HEAD_BLOCK: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """float32 [queries × heads]."""
+    """Return float32 [queries × heads]."""
     token, head, is_row = _rows_of_block(
         first_token, num_queries, block, HEADS, HEAD_BLOCK, QUERIES
     )

@@ -1,7 +1,6 @@
 """Blocks of query tokens for `indexer_select`, portable Triton; `indexer_topk` has its selection.
 
 Work       one program per block and run of requests
-Lineage    own design
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ BATCH_BLOCK = 1024
 def plan_query_blocks(
     q_starts: Tensor, kv_lens: Tensor, mask: Mask, blocks: Sequence[range]
 ) -> list[tuple[Tensor, Tensor]]:
-    """(q_starts, kv_lens) of each block of query tokens, as if no other queries existed."""
+    """Return (q_starts, kv_lens) of each block of query tokens, as if no other queries existed."""
     batch = kv_lens.shape[0]
     starts = workspace.scratch((len(blocks), batch + 1), torch.int32, kv_lens.device)
     lens = workspace.scratch((len(blocks), batch), torch.int32, kv_lens.device)

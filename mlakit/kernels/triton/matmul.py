@@ -72,7 +72,7 @@ def batched_matmul(args: BatchedMatmulArguments, out: Tensor) -> None:
 
 
 def library_refuses(a: Tensor, b: Tensor, out: Tensor) -> str | None:
-    """Why `torch.bmm` cannot compute this `out` in float32, rounded once, without a copy; or None.
+    """Return why `torch.bmm` cannot compute `out` in float32, rounded once, uncopied; or None.
 
     float32 operands are refused: the user may have set tf32 for them.
     """
@@ -131,7 +131,7 @@ def tile_of_program(
     BLOCK_N: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """(batch int64, row tile, column tile) of a program.
+    """Return (batch int64, row tile, column tile) of a program.
 
     Neighbouring programs have GROUP_M row tiles and few column tiles, which then stay in L2.
     """

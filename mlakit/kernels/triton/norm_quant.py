@@ -3,7 +3,6 @@
 Maths      c = x · rsqrt(mean x² + ε) · γ ;  scale = max(amax / 448, smallest) ;  stored = c / scale
 Numbers    the norm is float32, rounded to γ's dtype before it is multiplied by γ. Scales are those
            of `mlakit.formats`, and the division is exact: the same bits as the CPU kernel
-Lineage    own design
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ def store_scales(
 
 @triton.jit
 def encode(x, STORED: tl.constexpr, HAS_FP8: tl.constexpr):
-    """float32 `x` in the dtype STORED; uint8 stands for e4m3."""
+    """Return float32 `x` in the dtype STORED; uint8 stands for e4m3."""
     return narrow_e4m3(x, HAS_FP8) if tl.uint8 == STORED else x.to(STORED)
 
 

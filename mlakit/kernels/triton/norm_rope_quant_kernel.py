@@ -257,8 +257,8 @@ def _rotate_queries(
 
 @triton.jit
 def _find_positions(token, is_token, batch_of, PROBES: tl.constexpr):
-    """(request, position in it, row of freqs, is there such a row?, is it a token?) of each token;
-    the first three are int64.
+    """Return (request, position in it, row of freqs, is there such a row?, is it a token?) of each
+    token; the first three are int64.
 
     Without `kv_lens` the request is unknown, and both positions are the given one. The request of a
     row that is no token is arbitrary.
@@ -299,7 +299,7 @@ def _find_slots(
     PAGE_SIZE: tl.constexpr,
     IS_SHARDED: tl.constexpr,
 ):
-    """(page, row in the page, is a row stored?) of each token, the first two int64."""
+    """Return (page, row in the page, is a row stored?) of each token, the first two int64."""
     (
         kv_starts, kv_starts_stride, table, table_stride_request, table_stride_column, slots,
         slots_stride, rank, world, interleave,

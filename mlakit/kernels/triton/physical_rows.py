@@ -3,7 +3,6 @@
 Maths      rows[t, i] = table[request of t, tokens[t, i] // PAGE] · PAGE + tokens[t, i] % PAGE
 Work       one program per BLOCK entries of one query
 Memory     reads tokens and the table entries that they name; an entry that names no row becomes -1
-Lineage    own design
 """
 
 from __future__ import annotations

@@ -340,7 +340,7 @@ def _mla_prefill_kernel(
 
 @triton.jit
 def _head_and_slot(program, heads, num_slots, HEAD_GROUP: tl.constexpr):
-    """(head, slot of a query tile) of a program.
+    """Return (head, slot of a query tile) of a program.
 
     Programs start in order. The later queries of a request see more keys, so they come first. A
     group of heads ends before the next one begins, so that its keys stay in L2.

@@ -97,7 +97,7 @@ def softmax_step(scores, row_max, row_sum, scale_log2):
 
 @triton.jit
 def finish_softmax(row_max, row_sum, sink_log2):
-    """(denominator of out, natural-log lse) of an online softmax; `sink_log2` or None."""
+    """Return (denominator of out, natural-log lse) of an online softmax; `sink_log2` or None."""
     anchor = tl.where(row_max == -float("inf"), 0.0, row_max)
     denominator = row_sum
     if sink_log2 is not None:
@@ -235,7 +235,7 @@ def _load_block_factors(rows, is_read, ROW: tl.constexpr):
 
 @triton.jit
 def load_row_tile(rows, scales, is_read, ROW: tl.constexpr, HAS_FACTOR_TILE: tl.constexpr = False):
-    """(latent, rope, factors) of a tile of keys.
+    """Return (latent, rope, factors) of a tile of keys.
 
     latent   a tuple of ROW.PIECES [keys, ROW.WIDTH] in ROW.DTYPE, as stored
     rope     [keys, ROW.ROPE_WIDTH] in ROW.ROPE_DTYPE, as stored; unused where ROPE_WIDTH is 0
@@ -400,7 +400,7 @@ def merge_splits(row_max, row_sum, acc, split_lse, split_outs):
 
 @triton.jit
 def finish_merge(row_max, row_sum, acc, sink_log2):
-    """(out, lse) of a running merge."""
+    """Return (out, lse) of a running merge."""
     denominator, lse = finish_softmax(row_max, row_sum, sink_log2)
     return acc / denominator[:, None], lse
 

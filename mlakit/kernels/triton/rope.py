@@ -5,7 +5,6 @@ Numbers    the second product is rounded to the dtype of freqs, then the fused s
            to the dtype of x: the same bits as the CPU kernel
 Limits     interleaved pairs (2i, 2i + 1) or half-split pairs (i, D_R/2 + i); PAIRS is D_R / 2
            padded to a power of two
-Lineage    own design
 """
 
 from __future__ import annotations

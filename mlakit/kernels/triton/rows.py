@@ -1,4 +1,4 @@
-"""What a kernel is compiled for as to cache rows: types of dots, column tiles, alignment."""
+"""Traits of cache rows that a kernel is compiled for: types of dots, column tiles, alignment."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def row_tiles(layer: CacheLayer, widest: int = 1024) -> RowTiles:
 
 
 def value_unit(dtype: torch.dtype, format: str) -> float:
-    """What probabilities are multiplied by besides row scales, so that float16 does not underflow.
+    """Return the factor of probabilities besides row scales, which keeps float16 from underflow.
 
     A row that float16 can hold has scales of at most 146, so the product stays below 65504.
     """
@@ -119,7 +119,7 @@ def value_unit(dtype: torch.dtype, format: str) -> float:
 
 
 def rows_are_aligned(layer: CacheLayer) -> bool:
-    """Do 16-bit and float32 values among the bytes of a row lie at multiples of 4?"""
+    """Return whether 16-bit and float32 values in the bytes of a row are at multiples of 4."""
     payload = layer.payload
     bytes_at = (payload.data_ptr(), *payload.stride()[:2])
     return payload.dtype != torch.uint8 or all(at % 4 == 0 for at in bytes_at)

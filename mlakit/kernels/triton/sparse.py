@@ -147,7 +147,7 @@ def _list_arguments(layer: CacheLayer, rows: Tensor, lens: Tensor | None) -> tup
 
 
 def _pages_adjoin(layer: CacheLayer) -> bool:
-    """Is row `slot` at slot · stride? Then a kernel addresses the cache as pages of one row."""
+    """Return whether row `slot` is at slot · stride; the cache then has pages of one row."""
     pools = [each for each in (layer.payload, layer.scales) if each is not None]
     return all(each.stride(0) == layer.page_size * each.stride(1) for each in pools)
 

@@ -181,7 +181,7 @@ def _host_or_device(on_host, on_device):
 
 @triton.jit
 def _acc_scales(tensor_scale, ROW: tl.constexpr):
-    """What multiplies the accumulators of latent columns, and that of rotated columns."""
+    """Return the factors of the accumulators of latent columns, and that of rotated columns."""
     ROPE_UNIT: tl.constexpr = ROW.VALUE_UNIT if ROW.FACTORS == "row" else 1.0
     return tensor_scale * (1.0 / ROW.VALUE_UNIT), tensor_scale * (1.0 / ROPE_UNIT)
 
@@ -276,7 +276,7 @@ def _attend_list(
 
 @triton.jit
 def _load_slots(entries, tile, length, stride_entry, num_slots, BN: tl.constexpr):
-    """int32 [BN]: the slots of a tile of a list, −1 where invalid."""
+    """Return int32 [BN]: the slots of a tile of a list, −1 where invalid."""
     entry = tile * BN + tl.arange(0, BN)
     slot = tl.load(entries + entry.to(tl.int64) * stride_entry, mask=entry < length, other=-1)
     return tl.where((slot >= 0) & (slot < num_slots), slot, -1).to(tl.int32)
@@ -284,7 +284,7 @@ def _load_slots(entries, tile, length, stride_entry, num_slots, BN: tl.constexpr
 
 @triton.jit
 def _split_slot(slot, page_size, PAGE: tl.constexpr):
-    """int64 (page, row in the page)."""
+    """Return int64 (page, row in the page)."""
     if PAGE > 0:
         page = slot // PAGE
         in_page = slot % PAGE

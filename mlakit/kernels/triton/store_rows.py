@@ -4,7 +4,6 @@ Maths      scale = max(amax / 448, smallest) ;  stored = c / scale
 Memory     one row per token that has a slot, and its scales: in the row, beside it or in the page's
            footer
 Limits     none: widths are padded to powers of two, rows may have any stride and alignment
-Lineage    own design
 """
 
 from __future__ import annotations
@@ -188,7 +187,7 @@ def row_options(layer: CacheLayer, *, power_of_two: bool, has_fp8: bool) -> dict
 
 
 def tensor_scale_of(layer: CacheLayer) -> tuple[float, Tensor | None]:
-    """(the scale as a number, None), or (1.0, the scale on the device)."""
+    """Return (the scale as a number, None), or (1.0, the scale on the device)."""
     scale = layer.tensor_scale
     if isinstance(scale, Tensor):
         return 1.0, scale.to(layer.payload.device)
@@ -201,7 +200,7 @@ def stride_of(tensor: Tensor | None, axis: int) -> int:
 
 
 def _tile_of_latent(scaling: Any, codec: RowCodec) -> tuple[int, int]:
-    """(columns that share a scale, columns of the tile), powers of two."""
+    """Return (columns that share a scale, columns of the tile), powers of two."""
     width = triton.next_power_of_2(codec.row.kv_lora_rank)
     if scaling in (BLOCK_SCALES, GROUP_SCALES):
         return codec.scale_group, max(width, codec.scale_group)

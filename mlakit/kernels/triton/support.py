@@ -1,5 +1,5 @@
-"""What the portable kernels take: every problem on a GPU of sm_80 and newer, or of AMD's gfx942,
-gfx950 and gfx1100, for which they are compiled and not run.
+"""Support of the portable kernels: they take every problem on a GPU of sm_80 and newer, or of AMD's
+gfx942, gfx950 and gfx1100, for which they are compiled and not run.
 
 Under `TRITON_INTERPRET=1` they run in host memory too, slowly: that is how they are tested without
 a GPU, never what `backend="auto"` picks.

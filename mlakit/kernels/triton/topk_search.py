@@ -17,7 +17,7 @@ NAN = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit
 def rank_logits(logits):
-    """int32 ranks of float32 logits."""
+    """Return int32 ranks of float32 logits."""
     bits = logits.to(tl.int32, bitcast=True)
     bits = tl.where(logits == 0.0, 0, bits)
     bits = tl.where(logits != logits, NAN, bits)
@@ -58,7 +58,7 @@ def load_logits(source, start, first, last, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_ranks(at, exists):
-    """int32 ranks of candidates, LOWEST where there is none."""
+    """Return int32 ranks of candidates, LOWEST where there is none."""
     bits = tl.load(at, mask=exists, other=0)
     return tl.where(exists, rank_logits(bits.to(tl.float32, bitcast=True)), LOWEST)
 
@@ -127,8 +127,8 @@ def find_floor(ranks, least, most, low, above_low, high, IS_TAIL: tl.constexpr):
 
 @triton.jit
 def search(ranks, k, low, above_low):
-    """(floor, num_equal): the k best are the ranks above the floor and the first `num_equal` equal
-    to it.
+    """Return (floor, num_equal): the k best are the ranks above the floor and the first `num_equal`
+    equal to it.
 
     low  all ranks but LOWEST are above, which are `above_low`
     """
@@ -303,7 +303,7 @@ def _store_tile(quads, threshold, column, at):
 
 @triton.jit
 def _spread(of_list):
-    """[LISTS] as [LISTS * TILE / 4]: for each quad that of its list."""
+    """Return [LISTS] as [LISTS * TILE / 4]: for each quad that of its list."""
     LISTS: tl.constexpr = of_list.shape[0]
     return tl.reshape(tl.broadcast_to(of_list[:, None], [LISTS, TILE // 4]), [LISTS * TILE // 4])
 
@@ -338,7 +338,7 @@ def gather(
         e, f, g, h = _load_tiles(
             at + after, column + after, first, last, (after < length) & (end + after <= last)
         )
-        # as vectors: of a matrix the compiler might store its columns
+        # keep vectors: the compiler might store a matrix by columns
         a, b = split_quads(tl.reshape(a, [4 * QUADS])), split_quads(tl.reshape(b, [4 * QUADS]))
         c, d = split_quads(tl.reshape(c, [4 * QUADS])), split_quads(tl.reshape(d, [4 * QUADS]))
         count = _count_tile(a, threshold) + (_count_tile(b, threshold) << 8)
@@ -363,7 +363,7 @@ def gather(
 
 @triton.jit
 def find_candidate(index, lists, starts, ROOM: tl.constexpr, LISTS: tl.constexpr):
-    """Where a candidate is, as if all lists were one.
+    """Return the position of a candidate as if all lists were one.
 
     starts  [LISTS]: the index of the first candidate of each list
     """
@@ -387,15 +387,16 @@ def find_candidate(index, lists, starts, ROOM: tl.constexpr, LISTS: tl.constexpr
 
 @triton.jit
 def split_candidates(packed, exists):
-    """(ranks, columns) of candidates of `gather`; LOWEST where there is none."""
+    """Return (ranks, columns) of candidates of `gather`; LOWEST where there is none."""
     logits = (packed >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     return tl.where(exists, rank_logits(logits), LOWEST), packed.to(tl.int32)
 
 
 @triton.jit
 def take_best(ranks, floor, num_equal, taken):
-    """Which ranks [N] are among the best, and where they go after `taken` others: a tuple of
-    (is_taken, index) [N / 4] for each of `split_quads`, then taken and num_equal after them."""
+    """Find which ranks [N] are among the best, and their positions after `taken` earlier ones.
+    Return a tuple of (is_taken, index) [N / 4] for each of `split_quads`, then taken and num_equal
+    after them."""
     a, b, c, d = split_quads(ranks)
     a, b, c, d = _compare(a, floor), _compare(b, floor), _compare(c, floor), _compare(d, floor)
     count = a + b + c + d
@@ -420,7 +421,7 @@ def _compare(rank, floor):
 
 @triton.jit
 def _place(packed, before, num_equal, taken):
-    """(is_taken, index)"""
+    """Return (is_taken, index)"""
     equals_before = before >> 16
     index = taken + (before & 0xFFFF) + tl.minimum(equals_before, num_equal)
     is_taken = (packed == 1) | ((packed > 1) & (equals_before < num_equal))

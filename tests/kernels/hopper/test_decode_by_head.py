@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mlakit import mla_decode
-from mlakit.ops._checks import lie_by_head, lie_evenly
+from mlakit.ops._checks import is_heads_major, is_uniformly_strided
 from tests.kernels.hopper.decode_cases import FP8, kernel_for, with_magnitudes
 from tests.pairs import pairwise
 
@@ -19,18 +19,18 @@ def by_head(x: Tensor) -> Tensor:
     return x.transpose(0, 1).contiguous().transpose(0, 1)
 
 
-def test_which_queries_lie_by_head():
+def test_which_queries_are_heads_major():
     q = torch.zeros(5, 6, 64, dtype=torch.bfloat16)
-    assert lie_by_head(by_head(q))
-    assert lie_by_head(by_head(q)[..., :24])
-    assert not lie_evenly(by_head(q))
+    assert is_heads_major(by_head(q))
+    assert is_heads_major(by_head(q)[..., :24])
+    assert not is_uniformly_strided(by_head(q))
     for other in (q, q[:1], q[:, :1], by_head(q)[:1], by_head(q)[:, :1], q.expand(5, 6, 64)):
-        assert not lie_by_head(other)
-        assert lie_evenly(other)
-    for loose in (by_head(q)[..., 1:], by_head(torch.zeros(5, 6, 60).bfloat16())):
-        assert not lie_by_head(loose)
-        assert not lie_evenly(loose)
-    assert not lie_by_head(q.as_strided((5, 6, 64), (64, 128, 1)))  # heads that overlap
+        assert not is_heads_major(other)
+        assert is_uniformly_strided(other)
+    for unaligned in (by_head(q)[..., 1:], by_head(torch.zeros(5, 6, 60).bfloat16())):
+        assert not is_heads_major(unaligned)
+        assert not is_uniformly_strided(unaligned)
+    assert not is_heads_major(q.as_strided((5, 6, 64), (64, 128, 1)))  # heads that overlap
 
 
 @pytest.mark.gpu

@@ -347,9 +347,9 @@ def test_hopper_is_the_first_choice_for_fp8_qk(uses, format):
             {
                 "format": "fp8_token",
                 "dtype": "torch.float8_e4m3fn",
-                "uses": (Use.Q_SCALE, Use.LOOSE_QUERY),
+                "uses": (Use.Q_SCALE, Use.UNALIGNED_QUERY),
             },
-            "takes no loose rows of q",
+            "takes no unaligned rows of q: no TMA descriptor can address them",
         ),
         ({"row": DecodeCase().row}, "needs rows of 576/512, got 40/32"),
         ({"mask": "chunked"}, "needs a mask of causal or null, got chunked"),
@@ -369,27 +369,27 @@ def test_hopper_kernels_need_sm_90():
         assert selection.explain("mla_decode", asked)["hopper"] == f"needs sm_90, got {got}"
 
 
-def test_rows_that_tma_cannot_address_are_said_to_be_loose():
-    from mlakit.ops._checks import lie_evenly
+def test_rows_that_tma_cannot_address_are_said_to_be_unaligned():
+    from mlakit.ops._checks import is_uniformly_strided
 
     rows = torch.zeros(4, 6, 64, dtype=torch.bfloat16)
-    assert lie_evenly(rows)
-    assert lie_evenly(rows[:, ::2])
-    assert lie_evenly(rows[::2])
-    assert not lie_evenly(rows.flatten()[1:-63].view(-1, 64)[:6].view(2, 3, 64))
-    assert not lie_evenly(rows.as_strided((2, 3, 8), (100, 12, 1)))
-    assert not lie_evenly(rows.as_strided((2, 3, 8), (40, 16, 1)))
-    assert not lie_evenly(rows[:, :1].expand(4, 6, 64))
+    assert is_uniformly_strided(rows)
+    assert is_uniformly_strided(rows[:, ::2])
+    assert is_uniformly_strided(rows[::2])
+    assert not is_uniformly_strided(rows.flatten()[1:-63].view(-1, 64)[:6].view(2, 3, 64))
+    assert not is_uniformly_strided(rows.as_strided((2, 3, 8), (100, 12, 1)))
+    assert not is_uniformly_strided(rows.as_strided((2, 3, 8), (40, 16, 1)))
+    assert not is_uniformly_strided(rows[:, :1].expand(4, 6, 64))
 
 
 def test_pages_of_one_row_are_addressed_by_the_page_stride():
     from mlakit.kernels.hopper.decode.launch import _as_rows
-    from mlakit.ops._checks import lie_evenly
+    from mlakit.ops._checks import is_uniformly_strided
 
     pool = torch.arange(4 * 72.0).to(torch.bfloat16).view(4, 72)[:, :64]
     pages = pool.unsqueeze(1)
     assert pages.stride(1) == 64  # at which there is no row
-    assert lie_evenly(pages)
+    assert is_uniformly_strided(pages)
     rows, apart = _as_rows(pages)
     assert apart == 1
     assert torch.equal(rows, pool)

@@ -10,7 +10,7 @@ import torch
 from mlakit import PagedLatentCache, indexer_logits
 from mlakit.dispatch import knobs, selection
 from mlakit.dispatch.checks import UnsupportedError
-from mlakit.dispatch.specs import Problem, pretending
+from mlakit.dispatch.specs import Problem, Use, pretending
 from mlakit.kernels.hopper.decode.configs import OTHER_SMEM_BYTES, REGISTERS, SMEM_BYTES
 from mlakit.kernels.hopper.indexer.configs import (
     CONFIGS,
@@ -61,7 +61,7 @@ def test_what_the_kernel_takes(fields):
         ),
         ({"row": None}, "needs keys of 128 columns, none of them rotated, got none"),
         ({"mask": "chunked"}, "needs a mask of causal or null, got chunked"),
-        ({"uses": ("flat page table",)}, "takes no flat page table"),
+        ({"uses": (Use.FLAT_PAGE_TABLE,)}, "takes no flat page table"),
     ],
     ids=str,
 )
@@ -92,13 +92,13 @@ LOOSE = {
     "flat page table": {
         "page_table": (torch.tensor([0, 3, 67]).int(), torch.arange(67, dtype=torch.int32))
     },
-    "loose rows of q": {"q": torch.zeros(1, 4, 128).to(torch.float8_e4m3fn).expand(2, 4, 128)},
-    "loose rows of the cache": {
+    "unaligned rows of q": {"q": torch.zeros(1, 4, 128).to(torch.float8_e4m3fn).expand(2, 4, 128)},
+    "unaligned rows of the cache": {
         "cache": PagedLatentCache.wrap_index_keys(
             torch.zeros(4, 64 * 132 + 16, dtype=torch.uint8)[:, : 64 * 132].unflatten(1, (64, 132))
         )
     },
-    "loose scales of the cache": {
+    "unaligned scales of the cache": {
         "cache": PagedLatentCache.wrap(
             torch.zeros(4, 64, 128, dtype=torch.uint8),
             RowShape(128, 0),
@@ -106,7 +106,7 @@ LOOSE = {
             scales=torch.zeros(4, 64, 2)[:, :, :1],
         )
     },
-    "loose scales of the cache, pages apart": {
+    "unaligned scales of the cache, pages apart": {
         "cache": PagedLatentCache.wrap(
             torch.zeros(4, 64, 128, dtype=torch.uint8),
             RowShape(128, 0),

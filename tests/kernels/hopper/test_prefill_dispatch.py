@@ -16,6 +16,8 @@ from mlakit.tools.workloads import PrefillCase
 
 WIDTHS = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 
+NO_TMA = ": no TMA descriptor can address them"
+
 
 def problem(**fields: object) -> Problem:
     given = {"dtype": "torch.bfloat16", "heads": 16, "head_widths": (128, 64, 128)}
@@ -43,9 +45,12 @@ def test_hopper_is_the_first_choice(mask, widths, dtype):
             "got 128+64+64",
         ),
         ({"uses": (Use.ALIBI_SLOPES,)}, "takes no alibi_slopes"),
-        ({"uses": (Use.LOOSE_QUERY, Use.LOOSE_KEYS)}, "takes no loose rows of q"),
-        ({"uses": (Use.LOOSE_KEYS,)}, "takes no loose rows of k_nope or k_rope"),
-        ({"uses": (Use.LOOSE_VALUES,)}, "takes no loose rows of v"),
+        (
+            {"uses": (Use.UNALIGNED_QUERY, Use.UNALIGNED_KEYS)},
+            "takes no unaligned rows of q" + NO_TMA,
+        ),
+        ({"uses": (Use.UNALIGNED_KEYS,)}, "takes no unaligned rows of k_nope or k_rope" + NO_TMA),
+        ({"uses": (Use.UNALIGNED_VALUES,)}, "takes no unaligned rows of v" + NO_TMA),
     ],
     ids=str,
 )
@@ -92,7 +97,10 @@ def test_tensors_that_tma_cannot_address_are_refused_by_name(name):
     tensors[name] = odd  # begins at an odd multiple of 2 bytes
     starts = torch.tensor([0, 9], dtype=torch.int32)
     words = "k_nope or k_rope" if name.startswith("k") else name
-    with pretending(90), pytest.raises(UnsupportedError, match=f"takes no loose rows of {words}"):
+    with (
+        pretending(90),
+        pytest.raises(UnsupportedError, match=f"takes no unaligned rows of {words}"),
+    ):
         mla_prefill(*tensors.values(), starts, starts, softmax_scale=1.0, backend="hopper")
 
 
@@ -148,7 +156,7 @@ def test_without_keys_results_are_empty():
 
 @pytest.mark.parametrize("widths", BLOCK_K)
 def test_registers_of_all_warps_fit_an_sm(widths):
-    """Two consumer warpgroups, and four warps of which three are a producer and cleaners."""
+    """Two consumer warpgroups, and four warps of which three are a producer and masking warps."""
     config = prefill_config(widths)
     both = 3 * config.MAX_REGISTERS - config.PRODUCER_REGISTERS
     assert both >= 2 * config.CONSUMER_REGISTERS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mlakit.kernels.hopper.prefill.configs import BLOCK_Q, FP8_BLOCK_Q, L2_BYTES, MAX_TOGETHER
+from mlakit.kernels.hopper.prefill.configs import BLOCK_Q, FP8_BLOCK_Q, L2_BYTES, MAX_INTERLEAVED
 from mlakit.kernels.hopper.prefill.schedule import make_schedule, max_query_tiles
 from mlakit.tools.workloads.paged import starts_of
 
@@ -87,8 +87,8 @@ def test_a_group_of_heads_fits_l2_and_does_its_last_queries_first(heads, kv_len,
 
 @pytest.mark.parametrize(("heads", "kv_len"), [(4, 1024), (8, 1536), (16, 2048)])
 def test_equal_requests_that_fit_l2_do_their_last_queries_first(heads, kv_len, device):
-    together = min(L2_BYTES // KEY_BYTES // kv_len // heads, MAX_TOGETHER)
-    sizes = (together, together, 1)
+    interleaved = min(L2_BYTES // KEY_BYTES // kv_len // heads, MAX_INTERLEAVED)
+    sizes = (interleaved, interleaved, 1)
     starts = torch.arange(sum(sizes) + 1, dtype=torch.int32, device=device) * kv_len
     rows, counters = make_schedule(
         starts,

@@ -17,6 +17,7 @@ from mlakit.plan import EvenSplit
 from tests.kernels.hopper.sparse_cases import ROWS
 
 ROW = RowShape(512, 64)
+NO_TMA = ": no TMA descriptor can address them"
 
 
 def problem(**fields: object) -> Problem:
@@ -44,8 +45,8 @@ def test_16_bit_rows_go_to_hopper(row, dtype):
         ),
         ({"row": RowShape(256, 64)}, "needs rows of 576/512 or 512/512, got 320/256"),
         ({"row": None}, "needs rows of 576/512 or 512/512, got none"),
-        ({"uses": (Use.LOOSE_CACHE,)}, "takes no loose rows of the cache"),
-        ({"uses": (Use.LOOSE_QUERY,)}, "takes no loose rows of q"),
+        ({"uses": (Use.UNALIGNED_CACHE,)}, "takes no unaligned rows of the cache" + NO_TMA),
+        ({"uses": (Use.UNALIGNED_QUERY,)}, "takes no unaligned rows of q" + NO_TMA),
         ({"uses": (Use.OTHER_EXTRA_FORMAT,)}, "takes no extra cache of another format"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -212,11 +213,11 @@ def test_calls_that_hopper_refuses(launched):
     extra = ExtraRows(other, torch.zeros(2, 7, dtype=torch.int32))
     with pytest.raises(UnsupportedError, match="takes no extra cache of another format"):
         call(extra=extra)
-    loose = torch.zeros(2, 16, 577, dtype=torch.bfloat16)[..., :576]
-    with pytest.raises(UnsupportedError, match="takes no loose rows of q"):
-        call(q=loose)
+    unaligned = torch.zeros(2, 16, 577, dtype=torch.bfloat16)[..., :576]
+    with pytest.raises(UnsupportedError, match="takes no unaligned rows of q"):
+        call(q=unaligned)
     blocks = torch.zeros(4, 64, 580, dtype=torch.bfloat16)[..., :576]
-    with pytest.raises(UnsupportedError, match="takes no loose rows of the cache"):
+    with pytest.raises(UnsupportedError, match="takes no unaligned rows of the cache"):
         call(cache=PagedLatentCache.wrap(blocks, ROW, format="bf16"))
 
 

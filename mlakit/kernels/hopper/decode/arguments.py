@@ -40,7 +40,7 @@ class Batch(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """Which keys each persistent CTA attends to; see `mlakit.plan.DecodePlanTensors`."""
+    """The keys that each persistent CTA attends to; see `mlakit.plan.DecodePlanTensors`."""
 
     items: Tensor  # [max_items, ITEM_COLUMNS]
     cta_starts: Tensor  # [num_ctas + 1]
@@ -87,7 +87,7 @@ class QScales(NamedTuple):
 
 
 class Traits(NamedTuple):
-    """What a kernel is compiled for."""
+    """The constants that a kernel is compiled for."""
 
     ROWS: int  # heads of a work tile
     PAGE: int  # rows of a page
@@ -98,5 +98,5 @@ class Traits(NamedTuple):
     SIGN: int  # of softmax_scale: 1, 0 or −1
     IS_EXTERNAL_PLAN: bool  # the plan was not made for this kernel's tiles
     ITEM_COLUMNS: int
-    Q_BY_HEAD: bool  # the tokens of a head lie together, not the heads of a token
+    Q_BY_HEAD: bool  # heads-major: the tokens of a head are adjacent
     Q_ROPE_BY_HEAD: bool

@@ -18,7 +18,7 @@ BLOCK = 64  # keys of a block
 PAGES = (8, 16, 32)  # rows of a page that a block has several of, each a TMA tile
 FP8_FORMATS = ("fp8", "fp8_token", "fp8_block128")
 
-# which kernel is faster: `support` decides with these
+# `support` decides with these which kernel is faster
 SMALL_M_HEADS = 32  # at most: more heads fill half of the 64 rows of an m64 kernel, or more
 SMALL_WORK_BLOCKS = 16  # per SM: up to here the small_m kernels are faster, they start sooner
 
@@ -58,7 +58,7 @@ def m64_tiles(kernel: str) -> Tiles:
 
 
 def small_m_tiles(heads: int, page_size: int) -> Tiles:
-    """8, 16 or 32 heads; where a block has several pages, a TMA tile is a swizzle atom wide."""
+    """Return tiles of 8, 16 or 32 heads; a TMA tile of a block of several pages is an atom wide."""
     rows = max(1 << (min(heads, SMALL_M_HEADS) - 1).bit_length(), 8)
     kv_columns = 64 if page_size in PAGES else 128
     return Tiles(rows=rows, q_columns=128, kv_columns=kv_columns, keys=BLOCK, min_keys=64)
@@ -72,7 +72,7 @@ class SmallMBf16Config(NamedTuple):
 
 
 def small_m_bf16_config(rows: int) -> SmallMBf16Config:
-    """As many stages as fit beside the queries."""
+    """Return the config with the most stages that fit in shared memory beside the queries."""
     return SmallMBf16Config({8: 12, 16: 11, 32: 10}[rows], ROPE_STAGES=3, PRODUCER_REGISTERS=96)
 
 
@@ -91,10 +91,12 @@ class SmallMFp8KvConfig(NamedTuple):
 def small_m_fp8_kv_config(
     rows: int, format: str, *, rope_bytes: int, copied_bytes: int, is_gathered: bool
 ) -> SmallMFp8KvConfig:
-    """rope_bytes    of a block's rotated columns
+    """Return the config with the most stages that fit in shared memory beside the queries.
+
+    rope_bytes    of a block's rotated columns
     copied_bytes  of FP8 queries, which are converted to memory of their own"""
     copies = prob_copies(format)
-    # of a block, and the largest of them
+    # the scales of a block, and the largest of them
     scale_bytes = 0 if format == "fp8" else (copies * BLOCK + 4) * 4
     stages = _fp8_stages(rows, copies, rope_bytes + scale_bytes, copied_bytes)
     return SmallMFp8KvConfig(*stages, *_fp8_registers(rows, format, is_gathered=is_gathered))
@@ -106,8 +108,8 @@ def prob_copies(format: str) -> int:
 
 
 def _fp8_stages(rows: int, copies: int, rope_bytes: int, copied_bytes: int) -> tuple[int, int, int]:
-    """(tiles per stage, stages, stages of rotated columns) that fit beside queries and the two
-    stages of probabilities."""
+    """Return (tiles per stage, stages, stages of rotated columns) that fit beside queries and the
+    two stages of probabilities."""
     stage_bytes = FP8_TILES_PER_STAGE * BLOCK * 128
     other = rows * (D_C + D_R) * 2 + 2 * rows * (copies * BLOCK * 2 + 4) + OTHER_SMEM_BYTES
     room = SMEM_BYTES - other - copied_bytes
@@ -166,8 +168,8 @@ class M64Fp8QkConfig(NamedTuple):
 
 @lru_cache(maxsize=256)
 def m64_fp8_qk_config(*, rope_bytes: int, copied_bytes: int, is_gathered: bool) -> M64Fp8QkConfig:
-    """As many blocks as fit beside queries as they come, their rotated columns as a 16-bit type,
-    and two stages of probabilities."""
+    """Return the config with the most blocks that fit in shared memory beside FP8 queries, their
+    rotated columns as a 16-bit type, and two stages of probabilities."""
     converted = BLOCK * D_R * 2
     room = SMEM_BYTES - copied_bytes - converted - 2 * BLOCK * BLOCK * 2 - OTHER_SMEM_BYTES
     stages = room // (BLOCK * D_C + rope_bytes)

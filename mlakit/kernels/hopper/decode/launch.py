@@ -78,8 +78,8 @@ def tiles_of(kernel: str, heads: int, page_size: int) -> Tiles:
 
 
 def mla_decode(kernel: str, a: DecodeArguments, out: Tensor, lse: Tensor) -> None:
-    """kernel  of `KERNELS`; the rows of a.q and of a.q_rope lie evenly or by head, as
-    `ops._checks` has it"""
+    """Launch one of `KERNELS`; a.q and a.q_rope are uniformly strided or heads-major
+    (`_checks`)."""
     q_latent, q_rope, q_scale, q_starts = a.q, filled(a.q_rope), a.q_scale, filled(a.q_starts)
     layer, kv_lens, splits = a.layer, a.kv_lens, a.splits
     softmax_scale, mask, sink = a.softmax_scale, a.mask, a.sink
@@ -94,12 +94,12 @@ def mla_decode(kernel: str, a: DecodeArguments, out: Tensor, lse: Tensor) -> Non
         if plan.empty_requests.shape[0] > 0:
             clear_results(out, lse, q_starts)  # no item of a plan writes these
     else:
-        own = None
+        own_splits = None
         if isinstance(splits, EvenSplit):
-            own = OwnSplits(0, splits.num_splits)
+            own_splits = OwnSplits(0, splits.num_splits)
         elif a.deterministic:
-            own = OwnSplits(DETERMINISTIC_SPLIT_KEYS // tiles.keys)
-        plan = _plan(tiles, layer, page_table, q_starts, kv_lens, mask, heads, tokens, own)
+            own_splits = OwnSplits(DETERMINISTIC_SPLIT_KEYS // tiles.keys)
+        plan = _plan(tiles, layer, page_table, q_starts, kv_lens, mask, heads, tokens, own_splits)
     head_tiles = triton.cdiv(heads, tiles.rows)
     request_tiles = triton.cdiv(tokens, batch) * head_tiles
     slot_rows = rows_per_slot(
@@ -144,7 +144,7 @@ def mla_decode(kernel: str, a: DecodeArguments, out: Tensor, lse: Tensor) -> Non
             *(*out.stride()[:2], lse.stride(1), 0 if sink is None else sink.stride(0)),
         ),
         cache.gather,
-        *cache.others,
+        *cache.extra_arguments,
         TRAITS=Traits(
             ROWS=tiles.rows,
             PAGE=layer.page_size,
@@ -155,8 +155,8 @@ def mla_decode(kernel: str, a: DecodeArguments, out: Tensor, lse: Tensor) -> Non
             SIGN=(softmax_scale > 0) - (softmax_scale < 0),
             IS_EXTERNAL_PLAN=plan.slot_rows != request_tiles * tiles.rows or plan.tile % BLOCK > 0,
             ITEM_COLUMNS=plan.items.shape[1],
-            Q_BY_HEAD=_is_by_head(q_latent),
-            Q_ROPE_BY_HEAD=_is_by_head(q_rope),
+            Q_BY_HEAD=_is_heads_major(q_latent),
+            Q_ROPE_BY_HEAD=_is_heads_major(q_rope),
         ),
         CONFIG=cache.config,
         num_warps=4,
@@ -195,7 +195,7 @@ def _plan(
     mask: Mask,
     heads: int,
     num_tokens: int,
-    own: OwnSplits | None,
+    own_splits: OwnSplits | None,
     out: DecodePlanTensors | None = None,
 ) -> DecodePlanTensors:
     padded_heads = triton.cdiv(heads, tiles.rows) * tiles.rows
@@ -212,7 +212,7 @@ def _plan(
         min_tiles=tiles.min_keys // tiles.keys,
         slot_rows=rows,
         capacity=page_table.shape[1] * layer.page_size,
-        own=own,
+        own=own_splits,
         num_tokens=num_tokens,
         out=out,
     )
@@ -220,14 +220,14 @@ def _plan(
 
 @dataclass(frozen=True)
 class CacheArguments:
-    """How a kernel reads the rows of a cache."""
+    """Arguments by which a kernel reads the rows of a cache."""
 
     kv: TensorDescriptor | Tensor
     kv_rope: TensorDescriptor
     page_rows: int
     rope_column: int
     gather: Gather
-    others: tuple[Any, ...]  # arguments that not every kernel has
+    extra_arguments: tuple[Any, ...]  # arguments that not every kernel has
     host_scale: float  # of the tensor; 1 where it is on the device
     config: Any  # of `configs`
 
@@ -240,7 +240,8 @@ def _cache_arguments(
     copied_bytes: int,
     q_scale: Tensor | None,
 ) -> CacheArguments:
-    """copied_bytes  of shared memory for FP8 queries as they are loaded"""
+    """Return how a kernel reads rows; FP8 queries as loaded take `copied_bytes` of shared
+    memory."""
     rows, page_rows = _as_rows(layer.payload)
     tile_rows = layer.page_size if layer.page_size in PAGES else BLOCK
     gather = _gather(kernel, layer, rows)
@@ -248,12 +249,12 @@ def _cache_arguments(
     if layer.codec.name not in FP8_FORMATS:
         kv = _tma_tiles(rows, tile_rows, tiles.kv_columns)
         kv_rope = _tma_tiles(rows, tile_rows, D_R)
-        others: tuple[Any, ...] = ()
+        extra_arguments: tuple[Any, ...] = ()
         config: Any = small_m_bf16_config(tiles.rows) if kernel == "small_m_bf16" else None
         if kernel == "m64_bf16":
-            others = (rows if _is_packed(rows) else None,)
+            extra_arguments = (rows if _is_packed(rows) else None,)
             config = m64_bf16_config(head_tiles, is_gathered=is_gathered)
-        return CacheArguments(kv, kv_rope, page_rows, D_C, gather, others, 1.0, config)
+        return CacheArguments(kv, kv_rope, page_rows, D_C, gather, extra_arguments, 1.0, config)
     words = rows.view(torch.int32)
     if layer.codec.name == "fp8":
         kv_rope, rope_column = _tma_tiles(words, tile_rows, D_R // 4), D_C // 4
@@ -264,9 +265,9 @@ def _cache_arguments(
     if kernel == "m64_fp8_kv":
         gather = Gather(gather.words, words.stride(0) // 4)  # its own loads need the stride too
         config = m64_fp8_kv_config(is_packed=_is_packed(words))
-        others = (kv_scales, _q_scales(q_scale))
+        extra_arguments = (kv_scales, _q_scales(q_scale))
         return CacheArguments(
-            words, kv_rope, page_rows, rope_column, gather, others, host_scale, config
+            words, kv_rope, page_rows, rope_column, gather, extra_arguments, host_scale, config
         )
     rope_bytes = BLOCK * kv_rope.block_shape[1] * kv_rope.base.element_size()
     if kernel == "m64_fp8_qk":
@@ -282,12 +283,14 @@ def _cache_arguments(
             is_gathered=is_gathered,
         )
     kv = _tma_tiles(words, tile_rows, 32)
-    others = (kv_scales, _q_scales(q_scale))
-    return CacheArguments(kv, kv_rope, page_rows, rope_column, gather, others, host_scale, config)
+    extra_arguments = (kv_scales, _q_scales(q_scale))
+    return CacheArguments(
+        kv, kv_rope, page_rows, rope_column, gather, extra_arguments, host_scale, config
+    )
 
 
 def _gather(kernel: str, layer: CacheLayer, rows: Tensor) -> Gather:
-    """What a gather producer needs; nothing where TMA loads blocks."""
+    """Return the arguments of a gather producer; they are None where TMA loads blocks."""
     is_tma_page = layer.page_size in PAGES or layer.page_size % BLOCK == 0
     if kernel == "m64_bf16" and layer.page_size < MIN_TMA_PAGE_M64_BF16:
         is_tma_page = False
@@ -317,8 +320,8 @@ def _is_packed(rows: Tensor) -> bool:
     return rows.stride(0) == rows.shape[1]
 
 
-def _is_by_head(q: Tensor) -> bool:
-    """Do the tokens of a head lie together, not the heads of a token?"""
+def _is_heads_major(q: Tensor) -> bool:
+    """Return whether q is heads-major: the tokens of a head are adjacent."""
     return q.shape[0] > 1 and q.shape[1] > 1 and 0 < q.stride(0) < q.stride(1)
 
 
@@ -327,15 +330,15 @@ def _query_tiles(q: Tensor, rows: int, columns: int) -> tuple[TensorDescriptor, 
 
     Where queries lie by head, a row has all tokens of a head, and columns are counted.
     """
-    is_by_head = _is_by_head(q)
-    if is_by_head:
+    is_heads_major = _is_heads_major(q)
+    if is_heads_major:
         tokens, heads, width = q.shape
         token_rows = q.stride(0)
         q_rows = q.as_strided((heads, (tokens - 1) * token_rows + width), (q.stride(1), 1))
     else:
         q_rows, token_rows = _as_rows(q)
     if q.dtype == E4M3:
-        token_rows = token_rows // 4 if is_by_head else token_rows
+        token_rows = token_rows // 4 if is_heads_major else token_rows
         return _tma_tiles(q_rows.view(torch.int32), rows, columns // 4), token_rows
     return _tma_tiles(q_rows, rows, columns), token_rows
 
@@ -351,7 +354,7 @@ def _tma_tiles(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
 
 
 def _as_rows(pool: Tensor) -> tuple[Tensor, int]:
-    """[pages, page_size, columns] as (rows at one distance, rows from a page to the next)."""
+    """Return [pages, page_size, columns] as (rows of one stride, rows from a page to the next)."""
     num_pages, page_size, columns = pool.shape
     distance = pool.stride(0) if page_size == 1 < num_pages else pool.stride(1)
     page_rows = pool.stride(0) // distance if num_pages > 1 else page_size

@@ -100,7 +100,7 @@ def _mask(scores, block, keys, IS_LAST: gl.constexpr, traits):
     # besides, some compilers would keep the mask's columns in registers through the loop
     if IS_LAST or traits.IS_EXTERNAL_PLAN:
         return mask_scores(scores, block, keys, 1, traits)
-    else:  # noqa: RET505
+    else:
         return apply_sign(scores, traits.SIGN)
 
 
@@ -251,7 +251,7 @@ def _store_half(
     tile, outputs, heads, staging, acc, row_max, row_sum, IS_EVEN: gl.constexpr,
     SCORES: gl.constexpr,
 ):  # fmt: skip
-    """Epilogue of a warpgroup: its column half, and of the even one the lse."""
+    """Store a warpgroup's column half of the result; the even warpgroup also stores the lse."""
     row = gl.arange(0, 64, gl.SliceLayout(1, SCORES))
     lse, out_scale = finish_rows(tile, outputs, heads, tile.first_head + row, row_max, row_sum)
     out_scale = gl.convert_layout(out_scale, gl.SliceLayout(1, acc.type.layout))
@@ -383,7 +383,7 @@ def mla_decode_m64_bf16_kernel(
     TRAITS: gl.constexpr,
     CONFIG: gl.constexpr,  # `configs.M64Bf16Config`
 ):  # fmt: skip
-    """grid: (work tiles of a request that run at once, CTAs of the plan)"""
+    """Run the plan on a grid (work tiles of a request that run at once, CTAs of the plan)."""
     inputs, scheduler, outputs = make_work(
         q, q_rope, kv, kv_rope, stride_table_request, q_token_rows, q_rope_token_rows, heads,
         slot_rows, stride_lse_token, batch, schedule, outputs, gather, TRAITS,

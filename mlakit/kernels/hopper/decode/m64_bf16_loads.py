@@ -66,7 +66,7 @@ class Smem:
 
 @record
 class PartBarriers:
-    """Of a part of a block."""
+    """Barriers of one part of a block of keys."""
 
     full: object
     empty: object  # of the gather producer; None: the warpgroup that releases it reloads it
@@ -74,7 +74,7 @@ class PartBarriers:
 
 @record
 class Barriers:
-    """Of loads, then of what one warpgroup passes to the other."""
+    """Barriers of the loads, and of the data that one warpgroup hands to the other."""
 
     q: object
     left_even: object  # PartBarriers, as all of blocks
@@ -93,7 +93,7 @@ class Barriers:
 
 @gluon.jit
 def alloc_smem(kv):
-    """Tiles with the type and layout of the cache's descriptor."""
+    """Allocate tiles with the type and layout of the cache's descriptor."""
     DTYPE: gl.constexpr = kv.dtype
     LAYOUT: gl.constexpr = kv.layout
     return Smem(
@@ -113,7 +113,7 @@ def alloc_smem(kv):
 
 @gluon.jit
 def alloc_all_barriers(words):
-    """`words` of the inputs: not None where a gather producer loads rows."""
+    """Allocate all barriers; `words` is not None where a gather producer loads rows."""
     return Barriers(
         alloc_barrier(), _alloc_part(words), _alloc_part(words), _alloc_part(words),
         _alloc_part(words), _alloc_part(words), _alloc_part(words), alloc_barrier(),
@@ -126,7 +126,7 @@ def _alloc_part(words):
     if words is None:
         NONE: gl.constexpr = None
         return PartBarriers(alloc_barrier(), NONE)
-    else:  # noqa: RET505
+    else:
         # one arrival is that of the warpgroup that releases the part (`load_part`)
         return PartBarriers(alloc_barrier(producer_arrivals(words) + 1), alloc_barrier())
 
@@ -168,7 +168,7 @@ def rows_of_pair(inputs, keys, block):
     """
     if inputs.words is not None:
         return block, block
-    elif inputs.PAGE < 64:  # noqa: RET505
+    elif inputs.PAGE < 64:
         rows = tma_rows(inputs, keys, block, WARPS=4)
         return rows, rows
     else:
@@ -178,7 +178,7 @@ def rows_of_pair(inputs, keys, block):
 
 @gluon.jit
 def lookup_start(inputs, scheduler, item, index):
-    """Where a work tile begins: (token, first head, rows of its first block, of its second)."""
+    """Return (token, first head, rows of the first block, of the second) of a work tile."""
     token, first_head, rows = item * 0, item * 0, item * 0
     if inputs.words is None and inputs.PAGE < 64:
         rows = gl.zeros([32], gl.int32, lane_layout(4))
@@ -230,7 +230,7 @@ def _gather_part(inputs, descriptor, rows, column, part, phase, tile):
 
 @gluon.jit
 def gather_producer(item, index, inputs, scheduler, smem, barriers):
-    """Pairs of blocks: the rotated columns, left half and right half of each."""
+    """Load pairs of blocks: the rotated columns, left half and right half of each."""
     rope = (barriers.rope_even, barriers.rope_odd)
     left = (barriers.left_even, barriers.left_odd)
     right = (barriers.right_even, barriers.right_odd)

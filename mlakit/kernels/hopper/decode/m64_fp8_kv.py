@@ -112,9 +112,9 @@ RESCALE_THRESHOLD_ROW_SCALES = gl.constexpr(configs.RESCALE_THRESHOLD_ROW_SCALES
 
 
 @gluon.jit
-def _issue_qk(inputs, query, blocks, number):
+def _issue_qk(inputs, query, blocks, fill):
     """Scores of a block, [64 heads, 64 keys], issued as soon as its halves have arrived."""
-    stage, phase = two_stages(number)
+    stage, phase = two_stages(fill)
     zero = opaque_zero()
     zeros = gl.zeros([64, 64], gl.float32, SCORES)
     wait_full(blocks.right_full, RIGHT_FULL, stage, phase)
@@ -130,14 +130,14 @@ def _issue_qk(inputs, query, blocks, number):
 
 
 @gluon.jit
-def _softmax_step(scores, block, number, keys, softmax, row_scale, scales, traits):
-    """(probabilities as float16, rescale of acc, softmax after this block)"""
+def _softmax_step(scores, block, fill, keys, softmax, row_scale, scales, traits):
+    """Return (probabilities as float16, rescale of acc, softmax after this block)"""
     prob_scale, factor = softmax.prob_scale, PROB_SCALE
     THRESHOLD: gl.constexpr = (
         RESCALE_THRESHOLD_ROW_SCALES if traits.HAS_ROW_SCALES else RESCALE_THRESHOLD
     )
     if traits.HAS_ROW_SCALES:
-        stage, _ = two_stages(number)
+        stage, _ = two_stages(fill)
         key_scale = scales.index(stage).load(gl.SliceLayout(0, SCORES))
         scores *= gl.expand_dims(key_scale, 0)
         prob_scale, factor = pow2_scale(gl.maximum(softmax.prob_scale, gl.max(key_scale, 0)))
@@ -156,7 +156,7 @@ def _softmax_step(scores, block, number, keys, softmax, row_scale, scales, trait
 
 @gluon.jit
 def _softmax_block(
-    scores, block, number, keys, softmax, row_scale, pending, blocks, prob_stage, traits
+    scores, block, fill, keys, softmax, row_scale, pending, blocks, prob_stage, traits
 ):  # fmt: skip
     """Softmax of a block, whose probabilities go to PV: (acc of the blocks before, rescaled;
     softmax after this block).
@@ -164,14 +164,14 @@ def _softmax_block(
     pending  acc that PV of the block before is accumulated to
     """
     probs, rescale, softmax = _softmax_step(
-        scores, block, number, keys, softmax, row_scale, blocks.scales, traits
+        scores, block, fill, keys, softmax, row_scale, blocks.scales, traits
     )
     # in this order: the softmax overlaps with PV, and only the spin wait on a barrier keeps the
     # assembler from waiting for PV before it
-    mbarrier.wait(prob_stage.empty, (number & 1) ^ 1)
+    mbarrier.wait(prob_stage.empty, (fill & 1) ^ 1)
     acc, probs = warpgroup_mma_wait(0, deps=(pending, probs))
     if block > keys.first_block:
-        release(blocks.left_empty, LEFT_EMPTY, (number & 1) ^ 1)
+        release(blocks.left_empty, LEFT_EMPTY, (fill & 1) ^ 1)
     store_probs(prob_stage, probs, rescale)  # both wgmma have read those of the block before
     return rescale_acc(acc, rescale), softmax
 
@@ -181,9 +181,9 @@ def _qk_softmax_warpgroup(
     item, index, inputs, scheduler, outputs, query, prob_stage, blocks, scale_log2, tensor_scale,
     traits, q_scales,
 ):  # fmt: skip
-    """Also PV of the left column half."""
+    """Run the QK-softmax warpgroup, which also computes PV of the left column half."""
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    number = item * 0
+    fill = item * 0
     tiles_done = item * 0
     load_query(inputs, scheduler, item, index, query)
     # no hoisting: addresses of a thread's elements would be kept across tiles, and spilled
@@ -202,30 +202,30 @@ def _qk_softmax_warpgroup(
             gl.to_tensor(0.0 if traits.HAS_ROW_SCALES else FP16_TARGET / PROB_SCALE),
         )
         pending = warpgroup_mma_init(gl.zeros([64, 256], gl.float32, ACC))
-        qk = _issue_qk(inputs, query, blocks, number)
+        qk = _issue_qk(inputs, query, blocks, fill)
         scores = warpgroup_mma_wait(0, deps=(qk,))
         last_block = keys.first_block + num_blocks(keys) - 1
         for block in range(keys.first_block, last_block):
             acc, softmax = _softmax_block(
-                scores, block, number, keys, softmax, row_scale, pending, blocks, prob_stage,
+                scores, block, fill, keys, softmax, row_scale, pending, blocks, prob_stage,
                 traits,
             )  # fmt: skip
-            qk = _issue_qk(inputs, query, blocks, number + 1)
-            values = blocks.left.index(number & 1)
+            qk = _issue_qk(inputs, query, blocks, fill + 1)
+            values = blocks.left.index(fill & 1)
             pending = warpgroup_mma(prob_stage.probs, values, acc, is_async=True)
             scores = warpgroup_mma_wait(1, deps=(qk,))
-            number += 1
+            fill += 1
         next_item, next_index = next_tile(scheduler, item, index + gl.num_programs(0))
         if next_item < scheduler.last_item:
             load_query(inputs, scheduler, next_item, next_index, query)
         acc, softmax = _softmax_block(
-            scores, last_block, number, keys, softmax, row_scale, pending, blocks, prob_stage,
+            scores, last_block, fill, keys, softmax, row_scale, pending, blocks, prob_stage,
             traits,
         )  # fmt: skip
-        values = blocks.left.index(number & 1)
+        values = blocks.left.index(fill & 1)
         pending = warpgroup_mma(prob_stage.probs, values, acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(pending,))
-        release(blocks.left_empty, LEFT_EMPTY, number & 1)
+        release(blocks.left_empty, LEFT_EMPTY, fill & 1)
         # located again: kept through the loop, it would take registers
         tile = locate_tile(scheduler, item, index)
         row = gl.arange(0, 64, ROW)
@@ -234,12 +234,12 @@ def _qk_softmax_warpgroup(
         )
         store_lse(tile, outputs, scheduler.heads, row, lse)
         out_scale *= tensor_scale * (1.0 / FP16_TARGET) * softmax.prob_scale
-        mbarrier.wait(prob_stage.empty, number & 1)
+        mbarrier.wait(prob_stage.empty, fill & 1)
         prob_stage.out_scale.store(out_scale)
         mbarrier.arrive(prob_stage.out_scale_full, count=1)
         acc = rescale_acc(acc, out_scale)
         store_acc(tile, outputs, scheduler.heads, (acc,), 0, 0)
-        number += 1
+        fill += 1
         tiles_done += 1
         item = next_item
         index = next_index
@@ -247,23 +247,23 @@ def _qk_softmax_warpgroup(
 
 @gluon.jit
 def _pv_warpgroup(item, index, inputs, scheduler, outputs, prob_stage, blocks):
-    """PV of the right column half."""
+    """Run the PV warpgroup, which computes PV of the right column half."""
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
-    number = item * 0
+    fill = item * 0
     tiles_done = item * 0
     for _ in tl.range(0, count_tiles(scheduler, item, index), disable_licm=True):
         keys = key_range(inputs, scheduler, item, index)
         acc = gl.zeros([64, 256], gl.float32, ACC)
         for _ in range(num_blocks(keys)):
-            stage = number & 1
-            wait_probs(prob_stage, number)
+            stage = fill & 1
+            wait_probs(prob_stage, fill)
             acc = rescale_acc(acc, prob_stage.rescale.load(ROW))
             # the QK-softmax warpgroup has waited for these values
             pending = warpgroup_mma(prob_stage.probs, blocks.right.index(stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(pending,))
             mbarrier.arrive(prob_stage.empty, count=1)
             release(blocks.right_empty, RIGHT_EMPTY, stage)
-            number += 1
+            fill += 1
         mbarrier.wait(prob_stage.out_scale_full, tiles_done & 1)
         out_scale = prob_stage.out_scale.load(ROW)
         tile = locate_tile(scheduler, item, index)
@@ -285,7 +285,7 @@ def mla_decode_m64_fp8_kv_kernel(
     TRAITS: gl.constexpr,
     CONFIG: gl.constexpr,  # `configs.M64Fp8KvConfig`
 ):  # fmt: skip
-    """grid: (work tiles of a request that run at once, CTAs of the plan)"""
+    """Run the plan on a grid (work tiles of a request that run at once, CTAs of the plan)."""
     NONE: gl.constexpr = None
     scale_log2, tensor_scale = apply_tensor_scale(kv_scales, scale_log2)
     inputs, scheduler, outputs = make_work(

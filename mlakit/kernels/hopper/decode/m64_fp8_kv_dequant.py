@@ -115,16 +115,16 @@ class Fetched:
 
 @gluon.constexpr_function
 def _words_layout(width):
-    """[64, words]: sixteen bytes per thread.
+    """Return [64, words]: sixteen bytes per thread.
 
     Eight threads have 64 bytes of two rows, which as float16 fill all banks of shared memory. A
     warp has lines of 128 bytes, where rows are that wide.
     """
-    own = [[0, 1], [0, 2]]  # words
+    bases = [[0, 1], [0, 2]]  # words
     if width == 16:
-        registers, lanes, warps = [*own, [32, 0]], [[1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]]
+        registers, lanes, warps = [*bases, [32, 0]], [[1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]]
     else:
-        registers, warps = [*own, [16, 0], [32, 0], [0, 32]], [[4, 0], [8, 0]]
+        registers, warps = [*bases, [16, 0], [32, 0], [0, 32]], [[4, 0], [8, 0]]
         lanes = [[1, 0], [0, 16], [2, 0]]
     return gl.DistributedLinearLayout(
         reg_bases=registers,
@@ -193,7 +193,7 @@ def _lookup_pages(inputs, keys, block, KEY: gl.constexpr):
     """The pages of a block's keys; where a block lies within one, also those of the next blocks."""
     if inputs.PAGE % 64 != 0:
         return pages_of_keys(inputs, keys, block, KEY)
-    else:  # noqa: RET505
+    else:
         return pages_ahead(inputs, keys, block, WARPS=4)
 
 
@@ -202,7 +202,7 @@ def _first_rows(inputs, keys, pages, block):
     """The first row of a block, or of each key the first row of its page."""
     if inputs.PAGE % 64 != 0:
         return pages * inputs.PAGE_ROWS
-    else:  # noqa: RET505
+    else:
         return row_ahead(inputs, keys, pages, block, 0)
 
 
@@ -225,11 +225,11 @@ def _load_words(rows, inputs, keys, first_row, block, FIRST: gl.constexpr, WIDTH
 
 @gluon.jit
 def _load_rope(rows, inputs, keys, first_row, block):
-    """In a tuple, which is empty where TMA copies them."""
-    found = ()
+    """Load the rotated columns of a block, as a tuple that is empty where TMA copies them."""
+    loaded = ()
     if rows.FORMAT == "fp8":
-        found += (_load_words(rows, inputs, keys, first_row, block, rows.ROPE_COLUMN, 16),)
-    return found
+        loaded += (_load_words(rows, inputs, keys, first_row, block, rows.ROPE_COLUMN, 16),)
+    return loaded
 
 
 @gluon.jit
@@ -245,9 +245,9 @@ def _copy_rope(rows, inputs, blocks, stage, rope_rows):
 
 @gluon.jit
 def _load_scale(rows, inputs, keys, first_row, block):
-    """float32 [64 keys] in a tuple, which is empty where rows have none."""
+    """Return float32 [64 keys] in a tuple, which is empty where rows have none."""
     KEY: gl.constexpr = lane_layout(4)
-    found = ()
+    loaded = ()
     if rows.scales is not None:
         offset = gl.arange(0, 64, KEY)
         if inputs.PAGE % 64 != 0:
@@ -259,8 +259,8 @@ def _load_scale(rows, inputs, keys, first_row, block):
             row = first_row % inputs.PAGE_ROWS + offset
         at = rows.scales + page.to(gl.int64) * rows.stride_scales_page
         at += row.to(gl.int64) * rows.stride_scales_row
-        found += (gl.load(at, mask=block * 64 + offset < keys.end, other=0.0),)
-    return found
+        loaded += (gl.load(at, mask=block * 64 + offset < keys.end, other=0.0),)
+    return loaded
 
 
 @gluon.jit
@@ -292,9 +292,9 @@ def _prefetch(rows, inputs, keys, pages, block, BLOCKS: gl.constexpr):
 
 @gluon.jit
 def dequant_warpgroup(item, index, inputs, scheduler, rows, blocks):
-    """Of fp8 and fp8_token."""
+    """Run the dequant warpgroup of fp8 and fp8_token rows."""
     KEY: gl.constexpr = gl.SliceLayout(1, _words_layout(HALF))
-    number = item * 0
+    fill = item * 0
     while item < scheduler.last_item:
         keys = key_range(inputs, scheduler, item, index)
         first_block = keys.first_block
@@ -302,7 +302,7 @@ def dequant_warpgroup(item, index, inputs, scheduler, rows, blocks):
         fetched = _fetch(rows, inputs, keys, pages, first_block)
         pages = _lookup_pages(inputs, keys, first_block + 1, KEY)
         for block in range(first_block, first_block + num_blocks(keys)):
-            stage, phase = two_stages(number)
+            stage, phase = two_stages(fill)
             mbarrier.wait(blocks.right_empty.index(stage), phase ^ 1)
             blocks.right.index(stage).store(to_fp16(fetched.right))
             fence_async_shared()
@@ -321,7 +321,7 @@ def dequant_warpgroup(item, index, inputs, scheduler, rows, blocks):
             fetched = _fetch(rows, inputs, keys, pages, block + 1)
             _prefetch(rows, inputs, keys, pages, block + 1, AHEAD - 1)
             pages = _lookup_pages(inputs, keys, block + 2, KEY)
-            number += 1
+            fill += 1
         item, index = next_tile(scheduler, item, index + gl.num_programs(0))
 
 
@@ -358,9 +358,9 @@ def _fetch_rows(rows, inputs, keys, pages, block):
 
 @gluon.jit
 def dequant_scaled_warpgroup(item, index, inputs, scheduler, rows, blocks):
-    """Of fp8_block128. The left half is converted before its stage is free: the QK-softmax
-    warpgroup releases it shortly before it needs the next one."""
-    number = item * 0
+    """Run the dequant warpgroup of fp8_block128 rows. The left half is converted before its stage
+    is free: the QK-softmax warpgroup releases it shortly before it needs the next one."""
+    fill = item * 0
     while item < scheduler.last_item:
         keys = key_range(inputs, scheduler, item, index)
         first_block = keys.first_block
@@ -368,15 +368,15 @@ def dequant_scaled_warpgroup(item, index, inputs, scheduler, rows, blocks):
         fetched = _fetch_rows(rows, inputs, keys, pages, first_block)
         pages = _lookup_pages(inputs, keys, first_block + 1, KEYS)
         for block in range(first_block, first_block + num_blocks(keys)):
-            stage = number & 1
+            stage = fill & 1
             factors, power, inverse, _ = group_factors(fetched.scales)
-            named_wait(RIGHT_EMPTY + stage, 256, number >= 2)
+            named_wait(RIGHT_EMPTY + stage, 256, fill >= 2)
             right = convert_half(fetched.right, factors[2], factors[3])
             store_half(blocks.right.index(stage), right)
             named_arrive(RIGHT_FULL + stage, 256)
             left = convert_half(fetched.left, factors[0], factors[1])
             rope = scale_rope(fetched.rope, inverse)
-            named_wait(LEFT_EMPTY + stage, 256, number >= 2)
+            named_wait(LEFT_EMPTY + stage, 256, fill >= 2)
             store_half(blocks.left.index(stage), left)
             as_words(blocks.rope.index(stage)).store(rope)
             blocks.scales.index(stage).store(gl.where(fetched.is_there, power, 0.0))
@@ -384,9 +384,9 @@ def dequant_scaled_warpgroup(item, index, inputs, scheduler, rows, blocks):
             fetched = _fetch_rows(rows, inputs, keys, pages, block + 1)
             _prefetch(rows, inputs, keys, pages, block + 1, AHEAD - 1)
             pages = _lookup_pages(inputs, keys, block + 2, KEYS)
-            number += 1
+            fill += 1
         item, index = next_tile(scheduler, item, index + gl.num_programs(0))
     # no arrival is left at a named barrier
     for i in gl.static_range(2):
-        named_wait(LEFT_EMPTY + ((number + i) & 1), 256, number + i >= 2)
-        named_wait(RIGHT_EMPTY + ((number + i) & 1), 256, number + i >= 2)
+        named_wait(LEFT_EMPTY + ((fill + i) & 1), 256, fill + i >= 2)
+        named_wait(RIGHT_EMPTY + ((fill + i) & 1), 256, fill + i >= 2)

@@ -1,7 +1,4 @@
-"""What the consumers of `m64_fp8_kv` share: queries, and what they hand to each other.
-
-Lineage    own design
-"""
+"""Shared state of the consumers of `m64_fp8_kv`: queries, and the data they hand to each other."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ class Query:
 
 @record
 class ProbStage:
-    """From QK-softmax to PV: a block, and the end of a work tile."""
+    """Hand-over from QK-softmax to PV: a block of probabilities, and the end of a work tile."""
 
     probs: object  # [64 heads, 64 keys] float16
     rescale: object  # [64] float32, of acc
@@ -55,7 +52,7 @@ class Softmax:
 
 @record
 class SoftmaxTraits:
-    """What is known when the kernel is compiled."""
+    """Properties of the softmax that are known when the kernel is compiled."""
 
     HAS_ROW_SCALES: object
     scores: object
@@ -88,13 +85,13 @@ def store_probs(stage, probs, rescale):
 
 
 @gluon.jit
-def wait_probs(stage, number):
+def wait_probs(stage, fill):
     """Wait for the probabilities of a block."""
     if stage.full is None:
         named_wait(PROBS_FULL, 256)
         fence_async_shared()  # of the dequant warpgroup's stores
     else:
-        mbarrier.wait(stage.full, number & 1)
+        mbarrier.wait(stage.full, fill & 1)
 
 
 @gluon.jit
@@ -136,7 +133,7 @@ def _convert(smem, descriptor, factor):
 
 @gluon.jit
 def convert_queries(inputs, scheduler, q_scales, item, index, query):
-    """FP8 queries to float16, exactly and in place; returns the scale of scores.
+    """Convert FP8 queries to float16, exactly and in place; return the scale of scores.
 
     q_scales  `arguments.QScales`: a scale is one of scores, but for its sign, which queries get
     """

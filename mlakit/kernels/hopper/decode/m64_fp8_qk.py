@@ -96,7 +96,7 @@ OWN_TILES = gl.constexpr(2)  # of latent columns, of a PV warpgroup
 
 @gluon.jit
 def _alloc_pipelines(STAGES: gl.constexpr, inputs, HAS_ROW_SCALES: gl.constexpr):
-    """Tiles with the type and layout of the cache's descriptors."""
+    """Allocate tiles with the type and layout of the cache's descriptors."""
     kv, kv_rope = inputs.kv, inputs.kv_rope
     latent = gl.allocate_shared_memory(
         kv.dtype, [STAGES * D_TILES, 64, kv.block_shape[1]], kv.layout
@@ -116,15 +116,15 @@ def _alloc_pipelines(STAGES: gl.constexpr, inputs, HAS_ROW_SCALES: gl.constexpr)
 
 @gluon.jit
 def _read_values(latent, stage, d, chunk: gl.constexpr, num_valid):
-    """float16 [D_TILE, KEY_CHUNK] of a tile of a block's values."""
+    """Return float16 [D_TILE, KEY_CHUNK] of a tile of a block's values."""
     tile = latent.tiles.index(stage * D_TILES + d).slice(chunk * KEY_CHUNK, KEY_CHUNK, 0)
     return load_values(tile, num_valid - chunk * KEY_CHUNK, ACC)
 
 
 @gluon.jit
-def _pv(prob_stages, number, latent, stage, phase, acc, num_valid, FIRST: gl.constexpr):
+def _pv(prob_stages, fill, latent, stage, phase, acc, num_valid, FIRST: gl.constexpr):
     """acc · rescale + Vᵀ·Pᵀ of a block whose first `num_valid` keys exist; releases its stage."""
-    prob_stage, prob_phase = two_stages(number)
+    prob_stage, prob_phase = two_stages(fill)
     mbarrier.wait(prob_stages.full.index(prob_stage), prob_phase)
     first, second = acc
     # before values are read: together they would take more registers than there are
@@ -138,18 +138,18 @@ def _pv(prob_stages, number, latent, stage, phase, acc, num_valid, FIRST: gl.con
     values = _read_values(latent, stage, FIRST, 0, num_valid)
     done = ()
     for d in gl.static_range(OWN_TILES):
-        own = acc[d]
+        tile_acc = acc[d]
         for chunk in gl.static_range(KEY_CHUNKS):
             probs = prob_stages.probs.index(prob_stage * KEY_CHUNKS + chunk).permute((1, 0))
-            pending = warpgroup_mma(values, probs, own, is_async=True)
+            pending = warpgroup_mma(values, probs, tile_acc, is_async=True)
             next_values = values
             if chunk + 1 < KEY_CHUNKS:
                 next_values = _read_values(latent, stage, FIRST + d, chunk + 1, num_valid)
             elif d + 1 < OWN_TILES:
                 next_values = _read_values(latent, stage, FIRST + d + 1, 0, num_valid)
-            own, values = warpgroup_mma_wait(0, deps=(pending, values))
+            tile_acc, values = warpgroup_mma_wait(0, deps=(pending, values))
             values = next_values
-        done += (own,)
+        done += (tile_acc,)
     release_read(latent, stage)
     mbarrier.arrive(prob_stages.empty.index(prob_stage), count=1)
     return done
@@ -196,7 +196,7 @@ def mla_decode_m64_fp8_qk_kernel(
     TRAITS: gl.constexpr,
     CONFIG: gl.constexpr,  # `configs.M64Fp8QkConfig`
 ):  # fmt: skip
-    """grid: (work tiles of a request that run at once, CTAs of the plan)"""
+    """Run the plan on a grid (work tiles of a request that run at once, CTAs of the plan)."""
     scale_log2, tensor_scale = apply_tensor_scale(kv_scales, scale_log2)
     inputs, scheduler, outputs = make_work(
         q, q_rope, kv, kv_rope, stride_table_request, q_token_rows, q_rope_token_rows, heads,
@@ -214,7 +214,7 @@ def mla_decode_m64_fp8_qk_kernel(
     if kv_rope.dtype != gl.int32 and q_rope.dtype == gl.int32:
         rotated = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], SMEM_16BIT)
     prob_stages = alloc_probs()
-    given = SoftmaxInputs(
+    operands = SoftmaxInputs(
         query, rotated, q_scales.q_scale, q_scales.stride_q_scale, scale_log2, tensor_scale,
         ScoreTraits(TRAITS.SIGN, TRAITS.IS_EXTERNAL_PLAN), HAS_ROW_SCALES,
     )  # fmt: skip
@@ -238,7 +238,7 @@ def mla_decode_m64_fp8_qk_kernel(
                 ),
                 (
                     qk_softmax_warpgroup,
-                    (item, index, inputs, scheduler, outputs, prob_stages, pipelines, given),
+                    (item, index, inputs, scheduler, outputs, prob_stages, pipelines, operands),
                 ),
                 (
                     producer,

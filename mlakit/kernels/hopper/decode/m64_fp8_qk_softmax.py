@@ -67,7 +67,7 @@ MAX_SCALE_RATIO = gl.constexpr(configs.MAX_SCALE_RATIO)
 
 @record
 class ProbStages:
-    """From QK-softmax to both PV warpgroups: block n in stage n % 2, and the end of a work tile."""
+    """Hand-over from QK-softmax to PV: block n in stage n % 2, and the end of a work tile."""
 
     probs: object  # float16 [2 · KEY_CHUNKS, 64 heads, KEY_CHUNK keys]
     rescale: object  # [2, 64] float32, of acc
@@ -81,7 +81,7 @@ class ProbStages:
 
 @record
 class SoftmaxInputs:
-    """What the warpgroup reads, and what it knows when the kernel is compiled."""
+    """Inputs of the QK-softmax warpgroup, and its constants."""
 
     query: object
     q_rope: object  # rotated queries, of the type of the rows' rotated columns
@@ -126,17 +126,17 @@ def _as_fp8(tile):
 
 
 @gluon.jit
-def _issue_rope(given, pipelines, stage):
+def _issue_rope(operands, pipelines, stage):
     """QK of the rotated columns of a block, [64 heads, 64 keys]."""
     zero = opaque_zero()
     tile = pipelines.rope.tiles.index(stage)
     if tile.dtype == gl.int32:
-        q = _as_fp8(given.q_rope.index(zero))
+        q = _as_fp8(operands.q_rope.index(zero))
         zeros = gl.zeros([64, 64], gl.float32, SCORES)
         keys = _as_fp8(tile).permute((1, 0))
         return warpgroup_mma(q, keys, zeros, use_acc=False, is_async=True)
-    else:  # noqa: RET505
-        q = given.q_rope.index(zero)
+    else:
+        q = operands.q_rope.index(zero)
         zeros = gl.zeros([64, 64], gl.float32, SCORES_16BIT)
         qk = warpgroup_mma(q, tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
         # not waited for: the next wgmma accumulates to the same registers
@@ -145,20 +145,20 @@ def _issue_rope(given, pipelines, stage):
 
 
 @gluon.jit
-def _issue_tile(given, pipelines, stage, d: gl.constexpr, qk):
+def _issue_tile(operands, pipelines, stage, d: gl.constexpr, qk):
     """Accumulate QK of tile `d` of the latent columns."""
     keys = _as_fp8(pipelines.latent.tiles.index(stage * D_TILES + d)).permute((1, 0))
-    q = _as_fp8(given.query.latent.index(opaque_zero() + d))
+    q = _as_fp8(operands.query.latent.index(opaque_zero() + d))
     return warpgroup_mma(q, keys, qk, is_async=True)
 
 
 @gluon.jit
-def _first_scores(inputs, given, pipelines, stage, phase):
-    """Of a work tile's first block."""
+def _first_scores(inputs, operands, pipelines, stage, phase):
+    """Return QK of a work tile's first block."""
     wait_block(inputs, pipelines.latent.full.index(stage), phase)
-    qk = _issue_rope(given, pipelines, stage)
+    qk = _issue_rope(operands, pipelines, stage)
     for d in gl.static_range(D_TILES):
-        qk = _issue_tile(given, pipelines, stage, d, qk)
+        qk = _issue_tile(operands, pipelines, stage, d, qk)
     return warpgroup_mma_wait(0, deps=(qk,))
 
 
@@ -180,26 +180,28 @@ def _exponentials(scores, scale_log2, row_max):
 def _to_probs(exponentials, scales, factor, chunk: gl.constexpr, HAS_ROW_SCALES: gl.constexpr):
     """exponentials · factor, and times the rows' scales if they have any, as float16."""
     if HAS_ROW_SCALES:
-        own = scales.slice(chunk * KEY_CHUNK, KEY_CHUNK, 0).load(gl.SliceLayout(0, CHUNK_SCORES))
-        exponentials *= gl.expand_dims(own * factor, 0)
+        row_scales = scales.slice(chunk * KEY_CHUNK, KEY_CHUNK, 0).load(
+            gl.SliceLayout(0, CHUNK_SCORES)
+        )
+        exponentials *= gl.expand_dims(row_scales * factor, 0)
     else:
         exponentials *= factor
     return exponentials.to(gl.float16)
 
 
 @gluon.jit
-def _scale_and_mask(scores, block, keys, q_scale, scales, given):
-    if given.HAS_ROW_SCALES:
+def _scale_and_mask(scores, block, keys, q_scale, scales, operands):
+    if operands.HAS_ROW_SCALES:
         scores *= gl.expand_dims(scales.load(gl.SliceLayout(0, SCORES)) * q_scale, 0)
     else:
         scores *= q_scale
-    return mask_scores(scores, block, keys, 1, given.traits)
+    return mask_scores(scores, block, keys, 1, operands.traits)
 
 
 @gluon.jit
 def _next_prob_scale(softmax, pipelines, stage, HAS_ROW_SCALES: gl.constexpr):
-    """With the row scales of a block: (power of two, smallest scale, factor of probabilities,
-    rescale threshold).
+    """Return (power of two, smallest scale, factor of probabilities, rescale threshold) once the
+    row scales of a block are included.
 
     Where row scales are far apart, probabilities of rows with small ones are small too: they need
     all of float16's range, and the threshold is 0.
@@ -212,58 +214,58 @@ def _next_prob_scale(softmax, pipelines, stage, HAS_ROW_SCALES: gl.constexpr):
         are_close = prob_scale < min_scale * MAX_SCALE_RATIO
         factor *= gl.where(are_close, PROB_SCALE / FP16_TARGET, 1.0)
         return prob_scale, min_scale, factor, gl.where(are_close, RESCALE_THRESHOLD, 0.0)
-    else:  # noqa: RET505
+    else:
         return softmax.prob_scale, softmax.min_scale, PROB_SCALE, RESCALE_THRESHOLD
 
 
 @gluon.jit
 def _softmax_block(
-    inputs, scores, block, keys, softmax, q_scale, given, pipelines, stage, phase,
+    inputs, scores, block, keys, softmax, q_scale, operands, pipelines, stage, phase,
     IS_LAST: gl.constexpr,
 ):  # fmt: skip
-    """(probabilities as two chunks of float16, rescale of acc, softmax after this block, QK of the
-    block in the next stage, which the last one has not)"""
-    scale_log2 = gl.maximum(given.scale_log2, SMALLEST_SCALE)
+    """Return (probabilities as two chunks of float16, rescale of acc, softmax after this block, QK
+    of the block in the next stage, which the last one has not)"""
+    scale_log2 = gl.maximum(operands.scale_log2, SMALLEST_SCALE)
     scales = pipelines.scales.values.index(stage)
     prob_scale, min_scale, factor, threshold = _next_prob_scale(
-        softmax, pipelines, stage, given.HAS_ROW_SCALES
+        softmax, pipelines, stage, operands.HAS_ROW_SCALES
     )
     stage, phase = next_stage(pipelines.latent, stage, phase)
     qk = scores
     if not IS_LAST:
         wait_block(inputs, pipelines.latent.full.index(stage), phase)
-        qk = _issue_rope(given, pipelines, stage)
-    seen = _scale_and_mask(scores, block, keys, q_scale, scales, given)
+        qk = _issue_rope(operands, pipelines, stage)
+    seen = _scale_and_mask(scores, block, keys, q_scale, scales, operands)
     if not IS_LAST:
-        qk = _issue_tile(given, pipelines, stage, 0, qk)
+        qk = _issue_tile(operands, pipelines, stage, 0, qk)
     block_max = gl.max(seen, 1) * scale_log2
     row_max = next_row_max(softmax.row_max, block_max, threshold)
     rescale = gl.exp2(softmax.row_max - row_max)
     first, second = _split_keys(seen)
     if not IS_LAST:
-        qk = _issue_tile(given, pipelines, stage, 1, qk)
+        qk = _issue_tile(operands, pipelines, stage, 1, qk)
     first = _exponentials(first, scale_log2, row_max)
     if not IS_LAST:
-        qk = _issue_tile(given, pipelines, stage, 2, qk)
+        qk = _issue_tile(operands, pipelines, stage, 2, qk)
     second = _exponentials(second, scale_log2, row_max)
     if not IS_LAST:
-        qk = _issue_tile(given, pipelines, stage, 3, qk)
+        qk = _issue_tile(operands, pipelines, stage, 3, qk)
     block_sum = gl.sum(first + second, 1)
     block_sum = gl.convert_layout(block_sum, row_max.type.layout, assert_trivial=True)
     row_sum = softmax.row_sum * rescale + block_sum
     inverse = softmax.inverse
-    if given.HAS_ROW_SCALES:
+    if operands.HAS_ROW_SCALES:
         rescale *= softmax.inverse * factor
         inverse = 1.0 / factor  # a power of two
-    first = _to_probs(first, scales, factor, 0, given.HAS_ROW_SCALES)
-    second = _to_probs(second, scales, factor, 1, given.HAS_ROW_SCALES)
+    first = _to_probs(first, scales, factor, 0, operands.HAS_ROW_SCALES)
+    second = _to_probs(second, scales, factor, 1, operands.HAS_ROW_SCALES)
     softmax = Softmax(row_max, row_sum, prob_scale, min_scale, inverse)
     return (first, second), rescale, softmax, qk
 
 
 @gluon.jit
-def _store_probs(stages, number, probs, rescale):
-    stage, phase = two_stages(number)
+def _store_probs(stages, fill, probs, rescale):
+    stage, phase = two_stages(fill)
     mbarrier.wait(stages.empty.index(stage), phase ^ 1)
     for chunk in gl.static_range(KEY_CHUNKS):
         stages.probs.index(stage * KEY_CHUNKS + chunk).store(probs[chunk])
@@ -275,20 +277,20 @@ def _store_probs(stages, number, probs, rescale):
 
 
 @gluon.jit
-def qk_softmax_warpgroup(item, index, inputs, scheduler, outputs, prob_stages, pipelines, given):
+def qk_softmax_warpgroup(item, index, inputs, scheduler, outputs, prob_stages, pipelines, operands):
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    query = given.query
+    query = operands.query
     stage, phase = item * 0, item * 0
-    number = item * 0
+    fill = item * 0
     tiles_done = item * 0
     load_query(inputs, scheduler, item, index, query)
     # no hoisting: addresses of a thread's elements would be kept across tiles, and spilled
     for _ in tl.range(0, count_tiles(scheduler, item, index), disable_licm=True):
         keys = key_range(inputs, scheduler, item, index)
-        q_scale = load_q_scale(given, scheduler, item, index)
+        q_scale = load_q_scale(operands, scheduler, item, index)
         mbarrier.wait(query.full, tiles_done & 1)
-        if given.q_rope.dtype != gl.int32 and query.rope.dtype == gl.int32:
-            convert_fp8_query(query.rope.index(0), given.q_rope.index(0))
+        if operands.q_rope.dtype != gl.int32 and query.rope.dtype == gl.int32:
+            convert_fp8_query(query.rope.index(0), operands.q_rope.index(0))
             fence_async_shared()
         softmax = Softmax(
             gl.full([64], INITIAL_ROW_MAX, gl.float32, ROW),
@@ -299,28 +301,28 @@ def qk_softmax_warpgroup(item, index, inputs, scheduler, outputs, prob_stages, p
         )
         last_block = keys.end_block - 1
         if keys.first_block < keys.end_block:
-            scores = _first_scores(inputs, given, pipelines, stage, phase)
+            scores = _first_scores(inputs, operands, pipelines, stage, phase)
             for block in range(keys.first_block, last_block):
                 probs, rescale, softmax, qk = _softmax_block(
-                    inputs, scores, block, keys, softmax, q_scale, given, pipelines, stage, phase,
-                    False,
+                    inputs, scores, block, keys, softmax, q_scale, operands, pipelines, stage,
+                    phase, False,
                 )  # fmt: skip
-                _store_probs(prob_stages, number, probs, rescale)
+                _store_probs(prob_stages, fill, probs, rescale)
                 # only now: the row scales have been read
                 release(pipelines.latent, stage)
                 stage, phase = next_stage(pipelines.latent, stage, phase)
-                number += 1
+                fill += 1
                 # here, not where they are needed: a wgmma in flight across the loop's back edge
                 # would have its registers copied, and the assembler would wait for it each time
                 scores = warpgroup_mma_wait(0, deps=(qk,))
             probs, rescale, softmax, scores = _softmax_block(
-                inputs, scores, last_block, keys, softmax, q_scale, given, pipelines, stage, phase,
-                True,
+                inputs, scores, last_block, keys, softmax, q_scale, operands, pipelines, stage,
+                phase, True,
             )  # fmt: skip
-            _store_probs(prob_stages, number, probs, rescale)
+            _store_probs(prob_stages, fill, probs, rescale)
             release(pipelines.latent, stage)
             stage, phase = next_stage(pipelines.latent, stage, phase)
-            number += 1
+            fill += 1
         next_item, next_index = next_tile(scheduler, item, index + gl.num_programs(0))
         if next_item < scheduler.last_item:
             load_query(inputs, scheduler, next_item, next_index, query)
@@ -331,7 +333,7 @@ def qk_softmax_warpgroup(item, index, inputs, scheduler, outputs, prob_stages, p
             tile, outputs, scheduler.heads, tile.first_head + row, softmax.row_max, softmax.row_sum
         )
         store_lse(tile, outputs, scheduler.heads, row, lse)
-        out_scale *= given.tensor_scale * softmax.inverse
+        out_scale *= operands.tensor_scale * softmax.inverse
         mbarrier.wait(prob_stages.out_scale_empty, (tiles_done & 1) ^ 1)
         prob_stages.out_scale.store(out_scale)
         mbarrier.arrive(prob_stages.out_scale_full, count=1)

@@ -18,7 +18,7 @@ from mlakit.kernels.hopper.device.primitives import allow_dependents
 
 @record
 class Inputs:
-    """Where the operands of a work tile are."""
+    """The operands of a work tile: TMA descriptors, and pointers for rows that TMA cannot load."""
 
     q: object  # TMA descriptors
     q_rope: object
@@ -39,7 +39,7 @@ class Inputs:
 
 @record
 class TileScheduler:
-    """What there is to compute."""
+    """The requests, and the items that the plan gives to this CTA."""
 
     items: object
     partial_starts: object
@@ -60,7 +60,7 @@ class TileScheduler:
 
 @record
 class Outputs:
-    """Where results go."""
+    """The tensors that results are written to."""
 
     out: object
     lse: object
@@ -87,7 +87,7 @@ class KeyRange:
 
 @record
 class WorkTile:
-    """Where the queries of a work tile are and its results go."""
+    """The position of a work tile's queries and of its results."""
 
     token: object
     first_head: object
@@ -101,7 +101,7 @@ def make_work(
     stride_lse_token, batch, schedule, outputs, gather, TRAITS: gl.constexpr, HEAD_TILES,
     HAS_WARM_UP: gl.constexpr = False,
 ):  # fmt: skip
-    """(Inputs, TileScheduler, Outputs) of a kernel's arguments.
+    """Return (Inputs, TileScheduler, Outputs) of a kernel's arguments.
 
     HEAD_TILES  work tiles of a query: `schedule.head_tiles`, or a constant
     """
@@ -127,16 +127,16 @@ def make_work(
 
 @gluon.jit
 def query_at(token, first_head, token_rows, BY_HEAD: gl.constexpr):
-    """(row, column) of a descriptor of queries, where those of a work tile begin."""
+    """Return (row, column) of a descriptor of queries, where those of a work tile begin."""
     if BY_HEAD:
         return first_head, token * token_rows
-    else:  # noqa: RET505
+    else:
         return token * token_rows + first_head, 0
 
 
 @gluon.jit
 def _load_item(scheduler, item):
-    """(request, first key, last key, slot; of the request: first query, queries, keys)."""
+    """Return (request, first key, last key, slot; of the request: first query, queries, keys)."""
     at = scheduler.items + scheduler.ITEM_COLUMNS * item
     request = gl.load(at)
     first = gl.load(at + 1)
@@ -157,13 +157,13 @@ def _load_item(scheduler, item):
 
 @gluon.jit
 def _fits_slot(scheduler, q_len, slot):
-    """Does a slot hold the partials of a split request? Else its first item computes all of it.
+    """Return whether a slot holds a split request's partials; else its first item computes all.
 
     Plans made for this kernel split no request that does not fit.
     """
     if scheduler.IS_EXTERNAL_PLAN:
         return (slot < 0) | (q_len * scheduler.head_tiles * scheduler.ROWS <= scheduler.slot_rows)
-    else:  # noqa: RET505
+    else:
         return slot == slot
 
 
@@ -193,7 +193,7 @@ def next_tile(scheduler, item, index):
 
 @gluon.jit
 def first_tile(scheduler, schedule):
-    """(item, work tile of it) that this CTA starts with; `last_item` if it has none."""
+    """Return (item, work tile of it) that this CTA starts with; `last_item` if it has none."""
     first_item = gl.load(schedule.cta_starts + gl.program_id(1))
     return next_tile(scheduler, first_item, gl.program_id(0))
 

@@ -178,7 +178,7 @@ def mla_decode_small_m_bf16_kernel(
     TRAITS: gl.constexpr,
     CONFIG: gl.constexpr,  # `configs.SmallMBf16Config`
 ):  # fmt: skip
-    """grid: (work tiles of a request that run at once, CTAs of the plan)"""
+    """Run the plan on a grid (work tiles of a request that run at once, CTAs of the plan)."""
     inputs, scheduler, outputs = make_work(
         q, q_rope, kv, kv_rope, stride_table_request, q_token_rows, q_rope_token_rows, heads,
         slot_rows, stride_lse_token, batch, schedule, outputs, gather, TRAITS,

@@ -70,8 +70,8 @@ from mlakit.kernels.hopper.decode.scheduler import (
     next_tile,
 )
 from mlakit.kernels.hopper.decode.small_m_fp8_kv_softmax import (
-    Alternation,
     SoftmaxState,
+    SoftmaxWarpgroup,
     alloc_block_max,
     alloc_exchange,
     alloc_probs,
@@ -117,7 +117,7 @@ def _read_values(latent, d: gl.constexpr, stage, phase, num_valid, LAYOUT: gl.co
 
 @gluon.jit
 def pv_block(
-    probs, number, latent, stage, phase, acc, num_valid, FIRST: gl.constexpr, LAYOUT: gl.constexpr
+    probs, fill, latent, stage, phase, acc, num_valid, FIRST: gl.constexpr, LAYOUT: gl.constexpr
 ):  # fmt: skip
     """acc · rescale + Vᵀ·Pᵀ of a block whose first `num_valid` keys exist; releases its stages.
 
@@ -125,7 +125,7 @@ def pv_block(
     """
     OWN_TILES: gl.constexpr = len(acc)
     values = _read_values(latent, 0, stage, phase, num_valid, LAYOUT)
-    prob_stage, prob_phase = two_stages(number)
+    prob_stage, prob_phase = two_stages(fill)
     mbarrier.wait(probs.full.index(prob_stage), prob_phase)
     rescale = probs.rescale.index(prob_stage).load(gl.SliceLayout(0, LAYOUT))
     rescale = gl.expand_dims(rescale, 0)
@@ -196,7 +196,7 @@ def mla_decode_small_m_fp8_kv_kernel(
     TRAITS: gl.constexpr,
     CONFIG: gl.constexpr,  # `configs.SmallMFp8KvConfig`
 ):  # fmt: skip
-    """grid: (work tiles of a request that run at once, CTAs of the plan)"""
+    """Run the plan on a grid (work tiles of a request that run at once, CTAs of the plan)."""
     scale_log2, tensor_scale = apply_tensor_scale(kv_scales, scale_log2)
     inputs, scheduler, outputs = make_work(
         q, q_rope, kv, kv_rope, stride_table_request, q_token_rows, q_rope_token_rows, heads,
@@ -251,8 +251,12 @@ def mla_decode_small_m_fp8_kv_kernel(
         launch_dependents(scheduler, item)
         to_second, to_first = alloc_exchange(ROWS), alloc_exchange(ROWS)
         end, end_sum = alloc_exchange(ROWS), alloc_vector(ROWS)
-        first = Alternation(0, alloc_block_max(ROWS), to_first, to_second, end, end_sum, scaled)
-        second = Alternation(1, alloc_block_max(ROWS), to_second, to_first, end, end_sum, scaled)
+        first = SoftmaxWarpgroup(
+            0, alloc_block_max(ROWS), to_first, to_second, end, end_sum, scaled
+        )
+        second = SoftmaxWarpgroup(
+            1, alloc_block_max(ROWS), to_second, to_first, end, end_sum, scaled
+        )
         ROPE_COLUMN: gl.constexpr = TRAITS.ROPE_COLUMN
         if CONFIG.PV_WARPGROUPS == 1:
             gl.warp_specialize(

@@ -10,7 +10,7 @@ Barriers   a warpgroup writes its exchange memory once per block of its own. It 
            after the other has written for the block between, which reads it first. The end of the
            second warpgroup's blocks and the converted queries are written once per work tile: the
            end when the warpgroup no longer needs the queries, the queries when that end is read
-Lineage    own design; ideas: FlashAttention-3's two warpgroups in alternation. Ours alternate over
+Lineage    own design; ideas: FlashAttention-3's two warpgroups that take turns. Ours alternate over
            blocks of one work tile and exchange row_max
 """
 
@@ -69,7 +69,7 @@ from mlakit.kernels.hopper.device.softmax import INITIAL_ROW_MAX, mask_scores
 
 @record
 class ProbStages:
-    """From QK-softmax to all PV warpgroups: block n in stage n % 2, and the end of a work tile."""
+    """Hand-over from QK-softmax to PV: block n in stage n % 2, and the end of a work tile."""
 
     probs: object  # float16 [2, heads, 64 keys], one per scale of a row
     rescale: object  # [2, heads] float32, of acc
@@ -83,7 +83,7 @@ class ProbStages:
 
 @record
 class SoftmaxState:
-    """What both QK-softmax warpgroups use."""
+    """State that both QK-softmax warpgroups use."""
 
     loaded: object  # queries as they arrive
     query: object  # the same as float16, in the same memory if they are 16-bit
@@ -108,20 +108,20 @@ class Exchange:
 
 @record
 class ScaledQuery:
-    """That the queries are converted, from the first warpgroup to the second."""
+    """Signalled by the first warpgroup when the queries are converted; the second waits for it."""
 
     scale: object  # [heads] float32, of scores
     full: object  # a barrier
 
 
 @record
-class Alternation:
-    """Which blocks a warpgroup has, and what it exchanges with the other one."""
+class SoftmaxWarpgroup:
+    """The blocks of one QK-softmax warpgroup, and its exchange with the other one."""
 
-    NUMBER: object
+    INDEX: object
     block_max: object
-    before: object  # Exchange, written by the other one
-    own: object
+    incoming: object  # Exchange, written by the other one
+    outgoing: object
     end: object  # Exchange, of the second warpgroup's blocks of a work tile
     end_sum: object  # [heads] float32, likewise
     scaled: object
@@ -182,7 +182,7 @@ def scale_queries(query, score_scale, FORMAT: gl.constexpr):
 
 @gluon.jit
 def _convert_query(loaded, query, q_scale, score_scale, FORMAT: gl.constexpr):
-    """As `scale_queries` of FP8 queries, exactly; the scale of scores is that of the token."""
+    """Convert FP8 queries exactly, permuted as by `scale_queries`; scores get the token's scale."""
     for d in gl.static_range(D_TILES):
         permute_fp8_query(loaded.latent.index(d), query.latent.index(d))
     if FORMAT == "fp8":
@@ -302,7 +302,7 @@ def _next_prob_scale(before, pipelines, stage):
     """(s, FP16_TARGET / s) for probabilities times the row scales of a block and those before."""
     if pipelines.scales is None:
         return before, FP16_TARGET
-    else:  # noqa: RET505
+    else:
         amax = gl.max(pipelines.scales.amax.index(stage).load(lane_layout(4)), 0)
         return pow2_scale(gl.maximum(before, amax))
 
@@ -316,10 +316,10 @@ def _prob_factor(pipelines, rope_stage, d: gl.constexpr, factor, LAYOUT: gl.cons
 
 
 @gluon.jit
-def _store_probs(probs, number, exponentials, rescale, factor, pipelines, rope_stage):
-    """exponentials · row scales · factor as float16, and the rescale of acc."""
+def _store_probs(probs, fill, exponentials, rescale, factor, pipelines, rope_stage):
+    """Store exponentials · row scales · factor as float16, and the rescale of acc."""
     LAYOUT: gl.constexpr = exponentials.type.layout
-    stage, phase = two_stages(number)
+    stage, phase = two_stages(fill)
     factors = _prob_factor(pipelines, rope_stage, 0, factor, LAYOUT)
     mbarrier.wait(probs.empty.index(stage), phase ^ 1)
     for copy in gl.static_range(probs.COPIES):
@@ -357,7 +357,7 @@ def _wait_exchange(exchange, phase, ROW: gl.constexpr, HAS_ROW_SCALES: gl.conste
 
 @gluon.jit
 def _read_exchange(exchange, ROW: gl.constexpr, HAS_ROW_SCALES: gl.constexpr):
-    """(row_max, prob_scale)"""
+    """Return (row_max, prob_scale)"""
     prob_scale = gl.to_tensor(1.0)
     if HAS_ROW_SCALES:
         prob_scale = gl.max(exchange.prob_scale.load(lane_layout(4)), 0)
@@ -366,31 +366,31 @@ def _read_exchange(exchange, ROW: gl.constexpr, HAS_ROW_SCALES: gl.constexpr):
 
 @gluon.jit
 def softmax_block(
-    alternation, scores, number, is_first, row_sum, probs, pipelines, rope_stage, scale_log2
+    warpgroup, scores, fill, is_first, row_sum, probs, pipelines, rope_stage, scale_log2
 ):  # fmt: skip
-    """The softmax of a block, whose probabilities go to PV: returns row_sum after this block.
+    """Hand the probabilities of a block to PV; return row_sum after this block.
 
-    scores   [64 keys, heads], −inf for keys that do not count
-    number   of the block in the CTA; `is_first` of its work tile
+    scores   [64 keys, heads], −inf for hidden keys
+    fill     of `probs`: the index of the block in the CTA; `is_first` in its work tile
     row_sum  of the warpgroup's own blocks (`sum_pairs`)
     """
     ROW: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
     HAS_ROW_SCALES: gl.constexpr = pipelines.scales is not None
     # not kept in registers; read here, because warps wait for each other before it is overwritten
-    own_max = alternation.own.row_max.load(ROW)
-    block_max = _reduce_max(alternation.block_max, scores) * scale_log2
+    own_max = warpgroup.outgoing.row_max.load(ROW)
+    block_max = _reduce_max(warpgroup.block_max, scores) * scale_log2
     max_before, scale_before = _wait_exchange(
-        alternation.before, ((number - 1) >> 1) & 1, ROW, HAS_ROW_SCALES
+        warpgroup.incoming, ((fill - 1) >> 1) & 1, ROW, HAS_ROW_SCALES
     )
     max_before = gl.where(is_first, INITIAL_ROW_MAX, max_before)
     scale_before = gl.where(is_first, 0.0 if HAS_ROW_SCALES else 1.0, scale_before)
     row_max = gl.maximum(max_before, block_max)
     prob_scale, prob_factor = _next_prob_scale(scale_before, pipelines, rope_stage)
-    _write_exchange(alternation.own, row_max, prob_scale, HAS_ROW_SCALES)
+    _write_exchange(warpgroup.outgoing, row_max, prob_scale, HAS_ROW_SCALES)
     exponentials = gl.exp2(scores * scale_log2 - gl.expand_dims(row_max, 0))
     rescale = gl.exp2(max_before - row_max)
     rescale *= scale_before * prob_factor * (1.0 / FP16_TARGET)
-    _store_probs(probs, number, exponentials, rescale, prob_factor, pipelines, rope_stage)
+    _store_probs(probs, fill, exponentials, rescale, prob_factor, pipelines, rope_stage)
     # at most 1: before the first block own_max is stale, and row_sum 0, but 0 · inf is NaN
     own_rescale = gl.exp2(gl.minimum(own_max - row_max, 0.0))
     own_rescale = gl.convert_layout(
@@ -400,31 +400,29 @@ def softmax_block(
 
 
 @gluon.jit
-def sum_tile(alternation, has_none, row_sum, tiles_done, pipelines, LAYOUT: gl.constexpr):
-    """(row_max, row_sum, prob_scale) of a work tile, in the first warpgroup; the second one has
-    passed its own to the first.
+def sum_tile(warpgroup, has_none, row_sum, tiles_done, pipelines, LAYOUT: gl.constexpr):
+    """Return (row_max, row_sum, prob_scale) of a work tile, in the first warpgroup; the second one
+    has passed its own to the first.
 
     has_none  no block of the tile is the warpgroup's own
     """
     ROW: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     HAS_ROW_SCALES: gl.constexpr = pipelines.scales is not None
     row_sum = gl.convert_layout(gl.sum(row_sum, 0), ROW)
-    row_max, prob_scale = _read_exchange(alternation.own, ROW, HAS_ROW_SCALES)
+    row_max, prob_scale = _read_exchange(warpgroup.outgoing, ROW, HAS_ROW_SCALES)
     row_max = gl.where(has_none, INITIAL_ROW_MAX, row_max)
     # `pow2_scale` has a minimum
     prob_scale = gl.where(has_none, 0.0 if HAS_ROW_SCALES else 1.0, prob_scale)
-    if alternation.NUMBER == 0:
-        other_max, other_scale = _wait_exchange(
-            alternation.end, tiles_done & 1, ROW, HAS_ROW_SCALES
-        )
+    if warpgroup.INDEX == 0:
+        other_max, other_scale = _wait_exchange(warpgroup.end, tiles_done & 1, ROW, HAS_ROW_SCALES)
         last_max = gl.maximum(row_max, other_max)
         row_sum = row_sum * gl.exp2(row_max - last_max)
-        row_sum += alternation.end_sum.load(ROW) * gl.exp2(other_max - last_max)
+        row_sum += warpgroup.end_sum.load(ROW) * gl.exp2(other_max - last_max)
         row_max = last_max
         prob_scale = gl.maximum(prob_scale, other_scale)
     else:
-        alternation.end_sum.store(row_sum)
-        _write_exchange(alternation.end, row_max, prob_scale, HAS_ROW_SCALES)
+        warpgroup.end_sum.store(row_sum)
+        _write_exchange(warpgroup.end, row_max, prob_scale, HAS_ROW_SCALES)
     return row_max, row_sum, prob_scale
 
 
@@ -436,32 +434,32 @@ def store_out_scale(probs, tiles_done, out_scale):
 
 
 @gluon.jit
-def qk_softmax_warpgroup(alternation, item, index, inputs, scheduler, outputs, state):
-    """One of the two; `alternation` is its Alternation."""
+def qk_softmax_warpgroup(warpgroup, item, index, inputs, scheduler, outputs, state):
+    """Run one of the two QK-softmax warpgroups; `warpgroup` says which."""
     loaded, query = state.loaded, state.query
     probs, pipelines, scale_log2 = state.probs, state.pipelines, state.scale_log2
     HEADS: gl.constexpr = scheduler.ROWS
     LAYOUT: gl.constexpr = acc_layout(HEADS)
     ROW: gl.constexpr = gl.SliceLayout(0, LAYOUT)
-    NUMBER: gl.constexpr = alternation.NUMBER
-    scaled = alternation.scaled
+    INDEX: gl.constexpr = warpgroup.INDEX
+    scaled = warpgroup.scaled
     IS_FP8_QUERY: gl.constexpr = loaded.latent.dtype == gl.int32
     FORMAT: gl.constexpr = state.FORMAT
     SCALES_ROPE: gl.constexpr = IS_FP8_QUERY or FORMAT == "fp8"
     zero = item * 0
     FILLS: gl.constexpr = D_TILES // pipelines.latent.TILES_PER_STAGE
-    stage, phase = advance(pipelines.latent, zero, zero, NUMBER * FILLS)
-    rope_stage, rope_phase = advance(pipelines.rope, zero, zero, NUMBER)
+    stage, phase = advance(pipelines.latent, zero, zero, INDEX * FILLS)
+    rope_stage, rope_phase = advance(pipelines.rope, zero, zero, INDEX)
     tiles_done = item * 0  # its parity is the phase of what happens once per work tile
     blocks_done = item * 0
-    if NUMBER == 0:
+    if INDEX == 0:
         load_query(inputs, scheduler, item, index, loaded)
     # no hoisting: addresses of a thread's elements would be kept across tiles, and spilled
     for _ in tl.range(0, count_tiles(scheduler, item, index), disable_licm=True):
         keys = key_range(inputs, scheduler, item, index)
-        first_block = keys.first_block + ((blocks_done + NUMBER) & 1)
+        first_block = keys.first_block + ((blocks_done + INDEX) & 1)
         row_sum = sum_pairs(gl.zeros([64, HEADS], gl.float32, LAYOUT))
-        if NUMBER == 0:
+        if INDEX == 0:
             if IS_FP8_QUERY:
                 q_scale = load_q_scale(state, scheduler, item, index)
                 mbarrier.wait(loaded.full, tiles_done & 1)
@@ -475,7 +473,7 @@ def qk_softmax_warpgroup(alternation, item, index, inputs, scheduler, outputs, s
         for own_block in range(first_block, keys.end_block, 2):
             # opaque: the compiler would count blocks, keys and stages in registers of their own
             block = own_block + opaque_zero()
-            number = blocks_done + block - keys.first_block
+            fill = blocks_done + block - keys.first_block
             scores, stage, phase = qk_block(
                 inputs, query, pipelines, stage, phase, rope_stage, rope_phase, scaled.scale,
                 LAYOUT, FORMAT, SCALES_ROPE,
@@ -483,15 +481,15 @@ def qk_softmax_warpgroup(alternation, item, index, inputs, scheduler, outputs, s
             stage, phase = advance(pipelines.latent, stage, phase, FILLS)
             scores = mask_scores(scores, block, keys, 0, state.traits)
             row_sum = softmax_block(
-                alternation, scores, number, block == keys.first_block, row_sum, probs, pipelines,
+                warpgroup, scores, fill, block == keys.first_block, row_sum, probs, pipelines,
                 rope_stage, scale_log2,
             )  # fmt: skip
             rope_stage, rope_phase = advance(pipelines.rope, rope_stage, rope_phase, 2)
         row_max, row_sum, prob_scale = sum_tile(
-            alternation, first_block >= keys.end_block, row_sum, tiles_done, pipelines, LAYOUT
+            warpgroup, first_block >= keys.end_block, row_sum, tiles_done, pipelines, LAYOUT
         )
         next_item, next_index = next_tile(scheduler, item, index + gl.num_programs(0))
-        if NUMBER == 0:
+        if INDEX == 0:
             if next_item < scheduler.last_item:
                 load_query(inputs, scheduler, next_item, next_index, loaded)
             tile = locate_tile(scheduler, item, index)

@@ -2,8 +2,6 @@
 
 A final result goes to `out` and `lse`. A split goes to float32 partials, which the merge kernel
 combines; it then adds the sink, once.
-
-Lineage    own design
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ D_C = gl.constexpr(512)  # columns of a result
 
 @gluon.jit
 def finish_rows(tile, outputs, heads, head, row_max, row_sum):
-    """(lse, out_scale): out = acc · out_scale."""
+    """Return (lse, out_scale): out = acc · out_scale."""
     is_empty = row_sum == 0.0
     lse = (row_max + log2(gl.where(is_empty, 1.0, row_sum))) * LN2
     lse = gl.where(is_empty, NEG_INF, lse)
@@ -102,8 +100,8 @@ def _store_tiles(
 
 @gluon.jit
 def store_staged(tile, outputs, heads, acc, FIRST: gl.constexpr, staging):
-    """As `store_acc` of one accumulator [64 heads, columns]; a final result goes through an smem
-    tile of that shape, and is written 16 bytes per thread."""
+    """Store one accumulator [64 heads, columns] like `store_acc`. A final result goes through an
+    smem tile of that shape, and is written 16 bytes per thread."""
     if tile.slot < 0:
         _store_final(tile, outputs, heads, acc, FIRST, staging)
     else:

@@ -11,8 +11,6 @@ accumulator is multiplied back (`pow2_scale`). What is lost lies below 2**-38 of
 
 Element (row, column) of a wgmma A operand [64, 16] is at row 16·warp + 8u + r and column
 8h + 2t + i, in lane 4r + t; u, h and i count a thread's own elements.
-
-Lineage    own design
 """
 
 from __future__ import annotations
@@ -62,7 +60,7 @@ def pow2_scale(amax):
 
 @gluon.jit
 def load_keys(smem, LAYOUT: gl.constexpr):
-    """Words [64, columns / 4] as the A operand [64, columns] of a wgmma with acc in LAYOUT.
+    """Load words [64, columns / 4] as the A operand [64, columns] of a wgmma with acc in LAYOUT.
 
     Of sixteen columns, 8h + 2t + i of the operand is column 4t + 2h + i of the row: queries have
     the same order (`permute_query`).
@@ -97,7 +95,7 @@ def to_fp16(words):
 
 @gluon.jit
 def _in_key_order(rows):
-    """[rows, columns], of sixteen columns 4t + 2h + i at 8h + 2t + i."""
+    """Return [rows, columns], of sixteen columns 4t + 2h + i at 8h + 2t + i."""
     ROWS: gl.constexpr = rows.shape[0]
     WIDTH: gl.constexpr = rows.shape[1]
     ordered = rows.reshape([ROWS, WIDTH // 16, 4, 2, 2]).permute(0, 1, 3, 2, 4)
@@ -118,14 +116,14 @@ def row_amax(smem):
 
 @gluon.jit
 def scale_query(smem, DTYPE: gl.constexpr, factor):
-    """Queries [rows, columns] · factor [rows] as a 16-bit type, in the same shared memory."""
+    """Scale queries [rows, columns] by factor [rows], as a 16-bit type in the same memory."""
     queries = load_rows(smem).to(gl.float32) * gl.expand_dims(factor, 1)
     reinterpret(smem, DTYPE, smem.shape, smem.layout).store(queries.to(DTYPE))
 
 
 @gluon.jit
 def permute_query(smem, target, factor):
-    """Queries [rows, columns] · factor [rows] as float16, columns in the order of `load_keys`.
+    """Store queries [rows, columns] · factor [rows] as float16, in the column order of `load_keys`.
 
     target  may be the same memory
     """
@@ -143,13 +141,13 @@ def load_rows(smem):
 
 @gluon.jit
 def permute_fp8_query(smem, target):
-    """As `permute_query`, of FP8 queries: words [rows, columns / 4], which need no factor."""
+    """Permute FP8 queries, words [rows, columns / 4], like `permute_query`; they need no factor."""
     target.store(_in_key_order(_load_fp8(smem)))
 
 
 @gluon.jit
 def convert_fp8_query(smem, target):
-    """FP8 queries, words [rows, columns / 4], as the 16-bit type of `target`, columns in order."""
+    """Convert FP8 queries, words [rows, columns / 4], to the type of `target`, columns in order."""
     target.store(_load_fp8(smem).to(gl.float32).to(target.dtype))
 
 
@@ -162,7 +160,7 @@ def _load_fp8(smem):
 
 @gluon.jit
 def load_values(smem, num_valid, LAYOUT: gl.constexpr):
-    """Words [keys, 32] as the A operand [128 columns, keys] of a wgmma with acc in LAYOUT.
+    """Load words [keys, 32] as the A operand [128 columns, keys] of a wgmma with acc in LAYOUT.
 
     Rows from `num_valid` on may hold NaN, and become zeros. Columns are in the order of
     `acc_columns`.
@@ -209,6 +207,6 @@ def load_values(smem, num_valid, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def acc_columns(LAYOUT: gl.constexpr):
-    """Which of 128 columns each row of an accumulator of `load_values` is."""
+    """Return which of 128 columns each row of an accumulator of `load_values` is."""
     row = gl.arange(0, 128, gl.SliceLayout(1, LAYOUT))
     return row // 16 % 4 * 32 + row % 8 * 4 + row // 64 * 2 + row // 8 % 2

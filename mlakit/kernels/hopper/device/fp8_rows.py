@@ -5,8 +5,6 @@ power of two per row keeps the products in float16's range, and is a factor of i
 probabilities. It follows the row's largest scale, whatever that is: a power that stayed 1 over a
 range of scales would jump at its end, and the probabilities of rows beyond it would be rounded to
 zero beside those of rows before it.
-
-Lineage    own design
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ LARGEST_POWER = gl.constexpr(127 + 122)
 
 @gluon.constexpr_function
 def row_layout(lanes, in_thread, shape):
-    """[64 rows, …]: each thread has the same four rows, whatever else it has."""
+    """Return [64 rows, …]: each thread has the same four rows, whatever else it has."""
     rows = [0] * (len(shape) - 1)
     return gl.DistributedLinearLayout(
         reg_bases=[*in_thread, [16, *rows], [32, *rows]],
@@ -46,7 +44,7 @@ KEYS = gl.constexpr(gl.SliceLayout(1, WORDS))
 
 @gluon.jit
 def load_words(start, is_valid, WORD: gl.constexpr, LAYOUT: gl.constexpr):
-    """Words of rows from word WORD on; zeros of entries that do not count."""
+    """Load words of rows from word WORD on; zeros for invalid entries."""
     KEY: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     at = gl.expand_dims(gl.convert_layout(start, KEY, assert_trivial=True), 1)
     at += gl.expand_dims(WORD + gl.arange(0, LAYOUT.shape[1], gl.SliceLayout(0, LAYOUT)), 0)
@@ -56,7 +54,7 @@ def load_words(start, is_valid, WORD: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def load_half(start, is_valid, FIRST: gl.constexpr):
-    """256 columns from word FIRST on, as two tiles of words."""
+    """Load 256 columns from word FIRST on, as two tiles of words."""
     return load_words(start, is_valid, FIRST, WORDS), load_words(start, is_valid, FIRST + 32, WORDS)
 
 
@@ -83,7 +81,7 @@ def load_group_scales(start, is_valid):
 
 @gluon.jit
 def power_of_two(exponent):
-    """(2**(exponent − 127), its inverse), from SMALLEST_POWER to LARGEST_POWER."""
+    """Return (2**(exponent − 127), its inverse), from SMALLEST_POWER to LARGEST_POWER."""
     exponent = gl.maximum(gl.minimum(exponent, LARGEST_POWER), SMALLEST_POWER)
     scale = (exponent << 23).to(gl.float32, bitcast=True)
     return scale, ((254 - exponent) << 23).to(gl.float32, bitcast=True)
@@ -158,8 +156,8 @@ def _of_group(parts, GROUP: gl.constexpr):
 
 @gluon.jit
 def group_factors(scales):
-    """(factors of each 128 columns, for `convert`; the power of two of each row, which is a factor
-    of its scores; its inverse, for rotated columns; the largest power of each warp [4])
+    """Return (factors of each 128 columns, for `convert`; the power of two of each row, which is a
+    factor of its scores; its inverse, for rotated columns; the largest power of each warp [4])
 
     scales  `load_group_scales`
     """
@@ -178,7 +176,7 @@ def _spread(factor, words):
     if len(factor.shape) == 1:
         factor = gl.convert_layout(factor, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
         return gl.expand_dims(factor, 1).broadcast_to(words.shape)
-    else:  # noqa: RET505
+    else:
         PARTS: gl.constexpr = words.reshape([64, 2, 16]).type.layout
         factor = gl.convert_layout(factor, gl.SliceLayout(2, PARTS), assert_trivial=True)
         spread = gl.expand_dims(factor, 2).broadcast_to([64, 2, 16]).reshape([64, 32])

@@ -1,4 +1,4 @@
-"""How blocks of 64 keys come from the paged cache to shared memory.
+"""Loads of blocks of 64 keys from the paged cache to shared memory.
 
 TMA      one tile of 64 rows, or one per page where a block has several; a producer warp issues it
 Gather   where no TMA tile fits a page (`Inputs.words`). The 128 threads of a gather producer issue
@@ -42,7 +42,7 @@ def producer_arrivals(words):
 
 @gluon.constexpr_function
 def gather_layout(width):
-    """[64, 16 or 32 words]: 16 bytes per thread, which has the same rows of either width."""
+    """Return [64, 16 or 32 words]: 16 bytes per thread, which has the same rows of either width."""
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [16, 0], [32, 0]],
         lane_bases=[[0, 4], [0, 8], [0, 16 if width == 32 else 0], [1, 0], [2, 0]],
@@ -105,7 +105,7 @@ def pages_of_keys(inputs, keys, block, LAYOUT: gl.constexpr):
     """The page of each key of a block, [64], or one page for all; page 0 past the last key."""
     if inputs.PAGE % 64 != 0:
         return _pages_from(inputs, keys, block, LAYOUT, 64)
-    else:  # noqa: RET505
+    else:
         return _page_of_block(inputs, keys, block)
 
 
@@ -114,7 +114,7 @@ def row_in_page(inputs, block, offset):
     """The row in its page of the key at `offset` in a block."""
     if 64 % inputs.PAGE == 0:
         return offset % inputs.PAGE
-    elif inputs.PAGE % 64 != 0:  # noqa: RET505
+    elif inputs.PAGE % 64 != 0:
         return (block * 64 + offset) % inputs.PAGE
     else:
         return offset + block % (inputs.PAGE // 64) * 64
@@ -132,7 +132,7 @@ def tma_rows(inputs, keys, block, WARPS: gl.constexpr):
         is_there = entry * inputs.PAGE < keys.end
         page = _load_page(inputs, keys, entry, is_there)
         return gl.where(is_there, page * inputs.PAGE_ROWS, NO_ROW)
-    else:  # noqa: RET505
+    else:
         return _first_row(inputs, keys, _page_of_block(inputs, keys, block), block)
 
 
@@ -144,16 +144,16 @@ def lookup_block(inputs, keys, block, WARPS: gl.constexpr = 1):
     """
     if inputs.words is None:
         return tma_rows(inputs, keys, block, WARPS)
-    else:  # noqa: RET505
+    else:
         return pages_of_keys(inputs, keys, block, GATHERED_KEYS)
 
 
 @gluon.jit
 def rows_of_block(inputs, keys, lookup, block):
-    """What `load_block` takes: the first row of each TMA tile, or the row of each key."""
+    """Return the first row of each TMA tile, or the row of each key, for `load_block`."""
     if inputs.words is None:
         return lookup
-    else:  # noqa: RET505
+    else:
         offset = gl.arange(0, 64, GATHERED_KEYS)
         row = lookup * inputs.PAGE_ROWS + row_in_page(inputs, block, offset)
         return gl.where(block * 64 + offset < keys.end, row, NO_ROW)
@@ -161,7 +161,7 @@ def rows_of_block(inputs, keys, lookup, block):
 
 @gluon.jit
 def expect_block(inputs, full, BYTES: gl.constexpr):
-    """Before the loads that a barrier waits for."""
+    """Expect the bytes that TMA will load; called before the loads that a barrier waits for."""
     if inputs.words is None:
         mbarrier.expect(full, BYTES)
 
@@ -197,7 +197,7 @@ def _gather_block(inputs, rows, word, smem):
 
 @gluon.jit
 def arrive_on_loads(inputs, full):
-    """After the loads that a barrier waits for: gathering threads arrive when theirs are done."""
+    """Arrive once the loads are issued: gathering threads arrive when theirs are done."""
     if inputs.words is not None:
         async_copy.mbarrier_arrive(full, increment_count=False)
 

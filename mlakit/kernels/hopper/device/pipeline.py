@@ -102,9 +102,9 @@ def next_stage(pipeline, stage, phase):
 
 
 @gluon.jit
-def two_stages(number):
-    """(stage, phase) of fill `number` in a pipeline of two stages."""
-    return number & 1, (number >> 1) & 1
+def two_stages(fill):
+    """Return (stage, phase) of `fill` in a pipeline of two stages."""
+    return fill & 1, (fill >> 1) & 1
 
 
 @gluon.jit
@@ -160,8 +160,8 @@ def _fill_block(inputs, pipelines, stage, phase, rows, ROPE_COLUMN: gl.constexpr
 
 
 @gluon.jit
-def _store_block_scales(scales, pipelines, stage, found):
-    stored = store_scales(scales, pipelines.scales, stage, found)
+def _store_block_scales(scales, pipelines, stage, loaded):
+    stored = store_scales(scales, pipelines.scales, stage, loaded)
     if pipelines.min_scale is not None:
         (scale,) = stored
         smallest = gl.min(gl.where(scale > 0, scale, float("inf")), 0)
@@ -170,7 +170,7 @@ def _store_block_scales(scales, pipelines, stage, found):
 
 @gluon.jit
 def producer(item, index, inputs, scheduler, pipelines, scales, ROPE_COLUMN: gl.constexpr):
-    """The producer warps: the rotated columns of every block, then its tiles of latent columns.
+    """Run the producer: load the rotated columns of every block, then its latent columns.
 
     The scales of rows, if there are any, go with the rotated columns.
     """
@@ -184,7 +184,7 @@ def producer(item, index, inputs, scheduler, pipelines, scales, ROPE_COLUMN: gl.
         pages = lookup_scales(scales, inputs, keys, keys.first_block)
         for block in range(keys.first_block, keys.end_block):
             # before the wait for an empty stage
-            found, pages = load_scales(scales, inputs, keys, block, pages)
+            loaded, pages = load_scales(scales, inputs, keys, block, pages)
             rows = rows_of_block(inputs, keys, lookup, block)
             lookup = lookup_block(inputs, keys, block + 1)
             own_stage = rope_stage
@@ -199,7 +199,7 @@ def producer(item, index, inputs, scheduler, pipelines, scales, ROPE_COLUMN: gl.
                     column = fill * WIDTH
                     stage, phase = _fill(inputs, latent, stage, phase, inputs.kv, rows, column)
             if scales.first is not None:
-                _store_block_scales(scales, pipelines, own_stage, found)
+                _store_block_scales(scales, pipelines, own_stage, loaded)
                 mbarrier.arrive(rope.full.index(own_stage), count=1)
             if IS_WHOLE:
                 stage, phase = next_stage(latent, stage, phase)

@@ -1,7 +1,4 @@
-"""Device functions and layouts that the Gluon kernels for Hopper share.
-
-Lineage    own design
-"""
+"""Device functions and layouts that the Gluon kernels for Hopper share."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ def acc_layout(columns, k=16):
 
 @gluon.constexpr_function
 def lane_layout(warps):
-    """[32 · n], one element per lane; [32] has the same elements in each of `warps` warps."""
+    """Return the layout of [32 · n], an element per lane; each of `warps` warps has all of [32]."""
     return gl.BlockedLayout([1], [32], [warps], [0])
 
 
@@ -76,7 +73,7 @@ def allow_dependents():
 
 @gluon.jit
 def log2(x):
-    """Wrong by 2**-22 at most, relative to 1 or to the result; gl.log2 takes 35 instructions."""
+    """Return log2(x) within 2**-22, relative to 1 or the result; gl.log2 takes 35 instructions."""
     return gl.inline_asm_elementwise(
         "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
     )
@@ -93,37 +90,37 @@ def _named_asm(kind, threads):
 
 
 @gluon.jit
-def named_arrive(number, THREADS: gl.constexpr):
+def named_arrive(barrier_id, THREADS: gl.constexpr):
     """Arrive at a named barrier of the hardware, and go on.
 
     An mbarrier counts one arrival per warp role, before which the compiler makes all warps of the
     role wait for each other, and after which it does so again. Here each warp arrives by itself.
     """
     gl.inline_asm_elementwise(
-        _named_asm("arrive", THREADS), "=r,r,r", [gl.to_tensor(number), gl.to_tensor(1)],
+        _named_asm("arrive", THREADS), "=r,r,r", [gl.to_tensor(barrier_id), gl.to_tensor(1)],
         dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
 @gluon.jit
-def named_wait(number, THREADS: gl.constexpr, is_asked=True):
+def named_wait(barrier_id, THREADS: gl.constexpr, is_asked=True):
     """Arrive at a named barrier and wait for the other threads, if `is_asked`."""
     asked = gl.to_tensor(is_asked).to(gl.int32)
     gl.inline_asm_elementwise(
-        _named_asm("sync", THREADS), "=r,r,r", [gl.to_tensor(number), asked], dtype=gl.int32,
+        _named_asm("sync", THREADS), "=r,r,r", [gl.to_tensor(barrier_id), asked], dtype=gl.int32,
         is_pure=False, pack=1,
     )  # fmt: skip
 
 
 @gluon.jit
 def alloc_vector(COUNT: gl.constexpr):
-    """float32 [COUNT] in shared memory, which warpgroups exchange values through."""
+    """Return float32 [COUNT] in shared memory, which warpgroups exchange values through."""
     return gl.allocate_shared_memory(gl.float32, [COUNT], SMEM_VECTOR)
 
 
 @gluon.jit
 def alloc_barrier(ARRIVALS: gl.constexpr = 1):
-    """An allocation each: between two barriers the compiler then needs no CTA-wide barrier."""
+    """Allocate one barrier. Separate allocations need no CTA-wide barrier between two barriers."""
     barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(barrier, count=ARRIVALS)
     return barrier
@@ -131,7 +128,7 @@ def alloc_barrier(ARRIVALS: gl.constexpr = 1):
 
 @gluon.jit
 def alloc_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """COUNT barriers that are indexed at run time; each phase completes after ARRIVALS arrivals."""
+    """Allocate COUNT barriers indexed at run time; each phase takes ARRIVALS arrivals."""
     barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(COUNT):
         mbarrier.init(barriers.index(stage), count=ARRIVALS)
@@ -237,8 +234,8 @@ def tma_load_block(descriptor, rows, column, barrier, smem):
 def tma_load_page_slices(
     descriptor, rows, FIRST: gl.constexpr, column, barrier, smem, BYTES: gl.constexpr
 ):  # fmt: skip
-    """As `_tma_load_pages`, with TMA tiles as wide as the smem tile: each of four warps then loads
-    a swizzle atom.
+    """Load pages like `_tma_load_pages`, with TMA tiles as wide as the smem tile: each of four
+    warps then loads a swizzle atom.
 
     FIRST  lane of `rows` that has the first page
     """
@@ -293,7 +290,7 @@ def zero_rows(tiles, stages, first):
 
     Rows past a request's last key may hold NaN, and 0 · NaN is NaN.
     """
-    # as words, one swizzle atom after the other: less code, fewer registers
+    # view tiles as words, one swizzle atom after the other: less code, fewer registers
     ATOMS: gl.constexpr = tiles.shape[2] // 64
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
     if first < 64:

@@ -1,7 +1,4 @@
-"""Queries of the 64-head FP8 kernels, scaled to float16's range in shared memory.
-
-Lineage    own design
-"""
+"""Queries of the 64-head FP8 kernels, scaled to float16's range in shared memory."""
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
 A producer loads the scales of a block before it waits for a free stage, and stores them after the
 loads of the block are issued: their latency of about a thousand cycles is then hidden. The pages
 they are in are looked up a block earlier.
-
-Lineage    own design
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ class ScaleStages:
 
 @gluon.constexpr_function
 def _keys_layout(warps, count):
-    """[64 keys]: all of them in each warp, so that no warp waits for another.
+    """Return [64 keys]: all of them in each warp, so that no warp waits for another.
 
     With four scales per row the registers of four warps do not suffice for that.
     """
@@ -57,11 +55,11 @@ def _keys_layout(warps, count):
 
 @gluon.constexpr_function
 def _groups_layout(warps):
-    """[64 keys, 4 scales]: keys as `_keys_layout` has them, with all their scales."""
-    own = [[0, 1], [0, 2]]
+    """Return [64 keys, 4 scales]: keys as `_keys_layout` has them, with all their scales."""
+    bases = [[0, 1], [0, 2]]
     lanes = [[1, 0], [2, 0], [4, 0], [8, 0], [16, 0]]
     return gl.DistributedLinearLayout(
-        reg_bases=own if warps == 4 else [*own, [1, 0]],
+        reg_bases=bases if warps == 4 else [*bases, [1, 0]],
         lane_bases=lanes if warps == 4 else [*lanes[1:], [32, 0]],
         warp_bases=[[32, 0], [0, 0]] if warps == 4 else [],
         block_bases=[],
@@ -82,8 +80,8 @@ def _load_groups(scales, inputs, block, pages, is_read):
     at += row_in_page(inputs, block, offset).to(gl.int64) * (scales.stride_row // 4 * 4)
     group = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, LAYOUT)), 0)
     is_read = gl.expand_dims(gl.convert_layout(is_read, KEYS, assert_trivial=True), 1)
-    found = gl.load(scales.first + (gl.expand_dims(at, 1) + group), mask=is_read, other=0.0)
-    even, odd = gl.split(found.reshape([64, 2, 2]))
+    loaded = gl.load(scales.first + (gl.expand_dims(at, 1) + group), mask=is_read, other=0.0)
+    even, odd = gl.split(loaded.reshape([64, 2, 2]))
     s0, s2 = gl.split(even)
     s1, s3 = gl.split(odd)
     KEY: gl.constexpr = _keys_layout(scales.WARPS, 4)
@@ -115,7 +113,7 @@ def lookup_scales(scales, inputs, keys, block):
     """Start the page lookup of a block's scales."""
     if scales.first is not None:
         return pages_of_keys(inputs, keys, block, _keys_layout(scales.WARPS, scales.COUNT))
-    else:  # noqa: RET505
+    else:
         return block
 
 
@@ -125,31 +123,31 @@ def load_scales(scales, inputs, keys, block, pages):
 
     Returns (a tuple of COUNT vectors [64 keys], zeros past the last key; pages of the next block).
     """
-    found = ()
+    loaded = ()
     if scales.first is not None:
         offset = gl.arange(0, 64, _keys_layout(scales.WARPS, scales.COUNT))
         is_read = block * 64 + offset < keys.end
         if scales.COUNT == 4:
-            found += _load_groups(scales, inputs, block, pages, is_read)
+            loaded += _load_groups(scales, inputs, block, pages, is_read)
         else:
             at = scales.first + pages.to(gl.int64) * scales.stride_page
             at += row_in_page(inputs, block, offset).to(gl.int64) * scales.stride_row
-            found += (gl.load(at, mask=is_read, other=0.0),)
-    return found, lookup_scales(scales, inputs, keys, block + 1)
+            loaded += (gl.load(at, mask=is_read, other=0.0),)
+    return loaded, lookup_scales(scales, inputs, keys, block + 1)
 
 
 @gluon.jit
-def store_scales(scales, stages, stage, found):
+def store_scales(scales, stages, stage, loaded):
     """Store the scales of a block to its stage; returns them as they are stored."""
     stored = ()
-    for group in gl.static_range(len(found)):
-        scale = found[group]
-        if len(found) == 1:
+    for group in gl.static_range(len(loaded)):
+        scale = loaded[group]
+        if len(loaded) == 1:
             scale = gl.where(scale < 0, 0.0, scale)  # a NaN stays one
-        stages.values.index(stage * len(found) + group).store(scale)
+        stages.values.index(stage * len(loaded) + group).store(scale)
         stored += (scale,)
     amax = stored[0]
-    for group in gl.static_range(1, len(found)):
+    for group in gl.static_range(1, len(loaded)):
         amax = gl.maximum(amax, stored[group])
     store_scalar(stages.amax.index(stage), gl.max(amax, 0), scales.WARPS)
     return stored
@@ -157,8 +155,8 @@ def store_scales(scales, stages, stage, found):
 
 @gluon.jit
 def apply_tensor_scale(kv_scales, scale_log2):
-    """(scale_log2, tensor_scale) of `arguments.KVScales`; a scale on the device is not yet part of
-    scale_log2."""
+    """Return (scale_log2, tensor_scale) of `arguments.KVScales`; a scale on the device is not yet
+    part of scale_log2."""
     tensor_scale = kv_scales.tensor_scale
     if kv_scales.device_scale is not None:
         tensor_scale = gl.load(kv_scales.device_scale).to(gl.float32)

@@ -23,7 +23,7 @@ SMALLEST_SCALE = gl.constexpr(configs.SMALLEST_SCALE)
 
 @record
 class ScoreTraits:
-    """What masks depend on, known when a kernel is compiled."""
+    """Constants that the masks of a kernel depend on."""
 
     SIGN: object  # of softmax_scale
     IS_EXTERNAL_PLAN: object
@@ -31,7 +31,7 @@ class ScoreTraits:
 
 @gluon.jit
 def apply_sign(scores, SIGN: gl.constexpr):
-    """scores · SIGN: kernels get |softmax_scale| and its sign."""
+    """Return scores · SIGN: kernels get |softmax_scale| and its sign."""
     if SIGN < 0:
         scores = -scores
     if SIGN == 0:
@@ -41,7 +41,7 @@ def apply_sign(scores, SIGN: gl.constexpr):
 
 @gluon.jit
 def mask_scores(scores, block, keys, KEY_AXIS: gl.constexpr, traits):
-    """−inf for the keys of a block outside [keys.low, keys.end).
+    """Return scores with −inf for the keys of a block outside [keys.low, keys.end).
 
     Splits of an external plan may begin inside a block.
     """

@@ -19,7 +19,7 @@ MAX_SINGLE_TOKENS = 4  # of a batch of one token block
 
 
 class IndexerConfig(NamedTuple):
-    """What the kernel is compiled with."""
+    """Constants that the indexer kernel is compiled with."""
 
     TOKENS: int  # of a token block, which stays in shared memory while key tiles stream by
     HEADS: int  # of a token, padded
@@ -50,7 +50,7 @@ FOUR_WARPGROUPS = {"CONSUMER_REGISTERS": 112, "PRODUCER_REGISTERS": 32, "MAX_REG
 
 
 def _decode(tokens: int, heads: int, stages: int, *, adds_odd_relu: bool) -> IndexerConfig:
-    """Bound by memory: two warpgroups side by side in the keys, two accumulators each."""
+    """Return the config of decode, bound by memory: two warpgroups side by side in the keys."""
     return IndexerConfig(
         TOKENS=tokens,
         HEADS=heads,
@@ -66,7 +66,7 @@ def _decode(tokens: int, heads: int, stages: int, *, adds_odd_relu: bool) -> Ind
 
 
 def _prefill(tokens: int, heads: int, keys: int, stages: int) -> IndexerConfig:
-    """Bound by tensor cores and the sum over heads: four warpgroups of N = 128."""
+    """Return the config of prefill, bound by tensor cores and the sum over heads: N = 128."""
     return IndexerConfig(
         TOKENS=tokens,
         HEADS=heads,
@@ -95,13 +95,13 @@ CONFIGS = {
 
 
 def is_single_block(*, tokens: int, batch: int) -> bool:
-    """Is the batch one token block? Then CTAs need no line of work tiles (`scheduler`)."""
+    """Return whether the batch is one token block: CTAs then need no line of work tiles."""
     return batch == 1 and tokens <= MAX_SINGLE_TOKENS
 
 
 @lru_cache(maxsize=256)
 def pick_config(*, heads: int, tokens: int, batch: int) -> IndexerConfig:
-    """By the average number of query tokens per request: no token block has tokens of two."""
+    """Pick a config by the query tokens per request: a token block has tokens of one request."""
     padded = MIN_HEADS if heads <= MIN_HEADS else MAX_HEADS
     mean = tokens / max(batch, 1)
     block = next((size for size in (1, 2, 4) if mean <= size), 8)
@@ -109,7 +109,7 @@ def pick_config(*, heads: int, tokens: int, batch: int) -> IndexerConfig:
 
 
 def fits_int32(config: IndexerConfig, *, tokens: int, batch: int, columns: int) -> bool:
-    """Do sums of work tiles fit int32? Else the scheduler counts in int64."""
+    """Return whether sums of work tiles fit int32; otherwise the scheduler adds in int64."""
     blocks = tokens // config.TOKENS + batch
     tiles = columns // config.KEYS + columns // config.FILL_COLUMNS + 3
     return blocks * tiles < MAX_INT32 and columns // config.KEYS < 2**15

@@ -27,7 +27,7 @@ FILL_STEP = gl.constexpr(512)  # columns that a warpgroup fills at once
 
 @record
 class Tiling:
-    """Members of `IndexerConfig`."""
+    """Tile sizes of `IndexerConfig` that the consumers read."""
 
     TOKENS: object
     HEADS: object
@@ -53,7 +53,7 @@ class Outputs:
 
 @record
 class Lane:
-    """What a thread keeps for a token block."""
+    """Values that a thread keeps for a token block."""
 
     weights: object  # [WG_TOKENS · HEADS]
     out: object  # pointers [64, WG_TOKENS] to the logits of the first piece of key tile 0
@@ -80,7 +80,7 @@ def _times_scale(logits, scale):
 
 @gluon.jit
 def _store(lane, acc, scale, key, TOKENS: gl.constexpr, ADDS_ODD: gl.constexpr):
-    """The logits of a piece, `key` keys from the first one on."""
+    """Store the logits of a piece, `key` keys after the first one."""
     logits = sum_heads(acc, lane.weights, TOKENS, ADDS_ODD)
     logits = _times_scale(logits, gl.expand_dims(scale, 1).broadcast_to(logits.shape))
     gl.store(lane.out + key, logits, mask=lane.limit > key)
@@ -88,7 +88,7 @@ def _store(lane, acc, scale, key, TOKENS: gl.constexpr, ADDS_ODD: gl.constexpr):
 
 @gluon.jit
 def _score_tile(stages, stage, phase, q, lane, key, tiling, ROW: gl.constexpr):
-    """The warpgroup's pieces of a key tile; no wgmma is in flight before or after.
+    """Score the warpgroup's pieces of a key tile; no wgmma is in flight before or after.
 
     ROW  of the key tile that its pieces begin with
     """
@@ -122,37 +122,37 @@ def _load_lane(requests, outputs, work, tiling, TOKEN: gl.constexpr, ROW: gl.con
     N: gl.constexpr = TOKENS * HEADS
     LAYOUT: gl.constexpr = logits_layout(TOKENS)
     column = gl.arange(0, N, gl.SliceLayout(0, acc_layout(N, 32)))
-    own, head = TOKEN + column // HEADS, column % HEADS
-    token = (work.token + own).to(gl.int64)
+    in_block, head = TOKEN + column // HEADS, column % HEADS
+    token = (work.token + in_block).to(gl.int64)
     at = token * outputs.stride_weights_token + head * outputs.stride_weights_head
-    is_there = (own < work.count) & (head < outputs.HEADS)
+    is_there = (in_block < work.count) & (head < outputs.HEADS)
     weights = gl.load(outputs.weights + at, mask=is_there, other=0.0)
     if tiling.ADDS_ODD_RELU:
         weights = gl.where(column % 2 == 1, weights * 0.5, weights)
 
-    own = TOKEN + gl.arange(0, TOKENS, gl.SliceLayout(0, LAYOUT))
+    in_block = TOKEN + gl.arange(0, TOKENS, gl.SliceLayout(0, LAYOUT))
     row = gl.expand_dims(ROW + gl.arange(0, PIECE, gl.SliceLayout(1, LAYOUT)), 1)
     end = work.first_end
     if requests.IS_CAUSAL:
-        end += own
+        end += in_block
     else:
-        end += own * 0
-    end = gl.where(own < work.count, end, 0)
-    start = (work.token + own).to(gl.int64) * outputs.stride_out
+        end += in_block * 0
+    end = gl.where(in_block < work.count, end, 0)
+    start = (work.token + in_block).to(gl.int64) * outputs.stride_out
     out = outputs.out + (gl.expand_dims(start, 0) + row)
     return Lane(weights, out, gl.expand_dims(end, 0) - row)
 
 
 @gluon.jit
 def _fill(requests, outputs, work, WG: gl.constexpr, WARPGROUPS: gl.constexpr):
-    """−inf to the hidden keys among the columns of fill tiles."""
+    """Store −inf for the hidden keys among the columns of fill tiles."""
     offset = gl.arange(0, FILL_STEP, lane_layout(4))
     hidden = gl.full([FILL_STEP], -float("inf"), gl.float32, lane_layout(4))
-    for own in range(gl.where(work.fill_first < work.fill_end, work.count, 0)):
+    for in_block in range(gl.where(work.fill_first < work.fill_end, work.count, 0)):
         end = work.first_end
         if requests.IS_CAUSAL:
-            end += own
-        row = outputs.out + (work.token + own).to(gl.int64) * outputs.stride_out
+            end += in_block
+        row = outputs.out + (work.token + in_block).to(gl.int64) * outputs.stride_out
         first = work.fill_first + WG * FILL_STEP
         for start in range(first, work.fill_end, WARPGROUPS * FILL_STEP):
             column = start + offset
@@ -168,7 +168,7 @@ def _warpgroups(tiling):
 def _score_block(
     requests, outputs, stages, work, q_stage, q_phase, stage, phase, tiling, WG: gl.constexpr
 ):
-    """The key tiles of a token block; returns the next stage and its phase."""
+    """Score the key tiles of a token block; return the next stage and its phase."""
     TOKEN_GROUPS: gl.constexpr = tiling.TOKENS // tiling.WG_TOKENS
     TOKEN: gl.constexpr = WG % TOKEN_GROUPS * tiling.WG_TOKENS
     ROW: gl.constexpr = WG // TOKEN_GROUPS * tiling.WG_PIECES * PIECE
@@ -186,7 +186,7 @@ def _score_block(
 
 @gluon.jit
 def consumer(request, block, tile, left, requests, outputs, stages, tiling, WG: gl.constexpr):
-    """Consumer warpgroup WG."""
+    """Run consumer warpgroup WG."""
     WARPGROUPS: gl.constexpr = _warpgroups(tiling)
     stage, phase, uses = tile * 0, tile * 0, tile * 0
     if requests.IS_SINGLE:

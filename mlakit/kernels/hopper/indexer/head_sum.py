@@ -17,8 +17,8 @@ from triton.experimental.gluon import language as gl
 
 @gluon.constexpr_function
 def logits_layout(tokens):
-    """[64 keys, 1, 2 or 4 tokens]: a thread of a quad has one of four tokens in two rows, or one of
-    two tokens in one row, or one row, which two threads share."""
+    """Return [64 keys, 1, 2 or 4 tokens]: a thread of a quad has one of four tokens in two rows, or
+    one of two tokens in one row, or one row, which two threads share."""
     rows, warps = [[1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]]
     if tokens == 4:
         registers, quad = [[8, 0]], [[0, 1], [0, 2]]
@@ -82,8 +82,8 @@ def _sum_asm(tokens, heads, adds_odd):
         lines += [f"mov.f32 $0, {sums[0][0]};", f"mov.f32 $2, {sums[0][1]};"]
     else:
         choose(2)
-        for own in sums:
-            exchange(2, *own)
+        for pair in sums:
+            exchange(2, *pair)
         if tokens == 2:
             choose(1)
             exchange(1, sums[0][0], sums[1][0])
@@ -104,8 +104,8 @@ def _log2(count):
 
 @gluon.jit
 def sum_heads(acc, weights, TOKENS: gl.constexpr, ADDS_ODD: gl.constexpr):
-    """[64 keys, TOKENS] of acc [64, TOKENS · heads] and weights [TOKENS · heads]; with ADDS_ODD
-    those of odd heads are halved."""
+    """Return [64 keys, TOKENS] of acc [64, TOKENS · heads] and weights [TOKENS · heads]; with
+    ADDS_ODD those of odd heads are halved."""
     COLUMNS: gl.constexpr = acc.shape[1]
     COUNT: gl.constexpr = COLUMNS // 2
     GROUPS: gl.constexpr = COLUMNS // 8

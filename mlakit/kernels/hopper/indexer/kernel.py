@@ -79,7 +79,7 @@ def indexer_logits_kernel(
     stride_table_request,
     stride_weights_token,
     stride_out,
-    given,  # `decode.arguments.Batch`
+    ragged,  # `decode.arguments.Batch`
     result,  # `ResultArguments`
     TRAITS: gl.constexpr,
     CONFIG: gl.constexpr,
@@ -88,8 +88,8 @@ def indexer_logits_kernel(
         CONFIG.TOKENS // CONFIG.WG_TOKENS * (CONFIG.KEYS // (CONFIG.WG_PIECES * PIECE))
     )
     requests = Requests(
-        given.q_starts, given.kv_lens, given.page_table, given.stride_q_starts,
-        given.stride_kv_lens, stride_table_request, given.stride_entry, tokens, max_pages,
+        ragged.q_starts, ragged.kv_lens, ragged.page_table, ragged.stride_q_starts,
+        ragged.stride_kv_lens, stride_table_request, ragged.stride_entry, tokens, max_pages,
         columns, TRAITS.IS_CAUSAL, TRAITS.IS_SINGLE, CONFIG.TOKENS, CONFIG.KEYS,
         CONFIG.FILL_COLUMNS,
     )  # fmt: skip

@@ -39,7 +39,7 @@ class ResultArguments(NamedTuple):
 
 
 class IndexerTraits(NamedTuple):
-    """What the kernel is compiled for."""
+    """Constants that the indexer kernel is compiled for."""
 
     HEADS: int
     PAGE: int  # keys of a page
@@ -118,7 +118,7 @@ def _queries(q: Tensor, tokens: int, heads: int) -> TensorDescriptor:
 
 
 def _key_rows(payload: Tensor) -> tuple[Tensor, int]:
-    """Keys as rows at one distance, and how many of them pages are apart."""
+    """Return keys as rows of one stride, and the rows from a page to the next."""
     num_pages, page_size, width = payload.shape
     by_row = payload.stride(1)
     apart = payload.stride(0) // by_row if num_pages > 1 else page_size

@@ -157,7 +157,7 @@ def _load_key_tiles(requests, sources, stages, work, pages, stage, phase):
 
 @gluon.jit
 def producer(request, block, tile, left, requests, sources, stages):
-    """The producer warp."""
+    """Run the producer warp."""
     PIECES: gl.constexpr = stages.keys.shape[1] // PIECE
     stage, phase, uses = tile * 0, tile * 0, tile * 0
     if requests.IS_SINGLE:

@@ -103,7 +103,7 @@ def tiles_before(
         fills = _floor_sum(top, FILL_BITS - TOKEN_BITS)
         fills -= _floor_sum(top - block, FILL_BITS - TOKEN_BITS)
         return gl.where(block > 0, scores + fills, 0)
-    else:  # noqa: RET505
+    else:
         return block * (_ceil_div(kv_len, KEY_BITS) + _ceil_div(columns - kv_len, FILL_BITS))
 
 
@@ -117,7 +117,7 @@ def _request_tiles(requests, q_len, kv_len, block):
 
 @gluon.jit
 def _load_lengths(requests, request, mask=None):
-    """(first query token, query tokens, keys) of requests."""
+    """Return (first query token, query tokens, keys) of requests."""
     at = request.to(gl.int64)
     starts = requests.q_starts + at * requests.stride_q_starts
     lens = requests.kv_lens + at * requests.stride_kv_lens
@@ -140,7 +140,7 @@ def _add(a, b):
 
 @gluon.jit
 def _line_ends(requests, start, batch, before, LINE: gl.constexpr):
-    """Where the work tiles of requests from `start` on end on the line, one request per element."""
+    """Return the ends on the line of requests from `start` on, one request per element."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([REQUESTS // 128], [32], [4], [0])
     request = start + gl.arange(0, REQUESTS, LAYOUT)
     _, q_len, kv_len = _load_lengths(requests, request, mask=request < batch)
@@ -151,7 +151,7 @@ def _line_ends(requests, start, batch, before, LINE: gl.constexpr):
 
 @gluon.jit
 def first_work_tile(requests, batch, LINE: gl.constexpr):
-    """(request, block, tile, left) that this CTA starts with; called by four warps."""
+    """Return (request, block, tile, left) that this CTA starts with; called by four warps."""
     ends = _line_ends(requests, 0, batch, gl.to_tensor(0).to(LINE), LINE)
     chunk_end = gl.max(ends, 0)
     total = chunk_end
@@ -228,7 +228,7 @@ def locate_block(requests, request, block, tile, left):
 
 @gluon.jit
 def locate_single(requests):
-    """What this CTA computes of a batch of one token block; rows of padding may follow it."""
+    """Locate this CTA's part of a batch of one token block, which padding rows may follow."""
     _, q_len, kv_len = _load_lengths(requests, gl.to_tensor(0))
     count = gl.minimum(q_len, requests.tokens)
     cta, num_ctas = gl.program_id(0), gl.num_programs(0)
@@ -258,7 +258,7 @@ def locate_single(requests):
 
 @gluon.jit
 def next_block(work, request, block, left):
-    """(request, block, tile, left) after a token block."""
+    """Return (request, block, tile, left) after a token block."""
     return (
         gl.where(work.is_last, request + 1, request),
         gl.where(work.is_last, 0, block + 1),

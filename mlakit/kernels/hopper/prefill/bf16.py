@@ -2,7 +2,7 @@
 
 Maths      scores = (q_n·k_n + q_r·k_r) · softmax_scale ; out = softmax(scores) @ v
 Work       persistent CTAs; a work tile is 128 queries of a head: two consumer warpgroups of 64, a
-           producer warp (TMA), two cleaner warps (`values`). QK of block i + 1 is issued before PV
+           producer warp (TMA), two masking warps (`values`). QK of block i + 1 is issued before PV
            of block i: softmax runs under PV and under the wgmma of the other warpgroup
 Memory     keys as they are: k_nope of the head and k_rope of all heads are TMA tiles of their own
            and chained wgmma; P stays in registers
@@ -53,7 +53,7 @@ from mlakit.kernels.hopper.prefill.tiles import (
     locate_tile,
     no_tile,
 )
-from mlakit.kernels.hopper.prefill.values import CLEANER_WARPS, add_non_finite, cleaner
+from mlakit.kernels.hopper.prefill.values import MASKING_WARPS, add_non_finite, masking_warps
 
 BLOCK_Q = gl.constexpr(configs.BLOCK_Q)
 
@@ -90,11 +90,11 @@ def _load_values(v, stages, strides, tile, row, fill):
 @gluon.jit
 def _producer(schedule, tiles, parts, v, strides, queries, keys, values, ROW_BYTES: gl.constexpr):
     """The producer warp: loads, in the order in which stages are released and needed."""
-    number = gl.program_id(0)
+    tile_index = gl.program_id(0)
     tiles_done = gl.to_tensor(0)
     fill = gl.to_tensor(0)
-    while number < schedule.num_tiles:
-        tile = locate_tile(schedule, number)
+    while tile_index < schedule.num_tiles:
+        tile = locate_tile(schedule, tile_index)
         publish_tile(tiles, tiles_done, tile)
         row = tile.kv_row + block_start(schedule, tile, 0)
         _load_keys(parts, keys, strides, tile, row, fill, ROW_BYTES)
@@ -108,7 +108,7 @@ def _producer(schedule, tiles, parts, v, strides, queries, keys, values, ROW_BYT
         drawn = draw_tile(schedule)
         _load_values(v, values, strides, tile, row, fill)
         fill += 1
-        number = drawn_number(drawn)
+        tile_index = drawn_number(drawn)
         tiles_done += 1
     publish_tile(tiles, tiles_done, no_tile())
 
@@ -126,7 +126,7 @@ def _step(
     block, fill, schedule, tile, parts, keys, values, acc, probs, row_max, row_sum, rescale,
     scale_log2, ROW0: gl.constexpr, SIGN: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """QK of `block` and PV of the block before it, then softmax of `block`."""
+    """Issue QK of `block` and PV of the block before it, then compute softmax of `block`."""
     k_stage, _ = two_stages(fill)
     v_stage, v_phase = two_stages(fill - 1)
     _, next_phase = two_stages(fill + 1)
@@ -274,7 +274,7 @@ def mla_prefill_kernel(
     TRAITS: gl.constexpr,
     CONFIG: gl.constexpr,  # `configs.PrefillConfig`
 ):
-    """grid: persistent CTAs, at most one per SM"""
+    """Run persistent CTAs, at most one per SM, over the work tiles that they draw."""
     BLOCK_K: gl.constexpr = CONFIG.BLOCK_K
     WIDTH: gl.constexpr = q.block_shape[1]
     outputs = Outputs(
@@ -324,8 +324,8 @@ def mla_prefill_kernel(
                 _producer,
                 (schedule, tiles, parts, v, strides, queries, keys, values, ROW_BYTES),
             ),
-            (cleaner, (schedule, tiles, values, flags)),
+            (masking_warps, (schedule, tiles, values, flags)),
         ],
-        [4, 1, CLEANER_WARPS],
+        [4, 1, MASKING_WARPS],
         [CONFIG.CONSUMER_REGISTERS, CONFIG.PRODUCER_REGISTERS, CONFIG.PRODUCER_REGISTERS],
     )  # fmt: skip

@@ -16,7 +16,7 @@ STAGES = 2  # of keys, and of values
 L2_BYTES = 16 << 20
 # equal requests whose query tiles are dealt out together. H200, 32 causal prompts of 512 tokens and
 # 8 heads: 1, 4 and 8 take 77.1, 73.0 and 74.4 us without the schedule
-MAX_TOGETHER = 4
+MAX_INTERLEAVED = 4
 # row_max is kept until a score exceeds it by this much (log2), by less in rows of few large
 # weights. H200, 2026-11-17: 8, as in decode, takes 1 to 3 % less time than 1
 RESCALE_THRESHOLD = 8
@@ -31,7 +31,7 @@ BLOCK_K = {
     (128, 0, 128): 128,
     (64, 32, 64): 128,
 }
-# of e4m3 queries, keys and values
+# widths of e4m3 queries, keys and values
 FP8_BLOCK_K = {(128, 64, 128): 128, (128, 0, 128): 128}
 # 64 per consumer warpgroup. H200, 2026-11-17, 2 causal prompts of 8192 tokens, cycles of a block of
 # 128 queries: three warpgroups, each doing one thing at a time, take 2050; two, with softmax under
@@ -43,7 +43,7 @@ FP8_PROB_SHIFT = 8
 
 
 class Traits(NamedTuple):
-    """What a prefill kernel is compiled for."""
+    """Constants that a prefill kernel is compiled for."""
 
     D_N: int
     D_R: int
@@ -56,14 +56,14 @@ class Traits(NamedTuple):
 class PrefillConfig(NamedTuple):
     BLOCK_K: int
     CONSUMER_REGISTERS: int  # of the second consumer; the first one has the rest
-    PRODUCER_REGISTERS: int  # of the producer and the cleaner
+    PRODUCER_REGISTERS: int  # of the producer and the masking warps
     MAX_REGISTERS: int
     RESCALE_THRESHOLD: int
 
 
 @lru_cache(maxsize=64)
 def prefill_config(widths: tuple[int, int, int]) -> PrefillConfig:
-    """widths  (D_N, D_R, D_V)"""
+    """Return the config for `widths` (D_N, D_R, D_V)."""
     return PrefillConfig(
         BLOCK_K[widths],
         CONSUMER_REGISTERS=240,
@@ -83,7 +83,7 @@ class Fp8PrefillConfig(NamedTuple):
 
 @lru_cache(maxsize=64)
 def fp8_prefill_config(widths: tuple[int, int, int]) -> Fp8PrefillConfig:
-    """widths  (D_N, D_R, D_V)"""
+    """Return the FP8 config for `widths` (D_N, D_R, D_V)."""
     return Fp8PrefillConfig(
         FP8_BLOCK_Q,
         FP8_BLOCK_K[widths],

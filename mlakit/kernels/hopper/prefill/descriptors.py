@@ -16,7 +16,7 @@ _smem_layout = lru_cache(maxsize=64)(smem_layout)
 
 
 def as_rows(heads: Tensor) -> Tensor:
-    """[n, heads, columns] as [n, all columns from the first head's to the last one's]."""
+    """Return [n, heads, columns] as [n, all columns from the first head's to the last one's]."""
     n, count, columns = heads.shape
     span = (count - 1) * heads.stride(1) + columns
     return row_pitch(heads.as_strided((n, span), (heads.stride(0), 1)))

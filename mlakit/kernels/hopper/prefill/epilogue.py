@@ -13,7 +13,7 @@ from mlakit.kernels.hopper.device.softmax import NEG_INF
 
 @record
 class Outputs:
-    """Where results go."""
+    """The tensors that results are written to."""
 
     out: object
     lse: object
@@ -27,7 +27,7 @@ class Outputs:
 
 @gluon.constexpr_function
 def _store_layout(columns):
-    """[64, columns] of four warps: 8 neighbouring columns per thread and 32 per quad, whose
+    """Return [64, columns] of four warps: 8 neighbouring columns per thread and 32 per quad, whose
     accumulator elements they are, so that they are exchanged inside of a quad."""
     more = [[0, 1 << bit] for bit in range(5, columns.bit_length() - 1)]
     return gl.DistributedLinearLayout(
@@ -41,7 +41,7 @@ def _store_layout(columns):
 
 @gluon.jit
 def finish_rows(outputs, tile, row_max, row_sum):
-    """(lse, out_scale): out = acc · out_scale."""
+    """Return (lse, out_scale): out = acc · out_scale."""
     is_empty = row_sum == 0.0
     lse = (row_max + log2(gl.where(is_empty, 1.0, row_sum))) * LN2
     lse = gl.where(is_empty, NEG_INF, lse)
@@ -71,6 +71,6 @@ def store_out(outputs, tile, ROW0: gl.constexpr, acc):
     column = gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT))
     first = outputs.out + tile.head.to(gl.int64) * outputs.stride_out_head
     first += (tile.q_row + ROW0).to(gl.int64) * outputs.stride_out_token
-    # of 64 rows: int32 unless rows are 64 MB apart
+    # offsets of 64 rows fit int32 unless rows are 64 MB apart
     at = gl.expand_dims(row * outputs.stride_out_token, 1) + gl.expand_dims(column, 0)
     gl.store(first + at, values, mask=gl.expand_dims(ROW0 + row < tile.num_rows, 1))

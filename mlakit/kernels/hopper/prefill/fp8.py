@@ -74,7 +74,7 @@ MMA_K = gl.constexpr(32)
 
 @record
 class Values:
-    """What `fp8_values` wrote, its smem tiles, and v itself."""
+    """The results of `fp8_values`, their smem tiles, and v itself."""
 
     tma: object  # rows of D_V per tile
     tiles: object  # [STAGES, D_V, BLOCK_K]
@@ -88,7 +88,7 @@ class Values:
 
 @record
 class Scales:
-    """Where scales are, float32 or None."""
+    """Pointers to the scales, float32 or None."""
 
     q: object
     k: object
@@ -115,7 +115,7 @@ class Strides:
 
 @record
 class Inputs:
-    """What all warp roles read."""
+    """Inputs that all warp roles read."""
 
     schedule: object
     tiles: object
@@ -130,7 +130,7 @@ class Inputs:
 
 @gluon.jit
 def _stage(fill):
-    """(stage, phase) of a fill of keys and values."""
+    """Return (stage, phase) of a fill of keys and values."""
     return fill & (STAGES - 1), (fill // STAGES) & 1
 
 
@@ -153,7 +153,7 @@ def _tile_bytes(tma):
 
 @gluon.jit
 def _load_block(inputs, tile, row, v_tile, fill, ROW_BYTES: gl.constexpr):
-    """Keys and values of a block, and their scales."""
+    """Load keys and values of a block, and their scales."""
     values = inputs.values
     D_V: gl.constexpr = values.tiles.shape[1]
     BLOCK_K: gl.constexpr = inputs.schedule.BLOCK_K
@@ -177,11 +177,11 @@ def _producer(inputs, ROW_BYTES: gl.constexpr):
     """The producer warp: loads, in the order in which stages are released and needed."""
     schedule = inputs.schedule
     BLOCK_K: gl.constexpr = schedule.BLOCK_K
-    number = gl.program_id(0)
+    tile_index = gl.program_id(0)
     tiles_done = gl.to_tensor(0)
     fill = gl.to_tensor(0)
-    while number < schedule.num_tiles:
-        tile = _align_tile(schedule, locate_tile(schedule, number))
+    while tile_index < schedule.num_tiles:
+        tile = _align_tile(schedule, locate_tile(schedule, tile_index))
         publish_tile(inputs.tiles, tiles_done, tile)
         row = tile.kv_row + block_start(schedule, tile, 0)
         v_tile = first_value_tile(inputs.values, tile, BLOCK_K)
@@ -201,14 +201,14 @@ def _producer(inputs, ROW_BYTES: gl.constexpr):
             row -= BLOCK_K
             v_tile -= 1
             fill += 1
-        number = drawn_number(draw_tile(schedule))
+        tile_index = drawn_number(draw_tile(schedule))
         tiles_done += 1
     publish_tile(inputs.tiles, tiles_done, no_tile())
 
 
 @gluon.jit
 def _issue_pv(probs, values, stage):
-    """PV of one block, in flight."""
+    """Issue PV of one block."""
     D_V: gl.constexpr = values.tiles.shape[1]
     ACC: gl.constexpr = acc_layout(D_V, MMA_K)
     probs = as_a_operand(probs, gl.DotOperandLayout(0, ACC, 4))
@@ -370,7 +370,7 @@ def mla_prefill_fp8_kernel(
     TRAITS: gl.constexpr,
     CONFIG: gl.constexpr,  # `configs.Fp8PrefillConfig`
 ):
-    """grid: persistent CTAs, at most one per SM"""
+    """Run persistent CTAs, at most one per SM, over the work tiles that they draw."""
     BLOCK_K: gl.constexpr = CONFIG.BLOCK_K
     D_V: gl.constexpr = v.block_shape[0]
     WARPGROUPS: gl.constexpr = CONFIG.BLOCK_Q // 64

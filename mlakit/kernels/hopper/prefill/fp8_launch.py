@@ -17,7 +17,7 @@ from mlakit.kernels.launch import launch, target
 
 
 def launch_fp8(a: PrefillArguments, out: Tensor, lse: Tensor, traits: Traits) -> None:
-    """There are queries and keys."""
+    """Launch the FP8 kernel; the caller has checked that there are queries and keys."""
     q, k_nope, k_rope, v, sink = a.q, a.k_nope, a.k_rope, a.v, a.sink
     tokens, heads, _ = q.shape
     d_n, d_r, d_v = k_nope.shape[2], k_rope.shape[1], v.shape[2]

@@ -19,14 +19,14 @@ EACH_WARP = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
 
 @gluon.jit
 def first_value_tile(values, tile, BLOCK_K: gl.constexpr):
-    """Of the request, among the tiles of all heads."""
-    own = tile.head * values.count + tile.kv_row // BLOCK_K + tile.request
-    return gl.where(tile.kv_len > 0, own, ABSENT)
+    """Return the request's first tile of values, counted among the tiles of all heads."""
+    first = tile.head * values.count + tile.kv_row // BLOCK_K + tile.request
+    return gl.where(tile.kv_len > 0, first, ABSENT)
 
 
 @gluon.jit
 def has_flags(values, tile, BLOCK_K: gl.constexpr):
-    """Does a tile that a query sees have a value that is not finite?"""
+    """Return whether a tile that a query sees has a value that is not finite."""
     first = first_value_tile(values, tile, BLOCK_K) + tile.first // BLOCK_K
     block = gl.arange(0, FLAGS, EACH_WARP)
     flags = block * 0

@@ -25,7 +25,7 @@ SMALLEST_SCALE = gl.constexpr(_SMALLEST_SCALE)
 
 @gluon.jit
 def column_of(rows, like):
-    """[64] as [64, 1], in the layout of `like`, whose rows threads have alike."""
+    """Return [64] as [64, 1], in the layout of `like`, whose rows threads have alike."""
     LAYOUT: gl.constexpr = gl.SliceLayout(1, like.type.layout)
     return gl.expand_dims(gl.convert_layout(rows, LAYOUT, assert_trivial=True), 1)
 
@@ -72,14 +72,14 @@ def _max_constraints(count):
 
 @gluon.jit
 def _row_max(scores):
-    """[64] largest of each row."""
+    """Return [64] largest of each row."""
     COUNT: gl.constexpr = scores.shape[1] // 2
     ROW: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
     bits = gl.inline_asm_elementwise(
         _max_asm(COUNT), _max_constraints(COUNT), [scores.to(gl.int32, bitcast=True)],
         dtype=gl.int32, is_pure=True, pack=COUNT,
     )  # fmt: skip
-    # of each thread of a quad one element: they are alike
+    # keep one element per thread of a quad: all four are alike
     each, _ = gl.split(gl.reshape(bits, [64, scores.shape[1] // 8, 4, 2]))
     each = gl.permute(each, (0, 2, 1))
     each, _ = gl.split(gl.reshape(each, [64, 4, 8, 2]))
@@ -105,8 +105,8 @@ def _sign_of_keys(scales):
 
 @gluon.jit
 def row_scales(scales, scale_log2, tile, ROW0: gl.constexpr, ROW: gl.constexpr):
-    """([64] what scores are multiplied by, besides the scales of each key; is it `mask_scores` that
-    negates them?)"""
+    """Return ([64] factors of scores besides the scales of each key, whether `mask_scores` negates
+    the scores)."""
     scale = scale_log2
     is_negated = gl.to_tensor(False)
     if scales.k is not None and not scales.HAS_KEYS:
@@ -118,17 +118,17 @@ def row_scales(scales, scale_log2, tile, ROW0: gl.constexpr, ROW: gl.constexpr):
         row = ROW0 + gl.arange(0, 64, ROW)
         token = (tile.q_row + row).to(gl.int64)
         head = scales.q + tile.head.to(gl.int64) * scales.stride_q_head
-        own = gl.load(head + token * scales.stride_q_token, mask=row < tile.num_rows, other=0.0)
-        own *= scale
+        factor = gl.load(head + token * scales.stride_q_token, mask=row < tile.num_rows, other=0.0)
+        factor *= scale
     else:
-        own = gl.full([64], 0.0, gl.float32, ROW) + scale
+        factor = gl.full([64], 0.0, gl.float32, ROW) + scale
     # a scale of 0 would turn the −inf of a hidden key into NaN
-    return gl.where(own < SMALLEST_SCALE, SMALLEST_SCALE, own), is_negated
+    return gl.where(factor < SMALLEST_SCALE, SMALLEST_SCALE, factor), is_negated
 
 
 @gluon.constexpr_function
 def _vector_layout(keys):
-    """[keys] of which a thread has 4t to 4t + 3 of each 16; t is its place in a quad."""
+    """Return [keys] of which a thread has 4t to 4t + 3 of each 16; t is its place in a quad."""
     more = [[1 << bit] for bit in range(4, keys.bit_length() - 1)]
     return gl.DistributedLinearLayout(
         reg_bases=[[1], [2], *more],
@@ -141,7 +141,7 @@ def _vector_layout(keys):
 
 @gluon.jit
 def _key_vector(scales, stage, NUMBER: gl.constexpr, like):
-    """[1, BLOCK_K] of a stage: 0 k_scale, 1 the logarithms of v_scale, 2 their inverses."""
+    """Return [1, BLOCK_K] of a stage: 0 k_scale, 1 the logarithms of v_scale, 2 their inverses."""
     BLOCK_K: gl.constexpr = like.shape[1]
     COLUMN: gl.constexpr = gl.SliceLayout(0, like.type.layout)
     # swizzled before TMA swizzled them: plain vectors
@@ -155,7 +155,7 @@ def _key_vector(scales, stage, NUMBER: gl.constexpr, like):
 
 @gluon.jit
 def load_block_scales(scales, stage):
-    """(k_scale, log2 of v_scale, its inverse) of a block's keys."""
+    """Return (k_scale, log2 of v_scale, its inverse) of a block's keys."""
     copies = reinterpret(scales.tiles.index(stage), gl.float32, [16, 4], SMEM_VECTOR)
     even, odd = gl.split(gl.reshape(copies.index(0).load(IN_EACH_THREAD), [2, 2]))
     k_scale, inverse = gl.split(gl.reshape(even, [1, 2]))
@@ -229,8 +229,8 @@ _PACK = gl.constexpr("""{
 
 @gluon.jit
 def to_e4m3(probs):
-    """[64, keys / 4] words of a thread's columns 8h + 2t + b of each 16: a loop would keep each
-    byte in a register of its own."""
+    """Return [64, keys / 4] words of a thread's columns 8h + 2t + b of each 16: a loop would keep
+    each byte in a register of its own."""
     GROUPS: gl.constexpr = probs.shape[1] // 16
     # [64, groups, h, t, b] as [64, groups, t, b, h]
     parts = gl.permute(gl.reshape(probs, [64, GROUPS, 2, 4, 2]), (0, 1, 3, 4, 2))
@@ -260,7 +260,7 @@ def as_a_operand(words, PROBS: gl.constexpr):
 
 @gluon.jit
 def softmax_step(scores, scales, of_block, stage, row_max, row_sum, row_scale):
-    """(words of e4m3, row_max, row_sum, what acc is to be rescaled by) of `scale_scores`.
+    """Return (words of e4m3, row_max, row_sum, what acc is to be rescaled by) of `scale_scores`.
 
     of_block  `load_block_scales`: row_max has the logarithm of v_scale in it, row_sum has not
     """

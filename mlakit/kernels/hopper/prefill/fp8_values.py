@@ -41,7 +41,7 @@ def max_value_tiles(keys: int, batch: int) -> int:
 
 
 class ScaleKinds(NamedTuple):
-    """What has a scale of its own: each key, each value, each block of both."""
+    """Kinds of scales that vary: by key, by value, by block of both."""
 
     has_keys: bool
     has_values: bool
@@ -49,7 +49,7 @@ class ScaleKinds(NamedTuple):
 
 
 def scale_kinds(k_scale: Tensor | None, v_scale: Tensor | None, keys_per_scale: int) -> ScaleKinds:
-    # with a stride of 0 it is one for all
+    # a scale with a stride of 0 is one for all
     varies = [scale is not None and scale.stride(0) != 0 for scale in (k_scale, v_scale)]
     if keys_per_scale == 1:
         return ScaleKinds(*varies, has_blocks=False)
@@ -63,7 +63,7 @@ def rewrite_values(
     kv_starts: Tensor,
     kinds: ScaleKinds,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(tiles, flags, scales)"""
+    """Return (tiles, flags, scales)"""
     keys, heads, d_v = v.shape
     batch = kv_starts.shape[0] - 1
     count = max_value_tiles(keys, batch)
@@ -132,7 +132,7 @@ def _rewrite_values_kernel(
     LOG2_SHIFT: tl.constexpr,
     BY_WORDS: tl.constexpr,  # columns are contiguous, at multiples of 16 bytes
 ):
-    """grid (heads, tiles)"""
+    """Rewrite one tile of values of one head; the grid is (heads, tiles)."""
     head, tile = tl.program_id(0), tl.program_id(1)
     # the last request whose tiles do not begin after this one
     request = -1
@@ -146,7 +146,7 @@ def _rewrite_values_kernel(
     kv_end = tl.load(kv_starts + (request + 1) * stride_kv_starts).to(tl.int32)
     first_key = kv_start + (tile - kv_start // BLOCK - request) * BLOCK
     if first_key < kv_end:
-        number = head.to(tl.int64) * tl.num_programs(1) + tile
+        index = head.to(tl.int64) * tl.num_programs(1) + tile
         place = tl.arange(0, BLOCK)
         IS_SIGNED: tl.constexpr = HAS_VALUE_SCALES or HAS_BLOCK_SCALES
         if HAS_BLOCK_SCALES:
@@ -158,35 +158,35 @@ def _rewrite_values_kernel(
             stride_scale_token = 0
         if BY_WORDS:
             is_flagged = _rewrite_words(
-                v, v_scale, tiles, head, number, first_key, kv_end, stride_token, stride_head,
+                v, v_scale, tiles, head, index, first_key, kv_end, stride_token, stride_head,
                 stride_scale_token, stride_scale_head, IS_SIGNED, D_V, BLOCK,
             )  # fmt: skip
         else:
             is_flagged = _rewrite_bytes(
-                v, v_scale, tiles, head, number, first_key, kv_end, stride_token, stride_head,
+                v, v_scale, tiles, head, index, first_key, kv_end, stride_token, stride_head,
                 stride_column, stride_scale_token, stride_scale_head, IS_SIGNED, D_V, BLOCK,
             )  # fmt: skip
-        tl.store(flags + number, is_flagged)
+        tl.store(flags + index, is_flagged)
         key = (first_key + place).to(tl.int64)
         if HAS_KEY_SCALES:
             scale = tl.load(k_scale + key * stride_k_scale, mask=key < kv_end, other=0.0)
-            _store_vector(scales, number, 0, place, scale)
+            _store_vector(scales, index, 0, place, scale)
         if HAS_VALUE_SCALES:
             scale = _value_scale(
                 v_scale, head, key, key < kv_end, stride_scale_token, stride_scale_head
             )
             scale = _size_of(scale, NO_SCALE)
-            _store_vector(scales, number, 4, place, tl.log2(scale) + LOG2_SHIFT)
-            _store_vector(scales, number, 8, place, 1.0 / scale)
+            _store_vector(scales, index, 4, place, tl.log2(scale) + LOG2_SHIFT)
+            _store_vector(scales, index, 8, place, 1.0 / scale)
         if HAS_BLOCK_SCALES:
             _store_block_scales(
-                scales, number, k_scale, v_scale, head.to(tl.int64) * stride_scale_head, NO_SCALE
+                scales, index, k_scale, v_scale, head.to(tl.int64) * stride_scale_head, NO_SCALE
             )
 
 
 @triton.jit
 def _rewrite_bytes(
-    v, v_scale, tiles, head, number, first_key, kv_end, stride_token, stride_head, stride_column,
+    v, v_scale, tiles, head, index, first_key, kv_end, stride_token, stride_head, stride_column,
     stride_scale_token, stride_scale_head, IS_SIGNED: tl.constexpr, D_V: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -206,14 +206,14 @@ def _rewrite_bytes(
             bits = bits ^ tl.where(scale < 0.0, 0x80, 0).to(tl.uint8)[None, :]
     bits = tl.reshape(tl.where(is_good, bits, 0), [D_V, BLOCK // 16, 2, 4, 2])
     bits = tl.reshape(tl.permute(bits, (0, 1, 3, 2, 4)), [D_V, BLOCK]).to(tl.uint8)
-    out = tiles.to(tl.pointer_type(tl.uint8)) + number * (D_V * BLOCK)
+    out = tiles.to(tl.pointer_type(tl.uint8)) + index * (D_V * BLOCK)
     tl.store(out + column[:, None] * BLOCK + place[None, :], bits)
     return 1 - tl.min(tl.min(is_good.to(tl.int32), 1), 0)
 
 
 @triton.jit
 def _rewrite_words(
-    v, v_scale, tiles, head, number, first_key, kv_end, stride_token, stride_head,
+    v, v_scale, tiles, head, index, first_key, kv_end, stride_token, stride_head,
     stride_scale_token, stride_scale_head, IS_SIGNED: tl.constexpr, D_V: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -244,7 +244,7 @@ def _rewrite_words(
     even23 = (keys[2] & 0x00FF00FF) | ((keys[3] & 0x00FF00FF) << 8)
     odd01 = ((keys[0] >> 8) & 0x00FF00FF) | (keys[1] & 0xFF00FF00)
     odd23 = ((keys[2] >> 8) & 0x00FF00FF) | (keys[3] & 0xFF00FF00)
-    out = tiles.to(tl.pointer_type(tl.uint32)) + number * (D_V * BLOCK // 4)
+    out = tiles.to(tl.pointer_type(tl.uint32)) + index * (D_V * BLOCK // 4)
     out = out + column[:, None] * BLOCK + group[None, :]
     tl.store(out, tl.trans((even01 & 0xFFFF) | (even23 << 16)))
     tl.store(out + BLOCK // 4, tl.trans((odd01 & 0xFFFF) | (odd23 << 16)))
@@ -255,14 +255,14 @@ def _rewrite_words(
 
 @triton.jit
 def _size_of(scale, NO_SCALE: tl.constexpr):
-    """|scale|, with a logarithm"""
+    """Return |scale|, if it has a logarithm."""
     scale = tl.abs(scale)
     return tl.where((scale > NO_SCALE) & (scale < float("inf")), scale, NO_SCALE)
 
 
 @triton.jit
-def _store_block_scales(scales, number, k_scale, v_scale, head_offset, NO_SCALE: tl.constexpr):
-    """See `scales` above."""
+def _store_block_scales(scales, index, k_scale, v_scale, head_offset, NO_SCALE: tl.constexpr):
+    """Store the scales of blocks; see `scales` above."""
     of_keys, of_values = 1.0, 1.0
     if k_scale is not None:
         of_keys = tl.load(k_scale)
@@ -272,7 +272,7 @@ def _store_block_scales(scales, number, k_scale, v_scale, head_offset, NO_SCALE:
     four = tl.where(place % 4 == 0, of_keys, 0.0)
     four = tl.where(place % 4 == 1, tl.log2(of_values + tl.zeros([64], tl.float32)), four)
     four = tl.where(place % 4 == 2, 1.0 / of_values, four)
-    tl.store(scales + number * 64 + place, four)
+    tl.store(scales + index * 64 + place, four)
 
 
 @triton.jit
@@ -282,10 +282,10 @@ def _value_scale(v_scale, head, row, is_key, stride_token, stride_head):
 
 
 @triton.jit
-def _store_vector(scales, number, FIRST_ROW: tl.constexpr, place, vector):
+def _store_vector(scales, index, FIRST_ROW: tl.constexpr, place, vector):
     # in each 16 keys the order of values
     place = place // 16 * 16 + place % 8 // 2 * 4 + place % 16 // 8 * 2 + place % 2
     row = FIRST_ROW + place // 32
     # 16 bytes of a row change places as TMA changes them
     column = (place % 32 // 4 ^ row % 8) * 4 + place % 4
-    tl.store(scales + (number * 16 + row) * 32 + column, vector)
+    tl.store(scales + (index * 16 + row) * 32 + column, vector)

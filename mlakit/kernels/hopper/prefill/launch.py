@@ -24,7 +24,7 @@ from mlakit.kernels.launch import launch, target
 
 
 def mla_prefill(a: PrefillArguments, out: Tensor, lse: Tensor) -> None:
-    """a.alibi_slopes  None"""
+    """Launch the prefill kernel; `a.alibi_slopes` is None."""
     q, k_nope, k_rope, v = a.q, a.k_nope, a.k_rope, a.v
     softmax_scale, mask, sink = a.softmax_scale, a.mask, a.sink
     tokens, heads, _ = q.shape

@@ -12,10 +12,9 @@ from mlakit.kernels.hopper.prefill.tiles import seen_keys
 
 @gluon.jit
 def keys_left(scores, limit):
-    """(key, limit) that broadcast to scores as [64, keys / 8, 4, 2]: column key of the block is
-    before column `limit` [64] if key < limit. All that differs between threads is in limit: what
-    it is compared with are constants, and take no registers.
-    """
+    """Return (key, limit) that broadcast to scores as [64, keys / 8, 4, 2]: column key of the block
+    is before column `limit` [64] if key < limit. All that differs between threads is in limit: what
+    it is compared with are constants, and take no registers."""
     LAYOUT: gl.constexpr = scores.type.layout
     ROW_THREAD: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))
     GROUP_BIT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))

@@ -1,8 +1,6 @@
 """Columns of queries and keys that one TMA descriptor and one smem tile hold: loads and QK.
 
 Shared by both prefill kernels: everything here.
-
-Lineage    own design
 """
 
 from __future__ import annotations
@@ -70,7 +68,7 @@ def load_keys(parts, stage, full, tile, row, stride_head):
 
 @gluon.jit
 def issue_qk(parts, stage, ROW0: gl.constexpr, MMA_K: gl.constexpr = 16):
-    """S = Q Kᵀ of a stage, in flight.
+    """Issue S = Q Kᵀ of a stage.
 
     MMA_K  of `acc_layout`
     """

@@ -29,7 +29,7 @@ class Stages:
 
 @record
 class ValueStages:
-    """Blocks of values; from `full` to `clean` they are the cleaner's."""
+    """Stages of blocks of values; from `full` to `clean` they belong to the masking warps."""
 
     tiles: object  # [2, BLOCK_K, D_V]
     full: object
@@ -48,7 +48,7 @@ class TileStages:
 
 @gluon.constexpr_function
 def _fields_layout(warps):
-    """[32], all of them in each thread of so many warps."""
+    """Return [32], all of them in each thread of so many warps."""
     return gl.DistributedLinearLayout(
         reg_bases=[[1], [2], [4], [8], [16]],
         lane_bases=[[0]] * 5,
@@ -66,13 +66,13 @@ def alloc_tile_stages(READERS: gl.constexpr):
 
 @gluon.jit
 def two_stages(fill):
-    """(stage, phase) of a fill."""
+    """Return (stage, phase) of a fill."""
     return fill & 1, (fill >> 1) & 1
 
 
 @gluon.jit
 def publish_tile(tiles, tiles_done, tile):
-    """By the producer, one warp."""
+    """Publish a work tile to all roles; called by the producer, one warp."""
     stage, phase = two_stages(tiles_done)
     mbarrier.wait(tiles.empty.index(stage), phase ^ 1)
     lane = gl.arange(0, 32, lane_layout(1))
@@ -100,7 +100,7 @@ def wait_tile(tiles, tiles_done):
 
 @gluon.jit
 def read_tile(tiles, schedule, tiles_done, WARPS: gl.constexpr):
-    """For a role of so many warps. No blocks: there are no more work tiles."""
+    """Read a work tile with WARPS warps. A tile without blocks is the end."""
     LAYOUT: gl.constexpr = _fields_layout(WARPS)
     fields = tiles.fields.index(tiles_done & 1).load(LAYOUT)
     index = gl.arange(0, 32, LAYOUT)

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from mlakit.kernels import workspace
-from mlakit.kernels.hopper.prefill.configs import L2_BYTES, MAX_TOGETHER
+from mlakit.kernels.hopper.prefill.configs import L2_BYTES, MAX_INTERLEAVED
 from mlakit.kernels.launch import INTERPRETED, launch, target
 
 # q_start, q_len, kv_start, kv_len, the first row of the request if its rows were neighbours, its
@@ -29,7 +29,7 @@ CHUNK = 256  # requests, or rows, at a time
 
 
 def max_query_tiles(tokens: int, batch: int, block_q: int) -> int:
-    """At least as many as a batch of so many query tokens has per head."""
+    """Return an upper bound of the query tiles per head of a batch with `tokens` query tokens."""
     return tokens // block_q + min(batch, tokens)
 
 
@@ -42,7 +42,7 @@ def make_schedule(
     block_q: int,  # queries of a work tile
     key_bytes: int,  # of a key and its value, of one head
 ) -> tuple[Tensor, Tensor]:
-    """(rows [max_query_tiles, ROW_COLUMNS], counters [COUNTERS])"""
+    """Return (rows [max_query_tiles, ROW_COLUMNS], counters [COUNTERS])"""
     batch = q_starts.shape[0] - 1
     shape = (max_query_tiles(tokens, batch, block_q), ROW_COLUMNS)
     rows = workspace.scratch(shape, torch.int32, q_starts.device)
@@ -60,7 +60,7 @@ def make_schedule(
         q_starts.stride(0),
         kv_starts.stride(0),
         BLOCK_Q=block_q,
-        MAX_TOGETHER=MAX_TOGETHER,
+        MAX_INTERLEAVED=MAX_INTERLEAVED,
         COLUMNS=ROW_COLUMNS,
         CHUNK=CHUNK,
         IS_CHAINED=target(q_starts.device) is not INTERPRETED,
@@ -84,7 +84,7 @@ def _schedule_prefill_kernel(
     stride_q_starts,
     stride_kv_starts,
     BLOCK_Q: tl.constexpr,
-    MAX_TOGETHER: tl.constexpr,
+    MAX_INTERLEAVED: tl.constexpr,
     COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr,
     IS_CHAINED: tl.constexpr,
@@ -119,16 +119,16 @@ def _schedule_prefill_kernel(
     num_tiles = tl.cdiv(q_len, BLOCK_Q)
     most = tl.minimum(tl.maximum(group_keys // tl.maximum(kv_len, 1), 1), heads)
     group = tl.cdiv(heads, tl.cdiv(heads, most))  # as few groups, but of one size
-    # of `together` equal requests the tile of each, then the next tile of each
-    together = group_keys // heads // tl.maximum(kv_len, 1)
-    together = tl.minimum(tl.maximum(together, 1), MAX_TOGETHER)
+    # `interleaved` equal requests take turns: the first tile of each, then the next tile of each
+    interleaved = group_keys // heads // tl.maximum(kv_len, 1)
+    interleaved = tl.minimum(tl.maximum(interleaved, 1), MAX_INTERLEAVED)
     place = tl.sum(equals_before, 0)
-    own = place % together
-    step = tl.minimum(together, tl.sum(equals, 0) - (place - own))
-    first = tl.sum(tiles_before, 0) - own * num_tiles
+    offset = place % interleaved
+    step = tl.minimum(interleaved, tl.sum(equals, 0) - (place - offset))
+    first = tl.sum(tiles_before, 0) - offset * num_tiles
     for start in tl.range(0, num_tiles, CHUNK):
         from_last = start + tl.arange(0, CHUNK)
-        row = first + own + from_last * step
+        row = first + offset + from_last * step
         at = rows + row * COLUMNS
         is_row = from_last < num_tiles
         tl.store(at, q_start, mask=is_row)
@@ -143,7 +143,7 @@ def _schedule_prefill_kernel(
 
 @triton.jit
 def _length(starts, request, stride, is_there):
-    """(start, length) of requests, as int32."""
+    """Return (start, length) of requests, as int32."""
     at = starts + request * stride
     start = tl.load(at, mask=is_there, other=0).to(tl.int32)
     return start, tl.load(at + stride, mask=is_there, other=0).to(tl.int32) - start

@@ -24,10 +24,10 @@ def _spread_sum(probs):
 
 @gluon.jit
 def _rescale_threshold(row_sum, row_max, LARGEST: gl.constexpr):
-    """By how much (log2) a score of each row may exceed row_max.
+    """Return by how much (log2) a score of each row may exceed row_max.
 
     Its probability is then more than 1 and is rounded, where that of row_max is exactly 1. So it
-    may be a quarter of the row's sum: in a row of a few large weights it would be felt.
+    may be a quarter of the row's sum, and rows of a few large weights would lose accuracy.
     """
     total = gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout)
     # the exponent field, less its bias and 2: gl.log2 takes 35 instructions
@@ -37,7 +37,7 @@ def _rescale_threshold(row_sum, row_max, LARGEST: gl.constexpr):
 
 @gluon.jit
 def softmax_of_top(scores, scale_log2):
-    """(probabilities, row_max, row_sum) of the top block: there is nothing to rescale."""
+    """Return (probabilities, row_max, row_sum) of the top block: there is nothing to rescale."""
     row_max = gl.maximum(gl.max(scores, 1) * scale_log2, INITIAL_ROW_MAX)
     probs = gl.exp2(scores * scale_log2 - gl.expand_dims(row_max, 1))
     return probs, row_max, _spread_sum(probs)
@@ -45,7 +45,7 @@ def softmax_of_top(scores, scale_log2):
 
 @gluon.jit
 def softmax_step(scores, row_max, row_sum, scale_log2, RESCALE_THRESHOLD: gl.constexpr):
-    """(probabilities, row_max, row_sum, what acc is to be rescaled by)."""
+    """Return (probabilities, row_max, row_sum, what acc is to be rescaled by)."""
     block_max = gl.max(scores, 1) * scale_log2
     threshold = _rescale_threshold(row_sum, row_max, RESCALE_THRESHOLD)
     new_max = next_row_max(row_max, block_max, threshold)

@@ -1,4 +1,4 @@
-"""Where a work tile is: its queries, its head, and the blocks of keys that its queries see.
+"""Work tiles of prefill: queries, a head, and the blocks of keys that the queries see.
 
 A work tile is BLOCK_Q queries of one request and one head. Blocks of keys are counted down from the
 last key that any of its queries sees: with a causal mask the top block is the diagonal, whatever
@@ -21,7 +21,7 @@ mask_interval = gluon.jit(primitives.mask_interval.fn)
 
 @record
 class Schedule:
-    """What there is to compute; see `schedule`."""
+    """The schedule of all work tiles; see `schedule`."""
 
     rows: object
     counters: object
@@ -63,13 +63,13 @@ def seen_keys(schedule, position, kv_len):
 
 
 @gluon.jit
-def locate_tile(schedule, number):
-    row = schedule.rows + number // schedule.heads * COLUMNS
+def locate_tile(schedule, tile_index):
+    row = schedule.rows + tile_index // schedule.heads * COLUMNS
     q_start = gl.load(row)
     q_len = gl.load(row + 1)
     kv_start = gl.load(row + 2)
     kv_len = gl.load(row + 3)
-    within = number - gl.load(row + 4) * schedule.heads
+    within = tile_index - gl.load(row + 4) * schedule.heads
     num_tiles = gl.load(row + 5)
     group = gl.load(row + 6)
     request = gl.load(row + 7)
@@ -110,7 +110,7 @@ def drawn_number(drawn):
 
 @gluon.jit
 def no_tile():
-    """What comes after the last work tile."""
+    """Return the tile without blocks that follows the last work tile."""
     zero = gl.to_tensor(0)
     return Tile(zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero)
 
@@ -123,5 +123,5 @@ def block_start(schedule, tile, block):
 
 @gluon.jit
 def is_masked(schedule, tile, start):
-    """Is a key of the block hidden from a query of the tile?"""
+    """Return whether a key of the block is hidden from a query of the tile."""
     return (start < tile.all_first) | (start + schedule.BLOCK_K > tile.all_end)

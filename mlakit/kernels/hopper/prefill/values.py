@@ -1,9 +1,9 @@
 """Values that are not finite: they reach exactly the queries that see them.
 
 0 · NaN is NaN, so a hidden key's probability of 0 does not hide its value. In the blocks where some
-query of a work tile does not see some key, the cleaner warps replace what is not finite by 0 before
+query of a work tile does not see some key, the masking warps replace what is not finite by 0 before
 the consumers multiply; what lies outside of the request is among it. If a query may see such a
-value, the cleaner flags the tile, and the epilogue adds the value to the results of the queries
+value, they flag the tile, and the epilogue adds the value to the results of the queries
 that do. Both are rare; checking a block costs the consumers nothing.
 """
 
@@ -18,28 +18,28 @@ from mlakit.kernels.hopper.device.primitives import lane_layout, smem_layout
 from mlakit.kernels.hopper.prefill.pipeline import read_tile, release_tile, two_stages, wait_tile
 from mlakit.kernels.hopper.prefill.tiles import block_start, is_masked, seen_keys
 
-CLEANER_WARPS = gl.constexpr(2)
+MASKING_WARPS = gl.constexpr(2)
 CHUNK_ROWS = gl.constexpr(16)
 
 
 @gluon.jit
-def cleaner(schedule, tiles, values, flags):
-    """The cleaner warps: pass every block of values on to the consumers, clean."""
+def masking_warps(schedule, tiles, values, flags):
+    """Run the masking warps: pass every block of values on, without non-finite values."""
     tiles_done = gl.to_tensor(0)
     fill = gl.to_tensor(0)
     wait_tile(tiles, tiles_done)
-    tile = read_tile(tiles, schedule, tiles_done, CLEANER_WARPS)
+    tile = read_tile(tiles, schedule, tiles_done, MASKING_WARPS)
     while tile.num_blocks > 0:
         for block in range(tile.num_blocks):
             stage, phase = two_stages(fill)
             start = block_start(schedule, tile, block)
             mbarrier.wait(values.full.index(stage), phase)
             if is_masked(schedule, tile, start):
-                is_flagged = _clean_block(
+                is_flagged = _zero_non_finite(
                     values.tiles.index(stage), tile.first - start, tile.end - start
                 )
                 if is_flagged > 0:
-                    LANES: gl.constexpr = lane_layout(CLEANER_WARPS)
+                    LANES: gl.constexpr = lane_layout(MASKING_WARPS)
                     flags.index(tiles_done & 1).store(
                         gl.full([32], 0, gl.int32, LANES) + tiles_done
                     )
@@ -48,18 +48,18 @@ def cleaner(schedule, tiles, values, flags):
         release_tile(tiles, tiles_done)
         tiles_done += 1
         wait_tile(tiles, tiles_done)
-        tile = read_tile(tiles, schedule, tiles_done, CLEANER_WARPS)
+        tile = read_tile(tiles, schedule, tiles_done, MASKING_WARPS)
 
 
 @gluon.jit
-def _clean_block(values, first, end):
-    """Replace what is not finite by 0; 1 if it was in one of the rows [first, end), else 0."""
+def _zero_non_finite(values, first, end):
+    """Zero what is not finite; return 1 if it was in one of the rows [first, end), else 0."""
     EXPONENT: gl.constexpr = 0x7F80 if values.dtype == gl.bfloat16 else 0x7C00
     UNIT: gl.constexpr = EXPONENT & -EXPONENT  # the lowest bit of the exponent
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [CLEANER_WARPS, 1], [1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [MASKING_WARPS, 1], [1, 0])
     ROWS: gl.constexpr = values.shape[0]
     CHUNKS: gl.constexpr = values.shape[1] // 64 * ROWS // CHUNK_ROWS
-    # as words, one swizzle atom of 64 columns after the other
+    # view the tile as words, one swizzle atom of 64 columns after the other
     chunks = reinterpret(values, gl.int32, [CHUNKS, CHUNK_ROWS, 32], smem_layout(32, 32))
     carries = gl.zeros([CHUNK_ROWS, 32], gl.int32, LAYOUT)
     # program_id(2) is 0, which no compiler knows: unrolled, the loops would exceed the registers
@@ -80,14 +80,14 @@ def _clean_block(values, first, end):
             is_seen = gl.expand_dims((row >= first) & (row < end), 1)
             hits |= gl.where((low | high) & is_seen, 1, 0)
         is_flagged = _any(hits)
-    # of the writes, before wgmma reads them, and of the reads, before TMA writes the stage again
+    # order the writes before wgmma reads them, and the reads before TMA writes the stage again
     fence_async_shared()
     return is_flagged
 
 
 @gluon.jit
 def _any(flags):
-    """The largest of [rows, columns]."""
+    """Return the maximum of [rows, columns]."""
     return gl.max(gl.max(flags, 1), 0)
 
 

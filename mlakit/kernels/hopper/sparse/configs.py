@@ -38,7 +38,7 @@ def tail_start(tokens: int, head_tiles: int, topk: int, num_sms: int) -> int:
 
 
 class Traits(NamedTuple):
-    """What every sparse kernel is compiled for."""
+    """Constants that every sparse kernel is compiled for."""
 
     HAS_ROPE: bool  # rows have 64 columns past the 512 that are values
     HAS_EXTRA: bool  # there is a second cache

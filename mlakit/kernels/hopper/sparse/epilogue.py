@@ -4,8 +4,6 @@ A split has the same results as a whole list, in float32 and without the sink; t
 (`kernels.sparse_merge`) combines them. `Outputs` hence has one form for both.
 
 Shared by all sparse kernels: everything here.
-
-Lineage    own design
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from mlakit.kernels.hopper.device.epilogue import LN2, finish_rows
 
 @record
 class Outputs:
-    """Where results go; rows are split · tokens + token."""
+    """The tensors that results are written to; rows are split · tokens + token."""
 
     out: object  # [rows, heads, 512]
     lse: object  # [rows, heads] float32
@@ -36,7 +34,7 @@ class Outputs:
 
 @gluon.constexpr_function
 def _stored_layout(columns):
-    """[64, columns]: 8 bytes of a 16-bit type per thread, whole sectors per row.
+    """Return [64, columns]: 8 bytes of a 16-bit type per thread, whole sectors per row.
 
     One swap of a lane and a register away from an accumulator, so that shuffles convert it and no
     shared memory is needed.
@@ -57,32 +55,32 @@ def _stored_layout(columns):
 
 @gluon.jit
 def store_half(
-    tile, outputs, heads, acc, row_max, row_sum, largest, IS_EVEN: gl.constexpr
+    tile, outputs, heads, acc, row_max, row_sum, max_logit, IS_EVEN: gl.constexpr
 ):  # fmt: skip
     """Store a column half of a result; the even warpgroup stores lse and max_logits as well.
 
-    largest  [64] the largest logit in log2 units, −inf where nothing counts
+    max_logit  [64] in log2 units, −inf where no entry is valid
     """
     head = tile.first_head + gl.arange(0, 64, row_max.type.layout)
     lse, out_scale = finish_rows(tile, outputs, heads, head, row_max, row_sum)
     if IS_EVEN:
-        store_statistics(tile, outputs, heads, head, lse, row_sum, largest)
+        store_statistics(tile, outputs, heads, head, lse, row_sum, max_logit)
     out_scale = gl.convert_layout(out_scale, gl.SliceLayout(1, acc.type.layout))
     values = acc * gl.expand_dims(out_scale, 1)
     store_values(tile, outputs, heads, values, 0 if IS_EVEN else 256)
 
 
 @gluon.jit
-def store_statistics(tile, outputs, heads, head, lse, row_sum, largest):
+def store_statistics(tile, outputs, heads, head, lse, row_sum, max_logit):
     """Store lse and max_logits."""
     head64 = head.to(gl.int64)
     lse_row = outputs.lse + tile.row * outputs.stride_lse_token
     gl.store(lse_row + head64 * outputs.stride_lse_head, lse, mask=head < heads)
     # the maximum skips a NaN, row_sum does not
-    has_nan = (row_sum != row_sum) & (largest != float("inf"))
-    max_logit = gl.where(has_nan, float("nan"), largest * LN2)
+    has_nan = (row_sum != row_sum) & (max_logit != float("inf"))
+    result = gl.where(has_nan, float("nan"), max_logit * LN2)
     max_row = outputs.max_logits + tile.row * outputs.stride_max_token
-    gl.store(max_row + head64 * outputs.stride_max_head, max_logit, mask=head < heads)
+    gl.store(max_row + head64 * outputs.stride_max_head, result, mask=head < heads)
 
 
 @gluon.jit

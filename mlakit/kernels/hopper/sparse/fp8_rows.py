@@ -11,8 +11,6 @@ All but the products of fp8_block128 are exact. Powers of two keep all of this i
 of fp8_block128 one per row, which is a key_factor too, of fp8_block64 one per block
 (`block_scale`). They follow the scales, whatever these are (`decode.fp8_rows` says why). What
 fp8_block64 loses lies below 2**-20 of the block's largest value.
-
-Lineage    own design
 """
 
 from __future__ import annotations
@@ -95,7 +93,7 @@ def _scale_pointers(work, row_scales, is_extra, slot):
         extra = row_scales[1]
         page, in_page = split_slots(work.extra, slot)
         other = page * extra.stride_page + in_page * extra.stride_row
-        # from the first tensor to the second, as `lists.row_pointers`
+        # add the distance between the tensors, as `lists.row_pointers` does
         apart = (extra.first.to(gl.int64) - main.first.to(gl.int64)) // 4
         offset = gl.where(is_extra, other + apart, offset)
     return main.first + offset
@@ -119,7 +117,7 @@ def load_scales(work, row_scales, position, FORMAT: gl.constexpr):
     if FORMAT == "fp8_block128":
         start = row_pointers(work, position.blocks, position.block, slot, 4)
         return load_group_scales(start, slot >= 0), slot >= 0
-    elif FORMAT == "fp8_block64":  # noqa: RET505
+    elif FORMAT == "fp8_block64":
         at = _scale_pointers(work, row_scales, is_extra, slot)
         return load_words(at, slot >= 0, 0, SCALE_BYTES), slot >= 0
     elif FORMAT == "fp8_token":
@@ -134,7 +132,7 @@ def load_scales(work, row_scales, position, FORMAT: gl.constexpr):
 
 @gluon.jit
 def load_scale_table(work, position):
-    """As `load_scales`, all four scales of fp8_block128, [64, 4] in `SCALES`."""
+    """Load all four scales of each fp8_block128 row: [64, 4] in layout `SCALES`."""
     slot = valid_slots(work, position.blocks, position.block, position.scale_ids)
     at = gl.expand_dims(row_pointers(work, position.blocks, position.block, slot, 4), 1)
     at += gl.expand_dims(128 + gl.arange(0, 4, gl.SliceLayout(0, SCALES)), 0)
@@ -179,10 +177,10 @@ def load_left(start, is_valid):
 
 @gluon.jit
 def load_rope(start, is_valid, FORMAT: gl.constexpr):
-    """Rotated columns that are converted with the left half."""
+    """Load the rotated columns that are converted with the left half."""
     if FORMAT == "fp8":
         return (load_words(start, is_valid, 128, HALF_WORDS),)
-    elif FORMAT == "fp8_block128":  # noqa: RET505
+    elif FORMAT == "fp8_block128":
         return (load_words(start, is_valid, 132, WORDS),)
     else:
         return ()
@@ -190,20 +188,20 @@ def load_rope(start, is_valid, FORMAT: gl.constexpr):
 
 @gluon.jit
 def load_right(start, is_valid, FORMAT: gl.constexpr):
-    """Columns 256 to 511; those of fp8_block64 include rotated ones."""
+    """Load columns 256 to 511; those of fp8_block64 include rotated ones."""
     if FORMAT == "fp8_block64":
         return (
             load_words(start, is_valid, 64, WORDS),
             load_words(start, is_valid, 96, HALF_WORDS),
             load_words(start, is_valid, 112, WORDS),
         )
-    else:  # noqa: RET505
+    else:
         return load_half(start, is_valid, 64)
 
 
 @gluon.jit
 def _block_scale64(scales, rope):
-    """(block_scale, its inverse) of fp8_block64; `rope` are words of two bfloat16."""
+    """Return (block_scale, its inverse) of fp8_block64; `rope` are words of two bfloat16."""
     # seven bytes of the eight are scales; each is an exponent
     word = gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(0, SCALE_BYTES)), 0)
     scales = scales & gl.where(word == 1, 0x00FFFFFF, -1)
@@ -220,9 +218,8 @@ def _block_scale64(scales, rope):
 
 @gluon.jit
 def scale_factors(scales, right, FORMAT: gl.constexpr):
-    """(what a block's values are multiplied by, of each 128 columns a tuple, which is empty where
-    they are not; what its rotated columns are multiplied by; what `store_scales` takes)
-    """
+    """Return (what a block's values are multiplied by, of each 128 columns a tuple, which is empty
+    where they are not; what its rotated columns are multiplied by; what `store_scales` takes)"""
     values, is_valid = scales
     factors = ((), (), (), ())
     inverse = 1.0
@@ -236,7 +233,7 @@ def scale_factors(scales, right, FORMAT: gl.constexpr):
             (_power(gl.convert_layout(high, KEYS, assert_trivial=True) >> 16, inverse),),
         )
         return factors, inverse, (gl.where(is_valid, 0.0, NEG_INF), block_scale)
-    elif FORMAT == "fp8_block128":  # noqa: RET505
+    elif FORMAT == "fp8_block128":
         factors, key_factor, inverse, block_scale = group_factors(values)
         return factors, inverse, (gl.where(is_valid, key_factor, -1.0), block_scale)
     else:
@@ -247,9 +244,9 @@ def scale_factors(scales, right, FORMAT: gl.constexpr):
 
 
 @gluon.jit
-def store_scales(stages, stage, others, FORMAT: gl.constexpr):
+def store_scales(stages, stage, consumer_scales, FORMAT: gl.constexpr):
     """Store what consumers need of a block's scales, after the left half has been released."""
-    of_entries, block_scale = others
+    of_entries, block_scale = consumer_scales
     if FORMAT == "fp8_block64":
         stages.bias.index(stage).store(of_entries)
     else:
@@ -289,7 +286,7 @@ def _power(exponent, inverse):
 
 @gluon.jit
 def convert_left(left, factors):
-    """Columns 0 to 255 of a block as float16."""
+    """Convert columns 0 to 255 of a block to float16."""
     return convert_half(left, factors[0], factors[1])
 
 
@@ -321,7 +318,7 @@ def convert_rope(rope, inverse, FORMAT: gl.constexpr):
     """Rotated columns as the tile of a stage has them, in a tuple, which may be empty."""
     if FORMAT == "fp8":
         return (convert(rope[0], ()),)
-    elif FORMAT == "fp8_block128":  # noqa: RET505
+    elif FORMAT == "fp8_block128":
         return (scale_rope(rope[0], inverse),)
     else:
         return rope

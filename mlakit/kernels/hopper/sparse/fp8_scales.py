@@ -28,7 +28,7 @@ def _scales(layer: CacheLayer) -> ScaleArguments:
     if scales is not None:
         scales = words_of(scales) if scales.element_size() == 1 else scales
         page_stride, row_stride, _ = scales.stride()
-        # of pages of one row, no row is at the other distance
+        # in pages of one row, all rows have the same stride
         return ScaleArguments(
             scales, page_stride, page_stride if layer.page_size == 1 else row_stride, 1.0
         )

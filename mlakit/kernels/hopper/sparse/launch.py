@@ -58,7 +58,7 @@ LIST_TILES = {"m64_bf16": PAIR, "m64_fp8_kv": BLOCK, "small_m_fp8_kv": PAIR}
 def sparse_mla(
     kernel: str, a: SparseArguments, out: Tensor, lse: Tensor, max_logits: Tensor
 ) -> None:
-    """kernel  of `KERNELS`"""
+    """Launch one of `KERNELS`."""
     tokens, heads, _ = a.q.shape
     if tokens == 0 or heads == 0:
         return
@@ -70,20 +70,20 @@ def sparse_mla(
     if first == tokens:
         _launch(kernel, a, out, lse, max_logits)
         return
-    for own in (slice(0, first), slice(first, tokens)):
-        _launch(kernel, _of_tokens(a, own), out[own], lse[own], max_logits[own])
+    for some in (slice(0, first), slice(first, tokens)):
+        _launch(kernel, _of_tokens(a, some), out[some], lse[some], max_logits[some])
 
 
-def _of_tokens(a: SparseArguments, own: slice) -> SparseArguments:
-    """The call for some of its tokens."""
+def _of_tokens(a: SparseArguments, some: slice) -> SparseArguments:
+    """Return the call for some of its tokens."""
 
     def part(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor[own]
+        return None if tensor is None else tensor[some]
 
     return a._replace(
-        q=a.q[own],
+        q=a.q[some],
         q_rope=part(a.q_rope),
-        rows=a.rows[own],
+        rows=a.rows[some],
         topk_lens=part(a.topk_lens),
         extra_rows=part(a.extra_rows),
         extra_topk_lens=part(a.extra_topk_lens),
@@ -155,7 +155,7 @@ def _config_arguments(kernel: str, a: SparseArguments, heads: int) -> tuple[obje
     return (a.layer.codec.name, heads) if kernel == "small_m_fp8_kv" else ()
 
 
-_NO_LIST = (*(None,) * 3, *(0,) * 7)  # as `_list_arguments`, of no list
+_NO_LIST = (*(None,) * 3, *(0,) * 7)  # `_list_arguments` of no list
 
 
 def _list_arguments(layer: CacheLayer, rows: Tensor, lens: Tensor | None) -> tuple[object, ...]:
@@ -164,7 +164,7 @@ def _list_arguments(layer: CacheLayer, rows: Tensor, lens: Tensor | None) -> tup
         stride * payload.element_size() // CHUNK_BYTES for stride in payload.stride()[:2]
     )
     if _page(layer) == 0 and layer.page_size == 1:
-        row_chunks = page_chunks  # no row is at the other distance
+        row_chunks = page_chunks  # all rows have the same stride
     return (
         words_of(payload) if payload.element_size() == 1 else payload,
         rows,
@@ -179,7 +179,7 @@ def _list_arguments(layer: CacheLayer, rows: Tensor, lens: Tensor | None) -> tup
 
 
 def _page(layer: CacheLayer) -> int:
-    """Rows of a page; 0 where all rows of the cache lie at one distance, and so do their scales."""
+    """Return the rows of a page; 0 where all rows, and their scales, have one stride."""
     tensors = [layer.payload] if layer.scales is None else [layer.payload, layer.scales]
     return 0 if all(_is_even(each) for each in tensors) else layer.page_size
 

@@ -42,7 +42,7 @@ class RowList:
 
 @record
 class Work:
-    """What there is to compute."""
+    """The lists of all tokens, and how their work is split."""
 
     main: object  # RowList
     extra: object  # RowList of the second cache; None where HAS_EXTRA is False
@@ -57,7 +57,7 @@ def _row_list(
     payload, rows, lens, num_slots, topk, page_chunks, row_chunks, stride_token, stride_entry,
     stride_lens, ROW_CHUNKS: gl.constexpr, PAGE: gl.constexpr,
 ):  # fmt: skip
-    """ROW_CHUNKS  row_chunks, or 0 where it is not known when compiled"""
+    """Make a RowList; ROW_CHUNKS is row_chunks, or 0 where it is not known when compiled."""
     return RowList(
         payload, rows, lens, num_slots, topk, page_chunks,
         row_chunks if ROW_CHUNKS == 0 else ROW_CHUNKS, stride_token, stride_entry, stride_lens,
@@ -67,7 +67,7 @@ def _row_list(
 
 @gluon.jit
 def make_work(main, extra, num_splits, head_tiles, num_tiles, TRAITS: gl.constexpr):
-    """main, extra  tuples: the fields of a RowList, up to stride_lens"""
+    """Make a Work; `main` and `extra` are tuples: the fields of a RowList, up to stride_lens."""
     main_list = _row_list(*main, TRAITS.ROW_CHUNKS, TRAITS.PAGE)
     extra_list: gl.constexpr = None
     if TRAITS.HAS_EXTRA:
@@ -77,7 +77,7 @@ def make_work(main, extra, num_splits, head_tiles, num_tiles, TRAITS: gl.constex
 
 @record
 class WorkTile:
-    """Where the results of a work tile go."""
+    """The position of a work tile's results."""
 
     row: object  # split · tokens + token, int64
     token: object
@@ -92,14 +92,14 @@ class BlockRange:
     token: object
     first: object
     end: object
-    length: object  # entries of the first list that may count
+    length: object  # entries of the first list that may be valid
     extra_length: object
     main_blocks: object  # blocks of the first list
 
 
 @gluon.jit
 def locate_tile(work, tokens, tile):
-    """tokens  of the call"""
+    """Locate the results of a work tile; `tokens` is the number of tokens of the call."""
     token = tile // work.head_tiles // work.num_splits
     split = tile // work.head_tiles % work.num_splits
     row = split.to(gl.int64) * tokens + token
@@ -120,15 +120,15 @@ _SCANNED = gl.constexpr(
 
 @gluon.jit
 def _list_length(rows, token, is_tile, IS_SCANNED: gl.constexpr):
-    """Entries of a token's list; up to the last one that counts if the list is scanned.
+    """Entries of a token's list; up to the last valid one if the list is scanned.
 
     Callers pad lists with invalid ids: blocks of nothing else are skipped at the end of a list.
     """
     length = gl.where(is_tile, rows.topk, 0)
     if rows.lens is not None:
         at = rows.lens + token.to(gl.int64) * rows.stride_lens
-        given = gl.load(at, mask=is_tile, other=0)
-        length = gl.minimum(given, length).to(gl.int32)
+        token_length = gl.load(at, mask=is_tile, other=0)
+        length = gl.minimum(token_length, length).to(gl.int32)
     if IS_SCANNED:
         row = rows.rows + token.to(gl.int64) * rows.stride_token
         is_found = length <= 0
@@ -137,8 +137,8 @@ def _list_length(rows, token, is_tile, IS_SCANNED: gl.constexpr):
             entry = first + gl.arange(0, 128, _SCANNED)
             offset = entry.to(gl.int64) * rows.stride_entry
             slot = gl.load(row + offset, mask=entry < length, other=-1)
-            does_count = (slot >= 0) & (slot < rows.num_slots)
-            last = gl.max(gl.where(does_count, entry + 1, 0), 0)
+            is_valid = (slot >= 0) & (slot < rows.num_slots)
+            last = gl.max(gl.where(is_valid, entry + 1, 0), 0)
             length = gl.where(last > 0, last, first)
             is_found = (last > 0) | (first == 0)
     return gl.maximum(length, 0)
@@ -169,7 +169,7 @@ def block_range(work, tile, IS_SCANNED: gl.constexpr = True):
 
 @gluon.jit
 def choose_blocks(is_first, first, second):
-    """One of two ranges: with a branch around `load_ids` the producer might wait for the loads."""
+    """Choose one of two ranges; at a branch around `load_ids` the producer might wait."""
     return BlockRange(
         gl.where(is_first, first.token, second.token),
         gl.where(is_first, first.first, second.first),
@@ -182,7 +182,7 @@ def choose_blocks(is_first, first, second):
 
 @gluon.jit
 def num_pairs(blocks):
-    """At least 1: the consumers write the results of an empty tile as well."""
+    """Return the pairs of blocks; at least 1, for consumers write the results of empty tiles."""
     return gl.maximum((blocks.end - blocks.first + 1) // 2, 1)
 
 
@@ -211,7 +211,7 @@ def load_ids(work, blocks, block, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def valid_slots(work, blocks, block, ids):
-    """The ids of a block as int32; −1 where an entry does not count."""
+    """The ids of a block as int32; −1 where an entry is invalid."""
     num_slots = work.main.num_slots
     if work.HAS_EXTRA:
         num_slots = gl.where(block >= blocks.main_blocks, work.extra.num_slots, num_slots)
@@ -226,18 +226,18 @@ def load_slots(work, blocks, block, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def split_slots(rows, slot):
-    """int64 (page, row in the page) of valid slots; page 0, row 0 of invalid ones."""
+    """Return int64 (page, row in the page) of valid slots; page 0, row 0 of invalid ones."""
     slot = gl.maximum(slot, 0)
     PAGE: gl.constexpr = rows.PAGE
     if PAGE == 0:
         return (slot * 0).to(gl.int64), slot.to(gl.int64)
-    else:  # noqa: RET505
+    else:
         return (slot // PAGE).to(gl.int64), (slot % PAGE).to(gl.int64)
 
 
 @gluon.jit
 def row_offsets(rows, slot):
-    """Where rows begin, int64 in chunks of 16 bytes from `rows.payload`; 0 of invalid slots."""
+    """Return where rows begin, int64 in chunks of 16 bytes; 0 for invalid slots."""
     page, in_page = split_slots(rows, slot)
     offset = in_page * rows.row_chunks
     if rows.PAGE > 0:
@@ -253,7 +253,7 @@ def row_pointers(work, blocks, block, slot, CHUNK: gl.constexpr):
     """
     offset = row_offsets(work.main, slot)
     if work.HAS_EXTRA:
-        # from the first cache to the second: of a choice between pointers no alignment is known
+        # add the distance between the caches: a choice between pointers has no known alignment
         apart = (work.extra.payload.to(gl.int64) - work.main.payload.to(gl.int64)) // 16
         is_extra = block >= blocks.main_blocks
         offset = gl.where(is_extra, row_offsets(work.extra, slot) + apart, offset)

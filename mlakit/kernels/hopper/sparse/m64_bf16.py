@@ -78,7 +78,7 @@ def load_query(q, q_rope, token, head, smem, full):
 
 @gluon.jit
 def producer(q, q_rope, work, smem, barriers):
-    """Queries and pairs of blocks, in the order of `seesaw`."""
+    """Load queries and pairs of blocks, in the order of `seesaw`."""
     tile = gl.program_id(0)
     blocks = block_range(work, tile)
     ids_even, ids_odd = _load_pair(work, blocks, blocks.first)
@@ -100,24 +100,24 @@ def producer(q, q_rope, work, smem, barriers):
             slot_odd = valid_slots(work, blocks, block + 1, ids_odd)
             even = row_pointers(work, blocks, block, slot_even, 8)
             odd = row_pointers(work, blocks, block + 1, slot_odd, 8)
-            even_counts = slot_even >= 0
-            odd_counts = slot_odd >= 0
+            is_even_valid = slot_even >= 0
+            is_odd_valid = slot_odd >= 0
             mbarrier.wait(barriers.left_even.empty, phase)
-            _gather(smem.left_even.index(0), even, even_counts, 0)
+            _gather(smem.left_even.index(0), even, is_even_valid, 0)
             async_copy.mbarrier_arrive(barriers.left_even.full, increment_count=False)
             mbarrier.wait(barriers.right_odd.empty, phase)
-            _gather(smem.right_odd.index(0), odd, odd_counts, 256)
+            _gather(smem.right_odd.index(0), odd, is_odd_valid, 256)
             if smem.rope_odd is not None:
-                _gather(smem.rope_odd.index(0), odd, odd_counts, 512)
+                _gather(smem.rope_odd.index(0), odd, is_odd_valid, 512)
             async_copy.mbarrier_arrive(barriers.right_odd.full, increment_count=False)
             mbarrier.wait(barriers.right_even.empty, phase)
-            _gather(smem.right_even.index(0), even, even_counts, 256)
+            _gather(smem.right_even.index(0), even, is_even_valid, 256)
             if smem.rope_odd is not None:
-                _gather(smem.rope_even.index(0), even, even_counts, 512)
+                _gather(smem.rope_even.index(0), even, is_even_valid, 512)
             async_copy.mbarrier_arrive(barriers.right_even.full, increment_count=False)
-            smem.counts_even.store(gl.where(even_counts, 0.0, float("-inf")))
-            smem.counts_odd.store(gl.where(odd_counts, 0.0, float("-inf")))
-            mbarrier.arrive(barriers.counts, count=1)
+            smem.validity_even.store(gl.where(is_even_valid, 0.0, float("-inf")))
+            smem.validity_odd.store(gl.where(is_odd_valid, 0.0, float("-inf")))
+            mbarrier.arrive(barriers.validity, count=1)
             # here the producer waits anyway, from the second pair on
             if pair == gl.minimum(pairs - 1, 1):
                 next_blocks = block_range(work, tile)
@@ -127,7 +127,7 @@ def producer(q, q_rope, work, smem, barriers):
             next_block = gl.where(is_last, next_blocks.first, block + 2)
             ids_even, ids_odd = _load_pair(work, ahead, next_block)
             mbarrier.wait(barriers.left_odd.empty, phase)
-            _gather(smem.left_odd.index(0), odd, odd_counts, 0)
+            _gather(smem.left_odd.index(0), odd, is_odd_valid, 0)
             async_copy.mbarrier_arrive(barriers.left_odd.full, increment_count=False)
         pairs_done += pairs
         tiles_done += 1
@@ -171,7 +171,7 @@ def sparse_mla_m64_bf16_kernel(
     TRAITS: gl.constexpr,  # `configs.Traits`
     CONFIG: gl.constexpr,  # `configs.M64Bf16Config`
 ):  # fmt: skip
-    """grid: persistent CTAs"""
+    """Run persistent CTAs over the work tiles of all tokens."""
     head_tiles = (heads + 63) // 64
     work = make_work(
         (

@@ -23,7 +23,7 @@ Bound      by tensor cores, if rows are converted once for all 64 heads: so a de
 
 Schedule   that of `decode.m64_fp8_kv`, but that PV prefetches rows to L2, which are not contiguous
 Pipelines  `BlockStages`, two stages; one stage of probabilities with the rescale a of acc, which
-           also passes on out_scale; `Counts`. Blocks and tiles are counted by each warpgroup
+           also passes on out_scale; `BlockCounts`. Blocks and tiles are counted by each warpgroup
 Deadlock   none: all walk the same tiles and blocks. The dequant warpgroup waits for both others to
            release block n − 2; QK-softmax for block n + 1 while it holds n, and for PV; PV waits
            for probabilities only. A tile's count is written before its first block
@@ -32,7 +32,7 @@ Limits     rows at multiples of 16 bytes, 2**31 rows in a cache
 Numbers    queries are scaled by a power of two per head. Values of fp8_block128 times their scales
            are rounded to float16 once, an eighth of bf16's rounding; other rows are converted
            exactly, times powers of two (`fp8_rows`). P, times the scale of a row if it has one, is
-           rounded to float16. Rows of entries that do not count are zeros: they are not read, and
+           rounded to float16. Rows of invalid entries are zeros: they are not read, and
            0 · NaN is NaN
 Lineage    own design; ideas: FlashMLA's split of the accumulator's columns over two warpgroups, and
            dequantisation by a warpgroup of its own as in its FP8 sparse decode
@@ -81,7 +81,7 @@ from mlakit.kernels.hopper.sparse.m64_fp8_kv_dequant import (
     LEFT_FULL,
     RIGHT_EMPTY,
     RIGHT_FULL,
-    alloc_counts,
+    alloc_block_counts,
     alloc_stages,
     dequant_warpgroup,
     read_count,
@@ -105,9 +105,9 @@ AHEAD = gl.constexpr(3)  # blocks from PV to the one whose rows are prefetched
 
 
 @gluon.jit
-def _issue_qk(query, stages, number):
+def _issue_qk(query, stages, blocks_done):
     """Scores of a block, [64 heads, 64 entries], issued as soon as its halves have arrived."""
-    stage, phase = two_stages(number)
+    stage, phase = two_stages(blocks_done)
     zero = opaque_zero()
     zeros = gl.zeros([64, 64], gl.float32, SCORES)
     named_wait(RIGHT_FULL + stage, 256)
@@ -127,9 +127,9 @@ def _issue_qk(query, stages, number):
 
 
 @gluon.jit
-def _masked_scores(scores, number, row_scale, stages, SIGN: gl.constexpr):
+def _masked_scores(scores, blocks_done, row_scale, stages, SIGN: gl.constexpr):
     """(scores, row_scale with that of the block, factor of probabilities without acc_scale)"""
-    stage, _ = two_stages(number)
+    stage, _ = two_stages(blocks_done)
     if stages.key_factor is not None:
         factor = gl.expand_dims(stages.key_factor.index(stage).load(COLUMN), 0)
         scores = apply_sign(scores * factor, SIGN)
@@ -146,9 +146,9 @@ def _masked_scores(scores, number, row_scale, stages, SIGN: gl.constexpr):
 
 
 @gluon.jit
-def _probabilities(scores, row_scale, factor, block_max, number, softmax, stages):
-    """(probabilities as float16, rescale of acc, softmax after this block)"""
-    stage, _ = two_stages(number)
+def _probabilities(scores, row_scale, factor, block_max, blocks_done, softmax, stages):
+    """Return (probabilities as float16, rescale of acc, softmax after this block)"""
+    stage, _ = two_stages(blocks_done)
     acc_scale = gl.maximum(softmax.acc_scale, load_block_scale(stages, stage))
     inverse = inverse_power(acc_scale)
     row_max = next_row_max(softmax.row_max, block_max)
@@ -157,13 +157,13 @@ def _probabilities(scores, row_scale, factor, block_max, number, softmax, stages
     row_sum = softmax.row_sum * rescale + gl.sum(exponentials, 1)
     exponentials *= factor * (PROB_SCALE * inverse)
     rescale *= softmax.acc_scale * inverse
-    largest = gl.maximum(softmax.largest, block_max)
-    return exponentials.to(gl.float16), rescale, Softmax(row_max, row_sum, largest, acc_scale)
+    max_logit = gl.maximum(softmax.max_logit, block_max)
+    return exponentials.to(gl.float16), rescale, Softmax(row_max, row_sum, max_logit, acc_scale)
 
 
 @gluon.jit
 def _softmax_block(
-    scores, is_first, number, tiles_done, softmax, row_scale, pending, stages, prob_stage,
+    scores, is_first, blocks_done, tiles_done, softmax, row_scale, pending, stages, prob_stage,
     SIGN: gl.constexpr,
 ):  # fmt: skip
     """Softmax of a block, whose probabilities go to PV: (acc of the blocks before, rescaled;
@@ -171,17 +171,17 @@ def _softmax_block(
 
     pending  acc that PV of the block before is accumulated to
     """
-    scores, row_scale, factor = _masked_scores(scores, number, row_scale, stages, SIGN)
+    scores, row_scale, factor = _masked_scores(scores, blocks_done, row_scale, stages, SIGN)
     block_max = gl.max(scores, 1) * row_scale
     probs, rescale, softmax = _probabilities(
-        scores, row_scale, factor, block_max, number, softmax, stages
+        scores, row_scale, factor, block_max, blocks_done, softmax, stages
     )
     # in this order: the softmax overlaps with PV, and only the spin wait on a barrier keeps the
     # assembler from waiting for PV before it
-    mbarrier.wait(prob_stage.empty, ((number + tiles_done) & 1) ^ 1)
+    mbarrier.wait(prob_stage.empty, ((blocks_done + tiles_done) & 1) ^ 1)
     acc, probs = warpgroup_mma_wait(0, deps=(pending, probs))
     if not is_first:
-        named_arrive(LEFT_EMPTY + ((number & 1) ^ 1), 256)
+        named_arrive(LEFT_EMPTY + ((blocks_done & 1) ^ 1), 256)
     # both wgmma have read the probabilities of the block before
     prob_stage.probs.store(probs)
     prob_stage.rescale.store(rescale)
@@ -192,12 +192,12 @@ def _softmax_block(
 
 @gluon.jit
 def _qk_softmax_warpgroup(
-    q, work, tokens, heads, outputs, query, prob_stage, stages, counts, scale_log2,
+    q, work, tokens, heads, outputs, query, prob_stage, stages, block_counts, scale_log2,
     SIGN: gl.constexpr,
 ):  # fmt: skip
-    """Also PV of the left column half."""
+    """Run the QK-softmax warpgroup, which also computes PV of the left column half."""
     tile = gl.program_id(0)
-    number = tile * 0
+    blocks_done = tile * 0
     tiles_done = tile * 0
     step = gl.num_programs(0)
     load_query(q, work, tokens, tile, query)
@@ -207,15 +207,15 @@ def _qk_softmax_warpgroup(
         row_scale = scale_to_fp16(query, q.values.dtype) * scale_log2
         softmax = initial_softmax()
         pending = warpgroup_mma_init(gl.zeros([64, 256], gl.float32, ACC))
-        count = read_count(counts, tiles_done)
-        qk = _issue_qk(query, stages, number)
+        count = read_count(block_counts, tiles_done)
+        qk = _issue_qk(query, stages, blocks_done)
         scores = warpgroup_mma_wait(0, deps=(qk,))
         # the last block is no copy after the loop: code that runs once waits to be fetched
         for block in range(count):
             acc, softmax = _softmax_block(
                 scores,
                 block == 0,
-                number,
+                blocks_done,
                 tiles_done,
                 softmax,
                 row_scale,
@@ -224,22 +224,22 @@ def _qk_softmax_warpgroup(
                 prob_stage,
                 SIGN,
             )
-            values = stages.left.index(number & 1)
+            values = stages.left.index(blocks_done & 1)
             if block + 1 < count:
-                qk = _issue_qk(query, stages, number + 1)
+                qk = _issue_qk(query, stages, blocks_done + 1)
                 pending = warpgroup_mma(prob_stage.probs, values, acc, is_async=True)
                 scores = warpgroup_mma_wait(1, deps=(qk,))
             else:
                 pending = warpgroup_mma(prob_stage.probs, values, acc, is_async=True)
                 scores = gl.zeros([64, 64], gl.float32, SCORES)  # frees those of this block
-            number += 1
+            blocks_done += 1
         next_tile = tile + step
         if next_tile < work.num_tiles:
             load_query(q, work, tokens, next_tile, query)
         acc = warpgroup_mma_wait(0, deps=(pending,))
-        named_arrive(LEFT_EMPTY + ((number & 1) ^ 1), 256)
+        named_arrive(LEFT_EMPTY + ((blocks_done & 1) ^ 1), 256)
         at = locate_tile(work, tokens, tile)
-        fill = number + tiles_done
+        fill = blocks_done + tiles_done
         lse, out_scale = finish_tile(at, outputs, heads, softmax, prob_stage, fill)
         acc = rescale_acc(acc, out_scale)
         store_values(at, outputs, heads, acc, 0)
@@ -250,9 +250,9 @@ def _qk_softmax_warpgroup(
 
 @gluon.jit
 def _pv_warpgroup(
-    work, tokens, heads, outputs, prob_stage, stages, counts, FORMAT: gl.constexpr
+    work, tokens, heads, outputs, prob_stage, stages, block_counts, FORMAT: gl.constexpr
 ):  # fmt: skip
-    """PV of the right column half.
+    """Run the PV warpgroup, which computes PV of the right column half.
 
     It waits most of the time, so it also prefetches rows of fp8_block128 to L2, ahead of the
     dequant warpgroup, which has most to do with them.
@@ -260,7 +260,7 @@ def _pv_warpgroup(
     PREFETCHES: gl.constexpr = FORMAT == "fp8_block128"
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
     tile = gl.program_id(0)
-    number = tile * 0
+    blocks_done = tile * 0
     tiles_done = tile * 0
     step = gl.num_programs(0)
     for _ in tl.range(0, (work.num_tiles - tile + step - 1) // step, disable_licm=True):
@@ -271,8 +271,8 @@ def _pv_warpgroup(
             for block in range(blocks.first + 1, ahead):
                 prefetch_rows(work, blocks, block, load_ids(work, blocks, block, PREFETCHED))
             ids = load_ids(work, blocks, ahead, PREFETCHED)
-        for block in range(read_count(counts, tiles_done)):
-            stage = number & 1
+        for block in range(read_count(block_counts, tiles_done)):
+            stage = blocks_done & 1
             named_wait(PROBS_FULL, 256)
             fence_async_shared()  # of the dequant warpgroup's stores
             acc = rescale_acc(acc, prob_stage.rescale.load(ROW))
@@ -285,7 +285,7 @@ def _pv_warpgroup(
             acc = warpgroup_mma_wait(0, deps=(pending,))
             mbarrier.arrive(prob_stage.empty, count=1)
             named_arrive(RIGHT_EMPTY + stage, 256)
-            number += 1
+            blocks_done += 1
         acc = rescale_acc(acc, receive_out_scale(prob_stage, ROW))
         store_values(locate_tile(work, tokens, tile), outputs, heads, acc, 256)
         tiles_done += 1
@@ -311,7 +311,7 @@ def sparse_mla_m64_fp8_kv_kernel(
     TRAITS: gl.constexpr,  # `configs.Traits`
     CONFIG: gl.constexpr,  # `configs.M64Fp8KvConfig`
 ):  # fmt: skip
-    """grid: persistent CTAs"""
+    """Run persistent CTAs over the work tiles of all tokens."""
     FORMAT: gl.constexpr = TRAITS.FORMAT
     head_tiles = (heads + 63) // 64
     work = make_work(
@@ -335,7 +335,7 @@ def sparse_mla_m64_fp8_kv_kernel(
     stages = alloc_stages(FORMAT)
     query = alloc_query(stages.rope)
     prob_stage = alloc_prob_stage()
-    counts = alloc_counts(4)
+    block_counts = alloc_block_counts(4)
     SIGN: gl.constexpr = TRAITS.SIGN
     q_tiles = QueryTiles(q, q_rope)
     gl.warp_specialize(
@@ -343,12 +343,15 @@ def sparse_mla_m64_fp8_kv_kernel(
             (
                 _qk_softmax_warpgroup,
                 (
-                    q_tiles, work, tokens, heads, outputs, query, prob_stage, stages, counts,
+                    q_tiles, work, tokens, heads, outputs, query, prob_stage, stages, block_counts,
                     scale_log2, SIGN,
                 ),
             ),
-            (_pv_warpgroup, (work, tokens, heads, outputs, prob_stage, stages, counts, FORMAT)),
-            (dequant_warpgroup, (work, scales, stages, counts, FORMAT)),
+            (
+                _pv_warpgroup,
+                (work, tokens, heads, outputs, prob_stage, stages, block_counts, FORMAT),
+            ),
+            (dequant_warpgroup, (work, scales, stages, block_counts, FORMAT)),
         ],
         [4, 4],
         [CONFIG.PV_REGISTERS, CONFIG.DEQUANT_REGISTERS],

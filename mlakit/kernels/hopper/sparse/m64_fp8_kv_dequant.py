@@ -1,7 +1,7 @@
-"""The dequant warpgroup of `fp8_m64`: listed FP8 rows as float16 in shared memory.
+"""The dequant warpgroup of `m64_fp8_kv`: listed FP8 rows as float16 in shared memory.
 
 Bytes go from the cache to registers, one block of 64 list entries ahead: shared memory has no room
-for them beside two blocks of float16. Entries that do not count read nothing: their rows are zeros.
+for them beside two blocks of float16. Invalid entries read nothing: their rows are zeros.
 What scales do is in `fp8_rows`. Consumers issue the fence before wgmma: here it would wait for
 every load in flight.
 
@@ -65,15 +65,15 @@ class BlockStages:
     left: object  # [2, 64, 256] float16
     right: object
     rope: object  # [2, 64, 64] bfloat16, or float16 (fp8); None where the values have them
-    bias: object  # [2, 64] float32: 0, or −inf for an entry that does not count; None: key_factor
-    key_factor: object  # [2, 64] float32: of scores and values of an entry, negative for one that
-    # does not count; None: it is block_scale
+    bias: object  # [2, 64] float32: 0, or −inf for an invalid entry; None: key_factor
+    key_factor: object  # [2, 64] float32: of scores and values of an entry, negative if invalid;
+    # None: it is block_scale
     block_scale: object  # [2, 4] float32: the largest is a power of two at or above key_factor / 2
     rope_full: object  # None: rotated columns come with others
 
 
 @record
-class Counts:
+class BlockCounts:
     """The blocks of a work tile, from the dequant warpgroup to both others.
 
     They need no release if there are two more than blocks that the dequant warpgroup is ahead of
@@ -90,7 +90,7 @@ class Position:
 
     blocks: object  # BlockRange of the tile
     block: object
-    slot: object  # int32 [64]; −1 where an entry does not count
+    slot: object  # int32 [64]; −1 where an entry is invalid
     scale_ids: object  # the same entries as the list has them, in `SCALE_KEYS`, or none of them
 
 
@@ -127,46 +127,46 @@ def alloc_stages(FORMAT: gl.constexpr):
 
 
 @gluon.jit
-def alloc_counts(SLOTS: gl.constexpr):
+def alloc_block_counts(SLOTS: gl.constexpr):
     values = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], SMEM_VECTOR)
-    return Counts(values, alloc_barriers(SLOTS, 1))
+    return BlockCounts(values, alloc_barriers(SLOTS, 1))
 
 
 @gluon.jit
-def write_count(counts, tiles_done, count):
-    slot = tiles_done & (counts.values.shape[0] - 1)
-    counts.values.index(slot).store(gl.full([1], count, gl.int32, lane_layout(4)))
-    mbarrier.arrive(counts.full.index(slot), count=1)
+def write_count(block_counts, tiles_done, count):
+    slot = tiles_done & (block_counts.values.shape[0] - 1)
+    block_counts.values.index(slot).store(gl.full([1], count, gl.int32, lane_layout(4)))
+    mbarrier.arrive(block_counts.full.index(slot), count=1)
 
 
 @gluon.jit
-def read_count(counts, tiles_done):
-    """Blocks of a work tile; at least one, in which nothing may count."""
-    SLOTS: gl.constexpr = counts.values.shape[0]
+def read_count(block_counts, tiles_done):
+    """Return the blocks of a work tile: at least one, whose entries may all be invalid."""
+    SLOTS: gl.constexpr = block_counts.values.shape[0]
     slot = tiles_done & (SLOTS - 1)
-    mbarrier.wait(counts.full.index(slot), tiles_done // SLOTS & 1)
-    return gl.max(counts.values.index(slot).load(lane_layout(4)), 0)
+    mbarrier.wait(block_counts.full.index(slot), tiles_done // SLOTS & 1)
+    return gl.max(block_counts.values.index(slot).load(lane_layout(4)), 0)
 
 
 @gluon.jit
 def _load_scale_ids(work, blocks, block, FORMAT: gl.constexpr):
-    found = block
+    ids = block
     if FORMAT == "fp8_token" or FORMAT == "fp8":
-        found = load_ids(work, blocks, block, SCALE_KEYS)
-    return found
+        ids = load_ids(work, blocks, block, SCALE_KEYS)
+    return ids
 
 
 @gluon.jit
 def _locate_rows(work, blocks, block, ids, scale_ids):
-    """(pointers to the rows of a block, which of them count, `Position`)"""
+    """Return (pointers to the rows of a block, which of them are valid, `Position`)"""
     slot = valid_slots(work, blocks, block, ids)
     start = row_pointers(work, blocks, block, slot, 4)
     return start, slot >= 0, Position(blocks, block, slot, scale_ids)
 
 
 @gluon.jit
-def dequant_warpgroup(work, row_scales, stages, counts, FORMAT: gl.constexpr):
-    """Rows are loaded a block ahead, and list entries two.
+def dequant_warpgroup(work, row_scales, stages, block_counts, FORMAT: gl.constexpr):
+    """Run the dequant warpgroup, which loads rows one block ahead and list entries two.
 
     The QK-softmax warpgroup releases a left half shortly before it needs the next one. That one is
     converted before if values are multiplied by scales; then the right half of the block after it
@@ -174,7 +174,7 @@ def dequant_warpgroup(work, row_scales, stages, counts, FORMAT: gl.constexpr):
     """
     CONVERTS_EARLY: gl.constexpr = FORMAT == "fp8_block128"
     step = gl.num_programs(0)
-    number = step * 0
+    fill = step * 0
     tiles_done = step * 0
     # ids are loaded while the end of the list is sought: most lists are not padded
     expected = block_range(work, gl.program_id(0), IS_SCANNED=False)
@@ -188,7 +188,7 @@ def dequant_warpgroup(work, row_scales, stages, counts, FORMAT: gl.constexpr):
             ids = load_ids(work, blocks, block, KEYS)
             scale_ids = _load_scale_ids(work, blocks, block, FORMAT)
         is_expected = False
-        write_count(counts, tiles_done, gl.maximum(blocks.end - block, 1))
+        write_count(block_counts, tiles_done, gl.maximum(blocks.end - block, 1))
         start, is_valid, position = _locate_rows(work, blocks, block, ids, scale_ids)
         scales = load_scales(work, row_scales, position, FORMAT)
         left = load_left(start, is_valid)
@@ -199,25 +199,25 @@ def dequant_warpgroup(work, row_scales, stages, counts, FORMAT: gl.constexpr):
         # before the loop: the first block of the next tile then waits for no length
         next_blocks = block_range(work, tile + step)
         for block in range(blocks.first, gl.maximum(blocks.end, blocks.first + 1)):
-            stage = number & 1
-            factors, inverse, others = scale_factors(scales, right, FORMAT)
-            named_wait(RIGHT_EMPTY + stage, 256, number >= 2)
+            stage = fill & 1
+            factors, inverse, consumer_scales = scale_factors(scales, right, FORMAT)
+            named_wait(RIGHT_EMPTY + stage, 256, fill >= 2)
             store_right(stages, stage, right, factors, inverse, FORMAT)
             named_arrive(RIGHT_FULL + stage, 256)
             if CONVERTS_EARLY:
                 left = convert_left(left, factors)
                 rope = convert_rope(rope, inverse, FORMAT)
-                named_wait(LEFT_EMPTY + stage, 256, number >= 2)
+                named_wait(LEFT_EMPTY + stage, 256, fill >= 2)
                 store_left(stages, stage, left)
                 store_rope(stages, stage, start, is_valid, rope, FORMAT)
-                store_scales(stages, stage, others, FORMAT)
+                store_scales(stages, stage, consumer_scales, FORMAT)
                 named_arrive(LEFT_FULL + stage, 256)
                 start, is_valid, position = _locate_rows(work, blocks, block + 1, ids, scale_ids)
                 scales = load_scales(work, row_scales, position, FORMAT)
                 right = load_right(start, is_valid, FORMAT)
             else:
-                named_wait(LEFT_EMPTY + stage, 256, number >= 2)
-                store_scales(stages, stage, others, FORMAT)
+                named_wait(LEFT_EMPTY + stage, 256, fill >= 2)
+                store_scales(stages, stage, consumer_scales, FORMAT)
                 rope = convert_rope(rope, inverse, FORMAT)
                 store_rope(stages, stage, start, is_valid, rope, FORMAT)
                 start, is_valid, position = _locate_rows(work, blocks, block + 1, ids, scale_ids)
@@ -229,12 +229,12 @@ def dequant_warpgroup(work, row_scales, stages, counts, FORMAT: gl.constexpr):
             rope = load_rope(start, is_valid, FORMAT)
             ids = load_ids(work, blocks, block + 2, KEYS)
             scale_ids = _load_scale_ids(work, blocks, block + 2, FORMAT)
-            number += 1
+            fill += 1
         tiles_done += 1
         blocks = next_blocks
     if work.num_splits > 1:
         allow_dependents()  # the merge kernel
     # no arrival is left at a named barrier
     for i in gl.static_range(2):
-        named_wait(LEFT_EMPTY + ((number + i) & 1), 256, number + i >= 2)
-        named_wait(RIGHT_EMPTY + ((number + i) & 1), 256, number + i >= 2)
+        named_wait(LEFT_EMPTY + ((fill + i) & 1), 256, fill + i >= 2)
+        named_wait(RIGHT_EMPTY + ((fill + i) & 1), 256, fill + i >= 2)

@@ -1,7 +1,4 @@
-"""Queries of the FP8 sparse kernel of 64 heads in shared memory; `decode.query_scale` scales them.
-
-Lineage    own design
-"""
+"""Queries of the 64-head FP8 sparse kernel in shared memory; `device.query_scale` scales them."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ class QueryTiles:
 
 @gluon.jit
 def alloc_query(rope_tiles):
-    """rope_tiles  of the blocks' rotated columns, or None"""
+    """Allocate the queries; `rope_tiles` are those of the blocks' rotated columns, or None."""
     rope: gl.constexpr = None
     if rope_tiles is not None:
         rope = gl.allocate_shared_memory(rope_tiles.dtype, [1, 64, 64], SMEM_16BIT)

@@ -1,7 +1,4 @@
-"""The softmax state of the FP8 sparse kernel of 64 heads, and the end of a work tile.
-
-Lineage    own design
-"""
+"""The softmax state of the FP8 sparse kernel of 64 heads, and the end of a work tile."""
 
 from __future__ import annotations
 
@@ -30,21 +27,21 @@ PROBS_FULL = gl.constexpr(NAMED_FIRST + 8)  # a named barrier
 
 @record
 class ProbStage:
-    """From QK-softmax to PV: a block, or after a tile's last one the scale of its results.
+    """Hand-over from QK-softmax to PV: a block, or after the last one the scale of results.
 
     One stage; fill n is block n − t of the CTA, or the end of its tile t.
     """
 
     probs: object  # [64 heads, 64 entries] float16
     rescale: object  # [64] float32, of acc
-    empty: object  # an mbarrier: see `fp8_m64`, where the QK-softmax warpgroup waits for it
+    empty: object  # an mbarrier: see `m64_fp8_kv`, where the QK-softmax warpgroup waits for it
 
 
 @record
 class Softmax:
     row_max: object  # [64], kept until a score exceeds it by far
     row_sum: object
-    largest: object  # [64] the largest score
+    max_logit: object  # [64]
     acc_scale: object  # the largest block_scale: acc is divided by it
 
 
@@ -81,7 +78,7 @@ def inverse_power(power):
 
 @gluon.jit
 def finish_tile(tile, outputs, heads, softmax, prob_stage, fill):
-    """(lse, scale of acc); the scale also goes to the PV warpgroup, as soon as it is known.
+    """Return (lse, scale of acc); the scale also goes to the PV warpgroup, as soon as it is known.
 
     fill  of `prob_stage`
     """
@@ -98,7 +95,7 @@ def finish_tile(tile, outputs, heads, softmax, prob_stage, fill):
 def store_tile_statistics(tile, outputs, heads, softmax, lse):
     """Store lse and max_logits."""
     head = tile.first_head + gl.arange(0, 64, gl.SliceLayout(1, SCORES))
-    store_statistics(tile, outputs, heads, head, lse, softmax.row_sum, softmax.largest)
+    store_statistics(tile, outputs, heads, head, lse, softmax.row_sum, softmax.max_logit)
 
 
 @gluon.jit

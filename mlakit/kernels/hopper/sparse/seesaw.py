@@ -13,7 +13,7 @@ A producer loads the parts of a pair in the order: K0 left, K1 right with its co
 right likewise, K1 left; each part has a `full` and an `empty` barrier. P0 replaces K0's columns
 past 512 where rows have them, so that tile is empty when K0 right is. The queries' columns past 512
 are in registers of the even warpgroup, if there is one cache. With the queries of a tile comes
-the number of its pairs (`Smem.num_pairs`), with each block which of its entries count.
+the number of its pairs (`Smem.num_pairs`), with each block which of its entries are valid.
 
 Shared by all sparse kernels with 64 heads per CTA: everything here. A kernel allocates
 (`alloc_smem`, `alloc_all_barriers`), starts `even_warpgroup`, `odd_warpgroup` and its own producer,
@@ -73,19 +73,19 @@ class Smem:
     rope_odd: object
     p_even: object  # [1, 64, 64]: the tile of K0's columns past 512, if there are any
     p_odd: object  # [64, 64]
-    counts_even: object  # [64] float32: 0 where an entry counts, −inf where not
-    counts_odd: object
+    validity_even: object  # [64] float32: 0 where an entry is valid, −inf where not
+    validity_odd: object
     max_even: object  # [64] float32, which warpgroups exchange
     max_odd: object
     sum_even: object
     sum_odd: object
-    largest_odd: object
+    max_logit_odd: object
     num_pairs: object  # [4] int32, all the same
 
 
 @record
 class PartBarriers:
-    """Of a part of a block."""
+    """Barriers of one part of a block of keys."""
 
     full: object
     empty: object
@@ -93,14 +93,14 @@ class PartBarriers:
 
 @record
 class Barriers:
-    """Of loads, then of what one warpgroup passes to the other."""
+    """Barriers of the loads, and of the data that one warpgroup hands to the other."""
 
     q: object  # PartBarriers: the queries of a tile and its number of pairs
     left_even: object  # PartBarriers, as all of blocks
     left_odd: object
     right_even: object
     right_odd: object
-    counts: object  # which entries of a pair count
+    validity: object  # of the entries of a pair
     max_even: object
     max_odd: object
     p_even: object
@@ -111,8 +111,8 @@ class Barriers:
 
 @gluon.jit
 def alloc_smem(DTYPE: gl.constexpr, ROPE_DTYPE: gl.constexpr, HAS_ROPE: gl.constexpr):
-    """DTYPE       of queries, keys and probabilities
-    ROPE_DTYPE  of columns past 512"""
+    """Allocate tiles of DTYPE for queries, keys and probabilities, of ROPE_DTYPE past column
+    512."""
     q_rope: gl.constexpr = None
     rope_even: gl.constexpr = None
     rope_odd: gl.constexpr = None
@@ -148,8 +148,8 @@ def alloc_smem(DTYPE: gl.constexpr, ROPE_DTYPE: gl.constexpr, HAS_ROPE: gl.const
 
 @gluon.jit
 def alloc_all_barriers(Q_ARRIVALS: gl.constexpr, PART_ARRIVALS: gl.constexpr):
-    """Q_ARRIVALS     of the producer, per tile: of `num_pairs` and of the queries
-    PART_ARRIVALS  of the producer, per part of a block"""
+    """Allocate all barriers. The producer arrives Q_ARRIVALS times per tile, for `num_pairs` and
+    the queries, and PART_ARRIVALS times per part of a block."""
     return Barriers(
         PartBarriers(alloc_barrier(Q_ARRIVALS), alloc_barrier(2)),
         PartBarriers(alloc_barrier(PART_ARRIVALS), alloc_barrier()),
@@ -162,13 +162,13 @@ def alloc_all_barriers(Q_ARRIVALS: gl.constexpr, PART_ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def _mask(scores, counts, full, phase, SIGN: gl.constexpr):
-    """−inf for entries that do not count."""
+def _mask(scores, validity, full, phase, SIGN: gl.constexpr):
+    """Return scores with −inf for invalid entries."""
     scores = apply_sign(scores, SIGN)
     mbarrier.wait(full, phase)
     # no addition of −inf: with an infinite query the score of a row of zeros is NaN
-    does_count = counts.load(gl.SliceLayout(0, scores.type.layout)) == 0.0
-    return gl.where(gl.expand_dims(does_count, 0), scores, NEG_INF)
+    is_valid = validity.load(gl.SliceLayout(0, scores.type.layout)) == 0.0
+    return gl.where(gl.expand_dims(is_valid, 0), scores, NEG_INF)
 
 
 @gluon.jit
@@ -222,7 +222,7 @@ def _odd_scores(smem, barriers, phase, zero, scores, q_rope):
 
 @gluon.jit
 def _even_pair(
-    phase, smem, barriers, acc, row_max, row_sum, largest, scores, scale_log2, q_rope,
+    phase, smem, barriers, acc, row_max, row_sum, max_logit, scores, scale_log2, q_rope,
     IS_LAST: gl.constexpr, SIGN: gl.constexpr,
 ):  # fmt: skip
     """The even warpgroup's side of a pair of blocks."""
@@ -230,9 +230,9 @@ def _even_pair(
     PROBS: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     DTYPE: gl.constexpr = smem.p_odd.dtype
     zero = opaque_zero()
-    scores = _mask(scores, smem.counts_even, barriers.counts, phase, SIGN)
+    scores = _mask(scores, smem.validity_even, barriers.validity, phase, SIGN)
     block_max = gl.max(scores, 1) * scale_log2
-    largest = gl.maximum(largest, block_max)
+    max_logit = gl.maximum(max_logit, block_max)
     even_max = next_row_max(row_max, block_max)
     smem.max_even.store(even_max)
     mbarrier.arrive(barriers.max_even, count=1)
@@ -268,12 +268,12 @@ def _even_pair(
     else:
         acc = warpgroup_mma_wait(0, deps=(pending,))
         mbarrier.arrive(barriers.left_odd.empty, count=1)
-    return acc, row_max, row_sum, largest, scores
+    return acc, row_max, row_sum, max_logit, scores
 
 
 @gluon.jit
 def _odd_pair(
-    phase, smem, barriers, acc, row_max, row_sum, largest, scores, scale_log2, q_rope,
+    phase, smem, barriers, acc, row_max, row_sum, max_logit, scores, scale_log2, q_rope,
     IS_LAST: gl.constexpr, SIGN: gl.constexpr,
 ):  # fmt: skip
     """The odd warpgroup's side of the same pair."""
@@ -281,9 +281,9 @@ def _odd_pair(
     PROBS: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     DTYPE: gl.constexpr = smem.p_odd.dtype
     zero = opaque_zero()
-    scores = _mask(scores, smem.counts_odd, barriers.counts, phase, SIGN)
+    scores = _mask(scores, smem.validity_odd, barriers.validity, phase, SIGN)
     block_max = gl.max(scores, 1) * scale_log2
-    largest = gl.maximum(largest, block_max)
+    max_logit = gl.maximum(max_logit, block_max)
     mbarrier.wait(barriers.max_even, phase)
     odd_max = next_row_max(smem.max_even.load(gl.SliceLayout(1, SCORES)), block_max)
     smem.max_odd.store(odd_max)
@@ -310,7 +310,7 @@ def _odd_pair(
         zeros = gl.zeros([64, 64], gl.float32, SCORES)
         qk = _odd_scores(smem, barriers, phase ^ 1, zero, zeros, q_rope)
         scores = warpgroup_mma_wait(0, deps=(qk,))
-    return acc, odd_max, row_sum, largest, scores
+    return acc, odd_max, row_sum, max_logit, scores
 
 
 @gluon.jit
@@ -330,7 +330,7 @@ def _warpgroup(
         acc = gl.zeros([64, 256], gl.float32, ACC)
         row_max = gl.full([64], INITIAL_ROW_MAX, gl.float32, ROW)
         row_sum = gl.zeros([64], gl.float32, ROW)
-        largest = gl.full([64], NEG_INF, gl.float32, ROW)
+        max_logit = gl.full([64], NEG_INF, gl.float32, ROW)
         mbarrier.wait(barriers.q.full, tiles_done & 1)
         num_pairs = gl.max(smem.num_pairs.load(IN_EACH_THREAD), 0)
         q_rope = zero
@@ -345,40 +345,40 @@ def _warpgroup(
         last_pair = pairs_done + num_pairs - 1
         for pair in range(pairs_done, last_pair):
             if IS_EVEN:
-                acc, row_max, row_sum, largest, scores = _even_pair(
-                    pair & 1, smem, barriers, acc, row_max, row_sum, largest, scores, scale_log2,
+                acc, row_max, row_sum, max_logit, scores = _even_pair(
+                    pair & 1, smem, barriers, acc, row_max, row_sum, max_logit, scores, scale_log2,
                     q_rope, False, SIGN,
                 )  # fmt: skip
             else:
-                acc, row_max, row_sum, largest, scores = _odd_pair(
-                    pair & 1, smem, barriers, acc, row_max, row_sum, largest, scores, scale_log2,
+                acc, row_max, row_sum, max_logit, scores = _odd_pair(
+                    pair & 1, smem, barriers, acc, row_max, row_sum, max_logit, scores, scale_log2,
                     q_rope, False, SIGN,
                 )  # fmt: skip
         mbarrier.arrive(barriers.q.empty, count=1)
         if IS_EVEN:
-            acc, row_max, row_sum, largest, scores = _even_pair(
-                last_pair & 1, smem, barriers, acc, row_max, row_sum, largest, scores, scale_log2,
+            acc, row_max, row_sum, max_logit, scores = _even_pair(
+                last_pair & 1, smem, barriers, acc, row_max, row_sum, max_logit, scores, scale_log2,
                 q_rope, True, SIGN,
             )  # fmt: skip
             smem.sum_even.store(row_sum)
             mbarrier.arrive(barriers.sum_even, count=1)
             mbarrier.wait(barriers.sum_odd, tiles_done & 1)
             row_sum = row_sum + smem.sum_odd.load(ROW)
-            largest = gl.maximum(largest, smem.largest_odd.load(ROW))
+            max_logit = gl.maximum(max_logit, smem.max_logit_odd.load(ROW))
         else:
-            acc, row_max, row_sum, largest, scores = _odd_pair(
-                last_pair & 1, smem, barriers, acc, row_max, row_sum, largest, scores, scale_log2,
+            acc, row_max, row_sum, max_logit, scores = _odd_pair(
+                last_pair & 1, smem, barriers, acc, row_max, row_sum, max_logit, scores, scale_log2,
                 q_rope, True, SIGN,
             )  # fmt: skip
             smem.sum_odd.store(row_sum)
-            smem.largest_odd.store(largest)
+            smem.max_logit_odd.store(max_logit)
             mbarrier.arrive(barriers.sum_odd, count=1)
             mbarrier.wait(barriers.sum_even, tiles_done & 1)
             row_sum = row_sum + smem.sum_even.load(ROW)
         pairs_done = last_pair + 1
         tiles_done += 1
         located = locate_tile(work, tokens, tile)
-        store_half(located, outputs, heads, acc, row_max, row_sum, largest, IS_EVEN)
+        store_half(located, outputs, heads, acc, row_max, row_sum, max_logit, IS_EVEN)
 
 
 @gluon.jit

@@ -20,12 +20,12 @@ Bound      by latency: per block each role takes 2000 to 2550 cycles, memory abo
 
 Schedule   that of `decode.small_m_fp8_kv`, whose consumers these are: two QK-softmax warpgroups
            take alternate blocks. The gather warpgroup copies listed rows with cp.async
-Pipelines  those of `decode.small_m_fp8_kv`, and `fp8_dequant.Counts` of eight tiles
+Pipelines  those of `decode.small_m_fp8_kv`, and `fp8_dequant.BlockCounts` of eight tiles
 Deadlock   none, as there. A tile's count is written before its first block, and every tile has one
 Memory     all of shared memory. Splits write float32 partials (`sparse_merge`)
 Limits     rows at multiples of 16 bytes, 2**31 rows in a cache
 Numbers    rows and queries are converted exactly; scales multiply scores and probabilities; P,
-           times the row's scale, is rounded to float16. Rows of entries that do not count are
+           times the row's scale, is rounded to float16. Rows of invalid entries are
            zeros: they are not read, and 0 · NaN is NaN
 Lineage    own design; ideas: swapped operands for few heads, FP8 converted in registers
 """
@@ -40,7 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from mlakit.kernels.hopper.decode.small_m_fp8_kv import pv_block
 from mlakit.kernels.hopper.decode.small_m_fp8_kv_softmax import (
-    Alternation,
+    SoftmaxWarpgroup,
     alloc_block_max,
     alloc_exchange,
     alloc_probs,
@@ -97,7 +97,7 @@ from mlakit.kernels.hopper.sparse.lists import locate_tile as locate_m64_tile
 from mlakit.kernels.hopper.sparse.m64_bf16 import VARYING
 from mlakit.kernels.hopper.sparse.m64_fp8_kv_dequant import (
     Position,
-    alloc_counts,
+    alloc_block_counts,
     read_count,
     write_count,
 )
@@ -111,14 +111,14 @@ QUERY_TILE = gl.constexpr(smem_layout(128, 16))
 
 @record
 class Gathered:
-    """As `decode.scheduler.Inputs`: rows are not loaded by TMA."""
+    """The listed rows, in place of `decode.scheduler.Inputs`; TMA does not load them."""
 
     words: object
 
 
 @gluon.jit
 def _locate_tile(work, tokens, tile, HEADS: gl.constexpr):
-    """As the tile of `decode.epilogue`: its results are in row `token`."""
+    """Return the work tile as `decode.epilogue` takes it; its results are in row `token`."""
     at = locate_m64_tile(work, tokens, tile)
     first_head = at.first_head // (64 // HEADS)
     return WorkTile(at.row, at.token, first_head, -1), WorkTile(at.row, at.row, first_head, -1)
@@ -141,7 +141,7 @@ def _load_query(q, work, tokens, tile, query):
 
 @gluon.jit
 def _copy_rows(start, is_valid, WORD: gl.constexpr, smem):
-    """Start to copy 128 bytes of each row of a block; zeros of entries that do not count."""
+    """Start to copy 128 bytes of each row of a block; zeros for invalid entries."""
     at = gl.expand_dims(start, 1)
     at += gl.expand_dims(WORD + gl.arange(0, 32, gl.SliceLayout(0, WORDS)), 0)
     words = reinterpret(smem, gl.int32, [64, 32], WORD_TILE)
@@ -150,7 +150,7 @@ def _copy_rows(start, is_valid, WORD: gl.constexpr, smem):
 
 @gluon.jit
 def _store_scales(scale_stages, stage, scales, FORMAT: gl.constexpr):
-    """Store the scales of a block; −1 for entries that do not count."""
+    """Store the scales of a block; −1 for invalid entries."""
     values, is_valid = scales
     values += values * 0.0  # inf becomes NaN
     values = gl.where(values < 0, 0.0, values)
@@ -163,14 +163,14 @@ def _store_scales(scale_stages, stage, scales, FORMAT: gl.constexpr):
     store_scalar(scale_stages.amax.index(stage), gl.max(largest, 0), 4)
     for group in gl.static_range(scale_stages.COUNT):
         scale = groups[group]
-        counts = gl.convert_layout(is_valid, scale.type.layout, assert_trivial=True)
-        scale = gl.where(counts, scale, -1.0)
+        valid = gl.convert_layout(is_valid, scale.type.layout, assert_trivial=True)
+        scale = gl.where(valid, scale, -1.0)
         scale_stages.values.index(stage * scale_stages.COUNT + group).store(scale)
 
 
 @gluon.jit
-def _gather_warpgroup(work, row_scales, pipelines, counts, FORMAT: gl.constexpr):
-    """Row ids are loaded a block ahead, scales before the wait for an empty stage."""
+def _gather_warpgroup(work, row_scales, pipelines, block_counts, FORMAT: gl.constexpr):
+    """Load row ids a block ahead, and scales before the wait for an empty stage."""
     latent, rope = pipelines.latent, pipelines.rope
     TILES: gl.constexpr = latent.TILES_PER_STAGE
     ROPE_WORD: gl.constexpr = 132 if FORMAT == "fp8_block128" else 128
@@ -181,7 +181,7 @@ def _gather_warpgroup(work, row_scales, pipelines, counts, FORMAT: gl.constexpr)
         blocks = block_range(work, tile)
         ids = load_ids(work, blocks, blocks.first, KEYS)
         scale_ids = load_ids(work, blocks, blocks.first, SCALE_KEYS)
-        write_count(counts, tiles_done, gl.maximum(blocks.end - blocks.first, 1))
+        write_count(block_counts, tiles_done, gl.maximum(blocks.end - blocks.first, 1))
         for block in range(blocks.first, gl.maximum(blocks.end, blocks.first + 1)):
             slot = valid_slots(work, blocks, block, ids)
             position = Position(blocks, block, slot, scale_ids)
@@ -213,40 +213,40 @@ def _gather_warpgroup(work, row_scales, pipelines, counts, FORMAT: gl.constexpr)
 
 @gluon.jit
 def _qk_softmax_warpgroup(
-    alternation, q, work, tokens, heads, outputs, gathered, query, probs, pipelines, counts,
+    warpgroup, q, work, tokens, heads, outputs, gathered, query, probs, pipelines, block_counts,
     scale_log2, SIGN: gl.constexpr, FORMAT: gl.constexpr,
 ):  # fmt: skip
-    """One of the two; `alternation` is its Alternation."""
+    """Run one of the two QK-softmax warpgroups; `warpgroup` says which."""
     HEADS: gl.constexpr = query.rope.shape[1]
     LAYOUT: gl.constexpr = acc_layout(HEADS)
     ROW: gl.constexpr = gl.SliceLayout(0, LAYOUT)
-    NUMBER: gl.constexpr = alternation.NUMBER
-    scaled = alternation.scaled
+    INDEX: gl.constexpr = warpgroup.INDEX
+    scaled = warpgroup.scaled
     tile = gl.program_id(0)
     zero = tile * 0
     FILLS: gl.constexpr = D_TILES // pipelines.latent.TILES_PER_STAGE
-    stage, phase = advance(pipelines.latent, zero, zero, NUMBER * FILLS)
-    rope_stage, rope_phase = advance(pipelines.rope, zero, zero, NUMBER)
+    stage, phase = advance(pipelines.latent, zero, zero, INDEX * FILLS)
+    rope_stage, rope_phase = advance(pipelines.rope, zero, zero, INDEX)
     tiles_done = tile * 0
     blocks_done = tile * 0
     step = gl.num_programs(0)
-    if NUMBER == 0:
+    if INDEX == 0:
         _load_query(q, work, tokens, tile, query)
     # no hoisting: addresses of a thread's elements would be kept across tiles, and spilled
     for _ in tl.range(0, (work.num_tiles - tile + step - 1) // step, disable_licm=True):
         row_sum = sum_pairs(gl.zeros([64, HEADS], gl.float32, LAYOUT))
-        if NUMBER == 0:
+        if INDEX == 0:
             mbarrier.wait(query.full, tiles_done & 1)
             scale_queries(query, scaled.scale, FORMAT)
             mbarrier.arrive(scaled.full, count=1)
         else:
             mbarrier.wait(scaled.full, tiles_done & 1)
-        count = read_count(counts, tiles_done)
-        first_block = (blocks_done + NUMBER) & 1
+        count = read_count(block_counts, tiles_done)
+        first_block = (blocks_done + INDEX) & 1
         for own_block in range(first_block, count, 2):
             # opaque: the compiler would count blocks, keys and stages in registers of their own
             block = own_block + opaque_zero()
-            number = blocks_done + block
+            fill = blocks_done + block
             scores, stage, phase = qk_block(
                 gathered, query, pipelines, stage, phase, rope_stage, rope_phase, scaled.scale,
                 LAYOUT, FORMAT, False,
@@ -255,22 +255,22 @@ def _qk_softmax_warpgroup(
             is_invalid = load_row_scales(pipelines, rope_stage, 0, LAYOUT) < 0  # no NaN is
             scores = gl.where(is_invalid, NEG_INF, apply_sign(scores, SIGN))
             row_sum = softmax_block(
-                alternation, scores, number, block == 0, row_sum, probs, pipelines, rope_stage,
+                warpgroup, scores, fill, block == 0, row_sum, probs, pipelines, rope_stage,
                 scale_log2,
             )  # fmt: skip
             rope_stage, rope_phase = advance(pipelines.rope, rope_stage, rope_phase, 2)
         row_max, row_sum, prob_scale = sum_tile(
-            alternation, first_block >= count, row_sum, tiles_done, pipelines, LAYOUT
+            warpgroup, first_block >= count, row_sum, tiles_done, pipelines, LAYOUT
         )
         next_tile = tile + step
-        if NUMBER == 0:
+        if INDEX == 0:
             if next_tile < work.num_tiles:
                 _load_query(q, work, tokens, next_tile, query)
             at, _ = _locate_tile(work, tokens, tile, HEADS)
             head = at.first_head + gl.arange(0, HEADS, ROW)
             lse, out_scale = finish_rows(at, outputs, heads, head, row_max, row_sum)
-            largest = gl.where(row_sum == 0.0, NEG_INF, row_max)
-            store_statistics(at, outputs, heads, head, lse, row_sum, largest)
+            max_logit = gl.where(row_sum == 0.0, NEG_INF, row_max)
+            store_statistics(at, outputs, heads, head, lse, row_sum, max_logit)
             store_out_scale(probs, tiles_done, out_scale * (1.0 / FP16_TARGET) * prob_scale)
         tiles_done += 1
         blocks_done += count
@@ -278,7 +278,7 @@ def _qk_softmax_warpgroup(
 
 
 @gluon.jit
-def _pv_warpgroup(work, tokens, heads, outputs, probs, pipelines, counts):
+def _pv_warpgroup(work, tokens, heads, outputs, probs, pipelines, block_counts):
     HEADS: gl.constexpr = probs.rescale.shape[1]
     LAYOUT: gl.constexpr = acc_layout(HEADS)
     latent = pipelines.latent
@@ -290,7 +290,7 @@ def _pv_warpgroup(work, tokens, heads, outputs, probs, pipelines, counts):
         acc = ()
         for _ in gl.static_range(D_TILES):
             acc += (gl.zeros([D_TILE, HEADS], gl.float32, LAYOUT),)
-        for _ in range(read_count(counts, tiles_done)):
+        for _ in range(read_count(block_counts, tiles_done)):
             acc, stage, phase = pv_block(
                 probs, blocks_done, latent, stage, phase, acc, 64, 0, LAYOUT
             )
@@ -323,7 +323,7 @@ def sparse_mla_small_m_fp8_kv_kernel(
     TRAITS: gl.constexpr,  # `configs.Traits`
     CONFIG: gl.constexpr,  # `configs.SmallMFp8KvConfig`
 ):  # fmt: skip
-    """grid: persistent CTAs"""
+    """Run persistent CTAs over the work tiles of all tokens."""
     FORMAT: gl.constexpr = TRAITS.FORMAT
     HEADS: gl.constexpr = CONFIG.HEADS
     head_tiles = (heads + HEADS - 1) // HEADS
@@ -373,33 +373,33 @@ def sparse_mla_small_m_fp8_kv_kernel(
         alloc_barrier(),
     )
     probs = alloc_probs(HEADS, COUNT, 1)
-    counts = alloc_counts(8)
+    block_counts = alloc_block_counts(8)
     scaled = alloc_scaled_query(HEADS)
     to_second, to_first = alloc_exchange(HEADS), alloc_exchange(HEADS)
     end, end_sum = alloc_exchange(HEADS), alloc_vector(HEADS)
-    first = Alternation(0, alloc_block_max(HEADS), to_first, to_second, end, end_sum, scaled)
-    second = Alternation(1, alloc_block_max(HEADS), to_second, to_first, end, end_sum, scaled)
+    first = SoftmaxWarpgroup(0, alloc_block_max(HEADS), to_first, to_second, end, end_sum, scaled)
+    second = SoftmaxWarpgroup(1, alloc_block_max(HEADS), to_second, to_first, end, end_sum, scaled)
     q_tiles = QueryTiles(q, q_rope)
     gathered = Gathered(payload)
     SIGN: gl.constexpr = TRAITS.SIGN
     gl.warp_specialize(
         [
-            (_pv_warpgroup, (work, tokens, heads, outputs, probs, pipelines, counts)),
+            (_pv_warpgroup, (work, tokens, heads, outputs, probs, pipelines, block_counts)),
             (
                 _qk_softmax_warpgroup,
                 (
                     first, q_tiles, work, tokens, heads, outputs, gathered, query, probs,
-                    pipelines, counts, scale_log2, SIGN, FORMAT,
+                    pipelines, block_counts, scale_log2, SIGN, FORMAT,
                 ),
             ),
             (
                 _qk_softmax_warpgroup,
                 (
                     second, q_tiles, work, tokens, heads, outputs, gathered, query, probs,
-                    pipelines, counts, scale_log2, SIGN, FORMAT,
+                    pipelines, block_counts, scale_log2, SIGN, FORMAT,
                 ),
             ),
-            (_gather_warpgroup, (work, scales, pipelines, counts, FORMAT)),
+            (_gather_warpgroup, (work, scales, pipelines, block_counts, FORMAT)),
         ],
         [4, 4, 4],
         [CONFIG.SOFTMAX_REGISTERS, CONFIG.SOFTMAX_REGISTERS, CONFIG.GATHER_REGISTERS],
