@@ -27,7 +27,6 @@ class Subject:
 
     kernel: str
     cases: tuple[Case, ...]
-    trusts_copy_arrivals: bool = False  # see `harness.TRUSTING`
 
     @cached_property
     def trials(self) -> list[Trial]:
@@ -68,17 +67,21 @@ class Subject:
             named = [each for each in mutants(kernel, text) if each.name == name]
             return named[0].text(text) if named else text
 
+        return self.attempts(str(name), mutate)[-1]
+
+    def attempts(self, name: str, mutate: Mutate | None = None) -> list[Outcome]:
+        """Run every case with every seed until one fails; the outcomes are called `name`."""
+        outcomes = []
         for trial in self.trials:
             for seed in SEEDS:
-                outcome = self.attempt(trial, str(name), seed, mutate)
-                if not outcome.passed:
-                    return outcome
-        return outcome
+                outcomes.append(self.attempt(trial, name, seed, mutate))
+                if not outcomes[-1].passed:
+                    return outcomes
+        return outcomes
 
     def attempt(self, trial: Trial, name: str, seed: int, mutate: Mutate | None = None) -> Outcome:
         """Run a trial once; the outcome calls it `name`."""
-        trusts = self.trusts_copy_arrivals
-        return run_trial(trial, name, seed, mutate=mutate, trusts_copy_arrivals=trusts)
+        return run_trial(trial, name, seed, mutate=mutate)
 
 
 def _cases(configuration: str, *changes: dict[str, Any]) -> tuple[Case, ...]:
@@ -104,9 +107,7 @@ SUBJECTS: dict[str, Subject] = {
         "mla_decode_m64_bf16_kernel", _cases("hopper-decode-h128-bf16", *_M64)
     ),
     "decode-m64_bf16-gather": Subject(
-        "mla_decode_m64_bf16_kernel",
-        _cases("hopper-decode-h128-bf16-page1", *_M64),
-        trusts_copy_arrivals=True,
+        "mla_decode_m64_bf16_kernel", _cases("hopper-decode-h128-bf16-page1", *_M64)
     ),
     "decode-small_m_bf16": Subject(
         "mla_decode_small_m_bf16_kernel",
@@ -154,6 +155,11 @@ def names(subject: str) -> list[Name]:
 def run_mutant(subject: str, name: Name) -> Outcome:
     """Run a mutant of a subject until a case and seed catch it."""
     return SUBJECTS[subject].run(name)
+
+
+def run_cases(subject: str) -> list[Outcome]:
+    """Run a subject's kernel without a mutation, in the cases and with the seeds of its mutants."""
+    return SUBJECTS[subject].attempts(subject)
 
 
 def run_part(subject: str, part: int, parts: int) -> dict[Name, Outcome]:
