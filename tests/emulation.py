@@ -66,8 +66,7 @@ def emulated_test() -> Iterator[None]:
         for spec in dispatch.SPECS:
             if spec.backend == "hopper":
                 patch.setitem(spec.__dict__, "launch", _of_little_work(spec, spec.launch))
-        # the tests do not say which kernel they run: see `harness.TRUSTING`
-        scopes.enter_context(emulating_mlakit(trusts_copy_arrivals=True))
+        scopes.enter_context(emulating_mlakit())
         scopes.enter_context(HostMemory())
         try:
             yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from mlakit.tools.emulator.clocks import Clock
 from mlakit.tools.emulator.faults import BarrierMisuse
@@ -29,6 +30,7 @@ class Barrier:
     complete  what had happened before the last phase was complete
     initialiser, initialised  the partition that initialised it, and when
     first_copy  the time of its agent before the first copy
+    used      by agent, the time of its last operation on the barrier
     """
 
     count: int
@@ -43,6 +45,7 @@ class Barrier:
     initialiser: int = 0
     initialised: int = 0
     first_copy: int = 0
+    used: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Check the count: PTX, "mbarrier.init": the valid range of the count is 1 to 2^20 − 1."""
@@ -126,6 +129,9 @@ class Barrier:
         )
 
 
+Arrival: TypeAlias = tuple[int, list[int], int]  # a partition's agent, its warps, its time
+
+
 class NamedBarrier:
     """One of the 16 barriers of a CTA that bar.sync and bar.arrive name.
 
@@ -141,9 +147,15 @@ class NamedBarrier:
         self.of = 0  # threads that complete the current generation
         self.generation = 0
         self.clock, self.complete = Clock(), Clock()
+        self.is_divided = False  # some warps of a partition arrived without the others
+        self.arrivals: list[Arrival] = []  # of the current generation
+        self.before: list[Arrival] = []  # of the last complete one
 
-    def arrive(self, threads: int, of: int, clock: Clock) -> int:
-        """Count threads. Return the generation that is complete when all `of` threads are there."""
+    def arrive(self, agent: int, warps: list[int], of: int, clock: Clock, time: int) -> int:
+        """Count the threads of a partition's warps, which arrive at its `time`.
+
+        Returns the generation that is complete when all `of` threads are there.
+        """
         if of % WARP or of <= 0:
             raise BarrierMisuse(
                 f"named barrier {self.number}: the number of threads must be a multiple of {WARP},"
@@ -154,12 +166,16 @@ class NamedBarrier:
                 f"named barrier {self.number}: every thread must name the same number of threads,"
                 f" got {of} and {self.of}"
             )
+        if any(who == agent and not set(warps).isdisjoint(some) for who, some, _ in self.arrivals):
+            raise BarrierMisuse(f"named barrier {self.number}: a warp arrives twice")
         generation, self.of = self.generation, of
         self.clock.join(clock)
-        self.threads += threads
+        self.arrivals.append((agent, warps, time))
+        self.threads += len(warps) * WARP
         if self.threads > of:
             raise BarrierMisuse(f"named barrier {self.number}: {self.threads} threads of {of}")
         if self.threads == of:
             self.threads, self.generation = 0, self.generation + 1
+            self.before, self.arrivals = self.arrivals, []
             self.complete = self.clock.copy()
         return generation

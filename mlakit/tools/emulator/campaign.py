@@ -27,7 +27,6 @@ class Subject:
 
     kernel: str
     cases: tuple[Case, ...]
-    trusts_copy_arrivals: bool = False  # see `harness.TRUSTING`
 
     @cached_property
     def trials(self) -> list[Trial]:
@@ -77,8 +76,7 @@ class Subject:
 
     def attempt(self, trial: Trial, name: str, seed: int, mutate: Mutate | None = None) -> Outcome:
         """Run a trial once; the outcome calls it `name`."""
-        trusts = self.trusts_copy_arrivals
-        return run_trial(trial, name, seed, mutate=mutate, trusts_copy_arrivals=trusts)
+        return run_trial(trial, name, seed, mutate=mutate)
 
 
 def _cases(configuration: str, *changes: dict[str, Any]) -> tuple[Case, ...]:
@@ -104,9 +102,7 @@ SUBJECTS: dict[str, Subject] = {
         "mla_decode_m64_bf16_kernel", _cases("hopper-decode-h128-bf16", *_M64)
     ),
     "decode-m64_bf16-gather": Subject(
-        "mla_decode_m64_bf16_kernel",
-        _cases("hopper-decode-h128-bf16-page1", *_M64),
-        trusts_copy_arrivals=True,
+        "mla_decode_m64_bf16_kernel", _cases("hopper-decode-h128-bf16-page1", *_M64)
     ),
     "decode-small_m_bf16": Subject(
         "mla_decode_small_m_bf16_kernel",

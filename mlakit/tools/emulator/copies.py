@@ -49,7 +49,7 @@ class Copies(GlobalOperations, Synchronisation):
         if machine.checks and machine.global_races.has_writes:
             address, inside = descriptor.addresses(descriptor.index(at, descriptor.block, rows))
             self._check_global(p, address[inside], descriptor.size, on.agent, time, is_write=False)
-        machine.issued[on.agent] = time
+        machine.issued[on.agent] = on.used[on.agent] = time
 
         def operation() -> None:
             tile.write(descriptor.tile(machine.memory, at, rows).reshape(tile.shape))
@@ -88,7 +88,7 @@ class Copies(GlobalOperations, Synchronisation):
         self, p: Partition, addresses: Array, size: int, agent: int, time: int, *, is_write: bool
     ) -> None:
         access = GlobalAccess(
-            addresses.ravel(), size, None, agent, time, p.clock, p.synced, p.where, is_async=True
+            addresses.ravel(), size, None, agent, time, p.clock, p.met, p.where, is_async=True
         )
         races = self.machine.global_races
         if is_write:
@@ -132,25 +132,17 @@ class Copies(GlobalOperations, Synchronisation):
         to those of any other instruction issued by the thread." So a wait on the barrier learns of
         the copies. It does not learn of what the issuing thread had waited for, nor of its own
         stores: the arrival is no part of the thread's program order, and causality order needs it
-        to be. A kernel that hands an observation on needs an mbarrier.arrive of the thread itself.
-        `Machine.trusts_copy_arrivals` is the weaker reading, in which the arrival carries what its
-        thread had waited for: "these asynchronous operations are ordered after prior instructions
-        in the same thread". Hardware issues in order and keeps to it; the text does not promise it.
+        to be. A kernel that hands an observation on needs an mbarrier.arrive of a thread itself,
+        such as that of the warpgroup whose reads the producer has waited for.
         """
         yield None
-        machine, on, queue = self.machine, self.barrier(p, barrier), p.copies
+        on, queue = self.barrier(p, barrier), p.copies
         number, threads = queue.issued + 1, p.num_warps * WARP
-        p.tick()
-        carried = None
-        if machine.trusts_copy_arrivals:
-            carried = p.clock.copy()
-            carried.seen[p.agent] = carried.fenced[p.agent] = min(p.synced, carried.seen[p.agent])
+        on.used[queue.agent] = number
         if increments:
             on.pending += threads
 
         def operation() -> None:
-            if carried is not None:
-                on.clock.join(carried)
             on.clock.observe(queue.agent, number)
             on.arrive(threads)
 

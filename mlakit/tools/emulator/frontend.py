@@ -74,7 +74,6 @@ class Emulation:
     checks    for races, fences and unwritten memory
     exact_fp8  sums of e4m3 products are exact, not rounded as Hopper's tensor cores do
     hardware_sums  16-bit products are added up as Hopper's tensor cores do, to the bit; slower
-    trusts_copy_arrivals  what PTX does not promise of cp.async.mbarrier.arrive (`copies`)
     mutate    changes the IR of kernels, for mutation tests
     observer  is told every step of every CTA
     sources   the IR of each kernel as it ran, by its name
@@ -86,7 +85,6 @@ class Emulation:
     checks: bool = True
     exact_fp8: bool = False
     hardware_sums: bool = False
-    trusts_copy_arrivals: bool = False
     mutate: Mutate | None = None
     observer: Observer | None = None
     launches: list[Launch] = field(default_factory=list)
@@ -130,7 +128,6 @@ class Emulation:
                 checks=self.checks,
                 exact_fp8=self.exact_fp8,
                 hardware_sums=self.hardware_sums,
-                trusts_copy_arrivals=self.trusts_copy_arrivals,
             )
             steps += self._run_cta(machine, function, values, module.num_warps)
         run_s = perf_counter() - compiled

@@ -125,7 +125,7 @@ class GlobalOperations:
             warps = None if warps is None else warps[chosen]
         access = GlobalAccess(
             addresses[index], dtypes.element_size(kind), warps, p.agent, p.tick(), p.clock,
-            p.synced, p.where,
+            p.met, p.where,
         )  # fmt: skip
         if is_write:
             races.write(access)

@@ -1,14 +1,14 @@
 """Races in global memory between the threads of one CTA.
 
 The compiler puts a barrier between two accesses of the same shared memory by the warps of a
-partition, so shared memory needs no clocks of single warps. It does not do so for global memory: a
-kernel that passes values from warp to warp through global memory needs a barrier of its own, by
-`bar.sync` in inline assembly, `gl.barrier`, or an mbarrier. Here a write remembers the partition,
-its time and the warp of every element.
+partition. It does not do so for global memory: a kernel that passes values from warp to warp
+through global memory needs a barrier of its own, by `bar.sync` in inline assembly, `gl.barrier`, or
+an mbarrier. Here a write remembers the partition, its time and the warp of every element.
 
 Two guarantees are modelled. Between partitions, PTX's causality order: the reader's clock must have
 the write. Inside a partition, "bar, barrier": it orders prior accesses of all participating threads
-before their later ones; a warp may read what another one wrote only after `Partition.sync_warps`.
+before their later ones; a warp may read what another one wrote only after it has met that warp
+(`Partition.meet`).
 Accesses of other CTAs, and writes after reads, are not followed.
 """
 
@@ -44,7 +44,7 @@ class GlobalAccess:
 
     addresses  [n], of elements of `size` bytes
     warps      [n] the warp that accesses each element, or None where it is not known
-    synced     the partition's time when its warps last waited for each other
+    met        what each warp of the partition knows of the others (`Partition.met`)
     """
 
     addresses: Array
@@ -53,7 +53,7 @@ class GlobalAccess:
     agent: int
     time: int
     clock: Clock
-    synced: int
+    met: Array
     where: str
     is_async: bool = False
 
@@ -106,10 +106,10 @@ class GlobalRaces:
         late = access.clock.seen[writer] < written
         if late.any():
             self._report(action, writes, int(writer[late][0]), "which has not happened before")
-        own = (writer == access.agent) & (written > access.synced)
         if access.warps is not None and not access.is_async:
             warp = writes.warp[index]
-            other = own & (warp >= 0) & (warp != access.warps)
+            other = (writer == access.agent) & (warp >= 0) & (warp != access.warps)
+            other &= written > access.met[access.warps, np.maximum(warp, 0)]
             if other.any():
                 who = int(writer[other][0])
                 text = f"another warp ({warp[other][0]}), without a barrier since"

@@ -22,13 +22,6 @@ from mlakit.workloads.case import Trial
 
 SEEDS = (0, 1)
 LESS_WORK: dict[str, Any] = {"kv_lens": (330, 65), "q_lens": (3, 1)}
-# The gather producer of `m64_bf16` hands on what it waited for by cp.async.mbarrier.arrive alone.
-# PTX does not promise that order (`copies`), and Hopper keeps it: these configurations trust it.
-TRUSTING = (
-    "hopper-decode-h128-bf16-page1",
-    "hopper-decode-h128-bf16-page8",
-    "hopper-decode-h128-bf16-page96",
-)
 TRACED_STEPS = 4000  # the last ones of a CTA are kept
 WRONG_RESULT = "WrongResult"
 
@@ -69,7 +62,6 @@ class Configuration:
 
     case: Case
     selects_for: int
-    trusts_copy_arrivals: bool
 
 
 def configuration(name: str) -> Configuration:
@@ -79,7 +71,7 @@ def configuration(name: str) -> Configuration:
     case, num_sms = HOPPER[name], WHOLE_GPU[HOPPER_ARCH]
     if getattr(case, "kv_lens", None) == MUCH_WORK["kv_lens"]:
         case, num_sms = replace(case, **LESS_WORK), NUM_SMS
-    return Configuration(case, num_sms, trusts_copy_arrivals=name in TRUSTING)
+    return Configuration(case, num_sms)
 
 
 def emulate(name: str, seed: int, *, is_traced: bool = False) -> Outcome:
@@ -91,7 +83,6 @@ def emulate(name: str, seed: int, *, is_traced: bool = False) -> Outcome:
         name,
         seed,
         selects_for=chosen.selects_for,
-        trusts_copy_arrivals=chosen.trusts_copy_arrivals,
         is_traced=is_traced,
     )
 
@@ -102,14 +93,12 @@ def run_trial(
     seed: int,
     *,
     selects_for: int = NUM_SMS,
-    trusts_copy_arrivals: bool = False,
     is_traced: bool = False,
     mutate: Mutate | None = None,
 ) -> Outcome:
     """Run a trial on Hopper's kernels, whose IR `mutate` may change, and check its results.
 
-    selects_for           SMs of the GPU that a kernel is selected for; it runs on few
-    trusts_copy_arrivals  see `Emulation`
+    selects_for  SMs of the GPU that a kernel is selected for; it runs on few
     """
     if knobs.interpreted():
         raise RuntimeError(
@@ -126,7 +115,6 @@ def run_trial(
     kind = message = ""
     settings: dict[str, Any] = {
         "seed": seed,
-        "trusts_copy_arrivals": trusts_copy_arrivals,
         "mutate": mutate,
         "observer": observe if is_traced else None,
     }

@@ -1,7 +1,8 @@
 """One CTA: its partitions and engines, and the scheduler that interleaves them.
 
 Partitions  a warp partition is a generator that yields where others may run. Its warps are in step:
-            the compiler orders their accesses of shared memory (`global_races` has the rest)
+            the compiler orders their accesses of shared memory. Where it does not, at named
+            barriers and in global memory, each warp knows by itself how far the others are
 Engines     TMA, wgmma, tcgen05 and cp.async operations are queued when they are issued and run when
             the scheduler picks them, at any time before something waits for them
 Order       a seeded choice among the partitions that can run, the heads of the queues, and the TMA
@@ -13,11 +14,14 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
+
+import numpy as np
 
 from mlakit.tools.emulator.barriers import Barrier, NamedBarrier
 from mlakit.tools.emulator.clocks import Agents, Clock
+from mlakit.tools.emulator.dtypes import Array
 from mlakit.tools.emulator.engines import AsyncTensor, Operation, Queue
 from mlakit.tools.emulator.faults import BarrierMisuse, Deadlock, Fault, UnfinishedAtExit
 from mlakit.tools.emulator.global_races import GlobalRaces
@@ -40,7 +44,7 @@ class Partition:
     blocked   the condition that it waits for, and `reason` in words
     groups    the number of the last copy of each cp.async group
     results   the results of its latest wgmmas
-    synced    its own time when its warps last waited for each other
+    met       [warps, warps]: the time up to which a warp knows that another one has come
     written   the agent of what its TMA stores write to global memory
     """
 
@@ -62,7 +66,7 @@ class Partition:
         self.reason = ""
         self.groups: list[int] = []
         self.results: deque[AsyncTensor] = deque(maxlen=RECENT_WGMMAS)
-        self.synced = 0
+        self.met: Array = np.zeros((num_warps, num_warps), np.int64)
 
     @property
     def where(self) -> str:
@@ -79,9 +83,20 @@ class Partition:
         self.clock.seen[self.agent] += 1
         return int(self.clock.seen[self.agent])
 
-    def sync_warps(self) -> None:
-        """Order all accesses of one warp so far before those of the others from here on."""
-        self.synced = self.tick()
+    def meet(self, warps: Sequence[int] | None = None) -> None:
+        """Order all accesses of some warps, or all, so far before theirs from here on."""
+        time, some = self.tick(), list(range(self.num_warps)) if warps is None else list(warps)
+        known = self.met[some].max(0)
+        known[some] = time
+        self.met[some] = known
+
+    def learn(self, clock: Clock) -> None:
+        """Add what had happened before an operation of other partitions, to all warps.
+
+        What these know of this partition, all of its warps had done before they published it.
+        """
+        self.clock.join(clock)
+        np.maximum(self.met, clock.seen[self.agent], out=self.met)
 
     def access(self) -> Access:
         """Return an access that the threads of this partition make themselves."""
@@ -98,7 +113,6 @@ class Machine:
     checks     for races, fences and unwritten memory; the rules of barriers and TMA always hold
     exact_fp8  sums of e4m3 products are exact instead of rounded as Hopper's tensor cores do
     hardware_sums  sums of 16-bit products are rounded as they do, too
-    trusts_copy_arrivals  what PTX does not promise of cp.async.mbarrier.arrive (`copies`)
     observer   is told every step
     loads      TMA loads in flight
     issued     for each agent of TMA loads the last phase that has some
@@ -114,12 +128,10 @@ class Machine:
         checks: bool = True,
         exact_fp8: bool = False,
         hardware_sums: bool = False,
-        trusts_copy_arrivals: bool = False,
     ) -> None:
         self.memory, self.program, self.grid = memory, program, grid
         self.rng = random.Random(seed)
         self.checks, self.exact_fp8, self.hardware_sums = checks, exact_fp8, hardware_sums
-        self.trusts_copy_arrivals = trusts_copy_arrivals
         self.agents = Agents()
         self.races = RaceDetector(self.agents)
         self.global_races = GlobalRaces(memory, self.agents)

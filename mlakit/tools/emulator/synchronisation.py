@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-from mlakit.tools.emulator.barriers import BARRIER_BYTES, WARP, Barrier, NamedBarrier
+import numpy as np
+
+from mlakit.tools.emulator.barriers import BARRIER_BYTES, Barrier, NamedBarrier
 from mlakit.tools.emulator.faults import BarrierMisuse, Race
+from mlakit.tools.emulator.ir import Unsupported
+from mlakit.tools.emulator.layouts import thread_elements
 from mlakit.tools.emulator.machine import Coroutine, Machine, Partition
 from mlakit.tools.emulator.memory import MemDesc
+from mlakit.tools.emulator.types import Type
 
 
 class Synchronisation:
@@ -38,11 +44,20 @@ class Synchronisation:
         barrier.clock.join(p.clock)
 
     def invalidate_barrier(self, p: Partition, tile: MemDesc) -> None:
-        """Invalidate an mbarrier (mbarrier.inval): it must not be used afterwards."""
+        """Invalidate an mbarrier (mbarrier.inval): it must not be used afterwards.
+
+        PTX, "mbarrier.inval": the location may then be used for anything. So this is a write, which
+        all operations on the barrier must have happened before, copies that complete on it too.
+        """
         barrier = self.barrier(p, tile)
         barrier.check_unused("invalidated")
+        for agent, time in barrier.used.items():
+            if p.clock.seen[agent] < time:
+                who = self.machine.agents.names[agent]
+                raise Race(
+                    f"{barrier} is invalidated, and its use by {who} has not happened before"
+                )
         barrier.is_valid = False
-        p.tick()
 
     def barrier(self, p: Partition, tile: MemDesc) -> Barrier:
         """Return a valid mbarrier.
@@ -57,6 +72,7 @@ class Synchronisation:
         if p.clock.seen[barrier.initialiser] < barrier.initialised:
             who = self.machine.agents.names[barrier.initialiser]
             raise Race(f"{barrier} is initialised by {who}, which has not happened before")
+        barrier.used[p.agent] = p.tick()
         return barrier
 
     def arrive(self, p: Partition, tile: MemDesc, count: int, is_asked: bool) -> Coroutine:
@@ -68,7 +84,7 @@ class Synchronisation:
         yield None
         if is_asked:
             barrier = self.barrier(p, tile)
-            p.sync_warps()
+            p.meet()
             barrier.clock.join(p.clock)
             barrier.arrive(count)
 
@@ -77,7 +93,7 @@ class Synchronisation:
         yield None
         if is_asked:
             barrier = self.barrier(p, tile)
-            p.sync_warps()
+            p.meet()
             barrier.clock.join(p.clock)
             barrier.expect(size)
 
@@ -92,7 +108,8 @@ class Synchronisation:
             barrier = self.barrier(p, tile)
             p.reason = f"parity {int(phase) & 1} of {barrier.name}"
             yield _passes(p, barrier, int(phase))
-            p.clock.join(barrier.complete)
+            barrier.used[p.agent] = p.tick()
+            p.learn(barrier.complete)
 
     def fence(self, p: Partition) -> None:
         """Order generic accesses before asynchronous ones (fence.proxy.async.shared::cta)."""
@@ -101,38 +118,66 @@ class Synchronisation:
 
     def sync_warps(self, p: Partition) -> None:
         """Wait for all warps of a partition (`gl.barrier`, bar.sync of its own threads)."""
-        p.sync_warps()
+        p.meet()
 
     def named(
-        self, p: Partition, kind: str, number: int, threads: int, is_asked: bool
+        self,
+        p: Partition,
+        kind: str,
+        number: Any,
+        threads: int,
+        is_asked: bool = True,
+        type: Type | None = None,
     ) -> Coroutine:
         """Arrive at a named barrier; wait for the other threads if `kind` is sync.
 
         PTX, "bar, barrier": bar.sync and bar.arrive guarantee that prior memory accesses of the
         arriving threads are performed relative to all threads of the barrier. bar.arrive lets the
         threads go on, so it orders the warps of a partition for others and not for each other.
+
+        type  of `number`, which may be a tensor: warps then arrive at barriers of their own
         """
         yield None
         if not is_asked:
             return
-        named = self.machine.named
-        if number not in named:
-            named[number] = NamedBarrier(int(number))
-        barrier = named[number]
-        p.tick()
-        generation = barrier.arrive(p.num_warps * WARP, threads, p.clock)
+        time, arrived = p.tick(), []
+        for own, warps in _warps_of(number, type, p.num_warps).items():
+            barrier = self.machine.named.setdefault(own, NamedBarrier(own))
+            self._check_generation(p, barrier, warps)
+            barrier.is_divided |= len(warps) < p.num_warps
+            if barrier.is_divided and any(each[0] != p.agent for each in barrier.arrivals):
+                raise Unsupported("some warps of a partition at a named barrier with another one")
+            arrived.append((barrier, warps, barrier.arrive(p.agent, warps, threads, p.clock, time)))
         if kind == "sync":
-            p.reason = f"named barrier {number}"
-            yield lambda: barrier.generation > generation
-            p.clock.join(barrier.complete)
-            p.sync_warps()
+            p.reason = " and ".join(f"named barrier {each[0].number}" for each in arrived)
+            yield lambda: all(each.generation > before for each, _, before in arrived)
+            for barrier, warps, _ in arrived:
+                if not barrier.is_divided:
+                    p.learn(barrier.complete)
+                p.meet(warps)
+
+    def _check_generation(self, p: Partition, barrier: NamedBarrier, warps: list[int]) -> None:
+        """Report an arrival that may count for the generation before.
+
+        PTX, "bar, barrier": a barrier counts threads and does not tell one arrival of a warp from
+        two. So a warp may arrive again only when it knows that all others have arrived before.
+        """
+        for agent, others, time in barrier.before:
+            known = p.clock.seen[agent]
+            if agent == p.agent:
+                known = p.met[np.ix_(warps, others)].min()
+            if known < time:
+                raise BarrierMisuse(
+                    f"named barrier {barrier.number}: an arrival, and the last one of"
+                    f" {self.machine.agents.names[agent]} has not happened before in all its warps"
+                )
 
     def fork(
         self, p: Partition, bodies: list[Callable[[Partition], Coroutine]], warps: list[int]
     ) -> list[Partition]:
         """Start the other partitions of a warp-specialised kernel."""
         workers = []
-        p.sync_warps()
+        p.meet()
         for i, (body, num_warps) in enumerate(zip(bodies, warps, strict=True)):
             worker = Partition(self.machine, f"partition{i}", num_warps)
             worker.clock.join(p.clock)
@@ -146,8 +191,23 @@ class Synchronisation:
         p.reason = "the other partitions"
         yield lambda: all(each.coroutine is None for each in workers)
         for each in workers:
-            p.clock.join(each.clock)
-        p.sync_warps()
+            p.learn(each.clock)
+        p.meet()
+
+
+def _warps_of(number: Any, type: Type | None, num_warps: int) -> dict[int, list[int]]:
+    """Return which warps name which barrier."""
+    if not isinstance(number, np.ndarray):
+        return {int(number): list(range(num_warps))}
+    assert type is not None
+    assert type.shape is not None
+    each = number.reshape(-1)[thread_elements(type.layout, type.shape, num_warps)]
+    if each.shape[2] != 1 or (each != each[:, :1]).any():
+        raise Unsupported("a named barrier whose number differs within a warp")
+    found: dict[int, list[int]] = {}
+    for warp, own in enumerate(each[:, 0, 0].tolist()):
+        found.setdefault(own, []).append(warp)
+    return found
 
 
 def _passes(p: Partition, barrier: Barrier, phase: int) -> Callable[[], bool]:

@@ -183,6 +183,36 @@ def test_an_instruction_that_is_not_known_is_named(text):
         ptx.compile_program(text + ";")
 
 
+GUARDED = "setp.ne.s32 p, $2, 0; @p bar.arrive $1, 256; mov.u32 $0, 0;"
+
+
+def test_a_named_barrier_is_told_from_other_assembly():
+    assert ptx.named_barrier("add.u32 $0, $1, $2;") is None
+    assert ptx.named_barrier("barrier.cta.sync $1, 64;") == ptx.NamedBarrier("sync", 1, 64)
+    assert ptx.named_barrier(f"{{ .reg .pred p; {GUARDED} }}") == (
+        ptx.NamedBarrier("arrive", 1, 256, predicate=2)
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "bar.sync 1, 128;",
+        "bar.sync $1;",
+        "bar.sync $1, $2;",
+        "bar.warp.sync 0xffffffff;",
+        "bar.red.popc.u32 $0, $1, 128, p;",
+        "@p bar.sync $1, 128;",
+        "bar.sync $1, 128; bar.sync $2, 128;",
+        "add.u32 $0, $0, 1; bar.sync $1, 128;",
+        GUARDED.replace("$2, 0", "$2, 1"),
+    ],
+)
+def test_another_named_barrier_is_not_known(text):
+    with pytest.raises(Unsupported, match=r"PTX instruction @?p? ?bar\."):
+        ptx.named_barrier(text)
+
+
 def test_a_branch_back_is_not_known():
     with pytest.raises(Unsupported, match="branch to AGAIN"):
         ptx.compile_program("AGAIN: add.u32 $0, $0, 1; bra AGAIN;")

@@ -25,9 +25,9 @@ def run(in_emulator: Callable[..., Any]) -> Run:
 
 
 def _run(*args: Any) -> Any:
-    from tests.tools.emulator import tiny_kernels  # not in the process of the tests
+    from tests.tools.emulator import tiny_runs  # not in the process of the tests
 
-    return tiny_kernels.run(*args)
+    return tiny_runs.run(*args)
 
 
 RIGHT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -42,6 +42,23 @@ RIGHT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "named": lambda x: x[:64],
     "initialised": lambda x: x[:64],
     "outside": lambda x: x[:64],
+    "two_loads": lambda x: x[:64] + x[64:128],
+    "two_loads_on_one_barrier": lambda x: x[:64] + x[64:128],
+    "two_stores": lambda x: x[:64],
+    "copied_twice": lambda x: x[:64],
+    "two_products": lambda x: x[:64].float() @ x[:64].float().T,
+    "ring_of_products": lambda x: sum(each @ each.T for each in x.view(4, 64, 64).float()),
+    "joined": lambda x: x[:64],
+    "stored_by_another": lambda x: x[:64],
+    "given": lambda x: x[:64],
+    "two_readers": lambda x: x[:64],
+    "copied_for_another": lambda x: x[:64],
+    "multiplied_for_another": lambda x: x[:64].float() @ x[:64].float().T,
+    "two_phases": lambda x: x[:64],
+    "halves": lambda x: x[:64],
+    "phase_by_phase": lambda x: x[:64],
+    "stages_by_name": lambda x: x.view(4, 64, 64).float().sum(0),
+    "life_of_a_barrier": lambda x: x[:64],
 }
 BROKEN = [
     ("tma_copy", "no wait", "Race"),
@@ -88,6 +105,48 @@ BROKEN = [
     ("initialised", "initialised by the other", "Race BarrierMisuse"),
     ("initialised", "waits for each other", "Deadlock"),
     ("outside", "address", "OutOfBounds"),
+    ("two_loads", "waits for one", "Race"),
+    ("two_loads", "waits for the other", "Race"),
+    ("two_loads", "loaded again", "Race"),
+    ("two_loads", "load over a load", "Race"),
+    ("two_loads", "store of a pending load", "Race"),
+    ("two_loads", "a few bytes fewer", "Deadlock"),
+    ("two_loads", "a few bytes more", "Deadlock"),
+    ("two_loads_on_one_barrier", "no wait", "Race"),
+    ("two_stores", "one left", "Race"),
+    ("copied_twice", "no wait", "Race"),
+    ("two_products", "the pending one", "Race"),
+    ("two_products", "the pending one by cp.async", "Race"),
+    ("two_products", "the pending one by TMA", "Race"),
+    ("ring_of_products", "one stage fewer", "Race"),
+    ("joined", "no fence", "MissingFence"),
+    ("joined", "the load is pending", "Race"),
+    ("stored_by_another", "no fence", "MissingFence"),
+    ("stored_by_another", "fence after the arrival", "MissingFence"),
+    ("stored_by_another", "no wait", "Race MissingFence"),
+    ("given", "no wait", "Race"),
+    ("two_readers", "one is not waited for", "Race"),
+    ("two_readers", "two is not waited for", "Race"),
+    ("two_readers", "one arrival too few", "Race"),
+    ("copied_for_another", "the other one", "Race"),
+    ("multiplied_for_another", "the other one", "Race"),
+    ("two_phases", "waits for the first phase", "Race"),
+    ("halves", "more than half", "Race"),
+    ("phase_by_phase", "one arrival more", "Deadlock"),
+    ("phase_by_phase", "one arrival fewer", "Deadlock"),
+    ("phase_by_phase", "two arrivals at once", "BarrierMisuse"),
+    ("stages_by_name", "one barrier for both", "BarrierMisuse"),
+    ("stages_by_name", "no wait for the stage", "Race BarrierMisuse"),
+    ("pairs_of_warps", "the other pair", "Race"),
+    ("pairs_of_warps", "no barrier", "Race"),
+    ("life_of_a_barrier", "awaited before its start", "BarrierMisuse"),
+    ("life_of_a_barrier", "reached before its start", "BarrierMisuse"),
+    ("life_of_a_barrier", "expects before its start", "BarrierMisuse"),
+    ("life_of_a_barrier", "ended before its start", "BarrierMisuse"),
+    ("life_of_a_barrier", "copies arrive before its start", "BarrierMisuse"),
+    ("life_of_a_barrier", "awaited after its end", "BarrierMisuse"),
+    ("life_of_a_barrier", "copies arrive at the end of it", "BarrierMisuse"),
+    ("life_of_a_barrier", "invalidated before a wait", "Race BarrierMisuse"),
 ]
 
 
@@ -108,12 +167,22 @@ def test_a_broken_kernel_is_reported(
 ) -> None:
     outcome = run(kernel, broken, seed)
     assert outcome.fault in faults.split(), outcome.message or "no fault"
-    places = ("tiny_kernels.py:", "primitives.py:", "nothing has waited")
+    places = ("tiny_", "primitives.py:", "nothing has waited")
     assert any(each in outcome.message for each in places)
 
 
-def test_a_fence_of_the_producer_covers_the_reads_that_it_has_waited_for(run: Run) -> None:
-    outcome = run("pipeline", "fence of the producer")
+@pytest.mark.parametrize(
+    ("kernel", "fence"),
+    [
+        ("pipeline", "fence of the producer"),  # of reads that it has waited for
+        ("joined", "fence after the end"),
+        ("stored_by_another", "fence of the reader"),
+        ("two_products", "by cp.async"),  # to the operand of the one that is complete
+        ("two_products", "by TMA"),
+    ],
+)
+def test_a_fence_or_a_wait_on_either_side_is_enough(run: Run, kernel: str, fence: str) -> None:
+    outcome = run(kernel, fence)
     assert not outcome.fault, outcome.message
 
 
@@ -122,6 +191,13 @@ def test_warps_of_a_partition_exchange_behind_a_barrier(run: Run, barrier: str) 
     outcome = run("exchange", barrier)
     assert not outcome.fault, outcome.message
     assert torch.equal(outcome.out.flatten()[:128], outcome.x.flatten()[:128].flip(0))
+
+
+def test_two_warps_exchange_behind_a_barrier_of_their_own(run: Run) -> None:
+    outcome = run("pairs_of_warps", "")
+    assert not outcome.fault, outcome.message
+    thread = torch.arange(128)
+    assert torch.equal(outcome.out.flatten()[:128], outcome.x.flatten()[thread ^ 32])
 
 
 def test_a_warp_reads_what_it_wrote_itself(run: Run) -> None:
@@ -135,11 +211,6 @@ def test_a_tma_store_writes_what_a_full_wait_lets_the_kernel_read(run: Run) -> N
     assert not outcome.fault, outcome.message
     assert torch.equal(outcome.out, outcome.x[:64])  # 2 x, read back, less x
     assert torch.equal(outcome.tiles[:64], outcome.x[:64] * 2)
-
-
-def test_copy_arrivals_hand_a_wait_on_only_where_that_is_trusted(run: Run) -> None:
-    trusted = run("relayed", "only the copies arrive", 0, {"trusts_copy_arrivals": True})
-    assert not trusted.fault, trusted.message
 
 
 def test_without_checks_only_barriers_and_copies_are_checked(run: Run) -> None:

@@ -1,15 +1,11 @@
 """Tiny Gluon kernels, each right as it is and broken in one place where `BREAK` says so.
 
-`run` launches one in the emulator and returns what came of it. Every kernel computes `out` from `x`
-in a way that its test can check, so that a kernel that is right is right in its numbers too.
+Every kernel computes `out` from `x` in a way that its test can check, so that one that is right is
+right in its numbers too. `tiny_runs` launches them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -20,7 +16,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mlakit.kernels.hopper.compat import copy_words, tma_load
 from mlakit.kernels.hopper.primitives import (
@@ -32,8 +27,6 @@ from mlakit.kernels.hopper.primitives import (
     named_wait,
     smem_layout,
 )
-from mlakit.tools.emulator.faults import Fault
-from mlakit.tools.emulator.frontend import emulating
 
 ROWS = gl.constexpr(64)
 COLUMNS = gl.constexpr(64)
@@ -48,7 +41,7 @@ sync_threads = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 @gluon.jit
-def _at():
+def tile_offsets():
     """Offsets of a contiguous tile."""
     row = gl.arange(0, ROWS, gl.SliceLayout(1, BLOCKED))
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, BLOCKED))
@@ -56,14 +49,14 @@ def _at():
 
 
 @gluon.jit
-def _alloc_tile():
+def alloc_tile():
     return gl.allocate_shared_memory(gl.float16, [ROWS, COLUMNS], SMEM)
 
 
 @gluon.jit
 def tma_copy(tiles, x, out, BREAK: gl.constexpr):
     """out = x: one tile by TMA."""
-    tile = _alloc_tile()
+    tile = alloc_tile()
     barrier = alloc_barrier(2 if BREAK == "one arrival more" else 1)
     if BREAK == "generic write before":
         tile.store(gl.zeros([ROWS, COLUMNS], gl.float16, BLOCKED))
@@ -71,7 +64,7 @@ def tma_copy(tiles, x, out, BREAK: gl.constexpr):
         mbarrier.expect(barrier, 2 * TILE_BYTES)
     elif BREAK == "fewer bytes":
         mbarrier.expect(barrier, TILE_BYTES)
-        tma_load(tiles, [0, 0], barrier, _alloc_tile())
+        tma_load(tiles, [0, 0], barrier, alloc_tile())
     elif BREAK != "no expectation":
         mbarrier.expect(barrier, TILE_BYTES)
     row = gl.to_tensor(0)
@@ -84,7 +77,7 @@ def tma_copy(tiles, x, out, BREAK: gl.constexpr):
     if BREAK != "no wait" and BREAK != "nothing waits":
         mbarrier.wait(barrier, 1 if BREAK == "other phase" else 0)
     if BREAK != "nothing waits":
-        gl.store(out + _at(), tile.load(BLOCKED))
+        gl.store(out + tile_offsets(), tile.load(BLOCKED))
 
 
 @gluon.jit
@@ -116,7 +109,7 @@ def _consume(stages, full, empty, out, BREAK: gl.constexpr):
             mbarrier.arrive(empty.index(i % 2), count=1)
         if BREAK == "two releases":
             mbarrier.arrive(empty.index(i % 2), count=1)
-    gl.store(out + _at(), total.to(gl.float16))
+    gl.store(out + tile_offsets(), total.to(gl.float16))
 
 
 @gluon.jit
@@ -135,8 +128,8 @@ def pipeline(tiles, x, out, BREAK: gl.constexpr):
 @gluon.jit
 def product(tiles, x, out, BREAK: gl.constexpr):
     """out = x xᵀ by one wgmma over a tile that threads store."""
-    tile = _alloc_tile()
-    values = gl.load(x + _at())
+    tile = alloc_tile()
+    values = gl.load(x + tile_offsets())
     tile.store(values)
     if BREAK != "no fence":
         fence_async_shared()
@@ -151,14 +144,14 @@ def product(tiles, x, out, BREAK: gl.constexpr):
     else:
         acc = warpgroup_mma_wait(LEFT, deps=(pending,))
     result = gl.convert_layout(acc, BLOCKED)
-    gl.store(out + _at(), result.to(gl.float16))
+    gl.store(out + tile_offsets(), result.to(gl.float16))
 
 
 @gluon.jit
 def tma_write(tiles, x, out, BREAK: gl.constexpr):
     """The tile of `tiles` = 2 x by a TMA store, and out = x."""
-    tile = _alloc_tile()
-    values = gl.load(x + _at())
+    tile = alloc_tile()
+    values = gl.load(x + tile_offsets())
     tile.store(values + values)
     if BREAK != "no fence":
         fence_async_shared()
@@ -170,8 +163,8 @@ def tma_write(tiles, x, out, BREAK: gl.constexpr):
     elif BREAK != "nothing waits":
         tma.store_wait(0)
     if BREAK == "read back" or BREAK == "waits for the writes":
-        values = gl.load(tiles_of(x) + _at()) - values
-    gl.store(out + _at(), values)
+        values = gl.load(tiles_of(x) + tile_offsets()) - values
+    gl.store(out + tile_offsets(), values)
 
 
 @gluon.jit
@@ -183,26 +176,26 @@ def tiles_of(x):
 @gluon.jit
 def copy_groups(tiles, x, out, BREAK: gl.constexpr):
     """out = x by cp.async, and one group more that is waited for later."""
-    first = _alloc_tile()
-    second = _alloc_tile()
-    copy_words(first, x + _at())
+    first = alloc_tile()
+    second = alloc_tile()
+    copy_words(first, x + tile_offsets())
     if BREAK != "no group":
         async_copy.commit_group()
-    copy_words(second, x + _at())
+    copy_words(second, x + tile_offsets())
     async_copy.commit_group()
     async_copy.wait_group(2 if BREAK == "one group left" else 1)
     tile = second if BREAK == "other group" else first
     values = tile.load(BLOCKED)
     if BREAK != "nothing waits":
         async_copy.wait_group(0)
-    gl.store(out + _at(), values)
+    gl.store(out + tile_offsets(), values)
 
 
 @gluon.jit
 def _gather(x, tile, full, is_used, relay, BREAK: gl.constexpr):
     """Waits for the reader, then copies, and tells the writer both."""
     mbarrier.wait(is_used, 0)
-    copy_words(tile, x + _at())
+    copy_words(tile, x + tile_offsets())
     async_copy.mbarrier_arrive(full, increment_count=False)
     if BREAK != "only the copies arrive":
         mbarrier.arrive(relay, count=1)
@@ -211,7 +204,7 @@ def _gather(x, tile, full, is_used, relay, BREAK: gl.constexpr):
 @gluon.jit
 def _reader(x, other, out, is_used, BREAK: gl.constexpr):
     """Reads `other`, and tells the gather producer alone."""
-    gl.store(out + _at(), other.load(BLOCKED))
+    gl.store(out + tile_offsets(), other.load(BLOCKED))
     mbarrier.arrive(is_used, count=1)
 
 
@@ -227,9 +220,9 @@ def _writer(x, tile, other, out, full, relay, BREAK: gl.constexpr):
 @gluon.jit
 def relayed(tiles, x, out, BREAK: gl.constexpr):
     """out = x, and a write after a read that a third partition has waited for."""
-    tile = _alloc_tile()
-    other = _alloc_tile()
-    other.store(gl.load(x + _at()))
+    tile = alloc_tile()
+    other = alloc_tile()
+    other.store(gl.load(x + tile_offsets()))
     full = alloc_barrier(127 if BREAK == "too many copies" else 128)
     is_used = alloc_barrier()
     relay = alloc_barrier()
@@ -244,7 +237,7 @@ def relayed(tiles, x, out, BREAK: gl.constexpr):
 @gluon.jit
 def reused_barrier(tiles, x, out, BREAK: gl.constexpr):
     """out = x by two loads; the barrier is made anew between them."""
-    tile = _alloc_tile()
+    tile = alloc_tile()
     barrier = alloc_barrier()
     for _ in gl.static_range(2):
         if BREAK == "initialised in a phase":
@@ -257,7 +250,7 @@ def reused_barrier(tiles, x, out, BREAK: gl.constexpr):
             mbarrier.invalidate(barrier)
         if BREAK != "used after its end":
             mbarrier.init(barrier, count=1)
-    gl.store(out + _at(), tile.load(BLOCKED))
+    gl.store(out + tile_offsets(), tile.load(BLOCKED))
 
 
 @gluon.jit
@@ -279,7 +272,7 @@ def exchange(tiles, x, out, BREAK: gl.constexpr):
 
 @gluon.jit
 def _send(x, scratch, ready, BREAK: gl.constexpr):
-    gl.store(scratch + _at(), gl.load(x + _at()))
+    gl.store(scratch + tile_offsets(), gl.load(x + tile_offsets()))
     mbarrier.arrive(ready, count=1)
 
 
@@ -287,7 +280,7 @@ def _send(x, scratch, ready, BREAK: gl.constexpr):
 def _receive(scratch, out, ready, BREAK: gl.constexpr):
     if BREAK != "no wait":
         mbarrier.wait(ready, 0)
-    gl.store(out + _at(), gl.load(scratch + _at()))
+    gl.store(out + tile_offsets(), gl.load(scratch + tile_offsets()))
 
 
 @gluon.jit
@@ -303,7 +296,7 @@ def handover(tiles, x, out, BREAK: gl.constexpr):
 
 @gluon.jit
 def _named_send(x, tile, BREAK: gl.constexpr):
-    tile.store(gl.load(x + _at()))
+    tile.store(gl.load(x + tile_offsets()))
     if BREAK == "other count":
         named_arrive(6, 128 + 64)
     elif BREAK == "too few threads":
@@ -316,13 +309,13 @@ def _named_send(x, tile, BREAK: gl.constexpr):
 def _named_receive(tile, out, BREAK: gl.constexpr):
     if BREAK != "no wait":
         named_wait(6, 256)
-    gl.store(out + _at(), tile.load(BLOCKED))
+    gl.store(out + tile_offsets(), tile.load(BLOCKED))
 
 
 @gluon.jit
 def named(tiles, x, out, BREAK: gl.constexpr):
     """out = x, from partition to partition by a named barrier."""
-    tile = _alloc_tile()
+    tile = alloc_tile()
     gl.warp_specialize(
         [(_named_send, (x, tile, BREAK)), (_named_receive, (tile, out, BREAK))], [4], [64]
     )
@@ -342,7 +335,7 @@ def _use(x, out, barrier, other, BREAK: gl.constexpr):
     mbarrier.arrive(barrier, count=1)
     mbarrier.wait(barrier, 0)
     mbarrier.wait(other, 0)
-    gl.store(out + _at(), gl.load(x + _at()))
+    gl.store(out + tile_offsets(), gl.load(x + tile_offsets()))
 
 
 @gluon.jit
@@ -362,34 +355,4 @@ def initialised(tiles, x, out, BREAK: gl.constexpr):
 def outside(tiles, x, out, BREAK: gl.constexpr):
     """out = x by loads of threads."""
     far = 1 << 20 if BREAK == "address" else 0
-    gl.store(out + _at(), gl.load(x + far + _at()))
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What came of a launch: the class of its fault and the message, or "" and the results."""
-
-    fault: str
-    message: str
-    x: torch.Tensor
-    out: torch.Tensor
-    tiles: torch.Tensor
-    warnings: dict[str, int]
-
-
-def run(kernel: str, broken: str, seed: int = 0, settings: dict[str, Any] | None = None) -> Outcome:
-    """Launch a kernel of this module over random tiles."""
-    generator = torch.Generator().manual_seed(1)
-    storage = torch.randn(8 * 64, 64, generator=generator).div(8).half()
-    x, behind = storage[:256], storage[256:]
-    # kernels that write tiles do so behind x; the others read x
-    described = behind if kernel == "tma_write" else x
-    tiles = TensorDescriptor(described, list(described.shape), [64, 1], [64, 64], SMEM.value)
-    out = torch.zeros(64, 64, dtype=torch.float16)
-    fault = message = ""
-    with emulating(seed=seed, **(settings or {})) as emulation:
-        try:
-            globals()[kernel][(1,)](tiles, x, out, BREAK=broken, num_warps=4)
-        except Fault as found:
-            fault, message = type(found).__name__, str(found)
-    return Outcome(fault, message, x.clone(), out, behind.clone(), dict(emulation.warnings))
+    gl.store(out + tile_offsets(), gl.load(x + far + tile_offsets()))

@@ -8,6 +8,7 @@ from mlakit.tools.emulator import ptx
 from mlakit.tools.emulator.codegen.emitter import Emitter, emits
 from mlakit.tools.emulator.ir import SSA, Op, Unsupported
 from mlakit.tools.emulator.scanning import split_top
+from mlakit.tools.emulator.types import Type
 
 
 @emits("tt.elementwise_inline_asm")
@@ -20,13 +21,13 @@ def inline_assembly(emitter: Emitter, op: Op) -> None:
     text, pack = found.group(1), op.int_attr("packed_element")
     values = [emitter.variable(each) for each in SSA.findall(found.group(3))]
     results = emitter.results(op)
-    named = ptx.NAMED_BARRIER.search(text)
+    types = [emitter.type(each) for each in op.operand_types()] if values else []
+    named = ptx.named_barrier(text)
     if named:
-        _named_barrier(emitter, named, text, values)
+        _named_barrier(emitter, named, values, types)
         emitter.assign(results, ["0"] * len(results))
         return
     ptx.compile_program(text)  # an instruction that is not known is reported with its source line
-    types = [emitter.type(each) for each in op.operand_types()] if values else []
     # without operands there is no colon, and the types of results are left in the text
     printed = op.result_types() if values else split_top(found.group(3).replace("->", ""), ",")
     outs = [emitter.type(each) for each in printed]
@@ -36,9 +37,14 @@ def inline_assembly(emitter: Emitter, op: Op) -> None:
     emitter.write(f"{', '.join(results)} = rt.asm(p, {arguments})")
 
 
-def _named_barrier(emitter: Emitter, named: re.Match[str], text: str, values: list[str]) -> None:
-    """Write bar.sync or bar.arrive; $1 is the number, $2 the predicate if there is one."""
-    mode, operand, threads = named.groups()
-    number = values[int(operand) - 1]
-    is_asked = values[1] if "setp" in text else "True"
-    emitter.write(f"yield from rt.named(p, {mode!r}, {number}, {threads}, {is_asked})")
+def _named_barrier(
+    emitter: Emitter, named: ptx.NamedBarrier, values: list[str], types: list[Type]
+) -> None:
+    """Write bar.sync or bar.arrive."""
+    type = types[named.number - 1]
+    is_asked = values[named.predicate - 1] if named.predicate else "True"
+    if named.predicate and types[named.predicate - 1].is_tensor:
+        raise Unsupported("a named barrier whose predicate is a tensor")
+    name = emitter.constant(type, f"type {type}")
+    arguments = f"{named.mode!r}, {values[named.number - 1]}, {named.threads}, {is_asked}, {name}"
+    emitter.write(f"yield from rt.named(p, {arguments})")

@@ -8,6 +8,7 @@ Reading     `program` splits the text once per process and looks each instructio
 
     program       statements, labels and branches
     threads       registers, operands and masks
+    barriers      named barriers, which the machine runs
     instruction   the table of instructions
     arithmetic    arithmetic, logic, comparisons, moves
     conversions   cvt, prmt and packed 16-bit arithmetic
@@ -19,15 +20,17 @@ from __future__ import annotations
 import re
 
 from mlakit.tools.emulator.ptx import arithmetic, conversions, warps
+from mlakit.tools.emulator.ptx.barriers import NamedBarrier, named_barrier
 from mlakit.tools.emulator.ptx.program import Program, compile_program, statements
 from mlakit.tools.emulator.ptx.threads import Threads
 
 __all__ = [
     "LANE_OPERATIONS",
-    "NAMED_BARRIER",
+    "NamedBarrier",
     "Program",
     "Threads",
     "compile_program",
+    "named_barrier",
     "statements",
 ]
 
@@ -35,5 +38,3 @@ __all__ = [
 TOPICS = (arithmetic, conversions, warps)
 # assembly whose result depends on the thread that runs it
 LANE_OPERATIONS = re.compile(r"%laneid|shfl\.|vote\.|redux\.")
-# barriers are not run here, but by the machine; groups: mode, operand of the number, threads
-NAMED_BARRIER = re.compile(r"bar(?:rier)?\.(sync|arrive)\s+\$(\d+),\s*(\d+)")
