@@ -67,12 +67,17 @@ class Subject:
             named = [each for each in mutants(kernel, text) if each.name == name]
             return named[0].text(text) if named else text
 
+        return self.attempts(str(name), mutate)[-1]
+
+    def attempts(self, name: str, mutate: Mutate | None = None) -> list[Outcome]:
+        """Run every case with every seed until one fails; the outcomes are called `name`."""
+        outcomes = []
         for trial in self.trials:
             for seed in SEEDS:
-                outcome = self.attempt(trial, str(name), seed, mutate)
-                if not outcome.passed:
-                    return outcome
-        return outcome
+                outcomes.append(self.attempt(trial, name, seed, mutate))
+                if not outcomes[-1].passed:
+                    return outcomes
+        return outcomes
 
     def attempt(self, trial: Trial, name: str, seed: int, mutate: Mutate | None = None) -> Outcome:
         """Run a trial once; the outcome calls it `name`."""
@@ -150,6 +155,11 @@ def names(subject: str) -> list[Name]:
 def run_mutant(subject: str, name: Name) -> Outcome:
     """Run a mutant of a subject until a case and seed catch it."""
     return SUBJECTS[subject].run(name)
+
+
+def run_cases(subject: str) -> list[Outcome]:
+    """Run a subject's kernel without a mutation, in the cases and with the seeds of its mutants."""
+    return SUBJECTS[subject].attempts(subject)
 
 
 def run_part(subject: str, part: int, parts: int) -> dict[Name, Outcome]:

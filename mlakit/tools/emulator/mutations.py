@@ -56,7 +56,7 @@ class Mutant:
     """A kernel's IR without the operation of `name`."""
 
     name: Name
-    where: str  # the operation's source lines
+    frames: tuple[tuple[str, int], ...]  # files and lines of the operation and its callers
     line: int  # of the IR
     replacement: str  # for that line; "" drops it
 
@@ -81,7 +81,7 @@ def mutants(kernel: str, text: str) -> list[Mutant]:
         function = _function(module, location).removeprefix(f"{kernel} > ")
         name = Name(kernel, function, operation, seen[function, operation])
         seen[function, operation] += 1
-        found.append(Mutant(name, module.where(location), line, replacement))
+        found.append(Mutant(name, tuple(module.frames(location)), line, replacement))
     return found
 
 

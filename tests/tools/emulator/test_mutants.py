@@ -5,24 +5,15 @@ The few that it cannot notice are in survivors.toml, each with the reason.
 
 from __future__ import annotations
 
-from random import Random
-
 import pytest
 
 from mlakit.tools.emulator import campaign, mutations
 from mlakit.tools.emulator.campaign import SUBJECTS
+from tests.tools.emulator.drop_waits import FAMILIES, sample, without
 from tests.tools.emulator.survivors import survivors
 
 PARTS = 4  # of the mutants of a kernel, each a test
-FAMILIES = ("decode", "sparse", "prefill", "indexer")
-SAMPLED = 3  # mutants of each family
 SAMPLE_SEED = 20261118
-WAITS_AND_FENCES = (
-    "ttng.wait_barrier",
-    "ttng.fence_async_shared",
-    "ttng.warp_group_dot_wait",
-    "bar.sync",
-)
 SURVIVORS = survivors()
 
 
@@ -45,25 +36,49 @@ def test_every_listed_survivor_is_a_mutant(subject, in_emulator):
 
 
 @pytest.mark.emulated
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_a_kernel_has_no_fault_in_the_cases_of_its_mutants(subject, in_emulator):
+    """So a wait that is dropped from a kernel shows here if `make mutants` can show it."""
+    for outcome in in_emulator(campaign.run_cases, subject):
+        assert outcome.passed, outcome
+
+
+@pytest.mark.emulated
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_sample_of_mutants_without_a_wait_or_fence_is_caught(family, in_emulator):
-    draw = Random(SAMPLE_SEED)
-    subjects = [name for name in SUBJECTS if name.startswith(family)]
-    draw.shuffle(subjects)
-    for i in range(SAMPLED):
-        subject = subjects[i % len(subjects)]
-        names = in_emulator(campaign.names, subject)
-        name = draw.choice(
-            [
-                each
-                for each in names
-                if each.operation in WAITS_AND_FENCES and each not in SURVIVORS[subject]
-            ]
-        )
+    for subject, name in in_emulator(sample, family, SAMPLE_SEED):
         outcome = in_emulator(campaign.run_mutant, subject, name)
         assert not outcome.passed, f"no check catches {name}"
 
 
+@pytest.mark.parametrize(
+    ("line", "changed"),
+    [
+        (3, "    pass\n"),
+        (4, "    if x: pass  # why\n"),
+        (5, "    y = warpgroup_mma_wait(64, deps=(y,))\n"),
+        (6, "    pass\n"),
+    ],
+)
+def test_a_wait_is_dropped_from_a_source(line, changed):
+    lines = WAITS.splitlines(keepends=True)
+    found = without(WAITS, line)
+    assert found == "".join([*lines[: line - 1], changed, *lines[8 if line == 6 else line :]])
+    compile(found, "source.py", "exec")
+    assert without(WAITS, 9) is None
+
+
+WAITS = """\
+@jit
+def kernel(x, y):
+    mbarrier.wait(x, 0)
+    if x: fence_async_shared()  # why
+    y = warpgroup_mma_wait(0, deps=(y,))
+    named_wait(
+        x, 256,
+    )
+    mbarrier.arrive(x, count=1)
+"""
 IR = """\
 #loc = loc("{file}":1:0)
 module attributes {{"ttg.num-ctas" = 1 : i32, "ttg.num-warps" = 4 : i32}} {{
