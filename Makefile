@@ -79,10 +79,10 @@ unit: $(INSTALLED)
 thorough: $(INSTALLED)
 	$(BIN)/pytest $(PYTEST_JOBS) --thorough -m thorough
 
-# Hopper's kernels in the emulator: all configurations with two seeds, and some of their mutants;
-# with the oldest Triton a sample. Under 6 minutes on 2 cores
+# Hopper's kernels in the emulator: all configurations with two seeds, the cases of their mutants, and
+# some mutants; with the oldest Triton a sample. Under 6 minutes on 2 cores
 emulate: $(INSTALLED) $(OLDEST_INSTALLED)
-	$(BIN)/pytest $(PYTEST_JOBS) --emulate -m emulated -k "not every_mutant" tests/tools/emulator
+	$(BIN)/pytest $(PYTEST_JOBS) --emulate -m emulated -k "fault or sample" tests/tools/emulator
 	$(OLDEST)/bin/python -m pytest $(PYTEST_JOBS) -k has_no_fault tests/tools/emulator
 
 # GPU kernels for every architecture, without a GPU: all configurations of the portable kernels
@@ -146,7 +146,7 @@ docs: $(DOCS_INSTALLED)
 # every kernel of Hopper's without one of its waits, fences or arrivals: 20 minutes on 2 cores
 mutants: $(INSTALLED)
 	$(BIN)/pytest $(PYTEST_JOBS) -k mutant
-	$(BIN)/pytest $(PYTEST_JOBS) --emulate -m emulated -k "mutant or seesaw" tests/tools/emulator
+	$(BIN)/pytest $(PYTEST_JOBS) --emulate -m emulated -k "mutant or mistake" tests/tools/emulator
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .

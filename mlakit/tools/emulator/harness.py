@@ -74,17 +74,14 @@ def configuration(name: str) -> Configuration:
     return Configuration(case, num_sms)
 
 
-def emulate(name: str, seed: int, *, is_traced: bool = False) -> Outcome:
-    """Run a configuration; inputs and interleaving are made from the seed."""
+def emulate(
+    name: str, seed: int, *, is_traced: bool = False, mutate: Mutate | None = None
+) -> Outcome:
+    """Run a configuration as `run_trial`; inputs and interleaving are made from the seed."""
     chosen = configuration(name)
     trial = replace(chosen.case, seed=seed).trial("cpu")
-    return run_trial(
-        trial,
-        name,
-        seed,
-        selects_for=chosen.selects_for,
-        is_traced=is_traced,
-    )
+    settings: dict[str, Any] = {"is_traced": is_traced, "mutate": mutate}
+    return run_trial(trial, name, seed, selects_for=chosen.selects_for, **settings)
 
 
 def run_trial(

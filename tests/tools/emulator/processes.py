@@ -21,6 +21,9 @@ def compiling_process() -> Iterator[ProcessPoolExecutor]:
 
 def _begin() -> None:
     os.environ["TRITON_INTERPRET"] = "0"
+    # Tiles are small: threads of numpy's library would wait for each other, a third of the time of
+    # a quiet machine and most of that of a busy one. Read when numpy is imported
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
     # not before: mlakit reads the variable when it defines a kernel
     import torch
 

@@ -1,6 +1,8 @@
-"""Triton's concurrency sanitizer (ConSan) finds nothing new in Hopper's kernels.
+"""Triton's concurrency sanitizer (ConSan) finds what the emulator finds, in Hopper's kernels.
 
-What it finds where nothing is wrong is in `EXPLAINED`, and docs/emulator.md says why.
+Every kernel runs under it once. What it finds where nothing is wrong is in `EXPLAINED`, and
+docs/emulator.md says why. Kernels with a mistake run under both. What was found is in
+`gpu_findings.FILE`.
 """
 
 from __future__ import annotations
@@ -9,20 +11,26 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 
 import pytest
 import torch
 
 from tests.paths import ROOT
+from tests.tools.emulator import gpu_findings
 from tests.tools.emulator.consan_run import RIGHT
+from tests.tools.emulator.mistakes import TELLING
+from tests.tools.emulator.test_hopper_kernels import SAMPLE
+from tests.tools.emulator.test_mistakes import run_telling
 
 TIMEOUT_S = 180
 # "FILE:LINE: FUNCTION: block: […], thread: […] Assertion `MESSAGE` failed.", and other quotes
 ASSERTION = re.compile(r"(\w+\.py):\d+: .*Assertion [`'\"](.+?)[`'\"] failed")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Finding:
     """A failed assertion of ConSan: the source file that it names, and what it says."""
 
@@ -30,22 +38,30 @@ class Finding:
     message: str
 
 
-CLEAN = (
-    "hopper-decode-h128-bf16",
-    "hopper-decode-h16-bf16",
+@dataclass(frozen=True)
+class Report:
+    """What ConSan found in a run, whether the results were right, and how long it took."""
+
+    findings: set[Finding]
+    is_right: bool
+    seconds: float
+    output: str
+
+
+# every kernel, and formats with another order of loads
+CONFIGURATIONS = (
+    *SAMPLE,
+    "hopper-decode-h128-bf16-page1",
+    "hopper-decode-h16-fp8_token-page1",
     "hopper-decode-m64-fp8",
-    "hopper-decode-m64-fp8-e4m3-q",
-    "hopper-decode-h16-fp8_block128",
-    "hopper-sparse-h16-fp8_block128",
-    "hopper-prefill-192-128",
-    "hopper-prefill-fp8",
-    "hopper-indexer-h64-q1",
+    "hopper-sparse-fp8_block128",
+)
+NAMED = Finding(
+    file="fp8_m64.py", message="Buffer being accessed has outstanding writes. Operand: B"
 )
 EXPLAINED = {
-    "hopper-sparse-fp8_block128": Finding(
-        file="fp8_m64.py",
-        message="Buffer being accessed has outstanding writes. Operand: B",
-    ),
+    "hopper-sparse-fp8_block128": NAMED,
+    "hopper-sparse-fp8_block128-extra": NAMED,
     "hopper-sparse-h128-bf16": Finding(
         file="seesaw.py",
         message="Async shared-memory access is missing fence_async_shared. Operand: B",
@@ -58,29 +74,66 @@ def findings(output: str) -> set[Finding]:
     return {Finding(file, message) for file, message in ASSERTION.findall(output)}
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", [*CLEAN, *EXPLAINED])
-def test_consan_finds_nothing_new(name: str) -> None:
+def run_under_consan(*arguments: str) -> Report:
+    """Run `consan_run` in a process of its own: an assertion on the device ends it."""
     triton = pytest.importorskip("triton")
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):
         pytest.skip("ConSan takes minutes for a kernel with a Triton before 3.9")
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("Hopper's kernels need a Hopper GPU")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.tools.emulator.consan_run", name],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INSTRUMENTATION_MODE": "consan", "TRITON_INTERPRET": "0"},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+    started = time.monotonic()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-m", "tests.tools.emulator.consan_run", *arguments],
+            cwd=ROOT,
+            env={**os.environ, "TRITON_INSTRUMENTATION_MODE": "consan", "TRITON_INTERPRET": "0"},
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return Report(set(), False, TIMEOUT_S, f"no end in {TIMEOUT_S} seconds")
     output = done.stdout + done.stderr
+    seconds = round(time.monotonic() - started, 1)
+    return Report(findings(output), RIGHT in done.stdout, seconds, output)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_consan_finds_nothing_new(name: str) -> None:
+    report = run_under_consan(name)
+    gpu_findings.add(
+        "kernels under ConSan",
+        name,
+        findings=[asdict(each) for each in sorted(report.findings)],
+        is_right=report.is_right,
+        seconds=report.seconds,
+    )
     if name in EXPLAINED:
-        assert findings(output) == {EXPLAINED[name]}, output[-2000:]
+        assert report.findings == {EXPLAINED[name]}, report.output[-2000:]
     else:
-        assert findings(output) == set(), output[-2000:]
-        assert RIGHT in done.stdout, output[-2000:]
+        assert report.findings == set(), report.output[-2000:]
+        assert report.is_right, report.output[-2000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", TELLING)
+def test_consan_finds_the_mistakes_that_the_emulator_finds(
+    name: str, in_emulator: Callable[..., object]
+) -> None:
+    outcome = in_emulator(run_telling, name)
+    report = run_under_consan("--mistake", name)
+    gpu_findings.add(
+        "mistakes in the emulator and under ConSan",
+        name,
+        emulator=outcome.kind,
+        consan=[asdict(each) for each in sorted(report.findings)],
+        is_right=report.is_right,
+        seconds=report.seconds,
+    )
+    assert outcome.kind == TELLING[name].fault, outcome
+    assert report.findings, report.output[-2000:]
 
 
 def test_findings_are_read_from_the_output() -> None:
@@ -92,3 +145,15 @@ def test_findings_are_read_from_the_output() -> None:
     message = "Buffer being accessed has outstanding writes. Operand: B"
     assert findings(output) == {Finding("seesaw.py", message)}
     assert findings("AssertionError: 3 of 5 results are wrong") == set()
+
+
+def test_findings_become_tables(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(gpu_findings, "FILE", tmp_path / "new" / "findings.json")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    gpu_findings.add("kernels", "prefill", findings=[{"file": "a.py"}], seconds=3.14159)
+    gpu_findings.add("kernels", "prefill", findings=[], seconds=2.0)
+    gpu_findings.add("kernels", "decode", findings=[{"file": "a.py"}, {"file": "b.py"}], seconds=1)
+    text = gpu_findings.tables(gpu_findings.FILE)
+    assert "| file a.py; file b.py |" in text
+    assert "| none |" in text
+    assert text.count("prefill") == 1

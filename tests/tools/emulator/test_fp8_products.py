@@ -14,17 +14,25 @@ from mlakit.reference.hopper_fp8_mma import fp8_mma
 pytest.importorskip("triton.experimental.gluon")
 
 
-def _multiply(is_exact: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+Products = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _multiply_on(device: str, seed: int = 3) -> Products:
     """Return (a, b, a bᵀ + 1000), computed by a kernel."""
-    from mlakit.tools.emulator.frontend import emulating
     from tests.tools.emulator import fp8_kernel
 
-    g = torch.Generator().manual_seed(3)
+    g = torch.Generator().manual_seed(seed)
     a, b = (torch.randn(64, 128, generator=g).mul(20).to(torch.float8_e4m3fn) for _ in range(2))
-    out = torch.zeros(64, 64)
+    out = torch.zeros(64, 64, device=device)
+    fp8_kernel.multiply[(1,)](a.to(device), b.to(device), out, num_warps=4)
+    return a, b, out.cpu()
+
+
+def _multiply(is_exact: bool) -> Products:
+    from mlakit.tools.emulator.frontend import emulating
+
     with emulating(exact_fp8=is_exact):
-        fp8_kernel.multiply[(1,)](a, b, out, num_warps=4)
-    return a, b, out
+        return _multiply_on("cpu")
 
 
 def test_products_of_e4m3_are_those_of_the_tensor_cores(in_emulator: Callable[..., Any]) -> None:
@@ -32,6 +40,18 @@ def test_products_of_e4m3_are_those_of_the_tensor_cores(in_emulator: Callable[..
     expected = fp8_mma(a, b, torch.full((64, 64), 1000.0))
     assert torch.equal(out, expected)
     assert not torch.equal(out, a.float() @ b.float().T + 1000)  # the rounding shows
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(3, 7))
+def test_a_gpu_gives_the_same_products_of_e4m3(seed: int) -> None:
+    from tests.tools.emulator import gpu_findings
+
+    a, b, out = _multiply_on("cuda", seed)
+    expected = fp8_mma(a, b, torch.full((64, 64), 1000.0))
+    differing = int((out != expected).sum())
+    gpu_findings.add("e4m3 products", f"seed {seed}", products=out.numel(), differing=differing)
+    assert differing == 0
 
 
 def test_products_of_e4m3_are_exact_where_that_is_asked_for(

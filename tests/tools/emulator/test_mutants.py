@@ -40,7 +40,7 @@ def test_every_listed_survivor_is_a_mutant(subject, in_emulator):
 def test_a_kernel_has_no_fault_in_the_cases_of_its_mutants(subject, in_emulator):
     """So a wait that is dropped from a kernel shows here if `make mutants` can show it."""
     for outcome in in_emulator(campaign.run_cases, subject):
-        assert outcome.passed, outcome
+        assert outcome.passed, str(outcome)
 
 
 @pytest.mark.emulated
