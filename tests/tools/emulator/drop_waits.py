@@ -40,6 +40,8 @@ WAITS_AND_FENCES = (
 DROPPED_CALLS = ("wait", "named_wait", "fence_async_shared", "store_wait")
 WGMMA_CALL = "warpgroup_mma_wait"
 KERNELS = ROOT / "mlakit" / "kernels" / "hopper"
+FOLDER = "tests/tools/emulator"
+CASES = f"{FOLDER}/test_mutants.py::test_a_kernel_has_no_fault_in_the_cases_of_its_mutants"
 
 
 def sample(family: str, seed: int) -> list[tuple[str, Name]]:
@@ -90,13 +92,20 @@ def drop(mutant: Mutant, tree: Path) -> str:
     raise ValueError(f"{mutant.name} has no line with a wait or fence: {mutant.frames}")
 
 
-def failure(tree: Path, family: str) -> str:
-    """Run the emulated tests of a family in a tree; return the first that fails, or ""."""
+def failure(tree: Path, subject: str) -> str:
+    """Run the emulated tests of a subject's family in a tree; return the first failure, or ""."""
+    first = f"{CASES}[{subject}]"
+    return _failure(tree, first) or _failure(
+        tree, "-k", f"fault and {subject.split('-')[0]}", FOLDER
+    )
+
+
+def _failure(tree: Path, *selected: str) -> str:
+    """Run some of the tests that `make emulate` runs, until one fails."""
     done = subprocess.run(
         [
             sys.executable, "-m", "pytest", "-q", "-x", "--emulate", "-m", "emulated",
-            "-k", f"fault and {family}", "-n", "2", "--dist", "worksteal",
-            "-p", "no:cacheprovider", "tests/tools/emulator",
+            "-p", "no:cacheprovider", *selected,
         ],
         cwd=tree, capture_output=True, text=True, check=False,
         env={**os.environ, "PYTHONPATH": str(tree), "TRITON_INTERPRET": "0", "COLUMNS": "300"},
@@ -134,7 +143,7 @@ def main() -> int:
             with TemporaryDirectory() as folder:
                 copy_tree(Path(folder))
                 place = drop(mutant, Path(folder))
-                said = failure(Path(folder), family)
+                said = failure(Path(folder), subject)
             missed += not said
             said = said or "NO TEST FAILS"
             sys.stdout.write(f"{subject}: {name}\n  dropped at {place}\n  {said}\n")

@@ -77,6 +77,7 @@ def test_a_gpu_gives_the_same_results(name: str, record_property: Callable[..., 
         name,
         results=dict(zip(kinds, apart, strict=True)),
         partials=[float(each.max()) for each in rows],
+        partial_rows=sum(int(each.isfinite().any(-1).sum()) for each in partials if each.ndim > 1),
         partial_rows_within_2_units=share,
     )
     said = ", ".join(f"{each:.2f} of {kind}" for each, kind in zip(apart, kinds, strict=True))
