@@ -30,7 +30,7 @@ from mlakit.tools.workloads import (
     ScaledMatmulCase,
     SparseCase,
 )
-from mlakit.tools.workloads.random_cases import CACHED, UNCACHED, Draw
+from mlakit.tools.workloads.random_cases import CACHED, UNCACHED, Draw, SeededDraw
 
 
 class HypothesisDraw(Draw):
@@ -42,6 +42,13 @@ class HypothesisDraw(Draw):
 
     def integer(self, low: int, high: int) -> int:
         return self._draw(st.integers(low, high))
+
+
+class Simplest(Draw):
+    """The simplest choice each time: sizes and strides of 1."""
+
+    def integer(self, low: int, high: int) -> int:
+        return low
 
 
 @st.composite
@@ -95,35 +102,67 @@ class Exploration:
         explore()
 
 
+# no cache, rows without scales, and rows with scales
+SIMPLEST = (None, "bf16", "fp8_token")
+
+
 class Property(NamedTuple):
-    """A kernel gives what the oracle gives, on so many random problems of one strategy."""
+    """A kernel gives what the oracle gives, on so many random problems of a kind and format."""
 
     spec: KernelSpec
-    strategy: st.SearchStrategy[Any]
+    case: type[Case]
+    format: str | None  # None for a case without a cache
     examples: int
-    name: str
+
+    @property
+    def name(self) -> str:
+        return str(self.spec) if self.format is None else f"{self.spec}-{self.format}"
+
+    @property
+    def strategy(self) -> st.SearchStrategy[Any]:
+        if self.format is None:
+            return uncached_cases(self.case)
+        return cached_cases(self.case, self.format)
 
     def explore(self, device: str, **options: Any) -> Exploration:
         """The problems that every run of the tests looks at."""
         exploration = Exploration(self.spec, device)
+        if device == "cuda":
+            self._explore_on_gpu(exploration)
+            return exploration
         examples = self.examples
         if self.spec.backend != "cpu":
-            # the interpreter takes a second or so for each, and a GPU compiles kernels for most
-            examples //= 3
+            examples //= 3  # the interpreter takes a second or so for each
         examples_of = f"{device}-{self.name}"
         exploration.over(self.strategy, examples_of=examples_of, max_examples=examples, **options)
         return exploration
 
+    def _explore_on_gpu(self, exploration: Exploration) -> None:
+        """Look at few problems, because most compile kernels for a second or more.
+
+        Hypothesis, which simplifies nothing here, would begin with the simplest of each format.
+        """
+        draws: list[Draw] = [
+            SeededDraw(f"{self.name}-{number}") for number in range(self.examples // 5)
+        ]
+        if self.format in SIMPLEST:
+            draws.append(Simplest())
+        for draw in draws:
+            if self.format is None:
+                exploration.run(UNCACHED[self.case](draw))
+            else:
+                exploration.run(CACHED[self.case](draw, self.format))
+
 
 PROPERTIES = [
     *(
-        Property(spec, cached_cases(case, format), 15, f"{spec}-{format}")
+        Property(spec, case, format, examples=15)
         for case in CACHED
         for spec in selection.specs(case.op)
         for format in FORMATS
     ),
     *(
-        Property(spec, uncached_cases(case), 40, str(spec))
+        Property(spec, case, None, examples=40)
         for case in UNCACHED
         for spec in selection.specs(case.op)
     ),
@@ -158,6 +197,15 @@ LARGE = [
     ),
     DecodeCase(kv_lens=(1100, 64), page_size=1, flat_table=True, q_lens=(3, 1), num_ctas=5),
     DecodeCase(kv_lens=(90, 40), q_lens=(64, 33), heads=40, mask="sliding_window_causal", window=9),
+    # the portable kernel's own tile of many heads on sm_90
+    DecodeCase(
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        kv_lens=(200, 64),
+        q_lens=(2, 1),
+        heads=40,
+        page_size=64,
+    ),
     DecodeCase(
         kv_lora_rank=512,
         qk_rope_head_dim=64,
@@ -189,6 +237,16 @@ LARGE = [
         num_tokens=6,
         workspace_mib=1,
     ),
+    SparseCase(topk=40, num_pages=5, num_tokens=3, extra_format="bf16", extra_topk=30),
+    SparseCase(
+        format="fp16",
+        dtype="fp16",
+        topk=40,
+        num_pages=5,
+        num_tokens=3,
+        extra_format="fp16",
+        extra_topk=30,
+    ),
     IndexerLogitsCase(kv_lens=(2100, 1024), q_lens=(2, 1), page_size=64, heads=8),
     IndexerLogitsCase(kv_lens=(1500,), q_lens=(40,), heads=16, workspace_mib=1, format="fp8"),
     IndexerTopkCase(num_columns=5000, k=2048, num_tokens=9, workspace_mib=1, levels=9),
@@ -196,8 +254,10 @@ LARGE = [
     IndexerSelectCase(kv_lens=(1200, 700), q_lens=(7, 20), k=400, block_tokens=6, page_size=64),
     PhysicalRowsCase(kv_lens=(7,) * 300, q_lens=(0, 1, 2) * 100, topk=1030, padding=3),
     MergeCase(num_parts=40, v_width=512),
+    MergeCase(num_parts=6, v_width=1),
     QuantizeCase(m=300, k=512, group=128, workspace_mib=1),
     ScaledMatmulCase(m=5, n=8, k=64, n_group=128, k_group=128, padded=True),
     ScaledMatmulCase(m=200, n=700, k=512, n_group=128, k_group=128, workspace_mib=1),
+    BatchedMatmulCase(batch=2, m=3, n=5, k=1),
     BatchedMatmulCase(batch=2, m=200, n=900, k=512, workspace_mib=1),
 ]

@@ -535,24 +535,26 @@ def test_what_does_not_go_together_is_said(arguments, message):
 
 
 @pytest.mark.gpu
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["hopper", "triton"])
 @pytest.mark.parametrize("op", LAUNCHES)
 def test_launches_pass_on_the_gpu(op, backend):
     if backend not in selection.backends(op):
         pytest.skip(f"{backend} has no kernel of {op}")
-    settings = Settings((op,), 0, device="cuda", backend=backend, minutes=None, launches=40)
+    settings = Settings((op,), 0, device="cuda", backend=backend, minutes=None, launches=20)
     outcome = run(settings)
     assert outcome.failure is None, outcome.failure
-    assert outcome.num_correct >= 20
+    assert outcome.num_correct >= 10
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(4))
 def test_many_calls_give_the_same_bits_on_the_gpu(seed):
     """Many calls find an error that occurs in few of them."""
     settings = Settings(
-        ("mla_decode",), 100 + seed, device="cuda", minutes=None, launches=8, calls=60
+        ("mla_decode",), 100 + seed, device="cuda", minutes=None, launches=4, calls=60
     )
     outcome = run(settings)
     assert outcome.failure is None, outcome.failure
-    assert outcome.num_correct >= 8
+    assert outcome.num_correct >= 4

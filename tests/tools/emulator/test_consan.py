@@ -100,6 +100,7 @@ def run_under_consan(*arguments: str) -> Report:
 
 
 @pytest.mark.gpu
+@pytest.mark.long
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_consan_finds_nothing_new(name: str) -> None:
     report = run_under_consan(name)
@@ -118,6 +119,7 @@ def test_consan_finds_nothing_new(name: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.long
 @pytest.mark.parametrize("name", TELLING)
 def test_consan_finds_the_mistakes_that_the_emulator_finds(
     name: str, in_emulator: Callable[..., object]
