@@ -179,7 +179,7 @@ def pytest_terminal_summary(
         terminalreporter.write_line(f"emulated tests left out: {emulated}, make emulate runs them")
     thorough = config.stash.get(slow_tests.THOROUGH, 0)
     if thorough:
-        terminalreporter.write_line(f"thorough tests left out: {thorough}, make test-all runs them")
+        terminalreporter.write_line(f"thorough tests left out: {thorough}, --thorough runs them")
     if config.getoption("--quick"):
         terminalreporter.write_line(slow_tests.left_out(config))
     if config.getoption("--measure-slow"):

@@ -2,16 +2,18 @@
 
 Most mistakes need one value or two at a time: `pairwise` has every pair of values of two axes in
 some combination, which for axes of 8, 5 and 5 values takes 40 combinations instead of 200.
+`with_every_pair` chooses as many from a list that has some of the combinations only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import combinations
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
+T = TypeVar("T")
 Pair = tuple[tuple[int, int], tuple[int, int]]  # (axis, value) twice, by position
 
 
@@ -64,6 +66,23 @@ def covering(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
         for axis, place in chosen.items():
             uses[axis][place] += 1
         yield tuple(place for _, place in sorted(chosen.items()))
+
+
+def with_every_pair(cases: Sequence[T], values_of: Callable[[T], tuple[Hashable, ...]]) -> list[T]:
+    """Return cases that have every pair of values that any case has, in the order of the list.
+
+    values_of  gives the values of a case, one of each axis
+    """
+    pairs = [set(combinations(enumerate(values_of(case)), 2)) for case in cases]
+    missing = set().union(*pairs)
+    chosen = []
+    while missing:
+        most = max(len(own & missing) for own in pairs)
+        for place, own in enumerate(pairs):
+            if len(own & missing) == most:
+                chosen.append(place)
+                missing -= own
+    return [cases[place] for place in sorted(chosen)]
 
 
 def _gain(missing: Mapping[Pair, None], chosen: Mapping[int, int], axis: int, place: int) -> int:

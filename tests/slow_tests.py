@@ -1,7 +1,8 @@
 """Which tests are slow, as measured: `--quick` leaves them out, `--measure-slow` finds them anew.
 
 Tests marked `thorough` repeat a code path of others with other numbers, in Triton's interpreter,
-which takes seconds for each. Without a GPU they run with `--thorough` only: `make test-all`.
+which takes seconds for each. Without a GPU they run with `--thorough` only: `make test-all`. Tests
+marked `exhaustive` have every combination where others have every pair: with `--thorough` only.
 
 A test function is slow if its tests take more than LIMIT seconds of processor time on average. LIST
 has the functions, one on a line. Others are run.
@@ -33,7 +34,9 @@ _fixture_seconds: dict[str, float] = {}
 def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("slow tests")
     group.addoption("--quick", action="store_true", help=f"leave out what {LIST.name} lists")
-    group.addoption("--thorough", action="store_true", help="also run tests marked thorough")
+    group.addoption(
+        "--thorough", action="store_true", help="also run tests marked thorough or exhaustive"
+    )
     group.addoption(
         "--measure-slow",
         action="store_true",
@@ -73,11 +76,16 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def leave_out_thorough(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave tests marked `thorough` to `--thorough`; on a GPU they are quick and always run."""
-    if config.getoption("--thorough") or torch.cuda.is_available():
+    """Leave marked tests to `--thorough`; on a GPU those marked `thorough` are quick and run."""
+    if config.getoption("--thorough"):
         return
-    left_out = [item for item in items if item.get_closest_marker("thorough")]
-    items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+    marks = ("exhaustive",) if torch.cuda.is_available() else ("exhaustive", "thorough")
+
+    def is_left_out(item: pytest.Item) -> bool:
+        return any(item.get_closest_marker(mark) for mark in marks)
+
+    left_out = [item for item in items if is_left_out(item)]
+    items[:] = [item for item in items if not is_left_out(item)]
     config.hook.pytest_deselected(items=left_out)
     config.stash[THOROUGH] = len(left_out)
     if hasattr(config, "workeroutput"):

@@ -194,10 +194,18 @@ def test_with_a_gpu_all_tests_are_run(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("has_gpu", "options", "kept"), [(False, (), 0), (False, ("--thorough",), 1), (True, (), 1)]
+    ("marked", "has_gpu", "options", "kept"),
+    [
+        ("thorough", False, (), 0),
+        ("thorough", False, ("--thorough",), 1),
+        ("thorough", True, (), 1),
+        ("exhaustive", False, (), 0),
+        ("exhaustive", True, (), 0),
+        ("exhaustive", True, ("--thorough",), 1),
+    ],
 )
-def test_thorough_tests_need_a_gpu_or_the_option(monkeypatch, has_gpu, options, kept):
-    item = SimpleNamespace(get_closest_marker=lambda mark: mark if mark == "thorough" else None)
+def test_thorough_and_exhaustive_tests_need_the_option(monkeypatch, marked, has_gpu, options, kept):
+    item = SimpleNamespace(get_closest_marker=lambda mark: mark if mark == marked else None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     config = SimpleNamespace(
         hook=SimpleNamespace(pytest_deselected=lambda items: None),

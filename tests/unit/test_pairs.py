@@ -7,7 +7,7 @@ from math import prod
 
 import pytest
 
-from tests.pairs import covering, pairwise
+from tests.pairs import covering, pairwise, with_every_pair
 
 
 def pairs_of(chosen):
@@ -34,6 +34,16 @@ def test_every_pair_is_in_few_combinations(sizes, most):
     assert len(set(chosen)) == len(chosen) <= most <= prod(sizes)
     assert {each[-1] for each in chosen} == set(range(sizes[-1]))
     assert chosen == list(covering(sizes))
+
+
+def test_every_pair_of_a_list_is_in_few_of_its_cases():
+    """A list without the combinations in which the first two values are equal."""
+    cases = [each for each in product(range(6), range(6), range(3), "ab") if each[0] != each[1]]
+    chosen = with_every_pair(cases, lambda case: case)
+    assert set().union(*map(pairs_of, chosen)) == set().union(*map(pairs_of, cases))
+    assert len(chosen) <= 40 < len(cases) == 180
+    assert chosen == sorted(set(chosen), key=cases.index)
+    assert with_every_pair([], lambda case: case) == []
 
 
 def test_parameters_have_readable_ids():

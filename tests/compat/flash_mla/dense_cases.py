@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.compat.flash_mla.inputs import (
     scattered_blocks,
     softmax_over,
 )
+from tests.pairs import with_every_pair
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,17 @@ def dense_cases(h_q: int, h_kv: int) -> Iterator[DenseCase]:
             yield DenseCase(b, s_q, s_k, varlen, causal, h_q=h_q, h_kv=h_kv)
     for causal in (False, True):
         yield DenseCase(128, 2, 4096, True, causal, zeros=True, h_q=h_q, h_kv=h_kv)
+
+
+@lru_cache(maxsize=1)
+def dense_pairs() -> list[DenseCase]:
+    """Return cases of FlashMLA's lists that have every pair of the features in them."""
+
+    def features(case: DenseCase) -> tuple[Hashable, ...]:
+        heads = case.h_q, case.h_kv
+        return heads, case.b, case.s_q, case.s_k, case.varlen, case.causal, case.zeros
+
+    return with_every_pair([case for heads in HEADS for case in dense_cases(*heads)], features)
 
 
 SERVING_DENSE = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -102,14 +102,14 @@ def check(problem: Any, got: tuple[Tensor, ...], answer: tuple[Tensor, ...] | No
         assert_close(f"{name} of {problem.case}", actual, want, tolerance)
 
 
-def check_all(listed: Iterator[Any] | list[Any], device: torch.device) -> None:
+def check_all(listed: Iterable[Any], device: torch.device) -> None:
     for seed, case in enumerate(listed):
         problem = case.make(device, seed)
         check(problem, KINDS[type(case)][0](problem))
 
 
 def check_all_by_heads(
-    listed: Iterator[SparseCase], device: torch.device, heads: Sequence[int]
+    listed: Iterable[SparseCase], device: torch.device, heads: Sequence[int]
 ) -> None:
     """Each problem, and those of its first `heads`: their answers are part of the whole one's."""
     for seed, case in enumerate(listed):

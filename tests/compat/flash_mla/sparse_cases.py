@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any
 
@@ -25,6 +25,7 @@ from tests.compat.flash_mla.inputs import (
     scattered_blocks,
     softmax_over,
 )
+from tests.pairs import with_every_pair
 
 ROWS_AT_A_TIME = 2**18  # in float64 a gigabyte of them
 ROWS = {576: ("fp8_block128", RowShape(512, 64)), 512: ("fp8_block64", RowShape(448, 64, 512))}
@@ -41,6 +42,9 @@ class Scope:
     topk: int
     page: int
     has_length: bool = False
+
+
+NO_SCOPE = Scope(0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -289,6 +293,22 @@ SPARSE_GROUPS = [
         for main in (*SCOPES, *CORNER_SCOPES)
     ),
 ]
+
+
+@lru_cache(maxsize=1)
+def sparse_pairs() -> list[SparseCase]:
+    """Return cases of FlashMLA's list that have every pair of the features in it."""
+
+    def features(case: SparseCase) -> tuple[Hashable, ...]:
+        scopes = case.main, case.extra or NO_SCOPE
+        sizes = (replace(scope, has_length=False) for scope in scopes)
+        corner = case.all_invalid, case.zeros, case.has_sink
+        has_length = tuple(scope.has_length for scope in scopes)
+        return case.d, *sizes, has_length, case.b, case.s_q, case.varlen, corner
+
+    return with_every_pair([case for group in SPARSE_GROUPS for case in group.cases()], features)
+
+
 WINDOW = Scope(16384, 128, 256)
 SERVING_SPARSE = [
     *(SparseCase(b, 2, Scope(32768, 2048, 64), h_q=128) for b in (2, 64, 74, 128)),
@@ -408,6 +428,7 @@ class PrefillProblem:
         return out, max_logits, lse
 
 
+PREFILL_WIDTHS = tuple(product((512, 576), SPARSE_HEADS))
 REGULAR = ((128, 128), (256, 256), (512, 512))
 IRREGULAR = ((592, 128), (1840, 256), (1592, 384), (1521, 512), (95, 128), (153, 256), (114, 384))
 
@@ -429,6 +450,19 @@ def prefill_cases(d: int, h_q: int) -> Iterator[PrefillCase]:
         yield PrefillCase(s_q, s_kv, topk, h_q, d, True, True, some_invalid=True)
     for (s_kv, topk), s_q in product(((32, 2048), (64, 8192)), (1, 1024)):
         yield PrefillCase(s_q, s_kv, topk, h_q, d, True, True)
+
+
+@lru_cache(maxsize=1)
+def prefill_pairs() -> list[PrefillCase]:
+    """Return cases of FlashMLA's lists that have every pair of the features in them."""
+
+    def features(case: PrefillCase) -> tuple[Hashable, ...]:
+        given = case.has_sink, case.has_length, case.some_invalid
+        return case.d, case.h_q, case.s_q, (case.s_kv, case.topk), given
+
+    return with_every_pair(
+        [case for width in PREFILL_WIDTHS for case in prefill_cases(*width)], features
+    )
 
 
 SERVING_PREFILL = [

@@ -6,7 +6,12 @@ import pytest
 import torch
 
 from mlakit.testing import assert_matches
-from tests.compat.flash_mla.dense_cases import HEADS, SERVING_DENSE, dense_cases
+from tests.compat.flash_mla.dense_cases import (
+    HEADS,
+    SERVING_DENSE,
+    dense_cases,
+    dense_pairs,
+)
 from tests.compat.flash_mla.inputs import DENSE_OUT, assert_close
 from tests.compat.flash_mla.running import (
     FEW,
@@ -18,6 +23,7 @@ from tests.compat.flash_mla.running import (
 )
 from tests.compat.flash_mla.sparse_cases import (
     LONG_PREFILL,
+    PREFILL_WIDTHS,
     SERVING_PREFILL,
     SERVING_SPARSE,
     SMALL,
@@ -26,6 +32,8 @@ from tests.compat.flash_mla.sparse_cases import (
     Scope,
     SparseCase,
     prefill_cases,
+    prefill_pairs,
+    sparse_pairs,
 )
 from tests.compat.flash_mla.varlen_cases import VARLEN_CASES
 
@@ -59,8 +67,34 @@ def test_a_row_that_is_listed_twice_counts_twice(device):
     assert not torch.allclose(again.answer()[0], once.answer()[0], atol=1e-3)
 
 
+PARTS = 8  # of a list of problems: each test has every eighth of them
+EACH_PART = pytest.mark.parametrize("part", range(PARTS))
+
+
 @pytest.mark.gpu
 @pytest.mark.large
+@EACH_PART
+def test_dense_problems_with_every_pair_of_features(part, device):
+    check_all(dense_pairs()[part::PARTS], device)
+
+
+@pytest.mark.gpu
+@pytest.mark.large
+@EACH_PART
+def test_sparse_decode_problems_with_every_pair_of_features(part, device):
+    check_all_by_heads(sparse_pairs()[part::PARTS], device, SPARSE_HEADS)
+
+
+@pytest.mark.gpu
+@pytest.mark.large
+@EACH_PART
+def test_sparse_prefill_problems_with_every_pair_of_features(part, device):
+    check_all(prefill_pairs()[part::PARTS], device)
+
+
+@pytest.mark.gpu
+@pytest.mark.large
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("h_q", "h_kv"), HEADS)
 def test_all_of_its_dense_problems(h_q, h_kv, device):
     check_all(dense_cases(h_q, h_kv), device)
@@ -68,6 +102,7 @@ def test_all_of_its_dense_problems(h_q, h_kv, device):
 
 @pytest.mark.gpu
 @pytest.mark.large
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("group", SPARSE_GROUPS, ids=str)
 def test_all_of_its_sparse_decode_problems(group, device):
     check_all_by_heads(group.cases(), device, SPARSE_HEADS)
@@ -75,8 +110,8 @@ def test_all_of_its_sparse_decode_problems(group, device):
 
 @pytest.mark.gpu
 @pytest.mark.large
-@pytest.mark.parametrize("h_q", [64, 128])
-@pytest.mark.parametrize("d", [512, 576])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("d", "h_q"), PREFILL_WIDTHS)
 def test_all_of_its_sparse_prefill_problems(d, h_q, device):
     check_all(prefill_cases(d, h_q), device)
 
@@ -111,6 +146,7 @@ def test_the_lists_are_as_long_as_flash_mlas():
     sparse = [case for group in SPARSE_GROUPS for case in group.cases()]
     assert len(set(sparse)) == len(sparse) == 120 + 120 + 90 + 624 + 3 * 468
     assert SPARSE_HEADS == (64, 128)
+    assert sum(1 for width in PREFILL_WIDTHS for _ in prefill_cases(*width)) == 4 * 94
     assert len(SERVING_SPARSE) == 4 + 24 + 4
 
 
