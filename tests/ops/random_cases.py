@@ -30,7 +30,7 @@ from mlakit.workloads import (
     ScaledMatmulCase,
     SparseCase,
 )
-from mlakit.workloads.random_cases import CACHED, UNCACHED, Draw
+from mlakit.workloads.random_cases import CACHED, UNCACHED, Draw, SeededDraw
 
 
 class HypothesisDraw(Draw):
@@ -96,34 +96,58 @@ class Exploration:
 
 
 class Property(NamedTuple):
-    """A kernel gives what the oracle gives, on so many random problems of one strategy."""
+    """A kernel gives what the oracle gives, on so many random problems of a kind and format."""
 
     spec: KernelSpec
-    strategy: st.SearchStrategy[Any]
+    case: type[Case]
+    format: str | None  # None for a case without a cache
     examples: int
-    name: str
+
+    @property
+    def name(self) -> str:
+        return str(self.spec) if self.format is None else f"{self.spec}-{self.format}"
+
+    @property
+    def strategy(self) -> st.SearchStrategy[Any]:
+        if self.format is None:
+            return uncached_cases(self.case)
+        return cached_cases(self.case, self.format)
 
     def explore(self, device: str, **options: Any) -> Exploration:
         """The problems that every run of the tests looks at."""
         exploration = Exploration(self.spec, device)
+        if device == "cuda":
+            self._explore_on_gpu(exploration)
+            return exploration
         examples = self.examples
         if self.spec.backend != "cpu":
-            # the interpreter takes a second or so for each, and a GPU compiles kernels for most
-            examples //= 3
+            examples //= 3  # the interpreter takes a second or so for each
         examples_of = f"{device}-{self.name}"
         exploration.over(self.strategy, examples_of=examples_of, max_examples=examples, **options)
         return exploration
 
+    def _explore_on_gpu(self, exploration: Exploration) -> None:
+        """Look at few problems, which compile kernels for seconds, every third of a model's widths.
+
+        Hypothesis would begin with the simplest problem, and has nothing to simplify here.
+        """
+        for number in range(self.examples // 5):
+            draw = SeededDraw(f"{self.name}-{number}", model_widths=number % 3 == 0)
+            if self.format is None:
+                exploration.run(UNCACHED[self.case](draw))
+            else:
+                exploration.run(CACHED[self.case](draw, self.format))
+
 
 PROPERTIES = [
     *(
-        Property(spec, cached_cases(case, format), 15, f"{spec}-{format}")
+        Property(spec, case, format, examples=15)
         for case in CACHED
         for spec in dispatch.specs(case.op)
         for format in FORMATS
     ),
     *(
-        Property(spec, uncached_cases(case), 40, str(spec))
+        Property(spec, case, None, examples=40)
         for case in UNCACHED
         for spec in dispatch.specs(case.op)
     ),

@@ -91,9 +91,14 @@ MORE_CALLS: dict[str, Callable[[], Call]] = {
 }
 
 
-@defaults
 @pytest.mark.interpreted(name=ONE_EACH, default=[torch.float16])
-@pytest.mark.parametrize("name", [*CALLS, *MORE_CALLS])
+@pytest.mark.parametrize(
+    ("name", "default"),
+    [
+        *((name, BF16) for name in (*CALLS, *MORE_CALLS)),
+        *((name, other) for name in ONE_EACH for other in (torch.float16, torch.float64)),
+    ],
+)
 def test_every_op(name, default, place: Place):
     make = (CALLS | MORE_CALLS)[name]
     call, other = (make().on(place.device) for _ in range(2))

@@ -337,20 +337,20 @@ def test_what_does_not_go_together_is_said(arguments, message):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(2))
-def test_launches_pass_on_the_gpu(seed):
-    ops = ("mla_decode", "indexer_topk", "indexer_select")
-    outcome = run(Settings(ops, seed, device="cuda", minutes=None, launches=30))
+@pytest.mark.parametrize("op", ["mla_decode", "indexer_topk", "indexer_select"])
+def test_launches_pass_on_the_gpu(op, seed):
+    outcome = run(Settings((op,), seed, device="cuda", minutes=None, launches=10))
     assert outcome.failure is None, outcome.failure
     assert outcome.num_correct >= 10
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(4))
 def test_many_calls_give_the_same_bits_on_the_gpu(seed):
     """Many calls find an error that occurs in few of them."""
     settings = Settings(
-        ("mla_decode",), 100 + seed, device="cuda", minutes=None, launches=8, calls=60
+        ("mla_decode",), 100 + seed, device="cuda", minutes=None, launches=4, calls=60
     )
     outcome = run(settings)
     assert outcome.failure is None, outcome.failure
-    assert outcome.num_correct >= 8
+    assert outcome.num_correct >= 4

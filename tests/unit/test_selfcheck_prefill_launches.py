@@ -141,9 +141,9 @@ def test_few_kernels_are_compiled_and_all_are_hopper_ones():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(4))
 def test_launches_pass_on_the_gpu(seed):
-    settings = Settings((OP,), seed, "cuda", "hopper", minutes=None, launches=40)
+    settings = Settings((OP,), seed, "cuda", "hopper", minutes=None, launches=20)
     outcome = run(settings)
     assert outcome.failure is None, outcome.failure
-    assert outcome.num_correct >= 40
+    assert outcome.num_correct >= 20

@@ -166,7 +166,7 @@ def test_rope_norm_writes_rows_with_scales(scaled, has_scale_pool):
     case.check()
 
 
-@scaled_rows
+@pytest.mark.parametrize("scaled", ["rope-aware", "row", "group64"])
 @pages_and_heads
 def test_rope_norm_kernel_writes_rows_with_scales(scaled, page_size, heads):
     case = RopeCase(page_size=page_size, heads=heads, layer=2, **SCALED[scaled])

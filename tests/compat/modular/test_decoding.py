@@ -22,6 +22,7 @@ from tests.compat.modular.inputs import (
     F16,
     F32,
     NOTHING,
+    PAGES_AND_HEADS,
     SMALL_ROW,
     Step,
     integers,
@@ -31,7 +32,7 @@ from tests.compat.modular.parameters import (
     NO_REQUESTS,
     NO_TOKENS,
     integer_types,
-    pages_and_heads,
+    taking_turns,
     windowed_masks,
 )
 from tests.kernel_launchers import replace_launcher
@@ -39,8 +40,7 @@ from tests.kernel_launchers import replace_launcher
 pytestmark = pytest.mark.usefixtures("place")
 
 
-@pages_and_heads
-@pytest.mark.parametrize("is_ragged", [True, False], ids=["ragged", "padded"])
+@taking_turns(("page_size", "heads"), PAGES_AND_HEADS, is_ragged=[True, False])
 def test_decoding_matches_the_oracle(page_size, heads, is_ragged):
     case = DecodeCase(seed=page_size, page_size=page_size, heads=heads, is_ragged=is_ragged)
     returned = case.run()
@@ -48,11 +48,10 @@ def test_decoding_matches_the_oracle(page_size, heads, is_ragged):
     case.check()
 
 
-@pytest.mark.parametrize("is_ragged", [True, False], ids=["ragged", "padded"])
-@pytest.mark.parametrize(
+@taking_turns(
     ("dtype", "cache"),
     [(F16, F16), (F32, F32), (BF16, E4M3), (F16, E4M3), (F32, E4M3), (E4M3, E4M3), (E4M3, BF16)],
-    ids=str,
+    is_ragged=[True, False],
 )
 def test_decoding_in_every_type(dtype, cache, is_ragged):
     case = DecodeCase(dtype=dtype, cache_dtype=cache, is_ragged=is_ragged, page_size=48)
@@ -68,8 +67,7 @@ def test_decoding_under_every_mask(mask, window, is_ragged):
     case.check()
 
 
-@pages_and_heads
-@pytest.mark.parametrize("has_scale_pool", [False, True], ids=["same-pages", "own-pages"])
+@taking_turns(("page_size", "heads"), PAGES_AND_HEADS, has_scale_pool=[False, True])
 def test_rope_aware_decoding_matches_the_oracle(page_size, heads, has_scale_pool):
     case = DecodeCase(
         seed=heads,

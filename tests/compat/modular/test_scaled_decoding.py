@@ -11,27 +11,39 @@ import torch
 
 from mlakit.geometry import RowShape
 from tests.compat.modular.attention_cases import DecodeCase
-from tests.compat.modular.inputs import BF16, E4M3, F16, F32, NOTHING, SMALL_ROW, Step
+from tests.compat.modular.inputs import (
+    BF16,
+    E4M3,
+    F16,
+    F32,
+    NOTHING,
+    PAGES_AND_HEADS,
+    SMALL_ROW,
+    Step,
+)
 from tests.compat.modular.parameters import (
+    ALL_FP8_ROWS,
     NO_REQUESTS,
     NO_TOKENS,
     SCALED,
     all_fp8_rows,
     integer_types,
-    pages_and_heads,
-    scale_pools,
-    windowed_masks,
+    windowed_masks_and,
 )
 from tests.kernel_launchers import replace_launcher
+from tests.pairs import pairwise
 
 pytestmark = pytest.mark.usefixtures("place")
 SMALL_STEP = Step((17, 0, 5), (1, 2, 0))
 
 
-@pages_and_heads
-@all_fp8_rows
-@scale_pools
-def test_scaled_decoding_matches_the_oracle(page_size, heads, scaled, has_scale_pool):
+@pairwise(
+    page_and_heads=PAGES_AND_HEADS,
+    scaled=["row", "group64"],
+    has_scale_pool={"same-pages": False, "own-pages": True},
+)
+def test_scaled_decoding_matches_the_oracle(page_and_heads, scaled, has_scale_pool):
+    page_size, heads = page_and_heads
     case = DecodeCase(
         seed=heads,
         page_size=page_size,
@@ -44,19 +56,21 @@ def test_scaled_decoding_matches_the_oracle(page_size, heads, scaled, has_scale_
     case.check()
 
 
-@all_fp8_rows
-@pytest.mark.parametrize("dtype", [BF16, F16, F32, E4M3], ids=str)
-@pytest.mark.parametrize("is_ragged", [True, False], ids=["ragged", "padded"])
+@pairwise(
+    scaled=ALL_FP8_ROWS,
+    dtype=[BF16, F16, F32, E4M3],
+    is_ragged={"ragged": True, "padded": False},
+    has_scale_pool={"same-pages": False, "own-pages": True},
+)
 @pytest.mark.interpreted
-def test_scaled_decoding_in_every_type(scaled, dtype, is_ragged):
-    case = DecodeCase(dtype=dtype, is_ragged=is_ragged, step=SMALL_STEP, **SCALED[scaled])
+def test_scaled_decoding_in_every_type(scaled, dtype, is_ragged, has_scale_pool):
+    given = {"is_ragged": is_ragged, "has_scale_pool": has_scale_pool, **SCALED[scaled]}
+    case = DecodeCase(dtype=dtype, step=SMALL_STEP, **given)
     case.run()
     case.check()
 
 
-@windowed_masks
-@pytest.mark.parametrize("scaled", ["row", "group64"])
-@pytest.mark.parametrize("is_ragged", [True, False], ids=["ragged", "padded"])
+@windowed_masks_and(scaled=["row", "group64"], is_ragged=[True, False])
 def test_scaled_decoding_under_every_mask(mask, window, scaled, is_ragged):
     case = DecodeCase(
         mask=mask,

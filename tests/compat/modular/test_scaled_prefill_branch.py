@@ -29,8 +29,9 @@ from tests.compat.modular.parameters import (
     integer_types,
     scale_pools,
     scaled_rows,
-    windowed_masks,
+    windowed_masks_and,
 )
+from tests.pairs import pairwise
 
 pytestmark = pytest.mark.usefixtures("place")
 SMALL_STEP = Step((17, 0, 5, 16), (1, 3, 0, 2))
@@ -44,10 +45,13 @@ SMALL_SCALED = {
 small_scaled_rows = pytest.mark.parametrize("scaled", SMALL_SCALED)
 
 
-@scaled_rows
-@scale_pools
-@pytest.mark.parametrize(("page_size", "heads"), [(1, 3), (16, 2), (64, 7)])
-def test_scaled_prefill_branch_matches_the_oracle(page_size, heads, scaled, has_scale_pool):
+@pairwise(
+    page_and_heads=[(1, 3), (16, 2), (64, 7)],
+    scaled=list(SCALED),
+    has_scale_pool={"same-pages": False, "own-pages": True},
+)
+def test_scaled_prefill_branch_matches_the_oracle(page_and_heads, scaled, has_scale_pool):
+    page_size, heads = page_and_heads
     case = PrefillCase(
         seed=heads,
         page_size=page_size,
@@ -81,9 +85,7 @@ def test_scaled_prefill_branch_in_every_type(scaled, dtype, freqs, gamma):
     case.check()
 
 
-@windowed_masks
-@small_scaled_rows
-@pytest.mark.parametrize("skips_hidden", [False, True], ids=["whole-buffer", "visible-buffer"])
+@windowed_masks_and(scaled=list(SMALL_SCALED), skips_hidden=[False, True])
 def test_scaled_prefill_branch_under_every_mask(mask, window, scaled, skips_hidden):
     case = PrefillCase(
         mask=mask,

@@ -11,14 +11,13 @@ import torch
 
 from mlakit import knobs
 from tests.compat.modular.attention_cases import SparseCase
-from tests.compat.modular.inputs import BF16, E4M3, F16, F32, normal
-from tests.compat.modular.parameters import integer_types, pages_and_heads
+from tests.compat.modular.inputs import BF16, E4M3, F16, F32, PAGES_AND_HEADS, normal
+from tests.compat.modular.parameters import integer_types, taking_turns
 
 pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.hopper_too]
 
 
-@pages_and_heads
-@pytest.mark.parametrize("has_sink", [False, True], ids=["no-sink", "sink"])
+@taking_turns(("page_size", "heads"), PAGES_AND_HEADS, has_sink=[False, True])
 def test_sparse_prefill_matches_the_oracle(page_size, heads, has_sink, generator):
     sink = normal(generator, heads, std=4.0) if has_sink else None
     case = SparseCase(seed=page_size, page_size=page_size, heads=heads, sink=sink, layer=2)

@@ -33,6 +33,9 @@ SMALL_M_HEADS = pytest.mark.parametrize("heads", HEADS[:3])
 FP8_HEADS = pytest.mark.parametrize("heads", HEADS)
 FP8_FORMATS = pytest.mark.parametrize("format", FP8)
 PAGE_SIZES_NOT_OF_64 = (1, 3, 4, 8, 16, 24, 32, 96)
+# one of each kind: a part of a block or not, by a gather producer, or the smallest or largest TMA
+# tile of a part of a block; a kernel is compiled for each
+FEW_PAGE_SIZES = (1, 3, 8, 32, 96)
 BATCHES = (1, 7, 40, 150)  # of random batches
 # heads of a small_m kernel, and of an m64 kernel
 KERNELS = pytest.mark.parametrize("heads", [16, 64], ids=["small_m", "m64"])

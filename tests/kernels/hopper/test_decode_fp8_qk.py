@@ -43,7 +43,7 @@ def test_fp8_qk_heads(heads, format):
 
 
 @pytest.mark.gpu
-@pairwise(page_size=[1, 3, 8, 24, 96], heads=HEADS, format=FP8)
+@pairwise(page_size=[3, 8, 96], heads=HEADS, format=FP8)
 def test_fp8_qk_page_sizes_not_of_64(page_size, heads, format):
     run(heads=heads, format=format, **FP8_QK, **around_pages(page_size))
 
@@ -63,7 +63,7 @@ def test_fp8_qk_page_sizes_not_of_64(page_size, heads, format):
         "50 ctas": {"num_ctas": 50, "tile": 64},
         "deterministic": {"deterministic": True, "implicit_starts": True, "q_lens": (1,) * 4},
     },
-    heads=HEADS,
+    heads=[16, 128],
     format=FP8,
 )
 def test_fp8_qk_with_other_arguments(fields, heads, format):
@@ -79,7 +79,7 @@ def test_fp8_qk_with_a_scale_of_the_tensor_on_the_gpu(heads):
 
 
 @pytest.mark.gpu
-@pairwise(heads=[1, 8, 16, 32, 100], format=FP8[1:], q_scaled={"plain": False, "scaled": True})
+@pairwise(heads=[8, 32, 100], format=FP8[1:], q_scaled={"plain": False, "scaled": True})
 def test_fp8_qk_with_bf16_q_rope(heads, format, q_scaled):
     lengths = {"kv_lens": (700, 65, 0, 130), "q_lens": (2, 1, 1, 3)}
     queries = {"dtype": "e4m3", "q_rope_dtype": "bf16", "q_scaled": q_scaled}
@@ -184,7 +184,7 @@ def test_fp8_qk_every_e4m3_value_is_converted_exactly(heads, format):
 
 
 @pytest.mark.gpu
-@pairwise(form=["packed", "strided", "one for all"], heads=[1, 16, 32, 100], format=FP8)
+@pairwise(form=["packed", "strided", "one for all"], heads=[16, 100], format=FP8)
 def test_q_scales_of_any_size_sign_and_stride(form, heads, format):
     cache, rows = with_magnitudes(format, [1.0])
     own = torch.Generator().manual_seed(2)

@@ -341,7 +341,7 @@ def test_padding_after_a_single_token_block_changes_no_logit(q_len):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads", [1, 5, 31, 33, 48, 63])
+@pytest.mark.parametrize("heads", [1, 31, 33, 63])
 @pytest.mark.parametrize("q_len", [1, 2, 4, 9])
 def test_heads(q_len, heads):
     run(kv_lens=(300, 64), q_lens=(q_len, q_len), heads=heads)

@@ -9,12 +9,11 @@ from mlakit.formats import GROUP_FORMATS
 from mlakit.geometry import RowShape
 from mlakit.specs import Problem
 from mlakit.workloads import AppendCase, AppendRowsCase, DecodeCase
+from tests.pairs import pairwise
 
 every_format = pytest.mark.parametrize("format", GROUP_FORMATS)
 each_backend = pytest.mark.parametrize("backend", ["cpu", "triton"])
-every_row = pytest.mark.parametrize(
-    ("kv_lora_rank", "qk_rope_head_dim"), [(512, 64), (128, 96), (256, 8), (128, 0)]
-)
+ROWS = {f"{rank}-{rope}": (rank, rope) for rank, rope in ((512, 64), (128, 96), (256, 8), (128, 0))}
 
 
 @pytest.fixture(autouse=True)
@@ -28,18 +27,15 @@ def row(format: str, kv_lora_rank: int = 128, qk_rope_head_dim: int = 96) -> dic
     return {"format": format, "page_size": 16, **widths}
 
 
-@every_format
-@every_row
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "e4m3"])
+@pairwise(format=GROUP_FORMATS, widths=ROWS, dtype=["bf16", "fp16", "fp32", "e4m3"])
 @each_backend
-def test_decode(format, kv_lora_rank, qk_rope_head_dim, dtype, backend, device):
-    widths = (kv_lora_rank, qk_rope_head_dim)
+def test_decode(format, widths, dtype, backend, device):
     DecodeCase(heads=3, dtype=dtype, kv_lens=(37, 5), q_lens=(1, 2), **row(format, *widths)).run(
         device, backend
     )
 
 
-@every_format
+@pytest.mark.parametrize("format", ["fp8_row", "fp8_group64"])
 @pytest.mark.parametrize(
     "more",
     [
@@ -59,13 +55,14 @@ def test_decode_options(format, more, backend, device):
     DecodeCase(**{**case, **more}).run(device, backend)
 
 
-@every_format
-@every_row
-@pytest.mark.parametrize("rope", ["interleaved", "half"])
-@pytest.mark.parametrize("power_of_two", [False, True], ids=["any", "pow2"])
+@pairwise(
+    format=GROUP_FORMATS,
+    widths=ROWS,
+    rope=["interleaved", "half"],
+    power_of_two={"any": False, "pow2": True},
+)
 @each_backend
-def test_append(format, kv_lora_rank, qk_rope_head_dim, rope, power_of_two, backend, device):
-    widths = (kv_lora_rank, qk_rope_head_dim)
+def test_append(format, widths, rope, power_of_two, backend, device):
     AppendCase(
         heads=2,
         kv_lens=(7, 20),
@@ -76,11 +73,9 @@ def test_append(format, kv_lora_rank, qk_rope_head_dim, rope, power_of_two, back
     ).run(device, backend)
 
 
-@every_format
-@every_row
+@pairwise(format=GROUP_FORMATS, widths=ROWS)
 @each_backend
-def test_append_rows(format, kv_lora_rank, qk_rope_head_dim, backend, device):
-    widths = (kv_lora_rank, qk_rope_head_dim)
+def test_append_rows(format, widths, backend, device):
     AppendRowsCase(num_tokens=9, padded=True, **row(format, *widths)).run(device, backend)
 
 

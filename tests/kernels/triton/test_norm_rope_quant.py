@@ -26,6 +26,7 @@ from mlakit.formats import FORMATS, row_codec
 from mlakit.geometry import RowShape
 from mlakit.kernels.triton.configs import AppendConfig, pick_append_config
 from mlakit.workloads.inputs import DTYPES
+from tests.pairs import pairwise
 
 E4M3 = torch.float8_e4m3fn
 ROPES = ("interleaved", "half")
@@ -212,9 +213,7 @@ def assert_kernels_agree(step: Step, device: torch.device) -> Tensor:
     return rotated
 
 
-@pytest.mark.parametrize("q_out", ["new", "in_place", "slice", "e4m3"])
-@pytest.mark.parametrize("rope", ROPES)
-@pytest.mark.parametrize("format", FORMATS)
+@pairwise(format=FORMATS, rope=ROPES, q_out=["new", "in_place", "slice", "e4m3"])
 def test_a_real_row(format, rope, q_out, device):
     lengths = {"kv_lens": (4, 2, 2), "q_lens": (1, 2, 0)}
     step = Step(format, real_row(format), rope, q_out, **lengths, flat=q_out == "slice")
