@@ -44,6 +44,13 @@ class HypothesisDraw(Draw):
         return self._draw(st.integers(low, high))
 
 
+class Simplest(Draw):
+    """The simplest choice each time: sizes and strides of 1."""
+
+    def integer(self, low: int, high: int) -> int:
+        return low
+
+
 @st.composite
 def cached_cases(draw: Callable[..., Any], case: type[Case], format: str) -> Case:
     return CACHED[case](HypothesisDraw(draw), format)
@@ -95,6 +102,10 @@ class Exploration:
         explore()
 
 
+# no cache, rows without scales, and rows with scales
+SIMPLEST = (None, "bf16", "fp8_token")
+
+
 class Property(NamedTuple):
     """A kernel gives what the oracle gives, on so many random problems of a kind and format."""
 
@@ -127,12 +138,16 @@ class Property(NamedTuple):
         return exploration
 
     def _explore_on_gpu(self, exploration: Exploration) -> None:
-        """Look at few problems, which compile kernels for seconds, every third of a model's widths.
+        """Look at few problems, because most compile kernels for a second or more.
 
-        Hypothesis would begin with the simplest problem, and has nothing to simplify here.
+        Hypothesis, which simplifies nothing here, would begin with the simplest of each format.
         """
-        for number in range(self.examples // 5):
-            draw = SeededDraw(f"{self.name}-{number}", model_widths=number % 3 == 0)
+        draws: list[Draw] = [
+            SeededDraw(f"{self.name}-{number}") for number in range(self.examples // 5)
+        ]
+        if self.format in SIMPLEST:
+            draws.append(Simplest())
+        for draw in draws:
             if self.format is None:
                 exploration.run(UNCACHED[self.case](draw))
             else:
@@ -182,6 +197,15 @@ LARGE = [
     ),
     DecodeCase(kv_lens=(1100, 64), page_size=1, flat_table=True, q_lens=(3, 1), num_ctas=5),
     DecodeCase(kv_lens=(90, 40), q_lens=(64, 33), heads=40, mask="sliding_window_causal", window=9),
+    # the portable kernel's own tile of many heads on sm_90
+    DecodeCase(
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        kv_lens=(200, 64),
+        q_lens=(2, 1),
+        heads=40,
+        page_size=64,
+    ),
     DecodeCase(
         kv_lora_rank=512,
         qk_rope_head_dim=64,
@@ -213,6 +237,16 @@ LARGE = [
         num_tokens=6,
         workspace_mib=1,
     ),
+    SparseCase(topk=40, num_pages=5, num_tokens=3, extra_format="bf16", extra_topk=30),
+    SparseCase(
+        format="fp16",
+        dtype="fp16",
+        topk=40,
+        num_pages=5,
+        num_tokens=3,
+        extra_format="fp16",
+        extra_topk=30,
+    ),
     IndexerLogitsCase(kv_lens=(2100, 1024), q_lens=(2, 1), page_size=64, heads=8),
     IndexerLogitsCase(kv_lens=(1500,), q_lens=(40,), heads=16, workspace_mib=1, format="fp8"),
     IndexerTopkCase(num_columns=5000, k=2048, num_tokens=9, workspace_mib=1, levels=9),
@@ -220,8 +254,10 @@ LARGE = [
     IndexerSelectCase(kv_lens=(1200, 700), q_lens=(7, 20), k=400, block_tokens=6, page_size=64),
     PhysicalRowsCase(kv_lens=(7,) * 300, q_lens=(0, 1, 2) * 100, topk=1030, padding=3),
     MergeCase(num_parts=40, v_width=512),
+    MergeCase(num_parts=6, v_width=1),
     QuantizeCase(m=300, k=512, group=128, workspace_mib=1),
     ScaledMatmulCase(m=5, n=8, k=64, n_group=128, k_group=128, padded=True),
     ScaledMatmulCase(m=200, n=700, k=512, n_group=128, k_group=128, workspace_mib=1),
+    BatchedMatmulCase(batch=2, m=3, n=5, k=1),
     BatchedMatmulCase(batch=2, m=200, n=900, k=512, workspace_mib=1),
 ]

@@ -43,8 +43,17 @@ def test_fp8_qk_heads(heads, format):
 
 
 @pytest.mark.gpu
-@pairwise(page_size=[3, 8, 96], heads=HEADS, format=FP8)
-def test_fp8_qk_page_sizes_not_of_64(page_size, heads, format):
+@pairwise(
+    page_size=[1, 3, 8, 96],
+    kernel={  # heads and format
+        "small_m": (8, "fp8_token"),
+        "m64_fp8_qk": (128, "fp8"),
+        "m64_fp8_qk-fp8_token": (128, "fp8_token"),
+        "m64_fp8_kv": (128, "fp8_block128"),
+    },
+)
+def test_fp8_qk_page_sizes_not_of_64(page_size, kernel):
+    heads, format = kernel
     run(heads=heads, format=format, **FP8_QK, **around_pages(page_size))
 
 
