@@ -33,10 +33,10 @@ TRANSFORMERS := 5.15.0 5.22.2
 TRANSFORMERS_VENV := .venv-transformers-
 # tests differ in length by a factor of 1000: a worker that is done takes some of another's
 PYTEST_JOBS := -n auto --dist worksteal
-# The GPU tests: the machine's own Python, and as many parts as fit 8 minutes each on 14 workers
+# The GPU tests: the machine's own Python, and as many parts as fit 6 minutes each on 14 workers
 GPU_PYTHON ?= $(PYTHON)
 GPU_WORKERS ?= 14
-GPU_PARTS ?= 3
+GPU_PARTS ?= 2
 PART ?= $(foreach number,$(shell seq $(GPU_PARTS)),$(number)/$(GPU_PARTS))
 RECORD ?= .gpu-record
 FROM ?= .gpu-record
@@ -119,13 +119,16 @@ test-vllm: $(VLLM_INSTALLED)
 test-sglang: $(SGLANG_INSTALLED)
 	$(SGLANG_VENV)/bin/python -m pytest tests/integrations/sglang
 
-# One part of the GPU tests, such as PART=1/3, or all of them in turn. Nothing is installed. Only
+# One part of the GPU tests, such as PART=1/2, or all of them in turn. Nothing is installed. Only
 # with worksteal or load is a worker replaced that a test has crashed. COMMIT is for copies without
-# git; RECORD is a folder for the results besides docs/data/gpu-tests.json
+# git; RECORD is a folder for the results besides docs/data/gpu-tests.json; RESUME=1 runs only tests
+# without a result there; LIMIT=540 begins no test after 540 seconds; THOROUGH=1 runs exhaustive ones
 test-gpu:
 	status=0; for part in $(PART); do \
 	  $(GPU_PYTHON) -m pytest -m gpu --part=$$part -n $(GPU_WORKERS) --dist worksteal \
-	    --max-worker-restart 60 --tb short --record=$(RECORD) $(if $(COMMIT),--commit=$(COMMIT)) || status=1; \
+	    --max-worker-restart 60 --tb short --record=$(RECORD) $(if $(COMMIT),--commit=$(COMMIT)) \
+	    $(if $(RESUME),--resume) $(if $(LIMIT),--stop-after=$(LIMIT)) $(if $(THOROUGH),--thorough) \
+	    || status=1; \
 	done; exit $$status
 
 # names the commit in a file, for a copy of this tree without git on a machine with a GPU

@@ -6,6 +6,8 @@ functions, and a function between its parameters, only where it is longer than h
 
 Tests marked `large` take turns at the memory of the GPU: LARGE_AT_ONCE of them run at a time. They
 are dealt out by themselves, so that every part has its share, and come first, on as many workers.
+The other workers begin with the slowest tests. One that is not measured is marked `long` if it may
+take a minute.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from tests.paths import ROOT
 
 TIMES = ROOT / "docs" / "data" / "gpu-test-times.json"
 UNMEASURED = 1.0  # seconds of a test where nothing at all is measured
+LONG = 60.0  # seconds of a test that is marked `long` and not measured
+SLOW = 5.0  # seconds from which a test is among those that begin
 LARGE_AT_ONCE = 4
 WORKERS = 14  # of `make test-gpu`
 
@@ -98,28 +102,37 @@ def add_up(tests: Iterable[tuple[str, float]]) -> dict[str, Measured]:
     return {function: Measured(sum(each), len(each)) for function, each in seconds.items()}
 
 
-def expected_seconds(times: Mapping[str, Measured]) -> Callable[[str], float]:
-    """Return the function that gives the expected seconds of one test."""
-    usual = median(each.per_test for each in times.values()) if times else UNMEASURED
+def expected_seconds(
+    times: Mapping[str, Measured], long: Container[str] = ()
+) -> Callable[[str], float]:
+    """Return the function that gives the expected seconds of one test.
+
+    A function that is not measured takes the median of its file's, or of all; `long` tests LONG.
+    """
+    by_file: dict[str, list[float]] = defaultdict(list)
+    for function, each in times.items():
+        by_file[file_of(function)].append(each.per_test)
+    usual = {file: median(each) for file, each in by_file.items()}
+    of_others = median(each.per_test for each in times.values()) if times else UNMEASURED
 
     def seconds(test: str) -> float:
         measured = times.get(function_of(test))
-        return usual if measured is None else measured.per_test
+        if measured is not None:
+            return measured.per_test
+        return LONG if test in long else usual.get(file_of(test), of_others)
 
     return seconds
 
 
 def deal(
-    tests: Sequence[str], times: Mapping[str, Measured], count: int, large: Container[str] = ()
+    tests: Sequence[str], seconds: Callable[[str], float], count: int, large: Container[str] = ()
 ) -> dict[str, int]:
     """Return the number of the part, from 1 to `count`, that each test runs in."""
-    seconds = expected_seconds(times)
     parts: dict[str, int] = {}
     for is_large in (False, True):
         group = [test for test in tests if (test in large) == is_large]
-        # large tests, and slow files that are not measured, are spread over all parts
-        together = not is_large and len(times) > 0
-        parts.update(_deal(group, seconds, count, share=1 / 2 if together else 1 / 10))
+        # large tests are spread over all parts
+        parts.update(_deal(group, seconds, count, share=1 / 10 if is_large else 1 / 2))
     return {test: parts[test] for test in tests}
 
 
@@ -137,24 +150,36 @@ def _deal(
     return parts
 
 
-def arrange(tests: Sequence[str], large: Container[str], workers: int) -> list[str]:
+def arrange(
+    tests: Sequence[str], seconds: Callable[[str], float], large: Container[str], workers: int
+) -> list[str]:
     """Return the tests in the order in which `workers` workers are to run them.
 
     The scheduler `worksteal` cuts the list into as many pieces of equal length as there are
     workers; a worker that is done takes tests from the end of another's piece. LARGE_AT_ONCE
-    workers begin with the large tests. The tests of a file are shuffled in each piece, always
-    alike: workers with tests of the same file would otherwise all compile its first kernel, then
-    all its second, where each can compile another and find the rest in Triton's cache.
+    workers begin with the large tests, the others with those that take SLOW seconds or more, the
+    slowest first. The tests of a file are shuffled in each piece, always alike: workers with tests
+    of the same file would otherwise all compile its first kernel, then all its second, where each
+    can compile another and find the rest in Triton's cache.
     """
-    listed = [test for test in tests if test in large]
-    others = [test for test in tests if test not in large]
+    slowest = sorted(tests, key=lambda test: -seconds(test))
+    listed = [test for test in slowest if test in large]
+    slow = [test for test in slowest if test not in large and seconds(test) >= SLOW]
+    begun = {*listed, *slow}
+    others = [test for test in tests if test not in begun]
     at_once = min(workers, LARGE_AT_ONCE)
+    # where all workers have large tests, all have slow ones after them
+    starts = [slow[worker::workers] for worker in range(workers)]
+    if workers > at_once:
+        starts = [slow[worker :: workers - at_once] for worker in range(workers - at_once)]
+        starts = [[]] * at_once + starts
     ordered: list[str] = []
     end = 0
     for worker in range(workers):
         end += (len(tests) - end) // (workers - worker)
         if worker < at_once:
             ordered += listed[worker::at_once]
+        ordered += starts[worker]
         taken = max(end - len(ordered), 0)
         ordered += _shuffled_by_file(others[:taken], seed=worker)
         others = others[taken:]

@@ -14,10 +14,12 @@ import json
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 from tests import gpu_parts
 from tests.paths import ROOT
@@ -37,22 +39,25 @@ class NotRecordableError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """The results of one part of the GPU tests with one Triton.
-
-    `deal` and `sources` are digests: how tests were dealt out to parts, and the code.
-    """
+class Origin:
+    """What a run of one part of the GPU tests is of; `sources` is a digest of the code."""
 
     triton: str
     part: int
     parts: int
-    deal: str
     commit: str
     sources: str
     gpu: str
     torch: str
     python: str
     date: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Origin):
+    """The results of one part; `deal` is a digest of how tests were dealt out to parts."""
+
+    deal: str
     seconds: int
     passed: int
     failed: list[str]
@@ -192,17 +197,30 @@ def merge(folders: Sequence[Path], record: Path = RECORD, times: Path = gpu_part
             for test, each in _seconds_of(log):
                 seconds[test].append(each)
     measured = gpu_parts.add_up((test, mean(each)) for test, each in seconds.items())
-    gpu_parts.write_times(times, {**gpu_parts.read_times(times), **measured})
+    before = gpu_parts.read_times(times).items()
+    kept = {function: each for function, each in before if _exists(function)}
+    gpu_parts.write_times(times, {**kept, **measured})
     return f"{len(runs)} runs added, {len(measured)} functions measured"
 
 
-def _seconds_of(log: Path) -> Iterable[tuple[str, float]]:
-    """Yield each test that passed and its seconds; a run that was cut off ends in half a line."""
-    for line in log.read_text(encoding="utf-8").splitlines(keepends=True):
-        if line.endswith("\n"):
-            test, outcome, seconds = json.loads(line)
-            if outcome == "passed":
-                yield test, seconds
+def whole_lines(log: Path) -> Iterator[Any]:
+    """Yield what the lines of a log say; a run that was cut off ends in half a line."""
+    with log.open(encoding="utf-8") as lines:
+        yield from (json.loads(line) for line in lines if line.endswith("\n"))
+
+
+def _seconds_of(log: Path) -> Iterator[tuple[str, float]]:
+    """Yield each test that passed and its seconds; the first line of a log names the run."""
+    for test, outcome, seconds, *_ in islice(whole_lines(log), 1, None):
+        if outcome == "passed":
+            yield test, seconds
+
+
+def _exists(function: str, root: Path = ROOT) -> bool:
+    """Whether a test function is still where it was measured."""
+    file, _, name = function.partition("::")
+    path = root / file
+    return path.exists() and f"def {name}(" in path.read_text(encoding="utf-8")
 
 
 def _digest(files: Mapping[str, str]) -> str:

@@ -1,4 +1,8 @@
-"""Runs a part of the GPU tests (`--part`) and records it (`--record`): the hooks of pytest."""
+"""Runs a part of the GPU tests (`--part`) and records it (`--record`): the hooks of pytest.
+
+A run writes a line for each test into the folder of `--record` as soon as the test is over, so a
+run that is cut off loses nothing: with `--resume` a later one continues it.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,21 @@ import json
 import platform
 import time
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from tests import gpu_parts, gpu_record
 
 SAY = "terminal"  # the property of a test whose value is printed after all tests
-_DEAL = "deal"
+MOST_NOTED = 4000  # characters of a failure in a log
+_PART = "part of the GPU tests"
+_DONE = "tests with results"
+_END = "when no further test begins"
 _SESSION = pytest.StashKey["Session"]()
 # the outcomes of a phase, from the worst on
 _OUTCOMES = ("failed", "skipped", "passed")
@@ -23,29 +32,117 @@ _OUTCOMES = ("failed", "skipped", "passed")
 _NARROWING = ("keyword", "deselect", "ignore", "ignore_glob", "lf", "quick", "measure_slow")
 
 
+class Line(NamedTuple):
+    """A line of a log: a test that is over."""
+
+    test: str
+    outcome: str
+    seconds: float
+    note: str  # why it failed or was skipped
+    at: float  # seconds since the run began, without those that it resumes
+
+
+class Log:
+    """What a run of a part leaves in a folder: what it is of, and a line for each test."""
+
+    def __init__(self, path: Path, of: gpu_record.Origin) -> None:
+        self._path, self._of = path, of
+
+    def begin(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_text(json.dumps(asdict(self._of)) + "\n", encoding="utf-8")
+
+    def resume(self) -> list[Line]:
+        """Return the lines of a run that was cut off, or begin where there is none."""
+        if not self._path.exists():
+            self.begin()
+            return []
+        head, *lines = gpu_record.whole_lines(self._path)
+        before = gpu_record.Origin(**head)
+        if before.sources != self._of.sources:
+            raise pytest.UsageError(
+                f"--resume: {self._path} is of other sources, those of {before.commit}"
+            )
+        # the last line may be half of one
+        written = [json.dumps(line) + "\n" for line in (head, *lines)]
+        self._path.write_text("".join(written), encoding="utf-8")
+        return [Line(*line) for line in lines]
+
+    def add(self, line: Line) -> None:
+        with self._path.open("a", encoding="utf-8") as log:
+            log.write(json.dumps(line) + "\n")
+
+
 class Session:
     """Collects, in the process that starts the workers, what they report."""
 
-    def __init__(self, log: Path | None) -> None:
+    def __init__(self, origin: gpu_record.Origin | None = None, log: Log | None = None) -> None:
         self.started = time.monotonic()
+        self.origin = origin
         self.deal = ""
-        self.collected: list[str] = []
+        self.tests: list[str] = []  # of the part, those with results of earlier runs too
+        self.resumed: list[str] = []
         self.outcomes: dict[str, str] = {}
-        self.reasons: Counter[str] = Counter()
+        self._notes: dict[str, str] = {}
         self._seconds: Counter[str] = Counter()
+        self._seconds_before = 0.0
         self._log = log
 
+    @property
+    def seconds(self) -> float:
+        return self._seconds_before + time.monotonic() - self.started
+
+    def resume(self, lines: list[Line]) -> None:
+        """Take in the results of runs of the part that were cut off."""
+        last = 0.0
+        for line in lines:
+            self._take(line.test, line.outcome, line.note)
+            if line.at < last:  # another run began
+                self._seconds_before += last
+            last = line.at
+        self._seconds_before += last
+        self.resumed = list(self.outcomes)
+
     def add(self, report: pytest.TestReport | pytest.CollectReport) -> None:
-        """Take in the report of one phase of a test; the worst of them is the test's outcome."""
-        before = self.outcomes.get(report.nodeid, "passed")
-        self.outcomes[report.nodeid] = min(before, report.outcome, key=_OUTCOMES.index)
-        self._seconds[report.nodeid] += getattr(report, "duration", 0.0)
-        if report.outcome == "skipped":
-            self.reasons[_reason(report)] += 1
+        """Take in the report of one phase of a test."""
+        test = report.nodeid
+        self._take(test, report.outcome, _note(report))
+        self._seconds[test] += getattr(report, "duration", 0.0)
         if report.when not in ("setup", "call") and self._log is not None:
-            line = [report.nodeid, self.outcomes[report.nodeid], self._seconds[report.nodeid]]
-            with self._log.open("a", encoding="utf-8") as log:
-                log.write(json.dumps(line) + "\n")
+            at = time.monotonic() - self.started
+            outcome, seconds = self.outcomes[test], round(self._seconds[test], 3)
+            self._log.add(Line(test, outcome, seconds, self._notes.get(test, ""), round(at, 1)))
+
+    def _take(self, test: str, outcome: str, note: str) -> None:
+        """Keep the worst outcome of the phases, and why."""
+        before = self.outcomes.get(test, "passed")
+        self.outcomes[test] = min(before, outcome, key=_OUTCOMES.index)
+        if self.outcomes[test] == outcome != "passed":
+            self._notes[test] = note
+
+    def run(self) -> gpu_record.Run:
+        """Return the record of the part; NotRecordableError if a test of it has no result."""
+        assert self.origin is not None
+        if not self.tests:
+            raise gpu_record.NotRecordableError("no worker came to its end: --resume runs the rest")
+        missing = sum(test not in self.outcomes for test in self.tests)
+        if missing:
+            raise gpu_record.NotRecordableError(
+                f"{missing} of {len(self.tests)} tests have no result: --resume runs them"
+            )
+        counts = Counter(self.outcomes.values())
+        failed = [test for test, each in self.outcomes.items() if each == "failed"]
+        skipped = Counter(
+            self._notes[test] for test, each in self.outcomes.items() if each == "skipped"
+        )
+        return gpu_record.Run(
+            **asdict(self.origin),
+            deal=self.deal,
+            seconds=round(self.seconds),
+            passed=counts["passed"],
+            failed=sorted(failed),
+            skipped=dict(sorted(skipped.items())),
+        )
 
 
 def add_options(parser: pytest.Parser) -> None:
@@ -59,18 +156,99 @@ def add_options(parser: pytest.Parser) -> None:
     )
     group.addoption("--record", type=Path, metavar="FOLDER", help="record the part here as well")
     group.addoption("--commit", help="the commit that the sources are, where git cannot tell")
+    group.addoption(
+        "--resume",
+        action="store_true",
+        help="run only tests of the part that have no result in the folder of --record",
+    )
+    group.addoption(
+        "--stop-after",
+        type=float,
+        metavar="SECONDS",
+        help="begin no test later than this, and say what failed so far",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    folder, part = config.getoption("--record"), config.getoption("--part")
-    log = None
-    if folder is not None and not hasattr(config, "workerinput"):
-        if part is None or config.option.markexpr.strip() != "gpu":
-            raise pytest.UsageError("--record needs -m gpu and --part")
-        folder.mkdir(parents=True, exist_ok=True)
-        log = folder / f"gpu-tests-{part.number}of{part.count}-{_triton()}.jsonl"
-        log.write_text("", encoding="utf-8")
-    config.stash[_SESSION] = Session(log)
+    config.stash[_SESSION] = Session()
+    if hasattr(config, "workerinput"):
+        return
+    folder = config.getoption("--record")
+    if folder is None:
+        if config.getoption("--resume"):
+            raise pytest.UsageError("--resume needs --record")
+        return
+    _refuse_part_of_a_part(config)
+    origin = _origin(config)
+    log = Log(folder / f"gpu-tests-{origin.part}of{origin.parts}-{origin.triton}.jsonl", origin)
+    config.stash[_SESSION] = Session(origin, log)
+    if config.getoption("--resume"):
+        config.stash[_SESSION].resume(log.resume())
+    else:
+        log.begin()
+
+
+def _refuse_part_of_a_part(config: pytest.Config) -> None:
+    """Refuse to record a run that chooses among the tests."""
+    if config.getoption("--part") is None or config.option.markexpr.strip() != "gpu":
+        raise pytest.UsageError("--record needs -m gpu and --part")
+    chosen = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
+    narrowed = [name for name in _NARROWING if config.getoption(name, None)]
+    if chosen or narrowed:
+        raise pytest.UsageError("--record takes no paths or options that choose among the tests")
+
+
+def _origin(config: pytest.Config) -> gpu_record.Origin:
+    """Return what the run is of; refuse sources that no commit has before a test is run."""
+    part = config.getoption("--part")
+    try:
+        commit = gpu_record.recordable_commit(config.getoption("--commit"), config.rootpath)
+    except gpu_record.NotRecordableError as error:
+        raise pytest.UsageError(f"--record: {error}") from error
+    gpu, torch_version = _gpu()
+    return gpu_record.Origin(
+        triton=_triton(),
+        part=part.number,
+        parts=part.count,
+        commit=commit,
+        sources=gpu_record.digest_of_files(config.rootpath),
+        gpu=gpu,
+        torch=torch_version,
+        python=platform.python_version(),
+        date=datetime.now(timezone.utc).date().isoformat(),
+    )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a worker what is done: one that replaces another must collect the same tests."""
+    node.workerinput[_DONE] = _done(node.config)
+    node.workerinput[_END] = _end(node.config)
+
+
+def _done(config: pytest.Config) -> list[str]:
+    """Return the tests that have results of an earlier run."""
+    if hasattr(config, "workerinput"):
+        return list(config.workerinput[_DONE])
+    return config.stash[_SESSION].resumed
+
+
+def _end(config: pytest.Config) -> float | None:
+    """Return the time after which no test begins."""
+    if hasattr(config, "workerinput"):
+        end: float | None = config.workerinput[_END]
+        return end
+    seconds = config.getoption("--stop-after")
+    return None if seconds is None else config.stash[_SESSION].started + seconds
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    done = yield
+    end = _end(item.config)
+    if end is not None and time.monotonic() > end:
+        item.session.shouldstop = "the time of --stop-after is over"
+    return done
 
 
 @pytest.hookimpl(trylast=True)  # -m and -k have chosen before
@@ -79,34 +257,35 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if part is None:
         return
     named = {item.nodeid: item for item in items}
-    large = {test for test, item in named.items() if item.get_closest_marker("large")}
-    dealt = gpu_parts.deal(list(named), gpu_parts.read_times(), part.count, large)
+    large, long = (
+        {test for test, item in named.items() if item.get_closest_marker(mark)}
+        for mark in ("large", "long")
+    )
+    seconds = gpu_parts.expected_seconds(gpu_parts.read_times(), long)
+    dealt = gpu_parts.deal(list(named), seconds, part.count, large)
     own = [test for test, number in dealt.items() if number == part.number]
-    config.hook.pytest_deselected(items=[named[test] for test in named if test not in set(own)])
-    items[:] = [named[test] for test in gpu_parts.arrange(own, large, _workers(config))]
-    config.stash[_SESSION].deal = gpu_parts.digest_of_deal(dealt)
+    left = set(own).difference(_done(config))
+    config.hook.pytest_deselected(items=[named[test] for test in named if test not in left])
+    tests = [test for test in own if test in left]
+    ordered = gpu_parts.arrange(tests, seconds, large, _workers(config))
+    items[:] = [named[test] for test in ordered]
+    dealt_as = (gpu_parts.digest_of_deal(dealt), own)
     if hasattr(config, "workeroutput"):
-        config.workeroutput[_DEAL] = config.stash[_SESSION].deal
+        config.workeroutput[_PART] = dealt_as
+    else:
+        config.stash[_SESSION].deal, config.stash[_SESSION].tests = dealt_as
 
 
 def _workers(config: pytest.Config) -> int:
     return int(getattr(config, "workerinput", {}).get("workercount", 1))
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    session.config.stash[_SESSION].collected = [item.nodeid for item in session.items]
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
-    node.config.stash[_SESSION].collected = list(ids)
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     output = getattr(node, "workeroutput", None) or {}  # a worker that crashed has none
-    session = node.config.stash[_SESSION]
-    session.deal = output.get(_DEAL, session.deal)
+    if _PART in output:
+        session = node.config.stash[_SESSION]
+        session.deal, session.tests = output[_PART]
 
 
 class Reports:
@@ -125,7 +304,7 @@ class Reports:
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     config = session.config
-    if config.getoption("--record") is not None and not hasattr(config, "workerinput"):
+    if config.stash[_SESSION].origin is not None:
         config.pluginmanager.register(Reports(config.stash[_SESSION]))
 
 
@@ -136,59 +315,25 @@ def pytest_terminal_summary(
         for name, said in report.user_properties:
             if name == SAY:
                 terminalreporter.write_line(str(said))
-    folder = config.getoption("--record")
-    if folder is None:
+    session = config.stash[_SESSION]
+    if session.origin is None:
         return
     try:
-        run = _run(config)
+        run = session.run()
     except gpu_record.NotRecordableError as error:
         terminalreporter.write_line(f"not recorded: {error}")
         return
+    folder = config.getoption("--record")
     for path in (config.rootpath / gpu_record.NAME, folder / gpu_record.NAME.name):
         gpu_record.add([run], path)
     terminalreporter.write_line(f"recorded in {gpu_record.NAME.name}: {run}")
 
 
-def _run(config: pytest.Config) -> gpu_record.Run:
-    session, part = config.stash[_SESSION], config.getoption("--part")
-    _refuse_part_of_a_part(config, session)
-    commit = gpu_record.recordable_commit(config.getoption("--commit"), config.rootpath)
-    gpu, torch_version = _gpu()
-    outcomes = Counter(session.outcomes.values())
-    return gpu_record.Run(
-        triton=_triton(),
-        part=part.number,
-        parts=part.count,
-        deal=session.deal,
-        commit=commit,
-        sources=gpu_record.digest_of_files(config.rootpath),
-        gpu=gpu,
-        torch=torch_version,
-        python=platform.python_version(),
-        date=datetime.now(timezone.utc).date().isoformat(),
-        seconds=round(time.monotonic() - session.started),
-        passed=outcomes["passed"],
-        failed=sorted(test for test, each in session.outcomes.items() if each == "failed"),
-        skipped=dict(sorted(session.reasons.items())),
-    )
-
-
-def _refuse_part_of_a_part(config: pytest.Config, session: Session) -> None:
-    """Refuse a run that chose among the tests, or that did not get to all of them."""
-    chosen = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
-    narrowed = [name for name in _NARROWING if config.getoption(name, None)]
-    if chosen or narrowed:
-        raise gpu_record.NotRecordableError("paths or options chose among the tests")
-    unseen = [test for test in session.collected if test not in session.outcomes]
-    if unseen or not session.deal:
-        raise gpu_record.NotRecordableError(
-            f"{len(unseen)} of {len(session.collected)} tests have no result"
-        )
-
-
-def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
-    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-    return reason.removeprefix("Skipped: ")
+def _note(report: pytest.TestReport | pytest.CollectReport) -> str:
+    """Return why a test was skipped, or the end of what it failed with."""
+    if report.outcome == "skipped" and isinstance(report.longrepr, tuple):
+        return str(report.longrepr[2]).removeprefix("Skipped: ")
+    return report.longreprtext[-MOST_NOTED:]
 
 
 def _gpu() -> tuple[str, str]:

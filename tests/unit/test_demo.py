@@ -359,6 +359,7 @@ def test_a_mutant_fails_the_documented_functions(mutation, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.long
 @pytest.mark.parametrize("format", FORMATS)
 def test_it_passes_on_a_gpu(format):
     exit_code, output = serve_only("--format", format, "--device", "cuda")

@@ -148,6 +148,7 @@ def test_every_backend_takes_the_case_of_the_doctor(op, backend, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.long
 def test_every_backend_with_kernels_works_on_the_gpu():
     code, output = invoke("--seconds", "5", "--json")
     said = json.loads(output)

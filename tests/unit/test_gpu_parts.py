@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 
@@ -43,6 +44,9 @@ TIMES = {
 }
 
 
+SECONDS = expected_seconds(TIMES)
+
+
 def load(parts: dict[str, int], number: int) -> float:
     functions = [gpu_parts.function_of(test) for test, part in parts.items() if part == number]
     return sum(FUNCTIONS[function][0] for function in functions)
@@ -50,7 +54,7 @@ def load(parts: dict[str, int], number: int) -> float:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
 def test_every_test_is_in_one_part_and_parts_are_equally_long(count):
-    parts = deal(TESTS, TIMES, count)
+    parts = deal(TESTS, SECONDS, count)
     assert set(parts) == set(TESTS)
     assert set(parts.values()) == set(range(1, count + 1))
     loads = [load(parts, number) for number in range(1, count + 1)]
@@ -58,7 +62,7 @@ def test_every_test_is_in_one_part_and_parts_are_equally_long(count):
 
 
 def test_only_a_function_longer_than_half_of_a_part_is_cut():
-    parts = deal(TESTS, TIMES, 3)
+    parts = deal(TESTS, SECONDS, 3)
     spread = {
         name: len({parts[test] for test in ids_of(name, count)})
         for name, (_, count) in FUNCTIONS.items()
@@ -68,39 +72,59 @@ def test_only_a_function_longer_than_half_of_a_part_is_cut():
 
 
 def test_a_short_file_stays_together():
-    parts = deal(TESTS, TIMES, 4)
+    parts = deal(TESTS, SECONDS, 4)
     assert len({part for test, part in parts.items() if test.startswith("b.py")}) == 1
 
 
-def test_a_function_without_a_time_takes_the_median():
-    seconds = expected_seconds(
-        {"a::x": Measured(1.0, 1), "a::y": Measured(6.0, 2), "a::z": Measured(500.0, 5)}
-    )
-    assert [seconds(test) for test in ("a::y[1]", "a::new[2]", "a::new")] == [3.0, 3.0, 3.0]
+def test_a_function_without_a_time_takes_the_median_of_its_file_or_of_all():
+    times = {"a::x": (1.0, 1), "a::y": (6.0, 2), "a::z": (500.0, 5), "b::x": (0.5, 1)}
+    measured = {function: Measured(*each) for function, each in times.items()}
+    seconds = expected_seconds(measured, long={"a::long", "a::x", "c::long[1]"})
+    assert [seconds(test) for test in ("a::y[1]", "a::new[2]", "b::new")] == [3.0, 3.0, 0.5]
+    assert seconds("c::new") == 2.0
+    assert [seconds(test) for test in ("a::long", "c::long[1]", "a::x")] == [60.0, 60.0, 1.0]
     assert expected_seconds({})("a::new") == gpu_parts.UNMEASURED
 
 
-@pytest.mark.parametrize("times", [TIMES, {}], ids=["measured", "unmeasured"])
-def test_every_part_has_its_share_of_large_tests(times):
+def test_every_part_has_its_share_of_large_tests():
     large = {f"c.py::test_huge[{number}]" for number in range(12)}
-    parts = deal(TESTS, times, 4, large)
+    parts = deal(TESTS, SECONDS, 4, large)
     assert set(parts) == set(TESTS)
     assert Counter(parts[test] for test in large) == {1: 3, 2: 3, 3: 3, 4: 3}
-    others = Counter(part for test, part in parts.items() if test not in large)
-    assert times or max(others.values()) - min(others.values()) < 6
 
 
 @pytest.mark.parametrize("workers", [1, 3, 14])
 def test_some_workers_begin_with_the_large_tests(workers):
     tests = ids_of("a::x", 30) + ids_of("a::large", 7) + ids_of("a::y", 33)
     large = set(ids_of("a::large", 7))
-    ordered = arrange(tests, large, workers)
+    ordered = arrange(tests, expected_seconds({}), large, workers)
     assert sorted(ordered) == sorted(tests)
     begin = [len(tests) * worker // workers for worker in range(min(workers, LARGE_AT_ONCE))]
     assert large.issuperset(ordered[first] for first in begin)
     if workers == 14:
         at = [ordered.index(test) for test in sorted(large)]
         assert sorted(at) == [0, 1, 5, 6, 10, 11, 15]
+
+
+@pytest.mark.parametrize("workers", [1, 4, 6])
+def test_the_slowest_tests_begin(workers):
+    """Each worker begins with some; beside workers with large tests, those without have them."""
+    slow = {f"b::slow[{number}]": 10.0 + number for number in range(8)}
+    large = {f"b::large[{number}]": 20.0 + number for number in range(4)}
+    tests = [*ids_of("a::x", 30), *slow, *large, *ids_of("c::x", 30)]
+    ordered = arrange(tests, lambda test: {**slow, **large}.get(test, 0.1), large, workers)
+    assert sorted(ordered) == sorted(tests)
+    ends = [len(tests) * worker // workers for worker in range(workers + 1)]
+    pieces = [ordered[first:end] for first, end in pairwise(ends)]
+    if workers == 6:
+        assert [piece[0] for piece in pieces] == [
+            *(f"b::large[{number}]" for number in (3, 2, 1, 0)),
+            *("b::slow[7]", "b::slow[6]"),
+        ]
+        assert pieces[4][:4] == [f"b::slow[{number}]" for number in (7, 5, 3, 1)]
+    for piece in pieces:
+        begun = [test in slow or test in large for test in piece]
+        assert begun == sorted(begun, reverse=True)
 
 
 def test_the_tests_of_a_file_begin_with_different_ones_in_each_worker():
@@ -111,20 +135,21 @@ def test_the_tests_of_a_file_begin_with_different_ones_in_each_worker():
         for function in ("test_x", "test_y", "test_z")
         for heads in (8, 16, 32, 128)
     ]
-    ordered = arrange(tests, (), 6)
-    assert ordered == arrange(tests, (), 6)
+    seconds = expected_seconds({})
+    ordered = arrange(tests, seconds, (), 6)
+    assert ordered == arrange(tests, seconds, (), 6)
     pieces = [ordered[start : start + 4] for start in range(0, 24, 4)]
     assert [sorted(piece) for piece in pieces] == [
         sorted(tests[start : start + 4]) for start in range(0, 24, 4)
     ]
     assert len({piece[0].partition("[")[2] for piece in pieces}) > 1
-    halves = arrange(tests, (), 1)
+    halves = arrange(tests, seconds, (), 1)
     assert [test[0] for test in halves] == ["a"] * 12 + ["b"] * 12, "files stay together"
 
 
 def test_runs_that_deal_alike_have_the_same_digest():
     digests = {
-        digest_of_deal(deal(tests, times, count))
+        digest_of_deal(deal(tests, expected_seconds(times), count))
         for tests, times, count in (
             (TESTS, TIMES, 3),
             (TESTS, TIMES, 4),
@@ -133,7 +158,7 @@ def test_runs_that_deal_alike_have_the_same_digest():
         )
     }
     assert len(digests) == 4
-    assert digest_of_deal(deal(TESTS, TIMES, 3)) == digest_of_deal(deal(TESTS, TIMES, 3))
+    assert digest_of_deal(deal(TESTS, SECONDS, 3)) == digest_of_deal(deal(TESTS, SECONDS, 3))
 
 
 def test_times_are_written_and_read(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -185,16 +184,21 @@ def test_runs_from_elsewhere_are_added_with_their_times(tmp_path):
     run = replace(RUN, commit=commit, sources=gpu_record.digest_of_commit(commit))
     record, times, folder = tmp_path / "record.json", tmp_path / "times.json", tmp_path / "from"
     gpu_record.add([run], folder / "gpu-tests.json")
-    lines = [["a.py::x[1]", "passed", 2.0], ["a.py::x[2]", "passed", 1.0], ["a.py::y", "failed", 9]]
+    lines = [
+        {"triton": "3.6.0"},
+        ["a.py::x[1]", "passed", 2.0, "", 2.0],
+        ["a.py::x[2]", "passed", 1.0, "", 3.0],
+        ["a.py::y", "failed", 9, "why", 12.0],
+    ]
     content = "".join(json.dumps(line) + "\n" for line in lines) + '["a.py::cut o'
     (folder / "gpu-tests-1of2-3.6.0.jsonl").write_text(content)
-    (folder / "gpu-tests-1of2-3.9.0.jsonl").write_text('["a.py::x[1]", "passed", 4.0]\n')
-    gpu_parts.write_times(times, {"a.py::old": gpu_parts.Measured(1.0, 1)})
+    (folder / "gpu-tests-1of2-3.9.0.jsonl").write_text('{}\n["a.py::x[1]", "passed", 4.0, "", 4]\n')
+    known = "tests/unit/test_gpu_record.py::test_runs_from_elsewhere_are_added_with_their_times"
+    gone = ("tests/unit/test_gpu_record.py::test_gone", "tests/unit/test_gone.py::test_here")
+    gpu_parts.write_times(times, dict.fromkeys((known, *gone), gpu_parts.Measured(1.0, 1)))
     assert gpu_record.merge([folder], record, times) == "1 runs added, 1 functions measured"
     assert gpu_record.read(record) == [run]
-    assert gpu_parts.read_times(times) == {"a.py::old": (1.0, 1), "a.py::x": (4.0, 2)}, (
-        "a mean of both"
-    )
+    assert gpu_parts.read_times(times) == {known: (1.0, 1), "a.py::x": (4.0, 2)}, "a mean of both"
     gpu_record.add([replace(run, sources="of other code")], folder / "gpu-tests.json")
     with pytest.raises(NotRecordableError, match="is not of the sources of"):
         gpu_record.merge([folder], record, times)
@@ -237,18 +241,23 @@ def test_that_has_something_to_say(record_property):
 """
 
 
-def recording(checkout: Path, *options: str) -> subprocess.CompletedProcess:
-    """Run part 1 of 1 in the checkout, whose commit gets a test that fails and one that crashes."""
-    if not (checkout / "pytest.ini").exists():
-        (checkout / "pytest.ini").write_text("[pytest]\nmarkers = gpu\ntestpaths = tests\n")
-        (checkout / "conftest.py").write_text(CONFTEST)
-        (checkout / "tests/test_decode.py").write_text(TESTS)
-        git(checkout, "add", ".")
-        git(checkout, "commit", "-q", "-m", "tests")
+@pytest.fixture
+def suite(checkout) -> Path:
+    """A checkout whose commit has a GPU test that fails, and one that ends its worker."""
+    (checkout / "pytest.ini").write_text("[pytest]\nmarkers = gpu\ntestpaths = tests\n")
+    (checkout / "conftest.py").write_text(CONFTEST)
+    (checkout / "tests/test_decode.py").write_text(TESTS)
+    git(checkout, "add", ".")
+    git(checkout, "commit", "-q", "-m", "tests")
+    return checkout
+
+
+def recording(suite: Path, *options: str) -> subprocess.CompletedProcess:
+    """Run part 1 of 1 of the suite."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "xdist.plugin", "-m", "gpu", "-n1"]
     return subprocess.run(
         [*command, "--dist=worksteal", "--part=1/1", "--record=left", *options],
-        cwd=checkout,
+        cwd=suite,
         env={**os.environ, "PYTHONPATH": f"{ROOT}", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
@@ -256,39 +265,91 @@ def recording(checkout: Path, *options: str) -> subprocess.CompletedProcess:
     )
 
 
-def test_a_run_records_failures_crashes_and_skips(checkout):
-    done = recording(checkout)
-    recorded = gpu_record.read(checkout / "docs/data/gpu-tests.json")
-    assert len(recorded) == 1, done.stdout
-    (run,) = recorded
-    assert gpu_record.read(checkout / "left/gpu-tests.json") == [run]
+LOG = "left/gpu-tests-1of1-3.9.0.jsonl"
+CASES = [f"tests/test_decode.py::test_of_a_kernel[{case}]" for case in range(9)]
+
+
+def logged(suite: Path) -> dict[str, list[object]]:
+    """Return the lines of the log by test, each of which has one."""
+    _, *lines = gpu_record.whole_lines(suite / LOG)
+    assert len({line[0] for line in lines}) == len(lines)
+    return {line[0]: line for line in lines}
+
+
+def assert_recorded(suite: Path, said: str) -> Run:
+    (run,) = gpu_record.read(suite / "docs/data/gpu-tests.json")
+    assert gpu_record.read(suite / "left/gpu-tests.json") == [run]
     assert (run.passed, run.skipped) == (7, {"not on this GPU": 2})
-    assert run.failed == [f"tests/test_decode.py::test_of_a_kernel[{case}]" for case in (3, 5)]
+    assert run.failed == [CASES[3], CASES[5]]
     assert (run.triton, run.part, run.parts) == ("3.9.0", 1, 1)
     assert (run.gpu, run.torch) == ("a GPU", "2.11.0")
-    assert run.commit == gpu_record.head(checkout)
-    assert run.sources == gpu_record.digest_of_commit(run.commit, checkout)
-    log = (checkout / "left/gpu-tests-1of1-3.9.0.jsonl").read_text().splitlines()
-    assert len(log) == 11
+    assert run.commit == gpu_record.head(suite)
+    assert run.sources == gpu_record.digest_of_commit(run.commit, suite)
+    assert "recorded in gpu-tests.json: part 1/1 with Triton 3.9.0" in said
+    return run
+
+
+def test_a_run_records_failures_crashes_and_skips(suite):
+    (suite / "left").mkdir()
+    (suite / LOG).write_text("what an earlier run left")
+    done = recording(suite)
+    assert_recorded(suite, done.stdout)
+    lines = logged(suite)
+    assert len(lines) == 11
+    outcomes = {test: (line[1], line[3]) for test, line in lines.items()}
+    assert outcomes[CASES[2]] == ("skipped", "not on this GPU")
+    assert "crashed while running" in outcomes[CASES[3]][1]
+    assert "assert case != 5" in outcomes[CASES[5]][1]
+    assert outcomes[CASES[6]] == ("passed", "")
     assert "\nsaid after all tests\n" in done.stdout
-    assert "recorded in gpu-tests.json: part 1/1 with Triton 3.9.0" in done.stdout
 
 
-def test_a_run_is_not_recorded_if_it_is_not_of_the_commit_or_not_of_the_part(checkout):
-    reasons = {
-        "paths or options chose among the tests": ("-k", "kernel"),
-        "[1-9] of 11 tests have no result": ("--maxfail=1",),
-    }
-    for reason, options in reasons.items():
-        done = recording(checkout, *options)
-        assert re.search(f"not recorded: {reason}", done.stdout)
-    change(checkout)
-    done = recording(checkout)
-    assert "not recorded: there are changes that" in done.stdout
-    assert "2 failed, 7 passed, 2 skipped" in done.stdout, "it runs all the same"
-    assert not (checkout / "docs").exists()
+def test_a_run_that_is_cut_off_is_resumed_and_recorded(suite):
+    done = recording(suite, "--stop-after=0")
+    assert "the time of --stop-after is over" in done.stdout
+    assert "not recorded: 10 of 11 tests have no result: --resume runs them" in done.stdout
+    before = logged(suite)
+    assert len(before) == 1
+    with (suite / LOG).open("a") as log:
+        log.write('["tests/test_decode.py::test_of_a_ker')
+    done = recording(suite, "--resume", "-n2")  # a worker that replaces another resumes, too
+    run = assert_recorded(suite, done.stdout)
+    after = logged(suite)
+    assert len(after) == 11
+    assert {test: after[test] for test in before} == before
+    assert run.seconds >= int(max(line[4] for line in before.values()))
+    done = recording(suite, "--resume")
+    assert_recorded(suite, done.stdout)
+    assert logged(suite) == after, "nothing is left to run"
 
 
-def test_only_a_part_of_the_gpu_tests_is_recorded(checkout):
-    done = recording(checkout, "-m", "not gpu")
-    assert "--record needs -m gpu and --part" in done.stderr
+def test_results_of_other_sources_are_not_resumed(suite):
+    recording(suite, "--stop-after=0")
+    commit = gpu_record.head(suite)
+    change(suite)
+    git(suite, "commit", "-q", "-am", "another")
+    done = recording(suite, "--resume")
+    assert f"--resume: {LOG} is of other sources, those of {commit}" in done.stderr
+    assert len(logged(suite)) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("-m", "not gpu"), "--record needs -m gpu and --part"),
+        (("-k", "kernel"), "--record takes no paths or options that choose among the tests"),
+        (("tests/test_decode.py",), "--record takes no paths or options that choose"),
+    ],
+)
+def test_only_a_whole_part_of_the_gpu_tests_is_recorded(suite, options, reason):
+    done = recording(suite, *options)
+    assert reason in done.stderr
+    assert not (suite / "left").exists()
+
+
+def test_sources_that_are_not_those_of_the_commit_are_refused_before_a_test_is_run(suite):
+    change(suite)
+    done = recording(suite)
+    assert f"--record: there are changes that {gpu_record.head(suite)} does not" in done.stderr
+    assert "passed" not in done.stdout
+    assert not (suite / "left").exists()

@@ -129,21 +129,28 @@ def test_make_test_gpu_runs_a_part_with_the_python_of_the_machine_and_installs_n
     assert "for part in 2/4;" in made
     assert re.search(r"^ *python3 -m pytest -m gpu --part=\$part -n 14 ", made, flags=re.MULTILINE)
     assert "--record=left --commit=abc" in made
+    for option in ("--resume", "--stop-after", "--thorough"):
+        assert option not in made
     assert "pip" not in made
     assert "venv" not in made
 
 
 def test_make_test_gpu_alone_runs_all_parts_and_workers_that_can_be_replaced():
-    made = dry_run("test-gpu", "GPU_PARTS=3")
+    made = dry_run("test-gpu", "GPU_PARTS=3", "RECORD=left")
     assert "for part in 1/3 2/3 3/3;" in made
     assert "--commit" not in made
     assert f"-n {gpu_parts.WORKERS} --dist worksteal" in made
 
 
-def test_a_part_of_the_gpu_tests_takes_less_than_eight_minutes_as_measured():
+def test_make_test_gpu_can_resume_stop_in_time_and_be_thorough():
+    made = dry_run("test-gpu", "RESUME=1", "LIMIT=540", "THOROUGH=1")
+    assert "--resume --stop-after=540 --thorough" in made
+
+
+def test_a_part_of_the_gpu_tests_takes_less_than_six_minutes_as_measured():
     (parts,) = re.findall(r"^GPU_PARTS \?= (\d+)$", MAKEFILE, flags=re.MULTILINE)
     seconds = sum(measured.seconds for measured in gpu_parts.read_times().values())
-    assert seconds / int(parts) / gpu_parts.WORKERS < 8 * 60
+    assert seconds / int(parts) / gpu_parts.WORKERS < 6 * 60
 
 
 def test_ci_runs_make_test_and_then_make_test_all():

@@ -226,6 +226,7 @@ def assert_checked_every_op(
 
 
 @pytest.mark.gpu
+@pytest.mark.long
 def test_every_op_passes_on_the_gpu():
     count = str(2 * len(dispatch.OPS))
     arguments = ["check", "--device", "cuda", "--seed", "0", "--count", count, "--json"]
@@ -265,6 +266,7 @@ def test_cases_for_the_hopper_kernel_are_ones_it_takes():
 
 
 @pytest.mark.gpu
+@pytest.mark.long
 def test_the_hopper_kernel_passes_random_cases():
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs sm_90")

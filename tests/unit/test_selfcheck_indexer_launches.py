@@ -138,6 +138,7 @@ def test_few_kernels_are_compiled_and_all_are_hoppers():
 
 
 @pytest.mark.gpu
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["hopper", "triton"])
 @pytest.mark.parametrize("seed", range(2))
 def test_launches_pass_on_the_gpu(seed, backend):

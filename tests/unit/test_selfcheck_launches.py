@@ -336,6 +336,7 @@ def test_what_does_not_go_together_is_said(arguments, message):
 
 
 @pytest.mark.gpu
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("op", ["mla_decode", "indexer_topk", "indexer_select"])
 def test_launches_pass_on_the_gpu(op, seed):
@@ -345,6 +346,7 @@ def test_launches_pass_on_the_gpu(op, seed):
 
 
 @pytest.mark.gpu
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(4))
 def test_many_calls_give_the_same_bits_on_the_gpu(seed):
     """Many calls find an error that occurs in few of them."""

@@ -141,6 +141,7 @@ def test_few_kernels_are_compiled_and_all_are_hopper_ones():
 
 
 @pytest.mark.gpu
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(4))
 def test_launches_pass_on_the_gpu(seed):
     settings = Settings((OP,), seed, "cuda", "hopper", minutes=None, launches=20)

@@ -59,6 +59,7 @@ def findings(output: str) -> set[Finding]:
 
 
 @pytest.mark.gpu
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*CLEAN, *EXPLAINED])
 def test_consan_finds_nothing_new(name: str) -> None:
     triton = pytest.importorskip("triton")
