@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import re
-from importlib import import_module
 
 import pytest
 from typer.testing import CliRunner
 
 from mlakit.tools import cli
+from mlakit.tools.bench import command
 from mlakit.tools.bench.shapes import Batch, Group, Shape, product_sizes
 from tests.bench.fakes import pretend_gpu
 
 
 def workloads(suite: str, text: str, **options: object):
-    module = import_module(f"mlakit.tools.bench.{suite.replace('-', '_')}")
-    return module.of_shape(Shape(text, **options))
+    return command._workloads(suite, Shape(text, **options), 0)
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def kernel_of(launch: BatchedCase, device: str, backend: str) -> str:
         return spec
 
     try:
-        with patch.object(selection, "select", select), knobs.override(replay=False):
+        with patch.object(selection, "select", select), knobs.override(launch_cache=False):
             launch.trial(device).call(cast("Backend", backend))
     except _Selected as selected:
         return str(selected)

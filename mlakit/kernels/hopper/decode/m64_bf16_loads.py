@@ -97,17 +97,17 @@ def alloc_smem(kv):
     DTYPE: gl.constexpr = kv.dtype
     LAYOUT: gl.constexpr = kv.layout
     return Smem(
-        gl.allocate_shared_memory(DTYPE, [1, 64, 256], LAYOUT),
-        gl.allocate_shared_memory(DTYPE, [1, 64, 256], LAYOUT),
-        gl.allocate_shared_memory(DTYPE, [2, 64, 256], LAYOUT),
-        gl.allocate_shared_memory(DTYPE, [2, 64, 256], LAYOUT),
-        gl.allocate_shared_memory(DTYPE, [2, 64, 64], LAYOUT),
-        gl.allocate_shared_memory(DTYPE, [64, 64], LAYOUT),
-        gl.allocate_shared_memory(DTYPE, [64, 64], LAYOUT),
-        alloc_vector(64),
-        alloc_vector(64),
-        alloc_vector(64),
-        alloc_vector(64),
+        q_left=gl.allocate_shared_memory(DTYPE, [1, 64, 256], LAYOUT),
+        q_right=gl.allocate_shared_memory(DTYPE, [1, 64, 256], LAYOUT),
+        left=gl.allocate_shared_memory(DTYPE, [2, 64, 256], LAYOUT),
+        right=gl.allocate_shared_memory(DTYPE, [2, 64, 256], LAYOUT),
+        rope=gl.allocate_shared_memory(DTYPE, [2, 64, 64], LAYOUT),
+        p_even=gl.allocate_shared_memory(DTYPE, [64, 64], LAYOUT),
+        p_odd=gl.allocate_shared_memory(DTYPE, [64, 64], LAYOUT),
+        max_even=alloc_vector(64),
+        max_odd=alloc_vector(64),
+        sum_even=alloc_vector(64),
+        sum_odd=alloc_vector(64),
     )
 
 
@@ -115,10 +115,20 @@ def alloc_smem(kv):
 def alloc_all_barriers(words):
     """Allocate all barriers; `words` is not None where a gather producer loads rows."""
     return Barriers(
-        alloc_barrier(), _alloc_part(words), _alloc_part(words), _alloc_part(words),
-        _alloc_part(words), _alloc_part(words), _alloc_part(words), alloc_barrier(),
-        alloc_barrier(), alloc_barrier(), alloc_barrier(), alloc_barrier(), alloc_barrier(),
-    )  # fmt: skip
+        q=alloc_barrier(),
+        left_even=_alloc_part(words),
+        left_odd=_alloc_part(words),
+        right_even=_alloc_part(words),
+        right_odd=_alloc_part(words),
+        rope_even=_alloc_part(words),
+        rope_odd=_alloc_part(words),
+        scores_even=alloc_barrier(),
+        scores_odd=alloc_barrier(),
+        p_even=alloc_barrier(),
+        p_odd=alloc_barrier(),
+        sum_even=alloc_barrier(),
+        sum_odd=alloc_barrier(),
+    )
 
 
 @gluon.jit

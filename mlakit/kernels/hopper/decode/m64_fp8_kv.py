@@ -295,9 +295,14 @@ def mla_decode_m64_fp8_kv_kernel(
     )  # fmt: skip
     FORMAT: gl.constexpr = TRAITS.FORMAT
     rows = CacheRows(
-        words, TRAITS.ROPE_COLUMN, CONFIG.IS_PACKED, kv_scales.row_scales, kv_scales.stride_page,
-        kv_scales.stride_row, FORMAT,
-    )  # fmt: skip
+        words=words,
+        ROPE_COLUMN=TRAITS.ROPE_COLUMN,
+        IS_PACKED=CONFIG.IS_PACKED,
+        scales=kv_scales.row_scales,
+        stride_scales_page=kv_scales.stride_page,
+        stride_scales_row=kv_scales.stride_row,
+        FORMAT=FORMAT,
+    )
     blocks = alloc_stages(FORMAT, gather.words)
     query = Query(
         gl.allocate_shared_memory(gl.float16, [1, 64, 256], SMEM_16BIT),

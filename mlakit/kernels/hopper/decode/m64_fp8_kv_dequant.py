@@ -272,11 +272,11 @@ def _fetch(rows, inputs, keys, pages, block):
         lookup = lookup_block(inputs, keys, block, WARPS=4)
         rope_rows = rows_of_block(inputs, keys, lookup, block)
     return Fetched(
-        _load_words(rows, inputs, keys, first_row, block, HALF, HALF),
-        _load_words(rows, inputs, keys, first_row, block, 0, HALF),
-        _load_rope(rows, inputs, keys, first_row, block),
-        rope_rows,
-        _load_scale(rows, inputs, keys, first_row, block),
+        right=_load_words(rows, inputs, keys, first_row, block, HALF, HALF),
+        left=_load_words(rows, inputs, keys, first_row, block, 0, HALF),
+        rope=_load_rope(rows, inputs, keys, first_row, block),
+        rope_rows=rope_rows,
+        scale=_load_scale(rows, inputs, keys, first_row, block),
     )
 
 
@@ -348,11 +348,11 @@ def _fetch_rows(rows, inputs, keys, pages, block):
     # the explicit factor of four shows the compiler the alignment to 16 bytes
     start = rows.words + row * inputs.row_chunks * 4
     return FetchedRows(
-        is_there,
-        load_group_scales(start, is_there),
-        load_half(start, is_there, HALF),
-        load_half(start, is_there, 0),
-        load_words(start, is_there, rows.ROPE_COLUMN // 2, WORDS),
+        is_there=is_there,
+        scales=load_group_scales(start, is_there),
+        right=load_half(start, is_there, HALF),
+        left=load_half(start, is_there, 0),
+        rope=load_words(start, is_there, rows.ROPE_COLUMN // 2, WORDS),
     )
 
 

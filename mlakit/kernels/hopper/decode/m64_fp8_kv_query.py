@@ -64,12 +64,12 @@ def alloc_prob_stage(IS_NAMED: gl.constexpr):
     if not IS_NAMED:
         full = alloc_barrier()
     return ProbStage(
-        gl.allocate_shared_memory(gl.float16, [64, 64], SMEM_16BIT),
-        alloc_vector(64),
-        full,
-        alloc_barrier(),
-        alloc_vector(64),
-        alloc_barrier(),
+        probs=gl.allocate_shared_memory(gl.float16, [64, 64], SMEM_16BIT),
+        rescale=alloc_vector(64),
+        full=full,
+        empty=alloc_barrier(),
+        out_scale=alloc_vector(64),
+        out_scale_full=alloc_barrier(),
     )
 
 

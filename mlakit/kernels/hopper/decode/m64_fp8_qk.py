@@ -215,13 +215,23 @@ def mla_decode_m64_fp8_qk_kernel(
         rotated = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], SMEM_16BIT)
     prob_stages = alloc_probs()
     operands = SoftmaxInputs(
-        query, rotated, q_scales.q_scale, q_scales.stride_q_scale, scale_log2, tensor_scale,
-        ScoreTraits(TRAITS.SIGN, TRAITS.IS_EXTERNAL_PLAN), HAS_ROW_SCALES,
-    )  # fmt: skip
+        query=query,
+        q_rope=rotated,
+        q_scale=q_scales.q_scale,
+        stride_q_scale=q_scales.stride_q_scale,
+        scale_log2=scale_log2,
+        tensor_scale=tensor_scale,
+        traits=ScoreTraits(TRAITS.SIGN, TRAITS.IS_EXTERNAL_PLAN),
+        HAS_ROW_SCALES=HAS_ROW_SCALES,
+    )
     WARPS: gl.constexpr = producer_warps(gather.words)
     ROPE_COLUMN: gl.constexpr = TRAITS.ROPE_COLUMN
     row_scales = RowScales(
-        kv_scales.row_scales, kv_scales.stride_page, kv_scales.stride_row, 1, WARPS
+        first=kv_scales.row_scales,
+        stride_page=kv_scales.stride_page,
+        stride_row=kv_scales.stride_row,
+        COUNT=1,
+        WARPS=WARPS,
     )
     item, index = first_tile(scheduler, schedule)
     if item < scheduler.last_item:

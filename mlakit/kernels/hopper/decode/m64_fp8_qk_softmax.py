@@ -105,16 +105,16 @@ class Softmax:
 @gluon.jit
 def alloc_probs():
     return ProbStages(
-        gl.allocate_shared_memory(
+        probs=gl.allocate_shared_memory(
             gl.float16, [2 * KEY_CHUNKS, 64, KEY_CHUNK], smem_layout(KEY_CHUNK, 16)
         ),
-        gl.allocate_shared_memory(gl.float32, [2, 64], SMEM_VECTOR),
-        gl.allocate_shared_memory(gl.float32, [2, 4], SMEM_VECTOR),
-        alloc_barriers(2, 1),
-        alloc_barriers(2, PV_WARPGROUPS),
-        alloc_vector(64),
-        alloc_barrier(),
-        alloc_barrier(PV_WARPGROUPS),
+        rescale=gl.allocate_shared_memory(gl.float32, [2, 64], SMEM_VECTOR),
+        has_rescale=gl.allocate_shared_memory(gl.float32, [2, 4], SMEM_VECTOR),
+        full=alloc_barriers(2, 1),
+        empty=alloc_barriers(2, PV_WARPGROUPS),
+        out_scale=alloc_vector(64),
+        out_scale_full=alloc_barrier(),
+        out_scale_empty=alloc_barrier(PV_WARPGROUPS),
     )
 
 
@@ -259,7 +259,13 @@ def _softmax_block(
         inverse = 1.0 / factor  # a power of two
     first = _to_probs(first, scales, factor, 0, operands.HAS_ROW_SCALES)
     second = _to_probs(second, scales, factor, 1, operands.HAS_ROW_SCALES)
-    softmax = Softmax(row_max, row_sum, prob_scale, min_scale, inverse)
+    softmax = Softmax(
+        row_max=row_max,
+        row_sum=row_sum,
+        prob_scale=prob_scale,
+        min_scale=min_scale,
+        inverse=inverse,
+    )
     return (first, second), rescale, softmax, qk
 
 
@@ -293,11 +299,11 @@ def qk_softmax_warpgroup(item, index, inputs, scheduler, outputs, prob_stages, p
             convert_fp8_query(query.rope.index(0), operands.q_rope.index(0))
             fence_async_shared()
         softmax = Softmax(
-            gl.full([64], INITIAL_ROW_MAX, gl.float32, ROW),
-            gl.zeros([64], gl.float32, ROW),
-            gl.to_tensor(0.0),  # `pow2_scale` has a minimum
-            gl.to_tensor(float("inf")),
-            gl.to_tensor(1.0 / PROB_SCALE),
+            row_max=gl.full([64], INITIAL_ROW_MAX, gl.float32, ROW),
+            row_sum=gl.zeros([64], gl.float32, ROW),
+            prob_scale=gl.to_tensor(0.0),  # `pow2_scale` has a minimum
+            min_scale=gl.to_tensor(float("inf")),
+            inverse=gl.to_tensor(1.0 / PROB_SCALE),
         )
         last_block = keys.end_block - 1
         if keys.first_block < keys.end_block:

@@ -106,22 +106,52 @@ def make_work(
     HEAD_TILES  work tiles of a query: `schedule.head_tiles`, or a constant
     """
     inputs = Inputs(
-        q, q_rope, kv, kv_rope, q_token_rows, q_rope_token_rows, TRAITS.Q_BY_HEAD,
-        TRAITS.Q_ROPE_BY_HEAD, batch.page_table, stride_table_request, batch.stride_entry,
-        TRAITS.PAGE_ROWS, TRAITS.PAGE, gather.words, gather.row_chunks,
-    )  # fmt: skip
+        q=q,
+        q_rope=q_rope,
+        kv=kv,
+        kv_rope=kv_rope,
+        q_token_rows=q_token_rows,
+        q_rope_token_rows=q_rope_token_rows,
+        Q_BY_HEAD=TRAITS.Q_BY_HEAD,
+        Q_ROPE_BY_HEAD=TRAITS.Q_ROPE_BY_HEAD,
+        page_table=batch.page_table,
+        stride_request=stride_table_request,
+        stride_entry=batch.stride_entry,
+        PAGE_ROWS=TRAITS.PAGE_ROWS,
+        PAGE=TRAITS.PAGE,
+        words=gather.words,
+        row_chunks=gather.row_chunks,
+    )
     last_item = gl.load(schedule.cta_starts + gl.program_id(1) + 1)
     scheduler = TileScheduler(
-        schedule.items, schedule.partial_starts, batch.q_starts, batch.kv_lens,
-        batch.stride_q_starts, batch.stride_kv_lens, heads, HEAD_TILES, TRAITS.ROWS, slot_rows,
-        last_item,
-        TRAITS.IS_CAUSAL, TRAITS.IS_EXTERNAL_PLAN, TRAITS.ITEM_COLUMNS, HAS_WARM_UP,
-    )  # fmt: skip
+        items=schedule.items,
+        partial_starts=schedule.partial_starts,
+        q_starts=batch.q_starts,
+        kv_lens=batch.kv_lens,
+        stride_q_starts=batch.stride_q_starts,
+        stride_kv_lens=batch.stride_kv_lens,
+        heads=heads,
+        head_tiles=HEAD_TILES,
+        ROWS=TRAITS.ROWS,
+        slot_rows=slot_rows,
+        last_item=last_item,
+        IS_CAUSAL=TRAITS.IS_CAUSAL,
+        IS_EXTERNAL_PLAN=TRAITS.IS_EXTERNAL_PLAN,
+        ITEM_COLUMNS=TRAITS.ITEM_COLUMNS,
+        HAS_WARM_UP=HAS_WARM_UP,
+    )
     outputs = Outputs(
-        outputs.out, outputs.lse, outputs.partial_out, outputs.partial_lse, outputs.sink,
-        outputs.stride_out_token, outputs.stride_out_head, stride_lse_token,
-        outputs.stride_lse_head, outputs.stride_sink,
-    )  # fmt: skip
+        out=outputs.out,
+        lse=outputs.lse,
+        partial_out=outputs.partial_out,
+        partial_lse=outputs.partial_lse,
+        sink=outputs.sink,
+        stride_out_token=outputs.stride_out_token,
+        stride_out_head=outputs.stride_out_head,
+        stride_lse_token=stride_lse_token,
+        stride_lse_head=outputs.stride_lse_head,
+        stride_sink=outputs.stride_sink,
+    )
     return inputs, scheduler, outputs
 
 
@@ -213,11 +243,22 @@ def first_tile_or_warm_up(scheduler, schedule):
         if last_index >= 0:
             item, index, heads = scheduler.last_item - 1, last_index, 0
     scheduler = TileScheduler(
-        scheduler.items, scheduler.partial_starts, scheduler.q_starts, scheduler.kv_lens,
-        scheduler.stride_q_starts, scheduler.stride_kv_lens, heads, scheduler.head_tiles,
-        scheduler.ROWS, scheduler.slot_rows, scheduler.last_item, scheduler.IS_CAUSAL,
-        scheduler.IS_EXTERNAL_PLAN, scheduler.ITEM_COLUMNS, scheduler.HAS_WARM_UP,
-    )  # fmt: skip
+        items=scheduler.items,
+        partial_starts=scheduler.partial_starts,
+        q_starts=scheduler.q_starts,
+        kv_lens=scheduler.kv_lens,
+        stride_q_starts=scheduler.stride_q_starts,
+        stride_kv_lens=scheduler.stride_kv_lens,
+        heads=heads,
+        head_tiles=scheduler.head_tiles,
+        ROWS=scheduler.ROWS,
+        slot_rows=scheduler.slot_rows,
+        last_item=scheduler.last_item,
+        IS_CAUSAL=scheduler.IS_CAUSAL,
+        IS_EXTERNAL_PLAN=scheduler.IS_EXTERNAL_PLAN,
+        ITEM_COLUMNS=scheduler.ITEM_COLUMNS,
+        HAS_WARM_UP=scheduler.HAS_WARM_UP,
+    )
     return scheduler, item, index
 
 
@@ -255,7 +296,13 @@ def key_range(inputs, scheduler, item, index):
     if scheduler.IS_CAUSAL:
         end = gl.minimum(end, kv_len - q_len + index // scheduler.head_tiles + 1)
     pages = inputs.page_table + request.to(gl.int64) * inputs.stride_request
-    return KeyRange(pages, low // 64, (gl.maximum(end, 0) + 63) // 64, low, end)
+    return KeyRange(
+        pages=pages,
+        first_block=low // 64,
+        end_block=(gl.maximum(end, 0) + 63) // 64,
+        low=low,
+        end=end,
+    )
 
 
 @gluon.jit

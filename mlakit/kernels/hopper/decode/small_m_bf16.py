@@ -189,7 +189,7 @@ def mla_decode_small_m_bf16_kernel(
     WARPS: gl.constexpr = producer_warps(gather.words)
     ROPE_COLUMN: gl.constexpr = TRAITS.ROPE_COLUMN
     ARRIVALS: gl.constexpr = producer_arrivals(gather.words)
-    no_scales = RowScales(NONE, 0, 0, 0, WARPS)
+    no_scales = RowScales(first=NONE, stride_page=0, stride_row=0, COUNT=0, WARPS=WARPS)
     pipelines = KVPipelines(
         alloc_pipeline(CONFIG.STAGES, D_TILE, kv, CONSUMERS=1, ARRIVALS=ARRIVALS),
         alloc_pipeline(CONFIG.ROPE_STAGES, 64, kv_rope, CONSUMERS=1, ARRIVALS=ARRIVALS),

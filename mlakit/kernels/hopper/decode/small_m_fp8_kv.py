@@ -208,7 +208,11 @@ def mla_decode_small_m_fp8_kv_kernel(
     COPIES: gl.constexpr = D_TILES if FORMAT == "fp8_block128" else 1
     WARPS: gl.constexpr = producer_warps(gather.words)
     row_scales = RowScales(
-        kv_scales.row_scales, kv_scales.stride_page, kv_scales.stride_row, COPIES, WARPS
+        first=kv_scales.row_scales,
+        stride_page=kv_scales.stride_page,
+        stride_row=kv_scales.stride_row,
+        COUNT=COPIES,
+        WARPS=WARPS,
     )
     NONE: gl.constexpr = None
     scale_stages: gl.constexpr = None
@@ -242,9 +246,17 @@ def mla_decode_small_m_fp8_kv_kernel(
         query = Query(latent, rope, loaded.full)
     probs = alloc_probs(ROWS, COPIES, CONFIG.PV_WARPGROUPS)
     state = SoftmaxState(
-        loaded, query, q_scales.q_scale, q_scales.stride_q_scale, probs, pipelines, scale_log2,
-        tensor_scale, ScoreTraits(TRAITS.SIGN, TRAITS.IS_EXTERNAL_PLAN), FORMAT,
-    )  # fmt: skip
+        loaded=loaded,
+        query=query,
+        q_scale=q_scales.q_scale,
+        stride_q_scale=q_scales.stride_q_scale,
+        probs=probs,
+        pipelines=pipelines,
+        scale_log2=scale_log2,
+        tensor_scale=tensor_scale,
+        traits=ScoreTraits(TRAITS.SIGN, TRAITS.IS_EXTERNAL_PLAN),
+        FORMAT=FORMAT,
+    )
     scaled = alloc_scaled_query(ROWS)
     item, index = first_tile(scheduler, schedule)
     if item < scheduler.last_item:
@@ -252,10 +264,22 @@ def mla_decode_small_m_fp8_kv_kernel(
         to_second, to_first = alloc_exchange(ROWS), alloc_exchange(ROWS)
         end, end_sum = alloc_exchange(ROWS), alloc_vector(ROWS)
         first = SoftmaxWarpgroup(
-            0, alloc_block_max(ROWS), to_first, to_second, end, end_sum, scaled
+            INDEX=0,
+            block_max=alloc_block_max(ROWS),
+            incoming=to_first,
+            outgoing=to_second,
+            end=end,
+            end_sum=end_sum,
+            scaled=scaled,
         )
         second = SoftmaxWarpgroup(
-            1, alloc_block_max(ROWS), to_second, to_first, end, end_sum, scaled
+            INDEX=1,
+            block_max=alloc_block_max(ROWS),
+            incoming=to_second,
+            outgoing=to_first,
+            end=end,
+            end_sum=end_sum,
+            scaled=scaled,
         )
         ROPE_COLUMN: gl.constexpr = TRAITS.ROPE_COLUMN
         if CONFIG.PV_WARPGROUPS == 1:

@@ -134,14 +134,14 @@ def alloc_probs(ROWS: gl.constexpr, COPIES: gl.constexpr, CONSUMERS: gl.constexp
     for _ in gl.static_range(COPIES):
         probs += (gl.allocate_shared_memory(gl.float16, [2, ROWS, 64], SMEM_16BIT),)
     return ProbStages(
-        probs,
-        gl.allocate_shared_memory(gl.float32, [2, ROWS], SMEM_VECTOR),
-        alloc_barriers(2, 1),
-        alloc_barriers(2, CONSUMERS),
-        alloc_vector(ROWS),
-        alloc_barrier(),
-        alloc_barrier(CONSUMERS),
-        COPIES,
+        probs=probs,
+        rescale=gl.allocate_shared_memory(gl.float32, [2, ROWS], SMEM_VECTOR),
+        full=alloc_barriers(2, 1),
+        empty=alloc_barriers(2, CONSUMERS),
+        out_scale=alloc_vector(ROWS),
+        out_scale_full=alloc_barrier(),
+        out_scale_empty=alloc_barrier(CONSUMERS),
+        COPIES=COPIES,
     )
 
 

@@ -19,18 +19,29 @@ reinterpret = getattr(_descriptor, "reinterpret", None) or _descriptor._reinterp
 
 
 def record(fields: type) -> Any:
-    """A struct of device values: `fields` is a class of annotations, in their order.
+    """Make a struct of device values: `fields` is a class of annotations, in their order.
 
-    Triton's own aggregate wants types and a constructor; here a field is any value of a kernel.
+    Values are given in that order, by name, or both. `value.replace(name=other)` is a copy in which
+    some fields have other values. Triton's own aggregate wants types and a constructor; here a
+    field is any value of a kernel.
     """
     names = tuple(fields.__annotations__)
 
-    def set_all(self: Any, *values: Any) -> None:
-        for name, value in zip(names, values, strict=True):
+    def set_all(self: Any, *values: Any, **named: Any) -> None:
+        given = dict(zip(names, values, strict=False)) | named
+        if len(values) + len(named) != len(names) or given.keys() != set(names):
+            raise TypeError(f"{fields.__name__} must be given each of {', '.join(names)} once")
+        for name in names:
             # a member of a constexpr argument is a plain Python value
+            value = given[name]
             setattr(self, name, value if isinstance(value, base_value) else constexpr(value))
 
-    set_all.__triton_builtin__ = True  # type: ignore[attr-defined]
+    def replace(self: Any, _semantic: Any = None, **changes: Any) -> Any:
+        return type(self)(**({name: getattr(self, name) for name in names} | changes))
+
+    for function in (set_all, replace):
+        function.__triton_builtin__ = True  # type: ignore[attr-defined]
     fields.__annotations__ = dict.fromkeys(names, base_value)
     fields.__init__ = set_all  # type: ignore[method-assign, misc]
+    fields.replace = replace  # type: ignore[attr-defined]
     return _aggregate(fields)

@@ -88,20 +88,48 @@ def indexer_logits_kernel(
         CONFIG.TOKENS // CONFIG.WG_TOKENS * (CONFIG.KEYS // (CONFIG.WG_PIECES * PIECE))
     )
     requests = Requests(
-        ragged.q_starts, ragged.kv_lens, ragged.page_table, ragged.stride_q_starts,
-        ragged.stride_kv_lens, stride_table_request, ragged.stride_entry, tokens, max_pages,
-        columns, TRAITS.IS_CAUSAL, TRAITS.IS_SINGLE, CONFIG.TOKENS, CONFIG.KEYS,
-        CONFIG.FILL_COLUMNS,
-    )  # fmt: skip
-    sources = Sources(q, keys, scales, TRAITS.PAGE, TRAITS.PAGE_ROWS, TRAITS.PAGE_SCALES)
+        q_starts=ragged.q_starts,
+        kv_lens=ragged.kv_lens,
+        page_table=ragged.page_table,
+        stride_q_starts=ragged.stride_q_starts,
+        stride_kv_lens=ragged.stride_kv_lens,
+        stride_request=stride_table_request,
+        stride_entry=ragged.stride_entry,
+        tokens=tokens,
+        max_pages=max_pages,
+        columns=columns,
+        IS_CAUSAL=TRAITS.IS_CAUSAL,
+        IS_SINGLE=TRAITS.IS_SINGLE,
+        TOKENS=CONFIG.TOKENS,
+        KEYS=CONFIG.KEYS,
+        FILL_COLUMNS=CONFIG.FILL_COLUMNS,
+    )
+    sources = Sources(
+        q=q,
+        keys=keys,
+        scales=scales,
+        PAGE=TRAITS.PAGE,
+        PAGE_ROWS=TRAITS.PAGE_ROWS,
+        PAGE_SCALES=TRAITS.PAGE_SCALES,
+    )
     outputs = Outputs(
-        result.weights, result.out, stride_weights_token, result.stride_weights_head, stride_out,
-        TRAITS.HEADS,
-    )  # fmt: skip
+        weights=result.weights,
+        out=result.out,
+        stride_weights_token=stride_weights_token,
+        stride_weights_head=result.stride_weights_head,
+        stride_out=stride_out,
+        HEADS=TRAITS.HEADS,
+    )
     tiling = Tiling(
-        CONFIG.TOKENS, CONFIG.HEADS, CONFIG.WG_TOKENS, CONFIG.WG_PIECES, CONFIG.KEYS, CONFIG.STAGES,
-        CONFIG.IS_CHAINED, CONFIG.ADDS_ODD_RELU,
-    )  # fmt: skip
+        TOKENS=CONFIG.TOKENS,
+        HEADS=CONFIG.HEADS,
+        WG_TOKENS=CONFIG.WG_TOKENS,
+        WG_PIECES=CONFIG.WG_PIECES,
+        KEYS=CONFIG.KEYS,
+        STAGES=CONFIG.STAGES,
+        IS_CHAINED=CONFIG.IS_CHAINED,
+        ADDS_ODD_RELU=CONFIG.ADDS_ODD_RELU,
+    )
     stages = alloc_stages(sources, CONFIG, TRAITS.IS_SINGLE, WARPGROUPS)
     if TRAITS.IS_SINGLE:
         request, block, tile = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)

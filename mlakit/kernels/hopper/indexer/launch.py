@@ -67,23 +67,23 @@ def indexer_logits(a: LogitsArguments, out: Tensor) -> None:
     launch(
         indexer_logits_kernel,
         (target(q.device).num_sms,),
-        _queries(q, config.TOKENS, config.HEADS),
-        TensorDescriptor(
+        q=_queries(q, config.TOKENS, config.HEADS),
+        keys=TensorDescriptor(
             keys, list(keys.shape), list(keys.stride()), [PIECE, WIDTH], _layout(8, 2)
         ),
-        TensorDescriptor(scales, list(scales.shape), [1], [PIECE], _layout(32, 1)),
-        batch,
-        tokens,
-        page_table.shape[1],
-        columns,
-        page_table.stride(0),
-        weights.stride(0),
-        out.stride(0),
-        Batch(
+        scales=TensorDescriptor(scales, list(scales.shape), [1], [PIECE], _layout(32, 1)),
+        batch=batch,
+        tokens=tokens,
+        max_pages=page_table.shape[1],
+        columns=columns,
+        stride_table_request=page_table.stride(0),
+        stride_weights_token=weights.stride(0),
+        stride_out=out.stride(0),
+        ragged=Batch(
             *(q_starts, kv_lens, page_table),
             *(q_starts.stride(0), kv_lens.stride(0), page_table.stride(1)),
         ),
-        ResultArguments(weights, out, weights.stride(1)),
+        result=ResultArguments(weights, out, weights.stride(1)),
         TRAITS=IndexerTraits(
             HEADS=heads,
             PAGE=layer.page_size,

@@ -70,7 +70,9 @@ def alloc_stages(sources, CONFIG: gl.constexpr, IS_SINGLE: gl.constexpr, CONSUME
     if not IS_SINGLE:
         q_empty = alloc_barriers(Q_STAGES, CONSUMERS)
     full, empty = alloc_barriers(CONFIG.STAGES, 1), alloc_barriers(CONFIG.STAGES, CONSUMERS)
-    return Stages(q, q_full, q_empty, keys, scales, full, empty)
+    return Stages(
+        q=q, q_full=q_full, q_empty=q_empty, keys=keys, scales=scales, full=full, empty=empty
+    )
 
 
 @gluon.jit

@@ -211,19 +211,19 @@ def locate_block(requests, request, block, tile, left):
     end_fill = gl.maximum(end - num_scores, 0)
     fill_end = _fill_column(requests, first_end, end_fill, num_fills)
     return TokenBlock(
-        q_first + index,
-        count,
-        first_end,
-        last_end,
-        requests.page_table + request.to(gl.int64) * requests.stride_request,
-        tile,
-        gl.minimum(end, num_scores),
-        1,
-        _fill_column(requests, first_end, first_fill, num_fills),
-        gl.where(end_fill > first_fill, fill_end, 0),
-        end - tile,
-        index + requests.TOKENS >= q_len,
-    )  # fmt: skip
+        token=q_first + index,
+        count=count,
+        first_end=first_end,
+        last_end=last_end,
+        pages=requests.page_table + request.to(gl.int64) * requests.stride_request,
+        first_tile=tile,
+        end_tile=gl.minimum(end, num_scores),
+        step=1,
+        fill_first=_fill_column(requests, first_end, first_fill, num_fills),
+        fill_end=gl.where(end_fill > first_fill, fill_end, 0),
+        num_tiles=end - tile,
+        is_last=index + requests.TOKENS >= q_len,
+    )
 
 
 @gluon.jit
@@ -241,19 +241,19 @@ def locate_single(requests):
     width = ((blocks + num_ctas - 1) // num_ctas) << FILL_ALIGNMENT
     fill_first = fill_start + cta * width
     return TokenBlock(
-        kv_len * 0,
-        count,
-        first_end,
-        kv_len,
-        requests.page_table,
-        cta,
-        _ceil_div(kv_len, _bits(requests.KEYS)),
-        num_ctas,
-        fill_first,
-        gl.minimum(fill_first + width, requests.columns),
-        1,
-        True,
-    )  # fmt: skip
+        token=kv_len * 0,
+        count=count,
+        first_end=first_end,
+        last_end=kv_len,
+        pages=requests.page_table,
+        first_tile=cta,
+        end_tile=_ceil_div(kv_len, _bits(requests.KEYS)),
+        step=num_ctas,
+        fill_first=fill_first,
+        fill_end=gl.minimum(fill_first + width, requests.columns),
+        num_tiles=1,
+        is_last=True,
+    )
 
 
 @gluon.jit

@@ -278,9 +278,15 @@ def mla_prefill_kernel(
     BLOCK_K: gl.constexpr = CONFIG.BLOCK_K
     WIDTH: gl.constexpr = q.block_shape[1]
     outputs = Outputs(
-        out, lse, sink, stride_out_token, stride_out_head, stride_lse_token, stride_lse_head,
-        stride_sink,
-    )  # fmt: skip
+        out=out,
+        lse=lse,
+        sink=sink,
+        stride_out_token=stride_out_token,
+        stride_out_head=stride_out_head,
+        stride_lse_token=stride_lse_token,
+        stride_lse_head=stride_lse_head,
+        stride_sink=stride_sink,
+    )
     strides = Strides(stride_q_head, stride_k_head, stride_v_head, stride_v_token)
     parts = (make_part(q, k, 2, 2, 0, False),)
     if q_rest is not None:
@@ -299,9 +305,17 @@ def mla_prefill_kernel(
         flags.index(i).store(gl.full([32], -1, gl.int32, lane_layout(4)))
     gdc_wait()  # for the schedule
     schedule = Schedule(
-        rows, counters, gl.load(counters + 1), heads, window, TRAITS.IS_CAUSAL, TRAITS.IS_SLIDING,
-        TRAITS.IS_CHUNKED, BLOCK_Q, BLOCK_K,
-    )  # fmt: skip
+        rows=rows,
+        counters=counters,
+        num_tiles=gl.load(counters + 1),
+        heads=heads,
+        window=window,
+        IS_CAUSAL=TRAITS.IS_CAUSAL,
+        IS_SLIDING=TRAITS.IS_SLIDING,
+        IS_CHUNKED=TRAITS.IS_CHUNKED,
+        BLOCK_Q=BLOCK_Q,
+        BLOCK_K=BLOCK_K,
+    )
     SIGN: gl.constexpr = TRAITS.SIGN
     ROW_BYTES: gl.constexpr = (TRAITS.D_N + TRAITS.D_R) * 2  # of a query or key
     gl.warp_specialize(

@@ -141,9 +141,19 @@ def _align_tile(schedule, tile):
     first = tile.first // BLOCK_K * BLOCK_K
     end = gl.maximum((tile.end + BLOCK_K - 1) // BLOCK_K * BLOCK_K, first + BLOCK_K)
     return Tile(
-        tile.head, tile.q_row, tile.num_rows, tile.kv_row, tile.position, tile.kv_len, first, end,
-        tile.all_first, tile.all_end, (end - first) // BLOCK_K, tile.request,
-    )  # fmt: skip
+        head=tile.head,
+        q_row=tile.q_row,
+        num_rows=tile.num_rows,
+        kv_row=tile.kv_row,
+        position=tile.position,
+        kv_len=tile.kv_len,
+        first=first,
+        end=end,
+        all_first=tile.all_first,
+        all_end=tile.all_end,
+        num_blocks=(end - first) // BLOCK_K,
+        request=tile.request,
+    )
 
 
 @gluon.constexpr_function
@@ -375,39 +385,76 @@ def mla_prefill_fp8_kernel(
     D_V: gl.constexpr = v.block_shape[0]
     WARPGROUPS: gl.constexpr = CONFIG.BLOCK_Q // 64
     outputs = Outputs(
-        out, lse, sink, stride_out_token, stride_out_head, stride_lse_token, stride_lse_head,
-        stride_sink,
-    )  # fmt: skip
+        out=out,
+        lse=lse,
+        sink=sink,
+        stride_out_token=stride_out_token,
+        stride_out_head=stride_out_head,
+        stride_lse_token=stride_lse_token,
+        stride_lse_head=stride_lse_head,
+        stride_sink=stride_sink,
+    )
     scale_tiles = None
     if scales is not None:
         SHAPE: gl.constexpr = [STAGES, scales.block_shape[0], scales.block_shape[1]]
         scale_tiles = gl.allocate_shared_memory(gl.float32, SHAPE, scales.layout)
     scales = Scales(
-        q_scale, k_scale, v_scale, HAS_KEY_SCALES, HAS_VALUE_SCALES, HAS_BLOCK_SCALES, scales,
-        scale_tiles, stride_qs_token, stride_qs_head, stride_ks, stride_vs_token,
-        stride_vs_head,
-    )  # fmt: skip
+        q=q_scale,
+        k=k_scale,
+        v=v_scale,
+        HAS_KEYS=HAS_KEY_SCALES,
+        HAS_VALUES=HAS_VALUE_SCALES,
+        HAS_BLOCKS=HAS_BLOCK_SCALES,
+        tma=scales,
+        tiles=scale_tiles,
+        stride_q_token=stride_qs_token,
+        stride_q_head=stride_qs_head,
+        stride_k=stride_ks,
+        stride_v_token=stride_vs_token,
+        stride_v_head=stride_vs_head,
+    )
     parts = (make_part(q, k, WARPGROUPS, STAGES, 0, False),)
     if q_rope is not None:
         parts = parts + (make_part(q_rope, k_rope, WARPGROUPS, STAGES, TRAITS.D_N, True),)  # noqa: RUF005
     values = Values(
-        v, gl.allocate_shared_memory(v.dtype, [STAGES, D_V, BLOCK_K], v.layout), flags,
-        value_tiles, v_rows, stride_v_token, stride_v_head, stride_v_column,
-    )  # fmt: skip
+        tma=v,
+        tiles=gl.allocate_shared_memory(v.dtype, [STAGES, D_V, BLOCK_K], v.layout),
+        flags=flags,
+        count=value_tiles,
+        v=v_rows,
+        stride_token=stride_v_token,
+        stride_head=stride_v_head,
+        stride_column=stride_v_column,
+    )
     q_ready = Stages(alloc_barriers(WARPGROUPS, 1), alloc_barriers(WARPGROUPS, 1))
     kv_ready = Stages(alloc_barriers(STAGES, 1), alloc_barriers(STAGES, WARPGROUPS))
     tiles = alloc_tile_stages(WARPGROUPS)
     gdc_wait()  # for the schedule and the values
     schedule = Schedule(
-        rows, counters, gl.load(counters + 1), heads, window, TRAITS.IS_CAUSAL, TRAITS.IS_SLIDING,
-        TRAITS.IS_CHUNKED, CONFIG.BLOCK_Q, BLOCK_K,
-    )  # fmt: skip
+        rows=rows,
+        counters=counters,
+        num_tiles=gl.load(counters + 1),
+        heads=heads,
+        window=window,
+        IS_CAUSAL=TRAITS.IS_CAUSAL,
+        IS_SLIDING=TRAITS.IS_SLIDING,
+        IS_CHUNKED=TRAITS.IS_CHUNKED,
+        BLOCK_Q=CONFIG.BLOCK_Q,
+        BLOCK_K=BLOCK_K,
+    )
     SIGN: gl.constexpr = TRAITS.SIGN
     ROW_BYTES: gl.constexpr = TRAITS.D_N + TRAITS.D_R  # of a query or key
     inputs = Inputs(
-        schedule, tiles, parts, values, q_ready, kv_ready, scales,
-        Strides(stride_q_head, stride_k_head), scale_log2,
-    )  # fmt: skip
+        schedule=schedule,
+        tiles=tiles,
+        parts=parts,
+        values=values,
+        q_ready=q_ready,
+        kv_ready=kv_ready,
+        scales=scales,
+        strides=Strides(stride_q_head, stride_k_head),
+        scale_log2=scale_log2,
+    )
     gl.warp_specialize(
         [
             (_consumer, (0, inputs, outputs, SIGN, CONFIG)),

@@ -33,7 +33,7 @@ def make_part(
     columns: gl.constexpr = q.block_shape[1]
     q_tiles = gl.allocate_shared_memory(q.dtype, [WARPGROUPS, 64, columns], q.layout)
     k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, k.block_shape[0], columns], k.layout)
-    return Part(q, k, q_tiles, k_tiles, COLUMN, IS_ROPE)
+    return Part(q=q, k=k, q_tiles=q_tiles, k_tiles=k_tiles, COLUMN=COLUMN, IS_ROPE=IS_ROPE)
 
 
 @gluon.jit

@@ -110,11 +110,19 @@ def read_tile(tiles, schedule, tiles_done, WARPS: gl.constexpr):
         first = _field(fields, index, 7)
         all_first = _field(fields, index, 9)
     return Tile(
-        _field(fields, index, 1), _field(fields, index, 2), _field(fields, index, 3),
-        _field(fields, index, 4), _field(fields, index, 5), _field(fields, index, 6),
-        first, _field(fields, index, 8), all_first, _field(fields, index, 10),
-        _field(fields, index, 0), _field(fields, index, 11),
-    )  # fmt: skip
+        head=_field(fields, index, 1),
+        q_row=_field(fields, index, 2),
+        num_rows=_field(fields, index, 3),
+        kv_row=_field(fields, index, 4),
+        position=_field(fields, index, 5),
+        kv_len=_field(fields, index, 6),
+        first=first,
+        end=_field(fields, index, 8),
+        all_first=all_first,
+        all_end=_field(fields, index, 10),
+        num_blocks=_field(fields, index, 0),
+        request=_field(fields, index, 11),
+    )
 
 
 @gluon.jit

@@ -85,9 +85,19 @@ def locate_tile(schedule, tile_index):
     all_first, end = seen_keys(schedule, last_position, kv_len)
     num_blocks = gl.maximum((end - first + schedule.BLOCK_K - 1) // schedule.BLOCK_K, 1)
     return Tile(
-        head, q_start + query, q_len - query, kv_start, position, kv_len, first, end, all_first,
-        all_end, num_blocks, request,
-    )  # fmt: skip
+        head=head,
+        q_row=q_start + query,
+        num_rows=q_len - query,
+        kv_row=kv_start,
+        position=position,
+        kv_len=kv_len,
+        first=first,
+        end=end,
+        all_first=all_first,
+        all_end=all_end,
+        num_blocks=num_blocks,
+        request=request,
+    )
 
 
 @gluon.jit
@@ -112,7 +122,20 @@ def drawn_number(drawn):
 def no_tile():
     """Return the tile without blocks that follows the last work tile."""
     zero = gl.to_tensor(0)
-    return Tile(zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero)
+    return Tile(
+        head=zero,
+        q_row=zero,
+        num_rows=zero,
+        kv_row=zero,
+        position=zero,
+        kv_len=zero,
+        first=zero,
+        end=zero,
+        all_first=zero,
+        all_end=zero,
+        num_blocks=zero,
+        request=zero,
+    )
 
 
 @gluon.jit

@@ -59,10 +59,18 @@ def _row_list(
 ):  # fmt: skip
     """Make a RowList; ROW_CHUNKS is row_chunks, or 0 where it is not known when compiled."""
     return RowList(
-        payload, rows, lens, num_slots, topk, page_chunks,
-        row_chunks if ROW_CHUNKS == 0 else ROW_CHUNKS, stride_token, stride_entry, stride_lens,
-        PAGE,
-    )  # fmt: skip
+        payload=payload,
+        rows=rows,
+        lens=lens,
+        num_slots=num_slots,
+        topk=topk,
+        page_chunks=page_chunks,
+        row_chunks=row_chunks if ROW_CHUNKS == 0 else ROW_CHUNKS,
+        stride_token=stride_token,
+        stride_entry=stride_entry,
+        stride_lens=stride_lens,
+        PAGE=PAGE,
+    )
 
 
 @gluon.jit
@@ -72,7 +80,14 @@ def make_work(main, extra, num_splits, head_tiles, num_tiles, TRAITS: gl.constex
     extra_list: gl.constexpr = None
     if TRAITS.HAS_EXTRA:
         extra_list = _row_list(*extra, TRAITS.EXTRA_ROW_CHUNKS, TRAITS.EXTRA_PAGE)
-    return Work(main_list, extra_list, TRAITS.HAS_EXTRA, num_splits, head_tiles, num_tiles)
+    return Work(
+        main=main_list,
+        extra=extra_list,
+        HAS_EXTRA=TRAITS.HAS_EXTRA,
+        num_splits=num_splits,
+        head_tiles=head_tiles,
+        num_tiles=num_tiles,
+    )
 
 
 @record
@@ -164,19 +179,26 @@ def block_range(work, tile, IS_SCANNED: gl.constexpr = True):
     split_pairs = ((num_blocks + 1) // 2 + work.num_splits - 1) // work.num_splits
     first = 2 * split_pairs * split
     end = gl.minimum(first + 2 * split_pairs, num_blocks)
-    return BlockRange(token, first, end, length, extra_length, main_blocks)
+    return BlockRange(
+        token=token,
+        first=first,
+        end=end,
+        length=length,
+        extra_length=extra_length,
+        main_blocks=main_blocks,
+    )
 
 
 @gluon.jit
 def choose_blocks(is_first, first, second):
     """Choose one of two ranges; at a branch around `load_ids` the producer might wait."""
     return BlockRange(
-        gl.where(is_first, first.token, second.token),
-        gl.where(is_first, first.first, second.first),
-        gl.where(is_first, first.end, second.end),
-        gl.where(is_first, first.length, second.length),
-        gl.where(is_first, first.extra_length, second.extra_length),
-        gl.where(is_first, first.main_blocks, second.main_blocks),
+        token=gl.where(is_first, first.token, second.token),
+        first=gl.where(is_first, first.first, second.first),
+        end=gl.where(is_first, first.end, second.end),
+        length=gl.where(is_first, first.length, second.length),
+        extra_length=gl.where(is_first, first.extra_length, second.extra_length),
+        main_blocks=gl.where(is_first, first.main_blocks, second.main_blocks),
     )
 
 

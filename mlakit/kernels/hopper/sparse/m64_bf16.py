@@ -185,9 +185,18 @@ def sparse_mla_m64_bf16_kernel(
         num_splits, head_tiles, tokens * num_splits * head_tiles, TRAITS,
     )  # fmt: skip
     outputs = Outputs(
-        out, lse, max_logits, sink, stride_out_token, stride_out_head, stride_lse_token,
-        stride_lse_head, stride_max_token, stride_max_head, stride_sink,
-    )  # fmt: skip
+        out=out,
+        lse=lse,
+        max_logits=max_logits,
+        sink=sink,
+        stride_out_token=stride_out_token,
+        stride_out_head=stride_out_head,
+        stride_lse_token=stride_lse_token,
+        stride_lse_head=stride_lse_head,
+        stride_max_token=stride_max_token,
+        stride_max_head=stride_max_head,
+        stride_sink=stride_sink,
+    )
     DTYPE: gl.constexpr = payload.dtype.element_ty
     smem = alloc_smem(DTYPE, DTYPE, TRAITS.HAS_ROPE)
     barriers = alloc_all_barriers(2, 128)

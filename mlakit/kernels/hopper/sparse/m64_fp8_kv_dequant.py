@@ -116,13 +116,13 @@ def alloc_stages(FORMAT: gl.constexpr):
     else:
         factor = _alloc_vectors()
     return BlockStages(
-        gl.allocate_shared_memory(gl.float16, [2, 64, 256], SMEM_16BIT),
-        gl.allocate_shared_memory(gl.float16, [2, 64, 256], SMEM_16BIT),
-        rope,
-        bias,
-        factor,
-        gl.allocate_shared_memory(gl.float32, [2, 4], SMEM_VECTOR),
-        rope_full,
+        left=gl.allocate_shared_memory(gl.float16, [2, 64, 256], SMEM_16BIT),
+        right=gl.allocate_shared_memory(gl.float16, [2, 64, 256], SMEM_16BIT),
+        rope=rope,
+        bias=bias,
+        key_factor=factor,
+        block_scale=gl.allocate_shared_memory(gl.float32, [2, 4], SMEM_VECTOR),
+        rope_full=rope_full,
     )
 
 

@@ -124,25 +124,25 @@ def alloc_smem(DTYPE: gl.constexpr, ROPE_DTYPE: gl.constexpr, HAS_ROPE: gl.const
     else:
         p_even = gl.allocate_shared_memory(DTYPE, [1, 64, 64], SMEM_16BIT)
     return Smem(
-        gl.allocate_shared_memory(DTYPE, [1, 64, 256], SMEM_16BIT),
-        gl.allocate_shared_memory(DTYPE, [1, 64, 256], SMEM_16BIT),
-        q_rope,
-        gl.allocate_shared_memory(DTYPE, [1, 64, 256], SMEM_16BIT),
-        gl.allocate_shared_memory(DTYPE, [1, 64, 256], SMEM_16BIT),
-        gl.allocate_shared_memory(DTYPE, [1, 64, 256], SMEM_16BIT),
-        gl.allocate_shared_memory(DTYPE, [1, 64, 256], SMEM_16BIT),
-        rope_even,
-        rope_odd,
-        p_even,
-        gl.allocate_shared_memory(DTYPE, [64, 64], SMEM_16BIT),
-        alloc_vector(64),
-        alloc_vector(64),
-        alloc_vector(64),
-        alloc_vector(64),
-        alloc_vector(64),
-        alloc_vector(64),
-        alloc_vector(64),
-        gl.allocate_shared_memory(gl.int32, [4], SMEM_VECTOR),
+        q_left=gl.allocate_shared_memory(DTYPE, [1, 64, 256], SMEM_16BIT),
+        q_right=gl.allocate_shared_memory(DTYPE, [1, 64, 256], SMEM_16BIT),
+        q_rope=q_rope,
+        left_even=gl.allocate_shared_memory(DTYPE, [1, 64, 256], SMEM_16BIT),
+        left_odd=gl.allocate_shared_memory(DTYPE, [1, 64, 256], SMEM_16BIT),
+        right_even=gl.allocate_shared_memory(DTYPE, [1, 64, 256], SMEM_16BIT),
+        right_odd=gl.allocate_shared_memory(DTYPE, [1, 64, 256], SMEM_16BIT),
+        rope_even=rope_even,
+        rope_odd=rope_odd,
+        p_even=p_even,
+        p_odd=gl.allocate_shared_memory(DTYPE, [64, 64], SMEM_16BIT),
+        validity_even=alloc_vector(64),
+        validity_odd=alloc_vector(64),
+        max_even=alloc_vector(64),
+        max_odd=alloc_vector(64),
+        sum_even=alloc_vector(64),
+        sum_odd=alloc_vector(64),
+        max_logit_odd=alloc_vector(64),
+        num_pairs=gl.allocate_shared_memory(gl.int32, [4], SMEM_VECTOR),
     )
 
 
@@ -151,14 +151,19 @@ def alloc_all_barriers(Q_ARRIVALS: gl.constexpr, PART_ARRIVALS: gl.constexpr):
     """Allocate all barriers. The producer arrives Q_ARRIVALS times per tile, for `num_pairs` and
     the queries, and PART_ARRIVALS times per part of a block."""
     return Barriers(
-        PartBarriers(alloc_barrier(Q_ARRIVALS), alloc_barrier(2)),
-        PartBarriers(alloc_barrier(PART_ARRIVALS), alloc_barrier()),
-        PartBarriers(alloc_barrier(PART_ARRIVALS), alloc_barrier()),
-        PartBarriers(alloc_barrier(PART_ARRIVALS), alloc_barrier()),
-        PartBarriers(alloc_barrier(PART_ARRIVALS), alloc_barrier()),
-        alloc_barrier(), alloc_barrier(), alloc_barrier(), alloc_barrier(), alloc_barrier(),
-        alloc_barrier(), alloc_barrier(),
-    )  # fmt: skip
+        q=PartBarriers(alloc_barrier(Q_ARRIVALS), alloc_barrier(2)),
+        left_even=PartBarriers(alloc_barrier(PART_ARRIVALS), alloc_barrier()),
+        left_odd=PartBarriers(alloc_barrier(PART_ARRIVALS), alloc_barrier()),
+        right_even=PartBarriers(alloc_barrier(PART_ARRIVALS), alloc_barrier()),
+        right_odd=PartBarriers(alloc_barrier(PART_ARRIVALS), alloc_barrier()),
+        validity=alloc_barrier(),
+        max_even=alloc_barrier(),
+        max_odd=alloc_barrier(),
+        p_even=alloc_barrier(),
+        p_odd=alloc_barrier(),
+        sum_even=alloc_barrier(),
+        sum_odd=alloc_barrier(),
+    )
 
 
 @gluon.jit

@@ -339,9 +339,18 @@ def sparse_mla_small_m_fp8_kv_kernel(
         num_splits, head_tiles, tokens * num_splits * head_tiles, TRAITS,
     )  # fmt: skip
     outputs = Outputs(
-        out, lse, max_logits, sink, stride_out_token, stride_out_head, stride_lse_token,
-        stride_lse_head, stride_max_token, stride_max_head, stride_sink,
-    )  # fmt: skip
+        out=out,
+        lse=lse,
+        max_logits=max_logits,
+        sink=sink,
+        stride_out_token=stride_out_token,
+        stride_out_head=stride_out_head,
+        stride_lse_token=stride_lse_token,
+        stride_lse_head=stride_lse_head,
+        stride_max_token=stride_max_token,
+        stride_max_head=stride_max_head,
+        stride_sink=stride_sink,
+    )
     scales = (RowScales(*row_scales[0]),)
     if TRAITS.HAS_EXTRA:
         scales += (RowScales(*row_scales[1]),)
@@ -377,8 +386,24 @@ def sparse_mla_small_m_fp8_kv_kernel(
     scaled = alloc_scaled_query(HEADS)
     to_second, to_first = alloc_exchange(HEADS), alloc_exchange(HEADS)
     end, end_sum = alloc_exchange(HEADS), alloc_vector(HEADS)
-    first = SoftmaxWarpgroup(0, alloc_block_max(HEADS), to_first, to_second, end, end_sum, scaled)
-    second = SoftmaxWarpgroup(1, alloc_block_max(HEADS), to_second, to_first, end, end_sum, scaled)
+    first = SoftmaxWarpgroup(
+        INDEX=0,
+        block_max=alloc_block_max(HEADS),
+        incoming=to_first,
+        outgoing=to_second,
+        end=end,
+        end_sum=end_sum,
+        scaled=scaled,
+    )
+    second = SoftmaxWarpgroup(
+        INDEX=1,
+        block_max=alloc_block_max(HEADS),
+        incoming=to_second,
+        outgoing=to_first,
+        end=end,
+        end_sum=end_sum,
+        scaled=scaled,
+    )
     q_tiles = QueryTiles(q, q_rope)
     gathered = Gathered(payload)
     SIGN: gl.constexpr = TRAITS.SIGN
