@@ -40,7 +40,6 @@ from mlakit.formats import (
     Format,
     PageFooterCodec,
     RowCodec,
-    check_scale,
     known_format,
     row_codec,
 )
@@ -486,7 +485,7 @@ def _checked_tensor_scale(dims: Dims, codec: RowCodec, scale: float | Tensor) ->
         unit = not isinstance(scale, Tensor) and scale == 1.0
         dims.require(unit, "tensor_scale", f"be left at 1.0 for format {codec.name}", scale)
         return 1.0
-    return check_scale(dims, "tensor_scale", scale)
+    return dims.scale("tensor_scale", scale)
 
 
 def _take_rows(pool: Tensor, slots: Tensor, run: int = 1) -> Tensor:

@@ -15,7 +15,7 @@ from numbers import Real
 from typing import NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from mlakit.dispatch import knobs, private
@@ -147,6 +147,23 @@ class Dims:
             self.fail(arg, "be finite", f"a number above {sys.float_info.max}")
         self.require(math.isfinite(number), arg, "be finite", number)
         return number
+
+    def scale(self, arg: str, scale: float | Tensor) -> float | Tensor:
+        """The scale of a whole tensor: a positive normal float32, or a tensor of one element.
+
+        The value of a tensor is checked where the host may read it; a fake tensor has none.
+        """
+        value: object = scale
+        if isinstance(scale, Tensor):
+            self.dtype(arg, scale, *FLOATS, torch.float64)
+            self.require(scale.numel() == 1, arg, "have one element", f"shape {tuple(scale.shape)}")
+            if type(scale) not in (Tensor, nn.Parameter) or not values_visible(scale):
+                return scale
+            value = scale.item()
+        number, float32 = self.finite(arg, value), torch.finfo(torch.float32)
+        usable = float32.smallest_normal <= number <= float32.max
+        self.require(usable, arg, "be positive and a normal float32", value)
+        return scale if isinstance(scale, Tensor) else number
 
     def dtype(self, arg: str, tensor: Tensor, *allowed: torch.dtype) -> None:
         if tensor.dtype not in allowed:

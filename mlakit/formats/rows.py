@@ -36,10 +36,10 @@ from math import ceil
 from typing import Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mlakit.dispatch.autocast import without_autocast
-from mlakit.dispatch.checks import E4M3, FLOATS, Dims, values_visible
+from mlakit.dispatch.checks import E4M3, Dims
 from mlakit.formats.e4m3 import dequantise_e4m3, widen_e4m3
 from mlakit.model.geometry import RowShape
 
@@ -56,7 +56,6 @@ them. Ops that append and `mla_decode` take them."""
 E4M3_MAX = 448.0
 SCALE_BLOCK = 128
 """Keys of a request that share a scale of K or V, where each has no scale of its own."""
-LARGEST_SCALE = torch.finfo(torch.float32).max
 SMALLEST_SCALE = torch.finfo(torch.float32).smallest_normal
 """Smallest scale of a block or tensor: some devices flush subnormals to 0, and 0/0 is NaN."""
 SMALLEST_TOKEN_SCALE = 2.0**-33
@@ -230,7 +229,7 @@ class RowCodec(ABC):
             if isinstance(scale, Tensor) or scale != 1.0:
                 dims.fail("tensor_scale", "be left at 1.0 (the format has no tensor scale)", scale)
             return None
-        scale = check_scale(dims, "tensor_scale", scale)
+        scale = dims.scale("tensor_scale", scale)
         if isinstance(scale, Tensor):
             return scale.detach().to(device, torch.float32).reshape(())
         return torch.full((), scale, dtype=torch.float32, device=device)
@@ -245,25 +244,6 @@ class RowCodec(ABC):
         expected = (*payload.shape[:-1], self.scale_elements)
         if scales.shape != expected:
             dims.fail("scales", f"have shape {expected}", tuple(scales.shape))
-
-
-def check_scale(dims: Dims, arg: str, scale: float | Tensor) -> float | Tensor:
-    """The scale of a whole tensor: a number, or a tensor of one element.
-
-    It must be positive and a normal float32. The value of a tensor is checked where the host may
-    read it; a fake tensor has none.
-    """
-    value: object = scale
-    if isinstance(scale, Tensor):
-        dims.dtype(arg, scale, *FLOATS, torch.float64)
-        dims.require(scale.numel() == 1, arg, "have one element", f"shape {tuple(scale.shape)}")
-        if type(scale) not in (Tensor, nn.Parameter) or not values_visible(scale):
-            return scale
-        value = scale.item()
-    number = dims.finite(arg, value)
-    usable = SMALLEST_SCALE <= number <= LARGEST_SCALE
-    dims.require(usable, arg, "be positive and a normal float32", value)
-    return scale if isinstance(scale, Tensor) else number
 
 
 def _last_axis(dims: Dims, arg: str, tensor: Tensor, size: int) -> None:

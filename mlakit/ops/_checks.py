@@ -9,7 +9,6 @@ from torch import Tensor
 
 from mlakit.cache import UNSHARDED, CacheLayer, KVShard, PagedLatentCache, PageTable
 from mlakit.dispatch.checks import E4M3, FLOATS, Dims, values_visible
-from mlakit.formats import check_scale
 from mlakit.kernels import workspace
 from mlakit.model.masks import Mask
 from mlakit.ops._one_query_each import one_query_each
@@ -37,7 +36,7 @@ def check_stored(dims: Dims, layer: CacheLayer, arg: str = "cache") -> None:
     """The rows are on the device of the arguments so far, and the scale of all rows is usable."""
     dims.same_device(arg, layer.payload)
     if layer.codec.has_tensor_scale:
-        check_scale(dims, f"the tensor_scale of {arg}", layer.tensor_scale)
+        dims.scale(f"the tensor_scale of {arg}", layer.tensor_scale)
 
 
 def check_query_starts(

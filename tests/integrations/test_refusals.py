@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache
 
 from mlakit import UnsupportedError
@@ -227,6 +227,33 @@ def test_gradients(model):
         model(prompts())
     with torch.inference_mode():
         model(prompts())
+
+
+def test_gradients_of_sinks():
+    model, ids = build("HYV4"), prompts(9)
+    patch(model)
+    model.model.layers[1].self_attn.sinks.requires_grad_(True)
+    with pytest.raises(UnsupportedError, match="sink must not require grad"):
+        model(ids)
+    with torch.no_grad():
+        model(ids)
+
+
+@pytest.mark.parametrize("when", ["first", "later"])
+def test_forward_mode_derivatives(model, when):
+    """Of any weight of an attention, also where the up-projection was used before."""
+    ids = prompts(9)
+    if when == "later":
+        model(ids)
+    for name, weight in list(model.named_parameters()):
+        if "layers.1.self_attn" not in name or "o_proj" in name:
+            continue
+
+        def logits(weight: Tensor, name: str = name) -> Tensor:
+            return torch.func.functional_call(model, {name: weight}, (ids,)).logits
+
+        with pytest.raises(UnsupportedError, match="must not have a tangent"):
+            torch.func.jvp(logits, (weight,), (torch.ones_like(weight),))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from mlakit.compat.flash_mla.metadata import FlashMLASchedMeta, check_metadata, 
 from mlakit.compat.flash_mla.results import Results
 from mlakit.compat.flash_mla.rows import row_format, wrap_cache
 from mlakit.dispatch.checks import E4M3, FLOATS, Dims, values_visible
-from mlakit.formats import check_scale
 from mlakit.model.masks import CAUSAL, NULL
 from mlakit.ops import ExtraRows, mla_decode, sparse_mla
 from mlakit.ops._checks import INTEGERS
@@ -285,7 +284,7 @@ def _one_scale(dims: Dims, arg: str, scale: float | Tensor, device: torch.device
     if isinstance(scale, Tensor):
         dims.dtype(arg, scale, torch.float32)
         dims.same_device(arg, scale)
-    checked = check_scale(dims, arg, scale)
+    checked = dims.scale(arg, scale)
     if isinstance(checked, Tensor):
         return checked.reshape(1)
     return torch.full((1,), checked, dtype=torch.float32, device=device)

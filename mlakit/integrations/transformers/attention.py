@@ -80,7 +80,7 @@ def attention(
     up = up_projection(module)
     cached = pool.batch(layer)
     scale = float(module.scaling if scaling is None else scaling)  # type: ignore[arg-type]
-    sink = None if s_aux is None else s_aux.detach().float()
+    sink = None if s_aux is None else s_aux.float()
     how: dict[str, Any] = {"softmax_scale": scale, "sink": sink}
     if rows is not None:
         out, _ = decode_attend(q, up, cached, rows=rows, **how)
@@ -103,7 +103,7 @@ def _static_attention(
     batch, heads, length, _ = query.shape
     q = query.transpose(1, 2).flatten(0, 1)
     scale = float(module.scaling if scaling is None else scaling)  # type: ignore[arg-type]
-    sink = None if s_aux is None else s_aux.detach().float()
+    sink = None if s_aux is None else s_aux.float()
     cached = layer.batch(length)
     rows = None if indices is None else layer.rows(indices)
     up = up_projection(module, layer.geometry)

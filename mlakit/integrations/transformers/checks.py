@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mlakit import UnsupportedError
-from mlakit.dispatch.checks import FLOATS
+from mlakit.dispatch.checks import FLOATS, refuse_tangent
 from mlakit.formats import FLOAT_FORMATS, known_format
 from mlakit.layer.linear import does_more_when_called
 
@@ -131,6 +131,8 @@ def kv_b_proj(module: nn.Module) -> Tensor:
             "mlakit: kv_b_proj must have no forward hooks and no forward of its own, because the "
             "attention multiplies by its weight and does not call it; remove them, or call unpatch"
         )
+    if not torch.compiler.is_compiling():
+        refuse_tangent("mlakit", "kv_b_proj", linear.weight)  # `detach` would drop it
     weight: Any = linear.weight.detach()
     if hasattr(weight, "to_local"):  # a DTensor of tensor parallelism
         weight = weight.to_local()
