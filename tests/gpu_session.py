@@ -54,18 +54,20 @@ class Log:
 
     def resume(self) -> list[Line]:
         """Return the lines of a run that was cut off, or begin where there is none."""
-        if not self._path.exists():
+        said = list(gpu_record.whole_lines(self._path)) if self._path.exists() else []
+        if not said:
             self.begin()
             return []
-        head, *lines = gpu_record.whole_lines(self._path)
+        head, *lines = said
         before = gpu_record.Origin(**head)
         if before.sources != self._of.sources:
             raise pytest.UsageError(
                 f"--resume: {self._path} is of other sources, those of {before.commit}"
             )
-        # the last line may be half of one
-        written = [json.dumps(line) + "\n" for line in (head, *lines)]
-        self._path.write_text("".join(written), encoding="utf-8")
+        # without half of a line at the end
+        whole = self._path.with_suffix(".whole")
+        whole.write_text("".join(json.dumps(each) + "\n" for each in said), encoding="utf-8")
+        whole.replace(self._path)
         return [Line(*line) for line in lines]
 
     def add(self, line: Line) -> None:
@@ -81,7 +83,7 @@ class Session:
         self.origin = origin
         self.deal = ""
         self.tests: list[str] = []  # of the part, those with results of earlier runs too
-        self.resumed: list[str] = []
+        self.resumed: frozenset[str] = frozenset()
         self.outcomes: dict[str, str] = {}
         self._notes: dict[str, str] = {}
         self._seconds: Counter[str] = Counter()
@@ -101,11 +103,13 @@ class Session:
                 self._seconds_before += last
             last = line.at
         self._seconds_before += last
-        self.resumed = list(self.outcomes)
+        self.resumed = frozenset(self.outcomes)
 
     def add(self, report: pytest.TestReport | pytest.CollectReport) -> None:
         """Take in the report of one phase of a test."""
         test = report.nodeid
+        if test in self.resumed:  # a file that is skipped whole is so in every run
+            return
         self._take(test, report.outcome, _note(report))
         self._seconds[test] += getattr(report, "duration", 0.0)
         if report.when not in ("setup", "call") and self._log is not None:
@@ -230,7 +234,7 @@ def _done(config: pytest.Config) -> list[str]:
     """Return the tests that have results of an earlier run."""
     if hasattr(config, "workerinput"):
         return list(config.workerinput[_DONE])
-    return config.stash[_SESSION].resumed
+    return sorted(config.stash[_SESSION].resumed)
 
 
 def _end(config: pytest.Config) -> float | None:

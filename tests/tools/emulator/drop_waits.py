@@ -51,7 +51,8 @@ def sample(family: str, seed: int) -> list[tuple[str, Name]]:
     draw.shuffle(subjects)
     found = []
     for subject in islice(cycle(subjects), OF_EACH):
-        names = [name for name in campaign.names(subject) if name not in listed[subject]]
+        left_out = {*listed[subject], *(name for _, name in found)}
+        names = [name for name in campaign.names(subject) if name not in left_out]
         drawn = draw.choice([name for name in names if name.operation in WAITS_AND_FENCES])
         found.append((subject, drawn))
     return found
