@@ -229,7 +229,7 @@ def _listed(pool: Tensor, rows: Tensor, lens: Lengths | None) -> tuple[Tensor, T
     slots = rows.long()
     is_valid = (slots >= 0) & (slots < len(pool))
     if lens is not None:
-        ends = torch.as_tensor(lens, device=pool.device)[:, None]
+        ends = torch.as_tensor(lens, dtype=torch.int64, device=pool.device)[:, None]
         is_valid &= torch.arange(slots.shape[1], device=pool.device) < ends
     if not len(pool):
         return pool.new_zeros(*slots.shape, pool.shape[1]), is_valid

@@ -266,7 +266,8 @@ def through_e4m3(x: Tensor, group: int) -> Tensor:
 
 def _hadamard(width: int) -> Tensor:
     """The orthonormal Walsh-Hadamard matrix: H_2n = [[H_n, H_n], [H_n, -H_n]], H_1 = 1."""
-    two, matrix = torch.tensor([[1.0, 1.0], [1.0, -1.0]]), torch.ones(1, 1)
+    like: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+    two, matrix = torch.tensor([[1.0, 1.0], [1.0, -1.0]], **like), torch.ones(1, 1, **like)
     while len(matrix) < width:
         matrix = torch.kron(two, matrix)
     return matrix / sqrt(width)

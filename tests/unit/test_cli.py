@@ -209,6 +209,7 @@ OPTIONS_WITHOUT_EFFECT = [
     ("emulate hopper-indexer-h32-q1 --list", "NAME has no effect with --list"),
     ("check --first 0", "--first needs --launches"),
     ("check --calls 3", "calls needs launches"),
+    ("check --kernel m64_bf16", "kernel needs launches"),
     ("check --launches 2 --count 2", "count has no effect"),
     ("check --launches 2 --any-widths", "any_widths has no effect"),
     ("bench cpu --mode cold", "--mode has no effect on suite cpu"),

@@ -55,5 +55,19 @@ def _range(first: Any, last: Any, step: int = 1) -> range:
     return range(int(first), int(last), step)
 
 
+class _Value(SimpleNamespace):
+    """A value of a record."""
+
+    def replace(self, **changes: Any) -> _Value:
+        assert changes.keys() <= vars(self).keys()
+        return _Value(**(vars(self) | changes))
+
+
 def _record(fields: tuple[str, ...]) -> Any:
-    return lambda *values: SimpleNamespace(**dict(zip(fields, values, strict=True)))
+    def make(*values: Any, **named: Any) -> _Value:
+        given = dict(zip(fields, values, strict=False)) | named
+        assert len(values) + len(named) == len(fields)
+        assert given.keys() == set(fields)
+        return _Value(**given)
+
+    return make
