@@ -188,7 +188,9 @@ def test_runs_from_elsewhere_are_added_with_their_times(tmp_path):
         {"triton": "3.6.0"},
         ["a.py::x[1]", "passed", 2.0, "", 2.0],
         ["a.py::x[2]", "passed", 1.0, "", 3.0],
+        ["a.py::x[3]", "skipped", 0.0, "not on this GPU", 3.0],
         ["a.py::y", "failed", 9, "why", 12.0],
+        ["b.py", "skipped", 0.0, "not here", 12.0],
     ]
     content = "".join(json.dumps(line) + "\n" for line in lines) + '["a.py::cut o'
     (folder / "gpu-tests-1of2-3.6.0.jsonl").write_text(content)
@@ -198,7 +200,7 @@ def test_runs_from_elsewhere_are_added_with_their_times(tmp_path):
     gpu_parts.write_times(times, dict.fromkeys((known, *gone), gpu_parts.Measured(1.0, 1)))
     assert gpu_record.merge([folder], record, times) == "1 runs added, 1 functions measured"
     assert gpu_record.read(record) == [run]
-    assert gpu_parts.read_times(times) == {known: (1.0, 1), "a.py::x": (4.0, 2)}, "a mean of both"
+    assert gpu_parts.read_times(times) == {known: (1.0, 1), "a.py::x": (4.0, 3)}, "a mean of both"
     gpu_record.add([replace(run, sources="of other code")], folder / "gpu-tests.json")
     with pytest.raises(NotRecordableError, match="is not of the sources of"):
         gpu_record.merge([folder], record, times)
