@@ -307,6 +307,18 @@ def test_a_peers_selection_is_compared_by_its_scores():
     assert "returned tuple" in case.peer_error((right,))
 
 
+def test_logits_of_a_kernel_that_multiplies_e4m3_are_compared(monkeypatch):
+    monkeypatch.setattr(indexer, "uses_fp8_logits", lambda *call: True)
+    workload = next(each for each in workloads("indexer") if each.op == "indexer_logits").small
+    inputs = indexer.IndexerInputs.of(workload.batch, workload.heads)
+    logits = inputs.logits()
+    for query in inputs.queries():
+        assert query.key_scales is not None
+        query.assert_correct(logits)
+        with pytest.raises(AssertionError, match=f"logits of {query.label}"):
+            query.assert_correct(1.01 * logits)
+
+
 def test_a_peer_with_a_common_error_is_wrong():
     exact = torch.randn(4, 8, 16, dtype=torch.float64)
     sample = correctness.Sample("all", slice(0, 4), [exact], [exact])

@@ -178,7 +178,8 @@ class ScoredQuery:
         terms = (self.weights.double().abs() * self.q.double().norm(dim=-1)).sum() * longest
         exact, naive = self.logits(torch.float64), self.logits(torch.float32)
         if self.key_scales is not None:
-            naive = fp8_logits(self.q, self.weights, self.keys, self.key_scales)[None].cpu()
+            own_query = self.q[None], self.weights[None]
+            naive = fp8_logits(*own_query, self.keys, self.key_scales).cpu()
         assert_logits_match(f"logits of {self.label}", own[None, :seen], exact, naive, terms.cpu())
         if not bool((own[seen:] == -torch.inf).all()):
             raise AssertionError(f"logits of {self.label}: a key that is not visible has a logit")

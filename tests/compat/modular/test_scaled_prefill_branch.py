@@ -50,6 +50,7 @@ small_scaled_rows = pytest.mark.parametrize("scaled", SMALL_SCALED)
     scaled=list(SCALED),
     has_scale_pool={"same-pages": False, "own-pages": True},
 )
+@pytest.mark.hopper_too
 def test_scaled_prefill_branch_matches_the_oracle(page_and_heads, scaled, has_scale_pool):
     page_size, heads = page_and_heads
     case = PrefillCase(
@@ -77,6 +78,7 @@ def test_scaled_prefill_branch_over_small_rows(scaled, has_scale_pool):
 @pytest.mark.parametrize(
     ("dtype", "freqs", "gamma"), [(BF16, BF16, F32), (F16, F16, BF16), (F32, F32, F32)], ids=str
 )
+@pytest.mark.hopper_too
 def test_scaled_prefill_branch_in_every_type(scaled, dtype, freqs, gamma):
     case = PrefillCase(
         dtype=dtype, freqs_dtype=freqs, gamma_dtype=gamma, step=SMALL_STEP, **SCALED[scaled]

@@ -10,6 +10,7 @@ import torch
 from mlakit import PagedLatentCache, mla_decode, reference
 from mlakit.tools.testing import assert_matches
 from mlakit.tools.workloads import DecodeCase
+from mlakit.tools.workloads.fp16_rows import block_scales, rounded_rows, rounds_rows
 from tests.kernels.hopper.decode_cases import (
     BATCHES,
     BF16_AND_FP8,
@@ -193,7 +194,7 @@ def test_scores_that_rise_and_fall_from_block_to_block(step, format, heads):
     rows[:, 0] = step * log(2) * (torch.arange(640) // 64)
     slots = torch.arange(640, device="cuda")
     cache.layer(0).write(slots, rows.cuda())
-    stored = cache.layer(0).read(slots).double().cpu()
+    stored = cache.layer(0).read(slots, torch.float64).cpu()
     q = torch.randn(2, heads, 576, generator=own) / 16
     q[:, 0::2, 0], q[:, 1::2, 0] = 1.0, -1.0
     q = q.to(dtype)
@@ -201,11 +202,15 @@ def test_scores_that_rise_and_fall_from_block_to_block(step, format, heads):
     lens = torch.tensor([640, 577], dtype=torch.int32, device="cuda")
     given = {"softmax_scale": 1.0, "backend": kernel_for(heads, format)}
     results = mla_decode(q.cuda(), cache, pages, lens, **given)
+    naive_rows = stored
+    if rounds_rows(slots.device, given["backend"], format=format, heads=heads):
+        payload = cache.layer(0).payload.view(torch.uint8).flatten(0, 1)
+        naive_rows = rounded_rows(stored, block_scales(payload, 512).cpu())
     exact, naive = (
         reference.mla_decode(
-            q, [stored, stored[:577]], (1, 1), softmax_scale=1.0, v_width=512, dtype=dtype
+            q, [each, each[:577]], (1, 1), softmax_scale=1.0, v_width=512, dtype=dtype
         )
-        for dtype in (torch.float64, torch.float32)
+        for each, dtype in ((stored, torch.float64), (naive_rows, torch.float32))
     )
     for name, *each in zip(("out", "lse"), results, exact, naive, strict=True):
         assert_matches(name, each[0].cpu(), *each[1:])

@@ -84,19 +84,19 @@ TELLING = {
     ),
     "m64_bf16: gathered rows are not waited for": Telling(
         _case("decode-m64_bf16-gather"),
-        dropped("decode.paged_loads", "wait_block", "mbarrier.wait(full, phase)"),
+        dropped("device.paged_loads", "wait_block", "mbarrier.wait(full, phase)"),
         "Race",
     ),
     "small_m_bf16: a stage is loaded before it is empty": Telling(
         _case("decode-small_m_bf16"),
         dropped(
-            "decode.pipeline", "_fill", "mbarrier.wait(pipeline.empty.index(stage), phase ^ 1)"
+            "device.pipeline", "_fill", "mbarrier.wait(pipeline.empty.index(stage), phase ^ 1)"
         ),
         "BarrierMisuse",
     ),
     "m64_fp8_qk: no fence after rows are read": Telling(
         _case("decode-m64_fp8_qk"),
-        dropped("decode.pipeline", "release_read", FENCE),
+        dropped("device.pipeline", "release_read", FENCE),
         "MissingFence",
     ),
     "m64_fp8_kv: a half is written before it is empty": Telling(
@@ -125,7 +125,7 @@ TELLING = {
     "sparse small_m_fp8_kv: a stage is copied before it is empty": Telling(
         _case("sparse-small_m_fp8_kv"),
         dropped(
-            "sparse.fp8_small_m",
+            "sparse.small_m_fp8_kv",
             "_gather_warpgroup",
             "mbarrier.wait(latent.empty.index(stage), phase ^ 1)",
         ),
@@ -133,13 +133,13 @@ TELLING = {
     ),
     "prefill bf16: values are used before they are clean": Telling(
         _case("prefill-bf16"),
-        dropped("prefill.kernel", "_step", "mbarrier.wait(values.clean.index(v_stage), v_phase)"),
+        dropped("prefill.bf16", "_step", "mbarrier.wait(values.clean.index(v_stage), v_phase)"),
         "Race",
     ),
     "prefill fp8: queries are not waited for": Telling(
         _case("prefill-fp8"),
         dropped(
-            "prefill.fp8_kernel",
+            "prefill.fp8",
             "_consumer",
             "mbarrier.wait(queries.full.index(ROW0 // 64), tiles_done & 1)",
         ),

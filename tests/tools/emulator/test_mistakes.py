@@ -11,6 +11,12 @@ from mlakit.tools.emulator.harness import SEEDS, Outcome, run_trial
 from tests.tools.emulator.mistakes import TELLING
 
 
+@pytest.mark.parametrize("name", TELLING)
+def test_a_mistake_is_in_the_source_as_it_is(name):
+    with TELLING[name].mistake.made():
+        pass
+
+
 @pytest.mark.emulated
 @pytest.mark.parametrize("name", TELLING)
 def test_a_telling_mistake_is_found(name, in_emulator):

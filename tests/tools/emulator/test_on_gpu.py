@@ -5,6 +5,9 @@ up to 2**-22, and Triton's reductions add up in another order. So float32 result
 in the last place, 16-bit results to one. A probability that lies between two 16-bit numbers may be
 rounded to either, which changes the float32 partial sums of its row: most rows agree to two units.
 
+The error of log2 is relative. The e4m3 prefill kernel sums probabilities times 2**8: the logarithm
+of such a sum, up to 16, may be off by 2**-18, which is six units of an lse between 4 and 8.
+
 What was found is in `gpu_findings.FILE`.
 """
 
@@ -26,6 +29,7 @@ from tests.tools.emulator import gpu_findings, gpu_runs
 
 CONFIGURATIONS = 30
 ALLOWED_UNITS = {torch.bfloat16: 1.0, torch.float16: 1.0, torch.float32: 2.0}
+SHIFTED, ALLOWED_SHIFTED = "hopper-prefill-fp8", 6.0  # units of its lse
 MOST = 0.9  # of the rows of partial sums
 # those with several splits, with every loader and every format are spread over the list
 NAMES = [list(HOPPER)[i * len(HOPPER) // CONFIGURATIONS] for i in range(CONFIGURATIONS)]
@@ -84,6 +88,8 @@ def test_a_gpu_gives_the_same_results(name: str, record_property: Callable[..., 
     said = f"{said}; {share:.1%} of the rows of partials within {allowed} units"
     record_property("terminal", f"{name}: units in the last place: {said}")
     limits = [ALLOWED_UNITS[each.dtype] for each in on_gpu]
+    if name.startswith(SHIFTED):
+        limits[1] = ALLOWED_SHIFTED
     assert all(a <= b for a, b in zip(apart, limits, strict=True)), said
     assert share >= MOST, said
     # a probability that is rounded the other way changes a sum by no more than a 16-bit unit
