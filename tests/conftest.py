@@ -264,10 +264,11 @@ def _gpu_memory(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.node.get_closest_marker("gpu") is None:
         yield
         return
-    if request.node.get_closest_marker("large") is None:
+    marker = request.node.get_closest_marker("large")
+    if marker is None:
         yield
     else:
-        with _turn_of_large_tests():
+        with turn_of_large_tests(**marker.kwargs):
             yield
             torch.cuda.empty_cache()
     if torch.cuda.memory_reserved() > 2**30:
@@ -275,14 +276,22 @@ def _gpu_memory(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @contextmanager
-def _turn_of_large_tests() -> Iterator[None]:
-    """Hold one of the locks, of which there are as many as large tests may run at a time."""
+def turn_of_large_tests(turns: int = 1) -> Iterator[None]:
+    """Hold so many of the locks, of which there are as many as large tests may run at a time."""
     folder = Path(tempfile.gettempdir())
     names = [folder / f"mlakit-large-{number}.lock" for number in range(gpu_parts.LARGE_AT_ONCE)]
     with ExitStack() as stack:
-        locks = [stack.enter_context(name.open("w")) for name in names]
-        while not any(_is_taken(lock) for lock in locks):
-            time.sleep(0.1)
+        free = [stack.enter_context(name.open("w")) for name in names]
+        with (folder / "mlakit-large.lock").open("w") as queue:
+            # two that wait at a time could have half of their turns each
+            fcntl.flock(queue, fcntl.LOCK_EX)
+            while turns:
+                taken = next((lock for lock in free if _is_taken(lock)), None)
+                if taken is None:
+                    time.sleep(0.1)
+                else:
+                    free.remove(taken)
+                    turns -= 1
         yield
 
 

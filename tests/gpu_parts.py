@@ -4,10 +4,10 @@ TIMES has the seconds of every test function, as measured on a GPU. Tests of one
 as far as parts can be balanced, because they share compiled kernels: a file is cut between its
 functions, and a function between its parameters, only where it is longer than half of a part.
 
-Tests marked `large` take turns at the memory of the GPU: LARGE_AT_ONCE of them run at a time. They
-are dealt out by themselves, so that every part has its share, and come first, on as many workers.
-The other workers begin with the slowest tests. One that is not measured is marked `long` if it may
-take a minute.
+Tests marked `large` take turns at the memory of the GPU: LARGE_AT_ONCE of them run at a time, one
+with `turns=3` in place of three. They are dealt out by themselves, so that every part has its
+share, and come first, on as many workers. The other workers begin with the slowest tests. One that
+is not measured is marked `long` if it may take a minute.
 """
 
 from __future__ import annotations

@@ -6,12 +6,18 @@ import argparse
 import re
 import subprocess
 import sys
+import tempfile
+import threading
+import time
 from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import pairwise
 
 import pytest
 
 from tests import gpu_parts
+from tests.conftest import turn_of_large_tests
 from tests.gpu_parts import (
     LARGE_AT_ONCE,
     Measured,
@@ -207,3 +213,34 @@ def test_pytest_runs_the_tests_of_a_part(tmp_path):
     collected = [re.findall(r"test_some.py::(\S+)", each) for each in listed]
     assert sorted(collected[0] + collected[1]) == [*ids_of("test_a", 5), *ids_of("test_b", 4)]
     assert sorted(map(len, collected)) == [4, 5]
+
+
+def test_a_large_test_with_several_turns_waits_for_all_of_them(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    began, order = threading.Event(), []
+
+    def run(turns: int) -> None:
+        began.set()
+        with turn_of_large_tests(turns):
+            order.append(turns)
+
+    with ExitStack() as stack:
+        first = stack.enter_context(ExitStack())
+        first.enter_context(turn_of_large_tests())
+        stack.enter_context(turn_of_large_tests(turns=LARGE_AT_ONCE - 2))
+        thread = threading.Thread(target=run, args=[2])
+        thread.start()
+        began.wait()
+        with pytest.raises(AssertionError):  # one turn is left
+            wait_for(lambda: order, seconds=0.3)
+        first.close()
+        wait_for(lambda: order, seconds=10)
+        thread.join()
+    assert order == [2]
+
+
+def wait_for(condition: Callable[[], object], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)

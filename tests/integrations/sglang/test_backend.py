@@ -305,6 +305,7 @@ def test_a_graph_decodes_with_other_requests_than_it_was_captured_with(cache, dr
         ]
 
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())  # the inputs are written there
     with torch.cuda.stream(side):
         step()  # compiles; SGLang, too, runs a step before it captures one
     torch.cuda.synchronize()

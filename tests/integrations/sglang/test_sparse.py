@@ -210,6 +210,7 @@ def test_a_graph_selects_and_attends_with_other_lengths(monkeypatch):
         return rows, out
 
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())  # the inputs are written there
     with torch.cuda.stream(side):
         step()
     torch.cuda.synchronize()

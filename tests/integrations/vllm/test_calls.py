@@ -363,6 +363,7 @@ def test_a_graph_decodes_with_other_lengths_than_it_was_captured_with(kind, draf
         return [steps.decode(parts(static_q), cache.pool, batch, SCALE) for _ in range(2)]
 
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())  # the inputs are written there
     with torch.cuda.stream(side):
         step()  # compiles
     torch.cuda.synchronize()
@@ -407,6 +408,7 @@ def test_a_graph_selects_and_attends_with_other_lengths():
         return calls.sparse(parts(q), cache.pool, buffer[:4], cache.table, q_starts, SCALE)
 
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())  # the inputs are written there
     with torch.cuda.stream(side):
         step()
     torch.cuda.synchronize()

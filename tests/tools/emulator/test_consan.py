@@ -60,6 +60,7 @@ NAMED = Finding(
     file="m64_fp8_kv.py", message="Buffer being accessed has outstanding writes. Operand: B"
 )
 EXPLAINED = {
+    "hopper-decode-m64-fp8_block128": NAMED,
     "hopper-sparse-fp8_block128": NAMED,
     "hopper-sparse-fp8_block128-extra": NAMED,
     "hopper-sparse-h128-bf16": Finding(
