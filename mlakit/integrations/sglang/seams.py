@@ -1,8 +1,8 @@
 """Everything that depends on the release of SGLang. Other modules take SGLang's names from here.
 
 `from mlakit.integrations.sglang.seams import AttentionBackend` imports SGLang's module at that
-moment and not before; an SGLang that is missing or of another release is an UnsupportedError that
-says so.
+moment and not before; an SGLang that is missing, or lacks a name, is an UnsupportedError that says
+so.
 """
 
 from __future__ import annotations
@@ -10,42 +10,64 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mlakit.integrations.releases import Release
-
-RELEASE = "0.5.23"
-_RELEASE = Release("SGLang", "sglang", RELEASE)
+from mlakit.integrations.releases import Releases
+from mlakit.integrations.seams import Seam
 
 _ATTENTION = "sglang.srt.layers.attention"
 _DEEPSEEK = "sglang.srt.models.deepseek_common"
-PATHS = {
-    "ATTENTION_BACKENDS": f"{_ATTENTION}.attention_registry",
-    "ATTENTION_BACKEND_CHOICES": "sglang.srt.arg_groups.choices",
-    "AttentionBackend": f"{_ATTENTION}.base_attn_backend",
-    "AttentionBackendRegistry": f"{_DEEPSEEK}.attention_backend_handler",
-    "AttnForwardMethod": f"{_DEEPSEEK}.attention_forward_methods.forward_methods",
-    "BaseIndexerMetadata": f"{_ATTENTION}.dsa.dsa_indexer_metadata",
-    "CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS": "sglang.srt.arg_groups.choices",
-    "FORWARD_ABSORB_CORE_ATTENTION_BACKENDS": f"{_DEEPSEEK}.utils",
-    "Indexer": f"{_ATTENTION}.dsa.dsa_indexer",
-    "KVWriteLoc": "sglang.srt.mem_cache.memory_pool",
-    "add_attention_backend_choices": "sglang.srt.arg_groups.choices",
-    "add_chunked_prefix_cache_attention_backend": "sglang.srt.arg_groups.choices",
-    "get_dsa_index_kpool": "sglang.srt.configs.model_config",
-    "get_dsa_index_topk": "sglang.srt.configs.model_config",
-    "get_parallel": "sglang.srt.runtime_context",
-    "get_spec": "sglang.srt.runtime_context",
-    "get_token_to_kv_pool": "sglang.srt.model_executor.forward_context",
-    "is_deepseek_dsa": "sglang.srt.configs.model_config",
-    "is_dsa_enable_prefill_cp": f"{_ATTENTION}.dsa.utils",
-    "register_attention_backend": f"{_ATTENTION}.attention_registry",
+_CHOICES = Seam("sglang.srt.arg_groups.choices", earlier=((0, 5, 20), "sglang.srt.server_args"))
+_SELECTION = ("forward_batch", "layer_id", "q_fp8", "weights", "metadata")
+SEAMS = {
+    "ATTENTION_BACKENDS": Seam(f"{_ATTENTION}.attention_registry"),
+    "ATTENTION_BACKEND_CHOICES": _CHOICES,
+    "AttentionBackend": Seam(
+        f"{_ATTENTION}.base_attn_backend",
+        {
+            "forward_decode": ("q", "k", "v", "layer", "forward_batch", "save_kv_cache"),
+            "forward_extend": ("q", "k", "v", "layer", "forward_batch", "save_kv_cache"),
+            "get_cuda_graph_seq_len_fill_value": (),
+            "init_cuda_graph_state": ("max_bs", "max_num_tokens"),
+            "init_forward_metadata_in_graph": ("forward_batch",),
+            "init_forward_metadata_out_graph": ("forward_batch", "in_capture"),
+        },
+    ),
+    "AttentionBackendRegistry": Seam(f"{_DEEPSEEK}.attention_backend_handler"),
+    "AttnForwardMethod": Seam(f"{_DEEPSEEK}.attention_forward_methods.forward_methods"),
+    "BaseIndexerMetadata": Seam(f"{_ATTENTION}.dsa.dsa_indexer_metadata"),
+    "CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS": _CHOICES,
+    "FORWARD_ABSORB_CORE_ATTENTION_BACKENDS": Seam(f"{_DEEPSEEK}.utils"),
+    "Indexer": Seam(
+        f"{_ATTENTION}.dsa.dsa_indexer",
+        {
+            "_get_index_k_read_buffer": ("pool", "layer_id"),
+            "_get_topk_paged": _SELECTION,
+            "_get_topk_ragged": ("enable_dual_stream", *_SELECTION, "topk_result"),
+        },
+    ),
+    "KVWriteLoc": Seam(
+        "sglang.srt.mem_cache.memory_pool",
+        {"for_batch": ("forward_batch",)},
+        since=(0, 5, 22),
+    ),
+    "add_attention_backend_choices": _CHOICES,
+    "add_chunked_prefix_cache_attention_backend": _CHOICES,
+    "get_dsa_index_kpool": Seam("sglang.srt.configs.model_config", since=(0, 5, 20)),
+    "get_dsa_index_topk": Seam("sglang.srt.configs.model_config"),
+    "get_parallel": Seam("sglang.srt.runtime_context"),
+    "get_spec": Seam("sglang.srt.runtime_context"),
+    "get_token_to_kv_pool": Seam("sglang.srt.model_executor.forward_context"),
+    "is_deepseek_dsa": Seam("sglang.srt.configs.model_config"),
+    "is_dsa_enable_prefill_cp": Seam(f"{_ATTENTION}.dsa.utils"),
+    "register_attention_backend": Seam(f"{_ATTENTION}.attention_registry"),
 }
+RELEASES = Releases("SGLang", "sglang", SEAMS, run=("0.5.23",), first="0.5.17", last="0.5.23")
 # expanded attention, and absorbed attention where a prefix is short, by the rules for this backend
 RULES_OF = "fa3"
 
 
 def __getattr__(name: str) -> Any:
     """A name of SGLang, imported now."""
-    return _RELEASE.find(PATHS, __name__, name)
+    return RELEASES.find(__name__, name)
 
 
 def _find(name: str) -> Any:
@@ -53,8 +75,8 @@ def _find(name: str) -> Any:
 
 
 def why_not() -> str | None:
-    """Return why this package cannot serve: SGLang is missing, or of an untested release."""
-    return _RELEASE.why_not()
+    """Return why this package cannot serve: SGLang is missing, or lacks a name."""
+    return RELEASES.why_not()
 
 
 def take_separate_rope(name: str) -> None:
@@ -146,4 +168,12 @@ def speculative_topk() -> int:
 
 def write_location(forward_batch: Any) -> Any:
     """Return the slots that the cache rows of a step are written to."""
+    if not RELEASES.has("KVWriteLoc"):
+        return forward_batch.out_cache_loc
     return _find("KVWriteLoc").for_batch(forward_batch)
+
+
+def keys_per_index_key(config: Any) -> int:
+    """Tokens that an index key stands for."""
+    name = "get_dsa_index_kpool"
+    return int(_find(name)(config)) if RELEASES.has(name) else 1

@@ -93,15 +93,18 @@ class DenseMetadataBuilder(MLACommonMetadataBuilder):
 
     def _build_decode(
         self,
+        *,
         block_table_tensor: Tensor,
         seq_lens_device: Tensor,
         max_seq_len: int,
         query_start_loc_cpu: Tensor,
         query_start_loc_device: Tensor,
         num_decode_tokens: int,
-        max_query_len: int,
         dcp_tot_seq_lens_device: Tensor | None,
+        max_query_len: int | None = None,
     ) -> DecodeMetadata:
+        if max_query_len is None:  # vLLM before 0.31
+            max_query_len = int(query_start_loc_cpu.diff().max())
         shard = None
         if self.dcp_world_size > 1:
             interleave = seams.interleave(self.vllm_config)

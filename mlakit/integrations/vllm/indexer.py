@@ -7,6 +7,7 @@ MLAKIT_SPARSE is not selected, or the keys are split over ranks, it is vLLM's ow
 
 # no `from __future__ import annotations`: torch reads the types of the op's function
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ class Indexer(SparseAttnIndexer):
         self.runs_here = is_selected and why_not(self) is None
         if self.runs_here:
             INDEXERS[self.k_cache.prefix] = self
-            seams.replace_fused_call(select_or_defer)
+            seams.replace_fused_call(selecting_or)
             register_op()
 
     def forward(
@@ -60,7 +61,8 @@ def why_not(indexer: Any) -> str | None:
         return "the index keys are split over ranks"
     if indexer.use_fp4_cache:
         return "the index keys are FP4"
-    if indexer.compress_ratio != 1 or indexer.candidate_blocks is not None:
+    may_compress = seams.RELEASES.has("indexer_of_blocks")
+    if may_compress and (indexer.compress_ratio != 1 or indexer.candidate_blocks is not None):
         return "index keys stand for blocks of tokens"
     return None
 
@@ -86,7 +88,9 @@ def select_tokens(
     if metadata is None:  # vLLM measures memory
         torch.empty(seams.max_logits_bytes(), dtype=torch.uint8, device=q.device)
         return
-    is_unused = seams.attends_densely(indexer.dense_mha_metadata_layer_name)
+    is_unused = False
+    if seams.RELEASES.has("indexer_of_dense_prompts"):
+        is_unused = seams.attends_densely(indexer.dense_mha_metadata_layer_name)
     selection.select_step(
         q,
         keys,
@@ -110,19 +114,22 @@ def _nothing(
     return None
 
 
-def select_or_defer(
-    hidden_states: torch.Tensor,
-    k_cache_prefix: Any,
-    kv_cache: Any,
-    q_quant: Any,
-    *others: Any,
-    **named: Any,
-) -> Any:
+def selecting_or(own: Callable[..., Any]) -> Callable[..., Any]:
     """vLLM's function `sparse_attn_indexer`, called by layers that have written their keys."""
-    name = getattr(k_cache_prefix, "value", k_cache_prefix)
-    if name not in INDEXERS:
-        function = seams.indexer_function()
-        return function(hidden_states, k_cache_prefix, kv_cache, q_quant, *others, **named)
-    weights, buffer = others[2], others[9]
-    select_tokens(q_quant, None, weights, buffer, name)
-    return buffer
+
+    def select_or_defer(
+        hidden_states: torch.Tensor,
+        k_cache_prefix: Any,
+        kv_cache: Any,
+        q_quant: Any,
+        *others: Any,
+        **named: Any,
+    ) -> Any:
+        name = getattr(k_cache_prefix, "value", k_cache_prefix)
+        if name not in INDEXERS:
+            return own(hidden_states, k_cache_prefix, kv_cache, q_quant, *others, **named)
+        weights, buffer = others[2], others[9]
+        select_tokens(q_quant, None, weights, buffer, name)
+        return buffer
+
+    return select_or_defer

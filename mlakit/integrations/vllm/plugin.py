@@ -18,20 +18,16 @@ def register() -> None:
     """Make the backends known to vLLM by name; none is selected by that.
 
     vLLM calls it in every process, maybe more than once. Registering a name twice is an error
-    there, so that names that are registered already are left as they are. A vLLM of another release
+    there, so that names that are registered already are left as they are. A vLLM that lacks a name
     gets a warning and no backend: an error here would stop it for those who do not ask for one.
     """
     if refusal := seams.why_not():
         warnings.warn(refusal, stacklevel=2)
         return
     for name, path in BACKENDS.items():
-        if name not in seams.AttentionBackendEnum.__members__:
-            seams.register_backend(name, path)
-            seams.pickle_by(seams.AttentionBackendEnum[name], backend_named, name)
+        seams.add_backend(seams.AttentionBackendEnum, name, path, backend_named)
     for name, path in PREFILL_BACKENDS.items():
-        if name not in seams.MLAPrefillBackendEnum.__members__:
-            seams.register_mla_prefill_backend(name, path)
-            seams.pickle_by(seams.MLAPrefillBackendEnum[name], prefill_backend_named, name)
+        seams.add_backend(seams.MLAPrefillBackendEnum, name, path, prefill_backend_named)
     if INDEXER not in seams.op_registry_oot:
         # it acts as vLLM's own one unless MLAKIT_SPARSE is selected
         from mlakit.integrations.vllm.indexer import Indexer

@@ -47,8 +47,15 @@ class PrefillBackend(MLAPrefillBackend):
     def run_prefill_context_chunk(
         self, chunk: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Attention of the new tokens to a part of the cached ones, all of which they see."""
-        starts = chunk.query_start_loc, chunk.cu_seq_lens
+        """Attention of the new tokens to a part of the cached ones, all of which they see.
+
+        chunk  its metadata, or its number in the metadata of all (vLLM before 0.28)
+        """
+        if isinstance(chunk, int):
+            context = self._prefill_metadata.chunked_context
+            starts = self._prefill_metadata.query_start_loc, context.cu_seq_lens[chunk]
+        else:
+            starts = chunk.query_start_loc, chunk.cu_seq_lens
         result, lse = self._attend(q, k, v, *starts, is_causal=False, out=out)
         return result, by_heads(lse)
 

@@ -1,7 +1,7 @@
 """Everything that depends on the release of vLLM. Other modules take vLLM's names from here.
 
 `from mlakit.integrations.vllm.seams import MLACommonBackend` imports vLLM's module at that moment
-and not before; a vLLM that is missing or of another release is an UnsupportedError that says so.
+and not before; a vLLM that is missing, or lacks a name, is an UnsupportedError that says so.
 """
 
 from __future__ import annotations
@@ -12,58 +12,166 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from mlakit.integrations.releases import Release
-
-RELEASE = "0.32.0"
-_RELEASE = Release("vLLM", "vllm", RELEASE)
+from mlakit.integrations.releases import Releases
+from mlakit.integrations.seams import Seam
 
 _ATTENTION = "vllm.model_executor.layers.attention"
+_MLA, _SPARSE_MLA = f"{_ATTENTION}.mla_attention", f"{_ATTENTION}.sparse_mla_attention"
 _BACKENDS = "vllm.v1.attention.backends"
 _INDEXER = "vllm.model_executor.layers.sparse_attn_indexer"
-_FUSED_LAYER = "vllm.models.deepseek_v32.attention"  # calls the indexer's function, not its module
-PATHS = {
-    "AttentionBackendEnum": f"{_BACKENDS}.registry",
-    "AttentionCGSupport": "vllm.v1.attention.backend",
-    "AttentionType": "vllm.v1.attention.backend",
-    "CustomOp": "vllm.model_executor.custom_op",
-    "MLACommonBackend": f"{_ATTENTION}.mla_attention",
-    "MLACommonDecodeMetadata": f"{_ATTENTION}.mla_attention",
-    "MLACommonImpl": f"{_ATTENTION}.mla_attention",
-    "MLACommonMetadataBuilder": f"{_ATTENTION}.mla_attention",
-    "MLAPrefillBackend": f"{_BACKENDS}.mla.prefill.base",
-    "MLAPrefillBackendEnum": f"{_BACKENDS}.mla.prefill.registry",
-    "MultipleOf": "vllm.v1.attention.backend",
-    "QueryLenSupport": f"{_ATTENTION}.mla_attention",
-    "SparseAttnIndexer": _INDEXER,
-    "SparseMLACommonImpl": f"{_ATTENTION}.sparse_mla_attention",
-    "SparseMLACommonMetadata": f"{_ATTENTION}.sparse_mla_attention",
-    "SparseMLACommonMetadataBuilder": f"{_ATTENTION}.sparse_mla_attention",
-    "direct_register_custom_op": "vllm.utils.torch_utils",
-    "get_current_vllm_config": "vllm.config",
-    "get_forward_context": "vllm.forward_context",
-    "op_registry_oot": "vllm.model_executor.custom_op",
-    "register_backend": f"{_BACKENDS}.registry",
-    "register_mla_prefill_backend": f"{_BACKENDS}.mla.prefill.registry",
+_OPS = "vllm.model_executor.custom_op"
+# what every layer of vLLM with latent rows is made with
+_LAYER = (
+    "num_heads",
+    "head_size",
+    "scale",
+    "num_kv_heads",
+    "alibi_slopes",
+    "sliding_window",
+    "kv_cache_dtype",
+    "logits_soft_cap",
+)
+_BUILDER = ("kv_cache_spec", "layer_names", "vllm_config", "device")
+_DECODE = (
+    "block_table_tensor",
+    "seq_lens_device",
+    "max_seq_len",
+    "query_start_loc_cpu",
+    "query_start_loc_device",
+    "num_decode_tokens",
+    "dcp_tot_seq_lens_device",
+)
+# layers of DeepSeek-V3.2 call the indexer's function, not its module
+_FUSED_CALL = "sparse_attn_indexer"
+SEAMS = {
+    "AttentionBackendEnum": Seam(f"{_BACKENDS}.registry"),
+    "AttentionCGSupport": Seam("vllm.v1.attention.backend"),
+    "CUDAGraphMode": Seam("vllm.config"),
+    "CustomOp": Seam(_OPS, {"register_oot": ("name",)}),
+    "MLACommonBackend": Seam(_MLA),
+    "MLACommonDecodeMetadata": Seam(
+        _MLA, attributes=("block_table", "seq_lens", "dcp_tot_seq_lens")
+    ),
+    "MLACommonImpl": Seam(
+        _MLA,
+        {"__init__": _LAYER, "forward_mqa": ("q", "kv_c_and_k_pe_cache", "attn_metadata", "layer")},
+    ),
+    "MLACommonMetadataBuilder": Seam(
+        _MLA, {"__init__": (*_BUILDER, "supports_dcp_with_varlen"), "_build_decode": _DECODE}
+    ),
+    "MLAPrefillBackend": Seam(
+        f"{_BACKENDS}.mla.prefill.base",
+        {
+            "run_prefill_new_tokens": ("q", "k", "v", "return_softmax_lse", "out", "output_scale"),
+            "run_prefill_context_chunk": ("q", "k", "v"),
+            "prepare_metadata": ("prefill_metadata",),
+        },
+        attributes=("scale", "qk_nope_head_dim", "_prefill_metadata"),
+    ),
+    "MLAPrefillBackendEnum": Seam(f"{_BACKENDS}.mla.prefill.registry"),
+    "MultipleOf": Seam("vllm.v1.attention.backend"),
+    "QueryLenSupport": Seam(_MLA),
+    "SparseAttnIndexer": Seam(
+        _INDEXER,
+        attributes=(
+            "dcp_world_size",
+            "k_cache",
+            "max_model_len",
+            "scale_fmt",
+            "skip_k_cache_insert",
+            "topk_indices_buffer",
+            "topk_tokens",
+            "use_fp4_cache",
+            "use_pcp",
+        ),
+    ),
+    "SparseMLACommonImpl": Seam(_SPARSE_MLA, {"__init__": (*_LAYER, "topk_indices_buffer")}),
+    "SparseMLACommonMetadata": Seam(_SPARSE_MLA, since=(0, 30)),
+    "SparseMLACommonMetadataBuilder": Seam(
+        _SPARSE_MLA,
+        {
+            "__init__": _BUILDER,
+            "_init_reorder_batch_threshold": ("reorder_batch_threshold", "supports_spec_as_decode"),
+        },
+        attributes=("metadata_cls",),
+    ),
+    "direct_register_custom_op": Seam(
+        "vllm.utils.torch_utils", {"": ("op_name", "op_func", "mutates_args", "fake_impl")}
+    ),
+    # a layer that took the function from another module would keep vLLM's
+    "fused_layer": Seam(
+        "vllm.models.deepseek_v32.attention",
+        names=_FUSED_CALL,
+        earlier=((0, 27), "vllm.models.deepseek_v32.nvidia.attention"),
+    ),
+    "get_current_vllm_config": Seam("vllm.config"),
+    "get_forward_context": Seam("vllm.forward_context"),
+    "has_deep_gemm": Seam(_INDEXER),
+    "indexer_of_blocks": Seam(
+        _INDEXER,
+        attributes=("compress_ratio", "candidate_blocks"),
+        names="SparseAttnIndexer",
+        since=(0, 30),
+    ),
+    "indexer_of_dense_prompts": Seam(
+        _INDEXER,
+        attributes=("dense_mha_metadata_layer_name",),
+        names="SparseAttnIndexer",
+        since=(0, 27),
+    ),
+    "max_logits_mb": Seam("vllm.envs", names="VLLM_SPARSE_INDEXER_MAX_LOGITS_MB"),
+    "op_registry_oot": Seam(_OPS),
+    "register_by_name": Seam(
+        f"{_BACKENDS}.registry",
+        {"register": ("name", "value")},
+        names="AttentionBackendEnum",
+        since=(0, 32),
+    ),
+    "register_prefill_by_name": Seam(
+        f"{_BACKENDS}.mla.prefill.registry",
+        {"register": ("name", "value")},
+        names="MLAPrefillBackendEnum",
+        since=(0, 32),
+    ),
+    "sparse_attn_indexer": Seam(
+        _INDEXER,
+        {"": ("k_cache_prefix", "q_quant", "weights", "topk_indices_buffer")},
+    ),
 }
+RELEASES = Releases("vLLM", "vllm", SEAMS, run=("0.32.0",), first="0.26.0", last="0.33.0")
 
 
 def __getattr__(name: str) -> Any:
     """A name of vLLM, imported now."""
-    return _RELEASE.find(PATHS, __name__, name)
+    return RELEASES.find(__name__, name)
 
 
 def why_not() -> str | None:
-    """Return why this package cannot serve: vLLM is missing, or of an untested release."""
-    return _RELEASE.why_not()
+    """Return why this package cannot serve: vLLM is missing, or lacks a name."""
+    return RELEASES.why_not()
 
 
-def pickle_by(member: Any, find: Callable[[str], Any], name: str) -> None:
-    """Let `find(name)` restore a member of a registry in another process.
+def add_backend(registry: Any, name: str, path: str, find: Callable[[str], Any]) -> None:
+    """Add a backend to one of vLLM's registries, which are enums; one that is there is left.
 
-    A spawned process unpickles its configuration before it loads plugins, and does not know a
-    member that a plugin has registered.
+    find  restores the member in another process: a spawned process unpickles its configuration
+          before it loads plugins, and does not know the member
     """
-    member.__reduce_ex__ = lambda protocol: (find, (name,))
+    if name not in registry.__members__:
+        if RELEASES.has("register_by_name"):
+            registry.register(name, path)
+        else:
+            _add_member(registry, name, path)
+    registry[name].__reduce_ex__ = lambda protocol: (find, (name,))
+
+
+def _add_member(registry: Any, name: str, path: str) -> None:
+    """As vLLM 0.32 does it: before, a registry had one member, CUSTOM, for all plugins."""
+    member = object.__new__(registry)
+    member._name_, member._value_ = name, path
+    type.__setattr__(registry, name, member)
+    registry._member_map_[name] = registry._value2member_map_[path] = member
+    registry._member_names_.append(name)
 
 
 def selects(config: Any, backend: str) -> bool:
@@ -95,21 +203,26 @@ def deep_gemm_optional() -> Iterator[None]:
         module.has_deep_gemm = before
 
 
-def indexer_function() -> Any:
-    """vLLM's own function behind SparseAttnIndexer."""
-    return importlib.import_module(_INDEXER).sparse_attn_indexer
+def replace_fused_call(make: Callable[[Any], Any]) -> None:
+    """Put `make(vLLM's function)` in the place of the indexer's function.
 
-
-def replace_fused_call(function: Any) -> None:
-    """Put `function` in the place of the indexer's, which DeepSeek-V3.2 layers call directly."""
-    layer = sys.modules.get(_FUSED_LAYER)
-    if layer is not None:
-        layer.sparse_attn_indexer = function  # type: ignore[attr-defined]
+    Layers of DeepSeek-V3.2 call the function directly. Those that are loaded have a name for it;
+    others will take it from the indexer's module. A second call changes nothing.
+    """
+    module: Any = importlib.import_module(_INDEXER)
+    own = getattr(module, _FUSED_CALL)
+    if hasattr(own, "is_mlakit"):
+        return
+    replacement = make(own)
+    replacement.is_mlakit = True
+    for each in list(sys.modules.values()):
+        if vars(each).get(_FUSED_CALL) is own:
+            setattr(each, _FUSED_CALL, replacement)
 
 
 def layer_metadata(layer_name: str) -> Any:
     """The metadata of a layer in this step; None in a dummy run."""
-    metadata = importlib.import_module("vllm.forward_context").get_forward_context().attn_metadata
+    metadata = __getattr__("get_forward_context")().attn_metadata
     return metadata[layer_name] if isinstance(metadata, dict) else None
 
 
@@ -118,8 +231,8 @@ def attends_densely(layer_name: str) -> bool:
 
     The condition is that of vLLM's indexer; a captured graph always selects.
     """
-    context = importlib.import_module("vllm.forward_context").get_forward_context()
-    modes = importlib.import_module("vllm.config").CUDAGraphMode
+    context = __getattr__("get_forward_context")()
+    modes = __getattr__("CUDAGraphMode")
     if not layer_name or context.cudagraph_runtime_mode == modes.FULL:
         return False
     if not isinstance(context.attn_metadata, dict):
@@ -134,4 +247,4 @@ def attends_densely(layer_name: str) -> bool:
 
 def max_logits_bytes() -> int:
     """Scores that an indexer may hold at the same time, as the user set it."""
-    return int(importlib.import_module("vllm.envs").VLLM_SPARSE_INDEXER_MAX_LOGITS_MB) * 2**20
+    return int(__getattr__("max_logits_mb")) * 2**20

@@ -6,14 +6,13 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from mlakit.integrations.vllm import calls, plugin
+from mlakit.integrations.vllm import calls, plugin, seams
 from mlakit.integrations.vllm.cached_layer import CachedLayer
 from mlakit.integrations.vllm.dense import DenseBackend
 from mlakit.integrations.vllm.seams import (
     AttentionCGSupport,
     MultipleOf,
     SparseMLACommonImpl,
-    SparseMLACommonMetadata,
     SparseMLACommonMetadataBuilder,
 )
 
@@ -42,10 +41,22 @@ class SparseBackend(DenseBackend):
         return True
 
 
+class SparseMetadata:
+    """The metadata of a step under releases of vLLM that have no class in common for it."""
+
+    def __init__(self, **fields: Any) -> None:
+        vars(self).update(fields)
+
+
+def metadata_class() -> Any:
+    common = "SparseMLACommonMetadata"
+    return getattr(seams, common) if seams.RELEASES.has(common) else SparseMetadata
+
+
 class SparseMetadataBuilder(SparseMLACommonMetadataBuilder):
     """Drafts count as decode tokens: a selection says what each of them sees."""
 
-    metadata_cls: ClassVar[Any] = SparseMLACommonMetadata
+    metadata_cls: ClassVar[Any] = metadata_class()
     _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any) -> None:

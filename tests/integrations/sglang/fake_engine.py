@@ -168,9 +168,9 @@ def install(monkeypatch: pytest.MonkeyPatch, settings: Settings | None = None) -
         "is_dsa_enable_prefill_cp": lambda: settings.prefill_cp,
         "register_attention_backend": register_attention_backend,
     }
-    assert names.keys() == seams.PATHS.keys()
-    version_is(monkeypatch, seams.RELEASE)
-    for name, path in seams.PATHS.items():
+    assert names.keys() == seams.SEAMS.keys()
+    version_is(monkeypatch, seams.RELEASES.run[-1])
+    for name, path in ((name, seam.module) for name, seam in seams.SEAMS.items()):
         if path not in sys.modules or not hasattr(sys.modules[path], "is_fake"):
             module = ModuleType(path)
             module.is_fake = True

@@ -27,7 +27,7 @@ def _own_classes() -> None:
         sys.modules.pop(module, None)
 
 
-@pytest.mark.parametrize("name", sorted(seams.PATHS))
+@pytest.mark.parametrize("name", sorted(seams.SEAMS))
 def test_every_name_is_where_it_was(name):
     assert getattr(seams, name) is not None
 
@@ -95,7 +95,7 @@ def test_the_replaced_selection_has_the_signature_of_the_indexers(name, monkeypa
     ("fake", "path"),
     [
         ("ForwardMode", "sglang.srt.model_executor.forward_batch_info"),
-        ("AttnForwardMethod", seams.PATHS["AttnForwardMethod"]),
+        ("AttnForwardMethod", seams.SEAMS["AttnForwardMethod"]),
     ],
 )
 def test_the_fake_engine_has_members_of_the_real_one(fake, path):

@@ -265,6 +265,7 @@ def test_the_indexer_runs_without_deep_gemm(is_fused, monkeypatch):
     cache = index_cache_of(lengths, CPU)
     fill_index(cache, lengths, CPU)
     layer = ModuleType("vllm.models.deepseek_v32.attention")
+    layer.sparse_attn_indexer = seams.sparse_attn_indexer  # its import
     monkeypatch.setitem(sys.modules, layer.__name__, layer)
     made = indexer_of(monkeypatch, "MLAKIT_SPARSE")
     assert isinstance(made, ours.Indexer)
@@ -292,8 +293,8 @@ def test_other_layers_still_call_vllms_indexer(monkeypatch):
 
     seen = []
     monkeypatch.setattr(ours, "INDEXERS", {})
-    monkeypatch.setattr(seams, "indexer_function", lambda: lambda *a, **k: seen.append((a, k)))
-    ours.select_or_defer(1, "other", 2, 3, 4, use_pcp=False)
+    function = ours.selecting_or(lambda *a, **k: seen.append((a, k)))
+    function(1, "other", 2, 3, 4, use_pcp=False)
     assert seen == [((1, "other", 2, 3, 4), {"use_pcp": False})]
 
 
@@ -310,7 +311,12 @@ def test_the_prefill_backend_returns_lse_by_heads():
     assert lse.is_contiguous()
     assert torch.equal(made.run_prefill_new_tokens(q, k, v, False), out)
     chunk = SimpleNamespace(query_start_loc=starts([5, 3], CPU), cu_seq_lens=starts([8, 0], CPU))
-    _, lse = made.run_prefill_context_chunk(chunk, q, k, v)
+    context, lse = made.run_prefill_context_chunk(chunk, q, k, v)
     assert bool(lse[:, 5:].isneginf().all())  # no context
+    # as vLLM before 0.28 names a chunk
+    chunks = SimpleNamespace(cu_seq_lens=[None, starts([8, 0], CPU)])
+    metadata = SimpleNamespace(query_start_loc=starts([5, 3], CPU), chunked_context=chunks)
+    made.prepare_metadata(metadata)
+    assert torch.equal(made.run_prefill_context_chunk(1, q, k, v)[0], context)
     with pytest.raises(UnsupportedError, match="output_scale must be None"):
         made.run_prefill_new_tokens(q, k, v, False, output_scale=torch.ones(1))

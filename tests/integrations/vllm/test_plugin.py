@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import enum
 import importlib
 import importlib.metadata
+import pickle
 import subprocess
 import sys
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,8 +42,9 @@ def test_the_entry_point_is_the_function_that_registers():
     assert getattr(importlib.import_module(module), name) is plugin.register
 
 
-def test_the_extra_is_the_release_of_the_seams():
-    assert PROJECT["optional-dependencies"]["vllm"] == [f"vllm=={seams.RELEASE}"]
+def test_the_extra_is_the_range_of_the_releases():
+    assert PROJECT["optional-dependencies"]["vllm"] == ["vllm>=0.26,<0.34"]
+    assert (seams.RELEASES.first, seams.RELEASES.last) == ("0.26.0", "0.33.0")
 
 
 def test_importing_the_plugin_is_cheap():
@@ -55,19 +58,12 @@ def test_importing_the_plugin_is_cheap():
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize(
-    ("version", "message"),
-    [
-        (None, r"vLLM must be installed: pip install 'mlakit\[vllm\]'"),
-        ("0.31.1", r"vLLM must be 0.32.0, the release that was tested, got 0.31.1"),
-        ("0.33.0rc1", r"got 0.33.0rc1"),
-    ],
-)
-def test_another_vllm_is_refused(version, message, monkeypatch):
-    version_is(monkeypatch, version)
+def test_without_vllm_the_plugin_warns(monkeypatch):
+    version_is(monkeypatch, None)
+    message = r"vLLM must be installed: pip install 'mlakit\[vllm\]'"
     with pytest.raises(UnsupportedError, match=message):
         _ = seams.MLACommonBackend
-    monkeypatch.setitem(vars(seams), "register_backend", pytest.fail)
+    monkeypatch.setattr(seams, "add_backend", pytest.fail)
     with pytest.warns(UserWarning, match=message):
         plugin.register()  # an error would stop a vLLM that does not use it
 
@@ -83,23 +79,30 @@ def test_a_name_that_is_no_seam():
         _ = seams.nothing
 
 
-class Registry:
-    """A registry of vLLM: an enum whose members may be added, each once."""
+def registries(has_register: bool) -> tuple[Any, Any]:
+    """Registries like those of vLLM: an enum of backends, and one of prefill backends."""
 
-    def __init__(self, own: str) -> None:
-        self.__members__ = {own: SimpleNamespace(path="")}
+    class Registry(enum.Enum):
+        FLASHMLA = "vllm.FlashMLA"
 
-    def __getitem__(self, name: str) -> Any:
-        return self.__members__[name]
+    class PrefillRegistry(enum.Enum):
+        FLASH_ATTN = "vllm.FlashAttention"
 
-    def register(self, name: str, path: str) -> None:
-        assert name not in self.__members__  # an error in vLLM
-        self.__members__[name] = SimpleNamespace(path=path)
+    def register(registry: Any, name: str, value: str) -> None:
+        assert name not in registry.__members__  # an error in vLLM
+        seams._add_member(registry, name, value)
+
+    if has_register:
+        for each in (Registry, PrefillRegistry):
+            type.__setattr__(each, "register", classmethod(register))
+    return Registry, PrefillRegistry
 
 
-def test_names_are_registered_once(monkeypatch):
-    version_is(monkeypatch, seams.RELEASE)
-    dense, prefill, replaced = Registry("FLASHMLA"), Registry("FLASH_ATTN"), {}
+@pytest.mark.parametrize(("version", "has_register"), [("0.26.0", False), ("0.32.0", True)])
+def test_names_are_registered_once(version, has_register, monkeypatch):
+    version_is(monkeypatch, version)
+    monkeypatch.setattr(seams, "why_not", lambda: None)
+    (dense, prefill), replaced = registries(has_register), {}
 
     def register_oot(cls: type, name: str) -> None:
         assert name not in replaced
@@ -108,8 +111,6 @@ def test_names_are_registered_once(monkeypatch):
     fakes = {
         "AttentionBackendEnum": dense,
         "MLAPrefillBackendEnum": prefill,
-        "register_backend": dense.register,
-        "register_mla_prefill_backend": prefill.register,
         "op_registry_oot": replaced,
         "CustomOp": SimpleNamespace(register_oot=register_oot),
     }
@@ -119,10 +120,30 @@ def test_names_are_registered_once(monkeypatch):
     monkeypatch.setitem(sys.modules, "mlakit.integrations.vllm.indexer", indexer)
     plugin.register()
     plugin.register()
-    assert dense["MLAKIT"].path == "mlakit.integrations.vllm.dense.DenseBackend"
-    assert dense["MLAKIT_SPARSE"].path == "mlakit.integrations.vllm.sparse.SparseBackend"
-    assert prefill["MLAKIT"].path == "mlakit.integrations.vllm.prefill.PrefillBackend"
+    assert [each.name for each in dense] == ["FLASHMLA", "MLAKIT", "MLAKIT_SPARSE"]
+    assert dense["MLAKIT"].value == "mlakit.integrations.vllm.dense.DenseBackend"
+    assert dense["MLAKIT_SPARSE"].value == "mlakit.integrations.vllm.sparse.SparseBackend"
+    assert prefill["MLAKIT"].value == "mlakit.integrations.vllm.prefill.PrefillBackend"
+    assert dense.MLAKIT is dense("mlakit.integrations.vllm.dense.DenseBackend")
+    assert pickle.loads(pickle.dumps(dense.MLAKIT)) is dense.MLAKIT
     assert replaced == {"SparseAttnIndexer": indexer.Indexer}
+
+
+def test_the_indexers_function_is_replaced_wherever_it_has_a_name(monkeypatch):
+    def own() -> str:
+        return "vLLM's"
+
+    path = seams.SEAMS["SparseAttnIndexer"].module
+    modules = {each: ModuleType(each) for each in (path, "a_layer", "another")}
+    modules[path].sparse_attn_indexer = modules["a_layer"].sparse_attn_indexer = own
+    modules["another"].sparse_attn_indexer = other = lambda: "not vLLM's"
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    for _ in range(2):
+        seams.replace_fused_call(lambda found: lambda: f"ours, not {found()}")
+    assert modules[path].sparse_attn_indexer() == "ours, not vLLM's"
+    assert modules["a_layer"].sparse_attn_indexer() == "ours, not vLLM's"
+    assert modules["another"].sparse_attn_indexer is other
 
 
 def config(backend: Any, **per_kind: Any) -> Any:
