@@ -30,7 +30,7 @@ from tests import (
 
 # an assertion in these shows its values when it fails, as one in a test does
 pytest.register_assert_rewrite(
-    "tests.ops.branch_steps",
+    "tests.steps.step_oracles",
     "tests.compat.modular.contiguous_decoding",
     "tests.reference.inputs",
 )

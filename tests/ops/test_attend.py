@@ -18,7 +18,7 @@ from mlakit.model import masks
 from mlakit.plan import EvenSplit, plan_context, plan_decode
 from mlakit.steps import CachedBatch
 from mlakit.tools.testing import assert_same_bits, assert_unchanged, snapshot
-from tests.ops.branch_steps import F32, PAGE_SIZE, STEPS, Step, int32
+from tests.steps.step_oracles import F32, PAGE_SIZE, STEPS, Step, int32
 from tests.transplant import CPU, carried, device_of_calls
 
 pytestmark = pytest.mark.usefixtures("place")

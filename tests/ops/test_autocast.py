@@ -14,8 +14,8 @@ from mlakit.dispatch.autocast import without_autocast
 from mlakit.formats import FORMATS
 from mlakit.model.geometry import RowShape
 from mlakit.tools.testing import assert_same_bits
-from tests.ops.branch_steps import STEPS, Step
 from tests.ops.cases import CALLS
+from tests.steps.step_oracles import STEPS, Step
 
 SCOPE = {"device_type": "cpu", "dtype": torch.bfloat16}
 

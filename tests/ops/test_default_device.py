@@ -20,13 +20,13 @@ from mlakit.plan import plan_decode, plan_prefill
 from mlakit.tools import workloads
 from mlakit.tools.testing import assert_same_bits, shuffled_pages
 from mlakit.tools.workloads.random_cases import SeededDraw, random_case
+from tests.cache.cache_rows import V3, V4
 from tests.compat.modular.calls import WRITERS, name_of, plan, split_scalars
 from tests.conftest import Place
-from tests.ops.branch_steps import FP8_STEPS, STEPS, Step
 from tests.ops.cases import CALLS, KV_LENS, PAGE_SIZE, decode_call, flat_table, int32, make_cache
 from tests.ops.every_op import ONE_EACH, assert_same_results, assert_same_state
 from tests.ops.factory_calls import calls_without, package_calls_without
-from tests.unit.cache_rows import V3, V4
+from tests.steps.step_oracles import FP8_STEPS, STEPS, Step
 
 FACTORIES = {
     *("arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace"),

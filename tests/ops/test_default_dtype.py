@@ -24,7 +24,6 @@ from tests.compat.modular.calls import WRITERS, name_of, plan, split_scalars
 from tests.conftest import Place
 from tests.layer.checkpoints import INDEX, SMALL, tensors
 from tests.layer.serving import serve
-from tests.ops.branch_steps import FP8_STEPS, STEPS, Step
 from tests.ops.cases import (
     BF16,
     CALLS,
@@ -45,6 +44,7 @@ from tests.ops.cases import (
 )
 from tests.ops.every_op import ONE_EACH, assert_same_results, assert_same_state
 from tests.ops.factory_calls import calls_without, package_calls_without
+from tests.steps.step_oracles import FP8_STEPS, STEPS, Step
 
 # torch's factories whose dtype may be the default one; `arange` of integers is int64
 FACTORIES = {

@@ -14,7 +14,6 @@ from mlakit import ops
 from mlakit.cache import PagedLatentCache
 from mlakit.dispatch.checks import UnsupportedError
 from mlakit.tools.testing import assert_unchanged, snapshot
-from tests.ops.branch_steps import STEPS, decode_branch, mla_step, prefill_branch
 from tests.ops.cases import CALLS, Call, decode_call
 from tests.ops.every_op import (
     ONE_EACH,
@@ -24,6 +23,7 @@ from tests.ops.every_op import (
     one_of_each,
     with_grad,
 )
+from tests.steps.step_oracles import STEPS, decode_branch, mla_step, prefill_branch
 
 
 def float_arguments(call: Call) -> list[tuple[str, Tensor]]:

@@ -25,7 +25,7 @@ from mlakit import (
 from mlakit.cache import request_slots, token_positions
 from mlakit.model.geometry import RowShape
 from mlakit.tools.testing import assert_matches
-from tests.ops.branch_steps import (
+from tests.steps.step_oracles import (
     KV_LENS,
     LAYER,
     PAGE_SIZE,

@@ -23,9 +23,9 @@ from mlakit import (
     prefill_branch,
 )
 from mlakit.tools.testing import assert_same_bits, poison
-from tests.ops.branch_steps import Step
 from tests.ops.cases import CALLS, Call, decode_call, int32
 from tests.ops.every_op import assert_same_state, interpreted
+from tests.steps.step_oracles import Step
 
 PADDING = 3
 # the arguments with a row for each query token

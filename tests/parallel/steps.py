@@ -29,7 +29,7 @@ from mlakit.plan import EvenSplit, plan_decode
 from mlakit.steps import CachedBatch, LayerWeights, decode_attend, decode_branch
 from mlakit.steps.weights import UpProjection
 from mlakit.tools.testing import assert_matches, assert_same_bits, assert_unchanged, snapshot
-from tests.ops.branch_steps import BF16, F32, LAYER, PAGE_SIZE, Step
+from tests.steps.step_oracles import BF16, F32, LAYER, PAGE_SIZE, Step
 
 HEADS = 4
 GEOMETRY = MLAGeometry(

@@ -1,0 +1,248 @@
+"""Reports: their schema, targets, comparison, heat maps and charts; no suite is run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from io import StringIO
+
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from rich.console import Console
+
+from mlakit.tools.bench import charts, heatmap, suite
+from mlakit.tools.bench.ceilings import Ceilings
+from mlakit.tools.bench.compare import compare
+from mlakit.tools.bench.report import LeftOut, Memory, MemoryUse, Report, Row, as_csv
+from mlakit.tools.bench.suite import Baseline, BenchmarkCase, Workload
+from mlakit.tools.bench.tables import left_out_lines, target_text
+from tests.tools.bench.fakes import CEILINGS, around, report, row
+
+
+def printed(renderable: object) -> str:
+    console = Console(width=150, file=StringIO())
+    console.print(renderable)
+    return console.file.getvalue()
+
+
+def test_a_report_survives_json():
+    stored = report(
+        row("a", "mlakit", 10.0, roofline=0.5),
+        row("a", "fa3", 20.0, speedup=around(2.0), min_speedup=1.1, met=True),
+    )
+    assert Report.from_json(json.loads(json.dumps(stored.as_json()))) == stored
+    use = MemoryUse(weights=3, cache=2, step=1)
+    with_memory = replace(stored, memory=(Memory("a", "mlakit", use),))
+    assert Report.from_json(json.loads(json.dumps(with_memory.as_json()))) == with_memory
+
+
+def test_a_csv_of_nothing_is_empty():
+    assert as_csv([]) == ""
+
+
+@pytest.mark.parametrize(
+    ("flops", "num_bytes", "products", "traffic", "us"),
+    [
+        (7 * 10**8, 0, "bf16", "read", 1.0),
+        (12 * 10**8, 0, "fp8", "read", 1.0),
+        (7 * 10**8, 8 * 10**6, "bf16", "read", 2.0),
+        (0, 7 * 10**6, "bf16", "copy", 2.0),
+    ],
+)
+def test_the_least_time_is_the_longer_of_two(flops, num_bytes, products, traffic, us):
+    least = CEILINGS.roofline_us(flops, num_bytes, products=products, traffic=traffic)
+    assert least == pytest.approx(us)
+
+
+def test_without_fp8_products_bf16_is_the_ceiling():
+    old = replace(CEILINGS, fp8_tflops=None)
+    assert old.roofline_us(7 * 10**8, 0, products="fp8", traffic="read") == pytest.approx(1.0)
+    assert "fp8 none" in str(old)
+
+
+class Reader(Workload):
+    """1 MB with a target of 1.1x of a peer, or 98 % of the read bandwidth."""
+
+    op = "stub"
+    name = "reader"
+    flops = 0
+    bytes = 1_000_000
+    min_speedup = 1.1
+    target_baseline = "peer"
+    min_read_share = 0.98
+    small = None
+
+    def build_case(self) -> BenchmarkCase:
+        others = [Baseline("peer", str), Baseline("faster", str)]
+        return BenchmarkCase(str, others, check=lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("own_s", "met", "said"),
+    [
+        (0.89e-3, True, "≥ 1.10x"),
+        (0.95e-3, False, "below 1.10x"),
+    ],
+)
+def test_the_target_refers_to_its_baseline(own_s, met, said, monkeypatch):
+    times = {"mlakit": [own_s] * 3, "peer": [1e-3] * 3, "faster": [1e-4] * 3}
+    monkeypatch.setattr(suite, "time_interleaved", lambda calls, **_: {n: times[n] for n in calls})
+    monkeypatch.setattr(suite, "_too_slow", lambda small: {})
+    rows = suite.run("stub", [Reader()], command="").rows
+    by_name = {each.implementation: each for each in rows}
+    assert (by_name["peer"].min_speedup, by_name["peer"].met) == (1.1, met)
+    assert target_text(by_name["peer"]) == said
+    assert (by_name["faster"].min_speedup, by_name["faster"].met) == (None, None)
+
+
+@pytest.mark.parametrize(("read_gb_s", "met"), [(1.0, True), (1.1, False)])
+def test_enough_bandwidth_meets_the_target(read_gb_s, met, monkeypatch):
+    times = {"mlakit": [1e-3] * 3, "peer": [1e-3] * 3, "faster": [1e-4] * 3}
+    monkeypatch.setattr(suite, "time_interleaved", lambda calls, **_: {n: times[n] for n in calls})
+    monkeypatch.setattr(suite, "_too_slow", lambda small: {})
+    found = Ceilings(read_gb_s, 1.0, 1.0, None)
+    rows = suite.run("stub", [Reader()], command="", ceilings=found).rows
+    (peer,) = (each for each in rows if each.implementation == "peer")
+    assert peer.met is met
+    assert target_text(peer) == ("below 1.10x, bandwidth reached" if met else "below 1.10x")
+    assert rows[0].roofline == pytest.approx(1 / read_gb_s)
+
+
+def test_a_reason_that_many_share_is_said_once():
+    lines = left_out_lines(
+        [LeftOut("a", "fa3", "absent"), LeftOut("b", "fa3", "absent"), LeftOut("b", "x", "slow")]
+    )
+    assert lines == ["2 workloads: fa3 not timed, absent", "b: x not timed, slow"]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "share", "moved"),
+    [
+        (100.0, 101.9, 0.01, False),
+        (100.0, 103.0, 0.01, True),
+        (100.0, 97.0, 0.01, True),
+        (100.0, 103.0, 0.02, False),
+    ],
+)
+def test_a_figure_has_moved_by_more_than_its_spread(before, now, share, moved):
+    old = report(row("a", "mlakit", before, share))
+    new = report(row("a", "mlakit", now, 0.001))
+    (change,) = compare([old], [new]).changes
+    assert change.has_moved is moved
+    (back,) = compare([new], [old]).changes
+    assert back.has_moved is moved
+
+
+def test_rows_of_another_mode_are_not_compared():
+    old, new = report(row("a", "mlakit", 1.0)), report(row("a", "mlakit", 2.0), mode="graph")
+    comparison = compare([old], [new])
+    assert comparison.changes == []
+    assert (comparison.only_before, comparison.only_now) == (["a"], ["a"])
+
+
+GRID = [
+    row("grid-bf16-b1-h8-1024", "mlakit", 10.0, roofline=0.5),
+    row("grid-bf16-b1-h8-1024", "flash_mla", 20.0, speedup=around(2.0)),
+    row("grid-bf16-b1-h8-1024", "fa3", 12.5, speedup=around(1.25)),
+    row("grid-bf16-b4-h8-65536", "mlakit", 10.0, roofline=0.9),
+    row("grid-bf16-b4-h8-65536", "fa3", 8.0, speedup=around(0.8)),
+    row("grid-bf16-b4-h16-1024", "mlakit", 10.0, roofline=0.7),
+    row("grid-bf16-b4-h16-1024", "fa3", 10.0, speedup=around(1.0)),
+]
+
+
+def test_a_map_holds_the_speedup_over_the_fastest_peer():
+    eight, sixteen = heatmap.heat_maps(GRID)
+    assert eight.cells == {(1024, 1): 1.25, (65536, 4): 0.8}
+    assert sixteen.cells == {(1024, 4): 1.0}
+    assert (eight.lengths, eight.columns) == ([1024, 65536], [1, 4])
+    assert eight.goodness(1024, 1) == pytest.approx(0.5)
+    assert eight.goodness(65536, 4) == pytest.approx(-0.625)
+    assert sixteen.goodness(1024, 4) == 0
+
+
+def test_a_map_without_peers_holds_shares_of_the_roofline():
+    alone = [each for each in GRID if each.implementation == "mlakit"]
+    eight, _ = heatmap.heat_maps(alone)
+    assert eight.cells == {(1024, 1): 0.5, (65536, 4): 0.9}
+    assert eight.text(65536, 4) == "90 %"
+    assert "share of the roofline" in eight.title
+
+
+def test_prompts_have_a_map_per_mask_with_heads_across():
+    rows = [
+        row(f"prefill-grid-bf16-b32-h{heads}-512-{mask}", peer, us, speedup=around(us / 10.0))
+        for heads, mask, peer, us in (
+            (128, "full", "fa3", 11.0),
+            (8, "causal", "fa3", 12.0),
+            (16, "causal", "sdpa", 13.0),
+        )
+    ]
+    causal, full = heatmap.heat_maps(rows)
+    assert (causal.cells, full.cells) == ({(512, 8): 1.2, (512, 16): 1.3}, {(512, 128): 1.1})
+    assert causal.title == "causal: mlakit's speedup over the fastest peer"
+    assert "h 16" in printed(heatmap.heat_table(causal))
+    assert {"h 8", "h 128", "512", "1.30x"} <= texts(dict(charts.charts(report(*rows)))["heatmap"])
+
+
+def test_other_rows_make_no_map():
+    assert heatmap.heat_maps([row("decode-bf16-b1-h8-1024", "mlakit", 1.0, roofline=0.5)]) == []
+
+
+def test_a_map_is_printed():
+    lines = printed(heatmap.heat_table(heatmap.heat_maps(GRID)[0])).splitlines()
+    assert any("8 heads: mlakit's speedup over the fastest peer" in line for line in lines)
+    assert [line.split() for line in lines if "k " in line and "." in line] == [
+        ["1k", "1.25x"],
+        ["64k", "0.80x"],
+    ]
+
+
+def texts(figure: Figure) -> set[str]:
+    """What is written in a chart."""
+    return {each.get_text() for each in figure.findobj(Text)}
+
+
+def widths(figure: Figure) -> list[float]:
+    """Of the bars of a chart, from the first to the last."""
+    return [each.get_width() for axes in figure.axes for each in axes.patches]
+
+
+def test_a_map_is_drawn():
+    drawn = dict(charts.charts(report(*GRID, suite="grid")))["heatmap"]
+    eight, sixteen = (axes.images[0].get_array() for axes in drawn.axes)
+    assert eight.filled(9).flatten().tolist() == pytest.approx([0.5, 9, 9, -0.625])
+    assert sixteen.tolist() == [[0]]
+    assert {"0.80x", "1.25x", "1.00x", "b 4", "65536"} <= texts(drawn)
+
+
+def test_bars_are_as_long_as_speedups():
+    slow = row("a", "eager", 900.0, speedup=around(90.0))
+    rows = [row("a", "mlakit", 10.0), row("a", "fa3", 20.0), slow]
+    drawn = charts.bar_chart(report(*rows))
+    assert widths(drawn) == pytest.approx([1, 2, 4])
+    assert "900 us, 90x →" in texts(drawn)
+
+
+def test_stages_are_stacked_by_their_time():
+    step = [row("a", "mlakit", 95.0), row("a", "append", 10.0), row("a", "logits", 60.0)]
+    more = [row("a", "attend", 30.0), row("a", "read same bytes", 20.0), row("b", "append", 5.0)]
+    drawings = dict(charts.charts(report(*step, *more, suite="sparse-step")))
+    assert set(drawings) == {"stages", "roofline"}
+    assert widths(drawings["stages"]) == pytest.approx([0.1, 0.6, 0.3, 1])
+    lefts = [each.get_x() for each in drawings["stages"].axes[0].patches]
+    assert lefts == pytest.approx([0, 0.1, 0.7, 0])
+    shown = texts(drawings["stages"])
+    assert {"step 95 us", "stages 5 us", "60 us", "append", "logits", "attend"} <= shown
+    assert not {"top-k", "read same bytes"} & shown
+
+
+def test_a_report_without_ceilings_has_no_roofline():
+    def kinds(*rows: Row, **others: object) -> list[str]:
+        return [kind for kind, _ in charts.charts(report(*rows, **others))]
+
+    assert kinds(row("a", "mlakit", 1.0), ceilings=None) == ["bars"]
+    assert kinds(row("a", "mlakit", 1.0, flops=0)) == ["bars"]
+    assert kinds(row("a", "read same bytes", 1.0)) == ["bars"]
+    assert kinds() == []
