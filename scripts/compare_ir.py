@@ -25,7 +25,7 @@ from concurrent.futures import ProcessPoolExecutor
 from difflib import unified_diff
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import count
+from itertools import count, zip_longest
 from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
@@ -66,18 +66,26 @@ def find(name: str) -> ModuleType:
 def normalised(text: str) -> str:
     """Return an IR without locations; values and functions are numbered as their uses come.
 
-    Arguments are listed by type, since each is numbered by its first use.
+    Arguments are listed by type, since each is numbered by its first use. Those that a function
+    does not use are left out.
     """
     text = LOCATION.sub("", text)
     symbols: dict[str, str] = {}
     text = SYMBOL.sub(lambda each: symbols.setdefault(each[0], f"@f{len(symbols)}"), text)
     pieces, end = [], 0
-    for function in FUNCTION.finditer(text):
+    functions = list(FUNCTION.finditer(text))
+    for function, following in zip_longest(functions, functions[1:]):
         pieces.append(text[end : function.start()])
-        arguments = (VALUE.sub("%", each) for each in re.split(r", (?=%)", function[2]))
-        pieces.append(f"{function[1]}({', '.join(sorted(arguments))}){function[3] or ''} {{\n")
         end = function.end()
+        used = set(VALUE.findall(text, end, following.start() if following else len(text)))
+        arguments = [each for each in re.split(r", (?=%)", function[2]) if used & names(each)]
+        listed = sorted(VALUE.sub("%", each) for each in arguments)
+        pieces.append(f"{function[1]}({', '.join(listed)}){function[3] or ''} {{\n")
     return numbered("".join([*pieces, text[end:]]))
+
+
+def names(text: str) -> set[str]:
+    return set(VALUE.findall(text))
 
 
 def numbered(text: str) -> str:
