@@ -50,11 +50,11 @@ demo: $(INSTALLED)
 	$(BIN)/mlakit demo
 
 # while working on a change: all checks of `make test` but the slow tests, under 90 seconds on 2
-# cores; the last lines say what was left out
+# cores
 quick: lint types
-	$(BIN)/pytest $(PYTEST_JOBS) --quick
+	$(BIN)/pytest $(PYTEST_JOBS) -m "not slow"
 
-# measures anew which tests are slow: tests/slow_tests.txt
+# measures which tests are slow, and names those whose marker says otherwise
 slow-tests: $(INSTALLED)
 	$(BIN)/pytest $(PYTEST_JOBS) --measure-slow --thorough
 

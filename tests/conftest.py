@@ -108,7 +108,7 @@ def _places(test: pytest.Item) -> list[object]:
         places = []
     interpreted = knobs.interpreted() and find_spec("triton") is not None
     if interpreted and test.get_closest_marker("interpreted"):
-        places.append(pytest.param(INTERPRETED, id="interpreted"))
+        places.append(pytest.param(INTERPRETED, id="interpreted", marks=pytest.mark.slow))
     places.append(pytest.param(("auto", "cuda"), id="cuda", marks=pytest.mark.gpu))
     if test.get_closest_marker("hopper_too"):
         places.append(pytest.param(("triton", "cuda"), id="triton-cuda", marks=pytest.mark.gpu))
@@ -120,7 +120,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     _leave_out_gpu_tests(config, items)
     emulation.leave_out(config, items)
     slow_tests.leave_out_thorough(config, items)
-    slow_tests.select(config, items)
+    slow_tests.select_measured(config, items)
 
 
 def _leave_out_gpu_tests(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -144,7 +144,6 @@ def pytest_testnodedown(node: Any) -> None:
     output = getattr(node, "workeroutput", {})
     node.config.stash[GPU_TESTS] = output.get("gpu_tests", 0)
     node.config.stash[emulation.LEFT_OUT] = output.get("emulated_tests", 0)
-    node.config.stash[slow_tests.LEFT_OUT] = output.get("slow_tests", 0)
     node.config.stash[slow_tests.THOROUGH] = output.get("thorough_tests", 0)
 
 
@@ -180,12 +179,13 @@ def pytest_terminal_summary(
     thorough = config.stash.get(slow_tests.THOROUGH, 0)
     if thorough:
         terminalreporter.write_line(f"thorough tests left out: {thorough}, --thorough runs them")
-    if config.getoption("--quick"):
-        terminalreporter.write_line(slow_tests.left_out(config))
+    if config.option.markexpr == "not slow":
+        terminalreporter.write_line("slow tests left out, make test runs them")
     if config.getoption("--measure-slow"):
         stats = terminalreporter.stats
         reports = [*stats.get("passed", []), *stats.get("failed", [])]
-        terminalreporter.write_line(slow_tests.write_list(reports))
+        for wrong in slow_tests.wrong_markers(reports):
+            terminalreporter.write_line(wrong)
 
 
 def _too_slow_interpreted(item: pytest.Item) -> bool:

@@ -135,6 +135,7 @@ def test_a_payload_that_comes_to_require_grad_is_seen():
     assert not pool.layer(0).payload.requires_grad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["bf16", "fp8_token", "fp8_block64"])
 def test_a_replaced_payload_is_let_go(format):
     pool, other = filled(format), filled(format, seed=1)
@@ -172,6 +173,7 @@ def test_a_pool_is_let_go_with_its_layers():
         gc.enable()
 
 
+@pytest.mark.slow
 def test_a_layer_that_is_held_keeps_its_memory():
     pool = filled("bf16")
     layer, before = pool.layer(1), rows_of(pool)[1]

@@ -26,6 +26,8 @@ from hypothesis.stateful import (
 from mlakit.cache.pages import OutOfPagesError, PageAllocator, PageCopy, PagedSequence
 from tests.cache.page_states import assert_consistent, raises, state
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass(eq=False)
 class Request:

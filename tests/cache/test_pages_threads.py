@@ -50,6 +50,7 @@ def in_threads(work: Callable[[int], None]) -> None:
             done.result()
 
 
+@pytest.mark.slow
 def test_a_page_is_handed_to_one_thread_at_a_time():
     allocator = PageAllocator(2 * THREADS, 4)
     holder: list[int | None] = [None] * allocator.num_pages
@@ -84,6 +85,7 @@ def test_a_page_is_handed_to_one_thread_at_a_time():
     assert_consistent(allocator)
 
 
+@pytest.mark.slow
 def test_shared_pages_are_counted_by_every_thread():
     """Threads share one prefix, write behind it, and let go of it in any order."""
     allocator = PageAllocator(40, 4)
@@ -112,6 +114,7 @@ def test_shared_pages_are_counted_by_every_thread():
     assert allocator.num_free_pages == 40
 
 
+@pytest.mark.slow
 def test_one_sequence_may_be_grown_by_many_threads():
     allocator = PageAllocator(THREADS * ROUNDS, 1)
     sequence = allocator.reserve(0)

@@ -131,6 +131,7 @@ def test_power_of_two_scales_are_a_choice_of_the_writer(generator):
         assert bool(is_power.all()) is power_of_two
 
 
+@pytest.mark.slow
 def test_block64_page_is_rows_then_a_footer_of_scales():
     pages, page_size, page_stride = 3, 5, 6 * 576
     pool = PagedLatentCache.allocate(

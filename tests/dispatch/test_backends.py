@@ -70,6 +70,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return outputs
 
 
+@pytest.mark.slow
 def test_a_new_backend_is_asked_first_and_explained(said):
     on_blackwell = json.loads(said["explain mla_decode --arch 100 --json"])
     assert on_blackwell["chosen"] == "blackwell"

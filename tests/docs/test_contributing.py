@@ -159,6 +159,7 @@ def test_an_answer_that_names_a_module_names_what_to_look_for(question, guess, a
     assert all(named)
 
 
+@pytest.mark.slow
 def test_a_search_is_carried_out_as_git_does():
     assert found_by("git ls-files 'mlakit/model/mask*'") == ["mlakit/model/masks.py"]
     assert found_by("git grep -il 'ATTENTION MASKS:' -- mlakit") == ["mlakit/model/masks.py"]

@@ -118,6 +118,7 @@ def broken_links(page: str, text: str) -> list[str]:
     return broken
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_links_and_images_exist(page):
     assert broken_links(page, PAGES[page]) == []
@@ -136,6 +137,7 @@ def test_the_navigation_has_every_page_once():
 COLUMNS = 100  # of code, for which docs/stylesheets/width.css makes room at 1280 pixels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_no_line_of_code_is_wider_than_a_page(page):
     filled = generated_parts.filled(PAGES[page])
@@ -180,6 +182,7 @@ def commands() -> list[list[str]]:
     return sorted({tuple(each) for each in found})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", commands(), ids=" ".join)
 def test_a_command_that_a_page_names_exists_with_its_options(arguments):
     # COLUMNS: a narrow table would break the names of options

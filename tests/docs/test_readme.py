@@ -80,6 +80,7 @@ def make_targets() -> set[str]:
     return targets & set(" ".join(phony).split())
 
 
+@pytest.mark.slow
 def test_shell_commands_exist():
     commands = shell_commands()
     assert ["make", "demo"] in commands

@@ -109,6 +109,7 @@ def test_every_marker_can_be_filled_and_every_generator_is_used():
     assert generated_parts.on_page_markdown("# A", page=None) == "# A"
 
 
+@pytest.mark.slow
 def test_the_commands_are_all_there_with_their_options():
     text = generated_parts.cli_reference()
     for name, command in get_command(cli.app).commands.items():
@@ -145,6 +146,7 @@ def test_a_page_has_the_knob_table():
     assert "<!-- generated: knobs -->" in PAGES["backends.md"]
 
 
+@pytest.mark.slow
 def test_every_command_is_in_the_table_and_every_suite_has_its_method():
     commands = generated_parts.command_table()
     for name in get_command(cli.app).commands:

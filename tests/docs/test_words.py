@@ -39,6 +39,7 @@ def test_a_page_has_no_private_words(page):
     assert WORDS.findall(text) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", generated_parts.GENERATORS)
 def test_a_generated_part_has_no_private_words(part):
     assert WORDS.findall(generated_parts.GENERATORS[part]()) == []

@@ -14,6 +14,7 @@ TIMEOUT = 300  # seconds; every rank imports torch
 
 
 # tests/parallel runs 4 ranks, too
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_torchrun(world):
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]

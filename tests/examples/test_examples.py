@@ -44,6 +44,7 @@ def test_the_list_has_every_example():
         assert f"examples/{script}" in source.split('"""')[1]  # how it is run
 
 
+@pytest.mark.slow
 def test_raw_op(capsys):
     out = printed("raw_op", capsys)
     assert re.findall(r"^(\w+) +(\d+) ", out, flags=re.MULTILINE) == [
@@ -54,6 +55,7 @@ def test_raw_op(capsys):
     assert out.endswith(AGREES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", ["last request", "no result", "lse"])
 def test_raw_op_notices_a_wrong_result(broken, monkeypatch, capsys):
     right = mlakit.mla_decode
@@ -71,12 +73,14 @@ def test_raw_op_notices_a_wrong_result(broken, monkeypatch, capsys):
     assert "DIFFERENT" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_documented_function(capsys):
     out = printed("documented_function", capsys)
     assert [line.split()[0] for line in out.splitlines()[1:-1]] == [*DOCUMENTED]
     assert out.endswith(AGREES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DOCUMENTED)
 def test_documented_function_notices_one_that_does_nothing(name, monkeypatch, capsys):
     example = imported("documented_function")
@@ -85,6 +89,7 @@ def test_documented_function_notices_one_that_does_nothing(name, monkeypatch, ca
     assert "DIFFERENT" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_serving_loop(capsys):
     out = printed("serving_loop", capsys, "--check")
     steps = [line for line in out.splitlines() if re.match(r" *\d+ +\d+ +\d+ ", line)]
@@ -103,6 +108,7 @@ def test_serving_loop_prefills_in_chunks():
     assert max(each.prompt_length for each in requests) > 32  # the default of --budget
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", ["copy on write", "shared prefix", "attention"])
 def test_serving_loop_notices_wrong_tokens(broken, monkeypatch, capsys):
     example = imported("serving_loop")
@@ -117,6 +123,7 @@ def test_serving_loop_notices_wrong_tokens(broken, monkeypatch, capsys):
     assert "DIFFERENT tokens alone: r" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_sparse_decode(capsys):
     out = printed("sparse_decode", capsys)
     rows = [line.split() for line in out.splitlines()[1:5]]
@@ -129,6 +136,7 @@ def test_sparse_decode(capsys):
     assert out.endswith(AGREES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["indexer_select", "sparse_mla", "sparse_step"])
 def test_sparse_decode_notices_a_wrong_result(name, monkeypatch, capsys):
     right = getattr(mlakit, name)

@@ -130,6 +130,7 @@ def rows_of_some_shape(draw: st.DrawFn) -> tuple[RowShape, torch.Tensor]:
     return row, torch.from_numpy(values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 @settings(max_examples=40, deadline=None)
 @given(case=rows_of_some_shape(), power_of_two=st.booleans())

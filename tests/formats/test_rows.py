@@ -158,6 +158,7 @@ def test_plain_rows_are_the_columns(name):
         assert raw(payload) == values.astype({"fp16": "<f2", "fp32": "<f4"}[name]).tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "scale", [1.0, 0.37, torch.tensor([0.37])], ids=["unit", "float", "tensor"]
 )
@@ -168,6 +169,7 @@ def test_fp8_rows_are_e4m3_of_the_quotient(scale):
     assert raw(payload) == b"".join(e4m3_bytes(row, divisor) for row in rows.numpy())
 
 
+@pytest.mark.slow
 @either_scale
 @pytest.mark.parametrize("row", [V3, RowShape(512, 0), PARTIAL], ids=shape_id)
 def test_block128_rows_byte_for_byte(row, power_of_two):
@@ -182,6 +184,7 @@ def test_block128_rows_byte_for_byte(row, power_of_two):
         assert raw(stored) == latent + packed_scales + bf16_bytes(values[row.kv_lora_rank :])
 
 
+@pytest.mark.slow
 @either_scale
 @pytest.mark.parametrize("row", [V3, RowShape(512, 0), PARTIAL], ids=shape_id)
 def test_token_rows_byte_for_byte(row, power_of_two):
@@ -206,6 +209,7 @@ def test_rows_are_divided_by_the_scale(name):
     assert raw(payload[0, : len(quotients)]) == bytes(e4m3_byte(q) for q in quotients)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", [V4, PARTIAL], ids=shape_id)
 def test_block64_pages_byte_for_byte(row):
     page_size, num_pages = 3, 2

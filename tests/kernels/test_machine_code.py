@@ -33,6 +33,7 @@ def codes() -> dict[str, dict[str, Any]]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_a_sound_kernel_has_no_spills_and_no_idle_barriers(codes):
     code = dict(codes["tidy"])
     assert 0 < code.pop("registers") < 64
@@ -59,6 +60,7 @@ def test_named_barriers_that_the_compiler_uses_too_are_counted(compilers, own, c
     assert module.count_clashing_barriers(f"{compilers}\n{own}\n{compilers}") == count
 
 
+@pytest.mark.slow
 def test_spills_are_counted(codes):
     code = codes["spilling"]
     assert code["registers"] == 64
@@ -68,6 +70,7 @@ def test_spills_are_counted(codes):
     assert not code["is_serialised"]
 
 
+@pytest.mark.slow
 def test_products_that_wait_for_each_other_are_seen(codes):
     assert codes["serialised"]["is_serialised"]
     assert not codes["asynchronous"]["is_serialised"]
@@ -90,6 +93,7 @@ def test_the_log_of_another_kernel_is_not_read(monkeypatch):
     assert module._log_of(kernel, log) == log
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "count"), [("all-barriers-used", 0), ("one-barrier-idle", 1), ("barriers-idle", 2)]
 )
@@ -97,6 +101,7 @@ def test_unused_barriers_are_counted(name, count, codes):
     assert codes[name]["idle_barriers"] == count
 
 
+@pytest.mark.slow
 def test_what_is_assembler_log_must_be_the_machine_code(codes):
     assert "the second assembly differs from the cubin" in codes["mixed-up"]["error"]
 

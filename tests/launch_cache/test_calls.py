@@ -237,6 +237,7 @@ def test_results_in_place_of_an_argument_are_recorded(op):
     assert call.ran == 4
 
 
+@pytest.mark.slow
 def test_constants_are_kept(op):
     made = []
 
@@ -455,6 +456,7 @@ def small_pool(tensor_scale: float = 1.0) -> PagedLatentCache:
     )
 
 
+@pytest.mark.slow
 def test_no_pool_is_kept_alive(op):
     call = op(lambda layer, out: (new(1),), 1)
     cache = small_pool()

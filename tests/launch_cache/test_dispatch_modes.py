@@ -117,6 +117,7 @@ def test_below_the_dispatcher_what_is_still_not_plain_does_not_run(op):
     assert (call.ran, call.dispatched) == (0, 0)
 
 
+@pytest.mark.slow
 def test_a_named_tuple_is_taken_apart(op):
     class Table(NamedTuple):
         starts: Tensor
@@ -154,6 +155,7 @@ def call_op(x: Tensor, out: Tensor | None = None) -> Tensor:
     return four_times_op(Arguments(x, None, 2.0), out)[0]
 
 
+@pytest.mark.slow
 def test_compiled_calls_are_right_after_calls_that_were_recorded(op):
     compiled = torch.compile(call_op, fullgraph=True, backend="aot_eager")
     for turn in range(5):

@@ -285,6 +285,7 @@ def test_every_form_of_a_config_gives_the_same_table(tmp_path, form, style):
     assert torch.equal(rope_table(config, 100), rope_table("deepseek-v2", 100))
 
 
+@pytest.mark.slow
 def test_releases_of_one_family_differ_in_their_angles():
     names = ("kimi-k2", "kimi-k2-0905", "kimi-k2.5", "deepseek-v3")
     tables = [rope_table(name, 20_000) for name in names]
@@ -342,6 +343,7 @@ def test_a_default_device_does_not_reach_the_computation(scaling):
         assert torch.equal(rope_table(config, POSITIONS), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaling", ["dynamic", "longrope"])
 def test_a_length_fixes_the_angles_of_a_scaling_that_depends_on_it(scaling):
     config = model_config("deepseek_v3", SCALINGS[scaling], max_position_embeddings=4096)

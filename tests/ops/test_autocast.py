@@ -35,6 +35,7 @@ def test_ops_have_the_same_bits(name):
         assert_same_bits(what, got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", STEPS.values(), ids=list(STEPS))
 @pytest.mark.parametrize("branch", [steps.decode_branch, steps.prefill_branch])
 def test_branches_have_the_same_bits(branch, step: Step):

@@ -85,6 +85,7 @@ def test_the_order_of_a_batch_does_not_matter(name, place):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.interpreted(name=("decode", "prefill", "sparse-extra"))
 @pytest.mark.parametrize("name", INDEPENDENT)
 def test_a_request_does_not_know_what_else_is_in_the_batch(name, place):
@@ -125,6 +126,7 @@ def test_no_tokens(name, place):
     assert len(results) == len(call.results)
 
 
+@pytest.mark.slow
 @interpreted
 def test_a_list_of_no_rows_attends_nothing(place):
     call = sparse_call().on(place.device)

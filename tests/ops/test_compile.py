@@ -33,6 +33,8 @@ from tests.ops.every_op import (
 )
 from tests.ops.part_of_batch import of_requests
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def _fresh_dynamo() -> Iterator[None]:

@@ -60,6 +60,7 @@ def assert_equal_but_for_rounding(got: tuple[Tensor, ...], want: tuple[Tensor, .
         assert_matches(name, mine, other.double(), other)
 
 
+@pytest.mark.slow
 @interpreted(options=[OPTIONS[name] for name in ("causal", "window", "shard")])
 @every_option
 def test_a_plan_serves_every_layer(options, place: Place):
@@ -73,6 +74,7 @@ def test_a_plan_serves_every_layer(options, place: Place):
         assert_equal_but_for_rounding(results, call.run(layer=layer, deterministic=True))
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("flat", [False, True], ids=["paged", "flat"])
 def test_a_plan_is_for_one_query_each_by_default(flat, place: Place):
@@ -94,6 +96,7 @@ def test_the_scratch_of_a_plan_is_two_partials_a_worker_at_most(place: Place):
         assert all(slot < plan.max_partials for *_, slot in plan.host_items())
 
 
+@pytest.mark.slow
 def test_plans_of_one_backend_serve_another():
     call = call_of({})
     want = call.run()
@@ -103,6 +106,7 @@ def test_plans_of_one_backend_serve_another():
             assert_equal_but_for_rounding(call.run(plan=plan, backend=user), want)
 
 
+@pytest.mark.slow
 def test_plans_of_other_heads_and_rows_serve_too():
     """A request with more rows than the plan's partials have room for is not split."""
     call = call_of({})
@@ -222,6 +226,7 @@ def unread(dims, kv_lens):
     check_kv_lens(dims, kv_lens)
 
 
+@pytest.mark.slow
 def test_a_plan_of_a_window_is_refused_for_a_wider_one():
     call = call_of(OPTIONS["window"])
     plan = plan_of(call, backend="triton")

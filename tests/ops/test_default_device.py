@@ -53,6 +53,7 @@ def test_every_op(name, place: Place):
     assert_same_state(call, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "step",
     [STEPS["bf16"], STEPS["fp8_block128-flat"], FP8_STEPS["fp8_token"]],
@@ -159,6 +160,7 @@ def test_workloads(kind):
         elsewhere(random_case(SeededDraw(seed), kind).run)()
 
 
+@pytest.mark.slow
 def test_every_new_tensor_has_a_device():
     assert package_calls_without("device", FACTORIES) == {}
 

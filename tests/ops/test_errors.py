@@ -39,6 +39,7 @@ def test_a_wrong_call_is_refused_and_writes_nothing(name, change, message):
     assert_unchanged(before)
 
 
+@pytest.mark.slow
 def test_every_op_is_called_wrongly():
     counts = Counter(CALLS[name]().function.__name__ for name, _, _ in ROWS)
     functions = [getattr(ops, name) for name in ops.__all__]
@@ -56,6 +57,7 @@ def test_the_registered_op_says_the_same():
         op.functional(*flat)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unused", [-1, -(2**31), NEVER_A_PAGE])
 def test_page_table_entries_past_the_last_page_are_not_read(unused):
     """Nor are the pages of a request without queries, nor those before a window."""

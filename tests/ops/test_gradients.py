@@ -32,6 +32,7 @@ def float_arguments(call: Call) -> list[tuple[str, Tensor]]:
     return [(name, tensor) for name, tensor in found if "extra" not in name]
 
 
+@pytest.mark.slow
 @every_call
 def test_an_input_that_requires_grad_is_refused(name):
     call = CALLS[name]()

@@ -74,6 +74,7 @@ def allocated(step: Step) -> AllocatedStep:
     return AllocatedStep(kv_lens=step.kv_lens, q_lens=step.q_lens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [ONE_EACH, Step()], ids=["one token each", "mixed"])
 @pytest.mark.parametrize("branch", [decode_branch, prefill_branch, mla_step])
 def test_a_step_takes_the_lengths_of_the_allocator(step, branch):

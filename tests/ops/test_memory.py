@@ -80,6 +80,7 @@ def test_scratch_sees_what_is_alive_at_once():
     assert 4000 <= scratch.peak < 8000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["bf16", "fp8", "fp8_token", "fp8_block128"])
 @pytest.mark.parametrize(
     "make", [decode_call, append_call, sparse_call], ids=["decode", "append", "sparse"]
@@ -207,6 +208,7 @@ LONG_CALLS: dict[str, Callable[[], Call]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LONG_CALLS)
 def test_scratch_stays_within_the_workspace(name):
     call = LONG_CALLS[name]()
@@ -227,6 +229,7 @@ def test_scores_of_a_long_prompt_stay_within_the_limit():
     assert 1 << 18 < scratch.peak <= (1 << 18) + (1 << 20)
 
 
+@pytest.mark.slow
 def test_the_workspace_is_used_when_there_is_one():
     """Else the test above would pass for kernels that go row by row."""
     call = long_prefill(600, 600, 4, 128)

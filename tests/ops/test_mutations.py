@@ -8,6 +8,7 @@ from tests.ops.mutations import MUTATIONS
 from tests.paths import ROOT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
 def test_a_mutant_is_killed(mutation, monkeypatch):
     mutation.assert_killed(monkeypatch)

@@ -36,6 +36,7 @@ def skip_other_devices(spec, device):
         pytest.skip("the CPU kernels take CPU tensors only")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", selection.specs("norm_rope_quant_append"), ids=str)
 @pytest.mark.parametrize(
     ("format", "way"),
@@ -115,6 +116,7 @@ def test_finished_latents_among_poison(format, spec, device):
     AppendCase(**row, padded=True, heads=2, **LENGTHS).run(device, spec.backend)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_tiles_of_tokens(way, device):
     """More tokens than the CPU kernel takes at once."""

@@ -59,6 +59,7 @@ def wanted(mask: Mask, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     return reference.mla_prefill(*not_finite(), *STARTS, **options(mask), dtype=dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.kind)
 @pytest.mark.parametrize("spec", selection.specs("mla_prefill"), ids=str)
 def test_values_that_are_not_finite_reach_exactly_the_queries_that_attend_to_them(

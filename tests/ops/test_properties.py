@@ -31,6 +31,7 @@ def is_repeated(checked: Property) -> bool:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "checked",
     [
@@ -48,6 +49,7 @@ def test_random_problems_match_the_oracle(checked, device, pytestconfig):
         pytest.skip(exploration.refusal)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "case"),
     [

@@ -27,6 +27,7 @@ from tests.ops.every_op import (
 )
 
 
+@pytest.mark.slow
 def test_the_calls_here_cover_every_public_function():
     functions = {name for name in ops.__all__ if inspect.isfunction(getattr(ops, name))}
     for names in (CALLS, ONE_EACH):
@@ -34,6 +35,7 @@ def test_the_calls_here_cover_every_public_function():
     assert set(selection.OPS) == functions
 
 
+@pytest.mark.slow
 @interpreted_once
 @every_call
 def test_the_calls_here_give_numbers(name, place):
@@ -54,6 +56,7 @@ def _allclose_takes_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "allclose", widened)
 
 
+@pytest.mark.slow
 @every_call
 @pytest.mark.usefixtures("_allclose_takes_e4m3")
 def test_opcheck(name):
@@ -61,6 +64,7 @@ def test_opcheck(name):
     torch.library.opcheck(op.functional, flat)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*ONE_EACH, *OTHER_FORMS])
 @pytest.mark.usefixtures("_allclose_takes_e4m3")
 def test_opcheck_of_the_form_that_writes(name):
@@ -81,6 +85,7 @@ def test_the_registered_op_is_the_function(name, place):
     assert_same_state(call, other)
 
 
+@pytest.mark.slow
 def test_only_what_is_written_is_declared_so():
     for name in ONE_EACH:
         op, _ = CALLS[name]().packed()

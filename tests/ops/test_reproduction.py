@@ -34,6 +34,7 @@ def case_of(line: str) -> Case:
     return case
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_the_reproduction_line_is_the_case(case):
     @settings(
@@ -54,6 +55,7 @@ def test_the_reproduction_line_names_device_and_backend():
     )
 
 
+@pytest.mark.slow
 def test_the_reproduction_line_runs(monkeypatch):
     case = DecodeCase(format="fp8_block64", kv_lens=(17, 0, 40), sink="mixed", seed=7, world=2)
     replace_launcher(monkeypatch, "mla_decode", by_name(keyless), backend="cpu")

@@ -16,6 +16,7 @@ worlds = pytest.mark.parametrize("world", WORLDS)
 methods = pytest.mark.parametrize("method", METHODS)
 
 
+@pytest.mark.slow
 @worlds
 @methods
 @pytest.mark.parametrize("interleave", [1, 4])
@@ -23,39 +24,46 @@ def test_decode_is_that_of_one_process(ranks, world, method, interleave):
     ranks.run(world, steps.check_decode, interleave, method)
 
 
+@pytest.mark.slow
 @worlds
 @methods
 def test_bf16(ranks, world, method):
     ranks.run(world, steps.check_bf16, "bf16", method)
 
 
+@pytest.mark.slow
 @worlds
 @pytest.mark.parametrize("format", ["fp8_token", "fp8_block128"])
 def test_fp8_rows(ranks, world, format):
     ranks.run(world, steps.check_bf16, format, "all_gather")
 
 
+@pytest.mark.slow
 @worlds
 def test_bf16_with_sharded_heads(ranks, world):
     ranks.run(world, steps.check_bf16, "bf16", "all_to_all", is_head_sharded=True)
 
 
+@pytest.mark.slow
 @worlds
 def test_plans_are_of_a_ranks_lengths(ranks, world):
     ranks.run(world, steps.check_plans)
 
 
+@pytest.mark.slow
 @worlds
 @pytest.mark.parametrize("interleave", [1, 4])
 def test_sharded_heads(ranks, world, interleave):
     ranks.run(world, steps.check_head_sharded, interleave)
 
 
+@pytest.mark.slow
 @worlds
 def test_results_of_functional_collectives(ranks, world):
     ranks.run(world, steps.check_functional_collectives)
 
 
+@pytest.mark.slow
 @worlds
 @methods
 @pytest.mark.parametrize(("dtype", "width"), [(F32, 6), (BF16, 3)], ids=str)
@@ -64,24 +72,29 @@ def test_merge_matches_the_oracle(ranks, world, method, dtype, width):
     ranks.run(world, steps.check_merge, method, dtype, width)
 
 
+@pytest.mark.slow
 @worlds
 def test_no_tokens(ranks, world):
     ranks.run(world, steps.check_no_tokens)
 
 
+@pytest.mark.slow
 @worlds
 def test_ranks_agree(ranks, world):
     ranks.run(world, steps.check_ranks_agree)
 
 
+@pytest.mark.slow
 def test_torch_compile_makes_one_graph(ranks):
     ranks.run(2, steps.check_compiled)
 
 
+@pytest.mark.slow
 def test_bytes_that_are_sent(ranks):
     ranks.run(2, steps.check_bytes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -111,6 +124,7 @@ def test_a_process_without_a_group():
         context_parallel_decode(STEP.q, STEP.kv, STEP.weights, STEP.batch())
 
 
+@pytest.mark.slow
 def test_a_failing_rank_fails_the_test(ranks):
     with pytest.raises(AssertionError, match=r"^rank 1 of 2:(.|\n)*on purpose"):
         ranks.run(2, steps.fail)

@@ -22,12 +22,14 @@ def folder(request, tmp_path):
     return str(tmp_path)
 
 
+@pytest.mark.slow
 @worlds
 @pytest.mark.parametrize("is_head_sharded", [False, True], ids=["all heads", "sharded heads"])
 def test_a_layer_is_that_of_one_process(ranks, folder, world, is_head_sharded):
     ranks.run(world, layers.check_layer, folder, 1, is_head_sharded=is_head_sharded)
 
 
+@pytest.mark.slow
 def test_interleave_and_splits(ranks, folder):
     ranks.run(2, layers.check_layer, folder, 4, is_head_sharded=False, splits=2)
 
@@ -39,10 +41,12 @@ def sparse_folder(tmp_path):
     return str(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_layer_attends_to_the_selection_of_another(ranks, sparse_folder):
     ranks.run(2, layers.check_shared_selection, sparse_folder)
 
 
+@pytest.mark.slow
 def test_the_earliest_tokens_among_equal_scores(ranks, sparse_folder):
     ranks.run(4, layers.check_equal_scores, sparse_folder)
 

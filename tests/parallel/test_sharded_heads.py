@@ -17,11 +17,13 @@ DENSE = {"first_k_dense_replace": 2}
 LEFT_OUT = ("deepseek_v3", "axk1", "mistral4", "youtu", "kimi_linear")
 
 
+@pytest.mark.slow
 @worlds
 def test_the_sum_over_ranks(ranks, world):
     ranks.run(world, steps.check_sum)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_fp8", [False, True], ids=["float32", "fp8"])
 def test_a_layer_sums_its_ranks(ranks, tmp_path, is_fp8):
     config = SMALL | {"attention_bias": True}
@@ -36,6 +38,7 @@ def test_a_group_stands_for_rank_and_size(tmp_path):
         MLAAttention.load_safetensors(tmp_path, 0, tp_size=2, tp_group=object())
 
 
+@pytest.mark.slow
 @worlds
 @pytest.mark.parametrize(
     ("model_type", "fields"),
@@ -50,6 +53,7 @@ def test_transformers_shards_the_heads_by_the_plan(ranks, world, model_type, fie
     ranks.run(world, heads.check_model, model_type, fields)
 
 
+@pytest.mark.slow
 def test_transformers_loads_the_heads_of_a_rank_by_the_plan(ranks, tmp_path):
     heads.small_model("deepseek_v3", **DENSE).save_pretrained(tmp_path)
     ranks.run(max(WORLDS), heads.check_loaded_model, str(tmp_path))

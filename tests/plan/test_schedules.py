@@ -75,6 +75,7 @@ def assert_slots_belong_to_split_requests(plan: DecodePlan) -> None:
     assert plan.num_partials == plan.partial_starts[-1]
 
 
+@pytest.mark.slow
 @properties
 @given(lengths, ctas, tiles)
 def test_decode_plan_covers_every_key_once(kv_lens, num_ctas, tile):
@@ -90,6 +91,7 @@ def even_load(plan: DecodePlan) -> int:
     return ceil(max(tiles) / splits) * ceil(len(tiles) / plan.num_ctas)
 
 
+@pytest.mark.slow
 @properties
 @given(lengths, ctas, tiles)
 def test_decode_plan_loads_are_balanced_or_even_within_a_tenth(kv_lens, num_ctas, tile):
@@ -111,6 +113,7 @@ def assert_no_cta_shares_a_split_request(plan: DecodePlan) -> None:
         assert len(own) <= 1 or all(item.partial_slot == -1 for item in own)
 
 
+@pytest.mark.slow
 @properties
 @given(st.integers(1, 700), st.integers(1, 40), ctas, tiles)
 def test_decode_plan_never_exceeds_the_share_of_equal_requests(kv_len, batch, num_ctas, tile):
@@ -136,6 +139,7 @@ def test_decode_plan_cuts_equal_requests_alike():
     ]
 
 
+@pytest.mark.slow
 @properties
 @given(lengths, ctas, tiles)
 def test_decode_plan_scratch_is_bounded_by_two_slots_a_cta(kv_lens, num_ctas, tile):
@@ -146,6 +150,7 @@ def test_decode_plan_scratch_is_bounded_by_two_slots_a_cta(kv_lens, num_ctas, ti
     assert len(plan.items) <= num_ctas + max(len(kv_lens) - 1, 0)
 
 
+@pytest.mark.slow
 @properties
 @given(lengths, ctas, st.integers(1, 32), st.integers(1, 6))
 def test_fixed_split_depends_on_the_own_length_only(kv_lens, num_ctas, tile, split_tiles):
@@ -159,6 +164,7 @@ def test_fixed_split_depends_on_the_own_length_only(kv_lens, num_ctas, tile, spl
         assert ranges_of(plan, request) == ranges_of(alone, 0) == own
 
 
+@pytest.mark.slow
 @properties
 @given(lengths, ctas, st.integers(1, 32), st.integers(1, 6))
 def test_fixed_split_loads_are_within_one_split_of_the_even_share(
@@ -169,6 +175,7 @@ def test_fixed_split_loads_are_within_one_split_of_the_even_share(
     assert all(abs(load - even) < split_tiles for load in loads(plan))
 
 
+@pytest.mark.slow
 @properties
 @given(lengths, ctas)
 def test_decode_plan_is_deterministic(kv_lens, num_ctas):
@@ -272,6 +279,7 @@ def test_plan_decode_refuses_what_is_no_integer(arguments, message):
         plan_decode(**{"kv_lens": [5], "num_ctas": 4, **arguments})
 
 
+@pytest.mark.slow
 @properties
 @given(st.integers(0, 3000), st.integers(1, 80), st.integers(1, 200))
 def test_equal_splits_cover_every_key_once_in_whole_pages(kv_len, num_splits, granularity):
@@ -354,6 +362,7 @@ def as_lists(plan: PrefillPlan) -> tuple[list[list[int]], list[list[int]], list[
     )
 
 
+@pytest.mark.slow
 @properties
 @given(
     st.lists(st.integers(0, 42), min_size=1, max_size=8),

@@ -246,6 +246,7 @@ def test_the_import_checker_sees(path, source, found):
     assert forbidden_imports(path, source) == [f"{path} imports {each}" for each in found]
 
 
+@pytest.mark.slow
 def test_import_touches_no_device_and_no_optional_package_and_works_without_them():
     code = """
 import os, sys, torch
@@ -263,6 +264,7 @@ print(without_them, torch.cuda.is_initialized(), loaded)
     assert run_python(code) == "0 False []"
 
 
+@pytest.mark.slow
 def test_optional_packages_are_imported_late():
     optional = {"transformers", "matplotlib", "vllm", "flash_mla", "flashinfer", "triton"}
     for path, source in SOURCES.items():
@@ -311,6 +313,7 @@ def test_the_late_import_checker_sees():
     )
 
 
+@pytest.mark.slow
 def test_only_knobs_reads_the_environment():
     readers = {path for path, source in SOURCES.items() if environment_reads(source)}
     assert readers == {"dispatch/knobs.py"}
@@ -341,6 +344,7 @@ def default_tolerances(source: str) -> list[int]:
     ]
 
 
+@pytest.mark.slow
 def test_no_test_compares_by_a_tolerance_that_only_one_cpu_may_meet():
     tests = sorted((ROOT / "tests").rglob("*.py"))
     found = {str(path): default_tolerances(path.read_text(encoding="utf-8")) for path in tests}
@@ -354,6 +358,7 @@ def test_the_tolerance_checker_sees():
     assert default_tolerances('assert_matches("a", a, b, c)\nassert_close(a, b)') == []
 
 
+@pytest.mark.slow
 def test_only_the_main_module_is_a_script():
     assert {path for path, source in SOURCES.items() if is_script(source)} == {"__main__.py"}
 
@@ -368,6 +373,7 @@ def vague_words(path: Path) -> set[str]:
     return {word for part in path.parts for word in Path(part).stem.split("_")} & VAGUE_NAMES
 
 
+@pytest.mark.slow
 def test_no_file_has_a_name_that_says_nothing():
     names = [path.relative_to(ROOT) for path in project_files()]
     assert [name for name in names if vague_words(name)] == []
@@ -403,6 +409,7 @@ def test_the_installed_version_is_the_version_of_the_source():
     assert importlib.metadata.version("mlakit") == mlakit.__version__
 
 
+@pytest.mark.slow
 def test_no_file_names_a_path_of_a_developers_machine():
     found = []
     for path in project_files():

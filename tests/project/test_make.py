@@ -115,8 +115,8 @@ def test_every_version_of_transformers_has_an_environment_of_its_own():
 
 def test_make_quick_checks_what_make_test_checks_and_leaves_out_slow_tests():
     assert commands_of("quick").startswith(commands_of("lint") + commands_of("types"))
-    assert commands_of("quick").endswith(commands_of("unit").replace("\n", " --quick\n"))
-    assert "--quick" not in commands_of("test")
+    assert commands_of("quick").endswith(commands_of("unit").replace("\n", ' -m "not slow"\n'))
+    assert "not slow" not in commands_of("test")
 
 
 def dry_run(*arguments: str) -> str:
@@ -180,10 +180,11 @@ def collect(
     items, deselected, lines = [item("host"), item("device", "gpu"), item("slow")], [], []
     hook = SimpleNamespace(pytest_deselected=lambda items: deselected.extend(items))
     config = SimpleNamespace(
-        hook=hook, stash=pytest.Stash(), getoption=lambda option: option in options
+        hook=hook,
+        stash=pytest.Stash(),
+        option=SimpleNamespace(markexpr=""),
+        getoption=lambda option: option in options,
     )
-    slow = frozenset({"tests/ops/test_some.py::slow", "tests/ops/test_some.py::not_here"})
-    monkeypatch.setattr(slow_tests, "slow_functions", lambda: slow)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     conftest.pytest_collection_modifyitems(config, items)
     conftest.pytest_terminal_summary(SimpleNamespace(write_line=lines.append), config)
@@ -225,49 +226,34 @@ def test_thorough_and_exhaustive_tests_need_the_option(monkeypatch, marked, has_
     assert config.stash.get(slow_tests.THOROUGH, 0) == 1 - kept
 
 
-def test_a_quick_run_leaves_out_slow_tests_and_says_so(monkeypatch):
-    kept, deselected, summary = collect(monkeypatch, True, "--quick")
-    assert (kept, deselected) == (["host", "device"], ["slow"])
-    assert summary.startswith("slow tests left out: 1 in 1 files (slow_tests.txt lists them)")
-    assert "make test runs all" in summary
-
-
-def test_few_tests_of_a_function_are_measured(monkeypatch):
+def test_few_tests_of_a_function_are_measured():
     items = [SimpleNamespace(nodeid=f"tests/ops/test_some.py::many[{i}]") for i in range(50)]
     config = SimpleNamespace(getoption=lambda option: option == "--measure-slow")
-    slow_tests.select(config, items)
-    assert [each.nodeid.partition("many")[2] for each in items] == [
-        "[0]",
-        "[10]",
-        "[20]",
-        "[30]",
-        "[40]",
-    ]
+    slow_tests.select_measured(config, items)
+    assert [each.nodeid[-4:] for each in items] == ["y[0]", "[10]", "[20]", "[30]", "[40]"]
 
 
-def test_a_function_is_slow_by_the_mean_of_what_was_measured(monkeypatch, tmp_path):
-    monkeypatch.setattr(slow_tests, "LIST", tmp_path / "slow.txt")
-    measured = {"a.py::slow[0]": 0.01, "a.py::slow[1]": 0.9, "a.py::quick": 0.02, "b.py::slow": 3.0}
+def test_a_marker_is_wrong_by_the_mean_of_what_was_measured():
+    measured = {
+        "a.py::slow[0]": (0.01, {}),
+        "a.py::slow[1]": (0.9, {}),
+        "a.py::quick": (0.002, {"slow": 1}),
+        "b.py::nearly_slow": (0.05, {}),
+        "b.py::slow": (3.0, {"slow": 1}),
+    }
     reports = [
-        SimpleNamespace(nodeid=name, when="call", user_properties=[(slow_tests.SECONDS, seconds)])
-        for name, seconds in measured.items()
+        SimpleNamespace(
+            nodeid=name,
+            when="call",
+            user_properties=[(slow_tests.SECONDS, seconds)],
+            keywords=marks,
+        )
+        for name, (seconds, marks) in measured.items()
     ]
-    assert slow_tests.write_list(reports) == "2 of 3 test functions are slow: slow.txt"
-    assert slow_tests.slow_functions() == {"a.py::slow", "b.py::slow"}
-
-
-def test_tests_in_the_interpreter_count_by_themselves():
-    assert slow_tests.function_of("a.py::test_x[interpreted-decode]") == "a.py::test_x[interpreted]"
-    assert slow_tests.function_of("a.py::test_x[cpu-decode]") == "a.py::test_x"
-    assert slow_tests.function_of("a.py::test_x") == "a.py::test_x"
-
-
-def test_every_slow_test_exists():
-    """Renamed or moved, a slow test would be run by `make quick`: `make slow-tests` measures."""
-    for function in slow_tests.slow_functions():
-        file, _, name = function.removesuffix("[interpreted]").partition("::")
-        source = (ROOT / file).read_text(encoding="utf-8")
-        assert f"def {name.rpartition('::')[2]}(" in source, function
+    assert list(slow_tests.wrong_markers(reports)) == [
+        "a.py::quick is marked slow and takes 0.002 s",
+        "a.py::slow is not marked slow and takes 0.455 s",
+    ]
 
 
 def test_no_test_here_waits_for_a_gpu_that_is_not_there(request):

@@ -118,6 +118,7 @@ def run(code: str) -> str:
     return done.stderr
 
 
+@pytest.mark.slow
 def test_the_absence_of_numpy_causes_no_warning():
     assert "numpy" not in run(WITHOUT_NUMPY).lower()
 
@@ -136,6 +137,7 @@ CAUSAL, PagedLatentCache, sparse_mla
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code",
     [

@@ -108,6 +108,7 @@ def compare_checkouts(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_checkouts_are_compared_with_the_first(compare_checkouts):
     decodes = ("128q1s4k,16", "128q1s4k,32,fp8,e4m3", "128q1s4k,16,page1")
     others = ("--prefill", "128q1s4k,8,full", "--sparse", "128q1s4k,8,fp8", "--indexer")
@@ -128,6 +129,7 @@ def test_checkouts_are_compared_with_the_first(compare_checkouts):
     ]
 
 
+@pytest.mark.slow
 def test_a_wrong_checkout_is_not_timed(compare_checkouts):
     done = compare_checkouts(
         "old={checkout}/old", "new={checkout}/new,IS_WRONG=1", "--decode", "128q1s4k,16"
@@ -143,12 +145,14 @@ def test_no_workload_is_an_error(compare_checkouts):
     assert "name at least one workload: --decode, --prefill" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_folder_without_a_checkout_is_named(compare_checkouts):
     done = compare_checkouts("old={checkout}/old/mlakit", "--decode", "128q1s4k,16")
     assert done.returncode == 1
     assert "must be NAME=FOLDER with a checkout of mlakit" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", ["own", *sm_clock.LOADS])
 def test_clocks_are_written_by_a_copy_of_the_kernel(rows, tmp_path):
     sm_clock.copy_with_clocks(ROOT, tmp_path, rows)

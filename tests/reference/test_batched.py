@@ -22,6 +22,8 @@ from mlakit.tools.workloads import (
 from mlakit.tools.workloads.fp8_scores import FORMATS as FP8_FORMATS
 from mlakit.tools.workloads.random_cases import CACHED, SeededDraw, random_case
 
+pytestmark = pytest.mark.slow
+
 KINDS = (
     DecodeCase,
     PrefillCase,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 
 from mlakit import reference
@@ -53,6 +54,7 @@ def test_quantize_rounds_to_the_nearest_number_of_the_format() -> None:
     assert (chosen <= closest + 1e-4).all()  # 448 · 2^-23: the reciprocal is a float32 number
 
 
+@pytest.mark.slow
 def test_scaled_product_equals_the_dequantised_one() -> None:
     """Group sizes that divide neither K nor N; the padding of the scales holds NaN."""
     m, n, k, n_group, k_group = 5, 7, 11, 3, 4

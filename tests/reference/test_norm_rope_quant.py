@@ -93,6 +93,7 @@ def nearest(value: Fraction, dtype: torch.dtype) -> Fraction:
     return round(value / unit) * unit  # round() of a Fraction goes to even on a tie
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "freq_dtype", "octaves"),
     [
@@ -116,6 +117,7 @@ def test_stepwise_rotation_is_exact_to_the_bit(
         assert reference.rotate_stepwise(pair, cos_sin).tolist() == exact
 
 
+@pytest.mark.slow
 def test_stepwise_rotation_stays_close_to_the_exact_one() -> None:
     """Half an ulp (2^-8 relative) for the rounded product, and half an ulp for the sum."""
     x, table = normal(200, 64, seed=1).bfloat16(), rope_table(200, 64, torch.bfloat16)

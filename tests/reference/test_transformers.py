@@ -13,6 +13,8 @@ from transformers import AutoConfig
 from mlakit import MLAGeometry, reference, rope_table
 from tests.reference.inputs import Batch, assert_same, normal
 
+pytestmark = pytest.mark.slow
+
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,

@@ -33,6 +33,7 @@ interpreted = pytest.mark.interpreted
 on_cpu = pytest.mark.on_cpu
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("branch", [prefill_branch, decode_branch, mla_step])
 def test_results_are_written_into_a_given_tensor(branch):
     step = STEPS["bf16"]
@@ -46,6 +47,7 @@ def test_results_are_written_into_a_given_tensor(branch):
     assert_same_bits("what surrounds it", room, around)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("branch", [prefill_branch, decode_branch, mla_step])
 def test_twice_the_same_bits(branch):
     step = STEPS["fp8_token-half"]
@@ -113,6 +115,7 @@ def test_without_lengths_on_the_host_a_plan_must_be_given(branch, maker):
     assert_unchanged(before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_lengths_on_a_gpu")
 @on_cpu
 def test_with_plans_lengths_need_not_be_on_the_host():

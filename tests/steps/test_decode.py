@@ -33,6 +33,7 @@ pytestmark = pytest.mark.usefixtures("place")
 interpreted = pytest.mark.interpreted
 
 
+@pytest.mark.slow
 @every_step
 @interpreted(step=[STEPS["fp8_token-half"], STEPS["nope"]])
 def test_decode_is_prefill(step):
@@ -44,6 +45,7 @@ def test_decode_is_prefill(step):
     assert_same_bits("q", q, step.q)
 
 
+@pytest.mark.slow
 @every_mask
 def test_decode_under_every_mask(mask):
     step = STEPS["fp8_token-half"]
@@ -51,6 +53,7 @@ def test_decode_under_every_mask(mask):
     step.check_decode(decode_branch(q, kv, weights, batch, mask=mask), batch, mask)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [
@@ -66,6 +69,7 @@ def test_decode_follows_a_plan(plan):
     step.check_decode(decode_branch(q, kv, weights, batch, plan=plan), batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", FP8_STEPS.values(), ids=list(FP8_STEPS))
 @interpreted(step=[FP8_STEPS["crossed-blocks"]])
 def test_decode_with_fp8_weights(step, monkeypatch):
@@ -117,6 +121,7 @@ def physical(step: Step, lists: list[list[int]]) -> tuple[Tensor, Tensor]:
     return rows, int32([len(keys) for keys in lists])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["bf16", "fp8_token"])
 @pytest.mark.parametrize("plan", [None, EvenSplit(2)], ids=["whole", "split"])
 @interpreted(format=["fp8_token"], plan=[None])
@@ -130,6 +135,7 @@ def test_sparse_decode(format, plan):
     step.check_sparse(out, batch, lists)
 
 
+@pytest.mark.slow
 def test_sparse_decode_over_all_rows_is_dense_decode():
     step = STEPS["bf16"]
     rows, lens = physical(step, listed_rows(step, CAUSAL, lambda key: True))
@@ -149,6 +155,7 @@ def test_sparse_decode_does_not_look_at_the_pages_of_the_context():
     assert_same_bits("out", decode_branch(q, kv, weights, batch, rows=rows, topk_lens=lens), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [STEPS["bf16"], FP8_STEPS["fp8_token"]], ids=["bf16", "fp8"])
 def test_decode_compiles_into_one_graph(step, place):
     there = Transplant(place.device)

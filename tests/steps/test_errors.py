@@ -315,6 +315,7 @@ def test_a_result_that_requires_grad_is_refused_before_anything_is_written(decod
     assert_unchanged(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("branch", [decode_branch, mla_step])
 def test_decode_needs_queries_like_the_rows_of_a_float_cache(branch):
     """A prefill branch may read bf16 rows for float32 queries; `mla_decode` may not."""

@@ -33,6 +33,7 @@ pytestmark = pytest.mark.usefixtures("place")
 interpreted = pytest.mark.interpreted
 
 
+@pytest.mark.slow
 @every_step
 @interpreted(step=[STEPS["fp8_block128-flat"]])
 def test_prefill(step):
@@ -42,6 +43,7 @@ def test_prefill(step):
     step.check_appended(batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", FP8_STEPS.values(), ids=list(FP8_STEPS))
 @interpreted(step=[FP8_STEPS["crossed-blocks"]])
 def test_prefill_with_fp8_weights(step):
@@ -51,6 +53,7 @@ def test_prefill_with_fp8_weights(step):
     step.check_appended(batch)
 
 
+@pytest.mark.slow
 def test_prefill_rotates_q_in_place_and_nothing_else_of_it():
     step = STEPS["bf16"]
     q, kv, weights, batch = step.arguments()
@@ -61,6 +64,7 @@ def test_prefill_rotates_q_in_place_and_nothing_else_of_it():
     assert_same_bits("kv", kv, step.kv)
 
 
+@pytest.mark.slow
 @every_mask
 @pytest.mark.parametrize("max_rows", [None, 1, 3, 7, 64])
 @interpreted(mask=[CAUSAL], max_rows=[7])
@@ -71,6 +75,7 @@ def test_prefill_in_chunks_of_context(mask, max_rows):
     step.check_prefill(out, batch, mask, max_rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "step",
     [FP8_STEPS["fp8_token"], STEPS["fp8_block64-fp32"]],
@@ -81,6 +86,7 @@ def test_prefill_in_chunks_of_a_quantised_context(step):
     step.check_prefill(prefill_branch(q, kv, weights, batch, max_context_rows=2), batch, max_rows=2)
 
 
+@pytest.mark.slow
 def test_many_chunks_lose_no_more_than_one():
     """Partial results are rounded once each and their sum once, however often it is merged."""
     step = Step(kv_lens=(302,), q_lens=(2,))
@@ -89,6 +95,7 @@ def test_many_chunks_lose_no_more_than_one():
     step.check_prefill(many, batch, max_rows=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", [CAUSAL, CausalMask(), NullMask()], ids=["own", "MAX", "null"])
 @pytest.mark.parametrize("max_rows", [1, 3, 7, 64, None])
 def test_prefill_expands_no_more_context_at_once_than_asked(mask, max_rows, monkeypatch):
@@ -168,6 +175,7 @@ def test_a_window_expands_only_the_keys_it_shows(monkeypatch):
     assert expanded == [2 + 3 - 1]
 
 
+@pytest.mark.slow
 def test_prefill_follows_a_plan():
     step = STEPS["fp32"]
     plan = plan_context(step.kv_lens, step.q_lens, max_rows=5)

@@ -68,6 +68,7 @@ def alone(step: Step, batch: CachedBatch, request: int) -> tuple[slice, CachedBa
     return slice(first, last), part
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "step",
     [STEPS["bf16"], STEPS["fp8_block128-flat"], FP8_STEPS["fp8_token"]],
@@ -89,6 +90,7 @@ def test_each_request_of_a_step_gets_what_its_branch_gives_it_alone(step, decode
     step.check_appended(batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decode_threshold", [0, 3, 12])
 @interpreted(decode_threshold=[3])
 def test_a_step_meets_the_oracle(decode_threshold):
@@ -114,6 +116,7 @@ def test_a_step_of_short_requests_only_decodes(monkeypatch):
     assert spy.decoded == [[1, 1, 0, 2, 1, 8]]
 
 
+@pytest.mark.slow
 def test_a_step_of_long_requests_only_prefills(monkeypatch):
     step = replace(STEPS["bf16"], kv_lens=(18, 0, 27, 4, 0, 14), q_lens=(9, 0, 10, 0, 0, 11))
     spy = Spy(monkeypatch)
@@ -133,6 +136,7 @@ def test_a_plan_of_a_step_gives_the_branch_of_each_request():
     assert plan_step(KV_LENS, Q_LENS).prefill == (5,)
 
 
+@pytest.mark.slow
 def test_a_step_follows_its_plan(monkeypatch):
     step = STEPS["bf16"]
     spy = Spy(monkeypatch)

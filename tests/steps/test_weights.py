@@ -143,6 +143,7 @@ def test_a_float_matrix_is_not_copied(generator):
     assert not up.w_uk_t.weight.any()
 
 
+@pytest.mark.slow
 @every_geometry
 @pytest.mark.parametrize(
     ("dtype", "activations"), [(BF16, BF16), (F32, F32), (E4M3, BF16), (E4M3, F32)], ids=str
@@ -164,6 +165,7 @@ def test_expanding(g, group, dtype, activations, generator):
         assert_matches(name, got, exact, naive)
 
 
+@pytest.mark.slow
 @every_geometry
 @pytest.mark.parametrize(
     ("dtype", "activations"), [(BF16, BF16), (F32, F32), (E4M3, BF16), (E4M3, F32)], ids=str

@@ -39,6 +39,7 @@ def mutate_merge(monkeypatch: pytest.MonkeyPatch, *, from_heads: int) -> None:
     replace_launcher(monkeypatch, "merge_states", by_name(after=add_to_lse), backend="cpu")
 
 
+@pytest.mark.slow
 def test_every_op_is_checked_and_the_table_says_how_often():
     count = 2 * len(selection.OPS)
     code, output = invoke(
@@ -52,6 +53,7 @@ def test_every_op_is_checked_and_the_table_says_how_often():
     assert output.endswith(f"{count} calls, all results correct.\n")
 
 
+@pytest.mark.slow
 def test_a_miss_prints_a_command_that_misses_again(monkeypatch):
     mutate_merge(monkeypatch, from_heads=12)
     arguments = ("--op", "merge_states", "--device", "cpu", "--backend", "cpu")
@@ -80,6 +82,7 @@ def test_the_command_names_only_what_was_asked_for():
     assert loose.command("x", 9).endswith("--count 1 --device cuda --any-widths")
 
 
+@pytest.mark.slow
 def test_json():
     arguments = ("--op", "indexer_topk", "--op", "merge_states", "--device", "cpu")
     code, output = invoke(*arguments, "--backend", "cpu", "--count", "4", "--seed", "5", "--json")
@@ -140,12 +143,14 @@ def test_a_wrong_result_of_one_process_is_the_outcome(monkeypatch):
     assert together.num_correct == right.num_correct + wrong.num_correct
 
 
+@pytest.mark.slow
 def test_without_a_seed_a_new_one_is_drawn_and_shown():
     arguments = ("--op", "indexer_topk", "--count", "1", "--device", "cpu", "--json")
     seeds = {json.loads(invoke(*arguments)[1])["seed"] for _ in range(3)}
     assert len(seeds) == 3
 
 
+@pytest.mark.slow
 def test_nothing_checked_is_no_success():
     code, output = invoke(
         "--op", "mla_decode", "--device", "cpu", "--backend", "hopper", "--count", "1"
@@ -200,6 +205,7 @@ def test_some_decodes_are_what_kernels_for_one_architecture_take():
     assert {case.format for case in taken} >= {"bf16", "fp16"}
 
 
+@pytest.mark.slow
 def test_widths_are_those_of_models_unless_any_will_do():
     ops = ("mla_decode", "mla_prefill")
     cases = [case for _, case in islice(random_cases(Settings(ops, seed=0)), 200)]

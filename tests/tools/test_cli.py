@@ -24,6 +24,7 @@ def test_version():
     assert (result.exit_code, result.output) == (0, f"mlakit {mlakit.__version__}\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["--help"], ["-h"], []], ids=str)
 def test_help_names_the_commands_and_gives_an_example(arguments):
     output = CliRunner().invoke(cli.app, arguments).output
@@ -31,6 +32,7 @@ def test_help_names_the_commands_and_gives_an_example(arguments):
     assert "Example: mlakit demo" in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("passed", "exit_code"), [(True, 0), (False, 1)])
 def test_demo_runs_the_demo(monkeypatch, passed, exit_code):
     calls = []
@@ -46,6 +48,7 @@ def test_demo_runs_the_demo(monkeypatch, passed, exit_code):
     assert calls == [(expected, {"with_documented": False})]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "found"),
     [
@@ -66,6 +69,7 @@ def test_shells_complete_commands_and_values(words, found):
 NAMES = list(get_command(cli.app).commands)
 
 
+@pytest.mark.slow
 def test_every_command_has_an_example():
     for name in NAMES:
         output = CliRunner().invoke(cli.app, [name, "--help"]).output
@@ -76,6 +80,7 @@ def test_an_unknown_command_is_a_usage_error():
     assert CliRunner().invoke(cli.app, ["dmeo"]).exit_code == 2
 
 
+@pytest.mark.slow
 def test_python_dash_m_is_the_command():
     command = [sys.executable, "-m", "mlakit", "--version"]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -105,6 +110,7 @@ QUICK_CALLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK_CALLS)
 def test_what_needs_no_torch_does_not_import_it(name):
     command, variables = QUICK_CALLS[name]
@@ -139,6 +145,7 @@ app(prog_name="mlakit")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["--version", "complete mlakit bench sp"])
 def test_what_needs_no_torch_is_quick(name):
     command, variables = QUICK_CALLS[name]
@@ -172,6 +179,7 @@ def refusal(*arguments: str) -> str:
     return re.sub(r"[│\s]+", " ", result.output)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_wrong_environment_variable_is_named_by_every_command(name, monkeypatch):
     monkeypatch.setenv("MLAKIT_BACKEND", "foo")
@@ -242,6 +250,7 @@ def test_an_option_that_would_do_nothing_is_refused(arguments, said):
     assert said in refusal(*arguments.split())
 
 
+@pytest.mark.slow
 def test_every_option_that_goes_with_another_says_so_in_its_help():
     """And is in the list above: an option added later is refused, too."""
     refused = " ".join(arguments for arguments, _ in OPTIONS_WITHOUT_EFFECT)

@@ -77,6 +77,7 @@ def test_eighty_columns_have_workload_implementation_time_and_speedup():
     assert {"speedup", "target"} <= set(names)
 
 
+@pytest.mark.slow
 def test_what_has_no_room_is_named_and_the_least_important_goes_first():
     short = [each for each in ROWS if each.workload != LONG]
     everything = ["us", "TFLOP/s", "GB/s", "rounds", "speedup", "p20", "p80", "target"]
@@ -105,6 +106,7 @@ def test_comparisons_fit_eighty_columns():
     assert "…" not in "".join(lines)
 
 
+@pytest.mark.slow
 def test_maps_of_the_grid_fit_eighty_columns():
     rows = [row(each.name, "flash_mla", 10.0, speedup=spread(1.126)) for each in GRID]
     for heat in heat_maps(rows):
@@ -128,6 +130,7 @@ def test_compiled_kernels_fit_eighty_columns():
         assert "…" not in "".join(lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("columns", "widest"), [("80", 80), (None, WIDE)])
 def test_the_command_keeps_to_the_columns_it_is_given(tmp_path, monkeypatch, columns, widest):
     file = tmp_path / "stored.json"

@@ -81,6 +81,7 @@ def messages(stages: list[Stage]) -> dict[str, str]:
     return {each.name: each.message for each in stages if each.message}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rope", ["interleaved", "half"])
 def test_the_layer_rotates_as_its_model_does(rope):
     stages, session = serve(replace(TINY, rope=rope), Settings(70, 2, "bf16"))
@@ -88,6 +89,7 @@ def test_the_layer_rotates_as_its_model_does(rope):
     assert messages(stages) == {}
 
 
+@pytest.mark.slow
 def test_it_passes_and_says_so():
     exit_code, output = run_command()
     assert exit_code == 0, output
@@ -102,6 +104,7 @@ def test_it_passes_and_says_so():
         assert callable(getattr(modular, function))
 
 
+@pytest.mark.slow
 def test_stages_have_tokens_times_and_errors():
     stages, _ = serve(TINY, Settings(70, 2))
     tokens = {
@@ -119,6 +122,7 @@ def test_stages_have_tokens_times_and_errors():
         assert 0 < each.error < 0.1
 
 
+@pytest.mark.slow
 def test_it_tells_the_bytes_of_the_cache_and_the_pages():
     output = " ".join(serve_only("--format", "fp8_token")[1].split())
     # 128 e4m3 + 32 bf16 + a scale; 64 e4m3 + a scale; in bf16; 4 heads · (96 + 64) halves
@@ -127,6 +131,7 @@ def test_it_tells_the_bytes_of_the_cache_and_the_pages():
     assert "Pages: 3 of 64 tokens, 4 without sharing." in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("prompt", "used", "unshared"), [(90, 3, 4), (128, 4, 6), (126, 5, 6)])
 def test_continuations_share_the_pages_of_the_prompt(prompt, used, unshared):
     _, session = serve(TINY, Settings(prompt=prompt, tokens=3))
@@ -137,6 +142,7 @@ def test_continuations_share_the_pages_of_the_prompt(prompt, used, unshared):
     assert not torch.equal(one[prompt:], other[prompt:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 def test_every_cache_format_passes(format):
     exit_code, output = serve_only("--format", format)
@@ -144,6 +150,7 @@ def test_every_cache_format_passes(format):
     assert f"({format})" in output
 
 
+@pytest.mark.slow
 def test_a_model_without_indexer_or_query_latent_passes(monkeypatch):
     plain = replace(TINY, q_lora_rank=None, index_n_heads=0, index_head_dim=0, index_topk=0)
     monkeypatch.setitem(PRESETS, "plain", plain)
@@ -153,6 +160,7 @@ def test_a_model_without_indexer_or_query_latent_passes(monkeypatch):
     assert "this model has no indexer" in output
 
 
+@pytest.mark.slow
 def test_prefill_is_checked_on_other_heads_in_each_chunk(monkeypatch):
     checked, step = [], Session.step
 
@@ -168,12 +176,14 @@ def test_prefill_is_checked_on_other_heads_in_each_chunk(monkeypatch):
     assert not set(first) & set(second)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompt", ["2", "64"])
 def test_short_prompts_pass(prompt):
     exit_code, output = serve_only("--prompt", prompt, "--tokens", "1")
     assert exit_code == 0, output
 
 
+@pytest.mark.slow
 def test_a_seed_decides_everything():
     rows = []
     for seed in (3, 3, 4):
@@ -250,6 +260,7 @@ def mutate(monkeypatch: pytest.MonkeyPatch, op: str, change: Change) -> None:
     replace_launcher(monkeypatch, op, change, backend="cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_a_mutant_fails_the_demo(mutation, monkeypatch):
     op, change, failing = MUTATIONS[mutation]
@@ -263,17 +274,20 @@ def test_a_mutant_fails_the_demo(mutation, monkeypatch):
         assert failed_stages(output) == failing, output
 
 
+@pytest.mark.slow
 def test_a_wrong_selection_is_reported(monkeypatch):
     mutate(monkeypatch, "indexer_topk", takes_the_worst)
     assert "index: 2 of 2 rows differ" in serve_only()[1]
 
 
+@pytest.mark.slow
 def test_a_failure_is_reported(monkeypatch):
     mutate(monkeypatch, "mla_decode", off_in_one_number((1, 1, 50), 1.0))
     _, output = serve_only()
     assert re.search(r"decode: \d+ of 4 rows are wrong, worst row \[0, 1\]: .* tolerance", output)
 
 
+@pytest.mark.slow
 def test_pages_that_are_not_copied_before_a_write_fail_the_demo(monkeypatch):
     monkeypatch.setattr(PagedLatentCache, "copy_pages", lambda *args, **kwargs: None)
     exit_code, output = serve_only()
@@ -292,6 +306,7 @@ DOCUMENTED_MUTATIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_small_batch")
 @pytest.mark.parametrize("mutation", DOCUMENTED_MUTATIONS)
 def test_a_mutant_fails_the_documented_functions(mutation, monkeypatch):
@@ -312,11 +327,13 @@ def test_it_passes_on_a_gpu(format):
     assert exit_code == 0, output
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_small_batch")
 def test_the_documented_functions_run_where_the_demo_does(device):
     assert messages(documented.all_calls(device)) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_small_batch")
 def test_a_wrong_documented_function_fails_the_command(monkeypatch):
     mutate(monkeypatch, "quantize_fp8", with_options(scale_ub=2.0))
@@ -351,6 +368,7 @@ def test_a_format_that_cannot_hold_the_rows_is_a_usage_error(monkeypatch):
     assert "kv_lora_rank must be a multiple of 4" in " ".join(output.split())
 
 
+@pytest.mark.slow
 def test_help_names_every_format_and_model():
     output = CliRunner().invoke(cli.app, ["demo", "--help"], terminal_width=200).output
     words = re.split(r"[\s,.│]+", re.sub(r"\.(?=\d)", "·", output))
@@ -382,6 +400,7 @@ def test_what_is_not_finite_never_passes():
     assert "oracle is not finite" in stage.message
 
 
+@pytest.mark.slow
 def test_rows_are_checked_in_the_format_they_are_stored_in():
     _, session = serve(TINY, Settings(prompt=20, tokens=1, format="fp8_block128"))
     layer, sequence = session.caches[0].layer(0), next(iter(session.raw))

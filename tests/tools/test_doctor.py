@@ -28,6 +28,7 @@ def no_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_gpu")
 def test_it_says_what_works_and_why_not():
     code, output = invoke("--seconds", "0.1")
@@ -44,6 +45,7 @@ def test_it_says_what_works_and_why_not():
     assert output.rstrip().endswith("All available backends work.")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_gpu")
 def test_json_has_everything():
     code, output = invoke("--seconds", "0", "--json")
@@ -61,6 +63,7 @@ def test_json_has_everything():
     assert by_name["cpu"]["random"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_gpu")
 def test_a_broken_op_is_noticed(monkeypatch):
     def broken(*args: object, **kwargs: object) -> None:
@@ -76,6 +79,7 @@ def test_a_broken_op_is_noticed(monkeypatch):
     assert json.loads(invoke("--json")[1])["passed"] is False
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_gpu")
 def test_what_only_random_calls_show_is_noticed(monkeypatch):
     failure = doctor.check.Failure(
@@ -92,6 +96,7 @@ def test_what_only_random_calls_show_is_noticed(monkeypatch):
     assert "Repeat: mlakit check …" in output
 
 
+@pytest.mark.slow
 def test_settings_that_are_not_defaults_are_shown(monkeypatch):
     monkeypatch.setattr(doctor, "_backend_health", lambda *_: doctor.BackendHealth("x", "y", "no"))
     assert doctor.examine(0).settings == {}

@@ -63,6 +63,7 @@ SEEN_KEYS = {
 }
 
 
+@pytest.mark.slow
 def test_a_launch_is_poison_and_garbage_wherever_nothing_is_seen(monkeypatch):
     seen: list[dict[str, Any]] = []
     change_decode(monkeypatch, before=lambda a: seen.append(dict(a)) or {})
@@ -206,11 +207,13 @@ MUTATIONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
 def test_a_mutant_is_killed_within_a_hundred_launches(mutation, monkeypatch):
     mutation.assert_killed(monkeypatch)
 
 
+@pytest.mark.slow
 def test_a_miss_prints_a_command_that_makes_that_launch_again(monkeypatch):
     change_decode(monkeypatch, after=with_one_element_off)
     code, output = invoke(*DECODE, "--seed", "2", "--launches", "100", *CPU)
@@ -261,6 +264,7 @@ def test_a_launch_depends_on_its_seed_and_number_only():
     assert next(random_launches(other))[1] != launches[0]
 
 
+@pytest.mark.slow
 def test_lengths_are_those_where_kernels_go_wrong():
     launches = drawn("hopper", 400, place="cuda")
     lengths = {kv_len for launch in launches for kv_len in launch.kv_lens}
@@ -276,6 +280,7 @@ def test_lengths_are_those_where_kernels_go_wrong():
     assert {each.num_ctas > 0 for each in launches} == {True, False}
 
 
+@pytest.mark.slow
 def test_few_kernels_are_compiled_for_launches_of_the_hopper_kernel():
     launches = drawn("hopper", 800, place="cuda")
     compiled = {
@@ -416,6 +421,7 @@ def test_few_kernels_are_compiled_for_launches_of_sparse_attention():
 # --- launches of one kernel ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", ["mla_decode", "sparse_mla"])
 def test_every_kernel_with_a_name_is_selected_for_some_launches(op):
     names = {spec.kernel for spec in selection.specs(op) if spec.backend == "hopper"}
@@ -432,6 +438,7 @@ def small(launch: DecodeCase | SparseCase) -> BatchedCase:
     return replace(launch, topk=min(launch.topk, 65), extra_topk=1, num_tokens=2)
 
 
+@pytest.mark.slow
 def test_launches_are_those_that_dispatch_gives_to_a_kernel(monkeypatch):
     monkeypatch.setattr(Settings, "torch_device", "cpu")
     settings = with_kernel(Settings(("mla_decode",), 0, launches=8, kernel="small_m_fp8_kv"))
@@ -450,6 +457,7 @@ def random_launches_of(settings: Settings, number: int) -> list[tuple[int, Batch
     return list(islice(random_launches(settings), number))
 
 
+@pytest.mark.slow
 def test_a_kernel_that_no_launch_reaches_ends_the_check(monkeypatch):
     monkeypatch.setattr(check, "MAX_MISSES", 20)
     arguments = ("--launches", "2", "--kernel", "m64_bf16", "--op", "mla_decode", "--device", "cpu")
@@ -470,6 +478,7 @@ def test_a_launch_whose_kernel_is_asked_for_does_not_run(monkeypatch):
 # --- the command --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_launches_are_counted_in_json_and_in_words():
     arguments = (*DECODE, "--launches", "3", "--seed", "4", *CPU)
     code, output = invoke(*arguments, "--first", "10", "--json")
@@ -494,6 +503,7 @@ def test_progress_is_a_line_now_and_then_without_a_terminal(monkeypatch, capsys)
     assert [line.split(" in ")[0] for line in lines] == ["0 launches", "1 launches", "2 launches"]
 
 
+@pytest.mark.slow
 def test_calls_of_each_launch_are_made_and_named(monkeypatch):
     arguments = (*DECODE, "--launches", "1", "--seed", "4", *CPU)
     made: list[int] = []
@@ -510,6 +520,7 @@ def test_calls_of_each_launch_are_made_and_named(monkeypatch):
     assert "--first 0 --calls 7" in " ".join(output.split())
 
 
+@pytest.mark.slow
 def test_launches_that_no_backend_takes_are_no_success():
     code, output = invoke("--launches", "2", "--device", "cpu", "--backend", "hopper")
     assert code == 1

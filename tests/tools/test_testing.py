@@ -55,6 +55,7 @@ def rounded_rows(
     return exact, exact.to(dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("naive_dtype", [torch.float32, None], ids=["naive32", "naive-own"])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -114,6 +115,7 @@ def one_element(row: Tensor, other: Tensor) -> Tensor:
 WRONG_ROWS = [zero, swap, scale_by_one_percent, negate, rotate_by_one, one_element]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [64, 128, 512])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("wrong_row", WRONG_ROWS, ids=lambda f: f.__name__)
@@ -130,6 +132,7 @@ def test_one_wrong_row_is_found_and_named(wrong_row, dtype, columns):
             assert_matches("out", actual, exact, naive)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong_row", [zero, swap, scale_by_one_percent], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("num_keys", [17, 300])
 def test_one_wrong_row_of_a_real_attention_is_found(wrong_row, num_keys, generator):

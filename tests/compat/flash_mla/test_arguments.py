@@ -167,6 +167,7 @@ def test_a_block_table_may_be_given_with_indices():
     assert_same_bits("out", got[0], run_sparse(problem)[0])
 
 
+@pytest.mark.slow
 def test_sinks_in_dense_decode(device):
     problem = dense_problem(device)
     sink = torch.tensor([0.5, torch.inf, -torch.inf, -2.0], device=device)
@@ -190,6 +191,7 @@ def test_block_scaled_rows_in_dense_decode():
     check(problem, got)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale_type", ["number", "scalar", "vector"])
 @pytest.mark.parametrize("is_q_fp8", [True, False])
 def test_dense_fp8_with_a_scale_per_tensor(scale_type, is_q_fp8, device):
@@ -226,6 +228,7 @@ def test_dense_fp8_with_a_scale_per_tensor(scale_type, is_q_fp8, device):
     assert_matches("lse", lse, exact[1], naive[1])
 
 
+@pytest.mark.slow
 def test_a_plain_fp8_cache_needs_no_flag_and_may_be_listed():
     problem = dense_problem(page=8, varlen=False)
     k8 = saturating_cast(problem.k_cache.float(), E4M3)
@@ -283,6 +286,7 @@ def test_a_request_without_keys_in_a_ragged_batch():
     assert lse[2].isfinite().all()
 
 
+@pytest.mark.slow
 def test_compiled_calls_give_the_same():
     problem = dense_problem(causal=True, h_kv=2)
     keywords = as_keywords(problem)

@@ -93,6 +93,7 @@ def test_an_imported_flash_mla_is_not_hidden_by_accident(monkeypatch):
     assert "flash_mla.flash_mla_interface" not in sys.modules
 
 
+@pytest.mark.slow
 def test_an_installed_flash_mla_is_not_hidden_by_accident(tmp_path):
     """In a process of its own, which has a flash_mla that it could import."""
     (tmp_path / "flash_mla").mkdir()
@@ -126,6 +127,7 @@ PAGE = (ROOT / "docs" / "flash_mla.md").read_text(encoding="utf-8")
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.slow
 def test_the_examples_of_the_page_run_and_print_what_they_say():
     blocks = [(match[1], match[2]) for match in FENCE.finditer(PAGE)]
     assert [language for language, _ in blocks] == ["python", "text"]

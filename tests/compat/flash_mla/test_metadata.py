@@ -54,6 +54,7 @@ def test_metadata_of_another_package_is_accepted():
     assert_same_bits("out", flash_mla_with_kvcache(**keywords)[0], run_dense(problem)[0])
 
 
+@pytest.mark.slow
 def test_a_schedule_remembers_the_call():
     schedule, _ = get_mla_metadata()
     problem = dense_problem(h_kv=2, page=16, causal=True)
@@ -68,6 +69,7 @@ def test_a_schedule_remembers_the_call():
     assert schedule.config == FlashMLASchedMeta.Config(3, 2, 3, 5, 1, False, True, 20, 61, 17)
 
 
+@pytest.mark.slow
 def test_a_schedule_serves_lengths_that_grow_and_shrink(device):
     """FlashMLA's own object would be stale: it is made from the lengths of the first call."""
     schedule, _ = get_mla_metadata()
@@ -81,6 +83,7 @@ def test_a_schedule_serves_lengths_that_grow_and_shrink(device):
         check(problem, got)
 
 
+@pytest.mark.slow
 def test_a_schedule_serves_other_shapes(device):
     schedule, _ = get_mla_metadata()
     for case in FEW_DENSE[:6]:

@@ -58,6 +58,7 @@ def test_the_first_heads_are_a_problem_of_their_own(device):
     torch.testing.assert_close(part[1], whole[1][:, :5], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_row_that_is_listed_twice_counts_twice(device):
     case = SparseCase(3, 2, SMALL, Scope(30, 33, 2), h_q=4, d=512, varlen=False)
     once, again = case.make(device), case.make(device)

@@ -46,6 +46,7 @@ QUANTISERS = [
 ]
 
 
+@pytest.mark.slow
 def test_01_rope_rotates_token_i_of_request_b_by_row_cache_length_plus_i():
     """Token i of request b is rotated by row Lc[b] + i, in pairs (0, 1), (2, 3), …; pairing the
     halves instead gives something else."""
@@ -90,6 +91,7 @@ def test_02_the_norm_is_rounded_to_gammas_type_before_gamma_multiplies():
     assert float((latent == rounded_once.float()).double().mean()) < 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.interpreted
 def test_03_float8_writes_saturate():
     """10 000 becomes 448 in an FP8 cache, and −10 000 becomes −448; neither becomes NaN."""
@@ -115,6 +117,7 @@ def test_04_a_buffer_of_length_0_changes_nothing():
     case.assert_untouched()
 
 
+@pytest.mark.slow
 @pytest.mark.interpreted
 def test_05_prefill_overwrites_only_the_rope_part_of_q():
     """Of q only the columns from D_N on are written, and those are."""
@@ -125,6 +128,7 @@ def test_05_prefill_overwrites_only_the_rope_part_of_q():
     assert bool(turned.any(-1).all())
 
 
+@pytest.mark.slow
 @pytest.mark.on_cpu
 @pytest.mark.parametrize("quantise", QUANTISERS)
 @pytest.mark.parametrize("group", [64, 128])
@@ -146,6 +150,7 @@ def test_06_a_group_of_zeros_and_a_group_beyond_the_bound(quantise, group):
     assert bool(((back / x - 1).abs()[inside] <= 1 / 16).all())
 
 
+@pytest.mark.slow
 @pytest.mark.on_cpu
 @pytest.mark.parametrize("quantise", QUANTISERS)
 def test_07_scales_lie_transposed_and_padded(quantise, generator):
@@ -170,6 +175,7 @@ def test_08_the_plan_of_the_documented_example():
     assert buffer_lengths.tolist() == [256, 256, -1, -1]
 
 
+@pytest.mark.slow
 def test_09_decode_does_not_depend_on_the_number_of_splits():
     """1 to 74 splits give one result, also where there are more splits than pages."""
     step = Step((330, 40, 0, 63), (1, 2, 1, 1))  # 6, 1, 1 and 1 pages of 64 keys
@@ -196,6 +202,7 @@ def clean_up(paged):
         table[(table < 0) | (table >= pool.shape[0])] = 0
 
 
+@pytest.mark.slow
 def test_10_what_is_not_read_may_be_anything():
     """NaN in page tails, in other pages, in unused scales and in the results of empty splits, and
     huge numbers in unused table entries, change not one bit of the output."""
@@ -208,6 +215,7 @@ def test_10_what_is_not_read_may_be_anything():
         assert_same_bits("output", poisoned.output.base, clean.output.base)
 
 
+@pytest.mark.slow
 def test_11_a_ragged_batch_with_an_empty_request():
     """S = [1, 3, 0, 4] works in the append, in decode and in prefill; the empty request writes
     nothing."""
@@ -222,6 +230,7 @@ def test_11_a_ragged_batch_with_an_empty_request():
     assert bool(padded.output.view[2].isnan().all()), "the rows of the empty request"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_ragged", [True, False], ids=["ragged", "padded"])
 def test_12_a_causal_query_sees_the_cache_and_the_new_tokens_up_to_itself(is_ragged):
     """With several queries, query i sees exactly Lc + i + 1 keys."""
@@ -247,6 +256,7 @@ def sparse_outputs(**changes):
     return case
 
 
+@pytest.mark.slow
 def test_13_sparse_prefill(generator):
     """No valid row gives zeros, sink or not. A sink of −inf is none; a finite one adds exp(sink)
     to the denominator. The order of a list does not matter beyond rounding; a duplicate counts
@@ -287,6 +297,7 @@ def test_13_sparse_prefill(generator):
         sparse_outputs(layer=layer)
 
 
+@pytest.mark.slow
 @pytest.mark.interpreted
 def test_14_sparse_attention_over_all_keys_is_dense_attention():
     """Lists of all keys give the dense result; lists longer than the keys count what there is."""
@@ -316,6 +327,7 @@ def test_14_sparse_attention_over_all_keys_is_dense_attention():
             assert_matches(name, output, dense.oracle(), dense.oracle(F32))
 
 
+@pytest.mark.slow
 def test_15_rope_aware_rows_with_a_scale_per_token(generator):
     """Content and rope are stored divided by the token's scale, a power of two; the result is that
     of the true rows. NaN scales past the end do no harm."""
@@ -341,6 +353,7 @@ def test_15_rope_aware_rows_with_a_scale_per_token(generator):
     case.check()
 
 
+@pytest.mark.slow
 @pytest.mark.interpreted
 def test_16_the_indexer(generator):
     """relu comes before the weight, so a negative weight can only lower a score; slots without a
@@ -383,6 +396,7 @@ def test_16_the_indexer(generator):
             assert chosen[token].tolist() == best + [-1] * (7 - len(best))
 
 
+@pytest.mark.slow
 def test_17_absorbed_and_expanded_attention_agree():
     """Folding the up-projection into the query changes nothing but rounding: the prefill branch and
     decode over the same cache, queries and weights agree within the noise of FP8 latents."""

@@ -27,6 +27,7 @@ from tests.compat.modular.parameters import (
 pytestmark = pytest.mark.usefixtures("place")
 
 
+@pytest.mark.slow
 @pages_and_heads
 def test_rope_norm_quantises_into_pages(page_size, heads):
     case = RopeCase(seed=page_size, page_size=page_size, heads=heads)
@@ -35,6 +36,7 @@ def test_rope_norm_quantises_into_pages(page_size, heads):
     case.check()
 
 
+@pytest.mark.slow
 @pages_and_heads
 def test_rope_norm_kernel_quantises_into_pages(page_size, heads):
     case = RopeCase(seed=heads, page_size=page_size, heads=heads, cache_dtype=E4M3, layer=2)
@@ -43,6 +45,7 @@ def test_rope_norm_kernel_quantises_into_pages(page_size, heads):
     case.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "freqs", "gamma", "cache"),
     [
@@ -64,6 +67,7 @@ def test_rope_norm_rounds_as_documented_in_every_type(dtype, freqs, gamma, cache
     case.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "kv"), [(BF16, F32), (F16, BF16), (F32, BF16), (BF16, F16)], ids=str
 )
@@ -76,6 +80,7 @@ def test_rotated_keys_pass_through_the_types_of_the_latents_and_the_queries(dtyp
         assert torch.equal(rotated.to(passed).float(), rotated)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", [BF16, E4M3], ids=str)
 @pytest.mark.parametrize(
     ("output", "out_dtype"),
@@ -88,6 +93,7 @@ def test_rope_norm_writes_to_the_slots_that_it_is_given(output, out_dtype, cache
     case.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("output", ["own", "slice"])
 def test_rope_norm_saturates_float8(output):
     case = RopeCase(std=400.0, cache_dtype=E4M3, out_dtype=E4M3, output=output)
@@ -100,6 +106,7 @@ def test_rope_norm_saturates_float8(output):
     assert int((stored[:, 512:] == 448).sum()) > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", [BF16, E4M3], ids=str)
 @pytest.mark.parametrize(
     "row", [SMALL_ROW, RowShape(33, 2), RowShape(64, 0), RowShape(1024, 64)], ids=str
@@ -110,6 +117,7 @@ def test_rope_norm_takes_other_row_shapes(row, cache):
     case.check()
 
 
+@pytest.mark.slow
 def test_rope_norm_asks_a_function_for_the_latents():
     case = RopeCase(heads=1)
     asked = []
@@ -125,6 +133,7 @@ def test_rope_norm_asks_a_function_for_the_latents():
         assert rows.ndim == columns.ndim == 1
 
 
+@pytest.mark.slow
 @integer_types
 def test_rope_norm_takes_every_integer_type(integer_type):
     case = RopeCase(integers=integer_type, page_size=7)
@@ -141,6 +150,7 @@ def test_rope_norm_launch_shape_changes_nothing(launch):
     assert_same_bits("blocks", other.paged.pages.blocks.base, usual.paged.pages.blocks.base)
 
 
+@pytest.mark.slow
 def test_rope_norm_run_again_leaves_the_same_cache():
     case = RopeCase(cache_dtype=E4M3)
     case.run()

@@ -40,6 +40,7 @@ from tests.kernel_launchers import replace_launcher
 pytestmark = pytest.mark.usefixtures("place")
 
 
+@pytest.mark.slow
 @taking_turns(("page_size", "heads"), PAGES_AND_HEADS, is_ragged=[True, False])
 def test_decoding_matches_the_oracle(page_size, heads, is_ragged):
     case = DecodeCase(seed=page_size, page_size=page_size, heads=heads, is_ragged=is_ragged)
@@ -48,6 +49,7 @@ def test_decoding_matches_the_oracle(page_size, heads, is_ragged):
     case.check()
 
 
+@pytest.mark.slow
 @taking_turns(
     ("dtype", "cache"),
     [(F16, F16), (F32, F32), (BF16, E4M3), (F16, E4M3), (F32, E4M3), (E4M3, E4M3), (E4M3, BF16)],
@@ -59,6 +61,7 @@ def test_decoding_in_every_type(dtype, cache, is_ragged):
     case.check()
 
 
+@pytest.mark.slow
 @windowed_masks
 @pytest.mark.parametrize("is_ragged", [True, False], ids=["ragged", "padded"])
 def test_decoding_under_every_mask(mask, window, is_ragged):
@@ -67,6 +70,7 @@ def test_decoding_under_every_mask(mask, window, is_ragged):
     case.check()
 
 
+@pytest.mark.slow
 @taking_turns(("page_size", "heads"), PAGES_AND_HEADS, has_scale_pool=[False, True])
 def test_rope_aware_decoding_matches_the_oracle(page_size, heads, has_scale_pool):
     case = DecodeCase(
@@ -82,6 +86,7 @@ def test_rope_aware_decoding_matches_the_oracle(page_size, heads, has_scale_pool
     case.check()
 
 
+@pytest.mark.slow
 @windowed_masks
 @pytest.mark.parametrize("is_ragged", [True, False], ids=["ragged", "padded"])
 def test_rope_aware_decoding_under_every_mask(mask, window, is_ragged):
@@ -116,6 +121,7 @@ def test_a_page_that_left_the_window_may_belong_to_another_request():
     case.check()
 
 
+@pytest.mark.slow
 @integer_types
 @pytest.mark.parametrize("has_token_scales", [False, True], ids=["bf16", "rope-aware"])
 @pytest.mark.parametrize("is_ragged", [True, False], ids=["ragged", "padded"])
@@ -131,6 +137,7 @@ def test_decoding_takes_every_integer_type(integer_type, has_token_scales, is_ra
     case.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", [SMALL_ROW, RowShape(256, 64), RowShape(512, 0)], ids=str)
 @pytest.mark.parametrize("has_token_scales", [False, True], ids=["bf16", "rope-aware"])
 def test_decoding_takes_other_row_shapes(row, has_token_scales):
@@ -140,6 +147,7 @@ def test_decoding_takes_other_row_shapes(row, has_token_scales):
     case.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache_dtype", [E4M3, BF16], ids=str)
 def test_decoding_takes_a_wide_latent(cache_dtype):
     case = DecodeCase(row=RowShape(1024, 64), cache_dtype=cache_dtype)
@@ -147,6 +155,7 @@ def test_decoding_takes_a_wide_latent(cache_dtype):
     case.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [2, 5, 74])
 def test_decoding_in_splits_matches_the_oracle(parts):
     step = Step((300, 0, 64, 130, 63), (2, 3, 0, 1, 1))
@@ -159,6 +168,7 @@ def test_decoding_in_splits_matches_the_oracle(parts):
     assert_same_bits("output", by_buffer.output.base, by_argument.output.base)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_partitions", "buffer", "parts"),
     [(None, None, 1), (None, (5, 4, 9), 9), (3, None, 3), (3, (5, 4, 9), 3)],
@@ -179,6 +189,7 @@ def test_decoding_is_split_as_asked(num_partitions, buffer, parts, monkeypatch):
     assert asked == [parts]
 
 
+@pytest.mark.slow
 def test_decoding_twice_gives_the_same_bits():
     case = DecodeCase(heads=20)
     case.run(num_partitions=3)
@@ -214,6 +225,7 @@ def test_decoding_of_nothing_writes_nothing(step, is_ragged, has_token_scales):
     case.output.assert_only_written("output", NOTHING)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page_size", [7, 64, 700])
 @pytest.mark.parametrize(("mask", "window"), [("causal", 0), ("sliding_window_causal", 600)])
 def test_decoding_of_long_contexts(page_size, mask, window):
@@ -223,12 +235,14 @@ def test_decoding_of_long_contexts(page_size, mask, window):
     case.check()
 
 
+@pytest.mark.slow
 def test_decoding_of_many_queries_and_heads():
     case = DecodeCase(heads=128, step=Step((30, 5), (18, 1)))
     case.run()
     case.check()
 
 
+@pytest.mark.slow
 def test_decoding_in_a_small_workspace():
     case = DecodeCase(heads=128, step=Step((400, 170), (2, 1)), dtype=F32, cache_dtype=F32)
     with knobs.override(workspace_mib=1):  # fewer than 200 keys of 128 heads
@@ -236,6 +250,7 @@ def test_decoding_in_a_small_workspace():
     case.check()
 
 
+@pytest.mark.slow
 @pytest.mark.interpreted
 def test_decoding_nan_row_reaches_only_queries_that_attend_to_it():
     case = DecodeCase(step=Step((40, 20), (3, 2)))
@@ -261,6 +276,7 @@ def test_requests_may_share_pages():
 # flare_mla_decoding, contiguous
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "k_dtype", "batch", "q_len", "num_keys", "heads", "mask", "window"),
     [

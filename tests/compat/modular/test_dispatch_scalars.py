@@ -140,6 +140,7 @@ def test_no_work_is_one_split(batch, q_len):
     assert scalars.tolist() == [batch, q_len, 1]
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(
     st.integers(1, 600),
@@ -158,6 +159,7 @@ def test_every_call_gets_a_bucket(batch, cache, q_len, heads, sm_count, is_fp8, 
     assert 1 <= partitions <= max(sm_count // 2, 1)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 200), st.integers(0, 300))
 def test_buckets_round_up_and_the_largest_caps(sm_count, partitions):

@@ -121,6 +121,7 @@ def refusal(call: Call) -> str | None:
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make", [*WRITERS, *SCALED_MAKERS, collection, scaled_collection, plan], ids=name_of
 )

@@ -153,12 +153,14 @@ MUTATIONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.on_cpu  # changes are of the arguments that launchers of CPU kernels have
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
 def test_a_mutant_is_killed(mutation, monkeypatch):
     mutation.assert_killed(monkeypatch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make_case", [decode_case, prefill_case, large_prefill_case, sparse_case, RopeCase]
 )

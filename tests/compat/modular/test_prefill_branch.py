@@ -32,6 +32,7 @@ from tests.compat.modular.parameters import NO_REQUESTS, NO_TOKENS, integer_type
 pytestmark = pytest.mark.usefixtures("place")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("page_size", "heads", "d_n", "d_v"),
     [
@@ -51,6 +52,7 @@ def test_prefill_branch_matches_the_oracle(page_size, heads, d_n, d_v):
     case.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "cache", "freqs", "gamma"),
     [
@@ -70,6 +72,7 @@ def test_prefill_branch_in_every_type(dtype, cache, freqs, gamma):
     case.check()
 
 
+@pytest.mark.slow
 @windowed_masks
 @pytest.mark.parametrize("skips_hidden", [False, True], ids=["whole-buffer", "visible-buffer"])
 def test_prefill_branch_under_every_mask(mask, window, skips_hidden):
@@ -88,6 +91,7 @@ def test_prefill_branch_under_every_mask(mask, window, skips_hidden):
     case.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", ["causal", "sliding_window_causal", "chunked_causal"])
 @pytest.mark.parametrize("heads", [3, 8, 20])
 def test_prefill_branch_with_alibi(heads, mask):
@@ -105,6 +109,7 @@ def test_prefill_branch_with_alibi(heads, mask):
     case.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "d_n", "d_v", "row", "heads"),
     [
@@ -125,6 +130,7 @@ def test_prefill_branch_at_every_granularity(group, d_n, d_v, row, heads):
     case.check()
 
 
+@pytest.mark.slow
 def test_prefill_branch_bounds_the_scale_of_large_latents():
     case = PrefillCase(std=900.0, scale=1e-4, d_n=32, d_v=32)
     case.run()
@@ -133,6 +139,7 @@ def test_prefill_branch_bounds_the_scale_of_large_latents():
     case.check()
 
 
+@pytest.mark.slow
 @integer_types
 def test_prefill_branch_takes_every_integer_type(integer_type):
     case = PrefillCase(integers=integer_type, d_n=16, d_v=16, row=SMALL_ROW, layer=2)
@@ -140,6 +147,7 @@ def test_prefill_branch_takes_every_integer_type(integer_type):
     case.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spare", [0, 100])
 @pytest.mark.parametrize("has_last_offset", [True, False], ids=["batch+1", "batch"])
 def test_prefill_branch_follows_a_plan(spare, has_last_offset):
@@ -179,6 +187,7 @@ def test_prefill_branch_with_too_small_a_buffer_says_so_and_changes_nothing():
     case.assert_untouched()
 
 
+@pytest.mark.slow
 def test_prefill_branch_in_a_small_workspace():
     step = Step((0, 90), (140, 7))  # more queries than one tile of them
     case = PrefillCase(heads=8, step=step, dtype=F32)
@@ -187,6 +196,7 @@ def test_prefill_branch_in_a_small_workspace():
     case.check()
 
 
+@pytest.mark.slow
 def test_prefill_branch_nan_row_reaches_only_queries_that_attend_to_it():
     case = PrefillCase(d_n=16, d_v=16, row=SMALL_ROW, step=Step((20, 3), (3, 2)))
     pages, slot = case.paged.pages, case.paged.slots[0][-1]
@@ -204,6 +214,7 @@ def _lengths_on_a_gpu(monkeypatch):
         monkeypatch.setattr(module, "values_visible", lambda tensor: False)
 
 
+@pytest.mark.slow
 @pytest.mark.on_cpu
 @pytest.mark.usefixtures("_lengths_on_a_gpu")
 @pytest.mark.parametrize("mask", MASKS)

@@ -17,6 +17,7 @@ from tests.compat.modular.parameters import integer_types, taking_turns
 pytestmark = [pytest.mark.usefixtures("place"), pytest.mark.hopper_too]
 
 
+@pytest.mark.slow
 @taking_turns(("page_size", "heads"), PAGES_AND_HEADS, has_sink=[False, True])
 def test_sparse_prefill_matches_the_oracle(page_size, heads, has_sink, generator):
     sink = normal(generator, heads, std=4.0) if has_sink else None
@@ -69,6 +70,7 @@ def test_sparse_prefill_takes_lists_of_any_width(stride):
     case.check()
 
 
+@pytest.mark.slow
 def test_sparse_prefill_in_a_small_workspace():
     case = SparseCase(heads=128, stride=60, lengths=(60, 0, 33, 1, 60, 8), with_invalid=False)
     with knobs.override(workspace_mib=1):  # one token at a time

@@ -110,6 +110,7 @@ class Shared(TorchFunctionMode):
         return result
 
 
+@pytest.mark.slow
 @three_threads
 @pytest.mark.parametrize("workload", LARGE_CALLS, ids=lambda each: each.name)
 def test_few_operations_are_spread_over_the_threads_of_torch(workload):
@@ -130,6 +131,7 @@ def test_shared_finds_what_is_spread():
     assert [each.split()[0] for each in shared.found] == ["mul_", "bfloat16"]
 
 
+@pytest.mark.slow
 def test_a_decode_step_makes_few_calls_and_converts_no_weights():
     """2386 calls, and 34 million elements converted, where heads were multiplied one by one."""
     call = DECODE.build_case().call

@@ -185,6 +185,7 @@ def kernel_in_call(tokens: int = 1, **given: object) -> str:
     return spec.kernel
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "given",
     [
@@ -211,6 +212,7 @@ def test_queries_whose_tokens_lie_together_are_not_left_to_the_portable_kernel(h
     assert spec.kernel == "small_m_bf16"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 500, 600])
 def test_a_plan_is_made_for_the_kernel_of_the_call(tokens):
     cache = PagedLatentCache.allocate(RowShape(512, 64), num_pages=1, page_size=64)

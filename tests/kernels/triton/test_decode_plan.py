@@ -60,6 +60,7 @@ def loads(plan: DecodePlanTensors) -> list[int]:
     return [sum(last - first for _, first, last, _ in own) for own in worker_items(plan)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(30))
 def test_triton_plans_give_every_key_to_one_worker(seed):
     q_lens, kv_lens, num_ctas, slot_rows = random_batch(seed)
@@ -93,6 +94,7 @@ def test_triton_plans_give_every_key_to_one_worker(seed):
             assert len(own) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
 def test_triton_plans_have_the_lengths_of_a_request_in_its_items(seed):
     q_lens, kv_lens, num_ctas, slot_rows = random_batch(seed)
@@ -104,6 +106,7 @@ def test_triton_plans_have_the_lengths_of_a_request_in_its_items(seed):
     assert beside == [list(lengths[request]) for request in requests]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ctas", [1, 7, 40])
 def test_triton_plans_are_balanced(num_ctas):
     kv_lens = [3000, 1, 900, 64, 2000]
@@ -120,6 +123,7 @@ def batches(draw: st.DrawFn) -> list[int]:
     return draw(st.lists(lengths, min_size=1, max_size=draw(st.sampled_from([1, 3, 40, 140]))))
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(kv_lens=batches(), num_ctas=st.sampled_from([1, 2, 3, 7, 40, 132, 264]))
 def test_triton_plans_are_those_of_the_host(kv_lens, num_ctas):
@@ -135,6 +139,7 @@ def test_triton_plans_are_those_of_the_host(kv_lens, num_ctas):
     ]
 
 
+@pytest.mark.slow
 def test_triton_plans_leave_equal_requests_whole():
     plan = make_plan([1] * 128, [20 * TILE] * 128, num_ctas=132)
     assert worker_items(plan) == [[[b, 0, 20, -1]] for b in range(128)] + [[]] * 4
@@ -143,6 +148,7 @@ def test_triton_plans_leave_equal_requests_whole():
     assert worker_items(plan) == [whole[:3], whole[3:6], whole[6:9], whole[9:12], whole[12:]]
 
 
+@pytest.mark.slow
 def test_triton_plans_split_equal_requests_alike():
     plan = make_plan([1] * 32, [64 * TILE] * 32, num_ctas=264)
     assert (
@@ -152,6 +158,7 @@ def test_triton_plans_split_equal_requests_alike():
     )
 
 
+@pytest.mark.slow
 def test_triton_plans_make_no_split_smaller_than_is_worth_a_worker():
     plan = make_plan([1] * 4, [10 * TILE] * 4, num_ctas=32, min_tiles=3)
     cuts = [(0, 3), (3, 6), (6, 10)]
@@ -160,6 +167,7 @@ def test_triton_plans_make_no_split_smaller_than_is_worth_a_worker():
     ] + [[]] * 20
 
 
+@pytest.mark.slow
 def test_triton_plans_are_even_but_for_a_request_without_room():
     plan = make_plan([1, 3, 1, 0, 1], [12 * TILE] * 5, num_ctas=8)
     assert worker_items(plan) == [
@@ -184,6 +192,7 @@ def cut(tiles: int, width: int) -> list[range]:
     return [range(first, min(first + width, tiles)) for first in range(0, tiles, width)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ctas", [1, 3, 40])
 @pytest.mark.parametrize(
     ("own", "splits_of"),
@@ -212,6 +221,7 @@ def test_triton_plans_with_own_splits_depend_on_one_request_at_a_time(own, split
     assert max(last - first for first, last in pairwise(starts)) == -(-len(items) // num_ctas)
 
 
+@pytest.mark.slow
 def test_triton_plans_with_own_splits_have_room_for_every_table():
     plan = make_plan([1] * 5, [4096] * 5, capacity=4096, own=OwnSplits(4))
     assert int(plan.partial_starts[-1]) == 5 * 4096 // (4 * TILE) <= plan.max_partials

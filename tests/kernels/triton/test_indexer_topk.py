@@ -34,6 +34,7 @@ LOGITS = {
 REPEATED = ("mostly special",)
 
 
+@pytest.mark.slow
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
     "logits",

@@ -213,6 +213,7 @@ def assert_kernels_agree(step: Step, device: torch.device) -> Tensor:
     return rotated
 
 
+@pytest.mark.slow
 @pairwise(format=FORMATS, rope=ROPES, q_out=["new", "in_place", "slice", "e4m3"])
 def test_a_real_row(format, rope, q_out, device):
     lengths = {"kv_lens": (4, 2, 2), "q_lens": (1, 2, 0)}
@@ -220,10 +221,12 @@ def test_a_real_row(format, rope, q_out, device):
     assert_kernels_agree(step, device)
 
 
+@pytest.mark.slow
 def test_more_heads_than_a_program_takes(device):
     assert_kernels_agree(Step(row=RowShape(36, 64), heads=20), device)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_row_of_unusual_width_among_poison(format, rope, device):
@@ -231,6 +234,7 @@ def test_a_row_of_unusual_width_among_poison(format, rope, device):
 
 
 # of other columns each, so not every pair
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("freqs_dtype", "gamma_dtype"), [("bf16", "fp32"), ("fp16", "bf16"), ("fp32", "fp16")]
 )
@@ -242,12 +246,14 @@ def test_every_dtype(q_dtype, kv_dtype, freqs_dtype, gamma_dtype, device):
         assert_kernels_agree(Step("fp32", ODD, rope, **dtypes, **tables), device)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("format", BYTES)
 def test_scales_of_both_kinds(format, power_of_two, device):
     assert_kernels_agree(Step(format, real_row(format), power_of_two=power_of_two), device)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "scale", [0.03, torch.tensor(0.07), torch.tensor([[0.3]], dtype=torch.float64)], ids=str
 )
@@ -255,6 +261,7 @@ def test_a_scale_of_the_tensor(scale, device):
     assert_kernels_agree(Step("fp8", tensor_scale=scale), device)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", BYTES)
 def test_rows_at_any_byte(format, device):
     if format == "fp8_block64":
@@ -263,6 +270,7 @@ def test_rows_at_any_byte(format, device):
         assert_kernels_agree(Step(format, ODD, rope, odd_bytes=True), device)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # the interpreter's numpy
 @pytest.mark.parametrize("epsilon", [0.0, 1e-3])
 @pytest.mark.parametrize("format", FORMATS)
@@ -275,6 +283,7 @@ def test_nan_infinity_and_zero(format, epsilon, device):
     assert_kernels_agree(step, device)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["bf16", "fp8_token", "fp8_block128"])
 def test_tiny_rows_have_the_smallest_scale(format, device):
     zeros = {(token, column): 0.0 for token in range(6) for column in range(36)}
@@ -283,6 +292,7 @@ def test_tiny_rows_have_the_smallest_scale(format, device):
     assert_kernels_agree(step, device)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("format", "probes", "rows", "heads"),
     [("bf16", 2, 4, 1), ("fp8_block128", 4, 4, 16), ("bf16", 16, 2, 2)],
@@ -304,6 +314,7 @@ PADDED = (None, -1, None, -1, -1, None)  # slots of six tokens
 ANYWHERE = (None, None, None, -7, 2**40, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 def test_given_slots_among_poison(format, device):
     step = Step(format, ODD, slots=PADDED, positions=ANYWHERE, strided=True)
@@ -314,12 +325,14 @@ def test_given_slots_among_poison(format, device):
     assert (rotated[[0, 1, 2, 5]] != 0).any(-1).all()  # a position is enough to be rotated
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("q_out", ["in_place", "slice", "e4m3"])
 def test_given_slots_and_queries_anywhere(q_out, device):
     slots = {"slots": PADDED, "positions": ANYWHERE}
     assert_kernels_agree(Step("fp8_block128", q_out=q_out, **slots), device)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["bf16", "fp8_token", "fp8_block64"])
 def test_given_slots_are_those_of_the_page_table(format, device):
     """Slots and the page table give the same bits."""
@@ -333,6 +346,7 @@ def test_given_slots_are_those_of_the_page_table(format, device):
             assert_same_bytes(name, stored, parts_of(cache)[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.usefixtures("no_replay")
 def test_padding_alone_writes_no_row(rows, device, monkeypatch):
@@ -350,6 +364,7 @@ def test_padding_alone_writes_no_row(rows, device, monkeypatch):
         assert (cache.scales.cpu().view(torch.uint8) == POISON).all()
 
 
+@pytest.mark.slow
 def test_padding_needs_no_freqs(device):
     """Nor has a batch of nothing but padding to have any."""
     row = RowShape(8, 4)
@@ -370,6 +385,7 @@ def test_padding_needs_no_freqs(device):
         assert (cache.payload == 0).all()
 
 
+@pytest.mark.slow
 def test_lengths_that_leave_out_new_tokens_touch_nothing_before_the_tables(device):
     """On a GPU no host looks at them: tokens at negative positions are not stored."""
     page_size, row, zeros = 4, RowShape(8, 4), partial(torch.zeros, device=device)
@@ -405,10 +421,12 @@ def test_lengths_that_leave_out_new_tokens_touch_nothing_before_the_tables(devic
         assert (q_rope_out[6] != 0).any()
 
 
+@pytest.mark.slow
 def test_no_rope(device):
     assert_kernels_agree(Step("fp8_block128", RowShape(512, 0)), device)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [0, 1, 7, 128, 4096, 100_000])
 @pytest.mark.parametrize(("heads", "rope"), [(1, 0), (3, 6), (16, 64), (128, 64), (128, 256)])
 def test_configs_are_powers_of_two(tokens, heads, rope):

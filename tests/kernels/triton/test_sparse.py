@@ -51,12 +51,14 @@ def constants(monkeypatch: pytest.MonkeyPatch, **sizes: Any) -> dict[str, Any]:
 # padded pools have gaps between pages
 
 
+@pytest.mark.slow
 def test_one_kernel_serves_all_unusual_pages(monkeypatch):
     odd = constants(monkeypatch, padded=True, page_size=7, extra_page_size=2)
     assert (odd["PAGE"], odd["EXTRA_PAGE"]) == (0, 0)
     assert constants(monkeypatch, padded=True, page_size=61, extra_page_size=576) == odd
 
 
+@pytest.mark.slow
 def test_usual_pages_are_constants(monkeypatch):
     asked = constants(monkeypatch, padded=True, page_size=64, extra_page_size=16)
     assert (asked["PAGE"], asked["EXTRA_PAGE"]) == (64, 16)

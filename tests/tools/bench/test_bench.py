@@ -202,6 +202,7 @@ def stub_times(monkeypatch) -> dict[str, list[float]]:
     return times
 
 
+@pytest.mark.slow
 def test_the_target_refers_to_the_fastest_baseline_that_sets_one(stub_times):
     report = suite.run("stub", [Stub()], command="")
     targets = {row.implementation: row.min_speedup for row in report.rows}
@@ -228,6 +229,7 @@ def test_a_baseline_that_is_too_slow_is_left_out_and_named(stub_times, capsys):
     assert "stub-large: too slow not timed, 17x slower than other" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seconds", "said"), [(3.1e-3, "≥ 0.64x"), (3.3e-3, "below 0.64x")])
 def test_the_table_says_whether_the_target_is_met(stub_times, capsys, seconds, said):
     stub_times["mlakit"] = [seconds] * 3
@@ -249,6 +251,7 @@ def test_flops_count_the_keys_that_are_seen():
     assert Decode("fp32", "fp32", 2, 3, 7).flops == 2 * (2 * 3 * 7) * (576 + 512)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workload", SMALL, ids=lambda each: each.name)
 def test_a_wrong_kernel_does_not_pass_the_check(workload, monkeypatch):
     case = workload.build_case()
@@ -258,6 +261,7 @@ def test_a_wrong_kernel_does_not_pass_the_check(workload, monkeypatch):
         case.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", [0, -1])
 def test_the_prefill_check_sees_one_wrong_row(row, monkeypatch):
     case = Prefill("fp32", 2, 300, heads=2).build_case()
@@ -304,6 +308,7 @@ def test_the_matmul_baselines_compute_the_attention(op_calls):
         assert_matches("values", values, exact[1], naive[1])
 
 
+@pytest.mark.slow
 def test_the_sdpa_baselines_compute_the_attention(op_calls):
     batch, tokens, heads = 2, 40, 3
     case = Prefill("fp32", batch, tokens, heads=heads).build_case()
@@ -345,6 +350,7 @@ def quick_run(tmp_path_factory):
     return result, json.loads(file.read_text(encoding="utf-8")), threads
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table(quick_run):
     result, _, _ = quick_run
     assert result.exit_code == 0, result.output
@@ -356,6 +362,7 @@ def test_the_command_prints_a_table(quick_run):
     assert not re.search(r"(≥|below) 0\.", result.output)  # tiny problems have no targets
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_environment(quick_run):
     result, written, _ = quick_run
     cpu, cores = (written["environment"][name] for name in ("cpu", "cores"))
@@ -365,6 +372,7 @@ def test_the_command_prints_the_environment(quick_run):
     assert f"torch {torch.__version__}" in head
 
 
+@pytest.mark.slow
 def test_the_json_has_its_schema(quick_run):
     _, written, _ = quick_run
     assert set(written) == {
@@ -390,10 +398,12 @@ def test_the_json_has_its_schema(quick_run):
         assert row["gflops"] == pytest.approx(row["flops"] / row["p50_us"] / 1e3)
 
 
+@pytest.mark.slow
 def test_the_threads_are_given_back(quick_run):
     assert quick_run[2] == 2
 
 
+@pytest.mark.slow
 def test_a_red_gate_ends_the_command_with_status_1(monkeypatch, tmp_path):
     mutate_kernel(monkeypatch, "mla_decode")
     file = tmp_path / "cpu.json"
@@ -404,6 +414,7 @@ def test_a_red_gate_ends_the_command_with_status_1(monkeypatch, tmp_path):
     assert not file.exists()
 
 
+@pytest.mark.slow
 def test_a_json_file_that_cannot_be_written_is_found_before_the_run(tmp_path):
     arguments = ["bench", "cpu", "--json", str(tmp_path / "nowhere" / "cpu.json")]
     result = CliRunner().invoke(cli.app, arguments)
@@ -412,6 +423,7 @@ def test_a_json_file_that_cannot_be_written_is_found_before_the_run(tmp_path):
     assert "nowhere" in re.sub(r"[│\s]", "", result.output)
 
 
+@pytest.mark.slow
 def test_the_suites_have_names():
     output = CliRunner().invoke(cli.app, ["bench", "--help"]).output
     assert "--json" in output
@@ -421,6 +433,7 @@ def test_the_suites_have_names():
     assert "got 'gpus'" in re.sub(r"[│\s]+", " ", wrong.output)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 def test_a_suite_for_gpus_says_that_it_needs_one():
     result = CliRunner().invoke(cli.app, ["bench", "decode"])

@@ -29,6 +29,7 @@ def cpu_ticks(pid: int) -> int:
     return int(fields[11]) + int(fields[12])
 
 
+@pytest.mark.slow
 @proc
 def test_busy_processes_use_the_cpu_only_while_resumed():
     with busy_processes(2) as processes:
@@ -94,6 +95,7 @@ def test_the_speedup_is_quiet_over_busy_and_has_the_target():
     assert busy.MIN_SPEEDUP == 1 / 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workload", busy.WORKLOADS, ids=lambda each: each.name)
 def test_a_wrong_step_is_not_timed(workload, monkeypatch, capsys):
     small = workload.small
@@ -106,6 +108,7 @@ def test_a_wrong_step_is_not_timed(workload, monkeypatch, capsys):
     assert f"{small.name} is wrong" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_command_prints_both_times_and_the_speedup(tmp_path):
     before = torch.get_num_threads()
     file = tmp_path / "busy.json"

@@ -68,6 +68,7 @@ def spread(value: float):
     return row("", "", value).us
 
 
+@pytest.mark.slow
 def test_a_shape_is_measured_next_to_its_peers(tmp_path):
     file = tmp_path / "figures.json"
     result = bench("decode", *SHAPE, "--json", file)
@@ -142,6 +143,7 @@ def test_a_stored_report_of_an_interrupted_run_is_no_error(tmp_path):
     assert "decode-b: mlakit not timed, the run was interrupted" in flat(result.output)
 
 
+@pytest.mark.slow
 def test_peers_can_be_left_out():
     output = bench("decode", *SHAPE, "--no-peers").output
     assert "flash_mla" not in output
@@ -149,6 +151,7 @@ def test_peers_can_be_left_out():
 
 
 # test_transformers_suite runs that one
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [each for each in GPU_SUITES if each != "transformers"])
 def test_every_suite_runs(name, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function: function)
@@ -164,6 +167,7 @@ def test_every_suite_runs(name, tmp_path, monkeypatch):
     assert {each["min_speedup"] for each in rows} == {""}  # tiny problems have no targets
 
 
+@pytest.mark.slow
 def test_the_grid_asks_fast_peers_only_and_shows_a_map(monkeypatch):
     result = bench("grid", "--quick", "--only", "b4-h16-1024")
     assert result.exit_code == 0, result.output
@@ -181,6 +185,7 @@ def test_without_a_suite_all_for_the_gpu_run(monkeypatch):
     assert ran == [name for name in GPU_SUITES if name not in ONLY_IF_NAMED]
 
 
+@pytest.mark.slow
 def test_a_wrong_kernel_ends_the_command_with_status_1(monkeypatch, tmp_path):
     scale_out = by_name(after=lambda a: a["out"].mul_(1.1))
     replace_launcher(monkeypatch, "mla_decode", scale_out, backend="cpu")
@@ -191,6 +196,7 @@ def test_a_wrong_kernel_ends_the_command_with_status_1(monkeypatch, tmp_path):
     assert not file.exists()
 
 
+@pytest.mark.slow
 def test_the_host_is_timed_next_to_replay_and_an_empty_kernel(tmp_path):
     file = tmp_path / "host.json"
     result = bench("decode", *SHAPE, "--host", "--json", file)
@@ -203,6 +209,7 @@ def test_the_host_is_timed_next_to_replay_and_an_empty_kernel(tmp_path):
     assert {each["roofline"] for each in written["rows"]} == {None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["cold", "b2b", "graph"])
 def test_the_mode_chooses_the_timer(mode, monkeypatch, tmp_path):
     asked = []
@@ -213,6 +220,7 @@ def test_the_mode_chooses_the_timer(mode, monkeypatch, tmp_path):
     assert json.loads(file.read_text("utf-8"))["mode"] == mode
 
 
+@pytest.mark.slow
 def test_what_cannot_be_captured_is_left_out(monkeypatch):
     class Graphs(WallClock):
         def prepared(self, call):
@@ -227,6 +235,7 @@ def test_what_cannot_be_captured_is_left_out(monkeypatch):
     assert said in flat(result.output)
 
 
+@pytest.mark.slow
 def test_a_workload_too_large_is_left_out(monkeypatch):
     from mlakit.tools.bench.decode import Decode
 
@@ -239,6 +248,7 @@ def test_a_workload_too_large_is_left_out(monkeypatch):
     assert "mlakit not timed, CUDA out of memory. Tried to allocate 999 GiB." in flat(result.output)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["mlakit", "flash_mla"])
 def test_one_that_runs_out_of_memory_while_it_is_timed_is_left_out(
     implementation, monkeypatch, tmp_path
@@ -269,6 +279,7 @@ def test_one_that_runs_out_of_memory_while_it_is_timed_is_left_out(
     assert branch["suite"] == "branch"
 
 
+@pytest.mark.slow
 def test_ceilings_are_measured_once_for_all_suites(monkeypatch):
     measured = []
 
@@ -282,6 +293,7 @@ def test_ceilings_are_measured_once_for_all_suites(monkeypatch):
     assert len(measured) == 1
 
 
+@pytest.mark.slow
 def test_stored_figures_are_shown_again(stored):
     result = bench("--from", stored)
     assert result.exit_code == 0, result.output
@@ -291,6 +303,7 @@ def test_stored_figures_are_shown_again(stored):
     assert "w: eager not timed, is too slow & old" in result.output
 
 
+@pytest.mark.slow
 def test_the_csv_has_the_keys_of_the_json(stored, tmp_path):
     file = tmp_path / "figures.csv"
     assert bench("--from", stored, "--csv", file).exit_code == 0
@@ -301,6 +314,7 @@ def test_the_csv_has_the_keys_of_the_json(stored, tmp_path):
     assert others[0].startswith("decode,cold,decode-a,mla_decode,mlakit,30,99.0,100.0,101.0,")
 
 
+@pytest.mark.slow
 def test_charts_are_written_as_svg_and_png(stored, tmp_path):
     folder = tmp_path / "charts"
     assert bench("--from", stored, "--plot", folder).exit_code == 0
@@ -315,6 +329,7 @@ def test_charts_are_written_as_svg_and_png(stored, tmp_path):
         assert "mlakit" in texts
 
 
+@pytest.mark.slow
 def test_plots_without_matplotlib_are_refused_before_the_run(stored, tmp_path, monkeypatch):
     monkeypatch.setattr(charts, "find_spec", lambda name: None)
     result = bench("--from", stored, "--plot", tmp_path / "charts")
@@ -322,6 +337,7 @@ def test_plots_without_matplotlib_are_refused_before_the_run(stored, tmp_path, m
     assert "--plot needs matplotlib, which is not installed: pip install" in flat(result.output)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -362,6 +378,7 @@ def measured(monkeypatch):
     return ran
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["--json", "--csv", "--plot"])
 def test_a_target_that_cannot_be_written_ends_the_command_before_the_work(
     option, measured, tmp_path, monkeypatch
@@ -416,6 +433,7 @@ def test_figures_that_are_written_stay_when_a_later_file_fails(measured, tmp_pat
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_the_comparison_says_only_what_moved(stored, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")  # a narrow table folds its cells
     earlier = tmp_path / "earlier.json"
@@ -444,6 +462,7 @@ def test_suites_are_completed(begun, found):
     assert cli._completion(SUITES)(begun) == found
 
 
+@pytest.mark.slow
 def test_examples_are_in_the_help():
     output = flat(bench("--help").output)
     for option in ("--shape", "--host", "--mode", "--csv", "--plot", "--compare", "--from"):

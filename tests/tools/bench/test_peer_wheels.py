@@ -66,6 +66,7 @@ def loaded(monkeypatch):
     return found
 
 
+@pytest.mark.slow
 def test_what_is_fetched_is_used(with_gpu, loaded):
     target = knobs.peers_folder()
     kept = fetch.keep(make_wheel(with_gpu / "a.whl"), target)
@@ -210,6 +211,7 @@ def files_in(folder: Path) -> set[Path]:
     return {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("pinned")
 def test_fetch_peers_downloads_and_keeps(tmp_path, monkeypatch):
     pip = FakePip()
@@ -224,6 +226,7 @@ def test_fetch_peers_downloads_and_keeps(tmp_path, monkeypatch):
     assert f"{target / fetched.FLASH_MLA}  8,000 bytes" in result.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -252,6 +255,7 @@ def test_every_pinned_wheel_is_of_the_release_that_is_fetched():
     assert machines == {"x86_64", "aarch64"}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("pinned")
 def test_fetched_peers_lie_in_the_cache_folder_of_the_user(tmp_path, monkeypatch):
     monkeypatch.setattr(fetch.subprocess, "run", FakePip())
@@ -288,6 +292,7 @@ def test_a_folder_of_peers_where_a_command_is_run_is_not_loaded(with_gpu, loaded
     assert loaded == []
 
 
+@pytest.mark.slow
 def test_fetch_peers_explains_what_went_wrong(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(fetch.subprocess, "run", FakePip(offline=True))

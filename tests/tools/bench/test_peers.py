@@ -138,6 +138,7 @@ def assert_close(got: Tensor, problem: Problem) -> None:
     assert error.max() < 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_eager_matches_the_oracle(name, monkeypatch):
     monkeypatch.setattr(gpu, "why_not", lambda: "needs a card")
@@ -184,6 +185,7 @@ def test_eager_refuses_what_does_not_fit(monkeypatch):
         eager._require_memory(like, 8 << 30)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in PROBLEMS if name.startswith("dense-prefill")])
 def test_sdpa_matches_the_oracle(name):
     problem = PROBLEMS[name]
@@ -332,6 +334,7 @@ def test_fa3_reads_lists_as_pages_of_one_row(with_gpu):
         fa3.prepare(problem)
 
 
+@pytest.mark.slow
 def test_fa3_is_scheduled_outside_only_for_as_many_requests_as_it_can(with_gpu):
     fake = install(with_gpu, "flash_attn_interface", FA3_OF_VLLM)
     problem = dense_decode()
@@ -376,6 +379,7 @@ BatchPrefillWithRaggedKVCacheWrapper = Wrapper
 """
 
 
+@pytest.mark.slow
 def test_flashinfer_decodes_pages_where_they_are(with_gpu):
     fake = install(with_gpu, "flashinfer", FLASHINFER)
     problem = dense_decode()
@@ -397,6 +401,7 @@ def test_flashinfer_decodes_pages_where_they_are(with_gpu):
     assert views(problem, rope.unsqueeze(2), latent.unsqueeze(2))
 
 
+@pytest.mark.slow
 def test_flashinfer_prefills(with_gpu):
     fake = install(with_gpu, "flashinfer", FLASHINFER)
     problem = dense_prefill((70, 3))

@@ -154,6 +154,7 @@ def test_the_grid_of_prompts_has_every_point_at_16k_tokens_or_one_prompt():
     assert {(each.min_speedup, each.target_baseline) for each in points} == {(0.97, None)}
 
 
+@pytest.mark.slow
 def test_points_of_the_grid_share_a_pool():
     first, second = (workloads("grid")[i] for i in (0, 1))
     pool = SharedPool(num_pages=8)
@@ -194,6 +195,7 @@ OPS_OF_STEPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workload", SMALL)
 def test_a_wrong_kernel_does_not_pass_the_check(workload, monkeypatch):
     case = workload.build_case()
@@ -258,6 +260,7 @@ def mutate_kernel(monkeypatch, op: str) -> None:
     replace_launcher(monkeypatch, op, by_name(after=zero_last_row), backend="cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 @pytest.mark.parametrize("workload", SMALL)
 def test_every_baseline_can_be_called(workload):
@@ -267,6 +270,7 @@ def test_every_baseline_can_be_called(workload):
             each.call()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suite", PROBLEMS)
 def test_peers_are_given_the_problem_and_checked(suite):
     workload = workloads(suite)[0].small

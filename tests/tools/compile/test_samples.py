@@ -21,6 +21,7 @@ def selected(monkeypatch: pytest.MonkeyPatch, configuration: str) -> str:
     return selected_kernel(monkeypatch, case, arch, num_sms=NUM_SMS[arch])
 
 
+@pytest.mark.slow
 def test_a_sample_has_every_hopper_kernel(monkeypatch):
     found = {selected(monkeypatch, name) for name in samples.OF_HOPPER}
     assert found == {str(spec) for spec in selection.SPECS if spec.backend == "hopper"}
@@ -51,6 +52,7 @@ def invoke(*arguments: str) -> tuple[int, str]:
     return result.exit_code, " ".join(re.sub(r"[│\s]+", " ", result.output).split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", samples.PARTS)
 def test_the_command_compiles_a_sample(monkeypatch, part):
     asked = []

@@ -59,6 +59,7 @@ def test_explain_says_which_backend_takes_an_op_on_every_architecture(op, arch):
     assert set(said["why_not"]) == set(selection.BACKENDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "kernel", "others"),
     [
@@ -100,6 +101,7 @@ def test_explain_asks_the_indexer_for_index_keys():
     assert json.loads(output)["chosen"] == "triton"
 
 
+@pytest.mark.slow
 def test_explain_gives_a_reason_for_every_refusal():
     code, output = invoke("explain", "mla_decode", "--arch", "75")
     assert code == 1
@@ -107,6 +109,7 @@ def test_explain_gives_a_reason_for_every_refusal():
     assert "needs CPU tensors, got cuda" in output
 
 
+@pytest.mark.slow
 def test_explain_shows_the_problem_and_the_choice():
     code, output = invoke("explain", "mla_decode", "--heads", "7", "--format", "fp8")
     assert code == 0
@@ -201,6 +204,7 @@ def test_triton_is_not_picked_in_host_memory_even_where_it_is_interpreted():
     assert (selection.explain("mla_decode", problem)["triton"] is None) == knobs.interpreted()
 
 
+@pytest.mark.slow
 def test_support_has_a_row_for_every_op():
     code, output = invoke("support")
     assert code == 0
@@ -218,6 +222,7 @@ def test_a_difference_between_ops_on_amd_is_shown():
     assert shown == "AMD: triton for mla_decode, merge_states; — for mla_decode"
 
 
+@pytest.mark.slow
 def test_support_as_markdown():
     code, output = invoke("support", "--markdown")
     heading, rule, *rows, empty, note = output.splitlines()
@@ -232,6 +237,7 @@ def test_support_as_markdown():
         assert invoke("support", "--markdown", other)[0] == 2
 
 
+@pytest.mark.slow
 def test_support_as_json():
     code, output = invoke("support", "--json")
     assert code == 0
@@ -297,6 +303,7 @@ def test_what_counts_as_a_fault(kernel, fault):
     assert kernel.as_json()["fault"] == fault
 
 
+@pytest.mark.slow
 def test_triton_kernels_compile_without_a_gpu():
     """Also for AMD: gfx942's own e4m3 has half the values, so kernels must not use it."""
     done = compile_checks("--only", "append-rows-fp8_token", "--json", "--jobs", "1")
@@ -354,6 +361,7 @@ def wait_for(what, seconds: float) -> None:
         sleep(0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux")
 @pytest.mark.parametrize(
     ("begun", "send"),

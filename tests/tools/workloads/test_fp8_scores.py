@@ -49,6 +49,7 @@ def test_scores_lose_what_the_hardware_does_not_keep(format):
     assert 2.0**-20 < error.max() < 2.0**-11
 
 
+@pytest.mark.slow
 def test_what_the_docs_say_of_the_error_of_a_score():
     """Normal numbers, DeepSeek's softmax scale, rows with their own scales."""
     own = torch.Generator().manual_seed(0)
@@ -92,6 +93,7 @@ def test_only_hopper_multiplies_fp8_by_fp8_and_only_with_many_heads():
         assert not fp8_scores.uses_fp8_qk(cuda, "auto", **problem)
 
 
+@pytest.mark.slow
 @FORMATS
 @pytest.mark.parametrize("loss", [2.0**-11, 2.0**-5], ids=["as much as hardware", "more"])
 def test_the_tolerance_allows_what_the_hardware_loses_and_no_more(format, loss):
