@@ -48,6 +48,7 @@ FROM ?= .gpu-record
 
 demo: $(INSTALLED)
 	$(BIN)/mlakit demo
+	$(BIN)/python examples/documented_function.py
 
 # while working on a change: all checks of `make test` but the slow tests, under 90 seconds on 2
 # cores

@@ -63,10 +63,10 @@ class StepQuery:
 
 
 class StepOracle:
-    """A step of absorbed attention in float64, or in the precision of its tensors."""
+    """A step of absorbed attention in float64, or as a step computes it that stores `stored`."""
 
-    def __init__(self, weights: StepWeights, *, is_exact: bool) -> None:
-        self.weights, self.is_exact = weights, is_exact
+    def __init__(self, weights: StepWeights, *, is_exact: bool, stored: torch.dtype = BF16) -> None:
+        self.weights, self.is_exact, self.stored = weights, is_exact, stored
         self.dtype = F64 if is_exact else F32
         self.w_uk, self.w_uv = weights.w_uk.to(self.dtype), weights.w_uv.to(self.dtype)
 
@@ -79,12 +79,12 @@ class StepOracle:
             rotated, rows = norm_rope_quant(rope, kv, *given, epsilon=w.epsilon, rope=w.rope)
         else:
             rotated, rows = norm_rope_quant_stepwise(
-                rope.to(BF16),
-                kv.to(BF16),
+                rope.to(self.stored),
+                kv.to(self.stored),
                 *given,
                 epsilon=w.epsilon,
                 rope=w.rope,
-                out_dtype=BF16,
+                out_dtype=self.stored,
                 cache_dtype=F32,
             )
         latent = torch.einsum("thn,hnc->thc", self.up_operand(nope), self.w_uk)
@@ -112,7 +112,7 @@ class StepOracle:
         return x.to(self.dtype)
 
     def rounded(self, x: Tensor) -> Tensor:
-        return x if self.is_exact else x.to(BF16).to(self.dtype)
+        return x if self.is_exact else x.to(self.stored).to(self.dtype)
 
 
 def naive_prefill_output(query: StepQuery, weights: StepWeights) -> Tensor:

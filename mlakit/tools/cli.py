@@ -65,7 +65,6 @@ def demo(
     ),
     device: str = typer.Option("auto", help="auto, cpu or cuda; auto is a GPU if torch sees one."),
     seed: int = typer.Option(0, min=0, help="Seed of the weights and activations."),
-    documented: bool = typer.Option(True, help="Also call the functions of Modular's API."),
 ) -> None:
     """Serve with one full-size attention layer and check every result. Runs on a CPU or a GPU.
 
@@ -79,7 +78,7 @@ def demo(
         settings = make_settings(
             geometry, prompt=prompt, tokens=tokens, format=format, device=device, seed=seed
         )
-    if not run(model, geometry, settings, with_documented=documented):
+    if not run(model, geometry, settings):
         raise typer.Exit(1)
 
 

@@ -38,14 +38,13 @@ def test_demo_runs_the_demo(monkeypatch, passed, exit_code):
     calls = []
     stand_in = types.ModuleType("mlakit.tools.demo")
     stand_in.make_settings = lambda geometry, **options: options
-    stand_in.run = lambda *args, **kwargs: calls.append((args, kwargs)) or passed
+    stand_in.run = lambda *args: calls.append(args) or passed
     monkeypatch.setitem(sys.modules, "mlakit.tools.demo", stand_in)
-    arguments = ["--model", "kimi-k2", "--prompt", "9", "--device", "cpu", "--no-documented"]
+    arguments = ["--model", "kimi-k2", "--prompt", "9", "--device", "cpu"]
     result = CliRunner().invoke(cli.app, ["demo", *arguments])
     assert result.exit_code == exit_code, result.output
     options = {"prompt": 9, "tokens": 8, "format": "fp8_block128", "device": "cpu", "seed": 0}
-    expected = ("kimi-k2", MLAGeometry.preset("kimi-k2"), options)
-    assert calls == [(expected, {"with_documented": False})]
+    assert calls == [("kimi-k2", MLAGeometry.preset("kimi-k2"), options)]
 
 
 @pytest.mark.slow

@@ -1,9 +1,6 @@
 """`mlakit demo`: serves with one full-size attention layer and compares it with its oracles.
 
-serving.py     a prompt, two continuations and a sparse step over a paged cache
-oracles.py     the attention of a step, exactly and as the kernels compute it
-documented.py  one step through the functions of Modular's API
-check.py       a stage: its time, and its comparison by `testing.assert_matches`
+serving.py has the stages: a prompt, two continuations and a sparse step over a paged cache.
 """
 
 from __future__ import annotations
@@ -21,16 +18,19 @@ from rich.table import Table
 from mlakit.dispatch.checks import UnsupportedError
 from mlakit.formats import known_format, row_codec
 from mlakit.model.geometry import MLAGeometry
-from mlakit.tools.demo import documented
-from mlakit.tools.demo.check import Stage
-from mlakit.tools.demo.serving import CONTINUATIONS, PAGE_SIZE, SCALE_BYTES, Settings, serve
+from mlakit.tools.demo.serving import (
+    CONTINUATIONS,
+    PAGE_SIZE,
+    SCALE_BYTES,
+    Settings,
+    Stage,
+    serve,
+)
 
 DEVICES = ("auto", "cpu", "cuda")
 
 
-def run(
-    name: str, geometry: MLAGeometry, settings: Settings, *, with_documented: bool = True
-) -> bool:
+def run(name: str, geometry: MLAGeometry, settings: Settings) -> bool:
     """Serve, check and print. Returns whether every result is within its tolerance.
 
     Raises BadParameter if the device has no kernel for one of the ops.
@@ -47,24 +47,21 @@ def run(
         with Console(stderr=True).status("attending, and computing the float64 oracles"):
             for _ in range(1 + is_cuda):  # the first calls compile the kernels
                 stages, session = serve(geometry, settings)
-                calls = documented.all_calls(device) if with_documented else []
     except UnsupportedError as unsupported:
         raise typer.BadParameter(f"device {device}: {unsupported}") from None
-    console.print(table("stage", stages))
+    console.print(table(stages))
     held = [page for sequence in session.raw for page in sequence.pages]
     console.print(
         f"{cache_line(geometry, settings)}\nPages: {len(set(held))} of {PAGE_SIZE} tokens, "
         f"{len(held)} without sharing."
     )
-    if calls:
-        console.print(table("function of Modular's API", calls))
-    seconds, wrong = perf_counter() - start, [each for each in [*stages, *calls] if each.message]
+    seconds, wrong = perf_counter() - start, [each for each in stages if each.message]
     for each in wrong:
         console.print(escape(each.message), soft_wrap=True)
     if wrong:
         console.print(f"FAIL: {', '.join(each.name for each in wrong)}", soft_wrap=True)
     else:
-        total = len(stages) + len(calls)
+        total = len(stages)
         console.print(f"PASS: {total} of {total} checks within tolerance ({seconds:.0f} s)")
     return not wrong
 
@@ -83,10 +80,10 @@ def make_settings(
     return Settings(prompt, tokens, known_format(format), torch.device(chosen), seed)
 
 
-def table(heading: str, stages: Sequence[Stage]) -> Table:
+def table(stages: Sequence[Stage]) -> Table:
     """The stages. The error is that of the worst row, relative to its largest element."""
     shown = Table(box=SIMPLE, padding=(0, 1, 0, 0))
-    shown.add_column(heading, overflow="fold")
+    shown.add_column("stage", overflow="fold")
     for column in ("tokens", "ms per token", "error"):
         shown.add_column(column, justify="right", no_wrap=True)
     shown.add_column("result", no_wrap=True)

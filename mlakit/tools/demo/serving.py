@@ -9,10 +9,11 @@ rows themselves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import sqrt
-from typing import Any
+from time import perf_counter
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,11 +27,10 @@ from mlakit.model.geometry import MLAGeometry
 from mlakit.model.rope import rope_table
 from mlakit.ops import indexer_logits, indexer_topk, physical_rows
 from mlakit.plan import plan_context
+from mlakit.reference.steps import StepOracle, StepQuery, StepWeights, naive_prefill_output
 from mlakit.steps import CachedBatch, LayerWeights, decode_branch, prefill_branch
 from mlakit.steps.weights import UpProjection
-from mlakit.tools.demo.check import Stage
-from mlakit.tools.demo.oracles import EXACT, Oracle, Precision
-from mlakit.tools.testing import poison
+from mlakit.tools.testing import assert_matches, assert_same_bits, poison
 
 PAGE_SIZE = 64
 CONTINUATIONS = 2
@@ -38,6 +38,8 @@ SCALE_BYTES = 4  # of an index key, after its e4m3 columns
 KEEP_ONE_IN = 4  # the sparse step attends to at most this share of the cached tokens
 PREFILL_HEADS = 16  # the float64 oracle would take 15 seconds for all 128 heads of a prompt
 CPU = torch.device("cpu")
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,46 @@ class Settings:
     seed: int = 0
 
 
+@dataclass
+class Stage:
+    """One line of the table. `error` is the worst of a row, relative to its largest element."""
+
+    name: str
+    tokens: int = 0
+    seconds: float = 0.0
+    error: float = 0.0
+    message: str = ""  # what is wrong; empty if nothing is
+
+    def timed(self, tokens: int, device: torch.device, call: Callable[[], T]) -> T:
+        """Return the result of a call on `tokens` tokens, and add its time."""
+        _finish(device)
+        start = perf_counter()
+        result = call()
+        _finish(device)
+        self.seconds += perf_counter() - start
+        self.tokens += tokens
+        return result
+
+    def check(self, actual: Tensor, exact: Tensor, naive: Tensor) -> None:
+        """Compare all rows; `naive` is the oracle in the precision of the kernels."""
+        actual = actual.cpu()
+        size = exact.abs().amax(-1).clamp_min(torch.finfo(torch.float64).tiny)
+        errors = (actual.double() - exact).abs().amax(-1) / size
+        self.error = max(self.error, float(errors.nan_to_num(nan=torch.inf).max()))
+        if not exact.isfinite().all():
+            self.fail(f"{self.name}: the oracle is not finite: wrong inputs")
+        self.expect(assert_matches, actual, exact, naive)
+
+    def expect(self, comparison: Callable[..., None], *results: Tensor) -> None:
+        try:
+            comparison(self.name, *results)
+        except AssertionError as wrong:
+            self.fail(str(wrong))
+
+    def fail(self, message: str) -> None:
+        self.message = self.message or message
+
+
 class Session:
     """A layer, its caches, and the sequences they hold."""
 
@@ -61,9 +103,8 @@ class Session:
         self.dtype = stored if stored in FLOATS else torch.bfloat16
         positions = settings.prompt + settings.tokens + 1
         kv_b = self.normal(g.num_heads * (g.qk_nope_head_dim + g.v_head_dim), g.kv_lora_rank)
-        self.kv_b = kv_b / sqrt(g.kv_lora_rank)
         self.layer = LayerWeights(
-            up=UpProjection.from_checkpoint(self.kv_b, g),
+            up=UpProjection.from_checkpoint(kv_b / sqrt(g.kv_lora_rank), g),
             gamma=1 + 0.1 * self.normal(g.kv_lora_rank),
             freqs=rope_table(g, positions, device=self.device),
             softmax_scale=g.softmax_scale,
@@ -95,6 +136,21 @@ class Session:
         slots = request_slots(table, PAGE_SIZE, 0, 0, sequence.length)
         return cache.layer(0).read(slots, torch.float64).cpu()
 
+    def oracles(self, heads: slice) -> tuple[StepOracle, StepOracle]:
+        """The exact and the naive oracle of some heads."""
+        layer, up = self.layer, self.layer.up
+        weights = StepWeights(
+            w_uk=up.w_uk_t.weight.mT.cpu()[heads],
+            w_uv=up.w_uv.weight.cpu()[heads],
+            gamma=layer.gamma.cpu(),
+            freqs=layer.freqs.cpu(),
+            softmax_scale=layer.softmax_scale,
+            epsilon=layer.epsilon,
+            rope=layer.rope,
+        )
+        naive = StepOracle(weights, is_exact=False, stored=self.dtype)
+        return StepOracle(weights, is_exact=True), naive
+
     def step(
         self,
         stage: Stage,
@@ -103,11 +159,10 @@ class Session:
         heads: slice | None = None,
         index: Stage | None = None,
     ) -> None:
-        """`count` new tokens of each sequence; with `index` they attend to a selection.
+        """Append `count` new tokens to each sequence; with `index` they attend to a selection.
 
         heads  of a prefill that are compared with the oracle; None: the step decodes
         """
-        is_prefill, heads = heads is not None, heads or slice(None)
         g, tokens = self.geometry, count * len(sequences)
         copies = self.pages.append_batch(sequences, [count] * len(sequences))
         for cache in self.caches:  # a shared page is copied before it is written
@@ -130,23 +185,27 @@ class Session:
             rows = physical_rows(chosen, table, PAGE_SIZE)
 
         def attend() -> Tensor:
-            if not is_prefill:
+            if heads is None:
                 return decode_branch(q, kv, self.layer, batch, rows=rows)
             plan = plan_context(kv_lens.tolist(), batch.q_starts.diff().tolist())
             # a copy: the branch rotates its queries in place
             return prefill_branch(q.clone(), kv, self.layer, batch, plan=plan)
 
         out = stage.timed(tokens, self.device, attend)
-        oracle = Oracle(g, self.kv_b, self.layer, heads)
+        exact, naive = self.oracles(heads or slice(None))
         cached = [self.rows(self.caches[0], each) for each in sequences]
-        for i, own in enumerate(zip(q.split(count), out.split(count), strict=True)):
-            queries, result = (each.cpu()[:, heads] for each in own)
-            seen = None if chosen is None else chosen[i].cpu().long()
-            exact, naive = (
-                oracle.attend(queries, cached[i], precision, seen=seen, is_prefill=is_prefill)
-                for precision in (EXACT, Precision(torch.float32, q.dtype))
+        wanted, plain = [], []
+        for token, position in enumerate(positions.tolist()):
+            seen = cached[token // count][: position + 1]
+            if chosen is not None:
+                seen = seen[chosen[token].cpu().long()]
+            own = q[token].cpu()[heads or slice(None)]
+            query = StepQuery(own, kv[token].cpu(), position, seen, len(cached[0]) - count)
+            wanted.append(exact.output(query))
+            plain.append(
+                naive.output(query) if heads is None else naive_prefill_output(query, naive.weights)
             )
-            stage.check(result, exact, naive)
+        stage.check(out[:, heads or slice(None)], torch.cat(wanted), torch.cat(plain))
 
     def select(
         self, stage: Stage, sequences: Sequence[PagedSequence], table: Tensor, kv_lens: Tensor
@@ -168,21 +227,16 @@ class Session:
         arguments = (q.cpu(), weights.cpu(), keys, [1] * n)
         exact = reference.indexer_logits(*arguments)
         stage.check(logits, exact, reference.indexer_logits(*arguments, dtype=torch.float32))
-        stage.check_same(chosen, reference.indexer_topk(logits.cpu(), topk))
+        stage.expect(assert_same_bits, chosen.cpu(), reference.indexer_topk(logits.cpu(), topk))
         return chosen
 
     def check_rows(self, stage: Stage) -> None:
         """The cache rows of all sequences, including the rounding of the format."""
-        codec = row_codec(self.caches[0].format, self.geometry.row)
-        layer, freqs, gamma = self.layer, self.layer.freqs.cpu(), self.layer.gamma.cpu()
+        codec, oracles = self.caches[0].layer(0).codec, self.oracles(slice(0))
         for sequence, raw in self.raw.items():
-            no_queries = torch.empty(len(raw), 0, self.geometry.qk_rope_head_dim, dtype=raw.dtype)
-            step = (no_queries, raw.cpu(), freqs, gamma, range(len(raw)))
-            options: Any = {"epsilon": layer.epsilon, "rope": layer.rope}
-            _, exact = reference.norm_rope_quant(*step, **options)
-            _, naive = reference.norm_rope_quant_stepwise(
-                *step, **options, out_dtype=raw.dtype, cache_dtype=torch.float32
-            )
+            no_queries = torch.empty(len(raw), 0, self.geometry.qk_head_dim, dtype=raw.dtype)
+            step = (no_queries, raw.cpu(), range(len(raw)))
+            exact, naive = (each.absorb(*step)[1] for each in oracles)
             rows = self.rows(self.caches[0], sequence).float()
             stage.check(rows, exact, codec.decode(*codec.encode(naive)))
             stage.tokens += len(rows)
@@ -208,3 +262,8 @@ def serve(geometry: MLAGeometry, settings: Settings) -> tuple[list[Stage], Sessi
     stages.append(Stage("cached rows"))
     session.check_rows(stages[-1])
     return stages, session
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
