@@ -1,8 +1,9 @@
 """The description of a call, and of the calls that a kernel takes.
 
 A `Problem` is a plain description of one call: names and numbers, no tensors. A `KernelSpec` holds
-a `why_not` predicate over problems that returns the reason of a refusal, or None. Adding a kernel
-is adding a spec; nothing else decides.
+a predicate over problems that returns the reason of a refusal, or None, and the traits of masks
+that the kernel knows; a mask with another trait is refused. Adding a kernel is adding a spec;
+nothing else decides.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from mlakit.dispatch.architectures import amd_arch, arch_name
 from mlakit.dispatch.names import Backend
 from mlakit.model.geometry import RowShape
+from mlakit.model.masks import KINDS
 
 
 class Use(Enum):
@@ -101,11 +103,12 @@ class KernelSpec:
     backend: Backend
     op: str
     launcher: str  # "module:function", imported at the first call
-    why_not: Callable[[Problem], str | None]
+    predicate: Callable[[Problem], str | None]  # why it does not take a problem; None if it does
     planner: str = ""  # "module:function" that makes its plans, where they can be made ahead
     kernel: str = ""  # its name among the backend's kernels of this op; "" for the only one
     # when it could take a problem, but another kernel of the backend is faster
     why_slower: Callable[[Problem], str | None] | None = None
+    mask_traits: tuple[str, ...] = ()  # of `MaskTraits`; a mask with any other one is refused
 
     def __str__(self) -> str:
         return f"{self.name}-{self.op}"
@@ -114,6 +117,22 @@ class KernelSpec:
     def name(self) -> str:
         """The name by which `backend=` asks for this kernel."""
         return f"{self.backend}:{self.kernel}" if self.kernel else self.backend
+
+    @property
+    def masks(self) -> tuple[str, ...]:
+        """The kinds of masks that the kernel takes."""
+        return tuple(
+            kind
+            for kind, traits in KINDS.items()
+            if all(name in self.mask_traits for name, is_set in traits._asdict().items() if is_set)
+        )
+
+    def why_not(self, problem: Problem) -> str | None:
+        """Return the reason why the kernel does not take a problem; None if it does."""
+        refusal = self.predicate(problem)
+        if refusal is None and problem.mask and problem.mask not in self.masks:
+            refusal = f"needs a mask of {' or '.join(self.masks)}, got {problem.mask}"
+        return refusal
 
     @cached_property
     def launch(self) -> Callable[..., Any]:

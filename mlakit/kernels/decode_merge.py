@@ -119,7 +119,7 @@ def merge_partials(
         0 if sink is None else sink.stride(0),
         *out.stride()[:2],
         *lse.stride(),
-        MASK=splits.mask.kind,
+        MASK=splits.mask.traits,
         IS_SHARDED=splits.shard.world > 1,
         V_WIDTH=v_width,
         COLUMNS=triton.next_power_of_2(v_width),

@@ -110,7 +110,7 @@ def plan_decode(
         *(own or UNSPLIT),
         q_starts.stride(0),
         kv_lens.stride(0),
-        MASK=mask.kind,
+        MASK=mask.traits,
         IS_SHARDED=shard.world > 1,
         HAS_OWN_SPLITS=own is not None,
         TILE=tile,
@@ -149,14 +149,7 @@ def local_count(position, shard, IS_SHARDED: tl.constexpr):
 @triton.jit
 def seen_keys(query, q_len, kv_len, window, shard, MASK: tl.constexpr, IS_SHARDED: tl.constexpr):
     """Local keys [first, last) that query `query` of a request sees; both grow with `query`."""
-    IS_SLIDING: tl.constexpr = MASK == "sliding_window_causal" or MASK == "sliding_window_noncausal"
-    IS_CHUNKED: tl.constexpr = MASK == "chunked" or MASK == "chunked_causal"
-    IS_CAUSAL: tl.constexpr = (
-        MASK == "causal" or MASK == "sliding_window_causal" or MASK == "chunked_causal"
-    )
-    first, last = mask_interval(
-        kv_len - q_len + query, kv_len, window, IS_CAUSAL, IS_SLIDING, IS_CHUNKED
-    )
+    first, last = mask_interval(kv_len - q_len + query, kv_len, window, MASK)
     return local_count(first, shard, IS_SHARDED), local_count(last, shard, IS_SHARDED)
 
 

@@ -1,7 +1,8 @@
 """Attention masks: which keys a query sees, described once for every backend.
 
 Under every mask a query at position q sees one interval [first, last) of key positions. References
-use it as a boolean mask, kernels as loop bounds.
+use it as a boolean mask, kernels as loop bounds. A kind of mask is a record of traits: kernels read
+the traits and the window, never a name.
 
     null                       [0, N)
     causal                     [0, q + 1)
@@ -17,17 +18,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-WINDOWED = (
-    "sliding_window_causal",
-    "sliding_window_noncausal",
-    "chunked",
-    "chunked_causal",
-)
-KINDS = ("null", "causal", *WINDOWED)
+
+class MaskTraits(NamedTuple):
+    """What hides keys from a query; a constant of the kernels that have a mask."""
+
+    IS_CAUSAL: bool = False  # keys after the query
+    IS_SLIDING: bool = False  # keys that are `window` or more positions before the query
+    IS_CHUNKED: bool = False  # keys of other chunks of `window` positions than the query's own
+
+    @property
+    def has_window(self) -> bool:
+        """Whether a mask of this kind needs the number `window`."""
+        return self.IS_SLIDING or self.IS_CHUNKED
+
+
+KINDS = {
+    "null": MaskTraits(),
+    "causal": MaskTraits(IS_CAUSAL=True),
+    "sliding_window_causal": MaskTraits(IS_CAUSAL=True, IS_SLIDING=True),
+    "sliding_window_noncausal": MaskTraits(IS_SLIDING=True),
+    "chunked": MaskTraits(IS_CHUNKED=True),
+    "chunked_causal": MaskTraits(IS_CAUSAL=True, IS_CHUNKED=True),
+}
+WINDOWED = tuple(kind for kind, traits in KINDS.items() if traits.has_window)
+INTERVAL_TRAITS = ("IS_CAUSAL", "IS_SLIDING", "IS_CHUNKED")
+"""The traits that `Mask.interval`, `Mask.visible` and, on GPUs, `mask_interval` know."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,16 +79,21 @@ class Mask:
         return hash((self.kind, self.window))
 
     @property
+    def traits(self) -> MaskTraits:
+        """What hides keys from a query."""
+        return KINDS[self.kind]
+
+    @property
     def is_causal(self) -> bool:
         """Whether no query sees a later key."""
-        return self.kind in ("causal", "sliding_window_causal", "chunked_causal")
+        return self.traits.IS_CAUSAL
 
     def interval(self, position: int, num_keys: int) -> tuple[int, int]:
         """The keys [first, last) that the query at `position` sees, out of `num_keys`."""
         first, last = 0, num_keys
-        if self.kind.startswith("sliding_window"):
+        if self.traits.IS_SLIDING:
             first = position - self.window + 1
-        elif self.kind.startswith("chunked"):
+        if self.traits.IS_CHUNKED:
             first = position // self.window * self.window
             last = first + self.window
         if self.is_causal:
@@ -92,9 +117,9 @@ class Mask:
         seen = (k >= 0).expand(len(positions), len(keys))
         if self.is_causal:
             seen = seen & (k <= q)
-        if self.kind.startswith("sliding_window"):
+        if self.traits.IS_SLIDING:
             seen = seen & (k > q - self.window)
-        elif self.kind.startswith("chunked"):
+        if self.traits.IS_CHUNKED:
             seen = seen & (
                 torch.div(k, self.window, rounding_mode="floor")
                 == torch.div(q, self.window, rounding_mode="floor")

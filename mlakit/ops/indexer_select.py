@@ -11,7 +11,7 @@ from mlakit.dispatch.checks import Dims
 from mlakit.dispatch.knobs import Backend
 from mlakit.kernels import workspace
 from mlakit.kernels.arguments import LogitsArguments, SelectArguments, SelectBlockArguments, filled
-from mlakit.model.masks import CAUSAL, Mask
+from mlakit.model.masks import CAUSAL, NULL, Mask
 from mlakit.ops._checks import check_layer, check_mask, check_result
 from mlakit.ops._library import op
 from mlakit.ops.indexer import LOGITS, check_scoring, logits_problem, table_capacity
@@ -150,7 +150,7 @@ def _query_blocks(dims: Dims, tokens: int, columns: int, a: SelectArguments) -> 
     num_blocks = -(-tokens // (limit // row_bytes)) if row_bytes else 1
     # a block's queries see keys up to the last one's position, or all keys: else the positions of
     # queries do not follow from the block's lengths
-    can_split = a.mask.is_causal or a.mask.kind == "null"
+    can_split = a.mask.is_causal or a.mask == NULL
     must = f"hold all scores with the mask {a.mask.kind}, {tokens * row_bytes} bytes"
     dims.require(can_split or num_blocks == 1, "max_score_bytes", must, limit)
     size = -(-tokens // num_blocks)

@@ -22,7 +22,7 @@ def why_not(problem: Problem) -> str | None:
 
 
 LAUNCHER = "mlakit.kernels.blackwell.decode:mla_decode"
-SPECS = (KernelSpec("blackwell", "mla_decode", LAUNCHER, why_not),)
+SPECS = (KernelSpec("blackwell", "mla_decode", LAUNCHER, why_not, mask_traits=("IS_CAUSAL",)),)
 """
 # what a source that has the name in its Literal would give
 PROGRAM = """

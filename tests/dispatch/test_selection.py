@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from dataclasses import replace
+from functools import partial
 from typing import get_type_hints
 
 import pytest
@@ -15,9 +16,11 @@ from mlakit.dispatch.checks import UnsupportedError
 from mlakit.dispatch.specs import KernelSpec, Problem, device_facts
 from mlakit.kernels.arguments import DecodePlanArguments, SelectBlockArguments
 from mlakit.model.geometry import RowShape
+from mlakit.model.masks import INTERVAL_TRAITS
 from mlakit.ops._library import OPS
 
 CPU = Problem("cpu", dtype="torch.bfloat16", format="bf16", heads=16, page_size=64)
+kernel_spec = partial(KernelSpec, mask_traits=INTERVAL_TRAITS)
 HOPPER = replace(CPU, device="cuda", arch=90, row=RowShape(512, 64), mask="causal")
 
 
@@ -38,8 +41,8 @@ def three_backends(monkeypatch):
     """One op with a kernel per backend, fastest first, in place of the real ones."""
     predicates = {"hopper": needs_sm90, "triton": needs_cuda, "cpu": needs_cpu}
     specs = tuple(
-        KernelSpec(backend, "attend", f"nowhere.{backend}:attend", why_not)
-        for backend, why_not in predicates.items()
+        kernel_spec(backend, "attend", f"nowhere.{backend}:attend", predicate)
+        for backend, predicate in predicates.items()
     )
     monkeypatch.setattr(selection, "SPECS", specs)
     monkeypatch.setattr(selection, "OPS", ("attend",))
@@ -151,8 +154,8 @@ def two_kernels(monkeypatch):
         return f"needs at most 64 heads, got {problem.heads}" if problem.heads > 64 else None
 
     specs = (
-        KernelSpec("hopper", "attend", "a:b", needs_sm90, kernel="wide", why_slower=why_slower),
-        KernelSpec("hopper", "attend", "a:b", few_only, kernel="narrow"),
+        kernel_spec("hopper", "attend", "a:b", needs_sm90, kernel="wide", why_slower=why_slower),
+        kernel_spec("hopper", "attend", "a:b", few_only, kernel="narrow"),
     )
     monkeypatch.setattr(selection, "SPECS", specs)
     monkeypatch.setattr(selection, "OPS", ("attend",))

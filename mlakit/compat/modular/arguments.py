@@ -77,9 +77,9 @@ def step_lengths(
 def first_visible_keys_on_device(mask: Mask, before: Tensor, after: Tensor) -> Tensor:
     """`Mask.first_visible_keys` for lengths on a device, without a synchronisation."""
     first = torch.zeros_like(before)
-    if mask.kind.startswith("sliding_window"):
+    if mask.traits.IS_SLIDING:
         first = (before - mask.window + 1).clamp_min(0)
-    elif mask.kind.startswith("chunked"):
+    if mask.traits.IS_CHUNKED:
         first = before // mask.window * mask.window
     return torch.where(after > before, first, after)
 

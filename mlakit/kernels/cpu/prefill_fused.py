@@ -33,6 +33,7 @@ from mlakit.kernels.cpu.fused import (
 )
 from mlakit.kernels.cpu.merge import merge_partials
 from mlakit.kernels.cpu.workspace import MAX_BLOCK, even_slices, rows_that_fit
+from mlakit.model.masks import CAUSAL, NULL
 
 MIN_TILE = 16  # queries, keys
 
@@ -66,7 +67,7 @@ def attend_request(a: PrefillArguments, request: Request, out: Tensor, lse: Tens
     if a.sink is not None:  # a result of 16 bits, rounded before and after it is scaled, is too far
         dtype = torch.float32
     before = request.kv_len - request.q_len
-    if a.mask.kind == "causal":
+    if a.mask == CAUSAL:
         few = min(max(MIN_KEYS - before, 0), request.q_len)  # queries that see few keys
     else:
         few = 0 if request.kv_len >= MIN_KEYS else request.q_len
@@ -108,7 +109,7 @@ def _attend(
 
 def _is_possible(a: PrefillArguments, request: Request) -> bool:
     return (
-        a.mask.kind in ("causal", "null")
+        a.mask in (CAUSAL, NULL)
         and a.alibi_slopes is None
         and a.v.shape[2] <= a.q.shape[2]
         and 0 < request.q_len <= request.kv_len
@@ -183,7 +184,7 @@ def _is_one_call(
     before, bias_bytes = request.kv_len - request.q_len, request.q_len * request.kv_len * 2
     return (
         dtype != torch.float32
-        and a.mask.kind == "causal"
+        and a.mask == CAUSAL
         and before > 0
         and (queries.stop - queries.start, key_tile) == (request.q_len, request.kv_len)
         and (before <= request.q_len or bias_bytes <= MAX_BLOCK)
@@ -216,7 +217,7 @@ def _key_tiles(
 ) -> Iterator[tuple[slice, bool]]:
     """Return (rows of keys, is the mask needed) for a block of queries."""
     first, last = request.keys.start, request.keys.stop
-    if a.mask.kind == "causal":
+    if a.mask == CAUSAL:
         before = request.kv_len - request.q_len
         own = slice(first + before + queries.start, first + before + queries.stop)
         yield own, True

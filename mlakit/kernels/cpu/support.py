@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mlakit.dispatch.specs import KernelSpec, Problem
+from mlakit.model.masks import INTERVAL_TRAITS
 
 
 def _why_not(problem: Problem) -> str | None:
@@ -12,7 +13,8 @@ def _why_not(problem: Problem) -> str | None:
 
 
 def _spec(op: str, topic: str) -> KernelSpec:
-    return KernelSpec("cpu", op, f"mlakit.kernels.cpu.{topic}:{op}", _why_not)
+    launcher = f"mlakit.kernels.cpu.{topic}:{op}"
+    return KernelSpec("cpu", op, launcher, _why_not, mask_traits=INTERVAL_TRAITS)
 
 
 _DECODE_PLANNER = "mlakit.kernels.cpu.decode:plan_mla_decode"

@@ -28,7 +28,7 @@ from mlakit.kernels.hopper.prefill.configs import FP8_BLOCK_K as FP8_PREFILL_WID
 from mlakit.kernels.hopper.sparse.configs import D_V as SPARSE_D_V
 from mlakit.kernels.hopper.sparse.configs import ROWS as SPARSE_ROWS
 
-__all__ = ["ARCH", "BLOCK", "FORMATS", "MASKS", "PAGES", "ROW", "SPARSE_ROWS", "SPECS"]
+__all__ = ["ARCH", "BLOCK", "FORMATS", "PAGES", "ROW", "SPARSE_ROWS", "SPECS"]
 
 ARCH = 90
 ROW = (D_C + D_R, D_C)
@@ -40,7 +40,9 @@ FORMATS = {
     "fp8_token": ("torch.bfloat16", E4M3),  # bf16 as its rotated columns
     "fp8_block128": ("torch.bfloat16", E4M3),
 }
-MASKS = ("causal", "null")
+DECODE_MASK_TRAITS = INDEXER_MASK_TRAITS = ("IS_CAUSAL",)
+# its blocks are counted down from the last key, and masked at both ends
+PREFILL_MASK_TRAITS = ("IS_CAUSAL", "IS_SLIDING", "IS_CHUNKED")
 INDEX_FORMAT = "fp8_token"
 PREFILL_DTYPES = ("torch.bfloat16", "torch.float16", E4M3)
 
@@ -50,12 +52,6 @@ def _why_not_device(problem: Problem) -> str | None:
         return None
     where = arch_name(problem.arch) if problem.device == "cuda" else problem.device
     return f"needs sm_{ARCH}, got {where}"
-
-
-def _why_not_mask(problem: Problem) -> str | None:
-    if problem.mask in MASKS:
-        return None
-    return f"needs a mask of {' or '.join(MASKS)}, got {problem.mask}"
 
 
 def _why_not_decode(problem: Problem) -> str | None:
@@ -73,7 +69,7 @@ def _why_not_decode(problem: Problem) -> str | None:
         got = "none" if row is None else f"{row.width}/{row.v_width}"
         return f"needs rows of {ROW[0]}/{ROW[1]}, got {got}"
     refused = [use for use in problem.uses if use not in _taken_uses(problem)]
-    return _why_not_mask(problem) or (refused[0].refusal if refused else None)
+    return refused[0].refusal if refused else None
 
 
 def _taken_uses(problem: Problem) -> tuple[Use, ...]:
@@ -142,7 +138,7 @@ def _why_not_indexer_logits(problem: Problem) -> str | None:
         return f"needs 1 to {MAX_INDEX_HEADS} heads, got {problem.heads}"
     if problem.page_size % INDEX_PIECE:
         return f"needs pages of a multiple of {INDEX_PIECE} keys, got {problem.page_size}"
-    return _why_not_mask(problem) or (problem.uses[0].refusal if problem.uses else None)
+    return problem.uses[0].refusal if problem.uses else None
 
 
 def _why_not_prefill(problem: Problem) -> str | None:
@@ -241,6 +237,7 @@ def _decode(
         planner=f"{_LAUNCH}:plan_mla_decode",
         kernel=kernel,
         why_slower=why_slower,
+        mask_traits=DECODE_MASK_TRAITS,
     )
 
 
@@ -255,6 +252,7 @@ SPECS = (
         "indexer_logits",
         "mlakit.kernels.hopper.indexer.launch:indexer_logits",
         _why_not_indexer_logits,
+        mask_traits=INDEXER_MASK_TRAITS,
     ),
     *(_sparse(kernel) for kernel in _SPARSE_FORMATS),
     KernelSpec(
@@ -262,5 +260,6 @@ SPECS = (
         "mla_prefill",
         "mlakit.kernels.hopper.prefill.launch:mla_prefill",
         _why_not_prefill,
+        mask_traits=PREFILL_MASK_TRAITS,
     ),
 )

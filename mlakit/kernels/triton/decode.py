@@ -119,7 +119,7 @@ def mla_decode(a: DecodeArguments, out: Tensor, lse: Tensor) -> None:
         0 if sink is None else sink.stride(0),
         *out.stride()[:2],
         *lse.stride(),
-        MASK=mask.kind,
+        MASK=mask.traits,
         IS_SHARDED=shard.world > 1,
         ROW=row_traits(layer, tiles, types, has_fp8=device.has_fp8),
         PAGE=layer.page_size,

@@ -111,7 +111,7 @@ def _attend(
     stride_out_token, stride_out_head, stride_lse_token, stride_lse_head = result_strides
     IS_FLAT: tl.constexpr = starts is not None
     # keys may begin inside a tile
-    HAS_LOW: tl.constexpr = CUTS_TILES or (MASK != "null" and MASK != "causal")
+    HAS_LOW: tl.constexpr = CUTS_TILES or MASK.IS_SLIDING or MASK.IS_CHUNKED
     ROPE_WIDTH: tl.constexpr = ROW.ROPE_WIDTH
     ROPE_UNIT: tl.constexpr = ROW.VALUE_UNIT if ROW.FACTORS == "row" else 1.0
     query = first_row // padded_heads
@@ -237,7 +237,7 @@ def mla_decode_kernel(
     stride_table_request, stride_table_entry, stride_starts, stride_q_starts, stride_kv_lens,
     stride_sink,
     stride_out_token, stride_out_head, stride_lse_token, stride_lse_head,
-    MASK: tl.constexpr,
+    MASK: tl.constexpr,  # `MaskTraits`
     IS_SHARDED: tl.constexpr,
     ROW: tl.constexpr,  # `rows.RowTraits`
     PAGE: tl.constexpr,

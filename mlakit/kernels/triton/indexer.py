@@ -100,9 +100,7 @@ def indexer_logits(a: LogitsArguments, out: Tensor) -> None:
         PAGE=layer.page_size,
         IS_FLAT=is_flat,
         HAS_WHOLE_PAGES=not is_flat and _has_whole_pages(config.keys, layer.page_size),
-        IS_CAUSAL=mask.is_causal,
-        IS_SLIDING=mask.kind.startswith("sliding_window"),
-        IS_CHUNKED=mask.kind.startswith("chunked"),
+        MASK=mask.traits,
         QUERIES=config.queries,
         HEAD_BLOCK=config.heads,
         # one of no heads, too: what a block loads has to be known when the kernel is compiled
@@ -170,9 +168,7 @@ def _indexer_logits_kernel(
     PAGE: tl.constexpr,
     IS_FLAT: tl.constexpr,
     HAS_WHOLE_PAGES: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
-    IS_SLIDING: tl.constexpr,
-    IS_CHUNKED: tl.constexpr,
+    MASK: tl.constexpr,  # `MaskTraits`
     QUERIES: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
     HEAD_BLOCKS: tl.constexpr,
@@ -191,9 +187,7 @@ def _indexer_logits_kernel(
         is_query = query < q_len
         first_token = (q_start + first).to(tl.int64)
         token = first_token + tl.arange(0, QUERIES)
-        low, high = mask_interval(
-            kv_len - q_len + query, kv_len, window, IS_CAUSAL, IS_SLIDING, IS_CHUNKED
-        )  # [QUERIES]
+        low, high = mask_interval(kv_len - q_len + query, kv_len, window, MASK)  # [QUERIES]
         # intervals of neighbouring queries leave no gap
         begin = tl.min(tl.where(is_query, low, kv_len), 0)
         end = tl.max(tl.where(is_query, high, 0), 0)

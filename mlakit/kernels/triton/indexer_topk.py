@@ -51,13 +51,14 @@ from mlakit.kernels.triton.topk_search import (
     store_candidate,
     take_best,
 )
+from mlakit.model.masks import NULL
 
 
 def indexer_topk(a: TopkArguments, out: Tensor) -> None:
     bounds = (a.row_starts, a.row_ends)
     strides = [0 if each is None else each.stride(0) for each in bounds]
     rows = (*bounds, None, None, None, None, 0, 0, 0, *strides, 0, 0, 0, 0, 0)
-    options = {"PAGE": 0, "IS_CAUSAL": False, "IS_SLIDING": False, "IS_CHUNKED": False}
+    options = {"PAGE": 0, "MASK": NULL.traits}
     _select(a.logits, out, rows, options)
 
 
@@ -71,12 +72,7 @@ def indexer_select(a: SelectBlockArguments, out: Tensor) -> None:
         *(table.stride() if starts is None else (0, table.stride(0))),
         0 if starts is None else starts.stride(0),
     )
-    options = {
-        "PAGE": a.page_size,
-        "IS_CAUSAL": a.mask.is_causal,
-        "IS_SLIDING": a.mask.kind.startswith("sliding_window"),
-        "IS_CHUNKED": a.mask.kind.startswith("chunked"),
-    }
+    options = {"PAGE": a.page_size, "MASK": a.mask.traits}
     _select(a.logits, out, rows, options)
 
 
@@ -139,9 +135,7 @@ def _select_kernel(
     stride_row_starts, stride_row_ends, stride_q_starts, stride_kv_lens,
     stride_table_request, stride_table_entry, stride_table_starts,
     PAGE: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
-    IS_SLIDING: tl.constexpr,
-    IS_CHUNKED: tl.constexpr,
+    MASK: tl.constexpr,  # `MaskTraits`
     METHOD: tl.constexpr,
     BLOCK: tl.constexpr,  # candidates of a buffer, or columns whose ranks are in registers
     STEP: tl.constexpr,  # columns per iteration
@@ -172,7 +166,7 @@ def _select_kernel(
             q_end = tl.load(q_starts + (request + 1) * stride_q_starts).to(tl.int32)
             kv_len = tl.load(kv_lens + request * stride_kv_lens).to(tl.int32)
             position = kv_len - q_end + first_token + row.to(tl.int32)
-            first, last = mask_interval(position, kv_len, window, IS_CAUSAL, IS_SLIDING, IS_CHUNKED)
+            first, last = mask_interval(position, kv_len, window, MASK)
             entries = table + request * stride_table_request
             if IS_FLAT:
                 first_entry = tl.load(table_starts + request * stride_table_starts).to(tl.int64)

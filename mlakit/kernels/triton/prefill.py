@@ -87,9 +87,7 @@ def mla_prefill(a: PrefillArguments, out: Tensor, lse: Tensor) -> None:
         *((0, 0) if v_scale is None else v_scale.stride()),
         0 if alibi_slopes is None else alibi_slopes.stride(0),
         0 if sink is None else sink.stride(0),
-        IS_CAUSAL=mask.is_causal,
-        IS_SLIDING=mask.kind.startswith("sliding_window"),
-        IS_CHUNKED=mask.kind.startswith("chunked"),
+        MASK=mask.traits,
         IS_NEGATIVE=softmax_scale < 0,
         KEYS_PER_SCALE=a.keys_per_scale,
         D_N=d_n,
@@ -174,9 +172,7 @@ def _mla_prefill_kernel(
     stride_vs_head,
     stride_slopes,
     stride_sink,
-    IS_CAUSAL: tl.constexpr,
-    IS_SLIDING: tl.constexpr,
-    IS_CHUNKED: tl.constexpr,
+    MASK: tl.constexpr,  # `MaskTraits`
     IS_NEGATIVE: tl.constexpr,  # the scale is −scale_log2
     KEYS_PER_SCALE: tl.constexpr,
     D_N: tl.constexpr,
@@ -208,12 +204,8 @@ def _mla_prefill_kernel(
 
     # Both ends of the interval that a query sees grow with its position. So the first and the last
     # query decide which keys [any_first, any_last) some query of the tile sees, and which all see.
-    any_first, all_last = mask_interval(
-        offset + first_query, kv_len, window, IS_CAUSAL, IS_SLIDING, IS_CHUNKED
-    )
-    all_first, any_last = mask_interval(
-        offset + last_query, kv_len, window, IS_CAUSAL, IS_SLIDING, IS_CHUNKED
-    )
+    any_first, all_last = mask_interval(offset + first_query, kv_len, window, MASK)
+    all_first, any_last = mask_interval(offset + last_query, kv_len, window, MASK)
     head_tiles = tl.cdiv(tl.maximum(tl.minimum(all_first, any_last) - any_first, 0), BLOCK_MASKED)
     full_first = any_first + head_tiles * BLOCK_MASKED
     full_last = full_first + tl.maximum(all_last - full_first, 0) // BLOCK_K * BLOCK_K
@@ -280,7 +272,7 @@ def _mla_prefill_kernel(
     is_query = query < q_len
     token = (q_start + query).to(tl.int64)
     # [BLOCK_Q] each
-    first, last = mask_interval(position, kv_len, window, IS_CAUSAL, IS_SLIDING, IS_CHUNKED)
+    first, last = mask_interval(position, kv_len, window, MASK)
     all_finite = 1
     for i in tl.range(0, head_tiles + tail_tiles, num_stages=1):
         at_tail = full_last + (i - head_tiles) * BLOCK_MASKED

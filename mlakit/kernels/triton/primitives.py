@@ -56,24 +56,20 @@ def is_finite(x):
 
 
 @triton.jit
-def mask_interval(
-    position,
-    kv_len,
-    window,
-    IS_CAUSAL: tl.constexpr,
-    IS_SLIDING: tl.constexpr,
-    IS_CHUNKED: tl.constexpr,
-):
-    """The keys [first, last) that queries at int32 `position`, a scalar or a block, attend to."""
+def mask_interval(position, kv_len, window, MASK: tl.constexpr):
+    """The keys [first, last) that queries at int32 `position`, a scalar or a block, attend to.
+
+    MASK  `MaskTraits`, of which this knows the `INTERVAL_TRAITS`
+    """
     first = position * 0
     last = first + kv_len
-    if IS_SLIDING:
+    if MASK.IS_SLIDING:
         first = tl.maximum(position - window + 1, 0)
-    if IS_CHUNKED:
+    if MASK.IS_CHUNKED:
         # `//` truncates; before position 0 there is no chunk and no visible key
         first = tl.maximum(position, 0) // window * window
         last = tl.where(position < 0, 0, tl.minimum(first + window, kv_len))
-    if IS_CAUSAL:
+    if MASK.IS_CAUSAL:
         last = tl.minimum(position + 1, last)
     return first, tl.maximum(last, first)
 

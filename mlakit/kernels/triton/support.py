@@ -13,6 +13,7 @@ from mlakit.dispatch import knobs
 from mlakit.dispatch.architectures import AMD, arch_name, is_amd
 from mlakit.dispatch.specs import KernelSpec, Problem
 from mlakit.formats import FORMATS, GROUP_FORMATS
+from mlakit.model.masks import INTERVAL_TRAITS
 
 OLDEST_ARCH = 80
 
@@ -37,7 +38,8 @@ def _needs_amd(arch: int) -> str:
 
 
 def _spec(op: str, topic: str) -> KernelSpec:
-    return KernelSpec("triton", op, f"mlakit.kernels.triton.{topic}:{op}", _why_not)
+    launcher = f"mlakit.kernels.triton.{topic}:{op}"
+    return KernelSpec("triton", op, launcher, _why_not, mask_traits=INTERVAL_TRAITS)
 
 
 def _general_why_not(problem: Problem) -> str | None:
@@ -58,8 +60,8 @@ SPECS = (
     _spec("scaled_mm_fp8", "fp8"),
     _spec("mla_prefill", "prefill"),
     replace(_spec("mla_decode", "decode"), planner=_DECODE_PLANNER),
-    replace(_spec("sparse_mla", "sparse"), why_not=_general_why_not),
-    replace(_spec("indexer_logits", "indexer"), why_not=_general_why_not),
+    replace(_spec("sparse_mla", "sparse"), predicate=_general_why_not),
+    replace(_spec("indexer_logits", "indexer"), predicate=_general_why_not),
     _spec("indexer_topk", "indexer_topk"),
     replace(_spec("indexer_select", "indexer_topk"), planner=_QUERY_BLOCKS),
     _spec("physical_rows", "physical_rows"),

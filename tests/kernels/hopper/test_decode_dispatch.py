@@ -354,7 +354,7 @@ def test_hopper_is_the_first_choice_for_fp8_qk(uses, format):
             "takes no unaligned rows of q: no TMA descriptor can address them",
         ),
         ({"row": DecodeCase().row}, "needs rows of 576/512, got 40/32"),
-        ({"mask": "chunked"}, "needs a mask of causal or null, got chunked"),
+        ({"mask": "chunked"}, "needs a mask of null or causal, got chunked"),
         ({"uses": (Use.KV_SHARD,)}, "takes no kv_shard"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

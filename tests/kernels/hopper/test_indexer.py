@@ -60,7 +60,7 @@ def test_what_the_kernel_takes(fields):
             "needs keys of 128 columns, none of them rotated, got 64 + 64 columns",
         ),
         ({"row": None}, "needs keys of 128 columns, none of them rotated, got none"),
-        ({"mask": "chunked"}, "needs a mask of causal or null, got chunked"),
+        ({"mask": "chunked"}, "needs a mask of null or causal, got chunked"),
         ({"uses": (Use.FLAT_PAGE_TABLE,)}, "takes no flat page table"),
     ],
     ids=str,

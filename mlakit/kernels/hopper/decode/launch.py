@@ -151,7 +151,7 @@ def mla_decode(kernel: str, a: DecodeArguments, out: Tensor, lse: Tensor) -> Non
             PAGE_ROWS=cache.page_rows,
             FORMAT=layer.codec.name,
             ROPE_COLUMN=cache.rope_column,
-            IS_CAUSAL=mask.kind == "causal",
+            IS_CAUSAL=mask.is_causal,
             SIGN=(softmax_scale > 0) - (softmax_scale < 0),
             IS_EXTERNAL_PLAN=plan.slot_rows != request_tiles * tiles.rows or plan.tile % BLOCK > 0,
             ITEM_COLUMNS=plan.items.shape[1],

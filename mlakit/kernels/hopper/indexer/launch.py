@@ -89,7 +89,7 @@ def indexer_logits(a: LogitsArguments, out: Tensor) -> None:
             PAGE=layer.page_size,
             PAGE_ROWS=page_rows,
             PAGE_SCALES=page_scales,
-            IS_CAUSAL=a.mask.kind == "causal",
+            IS_CAUSAL=a.mask.is_causal,
             IS_SINGLE=is_single,
             FITS_INT32=fits_int32(config, tokens=tokens, batch=batch, columns=columns),
         ),

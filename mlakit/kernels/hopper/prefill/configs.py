@@ -9,6 +9,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+from mlakit.model.masks import MaskTraits
+
 BLOCK_Q = 128  # queries of a work tile, 64 per consumer warpgroup
 STAGES = 2  # of keys, and of values
 # of the keys and values of a head group; twice as many cost 1 to 2 % with causal masks of 8k and
@@ -47,9 +49,7 @@ class Traits(NamedTuple):
 
     D_N: int
     D_R: int
-    IS_CAUSAL: bool
-    IS_SLIDING: bool
-    IS_CHUNKED: bool
+    MASK: MaskTraits
     SIGN: int  # of softmax_scale: 1, 0 or −1
 
 

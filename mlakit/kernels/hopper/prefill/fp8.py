@@ -436,9 +436,7 @@ def mla_prefill_fp8_kernel(
         num_tiles=gl.load(counters + 1),
         heads=heads,
         window=window,
-        IS_CAUSAL=TRAITS.IS_CAUSAL,
-        IS_SLIDING=TRAITS.IS_SLIDING,
-        IS_CHUNKED=TRAITS.IS_CHUNKED,
+        MASK=TRAITS.MASK,
         BLOCK_Q=CONFIG.BLOCK_Q,
         BLOCK_K=BLOCK_K,
     )

@@ -209,7 +209,7 @@ def mask_scores(
         _, end = seen_keys(schedule, position, tile.kv_len)
         key, limit = keys_left(scores, end - start)
         scores = gl.where(key < limit, scores, NEG_INF)
-    if schedule.IS_SLIDING or schedule.IS_CHUNKED:  # noqa: SIM102  # known when compiled
+    if schedule.MASK.IS_SLIDING or schedule.MASK.IS_CHUNKED:  # noqa: SIM102  # known when compiled
         if start < all_first:
             tile = read_tile(tiles, schedule, tiles_done, 4)
             position = tile.position + (row + (ROW0 + opaque_zero()))

@@ -37,9 +37,7 @@ def mla_prefill(a: PrefillArguments, out: Tensor, lse: Tensor) -> None:
     traits = Traits(
         d_n,
         d_r,
-        IS_CAUSAL=mask.is_causal,
-        IS_SLIDING=mask.kind.startswith("sliding_window"),
-        IS_CHUNKED=mask.kind.startswith("chunked"),
+        MASK=mask.traits,
         SIGN=(softmax_scale > 0) - (softmax_scale < 0),
     )
     if q.dtype == torch.float8_e4m3fn:

@@ -44,7 +44,9 @@ def mask_scores(
     row = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
     # with a causal mask the diagonal is in the top block, unless blocks are smaller than tiles
     HAS_END: gl.constexpr = (
-        schedule.IS_CHUNKED if not schedule.IS_CAUSAL else (IS_TOP or BLOCK_K < schedule.BLOCK_Q)
+        schedule.MASK.IS_CHUNKED
+        if not schedule.MASK.IS_CAUSAL
+        else (IS_TOP or BLOCK_K < schedule.BLOCK_Q)
     )
     if HAS_END:  # noqa: SIM102  # known when compiled
         if start + BLOCK_K > tile.all_end:

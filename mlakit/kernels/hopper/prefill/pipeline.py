@@ -106,7 +106,7 @@ def read_tile(tiles, schedule, tiles_done, WARPS: gl.constexpr):
     index = gl.arange(0, 32, LAYOUT)
     first = gl.to_tensor(0)
     all_first = gl.to_tensor(0)
-    if schedule.IS_SLIDING or schedule.IS_CHUNKED:
+    if schedule.MASK.IS_SLIDING or schedule.MASK.IS_CHUNKED:
         first = _field(fields, index, 7)
         all_first = _field(fields, index, 9)
     return Tile(

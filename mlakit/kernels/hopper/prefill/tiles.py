@@ -28,9 +28,7 @@ class Schedule:
     num_tiles: object
     heads: object
     window: object
-    IS_CAUSAL: object
-    IS_SLIDING: object
-    IS_CHUNKED: object
+    MASK: object
     BLOCK_Q: object
     BLOCK_K: object
 
@@ -56,10 +54,7 @@ class Tile:
 @gluon.jit
 def seen_keys(schedule, position, kv_len):
     """The keys [first, end) that queries at `position` see."""
-    return mask_interval(
-        position, kv_len, schedule.window, schedule.IS_CAUSAL, schedule.IS_SLIDING,
-        schedule.IS_CHUNKED,
-    )  # fmt: skip
+    return mask_interval(position, kv_len, schedule.window, schedule.MASK)
 
 
 @gluon.jit
