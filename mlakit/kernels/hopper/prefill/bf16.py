@@ -68,6 +68,25 @@ class Strides:
     v_token: object
 
 
+@record
+class Operands:
+    """What the consumer warpgroups read and write."""
+
+    schedule: object
+    tiles: object
+    parts: object
+    queries: object
+    keys: object
+    values: object
+    flags: object
+    outputs: object
+    v: object  # itself
+    strides: object
+    scale_log2: object
+    SIGN: object
+    RESCALE_THRESHOLD: object
+
+
 @gluon.jit
 def _load_keys(parts, stages, strides, tile, row, fill, ROW_BYTES: gl.constexpr):
     stage, phase = two_stages(fill)
@@ -122,15 +141,13 @@ def _pin(x):
 
 
 @gluon.jit
-def _step(
-    block, fill, schedule, tile, parts, keys, values, acc, probs, row_max, row_sum, rescale,
-    scale_log2, ROW0: gl.constexpr, SIGN: gl.constexpr, CONFIG: gl.constexpr,
-):  # fmt: skip
+def _step(block, fill, operands, tile, acc, probs, row_max, row_sum, rescale, ROW0: gl.constexpr):
     """Issue QK of `block` and PV of the block before it, then compute softmax of `block`."""
+    schedule, keys, values = operands.schedule, operands.keys, operands.values
     k_stage, _ = two_stages(fill)
     v_stage, v_phase = two_stages(fill - 1)
     _, next_phase = two_stages(fill + 1)
-    qk = issue_qk(parts, k_stage, ROW0)
+    qk = issue_qk(operands.parts, k_stage, ROW0)
     mbarrier.wait(values.clean.index(v_stage), v_phase)
     # only now: nothing but a barrier is then between the end of one PV and the next QK
     acc = rescale_acc(acc, _pin(rescale))
@@ -138,9 +155,9 @@ def _step(
     scores = warpgroup_mma_wait(1, deps=(qk,))
     mbarrier.arrive(keys.empty.index(k_stage), count=1)
     start = block_start(schedule, tile, block)
-    scores = mask_scores(scores, schedule, tile, start, ROW0, SIGN, False)
+    scores = mask_scores(scores, schedule, tile, start, ROW0, operands.SIGN, False)
     exponentials, row_max, row_sum, rescale = softmax_step(
-        scores, row_max, row_sum, scale_log2, CONFIG.RESCALE_THRESHOLD
+        scores, row_max, row_sum, operands.scale_log2, operands.RESCALE_THRESHOLD
     )
     new_probs = exponentials.to(values.tiles.dtype)
     # The spin loop of this wait ends a basic block, and new_probs passes through the wait for PV:
@@ -153,11 +170,12 @@ def _step(
 
 
 @gluon.jit
-def _consumer(
-    ROW0: gl.constexpr, schedule, tiles, parts, queries, keys, values, flags, outputs, v_rows,
-    strides, scale_log2, SIGN: gl.constexpr, CONFIG: gl.constexpr,
-):  # fmt: skip
-    BLOCK_K: gl.constexpr = CONFIG.BLOCK_K
+def _consumer(ROW0: gl.constexpr, operands):
+    """Run a consumer warpgroup, whose queries begin at ROW0 of each work tile."""
+    schedule, tiles, parts = operands.schedule, operands.tiles, operands.parts
+    queries, keys, values = operands.queries, operands.keys, operands.values
+    outputs, strides = operands.outputs, operands.strides
+    BLOCK_K: gl.constexpr = schedule.BLOCK_K
     SCORES: gl.constexpr = acc_layout(BLOCK_K)
     ACC: gl.constexpr = acc_layout(values.tiles.shape[2])
     D_V: gl.constexpr = values.tiles.shape[2]
@@ -176,8 +194,8 @@ def _consumer(
         scores = warpgroup_mma_wait(0, deps=(qk,))
         mbarrier.arrive(keys.empty.index(stage), count=1)
         start = block_start(schedule, tile, 0)
-        scores = mask_scores(scores, schedule, tile, start, ROW0, SIGN, True)
-        exponentials, row_max, row_sum = softmax_of_top(scores, scale_log2)
+        scores = mask_scores(scores, schedule, tile, start, ROW0, operands.SIGN, True)
+        exponentials, row_max, row_sum = softmax_of_top(scores, operands.scale_log2)
         rescale = gl.full([64], 1.0, gl.float32, ROW)
         new_probs = exponentials.to(values.tiles.dtype)
         probs = gl.convert_layout(new_probs, gl.DotOperandLayout(0, ACC, 2))
@@ -186,9 +204,8 @@ def _consumer(
         mbarrier.wait(keys.full.index(stage), phase, pred=tile.num_blocks > 1)
         for block in range(1, tile.num_blocks):
             acc, probs, row_max, row_sum, rescale = _step(
-                block, fill, schedule, tile, parts, keys, values, acc, probs, row_max, row_sum,
-                rescale, scale_log2, ROW0, SIGN, CONFIG,
-            )  # fmt: skip
+                block, fill, operands, tile, acc, probs, row_max, row_sum, rescale, ROW0
+            )
             fill += 1
         mbarrier.arrive(queries.empty.index(ROW0 // 64), count=1)
         # PV of the lowest block; what comes next is read under it
@@ -196,14 +213,14 @@ def _consumer(
         mbarrier.wait(values.clean.index(stage), phase)
         acc = rescale_acc(acc, _pin(rescale))
         pv = warpgroup_mma(probs, values.tiles.index(stage), acc, is_async=True)
-        flagged_tile = gl.max(flags.index(tiles_done & 1).load(lane_layout(4)), 0)
+        flagged_tile = gl.max(operands.flags.index(tiles_done & 1).load(lane_layout(4)), 0)
         # read again: kept through the loop, it would take registers
         tile = read_tile(tiles, schedule, tiles_done, 4)
         release_tile(tiles, tiles_done)
         acc, probs = warpgroup_mma_wait(0, deps=(pv, probs))
         mbarrier.arrive(values.empty.index(stage), count=1)
         if flagged_tile == tiles_done:
-            acc = add_non_finite(acc, schedule, tile, ROW0, v_rows, strides.v_token, strides.v)
+            acc = add_non_finite(acc, schedule, tile, ROW0, operands.v, strides.v_token, strides.v)
         tiles_done += 1
         # before the stores: the latency of both is hidden by what computes the results
         wait_tile(tiles, tiles_done)
@@ -216,32 +233,16 @@ def _consumer(
         tile = next_tile
 
 
-@gluon.jit
-def _consumer_0(
-    schedule, tiles, parts, queries, keys, values, flags, outputs, v_rows, strides, scale_log2,
-    SIGN: gl.constexpr, CONFIG: gl.constexpr,
-):  # fmt: skip
-    _consumer(
-        0, schedule, tiles, parts, queries, keys, values, flags, outputs, v_rows, strides,
-        scale_log2, SIGN, CONFIG,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _consumer_1(
-    schedule, tiles, parts, queries, keys, values, flags, outputs, v_rows, strides, scale_log2,
-    SIGN: gl.constexpr, CONFIG: gl.constexpr,
-):  # fmt: skip
-    _consumer(
-        64, schedule, tiles, parts, queries, keys, values, flags, outputs, v_rows, strides,
-        scale_log2, SIGN, CONFIG,
-    )  # fmt: skip
-
-
+# integers that differ from call to call, or by layout
 VARYING = [
-    "heads", "window", "stride_q_head", "stride_k_head", "stride_v_head", "stride_lse_token",
-    "stride_lse_head", "stride_sink",
-]  # fmt: skip
+    "heads",
+    "window",
+    "stride_q_head",
+    "stride_k_head",
+    "stride_v_head",
+    "stride_lse_token",
+    "stride_lse_head",
+]
 
 
 @gluon.jit(do_not_specialize=VARYING)
@@ -253,41 +254,24 @@ def mla_prefill_kernel(
     k_rest,
     k_rope,  # of k_rope
     v,  # tiles of BLOCK_K keys
-    v_rows,  # v itself
-    rows,  # `schedule`
-    counters,
-    out,
-    lse,
-    sink,  # or None
     scale_log2,
     heads,
     window,
     stride_q_head,
     stride_k_head,
     stride_v_head,
-    stride_v_token,
-    stride_out_token,
-    stride_out_head,
     stride_lse_token,
     stride_lse_head,
-    stride_sink,
+    schedule,  # `arguments.ScheduleTensors`
+    values,  # `arguments.ValueArguments`
+    outputs,  # `arguments.OutputArguments`
     TRAITS: gl.constexpr,
     CONFIG: gl.constexpr,  # `configs.PrefillConfig`
 ):
     """Run persistent CTAs, at most one per SM, over the work tiles that they draw."""
     BLOCK_K: gl.constexpr = CONFIG.BLOCK_K
     WIDTH: gl.constexpr = q.block_shape[1]
-    outputs = Outputs(
-        out=out,
-        lse=lse,
-        sink=sink,
-        stride_out_token=stride_out_token,
-        stride_out_head=stride_out_head,
-        stride_lse_token=stride_lse_token,
-        stride_lse_head=stride_lse_head,
-        stride_sink=stride_sink,
-    )
-    strides = Strides(stride_q_head, stride_k_head, stride_v_head, stride_v_token)
+    strides = Strides(stride_q_head, stride_k_head, stride_v_head, values.stride_token)
     parts = (make_part(q, k, 2, 2, 0, False),)
     if q_rest is not None:
         parts = parts + (make_part(q_rest, k_rest, 2, 2, WIDTH, False),)  # noqa: RUF005
@@ -295,49 +279,55 @@ def mla_prefill_kernel(
         parts = parts + (make_part(q_rope, k_rope, 2, 2, TRAITS.D_N, True),)  # noqa: RUF005
     queries = Stages(alloc_barriers(2, 1), alloc_barriers(2, 1))
     keys = Stages(alloc_barriers(2, 1), alloc_barriers(2, 2))
-    values = ValueStages(
-        gl.allocate_shared_memory(v.dtype, [2, BLOCK_K, v.block_shape[1]], v.layout),
-        alloc_barriers(2, 1), alloc_barriers(2, 1), alloc_barriers(2, 2),
-    )  # fmt: skip
+    value_stages = ValueStages(
+        tiles=gl.allocate_shared_memory(v.dtype, [2, BLOCK_K, v.block_shape[1]], v.layout),
+        full=alloc_barriers(2, 1),
+        clean=alloc_barriers(2, 1),
+        empty=alloc_barriers(2, 2),
+    )
     tiles = alloc_tile_stages(3)
     flags = gl.allocate_shared_memory(gl.int32, [2, 32], SMEM_VECTOR)
     for i in gl.static_range(2):
         flags.index(i).store(gl.full([32], -1, gl.int32, lane_layout(4)))
     gdc_wait()  # for the schedule
     schedule = Schedule(
-        rows=rows,
-        counters=counters,
-        num_tiles=gl.load(counters + 1),
+        rows=schedule.rows,
+        counters=schedule.counters,
+        num_tiles=gl.load(schedule.counters + 1),
         heads=heads,
         window=window,
         MASK=TRAITS.MASK,
         BLOCK_Q=BLOCK_Q,
         BLOCK_K=BLOCK_K,
     )
-    SIGN: gl.constexpr = TRAITS.SIGN
     ROW_BYTES: gl.constexpr = (TRAITS.D_N + TRAITS.D_R) * 2  # of a query or key
+    operands = Operands(
+        schedule=schedule,
+        tiles=tiles,
+        parts=parts,
+        queries=queries,
+        keys=keys,
+        values=value_stages,
+        flags=flags,
+        outputs=Outputs(
+            *outputs, stride_lse_token=stride_lse_token, stride_lse_head=stride_lse_head
+        ),
+        v=values.v,
+        strides=strides,
+        scale_log2=scale_log2,
+        SIGN=TRAITS.SIGN,
+        RESCALE_THRESHOLD=CONFIG.RESCALE_THRESHOLD,
+    )
     gl.warp_specialize(
         [
-            (
-                _consumer_0,
-                (
-                    schedule, tiles, parts, queries, keys, values, flags, outputs, v_rows,
-                    strides, scale_log2, SIGN, CONFIG,
-                ),
-            ),
-            (
-                _consumer_1,
-                (
-                    schedule, tiles, parts, queries, keys, values, flags, outputs, v_rows,
-                    strides, scale_log2, SIGN, CONFIG,
-                ),
-            ),
+            (_consumer, (0, operands)),
+            (_consumer, (64, operands)),
             (
                 _producer,
-                (schedule, tiles, parts, v, strides, queries, keys, values, ROW_BYTES),
+                (schedule, tiles, parts, v, strides, queries, keys, value_stages, ROW_BYTES),
             ),
-            (masking_warps, (schedule, tiles, values, flags)),
+            (masking_warps, (schedule, tiles, value_stages, flags)),
         ],
         [4, 1, MASKING_WARPS],
         [CONFIG.CONSUMER_REGISTERS, CONFIG.PRODUCER_REGISTERS, CONFIG.PRODUCER_REGISTERS],
-    )  # fmt: skip
+    )

@@ -20,9 +20,9 @@ class Outputs:
     sink: object  # or None
     stride_out_token: object
     stride_out_head: object
+    stride_sink: object
     stride_lse_token: object
     stride_lse_head: object
-    stride_sink: object
 
 
 @gluon.constexpr_function

@@ -203,9 +203,7 @@ def _producer(inputs, ROW_BYTES: gl.constexpr):
             row -= BLOCK_K
             v_tile -= 1
             fill += 1
-        load_queries(
-            inputs.parts, inputs.q_ready, tile, tiles_done, inputs.strides.q, ROW_BYTES
-        )  # fmt: skip
+        load_queries(inputs.parts, inputs.q_ready, tile, tiles_done, inputs.strides.q, ROW_BYTES)
         for _ in range(STAGES - 1, tile.num_blocks):
             _load_block(inputs, tile, row, v_tile, fill, ROW_BYTES)
             row -= BLOCK_K
@@ -297,9 +295,8 @@ def _consumer(ROW0: gl.constexpr, inputs, outputs, SIGN: gl.constexpr, CONFIG: g
             scores = warpgroup_mma_wait(0, deps=(qk,))
             scores = scale_scores(scores, inputs.scales, stage, row_scale, SIGN)
             scores = mask_scores(
-                scores, inputs.scales, of_block[0], schedule, tiles, tiles_done, start,
-                seen.all_first, all_end, ROW0,
-            )  # fmt: skip
+                scores, inputs, of_block[0], tiles_done, start, seen.all_first, all_end, ROW0
+            )
             probs, row_max, row_sum, rescale = softmax_step(
                 scores, inputs.scales, of_block, stage, row_max, row_sum, row_scale
             )
@@ -329,12 +326,16 @@ def _consumer(ROW0: gl.constexpr, inputs, outputs, SIGN: gl.constexpr, CONFIG: g
         tile = read_tile(tiles, schedule, tiles_done, 4)
 
 
+# integers that differ from call to call, or by layout
 VARYING = [
-    "heads", "window", "value_tiles", "stride_q_head", "stride_k_head", "stride_lse_token",
-    "stride_lse_head", "stride_sink", "stride_v_token", "stride_v_head", "stride_v_column",
-    "stride_qs_token", "stride_qs_head", "stride_ks",
-    "stride_vs_token", "stride_vs_head",
-]  # fmt: skip
+    "heads",
+    "window",
+    "value_tiles",
+    "stride_q_head",
+    "stride_k_head",
+    "stride_lse_token",
+    "stride_lse_head",
+]
 
 
 @gluon.jit(do_not_specialize=VARYING)
@@ -344,39 +345,19 @@ def mla_prefill_fp8_kernel(
     k,  # of k_nope, tiles of BLOCK_K keys
     k_rope,
     v,  # of the tiles of `fp8_values`
-    scales,  # likewise, or None
-    v_rows,  # v itself
-    flags,  # of `fp8_values`
-    rows,  # `schedule`
-    counters,
-    out,
-    lse,
-    sink,  # or None
-    q_scale,  # float32 or None each
-    k_scale,
-    v_scale,
-    scale_log2,
+    scale_tiles,  # likewise, or None
     heads,
     window,
     value_tiles,  # per head
     stride_q_head,
     stride_k_head,
-    stride_v_token,
-    stride_v_head,
-    stride_v_column,
-    stride_out_token,
-    stride_out_head,
     stride_lse_token,
     stride_lse_head,
-    stride_sink,
-    stride_qs_token,
-    stride_qs_head,
-    stride_ks,
-    stride_vs_token,
-    stride_vs_head,
-    HAS_KEY_SCALES: gl.constexpr,  # one of each key, of each value
-    HAS_VALUE_SCALES: gl.constexpr,
-    HAS_BLOCK_SCALES: gl.constexpr,  # one of each block of keys and of values; k_scale is None
+    schedule,  # `arguments.ScheduleTensors`
+    values,  # `arguments.Fp8ValueArguments`
+    scales,  # `arguments.ScaleArguments`
+    outputs,  # `arguments.OutputArguments`
+    KINDS: gl.constexpr,  # `fp8_values.ScaleKinds`
     TRAITS: gl.constexpr,
     CONFIG: gl.constexpr,  # `configs.Fp8PrefillConfig`
 ):
@@ -384,34 +365,26 @@ def mla_prefill_fp8_kernel(
     BLOCK_K: gl.constexpr = CONFIG.BLOCK_K
     D_V: gl.constexpr = v.block_shape[0]
     WARPGROUPS: gl.constexpr = CONFIG.BLOCK_Q // 64
-    outputs = Outputs(
-        out=out,
-        lse=lse,
-        sink=sink,
-        stride_out_token=stride_out_token,
-        stride_out_head=stride_out_head,
-        stride_lse_token=stride_lse_token,
-        stride_lse_head=stride_lse_head,
-        stride_sink=stride_sink,
-    )
-    scale_tiles = None
-    if scales is not None:
-        SHAPE: gl.constexpr = [STAGES, scales.block_shape[0], scales.block_shape[1]]
-        scale_tiles = gl.allocate_shared_memory(gl.float32, SHAPE, scales.layout)
+    outputs = Outputs(*outputs, stride_lse_token=stride_lse_token, stride_lse_head=stride_lse_head)
+    smem_scales = None
+    if scale_tiles is not None:
+        SHAPE: gl.constexpr = [STAGES, scale_tiles.block_shape[0], scale_tiles.block_shape[1]]
+        smem_scales = gl.allocate_shared_memory(gl.float32, SHAPE, scale_tiles.layout)
+    scale_log2 = scales.scale_log2
     scales = Scales(
-        q=q_scale,
-        k=k_scale,
-        v=v_scale,
-        HAS_KEYS=HAS_KEY_SCALES,
-        HAS_VALUES=HAS_VALUE_SCALES,
-        HAS_BLOCKS=HAS_BLOCK_SCALES,
-        tma=scales,
-        tiles=scale_tiles,
-        stride_q_token=stride_qs_token,
-        stride_q_head=stride_qs_head,
-        stride_k=stride_ks,
-        stride_v_token=stride_vs_token,
-        stride_v_head=stride_vs_head,
+        q=scales.q,
+        k=scales.k,
+        v=scales.v,
+        HAS_KEYS=KINDS.has_keys,
+        HAS_VALUES=KINDS.has_values,
+        HAS_BLOCKS=KINDS.has_blocks,
+        tma=scale_tiles,
+        tiles=smem_scales,
+        stride_q_token=scales.stride_q_token,
+        stride_q_head=scales.stride_q_head,
+        stride_k=scales.stride_k,
+        stride_v_token=scales.stride_v_token,
+        stride_v_head=scales.stride_v_head,
     )
     parts = (make_part(q, k, WARPGROUPS, STAGES, 0, False),)
     if q_rope is not None:
@@ -419,21 +392,21 @@ def mla_prefill_fp8_kernel(
     values = Values(
         tma=v,
         tiles=gl.allocate_shared_memory(v.dtype, [STAGES, D_V, BLOCK_K], v.layout),
-        flags=flags,
+        flags=values.flags,
         count=value_tiles,
-        v=v_rows,
-        stride_token=stride_v_token,
-        stride_head=stride_v_head,
-        stride_column=stride_v_column,
+        v=values.v,
+        stride_token=values.stride_token,
+        stride_head=values.stride_head,
+        stride_column=values.stride_column,
     )
     q_ready = Stages(alloc_barriers(WARPGROUPS, 1), alloc_barriers(WARPGROUPS, 1))
     kv_ready = Stages(alloc_barriers(STAGES, 1), alloc_barriers(STAGES, WARPGROUPS))
     tiles = alloc_tile_stages(WARPGROUPS)
     gdc_wait()  # for the schedule and the values
     schedule = Schedule(
-        rows=rows,
-        counters=counters,
-        num_tiles=gl.load(counters + 1),
+        rows=schedule.rows,
+        counters=schedule.counters,
+        num_tiles=gl.load(schedule.counters + 1),
         heads=heads,
         window=window,
         MASK=TRAITS.MASK,

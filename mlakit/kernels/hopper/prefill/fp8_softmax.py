@@ -75,10 +75,10 @@ def _row_max(scores):
     """Return [64] largest of each row."""
     COUNT: gl.constexpr = scores.shape[1] // 2
     ROW: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
+    bits = scores.to(gl.int32, bitcast=True)
     bits = gl.inline_asm_elementwise(
-        _max_asm(COUNT), _max_constraints(COUNT), [scores.to(gl.int32, bitcast=True)],
-        dtype=gl.int32, is_pure=True, pack=COUNT,
-    )  # fmt: skip
+        _max_asm(COUNT), _max_constraints(COUNT), [bits], dtype=gl.int32, is_pure=True, pack=COUNT
+    )
     # keep one element per thread of a quad: all four are alike
     each, _ = gl.split(gl.reshape(bits, [64, scores.shape[1] // 8, 4, 2]))
     each = gl.permute(each, (0, 2, 1))
@@ -179,19 +179,17 @@ def scale_scores(scores, scales, stage, row_scale, SIGN: gl.constexpr):
 
 
 @gluon.jit
-def mask_scores(
-    scores, scales, k_scale, schedule, tiles, tiles_done, start, all_first, all_end,
-    ROW0: gl.constexpr,
-):  # fmt: skip
-    """scores, −inf where a query does not see a key.
+def mask_scores(scores, inputs, k_scale, tiles_done, start, all_first, all_end, ROW0: gl.constexpr):
+    """scores, −inf where a query does not see a key. The work tile is read again where it is
+    needed: kept, it would take registers.
 
     k_scale  of the block, or None
-    tiles  of which the work tile is read, where it is needed: kept, it would take registers
     start  first key of the block, a multiple of BLOCK_K: any block may have the diagonal, or the
            request's last key
     all_first, all_end  keys that all queries of the warpgroup see. all_end is 0 if the scale of all
            keys is negative, which is as rare as masked blocks: one branch for both
     """
+    scales, schedule, tiles = inputs.scales, inputs.schedule, inputs.tiles
     LAYOUT: gl.constexpr = scores.type.layout
     BLOCK_K: gl.constexpr = scores.shape[1]
     scores = gl.reshape(scores, [64, BLOCK_K // 8, 4, 2])

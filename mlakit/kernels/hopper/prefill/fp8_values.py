@@ -48,6 +48,26 @@ class ScaleKinds(NamedTuple):
     has_blocks: bool
 
 
+class RewriteInputs(NamedTuple):
+    """Values of a call, and their scales."""
+
+    v: Tensor  # [keys, heads, D_V] e4m3
+    k_scale: Tensor | None  # [keys] or [count] float32
+    v_scale: Tensor | None  # [keys, heads] or [count, heads] float32
+    kv_starts: Tensor  # [batch + 1]
+    stride_token: int  # of v
+    stride_head: int
+    stride_column: int
+
+
+class RewriteOutputs(NamedTuple):
+    """What the attention kernel reads instead of v; see above."""
+
+    tiles: Tensor
+    flags: Tensor
+    scales: Tensor | None
+
+
 def scale_kinds(k_scale: Tensor | None, v_scale: Tensor | None, keys_per_scale: int) -> ScaleKinds:
     # a scale with a stride of 0 is one for all
     varies = [scale is not None and scale.stride(0) != 0 for scale in (k_scale, v_scale)]
@@ -73,27 +93,21 @@ def rewrite_values(
     if any(kinds):
         shape = BLOCK_SCALES if kinds.has_blocks else TOKEN_SCALES
         scales = workspace.scratch((heads, count, *shape), torch.float32, v.device)
+    stride_scale_token, stride_scale_head = (0, 0) if v_scale is None else v_scale.stride()
     launch(
         _rewrite_values_kernel,
         (heads, count),
-        v,
-        k_scale,
-        v_scale,
-        kv_starts,
-        tiles,
-        flags,
-        scales,
-        batch,
-        *v.stride(),
-        0 if k_scale is None else k_scale.stride(0),
-        *((0, 0) if v_scale is None else v_scale.stride()),
-        kv_starts.stride(0),
+        inputs=RewriteInputs(v, k_scale, v_scale, kv_starts, *v.stride()),
+        outputs=RewriteOutputs(tiles, flags, scales),
+        batch=batch,
+        stride_k_scale=0 if k_scale is None else k_scale.stride(0),
+        stride_scale_token=stride_scale_token,
+        stride_scale_head=stride_scale_head,
+        stride_kv_starts=kv_starts.stride(0),
         D_V=d_v,
         BLOCK=BLOCK,
         CHUNK=CHUNK,
-        HAS_KEY_SCALES=kinds.has_keys,
-        HAS_VALUE_SCALES=kinds.has_values,
-        HAS_BLOCK_SCALES=kinds.has_blocks,
+        KINDS=kinds,
         NO_SCALE=NO_SCALE,
         LOG2_SHIFT=LOG2_SHIFT,
         BY_WORDS=v.stride(2) == 1 and all(at % 16 == 0 for at in (v.data_ptr(), *v.stride()[:2])),
@@ -107,33 +121,24 @@ VARYING = ["batch", "stride_k_scale", "stride_scale_token", "stride_scale_head",
 
 @triton.jit(do_not_specialize=VARYING)
 def _rewrite_values_kernel(
-    v,  # [keys, heads, D_V] e4m3
-    k_scale,  # [keys] or [count] float32, or None
-    v_scale,  # [keys, heads] or [count, heads] float32, or None
-    kv_starts,  # [batch + 1]
-    tiles,
-    flags,
-    scales,  # or None
+    inputs,  # `RewriteInputs`
+    outputs,  # `RewriteOutputs`
     batch,
-    stride_token,
-    stride_head,
-    stride_column,
     stride_k_scale,
-    stride_scale_token,
+    stride_scale_token,  # of v_scale
     stride_scale_head,
     stride_kv_starts,
     D_V: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
-    HAS_KEY_SCALES: tl.constexpr,  # one of each key, of each value
-    HAS_VALUE_SCALES: tl.constexpr,
-    HAS_BLOCK_SCALES: tl.constexpr,  # one of each tile's keys, one of its values
+    KINDS: tl.constexpr,  # `ScaleKinds`
     NO_SCALE: tl.constexpr,
     LOG2_SHIFT: tl.constexpr,
     BY_WORDS: tl.constexpr,  # columns are contiguous, at multiples of 16 bytes
 ):
     """Rewrite one tile of values of one head; the grid is (heads, tiles)."""
     head, tile = tl.program_id(0), tl.program_id(1)
+    kv_starts, k_scale, v_scale = inputs.kv_starts, inputs.k_scale, inputs.v_scale
     # the last request whose tiles do not begin after this one
     request = -1
     for start in tl.range(0, batch, CHUNK):
@@ -148,59 +153,54 @@ def _rewrite_values_kernel(
     if first_key < kv_end:
         index = head.to(tl.int64) * tl.num_programs(1) + tile
         place = tl.arange(0, BLOCK)
-        IS_SIGNED: tl.constexpr = HAS_VALUE_SCALES or HAS_BLOCK_SCALES
-        if HAS_BLOCK_SCALES:
+        IS_SIGNED: tl.constexpr = KINDS.has_values or KINDS.has_blocks
+        if KINDS.has_blocks:
             # all keys have the scale of the tile
             if k_scale is not None:
                 k_scale += tile.to(tl.int64) * stride_k_scale
             if v_scale is not None:
                 v_scale += tile.to(tl.int64) * stride_scale_token
             stride_scale_token = 0
+        at = (head, index, first_key, kv_end)
+        scales = (v_scale, stride_scale_token, stride_scale_head)
         if BY_WORDS:
-            is_flagged = _rewrite_words(
-                v, v_scale, tiles, head, index, first_key, kv_end, stride_token, stride_head,
-                stride_scale_token, stride_scale_head, IS_SIGNED, D_V, BLOCK,
-            )  # fmt: skip
+            is_flagged = _rewrite_words(inputs, scales, outputs.tiles, at, IS_SIGNED, D_V, BLOCK)
         else:
-            is_flagged = _rewrite_bytes(
-                v, v_scale, tiles, head, index, first_key, kv_end, stride_token, stride_head,
-                stride_column, stride_scale_token, stride_scale_head, IS_SIGNED, D_V, BLOCK,
-            )  # fmt: skip
-        tl.store(flags + index, is_flagged)
+            is_flagged = _rewrite_bytes(inputs, scales, outputs.tiles, at, IS_SIGNED, D_V, BLOCK)
+        tl.store(outputs.flags + index, is_flagged)
         key = (first_key + place).to(tl.int64)
-        if HAS_KEY_SCALES:
+        if KINDS.has_keys:
             scale = tl.load(k_scale + key * stride_k_scale, mask=key < kv_end, other=0.0)
-            _store_vector(scales, index, 0, place, scale)
-        if HAS_VALUE_SCALES:
-            scale = _value_scale(
-                v_scale, head, key, key < kv_end, stride_scale_token, stride_scale_head
-            )
-            scale = _size_of(scale, NO_SCALE)
-            _store_vector(scales, index, 4, place, tl.log2(scale) + LOG2_SHIFT)
-            _store_vector(scales, index, 8, place, 1.0 / scale)
-        if HAS_BLOCK_SCALES:
-            _store_block_scales(
-                scales, index, k_scale, v_scale, head.to(tl.int64) * stride_scale_head, NO_SCALE
-            )
+            _store_vector(outputs.scales, index, 0, place, scale)
+        if KINDS.has_values:
+            scale = _size_of(_value_scale(scales, head, key, key < kv_end), NO_SCALE)
+            _store_vector(outputs.scales, index, 4, place, tl.log2(scale) + LOG2_SHIFT)
+            _store_vector(outputs.scales, index, 8, place, 1.0 / scale)
+        if KINDS.has_blocks:
+            head_offset = head.to(tl.int64) * stride_scale_head
+            _store_block_scales(outputs.scales, index, k_scale, v_scale, head_offset, NO_SCALE)
 
 
 @triton.jit
 def _rewrite_bytes(
-    v, v_scale, tiles, head, index, first_key, kv_end, stride_token, stride_head, stride_column,
-    stride_scale_token, stride_scale_head, IS_SIGNED: tl.constexpr, D_V: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """A tile of values with any strides; 1 if some are not finite, else 0."""
+    inputs, scales, tiles, at, IS_SIGNED: tl.constexpr, D_V: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Rewrite a tile of values with any strides; return 1 if some are not finite, else 0.
+
+    scales  (v_scale, its strides)
+    at      (head, number of the tile, its first key, the end of the request's keys)
+    """
+    head, index, first_key, kv_end = at
     place = tl.arange(0, BLOCK)
     row = (first_key + place).to(tl.int64)
     is_key = row < kv_end
     column = tl.arange(0, D_V)
-    at = v.to(tl.pointer_type(tl.uint8)) + head.to(tl.int64) * stride_head
-    at = at + row[None, :] * stride_token + column[:, None] * stride_column
-    bits = tl.load(at, mask=is_key[None, :], other=0)
+    values = inputs.v.to(tl.pointer_type(tl.uint8)) + head.to(tl.int64) * inputs.stride_head
+    values = values + row[None, :] * inputs.stride_token + column[:, None] * inputs.stride_column
+    bits = tl.load(values, mask=is_key[None, :], other=0)
     is_good = (bits & 0x7F) != 0x7F
-    if v_scale is not None:
-        scale = _value_scale(v_scale, head, row, is_key, stride_scale_token, stride_scale_head)
+    if scales[0] is not None:
+        scale = _value_scale(scales, head, row, is_key)
         is_good = is_good & (tl.abs(scale) < float("inf"))[None, :]
         if IS_SIGNED:
             bits = bits ^ tl.where(scale < 0.0, 0x80, 0).to(tl.uint8)[None, :]
@@ -213,12 +213,11 @@ def _rewrite_bytes(
 
 @triton.jit
 def _rewrite_words(
-    v, v_scale, tiles, head, index, first_key, kv_end, stride_token, stride_head,
-    stride_scale_token, stride_scale_head, IS_SIGNED: tl.constexpr, D_V: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
+    inputs, scales, tiles, at, IS_SIGNED: tl.constexpr, D_V: tl.constexpr, BLOCK: tl.constexpr
+):
     """`_rewrite_bytes` of contiguous columns at multiples of 16 bytes, four bytes at a time."""
-    words = v.to(tl.pointer_type(tl.uint32)) + head.to(tl.int64) * (stride_head // 4)
+    head, index, first_key, kv_end = at
+    words = inputs.v.to(tl.pointer_type(tl.uint32)) + head.to(tl.int64) * (inputs.stride_head // 4)
     group = tl.arange(0, BLOCK // 4)  # of four places
     column = tl.arange(0, D_V // 4)
     is_flagged = tl.zeros([BLOCK // 4, D_V // 4], tl.uint32)
@@ -228,12 +227,12 @@ def _rewrite_words(
         row = first_key + group // 4 * 16 + (i // 2) * 8 + group % 4 * 2 + i % 2
         is_key = row < kv_end
         row = row.to(tl.int64)
-        at = words + row[:, None] * (stride_token // 4) + column[None, :]
-        four = tl.load(at, mask=is_key[:, None], other=0)
+        row_words = words + row[:, None] * (inputs.stride_token // 4) + column[None, :]
+        four = tl.load(row_words, mask=is_key[:, None], other=0)
         # 1 in each byte that is NaN: 0x7f carries into the highest bit
         is_bad = (((four & 0x7F7F7F7F) + 0x01010101) >> 7) & 0x01010101
-        if v_scale is not None:
-            scale = _value_scale(v_scale, head, row, is_key, stride_scale_token, stride_scale_head)
+        if scales[0] is not None:
+            scale = _value_scale(scales, head, row, is_key)
             is_bad = tl.where((tl.abs(scale) < float("inf"))[:, None], is_bad, 0x01010101)
             if IS_SIGNED:
                 four = four ^ tl.where(scale < 0.0, 0x80808080, 0).to(tl.uint32)[:, None]
@@ -276,7 +275,8 @@ def _store_block_scales(scales, index, k_scale, v_scale, head_offset, NO_SCALE: 
 
 
 @triton.jit
-def _value_scale(v_scale, head, row, is_key, stride_token, stride_head):
+def _value_scale(scales, head, row, is_key):
+    v_scale, stride_token, stride_head = scales
     at = v_scale + head.to(tl.int64) * stride_head + row * stride_token
     return tl.load(at, mask=is_key, other=1.0)
 

@@ -31,7 +31,7 @@ def keys_left(scores, limit):
 @gluon.jit
 def mask_scores(
     scores, schedule, tile, start, ROW0: gl.constexpr, SIGN: gl.constexpr, IS_TOP: gl.constexpr
-):  # fmt: skip
+):
     """scores · SIGN, −inf where a query does not see a key.
 
     start  first key of the block

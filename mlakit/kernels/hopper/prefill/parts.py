@@ -27,9 +27,13 @@ class Part:
 
 @gluon.jit
 def make_part(
-    q, k, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, COLUMN: gl.constexpr,
+    q,
+    k,
+    WARPGROUPS: gl.constexpr,
+    STAGES: gl.constexpr,
+    COLUMN: gl.constexpr,
     IS_ROPE: gl.constexpr,
-):  # fmt: skip
+):
     columns: gl.constexpr = q.block_shape[1]
     q_tiles = gl.allocate_shared_memory(q.dtype, [WARPGROUPS, 64, columns], q.layout)
     k_tiles = gl.allocate_shared_memory(k.dtype, [STAGES, k.block_shape[0], columns], k.layout)

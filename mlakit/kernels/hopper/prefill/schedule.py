@@ -18,6 +18,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from mlakit.kernels import workspace
+from mlakit.kernels.hopper.prefill.arguments import ScheduleTensors
 from mlakit.kernels.hopper.prefill.configs import L2_BYTES, MAX_INTERLEAVED
 from mlakit.kernels.launch import INTERPRETED, launch, target
 
@@ -41,8 +42,7 @@ def make_schedule(
     heads: int,
     block_q: int,  # queries of a work tile
     key_bytes: int,  # of a key and its value, of one head
-) -> tuple[Tensor, Tensor]:
-    """Return (rows [max_query_tiles, ROW_COLUMNS], counters [COUNTERS])"""
+) -> ScheduleTensors:
     batch = q_starts.shape[0] - 1
     shape = (max_query_tiles(tokens, batch, block_q), ROW_COLUMNS)
     rows = workspace.scratch(shape, torch.int32, q_starts.device)
@@ -66,7 +66,7 @@ def make_schedule(
         IS_CHAINED=target(q_starts.device) is not INTERPRETED,
         num_warps=4,
     )
-    return rows, counters
+    return ScheduleTensors(rows, counters)
 
 
 VARYING = ["batch", "heads", "group_keys", "stride_q_starts", "stride_kv_starts"]

@@ -100,10 +100,8 @@ def draw_tile(schedule):
     """Start to draw the next work tile, by one warp; `drawn_number` waits for it."""
     LANES: gl.constexpr = lane_layout(1)
     lane = gl.arange(0, 32, LANES)
-    return gl.atomic_add(
-        schedule.counters + lane * 0, gl.full([32], 1, gl.int32, LANES), mask=lane == 0,
-        sem="relaxed",
-    )  # fmt: skip
+    ones = gl.full([32], 1, gl.int32, LANES)
+    return gl.atomic_add(schedule.counters + lane * 0, ones, mask=lane == 0, sem="relaxed")
 
 
 @gluon.jit

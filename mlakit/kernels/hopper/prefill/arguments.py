@@ -1,0 +1,64 @@
+"""The arguments of the prefill kernels, as named tuples.
+
+`decode.arguments` says which arguments stay single, and why.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class ScheduleTensors(NamedTuple):
+    """The tile schedule of a batch, which `schedule` makes on the device."""
+
+    rows: Tensor  # [max_query_tiles, ROW_COLUMNS] int32
+    counters: Tensor  # [COUNTERS] int32
+
+
+class ValueArguments(NamedTuple):
+    """Values as the epilogue reads them, where some are not finite."""
+
+    v: Tensor  # [keys, heads, D_V]
+    stride_token: int
+
+
+class Fp8ValueArguments(NamedTuple):
+    """Values as the FP8 epilogue reads them, where some are not finite."""
+
+    v: Tensor  # [keys, heads, D_V] e4m3
+    flags: Tensor  # of `fp8_values`
+    stride_token: int
+    stride_head: int
+    stride_column: int
+
+
+class ScaleArguments(NamedTuple):
+    """The factors of e4m3 operands, float32 or None, and of all scores."""
+
+    q: Tensor | None  # [tokens, heads]
+    k: Tensor | None  # [keys]; None where blocks have scales
+    v: Tensor | None  # [keys, heads], or [blocks, heads]
+    stride_q_token: int
+    stride_q_head: int
+    stride_k: int
+    stride_v_token: int
+    stride_v_head: int
+    scale_log2: float  # |softmax_scale| · log2(e)
+
+
+class OutputArguments(NamedTuple):
+    """The tensors that results are written to."""
+
+    out: Tensor  # [tokens, heads, D_V]
+    lse: Tensor  # [tokens, heads] float32
+    sink: Tensor | None  # [heads] float32
+    stride_out_token: int
+    stride_out_head: int
+    stride_sink: int
+
+
+def output_arguments(out: Tensor, lse: Tensor, sink: Tensor | None) -> OutputArguments:
+    stride_sink = 0 if sink is None else sink.stride(0)
+    return OutputArguments(out, lse, sink, *out.stride()[:2], stride_sink)
