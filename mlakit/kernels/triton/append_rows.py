@@ -13,14 +13,13 @@ import triton.language as tl
 
 from mlakit.kernels.arguments import AppendRowsArguments
 from mlakit.kernels.launch import launch, target
+from mlakit.kernels.triton.arguments import as_bytes, stride_of
 from mlakit.kernels.triton.configs import pick_append_config
 from mlakit.kernels.triton.rope import load_pairs
-from mlakit.kernels.triton.rows import as_bytes
 from mlakit.kernels.triton.store_rows import (
     row_options,
     store_latent,
     store_rope,
-    stride_of,
     tensor_scale_of,
 )
 

@@ -29,10 +29,10 @@ from mlakit.kernels.decode_merge import (
 )
 from mlakit.kernels.decode_plan import plan_decode
 from mlakit.kernels.launch import Target, launch, target
+from mlakit.kernels.triton.arguments import as_bytes
 from mlakit.kernels.triton.configs import DecodeConfig, pick_decode_config
 from mlakit.kernels.triton.decode_kernel import mla_decode_kernel
 from mlakit.kernels.triton.rows import (
-    as_bytes,
     compute_types,
     latent_type,
     row_tiles,

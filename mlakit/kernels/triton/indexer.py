@@ -22,12 +22,12 @@ from torch import Tensor
 from mlakit.cache import CacheLayer
 from mlakit.kernels.arguments import LogitsArguments, filled
 from mlakit.kernels.launch import launch, target
+from mlakit.kernels.triton.arguments import as_bytes
 from mlakit.kernels.triton.configs import has_fp8_dots, pick_indexer_config
 from mlakit.kernels.triton.primitives import load_row_tile, mask_interval, widen_e4m3
 from mlakit.kernels.triton.rows import (
     TRITON_TYPES,
     ComputeTypes,
-    as_bytes,
     row_tiles,
     row_traits,
 )

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from mlakit.kernels.arguments import AppendArguments
 from mlakit.kernels.launch import launch, target
+from mlakit.kernels.triton.arguments import as_bytes, stride_of
 from mlakit.kernels.triton.configs import pick_append_config
 from mlakit.kernels.triton.norm_rope_quant_kernel import norm_rope_quant_kernel
-from mlakit.kernels.triton.rows import as_bytes
-from mlakit.kernels.triton.store_rows import row_options, stride_of, tensor_scale_of
+from mlakit.kernels.triton.store_rows import row_options, tensor_scale_of
 
 
 def norm_rope_quant_append(a: AppendArguments, q_rope_out: Tensor) -> None:

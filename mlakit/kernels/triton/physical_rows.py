@@ -13,9 +13,9 @@ from torch import Tensor
 
 from mlakit.kernels.arguments import PhysicalRowsArguments
 from mlakit.kernels.launch import launch
+from mlakit.kernels.triton.arguments import stride_of
 from mlakit.kernels.triton.configs import PHYSICAL_ROWS_BLOCK, PHYSICAL_ROWS_PROBES
 from mlakit.kernels.triton.primitives import find_request
-from mlakit.kernels.triton.store_rows import stride_of
 
 
 def physical_rows(a: PhysicalRowsArguments, out: Tensor) -> None:

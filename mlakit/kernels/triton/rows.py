@@ -123,8 +123,3 @@ def rows_are_aligned(layer: CacheLayer) -> bool:
     payload = layer.payload
     bytes_at = (payload.data_ptr(), *payload.stride()[:2])
     return payload.dtype != torch.uint8 or all(at % 4 == 0 for at in bytes_at)
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """A tensor of e4m3 as uint8, which kernels read it as; other tensors unchanged."""
-    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor

@@ -18,16 +18,16 @@ from mlakit.kernels import workspace
 from mlakit.kernels.arguments import SparseArguments, filled
 from mlakit.kernels.launch import launch, target
 from mlakit.kernels.sparse_merge import merge_list_splits
+from mlakit.kernels.triton.arguments import cache_of, query_of, results_of, stride_of
 from mlakit.kernels.triton.configs import RowTiles, pick_sparse_config, pick_sparse_splits
 from mlakit.kernels.triton.rows import (
     PLAIN,
     ComputeTypes,
-    as_bytes,
     compute_types,
     row_tiles,
     row_traits,
 )
-from mlakit.kernels.triton.sparse_kernel import sparse_mla_kernel
+from mlakit.kernels.triton.sparse_kernel import RowLists, Traits, sparse_mla_kernel
 
 # page sizes that are constants in a kernel; all others share one kernel
 USUAL_PAGES = (1, 16, 32, 64, 128, 256)
@@ -65,48 +65,53 @@ def sparse_mla(a: SparseArguments, out: Tensor, lse: Tensor, max_logits: Tensor)
         num_sms=device.num_sms,
         row_bytes=4 * (tiles.v_width + 2),
     )
-    results = [(out, out.stride()[:2]), (lse, lse.stride()), (max_logits, max_logits.stride())]
+    results = results_of(out, lse, max_logits, sink=sink)
     if num_splits > 1:
-        scratch = [
-            workspace.scratch((num_splits, tokens, heads, n), torch.float32, out.device)
-            for n in (tiles.v_width, 1, 1)
+        rows = (num_splits, tokens, heads)
+        partials = [
+            workspace.scratch(shape, torch.float32, out.device)
+            for shape in ((*rows, tiles.v_width), rows, rows)
         ]
-        results = [(each, each.stride()[1:3]) for each in scratch]
-    arguments = [_list_arguments(*each) for each in lists]
+        results = results_of(*partials)
+    extra_layer, extra_rows, _ = lists[-1]
     launch(
         sparse_mla_kernel,
         (tokens * num_splits * head_tiles,),
-        as_bytes(q),
-        as_bytes(q_rope),
-        q_scale,
-        *arguments[0],
-        *(arguments[1] if a.extra is not None else _NO_LIST),
-        None if num_splits > 1 else sink,
-        *(each for each, _ in results),
         # a scale of 0 would turn the −inf of an invalid slot into NaN
-        max(abs(softmax_scale) * log2(e), SMALLEST_SCALE),
-        tokens,
-        heads,
-        num_splits,
-        *q.stride()[:2],
-        *q_rope.stride()[:2],
-        0 if q_scale is None else q_scale.stride(0),
-        0 if sink is None else sink.stride(0),
-        *(stride for _, strides in results for stride in strides),
-        HAS_EXTRA=a.extra is not None,
-        ROW=row_traits(lists[0][0], tiles, types[0], has_fp8=device.has_fp8),
-        EXTRA_ROW=row_traits(lists[-1][0], tiles, types[-1], has_fp8=device.has_fp8),
-        PAGE=_constant_page(lists[0][0]),
-        EXTRA_PAGE=_constant_page(lists[-1][0]),
-        IS_NEGATIVE=softmax_scale < 0,
-        IS_UNCHAINED=config.is_unchained,
-        BH=config.block_h,
-        BN=config.block_n,
+        scale_log2=max(abs(softmax_scale) * log2(e), SMALLEST_SCALE),
+        tokens=tokens,
+        heads=heads,
+        num_splits=num_splits,
+        topk=a.rows.shape[1],
+        num_slots=a.layer.num_slots,
+        page_size=_page_size(a.layer),
+        stride_rows_token=a.rows.stride(0),
+        extra_topk=extra_rows.shape[1],
+        extra_num_slots=extra_layer.num_slots,
+        extra_page_size=_page_size(extra_layer),
+        extra_stride_rows_token=extra_rows.stride(0),
+        stride_lse_token=results.lse.stride(-2),
+        stride_max_token=filled(results.max_logits).stride(-2),
+        query=query_of(q, q_rope, q_scale),
+        lists=_row_lists(*lists[0]),
+        extra=None if a.extra is None else _row_lists(*lists[1]),
+        results=results,
+        TRAITS=Traits(
+            HAS_EXTRA=a.extra is not None,
+            ROW=row_traits(a.layer, tiles, types[0], has_fp8=device.has_fp8),
+            EXTRA_ROW=row_traits(extra_layer, tiles, types[-1], has_fp8=device.has_fp8),
+            PAGE=_constant_page(a.layer),
+            EXTRA_PAGE=_constant_page(extra_layer),
+            IS_NEGATIVE=softmax_scale < 0,
+            IS_UNCHAINED=config.is_unchained,
+            BH=config.block_h,
+            BN=config.block_n,
+        ),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
     if num_splits > 1:
-        merge_list_splits(scratch, sink, out, lse, max_logits)
+        merge_list_splits(partials, sink, out, lse, max_logits)
 
 
 def _types(q: Tensor, q_rope: Tensor, layer: CacheLayer) -> ComputeTypes:
@@ -123,26 +128,18 @@ def _row_tiles(layer: CacheLayer) -> RowTiles:
     return row_tiles(layer) if layer.payload.dtype in PLAIN else row_tiles(layer, widest=128)
 
 
-_NO_LIST = (*(None,) * 5, 1.0, *(0,) * 10)  # as `_list_arguments`, of no list
-
-
-def _list_arguments(layer: CacheLayer, rows: Tensor, lens: Tensor | None) -> tuple[object, ...]:
-    payload, scales, scale = layer.payload, layer.scales, layer.tensor_scale
-    is_on_device = isinstance(scale, Tensor)
-    return (
-        payload.view(torch.uint8) if payload.dtype not in PLAIN else payload,
-        scales,
-        scale.to(payload.device) if is_on_device else None,
-        rows,
-        lens,
-        1.0 if is_on_device else float(scale),
-        layer.num_slots,
-        1 if _pages_adjoin(layer) else layer.page_size,
-        rows.shape[1],
-        *_page_strides(layer, payload),
-        *((0, 0) if scales is None else _page_strides(layer, scales)),
-        *rows.stride(),
-        0 if lens is None else lens.stride(0),
+def _row_lists(layer: CacheLayer, rows: Tensor, lens: Tensor | None) -> RowLists:
+    cache = cache_of(layer)
+    if _pages_adjoin(layer):
+        cache = cache._replace(
+            stride_page=cache.stride_row, stride_scales_page=cache.stride_scales_row
+        )
+    return RowLists(
+        cache=cache,
+        rows=rows,
+        lens=lens,
+        stride_entry=rows.stride(1),
+        stride_lens=stride_of(lens, 0),
     )
 
 
@@ -152,11 +149,10 @@ def _pages_adjoin(layer: CacheLayer) -> bool:
     return all(each.stride(0) == layer.page_size * each.stride(1) for each in pools)
 
 
-def _page_strides(layer: CacheLayer, pool: Tensor) -> tuple[int, ...]:
-    return (pool.stride(1),) * 2 if _pages_adjoin(layer) else pool.stride()[:2]
+def _page_size(layer: CacheLayer) -> int:
+    return 1 if _pages_adjoin(layer) else layer.page_size
 
 
 def _constant_page(layer: CacheLayer) -> int:
-    if _pages_adjoin(layer):
-        return 1
-    return layer.page_size if layer.page_size in USUAL_PAGES else 0
+    page_size = _page_size(layer)
+    return page_size if page_size in USUAL_PAGES else 0

@@ -13,9 +13,13 @@ Lineage    own design; ideas: FlashMLA's token-wise sparse attention and its sec
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from mlakit.kernels.triton.arguments import Cache
 from mlakit.kernels.triton.primitives import (
     accumulate_pv,
     accumulate_rope_pv,
@@ -28,55 +32,89 @@ from mlakit.kernels.triton.primitives import (
     softmax_step,
     zero_acc,
 )
+from mlakit.kernels.triton.rows import RowTraits
+
+
+class RowLists(NamedTuple):
+    """A cache, and for each token a list of its rows."""
+
+    cache: Cache
+    rows: Tensor  # [tokens, topk]
+    lens: Tensor | None  # [tokens]
+    stride_entry: int
+    stride_lens: int
+
+
+class Traits(NamedTuple):
+    """The constants that the kernel is compiled for."""
+
+    HAS_EXTRA: bool
+    ROW: RowTraits
+    EXTRA_ROW: RowTraits  # with the column tiles of ROW
+    PAGE: int  # page_size, or 0 if it is not a constant
+    EXTRA_PAGE: int
+    IS_NEGATIVE: bool
+    IS_UNCHAINED: bool
+    BH: int
+    BN: int
+
+
+class TokenQueries(NamedTuple):
+    """The queries of one token: a head tile, in the kernel."""
+
+    rows: tl.tensor  # pointers [BH]
+    rope_rows: tl.tensor
+    factor: tl.tensor | None  # of the token's scores
+    is_head: tl.tensor
+
+
+class Entries(NamedTuple):
+    """Some tiles of one token's list, in the kernel."""
+
+    rows: tl.tensor  # the list
+    length: tl.tensor
+    first_tile: tl.tensor
+    last_tile: tl.tensor
+    num_slots: tl.tensor
+    page_size: tl.tensor
+
 
 # differ from call to call: specialised, each would compile further kernels
 VARYING = [
-    "scale_log2", "tokens", "heads", "num_splits", "stride_q_scale", "stride_sink",
-    "stride_lse_token", "stride_lse_head", "stride_max_token", "stride_max_head",
-    *(
-        prefix + name
-        for prefix in ("", "extra_")
-        for name in (
-            "tensor_scale", "num_slots", "page_size", "topk", "stride_rows_token",
-            "stride_lens",
-        )
-    ),
-]  # fmt: skip
+    *("tokens", "heads", "num_splits", "stride_lse_token", "stride_max_token"),
+    *("topk", "num_slots", "page_size", "stride_rows_token"),
+    *("extra_topk", "extra_num_slots", "extra_page_size", "extra_stride_rows_token"),
+]
 
 SCANNED_ENTRIES = tl.constexpr(1024)  # of a list, at the same time
 
 
 @triton.jit(do_not_specialize=VARYING)
 def sparse_mla_kernel(
-    q, q_rope, q_scale,  # [tokens, heads, D_C], [tokens, heads, D_R], [tokens] or None; e4m3: uint8
-    payload, scales,  # [pages, page_size, row], FP8 as uint8; [pages, page_size, n] or None
-    device_scale,  # the tensor scale on the device, or None
-    rows, lens,  # [tokens, topk]; [tokens] or None
-    tensor_scale, num_slots, page_size, topk,
-    stride_page, stride_row, stride_scales_page, stride_scales_row,
-    stride_rows_token, stride_rows_entry, stride_lens,
-    extra_payload, extra_scales, extra_device_scale, extra_rows, extra_lens,  # a second cache
-    extra_tensor_scale, extra_num_slots, extra_page_size, extra_topk,
-    extra_stride_page, extra_stride_row, extra_stride_scales_page, extra_stride_scales_row,
-    extra_stride_rows_token, extra_stride_rows_entry, extra_stride_lens,
-    sink,  # [heads] float32, or None
-    out,  # [tokens, heads, V_WIDTH]; of several splits the three are float32 [num_splits, ...]
-    lse, max_logits,  # [tokens, heads] float32
     scale_log2,  # |softmax_scale| · log2(e)
-    tokens, heads, num_splits,
-    stride_q_token, stride_q_head, stride_rope_token, stride_rope_head, stride_q_scale,
-    stride_sink, stride_out_token, stride_out_head,
-    stride_lse_token, stride_lse_head, stride_max_token, stride_max_head,
-    HAS_EXTRA: tl.constexpr,
-    ROW: tl.constexpr,  # `rows.RowTraits`
-    EXTRA_ROW: tl.constexpr,  # likewise, with the column tiles of ROW
-    PAGE: tl.constexpr,  # page_size, or 0 if it is not a constant
-    EXTRA_PAGE: tl.constexpr,
-    IS_NEGATIVE: tl.constexpr,
-    IS_UNCHAINED: tl.constexpr,
-    BH: tl.constexpr,
-    BN: tl.constexpr,
-):  # fmt: skip
+    tokens,
+    heads,
+    num_splits,
+    topk,
+    num_slots,
+    page_size,
+    stride_rows_token,
+    extra_topk,
+    extra_num_slots,
+    extra_page_size,
+    extra_stride_rows_token,
+    stride_lse_token,
+    stride_max_token,
+    query,  # `Query`
+    lists,  # `RowLists`
+    extra,  # `RowLists` of a second cache, or None
+    results,  # `Results`; of several splits float32 [num_splits, ...]
+    TRAITS: tl.constexpr,
+):
+    ROW: tl.constexpr = TRAITS.ROW
+    EXTRA_ROW: tl.constexpr = TRAITS.EXTRA_ROW
+    BH: tl.constexpr = TRAITS.BH
+    BN: tl.constexpr = TRAITS.BN
     head_tiles = tl.cdiv(heads, BH)
     program = tl.program_id(0)
     # head tiles of a token are neighbours: they gather the same rows
@@ -85,16 +123,16 @@ def sparse_mla_kernel(
     token = (program // head_tiles // num_splits).to(tl.int64)
 
     # the tiles of both lists, one list after the other, in splits of equal length
-    rows += token * stride_rows_token
-    length = _list_length(lens, token, topk, stride_lens)
-    length = _without_invalid_end(rows, length, stride_rows_entry, num_slots)
+    rows = lists.rows + token * stride_rows_token
+    length = _list_length(lists, token, topk)
+    length = _without_invalid_end(rows, length, lists.stride_entry, num_slots)
     tiles = tl.cdiv(length, BN)
     all_tiles = tiles
-    if HAS_EXTRA:
-        extra_rows += token * extra_stride_rows_token
-        extra_length = _list_length(extra_lens, token, extra_topk, extra_stride_lens)
+    if TRAITS.HAS_EXTRA:
+        extra_rows = extra.rows + token * extra_stride_rows_token
+        extra_length = _list_length(extra, token, extra_topk)
         extra_length = _without_invalid_end(
-            extra_rows, extra_length, extra_stride_rows_entry, extra_num_slots
+            extra_rows, extra_length, extra.stride_entry, extra_num_slots
         )
         all_tiles += tl.cdiv(extra_length, BN)
     split_tiles = tl.cdiv(all_tiles, num_splits)
@@ -104,11 +142,11 @@ def sparse_mla_kernel(
     head = first_head + tl.arange(0, BH)
     is_head = head < heads
     head64 = head.to(tl.int64)
-    q_rows = q + token * stride_q_token + head64 * stride_q_head
-    q_rope_rows = q_rope + token * stride_rope_token + head64 * stride_rope_head
+    q_rows = query.latent + token * query.stride_token + head64 * query.stride_head
+    rope_rows = query.rope + token * query.stride_rope_token + head64 * query.stride_rope_head
     factor = None
-    if q_scale is not None:
-        factor = tl.load(q_scale + token * stride_q_scale)
+    if query.scale is not None:
+        factor = tl.load(query.scale + token * query.stride_scale)
     row_max = tl.full([BH], -float("inf"), tl.float32)
     row_sum = tl.zeros([BH], tl.float32)
     acc = zero_acc(BH, ROW)
@@ -116,48 +154,46 @@ def sparse_mla_kernel(
         ROPE_WIDTH: tl.constexpr = ROW.ROPE_WIDTH
         acc += (tl.zeros([BH, ROPE_WIDTH], tl.float32),)
 
-    tensor_scale = _host_or_device(tensor_scale, device_scale)
-    row_max, row_sum, acc = _attend_list(
-        row_max, row_sum, acc, q_rows, q_rope_rows, factor, is_head,
-        rows, length, first_tile, tl.minimum(last_tile, tiles),
-        payload, scales, scale_log2 * tensor_scale, num_slots, page_size,
-        (stride_page, stride_row, stride_scales_page, stride_scales_row, stride_rows_entry),
-        ROW, PAGE, IS_NEGATIVE, IS_UNCHAINED, BN,
-    )  # fmt: skip
+    queries = TokenQueries(q_rows, rope_rows, factor, is_head)
+    state = (row_max, row_sum, acc)
+    entries = Entries(rows, length, first_tile, tl.minimum(last_tile, tiles), num_slots, page_size)
+    tensor_scale = _tensor_scale(lists.cache)
+    scale = scale_log2 * tensor_scale
+    PAGE: tl.constexpr = TRAITS.PAGE
+    state = _attend_list(state, queries, lists, entries, scale, ROW, PAGE, TRAITS)
     acc_scale, rope_scale = _acc_scales(tensor_scale, ROW)
-    if HAS_EXTRA:
-        extra_tensor_scale = _host_or_device(extra_tensor_scale, extra_device_scale)
+    if TRAITS.HAS_EXTRA:
+        EXTRA_PAGE: tl.constexpr = TRAITS.EXTRA_PAGE
+        extra_tensor_scale = _tensor_scale(extra.cache)
         extra_acc_scale, extra_rope_scale = _acc_scales(extra_tensor_scale, EXTRA_ROW)
+        row_max, row_sum, acc = state
         acc = _scale_acc(acc, acc_scale / extra_acc_scale, rope_scale / extra_rope_scale, ROW)
-        row_max, row_sum, acc = _attend_list(
-            row_max, row_sum, acc, q_rows, q_rope_rows, factor, is_head,
-            extra_rows, extra_length,
-            tl.maximum(first_tile - tiles, 0), last_tile - tiles,
-            extra_payload, extra_scales, scale_log2 * extra_tensor_scale, extra_num_slots,
-            extra_page_size,
-            (
-                extra_stride_page, extra_stride_row, extra_stride_scales_page,
-                extra_stride_scales_row, extra_stride_rows_entry,
-            ),
-            EXTRA_ROW, EXTRA_PAGE, IS_NEGATIVE, IS_UNCHAINED, BN,
-        )  # fmt: skip
+        state = (row_max, row_sum, acc)
+        first_tile = tl.maximum(first_tile - tiles, 0)
+        last_tile -= tiles
+        entries = Entries(
+            extra_rows, extra_length, first_tile, last_tile, extra_num_slots, extra_page_size
+        )
+        scale = scale_log2 * extra_tensor_scale
+        state = _attend_list(state, queries, extra, entries, scale, EXTRA_ROW, EXTRA_PAGE, TRAITS)
         acc_scale = extra_acc_scale
         rope_scale = extra_rope_scale
+    row_max, row_sum, acc = state
 
     # computed again, with an opaque zero: kept through the loop, they would take registers
     head = first_head + tl.where(tokens < 0, 1, 0) + tl.arange(0, BH)
     is_head = head < heads
     head64 = head.to(tl.int64)
     sink_log2 = None
-    if sink is not None:
-        sink_log2 = load_sink(sink, head, stride_sink, is_head)
+    if results.sink is not None:
+        sink_log2 = load_sink(results.sink, head, results.stride_sink, is_head)
     denominator, row_lse = finish_softmax(row_max, row_sum, sink_log2)
     row = split.to(tl.int64) * tokens + token
-    lse_at = row * stride_lse_token + head64 * stride_lse_head
-    tl.store(lse + lse_at, row_lse, mask=is_head)
-    max_at = row * stride_max_token + head64 * stride_max_head
-    tl.store(max_logits + max_at, _max_logit(row_max, row_sum), mask=is_head)
-    out_rows = out + row * stride_out_token + head64 * stride_out_head
+    lse_at = row * stride_lse_token + head64 * results.stride_lse_head
+    tl.store(results.lse + lse_at, row_lse, mask=is_head)
+    max_at = row * stride_max_token + head64 * results.stride_max_head
+    tl.store(results.max_logits + max_at, _max_logit(row_max, row_sum), mask=is_head)
+    out_rows = results.out + row * results.stride_out_token + head64 * results.stride_out_head
     values = _scale_acc(
         acc, (acc_scale / denominator)[:, None], (rope_scale / denominator)[:, None], ROW
     )
@@ -171,12 +207,12 @@ def sparse_mla_kernel(
 
 
 @triton.jit
-def _host_or_device(on_host, on_device):
-    """A float32 that is given as a number, or on the device."""
-    number = on_host
-    if on_device is not None:
-        number = tl.load(on_device).to(tl.float32)
-    return number
+def _tensor_scale(cache):
+    """The scale of all rows, a number or on the device."""
+    scale = cache.tensor_scale
+    if cache.device_scale is not None:
+        scale = tl.load(cache.device_scale).to(tl.float32)
+    return scale
 
 
 @triton.jit
@@ -195,11 +231,11 @@ def _scale_acc(acc, scale, rope_scale, ROW: tl.constexpr):
 
 
 @triton.jit
-def _list_length(lens, token, topk, stride_lens):
-    """Entries of a token's list that may be valid."""
+def _list_length(lists, token, topk):
+    """Return how many entries of a token's list may be valid."""
     length = topk
-    if lens is not None:
-        length = tl.minimum(tl.load(lens + token * stride_lens), topk).to(tl.int32)
+    if lists.lens is not None:
+        length = tl.minimum(tl.load(lists.lens + token * lists.stride_lens), topk).to(tl.int32)
     return length
 
 
@@ -219,35 +255,41 @@ def _without_invalid_end(entries, length, stride_entry, num_slots):
 
 @triton.jit
 def _attend_list(
-    row_max, row_sum,
-    acc,  # of the pieces that hold values, then of rotated columns if they hold values
-    q_rows, q_rope_rows,
-    factor,  # of the token's scores, or None
-    is_head,
-    entries, length,  # the token's list
-    first_tile, last_tile,
-    payload, scales, scale_log2, num_slots, page_size, strides,
-    ROW: tl.constexpr, PAGE: tl.constexpr, IS_NEGATIVE: tl.constexpr,
-    IS_UNCHAINED: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """The online softmax (row_max, row_sum, acc) of a token's heads after some tiles of a list."""
-    stride_page, stride_row, stride_scales_page, stride_scales_row, stride_entry = strides
-    q = load_latent_query(q_rows, q_rope_rows, is_head, ROW)
+    state,  # (row_max, row_sum, acc): the online softmax
+    queries,
+    lists,
+    entries,
+    scale_log2,
+    ROW: tl.constexpr,
+    PAGE: tl.constexpr,
+    TRAITS: tl.constexpr,
+):
+    """Return the online softmax of a token's heads after some tiles of a list.
+
+    acc has the pieces that hold values, then rotated columns if they hold values.
+    """
+    IS_UNCHAINED: tl.constexpr = TRAITS.IS_UNCHAINED
+    BN: tl.constexpr = TRAITS.BN
+    row_max, row_sum, acc = state
+    cache = lists.cache
+    is_head, factor = queries.is_head, queries.factor
+    q = load_latent_query(queries.rows, queries.rope_rows, is_head, ROW)
     q_rope = None
     if ROW.ROPE_WIDTH > 0:
         q_rope = load_query(
-            q_rope_rows, is_head, 0, ROW.ROPE_WIDTH, ROW.D_R, ROW.ROPE_DTYPE, ROW.HAS_FP8
+            queries.rope_rows, is_head, 0, ROW.ROPE_WIDTH, ROW.D_R, ROW.ROPE_DTYPE, ROW.HAS_FP8
         )
-    slot = _load_slots(entries, first_tile, length, stride_entry, num_slots, BN)
-    for tile in tl.range(first_tile, last_tile, disable_licm=IS_UNCHAINED):
+    slot = _load_slots(entries, entries.first_tile, lists.stride_entry, BN)
+    for tile in tl.range(entries.first_tile, entries.last_tile, disable_licm=IS_UNCHAINED):
         is_valid = slot >= 0
-        page, in_page = _split_slot(tl.maximum(slot, 0), page_size, PAGE)
-        rows = payload + (page * stride_page + in_page * stride_row)
+        page, in_page = _split_slot(tl.maximum(slot, 0), entries.page_size, PAGE)
+        rows = cache.payload + (page * cache.stride_page + in_page * cache.stride_row)
         scales_at = None
-        if scales is not None:
-            scales_at = scales + (page * stride_scales_page + in_page * stride_scales_row)
+        if cache.scales is not None:
+            scale_at = page * cache.stride_scales_page + in_page * cache.stride_scales_row
+            scales_at = cache.scales + scale_at
         # looked up one tile ahead: its row loads then wait for no other load
-        slot = _load_slots(entries, tile + 1, length, stride_entry, num_slots, BN)
+        slot = _load_slots(entries, tile + 1, lists.stride_entry, BN)
         latent, rope, factors = load_row_tile(rows, scales_at, is_valid, ROW, True)
         if IS_UNCHAINED:
             scores = score_keys(q, q_rope, latent, rope, factors, ROW, scale_log2)
@@ -255,14 +297,14 @@ def _attend_list(
             scores = score_keys(q, q_rope, latent, rope, factors, ROW)
         if factor is not None:
             scores *= factor
-        if IS_NEGATIVE:
+        if TRAITS.IS_NEGATIVE:
             scores = -scores
         scores = tl.where(is_valid[None, :], scores, -float("inf"))
         if IS_UNCHAINED:
             # The branch hides from the compiler that P feeds another dot. Otherwise each of the two
             # warpgroups gets all 64 rows of the scores, and the scores are computed twice.
             probs, rescale = scores, row_max
-            if length > 0:  # always true inside this loop
+            if entries.length > 0:  # always true inside this loop
                 probs, rescale, row_max, row_sum = softmax_step(scores, row_max, row_sum, 1.0)
         else:
             probs, rescale, row_max, row_sum = softmax_step(scores, row_max, row_sum, scale_log2)
@@ -275,11 +317,13 @@ def _attend_list(
 
 
 @triton.jit
-def _load_slots(entries, tile, length, stride_entry, num_slots, BN: tl.constexpr):
+def _load_slots(entries, tile, stride_entry, BN: tl.constexpr):
     """Return int32 [BN]: the slots of a tile of a list, −1 where invalid."""
     entry = tile * BN + tl.arange(0, BN)
-    slot = tl.load(entries + entry.to(tl.int64) * stride_entry, mask=entry < length, other=-1)
-    return tl.where((slot >= 0) & (slot < num_slots), slot, -1).to(tl.int32)
+    is_entry = entry < entries.length
+    at = entries.rows + entry.to(tl.int64) * stride_entry
+    slot = tl.load(at, mask=is_entry, other=-1)
+    return tl.where((slot >= 0) & (slot < entries.num_slots), slot, -1).to(tl.int32)
 
 
 @triton.jit

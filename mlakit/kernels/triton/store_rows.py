@@ -194,11 +194,6 @@ def tensor_scale_of(layer: CacheLayer) -> tuple[float, Tensor | None]:
     return float(scale), None
 
 
-def stride_of(tensor: Tensor | None, axis: int) -> int:
-    """0 for a tensor that is not there."""
-    return 0 if tensor is None else tensor.stride(axis)
-
-
 def _tile_of_latent(scaling: Any, codec: RowCodec) -> tuple[int, int]:
     """Return (columns that share a scale, columns of the tile), powers of two."""
     width = triton.next_power_of_2(codec.row.kv_lora_rank)

@@ -36,9 +36,10 @@ def constants(monkeypatch: pytest.MonkeyPatch, **sizes: Any) -> dict[str, Any]:
     asked: list[dict[str, Any]] = []
     launch = sparse.launch
 
-    def watch(kernel, grid, *args, **options):
-        asked.append(options)
-        launch(kernel, grid, *args, **options)
+    def watch(kernel, grid, **options):
+        each = {name: options[name] for name in ("num_warps", "num_stages")}
+        asked.append(options["TRAITS"]._asdict() | each)
+        launch(kernel, grid, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(sparse, "launch", watch)
