@@ -13,104 +13,53 @@ called: the public op with its checks, and for decode with shuffled pages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from mlakit import reference
 from mlakit.cache import PagedLatentCache, request_slots
-from mlakit.formats import Format, row_codec
-from mlakit.model.geometry import MLAGeometry
+from mlakit.formats import FLOAT_FORMATS
 from mlakit.ops import mla_decode, mla_prefill
-from mlakit.tools.bench.correctness import Sample, assert_correct, token_sample
+from mlakit.tools.bench import decode, gpu, prefill
+from mlakit.tools.bench.pool import ROW, SCALE
+from mlakit.tools.bench.prefill import D_N, D_R, D_V, Tensors
+from mlakit.tools.bench.problems import DensePrefill
+from mlakit.tools.bench.shapes import Batch
 from mlakit.tools.bench.suite import Baseline, BenchmarkCase, Workload
-from mlakit.tools.testing import shuffled_pages
 
-MODEL = MLAGeometry.preset("deepseek-v3")
-ROW = MODEL.row
-D_N, D_R, D_V = MODEL.qk_nope_head_dim, MODEL.qk_rope_head_dim, MODEL.v_head_dim
-SCALE = MODEL.softmax_scale
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-SEED = 0
+Call = Callable[[], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class Decode(Workload):
-    """`batch` requests with one new token each and `tokens` rows cached in shuffled pages."""
+class Decode(decode.Decode):
+    """One new token of each request."""
 
-    dtype: str
-    format: Format
-    batch: int = 4
-    heads: int = 16
-    tokens: int = 4096
-    page_size: int = 64
-
-    op = "mla_decode"
-
-    @property
-    def name(self) -> str:
-        return f"decode-{self.format}-b{self.batch}-h{self.heads}-{self.tokens}"
-
-    @property
-    def flops(self) -> int:
-        return 2 * self.batch * self.heads * self.tokens * (ROW.width + ROW.v_width)
-
-    @property
-    def bytes(self) -> int:
-        rows = self.batch * self.tokens * row_codec(self.format, ROW).bytes_per_token
-        elements = self.batch * self.heads * (ROW.width + ROW.v_width)
-        return rows + elements * DTYPES[self.dtype].itemsize
-
-    @property
-    def min_speedup(self) -> float | None:
-        return 1 / 1.5 if self.format in DTYPES else None
-
-    @property
-    def small(self) -> Decode:
-        return replace(self, batch=2, heads=2, tokens=100)
+    target_baseline = None
 
     def build_case(self) -> BenchmarkCase:
-        generator = torch.Generator().manual_seed(SEED)
-        pages = -(-self.tokens // self.page_size)
-        page_table = shuffled_pages(self.batch, pages, self.batch * pages, generator)
-        cache = PagedLatentCache.allocate(
-            ROW, self.format, num_pages=self.batch * pages, page_size=self.page_size
-        )
-        layer, dtype = cache.layer(0), DTYPES[self.dtype]
-        k = torch.randn(self.batch, self.tokens, ROW.width, generator=generator).to(dtype)
-        q = torch.randn(self.batch, self.heads, ROW.width, generator=generator).to(dtype)
+        with gpu.on(gpu.CPU):
+            return super().build_case()
+
+    def operation(
+        self, q: Tensor, cache: PagedLatentCache, page_table: Tensor, kv_lens: Tensor
+    ) -> tuple[Call, list[Baseline]]:
+        layer, page_size = cache.layer(0), cache.page_size
         slots = [
-            request_slots(page_table, self.page_size, request, 0, self.tokens)
-            for request in range(self.batch)
+            request_slots(page_table, page_size, request, 0, kv_len)
+            for request, kv_len in enumerate(self.batch.kv_lens)
         ]
-        for own, rows in zip(slots, k, strict=True):
-            layer.write(own, rows)
-        kv_lens = torch.full((self.batch,), self.tokens, dtype=torch.int32)
-
-        def call() -> tuple[Tensor, Tensor]:
-            return mla_decode(q, cache, page_table, kv_lens, softmax_scale=SCALE, backend="cpu")
-
-        def oracle(precision: torch.dtype) -> tuple[Tensor, Tensor]:
-            return reference.mla_decode(
-                q,
-                [layer.read(own, torch.float64) for own in slots],
-                [1] * self.batch,
-                softmax_scale=SCALE,
-                v_width=ROW.v_width,
-                dtype=precision,
-            )
-
-        def check() -> None:
-            sample = Sample.of("all requests", slice(None), oracle)
-            assert_correct(("out", "lse"), call(), [sample])
-
+        k = torch.stack([layer.read(own, self.dtype) for own in slots])
         variants = _products(q, k)
         # without a target one baseline is enough
-        return BenchmarkCase(call, variants if self.min_speedup else variants[:1], check)
+        has_target = self.format in FLOAT_FORMATS.values()
+        return (
+            lambda: mla_decode(q, cache, page_table, kv_lens, softmax_scale=SCALE),
+            variants if has_target else variants[:1],
+        )
 
 
 def _products(q: Tensor, k: Tensor) -> list[Baseline]:
@@ -136,96 +85,42 @@ def _products(q: Tensor, k: Tensor) -> list[Baseline]:
 
 
 @dataclass(frozen=True)
-class Prefill(Workload):
-    """`batch` prompts of `tokens` tokens each, causal, expanded."""
+class Prefill(prefill.Prefill):
+    """Prompts of one length, causal."""
 
-    dtype: str
-    batch: int
-    tokens: int
-    heads: int = 16
-
-    op = "mla_prefill"
-
-    @property
-    def name(self) -> str:
-        return f"prefill-{self.dtype}-b{self.batch}-h{self.heads}-{self.tokens}"
-
-    @property
-    def flops(self) -> int:
-        seen = self.tokens * (self.tokens + 1) // 2
-        return 2 * self.batch * self.heads * seen * (D_N + D_R + D_V)
-
-    @property
-    def bytes(self) -> int:
-        per_head = (D_N + D_R) + D_N + 2 * D_V
-        elements = self.batch * self.tokens * (self.heads * per_head + D_R)
-        return elements * DTYPES[self.dtype].itemsize
-
-    @property
-    def min_speedup(self) -> float | None:
-        return 1 / 1.2
-
-    @property
-    def small(self) -> Prefill:
-        return replace(self, heads=2, tokens=50)
+    target_baseline = None
+    max_checked = 20
 
     def build_case(self) -> BenchmarkCase:
-        generator = torch.Generator().manual_seed(SEED)
-        total = self.batch * self.tokens
+        with gpu.on(gpu.CPU):
+            return super().build_case()
 
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator).to(DTYPES[self.dtype])
-
-        q, k_nope = normal(total, self.heads, D_N + D_R), normal(total, self.heads, D_N)
-        k_rope, v = normal(total, D_R), normal(total, self.heads, D_V)
-        starts = torch.arange(0, total + 1, self.tokens, dtype=torch.int32)
-
-        def call() -> tuple[Tensor, Tensor]:
-            return mla_prefill(
-                q, k_nope, k_rope, v, starts, starts, softmax_scale=SCALE, backend="cpu"
-            )
-
-        def samples() -> Iterator[Sample]:
-            for token in _some_tokens(self.batch, self.tokens):
-                keys = slice(token - token % self.tokens, token + 1)
-                yield token_sample(token, keys, q, k_nope, k_rope, v, SCALE)
-
-        def check() -> None:
-            assert_correct(("out", "lse"), call(), samples())
-
-        return BenchmarkCase(call, self._sdpa(q, k_nope, k_rope, v), check)
-
-    def _sdpa(self, q: Tensor, k_nope: Tensor, k_rope: Tensor, v: Tensor) -> list[Baseline]:
-        k = torch.cat([k_nope, k_rope[:, None].expand(-1, self.heads, -1)], dim=-1)
+    def operation(self, tensors: Tensors, problem: DensePrefill) -> tuple[Call, list[Baseline]]:
+        starts = problem.starts
 
         def heads_first(tensor: Tensor) -> Tensor:
-            return tensor.view(self.batch, self.tokens, self.heads, -1).transpose(1, 2).contiguous()
+            by_prompt: Tensor = tensor.unflatten(0, (self.batch.size, -1))
+            return by_prompt.transpose(1, 2).contiguous()
 
         def attention(values: Tensor) -> Callable[[], Tensor]:
-            tensors = heads_first(q), heads_first(k), heads_first(values)
-            return partial(scaled_dot_product_attention, *tensors, is_causal=True, scale=SCALE)
+            each = heads_first(problem.q), heads_first(problem.k), heads_first(values)
+            return partial(scaled_dot_product_attention, *each, is_causal=True, scale=SCALE)
 
-        return [
-            Baseline("SDPA", attention(v)),
-            Baseline("SDPA, V padded", attention(pad(v, (0, D_N + D_R - D_V)))),
+        return lambda: mla_prefill(*tensors, starts, starts, softmax_scale=SCALE), [
+            Baseline("SDPA", attention(problem.v)),
+            Baseline("SDPA, V padded", attention(pad(problem.v, (0, D_N + D_R - D_V)))),
         ]
 
 
-def _some_tokens(batch: int, tokens: int) -> list[int]:
-    """Tokens of the first and the last request: both ends, and both sides of tile boundaries."""
-    places = {0, 1, 63, 64, 127, 128, 511, 512, tokens // 2, tokens - 2, tokens - 1}
-    inside = [place for place in sorted(places) if place < tokens]
-    return [request * tokens + place for request in sorted({0, batch - 1}) for place in inside]
-
-
 WORKLOADS: tuple[Workload, ...] = (
-    Decode("bf16", "bf16"),
-    Decode("fp16", "fp16"),
-    Decode("fp32", "fp32"),
-    Decode("bf16", "fp8_block128"),
     *(
-        Prefill(dtype, batch, tokens)
-        for dtype in ("bf16", "fp32")
-        for batch, tokens in ((1, 1024), (2, 1024), (1, 2048))
+        Decode(Batch.of(4, 1, 4096), 16, format, dtype=dtype, min_speedup=1 / 1.5)
+        for dtype, format in FLOAT_FORMATS.items()
+    ),
+    Decode(Batch.of(4, 1, 4096), 16, "fp8_block128"),
+    *(
+        Prefill(Batch.of(count, length, length), 16, dtype=dtype, min_speedup=1 / 1.2)
+        for dtype in (torch.bfloat16, torch.float32)
+        for count, length in ((1, 1024), (2, 1024), (1, 2048))
     ),
 )

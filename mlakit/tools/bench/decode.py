@@ -9,7 +9,7 @@ Check   some requests, all heads, against the float64 oracle
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -79,8 +79,26 @@ class Decode(Workload):
     def build_case(self) -> BenchmarkCase:
         generator = gpu.generator()
         cache, page_table = self._pages(generator)
-        q = gpu.normal(generator, self.batch.tokens, self.heads, ROW.width).to(self.dtype)
-        kv_lens, starts = gpu.int32(self.batch.kv_lens), gpu.int32(self.batch.starts)
+        q = gpu.normal(generator, self.batch.tokens, self.heads, ROW.width, dtype=self.dtype)
+        kv_lens = gpu.int32(self.batch.kv_lens)
+        call, baselines = self.operation(q, cache, page_table, kv_lens)
+
+        def samples() -> Iterator[correctness.Sample]:
+            return self._samples(q, cache, page_table)
+
+        return BenchmarkCase(
+            call,
+            baselines,
+            check=lambda: correctness.assert_correct(("out", "lse"), call(), samples()),
+            problem=self._problem(q, cache, page_table, kv_lens),
+            peer_error=lambda output: correctness.peer_error(output, samples()),
+        )
+
+    def operation(
+        self, q: Tensor, cache: PagedLatentCache, page_table: Tensor, kv_lens: Tensor
+    ) -> tuple[Callable[[], tuple[Tensor, Tensor]], list[Baseline]]:
+        """The call of mlakit, and its baselines."""
+        starts = gpu.int32(self.batch.starts)
 
         def attend(plan: DecodePlanTensors | None) -> tuple[Tensor, Tensor]:
             return mla_decode(
@@ -97,23 +115,8 @@ class Decode(Workload):
             q_starts=starts,
             dtype=self.dtype,
         )
-
-        def call() -> tuple[Tensor, Tensor]:
-            return attend(plan)
-
-        def samples() -> Iterator[correctness.Sample]:
-            return self._samples(q, cache, page_table)
-
-        return BenchmarkCase(
-            call,
-            [
-                Baseline("planned in the call", lambda: attend(None), sets_target=False),
-                gpu.read_baseline(self.bytes),
-            ],
-            check=lambda: correctness.assert_correct(("out", "lse"), call(), samples()),
-            problem=self._problem(q, cache, page_table, kv_lens),
-            peer_error=lambda output: correctness.peer_error(output, samples()),
-        )
+        planned_late = Baseline("planned in the call", lambda: attend(None), sets_target=False)
+        return lambda: attend(plan), [planned_late, gpu.read_baseline(self.bytes)]
 
     def _pages(self, generator: torch.Generator) -> tuple[PagedLatentCache, Tensor]:
         if self.pool is not None:
@@ -146,7 +149,7 @@ class Decode(Workload):
             rows = layer.read(slots, torch.float64)
             exact, naive = (
                 reference.mla_decode(
-                    q[own].bfloat16(),
+                    q[own].float(),
                     [rows],
                     [self.batch.q_lens[request]],
                     softmax_scale=SCALE,

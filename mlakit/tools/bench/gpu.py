@@ -1,6 +1,9 @@
-"""The device of the GPU suites, and its hardware baselines: a read, a copy, an empty kernel."""
+"""The device of the suites, and hardware baselines: a read, a copy, an empty kernel."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -8,6 +11,18 @@ from mlakit.tools.bench.report import COPY_SAME_BYTES, EMPTY_KERNEL, READ_SAME_B
 from mlakit.tools.bench.suite import Baseline
 
 DEVICE = torch.device("cuda")
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def on(device: torch.device) -> Iterator[None]:
+    """Make the tensors of workloads on `device` in this block."""
+    global DEVICE
+    before, DEVICE = DEVICE, device
+    try:
+        yield
+    finally:
+        DEVICE = before
 
 
 def why_not() -> str | None:

@@ -109,4 +109,4 @@ def clear_new_rows(batch: CachedBatch, tokens: int, *caches: PagedLatentCache) -
     places = token_positions(batch.kv_lens, batch.q_starts, tokens)
     slots = token_slots(batch.page_table, batch.cache.page_size, *places)
     for cache in caches:
-        cache.layer(0).write(slots, torch.zeros(len(slots), cache.row.width, device=gpu.DEVICE))
+        cache.layer(0).write(slots, torch.zeros(len(slots), cache.row.width, device=slots.device))

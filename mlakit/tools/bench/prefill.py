@@ -8,25 +8,27 @@ Check   some tokens, all heads, against the float64 oracle
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
+from mlakit.formats import FLOAT_FORMATS
 from mlakit.model.masks import CAUSAL, NULL
 from mlakit.ops import mla_prefill
 from mlakit.tools.bench import correctness, gpu
 from mlakit.tools.bench.pool import MODEL, SCALE
 from mlakit.tools.bench.problems import DensePrefill
 from mlakit.tools.bench.shapes import Batch, Shape, even_lengths
-from mlakit.tools.bench.suite import BenchmarkCase, Workload
+from mlakit.tools.bench.suite import Baseline, BenchmarkCase, Workload
 
 D_N, D_R, D_V = MODEL.qk_nope_head_dim, MODEL.qk_rope_head_dim, MODEL.v_head_dim
-MAX_CHECKED = 4  # tokens per prompt
 SMALL_LENGTH = 70
+
+Tensors: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]  # q, k_nope, k_rope, v
 
 
 @dataclass(frozen=True)
@@ -34,19 +36,22 @@ class Prefill(Workload):
     """Prompts without cached context.
 
     min_speedup  target for FA3's time / mlakit's time; None: no target
+    dtype        of queries, keys and values
     """
 
     batch: Batch
     heads: int
     causal: bool = True
     min_speedup: float | None = None
+    dtype: torch.dtype = torch.bfloat16
 
     op = "mla_prefill"
     target_baseline: ClassVar[str | None] = "fa3"
+    max_checked: ClassVar[int] = 4  # tokens per prompt
 
     @property
     def name(self) -> str:
-        return f"prefill-bf16-{self.label}"
+        return f"prefill-{FLOAT_FORMATS[self.dtype]}-{self.label}"
 
     @property
     def label(self) -> str:
@@ -64,7 +69,7 @@ class Prefill(Workload):
     @property
     def bytes(self) -> int:
         per_head = (D_N + D_R) + D_N + 2 * D_V
-        return 2 * self.batch.tokens * (self.heads * per_head + D_R)
+        return self.dtype.itemsize * self.batch.tokens * (self.heads * per_head + D_R)
 
     @property
     def small(self) -> Workload:
@@ -72,29 +77,39 @@ class Prefill(Workload):
         return replace(self, batch=small, heads=min(self.heads, 4), min_speedup=None)
 
     def build_case(self) -> BenchmarkCase:
-        generator, tokens = gpu.generator(), self.batch.tokens
-        q = gpu.normal(generator, tokens, self.heads, D_N + D_R)
-        k_nope = gpu.normal(generator, tokens, self.heads, D_N)
-        k_rope = gpu.normal(generator, tokens, D_R)
-        v = gpu.normal(generator, tokens, self.heads, D_V)
-        starts = gpu.int32(self.batch.starts)
-        mask = CAUSAL if self.causal else NULL
-
-        def call() -> tuple[Tensor, Tensor]:
-            return mla_prefill(q, k_nope, k_rope, v, starts, starts, softmax_scale=SCALE, mask=mask)
+        q, k_nope, k_rope, v = tensors = self.tensors()
+        joined = torch.cat([k_nope, k_rope[:, None].expand(-1, self.heads, -1)], dim=-1)
+        problem = DensePrefill(
+            *(q, joined, v, gpu.int32(self.batch.starts)),
+            *(max(self.batch.kv_lens), SCALE, self.causal),
+        )
+        call, baselines = self.operation(tensors, problem)
 
         def samples() -> Iterator[correctness.Sample]:
-            return self._samples(q, k_nope, k_rope, v)
+            return self._samples(*tensors)
 
-        joined = torch.cat([k_nope, k_rope[:, None].expand(-1, self.heads, -1)], dim=-1)
-        longest = max(self.batch.kv_lens)
         return BenchmarkCase(
             call,
-            [],
+            baselines,
             check=lambda: correctness.assert_correct(("out", "lse"), call(), samples()),
-            problem=DensePrefill(q, joined, v, starts, longest, SCALE, self.causal),
+            problem=problem,
             peer_error=lambda output: correctness.peer_error(output, samples()),
         )
+
+    def tensors(self) -> Tensors:
+        generator, tokens, heads = gpu.generator(), self.batch.tokens, self.heads
+        shapes = ((heads, D_N + D_R), (heads, D_N), (D_R,), (heads, D_V))
+        q, k_nope, k_rope, v = (
+            gpu.normal(generator, tokens, *each, dtype=self.dtype) for each in shapes
+        )
+        return q, k_nope, k_rope, v
+
+    def operation(
+        self, tensors: Tensors, problem: DensePrefill
+    ) -> tuple[Callable[[], tuple[Tensor, Tensor]], list[Baseline]]:
+        """The call of mlakit, and its baselines; `problem` has the joined keys."""
+        mask, starts = CAUSAL if self.causal else NULL, problem.starts
+        return lambda: mla_prefill(*tensors, starts, starts, softmax_scale=SCALE, mask=mask), []
 
     def _samples(
         self, q: Tensor, k_nope: Tensor, k_rope: Tensor, v: Tensor
@@ -102,7 +117,7 @@ class Prefill(Workload):
         ends = list(pairwise(self.batch.starts))
         for request in self.batch.checked_requests:
             start, end = ends[request]
-            for place in correctness.evenly_spaced(end - start, MAX_CHECKED):
+            for place in correctness.evenly_spaced(end - start, self.max_checked):
                 token = start + place
                 keys = slice(start, token + 1 if self.causal else end)
                 yield correctness.token_sample(token, keys, q, k_nope, k_rope, v, SCALE)

@@ -27,7 +27,7 @@ from mlakit.ops import mla_prefill
 from mlakit.reference.prefill import scales_of_keys
 from mlakit.tools.bench import correctness, gpu
 from mlakit.tools.bench.pool import SCALE
-from mlakit.tools.bench.prefill import D_N, D_R, D_V, MAX_CHECKED, Prefill
+from mlakit.tools.bench.prefill import D_N, D_R, D_V, Prefill
 from mlakit.tools.bench.shapes import Batch, Shape, even_lengths
 from mlakit.tools.bench.suite import Baseline, BenchmarkCase, Workload
 from mlakit.tools.workloads.prefill_fp8 import HALF_ROUNDING
@@ -58,14 +58,9 @@ class PrefillFp8(Prefill):
         return self.batch.tokens * (e4m3 + scales + 2 * self.heads * D_V)
 
     def build_case(self) -> BenchmarkCase:
-        generator, tokens = gpu.generator(), self.batch.tokens
-        q = gpu.normal(generator, tokens, self.heads, D_N + D_R)
-        k_nope = gpu.normal(generator, tokens, self.heads, D_N)
-        k_rope = gpu.normal(generator, tokens, D_R)
-        v = gpu.normal(generator, tokens, self.heads, D_V)
-        starts = gpu.int32(self.batch.starts)
-        mask = CAUSAL if self.causal else NULL
-        fp8 = _quantised(q, k_nope, k_rope, v, self.scales, self.batch.starts)
+        bf16 = super().build_case()
+        starts, mask = gpu.int32(self.batch.starts), CAUSAL if self.causal else NULL
+        fp8 = _quantised(*self.tensors(), self.scales, self.batch.starts)
 
         def call() -> tuple[Tensor, Tensor]:
             return mla_prefill(
@@ -78,12 +73,9 @@ class PrefillFp8(Prefill):
                 mask=mask,
             )
 
-        def in_bf16() -> tuple[Tensor, Tensor]:
-            return mla_prefill(q, k_nope, k_rope, v, starts, starts, softmax_scale=SCALE, mask=mask)
-
         return BenchmarkCase(
             call,
-            [Baseline(BF16, in_bf16)],
+            [Baseline(BF16, bf16.call)],
             check=lambda: correctness.assert_correct(("out",), call()[:1], self._fp8_samples(fp8)),
         )
 
@@ -95,7 +87,7 @@ class PrefillFp8(Prefill):
         ends = list(pairwise(starts))
         for request in self.batch.checked_requests:
             start, end = ends[request]
-            for place in correctness.evenly_spaced(end - start, MAX_CHECKED):
+            for place in correctness.evenly_spaced(end - start, self.max_checked):
                 token = start + place
                 yield _sample(token, slice(start, token + 1 if self.causal else end), fp8)
 
@@ -180,7 +172,7 @@ def _prompts(
     count: int, heads: int, length: int, causal: bool, scales: Scales = "token"
 ) -> PrefillFp8:
     min_speedup = 1.35 if length == 8192 else None
-    return PrefillFp8(Batch.of(count, length, length), heads, causal, min_speedup, scales)
+    return PrefillFp8(Batch.of(count, length, length), heads, causal, min_speedup, scales=scales)
 
 
 WORKLOADS: tuple[Workload, ...] = (

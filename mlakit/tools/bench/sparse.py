@@ -10,9 +10,9 @@ Check   some queries, all heads, against the float64 oracle
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,15 @@ from mlakit.tools.workloads.fp16_rows import block_scales, rounded_rows, rounds_
 
 MAX_CHECKED = 6  # queries
 NUMBERS_AT_ONCE = 1 << 26
+
+
+class Lists(NamedTuple):
+    """What queries attend to: int32 [tokens, topk] rows of a cache; -1 marks an unused slot."""
+
+    cache: PagedLatentCache
+    rows: Tensor
+    tokens: Tensor | None = None  # the same by position in the request
+    page_table: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -71,8 +80,8 @@ class SparseWorkload(Workload):
         return ()
 
     @abstractmethod
-    def cache_and_rows(self, generator: torch.Generator) -> tuple[PagedLatentCache, Tensor]:
-        """(cache, int32 [tokens, topk] row indices)."""
+    def lists(self, generator: torch.Generator) -> Lists:
+        """A cache, and what each query attends to."""
 
     @abstractmethod
     def problem(
@@ -80,22 +89,25 @@ class SparseWorkload(Workload):
     ) -> SparseDecode | SparsePrefill | None:
         """The problem for peers; None if they do not support the format."""
 
+    def operation(self, q: Tensor, lists: Lists) -> Callable[[], tuple[Tensor, ...]]:
+        """The call of mlakit."""
+        return lambda: sparse_mla(q, lists.cache, lists.rows, softmax_scale=SCALE)
+
     def build_case(self) -> BenchmarkCase:
         generator = gpu.generator()
-        cache, rows = self.cache_and_rows(generator)
+        lists = self.lists(generator)
         q = gpu.normal(generator, self.batch.tokens, self.heads, ROW.width)
 
-        def call() -> tuple[Tensor, Tensor, Tensor]:
-            return sparse_mla(q, cache, rows, softmax_scale=SCALE)
+        call = self.operation(q, lists)
 
         def samples() -> Iterator[correctness.Sample]:
-            return sampled_queries(q, cache, rows)
+            return sampled_queries(q, lists.cache, lists.rows)
 
         return BenchmarkCase(
             call,
             self.hardware_baselines,
             check=lambda: correctness.assert_correct(("out", "lse"), call()[:2], samples()),
-            problem=self.problem(q, cache, rows),
+            problem=self.problem(q, lists.cache, lists.rows),
             peer_error=lambda output: correctness.peer_error(output, samples()),
         )
 

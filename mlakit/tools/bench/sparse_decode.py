@@ -19,7 +19,7 @@ from mlakit.tools.bench import gpu
 from mlakit.tools.bench.pool import ROW, SCALE, filled_pages
 from mlakit.tools.bench.problems import SparseDecode
 from mlakit.tools.bench.shapes import Batch, Shape
-from mlakit.tools.bench.sparse import SparseWorkload, random_tokens, sparse_of_shape
+from mlakit.tools.bench.sparse import Lists, SparseWorkload, random_tokens, sparse_of_shape
 from mlakit.tools.bench.suite import Baseline, Workload
 
 
@@ -43,14 +43,15 @@ class Sparse(SparseWorkload):
     def hardware_baselines(self) -> Sequence[Baseline]:
         return (gpu.read_baseline(self.bytes),)
 
-    def cache_and_rows(self, generator: torch.Generator) -> tuple[PagedLatentCache, Tensor]:
+    def lists(self, generator: torch.Generator) -> Lists:
         kv_lens, page = self.batch.kv_lens, self.page_size
         cache, page_table = filled_pages(kv_lens, page, self.format, generator)
-        lists = []
+        tokens, rows = [], []
         for request, (q_len, kv_len) in enumerate(zip(self.batch.q_lens, kv_lens, strict=True)):
-            tokens = random_tokens(q_len, kv_len, self.topk, generator)
-            lists.append(page_table[request][tokens // page] * page + tokens % page)
-        return cache, torch.cat(lists).int()
+            own = random_tokens(q_len, kv_len, self.topk, generator)
+            tokens.append(own)
+            rows.append(page_table[request][own // page] * page + own % page)
+        return Lists(cache, torch.cat(rows).int(), torch.cat(tokens).int(), page_table)
 
     def problem(self, q: Tensor, cache: PagedLatentCache, rows: Tensor) -> SparseDecode | None:
         if self.format != "fp8_block128" or not self.batch.is_even:

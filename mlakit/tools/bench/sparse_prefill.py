@@ -19,7 +19,7 @@ from mlakit.formats import row_codec
 from mlakit.tools.bench.pool import ROW, SCALE, filled_cache, page_counts
 from mlakit.tools.bench.problems import SparsePrefill
 from mlakit.tools.bench.shapes import Batch, Shape
-from mlakit.tools.bench.sparse import SparseWorkload, random_tokens, sparse_of_shape
+from mlakit.tools.bench.sparse import Lists, SparseWorkload, random_tokens, sparse_of_shape
 from mlakit.tools.bench.suite import Workload
 
 PAGE_SIZE = 64
@@ -34,7 +34,7 @@ class Sparse(SparseWorkload):
         cached = sum(self.batch.kv_lens) * row_codec(self.format, ROW).bytes_per_token
         return cached + self.batch.tokens * self.query_bytes
 
-    def cache_and_rows(self, generator: torch.Generator) -> tuple[PagedLatentCache, Tensor]:
+    def lists(self, generator: torch.Generator) -> Lists:
         counts = page_counts(self.batch.kv_lens, PAGE_SIZE)
         cache = filled_cache(sum(counts), PAGE_SIZE, self.format, generator)
         # requests are consecutive, each starts on a page boundary
@@ -44,7 +44,7 @@ class Sparse(SparseWorkload):
             random_tokens(q_len, kv_len, self.topk, generator) + PAGE_SIZE * (last - count)
             for q_len, kv_len, count, last in requests
         ]
-        return cache, torch.cat(lists).int()
+        return Lists(cache, torch.cat(lists).int())
 
     def problem(self, q: Tensor, cache: PagedLatentCache, rows: Tensor) -> SparsePrefill | None:
         if self.format != "bf16":

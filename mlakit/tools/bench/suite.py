@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import ClassVar, TypeAlias
 
 import torch
-from rich.console import Console
 from rich.markup import escape
 
 from mlakit.tools.bench import environment, gpu_timers
@@ -200,6 +199,7 @@ def run(
     peers_of: PeersOf | None = None,
     peer_builds: Mapping[str, str] | None = None,
     ceilings: Ceilings | None = None,
+    timer: Timer | None = None,
 ) -> Report | None:
     """Measure every workload and print the table; None, after an error message, on a wrong result.
 
@@ -211,25 +211,27 @@ def run(
     peers_of     gives other libraries' calls for a problem; None leaves them out
     peer_builds  the build of each library, by name; for the report
     ceilings     the ceilings of this GPU, for the share of the roofline
+    timer        None: that of the mode
     """
-    timer = WallClock() if mode == WALL else gpu_timers.timer_for(mode)
+    timer = timer or (WallClock() if mode == WALL else gpu_timers.timer_for(mode))
     method = Method(mode, timer, quick, peers_of, ceilings)
     console = wide_console()
     rows: list[Row] = []
     left_out: list[LeftOut] = []
     memory: list[Memory] = []
-    with torch_threads(threads), _no_warnings():
+    with _torch_threads(threads), _no_warnings():
         facts = environment.describe()
         if peer_builds:
             facts["peers"] = [f"{name}: {build}" for name, build in peer_builds.items()]
-        workloads = chosen(workloads, quick=quick)
+        if quick:
+            workloads = list(dict.fromkeys(each.small for each in workloads))
         with suite_progress(suite, len(workloads)) as progress:
             console.print(environment.summary(facts), highlight=False)
             for number, workload in enumerate(workloads):
                 try:
                     measured, reasons, used = _measure(workload, method, progress)
                 except WrongResult as wrong:
-                    print_wrong_result(console, workload, wrong)
+                    console.print(f"[red]{workload.name} is wrong:[/red] {escape(str(wrong))}")
                     return None
                 except KeyboardInterrupt:
                     left_out += [LeftOut(w.name, MLAKIT, INTERRUPTED) for w in workloads[number:]]
@@ -242,15 +244,6 @@ def run(
     for line in (*memory_lines(memory), *left_out_lines(left_out)):
         console.print(escape(line), highlight=False)
     return Report(suite, command, facts, rows, left_out, mode, ceilings, tuple(memory))
-
-
-def chosen(workloads: Sequence[Workload], *, quick: bool) -> list[Workload]:
-    """The workloads themselves, or the distinct small ones of a quick run."""
-    return list(dict.fromkeys(each.small for each in workloads)) if quick else list(workloads)
-
-
-def print_wrong_result(console: Console, workload: Workload, error: Exception) -> None:
-    console.print(f"[red]{workload.name} is wrong:[/red] {escape(str(error))}")
 
 
 def _measure(
@@ -415,7 +408,7 @@ def _reads_enough(workload: Workload, us: Spread, ceilings: Ceilings | None) -> 
 
 
 @contextmanager
-def torch_threads(threads: int | None) -> Iterator[None]:
+def _torch_threads(threads: int | None) -> Iterator[None]:
     """Run the block with so many threads of torch; None keeps their number."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)

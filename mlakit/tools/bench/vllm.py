@@ -12,8 +12,9 @@ Check    as in the suites of these ops, against the float64 oracle; stored rows 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,25 +24,28 @@ from mlakit.cache import PagedLatentCache
 from mlakit.formats import Format, row_codec
 from mlakit.integrations import steps
 from mlakit.integrations.vllm import calls
-from mlakit.ops import indexer_logits, physical_rows
 from mlakit.tools.bench import correctness, decode, gpu, indexer, prefill, sparse_decode
-from mlakit.tools.bench.pool import ROW, SCALE, filled_index_keys, filled_pages, page_counts
+from mlakit.tools.bench.pool import ROW, SCALE
+from mlakit.tools.bench.prefill import Tensors
 from mlakit.tools.bench.problems import DensePrefill
 from mlakit.tools.bench.shapes import Batch, Shape, even_lengths, with_topk
-from mlakit.tools.bench.sparse import random_tokens, sampled_queries
+from mlakit.tools.bench.sparse import Lists
 from mlakit.tools.bench.suite import Baseline, BenchmarkCase, Workload
-from mlakit.tools.testing import assert_same_bits, shuffled_pages
+from mlakit.tools.testing import assert_same_bits
 
 D_C, D_R = ROW.kv_lora_rank, ROW.qk_rope_head_dim
 D_N, D_V = prefill.D_N, prefill.D_V
 PAGE_SIZE = 64
 MAX_CHECKED = 64  # rows of a cache update, queries of a selection
 
+Pair: TypeAlias = Callable[[], tuple[Tensor, Tensor]]
 
-def query_parts(generator: torch.Generator, tokens: int, heads: int) -> tuple[Tensor, Tensor]:
-    """(latent, rope) as vLLM's layer makes them of a projected query."""
-    latent = gpu.normal(generator, tokens, heads, D_C)
-    return latent, gpu.normal(generator, tokens, heads, D_N + D_R)[..., D_N:]
+
+def query_parts(q: Tensor) -> tuple[Tensor, Tensor]:
+    """(latent, rope) as vLLM's layer makes them: the rope columns are a view of a wider tensor."""
+    wide = q.new_zeros(*q.shape[:-1], D_N + D_R)
+    wide[..., D_N:] = q[..., D_C:]
+    return q[..., :D_C].contiguous(), wide[..., D_N:]
 
 
 @dataclass(frozen=True)
@@ -54,28 +58,15 @@ class Decode(decode.Decode):
     def name(self) -> str:
         return f"vllm-{super().name}"
 
-    def build_case(self) -> BenchmarkCase:
-        generator = gpu.generator()
-        cache, table = self._pages(generator)
-        q = query_parts(generator, self.batch.tokens, self.heads)
-        whole = torch.cat(q, dim=-1)
-        kv_lens, starts = gpu.int32(self.batch.kv_lens), gpu.int32(self.batch.starts)
-        batch = calls.decode_batch(table, kv_lens, starts, max(self.batch.q_lens))
+    def operation(
+        self, q: Tensor, cache: PagedLatentCache, page_table: Tensor, kv_lens: Tensor
+    ) -> tuple[Pair, list[Baseline]]:
+        starts, parts = gpu.int32(self.batch.starts), query_parts(q)
+        batch = calls.decode_batch(page_table, kv_lens, starts, max(self.batch.q_lens))
         pools, kv_cache = steps.Pools(ROW), cache.payload[0]
-
-        def call() -> tuple[Tensor, Tensor]:
-            return steps.decode(q, pools.of(kv_cache, None), batch, SCALE)
-
-        def samples() -> Iterator[correctness.Sample]:
-            return self._samples(whole, cache, table)
-
-        return BenchmarkCase(
-            call,
-            [gpu.read_baseline(self.bytes)],
-            check=lambda: correctness.assert_correct(("out", "lse"), call(), samples()),
-            problem=self._problem(whole, cache, table, kv_lens),
-            peer_error=lambda output: correctness.peer_error(output, samples()),
-        )
+        return lambda: steps.decode(parts, pools.of(kv_cache, None), batch, SCALE), [
+            gpu.read_baseline(self.bytes)
+        ]
 
 
 @dataclass(frozen=True)
@@ -88,30 +79,13 @@ class Sparse(sparse_decode.Sparse):
     def name(self) -> str:
         return f"vllm-{super().name}"
 
-    def build_case(self) -> BenchmarkCase:
-        generator, lens = gpu.generator(), self.batch.kv_lens
-        cache, table = filled_pages(lens, self.page_size, self.format, generator)
-        lists = zip(self.batch.q_lens, lens, strict=True)
-        tokens = torch.cat([random_tokens(*each, self.topk, generator) for each in lists]).int()
-        starts = gpu.int32(self.batch.starts)
-        rows = physical_rows(tokens, table, self.page_size, starts)
-        q = query_parts(generator, self.batch.tokens, self.heads)
-        whole = torch.cat(q, dim=-1)
+    def operation(self, q: Tensor, lists: Lists) -> Pair:
+        cache, _, tokens, table = lists
+        assert tokens is not None
+        assert table is not None
+        starts, parts = gpu.int32(self.batch.starts), query_parts(q)
         pools, kv_cache = steps.Pools(ROW), cache.payload[0]
-
-        def call() -> tuple[Tensor, Tensor]:
-            return calls.sparse(q, pools.of(kv_cache, None), tokens, table, starts, SCALE)
-
-        def samples() -> Iterator[correctness.Sample]:
-            return sampled_queries(whole, cache, rows)
-
-        return BenchmarkCase(
-            call,
-            self.hardware_baselines,
-            check=lambda: correctness.assert_correct(("out", "lse"), call(), samples()),
-            problem=self.problem(whole, cache, rows),
-            peer_error=lambda output: correctness.peer_error(output, samples()),
-        )
+        return lambda: calls.sparse(parts, pools.of(kv_cache, None), tokens, table, starts, SCALE)
 
 
 @dataclass(frozen=True)
@@ -124,88 +98,49 @@ class Prefill(prefill.Prefill):
     def name(self) -> str:
         return f"vllm-{super().name}"
 
-    def build_case(self) -> BenchmarkCase:
-        generator, tokens = gpu.generator(), self.batch.tokens
-        q = gpu.normal(generator, tokens, self.heads, D_N + D_R)
-        kv = gpu.normal(generator, tokens, self.heads, D_N + D_V)  # of kv_b_proj
-        k_rope = gpu.normal(generator, tokens, 1, D_R)
-        k = torch.cat([kv[..., :D_N], k_rope.expand(-1, self.heads, -1)], dim=-1)
-        v = kv[..., D_N:]
-        out = torch.empty(tokens, self.heads, D_V, dtype=q.dtype, device=q.device)
-        starts = gpu.int32(self.batch.starts)
+    def tensors(self) -> Tensors:
+        """Values are a view of the result of kv_b_proj."""
+        q, k_nope, k_rope, v = super().tensors()
+        projected = torch.cat([k_nope, v], dim=-1)
+        return q, projected[..., :D_N], k_rope, projected[..., D_N:]
+
+    def operation(self, tensors: Tensors, problem: DensePrefill) -> tuple[Pair, list[Baseline]]:
+        q, k, v, starts = problem.q, problem.k, problem.v, problem.starts
+        out = torch.empty(v.shape, dtype=q.dtype, device=q.device)
 
         def call() -> tuple[Tensor, Tensor]:
-            return calls.prefill(q, k, v, starts, starts, D_N, SCALE, is_causal=True, out=out)
+            _, lse = calls.prefill(q, k, v, starts, starts, D_N, SCALE, is_causal=True, out=out)
+            return out, lse.T
 
-        def check() -> None:
-            result, lse = call()
-            correctness.assert_correct(("out", "lse"), (result, lse.T), samples())
-
-        def samples() -> Iterator[correctness.Sample]:
-            return self._samples(q, kv[..., :D_N], k_rope[:, 0], v)
-
-        return BenchmarkCase(
-            call,
-            [],
-            check,
-            problem=DensePrefill(q, k, v, starts, max(self.batch.kv_lens), SCALE, causal=True),
-            peer_error=lambda output: correctness.peer_error(output, samples()),
-        )
+        return call, []
 
 
 @dataclass(frozen=True)
-class Select(Workload):
+class Select(indexer.Select):
     """The indexer's step: scores of all keys, and the positions of the best of every query."""
 
-    batch: Batch
-    heads: int = indexer.MODEL.index_n_heads
-    topk: int = indexer.TOPK
-
     op = "indexer_topk"
-    products = "fp8"
 
     @property
     def name(self) -> str:
-        return f"vllm-select-{self.batch.label(self.heads)}-top{self.topk}"
-
-    @property
-    def flops(self) -> int:
-        return indexer.Logits(self.batch, self.heads).flops
-
-    @property
-    def bytes(self) -> int:
-        per_query = self.heads * (indexer.WIDTH + 4) + 4 * self.topk
-        return sum(self.batch.kv_lens) * indexer.KEY_BYTES + self.batch.tokens * per_query
-
-    @property
-    def small(self) -> Workload:
-        return replace(self, batch=self.batch.small, topk=min(self.topk, 64))
+        return f"vllm-select-{self.batch.label(self.heads)}-top{self.k}"
 
     def build_case(self) -> BenchmarkCase:
-        generator, batch = gpu.generator(), self.batch
-        counts = page_counts(batch.kv_lens, PAGE_SIZE)
-        _, keys = filled_index_keys(sum(counts), PAGE_SIZE, indexer.WIDTH, generator)
-        table = shuffled_pages(batch.size, counts, sum(counts), generator)
-        q = gpu.normal(generator, batch.tokens, self.heads, indexer.WIDTH)
-        q = q.to(torch.float8_e4m3fn)
-        weights = gpu.normal(generator, batch.tokens, self.heads, dtype=torch.float32)
-        kv_lens, columns = gpu.int32(batch.kv_lens), max(batch.kv_lens)
-        starts = None if max(batch.q_lens) == 1 else gpu.int32(batch.starts)
-        buffer = torch.empty(batch.tokens, self.topk, dtype=torch.int32, device=gpu.DEVICE)
+        inputs = indexer.IndexerInputs.of(self.batch, self.heads)
+        tokens = self.batch.tokens
+        starts = None if max(self.batch.q_lens) == 1 else inputs.starts
+        buffer = torch.empty(tokens, self.k, dtype=torch.int32, device=gpu.DEVICE)
 
         def call() -> Tensor:
-            calls.select_tokens(q, weights, keys, table, kv_lens, starts, columns, buffer)
+            calls.select_tokens(*inputs.scored, starts, inputs.columns, buffer)
             return buffer
 
         def check() -> None:
-            selected = call()
-            logits = indexer_logits(
-                q, weights, keys, table, kv_lens, q_starts=starts, max_kv_len=columns
-            )
-            for each in indexer.scored_queries(batch, q, weights, keys, table):
+            selected, logits = call(), inputs.logits()
+            for each in inputs.queries():
                 each.assert_correct(logits)
-            for token in correctness.evenly_spaced(batch.tokens, MAX_CHECKED):
-                best = reference.indexer_topk(logits[token : token + 1], self.topk)[0]
+            for token in correctness.evenly_spaced(tokens, MAX_CHECKED):
+                best = reference.indexer_topk(logits[token : token + 1], self.k)[0]
                 assert_same_bits(f"positions of query {token}", selected[token], best)
 
         return BenchmarkCase(call, [gpu.read_baseline(self.bytes)], check)
@@ -280,7 +215,7 @@ def of_shape(shape: Shape) -> tuple[Workload, ...]:
     return (
         Decode(batch, heads),
         Sparse(batch, heads, topk),
-        Select(batch, topk=topk),
+        Select(batch, k=topk),
         Update(batch.tokens),
     )
 

@@ -24,6 +24,7 @@ from mlakit.tools.bench.measure import (
     rounds_within,
     time_interleaved,
 )
+from mlakit.tools.bench.shapes import Batch
 from mlakit.tools.bench.suite import Baseline, BenchmarkCase, Workload
 from mlakit.tools.testing import assert_matches
 from tests.kernel_launchers import by_name, replace_launcher
@@ -239,16 +240,16 @@ def test_the_table_says_whether_the_target_is_met(stub_times, capsys, seconds, s
 
 
 def test_the_suite_measures_what_is_promised():
-    assert Decode("bf16", "bf16", batch=4, heads=16, tokens=4096, page_size=64) in WORKLOADS
+    own = [each for each in WORKLOADS if each.name == "decode-bf16-b4-h16-4096"]
+    assert [(each.batch, each.page_size) for each in own] == [(Batch.of(4, 1, 4096), 64)]
     targets = {(type(each), each.min_speedup) for each in WORKLOADS}
     assert targets == {(Decode, 1 / 1.5), (Decode, None), (Prefill, 1 / 1.2)}
     assert len({each.name for each in WORKLOADS}) == len(WORKLOADS)
 
 
 def test_flops_count_the_keys_that_are_seen():
-    pairs = 2 * 50 * 51 // 2
-    assert Prefill("fp32", 2, 50, heads=3).flops == 2 * 3 * pairs * (192 + 128)
-    assert Decode("fp32", "fp32", 2, 3, 7).flops == 2 * (2 * 3 * 7) * (576 + 512)
+    assert Prefill(Batch.of(2, 50, 50), 3).flops == 2 * 3 * (2 * 50**2 // 2) * (192 + 128)
+    assert Decode(Batch.of(2, 1, 7), 3).flops == 2 * (2 * 3 * 7) * (576 + 512)
 
 
 @pytest.mark.slow
@@ -264,7 +265,7 @@ def test_a_wrong_kernel_does_not_pass_the_check(workload, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("row", [0, -1])
 def test_the_prefill_check_sees_one_wrong_row(row, monkeypatch):
-    case = Prefill("fp32", 2, 300, heads=2).build_case()
+    case = Prefill(Batch.of(2, 300, 300), 2, dtype=torch.float32).build_case()
     zero_row = by_name(after=lambda a: a["out"][row].zero_())
     replace_launcher(monkeypatch, "mla_prefill", zero_row, backend="cpu")
     with pytest.raises(AssertionError, match=r"^out of token (0|599)"):
@@ -290,7 +291,7 @@ def op_calls(monkeypatch):
 
 def test_the_matmul_baselines_compute_the_attention(op_calls):
     batch, tokens = 3, 70
-    case = Decode("fp32", "fp32", batch=batch, heads=2, tokens=tokens).build_case()
+    case = Decode(Batch.of(batch, 1, tokens), 2, "fp32", dtype=torch.float32).build_case()
     case.call()
     ((q, cache, page_table, _),) = op_calls
     slots = [request_slots(page_table, 64, request, 0, tokens) for request in range(batch)]
@@ -311,7 +312,7 @@ def test_the_matmul_baselines_compute_the_attention(op_calls):
 @pytest.mark.slow
 def test_the_sdpa_baselines_compute_the_attention(op_calls):
     batch, tokens, heads = 2, 40, 3
-    case = Prefill("fp32", batch, tokens, heads=heads).build_case()
+    case = Prefill(Batch.of(batch, tokens, tokens), heads, dtype=torch.float32).build_case()
     case.call()
     ((*inputs, q_starts, kv_starts),) = op_calls
     exact, naive = (
@@ -330,7 +331,7 @@ def test_decode_is_timed_on_shuffled_pages(monkeypatch):
     tables = []
     note = by_name(lambda a: tables.append(a["page_table"]) or {})
     replace_launcher(monkeypatch, "mla_decode", note, backend="cpu")
-    Decode("fp32", "fp32", batch=2, heads=1, tokens=640).build_case().call()
+    Decode(Batch.of(2, 1, 640), 1, "fp32", dtype=torch.float32).build_case().call()
     assert sorted(tables[0].flatten().tolist()) == list(range(20))
     assert tables[0].flatten().tolist() != list(range(20))
 
@@ -409,7 +410,7 @@ def test_a_red_gate_ends_the_command_with_status_1(monkeypatch, tmp_path):
     file = tmp_path / "cpu.json"
     result = CliRunner().invoke(cli.app, ["bench", "cpu", "--quick", "--json", str(file)])
     assert result.exit_code == 1
-    assert f"{SMALL[0].name} is wrong: out of all requests:" in result.output
+    assert f"{SMALL[0].name} is wrong: out of request 0:" in result.output
     assert "speedup" not in result.output
     assert not file.exists()
 

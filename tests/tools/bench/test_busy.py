@@ -13,8 +13,8 @@ import torch
 from typer.testing import CliRunner
 
 from mlakit.tools import cli
-from mlakit.tools.bench import busy, command
-from mlakit.tools.bench.busy import BusyProcesses, Step, busy_processes
+from mlakit.tools.bench import busy, command, steps, suite
+from mlakit.tools.bench.busy import Beside, BusyProcesses, BusyTimer, Quiet, Step, busy_processes
 
 proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 
@@ -60,7 +60,8 @@ def test_busy_processes_inherit_the_cpus_they_may_use():
 
 
 def test_a_round_measures_with_busy_processes_and_without():
-    seen, resumed = [], []
+    seen: list[bool] = []
+    resumed: list[bool] = []
 
     class Recorded(BusyProcesses):
         def __init__(self) -> None: ...
@@ -71,28 +72,28 @@ def test_a_round_measures_with_busy_processes_and_without():
         def resume(self) -> None:
             resumed.append(True)
 
-    rounds: list[tuple[int, int]] = []
-    seconds = busy._time_interleaved(
-        lambda: seen.append(bool(resumed)), Recorded(), 5, 0.0, lambda *done: rounds.append(done)
+    def call() -> None:
+        seen.append(bool(resumed))
+
+    timer = BusyTimer(Recorded(), 0.0)
+    for each, is_loaded in ((call, True), (Quiet(call), False)) * 2:
+        assert timer(each) > 0
+        assert seen.pop() is is_loaded
+        assert not resumed
+
+
+@pytest.mark.parametrize(("loaded_s", "is_met"), [(0.5, False), (0.2, True)])
+def test_the_speedup_is_quiet_over_busy_and_has_the_target(loaded_s, is_met, monkeypatch):
+    workload = Beside(busy.WORKLOADS[0].small)
+    seconds = {"mlakit": [loaded_s] * 3, "quiet": [0.1] * 3}
+    monkeypatch.setattr(
+        suite, "time_interleaved", lambda calls, **_: {n: seconds[n] for n in calls}
     )
-    assert {name: len(sample) for name, sample in seconds.items()} == {"mlakit": 5, "quiet": 5}
-    assert seen[0] is False  # the warm-up
-    assert sum(seen) == 5
-    assert len(seen) == 11
-    assert rounds == [(done, 5) for done in range(1, 6)]
-
-
-def test_the_speedup_is_quiet_over_busy_and_has_the_target():
-    workload = busy.WORKLOADS[0]
-    rows = list(busy._rows(workload, {"mlakit": [0.5, 0.5], "quiet": [0.1, 0.1]}, 1 / 3))
-    loaded, quiet = rows
+    loaded, quiet = suite.run("cpu", [workload], command="").rows
     assert loaded.implementation == "mlakit"
     assert (loaded.speedup, loaded.min_speedup) == (None, None)
-    assert quiet.speedup.p50 == pytest.approx(0.2)
-    assert (quiet.min_speedup, quiet.met) == (1 / 3, False)
-    (_, kept) = busy._rows(workload, {"mlakit": [0.2], "quiet": [0.1]}, 1 / 3)
-    assert kept.met
-    assert busy.MIN_SPEEDUP == 1 / 3
+    assert quiet.speedup.p50 == pytest.approx(0.1 / loaded_s)
+    assert (quiet.min_speedup, quiet.met) == (1 / 3, is_met)
 
 
 @pytest.mark.slow
@@ -101,9 +102,8 @@ def test_a_wrong_step_is_not_timed(workload, monkeypatch, capsys):
     small = workload.small
     if not isinstance(small, Step):
         return
-    for branch in ("decode_branch", "prefill_branch"):
-        right = getattr(busy, branch)
-        monkeypatch.setattr(busy, branch, lambda *args, right=right: right(*args) * 1.1)
+    right = steps.mla_step
+    monkeypatch.setattr(steps, "mla_step", lambda *args, **given: right(*args, **given) * 1.1)
     assert busy.run([small], 1, command="", quick=True) is None
     assert f"{small.name} is wrong" in capsys.readouterr().out
 
