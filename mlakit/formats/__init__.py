@@ -24,6 +24,7 @@ from mlakit.formats.rows import (
     row_codec,
     saturating_cast,
 )
+from mlakit.formats.traits import FormatTraits
 
 __all__ = [
     "E4M3_MAX",
@@ -35,6 +36,7 @@ __all__ = [
     "SMALLEST_TOKEN_SCALE",
     "BlockScaleCodec",
     "Format",
+    "FormatTraits",
     "GeneralFormat",
     "GroupFormat",
     "GroupScaleCodec",

@@ -41,6 +41,7 @@ from torch import Tensor
 from mlakit.dispatch.autocast import without_autocast
 from mlakit.dispatch.checks import E4M3, Dims
 from mlakit.formats.e4m3 import dequantise_e4m3, widen_e4m3
+from mlakit.formats.traits import FormatTraits
 from mlakit.model.geometry import RowShape
 
 GeneralFormat = Literal["bf16", "fp16", "fp32", "fp8", "fp8_token", "fp8_block128", "fp8_block64"]
@@ -133,21 +134,28 @@ def _from_bytes(stored: Tensor, dtype: torch.dtype) -> Tensor:
 class RowCodec(ABC):
     """One format for rows of one shape: sizes, encode and decode.
 
+    traits                            what kernels read of the format
     payload_dtype, payload_elements   the stored row
     scale_dtype, scale_elements       separate scales of one row; None and 0 if there are none
-    has_tensor_scale                  one scale for the whole tensor, an argument of `encode` and
-                                      `decode`
-    scale_group                       columns of a row that share a scale; 0 if rows have no scales
     """
 
     name: Format
     row: RowShape
+    traits: FormatTraits
     payload_dtype: torch.dtype
     payload_elements: int
     scale_dtype: torch.dtype | None = None
     scale_elements: int = 0
-    has_tensor_scale: bool = False
-    scale_group: int = 0
+
+    @property
+    def has_tensor_scale(self) -> bool:
+        """Whether the whole tensor has one scale, an argument of `encode` and `decode`."""
+        return self.traits.SCALED_BY == "tensor"
+
+    @property
+    def scale_group(self) -> int:
+        """The columns of a row that share a scale; 0 if rows have no scales."""
+        return self.traits.GROUP
 
     @property
     def bytes_per_token(self) -> int:
@@ -302,16 +310,17 @@ class TokenScaleCodec(RowCodec):
 
 
 class BlockScaleCodec(RowCodec):
-    """e4m3(c / s_g) | s_g | bf16(r), s_g = max(amax_g / 448, smallest normal) per 128 columns."""
+    """e4m3(c / s_g) | s_g | bf16(r), s_g = max(amax_g / 448, smallest normal).
 
-    group = 128
+    Group g is the latent columns from g · `scale_group` on; the last group may be short.
+    """
 
     def _encode(
         self, rows: Tensor, tensor_scale: Tensor | None, power_of_two: bool
     ) -> tuple[Tensor, Tensor | None]:
         latent, rope = _split_columns(self.row, rows.to(torch.float32))
-        scales = _scales_for(_amax(latent, self.group), SMALLEST_SCALE, power_of_two)
-        stored = _quantise(latent, scales, self.group)
+        scales = _scales_for(_amax(latent, self.scale_group), SMALLEST_SCALE, power_of_two)
+        stored = _quantise(latent, scales, self.scale_group)
         return torch.cat([stored, _to_bytes(scales), _to_bytes(rope.to(torch.bfloat16))], -1), None
 
     def _decode(self, payload: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -319,7 +328,7 @@ class BlockScaleCodec(RowCodec):
         rope_at = self.payload_elements - 2 * self.row.qk_rope_head_dim
         scales = _from_bytes(payload[..., d_c:rope_at], torch.float32).to(dtype)
         rope = _from_bytes(payload[..., rope_at:], torch.bfloat16)
-        return _dequantised_rows(payload[..., :d_c], scales, self.group, rope, dtype)
+        return _dequantised_rows(payload[..., :d_c], scales, self.scale_group, rope, dtype)
 
 
 class GroupScaleCodec(RowCodec):
@@ -350,7 +359,6 @@ class PageFooterCodec(RowCodec):
     group has a NaN or an infinity, which e8m0 cannot represent. Unused scale bytes are 0.
     """
 
-    group = 64
     footer_bytes = 8
 
     def page_bytes(self, page_size: int) -> int:
@@ -365,9 +373,9 @@ class PageFooterCodec(RowCodec):
         self, rows: Tensor, tensor_scale: Tensor | None, power_of_two: bool
     ) -> tuple[Tensor, Tensor | None]:
         latent, rope = _split_columns(self.row, rows.to(torch.float32))
-        scales = _scales_for(_amax(latent, self.group), SMALLEST_SCALE, power_of_two=True)
+        scales = _scales_for(_amax(latent, self.scale_group), SMALLEST_SCALE, power_of_two=True)
         payload = torch.cat(
-            [_quantise(latent, scales, self.group), _to_bytes(rope.to(torch.bfloat16))], -1
+            [_quantise(latent, scales, self.scale_group), _to_bytes(rope.to(torch.bfloat16))], -1
         )
         # the e8m0 byte of a power of two, inf or NaN is its float32 exponent field
         exponents = (scales.view(torch.int32) >> 23 & 0xFF).to(torch.uint8)
@@ -380,7 +388,7 @@ class PageFooterCodec(RowCodec):
         d_c = self.row.kv_lora_rank
         scales = scales.view(torch.float8_e8m0fnu).to(dtype)
         rope = _from_bytes(payload[..., d_c:], torch.bfloat16)
-        return _dequantised_rows(payload[..., :d_c], scales, self.group, rope, dtype)
+        return _dequantised_rows(payload[..., :d_c], scales, self.scale_group, rope, dtype)
 
 
 def _split_columns(row: RowShape, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -397,52 +405,73 @@ def _require_aligned(name: str, row: RowShape) -> None:
 
 
 def _plain(dtype: torch.dtype) -> Callable[[Format, RowShape], RowCodec]:
-    return lambda name, row: PlainCodec(name, row, dtype, row.width)
+    def build(name: Format, row: RowShape) -> RowCodec:
+        traits = FormatTraits(IS_E4M3=False, ROPE_AT=row.kv_lora_rank * dtype.itemsize)
+        return PlainCodec(name, row, traits, dtype, row.width)
+
+    return build
 
 
 def _tensor_scaled(name: Format, row: RowShape) -> RowCodec:
-    return TensorScaleCodec(name, row, E4M3, row.width, has_tensor_scale=True)
+    traits = FormatTraits(IS_E4M3=True, ROPE_AT=row.kv_lora_rank, SCALED_BY="tensor")
+    return TensorScaleCodec(name, row, traits, E4M3, row.width)
 
 
 def _token_scaled(name: Format, row: RowShape) -> RowCodec:
     _require_aligned(name, row)
-    payload_bytes = row.kv_lora_rank + 2 * row.qk_rope_head_dim
-    return TokenScaleCodec(
-        name, row, torch.uint8, payload_bytes, torch.float32, 1, scale_group=row.width
+    traits = FormatTraits(
+        IS_E4M3=True,
+        ROPE_AT=row.kv_lora_rank,
+        IS_BF16_ROPE=True,
+        SCALED_BY="row",
+        GROUP=row.width,
+        HIDES_NEGATIVE=True,
     )
+    payload_bytes = row.kv_lora_rank + 2 * row.qk_rope_head_dim
+    return TokenScaleCodec(name, row, traits, torch.uint8, payload_bytes, torch.float32, 1)
 
 
-def _block_scaled(name: Format, row: RowShape) -> RowCodec:
-    _require_aligned(name, row)
-    scale_bytes = 4 * ceil(row.kv_lora_rank / BlockScaleCodec.group)
-    payload_bytes = row.kv_lora_rank + scale_bytes + 2 * row.qk_rope_head_dim
-    group = BlockScaleCodec.group
-    return BlockScaleCodec(name, row, torch.uint8, payload_bytes, scale_group=group)
+def _block_scaled(group: int) -> Callable[[Format, RowShape], RowCodec]:
+    def build(name: Format, row: RowShape) -> RowCodec:
+        _require_aligned(name, row)
+        traits = FormatTraits(
+            IS_E4M3=True,
+            ROPE_AT=row.kv_lora_rank + 4 * ceil(row.kv_lora_rank / group),
+            IS_BF16_ROPE=True,
+            SCALED_BY="group",
+            GROUP=group,
+            SCALES_AT=row.kv_lora_rank,
+        )
+        payload_bytes = traits.ROPE_AT + 2 * row.qk_rope_head_dim
+        return BlockScaleCodec(name, row, traits, torch.uint8, payload_bytes)
+
+    return build
 
 
 def _page_footer(name: Format, row: RowShape) -> RowCodec:
     _require_aligned(name, row)
     footer_bytes = PageFooterCodec.footer_bytes
-    widest = PageFooterCodec.group * footer_bytes
+    traits = FormatTraits(
+        IS_E4M3=True,
+        ROPE_AT=row.kv_lora_rank,
+        IS_BF16_ROPE=True,
+        SCALED_BY="group",
+        GROUP=64,
+        HAS_E8M0_SCALES=True,
+    )
+    widest = traits.GROUP * footer_bytes
     if row.kv_lora_rank > widest:
         raise ValueError(
             f"{name}: kv_lora_rank must not exceed {widest} ({footer_bytes} scale bytes per token, "
-            f"one per {PageFooterCodec.group} columns), got {row.kv_lora_rank}"
+            f"one per {traits.GROUP} columns), got {row.kv_lora_rank}"
         )
     payload_bytes = row.kv_lora_rank + 2 * row.qk_rope_head_dim
-    return PageFooterCodec(
-        name,
-        row,
-        torch.uint8,
-        payload_bytes,
-        torch.uint8,
-        footer_bytes,
-        scale_group=PageFooterCodec.group,
-    )
+    return PageFooterCodec(name, row, traits, torch.uint8, payload_bytes, torch.uint8, footer_bytes)
 
 
 def _row_scaled(name: Format, row: RowShape) -> RowCodec:
-    return GroupScaleCodec(name, row, E4M3, row.width, torch.float32, 1, scale_group=row.width)
+    traits = FormatTraits(IS_E4M3=True, ROPE_AT=row.kv_lora_rank, SCALED_BY="row", GROUP=row.width)
+    return GroupScaleCodec(name, row, traits, E4M3, row.width, torch.float32, 1)
 
 
 def _group_scaled(group: int) -> Callable[[Format, RowShape], RowCodec]:
@@ -457,8 +486,11 @@ def _group_scaled(group: int) -> Callable[[Format, RowShape], RowCodec]:
                 f"{name}: v_width must not exceed kv_lora_rank {row.kv_lora_rank}, "
                 f"got {row.v_width}"
             )
+        traits = FormatTraits(
+            IS_E4M3=True, ROPE_AT=row.kv_lora_rank, SCALED_BY="group", GROUP=group
+        )
         groups = ceil(row.width / group)
-        return GroupScaleCodec(name, row, E4M3, row.width, torch.float32, groups, scale_group=group)
+        return GroupScaleCodec(name, row, traits, E4M3, row.width, torch.float32, groups)
 
     return build
 
@@ -469,7 +501,7 @@ _BUILDERS: dict[Format, Callable[[Format, RowShape], RowCodec]] = {
     "fp32": _plain(torch.float32),
     "fp8": _tensor_scaled,
     "fp8_token": _token_scaled,
-    "fp8_block128": _block_scaled,
+    "fp8_block128": _block_scaled(128),
     "fp8_block64": _page_footer,
     "fp8_row": _row_scaled,
     "fp8_group32": _group_scaled(32),

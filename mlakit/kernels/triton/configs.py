@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mlakit.dispatch.architectures import has_fp8
-from mlakit.model.geometry import RowShape
+from mlakit.formats import FormatTraits, RowCodec
 
 
 @dataclass(frozen=True)
@@ -347,18 +347,17 @@ _DECODE_FP8 = (
 _DECODE_FP8_MANY_PIECES = (DecodeConfig(16, 16, num_warps=8, num_stages=2),)
 MANY_PIECES = 16
 # below sm_89 and on AMD's e4m3 is converted by integer arithmetic, which takes more registers
-_DECODE_FP8_SM80 = {
-    "fp8": DecodeConfig(16, 32, num_warps=8, num_stages=2),
-    "fp8_token": DecodeConfig(16, 16, num_warps=4, num_stages=1),
-    "fp8_block128": DecodeConfig(16, 16, num_warps=4, num_stages=1),
-    "fp8_block64": DecodeConfig(16, 16, num_warps=8, num_stages=1),
-    "fp8_row": DecodeConfig(16, 16, num_warps=4, num_stages=1),
-    "fp8_group32": DecodeConfig(16, 16, num_warps=4, num_stages=1),
-    "fp8_group64": DecodeConfig(16, 16, num_warps=4, num_stages=1),
-    "fp8_group128": DecodeConfig(16, 16, num_warps=4, num_stages=1),
-}
+_DECODE_FP8_SM80_TENSOR_SCALE = DecodeConfig(16, 32, num_warps=8, num_stages=2)
+_DECODE_FP8_SM80_E8M0_SCALES = DecodeConfig(16, 16, num_warps=8, num_stages=1)
+_DECODE_FP8_SM80 = DecodeConfig(16, 16, num_warps=4, num_stages=1)
 # float32 has no tensor cores: tiles stay in registers
 _DECODE_FP32 = (DecodeConfig(16, 16, num_warps=4, num_stages=1),)
+
+
+def _decode_fp8_sm80(format: FormatTraits) -> DecodeConfig:
+    if format.SCALED_BY == "tensor":
+        return _DECODE_FP8_SM80_TENSOR_SCALE
+    return _DECODE_FP8_SM80_E8M0_SCALES if format.HAS_E8M0_SCALES else _DECODE_FP8_SM80
 
 
 def pick_decode_config(
@@ -366,7 +365,7 @@ def pick_decode_config(
     *,
     rows: int,
     page_size: int,
-    format: str,
+    format: FormatTraits,
     itemsize: int,
     arch: int,
     shared_bytes: int,
@@ -374,10 +373,10 @@ def pick_decode_config(
     """Pick a config for `rows` heads of a query and operands of `itemsize` bytes."""
     if itemsize == 4:
         choices: tuple[DecodeConfig, ...] = _DECODE_FP32
-    elif format.startswith("fp8"):
+    elif format.IS_E4M3:
         choices = _DECODE_FP8_MANY_PIECES if tiles.pieces > MANY_PIECES else _DECODE_FP8
         if not has_fp8(arch):
-            choices = (_DECODE_FP8_SM80[format],)
+            choices = (_decode_fp8_sm80(format),)
     else:
         choices = _DECODE_MEDIUM if rows > 16 else _DECODE_SMALL
         if rows > 32 and arch in _DECODE_LARGE:
@@ -521,9 +520,10 @@ class IndexerConfig:
         return (rows + self.num_stages * self.keys) * padded_width * itemsize
 
 
-def has_fp8_dots(q_dtype: str, format: str, row: RowShape) -> bool:
+def has_fp8_dots(q_dtype: str, codec: RowCodec) -> bool:
     """Return whether the indexer multiplies e4m3 by e4m3, on GPUs that have such dots."""
-    is_fp8 = q_dtype == "torch.float8_e4m3fn" and format in ("fp8", "fp8_token")
+    row, has_one_scale = codec.row, codec.traits.SCALED_BY in ("tensor", "row")
+    is_fp8 = q_dtype == "torch.float8_e4m3fn" and codec.traits.IS_E4M3 and has_one_scale
     # a dot of e4m3 needs 32 columns
     return is_fp8 and row.qk_rope_head_dim == 0 and row.kv_lora_rank > 16
 

@@ -211,7 +211,7 @@ def _config(
         row_tiles(layer),
         rows=heads,
         page_size=1 if isinstance(page_table, tuple) else layer.page_size,
-        format=layer.codec.name,
+        format=layer.codec.traits,
         itemsize=latent_type(q_dtype, layer).itemsize,
         shared_bytes=device.shared_bytes,
         arch=device.arch,

@@ -42,7 +42,7 @@ def indexer_logits(a: LogitsArguments, out: Tensor) -> None:
     device = target(q.device)
     tiles = row_tiles(layer)
     types = _dot_types(q.dtype, layer)
-    is_fp8 = device.has_fp8 and has_fp8_dots(str(q.dtype), layer.codec.name, layer.codec.row)
+    is_fp8 = device.has_fp8 and has_fp8_dots(str(q.dtype), layer.codec)
     itemsize = max(types.latent.itemsize, types.rope.itemsize if tiles.rope_width else 0)
     config = pick_indexer_config(
         heads=heads,
@@ -119,16 +119,15 @@ def _has_whole_pages(keys: int, page_size: int) -> bool:
 
 def _dot_types(q_dtype: torch.dtype, layer: CacheLayer) -> ComputeTypes:
     """Types of dots that hold q and the keys exactly: a 16-bit type if one does."""
-    stored, format = layer.payload.dtype, layer.codec.name
+    stored, format = layer.payload.dtype, layer.codec.traits
     if stored in TRITON_TYPES:
         both = _common_type(q_dtype, stored)
         return ComputeTypes(both, both)
-    if format == "fp8":
+    if format.SCALED_BY == "tensor":
         both = q_dtype if q_dtype in TRITON_TYPES else torch.bfloat16
         return ComputeTypes(both, both)
-    # any 16-bit type holds e4m3; fp8_block64 is dequantised, and only bfloat16 has its range
-    is_dequantised = format == "fp8_block64"
-    latent = _common_type(q_dtype, torch.bfloat16 if is_dequantised else E4M3)
+    # any 16-bit type holds e4m3; only bfloat16 has the range of rows that are dequantised
+    latent = _common_type(q_dtype, torch.bfloat16 if format.HAS_E8M0_SCALES else E4M3)
     return ComputeTypes(latent, _common_type(q_dtype, torch.bfloat16))
 
 
@@ -383,7 +382,7 @@ def _load_fp8_tile(rows, scales, is_read, ROW: tl.constexpr):
         if (piece + 1) * ROW.WIDTH > ROW.D_C:
             mask = mask & (column < ROW.D_C)
         latent += (tl.load(rows[:, None] + column, mask=mask, other=0.0),)
-    if ROW.FORMAT == "fp8_token":
+    if ROW.FACTORS == "row":
         factor = tl.load(scales, mask=is_read, other=0.0)
         factors += (tl.where(factor < 0, 0.0, factor),)  # a NaN stays one
     return latent, latent[0], factors
@@ -417,11 +416,11 @@ def _as_float(stored, IS_FP8: tl.constexpr, DTYPE: tl.constexpr, HAS_FP8: tl.con
 def _keys_dot_queries(latent, rope, factors, q_tile, q_rope, ROW: tl.constexpr):
     """keys·q, float32 [keys, queries × heads], without the scale per token or tensor."""
     dots = tl.dot(latent[0], q_tile[0], input_precision="ieee")
-    if ROW.FORMAT == "fp8_block128":
+    if ROW.FACTORS == "piece":
         dots *= factors[0][:, None]
     PIECES: tl.constexpr = ROW.PIECES
     for piece in tl.static_range(1, PIECES):
-        if ROW.FORMAT == "fp8_block128":
+        if ROW.FACTORS == "piece":
             piece_dots = tl.dot(latent[piece], q_tile[piece], input_precision="ieee")
             dots += piece_dots * factors[piece][:, None]
         else:
@@ -450,9 +449,9 @@ def _sum_heads(
 @triton.jit
 def _scale_keys(logits, factors, tensor_scale, tensor_scale_value, ROW: tl.constexpr):
     """logits times the scale of whole keys, which is not negative: relu may come before it."""
-    if ROW.FORMAT == "fp8_token":
+    if ROW.FACTORS == "row":
         logits *= factors[0][:, None]
-    elif ROW.FORMAT == "fp8":
+    elif ROW.FORMAT.SCALED_BY == "tensor":
         scale = tensor_scale_value
         if tensor_scale is not None:
             scale = tl.load(tensor_scale).to(tl.float32)

@@ -137,8 +137,8 @@ def widen_e4m3(stored, dtype: tl.constexpr, HAS_FP8: tl.constexpr):
 @triton.jit
 def load_latent(rows, scales, is_read, PIECE: tl.constexpr, ROW: tl.constexpr):
     """Latent columns of one piece, [keys, ROW.WIDTH] in ROW.DTYPE: as stored, to be multiplied by
-    `load_factor`. Only fp8_block64 is dequantised: its scales are powers of two. A piece of rotated
-    columns is in ROW.ROPE_DTYPE.
+    `load_factor`. Only columns with e8m0 scales are dequantised: these are powers of two. A piece
+    of rotated columns is in ROW.ROPE_DTYPE.
 
     is_read  [keys]; other rows, and columns past D_C, are 0
     """
@@ -148,25 +148,27 @@ def load_latent(rows, scales, is_read, PIECE: tl.constexpr, ROW: tl.constexpr):
     if (PIECE + 1) * ROW.WIDTH > ROW.D_C:
         mask = mask & (column < ROW.D_C)[None, :]
     stored = tl.load(rows[:, None] + column[None, :], mask=mask, other=0)
-    if ROW.FORMAT == "bf16" or ROW.FORMAT == "fp16" or ROW.FORMAT == "fp32":
+    if not ROW.FORMAT.IS_E4M3:
         columns = stored.to(DTYPE)
-    elif ROW.FORMAT == "fp8_block64":
-        columns = _dequant_block64(stored, scales, is_read, PIECE, ROW)
+    elif ROW.FORMAT.HAS_E8M0_SCALES:
+        columns = _dequant_e8m0(stored, scales, is_read, PIECE, ROW)
     else:
         columns = widen_e4m3(stored, DTYPE, ROW.HAS_FP8)
     return columns
 
 
 @triton.jit
-def _dequant_block64(stored, scales, is_read, PIECE: tl.constexpr, ROW: tl.constexpr):
+def _dequant_e8m0(stored, scales, is_read, PIECE: tl.constexpr, ROW: tl.constexpr):
     """stored [keys, WIDTH] times its e8m0 scales."""
     WIDTH: tl.constexpr = ROW.WIDTH
-    GROUP: tl.constexpr = 64 if WIDTH > 64 else WIDTH
+    GROUP: tl.constexpr = min(ROW.FORMAT.GROUP, WIDTH)
     GROUPS: tl.constexpr = WIDTH // GROUP
     first = PIECE * WIDTH + GROUP * tl.arange(0, GROUPS)
     mask = is_read[:, None] & (first < ROW.D_C)[None, :]
     # e8m0 has the exponent bias of float32; 255 is NaN, 0 is 2**-127, a subnormal
-    code = tl.load(scales[:, None] + (first // 64)[None, :], mask=mask, other=127).to(tl.int32)
+    code = tl.load(scales[:, None] + (first // ROW.FORMAT.GROUP)[None, :], mask=mask, other=127).to(
+        tl.int32
+    )
     bits = tl.where(code == 0, 0x00400000, tl.where(code == 255, 0x7FC00000, code << 23))
     scale = bits.to(tl.float32, bitcast=True)  # [keys, GROUPS]
     KEYS: tl.constexpr = stored.shape[0]
@@ -183,13 +185,12 @@ def load_rope(rows, is_read, ROW: tl.constexpr):
     mask = is_read[:, None]
     if ROW.ROPE_WIDTH > ROW.D_R:
         mask = mask & (column < ROW.D_R)[None, :]
-    if ROW.FORMAT == "bf16" or ROW.FORMAT == "fp16" or ROW.FORMAT == "fp32":
+    if not ROW.FORMAT.IS_E4M3:
         return tl.load(rows[:, None] + (ROW.D_C + column)[None, :], mask=mask, other=0).to(DTYPE)
-    if ROW.IS_FP8_ROPE:
+    if ROW.FORMAT.IS_E4M3 and not ROW.FORMAT.IS_BF16_ROPE:
         stored = tl.load(rows[:, None] + (ROW.D_C + column)[None, :], mask=mask, other=0)
         return widen_e4m3(stored, DTYPE, ROW.HAS_FP8)
-    SCALE_BYTES: tl.constexpr = 4 * ((ROW.D_C + 127) // 128) if ROW.FORMAT == "fp8_block128" else 0
-    AT: tl.constexpr = ROW.D_C + SCALE_BYTES
+    AT: tl.constexpr = ROW.FORMAT.ROPE_AT
     if ROW.IS_ALIGNED:
         values = (rows + AT).to(tl.pointer_type(tl.bfloat16), bitcast=True)
         return tl.load(values[:, None] + column[None, :], mask=mask, other=0).to(DTYPE)
@@ -202,12 +203,12 @@ def load_rope(rows, is_read, ROW: tl.constexpr):
 @triton.jit
 def load_factor(rows, scales, is_read, PIECE: tl.constexpr, ROW: tl.constexpr):
     """float32 [keys] that multiplies the columns of a piece; only where ROW.FACTORS is not ""."""
-    if ROW.FORMAT == "fp8_token":
+    if ROW.FORMAT.HIDES_NEGATIVE:
         factor = tl.load(scales, mask=is_read, other=0.0)
         return tl.where(factor < 0, 0.0, factor)  # a NaN stays one
-    if ROW.FORMAT != "fp8_block128":
+    if ROW.FORMAT.SCALES_AT < 0:
         return tl.load(scales + PIECE, mask=is_read, other=0.0)
-    at = rows + (ROW.D_C + 4 * PIECE)
+    at = rows + (ROW.FORMAT.SCALES_AT + 4 * PIECE)
     if ROW.IS_ALIGNED:
         return tl.load(at.to(tl.pointer_type(tl.float32), bitcast=True), mask=is_read, other=0.0)
     bits = tl.load(at, mask=is_read, other=0).to(tl.int32)
@@ -218,14 +219,14 @@ def load_factor(rows, scales, is_read, PIECE: tl.constexpr, ROW: tl.constexpr):
 
 @triton.jit
 def _load_block_factors(rows, is_read, ROW: tl.constexpr):
-    """float32 [keys, PIECES padded]: the factors of all pieces of fp8_block128 rows in one load."""
+    """float32 [keys, PIECES padded]: the factors of all pieces, which rows hold, in one load."""
     PIECES: tl.constexpr = ROW.PIECES
     COLUMNS: tl.constexpr = triton.next_power_of_2(PIECES)
     column = tl.arange(0, COLUMNS)
     mask = is_read[:, None]
     if COLUMNS > PIECES:
         mask = mask & (column < PIECES)[None, :]
-    at = (rows + ROW.D_C).to(tl.pointer_type(tl.float32), bitcast=True)
+    at = (rows + ROW.FORMAT.SCALES_AT).to(tl.pointer_type(tl.float32), bitcast=True)
     return tl.load(at[:, None] + column[None, :], mask=mask, other=0.0)
 
 
@@ -237,13 +238,13 @@ def load_row_tile(rows, scales, is_read, ROW: tl.constexpr, HAS_FACTOR_TILE: tl.
     rope     [keys, ROW.ROPE_WIDTH] in ROW.ROPE_DTYPE, as stored; unused where ROPE_WIDTH is 0
     factors  a tuple of float32 [keys], as many as ROW.FACTORS says
 
-    HAS_FACTOR_TILE: all factors of an fp8_block128 row come with one load, which takes fewer
+    HAS_FACTOR_TILE: all factors that a row holds come with one load, which takes fewer
     registers. Loads of single factors are repeated by every thread that needs one.
     """
     latent = ()
     factors = ()
     PIECES: tl.constexpr = ROW.PIECES
-    AT_ONCE: tl.constexpr = HAS_FACTOR_TILE and ROW.FORMAT == "fp8_block128" and ROW.IS_ALIGNED
+    AT_ONCE: tl.constexpr = HAS_FACTOR_TILE and ROW.FORMAT.SCALES_AT >= 0 and ROW.IS_ALIGNED
     if AT_ONCE:
         block_factors = _load_block_factors(rows, is_read, ROW)
         column = tl.arange(0, block_factors.shape[1])[None, :]

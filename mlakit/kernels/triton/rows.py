@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mlakit.cache import CacheLayer
+from mlakit.formats import FormatTraits
 from mlakit.kernels.triton.configs import RowTiles
 
 TRITON_TYPES = {
@@ -18,16 +19,6 @@ TRITON_TYPES = {
     torch.float32: tl.float32,
 }
 PLAIN = (torch.bfloat16, torch.float16, torch.float32)
-# What multiplies dot products with the columns as stored: one factor per key, or one per key and
-# piece. fp8_block64 is dequantised instead, and the scale of a tensor is part of the softmax scale.
-_FACTORS = {
-    "fp8_token": "row",
-    "fp8_row": "row",
-    "fp8_block128": "piece",
-    "fp8_group32": "piece",
-    "fp8_group64": "piece",
-    "fp8_group128": "piece",
-}
 
 
 @dataclass(frozen=True)
@@ -39,8 +30,8 @@ class ComputeTypes:
 class RowTraits(NamedTuple):
     """The cache rows that a kernel is compiled for: one constexpr argument."""
 
-    FORMAT: str
-    FACTORS: str  # "row", "piece" or "", see `_FACTORS`
+    FORMAT: FormatTraits
+    FACTORS: str  # "row", "piece" or "", see `_factors`
     DTYPE: Any  # Triton's types of `ComputeTypes`
     ROPE_DTYPE: Any
     D_C: int  # columns of all pieces
@@ -52,7 +43,6 @@ class RowTraits(NamedTuple):
     VALUE_PIECES: int  # the first pieces, which hold values
     ROPE_WIDTH: int  # D_R padded; 0 where rows have no rotated columns
     VALUE_UNIT: float  # see `value_unit`
-    IS_FP8_ROPE: bool  # rotated columns are e4m3
     HAS_FP8: bool  # e4m3 conversions in hardware
     IS_ALIGNED: bool  # 16-bit and float32 values in a row are aligned to 4 bytes
 
@@ -61,8 +51,8 @@ def row_traits(
     layer: CacheLayer, tiles: RowTiles, types: ComputeTypes, *, has_fp8: bool
 ) -> RowTraits:
     return RowTraits(
-        layer.codec.name,
-        _FACTORS.get(layer.codec.name, ""),
+        layer.codec.traits,
+        _factors(layer.codec.traits),
         TRITON_TYPES[types.latent],
         TRITON_TYPES[types.rope],
         tiles.d_c,
@@ -73,11 +63,22 @@ def row_traits(
         tiles.width,
         tiles.value_pieces,
         tiles.rope_width,
-        value_unit(types.latent, layer.codec.name),
-        layer.payload.dtype == torch.float8_e4m3fn,
+        value_unit(types.latent, layer.codec.traits),
         has_fp8,
         rows_are_aligned(layer),
     )
+
+
+def _factors(format: FormatTraits) -> str:
+    """What multiplies dot products with the columns as stored: a factor per key ("row"), or one per
+    key and piece ("piece").
+
+    Columns with e8m0 scales are dequantised instead, and the scale of a tensor is part of the
+    softmax scale.
+    """
+    if format.HAS_E8M0_SCALES:
+        return ""
+    return {"row": "row", "group": "piece"}.get(format.SCALED_BY, "")
 
 
 def latent_type(q_dtype: torch.dtype, layer: CacheLayer) -> torch.dtype:
@@ -102,20 +103,20 @@ def row_tiles(layer: CacheLayer, widest: int = 1024) -> RowTiles:
     Groups of e4m3 columns may be narrower than the rotated columns: those are pieces as well.
     """
     codec, row = layer.codec, layer.codec.row
-    if _FACTORS.get(codec.name) != "piece":
+    if _factors(codec.traits) != "piece":
         return RowTiles.of(row.kv_lora_rank, row.qk_rope_head_dim, row.v_width, widest)
     widest = min(widest, codec.scale_group)
-    if codec.payload_dtype == torch.float8_e4m3fn:
+    if not codec.traits.IS_BF16_ROPE:
         return RowTiles.of(row.width, 0, row.v_width, widest)
     return RowTiles.of(row.kv_lora_rank, row.qk_rope_head_dim, row.v_width, widest)
 
 
-def value_unit(dtype: torch.dtype, format: str) -> float:
+def value_unit(dtype: torch.dtype, format: FormatTraits) -> float:
     """Return the factor of probabilities besides row scales, which keeps float16 from underflow.
 
     A row that float16 can hold has scales of at most 146, so the product stays below 65504.
     """
-    return 256.0 if format in _FACTORS and dtype == torch.float16 else 1.0
+    return 256.0 if _factors(format) and dtype == torch.float16 else 1.0
 
 
 def rows_are_aligned(layer: CacheLayer) -> bool:

@@ -15,7 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from mlakit.cache import CacheLayer
-from mlakit.formats import SMALLEST_SCALE, SMALLEST_TOKEN_SCALE, PageFooterCodec, RowCodec
+from mlakit.formats import (
+    SMALLEST_SCALE,
+    SMALLEST_TOKEN_SCALE,
+    FormatTraits,
+    PageFooterCodec,
+    RowCodec,
+)
 from mlakit.kernels.triton.norm_quant import (
     BLOCK_SCALES,
     FOOTER_SCALES,
@@ -33,17 +39,6 @@ from mlakit.kernels.triton.norm_quant import (
 )
 from mlakit.kernels.triton.rope import store_pairs
 from mlakit.kernels.triton.rows import rows_are_aligned
-
-_SCALING = {
-    "fp8": TENSOR_SCALE,
-    "fp8_token": TOKEN_SCALE,
-    "fp8_block128": BLOCK_SCALES,
-    "fp8_block64": FOOTER_SCALES,
-    "fp8_row": ROW_SCALE,
-    "fp8_group32": GROUP_SCALES,
-    "fp8_group64": GROUP_SCALES,
-    "fp8_group128": GROUP_SCALES,
-}
 
 
 @triton.jit
@@ -123,7 +118,7 @@ def store_rope(
     STORED: tl.constexpr = tl.uint8 if SCALING != NO_SCALE else row.dtype.element_ty
     IS_BF16: tl.constexpr = SCALING >= TOKEN_SCALE and SCALING <= FOOTER_SCALES
     ROPE_STORED: tl.constexpr = tl.bfloat16 if IS_BF16 else STORED
-    # the scales of fp8_block128 lie between the latent and the rope, other scales elsewhere
+    # scales in the row lie between the latent and the rope
     INLINE_BYTES: tl.constexpr = 4 * ((D_C + GROUP - 1) // GROUP) if SCALING == BLOCK_SCALES else 0
     if SCALING >= TENSOR_SCALE and SCALING <= TOKEN_SCALE:
         y0, y1 = divide(y0, scale), divide(y1, scale)
@@ -169,7 +164,7 @@ def _scale_groups(
 def row_options(layer: CacheLayer, *, power_of_two: bool, has_fp8: bool) -> dict[str, Any]:
     """The constexpr arguments of a kernel that stores rows of a layer."""
     row = layer.codec.row
-    scaling = _SCALING.get(layer.codec.name, NO_SCALE)
+    scaling = _scaling(layer.codec.traits)
     group, latent_tile = _tile_of_latent(scaling, layer.codec)
     return {
         "D_C": row.kv_lora_rank,
@@ -186,6 +181,19 @@ def row_options(layer: CacheLayer, *, power_of_two: bool, has_fp8: bool) -> dict
     }
 
 
+def _scaling(format: FormatTraits) -> Any:
+    """How rows of a format are scaled when they are stored: a constant of `norm_quant`."""
+    if not format.IS_E4M3:
+        return NO_SCALE
+    if format.SCALED_BY == "tensor":
+        return TENSOR_SCALE
+    if format.SCALED_BY == "row":
+        return TOKEN_SCALE if format.IS_BF16_ROPE else ROW_SCALE
+    if format.HAS_E8M0_SCALES:
+        return FOOTER_SCALES
+    return GROUP_SCALES if format.SCALES_AT < 0 else BLOCK_SCALES
+
+
 def tensor_scale_of(layer: CacheLayer) -> tuple[float, Tensor | None]:
     """Return (the scale as a number, None), or (1.0, the scale on the device)."""
     scale = layer.tensor_scale
@@ -200,5 +208,5 @@ def _tile_of_latent(scaling: Any, codec: RowCodec) -> tuple[int, int]:
     if scaling in (BLOCK_SCALES, GROUP_SCALES):
         return codec.scale_group, max(width, codec.scale_group)
     if scaling == FOOTER_SCALES:  # one group per byte of a footer
-        return PageFooterCodec.group, PageFooterCodec.group * PageFooterCodec.footer_bytes
+        return codec.scale_group, codec.scale_group * PageFooterCodec.footer_bytes
     return width, width

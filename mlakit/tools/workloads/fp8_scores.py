@@ -63,9 +63,7 @@ def uses_fp8_logits(
     if problem.arch != HOPPER_ARCH:
         return False
     kernel = selection.select(LOGITS, problem, backend)
-    return kernel.backend == "hopper" or has_fp8_dots(
-        problem.dtype, problem.format, layer.codec.row
-    )
+    return kernel.backend == "hopper" or has_fp8_dots(problem.dtype, layer.codec)
 
 
 def fp8_logits(

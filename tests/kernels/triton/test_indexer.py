@@ -9,6 +9,7 @@ import torch
 
 from mlakit.dispatch import knobs
 from mlakit.dispatch.specs import pretending
+from mlakit.formats import row_codec
 from mlakit.kernels.triton.configs import has_fp8_dots
 from mlakit.model.geometry import RowShape
 from mlakit.tools.workloads import IndexerLogitsCase
@@ -31,7 +32,7 @@ E4M3 = "torch.float8_e4m3fn"
     ],
 )
 def test_which_dots_have_operands_of_e4m3(q_dtype, format, row, is_fp8):
-    assert has_fp8_dots(q_dtype, format, RowShape(*row)) == is_fp8
+    assert has_fp8_dots(q_dtype, row_codec(format, RowShape(*row))) == is_fp8
 
 
 @pytest.mark.parametrize(
