@@ -93,7 +93,7 @@ compile: $(INSTALLED)
 
 oldest: $(OLDEST_INSTALLED)
 	$(OLDEST)/bin/python -m pytest $(PYTEST_JOBS) --thorough -k triton tests/kernels/triton/test_interpreter.py \
-	  tests/kernels/triton/test_decode_plan.py tests/ops/test_properties.py
+	  tests/kernels/triton/test_decode_plan.py tests/ops/test_*.py
 	$(OLDEST)/bin/python -m mlakit support --compile --sample portable
 
 # all configurations with both, after a change of a kernel or of allowed spills: an hour on 2 cores

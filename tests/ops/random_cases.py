@@ -1,11 +1,17 @@
-"""Random problems of every op, as hypothesis draws them, and a kernel's way through them."""
+"""Random problems of every op, as hypothesis draws them, and a kernel's way through them.
+
+The examples are the same in every run; with `--hypothesis-seed=random` (or a number) pytest looks
+at others, and at more of them. `test_mutations` shows that they kill mutants.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 from zlib import crc32
 
+import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
@@ -261,3 +267,57 @@ LARGE = [
     BatchedMatmulCase(batch=2, m=3, n=5, k=1),
     BatchedMatmulCase(batch=2, m=200, n=900, k=512, workspace_mib=1),
 ]
+# rows without scales, like those of bf16
+LIKE_BF16 = ("fp16", "fp32")
+
+
+def is_repeated(checked: Property) -> bool:
+    """Whether an interpreted kernel takes the same path as for another format.
+
+    `indexer_select` scores with the kernel of `indexer_logits`, which is run on every format.
+    """
+    repeated = LIKE_BF16
+    if checked.spec.op == "indexer_select":
+        repeated += ("fp8", "fp8_block128", "fp8_block64")
+    return checked.spec.backend == "triton" and checked.format in repeated
+
+
+def problems_of(op: str) -> pytest.MarkDecorator:
+    """Give a test each `problem` of an op: a function of a device and hypothesis' seed, or None."""
+    cases = [case for case in LARGE if case.op == op]
+    return pytest.mark.parametrize(
+        "problem",
+        [
+            *(
+                pytest.param(
+                    partial(explore, each),
+                    id=each.name,
+                    marks=[pytest.mark.thorough] if is_repeated(each) else [],
+                )
+                for each in PROPERTIES
+                if each.spec.op == op
+            ),
+            *(
+                pytest.param(partial(run_large, spec, case), id=f"{spec}-large-{i}")
+                for i, case in enumerate(cases)
+                for spec in selection.specs(op)
+            ),
+        ],
+    )
+
+
+def explore(checked: Property, device: torch.device, hypothesis_seed: str | None) -> None:
+    if hypothesis_seed is None:
+        exploration = checked.explore(device.type)
+    else:
+        exploration = Exploration(checked.spec, device)
+        exploration.over(checked.strategy, examples_of=None)
+    if exploration.num_taken == 0:
+        pytest.skip(exploration.refusal)
+
+
+def run_large(spec: KernelSpec, case: Case, device: torch.device, _: str | None) -> None:
+    try:
+        case.run(device, spec.name)
+    except UnsupportedError as refusal:
+        pytest.skip(str(refusal))

@@ -11,6 +11,7 @@ from mlakit.formats import FORMATS
 from mlakit.tools.testing import assert_same_bits
 from mlakit.tools.workloads import AppendRowsCase
 from tests.ops.cases import append_rows_call
+from tests.ops.random_cases import problems_of
 
 each_kernel = pytest.mark.parametrize("spec", selection.specs("append_rows"), ids=str)
 
@@ -130,3 +131,9 @@ def test_slots_outside_of_the_pool_are_skipped():
     append_rows(rows[:, :512], rows[:, 512:], cache, slots)
     written = cache.payload.flatten(0, 2).any(-1).nonzero().flatten()
     assert written.tolist() == [5]
+
+
+@pytest.mark.slow
+@problems_of("append_rows")
+def test_problems_match_the_oracle(problem, device, pytestconfig):
+    problem(device, pytestconfig.getoption("--hypothesis-seed"))

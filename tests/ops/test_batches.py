@@ -12,7 +12,7 @@ from torch import Tensor
 from mlakit import ops
 from mlakit.tools.testing import assert_same_bits, assert_unchanged, snapshot
 from tests.conftest import Place
-from tests.ops.cases import CALLS, KV_LENS, Q_LENS, TOKENS, Call, sparse_call
+from tests.ops.cases import CALLS, KV_LENS, Q_LENS, TOKENS, Call
 from tests.ops.every_op import (
     assert_same_results,
     assert_same_state,
@@ -124,16 +124,6 @@ def test_no_tokens(name, place):
     results = call.run()
     assert results[0].shape[0] == 0
     assert len(results) == len(call.results)
-
-
-@pytest.mark.slow
-@interpreted
-def test_a_list_of_no_rows_attends_nothing(place):
-    call = sparse_call().on(place.device)
-    out, lse, max_logits = call.run(rows=call.arguments["rows"][:, :0])
-    assert (out == 0).all()
-    assert (lse == -torch.inf).all()
-    assert (max_logits == -torch.inf).all()
 
 
 def without_heads(call: Call) -> Call:

@@ -10,6 +10,7 @@ from mlakit.model import masks
 from mlakit.ops import physical_rows
 from mlakit.tools.testing import assert_same_bits
 from tests.ops.cases import KV_LENS, TOKENS, Call, select_call
+from tests.ops.random_cases import problems_of
 
 ROW_BYTES = 4 * 12  # of the scores of 9 columns, padded to 12
 
@@ -63,3 +64,9 @@ def test_more_than_all_keys_are_all_keys(place):
     for row in rows.cpu():
         used = row[row >= 0]
         assert len(used.unique()) == len(used)
+
+
+@pytest.mark.slow
+@problems_of("indexer_select")
+def test_problems_match_the_oracle(problem, device, pytestconfig):
+    problem(device, pytestconfig.getoption("--hypothesis-seed"))

@@ -18,6 +18,7 @@ from mlakit.dispatch import selection
 from mlakit.formats import FORMATS
 from mlakit.tools.testing import assert_same_bits
 from mlakit.tools.workloads import AppendCase
+from tests.ops.random_cases import problems_of
 
 WAYS: dict[str, dict[str, Any]] = {
     "page table": {},
@@ -138,3 +139,9 @@ def test_a_step_without_tokens(spec, lengths, way, device):
     skip_other_devices(spec, device)
     kv_lens, q_lens = lengths
     AppendCase(kv_lens=kv_lens, q_lens=q_lens, **WAYS[way]).run(device, spec.backend)
+
+
+@pytest.mark.slow
+@problems_of("norm_rope_quant_append")
+def test_problems_match_the_oracle(problem, device, pytestconfig):
+    problem(device, pytestconfig.getoption("--hypothesis-seed"))

@@ -7,10 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mlakit.model.masks import CAUSAL, sliding_window_causal
-from mlakit.ops import mla_prefill
 from mlakit.tools.testing import assert_same_bits, assert_unchanged, poison, snapshot
-from tests.ops.cases import CALLS, E4M3, SCALE, Call, append_call, starts, strided
+from tests.ops.cases import CALLS, E4M3, append_call, strided
 from tests.ops.every_op import assert_same_results, every_call, interpreted, interpreted_once
 
 
@@ -92,33 +90,6 @@ def test_queries_may_be_rotated_in_place_or_to_e4m3(place):
     saturated = torch.empty_like(want, dtype=E4M3)
     append_call().on(place.device).run(q_rope_out=saturated)
     assert_same_bits("e4m3", saturated, want.clamp(-448, 448).to(E4M3))
-
-
-@interpreted
-def test_a_merge_may_write_into_one_of_its_parts(place):
-    want = CALLS["merge"]().on(place.device).run()
-    call = CALLS["merge"]().on(place.device)
-    outs, lses = call.arguments["outs"], call.arguments["lses"]
-    assert_same_results(call.run(out=outs[0], lse=lses[0]), want)
-
-
-@pytest.mark.parametrize("result", ["q", "k_nope", "v"])
-@pytest.mark.parametrize("mask", [CAUSAL, sliding_window_causal(3)], ids=["causal", "window"])
-def test_prefill_on_the_cpu_may_write_into_its_inputs(mask, result):
-    """With a NaN fused attention stops after it has written: the rows are computed again."""
-
-    def make() -> Call:
-        q, k_nope, v = (torch.randn(12, 2, 8, generator=generator) for _ in range(3))
-        v[-1] = torch.nan  # seen by the last query only
-        arguments = {"q": q, "k_nope": k_nope, "k_rope": torch.empty(12, 0), "v": v}
-        bounds = {"q_starts": starts([5, 7]), "kv_starts": starts([5, 7])}
-        return Call(mla_prefill, arguments | bounds | {"softmax_scale": SCALE, "mask": mask})
-
-    generator = torch.Generator().manual_seed(0)
-    want = make().run()
-    generator.manual_seed(0)
-    call = make()
-    assert_same_results(call.run(out=call.arguments[result]), want)
 
 
 @interpreted_once

@@ -8,6 +8,7 @@ import torch
 from mlakit import physical_rows
 from mlakit.dispatch import selection
 from mlakit.tools.workloads import PhysicalRowsCase
+from tests.ops.random_cases import problems_of
 
 MANY = {"kv_lens": (20, 3, 0, 70, 9) * 30, "q_lens": (0, 1, 3, 0, 1) * 30}
 
@@ -43,3 +44,9 @@ def test_a_graph_maps_the_positions_of_its_replay():
     tokens.copy_(torch.tensor([[64, 1, 200], [5, -9, 64]]))
     graph.replay()
     assert rows.tolist() == [[448, 257, -1], [69, -1, -1]]
+
+
+@pytest.mark.slow
+@problems_of("physical_rows")
+def test_problems_match_the_oracle(problem, device, pytestconfig):
+    problem(device, pytestconfig.getoption("--hypothesis-seed"))

@@ -14,6 +14,8 @@ from mlakit.dispatch import selection
 from mlakit.dispatch.checks import UnsupportedError
 from mlakit.dispatch.specs import Problem
 from mlakit.tools.testing import assert_unchanged, snapshot
+from mlakit.tools.workloads import CASES
+from mlakit.tools.workloads.random_cases import CACHED, UNCACHED
 from tests.ops.cases import CALLS, E4M3, strided
 from tests.ops.every_op import (
     ONE_EACH,
@@ -25,6 +27,8 @@ from tests.ops.every_op import (
     one_of_each,
     results_at,
 )
+from tests.ops.random_cases import PROPERTIES
+from tests.paths import ROOT
 
 
 @pytest.mark.slow
@@ -33,6 +37,16 @@ def test_the_calls_here_cover_every_public_function():
     for names in (CALLS, ONE_EACH):
         assert {CALLS[name]().function.__name__ for name in names} == functions
     assert set(selection.OPS) == functions
+
+
+def test_every_op_has_a_file_of_tests():
+    here = ROOT / "tests/ops"
+    assert [op for op in selection.OPS if not (here / f"test_{op}.py").is_file()] == []
+
+
+def test_every_op_has_random_problems():
+    assert {case.op for case in CASES} == {each.spec.op for each in PROPERTIES}
+    assert set(CASES) == {*CACHED, *UNCACHED}
 
 
 @pytest.mark.slow

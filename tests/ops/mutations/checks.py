@@ -54,7 +54,7 @@ def passes_random_problems(case: type[Case], examples_of: str, formats: tuple[st
 
 
 def passes_property_tests(op: str) -> None:
-    """The problems of `test_properties` for the CPU kernel of an op, the same examples."""
+    """The problems of the op's own tests for its CPU kernel, the same examples."""
     spec = cpu_kernel(op)
     for each in PROPERTIES:
         if each.spec == spec:

@@ -11,10 +11,13 @@ import torch
 from mlakit import reference
 from mlakit.dispatch import selection
 from mlakit.dispatch.checks import UnsupportedError
-from mlakit.model.masks import CAUSAL, NULL, Mask
+from mlakit.model.masks import CAUSAL, NULL, Mask, sliding_window_causal
 from mlakit.ops import mla_prefill
 from mlakit.tools.testing import assert_matches
 from mlakit.tools.workloads import PrefillCase
+from tests.ops.cases import SCALE, Call, starts
+from tests.ops.every_op import assert_same_results
+from tests.ops.random_cases import problems_of
 
 NAN, INF = torch.nan, torch.inf
 MASKS = (
@@ -90,3 +93,28 @@ def test_a_negative_scale_favours_the_lowest_scores(spec, dtype, device):
         case.run(device, spec.backend)
     except UnsupportedError as refusal:
         pytest.skip(str(refusal))
+
+
+@pytest.mark.parametrize("result", ["q", "k_nope", "v"])
+@pytest.mark.parametrize("mask", [CAUSAL, sliding_window_causal(3)], ids=["causal", "window"])
+def test_prefill_on_the_cpu_may_write_into_its_inputs(mask, result):
+    """With a NaN fused attention stops after it has written: the rows are computed again."""
+
+    def make() -> Call:
+        q, k_nope, v = (torch.randn(12, 2, 8, generator=generator) for _ in range(3))
+        v[-1] = torch.nan  # seen by the last query only
+        arguments = {"q": q, "k_nope": k_nope, "k_rope": torch.empty(12, 0), "v": v}
+        bounds = {"q_starts": starts([5, 7]), "kv_starts": starts([5, 7])}
+        return Call(mla_prefill, arguments | bounds | {"softmax_scale": SCALE, "mask": mask})
+
+    generator = torch.Generator().manual_seed(0)
+    want = make().run()
+    generator.manual_seed(0)
+    call = make()
+    assert_same_results(call.run(out=call.arguments[result]), want)
+
+
+@pytest.mark.slow
+@problems_of("mla_prefill")
+def test_problems_match_the_oracle(problem, device, pytestconfig):
+    problem(device, pytestconfig.getoption("--hypothesis-seed"))
