@@ -9,7 +9,7 @@ from io import StringIO
 from typing import Any
 
 from mlakit.tools.bench.ceilings import Ceilings
-from mlakit.tools.bench.json_fields import JsonFields
+from mlakit.tools.bench.json_fields import field, objects, record
 from mlakit.tools.bench.measure import Spread
 
 SCHEMA = 3
@@ -33,6 +33,7 @@ STAGES = (
     "output",
 )
 WALL = "wall"  # the mode of a suite without a GPU
+QUANTILES = ("p20", "p50", "p80")
 
 
 @dataclass(frozen=True)
@@ -145,17 +146,19 @@ class Report:
             raise ValueError("is no report of mlakit bench")
         if stored.get("schema") != SCHEMA:
             raise ValueError(f"has schema {stored.get('schema')}, this version reads {SCHEMA}")
-        fields = JsonFields(stored)
-        ceilings = fields.optional_object("ceilings")
+        ceilings = field(stored, "ceilings", "dict | None")
         return cls(
-            suite=fields.name("suite"),
-            command=fields.text("command"),
-            environment=fields.object("environment").as_dict(),
-            rows=[_row(each) for each in fields.objects("rows")],
-            left_out=[_left_out(each) for each in fields.objects("left_out")],
-            mode=fields.name("mode"),
-            ceilings=None if ceilings is None else _ceilings(ceilings),
-            memory=tuple(map(_memory, fields.objects("memory"))),
+            suite=field(stored, "suite", "name"),
+            command=field(stored, "command", "str"),
+            environment=field(stored, "environment", "dict"),
+            rows=[_row(*each) for each in objects(stored, "rows")],
+            left_out=[record(LeftOut, *each) for each in objects(stored, "left_out")],
+            mode=field(stored, "mode", "name"),
+            ceilings=ceilings and record(Ceilings, ceilings, "ceilings"),
+            memory=tuple(
+                record(Memory, *each, use=record(MemoryUse, *each))
+                for each in objects(stored, "memory")
+            ),
         )
 
 
@@ -165,56 +168,32 @@ def flat(row: Row) -> dict[str, object]:
         "op": row.op,
         "implementation": row.implementation,
         "rounds": row.rounds,
-        **_quantiles(row.us, "p20_us", "p50_us", "p80_us"),
+        **_quantiles(row.us, "{}_us"),
         "flops": row.flops,
         "bytes": row.bytes,
         "gflops": row.gflops,
         "gbytes_per_s": row.gbytes_per_s,
         "roofline": row.roofline,
-        **_quantiles(row.speedup, "speedup_p20", "speedup_p50", "speedup_p80"),
+        **_quantiles(row.speedup, "speedup_{}"),
         "min_speedup": row.min_speedup,
         "met": row.met,
     }
 
 
-def _quantiles(spread: Spread | None, *names: str) -> dict[str, float | None]:
-    values = (None,) * 3 if spread is None else (spread.p20, spread.p50, spread.p80)
-    return dict(zip(names, values, strict=True))
+def _quantiles(spread: Spread | None, name: str) -> dict[str, float | None]:
+    return {name.format(each): getattr(spread, each, None) for each in QUANTILES}
 
 
-def _row(stored: JsonFields) -> Row:
-    p20, p50, p80 = (stored.optional_positive(f"speedup_{p}") for p in ("p20", "p50", "p80"))
-    return Row(
-        workload=stored.text("workload"),
-        op=stored.text("op"),
-        implementation=stored.text("implementation"),
-        rounds=stored.count("rounds"),
-        us=Spread(*(stored.positive(f"{p}_us") for p in ("p20", "p50", "p80"))),
-        flops=stored.count("flops"),
-        bytes=stored.count("bytes"),
-        speedup=None if p20 is None or p50 is None or p80 is None else Spread(p20, p50, p80),
-        min_speedup=stored.optional_positive("min_speedup"),
-        met=stored.optional_flag("met"),
-        roofline=stored.optional_positive("roofline"),
+def _row(stored: object, path: str) -> Row:
+    us = [field(stored, f"{each}_us", "float", path) for each in QUANTILES]
+    speedup = [field(stored, f"speedup_{each}", "float | None", path) for each in QUANTILES]
+    return record(
+        Row,
+        stored,
+        path,
+        us=Spread(*us),
+        speedup=None if None in speedup else Spread(*speedup),
     )
-
-
-def _left_out(stored: JsonFields) -> LeftOut:
-    return LeftOut(*(stored.text(name) for name in ("workload", "implementation", "reason")))
-
-
-def _ceilings(stored: JsonFields) -> Ceilings:
-    return Ceilings(
-        read_gb_s=stored.positive("read_gb_s"),
-        copy_gb_s=stored.positive("copy_gb_s"),
-        bf16_tflops=stored.positive("bf16_tflops"),
-        fp8_tflops=stored.optional_positive("fp8_tflops"),
-    )
-
-
-def _memory(stored: JsonFields) -> Memory:
-    sizes = {name: stored.count(name) for name in ("weights", "cache", "step")}
-    return Memory(stored.text("workload"), stored.text("implementation"), MemoryUse(**sizes))
 
 
 def as_csv(reports: Iterable[Report]) -> str:
