@@ -159,7 +159,7 @@ class MovedDescriptor:
 
 
 class Descriptors(dict[int, Any]):
-    """By address: moved descriptors, or what `encode` makes of them."""
+    """Maps addresses to moved descriptors, or to what `encode` makes of them."""
 
     def __init__(self, descriptor: Any, encode: Callable[[MovedDescriptor], Any] | None = None):
         super().__init__()

@@ -338,7 +338,7 @@ def _empty_kernel() -> Baseline:
 
 
 def _too_slow(small: Workload) -> dict[str, str]:
-    """By name, why a baseline that sets no target is not timed: it could take minutes."""
+    """Name the baselines that could take minutes, and say why; those that set a target are timed."""
     baselines = small.build_case().baselines
     if all(each.sets_target for each in baselines):
         return {}

@@ -228,7 +228,7 @@ class DecodeStep(Workload):
         )
 
     def _decoders(self) -> dict[str, Decoder]:
-        """By implementation, all with the same context."""
+        """Make a decoder of each implementation, all with the same context."""
         from transformers import DynamicCache
 
         from mlakit.integrations.transformers.static_cache import StaticLatentCache

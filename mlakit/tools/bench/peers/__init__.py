@@ -25,12 +25,12 @@ PEERS = (flash_mla.PEER, fa3.PEER, deep_gemm.PEER, flashinfer.PEER, sdpa.PEER, e
 
 
 def present() -> dict[str, str | None]:
-    """By peer: why it is unavailable, None if it is available."""
+    """Say of each peer why it is unavailable; None if it is available."""
     return {peer.name: peer.why_unavailable() for peer in PEERS}
 
 
 def origins() -> dict[str, str]:
-    """By available peer: its build."""
+    """Return the build of each available peer."""
     return {peer.name: peer.origin() for peer in PEERS if peer.why_unavailable() is None}
 
 
