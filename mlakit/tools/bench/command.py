@@ -66,7 +66,7 @@ class Settings:
 
 
 def workloads_of(settings: Settings) -> dict[str, list[Workload]]:
-    """Return the workloads of each suite. Raises ValueError for suites, shapes and options that cannot be combined."""
+    """The workloads of each suite. Raises ValueError for options that cannot be combined."""
     names = settings.suites or (("cpu",) if settings.busy else _default_suites())
     if settings.busy and tuple(names) != ("cpu",):
         raise ValueError(f"--busy works with suite cpu only, not with {', '.join(names)}")

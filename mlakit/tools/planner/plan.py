@@ -112,7 +112,7 @@ class Task:
         return int(self.gpu_bytes * UTILISATION) - RESERVE
 
     def candidates(self, gpus: int, per_node: int) -> Iterator[Candidate]:
-        """Yield cache dtypes in order, each with DCP ascending; one candidate if weights do not fit."""
+        """Yield cache dtypes in order, each with DCP ascending; one if the weights do not fit."""
         heads, own = self.geometry.num_heads, min(gpus, per_node)
         tp = max(each for each in range(1, own + 1) if own % each == 0 == heads % each)
         is_sparse = self.geometry.has_indexer

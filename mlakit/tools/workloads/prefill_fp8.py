@@ -225,7 +225,7 @@ class PrefillFp8Case(PrefillCase):
 
 
 def _worst_rows(draws: Tensor, exact: Tensor) -> Tensor:
-    """Take each row from the run with the largest error in it; `draws` [runs, tokens, heads, D_V]."""
+    """Take each row from the draw with the largest error in it; [draws, tokens, heads, D_V]."""
     worst = (draws - exact).square().sum(-1).nan_to_num().argmax(0)
     return draws.gather(0, worst[None, ..., None].expand(1, *draws.shape[1:]))[0]
 
