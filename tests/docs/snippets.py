@@ -52,11 +52,6 @@ def ends_in_a_check(example: Example) -> bool:
     return "assert" in last or ("print" in last and bool(example.printed))
 
 
-def angles_by_hand(code: str) -> bool:
-    """Does code that rotates make its own table, and so leave out the model's scaling?"""
-    return "freqs" in code and ("rope_table(" not in code or ".cos(" in code)
-
-
 def table(markdown: str, header: str) -> list[list[str]]:
     """The rows of the table whose first column is `header`, as cells without backticks."""
     _, _, rest = markdown.partition(f"\n| {header} |")
@@ -67,10 +62,3 @@ def table(markdown: str, header: str) -> list[list[str]]:
 
 def numbers(cell: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", cell)]
-
-
-def boasts(text: str) -> list[str]:
-    """Praise, and "faster than" without a figure before it; "the speedup" is a column of tables."""
-    words = ("fastest on", "blazing", "state-of-the-art", "a speedup", "best-in-class")
-    bare = re.findall(r"(?<!\dx )\bfaster than (?:flash|deepgemm|vllm)\w*", text.lower())
-    return [word for word in words if word in text.lower()] + bare

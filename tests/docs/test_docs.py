@@ -6,7 +6,6 @@ None of this needs MkDocs; `make docs` builds the site.
 from __future__ import annotations
 
 import re
-import xml.etree.ElementTree as ET
 
 import generated_parts
 import pytest
@@ -14,16 +13,13 @@ import torch
 from typer.testing import CliRunner
 
 from mlakit.compat import flash_mla, modular
-from mlakit.dispatch import selection
 from mlakit.dispatch.specs import Use
-from mlakit.formats import FORMATS, PageFooterCodec, row_codec
+from mlakit.formats import FORMATS, row_codec
 from mlakit.kernels.hopper import support as hopper
-from mlakit.model.geometry import MLAGeometry, RowShape
+from mlakit.model.geometry import RowShape
 from mlakit.tools import cli
 from tests.docs.snippets import (
     FENCE,
-    angles_by_hand,
-    boasts,
     ends_in_a_check,
     examples,
     numbers,
@@ -43,8 +39,6 @@ EXAMPLES = {
     for page, text in PAGES.items()
     for heading, example in examples(text).items()
 }
-PICTURES = sorted((DOCS / "img").glob("*.svg"))
-SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.fixture(autouse=True)
@@ -62,28 +56,6 @@ def test_examples_run_and_print_what_they_say(name):
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_end_in_a_check_or_a_printed_value(name):
     assert ends_in_a_check(EXAMPLES[name])
-    assert len(EXAMPLES[name].code.splitlines()) <= 25
-
-
-def test_examples_take_their_angles_from_the_model():
-    rotating = {name for name, example in EXAMPLES.items() if "freqs" in example.code}
-    assert {name.partition(":")[0] for name in rotating} >= {"quickstart.md", "max.md"}
-    assert not [name for name in rotating if angles_by_hand(EXAMPLES[name].code)]
-    assert angles_by_hand("angle = p * f\nfreqs = torch.stack([angle.cos(), angle.sin()], -1)")
-
-
-def test_the_quick_start_appends_decodes_steps_and_wraps_a_foreign_cache():
-    code = "\n".join(each.code for name, each in EXAMPLES.items() if "quickstart" in name)
-    for call in ("norm_rope_quant_append(", "mla_decode(", "mla_step(", "sparse_mla(", ".wrap("):
-        assert call in code
-
-
-def test_the_pages_that_teach_have_examples():
-    taught = {name.partition(":")[0] for name in EXAMPLES}
-    pages = (
-        "quickstart layer transformers parallel concepts formats backends flash_mla flashinfer max"
-    )
-    assert taught == {f"{page}.md" for page in pages.split()}
 
 
 def test_an_example_is_read_with_its_output():
@@ -134,43 +106,6 @@ def test_the_navigation_has_every_page_once():
     assert sorted(re.findall(r"- (\S+\.md)$", nav, flags=re.MULTILINE)) == sorted(PAGES)
 
 
-COLUMNS = 100  # of code, for which docs/stylesheets/width.css makes room at 1280 pixels
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES)
-def test_no_line_of_code_is_wider_than_a_page(page):
-    filled = generated_parts.filled(PAGES[page])
-    lines = "".join(match[2] for match in FENCE.finditer(filled)).splitlines()
-    assert [line for line in lines if len(line) > COLUMNS] == []
-
-
-def test_the_site_can_be_searched_when_it_is_opened_from_a_folder():
-    config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    assert re.search(r"^plugins:\n  - search\n  - offline\b", config, flags=re.MULTILINE)
-    assert "use_directory_urls: false" in config
-    for key in ("extra_css:", "extra:\n  polyfills:"):
-        (file,) = re.findall(rf"^{key}\n +- (\S+)", config, flags=re.MULTILINE)
-        assert (DOCS / file).is_file()
-    # the offline plugin leaves out its own, which another server has, if it finds this name
-    assert "iframe-worker" in file
-    assert "https://" not in config
-
-
-@pytest.mark.parametrize("path", PICTURES, ids=lambda path: path.stem)
-def test_a_picture_is_used_titled_and_has_colours_for_the_dark(path):
-    assert any(f"](img/{path.name})" in text for text in PAGES.values())
-    picture = ET.parse(path).getroot()
-    assert picture.findtext(f"{SVG}title")
-    light, _, dark = picture.findtext(f"{SVG}style").partition(
-        "@media (prefers-color-scheme: dark)"
-    )
-    used = {word for each in picture.iter() for word in each.get("class", "").split()}
-    assert used <= set(re.findall(r"\.(\w+) \{", light))
-    filled = {name for name in used if re.search(rf"\.{name} {{ fill: #", light)}
-    assert filled <= set(re.findall(r"\.(\w+) \{", dark))
-
-
 def commands() -> list[list[str]]:
     """Every command line of mlakit that a page names, in its examples and in its text."""
     found = []
@@ -192,72 +127,15 @@ def test_a_command_that_a_page_names_exists_with_its_options(arguments):
     assert options <= set(re.findall(r"--[a-z-]+", shown.output))
 
 
-def test_the_pages_name_commands():
-    named = {arguments[0] for arguments in commands()}
-    assert {"demo", "bench", "explain", "support", "memory", "doctor", "check"} <= named
-
-
-def test_the_pages_keep_to_what_was_measured():
-    for page, text in PAGES.items():
-        assert boasts(text) == [], page
-
-
-def test_a_speed_needs_a_figure():
-    assert boasts("It is 1.2x faster than FlashMLA.") == []
-    assert boasts("It is faster than FlashMLA.") == ["faster than flashmla"]
-    assert boasts("A speedup.") == ["a speedup"]
-
-
-def test_the_ops_that_hopper_is_said_to_have_kernels_of_are_those_it_has():
-    ops = {spec.op for spec in selection.SPECS if spec.backend == "hopper"}
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    for text in (PAGES["backends.md"], readme):
-        (devices,) = (row[1] for row in table(text, "backend") if row[0] == "hopper")
-        assert {op for op in selection.OPS if op in devices} == ops
-    said = PAGES["index.md"].partition("- Only four ops have kernels for one")[2]
-    said = said.partition("Portable")[0]
-    assert {op for op in selection.OPS if f"`{op}`" in said} == ops
-
-
-def test_what_the_hopper_kernel_is_said_to_take_is_what_it_takes():
-    said = dict(table(PAGES["backends.md"], "argument"))
-    columns, values, *pages = numbers(re.sub(r"[a-z]+\d+", "", said["cache"]))
-    assert ((columns, values), pages) == (hopper.ROW, [*hopper.PAGES, hopper.BLOCK])
-    assert said["cache"].startswith(f"rows of {' or '.join(hopper.FORMATS)}, ")
-    decode = next(spec for spec in hopper.SPECS if spec.op == "mla_decode")
-    assert said["mask"] == " or ".join(decode.masks)
-
-
 def test_the_decode_kernels_of_hopper_are_named():
     named = [row[0].strip("`") for row in table(PAGES["backends.md"], "kernel")]
     kernels = {spec.kernel for spec in hopper.SPECS if spec.op == "mla_decode"}
     assert (set(named), len(named)) == (kernels, len(kernels))
 
 
-def test_what_the_prefill_kernel_is_said_to_take_is_what_it_takes():
-    said = dict(table(PAGES["backends.md"], "argument of `mla_prefill`"))
-    names = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "e4m3": hopper.E4M3}
-    assert tuple(names[name] for name in said["dtype"].split(" or ")) == hopper.PREFILL_DTYPES
-    widths = re.findall(r"\d+\+\d+\+\d+", said["widths D_N+D_R+D_V"])
-    widths = [tuple(numbers(each)) for each in widths]
-    assert widths == list(hopper.PREFILL_WIDTHS)
-    assert set(hopper.FP8_PREFILL_WIDTHS) == {w for w in widths if (w[0], w[2]) == (128, 128)}
-
-
 def test_the_words_for_what_few_kernels_take_are_those_of_the_code():
     words = [row[0] for row in table(PAGES["backends.md"], "word")]
     assert sorted(words) == sorted(map(str, Use))
-
-
-def test_the_saving_is_that_of_the_geometry():
-    model = MLAGeometry.preset("deepseek-v3")
-    row = row_codec("bf16", model.row).bytes_per_token
-    expanded = 2 * model.expanded_elements_per_token
-    said = f"{row} bytes per token and layer in place of {expanded}, {expanded // row} times fewer"
-    assert said in " ".join(PAGES["concepts.md"].split())
-    drawn = (DOCS / "img" / "cache.svg").read_text(encoding="utf-8")
-    assert f">{expanded} bytes per token and layer in bf16<" in drawn
-    assert f">{row} bytes per token and layer in bf16<" in drawn
 
 
 def test_the_format_table_gives_the_bytes_of_the_code():
@@ -328,26 +206,6 @@ def test_scales_lie_where_the_table_says(format):
         old, new = (beside, beside_after) if first is None else (before, after)
         place = slice(None) if first is None else slice(first, first + size)
         assert (old[place] != new[place]).any()
-
-
-@pytest.mark.parametrize("format", LAYOUTS)
-def test_the_picture_of_the_formats_has_the_bytes_of_the_table(format):
-    picture = ET.parse(DOCS / "img" / "formats.svg").getroot()
-    (drawn,) = picture.findall(f"{SVG}g[@data-format='{format}']")
-    fields = [
-        (each.get("class"), int(each.get("data-bytes"))) for each in drawn.findall(f"{SVG}rect")
-    ]
-    assert fields == [(name.removesuffix("s"), size) for name, _, size in LAYOUTS[format]]
-
-
-def test_pages_of_footers_are_laid_out_as_said():
-    codec = row_codec("fp8_block64", row_of("fp8_block64"))
-    assert isinstance(codec, PageFooterCodec)
-    text = " ".join(PAGES["formats.md"].split())
-    rows, scales = codec.payload_elements, codec.footer_bytes
-    assert f"row t at `{rows} · t`, its scales at `{rows} · page_size + {scales} · t`" in text
-    assert f"a multiple of {rows} bytes" in text
-    assert codec.page_bytes(7) % rows == 0
 
 
 @pytest.mark.parametrize(("page", "module"), [("flash_mla.md", flash_mla), ("max.md", modular)])

@@ -16,7 +16,6 @@ from typer.main import get_command
 from mlakit.dispatch import knobs, selection
 from mlakit.model.geometry import PRESETS
 from mlakit.tools import cli
-from tests.docs.snippets import table
 from tests.paths import ROOT
 
 PAGES = {
@@ -133,31 +132,6 @@ def test_generated_tables_have_a_row_for_everything():
     assert rows["knobs"] == [knob.variable for knob in knobs.REGISTRY.values()]
     assert rows["support"] == list(selection.OPS)
     assert rows["models"] == list(PRESETS)
-
-
-def test_the_knob_table_gives_the_defaults_and_meanings_of_the_code():
-    rows = table(f"\n{generated_parts.knob_table()}\n", "variable")
-    for knob, (variable, default, meaning) in zip(knobs.REGISTRY.values(), rows, strict=True):
-        assert (variable, meaning) == (knob.variable, knob.meaning)
-        assert knob.parse(default) == knob.default
-
-
-def test_a_page_has_the_knob_table():
-    assert "<!-- generated: knobs -->" in PAGES["backends.md"]
-
-
-@pytest.mark.slow
-def test_every_command_is_in_the_table_and_every_suite_has_its_method():
-    commands = generated_parts.command_table()
-    for name in get_command(cli.app).commands:
-        assert re.search(
-            rf"^\| \[`mlakit {name}`\]\(cli\.md#mlakit-{name}\) \| [A-Z]", commands, re.M
-        )
-    assert "[bold]" not in commands
-    methods = generated_parts.suite_methods()
-    suites = re.findall(r"^### (\S+)$", methods, flags=re.MULTILINE)
-    assert {"cpu", "decode", "norm-rope-quant"} <= set(suites)
-    assert "`Check`\n:   " in methods
 
 
 DOCSTRING = """Attend.
