@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from mlakit import reference
+from mlakit.dispatch import selection
 from mlakit.dispatch.knobs import Backend
 from mlakit.model.masks import Mask
 from mlakit.ops import mla_prefill
+from mlakit.ops.prefill import prefill_problem
 from mlakit.tools.testing import assert_matches
 from mlakit.tools.workloads.case import (
     BatchedCase,
@@ -24,6 +26,21 @@ from mlakit.tools.workloads.case import (
 )
 from mlakit.tools.workloads.inputs import DTYPES, Inputs
 from mlakit.tools.workloads.paged import joined, seen_tokens, starts_of
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """What the op and its oracles are given."""
+
+    tensors: tuple[Tensor, ...]  # q, k_nope, k_rope, v
+    extras: dict[str, Any]  # by the names of their arguments
+
+    def to(self, where: torch.device) -> Given:
+        extras = {
+            name: each.to(where) if isinstance(each, Tensor) else each
+            for name, each in self.extras.items()
+        }
+        return Given(tuple(each.to(where) for each in self.tensors), extras)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -65,48 +82,45 @@ class PrefillCase(BatchedCase):
         inputs = self.inputs(device)
         tokens, width = sum(self.q_lens), self.qk_nope_head_dim + self.qk_rope_head_dim
         q = inputs.place("q", inputs.queries(tokens, self.heads, width), self.dtype)
-        k_nope, k_rope, v = self._keys(inputs)
+        tensors = (q, *self._keys(inputs))
+        extras = self._scales(inputs)
         starts = (
             inputs.place_ints("q_starts", starts_of(self.q_lens), wide=self.wide_indices),
             inputs.place_ints("kv_starts", starts_of(self.kv_lens), wide=self.wide_indices),
         )
-        slopes = None
         if self.alibi:
-            slopes = inputs.place("alibi_slopes", reference.alibi_slopes(self.heads).float())
-        sink = inputs.sink(self.sink, self.heads)
-        given = self._given(inputs)
+            slopes = reference.alibi_slopes(self.heads).float()
+            extras["alibi_slopes"] = inputs.place("alibi_slopes", slopes)
+        if self.sink:
+            extras["sink"] = inputs.sink(self.sink, self.heads)
+        given = Given(tensors, extras)
+        mask = Mask(self.mask, self.window)
+        results_given: dict[str, Any] = self._given(inputs)
+        backends: list[str] = []  # the last is that of the results to check
 
         def call(backend: Backend) -> Results:
-            return mla_prefill(
-                q,
-                k_nope,
-                k_rope,
-                v,
-                *starts,
+            results = mla_prefill(
+                *(*tensors, *starts),
                 softmax_scale=self.softmax_scale,
-                mask=Mask(self.mask, self.window),
-                alibi_slopes=slopes,
-                sink=sink,
-                out=given.get("out"),
-                lse=given.get("lse"),
+                mask=mask,
                 backend=backend,
+                **extras,
+                **results_given,
             )
+            problem = prefill_problem(*tensors, mask=mask)
+            backends.append(selection.select(self.op, problem, backend).backend)
+            return results
 
         def check(results: Results) -> None:
-            where = inputs.drawn_on
-            tensors = tuple(tensor.to(where) for tensor in (q, k_nope, k_rope, v))
-            extras = {
-                name: None if tensor is None else tensor.to(where)
-                for name, tensor in (("alibi_slopes", slopes), ("sink", sink))
-            }
-            exact = self._oracle(tensors, extras, torch.float64)
-            weights = {"weights_dtype": weights_dtype(results[0], torch.float32)}
-            naive = self._oracle(tensors, {**extras, **weights}, torch.float32)
             for name, result in zip(("out", "lse"), results, strict=True):
-                assert_given(name, result, given.get(name))
+                assert_given(name, result, results_given.get(name))
+            where = inputs.drawn_on
+            exact = self._oracle(given.to(where), torch.float64)
             out, lse = results
-            assert_matches("out", out.to(where), exact[0], naive[0])
-            assert_logits_match("lse", lse, exact[1], naive[1], self._largest_score(*tensors[:3]))
+            naive = self._naive(given, exact[0], out, backends[-1])
+            assert_matches("out", out.to(where), exact[0], naive[0].to(where))
+            largest = self._largest_score(given).to(where)
+            assert_logits_match("lse", lse.to(where), exact[1], naive[1].to(where), largest)
 
         return Trial(inputs, call, check, self.calls, ("out", "lse"))
 
@@ -135,31 +149,39 @@ class PrefillCase(BatchedCase):
         if not self.given_results:
             return {}
         shape = (sum(self.q_lens), self.heads)
+        dtype = torch.bfloat16 if self.dtype == "e4m3" else DTYPES[self.dtype]
         return {
-            "out": inputs.result("out", (*shape, self.v_head_dim), DTYPES[self.dtype]),
+            "out": inputs.result("out", (*shape, self.v_head_dim), dtype),
             "lse": inputs.result("lse", shape, torch.float32),
         }
 
-    def _oracle(
-        self, tensors: tuple[Tensor, ...], extras: dict[str, Any], dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        q, k_nope, k_rope, v = tensors
+    def _scales(self, inputs: Inputs) -> dict[str, Any]:
+        """The scales of e4m3 tensors, as arguments."""
+        return {}
+
+    def _oracle(self, given: Given, dtype: torch.dtype, **more: Any) -> tuple[Tensor, Tensor]:
         results: tuple[Tensor, Tensor] = self.reference.mla_prefill(
-            q,
-            k_nope,
-            k_rope,
-            v,
+            *given.tensors,
             starts_of(self.q_lens),
             starts_of(self.kv_lens),
             softmax_scale=self.softmax_scale,
             mask=Mask(self.mask, self.window),
             dtype=dtype,
-            **extras,
+            **given.extras,
+            **more,
         )
         return results
 
-    def _largest_score(self, q: Tensor, k_nope: Tensor, k_rope: Tensor) -> Tensor:
+    def _naive(
+        self, given: Given, exact: Tensor, out: Tensor, backend: str
+    ) -> tuple[Tensor, Tensor]:
+        """The run that determines the tolerance of `out`; `exact` is the oracle's."""
+        weights = weights_dtype(out, torch.float32)
+        return self._oracle(given.to(exact.device), torch.float32, weights_dtype=weights)
+
+    def _largest_score(self, given: Given) -> Tensor:
         """|q| · max |key| · softmax_scale + the largest bias, [tokens, heads]."""
+        q, k_nope, k_rope, _ = given.tensors
         squares = k_nope.double().square().sum(-1) + k_rope.double().square().sum(-1)[:, None]
         longest = squares.sqrt().nan_to_num().amax() if squares.numel() else squares.new_zeros(())
         bias = max(self.kv_lens, default=0) if self.alibi else 0

@@ -9,22 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mlakit.dispatch import selection
-from mlakit.dispatch.knobs import Backend
-from mlakit.dispatch.specs import KernelSpec
 from mlakit.formats import SCALE_BLOCK
 from mlakit.kernels.arguments import filled
 from mlakit.model.masks import Mask
-from mlakit.ops import mla_prefill
-from mlakit.ops.prefill import prefill_problem
 from mlakit.reference.hopper_fp8_mma import fp8_mma
 from mlakit.reference.prefill import scales_of_keys
 from mlakit.reference.softmax import attention_weights
-from mlakit.tools.testing import assert_matches
-from mlakit.tools.workloads.case import Results, Trial, assert_given, assert_logits_match
 from mlakit.tools.workloads.inputs import Inputs
 from mlakit.tools.workloads.paged import starts_of
-from mlakit.tools.workloads.prefill import PrefillCase
+from mlakit.tools.workloads.prefill import Given, PrefillCase
 
 # half of the largest error of rounding a probability to e4m3: the tolerance is twice the error of a
 # run whose probabilities are wrong by so much
@@ -52,66 +45,6 @@ class PrefillFp8Case(PrefillCase):
     block_scales: bool = False
     transposed: bool = True
 
-    def trial(self, device: torch.device | str) -> Trial:
-        inputs = self.inputs(device)
-        tokens, width = sum(self.q_lens), self.qk_nope_head_dim + self.qk_rope_head_dim
-        q = inputs.place("q", inputs.queries(tokens, self.heads, width), self.dtype)
-        k_nope, k_rope, v = self._keys(inputs)
-        scales = self._scales(inputs)
-        starts = (
-            inputs.place_ints("q_starts", starts_of(self.q_lens), wide=self.wide_indices),
-            inputs.place_ints("kv_starts", starts_of(self.kv_lens), wide=self.wide_indices),
-        )
-        sink = inputs.sink(self.sink, self.heads)
-        given = self._given(inputs)
-        mask = Mask(self.mask, self.window)
-        kernels: list[KernelSpec] = []  # the last is that of the results to check
-
-        def call(backend: Backend) -> Results:
-            results = mla_prefill(
-                *(q, k_nope, k_rope, v, *starts),
-                softmax_scale=self.softmax_scale,
-                q_scale=scales.get("q_scale"),
-                k_scale=scales.get("k_scale"),
-                v_scale=scales.get("v_scale"),
-                keys_per_scale=self._keys_per_scale,
-                mask=mask,
-                sink=sink,
-                out=given.get("out"),
-                lse=given.get("lse"),
-                backend=backend,
-            )
-            problem = prefill_problem(q, k_nope, k_rope, v, mask=mask)
-            kernels.append(selection.select(self.op, problem, backend))
-            return results
-
-        def check(results: Results) -> None:
-            for name, result in zip(("out", "lse"), results, strict=True):
-                assert_given(name, result, given.get(name))
-            where = inputs.drawn_on
-            tensors = tuple(each.to(where) for each in (q, k_nope, k_rope, v))
-            extras: dict[str, Any] = {name: each.to(where) for name, each in scales.items()}
-            extras |= {} if sink is None else {"sink": sink.to(where)}
-            extras["keys_per_scale"] = self._keys_per_scale
-            exact = self._oracle(tensors, extras, torch.float64)
-            of_keys = self._of_keys(scales)
-            if kernels[-1].backend == "hopper":
-                draws, lse_run = self._fp8_run((q, k_nope, k_rope, v), of_keys, sink)
-                naive = _worst_rows(draws.to(where), exact[0]), lse_run.to(where)
-            else:
-                rounded = {"weights_dtype": torch.bfloat16}
-                naive = self._oracle(tensors, {**extras, **rounded}, torch.float32)
-            out, lse = results
-            assert_matches("out", out.to(where), exact[0], naive[0])
-            dequantised = [
-                _dequantised(each, of_keys.get(name)).to(where)
-                for name, each in (("q_scale", q), ("k_scale", k_nope), ("k_scale", k_rope))
-            ]
-            largest = self._largest_score(*dequantised)
-            assert_logits_match("lse", lse.to(where), exact[1], naive[1], largest)
-
-        return Trial(inputs, call, check, self.calls, ("out", "lse"))
-
     @property
     def _keys_per_scale(self) -> int:
         return SCALE_BLOCK if self.block_scales else 1
@@ -131,7 +64,10 @@ class PrefillFp8Case(PrefillCase):
         padded[..., :keys] = v.permute(1, 2, 0)
         return placed[0], placed[1], inputs.place("v", padded, "e4m3").permute(2, 0, 1)[:keys]
 
-    def _scales(self, inputs: Inputs) -> dict[str, Tensor]:
+    def _scales(self, inputs: Inputs) -> dict[str, Any]:
+        return {"keys_per_scale": self._keys_per_scale, **self._placed_scales(inputs)}
+
+    def _placed_scales(self, inputs: Inputs) -> dict[str, Tensor]:
         if not self.scaled:
             return {}
         tokens, keys = sum(self.q_lens), sum(self.kv_lens)
@@ -172,21 +108,32 @@ class PrefillFp8Case(PrefillCase):
             "v_scale": inputs.place("v_scale", v_scale.T).T,
         }
 
-    def _given(self, inputs: Inputs) -> dict[str, Tensor]:
-        if not self.given_results:
-            return {}
-        shape = (sum(self.q_lens), self.heads)
-        return {
-            "out": inputs.result("out", (*shape, self.v_head_dim), torch.bfloat16),
-            "lse": inputs.result("lse", shape, torch.float32),
-        }
+    def _naive(
+        self, given: Given, exact: Tensor, out: Tensor, backend: str
+    ) -> tuple[Tensor, Tensor]:
+        if backend != "hopper":
+            where = given.to(exact.device)
+            return self._oracle(where, torch.float32, weights_dtype=torch.bfloat16)
+        sink = given.extras.get("sink")
+        draws, lse = self._fp8_run(given.tensors, self._of_keys(given), sink)
+        return _worst_rows(draws.to(exact.device), exact), lse
 
-    def _of_keys(self, scales: dict[str, Tensor]) -> dict[str, Tensor]:
-        """`scales` with a k_scale and v_scale of each key."""
+    def _largest_score(self, given: Given) -> Tensor:
+        scales = self._of_keys(given)
+        names = ("q_scale", "k_scale", "k_scale", "v_scale")
+        dequantised = (
+            _dequantised(each, scales.get(name))
+            for name, each in zip(names, given.tensors, strict=True)
+        )
+        return super()._largest_score(Given(tuple(dequantised), {}))
+
+    def _of_keys(self, given: Given) -> dict[str, Tensor]:
+        """The scales, with a k_scale and v_scale of each key."""
         starts, per_scale = starts_of(self.kv_lens), self._keys_per_scale
         return {
             name: each if name == "q_scale" else filled(scales_of_keys(each, starts, per_scale))
-            for name, each in scales.items()
+            for name, each in given.extras.items()
+            if name.endswith("_scale") and name != "keys_per_scale"
         }
 
     def _fp8_run(
