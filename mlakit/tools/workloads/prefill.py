@@ -82,11 +82,12 @@ class PrefillCase(BatchedCase):
         inputs = self.inputs(device)
         tokens, width = sum(self.q_lens), self.qk_nope_head_dim + self.qk_rope_head_dim
         q = inputs.place("q", inputs.queries(tokens, self.heads, width), self.dtype)
-        tensors = (q, *self._keys(inputs))
+        k_nope, k_rope, v = self._keys(inputs)
+        tensors = (q, k_nope, k_rope, v)
         extras = self._scales(inputs)
-        starts = (
-            inputs.place_ints("q_starts", starts_of(self.q_lens), wide=self.wide_indices),
-            inputs.place_ints("kv_starts", starts_of(self.kv_lens), wide=self.wide_indices),
+        q_starts, kv_starts = (
+            inputs.place_ints(name, starts_of(lengths), wide=self.wide_indices)
+            for name, lengths in (("q_starts", self.q_lens), ("kv_starts", self.kv_lens))
         )
         if self.alibi:
             slopes = reference.alibi_slopes(self.heads).float()
@@ -100,7 +101,12 @@ class PrefillCase(BatchedCase):
 
         def call(backend: Backend) -> Results:
             results = mla_prefill(
-                *(*tensors, *starts),
+                q,
+                k_nope,
+                k_rope,
+                v,
+                q_starts,
+                kv_starts,
                 softmax_scale=self.softmax_scale,
                 mask=mask,
                 backend=backend,
