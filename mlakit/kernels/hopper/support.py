@@ -15,7 +15,6 @@ from mlakit.kernels.hopper.decode.configs import (
     BLOCK,
     D_C,
     D_R,
-    FP8_FORMATS,
     PAGES,
     SMALL_M_HEADS,
     SMALL_WORK_BLOCKS,
@@ -43,6 +42,7 @@ FORMATS = {
 DECODE_MASK_TRAITS = INDEXER_MASK_TRAITS = ("IS_CAUSAL",)
 # its blocks are counted down from the last key, and masked at both ends
 PREFILL_MASK_TRAITS = ("IS_CAUSAL", "IS_SLIDING", "IS_CHUNKED")
+_FP8_FORMATS = ("fp8", "fp8_token", "fp8_block128")
 INDEX_FORMAT = "fp8_token"
 PREFILL_DTYPES = ("torch.bfloat16", "torch.float16", E4M3)
 
@@ -97,7 +97,7 @@ def _needs_fp8_query(problem: Problem) -> str | None:
 
 
 def _why_not_m64_fp8_kv(problem: Problem) -> str | None:
-    refusal = _needs_format(*FP8_FORMATS)(problem)
+    refusal = _needs_format(*_FP8_FORMATS)(problem)
     if refusal is None and problem.dtype == E4M3 and problem.format != "fp8_block128":
         refusal = f"needs 16-bit queries with rows of {problem.format}, got {problem.dtype}"
     return refusal
@@ -246,7 +246,7 @@ SPECS = (
     _decode("m64_fp8_qk", _needs_fp8_query, _why_slower_m64),
     _decode("m64_fp8_kv", _why_not_m64_fp8_kv, _why_slower_m64),
     _decode("small_m_bf16", _needs_format("bf16", "fp16")),
-    _decode("small_m_fp8_kv", _needs_format(*FP8_FORMATS)),
+    _decode("small_m_fp8_kv", _needs_format(*_FP8_FORMATS)),
     KernelSpec(
         "hopper",
         "indexer_logits",

@@ -137,9 +137,7 @@ def sampled_queries(
         listed = naive_listed = layer.read(slots, torch.float64)
         if is_rounded:
             payload = layer.payload[slots // layer.page_size, slots % layer.page_size]
-            naive_listed = rounded_rows(
-                listed, block_scales(payload.view(torch.uint8), ROW.kv_lora_rank)
-            )
+            naive_listed = rounded_rows(listed, block_scales(payload.view(torch.uint8)))
         place = torch.arange(len(listed), device=rows.device)[None]
         exact, naive = (
             reference.sparse_mla(

@@ -181,12 +181,12 @@ class DecodeCase(BatchedCase, PagedCase):
         return bool(self.num_splits or self.num_ctas or self.deterministic)
 
     def row_scales(self, pool: Pool, slots: Tensor) -> Tensor:
-        """The scales of rows that the naive run of a kernel needs: float64 [n], of fp8_block128
-        [n, groups]; 1 for other formats."""
+        """The scales of rows that the naive run of a kernel needs: float64 [n], [n, groups] where
+        rows hold them; 1 for other formats."""
         if self.format in FP8_QK_FORMATS:
             return pool.row_scales(slots)
-        if self.format == fp16_rows.FORMAT:
-            return fp16_rows.block_scales(pool.payload(slots), self.row.kv_lora_rank)
+        if self.row == fp16_rows.ROW and fp16_rows.holds_scales(self.format):
+            return fp16_rows.block_scales(pool.payload(slots))
         return torch.ones(len(slots), dtype=torch.float64, device=slots.device)
 
     def results(self, inputs: Inputs, of: str = "") -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Rows of fp8_block128 as Hopper's kernels with 64 heads per CTA multiply them.
+"""Rows that hold their scales as Hopper's kernels with 64 heads per CTA multiply them.
 
 The kernels `m64_fp8_kv` of `mla_decode` and `sparse_mla` round the product of a value and its scale
 to float16, and have the scale as the sum of two float16. A float32 run over exact rows is too
@@ -12,35 +12,41 @@ import torch
 from torch import Tensor
 
 from mlakit.dispatch.specs import device_facts
+from mlakit.formats import known_format, row_codec
+from mlakit.model.geometry import RowShape
 
-FORMAT = "fp8_block128"
+ROW = RowShape(512, 64)
 KERNEL = "hopper:m64_fp8_kv"
 HOPPER_ARCH = 90
 MAX_EXACT_HEADS = 32  # up to these `small_m_fp8_kv` multiplies scores and probabilities instead
 BITS = 11  # of float16, the leading one among them
-GROUP = 128  # columns of a scale
+
+
+def holds_scales(format: str) -> bool:
+    """Whether rows of a format hold a scale of each group of columns."""
+    return row_codec(known_format(format), ROW).traits.SCALES_AT >= 0
 
 
 def rounds_rows(device: torch.device, backend: str, *, format: str, heads: int) -> bool:
     """Whether such a call may use one of these kernels."""
-    if format != FORMAT or device_facts(device) != ("cuda", HOPPER_ARCH):
+    if not holds_scales(format) or device_facts(device) != ("cuda", HOPPER_ARCH):
         return False
     is_chosen = backend in ("auto", "hopper") and heads > MAX_EXACT_HEADS
     return is_chosen or backend == KERNEL
 
 
-def block_scales(payload: Tensor, latent: int) -> Tensor:
-    """The scales inside of rows [..., bytes] of so many latent columns, float64 [..., groups]."""
-    scales = payload[..., latent : latent + 4 * (latent // GROUP)].contiguous()
+def block_scales(payload: Tensor) -> Tensor:
+    """The scales inside of rows [..., bytes] of `ROW`, float64 [..., groups]."""
+    scales = payload[..., ROW.kv_lora_rank : -2 * ROW.qk_rope_head_dim].contiguous()
     return scales.view(torch.float32).double()
 
 
 def rounded_rows(rows: Tensor, scales: Tensor) -> Tensor:
     """`rows` float64 [..., width], whose latent columns are products of e4m3 and `scales`, rounded
     to the bits of float16, not to its range."""
-    latent = GROUP * scales.shape[-1]
+    latent = ROW.kv_lora_rank
     columns = rows[..., :latent]
-    scale = scales.repeat_interleave(GROUP, -1)
+    scale = scales.repeat_interleave(latent // scales.shape[-1], -1)
     large = _rounded(scale)
     small = _rounded(scale - large)
     values = columns / torch.where(scale == 0, 1.0, scale)

@@ -44,10 +44,10 @@ class Lists:
         where = self.stored.device
         return self.stored, self.rows.to(where), None if self.lens is None else self.lens.to(where)
 
-    def rounded(self, latent: int) -> Lists:
-        """With the stored rows as `fp16_rows` says; they have so many latent columns."""
+    def rounded(self) -> Lists:
+        """With the stored rows as `fp16_rows` says."""
         slots = torch.arange(len(self.stored), device="cpu")
-        scales = block_scales(self.pool.payload(slots), latent).to(self.stored.device)
+        scales = block_scales(self.pool.payload(slots)).to(self.stored.device)
         return replace(self, stored=rounded_rows(self.stored, scales))
 
 
@@ -210,7 +210,7 @@ class SparseCase(BatchedCase, PagedCase):
         def oracle(dtype: torch.dtype) -> Results:
             lists = [main] if extra is None else [main, extra]
             if rounds and dtype != torch.float64:
-                lists = [each.rounded(self.row.kv_lora_rank) for each in lists]
+                lists = [each.rounded() for each in lists]
             pool, rows, lens = lists[0].of_oracle
             computed: Results = self.reference.sparse_mla(
                 q,

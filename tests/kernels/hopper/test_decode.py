@@ -205,7 +205,7 @@ def test_scores_that_rise_and_fall_from_block_to_block(step, format, heads):
     naive_rows = stored
     if rounds_rows(slots.device, given["backend"], format=format, heads=heads):
         payload = cache.layer(0).payload.view(torch.uint8).flatten(0, 1)
-        naive_rows = rounded_rows(stored, block_scales(payload, 512).cpu())
+        naive_rows = rounded_rows(stored, block_scales(payload).cpu())
     exact, naive = (
         reference.mla_decode(
             q, [each, each[:577]], (1, 1), softmax_scale=1.0, v_width=512, dtype=dtype

@@ -12,6 +12,7 @@ from mlakit import PagedLatentCache, mla_decode
 from mlakit.dispatch import selection
 from mlakit.dispatch.checks import UnsupportedError
 from mlakit.dispatch.specs import KernelSpec, Problem, Use, pretending
+from mlakit.formats import row_codec
 from mlakit.kernels.hopper.decode import configs
 from mlakit.model.geometry import RowShape
 from mlakit.ops.decode_plan import plan_mla_decode
@@ -253,11 +254,12 @@ def test_shared_memory_is_what_the_portable_kernels_know_of_it():
 @pytest.mark.parametrize("copied_columns", [0, 512, 576], ids=["16-bit", "bf16 rope", "e4m3"])
 def test_fp8_stages_fill_what_the_queries_leave(copied_columns, heads, format):
     """Shared memory as compiled is checked by `support --compile`; here, that none is wasted."""
-    copies = configs.prob_copies(format)
+    traits = row_codec(format, RowShape(512, 64)).traits
+    copies = configs.prob_copies(traits)
     rope_bytes = 64 * (64 if format == "fp8" else 128)
     config = configs.small_m_fp8_kv_config(
         heads,
-        format,
+        traits,
         rope_bytes=rope_bytes,
         copied_bytes=heads * copied_columns,
         is_gathered=False,
@@ -276,8 +278,9 @@ def test_fp8_stages_fill_what_the_queries_leave(copied_columns, heads, format):
 @pytest.mark.parametrize("is_gathered", [False, True], ids=["TMA", "gather"])
 def test_registers_of_warps_are_no_more_than_there_are(is_gathered, heads, format):
     """Spills as compiled are checked by `support --compile`; here, that PV has a share."""
+    traits = row_codec(format, RowShape(512, 64)).traits
     config = configs.small_m_fp8_kv_config(
-        heads, format, rope_bytes=8192, copied_bytes=0, is_gathered=is_gathered
+        heads, traits, rope_bytes=8192, copied_bytes=0, is_gathered=is_gathered
     )
     groups = config.PV_WARPGROUPS + 3  # two QK-softmax warpgroups and the producer's
     assert config.MAX_REGISTERS * groups * 128 <= configs.REGISTERS

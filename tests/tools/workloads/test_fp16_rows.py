@@ -22,7 +22,7 @@ def written() -> tuple[torch.Tensor, torch.Tensor]:
     slots = torch.arange(64)
     cache.layer(0).write(slots, torch.randn(64, 576, generator=own))
     payload = cache.layer(0).payload.view(torch.uint8).view(64, -1)
-    return cache.layer(0).read(slots, torch.float64), block_scales(payload, 512)
+    return cache.layer(0).read(slots, torch.float64), block_scales(payload)
 
 
 def test_scales_are_those_inside_of_rows():

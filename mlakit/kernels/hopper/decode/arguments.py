@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from mlakit.formats import FormatTraits
+
 # integers that differ from call to call; other strides are nearly always 1 and cost no register
 VARYING = [
     "stride_table_request",
@@ -92,7 +94,7 @@ class Traits(NamedTuple):
     ROWS: int  # heads of a work tile
     PAGE: int  # rows of a page
     PAGE_ROWS: int  # rows of the cache's descriptor from a page to the next
-    FORMAT: str
+    FORMAT: FormatTraits
     ROPE_COLUMN: int  # of the descriptor of rotated columns
     IS_CAUSAL: bool
     SIGN: int  # of softmax_scale: 1, 0 or −1

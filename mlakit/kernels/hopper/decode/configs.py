@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from mlakit.formats import FormatTraits
+
 SMEM_BYTES = 232_448  # of a CTA on sm_90
 REGISTERS = 65_536  # of an SM
 D_C, D_R = 512, 64  # latent and rotated columns
 BLOCK = 64  # keys of a block
 PAGES = (8, 16, 32)  # rows of a page that a block has several of, each a TMA tile
-FP8_FORMATS = ("fp8", "fp8_token", "fp8_block128")
 
 # `support` decides with these which kernel is faster
 SMALL_M_HEADS = 32  # at most: more heads fill half of the 64 rows of an m64 kernel, or more
@@ -89,7 +90,7 @@ class SmallMFp8KvConfig(NamedTuple):
 
 @lru_cache(maxsize=256)
 def small_m_fp8_kv_config(
-    rows: int, format: str, *, rope_bytes: int, copied_bytes: int, is_gathered: bool
+    rows: int, format: FormatTraits, *, rope_bytes: int, copied_bytes: int, is_gathered: bool
 ) -> SmallMFp8KvConfig:
     """Return the config with the most stages that fit in shared memory beside the queries.
 
@@ -97,14 +98,14 @@ def small_m_fp8_kv_config(
     copied_bytes  of FP8 queries, which are converted to memory of their own"""
     copies = prob_copies(format)
     # the scales of a block, and the largest of them
-    scale_bytes = 0 if format == "fp8" else (copies * BLOCK + 4) * 4
+    scale_bytes = 0 if format.SCALED_BY == "tensor" else (copies * BLOCK + 4) * 4
     stages = _fp8_stages(rows, copies, rope_bytes + scale_bytes, copied_bytes)
     return SmallMFp8KvConfig(*stages, *_fp8_registers(rows, format, is_gathered=is_gathered))
 
 
-def prob_copies(format: str) -> int:
+def prob_copies(format: FormatTraits) -> int:
     """Copies of probabilities: one per scale of a row, which multiplies them."""
-    return 4 if format == "fp8_block128" else 1
+    return 4 if format.SCALED_BY == "group" else 1
 
 
 def _fp8_stages(rows: int, copies: int, rope_bytes: int, copied_bytes: int) -> tuple[int, int, int]:
@@ -118,18 +119,20 @@ def _fp8_stages(rows: int, copies: int, rope_bytes: int, copied_bytes: int) -> t
     return FP8_TILES_PER_STAGE, stages, -(-stages // per_block)
 
 
-def _fp8_registers(rows: int, format: str, *, is_gathered: bool) -> tuple[int, int, int, int, int]:
+def _fp8_registers(
+    rows: int, format: FormatTraits, *, is_gathered: bool
+) -> tuple[int, int, int, int, int]:
     """PV warpgroups; registers of QK-softmax, second PV and producer warps; and at launch.
 
     Two PV warpgroups are faster where acc and scales leave the QK-softmax warpgroups enough
     registers beside them. `tools.compile.spills` has what is spilled.
     """
     producer = 48 if is_gathered else 32
-    if rows <= 16 and format != "fp8_block128":
+    if rows <= 16 and format.SCALED_BY != "group":
         return 2, 104, 112 if is_gathered else 120, producer, 96
     if rows <= 16:
         return 1, 152, 0, 48, 128
-    if format == "fp8_block128":
+    if format.SCALED_BY == "group":
         return 1, 136, 0, 32, 128
     return 1, 128, 0, producer, 128
 

@@ -39,7 +39,6 @@ from mlakit.kernels.hopper.decode.configs import (
     BLOCK,
     D_C,
     D_R,
-    FP8_FORMATS,
     MIN_TMA_PAGE_M64_BF16,
     PAGES,
     Tiles,
@@ -149,7 +148,7 @@ def mla_decode(kernel: str, a: DecodeArguments, out: Tensor, lse: Tensor) -> Non
             ROWS=tiles.rows,
             PAGE=layer.page_size,
             PAGE_ROWS=cache.page_rows,
-            FORMAT=layer.codec.name,
+            FORMAT=layer.codec.traits,
             ROPE_COLUMN=cache.rope_column,
             IS_CAUSAL=mask.is_causal,
             SIGN=(softmax_scale > 0) - (softmax_scale < 0),
@@ -246,7 +245,8 @@ def _cache_arguments(
     tile_rows = layer.page_size if layer.page_size in PAGES else BLOCK
     gather = _gather(kernel, layer, rows)
     is_gathered = gather.words is not None
-    if layer.codec.name not in FP8_FORMATS:
+    format = layer.codec.traits
+    if not format.IS_E4M3:
         kv = _tma_tiles(rows, tile_rows, tiles.kv_columns)
         kv_rope = _tma_tiles(rows, tile_rows, D_R)
         extra_arguments: tuple[Any, ...] = ()
@@ -256,7 +256,7 @@ def _cache_arguments(
             config = m64_bf16_config(head_tiles, is_gathered=is_gathered)
         return CacheArguments(kv, kv_rope, page_rows, D_C, gather, extra_arguments, 1.0, config)
     words = rows.view(torch.int32)
-    if layer.codec.name == "fp8":
+    if not format.IS_BF16_ROPE:
         kv_rope, rope_column = _tma_tiles(words, tile_rows, D_R // 4), D_C // 4
     else:
         values = rows.view(torch.bfloat16)
@@ -277,7 +277,7 @@ def _cache_arguments(
     else:
         config = small_m_fp8_kv_config(
             tiles.rows,
-            layer.codec.name,
+            format,
             rope_bytes=rope_bytes,
             copied_bytes=copied_bytes,
             is_gathered=is_gathered,
@@ -305,9 +305,9 @@ def _kv_scales(layer: CacheLayer) -> tuple[KVScales, float]:
     scale = layer.tensor_scale
     host_scale = 1.0 if isinstance(scale, Tensor) else float(scale)
     device_scale = scale.to(layer.payload.device) if isinstance(scale, Tensor) else None
-    scales = layer.scales if layer.codec.name == "fp8_token" else None
-    if layer.codec.name == "fp8_block128":
-        scales = layer.payload[..., D_C : D_C + 16].view(torch.float32)
+    scales, format = layer.scales, layer.codec.traits
+    if format.SCALES_AT >= 0:
+        scales = layer.payload[..., format.SCALES_AT : format.ROPE_AT].view(torch.float32)
     strides = (0, 0) if scales is None else scales.stride()[:2]
     return KVScales(scales, *strides, host_scale, device_scale), host_scale
 

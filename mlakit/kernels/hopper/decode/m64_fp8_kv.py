@@ -310,7 +310,7 @@ def mla_decode_m64_fp8_kv_kernel(
         gl.allocate_shared_memory(blocks.rope.dtype, [1, 64, 64], SMEM_16BIT),
         alloc_barrier(),
     )
-    IS_SCALED: gl.constexpr = FORMAT == "fp8_block128"
+    IS_SCALED: gl.constexpr = FORMAT.SCALED_BY == "group"
     prob_stage = alloc_prob_stage(IS_NAMED=IS_SCALED)
     scores = ScoreTraits(TRAITS.SIGN, TRAITS.IS_EXTERNAL_PLAN)
     traits = SoftmaxTraits(kv_scales.row_scales is not None, scores)

@@ -138,10 +138,10 @@ def _words_layout(width):
 @gluon.jit
 def alloc_stages(FORMAT: gl.constexpr, words):
     rope_full: gl.constexpr = None
-    rope_dtype: gl.constexpr = gl.float16 if FORMAT == "fp8" else gl.bfloat16
-    if FORMAT == "fp8_token":
+    rope_dtype: gl.constexpr = gl.bfloat16 if FORMAT.IS_BF16_ROPE else gl.float16
+    if FORMAT.SCALED_BY == "row":
         rope_full = alloc_barriers_by_loop(2, producer_arrivals(words))
-    if FORMAT == "fp8_block128":
+    if FORMAT.SCALED_BY == "group":
         barriers = (None, None, None, None)
     else:
         barriers = (
@@ -227,7 +227,7 @@ def _load_words(rows, inputs, keys, first_row, block, FIRST: gl.constexpr, WIDTH
 def _load_rope(rows, inputs, keys, first_row, block):
     """Load the rotated columns of a block, as a tuple that is empty where TMA copies them."""
     loaded = ()
-    if rows.FORMAT == "fp8":
+    if not rows.FORMAT.IS_BF16_ROPE:
         loaded += (_load_words(rows, inputs, keys, first_row, block, rows.ROPE_COLUMN, 16),)
     return loaded
 
@@ -235,7 +235,7 @@ def _load_rope(rows, inputs, keys, first_row, block):
 @gluon.jit
 def _copy_rope(rows, inputs, blocks, stage, rope_rows):
     """Start to copy the rotated columns of a block, where they are bfloat16."""
-    if rows.FORMAT != "fp8":
+    if rows.FORMAT.IS_BF16_ROPE:
         full = blocks.rope_full.index(stage)
         expect_block(inputs, full, ROPE_BYTES)
         tile = blocks.rope.index(stage)
@@ -310,7 +310,7 @@ def dequant_warpgroup(item, index, inputs, scheduler, rows, blocks):
             mbarrier.wait(blocks.left_empty.index(stage), phase ^ 1)
             _copy_rope(rows, inputs, blocks, stage, fetched.rope_rows)
             blocks.left.index(stage).store(to_fp16(fetched.left))
-            if rows.FORMAT == "fp8":
+            if not rows.FORMAT.IS_BF16_ROPE:
                 blocks.rope.index(stage).store(to_fp16(fetched.rope[0]))
             if rows.scales is not None:
                 scale = fetched.scale[0]

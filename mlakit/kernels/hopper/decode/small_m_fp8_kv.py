@@ -205,7 +205,7 @@ def mla_decode_small_m_fp8_kv_kernel(
     )  # fmt: skip
     FORMAT: gl.constexpr = TRAITS.FORMAT
     ROWS: gl.constexpr = TRAITS.ROWS
-    COPIES: gl.constexpr = D_TILES if FORMAT == "fp8_block128" else 1
+    COPIES: gl.constexpr = D_TILES if FORMAT.SCALED_BY == "group" else 1
     WARPS: gl.constexpr = producer_warps(gather.words)
     row_scales = RowScales(
         first=kv_scales.row_scales,
@@ -240,7 +240,7 @@ def mla_decode_small_m_fp8_kv_kernel(
     if q.dtype == gl.int32:
         rope = loaded.rope
         if q_rope.dtype == gl.int32:
-            ROPE_TYPE: gl.constexpr = gl.float16 if FORMAT == "fp8" else gl.bfloat16
+            ROPE_TYPE: gl.constexpr = gl.bfloat16 if FORMAT.IS_BF16_ROPE else gl.float16
             rope = gl.allocate_shared_memory(ROPE_TYPE, [1, ROWS, 64], SMEM_16BIT)
         latent = gl.allocate_shared_memory(gl.float16, [D_TILES, ROWS, D_TILE], SMEM_16BIT)
         query = Query(latent, rope, loaded.full)

@@ -169,12 +169,12 @@ def scale_queries(query, score_scale, FORMAT: gl.constexpr):
     amax = row_amax(query.latent.index(0))
     for d in gl.static_range(1, D_TILES):
         amax = gl.maximum(amax, row_amax(query.latent.index(d)))
-    if FORMAT == "fp8":
+    if not FORMAT.IS_BF16_ROPE:
         amax = gl.maximum(amax, row_amax(query.rope.index(0)))
     scale, factor = pow2_scale(amax)
     for d in gl.static_range(D_TILES):
         permute_query(query.latent.index(d), as_fp16(query.latent).index(d), factor)
-    if FORMAT == "fp8":
+    if not FORMAT.IS_BF16_ROPE:
         permute_query(query.rope.index(0), as_fp16(query.rope).index(0), factor)
     score_scale.store(scale * (1.0 / FP16_TARGET))
     fence_async_shared()
@@ -185,7 +185,7 @@ def _convert_query(loaded, query, q_scale, score_scale, FORMAT: gl.constexpr):
     """Convert FP8 queries exactly, permuted as by `scale_queries`; scores get the token's scale."""
     for d in gl.static_range(D_TILES):
         permute_fp8_query(loaded.latent.index(d), query.latent.index(d))
-    if FORMAT == "fp8":
+    if not FORMAT.IS_BF16_ROPE:
         permute_fp8_query(loaded.rope.index(0), query.rope.index(0))
     elif loaded.rope.dtype == gl.int32:
         convert_fp8_query(loaded.rope.index(0), query.rope.index(0))
@@ -226,9 +226,9 @@ def qk_block(
     zeros = gl.zeros([64, HEADS], gl.float32, LAYOUT)
     rope_keys = rope.tiles.index(rope_stage)
     scores, pending = zeros, zeros
-    if FORMAT != "fp8_token":  # whose scale comes last
+    if FORMAT.SCALED_BY != "row":  # that scale comes last
         wait_block(inputs, rope.full.index(rope_stage), rope_phase)
-    if FORMAT == "fp8":
+    if not FORMAT.IS_BF16_ROPE:
         keys = load_keys(rope_keys, LAYOUT)
         q = as_fp16(query.rope).index(zero).permute((1, 0))
         pending = warpgroup_mma(keys, q, zeros, use_acc=False, is_async=True)
@@ -239,13 +239,13 @@ def qk_block(
         tile = latent.tiles.index(stage * latent.TILES_PER_STAGE + d % latent.TILES_PER_STAGE)
         next_keys = load_keys(tile, LAYOUT)
         # the wgmma before has had the time of a conversion
-        if FORMAT == "fp8" or d > 0:
+        if not FORMAT.IS_BF16_ROPE or d > 0:
             pending, keys = warpgroup_mma_wait(0, deps=(pending, keys))
-        if FORMAT == "fp8_block128" and d > 0:
+        if FORMAT.SCALED_BY == "group" and d > 0:
             scores += pending * load_row_scales(pipelines, rope_stage, d - 1, LAYOUT)
         keys = next_keys
         q = as_fp16(query.latent).index(zero + d).permute((1, 0))
-        if FORMAT == "fp8" or (FORMAT == "fp8_token" and d > 0):
+        if not FORMAT.IS_BF16_ROPE or (FORMAT.SCALED_BY == "row" and d > 0):
             pending = warpgroup_mma(keys, q, pending, is_async=True)
         else:
             pending = warpgroup_mma(keys, q, zeros, use_acc=False, is_async=True)
@@ -255,19 +255,19 @@ def qk_block(
             release(latent, stage)
             stage, phase = advance(latent, stage, phase)
     pending, keys = warpgroup_mma_wait(0, deps=(pending, keys))
-    if FORMAT == "fp8_block128":
+    if FORMAT.SCALED_BY == "group":
         pending = scores + pending * load_row_scales(pipelines, rope_stage, D_TILES - 1, LAYOUT)
     scores = pending
     if not SCALES_ROPE:
         scores = _apply_q_scale(scores, score_scale)
-    if FORMAT != "fp8":
+    if FORMAT.IS_BF16_ROPE:
         # last: it accumulates into scores, which costs no further registers
-        if FORMAT == "fp8_token":
+        if FORMAT.SCALED_BY == "row":
             wait_block(inputs, rope.full.index(rope_stage), rope_phase)
         q = query.rope.index(zero).permute((1, 0))
         scores = warpgroup_mma(rope_keys, q, scores, is_async=True)
         scores = warpgroup_mma_wait(0, deps=(scores,))
-    if FORMAT == "fp8_token":
+    if FORMAT.SCALED_BY == "row":
         scores *= load_row_scales(pipelines, rope_stage, 0, LAYOUT)
     if SCALES_ROPE:
         scores = _apply_q_scale(scores, score_scale)
@@ -445,7 +445,7 @@ def qk_softmax_warpgroup(warpgroup, item, index, inputs, scheduler, outputs, sta
     scaled = warpgroup.scaled
     IS_FP8_QUERY: gl.constexpr = loaded.latent.dtype == gl.int32
     FORMAT: gl.constexpr = state.FORMAT
-    SCALES_ROPE: gl.constexpr = IS_FP8_QUERY or FORMAT == "fp8"
+    SCALES_ROPE: gl.constexpr = IS_FP8_QUERY or not FORMAT.IS_BF16_ROPE
     zero = item * 0
     FILLS: gl.constexpr = D_TILES // pipelines.latent.TILES_PER_STAGE
     stage, phase = advance(pipelines.latent, zero, zero, INDEX * FILLS)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from mlakit.formats import FormatTraits
 from mlakit.kernels.hopper.decode.configs import SMALL_M_HEADS, small_m_tiles
 from mlakit.kernels.hopper.decode.configs import small_m_fp8_kv_config as decode_config
 
@@ -45,7 +46,7 @@ class Traits(NamedTuple):
     PAGE: int  # rows of a page; 0: no gap between pages, so a row's address needs no page
     EXTRA_PAGE: int  # likewise of the second cache
     SIGN: int  # of softmax_scale: 1, 0 or −1
-    FORMAT: str  # of cache rows
+    FORMAT: FormatTraits  # of cache rows
     ROW_CHUNKS: int = 0  # chunks of 16 bytes from a row to the next if packed; 0: not a constant
     EXTRA_ROW_CHUNKS: int = 0
 
@@ -87,7 +88,7 @@ def head_tile(kernel: str, heads: int) -> int:
     return small_m_tiles(heads, 1).rows if kernel == "small_m_fp8_kv" else HEAD_TILE
 
 
-def small_m_fp8_kv_config(format: str, heads: int) -> SmallMFp8KvConfig:
+def small_m_fp8_kv_config(format: FormatTraits, heads: int) -> SmallMFp8KvConfig:
     tile = head_tile("small_m_fp8_kv", heads)
     stages = decode_config(
         tile, format, rope_bytes=BLOCK * D_R * 2, copied_bytes=0, is_gathered=True

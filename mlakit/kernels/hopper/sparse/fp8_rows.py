@@ -112,15 +112,15 @@ def load_scales(work, row_scales, position, FORMAT: gl.constexpr):
     """Start to load the scales of a block's rows; nothing is computed from them here."""
     slot = position.slot
     is_extra = position.block >= position.blocks.main_blocks
-    if FORMAT == "fp8_token" or FORMAT == "fp8":
+    if FORMAT.SCALED_BY != "group":
         slot = valid_slots(work, position.blocks, position.block, position.scale_ids)
-    if FORMAT == "fp8_block128":
+    if FORMAT.SCALES_AT >= 0:
         start = row_pointers(work, position.blocks, position.block, slot, 4)
         return load_group_scales(start, slot >= 0), slot >= 0
-    elif FORMAT == "fp8_block64":
+    elif FORMAT.HAS_E8M0_SCALES:
         at = _scale_pointers(work, row_scales, is_extra, slot)
         return load_words(at, slot >= 0, 0, SCALE_BYTES), slot >= 0
-    elif FORMAT == "fp8_token":
+    elif FORMAT.SCALED_BY == "row":
         at = _scale_pointers(work, row_scales, is_extra, slot)
         return gl.load(at, mask=slot >= 0, other=0.0), slot >= 0
     else:
@@ -131,21 +131,22 @@ def load_scales(work, row_scales, position, FORMAT: gl.constexpr):
 
 
 @gluon.jit
-def load_scale_table(work, position):
-    """Load all four scales of each fp8_block128 row: [64, 4] in layout `SCALES`."""
+def load_scale_table(work, position, FORMAT: gl.constexpr):
+    """Load all four scales that each row holds: [64, 4] in layout `SCALES`."""
     slot = valid_slots(work, position.blocks, position.block, position.scale_ids)
     at = gl.expand_dims(row_pointers(work, position.blocks, position.block, slot, 4), 1)
-    at += gl.expand_dims(128 + gl.arange(0, 4, gl.SliceLayout(0, SCALES)), 0)
+    at += gl.expand_dims(FORMAT.SCALES_AT // 4 + gl.arange(0, 4, gl.SliceLayout(0, SCALES)), 0)
     scales = gl.load(at, mask=gl.expand_dims(slot >= 0, 1), other=0)
     return scales.to(gl.float32, bitcast=True), slot >= 0
 
 
 @gluon.jit
-def prefetch_rows(work, blocks, block, ids):
-    """Prefetch a block's rows of fp8_block128 to L2.
+def prefetch_rows(work, blocks, block, ids, FORMAT: gl.constexpr):
+    """Prefetch a block's rows, which hold their scales, to L2.
 
     ids  in `PREFETCHED`: a lane prefetches half a row, three lines of 128 bytes
     """
+    ROW_BYTES: gl.constexpr = FORMAT.ROPE_AT + 128
     slot = valid_slots(work, blocks, block, ids)
     start = row_pointers(work, blocks, block, slot, 4)
     gl.inline_asm_elementwise(
@@ -164,7 +165,7 @@ def prefetch_rows(work, blocks, block, ids):
         @is_read prefetch.global.L2 [at + 256];
         mov.u32 $0, 0;
         }""",
-        "=r,l,r", [start.to(gl.int64), gl.where(slot >= 0, 656, 0)], dtype=gl.int32,
+        "=r,l,r", [start.to(gl.int64), gl.where(slot >= 0, ROW_BYTES, 0)], dtype=gl.int32,
         is_pure=False, pack=1,
     )  # fmt: skip
 
@@ -178,10 +179,11 @@ def load_left(start, is_valid):
 @gluon.jit
 def load_rope(start, is_valid, FORMAT: gl.constexpr):
     """Load the rotated columns that are converted with the left half."""
-    if FORMAT == "fp8":
-        return (load_words(start, is_valid, 128, HALF_WORDS),)
-    elif FORMAT == "fp8_block128":
-        return (load_words(start, is_valid, 132, WORDS),)
+    WORD: gl.constexpr = FORMAT.ROPE_AT // 4
+    if not FORMAT.IS_BF16_ROPE:
+        return (load_words(start, is_valid, WORD, HALF_WORDS),)
+    elif FORMAT.SCALES_AT >= 0:
+        return (load_words(start, is_valid, WORD, WORDS),)
     else:
         return ()
 
@@ -189,11 +191,11 @@ def load_rope(start, is_valid, FORMAT: gl.constexpr):
 @gluon.jit
 def load_right(start, is_valid, FORMAT: gl.constexpr):
     """Load columns 256 to 511; those of fp8_block64 include rotated ones."""
-    if FORMAT == "fp8_block64":
+    if FORMAT.HAS_E8M0_SCALES:
         return (
             load_words(start, is_valid, 64, WORDS),
             load_words(start, is_valid, 96, HALF_WORDS),
-            load_words(start, is_valid, 112, WORDS),
+            load_words(start, is_valid, FORMAT.ROPE_AT // 4, WORDS),
         )
     else:
         return load_half(start, is_valid, 64)
@@ -223,7 +225,7 @@ def scale_factors(scales, right, FORMAT: gl.constexpr):
     values, is_valid = scales
     factors = ((), (), (), ())
     inverse = 1.0
-    if FORMAT == "fp8_block64":
+    if FORMAT.HAS_E8M0_SCALES:
         block_scale, inverse = _block_scale64(values, right[2])
         low, high = gl.split(values)
         factors = (
@@ -233,7 +235,7 @@ def scale_factors(scales, right, FORMAT: gl.constexpr):
             (_power(gl.convert_layout(high, KEYS, assert_trivial=True) >> 16, inverse),),
         )
         return factors, inverse, (gl.where(is_valid, 0.0, NEG_INF), block_scale)
-    elif FORMAT == "fp8_block128":
+    elif FORMAT.SCALES_AT >= 0:
         factors, key_factor, inverse, block_scale = group_factors(values)
         return factors, inverse, (gl.where(is_valid, key_factor, -1.0), block_scale)
     else:
@@ -247,11 +249,11 @@ def scale_factors(scales, right, FORMAT: gl.constexpr):
 def store_scales(stages, stage, consumer_scales, FORMAT: gl.constexpr):
     """Store what consumers need of a block's scales, after the left half has been released."""
     of_entries, block_scale = consumer_scales
-    if FORMAT == "fp8_block64":
+    if FORMAT.HAS_E8M0_SCALES:
         stages.bias.index(stage).store(of_entries)
     else:
         stages.key_factor.index(stage).store(of_entries)
-    if FORMAT != "fp8_block128":
+    if FORMAT.SCALES_AT < 0:
         block_scale = gl.full([4], 1.0, gl.float32, IN_EACH_THREAD) * block_scale
     stages.block_scale.index(stage).store(block_scale)
 
@@ -302,7 +304,7 @@ def store_right(stages, stage, right, factors, inverse, FORMAT: gl.constexpr):
     half.slice(0, 64, dim=1).store(convert(right[0], factors[2]))
     last = convert(right[1], factors[3])
     half.slice(64, last.shape[1], dim=1).store(last)
-    if FORMAT == "fp8_block64":
+    if FORMAT.HAS_E8M0_SCALES:
         # two bfloat16 are the upper and the lower half of a word
         upper = (right[2] & -65536).to(gl.float32, bitcast=True) * inverse
         lower = (right[2] << 16).to(gl.float32, bitcast=True) * inverse
@@ -316,9 +318,9 @@ def store_right(stages, stage, right, factors, inverse, FORMAT: gl.constexpr):
 @gluon.jit
 def convert_rope(rope, inverse, FORMAT: gl.constexpr):
     """Rotated columns as the tile of a stage has them, in a tuple, which may be empty."""
-    if FORMAT == "fp8":
+    if not FORMAT.IS_BF16_ROPE:
         return (convert(rope[0], ()),)
-    elif FORMAT == "fp8_block128":
+    elif FORMAT.SCALES_AT >= 0:
         return (scale_rope(rope[0], inverse),)
     else:
         return rope
@@ -329,8 +331,8 @@ def store_rope(stages, stage, start, is_valid, rope, FORMAT: gl.constexpr):
     """Store the rotated columns of a block, or start to copy them."""
     if len(rope) == 1:
         as_words(stages.rope.index(stage)).store(rope[0])
-    if FORMAT == "fp8_token":
+    if FORMAT.SCALED_BY == "row":
         at = gl.expand_dims(start, 1)
-        at += gl.expand_dims(128 + gl.arange(0, 32, gl.SliceLayout(0, WORDS)), 0)
+        at += gl.expand_dims(FORMAT.ROPE_AT // 4 + gl.arange(0, 32, gl.SliceLayout(0, WORDS)), 0)
         copy_words(as_words(stages.rope.index(stage)), at, mask=gl.expand_dims(is_valid, 1))
         async_copy.mbarrier_arrive(stages.rope_full.index(stage), increment_count=False)

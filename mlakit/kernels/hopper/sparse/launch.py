@@ -137,7 +137,7 @@ def _launch(kernel: str, a: SparseArguments, out: Tensor, lse: Tensor, max_logit
             PAGE=_page(lists[0][0]),
             EXTRA_PAGE=_page(lists[-1][0]),
             SIGN=(a.softmax_scale > 0) - (a.softmax_scale < 0),
-            FORMAT=a.layer.codec.name,
+            FORMAT=a.layer.codec.traits,
             ROW_CHUNKS=_packed_row_chunks(lists[0][0]),
             EXTRA_ROW_CHUNKS=_packed_row_chunks(lists[-1][0]),
         ),
@@ -152,7 +152,7 @@ def _launch(kernel: str, a: SparseArguments, out: Tensor, lse: Tensor, max_logit
 def _config_arguments(kernel: str, a: SparseArguments, heads: int) -> tuple[object, ...]:
     if kernel == "m64_bf16":
         return (a.extra is not None,)
-    return (a.layer.codec.name, heads) if kernel == "small_m_fp8_kv" else ()
+    return (a.layer.codec.traits, heads) if kernel == "small_m_fp8_kv" else ()
 
 
 _NO_LIST = (*(None,) * 3, *(0,) * 7)  # `_list_arguments` of no list

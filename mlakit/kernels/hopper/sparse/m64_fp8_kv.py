@@ -257,7 +257,7 @@ def _pv_warpgroup(
     It waits most of the time, so it also prefetches rows of fp8_block128 to L2, ahead of the
     dequant warpgroup, which has most to do with them.
     """
-    PREFETCHES: gl.constexpr = FORMAT == "fp8_block128"
+    PREFETCHES: gl.constexpr = FORMAT.SCALES_AT >= 0
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
     tile = gl.program_id(0)
     blocks_done = tile * 0
@@ -269,7 +269,9 @@ def _pv_warpgroup(
             blocks = block_range(work, tile)
             ahead = blocks.first + AHEAD
             for block in range(blocks.first + 1, ahead):
-                prefetch_rows(work, blocks, block, load_ids(work, blocks, block, PREFETCHED))
+                prefetch_rows(
+                    work, blocks, block, load_ids(work, blocks, block, PREFETCHED), FORMAT
+                )
             ids = load_ids(work, blocks, ahead, PREFETCHED)
         for block in range(read_count(block_counts, tiles_done)):
             stage = blocks_done & 1
@@ -280,7 +282,7 @@ def _pv_warpgroup(
             values = stages.right.index(stage)
             pending = warpgroup_mma(prob_stage.probs, values, acc, is_async=True)
             if PREFETCHES:
-                prefetch_rows(work, blocks, ahead + block, ids)
+                prefetch_rows(work, blocks, ahead + block, ids, FORMAT)
                 ids = load_ids(work, blocks, ahead + block + 1, PREFETCHED)
             acc = warpgroup_mma_wait(0, deps=(pending,))
             mbarrier.arrive(prob_stage.empty, count=1)

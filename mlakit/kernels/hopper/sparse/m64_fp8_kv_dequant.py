@@ -103,15 +103,15 @@ def _alloc_vectors():
 def alloc_stages(FORMAT: gl.constexpr):
     rope: gl.constexpr = None
     rope_full: gl.constexpr = None
-    if FORMAT == "fp8":
+    if not FORMAT.IS_BF16_ROPE:
         rope = gl.allocate_shared_memory(gl.float16, [2, 64, 64], SMEM_16BIT)
-    elif FORMAT != "fp8_block64":
+    elif not FORMAT.HAS_E8M0_SCALES:
         rope = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], SMEM_16BIT)
-    if FORMAT == "fp8_token":
+    if FORMAT.SCALED_BY == "row":
         rope_full = alloc_barriers(2, 128)
     bias: gl.constexpr = None
     factor: gl.constexpr = None
-    if FORMAT == "fp8_block64":
+    if FORMAT.HAS_E8M0_SCALES:
         bias = _alloc_vectors()
     else:
         factor = _alloc_vectors()
@@ -151,7 +151,7 @@ def read_count(block_counts, tiles_done):
 @gluon.jit
 def _load_scale_ids(work, blocks, block, FORMAT: gl.constexpr):
     ids = block
-    if FORMAT == "fp8_token" or FORMAT == "fp8":
+    if FORMAT.SCALED_BY != "group":
         ids = load_ids(work, blocks, block, SCALE_KEYS)
     return ids
 
@@ -172,7 +172,7 @@ def dequant_warpgroup(work, row_scales, stages, block_counts, FORMAT: gl.constex
     converted before if values are multiplied by scales; then the right half of the block after it
     is loaded later, since there are no registers for both.
     """
-    CONVERTS_EARLY: gl.constexpr = FORMAT == "fp8_block128"
+    CONVERTS_EARLY: gl.constexpr = FORMAT.SCALES_AT >= 0
     step = gl.num_programs(0)
     fill = step * 0
     tiles_done = step * 0

@@ -155,7 +155,7 @@ def _store_scales(scale_stages, stage, scales, FORMAT: gl.constexpr):
     values += values * 0.0  # inf becomes NaN
     values = gl.where(values < 0, 0.0, values)
     largest = values
-    if FORMAT == "fp8_block128":
+    if FORMAT.SCALES_AT >= 0:
         largest = gl.max(values, 1)
         groups = columns_of(values)
     else:
@@ -173,7 +173,7 @@ def _gather_warpgroup(work, row_scales, pipelines, block_counts, FORMAT: gl.cons
     """Load row ids a block ahead, and scales before the wait for an empty stage."""
     latent, rope = pipelines.latent, pipelines.rope
     TILES: gl.constexpr = latent.TILES_PER_STAGE
-    ROPE_WORD: gl.constexpr = 132 if FORMAT == "fp8_block128" else 128
+    ROPE_WORD: gl.constexpr = FORMAT.ROPE_AT // 4
     step = gl.num_programs(0)
     tiles_done = step * 0
     stage, phase, rope_stage, rope_phase = step * 0, step * 0, step * 0, step * 0
@@ -185,8 +185,8 @@ def _gather_warpgroup(work, row_scales, pipelines, block_counts, FORMAT: gl.cons
         for block in range(blocks.first, gl.maximum(blocks.end, blocks.first + 1)):
             slot = valid_slots(work, blocks, block, ids)
             position = Position(blocks, block, slot, scale_ids)
-            if FORMAT == "fp8_block128":
-                scales = load_scale_table(work, position)
+            if FORMAT.SCALES_AT >= 0:
+                scales = load_scale_table(work, position, FORMAT)
             else:
                 scales = load_scales(work, row_scales, position, FORMAT)
             start = row_pointers(work, blocks, block, slot, 4)
@@ -354,7 +354,7 @@ def sparse_mla_small_m_fp8_kv_kernel(
     scales = (RowScales(*row_scales[0]),)
     if TRAITS.HAS_EXTRA:
         scales += (RowScales(*row_scales[1]),)
-    COUNT: gl.constexpr = 4 if FORMAT == "fp8_block128" else 1
+    COUNT: gl.constexpr = 4 if FORMAT.SCALES_AT >= 0 else 1
     NONE: gl.constexpr = None
     full, empty = alloc_stage_barriers(CONFIG.STAGES, 128, 2)
     rope_full, rope_empty = alloc_stage_barriers(CONFIG.ROPE_STAGES, 129, 1)
