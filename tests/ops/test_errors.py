@@ -17,34 +17,33 @@ from tests.ops.cases import CALLS, PAGE_SIZE, append_call, decode_call, int32, s
 from tests.ops.wrong_calls import WRONG
 from tests.ops.wrong_calls.spoiling import changed
 
-ROWS = [(call, *row) for call, rows in WRONG.items() for row in rows]
+TYPE_ERROR = "TypeError: "  # other messages are those of a ValueError
+ROWS = [(call, message) for call, messages in WRONG.items() for message in messages]
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "message"), ROWS, ids=[f"{name} {message}" for name, _, message in ROWS]
-)
-def test_a_wrong_call_is_refused_and_writes_nothing(name, change, message):
+@pytest.mark.parametrize(("name", "message"), ROWS)
+def test_a_wrong_call_is_refused_and_writes_nothing(name, message):
     call = CALLS[name]()
     given = dict(zip(call.results, call.empty_results(strided), strict=True))
     call = call.but(**given)
-    call = call.but(**change(call.arguments))
+    call = call.but(**WRONG[name][message](call.arguments))
     tensors = {name: tensor for name, tensor in call.tensors() if tensor.device.type != "meta"}
     before = snapshot(**{**given, **tensors})
-    kind, _, said = message.partition(": ")
-    with pytest.raises((TypeError, ValueError)) as refusal:
+    kind = TypeError if message.startswith(TYPE_ERROR) else ValueError
+    with pytest.raises(kind) as refusal:
         call.run()
-    assert type(refusal.value).__name__ == kind
-    assert str(refusal.value) == f"{call.function.__name__}: {said}"
+    assert type(refusal.value) is kind
+    assert str(refusal.value) == f"{call.function.__name__}: {message.removeprefix(TYPE_ERROR)}"
     assert_unchanged(before)
 
 
 @pytest.mark.slow
 def test_every_op_is_called_wrongly():
-    counts = Counter(CALLS[name]().function.__name__ for name, _, _ in ROWS)
+    counts = Counter(CALLS[name]().function.__name__ for name, _ in ROWS)
     functions = [getattr(ops, name) for name in ops.__all__]
     assert set(counts) == {f.__name__ for f in functions if not isinstance(f, type)}
     assert min(counts.values()) >= 5
-    assert all(re.fullmatch(r"(Type|Value)Error: \S.* must \S.*, got .+", row[2]) for row in ROWS)
+    assert all(re.fullmatch(r"\S.* must \S.*, got .+", message) for _, message in ROWS)
 
 
 def test_the_registered_op_says_the_same():

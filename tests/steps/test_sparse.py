@@ -301,88 +301,66 @@ def fewer_pages(index: IndexInputs) -> IndexInputs:
     return replace(index, cache=made, layer=0)
 
 
-REFUSALS: list[tuple[Change, str]] = [
-    (lambda b, i: {"index": i.cache}, "index must be IndexInputs, got PagedLatentCache"),
-    (
-        lambda b, i: {"index": replace(i, cache=i.keys)},
-        "index.cache must be a PagedLatentCache, got Tensor",
-    ),
-    (
-        lambda b, i: {"index": replace(i, layer=3)},
-        "index.layer must be below the cache's 3 layers, got 3",
-    ),
-    (
-        lambda b, i: {"index": other_cache(i, RowShape(8, 8))},
-        "index.cache must have rows of one kind of column, got rows with 8 rope columns",
-    ),
-    (
-        lambda b, i: {"index": other_cache(i, RowShape(INDEX_WIDTH, 0), 8)},
-        "index.cache must have pages of 4 tokens, like the latent cache: both share the page "
-        "table, got 8",
-    ),
-    (lambda b, i: {"index": fewer_pages(i)}, "page_table["),
-    (
-        lambda b, i: {"index": replace(i, q=i.q[..., :8])},
-        "index.q.shape[2] (D) must equal the row width of index.cache, 16, got 8",
-    ),
-    (
-        lambda b, i: {"index": replace(i, q=i.q[1:])},
-        "index.q.shape[0] (tokens) must equal q.shape[0], 22, got 21",
-    ),
-    (
-        lambda b, i: {"index": replace(i, keys=i.keys[1:])},
-        "index.keys.shape[0] (tokens) must equal q.shape[0], 22, got 21",
-    ),
-    (
-        lambda b, i: {"index": replace(i, keys=i.keys.to(E4M3))},
-        "index.keys must be bfloat16 or float16 or float32, got float8_e4m3fn",
-    ),
-    (
-        lambda b, i: {"index": replace(i, weights=i.weights.to(BF16))},
-        "index.weights must be float32, got bfloat16",
-    ),
-    (
-        lambda b, i: {"index": replace(i, weights=i.weights[:, :1])},
-        "index.weights.shape[1] (index_heads) must equal index.q.shape[1], 2, got 1",
-    ),
-    (lambda b, i: {"k": 0}, "k must be at least 1, got 0"),
-    (lambda b, i: {"k": 2.0}, "k must be an integer, got float"),
-    (
-        lambda b, i: {"rows": torch.zeros(22, K, dtype=torch.int64)},
-        "rows must be int32, got int64",
-    ),
-    (
-        lambda b, i: {"rows": torch.zeros(22, K + 1, dtype=torch.int32)},
-        "rows.shape[1] (k) must equal k, 4, got 5",
-    ),
-    (
-        lambda b, i: {"max_kv_len": 17},
-        "kv_lens[2] must not exceed max_kv_len, 17, got 18",
-    ),
-    (
-        lambda b, i: {"max_score_bytes": 79},
-        "max_score_bytes must hold the scores of one query, 80 bytes, got 79",
-    ),
-    (
-        lambda b, i: {"plan": plan_decode((1,) * 6, num_ctas=2)},
-        "plan must be an EvenSplit, got DecodePlan",
-    ),
-    (
-        lambda b, i: {"batch": replace(b, kv_lens=b.kv_lens - b.q_starts.diff())},
-        "kv_lens[1] must include the 5 new tokens of the request, got 0",
-    ),
-    (lambda b, i: {"out": torch.zeros(22, 3, 24)}, "out must be bfloat16, got float32"),
-]
+REFUSALS: dict[str, Change] = {
+    "index must be IndexInputs, got PagedLatentCache": lambda b, i: {"index": i.cache},
+    "index.cache must be a PagedLatentCache, got Tensor": lambda b, i: {
+        "index": replace(i, cache=i.keys)
+    },
+    "index.layer must be below the cache's 3 layers, got 3": lambda b, i: {
+        "index": replace(i, layer=3)
+    },
+    "index.cache must have rows of one kind of column, got rows with 8 rope columns": lambda b, i: {
+        "index": other_cache(i, RowShape(8, 8))
+    },
+    "index.cache must have pages of 4 tokens, like the latent cache: both share the page "
+    "table, got 8": lambda b, i: {"index": other_cache(i, RowShape(INDEX_WIDTH, 0), 8)},
+    "page_table[": lambda b, i: {"index": fewer_pages(i)},
+    "index.q.shape[2] (D) must equal the row width of index.cache, 16, got 8": lambda b, i: {
+        "index": replace(i, q=i.q[..., :8])
+    },
+    "index.q.shape[0] (tokens) must equal q.shape[0], 22, got 21": lambda b, i: {
+        "index": replace(i, q=i.q[1:])
+    },
+    "index.keys.shape[0] (tokens) must equal q.shape[0], 22, got 21": lambda b, i: {
+        "index": replace(i, keys=i.keys[1:])
+    },
+    "index.keys must be bfloat16 or float16 or float32, got float8_e4m3fn": lambda b, i: {
+        "index": replace(i, keys=i.keys.to(E4M3))
+    },
+    "index.weights must be float32, got bfloat16": lambda b, i: {
+        "index": replace(i, weights=i.weights.to(BF16))
+    },
+    "index.weights.shape[1] (index_heads) must equal index.q.shape[1], 2, got 1": lambda b, i: {
+        "index": replace(i, weights=i.weights[:, :1])
+    },
+    "k must be at least 1, got 0": lambda b, i: {"k": 0},
+    "k must be an integer, got float": lambda b, i: {"k": 2.0},
+    "rows must be int32, got int64": lambda b, i: {"rows": torch.zeros(22, K, dtype=torch.int64)},
+    "rows.shape[1] (k) must equal k, 4, got 5": lambda b, i: {
+        "rows": torch.zeros(22, K + 1, dtype=torch.int32)
+    },
+    "kv_lens[2] must not exceed max_kv_len, 17, got 18": lambda b, i: {"max_kv_len": 17},
+    "max_score_bytes must hold the scores of one query, 80 bytes, got 79": lambda b, i: {
+        "max_score_bytes": 79
+    },
+    "plan must be an EvenSplit, got DecodePlan": lambda b, i: {
+        "plan": plan_decode((1,) * 6, num_ctas=2)
+    },
+    "kv_lens[1] must include the 5 new tokens of the request, got 0": lambda b, i: {
+        "batch": replace(b, kv_lens=b.kv_lens - b.q_starts.diff())
+    },
+    "out must be bfloat16, got float32": lambda b, i: {"out": torch.zeros(22, 3, 24)},
+}
 
 
-@pytest.mark.parametrize(("change", "said"), REFUSALS, ids=[said for _, said in REFUSALS])
+@pytest.mark.parametrize("said", REFUSALS)
 @pytest.mark.on_cpu
-def test_a_wrong_step_is_refused_and_writes_nothing(change, said):
+def test_a_wrong_step_is_refused_and_writes_nothing(said):
     arguments = CASES["bf16"].arguments()
     names = ("q", "kv", "weights", "batch", "index")
     before = written_by(arguments)
     batch, index = arguments[3:]
-    given = {**dict(zip(names, arguments, strict=True)), "k": K, **change(batch, index)}
+    given = {**dict(zip(names, arguments, strict=True)), "k": K, **REFUSALS[said](batch, index)}
     with pytest.raises((TypeError, ValueError)) as refusal:
         sparse_step(**given)
     assert str(refusal.value).startswith(f"sparse_step: {said}")

@@ -15,104 +15,76 @@ def _fp8(a: dict[str, Any]) -> dict[str, Any]:
 
 
 WRONG: WrongCalls = {
-    "prefill": [
-        (
-            lambda a: {"q": a["q"][..., 1:]},
-            "ValueError: q.shape[2] must equal the widths of k_nope and k_rope together, 10, got 9",
-        ),
-        (
-            lambda a: {"k_nope": a["k_nope"][:, 1:]},
-            "ValueError: k_nope.shape[1] (heads) must equal q.shape[1], 3, got 2",
-        ),
-        (
-            lambda a: {"k_nope": a["k_nope"].half()},
-            "TypeError: k_nope must be bfloat16, got float16",
-        ),
-        (
-            lambda a: {"v": a["v"][1:]},
-            "ValueError: v.shape[0] (keys) must equal k_nope.shape[0], 25, got 24",
-        ),
-        (
-            lambda a: {"k_rope": a["k_rope"][:, None]},
-            "ValueError: k_rope must have axes (keys, D_R), got shape (25, 1, 4)",
-        ),
-        (
-            lambda a: {"kv_starts": a["kv_starts"][:-1]},
-            "ValueError: kv_starts.shape[0] (batch + 1) must equal q_starts.shape[0], 6, got 5",
-        ),
-        (
-            lambda a: {"kv_starts": changed(a["kv_starts"], -1, 26)},
-            "ValueError: kv_starts[-1] must equal the number of keys, 25, got 26",
-        ),
-        (
-            lambda a: {"kv_starts": changed(a["kv_starts"], 1, 12)},
-            "ValueError: kv_starts[2] must not be below kv_starts[1] = 12, got 11",
-        ),
-        (
-            lambda a: {"kv_starts": a["kv_starts"][:0], "q_starts": a["q_starts"][:0]},
-            "ValueError: q_starts must have batch + 1 entries, got none",
-        ),
-        (
-            lambda a: {"alibi_slopes": torch.ones(3, dtype=BF16)},
-            "TypeError: alibi_slopes must be float32, got bfloat16",
-        ),
-        (
-            lambda a: {"sink": torch.ones(4)},
-            "ValueError: sink.shape[0] (heads) must equal q.shape[1], 3, got 4",
-        ),
-        (
-            lambda a: {"v": columns_first(a["v"])},
-            "ValueError: v must have a contiguous last axis, got strides (15, 1, 3)",
-        ),
-        (lambda a: {"mask": None}, "TypeError: mask must be a Mask, got NoneType"),
-        (
-            lambda a: {"softmax_scale": float("inf")},
-            "ValueError: softmax_scale must be finite, got inf",
-        ),
-        (
-            lambda a: {"q": a["q"].double()},
-            "TypeError: q must be bfloat16 or float16 or float32 or float8_e4m3fn, got float64",
-        ),
-        (
-            lambda a: {"q": a["q"].to(E4M3)},
-            "TypeError: k_nope must be float8_e4m3fn, got bfloat16",
-        ),
-        (
-            lambda a: {"k_scale": torch.ones(25)},
-            "ValueError: k_scale must be None unless q, k_nope, k_rope and v are e4m3, got q of "
-            "torch.bfloat16",
-        ),
-        (
-            lambda a: {**_fp8(a), "q_scale": torch.ones(a["q"].shape[0])},
-            f"ValueError: q_scale must have axes (tokens, heads), got shape ({TOKENS},)",
-        ),
-        (
-            lambda a: {**_fp8(a), "q_scale": torch.full((TOKENS, 3), -1.0)},
-            "ValueError: q_scale must not be negative, got -1.0",
-        ),
-        (
-            lambda a: {**_fp8(a), "k_scale": torch.ones(24)},
-            "ValueError: k_scale.shape[0] (keys) must equal k_nope.shape[0], 25, got 24",
-        ),
-        (
-            lambda a: {**_fp8(a), "v_scale": torch.ones(25, 3, dtype=BF16)},
-            "TypeError: v_scale must be float32, got bfloat16",
-        ),
-        (
-            lambda a: {**_fp8(a), "keys_per_scale": 64},
-            "ValueError: keys_per_scale must be 1 or 128, got 64",
-        ),
-        (
-            lambda a: {"keys_per_scale": 128.0},
-            "TypeError: keys_per_scale must be an integer, got float",
-        ),
-        (
-            lambda a: {**_fp8(a), "k_scale": torch.ones(25), "keys_per_scale": 128},
-            "ValueError: k_scale.shape[0] (blocks) must equal keys // 128 + batch, 5, got 25",
-        ),
-        (
-            lambda a: {**_fp8(a), "v": columns_first(a["v"].to(E4M3))},
-            "ValueError: v must have a contiguous last axis, got strides (15, 1, 3)",
-        ),
-    ],
+    "prefill": {
+        "q.shape[2] must equal the widths of k_nope and k_rope together, 10, got 9": lambda a: {
+            "q": a["q"][..., 1:]
+        },
+        "k_nope.shape[1] (heads) must equal q.shape[1], 3, got 2": lambda a: {
+            "k_nope": a["k_nope"][:, 1:]
+        },
+        "TypeError: k_nope must be bfloat16, got float16": lambda a: {"k_nope": a["k_nope"].half()},
+        "v.shape[0] (keys) must equal k_nope.shape[0], 25, got 24": lambda a: {"v": a["v"][1:]},
+        "k_rope must have axes (keys, D_R), got shape (25, 1, 4)": lambda a: {
+            "k_rope": a["k_rope"][:, None]
+        },
+        "kv_starts.shape[0] (batch + 1) must equal q_starts.shape[0], 6, got 5": lambda a: {
+            "kv_starts": a["kv_starts"][:-1]
+        },
+        "kv_starts[-1] must equal the number of keys, 25, got 26": lambda a: {
+            "kv_starts": changed(a["kv_starts"], -1, 26)
+        },
+        "kv_starts[2] must not be below kv_starts[1] = 12, got 11": lambda a: {
+            "kv_starts": changed(a["kv_starts"], 1, 12)
+        },
+        "q_starts must have batch + 1 entries, got none": lambda a: {
+            "kv_starts": a["kv_starts"][:0],
+            "q_starts": a["q_starts"][:0],
+        },
+        "TypeError: alibi_slopes must be float32, got bfloat16": lambda a: {
+            "alibi_slopes": torch.ones(3, dtype=BF16)
+        },
+        "sink.shape[0] (heads) must equal q.shape[1], 3, got 4": lambda a: {"sink": torch.ones(4)},
+        "v must have a contiguous last axis, got strides (15, 1, 3)": lambda a: {
+            "v": columns_first(a["v"])
+        },
+        "TypeError: mask must be a Mask, got NoneType": lambda a: {"mask": None},
+        "softmax_scale must be finite, got inf": lambda a: {"softmax_scale": float("inf")},
+        "TypeError: q must be bfloat16 or float16 or float32 or float8_e4m3fn, "
+        "got float64": lambda a: {"q": a["q"].double()},
+        "TypeError: k_nope must be float8_e4m3fn, got bfloat16": lambda a: {"q": a["q"].to(E4M3)},
+        "k_scale must be None unless q, k_nope, k_rope and v are e4m3, got q of "
+        "torch.bfloat16": lambda a: {"k_scale": torch.ones(25)},
+        f"q_scale must have axes (tokens, heads), got shape ({TOKENS},)": lambda a: {
+            **_fp8(a),
+            "q_scale": torch.ones(a["q"].shape[0]),
+        },
+        "q_scale must not be negative, got -1.0": lambda a: {
+            **_fp8(a),
+            "q_scale": torch.full((TOKENS, 3), -1.0),
+        },
+        "k_scale.shape[0] (keys) must equal k_nope.shape[0], 25, got 24": lambda a: {
+            **_fp8(a),
+            "k_scale": torch.ones(24),
+        },
+        "TypeError: v_scale must be float32, got bfloat16": lambda a: {
+            **_fp8(a),
+            "v_scale": torch.ones(25, 3, dtype=BF16),
+        },
+        "keys_per_scale must be 1 or 128, got 64": lambda a: {
+            **_fp8(a),
+            "keys_per_scale": 64,
+        },
+        "TypeError: keys_per_scale must be an integer, got float": lambda a: {
+            "keys_per_scale": 128.0
+        },
+        "k_scale.shape[0] (blocks) must equal keys // 128 + batch, 5, got 25": lambda a: {
+            **_fp8(a),
+            "k_scale": torch.ones(25),
+            "keys_per_scale": 128,
+        },
+        "v must have a contiguous last axis, got strides (12, 1, 3)": lambda a: {
+            **_fp8(a),
+            "v": columns_first(a["v"][..., 1:].to(E4M3)),
+        },
+    },
 }

@@ -47,6 +47,6 @@ def with_scale(cache: PagedLatentCache, value: float) -> PagedLatentCache:
     return pool
 
 
-# by call, what to change in it and what is then said, the name of the op aside; `a` has the
-# arguments as they should be, tensors for the results among them
-WrongCalls = dict[str, list[tuple[Callable[[dict[str, Any]], dict[str, Any]], str]]]
+# by call, the message without the name of the op, of a ValueError if it names no other, and what to
+# change in the call; `a` has its arguments, tensors for the results among them
+WrongCalls = dict[str, dict[str, Callable[[dict[str, Any]], dict[str, Any]]]]
