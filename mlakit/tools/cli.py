@@ -421,7 +421,7 @@ def memory(
     """
     from rich.console import Console
 
-    from mlakit.tools.memory import memory_report, parse_contexts, table
+    from mlakit.tools.memory.budget import memory_report, parse_contexts, table
 
     if gpu_memory is None:
         refuse(context, ["weights"], "{} needs --gpu-memory")

@@ -66,7 +66,6 @@ def measured() -> dict[str, Any]:
     attend = {(h, b): us for _, b, h, _, us in rows(step, "attend")}
     attend |= {(h, b): us for _, b, h, _, us in rows("h200-sparse-decode.json") if h < 128}
     sparse = lines((h, b, us) for (h, b), us in attend.items())
-    ceilings = json.loads((DATA / "h200-grid.json").read_text(encoding="utf-8"))["ceilings"]
     return {
         # rows of the grid with as many tokens differ by up to 20 %
         "dense": lines((h, b * n, us) for _, b, h, n, us in rows("h200-grid.json")),
@@ -78,8 +77,6 @@ def measured() -> dict[str, Any]:
         "topk": lines((n, b, us) for _, b, _, n, us in rows(step, "top-k")),
         # with 32 and 64 heads there is one point each: 16 and 128 heads have several
         "attend": {heads: points for heads, points in sparse.items() if len(points) > 1},
-        "read_gb_s": round(ceilings["read_gb_s"], 1),
-        "bf16_tflops": round(ceilings["bf16_tflops"], 1),
     }
 
 

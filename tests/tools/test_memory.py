@@ -18,9 +18,14 @@ from mlakit.model.config import read_config
 from mlakit.model.geometry import PRESETS, MLAGeometry, RowShape
 from mlakit.model.releases import RELEASES
 from mlakit.tools import cli
-from mlakit.tools.memory import GIB, layer_counts, memory_report, parse_contexts
-from mlakit.tools.memory.budget import CHECKPOINT_INDEX, EXPANDED
-from mlakit.tools.memory.layers import config_fields
+from mlakit.tools.memory.budget import (
+    CHECKPOINT_INDEX,
+    EXPANDED,
+    GIB,
+    memory_report,
+    parse_contexts,
+)
+from mlakit.tools.memory.layers import config_fields, layer_counts
 from tests.paths import ROOT
 
 SMALL = {

@@ -1,4 +1,4 @@
-"""`mlakit plan`: weights, measured times, the step by hand, the choice, the serve line."""
+"""`mlakit plan`: weights, measured times, attention by hand, the choice, the serve line."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pytest
 import scaling_page
 from typer.testing import CliRunner
 
-from mlakit.model.releases import RELEASES
 from mlakit.tools import cli
-from mlakit.tools.memory import CHECKPOINT_INDEX, GIB, read_model
+from mlakit.tools.memory.budget import CHECKPOINT_INDEX, GIB
+from mlakit.tools.memory.layers import read_model
 from mlakit.tools.planner import times
 from mlakit.tools.planner.plan import CACHE_DTYPES, make_plan
-from mlakit.tools.planner.times import KernelTimes, interpolated, measured_times, step_us
-from mlakit.tools.planner.weights import model_weights
+from mlakit.tools.planner.times import KernelTimes, attention_us, interpolated, measured_times
+from mlakit.tools.planner.weights import count_parameters, model_weights
 
 # counts by hand: see test_parameters_are_those_of_a_hand_count
 SMALL: dict[str, Any] = {
@@ -54,48 +54,32 @@ def test_parameters_are_those_of_a_hand_count(tmp_path):
     experts = 3 * 16 * 3 * 64 * 32
     mlps = 3 * 64 * 128 + 3 * (3 * 64 * 32 + 16 * 64)
     total = 4 * attention + mlps + experts + 2 * 100 * 64
-    found = model_weights(written(tmp_path))
-    assert found.parameters is not None
-    assert (found.parameters.total, found.parameters.experts) == (total, experts)
-    assert found.total_bytes == 2 * total
-    assert found.active_parameters == total - experts * 14 / 16
+    assert model_weights(written(tmp_path)).total_bytes == 2 * total
     indexer = 4 * (32 * 4 * 128 + 64 * (128 + 4))
-    assert model_weights(written(tmp_path, **SPARSE)).parameters.total == total + indexer
+    assert model_weights(written(tmp_path, **SPARSE)).total_bytes == 2 * (total + indexer)
     tied = model_weights(written(tmp_path, tie_word_embeddings=True))
-    assert tied.parameters.total == total - 100 * 64
+    assert tied.total_bytes == 2 * (total - 100 * 64)
     fp8 = model_weights(written(tmp_path, quantization_config={"quant_method": "fp8"}))
     assert fp8.total_bytes == total + 2 * 100 * 64
 
 
 # billions, by the model cards
 PUBLISHED = {
-    "deepseek-v2": (236, 21),
-    "deepseek-v2-lite": (15.7, 2.4),
-    "deepseek-v3": (671, 37),
-    "kimi-k2": (1000, 32),
-    "glm-4.7-flash": (30, 3),
-    "glm-5": (744, 40),
-    "minicpm3": (4, 4),
+    "deepseek-v2": 236,
+    "deepseek-v2-lite": 15.7,
+    "deepseek-v3": 671,
+    "kimi-k2": 1000,
+    "glm-4.7-flash": 30,
+    "glm-5": 744,
+    "minicpm3": 4,
 }
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_of_a_release_are_the_published_ones(name):
-    total, active = PUBLISHED[name]
-    found = model_weights(name)
-    assert found.parameters.total / 1e9 == pytest.approx(total, rel=0.03)
-    # cards leave embeddings out of the active ones
-    spared = RELEASES[name]["vocab_size"] * RELEASES[name]["hidden_size"] * 2
-    assert found.active_parameters - spared < active * 1.1e9 < 1.5 * found.active_parameters
-
-
-def test_experts_that_a_batch_reads(tmp_path):
-    found = model_weights(written(tmp_path))
-    experts = found.parameters.experts
-    rest = found.total_bytes - 2 * experts
-    assert found.bytes_read(1) == pytest.approx(rest + 2 * experts * 2 / 16)
-    assert found.bytes_read(2) == pytest.approx(rest + 2 * experts * (1 - (14 / 16) ** 2))
-    assert model_weights(written(tmp_path, n_routed_experts=0)).bytes_read(1) > 0
+    fields, geometry, _ = read_model(name)
+    total = sum(count_parameters(fields, geometry))
+    assert total / 1e9 == pytest.approx(PUBLISHED[name], rel=0.03)
 
 
 def test_weights_come_from_the_checkpoint_first(tmp_path):
@@ -109,7 +93,7 @@ def test_weights_come_from_the_checkpoint_first(tmp_path):
     assert model_weights(config).total_bytes == 4002
     assert model_weights(config, 2.0).total_bytes == 2 * GIB
     (tmp_path / "config.json").write_text(json.dumps({**SMALL, "vocab_size": None}))
-    assert model_weights(config).parameters is None
+    assert model_weights(config).total_bytes == 4002
 
 
 def test_the_times_are_those_of_the_documented_reports():
@@ -144,46 +128,33 @@ TIMES = KernelTimes(
     logits={"1": [(1, 1.0), (1000, 1000.0)]},
     topk={"1": [(1, 2.0), (1000, 2000.0)]},
     attend={"8": [(1, 3.0), (1000, 3000.0)]},
-    read_gb_s=1000.0,
-    bf16_tflops=1000.0,
 )
 
 
-def step(config: str, format: str = "bf16", tp: int = 1, dcp: int = 1, **work: int) -> float | None:
+def attention(
+    config: str, format: str = "bf16", tp: int = 1, dcp: int = 1, **work: int
+) -> float | None:
     _, geometry, layers = read_model(config)
-    options = {"format": format, "tp": tp, "dcp": dcp, "times": TIMES, **work}
-    return step_us(geometry, layers, model_weights(config), **options)
+    heads, context = geometry.num_heads * dcp // tp, -(-work["context"] // dcp)
+    sizes = {"heads": heads, "requests": work["requests"], "context": context}
+    return attention_us(geometry, layers, format=format, times=TIMES, **sizes)
 
 
-def test_a_step_by_hand(tmp_path):
+def test_attention_by_hand(tmp_path):
     config = written(tmp_path)
-    weights = model_weights(config)
-    fixed, read = 4 * 60, weights.bytes_read(3) / 1e6 / 0.7
     # 4 layers, 8 heads, 3000 tokens
-    one = 4 * 8 * 3000 / 1000 + read + fixed
-    assert step(config, requests=3, context=1000) == pytest.approx(one)
-    reduced = 10 + (2 * 3 / 4) * (3 * 64 * 2) / 4.5e5
-    heads = 3 * 2  # of the other rank, for 3 requests
-    # queries, the lse of all 4 heads of the group, outputs
-    gathered = sum(10 + each / 4.5e5 for each in (heads * 1152, 3 * 4 * 4, heads * 1024))
-    attention = 4 * 0.5 * (8 * 2 / 4) * (3 * 501) / 1000
-    split = attention + 4 * (2 * reduced + gathered) + read / 4 + fixed
-    found = step(config, "fp8", tp=4, dcp=2, requests=3, context=1001)
-    assert found == pytest.approx(split)
-    # many requests are limited by products
-    flops = 2 * weights.active_parameters * 10**6
-    many = step(config, requests=10**6, context=1)
-    assert many == pytest.approx(4 * 8 * 10**6 / 1000 + flops / 1e9 / 0.7 + fixed)
+    assert attention(config, requests=3, context=1000) == pytest.approx(4 * 8 * 3000 / 1000)
+    found = attention(config, "fp8", tp=4, dcp=2, requests=3, context=1001)
+    assert found == pytest.approx(4 * 0.5 * (8 * 2 / 4) * (3 * 501) / 1000)
 
 
-def test_a_sparse_step_by_hand_and_rows_that_were_not_measured(tmp_path):
+def test_sparse_attention_by_hand_and_rows_that_were_not_measured(tmp_path):
     sparse = written(tmp_path, **{**SPARSE, "index_topk": 2048})
     work = {"requests": 10, "context": 1}
-    read = model_weights(sparse).bytes_read(10) / 1e6 / 0.7
-    assert step(sparse, "fp8_block128", **work) == pytest.approx(4 * (60 + 10 + 20 + 30) + read)
-    assert step(sparse, "bf16", **work) is None
-    assert step(written(tmp_path, **SPARSE), "fp8_block128", **work) is None
-    assert step(written(tmp_path, kv_lora_rank=256), **work) is None
+    assert attention(sparse, "fp8_block128", **work) == pytest.approx(4 * (10 + 20 + 30))
+    assert attention(sparse, "bf16", **work) is None
+    assert attention(written(tmp_path, **SPARSE), "fp8_block128", **work) is None
+    assert attention(written(tmp_path, kv_lora_rank=256), **work) is None
 
 
 def plan(config: str, **options: Any) -> Any:
@@ -240,15 +211,13 @@ def test_the_number_of_gpus_is_the_smallest_that_fits(tmp_path):
     assert plan("deepseek-v3", gpus=None).chosen.gpus == 8  # the weights take 627 GiB
 
 
-def test_what_fits_has_a_simulated_step():
+def test_what_fits_has_the_time_of_its_attention():
     found = plan("deepseek-v3", context=1 << 15, requests=16)
     _, geometry, layers = read_model("deepseek-v3")
-    work = {"requests": 16, "context": 1 << 15}
     for each in found.candidates:
-        options = {"format": CACHE_DTYPES[each.cache_dtype], "tp": 8, "dcp": each.dcp}
-        us = step_us(geometry, layers, found.weights, **options, **work)
-        assert each.step_ms == pytest.approx(us / 1e3)
-    assert {each.step_ms for each in plan("deepseek-v3", gpus=16).candidates} == {None}
+        format, sizes = CACHE_DTYPES[each.cache_dtype], {"heads": 16 * each.dcp, "requests": 16}
+        us = attention_us(geometry, layers, format=format, **sizes, context=(1 << 15) // each.dcp)
+        assert each.attention_ms == pytest.approx(us / 1e3)
 
 
 def test_a_sparse_model_has_its_own_backend_and_no_dcp(tmp_path):
@@ -290,7 +259,7 @@ def test_the_command_prints_the_line_and_says_why(tmp_path):
     chosen = plan(config, gpu_gib=20, context=1 << 17, requests=30).chosen
     (row,) = [row for row in rows if row[:1] == ["*8"]]
     assert row[1:5] == ["8", "1", "2", "auto"]
-    assert row[7:9] == [f"{chosen.max_requests:,}", f"{chosen.step_ms:.1f}"]
+    assert row[7:9] == [f"{chosen.max_requests:,}", f"{chosen.attention_ms:.1f}"]
     stored = json.loads(run(config, *options, "--json").stdout)
     assert stored["lines"] == [result.stdout.strip()]
     assert stored["chosen"]["dcp"] == 2

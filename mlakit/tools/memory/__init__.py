@@ -5,32 +5,3 @@
 
 All sizes are computed: no cache is allocated and no GPU is needed.
 """
-
-from mlakit.tools.memory.budget import (
-    CHECKPOINT_INDEX,
-    GIB,
-    CacheSize,
-    MemoryReport,
-    checkpoint_bytes,
-    latent_size,
-    memory_report,
-    parse_contexts,
-    read_model,
-    table,
-)
-from mlakit.tools.memory.layers import LayerCounts, layer_counts
-
-__all__ = [
-    "CHECKPOINT_INDEX",
-    "GIB",
-    "CacheSize",
-    "LayerCounts",
-    "MemoryReport",
-    "checkpoint_bytes",
-    "latent_size",
-    "layer_counts",
-    "memory_report",
-    "parse_contexts",
-    "read_model",
-    "table",
-]

@@ -18,10 +18,10 @@ from rich.table import Table
 
 from mlakit.cache import KVShard
 from mlakit.formats import FORMATS, known_format, row_codec
-from mlakit.model.config import ConfigFields, config_path
+from mlakit.model.config import config_path
 from mlakit.model.geometry import MLAGeometry, RowShape
 from mlakit.tools.bench.shapes import NUMBER, parse_number
-from mlakit.tools.memory.layers import LayerCounts, config_fields, layer_counts
+from mlakit.tools.memory.layers import LayerCounts, read_model
 
 EXPANDED = "K/V without MLA"
 CHECKPOINT_INDEX = "model.safetensors.index.json"
@@ -96,16 +96,6 @@ def parse_contexts(text: str) -> tuple[int, ...]:
     if None in found or 0 in contexts:
         raise ValueError(f"context must be numbers such as 4096,32k, got {text!r}")
     return contexts
-
-
-def read_model(config: str) -> tuple[ConfigFields, MLAGeometry, LayerCounts]:
-    """A known model, or the one of a config.json or its folder. Raises ValueError."""
-    try:
-        geometry = MLAGeometry.from_config(config)
-        fields = config_fields(config)
-        return fields, geometry, layer_counts(fields)
-    except (TypeError, OSError) as error:  # a field of another type; a file that cannot be read
-        raise ValueError(str(error)) from None
 
 
 def memory_report(

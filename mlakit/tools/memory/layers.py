@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from mlakit.model.config import ConfigFields, config_path, read_config
+from mlakit.model.geometry import MLAGeometry
 from mlakit.model.releases import ALIASES, RELEASES
 
 LINEAR = "linear_attention"
@@ -30,6 +31,16 @@ def config_fields(config: str) -> ConfigFields:
     if config_path(config) is not None:
         return read_config(config)
     return read_config(RELEASES[ALIASES.get(config.lower(), config.lower())])
+
+
+def read_model(config: str) -> tuple[ConfigFields, MLAGeometry, LayerCounts]:
+    """A known model, or the one of a config.json or its folder. Raises ValueError."""
+    try:
+        geometry = MLAGeometry.from_config(config)
+        fields = config_fields(config)
+        return fields, geometry, layer_counts(fields)
+    except (TypeError, OSError) as error:  # a field of another type; a file that cannot be read
+        raise ValueError(str(error)) from None
 
 
 def layer_counts(config: ConfigFields) -> LayerCounts:

@@ -60,13 +60,13 @@ def plan(
 ) -> None:
     """Print how many GPUs serve a model, which TP and DCP, and the [bold]vllm serve[/bold] line.
 
-    The line goes to stdout, one per node; candidates and reasons go to stderr. The step of one
-    token per request is a model: the attention kernels were measured on one H200, the rest is
-    computed. Needs no GPU and starts nothing. The exit status is 1 if nothing fits.
+    The line goes to stdout, one per node; candidates and reasons go to stderr. The time of
+    attention is interpolated between times measured on one H200. Needs no GPU and starts nothing.
+    The exit status is 1 if nothing fits.
     """
     from rich.console import Console
 
-    from mlakit.tools.memory import parse_contexts
+    from mlakit.tools.memory.budget import parse_contexts
     from mlakit.tools.planner.plan import make_plan
 
     with usage_errors():
@@ -101,7 +101,7 @@ def shown(found: Plan) -> Iterator[RenderableType]:
     from rich.box import SIMPLE
     from rich.table import Table
 
-    from mlakit.tools.memory import GIB
+    from mlakit.tools.memory.budget import GIB
     from mlakit.tools.planner.plan import RESERVE
 
     candidates = Table(box=SIMPLE, padding=(0, 1, 0, 0))
@@ -109,17 +109,14 @@ def shown(found: Plan) -> Iterator[RenderableType]:
     for heading in ("TP", "PP", "DCP"):
         candidates.add_column(heading, justify="right")
     candidates.add_column("cache", no_wrap=True)
-    for heading in ("GiB needed", "free", "requests fit", "step ms", "tokens/s per GPU"):
+    for heading in ("GiB needed", "free", "requests fit", "attention ms"):
         candidates.add_column(heading, justify="right")
     for each in found.candidates:
         mark = "*" if each == found.chosen else ""
         row = [f"{mark}{each.gpus}", str(each.tp), str(each.pp), str(each.dcp), each.cache_dtype]
         row += [f"{bytes / GIB:,.1f}" for bytes in (each.needed_bytes, max(each.free_bytes, 0))]
         row.append(f"{each.max_requests:,}")
-        if each.step_ms is not None:
-            rate = found.requests / each.step_ms * 1e3 / each.gpus
-            row += [f"{each.step_ms:.1f}", f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}"]
-        candidates.add_row(*row)
+        candidates.add_row(*row, "" if each.attention_ms is None else f"{each.attention_ms:.1f}")
     yield candidates
     if found.options:
         options = Table(box=SIMPLE, padding=(0, 1, 0, 0))

@@ -14,8 +14,9 @@ from typing import Any
 
 from mlakit.model.geometry import MLAGeometry
 from mlakit.model.releases import ALIASES, HUB_IDS
-from mlakit.tools.memory import GIB, LayerCounts, latent_size, read_model
-from mlakit.tools.planner.times import step_us
+from mlakit.tools.memory.budget import GIB, latent_size
+from mlakit.tools.memory.layers import LayerCounts, read_model
+from mlakit.tools.planner.times import attention_us
 from mlakit.tools.planner.weights import Weights, model_weights
 
 # vLLM's cache dtypes and the format of their rows
@@ -41,7 +42,7 @@ RESERVE = 4 * GIB  # activations, CUDA graphs and NCCL: an assumption; vLLM meas
 class Candidate:
     """One way to serve the requests. Bytes are those of one rank.
 
-    step_ms       of one token for every request; None if they do not fit, PP is used, or the
+    attention_ms  of all layers, one token for every request; None if they do not fit, or the
                   attention was not measured
     max_requests  requests of this length that fit; `max_tokens` counts the tokens of all
     """
@@ -56,7 +57,7 @@ class Candidate:
     needed_bytes: int
     max_requests: int
     max_tokens: int
-    step_ms: float | None
+    attention_ms: float | None
 
     @property
     def fits(self) -> bool:
@@ -135,16 +136,14 @@ class Task:
         needed = int(size.rank_bytes(self.context, self.requests) * share)
         pages = max(int(free / (size.page_bytes * share)), 0)
         us = None
-        if needed <= free and pp == 1:
-            us = step_us(
+        if needed <= free:
+            us = attention_us(
                 self.geometry,
                 self.layers,
-                self.weights,
                 format=format,
-                tp=tp,
-                dcp=dcp,
+                heads=-(-self.geometry.num_heads * dcp // tp),
                 requests=self.requests,
-                context=self.context,
+                context=-(-self.context // dcp),
             )
         return Candidate(
             gpus=gpus,
@@ -157,7 +156,7 @@ class Task:
             needed_bytes=needed,
             max_requests=pages // size.pages(self.context),
             max_tokens=pages * size.page_size * dcp,
-            step_ms=None if us is None else us / 1e3,
+            attention_ms=None if us is None else us / 1e3,
         )
 
 

@@ -1,18 +1,10 @@
-"""The time of a decode step of one engine: measured attention, and a model of the rest.
+"""The time of attention in a decode step, interpolated between measured times of the kernels.
 
-    step        attention + weights + collectives + fixed
-    attention   MLA layers × measured kernel time of heads · DCP / TP heads over requests ·
-                ceil(context / DCP) tokens; sparse models: logits, top-k and attention over 2048
-                rows, on every rank, whatever TP
-    weights     the larger of the bytes that the step reads / TP / (`EFFICIENCY` · read bandwidth)
-                and 2 · active parameters · requests / TP / (`EFFICIENCY` · bf16 rate)
-    collectives per layer two all-reduces of the hidden states; with DCP per MLA layer an all-gather
-                of the absorbed queries, one of lse, and a reduce-scatter of the outputs. Each takes
-                latency + bytes that a rank receives / bandwidth of NVLink; nothing overlaps
-    fixed       layers × `LAYER_US`: small kernels of a layer
+Dense models: MLA layers × the time of heads · DCP / TP heads over requests · ceil(context / DCP)
+tokens. Sparse models: logits, top-k and attention over 2048 rows, on every rank, whatever TP.
 
-Kernel times are interpolated linearly between the logarithms of measured points. Below the first
-point the time is that of the first; above the last it is proportional.
+Times are interpolated linearly between the logarithms of measured points. Below the first point the
+time is that of the first; above the last it is proportional.
 """
 
 from __future__ import annotations
@@ -26,19 +18,12 @@ from math import exp, log
 from pathlib import Path
 
 from mlakit.model.geometry import MLAGeometry
-from mlakit.tools.memory import LayerCounts
-from mlakit.tools.planner.weights import Weights
+from mlakit.tools.memory.layers import LayerCounts
 
 FILE = Path(__file__).with_name("h200.json")
 ROW = (512, 64)  # columns of the latents in all measured rows
 TOPK = 2048
 SPARSE_FORMAT = "fp8_block128"
-# fitted to `mlakit bench layer` on an H200 (bf16 weights, 16 requests): a layer without its
-# attention kernel takes 32 us and reads its weights at 0.87 of the bandwidth, with 16 heads and
-# with 128. MLPs and experts were not measured: the efficiency is lowered and the time doubled.
-EFFICIENCY = 0.7
-LAYER_US = 60.0
-NVLINK_GB_S, NVLINK_US = 450.0, 10.0  # the data sheet's bandwidth, and an assumed latency
 
 Points = Sequence[tuple[float, float]]
 
@@ -58,8 +43,6 @@ class KernelTimes:
     logits: Mapping[str, Points]
     topk: Mapping[str, Points]
     attend: Mapping[str, Points]
-    read_gb_s: float
-    bf16_tflops: float
 
     def dense_us(self, heads: int, tokens: int, format: str = "bf16") -> float:
         """Decode attention of one query per request over `tokens` tokens in all."""
@@ -98,44 +81,26 @@ def measured_times() -> KernelTimes:
     return KernelTimes(**json.loads(FILE.read_text(encoding="utf-8")))
 
 
-def step_us(
+def attention_us(
     geometry: MLAGeometry,
     layers: LayerCounts,
-    weights: Weights,
     *,
     format: str,
-    tp: int,
-    dcp: int,
+    heads: int,
     requests: int,
     context: int,
     times: KernelTimes | None = None,
 ) -> float | None:
-    """A step that gives one token to each request; None for rows that were not measured."""
+    """Attention of all layers on a rank, one query per request; None for rows not measured.
+
+    heads    that the rank attends with: those of DCP ranks together
+    context  tokens of a request on the rank
+    """
     times = times or measured_times()
-    heads = -(-geometry.num_heads * dcp // tp)
     if (geometry.kv_lora_rank, geometry.qk_rope_head_dim) != ROW:
         return None
     if not geometry.has_indexer:
-        attention = times.dense_us(heads, requests * -(-context // dcp), format)
-    elif format == SPARSE_FORMAT and geometry.index_topk == TOPK:
-        attention = times.sparse_us(heads, requests, context)
-    else:
-        return None
-    read = weights.bytes_read(requests) / (times.read_gb_s * 1e3)
-    multiplied = 2 * weights.active_parameters * requests / (times.bf16_tflops * 1e6)
-    states = 2 * (tp - 1) / tp * requests * geometry.hidden_size * 2
-    reduces = 2 * _collective_us(states) if tp > 1 else 0.0
-    others = (dcp - 1) * requests * geometry.num_heads // tp  # heads of the other ranks
-    # queries, the lse of each head that the rank attends with, and outputs
-    received = (2 * sum(ROW) * others, 4 * others * dcp, 2 * ROW[0] * others)
-    gathers = sum(map(_collective_us, received)) if dcp > 1 else 0.0
-    return (
-        layers.mla * (attention + gathers)
-        + layers.total * (reduces + LAYER_US)
-        + max(read, multiplied) / tp / EFFICIENCY
-    )
-
-
-def _collective_us(received: float) -> float:
-    """A collective in which each rank receives so many bytes."""
-    return NVLINK_US + received / NVLINK_GB_S / 1e3
+        return layers.mla * times.dense_us(heads, requests * context, format)
+    if format == SPARSE_FORMAT and geometry.index_topk == TOPK:
+        return layers.mla * times.sparse_us(heads, requests, context)
+    return None
