@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 import subprocess
 import sys
 import types
@@ -25,14 +24,6 @@ def test_version():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", [["--help"], ["-h"], []], ids=str)
-def test_help_names_the_commands_and_gives_an_example(arguments):
-    output = CliRunner().invoke(cli.app, arguments).output
-    assert "demo" in output
-    assert "Example: mlakit demo" in output
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("passed", "exit_code"), [(True, 0), (False, 1)])
 def test_demo_runs_the_demo(monkeypatch, passed, exit_code):
     calls = []
@@ -47,32 +38,7 @@ def test_demo_runs_the_demo(monkeypatch, passed, exit_code):
     assert calls == [("kimi-k2", MLAGeometry.preset("kimi-k2"), options)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "found"),
-    [
-        ("mlakit do", "doctor"),
-        ("mlakit check --op mla_p", "mla_prefill"),
-        ("mlakit explain sparse", "sparse_mla"),
-        ("mlakit memory mini", "minicpm3"),
-        ("mlakit plan mini", "minicpm3"),
-    ],
-)
-def test_shells_complete_commands_and_values(words, found):
-    number = str(len(words.split()) - 1)
-    wanted = {"_MLAKIT_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": number}
-    result = CliRunner().invoke(cli.app, [], env=wanted, prog_name="mlakit")
-    assert result.output.split() == [found]
-
-
 NAMES = list(get_command(cli.app).commands)
-
-
-@pytest.mark.slow
-def test_every_command_has_an_example():
-    for name in NAMES:
-        output = CliRunner().invoke(cli.app, [name, "--help"]).output
-        assert re.search(rf"Examples?: mlakit {name}\b", output), name
 
 
 def test_an_unknown_command_is_a_usage_error():
@@ -120,37 +86,6 @@ def test_what_needs_no_torch_does_not_import_it(name):
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "mlakit.tools.cli" in imported
     assert imported & {"torch", "numpy", "triton", "mlakit._public"} == set()
-
-
-def cpu_seconds(command: list[str], variables: dict[str, str]) -> float:
-    """Of the fastest of some runs; others use this machine too, so it is not the wall clock's."""
-    seconds = []
-    for _ in range(5):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run(command, env={**os.environ, **variables}, capture_output=True, check=False)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        seconds.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
-    return min(seconds)
-
-
-SMALLEST = """
-import typer
-app = typer.Typer()
-@app.command()
-def one(names: list[str]): pass
-@app.command()
-def two(name: str): pass
-app(prog_name="mlakit")
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["--version", "complete mlakit bench sp"])
-def test_what_needs_no_torch_is_quick(name):
-    command, variables = QUICK_CALLS[name]
-    # where even an empty program of typer takes so long, what it adds to that is little
-    smallest = cpu_seconds([sys.executable, "-c", SMALLEST], variables)
-    assert cpu_seconds(command, variables) < max(0.3, 2 * smallest)
 
 
 def test_completed_ops_are_those_there_are():
@@ -247,13 +182,3 @@ OPTIONS_WITHOUT_EFFECT = [
 @pytest.mark.parametrize(("arguments", "said"), OPTIONS_WITHOUT_EFFECT, ids=lambda value: value)
 def test_an_option_that_would_do_nothing_is_refused(arguments, said):
     assert said in refusal(*arguments.split())
-
-
-@pytest.mark.slow
-def test_every_option_that_goes_with_another_says_so_in_its_help():
-    """And is in the list above: an option added later is refused, too."""
-    refused = " ".join(arguments for arguments, _ in OPTIONS_WITHOUT_EFFECT)
-    for name in NAMES:
-        shown = CliRunner(env={"COLUMNS": "300"}).invoke(cli.app, [name, "--help"])
-        for option in re.findall(r"(--[a-z-]+)[^-]*?With --", shown.output):
-            assert option in refused, option

@@ -18,7 +18,6 @@ from mlakit.tools import cli
 from mlakit.tools.bench import (
     GPU_SUITES,
     ONLY_IF_NAMED,
-    SUITES,
     ceilings,
     charts,
     gpu_timers,
@@ -165,17 +164,6 @@ def test_every_suite_runs(name, tmp_path, monkeypatch):
     assert {each["suite"] for each in rows} == {name}
     assert all(float(each["p50_us"]) > 0 for each in rows)
     assert {each["min_speedup"] for each in rows} == {""}  # tiny problems have no targets
-
-
-@pytest.mark.slow
-def test_the_grid_asks_fast_peers_only_and_shows_a_map(monkeypatch):
-    result = bench("grid", "--quick", "--only", "b4-h16-1024")
-    assert result.exit_code == 0, result.output
-    assert "flash_mla" in result.output
-    assert "sdpa" not in result.output
-    assert re.search(
-        r"16 heads: mlakit's speedup over the fastest peer\s+s_k +b 2\s+─+\s+200 +\d", result.output
-    )
 
 
 def test_without_a_suite_all_for_the_gpu_run(monkeypatch):
@@ -453,18 +441,3 @@ def test_the_comparison_says_only_what_moved(stored, tmp_path, monkeypatch):
     assert re.search(r"decode-b +mlakit, us +40 +50 +1\.250 +worse by 25\.0%", result.output)
     assert "3 figures: 1 better, 1 worse, 1 within the spread" in result.output
     assert "only before: decode-c" in result.output
-
-
-@pytest.mark.parametrize(
-    ("begun", "found"), [("sp", ["sparse-prefill", "sparse-decode", "sparse-step"]), ("x", [])]
-)
-def test_suites_are_completed(begun, found):
-    assert cli._completion(SUITES)(begun) == found
-
-
-@pytest.mark.slow
-def test_examples_are_in_the_help():
-    output = flat(bench("--help").output)
-    for option in ("--shape", "--host", "--mode", "--csv", "--plot", "--compare", "--from"):
-        assert option in output
-    assert "mlakit bench decode --shape 64q1s4k+2q1s64k --heads 16" in output

@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from io import StringIO
 
 import pytest
-from matplotlib.figure import Figure
-from matplotlib.text import Text
-from rich.console import Console
 
 from mlakit.tools.bench import charts, heatmap, suite
 from mlakit.tools.bench.ceilings import Ceilings
 from mlakit.tools.bench.compare import compare
-from mlakit.tools.bench.report import LeftOut, Memory, MemoryUse, Report, Row, as_csv
+from mlakit.tools.bench.report import LeftOut, Memory, MemoryUse, Report, Row
 from mlakit.tools.bench.suite import Baseline, BenchmarkCase, Workload
 from mlakit.tools.bench.tables import left_out_lines, target_text
 from tests.tools.bench.fakes import CEILINGS, around, report, row
-
-
-def printed(renderable: object) -> str:
-    console = Console(width=150, file=StringIO())
-    console.print(renderable)
-    return console.file.getvalue()
 
 
 def test_a_report_survives_json():
@@ -35,10 +25,6 @@ def test_a_report_survives_json():
     use = MemoryUse(weights=3, cache=2, step=1)
     with_memory = replace(stored, memory=(Memory("a", "mlakit", use),))
     assert Report.from_json(json.loads(json.dumps(with_memory.as_json()))) == with_memory
-
-
-def test_a_csv_of_nothing_is_empty():
-    assert as_csv([]) == ""
 
 
 @pytest.mark.parametrize(
@@ -168,74 +154,6 @@ def test_a_map_without_peers_holds_shares_of_the_roofline():
     assert eight.cells == {(1024, 1): 0.5, (65536, 4): 0.9}
     assert eight.text(65536, 4) == "90 %"
     assert "share of the roofline" in eight.title
-
-
-def test_prompts_have_a_map_per_mask_with_heads_across():
-    rows = [
-        row(f"prefill-grid-bf16-b32-h{heads}-512-{mask}", peer, us, speedup=around(us / 10.0))
-        for heads, mask, peer, us in (
-            (128, "full", "fa3", 11.0),
-            (8, "causal", "fa3", 12.0),
-            (16, "causal", "sdpa", 13.0),
-        )
-    ]
-    causal, full = heatmap.heat_maps(rows)
-    assert (causal.cells, full.cells) == ({(512, 8): 1.2, (512, 16): 1.3}, {(512, 128): 1.1})
-    assert causal.title == "causal: mlakit's speedup over the fastest peer"
-    assert "h 16" in printed(heatmap.heat_table(causal))
-    assert {"h 8", "h 128", "512", "1.30x"} <= texts(dict(charts.charts(report(*rows)))["heatmap"])
-
-
-def test_other_rows_make_no_map():
-    assert heatmap.heat_maps([row("decode-bf16-b1-h8-1024", "mlakit", 1.0, roofline=0.5)]) == []
-
-
-def test_a_map_is_printed():
-    lines = printed(heatmap.heat_table(heatmap.heat_maps(GRID)[0])).splitlines()
-    assert any("8 heads: mlakit's speedup over the fastest peer" in line for line in lines)
-    assert [line.split() for line in lines if "k " in line and "." in line] == [
-        ["1k", "1.25x"],
-        ["64k", "0.80x"],
-    ]
-
-
-def texts(figure: Figure) -> set[str]:
-    """What is written in a chart."""
-    return {each.get_text() for each in figure.findobj(Text)}
-
-
-def widths(figure: Figure) -> list[float]:
-    """Of the bars of a chart, from the first to the last."""
-    return [each.get_width() for axes in figure.axes for each in axes.patches]
-
-
-def test_a_map_is_drawn():
-    drawn = dict(charts.charts(report(*GRID, suite="grid")))["heatmap"]
-    eight, sixteen = (axes.images[0].get_array() for axes in drawn.axes)
-    assert eight.filled(9).flatten().tolist() == pytest.approx([0.5, 9, 9, -0.625])
-    assert sixteen.tolist() == [[0]]
-    assert {"0.80x", "1.25x", "1.00x", "b 4", "65536"} <= texts(drawn)
-
-
-def test_bars_are_as_long_as_speedups():
-    slow = row("a", "eager", 900.0, speedup=around(90.0))
-    rows = [row("a", "mlakit", 10.0), row("a", "fa3", 20.0), slow]
-    drawn = charts.bar_chart(report(*rows))
-    assert widths(drawn) == pytest.approx([1, 2, 4])
-    assert "900 us, 90x →" in texts(drawn)
-
-
-def test_stages_are_stacked_by_their_time():
-    step = [row("a", "mlakit", 95.0), row("a", "append", 10.0), row("a", "logits", 60.0)]
-    more = [row("a", "attend", 30.0), row("a", "read same bytes", 20.0), row("b", "append", 5.0)]
-    drawings = dict(charts.charts(report(*step, *more, suite="sparse-step")))
-    assert set(drawings) == {"stages", "roofline"}
-    assert widths(drawings["stages"]) == pytest.approx([0.1, 0.6, 0.3, 1])
-    lefts = [each.get_x() for each in drawings["stages"].axes[0].patches]
-    assert lefts == pytest.approx([0, 0.1, 0.7, 0])
-    shown = texts(drawings["stages"])
-    assert {"step 95 us", "stages 5 us", "60 us", "append", "logits", "attend"} <= shown
-    assert not {"top-k", "read same bytes"} & shown
 
 
 def test_a_report_without_ceilings_has_no_roofline():
